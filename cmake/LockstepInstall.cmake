@@ -1,0 +1,83 @@
+# The install tree: headers, one static library per layer, the programs, and
+# find_package(Lockstep). Nothing in it names the source or build tree, so it can be moved; the one
+# absolute path is LibTorch's, as a last but one guess (LockstepConfig.cmake.in).
+
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+set(LOCKSTEP_CMAKE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/Lockstep)
+
+# Layers that programs link; lockstep/testing serves our own tests alone.
+get_property(layers GLOBAL PROPERTY LOCKSTEP_LAYERS)
+list(REMOVE_ITEM layers lockstep_testing)
+set(exported ${layers})
+set(torch_rpath "")
+if(TARGET lockstep_torch)
+  list(APPEND exported lockstep_torch)
+  set(torch_rpath ${LOCKSTEP_TORCH_DIR}/lib)
+endif()
+install(TARGETS ${exported} EXPORT LockstepTargets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(EXPORT LockstepTargets NAMESPACE Lockstep:: DESTINATION ${LOCKSTEP_CMAKE_DIR})
+
+# Backends are an affair of comm's sources: no public header includes theirs.
+install(DIRECTORY ${CMAKE_SOURCE_DIR}/lockstep/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep
+  FILES_MATCHING PATTERN "*.h" PATTERN testing EXCLUDE PATTERN "*_for_test.h" EXCLUDE
+  REGEX "/comm/[^/]+/" EXCLUDE)
+
+# Every target of `kinds` in a directory and those below it.
+function(lockstep_targets_of directory kinds result)
+  get_property(found DIRECTORY ${directory} PROPERTY BUILDSYSTEM_TARGETS)
+  get_property(below DIRECTORY ${directory} PROPERTY SUBDIRECTORIES)
+  foreach(subdirectory ${below})
+    lockstep_targets_of(${subdirectory} "${kinds}" more)
+    list(APPEND found ${more})
+  endforeach()
+  set(wanted)
+  foreach(target ${found})
+    get_target_property(type ${target} TYPE)
+    if(type IN_LIST kinds)
+      list(APPEND wanted ${target})
+    endif()
+  endforeach()
+  set(${result} "${wanted}" PARENT_SCOPE)
+endfunction()
+
+# A program lies in bin/ (without torch) or libexec/ (with it), as in the build tree. It looks for
+# plug-ins relative to itself and for LibTorch where it was at the build.
+lockstep_targets_of(${CMAKE_SOURCE_DIR} EXECUTABLE programs)
+foreach(program ${programs})
+  get_target_property(place ${program} RUNTIME_OUTPUT_DIRECTORY)
+  file(RELATIVE_PATH place ${CMAKE_BINARY_DIR} ${place})
+  if(place STREQUAL "libexec")
+    set_target_properties(${program} PROPERTIES
+      INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR};${torch_rpath}")
+  endif()
+  if(place MATCHES "^(bin|libexec)$")
+    install(TARGETS ${program} RUNTIME DESTINATION ${place})
+  endif()
+endforeach()
+
+# Plug-ins: the shared objects in lib/ (the CUDA part, where it was built). Tests put theirs below.
+lockstep_targets_of(${CMAKE_SOURCE_DIR}/lockstep "MODULE_LIBRARY;SHARED_LIBRARY" plugins)
+set(LOCKSTEP_INSTALLED_PLUGINS "")
+foreach(plugin ${plugins})
+  get_target_property(place ${plugin} LIBRARY_OUTPUT_DIRECTORY)
+  if(place STREQUAL "${CMAKE_BINARY_DIR}/lib")
+    set_target_properties(${plugin} PROPERTIES INSTALL_RPATH "$ORIGIN;${torch_rpath}")
+    install(TARGETS ${plugin} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+    list(APPEND LOCKSTEP_INSTALLED_PLUGINS ${plugin})
+  endif()
+endforeach()
+
+foreach(layer ${layers})
+  string(REPLACE lockstep_ Lockstep:: layer ${layer})
+  list(APPEND LOCKSTEP_EXPORTED_LAYERS ${layer})
+endforeach()
+configure_package_config_file(${CMAKE_SOURCE_DIR}/cmake/LockstepConfig.cmake.in
+  ${CMAKE_BINARY_DIR}/LockstepConfig.cmake INSTALL_DESTINATION ${LOCKSTEP_CMAKE_DIR}
+  PATH_VARS CMAKE_INSTALL_LIBDIR)
+write_basic_package_version_file(${CMAKE_BINARY_DIR}/LockstepConfigVersion.cmake
+  COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_BINARY_DIR}/LockstepConfig.cmake
+  ${CMAKE_BINARY_DIR}/LockstepConfigVersion.cmake
+  ${CMAKE_SOURCE_DIR}/cmake/LockstepTorchVersion.cmake DESTINATION ${LOCKSTEP_CMAKE_DIR})
+install(FILES ${CMAKE_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/lockstep)

@@ -1,0 +1,95 @@
+# One target per layer, with the same warnings, sanitizers and output places for all.
+#
+#   lockstep_layer(comm SOURCES world.cpp ... DEPENDS core TORCH)
+#   lockstep_test(world_test SOURCES world_test.cpp DEPENDS comm testing TORCH LABELS unit)
+
+set(LOCKSTEP_WARNINGS -Wall -Wextra -Wpedantic -Wshadow=local -Wnon-virtual-dtor -Werror)
+
+function(lockstep_common target)
+  # -fPIC for programs too (not CMake's -fPIE): one precompiled header serves every target.
+  target_compile_options(${target} PRIVATE ${LOCKSTEP_WARNINGS} -fPIC)
+  if(LOCKSTEP_SANITIZE)
+    target_compile_options(${target} PRIVATE
+      -fsanitize=${LOCKSTEP_SANITIZE} -fno-omit-frame-pointer)
+    target_link_options(${target} PUBLIC -fsanitize=${LOCKSTEP_SANITIZE})
+  endif()
+endfunction()
+
+function(lockstep_layer name)
+  cmake_parse_arguments(ARG "TORCH" "" "SOURCES;DEPENDS;LINK" ${ARGN})
+  add_library(lockstep_${name} STATIC ${ARG_SOURCES})
+  add_library(Lockstep::${name} ALIAS lockstep_${name})
+  set_target_properties(lockstep_${name} PROPERTIES EXPORT_NAME ${name})
+  target_include_directories(lockstep_${name} PUBLIC
+    $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}> $<INSTALL_INTERFACE:include>)
+  target_compile_features(lockstep_${name} PUBLIC cxx_std_20)
+  foreach(dep ${ARG_DEPENDS})
+    target_link_libraries(lockstep_${name} PUBLIC lockstep_${dep})
+  endforeach()
+  target_link_libraries(lockstep_${name} PUBLIC ${ARG_LINK})
+  lockstep_common(lockstep_${name})
+  if(ARG_TORCH)
+    target_link_libraries(lockstep_${name} PUBLIC lockstep_torch)
+    lockstep_use_pch(lockstep_${name})
+  endif()
+  set_property(GLOBAL APPEND PROPERTY LOCKSTEP_LAYERS lockstep_${name})
+endfunction()
+
+# A program: -rdynamic so that its failure report can name its functions.
+function(lockstep_program name)
+  cmake_parse_arguments(ARG "TORCH" "OUTPUT_DIR;OUTPUT_NAME" "SOURCES;DEPENDS;LINK" ${ARGN})
+  add_executable(${name} ${ARG_SOURCES})
+  foreach(dep ${ARG_DEPENDS})
+    target_link_libraries(${name} PRIVATE lockstep_${dep})
+  endforeach()
+  target_link_libraries(${name} PRIVATE ${ARG_LINK})
+  lockstep_common(${name})
+  set_target_properties(${name} PROPERTIES ENABLE_EXPORTS ON)
+  if(ARG_OUTPUT_DIR)
+    set_target_properties(${name} PROPERTIES
+      RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/${ARG_OUTPUT_DIR})
+  endif()
+  if(ARG_OUTPUT_NAME)
+    set_target_properties(${name} PROPERTIES OUTPUT_NAME ${ARG_OUTPUT_NAME})
+  endif()
+  if(ARG_TORCH)
+    target_link_libraries(${name} PRIVATE lockstep_torch)
+    lockstep_use_pch(${name})
+  endif()
+endfunction()
+
+# What every test may read from its environment.
+set(LOCKSTEP_TEST_ENV
+  LOCKSTEP_BIN=${CMAKE_BINARY_DIR}/bin LOCKSTEP_SOURCE=${CMAKE_SOURCE_DIR}
+  LOCKSTEP_PYTHON=${LOCKSTEP_PYTHON} OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1)
+
+function(lockstep_test name)
+  cmake_parse_arguments(ARG "TORCH" "TIMEOUT" "SOURCES;DEPENDS;LINK;LABELS" ${ARGN})
+  if(NOT LOCKSTEP_BUILD_TESTS)
+    return()
+  endif()
+  set(torch)
+  if(ARG_TORCH)
+    set(torch TORCH)
+  endif()
+  lockstep_program(${name} ${torch} OUTPUT_DIR bin/tests SOURCES ${ARG_SOURCES}
+    DEPENDS ${ARG_DEPENDS} LINK ${ARG_LINK} GTest::gtest_main GTest::gmock)
+  add_test(NAME ${name} COMMAND ${name})
+  lockstep_test_properties(${name} TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})
+endfunction()
+
+# A test that is a script: lockstep_script_test(style_layers COMMAND python3 layers.py)
+function(lockstep_script_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "COMMAND;LABELS" ${ARGN})
+  add_test(NAME ${name} COMMAND ${ARG_COMMAND})
+  lockstep_test_properties(${name} TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})
+endfunction()
+
+function(lockstep_test_properties name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS" ${ARGN})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}"
+    ENVIRONMENT "${LOCKSTEP_TEST_ENV}" SKIP_RETURN_CODE 77)
+endfunction()
