@@ -1,0 +1,234 @@
+#include "lockstep/core/control.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <condition_variable>
+#include <csignal>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <string_view>
+#include <thread>
+
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/log.h"
+
+namespace lockstep::control {
+namespace {
+
+constexpr std::size_t kLongestLine = 1 << 16;
+
+// A descriptor as it was when the program started. By the time it is used its number may belong to
+// something else (the variable is inherited by children whose descriptors were closed), and reading
+// that would steal somebody's data.
+struct Inherited {
+  int fd = -1;
+  ino_t inode = 0;
+
+  Inherited() {
+    const char* text = std::getenv("LOCKSTEP_CONTROL_FD");
+    if (text == nullptr || *text == '\0') return;
+    char* end = nullptr;
+    const long number = std::strtol(text, &end, 10);
+    if (*end != '\0' || number < 3 || number > 1 << 20) return;
+    fd = static_cast<int>(number);
+    inode = inode_now();
+    if (inode == 0) fd = -1;
+  }
+
+  // 0 unless it is the read end of a pipe.
+  ino_t inode_now() const {
+    struct stat status {};
+    if (fd < 0 || ::fstat(fd, &status) != 0 || !S_ISFIFO(status.st_mode)) return 0;
+    return (::fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDONLY ? status.st_ino : 0;
+  }
+};
+const Inherited g_inherited;
+
+Failure parse_failure(const nlohmann::json& failed) {
+  Failure failure{-1, "", "the launcher did not say why"};
+  if (!failed.is_object()) return failure;
+  if (const auto rank = failed.find("rank"); rank != failed.end() && rank->is_number_integer())
+    failure.rank = rank->get<int>();
+  if (const auto host = failed.find("host"); host != failed.end() && host->is_string())
+    failure.host = host->get<std::string>();
+  if (const auto cause = failed.find("cause"); cause != failed.end() && cause->is_string())
+    failure.cause = cause->get<std::string>();
+  return failure;
+}
+
+class Listener {
+ public:
+  explicit Listener(int fd) : fd_(fd) {
+    if (!fd_) return;
+    set_cloexec(fd);
+    wake_ = make_pipe();
+    // The thread inherits a mask without signals: handlers of the program run on its own threads.
+    sigset_t all, before;
+    sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread([this] { listen(); }).detach();  // ends with the process; *this is never destroyed
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  bool connected() const { return static_cast<bool>(fd_); }
+
+  std::optional<Failure> failure(std::chrono::milliseconds wait) {
+    std::unique_lock lock(mutex_);
+    if (!fd_) return std::nullopt;
+    // A SIGTERM may arrive before the listening thread was scheduled, so look for oneself.
+    read_ready();
+    const auto settled = [this] { return failure_ || done_; };
+    if (wait.count() > 0) changed_.wait_until(lock, Deadline::after(wait).time(), settled);
+    return failure_;
+  }
+
+  Subscription subscribe(std::function<void(const Failure&)> callback) {
+    std::unique_lock lock(mutex_);
+    if (fd_) read_ready();
+    if (failure_) {
+      const Failure known = *failure_;
+      lock.unlock();
+      call(callback, known);
+      return std::make_shared<int>(0);
+    }
+    const std::uint64_t id = next_id_++;
+    callbacks_.emplace(id, std::move(callback));
+    return Subscription(this, [this, id](void*) { unsubscribe(id); });
+  }
+
+ private:
+  static void call(const std::function<void(const Failure&)>& callback, const Failure& failure) {
+    try {
+      callback(failure);
+    } catch (const std::exception& e) {
+      log::error("control", "a subscriber threw while it was told that {}: {}", failure.text(),
+                 e.what());
+    }
+  }
+
+  void unsubscribe(std::uint64_t id) {
+    std::unique_lock lock(mutex_);
+    callbacks_.erase(id);
+    if (running_thread_ == std::this_thread::get_id()) return;
+    changed_.wait(lock, [this, id] { return running_ != id; });
+  }
+
+  void listen() {
+    for (;;) {
+      pollfd fds[] = {{fd_.get(), POLLIN, 0}, {wake_.read.get(), POLLIN, 0}};
+      if (::poll(fds, 2, -1) < 0 && errno != EINTR) return;
+      std::unique_lock lock(mutex_);
+      read_ready();
+      if (failure_) {
+        deliver(lock);
+        lock.unlock();
+        for (;;) ::pause();  // stays, to take the SIGTERM that every other thread may have blocked
+      }
+      if (done_) return;
+    }
+  }
+
+  // Takes what is in the pipe without waiting. Called with the lock held.
+  void read_ready() {
+    while (!failure_ && !done_) {
+      pollfd poll_fd{fd_.get(), POLLIN, 0};
+      if (::poll(&poll_fd, 1, 0) <= 0) return;
+      char buffer[4096];
+      const ssize_t n = ::read(fd_.get(), buffer, sizeof buffer);
+      if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+      if (n <= 0) return settle(Failure{-1, "", "the launcher ended"});
+      line_.append(buffer, static_cast<std::size_t>(n));
+      for (auto end = line_.find('\n'); end != std::string::npos; end = line_.find('\n')) {
+        take_line(line_.substr(0, end));
+        line_.erase(0, end + 1);
+      }
+      if (line_.size() > kLongestLine) line_.clear();
+    }
+  }
+
+  void take_line(const std::string& line) {
+    const auto message = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!message.is_object()) return log::warning("control", "cannot read '{}'", line);
+    if (message.contains("failed") && !failure_) return settle(parse_failure(message["failed"]));
+    if (message.contains("done")) {
+      done_ = true;
+      changed_.notify_all();
+    }
+  }
+
+  void settle(Failure failure) {
+    failure_ = std::move(failure);
+    std::signal(SIGTERM, SIG_DFL);
+    changed_.notify_all();
+    wake_.write.reset();  // whoever read it, the listening thread is the one that tells
+  }
+
+  void deliver(std::unique_lock<std::mutex>& lock) {
+    // A program may have blocked SIGTERM everywhere, to wait for it in one place. The launcher's must
+    // end us all the same.
+    sigset_t term;
+    sigemptyset(&term);
+    sigaddset(&term, SIGTERM);
+    ::pthread_sigmask(SIG_UNBLOCK, &term, nullptr);
+    while (!callbacks_.empty()) {
+      auto node = callbacks_.extract(callbacks_.begin());
+      running_ = node.key();
+      running_thread_ = std::this_thread::get_id();
+      lock.unlock();
+      call(node.mapped(), *failure_);
+      node.mapped() = nullptr;  // what it captured dies before a waiting unsubscribe returns
+      lock.lock();
+      running_ = 0;
+      running_thread_ = {};
+      changed_.notify_all();
+    }
+  }
+
+  const Fd fd_;
+  Pipe wake_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::string line_;
+  std::optional<Failure> failure_;
+  bool done_ = false;
+  std::map<std::uint64_t, std::function<void(const Failure&)>> callbacks_;
+  std::uint64_t next_id_ = 1;
+  std::uint64_t running_ = 0;
+  std::thread::id running_thread_;
+};
+
+Listener& listener() {
+  // Never destroyed: its thread and late subscribers outlive static destructors.
+  static Listener* listener = new Listener(
+      g_inherited.inode != 0 && g_inherited.inode_now() == g_inherited.inode ? g_inherited.fd : -1);
+  return *listener;
+}
+
+}  // namespace
+
+std::string Failure::text() const {
+  if (rank < 0) return host.empty() ? cause : fmt::format("{} on {}", cause, host);
+  return fmt::format("rank {}{}{} failed: {}", rank, host.empty() ? "" : " on ", host, cause);
+}
+
+bool connected() {
+  return listener().connected();
+}
+
+std::optional<Failure> failure(std::chrono::milliseconds wait) {
+  return listener().failure(wait);
+}
+
+Subscription subscribe(std::function<void(const Failure&)> callback) {
+  return listener().subscribe(std::move(callback));
+}
+
+}  // namespace lockstep::control

@@ -1,0 +1,46 @@
+// The control descriptor: how a rank learns that another one failed, at once and out of band.
+//
+// `lockstep run` gives every rank the read end of a pipe (LOCKSTEP_CONTROL_FD) and writes one line
+// of JSON when the run is doomed:
+//   {"failed": {"rank": 3, "host": "n1", "cause": "killed by SIGKILL"}}
+// One thread reads it; worlds subscribe, so that their waits end with that cause instead of a
+// timeout. Once a failure is known SIGTERM ends the process again whatever handler a program has:
+// it is the launcher's stop, not a request to save.
+//
+//   auto token = control::subscribe([&](const control::Failure& f) { world.abort(f.text()); });
+//
+// All functions may be called from any thread. The descriptor is closed on exec from the first use
+// on, so that a rank's own children do not listen.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace lockstep::control {
+
+struct Failure {
+  int rank = -1;  // -1: not a rank, but the launcher
+  std::string host;
+  std::string cause;
+  std::string text() const;  // "rank 3 on n1 failed: killed by SIGKILL"
+};
+
+// Is there a launcher that would tell us?
+bool connected();
+
+// What was announced up to now, or arrives within `wait`: a peer's broken connection is often seen
+// a moment before its cause is told. The first use starts the listening thread; without a control
+// descriptor there is nothing to wait for and this returns at once. The launcher closing the pipe
+// without a word (it died) is a failure too; after {"done": true} it is not.
+std::optional<Failure> failure(std::chrono::milliseconds wait = std::chrono::milliseconds(0));
+
+// Calls `callback` once (from the listening thread, or at once when a failure is already known)
+// unless the returned token is dropped before. Dropping it waits for a call in progress, except
+// from inside that call. The callback must not block for long; what it throws is logged.
+using Subscription = std::shared_ptr<void>;
+[[nodiscard]] Subscription subscribe(std::function<void(const Failure&)> callback);
+
+}  // namespace lockstep::control

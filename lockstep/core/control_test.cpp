@@ -1,0 +1,245 @@
+#include "lockstep/core/control.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <csignal>
+#include <cstdio>
+#include <mutex>
+#include <thread>
+
+#include "lockstep/core/child_for_test.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep {
+namespace {
+
+using child_for_test::Child;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::HasSubstr;
+
+constexpr char kFailed[] =
+    "{\"failed\": {\"rank\": 3, \"host\": \"n1\", \"cause\": \"killed by SIGKILL\"}}\n";
+
+struct Launcher {
+  Pipe pipe = make_pipe();
+  std::map<std::string, std::string> variables() const {
+    return {{"LOCKSTEP_CONTROL_FD", std::to_string(pipe.read.get())}};
+  }
+  void say(const std::string& text) { write_all(pipe.write.get(), text); }
+};
+
+void print(const std::string& text) {
+  std::puts(text.c_str());
+  std::fflush(stdout);
+}
+
+std::string text_of(const std::optional<control::Failure>& failure) {
+  return failure ? failure->text() : "none";
+}
+
+TEST(Control, TextNamesRankHostAndCause) {
+  EXPECT_EQ((control::Failure{3, "n1", "exit code 2"}).text(), "rank 3 on n1 failed: exit code 2");
+  EXPECT_EQ((control::Failure{0, "", "exit code 2"}).text(), "rank 0 failed: exit code 2");
+  EXPECT_EQ((control::Failure{-1, "", "the launcher ended"}).text(), "the launcher ended");
+}
+
+CHILD(waits_for_failure) {
+  print("connected " + std::to_string(control::connected()));
+  print("before: " + text_of(control::failure()));
+  print("after: " + text_of(control::failure(seconds(60))));
+  return 0;
+}
+
+TEST(Control, FailureArrivesWhileWaiting) {
+  Launcher launcher;
+  Child child("waits_for_failure", launcher.variables(), {launcher.pipe.read.get()});
+  ASSERT_TRUE(child.says("before: none")) << child.output();
+  launcher.say("{\"failed\": {\"rank\": 3, ");  // a line may come in pieces
+  launcher.say("\"host\": \"n1\", \"cause\": \"killed by SIGKILL\"}}\n");
+  EXPECT_EQ(child.wait(), 0);
+  EXPECT_THAT(child.output(), HasSubstr("after: rank 3 on n1 failed: killed by SIGKILL\n"));
+}
+
+TEST(Control, AnEndWithoutAWordIsAFailure) {
+  Launcher launcher;
+  Child child("waits_for_failure", launcher.variables(), {launcher.pipe.read.get()});
+  ASSERT_TRUE(child.says("before: none"));
+  launcher.pipe.write.reset();
+  EXPECT_EQ(child.wait(), 0);
+  EXPECT_THAT(child.output(), HasSubstr("after: the launcher ended\n"));
+}
+
+TEST(Control, AnEndAfterDoneIsNone) {
+  Launcher launcher;
+  Child child("waits_for_failure", launcher.variables(), {launcher.pipe.read.get()});
+  ASSERT_TRUE(child.says("before: none"));
+  launcher.say("{\"done\": true}\n");
+  launcher.pipe.write.reset();
+  EXPECT_EQ(child.wait(), 0);
+  EXPECT_THAT(child.output(), HasSubstr("after: none\n"));
+}
+
+TEST(Control, OddMessagesAreSurvived) {
+  Launcher launcher;
+  Child child("waits_for_failure", launcher.variables(), {launcher.pipe.read.get()});
+  ASSERT_TRUE(child.says("before: none"));
+  launcher.say("nonsense\n[1, 2]\n{\"later\": \"idea\"}\n{\"failed\": 7}\n");
+  EXPECT_EQ(child.wait(), 0);
+  EXPECT_THAT(child.output(), HasSubstr("cannot read 'nonsense'"));
+  EXPECT_THAT(child.output(), HasSubstr("after: the launcher did not say why\n"));
+}
+
+TEST(Control, WithoutALauncherNothingIsAwaited) {
+  const auto start = std::chrono::steady_clock::now();
+  Child unset("waits_for_failure", {});
+  EXPECT_EQ(unset.wait(), 0);
+  EXPECT_THAT(unset.output(), HasSubstr("connected 0\nbefore: none\nafter: none\n"));
+  // The variable is inherited further than the descriptor: a number that is closed, or a file, or
+  // the wrong end of a pipe is somebody else's.
+  Launcher launcher;
+  const Fd file(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  for (const int fd : {915, file.get(), launcher.pipe.write.get()}) {
+    Child child("waits_for_failure", {{"LOCKSTEP_CONTROL_FD", std::to_string(fd)}}, {fd});
+    EXPECT_EQ(child.wait(), 0);
+    EXPECT_THAT(child.output(), HasSubstr("connected 0\nbefore: none\nafter: none\n")) << fd;
+  }
+  Child garbage("waits_for_failure", {{"LOCKSTEP_CONTROL_FD", "x"}});
+  EXPECT_EQ(garbage.wait(), 0);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(30));
+}
+
+CHILD(subscribes) {
+  std::atomic<int> calls{0};
+  std::atomic<bool> on_main{false};
+  const auto main_thread = std::this_thread::get_id();
+  auto kept = control::subscribe([&](const control::Failure& f) {
+    on_main = std::this_thread::get_id() == main_thread;
+    print("told: " + f.text());
+    ++calls;
+  });
+  auto dropped = control::subscribe([](const control::Failure&) { print("wrong: dropped"); });
+  dropped.reset();
+  auto throwing =
+      control::subscribe([](const control::Failure&) { throw std::runtime_error("x"); });
+  print("ready");
+  // Whoever reads the message, the listening thread tells: failure() in a loop must not eat it.
+  while (!control::failure()) std::this_thread::sleep_for(milliseconds(1));
+  while (calls == 0) std::this_thread::sleep_for(milliseconds(1));
+  auto late = control::subscribe([&](const control::Failure& f) { print("late: " + f.text()); });
+  print(on_main ? "on main" : "on the listening thread");
+  return calls == 1 ? 0 : 1;
+}
+
+TEST(Control, SubscribersAreToldOnce) {
+  Launcher launcher;
+  Child child("subscribes", launcher.variables(), {launcher.pipe.read.get()});
+  ASSERT_TRUE(child.says("ready"));
+  launcher.say(kFailed);
+  EXPECT_EQ(child.wait(), 0);
+  EXPECT_THAT(child.output(), HasSubstr("told: rank 3 on n1 failed: killed by SIGKILL\n"));
+  EXPECT_THAT(child.output(), HasSubstr("late: rank 3 on n1 failed: killed by SIGKILL\n"));
+  EXPECT_THAT(child.output(), HasSubstr("on the listening thread"));
+  EXPECT_THAT(child.output(), HasSubstr("a subscriber threw"));
+  EXPECT_THAT(child.output(), ::testing::Not(HasSubstr("wrong")));
+}
+
+CHILD(drops_during_the_call) {
+  std::atomic<bool> entered{false}, left{false};
+  auto slow = control::subscribe([&](const control::Failure&) {
+    entered = true;
+    std::this_thread::sleep_for(milliseconds(200));
+    left = true;
+  });
+  print("ready");
+  while (!entered) std::this_thread::sleep_for(milliseconds(1));
+  slow.reset();
+  if (!left) return 1;
+  return 0;
+}
+
+TEST(Control, DroppingATokenWaitsForItsCall) {
+  Launcher launcher;
+  Child child("drops_during_the_call", launcher.variables(), {launcher.pipe.read.get()});
+  ASSERT_TRUE(child.says("ready"));
+  launcher.say(kFailed);
+  EXPECT_EQ(child.wait(), 0) << child.output();
+}
+
+CHILD(drops_its_own_token) {
+  std::mutex mutex;
+  control::Subscription token;
+  std::atomic<bool> done{false};
+  {
+    const std::lock_guard lock(mutex);
+    token = control::subscribe([&](const control::Failure&) {
+      const std::lock_guard inner(mutex);
+      token.reset();
+      done = true;
+    });
+  }
+  print("ready");
+  while (!done) std::this_thread::sleep_for(milliseconds(1));
+  return 0;
+}
+
+TEST(Control, ACallMayDropItsOwnToken) {
+  Launcher launcher;
+  Child child("drops_its_own_token", launcher.variables(), {launcher.pipe.read.get()});
+  ASSERT_TRUE(child.says("ready"));
+  launcher.say(kFailed);
+  EXPECT_EQ(child.wait(), 0) << child.output();
+}
+
+CHILD(saves_on_sigterm) {
+  // As a program does that saves when it is asked to stop: by a handler, or by a blocked signal.
+  std::signal(SIGTERM, [](int) { (void)!::write(STDOUT_FILENO, "saving\n", 7); });
+  if (std::getenv("BLOCK") != nullptr) {
+    sigset_t term;
+    sigemptyset(&term);
+    sigaddset(&term, SIGTERM);
+    ::pthread_sigmask(SIG_BLOCK, &term, nullptr);
+  }
+  auto token = control::subscribe([](const control::Failure&) { print("told"); });
+  print("ready");
+  for (int i = 0; i < 3000; ++i) std::this_thread::sleep_for(milliseconds(10));
+  return 0;
+}
+
+TEST(Control, SigtermAfterAFailureIsNotARequestToSave) {
+  for (const bool block : {false, true}) {
+    Launcher launcher;
+    auto variables = launcher.variables();
+    if (block) variables["BLOCK"] = "1";
+    Child child("saves_on_sigterm", variables, {launcher.pipe.read.get()});
+    ASSERT_TRUE(child.says("ready"));
+    if (!block) {
+      ::kill(child.pid(), SIGTERM);
+      ASSERT_TRUE(child.says("saving"));
+    }
+    launcher.say(kFailed);
+    ASSERT_TRUE(child.says("told"));
+    ::kill(child.pid(), SIGTERM);
+    EXPECT_EQ(child.wait(seconds(10)), -SIGTERM) << child.output();
+  }
+}
+
+CHILD(starts_a_child_of_its_own) {
+  control::connected();
+  print("before");
+  const int fd = std::atoi(std::getenv("LOCKSTEP_CONTROL_FD"));
+  return std::system(("test -e /proc/self/fd/" + std::to_string(fd)).c_str()) == 0 ? 1 : 0;
+}
+
+TEST(Control, ARanksOwnChildrenDoNotListen) {
+  Launcher launcher;
+  Child child("starts_a_child_of_its_own", launcher.variables(), {launcher.pipe.read.get()});
+  EXPECT_EQ(child.wait(), 0) << child.output();
+}
+
+}  // namespace
+}  // namespace lockstep

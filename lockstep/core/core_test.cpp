@@ -1,0 +1,108 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <thread>
+
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/log.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::HasSubstr;
+
+template <typename E, typename F>
+std::string message_of(F&& f) {
+  try {
+    f();
+  } catch (const E& e) {
+    return e.what();
+  }
+  return "(nothing thrown)";
+}
+
+TEST(Error, CarriesComponentAndValues) {
+  EXPECT_EQ(message_of<UsageError>([] { throw UsageError("world", "rank {} of {}.", 4, 4); }),
+            "[world] rank 4 of 4.");
+  EXPECT_THAT(message_of<SystemError>([] { read_file("/no/such/file"); }),
+              HasSubstr("No such file"));
+}
+
+TEST(Error, AssertionsStayOnInRelease) {
+  EXPECT_THAT(message_of<InternalError>([] { LOCKSTEP_ASSERT(1 + 1 == 3); }),
+              HasSubstr("`1 + 1 == 3` failed at lockstep/core/core_test.cpp"));
+}
+
+TEST(Error, TimeoutIsACommError) {
+  const TimeoutError e("comm", "late", {.rank = 1, .peer = 2, .operation = "all_reduce"});
+  const CommError& base = e;
+  EXPECT_EQ(base.context().peer, 2);
+}
+
+TEST(Deadline, CountsDownAndNeverOverflows) {
+  const Deadline d = Deadline::after(milliseconds(20));
+  EXPECT_FALSE(d.expired());
+  EXPECT_GT(d.remaining_ms(), 0);
+  std::this_thread::sleep_for(milliseconds(25));
+  EXPECT_TRUE(d.expired());
+  EXPECT_EQ(d.remaining_ms(), 0);
+  EXPECT_GE(d.elapsed(), milliseconds(25));
+  EXPECT_FALSE(Deadline::after(milliseconds::max()).expired());
+}
+
+TEST(Env, ReadsStrictly) {
+  ::setenv("LOCKSTEP_TEST_X", "12", 1);
+  EXPECT_EQ(env::get_int("LOCKSTEP_TEST_X"), 12);
+  ::setenv("LOCKSTEP_TEST_X", "12x", 1);
+  EXPECT_THAT(message_of<UsageError>([] { env::get_int("LOCKSTEP_TEST_X"); }),
+              HasSubstr("LOCKSTEP_TEST_X='12x' is not an integer"));
+  ::setenv("LOCKSTEP_TEST_X", "99", 1);
+  EXPECT_THAT(message_of<UsageError>([] { env::get_int("LOCKSTEP_TEST_X", 0, 9); }),
+              HasSubstr("out of range (0 to 9)"));
+  ::setenv("LOCKSTEP_TEST_X", "Yes", 1);
+  EXPECT_EQ(env::get_bool("LOCKSTEP_TEST_X"), true);
+  ::setenv("LOCKSTEP_TEST_X", "maybe", 1);
+  EXPECT_THAT(message_of<UsageError>([] { env::get_bool("LOCKSTEP_TEST_X"); }),
+              HasSubstr("neither true nor false"));
+  ::setenv("LOCKSTEP_TEST_X", "", 1);
+  EXPECT_EQ(env::get_int("LOCKSTEP_TEST_X"), std::nullopt);
+}
+
+TEST(Log, InfoIsForRankZero) {
+  log::set_rank(1, 2);
+  EXPECT_FALSE(log::enabled(log::Level::kInfo));
+  EXPECT_TRUE(log::enabled(log::Level::kWarning));
+  log::set_rank(0, 2);
+  EXPECT_TRUE(log::enabled(log::Level::kInfo));
+  log::set_rank(0, 1);
+}
+
+TEST(Fd, ClosesAndMoves) {
+  Pipe pipe = make_pipe();
+  const int raw = pipe.write.get();
+  write_all(raw, "hello");
+  Fd moved = std::move(pipe.write);
+  EXPECT_FALSE(pipe.write);
+  moved.reset();
+  EXPECT_EQ(::write(raw, "x", 1), -1);
+  char buffer[8];
+  EXPECT_EQ(::read(pipe.read.get(), buffer, sizeof buffer), 5);
+}
+
+TEST(Fd, AtomicFileReplacesWhole) {
+  const std::string path = ::testing::TempDir() + "lockstep_atomic_test";
+  write_file_atomically(path, "one");
+  write_file_atomically(path, "two");
+  EXPECT_EQ(read_file(path), "two");
+  EXPECT_THROW(read_file(path, 2), UsageError);
+  ::unlink(path.c_str());
+}
+
+}  // namespace
+}  // namespace lockstep

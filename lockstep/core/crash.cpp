@@ -1,0 +1,414 @@
+#include "lockstep/core/crash.h"
+
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <execinfo.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <typeinfo>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/rank_env.h"
+#include "lockstep/core/symbols.h"
+#include "lockstep/core/throw_trace.h"
+
+namespace lockstep::crash {
+namespace {
+
+constexpr int kFrames = 64;
+constexpr std::size_t kPrintedFrames = 32;
+constexpr std::size_t kAlternateStackBytes = 512u << 10;
+constexpr unsigned kReadableReportSeconds = 5;
+
+struct FatalSignal {
+  int number;
+  const char* name;
+};
+constexpr FatalSignal kFatal[] = {{SIGSEGV, "SIGSEGV"},
+                                  {SIGABRT, "SIGABRT"},
+                                  {SIGBUS, "SIGBUS"},
+                                  {SIGFPE, "SIGFPE"},
+                                  {SIGILL, "SIGILL"}};
+
+// All that a signal handler reads is here beforehand.
+std::atomic<bool> g_installed{false};
+std::atomic<bool> g_reported{false};
+std::atomic<long> g_crashed_thread{0};  // the one that reports a signal
+std::atomic<bool> g_crash_reported{false};
+std::atomic<int> g_rank{-1};
+char g_host[256] = "";
+char g_error_file[4096] = "";
+struct sigaction g_before[std::size(kFatal)];
+std::terminate_handler g_terminate_before = nullptr;
+
+const char* base_name(const char* path) {
+  const char* slash = std::strrchr(path, '/');
+  return slash != nullptr ? slash + 1 : path;
+}
+
+std::vector<std::string> frame_texts(std::span<void* const> frames) {
+  std::vector<std::string> texts;
+  for (void* frame : frames) texts.push_back(symbols::frame_text(frame));
+  return texts;
+}
+
+// ---------------------------------------------------------------- the readable report
+
+std::string error_file_text(const Report& report) {
+  const std::time_t timestamp = std::time(nullptr) + (report.consequence ? 1 : 0);
+  nlohmann::json info = {{"timestamp", fmt::to_string(timestamp)},
+                         {"rank", g_rank.load()},
+                         {"host", g_host},
+                         {"pid", ::getpid()},
+                         {"cpp_stack", report.frames},
+                         {"consequence", report.consequence}};
+  if (!report.frames.empty() && !under_lockstep_run()) {
+    // torchrun shows this field where there is one, and nothing else.
+    std::string traceback = report.message;
+    for (const auto& frame : report.frames) traceback += "\n    at " + frame;
+    info["py_callstack"] = traceback;
+  }
+  const nlohmann::json file = {
+      {"message", {{"message", report.message}, {"extraInfo", std::move(info)}}}};
+  return file.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+std::string stderr_text(const Report& report) {
+  const int rank = g_rank;
+  std::string text = "lockstep: ";
+  if (rank >= 0) text += fmt::format("rank {}{}{}: ", rank, *g_host == '\0' ? "" : " on ", g_host);
+  text += report.message + "\n";
+  if (report.consequence) return text;
+  for (std::size_t i = 0; i < report.frames.size(); ++i) {
+    if (i == kPrintedFrames) {
+      text += fmt::format("    ... {} more frames\n", report.frames.size() - i);
+      break;
+    }
+    text += fmt::format("    at {}\n", report.frames[i]);
+  }
+  return text;
+}
+
+void write_readable(const Report& report) noexcept {
+  try {
+    write_all(STDERR_FILENO, stderr_text(report));
+  } catch (...) {  // nobody reads stderr; the file may still be read
+  }
+  try {
+    if (*g_error_file != '\0') write_file_atomically(g_error_file, error_file_text(report));
+  } catch (...) {  // the launcher then reports the exit status alone
+  }
+}
+
+// ---------------------------------------------------------------- the report of a signal handler
+
+// Text in a fixed place, by functions that a signal handler may call.
+class PlainText {
+ public:
+  PlainText& add(const char* text) {
+    while (*text != '\0' && length_ < sizeof data_) data_[length_++] = *text++;
+    return *this;
+  }
+  PlainText& add_escaped(const char* text) {
+    for (; *text != '\0'; ++text) {
+      const auto c = static_cast<unsigned char>(*text);
+      const char plain[2] = {*text, '\0'};
+      if (c == '"' || c == '\\') add("\\");
+      add(c < 0x20 || c > 0x7e ? "?" : plain);
+    }
+    return *this;
+  }
+  PlainText& add_number(std::uint64_t value, unsigned base = 10) {
+    char digits[24];
+    int n = 0;
+    do {
+      digits[n++] = "0123456789abcdef"[value % base];
+      value /= base;
+    } while (value != 0);
+    while (n > 0) {
+      const char digit[2] = {digits[--n], '\0'};
+      add(digit);
+    }
+    return *this;
+  }
+  void write_to(int fd) const { (void)!::write(fd, data_, length_); }
+
+ private:
+  char data_[16384];
+  std::size_t length_ = 0;
+};
+
+struct Crash {
+  const char* signal_name;
+  std::uint64_t address;
+  bool has_address;
+  void* frames[kFrames];
+  int depth;
+};
+
+template <typename Text>
+void add_message(Text& text, const Crash& crash) {
+  text.add("killed by ").add(crash.signal_name);
+  if (crash.has_address) text.add(" at address 0x").add_number(crash.address, 16);
+}
+
+void write_plain_file(const Crash& crash) {
+  if (*g_error_file == '\0') return;
+  static PlainText text;
+  text.add(R"({"message": {"message": ")");
+  add_message(text, crash);
+  text.add(R"(", "extraInfo": {"timestamp": ")").add_number(std::time(nullptr)).add("\"");
+  if (const int rank = g_rank; rank >= 0) text.add(R"(, "rank": )").add_number(rank);
+  text.add(R"(, "cpp_stack": [)");
+  for (int i = 0; i < crash.depth; ++i) {
+    Dl_info info{};
+    const bool known = ::dladdr(static_cast<char*>(crash.frames[i]) - 1, &info) != 0;
+    const auto value = reinterpret_cast<std::uintptr_t>(crash.frames[i]);
+    const auto base = reinterpret_cast<std::uintptr_t>(known ? info.dli_fbase : nullptr);
+    text.add(i == 0 ? "\"" : ", \"");
+    if (known && info.dli_sname != nullptr) text.add_escaped(info.dli_sname).add(" ");
+    text.add("(").add_escaped(known ? base_name(info.dli_fname) : "?").add("+0x");
+    text.add_number(value - base, 16).add(")\"");
+  }
+  text.add("]}}}");
+  const int fd = ::open(g_error_file, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd < 0) return;
+  text.write_to(fd);
+  ::close(fd);
+}
+
+void write_plain_line(const Crash& crash) {
+  static PlainText text;
+  text.add("lockstep: ");
+  if (const int rank = g_rank; rank >= 0) text.add("rank ").add_number(rank).add(": ");
+  add_message(text, crash);
+  text.add("\n");
+  text.write_to(STDERR_FILENO);
+}
+
+// In the forked copy: may allocate and lock, and may hang or crash over what the signal broke. It
+// then ends without a core file of its own, and the plain report stands.
+[[noreturn]] void write_readable_and_leave(const Crash& crash) {
+  const rlimit no_core{0, 0};
+  ::setrlimit(RLIMIT_CORE, &no_core);
+  sigset_t all;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_UNBLOCK, &all, nullptr);
+  for (const auto& fatal : kFatal) std::signal(fatal.number, SIG_DFL);
+  std::signal(SIGALRM, SIG_DFL);
+  ::alarm(kReadableReportSeconds);
+  std::string message = fmt::format("killed by {}", crash.signal_name);
+  if (crash.has_address) message += fmt::format(" at address {:#x}", crash.address);
+  write_readable(
+      {message, frame_texts({crash.frames, static_cast<std::size_t>(crash.depth)}), false});
+  ::_exit(0);
+}
+
+void sleep_5_ms() {
+  const timespec pause{0, 5'000'000};
+  ::nanosleep(&pause, nullptr);
+}
+
+// True when a copy of this process has written the readable report in time.
+bool fork_readable(const Crash& crash) {
+  // Not fork(): its handlers take locks that the crashed code may hold.
+  const long child = ::syscall(SYS_clone, 0, nullptr, nullptr, nullptr, nullptr);
+  if (child == 0) write_readable_and_leave(crash);
+  if (child < 0) return false;
+  for (unsigned waited_ms = 0; waited_ms < (kReadableReportSeconds + 1) * 1000; waited_ms += 5) {
+    int status = 0;
+    if (::waitpid(static_cast<pid_t>(child), &status, __WALL | WNOHANG) == child)
+      return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    sleep_5_ms();
+  }
+  ::kill(static_cast<pid_t>(child), SIGKILL);
+  return false;
+}
+
+void wait_for_report() {
+  for (unsigned waited_ms = 0; waited_ms < (kReadableReportSeconds + 2) * 1000; waited_ms += 5) {
+    if (g_crash_reported) return;
+    sleep_5_ms();
+  }
+}
+
+struct Interrupted {
+  void* program_counter = nullptr;
+  void* return_address = nullptr;  // as the first instruction of a function finds it
+};
+
+Interrupted interrupted(void* context) {
+  const auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+  void* pc = reinterpret_cast<void*>(machine.gregs[REG_RIP]);
+  // Only a jump to nowhere has just pushed its return address; read the stack in no other case.
+  return {pc, pc == nullptr ? *reinterpret_cast<void**>(machine.gregs[REG_RSP]) : nullptr};
+#elif defined(__aarch64__)
+  return {reinterpret_cast<void*>(machine.pc), reinterpret_cast<void*>(machine.regs[30])};
+#else
+  (void)machine;
+  return {};
+#endif
+}
+
+void take_frames(Crash& crash, void* context) {
+  const Interrupted at = interrupted(context);
+  if (at.program_counter == nullptr && at.return_address != nullptr) {
+    // A call through a null pointer: nothing can be unwound from there, but the caller is known.
+    crash.depth = 1;
+    crash.frames[0] = at.return_address;
+    return;
+  }
+  void* frames[kFrames + 8];
+  const int depth = ::backtrace(frames, static_cast<int>(std::size(frames)));
+  int first = 0;  // the interrupted function comes after the handler and the kernel's trampoline
+  for (int i = 0; i < depth; ++i) {
+    if (frames[i] == at.program_counter) {
+      first = i;
+      break;
+    }
+  }
+  crash.depth = std::min(depth - first, kFrames);
+  // All others are return addresses, one after the instruction that counts; make this one alike.
+  if (depth > 0 && frames[first] == at.program_counter)
+    frames[first] = static_cast<char*>(frames[first]) + 1;
+  std::memcpy(crash.frames, frames + first, sizeof(void*) * static_cast<std::size_t>(crash.depth));
+}
+
+void on_fatal_signal(int number, siginfo_t* info, void* context) {
+  const int saved_errno = errno;
+  std::size_t index = 0;
+  while (index + 1 < std::size(kFatal) && kFatal[index].number != number) ++index;
+  const long self = ::syscall(SYS_gettid);
+  if (!g_reported.exchange(true)) {
+    g_crashed_thread = self;
+    static Crash crash;
+    crash.signal_name = kFatal[index].name;
+    crash.has_address = info->si_code > 0 && (number == SIGSEGV || number == SIGBUS);
+    crash.address = reinterpret_cast<std::uint64_t>(info->si_addr);
+    take_frames(crash, context);
+    write_plain_file(crash);
+    if (!fork_readable(crash)) write_plain_line(crash);
+    g_crash_reported = true;
+  } else if (g_crashed_thread != 0 && g_crashed_thread != self) {
+    wait_for_report();  // two threads crashed: the first one's report must be finished
+  }
+  ::sigaction(number, &g_before[index], nullptr);
+  // A fault happens again when its instruction does; a signal that was sent must be sent again. It
+  // stays blocked until this handler returns.
+  if (info->si_code <= 0) ::syscall(SYS_tgkill, ::getpid(), self, number);
+  errno = saved_errno;
+}
+
+// ---------------------------------------------------------------- std::terminate
+
+[[noreturn]] void on_terminate() {
+  Report report{.message = "std::terminate was called without an exception",
+                .frames = stack(1),
+                .consequence = false};
+  if (const std::exception_ptr current = std::current_exception()) {
+    try {
+      std::rethrow_exception(current);
+    } catch (const std::exception& e) {
+      report.message = "uncaught " + describe(e);
+      if (auto frames = thrown_at(e); !frames.empty()) report.frames = std::move(frames);
+    } catch (...) {
+      const std::type_info* type = abi::__cxa_current_exception_type();
+      report.message = "uncaught exception of type " +
+                       (type != nullptr ? symbols::demangle(type->name()) : std::string("unknown"));
+      if (auto frames = throw_trace::find_latest(); !frames.empty())
+        report.frames = frame_texts(frames);
+    }
+  }
+  crash::report(report);
+  if (g_terminate_before != nullptr) g_terminate_before();
+  std::abort();
+}
+
+void learn_surroundings() {
+  ::gethostname(g_host, sizeof g_host - 1);
+  const char* file = std::getenv("TORCHELASTIC_ERROR_FILE");
+  if (file != nullptr && std::strlen(file) < sizeof g_error_file) std::strcpy(g_error_file, file);
+}
+
+void install_signal_handlers() {
+  // An overflowed stack cannot hold its own handler.
+  void* memory = ::mmap(nullptr, kAlternateStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
+  if (memory != MAP_FAILED) {
+    stack_t alternate{};
+    alternate.ss_sp = memory;
+    alternate.ss_size = kAlternateStackBytes;
+    ::sigaltstack(&alternate, nullptr);
+  }
+  for (std::size_t i = 0; i < std::size(kFatal); ++i) {
+    struct sigaction action {};
+    action.sa_sigaction = on_fatal_signal;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigemptyset(&action.sa_mask);
+    ::sigaction(kFatal[i].number, &action, &g_before[i]);
+  }
+}
+
+}  // namespace
+
+void install(int rank) {
+  g_rank = rank;
+  if (g_installed.exchange(true)) return;
+  learn_surroundings();
+  throw_trace::enable();
+  g_terminate_before = std::set_terminate(on_terminate);
+  install_signal_handlers();
+}
+
+[[gnu::noinline]] std::vector<std::string> stack(int skip) {
+  std::array<void*, kFrames> frames{};
+  const int depth = ::backtrace(frames.data(), kFrames);
+  // Found by address: a sanitizer's backtrace() adds a frame of its own.
+  const auto caller = std::find(frames.begin(), frames.end(), __builtin_return_address(0));
+  const auto first = std::min<std::size_t>(depth, caller - frames.begin() + skip);
+  return frame_texts(std::span(frames).subspan(first, depth - first));
+}
+
+std::vector<std::string> thrown_at(const std::exception& e) {
+  return frame_texts(throw_trace::find(dynamic_cast<const void*>(&e)));
+}
+
+std::string describe(const std::exception& e) {
+  return fmt::format("{}: {}", symbols::demangle(typeid(e).name()), e.what());
+}
+
+bool report(const Report& report) noexcept {
+  if (g_reported.exchange(true)) return false;
+  if (!g_installed) learn_surroundings();
+  write_readable(report);
+  return true;
+}
+
+bool report(const std::exception& e) noexcept {
+  try {
+    return report({describe(e), thrown_at(e), false});
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace lockstep::crash

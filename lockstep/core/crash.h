@@ -1,0 +1,53 @@
+// How a rank says why it died: the error file torchrun defined and `lockstep run` reads.
+//
+//   {"message": {"message": "lockstep::CommError: [comm] ...",
+//                "extraInfo": {"timestamp": "1700000000", "rank": 1, "host": "n1",
+//                              "cpp_stack": ["train(lockstep::World&)+0x1c (mnist+0x2f10)", ...]}}}
+//
+// The one hard idea: a signal handler may trust nothing, so it writes a plain report with system
+// calls only, then lets a forked copy of the process make the readable one, against a deadline.
+// The signal is raised again under the action that stood before, so core dumps and exit statuses
+// stay what they were.
+//
+//   crash::install(rank);
+//   try { ... } catch (const std::exception& e) { crash::report(e); }
+//
+// run() and spawn() do both.
+#pragma once
+
+#include <exception>
+#include <string>
+#include <vector>
+
+namespace lockstep::crash {
+
+// From now on fatal signals (SEGV, ABRT, BUS, FPE, ILL) and std::terminate leave a report, and
+// every `throw` remembers where it was. Once per process, from the main thread; later calls only
+// change the rank that reports name (-1: unknown).
+void install(int rank = -1);
+
+// Frames of the calling thread, innermost first, without `skip` frames of our own: the demangled
+// function where it is known, and module+offset for addr2line.
+std::vector<std::string> stack(int skip = 0);
+
+// Where this exception object was thrown, also on another thread; empty when not remembered (thrown
+// before install(), or many throws ago).
+std::vector<std::string> thrown_at(const std::exception& e);
+
+// "lockstep::UsageError: [world] ...", as Python would say it.
+std::string describe(const std::exception& e);
+
+struct Report {
+  std::string message;
+  std::vector<std::string> frames;
+  // Another rank failed first and this one only fell with it: one line on stderr, and a later
+  // timestamp in the error file, because torchrun takes the earliest for the root cause.
+  bool consequence = false;
+};
+
+// Writes TORCHELASTIC_ERROR_FILE (if set) and a short report to stderr. The first report of a
+// process wins, later ones are dropped: true when this was the first. Never throws.
+bool report(const Report& report) noexcept;
+bool report(const std::exception& e) noexcept;
+
+}  // namespace lockstep::crash

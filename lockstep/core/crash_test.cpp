@@ -1,0 +1,219 @@
+#include "lockstep/core/crash.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <thread>
+
+#include "lockstep/core/child_for_test.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep {
+namespace {
+
+// A sanitizer has signal handlers and an allocator of its own, and ends the process its own way.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
+using child_for_test::Child;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+// Where the faults below happen; a stack must name it although it is not exported.
+[[gnu::noinline]] int deepest_function(const std::string& kind) {
+  static volatile int sink = 0;
+  int* volatile nowhere = nullptr;
+  if (kind == "segv") *nowhere = 1;
+  if (kind == "abort") std::abort();
+  if (kind == "raise") std::raise(SIGBUS);
+  if (kind == "fpe") std::raise(SIGFPE);
+  if (kind == "ill") __builtin_trap();
+  if (kind == "throw") throw std::runtime_error("the \"reason\"\n of \xff it");
+  if (kind == "throw int") throw 7;
+  if (kind == "call null") reinterpret_cast<void (*)()>(const_cast<int*>(nowhere))();
+  if (kind == "heap") {
+    // glibc notices this inside malloc, with its locks held: the report must not need them.
+    volatile std::size_t size = 2000;
+    char* a = static_cast<char*>(std::malloc(size));
+    char* b = static_cast<char*>(std::malloc(size));
+    for (std::size_t i = 0; i < size + 64; ++i) const_cast<volatile char*>(a)[i] = 0x41;
+    std::free(b);
+    sink = std::malloc(size * 10) != nullptr;
+  }
+  return sink + 1;
+}
+
+int overflow(int depth) {
+  volatile char block[4096];
+  std::memset(const_cast<char*>(block), depth, sizeof block);
+  return depth < 0 ? 0 : overflow(depth + 1) + block[depth % 4096];
+}
+
+CHILD(crashes) {
+  crash::install(5);
+  const std::string kind = std::getenv("KIND");
+  if (kind == "overflow") return overflow(0);
+  if (kind == "noexcept") return [&]() noexcept { return deepest_function("throw"); }();
+  if (kind == "thread") {
+    std::thread([] { deepest_function("throw"); }).join();
+    return 0;
+  }
+  if (kind == "caught") {
+    try {
+      deepest_function("throw");
+    } catch (const std::exception& e) {
+      return crash::report(e) ? 1 : 2;
+    }
+  }
+  if (kind == "reported first") {
+    crash::report({"the first cause", {}, false});
+    std::abort();
+  }
+  if (kind == "consequence") {
+    crash::report({"rank 1 ends because rank 0 failed", {"frame"}, true});
+    return 1;
+  }
+  if (kind == "terminate") std::terminate();
+  if (kind == "two threads") {
+    std::thread other([] { deepest_function("segv"); });
+    deepest_function("segv");
+    other.join();
+  }
+  return deepest_function(kind);
+}
+
+struct Outcome {
+  int status = 0;
+  std::string output;
+  nlohmann::json file;
+  std::string message() const { return file.at("message").at("message"); }
+  const nlohmann::json& info() const { return file.at("message").at("extraInfo"); }
+  std::string stack() const { return info().at("cpp_stack").dump(); }
+};
+
+Outcome crash_by(const std::string& kind) {
+  const std::string path = ::testing::TempDir() + "lockstep_error_" + std::to_string(::getpid());
+  ::unlink(path.c_str());
+  Child child("crashes", {{"KIND", kind}, {"TORCHELASTIC_ERROR_FILE", path}});
+  Outcome outcome;
+  outcome.status = child.wait();
+  outcome.output = child.output();
+  if (::access(path.c_str(), R_OK) == 0) {
+    outcome.file = nlohmann::json::parse(read_file(path), nullptr, false);
+  }
+  ::unlink(path.c_str());
+  return outcome;
+}
+
+struct SignalCase {
+  std::string kind;
+  int signal;
+  std::string message;
+};
+
+TEST(Crash, FatalSignalsLeaveAReportAndStayWhatTheyWere) {
+  if (kSanitized) GTEST_SKIP() << "the sanitizer's own";
+  for (const auto& [kind, signal, message] :
+       std::vector<SignalCase>{{"segv", SIGSEGV, "killed by SIGSEGV at address 0x0"},
+                               {"call null", SIGSEGV, "killed by SIGSEGV at address 0x0"},
+                               {"two threads", SIGSEGV, "killed by SIGSEGV at address 0x0"},
+                               {"abort", SIGABRT, "killed by SIGABRT"},
+                               {"heap", SIGABRT, "killed by SIGABRT"},
+                               {"raise", SIGBUS, "killed by SIGBUS"},
+                               {"fpe", SIGFPE, "killed by SIGFPE"},
+                               {"ill", SIGILL, "killed by SIGILL"}}) {
+    const Outcome outcome = crash_by(kind);
+    EXPECT_EQ(outcome.status, -signal) << kind << "\n" << outcome.output;
+    ASSERT_TRUE(outcome.file.is_object()) << kind << "\n" << outcome.output;
+    EXPECT_EQ(outcome.message(), message) << kind;
+    EXPECT_EQ(outcome.info().at("rank"), 5) << kind;
+    EXPECT_THAT(outcome.stack(), HasSubstr("deepest_function")) << kind;
+    EXPECT_THAT(outcome.output, HasSubstr("lockstep: rank 5 on ")) << kind;
+    EXPECT_THAT(outcome.output, HasSubstr(message + "\n    at ")) << kind;
+    EXPECT_THAT(outcome.output, HasSubstr("deepest_function(std::string const&)")) << kind;
+  }
+}
+
+TEST(Crash, AnOverflowedStackIsReported) {
+  if (kSanitized) GTEST_SKIP() << "the sanitizer's own";
+  const Outcome outcome = crash_by("overflow");
+  EXPECT_EQ(outcome.status, -SIGSEGV);
+  ASSERT_TRUE(outcome.file.is_object()) << outcome.output;
+  EXPECT_THAT(outcome.stack(), HasSubstr("overflow(int)"));
+}
+
+TEST(Crash, TerminateNamesTheExceptionAndWhereItWasThrown) {
+  for (const std::string kind : {"noexcept", "thread", "throw"}) {
+    const Outcome outcome = crash_by(kind);
+    EXPECT_EQ(outcome.status, -SIGABRT) << kind << outcome.output;
+    ASSERT_TRUE(outcome.file.is_object()) << kind << outcome.output;
+    EXPECT_THAT(outcome.message(), HasSubstr("uncaught std::runtime_error: the \"reason\"\n of "));
+    EXPECT_THAT(outcome.stack(), HasSubstr("deepest_function")) << kind;
+  }
+  const Outcome number = crash_by("throw int");
+  EXPECT_EQ(number.message(), "uncaught exception of type int");
+  EXPECT_THAT(number.stack(), HasSubstr("deepest_function"));
+  const Outcome bare = crash_by("terminate");
+  EXPECT_EQ(bare.message(), "std::terminate was called without an exception");
+}
+
+TEST(Crash, ACaughtExceptionStillKnowsWhereItWasThrown) {
+  const Outcome outcome = crash_by("caught");
+  EXPECT_EQ(outcome.status, 1);
+  ASSERT_TRUE(outcome.file.is_object()) << outcome.output;
+  EXPECT_THAT(outcome.message(), HasSubstr("std::runtime_error: the \"reason\"\n of "));
+  EXPECT_THAT(outcome.info().at("cpp_stack").at(0).get<std::string>(),
+              HasSubstr("deepest_function"));
+  // What torchrun reads: seconds as text, and the text that it shows.
+  const long stamp = std::stol(outcome.info().at("timestamp").get<std::string>());
+  EXPECT_NEAR(static_cast<double>(stamp), static_cast<double>(std::time(nullptr)), 60);
+  EXPECT_THAT(outcome.info().at("py_callstack").get<std::string>(), HasSubstr("\n    at "));
+}
+
+TEST(Crash, TheFirstReportWins) {
+  const Outcome outcome = crash_by("reported first");
+  EXPECT_EQ(outcome.status, -SIGABRT);
+  EXPECT_EQ(outcome.message(), "the first cause");
+  EXPECT_THAT(outcome.output, Not(HasSubstr("SIGABRT")));
+}
+
+TEST(Crash, AConsequenceIsOneLineAndLater) {
+  const std::time_t before = std::time(nullptr);
+  const Outcome outcome = crash_by("consequence");
+  EXPECT_EQ(outcome.info().at("consequence"), true);
+  EXPECT_GT(std::stol(outcome.info().at("timestamp").get<std::string>()), before);
+  EXPECT_THAT(outcome.output, HasSubstr(": rank 1 ends because rank 0 failed\n"));
+  EXPECT_EQ(std::count(outcome.output.begin(), outcome.output.end(), '\n'), 1);
+}
+
+TEST(Crash, AnErrorFileThatCannotBeWrittenIsSurvived) {
+  Child child("crashes", {{"KIND", "caught"}, {"TORCHELASTIC_ERROR_FILE", "/no/such/dir/e.json"}});
+  EXPECT_EQ(child.wait(), 1);
+  EXPECT_THAT(child.output(), HasSubstr("std::runtime_error"));
+}
+
+TEST(Crash, StackNamesItsCaller) {
+  const auto frames = crash::stack();
+  ASSERT_FALSE(frames.empty());
+  EXPECT_THAT(frames[0], HasSubstr("StackNamesItsCaller"));
+  EXPECT_THAT(frames[0], HasSubstr("rank_test+0x"));
+  EXPECT_EQ(crash::stack(1)[0], frames[1]);
+}
+
+TEST(Crash, DescribesByTypeAndText) {
+  EXPECT_EQ(crash::describe(UsageError("x", "no {}", 1)), "lockstep::UsageError: [x] no 1");
+}
+
+}  // namespace
+}  // namespace lockstep

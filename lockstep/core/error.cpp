@@ -1,0 +1,22 @@
+#include "lockstep/core/error.h"
+
+#include <cstring>
+
+namespace lockstep {
+
+SystemError::SystemError(std::string_view component, std::string_view text, int error_number)
+    : Error(component, fmt::format("{}: {}", text, std::strerror(error_number))),
+      error_number_(error_number) {}
+
+namespace detail {
+
+void assertion_failed(const char* expression, const char* file, int line) {
+  const char* base = std::strstr(file, "lockstep/");
+  throw InternalError("internal",
+                      fmt::format("assertion `{}` failed at {}:{}. This is a bug in Lockstep; "
+                                  "please report it with this message.",
+                                  expression, base != nullptr ? base : file, line));
+}
+
+}  // namespace detail
+}  // namespace lockstep

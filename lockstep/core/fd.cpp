@@ -1,0 +1,83 @@
+#include "lockstep/core/fd.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep {
+
+void Fd::reset(int fd) {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = fd;
+}
+
+Pipe make_pipe() {
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) throw SystemError("fd", "cannot create a pipe", errno);
+  return {Fd(ends[0]), Fd(ends[1])};
+}
+
+void set_nonblocking(int fd, bool on) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  if (flags < 0 || ::fcntl(fd, F_SETFL, on ? flags | O_NONBLOCK : flags & ~O_NONBLOCK) < 0)
+    throw SystemError("fd", fmt::format("cannot change the mode of descriptor {}", fd), errno);
+}
+
+void set_cloexec(int fd, bool on) {
+  const int flags = ::fcntl(fd, F_GETFD);
+  if (flags < 0 || ::fcntl(fd, F_SETFD, on ? flags | FD_CLOEXEC : flags & ~FD_CLOEXEC) < 0)
+    throw SystemError("fd", fmt::format("cannot change the flags of descriptor {}", fd), errno);
+}
+
+void write_all(int fd, std::string_view data) {
+  while (!data.empty()) {
+    const ssize_t n = ::write(fd, data.data(), data.size());
+    if (n >= 0) {
+      data.remove_prefix(static_cast<std::size_t>(n));
+    } else if (errno == EAGAIN) {
+      pollfd poll_fd{fd, POLLOUT, 0};
+      ::poll(&poll_fd, 1, 1000);
+    } else if (errno != EINTR) {
+      throw SystemError("fd", fmt::format("cannot write to descriptor {}", fd), errno);
+    }
+  }
+}
+
+std::string read_file(const std::string& path, std::size_t limit) {
+  Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd) throw SystemError("fd", "cannot open " + path, errno);
+  std::string data;
+  char buffer[1 << 16];
+  for (;;) {
+    const ssize_t n = ::read(fd.get(), buffer, sizeof buffer);
+    if (n == 0) return data;
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      throw SystemError("fd", "cannot read " + path, errno);
+    }
+    data.append(buffer, static_cast<std::size_t>(n));
+    if (data.size() > limit)
+      throw UsageError("fd", "{} is larger than {} bytes. Is it the right file?", path, limit);
+  }
+}
+
+void write_file_atomically(const std::string& path, std::string_view data) {
+  const std::string temporary = fmt::format("{}.tmp.{}", path, ::getpid());
+  {
+    Fd fd(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
+    if (!fd) throw SystemError("fd", "cannot create " + temporary, errno);
+    write_all(fd.get(), data);
+  }
+  if (::rename(temporary.c_str(), path.c_str()) != 0) {
+    const int error = errno;
+    ::unlink(temporary.c_str());
+    throw SystemError("fd", "cannot rename " + temporary, error);
+  }
+}
+
+}  // namespace lockstep

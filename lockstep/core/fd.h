@@ -1,0 +1,50 @@
+// A file descriptor that closes itself, and the few reads and writes that loop as they must.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace lockstep {
+
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    if (this != &other) reset(std::exchange(other.fd_, -1));
+    return *this;
+  }
+  Fd(const Fd&) = delete;
+  Fd& operator=(const Fd&) = delete;
+  ~Fd() { reset(); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int release() { return std::exchange(fd_, -1); }
+  void reset(int fd = -1);
+
+ private:
+  int fd_ = -1;
+};
+
+struct Pipe {
+  Fd read;
+  Fd write;
+};
+Pipe make_pipe();  // close-on-exec on both ends; throws SystemError
+
+void set_nonblocking(int fd, bool on = true);
+void set_cloexec(int fd, bool on = true);
+
+// Writes everything or throws SystemError; retries after signals and, on a non-blocking
+// descriptor, waits for room.
+void write_all(int fd, std::string_view data);
+// The whole file, or throws SystemError; refuses files over `limit` bytes (UsageError).
+std::string read_file(const std::string& path, std::size_t limit = 64u << 20);
+// Written under a temporary name in the same directory, then renamed: readers never see half.
+void write_file_atomically(const std::string& path, std::string_view data);
+
+}  // namespace lockstep

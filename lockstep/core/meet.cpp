@@ -1,0 +1,267 @@
+// Rank 0 tells the other ranks of its host on which port it listens, through an abstract socket
+// whose name follows from what their launcher tells all of them.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <thread>
+#include <vector>
+
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/rank_env.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr std::size_t kMessageBytes = 512;
+constexpr milliseconds kProgressInterval{10'000};
+
+struct Address {
+  sockaddr_un data{};
+  socklen_t length = 0;
+};
+
+Address abstract_address(const std::string& name) {
+  Address address;
+  address.data.sun_family = AF_UNIX;
+  LOCKSTEP_ASSERT(name.size() + 1 < sizeof address.data.sun_path);
+  std::memcpy(address.data.sun_path + 1, name.data(), name.size());  // the leading zero: abstract
+  address.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
+}
+
+Fd unix_socket() {
+  Fd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!fd) throw SystemError("rank", "cannot create a local socket", errno);
+  return fd;
+}
+
+// Anyone on the host may use an abstract name; only the same user is answered or believed.
+std::optional<uid_t> peer_uid(int fd) {
+  ucred credentials{};
+  socklen_t length = sizeof credentials;
+  if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return std::nullopt;
+  return credentials.uid;
+}
+
+std::optional<std::string> receive(int fd) {
+  char buffer[kMessageBytes];
+  ssize_t n = -1;
+  do {
+    n = ::recv(fd, buffer, sizeof buffer, 0);
+  } while (n < 0 && errno == EINTR);
+  if (n <= 0) return std::nullopt;
+  return std::string(buffer, static_cast<std::size_t>(n));
+}
+
+void send(int fd, const std::string& text) {
+  // A peer that is gone again is noticed where its answer is missing.
+  (void)!::send(fd, text.data(), text.size(), MSG_NOSIGNAL);
+}
+
+std::string rank_list(const std::set<int>& ranks) {
+  constexpr std::size_t kShown = 16;
+  std::string text;
+  std::size_t shown = 0;
+  for (const int rank : ranks) {
+    if (shown == kShown) return text + fmt::format(" and {} more", ranks.size() - kShown);
+    text += fmt::format("{}{}", shown++ == 0 ? "" : ", ", rank);
+  }
+  return text;
+}
+
+// A listening socket on a free port of the loopback interface.
+Fd listen_on_free_port(int& port) {
+  Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  if (!fd || ::bind(fd.get(), generic, length) != 0 || ::listen(fd.get(), SOMAXCONN) != 0 ||
+      ::getsockname(fd.get(), generic, &length) != 0) {
+    throw SystemError("rank", "cannot listen on a free port of 127.0.0.1", errno);
+  }
+  port = ntohs(address.sin_port);
+  return fd;
+}
+
+// ---------------------------------------------------------------- rank 0
+
+class Host {
+ public:
+  Host(const RankEnv& env, std::string name, Deadline deadline)
+      : env_(env), name_(std::move(name)), deadline_(deadline) {
+    for (int rank = 1; rank < env.world_size; ++rank) missing_.insert(rank);
+  }
+
+  void serve(int port) {
+    bind_name();
+    Deadline progress = Deadline::after(kProgressInterval);
+    while (!missing_.empty()) {
+      if (deadline_.expired()) {
+        throw TimeoutError(
+            "rank",
+            fmt::format("ranks {} of {} did not come to the meeting within {:.1f} s. They may have "
+                        "failed to start, or run in another container: then set MASTER_ADDR and "
+                        "MASTER_PORT.",
+                        rank_list(missing_), env_.world_size,
+                        static_cast<double>(deadline_.total().count()) / 1000),
+            {.rank = 0, .peer = *missing_.begin(), .operation = "meet", .elapsed = elapsed()});
+      }
+      if (progress.expired()) {
+        log::info("rank", "waiting for ranks {} since {} s", rank_list(missing_),
+                  elapsed().count() / 1000);
+        progress = Deadline::after(kProgressInterval);
+      }
+      step(port, std::min(deadline_.remaining_ms(), progress.remaining_ms()));
+    }
+  }
+
+ private:
+  milliseconds elapsed() const { return deadline_.elapsed(); }
+
+  // The name is free unless an earlier program of the same job is still leaving.
+  void bind_name() {
+    const Address address = abstract_address(name_);
+    while (::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address.data),
+                  address.length) != 0) {
+      const int error = errno;
+      if (error == EADDRINUSE && !deadline_.expired()) {
+        std::this_thread::sleep_for(milliseconds(20));
+        continue;
+      }
+      throw SystemError("rank",
+                        fmt::format("cannot take the meeting name '{}' (another rank 0 of this job "
+                                    "may be alive; MASTER_ADDR and MASTER_PORT avoid the name)",
+                                    name_),
+                        error);
+    }
+    if (::listen(listener_.get(), SOMAXCONN) != 0)
+      throw SystemError("rank", "cannot listen on the meeting name", errno);
+  }
+
+  void step(int port, int timeout_ms) {
+    std::vector<pollfd> fds{{listener_.get(), POLLIN, 0}};
+    for (const auto& [fd, guest] : guests_) fds.push_back({fd, POLLIN, 0});
+    if (::poll(fds.data(), fds.size(), timeout_ms) <= 0) return;
+    for (std::size_t i = 1; i < fds.size(); ++i) {
+      if (fds[i].revents == 0) continue;
+      if (const auto hello = receive(fds[i].fd)) answer(fds[i].fd, *hello, port);
+      guests_.erase(fds[i].fd);
+    }
+    if (fds[0].revents == 0) return;
+    Fd guest(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (guest && peer_uid(guest.get()) == ::geteuid()) {
+      const int raw = guest.get();
+      guests_.emplace(raw, std::move(guest));
+    }
+  }
+
+  void answer(int fd, const std::string& hello, int port) {
+    std::istringstream words(hello);
+    std::string greeting;
+    int rank = -1, world_size = -1;
+    words >> greeting >> rank >> world_size;
+    if (greeting != "lockstep-meet" || world_size != env_.world_size) {
+      send(fd, fmt::format("refused rank 0 expects a world of {}", env_.world_size));
+    } else if (missing_.erase(rank) == 0) {
+      send(fd, fmt::format("refused there is already a rank {}", rank));
+    } else {
+      send(fd, fmt::format("port {}", port));
+    }
+  }
+
+  const RankEnv& env_;
+  std::string name_;
+  Deadline deadline_;
+  Fd listener_ = unix_socket();
+  std::set<int> missing_;
+  std::map<int, Fd> guests_;
+};
+
+// ---------------------------------------------------------------- the others
+
+// One attempt: the port, or nothing when rank 0 is not there (yet, or not any more).
+std::optional<int> ask(const RankEnv& env, const std::string& name, const Deadline& deadline) {
+  const Fd fd = unix_socket();
+  const Address address = abstract_address(name);
+  const int left_ms = std::max(1, deadline.remaining_ms());
+  const timeval limit{left_ms / 1000, (left_ms % 1000) * 1000};
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address.data), address.length) != 0)
+    return std::nullopt;
+  const auto uid = peer_uid(fd.get());
+  if (uid != ::geteuid()) {
+    throw CommError("rank",
+                    fmt::format("the meeting name '{}' is held by user {}, not by rank 0 of this "
+                                "job. Set MASTER_ADDR and MASTER_PORT.",
+                                name, uid ? fmt::to_string(*uid) : "(unknown)"),
+                    {.rank = env.rank, .peer = 0, .operation = "meet"});
+  }
+  send(fd.get(), fmt::format("lockstep-meet {} {}", env.rank, env.world_size));
+  const auto reply = receive(fd.get());
+  if (!reply) return std::nullopt;
+  std::istringstream words(*reply);
+  std::string word;
+  int port = 0;
+  if (words >> word && word == "port" && words >> port) return port;
+  throw CommError("rank",
+                  fmt::format("rank {} was turned away by rank 0: {}. Two programs of one job may "
+                              "be meeting at once. Set MASTER_ADDR and a MASTER_PORT for each.",
+                              env.rank, reply->substr(reply->find(' ') + 1)),
+                  {.rank = env.rank, .peer = 0, .operation = "meet"});
+}
+
+int find_port(const RankEnv& env, const std::string& name, const Deadline& deadline) {
+  milliseconds pause{1};
+  while (!deadline.expired()) {
+    if (const auto port = ask(env, name, deadline)) return *port;
+    std::this_thread::sleep_for(std::min(pause, deadline.remaining()));
+    pause = std::min(pause * 2, milliseconds(50));
+  }
+  throw TimeoutError(
+      "rank",
+      fmt::format(
+          "rank {} did not find rank 0 on this host within {:.1f} s. Rank 0 may have failed "
+          "to start, or runs in another container: then set MASTER_ADDR and MASTER_PORT.",
+          env.rank, static_cast<double>(deadline.total().count()) / 1000),
+      {.rank = env.rank, .peer = 0, .operation = "meet", .elapsed = deadline.elapsed()});
+}
+
+}  // namespace
+
+void meet(RankEnv& env, int timeout_ms) {
+  if (env.meeting_name.empty() || env.alone() || env.master_port != 0) return;
+  // A process may meet more than once; a fast rank's second visit must not disturb the first.
+  static std::atomic<int> meetings{0};
+  const std::string name = fmt::format("{}/{}", env.meeting_name, meetings++);
+  const Deadline deadline = Deadline::after(milliseconds(timeout_ms));
+  if (env.rank != 0) {
+    env.master_port = find_port(env, name, deadline);
+    return;
+  }
+  int port = 0;
+  Fd listener = listen_on_free_port(port);
+  Host(env, name, deadline).serve(port);
+  env.master_port = port;
+  env.store_fd = listener.release();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,565 @@
+#include "lockstep/core/rank_env.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cctype>
+#include <climits>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <vector>
+
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/log.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kDefaultPort = 29500;  // PyTorch's
+
+// read_rank_env() is called by every world of a process; its remarks are made once.
+void warn_once(const std::string& text) {
+  static std::mutex mutex;
+  static std::set<std::string>* said = new std::set<std::string>;
+  const std::lock_guard lock(mutex);
+  if (said->insert(text).second) log::warning("rank", "{}", text);
+}
+
+std::optional<int> number(const std::string& name, int min = 0) {
+  const auto value = env::get_int(name, min, INT_MAX);
+  if (!value) return std::nullopt;
+  return static_cast<int>(*value);
+}
+
+// What one launcher says, with the names of the variables that said it.
+struct Place {
+  std::string source;
+  std::string rank_name, size_name, local_rank_name, local_size_name;
+  int rank = 0;
+  int size = 1;
+  std::optional<int> local_rank, local_size, node;
+};
+
+void check(const Place& place) {
+  if (place.size < 1) {
+    throw UsageError("rank", "{}={} is not a world. A world has at least one rank.",
+                     place.size_name, place.size);
+  }
+  if (place.rank >= place.size) {
+    throw UsageError("rank",
+                     "{}={} does not exist in a world of {}={}: ranks count from 0. Correct one "
+                     "of the two variables.",
+                     place.rank_name, place.rank, place.size_name, place.size);
+  }
+  if (place.local_size && (*place.local_size < 1 || *place.local_size > place.size)) {
+    throw UsageError("rank",
+                     "{}={} contradicts {}={}: a host runs between one and all ranks. Correct one "
+                     "of the two variables.",
+                     place.local_size_name, *place.local_size, place.size_name, place.size);
+  }
+  const int most = place.local_size.value_or(place.size);
+  if (place.local_rank && *place.local_rank >= most) {
+    throw UsageError("rank",
+                     "{}={} does not exist among {}={} ranks: local ranks count from 0. Correct "
+                     "one of the two variables.",
+                     place.local_rank_name, *place.local_rank,
+                     place.local_size ? place.local_size_name : place.size_name, most);
+  }
+}
+
+bool is_loopback(const std::string& host) {
+  return host == "localhost" || host == "::1" || host.rfind("127.", 0) == 0;
+}
+
+RankEnv to_env(const Place& place) {
+  check(place);
+  RankEnv env;
+  env.source = place.source;
+  env.rank = place.rank;
+  env.world_size = place.size;
+  env.local_rank = place.local_rank.value_or(0);
+  env.local_size_known = place.local_size.has_value() || place.size == 1;
+  env.local_world_size = place.local_size.value_or(env.local_rank + 1);
+  // Without a word on nodes, hosts are taken to be equal and filled one after the other.
+  env.node = place.node.value_or(env.local_size_known ? env.rank / env.local_world_size : 0);
+  return env;
+}
+
+bool takes_master_variables(RankEnv& env) {
+  const auto address = env::get("MASTER_ADDR");
+  const auto port = env::get_int("MASTER_PORT", 1, 65535);
+  if (!address && !port) return false;
+  if (env.alone()) return true;
+  env.master_addr = address.value_or("127.0.0.1");
+  env.master_port = static_cast<int>(port.value_or(kDefaultPort));
+  if (!address && env.local_world_size != env.world_size) {
+    throw UsageError("rank",
+                     "MASTER_PORT={} is set but MASTER_ADDR is not, and the {} ranks are on "
+                     "several hosts. Set MASTER_ADDR to rank 0's host on every one of them.",
+                     *port, env.world_size);
+  }
+  if (!port && env.rank == 0) {
+    warn_once(fmt::format("MASTER_PORT is not set; using {}. Two jobs on one host would collide.",
+                          kDefaultPort));
+  }
+  return true;
+}
+
+// ---------------------------------------------------------------- MPI
+
+struct MpiNames {
+  const char *rank, *size, *local_rank, *local_size;
+};
+
+std::optional<Place> mpi_place() {
+  // MPICH and Intel MPI share PMI's names; their own names for the local rank differ in nothing.
+  constexpr MpiNames kFamilies[] = {
+      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+       "OMPI_COMM_WORLD_LOCAL_SIZE"},
+      {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+       "MV2_COMM_WORLD_LOCAL_SIZE"},
+      {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+  };
+  for (const MpiNames& names : kFamilies) {
+    const auto rank = number(names.rank);
+    if (!rank) continue;
+    const auto size = number(names.size);
+    if (!size) {
+      throw UsageError("rank", "{}={} is set but {} is not. Start the program with mpirun.",
+                       names.rank, *rank, names.size);
+    }
+    Place place{.source = "mpirun",
+                .rank_name = names.rank,
+                .size_name = names.size,
+                .local_rank_name = names.local_rank,
+                .local_size_name = names.local_size,
+                .rank = *rank,
+                .size = *size,
+                .local_rank = number(names.local_rank),
+                .local_size = number(names.local_size),
+                .node = std::nullopt};
+    return place;
+  }
+  return std::nullopt;
+}
+
+struct Ancestor {
+  long pid = 0;
+  std::string name;
+  std::string start_time;  // in ticks since boot: a pid that is used again is another process
+};
+
+Ancestor read_process(long pid, long& parent) {
+  std::ifstream file(fmt::format("/proc/{}/stat", pid));
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  const auto open = text.find('('), close = text.rfind(')');
+  if (open == std::string::npos || close == std::string::npos || close < open) return {};
+  std::istringstream rest(text.substr(close + 1));
+  std::vector<std::string> fields{std::istream_iterator<std::string>(rest), {}};
+  if (fields.size() < 20) return {};
+  parent = std::stol(fields[1]);
+  return {pid, text.substr(open + 1, close - open - 1), fields[19]};
+}
+
+// MPICH passes no job id in variables. All ranks of a host descend from one proxy, though.
+std::string mpi_proxy() {
+  long pid = ::getppid();
+  std::string parent_id;
+  while (pid > 1) {
+    long next = 0;
+    const Ancestor process = read_process(pid, next);
+    if (process.pid == 0) break;
+    const std::string id = fmt::format("{}@{}", process.pid, process.start_time);
+    if (parent_id.empty()) parent_id = id;
+    if (process.name.find("pmi_proxy") != std::string::npos) return id;
+    pid = next;
+  }
+  return parent_id;
+}
+
+// What the ranks of one mpirun share and no other mpirun of this host has. Open MPI's job id alone
+// has 16 bits that tell two jobs apart, so its daemon's directory and address go in as well.
+std::string mpi_job() {
+  std::string job;
+  for (const char* name : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMIX_SERVER_TMPDIR",
+                           "OMPI_MCA_orte_hnp_uri", "MV2_COMM_WORLD_JOBID", "PMI_JOBID"}) {
+    if (const auto value = env::get(name)) job += fmt::format("{}={};", name, *value);
+  }
+  return job.empty() ? "proxy=" + mpi_proxy() : job;
+}
+
+std::string meeting_name(const std::string& job) {
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+  for (const unsigned char c : job) hash = (hash ^ c) * 1099511628211u;
+  return fmt::format("lockstep/{}/{:016x}", ::geteuid(), hash);
+}
+
+RankEnv from_mpi(const Place& place) {
+  RankEnv env = to_env(place);
+  if (env.alone() || takes_master_variables(env)) return env;
+  if (!env.local_size_known || env.local_world_size != env.world_size) {
+    throw UsageError(
+        "rank",
+        "mpirun started {} ranks on several hosts (rank {} says {}={}), and MASTER_ADDR is not "
+        "set: the ranks do not know where to meet. Pass it along, for example "
+        "mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT={} ..., or use lockstep run --nnodes.",
+        env.world_size, env.rank, place.local_size_name,
+        env.local_size_known ? fmt::to_string(env.local_world_size) : "(unset)", kDefaultPort);
+  }
+  env.master_addr = "127.0.0.1";
+  env.meeting_name = meeting_name(mpi_job());
+  return env;
+}
+
+// ---------------------------------------------------------------- SLURM
+
+// Only a task of srun is a rank. An sbatch script also has SLURM_PROCID=0 and SLURM_NTASKS, and a
+// salloc shell may run in a step of its own; both have no step id or one of the reserved ones.
+bool in_srun_task() {
+  constexpr std::int64_t kFirstReservedStep = 0xfffffff0;
+  auto step = env::get("SLURM_STEP_ID");
+  if (!step) step = env::get("SLURM_STEPID");
+  if (!step || !env::get("SLURM_PROCID")) return false;
+  return env::parse_int(*step, "SLURM_STEP_ID") < kFirstReservedStep;
+}
+
+std::optional<Place> slurm_place() {
+  if (!in_srun_task()) return std::nullopt;
+  Place place{.source = "srun",
+              .rank_name = "SLURM_PROCID",
+              .size_name = "SLURM_STEP_NUM_TASKS",
+              .local_rank_name = "SLURM_LOCALID",
+              .local_size_name = "SLURM_STEP_TASKS_PER_NODE",
+              .rank = *number("SLURM_PROCID"),
+              .size = 1,
+              .local_rank = number("SLURM_LOCALID"),
+              .local_size = std::nullopt,
+              .node = number("SLURM_NODEID")};
+  auto size = number(place.size_name);
+  if (!size) size = number(place.size_name = "SLURM_NTASKS");
+  if (!size) {
+    throw UsageError("rank",
+                     "SLURM_PROCID={} is set but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS "
+                     "is. Start the program with srun.",
+                     place.rank);
+  }
+  place.size = *size;
+  if (const auto tasks = env::get(place.local_size_name)) {
+    place.local_size = detail::tasks_on_node(*tasks, place.node.value_or(0));
+  } else if (number("SLURM_STEP_NUM_NODES").value_or(0) == 1) {
+    place.local_size = place.size;
+  }
+  return place;
+}
+
+RankEnv from_slurm(const Place& place) {
+  RankEnv env = to_env(place);
+  if (env.alone() || takes_master_variables(env)) return env;
+  const auto job = env::get_int("SLURM_JOB_ID", 0).value_or(0);
+  auto step = env::get_int("SLURM_STEP_ID", 0);
+  if (!step) step = env::get_int("SLURM_STEPID", 0).value_or(0);
+  if (env.local_size_known && env.local_world_size == env.world_size) {
+    env.master_addr = "127.0.0.1";
+    env.meeting_name = meeting_name(fmt::format("slurm {}.{}", job, *step));
+    return env;
+  }
+  auto nodes = env::get("SLURM_STEP_NODELIST");
+  if (!nodes) nodes = env::get("SLURM_NODELIST");
+  if (!nodes) {
+    throw UsageError("rank",
+                     "srun started {} ranks on several nodes, but SLURM_STEP_NODELIST is not set, "
+                     "so the first node is not known. Set MASTER_ADDR and MASTER_PORT.",
+                     env.world_size);
+  }
+  env.master_addr = detail::first_host(*nodes);
+  env.master_port = detail::port_of_step(job, *step);
+  return env;
+}
+
+// ---------------------------------------------------------------- RANK, WORLD_SIZE
+
+bool under_elastic_launcher() {
+  return env::get("TORCHELASTIC_RUN_ID").has_value();
+}
+
+// The ranks of a Kubernetes job are on one pod each unless the job says otherwise, and says how
+// many its launcher should start on each; a program started without that launcher would wait for
+// ranks that nobody starts.
+void refuse_missing_launcher() {
+  const auto per_node = env::get("PET_NPROC_PER_NODE");
+  if (!per_node || *per_node == "1") return;
+  throw UsageError("rank",
+                   "PET_NPROC_PER_NODE={} asks for a launcher, but this process was started "
+                   "without one (LOCAL_RANK is not set). Start it as: lockstep run <program>.",
+                   *per_node);
+}
+
+Place variables_place() {
+  const auto size = number("WORLD_SIZE");
+  if (!size) {
+    throw UsageError("rank",
+                     "RANK={} is set but WORLD_SIZE is not. Set WORLD_SIZE to the number of ranks, "
+                     "or unset RANK for a world of one.",
+                     *number("RANK"));
+  }
+  Place place{.source = "environment",
+              .rank_name = "RANK",
+              .size_name = "WORLD_SIZE",
+              .local_rank_name = "LOCAL_RANK",
+              .local_size_name = "LOCAL_WORLD_SIZE",
+              .rank = *number("RANK"),
+              .size = *size,
+              .local_rank = number("LOCAL_RANK"),
+              .local_size = number("LOCAL_WORLD_SIZE"),
+              .node = number("GROUP_RANK")};
+  if (!place.node) place.node = number("NODE_RANK");
+  if (under_elastic_launcher()) {
+    place.source = under_lockstep_run() ? "lockstep run" : "torchrun";
+    return place;
+  }
+  const bool pods = env::get("KUBERNETES_SERVICE_HOST").has_value();
+  const auto address = env::get("MASTER_ADDR");
+  if (!pods && (!address || is_loopback(*address))) {  // everything is on this host
+    if (!place.local_size) place.local_size = place.size;
+    if (!place.local_rank && *place.local_size == place.size) place.local_rank = place.rank;
+  } else if (!place.local_rank && !place.local_size) {  // one rank per host or pod
+    if (place.size > 1) refuse_missing_launcher();
+    place.local_rank = 0;
+    place.local_size = 1;
+    if (!place.node) place.node = place.rank;
+  }
+  return place;
+}
+
+// Variables set by hand and a launcher's that say something else: for mpirun that is a forgotten
+// export, in which every process would be the same rank. Under srun it is also how people start
+// several ranks from one task, so it is only said.
+void compare(const Place& place, const std::optional<Place>& launcher) {
+  if (!launcher || (launcher->rank == place.rank && launcher->size == place.size)) return;
+  if (launcher->source == "mpirun") {
+    throw UsageError("rank",
+                     "RANK={} and WORLD_SIZE={} are set, but mpirun says {}={} and {}={}. Unset "
+                     "RANK and WORLD_SIZE, or unset {} where they are meant.",
+                     place.rank, place.size, launcher->rank_name, launcher->rank,
+                     launcher->size_name, launcher->size, launcher->rank_name);
+  }
+  warn_once(
+      fmt::format("RANK={} and WORLD_SIZE={} are used; srun says rank {} of {}. Unset them "
+                  "if they are left over.",
+                  place.rank, place.size, launcher->rank, launcher->size));
+}
+
+bool is_tcp_port(int fd, int port) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  int type = 0;
+  socklen_t type_length = sizeof type;
+  if (::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &type_length) != 0 || type != SOCK_STREAM)
+    return false;
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return false;
+  if (address.ss_family == AF_INET)
+    return ntohs(reinterpret_cast<sockaddr_in*>(&address)->sin_port) == port;
+  if (address.ss_family == AF_INET6)
+    return ntohs(reinterpret_cast<sockaddr_in6*>(&address)->sin6_port) == port;
+  return false;
+}
+
+// The launcher's socket, unless the variable is older than this process: then the descriptor is
+// closed or something else, and rank 0 binds the port itself.
+int inherited_store_fd(const RankEnv& env) {
+  if (env.rank != 0) return -1;
+  const auto fd = number("LOCKSTEP_STORE_FD");
+  return fd && is_tcp_port(*fd, env.master_port) ? *fd : -1;
+}
+
+RankEnv from_variables(const Place& place) {
+  RankEnv env = to_env(place);
+  env.attempt = number("TORCHELASTIC_RESTART_COUNT").value_or(0);
+  if (env.alone()) return env;
+  if (!takes_master_variables(env)) {
+    if (!env.local_size_known || env.local_world_size != env.world_size) {
+      throw UsageError("rank",
+                       "RANK={} and WORLD_SIZE={} are set but MASTER_ADDR is not, and the ranks "
+                       "are on several hosts. Set MASTER_ADDR to rank 0's host and MASTER_PORT to "
+                       "a free port there, on every rank.",
+                       env.rank, env.world_size);
+    }
+    env.master_addr = "127.0.0.1";
+    env.master_port = kDefaultPort;
+    if (env.rank == 0) {
+      warn_once(
+          fmt::format("MASTER_ADDR and MASTER_PORT are not set; using 127.0.0.1:{}. Two jobs "
+                      "on one host would collide.",
+                      kDefaultPort));
+    }
+  }
+  // "True" is what torchrun writes and what torch compares with.
+  env.agent_store = env::get("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  if (!env.agent_store) env.store_fd = inherited_store_fd(env);
+  return env;
+}
+
+// ---------------------------------------------------------------- PET_*, and nothing
+
+std::optional<RankEnv> from_pet() {
+  const auto nodes = env::get("PET_NNODES");
+  const auto node_rank = number("PET_NODE_RANK");
+  if (!nodes || *nodes == "1" || !node_rank) return std::nullopt;
+  refuse_missing_launcher();
+  Place place{.source = "environment",
+              .rank_name = "PET_NODE_RANK",
+              .size_name = "PET_NNODES",
+              .local_rank_name = "LOCAL_RANK",
+              .local_size_name = "LOCAL_WORLD_SIZE",
+              .rank = *node_rank,
+              .size = static_cast<int>(env::parse_int(*nodes, "PET_NNODES", 1, INT_MAX)),
+              .local_rank = 0,
+              .local_size = 1,
+              .node = *node_rank};
+  RankEnv env = to_env(place);
+  const auto address = env::get("PET_MASTER_ADDR");
+  if (!address) {
+    throw UsageError("rank",
+                     "PET_NNODES={} and PET_NODE_RANK={} are set but PET_MASTER_ADDR is not. Start "
+                     "the program with lockstep run, or set MASTER_ADDR, RANK and WORLD_SIZE.",
+                     *nodes, *node_rank);
+  }
+  env.master_addr = *address;
+  env.master_port =
+      static_cast<int>(env::get_int("PET_MASTER_PORT", 1, 65535).value_or(kDefaultPort));
+  return env;
+}
+
+RankEnv from_nothing() {
+  const auto size = number("WORLD_SIZE");
+  if (size && *size != 1) {
+    throw UsageError("rank",
+                     "WORLD_SIZE={} is set but RANK is not. Start the program with lockstep run, "
+                     "or set RANK on every rank.",
+                     *size);
+  }
+  const auto local_rank = number("LOCAL_RANK");
+  if (local_rank && *local_rank != 0) {
+    throw UsageError("rank",
+                     "LOCAL_RANK={} is set but RANK and WORLD_SIZE are not. Start the program with "
+                     "lockstep run; to choose a GPU for a world of one, set CUDA_VISIBLE_DEVICES.",
+                     *local_rank);
+  }
+  return {};
+}
+
+// WORLD_SIZE alone, beside a launcher that counts otherwise, is what the user believes to get.
+void compare_size(const Place& place) {
+  const auto size = number("WORLD_SIZE");
+  if (!size || *size == place.size) return;
+  throw UsageError("rank",
+                   "WORLD_SIZE={} is set, but {} started {}={} ranks. Unset WORLD_SIZE or start "
+                   "that many.",
+                   *size, place.source, place.size_name, place.size);
+}
+
+}  // namespace
+
+bool under_lockstep_run() {
+  // A torchrun that one of our ranks started inherits the first and sets the second anew.
+  const auto run = env::get("LOCKSTEP_RUN");
+  return run && run == env::get("TORCHELASTIC_RUN_ID");
+}
+
+RankEnv read_rank_env() {
+  auto mpi = mpi_place();
+  const auto slurm = slurm_place();
+  // srun --mpi=pmi2 sets PMI's variables too and knows more. When they differ from SLURM's, it is
+  // MPICH's proxy that srun started, one per node.
+  if (mpi && slurm && mpi->rank_name == "PMI_RANK" && mpi->rank == slurm->rank &&
+      mpi->size == slurm->size) {
+    mpi.reset();
+  }
+  if (env::get("RANK")) {
+    const Place place = variables_place();
+    if (!under_elastic_launcher()) compare(place, mpi ? mpi : slurm);
+    return from_variables(place);
+  }
+  if (mpi) {
+    compare_size(*mpi);
+    return from_mpi(*mpi);
+  }
+  if (slurm) {
+    compare_size(*slurm);
+    return from_slurm(*slurm);
+  }
+  if (auto pet = from_pet()) return *pet;
+  return from_nothing();
+}
+
+int claim_store_fd(RankEnv& env) {
+  static std::atomic<bool> inherited_claimed{false};
+  const int fd = std::exchange(env.store_fd, -1);
+  if (fd < 0) return -1;
+  if (env.meeting_name.empty() && inherited_claimed.exchange(true)) return -1;
+  set_cloexec(fd);
+  return fd;
+}
+
+namespace detail {
+
+std::string first_host(const std::string& node_list) {
+  std::string host;
+  std::size_t i = 0;
+  while (i < node_list.size() && node_list[i] != ',') {
+    if (node_list[i] != '[') {
+      host += node_list[i++];
+      continue;
+    }
+    const auto close = node_list.find(']', i);
+    const auto end = node_list.find_first_of(",-]", i + 1);
+    if (close == std::string::npos || end == i + 1) break;
+    host += node_list.substr(i + 1, end - i - 1);
+    i = close + 1;
+  }
+  const bool complete = i >= node_list.size() || node_list[i] == ',';
+  if (host.empty() || !complete) {
+    throw UsageError("rank",
+                     "the node list '{}' cannot be read: it should look like n[1-3,7],m1. Set "
+                     "MASTER_ADDR and MASTER_PORT instead.",
+                     node_list);
+  }
+  return host;
+}
+
+int tasks_on_node(const std::string& tasks_per_node, int node) {
+  int first = 0;
+  std::istringstream parts(tasks_per_node);
+  for (std::string part; std::getline(parts, part, ',');) {
+    const auto open = part.find("(x");
+    const std::string what = "SLURM_STEP_TASKS_PER_NODE";
+    const auto tasks = env::parse_int(part.substr(0, open), what, 1, INT_MAX);
+    std::int64_t nodes = 1;
+    if (open != std::string::npos)
+      nodes = env::parse_int(part.substr(open + 2, part.size() - open - 3), what, 1, INT_MAX);
+    if (node < first + nodes) return static_cast<int>(tasks);
+    first += static_cast<int>(nodes);
+  }
+  throw UsageError("rank",
+                   "SLURM_NODEID={} is not among the {} nodes of "
+                   "SLURM_STEP_TASKS_PER_NODE={}. Start the program with srun.",
+                   node, first, tasks_per_node);
+}
+
+int port_of_step(long long job, long long step) {
+  // Neighbouring jobs and steps of one job differ; 10000 to 29999 is left alone by most services
+  // and lies below the ports that the kernel hands out.
+  return 10000 + static_cast<int>(((job % 20000) * 37 + step % 20000) % 20000);
+}
+
+}  // namespace detail
+}  // namespace lockstep

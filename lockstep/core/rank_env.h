@@ -1,0 +1,73 @@
+// Who this process is, read from whatever started it.
+//
+// The one hard idea: the launcher nearest to the process is right. Recognised, in this order:
+//   1. RANK and WORLD_SIZE: lockstep run, torchrun, Accelerate, Kubeflow, or set by hand
+//   2. Open MPI, MVAPICH, MPICH and Intel MPI (OMPI_COMM_WORLD_*, MV2_COMM_WORLD_*, PMI_*)
+//   3. a task of srun (SLURM_STEP_ID, SLURM_PROCID); an sbatch script or salloc shell is not one
+//   4. PET_NNODES and PET_NODE_RANK of a Kubernetes job that starts the program without a launcher
+//   5. nothing at all: a world of one
+// Values that contradict each other are refused by name before any communication.
+//
+//   RankEnv env = read_rank_env();
+//   meet(env, 300'000);                    // settles master_port where the launcher gave none
+//   int fd = claim_store_fd(env);          // rank 0: a listening socket, or -1: bind the port
+#pragma once
+
+#include <string>
+
+namespace lockstep {
+
+struct RankEnv {
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;
+  int local_world_size = 1;
+  // False when the launcher did not say how many ranks run on this host (RANK, WORLD_SIZE and a
+  // MASTER_ADDR elsewhere, set by hand): local_world_size is then only a lower bound.
+  bool local_size_known = true;
+  int node = 0;
+  std::string source = "alone";  // "lockstep run", "torchrun", "mpirun", "srun", "environment"
+
+  // Where the ranks meet. Rank 0 listens on store_fd when it was handed one, otherwise binds the
+  // port, unless agent_store: then someone else (torchrun's agent) listens and rank 0 is a client.
+  std::string master_addr;
+  int master_port = 0;
+  int store_fd = -1;
+  bool agent_store = false;
+  int attempt = 0;  // TORCHELASTIC_RESTART_COUNT: keys of an earlier attempt must not be read
+
+  // mpirun or srun on one host gives no port: ranks find it through an abstract socket of this
+  // name, which meet() serves on rank 0. Empty when not needed.
+  std::string meeting_name;
+
+  bool alone() const { return world_size == 1; }
+};
+
+// Throws UsageError naming the variable that is wrong or missing and what to set. Reads only;
+// may be called any number of times, from any thread that does not race with setenv().
+RankEnv read_rank_env();
+
+// Settles master_port where it is still open (meeting_name): rank 0 listens on a free port
+// (store_fd) and tells the others. A no-op otherwise. Every rank of the job calls it, the same
+// number of times. Throws TimeoutError naming ranks that did not come.
+void meet(RankEnv& env, int timeout_ms);
+
+// Hands out env.store_fd and with it the duty to close it; closed on exec from now on, so that a
+// rank's own children cannot take it for theirs. A socket that the launcher gave is handed out once
+// per process: a second world binds the port itself. -1 when there is none (left).
+int claim_store_fd(RankEnv& env);
+
+// Did `lockstep run` (or spawn) start this process, as far as its variables tell? Its control and
+// store descriptors are then meant for it, unless it is a child of a rank.
+bool under_lockstep_run();
+
+namespace detail {
+// "n[03-07,9],m1" is "n03"; throws UsageError on a list that cannot be read.
+std::string first_host(const std::string& node_list);
+// SLURM_STEP_TASKS_PER_NODE: "2(x3),1" has 2 tasks on nodes 0 to 2 and 1 on node 3.
+int tasks_on_node(const std::string& tasks_per_node, int node);
+// A port below the kernel's ephemeral range, the same for every rank of a job step.
+int port_of_step(long long job, long long step);
+}  // namespace detail
+
+}  // namespace lockstep

@@ -1,0 +1,21 @@
+// Names for addresses. dladdr() knows exported functions only; the symbol table in the file also
+// knows static ones and the cold parts that the compiler moves out of a function, where most
+// `throw`s are. Debug information is not needed.
+//
+//   std::string text = symbols::frame_text(return_address);   // "train(World&)+0x1c
+//   (mnist+0x2f10)"
+//
+// Free functions without state; they allocate and open files, so not for a signal handler.
+#pragma once
+
+#include <string>
+
+namespace lockstep::symbols {
+
+std::string demangle(const char* name);
+
+// For a return address as backtrace() gives it: function+offset where known, and (module+offset),
+// which addr2line understands.
+std::string frame_text(void* return_address);
+
+}  // namespace lockstep::symbols
