@@ -1,0 +1,196 @@
+#include "lockstep/launch/console.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::launch {
+
+Console::Console(EventLoop& loop, int out_fd, int err_fd) : loop_(loop), fds_{out_fd, err_fd} {
+  struct stat out {};
+  struct stat err {};
+  const bool same = ::fstat(out_fd, &out) == 0 && ::fstat(err_fd, &err) == 0 &&
+                    out.st_dev == err.st_dev && out.st_ino == err.st_ino;
+  for (int target = 0; target < 2; ++target) {
+    if (target == kErr && same) {
+      sink_of_[kErr] = sink_of_[kOut];
+      break;
+    }
+    sinks_.push_back(std::make_unique<Sink>());
+    sink_of_[target] = sinks_.back().get();
+    open_sink(*sinks_.back(), fds_[target]);
+  }
+}
+
+Console::~Console() {
+  for (const auto& sink : sinks_) {
+    if (sink->watched) loop_.forget(sink->watch_fd);
+  }
+}
+
+void Console::open_sink(Sink& sink, int fd) {
+  struct stat info {};
+  if (::fstat(fd, &info) != 0) {
+    sink.dead = true;
+    return;
+  }
+  sink.is_socket = S_ISSOCK(info.st_mode);
+  sink.never_blocks = S_ISREG(info.st_mode);
+  // O_NONBLOCK belongs to the open file, which the user's shell shares: opening it again gives us
+  // one of our own. A regular file must keep the shared one, for its offset.
+  if (S_ISFIFO(info.st_mode) || S_ISCHR(info.st_mode)) {
+    const std::string path = fmt::format("/proc/self/fd/{}", fd);
+    sink.private_fd.reset(::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+  }
+  sink.watch_fd = sink.private_fd ? sink.private_fd.get() : fd;
+}
+
+void Console::put(const Piece& piece) {
+  Sink& sink = *sink_of_[piece.target];
+  if (sink.dead) return;
+  std::string data;
+  data.reserve(piece.prefix.size() + piece.text.size() + 2);
+  const bool goes_on = sink.open_source == piece.source;
+  if (!goes_on && sink.open_source != kNobody) data += '\n';
+  if (!goes_on) data += piece.prefix;
+  data += piece.text;
+  if (piece.ends_line) data += '\n';
+  sink.open_source = piece.ends_line ? kNobody : piece.source;
+  enqueue(sink, fds_[piece.target], piece.source, std::move(data));
+}
+
+void Console::enqueue(Sink& sink, int fd, int source, std::string data) {
+  if (data.empty()) return;
+  pending_[source] += data.size();
+  // Small lines are joined, so that a flood of them is not a flood of writes.
+  constexpr std::size_t kJoinBytes = 64u << 10;
+  if (!sink.queue.empty() && sink.queue.back().fd == fd && sink.queue.back().source == source &&
+      sink.queue.back().data.size() + data.size() <= kJoinBytes) {
+    sink.queue.back().data += data;
+  } else {
+    sink.queue.push_back({fd, source, std::move(data)});
+  }
+  if (sink.watched || sink.flush_posted) return;
+  sink.flush_posted = true;
+  loop_.post([this, &sink] {
+    sink.flush_posted = false;
+    if (!sink.watched) flush(sink);
+  });
+}
+
+// Bytes written, 0 when there is no room now, -1 when it is gone.
+long Console::write_some(Sink& sink, int fd, std::string_view data) {
+  if (!sink.is_socket && !sink.never_blocks && !sink.private_fd) {
+    // A descriptor we could not open again: ask first, and write what fits for certain.
+    pollfd poll_fd{fd, POLLOUT, 0};
+    if (::poll(&poll_fd, 1, 0) == 0) return 0;
+    data = data.substr(0, PIPE_BUF);
+  }
+  for (;;) {
+    const ssize_t n =
+        sink.is_socket
+            ? ::send(fd, data.data(), data.size(), MSG_DONTWAIT | MSG_NOSIGNAL)
+            : ::write(sink.private_fd ? sink.private_fd.get() : fd, data.data(), data.size());
+    if (n >= 0) return n;
+    if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
+    if (errno != EINTR) return -1;
+  }
+}
+
+void Console::flush(Sink& sink) {
+  bool progress = false;
+  while (!sink.queue.empty()) {
+    Entry& entry = sink.queue.front();
+    const std::string_view rest = std::string_view(entry.data).substr(sink.offset);
+    const long n = write_some(sink, entry.fd, rest);
+    if (n < 0) return kill(sink);
+    if (n == 0) break;
+    progress = true;
+    sink.offset += static_cast<std::size_t>(n);
+    const int source = entry.source;
+    if (sink.offset == entry.data.size()) {
+      sink.queue.pop_front();
+      sink.offset = 0;
+    }
+    account(source, static_cast<std::size_t>(n));
+  }
+  const bool wait = !sink.queue.empty();
+  if (wait && !sink.watched) {
+    loop_.watch(sink.watch_fd, EPOLLOUT, [this, &sink](std::uint32_t) { flush(sink); });
+  } else if (!wait && sink.watched) {
+    loop_.forget(sink.watch_fd);
+  }
+  sink.watched = wait;
+  if (progress && patience_timer_ != 0) {
+    loop_.cancel(patience_timer_);
+    patience_timer_ = loop_.after(patience_, [this] {
+      for (const auto& stuck : sinks_) kill(*stuck);
+    });
+  }
+  check_finished();
+}
+
+void Console::kill(Sink& sink) {
+  if (sink.watched) loop_.forget(sink.watch_fd);
+  sink.watched = false;
+  sink.dead = true;
+  std::deque<Entry> lost;
+  lost.swap(sink.queue);
+  for (std::size_t i = 0; i < lost.size(); ++i)
+    account(lost[i].source, lost[i].data.size() - (i == 0 ? sink.offset : 0));
+  sink.offset = 0;
+  check_finished();
+}
+
+void Console::account(int source, std::size_t written) {
+  std::size_t& pending = pending_[source];
+  pending -= written;
+  if (pending > kQuotaBytes / 2) return;
+  const auto found = waiting_.find(source);
+  if (found == waiting_.end()) return;
+  loop_.post(std::move(found->second));
+  waiting_.erase(found);
+}
+
+bool Console::full(int source) const {
+  const auto found = pending_.find(source);
+  return found != pending_.end() && found->second > kQuotaBytes;
+}
+
+bool Console::empty() const {
+  return std::all_of(sinks_.begin(), sinks_.end(),
+                     [](const auto& sink) { return sink->queue.empty(); });
+}
+
+void Console::finish(std::chrono::milliseconds patience, EventLoop::Task done) {
+  for (int target = 0; target < 2; ++target) {
+    Sink& sink = *sink_of_[target];
+    if (sink.dead || sink.open_source == kNobody) continue;
+    sink.open_source = kNobody;
+    enqueue(sink, fds_[target], kLauncher, "\n");
+  }
+  done_ = std::move(done);
+  patience_ = patience;
+  patience_timer_ = loop_.after(patience, [this] {
+    for (const auto& stuck : sinks_) kill(*stuck);
+  });
+  check_finished();
+}
+
+void Console::check_finished() {
+  if (!done_ || !empty()) return;
+  loop_.cancel(patience_timer_);
+  loop_.post(std::move(done_));
+  done_ = nullptr;
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,156 @@
+#include "lockstep/launch/coordinator.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::launch {
+namespace {
+
+using std::chrono::milliseconds;
+// Beyond the grace that a node gives its ranks, for killing and for the way here.
+constexpr milliseconds kDownSlack{15'000};
+
+Message message_of(Message::Kind kind, int attempt) {
+  Message message;
+  message.kind = kind;
+  message.attempt = attempt;
+  return message;
+}
+
+}  // namespace
+
+Coordinator::Coordinator(EventLoop& loop, const LaunchPlan& plan, Broadcast broadcast)
+    : loop_(loop), plan_(plan), broadcast_(std::move(broadcast)) {}
+
+Coordinator::~Coordinator() {
+  loop_.cancel(backoff_timer_);
+  loop_.cancel(down_timer_);
+}
+
+milliseconds Coordinator::backoff(int attempt) {
+  return std::min(milliseconds(500) * (1 << std::min(attempt, 10)), milliseconds(30'000));
+}
+
+void Coordinator::begin() {
+  if (phase_ == Phase::kWaiting) start_attempt();
+}
+
+void Coordinator::start_attempt() {
+  phase_ = Phase::kRunning;
+  down_ = lost_;
+  failure_.reset();
+  broadcast_(message_of(Message::Kind::kStart, attempt_));
+}
+
+void Coordinator::on_message(int node, const Message& message) {
+  if (phase_ == Phase::kEnded) return;
+  switch (message.kind) {
+    case Message::Kind::kFailed:
+      if (message.failure && message.attempt == attempt_) on_failed(*message.failure);
+      break;
+    case Message::Kind::kStop:
+      on_stop(node, message.signal);
+      break;
+    case Message::Kind::kDown:
+      if (phase_ != Phase::kRunning || message.attempt != attempt_) break;
+      // It knows more about its own failure now: exit code, last lines, an earlier cause.
+      if (message.failure && failure_ && failure_->node == node && failure_->rank >= 0)
+        failure_ = message.failure;
+      down_.insert(node);
+      check_all_down();
+      break;
+    default:
+      break;
+  }
+}
+
+void Coordinator::on_failed(const Failure& failure) {
+  if (phase_ != Phase::kRunning || failure_ || stop_signal_ != 0) return;
+  failure_ = failure;
+  Message message = message_of(Message::Kind::kFailed, attempt_);
+  message.failure = failure;
+  expect_all_down();
+  broadcast_(message);
+}
+
+void Coordinator::on_stop(int node, int signal) {
+  if (stop_signal_ == 0) stop_signal_ = signal;
+  if (phase_ != Phase::kRunning) {
+    failure_.reset();  // of an attempt that is over and has been told
+    return end(128 + stop_signal_);
+  }
+  Message message = message_of(Message::Kind::kStop, attempt_);
+  message.node = node;
+  message.signal = signal;
+  expect_all_down();
+  broadcast_(message);
+}
+
+void Coordinator::on_lost(int node, const std::string& host, const std::string& why) {
+  if (phase_ == Phase::kEnded) return;
+  lost_.insert(node);
+  down_.insert(node);
+  Failure failure;
+  failure.node = node;
+  failure.attempt = attempt_;
+  failure.host = host;
+  failure.cause = fmt::format(
+      "the launcher of node {} on {} is lost: {}. It was killed, or its host or network is down",
+      node, host, why);
+  failure.restartable = false;
+  if (phase_ == Phase::kBackoff) {
+    failure_ = failure;
+    return end(failure.code);
+  }
+  if (failure_) failure_->restartable = false;  // nobody is left to restart there
+  on_failed(failure);
+  check_all_down();
+}
+
+void Coordinator::expect_all_down() {
+  if (down_timer_ != 0) return;
+  down_timer_ = loop_.after(plan_.shutdown_timeout + kDownSlack, [this] {
+    down_timer_ = 0;
+    if (failure_) failure_->restartable = false;
+    decide();
+  });
+}
+
+void Coordinator::check_all_down() {
+  if (phase_ == Phase::kRunning && static_cast<int>(down_.size()) == plan_.nnodes) decide();
+}
+
+void Coordinator::decide() {
+  loop_.cancel(down_timer_);
+  // A failure that came before the request is what ended the run.
+  if (!failure_) return end(stop_signal_ == 0 ? 0 : 128 + stop_signal_);
+  if (stop_signal_ != 0 || !failure_->restartable || attempt_ >= plan_.max_restarts)
+    return end(failure_->code);
+  const milliseconds delay = backoff(attempt_);
+  Message message = message_of(Message::Kind::kRestart, attempt_);
+  message.failure = failure_;
+  message.text = fmt::format("[launch] restarting all ranks ({} of {}) in {:.1f} s.", attempt_ + 1,
+                             plan_.max_restarts, static_cast<double>(delay.count()) / 1000);
+  phase_ = Phase::kBackoff;
+  ++attempt_;
+  broadcast_(message);
+  backoff_timer_ = loop_.after(delay, [this] {
+    backoff_timer_ = 0;
+    start_attempt();
+  });
+}
+
+void Coordinator::end(int code) {
+  if (phase_ == Phase::kEnded) return;
+  phase_ = Phase::kEnded;
+  loop_.cancel(backoff_timer_);
+  loop_.cancel(down_timer_);
+  Message message = message_of(Message::Kind::kEnd, attempt_);
+  message.code = code;
+  message.failure = failure_;
+  broadcast_(message);
+}
+
+}  // namespace lockstep::launch

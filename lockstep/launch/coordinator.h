@@ -1,0 +1,67 @@
+// Node 0's decisions: when an attempt begins, which failure ends it, whether there is another.
+//
+// The hard idea: every node, node 0 included, only reports (failed, stop, down) and obeys (start,
+// failed, stop, restart, end). So one host and many hosts are the same program, all launchers name
+// the same cause and return the same code, and a restart begins nowhere before the old attempt has
+// ended everywhere.
+//
+//   Coordinator coordinator(loop, plan, [&](const Message& m) { tell_all(m); });
+//   coordinator.begin();  coordinator.on_message(node, message);  coordinator.on_lost(node, why);
+//
+// Lives on node 0 only; owned by the supervisor, one thread.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+
+#include "lockstep/launch/event_loop.h"
+#include "lockstep/launch/node_link.h"
+#include "lockstep/launch/plan.h"
+
+namespace lockstep::launch {
+
+class Coordinator {
+ public:
+  using Broadcast = std::function<void(const Message&)>;  // to every node, this one included
+
+  Coordinator(EventLoop& loop, const LaunchPlan& plan, Broadcast broadcast);
+  ~Coordinator();
+  Coordinator(const Coordinator&) = delete;
+  Coordinator& operator=(const Coordinator&) = delete;
+
+  void begin();  // all nodes are here
+  void on_message(int node, const Message& message);
+  void on_lost(int node, const std::string& host, const std::string& why);
+  bool waiting() const { return phase_ == Phase::kWaiting; }
+
+  // Between the end of attempt k and the start of the next: half a second, doubled each time.
+  static std::chrono::milliseconds backoff(int attempt);
+
+ private:
+  enum class Phase { kWaiting, kRunning, kBackoff, kEnded };
+
+  void start_attempt();
+  void on_failed(const Failure& failure);
+  void on_stop(int node, int signal);
+  void expect_all_down();
+  void check_all_down();
+  void decide();
+  void end(int code);
+
+  EventLoop& loop_;
+  const LaunchPlan& plan_;
+  Broadcast broadcast_;
+  Phase phase_ = Phase::kWaiting;
+  int attempt_ = 0;
+  int stop_signal_ = 0;
+  std::set<int> down_;
+  std::set<int> lost_;
+  std::optional<Failure> failure_;
+  EventLoop::TimerId backoff_timer_ = 0;
+  EventLoop::TimerId down_timer_ = 0;
+};
+
+}  // namespace lockstep::launch

@@ -1,0 +1,73 @@
+// One thread waiting for many descriptors and moments: the launcher's only place to wait.
+//
+//   EventLoop loop;
+//   loop.watch(fd, EPOLLIN, [&](std::uint32_t) { read_some(fd); });
+//   loop.after(std::chrono::seconds(5), [&] { loop.stop(); });
+//   loop.run();
+//
+// The hard idea: a callback may forget any descriptor, its own included, while a batch of events is
+// being handed out. Each watch therefore has a number that is never used again, and an event whose
+// number is gone is dropped, even when the descriptor's number already belongs to something new.
+//
+// Owned and called by one thread. Descriptors are not owned: forget them before they are closed.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <unordered_map>
+
+#include "lockstep/core/fd.h"
+
+namespace lockstep::launch {
+
+class EventLoop {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using OnEvent = std::function<void(std::uint32_t events)>;
+  using Task = std::function<void()>;
+  using TimerId = std::uint64_t;  // 0 is never one
+
+  EventLoop();
+  EventLoop(const EventLoop&) = delete;
+  EventLoop& operator=(const EventLoop&) = delete;
+
+  // `events` as for epoll (EPOLLIN, EPOLLOUT; errors and hang-ups always come).
+  void watch(int fd, std::uint32_t events, OnEvent on_event);
+  void change(int fd, std::uint32_t events);
+  void forget(int fd);  // no-op when it is not watched
+  bool watching(int fd) const { return ids_.count(fd) != 0; }
+
+  TimerId after(std::chrono::milliseconds delay, Task task);
+  void cancel(TimerId& timer);  // sets it to 0; no-op for 0 and for one that has fired
+
+  // Runs the task after the callbacks of the present batch, so that state changes do not nest.
+  void post(Task task) { posted_.push_back(std::move(task)); }
+
+  void run();  // until stop()
+  void stop() { stopped_ = true; }
+
+ private:
+  struct Watch {
+    int fd;
+    OnEvent on_event;
+  };
+
+  int next_timeout_ms() const;
+  void run_posted();
+  void run_timers();
+
+  Fd epoll_;
+  bool stopped_ = false;
+  std::uint64_t last_id_ = 0;
+  std::unordered_map<int, std::uint64_t> ids_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<Watch>> watches_;
+  std::map<std::pair<Clock::time_point, TimerId>, Task> timers_;
+  std::unordered_map<TimerId, Clock::time_point> timer_times_;
+  std::deque<Task> posted_;
+};
+
+}  // namespace lockstep::launch

@@ -1,0 +1,195 @@
+// The table of flags, and the texts made from it.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <numeric>
+#include <sstream>
+#include <utility>
+
+#include "lockstep/launch/flags.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr auto kHonoured = Treatment::kHonoured;
+constexpr auto kIgnored = Treatment::kIgnored;
+constexpr auto kRefused = Treatment::kRefused;
+
+constexpr std::array kFlags = {
+    FlagSpec{"nnodes", '\0', "N", kHonoured, "hosts; N or N:N (a real range is refused)"},
+    FlagSpec{"nproc-per-node", '\0', "N|auto|cpu|gpu", kHonoured,
+             "ranks on this host; auto: one per GPU, or per core without GPUs"},
+    FlagSpec{"standalone", '\0', "", kHonoured,
+             "one host, free port, random run id; overrides --rdzv-* and --master-*"},
+    FlagSpec{"rdzv-backend", '\0', "static|c10d", kHonoured,
+             "how hosts meet: static (any number of hosts) or c10d (one host)"},
+    FlagSpec{"rdzv-endpoint", '\0', "HOST[:PORT]", kHonoured,
+             "where rank 0 listens; beats --master-addr and --master-port"},
+    FlagSpec{"rdzv-id", '\0', "ID", kHonoured,
+             "run id, names the log directory (default: random on one host)"},
+    FlagSpec{"rdzv-conf", '\0', "K=V,...", kHonoured,
+             "timeout or join_timeout: seconds to wait for the other hosts (300)"},
+    FlagSpec{"node-rank", '\0', "N", kHonoured, "this host's number, 0 is the master"},
+    FlagSpec{"master-addr", '\0', "HOST", kHonoured, "address of host 0 (127.0.0.1)"},
+    FlagSpec{"master-port", '\0', "PORT", kHonoured,
+             "its port (one host: a free one; several: 29500)"},
+    FlagSpec{"local-addr", '\0', "ADDR", kHonoured,
+             "this host's address towards the others (default: found by routing)"},
+    FlagSpec{"max-restarts", '\0', "N", kHonoured, "start all ranks again after a failure (0)"},
+    FlagSpec{"monitor-interval", '\0', "SECONDS", kHonoured,
+             "how late a rank's end may be seen; it is seen at once (0.1)"},
+    FlagSpec{"shutdown-timeout", '\0', "SECONDS", kHonoured,
+             "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
+    FlagSpec{"stopped-timeout", '\0', "SECONDS", kHonoured,
+             "a rank stopped by SIGSTOP is failed after this (30)", false},
+    FlagSpec{"signals-to-handle", '\0', "SIG,...", kHonoured,
+             "forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT)"},
+    FlagSpec{"role", '\0', "NAME", kHonoured, "ROLE_NAME of the ranks (default)"},
+    FlagSpec{"module", 'm', "", kHonoured, "the program is a Python module, as in python -m"},
+    FlagSpec{"no-python", '\0', "", kHonoured, "execute the program directly, even a .py file"},
+    FlagSpec{"run-path", '\0', "", kHonoured,
+             "the program is a Python file whatever its name; beats --no-python"},
+    FlagSpec{"log-dir", '\0', "DIR", kHonoured, "keep logs and error files under DIR/<run id>/"},
+    FlagSpec{"redirects", 'r', "STREAMS", kHonoured,
+             "to files only: 1 stdout, 2 stderr, 3 both; or per rank: 0:3,1:2"},
+    FlagSpec{"tee", 't', "STREAMS", kHonoured, "to files and the console (same values)"},
+    FlagSpec{"local-ranks-filter", '\0', "R,...", kHonoured,
+             "only these local ranks reach the console"},
+    FlagSpec{"duplicate-stdout-filters", '\0', "WORD,...", kHonoured,
+             "copy stdout lines with any of these words to one more file (',,' is a comma)"},
+    FlagSpec{"duplicate-stderr-filters", '\0', "WORD,...", kHonoured, "the same for stderr"},
+    FlagSpec{"numa-binding", '\0', "node|socket|exclusive|core-complex", kHonoured,
+             "bind each rank to CPUs near its GPU"},
+    FlagSpec{"virtual-local-rank", '\0', "", kHonoured,
+             "each rank sees only its own GPU, as device 0, and LOCAL_RANK=0"},
+    FlagSpec{"start-method", '\0', "spawn|fork|forkserver", kIgnored,
+             "ranks are programs of their own, started by fork and exec"},
+    FlagSpec{"event-log-handler", '\0', "NAME", kIgnored,
+             "event handlers are Python plug-ins; events are on stderr and in error.json"},
+    FlagSpec{"use-env", '\0', "", kIgnored,
+             "LOCAL_RANK is always in the environment, never an argument", false},
+    FlagSpec{"logs-specs", '\0', "NAME", kRefused,
+             "it names a Python plug-in that would replace the log files; use --log-dir with "
+             "--redirects or --tee"},
+};
+
+std::string spelling(const FlagSpec& flag) {
+  std::string text = flag.letter != '\0' ? fmt::format("-{}, ", flag.letter) : "";
+  text += fmt::format("--{}", flag.name);
+  if (!flag.is_switch()) text += fmt::format(" {}", flag.value_name);
+  return text;
+}
+
+// "  --flag VALUE       help", the help wrapped at 100 columns under itself.
+std::string entry(const std::string& left, std::string_view help) {
+  constexpr std::size_t kColumn = 30;
+  constexpr std::size_t kWidth = 100;
+  std::string text = "  " + left;
+  std::size_t column = text.size();
+  const auto next_line = [&] {
+    text += '\n' + std::string(kColumn, ' ');
+    column = kColumn;
+  };
+  if (column + 2 > kColumn) next_line();
+  text.append(kColumn - column, ' ');
+  column = kColumn;
+  std::istringstream words{std::string(help)};
+  for (std::string word; words >> word;) {
+    if (column > kColumn && column + word.size() >= kWidth) next_line();
+    if (column > kColumn) text += ' ', ++column;
+    text += word;
+    column += word.size();
+  }
+  return text + '\n';
+}
+
+std::string section(std::string_view title, Treatment treatment) {
+  std::string text = fmt::format("\n{}:\n", title);
+  for (const FlagSpec& flag : kFlags) {
+    if (flag.treatment == treatment) text += entry(spelling(flag), flag.help);
+  }
+  return text;
+}
+
+// Insertions, deletions, changes and swaps of neighbours, which are the commonest slip.
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> before_last;
+  std::vector<std::size_t> last(b.size() + 1);
+  std::iota(last.begin(), last.end(), 0u);
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::vector<std::size_t> row(b.size() + 1, i);
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t change = last[j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1);
+      row[j] = std::min({change, last[j] + 1, row[j - 1] + 1});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+        row[j] = std::min(row[j], before_last[j - 2] + 1);
+    }
+    before_last = std::exchange(last, std::move(row));
+  }
+  return last[b.size()];
+}
+
+}  // namespace
+
+std::string FlagSpec::variable() const {
+  std::string text = "PET_";
+  for (const char c : name)
+    text += c == '-' ? '_' : static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+  return text;
+}
+
+std::span<const FlagSpec> flag_table() {
+  return kFlags;
+}
+
+std::string run_help() {
+  std::string text =
+      "usage: lockstep run [flags] PROGRAM [arguments]\n\n"
+      "Starts PROGRAM as the ranks of one world on this host (and, with --nnodes, on others), "
+      "tells\n"
+      "each rank who it is, watches them, and ends with the first failing rank's exit code.\n"
+      "A .py file runs under python3 -u (PYTHON_EXEC names another interpreter), anything else is\n"
+      "executed directly. Words after PROGRAM reach it untouched.\n\n"
+      "The flags are torchrun's. Dashes may be underscores, a unique prefix is enough, and a flag\n"
+      "that is not given is read from PET_<NAME>, e.g. PET_NPROC_PER_NODE=4.\n";
+  text += section("flags", kHonoured);
+  text += entry("-h, --help", "print this text");
+  text += section("accepted and ignored, with a line that says so", kIgnored);
+  text += section("refused", kRefused);
+  text +=
+      "\nexamples:\n"
+      "  lockstep run --standalone --nproc-per-node=4 ./train --lr=0.1\n"
+      "  lockstep run --nproc-per-node=gpu train.py\n"
+      "  lockstep run --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --nproc-per-node=8 ./train\n";
+  return text;
+}
+
+std::string flag_list() {
+  constexpr std::string_view kNames[] = {"honoured", "ignored", "refused"};
+  std::string text;
+  for (const FlagSpec& flag : kFlags) {
+    text += fmt::format("--{} {} {}", flag.name, kNames[static_cast<int>(flag.treatment)],
+                        flag.is_switch() ? "switch" : "value");
+    if (flag.letter != '\0') text += fmt::format(" -{}", flag.letter);
+    text += '\n';
+  }
+  return text;
+}
+
+std::optional<std::string> nearest(std::string_view word, std::span<const std::string> candidates) {
+  const std::string* best = nullptr;
+  std::size_t best_distance = std::max<std::size_t>(2, word.size() / 3) + 1;
+  for (const std::string& candidate : candidates) {
+    const std::size_t distance = edit_distance(word, candidate);
+    if (distance < best_distance) {
+      best = &candidate;
+      best_distance = distance;
+    }
+  }
+  if (best == nullptr) return std::nullopt;
+  return *best;
+}
+
+}  // namespace lockstep::launch

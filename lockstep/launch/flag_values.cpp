@@ -1,0 +1,236 @@
+#include "lockstep/launch/flag_values.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <utility>
+
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::launch {
+namespace {
+
+std::string join(const std::vector<std::string>& parts, std::string_view separator) {
+  return fmt::format("{}", fmt::join(parts, separator));
+}
+
+class WordReader {
+ public:
+  explicit WordReader(const std::vector<std::string>& words) : words_(words) {}
+
+  GivenWords read() {
+    while (next_ < words_.size() && given_.request == Request::kRun) {
+      const std::string& word = words_[next_];
+      if (word == "--") {
+        ++next_;
+        break;
+      }
+      if (word.size() < 2 || word[0] != '-') break;
+      ++next_;
+      if (word.rfind("--", 0) == 0) {
+        read_long(word);
+      } else {
+        read_letters(word);
+      }
+    }
+    given_.program.assign(words_.begin() + static_cast<std::ptrdiff_t>(next_), words_.end());
+    return std::move(given_);
+  }
+
+ private:
+  void read_long(const std::string& word) {
+    const auto equals = word.find('=');
+    std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
+    std::replace(name.begin(), name.end(), '_', '-');
+    if (name == "list-flags") {
+      given_.request = Request::kListFlags;
+      return;
+    }
+    const FlagSpec* flag = match(name, word);
+    if (flag == nullptr) {
+      given_.request = Request::kHelp;
+      return;
+    }
+    const std::string origin = fmt::format("--{}", flag->name);
+    if (!flag->is_switch()) {
+      given_.values.set(*flag,
+                        equals != std::string::npos ? word.substr(equals + 1) : value_word(origin),
+                        origin);
+    } else if (equals == std::string::npos) {
+      given_.values.set(*flag, "1", origin);
+    } else {
+      throw UsageError("run", "{} takes no value ('{}' was given). Write {} alone.", origin, word,
+                       origin);
+    }
+  }
+
+  // The flag of the table that `name` means; nothing for help.
+  const FlagSpec* match(const std::string& name, const std::string& word) const {
+    std::vector<const FlagSpec*> found;
+    std::vector<std::string> names{"help"};
+    for (const FlagSpec& flag : flag_table()) {
+      if (flag.name == name) return &flag;
+      if (flag.name.substr(0, name.size()) == name) found.push_back(&flag);
+      names.emplace_back(flag.name);
+    }
+    const bool help = !name.empty() && std::string_view("help").substr(0, name.size()) == name;
+    if (help && found.empty()) return nullptr;
+    if (found.size() == 1) return found.front();
+    if (found.empty()) {
+      throw UsageError("run",
+                       "there is no flag {}.{} Flags of the program go after the program; "
+                       "'lockstep run --help' lists ours.",
+                       word.substr(0, word.find('=')), did_you_mean(name, names, "--"));
+    }
+    std::vector<std::string> meanings;
+    for (const FlagSpec* flag : found) meanings.push_back(fmt::format("--{}", flag->name));
+    throw UsageError("run", "--{} could be {}. Write more of it.", name, join(meanings, ", "));
+  }
+
+  void read_letters(const std::string& word) {
+    for (std::size_t i = 1; i < word.size(); ++i) {
+      if (word[i] == 'h') {
+        given_.request = Request::kHelp;
+        return;
+      }
+      const auto table = flag_table();
+      const auto flag = std::find_if(table.begin(), table.end(),
+                                     [&](const FlagSpec& f) { return f.letter == word[i]; });
+      if (flag == table.end()) unknown_letter(word);
+      const std::string origin = fmt::format("-{}", word[i]);
+      if (flag->is_switch()) {
+        given_.values.set(*flag, "1", origin);
+        continue;
+      }
+      std::string rest = word.substr(i + 1);
+      if (!rest.empty() && rest[0] == '=') rest.erase(0, 1);
+      given_.values.set(*flag, rest.empty() ? value_word(origin) : rest, origin);
+      return;
+    }
+  }
+
+  [[noreturn]] static void unknown_letter(const std::string& word) {
+    std::string name = word.substr(1, word.find('=') - 1);
+    std::replace(name.begin(), name.end(), '_', '-');
+    std::vector<std::string> names;
+    for (const FlagSpec& flag : flag_table()) names.emplace_back(flag.name);
+    throw UsageError("run",
+                     "there is no flag {}.{} Flags of the program go after the program; "
+                     "'lockstep run --help' lists ours.",
+                     word, name.size() > 1 ? did_you_mean(name, names, "--") : "");
+  }
+
+  // The next word, unless it is plainly another flag.
+  std::string value_word(const std::string& origin) {
+    const bool there = next_ < words_.size();
+    const std::string word = there ? words_[next_] : "";
+    if (!there || (word.size() > 1 && word[0] == '-' && !to_int(word))) {
+      throw UsageError("run", "{} needs a value{}. Write {}{}VALUE.", origin,
+                       there ? fmt::format(" but '{}' follows", word) : "", origin,
+                       origin.rfind("--", 0) == 0 ? "=" : " ");
+    }
+    ++next_;
+    return word;
+  }
+
+  const std::vector<std::string>& words_;
+  std::size_t next_ = 0;
+  GivenWords given_;
+};
+
+}  // namespace
+
+std::vector<std::string> split(std::string_view text, char separator) {
+  std::vector<std::string> parts(1);
+  for (const char c : text) {
+    if (c == separator) {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
+
+std::string trim(std::string_view text) {
+  const auto first = text.find_first_not_of(" \t");
+  if (first == std::string_view::npos) return "";
+  return std::string(text.substr(first, text.find_last_not_of(" \t") - first + 1));
+}
+
+std::optional<int> to_int(std::string_view text) {
+  int value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end) return std::nullopt;
+  return value;
+}
+
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates,
+                         std::string_view prefix) {
+  const auto near = nearest(word, candidates);
+  return near ? fmt::format(" Did you mean {}{}?", prefix, *near) : "";
+}
+
+void Values::set(const FlagSpec& flag, std::string text, std::string origin) {
+  values_[std::string(flag.name)] = {std::move(text), std::move(origin)};
+}
+
+const Given* Values::find(const std::string& name) const {
+  const auto found = values_.find(name);
+  return found == values_.end() ? nullptr : &found->second;
+}
+
+std::string Values::text(const std::string& name, std::string fallback) const {
+  const Given* given = find(name);
+  return given != nullptr ? given->text : fallback;
+}
+
+int Values::number(const std::string& name, int fallback, int min, int max) const {
+  const Given* given = find(name);
+  if (given == nullptr) return fallback;
+  const auto value = to_int(given->text);
+  if (!value || *value < min || *value > max) {
+    throw UsageError("run", "{}='{}' is not a whole number from {} to {}.", given->origin,
+                     given->text, min, max);
+  }
+  return *value;
+}
+
+std::chrono::milliseconds Values::seconds(const std::string& name,
+                                          std::chrono::milliseconds fallback, double min_s) const {
+  constexpr double kMax_s = 365.0 * 24 * 3600;
+  const Given* given = find(name);
+  if (given == nullptr) return fallback;
+  double value = 0;
+  const char* end = given->text.data() + given->text.size();
+  const auto [stop, error] = std::from_chars(given->text.data(), end, value);
+  if (error != std::errc() || stop != end || !(value >= min_s) || value > kMax_s) {
+    throw UsageError("run", "{}='{}' is not a number of seconds of at least {}.", given->origin,
+                     given->text, min_s);
+  }
+  return std::chrono::milliseconds(std::llround(value * 1000));
+}
+
+GivenWords read_words(const std::vector<std::string>& words) {
+  return WordReader(words).read();
+}
+
+void fill_from_variables(Values& values, const Variables& variable) {
+  for (const FlagSpec& flag : flag_table()) {
+    if (values.has(std::string(flag.name))) continue;
+    const std::string name = flag.variable();
+    const auto text = variable(name);
+    if (!text || text->empty()) continue;
+    if (!flag.is_switch()) {
+      values.set(flag, *text, name);
+    } else if (env::parse_bool(*text, name)) {
+      values.set(flag, "1", name);
+    }
+  }
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,63 @@
+// The first half of parsing: words and PET_ variables become named texts. Private to this layer;
+// flags.cpp gives the texts their meaning.
+//
+//   GivenWords given = read_words({"-r", "3", "./train"});   // given.values.text("redirects", "0")
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/launch/flags.h"
+
+namespace lockstep::launch {
+
+// A value and where it came from, for messages: "--nnodes", "-r" or "PET_NNODES".
+struct Given {
+  std::string text;
+  std::string origin;
+};
+
+// What was given, flag by flag; the keys are names of the table. A plain value, no locks.
+class Values {
+ public:
+  void set(const FlagSpec& flag, std::string text, std::string origin);
+  const Given* find(const std::string& name) const;
+  bool has(const std::string& name) const { return find(name) != nullptr; }
+  std::string text(const std::string& name, std::string fallback) const;
+  bool is_on(const std::string& name) const { return text(name, "0") == "1"; }
+
+  // Throw UsageError naming origin, text and what is accepted.
+  int number(const std::string& name, int fallback, int min, int max) const;
+  std::chrono::milliseconds seconds(const std::string& name, std::chrono::milliseconds fallback,
+                                    double min_s) const;
+
+ private:
+  std::map<std::string, Given> values_;
+};
+
+struct GivenWords {
+  Request request = Request::kRun;
+  Values values;
+  std::vector<std::string> program;  // the first word that is no flag, and all after it
+};
+
+// Long flags in either spelling, by unique prefix, with "=value" or the next word; letters alone,
+// joined (-mr3) or with the value attached.
+GivenWords read_words(const std::vector<std::string>& words);
+
+// PET_ variables fill what the command line left open. Empty counts as unset.
+void fill_from_variables(Values& values, const Variables& variable);
+
+// Small helpers of both halves.
+std::vector<std::string> split(std::string_view text, char separator);
+std::string trim(std::string_view text);
+std::optional<int> to_int(std::string_view text);  // the whole text or nothing
+// " Did you mean --tee?", or nothing.
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates,
+                         std::string_view prefix = "");
+
+}  // namespace lockstep::launch

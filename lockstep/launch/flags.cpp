@@ -1,0 +1,433 @@
+#include "lockstep/launch/flags.h"
+
+#include <fmt/format.h>
+#include <signal.h>
+#include <sys/random.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <filesystem>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/launch/flag_values.h"
+#include "lockstep/launch/program.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr int kMaxPort = 65535;
+constexpr int kMultiNodePort = 29500;  // torchrun's default, which every host knows unasked
+constexpr int kMaxCount = 1'000'000;   // far above any real world, far below overflow
+
+void refuse_and_note(const Values& values, std::vector<std::string>& notes) {
+  for (const FlagSpec& flag : flag_table()) {
+    const Given* given = values.find(std::string(flag.name));
+    if (given == nullptr || flag.treatment == Treatment::kHonoured) continue;
+    if (flag.treatment == Treatment::kRefused)
+      throw UsageError("run", "{} is not supported: {}.", given->origin, flag.help);
+    notes.push_back(fmt::format("{} is ignored: {}.", given->origin, flag.help));
+  }
+}
+
+StreamMap parse_streams(const Values& values, const std::string& name) {
+  StreamMap map;
+  const Given* given = values.find(name);
+  if (given == nullptr) return map;
+  const auto stream_of = [&](const std::string& text) {
+    const auto value = to_int(text);
+    if (!value || *value < 0 || *value > 3) {
+      throw UsageError("run",
+                       "{}='{}': '{}' is not 0 (none), 1 (stdout), 2 (stderr) or 3 (both). Use one "
+                       "of these, or one per local rank such as 0:3,1:1.",
+                       given->origin, given->text, text);
+    }
+    return static_cast<Streams>(*value);
+  };
+  if (given->text.find(':') == std::string::npos) {
+    map.all = stream_of(trim(given->text));
+    return map;
+  }
+  for (const std::string& part : split(given->text, ',')) {
+    const auto colon = part.find(':');
+    const auto rank = to_int(trim(part.substr(0, colon)));
+    if (colon == std::string::npos || !rank || *rank < 0) {
+      throw UsageError("run", "{}='{}': '{}' is not <local rank>:<streams>, such as 0:3.",
+                       given->origin, given->text, part);
+    }
+    map.by_local_rank[*rank] = stream_of(trim(part.substr(colon + 1)));
+  }
+  return map;
+}
+
+std::vector<std::string> parse_filters(const std::string& text) {
+  std::vector<std::string> filters(1);
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (text[i] != ',') {
+      filters.back() += text[i];
+    } else if (i + 1 < text.size() && text[i + 1] == ',') {
+      filters.back() += text[i++];
+    } else {
+      filters.emplace_back();
+    }
+  }
+  filters.erase(std::remove(filters.begin(), filters.end(), ""), filters.end());
+  return filters;
+}
+
+std::vector<int> parse_signals(const Given& given) {
+  std::vector<int> signals;
+  for (const std::string& part : split(given.text, ',')) {
+    const std::string name = trim(part);
+    const auto number = signal_number(name);
+    if (!number) {
+      std::vector<std::string> names;
+      for (int n = 1; n < 32; ++n) names.push_back(signal_name(n));
+      throw UsageError("run", "{}: '{}' is not a signal.{} Write names such as SIGTERM,SIGUSR1.",
+                       given.origin, name, did_you_mean(name, names));
+    }
+    if (*number == SIGKILL || *number == SIGSTOP || *number == SIGCHLD) {
+      throw UsageError("run", "{}: {} cannot be handled and forwarded. Leave it out.", given.origin,
+                       signal_name(*number));
+    }
+    if (std::find(signals.begin(), signals.end(), *number) == signals.end())
+      signals.push_back(*number);
+  }
+  return signals;
+}
+
+std::set<int> parse_ranks(const Given& given) {
+  std::set<int> ranks;
+  for (const std::string& part : split(given.text, ',')) {
+    const auto rank = to_int(trim(part));
+    if (!rank || *rank < 0) {
+      throw UsageError("run", "{}='{}': '{}' is not a local rank. Write numbers such as 0,1,2.",
+                       given.origin, given.text, part);
+    }
+    ranks.insert(*rank);
+  }
+  return ranks;
+}
+
+NumaBinding parse_numa(const Given& given) {
+  constexpr std::array<std::pair<std::string_view, NumaBinding>, 4> kModes = {{
+      {"node", NumaBinding::kNode},
+      {"socket", NumaBinding::kSocket},
+      {"exclusive", NumaBinding::kExclusive},
+      {"core-complex", NumaBinding::kCoreComplex},
+  }};
+  std::string text = given.text;
+  std::replace(text.begin(), text.end(), '_', '-');
+  for (const auto& [name, mode] : kModes) {
+    if (name == text) return mode;
+  }
+  throw UsageError("run", "{}='{}' is not node, socket, exclusive or core-complex.", given.origin,
+                   given.text);
+}
+
+int parse_nnodes(const Values& values) {
+  const Given* given = values.find("nnodes");
+  if (given == nullptr) return 1;
+  const auto parts = split(given->text, ':');
+  const auto min = to_int(trim(parts.front()));
+  const auto max = to_int(trim(parts.back()));
+  if (parts.size() > 2 || !min || !max || *min < 1 || *max < *min || *max > kMaxCount) {
+    throw UsageError("run", "{}='{}' is not a number of hosts. Write --nnodes=2.", given->origin,
+                     given->text);
+  }
+  if (*min != *max) {
+    throw UsageError("run",
+                     "{}={} asks for a world that changes its size, which is not supported. Choose "
+                     "one number, e.g. --nnodes={}.",
+                     given->origin, given->text, *max);
+  }
+  return *max;
+}
+
+int parse_nproc(const Values& values, const Surroundings& around) {
+  const Given* given = values.find("nproc-per-node");
+  if (given == nullptr) return 1;
+  if (given->text == "cpu") return around.cores();
+  if (given->text == "auto" || given->text == "gpu") {
+    const Gpus gpus = around.gpus();
+    if (gpus.count > 0) return gpus.count;
+    if (given->text == "auto") return around.cores();
+    throw UsageError("run",
+                     "{}=gpu, but there is no GPU: {}. Check CUDA_VISIBLE_DEVICES and nvidia-smi, "
+                     "or use a number, auto or cpu.",
+                     given->origin, gpus.reason);
+  }
+  if (given->text == "xpu") {
+    throw UsageError("run", "{}=xpu is not supported: only CUDA devices are counted. Use a number.",
+                     given->origin);
+  }
+  const auto count = to_int(given->text);
+  if (!count || *count < 1 || *count > kMaxCount) {
+    throw UsageError("run", "{}='{}' is not a number of ranks of at least 1, auto, cpu or gpu.",
+                     given->origin, given->text);
+  }
+  return *count;
+}
+
+// A version 4 UUID, as torchrun makes them.
+std::string random_run_id() {
+  std::array<unsigned char, 16> bytes{};
+  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
+    throw SystemError("run", "cannot make a random run id", errno);
+  bytes[6] = static_cast<unsigned char>((bytes[6] & 0x0f) | 0x40);
+  bytes[8] = static_cast<unsigned char>((bytes[8] & 0x3f) | 0x80);
+  std::string text;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
+    text += fmt::format("{:02x}", bytes[i]);
+  }
+  return text;
+}
+
+struct Endpoint {
+  std::string host;
+  std::optional<int> port;
+};
+
+std::string without_brackets(const std::string& host) {
+  const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  return bracketed ? host.substr(1, host.size() - 2) : host;
+}
+
+// "host", "host:port", "[::1]:port" or a bare IPv6 address.
+Endpoint parse_endpoint(const Given& given) {
+  const std::string text = trim(given.text);
+  const auto colon = text.rfind(':');
+  const bool bare_v6 = text.find(':') != colon && text.front() != '[';
+  if (colon == std::string::npos || bare_v6 || text.back() == ']')
+    return {without_brackets(text), std::nullopt};
+  const auto port = to_int(text.substr(colon + 1));
+  if (!port || *port < 0 || *port > kMaxPort || colon == 0) {
+    throw UsageError("run", "{}='{}' is not HOST:PORT with a port from 0 to {}.", given.origin,
+                     given.text, kMaxPort);
+  }
+  return {without_brackets(text.substr(0, colon)), port};
+}
+
+void note_unused(const Values& values, std::initializer_list<const char*> names,
+                 std::string_view reason, std::vector<std::string>& notes) {
+  for (const char* name : names) {
+    if (const Given* given = values.find(name))
+      notes.push_back(fmt::format("{}={} is ignored {}.", given->origin, given->text, reason));
+  }
+}
+
+void settle_conf(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+  const Given* given = values.find("rdzv-conf");
+  if (given == nullptr || trim(given->text).empty()) return;
+  // What torchrun's back ends know and a fixed set of hosts has no use for.
+  const std::vector<std::string> unused = {"rank",
+                                           "last_call_timeout",
+                                           "close_timeout",
+                                           "heartbeat_timeout",
+                                           "heartbeat",
+                                           "keep_alive_interval",
+                                           "keep_alive_max_attempt",
+                                           "read_timeout",
+                                           "is_host",
+                                           "store_type",
+                                           "use_libuv",
+                                           "use_agent_store"};
+  for (const std::string& part : split(given->text, ',')) {
+    const auto equals = part.find('=');
+    const std::string key = trim(part.substr(0, equals));
+    const std::string value = equals == std::string::npos ? "" : trim(part.substr(equals + 1));
+    if (key.empty() || value.empty()) {
+      throw UsageError("run", "{}='{}': '{}' is not KEY=VALUE.", given->origin, given->text, part);
+    }
+    if (key == "timeout" || key == "join_timeout") {
+      const auto seconds = to_int(value);
+      if (!seconds || *seconds < 1)
+        throw UsageError("run", "{}: {}='{}' is not a number of seconds of at least 1.",
+                         given->origin, key, value);
+      plan.rendezvous_timeout = std::chrono::seconds(*seconds);
+    } else if (std::find(unused.begin(), unused.end(), key) != unused.end()) {
+      notes.push_back(fmt::format("{}: {} is ignored: it has no meaning for a fixed set of hosts.",
+                                  given->origin, key));
+    } else {
+      std::vector<std::string> known = unused;
+      known.insert(known.end(), {"timeout", "join_timeout"});
+      throw UsageError("run", "{}: there is no setting '{}'.{} timeout is the one that counts.",
+                       given->origin, key, did_you_mean(key, known));
+    }
+  }
+}
+
+// Standalone: one host, everything about meeting is ours to choose.
+void settle_standalone(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+  if (plan.nnodes > 1) {
+    throw UsageError(
+        "run",
+        "--standalone is for one host, but {}={}. Drop one of them; several hosts need "
+        "--node-rank and --master-addr.",
+        values.find("nnodes")->origin, plan.nnodes);
+  }
+  plan.rdzv_backend = "c10d";
+  note_unused(
+      values,
+      {"rdzv-backend", "rdzv-endpoint", "rdzv-id", "node-rank", "master-addr", "master-port"},
+      "with --standalone", notes);
+}
+
+void settle_backend(const Values& values, LaunchPlan& plan) {
+  const Given* given = values.find("rdzv-backend");
+  if (given == nullptr) return;
+  if (given->text == "c10d" && plan.nnodes > 1) {
+    throw UsageError("run",
+                     "{}=c10d is supported on one host only, and --nnodes={}. Use "
+                     "--rdzv-backend=static with --node-rank, --master-addr and --master-port.",
+                     given->origin, plan.nnodes);
+  }
+  if (given->text != "static" && given->text != "c10d") {
+    throw UsageError("run", "{}='{}' is not supported. Use static (or c10d on one host).",
+                     given->origin, given->text);
+  }
+  plan.rdzv_backend = given->text;
+}
+
+void settle_address(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+  std::optional<int> port;
+  std::string host;
+  if (const Given* endpoint = values.find("rdzv-endpoint"); endpoint && !endpoint->text.empty()) {
+    const Endpoint parsed = parse_endpoint(*endpoint);
+    host = parsed.host;
+    port = parsed.port;
+    note_unused(values, {"master-addr", "master-port"},
+                fmt::format("because {} is given", endpoint->origin), notes);
+  } else if (plan.rdzv_backend == "c10d") {
+    note_unused(values, {"master-addr", "master-port"},
+                "with the c10d backend; use --rdzv-endpoint or the static one", notes);
+  } else {
+    host = without_brackets(trim(values.text("master-addr", "")));
+    if (values.has("master-port")) port = values.number("master-port", 0, 0, kMaxPort);
+  }
+  if (!host.empty()) plan.master_addr = host;
+  if (plan.nnodes == 1) {
+    plan.master_port = port.value_or(0);
+    return;
+  }
+  if (port == 0) {
+    throw UsageError("run",
+                     "port 0 means any free one, which the other hosts cannot know (--nnodes={}). "
+                     "Give all of them the same --master-port.",
+                     plan.nnodes);
+  }
+  plan.master_port = port.value_or(kMultiNodePort);
+  if (host.empty()) {
+    notes.push_back(
+        fmt::format("--nnodes={} without --master-addr: only launchers on this host "
+                    "can reach {}.",
+                    plan.nnodes, plan.master_addr));
+  }
+}
+
+void settle_node_rank(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+  if (plan.rdzv_backend == "c10d") {
+    note_unused(values, {"node-rank"}, "with the c10d backend, which is one host", notes);
+    return;
+  }
+  plan.node_rank = values.number("node-rank", 0, 0, kMaxCount);
+  if (plan.node_rank >= plan.nnodes) {
+    throw UsageError("run",
+                     "{}={} but --nnodes={}: node ranks go from 0 to {}. Give every host the same "
+                     "--nnodes and its own --node-rank.",
+                     values.find("node-rank")->origin, plan.node_rank, plan.nnodes,
+                     plan.nnodes - 1);
+  }
+  if (plan.nnodes > 1 && !values.has("node-rank"))
+    notes.push_back(fmt::format("--nnodes={} without --node-rank: this is node 0.", plan.nnodes));
+}
+
+void settle_meeting(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+  plan.nnodes = parse_nnodes(values);
+  if (values.is_on("standalone")) {
+    settle_standalone(values, plan, notes);
+  } else {
+    settle_backend(values, plan);
+    settle_address(values, plan, notes);
+    settle_node_rank(values, plan, notes);
+    plan.run_id = values.text("rdzv-id", "");
+  }
+  settle_conf(values, plan, notes);
+  plan.local_addr = without_brackets(values.text("local-addr", ""));
+  if (plan.run_id.find('/') != std::string::npos || plan.run_id == "." || plan.run_id == "..") {
+    throw UsageError("run", "{}='{}' cannot name a log directory. Leave the '/' out.",
+                     values.find("rdzv-id")->origin, plan.run_id);
+  }
+  // Hosts that were not told an id must still agree on one, so it is random on one host only.
+  const bool unnamed = plan.run_id.empty() || values.is_on("standalone");
+  if (unnamed) plan.run_id = plan.nnodes == 1 ? random_run_id() : "none";
+}
+
+void note_absent_ranks(const std::vector<int>& ranks, int nproc, std::string_view what,
+                       std::vector<std::string>& notes) {
+  for (const int rank : ranks) {
+    if (rank < nproc) continue;
+    notes.push_back(
+        fmt::format("{} names local rank {}, but there are only {}.", what, rank, nproc));
+    return;
+  }
+}
+
+void settle_output(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+  if (const std::string directory = values.text("log-dir", ""); !directory.empty())
+    plan.log_dir = std::filesystem::absolute(directory).lexically_normal().string();
+  plan.redirects = parse_streams(values, "redirects");
+  plan.tee = parse_streams(values, "tee");
+  for (const auto& [name, map] : {std::pair("redirects", &plan.redirects), {"tee", &plan.tee}}) {
+    std::vector<int> ranks;
+    for (const auto& [rank, streams] : map->by_local_rank) ranks.push_back(rank);
+    note_absent_ranks(ranks, plan.nproc_per_node, fmt::format("--{}", name), notes);
+  }
+  if (const Given* given = values.find("local-ranks-filter"); given && !given->text.empty()) {
+    plan.local_ranks_filter = parse_ranks(*given);
+    note_absent_ranks({plan.local_ranks_filter->begin(), plan.local_ranks_filter->end()},
+                      plan.nproc_per_node, given->origin, notes);
+  }
+  plan.duplicate_stdout_filters = parse_filters(values.text("duplicate-stdout-filters", ""));
+  plan.duplicate_stderr_filters = parse_filters(values.text("duplicate-stderr-filters", ""));
+}
+
+void settle_supervision(const Values& values, LaunchPlan& plan) {
+  plan.max_restarts = values.number("max-restarts", 0, 0, kMaxCount);
+  plan.monitor_interval = values.seconds("monitor-interval", plan.monitor_interval, 0.001);
+  plan.shutdown_timeout = values.seconds("shutdown-timeout", plan.shutdown_timeout, 0);
+  plan.stopped_timeout = values.seconds("stopped-timeout", plan.stopped_timeout, 0);
+  plan.virtual_local_rank = values.is_on("virtual-local-rank");
+  plan.role = values.text("role", plan.role);
+  if (const Given* given = values.find("signals-to-handle"))
+    plan.signals_to_handle = parse_signals(*given);
+  if (const Given* given = values.find("numa-binding")) plan.numa_binding = parse_numa(*given);
+}
+
+}  // namespace
+
+ParsedFlags parse_flags(const std::vector<std::string>& words, const Surroundings& around) {
+  GivenWords given = read_words(words);
+  ParsedFlags parsed;
+  parsed.request = given.request;
+  if (parsed.request != Request::kRun) return parsed;
+  Values& values = given.values;
+  fill_from_variables(values, around.variable);
+  refuse_and_note(values, parsed.notes);
+  LaunchPlan& plan = parsed.plan;
+  settle_meeting(values, plan, parsed.notes);
+  settle_supervision(values, plan);
+  // The program before the GPUs are counted: a misspelt name should not wait for a driver.
+  plan.command = resolve_command({.words = given.program,
+                                  .module = values.is_on("module"),
+                                  .no_python = values.is_on("no-python"),
+                                  .run_path = values.is_on("run-path")},
+                                 around.variable);
+  plan.nproc_per_node = parse_nproc(values, around);
+  settle_output(values, plan, parsed.notes);
+  return parsed;
+}
+
+}  // namespace lockstep::launch

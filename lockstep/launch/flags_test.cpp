@@ -1,0 +1,541 @@
+// Every rule of the command line, and every message it can answer with.
+#include "lockstep/launch/flags.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <regex>
+
+#include "lockstep/core/error.h"
+#include "lockstep/launch/program.h"
+
+namespace lockstep::launch {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::Contains;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+using Words = std::vector<std::string>;
+using Environment = std::map<std::string, std::string>;
+
+Variables variables(Environment environment) {
+  return [environment](const std::string& name) -> std::optional<std::string> {
+    const auto found = environment.find(name);
+    if (found == environment.end()) return std::nullopt;
+    return found->second;
+  };
+}
+
+// A machine with 12 cores and no GPU; its PATH is the usual one.
+Surroundings machine(Environment environment = {}) {
+  environment.emplace("PATH", "/usr/bin:/bin");
+  return {.variable = variables(environment),
+          .cores = [] { return 12; },
+          .gpus = [] { return Gpus{.reason = "no driver here"}; }};
+}
+
+ParsedFlags parse(Words words, Environment environment = {}) {
+  return parse_flags(words, machine(std::move(environment)));
+}
+
+LaunchPlan plan_of(Words flags, Environment environment = {}) {
+  flags.push_back("/bin/true");
+  return parse(std::move(flags), std::move(environment)).plan;
+}
+
+Words notes_of(Words flags, Environment environment = {}) {
+  flags.push_back("/bin/true");
+  return parse(std::move(flags), std::move(environment)).notes;
+}
+
+// The message with which parsing refuses, or "" when it does not.
+std::string refusal(Words words, Environment environment = {}) {
+  try {
+    parse(std::move(words), std::move(environment));
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+std::string refusal_of(Words flags, Environment environment = {}) {
+  flags.push_back("/bin/true");
+  return refusal(std::move(flags), std::move(environment));
+}
+
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory() {
+    std::string pattern = std::filesystem::temp_directory_path() / "lockstep_flags_XXXXXX";
+    path_ = ::mkdtemp(pattern.data());
+  }
+  ~TemporaryDirectory() { std::filesystem::remove_all(path_); }
+  std::string file(const std::string& name, mode_t mode) const {
+    const std::string path = path_ + "/" + name;
+    std::ofstream(path) << "#!/bin/sh\n";
+    ::chmod(path.c_str(), mode);
+    return path;
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+// ------------------------------------------------------------------ spelling
+
+TEST(Spelling, DashesUnderscoresEqualsAndNextWordMeanTheSame) {
+  for (const Words& words :
+       {Words{"--nproc-per-node=3"}, Words{"--nproc_per_node=3"}, Words{"--nproc-per-node", "3"},
+        Words{"--nproc_per_node", "3"}, Words{"--nproc-per=3"}, Words{"--np", "3"}}) {
+    EXPECT_EQ(plan_of(words).nproc_per_node, 3) << words.front();
+  }
+}
+
+TEST(Spelling, EveryFlagOfTheTableIsFoundByNameAndByVariable) {
+  for (const FlagSpec& flag : flag_table()) {
+    const std::string word = fmt::format("--{}", flag.name);
+    const Words words = flag.is_switch() ? Words{word} : Words{word, "1"};
+    // Whatever is thought of the value "1", the flag itself is known.
+    EXPECT_THAT(refusal_of(words), testing::Not(HasSubstr("there is no flag"))) << word;
+    EXPECT_EQ(flag.variable().rfind("PET_", 0), 0u);
+  }
+}
+
+TEST(Spelling, LettersStandAloneJoinedOrWithTheirValue) {
+  for (const Words& words : {Words{"-r", "3"}, Words{"-r3"}, Words{"-r=3"}, Words{"--redirects=3"}})
+    EXPECT_EQ(plan_of(words).redirects.all, Streams::kAll) << words.front();
+  const ParsedFlags parsed = parse({"-mr3", "timeit"});
+  EXPECT_EQ(parsed.plan.redirects.all, Streams::kAll);
+  EXPECT_THAT(parsed.plan.command, Contains("-m"));
+}
+
+TEST(Spelling, TheLastOneCounts) {
+  EXPECT_EQ(plan_of({"--max-restarts=1", "--max_restarts=2"}).max_restarts, 2);
+}
+
+TEST(Spelling, APrefixOfSeveralFlagsIsRefusedWithTheirNames) {
+  const std::string text = refusal_of({"--rdzv=1"});
+  EXPECT_THAT(text, HasSubstr("--rdzv could be --rdzv-backend, --rdzv-endpoint, --rdzv-id"));
+  EXPECT_THAT(text, HasSubstr("Write more of it"));
+}
+
+TEST(Spelling, ATypoNamesTheNearestFlag) {
+  EXPECT_THAT(refusal_of({"--nproc-per-mode=2"}),
+              HasSubstr("[run] there is no flag --nproc-per-mode. Did you mean --nproc-per-node?"));
+  EXPECT_THAT(refusal_of({"--max-restart_s=2"}), HasSubstr("Did you mean --max-restarts?"));
+  EXPECT_THAT(refusal_of({"-nproc_per_node=2"}), HasSubstr("Did you mean --nproc-per-node?"));
+  EXPECT_THAT(refusal_of({"-x"}), HasSubstr("there is no flag -x. Flags of the program go after"));
+  EXPECT_THAT(refusal_of({"--epochs=10"}), HasSubstr("Flags of the program go after the program"));
+}
+
+TEST(Spelling, AFlagWithoutItsValueAndASwitchWithOneAreRefused) {
+  EXPECT_THAT(refusal({"--nnodes"}), HasSubstr("--nnodes needs a value. Write --nnodes=VALUE."));
+  EXPECT_THAT(refusal_of({"--role", "--standalone"}),
+              HasSubstr("--role needs a value but '--standalone' follows"));
+  EXPECT_THAT(refusal({"-r"}), HasSubstr("-r needs a value. Write -r VALUE."));
+  EXPECT_THAT(refusal_of({"--standalone=1"}), HasSubstr("--standalone takes no value"));
+}
+
+TEST(Spelling, HelpAndTheListOfFlagsAreRequests) {
+  EXPECT_EQ(parse({"--help"}).request, Request::kHelp);
+  EXPECT_EQ(parse({"--nnodes=1", "-h", "anything"}).request, Request::kHelp);
+  EXPECT_EQ(parse({"--list-flags"}).request, Request::kListFlags);
+  EXPECT_EQ(parse({"/bin/true", "--help"}).request, Request::kRun);
+}
+
+// ------------------------------------------------------------------ PET_ variables
+
+TEST(PetVariables, AFlagBeatsTheVariableBeatsTheDefault) {
+  const Environment set = {{"PET_NPROC_PER_NODE", "5"}};
+  EXPECT_EQ(plan_of({}).nproc_per_node, 1);
+  EXPECT_EQ(plan_of({}, set).nproc_per_node, 5);
+  EXPECT_EQ(plan_of({"--nproc-per-node=3"}, set).nproc_per_node, 3);
+}
+
+TEST(PetVariables, SwitchesReadTrueFalseAndEmpty) {
+  for (const char* on : {"1", "true", "True", "yes", "on"})
+    EXPECT_TRUE(plan_of({}, {{"PET_VIRTUAL_LOCAL_RANK", on}}).virtual_local_rank) << on;
+  for (const char* off : {"", "0", "false", "no"})
+    EXPECT_FALSE(plan_of({}, {{"PET_VIRTUAL_LOCAL_RANK", off}}).virtual_local_rank) << off;
+  EXPECT_THAT(refusal_of({}, {{"PET_STANDALONE", "maybe"}}),
+              HasSubstr("PET_STANDALONE='maybe' is neither true nor false"));
+}
+
+TEST(PetVariables, AnEmptyValueCountsAsUnset) {
+  EXPECT_EQ(plan_of({}, {{"PET_MAX_RESTARTS", ""}, {"PET_NNODES", ""}}).max_restarts, 0);
+}
+
+TEST(PetVariables, AMistakeNamesTheVariable) {
+  EXPECT_THAT(refusal_of({}, {{"PET_MAX_RESTARTS", "many"}}),
+              HasSubstr("PET_MAX_RESTARTS='many' is not a whole number from 0"));
+  EXPECT_THAT(refusal_of({}, {{"PET_LOGS_SPECS", "mine"}}), HasSubstr("PET_LOGS_SPECS is not"));
+}
+
+TEST(PetVariables, EveryHonouredValueFlagReadsItsVariable) {
+  const LaunchPlan plan = plan_of({}, {{"PET_NNODES", "2"},
+                                       {"PET_NODE_RANK", "1"},
+                                       {"PET_MASTER_ADDR", "10.0.0.1"},
+                                       {"PET_MASTER_PORT", "1234"},
+                                       {"PET_RDZV_ID", "job7"},
+                                       {"PET_RDZV_CONF", "timeout=9"},
+                                       {"PET_LOCAL_ADDR", "10.0.0.2"},
+                                       {"PET_MONITOR_INTERVAL", "0.5"},
+                                       {"PET_SHUTDOWN_TIMEOUT", "2.5"},
+                                       {"PET_ROLE", "trainer"},
+                                       {"PET_REDIRECTS", "1"},
+                                       {"PET_TEE", "0:2"},
+                                       {"PET_LOCAL_RANKS_FILTER", "0"},
+                                       {"PET_SIGNALS_TO_HANDLE", "SIGUSR1"},
+                                       {"PET_NUMA_BINDING", "socket"},
+                                       {"PET_LOG_DIR", "/logs"}});
+  EXPECT_EQ(plan.nnodes, 2);
+  EXPECT_EQ(plan.node_rank, 1);
+  EXPECT_EQ(plan.master_addr, "10.0.0.1");
+  EXPECT_EQ(plan.master_port, 1234);
+  EXPECT_EQ(plan.run_id, "job7");
+  EXPECT_EQ(plan.rendezvous_timeout, std::chrono::seconds(9));
+  EXPECT_EQ(plan.local_addr, "10.0.0.2");
+  EXPECT_EQ(plan.monitor_interval, milliseconds(500));
+  EXPECT_EQ(plan.shutdown_timeout, milliseconds(2500));
+  EXPECT_EQ(plan.role, "trainer");
+  EXPECT_EQ(plan.redirects.at(7), Streams::kOut);
+  EXPECT_EQ(plan.tee.at(0), Streams::kErr);
+  EXPECT_EQ(plan.tee.at(1), Streams::kNone);
+  EXPECT_EQ(plan.local_ranks_filter, std::set<int>{0});
+  EXPECT_THAT(plan.signals_to_handle, ElementsAre(SIGUSR1));
+  EXPECT_EQ(plan.numa_binding, NumaBinding::kSocket);
+  EXPECT_EQ(plan.log_dir, "/logs");
+}
+
+// ------------------------------------------------------------------ the world
+
+TEST(World, NodesAreANumberOrAnEqualPair) {
+  EXPECT_EQ(plan_of({}).nnodes, 1);
+  EXPECT_EQ(plan_of({"--nnodes=3"}).nnodes, 3);
+  EXPECT_EQ(plan_of({"--nnodes=2:2"}).nnodes, 2);
+  EXPECT_THAT(refusal_of({"--nnodes=1:4"}),
+              HasSubstr("--nnodes=1:4 asks for a world that changes its size, which is not "
+                        "supported. Choose one number, e.g. --nnodes=4."));
+  for (const char* bad : {"0", "two", "", "2:1", "1:2:3", "-1", "2x"})
+    EXPECT_THAT(refusal_of({fmt::format("--nnodes={}", bad)}),
+                HasSubstr("is not a number of hosts"))
+        << bad;
+}
+
+TEST(World, RanksAreANumberOrWhatTheMachineHas) {
+  EXPECT_EQ(plan_of({}).nproc_per_node, 1);
+  EXPECT_EQ(plan_of({"--nproc-per-node=cpu"}).nproc_per_node, 12);
+  EXPECT_EQ(plan_of({"--nproc-per-node=auto"}).nproc_per_node, 12);
+  EXPECT_THAT(refusal_of({"--nproc-per-node=gpu"}),
+              HasSubstr("--nproc-per-node=gpu, but there is no GPU: no driver here."));
+  EXPECT_THAT(refusal_of({"--nproc-per-node=xpu"}), HasSubstr("=xpu is not supported"));
+  for (const char* bad : {"0", "-2", "some", ""})
+    EXPECT_THAT(refusal_of({fmt::format("--nproc-per-node={}", bad)}),
+                HasSubstr("is not a number of ranks"))
+        << bad;
+  Surroundings with_gpus = machine();
+  with_gpus.gpus = [] { return Gpus{.count = 4}; };
+  EXPECT_EQ(parse_flags({"--nproc-per-node=gpu", "/bin/true"}, with_gpus).plan.nproc_per_node, 4);
+  EXPECT_EQ(parse_flags({"--nproc-per-node=auto", "/bin/true"}, with_gpus).plan.nproc_per_node, 4);
+}
+
+TEST(World, TheMachineIsAskedOnlyWhenNeeded) {
+  Surroundings around = machine();
+  around.gpus = []() -> Gpus { throw InternalError("test", "asked for GPUs"); };
+  around.cores = []() -> int { throw InternalError("test", "asked for cores"); };
+  EXPECT_EQ(parse_flags({"--nproc-per-node=2", "/bin/true"}, around).plan.nproc_per_node, 2);
+}
+
+TEST(World, OneHostTakesAFreePortAndARandomId) {
+  const LaunchPlan first = plan_of({});
+  EXPECT_EQ(first.rdzv_backend, "static");
+  EXPECT_EQ(first.master_addr, "127.0.0.1");
+  EXPECT_EQ(first.master_port, 0);
+  const std::regex uuid("[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}");
+  EXPECT_TRUE(std::regex_match(first.run_id, uuid)) << first.run_id;
+  EXPECT_NE(first.run_id, plan_of({}).run_id);
+  EXPECT_EQ(plan_of({"--rdzv-id=mine"}).run_id, "mine");
+  EXPECT_THAT(refusal_of({"--rdzv-id=a/b"}), HasSubstr("cannot name a log directory"));
+  EXPECT_THAT(refusal_of({"--rdzv-id=.."}), HasSubstr("cannot name a log directory"));
+}
+
+TEST(World, SeveralHostsAgreeWithoutBeingTold) {
+  const LaunchPlan plan = plan_of({"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1"});
+  EXPECT_EQ(plan.master_port, 29500);
+  EXPECT_EQ(plan.run_id, "none");
+  EXPECT_EQ(plan.world_size(), 2);
+  EXPECT_THAT(refusal_of({"--nnodes=2", "--master-port=0"}),
+              HasSubstr("port 0 means any free one, which the other hosts cannot know"));
+}
+
+TEST(World, SeveralHostsWithoutAddressOrRankGetALine) {
+  const Words notes = notes_of({"--nnodes=2"});
+  EXPECT_THAT(notes, Contains(HasSubstr("without --master-addr: only launchers on this host")));
+  EXPECT_THAT(notes, Contains(HasSubstr("without --node-rank: this is node 0")));
+  EXPECT_THAT(notes_of({"--nnodes=2", "--node-rank=0", "--master-addr=10.0.0.1"}), IsEmpty());
+}
+
+TEST(World, NodeRanksStayBelowTheNodes) {
+  EXPECT_EQ(plan_of({"--nnodes=2", "--node-rank", "1"}).node_rank, 1);
+  EXPECT_THAT(refusal_of({"--nnodes=2", "--node-rank=2"}),
+              HasSubstr("--node-rank=2 but --nnodes=2: node ranks go from 0 to 1"));
+  EXPECT_THAT(refusal_of({"--node-rank", "-1"}), HasSubstr("is not a whole number from 0"));
+}
+
+TEST(World, StandaloneChoosesEverythingItself) {
+  const ParsedFlags parsed =
+      parse({"--standalone", "--rdzv-id=x", "--master-port=99", "--node-rank=3", "/bin/true"});
+  EXPECT_EQ(parsed.plan.rdzv_backend, "c10d");
+  EXPECT_EQ(parsed.plan.master_port, 0);
+  EXPECT_EQ(parsed.plan.master_addr, "127.0.0.1");
+  EXPECT_EQ(parsed.plan.node_rank, 0);
+  EXPECT_NE(parsed.plan.run_id, "x");
+  EXPECT_THAT(parsed.notes, Contains("--rdzv-id=x is ignored with --standalone."));
+  EXPECT_THAT(parsed.notes, Contains("--master-port=99 is ignored with --standalone."));
+  EXPECT_THAT(refusal_of({"--standalone"}, {{"PET_NNODES", "2"}}),
+              HasSubstr("--standalone is for one host, but PET_NNODES=2."));
+}
+
+TEST(World, BackendsAreStaticAndOnOneHostC10d) {
+  EXPECT_EQ(plan_of({"--rdzv-backend=c10d"}).rdzv_backend, "c10d");
+  EXPECT_THAT(refusal_of({"--rdzv-backend=c10d", "--nnodes=2"}),
+              HasSubstr("--rdzv-backend=c10d is supported on one host only"));
+  EXPECT_THAT(refusal_of({"--rdzv-backend=etcd-v2"}),
+              HasSubstr("--rdzv-backend='etcd-v2' is not supported. Use static"));
+  EXPECT_THAT(notes_of({"--rdzv-backend=c10d", "--master-port=5"}),
+              Contains(HasSubstr("--master-port=5 is ignored with the c10d backend")));
+  EXPECT_THAT(notes_of({"--rdzv-backend=c10d", "--node-rank=1"}),
+              Contains(HasSubstr("--node-rank=1 is ignored with the c10d backend")));
+}
+
+TEST(World, EndpointsHaveHostAndPort) {
+  const LaunchPlan plan = plan_of({"--rdzv-endpoint=node1:777"});
+  EXPECT_EQ(plan.master_addr, "node1");
+  EXPECT_EQ(plan.master_port, 777);
+  EXPECT_EQ(plan_of({"--rdzv-endpoint=node1"}).master_addr, "node1");
+  EXPECT_EQ(plan_of({"--rdzv-endpoint=localhost:0", "--rdzv-backend=c10d"}).master_port, 0);
+  EXPECT_EQ(plan_of({"--rdzv-endpoint=[::1]:99"}).master_addr, "::1");
+  EXPECT_EQ(plan_of({"--rdzv-endpoint=[::1]:99"}).master_port, 99);
+  EXPECT_EQ(plan_of({"--rdzv-endpoint=fe80::1"}).master_addr, "fe80::1");
+  EXPECT_EQ(plan_of({"--master-addr=[::1]", "--master-port=8"}).master_addr, "::1");
+  for (const char* bad : {"node1:many", "node1:70000", ":99"})
+    EXPECT_THAT(refusal_of({fmt::format("--rdzv-endpoint={}", bad)}), HasSubstr("is not HOST:PORT"))
+        << bad;
+  EXPECT_THAT(refusal_of({"--master-port=70000"}), HasSubstr("is not a whole number from 0 to"));
+  EXPECT_THAT(notes_of({"--rdzv-endpoint=a:1", "--master-addr=b"}),
+              Contains("--master-addr=b is ignored because --rdzv-endpoint is given."));
+}
+
+TEST(World, RendezvousSettingsAreTimeoutOrExplained) {
+  EXPECT_EQ(plan_of({"--rdzv-conf=timeout=60"}).rendezvous_timeout, std::chrono::seconds(60));
+  EXPECT_EQ(plan_of({"--rdzv-conf", "join_timeout=7, read_timeout=1"}).rendezvous_timeout,
+            std::chrono::seconds(7));
+  EXPECT_THAT(notes_of({"--rdzv-conf=read_timeout=1"}), Contains(HasSubstr("read_timeout is ign")));
+  EXPECT_THAT(refusal_of({"--rdzv-conf=timeuot=1"}),
+              HasSubstr("there is no setting 'timeuot'. Did you mean timeout?"));
+  EXPECT_THAT(refusal_of({"--rdzv-conf=timeout"}), HasSubstr("'timeout' is not KEY=VALUE"));
+  EXPECT_THAT(refusal_of({"--rdzv-conf=timeout=soon"}),
+              HasSubstr("timeout='soon' is not a number"));
+}
+
+// ------------------------------------------------------------------ supervision and output
+
+TEST(Supervision, NumbersAndSecondsAreChecked) {
+  EXPECT_EQ(plan_of({"--max-restarts=3"}).max_restarts, 3);
+  EXPECT_EQ(plan_of({"--monitor-interval=0.25"}).monitor_interval, milliseconds(250));
+  EXPECT_EQ(plan_of({"--shutdown-timeout=1.5"}).shutdown_timeout, milliseconds(1500));
+  EXPECT_EQ(plan_of({"--shutdown_timeout", "0"}).shutdown_timeout, milliseconds(0));
+  EXPECT_EQ(plan_of({"--stopped-timeout=4"}).stopped_timeout, milliseconds(4000));
+  EXPECT_THAT(refusal_of({"--max-restarts=-1"}), HasSubstr("is not a whole number from 0"));
+  EXPECT_THAT(refusal_of({"--monitor-interval=0"}), HasSubstr("is not a number of seconds of at"));
+  EXPECT_THAT(refusal_of({"--shutdown-timeout=nan"}), HasSubstr("is not a number of seconds"));
+  EXPECT_THAT(refusal_of({"--shutdown-timeout=5s"}), HasSubstr("--shutdown-timeout='5s' is not"));
+}
+
+TEST(Supervision, SignalsAreNames) {
+  EXPECT_THAT(plan_of({}).signals_to_handle, IsEmpty());
+  EXPECT_THAT(plan_of({"--signals-to-handle=SIGTERM,USR1,sigusr2,TERM"}).signals_to_handle,
+              ElementsAre(SIGTERM, SIGUSR1, SIGUSR2));
+  EXPECT_THAT(refusal_of({"--signals-to-handle=SIGTREM"}),
+              HasSubstr("'SIGTREM' is not a signal. Did you mean SIGTERM?"));
+  EXPECT_THAT(refusal_of({"--signals-to-handle="}), HasSubstr("'' is not a signal"));
+  EXPECT_THAT(refusal_of({"--signals-to-handle=KILL"}), HasSubstr("SIGKILL cannot be handled"));
+}
+
+TEST(Supervision, NumaBindingHasFourModes) {
+  EXPECT_EQ(plan_of({}).numa_binding, NumaBinding::kNone);
+  EXPECT_EQ(plan_of({"--numa-binding=node"}).numa_binding, NumaBinding::kNode);
+  EXPECT_EQ(plan_of({"--numa-binding=exclusive"}).numa_binding, NumaBinding::kExclusive);
+  EXPECT_EQ(plan_of({"--numa_binding", "core-complex"}).numa_binding, NumaBinding::kCoreComplex);
+  EXPECT_THAT(refusal_of({"--numa-binding=core"}),
+              HasSubstr("--numa-binding='core' is not node, socket, exclusive or core-complex."));
+}
+
+TEST(Output, StreamsAreOneNumberOrAMapOfRanks) {
+  const StreamMap map = plan_of({"-t", "0:3,1:1,12:2", "--nproc-per-node=13"}).tee;
+  EXPECT_EQ(map.at(0), Streams::kAll);
+  EXPECT_EQ(map.at(1), Streams::kOut);
+  EXPECT_EQ(map.at(2), Streams::kNone);
+  EXPECT_EQ(map.at(12), Streams::kErr);
+  EXPECT_EQ(plan_of({"-r3"}).redirects.at(99), Streams::kAll);
+  EXPECT_THAT(refusal_of({"-r", "4"}), HasSubstr("-r='4': '4' is not 0 (none), 1 (stdout)"));
+  EXPECT_THAT(refusal_of({"-t", "0:9"}), HasSubstr("'9' is not 0 (none)"));
+  EXPECT_THAT(refusal_of({"--tee=a:1"}), HasSubstr("'a:1' is not <local rank>:<streams>"));
+  EXPECT_THAT(refusal_of({"--tee=0:1,2"}), HasSubstr("'2' is not <local rank>:<streams>"));
+  EXPECT_THAT(notes_of({"-r", "5:3"}),
+              Contains("--redirects names local rank 5, but there are only 1."));
+}
+
+TEST(Output, RankFiltersAreNumbers) {
+  EXPECT_EQ(plan_of({}).local_ranks_filter, std::nullopt);
+  EXPECT_EQ(plan_of({"--local-ranks-filter=0,2", "--nproc-per-node=3"}).local_ranks_filter,
+            (std::set<int>{0, 2}));
+  EXPECT_EQ(plan_of({"--local-ranks-filter="}).local_ranks_filter, std::nullopt);
+  EXPECT_THAT(refusal_of({"--local-ranks-filter=0,a"}), HasSubstr("'a' is not a local rank"));
+  EXPECT_THAT(notes_of({"--local-ranks-filter=3"}), Contains(HasSubstr("but there are only 1")));
+}
+
+TEST(Output, DuplicateFiltersSplitAtSingleCommas) {
+  const LaunchPlan plan =
+      plan_of({"--duplicate-stdout-filters=apple,a,,b", "--duplicate_stderr_filters", "x"});
+  EXPECT_THAT(plan.duplicate_stdout_filters, ElementsAre("apple", "a,b"));
+  EXPECT_THAT(plan.duplicate_stderr_filters, ElementsAre("x"));
+  EXPECT_THAT(plan_of({"--duplicate-stdout-filters="}).duplicate_stdout_filters, IsEmpty());
+}
+
+TEST(Output, ARelativeLogDirectoryBecomesAbsolute) {
+  const std::string here = std::filesystem::current_path();
+  EXPECT_EQ(plan_of({"--log-dir=logs"}).log_dir, here + "/logs");
+  EXPECT_EQ(plan_of({"--log-dir=/a/../b"}).log_dir, "/b");
+  EXPECT_EQ(plan_of({}).log_dir, "");
+}
+
+TEST(Treatments, IgnoredFlagsGiveALineAndRefusedOnesAnError) {
+  EXPECT_THAT(notes_of({"--start-method=fork"}),
+              ElementsAre(HasSubstr("--start-method is ignored: ranks are programs")));
+  EXPECT_THAT(notes_of({"--event-log-handler=x"}), ElementsAre(HasSubstr("is ignored:")));
+  EXPECT_THAT(notes_of({"--use-env"}), ElementsAre(HasSubstr("--use-env is ignored:")));
+  EXPECT_THAT(refusal_of({"--logs-specs=x"}),
+              HasSubstr("[run] --logs-specs is not supported: it names a Python plug-in"));
+  EXPECT_THAT(notes_of({"--standalone", "--nproc-per-node=2"}), IsEmpty());
+}
+
+// ------------------------------------------------------------------ the program
+
+TEST(Program, WordsAfterItAreNotTouched) {
+  const ParsedFlags parsed = parse({"--nproc-per-node=2", "/bin/echo", "--nproc-per-node=3", "--",
+                                    "a b", "$$", "${local_rank}", "", "-h"});
+  EXPECT_EQ(parsed.plan.nproc_per_node, 2);
+  EXPECT_THAT(parsed.plan.command, ElementsAre("/bin/echo", "--nproc-per-node=3", "--", "a b", "$$",
+                                               "${local_rank}", "", "-h"));
+  EXPECT_THAT(parse({"--standalone", "--", "/bin/echo", "--"}).plan.command,
+              ElementsAre("/bin/echo", "--"));
+}
+
+TEST(Program, PythonFilesAndModulesRunUnderPython) {
+  const TemporaryDirectory directory;
+  const std::string script = directory.file("train.py", 0644);
+  const std::string other = directory.file("train", 0644);
+  const std::string python = directory.file("mypython", 0755);
+  const Environment exec = {{"PYTHON_EXEC", python}};
+  EXPECT_THAT(parse({script, "-x"}, exec).plan.command, ElementsAre(python, "-u", script, "-x"));
+  EXPECT_THAT(parse({"-m", "pkg.train", "-x"}, exec).plan.command,
+              ElementsAre(python, "-u", "-m", "pkg.train", "-x"));
+  EXPECT_THAT(parse({"--run-path", "--no-python", other}, exec).plan.command,
+              ElementsAre(python, "-u", other));
+  EXPECT_THAT(parse({"mypython"}, {{"PATH", "/nowhere:" + directory.path()}}).plan.command,
+              ElementsAre(python));
+  EXPECT_THAT(
+      parse({script}, {{"PYTHON_EXEC", "mypython"}, {"PATH", directory.path()}}).plan.command,
+      ElementsAre(python, "-u", script));
+  EXPECT_THAT(refusal({"-m", "x"}, {{"PYTHON_EXEC", "/no/python"}}),
+              HasSubstr("the Python interpreter '/no/python' cannot be executed"));
+  EXPECT_THAT(refusal({"-m", "x"}, {{"PATH", "/nowhere"}}),
+              HasSubstr("the Python interpreter 'python3' cannot be executed"));
+}
+
+TEST(Program, OurOwnProgramIsFoundWithoutPath) {
+  const std::string self = std::filesystem::read_symlink("/proc/self/exe");
+  EXPECT_THAT(
+      parse({std::filesystem::path(self).filename(), "x"}, {{"PATH", "/nowhere"}}).plan.command,
+      ElementsAre(self, "x"));
+}
+
+TEST(Program, NoPythonExecutesDirectly) {
+  const TemporaryDirectory directory;
+  const std::string script = directory.file("run.py", 0755);
+  EXPECT_THAT(parse({"--no-python", script}).plan.command, ElementsAre(script));
+  EXPECT_THAT(refusal({"--no-python", "-m", "x"}), HasSubstr("contradict each other"));
+}
+
+TEST(Program, WhatCannotRunIsSaidBeforeAnythingStarts) {
+  const TemporaryDirectory directory;
+  EXPECT_THAT(refusal({"--standalone"}), HasSubstr("no program was given. Usage:"));
+  EXPECT_THAT(refusal({"./no/such"}), HasSubstr("the program './no/such' does not exist"));
+  EXPECT_THAT(refusal({"no-such-program"}), HasSubstr("'no-such-program' is not on PATH"));
+  EXPECT_THAT(refusal({"/no/such.py"}), HasSubstr("the script '/no/such.py' does not exist"));
+  EXPECT_THAT(refusal({directory.path()}), HasSubstr("is a directory"));
+  EXPECT_THAT(refusal({directory.file("plain", 0644)}), HasSubstr("is not executable"));
+  const std::filesystem::path before = std::filesystem::current_path();
+  directory.file("here", 0755);
+  std::filesystem::current_path(directory.path());
+  const std::string text = refusal({"here"});
+  std::filesystem::current_path(before);
+  EXPECT_THAT(text, HasSubstr("There is one in this directory: write ./here."));
+}
+
+TEST(Program, AnUnreadableScriptIsRefused) {
+  const TemporaryDirectory directory;
+  const std::string script = directory.file("a.py", 0000);
+  ::chmod(directory.path().c_str(), 0755);
+  // In a child that gives up root, which may read everything.
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const bool dropped = ::geteuid() != 0 || ::setuid(65534) == 0;
+    const std::string text = refusal({script});
+    ::_exit(dropped && text.find("cannot be read") != std::string::npos ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
+// ------------------------------------------------------------------ texts
+
+TEST(Texts, HelpNamesEveryFlagWithinOneHundredColumns) {
+  const std::string help = run_help();
+  for (const FlagSpec& flag : flag_table())
+    EXPECT_THAT(help, HasSubstr(fmt::format("--{}", flag.name)));
+  std::istringstream lines(help);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
+}
+
+TEST(Texts, TheListSaysWhatBecomesOfEachFlag) {
+  const std::string list = flag_list();
+  EXPECT_THAT(list, HasSubstr("--nproc-per-node honoured value\n"));
+  EXPECT_THAT(list, HasSubstr("--module honoured switch -m\n"));
+  EXPECT_THAT(list, HasSubstr("--start-method ignored value\n"));
+  EXPECT_THAT(list, HasSubstr("--logs-specs refused value\n"));
+}
+
+TEST(Texts, NearestIsNearOrNothing) {
+  const std::vector<std::string> names = {"run", "env", "bench"};
+  EXPECT_EQ(nearest("rnu", names), "run");
+  EXPECT_EQ(nearest("bnech", names), "bench");
+  EXPECT_EQ(nearest("elephant", names), std::nullopt);
+}
+
+}  // namespace
+}  // namespace lockstep::launch

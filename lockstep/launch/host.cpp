@@ -1,0 +1,379 @@
+#include "lockstep/launch/host.h"
+
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <sstream>
+
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr std::size_t kBitsPerWord = sizeof(unsigned long) * CHAR_BIT;
+
+std::string first_line(const std::string& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+// ------------------------------------------------------------------ cgroups
+
+struct CgroupMount {
+  bool unified = false;  // v2
+  std::string root;      // which cgroup the mount point shows
+  std::string point;
+};
+
+bool has_option(const std::string& options, const std::string& wanted) {
+  std::istringstream stream(options);
+  std::string option;
+  while (std::getline(stream, option, ',')) {
+    if (option == wanted) return true;
+  }
+  return false;
+}
+
+// Lines of mountinfo: id parent major:minor ROOT POINT options [optional...] - TYPE source OPTIONS
+std::vector<CgroupMount> cgroup_mounts(const HostFiles& files) {
+  std::vector<CgroupMount> mounts;
+  std::ifstream mountinfo(files.proc + "/self/mountinfo");
+  for (std::string line; std::getline(mountinfo, line);) {
+    const auto dash = line.find(" - ");
+    if (dash == std::string::npos) continue;
+    std::string id, parent, device, type, source, options;
+    CgroupMount mount;
+    std::istringstream(line.substr(0, dash)) >> id >> parent >> device >> mount.root >> mount.point;
+    std::istringstream(line.substr(dash + 3)) >> type >> source >> options;
+    mount.unified = type == "cgroup2";
+    if (mount.unified || (type == "cgroup" && has_option(options, "cpu"))) mounts.push_back(mount);
+  }
+  return mounts;
+}
+
+// Lines of /proc/self/cgroup: "0::/path" for v2, "4:cpu,cpuacct:/path" for v1.
+std::optional<std::string> own_cgroup(const HostFiles& files, bool unified) {
+  std::ifstream cgroup(files.proc + "/self/cgroup");
+  for (std::string line; std::getline(cgroup, line);) {
+    const auto first = line.find(':');
+    const auto second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const bool match = unified ? controllers.empty() : has_option(controllers, "cpu");
+    if (match) return line.substr(second + 1);
+  }
+  return std::nullopt;
+}
+
+// The quota written in one cgroup directory, in cores; nothing when it is unlimited.
+std::optional<double> quota_of(const std::string& directory, bool unified) {
+  double quota = -1;
+  double period = 0;
+  if (unified) {
+    std::istringstream(first_line(directory + "/cpu.max")) >> quota >> period;  // "max 100000"
+  } else {
+    std::istringstream(first_line(directory + "/cpu.cfs_quota_us")) >> quota;  // -1: none
+    std::istringstream(first_line(directory + "/cpu.cfs_period_us")) >> period;
+  }
+  if (quota <= 0 || period <= 0) return std::nullopt;
+  return quota / period;
+}
+
+// ------------------------------------------------------------------ the CUDA driver
+
+// The driver's functions by their C types; only what needs no context.
+struct Driver {
+  int (*init)(unsigned) = nullptr;
+  int (*count)(int*) = nullptr;
+  int (*device)(int*, int) = nullptr;
+  int (*pci)(char*, int, int) = nullptr;
+  int (*error_name)(int, const char**) = nullptr;
+};
+
+template <typename Function>
+bool load(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(::dlsym(library, name));
+  return function != nullptr;
+}
+
+std::string error_text(const Driver& driver, const char* call, int code) {
+  const char* name = nullptr;
+  if (driver.error_name == nullptr || driver.error_name(code, &name) != 0 || name == nullptr)
+    return fmt::format("{} failed with error {}", call, code);
+  return fmt::format("{} failed with {}", call, name);
+}
+
+// One line of text: "<count> <pci address>..." or "! reason".
+std::string ask_driver(const std::string& path) {
+  void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return fmt::format("! {} is not there (no NVIDIA driver)", path);
+  Driver driver;
+  if (!load(library, "cuInit", driver.init) || !load(library, "cuDeviceGetCount", driver.count) ||
+      !load(library, "cuDeviceGet", driver.device) ||
+      !load(library, "cuDeviceGetPCIBusId", driver.pci))
+    return fmt::format("! {} is not a CUDA driver", path);
+  load(library, "cuGetErrorName", driver.error_name);
+  if (const int code = driver.init(0); code != 0) return "! " + error_text(driver, "cuInit", code);
+  int count = 0;
+  if (const int code = driver.count(&count); code != 0)
+    return "! " + error_text(driver, "cuDeviceGetCount", code);
+  if (count == 0) return "! the driver shows no device";
+  std::string answer = fmt::format("{}", count);
+  for (int i = 0; i < count; ++i) {
+    int device = 0;
+    char address[64] = "";
+    if (driver.device(&device, i) == 0) driver.pci(address, sizeof address, device);
+    answer += fmt::format(" {}", *address != '\0' ? address : "?");
+  }
+  return answer;
+}
+
+// Everything the child wrote until it closed its end; nothing when the deadline came first.
+std::optional<std::string> read_until_closed(int fd, const Deadline& deadline) {
+  std::string text;
+  char buffer[4096];
+  for (;;) {
+    pollfd waiting{fd, POLLIN, 0};
+    const int ready = ::poll(&waiting, 1, deadline.remaining_ms());
+    if (ready == 0) return std::nullopt;
+    if (ready < 0) {
+      if (errno == EINTR) continue;
+      throw SystemError("host", "cannot wait for the driver's answer", errno);
+    }
+    const ssize_t n = ::read(fd, buffer, sizeof buffer);
+    if (n == 0) return text;
+    if (n > 0) text.append(buffer, static_cast<std::size_t>(n));
+    if (n < 0 && errno != EINTR)
+      throw SystemError("host", "cannot read the driver's answer", errno);
+  }
+}
+
+// A child stuck inside the driver may outlive even SIGKILL, so its end is awaited for a while only.
+void reap(pid_t child) {
+  const Deadline deadline = Deadline::after(std::chrono::seconds(2));
+  while (::waitpid(child, nullptr, WNOHANG) == 0 && !deadline.expired()) ::usleep(500);
+}
+
+Gpus parse_answer(const std::string& answer) {
+  Gpus gpus;
+  if (answer.empty() || answer[0] == '!') {
+    gpus.reason = answer.size() > 2 ? answer.substr(2) : "the CUDA driver ended the process";
+    return gpus;
+  }
+  std::istringstream stream(answer);
+  stream >> gpus.count;
+  for (std::string address; stream >> address;) {
+    std::transform(address.begin(), address.end(), address.begin(),
+                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    gpus.pci_addresses.push_back(address);
+  }
+  return gpus;
+}
+
+// ------------------------------------------------------------------ interfaces
+
+struct AddressInfoDeleter {
+  void operator()(addrinfo* info) const { ::freeaddrinfo(info); }
+};
+using AddressInfo = std::unique_ptr<addrinfo, AddressInfoDeleter>;
+
+AddressInfo resolve(const std::string& host) {
+  std::string name = host;
+  if (name.size() > 2 && name.front() == '[' && name.back() == ']')
+    name = name.substr(1, name.size() - 2);
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  // The port is never used: connecting a datagram socket only looks up the route.
+  if (const int code = ::getaddrinfo(name.c_str(), "9", &hints, &found); code != 0) {
+    throw UsageError("host",
+                     "the address '{}' does not resolve ({}). Check the spelling, or give an IP "
+                     "address with --master-addr.",
+                     host, ::gai_strerror(code));
+  }
+  return AddressInfo(found);
+}
+
+const void* raw_address(const sockaddr* address) {
+  if (address->sa_family == AF_INET)
+    return &reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
+  return &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+}
+
+std::string address_text(const sockaddr* address) {
+  char text[INET6_ADDRSTRLEN] = "";
+  ::inet_ntop(address->sa_family, raw_address(address), text, sizeof text);
+  return text;
+}
+
+// The interface that carries `address`; a 127.x address that none names belongs to the loopback.
+std::optional<Interface> carrier_of(const sockaddr* address) {
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) throw SystemError("host", "cannot list network interfaces", errno);
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, &::freeifaddrs);
+  const std::string wanted = address_text(address);
+  const bool loopback = wanted.rfind("127.", 0) == 0;
+  std::optional<Interface> found;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != address->sa_family) continue;
+    const bool is_loopback = (entry->ifa_flags & IFF_LOOPBACK) != 0;
+    const Interface candidate{entry->ifa_name, wanted, is_loopback};
+    if (address_text(entry->ifa_addr) == wanted) return candidate;
+    if (loopback && is_loopback) found = candidate;
+  }
+  return found;
+}
+
+}  // namespace
+
+Variables process_variables() {
+  return [](const std::string& name) -> std::optional<std::string> {
+    const char* value = std::getenv(name.c_str());
+    if (value == nullptr) return std::nullopt;
+    return std::string(value);
+  };
+}
+
+std::vector<int> allowed_cpus() {
+  // The kernel refuses a mask smaller than its own, whose size is not published: grow until it
+  // fits.
+  for (std::size_t words = 16; words <= 4096; words *= 2) {
+    std::vector<unsigned long> bits(words, 0);
+    auto* mask = reinterpret_cast<cpu_set_t*>(bits.data());
+    if (::sched_getaffinity(0, words * sizeof(unsigned long), mask) != 0) {
+      if (errno == EINVAL) continue;
+      throw SystemError("host", "cannot read the CPU affinity", errno);
+    }
+    std::vector<int> cpus;
+    for (std::size_t cpu = 0; cpu < words * kBitsPerWord; ++cpu) {
+      if ((bits[cpu / kBitsPerWord] >> (cpu % kBitsPerWord) & 1ul) != 0)
+        cpus.push_back(static_cast<int>(cpu));
+    }
+    return cpus;
+  }
+  throw SystemError("host", "cannot read the CPU affinity", EINVAL);
+}
+
+std::optional<double> cgroup_quota_cores(const HostFiles& files) {
+  std::optional<double> smallest;
+  for (const CgroupMount& mount : cgroup_mounts(files)) {
+    std::string path = own_cgroup(files, mount.unified).value_or("/");
+    // Inside a container the mount may show a subtree: what lies above it cannot be read.
+    if (mount.root != "/" && path.rfind(mount.root, 0) == 0) path = path.substr(mount.root.size());
+    if (path.find("..") != std::string::npos) path.clear();
+    for (;;) {
+      while (!path.empty() && path.back() == '/') path.pop_back();
+      if (const auto quota = quota_of(mount.point + path, mount.unified))
+        smallest = smallest ? std::min(*smallest, *quota) : *quota;
+      if (path.empty()) break;
+      path.erase(path.rfind('/'));
+    }
+  }
+  return smallest;
+}
+
+int allowed_cores() {
+  double cores = static_cast<double>(allowed_cpus().size());
+  if (const auto quota = cgroup_quota_cores()) cores = std::min(cores, *quota);
+  return std::max(1, static_cast<int>(std::floor(cores)));
+}
+
+int threads_per_rank(int local_ranks) {
+  return std::max(1, allowed_cores() / std::max(1, local_ranks));
+}
+
+Gpus find_gpus(int timeout_ms, const std::string& driver) {
+  Pipe pipe = make_pipe();
+  const pid_t child = ::fork();
+  if (child < 0) throw SystemError("host", "cannot start a process to ask the CUDA driver", errno);
+  if (child == 0) {
+    try {
+      write_all(pipe.write.get(), ask_driver(driver));
+    } catch (...) {
+      ::_exit(1);
+    }
+    ::_exit(0);  // no destructors: they belong to the parent
+  }
+  pipe.write.reset();
+  const auto answer =
+      read_until_closed(pipe.read.get(), Deadline::after(std::chrono::milliseconds(timeout_ms)));
+  if (!answer) ::kill(child, SIGKILL);
+  reap(child);
+  if (!answer)
+    return {.reason = fmt::format("the CUDA driver did not answer within {} ms", timeout_ms)};
+  // A program that already uses CUDA cannot use it in a forked child, but then it may ask itself.
+  if (answer->find("CUDA_ERROR_NOT_INITIALIZED") != std::string::npos)
+    return parse_answer(ask_driver(driver));
+  return parse_answer(*answer);
+}
+
+Interface interface_towards(const std::string& host) {
+  const AddressInfo addresses = resolve(host);
+  int error = ENETUNREACH;
+  for (const addrinfo* info = addresses.get(); info != nullptr; info = info->ai_next) {
+    if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
+    const Fd fd(::socket(info->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    sockaddr_storage own{};
+    socklen_t size = sizeof own;
+    if (!fd || ::connect(fd.get(), info->ai_addr, info->ai_addrlen) != 0 ||
+        ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&own), &size) != 0) {
+      error = errno;
+      continue;
+    }
+    if (const auto found = carrier_of(reinterpret_cast<const sockaddr*>(&own))) return *found;
+  }
+  throw SystemError("host", fmt::format("there is no network route to '{}'", host), error);
+}
+
+std::string signal_name(int number) {
+  const char* name = ::sigabbrev_np(number);
+  return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", number);
+}
+
+std::optional<int> signal_number(std::string_view name) {
+  std::string upper(name);
+  std::transform(upper.begin(), upper.end(), upper.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  if (upper.rfind("SIG", 0) != 0) upper = "SIG" + upper;
+  for (int number = 1; number < SIGRTMAX; ++number) {
+    if (signal_name(number) == upper) return number;
+  }
+  return std::nullopt;
+}
+
+CpuMask::CpuMask(const std::vector<int>& cpus) {
+  for (const int cpu : cpus) {
+    const auto index = static_cast<std::size_t>(cpu);
+    if (index / kBitsPerWord >= bits_.size()) bits_.resize(index / kBitsPerWord + 1, 0);
+    bits_[index / kBitsPerWord] |= 1ul << (index % kBitsPerWord);
+  }
+}
+
+bool CpuMask::apply() const noexcept {
+  return ::sched_setaffinity(0, bits_.size() * sizeof(unsigned long),
+                             reinterpret_cast<const cpu_set_t*>(bits_.data())) == 0;
+}
+
+}  // namespace lockstep::launch

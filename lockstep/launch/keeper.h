@@ -1,0 +1,54 @@
+// Nothing is left behind, whoever is killed.
+//
+// supervise() runs as two processes. The one the user started stays in front: it passes signals on
+// and returns the exit code. The supervisor proper is its child and the parent of all ranks, and
+// holds the reading end of a pipe (the lifeline) whose writing end only the front has. So:
+//   - the front is killed (kill -9 of "the launcher"): the lifeline closes and the supervisor,
+//   which
+//     is the subreaper of everything its ranks ever started, kills all of it;
+//   - the supervisor is killed: ranks get their parent-death signal, and the front, a subreaper
+//   too,
+//     inherits and kills what they had started (the sessions written down in RankRegistry).
+// This is the keeper of the ranks turned upside down: it owns them, so it needs no list of process
+// numbers that might have been given to others, and a daemonised grandchild cannot hide from it.
+//
+//   return run_kept({SIGTERM, SIGINT}, [&](const Kept& kept) { return serve(kept); });
+#pragma once
+
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <functional>
+#include <vector>
+
+namespace lockstep::launch {
+
+// Sessions of the ranks that live, in memory both processes see. Written by the supervisor only.
+class RankRegistry {
+ public:
+  void clear() { count_ = 0; }
+  void add(pid_t session);
+  bool contains(pid_t session) const;
+
+ private:
+  static constexpr int kMost = 4096;
+  std::atomic<int> count_{0};
+  pid_t sessions_[kMost];
+};
+
+struct Kept {
+  int lifeline_fd;           // readable (end of file) when the front has died
+  sigset_t callers_mask;     // the signal mask before run_kept(), for the ranks
+  rlimit callers_files;      // RLIMIT_NOFILE before it was raised, for the ranks
+  std::vector<int> signals;  // blocked, and sent to the supervisor as they came; to be read by it
+  RankRegistry* registry;
+};
+
+// Forks; calls `supervise` in the child with `signals` and SIGCHLD blocked and returns its result
+// in the parent. A SIGHUP that is ignored stays ignored and is dropped from the list. Call it from
+// a process without threads that need these signals; waits as long as the child runs.
+int run_kept(std::vector<int> signals, const std::function<int(const Kept&)>& supervise);
+
+}  // namespace lockstep::launch

@@ -1,0 +1,182 @@
+// How the launchers of several hosts talk: one TCP connection from each to node 0's, lines of JSON.
+//
+// The hard idea: they meet on the master port itself, before any rank is started. Node 0 listens
+// there, the others connect and stay connected, node 0 stops listening, and rank 0's store then
+// listens on the same port beside the connections (see ports.h). So one port is enough, it is the
+// one the user has opened, and nothing can clash with it.
+//
+// A lost host is noticed by the kernel's own keep-alive (kLostAfter), not by messages: a launcher
+// that is busy for some seconds is not taken for dead.
+//
+//   Hub hub(loop, plan, port.listener(), {...});       // node 0
+//   Spoke spoke(loop, plan, {...}); spoke.connect();   // the others
+//
+// Owned by the supervisor, one thread. Callbacks come from the event loop, never from a call.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/launch/event_loop.h"
+#include "lockstep/launch/plan.h"
+#include "lockstep/launch/report.h"
+
+namespace lockstep::launch {
+
+struct Message {
+  enum class Kind {
+    kHello,    // node -> 0: who I am
+    kRefused,  // 0 -> node: text says why
+    kSay,      // 0 -> nodes: text to print while waiting
+    kStart,    // 0 -> nodes: begin `attempt`
+    kFailed,   // node -> 0 -> nodes: `failure` ends this attempt
+    kStop,     // node -> 0 -> nodes: `node` was asked to stop by `signal`
+    kDown,     // node -> 0: nothing of this attempt is left here (`failure`: the first one here)
+    kRestart,  // 0 -> nodes: print `failure`; a next attempt follows (text)
+    kEnd,      // 0 -> nodes: the run is over; exit with `code`, print `failure`
+  };
+  Kind kind = Kind::kSay;
+  int node = 0;
+  int attempt = 0;
+  int signal = 0;
+  int code = 0;
+  std::string text;
+  std::optional<Failure> failure;
+  // kHello only.
+  std::string run_id;
+  std::string host;
+  int nnodes = 0;
+  int nproc_per_node = 0;
+};
+std::string encode(const Message& message);  // one line with its newline
+Message decode(const std::string& line);     // throws UsageError
+
+constexpr std::chrono::milliseconds kLostAfter{4000};
+
+// One connected socket that carries messages. Its handlers may destroy it.
+class Connection {
+ public:
+  struct Handlers {
+    std::function<void(const Message&)> message;
+    std::function<void(const std::string& why)> closed;  // once
+  };
+  Connection(EventLoop& loop, Fd socket, Handlers handlers);
+  ~Connection();
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  void send(const Message& message);
+  std::string local_address() const;
+
+ private:
+  void on_event(std::uint32_t events);
+  void read_some();
+  void write_some();
+  void close(const std::string& why);
+
+  EventLoop& loop_;
+  Fd socket_;
+  Handlers handlers_;
+  std::string incoming_;
+  std::string outgoing_;
+  std::shared_ptr<int> alive_ = std::make_shared<int>();
+};
+
+// Node 0's side.
+class Hub {
+ public:
+  struct Handlers {
+    std::function<void()> complete;  // every node is here; the port is free for rank 0
+    std::function<void(const std::string& text)> overdue;  // rendezvous_timeout has passed
+    std::function<void(int node, const Message&)> message;
+    std::function<void(int node, const std::string& host, const std::string& why)> lost;
+    std::function<void(const std::string& text)> say;
+  };
+  Hub(EventLoop& loop, const LaunchPlan& plan, Fd listener, Handlers handlers);
+  ~Hub();
+
+  void broadcast(const Message& message);
+  // An own address that another host reached us at; a loopback one when all are on this host.
+  std::string local_address() const;
+  // Calls `done` when the others have hung up, or after `patience`.
+  void wait_for_goodbyes(std::chrono::milliseconds patience, EventLoop::Task done);
+
+ private:
+  struct Guest {
+    std::unique_ptr<Connection> connection;
+    std::string host;
+    int node = -1;
+    EventLoop::TimerId hello_timer = 0;
+  };
+  void on_connect();
+  void on_message(std::uint64_t guest, const Message& message);
+  void on_hello(std::uint64_t guest, const Message& hello);
+  void on_closed(std::uint64_t guest, const std::string& why);
+  void drop(std::uint64_t guest);
+  std::string reason_to_refuse(const Message& hello) const;
+  std::string missing() const;
+  void report_progress();
+  void check_complete();
+
+  EventLoop& loop_;
+  const LaunchPlan& plan_;
+  Fd listener_;
+  Handlers handlers_;
+  std::map<std::uint64_t, Guest> guests_;
+  std::map<int, std::uint64_t> guest_of_node_;
+  std::uint64_t last_guest_ = 0;
+  EventLoop::Clock::time_point started_;
+  EventLoop::TimerId overdue_timer_ = 0;
+  EventLoop::TimerId progress_timer_ = 0;
+  EventLoop::TimerId goodbye_timer_ = 0;
+  EventLoop::Task on_goodbyes_;
+};
+
+// The other nodes' side.
+class Spoke {
+ public:
+  struct Handlers {
+    std::function<void(const Message&)> message;  // kStart and what follows
+    // Refused (2), or node 0 or another node did not come in time (1).
+    std::function<void(int code, const std::string& text)> failed;
+    std::function<void(const std::string& why)> lost;  // after it had answered
+    std::function<void(const std::string& text)> say;
+  };
+  Spoke(EventLoop& loop, const LaunchPlan& plan, std::string host, Handlers handlers);
+  ~Spoke();
+
+  void connect();
+  void send(const Message& message);
+  void close() { connection_.reset(); }
+  std::string local_address() const { return local_address_; }
+
+ private:
+  void try_now();
+  void on_connected(Fd socket);
+  void try_later(const std::string& why);
+  void on_message(const Message& message);
+  void report_progress();
+
+  EventLoop& loop_;
+  const LaunchPlan& plan_;
+  std::string host_;
+  Handlers handlers_;
+  Fd pending_;
+  std::unique_ptr<Connection> connection_;
+  bool welcome_ = false;
+  std::size_t tries_ = 0;
+  std::string last_problem_ = "not tried yet";
+  std::string local_address_;
+  EventLoop::Clock::time_point started_;
+  EventLoop::TimerId overdue_timer_ = 0;
+  EventLoop::TimerId retry_timer_ = 0;
+  EventLoop::TimerId answer_timer_ = 0;
+  EventLoop::TimerId progress_timer_ = 0;
+};
+
+}  // namespace lockstep::launch

@@ -1,0 +1,115 @@
+// What the ranks print: to the console with a rank prefix, to files byte for byte, or both.
+//
+// The hard idea: a stream that goes only to a file is that file (the rank writes it directly, at
+// any speed, and the launcher's death loses nothing); every other stream is a pipe that the
+// launcher reads, so that only whole lines reach the console. A line is held until its newline
+// comes; a short beginning (a prompt, a progress bar) is shown after a moment of silence, and if
+// another rank has something to print meanwhile, it gets a line of its own.
+//
+//   RankOutput output(loop, console, {.rank = 1, .prefix = "[1] ", .out = {.console = true}});
+//   start_process({.stdout_fd = output.child_out(), ...}); output.close_child_ends();
+//   output.close_now();                       // when nobody is left who could write
+//
+// Owned by the worker group, one per rank and attempt; one thread.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/launch/console.h"
+
+namespace lockstep::launch {
+
+// Where one stream of one rank goes.
+struct StreamRoute {
+  bool console = false;
+  std::string file;                  // empty: none
+  std::vector<std::string> filters;  // lines holding any of these are also appended to ...
+  int filtered_fd = -1;              // ... this file; not owned
+};
+
+struct OutputRoutes {
+  int source = 0;  // two numbers for the console's accounting: source and source + 1
+  std::string prefix;
+  StreamRoute out;
+  StreamRoute err;
+};
+
+// One pipe (or one file) of one rank.
+class OutputStream {
+ public:
+  struct Options {
+    Console::Target target;
+    int source;
+    std::string prefix;
+    StreamRoute route;
+  };
+  OutputStream(EventLoop& loop, Console& console, Options options);
+  ~OutputStream();
+  OutputStream(const OutputStream&) = delete;
+  OutputStream& operator=(const OutputStream&) = delete;
+
+  int child_end() const { return child_end_.get(); }
+  void close_child_end() { child_end_.reset(); }
+  // Takes what is in the pipe now and closes it, whoever may still hold the other end.
+  void close_now();
+  // The last bytes that went through, for the failure report.
+  std::string tail() const;
+
+  static constexpr std::size_t kTailBytes = 16u << 10;
+  static constexpr std::size_t kLongestLineBytes = 4u << 20;
+  static constexpr std::size_t kShortBytes = 4096;  // PIPE_BUF: one write of this arrives whole
+
+ private:
+  enum class Got { kData, kNothing, kEnd };
+
+  void on_readable();
+  Got read_once();
+  void take(std::string_view data);
+  void take_lines(std::string_view data);
+  void watch();
+  void put(std::string_view text, bool ends_line);
+  void append_to_file(std::string_view data);
+  void match_filters(std::string_view line);
+  void on_silence();
+  void pause();
+  void finish();
+
+  EventLoop& loop_;
+  Console& console_;
+  Options options_;
+  Fd pipe_;
+  Fd child_end_;
+  Fd file_;
+  std::string partial_;      // the beginning of a line, not yet on the console
+  std::string filter_line_;  // the same for the filters, which want the whole line
+  std::string tail_;
+  EventLoop::TimerId silence_timer_ = 0;
+  EventLoop::Clock::time_point last_data_;
+  bool paused_ = false;
+  bool file_failed_ = false;
+  std::shared_ptr<int> alive_ = std::make_shared<int>();  // for a resumption that comes too late
+};
+
+class RankOutput {
+ public:
+  RankOutput(EventLoop& loop, Console& console, const OutputRoutes& routes);
+
+  int child_out() const { return out_.child_end(); }
+  int child_err() const { return err_.child_end(); }
+  void close_child_ends();
+  void close_now();
+  // The last lines of stderr, at most `most`.
+  std::vector<std::string> last_error_lines(std::size_t most) const;
+
+ private:
+  OutputStream out_;
+  OutputStream err_;
+};
+
+// "[${rank}] " unless TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE says otherwise, as torchrun reads it.
+std::string line_prefix(const std::string& role, int rank, int local_rank);
+
+}  // namespace lockstep::launch

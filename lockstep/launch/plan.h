@@ -1,0 +1,69 @@
+// What one launcher process is asked to do, after flags, PET_ variables and defaults are settled.
+//
+// parse (flags.h) turns words into a LaunchPlan or a UsageError; supervise (supervisor.h) carries it
+// out. Neither knows the other, so a plan can also come from lockstep::spawn or a file.
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace lockstep::launch {
+
+// What becomes of a worker's stdout and stderr: bit 1 = stdout, bit 2 = stderr, as in torchrun.
+enum class Streams { kNone = 0, kOut = 1, kErr = 2, kAll = 3 };
+
+// "3", or "0:3,1:1": one value for every local rank, or one per local rank with kNone elsewhere.
+struct StreamMap {
+  Streams all = Streams::kNone;
+  std::map<int, Streams> by_local_rank;
+  Streams at(int local_rank) const {
+    const auto found = by_local_rank.find(local_rank);
+    return found == by_local_rank.end() ? all : found->second;
+  }
+};
+
+enum class NumaBinding { kNone, kNode, kSocket, kExclusive, kCoreComplex };
+
+struct LaunchPlan {
+  // The world.
+  int nnodes = 1;
+  int node_rank = 0;
+  int nproc_per_node = 1;
+  std::string run_id = "none";
+  std::string role = "default";
+
+  // Where ranks meet. Port 0: this host chooses a free one (one node only).
+  std::string rdzv_backend = "static";
+  std::string master_addr = "127.0.0.1";
+  int master_port = 0;
+  std::string local_addr;                       // this host's address for other hosts; empty: found
+  std::chrono::seconds rendezvous_timeout{300};  // for the other launchers to arrive
+
+  // The program: argv as it will be executed (python3 -u already in front where asked for).
+  std::vector<std::string> command;
+
+  // Supervision.
+  int max_restarts = 0;
+  std::chrono::milliseconds monitor_interval{100};
+  std::chrono::milliseconds shutdown_timeout{30'000};  // from SIGTERM to SIGKILL
+  std::chrono::milliseconds stopped_timeout{30'000};   // a SIGSTOPped rank is failed after this
+  std::vector<int> signals_to_handle;                  // empty: TERM, INT, HUP, QUIT
+  bool virtual_local_rank = false;
+  NumaBinding numa_binding = NumaBinding::kNone;
+
+  // Output.
+  std::string log_dir;  // empty: a temporary one, removed when the run succeeds
+  StreamMap redirects;
+  StreamMap tee;
+  std::optional<std::set<int>> local_ranks_filter;  // which ranks reach the console
+  std::vector<std::string> duplicate_stdout_filters;
+  std::vector<std::string> duplicate_stderr_filters;
+
+  int world_size() const { return nnodes * nproc_per_node; }
+};
+
+}  // namespace lockstep::launch

@@ -1,0 +1,251 @@
+#include "lockstep/launch/report.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep::launch {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::size_t kErrorFileBytes = 4u << 20;
+constexpr std::size_t kMessageBytes = 8u << 10;
+constexpr std::size_t kStackLines = 100;
+constexpr std::size_t kControlCauseBytes = 1000;  // the line must fit a pipe in one write
+
+// Output of ranks is not always UTF-8, and it must not stop a report.
+std::string dump(const Json& json) {
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+std::string text_of(const Json& json) {
+  return json.is_string() ? json.get<std::string>() : dump(json);
+}
+
+double number_of(const Json& json) {
+  if (json.is_number()) return json.get<double>();
+  return json.is_string() ? std::strtod(json.get<std::string>().c_str(), nullptr) : 0;
+}
+
+void read_stack(const Json& extra, ErrorFile& file) {
+  for (const char* key : {"cpp_stack", "py_callstack"}) {
+    const auto found = extra.find(key);
+    if (found == extra.end()) continue;
+    if (found->is_array()) {
+      for (const Json& frame : *found) file.stack.push_back(text_of(frame));
+    } else {
+      for (auto& line : lines_of(text_of(*found))) file.stack.push_back(std::move(line));
+    }
+  }
+  if (file.stack.size() > kStackLines) file.stack.resize(kStackLines);
+}
+
+// The two forms torchrun knows, and a bare string.
+void read_forms(const Json& json, ErrorFile& file) {
+  if (json.is_string()) {
+    file.message = json.get<std::string>();
+    return;
+  }
+  if (!json.is_object() || !json.contains("message")) {
+    file.message = dump(json);
+    file.problem = "has no field \"message\"";
+    return;
+  }
+  const Json& message = json["message"];
+  if (!message.is_object()) {
+    file.message = text_of(message);
+    if (json.contains("timestamp")) file.time = number_of(json["timestamp"]);
+    return;
+  }
+  if (message.contains("message")) file.message = text_of(message["message"]);
+  const auto extra = message.find("extraInfo");
+  if (extra == message.end() || !extra->is_object()) return;
+  if (extra->contains("timestamp")) file.time = number_of((*extra)["timestamp"]);
+  read_stack(*extra, file);
+}
+
+double modified_at(const std::string& path) {
+  struct stat info {};
+  if (::stat(path.c_str(), &info) != 0) return 0;
+  return static_cast<double>(info.st_mtim.tv_sec) +
+         1e-9 * static_cast<double>(info.st_mtim.tv_nsec);
+}
+
+std::string hint_for(const Failure& failure) {
+  const auto died_of = [&failure](const char* name) {
+    return failure.cause.find(name) != std::string::npos;
+  };
+  if (died_of("SIGKILL"))
+    return "SIGKILL comes from outside: often the kernel's out-of-memory killer (see dmesg), a "
+           "scheduler's limit, or a person.";
+  if (died_of("SIGBUS")) return "SIGBUS is often a full /dev/shm or a truncated mapped file.";
+  if (died_of("SIGSEGV") || died_of("SIGABRT"))
+    return "Run the program under a debugger, or allow core files (ulimit -c unlimited).";
+  return {};
+}
+
+void add_block(std::string& text, const char* title, const std::vector<std::string>& lines) {
+  if (lines.empty()) return;
+  text += fmt::format("\n  {}:", title);
+  for (const std::string& line : lines) text += fmt::format("\n    {}", line);
+}
+
+}  // namespace
+
+ErrorFile read_error_file(const std::string& path) {
+  ErrorFile file;
+  struct stat info {};
+  if (::stat(path.c_str(), &info) != 0 || info.st_size == 0) return file;
+  file.present = true;
+  const double modified = modified_at(path);
+  std::string text;
+  try {
+    text = read_file(path, kErrorFileBytes);
+    const Json json = Json::parse(text, nullptr, false);
+    if (json.is_discarded()) {
+      file.problem = "is not valid JSON";
+      file.message = text;
+    } else {
+      read_forms(json, file);
+    }
+  } catch (const std::exception& error) {
+    file.problem = fmt::format("cannot be read ({})", error.what());
+  }
+  if (file.message.size() > kMessageBytes) file.message.resize(kMessageBytes);
+  // Whole seconds say too little to tell cause from consequence.
+  if (file.time <= 0 ||
+      (file.time == std::floor(file.time) && modified >= file.time && modified < file.time + 2))
+    file.time = modified;
+  return file;
+}
+
+std::string Failure::headline() const {
+  if (rank < 0) return fmt::format("the run failed: {}", cause);
+  return fmt::format("rank {} on {} failed: {}", rank, host, cause);
+}
+
+void add_error_file(Failure& failure, const ErrorFile& file) {
+  if (!file.present) return;
+  failure.message = file.message;
+  failure.stack = file.stack;
+  if (file.time > 0) failure.time = file.time;
+  if (!file.problem.empty()) failure.note = "its error file " + file.problem;
+}
+
+std::string control_line(const Failure& failure) {
+  std::string cause = failure.cause;
+  if (!failure.message.empty()) cause += ": " + lines_of(failure.message + "\n").front();
+  if (cause.size() > kControlCauseBytes) cause.resize(kControlCauseBytes);
+  return dump(
+             Json{{"failed", {{"rank", failure.rank}, {"host", failure.host}, {"cause", cause}}}}) +
+         "\n";
+}
+
+std::string failure_report(const Failure& failure) {
+  std::string text = fmt::format("[launch] {}", failure.headline());
+  if (failure.rank >= 0) {
+    text += fmt::format(
+        "\n  rank {} (local rank {}, pid {}, host {}), {:.2f} s after the start of "
+        "attempt {}",
+        failure.rank, failure.local_rank, failure.pid, failure.host, failure.after_s,
+        failure.attempt);
+  }
+  add_block(text, "message", lines_of(failure.message));
+  add_block(text, "stack", failure.stack);
+  add_block(text, "last lines of its stderr", failure.last_lines);
+  add_block(text, "failed after it", failure.others);
+  if (!failure.note.empty()) text += fmt::format("\n  note: {}", failure.note);
+  if (!failure.logs.empty()) text += fmt::format("\n  logs: {}", failure.logs);
+  const std::string hint = hint_for(failure);
+  if (!hint.empty()) text += fmt::format("\n  hint: {}", hint);
+  return text;
+}
+
+std::string pass_on_error_file(const Failure& failure, const std::string& rank_file,
+                               const std::string& own_file) {
+  try {
+    Json json;
+    struct stat info {};
+    if (!rank_file.empty() && ::stat(rank_file.c_str(), &info) == 0)
+      json = Json::parse(read_file(rank_file, kErrorFileBytes), nullptr, false);
+    if (!json.is_object() || !json.contains("message")) {
+      json = Json{{"message",
+                   {{"message", failure.message.empty() ? failure.headline() : failure.message},
+                    {"extraInfo",
+                     {{"timestamp", std::to_string(static_cast<long long>(failure.time))},
+                      {"rank", failure.rank},
+                      {"cpp_stack", failure.stack}}}}}};
+    }
+    if (json["message"].is_object()) json["message"]["errorCode"] = failure.code;
+    write_file_atomically(own_file, dump(json));
+    return {};
+  } catch (const std::exception& error) {
+    return fmt::format("[launch] {} (TORCHELASTIC_ERROR_FILE) was not written: {}", own_file,
+                       error.what());
+  }
+}
+
+std::string failure_to_json(const Failure& f) {
+  return dump(Json{{"rank", f.rank},
+                   {"local_rank", f.local_rank},
+                   {"node", f.node},
+                   {"pid", f.pid},
+                   {"attempt", f.attempt},
+                   {"host", f.host},
+                   {"cause", f.cause},
+                   {"code", f.code},
+                   {"time", f.time},
+                   {"after_s", f.after_s},
+                   {"message", f.message},
+                   {"restartable", f.restartable},
+                   {"stack", f.stack},
+                   {"last_lines", f.last_lines},
+                   {"note", f.note},
+                   {"others", f.others},
+                   {"logs", f.logs}});
+}
+
+Failure failure_from_json(const std::string& text) {
+  try {
+    const Json json = Json::parse(text);
+    Failure f;
+    json.at("rank").get_to(f.rank);
+    json.at("local_rank").get_to(f.local_rank);
+    json.at("node").get_to(f.node);
+    json.at("pid").get_to(f.pid);
+    json.at("attempt").get_to(f.attempt);
+    json.at("host").get_to(f.host);
+    json.at("cause").get_to(f.cause);
+    json.at("code").get_to(f.code);
+    json.at("time").get_to(f.time);
+    json.at("after_s").get_to(f.after_s);
+    json.at("message").get_to(f.message);
+    json.at("restartable").get_to(f.restartable);
+    json.at("stack").get_to(f.stack);
+    json.at("last_lines").get_to(f.last_lines);
+    json.at("note").get_to(f.note);
+    json.at("others").get_to(f.others);
+    json.at("logs").get_to(f.logs);
+    return f;
+  } catch (const Json::exception& error) {
+    throw UsageError("launch", "another launcher sent a failure that cannot be read ({}).",
+                     error.what());
+  }
+}
+
+}  // namespace lockstep::launch

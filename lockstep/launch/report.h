@@ -1,0 +1,73 @@
+// Why a run ended: the first cause, in the rank's own words where it left any.
+//
+// The hard idea: the rank that is seen to die first is often a victim. The cause is the failure
+// with the earliest moment, and a rank that wrote an error file failed when it wrote it, not when
+// it was finally gone. torchrun's files carry whole seconds only, so the file's own time is used
+// within that second; otherwise a rank that threw because its peer was killed would seem to have
+// been first.
+//
+//   ErrorFile file = read_error_file(path);
+//   console.say(failure_report(failure));
+//
+// Plain values and free functions; nothing is owned.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/launch/process.h"
+
+namespace lockstep::launch {
+
+struct ErrorFile {
+  bool present = false;
+  std::string message;             // empty when there is none
+  std::vector<std::string> stack;  // innermost first for C++, as printed for Python
+  double time = 0;                 // seconds since the epoch
+  std::string problem;             // why it could not be read as torchrun's JSON
+};
+
+// Never throws: a malformed file yields its text as the message and says so in `problem`.
+ErrorFile read_error_file(const std::string& path);
+
+struct Failure {
+  int rank = -1;  // -1: not a rank but a launcher
+  int local_rank = -1;
+  int node = 0;
+  pid_t pid = -1;
+  int attempt = 0;
+  std::string host;
+  std::string cause;   // "exited with code 3", "killed by SIGKILL"
+  int code = 1;        // what the launcher will exit with
+  double time = 0;     // seconds since the epoch
+  double after_s = 0;  // since the attempt began
+  bool restartable = true;
+  std::string message;
+  std::vector<std::string> stack;
+  std::vector<std::string> last_lines;
+  std::string note;                 // about the error file
+  std::vector<std::string> others;  // later failures, one line each
+  std::string logs;                 // where more can be read; empty: nowhere
+
+  // "rank 1 on n2 failed: killed by SIGKILL"
+  std::string headline() const;
+};
+
+// Takes message, stack and time from the error file into `failure`.
+void add_error_file(Failure& failure, const ErrorFile& file);
+
+// The line for LOCKSTEP_CONTROL_FD: {"failed": {"rank": 1, "host": "n2", "cause": "..."}}
+std::string control_line(const Failure& failure);
+
+// Many lines, ready to print.
+std::string failure_report(const Failure& failure);
+
+// Writes the launcher's own error file in torchrun's form: the rank's file with the exit code added
+// or, where it wrote none, one made from `failure`. Never throws; a problem is returned as text.
+std::string pass_on_error_file(const Failure& failure, const std::string& rank_file,
+                               const std::string& own_file);
+
+std::string failure_to_json(const Failure& failure);
+Failure failure_from_json(const std::string& text);  // throws UsageError when it is not one
+
+}  // namespace lockstep::launch

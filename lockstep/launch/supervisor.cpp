@@ -1,0 +1,476 @@
+#include "lockstep/launch/supervisor.h"
+
+#include <sys/epoll.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/launch/coordinator.h"
+#include "lockstep/launch/host.h"
+#include "lockstep/launch/keeper.h"
+#include "lockstep/launch/node_link.h"
+#include "lockstep/launch/worker_group.h"
+
+namespace lockstep::launch {
+namespace {
+
+namespace fs = std::filesystem;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kConsolePatience{60'000};
+constexpr milliseconds kGoodbyePatience{2000};
+constexpr milliseconds kAnnounceAfter{500};
+constexpr milliseconds kEcho{100};
+constexpr int kKillAtRequest = 3;
+
+std::string host_name() {
+  char name[256] = "";
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+// Where the files of a run go. A temporary place is removed unless it is worth keeping.
+class LogPlace {
+ public:
+  explicit LogPlace(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
+    if (temporary_) {
+      std::string pattern = env::get("TMPDIR").value_or("/tmp") + "/lockstep_XXXXXX";
+      if (::mkdtemp(pattern.data()) == nullptr)
+        throw SystemError("launch", "cannot create a directory like " + pattern, errno);
+      base_ = pattern;
+    } else {
+      base_ = fs::absolute(plan.log_dir).string();
+    }
+    std::string run = plan.run_id;
+    std::replace(run.begin(), run.end(), '/', '_');
+    if (run.empty() || run == "." || run == "..") run = "none";
+    root_ = base_ + "/" + run;
+    if (plan.nnodes > 1) root_ += fmt::format("/node_{}", plan.node_rank);
+  }
+
+  std::string attempt(int number) const { return fmt::format("{}/attempt_{}", root_, number); }
+
+  // The directory when it holds anything to read, otherwise nothing.
+  std::string worth_reading() const {
+    std::error_code ignored;
+    for (const auto& entry : fs::recursive_directory_iterator(root_, ignored)) {
+      if (entry.is_regular_file(ignored) && entry.file_size(ignored) > 0) return root_;
+    }
+    return {};
+  }
+
+  void clean_up(bool failed) const {
+    std::error_code ignored;
+    if (temporary_ && (!failed || worth_reading().empty())) fs::remove_all(base_, ignored);
+  }
+
+ private:
+  bool temporary_;
+  std::string base_;
+  std::string root_;
+};
+
+class Supervisor {
+ public:
+  Supervisor(const LaunchPlan& plan, const Kept& kept);
+  int run();
+
+ private:
+  void watch_signals();
+  void choose_threads();
+  void bind_to_cpus();
+  void choose_interface();
+  void open_hub();
+  void open_spoke();
+
+  void on_signals();
+  void on_stop_request(int signal);
+  void on_front_gone();
+  void obey(const Message& message);
+  void tell(Message message);
+  void announce_later(const Failure& failure);
+  void start_attempt(int attempt);
+  void on_group_failed(const Failure& failure);
+  void on_group_ended();
+  void on_node_zero_lost(const std::string& why);
+  void end(int code, std::optional<Failure> failure);
+  void leave();
+
+  void say(const std::string& text) { console_.say(text); }
+  void inform(const std::string& text) {
+    if (log::enabled(log::Level::kInfo)) say(text);
+  }
+  bool busy() const { return group_ != nullptr && !group_->over(); }
+
+  const LaunchPlan& plan_;
+  const Kept& kept_;
+  EventLoop loop_;
+  Console console_;
+  GroupSetup setup_;
+  LogPlace logs_;
+  Fd signals_;
+  std::optional<HeldPort> port_;          // node 0
+  std::unique_ptr<Coordinator> decides_;  // node 0
+  std::unique_ptr<Hub> hub_;              // node 0 of several
+  std::unique_ptr<Spoke> spoke_;          // the others
+  std::unique_ptr<WorkerGroup> group_;
+  int attempt_ = 0;
+  int requests_ = 0;
+  int last_signal_ = 0;
+  EventLoop::Clock::time_point last_request_;
+  EventLoop::TimerId announce_timer_ = 0;
+  bool front_gone_ = false;
+  bool ending_ = false;
+  std::optional<Message> end_when_idle_;
+  int code_ = 1;
+};
+
+Supervisor::Supervisor(const LaunchPlan& plan, const Kept& kept)
+    : plan_(plan),
+      kept_(kept),
+      console_(loop_, STDOUT_FILENO, STDERR_FILENO),
+      setup_{plan, loop_, console_, kept, host_name(), {}, 0, {}},
+      logs_(plan) {}
+
+int Supervisor::run() {
+  watch_signals();
+  choose_threads();
+  bind_to_cpus();
+  if (plan_.node_rank == 0) {
+    if (plan_.master_port != 0) port_ = HeldPort::exactly(plan_.master_port);
+    decides_ = std::make_unique<Coordinator>(loop_, plan_, [this](const Message& message) {
+      if (hub_) hub_->broadcast(message);
+      loop_.post([this, message] { obey(message); });
+    });
+  }
+  if (plan_.nnodes == 1) {
+    decides_->begin();
+  } else if (plan_.node_rank == 0) {
+    open_hub();
+  } else {
+    open_spoke();
+  }
+  loop_.run();
+  return code_;
+}
+
+// ---------------------------------------------------------------- set-up
+
+void Supervisor::watch_signals() {
+  sigset_t set;
+  ::sigemptyset(&set);
+  for (const int number : kept_.signals) ::sigaddset(&set, number);
+  ::sigaddset(&set, SIGCHLD);
+  signals_.reset(::signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
+  if (!signals_) throw SystemError("launch", "cannot create a signalfd", errno);
+  loop_.watch(signals_.get(), EPOLLIN, [this](std::uint32_t) { on_signals(); });
+  loop_.watch(kept_.lifeline_fd, EPOLLIN, [this](std::uint32_t) { on_front_gone(); });
+}
+
+// torchrun leaves a single rank alone, and so do we, unless a cgroup gives it fewer cores than it
+// would see.
+void Supervisor::choose_threads() {
+  if (env::get("OMP_NUM_THREADS")) return;
+  const int cores = allowed_cores();
+  const int visible = static_cast<int>(allowed_cpus().size());
+  if (plan_.nproc_per_node == 1 && cores >= visible) return;
+  setup_.threads = threads_per_rank(plan_.nproc_per_node);
+  inform(
+      fmt::format("[launch] OMP_NUM_THREADS={} for each rank ({} cores, {} local ranks); set it "
+                  "yourself to change that.",
+                  setup_.threads, cores, plan_.nproc_per_node));
+}
+
+void Supervisor::bind_to_cpus() {
+  if (plan_.numa_binding == NumaBinding::kNone) return;
+  NumaRequest request;
+  request.binding = plan_.numa_binding;
+  request.local_ranks = plan_.nproc_per_node;
+  request.gpu_pci_addresses = find_gpus().pci_addresses;
+  request.allowed = allowed_cpus();
+  for (int local_rank = 0; local_rank < plan_.nproc_per_node; ++local_rank) {
+    request.local_rank = local_rank;
+    const auto cpus = cpus_for_rank(request);
+    inform(fmt::format("[launch] local rank {} is bound to CPUs {}.", local_rank,
+                       cpu_list_text(cpus)));
+    setup_.cpus.emplace_back(cpus);
+  }
+}
+
+// The connection between the launchers has shown which way leads to the other hosts. A name would
+// not: Debian's own host name resolves to 127.0.1.1.
+void Supervisor::choose_interface() {
+  std::string address = plan_.local_addr;
+  if (address.empty()) address = hub_ ? hub_->local_address() : spoke_->local_address();
+  const Interface way = interface_towards(address);
+  setup_.interface = way.name;
+  inform(
+      fmt::format("[launch] node {} on {}: gloo and NCCL use interface {} ({}), which leads to "
+                  "the {} at {}.",
+                  plan_.node_rank, setup_.host, way.name, way.address,
+                  plan_.node_rank == 0 ? "other nodes, master" : "master", plan_.master_addr));
+}
+
+void Supervisor::open_hub() {
+  Hub::Handlers handlers;
+  handlers.complete = [this] { decides_->begin(); };
+  handlers.overdue = [this](const std::string& text) {
+    say(text);
+    Message refusal;
+    refusal.kind = Message::Kind::kRefused;
+    refusal.text = text;
+    refusal.code = 1;
+    hub_->broadcast(refusal);
+    end(1, std::nullopt);
+  };
+  handlers.message = [this](int node, const Message& message) {
+    decides_->on_message(node, message);
+  };
+  handlers.lost = [this](int node, const std::string& host, const std::string& why) {
+    decides_->on_lost(node, host, why);
+  };
+  handlers.say = [this](const std::string& text) { say(text); };
+  hub_ = std::make_unique<Hub>(loop_, plan_, port_->listener(), std::move(handlers));
+}
+
+void Supervisor::open_spoke() {
+  Spoke::Handlers handlers;
+  handlers.message = [this](const Message& message) { obey(message); };
+  handlers.failed = [this](int code, const std::string& text) {
+    say(text);
+    end(code, std::nullopt);
+  };
+  handlers.lost = [this](const std::string& why) { on_node_zero_lost(why); };
+  handlers.say = [this](const std::string& text) { say(text); };
+  spoke_ = std::make_unique<Spoke>(loop_, plan_, setup_.host, std::move(handlers));
+  spoke_->connect();
+}
+
+// ---------------------------------------------------------------- events
+
+void Supervisor::on_signals() {
+  signalfd_siginfo info{};
+  while (::read(signals_.get(), &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
+    const int number = static_cast<int>(info.ssi_signo);
+    if (number != SIGCHLD) {
+      on_stop_request(number);
+    } else if (group_) {
+      group_->on_child_signal();
+    }
+  }
+}
+
+void Supervisor::on_stop_request(int signal) {
+  // Who signals every process of a job at once (scancel, systemd) reaches us twice: directly and
+  // through the front.
+  const auto now = EventLoop::Clock::now();
+  const bool echo = requests_ > 0 && signal == last_signal_ && now - last_request_ < kEcho;
+  last_request_ = now;
+  last_signal_ = signal;
+  if (echo) return;
+  ++requests_;
+  if (ending_) return loop_.stop();  // only the console's queue is left: not worth a wait
+  if (requests_ == 1 && busy()) {
+    inform(fmt::format("[launch] {} received: passed on to the ranks, which have {:.1f} s to end.",
+                       signal_name(signal),
+                       static_cast<double>(plan_.shutdown_timeout.count()) / 1000));
+  }
+  if (busy()) {
+    group_->pass_on(signal);
+    if (requests_ >= kKillAtRequest) {
+      inform("[launch] third request to stop: sending SIGKILL to the ranks.");
+      group_->kill_now();
+    }
+  }
+  Message message;
+  message.kind = Message::Kind::kStop;
+  message.signal = signal;
+  // Before the first attempt node 0 goes on waiting for somebody to take this place.
+  if (spoke_ && !group_) return end(128 + signal, std::nullopt);
+  tell(message);
+}
+
+void Supervisor::on_front_gone() {
+  loop_.forget(kept_.lifeline_fd);
+  front_gone_ = true;
+  code_ = 128 + SIGKILL;
+  hub_.reset();
+  spoke_.reset();
+  if (!busy()) return loop_.stop();
+  say("[launch] the launcher was killed; its ranks are killed too.");
+  group_->kill_now();
+}
+
+void Supervisor::tell(Message message) {
+  message.node = plan_.node_rank;
+  message.attempt = attempt_;
+  if (front_gone_) return;
+  if (decides_) {
+    decides_->on_message(plan_.node_rank, message);
+  } else {
+    spoke_->send(message);
+  }
+}
+
+void Supervisor::obey(const Message& message) {
+  if (ending_ || front_gone_) return;
+  switch (message.kind) {
+    case Message::Kind::kStart:
+      return start_attempt(message.attempt);
+    case Message::Kind::kFailed:
+      if (!busy() || message.attempt != attempt_ || !message.failure) return;
+      announce_later(*message.failure);
+      return group_->stop_for(*message.failure);
+    case Message::Kind::kStop:
+      if (!busy() || message.node == plan_.node_rank) return;
+      inform(fmt::format("[launch] node {} was asked to stop ({}); so are the ranks here.",
+                         message.node, signal_name(message.signal)));
+      return group_->pass_on(message.signal);
+    case Message::Kind::kRestart:
+      if (message.failure) say(failure_report(*message.failure));
+      return say(message.text);
+    case Message::Kind::kEnd:
+      if (!busy()) return end(message.code, message.failure);
+      // Node 0 has waited long enough for us.
+      end_when_idle_ = message;
+      return group_->kill_now();
+    default:
+      return;
+  }
+}
+
+// The report comes when all ranks have ended. Where that takes long, the cause is told before.
+void Supervisor::announce_later(const Failure& failure) {
+  loop_.cancel(announce_timer_);
+  announce_timer_ = loop_.after(kAnnounceAfter, [this, headline = failure.headline()] {
+    announce_timer_ = 0;
+    if (busy()) say(fmt::format("[launch] {}; waiting for the other ranks to end.", headline));
+  });
+}
+
+void Supervisor::start_attempt(int attempt) {
+  attempt_ = attempt;
+  if (plan_.nnodes > 1 && attempt == 0) choose_interface();
+  GroupPlace place;
+  place.attempt = attempt;
+  place.master_port = plan_.master_port;
+  place.directory = logs_.attempt(attempt);
+  if (plan_.node_rank == 0) {
+    // The old one is held until the new one is found, so that it is a new one.
+    if (plan_.master_port == 0) port_ = HeldPort::any();
+    place.port = &*port_;
+    place.master_port = port_->number();
+  }
+  group_ = std::make_unique<WorkerGroup>(
+      setup_, std::move(place),
+      GroupEvents{[this](const Failure& failure) { on_group_failed(failure); },
+                  [this] { on_group_ended(); }});
+  group_->start();
+}
+
+void Supervisor::on_group_failed(const Failure& failure) {
+  Message message;
+  message.kind = Message::Kind::kFailed;
+  message.failure = failure;
+  tell(message);
+  group_->stop_for(failure);  // without waiting for node 0's word
+}
+
+void Supervisor::on_group_ended() {
+  if (front_gone_) return loop_.stop();
+  if (end_when_idle_) return end(end_when_idle_->code, end_when_idle_->failure);
+  Message message;
+  message.kind = Message::Kind::kDown;
+  message.failure = group_->verdict();
+  tell(message);
+}
+
+void Supervisor::on_node_zero_lost(const std::string& why) {
+  if (ending_) return;
+  Message message;
+  message.kind = Message::Kind::kEnd;
+  message.code = 1;
+  message.failure.emplace();
+  message.failure->host = plan_.master_addr;
+  message.failure->attempt = attempt_;
+  message.failure->cause = fmt::format(
+      "the launcher of node 0 at {} is lost: {}. It was killed, or its host or network is down",
+      plan_.master_addr, why);
+  if (!busy()) return end(1, message.failure);
+  announce_later(*message.failure);
+  end_when_idle_ = message;
+  group_->stop_for(*message.failure);
+}
+
+// ---------------------------------------------------------------- end
+
+void Supervisor::end(int code, std::optional<Failure> failure) {
+  if (ending_) return;
+  ending_ = true;
+  code_ = code;
+  if (failure) {
+    failure->logs = logs_.worth_reading();
+    say(failure_report(*failure));
+    const auto own_file = env::get("TORCHELASTIC_ERROR_FILE");
+    const bool here = group_ && failure->rank >= 0 && failure->node == plan_.node_rank;
+    if (own_file) {
+      const std::string problem = pass_on_error_file(
+          *failure, here ? group_->error_file(failure->local_rank) : "", *own_file);
+      if (!problem.empty()) say(problem);
+    }
+  }
+  logs_.clean_up(failure.has_value());
+  if (spoke_) spoke_->close();
+  if (!hub_) return leave();
+  hub_->wait_for_goodbyes(kGoodbyePatience, [this] { leave(); });
+}
+
+void Supervisor::leave() {
+  console_.finish(kConsolePatience, [this] { loop_.stop(); });
+}
+
+void check(const LaunchPlan& plan) {
+  if (plan.command.empty()) throw UsageError("launch", "no program was given. Name one to run.");
+  if (plan.nproc_per_node < 1 || plan.nnodes < 1 || plan.node_rank < 0 ||
+      plan.node_rank >= plan.nnodes)
+    throw UsageError(
+        "launch",
+        "--nnodes={}, --node-rank={} and --nproc-per-node={} do not fit together. Node "
+        "ranks go from 0 to nnodes-1, and every node has at least one rank.",
+        plan.nnodes, plan.node_rank, plan.nproc_per_node);
+  if (plan.nnodes > 1 && plan.master_port == 0)
+    throw UsageError("launch",
+                     "--master-port=0 cannot be used with --nnodes={}: the other hosts could not "
+                     "know the port. Name one that is free on node 0, such as 29500.",
+                     plan.nnodes);
+  if (!find_program(plan.command[0]))
+    throw UsageError("launch",
+                     "'{}' cannot be executed: there is no such program, or it is not executable. "
+                     "Check the path (the working directory is {}) and chmod +x.",
+                     plan.command[0], fs::current_path().string());
+}
+
+}  // namespace
+
+int supervise(const LaunchPlan& plan) {
+  check(plan);
+  std::vector<int> signals = plan.signals_to_handle;
+  if (signals.empty()) signals = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
+  return run_kept(std::move(signals), [&plan](const Kept& kept) {
+    Supervisor supervisor(plan, kept);
+    return supervisor.run();
+  });
+}
+
+}  // namespace lockstep::launch

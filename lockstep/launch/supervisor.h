@@ -1,0 +1,28 @@
+// Starts the ranks of a plan, watches them, and reports how they ended.
+//
+// One epoll loop over pidfds, output pipes, a signalfd and the connections to other launchers; no
+// polling, no wait without an end. It runs in a child process that owns the ranks (see keeper.h),
+// so that nothing is left behind whichever of the two is killed. Only processes started here are
+// ever signalled.
+//
+//   LaunchPlan plan;
+//   plan.nproc_per_node = 4;
+//   plan.command = {"./train", "--epochs=3"};
+//   return supervise(plan);
+//
+// Files: <log_dir>/<run_id>/attempt_<k>/<local_rank>/{stdout.log,stderr.log,error.json}; with more
+// than one node <log_dir>/<run_id>/node_<n>/attempt_<k>/..., so that hosts may share a log_dir.
+// Call it from a process without threads that mind signals being blocked.
+#pragma once
+
+#include "lockstep/launch/plan.h"
+
+namespace lockstep::launch {
+
+// Runs the plan to its end and returns the launcher's exit code: 0, the first failing rank's own
+// code, 128+n when it died of signal n, 143 after a handled stop request, 130 after Ctrl-C, 2 when
+// other launchers refuse it, 1 when one of them is lost. Throws UsageError, before anything is
+// started, for a plan that cannot be carried out.
+int supervise(const LaunchPlan& plan);
+
+}  // namespace lockstep::launch

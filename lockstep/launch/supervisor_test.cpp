@@ -1,0 +1,540 @@
+// The parts of the supervisor, each alone; how they work together is in tests/launch.
+#include "lockstep/launch/supervisor.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <set>
+
+#include "lockstep/core/error.h"
+#include "lockstep/launch/console.h"
+#include "lockstep/launch/coordinator.h"
+#include "lockstep/launch/event_loop.h"
+#include "lockstep/launch/node_link.h"
+#include "lockstep/launch/output.h"
+#include "lockstep/launch/ports.h"
+#include "lockstep/launch/process.h"
+#include "lockstep/launch/report.h"
+
+namespace lockstep::launch {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+template <typename E, typename F>
+std::string message_of(F&& f) {
+  try {
+    f();
+  } catch (const E& error) {
+    return error.what();
+  }
+  return "(no error)";
+}
+
+// ---------------------------------------------------------------- EventLoop
+
+TEST(EventLoop, AnEventForADescriptorForgottenInTheSameBatchIsDropped) {
+  EventLoop loop;
+  Pipe one = make_pipe();
+  Pipe two = make_pipe();
+  int calls = 0;
+  const auto forget_both = [&](std::uint32_t) {
+    ++calls;
+    loop.forget(one.read.get());
+    loop.forget(two.read.get());
+  };
+  loop.watch(one.read.get(), EPOLLIN, forget_both);
+  loop.watch(two.read.get(), EPOLLIN, forget_both);
+  write_all(one.write.get(), "x");
+  write_all(two.write.get(), "x");
+  loop.after(milliseconds(50), [&] { loop.stop(); });
+  loop.run();
+  EXPECT_EQ(calls, 1);
+}
+
+TEST(EventLoop, TimersFireInOrderAndCancelledOnesDoNot) {
+  EventLoop loop;
+  std::vector<int> fired;
+  loop.after(milliseconds(30), [&] { fired.push_back(3); });
+  loop.after(milliseconds(10), [&] { fired.push_back(1); });
+  EventLoop::TimerId never = loop.after(milliseconds(20), [&] { fired.push_back(2); });
+  loop.cancel(never);
+  EXPECT_EQ(never, 0u);
+  loop.cancel(never);
+  loop.after(milliseconds::max(), [] {});  // must not overflow into the past
+  loop.after(milliseconds(60), [&] { loop.stop(); });
+  loop.run();
+  EXPECT_THAT(fired, ElementsAre(1, 3));
+}
+
+TEST(EventLoop, PostedTasksThatPostAgainDoNotStarveDescriptors) {
+  EventLoop loop;
+  Pipe pipe = make_pipe();
+  std::function<void()> again = [&] { loop.post(again); };
+  loop.post(again);
+  loop.watch(pipe.read.get(), EPOLLIN, [&](std::uint32_t) { loop.stop(); });
+  write_all(pipe.write.get(), "x");
+  loop.run();
+}
+
+// ---------------------------------------------------------------- ports
+
+int listen_on(int port) {
+  const int fd = ::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int on = 1;
+  ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  sockaddr_in6 address{};
+  address.sin6_family = AF_INET6;
+  address.sin6_port = htons(static_cast<std::uint16_t>(port));
+  if (::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
+      ::listen(fd, 5) == 0)
+    return fd;
+  ::close(fd);
+  return -1;
+}
+
+TEST(HeldPort, NobodyIsGivenItButRankZeroCanListen) {
+  std::vector<HeldPort> held;
+  std::set<int> numbers;
+  for (int i = 0; i < 200; ++i) {
+    held.push_back(HeldPort::any());
+    numbers.insert(held.back().number());
+  }
+  EXPECT_EQ(numbers.size(), 200u);
+  // As Python does: bind the number beside the held socket and the handed one, then listen.
+  const Fd handed = held[0].store_socket();
+  const Fd bound(listen_on(held[0].number()));
+  ASSERT_TRUE(bound);
+  EXPECT_NE(::listen(handed.get(), 5), 0);
+  // As our rank 0 does: listen on the handed one.
+  const Fd other = held[1].store_socket();
+  EXPECT_EQ(::listen(other.get(), 5), 0);
+  EXPECT_EQ(listen_on(held[1].number()), -1);
+}
+
+TEST(HeldPort, AnAskedPortThatIsInUseIsNamed) {
+  const HeldPort free = HeldPort::any();
+  const Fd listener = free.listener();
+  EXPECT_THAT(message_of<UsageError>([&] { HeldPort::exactly(free.number()); }),
+              HasSubstr(fmt::format("--master-port={} cannot be used", free.number())));
+}
+
+TEST(HeldPort, ItCanBeListenedOnAgainWhileAnOldConnectionLives) {
+  const HeldPort port = HeldPort::any();
+  Fd client(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  Fd accepted;
+  {
+    const Fd listener = port.listener();
+    sockaddr_in6 address{};
+    address.sin6_family = AF_INET6;
+    address.sin6_addr = in6addr_loopback;
+    address.sin6_port = htons(static_cast<std::uint16_t>(port.number()));
+    ASSERT_EQ(::connect(client.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+    accepted.reset(::accept(listener.get(), nullptr, nullptr));
+    ASSERT_TRUE(accepted);
+  }
+  const Fd bound(listen_on(port.number()));
+  EXPECT_TRUE(bound);
+  write_all(client.get(), "x");
+  char byte;
+  EXPECT_EQ(::read(accepted.get(), &byte, 1), 1);
+}
+
+// ---------------------------------------------------------------- processes
+
+std::vector<std::string> plain_environment() {
+  return {"PATH=/usr/bin:/bin"};
+}
+
+std::optional<Ending> wait_for(Process& process) {
+  for (int i = 0; i < 1000; ++i) {
+    if (auto ending = process.reap()) return ending;
+    ::usleep(10'000);
+  }
+  return std::nullopt;
+}
+
+Process start(const std::string& script) {
+  ProcessRequest request;
+  request.argv = {"sh", "-c", script};
+  request.environment = plain_environment();
+  return start_process(request);
+}
+
+TEST(Process, SaysHowItEnded) {
+  Process one = start("exit 7");
+  EXPECT_EQ(wait_for(one)->text(), "exited with code 7");
+  EXPECT_FALSE(one.alive());
+  Process two = start("kill -TERM $$");
+  const auto ending = wait_for(two);
+  EXPECT_EQ(ending->text(), "killed by SIGTERM");
+  EXPECT_EQ(ending->exit_code(), 143);
+}
+
+TEST(Process, LeadsASessionAndFeelsGroupSignals) {
+  Process process = start("sleep 300 & wait");
+  EXPECT_EQ(session_of(process.pid()), process.pid());
+  EXPECT_EQ(group_of(process.pid()), process.pid());
+  process.signal_group(SIGKILL);
+  EXPECT_EQ(wait_for(process)->exit_code(), 137);
+  process.signal_group(SIGKILL);  // reaped: signals nobody
+}
+
+TEST(Process, AProgramThatCannotBeExecutedIsNamed) {
+  ProcessRequest request;
+  request.argv = {"/no/such/program"};
+  request.environment = plain_environment();
+  EXPECT_THAT(message_of<SystemError>([&] { start_process(request); }),
+              HasSubstr("cannot execute '/no/such/program': No such file"));
+  EXPECT_EQ(find_program("/no/such/program"), std::nullopt);
+  EXPECT_EQ(find_program("no_such_program"), std::nullopt);
+  EXPECT_EQ(find_program("/"), std::nullopt);
+  EXPECT_NE(find_program("sh"), std::nullopt);
+}
+
+TEST(Process, OnlyWhatIsBelowIsSignalled) {
+  Process outer = start("sleep 300 & echo; wait");
+  std::vector<pid_t> below;
+  for (int i = 0; i < 500 && below.empty(); ++i) {
+    below = descendants_of(outer.pid());
+    ::usleep(10'000);
+  }
+  ASSERT_EQ(below.size(), 1u);
+  EXPECT_FALSE(signal_below(below[0], outer.pid(), 0));  // above, not below
+  EXPECT_FALSE(signal_below(outer.pid(), ::getppid(), 0));
+  EXPECT_TRUE(signal_below(outer.pid(), below[0], 0));
+  EXPECT_TRUE(signal_below(::getpid(), below[0], SIGKILL));
+  EXPECT_TRUE(descendants_of(::getpid(), {outer.pid()}).empty());
+  EXPECT_TRUE(wait_for(outer));
+}
+
+// ---------------------------------------------------------------- console and output
+
+class ConsoleTest : public ::testing::Test {
+ protected:
+  std::string read_all() {
+    std::string text;
+    char buffer[65536];
+    ssize_t n;
+    while ((n = ::read(out_.read.get(), buffer, sizeof buffer)) > 0)
+      text.append(buffer, static_cast<std::size_t>(n));
+    return text;
+  }
+  void run_for(milliseconds time) {
+    loop_.after(time, [this] { loop_.stop(); });
+    loop_.run();
+  }
+  void SetUp() override { set_nonblocking(out_.read.get()); }
+
+  EventLoop loop_;
+  Pipe out_ = make_pipe();
+  Pipe err_ = make_pipe();
+};
+
+TEST_F(ConsoleTest, OnlyAFullSourceWaitsAndIsResumed) {
+  Console console(loop_, out_.write.get(), err_.write.get());
+  const std::string line(1000, 'x');
+  while (!console.full(1)) console.put({Console::kOut, 1, "[1] ", line, true});
+  console.put({Console::kOut, 2, "[2] ", "short", true});
+  EXPECT_FALSE(console.full(2));
+  bool resumed = false;
+  console.when_drained(1, [&] { resumed = true; });
+  run_for(milliseconds(20));  // fills the pipe, then waits without blocking
+  EXPECT_FALSE(resumed);
+  EXPECT_FALSE(console.empty());
+  std::string text;
+  for (int i = 0; i < 50 && !console.empty(); ++i) {
+    text += read_all();
+    run_for(milliseconds(5));
+  }
+  text += read_all();
+  EXPECT_TRUE(resumed);
+  EXPECT_THAT(text, ::testing::EndsWith("xx\n[2] short\n"));
+}
+
+TEST_F(ConsoleTest, AStuckConsoleIsGivenUpAtTheEnd) {
+  Console console(loop_, out_.write.get(), err_.write.get());
+  for (int i = 0; i < 200; ++i) console.put({Console::kOut, 1, "", std::string(1000, 'x'), true});
+  bool done = false;
+  console.finish(milliseconds(50), [&] {
+    done = true;
+    loop_.stop();
+  });
+  loop_.run();
+  EXPECT_TRUE(done);
+}
+
+TEST_F(ConsoleTest, AConsoleThatIsGoneSwallowsEverything) {
+  ::signal(SIGPIPE, SIG_IGN);
+  Console console(loop_, out_.write.get(), err_.write.get());
+  out_.read.reset();
+  while (!console.full(1)) console.put({Console::kOut, 1, "", "line", true});
+  run_for(milliseconds(20));
+  EXPECT_TRUE(console.empty());
+  console.put({Console::kOut, 1, "", "line", true});
+  EXPECT_FALSE(console.full(1));
+}
+
+TEST_F(ConsoleTest, ALineThatCannotBeOneIsShownInPieces) {
+  Console console(loop_, out_.write.get(), err_.write.get());
+  OutputStream stream(loop_, console, {Console::kOut, 1, "[0] ", {true, "", {}, -1}});
+  const std::string half(OutputStream::kLongestLineBytes / 2 + 1, 'y');
+  std::string sent = half + half;
+  std::string text;
+  for (int i = 0; i < 5000 && text.size() < sent.size(); ++i) {
+    const std::string part = sent.substr(std::min<std::size_t>(sent.size(), 4096u * i), 4096);
+    write_all(stream.child_end(), part);
+    run_for(milliseconds(0));
+    text += read_all();
+  }
+  EXPECT_EQ(text.substr(0, 5), "[0] y");
+  EXPECT_EQ(text.find('\n'), std::string::npos);
+  EXPECT_GE(text.size(), OutputStream::kLongestLineBytes);
+}
+
+// ---------------------------------------------------------------- error files
+
+class ErrorFileTest : public ::testing::Test {
+ protected:
+  void write(const std::string& text) { write_file_atomically(path_, text); }
+  void TearDown() override { ::unlink(path_.c_str()); }
+  std::string path_ = ::testing::TempDir() + fmt::format("lockstep_error_file_{}.json", ::getpid());
+};
+
+TEST_F(ErrorFileTest, MissingAndEmptyOnesAreNone) {
+  EXPECT_FALSE(read_error_file(path_).present);
+  write("");
+  EXPECT_FALSE(read_error_file(path_).present);
+}
+
+TEST_F(ErrorFileTest, ExactTimesAreBelievedAndWholeSecondsAreRefined) {
+  const char* form = R"({{"message": {{"message": "m", "extraInfo": {{"timestamp": "{}"}}}}}})";
+  write(fmt::format(fmt::runtime(form), "1000.25"));
+  EXPECT_DOUBLE_EQ(read_error_file(path_).time, 1000.25);
+  write(fmt::format(fmt::runtime(form), "1000"));
+  EXPECT_DOUBLE_EQ(read_error_file(path_).time, 1000);  // written long after: not the same event
+  const timeval modified[2] = {{1000, 700'000}, {1000, 700'000}};
+  ASSERT_EQ(::utimes(path_.c_str(), modified), 0);
+  EXPECT_NEAR(read_error_file(path_).time, 1000.7, 1e-6);
+}
+
+TEST_F(ErrorFileTest, OddContentsNeverThrow) {
+  for (const char* text :
+       {"{", "[]", "null", "3", "{\"message\": null}", "\xff\xfe",
+        "{\"message\": {\"extraInfo\": 3}}", "{\"message\": {\"message\": []}}",
+        "{\"message\": {\"extraInfo\": {\"timestamp\": {}, \"cpp_stack\": 1}}}"}) {
+    write(text);
+    const ErrorFile file = read_error_file(path_);
+    EXPECT_TRUE(file.present) << text;
+    Failure failure;
+    failure.rank = 1;
+    add_error_file(failure, file);
+    EXPECT_THAT(failure_report(failure), HasSubstr("rank 1")) << text;
+    EXPECT_EQ(control_line(failure).back(), '\n');
+    EXPECT_EQ(pass_on_error_file(failure, path_, path_ + ".own"), "") << text;
+    ::unlink((path_ + ".own").c_str());
+  }
+  EXPECT_THAT(pass_on_error_file(Failure{}, "", "/no/such/place/error.json"),
+              HasSubstr("was not written"));
+}
+
+TEST(Report, AFailureSurvivesTheWayToAnotherHost) {
+  Failure failure;
+  failure.rank = 3;
+  failure.host = "n2";
+  failure.cause = "killed by SIGKILL";
+  failure.code = 137;
+  failure.message = "caf\xc3\xa9 \xff";
+  failure.last_lines = {"a", "b"};
+  failure.restartable = false;
+  Message message;
+  message.kind = Message::Kind::kFailed;
+  message.failure = failure;
+  const std::string line = encode(message);
+  EXPECT_EQ(line.find('\n'), line.size() - 1);
+  const Message copy = decode(line);
+  ASSERT_TRUE(copy.failure);
+  EXPECT_EQ(copy.kind, Message::Kind::kFailed);
+  EXPECT_EQ(copy.failure->headline(), "rank 3 on n2 failed: killed by SIGKILL");
+  EXPECT_EQ(copy.failure->code, 137);
+  EXPECT_FALSE(copy.failure->restartable);
+  EXPECT_THAT(copy.failure->last_lines, ElementsAre("a", "b"));
+}
+
+TEST(NodeLink, WhatIsNotAMessageIsRefused) {
+  EXPECT_THAT(message_of<UsageError>([] { decode("GET / HTTP/1.0"); }),
+              HasSubstr("not a launcher's message"));
+  EXPECT_THAT(message_of<UsageError>([] { decode(R"({"lockstep": 99})"); }),
+              HasSubstr("another version"));
+  EXPECT_THAT(message_of<UsageError>([] { decode(R"({"lockstep": 1, "kind": "dance"})"); }),
+              HasSubstr("unknown message 'dance'"));
+  EXPECT_THAT(message_of<UsageError>([] { failure_from_json("{}"); }),
+              HasSubstr("a failure that cannot be read"));
+}
+
+// ---------------------------------------------------------------- Coordinator
+
+class CoordinatorTest : public ::testing::Test {
+ protected:
+  using Kind = Message::Kind;
+  void SetUp() override {
+    plan_.nnodes = 2;
+    plan_.max_restarts = 1;
+    coordinator_ = std::make_unique<Coordinator>(
+        loop_, plan_, [this](const Message& message) { sent_.push_back(message); });
+  }
+  Message message(Kind kind, int attempt = 0) {
+    Message result;
+    result.kind = kind;
+    result.attempt = attempt;
+    return result;
+  }
+  Message failed(int node, int rank, int attempt = 0) {
+    Message result = message(Kind::kFailed, attempt);
+    result.failure.emplace();
+    result.failure->node = node;
+    result.failure->rank = rank;
+    result.failure->code = 3;
+    return result;
+  }
+  Message stop(int signal) {
+    Message result = message(Kind::kStop);
+    result.signal = signal;
+    return result;
+  }
+  std::vector<Kind> kinds() const {
+    std::vector<Kind> result;
+    for (const Message& sent : sent_) result.push_back(sent.kind);
+    return result;
+  }
+  void run_for(milliseconds time) {
+    loop_.after(time, [this] { loop_.stop(); });
+    loop_.run();
+  }
+
+  EventLoop loop_;
+  LaunchPlan plan_;
+  std::vector<Message> sent_;
+  std::unique_ptr<Coordinator> coordinator_;
+};
+
+TEST_F(CoordinatorTest, TheFirstFailureCountsAndNothingStartsBeforeAllAreDown) {
+  coordinator_->begin();
+  coordinator_->on_message(1, failed(1, 2));
+  coordinator_->on_message(0, failed(0, 0));  // too late
+  coordinator_->on_message(1, message(Kind::kDown));
+  EXPECT_THAT(kinds(), ElementsAre(Kind::kStart, Kind::kFailed));
+  coordinator_->on_message(0, message(Kind::kDown));
+  EXPECT_THAT(kinds(), ElementsAre(Kind::kStart, Kind::kFailed, Kind::kRestart));
+  EXPECT_EQ(sent_.back().failure->rank, 2);
+  run_for(Coordinator::backoff(0) + milliseconds(50));
+  EXPECT_EQ(sent_.back().kind, Kind::kStart);
+  EXPECT_EQ(sent_.back().attempt, 1);
+  coordinator_->on_message(0, failed(0, 1, 0));  // of the attempt that is over
+  EXPECT_EQ(sent_.back().kind, Kind::kStart);
+  coordinator_->on_message(0, failed(0, 1, 1));
+  Message down = message(Kind::kDown, 1);
+  coordinator_->on_message(1, down);
+  down.failure = failed(0, 0).failure;  // an earlier cause on the same node
+  coordinator_->on_message(0, down);
+  EXPECT_EQ(sent_.back().kind, Kind::kEnd);
+  EXPECT_EQ(sent_.back().code, 3);
+  EXPECT_EQ(sent_.back().failure->rank, 0);
+}
+
+TEST_F(CoordinatorTest, AStopRequestIsNoFailureAndEndsWithItsCode) {
+  coordinator_->begin();
+  coordinator_->on_message(1, stop(15));
+  coordinator_->on_message(0, failed(0, 0));
+  coordinator_->on_message(0, message(Kind::kDown));
+  coordinator_->on_message(1, message(Kind::kDown));
+  EXPECT_THAT(kinds(), ElementsAre(Kind::kStart, Kind::kStop, Kind::kEnd));
+  EXPECT_EQ(sent_.back().code, 143);
+  EXPECT_FALSE(sent_.back().failure);
+}
+
+TEST_F(CoordinatorTest, AFailureBeforeARequestIsTheCause) {
+  coordinator_->begin();
+  coordinator_->on_message(0, failed(0, 1));
+  coordinator_->on_message(0, stop(2));
+  coordinator_->on_message(0, message(Kind::kDown));
+  coordinator_->on_message(1, message(Kind::kDown));
+  EXPECT_EQ(sent_.back().kind, Kind::kEnd);
+  EXPECT_EQ(sent_.back().code, 3);
+}
+
+TEST_F(CoordinatorTest, ALostNodeEndsTheRunForGood) {
+  coordinator_->begin();
+  coordinator_->on_lost(1, "n1", "the connection was closed");
+  EXPECT_EQ(sent_.back().kind, Kind::kFailed);
+  coordinator_->on_message(0, message(Kind::kDown));
+  EXPECT_EQ(sent_.back().kind, Kind::kEnd);
+  EXPECT_EQ(sent_.back().code, 1);
+  EXPECT_THAT(sent_.back().failure->cause, HasSubstr("the launcher of node 1 on n1 is lost"));
+}
+
+TEST_F(CoordinatorTest, ANodeThatIsLostOrStopsInThePauseEndsTheRun) {
+  coordinator_->begin();
+  coordinator_->on_message(1, failed(1, 2));
+  coordinator_->on_message(1, message(Kind::kDown));
+  coordinator_->on_message(0, message(Kind::kDown));
+  EXPECT_EQ(sent_.back().kind, Kind::kRestart);
+  coordinator_->on_lost(1, "n1", "gone");
+  EXPECT_EQ(sent_.back().kind, Kind::kEnd);
+  EXPECT_EQ(sent_.back().code, 1);
+}
+
+TEST_F(CoordinatorTest, ANodeThatNeverComesDownIsNotWaitedForForever) {
+  plan_.shutdown_timeout = milliseconds(-14'950);  // the slack beyond it is 15 s
+  coordinator_->begin();
+  coordinator_->on_message(0, failed(0, 0));
+  coordinator_->on_message(0, message(Kind::kDown));
+  run_for(milliseconds(150));
+  EXPECT_EQ(sent_.back().kind, Kind::kEnd);
+  EXPECT_EQ(sent_.back().code, 3);
+}
+
+TEST(Coordinator, PausesGrowAndHaveABound) {
+  EXPECT_EQ(Coordinator::backoff(0), milliseconds(500));
+  EXPECT_EQ(Coordinator::backoff(1), milliseconds(1000));
+  EXPECT_EQ(Coordinator::backoff(1000), milliseconds(30'000));
+}
+
+// ---------------------------------------------------------------- plans that cannot be carried out
+
+TEST(Supervise, RefusesBeforeAnythingIsStarted) {
+  LaunchPlan plan;
+  EXPECT_THAT(message_of<UsageError>([&] { supervise(plan); }), HasSubstr("no program was given"));
+  plan.command = {"./no_such_program"};
+  EXPECT_THAT(message_of<UsageError>([&] { supervise(plan); }),
+              HasSubstr("'./no_such_program' cannot be executed"));
+  plan.command = {"true"};
+  plan.nnodes = 2;
+  EXPECT_THAT(message_of<UsageError>([&] { supervise(plan); }),
+              HasSubstr("--master-port=0 cannot be used with --nnodes=2"));
+  plan.node_rank = 2;
+  EXPECT_THAT(message_of<UsageError>([&] { supervise(plan); }), HasSubstr("do not fit together"));
+}
+
+TEST(Supervise, ReturnsTheCodeToAProgramThatCallsIt) {
+  LaunchPlan plan;
+  plan.nproc_per_node = 2;
+  plan.command = {"sh", "-c", "exit $((RANK * 5))"};
+  EXPECT_EQ(supervise(plan), 5);
+  plan.command = {"true"};
+  EXPECT_EQ(supervise(plan), 0);
+  EXPECT_EQ(::waitpid(-1, nullptr, WNOHANG), -1);  // no child is left to this process
+}
+
+}  // namespace
+}  // namespace lockstep::launch

@@ -1,0 +1,101 @@
+#include "lockstep/launch/worker_env.h"
+
+#include <fmt/format.h>
+#include <signal.h>
+
+#include <sstream>
+#include <vector>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::launch {
+namespace {
+
+using Environment = std::map<std::string, std::string>;
+
+bool is_set(const Variables& variable, const std::string& name) {
+  const auto value = variable(name);
+  return value.has_value() && !value->empty();
+}
+
+std::string signals_text(const std::vector<int>& signals) {
+  if (signals.empty()) return "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
+  std::string text;
+  for (const int number : signals) text += (text.empty() ? "" : ",") + signal_name(number);
+  return text;
+}
+
+// The entry of CUDA_VISIBLE_DEVICES that belongs to the rank; without the variable, its own index.
+std::string visible_device(const Variables& variable, int local_rank) {
+  const auto list = variable("CUDA_VISIBLE_DEVICES");
+  if (!list) return std::to_string(local_rank);
+  std::vector<std::string> devices;
+  std::istringstream stream(*list);
+  for (std::string device; std::getline(stream, device, ',');) {
+    const auto first = device.find_first_not_of(' ');
+    const auto last = device.find_last_not_of(' ');
+    if (first != std::string::npos) devices.push_back(device.substr(first, last - first + 1));
+  }
+  if (static_cast<std::size_t>(local_rank) >= devices.size()) {
+    throw UsageError("run",
+                     "--virtual-local-rank: local rank {} has no GPU (CUDA_VISIBLE_DEVICES='{}' "
+                     "names {}). Start fewer ranks or make more devices visible.",
+                     local_rank, *list, devices.size());
+  }
+  return devices[static_cast<std::size_t>(local_rank)];
+}
+
+void add_identity(Environment& set, const LaunchPlan& plan, const WorkerPlace& place) {
+  const std::string rank = std::to_string(plan.node_rank * plan.nproc_per_node + place.local_rank);
+  const std::string world_size = std::to_string(plan.world_size());
+  set["RANK"] = rank;
+  set["ROLE_RANK"] = rank;
+  set["LOCAL_RANK"] = std::to_string(place.local_rank);
+  set["GROUP_RANK"] = std::to_string(plan.node_rank);
+  set["WORLD_SIZE"] = world_size;
+  set["ROLE_WORLD_SIZE"] = world_size;
+  set["LOCAL_WORLD_SIZE"] = std::to_string(plan.nproc_per_node);
+  set["GROUP_WORLD_SIZE"] = std::to_string(plan.nnodes);
+  set["ROLE_NAME"] = plan.role;
+  set["MASTER_ADDR"] = place.master_addr;
+  set["MASTER_PORT"] = std::to_string(place.master_port);
+}
+
+}  // namespace
+
+Environment worker_environment(const LaunchPlan& plan, const WorkerPlace& place,
+                               const Variables& variable) {
+  Environment set;
+  add_identity(set, plan, place);
+  set["TORCHELASTIC_RESTART_COUNT"] = std::to_string(place.attempt);
+  set["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(plan.max_restarts);
+  set["TORCHELASTIC_RUN_ID"] = plan.run_id;
+  set["TORCHELASTIC_ERROR_FILE"] = place.error_file;
+  set["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals_text(plan.signals_to_handle);
+  // torchrun's agent hosts the store and says True; here rank 0 hosts it.
+  set["TORCHELASTIC_USE_AGENT_STORE"] = "False";
+  if (!is_set(variable, "TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+    set["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1";
+
+  // The run's id, not just "1": under a launcher that a rank starts in turn (torchrun, say) it no
+  // longer equals TORCHELASTIC_RUN_ID, and the descriptors below are known to be another's.
+  set["LOCKSTEP_RUN"] = plan.run_id;
+  set["LOCKSTEP_CONTROL_FD"] = place.control_fd >= 0 ? std::to_string(place.control_fd) : "";
+  const bool stores = place.store_fd >= 0 && plan.node_rank == 0 && place.local_rank == 0;
+  set["LOCKSTEP_STORE_FD"] = stores ? std::to_string(place.store_fd) : "";
+
+  if (plan.virtual_local_rank) {
+    set["LOCAL_RANK"] = "0";
+    set["CUDA_VISIBLE_DEVICES"] = visible_device(variable, place.local_rank);
+  }
+  if (place.threads > 0 && !is_set(variable, "OMP_NUM_THREADS"))
+    set["OMP_NUM_THREADS"] = std::to_string(place.threads);
+  if (!place.interface.empty()) {
+    if (!is_set(variable, "GLOO_SOCKET_IFNAME")) set["GLOO_SOCKET_IFNAME"] = place.interface;
+    // NCCL takes a name for a prefix ("eth1" also means eth10) unless it begins with '='.
+    if (!is_set(variable, "NCCL_SOCKET_IFNAME")) set["NCCL_SOCKET_IFNAME"] = "=" + place.interface;
+  }
+  return set;
+}
+
+}  // namespace lockstep::launch

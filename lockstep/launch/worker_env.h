@@ -1,0 +1,35 @@
+// The variables a worker is started with: torchrun's, with torchrun's meaning, and ours.
+// A pure function of the plan, of what the supervisor decided for this attempt, and of the caller's
+// environment, which wins only where "unless already set" is said.
+//
+//   auto set = worker_environment(plan, {.local_rank = 1, .master_addr = "10.0.0.1", ...});
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "lockstep/launch/host.h"
+#include "lockstep/launch/plan.h"
+
+namespace lockstep::launch {
+
+struct WorkerPlace {
+  int local_rank = 0;
+  int attempt = 0;          // TORCHELASTIC_RESTART_COUNT
+  std::string master_addr;  // as settled for this attempt
+  int master_port = 0;
+  std::string error_file;  // absolute; TORCHELASTIC_ERROR_FILE
+  int control_fd = -1;     // LOCKSTEP_CONTROL_FD: read end; failures are announced here
+  int store_fd = -1;       // LOCKSTEP_STORE_FD: listening socket, for global rank 0 only
+  std::string interface;   // GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME unless already set
+  int threads = 0;         // OMP_NUM_THREADS unless already set; 0: leave alone
+};
+
+// Only the variables to set (they override the caller's environment, except where noted above).
+// A value of "" means: remove the variable. Throws UsageError when --virtual-local-rank asks for
+// more GPUs than CUDA_VISIBLE_DEVICES names.
+std::map<std::string, std::string> worker_environment(
+    const LaunchPlan& plan, const WorkerPlace& place,
+    const Variables& variable = process_variables());
+
+}  // namespace lockstep::launch

@@ -1,0 +1,498 @@
+#include "lockstep/launch/worker_group.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <map>
+
+#include "lockstep/core/error.h"
+#include "lockstep/launch/worker_env.h"
+
+namespace lockstep::launch {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kStrayGrace{1000};         // after a success
+constexpr milliseconds kStrayFailureGrace{5000};  // after a failure
+constexpr milliseconds kCauseHeadStart{1000};
+constexpr milliseconds kSweepRound{50};
+constexpr int kSweepRounds = 100;
+constexpr std::size_t kLastLines = 20;
+
+double wall_clock() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+bool has(Streams streams, Streams bit) {
+  return (static_cast<int>(streams) & static_cast<int>(bit)) != 0;
+}
+
+// redirects: file only; tee: file and console; neither: console only.
+StreamRoute route_for(const LaunchPlan& plan, int local_rank, Streams bit, std::string file) {
+  const bool tee = has(plan.tee.at(local_rank), bit);
+  const bool redirect = has(plan.redirects.at(local_rank), bit);
+  const bool shown = !plan.local_ranks_filter || plan.local_ranks_filter->count(local_rank) != 0;
+  StreamRoute route;
+  route.console = shown && (tee || !redirect);
+  if (tee || redirect) route.file = std::move(file);
+  return route;
+}
+
+bool no_children_left() {
+  siginfo_t info{};
+  return ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 && errno == ECHILD;
+}
+
+}  // namespace
+
+struct WorkerGroup::Worker {
+  int local_rank = 0;
+  std::string error_file;
+  std::unique_ptr<RankOutput> output;
+  Fd control;  // writing end
+  Process process;
+  std::optional<Ending> ending;
+  double ended_at = 0;
+  bool asked_to_end = false;  // before it ended, by us
+  std::string forced_cause;   // what we failed it for while it was alive
+  int forced_code = 0;
+  EventLoop::TimerId stopped_timer = 0;
+
+  bool running() const { return process.alive(); }
+};
+
+WorkerGroup::WorkerGroup(GroupSetup& setup, GroupPlace place, GroupEvents events)
+    : setup_(setup), place_(std::move(place)), events_(std::move(events)) {}
+
+WorkerGroup::~WorkerGroup() {
+  for (EventLoop::TimerId* timer : {&kill_timer_, &late_timer_, &sweep_timer_})
+    setup_.loop.cancel(*timer);
+  for (const auto& worker : workers_) {
+    setup_.loop.cancel(worker->stopped_timer);
+    if (worker->running()) setup_.loop.forget(worker->process.pidfd());
+  }
+}
+
+int WorkerGroup::rank_of(const Worker& worker) const {
+  return setup_.plan.node_rank * setup_.plan.nproc_per_node + worker.local_rank;
+}
+
+const std::string& WorkerGroup::error_file(int local_rank) const {
+  return workers_.at(static_cast<std::size_t>(local_rank))->error_file;
+}
+
+// ---------------------------------------------------------------- start
+
+void WorkerGroup::start() {
+  started_ = EventLoop::Clock::now();
+  setup_.kept.registry->clear();
+  const LaunchPlan& plan = setup_.plan;
+  std::filesystem::create_directories(place_.directory);
+  const auto open_filtered = [this](const char* name) {
+    const std::string path = place_.directory + "/" + name;
+    return Fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644));
+  };
+  if (!plan.duplicate_stdout_filters.empty()) filtered_[0] = open_filtered("filtered_stdout.log");
+  if (!plan.duplicate_stderr_filters.empty()) filtered_[1] = open_filtered("filtered_stderr.log");
+  for (int local_rank = 0; local_rank < plan.nproc_per_node; ++local_rank) {
+    workers_.push_back(std::make_unique<Worker>());
+    Worker& worker = *workers_.back();
+    worker.local_rank = local_rank;
+    try {
+      start_worker(worker);
+    } catch (const std::exception& error) {
+      Failure failure = describe(worker);
+      failure.cause = error.what();
+      failure.code = dynamic_cast<const UsageError*>(&error) != nullptr ? 2 : 126;
+      failure.restartable = false;
+      return fail(std::move(failure));
+    }
+  }
+}
+
+std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int control_fd,
+                                                      int store_fd) const {
+  WorkerPlace place;
+  place.local_rank = worker.local_rank;
+  place.attempt = place_.attempt;
+  place.master_addr = setup_.plan.master_addr;
+  place.master_port = place_.master_port;
+  place.error_file = worker.error_file;
+  place.control_fd = control_fd;
+  place.store_fd = store_fd;
+  place.interface = setup_.interface;
+  place.threads = setup_.threads;
+  std::map<std::string, std::string> all;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const auto equals = text.find('=');
+    if (equals != std::string::npos) all[text.substr(0, equals)] = text.substr(equals + 1);
+  }
+  for (const auto& [name, value] : worker_environment(setup_.plan, place)) {
+    if (value.empty()) {
+      all.erase(name);
+    } else {
+      all[name] = value;
+    }
+  }
+  std::vector<std::string> strings;
+  for (const auto& [name, value] : all) strings.push_back(name + "=" + value);
+  return strings;
+}
+
+void WorkerGroup::start_worker(Worker& worker) {
+  const LaunchPlan& plan = setup_.plan;
+  const int local_rank = worker.local_rank;
+  const std::string directory = fmt::format("{}/{}", place_.directory, local_rank);
+  std::filesystem::create_directories(directory);
+  worker.error_file = directory + "/error.json";
+  ::unlink(worker.error_file.c_str());  // of an earlier run in the same place
+
+  OutputRoutes routes;
+  routes.source = 2 * local_rank;
+  routes.prefix = line_prefix(plan.role, rank_of(worker), local_rank);
+  routes.out = route_for(plan, local_rank, Streams::kOut, directory + "/stdout.log");
+  routes.err = route_for(plan, local_rank, Streams::kErr, directory + "/stderr.log");
+  routes.out.filters = plan.duplicate_stdout_filters;
+  routes.out.filtered_fd = filtered_[0].get();
+  routes.err.filters = plan.duplicate_stderr_filters;
+  routes.err.filtered_fd = filtered_[1].get();
+  worker.output = std::make_unique<RankOutput>(setup_.loop, setup_.console, routes);
+
+  Pipe control = make_pipe();
+  set_nonblocking(control.write.get());
+  const Fd store =
+      place_.port != nullptr && rank_of(worker) == 0 ? place_.port->store_socket() : Fd();
+  ProcessRequest request;
+  request.argv = plan.command;
+  request.environment = environment_for(worker, control.read.get(), store.get());
+  request.stdout_fd = worker.output->child_out();
+  request.stderr_fd = worker.output->child_err();
+  request.pass_fds = {control.read.get()};
+  if (store) request.pass_fds.push_back(store.get());
+  if (!setup_.cpus.empty()) request.cpus = &setup_.cpus[static_cast<std::size_t>(local_rank)];
+  request.signal_mask = setup_.kept.callers_mask;
+  request.files = setup_.kept.callers_files;
+  worker.process = start_process(request);
+  worker.output->close_child_ends();
+  worker.control = std::move(control.write);
+  setup_.kept.registry->add(worker.process.pid());
+  setup_.loop.watch(worker.process.pidfd(), EPOLLIN,
+                    [this, &worker](std::uint32_t) { on_exit(worker); });
+}
+
+// ---------------------------------------------------------------- watch
+
+void WorkerGroup::on_exit(Worker& worker) {
+  const auto ending = worker.process.reap();
+  if (!ending) return;
+  worker.ending = ending;
+  worker.ended_at = wall_clock();
+  worker.control.reset();
+  setup_.loop.forget(worker.process.pidfd());
+  setup_.loop.cancel(worker.stopped_timer);
+  if (!ending->ok() && phase_ == Phase::kRunning && !failure_) fail(describe(*first_to_fail()));
+  maybe_sweep();
+}
+
+void WorkerGroup::on_child_signal() {
+  for (const auto& worker : workers_) {
+    while (const auto pause = worker->process.look_for_pause()) on_pause(*worker, *pause);
+  }
+  reap_orphans();
+  if (phase_ == Phase::kSweeping && no_children_left()) finish();
+}
+
+void WorkerGroup::on_pause(Worker& worker, const Pause& pause) {
+  const int rank = rank_of(worker);
+  setup_.loop.cancel(worker.stopped_timer);
+  if (phase_ != Phase::kRunning) {
+    if (pause.stopped) worker.process.signal_group(SIGCONT);
+    return;
+  }
+  if (!pause.stopped) {
+    setup_.console.say(fmt::format("[launch] rank {} continues.", rank));
+    return;
+  }
+  const auto bound = setup_.plan.stopped_timeout;
+  setup_.console.say(fmt::format(
+      "[launch] rank {} (pid {}) on {} was stopped by {}; it is failed after {:.1f} s unless it "
+      "continues. Continue it with: kill -CONT {}",
+      rank, worker.process.pid(), setup_.host, signal_name(pause.signal),
+      static_cast<double>(bound.count()) / 1000, worker.process.pid()));
+  worker.stopped_timer = setup_.loop.after(bound, [this, &worker, signal = pause.signal] {
+    worker.stopped_timer = 0;
+    if (phase_ != Phase::kRunning || failure_ || !worker.running()) return;
+    worker.forced_cause =
+        fmt::format("stopped by {} for {:.1f} s", signal_name(signal),
+                    static_cast<double>(setup_.plan.stopped_timeout.count()) / 1000);
+    worker.forced_code = 128 + signal;
+    worker.ended_at = wall_clock();
+    fail(describe(worker));
+  });
+}
+
+void WorkerGroup::reap_orphans() {
+  for (;;) {
+    siginfo_t info{};
+    if (::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0) return;
+    const auto rank = std::find_if(workers_.begin(), workers_.end(), [&](const auto& worker) {
+      return worker->running() && worker->process.pid() == info.si_pid;
+    });
+    if (rank != workers_.end()) {
+      on_exit(**rank);
+    } else {
+      ::waitid(P_PID, static_cast<id_t>(info.si_pid), &info, WEXITED | WNOHANG);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- stop
+
+void WorkerGroup::fail(Failure failure) {
+  failure_ = std::move(failure);
+  // Posted: the answer (stop_for) must not run inside the event that led here.
+  setup_.loop.post([this] { events_.failed(*failure_); });
+}
+
+void WorkerGroup::begin_stopping() {
+  phase_ = Phase::kStopping;
+  for (const auto& worker : workers_) setup_.loop.cancel(worker->stopped_timer);
+  const auto grace = setup_.plan.shutdown_timeout;
+  kill_time_ = EventLoop::Clock::now() + grace;
+  kill_timer_ = setup_.loop.after(grace, [this] {
+    kill_timer_ = 0;
+    if (all_ended()) return;
+    setup_.console.say(
+        fmt::format("[launch] {:.1f} s after SIGTERM some ranks are still there; "
+                    "sending SIGKILL.",
+                    static_cast<double>(setup_.plan.shutdown_timeout.count()) / 1000));
+    kill_now();
+  });
+}
+
+void WorkerGroup::stop_for(const Failure& failure) {
+  if (phase_ != Phase::kRunning) return;
+  const std::string line = control_line(failure);
+  const Worker* cause = nullptr;
+  for (const auto& worker : workers_) {
+    if (rank_of(*worker) == failure.rank) cause = worker.get();
+    if (worker.get() == cause || !worker->control) continue;
+    // A rank that does not read has a full pipe or none; that is its own loss.
+    [[maybe_unused]] const auto n = ::write(worker->control.get(), line.data(), line.size());
+  }
+  begin_stopping();
+  sweep_grace_ = kStrayFailureGrace;
+  // A rank that has written its error file is on its way out: let it end with its own exit code.
+  const bool leaving = cause != nullptr && cause->running() && cause->forced_cause.empty();
+  signal_ranks(SIGTERM, leaving ? cause : nullptr);
+  signal_strays(SIGTERM);
+  if (leaving) {
+    late_timer_ = setup_.loop.after(kCauseHeadStart, [this, index = cause->local_rank] {
+      late_timer_ = 0;
+      Worker& late = *workers_[static_cast<std::size_t>(index)];
+      if (!late.running()) return;
+      late.asked_to_end = true;
+      late.process.signal_group(SIGTERM);
+    });
+  }
+  maybe_sweep();
+}
+
+void WorkerGroup::pass_on(int signal) {
+  if (phase_ == Phase::kOver) return;
+  if (phase_ == Phase::kRunning) {
+    begin_stopping();
+    sweep_grace_ = setup_.plan.shutdown_timeout;
+  }
+  signal_ranks(signal);
+  signal_strays(signal);
+  maybe_sweep();
+}
+
+void WorkerGroup::kill_now() {
+  if (phase_ == Phase::kRunning) begin_stopping();
+  killing_ = true;
+  sweep_grace_ = milliseconds(0);
+  signal_ranks(SIGKILL);
+  signal_strays(SIGKILL);
+  if (phase_ == Phase::kSweeping) kill_strays(kSweepRounds);
+  maybe_sweep();
+}
+
+void WorkerGroup::signal_ranks(int number, const Worker* except) {
+  for (const auto& worker : workers_) {
+    if (!worker->running() || worker.get() == except) continue;
+    worker->asked_to_end = true;
+    worker->process.signal_group(number);
+    // A stopped process feels nothing but SIGKILL until it is continued.
+    if (number != SIGKILL) worker->process.signal_group(SIGCONT);
+  }
+}
+
+// What ranks that have ended left behind. What a living rank has started is that rank's to end.
+std::vector<pid_t> WorkerGroup::strays() const {
+  std::set<pid_t> living;
+  for (const auto& worker : workers_) {
+    if (worker->running()) living.insert(worker->process.pid());
+  }
+  return descendants_of(::getpid(), living);
+}
+
+void WorkerGroup::signal_strays(int number) {
+  for (const pid_t pid : strays()) {
+    signal_below(::getpid(), pid, number);
+    if (number != SIGKILL) signal_below(::getpid(), pid, SIGCONT);
+    asked_.insert(pid);
+  }
+}
+
+// A second SIGTERM may cut short what the first one began, such as saving a checkpoint: whoever was
+// in the group of a rank when that was asked to end has been asked with it.
+void WorkerGroup::ask_strays_not_yet_asked() {
+  for (const pid_t pid : strays()) {
+    const pid_t group = group_of(pid);
+    const bool with_its_rank =
+        std::any_of(workers_.begin(), workers_.end(), [group](const auto& worker) {
+          return worker->process.pid() == group && worker->asked_to_end;
+        });
+    if (with_its_rank || !asked_.insert(pid).second) continue;
+    signal_below(::getpid(), pid, SIGTERM);
+    signal_below(::getpid(), pid, SIGCONT);
+  }
+}
+
+// ---------------------------------------------------------------- sweep
+
+bool WorkerGroup::all_ended() const {
+  return std::none_of(workers_.begin(), workers_.end(),
+                      [](const auto& worker) { return worker->running(); });
+}
+
+void WorkerGroup::maybe_sweep() {
+  // A failure that has been told but not answered yet must not be overtaken by the end.
+  if (phase_ == Phase::kSweeping || phase_ == Phase::kOver || !all_ended()) return;
+  if (phase_ == Phase::kRunning && failure_) return;
+  phase_ = Phase::kSweeping;
+  setup_.loop.post([this] { sweep(); });
+}
+
+void WorkerGroup::sweep() {
+  reap_orphans();
+  if (no_children_left()) return finish();
+  if (killing_) return kill_strays(kSweepRounds);
+  ask_strays_not_yet_asked();
+  const bool asked = kill_time_.has_value();  // the ranks were, by us
+  milliseconds grace = std::min(sweep_grace_, asked ? setup_.plan.shutdown_timeout : kStrayGrace);
+  if (asked) {
+    const auto left = std::chrono::ceil<milliseconds>(*kill_time_ - EventLoop::Clock::now());
+    grace = std::clamp(left, milliseconds(0), grace);
+  }
+  sweep_timer_ = setup_.loop.after(grace, [this] { kill_strays(kSweepRounds); });
+}
+
+void WorkerGroup::kill_strays(int rounds_left) {
+  setup_.loop.cancel(sweep_timer_);
+  signal_strays(SIGKILL);
+  reap_orphans();
+  if (no_children_left()) return finish();
+  if (rounds_left == 0) {
+    const auto left = descendants_of(::getpid());
+    setup_.console.say(
+        fmt::format("[launch] {} processes cannot be killed (first: pid {}); they are "
+                    "left behind. The kernel is probably waiting for a device or a "
+                    "file system.",
+                    left.size(), left.empty() ? -1 : left.front()));
+    return finish();
+  }
+  sweep_timer_ =
+      setup_.loop.after(kSweepRound, [this, rounds_left] { kill_strays(rounds_left - 1); });
+}
+
+void WorkerGroup::finish() {
+  if (phase_ == Phase::kOver) return;
+  phase_ = Phase::kOver;
+  for (EventLoop::TimerId* timer : {&kill_timer_, &late_timer_, &sweep_timer_})
+    setup_.loop.cancel(*timer);
+  setup_.kept.registry->clear();
+  for (const auto& worker : workers_) {
+    if (worker->output) worker->output->close_now();
+  }
+  setup_.loop.post([this] { events_.ended(); });
+}
+
+// ---------------------------------------------------------------- verdict
+
+bool WorkerGroup::counts_as_failed(const Worker& worker) const {
+  if (!worker.forced_cause.empty()) return true;
+  if (worker.ending && worker.ending->ok()) return false;
+  // Whoever died after being asked to is a cause only if it had said so before: see first_to_fail.
+  if (worker.ending && !worker.asked_to_end) return true;
+  return worker.process.pid() > 0 && read_error_file(worker.error_file).present;
+}
+
+const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
+  const Worker* first = nullptr;
+  double first_time = 0;
+  for (const auto& worker : workers_) {
+    if (!counts_as_failed(*worker)) continue;
+    const ErrorFile file = read_error_file(worker->error_file);
+    const double time = file.present ? file.time : worker->ended_at;
+    if (first != nullptr && time >= first_time) continue;
+    first = worker.get();
+    first_time = time;
+  }
+  return first;
+}
+
+Failure WorkerGroup::describe(const Worker& worker) const {
+  Failure failure;
+  failure.rank = rank_of(worker);
+  failure.local_rank = worker.local_rank;
+  failure.node = setup_.plan.node_rank;
+  failure.pid = worker.process.pid();
+  failure.attempt = place_.attempt;
+  failure.host = setup_.host;
+  failure.time = worker.ended_at > 0 ? worker.ended_at : wall_clock();
+  const double now = wall_clock();
+  const double age = std::chrono::duration<double>(EventLoop::Clock::now() - started_).count();
+  if (!worker.forced_cause.empty()) {
+    failure.cause = worker.forced_cause;
+    failure.code = worker.forced_code;
+  } else if (worker.ending && !worker.asked_to_end) {
+    failure.cause = worker.ending->text();
+    failure.code = worker.ending->exit_code();
+  } else {
+    failure.cause = "reported an error and was stopped";
+    failure.code = 1;
+  }
+  add_error_file(failure, read_error_file(worker.error_file));
+  failure.after_s = std::max(0.0, age - (now - failure.time));
+  return failure;
+}
+
+std::optional<Failure> WorkerGroup::verdict() const {
+  if (!failure_) return std::nullopt;
+  const Worker* first = failure_->restartable ? first_to_fail() : nullptr;
+  Failure failure = first != nullptr ? describe(*first) : *failure_;
+  const std::size_t index = static_cast<std::size_t>(failure.local_rank);
+  if (index < workers_.size() && workers_[index]->output)
+    failure.last_lines = workers_[index]->output->last_error_lines(kLastLines);
+  for (const auto& worker : workers_) {
+    if (worker->local_rank == failure.local_rank || !worker->ending || worker->ending->ok() ||
+        worker->asked_to_end)
+      continue;
+    failure.others.push_back(fmt::format("rank {} {}, {:.2f} s later", rank_of(*worker),
+                                         worker->ending->text(),
+                                         std::max(0.0, worker->ended_at - failure.time)));
+  }
+  return failure;
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,123 @@
+// The ranks of one attempt on this host: started together, watched, and ended together.
+//
+// The hard idea: a group is over only when nothing is left of it. First the ranks themselves end
+// (asked by SIGTERM, then made to), then whatever they had started in the background, which by then
+// are children of the supervisor (see keeper.h). Until all that is gone, ended() is not called and
+// no next attempt can begin.
+//
+//   running -> stopping (a failure anywhere, or a stop request) -> sweeping -> over
+//
+//   WorkerGroup group(setup, place, {.failed = tell_everyone, .ended = decide});
+//   group.start();
+//
+// Owned by the supervisor and called by its one thread; events come from the event loop.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "lockstep/launch/keeper.h"
+#include "lockstep/launch/output.h"
+#include "lockstep/launch/plan.h"
+#include "lockstep/launch/ports.h"
+#include "lockstep/launch/report.h"
+
+namespace lockstep::launch {
+
+// What stays the same over attempts.
+struct GroupSetup {
+  const LaunchPlan& plan;
+  EventLoop& loop;
+  Console& console;
+  const Kept& kept;
+  std::string host;
+  std::string interface;      // for worker_environment
+  int threads = 0;            // for worker_environment
+  std::vector<CpuMask> cpus;  // by local rank; empty: not bound
+};
+
+struct GroupPlace {
+  int attempt = 0;
+  int master_port = 0;
+  const HeldPort* port = nullptr;  // where rank 0 is on this host
+  std::string directory;           // absolute; created
+};
+
+struct GroupEvents {
+  std::function<void(const Failure&)> failed;  // the first failure here, once
+  std::function<void()> ended;                 // nothing is left, once
+};
+
+class WorkerGroup {
+ public:
+  WorkerGroup(GroupSetup& setup, GroupPlace place, GroupEvents events);
+  ~WorkerGroup();
+  WorkerGroup(const WorkerGroup&) = delete;
+  WorkerGroup& operator=(const WorkerGroup&) = delete;
+
+  // A program that cannot be executed is a failure like any other, but not restartable.
+  void start();
+  // SIGCHLD: ranks that were stopped or continued, and orphans to be reaped.
+  void on_child_signal();
+  // Tells every rank but the failed one, then SIGTERM, grace, SIGKILL.
+  void stop_for(const Failure& failure);
+  // A stop request: the signal as it came, then grace, SIGKILL. A later one is passed on as well.
+  void pass_on(int signal);
+  void kill_now();
+  bool over() const { return phase_ == Phase::kOver; }
+
+  // After the end: the first cause, with all that is known now. Nothing when all went well or the
+  // end was asked for.
+  std::optional<Failure> verdict() const;
+  const std::string& error_file(int local_rank) const;
+
+ private:
+  enum class Phase { kRunning, kStopping, kSweeping, kOver };
+  struct Worker;
+
+  void start_worker(Worker& worker);
+  std::vector<std::string> environment_for(const Worker& worker, int control_fd,
+                                           int store_fd) const;
+  void on_exit(Worker& worker);
+  void on_pause(Worker& worker, const Pause& pause);
+  void fail(Failure failure);
+  void begin_stopping();
+  void signal_ranks(int number, const Worker* except = nullptr);
+  std::vector<pid_t> strays() const;
+  void signal_strays(int number);
+  void ask_strays_not_yet_asked();
+  void maybe_sweep();
+  void sweep();
+  void kill_strays(int rounds_left);
+  void finish();
+  void reap_orphans();
+
+  const Worker* first_to_fail() const;
+  bool counts_as_failed(const Worker& worker) const;
+  Failure describe(const Worker& worker) const;
+  bool all_ended() const;
+  int rank_of(const Worker& worker) const;
+
+  GroupSetup& setup_;
+  GroupPlace place_;
+  GroupEvents events_;
+  Phase phase_ = Phase::kRunning;
+  std::vector<std::unique_ptr<Worker>> workers_;
+  Fd filtered_[2];
+  std::optional<Failure> failure_;  // of this host
+  std::chrono::milliseconds sweep_grace_{1000};
+  bool killing_ = false;
+  std::set<pid_t> asked_;  // strays that have had a signal
+  EventLoop::Clock::time_point started_;
+  std::optional<EventLoop::Clock::time_point> kill_time_;
+  EventLoop::TimerId kill_timer_ = 0;
+  EventLoop::TimerId late_timer_ = 0;
+  EventLoop::TimerId sweep_timer_ = 0;
+};
+
+}  // namespace lockstep::launch

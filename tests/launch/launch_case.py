@@ -1,0 +1,158 @@
+"""What the tests of `lockstep run` share: a run with a marker in its environment.
+
+Every test starts `lockstep run` and reads what a user would see. At the end of each test no process
+with its marker may be alive.
+"""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import unittest
+import uuid
+
+LAUNCHER = os.environ.get("LOCKSTEP_LAUNCHER") or os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+SOAK = os.environ.get("LOCKSTEP_SOAK") == "1"
+BOUND_S = 15  # for what should take well under a second, on a machine that is busy
+
+# A rank in plain Python: behaviour by its first argument, rank in the second.
+WORKER = r'''
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+mode, who = sys.argv[1], int(sys.argv[2])
+def note(name):
+    with open(os.path.join(os.environ["NOTES"], f"{name}.{rank}"), "w") as f:
+        f.write(str(os.getpid()))
+def wait_for(name, count):
+    end = time.time() + 30
+    while sum(n.startswith(name + ".") for n in os.listdir(os.environ["NOTES"])) < count:
+        assert time.time() < end
+        time.sleep(0.01)
+note("up")
+wait_for("up", int(os.environ["WORLD_SIZE"]))
+if rank == who:
+    print("last words of", rank, file=sys.stderr, flush=True)
+    if mode == "exception":
+        raise RuntimeError("boom")
+    if mode == "exit3":
+        sys.exit(3)
+    if mode == "abort":
+        os.abort()
+    if mode == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if mode == "kill9":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        sys.exit(0)
+if mode == "stop" and "SHORT" in os.environ:
+    time.sleep(float(os.environ["SHORT"]))
+    sys.exit(0)
+time.sleep(300)
+'''
+
+
+def marked(marker):
+    """Pids of living processes that carry the marker."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as f:
+                if marker.encode() in f.read():
+                    with open(f"/proc/{name}/stat") as g:
+                        if g.read().rsplit(")", 1)[1].split()[0] != "Z":
+                            found.append(int(name))
+        except OSError:
+            pass
+    return found
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        self.marker = "LOCKSTEP_TEST_MARK_" + uuid.uuid4().hex
+        self.dir = tempfile.TemporaryDirectory(prefix="supervisor_test_")
+        self.notes = os.path.join(self.dir.name, "notes")
+        self.tmp = os.path.join(self.dir.name, "tmp")
+        os.mkdir(self.notes)
+        os.mkdir(self.tmp)
+        self.worker = os.path.join(self.dir.name, "worker.py")
+        with open(self.worker, "w") as f:
+            f.write(WORKER)
+        self.started = []
+
+    def tearDown(self):
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream:
+                    stream.close()
+        left = self.wait_gone()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        self.dir.cleanup()
+        self.assertEqual(left, [], "processes were left behind")
+
+    @staticmethod
+    def launcher():
+        return LAUNCHER
+
+    @staticmethod
+    def log(logs, local_rank, name, attempt=0):
+        (run,) = os.listdir(logs)
+        return os.path.join(logs, run, f"attempt_{attempt}", str(local_rank), name)
+
+    def wait_gone(self, bound_s=5):
+        end = time.time() + bound_s
+        while True:
+            left = marked(self.marker)
+            if not left or time.time() > end:
+                return left
+            time.sleep(0.02)
+
+    def environment(self, **more):
+        env = dict(os.environ)
+        for name in ("LOCKSTEP_LOG", "TORCHELASTIC_ERROR_FILE", "RANK", "WORLD_SIZE"):
+            env.pop(name, None)
+        env.update(MARK=self.marker, NOTES=self.notes, TMPDIR=self.tmp, OMP_NUM_THREADS="1")
+        env.update({k: str(v) for k, v in more.items()})
+        return env
+
+    def start(self, *words, env=None, prefix=(), **options):
+        options.setdefault("stdout", subprocess.PIPE)
+        options.setdefault("stderr", subprocess.PIPE)
+        process = subprocess.Popen(
+            [*prefix, LAUNCHER, "run", *words], stdin=subprocess.DEVNULL, text=True,
+            env=self.environment(**(env or {})), **options)
+        self.started.append(process)
+        return process
+
+    def finish(self, process, bound_s=BOUND_S):
+        out, err = process.communicate(timeout=bound_s)
+        return process.returncode, out, err
+
+    def run_ranks(self, n, *words, flags=(), env=None, bound_s=BOUND_S):
+        process = self.start("--standalone", f"--nproc-per-node={n}", *flags, *words, env=env)
+        return self.finish(process, bound_s)
+
+    def bash(self, n, script, **options):
+        flags = ("--no-python", *options.pop("flags", ()))
+        return self.run_ranks(n, "bash", "-c", script, flags=flags, **options)
+
+    def wait_notes(self, name, count, bound_s=BOUND_S):
+        end = time.time() + bound_s
+        while True:
+            found = {n.split(".")[1]: n for n in os.listdir(self.notes) if n.startswith(name + ".")}
+            if len(found) >= count:
+                pids = {}
+                for rank, file in found.items():
+                    with open(os.path.join(self.notes, file)) as f:
+                        pids[int(rank)] = int(f.read() or 0)
+                if all(pids.values()):
+                    return pids
+            self.assertLess(time.time(), end, f"only {sorted(found)} of {count} {name}")
+            time.sleep(0.01)

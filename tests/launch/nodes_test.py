@@ -1,0 +1,298 @@
+"""Several launchers as several hosts: on the loopback interface, and in network namespaces."""
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import unittest
+import uuid
+
+from launch_case import BOUND_S, Case, marked
+
+WAIT = 'echo $$ > $NOTES/up.$RANK; sleep 300'
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
+
+
+class Nodes(Case):
+    def setUp(self):
+        super().setUp()
+        self.port = free_port()
+
+    def node(self, rank, script, *flags, nnodes=2, nproc=2, address="127.0.0.1", prefix=(), env=None):
+        return self.start(f"--nnodes={nnodes}", f"--node-rank={rank}", f"--nproc-per-node={nproc}",
+                          f"--master-addr={address}", f"--master-port={self.port}", *flags,
+                          "--no-python", "bash", "-c", script, prefix=prefix, env=env)
+
+    def both(self, script, *flags, **options):
+        return [self.node(rank, script, *flags, **options) for rank in (0, 1)]
+
+    def ends(self, processes, bound_s=BOUND_S):
+        """(exit code, stderr) of each, all within the bound."""
+        end = time.time() + bound_s
+        results = []
+        for process in processes:
+            code, _, err = self.finish(process, max(0.1, end - time.time()))
+            results.append((code, err))
+        return results
+
+
+class Loopback(Nodes):
+    def test_a_run_on_two_nodes(self):
+        # Rank 0 listens on the port that the launchers met on, as a store would; all others connect.
+        program = os.path.join(self.dir.name, "meet.py")
+        with open(program, "w") as f:
+            f.write(r'''
+import os, socket, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == 0:
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind(("", where[1]))
+    server.listen()
+    peers = [server.accept()[0] for _ in range(size - 1)]
+    met = sorted(p.recv(1) for p in peers)
+    print("met", b"".join(met).decode(), flush=True)
+    for peer in peers:
+        peer.sendall(b"ok")
+else:
+    for _ in range(500):
+        try:
+            s = socket.create_connection(where)
+            break
+        except OSError:
+            time.sleep(0.02)
+    s.sendall(str(rank).encode())
+    assert s.recv(2) == b"ok"
+    print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush=True)
+''')
+        second = self.node(1, f"exec python3 {program}")  # before node 0 is there
+        time.sleep(0.5)
+        first = self.node(0, f"exec python3 {program}")
+        for process, wanted in ((first, ["[0] met 123", "[1] node 0 local 1"]),
+                                (second, ["[2] node 1 local 0", "[3] node 1 local 1"])):
+            code, out, err = self.finish(process)
+            self.assertEqual(code, 0, err)
+            self.assertEqual(sorted(out.splitlines()), wanted)
+            self.assertIn("gloo and NCCL use interface lo (127.0.0.1)", err)
+
+    def check_death(self, rank, **options):
+        processes = self.both(WAIT, **options)
+        pids = self.wait_notes("up", 4)
+        began = time.time()
+        os.kill(pids[rank], signal.SIGKILL)
+        for code, err in self.ends(processes, 5):
+            self.assertEqual(code, 137, err)
+            self.assertIn(f"rank {rank} on {os.uname().nodename} failed: killed by SIGKILL", err)
+            self.assertIn(f"(local rank {rank % 2}, pid {pids[rank]}", err)
+        self.assertLess(time.time() - began, 5)
+        self.assertEqual(marked(self.marker), [])
+
+    def test_a_rank_that_dies_ends_both_on_node_0(self):
+        self.check_death(1)
+
+    def test_a_rank_that_dies_ends_both_on_node_1(self):
+        self.check_death(2)
+
+    def test_what_a_rank_said_is_printed_on_both(self):
+        script = ('if [ $RANK = 3 ]; then sleep 0.3; echo my last line >&2; '
+                  'echo \'"my message"\' > $TORCHELASTIC_ERROR_FILE; exit 5; fi; sleep 300')
+        for code, err in self.ends(self.both(script)):
+            self.assertEqual(code, 5, err)
+            self.assertRegex(err, "message:\n    my message")
+            self.assertRegex(err, "last lines of its stderr:\n    my last line")
+
+    def test_a_launcher_that_is_killed_ends_the_other(self):
+        for victim in (0, 1):
+            with self.subTest(victim=victim):
+                for name in os.listdir(self.notes):
+                    os.unlink(os.path.join(self.notes, name))
+                self.port = free_port()
+                processes = self.both(WAIT)
+                self.wait_notes("up", 4)
+                processes[victim].kill()
+                ((code, err),) = self.ends([processes[1 - victim]], 5)
+                self.assertEqual(code, 1, err)
+                self.assertIn(f"the launcher of node {victim}", err)
+                self.assertIn("is lost", err)
+                self.assertEqual(self.wait_gone(2), [])
+
+    def test_a_stop_request_to_one_stops_both(self):
+        for asked in (0, 1):
+            with self.subTest(asked=asked):
+                for name in os.listdir(self.notes):
+                    os.unlink(os.path.join(self.notes, name))
+                self.port = free_port()
+                processes = self.both(WAIT, "--max-restarts=2")
+                self.wait_notes("up", 4)
+                processes[asked].terminate()
+                for code, err in self.ends(processes, 5):
+                    self.assertEqual(code, 143, err)
+                    self.assertNotIn("failed", err)
+
+    def test_both_restart_together(self):
+        script = ('echo attempt $TORCHELASTIC_RESTART_COUNT; '
+                  'if [ $RANK = 2 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then sleep 0.2; exit 5; fi; '
+                  'sleep 0.5')
+        processes = [self.node(0, script, "--max-restarts=1"), self.node(1, script)]
+        for process in processes:
+            code, out, err = self.finish(process)
+            self.assertEqual(code, 0, err)
+            self.assertEqual(out.count("attempt 1"), 2)
+            self.assertIn("rank 2 on", err)
+            self.assertIn("restarting all ranks (1 of 1)", err)
+
+    def test_differences_are_refused_with_a_sentence(self):
+        first = self.node(0, "echo ran", "--rdzv-id=a")
+        for flags, options, words in (
+                (("--rdzv-id=b",), {}, "--rdzv-id=b, node 0 with --rdzv-id=a"),
+                (("--rdzv-id=a",), {"nproc": 3}, "--nproc-per-node=3, node 0 with --nproc-per-node=2"),
+                (("--rdzv-id=a",), {"nnodes": 3}, "--nnodes=3, node 0 with --nnodes=2")):
+            with self.subTest(words):
+                code, _, err = self.finish(self.node(1, "echo ran", *flags, **options))
+                self.assertEqual(code, 2, err)
+                self.assertIn(words, err)
+        # A stranger that speaks something else does no harm, and the right one is still welcome.
+        with socket.create_connection(("127.0.0.1", self.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            second = self.node(1, "echo ran", "--rdzv-id=a")
+            for code, err in self.ends([first, second]):
+                self.assertEqual(code, 0, err)
+
+    def test_a_node_rank_that_is_taken_is_refused(self):
+        processes = [self.node(0, "echo ran", nnodes=3), self.node(1, "echo ran", nnodes=3)]
+        time.sleep(0.7)
+        code, _, err = self.finish(self.node(1, "echo ran", nnodes=3))
+        self.assertEqual(code, 2, err)
+        self.assertIn("--node-rank=1", err)
+        self.assertIn("already taken", err)
+        processes.append(self.node(2, "echo ran", nnodes=3))
+        self.assertEqual([code for code, _ in self.ends(processes)], [0, 0, 0])
+
+    def test_waiting_has_an_end_and_names_who_is_missing(self):
+        began = time.time()
+        conf = "--rdzv-conf=join_timeout=4"
+        processes = [self.node(0, "echo ran", conf, nnodes=4), self.node(2, "echo ran", conf, nnodes=4)]
+        for code, err in self.ends(processes):
+            self.assertEqual(code, 1, err)
+            self.assertIn("waiting for node ranks 1, 3 at", err)
+            self.assertIn("only 2 of 4 launchers came within 4 s; missing: node ranks 1, 3", err)
+        self.assertLess(time.time() - began, 12)
+
+    def test_a_missing_node_0_is_named(self):
+        code, _, err = self.finish(self.node(1, "echo ran", "--rdzv-conf=join_timeout=4"))
+        self.assertEqual(code, 1)
+        self.assertIn(f"node 0's launcher was not found at 127.0.0.1:{self.port} within 4 s", err)
+        self.assertIn("Connection refused", err)
+
+    def test_a_request_to_stop_while_waiting(self):
+        for rank in (0, 1):
+            process = self.node(rank, "echo ran")
+            time.sleep(0.5)
+            process.terminate()
+            self.assertEqual(self.finish(process)[0], 143)
+
+    def test_a_port_that_is_in_use(self):
+        with socket.socket() as other:
+            other.bind(("", self.port))
+            other.listen()
+            code, _, err = self.finish(self.node(0, "echo ran"))
+            self.assertEqual(code, 2)
+            self.assertIn(f"--master-port={self.port} cannot be used", err)
+
+    def test_port_0_is_refused_for_several_nodes(self):
+        self.port = 0
+        code, _, err = self.finish(self.node(0, "echo ran"))
+        self.assertEqual(code, 2)
+        self.assertIn("--master-port", err)
+
+    def test_nodes_may_share_a_log_dir(self):
+        logs = os.path.join(self.dir.name, "logs")
+        processes = self.both("echo I am $RANK", "-r", "1", f"--log-dir={logs}", "--rdzv-id=j")
+        self.assertEqual([code for code, _ in self.ends(processes)], [0, 0])
+        for rank in range(4):
+            path = f"{logs}/j/node_{rank // 2}/attempt_0/{rank % 2}/stdout.log"
+            with open(path) as f:
+                self.assertEqual(f.read(), f"I am {rank}\n")
+
+
+def can_make_namespaces():
+    name = "lockstep_probe_" + uuid.uuid4().hex[:6]
+    try:
+        if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
+            return False
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        return True
+    except OSError:
+        return False
+
+
+@unittest.skipUnless(can_make_namespaces(), "needs root and ip netns")
+class Namespaces(Nodes):
+    """Two hosts: two network namespaces joined by a cable that can be cut."""
+
+    def setUp(self):
+        super().setUp()
+        tag = uuid.uuid4().hex[:6]
+        self.spaces = [f"ls{tag}a", f"ls{tag}b"]
+        self.links = [f"v{tag}a", f"v{tag}b"]
+        for space in self.spaces:
+            self.ip("netns", "add", space)
+        self.ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
+        for index, (space, link) in enumerate(zip(self.spaces, self.links)):
+            self.ip("link", "set", link, "netns", space)
+            self.ip("-n", space, "addr", "add", f"10.99.7.{index + 1}/24", "dev", link)
+            self.ip("-n", space, "link", "set", link, "up")
+            self.ip("-n", space, "link", "set", "lo", "up")
+
+    def tearDown(self):
+        try:
+            super().tearDown()
+        finally:
+            for space in self.spaces:
+                subprocess.run(["ip", "netns", "del", space], capture_output=True)
+
+    def ip(self, *words):
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def hosts(self, script, *flags):
+        return [self.node(rank, script, *flags, address="10.99.7.1",
+                          prefix=("ip", "netns", "exec", self.spaces[rank])) for rank in (0, 1)]
+
+    def test_the_interface_towards_the_master(self):
+        processes = self.hosts("echo if $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME")
+        for process, link, address in zip(processes, self.links, ("10.99.7.1", "10.99.7.2")):
+            code, out, err = self.finish(process)
+            self.assertEqual(code, 0, err)
+            self.assertEqual(set(re.findall(r"if (.*)", out)), {f"{link} ={link}"})
+            self.assertIn(f"use interface {link} ({address})", err)
+
+    def test_a_rank_that_dies_ends_both(self):
+        processes = self.hosts(WAIT)
+        pids = self.wait_notes("up", 4)
+        os.kill(pids[3], signal.SIGKILL)
+        for code, err in self.ends(processes, 5):
+            self.assertEqual(code, 137, err)
+            self.assertIn("rank 3 on", err)
+
+    def test_a_cable_that_is_cut(self):
+        processes = self.hosts(WAIT)
+        self.wait_notes("up", 4)
+        began = time.time()
+        self.ip("-n", self.spaces[1], "link", "set", self.links[1], "down")
+        results = self.ends(processes, 10)
+        self.assertLess(time.time() - began, 7)
+        self.assertGreater(time.time() - began, 2)
+        for (code, err), other in zip(results, (1, 0)):
+            self.assertEqual(code, 1, err)
+            self.assertIn(f"the launcher of node {other}", err)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

@@ -1,0 +1,273 @@
+"""What ranks print, on its way through `lockstep run`: whole, complete, live, and never in the way."""
+import hashlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+import unittest
+
+from launch_case import BOUND_S, Case
+
+
+class Console(Case):
+    def test_lines_are_never_torn(self):
+        # Long lines in pieces, short ones in one write, and a line longer than any pipe.
+        program = os.path.join(self.dir.name, "talk.py")
+        with open(program, "w") as f:
+            f.write(r'''
+import os, sys
+rank = os.environ["RANK"]
+for i in range(300):
+    line = f"<{rank}:{i}:" + rank * (10 + 97 * i % 9000) + ">\n"
+    if i % 3 == 0:
+        for part in range(0, len(line), 1000):
+            os.write(1, line[part:part + 1000].encode())
+    else:
+        os.write(1 + i % 2, line.encode())
+rest = f"<{rank}:300:" + rank * 1_500_000 + ">\n"
+while rest:
+    rest = rest[os.write(1, rest.encode()):]
+''')
+        process = self.start("--standalone", "--nproc-per-node=6", program, stderr=subprocess.STDOUT)
+        code, out, _ = self.finish(process, 60)
+        self.assertEqual(code, 0, out[-2000:])
+        seen = {}
+        for line in out.splitlines():
+            if line.startswith("[launch]"):
+                continue
+            match = re.fullmatch(r"\[(\d)\] <(\d):(\d+):(\d*)>", line)
+            self.assertTrue(match, line[:200])
+            rank, again, number, body = match.groups()
+            self.assertEqual(rank, again)
+            length = 1_500_000 if number == "300" else 10 + 97 * int(number) % 9000
+            self.assertEqual(body, rank * length)
+            seen.setdefault(rank, []).append(int(number))
+        self.assertEqual({rank: sorted(numbers) for rank, numbers in seen.items()},
+                         {str(rank): list(range(301)) for rank in range(6)})
+
+    def test_streams_stay_apart(self):
+        code, out, err = self.bash(2, 'echo to out; echo to err >&2')
+        self.assertEqual(code, 0)
+        self.assertEqual(sorted(out.splitlines()), ["[0] to out", "[1] to out"])
+        self.assertEqual(sorted(err.splitlines()), ["[0] to err", "[1] to err"])
+
+    def test_lines_come_at_once_and_a_prompt_soon(self):
+        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
+                             'echo line; sleep 0.3; [ $RANK = 0 ] && printf "your name? "; sleep 3; '
+                             'echo; if [ $RANK = 1 ]; then printf "no newline"; fi')
+        began = time.time()
+        got = b""
+        while b"your name? " not in got:
+            self.assertLess(time.time() - began, 2.5)
+            self.assertTrue(select.select([process.stdout], [], [], 3)[0], got)
+            got += os.read(process.stdout.fileno(), 65536)
+        self.assertEqual(got.count(b"line\n"), 2)
+        code, out, _ = self.finish(process)
+        self.assertEqual(code, 0)
+        self.assertTrue(out.endswith("[1] no newline\n"), out)
+
+    def test_a_begun_line_is_ended_before_another_rank_speaks(self):
+        code, out, _ = self.bash(2, 'if [ $RANK = 0 ]; then printf beginning; sleep 1; echo " end"; '
+                                 'else sleep 0.6; echo between; fi')
+        self.assertEqual(code, 0)
+        self.assertEqual(out, "[0] beginning\n[1] between\n[0]  end\n")
+
+    def test_a_progress_bar_keeps_its_prefix(self):
+        code, out, _ = self.bash(1, r'for i in 1 2 3; do printf "\r$i/3"; sleep 0.05; done; echo')
+        self.assertEqual(code, 0)
+        # Read as text, so each return is a newline here.
+        self.assertEqual(out, "[0] \n[0] 1/3\n[0] 2/3\n[0] 3/3\n")
+
+    def test_a_terminal_sees_lines_while_the_run_goes_on(self):
+        parent, child = pty.openpty()
+        try:
+            process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
+                                 'echo hello; sleep 2', stdout=child, stderr=child)
+            os.close(child)
+            got = b""
+            while got.count(b"hello") < 2:
+                self.assertTrue(select.select([parent], [], [], 1.5)[0], got)
+                got += os.read(parent, 4096)
+            self.assertIsNone(process.poll())
+            self.assertEqual(process.wait(BOUND_S), 0)
+        finally:
+            os.close(parent)
+
+    def test_the_prefix_can_be_chosen_as_with_torchrun(self):
+        template = "<${role_name} ${rank}/${local_rank}>:"
+        _, out, _ = self.bash(2, "echo x", flags=("--role=trainer",),
+                              env={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": template})
+        self.assertEqual(sorted(out.splitlines()), ["<trainer 0/0>:x", "<trainer 1/1>:x"])
+
+    def test_stdin_is_inherited(self):
+        process = subprocess.Popen(
+            [os.path.join(self.launcher()), "run", "--standalone", "--nproc-per-node=1", "--no-python",
+             "bash", "-c", "read word; echo got $word"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environment())
+        out, _ = process.communicate("something\n", timeout=BOUND_S)
+        self.assertEqual(out, "[0] got something\n")
+
+    def test_a_console_that_goes_away_does_not_end_the_run(self):
+        logs = os.path.join(self.dir.name, "logs")
+        process = self.start("--standalone", "--nproc-per-node=2", "--tee=3", f"--log-dir={logs}",
+                             "--no-python", "bash", "-c",
+                             'for i in $(seq 20000); do echo line $i of $RANK; done; echo done >&2')
+        process.stdout.readline()
+        process.stdout.close()
+        process.stdout = None
+        _, err = process.communicate(timeout=30)
+        self.assertEqual(process.returncode, 0, err)
+        self.assertEqual(sorted(err.splitlines()), ["[0] done", "[1] done"])
+        for rank in (0, 1):
+            with open(self.log(logs, rank, "stdout.log")) as f:
+                self.assertEqual(f.read(), "".join(f"line {i} of {rank}\n" for i in range(1, 20001)))
+
+    def test_closed_standard_descriptors(self):
+        process = self.start("--standalone", "--nproc-per-node=1", "--no-python", "bash", "-c",
+                             "echo $$ > $NOTES/up.0; echo out; echo err >&2; exit 3",
+                             prefix=("bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"))
+        self.assertEqual(process.wait(BOUND_S), 3)
+        self.wait_notes("up", 1)
+
+    def test_a_stuck_console_holds_only_the_noisy_rank(self):
+        # Nobody reads: rank 0 fills its quota and waits, rank 1 works on, supervision works on.
+        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
+                             'if [ $RANK = 0 ]; then echo $$ > $NOTES/up.0; exec yes; fi; '
+                             'for i in $(seq 200); do echo quiet; done; sleep 0.5; '
+                             'echo $$ > $NOTES/done.1; sleep 300')
+        self.wait_notes("done", 1)
+        time.sleep(0.3)
+        os.kill(self.wait_notes("done", 1)[1], signal.SIGKILL)
+        code, out, err = self.finish(process, 30)
+        self.assertEqual(code, 137, err)
+        self.assertEqual(out.count("[1] quiet\n"), 200)
+        self.assertLess(len(out), 8 << 20)
+
+
+class Files(Case):
+    def files(self, logs):
+        found = {}
+        for folder, _, names in os.walk(logs):
+            for name in names:
+                path = os.path.join(folder, name)
+                with open(path) as f:
+                    found[os.path.relpath(path, logs).split("/", 1)[1]] = f.read()
+        return found
+
+    def run_logged(self, *flags, n=2, script="echo out $RANK; echo err $RANK >&2"):
+        logs = os.path.join(self.dir.name, "logs")
+        process = self.start(f"--nproc-per-node={n}", f"--log-dir={logs}", "--rdzv-id=job", *flags,
+                             "--no-python", "bash", "-c", script)
+        code, out, err = self.finish(process)
+        self.assertEqual(code, 0, err)
+        return self.files(logs), sorted(out.splitlines()), sorted(err.splitlines())
+
+    def test_redirect_is_file_only(self):
+        files, out, err = self.run_logged("-r", "3")
+        self.assertEqual(files, {f"attempt_0/{r}/std{s}.log": f"{s} {r}\n"
+                                 for r in (0, 1) for s in ("out", "err")})
+        self.assertEqual((out, err), ([], []))
+
+    def test_the_layout(self):
+        self.run_logged("-r", "1")
+        self.assertTrue(os.path.exists(
+            os.path.join(self.dir.name, "logs", "job", "attempt_0", "1", "stdout.log")))
+
+    def test_tee_is_both(self):
+        files, out, err = self.run_logged("-t", "1")
+        self.assertEqual(files, {f"attempt_0/{r}/stdout.log": f"out {r}\n" for r in (0, 1)})
+        self.assertEqual((out, err), (["[0] out 0", "[1] out 1"], ["[0] err 0", "[1] err 1"]))
+
+    def test_maps(self):
+        files, out, err = self.run_logged("-r", "1:3", "-t", "0:2")
+        self.assertEqual(files, {"attempt_0/0/stderr.log": "err 0\n", "attempt_0/1/stdout.log": "out 1\n",
+                                 "attempt_0/1/stderr.log": "err 1\n"})
+        self.assertEqual((out, err), (["[0] out 0"], ["[0] err 0"]))
+
+    def test_filter_is_for_the_console(self):
+        files, out, err = self.run_logged("--tee=3", "--local-ranks-filter=1")
+        self.assertEqual(len(files), 4)
+        self.assertEqual((out, err), (["[1] out 1"], ["[1] err 1"]))
+
+    def test_duplicated_lines(self):
+        files, _, _ = self.run_logged("-r", "1", "--duplicate-stdout-filters=loss,acc",
+                                      script="echo loss $RANK; echo other; printf acc")
+        self.assertEqual(sorted(files["attempt_0/filtered_stdout.log"].splitlines()),
+                         ["[0] acc", "[0] loss 0", "[1] acc", "[1] loss 1"])
+        self.assertEqual(files["attempt_0/1/stdout.log"], "loss 1\nother\nacc")
+
+    def test_error_lines_come_from_the_file_too(self):
+        logs = os.path.join(self.dir.name, "logs")
+        code, _, err = self.bash(2, 'echo words of $RANK >&2; [ $RANK = 1 ] && exit 4; sleep 300',
+                                 flags=("-r", "3", f"--log-dir={logs}"))
+        self.assertEqual(code, 4)
+        self.assertRegex(err, r"last lines of its stderr:\n    words of 1\n")
+        self.assertIn(f"logs: {logs}", err)
+
+    def test_a_temporary_place_is_removed_after_success_and_kept_for_a_reason(self):
+        self.assertEqual(self.bash(2, "echo x", flags=("--tee=3",))[0], 0)
+        self.assertEqual(os.listdir(self.tmp), [])
+        self.assertEqual(self.bash(2, "exit 1")[0], 1)
+        self.assertEqual(os.listdir(self.tmp), [])  # nothing in it to read
+        _, _, err = self.bash(1, "echo x; exit 1", flags=("-r", "1"))
+        (left,) = os.listdir(self.tmp)
+        self.assertIn(f"logs: {self.tmp}/{left}", err)
+
+    def test_a_relative_place_is_absolute_for_the_ranks(self):
+        process = self.start("--nproc-per-node=1", "--log-dir=logs", "--no-python", "bash", "-c",
+                             "cd /; echo '\"found me\"' > $TORCHELASTIC_ERROR_FILE; exit 1",
+                             cwd=self.dir.name)
+        _, _, err = self.finish(process)
+        self.assertIn("found me", err)
+
+    def test_a_flood_is_complete_and_blocks_nobody(self):
+        # 100 MB from rank 0 through the pump; meanwhile rank 1's lines are not late.
+        program = os.path.join(self.dir.name, "flood.py")
+        with open(program, "w") as f:
+            f.write(r'''
+import hashlib, os, sys, time
+if os.environ["RANK"] == "0":
+    digest, sent = hashlib.sha256(), 0
+    block = b"".join(b"%07d the quick brown fox jumps over the lazy dog\n" % i for i in range(20000))
+    while sent < 100_000_000:
+        rest = memoryview(block)
+        while rest:
+            rest = rest[os.write(1, rest):]
+        digest.update(block)
+        sent += len(block)
+    with open(os.path.join(os.environ["NOTES"], "digest"), "w") as f:
+        f.write(f"{sent} {digest.hexdigest()}")
+else:
+    worst = 0
+    for i in range(40):
+        began = time.time()
+        print("tick", i, flush=True)
+        worst = max(worst, time.time() - began)
+        time.sleep(0.02)
+    with open(os.path.join(os.environ["NOTES"], "worst"), "w") as f:
+        f.write(str(worst))
+''')
+        logs = os.path.join(self.dir.name, "logs")
+        for flags, target in ((("--tee=3",), open(os.devnull, "w")),
+                              (("--redirects=3",), subprocess.PIPE)):
+            with self.subTest(flags):
+                process = self.start("--nproc-per-node=2", f"--log-dir={logs}", "--rdzv-id=x", *flags,
+                                     program, stdout=target)
+                if target is not subprocess.PIPE:
+                    target.close()
+                self.assertEqual(process.wait(60), 0)
+                with open(os.path.join(self.notes, "digest")) as f:
+                    size, digest = f.read().split()
+                with open(self.log(logs, 0, "stdout.log"), "rb") as f:
+                    data = f.read()
+                self.assertEqual(len(data), int(size))
+                self.assertEqual(hashlib.sha256(data).hexdigest(), digest)
+                with open(os.path.join(self.notes, "worst")) as f:
+                    self.assertLess(float(f.read()), 1.0)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

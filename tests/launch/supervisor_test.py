@@ -1,0 +1,433 @@
+"""The supervisor with real processes: how runs end, what is reported, and that nothing is left."""
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import unittest
+
+from launch_case import SOAK, Case, marked
+
+
+class Failures(Case):
+    def test_every_way_to_die_on_every_rank(self):
+        expected = {
+            "exception": (1, "exited with code 1"),
+            "exit3": (3, "exited with code 3"),
+            "abort": (128 + signal.SIGABRT, "killed by SIGABRT"),
+            "segv": (128 + signal.SIGSEGV, "killed by SIGSEGV"),
+            "kill9": (128 + signal.SIGKILL, "killed by SIGKILL"),
+        }
+        for mode, (code, cause) in expected.items():
+            for rank in range(3) if SOAK or mode == "kill9" else (1,):
+                with self.subTest(mode=mode, rank=rank):
+                    for name in os.listdir(self.notes):
+                        os.unlink(os.path.join(self.notes, name))
+                    began = time.time()
+                    got, _, err = self.run_ranks(3, self.worker, mode, str(rank))
+                    self.assertEqual(got, code, err)
+                    pid = self.wait_notes("up", 3)[rank]
+                    host = os.uname().nodename
+                    self.assertIn(f"rank {rank} on {host} failed: {cause}", err)
+                    self.assertIn(f"(local rank {rank}, pid {pid}, host {host})", err)
+                    self.assertRegex(err, rf"last lines of its stderr:\n    last words of {rank}")
+                    if mode == "exception":
+                        self.assertIn("    RuntimeError: boom", err)
+                    self.assertEqual(self.wait_gone(), [])
+                    self.assertLess(time.time() - began, 10)
+
+    def test_survivors_hear_the_cause_before_sigterm(self):
+        script = (
+            'if [ $RANK = 1 ]; then sleep 0.3; exit 7; fi; trap "" TERM; '
+            'read -u $LOCKSTEP_CONTROL_FD line; echo "heard $line"')
+        code, out, err = self.bash(3, script)
+        self.assertEqual(code, 7, err)
+        for rank in (0, 2):
+            line = re.search(rf"\[{rank}\] heard (.*)", out).group(1)
+            self.assertEqual(json.loads(line), {"failed": {
+                "rank": 1, "host": os.uname().nodename, "cause": "exited with code 7"}})
+
+    def test_ranks_that_ignore_sigterm_are_killed_after_the_grace(self):
+        began = time.time()
+        code, _, err = self.bash(
+            2, 'if [ $RANK = 1 ]; then sleep 0.3; exit 4; fi; trap "" TERM; while :; do sleep 0.1; done',
+            flags=("--shutdown-timeout=1",))
+        self.assertEqual(code, 4)
+        self.assertIn("sending SIGKILL", err)
+        self.assertIn("waiting for the other ranks to end", err)
+        self.assertGreater(time.time() - began, 1)
+
+    def test_a_rank_that_ends_early_is_no_failure(self):
+        code, out, _ = self.bash(2, 'if [ $RANK = 0 ]; then exit 0; fi; sleep 0.4; echo done')
+        self.assertEqual(code, 0)
+        self.assertIn("[1] done", out)
+
+    def test_a_program_that_is_not_there(self):
+        code, _, err = self.run_ranks(2, "./no_such_program", flags=("--no-python",))
+        self.assertEqual(code, 2)
+        self.assertIn("no_such_program", err)
+
+    def test_a_program_that_cannot_be_executed(self):
+        path = os.path.join(self.dir.name, "broken")
+        with open(path, "w") as f:
+            f.write("#!/no/such/interpreter\n")
+        os.chmod(path, 0o755)
+        code, _, err = self.run_ranks(2, path, flags=("--no-python", "--max-restarts=5"))
+        self.assertEqual(code, 126, err)
+        self.assertIn("cannot execute", err)
+        self.assertNotIn("restarting", err)
+
+
+class Stopped(Case):
+    def test_a_stopped_rank_is_named_and_failed(self):
+        began = time.time()
+        code, _, err = self.run_ranks(3, self.worker, "stop", "2", flags=("--stopped-timeout=1",))
+        self.assertEqual(code, 128 + signal.SIGSTOP, err)
+        pid = self.wait_notes("up", 3)[2]
+        self.assertIn(f"rank 2 (pid {pid})", err)
+        self.assertIn("was stopped by SIGSTOP", err)
+        self.assertIn("failed: stopped by SIGSTOP for 1.0 s", err)
+        self.assertGreater(time.time() - began, 1)
+
+    def test_a_rank_that_continues_is_forgiven(self):
+        process = self.start("--standalone", "--nproc-per-node=2", "--stopped-timeout=2", self.worker,
+                             "stop", "1", env={"SHORT": 3})
+        pid = self.wait_notes("up", 2)[1]
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGCONT)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 0, err)
+        self.assertIn("rank 1 continues", err)
+
+
+class NothingIsLeft(Case):
+    # A rank, a child in its group, one in its session, a daemon in its own session, and children of
+    # a rank that has ended.
+    SCRIPT = (
+        'echo $$ > $NOTES/up.$RANK; '
+        'if [ $RANK = 1 ]; then sleep 301 & exit 0; fi; '
+        'setsid bash -c "sleep 302 & sleep 303 & echo \\$! > $NOTES/daemon.0; wait" & '
+        'bash -c "set -m; sleep 304 & wait" & sleep 305 & wait')
+
+    def begin(self):
+        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
+                             self.SCRIPT)
+        self.wait_notes("up", 2)
+        self.wait_notes("daemon", 1)
+        self.assertGreaterEqual(len(marked(self.marker)), 8)
+        return process
+
+    def test_after_the_launcher_is_killed(self):
+        process = self.begin()
+        process.kill()
+        process.wait()
+        self.assertEqual(self.wait_gone(2), [])
+
+    def test_after_the_supervising_child_is_killed(self):
+        process = self.begin()
+        with open(f"/proc/{process.pid}/task/{process.pid}/children") as f:
+            (child,) = f.read().split()
+        os.kill(int(child), signal.SIGKILL)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 137)
+        self.assertIn("the supervising process was killed by SIGKILL", err)
+        # The daemon left its rank's session; nobody who is alive knows it to be ours.
+        with open(os.path.join(self.notes, "daemon.0")) as f:
+            session = os.getsid(int(f.read()))
+        for pid in marked(self.marker):
+            self.assertEqual(os.getsid(pid), session)
+            os.kill(pid, signal.SIGKILL)
+
+    def test_after_a_stop_request(self):
+        process = self.begin()
+        process.terminate()
+        code, _, _ = self.finish(process)
+        self.assertEqual(code, 143)
+        self.assertEqual(marked(self.marker), [])
+
+    def test_after_a_failure(self):
+        process = self.begin()
+        os.kill(self.wait_notes("up", 2)[0], signal.SIGKILL)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 137, err)
+        self.assertEqual(marked(self.marker), [])
+
+    def test_after_a_success(self):
+        code, _, err = self.bash(2, 'sleep 301 & setsid sleep 302 & (trap "" TERM; sleep 303) & exit 0')
+        self.assertEqual(code, 0, err)
+        self.assertEqual(marked(self.marker), [])
+
+    def test_strangers_are_not_touched(self):
+        stranger = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        try:
+            self.assertEqual(self.bash(2, "exit 9")[0], 9)
+            self.assertIsNone(stranger.poll())
+        finally:
+            stranger.kill()
+            stranger.wait()
+
+
+class StopRequests(Case):
+    CATCH = (
+        'trap "echo caught $SIG; [ -n \\"$SAVE\\" ] && sleep $SAVE; exit 0" $SIG; '
+        'echo $$ > $NOTES/up.$RANK; while :; do sleep 0.05; done')
+
+    def request(self, number, name, **env):
+        process = self.start("--standalone", "--nproc-per-node=2", "--max-restarts=3", "--no-python",
+                             "bash", "-c", self.CATCH, env={"SIG": name, **env})
+        self.wait_notes("up", 2)
+        process.send_signal(number)
+        return process
+
+    def test_codes(self):
+        for number, name, code in ((signal.SIGTERM, "TERM", 143), (signal.SIGINT, "INT", 130),
+                                   (signal.SIGHUP, "HUP", 129), (signal.SIGQUIT, "QUIT", 131)):
+            with self.subTest(name):
+                for note in os.listdir(self.notes):
+                    os.unlink(os.path.join(self.notes, note))
+                got, out, err = self.finish(self.request(number, name))
+                self.assertEqual(got, code, err)
+                self.assertEqual(sorted(out.split("\n")[:2]), [f"[0] caught {name}", f"[1] caught {name}"])
+                self.assertNotIn("failed", err)
+                self.assertNotIn("restarting", err)
+
+    def test_failing_after_a_request_is_no_failure(self):
+        process = self.start("--standalone", "--nproc-per-node=2", "--max-restarts=3", "--no-python",
+                             "bash", "-c", 'echo $$ > $NOTES/up.$RANK; sleep 300')
+        self.wait_notes("up", 2)
+        process.terminate()
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 143)
+        self.assertNotIn("failed", err)
+
+    def test_a_background_shell_job_feels_sigint(self):
+        # A shell without job control ignores SIGINT in what it puts into the background.
+        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
+                             self.CATCH, env={"SIG": "INT"},
+                             prefix=("bash", "-c", "trap '' INT; exec \"$@\"", "bash"))
+        self.wait_notes("up", 2)
+        process.send_signal(signal.SIGINT)
+        self.assertEqual(self.finish(process)[0], 130)
+
+    def test_sighup_that_is_ignored_stays_ignored(self):
+        process = self.start("--standalone", "--nproc-per-node=1", "--no-python", "bash", "-c",
+                             'echo $$ > $NOTES/up.$RANK; kill -HUP $$; sleep 1; echo fine',
+                             prefix=("nohup",))
+        self.wait_notes("up", 1)
+        process.send_signal(signal.SIGHUP)
+        code, out, err = self.finish(process)
+        self.assertEqual((code, out), (0, "[0] fine\n"), err)
+
+    def test_a_second_request_is_passed_on_and_orphans_nobody(self):
+        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
+                             'n=0; trap "n=\\$((n+1)); echo request \\$n" TERM; '
+                             'echo $$ > $NOTES/up.$RANK; while [ $n -lt 2 ]; do sleep 0.05; done')
+        self.wait_notes("up", 2)
+        process.terminate()
+        time.sleep(0.5)
+        self.assertIsNone(process.poll())
+        process.terminate()
+        code, out, _ = self.finish(process)
+        self.assertEqual(code, 143)
+        for rank in (0, 1):
+            self.assertIn(f"[{rank}] request 1\n", out)
+            self.assertIn(f"[{rank}] request 2\n", out)
+
+    def test_a_child_that_outlives_its_shell_is_asked_once_and_has_the_grace(self):
+        # The shell dies of SIGTERM at once; its child, the real program, is saving.
+        process = self.start("--standalone", "--nproc-per-node=1", "--no-python", "bash", "-c",
+                             '(n=0; trap "n=\\$((n+1))" TERM; echo $BASHPID > $NOTES/up.0; '
+                             'while [ $n = 0 ]; do sleep 0.05; done; sleep 1.5; echo saved after $n) & wait')
+        self.wait_notes("up", 1)
+        process.terminate()
+        code, out, err = self.finish(process)
+        self.assertEqual((code, out), (143, "[0] saved after 1\n"), err)
+
+    def test_the_third_request_kills(self):
+        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
+                             'trap "" TERM; echo $$ > $NOTES/up.$RANK; while :; do sleep 0.05; done')
+        self.wait_notes("up", 2)
+        for _ in range(3):
+            process.terminate()
+            time.sleep(0.3)
+        code, _, err = self.finish(process, 5)
+        self.assertEqual(code, 143)
+        self.assertIn("third request", err)
+
+    def test_handled_signals_are_the_callers_choice(self):
+        process = self.start("--standalone", "--nproc-per-node=1", "--signals-to-handle=SIGUSR1",
+                             "--no-python", "bash", "-c", self.CATCH, env={"SIG": "USR1"})
+        self.wait_notes("up", 1)
+        process.send_signal(signal.SIGUSR1)
+        code, out, _ = self.finish(process)
+        self.assertEqual((code, out), (128 + signal.SIGUSR1, "[0] caught USR1\n"))
+
+
+class Restarts(Case):
+    SCRIPT = ('echo "attempt $TORCHELASTIC_RESTART_COUNT port $MASTER_PORT max $TORCHELASTIC_MAX_RESTARTS"; '
+              '[ $RANK = 0 ] && [ $TORCHELASTIC_RESTART_COUNT -lt $GOOD ] && sleep 0.1 && exit 5; sleep 0.3')
+
+    def test_the_whole_group_is_restarted_with_a_fresh_port(self):
+        logs = os.path.join(self.dir.name, "logs")
+        code, out, err = self.bash(2, self.SCRIPT, env={"GOOD": 2},
+                                   flags=("--max-restarts=3", f"--log-dir={logs}", "--tee=3",
+                                          "--rdzv-id=job7"))
+        self.assertEqual(code, 0, err)
+        for rank in (0, 1):
+            lines = re.findall(rf"\[{rank}\] attempt (\d) port (\d+) max 3", out)
+            self.assertEqual([a for a, _ in lines], ["0", "1", "2"])
+            self.assertEqual(len({port for _, port in lines}), 3)
+        self.assertIn("restarting all ranks (1 of 3) in 0.5 s", err)
+        self.assertIn("restarting all ranks (2 of 3) in 1.0 s", err)
+        run = next(n for n in os.listdir(logs))
+        for attempt in range(3):
+            for rank in range(2):
+                with open(f"{logs}/{run}/attempt_{attempt}/{rank}/stdout.log") as f:
+                    self.assertIn(f"attempt {attempt} port", f.read())
+
+    def test_it_gives_up(self):
+        code, out, err = self.bash(2, self.SCRIPT, env={"GOOD": 9}, flags=("--max-restarts=1",))
+        self.assertEqual(code, 5)
+        self.assertEqual(out.count("[0] attempt"), 2)
+        self.assertEqual(err.count("rank 0 on"), 2)
+
+    def test_a_stop_request_ends_the_pause(self):
+        process = self.start("--standalone", "--nproc-per-node=1", "--max-restarts=9", "--no-python",
+                             "bash", "-c", 'echo $$ > $NOTES/up.$TORCHELASTIC_RESTART_COUNT; exit 6')
+        self.wait_notes("up", 3)  # the next pause is of two seconds
+        process.terminate()
+        self.assertEqual(self.finish(process)[0], 143)
+
+
+class ErrorFiles(Case):
+    def test_torchruns_forms(self):
+        forms = {
+            '{"message": {"message": "Bad: thing", "extraInfo": {"py_callstack": "Trace\\n  line 7", '
+            '"timestamp": "1"}}}': ["Bad: thing", "  line 7"],
+            '{"message": "plain words", "timestamp": 12}': ["plain words"],
+            '"a bare string"': ["a bare string"],
+            '{"message": {"message": "from C++", "extraInfo": {"cpp_stack": ["f() at a.cpp:3"]}}}':
+                ["from C++", "f() at a.cpp:3"],
+            'not JSON at all': ["not JSON at all", "its error file is not valid JSON"],
+            '{"something": "else"}': ["something", 'has no field "message"'],
+            '[1, {"a": "\\ud800"}': ["not valid JSON"],
+        }
+        for text, wanted in forms.items():
+            with self.subTest(text):
+                own = os.path.join(self.dir.name, "own.json")
+                code, _, err = self.bash(
+                    2, 'if [ $RANK = 1 ]; then printf "%s" "$TEXT" > $TORCHELASTIC_ERROR_FILE; exit 8; fi; '
+                    'sleep 300', env={"TEXT": text, "TORCHELASTIC_ERROR_FILE": own})
+                self.assertEqual(code, 8, err)
+                self.assertIn("rank 1 on", err)
+                for words in wanted:
+                    self.assertIn(words, err)
+                with open(own) as f:
+                    copy = json.load(f)
+                self.assertIn("message", copy)
+                if text.startswith('{"message": {'):
+                    self.assertEqual(copy["message"].pop("errorCode"), 8)
+                    self.assertEqual(copy, json.loads(text))
+
+    def test_without_an_error_file_the_launcher_writes_its_own(self):
+        own = os.path.join(self.dir.name, "own.json")
+        self.assertEqual(self.bash(1, "kill -9 $$", env={"TORCHELASTIC_ERROR_FILE": own})[0], 137)
+        with open(own) as f:
+            message = json.load(f)["message"]
+        self.assertEqual(message["errorCode"], 137)
+        self.assertIn("killed by SIGKILL", message["message"])
+
+    def test_the_first_cause_is_named_though_it_dies_last(self):
+        # Rank 1 fails and needs a second to end; rank 0 is its victim and is gone at once.
+        script = (
+            'say() { printf \'{"message": {"message": "%s", "extraInfo": {"timestamp": "%s"}}}\' '
+            '"$1" $(date +%s) > $TORCHELASTIC_ERROR_FILE; }; '
+            'if [ $RANK = 1 ]; then say cause; sleep 0.6; exit 9; fi; '
+            'sleep 0.3; say victim; exit 1')
+        code, _, err = self.bash(2, script)
+        self.assertEqual(code, 9, err)
+        self.assertIn("rank 1 on", err.split("\n")[0])
+        self.assertIn("    cause", err)
+        self.assertRegex(err, r"failed after it:\n    rank 0 exited with code 1")
+
+    def test_a_killed_rank_is_the_cause_though_its_victim_writes_a_file_in_the_same_second(self):
+        script = (
+            'if [ $RANK = 1 ]; then exec sleep 300; fi; '
+            'echo $$ > $NOTES/up.$RANK; while [ -e /proc/$(cat $NOTES/pid) ]; do :; done; '
+            'printf \'{"message": {"message": "connection lost", "extraInfo": {"timestamp": "%s"}}}\' '
+            '$(date +%s) > $TORCHELASTIC_ERROR_FILE; exit 1')
+        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
+                             "[ $RANK = 1 ] && echo $$ > $NOTES/pid; sleep 0.2; " + script)
+        self.wait_notes("up", 1)
+        with open(os.path.join(self.notes, "pid")) as f:
+            os.kill(int(f.read()), signal.SIGKILL)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 137, err)
+        self.assertIn("rank 1 on", err)
+
+    def test_an_old_error_file_is_not_believed(self):
+        logs = os.path.join(self.dir.name, "logs")
+        flags = (f"--log-dir={logs}", "--rdzv-id=again", "--rdzv-backend=static", "--no-python")
+        script = '[ -n "$OLD" ] && echo \'"old words"\' > $TORCHELASTIC_ERROR_FILE; exit 2'
+        for old in ("1", ""):
+            process = self.start("--nproc-per-node=1", *flags, "bash", "-c", script, env={"OLD": old})
+            code, _, err = self.finish(process)
+            self.assertEqual(code, 2)
+            self.assertEqual("old words" in err, bool(old), err)
+
+
+class Surroundings(Case):
+    def test_a_launcher_inside_a_launcher(self):
+        process = self.start(
+            "--standalone", "--nproc-per-node=2", "--no-python", self.launcher(), "run", "--standalone",
+            "--nproc-per-node=2", "--no-python", "bash", "-c",
+            'n=0; trap "n=\\$((n+1))" TERM; echo $$ > $NOTES/up.$$; '
+            'while [ $n = 0 ]; do sleep 0.05; done; sleep 0.5; echo signals $n')
+        self.wait_notes("up", 4)
+        process.terminate()
+        code, out, err = self.finish(process)
+        self.assertEqual(code, 143, err)
+        # Each innermost rank felt it once, and had the time to say so.
+        self.assertEqual(out.count("signals 1"), 4, out + err)
+
+    def test_an_inner_failure_is_the_outer_ones_too(self):
+        own = os.path.join(self.dir.name, "own.json")
+        code, _, err = self.run_ranks(
+            1, self.launcher(), "run", "--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
+            'if [ $RANK = 1 ]; then echo \'"the innermost words"\' > $TORCHELASTIC_ERROR_FILE; exit 6; fi; '
+            'sleep 300', flags=("--no-python",), env={"TORCHELASTIC_ERROR_FILE": own})
+        self.assertEqual(code, 6, err)
+        with open(own) as f:
+            self.assertIn("the innermost words", f.read())
+
+    def test_more_ranks_than_the_usual_limit_of_files_allows(self):
+        process = self.start("--standalone", "--nproc-per-node=100", "--no-python", "bash", "-c",
+                             "ulimit -n", prefix=("bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash"))
+        code, out, err = self.finish(process, 60)
+        self.assertEqual(code, 0, err)
+        self.assertEqual(out.count("] 200\n"), 100)
+
+    def test_threads_are_chosen_and_said_once(self):
+        process = self.start("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python",
+                             "bash", "-c", 'echo threads $OMP_NUM_THREADS; sleep 0.2; '
+                             'exit $((1 - TORCHELASTIC_RESTART_COUNT))', prefix=("env", "-u", "OMP_NUM_THREADS"))
+        code, out, err = self.finish(process)
+        self.assertEqual(code, 0, err)
+        self.assertEqual(err.count("OMP_NUM_THREADS="), 1, err)
+        chosen = re.search("OMP_NUM_THREADS=([0-9]+) for each rank", err).group(1)
+        self.assertEqual(out.count(f"threads {chosen}\n"), 4)
+
+    def test_ranks_survive_a_launcher_that_is_merely_stopped(self):
+        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
+                             'echo $$ > $NOTES/up.$RANK; sleep 1; echo fine')
+        self.wait_notes("up", 2)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGCONT)
+        code, out, _ = self.finish(process)
+        self.assertEqual((code, out.count("fine")), (0, 2))
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

@@ -1,0 +1,157 @@
+"""torchrun's help text against ours: every option is honoured, ignored with a line, or refused."""
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+PYTHON = os.environ["LOCKSTEP_PYTHON"]
+
+# A value that torchrun would accept for each flag that takes one, and what else it needs.
+VALUES = {
+    "nnodes": "1", "nproc-per-node": "1", "rdzv-backend": "static",
+    "rdzv-endpoint": "127.0.0.1:0",
+    "rdzv-id": "job", "rdzv-conf": "timeout=60", "max-restarts": "0", "monitor-interval": "0.1",
+    "start-method": "spawn", "event-log-handler": "null", "role": "trainer", "log-dir": None,
+    "redirects": "0", "tee": "0", "local-ranks-filter": "0", "duplicate-stdout-filters": "apple",
+    "duplicate-stderr-filters": "apple", "node-rank": "0", "master-addr": "127.0.0.1",
+    "master-port": "0", "local-addr": "127.0.0.1", "logs-specs": "mine", "numa-binding": "node",
+    "signals-to-handle": "SIGTERM,SIGUSR1", "shutdown-timeout": "5", "stopped-timeout": "5",
+}
+
+
+def run(words, **variables):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
+    env.update(variables)
+    return subprocess.run([LOCKSTEP, "run", *words], env=env, capture_output=True, text=True,
+                          timeout=120, stdin=subprocess.DEVNULL)
+
+
+def torchrun_options():
+    """[(names, takes a value)] of the option lines in `torchrun --help`."""
+    text = subprocess.run([PYTHON, "-m", "torch.distributed.run", "--help"], capture_output=True,
+                          text=True, timeout=120, env={**os.environ, "COLUMNS": "200"}).stdout
+    options = []
+    for line in text[text.index("options:"):].splitlines():
+        match = re.match(r"  (-\S.*?)(?:  |$)", line)
+        if match:
+            spellings = match.group(1).split(", ")
+            names = [spelling.split(" ")[0] for spelling in spellings]
+            options.append((names, " " in spellings[0]))
+    return options
+
+
+class TorchrunFlags(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.logs = tempfile.TemporaryDirectory(prefix="lockstep_flags_")
+        VALUES["log-dir"] = cls.logs.name
+        cls.known = {}
+        for line in run(["--list-flags"]).stdout.splitlines():
+            name, treatment, kind, *letter = line.split()
+            cls.known[name] = (treatment, kind, letter)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.logs.cleanup()
+
+    def test_every_option_of_torchrun_is_known_and_of_the_same_kind(self):
+        options = torchrun_options()
+        self.assertGreater(len(options), 25, "the help text was not understood")
+        for names, takes_value in options:
+            if "--help" in names:
+                continue
+            long_names = {n.replace("_", "-") for n in names if n.startswith("--")}
+            self.assertEqual(len(long_names), 1, names)
+            name = long_names.pop()
+            self.assertIn(name, self.known, f"torchrun's {name} is not in our table")
+            _, kind, letter = self.known[name]
+            self.assertEqual(kind, "value" if takes_value else "switch", name)
+            self.assertEqual(letter, [n for n in names if not n.startswith("--")], name)
+            self.assertIn(name, run(["--help"]).stdout)
+
+    def words_for(self, flag, spelling):
+        name = flag[2:].replace("-", "_") if spelling == "_" else flag[2:]
+        if self.known[flag][1] == "switch":
+            return ["--" + name]
+        return [f"--{name}={VALUES[flag[2:]]}"]
+
+    def check(self, flag, result):
+        treatment = self.known[flag][0]
+        if treatment == "refused":
+            self.assertEqual(result.returncode, 2, flag)
+            variable = "PET_" + flag[2:].upper().replace("-", "_")
+            self.assertRegex(result.stderr, rf"({flag}|{variable}) is not supported:")
+        else:
+            self.assertEqual(result.returncode, 0, f"{flag}: {result.stderr}")
+            ignored = re.search(r"\S+ is ignored: .*", result.stderr)
+            self.assertEqual(bool(ignored), treatment == "ignored", f"{flag}: {result.stderr}")
+
+    def program_for(self, flag):
+        return {"--module": ["this"], "--run-path": [self.script()]}.get(flag, ["true"])
+
+    def test_every_flag_does_what_its_row_says(self):
+        for flag in self.known:
+            for spelling in "-_":
+                with self.subTest(flag=flag, spelling=spelling):
+                    words = self.words_for(flag, spelling) + self.program_for(flag)
+                    self.check(flag, run(words, PYTHON_EXEC=PYTHON))
+
+    def test_every_flag_is_read_from_its_variable(self):
+        for flag, (_, kind, _) in self.known.items():
+            with self.subTest(flag=flag):
+                variable = "PET_" + flag[2:].upper().replace("-", "_")
+                value = "1" if kind == "switch" else VALUES[flag[2:]]
+                result = run(self.program_for(flag), PYTHON_EXEC=PYTHON, **{variable: value})
+                self.check(flag, result)
+
+    def script(self):
+        path = os.path.join(self.logs.name, "script")
+        with open(path, "w") as f:
+            f.write("print('ran')\n")
+        return path
+
+    def test_gpus_are_counted_through_the_driver(self):
+        fake = os.path.join(os.path.dirname(os.environ["LOCKSTEP_BIN"]), "lib", "fake_cuda")
+        words = ["--nproc-per-node=gpu", "sh", "-c", "echo size=$WORLD_SIZE"]
+        result = run(words, LD_LIBRARY_PATH=fake)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(result.stdout.count("size=2"), 2)
+
+
+# Prints its variables as JSON; rank 1 of 2 does.
+TELL = "import json, os; os.environ['RANK'] == '1' and print('@' + json.dumps(dict(os.environ)))"
+# Different in every run, or different on purpose (docs/environment.md).
+CHOSEN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+          "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"}
+
+
+class WorkerVariables(unittest.TestCase):
+    @staticmethod
+    def told_by(launcher):
+        # Stale values, which both launchers must override.
+        env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "RANK": "77",
+               "WORLD_SIZE": "88", "LC_ALL": "C.UTF-8"}
+        words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--role=trainer",
+                 "--no-python", PYTHON, "-c", TELL]
+        result = subprocess.run(launcher + words, env=env, capture_output=True, text=True,
+                                timeout=120, stdin=subprocess.DEVNULL)
+        line = result.stdout[result.stdout.index("@") + 1:].splitlines()[0]
+        return {k: v for k, v in json.loads(line).items() if env.get(k) != v}
+
+    def test_workers_get_every_variable_of_torchrun_with_its_meaning(self):
+        theirs = self.told_by([PYTHON, "-m", "torch.distributed.run"])
+        ours = self.told_by([LOCKSTEP, "run"])
+        self.assertGreater(len(theirs), 18)
+        self.assertEqual(set(theirs) - set(ours), set())
+        for name in set(theirs) - CHOSEN:
+            self.assertEqual(ours[name], theirs[name], name)
+        self.assertEqual(ours["TORCHELASTIC_USE_AGENT_STORE"], "False")
+        self.assertTrue(os.path.isabs(ours["TORCHELASTIC_ERROR_FILE"]))
+
+
+if __name__ == "__main__":
+    sys.exit(0 if unittest.main(exit=False, verbosity=1).result.wasSuccessful() else 1)
