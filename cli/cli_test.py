@@ -1,0 +1,224 @@
+"""The `lockstep` program from outside: texts, exit codes, `lockstep env`, and that it is light."""
+import json
+import os
+import re
+import shutil
+import stat
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+SOURCE = os.environ["LOCKSTEP_SOURCE"]
+IDENTITY = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCHELASTIC_"
+                      r"|LOCKSTEP_|PET_|OMPI_|PMI|MPI_|MV2_|SLURM_|NCCL_|GLOO_|OMP_|CUDA_VISIBLE)")
+
+
+def lockstep(*words, program=LOCKSTEP, timeout=60, **variables):
+    """Runs it with an environment that says nothing about ranks but `variables`."""
+    env = {k: v for k, v in os.environ.items() if not IDENTITY.match(k)}
+    env.update(variables)
+    return subprocess.run([program, *words], env=env, timeout=timeout, capture_output=True,
+                          text=True, stdin=subprocess.DEVNULL)
+
+
+class Program(unittest.TestCase):
+    def test_links_no_torch(self):
+        ldd = subprocess.run(["ldd", LOCKSTEP], capture_output=True, text=True, check=True)
+        libraries = ldd.stdout
+        self.assertIn("libc.so", libraries)
+        for name in ("torch", "c10", "cuda", "gloo", "nccl"):
+            self.assertNotIn(name, libraries)
+
+    def test_starts_in_milliseconds(self):
+        def once():
+            start = time.monotonic()
+            self.assertEqual(lockstep("--version").returncode, 0)
+            return (time.monotonic() - start) * 1000
+        times = [once() for _ in range(9)]
+        # The fastest of nine: other work on the machine slows some down, never speeds one up.
+        self.assertLess(min(times), 100, f"median {statistics.median(times):.0f} ms")
+
+    def test_version(self):
+        for word in ("--version", "-V", "version"):
+            result = lockstep(word)
+            self.assertEqual(result.returncode, 0)
+            self.assertRegex(result.stdout, r"^lockstep \d+\.\d+\.\d+\n$")
+
+    def test_help_lists_the_commands(self):
+        for word in ("--help", "-h", "help"):
+            result = lockstep(word)
+            self.assertEqual(result.returncode, 0)
+            for name in ("run", "env", "bench"):
+                self.assertRegex(result.stdout, rf"\n  {name} +\w")
+
+    def test_without_a_command_prints_help_and_fails(self):
+        result = lockstep()
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("usage: lockstep COMMAND", result.stderr)
+
+    def test_unknown_command_names_the_nearest(self):
+        result = lockstep("rnu")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("lockstep: [lockstep] there is no command 'rnu'. Did you mean run?",
+                      result.stderr)
+        self.assertNotIn("Did you mean", lockstep("elephant").stderr)
+
+    def test_usage_errors_of_run_end_with_two(self):
+        result = lockstep("run", "--nproc-per-mode=2", "true")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("Did you mean --nproc-per-node?", result.stderr)
+        result = lockstep("run", "./no/such/program")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("does not exist", result.stderr)
+
+
+class TorchCommands(unittest.TestCase):
+    """They are executed from ../libexec relative to the program, wherever that is."""
+
+    def setUp(self):
+        self.root = tempfile.mkdtemp(prefix="lockstep_cli_")
+        self.addCleanup(shutil.rmtree, self.root)
+        os.mkdir(self.root + "/bin")
+        self.program = shutil.copy(LOCKSTEP, self.root + "/bin/lockstep")
+
+    def test_missing_part_is_explained(self):
+        result = lockstep("bench", program=self.program)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("'bench' needs LibTorch and is in " + self.root + "/libexec/lockstep-torch",
+                      result.stderr)
+
+    def test_words_and_exit_code_pass_through(self):
+        os.mkdir(self.root + "/libexec")
+        path = self.root + "/libexec/lockstep-torch"
+        with open(path, "w") as f:
+            f.write("#!/bin/sh\nprintf '<%s>' \"$@\"\nexit 7\n")
+        os.chmod(path, stat.S_IRWXU)
+        result = lockstep("bench", "a b", "--x=1", program=self.program)
+        self.assertEqual((result.returncode, result.stdout), (7, "<bench><a b><--x=1>"))
+
+
+class Env(unittest.TestCase):
+    def test_start_up_lines_have_time_and_level(self):
+        result = lockstep("env", WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2",
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT="1234")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} info \[env\] "
+        for text in ("WORLD_SIZE=2", "RANK=1", "LOCAL_RANK=1"):
+            self.assertRegex(result.stdout, rf"(?m)^{stamp}{text}$")
+        self.assertIn("identity  rank 1 of 2, local rank 1 of 2, node 0 (from: environment)",
+                      result.stdout)
+        self.assertIn("meeting   127.0.0.1:1234, a store hosted by rank 0", result.stdout)
+
+    def test_nothing_set_is_a_world_of_one_and_says_so(self):
+        result = lockstep("env")
+        self.assertEqual(result.returncode, 0)
+        self.assertIn("warning [env] WORLD_SIZE is not set: this is a world of one. Start several "
+                      "ranks with lockstep run", result.stdout)
+        self.assertIn("info [env] RANK is not set", result.stdout)
+        self.assertRegex(result.stdout, r"(?m)^  WORLD_SIZE \(not set\) +number of ranks")
+        self.assertIn("backend   single (a world of one needs none)", result.stdout)
+
+    def test_json_is_one_line_with_the_same_facts(self):
+        result = lockstep("env", "--json", WORLD_SIZE="4", RANK="2", LOCAL_RANK="0",
+                          LOCAL_WORLD_SIZE="2", GROUP_RANK="1", MASTER_ADDR="10.0.0.1",
+                          MASTER_PORT="99", LOCKSTEP_DEVICE="cpu", NCCL_FAKE="x", SECRET="hidden")
+        self.assertEqual(result.stdout.count("\n"), 1)
+        found = json.loads(result.stdout)
+        expected = {"rank": 2, "world_size": 4, "local_rank": 0, "node": 1}
+        self.assertEqual({key: found["identity"][key] for key in expected}, expected)
+        self.assertEqual(found["device"], {"name": "cpu", "reason": "LOCKSTEP_DEVICE=cpu"})
+        self.assertEqual(found["backend"], {"name": "gloo", "reason": "the device is cpu"})
+        self.assertEqual(found["variables"]["NCCL_FAKE"], "x")
+        self.assertNotIn("SECRET", found["variables"])
+        self.assertGreaterEqual(found["cores"], 1)
+
+    def test_contradictions_are_reported_with_the_variables(self):
+        result = lockstep("env", RANK="3", WORLD_SIZE="2")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("error [env] [rank] RANK=3 does not exist in a world of WORLD_SIZE=2",
+                      result.stdout)
+        self.assertIn("\n  RANK=3", result.stdout)
+
+    def fake_gpus(self, **variables):
+        """The same with a driver that shows two GPUs."""
+        fake = os.path.join(os.path.dirname(os.environ["LOCKSTEP_BIN"]), "lib", "fake_cuda")
+        self.assertTrue(os.path.exists(fake + "/libcuda.so.1"))
+        return json.loads(lockstep("env", "--json", LD_LIBRARY_PATH=fake, **variables).stdout)
+
+    def test_gpus_choose_device_and_backend(self):
+        two = dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2",
+                   MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        found = self.fake_gpus(**two)
+        self.assertEqual(found["gpus"]["count"], 2)
+        self.assertEqual(found["device"]["name"], "cuda:1")
+        self.assertEqual(found["backend"]["name"], "nccl")
+        self.assertEqual(self.fake_gpus(**two, LOCKSTEP_BACKEND="gloo")["device"]["name"], "cpu")
+        four = dict(two, WORLD_SIZE="4", RANK="3", LOCAL_RANK="3", LOCAL_WORLD_SIZE="4")
+        self.assertIn("local rank 3 wants cuda:3, but 2 CUDA device(s)",
+                      self.fake_gpus(**four)["problem"])
+        shared = self.fake_gpus(**four, LOCKSTEP_SHARE_DEVICE="1")
+        self.assertEqual(shared["device"]["name"], "cuda:1")
+
+    def test_idle_gpus_are_warned_about(self):
+        warnings = " ".join(self.fake_gpus()["warnings"])
+        self.assertIn("2 GPUs are visible but there is one rank: the others stay idle. Use "
+                      "lockstep run --nproc-per-node=gpu.", warnings)
+
+    def test_help_and_unknown_flags(self):
+        self.assertIn("usage: lockstep env", lockstep("env", "--help").stdout)
+        result = lockstep("env", "--jsn")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("there is no flag --jsn. Did you mean --json?", result.stderr)
+
+    def test_under_the_launcher_every_rank_says_who_it_is(self):
+        result = lockstep("run", "--standalone", "--nproc-per-node=2", "--redirects=1",
+                          "--log-dir=" + self.logs(), "lockstep", "env", "--json")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        found = []
+        for folder, _, files in os.walk(self.log_dir):
+            if "stdout.log" in files:
+                with open(folder + "/stdout.log") as f:
+                    found.append(json.loads(f.read()))
+        self.assertEqual(sorted(f["identity"]["rank"] for f in found), [0, 1])
+        for f in found:
+            self.assertEqual(f["identity"]["source"], "lockstep run")
+            self.assertEqual(f["identity"]["world_size"], 2)
+            self.assertEqual(f["variables"]["LOCKSTEP_RUN"], f["variables"]["TORCHELASTIC_RUN_ID"])
+            self.assertEqual(f["variables"]["TORCHELASTIC_USE_AGENT_STORE"], "False")
+            self.assertEqual("LOCKSTEP_STORE_FD" in f["variables"], f["identity"]["rank"] == 0)
+
+    def logs(self):
+        self.log_dir = tempfile.mkdtemp(prefix="lockstep_cli_logs_")
+        self.addCleanup(shutil.rmtree, self.log_dir)
+        return self.log_dir
+
+
+class Documentation(unittest.TestCase):
+    def test_environment_page_names_every_variable(self):
+        with open(os.path.join(SOURCE, "docs", "environment.md")) as f:
+            page = f.read()
+        names = set(json.loads(lockstep("env", "--json").stdout)["known"])
+        # And what the sources read, found by the calls that read it.
+        call = re.compile(r'(?:env::get(?:_int|_bool)?|getenv|number|variable)'
+                          r'\(\s*"([A-Z][A-Z0-9_]+)"')
+        for folder in ("lockstep", "cli"):
+            for where, _, files in os.walk(os.path.join(SOURCE, folder)):
+                for name in files:
+                    if name.endswith((".cpp", ".h", ".cu")) and "test" not in name:
+                        with open(os.path.join(where, name)) as f:
+                            names.update(call.findall(f.read()))
+        self.assertGreater(len(names), 40)
+        missing = [name for name in sorted(names) if f"`{name}`" not in page]
+        self.assertEqual(missing, [], "docs/environment.md must explain these")
+
+    def test_pet_variables_are_explained(self):
+        with open(os.path.join(SOURCE, "docs", "environment.md")) as f:
+            self.assertIn("`PET_", f.read())
+
+
+if __name__ == "__main__":
+    sys.exit(0 if unittest.main(exit=False, verbosity=1).result.wasSuccessful() else 1)

@@ -1,0 +1,15 @@
+// The subcommands of `lockstep`, one file each. A command gets the words after its name and returns
+// the exit code; a UsageError becomes a line on stderr and exit code 2.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace lockstep::cli {
+
+using Words = std::vector<std::string>;
+
+int run_command(const Words& words);  // run.cpp
+int env_command(const Words& words);  // env.cpp
+
+}  // namespace lockstep::cli

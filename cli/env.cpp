@@ -1,0 +1,262 @@
+// `lockstep env`: who am I, and why. Reads what a program's World would read and says what it would
+// choose; starts nothing and connects to nobody.
+#include "lockstep/core/env.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <ctime>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "cli/commands.h"
+#include "cli/variables.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/rank_env.h"
+#include "lockstep/launch/flags.h"
+#include "lockstep/launch/host.h"
+
+namespace lockstep::cli {
+namespace {
+
+constexpr const char* kHelp =
+    "usage: lockstep env [--json]\n\n"
+    "Prints who this process would be as a rank (and which launcher says so), which device and\n"
+    "backend a program would choose and why, and every environment variable that has a say.\n"
+    "Under a launcher each rank prints its own: lockstep run --nproc-per-node=2 lockstep env\n\n"
+    "  --json    the same as one line of JSON\n";
+
+struct Choice {
+  std::string name;
+  std::string reason;
+};
+
+// Everything that is printed, gathered once.
+struct Findings {
+  std::optional<RankEnv> identity;
+  std::string problem;  // why there is no identity, or why the world would refuse to start
+  launch::Gpus gpus;
+  Choice device;
+  Choice backend;
+  int cores = 0;
+  std::string cpus;
+  std::optional<double> quota;
+  std::string host;
+  std::vector<std::string> warnings;
+};
+
+// The rules of World (lockstep/comm/device.cpp), for a program built with its CUDA part.
+void choose(Findings& found) {
+  const RankEnv& me = *found.identity;
+  const std::string backend = env::get("LOCKSTEP_BACKEND").value_or("auto");
+  const auto device = env::get("LOCKSTEP_DEVICE");
+  const bool share = env::get_bool("LOCKSTEP_SHARE_DEVICE").value_or(false);
+  const int visible = found.gpus.count;
+  const bool wants_gpu = device ? device->rfind("cuda", 0) == 0 : backend != "gloo" && visible > 0;
+  int index = share && visible > 0 ? me.local_rank % visible : me.local_rank;
+  if (device && device->rfind("cuda:", 0) == 0)
+    index = static_cast<int>(env::parse_int(device->substr(5), "LOCKSTEP_DEVICE", 0, 1024));
+
+  if (wants_gpu) {
+    found.device.name = fmt::format("cuda:{}", index);
+    found.device.reason = device ? fmt::format("LOCKSTEP_DEVICE={}", *device)
+                                 : fmt::format("local rank {} of {} visible CUDA device{}",
+                                               me.local_rank, visible, visible == 1 ? "" : "s");
+    if (index >= visible) {
+      found.problem = fmt::format(
+          "local rank {} wants cuda:{}, but {} CUDA device(s) are visible. Start fewer ranks per "
+          "host, or set LOCKSTEP_SHARE_DEVICE=1 or LOCKSTEP_DEVICE=cpu.",
+          me.local_rank, index, visible);
+    }
+  } else {
+    found.device = {"cpu", device         ? fmt::format("LOCKSTEP_DEVICE={}", *device)
+                           : visible == 0 ? fmt::format("no GPU: {}", found.gpus.reason)
+                                          : "LOCKSTEP_BACKEND=gloo"};
+  }
+  if (backend != "auto") {
+    found.backend = {backend, fmt::format("LOCKSTEP_BACKEND={}", backend)};
+  } else if (me.alone()) {
+    found.backend = {"single", "a world of one needs none"};
+  } else {
+    found.backend = {wants_gpu ? "nccl" : "gloo",
+                     fmt::format("the device is {}", found.device.name)};
+  }
+}
+
+void warn(Findings& found) {
+  if (!found.identity) return;
+  const RankEnv& me = *found.identity;
+  if (me.source == "alone")
+    found.warnings.push_back(
+        "WORLD_SIZE is not set: this is a world of one. Start several ranks with lockstep run, or "
+        "set RANK, WORLD_SIZE and LOCAL_RANK for each.");
+  if (me.alone() && found.gpus.count > 1) {
+    found.warnings.push_back(fmt::format(
+        "{} GPUs are visible but there is one rank: the others stay idle. Use lockstep run "
+        "--nproc-per-node=gpu.",
+        found.gpus.count));
+  }
+}
+
+Findings gather() {
+  Findings found;
+  found.gpus = launch::find_gpus();
+  found.cores = launch::allowed_cores();
+  found.cpus = launch::cpu_list_text(launch::allowed_cpus());
+  found.quota = launch::cgroup_quota_cores();
+  char name[256] = "";
+  ::gethostname(name, sizeof name - 1);
+  found.host = name;
+  try {
+    found.identity = read_rank_env();
+    choose(found);
+  } catch (const UsageError& error) {
+    found.problem = error.what();
+  }
+  warn(found);
+  return found;
+}
+
+// ------------------------------------------------------------------ text
+
+// As the log writes them: "2025-12-10 13:00:00.123 info [env] RANK=0".
+std::string log_line(const char* level, const std::string& text) {
+  const auto now = std::chrono::system_clock::now();
+  const std::time_t seconds = std::chrono::system_clock::to_time_t(now);
+  const auto ms =
+      std::chrono::duration_cast<std::chrono::milliseconds>(now.time_since_epoch()).count() % 1000;
+  std::tm local{};
+  ::localtime_r(&seconds, &local);
+  char stamp[32] = "";
+  std::strftime(stamp, sizeof stamp, "%Y-%m-%d %H:%M:%S", &local);
+  return fmt::format("{}.{:03} {} [env] {}\n", stamp, ms, level, text);
+}
+
+std::string meeting(const RankEnv& me) {
+  if (me.alone()) return "not needed in a world of one";
+  if (!me.meeting_name.empty()) return "a free port, agreed on through this host's meeting socket";
+  const std::string where = fmt::format("{}:{}", me.master_addr, me.master_port);
+  if (me.agent_store) return where + ", a store hosted by the launcher";
+  if (me.store_fd >= 0)
+    return fmt::format("{}, on descriptor {} handed over by the launcher", where, me.store_fd);
+  return where + ", a store hosted by rank 0";
+}
+
+std::string row(const char* name, const std::string& text) {
+  return fmt::format("{:<10}{}\n", name, text);
+}
+
+std::string facts_text(const Findings& found) {
+  std::string text;
+  if (found.identity) {
+    const RankEnv& me = *found.identity;
+    text += row("identity",
+                fmt::format("rank {} of {}, local rank {} of {}, node {} (from: {})", me.rank,
+                            me.world_size, me.local_rank, me.local_world_size, me.node, me.source));
+    text += row("meeting", meeting(me));
+  }
+  if (!found.device.name.empty()) {
+    text += row("device", fmt::format("{} ({})", found.device.name, found.device.reason));
+    text += row("backend", fmt::format("{} ({})", found.backend.name, found.backend.reason));
+  }
+  text += row("gpus", found.gpus.count > 0 ? std::to_string(found.gpus.count)
+                                           : fmt::format("0 ({})", found.gpus.reason));
+  text += row("cores", fmt::format("{} (affinity {}, cgroup quota {})", found.cores, found.cpus,
+                                   found.quota ? fmt::format("{:.2f}", *found.quota) : "none"));
+  text +=
+      row("host", fmt::format("{}, pid {}, lockstep {}", found.host, ::getpid(), LOCKSTEP_VERSION));
+  return text;
+}
+
+std::string variables_text() {
+  const auto set = set_variables();
+  std::string text = "\nvariables\n";
+  const auto line = [&](std::string_view name, const std::string& value, std::string_view meaning) {
+    const std::string left = fmt::format("{}={}", name, value);
+    text += meaning.empty()
+                ? fmt::format("  {}\n", left)
+                : fmt::format("  {:<44}{}{}\n", left, left.size() < 44 ? "" : "  ", meaning);
+  };
+  auto rest = set;
+  for (const KnownVariable& variable : known_variables()) {
+    const std::string name(variable.name);
+    if (const auto found = set.find(name); found != set.end()) {
+      line(name, found->second, variable.meaning);
+      rest.erase(name);
+    } else if (variable.important) {
+      text += fmt::format("  {:<44}{}\n", name + " (not set)", variable.meaning);
+    }
+  }
+  for (const auto& [name, value] : rest) line(name, value, "");
+  return text;
+}
+
+std::string as_text(const Findings& found) {
+  std::string text;
+  for (const char* name : {"WORLD_SIZE", "RANK", "LOCAL_RANK"}) {
+    const auto value = env::get(name);
+    text += log_line(
+        "info", value ? fmt::format("{}={}", name, *value) : fmt::format("{} is not set", name));
+  }
+  for (const std::string& warning : found.warnings) text += log_line("warning", warning);
+  if (!found.problem.empty()) text += log_line("error", found.problem);
+  return text + facts_text(found) + variables_text();
+}
+
+// ------------------------------------------------------------------ JSON
+
+std::string as_json(const Findings& found) {
+  nlohmann::ordered_json out;
+  out["version"] = LOCKSTEP_VERSION;
+  out["host"] = found.host;
+  out["pid"] = ::getpid();
+  if (found.identity) {
+    const RankEnv& me = *found.identity;
+    out["identity"] = {{"rank", me.rank},
+                       {"world_size", me.world_size},
+                       {"local_rank", me.local_rank},
+                       {"local_world_size", me.local_world_size},
+                       {"node", me.node},
+                       {"source", me.source},
+                       {"meeting", meeting(me)}};
+  }
+  if (!found.device.name.empty()) {
+    out["device"] = {{"name", found.device.name}, {"reason", found.device.reason}};
+    out["backend"] = {{"name", found.backend.name}, {"reason", found.backend.reason}};
+  }
+  out["gpus"] = {{"count", found.gpus.count}, {"reason", found.gpus.reason}};
+  out["cores"] = found.cores;
+  out["warnings"] = found.warnings;
+  if (!found.problem.empty()) out["problem"] = found.problem;
+  out["variables"] = set_variables();
+  for (const KnownVariable& variable : known_variables()) out["known"].push_back(variable.name);
+  // Values of variables may be any bytes.
+  return out.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + '\n';
+}
+
+}  // namespace
+
+int env_command(const Words& words) {
+  bool json = false;
+  for (const std::string& word : words) {
+    if (word == "--help" || word == "-h") {
+      fmt::print("{}", kHelp);
+      return 0;
+    }
+    if (word != "--json") {
+      const std::vector<std::string> flags = {"--json", "--help"};
+      const auto near = launch::nearest(word, flags);
+      throw UsageError("env", "there is no flag {}.{} 'lockstep env --help' lists them.", word,
+                       near ? fmt::format(" Did you mean {}?", *near) : "");
+    }
+    json = true;
+  }
+  const Findings found = gather();
+  const std::string text = json ? as_json(found) : as_text(found);
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  return found.problem.empty() ? 0 : 2;
+}
+
+}  // namespace lockstep::cli

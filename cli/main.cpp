@@ -1,0 +1,106 @@
+// `lockstep`: starts in milliseconds because it links no torch. Commands that need torch are in
+// ../libexec/lockstep-torch beside it, which takes this process over.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "lockstep/core/error.h"
+#include "lockstep/launch/flags.h"
+
+namespace lockstep::cli {
+namespace {
+
+struct Command {
+  const char* name;
+  const char* help;
+  int (*run)(const Words& words);  // nullptr: in lockstep-torch
+};
+
+constexpr Command kCommands[] = {
+    {"run", "start a program as the ranks of one world (torchrun's flags)", run_command},
+    {"env", "who am I: rank, device and backend, every variable, and why", env_command},
+    {"bench", "measure launching, collectives and training against PyTorch", nullptr},
+};
+
+std::string help() {
+  std::string text =
+      "usage: lockstep COMMAND [arguments]\n\n"
+      "Trains a LibTorch model on many processes and devices as if it were one.\n\n"
+      "commands:\n";
+  for (const Command& command : kCommands)
+    text += fmt::format("  {:<8}{}\n", command.name, command.help);
+  return text +
+         "\n  lockstep COMMAND --help    the command's own flags\n"
+         "  lockstep --version         the version\n";
+}
+
+int print(const std::string& text) {
+  return std::fwrite(text.data(), 1, text.size(), stdout) == text.size() ? 0 : 1;
+}
+
+// Does not return when it succeeds.
+int execute_torch_command(const Words& words) {
+  const auto self = std::filesystem::read_symlink("/proc/self/exe");
+  const std::string path = self.parent_path().parent_path() / "libexec" / "lockstep-torch";
+  std::vector<char*> arguments{const_cast<char*>("lockstep")};
+  for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
+  arguments.push_back(nullptr);
+  ::execv(path.c_str(), arguments.data());
+  fmt::print(stderr,
+             "lockstep: '{}' needs LibTorch and is in {}, which cannot be executed ({}). Was only "
+             "the torch-free part built or installed?\n",
+             words.front(), path, std::strerror(errno));
+  return 1;
+}
+
+[[noreturn]] void unknown_command(const std::string& word) {
+  std::vector<std::string> names;
+  for (const Command& command : kCommands) names.push_back(command.name);
+  const auto near = launch::nearest(word, names);
+  throw UsageError("lockstep", "there is no command '{}'.{} 'lockstep --help' lists them.", word,
+                   near ? fmt::format(" Did you mean {}?", *near) : "");
+}
+
+int dispatch(const Words& words) {
+  if (words.empty()) {
+    fmt::print(stderr, "{}", help());
+    return 2;
+  }
+  const std::string& first = words.front();
+  if (first == "--version" || first == "-V" || first == "version")
+    return print(fmt::format("lockstep {}\n", LOCKSTEP_VERSION));
+  if (first == "--help" || first == "-h" || first == "help") return print(help());
+  const auto command = std::find_if(std::begin(kCommands), std::end(kCommands),
+                                    [&](const Command& c) { return first == c.name; });
+  if (command == std::end(kCommands)) unknown_command(first);
+  if (command->run == nullptr) return execute_torch_command(words);
+  return command->run(Words(words.begin() + 1, words.end()));
+}
+
+int guarded(const Words& words) {
+  try {
+    return dispatch(words);
+  } catch (const UsageError& error) {
+    fmt::print(stderr, "lockstep: {}\n", error.what());
+    return 2;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "lockstep: {}\n", error.what());
+    return 1;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::cli
+
+int main(int argc, char** argv) {
+  return lockstep::cli::guarded(lockstep::cli::Words(argv + 1, argv + argc));
+}

@@ -1,0 +1,28 @@
+// `lockstep run`: words become a plan (lockstep/launch/flags.h), the plan becomes ranks
+// (lockstep/launch/supervisor.h).
+#include <cstdio>
+
+#include "cli/commands.h"
+#include "lockstep/core/log.h"
+#include "lockstep/launch/flags.h"
+#include "lockstep/launch/supervisor.h"
+
+namespace lockstep::cli {
+
+int run_command(const Words& words) {
+  const launch::ParsedFlags parsed = launch::parse_flags(words);
+  switch (parsed.request) {
+    case launch::Request::kHelp:
+      fmt::print("{}", launch::run_help());
+      return 0;
+    case launch::Request::kListFlags:
+      fmt::print("{}", launch::flag_list());
+      return 0;
+    case launch::Request::kRun:
+      break;
+  }
+  for (const std::string& note : parsed.notes) log::warning("run", "{}", note);
+  return launch::supervise(parsed.plan);
+}
+
+}  // namespace lockstep::cli

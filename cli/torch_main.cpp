@@ -1,0 +1,60 @@
+// lockstep-torch: the subcommands that need LibTorch. `lockstep` executes it, so that everything
+// else starts in milliseconds.
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <map>
+#include <string>
+
+#include "bench/bench.h"
+#include "lockstep/core/error.h"
+
+namespace {
+
+using Command = std::function<int(int, char**)>;
+
+const std::map<std::string, Command>& benchmarks() {
+  static const std::map<std::string, Command> table{
+      {"launch", lockstep::bench::launch_main},
+      {"ddp", lockstep::bench::ddp_main},
+      {"overlap", lockstep::bench::overlap_main},
+  };
+  return table;
+}
+
+int bench(int argc, char** argv) {
+  if (argc >= 2) {
+    const auto found = benchmarks().find(argv[1]);
+    if (found != benchmarks().end()) return found->second(argc - 1, argv + 1);
+  }
+  const bool asked = argc >= 2 && std::strcmp(argv[1], "--help") == 0;
+  std::FILE* out = asked ? stdout : stderr;
+  if (argc >= 2 && !asked) fmt::print(out, "lockstep bench: unknown benchmark '{}'\n", argv[1]);
+  fmt::print(out,
+             "usage: lockstep bench NAME [OPTIONS]   (NAME --help lists its options)\n\n"
+             "  launch   start-to-end time of a one-all-reduce program, beside torchrun\n"
+             "  ddp      what the wrapper costs in a world of one, beside PyTorch's\n"
+             "  overlap  how much communication is hidden behind backward\n");
+  return asked ? 0 : 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const std::string command = argc >= 2 ? argv[1] : "";
+    if (command == "bench") return bench(argc - 1, argv + 1);
+    if (command == "_allreduce-once") return lockstep::bench::allreduce_once_main();
+    fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
+    return 2;
+  } catch (const lockstep::UsageError& e) {
+    fmt::print(stderr, "lockstep: {}\n", e.what());
+    return 2;
+  } catch (const std::exception& e) {
+    fmt::print(stderr, "lockstep: {}\n", e.what());
+    return 1;
+  }
+}

@@ -1,0 +1,104 @@
+#include "cli/variables.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+
+namespace lockstep::cli {
+namespace {
+
+constexpr KnownVariable kKnown[] = {
+    {"WORLD_SIZE", "number of ranks in all", true},
+    {"RANK", "this rank, from 0", true},
+    {"LOCAL_RANK", "this rank's number on its host; chooses the GPU", true},
+    {"LOCAL_WORLD_SIZE", "ranks on this host", true},
+    {"GROUP_RANK", "number of this host"},
+    {"GROUP_WORLD_SIZE", "number of hosts"},
+    {"ROLE_NAME", "role given with --role"},
+    {"ROLE_RANK", "rank within the role"},
+    {"ROLE_WORLD_SIZE", "ranks of the role"},
+    {"NODE_RANK", "number of this host, where GROUP_RANK is not set"},
+    {"MASTER_ADDR", "host of rank 0", true},
+    {"MASTER_PORT", "port on which rank 0's store listens", true},
+    {"TORCHELASTIC_RUN_ID", "id of the run"},
+    {"TORCHELASTIC_RESTART_COUNT", "attempt, from 0"},
+    {"TORCHELASTIC_MAX_RESTARTS", "attempts that may follow a failure"},
+    {"TORCHELASTIC_USE_AGENT_STORE", "True: the launcher hosts the store, rank 0 is a client"},
+    {"TORCHELASTIC_ERROR_FILE", "where a failing rank writes why"},
+    {"TORCHELASTIC_SIGNALS_TO_HANDLE", "signals that the launcher forwards"},
+    {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "prefix of console lines"},
+    {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "PyTorch's NCCL watchdog; our worlds do without it"},
+    {"LOCKSTEP_RUN", "id of the `lockstep run` that started this rank"},
+    {"LOCKSTEP_CONTROL_FD", "pipe on which the launcher announces failures"},
+    {"LOCKSTEP_STORE_FD", "listening socket for rank 0's store"},
+    {"LOCKSTEP_LOG", "debug, info, warning, error or off"},
+    {"LOCKSTEP_DEBUG", "1: compare every collective over ranks first"},
+    {"LOCKSTEP_BACKEND", "gloo or nccl instead of auto", true},
+    {"LOCKSTEP_DEVICE", "cpu, cuda or cuda:N instead of auto", true},
+    {"LOCKSTEP_CUDA_PLUGIN", "path of the CUDA plug-in"},
+    {"LOCKSTEP_SHARE_DEVICE", "1: several local ranks may share a GPU"},
+    {"LOCKSTEP_TIMEOUT_S", "deadline of a training operation, in seconds (1800)"},
+    {"LOCKSTEP_STARTUP_TIMEOUT_S", "deadline for all ranks to meet, in seconds (300)"},
+    {"CUDA_VISIBLE_DEVICES", "which GPUs this process sees, and in which order", true},
+    {"OMP_NUM_THREADS", "threads for CPU operators", true},
+    {"GLOO_SOCKET_IFNAME", "interface that gloo uses", true},
+    {"NCCL_SOCKET_IFNAME", "interface that NCCL uses", true},
+    {"NCCL_DEBUG", "INFO: NCCL says what it does"},
+    {"NCCL_HOSTID", "a different one per rank lets NCCL ranks share a GPU"},
+    {"PYTHON_EXEC", "interpreter for .py programs"},
+    {"OMPI_COMM_WORLD_RANK", "rank under Open MPI's mpirun"},
+    {"OMPI_COMM_WORLD_SIZE", "ranks under Open MPI's mpirun"},
+    {"OMPI_COMM_WORLD_LOCAL_RANK", "local rank under Open MPI's mpirun"},
+    {"OMPI_COMM_WORLD_LOCAL_SIZE", "local ranks under Open MPI's mpirun"},
+    {"MV2_COMM_WORLD_RANK", "rank under MVAPICH's mpirun"},
+    {"MV2_COMM_WORLD_SIZE", "ranks under MVAPICH's mpirun"},
+    {"MV2_COMM_WORLD_LOCAL_RANK", "local rank under MVAPICH's mpirun"},
+    {"MV2_COMM_WORLD_LOCAL_SIZE", "local ranks under MVAPICH's mpirun"},
+    {"PMI_RANK", "rank under MPICH's and Intel's mpirun"},
+    {"PMI_SIZE", "ranks under MPICH's and Intel's mpirun"},
+    {"MPI_LOCALRANKID", "local rank under MPICH's and Intel's mpirun"},
+    {"MPI_LOCALNRANKS", "local ranks under MPICH's and Intel's mpirun"},
+    {"SLURM_JOB_ID", "job, for the port"},
+    {"SLURM_STEP_ID", "step, for the port"},
+    {"SLURM_PROCID", "rank under srun"},
+    {"SLURM_NTASKS", "ranks under srun, where the step does not say"},
+    {"SLURM_LOCALID", "local rank under srun"},
+    {"SLURM_NODEID", "number of this host under srun"},
+    {"SLURM_STEP_NUM_TASKS", "ranks of the step"},
+    {"SLURM_STEP_NUM_NODES", "hosts of the step"},
+    {"SLURM_STEP_TASKS_PER_NODE", "ranks on each host of the step"},
+    {"SLURM_STEP_NODELIST", "hosts of the step; the first is rank 0's"},
+};
+
+constexpr std::array<std::string_view, 12> kFamilies = {
+    "LOCKSTEP_", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_", "PET_",
+    "NCCL_",     "GLOO_",         "OMP_",        "CUDA_",       "ACCELERATE_",        "MKL_"};
+
+}  // namespace
+
+std::span<const KnownVariable> known_variables() {
+  return kKnown;
+}
+
+bool is_shown(std::string_view name) {
+  return std::any_of(kFamilies.begin(), kFamilies.end(), [&](std::string_view family) {
+    return name.substr(0, family.size()) == family;
+  });
+}
+
+std::map<std::string, std::string> set_variables() {
+  std::map<std::string, std::string> found;
+  for (char** entry = ::environ; *entry != nullptr; ++entry) {
+    const std::string_view text = *entry;
+    const auto equals = text.find('=');
+    if (equals == std::string_view::npos) continue;
+    const std::string_view name = text.substr(0, equals);
+    const bool known = std::any_of(std::begin(kKnown), std::end(kKnown),
+                                   [&](const KnownVariable& v) { return v.name == name; });
+    if (known || is_shown(name)) found.emplace(name, text.substr(equals + 1));
+  }
+  return found;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,27 @@
+// The environment variables that matter to a rank, each with one line of meaning: what `lockstep
+// env` prints and what docs/environment.md must list.
+#pragma once
+
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace lockstep::cli {
+
+struct KnownVariable {
+  std::string_view name;
+  std::string_view meaning;
+  // Said to be unset when it is; the others are named only where they are set.
+  bool important = false;
+};
+
+std::span<const KnownVariable> known_variables();
+
+// Whether `name` belongs to a family that is shown whole (NCCL_*, LOCKSTEP_*, ...).
+bool is_shown(std::string_view name);
+
+// Every variable of this process that is known or shown, with its value.
+std::map<std::string, std::string> set_variables();
+
+}  // namespace lockstep::cli
