@@ -1,0 +1,57 @@
+// One way of moving tensors between ranks. World does everything that is the same for all of them
+// (checks, contiguity, dtypes a backend lacks, sequence numbers, deadlines), so that a backend only
+// has to move contiguous memory.
+//
+// What a backend may rely on: tensors are one-dimensional, contiguous, not empty and on its device;
+// all but reductions get bytes (dtype uint8); reductions are asked for only where reduces() says yes;
+// size is at least 2; peers and roots are in range and, for point_to_point, not this rank. Calls come
+// from one thread at a time, except abort(), which may come from any thread at any time.
+//
+// What it must do: start the operation, return without waiting for it, and call state->complete()
+// once, or attach a DeviceOperation. An exception from a call means the world is broken. The
+// destructor must not wait for peers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/work_state.h"
+#include "lockstep/comm/world.h"
+
+namespace lockstep::detail {
+
+class Backend {
+ public:
+  using State = std::shared_ptr<WorkState>;
+
+  virtual ~Backend() = default;
+  virtual const std::string& name() const = 0;
+  virtual c10::DeviceType device_type() const = 0;
+  virtual bool reduces(at::ScalarType dtype, ReduceOp op) const = 0;
+
+  virtual void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) = 0;
+  virtual void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) = 0;
+  virtual void broadcast(const State& state, at::Tensor tensor, int root) = 0;
+  // output holds size times input
+  virtual void all_gather(const State& state, at::Tensor output, at::Tensor input) = 0;
+  // input holds size times output
+  virtual void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
+                              ReduceOp op) = 0;
+  // The lists are given on root only.
+  virtual void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
+                      int root) = 0;
+  virtual void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
+                       int root) = 0;
+  // Here single tensors may be empty.
+  virtual void all_to_all(const State& state, std::vector<at::Tensor> outputs,
+                          std::vector<at::Tensor> inputs) = 0;
+  virtual void point_to_point(const State& state, std::vector<P2p> messages) = 0;
+
+  // Breaks what is under way as far as it can, so that peers notice too; never blocks for long.
+  virtual void abort() noexcept = 0;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,70 @@
+// Runs something that may block for ever (a store call, a backend's constructor) with an end.
+//
+//   auto store = bounded<Store>("connecting to the store", deadline, [=] { return open(); });
+//
+// The body runs on a thread of its own and must own everything it touches: when the deadline passes
+// or the launcher announces a failure, the caller gets an exception and the thread is left behind.
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "lockstep/core/control.h"
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::detail {
+
+// Throws CommError when the launcher has announced a failure.
+void throw_if_doomed(const std::string& what);
+
+template <typename T>
+T bounded(const std::string& what, const Deadline& deadline, std::function<T()> body) {
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    std::optional<T> value;
+    std::exception_ptr error;
+  };
+  auto shared = std::make_shared<Shared>();
+  std::thread([shared, body = std::move(body)]() mutable {
+    std::optional<T> value;
+    std::exception_ptr error;
+    try {
+      value.emplace(body());
+    } catch (...) {
+      error = std::current_exception();
+    }
+    body = nullptr;
+    const std::lock_guard lock(shared->mutex);
+    shared->value = std::move(value);
+    shared->error = error;
+    shared->done = true;
+    shared->changed.notify_all();
+  }).detach();
+
+  std::unique_lock lock(shared->mutex);
+  while (!shared->done) {
+    const auto slice = std::min(deadline.remaining(), std::chrono::milliseconds(100));
+    if (shared->changed.wait_for(lock, slice, [&] { return shared->done; })) break;
+    throw_if_doomed(what);
+    if (deadline.expired()) {
+      throw TimeoutError("world", fmt::format("{} did not finish within {} ms. A rank is missing, "
+                                              "stopped or unreachable. Raise "
+                                              "LOCKSTEP_STARTUP_TIMEOUT_S if it is only slow.",
+                                              what, deadline.total().count()));
+    }
+  }
+  if (shared->error) std::rethrow_exception(shared->error);
+  return std::move(*shared->value);
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,470 @@
+#include "lockstep/comm/connect.h"
+
+#include <elf.h>
+#include <fmt/ranges.h>
+#include <link.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "lockstep/comm/bounded.h"
+#include "lockstep/comm/device.h"
+#include "lockstep/comm/gloo/gloo.h"
+#include "lockstep/comm/nccl/nccl.h"
+#include "lockstep/comm/world_impl.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/rank_env.h"
+
+namespace lockstep {
+
+namespace {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+constexpr const char* kComponent = "world";
+constexpr std::chrono::seconds kProgressInterval{10};
+
+// ---------------------------------------------------------------- who this is
+
+std::string host_name() {
+  char name[256] = "unknown";
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+// The linker's build id of the running program: equal exactly for equal builds.
+std::string build_id() {
+  std::string id;
+  ::dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* out) {
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          const auto& header = info->dlpi_phdr[i];
+          if (header.p_type != PT_NOTE) continue;
+          const char* at = reinterpret_cast<const char*>(info->dlpi_addr + header.p_vaddr);
+          const char* end = at + header.p_memsz;
+          while (at + sizeof(ElfW(Nhdr)) <= end) {
+            const auto* note = reinterpret_cast<const ElfW(Nhdr)*>(at);
+            const char* name = at + sizeof *note;
+            const char* body = name + ((note->n_namesz + 3u) & ~3u);
+            if (note->n_type == NT_GNU_BUILD_ID && note->n_namesz == 4) {
+              for (unsigned k = 0; k < std::min(note->n_descsz, 8u); ++k)
+                static_cast<std::string*>(out)->append(
+                    fmt::format("{:02x}", static_cast<unsigned char>(body[k])));
+            }
+            at = body + ((note->n_descsz + 3u) & ~3u);
+          }
+        }
+        return 1;  // the program itself comes first; the libraries do not matter
+      },
+      &id);
+  if (!id.empty()) return id;
+  struct stat status {};
+  return ::stat("/proc/self/exe", &status) == 0 ? fmt::format("size-{}", status.st_size) : "unknown";
+}
+
+// ---------------------------------------------------------------- start-up checks
+
+// What each rank tells the leader before anything else happens.
+struct Hello {
+  std::string world_size = {}, program = {}, options = {}, host = {}, device = {}, address = {};
+
+  std::string text() const {
+    return fmt::format("{}\x1f{}\x1f{}\x1f{}\x1f{}\x1f{}", world_size, program, options, host, device,
+                       address);
+  }
+  static Hello parse(const std::string& text) {
+    Hello hello;
+    std::size_t begin = 0;
+    for (auto* field : {&hello.world_size, &hello.program, &hello.options, &hello.host,
+                        &hello.device, &hello.address}) {
+      const std::size_t end = std::min(text.find('\x1f', begin), text.size());
+      *field = text.substr(std::min(begin, text.size()), end - std::min(begin, text.size()));
+      begin = end + 1;
+    }
+    return hello;
+  }
+};
+
+std::string show(const std::string& value) { return value.empty() ? "(none)" : value; }
+
+// "" or what is wrong; `field` differs between the leader and rank `rank`.
+std::string difference(const char* field, const std::string& leader, const std::string& other,
+                       int rank, const char* advice) {
+  if (leader == other) return "";
+  return fmt::format("rank {} has {} {}, but rank 0 has {}. {}", rank, field, show(other),
+                     show(leader), advice);
+}
+
+std::string compare(const Hello& leader, const Hello& other, int rank) {
+  std::string problem = difference("world size", leader.world_size, other.world_size, rank,
+                                   "Start all ranks with the same WORLD_SIZE.");
+  if (problem.empty())
+    problem = difference("program", leader.program, other.program, rank,
+                         "Run the same build on every host.");
+  if (problem.empty())
+    problem = difference("options", leader.options, other.options, rank,
+                         "Give every rank the same configuration.");
+  return problem;
+}
+
+std::string compare_all(const std::map<int, Hello>& hellos, bool share_device) {
+  std::map<std::string, int> devices;
+  std::map<std::string, int> hosts;
+  for (const auto& [rank, hello] : hellos) hosts.emplace(hello.host, rank);
+  for (const auto& [rank, hello] : hellos) {
+    if (hosts.size() > 1 && hello.address.starts_with("127.")) {
+      return fmt::format("rank {} on {} would listen on {}, which the other {} hosts cannot reach. "
+                         "Set GLOO_SOCKET_IFNAME to the interface that connects them.",
+                         rank, hello.host, hello.address, hosts.size() - 1);
+    }
+    if (hello.device.empty() || share_device) continue;
+    const auto [found, fresh] = devices.emplace(hello.host + "/" + hello.device, rank);
+    if (!fresh) {
+      return fmt::format("ranks {} and {} on {} use the same GPU ({}). Check LOCAL_RANK and "
+                         "CUDA_VISIBLE_DEVICES, or set LOCKSTEP_SHARE_DEVICE=1 if it is meant.",
+                         found->second, rank, hello.host, hello.device);
+    }
+  }
+  return "";
+}
+
+// One rank's part of the start-up conversation. Runs on a thread of its own (see bounded), which the
+// caller may leave behind; `cancelled` then ends it.
+class Startup {
+ public:
+  Startup(StorePtr store, Identity identity, Hello hello, const WorldOptions& options)
+      : store_(std::move(store)),
+        identity_(std::move(identity)),
+        hello_(std::move(hello)),
+        share_device_(options.share_device),
+        deadline_(Deadline::after(options.startup_timeout)) {}
+
+  // Returns "" or the problem, the same on every rank.
+  std::string run() {
+    const int rank = identity_.rank;
+    if (store_->add(fmt::format("claim/{}", rank), 1) > 1) {
+      const std::string problem = fmt::format(
+          "two processes say they are rank {} (one of them on {}). Give every process its own RANK.",
+          rank, hello_.host);
+      store_->set("problem", problem);
+      return problem;
+    }
+    store_->set(fmt::format("hello/{}", rank), hello_.text());
+    if (rank == 0) {
+      const std::string verdict = lead();
+      store_->set("verdict", "!" + verdict);
+      return verdict;
+    }
+    poll([this] { return store_->check({"verdict"}) || store_->check({"problem"}); }, {0});
+    if (store_->check({"problem"})) return store_->get_to_str("problem");
+    return store_->get_to_str("verdict").substr(1);
+  }
+
+  void cancel() { cancelled_ = true; }
+  const Deadline& deadline() const { return deadline_; }
+
+ private:
+  std::string lead() {
+    std::map<int, Hello> arrived;
+    std::vector<int> absent;
+    for (int rank = 0; rank < identity_.size; ++rank) absent.push_back(rank);
+    std::string problem;
+    poll(
+        [&] {
+          std::erase_if(absent, [&](int rank) {
+            const std::string key = fmt::format("hello/{}", rank);
+            if (!problem.empty() || !store_->check({key})) return false;
+            const Hello hello = Hello::parse(store_->get_to_str(key));
+            problem = compare(hello_, hello, rank);
+            arrived.emplace(rank, hello);
+            return true;
+          });
+          if (store_->check({"problem"})) problem = store_->get_to_str("problem");
+          return absent.empty() || !problem.empty();
+        },
+        absent);
+    return problem.empty() ? compare_all(arrived, share_device_) : problem;
+  }
+
+  // Asks until `ready`, more and more rarely; `absent` is named in progress lines and at the end.
+  void poll(const std::function<bool()>& ready, const std::vector<int>& absent) {
+    auto pause = std::chrono::microseconds(200);
+    auto next_line = Deadline::Clock::now() + kProgressInterval;
+    while (!ready()) {
+      if (cancelled_) throw CommError(kComponent, "start-up was cancelled.");
+      if (deadline_.expired()) {
+        throw TimeoutError(
+            kComponent,
+            fmt::format("rank {}: rank{} {} of {} did not come within {} s. They failed to start, or "
+                        "cannot reach this host. Look at their output; LOCKSTEP_STARTUP_TIMEOUT_S "
+                        "gives them longer.",
+                        identity_.rank, absent.size() == 1 ? "" : "s", fmt::join(absent, ", "),
+                        identity_.size, deadline_.total().count() / 1000.0),
+            {identity_.rank, absent.front(), "start-up", 0, deadline_.elapsed()});
+      }
+      if (identity_.rank == 0 && Deadline::Clock::now() >= next_line) {
+        log::info(kComponent, "waiting for rank{} {} (of {}), {} s of {} s",
+                  absent.size() == 1 ? "" : "s", fmt::join(absent, ", "), identity_.size,
+                  deadline_.elapsed().count() / 1000, deadline_.total().count() / 1000);
+        next_line += kProgressInterval;
+      }
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 3 / 2, std::chrono::microseconds(20'000));
+    }
+  }
+
+  const StorePtr store_;
+  const Identity identity_;
+  const Hello hello_;
+  const bool share_device_;
+  const Deadline deadline_;
+  std::atomic<bool> cancelled_{false};
+};
+
+void check_start(const StorePtr& store, const Identity& identity, const WorldOptions& options,
+                 c10::Device device) {
+  Hello hello{.world_size = std::to_string(identity.size),
+              .program = identity.program,
+              .options = options.options_hash,
+              .host = identity.host,
+              .device = device.is_cuda() ? detail::cuda_device_id(device.index()) : "",
+              .address = identity.address};
+  auto startup = std::make_shared<Startup>(store, identity, hello, options);
+  // The conversation keeps its own deadline and names who is missing; this one is for a store that
+  // does not answer at all.
+  const auto outer = Deadline::after(options.startup_timeout + std::chrono::seconds(2));
+  std::string problem;
+  try {
+    problem = detail::bounded<std::string>("the start-up check", outer,
+                                           [startup] { return startup->run(); });
+  } catch (...) {
+    startup->cancel();
+    throw;
+  }
+  if (!problem.empty()) throw UsageError(kComponent, "start-up check: {}", problem);
+}
+
+// ---------------------------------------------------------------- connecting
+
+// Ranks that share GPUs are sorted into slots: within one, every rank has a GPU of its own.
+std::string shared_host_id(const Identity& identity, const WorldOptions& options) {
+  const int visible = cuda_device_count();
+  if (!options.share_device || visible == 0) return "";
+  return fmt::format("{}-slot{}", identity.host, identity.local_rank / visible);
+}
+
+World open_world(const StorePtr& store, const Identity& identity, const WorldOptions& options,
+                 const detail::DeviceChoice& choice) {
+  auto impl = std::make_shared<detail::WorldImpl>(identity, options, choice.device);
+  const auto deadline = Deadline::after(options.startup_timeout + std::chrono::seconds(2));
+  using BackendPtr = std::unique_ptr<detail::Backend>;
+  const detail::gloo::Options host{.store = c10::make_intrusive<c10d::PrefixStore>("gloo", store),
+                                   .rank = identity.rank,
+                                   .size = identity.size,
+                                   .address = identity.address,
+                                   .startup_timeout = options.startup_timeout,
+                                   .timeout = options.timeout};
+  auto host_backend = detail::bounded<BackendPtr>("connecting gloo", deadline,
+                                                  [host] { return detail::gloo::make(host); });
+  BackendPtr device_backend;
+  if (choice.backend == "nccl") {
+    const detail::nccl::Options gpu{.store = c10::make_intrusive<c10d::PrefixStore>("nccl", store),
+                                    .rank = identity.rank,
+                                    .size = identity.size,
+                                    .device = choice.device,
+                                    .shared_host_id = shared_host_id(identity, options)};
+    device_backend = detail::bounded<BackendPtr>("connecting nccl", deadline,
+                                                 [gpu] { return detail::nccl::make(gpu); });
+  }
+  impl->open(store, std::move(host_backend), std::move(device_backend));
+  return World(impl);
+}
+
+World connect_as(const StorePtr& store, Identity identity, const WorldOptions& options,
+                 const detail::DeviceChoice& choice) {
+  if (identity.host.empty()) identity.host = host_name();
+  if (identity.program.empty()) identity.program = fmt::format("{} (torch {})", build_id(),
+                                                               TORCH_VERSION);
+  if (choice.device.is_cuda()) detail::nccl::set_device(choice.device);
+  if (identity.size > 1) check_start(store, identity, options, choice.device);
+  return open_world(store, identity, options, choice);
+}
+
+World single(const Identity& identity, const WorldOptions& options, c10::Device device) {
+  if (device.is_cuda()) detail::nccl::set_device(device);
+  return World(std::make_shared<detail::WorldImpl>(identity, options, device));
+}
+
+}  // namespace
+
+namespace detail {
+
+void throw_if_doomed(const std::string& what) {
+  if (const auto failure = control::failure())
+    throw CommError("world", fmt::format("{} was given up: {}.", what, failure->text()));
+}
+
+World connect_child(WorldImpl& parent, const Identity& identity, const std::string& prefix) {
+  if (identity.size == 1) return single(identity, parent.options, parent.device);
+  const DeviceChoice choice{parent.device, parent.accelerator ? "nccl" : "gloo", ""};
+  World child = open_world(c10::make_intrusive<c10d::PrefixStore>(prefix, parent.store), identity,
+                           parent.options, choice);
+  parent.adopt(Access::impl(child)->fate);
+  return child;
+}
+
+}  // namespace detail
+
+World connect(StorePtr store, Identity identity, const WorldOptions& options) {
+  if (identity.size < 1 || identity.rank < 0 || identity.rank >= identity.size) {
+    throw UsageError(kComponent, "rank {} does not exist in a world of {}.", identity.rank,
+                     identity.size);
+  }
+  const detail::DeviceChoice choice = detail::choose_device(identity, options);
+  return connect_as(store, std::move(identity), options, choice);
+}
+
+// ---------------------------------------------------------------- from the environment
+
+namespace {
+
+// The address of this host on the way to `host`: asking the kernel for a route sends nothing.
+std::string address_towards(const std::string& host, int port) {
+  addrinfo hints{};
+  hints.ai_family = AF_INET;
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  std::string address = "127.0.0.1";
+  if (::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return address;
+  const int fd = ::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  sockaddr_storage local{};
+  socklen_t length = sizeof local;
+  char text[NI_MAXHOST];
+  if (fd >= 0 && ::connect(fd, found->ai_addr, found->ai_addrlen) == 0 &&
+      ::getsockname(fd, reinterpret_cast<sockaddr*>(&local), &length) == 0 &&
+      ::getnameinfo(reinterpret_cast<sockaddr*>(&local), length, text, sizeof text, nullptr, 0,
+                    NI_NUMERICHOST) == 0) {
+    address = text;
+  }
+  if (fd >= 0) ::close(fd);
+  ::freeaddrinfo(found);
+  return address;
+}
+
+// A store this process hosts serves as long as the process: another rank may still be on its way to
+// the first world, or already on its way to the second.
+void serve_until_exit(const StorePtr& store) {
+  static std::mutex mutex;
+  static std::vector<StorePtr> hosted;
+  const std::lock_guard lock(mutex);
+  hosted.push_back(store);
+}
+
+StorePtr open_tcp_store(const RankEnv& env, std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(env.master_port);
+  options.isServer = env.rank == 0 && !env.agent_store;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  // A second world of this process finds the server of the first.
+  options.multiTenant = true;
+  if (options.isServer && env.store_fd >= 0) options.masterListenFd = env.store_fd;
+  auto store = c10::make_intrusive<c10d::TCPStore>(env.master_addr, options);
+  if (options.isServer) serve_until_exit(store);
+  return store;
+}
+
+// Rank 0 may start late: try again and again, saying so, until the start-up deadline.
+StorePtr open_store(RankEnv env, std::chrono::milliseconds startup_timeout) {
+  const auto deadline = Deadline::after(startup_timeout);
+  env.store_fd = claim_store_fd(env);
+  const bool hosts = env.rank == 0 && !env.agent_store;
+  for (;;) {
+    std::string trouble;
+    const auto slice = std::min<std::chrono::milliseconds>(kProgressInterval, deadline.remaining());
+    try {
+      return detail::bounded<StorePtr>(
+          fmt::format("connecting to the store at {}:{}", env.master_addr, env.master_port),
+          Deadline::after(slice + std::chrono::seconds(2)),
+          [env, slice] { return open_tcp_store(env, slice); });
+    } catch (const CommError& e) {
+      if (dynamic_cast<const TimeoutError*>(&e) == nullptr) throw;
+      trouble = e.what();
+    } catch (const std::exception& e) {
+      trouble = std::string(e.what()).substr(0, std::string(e.what()).find('\n'));
+      if (hosts) {
+        throw CommError(kComponent, fmt::format("rank 0 cannot open the store at {}:{} ({}). Another "
+                                                "program may use the port; choose another "
+                                                "MASTER_PORT or let the launcher choose.",
+                                                env.master_addr, env.master_port, trouble));
+      }
+    }
+    if (deadline.expired()) {
+      throw TimeoutError(kComponent,
+                         fmt::format("rank {}: no store at {}:{} within {} s ({}). Rank 0 failed to "
+                                     "start, or MASTER_ADDR and MASTER_PORT are not its own.",
+                                     env.rank, env.master_addr, env.master_port,
+                                     deadline.total().count() / 1000.0, trouble),
+                         {env.rank, 0, "start-up", 0, deadline.elapsed()});
+    }
+    log::warning(kComponent, "waiting for rank 0 at {}:{}, {} s of {} s", env.master_addr,
+                 env.master_port, deadline.elapsed().count() / 1000,
+                 deadline.total().count() / 1000);
+  }
+}
+
+WorldOptions with_environment(WorldOptions options) {
+  constexpr std::int64_t kYear = 365 * 24 * 3600;
+  if (const auto s = env::get_int("LOCKSTEP_TIMEOUT_S", 1, kYear))
+    options.timeout = std::chrono::seconds(*s);
+  if (const auto s = env::get_int("LOCKSTEP_STARTUP_TIMEOUT_S", 1, kYear))
+    options.startup_timeout = std::chrono::seconds(*s);
+  if (const auto share = env::get_bool("LOCKSTEP_SHARE_DEVICE")) options.share_device = *share;
+  return options;
+}
+
+// Counts worlds made from the environment, so that the second one of a process does not read the
+// first one's keys. All ranks make them in the same order, like every other collective.
+std::atomic<int> worlds_made{0};
+
+}  // namespace
+
+World World::from_env(const WorldOptions& asked) {
+  const WorldOptions options = with_environment(asked);
+  RankEnv env = read_rank_env();
+  log::set_rank(env.rank, env.world_size);
+  Identity identity{.rank = env.rank,
+                    .size = env.world_size,
+                    .local_rank = env.local_rank,
+                    .local_size = env.local_world_size,
+                    .node = env.node};
+  const detail::DeviceChoice choice = detail::choose_device(identity, options);
+  const bool forced = options.backend != "auto" || env::get("LOCKSTEP_BACKEND");
+  log::info(kComponent, "{} rank{} ({}), device {}, backend {}: {}", env.world_size,
+            env.world_size == 1 ? "" : "s", env.source, choice.device.str(),
+            env.alone() && !forced ? "single" : choice.backend, choice.reason);
+  if (env.alone()) {
+    if (!forced) return single(identity, options, choice.device);
+    return connect_as(c10::make_intrusive<c10d::HashStore>(), identity, options, choice);
+  }
+  meet(env, static_cast<int>(options.startup_timeout.count()));
+  StorePtr store = open_store(env, options.startup_timeout);
+  identity.address = address_towards(env.master_addr, env.master_port);
+  const std::string prefix =
+      fmt::format("lockstep/{}/{}/{}", env::get("TORCHELASTIC_RUN_ID").value_or("none"), env.attempt,
+                  worlds_made++);
+  return connect_as(c10::make_intrusive<c10d::PrefixStore>(prefix, store), identity, options, choice);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,38 @@
+// How a World comes to be, below World::from_env: any c10d store where ranks can meet will do, so
+// worlds of threads (a HashStore) and of processes (a TCPStore) are made by the same code.
+//
+//   World world = connect(store, {.rank = r, .size = n});      // on every rank, all at once
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "lockstep/comm/world.h"
+
+namespace lockstep {
+
+namespace detail {
+class Backend;
+}
+
+// Who a rank is. The launcher knows it; threads and tests say it.
+struct Identity {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  int local_size = 1;
+  int node = 0;
+  std::string host = {};                 // names the machine in messages; empty: asked for
+  std::string address = "127.0.0.1";  // where the others reach this one
+  std::string program = {};              // must be equal on all ranks; empty: this executable's build
+};
+
+// Meets the other ranks through `store`, runs the start-up checks and connects the backends. Throws
+// UsageError where the ranks contradict each other, TimeoutError naming ranks that did not come.
+World connect(c10::intrusive_ptr<c10d::Store> store, Identity identity,
+              const WorldOptions& options = {});
+
+}  // namespace lockstep

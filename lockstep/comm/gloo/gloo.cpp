@@ -1,0 +1,289 @@
+#include "lockstep/comm/gloo/gloo.h"
+
+#include <cstdlib>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include <atomic>
+#include <list>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "lockstep/core/env.h"
+
+namespace lockstep::detail::gloo {
+
+namespace {
+
+// True while a completion runs on one of the process group's own threads. Dropping the last handle
+// of a world there would make that thread join itself.
+thread_local bool on_worker_thread = false;
+
+// Our deadlines are the ones users see; gloo's own only ends what nobody waits for any more.
+constexpr std::chrono::milliseconds kMargin{10'000};
+
+// Reaches the connections, which ProcessGroupGloo gives no way to close.
+class Group : public c10d::ProcessGroupGloo {
+ public:
+  using ProcessGroupGloo::ProcessGroupGloo;
+  void close_connections() {
+    for (auto& context : contexts_) context->closeConnections();
+  }
+};
+
+c10d::ReduceOp::RedOpType translate(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return c10d::ReduceOp::SUM;
+    case ReduceOp::kAvg: return c10d::ReduceOp::AVG;
+    case ReduceOp::kMin: return c10d::ReduceOp::MIN;
+    case ReduceOp::kMax: return c10d::ReduceOp::MAX;
+    case ReduceOp::kProduct: return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::kAnd: return c10d::ReduceOp::BAND;
+    case ReduceOp::kOr: return c10d::ReduceOp::BOR;
+    case ReduceOp::kXor: return c10d::ReduceOp::BXOR;
+  }
+  LOCKSTEP_ASSERT(false);
+  return c10d::ReduceOp::UNUSED;
+}
+
+using C10dWork = c10::intrusive_ptr<c10d::Work>;
+
+// Messages between two ranks finish in gloo without a notification: somebody has to sit in wait().
+// One thread per batch does, because a message that never comes must not hold up the others.
+class Waiter {
+ public:
+  Waiter(std::vector<C10dWork> works, Backend::State state, std::chrono::milliseconds timeout)
+      : works_(std::move(works)),
+        thread_([this, state = std::move(state), timeout] { run(state, timeout); }) {}
+  ~Waiter() {
+    abort();
+    thread_.join();
+  }
+  bool finished() const { return finished_; }
+  void abort() noexcept {
+    for (auto& work : works_) work->abort();
+  }
+
+ private:
+  void run(Backend::State state, std::chrono::milliseconds timeout) noexcept {
+    std::exception_ptr error;
+    try {
+      for (auto& work : works_) {
+        if (!work->wait(timeout)) throw std::runtime_error("the message was aborted");
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    on_worker_thread = true;
+    state->complete(error);
+    state.reset();
+    on_worker_thread = false;
+    finished_ = true;
+  }
+
+  std::vector<C10dWork> works_;
+  std::atomic<bool> finished_{false};
+  std::thread thread_;
+};
+
+class GlooBackend : public Backend {
+ public:
+  explicit GlooBackend(const Options& options)
+      : rank_(options.rank),
+        timeout_(options.timeout + kMargin),
+        group_(connect(options)),
+        pending_(std::make_shared<std::atomic<int>>(0)) {}
+
+  // Never waits for a peer: a group with operations under way has threads that sit in them, so it is
+  // left behind on purpose (the process is on its way out or the world was abandoned).
+  ~GlooBackend() override {
+    if (on_worker_thread) {
+      static_cast<void>(group_.release());
+      static_cast<void>(new std::list<Waiter>(std::move(waiters_)));
+      return;
+    }
+    waiters_.clear();
+    if (*pending_ != 0) {
+      group_->close_connections();
+      static_cast<void>(group_.release());
+    }
+  }
+
+  const std::string& name() const override {
+    static const std::string name = "gloo";
+    return name;
+  }
+
+  c10::DeviceType device_type() const override { return c10::kCPU; }
+
+  bool reduces(at::ScalarType dtype, ReduceOp op) const override {
+    const bool bits = op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor;
+    switch (dtype) {
+      case at::kByte:
+      case at::kChar:
+      case at::kInt:
+      case at::kLong: return op != ReduceOp::kAvg;
+      case at::kHalf:
+      case at::kBFloat16:
+      case at::kFloat:
+      case at::kDouble: return !bits;
+      default: return false;
+    }
+  }
+
+  void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
+    std::vector<at::Tensor> tensors{std::move(tensor)};
+    c10d::AllreduceOptions options;
+    options.reduceOp = translate(op);
+    follow(state, group_->allreduce(tensors, options));
+  }
+
+  void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {
+    std::vector<at::Tensor> tensors{std::move(tensor)};
+    c10d::ReduceOptions options;
+    options.reduceOp = translate(op);
+    options.rootRank = root;
+    follow(state, group_->reduce(tensors, options));
+  }
+
+  void broadcast(const State& state, at::Tensor tensor, int root) override {
+    std::vector<at::Tensor> tensors{std::move(tensor)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    follow(state, group_->broadcast(tensors, options));
+  }
+
+  void all_gather(const State& state, at::Tensor output, at::Tensor input) override {
+    follow(state, group_->_allgather_base(output, input));
+  }
+
+  // LibTorch's own reduce_scatter over gloo is an all_reduce too, but one that tells nobody when it is
+  // done; so it is spelled out here.
+  void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
+                      ReduceOp op) override {
+    at::Tensor all = input.clone();
+    std::vector<at::Tensor> tensors{all};
+    c10d::AllreduceOptions options;
+    options.reduceOp = translate(op);
+    const int64_t mine = rank_ * output.numel();
+    follow(state, group_->allreduce(tensors, options),
+           [all, output, mine] { output.copy_(all.narrow(0, mine, output.numel())); });
+  }
+
+  void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
+              int root) override {
+    std::vector<std::vector<at::Tensor>> lists;
+    if (!outputs.empty()) lists.push_back(std::move(outputs));
+    std::vector<at::Tensor> inputs{std::move(input)};
+    c10d::GatherOptions options;
+    options.rootRank = root;
+    follow(state, group_->gather(lists, inputs, options));
+  }
+
+  void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
+               int root) override {
+    std::vector<std::vector<at::Tensor>> lists;
+    if (!inputs.empty()) lists.push_back(std::move(inputs));
+    std::vector<at::Tensor> outputs{std::move(output)};
+    c10d::ScatterOptions options;
+    options.rootRank = root;
+    follow(state, group_->scatter(outputs, lists, options));
+  }
+
+  // Gloo has all_to_all on one buffer with counts only: pack, exchange, unpack at the end.
+  void all_to_all(const State& state, std::vector<at::Tensor> outputs,
+                  std::vector<at::Tensor> inputs) override {
+    std::vector<int64_t> output_counts;
+    std::vector<int64_t> input_counts;
+    int64_t total = 0;
+    for (const auto& tensor : outputs) total += output_counts.emplace_back(tensor.numel());
+    for (const auto& tensor : inputs) input_counts.push_back(tensor.numel());
+    at::Tensor packed_input = at::cat(inputs);
+    at::Tensor packed_output = at::empty({total}, packed_input.options());
+    auto work = group_->alltoall_base(packed_output, packed_input, output_counts, input_counts);
+    follow(state, work, [=, outputs = std::move(outputs)] {
+      int64_t offset = 0;
+      for (const auto& tensor : outputs) {
+        tensor.copy_(packed_output.narrow(0, offset, tensor.numel()));
+        offset += tensor.numel();
+      }
+    });
+  }
+
+  void point_to_point(const State& state, std::vector<P2p> messages) override {
+    std::vector<C10dWork> works;
+    for (auto& message : messages) {
+      std::vector<at::Tensor> tensors{message.tensor};
+      works.push_back(message.kind == P2p::Kind::kSend ? group_->send(tensors, message.peer, 0)
+                                                       : group_->recv(tensors, message.peer, 0));
+    }
+    const std::lock_guard lock(waiters_mutex_);
+    waiters_.remove_if([](const Waiter& waiter) { return waiter.finished(); });
+    waiters_.emplace_back(std::move(works), state, timeout_);
+  }
+
+  void abort() noexcept override {
+    {
+      const std::lock_guard lock(waiters_mutex_);
+      for (auto& waiter : waiters_) waiter.abort();
+    }
+    try {
+      group_->close_connections();
+    } catch (const std::exception&) {
+      // Nothing to do: pending operations were completed with the cause already.
+    }
+  }
+
+ private:
+  static c10::intrusive_ptr<Group> connect(const Options& options) {
+    auto group_options = c10d::ProcessGroupGloo::Options::create(options.startup_timeout);
+    if (const auto names = env::get("GLOO_SOCKET_IFNAME")) {
+      for (std::size_t begin = 0; begin <= names->size();) {
+        const std::size_t end = std::min(names->find(',', begin), names->size());
+        group_options->devices.push_back(
+            Group::createDeviceForInterface(names->substr(begin, end - begin)));
+        begin = end + 1;
+      }
+    } else {
+      group_options->devices.push_back(Group::createDeviceForHostname(options.address));
+    }
+    auto group = c10::make_intrusive<Group>(options.store, options.rank, options.size, group_options);
+    group->setTimeout(options.timeout + kMargin);
+    return group;
+  }
+
+  void follow(const State& state, const C10dWork& work, std::function<void()> unpack = {}) {
+    ++*pending_;
+    work->getFuture()->addCallback(
+        [state, unpack = std::move(unpack), pending = pending_](c10::ivalue::Future& future) {
+          on_worker_thread = true;
+          std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
+          try {
+            if (!error && unpack) unpack();
+          } catch (...) {
+            error = std::current_exception();
+          }
+          state->complete(error);
+          --*pending;
+          on_worker_thread = false;
+        });
+  }
+
+  const int rank_;
+  const std::chrono::milliseconds timeout_;
+  c10::intrusive_ptr<Group> group_;
+  std::shared_ptr<std::atomic<int>> pending_;
+  std::mutex waiters_mutex_;
+  std::list<Waiter> waiters_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make(const Options& options) {
+  // c10d's flight recorder keeps one table per process without a lock: two worlds in one process
+  // corrupt it (seen as a crash in FlightRecorder::record). A value the user set stays.
+  ::setenv("TORCH_FR_BUFFER_SIZE", "0", 0);
+  return std::make_unique<GlooBackend>(options);
+}
+
+}  // namespace lockstep::detail::gloo

@@ -1,0 +1,2 @@
+// Read by ProcessGroupGloo.hpp; see gloo/algorithm.h here for why.
+#pragma once

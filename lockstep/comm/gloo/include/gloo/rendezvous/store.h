@@ -1,0 +1,19 @@
+// Read by ProcessGroupGloo.hpp; see gloo/algorithm.h here for why. Never construct a GlooStore
+// through this declaration: the real class has more virtual functions.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace gloo::rendezvous {
+class Store {
+ public:
+  virtual ~Store();
+  virtual void set(const std::string& key, const std::vector<char>& value) = 0;
+  virtual std::vector<char> get(const std::string& key) = 0;
+  virtual void wait(const std::vector<std::string>& keys) = 0;
+  virtual void wait(const std::vector<std::string>& keys,
+                    const std::chrono::milliseconds& timeout) = 0;
+};
+}  // namespace gloo::rendezvous

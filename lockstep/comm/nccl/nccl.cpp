@@ -1,0 +1,370 @@
+#include "lockstep/comm/nccl/nccl.h"
+
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <filesystem>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/nccl/plugin.h"
+#include "lockstep/core/env.h"
+
+namespace lockstep::detail::nccl {
+
+namespace {
+
+using C10dWork = c10::intrusive_ptr<c10d::Work>;
+using Group = c10::intrusive_ptr<c10d::Backend>;
+
+// LibTorch must never think an operation has timed out: the deadlines are ours.
+constexpr std::chrono::hours kNever{24 * 365};
+// How long the end of a healthy communicator may take before it is left behind.
+constexpr std::chrono::milliseconds kCloseTimeout{10'000};
+
+// ---------------------------------------------------------------- the plug-in
+
+struct Loaded {
+  const PluginTable* table = nullptr;
+  std::string trouble;
+};
+
+// Beside the program (an installed or moved tree), then wherever the loader looks (build tree).
+std::vector<std::string> plugin_candidates() {
+  if (const auto path = env::get("LOCKSTEP_CUDA_PLUGIN")) return {*path};
+  std::vector<std::string> candidates{kPluginFile};
+  std::error_code error;
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
+  if (!error) {
+    const auto root = program.parent_path();
+    for (const char* folder : {".", "../lib", "../../lib", "../lib64"})
+      candidates.push_back((root / folder / kPluginFile).string());
+  }
+  return candidates;
+}
+
+Loaded open_plugin() {
+  Loaded loaded;
+  for (const auto& path : plugin_candidates()) {
+    // Global, because libtorch_cuda comes in with it and later plug-ins resolve against it.
+    void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
+    if (library == nullptr) {
+      const char* error = ::dlerror();
+      // The first answer that is not "no such file" is the interesting one.
+      if (loaded.trouble.empty() || ::access(path.c_str(), F_OK) == 0)
+        loaded.trouble = error != nullptr ? error : "unknown error";
+      continue;
+    }
+    const auto entry = reinterpret_cast<PluginEntry>(::dlsym(library, kPluginEntry));
+    const PluginTable* table = entry != nullptr ? entry() : nullptr;
+    if (table == nullptr || table->version != kPluginVersion) {
+      loaded.trouble = path + " belongs to another build of Lockstep";
+      continue;
+    }
+    loaded.table = table;
+    return loaded;
+  }
+  return loaded;
+}
+
+const Loaded& loaded_plugin() {
+  static const Loaded loaded = open_plugin();
+  return loaded;
+}
+
+const PluginTable& plugin() {
+  load();
+  return *loaded_plugin().table;
+}
+
+// LibTorch decides once, at the first question about CUDA (torch::manual_seed asks), whether this
+// process has it. On a machine with an NVIDIA driver the plug-in is therefore opened before main().
+[[maybe_unused]] const bool opened_early = [] {
+  const char* device = std::getenv("LOCKSTEP_DEVICE");
+  const bool refused = device != nullptr && std::string(device) == "cpu";
+  if (refused || ::access("/dev/nvidiactl", F_OK) != 0) return false;
+  return loaded_plugin().table != nullptr;
+}();
+
+// ---------------------------------------------------------------- operations
+
+class NcclOperation : public DeviceOperation {
+ public:
+  NcclOperation(C10dWork work, std::function<void()> hurry)
+      : work_(std::move(work)), hurry_(std::move(hurry)) {}
+
+  bool poll() override {
+    if (!work_->isCompleted()) return false;
+    if (work_->isSuccess()) return true;
+    if (work_->exception()) std::rethrow_exception(work_->exception());
+    throw std::runtime_error("NCCL reported a failure without a reason");
+  }
+  void wait_stream() override { work_->wait(); }
+  void wait_current_stream() override {
+    const c10::impl::VirtualGuardImpl device(c10::kCUDA);
+    device.getStream(device.getDevice()).synchronize();
+  }
+  void hurry() override { hurry_(); }
+
+ private:
+  const C10dWork work_;
+  const std::function<void()> hurry_;
+};
+
+// Asks the operations nobody waits for on the host: without it a rank that only enqueues would hang
+// in its next device synchronisation instead of getting our TimeoutError.
+class Watcher {
+ public:
+  Watcher() : shared_(std::make_shared<Shared>()), thread_([shared = shared_] { run(*shared); }) {}
+  ~Watcher() {
+    {
+      const std::lock_guard lock(shared_->mutex);
+      shared_->stop = true;
+    }
+    shared_->changed.notify_all();
+    // A completion callback may drop the last handle of the world on the watching thread itself.
+    if (thread_.get_id() == std::this_thread::get_id()) {
+      thread_.detach();
+    } else {
+      thread_.join();
+    }
+  }
+
+  void add(const Backend::State& state) {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->watched.push_back(state);
+    shared_->changed.notify_all();
+  }
+  void hurry() {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->hurried = true;
+    shared_->changed.notify_all();
+  }
+
+ private:
+  static constexpr std::chrono::milliseconds kCalm{100};
+  static constexpr std::chrono::microseconds kBusy{200};
+
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::vector<std::weak_ptr<WorkState>> watched;
+    bool hurried = false;  // someone waits for a callback: ask often
+    bool stop = false;
+  };
+
+  static void run(Shared& shared) {
+    std::unique_lock lock(shared.mutex);
+    while (!shared.stop) {
+      if (shared.watched.empty()) {
+        shared.hurried = false;
+        shared.changed.wait(lock, [&] { return shared.stop || !shared.watched.empty(); });
+        continue;
+      }
+      if (shared.hurried) {
+        shared.changed.wait_for(lock, kBusy, [&] { return shared.stop; });
+      } else {
+        shared.changed.wait_for(lock, kCalm, [&] { return shared.stop || shared.hurried; });
+      }
+      std::vector<std::weak_ptr<WorkState>> round = std::exchange(shared.watched, {});
+      lock.unlock();
+      std::erase_if(round, [](const auto& weak) {
+        const auto state = weak.lock();
+        if (!state || state->poll()) return true;
+        if (!state->deadline().expired()) return false;
+        state->expire(state->timeout_text());
+        return true;
+      });
+      lock.lock();
+      shared.watched.insert(shared.watched.begin(), round.begin(), round.end());
+    }
+  }
+
+  std::shared_ptr<Shared> shared_;
+  std::thread thread_;
+};
+
+c10d::ReduceOp::RedOpType translate(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return c10d::ReduceOp::SUM;
+    case ReduceOp::kAvg: return c10d::ReduceOp::AVG;
+    case ReduceOp::kMin: return c10d::ReduceOp::MIN;
+    case ReduceOp::kMax: return c10d::ReduceOp::MAX;
+    case ReduceOp::kProduct: return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::kAnd:
+    case ReduceOp::kOr:
+    case ReduceOp::kXor: break;  // reduces() says no
+  }
+  LOCKSTEP_ASSERT(false);
+  return c10d::ReduceOp::UNUSED;
+}
+
+class NcclBackend : public Backend {
+ public:
+  explicit NcclBackend(Group group) : group_(std::move(group)), watcher_(std::make_shared<Watcher>()) {}
+
+  // Aborting is local; destroying would wait for peers. A communicator that does not let go is left.
+  ~NcclBackend() override {
+    watcher_.reset();
+    abort();
+    const auto deadline = Deadline::after(kCloseTimeout);
+    while (!*closed_ && !deadline.expired())
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (!*closed_) static_cast<void>(group_.release());
+  }
+
+  const std::string& name() const override {
+    static const std::string name = "nccl";
+    return name;
+  }
+  c10::DeviceType device_type() const override { return c10::kCUDA; }
+
+  bool reduces(at::ScalarType dtype, ReduceOp op) const override {
+    if (op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor) return false;
+    switch (dtype) {
+      case at::kByte:
+      case at::kChar:
+      case at::kInt:
+      case at::kLong: return op != ReduceOp::kAvg;
+      case at::kHalf:
+      case at::kBFloat16:
+      case at::kFloat:
+      case at::kDouble: return true;
+      default: return false;
+    }
+  }
+
+  void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
+    std::vector<at::Tensor> tensors{std::move(tensor)};
+    c10d::AllreduceOptions options;
+    options.reduceOp = translate(op);
+    follow(state, group_->allreduce(tensors, options));
+  }
+
+  void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {
+    std::vector<at::Tensor> tensors{std::move(tensor)};
+    c10d::ReduceOptions options;
+    options.reduceOp = translate(op);
+    options.rootRank = root;
+    follow(state, group_->reduce(tensors, options));
+  }
+
+  void broadcast(const State& state, at::Tensor tensor, int root) override {
+    std::vector<at::Tensor> tensors{std::move(tensor)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    follow(state, group_->broadcast(tensors, options));
+  }
+
+  void all_gather(const State& state, at::Tensor output, at::Tensor input) override {
+    follow(state, group_->_allgather_base(output, input));
+  }
+
+  void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
+                      ReduceOp op) override {
+    c10d::ReduceScatterOptions options;
+    options.reduceOp = translate(op);
+    follow(state, group_->_reduce_scatter_base(output, input, options));
+  }
+
+  void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
+              int root) override {
+    std::vector<std::vector<at::Tensor>> lists;
+    if (!outputs.empty()) lists.push_back(std::move(outputs));
+    std::vector<at::Tensor> inputs{std::move(input)};
+    c10d::GatherOptions options;
+    options.rootRank = root;
+    follow(state, group_->gather(lists, inputs, options));
+  }
+
+  void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
+               int root) override {
+    std::vector<std::vector<at::Tensor>> lists;
+    if (!inputs.empty()) lists.push_back(std::move(inputs));
+    std::vector<at::Tensor> outputs{std::move(output)};
+    c10d::ScatterOptions options;
+    options.rootRank = root;
+    follow(state, group_->scatter(outputs, lists, options));
+  }
+
+  void all_to_all(const State& state, std::vector<at::Tensor> outputs,
+                  std::vector<at::Tensor> inputs) override {
+    follow(state, group_->alltoall(outputs, inputs));
+  }
+
+  // Grouped, so that messages in both directions cannot wait for each other.
+  void point_to_point(const State& state, std::vector<P2p> messages) override {
+    group_->startCoalescing();
+    for (auto& message : messages) {
+      std::vector<at::Tensor> tensors{message.tensor};
+      if (message.kind == P2p::Kind::kSend) {
+        group_->send(tensors, message.peer, 0);
+      } else {
+        group_->recv(tensors, message.peer, 0);
+      }
+    }
+    follow(state, group_->endCoalescing());
+  }
+
+  // Takes milliseconds as a rule, but may get stuck in the driver: never on the caller's thread.
+  void abort() noexcept override {
+    if (aborting_.exchange(true)) return;
+    std::thread([group = group_, closed = closed_]() mutable {
+      try {
+        group->abort();
+      } catch (const std::exception&) {
+        // The communicator is of no more use either way.
+      }
+      group.reset();
+      *closed = true;
+    }).detach();
+  }
+
+ private:
+  void follow(const State& state, C10dWork work) {
+    const std::weak_ptr<Watcher> watcher = watcher_;
+    state->attach(std::make_unique<NcclOperation>(std::move(work), [watcher] {
+      if (const auto there = watcher.lock()) there->hurry();
+    }));
+    watcher_->add(state);
+  }
+
+  Group group_;
+  std::shared_ptr<std::atomic<bool>> closed_ = std::make_shared<std::atomic<bool>>(false);
+  std::atomic<bool> aborting_{false};
+  std::shared_ptr<Watcher> watcher_;
+};
+
+}  // namespace
+
+bool built() { return true; }
+
+void load() {
+  const Loaded& loaded = loaded_plugin();
+  if (loaded.table != nullptr) return;
+  throw UsageError("nccl", "the CUDA plug-in cannot be loaded ({}). Set LOCKSTEP_CUDA_PLUGIN to the "
+                   "path of {}, or LOCKSTEP_DEVICE=cpu to run without a GPU.",
+                   loaded.trouble, kPluginFile);
+}
+
+void set_device(c10::Device device) { plugin().set_device(device.index()); }
+
+std::unique_ptr<Backend> make(const Options& options) {
+  // NCCL refuses two ranks on one GPU of one host, but not of two: let it think so when sharing was
+  // asked for. Ranks of one slot have different GPUs and keep their direct links.
+  if (!options.shared_host_id.empty()) ::setenv("NCCL_HOSTID", options.shared_host_id.c_str(), 0);
+  return std::make_unique<NcclBackend>(plugin().make_group({.store = options.store,
+                                                            .rank = options.rank,
+                                                            .size = options.size,
+                                                            .device = options.device.index(),
+                                                            .timeout = kNever}));
+}
+
+}  // namespace lockstep::detail::nccl

@@ -1,0 +1,20 @@
+#include "lockstep/comm/nccl/nccl.h"
+
+namespace lockstep::detail::nccl {
+
+bool built() { return false; }
+
+void load() {
+  throw UsageError("nccl", "this build has no CUDA plug-in (it was configured without nvcc or with a "
+                   "CPU LibTorch). Build again on a machine with the CUDA toolkit, or set "
+                   "LOCKSTEP_DEVICE=cpu.");
+}
+
+void set_device(c10::Device) { load(); }
+
+std::unique_ptr<Backend> make(const Options&) {
+  load();
+  return nullptr;
+}
+
+}  // namespace lockstep::detail::nccl

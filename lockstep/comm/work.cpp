@@ -1,0 +1,292 @@
+#include "lockstep/comm/work.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "lockstep/comm/work_state.h"
+#include "lockstep/core/control.h"
+
+namespace lockstep {
+namespace detail {
+
+namespace {
+
+// A broken connection is often the first sign of a rank whose death the launcher is about to
+// explain; its words are worth a moment, because they name the cause and not the symptom.
+constexpr std::chrono::milliseconds kLauncherWord{1500};
+
+std::string launcher_cause() {
+  const auto failure = control::failure(kLauncherWord);
+  return failure ? failure->text() : "";
+}
+
+std::string first_line(const char* text) {
+  const std::string all(text);
+  return all.substr(0, all.find('\n'));
+}
+
+std::string words_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return first_line(e.what());
+  } catch (...) {
+    return "unknown error";
+  }
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- Fate
+
+std::string Fate::cause() const {
+  const std::lock_guard lock(mutex_);
+  return cause_;
+}
+
+void Fate::fail(const std::string& cause) {
+  std::unordered_map<const WorkState*, std::weak_ptr<WorkState>> pending;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!cause_.empty()) return;
+    cause_ = cause.empty() ? "aborted" : cause;
+    pending.swap(pending_);
+  }
+  for (auto& [key, weak] : pending) {
+    if (auto state = weak.lock()) state->fail(cause);
+  }
+  const std::lock_guard lock(hook_mutex_);
+  if (hook_) hook_();
+}
+
+void Fate::set_hook(std::function<void()> hook) {
+  const std::lock_guard lock(hook_mutex_);
+  hook_ = std::move(hook);
+}
+
+void Fate::add(const std::shared_ptr<WorkState>& state) {
+  const std::lock_guard lock(mutex_);
+  pending_.emplace(state.get(), state);
+}
+
+void Fate::remove(const WorkState* state) {
+  const std::lock_guard lock(mutex_);
+  pending_.erase(state);
+}
+
+// ---------------------------------------------------------------- WorkState
+
+WorkState::WorkState(OperationInfo info, Deadline deadline, std::shared_ptr<Fate> fate)
+    : info_(info), deadline_(deadline), fate_(std::move(fate)) {}
+
+WorkState::~WorkState() { fate_->remove(this); }
+
+void WorkState::finish_with(std::function<void()> step, bool at_wait) {
+  finish_ = std::move(step);
+  finish_at_wait_ = at_wait;
+}
+
+void WorkState::keep_alive(std::vector<at::Tensor> tensors) { alive_ = std::move(tensors); }
+
+void WorkState::attach(std::unique_ptr<DeviceOperation> operation) {
+  const std::lock_guard lock(mutex_);
+  device_ = std::move(operation);
+}
+
+void WorkState::complete(std::exception_ptr error) noexcept {
+  std::function<void()> step;
+  if (!claim()) return;
+  if (!error && !finish_at_wait_) {
+    const std::lock_guard lock(mutex_);
+    step = std::exchange(finish_, nullptr);
+  }
+  std::string text;
+  if (step) {
+    try {
+      step();
+    } catch (const std::exception& e) {
+      text = fmt::format("the result could not be stored: {}", first_line(e.what()));
+    }
+  }
+  if (error) text = words_of(error);
+  settle(text);
+  // One broken operation breaks the world: its peers cannot know where this rank stands.
+  if (!text.empty()) fate_->fail(fmt::format("{} failed: {}", describe(), text));
+}
+
+bool WorkState::claim() noexcept {
+  const std::lock_guard lock(mutex_);
+  return !std::exchange(claimed_, true);
+}
+
+void WorkState::fail(const std::string& cause) noexcept {
+  if (claim()) settle(cause);
+}
+
+void WorkState::expire(const std::string& text) noexcept {
+  if (!claim()) return;
+  timed_out_ = true;  // published by settle
+  settle(text);
+  fate_->fail(text);
+}
+
+std::string WorkState::timeout_text() const {
+  return fmt::format(
+      "{} was not finished after {} ms. Another rank has probably not called it (a branch on the "
+      "rank, fewer batches) or is stuck. Set LOCKSTEP_DEBUG=1 to see the call that differs, or raise "
+      "LOCKSTEP_TIMEOUT_S if the ranks are only slow.",
+      describe(), deadline_.elapsed().count());
+}
+
+void WorkState::settle(std::string error) noexcept {
+  std::vector<std::function<void()>> callbacks;
+  std::vector<at::Tensor> alive;
+  {
+    const std::lock_guard lock(mutex_);
+    error_ = std::move(error);
+    done_ = true;
+    callbacks.swap(callbacks_);
+    if (error_.empty()) alive.swap(alive_);  // after a failure a backend may still touch them
+  }
+  fate_->remove(this);
+  changed_.notify_all();
+  for (auto& callback : callbacks) callback();
+}
+
+bool WorkState::poll() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (done_ || claimed_ || !device_) return done_;
+  }
+  try {
+    if (device_->poll()) complete();
+  } catch (...) {
+    complete(std::current_exception());
+  }
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+bool WorkState::await(const Deadline& deadline) noexcept {
+  {
+    std::unique_lock lock(mutex_);
+    if (!device_) return changed_.wait_until(lock, deadline.time(), [this] { return done_; });
+  }
+  // Most operations on a device end within a few hundred microseconds: ask often, then less often.
+  std::chrono::microseconds pause{20};
+  while (!poll()) {
+    if (deadline.expired()) return false;
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, pause, [this] { return done_; });
+    pause = std::min(pause * 5 / 4, std::chrono::microseconds(1000));
+  }
+  return true;
+}
+
+void WorkState::wait_host(std::optional<std::chrono::milliseconds> timeout) {
+  if (!await(timeout ? Deadline::after(*timeout) : deadline_)) expire(timeout_text());
+  // The last step of a device operation goes to the current stream, which the host then waits for.
+  const bool device_step = device_ != nullptr && finish_ != nullptr;
+  finish_or_throw();
+  if (device_step) device_->wait_current_stream();
+}
+
+void WorkState::wait_stream() {
+  bool on_device = false;
+  {
+    const std::lock_guard lock(mutex_);
+    on_device = device_ != nullptr && error_.empty();
+  }
+  if (!on_device) return wait_host(std::nullopt);
+  try {
+    device_->wait_stream();
+  } catch (...) {
+    complete(std::current_exception());
+  }
+  finish_or_throw();
+}
+
+void WorkState::finish_or_throw() {
+  std::string error;
+  std::function<void()> step;
+  {
+    const std::lock_guard lock(mutex_);
+    error = error_;
+    if (error.empty()) step = std::exchange(finish_, nullptr);
+  }
+  if (!error.empty()) throw_error(error);
+  if (!step) return;
+  if (device_) device_->wait_stream();
+  step();
+}
+
+void WorkState::throw_error(const std::string& error) {
+  if (timed_out_) {
+    throw TimeoutError("world", fmt::format("rank {}: {}", fate_->rank(), error), context());
+  }
+  std::string cause = launcher_cause();
+  if (cause.empty()) cause = error;
+  if (cause.back() != '.') cause += '.';
+  throw CommError("world",
+                  fmt::format("rank {}: {} failed after {} ms: {} This world cannot be used any "
+                              "more. End this rank; its error is a consequence if another rank "
+                              "reports one.",
+                              fate_->rank(), describe(), deadline_.elapsed().count(), cause),
+                  context());
+}
+
+void WorkState::on_completion(std::function<void()> callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!done_) {
+      callbacks_.push_back(std::move(callback));
+      if (device_) device_->hurry();
+      return;
+    }
+  }
+  callback();
+}
+
+std::string WorkState::describe() const {
+  std::string text = fmt::format("{} #{} ({}, {} element{}", info_.name, info_.sequence,
+                                 c10::toString(info_.dtype), info_.elements,
+                                 info_.elements == 1 ? "" : "s");
+  if (info_.peer >= 0) text += fmt::format(", peer {}", info_.peer);
+  return text + ")";
+}
+
+std::string WorkState::error() {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+CommContext WorkState::context() const {
+  return {fate_->rank(), info_.peer, info_.name, info_.sequence, deadline_.elapsed()};
+}
+
+}  // namespace detail
+
+// ---------------------------------------------------------------- Work
+
+Work::Work() = default;
+Work::Work(std::shared_ptr<detail::WorkState> state) : state_(std::move(state)) {}
+
+void Work::wait() {
+  if (state_) state_->wait_stream();
+}
+
+void Work::synchronize(std::optional<std::chrono::milliseconds> timeout) {
+  if (state_) state_->wait_host(timeout);
+}
+
+bool Work::done() const { return !state_ || state_->done(); }
+
+void Work::on_completion(std::function<void()> callback) {
+  if (state_) {
+    state_->on_completion(std::move(callback));
+  } else {
+    callback();
+  }
+}
+
+}  // namespace lockstep

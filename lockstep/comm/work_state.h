@@ -1,0 +1,139 @@
+// What a Work handle points at: one operation, from its start to its result or its failure.
+//
+// Operations complete by push: a backend calls complete() from whichever thread noticed, and waiters
+// sleep on a condition variable. A backend whose operations live on a GPU cannot push; it attaches a
+// DeviceOperation, which waiters poll. Fate is what all operations of one world share: when the world
+// fails (launcher's word, timeout, abort), every pending operation is completed with that cause.
+//
+//   auto state = std::make_shared<WorkState>(info, deadline, fate);
+//   state->finish_with([=] { user_tensor.copy_(staging); });
+//   backend.all_reduce(state, staging, op);     // calls state->complete() later
+//   state->wait_host(std::nullopt);
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::detail {
+
+struct WorkState;
+
+// Alive until something fails it, then failed for ever with the first cause. Safe from any thread.
+class Fate {
+ public:
+  explicit Fate(int rank) : rank_(rank) {}
+
+  int rank() const { return rank_; }
+  // Empty while all is well.
+  std::string cause() const;
+  bool failed() const { return !cause().empty(); }
+  // Completes every pending operation with `cause` and runs the hook. The first call wins.
+  void fail(const std::string& cause);
+  // Run once at failure: aborts the backends. Replacing it waits for a call in progress.
+  void set_hook(std::function<void()> hook);
+
+  void add(const std::shared_ptr<WorkState>& state);
+  void remove(const WorkState* state);
+
+ private:
+  const int rank_;
+  mutable std::mutex mutex_;
+  std::mutex hook_mutex_;
+  std::function<void()> hook_;
+  std::string cause_;
+  std::unordered_map<const WorkState*, std::weak_ptr<WorkState>> pending_;
+};
+
+// An operation that runs on a device and has to be asked.
+class DeviceOperation {
+ public:
+  virtual ~DeviceOperation() = default;
+  virtual bool poll() = 0;         // finished? throws what went wrong
+  virtual void wait_stream() = 0;  // the current stream waits; the host does not
+  virtual void wait_current_stream() = 0;  // the host waits for the current stream
+  virtual void hurry() {}          // someone wants to know of its end soon
+};
+
+// What an error message says about an operation.
+struct OperationInfo {
+  const char* name = "";
+  std::uint64_t sequence = 0;
+  at::ScalarType dtype = at::ScalarType::Byte;
+  std::int64_t elements = 0;
+  int peer = -1;
+};
+
+struct WorkState : std::enable_shared_from_this<WorkState> {
+ public:
+  WorkState(OperationInfo info, Deadline deadline, std::shared_ptr<Fate> fate);
+  ~WorkState();
+
+  // ---- for the world, before the operation starts
+  // Runs once after success: in the completing thread, or in the waiting one when `at_wait` (needed
+  // where the step must go to the waiter's own device stream).
+  void finish_with(std::function<void()> step, bool at_wait);
+  void keep_alive(std::vector<at::Tensor> tensors);
+
+  // ---- for backends
+  void attach(std::unique_ptr<DeviceOperation> operation);
+  void complete(std::exception_ptr error = nullptr) noexcept;  // the first call wins
+  void fail(const std::string& cause) noexcept;
+  // The deadline has passed: waits throw TimeoutError with `text`, and the world fails.
+  void expire(const std::string& text) noexcept;
+  std::string timeout_text() const;
+  const Deadline& deadline() const { return deadline_; }
+  const OperationInfo& info() const { return info_; }
+  // Asks a device operation whether it is done and completes the state if so.
+  bool poll() noexcept;
+
+  // ---- for Work
+  bool done() noexcept { return poll(); }
+  void wait_host(std::optional<std::chrono::milliseconds> timeout);
+  void wait_stream();
+  void on_completion(std::function<void()> callback);
+
+  // Blocks until completed or the deadline; true when completed. Throws nothing.
+  bool await(const Deadline& deadline) noexcept;
+  // "all_reduce #7 (float32, 12 elements)"
+  std::string describe() const;
+  CommContext context() const;
+  // Empty before completion and after success.
+  std::string error();
+
+ private:
+  bool claim() noexcept;  // true for the one caller that may settle it
+  void finish_or_throw();
+  [[noreturn]] void throw_error(const std::string& error);
+  void settle(std::string error) noexcept;
+
+  const OperationInfo info_;
+  const Deadline deadline_;
+  const std::shared_ptr<Fate> fate_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool claimed_ = false;  // someone is completing it
+  bool done_ = false;
+  bool timed_out_ = false;
+  std::string error_;  // empty: success
+  std::function<void()> finish_;
+  bool finish_at_wait_ = false;
+  std::vector<at::Tensor> alive_;
+  std::unique_ptr<DeviceOperation> device_;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,344 @@
+#include "lockstep/comm/world.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "lockstep/comm/bounded.h"
+#include "lockstep/comm/world_impl.h"
+#include "lockstep/core/env.h"
+
+namespace lockstep {
+
+using detail::OperationInfo;
+using detail::WorldImpl;
+
+const char* name(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return "sum";
+    case ReduceOp::kAvg: return "avg";
+    case ReduceOp::kMin: return "min";
+    case ReduceOp::kMax: return "max";
+    case ReduceOp::kProduct: return "product";
+    case ReduceOp::kAnd: return "and";
+    case ReduceOp::kOr: return "or";
+    case ReduceOp::kXor: return "xor";
+  }
+  return "?";
+}
+
+namespace detail {
+
+const std::shared_ptr<WorldImpl>& Access::impl(const World& world) { return world.impl_; }
+
+// ---------------------------------------------------------------- WorldImpl
+
+namespace {
+// Long enough for any shape a person can read; fixed, so that the exchange itself cannot mismatch.
+constexpr int64_t kFingerprintBytes = 256;
+// The store answers in microseconds when it is alive; it is asked only to explain a failure.
+constexpr std::chrono::milliseconds kExplainTimeout{3000};
+}  // namespace
+
+WorldImpl::WorldImpl(Identity identity_of, WorldOptions options_of, c10::Device device_of)
+    : identity(std::move(identity_of)),
+      options(std::move(options_of)),
+      device(device_of),
+      fate(std::make_shared<Fate>(identity.rank)),
+      debug(env::get_bool("LOCKSTEP_DEBUG").value_or(false)) {}
+
+WorldImpl::~WorldImpl() {
+  subscription_.reset();
+  fate->set_hook(nullptr);
+}
+
+void WorldImpl::open(c10::intrusive_ptr<c10d::Store> meeting_store,
+                     std::unique_ptr<Backend> host_backend, std::unique_ptr<Backend> device_backend) {
+  store = std::move(meeting_store);
+  host = std::move(host_backend);
+  accelerator = std::move(device_backend);
+  if (host) backend_name = (accelerator ? accelerator : host)->name();
+  fate->set_hook([this] {
+    if (accelerator) accelerator->abort();
+    if (host) host->abort();
+    const std::lock_guard lock(children_mutex_);
+    for (auto& weak : children_) {
+      if (auto child = weak.lock()) child->fail(fate->cause());
+    }
+  });
+  subscription_ = control::subscribe(
+      [fate = fate](const control::Failure& failure) { fate->fail(failure.text()); });
+}
+
+void WorldImpl::adopt(const std::shared_ptr<Fate>& child) {
+  const std::lock_guard lock(children_mutex_);
+  std::erase_if(children_, [](const auto& weak) { return weak.expired(); });
+  children_.push_back(child);
+}
+
+void WorldImpl::throw_if_failed(const OperationInfo& info) const {
+  std::string cause = fate->cause();
+  if (cause.empty()) return;
+  if (cause.back() != '.') cause += '.';
+  throw CommError("world",
+                  fmt::format("rank {}: {} cannot start, because this world has failed: {} End this "
+                              "rank; a failed world cannot be repaired.",
+                              identity.rank, info.name, cause),
+                  {identity.rank, info.peer, info.name, info.sequence, {}});
+}
+
+std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
+                                            const std::function<std::string()>& what,
+                                            std::optional<std::chrono::milliseconds> timeout) {
+  info.sequence = ++sequence;
+  throw_if_failed(info);
+  if (debug && !alone()) compare_fingerprints(info, what());
+  auto state = std::make_shared<WorkState>(
+      info, Deadline::after(timeout.value_or(options.timeout)), fate);
+  fate->add(state);
+  return state;
+}
+
+std::shared_ptr<WorkState> WorldImpl::start_message(OperationInfo info) {
+  info.sequence = ++messages;
+  throw_if_failed(info);
+  auto state = std::make_shared<WorkState>(info, Deadline::after(options.timeout), fate);
+  fate->add(state);
+  return state;
+}
+
+void WorldImpl::launch(const std::shared_ptr<WorkState>& state, const std::function<void()>& body) {
+  // A failure that came between start() and here has completed the state already; adding work to a
+  // backend that was aborted is harmless, but pointless.
+  if (fate->failed()) return;
+  try {
+    body();
+  } catch (...) {
+    state->complete(std::current_exception());
+  }
+}
+
+Backend& WorldImpl::backend_for(const at::Tensor& tensor) const {
+  LOCKSTEP_ASSERT(host != nullptr);
+  if (tensor.is_cpu() || !accelerator) return *host;
+  if (tensor.device() != device) {
+    throw UsageError("world", "rank {}: the tensor is on {}, but this rank's device is {}. Move it "
+                     "there (tensor.to(world.device())).",
+                     identity.rank, tensor.device().str(), device.str());
+  }
+  return *accelerator;
+}
+
+void WorldImpl::compare_fingerprints(const OperationInfo& info, const std::string& what) {
+  std::string mine = fmt::format("#{} {} {}", info.sequence, info.name, what);
+  mine.resize(kFingerprintBytes, '\0');
+  const at::Tensor input =
+      at::from_blob(mine.data(), {kFingerprintBytes}, at::dtype(at::kByte)).clone();
+  at::Tensor all = at::empty({identity.size * kFingerprintBytes}, input.options());
+  auto state = std::make_shared<WorkState>(info, Deadline::after(options.timeout), fate);
+  fate->add(state);
+  launch(state, [&] { host->all_gather(state, all, input); });
+  state->wait_host(std::nullopt);
+  const char* data = static_cast<const char*>(all.const_data_ptr());
+  for (int rank = 0; rank < identity.size; ++rank) {
+    const char* theirs = data + rank * kFingerprintBytes;
+    if (std::memcmp(theirs, mine.data(), kFingerprintBytes) == 0) continue;
+    const std::string text = fmt::format(
+        "ranks call different operations.\n  rank {}: {}\n  rank {}: {}\nEvery rank must call the "
+        "same operations in the same order; look for a branch on the rank or on local data.",
+        identity.rank, mine.c_str(), rank, theirs);
+    fate->fail(text);
+    throw CommError("world", text, {identity.rank, rank, info.name, info.sequence, {}});
+  }
+}
+
+std::vector<int> WorldImpl::absent_from_barrier(std::uint64_t count) {
+  using Absent = std::vector<int>;
+  const auto ask = [store = store, size = identity.size, count]() -> Absent {
+    Absent absent;
+    for (int rank = 0; rank < size; ++rank) {
+      const std::string key = fmt::format("barrier/{}", rank);
+      const bool there = store->check({key}) && std::stoull(store->get_to_str(key)) >= count;
+      if (!there) absent.push_back(rank);
+    }
+    return absent;
+  };
+  try {
+    return bounded<Absent>("asking the store", Deadline::after(kExplainTimeout), ask);
+  } catch (const std::exception&) {
+    return {};  // the store is gone too; the caller says so
+  }
+}
+
+}  // namespace detail
+
+// ---------------------------------------------------------------- who
+
+World::World()
+    : impl_(std::make_shared<WorldImpl>(Identity{}, WorldOptions{}, c10::Device(c10::kCPU))) {}
+World::World(std::shared_ptr<detail::WorldImpl> impl) : impl_(std::move(impl)) {}
+
+int World::rank() const { return impl_->identity.rank; }
+int World::size() const { return impl_->identity.size; }
+int World::local_rank() const { return impl_->identity.local_rank; }
+int World::local_size() const { return impl_->identity.local_size; }
+int World::node() const { return impl_->identity.node; }
+c10::Device World::device() const { return impl_->device; }
+const std::string& World::backend() const { return impl_->backend_name; }
+std::chrono::milliseconds World::timeout() const { return impl_->options.timeout; }
+void World::abort(const std::string& cause) { impl_->fate->fail(cause); }
+
+// ---------------------------------------------------------------- blocking conveniences
+
+std::vector<at::Tensor> World::all_gather(const at::Tensor& input) {
+  std::vector<int64_t> shape = input.sizes().vec();
+  shape.insert(shape.begin(), size());
+  at::Tensor output = at::empty(shape, input.options().requires_grad(false));
+  all_gather(output, input).wait();
+  return output.unbind(0);
+}
+
+std::vector<at::Tensor> World::all_gather_varied(const at::Tensor& input) {
+  if (!input.defined() || input.dim() == 0) {
+    throw UsageError("world", "all_gather_varied: the tensor needs a first dimension, which may "
+                     "differ between ranks. Use all_gather for single numbers.");
+  }
+  const at::Tensor plain = input.detach();
+  std::vector<int64_t> rows;
+  for (const auto& each : all_gather(at::scalar_tensor(plain.size(0), at::kLong)))
+    rows.push_back(each.item<int64_t>());
+  std::vector<int64_t> shape = plain.sizes().vec();
+  shape[0] = *std::max_element(rows.begin(), rows.end());
+  at::Tensor padded = plain;
+  if (shape[0] != plain.size(0)) {
+    padded = at::empty(shape, plain.options());
+    padded.narrow(0, 0, plain.size(0)).copy_(plain);
+  }
+  std::vector<at::Tensor> result = all_gather(padded);
+  for (std::size_t i = 0; i < result.size(); ++i) result[i] = result[i].narrow(0, 0, rows[i]);
+  return result;
+}
+
+void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
+  const OperationInfo info{"barrier", 0, at::kByte, 0, -1};
+  const auto state = impl_->start(info, [] { return std::string(); }, timeout);
+  const std::uint64_t count = ++impl_->barriers;
+  if (impl_->alone()) {
+    state->complete();
+    return;
+  }
+  // Only to name those who are missing; the meeting itself does not need the store, and the rank
+  // that hosts it may be gone at the end of a run.
+  try {
+    impl_->store->set(fmt::format("barrier/{}", rank()), std::to_string(count));
+  } catch (const std::exception&) {
+  }
+  at::Tensor token = at::zeros({1}, at::kByte);
+  impl_->launch(state, [&] { impl_->host->all_reduce(state, token, ReduceOp::kSum); });
+  if (state->await(state->deadline())) return state->wait_host(std::nullopt);
+  const std::vector<int> absent = impl_->absent_from_barrier(count);
+  std::string who = "which ranks did not arrive is not known, because the store does not answer";
+  if (!absent.empty())
+    who = fmt::format("rank{} {} did not arrive", absent.size() == 1 ? "" : "s",
+                      fmt::join(absent, ", "));
+  state->expire(fmt::format(
+      "barrier #{}: {} within {} ms (world of {}). They are stuck or on another path. Look at their "
+      "output, or give the barrier a longer deadline.",
+      state->info().sequence, who, state->deadline().total().count(), size()));
+  state->wait_host(std::nullopt);  // throws it
+}
+
+void World::finish(std::optional<std::chrono::milliseconds> timeout) { barrier(timeout); }
+
+// ---------------------------------------------------------------- numbers and bytes
+
+namespace {
+double reduce_number(World& world, double value, ReduceOp op) {
+  at::Tensor tensor = at::scalar_tensor(value, at::kDouble);
+  world.all_reduce(tensor, op).wait();
+  return tensor.item<double>();
+}
+}  // namespace
+
+double World::sum(double value) { return reduce_number(*this, value, ReduceOp::kSum); }
+double World::mean(double value) { return sum(value) / size(); }
+double World::min(double value) { return reduce_number(*this, value, ReduceOp::kMin); }
+double World::max(double value) { return reduce_number(*this, value, ReduceOp::kMax); }
+bool World::any(bool value) { return reduce_number(*this, value ? 1 : 0, ReduceOp::kMax) != 0; }
+bool World::all(bool value) { return reduce_number(*this, value ? 1 : 0, ReduceOp::kMin) != 0; }
+
+namespace {
+at::Tensor bytes_tensor(const std::string& bytes) {
+  at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  if (!bytes.empty()) std::memcpy(tensor.data_ptr(), bytes.data(), bytes.size());
+  return tensor;
+}
+std::string string_of(const at::Tensor& tensor) {
+  return {static_cast<const char*>(tensor.const_data_ptr()),
+          static_cast<std::size_t>(tensor.numel())};
+}
+}  // namespace
+
+std::string World::broadcast(const std::string& bytes, int root) {
+  at::Tensor length = at::scalar_tensor(static_cast<int64_t>(bytes.size()), at::kLong);
+  broadcast(length, root).wait();
+  at::Tensor data =
+      rank() == root ? bytes_tensor(bytes) : at::empty({length.item<int64_t>()}, at::kByte);
+  broadcast(data, root).wait();
+  return string_of(data);
+}
+
+std::vector<std::string> World::all_gather(const std::string& bytes) {
+  std::vector<std::string> result;
+  for (const auto& each : all_gather_varied(bytes_tensor(bytes))) result.push_back(string_of(each));
+  return result;
+}
+
+// ---------------------------------------------------------------- structure
+
+void World::leader_first(const std::function<void()>& body) {
+  std::string trouble;
+  std::exception_ptr error;
+  if (is_leader()) {
+    try {
+      body();
+    } catch (const std::exception& e) {
+      error = std::current_exception();
+      trouble = fmt::format("{} ", e.what());
+    } catch (...) {
+      error = std::current_exception();
+      trouble = "an exception of unknown type ";
+    }
+  }
+  trouble = broadcast(trouble, 0);
+  if (error) std::rethrow_exception(error);
+  if (!trouble.empty()) {
+    throw CommError("world", fmt::format("rank {}: the leader failed in leader_first: {}", rank(),
+                                         trouble),
+                    {rank(), 0, "leader_first", 0, {}});
+  }
+  if (!is_leader()) body();
+}
+
+std::optional<World> World::split(int color, int key) {
+  const at::Tensor mine = at::tensor({color, key}, at::kInt);
+  const std::vector<at::Tensor> all = all_gather(mine);
+  const int round = impl_->splits++;
+  if (color < 0) return std::nullopt;
+  std::vector<std::pair<int, int>> members;  // (key, rank)
+  for (int other = 0; other < size(); ++other) {
+    const auto* pair = all[static_cast<std::size_t>(other)].const_data_ptr<int>();
+    if (pair[0] == color) members.emplace_back(pair[1], other);
+  }
+  std::sort(members.begin(), members.end());
+  const auto me = std::find(members.begin(), members.end(), std::pair(key, rank()));
+  Identity identity = impl_->identity;
+  identity.rank = static_cast<int>(me - members.begin());
+  identity.size = static_cast<int>(members.size());
+  return detail::connect_child(*impl_, identity, fmt::format("split/{}/{}", round, color));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,127 @@
+// World: the ranks that train together, as seen from one of them.
+//
+//   lockstep::World world = lockstep::World::from_env();   // a world of one when nothing is set
+//   auto x = torch::ones({4}, world.device());
+//   world.all_reduce(x).wait();                            // x is now the sum over ranks
+//   double loss = world.mean(local_loss);                  // numbers, not tensors
+//
+// The one hard rule: every rank calls the same operations in the same order. LOCKSTEP_DEBUG=1 checks
+// it and prints both sides of a mismatch instead of hanging.
+//
+// A copyable handle: copies are the same world. There is no global state: several worlds, also of
+// one process, live side by side. One thread at a time issues operations on a world. The last copy's
+// destructor frees resources and never communicates.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/work.h"
+
+namespace lockstep {
+
+enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct, kAnd, kOr, kXor };
+const char* name(ReduceOp op);
+
+struct WorldOptions {
+  std::string backend = "auto";          // auto, gloo, nccl (LOCKSTEP_BACKEND overrides auto)
+  std::optional<c10::Device> device{};     // default: cuda:LOCAL_RANK where there is one, else cpu
+  std::chrono::milliseconds timeout{std::chrono::minutes(30)};          // LOCKSTEP_TIMEOUT_S
+  std::chrono::milliseconds startup_timeout{std::chrono::seconds(300)};  // LOCKSTEP_STARTUP_TIMEOUT_S
+  bool share_device = false;             // several local ranks on one GPU (LOCKSTEP_SHARE_DEVICE)
+  std::string options_hash{};              // compared over ranks at start-up; e.g. a config's digest
+};
+
+// One message of a batch of point-to-point operations.
+struct P2p {
+  enum class Kind { kSend, kRecv };
+  Kind kind;
+  at::Tensor tensor;
+  int peer;
+};
+
+namespace detail {
+class WorldImpl;
+struct Access;
+}
+
+class World {
+ public:
+  World();  // a world of one on the CPU: the identity for every operation
+  explicit World(std::shared_ptr<detail::WorldImpl> impl);
+
+  // Reads who this process is (lockstep run, torchrun, mpirun, srun, by hand), meets the others and
+  // runs the start-up checks. Throws UsageError or CommError; never waits past startup_timeout.
+  static World from_env(const WorldOptions& options = {});
+
+  int rank() const;
+  int size() const;
+  int local_rank() const;
+  int local_size() const;
+  int node() const;
+  c10::Device device() const;
+  const std::string& backend() const;  // "single", "gloo", "nccl"
+  bool is_leader() const { return rank() == 0; }
+  std::chrono::milliseconds timeout() const;
+
+  // Collectives on tensors, in place where there is one tensor. Non-contiguous and empty tensors are
+  // fine. Shapes and dtypes must agree over ranks.
+  Work all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::kSum);
+  Work reduce(at::Tensor tensor, int root, ReduceOp op = ReduceOp::kSum);  // others: unspecified
+  Work broadcast(at::Tensor tensor, int root = 0);
+  // output is {size, ...input's shape}
+  Work all_gather(at::Tensor output, at::Tensor input);
+  // input is {size, ...output's shape}
+  Work reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op = ReduceOp::kSum);
+  // `outputs` on root only (empty elsewhere), one tensor per rank
+  Work gather(std::vector<at::Tensor> outputs, at::Tensor input, int root = 0);
+  Work scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root = 0);
+  Work all_to_all(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
+  Work send(at::Tensor tensor, int peer);
+  Work recv(at::Tensor tensor, int peer);
+  Work batch(std::vector<P2p> messages);
+
+  // Blocking conveniences.
+  std::vector<at::Tensor> all_gather(const at::Tensor& input);           // equal shapes
+  std::vector<at::Tensor> all_gather_varied(const at::Tensor& input);    // first dimension may differ
+  // Returns when every rank has arrived; at the deadline throws TimeoutError naming the ranks that
+  // did not.
+  void barrier(std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+
+  // Numbers and bytes.
+  double sum(double value);
+  double mean(double value);
+  double min(double value);
+  double max(double value);
+  bool any(bool value);
+  bool all(bool value);
+  std::string broadcast(const std::string& bytes, int root = 0);
+  std::vector<std::string> all_gather(const std::string& bytes);
+
+  // Ranks that pass the same color form a world, ordered by (key, rank). A negative color gets none.
+  std::optional<World> split(int color, int key = 0);
+
+  // The leader runs `body` first, the others after it has finished (download once, read cached).
+  // A leader that throws releases the others with its message.
+  void leader_first(const std::function<void()>& body);
+
+  // The end of a successful run: waits until every rank is here, so that none loses a peer, or the
+  // store that rank 0 hosts, while it still works. run() calls it.
+  void finish(std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+
+  // Fails every pending and later operation on this rank with `cause`; local, safe from any thread.
+  void abort(const std::string& cause);
+
+ private:
+  friend struct detail::Access;
+  std::shared_ptr<detail::WorldImpl> impl_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,88 @@
+// The inside of a World: who it is, its backends, its store and its fate.
+//
+// Two backends at most: `host` moves CPU tensors (gloo), `device` moves CUDA tensors (nccl). A CUDA
+// world has both, so that numbers, strings and barriers never touch the GPU; a CPU world has host
+// only and stages CUDA tensors through it. A world of one has neither.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/backend.h"
+#include "lockstep/comm/connect.h"
+#include "lockstep/comm/work_state.h"
+#include "lockstep/comm/world.h"
+#include "lockstep/core/control.h"
+
+namespace lockstep::detail {
+
+class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
+ public:
+  WorldImpl(Identity identity, WorldOptions options, c10::Device device);
+  ~WorldImpl();
+
+  // Takes the backends and starts listening for failures the launcher announces.
+  void open(c10::intrusive_ptr<c10d::Store> store, std::unique_ptr<Backend> host,
+            std::unique_ptr<Backend> accelerator);
+
+  // The next collective: checks that the world is alive, counts it, and in debug mode compares it
+  // with the other ranks' first (`what` says what must be equal and is only called then).
+  std::shared_ptr<WorkState> start(OperationInfo info, const std::function<std::string()>& what,
+                                   std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+  std::shared_ptr<WorkState> start_message(OperationInfo info);
+  // Runs `body`, which hands the operation to a backend; a throw breaks the world.
+  void launch(const std::shared_ptr<WorkState>& state, const std::function<void()>& body);
+  void throw_if_failed(const OperationInfo& info) const;
+  // A world made from this one fails with it.
+  void adopt(const std::shared_ptr<Fate>& child);
+
+  // The backend that serves a tensor's device, in a world of two or more.
+  Backend& backend_for(const at::Tensor& tensor) const;
+  bool alone() const { return identity.size == 1; }
+  // Ranks whose count of barriers entered, as the store knows it, is below `count`.
+  std::vector<int> absent_from_barrier(std::uint64_t count);
+
+  const Identity identity;
+  const WorldOptions options;
+  const c10::Device device;
+  const std::shared_ptr<Fate> fate;
+  std::string backend_name = "single";
+  bool debug = false;
+
+  c10::intrusive_ptr<c10d::Store> store;
+  std::unique_ptr<Backend> host;
+  std::unique_ptr<Backend> accelerator;
+
+  std::atomic<std::uint64_t> sequence{0};
+  std::atomic<std::uint64_t> messages{0};
+  std::uint64_t barriers = 0;
+  int splits = 0;
+  // Messages a rank sends to itself.
+  std::deque<at::Tensor> mailbox;
+
+ private:
+  void compare_fingerprints(const OperationInfo& info, const std::string& what);
+
+  std::mutex children_mutex_;
+  std::vector<std::weak_ptr<Fate>> children_;
+  control::Subscription subscription_;
+};
+
+// A sub-world of `parent` with the given place in it; its ranks meet under `prefix`.
+World connect_child(WorldImpl& parent, const Identity& identity, const std::string& prefix);
+
+// For the parts of the library and of its tests that look inside.
+struct Access {
+  static const std::shared_ptr<WorldImpl>& impl(const World& world);
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,277 @@
+#include "lockstep/testing/processes.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <iostream>
+#include <mutex>
+#include <thread>
+
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep::testing {
+
+namespace {
+
+constexpr const char* kChosen = "LOCKSTEP_TEST_RANK_OF";
+
+// Variables of a launcher around the test must not reach the ranks.
+constexpr const char* kForeign[] = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+    "MASTER_PORT", "LOCKSTEP_STORE_FD", "LOCKSTEP_CONTROL_FD", "LOCKSTEP_RUN",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_ERROR_FILE"};
+
+struct Listener {
+  Fd fd;
+  int port = 0;
+};
+
+Listener listen_somewhere() {
+  Listener listener{Fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)), 0};
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* raw = reinterpret_cast<sockaddr*>(&address);
+  if (!listener.fd || ::bind(listener.fd.get(), raw, length) != 0 ||
+      ::listen(listener.fd.get(), 128) != 0 ||
+      ::getsockname(listener.fd.get(), raw, &length) != 0) {
+    throw SystemError("testing", "cannot listen on the loopback interface", errno);
+  }
+  listener.port = ntohs(address.sin_port);
+  return listener;
+}
+
+struct Child {
+  pid_t pid = -1;
+  Fd output;
+  Fd control;  // write end
+  bool ended = false;
+};
+
+class Ranks : public RunningRanks {
+ public:
+  explicit Ranks(int size)
+      : results_(static_cast<std::size_t>(size)), children_(static_cast<std::size_t>(size)) {}
+
+  void start(int rank, const std::vector<std::string>& command, const Variables& variables,
+             const Fd& listener) {
+    Child& child = at(rank);
+    Pipe output = make_pipe();
+    Pipe control = make_pipe();
+    const pid_t parent = ::getpid();
+    child.pid = ::fork();
+    if (child.pid < 0) throw SystemError("testing", "cannot start a rank", errno);
+    if (child.pid == 0) become(command, variables, {output.write.get(), control.read.get(),
+                                                    listener.get(), parent});
+    child.output = std::move(output.read);
+    child.control = std::move(control.write);
+    set_nonblocking(child.output.get());
+  }
+
+  void kill(int rank, int signal) override {
+    const std::lock_guard lock(mutex_);
+    if (!at(rank).ended) ::kill(at(rank).pid, signal);
+  }
+
+  void announce_failure(int rank, const std::string& cause) override {
+    const std::lock_guard lock(mutex_);
+    const std::string line = fmt::format(
+        "{{\"failed\": {{\"rank\": {}, \"host\": \"here\", \"cause\": \"{}\"}}}}\n", rank, cause);
+    for (auto& child : children_) {
+      if (!child.ended) write_all(child.control.get(), line);
+    }
+  }
+
+  bool wait_for(int rank, const std::string& text, std::chrono::milliseconds limit) override {
+    const auto deadline = Deadline::after(limit);
+    for (;;) {
+      {
+        const std::lock_guard lock(mutex_);
+        if (result(rank).output.find(text) != std::string::npos) return true;
+        if (at(rank).ended || deadline.expired()) return false;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
+
+  // Reads outputs and collects exits until all ranks are gone; kills what the deadline leaves.
+  std::vector<RankResult> finish(const Deadline& deadline) {
+    for (std::size_t left = children_.size(); left > 0;) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      const std::lock_guard lock(mutex_);
+      left = 0;
+      for (int rank = 0; rank < static_cast<int>(children_.size()); ++rank) {
+        Child& child = at(rank);
+        drain(rank);
+        if (child.ended) continue;
+        int status = 0;
+        if (::waitpid(child.pid, &status, WNOHANG) == child.pid) {
+          child.ended = true;
+          if (WIFEXITED(status)) result(rank).exit_code = WEXITSTATUS(status);
+          if (WIFSIGNALED(status)) result(rank).signal = WTERMSIG(status);
+          drain(rank);
+        } else {
+          ++left;
+          if (!deadline.expired()) continue;
+          result(rank).timed_out = true;
+          ::kill(child.pid, SIGKILL);
+        }
+      }
+    }
+    return results_;
+  }
+
+ private:
+  struct Inherit {
+    int output, control, listener;
+    pid_t parent;
+  };
+
+  // Between fork and exec: a few calls, then another program.
+  [[noreturn]] static void become(const std::vector<std::string>& command,
+                                  const Variables& variables, const Inherit& inherit) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (::getppid() != inherit.parent) ::_exit(127);
+    ::dup2(inherit.output, 1);
+    ::dup2(inherit.output, 2);
+    for (const char* name : kForeign) ::unsetenv(name);
+    for (const auto& [name, value] : variables) {
+      if (value.empty()) {
+        ::unsetenv(name.c_str());
+      } else {
+        ::setenv(name.c_str(), value.c_str(), 1);
+      }
+    }
+    if (variables.contains("LOCKSTEP_CONTROL_FD")) {
+      ::setenv("LOCKSTEP_CONTROL_FD", std::to_string(inherit.control).c_str(), 1);
+      ::fcntl(inherit.control, F_SETFD, 0);
+    }
+    if (variables.contains("LOCKSTEP_STORE_FD")) {
+      ::setenv("LOCKSTEP_STORE_FD", std::to_string(inherit.listener).c_str(), 1);
+      ::fcntl(inherit.listener, F_SETFD, 0);
+    }
+    std::vector<char*> argv;
+    for (const auto& word : command) argv.push_back(const_cast<char*>(word.c_str()));
+    argv.push_back(nullptr);
+    ::execvp(argv[0], argv.data());
+    ::_exit(127);
+  }
+
+  void drain(int rank) {
+    char buffer[1 << 14];
+    for (;;) {
+      const ssize_t n = ::read(at(rank).output.get(), buffer, sizeof buffer);
+      if (n <= 0) return;
+      result(rank).output.append(buffer, static_cast<std::size_t>(n));
+    }
+  }
+
+  Child& at(int rank) { return children_[static_cast<std::size_t>(rank)]; }
+  RankResult& result(int rank) { return results_[static_cast<std::size_t>(rank)]; }
+
+  std::mutex mutex_;
+  std::vector<RankResult> results_;
+  std::vector<Child> children_;
+};
+
+// Which run_processes call of which test this is: ranks skip the others.
+std::string next_call() {
+  const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
+  if (test == nullptr) throw UsageError("testing", "run_processes: only inside a test.");
+  static std::atomic<int> calls{0};
+  static std::string last;
+  const std::string name = fmt::format("{}.{}", test->test_suite_name(), test->name());
+  if (name != last) {
+    last = name;
+    calls = 0;
+  }
+  return fmt::format("{}#{}", name, calls++);
+}
+
+[[noreturn]] void be_a_rank(const std::function<void()>& body) {
+  int code = 0;
+  try {
+    body();
+    if (::testing::Test::HasFailure()) code = 1;
+  } catch (const UsageError& e) {
+    std::cerr << e.what() << std::endl;
+    code = 2;
+  } catch (const std::exception& e) {
+    std::cerr << e.what() << std::endl;
+    code = 1;
+  }
+  std::cout.flush();
+  std::fflush(nullptr);
+  // Threads of a world that failed are left behind on purpose; exit handlers would meet them.
+  std::_Exit(code);
+}
+
+}  // namespace
+
+std::vector<RankResult> run_program(int size, const std::vector<std::string>& command,
+                                    const ProcessOptions& options) {
+  const Listener listener = listen_somewhere();
+  Ranks ranks(size);
+  const Deadline deadline = Deadline::after(options.timeout);
+  for (int rank = 0; rank < size; ++rank) {
+    Variables variables{{"RANK", std::to_string(rank)},
+                        {"WORLD_SIZE", std::to_string(size)},
+                        {"LOCAL_RANK", std::to_string(rank)},
+                        {"LOCAL_WORLD_SIZE", std::to_string(size)},
+                        {"MASTER_ADDR", "127.0.0.1"},
+                        {"MASTER_PORT", std::to_string(listener.port)}};
+    if (options.control) variables["LOCKSTEP_CONTROL_FD"] = "given";
+    if (options.hold_port && rank == 0) variables["LOCKSTEP_STORE_FD"] = "given";
+    for (const auto& [name, value] : options.env) variables[name] = value;
+    if (options.rank_env) {
+      for (const auto& [name, value] : options.rank_env(rank)) variables[name] = value;
+    }
+    ranks.start(rank, command, variables, listener.fd);
+  }
+  std::thread meanwhile;
+  if (options.meanwhile) meanwhile = std::thread([&] { options.meanwhile(ranks); });
+  auto results = ranks.finish(deadline);
+  if (meanwhile.joinable()) meanwhile.join();
+  return results;
+}
+
+std::vector<RankResult> run_bare_processes(int size, const std::function<void()>& body,
+                                           const ProcessOptions& options) {
+  const std::string call = next_call();
+  if (const auto chosen = env::get(kChosen)) {
+    if (*chosen != call) return std::vector<RankResult>(static_cast<std::size_t>(size));
+    be_a_rank(body);
+  }
+  ProcessOptions with_choice = options;
+  with_choice.env[kChosen] = call;
+  const std::string filter = "--gtest_filter=" + call.substr(0, call.find('#'));
+  return run_program(size, {"/proc/self/exe", filter, "--gtest_brief=1"}, with_choice);
+}
+
+std::vector<RankResult> run_processes(int size, const std::function<void(World&)>& body,
+                                      const ProcessOptions& options) {
+  return run_bare_processes(
+      size,
+      [&] {
+        World world = World::from_env();
+        body(world);
+        world.finish();
+      },
+      options);
+}
+
+}  // namespace lockstep::testing

@@ -1,0 +1,50 @@
+// Two ranks that do not agree: rank 0 calls all_reduce, the others do not. Every rank must get out
+// of it by our own deadline, with TimeoutError on rank 0.
+//
+//   LOCKSTEP_TIMEOUT_S=5 lockstep run --nproc-per-node=2 build/bin/tests/desync
+//
+// Exit code 0 when it ended as it must. `stream` as an argument waits on the stream first, so that
+// the host hangs in the device instead of in our wait, as a training loop would.
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <cstdio>
+#include <string_view>
+#include <thread>
+
+#include "lockstep/comm/world.h"
+#include "lockstep/core/error.h"
+
+int main(int argc, char** argv) {
+  const bool stream = argc > 1 && std::string_view(argv[1]) == "stream";
+  lockstep::World world = lockstep::World::from_env();
+  const auto begin = std::chrono::steady_clock::now();
+  const auto seconds = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
+  at::Tensor x = at::ones({1024}, world.device());
+  world.all_reduce(x).synchronize();
+  int code = 1;
+  if (world.rank() != 0) {
+    std::this_thread::sleep_for(world.timeout() + std::chrono::seconds(3));
+    code = 0;
+  } else {
+    try {
+      lockstep::Work work = world.all_reduce(x);
+      if (stream) {
+        work.wait();
+        std::printf("sum %f\n", x.sum().item<double>());  // blocks until the watcher gives up
+      }
+      work.synchronize();
+      std::printf("rank 0: the operation ended without an error\n");
+    } catch (const lockstep::TimeoutError& e) {
+      std::printf("rank 0: TimeoutError after %.1f s on %s: %s\n", seconds(),
+                  world.backend().c_str(), e.what());
+      code = 0;
+    } catch (const std::exception& e) {
+      std::printf("rank 0: another error: %s\n", e.what());
+    }
+  }
+  std::fflush(stdout);
+  return code;
+}

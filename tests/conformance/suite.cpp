@@ -1,0 +1,378 @@
+#include "suite.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <functional>
+#include <numeric>
+
+#include "lockstep/core/error.h"
+#include "lockstep/testing/matchers.h"
+#include "table.h"
+
+namespace lockstep::conformance {
+
+namespace {
+
+// Small whole numbers, so that sums, products and averages over seven ranks are exact in every dtype
+// and a wrong rank, element or order shows. Negative ones where the dtype has them: integer averages
+// round towards zero.
+at::Tensor values(const std::vector<int64_t>& shape, at::ScalarType dtype, int rank, ReduceOp op) {
+  const int64_t count =
+      std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+  at::Tensor index = at::arange(count, at::kLong);
+  at::Tensor number = index.mul(7).add(rank * 3 + 1).remainder(5);
+  if (op == ReduceOp::kProduct) {
+    number = index.add(rank).remainder(2).add(1);
+  } else if (dtype != at::kByte && dtype != at::kBool) {
+    number = number.sub(2);
+  }
+  if (dtype == at::kBool) number = index.add(rank).remainder(3).eq(0).to(at::kLong);
+  at::Tensor result = number.to(dtype == at::kComplexFloat ? at::kComplexDouble : dtype);
+  if (result.is_complex()) result = at::complex(number.to(at::kDouble), number.add(1).to(at::kDouble));
+  return result.to(dtype).view(shape);
+}
+
+// The definition of right: one rank's view of all the others' inputs, reduced in the widest type.
+at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp op) {
+  const at::ScalarType dtype = inputs[0].scalar_type();
+  const bool whole = at::isIntegralType(dtype, /*includeBool=*/true);
+  const auto wide = inputs[0].is_complex() ? at::kComplexDouble : whole ? at::kLong : at::kDouble;
+  at::Tensor result = inputs[0].to(wide, /*non_blocking=*/false, /*copy=*/true);
+  for (std::size_t i = 1; i < inputs.size(); ++i) {
+    const at::Tensor next = inputs[i].to(wide);
+    switch (op) {
+      case ReduceOp::kSum:
+      case ReduceOp::kAvg: result.add_(next); break;
+      case ReduceOp::kMin: result = at::minimum(result, next); break;
+      case ReduceOp::kMax: result = at::maximum(result, next); break;
+      case ReduceOp::kProduct: result.mul_(next); break;
+      case ReduceOp::kAnd: result.bitwise_and_(next); break;
+      case ReduceOp::kOr: result.bitwise_or_(next); break;
+      case ReduceOp::kXor: result.bitwise_xor_(next); break;
+    }
+  }
+  const auto count = static_cast<int64_t>(inputs.size());
+  if (op == ReduceOp::kAvg) {
+    if (whole) {
+      result.div_(count, "trunc");
+    } else {
+      result.div_(count);
+    }
+  }
+  if (dtype == at::kBool) return result.ne(0);
+  return result.to(dtype);
+}
+
+class Suite {
+ public:
+  Suite(World& world, c10::Device device, const SuiteOptions& options)
+      : world_(world), device_(device), options_(options) {}
+
+  Report run(const std::vector<Case>& cases) {
+    for (const auto& each : cases) {
+      current_ = each;
+      carry_out();
+      ++report_.ran;
+    }
+    for (const auto& each : refused_cases()) {
+      current_ = each;
+      refuse();
+    }
+    lesson();
+    numbers_and_bytes();
+    structure();
+    return report_;
+  }
+
+ private:
+  int rank() const { return world_.rank(); }
+  int size() const { return world_.size(); }
+
+  std::vector<int64_t> shape() const {
+    switch (current_.shape) {
+      case Shape::kEmpty: return {0};
+      case Shape::kOne: return {};
+      case Shape::kOdd: return {13};
+      case Shape::kLarge: return {options_.large};
+      case Shape::kNonContiguous: return {5, 6};
+    }
+    return {};
+  }
+
+  // What rank `from` contributes, made anywhere; `salt` tells several tensors of one rank apart.
+  at::Tensor input_of(int from, int salt = 0) const {
+    return values(shape(), current_.dtype, from + 11 * salt, current_.op);
+  }
+
+  // On the device under test; with strides where the case asks for them.
+  at::Tensor place(const at::Tensor& tensor) const {
+    at::Tensor there = tensor.to(device_);
+    if (current_.shape != Shape::kNonContiguous) return there.clone();
+    std::vector<int64_t> strided = tensor.sizes().vec();
+    strided.back() *= 2;
+    at::Tensor base = at::full(strided, 1, there.options());
+    at::Tensor view = base.slice(-1, 0, strided.back(), 2);
+    view.copy_(there);
+    return view;
+  }
+  at::Tensor blank(const at::Tensor& like) const { return place(at::zeros_like(like)); }
+
+  void expect(const at::Tensor& got, const at::Tensor& wanted, const std::string& what = "") {
+    const bool rounded = current_.op == ReduceOp::kAvg && (wanted.is_floating_point() ||
+                                                           wanted.is_complex());
+    // An average may be rounded once more on the way (NCCL scales before it adds).
+    const double tolerance = wanted.scalar_type() == at::kBFloat16 ? 0.04
+                             : wanted.scalar_type() == at::kHalf   ? 0.005
+                                                                   : 1e-6;
+    const auto result = rounded ? testing::tensors_near(got, wanted, tolerance)
+                                : testing::tensors_equal(got, wanted);
+    if (!result) fail(fmt::format("{} {}", what, result.message()));
+  }
+  void expect(bool good, const std::string& what) {
+    if (!good) fail(what);
+  }
+  void fail(const std::string& why) {
+    report_.failures.push_back(
+        fmt::format("rank {} of {}: {}: {}", rank(), size(), current_.text(), why));
+  }
+
+  std::vector<at::Tensor> all_inputs(int salt = 0) const {
+    std::vector<at::Tensor> all;
+    for (int from = 0; from < size(); ++from) all.push_back(input_of(from, salt));
+    return all;
+  }
+
+  void carry_out() {
+    switch (current_.operation) {
+      case Operation::kAllReduce: return all_reduce();
+      case Operation::kReduce: return reduce();
+      case Operation::kReduceScatter: return reduce_scatter();
+      case Operation::kBroadcast: return broadcast();
+      case Operation::kAllGather: return all_gather();
+      case Operation::kGather: return gather();
+      case Operation::kScatter: return scatter();
+      case Operation::kAllToAll: return all_to_all();
+      case Operation::kSendRecv: return send_recv();
+      case Operation::kBatch: return batch();
+    }
+  }
+
+  int root() const { return size() - 1; }
+
+  void all_reduce() {
+    at::Tensor x = place(input_of(rank()));
+    world_.all_reduce(x, current_.op).wait();
+    expect(x, reduced(all_inputs(), current_.op));
+  }
+
+  void reduce() {
+    at::Tensor x = place(input_of(rank()));
+    world_.reduce(x, root(), current_.op).wait();
+    if (rank() == root()) expect(x, reduced(all_inputs(), current_.op));
+  }
+
+  void reduce_scatter() {
+    std::vector<at::Tensor> mine;
+    for (int part = 0; part < size(); ++part) mine.push_back(input_of(rank(), part));
+    at::Tensor output = blank(mine[0]);
+    world_.reduce_scatter(output, place(at::stack(mine)), current_.op).wait();
+    expect(output, reduced(all_inputs(rank()), current_.op));
+  }
+
+  void broadcast() {
+    at::Tensor x = rank() == root() ? place(input_of(root())) : blank(input_of(root()));
+    world_.broadcast(x, root()).wait();
+    expect(x, input_of(root()));
+  }
+
+  void all_gather() {
+    at::Tensor output = blank(at::stack(all_inputs()));
+    world_.all_gather(output, place(input_of(rank()))).wait();
+    expect(output, at::stack(all_inputs()));
+  }
+
+  void gather() {
+    std::vector<at::Tensor> outputs;
+    if (rank() == root()) {
+      for (int from = 0; from < size(); ++from) outputs.push_back(blank(input_of(from)));
+    }
+    world_.gather(outputs, place(input_of(rank())), root()).wait();
+    for (std::size_t from = 0; from < outputs.size(); ++from)
+      expect(outputs[from], input_of(static_cast<int>(from)));
+  }
+
+  void scatter() {
+    std::vector<at::Tensor> inputs;
+    if (rank() == root()) {
+      for (int to = 0; to < size(); ++to) inputs.push_back(place(input_of(root(), to)));
+    }
+    at::Tensor output = blank(input_of(root()));
+    world_.scatter(output, inputs, root()).wait();
+    expect(output, input_of(root(), rank()));
+  }
+
+  // Every pair exchanges another number of elements: the message from i to j has i + 2j + shape.
+  void all_to_all() {
+    const auto message = [this](int from, int to) {
+      if (current_.shape != Shape::kOdd) return input_of(from, to);
+      return values({from + 2 * to}, current_.dtype, from * 5 + to, current_.op);
+    };
+    std::vector<at::Tensor> inputs;
+    std::vector<at::Tensor> outputs;
+    for (int other = 0; other < size(); ++other) {
+      inputs.push_back(place(message(rank(), other)));
+      outputs.push_back(blank(message(other, rank())));
+    }
+    world_.all_to_all(outputs, inputs).wait();
+    for (int from = 0; from < size(); ++from)
+      expect(outputs[static_cast<std::size_t>(from)], message(from, rank()));
+  }
+
+  // Around a ring, one after the other: rank 0 sends first, the rest receive first.
+  void send_recv() {
+    const int next = (rank() + 1) % size();
+    const int previous = (rank() + size() - 1) % size();
+    at::Tensor out = place(input_of(rank()));
+    at::Tensor in = blank(input_of(previous));
+    if (rank() == 0) {
+      Work sending = world_.send(out, next);
+      world_.recv(in, previous).wait();
+      sending.wait();
+    } else {
+      world_.recv(in, previous).wait();
+      world_.send(out, next).wait();
+    }
+    expect(in, input_of(previous));
+  }
+
+  // Both directions at once, which blocking messages could not do.
+  void batch() {
+    const int next = (rank() + 1) % size();
+    const int previous = (rank() + size() - 1) % size();
+    at::Tensor in = blank(input_of(previous));
+    world_.batch({{P2p::Kind::kSend, place(input_of(rank())), next},
+                  {P2p::Kind::kRecv, in, previous}})
+        .wait();
+    expect(in, input_of(previous));
+  }
+
+  void refuse() {
+    at::Tensor x = place(input_of(rank()));
+    std::vector<at::Tensor> stacked(static_cast<std::size_t>(size()), x);
+    try {
+      if (current_.operation == Operation::kAllReduce) world_.all_reduce(x, current_.op).wait();
+      if (current_.operation == Operation::kReduce) world_.reduce(x, 0, current_.op).wait();
+      if (current_.operation == Operation::kReduceScatter)
+        world_.reduce_scatter(x, at::stack(stacked), current_.op).wait();
+      fail("has no meaning, but was not refused");
+    } catch (const UsageError&) {
+      ++report_.refused;
+    }
+  }
+
+  // The values of the founding lesson on collectives (seed 002).
+  void lesson() {
+    current_ = {Operation::kBroadcast, ReduceOp::kSum, at::kFloat, Shape::kOdd};
+    world_.barrier();
+    const at::Tensor one_two_three = at::tensor({1.f, 2.f, 3.f});
+    at::Tensor x = (rank() == 0 ? one_two_three : at::zeros({3})).to(device_, false, true);
+    world_.broadcast(x, 0).wait();
+    expect(x, one_two_three, "lesson: broadcast");
+
+    at::Tensor sum = at::full({1}, rank(), at::kLong).to(device_);
+    world_.all_reduce(sum).wait();
+    expect(sum, at::full({1}, size() * (size() - 1) / 2, at::kLong), "lesson: sum of ranks");
+
+    std::vector<at::Tensor> gathered;
+    if (rank() == 0) {
+      for (int from = 0; from < size(); ++from)
+        gathered.push_back(at::zeros({1}, at::kLong).to(device_));
+    }
+    world_.gather(gathered, at::full({1}, rank(), at::kLong).to(device_), 0).wait();
+    for (std::size_t from = 0; from < gathered.size(); ++from)
+      expect(gathered[from], at::full({1}, static_cast<int64_t>(from), at::kLong), "lesson: gather");
+    report_.extra += 3;
+  }
+
+  void numbers_and_bytes() {
+    const double n = size();
+    expect(world_.sum(rank()) == n * (n - 1) / 2, "sum of numbers");
+    expect(world_.mean(rank()) == (n - 1) / 2, "mean of numbers");
+    expect(world_.min(rank() + 1) == 1, "min of numbers");
+    expect(world_.max(rank()) == n - 1, "max of numbers");
+    expect(world_.any(rank() == root()), "any");
+    expect(world_.all(rank() == root()) == (size() == 1), "all");
+    expect(world_.all(true) && !world_.any(false), "all true, any false");
+    const std::string text("a\0b", 3);
+    expect(world_.broadcast(rank() == root() ? text : "other", root()) == text, "bytes");
+    expect(world_.broadcast("", 0).empty(), "no bytes");
+    const auto all = world_.all_gather(std::string(static_cast<std::size_t>(rank()), 'x'));
+    for (std::size_t from = 0; from < all.size(); ++from)
+      expect(all[from] == std::string(from, 'x'), "gathered bytes");
+    // Ranks contribute 0, 1, 2, ... rows.
+    const auto varied = world_.all_gather_varied(at::full({rank(), 2}, rank(), device_));
+    for (std::size_t from = 0; from < varied.size(); ++from) {
+      const auto rows = static_cast<int64_t>(from);
+      expect(varied[from], at::full({rows, 2}, rows, at::kLong).to(varied[from].scalar_type()),
+             "rows of different number");
+    }
+    report_.extra += 11;
+  }
+
+  void structure() {
+    auto half = world_.split(rank() % 2, -rank());
+    expect(half.has_value(), "split");
+    const int members = (size() + (rank() % 2 == 0 ? 1 : 0)) / 2;
+    expect(half && half->size() == members, "split: size");
+    // The key turns the order around.
+    expect(half && half->rank() == members - 1 - rank() / 2, "split: order");
+    at::Tensor x = at::ones({3}).to(device_);
+    if (half) half->all_reduce(x).wait();
+    expect(x, at::full({3}, static_cast<float>(members)), "split: all_reduce");
+    expect(world_.split(rank() == 0 ? -1 : 3).has_value() == (rank() != 0), "split: none");
+    int runs = 0;
+    world_.leader_first([&] { ++runs; });
+    expect(runs == 1, "leader_first");
+    report_.extra += 6;
+  }
+
+  World& world_;
+  const c10::Device device_;
+  const SuiteOptions options_;
+  Case current_{};
+  Report report_;
+};
+
+std::vector<Case> chosen_cases(const SuiteOptions& options) {
+  std::vector<Case> cases = supported_cases();
+  if (options.every_case) return cases;
+  std::erase_if(cases, [](const Case& each) {
+    const bool plain = each.op == ReduceOp::kSum || each.op == ReduceOp::kAvg;
+    return !plain || (each.shape != Shape::kOdd && each.shape != Shape::kNonContiguous);
+  });
+  return cases;
+}
+
+}  // namespace
+
+int cases_due(const SuiteOptions& options) {
+  // Counted from the table's rows, not from the list that is run.
+  int pairs = 0;
+  for (const auto& row : reduction_table()) {
+    int reductions = 0;
+    for (const auto op : row.reductions) {
+      if (options.every_case || op == ReduceOp::kSum || op == ReduceOp::kAvg) ++reductions;
+    }
+    pairs += 3 * reductions * static_cast<int>(row.dtypes.size());
+  }
+  const int moves = static_cast<int>(kOperations.size()) - 3;
+  pairs += moves * static_cast<int>(kDtypes.size());
+  return pairs * (options.every_case ? static_cast<int>(kShapes.size()) : 2);
+}
+
+Report run_suite(World& world, c10::Device device, const SuiteOptions& options) {
+  return Suite(world, device, options).run(chosen_cases(options));
+}
+
+}  // namespace lockstep::conformance
