@@ -1,0 +1,311 @@
+// The optimizers alone. That their bits are Python's is checked in tests/parity.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <cstring>
+#include <sstream>
+
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/sgd.h"
+
+namespace lockstep::optim {
+namespace {
+
+using ::testing::HasSubstr;
+
+at::Tensor leaf(at::Tensor values) { return values.clone().set_requires_grad(true); }
+
+void set_grad(at::Tensor& param, const at::Tensor& grad) { param.mutable_grad() = grad.clone(); }
+
+template <typename Error, typename Body>
+std::string message_of(Body body) {
+  try {
+    body();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "nothing was thrown";
+}
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.dtype() == b.dtype() &&
+         std::memcmp(a.contiguous().data_ptr(), b.contiguous().data_ptr(), a.nbytes()) == 0;
+}
+
+// The textbook rule, in double.
+struct ReferenceAdamW {
+  double w, m = 0, v = 0;
+  int t = 0;
+  void step(double g, const AdamWOptions& o) {
+    ++t;
+    w -= o.lr * o.weight_decay * w;
+    m = o.betas.first * m + (1 - o.betas.first) * g;
+    v = o.betas.second * v + (1 - o.betas.second) * g * g;
+    const double m_hat = m / (1 - std::pow(o.betas.first, t));
+    const double v_hat = v / (1 - std::pow(o.betas.second, t));
+    w -= o.lr * m_hat / (std::sqrt(v_hat) + o.eps);
+  }
+};
+
+TEST(AdamW, FollowsTheRule) {
+  auto p = leaf(torch::tensor({0.5, -2.0, 3.0}, torch::kDouble));
+  AdamW optimizer{{p}, {.lr = 0.1, .betas = {0.8, 0.9}, .weight_decay = 0.05}};
+  std::vector<ReferenceAdamW> expected{{0.5}, {-2.0}, {3.0}};
+  for (int t = 0; t < 10; ++t) {
+    if (t == 5) optimizer.options().lr = 0.01;
+    const auto grad = torch::tensor({0.3, -0.1 * t, 2.0 - t}, torch::kDouble);
+    set_grad(p, grad);
+    optimizer.step();
+    for (int i = 0; i < 3; ++i) {
+      expected[i].step(grad[i].item<double>(), optimizer.options());
+      EXPECT_NEAR(p[i].item<double>(), expected[i].w, 1e-12);
+    }
+  }
+}
+
+TEST(SGD, FollowsTheStockOptimizer) {
+  for (const bool nesterov : {false, true}) {
+    torch::manual_seed(1);
+    auto start = torch::randn({5, 7});
+    auto ours = leaf(start), stock = leaf(start);
+    SGD a{{ours}, {.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = nesterov}};
+    torch::optim::SGD b{
+        {stock},
+        torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01).nesterov(nesterov)};
+    for (int t = 0; t < 10; ++t) {
+      const auto grad = torch::randn({5, 7});
+      set_grad(ours, grad);
+      set_grad(stock, grad);
+      a.step();
+      b.step();
+    }
+    EXPECT_TRUE(torch::allclose(ours, stock, 1e-5, 1e-6));
+  }
+}
+
+TEST(Optimizers, SkipParametersWithoutGradient) {
+  auto used = leaf(torch::ones({3})), unused = leaf(torch::ones({2}));
+  AdamW adamw{{used, unused}, {.weight_decay = 0.5}};
+  SGD sgd{{used, unused}, {.lr = 1, .momentum = 0.9, .weight_decay = 0.5}};
+  set_grad(used, torch::ones({3}));
+  adamw.step();
+  sgd.step();
+  // Not even weight decay is applied, and no state is made.
+  EXPECT_TRUE(same_bits(unused, torch::ones({2})));
+  EXPECT_EQ(adamw.state().count(unused.unsafeGetTensorImpl()), 0u);
+  EXPECT_EQ(sgd.state().count(unused.unsafeGetTensorImpl()), 0u);
+  EXPECT_FALSE(same_bits(used, torch::ones({3})));
+}
+
+TEST(Optimizers, CountStepsPerParameter) {
+  auto a = leaf(torch::ones({3})), late = leaf(torch::ones({3}));
+  AdamW optimizer{{a, late}};
+  set_grad(a, torch::ones({3}));
+  optimizer.step();
+  optimizer.step();
+  set_grad(late, torch::ones({3}));
+  optimizer.step();
+  const auto step_of = [&](const at::Tensor& p) {
+    return static_cast<AdamWState&>(*optimizer.state()[p.unsafeGetTensorImpl()]).step;
+  };
+  EXPECT_EQ(step_of(a).item<float>(), 3);
+  EXPECT_EQ(step_of(late).item<float>(), 1);
+  EXPECT_EQ(step_of(late).scalar_type(), torch::kFloat);
+}
+
+TEST(SGD, MomentumMayStartLater) {
+  auto a = leaf(torch::ones({4})), late = leaf(torch::ones({4})), alone = leaf(torch::ones({4}));
+  const SGDOptions options{.lr = 0.1, .momentum = 0.9, .dampening = 0.5};
+  SGD together{{a, late}, options}, single{{alone}, options};
+  const auto grad = torch::full({4}, 0.25);
+  set_grad(a, grad);
+  together.step();
+  for (int t = 0; t < 3; ++t) {
+    set_grad(late, grad);
+    set_grad(alone, grad);
+    together.step();
+    single.step();
+  }
+  EXPECT_TRUE(same_bits(late, alone));
+}
+
+TEST(Optimizers, StepTiedWeightsOnce) {
+  auto p = leaf(torch::ones({4})), q = leaf(torch::ones({4}));
+  SGD once{{p}, {.lr = 0.5}}, twice{{q, q}, {.lr = 0.5}};
+  set_grad(p, torch::ones({4}));
+  set_grad(q, torch::ones({4}));
+  once.step();
+  twice.step();
+  EXPECT_TRUE(same_bits(p, q));
+}
+
+// LibTorch's kernels walk memory without looking at strides: a gradient in another order must not
+// be applied to the wrong elements.
+TEST(Optimizers, GradientMayHaveOtherStrides) {
+  auto p = leaf(torch::zeros({2, 3}));
+  const auto grad = torch::arange(6, torch::kFloat).view({3, 2}).t();
+  p.mutable_grad() = grad;
+  SGD optimizer{{p}, {.lr = 1}};
+  optimizer.step();
+  EXPECT_TRUE(torch::equal(p.detach(), -grad));
+  auto channels_last = leaf(torch::ones({2, 3, 4, 5})).detach().contiguous(
+      torch::MemoryFormat::ChannelsLast);
+  channels_last.set_requires_grad(true);
+  const auto wanted = torch::randn({2, 3, 4, 5});
+  channels_last.mutable_grad() = wanted;
+  AdamW adamw{{channels_last}, {.lr = 0.1, .weight_decay = 0}};
+  adamw.step();
+  EXPECT_TRUE(torch::allclose(channels_last.detach(), 1 - 0.1 * wanted.sign(), 1e-4, 1e-4));
+}
+
+TEST(Optimizers, MixDtypes) {
+  auto a = leaf(torch::ones({4})), b = leaf(torch::ones({4}, torch::kDouble));
+  auto c = leaf(torch::ones({4}, torch::kBFloat16));
+  AdamW optimizer{{a, b, c}, {.lr = 0.25, .weight_decay = 0}};
+  for (auto* p : {&a, &b, &c}) set_grad(*p, torch::ones_like(*p));
+  optimizer.step();
+  for (const auto& p : {a, b, c}) EXPECT_NEAR(p[3].item<double>(), 0.75, 1e-6);
+}
+
+TEST(Optimizers, GroupsHaveTheirOwnOptions) {
+  auto a = leaf(torch::ones({2})), b = leaf(torch::ones({2})), c = leaf(torch::ones({2}));
+  SGD optimizer{{SGD::group({a}, {.lr = 0.5}), torch::optim::OptimizerParamGroup({b})},
+                {.lr = 0.25}};
+  optimizer.add_param_group(SGD::group({c}, {.lr = 0.125}));
+  for (auto* p : {&a, &b, &c}) set_grad(*p, torch::ones({2}));
+  optimizer.step();
+  EXPECT_EQ(a[0].item<float>(), 0.5f);
+  EXPECT_EQ(b[0].item<float>(), 0.75f);
+  EXPECT_EQ(c[0].item<float>(), 0.875f);
+  optimizer.zero_grad();
+  EXPECT_FALSE(a.grad().defined());
+}
+
+// LibTorch's StepLR counts differently from Python's, so the expectation is what it does to a stock
+// optimizer.
+TEST(Optimizers, WorkWithStockSchedulers) {
+  auto p = leaf(torch::ones({2})), q = leaf(torch::ones({2}));
+  AdamW ours{{p}, {.lr = 1.0}};
+  torch::optim::AdamW stock{{q}, torch::optim::AdamWOptions(1.0)};
+  torch::optim::StepLR our_schedule{ours, /*step_size=*/2, /*gamma=*/0.1};
+  torch::optim::StepLR stock_schedule{stock, /*step_size=*/2, /*gamma=*/0.1};
+  for (int t = 0; t < 6; ++t) {
+    EXPECT_EQ(ours.options().lr, stock.param_groups()[0].options().get_lr());
+    our_schedule.step();
+    stock_schedule.step();
+  }
+  EXPECT_LT(ours.options().lr, 0.02);
+}
+
+TEST(Optimizers, ClosureIsRunWithGradients) {
+  auto p = leaf(torch::ones({2}));
+  SGD optimizer{{p}, {.lr = 1}};
+  const torch::NoGradGuard no_grad;
+  const auto loss = optimizer.step([&] {
+    auto value = (p * p).sum();
+    value.backward();
+    return value;
+  });
+  EXPECT_EQ(loss.item<float>(), 2);
+  EXPECT_EQ(p[0].item<float>(), -1);
+}
+
+// Saves after some steps, loads into a fresh optimizer over copies, goes on with both.
+template <typename Optimizer, typename Options>
+void check_resume(const Options& options, Options other) {
+  torch::manual_seed(3);
+  auto p = leaf(torch::randn({4, 5})), unused = leaf(torch::randn({2}));
+  Optimizer first{{p, unused}, options};
+  for (int t = 0; t < 3; ++t) {
+    set_grad(p, torch::randn({4, 5}));
+    first.step();
+  }
+  std::stringstream file;
+  torch::save(first, file);
+
+  auto q = leaf(p.detach()), unused_too = leaf(unused.detach());
+  other.lr = 77;
+  Optimizer second{{q, unused_too}, other};
+  torch::load(second, file);
+  EXPECT_EQ(second.options().lr, options.lr);
+  for (int t = 0; t < 3; ++t) {
+    const auto grad = torch::randn({4, 5});
+    set_grad(p, grad);
+    set_grad(q, grad);
+    first.step();
+    second.step();
+  }
+  EXPECT_TRUE(same_bits(p, q));
+}
+
+TEST(Optimizers, SaveAndLoad) {
+  check_resume<AdamW>(AdamWOptions{.lr = 0.1, .betas = {0.5, 0.75}, .eps = 1e-3}, {});
+  check_resume<SGD>(SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true}, {});
+}
+
+TEST(Optimizers, SaveAndLoadBeforeTheFirstStep) {
+  auto p = leaf(torch::ones({2}));
+  AdamW first{{p}, {.lr = 0.5}}, second{{p}};
+  std::stringstream file;
+  torch::save(first, file);
+  torch::load(second, file);
+  EXPECT_EQ(second.options().lr, 0.5);
+}
+
+TEST(Optimizers, RefuseStateOfAnotherShape) {
+  auto p = leaf(torch::ones({2})), q = leaf(torch::ones({3}));
+  const auto load_into_q = [&](auto&& first, auto&& second) {
+    set_grad(p, torch::ones({2}));
+    first.step();
+    std::stringstream file;
+    torch::save(first, file);
+    return message_of<UsageError>([&] { torch::load(second, file); });
+  };
+  EXPECT_THAT(load_into_q(AdamW{{p}}, AdamW{{q}}), HasSubstr("state of shape [2] for a parameter of shape [3]"));
+  EXPECT_THAT(load_into_q(SGD{{p}, {.momentum = 0.9}}, SGD{{q}}), HasSubstr("[SGD] the archive holds"));
+}
+
+TEST(Optimizers, RefuseWhatTheyCannotStep) {
+  auto p = leaf(torch::ones({4, 2}));
+  p.mutable_grad() = torch::ones({4, 2}).to_sparse();
+  AdamW sparse{{p}};
+  EXPECT_THAT(message_of<UsageError>([&] { sparse.step(); }),
+              HasSubstr("[AdamW] the parameter of shape [4, 2] has a sparse gradient"));
+
+  auto slice = torch::ones({4, 4}).slice(1, 0, 2).set_requires_grad(true);
+  set_grad(slice, torch::ones({4, 2}));
+  SGD sliced{{slice}};
+  EXPECT_THAT(message_of<UsageError>([&] { sliced.step(); }),
+              HasSubstr("[SGD] the parameter of shape [4, 2] is not dense in memory"));
+
+  auto q = leaf(torch::ones({3}));
+  AdamW twice{{AdamW::group({q}, {}), AdamW::group({q}, {})}};
+  EXPECT_THAT(message_of<UsageError>([&] { twice.step(); }),
+              HasSubstr("the parameter of shape [3] is in two parameter groups"));
+}
+
+TEST(Optimizers, RefuseWrongOptions) {
+  auto p = leaf(torch::ones({2}));
+  EXPECT_THAT(message_of<UsageError>([&] { AdamW a({p}, {.lr = -1}); }),
+              HasSubstr("[AdamW] option lr cannot be -1"));
+  EXPECT_THAT(message_of<UsageError>([&] { AdamW a({p}, {.lr = std::nan("")}); }), HasSubstr("nan"));
+  EXPECT_THAT(message_of<UsageError>([&] { AdamW::group({p}, {.betas = {0.9, 1.0}}); }),
+              HasSubstr("option betas.second cannot be 1"));
+  EXPECT_THAT(message_of<UsageError>([&] { SGD a({p}, {.momentum = -0.1}); }),
+              HasSubstr("[SGD] option momentum cannot be -0.1"));
+  EXPECT_THAT(message_of<UsageError>([&] { SGD a({p}, {.nesterov = true}); }),
+              HasSubstr("nesterov with momentum 0 and dampening 0"));
+
+  AdamW optimizer{{p}};
+  auto q = leaf(torch::ones({2}));
+  optimizer.add_param_group(
+      {{q}, std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(0.1))});
+  set_grad(q, torch::ones({2}));
+  EXPECT_THAT(message_of<UsageError>([&] { optimizer.step(); }),
+              HasSubstr("a parameter group has options of another optimizer"));
+}
+
+}  // namespace
+}  // namespace lockstep::optim

@@ -1,0 +1,144 @@
+#include "lockstep/optim/sgd.h"
+
+#include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/optim/serialize.h>
+#include <torch/utils.h>
+
+#include <memory>
+
+namespace lockstep::optim {
+namespace {
+
+constexpr std::string_view kName = "SGD";
+using Group = GroupOptions<SGDOptions>;
+
+const SGDOptions& checked(const SGDOptions& options) {
+  detail::check_option(options.lr >= 0, kName, "lr", options.lr);
+  detail::check_option(options.momentum >= 0, kName, "momentum", options.momentum);
+  detail::check_option(options.weight_decay >= 0, kName, "weight_decay", options.weight_decay);
+  if (options.nesterov && (options.momentum <= 0 || options.dampening != 0)) {
+    throw UsageError(kName,
+                     "nesterov with momentum {} and dampening {}. Nesterov momentum needs momentum "
+                     "above 0 and dampening 0. Set them, or leave nesterov off.",
+                     options.momentum, options.dampening);
+  }
+  return options;
+}
+
+// What one call of the kernel takes; it cannot mix first steps with later ones.
+struct Call {
+  std::vector<at::Tensor> params, grads, momenta;
+};
+
+void fused(const Call& call, const SGDOptions& options, bool is_first_step) {
+  if (call.params.empty()) return;
+  at::_fused_sgd_(call.params, call.grads, call.momenta, options.weight_decay, options.momentum,
+                  options.lr, options.dampening, options.nesterov, /*maximize=*/false,
+                  is_first_step);
+}
+
+}  // namespace
+
+SGD::SGD(std::vector<at::Tensor> params, const SGDOptions& options)
+    : SGD(std::vector{torch::optim::OptimizerParamGroup(std::move(params))}, options) {}
+
+SGD::SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups, const SGDOptions& options)
+    : Optimizer(groups, std::make_unique<Group>(checked(options))) {}
+
+torch::optim::OptimizerParamGroup SGD::group(std::vector<at::Tensor> params,
+                                             const SGDOptions& options) {
+  return {std::move(params), std::make_unique<Group>(checked(options))};
+}
+
+SGDOptions& SGD::options(std::size_t group) {
+  return detail::values_of<SGDOptions>(kName, param_groups_.at(group));
+}
+
+at::Tensor SGD::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode with_grad(true);
+    loss = closure();
+  }
+  const torch::NoGradGuard no_grad;
+  detail::Seen seen;
+  for (auto& group : param_groups_) {
+    const auto& options = detail::values_of<SGDOptions>(kName, group);
+    for (const auto& batch : detail::gather(kName, group.params(), seen)) {
+      step_batch(batch, options);
+    }
+  }
+  return loss;
+}
+
+void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {
+  if (options.momentum == 0) {
+    fused({batch.params, batch.grads, {}}, options, /*is_first_step=*/false);
+    return;
+  }
+  Call first, later;
+  for (std::size_t i = 0; i < batch.params.size(); ++i) {
+    const auto& param = batch.params[i];
+    auto& slot = state_[param.unsafeGetTensorImpl()];
+    Call& call = slot ? later : first;
+    if (!slot) {
+      auto fresh = std::make_unique<SGDState>();
+      fresh->momentum_buffer = at::empty_like(param);
+      slot = std::move(fresh);
+    }
+    call.params.push_back(param);
+    call.grads.push_back(batch.grads[i]);
+    call.momenta.push_back(static_cast<const SGDState&>(*slot).momentum_buffer);
+  }
+  fused(first, options, /*is_first_step=*/true);
+  fused(later, options, /*is_first_step=*/false);
+}
+
+void SGD::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<SGDState, Group>(archive, *this);
+}
+
+void SGD::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<SGDState, Group>(archive, *this);
+  for (const auto& group : param_groups_) {
+    for (const auto& param : group.params()) {
+      const auto slot = state_.find(param.unsafeGetTensorImpl());
+      if (slot == state_.end()) continue;
+      detail::check_loaded(kName, param,
+                           static_cast<const SGDState&>(*slot->second).momentum_buffer);
+    }
+  }
+}
+
+void SGDState::serialize(torch::serialize::InputArchive& archive) {
+  archive.read("momentum_buffer", momentum_buffer);
+}
+
+void SGDState::serialize(torch::serialize::OutputArchive& archive) const {
+  archive.write("momentum_buffer", momentum_buffer);
+}
+
+void read(torch::serialize::InputArchive& archive, SGDOptions& options) {
+  c10::IValue value;
+  archive.read("lr", value);
+  options.lr = value.toDouble();
+  archive.read("momentum", value);
+  options.momentum = value.toDouble();
+  archive.read("dampening", value);
+  options.dampening = value.toDouble();
+  archive.read("weight_decay", value);
+  options.weight_decay = value.toDouble();
+  archive.read("nesterov", value);
+  options.nesterov = value.toBool();
+}
+
+void write(torch::serialize::OutputArchive& archive, const SGDOptions& options) {
+  archive.write("lr", c10::IValue(options.lr));
+  archive.write("momentum", c10::IValue(options.momentum));
+  archive.write("dampening", c10::IValue(options.dampening));
+  archive.write("weight_decay", c10::IValue(options.weight_decay));
+  archive.write("nesterov", c10::IValue(options.nesterov));
+}
+
+}  // namespace lockstep::optim
