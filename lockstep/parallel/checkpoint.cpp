@@ -1,0 +1,142 @@
+#include "lockstep/parallel/checkpoint.h"
+
+#include <torch/torch.h>
+
+#include <ATen/autocast_mode.h>
+
+#include <utility>
+
+#include "lockstep/parallel/checkpoint_node.h"
+#include "lockstep/parallel/nested_backward.h"
+
+namespace lockstep {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// What the second run must find as the first one did.
+struct Surroundings {
+  at::Tensor cpu_random_state;
+  std::vector<std::pair<c10::DeviceIndex, at::Tensor>> cuda_random_states;
+  bool autocast_cpu = false;
+  bool autocast_cuda = false;
+  at::ScalarType autocast_cpu_dtype = at::kBFloat16;
+  at::ScalarType autocast_cuda_dtype = at::kHalf;
+};
+
+at::Tensor random_state_of(at::Generator generator) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_random_state(at::Generator generator, const at::Tensor& state) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
+
+Surroundings surroundings_now(const std::vector<at::Tensor>& inputs) {
+  Surroundings now;
+  now.cpu_random_state = random_state_of(at::detail::getDefaultCPUGenerator());
+  for (const auto& input : inputs) {
+    if (!input.defined() || !input.is_cuda()) continue;
+    const auto index = input.device().index();
+    bool known = false;
+    for (const auto& [other, state] : now.cuda_random_states) known |= other == index;
+    if (known) continue;
+    now.cuda_random_states.emplace_back(
+        index, random_state_of(at::globalContext().defaultGenerator(input.device())));
+  }
+  now.autocast_cpu = at::autocast::is_autocast_enabled(at::kCPU);
+  now.autocast_cuda = at::autocast::is_autocast_enabled(at::kCUDA);
+  now.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
+  now.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  return now;
+}
+
+void apply_surroundings(const Surroundings& then) {
+  set_random_state(at::detail::getDefaultCPUGenerator(), then.cpu_random_state);
+  for (const auto& [index, state] : then.cuda_random_states)
+    set_random_state(at::globalContext().defaultGenerator(c10::Device(c10::kCUDA, index)), state);
+  at::autocast::set_autocast_enabled(at::kCPU, then.autocast_cpu);
+  at::autocast::set_autocast_enabled(at::kCUDA, then.autocast_cuda);
+  at::autocast::set_autocast_dtype(at::kCPU, then.autocast_cpu_dtype);
+  at::autocast::set_autocast_dtype(at::kCUDA, then.autocast_cuda_dtype);
+}
+
+// Restores what the caller had, however the block leaves.
+class Restore {
+ public:
+  explicit Restore(const std::vector<at::Tensor>& inputs) : before_(surroundings_now(inputs)) {}
+  ~Restore() { apply_surroundings(before_); }
+
+ private:
+  Surroundings before_;
+};
+
+struct Saved : torch::CustomClassHolder {
+  CheckpointBlock block;
+  Surroundings surroundings;
+};
+
+class CheckpointFunction : public torch::autograd::Function<CheckpointFunction> {
+ public:
+  // `anchor` always requires a gradient, so that a block whose inputs do not still gets a backward
+  // for its parameters.
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& /*anchor*/,
+                            const c10::intrusive_ptr<Saved>& saved, at::TensorList inputs) {
+    const std::vector<at::Tensor> list = inputs.vec();
+    saved->surroundings = surroundings_now(list);
+    context->saved_data["saved"] = c10::IValue::make_capsule(saved);
+    context->save_for_backward(list);
+    at::Tensor output = saved->block(list);
+    // An output that is one of the inputs (or a view) must not be taken for it.
+    return output.requires_grad() ? output.detach() : output;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const auto saved =
+        c10::static_intrusive_pointer_cast<Saved>(context->saved_data["saved"].toCapsule());
+    const variable_list originals = context->get_saved_variables();
+    std::vector<at::Tensor> inputs;
+    for (const auto& original : originals) {
+      at::Tensor copy = original.defined() ? original.detach() : original;
+      if (copy.defined()) copy.set_requires_grad(original.requires_grad());
+      inputs.push_back(std::move(copy));
+    }
+    at::Tensor output;
+    {
+      Restore restore(inputs);
+      apply_surroundings(saved->surroundings);
+      torch::AutoGradMode with_gradient(true);
+      output = saved->block(inputs);
+    }
+    if (output.requires_grad()) {
+      parallel::NestedBackward nested;
+      torch::autograd::backward({output}, {gradients[0]});
+    }
+    variable_list result{at::Tensor(), at::Tensor()};
+    for (const auto& input : inputs) result.push_back(input.defined() ? input.grad() : input);
+    return result;
+  }
+};
+
+}  // namespace
+
+namespace parallel {
+
+bool is_checkpoint_node(const torch::autograd::Node& node) {
+  return dynamic_cast<const torch::autograd::CppNode<CheckpointFunction>*>(&node) != nullptr;
+}
+
+}  // namespace parallel
+
+at::Tensor checkpoint(CheckpointBlock block, std::vector<at::Tensor> inputs) {
+  if (!torch::GradMode::is_enabled()) return block(inputs);
+  auto saved = c10::make_intrusive<Saved>();
+  saved->block = std::move(block);
+  const at::Tensor anchor = at::empty({0}).set_requires_grad(true);
+  return CheckpointFunction::apply(anchor, saved, at::TensorList(inputs));
+}
+
+}  // namespace lockstep

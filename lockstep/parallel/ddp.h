@@ -1,0 +1,111 @@
+// DistributedDataParallel: the same model on every rank, kept equal by averaging gradients.
+//
+//   lockstep::DistributedDataParallel model{net, world};     // after net->to(world.device())
+//   loss_of(model(batch)).backward();                        // gradients are averaged while this runs
+//   optimizer.step();                                        // every rank takes the same step
+//
+// Whether a backward synchronises is decided when backward runs, not in forward: calling the raw
+// module synchronises as well, and a no_sync() guard works wherever it is opened before backward().
+//
+// Wraps a std::shared_ptr to a module, a TORCH_MODULE holder or a Sequential; for a plain list of
+// parameters use Reducer. The wrapper shares ownership of module and world. One thread at a time.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+#include "lockstep/parallel/options.h"
+#include "lockstep/parallel/reducer.h"
+
+namespace lockstep {
+
+namespace detail {
+
+std::vector<NamedTensor> named_parameters(const torch::nn::Module& module);
+std::vector<NamedTensor> named_buffers(const torch::nn::Module& module);
+// Adds the weights of sparse embeddings in `module` to the options.
+DdpOptions complete(DdpOptions options, const torch::nn::Module& module);
+
+// Lets a backward that reaches no parameter be noticed: passes every tensor of an output through
+// the reducer. Outputs of other types are returned as they are.
+template <typename T>
+T watch_output(Reducer& reducer, T output) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return reducer.watch(std::move(output));
+  } else if constexpr (std::is_same_v<T, std::vector<at::Tensor>>) {
+    for (auto& tensor : output) tensor = reducer.watch(std::move(tensor));
+  }
+  return output;
+}
+
+template <typename... Ts>
+std::tuple<Ts...> watch_output(Reducer& reducer, std::tuple<Ts...> output) {
+  std::apply([&](auto&... parts) { ((parts = watch_output(reducer, std::move(parts))), ...); },
+             output);
+  return output;
+}
+
+}  // namespace detail
+
+template <typename Module>
+class DistributedDataParallel {
+ public:
+  DistributedDataParallel(Module module, World world, DdpOptions options = {})
+      : module_(std::move(module)),
+        reducer_(std::make_shared<Reducer>(detail::named_parameters(*module_),
+                                           detail::named_buffers(*module_), std::move(world),
+                                           detail::complete(std::move(options), *module_))) {}
+
+  template <typename... Args>
+  auto operator()(Args&&... args) {
+    reducer_->before_forward();
+    using Output = decltype(module_->forward(std::forward<Args>(args)...));
+    if constexpr (std::is_void_v<Output>) {
+      module_->forward(std::forward<Args>(args)...);
+    } else {
+      return detail::watch_output(*reducer_, module_->forward(std::forward<Args>(args)...));
+    }
+  }
+  template <typename... Args>
+  auto forward(Args&&... args) {
+    return (*this)(std::forward<Args>(args)...);
+  }
+
+  Module& module() { return module_; }
+  auto operator->() { return &*module_; }
+  std::vector<at::Tensor> parameters() const { return module_->parameters(); }
+  void train(bool on = true) { module_->train(on); }
+  void eval() { module_->eval(); }
+
+  // While the guard lives, backward accumulates locally. Guards nest.
+  [[nodiscard]] NoSync no_sync() { return NoSync(reducer_); }
+
+  // Runs `body` (a loop of steps) where ranks may have different numbers of steps: a rank that is
+  // done takes part in the others' reductions with zeros until all are, then takes the final model
+  // of the last one. Collective.
+  void join(const std::function<void()>& body, JoinOptions options = {}) {
+    reducer_->join(body, options);
+  }
+
+  void register_comm_hook(CommHook hook) { reducer_->register_comm_hook(std::move(hook)); }
+
+  // Throws CommError naming tensor and rank when parameters or buffers differ in any bit. Collective.
+  void verify_replicas() { reducer_->verify_replicas(); }
+
+  const StepTiming& last_timing() const { return reducer_->last_timing(); }
+  Reducer& reducer() { return *reducer_; }
+  World& world() { return reducer_->world(); }
+
+ private:
+  Module module_;
+  std::shared_ptr<Reducer> reducer_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,434 @@
+#include "lockstep/parallel/ddp.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "lockstep/core/error.h"
+#include "lockstep/parallel/checkpoint.h"
+#include "lockstep/parallel/comm_hooks.h"
+#include "lockstep/testing/naive_ddp.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::run_threads;
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() : a(6, 8), b(8, 8), c(8, 3) {
+    register_module("a", a);
+    register_module("b", b);
+    register_module("c", c);
+  }
+  at::Tensor forward(const at::Tensor& x) { return c(torch::tanh(b(torch::relu(a(x))))); }
+  torch::nn::Linear a, b, c;
+};
+TORCH_MODULE(Net);
+
+Net make_net(int seed = 0) {
+  torch::manual_seed(seed);
+  return Net();
+}
+
+at::Tensor batch_of(int rank, int step = 0) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(1000 + 17 * rank + step);
+  return at::randn({5, 6}, generator);
+}
+
+std::vector<at::Tensor> gradients_of(const torch::nn::Module& module) {
+  std::vector<at::Tensor> result;
+  for (const auto& p : module.parameters())
+    result.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
+  return result;
+}
+
+void expect_close(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i)
+    EXPECT_TRUE(at::allclose(a[i], b[i], 1e-6, 1e-7)) << "tensor " << i;
+}
+
+template <typename E, typename F>
+std::string message_of(F&& f) {
+  try {
+    f();
+  } catch (const E& e) {
+    return e.what();
+  } catch (const std::exception& e) {
+    return std::string("another exception: ") + e.what();
+  }
+  return "(nothing thrown)";
+}
+
+// torch's module construction draws from one global generator: build nets one at a time.
+std::mutex build_mutex;
+Net locked_net(int seed = 0) {
+  std::lock_guard<std::mutex> lock(build_mutex);
+  return make_net(seed);
+}
+
+class DdpAtSize : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Worlds, DdpAtSize, ::testing::Values(1, 2, 3, 4, 7));
+
+TEST_P(DdpAtSize, AveragesLikeOneAllReducePerParameter) {
+  run_threads(GetParam(), [](World& world) {
+    for (const bool view : {true, false}) {
+      Net net = locked_net(world.rank());  // different weights: init_sync must make them equal
+      DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.0002,
+                                                 .gradient_as_bucket_view = view,
+                                                 .force_reducer = true}};
+      model.verify_replicas();
+      for (int step = 0; step < 4; ++step) {
+        Net plain = locked_net();
+        for (std::size_t i = 0; i < plain->parameters().size(); ++i)
+          plain->parameters()[i].detach().copy_(net->parameters()[i].detach());
+        plain(batch_of(world.rank(), step)).square().mean().backward();
+        testing::average_gradients(world, plain->parameters());
+        model(batch_of(world.rank(), step)).square().mean().backward();
+        expect_close(gradients_of(*net), gradients_of(*plain));
+        for (auto& p : net->parameters()) {
+          torch::NoGradGuard no_grad;
+          p.add_(p.grad(), -0.1);
+          if (step % 2 == 0) p.mutable_grad() = at::Tensor();
+          else p.grad().zero_();
+        }
+        model.verify_replicas();
+      }
+      EXPECT_GT(model.reducer().bucket_count(), 1u);
+    }
+  });
+}
+
+TEST(Ddp, RawModuleSynchronisesAndNoSyncWorksAfterForward) {
+  run_threads(2, [](World& world) {
+    Net net = locked_net();
+    DistributedDataParallel model{net, world};
+    const auto loss = net(batch_of(world.rank())).sum();  // the raw module
+    loss.backward();
+    const auto synced = gradients_of(*net);
+    EXPECT_EQ(world.all_gather(synced[0])[0].equal(world.all_gather(synced[0])[1]), true);
+    net->zero_grad();
+    // PyTorch reads the flag in forward; here it counts when backward runs.
+    const auto late = model(batch_of(world.rank())).sum();
+    {
+      auto guard = model.no_sync();
+      late.backward();
+    }
+    const auto parts = world.all_gather(net->parameters()[0].grad());
+    EXPECT_FALSE(parts[0].equal(parts[1]));
+  });
+}
+
+TEST(Ddp, AccumulationEqualsOneLargerBatch) {
+  run_threads(3, [](World& world) {
+    Net net = locked_net();
+    DistributedDataParallel model{net, world};
+    for (int round = 0; round < 2; ++round) {
+      for (int i = 0; i < 4; ++i) {
+        std::optional<NoSync> guard;
+        if (i < 3) guard.emplace(model.no_sync());
+        (model(batch_of(world.rank(), i)).sum() / 4).backward();
+      }
+      const auto accumulated = gradients_of(*net);
+      net->zero_grad();
+      Net plain = locked_net();
+      std::vector<at::Tensor> batches;
+      for (int i = 0; i < 4; ++i) batches.push_back(batch_of(world.rank(), i));
+      (plain(at::cat(batches)).sum() / 4).backward();
+      testing::average_gradients(world, plain->parameters());
+      expect_close(accumulated, gradients_of(*plain));
+    }
+  });
+}
+
+TEST(Ddp, TwoBackwardsBeforeOneStepAdd) {
+  run_threads(2, [](World& world) {
+    Net net = locked_net();
+    DistributedDataParallel model{net, world};
+    model(batch_of(world.rank(), 0)).sum().backward();
+    model(batch_of(world.rank(), 1)).sum().backward();
+    Net plain = locked_net();
+    (plain(batch_of(world.rank(), 0)).sum() + plain(batch_of(world.rank(), 1)).sum()).backward();
+    testing::average_gradients(world, plain->parameters());
+    expect_close(gradients_of(*net), gradients_of(*plain));
+  });
+}
+
+TEST(Ddp, GradientsAreBucketAliasesThatStockOptimizersCanUse) {
+  run_threads(2, [](World& world) {
+    Net net = locked_net();
+    DistributedDataParallel model{net, world};
+    torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    void* before = nullptr;
+    for (int step = 0; step < 4; ++step) {
+      optimizer.zero_grad(step % 2 == 0);
+      model(batch_of(world.rank(), step)).sum().backward();
+      optimizer.step();
+      void* now = net->parameters()[0].grad().data_ptr();
+      if (step > 1) {
+        EXPECT_EQ(now, before) << "the gradient left its bucket";
+      }
+      before = now;
+    }
+    model.verify_replicas();
+  });
+}
+
+TEST(Ddp, WrapsHoldersPointersSequentialsAndSeveralInputs) {
+  struct Two : torch::nn::Module {
+    Two() : left(register_module("left", torch::nn::Linear(2, 2))) {}
+    std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& y) {
+      return {left(x), left(y)};
+    }
+    torch::nn::Linear left;
+  };
+  run_threads(2, [](World& world) {
+    DistributedDataParallel a{std::make_shared<Two>(), world, {.find_unused_parameters = true}};
+    auto [u, v] = a(at::ones({1, 2}), at::ones({1, 2}) * world.rank());
+    (u.sum() + v.sum()).backward();
+    a.verify_replicas();
+    torch::nn::Sequential net(torch::nn::Linear(2, 3), torch::nn::ReLU(), torch::nn::Linear(3, 1));
+    DistributedDataParallel b{net, world};
+    b(at::ones({4, 2})).sum().backward();
+    std::vector<NamedTensor> list{{"w", at::ones({3}).set_requires_grad(true)}};
+    Reducer reducer{list, {}, world};
+    (list[0].tensor * (world.rank() + 1)).sum().backward();
+    EXPECT_TRUE(list[0].tensor.grad().equal(at::full({3}, 1.5)));
+  });
+}
+
+// ---------------------------------------------------------------- unused parameters
+
+struct Branches : torch::nn::Module {
+  Branches() {
+    left = register_module("left", torch::nn::Linear(2, 2));
+    right = register_module("right", torch::nn::Linear(2, 2));
+    never = register_module("never", torch::nn::Linear(2, 2));
+  }
+  at::Tensor forward(const at::Tensor& x, int which) {
+    if (which == 0) return left(x);
+    if (which == 1) return right(x);
+    return x * 1.0;
+  }
+  torch::nn::Linear left{nullptr}, right{nullptr}, never{nullptr};
+};
+
+TEST(Ddp, UnusedParametersAreNamed) {
+  const std::string text = message_of<UsageError>([] {
+    run_threads(2, [](World& world) {
+      DistributedDataParallel model{std::make_shared<Branches>(), world};
+      model(at::ones({1, 2}), 0).sum().backward();
+    });
+  });
+  EXPECT_THAT(text, HasSubstr("4 of 6 parameters got no gradient in step 0: right.weight, "
+                              "right.bias, never.weight, never.bias"));
+  EXPECT_THAT(text, HasSubstr("set find_unused_parameters = true"));
+}
+
+TEST(Ddp, FindUnusedGivesTheReducedValueAndLeavesTheRest) {
+  for (const bool view : {true, false}) {
+    run_threads(3, [view](World& world) {
+      auto net = std::make_shared<Branches>();
+      DistributedDataParallel model{
+          net, world, {.find_unused_parameters = true, .gradient_as_bucket_view = view}};
+      net->never->weight.mutable_grad() = at::full({2, 2}, 0.1f);
+      const at::Tensor kept = net->never->weight.grad().clone();
+      for (int step = 0; step < 3; ++step) {
+        // Rank 0 takes the left branch, the others the right one.
+        model(at::ones({1, 2}), world.rank() == 0 ? 0 : 1).sum().backward();
+        EXPECT_TRUE(at::allclose(net->left->weight.grad(), at::full({2, 2}, 1.0 / 3)));
+        EXPECT_TRUE(at::allclose(net->right->weight.grad(), at::full({2, 2}, 2.0 / 3)));
+        EXPECT_TRUE(net->never->weight.grad().equal(kept));
+        EXPECT_FALSE(net->never->bias.grad().defined());
+        for (auto* layer : {&net->left, &net->right}) (*layer)->zero_grad();
+      }
+    });
+  }
+}
+
+TEST(Ddp, ARankWhoseLossUsesNoParameterIsCoveredByTheWrapper) {
+  run_threads(2, [](World& world) {
+    auto net = std::make_shared<Branches>();
+    DistributedDataParallel model{net, world, {.find_unused_parameters = true}};
+    model(at::ones({1, 2}), world.rank() == 0 ? 0 : 2).sum().backward();
+    EXPECT_TRUE(net->left->weight.grad().equal(at::full({2, 2}, 0.5)));
+  });
+}
+
+// ---------------------------------------------------------------- graphs of other shapes
+
+struct Deep : torch::nn::Module {
+  explicit Deep(bool check) : checkpointed(check) {
+    for (int i = 0; i < 4; ++i)
+      layers.push_back(register_module("l" + std::to_string(i), torch::nn::Linear(4, 4)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : layers) {
+      const auto block = [&layer](const std::vector<at::Tensor>& in) {
+        return torch::tanh(torch::dropout(layer(in[0]), 0.3, true));
+      };
+      x = checkpointed ? checkpoint(block, {x}) : block({x});
+    }
+    return x;
+  }
+  bool checkpointed;
+  std::vector<torch::nn::Linear> layers;
+};
+
+TEST(Checkpoint, GivesTheSameBitsAsThePlainBlock) {
+  auto run = [](bool checkpointed) {
+    torch::manual_seed(3);
+    Deep net(checkpointed);
+    const auto x = at::ones({2, 4});  // needs no gradient itself
+    net.forward(x).sum().backward();
+    return gradients_of(net);
+  };
+  const auto plain = run(false);
+  const auto checkpointed = run(true);
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(plain[i].equal(checkpointed[i])) << i;
+}
+
+TEST(Checkpoint, WorksUnderEveryDdpOption) {
+  for (const bool find_unused : {false, true}) {
+    for (const bool static_graph : {false, true}) {
+      if (find_unused && static_graph) continue;
+      run_threads(2, [&](World& world) {
+        auto net = std::make_shared<Deep>(true);
+        DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.0001,
+                                                   .find_unused_parameters = find_unused,
+                                                   .static_graph = static_graph}};
+        for (int step = 0; step < 3; ++step) {
+          model(at::ones({2, 4}) * (world.rank() + 1)).sum().backward();
+          for (const auto& p : net->parameters()) {
+            const auto parts = world.all_gather(p.grad());
+            EXPECT_TRUE(parts[0].equal(parts[1])) << "step " << step;
+          }
+          net->zero_grad();
+        }
+      });
+    }
+  }
+}
+
+struct Shared : torch::nn::Module {
+  Shared() { layer = register_module("layer", torch::nn::Linear(4, 4)); }
+  at::Tensor forward(at::Tensor x) {
+    for (int i = 0; i < 2; ++i)
+      x = checkpoint([this](const auto& in) { return torch::tanh(layer(in[0])); }, {x});
+    return x;
+  }
+  torch::nn::Linear layer{nullptr};
+};
+
+TEST(Ddp, StaticGraphCountsAParameterUsedInTwoCheckpointedBlocks) {
+  run_threads(2, [](World& world) {
+    auto net = std::make_shared<Shared>();
+    DistributedDataParallel model{net, world, {.static_graph = true}};
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      model(at::ones({2, 4}) * (world.rank() + 1)).sum().backward();
+      const auto parts = world.all_gather(net->layer->weight.grad());
+      EXPECT_TRUE(parts[0].equal(parts[1]));
+    }
+  });
+  EXPECT_THAT(message_of<UsageError>([] {
+                run_threads(2, [](World& world) {
+                  DistributedDataParallel model{std::make_shared<Shared>(), world};
+                  model(at::ones({2, 4})).sum().backward();
+                });
+              }),
+              HasSubstr("set static_graph = true"));
+}
+
+// A user's own nested backward: nobody announces it, and the engine ends it like any other.
+struct Replay : torch::autograd::Function<Replay> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            torch::nn::Linear layer) {
+    context->save_for_backward({x});
+    layers().emplace_back(layer);
+    context->saved_data["layer"] = static_cast<std::int64_t>(layers().size() - 1);
+    torch::NoGradGuard no_grad;
+    return layer(x);
+  }
+  static std::vector<at::Tensor> backward(torch::autograd::AutogradContext* context,
+                                          const std::vector<at::Tensor>& gradients) {
+    const auto x = context->get_saved_variables()[0].detach().requires_grad_(true);
+    torch::AutoGradMode on(true);
+    auto layer = layers()[static_cast<std::size_t>(context->saved_data["layer"].toInt())];
+    torch::autograd::backward({layer(x)}, {gradients[0]});
+    return {x.grad(), at::Tensor()};
+  }
+  static std::vector<torch::nn::Linear>& layers() {
+    static thread_local std::vector<torch::nn::Linear> list;
+    return list;
+  }
+};
+
+TEST(Ddp, AnUnannouncedNestedBackwardDoesNotEndThePass) {
+  run_threads(2, [](World& world) {
+    Net net = locked_net();
+    DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.0001}};
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      auto h = torch::relu(net->a(batch_of(world.rank())));
+      h = Replay::apply(h, net->b);
+      net->c(h).sum().backward();
+      for (const auto& p : net->parameters()) {
+        const auto parts = world.all_gather(p.grad());
+        EXPECT_TRUE(parts[0].equal(parts[1])) << "step " << step;
+      }
+    }
+  });
+}
+
+TEST(Ddp, GradientPenaltyWorksAndCreateGraphIsRefused) {
+  run_threads(2, [](World& world) {
+    Net net = locked_net();
+    DistributedDataParallel model{net, world};
+    const auto x = batch_of(world.rank()).requires_grad_(true);
+    const auto y = model(x).sum();
+    const auto dx = torch::autograd::grad({y}, {x}, {}, true, true)[0];
+    (y + dx.square().sum()).backward();
+    model.reducer().verify_replicas();
+    const auto parts = world.all_gather(net->parameters()[0].grad());
+    EXPECT_TRUE(parts[0].equal(parts[1]));
+    EXPECT_THAT(message_of<UsageError>([&] { model(x).sum().backward({}, true, true); }),
+                HasSubstr("create_graph"));
+  });
+}
+
+TEST(Ddp, AnInterruptedBackwardIsForgottenOrRefused) {
+  struct Thrower : torch::autograd::Function<Thrower> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
+      return x.view_as(x);
+    }
+    static std::vector<at::Tensor> backward(torch::autograd::AutogradContext*,
+                                            const std::vector<at::Tensor>&) {
+      throw std::runtime_error("planted");
+    }
+  };
+  run_threads(2, [](World& world) {
+    Net net = locked_net();
+    DistributedDataParallel model{net, world};  // one bucket: nothing was sent yet
+    const auto h = torch::relu(net->a(batch_of(world.rank())));
+    EXPECT_THROW(net->c(torch::tanh(net->b(Thrower::apply(h)))).sum().backward(),
+                 std::runtime_error);
+    net->zero_grad();
+    model(batch_of(world.rank())).sum().backward();
+    const auto parts = world.all_gather(net->parameters()[0].grad());
+    EXPECT_TRUE(parts[0].equal(parts[1]));
+
+    Net other = locked_net();
+    DistributedDataParallel fine{other, world, {.bucket_cap_mb = 0.0001}};
+    const auto g = torch::relu(other->a(batch_of(world.rank())));
+    EXPECT_THROW(other->c(torch::tanh(other->b(Thrower::apply(g)))).sum().backward(),
+                 std::runtime_error);
+    EXPECT_THAT(message_of<CommError>([&] { fine(batch_of(0)).sum().backward(); }),
+                HasSubstr("interrupted after"));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

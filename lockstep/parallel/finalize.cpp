@@ -1,0 +1,218 @@
+// The end of a pass: wait for what was launched, hand the averages to .grad, keep buffers equal.
+#include <torch/csrc/autograd/function.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/parallel/reducer_impl.h"
+
+namespace lockstep::parallel {
+
+void ReducerImpl::on_task_end(int /*task*/) {
+  if (phase_ != Phase::kRunning) return;
+  if (!sync_) {
+    close_pass();
+    return;
+  }
+  const bool undecided = options_.static_graph && !learned_;
+  if (!complete() || undecided) {
+    // Inside a node of another backward: a nested one that nobody announced has ended.
+    if (torch::autograd::get_current_node() != nullptr) return;
+    if (!undecided && !options_.find_unused_parameters) refuse_missing_gradients();
+    for (auto& p : parameters_) {
+      if (!p.accumulator || p.counted) continue;
+      if (p.fired > 0) {
+        count_down(p);
+      } else {
+        count_as_unused(p);
+      }
+    }
+  }
+  finalize();
+}
+
+void ReducerImpl::refuse_missing_gradients() const {
+  constexpr int kNamed = 5;
+  std::string names;
+  int missing = 0;
+  int total = 0;
+  for (const auto& p : parameters_) {
+    if (!p.accumulator || p.expected == 0) continue;
+    ++total;
+    if (p.counted) continue;
+    if (missing++ < kNamed) names += (names.empty() ? "" : ", ") + p.name;
+  }
+  throw UsageError("reducer", "rank {}: {} of {} parameters got no gradient in step {}: {}{}. A "
+                   "branch of forward() was probably skipped. Use them in the loss, or set "
+                   "find_unused_parameters = true.", world_.rank(), missing, total, step_, names,
+                   missing > kNamed ? ", ..." : "");
+}
+
+void ReducerImpl::finalize() {
+  torch::NoGradGuard no_grad;
+  launch_ready();
+  LOCKSTEP_ASSERT(next_launch_ == buckets_.size());
+  const std::vector<bool> used = globally_used();
+  wait_for_buckets();
+  publish_gradients(used);
+  reduce_sparse();
+  if (options_.broadcast_buffers) broadcast_coalesced(world_, buffer_tensors(), root_);
+  record_timing();
+  if (options_.static_graph && !learned_) {
+    learn_static_graph();
+  } else {
+    rebuild_from_observed_order();
+  }
+  for (auto& p : parameters_) p.used = false;
+  ++step_;
+  close_pass();
+}
+
+void ReducerImpl::wait_for_buckets() {
+  for (auto& bucket : buckets_) {
+    bucket->reduction.work.wait();
+    if (bucket->reduction.finish) bucket->reduction.finish();
+    bucket->reduction = {};
+  }
+}
+
+// Which parameters any rank used. Empty: all of them. Issued after the last bucket on every rank.
+// Flags and orders travel as CPU tensors, so that no GPU is waited for.
+std::vector<bool> ReducerImpl::globally_used() {
+  if (!options_.find_unused_parameters && !options_.static_graph) return {};
+  std::vector<bool> used(parameters_.size());
+  if (options_.static_graph && learned_) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) used[i] = parameters_[i].expected > 0;
+    return used;
+  }
+  at::Tensor flags = at::zeros({static_cast<std::int64_t>(parameters_.size())}, at::kInt);
+  auto* flag = flags.data_ptr<int>();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) flag[i] = parameters_[i].used ? 1 : 0;
+  world_.all_reduce(flags, ReduceOp::kMax).wait();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) used[i] = flag[i] != 0;
+  return used;
+}
+
+void ReducerImpl::publish_gradients(const std::vector<bool>& used) {
+  if (shadow_) return;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& p = parameters_[i];
+    if (p.bucket == kNoBucket) continue;
+    at::Tensor& grad = p.tensor.mutable_grad();
+    if (!used.empty() && !used[i]) {
+      // No rank used it: .grad stays as it was, bit by bit, also when it lies in the bucket.
+      if (p.kept.defined() && grad.is_same(p.slot)) p.slot.copy_(p.kept);
+    } else if (options_.gradient_as_bucket_view) {
+      if (!grad.is_same(p.slot)) grad = p.slot;
+    } else if (grad.defined()) {
+      grad.copy_(p.slot);
+    } else {
+      grad = p.slot.clone();
+    }
+  }
+}
+
+// A sparse gradient is gathered from all ranks and summed by its indices, in rank order.
+void ReducerImpl::reduce_sparse() {
+  for (auto& p : parameters_) {
+    if (!p.sparse || !p.accumulator) continue;
+    at::Tensor& grad = p.tensor.mutable_grad();
+    at::Tensor indices = at::empty({0, 1}, p.tensor.options().dtype(at::kLong));
+    auto rows = p.form.sizes;
+    rows[0] = 0;
+    at::Tensor values = at::empty(rows, p.tensor.options());
+    if (grad.defined() && !shadow_) {
+      const at::Tensor local = grad.coalesce();
+      indices = local.indices().t().contiguous();
+      values = local.values().div(world_.size());
+    }
+    const auto all_indices = world_.all_gather_varied(indices);
+    const auto all_values = world_.all_gather_varied(values);
+    if (shadow_) continue;
+    const at::Tensor merged_indices = at::cat(all_indices).t();
+    if (merged_indices.size(1) == 0 && !grad.defined()) continue;
+    grad = at::sparse_coo_tensor(merged_indices, at::cat(all_values), p.form.sizes).coalesce();
+  }
+}
+
+// static_graph: how often each parameter gets a gradient in one backward, as rank `root_` saw it.
+void ReducerImpl::learn_static_graph() {
+  at::Tensor counts = at::zeros({static_cast<std::int64_t>(parameters_.size())}, at::kLong);
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    counts.data_ptr<std::int64_t>()[i] = parameters_[i].fired;
+  world_.broadcast(counts, root_).wait();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& p = parameters_[i];
+    p.expected = static_cast<int>(counts.data_ptr<std::int64_t>()[i]);
+    if (!shadow_ && p.fired != p.expected)
+      throw UsageError("reducer", "static_graph: parameter '{}' got {} gradients on rank {} but {} "
+                       "on rank {}. Ranks must run the same graph; use find_unused_parameters for "
+                       "one that differs.", p.name, p.fired, world_.rank(), p.expected, root_);
+  }
+  learned_ = true;
+}
+
+// The order in which gradients really came, as rank `root_` saw it, is better than the guess the
+// first plan was made from. With unused parameters there is no one order.
+void ReducerImpl::rebuild_from_observed_order() {
+  if (rebuilt_ || options_.find_unused_parameters) return;
+  rebuilt_ = true;
+  const auto dense = dense_parameters();
+  std::vector<std::int64_t> order;
+  std::vector<bool> seen(parameters_.size());
+  for (const std::size_t index : observed_) {
+    if (parameters_[index].sparse || seen[index]) continue;
+    seen[index] = true;
+    order.push_back(static_cast<std::int64_t>(index));
+  }
+  for (auto it = dense.rbegin(); it != dense.rend(); ++it)
+    if (!seen[*it]) order.push_back(static_cast<std::int64_t>(*it));
+  at::Tensor agreed = at::tensor(order, at::kLong);
+  world_.broadcast(agreed, root_).wait();
+  std::vector<std::size_t> final_order;
+  for (std::int64_t i = 0; i < agreed.numel(); ++i)
+    final_order.push_back(static_cast<std::size_t>(agreed.data_ptr<std::int64_t>()[i]));
+  plan(final_order);
+}
+
+void ReducerImpl::close_pass() {
+  int waiting = 0;
+  for (auto& bucket : buckets_) bucket->pending = 0;
+  for (auto& p : parameters_) {
+    p.fired = 0;
+    p.counted = false;
+    p.kept = at::Tensor();
+    if (!p.form.requires_grad || p.expected == 0) continue;
+    ++waiting;
+    if (p.bucket != kNoBucket) ++buckets_[p.bucket]->pending;
+  }
+  waiting_for_ = waiting;
+  next_launch_ = 0;
+  observed_.clear();
+  shadow_ = false;
+  completed_ns_ = std::make_shared<std::vector<std::atomic<std::int64_t>>>(buckets_.size());
+  queued_task_ = -1;
+  phase_ = Phase::kIdle;
+}
+
+void ReducerImpl::record_timing() {
+  const auto now = Clock::now();
+  const auto ms = [&](Clock::time_point t) {
+    return std::chrono::duration<double, std::milli>(t - pass_start_).count();
+  };
+  timing_.step = step_;
+  timing_.last_gradient_ms = ms(last_gradient_);
+  timing_.finalized_ms = ms(now);
+  timing_.buckets.clear();
+  for (std::size_t i = 0; i < buckets_.size(); ++i) {
+    const BucketState& bucket = *buckets_[i];
+    const std::int64_t ns = (*completed_ns_)[i];
+    const auto completed = ns != 0 ? Clock::time_point(Clock::duration(ns)) : now;
+    timing_.buckets.push_back({ms(bucket.ready), ms(bucket.launched), ms(completed),
+                               static_cast<std::int64_t>(bucket.flat.nbytes())});
+  }
+}
+
+}  // namespace lockstep::parallel

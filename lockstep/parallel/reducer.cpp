@@ -1,0 +1,474 @@
+#include "lockstep/parallel/reducer.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/parallel/checkpoint_node.h"
+#include "lockstep/parallel/nested_backward.h"
+#include "lockstep/parallel/reducer_impl.h"
+
+namespace lockstep {
+namespace parallel {
+
+struct ReducerImpl::PassToken {
+  explicit PassToken(std::weak_ptr<ReducerImpl> reducer) : owner(std::move(reducer)) {}
+  ~PassToken() {
+    if (ended) return;
+    if (auto reducer = owner.lock()) reducer->interrupted();
+  }
+  std::weak_ptr<ReducerImpl> owner;
+  bool ended = false;
+};
+
+namespace {
+
+BucketLimits limits_of(const DdpOptions& options) {
+  BucketLimits limits;
+  if (!options.bucket_cap_mb) return limits;
+  const double mb = *options.bucket_cap_mb;
+  if (!(mb > 0))
+    throw UsageError("reducer", "bucket_cap_mb = {} must be positive. 25 is the default.", mb);
+  limits.cap_bytes = limits.first_cap_bytes = static_cast<std::int64_t>(mb * 1024 * 1024);
+  return limits;
+}
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+void check_names_exist(const std::vector<std::string>& names, const char* option,
+                       const std::vector<NamedTensor>& parameters,
+                       const std::vector<NamedTensor>& buffers) {
+  for (const auto& name : names) {
+    const auto is_it = [&](const NamedTensor& t) { return t.name == name; };
+    if (std::none_of(parameters.begin(), parameters.end(), is_it) &&
+        std::none_of(buffers.begin(), buffers.end(), is_it))
+      throw UsageError("reducer", "{} names '{}', which the model does not have. Check the "
+                       "qualified name with named_parameters().", option, name);
+  }
+}
+
+}  // namespace
+
+ReducerImpl::ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers,
+                         World world, DdpOptions options)
+    : world_(std::move(world)), options_(std::move(options)), limits_(limits_of(options_)) {
+  passive_ = world_.size() == 1 && !options_.force_reducer;
+  check_names_exist(options_.ignored_parameters, "ignored_parameters", parameters, buffers);
+  check_names_exist(options_.sparse_parameters, "sparse_parameters", parameters, buffers);
+  if (options_.static_graph && options_.find_unused_parameters)
+    throw UsageError("reducer", "static_graph and find_unused_parameters are both set. A static "
+                     "graph learns its unused parameters by itself; leave the second one off.");
+  for (auto& [name, tensor] : parameters) {
+    if (contains(options_.ignored_parameters, name)) continue;
+    const bool tied = std::any_of(parameters_.begin(), parameters_.end(), [&](const Parameter& p) {
+      return p.tensor.is_same(tensor);
+    });
+    if (tied) continue;  // one tensor under two names has one gradient
+    Parameter parameter;
+    parameter.name = std::move(name);
+    parameter.tensor = std::move(tensor);
+    parameter.sparse = contains(options_.sparse_parameters, parameter.name);
+    parameters_.push_back(std::move(parameter));
+  }
+  for (auto& buffer : buffers)
+    if (!contains(options_.ignored_parameters, buffer.name)) buffers_.push_back(std::move(buffer));
+}
+
+ReducerImpl::~ReducerImpl() { remove_hooks(); }
+
+void ReducerImpl::start() {
+  for (auto& parameter : parameters_) parameter.form = form_of(parameter);
+  if (passive_) return;
+  const bool any = std::any_of(parameters_.begin(), parameters_.end(),
+                               [](const Parameter& p) { return p.form.requires_grad; });
+  check_same_model();
+  if (!any)
+    throw UsageError("reducer", "none of the model's {} parameters requires a gradient. There is "
+                     "nothing to synchronise; use the module without wrapping it.",
+                     parameters_.size());
+  if (options_.init_sync) broadcast_model(0);
+  auto order = dense_parameters();
+  std::reverse(order.begin(), order.end());
+  plan(order);
+  install_hooks();
+}
+
+ReducerImpl::Form ReducerImpl::form_of(const Parameter& parameter) const {
+  const at::Tensor& t = parameter.tensor;
+  return {t.requires_grad(), t.scalar_type(), t.device(), t.sizes().vec()};
+}
+
+std::vector<std::size_t> ReducerImpl::dense_parameters() const {
+  std::vector<std::size_t> dense;
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (parameters_[i].form.requires_grad && !parameters_[i].sparse) dense.push_back(i);
+  return dense;
+}
+
+// Lays the buckets out anew. Gradients that exist move along: slots are copied before the old
+// buckets are let go.
+void ReducerImpl::plan(const std::vector<std::size_t>& order) {
+  torch::NoGradGuard no_grad;
+  std::vector<ParameterInfo> infos;
+  for (const auto& p : parameters_)
+    infos.push_back({p.tensor.numel(), p.form.dtype, p.form.device});
+  std::vector<std::unique_ptr<BucketState>> buckets;
+  for (auto& p : parameters_) p.bucket = kNoBucket;
+  for (const BucketPlan& layout : plan_buckets(infos, order, limits_)) {
+    auto bucket = std::make_unique<BucketState>();
+    const auto options = at::TensorOptions().dtype(layout.dtype).device(layout.device);
+    bucket->flat = at::zeros({layout.numel}, options);
+    for (const Slot& place : layout.slots) {
+      Parameter& p = parameters_[place.parameter];
+      p.bucket = buckets.size();
+      bucket->members.push_back(place.parameter);
+      // An alias, not a view: zero_grad(false) detaches gradients in place, which a view refuses.
+      const bool dense = p.tensor.is_non_overlapping_and_dense();
+      const auto strides =
+          dense ? p.tensor.strides().vec() : at::empty_like(p.tensor, at::kMeta).contiguous().strides().vec();
+      at::Tensor slot =
+          at::empty({0}, options).set_(bucket->flat.storage(), place.offset, p.form.sizes, strides);
+      at::Tensor& grad = p.tensor.mutable_grad();
+      if (grad.defined() && !grad.is_sparse() && grad.scalar_type() == layout.dtype &&
+          grad.device() == layout.device && options_.gradient_as_bucket_view) {
+        slot.copy_(grad);
+        grad = slot;
+      }
+      p.slot = std::move(slot);
+    }
+    buckets.push_back(std::move(bucket));
+  }
+  buckets_ = std::move(buckets);
+  close_pass();
+}
+
+void ReducerImpl::install_hooks() {
+  std::weak_ptr<ReducerImpl> weak = weak_from_this();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& p = parameters_[i];
+    if (!p.form.requires_grad) continue;
+    p.accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
+    using Variables = std::vector<at::Tensor>;
+    p.hook_key = p.accumulator->add_post_hook(
+        std::make_unique<torch::autograd::utils::LambdaPostHook>(
+            [weak, i](const Variables& outputs, const Variables&) -> Variables {
+              if (auto self = weak.lock()) self->on_gradient(i);
+              return outputs;
+            }));
+  }
+}
+
+void ReducerImpl::remove_hooks() {
+  for (auto& p : parameters_) {
+    if (p.accumulator) p.accumulator->del_post_hook(p.hook_key);
+    p.accumulator.reset();
+  }
+}
+
+// Freezing, unfreezing and moving parameters drop or add hooks behind our back; the wrapper's
+// forward is where every rank passes and can plan anew together.
+void ReducerImpl::before_forward() {
+  if (passive_ || phase_ == Phase::kRunning || !torch::GradMode::is_enabled()) return;
+  bool changed = false;
+  for (const auto& p : parameters_) {
+    changed |= !(form_of(p) == p.form);
+    changed |= p.accumulator &&
+               torch::autograd::impl::try_get_grad_accumulator(p.tensor) != p.accumulator;
+  }
+  if (!changed) return;
+  remove_hooks();
+  for (auto& p : parameters_) {
+    p.form = form_of(p);
+    p.slot = at::Tensor();
+  }
+  check_same_model();
+  auto order = dense_parameters();
+  std::reverse(order.begin(), order.end());
+  plan(order);
+  install_hooks();
+  rebuilt_ = learned_ = false;
+  close_pass();
+}
+
+void ReducerImpl::check_forms() const {
+  for (const auto& p : parameters_) {
+    if (p.tensor.requires_grad() == p.form.requires_grad &&
+        p.tensor.scalar_type() == p.form.dtype && p.tensor.device() == p.form.device)
+      continue;
+    throw UsageError("reducer", "parameter '{}' was {} after the model was wrapped. Call the "
+                     "wrapped model for the forward pass, which plans anew, or wrap it again.",
+                     p.name, p.tensor.requires_grad() != p.form.requires_grad
+                                 ? (p.tensor.requires_grad() ? "unfrozen" : "frozen")
+                                 : "moved to another dtype or device");
+  }
+}
+
+// ---------------------------------------------------------------- one gradient
+
+void ReducerImpl::on_gradient(std::size_t index) {
+  if (torch::GradMode::is_enabled())
+    throw UsageError("reducer", "backward(create_graph = true) reached parameter '{}'. Averaged "
+                     "gradients cannot be differentiated again; for a gradient penalty use "
+                     "torch::autograd::grad.", parameters_[index].name);
+  begin_pass();
+  Parameter& p = parameters_[index];
+  p.used = true;
+  store_gradient(p);
+  if (sync_) mark_ready(index);
+}
+
+void ReducerImpl::begin_pass() {
+  const int task = NestedBackward::outer_task();
+  if (queued_task_.load(std::memory_order_acquire) == task) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (queued_task_.load(std::memory_order_relaxed) == task) return;
+  if (phase_ != Phase::kRunning) start_pass(task);
+  queue_end_of(task);
+  queued_task_.store(task, std::memory_order_release);
+}
+
+void ReducerImpl::start_pass(int /*task*/) {
+  if (phase_ == Phase::kInterrupted) {
+    if (next_launch_ > 0)
+      throw CommError("reducer", fmt::format(
+          "the previous backward was interrupted after {} of {} buckets had been sent, so ranks "
+          "may be out of step. Restart from the last checkpoint.", next_launch_, buckets_.size()),
+          {.rank = world_.rank()});
+    close_pass();
+  }
+  check_forms();
+  sync_ = no_sync_depth_ == 0;
+  pass_start_ = Clock::now();
+  if (sync_ && joining_) exchange_active(true);
+  phase_ = Phase::kRunning;
+  if (sync_ && options_.find_unused_parameters && !NestedBackward::active()) mark_unused_in_graph();
+}
+
+// The engine runs this when the task ends; if backward throws, it drops it, and the token notices.
+void ReducerImpl::queue_end_of(int task) {
+  auto token = std::make_shared<PassToken>(weak_from_this());
+  auto end = [token, weak = weak_from_this(), task] {
+    token->ended = true;
+    if (auto self = weak.lock()) self->on_task_end(task);
+  };
+  if (NestedBackward::active()) {
+    NestedBackward::at_outer_end(std::move(end));
+  } else {
+    torch::autograd::Engine::get_default_engine().queue_callback(std::move(end));
+  }
+}
+
+void ReducerImpl::interrupted() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (phase_ == Phase::kRunning) phase_ = Phase::kInterrupted;
+  queued_task_ = -1;
+}
+
+// The engine knows which accumulators this backward will reach; the others count at once, so that
+// their buckets need not wait for the end. A checkpointed block's parameters are in no graph before
+// the block runs again: then unused ones are counted at the end instead.
+void ReducerImpl::mark_unused_in_graph() {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return;
+  for (const auto* node : *nodes)
+    if (is_checkpoint_node(*node)) return;
+  for (auto& p : parameters_)
+    if (p.accumulator && nodes->count(p.accumulator.get()) == 0) count_as_unused(p);
+}
+
+void ReducerImpl::store_gradient(Parameter& p) {
+  at::Tensor& grad = p.tensor.mutable_grad();
+  if (grad.defined() && grad.layout() != at::kStrided) {
+    if (p.sparse) return;
+    throw UsageError("reducer", "parameter '{}' got a sparse gradient. Name it in "
+                     "sparse_parameters.", p.name);
+  }
+  if (p.sparse) {
+    if (!grad.defined()) return;
+    throw UsageError("reducer", "parameter '{}' is named in sparse_parameters (or belongs to a "
+                     "sparse embedding) but got a dense gradient.", p.name);
+  }
+  if (!grad.defined()) {
+    if (sync_) p.slot.zero_();
+    return;
+  }
+  if (grad.is_same(p.slot)) return;
+  if (options_.gradient_as_bucket_view) {
+    p.slot.copy_(grad);
+    grad = p.slot;
+  } else if (sync_) {
+    p.slot.copy_(grad);
+  }
+}
+
+void ReducerImpl::mark_ready(std::size_t index) {
+  Parameter& p = parameters_[index];
+  ++p.fired;
+  if (options_.static_graph && !learned_) return;
+  if (p.counted) {
+    const bool late = p.bucket == kNoBucket || p.bucket < next_launch_;
+    if (!late && !options_.static_graph) return;  // added to its slot in time
+    throw UsageError("reducer", "step {}: parameter '{}' got {} gradients in one backward where {} "
+                     "was expected, after its bucket had been sent. It is probably used in two "
+                     "checkpointed blocks; set static_graph = true.", step_, p.name, p.fired,
+                     options_.static_graph ? p.expected : 1);
+  }
+  if (p.fired < p.expected) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!rebuilt_) observed_.push_back(index);
+    last_gradient_ = Clock::now();
+  }
+  count_down(p);
+  launch_ready();
+}
+
+void ReducerImpl::count_down(Parameter& p) {
+  p.counted = true;
+  if (p.bucket != kNoBucket) {
+    BucketState& bucket = *buckets_[p.bucket];
+    if (bucket.pending.fetch_sub(1) == 1) bucket.ready = Clock::now();
+  }
+  waiting_for_.fetch_sub(1);
+}
+
+// Contributes what .grad holds from earlier passes of the window, or zeros.
+void ReducerImpl::count_as_unused(Parameter& p) {
+  if (p.counted) return;
+  const at::Tensor& grad = p.tensor.grad();
+  if (!p.sparse) {
+    if (!grad.defined()) {
+      p.slot.zero_();
+    } else {
+      if (!p.used) p.kept = grad.clone();
+      if (!grad.is_same(p.slot)) p.slot.copy_(grad);
+    }
+  }
+  count_down(p);
+}
+
+// ---------------------------------------------------------------- launching
+
+void ReducerImpl::launch_ready() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  while (next_launch_ < buckets_.size() && buckets_[next_launch_]->pending.load() == 0)
+    launch(next_launch_++);
+}
+
+void ReducerImpl::launch(std::size_t index) {
+  BucketState& bucket = *buckets_[index];
+  bucket.launched = Clock::now();
+  if (hook_) {
+    Bucket view{.index = index, .is_last = index + 1 == buckets_.size(), .data = bucket.flat,
+                .gradients = {}, .parameters = {}};
+    for (const std::size_t member : bucket.members) {
+      view.gradients.push_back(parameters_[member].slot);
+      view.parameters.push_back(parameters_[member].tensor);
+    }
+    bucket.reduction = hook_(world_, view);
+  } else if (joining_ && !joining_->divide_by_initial_world_size) {
+    const auto divisor = static_cast<double>(active_.size());
+    bucket.reduction = {world_.all_reduce(bucket.flat, ReduceOp::kSum),
+                        [flat = bucket.flat, divisor]() mutable { flat.div_(divisor); }};
+  } else {
+    bucket.reduction = {world_.all_reduce(bucket.flat, ReduceOp::kAvg), nullptr};
+  }
+  if (bucket.flat.is_cpu()) {
+    bucket.reduction.work.on_completion([times = completed_ns_, index] {
+      (*times)[index] = Clock::now().time_since_epoch().count();
+    });
+  }
+}
+
+void ReducerImpl::register_comm_hook(CommHook hook) {
+  if (phase_ == Phase::kRunning)
+    throw UsageError("reducer", "register_comm_hook was called during backward. Call it before.");
+  if (hook_)
+    throw UsageError("reducer", "a communication hook is already registered. One per model.");
+  hook_ = std::move(hook);
+}
+
+// ---------------------------------------------------------------- a backward that may use nothing
+
+namespace {
+
+struct Watcher : torch::CustomClassHolder {
+  std::weak_ptr<ReducerImpl> reducer;
+};
+
+class WatchFunction : public torch::autograd::Function<WatchFunction> {
+ public:
+  // `anchor` requires a gradient, so the output does too, whatever the model used.
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& value,
+                            const at::Tensor& /*anchor*/,
+                            const c10::intrusive_ptr<Watcher>& watcher) {
+    context->saved_data["watcher"] = c10::IValue::make_capsule(watcher);
+    return value.view_as(value);
+  }
+  static std::vector<at::Tensor> backward(torch::autograd::AutogradContext* context,
+                                          const std::vector<at::Tensor>& gradients) {
+    const auto watcher = context->saved_data["watcher"].toCapsule();
+    if (auto reducer = static_cast<Watcher*>(watcher.get())->reducer.lock())
+      reducer->on_watched_backward();
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor ReducerImpl::watch(at::Tensor output) {
+  if (passive_ || !options_.find_unused_parameters || !torch::GradMode::is_enabled() ||
+      !output.defined() || !output.is_floating_point())
+    return output;
+  const at::Tensor anchor = at::empty({0}, output.options()).set_requires_grad(true);
+  auto watcher = c10::make_intrusive<Watcher>();
+  watcher->reducer = weak_from_this();
+  return WatchFunction::apply(output, anchor, watcher);
+}
+
+void ReducerImpl::on_watched_backward() {
+  // autograd::grad and backward(inputs) reach chosen tensors only and reduce nothing.
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen != nullptr && !chosen->empty()) return;
+  begin_pass();
+  if (sync_) launch_ready();
+}
+
+}  // namespace parallel
+
+Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers, World world,
+                 DdpOptions options)
+    : impl_(std::make_shared<parallel::ReducerImpl>(std::move(parameters), std::move(buffers),
+                                                    std::move(world), std::move(options))) {
+  impl_->start();
+}
+Reducer::~Reducer() = default;
+
+void Reducer::before_forward() { impl_->before_forward(); }
+at::Tensor Reducer::watch(at::Tensor output) { return impl_->watch(std::move(output)); }
+void Reducer::set_sync(bool on) { impl_->hold_sync(!on); }
+void Reducer::join(const std::function<void()>& body, const JoinOptions& options) {
+  impl_->join(body, options);
+}
+void Reducer::register_comm_hook(CommHook hook) { impl_->register_comm_hook(std::move(hook)); }
+void Reducer::verify_replicas() { impl_->verify_replicas(); }
+const StepTiming& Reducer::last_timing() const { return impl_->last_timing(); }
+std::size_t Reducer::bucket_count() const { return impl_->bucket_count(); }
+World& Reducer::world() { return impl_->world(); }
+
+NoSync::NoSync(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {
+  reducer_->set_sync(false);
+}
+NoSync::~NoSync() {
+  if (reducer_) reducer_->set_sync(true);
+}
+
+}  // namespace lockstep

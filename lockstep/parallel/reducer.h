@@ -1,0 +1,107 @@
+// Reducer: averages the gradients of a list of parameters across a world, during backward.
+//
+//   Reducer reducer{named_parameters, named_buffers, world, {.bucket_cap_mb = 25}};
+//   loss.backward();        // hooks on the gradient accumulators do the rest
+//
+// The hard idea: a gradient lies in its slot of a bucket, and the bucket is reduced as soon as its
+// last slot is written, while backward still works on earlier layers. Buckets are launched in one
+// order on every rank. The end of backward is found by counting; a callback of the autograd engine
+// is the point where launched reductions are waited for.
+//
+// DistributedDataParallel wraps this for a module. Owned by a shared_ptr; the hooks hold a weak one,
+// so parameters may outlive it. Construct on all ranks at the same point (it communicates).
+// Thread-safety: hooks may fire on several threads at once (CPU and CUDA parameters); everything
+// else belongs to the one thread that trains.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+#include "lockstep/parallel/options.h"
+
+namespace lockstep {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+// What a communication hook is given: one bucket's gradients, local to this rank.
+struct Bucket {
+  std::size_t index = 0;
+  bool is_last = false;
+  at::Tensor data;                    // flat; must hold the average when the reduction has finished
+  std::vector<at::Tensor> gradients;  // the slots as tensors of the parameters' shapes
+  std::vector<at::Tensor> parameters;
+};
+
+// A hook's answer: the operation to wait for, and what to do with its result before .grad is used.
+struct Reduction {
+  Work work{};
+  std::function<void()> finish{};
+};
+using CommHook = std::function<Reduction(World&, const Bucket&)>;
+
+// Host clock, in milliseconds since the step's first gradient.
+struct BucketTiming {
+  double ready_ms = 0;      // this rank's last gradient of the bucket was written
+  double launched_ms = 0;   // the reduction was started
+  double completed_ms = 0;  // it had finished (CPU), or was waited for (CUDA)
+  std::int64_t bytes = 0;
+};
+struct StepTiming {
+  std::uint64_t step = 0;
+  double last_gradient_ms = 0;
+  double finalized_ms = 0;
+  std::vector<BucketTiming> buckets;
+};
+
+namespace parallel {
+class ReducerImpl;
+}
+
+class Reducer {
+ public:
+  Reducer(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers, World world,
+          DdpOptions options = {});
+  ~Reducer();
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
+
+  // The wrapper calls these; a user of a plain parameter list may.
+  void before_forward();             // notices frozen, unfrozen, moved parameters and re-plans
+  at::Tensor watch(at::Tensor output);  // see find_unused_parameters in docs/ddp.md
+
+  void set_sync(bool on);  // no_sync() is the guard for this
+  void join(const std::function<void()>& body, const JoinOptions& options);
+  void register_comm_hook(CommHook hook);
+  void verify_replicas();
+
+  const StepTiming& last_timing() const;
+  std::size_t bucket_count() const;
+  World& world();
+
+ private:
+  std::shared_ptr<parallel::ReducerImpl> impl_;
+};
+
+// Holds synchronisation off while it lives.
+class [[nodiscard]] NoSync {
+ public:
+  explicit NoSync(std::shared_ptr<Reducer> reducer);
+  ~NoSync();
+  NoSync(NoSync&&) noexcept = default;
+  NoSync& operator=(NoSync&&) = delete;
+  NoSync(const NoSync&) = delete;
+
+ private:
+  std::shared_ptr<Reducer> reducer_;
+};
+
+}  // namespace lockstep

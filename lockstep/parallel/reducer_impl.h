@@ -1,0 +1,170 @@
+// The state machine behind Reducer. Internal: include reducer.h.
+//
+// A pass is one backward. kIdle -> (first hook) kRunning -> (end of the outermost backward) kIdle.
+// Within a synchronised pass every bucket counts down the gradients it still waits for; at zero it is
+// ready, and ready buckets are launched strictly in plan order, so that all ranks issue the same
+// operations. Files: reducer.cpp (planning, hooks, launching), finalize.cpp (the end of a pass),
+// join.cpp (uneven inputs), replicas.cpp (what keeps and proves replicas equal).
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/bucket_plan.h"
+#include "lockstep/parallel/reducer.h"
+
+namespace lockstep::parallel {
+
+class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
+ public:
+  ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers, World world,
+              DdpOptions options);
+  ~ReducerImpl();
+
+  void start();  // communicates; separate from the constructor because hooks need a weak_ptr
+  void before_forward();
+  at::Tensor watch(at::Tensor output);
+  void on_watched_backward();
+  void hold_sync(bool hold) { no_sync_depth_ += hold ? 1 : -1; }
+  void join(const std::function<void()>& body, const JoinOptions& options);
+  void register_comm_hook(CommHook hook);
+  void verify_replicas();
+
+  const StepTiming& last_timing() const { return timing_; }
+  std::size_t bucket_count() const { return buckets_.size(); }
+  World& world() { return world_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
+
+  // What must not change between planning and backward.
+  struct Form {
+    bool requires_grad = false;
+    c10::ScalarType dtype = c10::kFloat;
+    c10::Device device = c10::kCPU;
+    std::vector<std::int64_t> sizes;
+    bool operator==(const Form&) const = default;
+  };
+  struct Parameter {
+    std::string name;
+    at::Tensor tensor;
+    bool sparse = false;
+    Form form;
+    std::shared_ptr<torch::autograd::Node> accumulator;  // keeps the hook alive
+    std::uintptr_t hook_key = 0;
+    std::size_t bucket = kNoBucket;
+    at::Tensor slot;  // the gradient's place in its bucket, in the parameter's shape
+
+    // This pass.
+    int fired = 0;
+    bool counted = false;         // no longer waited for
+    bool used = false;            // by this rank, since the last synchronised pass
+    at::Tensor kept;              // what .grad held, for a parameter that no rank used
+    // Learned by static_graph.
+    int expected = 1;
+  };
+  struct BucketState {
+    at::Tensor flat;
+    std::vector<std::size_t> members;
+    std::atomic<int> pending{0};
+    Reduction reduction;
+    Clock::time_point ready;
+    Clock::time_point launched;
+  };
+  // Ends the pass if its callback is destroyed unrun, which is what happens when backward throws.
+  struct PassToken;
+
+  enum class Phase { kIdle, kRunning, kInterrupted };
+
+  // reducer.cpp
+  Form form_of(const Parameter& parameter) const;
+  void plan(const std::vector<std::size_t>& order);
+  std::vector<std::size_t> dense_parameters() const;
+  void install_hooks();
+  void remove_hooks();
+  void on_gradient(std::size_t index);
+  void begin_pass();
+  void start_pass(int task);
+  void queue_end_of(int task);
+  void check_forms() const;
+  void mark_unused_in_graph();
+  void store_gradient(Parameter& parameter);
+  void mark_ready(std::size_t index);
+  void count_down(Parameter& parameter);
+  void count_as_unused(Parameter& parameter);
+  void launch_ready();
+  void launch(std::size_t index);
+  bool complete() const { return waiting_for_.load() == 0; }
+  void interrupted();
+
+  // finalize.cpp
+  void on_task_end(int task);
+  void refuse_missing_gradients() const;
+  void finalize();
+  void wait_for_buckets();
+  std::vector<bool> globally_used();
+  void publish_gradients(const std::vector<bool>& used);
+  void reduce_sparse();
+  void learn_static_graph();
+  void rebuild_from_observed_order();
+  void close_pass();
+  void record_timing();
+
+  // join.cpp
+  std::vector<int> exchange_active(bool active);
+  void shadow_pass();
+
+  // replicas.cpp
+  void check_same_model();
+  void broadcast_model(int root);
+  std::vector<at::Tensor> buffer_tensors() const;
+
+  World world_;
+  DdpOptions options_;
+  bool passive_ = false;  // a world of one: nothing to reduce
+  std::vector<Parameter> parameters_;
+  std::vector<NamedTensor> buffers_;
+  BucketLimits limits_;
+  std::vector<std::unique_ptr<BucketState>> buckets_;
+  CommHook hook_;
+  int no_sync_depth_ = 0;
+  bool rebuilt_ = false;
+  bool learned_ = false;  // static_graph has seen its first pass
+
+  // The pass in progress. mutex_ guards its start and every launch; hooks only touch their own
+  // parameter and their bucket's counter.
+  std::mutex mutex_;
+  std::atomic<Phase> phase_{Phase::kIdle};
+  std::atomic<int> queued_task_{-1};
+  bool sync_ = true;
+  bool shadow_ = false;
+  std::atomic<int> waiting_for_{0};
+  std::size_t next_launch_ = 0;
+  std::vector<std::size_t> observed_;
+  std::uint64_t step_ = 0;
+  Clock::time_point pass_start_;
+  Clock::time_point last_gradient_;
+  std::shared_ptr<std::vector<std::atomic<std::int64_t>>> completed_ns_;
+  StepTiming timing_;
+
+  std::optional<JoinOptions> joining_;
+  std::vector<int> active_;  // ranks that still train, in the pass in progress
+  int root_ = 0;             // whose buffers and order count
+};
+
+// A 64-bit fingerprint of a tensor's bytes, and of text.
+std::uint64_t fingerprint(const at::Tensor& tensor);
+std::uint64_t fingerprint(const void* data, std::size_t bytes);
+
+// Broadcasts many tensors in few messages.
+void broadcast_coalesced(World& world, const std::vector<at::Tensor>& tensors, int root);
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,375 @@
+// What DistributedDataParallel does with models that are not plain: sparse, frozen, mixed, changed
+// after wrapping, with buffers, with uneven inputs; hooks and SyncBatchNorm.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "lockstep/core/error.h"
+#include "lockstep/parallel/comm_hooks.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/sync_batch_norm.h"
+#include "lockstep/testing/naive_ddp.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::run_threads;
+
+template <typename E, typename F>
+std::string message_of(F&& f) {
+  try {
+    f();
+  } catch (const E& e) {
+    return e.what();
+  } catch (const std::exception& e) {
+    return std::string("another exception: ") + e.what();
+  }
+  return "(nothing thrown)";
+}
+
+bool same_on_all(World& world, const at::Tensor& t) {
+  bool same = true;
+  const auto parts = world.all_gather(t.is_sparse() ? t.to_dense() : t);
+  for (const auto& part : parts) same &= part.equal(parts[0]);
+  return same;
+}
+
+struct Pair : torch::nn::Module {
+  Pair() {
+    a = register_module("a", torch::nn::Linear(4, 4));
+    b = register_module("b", torch::nn::Linear(4, 4));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto h = a(x);
+    return b(h.to(b->weight.scalar_type()));
+  }
+  torch::nn::Linear a{nullptr}, b{nullptr};
+};
+
+at::Tensor input_of(const World& world) { return at::ones({2, 4}) * (world.rank() + 1); }
+
+// ---------------------------------------------------------------- kinds of parameters
+
+TEST(Kinds, FrozenMixedTiedAndIgnoredParameters) {
+  run_threads(3, [](World& world) {
+    auto net = std::make_shared<Pair>();
+    net->a->weight.set_requires_grad(false);
+    net->b->to(torch::kDouble);
+    net->register_parameter("tied", net->b->bias);
+    net->register_parameter("local", torch::full({2}, static_cast<float>(world.rank())));
+    DistributedDataParallel model{net, world, {.ignored_parameters = {"local"}}};
+    const auto local = net->named_parameters()["local"];
+    (model(input_of(world)).sum() + (local * (world.rank() + 1)).sum()).backward();
+    EXPECT_FALSE(net->a->weight.grad().defined());
+    EXPECT_TRUE(same_on_all(world, net->a->bias.grad()));
+    EXPECT_TRUE(same_on_all(world, net->b->bias.grad()));
+    EXPECT_EQ(net->b->bias.grad().scalar_type(), torch::kDouble);
+    EXPECT_TRUE(local.grad().equal(torch::full({2}, world.rank() + 1.f)));
+    EXPECT_TRUE(local.detach().equal(torch::full({2}, static_cast<float>(world.rank()))));
+    model.verify_replicas();
+  });
+}
+
+TEST(Kinds, NothingToTrainIsRefused) {
+  EXPECT_THAT(message_of<UsageError>([] {
+                run_threads(2, [](World& world) {
+                  auto net = std::make_shared<Pair>();
+                  for (auto& p : net->parameters()) p.set_requires_grad(false);
+                  DistributedDataParallel model{net, world};
+                });
+              }),
+              HasSubstr("none of the model's 4 parameters requires a gradient"));
+}
+
+TEST(Kinds, SparseEmbeddingGradients) {
+  struct Bag : torch::nn::Module {
+    Bag() {
+      table = register_module(
+          "table", torch::nn::Embedding(torch::nn::EmbeddingOptions(10, 3).sparse(true)));
+      head = register_module("head", torch::nn::Linear(3, 1));
+    }
+    at::Tensor forward(const at::Tensor& ids) { return head(table(ids)); }
+    torch::nn::Embedding table{nullptr};
+    torch::nn::Linear head{nullptr};
+  };
+  run_threads(3, [](World& world) {
+    auto net = std::make_shared<Bag>();
+    DistributedDataParallel model{net, world};
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      const auto ids = torch::tensor({world.rank(), world.rank(), 7}, torch::kLong);
+      model(ids).sum().backward();
+      ASSERT_TRUE(net->table->weight.grad().is_sparse());
+      const auto dense = net->table->weight.grad().to_dense();
+      EXPECT_TRUE(same_on_all(world, dense));
+      const auto head = net->head->weight.detach()[0];
+      EXPECT_TRUE(at::allclose(dense[7], head));                  // used once by each of 3
+      EXPECT_TRUE(at::allclose(dense[0], head * (2.0 / 3.0)));    // twice by one of 3
+      EXPECT_TRUE(at::allclose(dense[9], torch::zeros(3)));
+    }
+  });
+}
+
+TEST(Kinds, OptionsThatNameNothingAreRefused) {
+  World one;
+  EXPECT_THAT(message_of<UsageError>([&] {
+                DistributedDataParallel model{std::make_shared<Pair>(), one,
+                                              {.ignored_parameters = {"c.weight"}}};
+              }),
+              HasSubstr("ignored_parameters names 'c.weight', which the model does not have"));
+  EXPECT_THAT(message_of<UsageError>([&] {
+                DistributedDataParallel model{std::make_shared<Pair>(), one,
+                                              {.bucket_cap_mb = -1}};
+              }),
+              HasSubstr("bucket_cap_mb = -1 must be positive"));
+  EXPECT_THAT(message_of<UsageError>([&] {
+                DistributedDataParallel model{
+                    std::make_shared<Pair>(), one,
+                    {.find_unused_parameters = true, .static_graph = true}};
+              }),
+              HasSubstr("both set"));
+}
+
+// ---------------------------------------------------------------- equal replicas
+
+TEST(Replicas, DifferentModelsAreNamedOnEveryRank) {
+  std::atomic<int> named{0};
+  run_threads(3, [&](World& world) {
+    auto net = std::make_shared<Pair>();
+    if (world.rank() == 2) net->b->weight.set_requires_grad(false);
+    const auto text =
+        message_of<UsageError>([&] { DistributedDataParallel model{net, world}; });
+    EXPECT_THAT(text, HasSubstr("rank 0 has 'b.weight: shape [4, 4], Float, requires_grad=true', "
+                                "rank 2 has 'b.weight: shape [4, 4], Float, requires_grad=false'"));
+    ++named;
+  });
+  EXPECT_EQ(named, 3);
+}
+
+TEST(Replicas, VerifyNamesTensorAndRank) {
+  run_threads(3, [](World& world) {
+    auto net = std::make_shared<Pair>();
+    DistributedDataParallel model{net, world};
+    model.verify_replicas();
+    if (world.rank() == 1) {
+      torch::NoGradGuard no_grad;
+      net->b->bias[3] += 1e-7;  // one bit is enough
+    }
+    EXPECT_THAT(message_of<CommError>([&] { model.verify_replicas(); }),
+                HasSubstr("'b.bias' on rank 1"));
+  });
+}
+
+TEST(Replicas, BuffersFollowRankZeroAtTheEndOfBackward) {
+  run_threads(3, [](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::BatchNorm1d(4));
+    DistributedDataParallel model{net, world};
+    net->forward(input_of(world) + at::randn({2, 4})).sum().backward();  // the raw module, too
+    model.verify_replicas();
+    DistributedDataParallel off{torch::nn::Sequential(torch::nn::BatchNorm1d(4)), world,
+                                {.broadcast_buffers = false}};
+    off(at::randn({3, 4}) + world.rank()).sum().backward();
+    EXPECT_THAT(message_of<CommError>([&] { off.verify_replicas(); }), HasSubstr("running_mean"));
+  });
+}
+
+TEST(Replicas, ChangesAfterWrappingArePlannedAnewOrRefusedByName) {
+  run_threads(2, [](World& world) {
+    auto net = std::make_shared<Pair>();
+    DistributedDataParallel model{net, world};
+    model(input_of(world)).sum().backward();
+    net->zero_grad();
+    net->a->weight.set_requires_grad(false);
+    model(input_of(world)).sum().backward();
+    EXPECT_FALSE(net->a->weight.grad().defined());
+    EXPECT_TRUE(same_on_all(world, net->a->bias.grad()));
+    net->zero_grad();
+    net->a->weight.set_requires_grad(true);
+    EXPECT_THAT(message_of<UsageError>([&] { net->forward(input_of(world)).sum().backward(); }),
+                HasSubstr("parameter 'a.weight' was unfrozen after the model was wrapped"));
+    net->zero_grad();
+    model(input_of(world)).sum().backward();
+    EXPECT_TRUE(same_on_all(world, net->a->weight.grad()));
+    // Moving to another dtype silently drops LibTorch's hooks.
+    net->zero_grad();
+    net->to(torch::kDouble);
+    model(input_of(world).to(torch::kDouble)).sum().backward();
+    EXPECT_TRUE(same_on_all(world, net->b->weight.grad()));
+    EXPECT_EQ(net->b->weight.grad().scalar_type(), torch::kDouble);
+  });
+}
+
+TEST(Replicas, SeveralModelsInOneBackward) {
+  run_threads(2, [](World& world) {
+    auto first = std::make_shared<Pair>();
+    auto second = std::make_shared<Pair>();
+    DistributedDataParallel a{first, world};
+    DistributedDataParallel b{second, world};
+    for (int step = 0; step < 2; ++step) {
+      b(a(input_of(world))).sum().backward();
+      EXPECT_TRUE(same_on_all(world, first->a->weight.grad()));
+      EXPECT_TRUE(same_on_all(world, second->b->weight.grad()));
+      first->zero_grad();
+      second->zero_grad();
+    }
+  });
+}
+
+// ---------------------------------------------------------------- join
+
+TEST(Join, UnevenInputsEndWithEqualReplicas) {
+  for (const bool initial : {true, false}) {
+    run_threads(3, [initial](World& world) {
+      auto net = std::make_shared<Pair>();
+      DistributedDataParallel model{net, world};
+      const int steps = 2 + 2 * world.rank();
+      at::Tensor last;
+      model.join(
+          [&] {
+            for (int step = 0; step < steps; ++step) {
+              net->zero_grad();
+              model(input_of(world)).sum().backward();
+              last = net->b->bias.grad().clone();
+              torch::NoGradGuard no_grad;
+              for (auto& p : net->parameters()) p.add_(p.grad(), -0.01);
+            }
+          },
+          {.divide_by_initial_world_size = initial});
+      model.verify_replicas();
+      // The last rank's final steps were alone: d(sum)/d(b.bias) = 2 per row pair.
+      if (world.rank() == 2) {
+        EXPECT_TRUE(at::allclose(last, torch::full({4}, initial ? 2.0 / 3 : 2.0)));
+      }
+      net->zero_grad();
+      model(input_of(world)).sum().backward();  // and the model goes on as before
+      EXPECT_TRUE(same_on_all(world, net->a->weight.grad()));
+    });
+  }
+}
+
+TEST(Join, WorksWithUnusedParametersStaticGraphsAndARankWithoutInput) {
+  for (const bool find_unused : {true, false}) {
+    run_threads(3, [find_unused](World& world) {
+      auto net = std::make_shared<Pair>();
+      DistributedDataParallel model{
+          net, world,
+          {.find_unused_parameters = find_unused, .static_graph = !find_unused}};
+      model.join([&] {
+        for (int step = 0; step < world.rank(); ++step) {
+          model(input_of(world)).sum().backward();
+          torch::NoGradGuard no_grad;
+          for (auto& p : net->parameters()) p.add_(p.grad(), -0.01);
+          net->zero_grad();
+        }
+      });
+      model.verify_replicas();
+    });
+  }
+}
+
+TEST(Join, CanThrowOnEveryRankInstead) {
+  std::atomic<int> thrown{0};
+  run_threads(2, [&](World& world) {
+    auto net = std::make_shared<Pair>();
+    DistributedDataParallel model{net, world};
+    const auto text = message_of<UsageError>([&] {
+      model.join(
+          [&] {
+            for (int step = 0; step < 1 + world.rank(); ++step)
+              model(input_of(world)).sum().backward();
+          },
+          {.throw_on_early_termination = true});
+    });
+    EXPECT_THAT(text, HasSubstr("throw_on_early_termination is set"));
+    ++thrown;
+  });
+  EXPECT_EQ(thrown, 2);
+}
+
+// ---------------------------------------------------------------- hooks
+
+TEST(Hooks, CompressionRoundsAndAUsersOwnIsCalled) {
+  run_threads(2, [](World& world) {
+    auto net = std::make_shared<Pair>();
+    DistributedDataParallel plain{net, world};
+    plain(input_of(world) / 3).sum().backward();
+    const auto exact = net->a->weight.grad().clone();
+    for (const auto& [hook, digits] : std::vector<std::pair<CommHook, double>>{
+             {hooks::all_reduce(), 0}, {hooks::fp16_compress(), 2e-3}, {hooks::bf16_compress(), 2e-2}}) {
+      auto copy = std::make_shared<Pair>();
+      for (std::size_t i = 0; i < 4; ++i)
+        copy->parameters()[i].detach().copy_(net->parameters()[i].detach());
+      DistributedDataParallel model{copy, world};
+      model.register_comm_hook(hook);
+      model(input_of(world) / 3).sum().backward();
+      const auto got = copy->a->weight.grad();
+      EXPECT_TRUE(at::allclose(got, exact, digits, 1e-7));
+      EXPECT_EQ(got.equal(exact), digits == 0);
+      EXPECT_THAT(message_of<UsageError>([&] { model.register_comm_hook(hook); }),
+                  HasSubstr("already registered"));
+    }
+    int calls = 0;
+    DistributedDataParallel own{std::make_shared<Pair>(), world, {.bucket_cap_mb = 0.00001}};
+    own.register_comm_hook([&](World& w, const Bucket& bucket) -> Reduction {
+      ++calls;
+      EXPECT_EQ(bucket.gradients.size(), bucket.parameters.size());
+      return {w.all_reduce(bucket.data), nullptr};
+    });
+    own(input_of(world)).sum().backward();
+    EXPECT_EQ(calls, 4);
+  });
+}
+
+// ---------------------------------------------------------------- SyncBatchNorm
+
+TEST(SyncBatchNorm, EqualsPlainBatchNormOnTheWholeBatch) {
+  constexpr int kRanks = 3;
+  torch::manual_seed(5);
+  // Ranks hold 1, 2 and 4 samples.
+  const at::Tensor whole = torch::randn({7, 4, 3, 2}, torch::kDouble) * 3 + 10;
+  const at::Tensor weights = torch::randn({7, 4, 3, 2}, torch::kDouble);
+  auto plain = torch::nn::BatchNorm2d(4);
+  plain->to(torch::kDouble);
+  const at::Tensor all = whole.clone().requires_grad_(true);
+  const at::Tensor expected = plain(all);
+  (expected * weights).sum().backward();
+  run_threads(kRanks, [&](World& world) {
+    const std::int64_t begins[] = {0, 1, 3, 7};
+    const auto begin = begins[world.rank()];
+    const auto size = begins[world.rank() + 1] - begin;
+    nn::SyncBatchNorm2d norm(world, torch::nn::BatchNormOptions(4));
+    norm->to(torch::kDouble);
+    const auto x = whole.narrow(0, begin, size).clone().requires_grad_(true);
+    const auto y = norm(x);
+    (y * weights.narrow(0, begin, size)).sum().backward();
+    EXPECT_TRUE(at::allclose(y, expected.narrow(0, begin, size), 1e-9, 1e-11));
+    EXPECT_TRUE(at::allclose(x.grad(), all.grad().narrow(0, begin, size), 1e-8, 1e-10));
+    at::Tensor d_weight = norm->weight.grad().clone();
+    world.all_reduce(d_weight).wait();
+    EXPECT_TRUE(at::allclose(d_weight, plain->weight.grad(), 1e-9, 1e-10));
+    EXPECT_TRUE(at::allclose(norm->running_mean, plain->running_mean, 1e-9, 1e-11));
+    EXPECT_TRUE(at::allclose(norm->running_var, plain->running_var, 1e-9, 1e-11));
+    EXPECT_EQ(norm->num_batches_tracked.item<int64_t>(), 1);
+    norm->eval();
+    EXPECT_TRUE(norm(x).defined());
+  });
+}
+
+TEST(SyncBatchNorm, AnEmptyBatchOnARankIsFineAndOneValueIsRefused) {
+  run_threads(2, [](World& world) {
+    nn::SyncBatchNorm1d norm(world, torch::nn::BatchNormOptions(2));
+    const auto x = torch::randn({world.rank() == 0 ? 0 : 3, 2}).requires_grad_(true);
+    norm(x).sum().backward();
+    const auto means = world.all_gather(norm->running_mean);
+    EXPECT_TRUE(means[0].equal(means[1]));
+    EXPECT_THAT(message_of<UsageError>([&] {
+                  norm(torch::randn({world.rank() == 0 ? 1 : 0, 2}));
+                }),
+                HasSubstr("has 1 values per channel"));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

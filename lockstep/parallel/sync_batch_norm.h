@@ -1,0 +1,35 @@
+// BatchNorm whose statistics are those of the whole batch over all ranks.
+//
+//   lockstep::nn::SyncBatchNorm2d norm{world, 64};
+//
+// Same parameters, buffers and names as torch::nn::BatchNorm2d; equal, up to rounding, to plain
+// BatchNorm on the concatenated batch, forward and gradients. Forward and backward communicate in
+// training mode, so every rank must run them. An empty batch on a rank is fine.
+#pragma once
+
+#include <torch/nn/modules/batchnorm.h>
+
+#include "lockstep/comm/world.h"
+
+namespace lockstep::nn {
+
+// `Base` is torch::nn::BatchNorm{1,2,3}dImpl, of which this keeps options, parameters and checks.
+template <typename Base>
+class SyncBatchNormImpl : public Base {
+ public:
+  SyncBatchNormImpl(World world, const torch::nn::BatchNormOptions& options)
+      : Base(options), world_(std::move(world)) {}
+  at::Tensor forward(const at::Tensor& input);
+
+ private:
+  World world_;
+};
+
+using SyncBatchNorm1dImpl = SyncBatchNormImpl<torch::nn::BatchNorm1dImpl>;
+using SyncBatchNorm2dImpl = SyncBatchNormImpl<torch::nn::BatchNorm2dImpl>;
+using SyncBatchNorm3dImpl = SyncBatchNormImpl<torch::nn::BatchNorm3dImpl>;
+TORCH_MODULE(SyncBatchNorm1d);
+TORCH_MODULE(SyncBatchNorm2d);
+TORCH_MODULE(SyncBatchNorm3d);
+
+}  // namespace lockstep::nn
