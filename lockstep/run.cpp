@@ -1,0 +1,136 @@
+#include "lockstep/run.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+#include <optional>
+#include <thread>
+
+#include "lockstep/comm/device.h"
+#include "lockstep/core/control.h"
+#include "lockstep/core/crash.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/rank_env.h"
+#include "lockstep/leave.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kFailed = 1;
+constexpr int kUsage = 2;
+
+// A broken connection is often noticed a moment before the launcher has said whose fault it is.
+constexpr std::chrono::milliseconds kLauncherWord{1500};
+// For flushing into a pipe that nobody may be reading.
+constexpr std::chrono::seconds kFlushLimit{5};
+
+std::atomic<bool> g_inside{false};
+
+struct InsideRun {
+  InsideRun() {
+    if (g_inside.exchange(true)) {
+      throw UsageError("run",
+                       "run() or spawn() was called from inside a body that one of them runs. A "
+                       "process is one rank; use world.split() for smaller worlds.");
+    }
+  }
+  ~InsideRun() { g_inside = false; }
+};
+
+struct Verdict {
+  int code = kFailed;
+  crash::Report report;
+};
+
+Verdict fallen_with(const control::Failure& failure) {
+  return {kFailed, {fmt::format("ends because {}", failure.text()), {}, true}};
+}
+
+// What an exception that left the body means for this process.
+Verdict judge(const std::exception_ptr& thrown) {
+  if (const auto failure = control::failure()) return fallen_with(*failure);
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const UsageError& e) {
+    return {kUsage, {crash::describe(e), {}, false}};
+  } catch (const TimeoutError& e) {
+    if (const auto failure = control::failure(kLauncherWord)) return fallen_with(*failure);
+    return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
+  } catch (const CommError& e) {
+    if (const auto failure = control::failure(kLauncherWord)) return fallen_with(*failure);
+    // Under another launcher the cause is most likely some other rank's to tell.
+    if (!control::connected()) return {kFailed, {crash::describe(e), {}, true}};
+    return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
+  } catch (const c10::Error& e) {
+    return {
+        kFailed,
+        {fmt::format("c10::Error: {}", e.what_without_backtrace()), crash::thrown_at(e), false}};
+  } catch (const std::exception& e) {
+    return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
+  } catch (...) {
+    return {kFailed, {"an exception that is not a std::exception left the body", {}, false}};
+  }
+}
+
+// The line that answers "did the launcher's variables arrive?", and the loudest wrong answer.
+void say_hello(const World& world, const WorldOptions& options) {
+  log::info("run", "WORLD_SIZE={} RANK={} LOCAL_RANK={} device={} backend={}", world.size(),
+            world.rank(), world.local_rank(), world.device().str(), world.backend());
+  if (world.size() > 1 || options.device || !world.device().is_cuda()) return;
+  const int gpus = cuda_device_count();
+  if (gpus < 2) return;
+  log::warning("run",
+               "{} GPUs are visible but this is a world of one: {} will stand idle. Start it with "
+               "lockstep run --nproc-per-node={} <program>, or set CUDA_VISIBLE_DEVICES.",
+               gpus, gpus - 1, gpus);
+}
+
+}  // namespace
+
+namespace detail {
+
+bool inside_run() {
+  return g_inside;
+}
+
+void leave(int code) {
+  std::thread([code] {
+    std::this_thread::sleep_for(kFlushLimit);
+    std::_Exit(code);
+  }).detach();
+  std::cout.flush();
+  std::fflush(nullptr);
+  std::_Exit(code);
+}
+
+}  // namespace detail
+
+int run(const RankBody& body, const WorldOptions& options) {
+  const InsideRun inside;
+  crash::install();
+  int ranks = 1;
+  std::optional<World> world;  // outlives the catch: its destructor must not run in a failed rank
+  try {
+    const RankEnv env = read_rank_env();
+    ranks = env.world_size;
+    crash::install(env.rank);
+    log::set_rank(env.rank, env.world_size);
+    world = World::from_env(options);
+    say_hello(*world, options);
+    body(*world);
+    return 0;
+  } catch (...) {
+    const Verdict verdict = judge(std::current_exception());
+    crash::report(verdict.report);
+    if (ranks > 1) detail::leave(verdict.code);
+    return verdict.code;
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,43 @@
+// The two ways a program becomes ranks.
+//
+//   int main() { return lockstep::run(train); }            // started by lockstep run, torchrun,
+//   ... int main() { return lockstep::spawn(train, 4); }       // starts itself four times
+//
+// run() reads who this process is, meets the others, calls `body`, and turns an exception into a
+// report (error file, stderr) and an exit code. A world of one needs nothing set.
+//
+// The one hard idea: after a failure nobody waits. A rank of several that fails ends its process
+// inside run(), because what is left of its world (a collective that never finishes, a thread that
+// holds a socket) could keep destructors and main() from returning; its peers see the connections
+// close and the launcher sees the process end. What falls only because another rank failed first
+// says so in one line.
+//
+// Both are called from the main thread, and not from inside a body (UsageError).
+#pragma once
+
+#include <functional>
+
+#include "lockstep/comm/world.h"
+
+namespace lockstep {
+
+using RankBody = std::function<void(World&)>;
+
+// Returns the process's exit code: 0, 1 after an exception, 2 after a UsageError. With more than
+// one rank a failure does not return but ends the process with that code, after flushing stdout.
+int run(const RankBody& body, const WorldOptions& options = {});
+
+struct SpawnOptions {
+  WorldOptions world = {};
+  int max_restarts = 0;
+};
+
+// Runs this same program `nprocs` times (0: one per GPU, or one per core) as ranks that reach this
+// call and run `body`; code before the call runs in every rank. In the calling process returns the
+// exit code as `lockstep run` would, after all ranks have ended. In a rank it does not return: the
+// process ends with the body, without running main()'s remaining lines or static destructors.
+// Earlier calls of spawn in the same program return in a rank what they returned in the caller.
+// Already a rank of someone else's launcher: the same as run(body).
+int spawn(const RankBody& body, int nprocs, const SpawnOptions& options = {});
+
+}  // namespace lockstep

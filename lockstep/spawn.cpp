@@ -1,0 +1,126 @@
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <optional>
+#include <sstream>
+#include <vector>
+
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/rank_env.h"
+#include "lockstep/launch/host.h"
+#include "lockstep/launch/supervisor.h"
+#include "lockstep/leave.h"
+#include "lockstep/run.h"
+
+namespace lockstep {
+namespace {
+
+// Set for the ranks of a spawn: which call they belong to, and what the calls before it returned,
+// as "<call>:<code>,<code>,...".
+constexpr char kVariable[] = "LOCKSTEP_SPAWN";
+
+struct Place {
+  int call = 0;
+  std::vector<int> earlier;
+};
+
+std::optional<Place> read_place() {
+  const auto text = env::get(kVariable);
+  if (!text) return std::nullopt;
+  const auto colon = text->find(':');
+  Place place{static_cast<int>(env::parse_int(text->substr(0, colon), kVariable, 0, 1 << 20)), {}};
+  std::istringstream codes(colon == std::string::npos ? "" : text->substr(colon + 1));
+  for (std::string code; std::getline(codes, code, ',');)
+    place.earlier.push_back(static_cast<int>(env::parse_int(code, kVariable, 0, 255)));
+  place.earlier.resize(static_cast<std::size_t>(place.call), 0);
+  return place;
+}
+
+// The variable for the children, while it lives.
+class PlaceVariable {
+ public:
+  explicit PlaceVariable(const Place& place) {
+    std::string text = fmt::format("{}:", place.call);
+    for (const int code : place.earlier) text += fmt::format("{},", code);
+    ::setenv(kVariable, text.c_str(), 1);
+  }
+  PlaceVariable(const PlaceVariable&) = delete;
+  PlaceVariable& operator=(const PlaceVariable&) = delete;
+  ~PlaceVariable() { ::unsetenv(kVariable); }
+};
+
+// This program and its arguments, as it was started.
+std::vector<std::string> own_command() {
+  const std::string line = read_file("/proc/self/cmdline");
+  std::vector<std::string> command;
+  std::istringstream words(line);
+  for (std::string word; std::getline(words, word, '\0');) command.push_back(word);
+  if (command.empty()) command.emplace_back();
+  char path[4096];
+  const ssize_t n = ::readlink("/proc/self/exe", path, sizeof path);
+  if (n <= 0 || n == static_cast<ssize_t>(sizeof path))
+    throw SystemError("spawn", "cannot read /proc/self/exe", errno);
+  command[0].assign(path, static_cast<std::size_t>(n));
+  // A program that was rebuilt while it ran; only the kernel still has the old one.
+  if (::access(command[0].c_str(), X_OK) != 0) {
+    throw UsageError("spawn",
+                     "{} is no longer there to be started again (was it rebuilt or removed while "
+                     "it ran?). Start the program anew.",
+                     command[0]);
+  }
+  return command;
+}
+
+int default_nprocs() {
+  const int gpus = launch::find_gpus().count;
+  return gpus > 0 ? gpus : launch::allowed_cores();
+}
+
+bool is_rank_already() {
+  try {
+    const RankEnv env = read_rank_env();
+    return env.world_size > 1 || env.source == "lockstep run" || env.source == "torchrun";
+  } catch (const UsageError&) {
+    return true;  // run() reports it as it reports any other mistake in the environment
+  }
+}
+
+int launch_ranks(const Place& place, int nprocs, const SpawnOptions& options) {
+  launch::LaunchPlan plan;
+  plan.nproc_per_node = nprocs > 0 ? nprocs : default_nprocs();
+  plan.run_id = fmt::format("spawn-{}-{}", ::getpid(), place.call);
+  plan.max_restarts = options.max_restarts;
+  plan.command = own_command();
+  // The launcher's part runs in a copy of this process; it must not print what is buffered again.
+  std::cout.flush();
+  std::fflush(nullptr);
+  const PlaceVariable variable(place);
+  return launch::supervise(plan);
+}
+
+}  // namespace
+
+int spawn(const RankBody& body, int nprocs, const SpawnOptions& options) {
+  static std::atomic<int> calls{0};
+  static std::vector<int> codes;
+  if (detail::inside_run()) return run(body, options.world);  // refuses, and says why
+  if (nprocs < 0) {
+    throw UsageError("spawn", "nprocs={} ranks cannot be started. Use 0 for one per GPU or core.",
+                     nprocs);
+  }
+  const int call = calls++;
+  if (const auto place = read_place()) {
+    if (call < place->call) return place->earlier[static_cast<std::size_t>(call)];
+    if (call == place->call) detail::leave(run(body, options.world));
+  }
+  if (is_rank_already()) return run(body, options.world);
+  codes.push_back(launch_ranks({call, codes}, nprocs, options));
+  return codes.back();
+}
+
+}  // namespace lockstep
