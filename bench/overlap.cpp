@@ -1,0 +1,118 @@
+// lockstep bench overlap: how much of the communication backward hides.
+//
+// The wire is made slow on purpose: each bucket's all-reduce (real, over gloo) holds a simulated wire
+// for `delay` more milliseconds, one bucket after the other. What is left of that after the last
+// gradient is exposed; the rest was hidden behind backward.
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "bench/bench.h"
+#include "bench/stats.h"
+#include "lockstep/models/gpt.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Settings {
+  int ranks = 2;
+  int steps = 10;
+  double delay_ms = 10;
+  double bucket_mb = 2;
+  double require_hidden = 0;
+  std::string csv;
+};
+
+struct Observed {
+  std::vector<double> hidden_percent;
+  std::vector<double> exposed_ms;
+  std::vector<double> backward_ms;
+  std::size_t buckets = 0;
+  double first_launch_ms = 0;  // of iteration 1
+  double last_gradient_ms = 0;
+};
+
+CommHook slow_wire(double delay_ms) {
+  auto free_at = std::make_shared<Clock::time_point>();
+  const auto delay = std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double, std::milli>(delay_ms));
+  return [free_at, delay](World& world, const Bucket& bucket) -> Reduction {
+    *free_at = std::max(*free_at, Clock::now()) + delay;
+    return {world.all_reduce(bucket.data, ReduceOp::kAvg),
+            [until = *free_at] { std::this_thread::sleep_until(until); }};
+  };
+}
+
+void observe(World& world, const Settings& settings, Observed& observed) {
+  torch::manual_seed(0);
+  world.barrier();
+  models::Gpt net(models::GptConfig{
+      .n_layer = 4, .n_head = 4, .n_embd = 256, .vocab_size = 8192, .n_positions = 128});
+  DistributedDataParallel model{net, world, {.bucket_cap_mb = settings.bucket_mb}};
+  model.register_comm_hook(slow_wire(settings.delay_ms));
+  const auto ids = torch::randint(8192, {8, 128});
+  for (int step = 0; step < settings.steps; ++step) {
+    models::next_token_loss(model(ids), ids).backward();
+    net->zero_grad();
+    if (!world.is_leader()) continue;
+    const StepTiming& timing = model.last_timing();
+    if (step == 0) {
+      observed.first_launch_ms = timing.buckets.front().launched_ms;
+      observed.last_gradient_ms = timing.last_gradient_ms;
+    }
+    const double injected = settings.delay_ms * static_cast<double>(timing.buckets.size());
+    const double exposed = timing.finalized_ms - timing.last_gradient_ms;
+    observed.buckets = timing.buckets.size();
+    observed.backward_ms.push_back(timing.last_gradient_ms);
+    observed.exposed_ms.push_back(exposed);
+    observed.hidden_percent.push_back(100 * (1 - exposed / injected));
+  }
+}
+
+}  // namespace
+
+int overlap_main(int argc, char** argv) {
+  Settings settings;
+  CLI::App app{"Share of an injected delay that backward hides (gloo, 4-layer GPT)"};
+  app.add_option("--ranks", settings.ranks)->check(CLI::Range(2, 16));
+  app.add_option("--steps", settings.steps)->check(CLI::Range(2, 10000));
+  app.add_option("--delay-ms", settings.delay_ms, "added to each bucket")->check(CLI::PositiveNumber);
+  app.add_option("--bucket-mb", settings.bucket_mb)->check(CLI::PositiveNumber);
+  app.add_option("--require-hidden", settings.require_hidden, "fail below this percentage");
+  app.add_option("--csv", settings.csv, "also write the table to this file");
+  CLI11_PARSE(app, argc, argv);
+  torch::set_num_threads(1);
+
+  Observed observed;
+  testing::run_threads(settings.ranks,
+                       [&](World& world) { observe(world, settings, observed); });
+  const Summary hidden = summarize(observed.hidden_percent);
+  const Summary exposed = summarize(observed.exposed_ms);
+  Table table({fmt::format("{} buckets, {} ms injected each", observed.buckets, settings.delay_ms),
+               "min", "p50", "max"});
+  const auto row = [&](const char* name, const Summary& s) {
+    table.add({name, fmt::format("{:.1f}", s.min), fmt::format("{:.1f}", s.p50),
+               fmt::format("{:.1f}", s.max)});
+  };
+  row("hidden behind backward, %", hidden);
+  row("exposed after the last gradient, ms", exposed);
+  row("backward from first to last gradient, ms", summarize(observed.backward_ms));
+  publish(table, settings.csv);
+  fmt::print("iteration 1: first launch at {:.1f} ms, last gradient at {:.1f} ms\n",
+             observed.first_launch_ms, observed.last_gradient_ms);
+  const bool early = observed.first_launch_ms < observed.last_gradient_ms;
+  if (hidden.p50 >= settings.require_hidden && early) return 0;
+  fmt::print(stderr, "overlap: {:.1f} % hidden, {} % required; first launch {} the last gradient\n",
+             hidden.p50, settings.require_hidden, early ? "precedes" : "follows");
+  return 1;
+}
+
+}  // namespace lockstep::bench

@@ -1,0 +1,93 @@
+// A whole training program in one file: a small network, random data, several ranks.
+#include <lockstep/lockstep.h>
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+
+namespace {
+
+constexpr int kSeed = 42;
+constexpr std::int64_t kSamples = 10'000, kFeatures = 20, kClasses = 10;
+
+struct Flags {
+  int epochs = 10;
+  int batch_size = 32;  // per rank
+};
+
+struct SimpleModelImpl : torch::nn::Module {
+  SimpleModelImpl() {
+    register_module("net", net);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return net->forward(x);
+  }
+  torch::nn::Sequential net{torch::nn::Linear(kFeatures, 64), torch::nn::ReLU(),
+                            torch::nn::Linear(64, kClasses)};
+};
+TORCH_MODULE(SimpleModel);
+
+// Noise with random labels: there is nothing to learn but the samples themselves.
+struct RandomDataset {
+  at::Tensor data = torch::randn({kSamples, kFeatures});
+  at::Tensor targets = torch::randint(kClasses, {kSamples}, torch::kLong);
+};
+
+// The samples that this rank sees in this epoch: one order for all ranks, dealt out like cards.
+// When they do not divide evenly, the first ones are dealt again, so that all ranks have as many.
+at::Tensor samples_of(const lockstep::World& world, int epoch) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(kSeed + epoch);
+  const auto order = torch::randperm(kSamples, generator, torch::kLong);
+  const auto per_rank = (kSamples + world.size() - 1) / world.size();
+  const auto cards = torch::arange(world.rank(), per_rank * world.size(), world.size());
+  return order.index_select(0, cards.remainder(kSamples));
+}
+
+void train(lockstep::World& world, const Flags& flags) {
+  std::printf("Running on rank %d of %d (%s)\n", world.rank(), world.size(),
+              world.device().str().c_str());
+  torch::manual_seed(kSeed);  // every rank makes the same data
+  RandomDataset dataset;
+  SimpleModel net;
+  net->to(world.device());
+  lockstep::DistributedDataParallel model{net, world};
+  lockstep::optim::AdamW optimizer{model.parameters(), {.lr = 0.001, .weight_decay = 0}};
+
+  for (int epoch = 0; epoch < flags.epochs; ++epoch) {
+    const auto batches = samples_of(world, epoch).split(flags.batch_size);
+    double loss_sum = 0, samples = 0;
+    for (std::size_t i = 0; i < batches.size(); ++i) {
+      const auto data = dataset.data.index_select(0, batches[i]).to(world.device());
+      const auto target = dataset.targets.index_select(0, batches[i]).to(world.device());
+      const auto loss = torch::cross_entropy_loss(model(data), target);
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+
+      const auto value = loss.item<double>();
+      loss_sum += value * static_cast<double>(data.size(0));
+      samples += static_cast<double>(data.size(0));
+      if (i % 10 == 0 && world.is_leader()) {
+        std::printf("Epoch %d [%zu/%zu] Loss: %.4f\n", epoch, i, batches.size(), value);
+      }
+    }
+    // Over the samples of all ranks, not only of this one.
+    const double mean = world.sum(loss_sum) / world.sum(samples);
+    if (world.is_leader()) std::printf("Epoch %d completed, Average Loss: %.4f\n", epoch, mean);
+  }
+  model.verify_replicas();  // throws unless all ranks hold the same bits
+  if (world.is_leader()) std::printf("replicas identical\n");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line is seen when it is printed, in a pipe too
+  Flags flags;
+  CLI::App app{"Trains a 20-64-10 network on random data."};
+  app.add_option("--epochs", flags.epochs, "Passes over the data")->check(CLI::Range(1, 1'000'000));
+  app.add_option("--batch-size", flags.batch_size, "Samples per rank and step")
+      ->check(CLI::Range(1, 1'000'000));
+  CLI11_PARSE(app, argc, argv);
+  return lockstep::run([&](lockstep::World& world) { train(world, flags); });
+}

@@ -1,0 +1,62 @@
+// A small training program in which one rank does something bad: faults KIND RANK PHASE.
+// KIND: none exception abort segfault kill exit stop silent other_model; PHASE: startup step exit.
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "lockstep/lockstep.h"
+
+volatile std::uintptr_t nowhere = 8;  // read at run time: a constant the compiler may reason away
+
+// Outside the anonymous namespace, so that the report's stack can name it.
+[[gnu::noinline]] void crash_here() { *reinterpret_cast<volatile int*>(nowhere) = 1; }
+
+namespace {
+
+std::string kind;
+int guilty = -1;
+std::string phase;
+
+void maybe_fail(int rank, const std::string& now) {
+  if (rank != guilty || phase != now) return;
+  if (kind == "exception") throw std::runtime_error("planted exception");
+  if (kind == "abort") std::abort();
+  if (kind == "segfault") crash_here();
+  if (kind == "kill") ::raise(SIGKILL);
+  if (kind == "exit") ::_exit(3);
+  if (kind == "stop") ::raise(SIGSTOP);
+  if (kind == "silent") std::this_thread::sleep_for(std::chrono::minutes(10));
+}
+
+void train(lockstep::World& world) {
+  maybe_fail(world.rank(), "startup");
+  const int width = kind == "other_model" && world.rank() == guilty ? 7 : 8;
+  torch::nn::Sequential net(torch::nn::Linear(4, width), torch::nn::ReLU(),
+                            torch::nn::Linear(width, 1));
+  lockstep::DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.0001}};
+  lockstep::optim::SGD optimizer{model.parameters(), {.lr = 0.01}};
+  for (int step = 0; step < 20; ++step) {
+    const auto loss = model(torch::randn({4, 4})).square().mean();
+    if (step == 5) maybe_fail(world.rank(), "step");
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  maybe_fail(world.rank(), "exit");
+  model.verify_replicas();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 4) return 64;
+  kind = argv[1];
+  guilty = std::atoi(argv[2]);
+  phase = argv[3];
+  return lockstep::run(train);
+}

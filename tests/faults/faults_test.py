@@ -1,0 +1,105 @@
+"""Every way a rank can fail, with real processes: the right cause, the right exit code, in time,
+and nothing left running."""
+import itertools
+import os
+import subprocess
+import sys
+import time
+import uuid
+
+BIN = os.environ["LOCKSTEP_BIN"]
+SOAK = os.environ.get("LOCKSTEP_SOAK") == "1"
+
+# What the report must say, the launcher's exit code, and the most seconds it may take.
+EXPECTED = {
+    "exception": ("planted exception", 1, 20),
+    "abort": ("SIGABRT", 128 + 6, 20),
+    "segfault": ("SIGSEGV", 128 + 11, 20),
+    "kill": ("SIGKILL", 128 + 9, 20),
+    "exit": ("exited with code 3", 3, 20),
+    "stop": ("stopped", None, 30),
+}
+
+
+def left_over(mark):
+    """Processes whose environment carries the mark of one run."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as f:
+                if mark.encode() in f.read():
+                    found.append(int(pid))
+        except OSError:
+            pass
+    return found
+
+
+def run(ranks, kind, guilty, phase, extra_env=None):
+    mark = f"LOCKSTEP_FAULT_MARK_{uuid.uuid4().hex}"
+    env = dict(os.environ, LOCKSTEP_MARK=mark, **(extra_env or {}))
+    command = [f"{BIN}/lockstep", "run", "--standalone", f"--nproc-per-node={ranks}", "--stopped-timeout=2",
+               f"{BIN}/tests/faults", kind, str(guilty), phase]
+    start = time.monotonic()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    seconds = time.monotonic() - start
+    for _ in range(20):  # a killed process leaves /proc a moment after its parent is told
+        rest = left_over(mark)
+        if not rest:
+            break
+        time.sleep(0.1)
+    return done.returncode, done.stdout + done.stderr, seconds, rest
+
+
+failures = []
+
+
+def check(label, ok, detail):
+    if not ok:
+        failures.append(label)
+        print(f"FAILED {label}: {detail}", flush=True)
+
+
+def fault(ranks, kind, guilty, phase):
+    code, output, seconds, rest = run(ranks, kind, guilty, phase)
+    text, expected, bound = EXPECTED[kind]
+    label = f"{kind} on rank {guilty} of {ranks} at {phase}"
+    print(f"{label}: exit code {code}, {seconds:.1f} s", flush=True)
+    check(label, text in output and f"rank {guilty}" in output, f"report lacks '{text}':\n{output}")
+    check(label, code == expected if expected is not None else code != 0,
+          f"exit code {code}, expected {expected}:\n{output}")
+    check(label, seconds < bound, f"took {seconds:.1f} s, bound {bound}")
+    check(label, not rest, f"left running: {rest}")
+    if kind == "segfault":
+        check(label, "crash_here" in output, f"no symbolised stack:\n{output}")
+
+
+def main():
+    code, output, _, rest = run(2, "none", 0, "step")
+    check("none", code == 0 and not rest, output)
+
+    if SOAK:
+        for kind, phase, ranks in itertools.product(EXPECTED, ("startup", "step", "exit"), (2, 3, 4)):
+            for guilty in range(ranks):
+                fault(ranks, kind, guilty, phase)
+    else:
+        for index, (kind, phase) in enumerate(itertools.product(EXPECTED, ("startup", "step", "exit"))):
+            ranks = 2 + index % 3
+            fault(ranks, kind, index % ranks, phase)
+
+    # A rank that never comes to the collective: the others' deadline ends the run, and says so.
+    code, output, seconds, rest = run(3, "silent", 1, "step", {"LOCKSTEP_TIMEOUT_S": "3"})
+    print(f"silent rank: exit code {code}, {seconds:.1f} s", flush=True)
+    check("silent rank", code == 1 and "all_reduce" in output and "3" in output, output)
+    check("silent rank", seconds < 40 and not rest, f"{seconds:.1f} s, left {rest}")
+
+    code, output, seconds, rest = run(2, "other_model", 1, "step")
+    print(f"different models: exit code {code}, {seconds:.1f} s", flush=True)
+    check("different models", code == 2 and "the models differ between ranks" in output
+          and "0.weight: shape [7, 4]" in output, output)
+    check("different models", seconds < 20 and not rest, f"{seconds:.1f} s, left {rest}")
+
+    print(f"{'FAILED: ' + str(failures) if failures else 'all faults ended as promised'}")
+    return 1 if failures else 0
+
+
+sys.exit(main())

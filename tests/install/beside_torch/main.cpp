@@ -1,0 +1,13 @@
+// Few and narrow headers: the point is that two descriptions of one LibTorch link into one program.
+#include <ATen/ops/full.h>
+#include <lockstep/run.h>
+
+#include <cstdio>
+
+int main() {
+  return lockstep::run([](lockstep::World& world) {
+    auto x = at::full({4}, world.rank() + 1.0);
+    world.all_reduce(x).wait();
+    std::printf("rank %d of %d: sum %g\n", world.rank(), world.size(), x[0].item<double>());
+  });
+}

@@ -1,0 +1,141 @@
+"""One binary, every launcher: alone, lockstep run, torchrun, mpirun, by hand, SLURM's variables."""
+
+import os
+import socket
+import unittest
+
+from peer import (HELLO, LOCKSTEP, TORCHRUN, Started, hello_lines, mpirun, run, world_of)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Peers(unittest.TestCase):
+    def check(self, done, size):
+        self.assertEqual(done.code, 0, done.text())
+        self.assertEqual(hello_lines(done.out), world_of(size), done.text())
+
+    def test_alone(self):
+        done = run([HELLO])
+        self.assertEqual(done.code, 0, done.text())
+        self.assertEqual(hello_lines(done.out), [(0, 1, 0, "cpu", "single")], done.text())
+        self.assertIn("WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 device=cpu backend=single", done.err)
+
+    def test_lockstep_run(self):
+        done = run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", HELLO])
+        self.check(done, 2)
+        # The start-up line is INFO, which is rank 0's; with debug every rank says its own.
+        self.assertIn("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 device=cpu backend=gloo", done.err)
+        self.assertNotIn("RANK=1 LOCAL_RANK=1", done.err)
+        done = run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=3", HELLO],
+                   LOCKSTEP_LOG="debug")
+        self.check(done, 3)
+        for rank in range(3):
+            self.assertIn(f"WORLD_SIZE=3 RANK={rank} LOCAL_RANK={rank} device=cpu", done.err)
+
+    def test_lockstep_run_through_a_shell(self):
+        # The descriptors pass through the shell to the program.
+        self.check(run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", "bash", "-c",
+                        f"true; {HELLO}"]), 2)
+
+    def test_torchrun(self):
+        self.check(run([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python", HELLO]), 2)
+
+    def test_torchrun_static(self):
+        self.check(run([*TORCHRUN, "--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1",
+                        f"--master-port={free_port()}", "--nproc-per-node=2", "--no-python",
+                        HELLO]), 2)
+
+    def test_mpirun_twice_at_once(self):
+        command = mpirun()
+        if command is None:
+            self.skipTest("mpirun is not installed")
+        jobs = [Started([*command, "-np", str(size), HELLO]) for size in (2, 3)]
+        for job, size in zip(jobs, (2, 3)):
+            self.check(job.finish(), size)
+
+    def test_mpirun_with_a_master(self):
+        command = mpirun()
+        if command is None:
+            self.skipTest("mpirun is not installed")
+        self.check(run([*command, "-np", "2", HELLO], MASTER_ADDR="127.0.0.1",
+                       MASTER_PORT=free_port()), 2)
+
+    def test_mpirun_with_a_forgotten_rank(self):
+        command = mpirun()
+        if command is None:
+            self.skipTest("mpirun is not installed")
+        done = run([*command, "-np", "2", HELLO], RANK=0, WORLD_SIZE=1)
+        self.assertNotEqual(done.code, 0)
+        self.assertIn("RANK=0 and WORLD_SIZE=1 are set, but mpirun says", done.err)
+
+    def test_lockstep_run_inside_mpirun(self):
+        command = mpirun()
+        if command is None:
+            self.skipTest("mpirun is not installed")
+        self.check(run([*command, "-np", "1", LOCKSTEP, "run", "--standalone",
+                        "--nproc-per-node=2", HELLO]), 2)
+
+    def by_hand(self, size, **more):
+        ranks = [Started([HELLO], RANK=rank, WORLD_SIZE=size,
+                         **{k: v(rank) if callable(v) else v for k, v in more.items()})
+                 for rank in range(size)]
+        for rank in ranks:
+            rank.finish()
+            self.assertEqual(rank.code, 0, rank.text())
+        return hello_lines("\n".join(rank.out for rank in ranks))
+
+    def test_by_hand(self):
+        self.assertEqual(self.by_hand(2, LOCAL_RANK=lambda rank: rank, MASTER_ADDR="127.0.0.1",
+                                      MASTER_PORT=free_port()), world_of(2))
+
+    def test_by_hand_without_a_local_rank(self):
+        self.assertEqual(self.by_hand(3, MASTER_PORT=free_port()), world_of(3))
+
+    def test_kubernetes(self):
+        lines = self.by_hand(2, KUBERNETES_SERVICE_HOST="10.0.0.1", MASTER_ADDR="localhost",
+                             MASTER_PORT=free_port())
+        self.assertEqual(lines, [(rank, 2, 0, "cpu", "gloo") for rank in range(2)])
+
+    def test_accelerate(self):
+        # What `accelerate launch` leaves in the environment of its ranks on CPU.
+        self.assertEqual(
+            self.by_hand(2, LOCAL_RANK=lambda rank: rank, LOCAL_WORLD_SIZE=2,
+                         MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
+                         ACCELERATE_USE_CPU="True", ACCELERATE_MIXED_PRECISION="no"), world_of(2))
+
+    def srun_variables(self, rank, size):
+        return {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_ID": 2, "SLURM_PROCID": rank,
+                "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_STEP_NUM_TASKS": size,
+                "SLURM_NTASKS": size, "SLURM_STEP_NUM_NODES": 1,
+                "SLURM_STEP_TASKS_PER_NODE": size, "SLURM_STEP_NODELIST": "no-such-host"}
+
+    def test_variables_of_srun(self):
+        ranks = [Started([HELLO], **self.srun_variables(rank, 2)) for rank in range(2)]
+        self.assertEqual([rank.finish().code for rank in ranks], [0, 0],
+                         "\n".join(rank.text() for rank in ranks))
+        self.assertEqual(hello_lines("".join(rank.out for rank in ranks)), world_of(2))
+
+    def test_variables_of_an_sbatch_script(self):
+        done = run([HELLO], SLURM_JOB_ID=7, SLURM_PROCID=0, SLURM_LOCALID=0, SLURM_NTASKS=4)
+        self.assertEqual(hello_lines(done.out), [(0, 1, 0, "cpu", "single")], done.text())
+        self.check(run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", HELLO],
+                       SLURM_JOB_ID=7, SLURM_PROCID=0, SLURM_LOCALID=0, SLURM_NTASKS=4), 2)
+
+    def test_mistakes_are_told_before_anything_is_awaited(self):
+        for variables, words in [
+                ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 does not exist in a world of WORLD_SIZE=2"),
+                ({"RANK": 0}, "RANK=0 is set but WORLD_SIZE is not"),
+                ({"WORLD_SIZE": 2}, "WORLD_SIZE=2 is set but RANK is not"),
+                ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 1},
+                 "LOCAL_RANK=1 does not exist among LOCAL_WORLD_SIZE=1")]:
+            done = run([HELLO], limit_s=30, **variables)
+            self.assertEqual(done.code, 2, done.text())
+            self.assertIn(words, done.err)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

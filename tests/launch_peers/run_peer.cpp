@@ -1,0 +1,105 @@
+// A program that fails, or starts itself, in the ways run_test.py asks for.
+//
+//   run_peer throw RANK    that rank throws, the others are in an all-reduce
+//   run_peer spawn N       spawn() of N ranks, twice, and what the calls returned
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <lockstep/run.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lockstep/core/error.h"
+
+namespace {
+
+using lockstep::World;
+
+void say(const std::string& line) {
+  std::fputs((line + "\n").c_str(), stdout);
+  std::fflush(stdout);
+}
+
+void all_reduce(World& world) {
+  at::Tensor one = at::ones({4}, at::TensorOptions().device(world.device()));
+  world.all_reduce(one).wait();
+  say(fmt::format("rank {} of {}: sum {}", world.rank(), world.size(), one[0].item<double>()));
+}
+
+[[gnu::noinline]] void fail_deep_inside(const std::string& how) {
+  if (how == "throw") throw std::runtime_error("the reason");
+  if (how == "usage") throw lockstep::UsageError("peer", "wrong use.");
+  if (how == "torch") TORCH_CHECK(false, "a torch error");
+  if (how == "number") throw 7;
+  if (how == "segv") std::raise(SIGSEGV);
+  if (how == "kill") std::raise(SIGKILL);
+  if (how == "exit") std::_Exit(3);
+  throw std::logic_error("unknown way to fail");
+}
+
+int fails(const std::string& how, int who) {
+  return lockstep::run([&](World& world) {
+    // As a program does that saves when it is asked to stop.
+    std::signal(SIGTERM, [](int) { (void)!::write(STDOUT_FILENO, "saving\n", 7); });
+    all_reduce(world);
+    if (world.rank() == who) fail_deep_inside(how);
+    if (std::getenv("PEER_COMPUTES") != nullptr)
+      std::this_thread::sleep_for(std::chrono::seconds(60));
+    all_reduce(world);
+    world.barrier();
+    say("not reached");
+  });
+}
+
+// Joins a stuck thread in a destructor, as a library may that waits for its connections.
+struct NeverReturns {
+  ~NeverReturns() { std::this_thread::sleep_for(std::chrono::hours(1)); }
+};
+
+int hangs_on_exit() {
+  static NeverReturns at_static_destruction;
+  return lockstep::run([](World& world) {
+    all_reduce(world);
+    fail_deep_inside("throw");
+  });
+}
+
+int spawns(int nprocs) {
+  // Every rank runs this line too; it is how a test sees the arguments arrive.
+  const auto first = [](World& world) {
+    all_reduce(world);
+    if (world.rank() == 1 && std::getenv("PEER_FAILS") != nullptr) fail_deep_inside("exit");
+  };
+  const int code = lockstep::spawn(first, nprocs);
+  say(fmt::format("first spawn returned {}", code));
+  const int second = lockstep::spawn(
+      [code](World& world) { say(fmt::format("second, rank {}, knows {}", world.rank(), code)); },
+      2);
+  say(fmt::format("second spawn returned {}", second));
+  return second;
+}
+
+int spawns_inside() {
+  return lockstep::spawn(
+      [](World&) { lockstep::spawn([](World& world) { all_reduce(world); }, 2); }, 2);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  const std::string mode = words.empty() ? "" : words[0];
+  const int number = words.size() > 1 ? std::atoi(words[1].c_str()) : 0;
+  if (mode == "spawn") return spawns(number);
+  if (mode == "spawn-inside") return spawns_inside();
+  if (mode == "hang") return hangs_on_exit();
+  return fails(mode, number);
+}

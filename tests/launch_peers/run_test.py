@@ -1,0 +1,131 @@
+"""What run() and spawn() make of failures: reports, exit codes, and nobody left waiting."""
+
+import glob
+import json
+import os
+import tempfile
+import unittest
+
+from peer import LOCKSTEP, RUN_PEER, TORCHRUN, run
+
+# Generous: a loaded machine starts two LibTorch programs in some seconds. A missed failure would
+# take the 30 minutes of a collective's timeout, or the 30 s between SIGTERM and SIGKILL.
+SOON_S = 25
+
+
+def ranks(count, *words):
+    return [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={count}", *words]
+
+
+class Run(unittest.TestCase):
+    def test_an_exception_is_reported_with_its_stack(self):
+        for who in (0, 1):
+            done = run(ranks(2, RUN_PEER, "throw", str(who)))
+            self.assertEqual(done.code, 1, done.text())
+            self.assertLess(done.seconds, SOON_S, done.text())
+            self.assertIn("std::runtime_error: the reason", done.err)
+            self.assertIn("fail_deep_inside(std::string const&)", done.err, done.text())
+            self.assertIn(f"rank {who}", done.err)
+            # The survivor falls with it in one line, without a stack, and saves nothing.
+            ends = [line for line in done.err.split("\n") if "ends because" in line]
+            self.assertEqual(len(ends), 1, done.text())
+            self.assertIn(f"ends because rank {who} on ", ends[0])
+            self.assertNotIn("saving", done.out, done.text())
+            self.assertNotIn("not reached", done.out)
+
+    def test_a_rank_that_computes_is_stopped_at_once(self):
+        done = run(ranks(2, RUN_PEER, "throw", "1"), PEER_COMPUTES=1)
+        self.assertEqual(done.code, 1, done.text())
+        self.assertLess(done.seconds, SOON_S, done.text())
+        self.assertNotIn("saving", done.out, done.text())
+
+    def test_other_ways_to_fail(self):
+        for how, code, words in [("usage", 2, "lockstep::UsageError: [peer] wrong use."),
+                                 ("torch", 1, "c10::Error: a torch error"),
+                                 ("number", 1, "not a std::exception"),
+                                 ("segv", 139, "SIGSEGV"),
+                                 ("kill", 137, "SIGKILL"),
+                                 ("exit", 3, "3")]:
+            done = run(ranks(2, RUN_PEER, how, "1"))
+            self.assertEqual(done.code, code, done.text())
+            self.assertLess(done.seconds, SOON_S, done.text())
+            self.assertIn(words, done.err, done.text())
+
+    def test_the_error_file(self):
+        with tempfile.TemporaryDirectory() as folder:
+            done = run(ranks(2, RUN_PEER, "throw", "1")[:-3]
+                       + ["--log-dir", folder, RUN_PEER, "throw", "1"])
+            self.assertEqual(done.code, 1, done.text())
+            files = glob.glob(os.path.join(folder, "**", "error.json"), recursive=True)
+            found = {path.split(os.sep)[-2]: json.load(open(path)) for path in files}
+        cause = found["1"]["message"]
+        self.assertEqual(cause["message"], "std::runtime_error: the reason")
+        self.assertIn("fail_deep_inside", cause["extraInfo"]["cpp_stack"][0])
+        self.assertRegex(cause["extraInfo"]["timestamp"], r"^\d+$")
+        if "0" in found:  # the survivor may have been stopped before it wrote one
+            fallen = found["0"]["message"]["extraInfo"]
+            self.assertTrue(fallen["consequence"])
+            self.assertGreater(int(fallen["timestamp"]), int(cause["extraInfo"]["timestamp"]))
+
+    def test_nothing_is_waited_for_on_the_way_out(self):
+        done = run(ranks(2, RUN_PEER, "hang"))
+        self.assertEqual(done.code, 1, done.text())
+        self.assertLess(done.seconds, SOON_S, done.text())
+
+    def test_alone_the_code_is_returned(self):
+        done = run([RUN_PEER, "throw", "0"])
+        self.assertEqual(done.code, 1, done.text())
+        self.assertIn("std::runtime_error: the reason\n    at ", done.err)
+        self.assertEqual(run([RUN_PEER, "usage", "0"]).code, 2)
+
+    def test_under_torchrun_the_cause_is_told_apart(self):
+        done = run([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python", RUN_PEER,
+                    "throw", "1"])
+        self.assertEqual(done.code, 1, done.text())
+        root = done.err[done.err.index("Root Cause"):]
+        self.assertIn("rank      : 1", root, done.text())
+        self.assertIn("the reason", root, done.text())
+
+
+class Spawn(unittest.TestCase):
+    def test_two_calls(self):
+        done = run([RUN_PEER, "spawn", "3"])
+        self.assertEqual(done.code, 0, done.text())
+        for rank in range(3):
+            self.assertIn(f"rank {rank} of 3: sum 3", done.out)
+        # Each rank of the second call has seen the first return, without running it again.
+        self.assertEqual(done.out.count("sum 3"), 3, done.text())
+        self.assertEqual(done.out.count("first spawn returned 0"), 3, done.text())
+        for rank in range(2):
+            self.assertIn(f"second, rank {rank}, knows 0", done.out)
+        self.assertEqual(done.out.count("second spawn returned 0"), 1, done.text())
+
+    def test_a_failing_rank(self):
+        done = run([RUN_PEER, "spawn", "2"], PEER_FAILS=1)
+        self.assertIn("first spawn returned 3", done.out, done.text())
+        self.assertIn("second, rank 1, knows 3", done.out, done.text())
+        self.assertEqual(done.code, 0, done.text())
+
+    def test_as_many_as_cores(self):
+        done = run([RUN_PEER, "spawn", "0"], CUDA_VISIBLE_DEVICES="")
+        cores = len(os.sched_getaffinity(0))
+        self.assertEqual(done.code, 0, done.text())
+        self.assertLessEqual(done.out.count(": sum "), cores)
+        self.assertGreaterEqual(done.out.count(": sum "), 1)
+
+    def test_a_rank_of_another_launcher_does_not_spawn(self):
+        done = run(ranks(2, RUN_PEER, "spawn", "5"))
+        self.assertEqual(done.code, 0, done.text())
+        self.assertEqual(done.out.count("of 2: sum 2"), 2, done.text())
+
+    def test_mistakes(self):
+        done = run([RUN_PEER, "spawn-inside"])
+        self.assertEqual(done.code, 2, done.text())
+        self.assertIn("called from inside a body", done.err)
+        done = run([RUN_PEER, "spawn", "-1"])
+        self.assertIn("nprocs=-1 ranks cannot be started", done.err)
+        self.assertNotEqual(done.code, 0)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

@@ -1,0 +1,263 @@
+"""Lockstep computes what Python's PyTorch computes: the comparison.
+
+    parity_test.py single     the optimizers over 20 steps, and GPT forward and backward: bit-equal
+    parity_test.py world N    every case of training on N ranks, against PyTorch's
+                              DistributedDataParallel: losses of all ranks, final weights and buffers
+    parity_test.py merged     N ranks with batch B against one rank with batch N*B
+
+Two ranks must agree in every bit: a + b = b + a, and halving is exact. With three or more the
+result of a sum depends on its order, which depends on where a gradient lies in its bucket, so the
+weights may differ by rounding; tolerance() derives how much.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+try:
+    import torch
+except ImportError:
+    print("SKIP 1: the interpreter has no torch; set LOCKSTEP_PYTHON")
+    sys.exit(77)
+
+import oracle
+from oracle import Case
+
+BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
+TIMEOUT_S = 240
+
+CASES = (
+    [Case(f"{model}-{optimizer}" + ("-accumulate" if accumulate > 1 else ""), model, optimizer,
+          accumulate=accumulate)
+     for model in ("mlp", "conv", "gpt") for optimizer in ("sgd", "adamw") for accumulate in (1, 2)]
+    + [Case(f"unused-{optimizer}", "branches", optimizer, find_unused=1)
+       for optimizer in ("sgd", "adamw")]
+    + [Case("unused-adamw-accumulate", "branches", "adamw", accumulate=2, find_unused=1)]
+    + [Case(f"join-{model}-{optimizer}-short-{short}", model, optimizer, join=short)
+       for model, optimizer in (("mlp", "sgd"), ("conv", "sgd"), ("gpt", "adamw"))
+       for short in ("first", "last")]
+    + [Case("checkpoint-sgd", "gpt", "sgd", checkpoint=1),
+       Case("checkpoint-adamw-accumulate", "gpt", "adamw", accumulate=2, checkpoint=1),
+       Case("checkpoint-adamw-static", "gpt", "adamw", checkpoint=1, static_graph=1),
+       Case("buckets-gpt-sgd", "gpt", "sgd", bucket_cap_mb=0.02),
+       Case("copied-gpt-adamw-accumulate", "gpt", "adamw", accumulate=2, bucket_view=0)]
+)
+MERGED = [Case(f"{model}-{optimizer}", model, optimizer)
+          for model in ("mlp", "gpt") for optimizer in ("sgd", "adamw")]
+
+# ---------------------------------------------------------------- tolerances
+
+UNIT = 2.0 ** -24      # rounding of float32
+GRADIENT = 1.0         # no gradient entry is larger in these cases; checked on rank 0
+AMPLIFICATION = 10.0   # how far twenty steps may carry a first difference; see below
+LOSS_ULPS = 16
+CANCELLATION = 100.0   # sum of |gradients| over |their sum|, for an entry that matters to AdamW
+
+# Entries whose gradient is zero but for rounding: a bias just before batch normalisation (whose
+# running mean follows it), and the bias of attention keys, which shifts all scores of a query alike.
+# AdamW divides a gradient by its own size and so turns that noise into full steps.
+NOISE = {"conv": ("conv1.bias", "conv2.bias", "bn1.running_mean", "bn2.running_mean"),
+         "gpt": ("attn.c_attn.bias",)}
+
+
+def tolerance(case, name, world):
+    """How far weights may be apart after T steps on N ranks.
+
+    Both sides add the same N gradients g_r / N. Two orders of adding N numbers differ by at most
+    2 (N - 1) u sum |g_r| / N, so a gradient entry by e = 2 (N - 1) u G at most.
+
+    SGD with momentum m moves the weights by lr (1 + m + m^2 + ...) times a gradient over the
+    following steps, so a difference e in each of T gradients is worth at most T lr e / (1 - m).
+    AdamW moves them by lr times a gradient over its own running size. That ratio changes by the
+    relative difference, 2 (N - 1) u times the cancellation C of the sum: T lr 2 (N - 1) u C.
+
+    Weights that differ give gradients that differ; A says how much that adds in twenty steps.
+    An entry of NOISE differs by whole steps: 2 T lr. Nothing else depends on it.
+
+    A loss differs by the weights' differences, which have random signs, times gradients that are
+    small, and by its own rounding: LOSS_ULPS units in the last place of a number in [2, 4).
+    """
+    if name == "losses":
+        return LOSS_ULPS * 2.0 ** -22
+    relative = 2 * (world - 1) * UNIT
+    if case.optimizer == "sgd":
+        return AMPLIFICATION * oracle.STEPS * 0.05 / (1 - 0.9) * relative * GRADIENT
+    if name.endswith(NOISE.get(case.model, ())):
+        return 2 * oracle.STEPS * 1e-3
+    return AMPLIFICATION * oracle.STEPS * 1e-3 * relative * CANCELLATION
+
+
+# ---------------------------------------------------------------- comparing
+
+def bits(tensor):
+    return tensor.contiguous().numpy().tobytes()
+
+
+def difference(a, b):
+    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+
+
+def compare(ours, theirs, limit):
+    """(largest difference, all bits equal, largest share of the limit) over tensors by name."""
+    if ours.keys() != theirs.keys():
+        raise SystemExit(f"names differ: {sorted(ours.keys() ^ theirs.keys())}")
+    largest, equal, share = 0.0, True, 0.0
+    for name, tensor in ours.items():
+        other = theirs[name]
+        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+            raise SystemExit(f"{name}: {tensor.shape} {tensor.dtype}, {other.shape} {other.dtype}")
+        equal &= bits(tensor) == bits(other)
+        apart = difference(tensor, other)
+        largest = max(largest, apart)
+        share = max(share, apart / limit(name)) if apart == apart else float("inf")
+    return largest, equal, share
+
+
+def check_compare():
+    """A comparison that cannot fail proves nothing: one bit of one tensor must be noticed."""
+    good = {"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.int64)}
+    bad = {**good, "a": good["a"].clone()}
+    bad["a"].view(torch.int32)[2] ^= 1
+    assert compare(good, good, lambda _: 1e-9) == (0.0, True, 0.0)
+    assert compare(good, bad, lambda _: 1e-9)[1:] != (True, 0.0)
+    assert compare({"a": torch.full((1,), float("nan"))}, {"a": torch.ones(1)},
+                   lambda _: 1e9)[2] == float("inf")
+
+
+def row(*cells):
+    print(f"{cells[0]:34} {cells[1]:>5} {cells[2]:>14} {cells[3]:>14} {cells[4]:>6}  {cells[5]}",
+          flush=True)
+
+
+def is_compared(case, name):
+    """While ranks run out, the statistics of batch normalisation come from the highest rank that
+    still trains. PyTorch copies them before forward, Lockstep after backward; when that rank runs
+    out, the last batch counted is PyTorch's rank 0's and Lockstep's highest rank's."""
+    return not (case.join == "last" and ".running_" in name)
+
+
+def judge(case, world, out, initial):
+    """Prints a line for one case and says whether it passed."""
+    weights = [0.0, True, 0.0]
+    losses = [0.0, True, 0.0]
+    moved = peak = 0.0
+    for rank in range(world):
+        ours = oracle.read_tensors(out / "cpp" / case.name / f"rank{rank}")
+        theirs = oracle.read_tensors(out / "python" / case.name / f"rank{rank}")
+        found = compare({"losses": ours.pop("losses")}, {"losses": theirs.pop("losses")},
+                        lambda name: tolerance(case, name, world))
+        losses = [max(losses[0], found[0]), losses[1] and found[1], max(losses[2], found[2])]
+        if rank == 0:
+            peak = theirs.pop("peak_gradient").item()
+            # Replicas are equal, which both sides verify on their own.
+            weights = compare(*({k: v for k, v in side.items() if is_compared(case, k)}
+                                for side in (ours, theirs)),
+                              lambda name: tolerance(case, name, world))
+            moved = max(difference(ours[name], initial[f"{case.model}-{name}"]) for name in ours)
+    equal = weights[1] and losses[1]
+    passed = moved > 1e-3 and peak <= GRADIENT and (
+        equal if world == 2 else max(weights[2], losses[2]) <= 1)
+    row(case.name, world, f"{losses[0]:.2e}", f"{weights[0]:.2e}", "yes" if equal else "no",
+        f"{max(weights[2], losses[2]):.3f} of tolerance" + ("" if passed else "   FAILED"))
+    return passed
+
+
+# ---------------------------------------------------------------- running
+
+def environment():
+    """One thread, no GPU, the loopback interface: on both sides."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_cpp(world, *words):
+    command = [BIN / "tests" / "parity", *words]
+    if world > 1:
+        command = [BIN / "lockstep", "run", "--standalone", f"--nproc-per-node={world}", *command]
+    outcome = subprocess.run(command, env=environment(), timeout=TIMEOUT_S, check=False)
+    if outcome.returncode != 0:
+        raise SystemExit(f"{' '.join(map(str, command))}: exit code {outcome.returncode}")
+
+
+def write_cases(path, cases):
+    path.write_text("".join(case.line() + "\n" for case in cases), encoding="ascii")
+    return path
+
+
+def single(directory):
+    oracle.make_inputs(directory / "training")
+    oracle.make_optimizer_inputs(directory / "optimizers")
+    run_cpp(1, "single", directory, directory / "cpp")
+    oracle.run_optimizers(directory / "optimizers", directory / "python")
+    oracle.run_gpt(directory / "training", directory / "python")
+    row("in one process", "", "", "difference", "bits", "")
+    passed = True
+    for name in [*oracle.OPTIMIZERS, "gpt"]:
+        largest, equal, _ = compare(oracle.read_tensors(directory / "cpp" / name),
+                                    oracle.read_tensors(directory / "python" / name), lambda _: 1)
+        row(name, "", "", f"{largest:.2e}", "yes" if equal else "no", "" if equal else "FAILED")
+        passed &= equal
+    return passed
+
+
+def training(directory, world):
+    oracle.make_inputs(directory / "inputs")
+    initial = oracle.read_tensors(directory / "inputs")
+    cases = write_cases(directory / "cases.txt", CASES)
+    if oracle.run_world(world, CASES, directory / "inputs", directory / "python") != 0:
+        raise SystemExit("the oracle failed")
+    run_cpp(world, "train", directory / "inputs", cases, directory / "cpp")
+    row("case", "ranks", "loss differs", "weight differs", "bits", "")
+    return all([judge(case, world, directory, initial) for case in CASES])
+
+
+def merged(directory):
+    """The mean of N gradients of means over B samples is the gradient of the mean over N*B."""
+    oracle.make_inputs(directory / "inputs")
+    row("case", "ranks", "loss differs", "weight differs", "bits", "")
+    passed = True
+    worlds = (2, 4)
+    apart = write_cases(directory / "cases.txt", MERGED)
+    together = write_cases(directory / "merged.txt", [
+        Case(f"{case.name}-{world}", case.model, case.optimizer, merge=world)
+        for case in MERGED for world in worlds])
+    run_cpp(1, "train", directory / "inputs", together, directory / "one")
+    for world in worlds:
+        run_cpp(world, "train", directory / "inputs", apart, directory / f"ranks{world}")
+        for case in MERGED:
+            parts = [oracle.read_tensors(directory / f"ranks{world}" / case.name / f"rank{rank}")
+                     for rank in range(world)]
+            parts[0]["losses"] = torch.stack([part["losses"] for part in parts]).mean(0)
+            one = oracle.read_tensors(directory / "one" / f"{case.name}-{world}" / "rank0")
+            # Sums over samples are ordered differently too: N B terms, and the time of a sequence.
+            terms = world * oracle.BATCH * (oracle.GPT["n_positions"] if case.model == "gpt" else 1)
+            largest, equal, share = compare(parts[0], one,
+                                            lambda name: tolerance(case, name, terms))
+            row(case.name, world, f"{difference(parts[0]['losses'], one['losses']):.2e}",
+                f"{largest:.2e}", "yes" if equal else "no",
+                f"{share:.3f} of tolerance" + ("" if share <= 1 else "   FAILED"))
+            passed &= share <= 1
+    return passed
+
+
+def main():
+    os.environ.update(environment())
+    torch.set_num_threads(1)
+    check_compare()
+    with tempfile.TemporaryDirectory(prefix="lockstep-parity-") as name:
+        directory = pathlib.Path(name)
+        mode = sys.argv[1]
+        if mode == "single":
+            passed = single(directory)
+        elif mode == "merged":
+            passed = merged(directory)
+        else:
+            passed = training(directory, int(sys.argv[2]))
+    print("parity:", "passed" if passed else "FAILED")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Documents say what is so: programs compile, paths exist, variables and seed rows are listed.
+
+    python3 tests/style/docs_test.py              what can be read
+    python3 tests/style/docs_test.py --run        the README's commands marked `sh run`, executed
+    python3 tests/style/docs_test.py --self-test  every rule reports what breaks it
+
+A fenced block that opens with ```sh run is executed from the project's root; `build/` in it stands
+for the build tree under test.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import tree
+from tree import CPP, Violation
+
+SEED_ROWS = {"000-": 23, "001-": 27, "002-": 41, "003-": 35, "004-": 21, "C": 22}
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+# What a path in a document may begin with. Words that merely contain a slash are left alone.
+TOP = r"(?:lockstep|docs|examples|tests|cmake|cli|bench|tools|\.ci)/"
+RUN_TIMEOUT_S = 120
+
+
+def fences(text):
+    """(line, info string, body) of each fenced block."""
+    for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        yield tree.line_of(text, match.start()), match.group(1).strip(), match.group(2)
+
+
+def documents(root):
+    return [p for p in tree.files(root)
+            if p in DOCUMENTS or (p.startswith("docs/") and p.endswith(".md"))]
+
+
+def check_paths(root, path, text):
+    """Code spans and links that name files of the project name files that are there."""
+    base = pathlib.Path(root)
+    for match in re.finditer(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        target = match.group(1)
+        if "://" not in target and not (base / path).parent.joinpath(target).exists():
+            yield Violation(path, tree.line_of(text, match.start()), "link", f"{target} is missing")
+    for match in re.finditer(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", blank, text,
+                                                    flags=re.DOTALL | re.MULTILINE)):
+        for name in re.findall(rf"(?<![\w/.<-]){TOP}[\w./*{{}},-]*", match.group(1)):
+            name = name.rstrip(".,")
+            for one in braces(name):
+                if not (any(base.glob(one)) if "*" in one else (base / one).exists()):
+                    yield Violation(path, tree.line_of(text, match.start()), "path",
+                                    f"{one} is missing")
+
+
+def blank(match):
+    return re.sub(r"[^\n]", " ", match.group(0))
+
+
+def braces(name):
+    """a.{h,cpp} as a.h and a.cpp."""
+    match = re.search(r"\{([^{}]*)\}", name)
+    if not match:
+        return [name]
+    return [one for part in match.group(1).split(",")
+            for one in braces(name[:match.start()] + part + name[match.end():])]
+
+
+def check_program(root, text):
+    """The README's C++ block is examples/readme/main.cpp, which tests build and run."""
+    blocks = [(line, body) for line, info, body in fences(text) if info == "cpp"]
+    wanted = tree.read(root, "examples/readme/main.cpp")
+    if len(blocks) != 1 or blocks[0][1] != wanted:
+        yield Violation("README.md", blocks[0][0] if blocks else 1, "program",
+                        "the program is not the text of examples/readme/main.cpp")
+
+
+def check_commands(root, text):
+    """Every command of ./dev is in the README."""
+    script = tree.read(root, "dev")
+    usage = re.search(r"<<'TEXT'\n(.*?)\nTEXT", script, re.DOTALL).group(1)
+    for command in sorted(set(re.findall(r"^  ([a-z]+)", usage, re.MULTILINE))):
+        if f"./dev {command}" not in text:
+            yield Violation("README.md", 1, "command", f"./dev {command} is not mentioned")
+
+
+def check_architecture(root):
+    """Every layer's folder has its line."""
+    text = tree.read(root, "ARCHITECTURE.md")
+    folders = {p.split("/")[1] for p in tree.files(root)
+               if re.match(r"lockstep/\w+/[^/]+\.(h|cpp|cu)$", p)}
+    for folder in sorted(folders):
+        if f"lockstep/{folder}" not in text:
+            yield Violation("ARCHITECTURE.md", 1, "folder", f"lockstep/{folder} is not described")
+
+
+def variables(root):
+    """{name: where} of each LOCKSTEP_ variable that programs and scripts read or set."""
+    found = {}
+    defined = set()
+    for path in tree.files(root):
+        suffix = pathlib.PurePosixPath(path).suffix
+        is_test = path.startswith(("tests/", "lockstep/testing/")) or "_test." in path
+        if path == "dev":
+            names = re.findall(r"\$\{?(LOCKSTEP_[A-Z0-9_]+)", tree.read(root, path))
+        elif suffix in CPP and not is_test:
+            text = tree.read(root, path)
+            defined |= set(re.findall(r"#\s*define\s+(LOCKSTEP_\w+)", text))
+            code = tree.code_only(text, keep_strings=True)
+            names = re.findall(r'"(LOCKSTEP_[A-Z0-9_]+)["=]', code)
+        elif path == "cmake/LockstepLayer.cmake":
+            names = re.findall(r"(LOCKSTEP_[A-Z]+)=", tree.read(root, path))
+        else:
+            names = []
+        for name in names:
+            found.setdefault(name, path)
+    return {name: path for name, path in found.items() if name not in defined}
+
+
+def check_variables(root):
+    documented = tree.read(root, "docs/environment.md")
+    for name, path in sorted(variables(root).items()):
+        if not re.search(rf"\b{name}\b", documented):
+            yield Violation("docs/environment.md", 1, "variable", f"{name} ({path}) is not there")
+
+
+def check_seed_map(root):
+    """One line per row, and each says where the thing is or that it is not yet."""
+    path = "docs/seed_map.md"
+    rows = {}
+    for number, line in enumerate(tree.read(root, path).split("\n"), 1):
+        match = re.match(r"\| ((?:00\d-|C)\d+) \|(.*)\|$", line)
+        if match:
+            if match.group(1) in rows:
+                yield Violation(path, number, "seed-row", f"{match.group(1)} is there twice")
+            rows[match.group(1)] = (number, match.group(2))
+    for prefix, count in SEED_ROWS.items():
+        for row in (f"{prefix}{i}" for i in range(1, count + 1)):
+            if row not in rows:
+                yield Violation(path, 1, "seed-row", f"{row} is missing")
+    for row, (number, text) in rows.items():
+        if "`" not in text and "not yet" not in text:
+            yield Violation(path, number, "seed-row",
+                            f"{row} names no header, command or test and does not say 'not yet'")
+
+
+def check(root):
+    found = []
+    for path in documents(root):
+        found += check_paths(root, path, tree.read(root, path))
+    readme = tree.read(root, "README.md")
+    found += check_program(root, readme)
+    found += check_commands(root, readme)
+    found += check_architecture(root)
+    found += check_variables(root)
+    found += check_seed_map(root)
+    if "## Unreleased" not in tree.read(root, "CHANGELOG.md"):
+        found.append(Violation("CHANGELOG.md", 1, "changelog", "no section '## Unreleased'"))
+    return found
+
+
+def run_commands(root):
+    build = pathlib.Path(os.environ.get("LOCKSTEP_BIN") or pathlib.Path(root) / "build/bin").parent
+    ran, failed = 0, 0
+    for path in documents(root):
+        for line, info, body in fences(tree.read(root, path)):
+            if info != "sh run":
+                continue
+            for command in (c for c in body.split("\n") if c.strip() and not c.startswith("#")):
+                ran += 1
+                print(f"{path}:{line}: {command}", flush=True)
+                script = re.sub(r"(?<![\w/.-])build/", f"{build}/", command)
+                done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=root,
+                                      timeout=RUN_TIMEOUT_S, check=False)
+                if done.returncode:
+                    failed += 1
+                    print(f"{path}:{line}: ended with {done.returncode}: {command}")
+    print(f"docs: {ran} commands run, {failed} failed")
+    return 1 if failed or not ran else 0
+
+
+def good_project():
+    seed_map = "".join(f"| {prefix}{i} | x | `dev` |\n" for prefix, count in SEED_ROWS.items()
+                       for i in range(1, count + 1))
+    return {
+        "README.md": "`./dev test`\n\n```cpp\nint main() {}\n```\n",
+        "examples/readme/main.cpp": "int main() {}\n",
+        "dev": "cat <<'TEXT'\n  test   run\nTEXT\necho ${LOCKSTEP_JOBS:-}\n",
+        "ARCHITECTURE.md": "`lockstep/core/`, `lockstep/core/a.{h,cpp}`, [map](docs/seed_map.md)\n",
+        "CHANGELOG.md": "## Unreleased\n",
+        "lockstep/core/a.h": "#define LOCKSTEP_X(a) a\n",
+        "lockstep/core/a.cpp": 'auto a = env::get("LOCKSTEP_LOG");\n// "LOCKSTEP_NOT"\n',
+        "lockstep/core/a_test.cpp": 'setenv("LOCKSTEP_TEST_X", "1", 1);\n',
+        "docs/environment.md": "LOCKSTEP_LOG LOCKSTEP_JOBS\n",
+        "docs/seed_map.md": seed_map,
+    }
+
+
+def self_test():
+    good = good_project()
+    planted = {
+        None: [good],
+        "path": [good | {"CONTRIBUTING.md": "See `lockstep/core/b.h`.\n"},
+                 good | {"docs/a.md": "`tests/style/*_test.py`\n"}],
+        "link": [good | {"docs/a.md": "[x](nowhere.md)\n"}],
+        "program": [good | {"examples/readme/main.cpp": "int main() { return 0; }\n"}],
+        "command": [good | {"README.md": "```cpp\nint main() {}\n```\n"}],
+        "folder": [good | {"lockstep/comm/world.h": "\n"}],
+        "variable": [good | {"lockstep/core/b.cpp": 'get("LOCKSTEP_NEW");\n'},
+                     good | {"docs/environment.md": "LOCKSTEP_LOGS LOCKSTEP_JOBS\n"}],
+        "seed-row": [good | {"docs/seed_map.md": good["docs/seed_map.md"].replace("002-41", "x")},
+                     good | {"docs/seed_map.md": good["docs/seed_map.md"].replace(
+                         "| C7 | x | `dev` |", "| C7 | x | somehow |")}],
+        "changelog": [good | {"CHANGELOG.md": "# 1.0\n"}],
+    }
+    return tree.expect_planted("docs", check, planted)
+
+
+def main():
+    root = os.environ.get("LOCKSTEP_SOURCE") or pathlib.Path(__file__).resolve().parents[2]
+    if "--self-test" in sys.argv:
+        return self_test()
+    if "--run" in sys.argv:
+        return run_commands(root)
+    return tree.report("docs", check(root), f"{len(documents(root))} documents")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
