@@ -1,4 +1,6 @@
 // lockstep bench ddp: what the wrapper costs where there is nothing to communicate, beside PyTorch.
+#include "lockstep/parallel/ddp.h"
+
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -13,7 +15,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/ddp.h"
 
 namespace lockstep::bench {
 namespace {
@@ -35,7 +36,10 @@ const models::GptConfig kSmallGpt{
 class Trainee {
  public:
   Trainee(bool wrapped, const Settings& settings, const at::Tensor& ids, const at::Tensor& targets)
-      : settings_(settings), ids_(ids), targets_(targets), net_(seeded()),
+      : settings_(settings),
+        ids_(ids),
+        targets_(targets),
+        net_(seeded()),
         optimizer_(net_->parameters(), {.lr = 3e-4}) {
     if (wrapped) ddp_.emplace(net_, World(), DdpOptions{.force_reducer = true});
   }
@@ -97,10 +101,10 @@ std::vector<double> our_ratios(const Settings& settings) {
 
 std::vector<double> python_ratios(const Settings& settings) {
   const std::string python = env::get("LOCKSTEP_PYTHON").value_or(default_python());
-  const std::string command = fmt::format(
-      "'{}' '{}' --blocks {} --steps {} --batch {} --time {} --threads {}", python,
-      peer("ddp_overhead.py"), settings.blocks, settings.steps, settings.batch, settings.time,
-      settings.threads);
+  const std::string command =
+      fmt::format("'{}' '{}' --blocks {} --steps {} --batch {} --time {} --threads {}", python,
+                  peer("ddp_overhead.py"), settings.blocks, settings.steps, settings.batch,
+                  settings.time, settings.threads);
   FILE* pipe = ::popen(command.c_str(), "r");
   if (pipe == nullptr) throw SystemError("bench", "cannot start a shell", errno);
   std::vector<double> ratios;

@@ -40,7 +40,9 @@ double timed(const Contender& contender, int ranks) {
   return seconds;
 }
 
-std::string times(double ratio) { return fmt::format("{:.2f}x", ratio); }
+std::string times(double ratio) {
+  return fmt::format("{:.2f}x", ratio);
+}
 
 }  // namespace
 
@@ -60,11 +62,14 @@ int launch_main(int argc, char** argv) {
   const std::string flags = fmt::format("--standalone --nproc-per-node={}", ranks);
   std::vector<Contender> contenders{
       {"torchrun + Python",
-       fmt::format("'{}' -m torch.distributed.run {} '{}'", python, flags, script), {}},
+       fmt::format("'{}' -m torch.distributed.run {} '{}'", python, flags, script),
+       {}},
       {"lockstep run + Python",
-       fmt::format("PYTHON_EXEC='{}' '{}' run {} '{}'", python, ours, flags, script), {}},
+       fmt::format("PYTHON_EXEC='{}' '{}' run {} '{}'", python, ours, flags, script),
+       {}},
       {"lockstep run + C++",
-       fmt::format("'{}' run {} '{}' _allreduce-once", ours, flags, program_beside("lockstep-torch")),
+       fmt::format("'{}' run {} '{}' _allreduce-once", ours, flags,
+                   program_beside("lockstep-torch")),
        {}},
   };
   for (auto& contender : contenders) timed(contender, ranks);  // warms the page cache; verifies

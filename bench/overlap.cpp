@@ -1,8 +1,8 @@
 // lockstep bench overlap: how much of the communication backward hides.
 //
-// The wire is made slow on purpose: each bucket's all-reduce (real, over gloo) holds a simulated wire
-// for `delay` more milliseconds, one bucket after the other. What is left of that after the last
-// gradient is exposed; the rest was hidden behind backward.
+// The wire is made slow on purpose: each bucket's all-reduce (real, over gloo) holds a simulated
+// wire for `delay` more milliseconds, one bucket after the other. What is left of that after the
+// last gradient is exposed; the rest was hidden behind backward.
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -84,7 +84,8 @@ int overlap_main(int argc, char** argv) {
   CLI::App app{"Share of an injected delay that backward hides (gloo, 4-layer GPT)"};
   app.add_option("--ranks", settings.ranks)->check(CLI::Range(2, 16));
   app.add_option("--steps", settings.steps)->check(CLI::Range(2, 10000));
-  app.add_option("--delay-ms", settings.delay_ms, "added to each bucket")->check(CLI::PositiveNumber);
+  app.add_option("--delay-ms", settings.delay_ms, "added to each bucket")
+      ->check(CLI::PositiveNumber);
   app.add_option("--bucket-mb", settings.bucket_mb)->check(CLI::PositiveNumber);
   app.add_option("--require-hidden", settings.require_hidden, "fail below this percentage");
   app.add_option("--csv", settings.csv, "also write the table to this file");
@@ -92,8 +93,7 @@ int overlap_main(int argc, char** argv) {
   torch::set_num_threads(1);
 
   Observed observed;
-  testing::run_threads(settings.ranks,
-                       [&](World& world) { observe(world, settings, observed); });
+  testing::run_threads(settings.ranks, [&](World& world) { observe(world, settings, observed); });
   const Summary hidden = summarize(observed.hidden_percent);
   const Summary exposed = summarize(observed.exposed_ms);
   Table table({fmt::format("{} buckets, {} ms injected each", observed.buckets, settings.delay_ms),

@@ -7,12 +7,15 @@ namespace lockstep::bench {
 namespace fs = std::filesystem;
 
 namespace {
-fs::path here() { return fs::read_symlink("/proc/self/exe").parent_path(); }
+fs::path here() {
+  return fs::read_symlink("/proc/self/exe").parent_path();
+}
 }  // namespace
 
 std::string program_beside(const std::string& relative) {
   const fs::path path = fs::weakly_canonical(here() / relative);
-  if (!fs::exists(path)) throw UsageError("bench", "{} is missing. Run ./dev build.", path.string());
+  if (!fs::exists(path))
+    throw UsageError("bench", "{} is missing. Run ./dev build.", path.string());
   return path.string();
 }
 
@@ -21,9 +24,12 @@ std::string peer(const std::string& file) {
     const fs::path path = fs::weakly_canonical(here() / place / file);
     if (fs::exists(path)) return path.string();
   }
-  throw UsageError("bench", "the peer script {} is neither in the source tree nor installed.", file);
+  throw UsageError("bench", "the peer script {} is neither in the source tree nor installed.",
+                   file);
 }
 
-std::string default_python() { return LOCKSTEP_DEFAULT_PYTHON; }
+std::string default_python() {
+  return LOCKSTEP_DEFAULT_PYTHON;
+}
 
 }  // namespace lockstep::bench

@@ -24,7 +24,9 @@ Summary summarize(std::vector<double> samples) {
   return {samples.front(), at(0.5), at(0.99), samples.back()};
 }
 
-double median(std::vector<double> samples) { return summarize(std::move(samples)).p50; }
+double median(std::vector<double> samples) {
+  return summarize(std::move(samples)).p50;
+}
 
 std::string Table::text() const {
   std::vector<std::size_t> widths;

@@ -1,5 +1,5 @@
-# liblockstep_cuda.so: the one library that is linked to libtorch_cuda (docs/adr/0002). Programs open
-# it when they want a CUDA device, and never otherwise.
+# liblockstep_cuda.so: the one library that is linked to libtorch_cuda (docs/adr/0002). Programs
+# open it when they want a CUDA device, and never otherwise.
 
 # nccl.h must be the one LibTorch was built with, because its structures are part of LibTorch's own;
 # the wheel brings it along.

@@ -57,7 +57,7 @@ foreach(program ${programs})
 endforeach()
 
 # Plug-ins: the shared objects in lib/ (the CUDA part, where it was built). Tests put theirs below.
-lockstep_targets_of(${CMAKE_SOURCE_DIR}/lockstep "MODULE_LIBRARY;SHARED_LIBRARY" plugins)
+lockstep_targets_of(${CMAKE_SOURCE_DIR} "MODULE_LIBRARY;SHARED_LIBRARY" plugins)
 set(LOCKSTEP_INSTALLED_PLUGINS "")
 foreach(plugin ${plugins})
   get_target_property(place ${plugin} LIBRARY_OUTPUT_DIRECTORY)

@@ -1,11 +1,13 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
 #include <optional>
 #include <sstream>
+#include <string>
 #include <vector>
 
 #include "lockstep/core/env.h"

@@ -25,7 +25,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         b, t, d = x.shape
-        heads = (z.view(b, t, HEADS, d // HEADS).transpose(1, 2) for z in self.qkv(self.norm_1(x)).split(d, 2))
+        parts = self.qkv(self.norm_1(x)).split(d, 2)
+        heads = (z.view(b, t, HEADS, d // HEADS).transpose(1, 2) for z in parts)
         y = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(b, t, d)
         x = x + self.out(y)
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
@@ -48,7 +49,9 @@ class Gpt(nn.Module):
 def trainee(wrapped):
     torch.manual_seed(0)
     net = Gpt()
-    model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True) if wrapped else net
+    model = net
+    if wrapped:
+        model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4, fused=True)
 
     def block_seconds():
@@ -77,5 +80,6 @@ for pair in range(args.blocks // 2):
     for which in ((0, 1) if pair % 2 == 0 else (1, 0)):
         times[which] = (bare, wrapped)[which]()
     print(f"ratio {times[1] / times[0]:.6f}", flush=True)
-    print(f"pytorch {pair + 1}/{args.blocks // 2}: ratio {times[1] / times[0]:.4f}", file=sys.stderr)
+    progress = f"pytorch {pair + 1}/{args.blocks // 2}: ratio {times[1] / times[0]:.4f}"
+    print(progress, file=sys.stderr)
 dist.destroy_process_group()

@@ -8,7 +8,7 @@ import re
 import subprocess
 
 BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
-LIMIT_S = 60
+LIMIT_S = 100
 LEAST_FALL = 0.02
 
 
@@ -17,7 +17,7 @@ def run(ranks, *flags):
     if ranks > 1:
         command = [BIN / "lockstep", "run", "--standalone", f"--nproc-per-node={ranks}", *command]
     done = subprocess.run(command, timeout=LIMIT_S, capture_output=True, text=True, check=False,
-                          stdin=subprocess.DEVNULL)
+                          stdin=subprocess.DEVNULL, env={**os.environ, "LOCKSTEP_DEVICE": "cpu"})
     if done.returncode != 0:
         raise SystemExit(f"{ranks} ranks: exit code {done.returncode}\n{done.stdout}{done.stderr}")
     return [re.sub(r"^\[\d+\] ", "", line) for line in done.stdout.splitlines()]
@@ -27,7 +27,7 @@ def check(ranks, epochs, batch_size):
     lines = run(ranks, "--epochs", str(epochs), "--batch-size", str(batch_size))
     batches = math.ceil(math.ceil(10_000 / ranks) / batch_size)
     wanted = {f"Running on rank {rank} of {ranks} (cpu)" for rank in range(ranks)}
-    assert wanted <= {re.sub(r"\(cuda:\d+\)", "(cpu)", line) for line in lines}, lines[:9]
+    assert wanted <= set(lines), lines[:9]
     means = []
     for epoch in range(epochs):
         for at in range(0, batches, 10):

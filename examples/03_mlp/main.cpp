@@ -16,12 +16,8 @@ struct Flags {
 };
 
 struct SimpleModelImpl : torch::nn::Module {
-  SimpleModelImpl() {
-    register_module("net", net);
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    return net->forward(x);
-  }
+  SimpleModelImpl() { register_module("net", net); }
+  at::Tensor forward(const at::Tensor& x) { return net->forward(x); }
   torch::nn::Sequential net{torch::nn::Linear(kFeatures, 64), torch::nn::ReLU(),
                             torch::nn::Linear(64, kClasses)};
 };

@@ -22,4 +22,6 @@ void train(lockstep::World& world) {
   model.verify_replicas();  // throws, naming tensor and rank, if two ranks differ in one bit
 }
 
-int main() { return lockstep::run(train); }
+int main() {
+  return lockstep::run(train);
+}

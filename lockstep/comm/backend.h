@@ -3,9 +3,9 @@
 // has to move contiguous memory.
 //
 // What a backend may rely on: tensors are one-dimensional, contiguous, not empty and on its device;
-// all but reductions get bytes (dtype uint8); reductions are asked for only where reduces() says yes;
-// size is at least 2; peers and roots are in range and, for point_to_point, not this rank. Calls come
-// from one thread at a time, except abort(), which may come from any thread at any time.
+// all but reductions get bytes (dtype uint8); reductions are asked for only where reduces() says
+// yes; size is at least 2; peers and roots are in range and, for point_to_point, not this rank.
+// Calls come from one thread at a time, except abort(), which may come from any thread at any time.
 //
 // What it must do: start the operation, return without waiting for it, and call state->complete()
 // once, or attach a DeviceOperation. An exception from a call means the world is broken. The

@@ -30,7 +30,8 @@ bool is_integer(at::ScalarType dtype) {
          dtype == at::kLong;
 }
 bool is_real(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
+  return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat ||
+         dtype == at::kDouble;
 }
 bool is_complex(at::ScalarType dtype) {
   return dtype == at::kComplexFloat || dtype == at::kComplexDouble;
@@ -50,8 +51,7 @@ ReductionPlan plan_reduction(at::ScalarType dtype, ReduceOp op, const Backend& b
   if (dtype == at::kBool) {
     plan.wire = at::kByte;
     plan.reinterpret = true;
-    const bool disjunction =
-        op == ReduceOp::kSum || op == ReduceOp::kMax || op == ReduceOp::kOr;
+    const bool disjunction = op == ReduceOp::kSum || op == ReduceOp::kMax || op == ReduceOp::kOr;
     if (op != ReduceOp::kXor) plan.op = disjunction ? ReduceOp::kMax : ReduceOp::kMin;
   } else if (is_complex(dtype)) {
     plan.wire = dtype == at::kComplexFloat ? at::kFloat : at::kDouble;
@@ -73,13 +73,27 @@ at::Tensor reduce_rows(const at::Tensor& rows, ReduceOp op) {
     const at::Tensor row = rows[i];
     switch (op) {
       case ReduceOp::kSum:
-      case ReduceOp::kAvg: result.add_(row); break;
-      case ReduceOp::kMin: result = at::minimum(result, row); break;
-      case ReduceOp::kMax: result = at::maximum(result, row); break;
-      case ReduceOp::kProduct: result.mul_(row); break;
-      case ReduceOp::kAnd: result.bitwise_and_(row); break;
-      case ReduceOp::kOr: result.bitwise_or_(row); break;
-      case ReduceOp::kXor: result.bitwise_xor_(row); break;
+      case ReduceOp::kAvg:
+        result.add_(row);
+        break;
+      case ReduceOp::kMin:
+        result = at::minimum(result, row);
+        break;
+      case ReduceOp::kMax:
+        result = at::maximum(result, row);
+        break;
+      case ReduceOp::kProduct:
+        result.mul_(row);
+        break;
+      case ReduceOp::kAnd:
+        result.bitwise_and_(row);
+        break;
+      case ReduceOp::kOr:
+        result.bitwise_or_(row);
+        break;
+      case ReduceOp::kXor:
+        result.bitwise_xor_(row);
+        break;
     }
   }
   if (op == ReduceOp::kAvg) result.div_(rows.size(0));
@@ -118,19 +132,22 @@ void check_pair(const at::Tensor& large, const at::Tensor& small, int64_t times,
   check_tensor(large, operation);
   check_tensor(small, operation);
   if (large.numel() != times * small.numel() || large.scalar_type() != small.scalar_type()) {
-    throw UsageError(kComponent,
-                     "{}: {} elements of {} do not fit {} times {} elements of {}. The large tensor "
-                     "must have shape {{size, ...the small one's shape}} and the same dtype.",
-                     operation, large.numel(), c10::toString(large.scalar_type()), times,
-                     small.numel(), c10::toString(small.scalar_type()));
+    throw UsageError(
+        kComponent,
+        "{}: {} elements of {} do not fit {} times {} elements of {}. The large tensor "
+        "must have shape {{size, ...the small one's shape}} and the same dtype.",
+        operation, large.numel(), c10::toString(large.scalar_type()), times, small.numel(),
+        c10::toString(small.scalar_type()));
   }
 }
 
 void check_list(const std::vector<at::Tensor>& list, const at::Tensor& like, int size,
                 const char* operation) {
   if (static_cast<int>(list.size()) != size) {
-    throw UsageError(kComponent, "{}: the list has {} tensors, but the world has {} ranks. Give one "
-                     "tensor per rank.", operation, list.size(), size);
+    throw UsageError(kComponent,
+                     "{}: the list has {} tensors, but the world has {} ranks. Give one "
+                     "tensor per rank.",
+                     operation, list.size(), size);
   }
   for (const auto& tensor : list) check_pair(tensor, like, 1, operation);
 }
@@ -160,15 +177,15 @@ Staged stage(const at::Tensor& tensor, const Backend& backend, const ReductionPl
   staged.flat = staged.memory.view({-1});
   if (plan.reinterpret && staged.flat.scalar_type() != plan.wire) {
     const bool real_pairs = staged.flat.is_complex() && plan.wire != at::kByte;
-    staged.flat = real_pairs ? at::view_as_real(staged.flat).view({-1})
-                             : staged.flat.view(plan.wire);
+    staged.flat =
+        real_pairs ? at::view_as_real(staged.flat).view({-1}) : staged.flat.view(plan.wire);
   }
   return staged;
 }
 
 Staged stage_bytes(const at::Tensor& tensor, const Backend& backend, bool fill = true) {
-  return stage(tensor, backend,
-               {.wire = at::kByte, .op = ReduceOp::kSum, .reinterpret = true}, fill);
+  return stage(tensor, backend, {.wire = at::kByte, .op = ReduceOp::kSum, .reinterpret = true},
+               fill);
 }
 
 std::vector<Staged> stage_all(const std::vector<at::Tensor>& tensors, const Backend& backend,
@@ -199,7 +216,8 @@ void return_to_caller(const State& state, std::vector<Staged> outputs) {
 
 void check_reduction(const at::Tensor& tensor, ReduceOp op, const char* operation) {
   if (detail::reduction_exists(tensor.scalar_type(), op)) return;
-  throw UsageError(kComponent, "{}: '{}' of {} tensors has no meaning here. Convert the tensor to "
+  throw UsageError(kComponent,
+                   "{}: '{}' of {} tensors has no meaning here. Convert the tensor to "
                    "another dtype or choose another reduction.",
                    operation, name(op), c10::toString(tensor.scalar_type()));
 }
@@ -216,7 +234,8 @@ Work copied(const State& state, const at::Tensor& output, const at::Tensor& inpu
   return done(state);
 }
 
-// Messages a rank sends to itself are put aside until it receives them. Sends of a batch come first.
+// Messages a rank sends to itself are put aside until it receives them. Sends of a batch come
+// first.
 void deliver_to_self(WorldImpl& impl, const std::vector<P2p>& messages) {
   const at::NoGradGuard no_grad;
   const int self = impl.identity.rank;
@@ -227,8 +246,10 @@ void deliver_to_self(WorldImpl& impl, const std::vector<P2p>& messages) {
   for (const auto& message : messages) {
     if (message.peer != self || message.kind != P2p::Kind::kRecv) continue;
     if (impl.mailbox.empty()) {
-      throw UsageError(kComponent, "recv: rank {} receives from itself, but has sent nothing. Send "
-                       "first, or put both into one batch.", self);
+      throw UsageError(kComponent,
+                       "recv: rank {} receives from itself, but has sent nothing. Send "
+                       "first, or put both into one batch.",
+                       self);
     }
     check_pair(message.tensor, impl.mailbox.front(), 1, "recv");
     message.tensor.detach().copy_(impl.mailbox.front().view(message.tensor.sizes()));
@@ -252,8 +273,8 @@ std::string fingerprint(const at::Tensor& tensor, const std::string& extra = "")
 namespace {
 
 // The steps after the bytes have travelled: reduce gathered rows, divide, convert, copy back.
-void finish_reduction(const State& state, const ReductionPlan& plan, Staged staged,
-                      at::Tensor rows, int size) {
+void finish_reduction(const State& state, const ReductionPlan& plan, Staged staged, at::Tensor rows,
+                      int size) {
   if (!plan.by_gather && !plan.divide && !staged.copied()) return;
   const bool at_wait = !staged.original.is_cpu();
   state->finish_with(
@@ -275,9 +296,8 @@ at::Tensor bytes_of(const at::Tensor& flat) {
 Work World::all_reduce(at::Tensor tensor, ReduceOp op) {
   check_tensor(tensor, "all_reduce");
   check_reduction(tensor, op, "all_reduce");
-  const State state = impl_->start(info_of("all_reduce", tensor), [&] {
-    return fingerprint(tensor, name(op));
-  });
+  const State state =
+      impl_->start(info_of("all_reduce", tensor), [&] { return fingerprint(tensor, name(op)); });
   if (impl_->alone() || tensor.numel() == 0) return done(state);
   Backend& backend = impl_->backend_for(tensor);
   const ReductionPlan plan = detail::plan_reduction(tensor.scalar_type(), op, backend);
@@ -322,9 +342,8 @@ Work World::reduce(at::Tensor tensor, int root, ReduceOp op) {
 Work World::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op) {
   check_pair(input, output, size(), "reduce_scatter");
   check_reduction(input, op, "reduce_scatter");
-  const State state = impl_->start(info_of("reduce_scatter", input), [&] {
-    return fingerprint(input, name(op));
-  });
+  const State state =
+      impl_->start(info_of("reduce_scatter", input), [&] { return fingerprint(input, name(op)); });
   if (input.numel() == 0) return done(state);
   if (impl_->alone()) return copied(state, output, input);
   Backend& backend = impl_->backend_for(input);
@@ -386,8 +405,10 @@ Work World::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root) 
   if (rank() == root) {
     check_list(outputs, input, size(), "gather");
   } else if (!outputs.empty()) {
-    throw UsageError(kComponent, "gather: rank {} gave {} outputs, but only root {} receives. Pass "
-                     "an empty list elsewhere.", rank(), outputs.size(), root);
+    throw UsageError(kComponent,
+                     "gather: rank {} gave {} outputs, but only root {} receives. Pass "
+                     "an empty list elsewhere.",
+                     rank(), outputs.size(), root);
   }
   const State state = impl_->start(info_of("gather", input, root), [&] {
     return fingerprint(input, fmt::format("root {}", root));
@@ -409,8 +430,10 @@ Work World::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root)
   if (rank() == root) {
     check_list(inputs, output, size(), "scatter");
   } else if (!inputs.empty()) {
-    throw UsageError(kComponent, "scatter: rank {} gave {} inputs, but only root {} sends. Pass an "
-                     "empty list elsewhere.", rank(), inputs.size(), root);
+    throw UsageError(kComponent,
+                     "scatter: rank {} gave {} inputs, but only root {} sends. Pass an "
+                     "empty list elsewhere.",
+                     rank(), inputs.size(), root);
   }
   const State state = impl_->start(info_of("scatter", output, root), [&] {
     return fingerprint(output, fmt::format("root {}", root));
@@ -429,8 +452,10 @@ Work World::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root)
 Work World::all_to_all(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
   const auto size_of = static_cast<std::size_t>(size());
   if (outputs.size() != size_of || inputs.size() != size_of) {
-    throw UsageError(kComponent, "all_to_all: {} outputs and {} inputs in a world of {}. Give one "
-                     "tensor per rank in both lists.", outputs.size(), inputs.size(), size());
+    throw UsageError(kComponent,
+                     "all_to_all: {} outputs and {} inputs in a world of {}. Give one "
+                     "tensor per rank in both lists.",
+                     outputs.size(), inputs.size(), size());
   }
   for (const auto& tensor : outputs) check_tensor(tensor, "all_to_all");
   for (const auto& tensor : inputs) check_tensor(tensor, "all_to_all");
@@ -462,15 +487,16 @@ Work World::recv(at::Tensor tensor, int peer) {
 
 Work World::batch(std::vector<P2p> messages) {
   const bool single = messages.size() == 1;
-  const char* operation =
-      !single ? "batch" : messages[0].kind == P2p::Kind::kSend ? "send" : "recv";
+  const char* operation = !single                                ? "batch"
+                          : messages[0].kind == P2p::Kind::kSend ? "send"
+                                                                 : "recv";
   for (const auto& message : messages) {
     check_rank(*impl_, message.peer, operation);
     check_tensor(message.tensor, operation);
   }
   if (messages.empty()) return Work();
-  const State state = impl_->start_message(
-      info_of(operation, messages[0].tensor, single ? messages[0].peer : -1));
+  const State state =
+      impl_->start_message(info_of(operation, messages[0].tensor, single ? messages[0].peer : -1));
   deliver_to_self(*impl_, messages);
   std::erase_if(messages, [&](const P2p& message) {
     return message.peer == rank() || message.tensor.numel() == 0;

@@ -6,9 +6,6 @@
 #include <netdb.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/version.h>
 #include <unistd.h>
 
@@ -16,6 +13,9 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/comm/bounded.h"
 #include "lockstep/comm/device.h"
@@ -70,7 +70,8 @@ std::string build_id() {
       &id);
   if (!id.empty()) return id;
   struct stat status {};
-  return ::stat("/proc/self/exe", &status) == 0 ? fmt::format("size-{}", status.st_size) : "unknown";
+  return ::stat("/proc/self/exe", &status) == 0 ? fmt::format("size-{}", status.st_size)
+                                                : "unknown";
 }
 
 // ---------------------------------------------------------------- start-up checks
@@ -80,8 +81,8 @@ struct Hello {
   std::string world_size = {}, program = {}, options = {}, host = {}, device = {}, address = {};
 
   std::string text() const {
-    return fmt::format("{}\x1f{}\x1f{}\x1f{}\x1f{}\x1f{}", world_size, program, options, host, device,
-                       address);
+    return fmt::format("{}\x1f{}\x1f{}\x1f{}\x1f{}\x1f{}", world_size, program, options, host,
+                       device, address);
   }
   static Hello parse(const std::string& text) {
     Hello hello;
@@ -96,7 +97,9 @@ struct Hello {
   }
 };
 
-std::string show(const std::string& value) { return value.empty() ? "(none)" : value; }
+std::string show(const std::string& value) {
+  return value.empty() ? "(none)" : value;
+}
 
 // "" or what is wrong; `field` differs between the leader and rank `rank`.
 std::string difference(const char* field, const std::string& leader, const std::string& other,
@@ -124,23 +127,32 @@ std::string compare_all(const std::map<int, Hello>& hellos, bool share_device) {
   for (const auto& [rank, hello] : hellos) hosts.emplace(hello.host, rank);
   for (const auto& [rank, hello] : hellos) {
     if (hosts.size() > 1 && hello.address.starts_with("127.")) {
-      return fmt::format("rank {} on {} would listen on {}, which the other {} hosts cannot reach. "
-                         "Set GLOO_SOCKET_IFNAME to the interface that connects them.",
-                         rank, hello.host, hello.address, hosts.size() - 1);
+      return fmt::format(
+          "rank {} on {} would listen on {}, which the other {} hosts cannot reach. "
+          "Set GLOO_SOCKET_IFNAME to the interface that connects them.",
+          rank, hello.host, hello.address, hosts.size() - 1);
     }
     if (hello.device.empty() || share_device) continue;
     const auto [found, fresh] = devices.emplace(hello.host + "/" + hello.device, rank);
     if (!fresh) {
-      return fmt::format("ranks {} and {} on {} use the same GPU ({}). Check LOCAL_RANK and "
-                         "CUDA_VISIBLE_DEVICES, or set LOCKSTEP_SHARE_DEVICE=1 if it is meant.",
-                         found->second, rank, hello.host, hello.device);
+      return fmt::format(
+          "ranks {} and {} on {} use the same GPU ({}). Check LOCAL_RANK and "
+          "CUDA_VISIBLE_DEVICES, or set LOCKSTEP_SHARE_DEVICE=1 if it is meant.",
+          found->second, rank, hello.host, hello.device);
     }
   }
   return "";
 }
 
-// One rank's part of the start-up conversation. Runs on a thread of its own (see bounded), which the
-// caller may leave behind; `cancelled` then ends it.
+// How start-up ended, the same on every rank that came.
+struct Verdict {
+  enum class Kind : char { kGood = '=', kProblem = '!', kTimeout = 't' };
+  Kind kind = Kind::kGood;
+  std::string text = {};
+};
+
+// One rank's part of the start-up conversation. Runs on a thread of its own (see bounded), which
+// the caller may leave behind; `cancel` then ends it.
 class Startup {
  public:
   Startup(StorePtr store, Identity identity, Hello hello, const WorldOptions& options)
@@ -148,80 +160,100 @@ class Startup {
         identity_(std::move(identity)),
         hello_(std::move(hello)),
         share_device_(options.share_device),
-        deadline_(Deadline::after(options.startup_timeout)) {}
+        // The leader's verdict about missing ranks must still reach those who came.
+        deadline_(
+            Deadline::after(options.startup_timeout + (identity_.rank == 0 ? kNone : kGrace))) {}
 
-  // Returns "" or the problem, the same on every rank.
-  std::string run() {
+  Verdict run() {
     const int rank = identity_.rank;
     if (store_->add(fmt::format("claim/{}", rank), 1) > 1) {
       const std::string problem = fmt::format(
-          "two processes say they are rank {} (one of them on {}). Give every process its own RANK.",
+          "two processes say they are rank {} (one of them on {}). Give every process its own "
+          "RANK.",
           rank, hello_.host);
       store_->set("problem", problem);
-      return problem;
+      store_->add("heard", 1);
+      return {Verdict::Kind::kProblem, problem};
     }
     store_->set(fmt::format("hello/{}", rank), hello_.text());
     if (rank == 0) {
-      const std::string verdict = lead();
-      store_->set("verdict", "!" + verdict);
+      const Verdict verdict = lead();
+      store_->set("verdict", static_cast<char>(verdict.kind) + verdict.text);
+      if (verdict.kind != Verdict::Kind::kGood) wait_until_heard(verdict.kind);
       return verdict;
     }
-    poll([this] { return store_->check({"verdict"}) || store_->check({"problem"}); }, {0});
-    if (store_->check({"problem"})) return store_->get_to_str("problem");
-    return store_->get_to_str("verdict").substr(1);
+    const std::vector<int> leader{0};
+    if (!poll([this] { return store_->check({"verdict"}); }, leader, deadline_))
+      return {Verdict::Kind::kTimeout, absence(leader)};
+    const std::string verdict = store_->get_to_str("verdict");
+    store_->add("heard", 1);
+    return {static_cast<Verdict::Kind>(verdict.at(0)), verdict.substr(1)};
   }
 
   void cancel() { cancelled_ = true; }
-  const Deadline& deadline() const { return deadline_; }
 
  private:
-  std::string lead() {
-    std::map<int, Hello> arrived;
+  static constexpr std::chrono::milliseconds kNone{0};
+  static constexpr std::chrono::milliseconds kGrace{2000};
+  static constexpr std::chrono::milliseconds kLateComers{8000};
+
+  Verdict lead() {
     std::vector<int> absent;
     for (int rank = 0; rank < identity_.size; ++rank) absent.push_back(rank);
     std::string problem;
-    poll(
-        [&] {
-          std::erase_if(absent, [&](int rank) {
-            const std::string key = fmt::format("hello/{}", rank);
-            if (!problem.empty() || !store_->check({key})) return false;
-            const Hello hello = Hello::parse(store_->get_to_str(key));
-            problem = compare(hello_, hello, rank);
-            arrived.emplace(rank, hello);
-            return true;
-          });
-          if (store_->check({"problem"})) problem = store_->get_to_str("problem");
-          return absent.empty() || !problem.empty();
-        },
-        absent);
-    return problem.empty() ? compare_all(arrived, share_device_) : problem;
+    const auto ready = [&] {
+      std::erase_if(absent, [&](int rank) {
+        const std::string key = fmt::format("hello/{}", rank);
+        if (!problem.empty() || !store_->check({key})) return false;
+        const Hello hello = Hello::parse(store_->get_to_str(key));
+        problem = compare(hello_, hello, rank);
+        arrived_.emplace(rank, hello);
+        return true;
+      });
+      if (store_->check({"problem"})) problem = store_->get_to_str("problem");
+      return absent.empty() || !problem.empty();
+    };
+    if (!poll(ready, absent, deadline_)) return {Verdict::Kind::kTimeout, absence(absent)};
+    if (problem.empty()) problem = compare_all(arrived_, share_device_);
+    return {problem.empty() ? Verdict::Kind::kGood : Verdict::Kind::kProblem, problem};
   }
 
-  // Asks until `ready`, more and more rarely; `absent` is named in progress lines and at the end.
-  void poll(const std::function<bool()>& ready, const std::vector<int>& absent) {
+  // Rank 0 takes the store with it when it ends, so bad news must have been read before. After a
+  // timeout nobody else is expected; otherwise those on their way get a moment.
+  void wait_until_heard(Verdict::Kind kind) {
+    const bool late = kind == Verdict::Kind::kTimeout;
+    const auto others = static_cast<std::int64_t>(late ? arrived_.size() : identity_.size) - 1;
+    poll([&] { return store_->add("heard", 0) >= others; }, {},
+         Deadline::after(late ? kGrace : kLateComers));
+  }
+
+  std::string absence(const std::vector<int>& absent) const {
+    return fmt::format(
+        "rank{} {} of {} did not come within {} s. They failed to start, or cannot "
+        "reach this host. Look at their output; LOCKSTEP_STARTUP_TIMEOUT_S gives them "
+        "longer.",
+        absent.size() == 1 ? "" : "s", fmt::join(absent, ", "), identity_.size,
+        deadline_.total().count() / 1000.0);
+  }
+
+  // Asks until `ready` (true) or the deadline, more and more rarely; `absent` is named in progress
+  // lines.
+  bool poll(const std::function<bool()>& ready, const std::vector<int>& absent,
+            const Deadline& deadline) {
     auto pause = std::chrono::microseconds(200);
     auto next_line = Deadline::Clock::now() + kProgressInterval;
     while (!ready()) {
-      if (cancelled_) throw CommError(kComponent, "start-up was cancelled.");
-      if (deadline_.expired()) {
-        throw TimeoutError(
-            kComponent,
-            fmt::format("rank {}: rank{} {} of {} did not come within {} s. They failed to start, or "
-                        "cannot reach this host. Look at their output; LOCKSTEP_STARTUP_TIMEOUT_S "
-                        "gives them longer.",
-                        identity_.rank, absent.size() == 1 ? "" : "s", fmt::join(absent, ", "),
-                        identity_.size, deadline_.total().count() / 1000.0),
-            {identity_.rank, absent.front(), "start-up", 0, deadline_.elapsed()});
-      }
+      if (cancelled_ || deadline.expired()) return false;
       if (identity_.rank == 0 && Deadline::Clock::now() >= next_line) {
         log::info(kComponent, "waiting for rank{} {} (of {}), {} s of {} s",
                   absent.size() == 1 ? "" : "s", fmt::join(absent, ", "), identity_.size,
-                  deadline_.elapsed().count() / 1000, deadline_.total().count() / 1000);
+                  deadline.elapsed().count() / 1000, deadline.total().count() / 1000);
         next_line += kProgressInterval;
       }
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 3 / 2, std::chrono::microseconds(20'000));
     }
+    return true;
   }
 
   const StorePtr store_;
@@ -229,30 +261,36 @@ class Startup {
   const Hello hello_;
   const bool share_device_;
   const Deadline deadline_;
+  std::map<int, Hello> arrived_;
   std::atomic<bool> cancelled_{false};
 };
 
-void check_start(const StorePtr& store, const Identity& identity, const WorldOptions& options,
-                 c10::Device device) {
-  Hello hello{.world_size = std::to_string(identity.size),
-              .program = identity.program,
-              .options = options.options_hash,
-              .host = identity.host,
-              .device = device.is_cuda() ? detail::cuda_device_id(device.index()) : "",
-              .address = identity.address};
+void check_start(const StorePtr& store, const Identity& identity, const WorldOptions& options) {
+  const Hello hello{.world_size = std::to_string(identity.size),
+                    .program = identity.program,
+                    .options = options.options_hash,
+                    .host = identity.host,
+                    .device = identity.gpu,
+                    // Named interfaces win over the address.
+                    .address = env::get("GLOO_SOCKET_IFNAME") ? "" : identity.address};
   auto startup = std::make_shared<Startup>(store, identity, hello, options);
   // The conversation keeps its own deadline and names who is missing; this one is for a store that
   // does not answer at all.
-  const auto outer = Deadline::after(options.startup_timeout + std::chrono::seconds(2));
-  std::string problem;
+  const auto outer = Deadline::after(options.startup_timeout + std::chrono::seconds(12));
+  Verdict verdict;
   try {
-    problem = detail::bounded<std::string>("the start-up check", outer,
-                                           [startup] { return startup->run(); });
+    verdict =
+        detail::bounded<Verdict>("the start-up check", outer, [startup] { return startup->run(); });
   } catch (...) {
     startup->cancel();
     throw;
   }
-  if (!problem.empty()) throw UsageError(kComponent, "start-up check: {}", problem);
+  if (verdict.kind == Verdict::Kind::kProblem)
+    throw UsageError(kComponent, "start-up check: {}", verdict.text);
+  if (verdict.kind == Verdict::Kind::kTimeout) {
+    throw TimeoutError(kComponent, fmt::format("rank {}: {}", identity.rank, verdict.text),
+                       {identity.rank, -1, "start-up", 0, options.startup_timeout});
+  }
 }
 
 // ---------------------------------------------------------------- connecting
@@ -294,10 +332,13 @@ World open_world(const StorePtr& store, const Identity& identity, const WorldOpt
 World connect_as(const StorePtr& store, Identity identity, const WorldOptions& options,
                  const detail::DeviceChoice& choice) {
   if (identity.host.empty()) identity.host = host_name();
-  if (identity.program.empty()) identity.program = fmt::format("{} (torch {})", build_id(),
-                                                               TORCH_VERSION);
-  if (choice.device.is_cuda()) detail::nccl::set_device(choice.device);
-  if (identity.size > 1) check_start(store, identity, options, choice.device);
+  if (identity.program.empty())
+    identity.program = fmt::format("{} (torch {})", build_id(), TORCH_VERSION);
+  if (choice.device.is_cuda()) {
+    detail::nccl::set_device(choice.device);
+    if (identity.gpu.empty()) identity.gpu = detail::cuda_device_id(choice.device.index());
+  }
+  if (identity.size > 1) check_start(store, identity, options);
   return open_world(store, identity, options, choice);
 }
 
@@ -346,7 +387,8 @@ std::string address_towards(const std::string& host, int port) {
   hints.ai_socktype = SOCK_DGRAM;
   addrinfo* found = nullptr;
   std::string address = "127.0.0.1";
-  if (::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return address;
+  if (::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0)
+    return address;
   const int fd = ::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   sockaddr_storage local{};
   socklen_t length = sizeof local;
@@ -381,6 +423,7 @@ StorePtr open_tcp_store(const RankEnv& env, std::chrono::milliseconds timeout) {
   options.multiTenant = true;
   if (options.isServer && env.store_fd >= 0) options.masterListenFd = env.store_fd;
   auto store = c10::make_intrusive<c10d::TCPStore>(env.master_addr, options);
+  store->setTimeout(c10d::Store::kDefaultTimeout);  // connecting has a shorter one
   if (options.isServer) serve_until_exit(store);
   return store;
 }
@@ -404,19 +447,21 @@ StorePtr open_store(RankEnv env, std::chrono::milliseconds startup_timeout) {
     } catch (const std::exception& e) {
       trouble = std::string(e.what()).substr(0, std::string(e.what()).find('\n'));
       if (hosts) {
-        throw CommError(kComponent, fmt::format("rank 0 cannot open the store at {}:{} ({}). Another "
-                                                "program may use the port; choose another "
-                                                "MASTER_PORT or let the launcher choose.",
-                                                env.master_addr, env.master_port, trouble));
+        throw CommError(kComponent,
+                        fmt::format("rank 0 cannot open the store at {}:{} ({}). Another "
+                                    "program may use the port; choose another "
+                                    "MASTER_PORT or let the launcher choose.",
+                                    env.master_addr, env.master_port, trouble));
       }
     }
     if (deadline.expired()) {
-      throw TimeoutError(kComponent,
-                         fmt::format("rank {}: no store at {}:{} within {} s ({}). Rank 0 failed to "
-                                     "start, or MASTER_ADDR and MASTER_PORT are not its own.",
-                                     env.rank, env.master_addr, env.master_port,
-                                     deadline.total().count() / 1000.0, trouble),
-                         {env.rank, 0, "start-up", 0, deadline.elapsed()});
+      throw TimeoutError(
+          kComponent,
+          fmt::format("rank {}: no store at {}:{} within {} s ({}). Rank 0 failed to "
+                      "start, or MASTER_ADDR and MASTER_PORT are not its own.",
+                      env.rank, env.master_addr, env.master_port, deadline.total().count() / 1000.0,
+                      trouble),
+          {env.rank, 0, "start-up", 0, deadline.elapsed()});
     }
     log::warning(kComponent, "waiting for rank 0 at {}:{}, {} s of {} s", env.master_addr,
                  env.master_port, deadline.elapsed().count() / 1000,
@@ -462,9 +507,10 @@ World World::from_env(const WorldOptions& asked) {
   StorePtr store = open_store(env, options.startup_timeout);
   identity.address = address_towards(env.master_addr, env.master_port);
   const std::string prefix =
-      fmt::format("lockstep/{}/{}/{}", env::get("TORCHELASTIC_RUN_ID").value_or("none"), env.attempt,
-                  worlds_made++);
-  return connect_as(c10::make_intrusive<c10d::PrefixStore>(prefix, store), identity, options, choice);
+      fmt::format("lockstep/{}/{}/{}", env::get("TORCHELASTIC_RUN_ID").value_or("none"),
+                  env.attempt, worlds_made++);
+  return connect_as(c10::make_intrusive<c10d::PrefixStore>(prefix, store), identity, options,
+                    choice);
 }
 
 }  // namespace lockstep

@@ -4,11 +4,10 @@
 //   World world = connect(store, {.rank = r, .size = n});      // on every rank, all at once
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <functional>
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/comm/world.h"
 
@@ -25,9 +24,10 @@ struct Identity {
   int local_rank = 0;
   int local_size = 1;
   int node = 0;
-  std::string host = {};                 // names the machine in messages; empty: asked for
+  std::string host = {};              // names the machine in messages; empty: asked for
   std::string address = "127.0.0.1";  // where the others reach this one
-  std::string program = {};              // must be equal on all ranks; empty: this executable's build
+  std::string gpu = {};      // names the physical GPU; empty: the driver is asked where one is used
+  std::string program = {};  // must be equal on all ranks; empty: this executable's build
 };
 
 // Meets the other ranks through `store`, runs the start-up checks and connects the backends. Throws

@@ -28,8 +28,8 @@ const Driver& driver() {
     void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) return d;
     const auto find = [&](auto& function, const char* symbol) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(
-          ::dlsym(library, symbol));
+      function =
+          reinterpret_cast<std::remove_reference_t<decltype(function)>>(::dlsym(library, symbol));
     };
     find(d.init, "cuInit");
     find(d.count, "cuDeviceGetCount");
@@ -47,7 +47,9 @@ int cuda_device_count() {
   return driver().ready && driver().count(&count) == 0 ? count : 0;
 }
 
-void load_cuda() { detail::nccl::load(); }
+void load_cuda() {
+  detail::nccl::load();
+}
 
 namespace detail {
 
@@ -82,10 +84,11 @@ c10::Device place_on_gpu(const Identity& identity, const WorldOptions& options, 
   const bool share = options.share_device;
   if (index < 0) index = share && visible > 0 ? identity.local_rank % visible : identity.local_rank;
   if (index >= visible) {
-    throw UsageError("world",
-                     "local rank {} wants cuda:{}, but {} CUDA device{} visible. Start fewer ranks "
-                     "per host, set LOCKSTEP_SHARE_DEVICE=1 to share devices, or LOCKSTEP_DEVICE=cpu.",
-                     identity.local_rank, index, visible, visible == 1 ? " is" : "s are");
+    throw UsageError(
+        "world",
+        "local rank {} wants cuda:{}, but {} CUDA device{} visible. Start fewer ranks "
+        "per host, set LOCKSTEP_SHARE_DEVICE=1 to share devices, or LOCKSTEP_DEVICE=cpu.",
+        identity.local_rank, index, visible, visible == 1 ? " is" : "s are");
   }
   return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
@@ -119,8 +122,10 @@ DeviceChoice choose_device(const Identity& identity, const WorldOptions& options
     reason = fmt::format("{} CUDA device(s) visible", visible);
   }
   if (backend == "nccl" && !device.is_cuda()) {
-    throw UsageError("world", "backend nccl needs a CUDA device, but this rank's device is cpu ({}). "
-                     "Use gloo, or make a GPU visible.", reason);
+    throw UsageError("world",
+                     "backend nccl needs a CUDA device, but this rank's device is cpu ({}). "
+                     "Use gloo, or make a GPU visible.",
+                     reason);
   }
   const std::string chosen = backend != "auto" ? backend : device.is_cuda() ? "nccl" : "gloo";
   return {device, chosen, reason};

@@ -53,7 +53,7 @@ void Fate::fail(const std::string& cause) {
     pending.swap(pending_);
   }
   for (auto& [key, weak] : pending) {
-    if (auto state = weak.lock()) state->fail(cause);
+    if (auto state = weak.lock()) state->fail(cause_);
   }
   const std::lock_guard lock(hook_mutex_);
   if (hook_) hook_();
@@ -65,8 +65,13 @@ void Fate::set_hook(std::function<void()> hook) {
 }
 
 void Fate::add(const std::shared_ptr<WorkState>& state) {
-  const std::lock_guard lock(mutex_);
-  pending_.emplace(state.get(), state);
+  std::string failed;
+  {
+    const std::lock_guard lock(mutex_);
+    if (cause_.empty()) pending_.emplace(state.get(), state);
+    failed = cause_;
+  }
+  if (!failed.empty()) state->fail(failed);
 }
 
 void Fate::remove(const WorkState* state) {
@@ -79,14 +84,18 @@ void Fate::remove(const WorkState* state) {
 WorkState::WorkState(OperationInfo info, Deadline deadline, std::shared_ptr<Fate> fate)
     : info_(info), deadline_(deadline), fate_(std::move(fate)) {}
 
-WorkState::~WorkState() { fate_->remove(this); }
+WorkState::~WorkState() {
+  fate_->remove(this);
+}
 
 void WorkState::finish_with(std::function<void()> step, bool at_wait) {
   finish_ = std::move(step);
   finish_at_wait_ = at_wait;
 }
 
-void WorkState::keep_alive(std::vector<at::Tensor> tensors) { alive_ = std::move(tensors); }
+void WorkState::keep_alive(std::vector<at::Tensor> tensors) {
+  alive_ = std::move(tensors);
+}
 
 void WorkState::attach(std::unique_ptr<DeviceOperation> operation) {
   const std::lock_guard lock(mutex_);
@@ -133,7 +142,8 @@ void WorkState::expire(const std::string& text) noexcept {
 std::string WorkState::timeout_text() const {
   return fmt::format(
       "{} was not finished after {} ms. Another rank has probably not called it (a branch on the "
-      "rank, fewer batches) or is stuck. Set LOCKSTEP_DEBUG=1 to see the call that differs, or raise "
+      "rank, fewer batches) or is stuck. Set LOCKSTEP_DEBUG=1 to see the call that differs, or "
+      "raise "
       "LOCKSTEP_TIMEOUT_S if the ranks are only slow.",
       describe(), deadline_.elapsed().count());
 }
@@ -248,9 +258,9 @@ void WorkState::on_completion(std::function<void()> callback) {
 }
 
 std::string WorkState::describe() const {
-  std::string text = fmt::format("{} #{} ({}, {} element{}", info_.name, info_.sequence,
-                                 c10::toString(info_.dtype), info_.elements,
-                                 info_.elements == 1 ? "" : "s");
+  std::string text =
+      fmt::format("{} #{} ({}, {} element{}", info_.name, info_.sequence,
+                  c10::toString(info_.dtype), info_.elements, info_.elements == 1 ? "" : "s");
   if (info_.peer >= 0) text += fmt::format(", peer {}", info_.peer);
   return text + ")";
 }
@@ -279,7 +289,9 @@ void Work::synchronize(std::optional<std::chrono::milliseconds> timeout) {
   if (state_) state_->wait_host(timeout);
 }
 
-bool Work::done() const { return !state_ || state_->done(); }
+bool Work::done() const {
+  return !state_ || state_->done();
+}
 
 void Work::on_completion(std::function<void()> callback) {
   if (state_) {

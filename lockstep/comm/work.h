@@ -4,10 +4,11 @@
 //                         goes on. On CPU there is no stream, so this blocks until done.
 //   work.synchronize();   host-blocking, against the operation's deadline; throws TimeoutError.
 //
-// Both throw CommError when the world failed, naming the cause the launcher announced if there is one.
+// Both throw CommError when the world failed, naming the cause the launcher announced if there is
+// one.
 //
-// A copyable handle. Dropping it does not cancel the operation, and its tensors are kept alive until
-// it is done. One thread at a time per handle.
+// A copyable handle. Dropping it does not cancel the operation, and its tensors are kept alive
+// until it is done. One thread at a time per handle.
 #pragma once
 
 #include <ATen/core/Tensor.h>

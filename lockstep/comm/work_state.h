@@ -1,9 +1,10 @@
 // What a Work handle points at: one operation, from its start to its result or its failure.
 //
-// Operations complete by push: a backend calls complete() from whichever thread noticed, and waiters
-// sleep on a condition variable. A backend whose operations live on a GPU cannot push; it attaches a
-// DeviceOperation, which waiters poll. Fate is what all operations of one world share: when the world
-// fails (launcher's word, timeout, abort), every pending operation is completed with that cause.
+// Operations complete by push: a backend calls complete() from whichever thread noticed, and
+// waiters sleep on a condition variable. A backend whose operations live on a GPU cannot push; it
+// attaches a DeviceOperation, which waiters poll. Fate is what all operations of one world share:
+// when the world fails (launcher's word, timeout, abort), every pending operation is completed with
+// that cause.
 //
 //   auto state = std::make_shared<WorkState>(info, deadline, fate);
 //   state->finish_with([=] { user_tensor.copy_(staging); });
@@ -61,10 +62,10 @@ class Fate {
 class DeviceOperation {
  public:
   virtual ~DeviceOperation() = default;
-  virtual bool poll() = 0;         // finished? throws what went wrong
-  virtual void wait_stream() = 0;  // the current stream waits; the host does not
+  virtual bool poll() = 0;                 // finished? throws what went wrong
+  virtual void wait_stream() = 0;          // the current stream waits; the host does not
   virtual void wait_current_stream() = 0;  // the host waits for the current stream
-  virtual void hurry() {}          // someone wants to know of its end soon
+  virtual void hurry() {}                  // someone wants to know of its end soon
 };
 
 // What an error message says about an operation.

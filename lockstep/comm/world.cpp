@@ -18,21 +18,31 @@ using detail::WorldImpl;
 
 const char* name(ReduceOp op) {
   switch (op) {
-    case ReduceOp::kSum: return "sum";
-    case ReduceOp::kAvg: return "avg";
-    case ReduceOp::kMin: return "min";
-    case ReduceOp::kMax: return "max";
-    case ReduceOp::kProduct: return "product";
-    case ReduceOp::kAnd: return "and";
-    case ReduceOp::kOr: return "or";
-    case ReduceOp::kXor: return "xor";
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kAvg:
+      return "avg";
+    case ReduceOp::kMin:
+      return "min";
+    case ReduceOp::kMax:
+      return "max";
+    case ReduceOp::kProduct:
+      return "product";
+    case ReduceOp::kAnd:
+      return "and";
+    case ReduceOp::kOr:
+      return "or";
+    case ReduceOp::kXor:
+      return "xor";
   }
   return "?";
 }
 
 namespace detail {
 
-const std::shared_ptr<WorldImpl>& Access::impl(const World& world) { return world.impl_; }
+const std::shared_ptr<WorldImpl>& Access::impl(const World& world) {
+  return world.impl_;
+}
 
 // ---------------------------------------------------------------- WorldImpl
 
@@ -56,7 +66,8 @@ WorldImpl::~WorldImpl() {
 }
 
 void WorldImpl::open(c10::intrusive_ptr<c10d::Store> meeting_store,
-                     std::unique_ptr<Backend> host_backend, std::unique_ptr<Backend> device_backend) {
+                     std::unique_ptr<Backend> host_backend,
+                     std::unique_ptr<Backend> device_backend) {
   store = std::move(meeting_store);
   host = std::move(host_backend);
   accelerator = std::move(device_backend);
@@ -83,11 +94,12 @@ void WorldImpl::throw_if_failed(const OperationInfo& info) const {
   std::string cause = fate->cause();
   if (cause.empty()) return;
   if (cause.back() != '.') cause += '.';
-  throw CommError("world",
-                  fmt::format("rank {}: {} cannot start, because this world has failed: {} End this "
-                              "rank; a failed world cannot be repaired.",
-                              identity.rank, info.name, cause),
-                  {identity.rank, info.peer, info.name, info.sequence, {}});
+  throw CommError(
+      "world",
+      fmt::format("rank {}: {} cannot start, because this world has failed: {} End this "
+                  "rank; a failed world cannot be repaired.",
+                  identity.rank, info.name, cause),
+      {identity.rank, info.peer, info.name, info.sequence, {}});
 }
 
 std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
@@ -96,8 +108,8 @@ std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
   info.sequence = ++sequence;
   throw_if_failed(info);
   if (debug && !alone()) compare_fingerprints(info, what());
-  auto state = std::make_shared<WorkState>(
-      info, Deadline::after(timeout.value_or(options.timeout)), fate);
+  auto state =
+      std::make_shared<WorkState>(info, Deadline::after(timeout.value_or(options.timeout)), fate);
   fate->add(state);
   return state;
 }
@@ -125,7 +137,8 @@ Backend& WorldImpl::backend_for(const at::Tensor& tensor) const {
   LOCKSTEP_ASSERT(host != nullptr);
   if (tensor.is_cpu() || !accelerator) return *host;
   if (tensor.device() != device) {
-    throw UsageError("world", "rank {}: the tensor is on {}, but this rank's device is {}. Move it "
+    throw UsageError("world",
+                     "rank {}: the tensor is on {}, but this rank's device is {}. Move it "
                      "there (tensor.to(world.device())).",
                      identity.rank, tensor.device().str(), device.str());
   }
@@ -181,15 +194,33 @@ World::World()
     : impl_(std::make_shared<WorldImpl>(Identity{}, WorldOptions{}, c10::Device(c10::kCPU))) {}
 World::World(std::shared_ptr<detail::WorldImpl> impl) : impl_(std::move(impl)) {}
 
-int World::rank() const { return impl_->identity.rank; }
-int World::size() const { return impl_->identity.size; }
-int World::local_rank() const { return impl_->identity.local_rank; }
-int World::local_size() const { return impl_->identity.local_size; }
-int World::node() const { return impl_->identity.node; }
-c10::Device World::device() const { return impl_->device; }
-const std::string& World::backend() const { return impl_->backend_name; }
-std::chrono::milliseconds World::timeout() const { return impl_->options.timeout; }
-void World::abort(const std::string& cause) { impl_->fate->fail(cause); }
+int World::rank() const {
+  return impl_->identity.rank;
+}
+int World::size() const {
+  return impl_->identity.size;
+}
+int World::local_rank() const {
+  return impl_->identity.local_rank;
+}
+int World::local_size() const {
+  return impl_->identity.local_size;
+}
+int World::node() const {
+  return impl_->identity.node;
+}
+c10::Device World::device() const {
+  return impl_->device;
+}
+const std::string& World::backend() const {
+  return impl_->backend_name;
+}
+std::chrono::milliseconds World::timeout() const {
+  return impl_->options.timeout;
+}
+void World::abort(const std::string& cause) {
+  impl_->fate->fail(cause);
+}
 
 // ---------------------------------------------------------------- blocking conveniences
 
@@ -203,7 +234,8 @@ std::vector<at::Tensor> World::all_gather(const at::Tensor& input) {
 
 std::vector<at::Tensor> World::all_gather_varied(const at::Tensor& input) {
   if (!input.defined() || input.dim() == 0) {
-    throw UsageError("world", "all_gather_varied: the tensor needs a first dimension, which may "
+    throw UsageError("world",
+                     "all_gather_varied: the tensor needs a first dimension, which may "
                      "differ between ranks. Use all_gather for single numbers.");
   }
   const at::Tensor plain = input.detach();
@@ -244,14 +276,17 @@ void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
   if (!absent.empty())
     who = fmt::format("rank{} {} did not arrive", absent.size() == 1 ? "" : "s",
                       fmt::join(absent, ", "));
-  state->expire(fmt::format(
-      "barrier #{}: {} within {} ms (world of {}). They are stuck or on another path. Look at their "
-      "output, or give the barrier a longer deadline.",
-      state->info().sequence, who, state->deadline().total().count(), size()));
+  state->expire(
+      fmt::format("barrier #{}: {} within {} ms (world of {}). They are stuck or on another path. "
+                  "Look at their "
+                  "output, or give the barrier a longer deadline.",
+                  state->info().sequence, who, state->deadline().total().count(), size()));
   state->wait_host(std::nullopt);  // throws it
 }
 
-void World::finish(std::optional<std::chrono::milliseconds> timeout) { barrier(timeout); }
+void World::finish(std::optional<std::chrono::milliseconds> timeout) {
+  barrier(timeout);
+}
 
 // ---------------------------------------------------------------- numbers and bytes
 
@@ -263,12 +298,24 @@ double reduce_number(World& world, double value, ReduceOp op) {
 }
 }  // namespace
 
-double World::sum(double value) { return reduce_number(*this, value, ReduceOp::kSum); }
-double World::mean(double value) { return sum(value) / size(); }
-double World::min(double value) { return reduce_number(*this, value, ReduceOp::kMin); }
-double World::max(double value) { return reduce_number(*this, value, ReduceOp::kMax); }
-bool World::any(bool value) { return reduce_number(*this, value ? 1 : 0, ReduceOp::kMax) != 0; }
-bool World::all(bool value) { return reduce_number(*this, value ? 1 : 0, ReduceOp::kMin) != 0; }
+double World::sum(double value) {
+  return reduce_number(*this, value, ReduceOp::kSum);
+}
+double World::mean(double value) {
+  return sum(value) / size();
+}
+double World::min(double value) {
+  return reduce_number(*this, value, ReduceOp::kMin);
+}
+double World::max(double value) {
+  return reduce_number(*this, value, ReduceOp::kMax);
+}
+bool World::any(bool value) {
+  return reduce_number(*this, value ? 1 : 0, ReduceOp::kMax) != 0;
+}
+bool World::all(bool value) {
+  return reduce_number(*this, value ? 1 : 0, ReduceOp::kMin) != 0;
+}
 
 namespace {
 at::Tensor bytes_tensor(const std::string& bytes) {
@@ -316,8 +363,8 @@ void World::leader_first(const std::function<void()>& body) {
   trouble = broadcast(trouble, 0);
   if (error) std::rethrow_exception(error);
   if (!trouble.empty()) {
-    throw CommError("world", fmt::format("rank {}: the leader failed in leader_first: {}", rank(),
-                                         trouble),
+    throw CommError("world",
+                    fmt::format("rank {}: the leader failed in leader_first: {}", rank(), trouble),
                     {rank(), 0, "leader_first", 0, {}});
   }
   if (!is_leader()) body();

@@ -5,12 +5,12 @@
 //   world.all_reduce(x).wait();                            // x is now the sum over ranks
 //   double loss = world.mean(local_loss);                  // numbers, not tensors
 //
-// The one hard rule: every rank calls the same operations in the same order. LOCKSTEP_DEBUG=1 checks
-// it and prints both sides of a mismatch instead of hanging.
+// The one hard rule: every rank calls the same operations in the same order. LOCKSTEP_DEBUG=1
+// checks it and prints both sides of a mismatch instead of hanging.
 //
 // A copyable handle: copies are the same world. There is no global state: several worlds, also of
-// one process, live side by side. One thread at a time issues operations on a world. The last copy's
-// destructor frees resources and never communicates.
+// one process, live side by side. One thread at a time issues operations on a world. The last
+// copy's destructor frees resources and never communicates.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,12 +31,13 @@ enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct, kAnd, kOr, kXor };
 const char* name(ReduceOp op);
 
 struct WorldOptions {
-  std::string backend = "auto";          // auto, gloo, nccl (LOCKSTEP_BACKEND overrides auto)
-  std::optional<c10::Device> device{};     // default: cuda:LOCAL_RANK where there is one, else cpu
-  std::chrono::milliseconds timeout{std::chrono::minutes(30)};          // LOCKSTEP_TIMEOUT_S
-  std::chrono::milliseconds startup_timeout{std::chrono::seconds(300)};  // LOCKSTEP_STARTUP_TIMEOUT_S
-  bool share_device = false;             // several local ranks on one GPU (LOCKSTEP_SHARE_DEVICE)
-  std::string options_hash{};              // compared over ranks at start-up; e.g. a config's digest
+  std::string backend = "auto";         // auto, gloo, nccl (LOCKSTEP_BACKEND overrides auto)
+  std::optional<c10::Device> device{};  // default: cuda:LOCAL_RANK where there is one, else cpu
+  std::chrono::milliseconds timeout{std::chrono::minutes(30)};  // LOCKSTEP_TIMEOUT_S
+  std::chrono::milliseconds startup_timeout{
+      std::chrono::seconds(300)};  // LOCKSTEP_STARTUP_TIMEOUT_S
+  bool share_device = false;       // several local ranks on one GPU (LOCKSTEP_SHARE_DEVICE)
+  std::string options_hash{};      // compared over ranks at start-up; e.g. a config's digest
 };
 
 // One message of a batch of point-to-point operations.
@@ -50,7 +51,7 @@ struct P2p {
 namespace detail {
 class WorldImpl;
 struct Access;
-}
+}  // namespace detail
 
 class World {
  public:
@@ -71,8 +72,8 @@ class World {
   bool is_leader() const { return rank() == 0; }
   std::chrono::milliseconds timeout() const;
 
-  // Collectives on tensors, in place where there is one tensor. Non-contiguous and empty tensors are
-  // fine. Shapes and dtypes must agree over ranks.
+  // Collectives on tensors, in place where there is one tensor. Non-contiguous and empty tensors
+  // are fine. Shapes and dtypes must agree over ranks.
   Work all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::kSum);
   Work reduce(at::Tensor tensor, int root, ReduceOp op = ReduceOp::kSum);  // others: unspecified
   Work broadcast(at::Tensor tensor, int root = 0);
@@ -84,13 +85,15 @@ class World {
   Work gather(std::vector<at::Tensor> outputs, at::Tensor input, int root = 0);
   Work scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root = 0);
   Work all_to_all(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
+  // Messages between two ranks arrive in the order of the calls. On a GPU they also run in that
+  // order, so two ranks that both receive first wait for ever: put both directions into one batch.
   Work send(at::Tensor tensor, int peer);
   Work recv(at::Tensor tensor, int peer);
   Work batch(std::vector<P2p> messages);
 
   // Blocking conveniences.
-  std::vector<at::Tensor> all_gather(const at::Tensor& input);           // equal shapes
-  std::vector<at::Tensor> all_gather_varied(const at::Tensor& input);    // first dimension may differ
+  std::vector<at::Tensor> all_gather(const at::Tensor& input);         // equal shapes
+  std::vector<at::Tensor> all_gather_varied(const at::Tensor& input);  // first dimension may differ
   // Returns when every rank has arrived; at the deadline throws TimeoutError naming the ranks that
   // did not.
   void barrier(std::optional<std::chrono::milliseconds> timeout = std::nullopt);
@@ -105,7 +108,8 @@ class World {
   std::string broadcast(const std::string& bytes, int root = 0);
   std::vector<std::string> all_gather(const std::string& bytes);
 
-  // Ranks that pass the same color form a world, ordered by (key, rank). A negative color gets none.
+  // Ranks that pass the same color form a world, ordered by (key, rank). A negative color gets
+  // none.
   std::optional<World> split(int color, int key = 0);
 
   // The leader runs `body` first, the others after it has finished (download once, read cached).

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
 #include <deque>
@@ -15,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
 #include "lockstep/comm/backend.h"

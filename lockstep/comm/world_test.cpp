@@ -1,37 +1,519 @@
+// Worlds of threads: what the operations promise beyond the conformance suite, and every refusal.
 #include "lockstep/comm/world.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <filesystem>
+#include <thread>
+
+#include "lockstep/comm/device.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/testing/faults.h"
+#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {
 namespace {
 
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using testing::run_threads;
+using testing::run_threads_collecting;
+using testing::ThreadOptions;
+using Clock = std::chrono::steady_clock;
+
+// The text of the UsageError (or other exception) that `body` throws.
+template <typename Exception = UsageError>
+std::string thrown(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Exception& e) {
+    return e.what();
+  } catch (const std::exception& e) {
+    return std::string("another exception: ") + e.what();
+  }
+  return "nothing was thrown";
+}
+
+milliseconds since(Clock::time_point begin) {
+  return std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
+}
+
+ThreadOptions with_timeout(milliseconds timeout) {
+  ThreadOptions options;
+  options.world.timeout = timeout;
+  return options;
+}
+
+// ---------------------------------------------------------------- who
 
 TEST(World, AloneIsTheIdentity) {
   World world;
-  at::Tensor x = at::ones({3});
-  world.all_reduce(x).wait();
-  EXPECT_TRUE(at::equal(x, at::ones({3})));
-  EXPECT_EQ(world.sum(2.5), 2.5);
+  EXPECT_EQ(world.rank(), 0);
+  EXPECT_EQ(world.size(), 1);
   EXPECT_EQ(world.backend(), "single");
+  EXPECT_TRUE(world.is_leader());
+  at::Tensor x = at::ones({3});
+  Work work = world.all_reduce(x, ReduceOp::kAvg);
+  EXPECT_TRUE(work.done());
+  work.wait();
+  EXPECT_TENSOR_EQ(x, at::ones({3}));
+  at::Tensor out = at::zeros({1, 3});
+  world.all_gather(out, x).wait();
+  EXPECT_TENSOR_EQ(out, at::ones({1, 3}));
+  // A message to oneself waits until it is received.
+  world.send(at::full({2}, 7.0), 0).wait();
+  at::Tensor got = at::zeros({2});
+  world.recv(got, 0).wait();
+  EXPECT_TENSOR_EQ(got, at::full({2}, 7.0));
+  world.barrier(milliseconds(1));
+  world.finish();
 }
 
-TEST(World, ThreadsReduce) {
-  for (int n : {2, 3, 4}) {
-    run_threads(n, [n](World& world) {
-      at::Tensor x = at::full({5}, world.rank() + 1.0);
-      world.all_reduce(x).wait();
-      EXPECT_TRUE(at::equal(x, at::full({5}, n * (n + 1) / 2.0)));
-      EXPECT_EQ(world.mean(world.rank()), (n - 1) / 2.0);
-      EXPECT_EQ(world.broadcast(std::to_string(world.rank()), 1), "1");
+TEST(World, KnowsItsPlace) {
+  ThreadOptions options;
+  options.adjust = [](Identity& identity, WorldOptions&) {
+    identity.node = identity.rank / 2;
+    identity.local_rank = identity.rank % 2;
+    identity.local_size = 2;
+  };
+  run_threads(
+      4,
+      [](World& world) {
+        EXPECT_EQ(world.node(), world.rank() / 2);
+        EXPECT_EQ(world.local_rank(), world.rank() % 2);
+        EXPECT_EQ(world.local_size(), 2);
+        EXPECT_EQ(world.size(), 4);
+        EXPECT_EQ(world.backend(), "gloo");
+        EXPECT_EQ(world.device(), c10::Device(c10::kCPU));
+        EXPECT_EQ(world.timeout(), seconds(60));
+      },
+      options);
+}
+
+TEST(World, SeveralLiveSideBySide) {
+  std::thread other([] { run_threads(2, [](World& world) { EXPECT_EQ(world.sum(10), 20); }); });
+  run_threads(3, [](World& world) { EXPECT_EQ(world.sum(1), 3); });
+  other.join();
+}
+
+TEST(World, GoneWithoutThreadsOrDescriptors) {
+  const auto count = [](const char* what) {
+    const std::filesystem::directory_iterator entries(what);
+    return std::distance(begin(entries), end(entries));
+  };
+  const auto round = [] {
+    run_threads(3, [](World& world) {
+      world.sum(1);
+      auto pair = world.split(world.rank() == 0 ? 0 : 1);
+      if (pair) pair->sum(1);
       world.barrier();
     });
+  };
+  round();  // whatever is made once per process
+  const auto threads = count("/proc/self/task");
+  const auto descriptors = count("/proc/self/fd");
+  for (int i = 0; i < 5; ++i) round();
+  // Threads that have been told to end may need a moment.
+  for (int i = 0; i < 200 && count("/proc/self/task") > threads; ++i)
+    std::this_thread::sleep_for(milliseconds(10));
+  EXPECT_LE(count("/proc/self/task"), threads);
+  EXPECT_LE(count("/proc/self/fd"), descriptors);
+}
+
+TEST(World, NoCudaLibraryOnAMachineWithoutGpu) {
+  if (::access("/dev/nvidiactl", F_OK) == 0) GTEST_SKIP() << "this machine has a GPU";
+  run_threads(2, [](World& world) { world.sum(1); });
+  EXPECT_THAT(read_file("/proc/self/maps"), ::testing::Not(HasSubstr("libtorch_cuda")));
+}
+
+// ---------------------------------------------------------------- operations
+
+TEST(World, ManyOperationsUnderWayAtOnce) {
+  run_threads(3, [](World& world) {
+    std::vector<at::Tensor> tensors;
+    std::vector<Work> works;
+    for (int i = 0; i < 50; ++i) {
+      tensors.push_back(at::full({100 + i}, world.rank() + i, at::kDouble));
+      works.push_back(world.all_reduce(tensors.back()));
+    }
+    for (auto& work : works) work.wait();
+    for (int i = 0; i < 50; ++i)
+      EXPECT_TENSOR_EQ(tensors[static_cast<std::size_t>(i)],
+                       at::full({100 + i}, 3.0 + 3 * i, at::kDouble));
+  });
+}
+
+TEST(World, LeavesAreReducedInPlace) {
+  run_threads(2, [](World& world) {
+    at::Tensor weight = at::ones({4}).requires_grad_(true);
+    world.all_reduce(weight).wait();
+    EXPECT_TENSOR_EQ(weight.detach(), at::full({4}, 2.0f));
+    EXPECT_TRUE(weight.requires_grad());
+  });
+}
+
+TEST(World, DroppedHandlesDoNotCancel) {
+  run_threads(2, [](World& world) {
+    at::Tensor x = at::ones({1000});
+    static_cast<void>(world.all_reduce(x));
+    world.barrier();
+    world.barrier();
+    EXPECT_TENSOR_EQ(x, at::full({1000}, 2.0f));
+  });
+}
+
+TEST(Work, CompletionIsToldOnce) {
+  run_threads(2, [](World& world) {
+    std::atomic<int> calls{0};
+    at::Tensor x = at::ones({10});
+    Work work = world.all_reduce(x);
+    work.on_completion([&] { ++calls; });
+    work.synchronize();
+    // The callback runs beside the wait that it releases.
+    for (int i = 0; i < 1000 && calls == 0; ++i) std::this_thread::sleep_for(milliseconds(1));
+    EXPECT_EQ(calls, 1);
+    EXPECT_TRUE(work.done());
+    work.on_completion([&] { ++calls; });
+    EXPECT_EQ(calls, 2);
+    work.wait();
+    Work().on_completion([&] { ++calls; });
+    EXPECT_EQ(calls, 3);
+  });
+}
+
+TEST(World, MessagesMayCross) {
+  run_threads(2, [](World& world) {
+    const int other = 1 - world.rank();
+    at::Tensor in = at::zeros({1});
+    // Receiving first on both sides must not keep the sends from going out.
+    Work receiving = world.recv(in, other);
+    world.send(at::full({1}, world.rank() + 1.0f), other).wait();
+    receiving.wait();
+    EXPECT_TENSOR_EQ(in, at::full({1}, other + 1.0f));
+  });
+}
+
+TEST(World, LeaderFirst) {
+  std::atomic<bool> leader_done{false};
+  run_threads(3, [&](World& world) {
+    world.leader_first([&] {
+      if (world.is_leader()) {
+        std::this_thread::sleep_for(milliseconds(50));
+        leader_done = true;
+      } else {
+        EXPECT_TRUE(leader_done);
+      }
+    });
+  });
+  std::atomic<int> others{0};
+  run_threads(3, [&](World& world) {
+    const auto fail = [&] {
+      world.leader_first([&] {
+        if (world.is_leader()) throw std::runtime_error("disk full");
+        ++others;
+      });
+    };
+    if (world.is_leader()) {
+      EXPECT_EQ(thrown<std::runtime_error>(fail), "disk full");
+    } else {
+      EXPECT_THAT(thrown<CommError>(fail),
+                  HasSubstr("the leader failed in leader_first: disk full"));
+    }
+    EXPECT_EQ(world.sum(1), 3) << "the world itself is well";
+  });
+  EXPECT_EQ(others, 0);
+}
+
+TEST(World, SubWorldsOfSubWorlds) {
+  run_threads(4, [](World& world) {
+    auto half = world.split(world.rank() / 2);
+    ASSERT_TRUE(half);
+    auto one = half->split(half->rank());
+    ASSERT_TRUE(one);
+    EXPECT_EQ(one->size(), 1);
+    EXPECT_EQ(half->sum(world.rank()), world.rank() < 2 ? 1 : 5);
+    EXPECT_EQ(one->sum(3), 3);
+    EXPECT_EQ(world.sum(1), 4);
+  });
+}
+
+// ---------------------------------------------------------------- delays
+
+TEST(Testing, DelayedAllReduceDoesNotBlock) {
+  run_threads(2, [](World& world) {
+    testing::delay_all_reduce(world, milliseconds(100));
+    world.barrier();
+    const auto begin = Clock::now();
+    at::Tensor a = at::ones({8});
+    at::Tensor b = at::ones({8});
+    Work first = world.all_reduce(a);
+    Work second = world.all_reduce(b);
+    const auto issued = since(begin);
+    first.wait();
+    second.wait();
+    EXPECT_GE(since(begin), milliseconds(100));
+    EXPECT_LT(issued, milliseconds(90)) << "the caller was held up";
+    EXPECT_TENSOR_EQ(a, at::full({8}, 2.0f));
+    EXPECT_TENSOR_EQ(b, at::full({8}, 2.0f));
+  });
+}
+
+// ---------------------------------------------------------------- failures
+
+TEST(World, AnExceptionInOneRankFreesTheOthers) {
+  const auto begin = Clock::now();
+  EXPECT_THAT(thrown<std::runtime_error>([] {
+                run_threads(3, [](World& world) {
+                  if (world.rank() == 1) throw std::runtime_error("out of cheese");
+                  at::Tensor x = at::ones({3});
+                  world.all_reduce(x).wait();
+                });
+              }),
+              HasSubstr("out of cheese"));
+  EXPECT_LT(since(begin), seconds(20));
+}
+
+TEST(World, TimeoutNamesTheOperation) {
+  const auto begin = Clock::now();
+  std::atomic<bool> checked{false};
+  const auto errors = run_threads_collecting(
+      2,
+      [&](World& world) {
+        world.sum(1);
+        if (world.rank() == 1) {
+          while (!checked) std::this_thread::sleep_for(milliseconds(5));
+          return;
+        }
+        at::Tensor x = at::ones({3, 4});
+        Work work = world.all_reduce(x);
+        try {
+          work.synchronize();
+        } catch (const TimeoutError& e) {
+          EXPECT_EQ(e.context().operation, "all_reduce");
+          EXPECT_EQ(e.context().sequence, 2u);
+          EXPECT_EQ(e.context().rank, 0);
+          EXPECT_GE(e.context().elapsed, milliseconds(300));
+          checked = true;
+          EXPECT_THAT(thrown<CommError>([&] { world.sum(1); }),
+                      AllOf(HasSubstr("all_reduce cannot start, because this world has failed"),
+                            HasSubstr("all_reduce #2")));
+          throw;
+        }
+      },
+      with_timeout(milliseconds(300)));
+  checked = true;
+  EXPECT_THAT(
+      errors[0],
+      AllOf(HasSubstr("[world] rank 0: all_reduce #2 (Float, 12 elements) was not finished"),
+            HasSubstr("LOCKSTEP_DEBUG=1")));
+  EXPECT_EQ(errors[1], "");
+  EXPECT_LT(since(begin), seconds(20));
+}
+
+TEST(World, BarrierNamesWhoIsMissing) {
+  std::atomic<bool> done{false};
+  const auto errors = run_threads_collecting(4, [&](World& world) {
+    world.barrier();
+    if (world.rank() == 1 || world.rank() == 3) {
+      while (!done) std::this_thread::sleep_for(milliseconds(5));
+      return;
+    }
+    try {
+      world.barrier(milliseconds(300));
+    } catch (...) {
+      if (world.rank() == 0) done = true;
+      throw;
+    }
+  });
+  EXPECT_THAT(errors[0], HasSubstr("ranks 1, 3 did not arrive within 300 ms (world of 4)"));
+  EXPECT_EQ(errors[1], "");
+}
+
+TEST(World, AbortEndsWhatIsUnderWay) {
+  const auto errors = run_threads_collecting(2, [](World& world) {
+    if (world.rank() == 1) {
+      world.recv(at::zeros({1}), 0).wait();
+      return;
+    }
+    std::thread killer([copy = world]() mutable {
+      std::this_thread::sleep_for(milliseconds(50));
+      copy.abort("the user pressed a button");
+    });
+    const auto begin = Clock::now();
+    std::string text = thrown<CommError>([&] { world.recv(at::zeros({1}), 1).wait(); });
+    killer.join();
+    EXPECT_THAT(text, AllOf(HasSubstr("recv #1 (Float, 1 element, peer 1) failed after"),
+                            HasSubstr("the user pressed a button.")));
+    EXPECT_LT(since(begin), seconds(10));
+    throw std::runtime_error(text);
+  });
+  EXPECT_NE(errors[1], "") << "the peer must hear of it";
+}
+
+TEST(World, AbortReachesSubWorlds) {
+  run_threads_collecting(2, [](World& world) {
+    auto pair = world.split(0);
+    world.barrier();
+    world.abort("enough");
+    EXPECT_THAT(thrown<CommError>([&] { pair->sum(1); }), HasSubstr("enough"));
+  });
+}
+
+// ---------------------------------------------------------------- refusals
+
+TEST(WorldRefuses, WhatHasNoMeaning) {
+  World world;
+  at::Tensor x = at::ones({4});
+  EXPECT_THAT(thrown([&] { world.all_reduce(at::Tensor()).wait(); }),
+              HasSubstr("[world] all_reduce: the tensor is undefined"));
+  EXPECT_THAT(thrown([&] { world.broadcast(x.to_sparse(), 0).wait(); }),
+              HasSubstr("broadcast: the tensor is sparse"));
+  EXPECT_THAT(thrown([&] { world.broadcast(x, 1).wait(); }),
+              HasSubstr("broadcast: rank 1 does not exist in a world of 1"));
+  EXPECT_THAT(thrown([&] { world.send(x, -1).wait(); }), HasSubstr("send: rank -1 does not exist"));
+  EXPECT_THAT(thrown([&] { world.all_gather(at::zeros({3}), x).wait(); }),
+              HasSubstr("all_gather: 3 elements of Float do not fit 1 times 4 elements of Float"));
+  EXPECT_THAT(thrown([&] { world.gather({at::zeros({4}, at::kLong)}, x).wait(); }),
+              HasSubstr("gather: 4 elements of Long do not fit"));
+  EXPECT_THAT(thrown([&] { world.gather({}, x).wait(); }),
+              HasSubstr("gather: the list has 0 tensors, but the world has 1 ranks"));
+  EXPECT_THAT(thrown([&] { world.all_to_all({x, x}, {x}).wait(); }),
+              HasSubstr("all_to_all: 2 outputs and 1 inputs in a world of 1"));
+  EXPECT_THAT(thrown([&] { world.all_reduce(x, ReduceOp::kXor).wait(); }),
+              HasSubstr("all_reduce: 'xor' of Float tensors has no meaning"));
+  EXPECT_THAT(thrown([&] { world.recv(x, 0).wait(); }),
+              HasSubstr("recv: rank 0 receives from itself, but has sent nothing"));
+  EXPECT_THAT(thrown([&] { world.all_gather_varied(at::scalar_tensor(1)); }),
+              HasSubstr("all_gather_varied: the tensor needs a first dimension"));
+  // A refusal leaves the world usable.
+  EXPECT_EQ(world.sum(1), 1);
+}
+
+TEST(WorldRefuses, ListsWhereTheyDoNotBelong) {
+  run_threads(2, [](World& world) {
+    at::Tensor x = at::ones({4});
+    if (world.rank() == 1) {
+      EXPECT_THAT(thrown([&] { world.gather({x, x}, x, 0).wait(); }),
+                  HasSubstr("gather: rank 1 gave 2 outputs, but only root 0 receives"));
+      EXPECT_THAT(thrown([&] { world.scatter(x, {x, x}, 0).wait(); }),
+                  HasSubstr("scatter: rank 1 gave 2 inputs, but only root 0 sends"));
+    }
+    EXPECT_EQ(world.sum(1), 2);
+  });
+}
+
+TEST(WorldRefuses, DevicesAndBackendsThatDoNotExist) {
+  const auto connect_with = [](const WorldOptions& options) {
+    return thrown([&] { connect({}, {.rank = 0, .size = 1}, options); });
+  };
+  EXPECT_THAT(connect_with({.backend = "mpi"}), HasSubstr("there is no backend 'mpi'"));
+  EXPECT_THAT(connect_with({.backend = "nccl", .device = c10::Device(c10::kCPU)}),
+              HasSubstr("backend nccl needs a CUDA device"));
+  EXPECT_THAT(connect_with({.device = c10::Device(c10::kCUDA, 99)}),
+              HasSubstr("local rank 0 wants cuda:99, but"));
+  EXPECT_THAT(thrown([] { connect({}, {.rank = 3, .size = 2}); }),
+              HasSubstr("rank 3 does not exist in a world of 2"));
+  ::setenv("LOCKSTEP_DEVICE", "tpu", 1);
+  EXPECT_THAT(connect_with({}), HasSubstr("LOCKSTEP_DEVICE='tpu' is not a device"));
+  ::unsetenv("LOCKSTEP_DEVICE");
+}
+
+// ---------------------------------------------------------------- start-up checks
+
+std::vector<std::string> start(int size, std::function<void(Identity&, WorldOptions&)> adjust) {
+  ThreadOptions options;
+  options.adjust = std::move(adjust);
+  options.world.startup_timeout = seconds(30);
+  return run_threads_collecting(size, [](World&) {}, options);
+}
+
+TEST(StartUp, DifferencesAreNamedOnEveryRank) {
+  auto errors = start(3, [](Identity& identity, WorldOptions&) {
+    if (identity.rank == 2)
+      identity.program = "an older build";
+    else
+      identity.program = "this build";
+  });
+  for (const auto& error : errors) {
+    EXPECT_THAT(error, HasSubstr("[world] start-up check: rank 2 has program an older build, but "
+                                 "rank 0 has this build."));
   }
+  errors = start(2, [](Identity& identity, WorldOptions& options) {
+    options.options_hash = identity.rank == 0 ? "abc" : "";
+  });
+  for (const auto& error : errors)
+    EXPECT_THAT(error, HasSubstr("rank 1 has options (none), but rank 0 has abc."));
+  errors = start(2, [](Identity& identity, WorldOptions&) {
+    if (identity.rank == 1) identity.size = 5;
+  });
+  for (const auto& error : errors)
+    EXPECT_THAT(error, HasSubstr("rank 1 has world size 5, but rank 0 has 2."));
+}
+
+TEST(StartUp, OneGpuForTwoRanks) {
+  const auto same_gpu = [](Identity& identity, WorldOptions&) { identity.gpu = "GPU-1234"; };
+  for (const auto& error : start(2, same_gpu)) {
+    EXPECT_THAT(error,
+                AllOf(HasSubstr("ranks 0 and 1 on "), HasSubstr("use the same GPU (GPU-1234)"),
+                      HasSubstr("LOCKSTEP_SHARE_DEVICE=1")));
+  }
+  for (const auto& error : start(2, [&](Identity& identity, WorldOptions& options) {
+         same_gpu(identity, options);
+         options.share_device = true;
+       }))
+    EXPECT_EQ(error, "");
+  for (const auto& error : start(2, [&](Identity& identity, WorldOptions&) {
+         identity.gpu = "GPU-" + std::to_string(identity.rank);
+       }))
+    EXPECT_EQ(error, "");
+}
+
+TEST(StartUp, TwoProcessesWithOneRank) {
+  auto errors = start(3, [](Identity& identity, WorldOptions&) {
+    if (identity.rank == 2) identity.rank = 1;
+  });
+  for (const auto& error : errors)
+    EXPECT_THAT(error, HasSubstr("two processes say they are rank 1"));
+}
+
+TEST(StartUp, LoopbackBetweenHosts) {
+  auto errors = start(2, [](Identity& identity, WorldOptions&) {
+    identity.host = identity.rank == 0 ? "n0" : "n1";
+  });
+  for (const auto& error : errors) {
+    EXPECT_THAT(error, AllOf(HasSubstr("rank 0 on n0 would listen on 127.0.0.1"),
+                             HasSubstr("GLOO_SOCKET_IFNAME")));
+  }
+}
+
+TEST(StartUp, MissingRanksAreNamed) {
+  ThreadOptions options;
+  options.world.startup_timeout = milliseconds(500);
+  options.adjust = [](Identity& identity, WorldOptions&) { identity.size = 4; };
+  const auto errors = run_threads_collecting(2, [](World&) {}, options);
+  EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 0: ranks 2, 3 of 4 did not come within 0.5 s"),
+                               HasSubstr("LOCKSTEP_STARTUP_TIMEOUT_S")));
+  // Who came hears of it from the leader.
+  EXPECT_THAT(errors[1], HasSubstr("rank 1: ranks 2, 3 of 4 did not come within 0.5 s"));
+}
+
+TEST(StartUp, MissingLeaderIsNamed) {
+  ThreadOptions options;
+  options.world.startup_timeout = milliseconds(300);
+  options.adjust = [](Identity& identity, WorldOptions&) {
+    identity.size = 3;
+    ++identity.rank;
+  };
+  for (const auto& error : run_threads_collecting(2, [](World&) {}, options))
+    EXPECT_THAT(error, HasSubstr("rank 0 of 3 did not come within"));
 }
 
 }  // namespace

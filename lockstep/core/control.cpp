@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <condition_variable>
 #include <csignal>
+#include <cstdint>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -24,6 +25,8 @@ namespace lockstep::control {
 namespace {
 
 constexpr std::size_t kLongestLine = 1 << 16;
+// For a rank that knows of a failure to report and end by itself.
+constexpr std::chrono::seconds kLastMoment{3};
 
 // A descriptor as it was when the program started. By the time it is used its number may belong to
 // something else (the variable is inherited by children whose descriptors were closed), and reading
@@ -130,9 +133,19 @@ class Listener {
       if (failure_) {
         deliver(lock);
         lock.unlock();
-        for (;;) ::pause();  // stays, to take the SIGTERM that every other thread may have blocked
+        end_process();
       }
       if (done_) return;
+    }
+  }
+
+  // Stays, to take the SIGTERM that every other thread may have blocked. One that came just before
+  // we knew may have gone to the program's handler; then nobody would send another before SIGKILL.
+  [[noreturn]] static void end_process() {
+    std::this_thread::sleep_for(kLastMoment);
+    for (;;) {
+      ::kill(::getpid(), SIGTERM);
+      std::this_thread::sleep_for(kLastMoment);
     }
   }
 
@@ -172,8 +185,8 @@ class Listener {
   }
 
   void deliver(std::unique_lock<std::mutex>& lock) {
-    // A program may have blocked SIGTERM everywhere, to wait for it in one place. The launcher's must
-    // end us all the same.
+    // A program may have blocked SIGTERM everywhere, to wait for it in one place. The launcher's
+    // must end us all the same.
     sigset_t term;
     sigemptyset(&term);
     sigaddset(&term, SIGTERM);

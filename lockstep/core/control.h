@@ -5,7 +5,9 @@
 //   {"failed": {"rank": 3, "host": "n1", "cause": "killed by SIGKILL"}}
 // One thread reads it; worlds subscribe, so that their waits end with that cause instead of a
 // timeout. Once a failure is known SIGTERM ends the process again whatever handler a program has:
-// it is the launcher's stop, not a request to save.
+// it is the launcher's stop, not a request to save. A handler can be called before the word was
+// read, so a program that saves when it is stopped asks failure() first. A process that is still
+// there 3 s after it was told of a failure is ended.
 //
 //   auto token = control::subscribe([&](const control::Failure& f) { world.abort(f.text()); });
 //

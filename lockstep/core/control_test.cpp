@@ -228,6 +228,14 @@ TEST(Control, SigtermAfterAFailureIsNotARequestToSave) {
   }
 }
 
+TEST(Control, AProcessThatGoesOnIsEnded) {
+  Launcher launcher;
+  Child child("saves_on_sigterm", launcher.variables(), {launcher.pipe.read.get()});
+  ASSERT_TRUE(child.says("ready"));
+  launcher.say(kFailed);
+  EXPECT_EQ(child.wait(seconds(20)), -SIGTERM) << child.output();
+}
+
 CHILD(starts_a_child_of_its_own) {
   control::connected();
   print("before");

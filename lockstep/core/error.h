@@ -7,7 +7,8 @@
 //
 // A message reads `[component] what happened (values). Likely cause. What to try.`
 //
-//   throw UsageError("world", "device cuda:{} does not exist ({} visible). Start fewer ranks.", i, n);
+//   throw UsageError("world", "device cuda:{} does not exist ({} visible). Start fewer ranks.", i,
+//   n);
 #pragma once
 
 #include <fmt/format.h>
@@ -38,7 +39,8 @@ class UsageError : public Error {
 struct CommContext {
   int rank = -1;
   int peer = -1;
-  std::string operation{};  // {}: GCC warns of designated initialisers that skip a member without one
+  std::string
+      operation{};  // {}: GCC warns of designated initialisers that skip a member without one
   std::uint64_t sequence = 0;
   std::chrono::milliseconds elapsed{0};
 };
@@ -79,7 +81,7 @@ namespace detail {
 
 }  // namespace lockstep
 
-#define LOCKSTEP_ASSERT(expression)                                          \
-  (static_cast<bool>(expression)                                             \
-       ? static_cast<void>(0)                                                \
+#define LOCKSTEP_ASSERT(expression) \
+  (static_cast<bool>(expression)    \
+       ? static_cast<void>(0)       \
        : ::lockstep::detail::assertion_failed(#expression, __FILE__, __LINE__))

@@ -50,7 +50,9 @@ void set_rank(int rank, int world_size) {
   state().world_size = world_size;
 }
 
-void set_level(Level level) { state().level = level; }
+void set_level(Level level) {
+  state().level = level;
+}
 
 bool enabled(Level level) {
   const State& s = state();

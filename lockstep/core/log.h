@@ -21,19 +21,23 @@ void write(Level level, std::string_view component, std::string_view text);
 
 template <typename... Args>
 void debug(std::string_view component, fmt::format_string<Args...> f, Args&&... args) {
-  if (enabled(Level::kDebug)) write(Level::kDebug, component, fmt::format(f, std::forward<Args>(args)...));
+  if (enabled(Level::kDebug))
+    write(Level::kDebug, component, fmt::format(f, std::forward<Args>(args)...));
 }
 template <typename... Args>
 void info(std::string_view component, fmt::format_string<Args...> f, Args&&... args) {
-  if (enabled(Level::kInfo)) write(Level::kInfo, component, fmt::format(f, std::forward<Args>(args)...));
+  if (enabled(Level::kInfo))
+    write(Level::kInfo, component, fmt::format(f, std::forward<Args>(args)...));
 }
 template <typename... Args>
 void warning(std::string_view component, fmt::format_string<Args...> f, Args&&... args) {
-  if (enabled(Level::kWarning)) write(Level::kWarning, component, fmt::format(f, std::forward<Args>(args)...));
+  if (enabled(Level::kWarning))
+    write(Level::kWarning, component, fmt::format(f, std::forward<Args>(args)...));
 }
 template <typename... Args>
 void error(std::string_view component, fmt::format_string<Args...> f, Args&&... args) {
-  if (enabled(Level::kError)) write(Level::kError, component, fmt::format(f, std::forward<Args>(args)...));
+  if (enabled(Level::kError))
+    write(Level::kError, component, fmt::format(f, std::forward<Args>(args)...));
 }
 
 }  // namespace lockstep::log

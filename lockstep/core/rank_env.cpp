@@ -8,12 +8,14 @@
 #include <atomic>
 #include <cctype>
 #include <climits>
+#include <cstdint>
 #include <fstream>
 #include <iterator>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <sstream>
+#include <utility>
 #include <vector>
 
 #include "lockstep/core/env.h"

@@ -83,10 +83,10 @@ std::vector<void*> find_latest() {
 }  // namespace lockstep::throw_trace
 
 // The compiler's call for every `throw`. A definition in the program comes before the one in
-// libstdc++, for the program and for the libraries it loads.
-extern "C" [[noreturn]] __attribute__((noinline)) void __cxa_throw(void* object,
-                                                                   std::type_info* type,
-                                                                   void (*destructor)(void*)) {
+// libstdc++.so, for the program and for the libraries it loads. Weak, so that a program linked with
+// libstdc++.a keeps the archive's own; its reports then lack the place of the throw.
+extern "C" [[noreturn]] __attribute__((weak, noinline)) void __cxa_throw(
+    void* object, std::type_info* type, void (*destructor)(void*)) {
   using Function = void (*)(void*, std::type_info*, void (*)(void*));
   static const auto next = reinterpret_cast<Function>(::dlsym(RTLD_NEXT, "__cxa_throw"));
   if (lockstep::throw_trace::g_enabled.load(std::memory_order_relaxed))

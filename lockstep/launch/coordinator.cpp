@@ -104,7 +104,6 @@ void Coordinator::on_lost(int node, const std::string& host, const std::string& 
     failure_ = failure;
     return end(failure.code);
   }
-  if (failure_) failure_->restartable = false;  // nobody is left to restart there
   on_failed(failure);
   check_all_down();
 }
@@ -126,8 +125,9 @@ void Coordinator::decide() {
   loop_.cancel(down_timer_);
   // A failure that came before the request is what ended the run.
   if (!failure_) return end(stop_signal_ == 0 ? 0 : 128 + stop_signal_);
-  if (stop_signal_ != 0 || !failure_->restartable || attempt_ >= plan_.max_restarts)
-    return end(failure_->code);
+  // Where a launcher is lost, nobody is left to restart there.
+  const bool possible = failure_->restartable && lost_.empty() && stop_signal_ == 0;
+  if (!possible || attempt_ >= plan_.max_restarts) return end(failure_->code);
   const milliseconds delay = backoff(attempt_);
   Message message = message_of(Message::Kind::kRestart, attempt_);
   message.failure = failure_;

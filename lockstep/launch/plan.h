@@ -1,7 +1,7 @@
 // What one launcher process is asked to do, after flags, PET_ variables and defaults are settled.
 //
-// parse (flags.h) turns words into a LaunchPlan or a UsageError; supervise (supervisor.h) carries it
-// out. Neither knows the other, so a plan can also come from lockstep::spawn or a file.
+// parse (flags.h) turns words into a LaunchPlan or a UsageError; supervise (supervisor.h) carries
+// it out. Neither knows the other, so a plan can also come from lockstep::spawn or a file.
 #pragma once
 
 #include <chrono>
@@ -40,7 +40,7 @@ struct LaunchPlan {
   std::string rdzv_backend = "static";
   std::string master_addr = "127.0.0.1";
   int master_port = 0;
-  std::string local_addr;                       // this host's address for other hosts; empty: found
+  std::string local_addr;  // this host's address for other hosts; empty: found
   std::chrono::seconds rendezvous_timeout{300};  // for the other launchers to arrive
 
   // The program: argv as it will be executed (python3 -u already in front where asked for).

@@ -40,7 +40,8 @@ std::string host_name() {
   return name;
 }
 
-// Where the files of a run go. A temporary place is removed unless it is worth keeping.
+// Where the files of a run go. A temporary place is removed, unless the run failed and it holds
+// what ranks have printed; error files alone are in the report already.
 class LogPlace {
  public:
   explicit LogPlace(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
@@ -57,26 +58,37 @@ class LogPlace {
     if (run.empty() || run == "." || run == "..") run = "none";
     root_ = base_ + "/" + run;
     if (plan.nnodes > 1) root_ += fmt::format("/node_{}", plan.node_rank);
+    std::error_code problem;
+    fs::create_directories(root_, problem);
+    if (problem)
+      throw UsageError("launch", "--log-dir={} cannot be used: {}. Name a directory you may write.",
+                       plan.log_dir, problem.message());
   }
 
   std::string attempt(int number) const { return fmt::format("{}/attempt_{}", root_, number); }
 
-  // The directory when it holds anything to read, otherwise nothing.
-  std::string worth_reading() const {
+  ~LogPlace() {
+    std::error_code ignored;
+    if (temporary_ && !kept_) fs::remove_all(base_, ignored);
+  }
+  LogPlace(const LogPlace&) = delete;
+  LogPlace& operator=(const LogPlace&) = delete;
+
+  // After a failure: the directory when it holds anything to read, which is then kept.
+  std::string worth_reading() {
     std::error_code ignored;
     for (const auto& entry : fs::recursive_directory_iterator(root_, ignored)) {
-      if (entry.is_regular_file(ignored) && entry.file_size(ignored) > 0) return root_;
+      if (!entry.is_regular_file(ignored) || entry.file_size(ignored) == 0) continue;
+      if (temporary_ && entry.path().extension() != ".log") continue;
+      kept_ = true;
+      return root_;
     }
     return {};
   }
 
-  void clean_up(bool failed) const {
-    std::error_code ignored;
-    if (temporary_ && (!failed || worth_reading().empty())) fs::remove_all(base_, ignored);
-  }
-
  private:
   bool temporary_;
+  bool kept_ = false;
   std::string base_;
   std::string root_;
 };
@@ -430,7 +442,6 @@ void Supervisor::end(int code, std::optional<Failure> failure) {
       if (!problem.empty()) say(problem);
     }
   }
-  logs_.clean_up(failure.has_value());
   if (spoke_) spoke_->close();
   if (!hub_) return leave();
   hub_->wait_for_goodbyes(kGoodbyePatience, [this] { leave(); });

@@ -483,6 +483,17 @@ TEST_F(CoordinatorTest, ALostNodeEndsTheRunForGood) {
   EXPECT_THAT(sent_.back().failure->cause, HasSubstr("the launcher of node 1 on n1 is lost"));
 }
 
+TEST_F(CoordinatorTest, ALostNodeAfterAFailureLeavesTheCauseAndForbidsTheRestart) {
+  coordinator_->begin();
+  coordinator_->on_message(0, failed(0, 1));
+  coordinator_->on_lost(1, "n1", "gone");
+  Message down = message(Kind::kDown);
+  down.failure = failed(0, 1).failure;
+  coordinator_->on_message(0, down);
+  EXPECT_EQ(sent_.back().kind, Kind::kEnd);
+  EXPECT_EQ(sent_.back().failure->rank, 1);
+}
+
 TEST_F(CoordinatorTest, ANodeThatIsLostOrStopsInThePauseEndsTheRun) {
   coordinator_->begin();
   coordinator_->on_message(1, failed(1, 2));

@@ -20,7 +20,7 @@ struct WorkerPlace {
   int master_port = 0;
   std::string error_file;  // absolute; TORCHELASTIC_ERROR_FILE
   int control_fd = -1;     // LOCKSTEP_CONTROL_FD: read end; failures are announced here
-  int store_fd = -1;       // LOCKSTEP_STORE_FD: listening socket, for global rank 0 only
+  int store_fd = -1;       // LOCKSTEP_STORE_FD: bound socket, not yet listening; rank 0 only
   std::string interface;   // GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME unless already set
   int threads = 0;         // OMP_NUM_THREADS unless already set; 0: leave alone
 };

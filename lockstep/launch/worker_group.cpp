@@ -291,8 +291,8 @@ void WorkerGroup::stop_for(const Failure& failure) {
   sweep_grace_ = kStrayFailureGrace;
   // A rank that has written its error file is on its way out: let it end with its own exit code.
   const bool leaving = cause != nullptr && cause->running() && cause->forced_cause.empty();
-  signal_ranks(SIGTERM, leaving ? cause : nullptr);
   signal_strays(SIGTERM);
+  signal_ranks(SIGTERM, leaving ? cause : nullptr);
   if (leaving) {
     late_timer_ = setup_.loop.after(kCauseHeadStart, [this, index = cause->local_rank] {
       late_timer_ = 0;
@@ -311,8 +311,8 @@ void WorkerGroup::pass_on(int signal) {
     begin_stopping();
     sweep_grace_ = setup_.plan.shutdown_timeout;
   }
-  signal_ranks(signal);
   signal_strays(signal);
+  signal_ranks(signal);
   maybe_sweep();
 }
 
@@ -345,8 +345,15 @@ std::vector<pid_t> WorkerGroup::strays() const {
   return descendants_of(::getpid(), living);
 }
 
+// Before the ranks: a rank that dies of its own signal at once turns its children into strays, and
+// those have had the signal with its group.
 void WorkerGroup::signal_strays(int number) {
   for (const pid_t pid : strays()) {
+    const pid_t group = group_of(pid);
+    if (std::any_of(workers_.begin(), workers_.end(), [group](const auto& worker) {
+          return worker->running() && worker->process.pid() == group;
+        }))
+      continue;
     signal_below(::getpid(), pid, number);
     if (number != SIGKILL) signal_below(::getpid(), pid, SIGCONT);
     asked_.insert(pid);
@@ -488,9 +495,11 @@ std::optional<Failure> WorkerGroup::verdict() const {
     if (worker->local_rank == failure.local_rank || !worker->ending || worker->ending->ok() ||
         worker->asked_to_end)
       continue;
-    failure.others.push_back(fmt::format("rank {} {}, {:.2f} s later", rank_of(*worker),
-                                         worker->ending->text(),
-                                         std::max(0.0, worker->ended_at - failure.time)));
+    const std::string words = read_error_file(worker->error_file).message;
+    failure.others.push_back(
+        fmt::format("rank {} {}, {:.2f} s later{}{}", rank_of(*worker), worker->ending->text(),
+                    std::max(0.0, worker->ended_at - failure.time), words.empty() ? "" : ": ",
+                    words.substr(0, std::min<std::size_t>(words.find('\n'), 200))));
   }
   return failure;
 }

@@ -67,8 +67,8 @@ class Attention : public torch::nn::Module {
 class Perceptron : public torch::nn::Module {
  public:
   explicit Perceptron(const GptConfig& c) {
-    widen_ = register_module(
-        "c_fc", std::make_shared<Conv1d>(c.n_embd, 4 * c.n_embd, kInitialDeviation));
+    widen_ = register_module("c_fc",
+                             std::make_shared<Conv1d>(c.n_embd, 4 * c.n_embd, kInitialDeviation));
     narrow_ = register_module(
         "c_proj", std::make_shared<Conv1d>(4 * c.n_embd, c.n_embd, residual_deviation(c)));
   }
@@ -171,16 +171,18 @@ GptImpl::GptImpl(const GptConfig& config)
 
 at::Tensor GptImpl::forward(const at::Tensor& ids) {
   if (ids.dim() != 2 || ids.scalar_type() != at::kLong || ids.size(1) > config_.n_positions) {
-    throw UsageError("gpt",
-                     "input of shape [{}] and type {}. Token ids are int64 [batch, time], with time "
-                     "at most n_positions = {}.",
-                     fmt::join(ids.sizes(), ", "), c10::toString(ids.scalar_type()),
-                     config_.n_positions);
+    throw UsageError(
+        "gpt",
+        "input of shape [{}] and type {}. Token ids are int64 [batch, time], with time "
+        "at most n_positions = {}.",
+        fmt::join(ids.sizes(), ", "), c10::toString(ids.scalar_type()), config_.n_positions);
   }
   return torch::linear(transformer_->forward(ids, runner_), transformer_->token_weight());
 }
 
-void GptImpl::run_blocks_with(BlockRunner runner) { runner_ = std::move(runner); }
+void GptImpl::run_blocks_with(BlockRunner runner) {
+  runner_ = std::move(runner);
+}
 
 std::int64_t GptImpl::parameter_count() const {
   std::int64_t count = 0;

@@ -1,4 +1,7 @@
-// The model alone. That its numbers are those of the same model in Python is checked in tests/parity.
+// The model alone. That its numbers are those of the same model in Python is checked in
+// tests/parity.
+#include "lockstep/models/gpt.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -6,7 +9,6 @@
 #include <cmath>
 
 #include "lockstep/core/error.h"
-#include "lockstep/models/gpt.h"
 
 namespace lockstep::models {
 namespace {
@@ -65,8 +67,8 @@ TEST(Gpt, SeesOnlyThePast) {
 
 TEST(Gpt, StartsWithoutAnOpinion) {
   torch::manual_seed(2);
-  Gpt gpt{GptConfig{
-      .n_layer = 4, .n_head = 4, .n_embd = 64, .vocab_size = 1000, .n_positions = 32}};
+  Gpt gpt{
+      GptConfig{.n_layer = 4, .n_head = 4, .n_embd = 64, .vocab_size = 1000, .n_positions = 32}};
   const auto ids = torch::randint(1000, {8, 32}, torch::kLong);
   const auto targets = torch::randint(1000, {8, 32}, torch::kLong);
   const auto logits = gpt(ids);

@@ -23,16 +23,18 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 
 void check_steppable(std::string_view who, const at::Tensor& param, const at::Tensor& grad) {
   if (grad.layout() != at::kStrided) {
-    throw UsageError(who,
-                     "the parameter of shape {} has a sparse gradient. The fused kernels take dense "
-                     "ones. Make its Embedding with sparse(false), or give it to torch::optim::SGD.",
-                     shape_of(param));
+    throw UsageError(
+        who,
+        "the parameter of shape {} has a sparse gradient. The fused kernels take dense "
+        "ones. Make its Embedding with sparse(false), or give it to torch::optim::SGD.",
+        shape_of(param));
   }
   if (!param.is_non_overlapping_and_dense()) {
-    throw UsageError(who,
-                     "the parameter of shape {} is not dense in memory. It is probably a slice of a "
-                     "larger tensor. Make it a tensor of its own: param.contiguous().",
-                     shape_of(param));
+    throw UsageError(
+        who,
+        "the parameter of shape {} is not dense in memory. It is probably a slice of a "
+        "larger tensor. Make it a tensor of its own: param.contiguous().",
+        shape_of(param));
   }
 }
 

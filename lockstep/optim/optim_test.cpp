@@ -15,9 +15,13 @@ namespace {
 
 using ::testing::HasSubstr;
 
-at::Tensor leaf(at::Tensor values) { return values.clone().set_requires_grad(true); }
+at::Tensor leaf(at::Tensor values) {
+  return values.clone().set_requires_grad(true);
+}
 
-void set_grad(at::Tensor& param, const at::Tensor& grad) { param.mutable_grad() = grad.clone(); }
+void set_grad(at::Tensor& param, const at::Tensor& grad) {
+  param.mutable_grad() = grad.clone();
+}
 
 template <typename Error, typename Body>
 std::string message_of(Body body) {
@@ -72,8 +76,7 @@ TEST(SGD, FollowsTheStockOptimizer) {
     auto ours = leaf(start), stock = leaf(start);
     SGD a{{ours}, {.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = nesterov}};
     torch::optim::SGD b{
-        {stock},
-        torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01).nesterov(nesterov)};
+        {stock}, torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01).nesterov(nesterov)};
     for (int t = 0; t < 10; ++t) {
       const auto grad = torch::randn({5, 7});
       set_grad(ours, grad);
@@ -150,8 +153,8 @@ TEST(Optimizers, GradientMayHaveOtherStrides) {
   SGD optimizer{{p}, {.lr = 1}};
   optimizer.step();
   EXPECT_TRUE(torch::equal(p.detach(), -grad));
-  auto channels_last = leaf(torch::ones({2, 3, 4, 5})).detach().contiguous(
-      torch::MemoryFormat::ChannelsLast);
+  auto channels_last =
+      leaf(torch::ones({2, 3, 4, 5})).detach().contiguous(torch::MemoryFormat::ChannelsLast);
   channels_last.set_requires_grad(true);
   const auto wanted = torch::randn({2, 3, 4, 5});
   channels_last.mutable_grad() = wanted;
@@ -263,8 +266,10 @@ TEST(Optimizers, RefuseStateOfAnotherShape) {
     torch::save(first, file);
     return message_of<UsageError>([&] { torch::load(second, file); });
   };
-  EXPECT_THAT(load_into_q(AdamW{{p}}, AdamW{{q}}), HasSubstr("state of shape [2] for a parameter of shape [3]"));
-  EXPECT_THAT(load_into_q(SGD{{p}, {.momentum = 0.9}}, SGD{{q}}), HasSubstr("[SGD] the archive holds"));
+  EXPECT_THAT(load_into_q(AdamW{{p}}, AdamW{{q}}),
+              HasSubstr("state of shape [2] for a parameter of shape [3]"));
+  EXPECT_THAT(load_into_q(SGD{{p}, {.momentum = 0.9}}, SGD{{q}}),
+              HasSubstr("[SGD] the archive holds"));
 }
 
 TEST(Optimizers, RefuseWhatTheyCannotStep) {
@@ -290,7 +295,8 @@ TEST(Optimizers, RefuseWrongOptions) {
   auto p = leaf(torch::ones({2}));
   EXPECT_THAT(message_of<UsageError>([&] { AdamW a({p}, {.lr = -1}); }),
               HasSubstr("[AdamW] option lr cannot be -1"));
-  EXPECT_THAT(message_of<UsageError>([&] { AdamW a({p}, {.lr = std::nan("")}); }), HasSubstr("nan"));
+  EXPECT_THAT(message_of<UsageError>([&] { AdamW a({p}, {.lr = std::nan("")}); }),
+              HasSubstr("nan"));
   EXPECT_THAT(message_of<UsageError>([&] { AdamW::group({p}, {.betas = {0.9, 1.0}}); }),
               HasSubstr("option betas.second cannot be 1"));
   EXPECT_THAT(message_of<UsageError>([&] { SGD a({p}, {.momentum = -0.1}); }),

@@ -42,8 +42,7 @@ std::vector<BucketPlan> plan_buckets(const std::vector<ParameterInfo>& parameter
     bucket.plan.dtype = info.dtype;
     bucket.plan.device = info.device;
     bucket.plan.slots.push_back({order[position], bucket.plan.numel});
-    bucket.plan.numel +=
-        round_up(info.numel * element, limits.alignment_bytes) / element;
+    bucket.plan.numel += round_up(info.numel * element, limits.alignment_bytes) / element;
     bucket.bytes += info.numel * element;
     bucket.last_position = position;
     const std::int64_t cap = closed.empty() ? limits.first_cap_bytes : limits.cap_bytes;

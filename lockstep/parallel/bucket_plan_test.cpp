@@ -18,8 +18,8 @@ std::vector<ParameterInfo> floats(std::initializer_list<std::int64_t> numels) {
 
 TEST(BucketPlan, FirstBucketIsSmall) {
   const auto infos = floats({1024, 1024, 1024, 1024});  // 4 KiB each
-  const auto plan = plan_buckets(infos, reverse_order(4),
-                                 {.first_cap_bytes = 4 * kKi, .cap_bytes = 8 * kKi});
+  const auto plan =
+      plan_buckets(infos, reverse_order(4), {.first_cap_bytes = 4 * kKi, .cap_bytes = 8 * kKi});
   ASSERT_EQ(plan.size(), 3u);
   EXPECT_EQ(plan[0].slots.size(), 1u);
   EXPECT_EQ(plan[0].slots[0].parameter, 3u);

@@ -1,8 +1,7 @@
 #include "lockstep/parallel/checkpoint.h"
 
-#include <torch/torch.h>
-
 #include <ATen/autocast_mode.h>
+#include <torch/torch.h>
 
 #include <utility>
 

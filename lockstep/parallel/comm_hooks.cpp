@@ -22,7 +22,11 @@ CommHook all_reduce() {
   };
 }
 
-CommHook fp16_compress() { return compress(at::kHalf); }
-CommHook bf16_compress() { return compress(at::kBFloat16); }
+CommHook fp16_compress() {
+  return compress(at::kHalf);
+}
+CommHook bf16_compress() {
+  return compress(at::kBFloat16);
+}
 
 }  // namespace lockstep::hooks

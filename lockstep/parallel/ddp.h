@@ -1,8 +1,8 @@
 // DistributedDataParallel: the same model on every rank, kept equal by averaging gradients.
 //
 //   lockstep::DistributedDataParallel model{net, world};     // after net->to(world.device())
-//   loss_of(model(batch)).backward();                        // gradients are averaged while this runs
-//   optimizer.step();                                        // every rank takes the same step
+//   loss_of(model(batch)).backward();                        // gradients are averaged while this
+//   runs optimizer.step();                                        // every rank takes the same step
 //
 // Whether a backward synchronises is decided when backward runs, not in forward: calling the raw
 // module synchronises as well, and a no_sync() guard works wherever it is opened before backward().
@@ -96,7 +96,8 @@ class DistributedDataParallel {
 
   void register_comm_hook(CommHook hook) { reducer_->register_comm_hook(std::move(hook)); }
 
-  // Throws CommError naming tensor and rank when parameters or buffers differ in any bit. Collective.
+  // Throws CommError naming tensor and rank when parameters or buffers differ in any bit.
+  // Collective.
   void verify_replicas() { reducer_->verify_replicas(); }
 
   const StepTiming& last_timing() const { return reducer_->last_timing(); }

@@ -76,9 +76,10 @@ TEST_P(DdpAtSize, AveragesLikeOneAllReducePerParameter) {
   run_threads(GetParam(), [](World& world) {
     for (const bool view : {true, false}) {
       Net net = locked_net(world.rank());  // different weights: init_sync must make them equal
-      DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.0002,
-                                                 .gradient_as_bucket_view = view,
-                                                 .force_reducer = true}};
+      DistributedDataParallel model{
+          net,
+          world,
+          {.bucket_cap_mb = 0.0002, .gradient_as_bucket_view = view, .force_reducer = true}};
       model.verify_replicas();
       for (int step = 0; step < 4; ++step) {
         Net plain = locked_net();
@@ -91,8 +92,10 @@ TEST_P(DdpAtSize, AveragesLikeOneAllReducePerParameter) {
         for (auto& p : net->parameters()) {
           torch::NoGradGuard no_grad;
           p.add_(p.grad(), -0.1);
-          if (step % 2 == 0) p.mutable_grad() = at::Tensor();
-          else p.grad().zero_();
+          if (step % 2 == 0)
+            p.mutable_grad() = at::Tensor();
+          else
+            p.grad().zero_();
         }
         model.verify_replicas();
       }
@@ -227,6 +230,19 @@ TEST(Ddp, UnusedParametersAreNamed) {
   EXPECT_THAT(text, HasSubstr("set find_unused_parameters = true"));
 }
 
+TEST(Ddp, ARefusedStepCanBeRepeatedWhenNothingWasSent) {
+  run_threads(2, [](World& world) {
+    auto net = std::make_shared<Branches>();
+    DistributedDataParallel model{net, world};
+    EXPECT_THROW(model(at::ones({1, 2}), 0).sum().backward(), UsageError);
+    net->zero_grad();
+    (net->left(at::ones({1, 2})) + net->right(at::ones({1, 2})) + net->never(at::ones({1, 2})))
+        .sum()
+        .backward();
+    EXPECT_TRUE(net->never->weight.grad().equal(at::ones({2, 2})));
+  });
+}
+
 TEST(Ddp, FindUnusedGivesTheReducedValueAndLeavesTheRest) {
   for (const bool view : {true, false}) {
     run_threads(3, [view](World& world) {
@@ -296,9 +312,11 @@ TEST(Checkpoint, WorksUnderEveryDdpOption) {
       if (find_unused && static_graph) continue;
       run_threads(2, [&](World& world) {
         auto net = std::make_shared<Deep>(true);
-        DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.0001,
-                                                   .find_unused_parameters = find_unused,
-                                                   .static_graph = static_graph}};
+        DistributedDataParallel model{net,
+                                      world,
+                                      {.bucket_cap_mb = 0.0001,
+                                       .find_unused_parameters = find_unused,
+                                       .static_graph = static_graph}};
         for (int step = 0; step < 3; ++step) {
           model(at::ones({2, 4}) * (world.rank() + 1)).sum().backward();
           for (const auto& p : net->parameters()) {

@@ -44,10 +44,11 @@ void ReducerImpl::refuse_missing_gradients() const {
     if (p.counted) continue;
     if (missing++ < kNamed) names += (names.empty() ? "" : ", ") + p.name;
   }
-  throw UsageError("reducer", "rank {}: {} of {} parameters got no gradient in step {}: {}{}. A "
+  throw UsageError("reducer",
+                   "rank {}: {} of {} parameters got no gradient in step {}: {}{}. A "
                    "branch of forward() was probably skipped. Use them in the loss, or set "
-                   "find_unused_parameters = true.", world_.rank(), missing, total, step_, names,
-                   missing > kNamed ? ", ..." : "");
+                   "find_unused_parameters = true.",
+                   world_.rank(), missing, total, step_, names, missing > kNamed ? ", ..." : "");
 }
 
 void ReducerImpl::finalize() {
@@ -147,9 +148,11 @@ void ReducerImpl::learn_static_graph() {
     Parameter& p = parameters_[i];
     p.expected = static_cast<int>(counts.data_ptr<std::int64_t>()[i]);
     if (!shadow_ && p.fired != p.expected)
-      throw UsageError("reducer", "static_graph: parameter '{}' got {} gradients on rank {} but {} "
+      throw UsageError("reducer",
+                       "static_graph: parameter '{}' got {} gradients on rank {} but {} "
                        "on rank {}. Ranks must run the same graph; use find_unused_parameters for "
-                       "one that differs.", p.name, p.fired, world_.rank(), p.expected, root_);
+                       "one that differs.",
+                       p.name, p.fired, world_.rank(), p.expected, root_);
   }
   learned_ = true;
 }
@@ -162,7 +165,8 @@ void ReducerImpl::rebuild_from_observed_order() {
   const auto dense = dense_parameters();
   std::vector<std::int64_t> order;
   std::vector<bool> seen(parameters_.size());
-  for (const std::size_t index : observed_) {
+  for (std::size_t i = 0; i < observed_count_; ++i) {
+    const std::size_t index = observed_[i];
     if (parameters_[index].sparse || seen[index]) continue;
     seen[index] = true;
     order.push_back(static_cast<std::int64_t>(index));
@@ -190,7 +194,8 @@ void ReducerImpl::close_pass() {
   }
   waiting_for_ = waiting;
   next_launch_ = 0;
-  observed_.clear();
+  observed_.resize(parameters_.size());
+  observed_count_ = 0;
   shadow_ = false;
   completed_ns_ = std::make_shared<std::vector<std::atomic<std::int64_t>>>(buckets_.size());
   queued_task_ = -1;

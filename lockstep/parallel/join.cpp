@@ -18,8 +18,10 @@ std::vector<int> ReducerImpl::exchange_active(bool active) {
   const bool uneven = !ranks.empty() && static_cast<int>(ranks.size()) < world_.size();
   if (uneven && joining_->throw_on_early_termination) {
     joining_.reset();
-    throw UsageError("join", "{} of {} ranks still have inputs and the others have run out; "
-                     "throw_on_early_termination is set.", ranks.size(), world_.size());
+    throw UsageError("join",
+                     "{} of {} ranks still have inputs and the others have run out; "
+                     "throw_on_early_termination is set.",
+                     ranks.size(), world_.size());
   }
   if (!ranks.empty()) {
     active_ = ranks;

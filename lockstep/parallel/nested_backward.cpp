@@ -37,7 +37,9 @@ NestedBackward::~NestedBackward() {
   outer.at_end.reset();
 }
 
-bool NestedBackward::active() { return outer.depth > 0; }
+bool NestedBackward::active() {
+  return outer.depth > 0;
+}
 
 int NestedBackward::outer_task() {
   return active() ? outer.task : torch::autograd::get_current_graph_task_id();

@@ -17,7 +17,8 @@ struct DdpOptions {
   bool static_graph = false;
   // .grad lies in the bucket: no copy back after the reduction.
   bool gradient_as_bucket_view = true;
-  // Copy rank 0's buffers (BatchNorm statistics) to all ranks at the end of a synchronised backward.
+  // Copy rank 0's buffers (BatchNorm statistics) to all ranks at the end of a synchronised
+  // backward.
   bool broadcast_buffers = true;
   // Copy rank 0's parameters and buffers to all ranks at construction.
   bool init_sync = true;

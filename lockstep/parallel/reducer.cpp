@@ -50,8 +50,10 @@ void check_names_exist(const std::vector<std::string>& names, const char* option
     const auto is_it = [&](const NamedTensor& t) { return t.name == name; };
     if (std::none_of(parameters.begin(), parameters.end(), is_it) &&
         std::none_of(buffers.begin(), buffers.end(), is_it))
-      throw UsageError("reducer", "{} names '{}', which the model does not have. Check the "
-                       "qualified name with named_parameters().", option, name);
+      throw UsageError("reducer",
+                       "{} names '{}', which the model does not have. Check the "
+                       "qualified name with named_parameters().",
+                       option, name);
   }
 }
 
@@ -64,13 +66,13 @@ ReducerImpl::ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedT
   check_names_exist(options_.ignored_parameters, "ignored_parameters", parameters, buffers);
   check_names_exist(options_.sparse_parameters, "sparse_parameters", parameters, buffers);
   if (options_.static_graph && options_.find_unused_parameters)
-    throw UsageError("reducer", "static_graph and find_unused_parameters are both set. A static "
+    throw UsageError("reducer",
+                     "static_graph and find_unused_parameters are both set. A static "
                      "graph learns its unused parameters by itself; leave the second one off.");
   for (auto& [name, tensor] : parameters) {
     if (contains(options_.ignored_parameters, name)) continue;
-    const bool tied = std::any_of(parameters_.begin(), parameters_.end(), [&](const Parameter& p) {
-      return p.tensor.is_same(tensor);
-    });
+    const bool tied = std::any_of(parameters_.begin(), parameters_.end(),
+                                  [&](const Parameter& p) { return p.tensor.is_same(tensor); });
     if (tied) continue;  // one tensor under two names has one gradient
     Parameter parameter;
     parameter.name = std::move(name);
@@ -82,7 +84,9 @@ ReducerImpl::ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedT
     if (!contains(options_.ignored_parameters, buffer.name)) buffers_.push_back(std::move(buffer));
 }
 
-ReducerImpl::~ReducerImpl() { remove_hooks(); }
+ReducerImpl::~ReducerImpl() {
+  remove_hooks();
+}
 
 void ReducerImpl::start() {
   for (auto& parameter : parameters_) parameter.form = form_of(parameter);
@@ -91,7 +95,8 @@ void ReducerImpl::start() {
                                [](const Parameter& p) { return p.form.requires_grad; });
   check_same_model();
   if (!any)
-    throw UsageError("reducer", "none of the model's {} parameters requires a gradient. There is "
+    throw UsageError("reducer",
+                     "none of the model's {} parameters requires a gradient. There is "
                      "nothing to synchronise; use the module without wrapping it.",
                      parameters_.size());
   if (options_.init_sync) broadcast_model(0);
@@ -132,8 +137,8 @@ void ReducerImpl::plan(const std::vector<std::size_t>& order) {
       bucket->members.push_back(place.parameter);
       // An alias, not a view: zero_grad(false) detaches gradients in place, which a view refuses.
       const bool dense = p.tensor.is_non_overlapping_and_dense();
-      const auto strides =
-          dense ? p.tensor.strides().vec() : at::empty_like(p.tensor, at::kMeta).contiguous().strides().vec();
+      const auto strides = dense ? p.tensor.strides().vec()
+                                 : at::empty_like(p.tensor, at::kMeta).contiguous().strides().vec();
       at::Tensor slot =
           at::empty({0}, options).set_(bucket->flat.storage(), place.offset, p.form.sizes, strides);
       at::Tensor& grad = p.tensor.mutable_grad();
@@ -157,8 +162,8 @@ void ReducerImpl::install_hooks() {
     if (!p.form.requires_grad) continue;
     p.accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
     using Variables = std::vector<at::Tensor>;
-    p.hook_key = p.accumulator->add_post_hook(
-        std::make_unique<torch::autograd::utils::LambdaPostHook>(
+    p.hook_key =
+        p.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
             [weak, i](const Variables& outputs, const Variables&) -> Variables {
               if (auto self = weak.lock()) self->on_gradient(i);
               return outputs;
@@ -180,8 +185,8 @@ void ReducerImpl::before_forward() {
   bool changed = false;
   for (const auto& p : parameters_) {
     changed |= !(form_of(p) == p.form);
-    changed |= p.accumulator &&
-               torch::autograd::impl::try_get_grad_accumulator(p.tensor) != p.accumulator;
+    changed |=
+        p.accumulator && torch::autograd::impl::try_get_grad_accumulator(p.tensor) != p.accumulator;
   }
   if (!changed) return;
   remove_hooks();
@@ -203,11 +208,13 @@ void ReducerImpl::check_forms() const {
     if (p.tensor.requires_grad() == p.form.requires_grad &&
         p.tensor.scalar_type() == p.form.dtype && p.tensor.device() == p.form.device)
       continue;
-    throw UsageError("reducer", "parameter '{}' was {} after the model was wrapped. Call the "
+    throw UsageError("reducer",
+                     "parameter '{}' was {} after the model was wrapped. Call the "
                      "wrapped model for the forward pass, which plans anew, or wrap it again.",
-                     p.name, p.tensor.requires_grad() != p.form.requires_grad
-                                 ? (p.tensor.requires_grad() ? "unfrozen" : "frozen")
-                                 : "moved to another dtype or device");
+                     p.name,
+                     p.tensor.requires_grad() != p.form.requires_grad
+                         ? (p.tensor.requires_grad() ? "unfrozen" : "frozen")
+                         : "moved to another dtype or device");
   }
 }
 
@@ -215,9 +222,11 @@ void ReducerImpl::check_forms() const {
 
 void ReducerImpl::on_gradient(std::size_t index) {
   if (torch::GradMode::is_enabled())
-    throw UsageError("reducer", "backward(create_graph = true) reached parameter '{}'. Averaged "
+    throw UsageError("reducer",
+                     "backward(create_graph = true) reached parameter '{}'. Averaged "
                      "gradients cannot be differentiated again; for a gradient penalty use "
-                     "torch::autograd::grad.", parameters_[index].name);
+                     "torch::autograd::grad.",
+                     parameters_[index].name);
   begin_pass();
   Parameter& p = parameters_[index];
   p.used = true;
@@ -238,10 +247,12 @@ void ReducerImpl::begin_pass() {
 void ReducerImpl::start_pass(int /*task*/) {
   if (phase_ == Phase::kInterrupted) {
     if (next_launch_ > 0)
-      throw CommError("reducer", fmt::format(
-          "the previous backward was interrupted after {} of {} buckets had been sent, so ranks "
-          "may be out of step. Restart from the last checkpoint.", next_launch_, buckets_.size()),
-          {.rank = world_.rank()});
+      throw CommError("reducer",
+                      fmt::format("the previous backward was interrupted after {} of {} buckets "
+                                  "had been sent, so ranks "
+                                  "may be out of step. Restart from the last checkpoint.",
+                                  next_launch_, buckets_.size()),
+                      {.rank = world_.rank()});
     close_pass();
   }
   check_forms();
@@ -256,8 +267,8 @@ void ReducerImpl::start_pass(int /*task*/) {
 void ReducerImpl::queue_end_of(int task) {
   auto token = std::make_shared<PassToken>(weak_from_this());
   auto end = [token, weak = weak_from_this(), task] {
-    token->ended = true;
     if (auto self = weak.lock()) self->on_task_end(task);
+    token->ended = true;  // not reached when the end itself throws: that interrupts the pass, too
   };
   if (NestedBackward::active()) {
     NestedBackward::at_outer_end(std::move(end));
@@ -288,13 +299,17 @@ void ReducerImpl::store_gradient(Parameter& p) {
   at::Tensor& grad = p.tensor.mutable_grad();
   if (grad.defined() && grad.layout() != at::kStrided) {
     if (p.sparse) return;
-    throw UsageError("reducer", "parameter '{}' got a sparse gradient. Name it in "
-                     "sparse_parameters.", p.name);
+    throw UsageError("reducer",
+                     "parameter '{}' got a sparse gradient. Name it in "
+                     "sparse_parameters.",
+                     p.name);
   }
   if (p.sparse) {
     if (!grad.defined()) return;
-    throw UsageError("reducer", "parameter '{}' is named in sparse_parameters (or belongs to a "
-                     "sparse embedding) but got a dense gradient.", p.name);
+    throw UsageError("reducer",
+                     "parameter '{}' is named in sparse_parameters (or belongs to a "
+                     "sparse embedding) but got a dense gradient.",
+                     p.name);
   }
   if (!grad.defined()) {
     if (sync_) p.slot.zero_();
@@ -316,28 +331,28 @@ void ReducerImpl::mark_ready(std::size_t index) {
   if (p.counted) {
     const bool late = p.bucket == kNoBucket || p.bucket < next_launch_;
     if (!late && !options_.static_graph) return;  // added to its slot in time
-    throw UsageError("reducer", "step {}: parameter '{}' got {} gradients in one backward where {} "
+    throw UsageError("reducer",
+                     "step {}: parameter '{}' got {} gradients in one backward where {} "
                      "was expected, after its bucket had been sent. It is probably used in two "
-                     "checkpointed blocks; set static_graph = true.", step_, p.name, p.fired,
-                     options_.static_graph ? p.expected : 1);
+                     "checkpointed blocks; set static_graph = true.",
+                     step_, p.name, p.fired, options_.static_graph ? p.expected : 1);
   }
   if (p.fired < p.expected) return;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!rebuilt_) observed_.push_back(index);
-    last_gradient_ = Clock::now();
-  }
-  count_down(p);
-  launch_ready();
+  if (!rebuilt_) observed_[observed_count_.fetch_add(1)] = index;
+  if (count_down(p)) launch_ready();
 }
 
-void ReducerImpl::count_down(Parameter& p) {
+// True when the parameter's bucket has become ready.
+bool ReducerImpl::count_down(Parameter& p) {
   p.counted = true;
+  bool ready = false;
   if (p.bucket != kNoBucket) {
     BucketState& bucket = *buckets_[p.bucket];
-    if (bucket.pending.fetch_sub(1) == 1) bucket.ready = Clock::now();
+    ready = bucket.pending.fetch_sub(1) == 1;
+    if (ready) bucket.ready = Clock::now();
   }
-  waiting_for_.fetch_sub(1);
+  if (waiting_for_.fetch_sub(1) == 1) last_gradient_ = Clock::now();
+  return ready;
 }
 
 // Contributes what .grad holds from earlier passes of the window, or zeros.
@@ -367,8 +382,11 @@ void ReducerImpl::launch(std::size_t index) {
   BucketState& bucket = *buckets_[index];
   bucket.launched = Clock::now();
   if (hook_) {
-    Bucket view{.index = index, .is_last = index + 1 == buckets_.size(), .data = bucket.flat,
-                .gradients = {}, .parameters = {}};
+    Bucket view{.index = index,
+                .is_last = index + 1 == buckets_.size(),
+                .data = bucket.flat,
+                .gradients = {},
+                .parameters = {}};
     for (const std::size_t member : bucket.members) {
       view.gradients.push_back(parameters_[member].slot);
       view.parameters.push_back(parameters_[member].tensor);
@@ -452,17 +470,33 @@ Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<NamedTensor> b
 }
 Reducer::~Reducer() = default;
 
-void Reducer::before_forward() { impl_->before_forward(); }
-at::Tensor Reducer::watch(at::Tensor output) { return impl_->watch(std::move(output)); }
-void Reducer::set_sync(bool on) { impl_->hold_sync(!on); }
+void Reducer::before_forward() {
+  impl_->before_forward();
+}
+at::Tensor Reducer::watch(at::Tensor output) {
+  return impl_->watch(std::move(output));
+}
+void Reducer::set_sync(bool on) {
+  impl_->hold_sync(!on);
+}
 void Reducer::join(const std::function<void()>& body, const JoinOptions& options) {
   impl_->join(body, options);
 }
-void Reducer::register_comm_hook(CommHook hook) { impl_->register_comm_hook(std::move(hook)); }
-void Reducer::verify_replicas() { impl_->verify_replicas(); }
-const StepTiming& Reducer::last_timing() const { return impl_->last_timing(); }
-std::size_t Reducer::bucket_count() const { return impl_->bucket_count(); }
-World& Reducer::world() { return impl_->world(); }
+void Reducer::register_comm_hook(CommHook hook) {
+  impl_->register_comm_hook(std::move(hook));
+}
+void Reducer::verify_replicas() {
+  impl_->verify_replicas();
+}
+const StepTiming& Reducer::last_timing() const {
+  return impl_->last_timing();
+}
+std::size_t Reducer::bucket_count() const {
+  return impl_->bucket_count();
+}
+World& Reducer::world() {
+  return impl_->world();
+}
 
 NoSync::NoSync(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {
   reducer_->set_sync(false);

@@ -8,8 +8,8 @@
 // order on every rank. The end of backward is found by counting; a callback of the autograd engine
 // is the point where launched reductions are waited for.
 //
-// DistributedDataParallel wraps this for a module. Owned by a shared_ptr; the hooks hold a weak one,
-// so parameters may outlive it. Construct on all ranks at the same point (it communicates).
+// DistributedDataParallel wraps this for a module. Owned by a shared_ptr; the hooks hold a weak
+// one, so parameters may outlive it. Construct on all ranks at the same point (it communicates).
 // Thread-safety: hooks may fire on several threads at once (CPU and CUDA parameters); everything
 // else belongs to the one thread that trains.
 #pragma once
@@ -75,7 +75,7 @@ class Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   // The wrapper calls these; a user of a plain parameter list may.
-  void before_forward();             // notices frozen, unfrozen, moved parameters and re-plans
+  void before_forward();                // notices frozen, unfrozen, moved parameters and re-plans
   at::Tensor watch(at::Tensor output);  // see find_unused_parameters in docs/ddp.md
 
   void set_sync(bool on);  // no_sync() is the guard for this

@@ -1,8 +1,8 @@
 // The state machine behind Reducer. Internal: include reducer.h.
 //
 // A pass is one backward. kIdle -> (first hook) kRunning -> (end of the outermost backward) kIdle.
-// Within a synchronised pass every bucket counts down the gradients it still waits for; at zero it is
-// ready, and ready buckets are launched strictly in plan order, so that all ranks issue the same
+// Within a synchronised pass every bucket counts down the gradients it still waits for; at zero it
+// is ready, and ready buckets are launched strictly in plan order, so that all ranks issue the same
 // operations. Files: reducer.cpp (planning, hooks, launching), finalize.cpp (the end of a pass),
 // join.cpp (uneven inputs), replicas.cpp (what keeps and proves replicas equal).
 #pragma once
@@ -65,9 +65,9 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
 
     // This pass.
     int fired = 0;
-    bool counted = false;         // no longer waited for
-    bool used = false;            // by this rank, since the last synchronised pass
-    at::Tensor kept;              // what .grad held, for a parameter that no rank used
+    bool counted = false;  // no longer waited for
+    bool used = false;     // by this rank, since the last synchronised pass
+    at::Tensor kept;       // what .grad held, for a parameter that no rank used
     // Learned by static_graph.
     int expected = 1;
   };
@@ -98,7 +98,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void mark_unused_in_graph();
   void store_gradient(Parameter& parameter);
   void mark_ready(std::size_t index);
-  void count_down(Parameter& parameter);
+  bool count_down(Parameter& parameter);
   void count_as_unused(Parameter& parameter);
   void launch_ready();
   void launch(std::size_t index);
@@ -148,7 +148,8 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   bool shadow_ = false;
   std::atomic<int> waiting_for_{0};
   std::size_t next_launch_ = 0;
-  std::vector<std::size_t> observed_;
+  std::vector<std::size_t> observed_;  // the order in which gradients came
+  std::atomic<std::size_t> observed_count_{0};
   std::uint64_t step_ = 0;
   Clock::time_point pass_start_;
   Clock::time_point last_gradient_;

@@ -97,13 +97,13 @@ void ReducerImpl::broadcast_model(int root) {
 void ReducerImpl::check_same_model() {
   std::string text;
   for (const auto& p : parameters_)
-    text += fmt::format("{}: shape [{}], {}, requires_grad={}\n", p.name,
-                        fmt::join(p.form.sizes, ", "), c10::toString(p.form.dtype),
-                        p.form.requires_grad);
+    text +=
+        fmt::format("{}: shape [{}], {}, requires_grad={}\n", p.name, fmt::join(p.form.sizes, ", "),
+                    c10::toString(p.form.dtype), p.form.requires_grad);
   for (const auto& b : buffers_)
-    text += fmt::format("{}: buffer, shape [{}]\n", b.name,
-                        b.tensor.defined() ? fmt::format("{}", fmt::join(b.tensor.sizes(), ", "))
-                                           : "none");
+    text += fmt::format(
+        "{}: buffer, shape [{}]\n", b.name,
+        b.tensor.defined() ? fmt::format("{}", fmt::join(b.tensor.sizes(), ", ")) : "none");
   const std::uint64_t hash = fingerprint(text.data(), text.size());
   bool same = true;
   for (const auto& other : world_.all_gather(fmt::format("{:016x}", hash)))
@@ -118,8 +118,10 @@ void ReducerImpl::check_same_model() {
       const std::string a = i < first.size() ? first[i] : "(no such parameter)";
       const std::string b = i < other.size() ? other[i] : "(no such parameter)";
       if (a == b) continue;
-      throw UsageError("reducer", "the models differ between ranks: rank 0 has '{}', rank {} has "
-                       "'{}'. Build the same model on every rank.", a, rank, b);
+      throw UsageError("reducer",
+                       "the models differ between ranks: rank 0 has '{}', rank {} has "
+                       "'{}'. Build the same model on every rank.",
+                       a, rank, b);
     }
   }
   LOCKSTEP_ASSERT(false && "models differ in fingerprint only");
@@ -143,9 +145,12 @@ void ReducerImpl::verify_replicas() {
     const at::Tensor& other = all[static_cast<std::size_t>(rank)];
     for (std::size_t i = 0; i < names.size(); ++i) {
       if (first.data_ptr<std::int64_t>()[i] == other.data_ptr<std::int64_t>()[i]) continue;
-      throw CommError("ddp", fmt::format(
-          "replicas differ: '{}' on rank {} is not what it is on rank 0. Something changed it "
-          "outside the synchronised step, or ranks took different steps.", names[i], rank),
+      throw CommError(
+          "ddp",
+          fmt::format(
+              "replicas differ: '{}' on rank {} is not what it is on rank 0. Something changed it "
+              "outside the synchronised step, or ranks took different steps.",
+              names[i], rank),
           {.rank = world_.rank(), .peer = rank, .operation = "verify_replicas"});
     }
   }

@@ -48,7 +48,9 @@ struct Pair : torch::nn::Module {
   torch::nn::Linear a{nullptr}, b{nullptr};
 };
 
-at::Tensor input_of(const World& world) { return at::ones({2, 4}) * (world.rank() + 1); }
+at::Tensor input_of(const World& world) {
+  return at::ones({2, 4}) * (world.rank() + 1);
+}
 
 // ---------------------------------------------------------------- kinds of parameters
 
@@ -105,8 +107,8 @@ TEST(Kinds, SparseEmbeddingGradients) {
       const auto dense = net->table->weight.grad().to_dense();
       EXPECT_TRUE(same_on_all(world, dense));
       const auto head = net->head->weight.detach()[0];
-      EXPECT_TRUE(at::allclose(dense[7], head));                  // used once by each of 3
-      EXPECT_TRUE(at::allclose(dense[0], head * (2.0 / 3.0)));    // twice by one of 3
+      EXPECT_TRUE(at::allclose(dense[7], head));                // used once by each of 3
+      EXPECT_TRUE(at::allclose(dense[0], head * (2.0 / 3.0)));  // twice by one of 3
       EXPECT_TRUE(at::allclose(dense[9], torch::zeros(3)));
     }
   });
@@ -115,21 +117,20 @@ TEST(Kinds, SparseEmbeddingGradients) {
 TEST(Kinds, OptionsThatNameNothingAreRefused) {
   World one;
   EXPECT_THAT(message_of<UsageError>([&] {
-                DistributedDataParallel model{std::make_shared<Pair>(), one,
-                                              {.ignored_parameters = {"c.weight"}}};
+                DistributedDataParallel model{
+                    std::make_shared<Pair>(), one, {.ignored_parameters = {"c.weight"}}};
               }),
               HasSubstr("ignored_parameters names 'c.weight', which the model does not have"));
   EXPECT_THAT(message_of<UsageError>([&] {
-                DistributedDataParallel model{std::make_shared<Pair>(), one,
-                                              {.bucket_cap_mb = -1}};
+                DistributedDataParallel model{std::make_shared<Pair>(), one, {.bucket_cap_mb = -1}};
               }),
               HasSubstr("bucket_cap_mb = -1 must be positive"));
-  EXPECT_THAT(message_of<UsageError>([&] {
-                DistributedDataParallel model{
-                    std::make_shared<Pair>(), one,
-                    {.find_unused_parameters = true, .static_graph = true}};
-              }),
-              HasSubstr("both set"));
+  EXPECT_THAT(
+      message_of<UsageError>([&] {
+        DistributedDataParallel model{
+            std::make_shared<Pair>(), one, {.find_unused_parameters = true, .static_graph = true}};
+      }),
+      HasSubstr("both set"));
 }
 
 // ---------------------------------------------------------------- equal replicas
@@ -139,8 +140,7 @@ TEST(Replicas, DifferentModelsAreNamedOnEveryRank) {
   run_threads(3, [&](World& world) {
     auto net = std::make_shared<Pair>();
     if (world.rank() == 2) net->b->weight.set_requires_grad(false);
-    const auto text =
-        message_of<UsageError>([&] { DistributedDataParallel model{net, world}; });
+    const auto text = message_of<UsageError>([&] { DistributedDataParallel model{net, world}; });
     EXPECT_THAT(text, HasSubstr("rank 0 has 'b.weight: shape [4, 4], Float, requires_grad=true', "
                                 "rank 2 has 'b.weight: shape [4, 4], Float, requires_grad=false'"));
     ++named;
@@ -168,8 +168,8 @@ TEST(Replicas, BuffersFollowRankZeroAtTheEndOfBackward) {
     DistributedDataParallel model{net, world};
     net->forward(input_of(world) + at::randn({2, 4})).sum().backward();  // the raw module, too
     model.verify_replicas();
-    DistributedDataParallel off{torch::nn::Sequential(torch::nn::BatchNorm1d(4)), world,
-                                {.broadcast_buffers = false}};
+    DistributedDataParallel off{
+        torch::nn::Sequential(torch::nn::BatchNorm1d(4)), world, {.broadcast_buffers = false}};
     off(at::randn({3, 4}) + world.rank()).sum().backward();
     EXPECT_THAT(message_of<CommError>([&] { off.verify_replicas(); }), HasSubstr("running_mean"));
   });
@@ -254,8 +254,7 @@ TEST(Join, WorksWithUnusedParametersStaticGraphsAndARankWithoutInput) {
     run_threads(3, [find_unused](World& world) {
       auto net = std::make_shared<Pair>();
       DistributedDataParallel model{
-          net, world,
-          {.find_unused_parameters = find_unused, .static_graph = !find_unused}};
+          net, world, {.find_unused_parameters = find_unused, .static_graph = !find_unused}};
       model.join([&] {
         for (int step = 0; step < world.rank(); ++step) {
           model(input_of(world)).sum().backward();
@@ -296,8 +295,10 @@ TEST(Hooks, CompressionRoundsAndAUsersOwnIsCalled) {
     DistributedDataParallel plain{net, world};
     plain(input_of(world) / 3).sum().backward();
     const auto exact = net->a->weight.grad().clone();
-    for (const auto& [hook, digits] : std::vector<std::pair<CommHook, double>>{
-             {hooks::all_reduce(), 0}, {hooks::fp16_compress(), 2e-3}, {hooks::bf16_compress(), 2e-2}}) {
+    for (const auto& [hook, digits] :
+         std::vector<std::pair<CommHook, double>>{{hooks::all_reduce(), 0},
+                                                  {hooks::fp16_compress(), 2e-3},
+                                                  {hooks::bf16_compress(), 2e-2}}) {
       auto copy = std::make_shared<Pair>();
       for (std::size_t i = 0; i < 4; ++i)
         copy->parameters()[i].detach().copy_(net->parameters()[i].detach());
@@ -364,9 +365,7 @@ TEST(SyncBatchNorm, AnEmptyBatchOnARankIsFineAndOneValueIsRefused) {
     norm(x).sum().backward();
     const auto means = world.all_gather(norm->running_mean);
     EXPECT_TRUE(means[0].equal(means[1]));
-    EXPECT_THAT(message_of<UsageError>([&] {
-                  norm(torch::randn({world.rank() == 0 ? 1 : 0, 2}));
-                }),
+    EXPECT_THAT(message_of<UsageError>([&] { norm(torch::randn({world.rank() == 0 ? 1 : 0, 2})); }),
                 HasSubstr("has 1 values per channel"));
   });
 }

@@ -59,7 +59,8 @@ Statistics global_statistics(World& world, const at::Tensor& x) {
   }
   const double all = total.item<double>();
   if (all < 2)
-    throw UsageError("sync_batch_norm", "the whole batch over {} ranks has {} values per channel; "
+    throw UsageError("sync_batch_norm",
+                     "the whole batch over {} ranks has {} values per channel; "
                      "training needs more than one. Use a larger batch or eval().",
                      world.size(), all);
   return {combined_mean, combined_squares / all, all};
@@ -112,8 +113,13 @@ class SyncBatchNormFunction : public torch::autograd::Function<SyncBatchNormFunc
     at::Tensor scale = inv_std;
     if (weight.defined()) scale = scale * weight;
     const at::Tensor dx = (dy - mean_dy - x_hat * mean_dy_x_hat) * per_channel(scale, dy);
-    return {dx.to(input.scalar_type()), d_weight, d_bias, at::Tensor(), at::Tensor(),
-            at::Tensor(), at::Tensor()};
+    return {dx.to(input.scalar_type()),
+            d_weight,
+            d_bias,
+            at::Tensor(),
+            at::Tensor(),
+            at::Tensor(),
+            at::Tensor()};
   }
 };
 

@@ -116,7 +116,8 @@ class DelayBackend : public Backend {
   void abort() noexcept override { inner_->abort(); }
 
  private:
-  // The inner operations report here; the world's own fate hears of failures through the outer ones.
+  // The inner operations report here; the world's own fate hears of failures through the outer
+  // ones.
   std::shared_ptr<detail::Fate> fate_ = std::make_shared<detail::Fate>(-1);
   const std::unique_ptr<Backend> inner_;
   const std::chrono::milliseconds delay_;

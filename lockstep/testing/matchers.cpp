@@ -31,7 +31,9 @@ namespace {
   return ::testing::AssertionFailure() << text.str();
 }
 
-at::Tensor on_host(const at::Tensor& tensor) { return tensor.detach().cpu().contiguous(); }
+at::Tensor on_host(const at::Tensor& tensor) {
+  return tensor.detach().cpu().contiguous();
+}
 
 }  // namespace
 

@@ -28,11 +28,20 @@ namespace {
 constexpr const char* kChosen = "LOCKSTEP_TEST_RANK_OF";
 
 // Variables of a launcher around the test must not reach the ranks.
-constexpr const char* kForeign[] = {
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
-    "MASTER_PORT", "LOCKSTEP_STORE_FD", "LOCKSTEP_CONTROL_FD", "LOCKSTEP_RUN",
-    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_ERROR_FILE"};
+constexpr const char* kForeign[] = {"RANK",
+                                    "WORLD_SIZE",
+                                    "LOCAL_RANK",
+                                    "LOCAL_WORLD_SIZE",
+                                    "GROUP_RANK",
+                                    "MASTER_ADDR",
+                                    "MASTER_PORT",
+                                    "LOCKSTEP_STORE_FD",
+                                    "LOCKSTEP_CONTROL_FD",
+                                    "LOCKSTEP_RUN",
+                                    "TORCHELASTIC_RUN_ID",
+                                    "TORCHELASTIC_USE_AGENT_STORE",
+                                    "TORCHELASTIC_RESTART_COUNT",
+                                    "TORCHELASTIC_ERROR_FILE"};
 
 struct Listener {
   Fd fd;
@@ -75,8 +84,8 @@ class Ranks : public RunningRanks {
     const pid_t parent = ::getpid();
     child.pid = ::fork();
     if (child.pid < 0) throw SystemError("testing", "cannot start a rank", errno);
-    if (child.pid == 0) become(command, variables, {output.write.get(), control.read.get(),
-                                                    listener.get(), parent});
+    if (child.pid == 0)
+      become(command, variables, {output.write.get(), control.read.get(), listener.get(), parent});
     child.output = std::move(output.read);
     child.control = std::move(control.write);
     set_nonblocking(child.output.get());
@@ -202,11 +211,21 @@ std::string next_call() {
   return fmt::format("{}#{}", name, calls++);
 }
 
+// Failed EXPECTs of the running test so far. Calls that this rank skips leave some behind.
+int failed_parts() {
+  const auto* result = ::testing::UnitTest::GetInstance()->current_test_info()->result();
+  int failed = 0;
+  for (int i = 0; i < result->total_part_count(); ++i)
+    failed += result->GetTestPartResult(i).failed() ? 1 : 0;
+  return failed;
+}
+
 [[noreturn]] void be_a_rank(const std::function<void()>& body) {
   int code = 0;
+  const int before = failed_parts();
   try {
     body();
-    if (::testing::Test::HasFailure()) code = 1;
+    if (failed_parts() > before) code = 1;
   } catch (const UsageError& e) {
     std::cerr << e.what() << std::endl;
     code = 2;
@@ -228,12 +247,10 @@ std::vector<RankResult> run_program(int size, const std::vector<std::string>& co
   Ranks ranks(size);
   const Deadline deadline = Deadline::after(options.timeout);
   for (int rank = 0; rank < size; ++rank) {
-    Variables variables{{"RANK", std::to_string(rank)},
-                        {"WORLD_SIZE", std::to_string(size)},
-                        {"LOCAL_RANK", std::to_string(rank)},
-                        {"LOCAL_WORLD_SIZE", std::to_string(size)},
-                        {"MASTER_ADDR", "127.0.0.1"},
-                        {"MASTER_PORT", std::to_string(listener.port)}};
+    Variables variables{
+        {"RANK", std::to_string(rank)},       {"WORLD_SIZE", std::to_string(size)},
+        {"LOCAL_RANK", std::to_string(rank)}, {"LOCAL_WORLD_SIZE", std::to_string(size)},
+        {"MASTER_ADDR", "127.0.0.1"},         {"MASTER_PORT", std::to_string(listener.port)}};
     if (options.control) variables["LOCKSTEP_CONTROL_FD"] = "given";
     if (options.hold_port && rank == 0) variables["LOCKSTEP_STORE_FD"] = "given";
     for (const auto& [name, value] : options.env) variables[name] = value;

@@ -5,9 +5,9 @@
 //     EXPECT_EQ(ranks[0].exit_code, 0) << ranks[0].output;
 //   }
 //
-// The one hard idea: run_processes starts this same test program again, once per rank, with a filter
-// for the running test. In a rank the same call runs the body on World::from_env() and ends the
-// process, so the body may be a lambda and nothing is forked from a process with threads.
+// The one hard idea: run_processes starts this same test program again, once per rank, with a
+// filter for the running test. In a rank the same call runs the body on World::from_env() and ends
+// the process, so the body may be a lambda and nothing is forked from a process with threads.
 #pragma once
 
 #include <chrono>
@@ -42,15 +42,16 @@ class RunningRanks {
 using Variables = std::map<std::string, std::string>;
 
 struct ProcessOptions {
-  Variables env = {};                                 // for all ranks; "" removes a variable
-  std::function<Variables(int rank)> rank_env = {};   // for one
-  bool control = false;                               // give ranks a control descriptor
+  Variables env = {};                                // for all ranks; "" removes a variable
+  std::function<Variables(int rank)> rank_env = {};  // for one
+  bool control = false;                              // give ranks a control descriptor
   bool hold_port = true;  // rank 0 gets a listening socket; false: it binds MASTER_PORT itself
   std::chrono::milliseconds timeout{std::chrono::seconds(120)};
   std::function<void(RunningRanks&)> meanwhile = {};  // runs beside the ranks
 };
 
-// Runs a program as `size` ranks of one world, all on this host.
+// Runs a program as `size` ranks of one world, all on this host and, unless env says otherwise, on
+// the CPU.
 std::vector<RankResult> run_program(int size, const std::vector<std::string>& command,
                                     const ProcessOptions& options = {});
 

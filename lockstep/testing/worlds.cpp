@@ -1,10 +1,9 @@
 #include "lockstep/testing/worlds.h"
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "lockstep/core/error.h"
 
@@ -31,7 +30,8 @@ struct Crew {
     errors[static_cast<std::size_t>(rank)] = what;
     if (!first) first = std::current_exception();
     aborted = true;
-    for (auto& world : worlds) world.abort(fmt::format("rank {} of the test failed: {}", rank, what));
+    for (auto& world : worlds)
+      world.abort(fmt::format("rank {} of the test failed: {}", rank, what));
   }
 };
 

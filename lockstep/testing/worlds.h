@@ -2,8 +2,9 @@
 //
 //   testing::run_threads(3, [](World& world) { EXPECT_EQ(world.sum(1), 3); });
 //
-// Threads are cheap (milliseconds) and see each other's variables; processes are for everything with
-// faults, signals or exits. An exception in one rank aborts the others, so no test hangs on it.
+// Threads are cheap (milliseconds) and see each other's variables; processes are for everything
+// with faults, signals or exits. An exception in one rank aborts the others, so no test hangs on
+// it.
 #pragma once
 
 #include <chrono>

@@ -4,8 +4,10 @@
 //   conformance --world-from-env       one rank of a world that a launcher started, any backend
 //   conformance --quick                a part of the table
 //
+// LOCKSTEP_CONFORMANCE_BACKEND names the backend to insist on (otherwise the device decides).
 // On a machine with one GPU, two NCCL ranks share it:
-//   LOCKSTEP_SHARE_DEVICE=1 lockstep run --nproc-per-node=2 build/bin/tests/conformance --world-from-env
+//   LOCKSTEP_SHARE_DEVICE=1 lockstep run --nproc-per-node=2 build/bin/tests/conformance
+//   --world-from-env
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 
@@ -33,7 +35,8 @@ void print(const std::string& line) {
 }
 
 // One rank's report: the count of cases is part of the verdict.
-void judge(const Report& report, const World& world, const SuiteOptions& options, Verdict& verdict) {
+void judge(const Report& report, const World& world, const SuiteOptions& options,
+           Verdict& verdict) {
   const int due = cases_due(options);
   if (report.ran < due) {
     print(fmt::format("FAILED rank {}: only {} of {} cases of the support table ran", world.rank(),
@@ -43,9 +46,9 @@ void judge(const Report& report, const World& world, const SuiteOptions& options
   for (const auto& failure : report.failures) print("FAILED " + failure);
   verdict.failures += static_cast<int>(report.failures.size());
   if (world.is_leader()) {
-    print(fmt::format("{} on {}, world of {}: {} of {} cases, {} refusals, {} others, 0 skipped",
+    print(fmt::format("{} on {}, world of {}: {} of {} cases, {} skipped, {} refusals, {} others",
                       world.backend(), world.device().str(), world.size(), report.ran, due,
-                      report.refused, report.extra));
+                      due - report.ran, report.refused, report.extra));
     ++verdict.worlds;
   }
 }
@@ -70,7 +73,8 @@ int run_threads_mode(const SuiteOptions& options) {
 
 int run_environment_mode(SuiteOptions options) {
   WorldOptions world_options;
-  if (const auto backend = env::get("LOCKSTEP_CONFORMANCE_BACKEND")) world_options.backend = *backend;
+  if (const auto backend = env::get("LOCKSTEP_CONFORMANCE_BACKEND"))
+    world_options.backend = *backend;
   World world = World::from_env(world_options);
   Verdict verdict;
   judge(run_suite(world, world.device(), options), world, options, verdict);
@@ -82,8 +86,7 @@ int run_environment_mode(SuiteOptions options) {
   }
   const double failures = world.sum(verdict.failures);
   world.finish();
-  if (world.is_leader())
-    print(failures == 0 ? "conformance: passed" : "conformance: FAILED");
+  if (world.is_leader()) print(failures == 0 ? "conformance: passed" : "conformance: FAILED");
   return verdict.failures == 0 ? 0 : 1;
 }
 

@@ -14,9 +14,9 @@ namespace lockstep::conformance {
 
 namespace {
 
-// Small whole numbers, so that sums, products and averages over seven ranks are exact in every dtype
-// and a wrong rank, element or order shows. Negative ones where the dtype has them: integer averages
-// round towards zero.
+// Small whole numbers, so that sums, products and averages over seven ranks are exact in every
+// dtype and a wrong rank, element or order shows. Negative ones where the dtype has them: integer
+// averages round towards zero.
 at::Tensor values(const std::vector<int64_t>& shape, at::ScalarType dtype, int rank, ReduceOp op) {
   const int64_t count =
       std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
@@ -29,7 +29,8 @@ at::Tensor values(const std::vector<int64_t>& shape, at::ScalarType dtype, int r
   }
   if (dtype == at::kBool) number = index.add(rank).remainder(3).eq(0).to(at::kLong);
   at::Tensor result = number.to(dtype == at::kComplexFloat ? at::kComplexDouble : dtype);
-  if (result.is_complex()) result = at::complex(number.to(at::kDouble), number.add(1).to(at::kDouble));
+  if (result.is_complex())
+    result = at::complex(number.to(at::kDouble), number.add(1).to(at::kDouble));
   return result.to(dtype).view(shape);
 }
 
@@ -43,13 +44,27 @@ at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp op) {
     const at::Tensor next = inputs[i].to(wide);
     switch (op) {
       case ReduceOp::kSum:
-      case ReduceOp::kAvg: result.add_(next); break;
-      case ReduceOp::kMin: result = at::minimum(result, next); break;
-      case ReduceOp::kMax: result = at::maximum(result, next); break;
-      case ReduceOp::kProduct: result.mul_(next); break;
-      case ReduceOp::kAnd: result.bitwise_and_(next); break;
-      case ReduceOp::kOr: result.bitwise_or_(next); break;
-      case ReduceOp::kXor: result.bitwise_xor_(next); break;
+      case ReduceOp::kAvg:
+        result.add_(next);
+        break;
+      case ReduceOp::kMin:
+        result = at::minimum(result, next);
+        break;
+      case ReduceOp::kMax:
+        result = at::maximum(result, next);
+        break;
+      case ReduceOp::kProduct:
+        result.mul_(next);
+        break;
+      case ReduceOp::kAnd:
+        result.bitwise_and_(next);
+        break;
+      case ReduceOp::kOr:
+        result.bitwise_or_(next);
+        break;
+      case ReduceOp::kXor:
+        result.bitwise_xor_(next);
+        break;
     }
   }
   const auto count = static_cast<int64_t>(inputs.size());
@@ -91,11 +106,16 @@ class Suite {
 
   std::vector<int64_t> shape() const {
     switch (current_.shape) {
-      case Shape::kEmpty: return {0};
-      case Shape::kOne: return {};
-      case Shape::kOdd: return {13};
-      case Shape::kLarge: return {options_.large};
-      case Shape::kNonContiguous: return {5, 6};
+      case Shape::kEmpty:
+        return {0};
+      case Shape::kOne:
+        return {};
+      case Shape::kOdd:
+        return {13};
+      case Shape::kLarge:
+        return {options_.large};
+      case Shape::kNonContiguous:
+        return {5, 6};
     }
     return {};
   }
@@ -119,8 +139,8 @@ class Suite {
   at::Tensor blank(const at::Tensor& like) const { return place(at::zeros_like(like)); }
 
   void expect(const at::Tensor& got, const at::Tensor& wanted, const std::string& what = "") {
-    const bool rounded = current_.op == ReduceOp::kAvg && (wanted.is_floating_point() ||
-                                                           wanted.is_complex());
+    const bool rounded =
+        current_.op == ReduceOp::kAvg && (wanted.is_floating_point() || wanted.is_complex());
     // An average may be rounded once more on the way (NCCL scales before it adds).
     const double tolerance = wanted.scalar_type() == at::kBFloat16 ? 0.04
                              : wanted.scalar_type() == at::kHalf   ? 0.005
@@ -145,16 +165,26 @@ class Suite {
 
   void carry_out() {
     switch (current_.operation) {
-      case Operation::kAllReduce: return all_reduce();
-      case Operation::kReduce: return reduce();
-      case Operation::kReduceScatter: return reduce_scatter();
-      case Operation::kBroadcast: return broadcast();
-      case Operation::kAllGather: return all_gather();
-      case Operation::kGather: return gather();
-      case Operation::kScatter: return scatter();
-      case Operation::kAllToAll: return all_to_all();
-      case Operation::kSendRecv: return send_recv();
-      case Operation::kBatch: return batch();
+      case Operation::kAllReduce:
+        return all_reduce();
+      case Operation::kReduce:
+        return reduce();
+      case Operation::kReduceScatter:
+        return reduce_scatter();
+      case Operation::kBroadcast:
+        return broadcast();
+      case Operation::kAllGather:
+        return all_gather();
+      case Operation::kGather:
+        return gather();
+      case Operation::kScatter:
+        return scatter();
+      case Operation::kAllToAll:
+        return all_to_all();
+      case Operation::kSendRecv:
+        return send_recv();
+      case Operation::kBatch:
+        return batch();
     }
   }
 
@@ -251,8 +281,9 @@ class Suite {
     const int next = (rank() + 1) % size();
     const int previous = (rank() + size() - 1) % size();
     at::Tensor in = blank(input_of(previous));
-    world_.batch({{P2p::Kind::kSend, place(input_of(rank())), next},
-                  {P2p::Kind::kRecv, in, previous}})
+    world_
+        .batch(
+            {{P2p::Kind::kSend, place(input_of(rank())), next}, {P2p::Kind::kRecv, in, previous}})
         .wait();
     expect(in, input_of(previous));
   }
@@ -291,7 +322,8 @@ class Suite {
     }
     world_.gather(gathered, at::full({1}, rank(), at::kLong).to(device_), 0).wait();
     for (std::size_t from = 0; from < gathered.size(); ++from)
-      expect(gathered[from], at::full({1}, static_cast<int64_t>(from), at::kLong), "lesson: gather");
+      expect(gathered[from], at::full({1}, static_cast<int64_t>(from), at::kLong),
+             "lesson: gather");
     report_.extra += 3;
   }
 

@@ -8,16 +8,26 @@ namespace lockstep::conformance {
 
 const char* name(Operation operation) {
   switch (operation) {
-    case Operation::kAllReduce: return "all_reduce";
-    case Operation::kReduce: return "reduce";
-    case Operation::kReduceScatter: return "reduce_scatter";
-    case Operation::kBroadcast: return "broadcast";
-    case Operation::kAllGather: return "all_gather";
-    case Operation::kGather: return "gather";
-    case Operation::kScatter: return "scatter";
-    case Operation::kAllToAll: return "all_to_all";
-    case Operation::kSendRecv: return "send/recv";
-    case Operation::kBatch: return "batch";
+    case Operation::kAllReduce:
+      return "all_reduce";
+    case Operation::kReduce:
+      return "reduce";
+    case Operation::kReduceScatter:
+      return "reduce_scatter";
+    case Operation::kBroadcast:
+      return "broadcast";
+    case Operation::kAllGather:
+      return "all_gather";
+    case Operation::kGather:
+      return "gather";
+    case Operation::kScatter:
+      return "scatter";
+    case Operation::kAllToAll:
+      return "all_to_all";
+    case Operation::kSendRecv:
+      return "send/recv";
+    case Operation::kBatch:
+      return "batch";
   }
   return "?";
 }
@@ -29,11 +39,16 @@ bool reduces(Operation operation) {
 
 const char* name(Shape shape) {
   switch (shape) {
-    case Shape::kEmpty: return "empty";
-    case Shape::kOne: return "one";
-    case Shape::kOdd: return "odd";
-    case Shape::kLarge: return "large";
-    case Shape::kNonContiguous: return "non-contiguous";
+    case Shape::kEmpty:
+      return "empty";
+    case Shape::kOne:
+      return "one";
+    case Shape::kOdd:
+      return "odd";
+    case Shape::kLarge:
+      return "large";
+    case Shape::kNonContiguous:
+      return "non-contiguous";
   }
   return "?";
 }

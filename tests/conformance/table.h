@@ -1,7 +1,8 @@
 // What every backend must be able to do, written down by hand: operation x reduction x dtype.
 //
-// The suite runs exactly these cases and fails when fewer ran, so an operation or a dtype cannot get
-// lost silently. It is deliberately not computed from the library's own idea of what is supported.
+// The suite runs exactly these cases and fails when fewer ran, so an operation or a dtype cannot
+// get lost silently. It is deliberately not computed from the library's own idea of what is
+// supported.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +16,16 @@
 namespace lockstep::conformance {
 
 enum class Operation {
-  kAllReduce, kReduce, kReduceScatter, kBroadcast, kAllGather, kGather, kScatter, kAllToAll,
-  kSendRecv, kBatch
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kBroadcast,
+  kAllGather,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kSendRecv,
+  kBatch
 };
 const char* name(Operation operation);
 bool reduces(Operation operation);
@@ -25,17 +34,17 @@ enum class Shape { kEmpty, kOne, kOdd, kLarge, kNonContiguous };
 const char* name(Shape shape);
 
 inline constexpr std::array kOperations = {
-    Operation::kAllReduce, Operation::kReduce,    Operation::kReduceScatter, Operation::kBroadcast,
-    Operation::kAllGather, Operation::kGather,    Operation::kScatter,       Operation::kAllToAll,
+    Operation::kAllReduce, Operation::kReduce, Operation::kReduceScatter, Operation::kBroadcast,
+    Operation::kAllGather, Operation::kGather, Operation::kScatter,       Operation::kAllToAll,
     Operation::kSendRecv,  Operation::kBatch};
-inline constexpr std::array kReductions = {ReduceOp::kSum,     ReduceOp::kAvg, ReduceOp::kMin,
-                                    ReduceOp::kMax,     ReduceOp::kProduct, ReduceOp::kAnd,
-                                    ReduceOp::kOr,      ReduceOp::kXor};
+inline constexpr std::array kReductions = {ReduceOp::kSum, ReduceOp::kAvg,     ReduceOp::kMin,
+                                           ReduceOp::kMax, ReduceOp::kProduct, ReduceOp::kAnd,
+                                           ReduceOp::kOr,  ReduceOp::kXor};
 inline constexpr std::array kShapes = {Shape::kEmpty, Shape::kOne, Shape::kOdd, Shape::kLarge,
-                                Shape::kNonContiguous};
-inline constexpr std::array kDtypes = {at::kByte,     at::kChar,  at::kShort,  at::kInt,
-                                at::kLong,     at::kHalf,  at::kBFloat16, at::kFloat,
-                                at::kDouble,   at::kBool,  at::kComplexFloat, at::kComplexDouble};
+                                       Shape::kNonContiguous};
+inline constexpr std::array kDtypes = {
+    at::kByte,     at::kChar,  at::kShort,  at::kInt,  at::kLong,         at::kHalf,
+    at::kBFloat16, at::kFloat, at::kDouble, at::kBool, at::kComplexFloat, at::kComplexDouble};
 
 // One row: these reductions for these dtypes, alike on every backend, because World emulates what
 // a backend lacks. Operations that only move bytes take every dtype.

@@ -14,7 +14,9 @@
 volatile std::uintptr_t nowhere = 8;  // read at run time: a constant the compiler may reason away
 
 // Outside the anonymous namespace, so that the report's stack can name it.
-[[gnu::noinline]] void crash_here() { *reinterpret_cast<volatile int*>(nowhere) = 1; }
+[[gnu::noinline]] void crash_here() {
+  *reinterpret_cast<volatile int*>(nowhere) = 1;
+}
 
 namespace {
 

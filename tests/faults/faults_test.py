@@ -19,6 +19,7 @@ EXPECTED = {
     "exit": ("exited with code 3", 3, 20),
     "stop": ("stopped", None, 30),
 }
+PHASES = ("startup", "step", "exit")
 
 
 def left_over(mark):
@@ -37,8 +38,8 @@ def left_over(mark):
 def run(ranks, kind, guilty, phase, extra_env=None):
     mark = f"LOCKSTEP_FAULT_MARK_{uuid.uuid4().hex}"
     env = dict(os.environ, LOCKSTEP_MARK=mark, **(extra_env or {}))
-    command = [f"{BIN}/lockstep", "run", "--standalone", f"--nproc-per-node={ranks}", "--stopped-timeout=2",
-               f"{BIN}/tests/faults", kind, str(guilty), phase]
+    command = [f"{BIN}/lockstep", "run", "--standalone", f"--nproc-per-node={ranks}",
+               "--stopped-timeout=2", f"{BIN}/tests/faults", kind, str(guilty), phase]
     start = time.monotonic()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     seconds = time.monotonic() - start
@@ -78,11 +79,11 @@ def main():
     check("none", code == 0 and not rest, output)
 
     if SOAK:
-        for kind, phase, ranks in itertools.product(EXPECTED, ("startup", "step", "exit"), (2, 3, 4)):
+        for kind, phase, ranks in itertools.product(EXPECTED, PHASES, (2, 3, 4)):
             for guilty in range(ranks):
                 fault(ranks, kind, guilty, phase)
     else:
-        for index, (kind, phase) in enumerate(itertools.product(EXPECTED, ("startup", "step", "exit"))):
+        for index, (kind, phase) in enumerate(itertools.product(EXPECTED, PHASES)):
             ranks = 2 + index % 3
             fault(ranks, kind, index % ranks, phase)
 

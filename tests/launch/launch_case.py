@@ -6,13 +6,15 @@ with its marker may be alive.
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 import unittest
 import uuid
 
-LAUNCHER = os.environ.get("LOCKSTEP_LAUNCHER") or os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+LAUNCHER = (os.environ.get("LOCKSTEP_LAUNCHER") or
+            os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep"))
 SOAK = os.environ.get("LOCKSTEP_SOAK") == "1"
 BOUND_S = 15  # for what should take well under a second, on a machine that is busy
 
@@ -22,11 +24,14 @@ import os, signal, sys, time
 rank = int(os.environ["RANK"])
 mode, who = sys.argv[1], int(sys.argv[2])
 def note(name):
-    with open(os.path.join(os.environ["NOTES"], f"{name}.{rank}"), "w") as f:
+    path = os.path.join(os.environ["NOTES"], f"{name}.{rank}")
+    with open(path + ".tmp", "w") as f:
         f.write(str(os.getpid()))
+    os.rename(path + ".tmp", path)
 def wait_for(name, count):
     end = time.time() + 30
-    while sum(n.startswith(name + ".") for n in os.listdir(os.environ["NOTES"])) < count:
+    while sum(n.startswith(name + ".") and not n.endswith(".tmp")
+              for n in os.listdir(os.environ["NOTES"])) < count:
         assert time.time() < end
         time.sleep(0.01)
 note("up")
@@ -51,6 +56,12 @@ if mode == "stop" and "SHORT" in os.environ:
     sys.exit(0)
 time.sleep(300)
 '''
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
 
 
 def marked(marker):
@@ -139,14 +150,18 @@ class Case(unittest.TestCase):
         process = self.start("--standalone", f"--nproc-per-node={n}", *flags, *words, env=env)
         return self.finish(process, bound_s)
 
-    def bash(self, n, script, **options):
-        flags = ("--no-python", *options.pop("flags", ()))
-        return self.run_ranks(n, "bash", "-c", script, flags=flags, **options)
+    def start_bash(self, n, script, *flags, **options):
+        return self.start("--standalone", f"--nproc-per-node={n}", *flags, "--no-python",
+                          "bash", "-c", script, **options)
+
+    def bash(self, n, script, flags=(), bound_s=BOUND_S, **options):
+        return self.finish(self.start_bash(n, script, *flags, **options), bound_s)
 
     def wait_notes(self, name, count, bound_s=BOUND_S):
         end = time.time() + bound_s
         while True:
-            found = {n.split(".")[1]: n for n in os.listdir(self.notes) if n.startswith(name + ".")}
+            found = {n.split(".")[1]: n for n in os.listdir(self.notes)
+                     if n.startswith(name + ".") and not n.endswith(".tmp")}
             if len(found) >= count:
                 pids = {}
                 for rank, file in found.items():

@@ -8,15 +8,9 @@ import time
 import unittest
 import uuid
 
-from launch_case import BOUND_S, Case, marked
+from launch_case import BOUND_S, Case, free_port, marked
 
 WAIT = 'echo $$ > $NOTES/up.$RANK; sleep 300'
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return s.getsockname()[1]
 
 
 class Nodes(Case):
@@ -24,10 +18,10 @@ class Nodes(Case):
         super().setUp()
         self.port = free_port()
 
-    def node(self, rank, script, *flags, nnodes=2, nproc=2, address="127.0.0.1", prefix=(), env=None):
+    def node(self, rank, script, *flags, nnodes=2, nproc=2, address="127.0.0.1", prefix=()):
         return self.start(f"--nnodes={nnodes}", f"--node-rank={rank}", f"--nproc-per-node={nproc}",
                           f"--master-addr={address}", f"--master-port={self.port}", *flags,
-                          "--no-python", "bash", "-c", script, prefix=prefix, env=env)
+                          "--no-python", "bash", "-c", script, prefix=prefix)
 
     def both(self, script, *flags, **options):
         return [self.node(rank, script, *flags, **options) for rank in (0, 1)]
@@ -44,7 +38,7 @@ class Nodes(Case):
 
 class Loopback(Nodes):
     def test_a_run_on_two_nodes(self):
-        # Rank 0 listens on the port that the launchers met on, as a store would; all others connect.
+        # Rank 0 listens on the port that the launchers met on, as a store would; all connect.
         program = os.path.join(self.dir.name, "meet.py")
         with open(program, "w") as f:
             f.write(r'''
@@ -138,8 +132,7 @@ else:
 
     def test_both_restart_together(self):
         script = ('echo attempt $TORCHELASTIC_RESTART_COUNT; '
-                  'if [ $RANK = 2 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then sleep 0.2; exit 5; fi; '
-                  'sleep 0.5')
+                  '[ $RANK$TORCHELASTIC_RESTART_COUNT = 20 ] && sleep 0.2 && exit 5; sleep 0.5')
         processes = [self.node(0, script, "--max-restarts=1"), self.node(1, script)]
         for process in processes:
             code, out, err = self.finish(process)
@@ -152,7 +145,8 @@ else:
         first = self.node(0, "echo ran", "--rdzv-id=a")
         for flags, options, words in (
                 (("--rdzv-id=b",), {}, "--rdzv-id=b, node 0 with --rdzv-id=a"),
-                (("--rdzv-id=a",), {"nproc": 3}, "--nproc-per-node=3, node 0 with --nproc-per-node=2"),
+                (("--rdzv-id=a",), {"nproc": 3},
+                 "--nproc-per-node=3, node 0 with --nproc-per-node=2"),
                 (("--rdzv-id=a",), {"nnodes": 3}, "--nnodes=3, node 0 with --nnodes=2")):
             with self.subTest(words):
                 code, _, err = self.finish(self.node(1, "echo ran", *flags, **options))
@@ -178,7 +172,7 @@ else:
     def test_waiting_has_an_end_and_names_who_is_missing(self):
         began = time.time()
         conf = "--rdzv-conf=join_timeout=4"
-        processes = [self.node(0, "echo ran", conf, nnodes=4), self.node(2, "echo ran", conf, nnodes=4)]
+        processes = [self.node(rank, "echo ran", conf, nnodes=4) for rank in (0, 2)]
         for code, err in self.ends(processes):
             self.assertEqual(code, 1, err)
             self.assertIn("waiting for node ranks 1, 3 at", err)

@@ -1,4 +1,4 @@
-"""What ranks print, on its way through `lockstep run`: whole, complete, live, and never in the way."""
+"""What ranks print, on its way through `lockstep run`: whole, complete, live, never in the way."""
 import hashlib
 import os
 import pty
@@ -31,7 +31,8 @@ rest = f"<{rank}:300:" + rank * 1_500_000 + ">\n"
 while rest:
     rest = rest[os.write(1, rest.encode()):]
 ''')
-        process = self.start("--standalone", "--nproc-per-node=6", program, stderr=subprocess.STDOUT)
+        process = self.start("--standalone", "--nproc-per-node=6", program,
+                             stderr=subprocess.STDOUT)
         code, out, _ = self.finish(process, 60)
         self.assertEqual(code, 0, out[-2000:])
         seen = {}
@@ -55,9 +56,8 @@ while rest:
         self.assertEqual(sorted(err.splitlines()), ["[0] to err", "[1] to err"])
 
     def test_lines_come_at_once_and_a_prompt_soon(self):
-        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
-                             'echo line; sleep 0.3; [ $RANK = 0 ] && printf "your name? "; sleep 3; '
-                             'echo; if [ $RANK = 1 ]; then printf "no newline"; fi')
+        process = self.start_bash(2, 'echo line; sleep 0.3; [ $RANK = 0 ] && printf "your name? "; '
+                                  'sleep 3; echo; if [ $RANK = 1 ]; then printf "no newline"; fi')
         began = time.time()
         got = b""
         while b"your name? " not in got:
@@ -67,11 +67,11 @@ while rest:
         self.assertEqual(got.count(b"line\n"), 2)
         code, out, _ = self.finish(process)
         self.assertEqual(code, 0)
-        self.assertTrue(out.endswith("[1] no newline\n"), out)
+        self.assertIn("[1] no newline\n", out)
 
     def test_a_begun_line_is_ended_before_another_rank_speaks(self):
-        code, out, _ = self.bash(2, 'if [ $RANK = 0 ]; then printf beginning; sleep 1; echo " end"; '
-                                 'else sleep 0.6; echo between; fi')
+        code, out, _ = self.bash(2, 'if [ $RANK = 0 ]; then printf beginning; sleep 1; '
+                                 'echo " end"; else sleep 0.6; echo between; fi')
         self.assertEqual(code, 0)
         self.assertEqual(out, "[0] beginning\n[1] between\n[0]  end\n")
 
@@ -84,8 +84,7 @@ while rest:
     def test_a_terminal_sees_lines_while_the_run_goes_on(self):
         parent, child = pty.openpty()
         try:
-            process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
-                                 'echo hello; sleep 2', stdout=child, stderr=child)
+            process = self.start_bash(2, 'echo hello; sleep 2', stdout=child, stderr=child)
             os.close(child)
             got = b""
             while got.count(b"hello") < 2:
@@ -104,8 +103,8 @@ while rest:
 
     def test_stdin_is_inherited(self):
         process = subprocess.Popen(
-            [os.path.join(self.launcher()), "run", "--standalone", "--nproc-per-node=1", "--no-python",
-             "bash", "-c", "read word; echo got $word"],
+            [self.launcher(), "run", "--standalone", "--nproc-per-node=1", "--no-python", "bash",
+             "-c", "read word; echo got $word"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environment())
         out, _ = process.communicate("something\n", timeout=BOUND_S)
         self.assertEqual(out, "[0] got something\n")
@@ -123,21 +122,20 @@ while rest:
         self.assertEqual(sorted(err.splitlines()), ["[0] done", "[1] done"])
         for rank in (0, 1):
             with open(self.log(logs, rank, "stdout.log")) as f:
-                self.assertEqual(f.read(), "".join(f"line {i} of {rank}\n" for i in range(1, 20001)))
+                self.assertEqual(f.read(),
+                                 "".join(f"line {i} of {rank}\n" for i in range(1, 20001)))
 
     def test_closed_standard_descriptors(self):
-        process = self.start("--standalone", "--nproc-per-node=1", "--no-python", "bash", "-c",
-                             "echo $$ > $NOTES/up.0; echo out; echo err >&2; exit 3",
-                             prefix=("bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"))
+        process = self.start_bash(1, "echo $$ > $NOTES/up.0; echo out; echo err >&2; exit 3",
+                                  prefix=("bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"))
         self.assertEqual(process.wait(BOUND_S), 3)
         self.wait_notes("up", 1)
 
     def test_a_stuck_console_holds_only_the_noisy_rank(self):
         # Nobody reads: rank 0 fills its quota and waits, rank 1 works on, supervision works on.
-        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
-                             'if [ $RANK = 0 ]; then echo $$ > $NOTES/up.0; exec yes; fi; '
-                             'for i in $(seq 200); do echo quiet; done; sleep 0.5; '
-                             'echo $$ > $NOTES/done.1; sleep 300')
+        process = self.start_bash(2, 'if [ $RANK = 0 ]; then echo $$ > $NOTES/up.0; exec yes; fi; '
+                                  'for i in $(seq 200); do echo quiet; done; sleep 0.5; '
+                                  'echo $$ > $NOTES/done.1; sleep 300')
         self.wait_notes("done", 1)
         time.sleep(0.3)
         os.kill(self.wait_notes("done", 1)[1], signal.SIGKILL)
@@ -183,7 +181,8 @@ class Files(Case):
 
     def test_maps(self):
         files, out, err = self.run_logged("-r", "1:3", "-t", "0:2")
-        self.assertEqual(files, {"attempt_0/0/stderr.log": "err 0\n", "attempt_0/1/stdout.log": "out 1\n",
+        self.assertEqual(files, {"attempt_0/0/stderr.log": "err 0\n",
+                                 "attempt_0/1/stdout.log": "out 1\n",
                                  "attempt_0/1/stderr.log": "err 1\n"})
         self.assertEqual((out, err), (["[0] out 0"], ["[0] err 0"]))
 
@@ -212,6 +211,16 @@ class Files(Case):
         self.assertEqual(os.listdir(self.tmp), [])
         self.assertEqual(self.bash(2, "exit 1")[0], 1)
         self.assertEqual(os.listdir(self.tmp), [])  # nothing in it to read
+        _, _, err = self.bash(1, "echo '\"words\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
+        self.assertIn("    words", err)
+        self.assertEqual(os.listdir(self.tmp), [])  # what is in it has been said
+        process = self.start("--nproc-per-node=1", "--no-python", "bash", "-c",
+                             "echo $$ > $NOTES/up.0; sleep 300")
+        self.wait_notes("up", 1)
+        process.kill()
+        process.wait()
+        self.wait_gone()
+        self.assertEqual(os.listdir(self.tmp), [])
         _, _, err = self.bash(1, "echo x; exit 1", flags=("-r", "1"))
         (left,) = os.listdir(self.tmp)
         self.assertIn(f"logs: {self.tmp}/{left}", err)
@@ -223,6 +232,11 @@ class Files(Case):
         _, _, err = self.finish(process)
         self.assertIn("found me", err)
 
+    def test_a_place_that_cannot_be_is_refused(self):
+        code, _, err = self.bash(1, "echo ran", flags=("--log-dir=/dev/null/logs",))
+        self.assertEqual(code, 2, err)
+        self.assertIn("--log-dir=/dev/null/logs cannot be used", err)
+
     def test_a_flood_is_complete_and_blocks_nobody(self):
         # 100 MB from rank 0 through the pump; meanwhile rank 1's lines are not late.
         program = os.path.join(self.dir.name, "flood.py")
@@ -231,7 +245,7 @@ class Files(Case):
 import hashlib, os, sys, time
 if os.environ["RANK"] == "0":
     digest, sent = hashlib.sha256(), 0
-    block = b"".join(b"%07d the quick brown fox jumps over the lazy dog\n" % i for i in range(20000))
+    block = b"".join(b"%07d the quick brown fox and the lazy dog\n" % i for i in range(20000))
     while sent < 100_000_000:
         rest = memoryview(block)
         while rest:
@@ -254,8 +268,8 @@ else:
         for flags, target in ((("--tee=3",), open(os.devnull, "w")),
                               (("--redirects=3",), subprocess.PIPE)):
             with self.subTest(flags):
-                process = self.start("--nproc-per-node=2", f"--log-dir={logs}", "--rdzv-id=x", *flags,
-                                     program, stdout=target)
+                process = self.start("--nproc-per-node=2", f"--log-dir={logs}", "--rdzv-id=x",
+                                     *flags, program, stdout=target)
                 if target is not subprocess.PIPE:
                     target.close()
                 self.assertEqual(process.wait(60), 0)

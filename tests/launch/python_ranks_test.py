@@ -4,7 +4,7 @@ import os
 import sys
 import unittest
 
-from launch_case import SOAK, Case
+from launch_case import SOAK, Case, free_port
 
 HAVE_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -80,6 +80,18 @@ class PythonRanks(Case):
         for _ in range(20 if SOAK else 2):
             for how in ("handed", "bound"):
                 self.jobs(program, 8, 2, how)
+
+    def test_an_asked_port_over_restarts(self):
+        port = free_port()
+        program = self.program(MEET + """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(7)
+""")
+        process = self.start("--nproc-per-node=2", f"--master-port={port}", "--max-restarts=1",
+                             program, "handed", env={"JOB": "x", "PYTHON_EXEC": sys.executable})
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 0, err)
+        self.assertIn("exited with code 7", err)
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch")
     def test_gloo(self):

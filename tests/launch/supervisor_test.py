@@ -51,7 +51,8 @@ class Failures(Case):
     def test_ranks_that_ignore_sigterm_are_killed_after_the_grace(self):
         began = time.time()
         code, _, err = self.bash(
-            2, 'if [ $RANK = 1 ]; then sleep 0.3; exit 4; fi; trap "" TERM; while :; do sleep 0.1; done',
+            2, 'if [ $RANK = 1 ]; then sleep 0.3; exit 4; fi; '
+            'trap "" TERM; while :; do sleep 0.1; done',
             flags=("--shutdown-timeout=1",))
         self.assertEqual(code, 4)
         self.assertIn("sending SIGKILL", err)
@@ -91,8 +92,8 @@ class Stopped(Case):
         self.assertGreater(time.time() - began, 1)
 
     def test_a_rank_that_continues_is_forgiven(self):
-        process = self.start("--standalone", "--nproc-per-node=2", "--stopped-timeout=2", self.worker,
-                             "stop", "1", env={"SHORT": 3})
+        process = self.start("--standalone", "--nproc-per-node=2", "--stopped-timeout=2",
+                             self.worker, "stop", "1", env={"SHORT": 3})
         pid = self.wait_notes("up", 2)[1]
         time.sleep(0.5)
         os.kill(pid, signal.SIGCONT)
@@ -111,8 +112,7 @@ class NothingIsLeft(Case):
         'bash -c "set -m; sleep 304 & wait" & sleep 305 & wait')
 
     def begin(self):
-        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
-                             self.SCRIPT)
+        process = self.start_bash(2, self.SCRIPT)
         self.wait_notes("up", 2)
         self.wait_notes("daemon", 1)
         self.assertGreaterEqual(len(marked(self.marker)), 8)
@@ -154,7 +154,8 @@ class NothingIsLeft(Case):
         self.assertEqual(marked(self.marker), [])
 
     def test_after_a_success(self):
-        code, _, err = self.bash(2, 'sleep 301 & setsid sleep 302 & (trap "" TERM; sleep 303) & exit 0')
+        code, _, err = self.bash(
+            2, 'sleep 301 & setsid sleep 302 & (trap "" TERM; sleep 303) & exit 0')
         self.assertEqual(code, 0, err)
         self.assertEqual(marked(self.marker), [])
 
@@ -174,8 +175,7 @@ class StopRequests(Case):
         'echo $$ > $NOTES/up.$RANK; while :; do sleep 0.05; done')
 
     def request(self, number, name, **env):
-        process = self.start("--standalone", "--nproc-per-node=2", "--max-restarts=3", "--no-python",
-                             "bash", "-c", self.CATCH, env={"SIG": name, **env})
+        process = self.start_bash(2, self.CATCH, "--max-restarts=3", env={"SIG": name, **env})
         self.wait_notes("up", 2)
         process.send_signal(number)
         return process
@@ -188,13 +188,13 @@ class StopRequests(Case):
                     os.unlink(os.path.join(self.notes, note))
                 got, out, err = self.finish(self.request(number, name))
                 self.assertEqual(got, code, err)
-                self.assertEqual(sorted(out.split("\n")[:2]), [f"[0] caught {name}", f"[1] caught {name}"])
+                self.assertEqual(sorted(out.splitlines()[:2]),
+                                 [f"[0] caught {name}", f"[1] caught {name}"])
                 self.assertNotIn("failed", err)
                 self.assertNotIn("restarting", err)
 
     def test_failing_after_a_request_is_no_failure(self):
-        process = self.start("--standalone", "--nproc-per-node=2", "--max-restarts=3", "--no-python",
-                             "bash", "-c", 'echo $$ > $NOTES/up.$RANK; sleep 300')
+        process = self.start_bash(2, 'echo $$ > $NOTES/up.$RANK; sleep 300', "--max-restarts=3")
         self.wait_notes("up", 2)
         process.terminate()
         code, _, err = self.finish(process)
@@ -203,26 +203,24 @@ class StopRequests(Case):
 
     def test_a_background_shell_job_feels_sigint(self):
         # A shell without job control ignores SIGINT in what it puts into the background.
-        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
-                             self.CATCH, env={"SIG": "INT"},
-                             prefix=("bash", "-c", "trap '' INT; exec \"$@\"", "bash"))
+        process = self.start_bash(2, self.CATCH, env={"SIG": "INT"},
+                                  prefix=("bash", "-c", "trap '' INT; exec \"$@\"", "bash"))
         self.wait_notes("up", 2)
         process.send_signal(signal.SIGINT)
         self.assertEqual(self.finish(process)[0], 130)
 
     def test_sighup_that_is_ignored_stays_ignored(self):
-        process = self.start("--standalone", "--nproc-per-node=1", "--no-python", "bash", "-c",
-                             'echo $$ > $NOTES/up.$RANK; kill -HUP $$; sleep 1; echo fine',
-                             prefix=("nohup",))
+        process = self.start_bash(1, 'echo $$ > $NOTES/up.$RANK; kill -HUP $$; sleep 1; echo fine',
+                                  prefix=("nohup",))
         self.wait_notes("up", 1)
         process.send_signal(signal.SIGHUP)
         code, out, err = self.finish(process)
         self.assertEqual((code, out), (0, "[0] fine\n"), err)
 
     def test_a_second_request_is_passed_on_and_orphans_nobody(self):
-        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
-                             'n=0; trap "n=\\$((n+1)); echo request \\$n" TERM; '
-                             'echo $$ > $NOTES/up.$RANK; while [ $n -lt 2 ]; do sleep 0.05; done')
+        process = self.start_bash(2, 'n=0; trap "n=\\$((n+1)); echo request \\$n" TERM; '
+                                  'echo $$ > $NOTES/up.$RANK; '
+                                  'while [ $n -lt 2 ]; do sleep 0.05; done')
         self.wait_notes("up", 2)
         process.terminate()
         time.sleep(0.5)
@@ -236,17 +234,17 @@ class StopRequests(Case):
 
     def test_a_child_that_outlives_its_shell_is_asked_once_and_has_the_grace(self):
         # The shell dies of SIGTERM at once; its child, the real program, is saving.
-        process = self.start("--standalone", "--nproc-per-node=1", "--no-python", "bash", "-c",
-                             '(n=0; trap "n=\\$((n+1))" TERM; echo $BASHPID > $NOTES/up.0; '
-                             'while [ $n = 0 ]; do sleep 0.05; done; sleep 1.5; echo saved after $n) & wait')
+        process = self.start_bash(1, '(n=0; trap "n=\\$((n+1))" TERM; echo $BASHPID > $NOTES/up.0; '
+                                  'while [ $n = 0 ]; do sleep 0.05; done; sleep 1.5; '
+                                  'echo saved after $n) & wait')
         self.wait_notes("up", 1)
         process.terminate()
         code, out, err = self.finish(process)
         self.assertEqual((code, out), (143, "[0] saved after 1\n"), err)
 
     def test_the_third_request_kills(self):
-        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
-                             'trap "" TERM; echo $$ > $NOTES/up.$RANK; while :; do sleep 0.05; done')
+        process = self.start_bash(2, 'trap "" TERM; echo $$ > $NOTES/up.$RANK; '
+                                  'while :; do sleep 0.05; done')
         self.wait_notes("up", 2)
         for _ in range(3):
             process.terminate()
@@ -256,8 +254,7 @@ class StopRequests(Case):
         self.assertIn("third request", err)
 
     def test_handled_signals_are_the_callers_choice(self):
-        process = self.start("--standalone", "--nproc-per-node=1", "--signals-to-handle=SIGUSR1",
-                             "--no-python", "bash", "-c", self.CATCH, env={"SIG": "USR1"})
+        process = self.start_bash(1, self.CATCH, "--signals-to-handle=SIGUSR1", env={"SIG": "USR1"})
         self.wait_notes("up", 1)
         process.send_signal(signal.SIGUSR1)
         code, out, _ = self.finish(process)
@@ -265,8 +262,9 @@ class StopRequests(Case):
 
 
 class Restarts(Case):
-    SCRIPT = ('echo "attempt $TORCHELASTIC_RESTART_COUNT port $MASTER_PORT max $TORCHELASTIC_MAX_RESTARTS"; '
-              '[ $RANK = 0 ] && [ $TORCHELASTIC_RESTART_COUNT -lt $GOOD ] && sleep 0.1 && exit 5; sleep 0.3')
+    SCRIPT = ('k=$TORCHELASTIC_RESTART_COUNT; '
+              'echo "attempt $k port $MASTER_PORT max $TORCHELASTIC_MAX_RESTARTS"; '
+              '[ $RANK = 0 ] && [ $k -lt $GOOD ] && sleep 0.1 && exit 5; sleep 0.3')
 
     def test_the_whole_group_is_restarted_with_a_fresh_port(self):
         logs = os.path.join(self.dir.name, "logs")
@@ -293,8 +291,8 @@ class Restarts(Case):
         self.assertEqual(err.count("rank 0 on"), 2)
 
     def test_a_stop_request_ends_the_pause(self):
-        process = self.start("--standalone", "--nproc-per-node=1", "--max-restarts=9", "--no-python",
-                             "bash", "-c", 'echo $$ > $NOTES/up.$TORCHELASTIC_RESTART_COUNT; exit 6')
+        process = self.start_bash(1, 'echo $$ > $NOTES/up.$TORCHELASTIC_RESTART_COUNT; exit 6',
+                                  "--max-restarts=9")
         self.wait_notes("up", 3)  # the next pause is of two seconds
         process.terminate()
         self.assertEqual(self.finish(process)[0], 143)
@@ -303,8 +301,8 @@ class Restarts(Case):
 class ErrorFiles(Case):
     def test_torchruns_forms(self):
         forms = {
-            '{"message": {"message": "Bad: thing", "extraInfo": {"py_callstack": "Trace\\n  line 7", '
-            '"timestamp": "1"}}}': ["Bad: thing", "  line 7"],
+            '{"message": {"message": "Bad: thing", "extraInfo": '
+            '{"py_callstack": "Trace\\n  line 7", "timestamp": "1"}}}': ["Bad: thing", "  line 7"],
             '{"message": "plain words", "timestamp": 12}': ["plain words"],
             '"a bare string"': ["a bare string"],
             '{"message": {"message": "from C++", "extraInfo": {"cpp_stack": ["f() at a.cpp:3"]}}}':
@@ -317,8 +315,9 @@ class ErrorFiles(Case):
             with self.subTest(text):
                 own = os.path.join(self.dir.name, "own.json")
                 code, _, err = self.bash(
-                    2, 'if [ $RANK = 1 ]; then printf "%s" "$TEXT" > $TORCHELASTIC_ERROR_FILE; exit 8; fi; '
-                    'sleep 300', env={"TEXT": text, "TORCHELASTIC_ERROR_FILE": own})
+                    2, '[ $RANK = 0 ] && sleep 300; '
+                    'printf "%s" "$TEXT" > $TORCHELASTIC_ERROR_FILE; exit 8',
+                    env={"TEXT": text, "TORCHELASTIC_ERROR_FILE": own})
                 self.assertEqual(code, 8, err)
                 self.assertIn("rank 1 on", err)
                 for words in wanted:
@@ -349,16 +348,15 @@ class ErrorFiles(Case):
         self.assertEqual(code, 9, err)
         self.assertIn("rank 1 on", err.split("\n")[0])
         self.assertIn("    cause", err)
-        self.assertRegex(err, r"failed after it:\n    rank 0 exited with code 1")
+        self.assertRegex(err, r"failed after it:\n    rank 0 exited with code 1, .* later: victim")
 
     def test_a_killed_rank_is_the_cause_though_its_victim_writes_a_file_in_the_same_second(self):
         script = (
             'if [ $RANK = 1 ]; then exec sleep 300; fi; '
             'echo $$ > $NOTES/up.$RANK; while [ -e /proc/$(cat $NOTES/pid) ]; do :; done; '
-            'printf \'{"message": {"message": "connection lost", "extraInfo": {"timestamp": "%s"}}}\' '
+            'printf \'{"message": {"message": "lost", "extraInfo": {"timestamp": "%s"}}}\' '
             '$(date +%s) > $TORCHELASTIC_ERROR_FILE; exit 1')
-        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
-                             "[ $RANK = 1 ] && echo $$ > $NOTES/pid; sleep 0.2; " + script)
+        process = self.start_bash(2, "[ $RANK = 1 ] && echo $$ > $NOTES/pid; sleep 0.2; " + script)
         self.wait_notes("up", 1)
         with open(os.path.join(self.notes, "pid")) as f:
             os.kill(int(f.read()), signal.SIGKILL)
@@ -371,7 +369,8 @@ class ErrorFiles(Case):
         flags = (f"--log-dir={logs}", "--rdzv-id=again", "--rdzv-backend=static", "--no-python")
         script = '[ -n "$OLD" ] && echo \'"old words"\' > $TORCHELASTIC_ERROR_FILE; exit 2'
         for old in ("1", ""):
-            process = self.start("--nproc-per-node=1", *flags, "bash", "-c", script, env={"OLD": old})
+            process = self.start("--nproc-per-node=1", *flags, "bash", "-c", script,
+                                 env={"OLD": old})
             code, _, err = self.finish(process)
             self.assertEqual(code, 2)
             self.assertEqual("old words" in err, bool(old), err)
@@ -380,8 +379,8 @@ class ErrorFiles(Case):
 class Surroundings(Case):
     def test_a_launcher_inside_a_launcher(self):
         process = self.start(
-            "--standalone", "--nproc-per-node=2", "--no-python", self.launcher(), "run", "--standalone",
-            "--nproc-per-node=2", "--no-python", "bash", "-c",
+            "--standalone", "--nproc-per-node=2", "--no-python", self.launcher(), "run",
+            "--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
             'n=0; trap "n=\\$((n+1))" TERM; echo $$ > $NOTES/up.$$; '
             'while [ $n = 0 ]; do sleep 0.05; done; sleep 0.5; echo signals $n')
         self.wait_notes("up", 4)
@@ -394,24 +393,25 @@ class Surroundings(Case):
     def test_an_inner_failure_is_the_outer_ones_too(self):
         own = os.path.join(self.dir.name, "own.json")
         code, _, err = self.run_ranks(
-            1, self.launcher(), "run", "--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
-            'if [ $RANK = 1 ]; then echo \'"the innermost words"\' > $TORCHELASTIC_ERROR_FILE; exit 6; fi; '
-            'sleep 300', flags=("--no-python",), env={"TORCHELASTIC_ERROR_FILE": own})
+            1, self.launcher(), "run", "--standalone", "--nproc-per-node=2", "--no-python", "bash",
+            "-c", '[ $RANK = 0 ] && sleep 300; '
+            'echo \'"the innermost words"\' > $TORCHELASTIC_ERROR_FILE; exit 6',
+            flags=("--no-python",), env={"TORCHELASTIC_ERROR_FILE": own})
         self.assertEqual(code, 6, err)
         with open(own) as f:
             self.assertIn("the innermost words", f.read())
 
     def test_more_ranks_than_the_usual_limit_of_files_allows(self):
-        process = self.start("--standalone", "--nproc-per-node=100", "--no-python", "bash", "-c",
-                             "ulimit -n", prefix=("bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash"))
+        process = self.start_bash(100, "ulimit -n",
+                                  prefix=("bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash"))
         code, out, err = self.finish(process, 60)
         self.assertEqual(code, 0, err)
         self.assertEqual(out.count("] 200\n"), 100)
 
     def test_threads_are_chosen_and_said_once(self):
-        process = self.start("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--no-python",
-                             "bash", "-c", 'echo threads $OMP_NUM_THREADS; sleep 0.2; '
-                             'exit $((1 - TORCHELASTIC_RESTART_COUNT))', prefix=("env", "-u", "OMP_NUM_THREADS"))
+        process = self.start_bash(2, 'echo threads $OMP_NUM_THREADS; sleep 0.2; '
+                                  'exit $((1 - TORCHELASTIC_RESTART_COUNT))', "--max-restarts=1",
+                                  prefix=("env", "-u", "OMP_NUM_THREADS"))
         code, out, err = self.finish(process)
         self.assertEqual(code, 0, err)
         self.assertEqual(err.count("OMP_NUM_THREADS="), 1, err)
@@ -419,8 +419,7 @@ class Surroundings(Case):
         self.assertEqual(out.count(f"threads {chosen}\n"), 4)
 
     def test_ranks_survive_a_launcher_that_is_merely_stopped(self):
-        process = self.start("--standalone", "--nproc-per-node=2", "--no-python", "bash", "-c",
-                             'echo $$ > $NOTES/up.$RANK; sleep 1; echo fine')
+        process = self.start_bash(2, 'echo $$ > $NOTES/up.$RANK; sleep 1; echo fine')
         self.wait_notes("up", 2)
         process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)

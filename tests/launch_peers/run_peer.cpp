@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <lockstep/run.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <csignal>
@@ -17,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/core/control.h"
 #include "lockstep/core/error.h"
 
 namespace {
@@ -45,14 +45,22 @@ void all_reduce(World& world) {
   throw std::logic_error("unknown way to fail");
 }
 
+volatile std::sig_atomic_t g_asked_to_stop = 0;
+
+// Saves when it is asked to stop, and knows the launcher's stop after a failure from that.
+void compute() {
+  for (int step = 0; step < 6000; ++step) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    if (g_asked_to_stop != 0 && !lockstep::control::failure()) say("saving");
+  }
+}
+
 int fails(const std::string& how, int who) {
   return lockstep::run([&](World& world) {
-    // As a program does that saves when it is asked to stop.
-    std::signal(SIGTERM, [](int) { (void)!::write(STDOUT_FILENO, "saving\n", 7); });
+    std::signal(SIGTERM, [](int) { g_asked_to_stop = 1; });
     all_reduce(world);
     if (world.rank() == who) fail_deep_inside(how);
-    if (std::getenv("PEER_COMPUTES") != nullptr)
-      std::this_thread::sleep_for(std::chrono::seconds(60));
+    if (std::getenv("PEER_COMPUTES") != nullptr) compute();
     all_reduce(world);
     world.barrier();
     say("not reached");

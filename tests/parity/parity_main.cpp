@@ -2,6 +2,7 @@
 //
 //   parity train INPUTS CASES OUT      every case of a file, as a rank of whatever world started it
 //   parity single INPUTS OUT           optimizers and GPT, in one process
+//   parity optimizers INPUTS OUT       the optimizers on the GPU
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -15,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/device.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
 #include "tests/parity/parity_models.h"
@@ -27,8 +29,7 @@ using lockstep::models::Gpt;
 using lockstep::models::GptConfig;
 
 constexpr int kSteps = 20;
-const GptConfig kGpt{
-    .n_layer = 4, .n_head = 2, .n_embd = 32, .vocab_size = 61, .n_positions = 16};
+const GptConfig kGpt{.n_layer = 4, .n_head = 2, .n_embd = 32, .vocab_size = 61, .n_positions = 16};
 
 // One line of the cases file: name=value words, as Case.line() writes them.
 class Case {
@@ -82,8 +83,8 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
                                                         std::vector<at::Tensor> parameters) {
   using namespace lockstep::optim;
   if (name == "sgd") {
-    return std::make_unique<SGD>(
-        std::move(parameters), SGDOptions{.lr = 0.05, .momentum = 0.9, .weight_decay = 1e-3});
+    return std::make_unique<SGD>(std::move(parameters),
+                                 SGDOptions{.lr = 0.05, .momentum = 0.9, .weight_decay = 1e-3});
   }
   return std::make_unique<AdamW>(std::move(parameters),
                                  AdamWOptions{.lr = 1e-3, .weight_decay = 1e-2});
@@ -168,7 +169,10 @@ int run_cases(const std::string& directory, const std::string& cases, const std:
         for (const auto& c : read_cases(cases)) {
           const auto place =
               std::filesystem::path(out) / c.text("name") / fmt::format("rank{}", world.rank());
-          write_tensors(place, train(c, world, inputs));
+          auto result = train(c, world, inputs);
+          // Replicas are equal: verify_replicas() was called.
+          if (!world.is_leader()) result = {{"losses", result.at("losses")}};
+          write_tensors(place, result);
         }
       },
       {.device = c10::Device(c10::kCPU)});
@@ -228,12 +232,11 @@ void run_gpt(const Tensors& inputs, const std::filesystem::path& place) {
   write_tensors(place, result);
 }
 
-int run_single(const std::filesystem::path& directory, const std::filesystem::path& out) {
+void run_optimizers(const Tensors& inputs, const std::filesystem::path& out) {
   using lockstep::optim::AdamW;
   using lockstep::optim::AdamWOptions;
   using lockstep::optim::SGD;
   using lockstep::optim::SGDOptions;
-  const auto inputs = read_tensors(directory / "optimizers");
   const std::map<std::string, AdamWOptions> adamw{
       {"adamw", {.lr = 0.01}},
       {"adamw-betas", {.lr = 0.1, .betas = {0.8, 0.95}, .eps = 1e-6, .weight_decay = 0.1}},
@@ -246,7 +249,19 @@ int run_single(const std::filesystem::path& directory, const std::filesystem::pa
       {"sgd-nesterov", {.lr = 0.1, .momentum = 0.9, .nesterov = true}}};
   for (const auto& [name, options] : adamw) run_optimizer<AdamW>(inputs, options, out / name);
   for (const auto& [name, options] : sgd) run_optimizer<SGD>(inputs, options, out / name);
+}
+
+int run_single(const std::filesystem::path& directory, const std::filesystem::path& out) {
+  run_optimizers(read_tensors(directory / "optimizers"), out);
   run_gpt(read_tensors(directory / "training"), out / "gpt");
+  return 0;
+}
+
+int run_on_gpu(const std::filesystem::path& directory, const std::filesystem::path& out) {
+  lockstep::load_cuda();
+  auto inputs = read_tensors(directory / "optimizers");
+  for (auto& [name, tensor] : inputs) tensor = tensor.to(at::kCUDA);
+  run_optimizers(inputs, out);
   return 0;
 }
 
@@ -260,6 +275,8 @@ int main(int argc, char** argv) {
     return parity::run_cases(words[1], words[2], words[3]);
   }
   if (words.size() == 3 && words[0] == "single") return parity::run_single(words[1], words[2]);
-  fmt::print(stderr, "usage: parity train INPUTS CASES OUT | parity single INPUTS OUT\n");
+  if (words.size() == 3 && words[0] == "optimizers") return parity::run_on_gpu(words[1], words[2]);
+  fmt::print(stderr,
+             "usage: parity train INPUTS CASES OUT | parity single|optimizers INPUTS OUT\n");
   return 2;
 }

@@ -50,7 +50,7 @@ inline void write_tensors(const std::filesystem::path& directory, const Tensors&
   std::filesystem::create_directories(directory);
   std::ofstream index(directory / "index.txt");
   for (const auto& [name, tensor] : tensors) {
-    const auto data = tensor.detach().contiguous();
+    const auto data = tensor.detach().cpu().contiguous();
     index << name << ' ' << name_of(data.scalar_type());
     for (const auto size : data.sizes()) index << ' ' << size;
     index << '\n';

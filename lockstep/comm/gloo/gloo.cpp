@@ -1,12 +1,11 @@
 #include "lockstep/comm/gloo/gloo.h"
 
-#include <cstdlib>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-
 #include <atomic>
+#include <cstdlib>
 #include <list>
 #include <mutex>
 #include <thread>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
 #include "lockstep/core/env.h"
@@ -33,14 +32,22 @@ class Group : public c10d::ProcessGroupGloo {
 
 c10d::ReduceOp::RedOpType translate(ReduceOp op) {
   switch (op) {
-    case ReduceOp::kSum: return c10d::ReduceOp::SUM;
-    case ReduceOp::kAvg: return c10d::ReduceOp::AVG;
-    case ReduceOp::kMin: return c10d::ReduceOp::MIN;
-    case ReduceOp::kMax: return c10d::ReduceOp::MAX;
-    case ReduceOp::kProduct: return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::kAnd: return c10d::ReduceOp::BAND;
-    case ReduceOp::kOr: return c10d::ReduceOp::BOR;
-    case ReduceOp::kXor: return c10d::ReduceOp::BXOR;
+    case ReduceOp::kSum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::kAvg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::kMin:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::kMax:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::kProduct:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::kAnd:
+      return c10d::ReduceOp::BAND;
+    case ReduceOp::kOr:
+      return c10d::ReduceOp::BOR;
+    case ReduceOp::kXor:
+      return c10d::ReduceOp::BXOR;
   }
   LOCKSTEP_ASSERT(false);
   return c10d::ReduceOp::UNUSED;
@@ -86,6 +93,18 @@ class Waiter {
   std::thread thread_;
 };
 
+// Kept for ever, and findable, so that a leak checker sees intent.
+void leave_behind(c10::intrusive_ptr<Group> group, std::list<Waiter> waiters) {
+  struct Left {
+    c10::intrusive_ptr<Group> group;
+    std::list<Waiter> waiters;
+  };
+  static std::mutex mutex;
+  static auto& all = *new std::list<Left>;
+  const std::lock_guard lock(mutex);
+  all.push_back({std::move(group), std::move(waiters)});
+}
+
 class GlooBackend : public Backend {
  public:
   explicit GlooBackend(const Options& options)
@@ -94,19 +113,17 @@ class GlooBackend : public Backend {
         group_(connect(options)),
         pending_(std::make_shared<std::atomic<int>>(0)) {}
 
-  // Never waits for a peer: a group with operations under way has threads that sit in them, so it is
-  // left behind on purpose (the process is on its way out or the world was abandoned).
+  // Never waits for a peer: a group with operations under way has threads that sit in them, so it
+  // is left behind on purpose (the process is on its way out or the world was abandoned).
   ~GlooBackend() override {
     if (on_worker_thread) {
-      static_cast<void>(group_.release());
-      static_cast<void>(new std::list<Waiter>(std::move(waiters_)));
+      leave_behind(std::move(group_), std::move(waiters_));
       return;
     }
     waiters_.clear();
-    if (*pending_ != 0) {
-      group_->close_connections();
-      static_cast<void>(group_.release());
-    }
+    if (*pending_ == 0) return;
+    group_->close_connections();
+    leave_behind(std::move(group_), {});
   }
 
   const std::string& name() const override {
@@ -122,12 +139,15 @@ class GlooBackend : public Backend {
       case at::kByte:
       case at::kChar:
       case at::kInt:
-      case at::kLong: return op != ReduceOp::kAvg;
+      case at::kLong:
+        return op != ReduceOp::kAvg;
       case at::kHalf:
       case at::kBFloat16:
       case at::kFloat:
-      case at::kDouble: return !bits;
-      default: return false;
+      case at::kDouble:
+        return !bits;
+      default:
+        return false;
     }
   }
 
@@ -157,8 +177,8 @@ class GlooBackend : public Backend {
     follow(state, group_->_allgather_base(output, input));
   }
 
-  // LibTorch's own reduce_scatter over gloo is an all_reduce too, but one that tells nobody when it is
-  // done; so it is spelled out here.
+  // LibTorch's own reduce_scatter over gloo is an all_reduce too, but one that tells nobody when it
+  // is done; so it is spelled out here.
   void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
                       ReduceOp op) override {
     at::Tensor all = input.clone();
@@ -247,7 +267,8 @@ class GlooBackend : public Backend {
     } else {
       group_options->devices.push_back(Group::createDeviceForHostname(options.address));
     }
-    auto group = c10::make_intrusive<Group>(options.store, options.rank, options.size, group_options);
+    auto group =
+        c10::make_intrusive<Group>(options.store, options.rank, options.size, group_options);
     group->setTimeout(options.timeout + kMargin);
     return group;
   }
@@ -263,8 +284,9 @@ class GlooBackend : public Backend {
           } catch (...) {
             error = std::current_exception();
           }
-          state->complete(error);
+          // Before the waiter is released: it may drop the world at once.
           --*pending;
+          state->complete(error);
           on_worker_thread = false;
         });
   }

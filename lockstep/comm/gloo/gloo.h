@@ -5,11 +5,10 @@
 // The constructor connects all ranks with each other, through the store, and blocks until they are.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <chrono>
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/comm/backend.h"
 

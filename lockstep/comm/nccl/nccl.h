@@ -3,10 +3,10 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/comm/backend.h"
 

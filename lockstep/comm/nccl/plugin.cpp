@@ -41,7 +41,9 @@ class ScopedEnvironment {
   std::vector<std::pair<std::string, std::optional<std::string>>> saved_;
 };
 
-void set_device(int index) { c10::cuda::set_device(static_cast<c10::DeviceIndex>(index)); }
+void set_device(int index) {
+  c10::cuda::set_device(static_cast<c10::DeviceIndex>(index));
+}
 
 c10::intrusive_ptr<c10d::Backend> make_group(const GroupOptions& options) {
   // Nobody but us ends an operation or the process: no error handling that tears down, no monitor

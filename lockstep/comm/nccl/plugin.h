@@ -1,13 +1,12 @@
 // The boundary between Lockstep and its CUDA plug-in (liblockstep_cuda.so).
 //
-// The plug-in is the only part that is linked to libtorch_cuda. It is opened at run time and gives a
-// table of functions; it needs no symbol of ours, only LibTorch's.
+// The plug-in is the only part that is linked to libtorch_cuda. It is opened at run time and gives
+// a table of functions; it needs no symbol of ours, only LibTorch's.
 #pragma once
 
+#include <chrono>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include <chrono>
 
 namespace lockstep::detail::nccl {
 

@@ -1,0 +1,339 @@
+// Worlds of processes: meeting, dying, and what the survivors say.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <torch/cuda.h>
+
+#include <cstdio>
+#include <thread>
+
+#include "lockstep/comm/device.h"
+#include "lockstep/comm/nccl/nccl.h"
+#include "lockstep/comm/world.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/testing/processes.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using testing::ProcessOptions;
+using testing::RankResult;
+using testing::run_bare_processes;
+using testing::run_processes;
+using testing::RunningRanks;
+using Clock = std::chrono::steady_clock;
+
+void expect_success(const std::vector<RankResult>& ranks) {
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank)
+    EXPECT_EQ(ranks[rank].exit_code, 0) << "rank " << rank << ": " << ranks[rank].output;
+}
+
+void say(const char* text) {
+  std::printf("%s\n", text);
+  std::fflush(stdout);
+}
+
+// Until the test ends this process, or a bound.
+void sleep_long() {
+  std::this_thread::sleep_for(seconds(60));
+}
+
+TEST(ProcessWorld, MeetsFromTheEnvironment) {
+  for (const int size : {1, 2, 4}) {
+    expect_success(run_processes(size,
+                                 [size](World& world) {
+                                   EXPECT_EQ(world.size(), size);
+                                   EXPECT_EQ(world.sum(world.rank() + 1), size * (size + 1) / 2.0);
+                                   EXPECT_EQ(world.local_rank(), world.rank());
+                                   EXPECT_EQ(world.device(), c10::Device(c10::kCPU));
+                                 },
+                                 {.env = {{"LOCKSTEP_DEVICE", "cpu"}}}));
+  }
+}
+
+TEST(ProcessWorld, ExplainsItsChoiceInOneLine) {
+  const auto ranks = run_processes(2, [](World&) {}, {.env = {{"LOCKSTEP_DEVICE", "cpu"}}});
+  expect_success(ranks);
+  EXPECT_THAT(ranks[0].output, HasSubstr("backend gloo: LOCKSTEP_DEVICE=cpu"));
+  EXPECT_THAT(ranks[1].output, Not(HasSubstr("backend gloo")));
+}
+
+TEST(ProcessWorld, PortThatIsTaken) {
+  ProcessOptions options;
+  options.hold_port = false;
+  options.env["LOCKSTEP_STARTUP_TIMEOUT_S"] = "2";
+  // The test still listens on the port: rank 0 says so.
+  const auto ranks = run_processes(2, [](World&) {}, options);
+  EXPECT_EQ(ranks[0].exit_code, 1);
+  EXPECT_THAT(ranks[0].output, AllOf(HasSubstr("rank 0 cannot open the store at 127.0.0.1:"),
+                                     HasSubstr("MASTER_PORT")));
+}
+
+TEST(ProcessWorld, TwoWorldsInOneProcess) {
+  expect_success(run_processes(3, [](World& world) {
+    World second = World::from_env();
+    EXPECT_EQ(second.sum(1), 3);
+    EXPECT_EQ(world.sum(2), 6);
+  }));
+}
+
+TEST(ProcessWorld, OneAfterTheOther) {
+  expect_success(run_bare_processes(2, [] {
+    for (int i = 0; i < 3; ++i) {
+      World world = World::from_env();
+      EXPECT_EQ(world.sum(1), 2);
+    }
+    // The last use of the store is over when this returns on every rank.
+    World::from_env().finish();
+  }));
+}
+
+TEST(ProcessWorld, ForcedBackendOfOne) {
+  expect_success(run_processes(1,
+                               [](World& world) {
+                                 EXPECT_EQ(world.backend(), "gloo");
+                                 at::Tensor x = at::ones({3});
+                                 world.all_reduce(x).wait();
+                                 EXPECT_TRUE(at::equal(x, at::ones({3})));
+                                 world.barrier();
+                               },
+                               {.env = {{"LOCKSTEP_BACKEND", "gloo"}}}));
+}
+
+TEST(ProcessWorld, LateRankIsWaitedFor) {
+  for (const int late : {0, 1}) {
+    expect_success(run_bare_processes(2, [late] {
+      if (env::get_int("RANK") == late) std::this_thread::sleep_for(milliseconds(1500));
+      World world = World::from_env();
+      EXPECT_EQ(world.sum(1), 2);
+      world.finish();
+    }));
+  }
+}
+
+TEST(ProcessWorld, MissingRankEndsStartUp) {
+  const auto begin = Clock::now();
+  const auto ranks = run_bare_processes(3,
+                                        [] {
+                                          if (env::get_int("RANK") == 2) return;
+                                          World::from_env();
+                                        },
+                                        {.env = {{"LOCKSTEP_STARTUP_TIMEOUT_S", "1"}}});
+  EXPECT_EQ(ranks[0].exit_code, 1);
+  EXPECT_THAT(ranks[0].output, HasSubstr("rank 0: rank 2 of 3 did not come within 1 s"));
+  EXPECT_EQ(ranks[1].exit_code, 1);
+  EXPECT_THAT(ranks[1].output, HasSubstr("rank 1: rank 2 of 3 did not come within 1 s"));
+  EXPECT_EQ(ranks[2].exit_code, 0);
+  EXPECT_LT(Clock::now() - begin, seconds(60));
+}
+
+TEST(ProcessWorld, DifferentOptionsReachEveryRank) {
+  const auto ranks = run_bare_processes(
+      3, [] { World::from_env({.options_hash = env::get_int("RANK") == 2 ? "other" : "same"}); });
+  for (const auto& rank : ranks) {
+    EXPECT_EQ(rank.exit_code, 2);
+    EXPECT_THAT(rank.output, HasSubstr("rank 2 has options other, but rank 0 has same."));
+  }
+}
+
+TEST(ProcessWorld, NoStoreEndsStartUp) {
+  const auto ranks = run_bare_processes(
+      2,
+      [] {
+        if (env::get_int("RANK") == 0) return;
+        World::from_env();
+      },
+      {.env = {{"LOCKSTEP_STARTUP_TIMEOUT_S", "1"}, {"MASTER_PORT", "9"}}, .hold_port = false});
+  EXPECT_EQ(ranks[1].exit_code, 1);
+  EXPECT_THAT(ranks[1].output, HasSubstr("rank 1: no store at 127.0.0.1:9 within 1 s"));
+}
+
+// A rank that sits in a collective while its peer is killed.
+std::vector<RankResult> kill_one_of_three(bool control, const std::string& announce) {
+  ProcessOptions options;
+  options.control = control;
+  options.timeout = seconds(60);
+  options.meanwhile = [announce](RunningRanks& ranks) {
+    for (int rank = 0; rank < 3; ++rank) ranks.wait_for(rank, "ready");
+    ranks.kill(2, SIGKILL);
+    if (!announce.empty()) ranks.announce_failure(2, announce);
+  };
+  return run_processes(
+      3,
+      [](World& world) {
+        world.barrier();
+        say("ready");
+        if (world.rank() == 2) sleep_long();
+        at::Tensor x = at::ones({100});
+        world.all_reduce(x).wait();
+      },
+      options);
+}
+
+TEST(ProcessWorld, KilledPeerWithoutLauncher) {
+  const auto begin = Clock::now();
+  const auto ranks = kill_one_of_three(false, "");
+  EXPECT_LT(Clock::now() - begin, seconds(30));
+  EXPECT_EQ(ranks[2].signal, SIGKILL);
+  for (const int rank : {0, 1}) {
+    const auto& result = ranks[static_cast<std::size_t>(rank)];
+    EXPECT_FALSE(result.timed_out);
+    EXPECT_EQ(result.exit_code, 1);
+    EXPECT_THAT(result.output, AllOf(HasSubstr("all_reduce #2 (Float, 100 elements) failed after"),
+                                     HasSubstr(" ms: ")));
+  }
+}
+
+TEST(ProcessWorld, KilledPeerWithTheLaunchersWord) {
+  const auto begin = Clock::now();
+  const auto ranks = kill_one_of_three(true, "killed by SIGKILL");
+  EXPECT_LT(Clock::now() - begin, seconds(30));
+  for (const int rank : {0, 1}) {
+    const auto& result = ranks[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(result.exit_code, 1);
+    EXPECT_THAT(result.output, HasSubstr("rank 2 on here failed: killed by SIGKILL."));
+  }
+}
+
+TEST(ProcessWorld, LaunchersWordEndsAWaitAtOnce) {
+  ProcessOptions options;
+  options.control = true;
+  options.timeout = seconds(60);
+  // Rank 1 is only stopped: no connection breaks, nothing but the word tells of it.
+  options.meanwhile = [](RunningRanks& ranks) {
+    ranks.wait_for(0, "ready");
+    ranks.wait_for(1, "ready");
+    ranks.kill(1, SIGSTOP);
+    ranks.announce_failure(1, "stopped by SIGSTOP");
+    ranks.wait_for(0, "after");
+    ranks.kill(1, SIGKILL);
+  };
+  const auto ranks = run_processes(
+      2,
+      [](World& world) {
+        world.barrier();
+        say("ready");
+        if (world.rank() == 1) sleep_long();
+        const auto begin = Clock::now();
+        try {
+          world.recv(at::zeros({1}), 1).wait();
+        } catch (const CommError& e) {
+          std::printf("after %d ms: %s\n", int((Clock::now() - begin) / milliseconds(1)), e.what());
+          std::fflush(stdout);
+          EXPECT_LT(Clock::now() - begin, seconds(10));
+        }
+        throw std::runtime_error("the world is gone");
+      },
+      options);
+  EXPECT_THAT(ranks[0].output,
+              AllOf(HasSubstr("recv #1"), HasSubstr("rank 1 on here failed: stopped by SIGSTOP.")));
+}
+
+TEST(ProcessWorld, LaunchersWordEndsStartUp) {
+  ProcessOptions options;
+  options.control = true;
+  options.timeout = seconds(60);
+  options.meanwhile = [](RunningRanks& ranks) {
+    ranks.wait_for(0, "starting");
+    ranks.announce_failure(1, "exit code 3");
+  };
+  const auto ranks = run_bare_processes(
+      2,
+      [] {
+        if (env::get_int("RANK") == 1) return;
+        say("starting");
+        World::from_env();
+      },
+      options);
+  EXPECT_EQ(ranks[0].exit_code, 1);
+  EXPECT_THAT(ranks[0].output, AllOf(HasSubstr("was given up"), HasSubstr("exit code 3")));
+}
+
+TEST(ProcessWorld, DebugModePrintsBothSides) {
+  const auto ranks = run_processes(3,
+                                   [](World& world) {
+                                     world.sum(1);
+                                     at::Tensor x = at::ones({4, 2});
+                                     at::Tensor y = at::ones({4, 3});
+                                     if (world.rank() == 1) {
+                                       world.broadcast(y, 0).wait();
+                                     } else {
+                                       world.all_reduce(x).wait();
+                                     }
+                                   },
+                                   {.env = {{"LOCKSTEP_DEBUG", "1"}}});
+  for (const auto& rank : ranks) {
+    EXPECT_EQ(rank.exit_code, 1);
+    EXPECT_THAT(rank.output, AllOf(HasSubstr("ranks call different operations"),
+                                   HasSubstr("#2 all_reduce Float [4, 2] sum"),
+                                   HasSubstr("rank 1: #2 broadcast Float [4, 3] root 0")));
+  }
+}
+
+TEST(ProcessWorld, DebugModeLetsEqualCallsPass) {
+  expect_success(run_processes(2,
+                               [](World& world) {
+                                 EXPECT_EQ(world.sum(1), 2);
+                                 at::Tensor x = at::ones({3});
+                                 world.all_reduce(x).wait();
+                                 world.barrier();
+                                 EXPECT_EQ(world.all_gather(std::string("ab")).size(), 2u);
+                               },
+                               {.env = {{"LOCKSTEP_DEBUG", "1"}}}));
+}
+
+TEST(ProcessWorld, DesyncEndsInTimeoutError) {
+  const auto bin = env::get("LOCKSTEP_BIN");
+  if (!bin) GTEST_SKIP() << "LOCKSTEP_BIN is not set";
+  const auto ranks = testing::run_program(
+      2, {*bin + "/tests/desync"},
+      {.env = {{"LOCKSTEP_TIMEOUT_S", "1"}, {"LOCKSTEP_DEVICE", "cpu"}}, .timeout = seconds(60)});
+  expect_success(ranks);
+  EXPECT_THAT(ranks[0].output, HasSubstr("TimeoutError after"));
+}
+
+TEST(ProcessWorld, ConformanceQuickly) {
+  const auto bin = env::get("LOCKSTEP_BIN");
+  if (!bin) GTEST_SKIP() << "LOCKSTEP_BIN is not set";
+  const auto ranks =
+      testing::run_program(3, {*bin + "/tests/conformance", "--world-from-env", "--quick"},
+                           {.env = {{"LOCKSTEP_DEVICE", "cpu"}}});
+  expect_success(ranks);
+  EXPECT_THAT(ranks[0].output, HasSubstr("conformance: passed"));
+}
+
+TEST(ProcessWorld, WrongPlugin) {
+  if (!detail::nccl::built()) GTEST_SKIP() << "this build has no CUDA plug-in";
+  const auto ranks = run_bare_processes(1, [] { load_cuda(); },
+                                        {.env = {{"LOCKSTEP_CUDA_PLUGIN", "/nowhere/x.so"}}});
+  EXPECT_EQ(ranks[0].exit_code, 2);
+  EXPECT_THAT(ranks[0].output, AllOf(HasSubstr("[nccl] the CUDA plug-in cannot be loaded"),
+                                     HasSubstr("LOCKSTEP_CUDA_PLUGIN")));
+}
+
+TEST(ProcessWorld, PluginBringsCuda) {
+  const auto ranks = run_bare_processes(1, [] {
+    load_cuda();
+    EXPECT_EQ(static_cast<int>(torch::cuda::device_count()), cuda_device_count());
+    EXPECT_EQ(torch::cuda::is_available(), cuda_device_count() > 0);
+    EXPECT_TRUE(at::detail::getCUDAHooks().hasCUDART());
+    say("loaded");
+  });
+  if (detail::nccl::built()) {
+    expect_success(ranks);
+    EXPECT_THAT(ranks[0].output, HasSubstr("loaded"));
+  } else {
+    EXPECT_EQ(ranks[0].exit_code, 2);
+    EXPECT_THAT(ranks[0].output, HasSubstr("this build has no CUDA plug-in"));
+  }
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,132 @@
+// DistributedDataParallel on CUDA tensors over nccl: every check compares ranks, or CUDA with CPU.
+// Prints one line per check and ends with "gpu: all checks passed" on rank 0.
+#include <torch/torch.h>
+
+#include <cstdio>
+
+#include "lockstep/lockstep.h"
+#include "lockstep/models/gpt.h"
+
+namespace {
+
+using lockstep::World;
+
+void require(bool ok, const char* what) {
+  if (!ok) throw std::runtime_error(std::string("check failed: ") + what);
+}
+
+void said(const World& world, const char* what) {
+  if (!world.is_leader()) return;
+  std::printf("gpu: %s\n", what);
+  std::fflush(stdout);
+}
+
+bool same_on_all(World& world, const at::Tensor& t) {
+  bool same = true;
+  const auto parts = world.all_gather(t);
+  for (const auto& part : parts) same &= part.equal(parts[0]);
+  return same;
+}
+
+void train_gpt(World& world, bool checkpointed) {
+  torch::manual_seed(world.rank());
+  lockstep::models::Gpt net(lockstep::models::GptConfig{
+      .n_layer = 3, .n_head = 4, .n_embd = 128, .vocab_size = 512, .n_positions = 64});
+  net->to(world.device());
+  if (checkpointed) net->run_blocks_with(lockstep::checkpoint);
+  lockstep::DistributedDataParallel model{
+      net, world, {.bucket_cap_mb = 0.5, .force_reducer = true}};
+  lockstep::optim::AdamW optimizer{model.parameters(), {.lr = 1e-3}};
+  const auto ids = torch::randint(512, {4, 64}, torch::dtype(torch::kLong).device(world.device()));
+  double first = 0, last = 0;
+  for (int step = 0; step < 30; ++step) {
+    std::optional<lockstep::NoSync> guard;
+    if (step % 3 == 1) guard.emplace(model.no_sync());
+    const auto loss = lockstep::models::next_token_loss(model(ids), ids);
+    loss.backward();
+    if (guard) continue;
+    optimizer.step();
+    optimizer.zero_grad();
+    last = world.mean(loss.item<double>());
+    if (step == 0) first = last;
+  }
+  require(last < first - 0.1, "the loss falls");
+  model.verify_replicas();
+  said(world, checkpointed ? "checkpointed GPT trains, replicas identical"
+                           : "GPT trains, replicas identical");
+}
+
+struct Branches : torch::nn::Module {
+  Branches() {
+    left = register_module("left", torch::nn::Linear(8, 8));
+    right = register_module("right", torch::nn::Linear(8, 8));
+    host = register_module("host", torch::nn::Linear(8, 8));  // stays on the CPU
+  }
+  at::Tensor forward(const at::Tensor& x, bool to_left) {
+    const auto h = to_left ? left(x) : right(x);
+    return host(h.cpu());
+  }
+  torch::nn::Linear left{nullptr}, right{nullptr}, host{nullptr};
+};
+
+void unused_and_mixed_devices(World& world) {
+  auto net = std::make_shared<Branches>();
+  net->left->to(world.device());
+  net->right->to(world.device());
+  lockstep::DistributedDataParallel model{
+      net, world, {.find_unused_parameters = true, .force_reducer = true}};
+  for (int step = 0; step < 3; ++step) {
+    net->zero_grad();
+    model(torch::ones({2, 8}, world.device()), world.rank() == 0).sum().backward();
+    require(same_on_all(world, net->left->weight.grad()), "left gradient");
+    require(same_on_all(world, net->host->weight.grad()), "CPU parameter's gradient");
+    require(net->right->weight.grad().defined() == (world.size() > 1), "right gradient");
+  }
+  said(world, "unused parameters and parameters on two devices");
+}
+
+void sync_batch_norm(World& world) {
+  torch::manual_seed(3);
+  const auto whole = torch::randn({2 * world.size(), 4, 5}) * 2 + 3;
+  torch::nn::BatchNorm1d plain(4);
+  const auto expected = plain(whole).narrow(0, 2 * world.rank(), 2);
+  lockstep::nn::SyncBatchNorm1d norm(world, torch::nn::BatchNormOptions(4));
+  norm->to(world.device());
+  const auto x = whole.narrow(0, 2 * world.rank(), 2).to(world.device()).set_requires_grad(true);
+  const auto y = norm(x);
+  y.square().sum().backward();
+  require(at::allclose(y.cpu(), expected, 1e-4, 1e-5), "SyncBatchNorm forward");
+  require(at::allclose(norm->running_var.cpu(), plain->running_var, 1e-4, 1e-5), "running_var");
+  said(world, "SyncBatchNorm equals the whole batch");
+}
+
+void join_and_hooks(World& world) {
+  torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 2));
+  net->to(world.device());
+  lockstep::DistributedDataParallel model{net, world, {.force_reducer = true}};
+  model.register_comm_hook(lockstep::hooks::bf16_compress());
+  model.join([&] {
+    for (int step = 0; step <= world.rank(); ++step) {
+      model(torch::ones({2, 4}, world.device())).sum().backward();
+      torch::NoGradGuard no_grad;
+      for (auto& p : net->parameters()) p.sub_(p.grad(), 0.01);
+      net->zero_grad();
+    }
+  });
+  model.verify_replicas();
+  said(world, "join with uneven inputs, bf16 hook");
+}
+
+}  // namespace
+
+int main() {
+  return lockstep::run([](World& world) {
+    require(world.device().is_cuda(), "the device is a GPU");
+    train_gpt(world, false);
+    train_gpt(world, true);
+    unused_and_mixed_devices(world);
+    sync_batch_norm(world);
+    join_and_hooks(world);
+    said(world, "all checks passed");
+  });
+}

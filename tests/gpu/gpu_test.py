@@ -1,0 +1,57 @@
+"""What needs a GPU: nccl with one rank, and with two ranks that share one. Skipped without one."""
+import os
+import subprocess
+import sys
+import time
+
+BIN = os.environ["LOCKSTEP_BIN"]
+
+
+def gpus():
+    try:
+        out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return 0
+    return out.count("GPU ")
+
+
+def run(label, ranks, program, expect, env=None, timeout=300):
+    # NCCL refuses two ranks on one device of one host; it believes them to be on two.
+    command = [f"{BIN}/lockstep", "run", "--standalone", f"--nproc-per-node={ranks}",
+               "bash", "-c", 'NCCL_HOSTID=host$RANK exec "$0" "$@"', *program]
+    shared = {"LOCKSTEP_DEVICE": "cuda:0", "LOCKSTEP_BACKEND": "nccl"}
+    if ranks > 1:
+        shared.update({"LOCKSTEP_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo"})
+    start = time.monotonic()
+    done = subprocess.run(command, env=dict(os.environ, **shared, **(env or {})),
+                          capture_output=True, text=True, timeout=timeout)
+    seconds = time.monotonic() - start
+    output = done.stdout + done.stderr
+    ok = done.returncode == 0 and all(text in output for text in expect)
+    verdict = "ok    " if ok else "FAILED"
+    print(f"{verdict} {label} ({seconds:.1f} s, exit code {done.returncode})", flush=True)
+    if not ok or "-v" in sys.argv:
+        print(output, flush=True)
+    return ok
+
+
+def main():
+    if gpus() == 0:
+        print("SKIPPED: no GPU on this machine")
+        return 77
+    results = [
+        run("example 03, one rank", 1, [f"{BIN}/examples/03_mlp"], ["replicas identical", "nccl"]),
+        run("DDP on CUDA, one rank", 1, [f"{BIN}/tests/gpu_ddp"], ["all checks passed"]),
+        run("DDP on CUDA, two ranks on one GPU", 2, [f"{BIN}/tests/gpu_ddp"],
+            ["all checks passed"]),
+        run("conformance, two nccl ranks", 2, [f"{BIN}/tests/conformance", "--world-from-env"], [],
+            {"LOCKSTEP_CONFORMANCE_BACKEND": "nccl"}),
+        run("desync ends in TimeoutError", 2, [f"{BIN}/tests/desync"], ["TimeoutError"],
+            {"LOCKSTEP_TIMEOUT_S": "5"}),
+        run("desync with the host in the stream", 2, [f"{BIN}/tests/desync", "stream"],
+            ["TimeoutError"], {"LOCKSTEP_TIMEOUT_S": "5"}),
+    ]
+    return 0 if all(results) else 1
+
+
+sys.exit(main())

@@ -1,0 +1,158 @@
+"""A real SLURM of two nodes on this machine, and our program as its tasks.
+
+Needs Debian's slurm-wlm and munge and root; without them the test is skipped (77). Everything it
+starts runs in the foreground as its own child and is ended by its process id.
+"""
+
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+from peer import HELLO, LOCKSTEP, environment, hello_lines, run, world_of
+
+TOOLS = ["munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol"]
+
+# Nodes are named by addresses, so that "the first host of the node list" resolves anywhere.
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool_%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd_%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+JobAcctGatherType=jobacct_gather/none
+NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
+NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def which(tool):
+    return shutil.which(tool, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+class Cluster:
+    def __init__(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="lockstep_slurm_"))
+        self.daemons = []
+        self.log = open(self.folder / "daemons.log", "w")
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        (self.folder / "state").mkdir()
+        config = self.folder / "slurm.conf"
+        config.write_text(CONFIG.format(host=socket.gethostname(), folder=self.folder,
+                                        ports=free_ports(3)))
+        self.config = str(config)
+        munge = {name: f"{self.folder}/{file}" for name, file in [
+            ("key", "munge.key"), ("socket", "munge.sock"), ("pid", "munged.pid"),
+            ("log", "munged.log"), ("seed", "munge.seed")]}
+        self.start("munged", "--foreground", "--force", f"--key-file={munge['key']}",
+                   f"--socket={munge['socket']}", f"--pid-file={munge['pid']}",
+                   f"--log-file={munge['log']}", f"--seed-file={munge['seed']}")
+        self.wait_for(lambda: (self.folder / "munge.sock").exists())
+        self.start("slurmctld", "-D", "-i")
+        for node in ("127.0.0.1", "127.0.0.2"):
+            self.start("slurmd", "-D", "-N", node)
+        self.wait_for(lambda: run([which("sinfo"), "-h", "-o", "%D %t"],
+                                  SLURM_CONF=self.config).out.strip() == "2 idle")
+
+    def start(self, tool, *words):
+        self.daemons.append(subprocess.Popen(
+            [which(tool), *words], env=environment(SLURM_CONF=self.config), cwd=self.folder,
+            stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log))
+
+    def wait_for(self, condition, limit_s=40):
+        end = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > end:
+                text = (self.folder / "daemons.log").read_text()
+                self.stop()
+                raise AssertionError(f"SLURM did not come up:\n{text[-4000:]}")
+            time.sleep(0.2)
+
+    def stop(self):
+        for daemon in reversed(self.daemons):
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self.log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Slurm(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.cluster = Cluster()
+        cls.addClassCleanup(cls.cluster.stop)
+
+    def srun(self, *words):
+        done = run([which("srun"), *words], SLURM_CONF=self.cluster.config)
+        self.assertEqual(done.code, 0, done.text())
+        return hello_lines(done.out), done
+
+    def test_one_node(self):
+        lines, done = self.srun("-N1", "-n2", HELLO)
+        self.assertEqual(lines, world_of(2), done.text())
+
+    def test_two_nodes(self):
+        lines, done = self.srun("-N2", "-n3", HELLO)
+        self.assertEqual([(rank, size, local) for rank, size, local, _, _ in lines],
+                         [(0, 3, 0), (1, 3, 1), (2, 3, 0)], done.text())
+
+    def test_a_batch_script(self):
+        folder = self.cluster.folder
+        script = folder / "job.sh"
+        script.write_text("#!/bin/bash\n"
+                          f"{HELLO} > alone.txt\n"
+                          f"srun {HELLO} > tasks.txt\n"
+                          f"{LOCKSTEP} run --standalone --nproc-per-node=2 {HELLO} > run.txt\n")
+        done = run([which("sbatch"), "-W", "-N1", "-n3", "-D", str(folder), "-o",
+                    str(folder / "job.out"), str(script)], SLURM_CONF=self.cluster.config)
+        self.assertEqual(done.code, 0, done.text() + (folder / "job.out").read_text())
+        read = {name: hello_lines((folder / f"{name}.txt").read_text())
+                for name in ("alone", "tasks", "run")}
+        self.assertEqual(read["alone"], [(0, 1, 0, "cpu", "single")])
+        self.assertEqual(read["tasks"], world_of(3))
+        self.assertEqual(read["run"], world_of(2))
+
+
+if __name__ == "__main__":
+    if os.geteuid() != 0 or not all(which(tool) for tool in TOOLS):
+        print("skipped: needs root, and Debian's slurm-wlm and munge")
+        sys.exit(77)
+    unittest.main(verbosity=2)
