@@ -26,6 +26,7 @@ struct Settings {
   int time = 128;
   int threads = 1;
   bool python = true;
+  std::string device = "cpu";
   std::string csv;
 };
 
@@ -41,6 +42,7 @@ class Trainee {
         targets_(targets),
         net_(seeded()),
         optimizer_(net_->parameters(), {.lr = 3e-4}) {
+    net_->to(torch::Device(settings.device));
     if (wrapped) ddp_.emplace(net_, World(), DdpOptions{.force_reducer = true});
   }
 
@@ -74,8 +76,12 @@ class Trainee {
 
 std::vector<double> our_ratios(const Settings& settings) {
   torch::manual_seed(1);
-  const auto ids = torch::randint(kSmallGpt.vocab_size, {settings.batch, settings.time});
-  const auto targets = torch::randint(kSmallGpt.vocab_size, {settings.batch, settings.time});
+  const auto draw = [&] {
+    return torch::randint(kSmallGpt.vocab_size, {settings.batch, settings.time})
+        .to(torch::Device(settings.device));
+  };
+  const auto ids = draw();
+  const auto targets = draw();
   Trainee bare(false, settings, ids, targets);
   Trainee wrapped(true, settings, ids, targets);
   bare.block_seconds();
@@ -102,9 +108,9 @@ std::vector<double> our_ratios(const Settings& settings) {
 std::vector<double> python_ratios(const Settings& settings) {
   const std::string python = env::get("LOCKSTEP_PYTHON").value_or(default_python());
   const std::string command =
-      fmt::format("'{}' '{}' --blocks {} --steps {} --batch {} --time {} --threads {}", python,
-                  peer("ddp_overhead.py"), settings.blocks, settings.steps, settings.batch,
-                  settings.time, settings.threads);
+      fmt::format("'{}' '{}' --blocks {} --steps {} --batch {} --time {} --threads {} --device {}",
+                  python, peer("ddp_overhead.py"), settings.blocks, settings.steps, settings.batch,
+                  settings.time, settings.threads, settings.device);
   FILE* pipe = ::popen(command.c_str(), "r");
   if (pipe == nullptr) throw SystemError("bench", "cannot start a shell", errno);
   std::vector<double> ratios;
@@ -128,6 +134,7 @@ int ddp_main(int argc, char** argv) {
   app.add_option("--batch", settings.batch);
   app.add_option("--time", settings.time, "tokens per sequence, at most 128");
   app.add_option("--threads", settings.threads);
+  app.add_option("--device", settings.device, "cpu or cuda");
   app.add_flag("!--no-python", settings.python, "leave out the PyTorch peer");
   app.add_option("--csv", settings.csv, "also write the table to this file");
   CLI11_PARSE(app, argc, argv);

@@ -1,7 +1,7 @@
 // The two ways a program becomes ranks.
 //
-//   int main() { return lockstep::run(train); }            // started by lockstep run, torchrun,
-//   ... int main() { return lockstep::spawn(train, 4); }       // starts itself four times
+//   int main() { return lockstep::run(train); }        // a rank of lockstep run, torchrun, ...
+//   int main() { return lockstep::spawn(train, 4); }   // starts itself four times
 //
 // run() reads who this process is, meets the others, calls `body`, and turns an exception into a
 // report (error file, stderr) and an exit code. A world of one needs nothing set.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 parser = argparse.ArgumentParser()
 for name, default in (("blocks", 30), ("steps", 10), ("batch", 8), ("time", 128), ("threads", 1)):
     parser.add_argument(f"--{name}", type=int, default=default)
+parser.add_argument("--device", default="cpu")
 args = parser.parse_args()
 LAYERS, HEADS, WIDTH, VOCAB = 4, 4, 256, 8192
 
@@ -48,7 +49,7 @@ class Gpt(nn.Module):
 
 def trainee(wrapped):
     torch.manual_seed(0)
-    net = Gpt()
+    net = Gpt().to(args.device)
     model = net
     if wrapped:
         model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
@@ -69,10 +70,11 @@ def trainee(wrapped):
 
 torch.set_num_threads(args.threads)
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+backend = "gloo" if args.device == "cpu" else "nccl"
+dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 torch.manual_seed(1)
-ids = torch.randint(VOCAB, (args.batch, args.time))
-targets = torch.randint(VOCAB, (args.batch, args.time))
+ids = torch.randint(VOCAB, (args.batch, args.time)).to(args.device)
+targets = torch.randint(VOCAB, (args.batch, args.time)).to(args.device)
 bare, wrapped = trainee(False), trainee(True)
 bare(), wrapped()
 for pair in range(args.blocks // 2):

@@ -195,8 +195,15 @@ bool WorkState::await(const Deadline& deadline) noexcept {
 
 void WorkState::wait_host(std::optional<std::chrono::milliseconds> timeout) {
   if (!await(timeout ? Deadline::after(*timeout) : deadline_)) expire(timeout_text());
-  // The last step of a device operation goes to the current stream, which the host then waits for.
-  const bool device_step = device_ != nullptr && finish_ != nullptr;
+  bool device_step = false;
+  {
+    // Whoever was first to end the operation (it may have been another thread, at the very
+    // deadline) is about to say how it ended.
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, std::chrono::seconds(30), [this] { return done_; });
+    // The last step of a device operation goes to the current stream, which the host waits for.
+    device_step = device_ != nullptr && finish_ != nullptr;
+  }
   finish_or_throw();
   if (device_step) device_->wait_current_stream();
 }

@@ -1,6 +1,7 @@
 #include "lockstep/comm/world.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -162,7 +163,8 @@ void WorldImpl::compare_fingerprints(const OperationInfo& info, const std::strin
     const std::string text = fmt::format(
         "ranks call different operations.\n  rank {}: {}\n  rank {}: {}\nEvery rank must call the "
         "same operations in the same order; look for a branch on the rank or on local data.",
-        identity.rank, mine.c_str(), rank, theirs);
+        identity.rank, mine.c_str(), rank,
+        std::string_view(theirs, ::strnlen(theirs, kFingerprintBytes)));
     fate->fail(text);
     throw CommError("world", text, {identity.rank, rank, info.name, info.sequence, {}});
   }
@@ -285,6 +287,11 @@ void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
 }
 
 void World::finish(std::optional<std::chrono::milliseconds> timeout) {
+  // What was only enqueued must reach the peers before the communicator is let go.
+  if (impl_->accelerator) {
+    const c10::impl::VirtualGuardImpl accelerator(device().type());
+    accelerator.synchronizeDevice(device().index());
+  }
   barrier(timeout);
 }
 

@@ -1,8 +1,8 @@
 // DistributedDataParallel: the same model on every rank, kept equal by averaging gradients.
 //
-//   lockstep::DistributedDataParallel model{net, world};     // after net->to(world.device())
-//   loss_of(model(batch)).backward();                        // gradients are averaged while this
-//   runs optimizer.step();                                        // every rank takes the same step
+//   lockstep::DistributedDataParallel model{net, world};   // after net->to(world.device())
+//   loss_of(model(batch)).backward();   // gradients are averaged while this runs
+//   optimizer.step();                   // every rank takes the same step
 //
 // Whether a backward synchronises is decided when backward runs, not in forward: calling the raw
 // module synchronises as well, and a no_sync() guard works wherever it is opened before backward().

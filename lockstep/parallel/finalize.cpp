@@ -58,7 +58,7 @@ void ReducerImpl::finalize() {
   const std::vector<bool> used = globally_used();
   wait_for_buckets();
   publish_gradients(used);
-  reduce_sparse();
+  reduce_sparse(used);
   if (options_.broadcast_buffers) broadcast_coalesced(world_, buffer_tensors(), root_);
   record_timing();
   if (options_.static_graph && !learned_) {
@@ -116,9 +116,11 @@ void ReducerImpl::publish_gradients(const std::vector<bool>& used) {
 }
 
 // A sparse gradient is gathered from all ranks and summed by its indices, in rank order.
-void ReducerImpl::reduce_sparse() {
-  for (auto& p : parameters_) {
+void ReducerImpl::reduce_sparse(const std::vector<bool>& used) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& p = parameters_[i];
     if (!p.sparse || !p.accumulator) continue;
+    if (!used.empty() && !used[i]) continue;  // by no rank: .grad stays as it was
     at::Tensor& grad = p.tensor.mutable_grad();
     at::Tensor indices = at::empty({0, 1}, p.tensor.options().dtype(at::kLong));
     auto rows = p.form.sizes;
@@ -127,7 +129,7 @@ void ReducerImpl::reduce_sparse() {
     if (grad.defined() && !shadow_) {
       const at::Tensor local = grad.coalesce();
       indices = local.indices().t().contiguous();
-      values = local.values().div(world_.size());
+      values = local.values().div(divisor());
     }
     const auto all_indices = world_.all_gather_varied(indices);
     const auto all_values = world_.all_gather_varied(values);

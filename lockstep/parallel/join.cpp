@@ -30,6 +30,12 @@ std::vector<int> ReducerImpl::exchange_active(bool active) {
   return ranks;
 }
 
+// What a sum over ranks is divided by.
+double ReducerImpl::divisor() const {
+  const bool initial = !joining_ || joining_->divide_by_initial_world_size;
+  return initial ? world_.size() : static_cast<double>(active_.size());
+}
+
 void ReducerImpl::join(const std::function<void()>& body, const JoinOptions& options) {
   if (joining_) throw UsageError("join", "join was called inside join. One at a time per model.");
   if (passive_) {
@@ -57,13 +63,19 @@ void ReducerImpl::shadow_pass() {
   phase_ = Phase::kRunning;
   sync_ = shadow_ = true;
   pass_start_ = last_gradient_ = Clock::now();
+  // Zeros of its own: the rank's last gradients stay in its buckets.
+  std::vector<at::Tensor> live;
+  const auto* plan_before = buckets_.empty() ? nullptr : buckets_.front().get();
   for (auto& bucket : buckets_) {
-    bucket->flat.zero_();
+    live.push_back(bucket->flat);
+    bucket->flat = at::zeros_like(bucket->flat);
     bucket->pending = 0;
     bucket->ready = pass_start_;
   }
   waiting_for_ = 0;
   finalize();
+  if (buckets_.empty() || buckets_.front().get() != plan_before) return;  // laid out anew
+  for (std::size_t i = 0; i < live.size(); ++i) buckets_[i]->flat = live[i];
 }
 
 }  // namespace lockstep::parallel

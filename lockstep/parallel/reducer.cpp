@@ -193,6 +193,7 @@ void ReducerImpl::before_forward() {
   for (auto& p : parameters_) {
     p.form = form_of(p);
     p.slot = at::Tensor();
+    p.expected = 1;  // what static_graph learned is learned anew
   }
   check_same_model();
   auto order = dense_parameters();
@@ -206,7 +207,8 @@ void ReducerImpl::before_forward() {
 void ReducerImpl::check_forms() const {
   for (const auto& p : parameters_) {
     if (p.tensor.requires_grad() == p.form.requires_grad &&
-        p.tensor.scalar_type() == p.form.dtype && p.tensor.device() == p.form.device)
+        p.tensor.scalar_type() == p.form.dtype && p.tensor.device() == p.form.device &&
+        p.tensor.sizes() == p.form.sizes)
       continue;
     throw UsageError("reducer",
                      "parameter '{}' was {} after the model was wrapped. Call the "
@@ -214,7 +216,7 @@ void ReducerImpl::check_forms() const {
                      p.name,
                      p.tensor.requires_grad() != p.form.requires_grad
                          ? (p.tensor.requires_grad() ? "unfrozen" : "frozen")
-                         : "moved to another dtype or device");
+                         : "moved to another dtype, device or shape");
   }
 }
 
@@ -328,14 +330,20 @@ void ReducerImpl::mark_ready(std::size_t index) {
   Parameter& p = parameters_[index];
   ++p.fired;
   if (options_.static_graph && !learned_) return;
-  if (p.counted) {
+  if (p.counted || p.fired > p.expected) {
+    std::lock_guard<std::mutex> lock(mutex_);
     const bool late = p.bucket == kNoBucket || p.bucket < next_launch_;
     if (!late && !options_.static_graph) return;  // added to its slot in time
+    if (options_.static_graph)
+      throw UsageError("reducer",
+                       "step {}: parameter '{}' got {} gradients in one backward; the first step "
+                       "had {}. The graph is not static; set find_unused_parameters instead.",
+                       step_, p.name, p.fired, p.expected);
     throw UsageError("reducer",
-                     "step {}: parameter '{}' got {} gradients in one backward where {} "
-                     "was expected, after its bucket had been sent. It is probably used in two "
-                     "checkpointed blocks; set static_graph = true.",
-                     step_, p.name, p.fired, options_.static_graph ? p.expected : 1);
+                     "step {}: parameter '{}' got {} gradients in one backward, the last after its "
+                     "bucket had been sent. It is probably used in two checkpointed blocks; set "
+                     "static_graph = true.",
+                     step_, p.name, p.fired);
   }
   if (p.fired < p.expected) return;
   if (!rebuilt_) observed_[observed_count_.fetch_add(1)] = index;
@@ -393,9 +401,8 @@ void ReducerImpl::launch(std::size_t index) {
     }
     bucket.reduction = hook_(world_, view);
   } else if (joining_ && !joining_->divide_by_initial_world_size) {
-    const auto divisor = static_cast<double>(active_.size());
     bucket.reduction = {world_.all_reduce(bucket.flat, ReduceOp::kSum),
-                        [flat = bucket.flat, divisor]() mutable { flat.div_(divisor); }};
+                        [flat = bucket.flat, n = divisor()]() mutable { flat.div_(n); }};
   } else {
     bucket.reduction = {world_.all_reduce(bucket.flat, ReduceOp::kAvg), nullptr};
   }
@@ -429,7 +436,7 @@ class WatchFunction : public torch::autograd::Function<WatchFunction> {
                             const at::Tensor& /*anchor*/,
                             const c10::intrusive_ptr<Watcher>& watcher) {
     context->saved_data["watcher"] = c10::IValue::make_capsule(watcher);
-    return value.view_as(value);
+    return value.clone();  // autograd refuses to change a view in place, which users do to outputs
   }
   static std::vector<at::Tensor> backward(torch::autograd::AutogradContext* context,
                                           const std::vector<at::Tensor>& gradients) {

@@ -112,7 +112,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void wait_for_buckets();
   std::vector<bool> globally_used();
   void publish_gradients(const std::vector<bool>& used);
-  void reduce_sparse();
+  void reduce_sparse(const std::vector<bool>& used);
   void learn_static_graph();
   void rebuild_from_observed_order();
   void close_pass();
@@ -120,6 +120,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
 
   // join.cpp
   std::vector<int> exchange_active(bool active);
+  double divisor() const;
   void shadow_pass();
 
   // replicas.cpp

@@ -102,8 +102,14 @@ void ReducerImpl::check_same_model() {
                     c10::toString(p.form.dtype), p.form.requires_grad);
   for (const auto& b : buffers_)
     text += fmt::format(
-        "{}: buffer, shape [{}]\n", b.name,
+        "{}: buffer, {}, shape [{}]\n", b.name, c10::toString(b.tensor.scalar_type()),
         b.tensor.defined() ? fmt::format("{}", fmt::join(b.tensor.sizes(), ", ")) : "none");
+  // What decides which collectives follow must be equal, too.
+  text += fmt::format(
+      "options: bucket_cap_mb={}, find_unused_parameters={}, static_graph={}, "
+      "broadcast_buffers={}, init_sync={}\n",
+      options_.bucket_cap_mb.value_or(0), options_.find_unused_parameters, options_.static_graph,
+      options_.broadcast_buffers, options_.init_sync);
   const std::uint64_t hash = fingerprint(text.data(), text.size());
   bool same = true;
   for (const auto& other : world_.all_gather(fmt::format("{:016x}", hash)))

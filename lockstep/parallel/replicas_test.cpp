@@ -114,6 +114,23 @@ TEST(Kinds, SparseEmbeddingGradients) {
   });
 }
 
+TEST(Kinds, AGradientOfTheOtherKindIsRefused) {
+  const auto run_with = [](bool sparse, bool named) {
+    return message_of<UsageError>([&] {
+      run_threads(2, [&](World& world) {
+        const auto table = torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 2).sparse(sparse));
+        DdpOptions options;
+        if (named) options.sparse_parameters = {"weight"};
+        Reducer reducer{{{"weight", table->weight}}, {}, world, options};
+        auto lookup = table;
+        lookup(torch::tensor({1, 2}, torch::kLong)).sum().backward();
+      });
+    });
+  };
+  EXPECT_THAT(run_with(true, false), HasSubstr("got a sparse gradient. Name it"));
+  EXPECT_THAT(run_with(false, true), HasSubstr("but got a dense gradient"));
+}
+
 TEST(Kinds, OptionsThatNameNothingAreRefused) {
   World one;
   EXPECT_THAT(message_of<UsageError>([&] {
@@ -146,6 +163,16 @@ TEST(Replicas, DifferentModelsAreNamedOnEveryRank) {
     ++named;
   });
   EXPECT_EQ(named, 3);
+}
+
+TEST(Replicas, DifferentOptionsAreNamed) {
+  const std::string text = message_of<UsageError>([] {
+    run_threads(2, [](World& world) {
+      DistributedDataParallel model{
+          std::make_shared<Pair>(), world, {.find_unused_parameters = world.rank() == 1}};
+    });
+  });
+  EXPECT_THAT(text, HasSubstr("rank 1 has 'options: bucket_cap_mb=0, find_unused_parameters=true"));
 }
 
 TEST(Replicas, VerifyNamesTensorAndRank) {

@@ -129,8 +129,7 @@ template <typename Base>
 at::Tensor SyncBatchNormImpl<Base>::forward(const at::Tensor& input) {
   this->_check_input_dim(input);
   const auto& options = this->options;
-  const bool use_batch = this->is_training() || !this->running_mean.defined();
-  if (!use_batch || world_.size() == 1) return Base::forward(input);
+  if (!this->is_training() || world_.size() == 1) return Base::forward(input);
   at::Tensor mean, inv_std;
   double count = 0;
   {
@@ -142,7 +141,7 @@ at::Tensor SyncBatchNormImpl<Base>::forward(const at::Tensor& input) {
     mean = statistics.mean;
     count = statistics.count;
     inv_std = (statistics.var + options.eps()).rsqrt();
-    if (options.track_running_stats() && this->is_training()) {
+    if (options.track_running_stats()) {
       this->num_batches_tracked += 1;
       const double factor = options.momentum()
                                 ? *options.momentum()

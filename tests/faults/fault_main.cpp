@@ -24,6 +24,11 @@ std::string kind;
 int guilty = -1;
 std::string phase;
 
+// An exception needs run() around it; everything else happens before run() and after it, too.
+bool within_run(const std::string& now) {
+  return kind == "exception" || now == "step";
+}
+
 void maybe_fail(int rank, const std::string& now) {
   if (rank != guilty || phase != now) return;
   if (kind == "exception") throw std::runtime_error("planted exception");
@@ -36,7 +41,7 @@ void maybe_fail(int rank, const std::string& now) {
 }
 
 void train(lockstep::World& world) {
-  maybe_fail(world.rank(), "startup");
+  if (within_run("startup")) maybe_fail(world.rank(), "startup");
   const int width = kind == "other_model" && world.rank() == guilty ? 7 : 8;
   torch::nn::Sequential net(torch::nn::Linear(4, width), torch::nn::ReLU(),
                             torch::nn::Linear(width, 1));
@@ -49,8 +54,8 @@ void train(lockstep::World& world) {
     optimizer.step();
     optimizer.zero_grad();
   }
-  maybe_fail(world.rank(), "exit");
   model.verify_replicas();
+  if (within_run("exit")) maybe_fail(world.rank(), "exit");
 }
 
 }  // namespace
@@ -60,5 +65,10 @@ int main(int argc, char** argv) {
   kind = argv[1];
   guilty = std::atoi(argv[2]);
   phase = argv[3];
-  return lockstep::run(train);
+  const char* text = std::getenv("RANK");
+  const int rank = text != nullptr ? std::atoi(text) : 0;
+  if (!within_run("startup")) maybe_fail(rank, "startup");
+  const int code = lockstep::run(train);
+  if (!within_run("exit")) maybe_fail(rank, "exit");
+  return code;
 }

@@ -34,13 +34,18 @@ def remove_hosts():
         subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
 
+started = []
+
+
 def start(*program):
-    return [subprocess.Popen(
+    runs = [subprocess.Popen(
         ["ip", "netns", "exec", SPACES[node], f"{BIN}/lockstep", "run", "--nnodes=2",
          f"--node-rank={node}", "--nproc-per-node=2", "--master-addr=10.99.8.1",
          "--master-port=29555", *program],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=dict(os.environ, LOCKSTEP_TEST_TAG=TAG)) for node in (0, 1)]
+    started.extend(runs)
+    return runs
 
 
 def require(ok, what):
@@ -107,4 +112,7 @@ try:
     training_works()
     a_killed_rank_ends_both()
 finally:
+    for run in started:
+        if run.poll() is None:
+            run.kill()
     remove_hosts()

@@ -87,15 +87,22 @@ void unused_and_mixed_devices(World& world) {
 
 void sync_batch_norm(World& world) {
   torch::manual_seed(3);
-  const auto whole = torch::randn({2 * world.size(), 4, 5}) * 2 + 3;
+  const auto whole = (torch::randn({2 * world.size(), 4, 5}) * 2 + 3).set_requires_grad(true);
+  const auto weights = torch::randn({2 * world.size(), 4, 5});
   torch::nn::BatchNorm1d plain(4);
-  const auto expected = plain(whole).narrow(0, 2 * world.rank(), 2);
+  const auto all = plain(whole);
+  (all * weights).sum().backward();
+  const auto mine = [&](const at::Tensor& t) { return t.narrow(0, 2 * world.rank(), 2); };
   lockstep::nn::SyncBatchNorm1d norm(world, torch::nn::BatchNormOptions(4));
   norm->to(world.device());
-  const auto x = whole.narrow(0, 2 * world.rank(), 2).to(world.device()).set_requires_grad(true);
+  const auto x = mine(whole.detach()).to(world.device()).set_requires_grad(true);
   const auto y = norm(x);
-  y.square().sum().backward();
-  require(at::allclose(y.cpu(), expected, 1e-4, 1e-5), "SyncBatchNorm forward");
+  (y * mine(weights).to(world.device())).sum().backward();
+  at::Tensor d_weight = norm->weight.grad().clone();
+  world.all_reduce(d_weight).wait();
+  require(at::allclose(y.cpu(), mine(all), 1e-4, 1e-5), "SyncBatchNorm forward");
+  require(at::allclose(x.grad().cpu(), mine(whole.grad()), 1e-3, 1e-5), "SyncBatchNorm input grad");
+  require(at::allclose(d_weight.cpu(), plain->weight.grad(), 1e-3, 1e-4), "SyncBatchNorm d_weight");
   require(at::allclose(norm->running_var.cpu(), plain->running_var, 1e-4, 1e-5), "running_var");
   said(world, "SyncBatchNorm equals the whole batch");
 }
