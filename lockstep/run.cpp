@@ -121,6 +121,8 @@ int run(const RankBody& body, const WorldOptions& options) {
     ranks = env.world_size;
     crash::install(env.rank);
     log::set_rank(env.rank, env.world_size);
+    // Lines appear as they are printed, also through the launcher's pipe.
+    if (!env.alone()) std::setvbuf(stdout, nullptr, _IOLBF, 0);
     world = World::from_env(options);
     say_hello(*world, options);
     body(*world);
