@@ -60,7 +60,7 @@ void observe(World& world, const Settings& settings, Observed& observed) {
       .n_layer = 4, .n_head = 4, .n_embd = 256, .vocab_size = 8192, .n_positions = 128});
   DistributedDataParallel model{net, world, {.bucket_cap_mb = settings.bucket_mb}};
   model.register_comm_hook(slow_wire(settings.delay_ms));
-  const auto ids = torch::randint(8192, {8, 128});
+  const auto ids = torch::randint(8192, {16, 128});
   for (int step = 0; step < settings.steps; ++step) {
     models::next_token_loss(model(ids), ids).backward();
     net->zero_grad();
