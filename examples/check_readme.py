@@ -13,6 +13,7 @@ for a person and are not run.
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -88,6 +89,11 @@ def check(block, root):
     environment["LOCKSTEP_DEVICE"] = "cpu"
     environment["PATH"] = (os.path.dirname(os.environ["LOCKSTEP_PYTHON"]) + os.pathsep
                            + environment["PATH"])
+    # Other launchers are optional: a LibTorch without Python has no torchrun.
+    program = next((word for word in command.split() if "=" not in word), "")
+    if program in ("torchrun", "mpirun") and not shutil.which(program, path=environment["PATH"]):
+        print(f"SKIP  {block.command}\n  {program} is not installed")
+        return True
     done = subprocess.run(["bash", "-c", command], cwd=root, env=environment, timeout=LIMIT_S,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
                           text=True)

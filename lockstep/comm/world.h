@@ -95,7 +95,7 @@ class World {
   std::vector<at::Tensor> all_gather(const at::Tensor& input);         // equal shapes
   std::vector<at::Tensor> all_gather_varied(const at::Tensor& input);  // first dimension may differ
   // Returns when every rank has arrived; at the deadline throws TimeoutError naming the ranks that
-  // did not.
+  // did not. Operations whose handles nobody waited for may still be under way.
   void barrier(std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 
   // Numbers and bytes.

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <filesystem>
+#include <future>
 #include <thread>
 
 #include "lockstep/comm/device.h"
@@ -163,9 +164,10 @@ TEST(World, LeavesAreReducedInPlace) {
 TEST(World, DroppedHandlesDoNotCancel) {
   run_threads(2, [](World& world) {
     at::Tensor x = at::ones({1000});
-    static_cast<void>(world.all_reduce(x));
-    world.barrier();
-    world.barrier();
+    auto done = std::make_shared<std::promise<void>>();
+    // The handle is gone before the operation can be; only the callback tells when that was.
+    world.all_reduce(x).on_completion([done] { done->set_value(); });
+    ASSERT_EQ(done->get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);
     EXPECT_TENSOR_EQ(x, at::full({1000}, 2.0f));
   });
 }

@@ -221,8 +221,10 @@ def can_make_namespaces():
     try:
         if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
             return False
+        # A container may let one make a namespace but not enter it.
+        entered = subprocess.run(["ip", "-n", name, "link"], capture_output=True).returncode == 0
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        return True
+        return entered
     except OSError:
         return False
 

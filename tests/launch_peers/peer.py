@@ -1,5 +1,6 @@
 """What the launcher tests share: paths, a clean environment, and commands with a deadline."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ LOCKSTEP = os.path.join(BIN, "lockstep")
 HELLO = os.path.join(BIN, "examples", "01_hello_world")
 RUN_PEER = os.path.join(BIN, "tests", "run_peer")
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+HAVE_TORCH = importlib.util.find_spec("torch") is not None
 
 # Whatever started the tests must not look like a launcher of the programs under test.
 LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|NODE_RANK|TORCHELASTIC_|PET_"

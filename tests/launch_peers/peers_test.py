@@ -4,7 +4,8 @@ import os
 import socket
 import unittest
 
-from peer import (HELLO, LOCKSTEP, TORCHRUN, Started, hello_lines, mpirun, run, world_of)
+from peer import (HAVE_TORCH, HELLO, LOCKSTEP, TORCHRUN, Started, hello_lines, mpirun, run,
+                  world_of)
 
 
 def free_port():
@@ -41,9 +42,11 @@ class Peers(unittest.TestCase):
         self.check(run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", "bash", "-c",
                         f"true; {HELLO}"]), 2)
 
+    @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
     def test_torchrun(self):
         self.check(run([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python", HELLO]), 2)
 
+    @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
     def test_torchrun_static(self):
         self.check(run([*TORCHRUN, "--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1",
                         f"--master-port={free_port()}", "--nproc-per-node=2", "--no-python",

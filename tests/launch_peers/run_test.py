@@ -7,7 +7,7 @@ import pathlib
 import tempfile
 import unittest
 
-from peer import LOCKSTEP, RUN_PEER, TORCHRUN, run
+from peer import HAVE_TORCH, LOCKSTEP, RUN_PEER, TORCHRUN, run
 
 # Generous: a loaded machine starts two LibTorch programs in some seconds. A missed failure would
 # take the 30 minutes of a collective's timeout, or the 30 s between SIGTERM and SIGKILL.
@@ -81,6 +81,7 @@ class Run(unittest.TestCase):
         self.assertIn("std::runtime_error: the reason\n    at ", done.err)
         self.assertEqual(run([RUN_PEER, "usage", "0"]).code, 2)
 
+    @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
     def test_under_torchrun_the_cause_is_told_apart(self):
         done = run([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python", RUN_PEER,
                     "throw", "1"])
