@@ -86,10 +86,14 @@ function(lockstep_test name)
 endfunction()
 
 # A test that is a script: lockstep_script_test(style_layers COMMAND python3 layers.py)
+# Tests run two at a time; ALONE is for those that measure a speed.
 function(lockstep_script_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "COMMAND;LABELS" ${ARGN})
+  cmake_parse_arguments(ARG "ALONE" "TIMEOUT" "COMMAND;LABELS" ${ARGN})
   add_test(NAME ${name} COMMAND ${ARG_COMMAND})
   lockstep_test_properties(${name} TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})
+  if(ARG_ALONE)
+    set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)
+  endif()
 endfunction()
 
 function(lockstep_test_properties name)
