@@ -1,0 +1,528 @@
+// The oracle is ATen: sums with at::add in rank order, at::div, at::mul, and at::_fused_*_ on whole
+// tensors. "Equal" means the same bits; a NaN equals any NaN, since processors choose among them.
+#include <ATen/Version.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+#include <ctime>
+#include <functional>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <random>
+
+#include "lockstep/kernels/machine.h"
+#include "lockstep/kernels/norm.h"
+#include "lockstep/kernels/step.h"
+
+namespace lockstep::kernels {
+namespace {
+
+template <typename T>
+using Values = std::vector<T>;
+
+template <typename T>
+at::Tensor tensor_of(const Values<T>& values) {
+  return at::tensor(at::ArrayRef<T>(values), at::CppTypeToScalarType<T>::value);
+}
+
+template <typename T>
+bool same_bits(T a, T b) {
+  using Bits = std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>;
+  return std::bit_cast<Bits>(a) == std::bit_cast<Bits>(b) || (std::isnan(a) && std::isnan(b));
+}
+
+template <typename T>
+testing::AssertionResult equal(const T* ours, const T* theirs, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (!same_bits(ours[i], theirs[i])) {
+      return testing::AssertionFailure()
+             << fmt::format("element {} of {}: {:a}, expected {:a}", i, count, ours[i], theirs[i]);
+    }
+  }
+  return testing::AssertionSuccess();
+}
+
+template <typename T>
+testing::AssertionResult equal(const Values<T>& ours, const at::Tensor& theirs) {
+  return equal(ours.data(), theirs.template const_data_ptr<T>(), theirs.numel());
+}
+
+enum class Kind { kWide, kSpecial };
+
+// Many magnitudes, with exact zeros; kSpecial adds what is smallest, largest and no number.
+template <typename T>
+Values<T> random_values(std::int64_t count, std::mt19937_64& random, Kind kind = Kind::kWide) {
+  using Limits = std::numeric_limits<T>;
+  const T special[] = {0,
+                       -T(0),
+                       Limits::denorm_min(),
+                       -Limits::min() / 8,
+                       Limits::max(),
+                       Limits::lowest() / 2,
+                       Limits::infinity(),
+                       -Limits::infinity(),
+                       Limits::quiet_NaN()};
+  std::normal_distribution<double> normal;
+  std::uniform_int_distribution<int> exponent(-24, 4);
+  Values<T> values(count);
+  for (auto& value : values) {
+    value = static_cast<T>(std::ldexp(normal(random), exponent(random)));
+    if (random() % 64 == 0) value = 0;
+    if (kind == Kind::kSpecial && random() % 2 == 0) value = special[random() % std::size(special)];
+  }
+  return values;
+}
+
+// Gradients of several ranks, and how they become one.
+template <typename T>
+struct Ranks {
+  std::vector<Values<T>> values;
+  T divisor = 1;
+  T scale = 1;
+
+  static Ranks random(int ranks, std::int64_t count, std::mt19937_64& random,
+                      Kind kind = Kind::kWide) {
+    Ranks made;
+    made.divisor = static_cast<T>(ranks);
+    for (int r = 0; r < ranks; ++r) made.values.push_back(random_values<T>(count, random, kind));
+    return made;
+  }
+
+  at::Tensor mean() const {
+    at::Tensor sum = tensor_of(values[0]);
+    for (std::size_t r = 1; r < values.size(); ++r) sum = at::add(sum, tensor_of(values[r]));
+    if (divisor != 1) sum = at::div(sum, divisor);
+    return scale == 1 ? sum : at::mul(sum, scale);
+  }
+
+  std::vector<const T*> pointers(std::int64_t begin = 0) const {
+    std::vector<const T*> found;
+    for (const auto& v : values) found.push_back(v.data() + begin);
+    return found;
+  }
+};
+
+template <typename T>
+Gradient<T> gradient_of(const Ranks<T>& ranks, const std::vector<const T*>& pointers) {
+  return {.sources = pointers.data(),
+          .count = static_cast<int>(pointers.size()),
+          .divisor = ranks.divisor,
+          .scale = ranks.scale};
+}
+
+struct AdamCase {
+  bool decoupled = true;
+  AdamStep step{};
+};
+
+std::vector<AdamCase> adam_cases() {
+  std::vector<AdamCase> cases;
+  for (const bool decoupled : {true, false}) {
+    for (const double weight_decay : {0.0, 0.013}) {
+      for (const double beta1 : {0.9, 0.3}) {
+        for (const auto& [lr, eps] : {std::pair{1.3e-3, 1e-8}, std::pair{0.1, 1e-3}}) {
+          cases.push_back(
+              {decoupled, {.lr = lr, .beta1 = beta1, .eps = eps, .weight_decay = weight_decay}});
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+std::vector<SgdStep> sgd_cases() {
+  std::vector<SgdStep> cases;
+  for (const double weight_decay : {0.0, 0.013}) {
+    cases.push_back({.lr = 0.07, .weight_decay = weight_decay});
+    for (const double dampening : {0.0, 0.3}) {
+      cases.push_back(
+          {.lr = 0.07, .momentum = 0.9, .dampening = dampening, .weight_decay = weight_decay});
+    }
+    cases.push_back({.lr = 0.07, .momentum = 0.9, .weight_decay = weight_decay, .nesterov = true});
+  }
+  return cases;
+}
+
+// One optimizer, ours and ATen's, over whole tensors.
+template <typename T>
+struct AdamPair {
+  Values<T> param, exp_avg, exp_avg_sq;
+  at::Tensor their_param, their_avg, their_sq;
+
+  explicit AdamPair(const Values<T>& start)
+      : param(start),
+        exp_avg(start.size()),
+        exp_avg_sq(start.size()),
+        their_param(tensor_of(start)),
+        their_avg(at::zeros_like(their_param)),
+        their_sq(at::zeros_like(their_param)) {}
+
+  std::int64_t size() const { return static_cast<std::int64_t>(param.size()); }
+
+  // Elements [begin, end) of ours.
+  void step(const AdamCase& test, const Ranks<T>& ranks, std::int64_t begin, std::int64_t end) {
+    const auto pointers = ranks.pointers(begin);
+    const auto gradient = gradient_of(ranks, pointers);
+    const AdamTensors<T> tensors{param.data() + begin, exp_avg.data() + begin,
+                                 exp_avg_sq.data() + begin};
+    const Slice slice{.tensor_size = size(), .begin = begin, .count = end - begin};
+    if (test.decoupled) {
+      adamw(gradient, tensors, slice, test.step);
+    } else {
+      adam(gradient, tensors, slice, test.step);
+    }
+  }
+
+  void step_theirs(const AdamCase& test, const at::Tensor& grad) {
+    const AdamStep& s = test.step;
+    const auto step = at::full({}, s.step, at::kFloat);
+    const auto fused = test.decoupled ? static_cast<Fused*>(at::_fused_adamw_)
+                                      : static_cast<Fused*>(at::_fused_adam_);
+    fused({their_param}, {grad}, {their_avg}, {their_sq}, {}, {step}, s.lr, s.beta1, s.beta2,
+          s.weight_decay, s.eps, /*amsgrad=*/false, /*maximize=*/false, {}, {});
+  }
+
+  testing::AssertionResult same() const {
+    if (auto result = equal(exp_avg, their_avg); !result) return result << " in exp_avg";
+    if (auto result = equal(exp_avg_sq, their_sq); !result) return result << " in exp_avg_sq";
+    return equal(param, their_param);
+  }
+
+ private:
+  using Fused = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                     at::TensorList, double, double, double, double, double, bool, bool,
+                     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&);
+};
+
+template <typename T>
+struct SgdPair {
+  Values<T> param, momentum;
+  at::Tensor their_param, their_momentum;
+
+  explicit SgdPair(const Values<T>& start)
+      : param(start),
+        momentum(start.size()),
+        their_param(tensor_of(start)),
+        their_momentum(at::zeros_like(their_param)) {}
+
+  std::int64_t size() const { return static_cast<std::int64_t>(param.size()); }
+
+  void step(const SgdStep& test, const Ranks<T>& ranks, std::int64_t begin, std::int64_t end) {
+    const auto pointers = ranks.pointers(begin);
+    sgd(gradient_of(ranks, pointers), SgdTensors<T>{param.data() + begin, momentum.data() + begin},
+        Slice{.tensor_size = size(), .begin = begin, .count = end - begin}, test);
+  }
+
+  void step_theirs(const SgdStep& test, const at::Tensor& grad) {
+    std::vector<at::Tensor> buffers;
+    if (test.momentum != 0) buffers.push_back(their_momentum);
+    at::_fused_sgd_({their_param}, {grad}, buffers, test.weight_decay, test.momentum, test.lr,
+                    test.dampening, test.nesterov, /*maximize=*/false, test.first);
+  }
+
+  testing::AssertionResult same() const {
+    if (auto result = equal(momentum, their_momentum); !result) return result << " in momentum";
+    return equal(param, their_param);
+  }
+};
+
+AdamCase at_step(AdamCase test, int step) {
+  test.step.step = step;
+  return test;
+}
+
+SgdStep at_step(SgdStep test, int step) {
+  test.first = step == 1;
+  return test;
+}
+
+std::string describe(const AdamCase& test) {
+  return fmt::format("{} lr {} beta1 {} eps {} weight_decay {}", test.decoupled ? "adamw" : "adam",
+                     test.step.lr, test.step.beta1, test.step.eps, test.step.weight_decay);
+}
+
+std::string describe(const SgdStep& test) {
+  return fmt::format("sgd momentum {} dampening {} weight_decay {} nesterov {}", test.momentum,
+                     test.dampening, test.weight_decay, test.nesterov);
+}
+
+// Five steps of a pair, two of a large one; ours in one slice.
+template <template <typename> typename Pair, typename T, typename Case>
+testing::AssertionResult follow(const Case& test, std::int64_t size, int ranks, T scale,
+                                std::mt19937_64& random, Kind kind = Kind::kWide) {
+  Pair<T> pair(random_values<T>(size, random, kind));
+  const int steps = size < 100'000 ? 5 : 2;
+  for (int step = 1; step <= steps; ++step) {
+    auto grads = Ranks<T>::random(ranks, size, random, kind);
+    grads.scale = scale;
+    pair.step(at_step(test, step), grads, 0, size);
+    pair.step_theirs(at_step(test, step), grads.mean());
+    if (auto result = pair.same(); !result) {
+      return result << fmt::format(" ({} bytes, size {}, step {}, {} ranks, scale {}, {})",
+                                   sizeof(T), size, step, ranks, scale, describe(test));
+    }
+  }
+  return testing::AssertionSuccess();
+}
+
+// Sums in the tests' oracle and in ATen's kernels do not depend on the number of threads, and one
+// is fastest for tensors this small.
+class Kernels : public testing::Test {
+ protected:
+  static void SetUpTestSuite() { at::set_num_threads(1); }
+  std::mt19937_64 random_{20240229};
+};
+
+template <template <typename> typename Pair, typename T, typename Case>
+void follow_all_sizes(const std::vector<Case>& cases, std::mt19937_64& random) {
+  std::vector<std::int64_t> sizes(70);
+  std::iota(sizes.begin(), sizes.end(), 1);
+  sizes.insert(sizes.end(), {4095, 4096, 4097});
+  for (const auto& test : cases) {
+    for (const auto size : sizes) {
+      const int ranks = 1 + static_cast<int>(size % 4);
+      const T scale = size % 3 == 0 ? T(0.37) : T(1);
+      ASSERT_TRUE((follow<Pair, T>(test, size, ranks, scale, random)));
+    }
+    for (int ranks = 1; ranks <= 4; ++ranks) {
+      ASSERT_TRUE((follow<Pair, T>(test, 21, ranks, T(1), random)));
+    }
+  }
+}
+
+TEST_F(Kernels, ChooseTheArithmeticThatAtenChose) {
+  const std::string theirs = at::get_cpu_capability();
+  const std::string_view ours = detail::machine().name;
+  const std::map<std::string, std::string> expected{
+      {"AVX2", "avx2"}, {"AVX512", "avx2"}, {"SVE256", "sve256"}};
+  if (const auto found = expected.find(theirs); found != expected.end()) {
+    EXPECT_EQ(ours, found->second);
+  } else {
+    EXPECT_THAT(ours, testing::AnyOf("any", "neon")) << theirs;
+  }
+}
+
+TEST_F(Kernels, AdamIsBitEqualToAten) {
+  follow_all_sizes<AdamPair, float>(adam_cases(), random_);
+  follow_all_sizes<AdamPair, double>(adam_cases(), random_);
+}
+
+TEST_F(Kernels, SgdIsBitEqualToAten) {
+  follow_all_sizes<SgdPair, float>(sgd_cases(), random_);
+  follow_all_sizes<SgdPair, double>(sgd_cases(), random_);
+}
+
+TEST_F(Kernels, AMillionElementsAreBitEqualToAten) {
+  constexpr std::int64_t kSize = 1'000'003;
+  AdamCase adamw{.decoupled = true, .step = {.lr = 3e-4, .weight_decay = 0.1}};
+  EXPECT_TRUE((follow<AdamPair, float>(adamw, kSize, 2, 1.0F, random_)));
+  adamw.decoupled = false;
+  EXPECT_TRUE((follow<AdamPair, float>(adamw, kSize, 1, 1.0F, random_)));
+  const SgdStep nesterov{.lr = 0.1, .momentum = 0.9, .weight_decay = 1e-4, .nesterov = true};
+  EXPECT_TRUE((follow<SgdPair, float>(nesterov, kSize, 1, 1.0F, random_)));
+}
+
+// The decay factor is computed in double; only there does its rounding show.
+TEST_F(Kernels, DecayIsRoundedAsInAten) {
+  std::uniform_real_distribution<double> uniform;
+  for (int i = 0; i < 2000; ++i) {
+    const AdamCase test{.step = {.lr = 0.1 * uniform(random_), .weight_decay = uniform(random_)}};
+    ASSERT_TRUE((follow<AdamPair, double>(test, 5, 1, 1.0, random_)));
+  }
+}
+
+TEST_F(Kernels, ExtremeValuesAreBitEqualToAten) {
+  for (const auto& test : adam_cases()) {
+    ASSERT_TRUE((follow<AdamPair, float>(test, 1027, 2, 1.0F, random_, Kind::kSpecial)));
+    ASSERT_TRUE((follow<AdamPair, double>(test, 1027, 3, 1.0, random_, Kind::kSpecial)));
+  }
+  for (const auto& test : sgd_cases()) {
+    ASSERT_TRUE((follow<SgdPair, float>(test, 1027, 2, 1.0F, random_, Kind::kSpecial)));
+    ASSERT_TRUE((follow<SgdPair, double>(test, 1027, 3, 1.0, random_, Kind::kSpecial)));
+  }
+}
+
+// Cut at random places, which also makes every pointer misaligned, and stepped in random order.
+template <template <typename> typename Pair, typename T, typename Case>
+void cut_anywhere(const Case& test, std::mt19937_64& random) {
+  const std::int64_t size = 1 + static_cast<std::int64_t>(random() % 3000);
+  Pair<T> pair(random_values<T>(size, random));
+  for (int step = 1; step <= 2; ++step) {
+    const auto grads = Ranks<T>::random(2 + static_cast<int>(random() % 2), size, random);
+    std::vector<std::int64_t> cuts{0, size};
+    for (int i = 0; i < 6; ++i) {
+      cuts.push_back(static_cast<std::int64_t>(random() % (size + 1)));
+      cuts.push_back(size - static_cast<std::int64_t>(random() % std::min<std::int64_t>(size, 12)));
+    }
+    std::sort(cuts.begin(), cuts.end());
+    std::vector<std::size_t> order(cuts.size() - 1);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    for (const auto i : order) pair.step(at_step(test, step), grads, cuts[i], cuts[i + 1]);
+    pair.step_theirs(at_step(test, step), grads.mean());
+    ASSERT_TRUE(pair.same()) << describe(test) << " cut at "
+                             << fmt::format("{}", fmt::join(cuts, " "));
+  }
+}
+
+TEST_F(Kernels, CuttingASliceAnywhereChangesNothing) {
+  for (int i = 0; i < 10; ++i) {
+    for (const auto& test : adam_cases()) cut_anywhere<AdamPair, float>(test, random_);
+    for (const auto& test : sgd_cases()) cut_anywhere<SgdPair, float>(test, random_);
+    cut_anywhere<AdamPair, double>(adam_cases()[2], random_);
+    cut_anywhere<SgdPair, double>(sgd_cases()[1], random_);
+  }
+}
+
+template <typename T>
+void reduce_like_aten(std::int64_t size, int ranks, T scale, std::mt19937_64& random) {
+  auto grads = Ranks<T>::random(ranks, size, random);
+  grads.scale = scale;
+  const at::Tensor expected = grads.mean();
+  Values<double> sums(norm_blocks(size)), again(norm_blocks(size));
+  Values<T>& out = grads.values.back();  // in place, as the owner of a slice does it
+  const auto pointers = grads.pointers();
+  EXPECT_TRUE(reduce_with_norms(gradient_of(grads, pointers), out.data(), size, sums.data()));
+  ASSERT_TRUE(equal(out, expected));
+  EXPECT_TRUE(block_norms(out.data(), size, again.data()));
+  ASSERT_TRUE(equal(sums.data(), again.data(), norm_blocks(size)));
+  const double exact = expected.to(at::kDouble).square().sum().item<double>();
+  EXPECT_NEAR(add_blocks(sums.data(), norm_blocks(size)), exact, 1e-12 * exact);
+}
+
+TEST_F(Kernels, ReducingGivesAtensMeanAndItsNorm) {
+  for (const std::int64_t size : {1, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, 100'003}) {
+    for (int ranks = 1; ranks <= 4; ++ranks) {
+      reduce_like_aten<float>(size, ranks, 1.0F, random_);
+      reduce_like_aten<float>(size, ranks, 0.3F, random_);
+      reduce_like_aten<double>(size, ranks, 1.0, random_);
+    }
+  }
+}
+
+// A plain loop over lanes: the order that norm.h promises, so that no machine may have another.
+double block_in_order(const float* values, std::int64_t count) {
+  std::vector<double> lanes(detail::kNormLanes);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const double value = values[i];
+    lanes[i % detail::kNormLanes] += value * value;
+  }
+  for (auto half = lanes.size() / 2; half > 0; half /= 2) {
+    for (std::size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+TEST_F(Kernels, BlockNormsDependOnTheBlockAlone) {
+  constexpr std::int64_t kSize = 10 * kNormBlock + 77;
+  const auto values = random_values<float>(kSize, random_);
+  Values<double> whole(norm_blocks(kSize)), pieces(norm_blocks(kSize));
+  EXPECT_TRUE(block_norms(values.data(), kSize, whole.data()));
+  for (std::int64_t b = 0; b < norm_blocks(kSize); ++b) {
+    const std::int64_t at = b * kNormBlock;
+    EXPECT_EQ(whole[b], block_in_order(values.data() + at, std::min(kNormBlock, kSize - at)));
+  }
+  for (const std::int64_t cut : {1, 3, 9, 10}) {
+    const std::int64_t at = cut * kNormBlock;
+    block_norms(values.data(), at, pieces.data());
+    block_norms(values.data() + at, kSize - at, pieces.data() + cut);
+    EXPECT_EQ(pieces, whole);
+    EXPECT_EQ(add_blocks(pieces.data(), 11), add_blocks(whole.data(), 11));
+  }
+}
+
+TEST_F(Kernels, FiniteFlagSeesEveryElement) {
+  for (const std::int64_t bad : {0, 63, 64, 4095, 4096, 5000}) {
+    for (const float value : {INFINITY, -INFINITY, NAN}) {
+      auto values = random_values<float>(5001, random_);
+      double sums[2];
+      EXPECT_TRUE(block_norms(values.data(), 5001, sums));
+      values[bad] = value;
+      EXPECT_FALSE(block_norms(values.data(), 5001, sums));
+      const float* source = values.data();
+      EXPECT_FALSE(reduce_with_norms<float>({.sources = &source}, values.data(), 5001, sums));
+    }
+  }
+  // Squares overflow here, the values did not.
+  const Values<double> large(100, 1e200);
+  double sum = 0;
+  EXPECT_TRUE(block_norms(large.data(), 100, &sum));
+  EXPECT_TRUE(std::isinf(sum));
+}
+
+TEST_F(Kernels, NothingToDoIsFine) {
+  const float* source = nullptr;
+  adamw<float>({.sources = &source}, {}, {}, {});
+  sgd<float>({.sources = &source, .count = 1, .divisor = 3}, {}, {}, {});
+  EXPECT_TRUE(reduce_with_norms<float>({.sources = &source}, nullptr, 0, nullptr));
+  EXPECT_EQ(add_blocks(nullptr, 0), 0);
+}
+
+// Of this thread's processor time: other programs' turns do not count.
+double milliseconds_of(const std::function<void()>& body) {
+  const auto now = [] {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return 1e3 * static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_nsec);
+  };
+  const double start = now();
+  body();
+  return now() - start;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+// Printed, not asserted: a loaded machine would make it a coin toss.
+TEST_F(Kernels, SpeedBesideAten) {
+  const bool soak = std::getenv("LOCKSTEP_SOAK") != nullptr;
+  const std::int64_t size = soak ? 32 << 20 : 4 << 20;
+  const auto make = [&] { return at::randn({size}); };
+  const at::Tensor param = make(), exp_avg = at::zeros({size}), exp_avg_sq = at::zeros({size});
+  const at::Tensor grads[] = {make(), make(), make(), make()};
+  std::vector<const float*> sources;
+  for (const auto& g : grads) sources.push_back(g.const_data_ptr<float>());
+  const AdamTensors<float> tensors{param.data_ptr<float>(), exp_avg.data_ptr<float>(),
+                                   exp_avg_sq.data_ptr<float>()};
+  const Slice whole{.tensor_size = size, .count = size};
+  const AdamStep step{.lr = 1e-4, .weight_decay = 0.01};
+  const auto count = at::ones({});
+  std::vector<double> theirs;
+  std::vector<std::vector<double>> ours(4);
+  for (int round = 0; round < 7; ++round) {
+    theirs.push_back(milliseconds_of([&] {
+      at::_fused_adamw_({param}, {grads[0]}, {exp_avg}, {exp_avg_sq}, {}, {count}, step.lr,
+                        step.beta1, step.beta2, step.weight_decay, step.eps, false, false);
+    }));
+    for (int ranks = 1; ranks <= 4; ++ranks) {
+      ours[ranks - 1].push_back(milliseconds_of([&] {
+        adamw<float>({sources.data(), ranks, static_cast<float>(ranks)}, tensors, whole, step);
+      }));
+    }
+  }
+  fmt::print("AdamW, {} elements, one thread, {}: ATen {:.1f} ms", size, detail::machine().name,
+             median(theirs));
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    const double mine = median(ours[ranks - 1]);
+    fmt::print("; {} source(s) {:.1f} ms, {:.2f} of ATen's", ranks, mine, mine / median(theirs));
+  }
+  Values<double> sums(norm_blocks(size));
+  at::Tensor out = at::zeros({size});
+  const double norm = milliseconds_of([&] {
+    reduce_with_norms<float>({sources.data(), 2, 2}, out.data_ptr<float>(), size, sums.data());
+  });
+  fmt::print("; mean of 2 and norm {:.1f} ms\n", norm);
+}
+
+}  // namespace
+}  // namespace lockstep::kernels

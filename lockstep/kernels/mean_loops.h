@@ -1,0 +1,84 @@
+// The loops behind norm.h, and the mean over ranks that they share with those of step.h; inlined
+// into functions that are compiled for one instruction set each (loops.h).
+//
+//   T piece[kPiece];
+//   take_mean(mean, at, piece, kPiece);
+//
+// For the machine_*.cpp files alone.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "lockstep/kernels/machine.h"
+
+#define LOCKSTEP_INLINE [[gnu::always_inline]] inline
+
+namespace lockstep::kernels::detail {
+
+// Short, so that the processor reaches the next piece's loads while it still divides for this one.
+inline constexpr std::int64_t kPiece = 64;
+
+// Elements [at, at + count) of the mean. `out` stays in the nearest cache, so adding one source at
+// a time costs no memory traffic.
+template <typename T>
+LOCKSTEP_INLINE void take_mean(const Mean<T>& mean, std::int64_t at, T* __restrict out,
+                               std::int64_t count) {
+  const T* __restrict const first = mean.sources[0] + mean.offset + at;
+  // A factor belongs after the last sum; the ones before it are multiplied by 1.
+  const auto factor = [&](int added) { return added == mean.count ? mean.factor : T(1); };
+  if (mean.count == 1) {
+    for (std::int64_t i = 0; i < count; ++i) out[i] = first[i] * mean.factor;
+  } else {
+    const T* __restrict const second = mean.sources[1] + mean.offset + at;
+    const T f = factor(2);
+    for (std::int64_t i = 0; i < count; ++i) out[i] = (first[i] + second[i]) * f;
+  }
+  for (int r = 2; r < mean.count; ++r) {
+    const T* __restrict const next = mean.sources[r] + mean.offset + at;
+    const T f = factor(r + 1);
+    for (std::int64_t i = 0; i < count; ++i) out[i] = (out[i] + next[i]) * f;
+  }
+  if (mean.divides) {
+    for (std::int64_t i = 0; i < count; ++i) out[i] = out[i] / mean.divisor;
+  }
+  if (mean.scale != T(1)) {
+    for (std::int64_t i = 0; i < count; ++i) out[i] = out[i] * mean.scale;
+  }
+}
+
+template <typename T>
+LOCKSTEP_INLINE bool is_plain(const Mean<T>& mean) {
+  return mean.count == 1 && !mean.divides && mean.factor == T(1) && mean.scale == T(1);
+}
+
+template <typename T>
+LOCKSTEP_INLINE void squares_loop(const T* __restrict values, std::int64_t count,
+                                  double* __restrict lanes) {
+  std::int64_t i = 0;
+  for (; i + kNormLanes <= count; i += kNormLanes) {
+    for (std::int64_t lane = 0; lane < kNormLanes; ++lane) {
+      const double value = values[i + lane];
+      lanes[lane] += value * value;
+    }
+  }
+  for (std::int64_t lane = 0; i + lane < count; ++lane) {
+    const double value = values[i + lane];
+    lanes[lane] += value * value;
+  }
+}
+
+template <typename T>
+LOCKSTEP_INLINE void mean_squares_loop(const Mean<T>& mean, T* out, std::int64_t count,
+                                       double* __restrict lanes) {
+  static_assert(kPiece == kNormLanes);
+  alignas(64) T piece[kPiece];  // since `out` may be one of the sources
+  for (std::int64_t at = 0; at < count; at += kPiece) {
+    const std::int64_t size = std::min(kPiece, count - at);
+    take_mean(mean, at, piece, size);
+    squares_loop(piece, size, lanes);
+    std::copy_n(piece, size, out + at);
+  }
+}
+
+}  // namespace lockstep::kernels::detail
