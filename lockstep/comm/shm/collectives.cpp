@@ -1,0 +1,374 @@
+#include "lockstep/comm/shm/collectives.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "lockstep/comm/shm/engine_core.h"
+#include "lockstep/comm/shm/reduce.h"
+
+namespace lockstep::shm {
+namespace {
+
+// A symmetric array is summed in pieces of this size, between which the holder of the seat can look
+// at other things.
+constexpr std::size_t kPieceBytes = 4u << 20;
+
+void copy_bytes(void* to, const void* from, std::size_t bytes) {
+  if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+std::size_t lines_down(std::size_t bytes) {
+  return bytes / kLine * kLine;
+}
+
+// The part that one rank sums: whole cache lines, as equal as can be.
+std::size_t slice_begin(std::size_t bytes, int rank, int size) {
+  const std::size_t lines = (bytes + kLine - 1) / kLine;
+  const std::size_t line = lines * static_cast<std::size_t>(rank) / static_cast<std::size_t>(size);
+  return std::min(line * kLine, bytes);
+}
+
+}  // namespace
+
+Barrier::Barrier(std::shared_ptr<EngineCore> core, const Deadline& deadline)
+    : Collective(std::move(core), deadline) {
+  what.kind = Kind::kBarrier;
+  quick = true;
+}
+
+// ---------------------------------------------------------------- all_reduce, reduce
+
+AllReduce::AllReduce(std::shared_ptr<EngineCore> core, const Deadline& deadline, const Call& call)
+    : Collective(core, deadline),
+      data_(static_cast<std::byte*>(call.data)),
+      bytes_(call.count * size_of(call.dtype)) {
+  what.kind = call.root < 0 ? Kind::kAllReduce : Kind::kReduce;
+  what.bytes = bytes_;
+  what.dtype = call.dtype;
+  what.op = call.op;
+  what.root = static_cast<std::int16_t>(call.root);
+  quick = bytes_ <= core->layout().small_bytes();
+  if (quick) return;
+  stage_ = Stage::kAgree;
+  place_ = core->blocks().find(data_, bytes_);
+  if (!place_.block) return;
+  what.block = place_.block->id();
+  what.offset = place_.offset;
+}
+
+std::size_t AllReduce::chunk(const EngineCore& core) const {
+  return std::min(core.layout().chunk_bytes(), bytes_ - at_);
+}
+
+AllReduce::Slice AllReduce::slice(const EngineCore& core, std::size_t bytes, int rank) const {
+  const int size = core.place().size;
+  return {slice_begin(bytes, rank, size), slice_begin(bytes, rank + 1, size)};
+}
+
+bool AllReduce::wanted(const EngineCore& core) const {
+  return what.root < 0 || what.root == core.place().rank;
+}
+
+void AllReduce::fill(EngineCore& core, int parity) {
+  std::byte* const buffer = core.view(core.place().rank).buffers[parity];
+  if (stage_ == Stage::kAll)
+    copy_bytes(buffer, data_, bytes_);
+  else if (stage_ == Stage::kSum || (stage_ == Stage::kAgree && !place_.block))
+    copy_bytes(buffer, data_ + at_, chunk(core));
+}
+
+Collective::Next AllReduce::take(EngineCore& core, int parity) {
+  switch (stage_) {
+    case Stage::kAll:
+      sum_all(core, parity);
+      return Next::kDone;
+    case Stage::kAgree:
+      return choose_path(core, parity);
+    case Stage::kSum:
+      sum_slice(core, parity);
+      stage_ = Stage::kTake;
+      return Next::kRound;
+    case Stage::kTake:
+      take_slices(core, parity);
+      at_ += chunk(core);
+      stage_ = Stage::kSum;
+      return at_ == bytes_ ? Next::kDone : Next::kRound;
+    case Stage::kSymmetric:
+      return sum_symmetric(core);
+    case Stage::kEnd:
+      break;
+  }
+  return Next::kDone;
+}
+
+// Arrays at the same place of the same block on all ranks need no copies. If only some are, those
+// have not filled their buffers: all begin anew, with copies.
+Collective::Next AllReduce::choose_path(EngineCore& core, int parity) {
+  bool same = what.block != 0;
+  bool all_private = what.block == 0;
+  for (int rank = 0; rank < core.place().size; ++rank) {
+    if (rank == core.place().rank) continue;
+    const Descriptor& theirs = core.view(rank).header->posts[parity].what;
+    same = same && theirs.block == what.block && theirs.offset == what.offset;
+    all_private = all_private && theirs.block == 0;
+  }
+  if (same) {
+    stage_ = Stage::kSymmetric;
+    return sum_symmetric(core);
+  }
+  stage_ = Stage::kSum;
+  return all_private ? take(core, parity) : Next::kRound;
+}
+
+void AllReduce::sum_all(EngineCore& core, int parity) {
+  if (!wanted(core)) return;
+  const std::byte* inputs[kMaxRanks];
+  const int size = core.place().size;
+  for (int rank = 0; rank < size; ++rank) inputs[rank] = core.view(rank).buffers[parity];
+  std::byte* outputs[] = {data_};
+  combine(what.dtype, what.op, {inputs, size, outputs, 1, bytes_ / size_of(what.dtype)});
+}
+
+// The sum goes into the buffer of the next round, which nobody reads any more, and to its place.
+void AllReduce::sum_slice(EngineCore& core, int parity) {
+  const int size = core.place().size;
+  const auto [begin, end] = slice(core, chunk(core), core.place().rank);
+  const std::byte* inputs[kMaxRanks];
+  for (int rank = 0; rank < size; ++rank) inputs[rank] = core.view(rank).buffers[parity] + begin;
+  std::byte* outputs[] = {core.view(core.place().rank).buffers[1 - parity] + begin,
+                          data_ + at_ + begin};
+  combine(what.dtype, what.op,
+          {inputs, size, outputs, wanted(core) ? 2 : 1, (end - begin) / size_of(what.dtype)});
+}
+
+void AllReduce::take_slices(EngineCore& core, int parity) {
+  if (!wanted(core)) return;
+  for (int rank = 0; rank < core.place().size; ++rank) {
+    if (rank == core.place().rank) continue;
+    const auto [begin, end] = slice(core, chunk(core), rank);
+    copy_bytes(data_ + at_ + begin, core.view(rank).buffers[parity] + begin, end - begin);
+  }
+}
+
+Collective::Next AllReduce::sum_symmetric(EngineCore& core) {
+  const int size = core.place().size;
+  const auto [begin, end] = slice(core, bytes_, core.place().rank);
+  const std::size_t from = begin + at_;
+  const std::size_t bytes = std::min(kPieceBytes, end - from);
+  const std::byte* inputs[kMaxRanks];
+  std::byte* outputs[kMaxRanks];
+  for (int rank = 0; rank < size; ++rank) {
+    outputs[rank] = place_.block->peer(rank) + place_.offset + from;
+    inputs[rank] = outputs[rank];
+  }
+  std::byte* const* const targets = what.root < 0 ? outputs : outputs + what.root;
+  combine(what.dtype, what.op,
+          {inputs, size, targets, what.root < 0 ? size : 1, bytes / size_of(what.dtype)});
+  at_ += bytes;
+  if (begin + at_ < end) return Next::kAgain;
+  stage_ = Stage::kEnd;
+  return Next::kRound;
+}
+
+// ---------------------------------------------------------------- broadcast, all_gather
+
+Broadcast::Broadcast(std::shared_ptr<EngineCore> core, const Deadline& deadline, Part array,
+                     int root)
+    : Collective(core, deadline), array_(array) {
+  what.kind = Kind::kBroadcast;
+  what.bytes = array.bytes;
+  what.root = static_cast<std::int16_t>(root);
+  quick = array.bytes <= core->layout().small_bytes();
+}
+
+void Broadcast::fill(EngineCore& core, int parity) {
+  if (what.root != core.place().rank) return;
+  copy_bytes(core.view(what.root).buffers[parity], static_cast<const std::byte*>(array_.data) + at_,
+             std::min(core.layout().chunk_bytes(), array_.bytes - at_));
+}
+
+Collective::Next Broadcast::take(EngineCore& core, int parity) {
+  const std::size_t bytes = std::min(core.layout().chunk_bytes(), array_.bytes - at_);
+  if (what.root != core.place().rank)
+    copy_bytes(static_cast<std::byte*>(array_.data) + at_, core.view(what.root).buffers[parity],
+               bytes);
+  at_ += bytes;
+  return at_ == array_.bytes ? Next::kDone : Next::kRound;
+}
+
+AllGather::AllGather(std::shared_ptr<EngineCore> core, const Deadline& deadline, void* output,
+                     ConstPart input)
+    : Collective(core, deadline),
+      output_(static_cast<std::byte*>(output)),
+      input_(static_cast<const std::byte*>(input.data)),
+      bytes_(input.bytes) {
+  what.kind = Kind::kAllGather;
+  what.bytes = bytes_;
+  quick = bytes_ * static_cast<std::size_t>(core->place().size) <= core->layout().small_bytes();
+}
+
+void AllGather::fill(EngineCore& core, int parity) {
+  copy_bytes(core.view(core.place().rank).buffers[parity], input_ + at_,
+             std::min(core.layout().chunk_bytes(), bytes_ - at_));
+}
+
+Collective::Next AllGather::take(EngineCore& core, int parity) {
+  const std::size_t bytes = std::min(core.layout().chunk_bytes(), bytes_ - at_);
+  for (int rank = 0; rank < core.place().size; ++rank) {
+    const bool own = rank == core.place().rank;
+    copy_bytes(output_ + static_cast<std::size_t>(rank) * bytes_ + at_,
+               own ? input_ + at_ : core.view(rank).buffers[parity], bytes);
+  }
+  at_ += bytes;
+  return at_ == bytes_ ? Next::kDone : Next::kRound;
+}
+
+// ---------------------------------------------------------------- reduce_scatter
+
+ReduceScatter::ReduceScatter(std::shared_ptr<EngineCore> core, const Deadline& deadline,
+                             const Call& call)
+    : Collective(core, deadline),
+      output_(static_cast<std::byte*>(call.output)),
+      input_(static_cast<const std::byte*>(call.input)),
+      bytes_(call.count * size_of(call.dtype)) {
+  what.kind = Kind::kReduceScatter;
+  what.bytes = bytes_;
+  what.dtype = call.dtype;
+  what.op = call.op;
+  quick = bytes_ * static_cast<std::size_t>(core->place().size) <= core->layout().small_bytes();
+}
+
+std::size_t ReduceScatter::piece(const EngineCore& core) const {
+  return lines_down(core.layout().chunk_bytes() / static_cast<std::size_t>(core.place().size));
+}
+
+void ReduceScatter::fill(EngineCore& core, int parity) {
+  const std::size_t bytes = std::min(piece(core), bytes_ - at_);
+  std::byte* const buffer = core.view(core.place().rank).buffers[parity];
+  for (int rank = 0; rank < core.place().size; ++rank) {
+    if (rank == core.place().rank) continue;
+    const auto place = static_cast<std::size_t>(rank);
+    copy_bytes(buffer + place * piece(core), input_ + place * bytes_ + at_, bytes);
+  }
+}
+
+Collective::Next ReduceScatter::take(EngineCore& core, int parity) {
+  const std::size_t bytes = std::min(piece(core), bytes_ - at_);
+  const int size = core.place().size;
+  const auto own = static_cast<std::size_t>(core.place().rank);
+  const std::byte* inputs[kMaxRanks];
+  for (int rank = 0; rank < size; ++rank)
+    inputs[rank] = core.view(rank).buffers[parity] + own * piece(core);
+  inputs[own] = input_ + own * bytes_ + at_;
+  std::byte* outputs[] = {output_ + at_};
+  combine(what.dtype, what.op, {inputs, size, outputs, 1, bytes / size_of(what.dtype)});
+  at_ += bytes;
+  return at_ == bytes_ ? Next::kDone : Next::kRound;
+}
+
+// ---------------------------------------------------------------- gather, scatter, all_to_all
+
+namespace {
+
+// How a rank divides its buffer, from the row of sizes it has published.
+struct Division {
+  std::size_t slot_bytes = 0;
+  std::size_t rounds = 1;
+
+  Division(const EngineCore& core, const std::uint64_t* sends, int rank) {
+    std::size_t active = 0;
+    std::uint64_t largest = 0;
+    for (int to = 0; to < core.place().size; ++to) {
+      if (to == rank || sends[to] == 0) continue;
+      ++active;
+      largest = std::max(largest, sends[to]);
+    }
+    if (active == 0) return;
+    slot_bytes = lines_down(core.layout().chunk_bytes() / active);
+    rounds = (largest + slot_bytes - 1) / slot_bytes;
+  }
+};
+
+}  // namespace
+
+Exchange::Exchange(std::shared_ptr<EngineCore> core, const Deadline& deadline, Call call)
+    : Collective(core, deadline),
+      sends_(std::move(call.sends)),
+      receives_(std::move(call.receives)) {
+  what.kind = call.kind;
+  what.root = static_cast<std::int16_t>(call.root);
+  std::size_t total = 0;
+  for (const ConstPart& part : sends_) total += part.bytes;
+  for (const Part& part : receives_) total += part.bytes;
+  quick = total <= core->layout().small_bytes();
+}
+
+void Exchange::fill(EngineCore& core, int parity) {
+  const int own = core.place().rank;
+  Header& header = *core.view(own).header;
+  std::uint64_t sizes[kMaxRanks];
+  for (std::size_t to = 0; to < sends_.size(); ++to) {
+    sizes[to] = sends_[to].bytes;
+    if (round_ == 0) header.sends[parity][to] = sends_[to].bytes;
+    if (round_ == 0) header.receives[parity][to] = receives_[to].bytes;
+  }
+  const Division division(core, sizes, own);
+  std::byte* slot = core.view(own).buffers[parity];
+  for (int to = 0; to < core.place().size; ++to) {
+    const ConstPart& part = sends_[static_cast<std::size_t>(to)];
+    if (to == own || part.bytes == 0) continue;
+    const std::size_t at = std::min(round_ * division.slot_bytes, part.bytes);
+    copy_bytes(slot, static_cast<const std::byte*>(part.data) + at,
+               std::min(division.slot_bytes, part.bytes - at));
+    slot += division.slot_bytes;
+  }
+}
+
+std::string Exchange::disagreement(EngineCore& core, int parity) {
+  for (int from = 0; from < core.place().size; ++from) {
+    for (int to = 0; to < core.place().size; ++to) {
+      const std::uint64_t sent = core.view(from).header->sends[parity][to];
+      const std::uint64_t expected = core.view(to).header->receives[parity][from];
+      if (sent != expected)
+        return fmt::format(
+            "ranks disagree on {} #{}: rank {} sends {} bytes to rank {}, which "
+            "expects {}",
+            what.text(), what.sequence, from, sent, to, expected);
+    }
+  }
+  return "";
+}
+
+// The published sizes stay readable for this round only.
+void Exchange::learn(EngineCore& core, int parity) {
+  const int own = core.place().rank;
+  for (int from = 0; from < core.place().size; ++from) {
+    const std::uint64_t* sends = core.view(from).header->sends[parity];
+    const Division division(core, sends, from);
+    Source source{division.slot_bytes, 0};
+    for (int to = 0; to < own; ++to) source.slot += to != from && sends[to] != 0 ? 1 : 0;
+    sources_.push_back(source);
+    rounds_ = std::max(rounds_, division.rounds);
+  }
+}
+
+Collective::Next Exchange::take(EngineCore& core, int parity) {
+  const int own = core.place().rank;
+  if (round_ == 0) {
+    learn(core, parity);
+    const ConstPart& self = sends_[static_cast<std::size_t>(own)];
+    copy_bytes(receives_[static_cast<std::size_t>(own)].data, self.data, self.bytes);
+  }
+  for (int from = 0; from < core.place().size; ++from) {
+    const Part& part = receives_[static_cast<std::size_t>(from)];
+    const Source& source = sources_[static_cast<std::size_t>(from)];
+    if (from == own || part.bytes == 0) continue;
+    const std::size_t at = std::min(round_ * source.slot_bytes, part.bytes);
+    copy_bytes(static_cast<std::byte*>(part.data) + at,
+               core.view(from).buffers[parity] + source.slot * source.slot_bytes,
+               std::min(source.slot_bytes, part.bytes - at));
+  }
+  return ++round_ == rounds_ ? Next::kDone : Next::kRound;
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,238 @@
+#include "lockstep/comm/shm/engine.h"
+
+#include <poll.h>
+
+#include "lockstep/comm/shm/collectives.h"
+#include "lockstep/comm/shm/engine_core.h"
+#include "lockstep/comm/shm/layout.h"
+#include "lockstep/comm/shm/segment.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::shm {
+namespace {
+
+void check_reduction(DType dtype, Op op) {
+  if (!supports(dtype, op))
+    throw UsageError("shm", "there is no {} of {}. Convert the array or choose another operation.",
+                     name(op), name(dtype));
+}
+
+void check_rank(const Place& place, int rank, const char* role) {
+  if (rank < 0 || rank >= place.size)
+    throw UsageError("shm", "rank {} as {} does not exist: there are ranks 0 to {}.", rank, role,
+                     place.size - 1);
+}
+
+void check_peer(const Place& place, int peer) {
+  check_rank(place, peer, "the other end of a message");
+  if (peer == place.rank)
+    throw UsageError("shm", "rank {} cannot send a message to itself. Copy the array.", peer);
+}
+
+void check_list(const Place& place, std::size_t parts) {
+  if (parts != static_cast<std::size_t>(place.size))
+    throw UsageError("shm", "a list of {} parts for {} ranks. Give one part per rank.", parts,
+                     place.size);
+}
+
+void check_self(std::size_t sent, std::size_t expected) {
+  if (sent != expected)
+    throw UsageError("shm", "this rank sends {} bytes to itself but expects {}.", sent, expected);
+}
+
+}  // namespace
+
+Made Engine::make(Board& board, const Place& place, const EngineOptions& options,
+                  const Deadline& deadline) {
+  if (place.size < 1 || place.size > kMaxRanks || place.rank < 0 || place.rank >= place.size)
+    throw UsageError("shm", "rank {} of {} makes no sense: an engine has 1 to {} ranks.",
+                     place.rank, place.size, kMaxRanks);
+  const Layout layout(place.size, options);
+  Meeting meeting = meet(
+      board, place,
+      [&] {
+        auto segment = Segment::make(layout.segment_bytes(), place.size);
+        layout.construct(segment->data());
+        return segment;
+      },
+      deadline);
+  Made made;
+  made.why_not = meeting.why_not;
+  if (!made.why_not.empty()) return made;
+  meeting.peers[static_cast<std::size_t>(place.rank)].segment->close_fd();
+  made.engine.reset(
+      new Engine(std::make_shared<EngineCore>(place, layout, std::move(meeting.peers))));
+  return made;
+}
+
+Engine::Engine(std::shared_ptr<EngineCore> core) : core_(std::move(core)) {}
+Engine::~Engine() {
+  core_->close();
+}
+
+int Engine::rank() const {
+  return core_->place().rank;
+}
+int Engine::size() const {
+  return core_->place().size;
+}
+
+TicketPtr Engine::all_reduce(void* data, std::size_t count, DType dtype, Op op,
+                             const StartOptions& options) {
+  check_reduction(dtype, op);
+  auto ticket =
+      std::make_shared<AllReduce>(core_, options.deadline, AllReduce::Call{data, count, dtype, op});
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+TicketPtr Engine::reduce(void* data, std::size_t count, DType dtype, Op op, int root,
+                         const StartOptions& options) {
+  check_reduction(dtype, op);
+  check_rank(core_->place(), root, "root");
+  auto ticket = std::make_shared<AllReduce>(core_, options.deadline,
+                                            AllReduce::Call{data, count, dtype, op, root});
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+TicketPtr Engine::broadcast(void* data, std::size_t bytes, int root, const StartOptions& options) {
+  check_rank(core_->place(), root, "root");
+  auto ticket = std::make_shared<Broadcast>(core_, options.deadline, Part{data, bytes}, root);
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+TicketPtr Engine::all_gather(void* output, const void* input, std::size_t bytes,
+                             const StartOptions& options) {
+  auto ticket =
+      std::make_shared<AllGather>(core_, options.deadline, output, ConstPart{input, bytes});
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+TicketPtr Engine::reduce_scatter(void* output, const void* input, std::size_t count, DType dtype,
+                                 Op op, const StartOptions& options) {
+  check_reduction(dtype, op);
+  auto ticket = std::make_shared<ReduceScatter>(
+      core_, options.deadline, ReduceScatter::Call{output, input, count, dtype, op});
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+TicketPtr Engine::gather(std::vector<Part> outputs, ConstPart input, int root,
+                         const StartOptions& options) {
+  const Place& place = core_->place();
+  check_rank(place, root, "root");
+  const auto size = static_cast<std::size_t>(place.size);
+  Exchange::Call call{Kind::kGather, root, std::vector<ConstPart>(size), std::vector<Part>(size)};
+  if (place.rank == root) {
+    check_list(place, outputs.size());
+    call.receives = std::move(outputs);
+    check_self(input.bytes, call.receives[static_cast<std::size_t>(root)].bytes);
+  }
+  call.sends[static_cast<std::size_t>(root)] = input;
+  auto ticket = std::make_shared<Exchange>(core_, options.deadline, std::move(call));
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+TicketPtr Engine::scatter(Part output, std::vector<ConstPart> inputs, int root,
+                          const StartOptions& options) {
+  const Place& place = core_->place();
+  check_rank(place, root, "root");
+  const auto size = static_cast<std::size_t>(place.size);
+  Exchange::Call call{Kind::kScatter, root, std::vector<ConstPart>(size), std::vector<Part>(size)};
+  if (place.rank == root) {
+    check_list(place, inputs.size());
+    call.sends = std::move(inputs);
+    check_self(call.sends[static_cast<std::size_t>(root)].bytes, output.bytes);
+  }
+  call.receives[static_cast<std::size_t>(root)] = output;
+  auto ticket = std::make_shared<Exchange>(core_, options.deadline, std::move(call));
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+TicketPtr Engine::all_to_all(std::vector<Part> outputs, std::vector<ConstPart> inputs,
+                             const StartOptions& options) {
+  const Place& place = core_->place();
+  check_list(place, outputs.size());
+  check_list(place, inputs.size());
+  const auto own = static_cast<std::size_t>(place.rank);
+  check_self(inputs[own].bytes, outputs[own].bytes);
+  auto ticket = std::make_shared<Exchange>(
+      core_, options.deadline,
+      Exchange::Call{Kind::kAllToAll, -1, std::move(inputs), std::move(outputs)});
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+TicketPtr Engine::barrier(const StartOptions& options) {
+  auto ticket = std::make_shared<Barrier>(core_, options.deadline);
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+TicketPtr Engine::send(const void* data, std::size_t bytes, int peer, const StartOptions& options) {
+  check_peer(core_->place(), peer);
+  auto* const from = const_cast<std::byte*>(static_cast<const std::byte*>(data));
+  auto ticket =
+      std::make_shared<Message>(core_, options.deadline, Message::Ends{from, bytes, peer, true});
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+TicketPtr Engine::recv(void* data, std::size_t bytes, int peer, const StartOptions& options) {
+  check_peer(core_->place(), peer);
+  auto ticket = std::make_shared<Message>(
+      core_, options.deadline, Message::Ends{static_cast<std::byte*>(data), bytes, peer, false});
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
+Mail Engine::mail(int peer) const {
+  check_peer(core_->place(), peer);
+  // The state first: what a rank has written before it closed is there when it says so.
+  const View& theirs = core_->view(peer);
+  const State state = theirs.header->state.load();
+  pollfd ended{core_->peers()[static_cast<std::size_t>(peer)].pidfd.get(), POLLIN, 0};
+  const bool gone = ::poll(&ended, 1, 0) > 0;
+  const Ring& ring = core_->layout().ring(theirs, core_->place().rank);
+  if (ring.written.load() != ring.taken.load()) return Mail::kWaiting;
+  if (state == State::kClosed) return Mail::kClosed;
+  return gone || state == State::kBroken ? Mail::kFailed : Mail::kNone;
+}
+
+std::shared_ptr<SymmetricBlock> Engine::symmetric(std::size_t bytes, const Deadline& deadline) {
+  core_->throw_if_broken();
+  try {
+    return make_symmetric(*core_, bytes, deadline);
+  } catch (const CommError& error) {
+    // The ranks may no longer agree on what has been said: nothing can follow.
+    Failure failure;
+    failure.text = words_of(error);
+    failure.timeout = dynamic_cast<const TimeoutError*>(&error) != nullptr;
+    failure.culprit = error.context().peer;
+    core_->break_with(std::move(failure));
+    core_->settle();
+    throw;
+  }
+}
+
+bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
+  return core_->blocks().find(data, bytes).block != nullptr;
+}
+
+void Engine::abort(const std::string& cause) noexcept {
+  Failure failure;
+  failure.text = cause;
+  core_->break_with(std::move(failure));
+  core_->settle();
+}
+
+std::string Engine::failure() const {
+  return core_->failure();
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,147 @@
+// Collectives between the ranks of one host, through memory that all of them map.
+//
+// The one hard idea is the round: every rank writes what the others need into its own segment,
+// posts the round's number, waits until all have posted it, and reads theirs. Posting a round says
+// that the one before has been read, so two buffers by turns and one synchronisation a round are
+// enough. Small operations are one round; a large all-reduce is two (a rank sums its slice, then
+// all take the slices) per chunk, or two in all and no copy where the arrays lie in symmetric
+// memory.
+//
+//   Made made = Engine::make(board, {rank, size}, {}, deadline);
+//   if (!made.engine) return use_gloo(made.why_not);
+//   made.engine->all_reduce(data, count, DType::kF32, Op::kAvg)->wait();
+//
+// Who may call what: collectives are started by one thread at a time, in the same order on every
+// rank; messages also by one thread at a time. abort(), failure() and everything of a Ticket may
+// come from any thread. Arrays belong to the caller, until the ticket is done. After the first
+// failure (a dead peer, a deadline, ranks that disagree, abort) the engine is broken for ever: all
+// tickets fail, later calls throw CommError with the first cause, and so do the peers' engines. The
+// destructor fails what is pending and never waits for peers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/shm/meeting.h"
+#include "lockstep/comm/shm/ticket.h"
+#include "lockstep/comm/shm/types.h"
+#include "lockstep/core/deadline.h"
+
+namespace lockstep::shm {
+
+// Zero means the measured default. Must be equal on all ranks.
+struct EngineOptions {
+  std::size_t small_bytes = 0;  // up to here an all-reduce is one round and every rank sums it all
+  std::size_t chunk_bytes = 0;  // of each of a rank's two buffers; larger arrays go in chunks
+  std::size_t ring_bytes = 0;   // of the ring for messages from one rank to one other
+};
+
+struct StartOptions {
+  Deadline deadline = Deadline::after(std::chrono::minutes(30));
+  // The caller waits for the ticket next: the engine's own thread need not be woken for it.
+  bool caller_waits = false;
+};
+
+struct Part {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+struct ConstPart {
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+// Memory of the same size on every rank, each rank's part mapped by all. The owner is whoever holds
+// the pointer; freeing it is local. Its memory is zero at first.
+class SymmetricBlock {
+ public:
+  virtual ~SymmetricBlock() = default;
+  std::byte* data() const { return peer(rank_); }
+  std::size_t bytes() const { return bytes_; }
+  // Where this process sees that rank's part. Who may touch it when is the caller's affair; a
+  // barrier orders accesses.
+  std::byte* peer(int rank) const { return bases_.at(static_cast<std::size_t>(rank)); }
+
+ protected:
+  SymmetricBlock() = default;
+  int rank_ = 0;
+  std::size_t bytes_ = 0;
+  std::vector<std::byte*> bases_;
+};
+
+enum class Mail : std::uint8_t {
+  kNone,     // nothing yet
+  kWaiting,  // a message has begun to arrive
+  kClosed,   // nothing, and nothing will come: that rank has closed its engine
+  kFailed    // the same, because its process has ended or its engine is broken
+};
+
+class Engine;
+// Exactly one of the two is there, and it is the same one on all ranks.
+struct Made {
+  std::unique_ptr<Engine> engine;
+  std::string why_not;  // a sentence: the ranks cannot share memory
+};
+
+class Engine {
+ public:
+  // Collective. Throws what the board throws, and UsageError for a place or options that make no
+  // sense; everything else that goes wrong is told in why_not.
+  static Made make(Board& board, const Place& place, const EngineOptions& options,
+                   const Deadline& deadline);
+  ~Engine();
+
+  int rank() const;
+  int size() const;
+
+  // Collectives. Counts are elements; zero is fine everywhere. In place where there is one array.
+  TicketPtr all_reduce(void* data, std::size_t count, DType dtype, Op op,
+                       const StartOptions& options = {});
+  // Other ranks' arrays are left as they were.
+  TicketPtr reduce(void* data, std::size_t count, DType dtype, Op op, int root,
+                   const StartOptions& options = {});
+  TicketPtr broadcast(void* data, std::size_t bytes, int root, const StartOptions& options = {});
+  // `bytes` from each rank; output holds size() times that, and may hold the input in its place.
+  TicketPtr all_gather(void* output, const void* input, std::size_t bytes,
+                       const StartOptions& options = {});
+  // `count` elements for each rank; input holds size() times that.
+  TicketPtr reduce_scatter(void* output, const void* input, std::size_t count, DType dtype, Op op,
+                           const StartOptions& options = {});
+  // The list is read on root only, where it has one part per rank. Sizes may differ over ranks.
+  TicketPtr gather(std::vector<Part> outputs, ConstPart input, int root,
+                   const StartOptions& options = {});
+  TicketPtr scatter(Part output, std::vector<ConstPart> inputs, int root,
+                    const StartOptions& options = {});
+  // One part per rank in both lists; what i sends to j must be as long as what j expects of i.
+  TicketPtr all_to_all(std::vector<Part> outputs, std::vector<ConstPart> inputs,
+                       const StartOptions& options = {});
+  TicketPtr barrier(const StartOptions& options = {});
+
+  // Messages between two ranks arrive in the order of the calls, independently of collectives. A
+  // send is done when its bytes have left the array, which may be before the other rank has asked.
+  TicketPtr send(const void* data, std::size_t bytes, int peer, const StartOptions& options = {});
+  TicketPtr recv(void* data, std::size_t bytes, int peer, const StartOptions& options = {});
+  // What there is from that rank beyond the receives that have been started: lets a caller who
+  // would take a message from anyone see whom to ask. Any thread; never waits.
+  Mail mail(int peer) const;
+
+  // Collective and blocking. Throws UsageError, on all ranks alike, when one of them has not got
+  // the memory (the engine stays usable), CommError or TimeoutError when a peer is gone.
+  std::shared_ptr<SymmetricBlock> symmetric(std::size_t bytes, const Deadline& deadline);
+  // True when these bytes lie in a symmetric block of this engine that is still held.
+  bool is_symmetric(const void* data, std::size_t bytes) const;
+
+  // Breaks the engine on this rank and, as soon as they look, on its peers.
+  void abort(const std::string& cause) noexcept;
+  // The first cause; empty while all is well.
+  std::string failure() const;
+
+ private:
+  explicit Engine(std::shared_ptr<EngineCore> core);
+  std::shared_ptr<EngineCore> core_;
+};
+
+}  // namespace lockstep::shm

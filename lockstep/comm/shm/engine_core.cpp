@@ -1,0 +1,386 @@
+#include "lockstep/comm/shm/engine_core.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <csignal>
+#include <utility>
+
+#include "lockstep/comm/shm/segment.h"
+
+namespace lockstep::shm {
+namespace {
+
+// It leaves between two steps, each of which is a pass over some memory.
+constexpr std::chrono::seconds kThreadLeaves{2};
+
+}  // namespace
+
+// ---------------------------------------------------------------- tickets
+
+Ticket::Ticket(std::shared_ptr<EngineCore> core, const Deadline& deadline)
+    : core_(std::move(core)), deadline_(deadline) {}
+Ticket::~Ticket() = default;
+
+void Ticket::wait(const Deadline& deadline) {
+  if (!done()) core_->wait(*this, deadline);
+  if (auto failed = error()) std::rethrow_exception(failed);
+}
+
+void Ticket::wait() {
+  wait(deadline_);
+}
+
+bool Ticket::poll() {
+  return done() || core_->poll(*this);
+}
+
+std::exception_ptr Ticket::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void Ticket::on_done(std::function<void()> callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!done()) {
+      callback_ = std::move(callback);
+      callback = nullptr;
+    }
+  }
+  if (callback)
+    callback();
+  else
+    core_->want_progress();
+}
+
+void EngineCore::finish(Ticket& ticket, std::exception_ptr error) {
+  const std::lock_guard lock(ticket.mutex_);
+  ticket.error_ = std::move(error);
+  if (ticket.callback_) callbacks_.push_back(std::exchange(ticket.callback_, nullptr));
+  ticket.done_.store(true, std::memory_order_release);
+  finished_any_ = true;
+}
+
+// ---------------------------------------------------------------- life
+
+EngineCore::EngineCore(const Place& place, const Layout& layout, std::vector<Peer> peers)
+    : place_(place),
+      layout_(layout),
+      peers_(std::move(peers)),
+      messages_(place.size),
+      patience_(place.size > allowed_cores()) {
+  for (const Peer& peer : peers_) views_.push_back(layout_.view(peer.segment->data()));
+}
+
+void EngineCore::close() noexcept {
+  bool pending = false;
+  {
+    std::unique_lock lock(mutex_);
+    stop_ = true;
+    stopping_.store(true);
+    // The engine's own thread may sit there with nothing left to do; it leaves when called.
+    const bool inside = thread_.get_id() == std::this_thread::get_id();
+    waiters_.fetch_add(1);
+    wake(*view(place_.rank).header);
+    if (!inside) changed_.wait_for(lock, kThreadLeaves, [this] { return !thread_sits_; });
+    waiters_.fetch_sub(1);
+    pending = seated_ || has_work() || arrivals_.load() > 0;
+  }
+  if (pending) {
+    Failure failure;
+    failure.text = fmt::format("rank {} closed its engine with operations under way", place_.rank);
+    failure.culprit = place_.rank;
+    break_with(std::move(failure));
+    settle();
+  } else if (!broken()) {
+    view(place_.rank).header->state.store(State::kClosed);
+    for (int rank = 0; rank < place_.size; ++rank) wake(*view(rank).header);
+  }
+  thread_called_.notify_one();
+  if (!thread_.joinable()) return;
+  if (thread_.get_id() == std::this_thread::get_id())
+    thread_.detach();  // a callback dropped the engine; the thread owns what it still needs
+  else
+    thread_.join();
+}
+
+// ---------------------------------------------------------------- failure
+
+std::string words_of(const std::exception& error) {
+  std::string text = error.what();
+  const std::string component = "[shm] ";
+  if (text.rfind(component, 0) == 0) text.erase(0, component.size());
+  return text;
+}
+
+void EngineCore::break_with(Failure failure) noexcept {
+  if (failure.origin < 0) failure.origin = place_.rank;
+  {
+    const std::lock_guard lock(failure_mutex_);
+    if (broken()) return;
+    failure_ = std::move(failure);
+    broken_.store(true);
+    Header& own = *view(place_.rank).header;
+    own.trouble.origin = failure_.origin;
+    own.trouble.culprit = failure_.culprit;
+    own.trouble.timeout = failure_.timeout ? 1 : 0;
+    failure_.text.copy(own.trouble.text, sizeof own.trouble.text - 1);
+    own.state.store(State::kBroken);
+  }
+  for (int rank = 0; rank < place_.size; ++rank) wake(*view(rank).header);
+}
+
+void EngineCore::settle() noexcept {
+  std::unique_lock lock(mutex_);
+  if (!seated_) sit(lock, {Mode::kOnce});
+}
+
+// A failure that another rank has found is told with that rank's words.
+std::string EngineCore::composed(const Failure& failure) const {
+  if (failure.origin < 0 || failure.origin == place_.rank) return failure.text;
+  return fmt::format("rank {} failed: {}", failure.origin, failure.text);
+}
+
+std::string EngineCore::failure() const {
+  const std::lock_guard lock(failure_mutex_);
+  return broken() ? composed(failure_) : "";
+}
+
+std::exception_ptr EngineCore::as_exception() const {
+  const std::lock_guard lock(failure_mutex_);
+  return as_exception(failure_);
+}
+
+std::exception_ptr EngineCore::as_exception(const Failure& failure) const {
+  CommContext context = failure.context;
+  context.rank = place_.rank;
+  context.peer = failure.culprit;
+  if (failure.timeout)
+    return std::make_exception_ptr(TimeoutError("shm", composed(failure), std::move(context)));
+  return std::make_exception_ptr(CommError("shm", composed(failure), std::move(context)));
+}
+
+void EngineCore::throw_if_broken() const {
+  if (broken()) std::rethrow_exception(as_exception());
+}
+
+// ---------------------------------------------------------------- starting and waiting
+
+void EngineCore::enqueue(const std::shared_ptr<Collective>& collective) {
+  collective->what.sequence = ++sequence_;
+  queue_.push_back(collective);
+}
+
+void EngineCore::start(const std::shared_ptr<Collective>& collective, bool caller_waits) {
+  throw_if_broken();
+  std::unique_lock lock(mutex_);
+  if (seated_) {
+    new_collectives_.push_back(collective);
+    arrivals_.fetch_add(1);
+  } else {
+    enqueue(collective);
+    sit(lock, {Mode::kOnce});
+  }
+  after_start(*collective, caller_waits);
+}
+
+void EngineCore::start(const std::shared_ptr<Message>& message, bool caller_waits) {
+  throw_if_broken();
+  std::unique_lock lock(mutex_);
+  if (seated_) {
+    new_messages_.push_back(message);
+    arrivals_.fetch_add(1);
+  } else {
+    messages_.add(message);
+    sit(lock, {Mode::kOnce});
+  }
+  after_start(*message, caller_waits);
+}
+
+void EngineCore::after_start(const Ticket& ticket, bool caller_waits) {
+  if (ticket.done()) return;
+  if (seated_) wake(*view(place_.rank).header);
+  if (caller_waits || (!seated_ && on_its_way(ticket))) return;
+  wake_thread();
+}
+
+// True when the peers can finish it without anything more from this rank.
+bool EngineCore::on_its_way(const Ticket& ticket) const {
+  return posted_ && first_round_ && !queue_.empty() && queue_.front().get() == &ticket &&
+         queue_.front()->quick;
+}
+
+void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
+  std::unique_lock lock(mutex_);
+  waiters_.fetch_add(1);
+  while (!ticket.done()) {
+    if (!seated_) {
+      sit(lock, {Mode::kUntil, &ticket, &deadline});
+      continue;
+    }
+    // The engine's own thread leaves the seat to who waits.
+    wake(*view(place_.rank).header);
+    changed_.wait_for(lock, kLongestSleep);
+    if (ticket.done() || !seated_ || !deadline.expired()) continue;
+    // Whoever sits there will see it and end all tickets, so the array is not touched afterwards.
+    Failure failure = failure_in(&ticket, fmt::format("{} was not finished within {} ms",
+                                                      ticket.text(), deadline.total().count()));
+    failure.timeout = true;
+    break_with(std::move(failure));
+  }
+  waiters_.fetch_sub(1);
+  if (waiters_.load() == 0 && progress_wanted_) thread_called_.notify_one();
+}
+
+bool EngineCore::poll(Ticket& ticket) {
+  std::unique_lock lock(mutex_);
+  if (!seated_) sit(lock, {Mode::kPoll, &ticket, nullptr});
+  // Who only asks does not do the large pieces of work; someone must.
+  if (!ticket.done() && !seated_ && !progress_wanted_ && !on_its_way(ticket)) wake_thread();
+  return ticket.done();
+}
+
+void EngineCore::want_progress() {
+  const std::lock_guard lock(mutex_);
+  wake_thread();
+}
+
+// ---------------------------------------------------------------- the seat
+
+void EngineCore::sit(std::unique_lock<std::mutex>& lock, Task task) {
+  const int self = task.mode == Mode::kUntil ? 1 : 0;  // counted among the waiters
+  seated_ = true;
+  for (;;) {
+    lock.unlock();
+    work(task);
+    lock.lock();
+    if (arrivals_.load() == 0) break;
+    task.mode = Mode::kOnce;
+  }
+  seated_ = false;
+  if (!has_work()) progress_wanted_ = false;
+  if (waiters_.load() > self)
+    changed_.notify_all();
+  else if (progress_wanted_)
+    thread_called_.notify_one();
+  if (callbacks_.empty()) return;
+  const auto callbacks = std::exchange(callbacks_, {});
+  lock.unlock();
+  for (const auto& callback : callbacks) callback();
+  lock.lock();
+}
+
+void EngineCore::wake_thread() {
+  if (stop_) return;
+  progress_wanted_ = true;
+  if (!thread_.joinable())
+    thread_ = std::thread([self = shared_from_this()] { self->run_thread(); });
+  else
+    thread_called_.notify_one();
+}
+
+void EngineCore::run_thread() {
+  ::pthread_setname_np(::pthread_self(), "lockstep-shm");
+  // Signals are for the program's own threads.
+  sigset_t all;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    thread_called_.wait(
+        lock, [this] { return stop_ || (progress_wanted_ && !seated_ && waiters_.load() == 0); });
+    if (stop_) return;
+    if (!has_work()) {
+      progress_wanted_ = false;
+      continue;
+    }
+    thread_sits_ = true;
+    sit(lock, {Mode::kProgress});
+    thread_sits_ = false;
+    changed_.notify_all();
+  }
+}
+
+void EngineCore::absorb() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& collective : new_collectives_) enqueue(collective);
+  for (const auto& message : new_messages_) messages_.add(message);
+  new_collectives_.clear();
+  new_messages_.clear();
+  arrivals_.store(0);
+}
+
+void EngineCore::fail_all() {
+  absorb();
+  const std::exception_ptr error = as_exception();
+  for (const auto& collective : queue_) finish(*collective, error);
+  queue_.clear();
+  for (const auto& message : messages_.take_all()) finish(*message, error);
+  posted_ = false;
+  first_round_ = true;
+}
+
+void EngineCore::work(const Task& task) noexcept {
+  try {
+    work_until(task);
+  } catch (const std::exception& error) {
+    break_with(failure_in(nullptr, words_of(error)));
+  }
+  if (broken()) fail_all();
+}
+
+bool EngineCore::satisfied(const Task& task) const {
+  switch (task.mode) {
+    case Mode::kOnce:
+    case Mode::kPoll:
+      return false;
+    case Mode::kUntil:
+      return task.until->done();
+    case Mode::kProgress:
+      return !has_work() || waiters_.load() > 0 || stopping_.load();
+  }
+  return true;
+}
+
+void EngineCore::tell_waiters(const Task& task) {
+  if (!std::exchange(finished_any_, false)) return;
+  if (waiters_.load() <= (task.mode == Mode::kUntil ? 1 : 0)) return;
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+void EngineCore::work_until(const Task& task) {
+  // Someone who has not come to wait does a few cheap steps and goes.
+  const bool passing = task.mode == Mode::kOnce || task.mode == Mode::kPoll;
+  int turns_left = 8;
+  patience_.renew();
+  while (!broken()) {
+    if (arrivals_.load() > 0) absorb();
+    if (step(passing)) {
+      tell_waiters(task);
+      if (satisfied(task) || !callbacks_.empty() || (passing && --turns_left == 0)) return;
+      patience_.renew();
+    } else if (passing) {
+      if (task.mode == Mode::kPoll && Deadline::Clock::now() - looked_ > kLongestSleep)
+        look_after_peers(task);
+      return;
+    } else if (satisfied(task)) {
+      return;
+    } else if (patience_.worn()) {
+      sleep(task);
+      look_after_peers(task);
+    }
+  }
+}
+
+void EngineCore::sleep(const Task& task) {
+  const bool messages = messages_.pending() > 0;
+  const std::uint32_t code = messages ? kAnyone : static_cast<std::uint32_t>(arrived_) + 1;
+  sleep_unless(*view(place_.rank).header, code, [&] {
+    const bool called = task.mode == Mode::kProgress && (waiters_.load() > 0 || stopping_.load());
+    return !called && !broken() && arrivals_.load() == 0 && !step(false);
+  });
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,373 @@
+// What happens when a world of threads goes wrong. Processes that die are in process_test.cpp.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+#include "lockstep/comm/shm/worlds_for_test.h"
+
+namespace lockstep::shm {
+namespace {
+
+using namespace for_test;
+using testing::HasSubstr;
+
+constexpr EngineOptions kTiny{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 4096};
+
+Deadline within_ms(int ms) {
+  return Deadline::after(std::chrono::milliseconds(ms));
+}
+
+// The two sides of a disagreement, as a rank tells them.
+void expect_both_sides(const std::vector<std::exception_ptr>& errors, const std::string& one,
+                       const std::string& other) {
+  for (const auto& error : errors) {
+    EXPECT_TRUE(is<CommError>(error)) << text_of(error);
+    EXPECT_FALSE(is<TimeoutError>(error)) << text_of(error);
+    EXPECT_THAT(text_of(error), HasSubstr(one));
+    EXPECT_THAT(text_of(error), HasSubstr(other));
+  }
+}
+
+TEST(Disagreement, OnTheOperation) {
+  expect_both_sides(outcomes(3, kTiny,
+                             [](Engine& engine) {
+                               float x[12] = {};
+                               if (engine.rank() == 2)
+                                 engine.broadcast(x, 48, 0)->wait(soon());
+                               else
+                                 engine.all_reduce(x, 12, DType::kF32, Op::kSum)->wait(soon());
+                             }),
+                    "called all_reduce(float32 x 12, sum)",
+                    "rank 2 called broadcast(48 bytes, root 0)");
+}
+
+TEST(Disagreement, OnSizeTypeOperationAndRoot) {
+  const auto differ = [](const std::function<void(Engine&, bool)>& call, const std::string& one,
+                         const std::string& other) {
+    expect_both_sides(outcomes(2, kTiny, [&](Engine& e) { call(e, e.rank() == 1); }), one, other);
+  };
+  differ(
+      [](Engine& e, bool odd) {
+        std::vector<float> x(9000);
+        e.all_reduce(x.data(), odd ? 1 : 9000, DType::kF32, Op::kSum)->wait(soon());
+      },
+      "x 9000, sum", "x 1, sum");
+  differ(
+      [](Engine& e, bool odd) {
+        std::int32_t x = 0;
+        e.all_reduce(&x, 1, odd ? DType::kI32 : DType::kF32, Op::kSum)->wait(soon());
+      },
+      "(float32 x 1, sum)", "(int32 x 1, sum)");
+  differ(
+      [](Engine& e, bool odd) {
+        float x = 0;
+        e.all_reduce(&x, 1, DType::kF32, odd ? Op::kMax : Op::kSum)->wait(soon());
+      },
+      "x 1, sum", "x 1, max");
+  differ([](Engine& e, bool odd) { e.broadcast(&odd, 1, odd ? 1 : 0)->wait(soon()); }, "root 0",
+         "root 1");
+  differ(
+      [](Engine& e, bool odd) {
+        float x[4];
+        odd ? e.barrier()->wait(soon()) : e.all_gather(x, x, 8)->wait(soon());
+      },
+      "all_gather(8 bytes)", "barrier()");
+}
+
+// Also ranks whose own sizes are right hear of it.
+TEST(Disagreement, OnTheSizeOfOnePart) {
+  const auto errors = outcomes(3, kTiny, [](Engine& engine) {
+    char in[32] = {}, out[96] = {};
+    std::vector<ConstPart> inputs(3, ConstPart{in, 8});
+    std::vector<Part> outputs;
+    for (int from = 0; from < 3; ++from) outputs.push_back({out + 32 * from, 8});
+    if (engine.rank() == 1) inputs[2].bytes = 12;
+    engine.all_to_all(outputs, inputs)->wait(soon());
+  });
+  expect_both_sides(errors, "rank 1 sends 12 bytes to rank 2", "which expects 8");
+}
+
+TEST(Disagreement, OnTheSizeOfAMessage) {
+  const auto errors = outcomes(2, kTiny, [](Engine& engine) {
+    char data[16] = {};
+    if (engine.rank() == 0) {
+      engine.send(data, 16, 1)->wait(soon());
+      engine.recv(data, 1, 1)->wait(soon());  // never comes
+    } else {
+      engine.recv(data, 12, 0)->wait(soon());
+    }
+  });
+  expect_both_sides(errors, "rank 0 sent 16 bytes to rank 1", "which expects 12");
+}
+
+TEST(Disagreement, OnASymmetricBlock) {
+  const auto errors = outcomes(2, kTiny, [](Engine& engine) {
+    (void)engine.symmetric(engine.rank() == 0 ? 4096 : 8192, soon());
+  });
+  expect_both_sides(errors, "rank 0 asks for 4096", "rank 1 for 8192");
+}
+
+// ---------------------------------------------------------------- deadlines
+
+TEST(Timeout, NamesWhoDidNotArrive) {
+  std::atomic<bool> over{false};
+  const auto errors = outcomes(3, kTiny, [&](Engine& engine) {
+    if (engine.rank() == 2) {  // alive, but elsewhere
+      while (!over.load()) ::usleep(1000);
+      return;
+    }
+    float x = 0;
+    const auto start = Deadline::Clock::now();
+    const auto ticket = engine.all_reduce(&x, 1, DType::kF32, Op::kSum);
+    try {
+      ticket->wait(within_ms(300));
+    } catch (...) {
+      EXPECT_GE(Deadline::Clock::now() - start, std::chrono::milliseconds(250));
+      over = true;
+      throw;
+    }
+  });
+  for (const int rank : {0, 1}) {
+    const auto& error = errors[static_cast<std::size_t>(rank)];
+    EXPECT_TRUE(is<TimeoutError>(error)) << text_of(error);
+    EXPECT_THAT(text_of(error), HasSubstr("all_reduce(float32 x 1, sum) was not finished within"));
+    EXPECT_THAT(text_of(error), HasSubstr("rank 2 did not arrive"));
+  }
+}
+
+TEST(Timeout, OfAMessageNamesThePeer) {
+  std::atomic<bool> over{false};
+  const auto errors = outcomes(2, kTiny, [&](Engine& engine) {
+    char data[8];
+    if (engine.rank() == 0) {
+      const Deadline limit = soon();
+      while (!over.load() && !limit.expired()) ::usleep(1000);
+      return;
+    }
+    try {
+      engine.recv(data, 8, 0)->wait(within_ms(200));
+    } catch (...) {
+      over = true;
+      throw;
+    }
+  });
+  EXPECT_TRUE(is<TimeoutError>(errors[1]));
+  EXPECT_THAT(text_of(errors[1]), HasSubstr("recv of 8 bytes from rank 0 was not finished within"));
+  EXPECT_THAT(text_of(errors[1]), HasSubstr("rank 0 did not arrive"));
+}
+
+// Nobody waits: the deadline that it was started with ends it.
+TEST(Timeout, WithoutAWaiter) {
+  std::atomic<bool> over{false};
+  run_ranks(2, kTiny, [&](Engine& engine) {
+    if (engine.rank() == 0) {
+      std::vector<float> x(5000);
+      const auto ticket = engine.all_reduce(x.data(), x.size(), DType::kF32, Op::kSum,
+                                            {.deadline = within_ms(200)});
+      const Deadline limit = soon();
+      while (!ticket->done() && !limit.expired()) ::usleep(1000);
+      EXPECT_TRUE(is<TimeoutError>(ticket->error()));
+      EXPECT_THAT(engine.failure(), HasSubstr("rank 1 did not arrive"));
+      over = true;
+    }
+    const Deadline limit = soon();
+    while (!over.load() && !limit.expired()) ::usleep(1000);
+  });
+}
+
+TEST(Timeout, OfASymmetricBlockNamesThePeer) {
+  std::atomic<bool> over{false};
+  const auto errors = outcomes(2, kTiny, [&](Engine& engine) {
+    const Deadline limit = soon();
+    while (engine.rank() == 0 && !over.load() && !limit.expired()) ::usleep(1000);
+    if (engine.rank() == 0) return;
+    try {
+      (void)engine.symmetric(4096, within_ms(200));
+    } catch (...) {
+      EXPECT_FALSE(engine.failure().empty());
+      over = true;
+      throw;
+    }
+  });
+  EXPECT_TRUE(is<TimeoutError>(errors[1]));
+  EXPECT_THAT(text_of(errors[1]), HasSubstr("rank 0 did not make its part of a symmetric block"));
+}
+
+// ---------------------------------------------------------------- abort and the end
+
+TEST(Abort, EndsEveryPendingOperationOnAllRanks) {
+  std::atomic<bool> over{false};
+  const auto errors = outcomes(3, kTiny, [&](Engine& engine) {
+    std::vector<float> x(5000);
+    std::atomic<int> callbacks{0};
+    if (engine.rank() == 0) {
+      float y = 0;
+      auto reduce = engine.all_reduce(x.data(), x.size(), DType::kF32, Op::kSum);
+      auto later = engine.all_reduce(&y, 1, DType::kF32, Op::kSum);
+      auto receive = engine.recv(&y, 4, 1);
+      later->on_done([&] { ++callbacks; });
+      std::thread killer([&] {
+        ::usleep(50'000);
+        engine.abort("somebody pressed the button");
+      });
+      EXPECT_THROW(reduce->wait(soon()), CommError);
+      EXPECT_THROW(receive->wait(soon()), CommError);
+      EXPECT_THROW(later->wait(soon()), CommError);
+      killer.join();
+      EXPECT_EQ(callbacks.load(), 1);
+      engine.abort("a second cause");
+      EXPECT_EQ(engine.failure(), "somebody pressed the button");
+      EXPECT_THROW((void)engine.barrier(), CommError);
+      EXPECT_THROW((void)engine.symmetric(4096, soon()), CommError);
+      over = true;
+      engine.barrier()->wait(soon());
+    }
+    const Deadline limit = soon();
+    while (!over.load() && !limit.expired()) ::usleep(1000);
+    engine.all_reduce(x.data(), x.size(), DType::kF32, Op::kSum)->wait(soon());
+  });
+  for (const auto& error : errors) {
+    EXPECT_TRUE(is<CommError>(error));
+    EXPECT_THAT(text_of(error), HasSubstr("somebody pressed the button"));
+  }
+}
+
+TEST(Abort, ReachesPeersAtOnce) {
+  const auto errors = outcomes(2, kTiny, [](Engine& engine) {
+    if (engine.rank() == 0) {
+      engine.barrier()->wait(soon());
+      engine.abort("no more");
+      const Deadline limit = soon();
+      while (engine.failure().empty() && !limit.expired()) ::usleep(100);
+      throw CommError("test", "aborted");
+    }
+    engine.barrier()->wait(soon());
+    engine.barrier()->wait(soon());
+  });
+  EXPECT_THAT(text_of(errors[1]), HasSubstr("rank 0 failed: no more"));
+}
+
+TEST(Close, WithOperationsUnderWayFailsThemAndThePeers) {
+  MapBoard board;
+  std::string told;
+  std::thread peer([&] {
+    auto engine = make_engine(board, 1, 2, kTiny);
+    float x[2] = {};
+    try {
+      engine->all_reduce(x, 1, DType::kF32, Op::kSum)->wait(soon());
+      engine->all_gather(x, x, 4)->wait(soon());
+    } catch (const CommError& error) {
+      told = error.what();
+    }
+  });
+  auto engine = make_engine(board, 0, 2, kTiny);
+  float x = 0;
+  engine->all_reduce(&x, 1, DType::kF32, Op::kSum)->wait(soon());
+  char message[8];
+  auto receive = engine->recv(message, 8, 1);
+  engine.reset();
+  EXPECT_TRUE(receive->done());
+  EXPECT_THAT(text_of(receive->error()), HasSubstr("closed its engine with operations under way"));
+  peer.join();
+  EXPECT_THAT(told, HasSubstr("rank 0 failed: rank 0 closed its engine with operations under way"));
+}
+
+// An engine that is closed when all is done leaves its peers in peace, and those that still want
+// something of it are told.
+TEST(Close, AfterTheLastOperationIsNoFailure) {
+  for (int turn = 0; turn < 20; ++turn) {
+    run_ranks(4, kTiny, [](Engine& engine) {
+      std::vector<float> x(2000);
+      engine.all_reduce(x.data(), x.size(), DType::kF32, Op::kSum)->wait(soon());
+      engine.barrier()->wait(soon());
+    });
+  }
+  const auto errors = outcomes(2, kTiny, [](Engine& engine) {
+    engine.barrier()->wait(soon());
+    if (engine.rank() == 1) engine.barrier()->wait(soon());
+  });
+  EXPECT_EQ(text_of(errors[0]), "");
+  EXPECT_THAT(text_of(errors[1]), HasSubstr("rank 0 has closed its engine before it took part in "
+                                            "barrier()"));
+}
+
+// ---------------------------------------------------------------- the caller's mistakes
+
+TEST(Usage, MistakesAreNamedAndHarmless) {
+  run_ranks(2, kTiny, [](Engine& engine) {
+    const auto expect = [](const std::function<void()>& call, const std::string& words) {
+      try {
+        call();
+        FAIL() << "no error: " << words;
+      } catch (const UsageError& error) {
+        EXPECT_THAT(error.what(), HasSubstr(words));
+      }
+    };
+    float x[4] = {};
+    const int own = engine.rank();
+    expect([&] { (void)engine.all_reduce(x, 1, DType::kF32, Op::kAnd); },
+           "there is no and of float32");
+    expect([&] { (void)engine.reduce(x, 1, DType::kI32, Op::kAvg, 0); },
+           "there is no avg of int32");
+    expect([&] { (void)engine.broadcast(x, 4, 2); }, "rank 2 as root does not exist");
+    expect([&] { (void)engine.send(x, 4, own); }, "cannot send a message to itself");
+    expect([&] { (void)engine.recv(x, 4, 7); }, "rank 7 as the other end");
+    expect([&] { (void)engine.all_to_all({}, {}); }, "a list of 0 parts for 2 ranks");
+    expect(
+        [&] {
+          std::vector<Part> out(2, Part{x, 4});
+          std::vector<ConstPart> in(2, ConstPart{x, 8});
+          (void)engine.all_to_all(out, in);
+        },
+        "sends 8 bytes to itself but expects 4");
+    engine.barrier()->wait(soon());
+    EXPECT_EQ(engine.failure(), "");
+  });
+}
+
+TEST(Usage, OptionsAndPlacesThatMakeNoSense) {
+  MapBoard board;
+  EXPECT_THROW(Engine::make(board, {0, 65}, {}, soon()), UsageError);
+  EXPECT_THROW(Engine::make(board, {2, 2}, {}, soon()), UsageError);
+  EXPECT_THROW(Engine::make(board, {0, 1}, {.small_bytes = 1u << 20, .chunk_bytes = 4096}, soon()),
+               UsageError);
+}
+
+// More than the machine has: every rank hears of it, and the engine goes on.
+TEST(Usage, ASymmetricBlockThatDoesNotFit) {
+  run_ranks(2, kTiny, [](Engine& engine) {
+    try {
+      (void)engine.symmetric(std::size_t{1} << 50, soon());
+      FAIL() << "a petabyte";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("cannot make a symmetric block"));
+      EXPECT_THAT(error.what(), HasSubstr("needed"));
+    }
+    const auto block = engine.symmetric(8192, soon());
+    EXPECT_EQ(block->bytes(), 8192u);
+    engine.barrier()->wait(soon());
+  });
+}
+
+TEST(Usage, AFreedBlockIsPrivateMemory) {
+  run_ranks(2, kTiny, [](Engine& engine) {
+    auto block = engine.symmetric(8192, soon());
+    auto kept = engine.symmetric(8192, soon());
+    const void* address = block->data();
+    EXPECT_TRUE(engine.is_symmetric(address, 8192));
+    EXPECT_FALSE(engine.is_symmetric(address, 8193));
+    // What a rank writes, the others see.
+    kept->data()[5] = std::byte(engine.rank() + 40);
+    engine.barrier()->wait(soon());
+    EXPECT_EQ(kept->peer(1 - engine.rank())[5], std::byte(1 - engine.rank() + 40));
+    block.reset();
+    EXPECT_FALSE(engine.is_symmetric(address, 8));
+    engine.barrier()->wait(soon());
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::shm

@@ -1,0 +1,118 @@
+#include "lockstep/comm/shm/layout.h"
+
+#include <algorithm>
+#include <new>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::shm {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr const char* kKindNames[] = {"barrier",   "all_reduce", "reduce",
+                                      "broadcast", "all_gather", "reduce_scatter",
+                                      "gather",    "scatter",    "all_to_all"};
+
+constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+constexpr std::size_t kHeaderBytes = round_up(sizeof(Header), kPage);
+
+// Measured with two processes on two cores of a Xeon (Sapphire Rapids), private arrays: 64 KiB take
+// 14 us in one round and 20 us divided, 128 KiB 31 and 22. With more ranks each of them reads more
+// in one round, so dividing pays earlier. Chunks of 256 KiB stay in a core's own cache: 25 MB take
+// 4.8 ms, with 1 MiB 5.4 ms, with 4 MiB 5.7 ms; more ranks get larger ones, so that slices do not
+// become too small.
+constexpr std::size_t kSmallBytesOfAll = 128u << 10;
+constexpr std::size_t kLeastSmallBytes = 8u << 10;
+constexpr std::size_t kChunkBytesPerRank = 64u << 10;
+constexpr std::size_t kLeastChunkBytes = 256u << 10;
+constexpr std::size_t kMostChunkBytes = 1u << 20;
+constexpr std::size_t kRingBytes = 256u << 10;
+constexpr std::size_t kAllRingsBytes = 1u << 20;
+constexpr std::size_t kLeastRingBytes = 16u << 10;
+
+std::size_t default_small(std::size_t ranks) {
+  return std::max(kSmallBytesOfAll / std::max<std::size_t>(ranks, 2), kLeastSmallBytes);
+}
+
+std::size_t default_chunk(std::size_t ranks) {
+  return std::clamp(kChunkBytesPerRank * ranks, kLeastChunkBytes, kMostChunkBytes);
+}
+
+std::size_t default_ring(std::size_t ranks) {
+  const std::size_t share = kAllRingsBytes / std::max<std::size_t>(ranks - 1, 1);
+  return round_up(std::clamp(share, kLeastRingBytes, kRingBytes), kPage);
+}
+
+}  // namespace
+
+const char* name(Kind kind) {
+  return kKindNames[static_cast<int>(kind)];
+}
+
+std::string Descriptor::text() const {
+  switch (kind) {
+    case Kind::kBarrier:
+    case Kind::kAllToAll:
+      return fmt::format("{}()", name(kind));
+    case Kind::kAllReduce:
+    case Kind::kReduceScatter:
+      return fmt::format("{}({} x {}, {})", name(kind), name(dtype), bytes / size_of(dtype),
+                         name(op));
+    case Kind::kReduce:
+      return fmt::format("{}({} x {}, {}, root {})", name(kind), name(dtype),
+                         bytes / size_of(dtype), name(op), root);
+    case Kind::kAllGather:
+      return fmt::format("{}({} bytes)", name(kind), bytes);
+    case Kind::kBroadcast:
+      return fmt::format("{}({} bytes, root {})", name(kind), bytes, root);
+    case Kind::kGather:
+    case Kind::kScatter:
+      return fmt::format("{}(root {})", name(kind), root);
+  }
+  return "unknown";
+}
+
+Layout::Layout(int size, const EngineOptions& options)
+    : ranks_(static_cast<std::size_t>(size)),
+      small_bytes_(options.small_bytes != 0 ? options.small_bytes : default_small(ranks_)),
+      chunk_bytes_(options.chunk_bytes != 0 ? options.chunk_bytes : default_chunk(ranks_)),
+      ring_bytes_(options.ring_bytes != 0 ? options.ring_bytes : default_ring(ranks_)) {
+  chunk_bytes_ = round_up(chunk_bytes_, kPage);
+  ring_bytes_ = round_up(ring_bytes_, kPage);
+  if (options.small_bytes == 0) small_bytes_ = std::min(small_bytes_, chunk_bytes_);
+  if (small_bytes_ > chunk_bytes_)
+    throw UsageError("shm",
+                     "small_bytes ({}) is larger than chunk_bytes ({}). A small operation must fit "
+                     "into one chunk: make small_bytes smaller.",
+                     small_bytes_, chunk_bytes_);
+  if (chunk_bytes_ < ranks_ * kLine)
+    throw UsageError("shm", "chunk_bytes ({}) is less than a cache line for each of {} ranks.",
+                     chunk_bytes_, ranks_);
+  rings_at_ = kHeaderBytes + 2 * chunk_bytes_;
+  ring_stride_ = sizeof(Ring) + ring_bytes_;
+}
+
+void Layout::construct(std::byte* segment) const {
+  new (segment) Header;
+  const View mine = view(segment);
+  for (std::size_t to = 0; to < ranks_; ++to) new (&ring(mine, static_cast<int>(to))) Ring;
+}
+
+View Layout::view(std::byte* segment) const {
+  View view;
+  view.header = std::launder(reinterpret_cast<Header*>(segment));
+  view.buffers[0] = segment + kHeaderBytes;
+  view.buffers[1] = segment + kHeaderBytes + chunk_bytes_;
+  view.rings = segment + rings_at_;
+  return view;
+}
+
+Ring& Layout::ring(const View& view, int to) const {
+  return *std::launder(
+      reinterpret_cast<Ring*>(view.rings + ring_stride_ * static_cast<std::size_t>(to)));
+}
+
+}  // namespace lockstep::shm

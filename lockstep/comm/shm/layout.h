@@ -1,0 +1,130 @@
+// What lies where in a rank's control segment. Every rank has one and maps everybody's.
+//
+//   header | buffer 0 | buffer 1 | ring to rank 0 | ring to rank 1 | ...
+//
+// A rank writes its own segment only, except for three words of the header (`bell`, `waiting_for`)
+// and of a ring (`taken`) by which others wake it and give it room. Words that different sides
+// write stand on cache lines of their own; 128 bytes, because some processors fetch lines in pairs.
+//
+//   const Layout layout(size, options);
+//   View mine = layout.view(segment->data());
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "lockstep/comm/shm/engine.h"
+#include "lockstep/comm/shm/types.h"
+
+namespace lockstep::shm {
+
+inline constexpr std::size_t kLine = 64;
+inline constexpr std::size_t kApart = 128;
+
+enum class Kind : std::uint8_t {
+  kBarrier,
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kAllGather,
+  kReduceScatter,
+  kGather,
+  kScatter,
+  kAllToAll
+};
+const char* name(Kind kind);
+
+// What a rank has called. Everything up to `op` must be equal on all ranks; where the array lies
+// (block 0: in private memory) decides which way it goes.
+struct Descriptor {
+  std::uint64_t sequence = 0;
+  std::uint64_t bytes = 0;
+  std::int16_t root = -1;
+  Kind kind = Kind::kBarrier;
+  DType dtype = DType::kU8;
+  Op op = Op::kSum;
+  std::uint32_t block = 0;
+  std::uint64_t offset = 0;
+
+  bool agrees(const Descriptor& other) const {
+    return sequence == other.sequence && bytes == other.bytes && root == other.root &&
+           kind == other.kind && dtype == other.dtype && op == other.op;
+  }
+  // "all_reduce(float32 x 12, sum)"
+  std::string text() const;
+};
+
+// One line: who waits for a post reads the description with it.
+struct alignas(kLine) Post {
+  std::atomic<std::uint64_t> round{0};
+  Descriptor what;
+};
+static_assert(sizeof(Post) == kLine);
+
+enum class State : std::uint32_t { kAlive, kClosed, kBroken };
+
+// Why a rank's engine is broken, for its peers. Written once, before `state`.
+struct Trouble {
+  std::int32_t origin = -1;   // the rank that found it
+  std::int32_t culprit = -1;  // the rank it blames, if any
+  std::uint32_t timeout = 0;
+  char text[1024] = {};
+};
+
+struct Header {
+  alignas(kApart) Post posts[2];  // by the round's parity
+  // Changed and woken by whoever has news for a rank that sleeps.
+  alignas(kApart) std::atomic<std::uint32_t> bell{0};
+  // 0: awake; rank + 1: asleep until that one posts; kAnyone: until anyone does anything.
+  alignas(kApart) std::atomic<std::uint32_t> waiting_for{0};
+  alignas(kApart) std::atomic<State> state{State::kAlive};
+  Trouble trouble;
+  // Bytes to and from each rank, for operations where they differ; by the first round's parity.
+  alignas(kApart) std::uint64_t sends[2][kMaxRanks] = {};
+  std::uint64_t receives[2][kMaxRanks] = {};
+};
+inline constexpr std::uint32_t kAnyone = 0xffff;
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(std::atomic<State>::is_always_lock_free);
+
+// Bytes from one rank to one other. Both counters only grow; the place in the ring is the rest of
+// the division by its size.
+struct Ring {
+  alignas(kApart) std::atomic<std::uint64_t> written{0};
+  alignas(kApart) std::atomic<std::uint64_t> taken{0};
+  // The ring's bytes follow.
+  std::byte* data() { return reinterpret_cast<std::byte*>(this + 1); }
+};
+
+struct View {
+  Header* header = nullptr;
+  std::byte* buffers[2] = {nullptr, nullptr};
+  std::byte* rings = nullptr;
+};
+
+class Layout {
+ public:
+  // Fills in the defaults; throws UsageError for sizes that cannot work.
+  Layout(int size, const EngineOptions& options);
+
+  std::size_t segment_bytes() const { return rings_at_ + ring_stride_ * ranks_; }
+  std::size_t small_bytes() const { return small_bytes_; }
+  std::size_t chunk_bytes() const { return chunk_bytes_; }
+  std::size_t ring_bytes() const { return ring_bytes_; }
+
+  void construct(std::byte* segment) const;  // by its owner, before anyone else maps it
+  View view(std::byte* segment) const;
+  Ring& ring(const View& view, int to) const;
+
+ private:
+  std::size_t ranks_;
+  std::size_t small_bytes_;
+  std::size_t chunk_bytes_;
+  std::size_t ring_bytes_;
+  std::size_t rings_at_;
+  std::size_t ring_stride_;
+};
+
+}  // namespace lockstep::shm

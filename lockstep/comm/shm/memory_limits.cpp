@@ -1,0 +1,143 @@
+#include "lockstep/comm/shm/memory_limits.h"
+
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep::shm {
+namespace {
+
+std::optional<std::string> text_of(const std::string& path) {
+  try {
+    return read_file(path, 1u << 20);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+std::optional<std::uint64_t> number_in(const std::string& text) {
+  std::istringstream stream(text);
+  std::uint64_t value = 0;
+  if (!(stream >> value)) return std::nullopt;  // "max"
+  return value;
+}
+
+std::optional<std::uint64_t> number_of(const std::string& path) {
+  const auto text = text_of(path);
+  return text ? number_in(*text) : std::nullopt;
+}
+
+// The value of a line "key value" or "key: value kB".
+std::optional<std::uint64_t> field_of(const std::string& text, const std::string& key) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.rfind(key, 0) != 0 || line.size() <= key.size()) continue;
+    const char next = line[key.size()];
+    if (next == ' ' || next == ':') return number_in(line.substr(key.size() + 1));
+  }
+  return std::nullopt;
+}
+
+std::string mib(std::uint64_t bytes) {
+  return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20));
+}
+
+struct CgroupFiles {
+  const char* limit;
+  const char* used;
+  const char* inactive;
+  const char* active;
+};
+constexpr CgroupFiles kVersion2 = {"memory.max", "memory.current", "inactive_file", "active_file"};
+constexpr CgroupFiles kVersion1 = {"memory.limit_in_bytes", "memory.usage_in_bytes",
+                                   "total_inactive_file", "total_active_file"};
+
+std::string lacking_in_group(const std::string& directory, const CgroupFiles& files,
+                             const MemoryNeed& need) {
+  const auto limit = number_of(directory + "/" + files.limit);
+  const auto used = number_of(directory + "/" + files.used);
+  // Version 1 says "none" with a number near the end of the address space.
+  if (!limit || !used || *limit > (std::uint64_t{1} << 60)) return "";
+  // The page cache counts as used but is given back when memory is asked for.
+  const std::string stat = text_of(directory + "/memory.stat").value_or("");
+  const std::uint64_t cache =
+      field_of(stat, files.inactive).value_or(0) + field_of(stat, files.active).value_or(0);
+  const std::uint64_t held = *used - std::min(*used, cache);
+  if (held + need.own_bytes <= *limit) return "";
+  return fmt::format(
+      "{} of shared memory are needed, but the control group's limit of {} leaves {}",
+      mib(need.own_bytes), mib(*limit), mib(*limit - std::min(*limit, held)));
+}
+
+// From the process's own group up to the root of the hierarchy.
+std::string lacking_in_groups(const std::string& mount, std::string group, const CgroupFiles& files,
+                              const MemoryNeed& need) {
+  for (;;) {
+    const std::string lack = lacking_in_group(mount + group, files, need);
+    if (!lack.empty()) return lack;
+    const std::size_t slash = group.rfind('/');
+    if (slash == std::string::npos) return "";
+    group.resize(slash);
+  }
+}
+
+std::string lacking_in_cgroups(const MemoryNeed& need, const std::string& root) {
+  std::istringstream lines(text_of(root + "/proc/self/cgroup").value_or(""));
+  for (std::string line; std::getline(lines, line);) {
+    const std::size_t first = line.find(':');
+    const std::size_t second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const std::string group = line.substr(second + 1) == "/" ? "" : line.substr(second + 1);
+    std::string lack;
+    if (controllers.empty()) {
+      lack = lacking_in_groups(root + "/sys/fs/cgroup", group, kVersion2, need);
+      if (lack.empty())
+        lack = lacking_in_groups(root + "/sys/fs/cgroup/unified", group, kVersion2, need);
+    } else if ((',' + controllers + ',').find(",memory,") != std::string::npos) {
+      lack = lacking_in_groups(root + "/sys/fs/cgroup/memory", group, kVersion1, need);
+    }
+    if (!lack.empty()) return lack;
+  }
+  return "";
+}
+
+std::string lacking_address_space(const MemoryNeed& need, const std::string& root) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
+  const auto pages = number_of(root + "/proc/self/statm");
+  if (!pages) return "";
+  const std::uint64_t used = *pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  if (used + need.map_bytes <= limit.rlim_cur) return "";
+  return fmt::format("{} of address space are needed, but the limit of {} (ulimit -v) leaves {}",
+                     mib(need.map_bytes), mib(limit.rlim_cur),
+                     mib(limit.rlim_cur - std::min<std::uint64_t>(limit.rlim_cur, used)));
+}
+
+std::string lacking_on_host(const MemoryNeed& need, const std::string& root) {
+  const auto available = field_of(text_of(root + "/proc/meminfo").value_or(""), "MemAvailable");
+  if (!available || need.host_bytes <= *available * 1024) return "";
+  return fmt::format("{} of shared memory are needed for all ranks of this host, which has {}",
+                     mib(need.host_bytes), mib(*available * 1024));
+}
+
+}  // namespace
+
+std::string lacking_memory(const MemoryNeed& need, const std::string& root) {
+  std::string lack = lacking_in_cgroups(need, root);
+  if (lack.empty()) lack = lacking_address_space(need, root);
+  if (lack.empty()) lack = lacking_on_host(need, root);
+  return lack;
+}
+
+}  // namespace lockstep::shm

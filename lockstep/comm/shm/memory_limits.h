@@ -1,0 +1,24 @@
+// Is there room? Asked before a segment is made, because memory that turns out to be missing later
+// is a killed process (the kernel's, or a container's limit) and not an error.
+//
+//   const std::string lack = lacking_memory({.own_bytes = n, .host_bytes = ranks * n});
+//   if (!lack.empty()) throw UsageError("shm", "{}", lack);
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace lockstep::shm {
+
+struct MemoryNeed {
+  std::size_t own_bytes = 0;   // what this process allocates
+  std::size_t host_bytes = 0;  // what all ranks of this host allocate at the same time
+  std::size_t map_bytes = 0;   // address space this process takes for it
+};
+
+// A sentence that says what is needed and what is there, or nothing. Looks at the limits of this
+// process's control groups (versions 1 and 2, with all groups above), at RLIMIT_AS and at the
+// host's available memory. What cannot be read does not count. `root` is put before /proc and /sys.
+std::string lacking_memory(const MemoryNeed& need, const std::string& root = "");
+
+}  // namespace lockstep::shm

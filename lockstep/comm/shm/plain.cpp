@@ -1,0 +1,255 @@
+// Every type and operation, as loops the compiler may vectorise by itself (the build asks for -O3).
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <type_traits>
+
+#include "lockstep/comm/shm/kernels.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::shm {
+namespace {
+
+float from_half(std::uint16_t half) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
+  const std::uint32_t exponent = (half >> 10) & 31u;
+  const std::uint32_t mantissa = half & 0x3ffu;
+  if (exponent == 31) {
+    const std::uint32_t quiet = mantissa != 0 ? 0x400000u : 0u;
+    return std::bit_cast<float>(sign | 0x7f800000u | quiet | (mantissa << 13));
+  }
+  if (exponent == 0) {
+    constexpr float kSmallest = 0x1p-24f;
+    const float magnitude = static_cast<float>(mantissa) * kSmallest;
+    return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(magnitude));
+  }
+  return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+std::uint16_t to_half(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  std::uint32_t magnitude = bits & 0x7fffffffu;
+  std::uint32_t half = 0;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u;
+  } else if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
+    half = 0x7c00u;
+  } else if (magnitude < 0x38800000u) {
+    // Below the smallest normal half. The last bit of 0.5f is worth exactly one such subnormal, so
+    // the addition does the rounding.
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    half = std::bit_cast<std::uint32_t>(shifted) - std::bit_cast<std::uint32_t>(0.5f);
+  } else {
+    magnitude += 0xfffu + ((magnitude >> 13) & 1u);
+    half = (magnitude - 0x38000000u) >> 13;
+  }
+  return static_cast<std::uint16_t>(sign | half);
+}
+
+float from_bfloat(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
+
+std::uint16_t to_bfloat(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  if (value != value) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// How a type lies in memory, and what it is added up in. Integers are added up unsigned, where
+// overflow wraps around instead of being undefined.
+template <typename T>
+struct Number {
+  using Stored = T;
+  using Sum = T;
+  static T load(T value) { return value; }
+  static T store(T value) { return value; }
+};
+struct Half {
+  using Stored = std::uint16_t;
+  using Sum = float;
+  static float load(std::uint16_t value) { return from_half(value); }
+  static std::uint16_t store(float value) { return to_half(value); }
+};
+struct Bfloat {
+  using Stored = std::uint16_t;
+  using Sum = float;
+  static float load(std::uint16_t value) { return from_bfloat(value); }
+  static std::uint16_t store(float value) { return to_bfloat(value); }
+};
+struct Truth {
+  using Stored = std::uint8_t;
+  using Sum = std::uint8_t;
+  static std::uint8_t load(std::uint8_t value) { return value != 0; }
+  static std::uint8_t store(std::uint8_t value) { return value; }
+};
+
+struct Add {
+  template <typename T>
+  static T both(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      using U = std::make_unsigned_t<T>;
+      return static_cast<T>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
+    } else {
+      return a + b;
+    }
+  }
+};
+struct Multiply {
+  template <typename T>
+  static T both(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      // 64 bits: two 16-bit factors would otherwise be multiplied as signed int.
+      const auto product = static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b);
+      return static_cast<T>(product);
+    } else {
+      return a * b;
+    }
+  }
+};
+// A NaN on either side wins: it is the one value that differs from itself.
+struct Least {
+  template <typename T>
+  static T both(T a, T b) {
+    return a != a || a < b ? a : (b != b ? b : (b < a ? b : a));
+  }
+};
+struct Greatest {
+  template <typename T>
+  static T both(T a, T b) {
+    return a != a || a > b ? a : (b != b ? b : (b > a ? b : a));
+  }
+};
+struct And {
+  template <typename T>
+  static T both(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+struct Or {
+  template <typename T>
+  static T both(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+struct Xor {
+  template <typename T>
+  static T both(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+template <typename Type, typename Combine, bool kAverage = false>
+void loop(const Arrays& arrays) {
+  using Stored = typename Type::Stored;
+  using Sum = typename Type::Sum;
+  constexpr std::size_t kBlock = 512;
+  Stored stored[kBlock];
+  Sum sum[kBlock];
+  for (std::size_t start = 0; start < arrays.count; start += kBlock) {
+    const std::size_t count = std::min(kBlock, arrays.count - start);
+    const std::size_t at = start * sizeof(Stored);
+    const std::size_t bytes = count * sizeof(Stored);
+    for (int r = 0; r < arrays.n; ++r) {
+      std::memcpy(stored, arrays.inputs[r] + at, bytes);  // the array may lie at any address
+      if (r == 0) {
+        for (std::size_t i = 0; i < count; ++i) sum[i] = Type::load(stored[i]);
+      } else {
+        for (std::size_t i = 0; i < count; ++i)
+          sum[i] = Combine::template both<Sum>(sum[i], Type::load(stored[i]));
+      }
+    }
+    if constexpr (kAverage) {
+      for (std::size_t i = 0; i < count; ++i) sum[i] = sum[i] / static_cast<Sum>(arrays.n);
+    }
+    for (std::size_t i = 0; i < count; ++i) stored[i] = Type::store(sum[i]);
+    for (int o = 0; o < arrays.m; ++o) std::memcpy(arrays.outputs[o] + at, stored, bytes);
+  }
+}
+
+template <typename Type>
+void floating(Op op, const Arrays& arrays) {
+  switch (op) {
+    case Op::kSum:
+      return loop<Type, Add>(arrays);
+    case Op::kAvg:
+      return loop<Type, Add, true>(arrays);
+    case Op::kMin:
+      return loop<Type, Least>(arrays);
+    case Op::kMax:
+      return loop<Type, Greatest>(arrays);
+    case Op::kProduct:
+      return loop<Type, Multiply>(arrays);
+    default:
+      LOCKSTEP_ASSERT(false);
+  }
+}
+
+template <typename Type>
+void integral(Op op, const Arrays& arrays) {
+  switch (op) {
+    case Op::kSum:
+      return loop<Type, Add>(arrays);
+    case Op::kMin:
+      return loop<Type, Least>(arrays);
+    case Op::kMax:
+      return loop<Type, Greatest>(arrays);
+    case Op::kProduct:
+      return loop<Type, Multiply>(arrays);
+    case Op::kAnd:
+      return loop<Type, And>(arrays);
+    case Op::kOr:
+      return loop<Type, Or>(arrays);
+    case Op::kXor:
+      return loop<Type, Xor>(arrays);
+    case Op::kAvg:
+      LOCKSTEP_ASSERT(false);
+  }
+}
+
+void boolean(Op op, const Arrays& arrays) {
+  switch (op) {
+    case Op::kSum:
+    case Op::kMax:
+    case Op::kOr:
+      return loop<Truth, Or>(arrays);
+    case Op::kProduct:
+    case Op::kMin:
+    case Op::kAnd:
+      return loop<Truth, And>(arrays);
+    case Op::kXor:
+      return loop<Truth, Xor>(arrays);
+    case Op::kAvg:
+      LOCKSTEP_ASSERT(false);
+  }
+}
+
+}  // namespace
+
+void combine_plain(DType dtype, Op op, const Arrays& arrays) {
+  switch (dtype) {
+    case DType::kF32:
+      return floating<Number<float>>(op, arrays);
+    case DType::kF64:
+      return floating<Number<double>>(op, arrays);
+    case DType::kF16:
+      return floating<Half>(op, arrays);
+    case DType::kBf16:
+      return floating<Bfloat>(op, arrays);
+    case DType::kI8:
+      return integral<Number<std::int8_t>>(op, arrays);
+    case DType::kI16:
+      return integral<Number<std::int16_t>>(op, arrays);
+    case DType::kI32:
+      return integral<Number<std::int32_t>>(op, arrays);
+    case DType::kI64:
+      return integral<Number<std::int64_t>>(op, arrays);
+    case DType::kU8:
+      return integral<Number<std::uint8_t>>(op, arrays);
+    case DType::kBool:
+      return boolean(op, arrays);
+  }
+}
+
+}  // namespace lockstep::shm

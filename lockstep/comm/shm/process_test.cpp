@@ -1,0 +1,319 @@
+// Ranks that are processes: what works, and what happens when one of them dies, stops, belongs to
+// someone else or has no room.
+//
+// Every rank is a fresh process of this program (CHILD). LOCKSTEP_SOAK=1 repeats the faults 200
+// times and holds them to the promised 100 ms; without it the machine may be busy with other tests.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <vector>
+
+#include "lockstep/comm/shm/engine.h"
+#include "lockstep/core/child_for_test.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep::shm {
+namespace {
+
+using child_for_test::Child;
+using testing::HasSubstr;
+
+Deadline seconds(int n) {
+  return Deadline::after(std::chrono::seconds(n));
+}
+
+double now_ms() {
+  timespec time{};
+  ::clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) * 1e-6;
+}
+
+// Keys are files of a directory.
+class FileBoard final : public Board {
+ public:
+  explicit FileBoard(std::string directory) : directory_(std::move(directory)) {}
+  void set(const std::string& key, const std::string& value) override {
+    write_file_atomically(path(key), value);
+  }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    while (!std::filesystem::exists(path(key))) {
+      if (deadline.expired()) throw TimeoutError("board", "nobody set " + key);
+      ::usleep(500);
+    }
+    return read_file(path(key));
+  }
+
+ private:
+  std::string path(std::string key) const {
+    std::replace(key.begin(), key.end(), '/', '.');
+    return directory_ + "/" + key;
+  }
+  const std::string directory_;
+};
+
+class Directory {
+ public:
+  Directory() {
+    char pattern[] = "/tmp/lockstep-shm-XXXXXX";
+    path_ = ::mkdtemp(pattern);
+    ::chmod(path_.c_str(), 0777);  // a rank of another user writes there too
+  }
+  ~Directory() { std::filesystem::remove_all(path_); }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+// ---------------------------------------------------------------- the ranks' side
+
+int number(const char* name) {
+  return static_cast<int>(*env::get_int(name));
+}
+
+Made join_world() {
+  FileBoard board(*env::get("TEST_BOARD"));
+  return Engine::make(board, {number("TEST_RANK"), number("TEST_SIZE")}, {}, seconds(60));
+}
+
+void say(const std::string& line) {
+  std::printf("%s\n", line.c_str());
+  std::fflush(stdout);
+}
+
+// Every kind of operation in a loop, until something happens.
+void stay_busy(Engine& engine, int deadline_ms) {
+  const auto block = engine.symmetric(4 << 20, seconds(60));
+  std::vector<float> small(500), large(700'000);
+  std::vector<char> one(64), all(64 * static_cast<std::size_t>(engine.size()));
+  const int next = (engine.rank() + 1) % engine.size();
+  const int before = (engine.rank() + engine.size() - 1) % engine.size();
+  say("busy");
+  for (;;) {
+    const StartOptions options{.deadline = Deadline::after(std::chrono::milliseconds(deadline_ms))};
+    const auto sum = [&](void* data, std::size_t count) {
+      engine.all_reduce(data, count, DType::kF32, Op::kAvg, options)->wait();
+    };
+    for (int i = 0; i < 50; ++i) sum(small.data(), small.size());
+    sum(large.data(), large.size());
+    sum(block->data(), 1 << 20);
+    engine.all_gather(all.data(), one.data(), one.size(), options)->wait();
+    engine.broadcast(large.data(), large.size() * 4, 0, options)->wait();
+    auto send = engine.send(large.data(), 300'000, next, options);
+    engine.recv(large.data() + 100'000, 300'000, before, options)->wait();
+    send->wait();
+    engine.barrier(options)->wait();
+  }
+}
+
+CHILD(busy) {
+  Made made = join_world();
+  if (!made.engine) return 2;
+  try {
+    stay_busy(*made.engine, number("TEST_DEADLINE_MS"));
+  } catch (const TimeoutError& error) {
+    say(fmt::format("timeout {:.3f} peer {} {}", now_ms(), error.context().peer, error.what()));
+  } catch (const CommError& error) {
+    say(fmt::format("comm {:.3f} peer {} {}", now_ms(), error.context().peer, error.what()));
+  }
+  return 0;
+}
+
+std::size_t open_descriptors() {
+  std::size_t count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    ++count;
+  return count;
+}
+
+// Sums that are easy to check, through every way an array can go.
+CHILD(sums) {
+  const std::size_t descriptors = open_descriptors();
+  {
+    Made made = join_world();
+    if (!made.engine) return 2;
+    Engine& engine = *made.engine;
+    const auto want = static_cast<float>(engine.size() * (engine.size() + 1) / 2);
+    const auto block = engine.symmetric(4 << 20, seconds(60));
+    std::vector<float> memory(1 << 20);
+    for (float* data : {memory.data(), reinterpret_cast<float*>(block->data())}) {
+      for (const std::size_t count : {1, 1000, 100'000, 1 << 20}) {
+        for (std::size_t i = 0; i < count; ++i) data[i] = static_cast<float>(engine.rank() + 1);
+        engine.all_reduce(data, count, DType::kF32, Op::kSum)->wait(seconds(60));
+        for (std::size_t i = 0; i < count; ++i)
+          if (data[i] != want) return 3;
+      }
+    }
+    std::vector<float> one(5000, static_cast<float>(engine.rank()));
+    if (engine.rank() == 0) engine.send(one.data(), 20'000, 1)->wait(seconds(60));
+    if (engine.rank() == 1) engine.recv(one.data(), 20'000, 0)->wait(seconds(60));
+    if (engine.rank() == 1 && one[4999] != 0) return 4;
+    engine.barrier()->wait(seconds(60));
+  }
+  return open_descriptors() == descriptors ? 0 : 5;
+}
+
+CHILD(answers) {
+  if (const auto uid = env::get_int("TEST_UID"))
+    if (::setuid(static_cast<uid_t>(*uid)) != 0) return 3;
+  if (const auto mib = env::get_int("TEST_ADDRESS_MIB")) {
+    const auto bytes = static_cast<rlim_t>(*mib) << 20;
+    const rlimit limit{bytes, bytes};
+    ::setrlimit(RLIMIT_AS, &limit);
+  }
+  const Made made = join_world();
+  say(made.engine ? "an engine" : made.why_not);
+  return 0;
+}
+
+// ---------------------------------------------------------------- the tests' side
+
+class Ranks {
+ public:
+  Ranks(const std::string& name, int size, const std::map<std::string, std::string>& more = {}) {
+    for (int rank = 0; rank < size; ++rank) start(name, rank, size, more);
+  }
+  Ranks() = default;
+  void start(const std::string& name, int rank, int size,
+             std::map<std::string, std::string> variables) {
+    variables["TEST_BOARD"] = directory_.path();
+    variables["TEST_RANK"] = std::to_string(rank);
+    variables["TEST_SIZE"] = std::to_string(size);
+    children_.push_back(std::make_unique<Child>(name, variables));
+  }
+  Child& operator[](int rank) { return *children_[static_cast<std::size_t>(rank)]; }
+  int size() const { return static_cast<int>(children_.size()); }
+
+ private:
+  Directory directory_;
+  std::vector<std::unique_ptr<Child>> children_;
+};
+
+bool soak() {
+  return env::get_bool("LOCKSTEP_SOAK").value_or(false);
+}
+// What a survivor may take beyond its due time.
+double allowance_ms() {
+  return soak() ? 100 : 2000;
+}
+
+TEST(Processes, SumAndLeaveNothingBehind) {
+  for (const int size : {2, 4, soak() ? kMaxRanks : 7}) {
+    Ranks ranks("sums", size);
+    for (int rank = 0; rank < size; ++rank)
+      EXPECT_EQ(ranks[rank].wait(std::chrono::seconds(60)), 0) << ranks[rank].output();
+  }
+}
+
+struct Report {
+  std::string kind;
+  double at_ms = 0;
+  int peer = -1;
+  std::string text;
+};
+
+Report report_of(Child& child) {
+  EXPECT_EQ(child.wait(std::chrono::seconds(60)), 0) << child.output();
+  Report report;
+  std::istringstream lines(child.output());
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string kind, word;
+    if (!(words >> kind) || (kind != "comm" && kind != "timeout")) continue;
+    report.kind = kind;
+    words >> report.at_ms >> word >> report.peer;
+    report.text = line;
+  }
+  return report;
+}
+
+// One rank of a busy world gets a signal at some moment; the others must tell of it in time.
+void strike(int size, int victim, int signal, int after_us) {
+  constexpr int kDeadlineMs = 2000;
+  Ranks ranks("busy", size, {{"TEST_DEADLINE_MS", std::to_string(kDeadlineMs)}});
+  for (int rank = 0; rank < size; ++rank) ASSERT_TRUE(ranks[rank].says("busy"));
+  ::usleep(static_cast<useconds_t>(after_us));
+  const double struck_ms = now_ms();
+  ASSERT_EQ(::kill(ranks[victim].pid(), signal), 0);
+  const bool stopped = signal == SIGSTOP;
+  for (int rank = 0; rank < size; ++rank) {
+    if (rank == victim) continue;
+    const Report report = report_of(ranks[rank]);
+    SCOPED_TRACE(fmt::format("signal {} to rank {} of {} after {} us: rank {} said {}", signal,
+                             victim, size, after_us, rank, report.text));
+    EXPECT_EQ(report.kind, stopped ? "timeout" : "comm");
+    EXPECT_THAT(report.text, HasSubstr(fmt::format("rank {}", victim)));
+    EXPECT_EQ(report.peer, victim);
+    const double due_ms = stopped ? kDeadlineMs : 0;
+    EXPECT_LT(report.at_ms - struck_ms, due_ms + allowance_ms());
+  }
+  if (stopped) {
+    // It comes back to a broken world and hears of it.
+    ::kill(ranks[victim].pid(), SIGCONT);
+    EXPECT_EQ(ranks[victim].wait(std::chrono::seconds(60)), 0);
+  } else {
+    EXPECT_EQ(ranks[victim].wait(std::chrono::seconds(60)), -signal);
+  }
+}
+
+TEST(Processes, ADeadRankIsNamedSoon) {
+  std::mt19937 random(std::random_device{}());
+  const int turns = soak() ? 150 : 4;
+  for (int turn = 0; turn < turns && !testing::Test::HasFailure(); ++turn) {
+    const int size = 2 + static_cast<int>(random() % 3);
+    strike(size, static_cast<int>(random() % static_cast<unsigned>(size)),
+           turn % 2 == 0 ? SIGKILL : SIGSEGV, static_cast<int>(random() % 50'000));
+  }
+}
+
+TEST(Processes, AStoppedRankIsNamedAtTheDeadline) {
+  std::mt19937 random(std::random_device{}());
+  const int turns = soak() ? 50 : 2;
+  for (int turn = 0; turn < turns && !testing::Test::HasFailure(); ++turn) {
+    const int size = 2 + turn % 2;
+    strike(size, static_cast<int>(random() % static_cast<unsigned>(size)), SIGSTOP,
+           static_cast<int>(random() % 50'000));
+  }
+}
+
+TEST(Processes, AnotherUserIsNotTrusted) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become someone else";
+  Ranks ranks;
+  ranks.start("answers", 0, 2, {});
+  ranks.start("answers", 1, 2, {{"TEST_UID", "65534"}});
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(ranks[rank].wait(std::chrono::seconds(60)), 0) << ranks[rank].output();
+    EXPECT_THAT(ranks[rank].output(), HasSubstr("rank 1 has another user than rank 0 (65534, 0)"));
+  }
+}
+
+TEST(Processes, ARankWithoutAddressSpaceSaysSo) {
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "sanitizers need all the address space";
+#endif
+  Ranks ranks;
+  ranks.start("answers", 0, 2, {});
+  ranks.start("answers", 1, 2, {{"TEST_ADDRESS_MIB", "1"}});
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(ranks[rank].wait(std::chrono::seconds(60)), 0) << ranks[rank].output();
+    EXPECT_THAT(ranks[rank].output(), HasSubstr("rank 1: [shm]"));
+    EXPECT_THAT(ranks[rank].output(), HasSubstr("of address space are needed"));
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::shm

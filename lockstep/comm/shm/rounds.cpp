@@ -1,0 +1,215 @@
+// The part of the engine that talks to the peers: rounds, and what keeps one from ending.
+#include <fmt/ranges.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "lockstep/comm/shm/engine_core.h"
+
+namespace lockstep::shm {
+
+// ---------------------------------------------------------------- rounds
+
+bool EngineCore::step(bool quick_only) {
+  bool moved = messages_.pending() > 0 && messages_.pump(*this);
+  if (!queue_.empty() && (!quick_only || queue_.front()->quick))
+    moved |= step_collective(*queue_.front());
+  return moved;
+}
+
+bool EngineCore::step_collective(Collective& collective) {
+  bool moved = false;
+  if (!posted_) {
+    collective.fill(*this, static_cast<int>((round_ + 1) & 1));
+    post(collective);
+    moved = true;
+  }
+  if (!all_posted()) return moved;
+  if (first_round_ && !agreed(collective)) return true;
+  first_round_ = false;
+  switch (collective.take(*this, static_cast<int>(round_ & 1))) {
+    case Collective::Next::kAgain:
+      return true;
+    case Collective::Next::kRound:
+      posted_ = false;
+      return true;
+    case Collective::Next::kDone:
+      break;
+  }
+  const auto finished = queue_.front();
+  queue_.pop_front();
+  posted_ = false;
+  first_round_ = true;
+  finish(*finished);
+  return true;
+}
+
+void EngineCore::post(const Collective& collective) {
+  ++round_;
+  Post& own = view(place_.rank).header->posts[round_ & 1];
+  if (first_round_) own.what = collective.what;
+  own.round.store(round_);
+  posted_ = true;
+  arrived_ = 0;
+  for (int rank = 0; rank < place_.size; ++rank)
+    if (rank != place_.rank) wake_peer(rank);
+}
+
+bool EngineCore::all_posted() {
+  for (; arrived_ < place_.size; ++arrived_) {
+    if (arrived_ == place_.rank) continue;
+    if (view(arrived_).header->posts[round_ & 1].round.load() < round_) return false;
+  }
+  return true;
+}
+
+bool EngineCore::agreed(Collective& collective) {
+  const int parity = static_cast<int>(round_ & 1);
+  std::string text;
+  int other = -1;
+  for (int rank = 0; rank < place_.size && text.empty(); ++rank) {
+    if (rank == place_.rank) continue;
+    const Descriptor& theirs = view(rank).header->posts[parity].what;
+    if (collective.what.agrees(theirs)) continue;
+    other = rank;
+    text = fmt::format("ranks disagree on collective #{}: rank {} called {}, rank {} called {}",
+                       collective.what.sequence, place_.rank, collective.what.text(), rank,
+                       theirs.text());
+  }
+  if (text.empty()) text = collective.disagreement(*this, parity);
+  if (text.empty()) return true;
+  Failure failure = failure_in(
+      &collective,
+      text + ". Every rank must call the same operations with the same sizes in the same order.");
+  failure.culprit = other;
+  break_with(std::move(failure));
+  return false;
+}
+
+// ---------------------------------------------------------------- peers
+
+// Why a peer that says so is broken, in its own words.
+Failure EngineCore::told_by(int rank) const {
+  const Trouble& told = view(rank).header->trouble;
+  Failure failure;
+  failure.timeout = told.timeout != 0;
+  failure.origin = told.origin;
+  failure.culprit = told.culprit;
+  failure.text.assign(told.text, ::strnlen(told.text, sizeof told.text));
+  return failure;
+}
+
+// One death draws others after it: who gives up ends soon, too. So a rank that died without a word
+// comes first, then one that told why it gave up, and last one that had nothing more to do.
+std::optional<Failure> EngineCore::find_trouble() const {
+  pollfd fds[kMaxRanks];
+  nfds_t count = 0;
+  for (const Peer& peer : peers_)
+    if (peer.pidfd) fds[count++] = {peer.pidfd.get(), POLLIN, 0};
+  const bool any_dead = count > 0 && ::poll(fds, count, 0) > 0;
+  std::optional<Failure> broken, gone;
+  nfds_t at = 0;
+  for (int rank = 0; rank < place_.size; ++rank) {
+    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    if (!peer.pidfd) continue;
+    const bool dead = any_dead && fds[at].revents != 0;
+    ++at;
+    const State state = view(rank).header->state.load();
+    Failure trouble;
+    trouble.culprit = rank;
+    if (dead && state == State::kAlive) {
+      trouble.text = fmt::format("rank {} (process {}) has ended", rank, peer.pid);
+      return trouble;
+    }
+    if (state == State::kBroken && !broken) broken = told_by(rank);
+    if (state != State::kClosed || gone) continue;
+    trouble.text = fmt::format("rank {} has closed its engine", rank);
+    gone = trouble;
+  }
+  return broken ? broken : gone;
+}
+
+void EngineCore::look_after_peers(const Task& task) {
+  looked_ = Deadline::Clock::now();
+  if (auto trouble = find_trouble()) {
+    // What the peer has still done before its end counts; it is all there to see by now.
+    while (!broken() && step(false)) {
+    }
+    if (broken() || !blocked_by(*trouble)) return;
+    const Ticket* blocked = queue_.empty() ? nullptr : queue_.front().get();
+    if (blocked == nullptr && trouble->culprit >= 0) blocked = messages_.with(trouble->culprit);
+    if (trouble->origin < 0 && blocked != nullptr) {
+      trouble->text += fmt::format(" before it took part in {}", blocked->text());
+      trouble->text += ". Look for the reason in that rank's output.";
+    }
+    Failure failure = failure_in(blocked, trouble->text);
+    failure.culprit = trouble->culprit;
+    failure.origin = trouble->origin;
+    failure.timeout = trouble->timeout;
+    break_with(std::move(failure));
+    return;
+  }
+  check_deadlines(task);
+}
+
+// Another pair's messages go on without that rank, a collective never does.
+bool EngineCore::blocked_by(const Failure& trouble) const {
+  if (!queue_.empty() || trouble.origin >= 0) return has_work();
+  return messages_.with(trouble.culprit) != nullptr;
+}
+
+void EngineCore::check_deadlines(const Task& task) {
+  if (task.until != nullptr && !task.until->done() && task.deadline != nullptr &&
+      task.deadline->expired())
+    return time_out(*task.until, *task.deadline);
+  if (!queue_.empty() && queue_.front()->deadline().expired())
+    return time_out(*queue_.front(), queue_.front()->deadline());
+  const Message* message = messages_.pending() > 0 ? messages_.most_urgent() : nullptr;
+  if (message != nullptr && message->deadline().expired()) time_out(*message, message->deadline());
+}
+
+std::vector<int> EngineCore::behind() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < place_.size; ++rank) {
+    if (rank == place_.rank) continue;
+    if (view(rank).header->posts[round_ & 1].round.load() < round_) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+void EngineCore::time_out(const Ticket& ticket, const Deadline& deadline) {
+  const auto* message = dynamic_cast<const Message*>(&ticket);
+  std::vector<int> missing;
+  if (message != nullptr)
+    missing.push_back(message->ends.peer);
+  else if (!queue_.empty() && posted_)
+    missing = behind();
+  std::string text = fmt::format("rank {}: {} was not finished within {} ms", place_.rank,
+                                 ticket.text(), deadline.total().count());
+  if (!missing.empty()) {
+    text += fmt::format(": {} {} did not arrive", missing.size() == 1 ? "rank" : "ranks",
+                        fmt::join(missing, ", "));
+    const bool behind_another = message == nullptr && queue_.front().get() != &ticket;
+    if (behind_another) text += fmt::format(" in {} before it", queue_.front()->text());
+  }
+  text += ". It is stopped, slower than the limit, or took another way through the program.";
+  Failure failure = failure_in(&ticket, std::move(text));
+  failure.timeout = true;
+  failure.culprit = missing.empty() ? -1 : missing.front();
+  break_with(std::move(failure));
+}
+
+Failure EngineCore::failure_in(const Ticket* ticket, std::string text) const {
+  Failure failure;
+  failure.text = std::move(text);
+  failure.origin = place_.rank;
+  if (ticket == nullptr) return failure;
+  failure.context.operation = ticket->text();
+  failure.context.elapsed = ticket->deadline().elapsed();
+  if (const auto* collective = dynamic_cast<const Collective*>(ticket))
+    failure.context.sequence = collective->what.sequence;
+  return failure;
+}
+
+}  // namespace lockstep::shm

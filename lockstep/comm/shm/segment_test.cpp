@@ -1,0 +1,240 @@
+#include "lockstep/comm/shm/segment.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+
+#include "lockstep/comm/shm/memory_limits.h"
+#include "lockstep/comm/shm/worlds_for_test.h"
+
+namespace lockstep::shm {
+namespace {
+
+using namespace for_test;
+using testing::HasSubstr;
+
+int open_descriptors() {
+  int count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    ++count;
+  return count;
+}
+
+TEST(Segment, IsZeroSealedAndReallyThere) {
+  const auto segment = Segment::make(10'000);
+  EXPECT_GE(segment->bytes(), 10'000u);
+  for (std::size_t i = 0; i < segment->bytes(); ++i) ASSERT_EQ(segment->data()[i], std::byte{0});
+  EXPECT_NE(::ftruncate(segment->fd(), 0), 0);
+  EXPECT_NE(::ftruncate(segment->fd(), 1 << 20), 0);
+  struct stat status {};
+  ASSERT_EQ(::fstat(segment->fd(), &status), 0);
+  EXPECT_GE(static_cast<std::size_t>(status.st_blocks) * 512, segment->bytes());
+}
+
+TEST(Segment, OneMappingPerProcess) {
+  const int before = open_descriptors();
+  {
+    const auto mine = Segment::make(4096);
+    const Fd received(::dup(mine->fd()));
+    const auto theirs = Segment::open(received.get(), 4096);
+    EXPECT_EQ(mine.get(), theirs.get());
+  }
+  EXPECT_EQ(open_descriptors(), before);
+}
+
+TEST(Segment, WhatIsNotASegmentIsRefused) {
+  const Fd open_file(::memfd_create("not sealed", MFD_CLOEXEC));
+  ASSERT_EQ(::ftruncate(open_file.get(), 4096), 0);
+  EXPECT_THROW((void)Segment::open(open_file.get(), 4096), CommError);
+  const auto small = Segment::make(4096);
+  EXPECT_THROW((void)Segment::open(small->fd(), 1 << 20), CommError);
+  EXPECT_THROW((void)Segment::open(-1, 4096), SystemError);
+}
+
+TEST(Segment, RefusesWhatDoesNotFit) {
+  try {
+    (void)Segment::make(std::size_t{1} << 50);
+    FAIL();
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("1073741824.0 MiB"));
+    EXPECT_THAT(error.what(), HasSubstr("needed"));
+  }
+}
+
+// ---------------------------------------------------------------- limits
+
+// A /proc and a /sys of the test's own.
+class FakeRoot {
+ public:
+  FakeRoot() {
+    char pattern[] = "/tmp/lockstep-limits-XXXXXX";
+    path_ = ::mkdtemp(pattern);
+    write("/proc/meminfo", "MemTotal: 100 kB\nMemAvailable:    8192 kB\n");
+    write("/proc/self/statm", "100 10 10 1 0 10 0\n");
+  }
+  ~FakeRoot() { std::filesystem::remove_all(path_); }
+  void write(const std::string& name, const std::string& text) const {
+    std::filesystem::create_directories(std::filesystem::path(path_ + name).parent_path());
+    std::ofstream(path_ + name) << text;
+  }
+  std::string lack(std::size_t mib) const {
+    return lacking_memory({.own_bytes = mib << 20, .host_bytes = mib << 20}, path_);
+  }
+
+ private:
+  std::string path_;
+};
+
+TEST(MemoryLimits, AvailableMemoryOfTheHost) {
+  const FakeRoot root;
+  EXPECT_EQ(root.lack(8), "");
+  EXPECT_EQ(root.lack(9),
+            "9.0 MiB of shared memory are needed for all ranks of this host, which "
+            "has 8.0 MiB");
+}
+
+TEST(MemoryLimits, ControlGroupsOfVersion2WithAllAbove) {
+  const FakeRoot root;
+  root.write("/proc/self/cgroup", "0::/a/b\n");
+  root.write("/sys/fs/cgroup/a/b/memory.max", "max\n");
+  root.write("/sys/fs/cgroup/a/b/memory.current", "0\n");
+  EXPECT_EQ(root.lack(4), "");
+  root.write("/sys/fs/cgroup/a/memory.max", "5242880\n");
+  root.write("/sys/fs/cgroup/a/memory.current", "4194304\n");
+  EXPECT_EQ(root.lack(1), "");
+  EXPECT_EQ(root.lack(4),
+            "4.0 MiB of shared memory are needed, but the control group's limit of "
+            "5.0 MiB leaves 1.0 MiB");
+  // The page cache gives way.
+  root.write("/sys/fs/cgroup/a/memory.stat",
+             "anon 1\ninactive_file 2097152\nactive_file 1048576\n");
+  EXPECT_EQ(root.lack(4), "");
+}
+
+TEST(MemoryLimits, ControlGroupsOfVersion1) {
+  const FakeRoot root;
+  root.write("/proc/self/cgroup", "5:cpu,memory:/job\n4:pids:/\n0::/\n");
+  root.write("/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "9223372036854771712\n");
+  root.write("/sys/fs/cgroup/memory/job/memory.usage_in_bytes", "4194304\n");
+  EXPECT_EQ(root.lack(4), "");
+  root.write("/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "6291456\n");
+  EXPECT_THAT(root.lack(4), HasSubstr("limit of 6.0 MiB leaves 2.0 MiB"));
+}
+
+// ---------------------------------------------------------------- meeting
+
+// Changes what one rank writes, as if it were elsewhere.
+class LyingBoard final : public Board {
+ public:
+  LyingBoard(Board& board, std::string from, std::string to)
+      : board_(board), from_(std::move(from)), to_(std::move(to)) {}
+  void set(const std::string& key, const std::string& value) override {
+    std::string changed = value;
+    const std::size_t at = changed.find(from_);
+    if (key == "shm/hello/1" && at != std::string::npos) changed.replace(at, from_.size(), to_);
+    board_.set(key, changed);
+  }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    return board_.get(key, deadline);
+  }
+
+ private:
+  Board& board_;
+  const std::string from_, to_;
+};
+
+// The three ranks' reasons not to share memory.
+std::vector<std::string> reasons(const std::string& from, const std::string& to) {
+  MapBoard board;
+  std::vector<std::string> reasons(3);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&, rank] {
+      LyingBoard liar(board, from, to);
+      Made made = Engine::make(liar, {rank, 3}, {}, soon());
+      reasons[static_cast<std::size_t>(rank)] = made.engine ? "an engine" : made.why_not;
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  return reasons;
+}
+
+TEST(Meeting, RanksElsewhereAreNoReasonToFail) {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot_id;
+  std::getline(file, boot_id);
+  const std::string uid = "\n" + std::to_string(::geteuid()) + "\n";
+  for (const auto& reason : reasons(boot_id, "another"))
+    EXPECT_EQ(reason, "rank 1 runs on another host than rank 0");
+  for (const auto& reason : reasons("net:[", "net:[9"))
+    EXPECT_THAT(reason, HasSubstr("rank 1 has another network namespace than rank 0"));
+  for (const auto& reason : reasons(uid, "\n31337\n"))
+    EXPECT_THAT(reason, HasSubstr("rank 1 has another user than rank 0"));
+  // A socket that is not there: found in the handshake, told to all.
+  for (const auto& reason : reasons("lockstep-", "nowhere-"))
+    EXPECT_THAT(reason, HasSubstr("cannot connect to a peer's socket"));
+}
+
+TEST(Meeting, ARankWithoutMemoryIsNoReasonToFail) {
+  MapBoard board;
+  std::vector<std::string> told(2);
+  const int before = open_descriptors();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto make = [rank]() -> std::shared_ptr<Segment> {
+        if (rank == 1) throw UsageError("shm", "no room at all");
+        return Segment::make(4096);
+      };
+      told[static_cast<std::size_t>(rank)] = meet(board, {rank, 2}, make, soon()).why_not;
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& why : told) EXPECT_EQ(why, "rank 1: [shm] no room at all");
+  EXPECT_EQ(open_descriptors(), before);
+}
+
+TEST(Meeting, OptionsThatDiffer) {
+  MapBoard board;
+  std::vector<std::string> told(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      const std::size_t chunk = rank == 0 ? 1u << 20 : 1u << 21;
+      told[static_cast<std::size_t>(rank)] =
+          Engine::make(board, {rank, 2}, {.chunk_bytes = chunk}, soon()).why_not;
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& why : told) EXPECT_THAT(why, HasSubstr("rank 1 has another buffer size"));
+}
+
+TEST(Meeting, AMissingRankIsAnError) {
+  MapBoard board;
+  EXPECT_THROW(Engine::make(board, {0, 2}, {}, Deadline::after(std::chrono::milliseconds(100))),
+               TimeoutError);
+}
+
+TEST(Meeting, NothingIsLeftBehind) {
+  const int before = open_descriptors();
+  for (int turn = 0; turn < 3; ++turn) {
+    run_ranks(3, {}, [](Engine& engine) {
+      const auto block = engine.symmetric(4096, soon());
+      engine.barrier()->wait(soon());
+    });
+  }
+  EXPECT_EQ(open_descriptors(), before);
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);)
+    EXPECT_EQ(line.find("memfd:lockstep"), std::string::npos) << line;
+}
+
+}  // namespace
+}  // namespace lockstep::shm

@@ -1,0 +1,281 @@
+#include "lockstep/comm/shm/shm.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "lockstep/comm/shm/engine.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::detail::shm {
+
+namespace {
+
+using lockstep::shm::ConstPart;
+using lockstep::shm::DType;
+using lockstep::shm::Engine;
+using lockstep::shm::Op;
+using lockstep::shm::Part;
+using lockstep::shm::StartOptions;
+using lockstep::shm::SymmetricBlock;
+using lockstep::shm::TicketPtr;
+
+std::optional<DType> translate(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return DType::kF32;
+    case at::kDouble:
+      return DType::kF64;
+    case at::kHalf:
+      return DType::kF16;
+    case at::kBFloat16:
+      return DType::kBf16;
+    case at::kChar:
+      return DType::kI8;
+    case at::kShort:
+      return DType::kI16;
+    case at::kInt:
+      return DType::kI32;
+    case at::kLong:
+      return DType::kI64;
+    case at::kByte:
+      return DType::kU8;
+    case at::kBool:
+      return DType::kBool;
+    default:
+      return std::nullopt;
+  }
+}
+
+Op translate(ReduceOp op) {
+  static_assert(static_cast<int>(ReduceOp::kXor) == static_cast<int>(Op::kXor));
+  static_assert(static_cast<int>(ReduceOp::kAvg) == static_cast<int>(Op::kAvg));
+  static_assert(static_cast<int>(ReduceOp::kProduct) == static_cast<int>(Op::kProduct));
+  return static_cast<Op>(op);
+}
+
+DType dtype_of(const at::Tensor& tensor) {
+  const auto dtype = translate(tensor.scalar_type());
+  LOCKSTEP_ASSERT(dtype.has_value());
+  return *dtype;
+}
+
+std::size_t count_of(const at::Tensor& tensor) {
+  return static_cast<std::size_t>(tensor.numel());
+}
+
+std::vector<Part> parts_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<Part> parts;
+  for (const auto& tensor : tensors) parts.push_back({tensor.mutable_data_ptr(), tensor.nbytes()});
+  return parts;
+}
+
+std::vector<ConstPart> const_parts_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<ConstPart> parts;
+  for (const auto& tensor : tensors) parts.push_back({tensor.const_data_ptr(), tensor.nbytes()});
+  return parts;
+}
+
+// What ranks write where all can read it: the world's store.
+class StoreBoard : public lockstep::shm::Board {
+ public:
+  explicit StoreBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    auto pause = std::chrono::microseconds(100);
+    while (!store_->check({key})) {
+      if (deadline.expired()) {
+        throw TimeoutError("shm",
+                           fmt::format("'{}' was not told within {} ms. A rank has probably ended "
+                                       "during start-up; look at its output.",
+                                       key, deadline.total().count()),
+                           {});
+      }
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::microseconds(5000));
+    }
+    return store_->get_to_str(key);
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+};
+
+// One engine operation, or several that end together (a batch of messages).
+class Operation : public HostOperation {
+ public:
+  Operation(std::vector<TicketPtr> tickets, std::vector<at::Tensor> tensors)
+      : tickets_(std::move(tickets)), tensors_(std::move(tensors)) {}
+
+  bool poll() override {
+    for (const auto& ticket : tickets_) {
+      if (!ticket->poll()) return false;
+      if (auto error = ticket->error()) std::rethrow_exception(error);
+    }
+    return true;
+  }
+  void wait(const Deadline& deadline) override {
+    for (const auto& ticket : tickets_) ticket->wait(deadline);
+  }
+  void hurry(std::function<void()> noticed) override {
+    for (const auto& ticket : tickets_) ticket->on_done(noticed);
+  }
+  // The engine touches the tensors no more.
+  bool ended() const {
+    return std::all_of(tickets_.begin(), tickets_.end(),
+                       [](const TicketPtr& ticket) { return ticket->done(); });
+  }
+
+ private:
+  std::vector<TicketPtr> tickets_;
+  std::vector<at::Tensor> tensors_;  // the engine has pointers only
+};
+
+class ShmBackend : public Backend {
+ public:
+  explicit ShmBackend(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}
+
+  const std::string& name() const override {
+    static const std::string name = "shm";
+    return name;
+  }
+  c10::DeviceType device_type() const override { return c10::kCPU; }
+
+  bool reduces(at::ScalarType dtype, ReduceOp op) const override {
+    const auto translated = translate(dtype);
+    return translated && lockstep::shm::supports(*translated, translate(op));
+  }
+
+  void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
+    follow(state,
+           {engine_->all_reduce(tensor.mutable_data_ptr(), count_of(tensor), dtype_of(tensor),
+                                translate(op), started(state))},
+           {tensor});
+  }
+
+  void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {
+    follow(state,
+           {engine_->reduce(tensor.mutable_data_ptr(), count_of(tensor), dtype_of(tensor),
+                            translate(op), root, started(state))},
+           {tensor});
+  }
+
+  void broadcast(const State& state, at::Tensor tensor, int root) override {
+    follow(state,
+           {engine_->broadcast(tensor.mutable_data_ptr(), tensor.nbytes(), root, started(state))},
+           {tensor});
+  }
+
+  void all_gather(const State& state, at::Tensor output, at::Tensor input) override {
+    follow(state,
+           {engine_->all_gather(output.mutable_data_ptr(), input.const_data_ptr(), input.nbytes(),
+                                started(state))},
+           {output, input});
+  }
+
+  void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
+                      ReduceOp op) override {
+    follow(state,
+           {engine_->reduce_scatter(output.mutable_data_ptr(), input.const_data_ptr(),
+                                    count_of(output), dtype_of(output), translate(op),
+                                    started(state))},
+           {output, input});
+  }
+
+  void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
+              int root) override {
+    TicketPtr ticket = engine_->gather(parts_of(outputs), {input.const_data_ptr(), input.nbytes()},
+                                       root, started(state));
+    outputs.push_back(std::move(input));
+    follow(state, {std::move(ticket)}, std::move(outputs));
+  }
+
+  void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
+               int root) override {
+    TicketPtr ticket = engine_->scatter({output.mutable_data_ptr(), output.nbytes()},
+                                        const_parts_of(inputs), root, started(state));
+    inputs.push_back(std::move(output));
+    follow(state, {std::move(ticket)}, std::move(inputs));
+  }
+
+  void all_to_all(const State& state, std::vector<at::Tensor> outputs,
+                  std::vector<at::Tensor> inputs) override {
+    TicketPtr ticket =
+        engine_->all_to_all(parts_of(outputs), const_parts_of(inputs), started(state));
+    outputs.insert(outputs.end(), inputs.begin(), inputs.end());
+    follow(state, {std::move(ticket)}, std::move(outputs));
+  }
+
+  void point_to_point(const State& state, std::vector<P2p> messages) override {
+    std::vector<TicketPtr> tickets;
+    std::vector<at::Tensor> tensors;
+    for (const auto& message : messages) {
+      const at::Tensor& tensor = message.tensor;
+      const bool sends = message.kind == P2p::Kind::kSend;
+      tickets.push_back(sends ? engine_->send(tensor.const_data_ptr(), tensor.nbytes(),
+                                              message.peer, started(state))
+                              : engine_->recv(tensor.mutable_data_ptr(), tensor.nbytes(),
+                                              message.peer, started(state)));
+      tensors.push_back(tensor);
+    }
+    follow(state, std::move(tickets), std::move(tensors));
+  }
+
+  std::vector<at::Tensor> symmetric(std::int64_t bytes, const Deadline& deadline) override {
+    std::vector<at::Tensor> parts;
+    const auto block = engine_->symmetric(static_cast<std::size_t>(bytes), deadline);
+    for (int rank = 0; rank < engine_->size(); ++rank) {
+      // Each tensor holds the block, so the memory lives as long as any of them.
+      parts.push_back(
+          at::from_blob(block->peer(rank), {bytes}, [block](void*) {}, at::dtype(at::kByte)));
+    }
+    return parts;
+  }
+
+  // Pending operations were completed with the cause already; peers see it when they look.
+  void abort() noexcept override { engine_->abort("this rank gave up"); }
+
+ private:
+  static StartOptions started(const State& state) { return {.deadline = state->deadline()}; }
+
+  // The state lives until the operation has ended: its last step belongs to the caller's tensors,
+  // also when nobody holds a handle any more. Every later operation looks after the earlier ones.
+  void follow(const State& state, std::vector<TicketPtr> tickets, std::vector<at::Tensor> tensors) {
+    auto operation = std::make_unique<Operation>(std::move(tickets), std::move(tensors));
+    Operation& started = *operation;
+    state->attach(std::move(operation));
+    // With a last step to take (copying back), somebody must take it even if nobody waits.
+    if (state->has_finish()) started.hurry([state] { state->poll(); });
+    const std::lock_guard lock(mutex_);
+    while (!under_way_.empty() && under_way_.front().state->poll() &&
+           under_way_.front().operation->ended())
+      under_way_.pop_front();
+    under_way_.push_back({state, &started});
+  }
+
+  struct UnderWay {
+    State state;
+    Operation* operation;  // the state's
+  };
+  std::mutex mutex_;
+  std::deque<UnderWay> under_way_;
+  std::unique_ptr<Engine> engine_;  // last: its end fails what is under way
+};
+
+}  // namespace
+
+Made make(const Options& options) {
+  StoreBoard board(options.store);
+  auto made = Engine::make(board, {options.rank, options.size}, {},
+                           Deadline::after(options.startup_timeout));
+  if (!made.engine) return {nullptr, std::move(made.why_not)};
+  return {std::make_unique<ShmBackend>(std::move(made.engine)), ""};
+}
+
+}  // namespace lockstep::detail::shm

@@ -1,0 +1,128 @@
+#include "lockstep/comm/shm/symmetric.h"
+
+#include <algorithm>
+
+#include "lockstep/comm/shm/engine_core.h"
+#include "lockstep/comm/shm/segment.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::shm {
+
+MappedBlock::MappedBlock(std::uint32_t id, int rank, std::size_t bytes,
+                         std::vector<std::shared_ptr<Segment>> segments)
+    : id_(id), segments_(std::move(segments)) {
+  rank_ = rank;
+  bytes_ = bytes;
+  for (const auto& segment : segments_) bases_.push_back(segment->data());
+}
+
+void SymmetricBlocks::add(const std::shared_ptr<MappedBlock>& block) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(blocks_, [](const auto& entry) { return entry.second.expired(); });
+  blocks_[reinterpret_cast<std::uintptr_t>(block->data())] = block;
+}
+
+SymmetricBlocks::Place SymmetricBlocks::find(const void* data, std::size_t bytes) const {
+  const std::lock_guard lock(mutex_);
+  if (blocks_.empty()) return {};
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  auto next = blocks_.upper_bound(address);
+  if (next == blocks_.begin()) return {};
+  const auto& [base, weak] = *--next;
+  auto block = weak.lock();
+  if (!block || address - base > block->bytes() || bytes > block->bytes() - (address - base))
+    return {};
+  return {std::move(block), address - base};
+}
+
+namespace {
+
+[[noreturn]] void throw_late(int rank, const Deadline& deadline) {
+  throw TimeoutError("shm",
+                     fmt::format("rank {} did not make its part of a symmetric block within {} ms. "
+                                 "It is stopped, or took another way through the program.",
+                                 rank, deadline.total().count()),
+                     {.peer = rank, .operation = "symmetric", .elapsed = deadline.elapsed()});
+}
+
+// One message to every peer and one from each. "!" begins a rank's refusal.
+std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int fd,
+                                 const Deadline& deadline) {
+  const Doomed doomed = [&core]() -> std::exception_ptr {
+    if (core.broken()) return core.as_exception();
+    if (const auto trouble = core.find_trouble()) return core.as_exception(*trouble);
+    return nullptr;
+  };
+  std::vector<Packet> packets(core.peers().size());
+  for (int rank = 0; rank < core.place().size; ++rank) {
+    const Fd& socket = core.peers()[static_cast<std::size_t>(rank)].socket;
+    if (socket) send_packet(socket.get(), text, fd, deadline, doomed);
+  }
+  for (int rank = 0; rank < core.place().size; ++rank) {
+    const auto at = static_cast<std::size_t>(rank);
+    const Fd& socket = core.peers()[at].socket;
+    if (!socket) continue;
+    try {
+      packets[at] = receive_packet(socket.get(), deadline, doomed);
+    } catch (const TimeoutError&) {
+      throw_late(rank, deadline);
+    }
+  }
+  packets[static_cast<std::size_t>(core.place().rank)].text = text;
+  return packets;
+}
+
+// Throws, on every rank the same, when one of them has refused.
+void check_refusals(const std::vector<Packet>& packets) {
+  for (std::size_t rank = 0; rank < packets.size(); ++rank) {
+    const std::string& text = packets[rank].text;
+    if (text.rfind('!', 0) == 0)
+      throw UsageError("shm", "rank {} cannot make a symmetric block: {}", rank, text.substr(1));
+  }
+}
+
+void check_sizes(const std::vector<Packet>& packets) {
+  for (std::size_t rank = 1; rank < packets.size(); ++rank) {
+    if (packets[rank].text != packets[0].text)
+      throw CommError("shm", fmt::format("ranks disagree on a symmetric block: rank 0 asks for {} "
+                                         "bytes, rank {} for {}. Every rank must ask for the same.",
+                                         packets[0].text, rank, packets[rank].text));
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<MappedBlock> make_symmetric(EngineCore& core, std::size_t bytes,
+                                            const Deadline& deadline) {
+  const Place& place = core.place();
+  std::shared_ptr<Segment> own;
+  std::string text = std::to_string(bytes);
+  try {
+    own = Segment::make(bytes, place.size);
+  } catch (const std::exception& error) {
+    text = std::string("!") + error.what();
+  }
+  const std::uint32_t id = core.blocks().next_id();
+  std::vector<Packet> packets = swap_packets(core, text, own ? own->fd() : -1, deadline);
+  check_refusals(packets);
+  check_sizes(packets);
+
+  std::vector<std::shared_ptr<Segment>> segments(packets.size());
+  text = "mapped";
+  try {
+    for (std::size_t rank = 0; rank < packets.size(); ++rank) {
+      const bool mine = static_cast<int>(rank) == place.rank;
+      segments[rank] = mine ? own : Segment::open(packets[rank].fd.get(), bytes);
+    }
+  } catch (const std::exception& error) {
+    text = std::string("!") + error.what();
+  }
+  packets = swap_packets(core, text, -1, deadline);
+  check_refusals(packets);
+  own->close_fd();
+  auto block = std::make_shared<MappedBlock>(id, place.rank, bytes, std::move(segments));
+  core.blocks().add(block);
+  return block;
+}
+
+}  // namespace lockstep::shm

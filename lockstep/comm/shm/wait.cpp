@@ -1,0 +1,81 @@
+#include "lockstep/comm/shm/wait.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <ctime>
+
+namespace lockstep::shm {
+namespace {
+
+// A wake-up through the kernel costs about as much as ten small operations, so it must stay the
+// exception. Offering the core costs little when nobody wants it, and is all that helps when the
+// rank that is waited for cannot run.
+constexpr std::chrono::microseconds kAlone{10};   // before the core is offered
+constexpr std::chrono::microseconds kAwake{100};  // before sleep
+constexpr unsigned kTurnsPerLook = 8;             // at the clock
+constexpr unsigned kCrowdedTurns = 16;            // before the core is offered in a crowd
+
+void pause_core() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
+           const timespec* timeout) {
+  // Not the private kind: the word lies in memory of several processes.
+  return ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, timeout,
+                   nullptr, 0);
+}
+
+void ring(Header& header) {
+  header.bell.fetch_add(1);
+  futex(header.bell, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+}  // namespace
+
+int allowed_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (::sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return CPU_COUNT(&set);
+}
+
+bool Patience::worn() {
+  ++turns_;
+  if (offering_ || (crowded_ && turns_ > kCrowdedTurns))
+    ::sched_yield();
+  else
+    pause_core();
+  if (turns_ % kTurnsPerLook != 0) return false;
+  const auto now = Clock::now();
+  if (since_ == Clock::time_point{}) since_ = now;
+  offering_ = now - since_ > kAlone;
+  return now - since_ > kAwake;
+}
+
+void wake_if_waiting(Header& header, int from) {
+  std::uint32_t code = header.waiting_for.load();
+  if (code != kAnyone && code != static_cast<std::uint32_t>(from) + 1) return;
+  // Of several who post at once, one is enough to wake it.
+  if (header.waiting_for.compare_exchange_strong(code, 0)) ring(header);
+}
+
+void wake(Header& header) {
+  if (header.waiting_for.exchange(0) != 0) ring(header);
+}
+
+void sleep_on(std::atomic<std::uint32_t>& bell, std::uint32_t value) {
+  timespec timeout{};
+  timeout.tv_nsec = std::chrono::nanoseconds(kLongestSleep).count();
+  futex(bell, FUTEX_WAIT, value, &timeout);
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,63 @@
+// How a rank waits for others: a short while awake, then asleep, never for long at a time.
+//
+// The one hard idea: nobody may fall asleep at the moment it is posted to. A sleeper first says for
+// whom it waits (`waiting_for`), then looks once more, then sleeps unless its bell has changed; who
+// posts writes first and then looks whether someone waits for it. Both do so with sequentially
+// consistent atomics, so at least one of the two sees the other.
+//
+//   Patience patience(size > allowed_cores());
+//   while (!look()) if (patience.worn()) sleep_on(header, code, look);
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+#include "lockstep/comm/shm/layout.h"
+
+namespace lockstep::shm {
+
+// The cores this process may run on.
+int allowed_cores();
+
+// For how long a waiting thread stays awake. With a core for each rank the answer is usually there
+// within microseconds; without, the core is offered to the others at once.
+class Patience {
+ public:
+  explicit Patience(bool crowded) : crowded_(crowded) {}
+
+  // Call when there was something to do.
+  void renew() {
+    turns_ = 0;
+    offering_ = false;
+    since_ = {};
+  }
+  // Passes a moment. True when it is time to sleep.
+  bool worn();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  const bool crowded_;
+  unsigned turns_ = 0;
+  bool offering_ = false;  // the core, to others
+  Clock::time_point since_{};
+};
+
+// Wakes a rank that waits for `from` or for anyone.
+void wake_if_waiting(Header& header, int from);
+// Wakes a rank that sleeps, for whatever it waits.
+void wake(Header& header);
+
+// `still` is asked after the wish has been published; if it says no, there is no sleep. Ends when
+// rung, or after at most kLongestSleep.
+inline constexpr std::chrono::milliseconds kLongestSleep{20};
+void sleep_on(std::atomic<std::uint32_t>& bell, std::uint32_t value);
+
+template <typename Still>
+void sleep_unless(Header& own, std::uint32_t code, Still still) {
+  const std::uint32_t value = own.bell.load();
+  own.waiting_for.store(code);
+  if (still()) sleep_on(own.bell, value);
+  own.waiting_for.store(0);
+}
+
+}  // namespace lockstep::shm
