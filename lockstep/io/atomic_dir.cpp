@@ -1,0 +1,316 @@
+#include "lockstep/io/atomic_dir.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+#include <random>
+
+#include "lockstep/core/log.h"
+#include "lockstep/io/json_reader.h"
+
+namespace lockstep::io {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kTemporaryMark = ".tmp-";
+constexpr std::size_t kRandomDigits = 16;
+constexpr int kAttempts = 100;
+// linux/fs.h has them, but it and the C library's headers define other things twice.
+constexpr unsigned kNoReplace = 1;
+constexpr unsigned kExchange = 2;
+
+int rename_with(const std::string& from, const std::string& to, unsigned flags) {
+  return static_cast<int>(
+      ::syscall(SYS_renameat2, AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags));
+}
+
+bool unsupported(int error_number) {
+  return error_number == EINVAL || error_number == ENOSYS || error_number == EOPNOTSUPP;
+}
+
+std::string parent_of(const std::string& path) {
+  const std::string parent = fs::path(path).parent_path().string();
+  return parent.empty() ? "." : parent;
+}
+
+bool present(const std::string& path) {
+  struct stat info {};
+  return ::lstat(path.c_str(), &info) == 0;
+}
+
+std::string temporary_name(const std::string& path) {
+  std::random_device device;
+  const std::uint64_t random = std::uint64_t{device()} << 32 | device();
+  return fmt::format("{}{}{}-{:016x}", path, kTemporaryMark, ::getpid(), random);
+}
+
+// Missing parents, each durable in its own parent.
+void make_parents(const std::string& directory) {
+  if (present(directory)) return;
+  const std::string parent = parent_of(directory);
+  if (parent != directory) make_parents(parent);
+  if (::mkdir(directory.c_str(), 0755) != 0 && errno != EEXIST)
+    throw file_error("make the directory", directory, errno);
+  sync_directory(parent);
+}
+
+enum class Lock { kTaken, kHeld, kGone, kUnknown };
+
+// Locks the directory itself, so that the lock needs no file of its own and outlives a rename.
+// `error` is for kUnknown: a file system that does not do this.
+Lock lock_directory(const std::string& path, Fd& fd, int& error) {
+  fd.reset(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  if (!fd) {
+    error = errno;
+    return error == ENOENT ? Lock::kGone : Lock::kUnknown;
+  }
+  while (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
+    error = errno;
+    if (error != EINTR) return error == EWOULDBLOCK ? Lock::kHeld : Lock::kUnknown;
+  }
+  // Somebody may have removed or renamed it between open and flock.
+  struct stat mine {
+  }, named{};
+  if (::fstat(fd.get(), &mine) != 0 || ::lstat(path.c_str(), &named) != 0 ||
+      mine.st_ino != named.st_ino || mine.st_dev != named.st_dev)
+    return Lock::kGone;
+  return Lock::kTaken;
+}
+
+// A new directory beside `path` that a sweep leaves alone while `lock` is open.
+std::string make_temporary(const std::string& path, Fd& lock) {
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    const std::string name = temporary_name(path);
+    if (::mkdir(name.c_str(), 0755) != 0) {
+      if (errno == EEXIST) continue;
+      throw file_error("make the directory", name, errno);
+    }
+    int error = 0;
+    const Lock outcome = lock_directory(name, lock, error);
+    if (outcome == Lock::kTaken) return name;
+    // Without locks a sweep keeps what it finds, so it is safe to go on.
+    if (outcome == Lock::kUnknown) return name;
+    // A sweep saw it before it was locked, and is removing it: another name.
+  }
+  throw SystemError("io",
+                    fmt::format("cannot make a temporary directory for {} in {} attempts. Is "
+                                "another process sweeping in a loop?",
+                                path, kAttempts),
+                    EBUSY);
+}
+
+// What is left of an error while another is on its way: only words.
+void remove_tree_quietly(const std::string& path) noexcept {
+  std::error_code error;
+  fs::remove_all(path, error);
+  if (!error) return;
+  try {
+    log::warning("io", "cannot remove {}: {}. Remove it by hand.", path, error.message());
+  } catch (...) {
+    // Nothing can be said about it either.
+  }
+}
+
+std::string strip_slashes(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path;
+}
+
+}  // namespace
+
+bool is_temporary_name(std::string_view path) {
+  const std::string_view name = path.substr(path.rfind('/') + 1);
+  const std::size_t mark = name.rfind(kTemporaryMark);
+  if (mark == std::string_view::npos || mark == 0) return false;
+  const std::string_view rest = name.substr(mark + kTemporaryMark.size());
+  const std::size_t dash = rest.find('-');
+  if (dash == std::string_view::npos || dash == 0) return false;
+  const std::string_view random = rest.substr(dash + 1);
+  return rest.substr(0, dash).find_first_not_of("0123456789") == std::string_view::npos &&
+         random.size() == kRandomDigits &&
+         random.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
+AtomicDir::AtomicDir(std::string final_path, AtomicDirOptions options)
+    : final_path_(strip_slashes(std::move(final_path))), options_(options) {
+  const std::string name = fs::path(final_path_).filename().string();
+  if (name.empty() || name == "." || name == ".." || is_temporary_name(name))
+    throw UsageError("io", "'{}' cannot be the name of a directory to write.", final_path_);
+  if (!options_.replace && present(final_path_))
+    throw UsageError("io",
+                     "{} is already there. Choose another name, remove it, or ask to replace it.",
+                     final_path_);
+  const std::string parent = parent_of(final_path_);
+  make_parents(parent);
+  if (options_.expected_bytes > free_space(parent))
+    throw file_error("write", final_path_, ENOSPC, options_.expected_bytes);
+  path_ = make_temporary(final_path_, lock_);
+  open_ = true;
+}
+
+AtomicDir::~AtomicDir() {
+  if (open_) discard();
+}
+
+void AtomicDir::discard() noexcept {
+  open_ = false;
+  remove_tree_quietly(path_);
+  lock_.reset();
+}
+
+void AtomicDir::guarded(const std::function<void()>& step) {
+  try {
+    step();
+  } catch (...) {
+    discard();
+    throw;
+  }
+}
+
+void AtomicDir::check_open(std::string_view what) const {
+  if (!open_)
+    throw UsageError("io",
+                     "cannot {} {}: it was committed, or an error has ended it. Use one object per "
+                     "directory.",
+                     what, final_path_);
+}
+
+void AtomicDir::check_name(const std::string& name) const {
+  if (name.empty() || name == "." || name == ".." || name == kManifestName ||
+      name.find('/') != std::string::npos || name.find('\0') != std::string::npos ||
+      invalid_utf8(name))
+    throw UsageError("io", "'{}' cannot be the name of a file in {}.", name, final_path_);
+  if (manifest_.contains(name))
+    throw UsageError("io", "{} was already written to {}. Each file is written once.", name,
+                     final_path_);
+}
+
+void AtomicDir::write(const std::string& name, const std::function<void(FileWriter&)>& fill) {
+  check_open("write to");
+  guarded([&] {
+    check_name(name);
+    FileWriter file(path_ + "/" + name);
+    fill(file);
+    manifest_[name] = file.finish();
+    bytes_ += manifest_[name].bytes;
+  });
+}
+
+void AtomicDir::write(const std::string& name, std::string_view contents) {
+  write(name, [&](FileWriter& file) { file.append(contents); });
+}
+
+void AtomicDir::adopt(const std::string& name) {
+  check_open("write to");
+  guarded([&] {
+    check_name(name);
+    const std::string file = path_ + "/" + name;
+    const Fd fd(::open(file.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
+    if (!fd) throw file_error("open", file, errno);
+    while (::fsync(fd.get()) != 0)
+      if (errno != EINTR) throw file_error("fsync", file, errno);
+    manifest_[name] = digest_file(file);
+    bytes_ += manifest_[name].bytes;
+  });
+}
+
+void AtomicDir::refuse_strangers() const {
+  std::error_code error;
+  for (auto it = fs::directory_iterator(path_, error); !error && it != fs::directory_iterator();
+       it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    if (!manifest_.contains(name))
+      throw UsageError("io", "{} was put into {} by somebody else. Hand it over with adopt().",
+                       name, path_);
+  }
+  if (error) throw file_error("read the directory", path_, error.value());
+}
+
+// True when the directory that had the name is still there, under our temporary name.
+bool AtomicDir::take_name() {
+  if (options_.replace && present(final_path_)) {
+    if (rename_with(path_, final_path_, kExchange) == 0) return true;
+    if (!unsupported(errno)) throw file_error("put a directory in place of", final_path_, errno);
+    remove_durably(final_path_);
+  }
+  if (rename_with(path_, final_path_, kNoReplace) == 0) return false;
+  if (unsupported(errno) && ::rename(path_.c_str(), final_path_.c_str()) == 0) return false;
+  throw file_error("rename a finished directory to", final_path_, errno);
+}
+
+void AtomicDir::commit() {
+  check_open("commit");
+  bool replaced = false;
+  guarded([&] {
+    refuse_strangers();
+    FileWriter file(path_ + "/" + std::string(kManifestName));
+    file.append(manifest_text(manifest_));
+    file.finish();
+    sync_directory(path_);
+    replaced = take_name();
+  });
+  // From here on it has its name: an error below is told, but takes nothing away.
+  open_ = false;
+  const std::string temporary = std::exchange(path_, final_path_);
+  sync_directory(parent_of(final_path_));
+  if (replaced) remove_tree_quietly(temporary);
+  lock_.reset();
+}
+
+void remove_durably(const std::string& directory) {
+  const std::string path = strip_slashes(directory);
+  // Held while its files go, so that a sweep elsewhere does not work on the same directory.
+  Fd lock;
+  int error = 0;
+  if (lock_directory(path, lock, error) == Lock::kGone) throw file_error("remove", path, ENOENT);
+  const std::string doomed = temporary_name(path);
+  if (::rename(path.c_str(), doomed.c_str()) != 0) throw file_error("remove", path, errno);
+  sync_directory(parent_of(path));
+  std::error_code failure;
+  fs::remove_all(doomed, failure);
+  if (failure) throw file_error("remove", doomed, failure.value());
+}
+
+SweepResult sweep(const std::string& parent) {
+  SweepResult result;
+  std::error_code error;
+  std::vector<std::string> found;
+  for (auto it = fs::directory_iterator(parent, error); !error && it != fs::directory_iterator();
+       it.increment(error))
+    if (is_temporary_name(it->path().filename().string()) &&
+        it->symlink_status().type() == fs::file_type::directory)
+      found.push_back(it->path().string());
+  if (error && error != std::errc::no_such_file_or_directory)
+    throw file_error("read the directory", parent, error.value());
+  for (const std::string& path : found) {
+    Fd lock;
+    int reason = 0;
+    const Lock outcome = lock_directory(path, lock, reason);
+    if (outcome == Lock::kGone) continue;
+    if (outcome == Lock::kHeld) {
+      result.kept.emplace_back(path, "its writer is alive");
+      continue;
+    }
+    if (outcome == Lock::kUnknown) {
+      result.kept.emplace_back(path, fmt::format("whether its writer is alive cannot be told ({})",
+                                                 std::strerror(reason)));
+      continue;
+    }
+    fs::remove_all(path, error);
+    if (error)
+      result.kept.emplace_back(path, fmt::format("it cannot be removed ({})", error.message()));
+    else
+      result.removed.push_back(path);
+  }
+  return result;
+}
+
+}  // namespace lockstep::io

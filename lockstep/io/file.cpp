@@ -1,0 +1,179 @@
+#include "lockstep/io/file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <utility>
+
+namespace lockstep::io {
+namespace {
+
+// Small appends are gathered up to this; larger ones go out as they are.
+constexpr std::size_t kBufferBytes = 256u << 10;
+// So much is summed and then written: the second pass finds it in the cache.
+constexpr std::size_t kPieceBytes = 1u << 20;
+
+std::string remedy(int error_number) {
+  switch (error_number) {
+    case ENOENT:
+    case ENOTDIR:
+      return "Check the path.";
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      return "Choose a place this user may write to, or change its permissions.";
+    case EEXIST:
+    case ENOTEMPTY:
+      return "Choose another name, or remove what is there.";
+    case ENOSPC:
+    case EDQUOT:
+      return "Free some space, keep fewer checkpoints, or write to another disk.";
+    case EIO:
+      return "The disk or the network file system is failing; look at the kernel's log.";
+    case EMFILE:
+    case ENFILE:
+      return "Too many files are open; raise `ulimit -n`.";
+    default:
+      return "Check the file system.";
+  }
+}
+
+}  // namespace
+
+std::uint64_t free_space(const std::string& path) {
+  namespace fs = std::filesystem;
+  fs::path place = path.empty() ? fs::path(".") : fs::path(path);
+  struct statvfs info {};
+  while (::statvfs(place.c_str(), &info) != 0) {
+    if (errno == EINTR) continue;
+    const fs::path parent = place.has_parent_path() ? place.parent_path() : fs::path(".");
+    if (errno != ENOENT || parent == place) throw file_error("ask for the space at", path, errno);
+    place = parent;
+  }
+  return static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize;
+}
+
+std::string size_text(std::uint64_t bytes) {
+  constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  if (bytes < 1024) return fmt::format("{} bytes", bytes);
+  double value = static_cast<double>(bytes) / 1024;
+  std::size_t unit = 0;
+  for (; value >= 1024 && unit + 1 < std::size(kUnits); ++unit) value /= 1024;
+  return fmt::format("{:.1f} {}", value, kUnits[unit]);
+}
+
+SystemError file_error(std::string_view doing, const std::string& path, int error_number,
+                       std::uint64_t needed_bytes) {
+  std::string values;
+  if (error_number == ENOSPC || error_number == EDQUOT) {
+    std::uint64_t free_bytes = 0;
+    try {
+      free_bytes = free_space(path);
+    } catch (const SystemError&) {
+      // The first error is the one to tell.
+    }
+    values = needed_bytes > 0 ? fmt::format(" ({} needed, {} free)", size_text(needed_bytes),
+                                            size_text(free_bytes))
+                              : fmt::format(" ({} free)", size_text(free_bytes));
+  }
+  return SystemError("io",
+                     fmt::format("cannot {} {}{}. {}", doing, path, values, remedy(error_number)),
+                     error_number);
+}
+
+void sync_directory(const std::string& path) {
+  const Fd fd(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!fd) throw file_error("open the directory", path, errno);
+  // Some network file systems have nothing to do for a directory and say so by EINVAL.
+  while (::fsync(fd.get()) != 0) {
+    if (errno == EINVAL) return;
+    if (errno != EINTR) throw file_error("fsync the directory", path, errno);
+  }
+}
+
+FileWriter::FileWriter(std::string path) : path_(std::move(path)) {
+  fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+  if (!fd_) throw file_error("create", path_, errno);
+  buffer_.reserve(kBufferBytes);
+}
+
+void FileWriter::append(std::span<const std::byte> bytes) {
+  LOCKSTEP_ASSERT(static_cast<bool>(fd_));
+  bytes_ += bytes.size();
+  if (buffer_.size() + bytes.size() > kBufferBytes) flush();
+  if (bytes.size() <= kBufferBytes) {
+    checksum_.update(bytes);
+    buffer_.insert(buffer_.end(), bytes.begin(), bytes.end());
+    return;
+  }
+  for (; !bytes.empty(); bytes = bytes.subspan(std::min(bytes.size(), kPieceBytes))) {
+    const auto piece = bytes.first(std::min(bytes.size(), kPieceBytes));
+    checksum_.update(piece);
+    write(piece);
+  }
+}
+
+void FileWriter::write(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t n = ::write(fd_.get(), bytes.data(), bytes.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) throw file_error("write to", path_, errno, bytes.size());
+    bytes = bytes.subspan(static_cast<std::size_t>(n));
+  }
+}
+
+void FileWriter::flush() {
+  write(buffer_);
+  buffer_.clear();
+}
+
+FileDigest FileWriter::finish() {
+  LOCKSTEP_ASSERT(static_cast<bool>(fd_));
+  flush();
+  while (::fsync(fd_.get()) != 0)
+    if (errno != EINTR) throw file_error("fsync", path_, errno);
+  // A network file system may report a failed write only here.
+  if (::close(fd_.release()) != 0 && errno != EINTR) throw file_error("close", path_, errno);
+  return {bytes_, checksum_.value()};
+}
+
+MappedFile::MappedFile(const std::string& path) {
+  const Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd) throw file_error("open", path, errno);
+  struct stat info {};
+  if (::fstat(fd.get(), &info) != 0) throw file_error("look at", path, errno);
+  if (S_ISDIR(info.st_mode)) throw file_error("map", path, EISDIR);
+  size_ = static_cast<std::size_t>(info.st_size);
+  if (size_ == 0) return;  // an empty mapping is an error; an empty span is not
+  void* data = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd.get(), 0);
+  if (data == MAP_FAILED) throw file_error("map", path, errno);
+  data_ = static_cast<const std::byte*>(data);
+}
+
+MappedFile::~MappedFile() {
+  unmap();
+}
+
+MappedFile::MappedFile(MappedFile&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
+  if (this != &other) {
+    unmap();
+    data_ = std::exchange(other.data_, nullptr);
+    size_ = std::exchange(other.size_, 0);
+  }
+  return *this;
+}
+
+void MappedFile::unmap() {
+  if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), size_);
+}
+
+}  // namespace lockstep::io

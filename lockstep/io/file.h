@@ -1,0 +1,86 @@
+// A file written so that it is on the disk when it is said to be, and a file mapped to be read.
+//
+//   FileWriter file("dir/model.bin");
+//   file.append(bytes);
+//   FileDigest digest = file.finish();   // flushed, fsynced, closed; size and checksum
+//
+//   MappedFile map("dir/model.bin");
+//   use(map.bytes());
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/io/checksum.h"
+
+namespace lockstep::io {
+
+// Bytes an unprivileged process may still write to the file system that `path` is on; throws
+// SystemError. `path` need not exist: its nearest existing parent is asked.
+std::uint64_t free_space(const std::string& path);
+
+// "1.5 GiB": for people, in messages.
+std::string size_text(std::uint64_t bytes);
+
+// A SystemError `cannot <doing> <path> (values): <errno's words>` with what to do about it. For a
+// full disk it says how much was needed (0: not known) and how much is free.
+SystemError file_error(std::string_view doing, const std::string& path, int error_number,
+                       std::uint64_t needed_bytes = 0);
+
+// Makes a directory's entries durable; throws SystemError.
+void sync_directory(const std::string& path);
+
+// Used by one thread. Dropping it without finish() closes the file and leaves it as it is: whoever
+// named it removes it (AtomicDir does).
+class FileWriter {
+ public:
+  // Creates the file; one that exists is an error (SystemError, as for all that follows).
+  explicit FileWriter(std::string path);
+
+  void append(std::span<const std::byte> bytes);
+  void append(std::string_view text) { append(bytes_of(text)); }
+  // Everything appended is on the disk when this returns. Once; nothing may be appended after it.
+  FileDigest finish();
+
+  const std::string& path() const { return path_; }
+  std::uint64_t bytes() const { return bytes_; }
+
+ private:
+  void write(std::span<const std::byte> bytes);
+  void flush();
+
+  std::string path_;
+  Fd fd_;
+  Checksum64 checksum_;
+  std::vector<std::byte> buffer_;
+  std::uint64_t bytes_ = 0;
+};
+
+// Read-only; spans into it live as long as it does. Any number of threads may read. A file that
+// somebody shortens while it is mapped raises SIGBUS on access: files here are replaced by rename,
+// never rewritten.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path);  // throws SystemError
+  ~MappedFile();
+  MappedFile(MappedFile&& other) noexcept;
+  MappedFile& operator=(MappedFile&& other) noexcept;
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  std::span<const std::byte> bytes() const { return {data_, size_}; }
+
+ private:
+  void unmap();
+
+  const std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+}  // namespace lockstep::io

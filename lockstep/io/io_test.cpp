@@ -1,0 +1,395 @@
+// Checksums, files, the JSON cursor and event records.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <set>
+
+#include "lockstep/core/error.h"
+#include "lockstep/io/checksum.h"
+#include "lockstep/io/event_file.h"
+#include "lockstep/io/file.h"
+#include "lockstep/io/files_for_test.h"
+#include "lockstep/io/json_reader.h"
+
+namespace lockstep::io {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+std::string random_bytes(std::mt19937_64& random, std::size_t count) {
+  std::string bytes(count, '\0');
+  for (char& c : bytes) c = static_cast<char>(random());
+  return bytes;
+}
+
+// The definition in checksum.h once more, word by word and without lanes side by side.
+std::uint64_t plain_checksum(const std::string& bytes) {
+  constexpr std::uint64_t kStep = 0xbb67ae8584caa73bu, kSpread = 0xa54ff53a5f1d36f1u,
+                          kFold = 0x3c6ef372fe94f82bu, kSeed = 0x6a09e667f3bcc908u;
+  const auto fold = [](std::uint64_t s, std::uint64_t w) {
+    s = (s ^ w) * kFold;
+    return s ^ (s >> 32);
+  };
+  std::uint64_t lane[8];
+  for (std::uint64_t i = 0; i < 8; ++i) lane[i] = fold(kSeed, i);
+  std::string padded = bytes;
+  padded.resize(bytes.size() / 64 * 64 + 64, '\0');
+  for (std::size_t at = 0; at < padded.size(); at += 8) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, padded.data() + at, 8);
+    std::uint64_t& s = lane[at / 8 % 8];
+    s = std::rotl((s ^ word) * kStep, 29) * kSpread;
+  }
+  std::uint64_t sum = kSeed;
+  for (const std::uint64_t s : lane) sum = fold(sum, s);
+  return fold(fold(sum, bytes.size()), kSeed);
+}
+
+TEST(Checksum, IsWhatItsHeaderSays) {
+  std::mt19937_64 random(1);
+  for (const std::size_t size : {0, 1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 1000, 4096}) {
+    const std::string bytes = random_bytes(random, size);
+    EXPECT_EQ(checksum64(bytes_of(bytes)), plain_checksum(bytes)) << size;
+  }
+  // Files written by earlier versions must verify: these never change.
+  EXPECT_EQ(checksum_text(checksum64(bytes_of(""))), "7b688860a8cef411");
+  EXPECT_EQ(checksum_text(checksum64(bytes_of("lockstep"))), "a78b238cf667b2be");
+}
+
+TEST(Checksum, DoesNotDependOnHowTheBytesArrive) {
+  std::mt19937_64 random(2);
+  const std::string bytes = random_bytes(random, 3000);
+  for (int repetition = 0; repetition < 200; ++repetition) {
+    Checksum64 sum;
+    for (std::string_view rest = bytes; !rest.empty();) {
+      const std::size_t n = std::min<std::size_t>(random() % 200, rest.size());
+      sum.update(bytes_of(rest.substr(0, n)));
+      rest.remove_prefix(n);
+    }
+    ASSERT_EQ(sum.value(), checksum64(bytes_of(bytes)));
+  }
+}
+
+TEST(Checksum, EveryBitEveryCutAndEverySwapChangesIt) {
+  std::mt19937_64 random(3);
+  std::string bytes = random_bytes(random, 300);
+  std::set<std::uint64_t> seen{checksum64(bytes_of(bytes))};
+  for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
+    bytes[bit / 8] = static_cast<char>(bytes[bit / 8] ^ (1 << bit % 8));
+    EXPECT_TRUE(seen.insert(checksum64(bytes_of(bytes))).second) << "bit " << bit;
+    bytes[bit / 8] = static_cast<char>(bytes[bit / 8] ^ (1 << bit % 8));
+  }
+  for (std::size_t size = 0; size < bytes.size(); ++size)
+    EXPECT_TRUE(seen.insert(checksum64(bytes_of(bytes.substr(0, size)))).second) << size;
+  for (std::size_t a = 0; a + 16 <= bytes.size(); a += 16)
+    for (std::size_t b = a + 16; b + 16 <= bytes.size(); b += 16) {
+      std::string other = bytes;
+      std::swap_ranges(other.begin() + static_cast<long>(a),
+                       other.begin() + static_cast<long>(a) + 16,
+                       other.begin() + static_cast<long>(b));
+      EXPECT_TRUE(seen.insert(checksum64(bytes_of(other))).second) << a << " and " << b;
+    }
+  // Zeros, which padding could hide.
+  for (std::size_t size = 1; size < 200; ++size)
+    EXPECT_TRUE(seen.insert(checksum64(bytes_of(std::string(size, '\0')))).second) << size;
+}
+
+TEST(Checksum, SaysHowFastItIs) {
+  const std::string bytes(1 << 20, 'x');  // in the cache: memory is somebody else's speed
+  double best_s = 1e9;
+  std::uint64_t sum = 1;
+  for (int i = 0; i < 20; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    sum += checksum64(bytes_of(bytes));
+    best_s = std::min(
+        best_s, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  EXPECT_NE(sum, 0u);
+  fmt::print("checksum64: {:.1f} GB/s\n", static_cast<double>(bytes.size()) / best_s * 1e-9);
+}
+
+TEST(Crc32c, KnownValues) {
+  EXPECT_EQ(crc32c(bytes_of("")), 0u);
+  EXPECT_EQ(crc32c(bytes_of("123456789")), 0xe3069283u);
+  EXPECT_EQ(crc32c(bytes_of(std::string(32, '\0'))), 0x8a9136aau);
+}
+
+TEST(File, WritesAndReadsAndKnowsItsDigest) {
+  TemporaryDirectory dir;
+  std::mt19937_64 random(4);
+  std::string all;
+  FileWriter file(dir / "a");
+  for (const std::size_t size : {0, 1, 100, 300'000, 5, 262'144, 2'500'000, 3}) {
+    const std::string piece = random_bytes(random, size);
+    file.append(piece);
+    all += piece;
+  }
+  const FileDigest digest = file.finish();
+  EXPECT_EQ(digest.bytes, all.size());
+  EXPECT_EQ(digest.checksum, checksum64(bytes_of(all)));
+  EXPECT_EQ(digest_file(dir / "a"), digest);
+  const MappedFile map(dir / "a");
+  EXPECT_TRUE(std::ranges::equal(map.bytes(), bytes_of(all)));
+  put(dir / "empty", "");
+  EXPECT_TRUE(MappedFile(dir / "empty").bytes().empty());
+}
+
+TEST(File, ErrorsNamePathCallAndRemedy) {
+  TemporaryDirectory dir;
+  put(dir / "a", "x");
+  EXPECT_THAT(message_of<SystemError>([&] { FileWriter file(dir / "a"); }),
+              AllOf(HasSubstr("cannot create " + (dir / "a")), HasSubstr("Choose another name"),
+                    HasSubstr("File exists")));
+  EXPECT_THAT(message_of<SystemError>([&] { FileWriter file(dir / "no/a"); }),
+              AllOf(HasSubstr("cannot create"), HasSubstr("Check the path")));
+  EXPECT_THAT(message_of<SystemError>([&] { MappedFile map(dir / "no"); }),
+              AllOf(HasSubstr("cannot open"), HasSubstr("No such file")));
+  EXPECT_THAT(message_of<SystemError>([&] { MappedFile map(dir.path()); }),
+              AllOf(HasSubstr("cannot map"), HasSubstr("directory")));
+  EXPECT_THAT(message_of<SystemError>([&] { digest_file(dir.path()); }), HasSubstr("cannot read"));
+  EXPECT_THAT(message_of<SystemError>([&] { sync_directory(dir / "no"); }),
+              HasSubstr("cannot open the directory"));
+  EXPECT_THAT(
+      file_error("write to", dir / "a", ENOSPC, 3u << 20).what(),
+      AllOf(HasSubstr("3.0 MiB needed"), HasSubstr(" free)"), HasSubstr("Free some space")));
+}
+
+TEST(File, FreeSpaceOfAPlaceThatIsNotThereYet) {
+  TemporaryDirectory dir;
+  EXPECT_GT(free_space(dir.path()), 0u);
+  EXPECT_GT(free_space(dir / "not/yet/there"), 0u);
+  EXPECT_GT(free_space(""), 0u);
+  EXPECT_THAT(message_of<SystemError>([&] { free_space(std::string(300, 'a')); }),
+              HasSubstr("cannot ask for the space"));
+  EXPECT_EQ(size_text(0), "0 bytes");
+  EXPECT_EQ(size_text(1536), "1.5 KiB");
+  EXPECT_EQ(size_text(5'000'000'000), "4.7 GiB");
+}
+
+TEST(Json, ReadsInOrder) {
+  JsonReader json(R"( {"a" : [1, 2 ,18446744073709551615], "b\n\u00e9\ud83d\ude00": "\\\"\/",
+                      "c": {"d": [[], {}, -1.5e-3, true, false, null, "x"]}} )");
+  std::string key;
+  json.enter_object();
+  ASSERT_TRUE(json.next_key(key));
+  EXPECT_EQ(key, "a");
+  std::vector<std::uint64_t> numbers;
+  json.enter_array();
+  while (json.next_element()) numbers.push_back(json.unsigned_integer());
+  EXPECT_THAT(numbers, ElementsAre(1u, 2u, UINT64_MAX));
+  ASSERT_TRUE(json.next_key(key));
+  EXPECT_EQ(key, "b\n\u00e9\U0001f600");
+  EXPECT_EQ(json.string(), "\\\"/");
+  ASSERT_TRUE(json.next_key(key));
+  json.skip();
+  EXPECT_FALSE(json.next_key(key));
+  json.end();
+}
+
+std::string skip_all(const std::string& text) {
+  return message_of<JsonError>([&] {
+    JsonReader json(text);
+    json.skip();
+    json.end();
+  });
+}
+
+TEST(Json, RefusesWhatIsNotJson) {
+  const std::pair<std::string, std::string> cases[] = {
+      {"", "expected a value"},
+      {"nul", "expected a value"},
+      {"{\"a\":1,}", "expected a string"},
+      {"[1,]", "expected a value"},
+      {"[1 2]", "',' or ']'"},
+      {"{\"a\":1 \"b\":2}", "',' or '}'"},
+      {"{\"a\" 1}", "expected ':'"},
+      {"01", "leading zero"},
+      {"-", "expected a digit"},
+      {"1.", "expected a digit"},
+      {"1e", "expected a digit"},
+      {"\"a", "without its end"},
+      {"\"\n\"", "control character"},
+      {"\"\\x\"", "unknown escape"},
+      {"\"\\", "cut-off escape"},
+      {"\"\\u12\"", "cut-off escape"},
+      {"\"\\u12g4\"", "not hexadecimal"},
+      {"\"\\ud800\"", "surrogate"},
+      {"\"\\udc00\"", "surrogate"},
+      {"\"\\ud800\\u0041\"", "surrogate"},
+      {"\"\xff\"", "not valid UTF-8"},
+      {"\"\xc0\x80\"", "not valid UTF-8"},
+      {"\"\xed\xa0\x80\"", "not valid UTF-8"},
+      {"\"\xf4\x90\x80\x80\"", "not valid UTF-8"},
+      {"1 1", "after the end"},
+      {std::string("1\0", 2), "after the end"},
+      {std::string(200, '['), "nested too deeply"},
+  };
+  for (const auto& [text, wanted] : cases) EXPECT_THAT(skip_all(text), HasSubstr(wanted)) << text;
+  const auto number = [](const char* text) {
+    return message_of<JsonError>([&] { JsonReader(text).unsigned_integer(); });
+  };
+  EXPECT_THAT(number("-1"), HasSubstr("0 or more"));
+  EXPECT_THAT(number("1.0"), HasSubstr("without a fraction"));
+  EXPECT_THAT(number("1e0"), HasSubstr("without a fraction"));
+  EXPECT_THAT(number("007"), HasSubstr("leading zero"));
+  EXPECT_THAT(number("18446744073709551616"), HasSubstr("beyond 64 bits"));
+  EXPECT_THAT(message_of<JsonError>([] { JsonReader("[]").enter_object(); }),
+              HasSubstr("an object"));
+  EXPECT_THAT(message_of<JsonError>([] { JsonReader("{}").enter_array(); }), HasSubstr("an array"));
+  EXPECT_THAT(message_of<JsonError>([] { JsonReader("1").string(); }), HasSubstr("a string"));
+}
+
+TEST(Json, QuotesWhatItReads) {
+  std::string text;
+  for (int c = 1; c < 128; ++c) text.push_back(static_cast<char>(c));
+  text += "\u00e9\U0001f600";
+  const std::string quoted = json_quote(text);
+  EXPECT_EQ(JsonReader(quoted).string(), text);
+  EXPECT_EQ(json_quote("\x01\n"), "\"\\u0001\\n\"");
+}
+
+// ---------------------------------------------------------------- event records
+
+struct ReadEvent {
+  double wall_time_s = 0;
+  std::int64_t step = 0;
+  std::string version;
+  std::vector<EventFile::Scalar> values;
+};
+
+template <typename T>
+T take(std::string_view& from) {
+  T value{};
+  std::memcpy(&value, from.data(), sizeof value);
+  from.remove_prefix(sizeof value);
+  return value;
+}
+
+std::uint64_t take_varint(std::string_view& from) {
+  std::uint64_t value = 0;
+  for (int shift = 0;; shift += 7) {
+    const auto byte = take<std::uint8_t>(from);
+    value |= std::uint64_t{byte & 0x7fu} << shift;
+    if (byte < 0x80) return value;
+  }
+}
+
+std::string_view take_message(std::string_view& from) {
+  const std::size_t size = take_varint(from);
+  const std::string_view message = from.substr(0, size);
+  from.remove_prefix(size);
+  return message;
+}
+
+EventFile::Scalar read_value(std::string_view value) {
+  EventFile::Scalar scalar;
+  while (!value.empty()) {
+    const std::uint64_t field = take_varint(value);
+    if (field == (1 << 3 | 2))
+      scalar.first = take_message(value);
+    else if (field == (2 << 3 | 5))
+      scalar.second = take<float>(value);
+    else
+      ADD_FAILURE() << "field " << field;
+  }
+  return scalar;
+}
+
+ReadEvent read_event(std::string_view message) {
+  ReadEvent event;
+  while (!message.empty()) {
+    const std::uint64_t field = take_varint(message);
+    if (field == (1 << 3 | 1)) {
+      event.wall_time_s = take<double>(message);
+    } else if (field == (2 << 3)) {
+      event.step = static_cast<std::int64_t>(take_varint(message));
+    } else if (field == (3 << 3 | 2)) {
+      event.version = take_message(message);
+    } else if (field == (5 << 3 | 2)) {
+      for (std::string_view summary = take_message(message); !summary.empty();) {
+        EXPECT_EQ(take_varint(summary), 1u << 3 | 2u);
+        event.values.push_back(read_value(take_message(summary)));
+      }
+    } else {
+      ADD_FAILURE() << "field " << field;
+    }
+  }
+  return event;
+}
+
+std::uint32_t unmask(std::uint32_t crc) {
+  return std::rotl(crc - 0xa282ead8u, 15);
+}
+
+std::vector<ReadEvent> read_events(const std::string& path) {
+  const std::string contents = get(path);
+  std::vector<ReadEvent> events;
+  for (std::string_view rest = contents; rest.size() >= 16;) {
+    const std::string_view length_bytes = rest.substr(0, 8);
+    const auto length = take<std::uint64_t>(rest);
+    EXPECT_EQ(unmask(take<std::uint32_t>(rest)), crc32c(bytes_of(length_bytes)));
+    const std::string_view message = rest.substr(0, length);
+    rest.remove_prefix(length);
+    EXPECT_EQ(unmask(take<std::uint32_t>(rest)), crc32c(bytes_of(message)));
+    events.push_back(read_event(message));
+  }
+  return events;
+}
+
+TEST(EventFile, WritesWhatTensorBoardReads) {
+  TemporaryDirectory dir;
+  EventFile events(dir / "runs/a");
+  events.scalars(7, {{"train/loss", 0.5f}, {"train/\u03b7", 1e-4f}}, 12.25);
+  events.scalars(-1, {}, 13.0);
+  events.scalars(1'000'000'000'000, {{"x", INFINITY}});
+  events.flush();
+  const auto read = read_events(events.path());
+  ASSERT_EQ(read.size(), 4u);
+  EXPECT_EQ(read[0].version, "brain.Event:2");
+  EXPECT_EQ(read[1].step, 7);
+  EXPECT_EQ(read[1].wall_time_s, 12.25);
+  EXPECT_THAT(read[1].values, ElementsAre(EventFile::Scalar{"train/loss", 0.5f},
+                                          EventFile::Scalar{"train/\u03b7", 1e-4f}));
+  EXPECT_EQ(read[2].step, -1);
+  EXPECT_EQ(read[3].step, 1'000'000'000'000);
+  EXPECT_EQ(read[3].values.at(0).second, INFINITY);
+  EXPECT_GT(read[3].wall_time_s, 1.6e9);
+  EXPECT_THAT(events.path(), HasSubstr("/events.out.tfevents."));
+}
+
+TEST(EventFile, IsNeverAppendedToAndFlushesWhenDropped) {
+  TemporaryDirectory dir;
+  std::string first;
+  {
+    EventFile events(dir.path());
+    first = events.path();
+    events.scalars(1, {{"x", 1.0f}});
+    EXPECT_EQ(read_events(first).size(), 1u) << "not before a flush";
+  }
+  EXPECT_EQ(read_events(first).size(), 2u);
+  EventFile second(dir.path());
+  EXPECT_NE(second.path(), first);
+}
+
+TEST(EventFile, Refusals) {
+  TemporaryDirectory dir;
+  EventFile events(dir.path());
+  EXPECT_THAT(message_of<UsageError>([&] { events.scalars(0, {{"", 1.0f}}); }),
+              HasSubstr("cannot be a tag"));
+  EXPECT_THAT(message_of<UsageError>([&] { events.scalars(0, {{"\xff", 1.0f}}); }),
+              HasSubstr("UTF-8"));
+  put(dir / "file", "");
+  EXPECT_THAT(message_of<SystemError>([&] { EventFile other(dir / "file/x"); }),
+              HasSubstr("cannot make the directory"));
+}
+
+}  // namespace
+}  // namespace lockstep::io

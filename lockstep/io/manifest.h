@@ -1,0 +1,55 @@
+// MANIFEST.json: the names, sizes and checksums of a directory's files, and a checksum of itself,
+// so that a directory can be told whole from damaged without knowing what it holds.
+//
+//   for (const Fault& fault : verify(dir)) log::warning("io", "{}", fault.text);
+//
+// The text is canonical: what is read must be what would be written, to the byte. An edited
+// manifest is therefore a damaged one.
+#pragma once
+
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/io/checksum.h"
+
+namespace lockstep::io {
+
+inline constexpr std::string_view kManifestName = "MANIFEST.json";
+
+using Manifest = std::map<std::string, FileDigest>;
+
+std::string manifest_text(const Manifest& manifest);
+// UsageError, without the file's name, when the text is not exactly a manifest.
+Manifest parse_manifest(std::string_view text);
+
+enum class FaultKind {
+  kManifestMissing,  // also: the directory is not there
+  kManifestTorn,
+  kMissing,
+  kExtra,
+  kSize,
+  kChecksum,
+  kUnreadable,
+};
+
+struct Fault {
+  FaultKind kind = FaultKind::kMissing;
+  std::string file;  // its name in the directory
+  std::string text;  // one sentence for a person
+};
+
+enum class Depth {
+  kSizes,  // names, kinds and sizes: what a torn write or a missing file shows
+  kFull,   // every byte
+};
+
+// Everything that is wrong with the directory; empty when it is whole. Never throws for what it
+// finds on the disk.
+std::vector<Fault> verify(const std::string& directory, Depth depth = Depth::kFull);
+
+// The faults as one sentence: the first, and how many more.
+std::string describe(const std::vector<Fault>& faults);
+
+}  // namespace lockstep::io

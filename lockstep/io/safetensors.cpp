@@ -1,0 +1,320 @@
+#include "lockstep/io/safetensors.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+
+#include "lockstep/io/json_reader.h"
+
+namespace lockstep::io {
+namespace {
+
+constexpr std::uint64_t kLengthBytes = 8;
+constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
+constexpr std::string_view kMetadataKey = "__metadata__";
+
+struct DTypeFacts {
+  std::string_view name;
+  int bits;
+};
+
+// By the value of DType.
+constexpr DTypeFacts kDTypes[] = {
+    {"BOOL", 8},        {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"U8", 8},
+    {"I8", 8},          {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8},
+    {"F8_E5M2FNUZ", 8}, {"I16", 16},    {"U16", 16},    {"F16", 16},    {"BF16", 16},
+    {"I32", 32},        {"U32", 32},    {"F32", 32},    {"C64", 64},    {"F64", 64},
+    {"I64", 64},        {"U64", 64},
+};
+static_assert(std::size(kDTypes) == static_cast<std::size_t>(DType::kU64) + 1);
+
+[[noreturn]] void damaged(std::string_view file, std::string_view what) {
+  throw UsageError("safetensors",
+                   "{}: {}. The file is damaged, cut short, or not a safetensors file. Copy or "
+                   "write it again.",
+                   file, what);
+}
+
+// A name from a file, for a message: one line, and not a long one.
+std::string shown(std::string_view name) {
+  constexpr std::size_t kLongest = 100;
+  return json_quote(name.substr(0, kLongest)) + (name.size() > kLongest ? "..." : "");
+}
+
+std::string shape_text(std::span<const std::int64_t> shape) {
+  return fmt::format("[{}]", fmt::join(shape, ", "));
+}
+
+// Reads one file's header; lives for one call.
+class HeaderParser {
+ public:
+  HeaderParser(std::string_view text, std::string_view file) : json_(text), file_(file) {}
+
+  void parse(SafetensorsHeader& header) {
+    json_.enter_object();
+    std::unordered_set<std::string> seen;
+    std::string key;
+    while (json_.next_key(key)) {
+      if (!seen.insert(key).second) damaged(file_, fmt::format("{} stands twice", shown(key)));
+      if (key == kMetadataKey)
+        metadata(header.metadata);
+      else
+        header.tensors.push_back(tensor(key));
+    }
+    json_.end();
+  }
+
+ private:
+  void metadata(Metadata& values) {
+    json_.enter_object();
+    std::string key;
+    while (json_.next_key(key))
+      if (!values.emplace(key, json_.string()).second)
+        damaged(file_, fmt::format("{} stands twice in {}", shown(key), kMetadataKey));
+  }
+
+  TensorEntry tensor(const std::string& name) {
+    TensorEntry entry;
+    entry.name = name;
+    bool has_dtype = false, has_shape = false, has_offsets = false;
+    std::string key;
+    json_.enter_object();
+    while (json_.next_key(key)) {
+      // Fields that a later version of the format may add are passed over, as its package does.
+      if (key == "dtype") {
+        once(name, key, has_dtype);
+        entry.dtype = dtype(name);
+      } else if (key == "shape") {
+        once(name, key, has_shape);
+        entry.shape = shape(name);
+      } else if (key == "data_offsets") {
+        once(name, key, has_offsets);
+        offsets(entry);
+      } else {
+        json_.skip();
+      }
+    }
+    if (!has_dtype || !has_shape || !has_offsets)
+      damaged(file_, fmt::format("tensor {} has no {}", shown(name),
+                                 !has_dtype   ? "dtype"
+                                 : !has_shape ? "shape"
+                                              : "data_offsets"));
+    return entry;
+  }
+
+  void once(const std::string& name, const std::string& key, bool& seen) {
+    if (std::exchange(seen, true))
+      damaged(file_, fmt::format("tensor {} has {} twice", shown(name), key));
+  }
+
+  DType dtype(const std::string& name) {
+    const std::string text = json_.string();
+    const auto found = dtype_of(text);
+    if (!found)
+      damaged(file_, fmt::format("tensor {} has the unknown dtype {}", shown(name), shown(text)));
+    return *found;
+  }
+
+  std::vector<std::int64_t> shape(const std::string& name) {
+    std::vector<std::int64_t> sizes;
+    json_.enter_array();
+    while (json_.next_element()) {
+      const std::uint64_t size = json_.unsigned_integer();
+      if (size > static_cast<std::uint64_t>(INT64_MAX))
+        damaged(file_, fmt::format("tensor {} has a dimension of {}", shown(name), size));
+      sizes.push_back(static_cast<std::int64_t>(size));
+    }
+    return sizes;
+  }
+
+  void offsets(TensorEntry& entry) {
+    std::vector<std::uint64_t> values;
+    json_.enter_array();
+    while (json_.next_element()) {
+      values.push_back(json_.unsigned_integer());
+      if (values.size() > 2) break;
+    }
+    if (values.size() != 2)
+      damaged(file_, fmt::format("tensor {} has not two data_offsets", shown(entry.name)));
+    entry.begin = values[0];
+    entry.end = values[1];
+  }
+
+  JsonReader json_;
+  std::string_view file_;
+};
+
+// The tensors, in the order of their bytes, cover [0, data_bytes) exactly.
+void check_layout(const SafetensorsHeader& header, std::uint64_t data_bytes,
+                  std::string_view file) {
+  std::uint64_t at = 0;
+  const std::string* previous = nullptr;
+  for (const TensorEntry& entry : header.tensors) {
+    const auto wrong = [&](const std::string& what) {
+      damaged(file, fmt::format("tensor {} {}", shown(entry.name), what));
+    };
+    if (entry.end < entry.begin)
+      wrong(fmt::format("ends at {}, before it begins at {}", entry.end, entry.begin));
+    if (entry.begin < at) wrong(fmt::format("overlaps {} at {}", shown(*previous), entry.begin));
+    if (entry.begin > at) wrong(fmt::format("leaves a hole from {} to {}", at, entry.begin));
+    if (entry.end > data_bytes)
+      wrong(fmt::format("ends at {}, but the file has {} bytes of data", entry.end, data_bytes));
+    const auto bytes = tensor_bytes(entry.dtype, entry.shape);
+    if (!bytes)
+      wrong(fmt::format("has an impossible size ({} of {})", dtype_name(entry.dtype),
+                        shape_text(entry.shape)));
+    else if (*bytes != entry.end - entry.begin)
+      wrong(fmt::format("has {} bytes, but {} of {} needs {}", entry.end - entry.begin,
+                        dtype_name(entry.dtype), shape_text(entry.shape), *bytes));
+    at = entry.end;
+    previous = &entry.name;
+  }
+  if (at != data_bytes)
+    damaged(file, fmt::format("{} bytes follow the last tensor", data_bytes - at));
+}
+
+void check_tensors(const std::vector<TensorBytes>& tensors) {
+  std::unordered_set<std::string_view> seen;
+  for (const TensorBytes& tensor : tensors) {
+    const auto refuse = [&](std::string_view what) {
+      throw UsageError("safetensors", "tensor {} cannot be written: {}.", shown(tensor.name), what);
+    };
+    if (tensor.name == kMetadataKey) refuse("the format keeps that name for itself");
+    if (invalid_utf8(tensor.name)) refuse("its name is not valid UTF-8");
+    if (!seen.insert(tensor.name).second) refuse("the name stands twice");
+    const auto bytes = tensor_bytes(tensor.dtype, tensor.shape);
+    if (!bytes || *bytes != tensor.bytes.size())
+      refuse(fmt::format("it has {} bytes, which is not {} of {}", tensor.bytes.size(),
+                         dtype_name(tensor.dtype), shape_text(tensor.shape)));
+  }
+}
+
+std::string header_text(const std::vector<TensorBytes>& tensors, const Metadata& metadata) {
+  std::string text = "{";
+  if (!metadata.empty()) {
+    text += json_quote(kMetadataKey) + ":{";
+    for (const auto& [key, value] : metadata) {
+      if (invalid_utf8(key) || invalid_utf8(value))
+        throw UsageError("safetensors", "metadata {} is not valid UTF-8.", shown(key));
+      if (text.back() != '{') text += ',';
+      text += json_quote(key) + ":" + json_quote(value);
+    }
+    text += '}';
+  }
+  std::uint64_t at = 0;
+  for (const TensorBytes& tensor : tensors) {
+    if (text.size() > 1) text += ',';
+    text += fmt::format(R"({}:{{"dtype":"{}","shape":[{}],"data_offsets":[{},{}]}})",
+                        json_quote(tensor.name), dtype_name(tensor.dtype),
+                        fmt::join(tensor.shape, ","), at, at + tensor.bytes.size());
+    at += tensor.bytes.size();
+  }
+  text += '}';
+  text.append((8 - text.size() % 8) % 8, ' ');  // the data part is aligned to 8 bytes
+  if (text.size() > kMaxHeaderBytes)
+    throw UsageError("safetensors",
+                     "the header would have {} bytes (limit {}). Write fewer tensors "
+                     "or less metadata into one file.",
+                     text.size(), kMaxHeaderBytes);
+  return text;
+}
+
+}  // namespace
+
+std::string_view dtype_name(DType dtype) {
+  return kDTypes[static_cast<std::size_t>(dtype)].name;
+}
+
+int dtype_bits(DType dtype) {
+  return kDTypes[static_cast<std::size_t>(dtype)].bits;
+}
+
+std::optional<DType> dtype_of(std::string_view name) {
+  for (std::size_t i = 0; i < std::size(kDTypes); ++i)
+    if (kDTypes[i].name == name) return static_cast<DType>(i);
+  return std::nullopt;
+}
+
+std::optional<std::uint64_t> tensor_bytes(DType dtype, std::span<const std::int64_t> shape) {
+  std::uint64_t bits = 1;
+  for (const std::int64_t size : shape)
+    if (size < 0 || __builtin_mul_overflow(bits, static_cast<std::uint64_t>(size), &bits))
+      return std::nullopt;
+  if (__builtin_mul_overflow(bits, static_cast<std::uint64_t>(dtype_bits(dtype)), &bits) ||
+      bits % 8 != 0)
+    return std::nullopt;
+  return bits / 8;
+}
+
+SafetensorsHeader parse_safetensors(std::span<const std::byte> contents, std::string_view file) {
+  if (contents.size() < kLengthBytes)
+    damaged(file, fmt::format("it has {} bytes, and 8 are the least", contents.size()));
+  std::uint64_t length = 0;
+  static_assert(std::endian::native == std::endian::little);
+  std::memcpy(&length, contents.data(), kLengthBytes);
+  if (length > kMaxHeaderBytes)
+    damaged(file, fmt::format("it says that its header has {} bytes (limit {})", length,
+                              kMaxHeaderBytes));
+  if (length > contents.size() - kLengthBytes)
+    damaged(file, fmt::format("it says that its header has {} bytes, but has {} bytes in all",
+                              length, contents.size()));
+  const std::string_view text(reinterpret_cast<const char*>(contents.data()) + kLengthBytes,
+                              static_cast<std::size_t>(length));
+  if (!text.starts_with('{')) damaged(file, "its header does not start with '{'");
+  SafetensorsHeader header;
+  header.data_offset = kLengthBytes + length;
+  try {
+    HeaderParser(text, file).parse(header);
+  } catch (const JsonError& e) {
+    damaged(file, fmt::format("its header is not what it should be at byte {}: {}",
+                              kLengthBytes + e.offset(), e.what()));
+  }
+  std::ranges::sort(header.tensors, {}, [](const TensorEntry& entry) {
+    return std::tie(entry.begin, entry.end, entry.name);
+  });
+  check_layout(header, contents.size() - header.data_offset, file);
+  return header;
+}
+
+SafetensorsFile::SafetensorsFile(std::string path)
+    : path_(std::move(path)), map_(path_), header_(parse_safetensors(map_.bytes(), path_)) {
+  by_name_.reserve(header_.tensors.size());
+  for (std::size_t i = 0; i < header_.tensors.size(); ++i)
+    by_name_.emplace(header_.tensors[i].name, i);
+}
+
+const TensorEntry* SafetensorsFile::find(std::string_view name) const {
+  const auto found = by_name_.find(name);
+  return found == by_name_.end() ? nullptr : &header_.tensors[found->second];
+}
+
+const TensorEntry& SafetensorsFile::at(std::string_view name) const {
+  if (const TensorEntry* entry = find(name)) return *entry;
+  throw UsageError("safetensors",
+                   "{} has no tensor {} ({} tensors, the first is {}). Is it the weights of "
+                   "another model?",
+                   path_, shown(name), header_.tensors.size(),
+                   header_.tensors.empty() ? "none" : shown(header_.tensors.front().name));
+}
+
+std::span<const std::byte> SafetensorsFile::bytes(const TensorEntry& entry) const {
+  return map_.bytes().subspan(header_.data_offset + entry.begin, entry.end - entry.begin);
+}
+
+void write_safetensors(FileWriter& file, std::vector<TensorBytes> tensors,
+                       const Metadata& metadata) {
+  check_tensors(tensors);
+  std::ranges::sort(tensors, [](const TensorBytes& a, const TensorBytes& b) {
+    return a.dtype != b.dtype ? a.dtype > b.dtype : a.name < b.name;
+  });
+  const std::string header = header_text(tensors, metadata);
+  const std::uint64_t length = header.size();
+  file.append(std::as_bytes(std::span(&length, 1)));
+  file.append(header);
+  for (const TensorBytes& tensor : tensors) file.append(tensor.bytes);
+}
+
+}  // namespace lockstep::io

@@ -1,0 +1,114 @@
+// safetensors files: tensors by name, as 8 bytes of header length, a JSON header and raw bytes.
+// Read as strictly as the format's own package does, and stricter where its text says so: the
+// header is at most 100 MB of valid UTF-8 that starts with '{', no key stands twice, and the
+// tensors cover the rest of the file without a hole, an overlap or a byte too many. Written byte
+// for byte as that package writes. No torch in here: a tensor is (name, dtype, shape, bytes);
+// tensors.h is the bridge.
+//
+//   SafetensorsFile file("model.safetensors");
+//   const TensorEntry& entry = file.at("wte.weight");
+//   use(entry.dtype, entry.shape, file.bytes(entry));
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "lockstep/io/file.h"
+
+namespace lockstep::io {
+
+// In the order the format gives them: tensors of a later type are written first, so that every
+// tensor is aligned to its element.
+enum class DType : std::uint8_t {
+  kBool,
+  kF4,
+  kF6E2M3,
+  kF6E3M2,
+  kU8,
+  kI8,
+  kF8E5M2,
+  kF8E4M3,
+  kF8E8M0,
+  kF8E4M3Fnuz,
+  kF8E5M2Fnuz,
+  kI16,
+  kU16,
+  kF16,
+  kBF16,
+  kI32,
+  kU32,
+  kF32,
+  kC64,
+  kF64,
+  kI64,
+  kU64,
+};
+
+std::string_view dtype_name(DType dtype);  // "BF16"
+std::optional<DType> dtype_of(std::string_view name);
+int dtype_bits(DType dtype);
+
+// Bytes of a tensor, or nothing when the count overflows, a dimension is negative, or elements
+// smaller than a byte do not fill the last one.
+std::optional<std::uint64_t> tensor_bytes(DType dtype, std::span<const std::int64_t> shape);
+
+using Metadata = std::map<std::string, std::string>;
+
+struct TensorEntry {
+  std::string name;
+  DType dtype = DType::kF32;
+  std::vector<std::int64_t> shape;
+  std::uint64_t begin = 0;  // in the data part
+  std::uint64_t end = 0;
+};
+
+struct SafetensorsHeader {
+  std::vector<TensorEntry> tensors;  // in the order of their bytes
+  Metadata metadata;
+  std::uint64_t data_offset = 0;  // of the data part in the file
+};
+
+// The whole file is `contents`; `file` names it in errors (UsageError).
+SafetensorsHeader parse_safetensors(std::span<const std::byte> contents, std::string_view file);
+
+// A mapped file. Opened by one thread, then read by any number; spans live as long as it does.
+class SafetensorsFile {
+ public:
+  // SystemError when it cannot be opened, UsageError when it is not a valid file.
+  explicit SafetensorsFile(std::string path);
+
+  const std::string& path() const { return path_; }
+  const std::vector<TensorEntry>& tensors() const { return header_.tensors; }
+  const Metadata& metadata() const { return header_.metadata; }
+  const TensorEntry* find(std::string_view name) const;  // nullptr when it is not there
+  const TensorEntry& at(std::string_view name) const;    // UsageError
+  std::span<const std::byte> bytes(const TensorEntry& entry) const;
+
+ private:
+  std::string path_;
+  MappedFile map_;
+  SafetensorsHeader header_;
+  std::unordered_map<std::string_view, std::size_t> by_name_;  // views into header_
+};
+
+// A tensor to be written; the bytes stay the caller's.
+struct TensorBytes {
+  std::string name;
+  DType dtype = DType::kF32;
+  std::vector<std::int64_t> shape;
+  std::span<const std::byte> bytes;
+};
+
+// Puts the tensors into the format's order. UsageError, before a byte is written, for a name that
+// stands twice or is not UTF-8, and for bytes that do not fit dtype and shape.
+void write_safetensors(FileWriter& file, std::vector<TensorBytes> tensors,
+                       const Metadata& metadata = {});
+
+}  // namespace lockstep::io

@@ -1,0 +1,32 @@
+// The one place in this layer that knows torch: tensors into safetensors entries and back.
+//
+//   std::vector<TensorBytes> all;
+//   for (auto& item : state) all.push_back(bytes_of_tensor(item.key(), item.value()));
+//   at::Tensor weight = tensor_of(file, file.at("wte.weight"));
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "lockstep/io/safetensors.h"
+#include "lockstep/io/safetensors_set.h"
+
+namespace lockstep::io {
+
+// UsageError for a type that the other side does not have.
+DType dtype_of(at::ScalarType type);
+at::ScalarType scalar_type_of(DType dtype);
+
+// The tensor's own memory: it must be dense, on the CPU, and live until it is written (UsageError
+// otherwise; `tensor.contiguous().cpu()` makes it so).
+TensorBytes bytes_of_tensor(std::string name, const at::Tensor& tensor);
+
+// A copy in memory of its own, on the CPU: it outlives the file and is aligned whatever the file
+// is.
+at::Tensor tensor_of(const SafetensorsFile& file, const TensorEntry& entry);
+inline at::Tensor tensor_of(const SafetensorsSet::Found& found) {
+  return tensor_of(*found.file, *found.entry);
+}
+
+}  // namespace lockstep::io
