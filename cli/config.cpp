@@ -1,0 +1,178 @@
+// `lockstep config`: which values a run would train with and why, without training.
+#include "lockstep/train/config.h"
+
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <optional>
+
+#include "cli/commands.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/spelling.h"
+#include "lockstep/launch/accelerate_config.h"
+#include "lockstep/train/effective_batch.h"
+
+namespace lockstep::cli {
+namespace {
+
+constexpr const char* kHelp =
+    "usage: lockstep config show [FILE] [--all] [--json] [--world-size N] [--KEY VALUE ...]\n"
+    "       lockstep config check FILE [--launcher] [--world-size N] [--KEY VALUE ...]\n"
+    "       lockstep config diff A B [--world-size N]\n"
+    "       lockstep config keys [--markdown]\n\n"
+    "show    the values a run would use and where each comes from; without --all, those that are\n"
+    "        not defaults\n"
+    "check   0 when the file can be used, 2 with every mistake otherwise; --launcher: "
+    "Accelerate's\n"
+    "        file, and the flags it stands for\n"
+    "diff    the keys in which A and B differ: files, 'standard', 'fast' or 'defaults'; 1 when\n"
+    "        there are some\n"
+    "keys    every key: what it accepts, its default, its meaning\n\n"
+    "Order: defaults < preset < file < LOCKSTEP_<KEY> in the environment < --KEY VALUE.\n"
+    "--world-size N compares the effective batch with the presets' at N ranks.\n";
+
+struct Request {
+  Words names;  // files, presets
+  Words flags;  // --KEY VALUE
+  bool all = false;
+  bool json = false;
+  bool launcher = false;
+  bool markdown = false;
+  std::optional<int> world_size;
+};
+
+int parse_world_size(const std::string& text) {
+  return static_cast<int>(env::parse_int(text, "--world-size", 1, 100'000));
+}
+
+// Our own switches are taken out; a word before the first --KEY is a name.
+Request read_words(const Words& words) {
+  Request request;
+  for (std::size_t i = 1; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (word == "--all") {
+      request.all = true;
+    } else if (word == "--json") {
+      request.json = true;
+    } else if (word == "--launcher") {
+      request.launcher = true;
+    } else if (word == "--markdown") {
+      request.markdown = true;
+    } else if (word.rfind("--world-size=", 0) == 0) {
+      request.world_size = parse_world_size(word.substr(word.find('=') + 1));
+    } else if (word == "--world-size") {
+      if (i + 1 == words.size())
+        throw UsageError("config", "--world-size needs a value. Write --world-size=N.");
+      request.world_size = parse_world_size(words[++i]);
+    } else if (word.rfind("--", 0) == 0 || !request.flags.empty()) {
+      request.flags.push_back(word);
+    } else {
+      request.names.push_back(word);
+    }
+  }
+  return request;
+}
+
+void say_notes(const std::vector<std::string>& notes) {
+  for (const std::string& note : notes) fmt::print(stderr, "note: {}\n", note);
+}
+
+int show(const Request& request) {
+  if (request.names.size() > 1)
+    throw UsageError("config", "show takes one file, and '{}' is a second.", request.names[1]);
+  const train::Config config =
+      train::load_config(request.names.empty() ? "" : request.names[0], request.flags);
+  if (request.json) {
+    fmt::print("{}\n", train::config_json(config));
+    return 0;
+  }
+  say_notes(config.notes);
+  fmt::print("{}", train::config_text(config, request.all));
+  if (request.world_size)
+    fmt::print("{}", train::preset_comparison(config.arguments, *request.world_size));
+  return 0;
+}
+
+int check(const Request& request) {
+  if (request.names.size() != 1)
+    throw UsageError("config", "check takes one file. Write lockstep config check FILE.");
+  const std::string& file = request.names[0];
+  if (request.launcher) {
+    const launch::AccelerateLaunch launch = launch::read_accelerate_config(load_document(file));
+    say_notes(launch.notes);
+    fmt::print("{} can be used: lockstep run {}\n", file, fmt::join(launch.flags, " "));
+    for (const auto& [name, value] : launch.environment) fmt::print("  {}={}\n", name, value);
+    return 0;
+  }
+  const train::Config config = train::load_config(file, request.flags);
+  say_notes(config.notes);
+  if (request.world_size)
+    fmt::print("{}\n", train::effective_batch_text(config.arguments, *request.world_size));
+  fmt::print("{} can be used\n", file);
+  return 0;
+}
+
+// A file, or the defaults with or without a preset. The environment is left out: files are
+// compared.
+train::Config named(const std::string& name) {
+  train::ConfigSources sources;
+  if (name == "standard" || name == "fast") {
+    sources.flags = {"--preset", name};
+  } else if (name != "defaults") {
+    sources.file = load_document(name);
+  }
+  return train::resolve_config(sources);
+}
+
+std::string value_text(const Node& node) {
+  if (node.is(NodeKind::kNull)) return "(unset)";
+  return node.is(NodeKind::kString) ? node.text : to_json(node);
+}
+
+int diff(const Request& request) {
+  if (request.names.size() != 2 || !request.flags.empty())
+    throw UsageError("config", "diff takes two of: a file, standard, fast, defaults.");
+  const train::Config left = named(request.names[0]);
+  const train::Config right = named(request.names[1]);
+  const auto found = train::differences(left, right);
+  for (const train::Difference& one : found) {
+    fmt::print("{:<31}{:<22}{}\n", one.key->name, value_text(one.left), value_text(one.right));
+  }
+  if (request.world_size) {
+    for (const train::Config* config : {&left, &right}) {
+      fmt::print("{}: {}\n", request.names[config == &left ? 0 : 1],
+                 train::effective_batch_text(config->arguments, *request.world_size));
+    }
+  }
+  return found.empty() ? 0 : 1;
+}
+
+}  // namespace
+
+int config_command(const Words& words) {
+  const std::string action = words.empty() ? "--help" : words.front();
+  for (const std::string& word : words) {
+    if (word == "--help" || word == "-h") {
+      fmt::print("{}", kHelp);
+      return 0;
+    }
+  }
+  if (words.empty()) {
+    fmt::print(stderr, "{}", kHelp);
+    return 2;
+  }
+  const Request request = read_words(words);
+  if (action == "show") return show(request);
+  if (action == "check") return check(request);
+  if (action == "diff") return diff(request);
+  if (action == "keys") {
+    fmt::print("{}", request.markdown ? train::keys_markdown() : train::keys_help());
+    return 0;
+  }
+  const std::vector<std::string> actions = {"show", "check", "diff", "keys"};
+  throw UsageError("config", "there is no action '{}'.{} 'lockstep config --help' lists them.",
+                   action, did_you_mean(action, actions));
+}
+
+}  // namespace lockstep::cli

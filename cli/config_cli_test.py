@@ -1,0 +1,110 @@
+"""`lockstep config` from outside: what it prints, its exit codes, and that the page is current."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+
+
+class Config(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.mkdtemp(prefix="lockstep_config_")
+        self.addCleanup(shutil.rmtree, self.folder)
+
+    def write(self, name, text):
+        with open(os.path.join(self.folder, name), "w", encoding="utf-8") as f:
+            f.write(text)
+        return name
+
+    def run_config(self, *words, **variables):
+        env = {k: v for k, v in os.environ.items()
+               if not k.startswith(("LOCKSTEP_", "ACCELERATE_"))}
+        env.update(variables)
+        return subprocess.run([LOCKSTEP, "config", *words], cwd=self.folder, env=env, timeout=60,
+                              capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+    def test_show_names_the_winners(self):
+        self.write("t.yaml", "preset: standard\nlearning_rate: 1e-4\n")
+        done = self.run_config("show", "t.yaml", "--world-size", "2", "--seed=3", LOCKSTEP_SEED="2")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        lines = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
+        self.assertEqual(lines["learning_rate"][1:], ["0.0001", "t.yaml:2:1"])
+        self.assertEqual(lines["logging_steps"][1:], ["5.0", "preset", "standard"])
+        self.assertEqual(lines["seed"][1:], ["3", "--seed,", "beats", "LOCKSTEP_SEED", "(2)"])
+        self.assertNotIn("weight_decay", lines)
+        self.assertIn("effective batch 16 = 4 per device x 2 accumulation x 2 ranks", done.stdout)
+        self.assertIn("The effective batch is the same", done.stdout)
+
+    def test_show_json_and_all(self):
+        done = self.run_config("show", "--json", LOCKSTEP_BF16="1")
+        record = json.loads(done.stdout)["settings"]
+        self.assertEqual(record["bf16"], {"value": True, "from": "LOCKSTEP_BF16"})
+        self.assertEqual(record["learning_rate"], {"value": 5e-05, "from": "default"})
+        everything = self.run_config("show", "--all").stdout.splitlines()
+        self.assertEqual(len(everything), len(record))
+
+    def test_check_tells_every_mistake(self):
+        self.write("t.yaml", "bf16: yes\nlearning_rat: 1\nnum_processes: 2\n")
+        done = self.run_config("check", "t.yaml")
+        self.assertEqual(done.returncode, 2)
+        self.assertEqual(done.stdout, "")
+        for part in ("3 mistakes", "t.yaml:1:7: bf16", "t.yaml:2:1: there is no key 'learning_rat'",
+                     "t.yaml:3:1: num_processes belongs in the launcher's file"):
+            self.assertIn(part, done.stderr)
+        self.write("t.yaml", "warmup_ratio: 0.1\n")
+        done = self.run_config("check", "t.yaml")
+        self.assertEqual((done.returncode, done.stdout), (0, "t.yaml can be used\n"))
+        self.assertIn("note: t.yaml:1:1: warmup_ratio is an older spelling", done.stderr)
+
+    def test_check_launcher(self):
+        self.write("acc.yaml", "num_processes: 2\nmixed_precision: bf16\n")
+        done = self.run_config("check", "--launcher", "acc.yaml")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout, "acc.yaml can be used: lockstep run --nproc-per-node=2\n"
+                                      "  ACCELERATE_MIXED_PRECISION=bf16\n")
+        self.write("acc.yaml", "learning_rate: 1\n")
+        done = self.run_config("check", "--launcher", "acc.yaml")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("acc.yaml:1:1: learning_rate belongs in the training file", done.stderr)
+
+    def test_diff(self):
+        self.write("a.yaml", "seed: 1\n")
+        self.write("b.json", '{"seed": 1}')
+        self.assertEqual(self.run_config("diff", "a.yaml", "b.json").returncode, 0)
+        done = self.run_config("diff", "standard", "fast", "--world-size=2")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("gradient_accumulation_steps    2                     1\n", done.stdout)
+        self.assertIn("fast: effective batch 16 = 8 per device", done.stdout)
+        self.assertIn("seed ", self.run_config("diff", "a.yaml", "defaults").stdout)
+        self.assertEqual(self.run_config("diff", "a.yaml").returncode, 2)
+
+    def test_a_pipe_is_a_file(self):
+        done = subprocess.run(["bash", "-c", f"{LOCKSTEP} config check <(echo 'seed: 1')"],
+                              timeout=60, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_words_that_are_wrong(self):
+        for words, part in ((("shwo",), "there is no action 'shwo'. Did you mean show?"),
+                            (("check",), "check takes one file"),
+                            (("show", "a", "b"), "show takes one file"),
+                            (("show", "--world-size"), "--world-size needs a value"),
+                            (("show", "--world-size", "0"), "--world-size"),
+                            (("show", "--sed=1"), "Did you mean seed?"),
+                            (("check", "none.yaml"), "none.yaml cannot be read")):
+            done = self.run_config(*words)
+            self.assertEqual(done.returncode, 2, words)
+            self.assertIn(part, done.stderr)
+        self.assertEqual(self.run_config().returncode, 2)
+
+    def test_help_and_keys(self):
+        self.assertIn("usage: lockstep config show", self.run_config("--help").stdout)
+        self.assertIn("--learning_rate ", self.run_config("keys").stdout)
+        self.assertIn("| `learning_rate` |", self.run_config("keys", "--markdown").stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(0 if unittest.main(exit=False, verbosity=1).result.wasSuccessful() else 1)

@@ -1,0 +1,415 @@
+// The tree: scalars by YAML's core schema, JSON text, types with their messages, files.
+#include "lockstep/core/document.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "lockstep/core/document_text.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+// Every whole number up to here is a double of its own.
+constexpr double kExactIntegers = 9007199254740992.0;
+
+bool all_of(std::string_view text, std::string_view alphabet) {
+  return !text.empty() && text.find_first_not_of(alphabet) == text.npos;
+}
+
+std::string lower(std::string_view text) {
+  std::string out(text);
+  for (char& c : out)
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+  return out;
+}
+
+// The schema has three spellings of its words: "true", "True" and "TRUE".
+bool is_word(std::string_view text, std::string_view word) {
+  std::string title(word);
+  title[0] = static_cast<char>(title[0] - 'a' + 'A');
+  if (text == word || text == title) return true;
+  return lower(text) == word &&
+         std::none_of(text.begin(), text.end(), [](char c) { return c >= 'a' && c <= 'z'; });
+}
+
+bool set_integer(Node& node, std::string_view digits, int base, bool negative) {
+  std::uint64_t value = 0;
+  const char* end = digits.data() + digits.size();
+  const auto [stop, error] = std::from_chars(digits.data(), end, value, base);
+  const std::uint64_t limit = static_cast<std::uint64_t>(INT64_MAX) + (negative ? 1 : 0);
+  if (error != std::errc() || stop != end || value > limit) return false;
+  node.kind = NodeKind::kInteger;
+  node.integer = static_cast<std::int64_t>(negative ? 0 - value : value);
+  node.real = static_cast<double>(node.integer);
+  return true;
+}
+
+// [-+]? ( \.[0-9]+ | [0-9]+ ( \.[0-9]* )? ) ( [eE] [-+]? [0-9]+ )?
+bool is_real(std::string_view text) {
+  constexpr std::string_view kDigits = "0123456789";
+  const auto digits = [&] {
+    const std::size_t count = std::min(text.find_first_not_of(kDigits), text.size());
+    text.remove_prefix(count);
+    return count;
+  };
+  const auto sign = [&] {
+    if (!text.empty() && (text[0] == '-' || text[0] == '+')) text.remove_prefix(1);
+  };
+  sign();
+  const std::size_t whole = digits();
+  std::size_t fraction = 0;
+  if (!text.empty() && text[0] == '.') {
+    text.remove_prefix(1);
+    fraction = digits();
+  }
+  if (whole + fraction == 0) return false;
+  if (text.empty()) return true;
+  if (text[0] != 'e' && text[0] != 'E') return false;
+  text.remove_prefix(1);
+  sign();
+  return digits() > 0 && text.empty();
+}
+
+bool set_number(Node& node, std::string_view text) {
+  const bool negative = text[0] == '-';
+  const std::string_view body =
+      text.substr(negative || text[0] == '+' ? 1 : 0);  // from_chars knows no plus
+  if (all_of(body, "0123456789")) {
+    // A leading zero is octal to some readers and decimal to others: left a string.
+    if (body.size() > 1 && body[0] == '0') return false;
+    if (set_integer(node, body, 10, negative)) return true;
+  }
+  if (body == text && body.substr(0, 2) == "0x" && body.size() > 2)
+    return set_integer(node, body.substr(2), 16, false);
+  if (body == text && body.substr(0, 2) == "0o" && body.size() > 2)
+    return set_integer(node, body.substr(2), 8, false);
+  double value = 0;
+  if (is_word(body, ".inf") || body == ".Inf") {
+    value = kInfinity;
+  } else if (text == ".nan" || text == ".NaN" || text == ".NAN") {
+    value = std::numeric_limits<double>::quiet_NaN();
+  } else if (is_real(text)) {
+    const auto [stop, error] = std::from_chars(body.data(), body.data() + body.size(), value);
+    // Out of range is too large, unless the exponent is negative: then it is nearly nothing.
+    if (error == std::errc::result_out_of_range)
+      value = body.find("e-") != body.npos || body.find("E-") != body.npos ? 0 : kInfinity;
+  } else {
+    return false;
+  }
+  node.kind = NodeKind::kReal;
+  node.real = negative ? -value : value;
+  return true;
+}
+
+void append_quoted(std::string& out, std::string_view text) {
+  out += '"';
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '"' || c == '\\') {
+      out += '\\';
+      out += c;
+    } else if (c == '\n') {
+      out += "\\n";
+    } else if (c == '\t') {
+      out += "\\t";
+    } else if (byte < 0x20 || byte == 0x7F) {
+      out += fmt::format("\\u{:04x}", byte);
+    } else {
+      out += c;
+    }
+  }
+  out += '"';
+}
+
+void append_json(std::string& out, const Node& node) {
+  const char* separator = "";
+  switch (node.kind) {
+    case NodeKind::kNull:
+      out += "null";
+      return;
+    case NodeKind::kBool:
+      out += node.boolean ? "true" : "false";
+      return;
+    case NodeKind::kInteger:
+      out += std::to_string(node.integer);
+      return;
+    case NodeKind::kReal:
+      if (std::isfinite(node.real)) {
+        out += real_text(node.real);
+      } else {
+        append_quoted(out, real_text(node.real));
+      }
+      return;
+    case NodeKind::kString:
+      append_quoted(out, node.text);
+      return;
+    case NodeKind::kList:
+      out += '[';
+      for (const Node& item : node.items) {
+        out += std::exchange(separator, ",");
+        append_json(out, item);
+      }
+      out += ']';
+      return;
+    case NodeKind::kMap:
+      out += '{';
+      for (const Entry& entry : node.entries) {
+        out += std::exchange(separator, ",");
+        append_quoted(out, entry.key);
+        out += ':';
+        append_json(out, entry.value);
+      }
+      out += '}';
+      return;
+  }
+}
+
+// Long values are cut, at the end of a character.
+std::string shortened(const std::string& text) {
+  constexpr std::size_t kLongest = 60;
+  if (text.size() <= kLongest) return text;
+  std::size_t end = kLongest;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
+  return text.substr(0, end) + "...";
+}
+
+bool is_number(const Node& node) {
+  return node.is(NodeKind::kInteger) || node.is(NodeKind::kReal);
+}
+
+// What the user probably meant by a text where a number is wanted.
+std::string number_hint(const Node& node) {
+  const std::string& text = node.text;
+  if (!node.is(NodeKind::kString)) return "";
+  const auto reads = [](const std::string& other) {
+    return !other.empty() && is_number(plain_scalar(other, {}));
+  };
+  if (node.quoted && reads(text)) return fmt::format("Write {}, without quotes.", text);
+  if (all_of(text, "0123456789") && text[0] == '0') {
+    const std::string decimal = text.substr(std::min(text.find_first_not_of('0'), text.size() - 1));
+    const Node octal = plain_scalar("0o" + decimal, {});
+    if (!octal.is(NodeKind::kInteger)) return fmt::format("Write {}.", decimal);
+    return fmt::format(
+        "With its leading zero it is {} to some readers and {} to others. Write {} "
+        "or 0o{}.",
+        octal.integer, decimal, decimal, decimal);
+  }
+  std::string plain;
+  for (const char c : text)
+    if (c != '_' && c != ' ') plain += c;
+  if (plain != text && reads(plain)) return fmt::format("Write {}.", plain);
+  std::replace(plain.begin(), plain.end(), ',', '.');
+  if (plain != text && reads(plain)) return fmt::format("Write {}.", plain);
+  return "";
+}
+
+std::string bool_hint(const Node& node) {
+  const std::string word = lower(node.text);
+  for (const auto& [meaning, words] :
+       {std::pair{"true", "|true|yes|on|y|1|t|"}, std::pair{"false", "|false|no|off|n|0|f|"}}) {
+    if (!word.empty() && std::string_view(words).find("|" + word + "|") != std::string_view::npos)
+      return fmt::format("Write {}{}.", meaning,
+                         node.quoted && word == meaning ? ", without quotes" : "");
+  }
+  return "Write true or false.";
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------ places and nodes
+
+Place::Place() = default;
+Place::Place(std::shared_ptr<const std::string> in, int at_line, int at_column)
+    : file(std::move(in)), line(at_line), column(at_column) {}
+Place::Place(const Place& other) = default;
+Place::Place(Place&& other) noexcept = default;
+Place& Place::operator=(const Place& other) = default;
+Place& Place::operator=(Place&& other) noexcept = default;
+Place::~Place() = default;
+
+std::string Place::text() const {
+  const std::string name = file ? *file : "";
+  return line == 0 ? name : fmt::format("{}:{}:{}", name, line, column);
+}
+
+Place place_named(std::string name) {
+  return {std::make_shared<const std::string>(std::move(name)), 0, 0};
+}
+
+const Entry* Node::find(std::string_view key) const {
+  const auto found = std::find_if(entries.begin(), entries.end(),
+                                  [&](const Entry& entry) { return entry.key == key; });
+  return found == entries.end() ? nullptr : &*found;
+}
+
+Node plain_scalar(std::string_view text, Place place) {
+  Node node;
+  node.place = std::move(place);
+  node.text = text;
+  node.kind = NodeKind::kString;
+  if (text.empty() || text == "~" || is_word(text, "null")) {
+    node.kind = NodeKind::kNull;
+  } else if (is_word(text, "true") || is_word(text, "false")) {
+    node.kind = NodeKind::kBool;
+    node.boolean = is_word(text, "true");
+  } else {
+    set_number(node, text);
+  }
+  return node;
+}
+
+Node text_node(std::string_view text) {
+  Node node;
+  node.kind = NodeKind::kString;
+  node.text = text;
+  return node;
+}
+
+Node bool_node(bool value) {
+  return plain_scalar(value ? "true" : "false", {});
+}
+
+Node integer_node(std::int64_t value) {
+  return plain_scalar(std::to_string(value), {});
+}
+
+Node real_node(double value) {
+  return plain_scalar(real_text(value), {});
+}
+
+std::string real_text(double value) {
+  if (std::isnan(value)) return ".nan";
+  if (std::isinf(value)) return value > 0 ? ".inf" : "-.inf";
+  std::string text = fmt::format("{}", value);
+  if (text.find_first_of(".e") == text.npos) text += ".0";
+  return text;
+}
+
+std::string to_json(const Node& node) {
+  std::string out;
+  append_json(out, node);
+  return out;
+}
+
+bool same_value(const Node& a, const Node& b) {
+  if (a.kind != b.kind) return false;
+  switch (a.kind) {
+    case NodeKind::kNull:
+      return true;
+    case NodeKind::kBool:
+      return a.boolean == b.boolean;
+    case NodeKind::kInteger:
+      return a.integer == b.integer;
+    case NodeKind::kReal:
+      return a.real == b.real || (std::isnan(a.real) && std::isnan(b.real));
+    case NodeKind::kString:
+      return a.text == b.text;
+    case NodeKind::kList:
+      return std::equal(a.items.begin(), a.items.end(), b.items.begin(), b.items.end(), same_value);
+    case NodeKind::kMap:
+      break;
+  }
+  return a.entries.size() == b.entries.size() &&
+         std::all_of(a.entries.begin(), a.entries.end(), [&](const Entry& entry) {
+           const Entry* other = b.find(entry.key);
+           return other != nullptr && same_value(entry.value, other->value);
+         });
+}
+
+// ------------------------------------------------------------------ types
+
+void refuse_value(const Node& node, std::string_view key, std::string_view wanted,
+                  std::string_view hint) {
+  const std::string text = shortened(node.text);
+  std::string there;
+  switch (node.kind) {
+    case NodeKind::kNull:
+      there = "but nothing stands here";
+      break;
+    case NodeKind::kList:
+      there = "but a list stands here";
+      break;
+    case NodeKind::kMap:
+      there = "but a map stands here";
+      break;
+    case NodeKind::kBool:
+      there = fmt::format("and {} is a boolean", text);
+      break;
+    case NodeKind::kInteger:
+    case NodeKind::kReal:
+      there = fmt::format("and {} is a number", text);
+      break;
+    case NodeKind::kString:
+      // Older readers of YAML take these four words for booleans.
+      const bool word = lower(text) == "yes" || lower(text) == "no" || lower(text) == "on" ||
+                        lower(text) == "off";
+      there = fmt::format("and '{}' is a string{}", text, word && !node.quoted ? " here" : "");
+      break;
+  }
+  refuse_at(node.place, "{} must be {}, {}.{}{}", key, wanted, there, hint.empty() ? "" : " ",
+            hint);
+}
+
+bool as_bool(const Node& node, std::string_view key) {
+  if (!node.is(NodeKind::kBool)) refuse_value(node, key, "true or false", bool_hint(node));
+  return node.boolean;
+}
+
+std::int64_t as_integer(const Node& node, std::string_view key) {
+  if (node.is(NodeKind::kInteger)) return node.integer;
+  if (node.is(NodeKind::kReal)) {
+    if (std::abs(node.real) <= kExactIntegers && std::floor(node.real) == node.real)
+      return static_cast<std::int64_t>(node.real);
+    refuse_at(node.place, "{} must be a whole number, and {} is not one that fits.", key,
+              shortened(node.text));
+  }
+  refuse_value(node, key, "a whole number", number_hint(node));
+}
+
+double as_real(const Node& node, std::string_view key) {
+  if (!is_number(node)) refuse_value(node, key, "a number", number_hint(node));
+  return node.real;
+}
+
+std::string as_string(const Node& node, std::string_view key) {
+  if (node.is(NodeKind::kString) || is_number(node)) return node.text;
+  refuse_value(node, key, "a string",
+               node.is(NodeKind::kBool) ? fmt::format("Quote it: \"{}\".", node.text) : "");
+}
+
+const Node& as_map(const Node& node, std::string_view key) {
+  if (!node.is(NodeKind::kMap)) refuse_value(node, key, "a map", "Write `key: value` lines.");
+  return node;
+}
+
+// ------------------------------------------------------------------ files
+
+Node load_document(const std::string& path, const DocumentLimits& limits) {
+  const auto ends_with = [&](std::string_view ending) {
+    return path.size() > ending.size() && lower(path.substr(path.size() - ending.size())) == ending;
+  };
+  if (ends_with(".toml")) {
+    throw UsageError("config", "{}: TOML is not read. Write YAML (.yaml) or JSON (.json).", path);
+  }
+  std::string text;
+  try {
+    text = read_file(path, limits.bytes);
+  } catch (const SystemError& error) {
+    throw UsageError("config", "{} cannot be read: {}. Check the path.", path,
+                     std::strerror(error.error_number()));
+  } catch (const UsageError&) {
+    throw UsageError("config", "{} is larger than {} bytes. Is it the right file?", path,
+                     limits.bytes);
+  }
+  return ends_with(".json") ? parse_json(text, path, limits) : parse_yaml(text, path, limits);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,107 @@
+// YAML and JSON files, read strictly into one small tree whose every node and key knows its place.
+//
+// The one hard idea: nothing is guessed. A scalar has the type that YAML 1.2's core schema gives it
+// (1e-4 is a number, yes and no are words, "true" in quotes is a word), and what readers disagree
+// about is refused with its place and a remedy: duplicate keys, tabs as indentation, several
+// documents, tags, merge keys, keys that are not words. Size, depth and the growth by aliases are
+// bounded, so a hostile file costs little.
+//
+//   const Node root = load_document("train.yaml");
+//   if (const Entry* entry = root.find("seed")) use(as_integer(entry->value, "seed"));
+//   else throw UsageError("config", "{}: there is no seed.", root.place.text());
+//
+// Values without locks or links: copy them, and read them from any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep {
+
+// Where something was written. Line and column count from 1, columns in characters; line 0 is a
+// source without lines, such as a flag, and then `file` is its name.
+struct Place {
+  std::shared_ptr<const std::string> file;
+  int line = 0;
+  int column = 0;
+
+  // Not inline: GCC 12 warns of members that it loses track of in temporaries that hold a Place.
+  Place();
+  Place(std::shared_ptr<const std::string> in, int at_line, int at_column);
+  Place(const Place& other);
+  Place(Place&& other) noexcept;
+  Place& operator=(const Place& other);
+  Place& operator=(Place&& other) noexcept;
+  ~Place();
+
+  std::string text() const;  // "train.yaml:3:7", or "--learning_rate"
+};
+Place place_named(std::string name);
+
+enum class NodeKind { kNull, kBool, kInteger, kReal, kString, kList, kMap };
+
+struct Entry;
+
+struct Node {
+  NodeKind kind = NodeKind::kNull;
+  Place place{};
+  std::string text{};   // a scalar as it was written, without its quotes
+  bool quoted = false;  // a scalar in quotes or a block of text: always a string
+  bool boolean = false;
+  std::int64_t integer = 0;
+  double real = 0;  // of an integer too
+  std::vector<Node> items{};
+  std::vector<Entry> entries{};  // in the order of the file
+
+  bool is(NodeKind other) const { return kind == other; }
+  const Entry* find(std::string_view key) const;  // nullptr without one
+};
+
+struct Entry {
+  std::string key;
+  Place place;  // of the key; the value has its own
+  Node value;
+};
+
+struct DocumentLimits {
+  std::size_t bytes = 1u << 20;
+  int depth = 32;
+  std::size_t nodes = 100'000;  // aliases count as often as they are used
+};
+
+// All three throw UsageError `[config] file:line:column: what is wrong. Remedy.` An empty document
+// is a null node. `name` stands for the file in places.
+Node parse_yaml(std::string_view text, const std::string& name, const DocumentLimits& limits = {});
+Node parse_json(std::string_view text, const std::string& name, const DocumentLimits& limits = {});
+// By the name's ending: .json is JSON, .toml is refused, everything else is YAML.
+Node load_document(const std::string& path, const DocumentLimits& limits = {});
+
+// A plain scalar as YAML's core schema reads it; for values of flags and variables.
+Node plain_scalar(std::string_view text, Place place);
+Node text_node(std::string_view text);
+Node bool_node(bool value);
+Node integer_node(std::int64_t value);
+Node real_node(double value);
+
+// One line of JSON. Numbers that JSON cannot write (.inf, .nan) become strings.
+std::string to_json(const Node& node);
+// The shortest text that reads back as the same number, and as a real: "3.0", "5e-05".
+std::string real_text(double value);
+// Equal in kind and value, whatever the places, the quotes and the order of keys.
+bool same_value(const Node& a, const Node& b);
+
+// The value as one type, or UsageError naming place, key, what stands there and what to write.
+bool as_bool(const Node& node, std::string_view key);
+std::int64_t as_integer(const Node& node, std::string_view key);  // 1e4 is one, 1.5 is not
+double as_real(const Node& node, std::string_view key);
+std::string as_string(const Node& node, std::string_view key);  // a number is taken as written
+const Node& as_map(const Node& node, std::string_view key);
+// The parts of such a message, for other rules: "k must be WANTED, and 'yes' is a string. HINT"
+[[noreturn]] void refuse_value(const Node& node, std::string_view key, std::string_view wanted,
+                               std::string_view hint = {});
+
+}  // namespace lockstep

@@ -1,0 +1,398 @@
+// The strict reader: what it reads, and each kind of mistake with its place and remedy.
+#include "lockstep/core/document.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/map_reader.h"
+#include "lockstep/core/problems.h"
+#include "lockstep/core/spelling.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+std::string message_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "(nothing was thrown)";
+}
+
+Node yaml(const std::string& text) {
+  return parse_yaml(text, "a.yaml");
+}
+
+Node json(const std::string& text) {
+  return parse_json(text, "a.json");
+}
+
+std::string value_json(const std::string& scalar) {
+  return to_json(yaml("k: " + scalar + "\n").find("k")->value);
+}
+
+// ------------------------------------------------------------------ what is read
+
+TEST(Document, ScalarsHaveTheTypesOfTheCoreSchema) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"1e-4", "0.0001"},
+      {"5E-5", "5e-05"},
+      {"1e4", "10000.0"},
+      {".5", "0.5"},
+      {"-3.", "-3.0"},
+      {"3.0", "3.0"},
+      {"+7", "7"},
+      {"-12", "-12"},
+      {"0x1F", "31"},
+      {"0o17", "15"},
+      {"0", "0"},
+      {"true", "true"},
+      {"FALSE", "false"},
+      {"yes", "\"yes\""},
+      {"no", "\"no\""},
+      {"on", "\"on\""},
+      {"off", "\"off\""},
+      {"010", "\"010\""},
+      {"1_000", "\"1_000\""},
+      {"1:30", "\"1:30\""},
+      {"2024-01-02", "\"2024-01-02\""},
+      {"~", "null"},
+      {"null", "null"},
+      {"", "null"},
+      {"\"true\"", "\"true\""},
+      {"'1e-4'", "\"1e-4\""},
+      {"\"\\u00e9\\n\"", "\"\303\251\\n\""},
+      {"9223372036854775807", "9223372036854775807"},
+      {"9223372036854775808", "9.223372036854776e+18"},
+      {".inf", "\".inf\""},
+      {"-.INF", "\"-.inf\""},
+      {".nan", "\".nan\""},
+      {"1e999", "\".inf\""},
+      {"e5", "\"e5\""},
+      {"1e", "\"1e\""},
+      {".", "\".\""},
+      {"[1, a, true]", "[1,\"a\",true]"},
+      {"{x: 1, y: [2]}", "{\"x\":1,\"y\":[2]}"},
+  };
+  for (const auto& [text, expected] : cases) EXPECT_EQ(value_json(text), expected) << text;
+}
+
+TEST(Document, EveryNodeAndKeyHasItsPlace) {
+  const Node root = yaml("# comment\na: 1\nmap:\n  \"x\":   [2,\n     3]\nz:\n");
+  EXPECT_EQ(root.find("a")->place.text(), "a.yaml:2:1");
+  EXPECT_EQ(root.find("a")->value.place.text(), "a.yaml:2:4");
+  const Entry* x = root.find("map")->value.find("x");
+  EXPECT_EQ(x->place.text(), "a.yaml:4:3");
+  EXPECT_EQ(x->value.items[1].place.text(), "a.yaml:5:6");
+  // An empty value has no place of its own: that of its key.
+  EXPECT_EQ(root.find("z")->value.place.text(), "a.yaml:6:1");
+}
+
+TEST(Document, ColumnsCountCharacters) {
+  const Node root = yaml("{\303\251\303\251: 1, b: 2}\n");
+  EXPECT_EQ(root.find("b")->place.text(), "a.yaml:1:9");
+  const Node same = json("{\"\303\251\303\251\": 1, \"b\": 2}");
+  EXPECT_EQ(same.find("b")->place.text(), "a.json:1:11");
+}
+
+TEST(Document, AByteOrderMarkAndWindowsLineEndsAreFine) {
+  const Node root = yaml(
+      "\xEF\xBB\xBF"
+      "a: 1\r\nb: 2\r\n");
+  EXPECT_EQ(to_json(root), "{\"a\":1,\"b\":2}");
+  EXPECT_EQ(root.find("a")->place.text(), "a.yaml:1:1");
+  EXPECT_EQ(root.find("b")->place.text(), "a.yaml:2:1");
+}
+
+TEST(Document, AnEmptyFileIsNull) {
+  EXPECT_EQ(yaml("").kind, NodeKind::kNull);
+  EXPECT_EQ(yaml("# only a comment\n").kind, NodeKind::kNull);
+  EXPECT_EQ(yaml("---\n...\n").kind, NodeKind::kNull);
+}
+
+TEST(Document, AliasesAreCopies) {
+  const Node root = yaml("a: &x {p: 1}\nb: *x\nc: [&y 5, *y]\n");
+  EXPECT_EQ(to_json(root), "{\"a\":{\"p\":1},\"b\":{\"p\":1},\"c\":[5,5]}");
+}
+
+TEST(Document, BlocksOfTextAreStrings) {
+  const Node root = yaml("a: |\n  12\n  13\nb: >-\n  true\n");
+  EXPECT_EQ(to_json(root), "{\"a\":\"12\\n13\\n\",\"b\":\"true\"}");
+}
+
+TEST(Document, JsonIsReadWithPlaces) {
+  const Node root =
+      json("{\n\t\"a\": [1, -2.5e3, true, null],\n  \"b\": {\"c\": \"\\ud83d\\ude00\"}\n}");
+  EXPECT_EQ(to_json(root), "{\"a\":[1,-2500.0,true,null],\"b\":{\"c\":\"\360\237\230\200\"}}");
+  EXPECT_EQ(root.find("b")->place.text(), "a.json:3:3");
+  EXPECT_EQ(root.find("a")->value.items[1].place.text(), "a.json:2:11");
+}
+
+TEST(Document, JsonTextReadsBackTheSame) {
+  const Node root =
+      yaml("a: [1, 2.0, 1e-7, true, ~, 'x\\y\"z', \"\\x01\\t\\u2028\"]\nb: {c: {}, d: []}\n");
+  const std::string text = to_json(root);
+  EXPECT_TRUE(same_value(root, json(text))) << text;
+  EXPECT_TRUE(same_value(root, yaml(text))) << text;
+}
+
+TEST(Document, SameValueLooksAtKindAndValueAlone) {
+  EXPECT_TRUE(same_value(yaml("{a: 1, b: 'x'}"), yaml("b: x\na: 0x1\n")));
+  EXPECT_FALSE(same_value(yaml("a: 1"), yaml("a: 1.0")));
+  EXPECT_FALSE(same_value(yaml("a: 1"), yaml("{a: 1, b: 2}")));
+  EXPECT_FALSE(same_value(yaml("[1, 2]"), yaml("[2, 1]")));
+}
+
+TEST(Document, FilesAreReadByTheirEnding) {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("lockstep_document_" + std::to_string(::getpid()));
+  std::filesystem::create_directory(folder);
+  write_file_atomically(folder / "a.yaml", "a: yes\n");
+  write_file_atomically(folder / "a.json", "{\"a\": 1}");
+  write_file_atomically(folder / "a.toml", "a = 1\n");
+  EXPECT_EQ(to_json(load_document(folder / "a.yaml")), "{\"a\":\"yes\"}");
+  EXPECT_EQ(to_json(load_document(folder / "a.json")), "{\"a\":1}");
+  EXPECT_THAT(message_of([&] { load_document(folder / "a.toml"); }),
+              HasSubstr("TOML is not read. Write YAML (.yaml) or JSON (.json)."));
+  EXPECT_THAT(message_of([&] { load_document(folder / "none.yaml"); }),
+              HasSubstr("none.yaml cannot be read: No such file or directory. Check the path."));
+  EXPECT_THAT(message_of([&] { load_document(folder); }), HasSubstr("cannot be read: Is a dir"));
+  EXPECT_THAT(message_of([&] { load_document(folder / "a.yaml", {.bytes = 3}); }),
+              HasSubstr("a.yaml is larger than 3 bytes. Is it the right file?"));
+  std::filesystem::remove_all(folder);
+}
+
+// ------------------------------------------------------------------ what is refused
+
+struct Mistake {
+  const char* name;
+  std::string text;
+  std::string place;
+  std::string words;
+};
+
+class YamlMistake : public ::testing::TestWithParam<Mistake> {};
+TEST_P(YamlMistake, IsNamedWithPlaceAndRemedy) {
+  const std::string message = message_of([] { yaml(GetParam().text); });
+  EXPECT_THAT(message, StartsWith("[config] a.yaml:" + GetParam().place + ": "));
+  EXPECT_THAT(message, HasSubstr(GetParam().words));
+}
+
+std::string doubling_aliases() {
+  std::string text = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n";
+  for (int i = 1; i < 10; ++i) {
+    const std::string last = "*a" + std::to_string(i - 1);
+    text += "a" + std::to_string(i) + ": &a" + std::to_string(i) + " [";
+    for (int j = 0; j < 10; ++j) text += (j > 0 ? ", " : "") + last;
+    text += "]\n";
+  }
+  return text;
+}
+
+const Mistake kYamlMistakes[] = {
+    {"DuplicateKey", "seed: 1\nbf16: true\nseed: 2\n", "3:1",
+     "the key 'seed' is here twice (first at line 1, column 1). Delete one of them."},
+    {"DuplicateInFlow", "m: {a: 1, a: 2}\n", "1:11", "the key 'a' is here twice"},
+    {"Tab", "model:\n\tname: gpt\n", "2:1", "a tab stands in the indentation. Use spaces."},
+    {"TabAfterSpaces", "model:\n  \tname: gpt\n", "2:3", "a tab stands in the indentation."},
+    {"SecondDocument", "a: 1\n---\nb: 2\n", "2:1",
+     "a second document begins. One file holds one: delete the '---' or split the file."},
+    {"NumberAsKey", "a: 1\n3: x\n", "2:1", "the key 3 is a number. Keys are words: quote it"},
+    {"BoolAsKey", "true: x\n", "1:1", "the key true is a boolean. Keys are words: quote it"},
+    {"ListAsKey", "? [a]\n: x\n", "1:3", "a list or a map cannot be a key"},
+    {"NullAsKey", "~: x\n", "1:1", "a key is missing"},
+    {"AliasAsKey", "a: &k x\n*k : 1\n", "2:1", "an alias cannot be a key"},
+    {"MergeKey", "a: &x {p: 1}\nb:\n  <<: *x\n", "3:3",
+     "merge keys ('<<') are not read. Write the keys out."},
+    {"Tag", "a: !!python/object:os.system x\n", "1:4",
+     "tags ('!') are not read. Delete it, or quote the value."},
+    {"MapTag", "a: !!set {x}\n", "1:4", "tags ('!') are not read."},
+    {"AliasBomb", doubling_aliases(), "5:45",
+     "more than 100000 values, counting what aliases repeat."},
+    {"SelfAlias", "a: &x [1, *x]\n", "1:11", "an alias stands inside the value that it names"},
+    {"UnknownAlias", "a: *nowhere\n", "1:4", "the referenced anchor is not defined"},
+    {"Depth", std::string("a: ") + std::string(40, '[') + std::string(40, ']') + "\n", "1:35",
+     "nested deeper than 32. Is it the right file?"},
+    {"Utf8", "a: 1\nb: x\xFFy\n", "2:5",
+     "the byte 0xff is not valid UTF-8. Save the file as UTF-8."},
+    {"Overlong", "a: \xC0\xAF\n", "1:4", "is not valid UTF-8."},
+    {"Surrogate", "a: \xED\xA0\x80\n", "1:4", "is not valid UTF-8."},
+    {"Truncated", "a: \xE2\x82", "1:4", "is not valid UTF-8."},
+    {"Control", std::string("a: x\0y\n", 7), "1:5", "the control character 0x00 is not allowed"},
+    {"CarriageReturn", "a: 1\rb: 2\n", "1:5", "the control character 0x0d is not allowed"},
+    {"OpenBracket", "a: [1, 2\nb: 3\n", "2:2", "A bracket that was opened is not closed"},
+    {"MapAfterList", "- a\nb: 1\n", "2:1", "does not continue what stands above."},
+    {"OpenSingleQuote", "a: &n 'it''s\nb: 3\n", "1:7", "A quote that was opened is not closed"},
+    {"OpenQuote", "a: \"x\nb: 3\n", "1:4", "A quote that was opened is not closed"},
+    {"Indentation", "a: 1\n  b: 2\n", "2:4", "Check the indentation"},
+    {"MissingSpace", "a: 1\nb:2\nc: 3\n", "3:2", "every 'key:' is followed by a space"},
+    {"LastLineWithoutSpace", "a: 1\nbf16:true\n", "2:1", "'bf16:true' is no `key: value`."},
+    {"Directive", "%YAML 1.1\n---\na: 1\n", "1:1", "is a directive, which is not read."},
+    {"Escape", "a: \"\\q\"\n", "1:7", "use single quotes"},
+};
+INSTANTIATE_TEST_SUITE_P(Document, YamlMistake, ::testing::ValuesIn(kYamlMistakes),
+                         [](const auto& one) { return one.param.name; });
+
+class JsonMistake : public ::testing::TestWithParam<Mistake> {};
+TEST_P(JsonMistake, IsNamedWithPlaceAndRemedy) {
+  const std::string message = message_of([] { json(GetParam().text); });
+  EXPECT_THAT(message, StartsWith("[config] a.json:" + GetParam().place + ": "));
+  EXPECT_THAT(message, HasSubstr(GetParam().words));
+}
+
+const Mistake kJsonMistakes[] = {
+    {"DuplicateKey", "{\"a\": 1,\n \"a\": 2}", "2:2", "the key 'a' is here twice (first at line 1"},
+    {"TrailingComma", "{\"a\": 1,\n}", "2:1", "JSON has no comma before a closing bracket"},
+    {"TrailingCommaInList", "[1, 2,]", "1:7", "JSON has no comma before a closing bracket"},
+    {"Comment", "{ // x\n}", "1:3", "JSON has no comments. Delete it, or write YAML."},
+    {"SingleQuotes", "{'a': 1}", "1:2", "JSON takes double quotes"},
+    {"BareKey", "{a: 1}", "1:2", "JSON takes double quotes"},
+    {"NumberAsKey", "{1: 1}", "1:2", "a key in double quotes was expected"},
+    {"MissingColon", "{\"a\" 1}", "1:6", "a ':' was expected after the key 'a'"},
+    {"MissingComma", "{\"a\": 1 \"b\": 2}", "1:9", "a ',' or '}' was expected"},
+    {"MissingCommaInList", "[1 2]", "1:4", "a ',' or ']' was expected"},
+    {"End", "{\"a\": [1, 2", "1:12", "the file ends inside a list or map that line 1 opened"},
+    {"OpenQuote", "{\"a", "1:2", "A quote that was opened is not closed"},
+    {"LineInString", "{\"a\": \"x\ny\"}", "1:9", "a line end stands inside a string. Write \\n."},
+    {"Escape", "[\"\\q\"]", "1:3", "\\q is no escape"},
+    {"LoneSurrogate", "[\"\\ud83d\"]", "1:3", "half of a surrogate pair"},
+    {"BadHex", "[\"\\u12g4\"]", "1:3", "\\u takes four hexadecimal digits"},
+    {"LeadingZero", "[012]", "1:2", "'012' is no JSON number"},
+    {"Plus", "[+1]", "1:2", "'+1' is no JSON value"},
+    {"Word", "[True]", "1:2", "'True' is no JSON value. Write true"},
+    {"NaN", "[NaN]", "1:2", "'NaN' is no JSON value"},
+    {"More", "{} {}", "1:4", "one value was expected, but more follows"},
+    {"Empty", "", "1:1", "the file is empty"},
+    {"Depth", std::string(40, '['), "1:33", "nested deeper than 32"},
+    {"Utf8", "[\"\x80\"]", "1:3", "is not valid UTF-8"},
+    {"Big", "[1, 1e999]", "1:5", "'1e999' is too large"},
+};
+INSTANTIATE_TEST_SUITE_P(Document, JsonMistake, ::testing::ValuesIn(kJsonMistakes),
+                         [](const auto& one) { return one.param.name; });
+
+TEST(Document, LimitsHoldForBothReaders) {
+  std::string text = "[";
+  for (int i = 0; i < 200; ++i) text += "1,";
+  text += "1]";
+  EXPECT_THAT(message_of([&] { parse_json(text, "a", {.nodes = 100}); }),
+              HasSubstr("more than 100"));
+  EXPECT_THAT(message_of([&] { parse_yaml(text, "a", {.nodes = 100}); }),
+              HasSubstr("more than 100"));
+  EXPECT_THAT(message_of([&] { parse_yaml(text, "a", {.bytes = 100}); }), HasSubstr("larger than"));
+  EXPECT_THAT(message_of([&] { parse_json(text, "a", {.bytes = 100}); }), HasSubstr("larger than"));
+}
+
+// A line of 75 000 values took the square of its length once.
+TEST(Document, OneLongLineIsReadInItsLength) {
+  std::string text = "[";
+  for (int i = 0; i < 75'000; ++i) text += "\303\251,";
+  text += "1]";
+  for (const bool is_json : {false, true}) {
+    if (is_json) {
+      text = "[";
+      for (int i = 0; i < 75'000; ++i) text += "\"\303\251\",";
+      text += "1]";
+    }
+    const auto start = std::chrono::steady_clock::now();
+    const Node root = is_json ? json(text) : yaml(text);
+    const auto elapsed = std::chrono::steady_clock::now() - start;
+    EXPECT_EQ(root.items.back().place.column, is_json ? 75'000 * 4 + 2 : 75'000 * 2 + 2);
+    EXPECT_LT(elapsed, std::chrono::seconds(20));
+  }
+}
+
+// ------------------------------------------------------------------ types
+
+TEST(Document, TypesAreToldApart) {
+  const Node root = yaml(
+      "yes: yes\nquoted: \"true\"\none: 1\nnum: '3'\nzero: 010\nunder: 1_000\nhalf: 1.5\n"
+      "word: abc\nlist: [1]\nbool: true\nbig: 1e30\nwhole: 1e4\ncomma: 1,5\nempty:\n");
+  const auto at = [&](const char* key) -> const Node& { return root.find(key)->value; };
+  const auto refused = [&](auto read, const char* key) {
+    return message_of([&] { read(at(key), "k"); });
+  };
+  EXPECT_EQ(
+      refused(as_bool, "yes"),
+      "[config] a.yaml:1:6: k must be true or false, and 'yes' is a string here. Write true.");
+  EXPECT_THAT(refused(as_bool, "quoted"), HasSubstr("Write true, without quotes."));
+  EXPECT_THAT(refused(as_bool, "one"), HasSubstr("and 1 is a number. Write true."));
+  EXPECT_THAT(refused(as_integer, "num"), HasSubstr("Write 3, without quotes."));
+  EXPECT_THAT(refused(as_integer, "zero"),
+              HasSubstr("8 to some readers and 10 to others. Write 10 or 0o10."));
+  EXPECT_THAT(refused(as_integer, "under"), HasSubstr("Write 1000."));
+  EXPECT_THAT(refused(as_integer, "half"), HasSubstr("must be a whole number, and 1.5 is not one"));
+  EXPECT_THAT(refused(as_integer, "big"), HasSubstr("must be a whole number"));
+  EXPECT_THAT(refused(as_real, "word"), HasSubstr("must be a number, and 'abc' is a string"));
+  EXPECT_THAT(refused(as_real, "comma"), HasSubstr("Write 1.5."));
+  EXPECT_THAT(refused(as_real, "list"), HasSubstr("must be a number, but a list stands here"));
+  EXPECT_THAT(refused(as_real, "bool"), HasSubstr("and true is a boolean"));
+  EXPECT_THAT(refused(as_string, "bool"), HasSubstr("Quote it: \"true\"."));
+  EXPECT_THAT(refused(as_string, "list"), HasSubstr("must be a string, but a list stands here"));
+  EXPECT_THAT(refused(as_map, "one"), HasSubstr("must be a map, and 1 is a number"));
+  EXPECT_THAT(refused(as_real, "empty"), HasSubstr("must be a number, but nothing stands here"));
+  EXPECT_EQ(as_integer(at("whole"), "k"), 10000);
+  EXPECT_EQ(as_string(at("under"), "k"), "1_000");
+  EXPECT_EQ(as_string(at("one"), "k"), "1");
+}
+
+TEST(MapReader, ReadsWhatIsAskedAndRefusesTheRest) {
+  const Node root = yaml("n_layer: 4\ntype: gpt\ndropout: 0.1\nbias: true\nname: x\nn_heed: 2\n");
+  MapReader reader(root, "model");
+  EXPECT_EQ(reader.integer("n_layer", 12, 1, 100), 4);
+  EXPECT_EQ(reader.integer("n_head", 8, 1, 100), 8);
+  EXPECT_EQ(reader.real("dropout", 0, 0, 1), 0.1);
+  EXPECT_TRUE(reader.boolean("bias", false));
+  EXPECT_EQ(reader.text("name", ""), "x");
+  EXPECT_EQ(reader.choice("type", "mlp", {"gpt", "mlp"}), "gpt");
+  EXPECT_EQ(message_of([&] { reader.finish(); }),
+            "[config] a.yaml:6:1: model has no key 'n_heed'. Did you mean n_head?");
+}
+
+TEST(MapReader, NamesRangeAndChoice) {
+  const Node root = yaml("n: 0\ntype: gtp\nx: 2.0\n");
+  MapReader reader(root, "model");
+  EXPECT_EQ(message_of([&] { reader.integer("n", 1, 1, 9); }),
+            "[config] a.yaml:1:4: model.n must be from 1 to 9, and 0 is not.");
+  EXPECT_EQ(message_of([&] { reader.choice("type", "gpt", {"gpt", "mlp"}); }),
+            "[config] a.yaml:2:7: model.type must be gpt or mlp, and 'gtp' is neither. "
+            "Did you mean gpt?");
+  EXPECT_EQ(message_of([&] { reader.real("x", 1, 0, 1); }),
+            "[config] a.yaml:3:4: model.x must be from 0 to 1, and 2.0 is not.");
+  EXPECT_THAT(message_of([] { MapReader(yaml("[1]"), "model"); }), HasSubstr("must be a map"));
+}
+
+TEST(Problems, AreAllTold) {
+  Problems problems;
+  EXPECT_NO_THROW(problems.raise());
+  EXPECT_FALSE(problems.attempt([] { throw UsageError("config", "first"); }));
+  EXPECT_TRUE(problems.attempt([] {}));
+  EXPECT_EQ(message_of([&] { problems.raise(); }), "[config] first");
+  problems.add("second");
+  EXPECT_EQ(message_of([&] { problems.raise(); }), "[config] 2 mistakes:\n  first\n  second");
+}
+
+TEST(Spelling, FindsWhatWasMeant) {
+  const std::vector<std::string> names = {"learning_rate", "warmup_steps", "seed", "bf16"};
+  EXPECT_EQ(nearest("learning_rat", names), "learning_rate");
+  EXPECT_EQ(nearest("wramup_stesp", names), "warmup_steps");
+  EXPECT_EQ(nearest("sede", names), "seed");
+  EXPECT_EQ(nearest("something_else", names), std::nullopt);
+  EXPECT_EQ(did_you_mean("bf61", names), " Did you mean bf16?");
+  EXPECT_EQ(did_you_mean("zzzzzzz", names), "");
+  EXPECT_EQ(edit_distance("abcd", "acbd"), 1u);
+}
+
+}  // namespace
+}  // namespace lockstep

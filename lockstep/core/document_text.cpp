@@ -1,0 +1,114 @@
+#include "lockstep/core/document_text.h"
+
+#include <algorithm>
+
+namespace lockstep {
+namespace {
+
+bool is_continuation(char c) {
+  return (static_cast<unsigned char>(c) & 0xC0) == 0x80;
+}
+
+// How many bytes the character at the front has; 0 when they are not UTF-8 (Unicode's table 3-7).
+std::size_t character_bytes(std::string_view text) {
+  const auto byte = [&](std::size_t i) {
+    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u;
+  };
+  const unsigned first = byte(0);
+  if (first < 0x80) return 1;
+  const unsigned second = byte(1);
+  const auto rest = [&](std::size_t count, unsigned low, unsigned high) -> std::size_t {
+    if (second < low || second > high) return 0;
+    for (std::size_t i = 2; i < count; ++i)
+      if (byte(i) < 0x80 || byte(i) > 0xBF) return 0;
+    return count;
+  };
+  if (first >= 0xC2 && first <= 0xDF) return rest(2, 0x80, 0xBF);
+  if (first == 0xE0) return rest(3, 0xA0, 0xBF);
+  if (first == 0xED) return rest(3, 0x80, 0x9F);
+  if (first >= 0xE1 && first <= 0xEF) return rest(3, 0x80, 0xBF);
+  if (first == 0xF0) return rest(4, 0x90, 0xBF);
+  if (first >= 0xF1 && first <= 0xF3) return rest(4, 0x80, 0xBF);
+  if (first == 0xF4) return rest(4, 0x80, 0x8F);
+  return 0;
+}
+
+}  // namespace
+
+DocumentText::DocumentText(std::string_view bytes, const std::string& name,
+                           const DocumentLimits& limits)
+    : text_(bytes), name_(std::make_shared<const std::string>(name)), limits_(limits) {
+  if (bytes.size() > limits.bytes) {
+    throw UsageError("config", "{} is larger than {} bytes. Is it the right file?", name,
+                     limits.bytes);
+  }
+  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
+  if (text_.substr(0, kByteOrderMark.size()) == kByteOrderMark)
+    text_.remove_prefix(kByteOrderMark.size());
+  for (std::size_t i = 0; i < text_.size(); ++i)
+    if (text_[i] == '\n') starts_.push_back(i + 1);
+  check_bytes();
+}
+
+void DocumentText::check_bytes() const {
+  for (std::size_t i = 0; i < text_.size();) {
+    const std::size_t size = character_bytes(text_.substr(i));
+    const auto byte = static_cast<unsigned char>(text_[i]);
+    if (size == 0) {
+      refuse_at(at(i), "the byte 0x{:02x} is not valid UTF-8. Save the file as UTF-8.", byte);
+    }
+    const bool line_end = byte == '\n' || (byte == '\r' && text_.substr(i + 1, 1) == "\n");
+    if ((byte < 0x20 && byte != '\t' && !line_end) || byte == 0x7F) {
+      refuse_at(at(i),
+                "the control character 0x{:02x} is not allowed. Save the file as plain text with "
+                "line feeds, or write it as an escape in double quotes.",
+                byte);
+    }
+    i += size;
+  }
+}
+
+Place DocumentText::at(std::size_t offset) const {
+  offset = std::min(offset, text_.size());
+  const auto after = std::upper_bound(starts_.begin(), starts_.end(), offset);
+  const auto line = static_cast<std::size_t>(after - starts_.begin());  // from 1
+  // Readers go forward: counting on from the last place keeps one very long line from costing the
+  // square of its length.
+  if (line != last_.line || offset < last_.offset) last_ = {line, starts_[line - 1], 0};
+  const std::string_view more = text_.substr(last_.offset, offset - last_.offset);
+  const auto characters =
+      std::count_if(more.begin(), more.end(), [](char c) { return !is_continuation(c); });
+  last_ = {line, offset, last_.characters + static_cast<std::size_t>(characters)};
+  return {name_, static_cast<int>(line), static_cast<int>(last_.characters) + 1};
+}
+
+std::size_t DocumentText::offset(int line, int byte_column) const {
+  if (line < 0 || byte_column < 0) return 0;
+  const auto index = std::min(static_cast<std::size_t>(line), starts_.size() - 1);
+  return std::min(starts_[index] + static_cast<std::size_t>(byte_column), text_.size());
+}
+
+Place DocumentText::at(int line, int byte_column) const {
+  return at(offset(line, byte_column));
+}
+
+void DocumentText::count(std::size_t nodes, const Place& place) {
+  nodes_ += nodes;
+  if (nodes_ > limits_.nodes) {
+    refuse_at(place,
+              "there are more than {} values, counting what aliases repeat. Is it the right file?",
+              limits_.nodes);
+  }
+}
+
+void DocumentText::check_depth(std::size_t depth, const Place& place) const {
+  if (depth > static_cast<std::size_t>(limits_.depth))
+    refuse_at(place, "nested deeper than {}. Is it the right file?", limits_.depth);
+}
+
+void refuse_duplicate(const Entry& first, const std::string& key, const Place& place) {
+  refuse_at(place, "the key '{}' is here twice (first at line {}, column {}). Delete one of them.",
+            key, first.place.line, first.place.column);
+}
+
+}  // namespace lockstep

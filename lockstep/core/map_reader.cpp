@@ -1,0 +1,99 @@
+#include "lockstep/core/map_reader.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "lockstep/core/document_text.h"
+#include "lockstep/core/problems.h"
+#include "lockstep/core/spelling.h"
+
+namespace lockstep {
+namespace {
+
+// "a, b or c".
+std::string listed(const std::vector<std::string>& words) {
+  std::string text;
+  for (std::size_t i = 0; i < words.size(); ++i)
+    text += (i == 0 ? "" : i + 1 == words.size() ? " or " : ", ") + words[i];
+  return text;
+}
+
+}  // namespace
+
+MapReader::MapReader(const Node& map, std::string what) : map_(map), what_(std::move(what)) {
+  if (!map_.is(NodeKind::kNull)) as_map(map_, what_);
+}
+
+std::string MapReader::full_name(std::string_view key) const {
+  return fmt::format("{}.{}", what_, key);
+}
+
+const Node* MapReader::node(std::string_view key) {
+  asked_.emplace_back(key);
+  const Entry* entry = map_.find(key);
+  return entry == nullptr || entry->value.is(NodeKind::kNull) ? nullptr : &entry->value;
+}
+
+bool MapReader::has(std::string_view key) {
+  return node(key) != nullptr;
+}
+
+bool MapReader::boolean(std::string_view key, bool fallback) {
+  const Node* found = node(key);
+  return found != nullptr ? as_bool(*found, full_name(key)) : fallback;
+}
+
+std::int64_t MapReader::integer(std::string_view key, std::int64_t fallback, std::int64_t min,
+                                std::int64_t max) {
+  const Node* found = node(key);
+  if (found == nullptr) return fallback;
+  const std::int64_t value = as_integer(*found, full_name(key));
+  if (value < min || value > max) {
+    refuse_at(found->place, "{} must be from {} to {}, and {} is not.", full_name(key), min, max,
+              value);
+  }
+  return value;
+}
+
+double MapReader::real(std::string_view key, double fallback, double min, double max) {
+  const Node* found = node(key);
+  if (found == nullptr) return fallback;
+  const double value = as_real(*found, full_name(key));
+  if (!(value >= min && value <= max)) {
+    refuse_at(found->place, "{} must be from {} to {}, and {} is not.", full_name(key), min, max,
+              real_text(value));
+  }
+  return value;
+}
+
+std::string MapReader::text(std::string_view key, std::string fallback) {
+  const Node* found = node(key);
+  return found != nullptr ? as_string(*found, full_name(key)) : fallback;
+}
+
+std::string MapReader::choice(std::string_view key, std::string fallback,
+                              std::initializer_list<std::string_view> choices) {
+  const Node* found = node(key);
+  if (found == nullptr) return fallback;
+  const std::string value = as_string(*found, full_name(key));
+  const std::vector<std::string> names(choices.begin(), choices.end());
+  if (std::find(names.begin(), names.end(), value) == names.end()) {
+    refuse_at(found->place, "{} must be {}, and '{}' is {}.{}", full_name(key), listed(names),
+              value, names.size() == 2 ? "neither" : "none of them", did_you_mean(value, names));
+  }
+  return value;
+}
+
+void MapReader::finish() const {
+  Problems problems;
+  for (const Entry& entry : map_.entries) {
+    if (std::find(asked_.begin(), asked_.end(), entry.key) != asked_.end()) continue;
+    if (problems.full()) break;
+    problems.add(fmt::format("{}: {} has no key '{}'.{}", entry.place.text(), what_, entry.key,
+                             did_you_mean(entry.key, asked_)));
+  }
+  problems.raise();
+}
+
+}  // namespace lockstep

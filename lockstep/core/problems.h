@@ -1,0 +1,56 @@
+// Mistakes gathered from a whole input, so that a user mends them in one go instead of one by one.
+//
+//   Problems problems;
+//   problems.attempt([&] { batch = as_integer(node, "batch"); });
+//   problems.raise();      // UsageError with all of them, or nothing
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep {
+
+// Used by one thread, on the stack.
+class Problems {
+ public:
+  // Runs `read` and keeps the UsageError that it throws; true when there was none.
+  template <typename Read>
+  bool attempt(Read&& read) {
+    try {
+      std::forward<Read>(read)();
+      return true;
+    } catch (const UsageError& error) {
+      add(error.what());
+      return false;
+    }
+  }
+
+  void add(std::string text) {
+    constexpr std::string_view kPrefix = "[config] ";
+    if (text.rfind(kPrefix, 0) == 0) text.erase(0, kPrefix.size());
+    texts_.push_back(std::move(text));
+  }
+
+  bool empty() const { return texts_.empty(); }
+  // Enough to mend: reading on would only make the message longer.
+  bool full() const { return texts_.size() >= kMost; }
+
+  void raise() const {
+    if (texts_.empty()) return;
+    if (texts_.size() == 1) throw UsageError("config", "{}", texts_.front());
+    throw UsageError("config", "{}{} mistakes:\n  {}", full() ? "at least " : "", texts_.size(),
+                     fmt::join(texts_, "\n  "));
+  }
+
+ private:
+  static constexpr std::size_t kMost = 50;
+
+  std::vector<std::string> texts_;
+};
+
+}  // namespace lockstep

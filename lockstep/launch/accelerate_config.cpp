@@ -1,0 +1,249 @@
+#include "lockstep/launch/accelerate_config.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "lockstep/core/config_owner.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/problems.h"
+#include "lockstep/core/spelling.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr std::int64_t kMostRanks = 1'000'000;
+
+class Translator {
+ public:
+  explicit Translator(const Node& document) : document_(document) {}
+
+  AccelerateLaunch run() {
+    if (document_.is(NodeKind::kMap)) {
+      check_keys();
+      what();
+      processes();
+      meeting();
+      devices();
+      switches();
+    } else if (!document_.is(NodeKind::kNull)) {
+      problems_.attempt([&] {
+        refuse_value(document_, "the launcher's file", "a map",
+                     "Write `key: value` lines, with a space after the colon.");
+      });
+    }
+    problems_.raise();
+    return std::move(out_);
+  }
+
+ private:
+  // ---------------------------------------------------------------- reading
+
+  const Entry* given(std::string_view key) const {
+    const Entry* entry = document_.find(key);
+    return entry != nullptr && !entry->value.is(NodeKind::kNull) ? entry : nullptr;
+  }
+
+  template <typename... Args>
+  void refuse(const Entry& entry, fmt::format_string<Args...> format, Args&&... args) {
+    problems_.add(fmt::format("{}: {}", entry.value.place.text(),
+                              fmt::format(format, std::forward<Args>(args)...)));
+  }
+
+  std::string text(std::string_view key, std::string fallback) {
+    const Entry* entry = given(key);
+    if (entry == nullptr) return fallback;
+    problems_.attempt([&] { fallback = as_string(entry->value, key); });
+    return fallback;
+  }
+
+  bool boolean(std::string_view key) {
+    bool value = false;
+    if (const Entry* entry = given(key))
+      problems_.attempt([&] { value = as_bool(entry->value, key); });
+    return value;
+  }
+
+  std::optional<std::int64_t> integer(std::string_view key, std::int64_t min, std::int64_t max) {
+    const Entry* entry = given(key);
+    std::optional<std::int64_t> value;
+    if (entry == nullptr) return value;
+    problems_.attempt([&] { value = as_integer(entry->value, key); });
+    if (value && (*value < min || *value > max)) {
+      refuse(*entry, "{} must be from {} to {}, and {} is not.", key, min, max, *value);
+      value.reset();
+    }
+    return value;
+  }
+
+  void check_keys() {
+    std::vector<std::string> names;
+    for (const std::string_view name : launcher_keys()) names.emplace_back(name);
+    for (const Entry& entry : document_.entries) {
+      const std::string& key = entry.key;
+      if (is_launcher_key(key)) continue;
+      if (problems_.full()) return;
+      std::string why;
+      if (is_training_key(key)) {
+        why = fmt::format(
+            "{} belongs in the training file (`lockstep train FILE`), not in the "
+            "launcher's. Move it there.",
+            key);
+      } else if (key == "deepspeed_config" || key == "fsdp_config" || key == "megatron_lm_config" ||
+                 key == "parallelism_config" || key == "fp8_config") {
+        if (entry.value.is(NodeKind::kNull) ||
+            (entry.value.is(NodeKind::kMap) && entry.value.entries.empty()))
+          continue;  // Accelerate writes empty sections
+        why = fmt::format("{} is not supported: replicas here are whole models. Delete it.", key);
+      } else {
+        why = fmt::format("there is no key '{}' in the launcher's file.{}", key,
+                          did_you_mean(key, names));
+      }
+      problems_.add(fmt::format("{}: {}", entry.place.text(), why));
+    }
+  }
+
+  // ---------------------------------------------------------------- meaning
+
+  void what() {
+    const std::string place = text("compute_environment", "LOCAL_MACHINE");
+    if (place != "LOCAL_MACHINE") {
+      refuse(*given("compute_environment"),
+             "compute_environment {} is not supported. Write LOCAL_MACHINE.", place);
+    }
+    type_ = text("distributed_type", "");
+    const std::vector<std::string> known = {"", "NO", "MULTI_CPU", "MULTI_GPU"};
+    if (std::find(known.begin(), known.end(), type_) == known.end()) {
+      refuse(*given("distributed_type"),
+             "distributed_type {} is not supported. Write NO, MULTI_CPU or MULTI_GPU.{}", type_,
+             did_you_mean(type_, known));
+    }
+    const std::string precision = text("mixed_precision", "no");
+    if (precision == "bf16" || precision == "fp16") {
+      out_.environment["ACCELERATE_MIXED_PRECISION"] = precision;
+    } else if (precision != "no") {
+      refuse(*given("mixed_precision"),
+             "mixed_precision must be no, fp16 or bf16, and '{}' is none of them.", precision);
+    }
+  }
+
+  void processes() {
+    const auto machines = integer("num_machines", 1, kMostRanks);
+    const auto processes = integer("num_processes", 1, kMostRanks);
+    const std::int64_t hosts = machines.value_or(1);
+    if (machines) flag("nnodes", hosts);
+    if (processes && *processes % hosts != 0) {
+      refuse(*given("num_processes"),
+             "num_processes {} cannot be shared equally by {} machines: it counts the processes of "
+             "all of them. Make it {} or {}.",
+             *processes, hosts, std::max<std::int64_t>(1, *processes / hosts) * hosts,
+             (*processes / hosts + 1) * hosts);
+    } else if (processes) {
+      if (type_ == "NO" && *processes > 1) {
+        refuse(*given("num_processes"),
+               "num_processes is {}, but distributed_type is NO. Write MULTI_GPU or MULTI_CPU, or "
+               "num_processes: 1.",
+               *processes);
+      }
+      flag("nproc-per-node", *processes / hosts);
+    } else if (type_ == "NO") {
+      flag("nproc-per-node", std::int64_t{1});
+    }
+    if (const auto rank = integer("machine_rank", 0, kMostRanks)) {
+      if (*rank >= hosts) {
+        refuse(*given("machine_rank"),
+               "machine_rank {} does not exist with num_machines {}. It counts from 0.", *rank,
+               hosts);
+      }
+      flag("node-rank", *rank);
+    }
+    if (hosts > 1 && given("main_process_ip") == nullptr) {
+      refuse(*given("num_machines"),
+             "num_machines is {}, but nothing says where they meet. Set main_process_ip to the "
+             "address of machine 0.",
+             hosts);
+    }
+  }
+
+  void meeting() {
+    const std::string address = text("main_process_ip", "");
+    if (!address.empty()) flag("master-addr", address);
+    if (const auto port = integer("main_process_port", 0, 65535)) {
+      if (*port != 0) flag("master-port", *port);  // 0: a free one, as without the key
+    }
+    const std::string backend = text("rdzv_backend", "static");
+    if (backend != "static" && backend != "c10d") {
+      refuse(*given("rdzv_backend"), "rdzv_backend must be static or c10d, and '{}' is neither.",
+             backend);
+    } else if (given("rdzv_backend") != nullptr) {
+      flag("rdzv-backend", backend);
+    }
+  }
+
+  void devices() {
+    const bool cpu = boolean("use_cpu");
+    if (cpu && type_ == "MULTI_GPU") {
+      refuse(*given("use_cpu"),
+             "use_cpu is true, but distributed_type is MULTI_GPU. Write "
+             "MULTI_CPU, or use_cpu: false.");
+    }
+    if (cpu || type_ == "MULTI_CPU") {
+      out_.environment["ACCELERATE_USE_CPU"] = "true";
+      out_.environment["LOCKSTEP_DEVICE"] = "cpu";
+    }
+    std::string ids = text("gpu_ids", "all");
+    ids.erase(std::remove(ids.begin(), ids.end(), ' '), ids.end());
+    if (ids == "all") return;
+    const bool digits = ids.find_first_not_of("0123456789,") == ids.npos && !ids.empty() &&
+                        ids.front() != ',' && ids.back() != ',';
+    if (!digits) {
+      refuse(*given("gpu_ids"), "gpu_ids must be all or numbers such as 0,1, and '{}' is not.",
+             ids);
+      return;
+    }
+    out_.environment["CUDA_VISIBLE_DEVICES"] = ids;
+  }
+
+  void switches() {
+    if (boolean("debug")) out_.environment["LOCKSTEP_DEBUG"] = "1";
+    if (boolean("enable_cpu_affinity")) flag("numa-binding", std::string("node"));
+    boolean("same_network");
+    const std::string function = text("main_training_function", "main");
+    if (function != "main") {
+      note("main_training_function", "it names a function of a notebook; programs are started");
+    }
+    if (const Entry* entry = given("downcast_bf16")) {
+      const bool off = entry->value.text == "no" || entry->value.text == "false";
+      if (!off) note("downcast_bf16", "it is for TPUs");
+    }
+    for (const char* key : {"tpu_use_cluster", "tpu_use_sudo"})
+      if (boolean(key)) refuse(*given(key), "{} is for TPUs, which are not supported.", key);
+    if (const Entry* env = given("tpu_env"); env != nullptr && !env->value.items.empty())
+      refuse(*env, "tpu_env is for TPUs, which are not supported. Delete it.");
+  }
+
+  template <typename Value>
+  void flag(std::string_view name, const Value& value) {
+    out_.flags.push_back(fmt::format("--{}={}", name, value));
+  }
+
+  void note(std::string_view key, std::string_view why) {
+    out_.notes.push_back(
+        fmt::format("{}: {} has no effect: {}.", given(key)->place.text(), key, why));
+  }
+
+  const Node& document_;
+  std::string type_;
+  Problems problems_;
+  AccelerateLaunch out_;
+};
+
+}  // namespace
+
+AccelerateLaunch read_accelerate_config(const Node& document) {
+  return Translator(document).run();
+}
+
+}  // namespace lockstep::launch

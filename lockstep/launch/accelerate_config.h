@@ -1,0 +1,32 @@
+// Accelerate's YAML file (default_config.yaml), turned into this launcher's own flags.
+//
+// The one hard idea: it is a pure translation. The file becomes the words that a user could have
+// typed in front of the program and the variables that `accelerate launch` would have set, so that
+// parse_flags() stays the only place that knows what they mean, and real flags, coming later, win.
+//
+//   AccelerateLaunch launch = read_accelerate_config(load_document("ddp_config.yaml"));
+//   // launch.flags: {"--nproc-per-node=2"}; launch.environment: ACCELERATE_MIXED_PRECISION=bf16
+//
+// Pure; call from any thread.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/document.h"
+
+namespace lockstep::launch {
+
+struct AccelerateLaunch {
+  std::vector<std::string> flags;                  // to be read before those of the command line
+  std::map<std::string, std::string> environment;  // for the ranks, unless it is set already
+  std::vector<std::string> notes;                  // keys that have no effect here
+};
+
+// Throws UsageError with every mistake on a line of its own: unknown keys with the nearest name,
+// keys of the training file with where they belong, wrong types and ranges, and what this launcher
+// does not do (DeepSpeed, FSDP, TPUs, SageMaker, fp8).
+AccelerateLaunch read_accelerate_config(const Node& document);
+
+}  // namespace lockstep::launch

@@ -1,0 +1,124 @@
+// TrainingArguments: how a run trains, with Hugging Face's names and defaults.
+//
+// The one hard idea: this struct is plain and says nothing about files. One table (config_keys.h)
+// names each member; reading files, flags and variables, checking, help, the JSON record and the
+// page docs/configuration.md all come from that table, so they cannot disagree. Where a value comes
+// from is decided in config.h.
+//
+//   TrainingArguments arguments{.learning_rate = 3e-4, .bf16 = true};
+//   check_arguments(arguments);                                   // throws UsageError
+//   Config config = load_config("train.yaml", {"--max_steps", "100"});   // or from a file
+//
+// A value without locks: copy it, and read it from any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/document.h"
+
+namespace lockstep {
+
+// When something happens during training. kBest is for saving alone.
+enum class Interval { kNo, kSteps, kEpoch, kBest };
+
+// Steps written as reals: below 1 they are a share of all steps, from 1 on a whole number of them.
+struct TrainingArguments {
+  // What is trained. The command that trains reads the two maps; a word alone is a name.
+  Node model{};
+  Node data{};
+  std::optional<std::string> dataset_dir{};
+  std::optional<std::int64_t> max_seq_len{};
+  std::optional<std::string> preset{};
+
+  // How much.
+  std::int64_t per_device_train_batch_size = 8;
+  std::int64_t per_device_eval_batch_size = 8;
+  std::int64_t gradient_accumulation_steps = 1;
+  std::optional<std::int64_t>
+      tokens_per_update{};  // decides the accumulation; see effective_batch.h
+  double num_train_epochs = 3.0;
+  std::int64_t max_steps = -1;  // wins over epochs when above 0
+  bool auto_find_batch_size = false;
+  bool average_tokens_across_devices = true;
+
+  // How.
+  std::string optim = "adamw";
+  double learning_rate = 5e-5;
+  double weight_decay = 0;
+  double adam_beta1 = 0.9;
+  double adam_beta2 = 0.999;
+  double adam_epsilon = 1e-8;
+  double max_grad_norm = 1.0;  // 0: no clipping
+  std::string lr_scheduler_type = "linear";
+  Node lr_scheduler_kwargs{};
+  double warmup_steps = 0;
+  double label_smoothing_factor = 0;
+  bool gradient_checkpointing = false;
+  bool compile_model = false;
+
+  // Precision, device and repeatability.
+  bool bf16 = false;
+  bool fp16 = false;
+  std::optional<bool> tf32{};
+  bool use_cpu = false;
+  std::int64_t seed = 42;
+  std::optional<std::int64_t> data_seed{};
+  bool full_determinism = false;
+  bool elastic_gpu = false;
+
+  // What is said.
+  Interval logging_strategy = Interval::kSteps;
+  double logging_steps = 500;
+  bool logging_first_step = false;
+  bool logging_nan_inf_filter = true;
+  std::string log_level = "passive";
+  std::string log_level_replica = "warning";
+  bool log_on_each_node = true;
+  bool disable_tqdm = false;
+  std::vector<std::string> report_to{"none"};
+  std::optional<std::string> run_name{};
+
+  // Evaluation.
+  Interval eval_strategy = Interval::kNo;
+  std::optional<double> eval_steps{};  // unset: logging_steps
+  double eval_delay = 0;
+  bool eval_on_start = false;
+  bool load_best_model_at_end = false;
+  std::string metric_for_best_model = "loss";
+  std::optional<bool> greater_is_better{};  // unset: unless the metric's name ends in "loss"
+
+  // Checkpoints.
+  std::string output_dir = "trainer_output";
+  Interval save_strategy = Interval::kSteps;
+  double save_steps = 500;
+  std::optional<std::int64_t> save_total_limit{};
+  bool save_only_model = false;
+  bool save_on_each_node = false;
+  bool enable_jit_checkpoint = true;
+  std::optional<std::string> resume_from_checkpoint{};  // a folder, "auto" or "never"
+  bool ignore_data_skip = false;
+
+  // Loading.
+  std::int64_t dataloader_num_workers = 0;
+  bool dataloader_pin_memory = true;
+  bool dataloader_drop_last = false;
+  bool dataloader_persistent_workers = false;
+  std::optional<std::int64_t> dataloader_prefetch_factor{};
+
+  // DistributedDataParallel.
+  std::optional<std::string> ddp_backend{};
+  std::optional<bool> ddp_find_unused_parameters{};
+  std::optional<double> ddp_bucket_cap_mb{};
+  std::optional<bool> ddp_broadcast_buffers{};
+  std::optional<bool> ddp_static_graph{};
+  std::int64_t ddp_timeout = 1800;
+};
+
+// Ranges, choices and contradictions between keys; for arguments that were set in a program. Throws
+// UsageError naming every mistake. Arguments of config.h have been through it.
+void check_arguments(const TrainingArguments& arguments);
+
+}  // namespace lockstep

@@ -1,0 +1,256 @@
+#include "lockstep/train/checks.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <initializer_list>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/map_reader.h"
+#include "lockstep/core/problems.h"
+#include "lockstep/train/config_keys.h"
+
+namespace lockstep::train {
+namespace {
+
+constexpr double kHuge = 1e300;
+
+class Checker {
+ public:
+  Checker(const TrainingArguments& arguments, const Where& where)
+      : arguments_(arguments), where_(where) {}
+
+  std::vector<std::string> run() {
+    precision();
+    intervals();
+    best_model();
+    loading();
+    accumulation();
+    reports();
+    scheduler();
+    return std::move(found_);
+  }
+
+ private:
+  // The message begins at the first of the keys that somebody has set, and names where each is
+  // from.
+  void add(std::initializer_list<std::string_view> keys, const std::string& text) {
+    std::string lead;
+    std::string sources;
+    for (const std::string_view key : keys) {
+      const std::string place = where_(key);
+      if (place.empty()) continue;
+      if (lead.empty() && place != "default") lead = place + ": ";
+      sources += fmt::format("{}{}: {}", sources.empty() ? "" : "; ", key, place);
+    }
+    if (keys.size() > 1 && !sources.empty()) sources = fmt::format(" ({})", sources);
+    found_.push_back(lead + text + (keys.size() > 1 ? sources : ""));
+  }
+
+  void precision() {
+    const TrainingArguments& a = arguments_;
+    if (a.bf16 && a.fp16) add({"bf16", "fp16"}, "bf16 and fp16 cannot both be true. Keep one.");
+    if (a.use_cpu && a.fp16) {
+      add({"fp16", "use_cpu"},
+          "fp16 needs a GPU, and use_cpu is true. Use bf16, or delete one of them.");
+    }
+    if (a.use_cpu && a.tf32.value_or(false)) {
+      add({"tf32", "use_cpu"}, "tf32 is a GPU's, and use_cpu is true. Delete one of them.");
+    }
+    if (a.use_cpu && a.ddp_backend == "nccl") {
+      add({"ddp_backend", "use_cpu"},
+          "the backend nccl needs GPUs, and use_cpu is true. Use gloo, or delete one of them.");
+    }
+  }
+
+  void intervals() {
+    const TrainingArguments& a = arguments_;
+    const auto needs = [&](Interval strategy, double steps, std::string_view which,
+                           std::string_view count) {
+      if (strategy == Interval::kSteps && steps == 0) {
+        add({count, which}, fmt::format("{} is 0, and {} is steps. Write how many, or {}: no.",
+                                        count, which, which));
+      }
+    };
+    needs(a.logging_strategy, a.logging_steps, "logging_strategy", "logging_steps");
+    needs(a.save_strategy, a.save_steps, "save_strategy", "save_steps");
+    needs(a.eval_strategy, a.eval_steps.value_or(a.logging_steps), "eval_strategy", "eval_steps");
+  }
+
+  void best_model() {
+    const TrainingArguments& a = arguments_;
+    if (a.save_strategy == Interval::kBest && a.eval_strategy == Interval::kNo) {
+      add({"save_strategy", "eval_strategy"},
+          "save_strategy is best, but nothing is evaluated. Set eval_strategy to steps or epoch.");
+    }
+    if (!a.load_best_model_at_end) return;
+    if (a.eval_strategy == Interval::kNo) {
+      add({"load_best_model_at_end", "eval_strategy"},
+          "load_best_model_at_end needs evaluations. Set eval_strategy to steps or epoch.");
+      return;
+    }
+    if (a.save_strategy == Interval::kBest) return;
+    if (a.save_strategy != a.eval_strategy) {
+      add({"load_best_model_at_end", "save_strategy", "eval_strategy"},
+          "load_best_model_at_end needs a checkpoint of every evaluated model. Make save_strategy "
+          "equal to eval_strategy, or best.");
+      return;
+    }
+    const double eval_steps = a.eval_steps.value_or(a.logging_steps);
+    if (a.save_strategy != Interval::kSteps || eval_steps == 0) return;
+    const double ratio = a.save_steps / eval_steps;
+    const bool same_kind = (a.save_steps < 1) == (eval_steps < 1);
+    if (!same_kind || std::abs(ratio - std::round(ratio)) > 1e-9 || ratio < 1) {
+      add({"save_steps", "eval_steps"},
+          fmt::format("load_best_model_at_end needs save_steps to be a multiple of eval_steps, and "
+                      "{} is none of {}. Change one of them.",
+                      a.save_steps, eval_steps));
+    }
+  }
+
+  void loading() {
+    const TrainingArguments& a = arguments_;
+    if (a.dataloader_num_workers > 0) return;
+    if (a.dataloader_persistent_workers) {
+      add({"dataloader_persistent_workers", "dataloader_num_workers"},
+          "dataloader_persistent_workers needs workers. Set dataloader_num_workers above 0.");
+    }
+    if (a.dataloader_prefetch_factor) {
+      add({"dataloader_prefetch_factor", "dataloader_num_workers"},
+          "dataloader_prefetch_factor needs workers. Set dataloader_num_workers above 0.");
+    }
+  }
+
+  void accumulation() {
+    const TrainingArguments& a = arguments_;
+    if (!a.tokens_per_update) return;
+    if (a.gradient_accumulation_steps != 1) {
+      add({"tokens_per_update", "gradient_accumulation_steps"},
+          "tokens_per_update decides the accumulation. Delete gradient_accumulation_steps, or "
+          "tokens_per_update.");
+    }
+    if (!a.max_seq_len) {
+      add({"tokens_per_update"},
+          "tokens_per_update needs to know how long a sample is. Set max_seq_len.");
+      return;
+    }
+    const std::int64_t tokens = a.per_device_train_batch_size * *a.max_seq_len;
+    if (*a.tokens_per_update % tokens != 0) {
+      const std::int64_t below = *a.tokens_per_update / tokens * tokens;
+      add({"tokens_per_update", "per_device_train_batch_size", "max_seq_len"},
+          fmt::format("tokens_per_update {} is no multiple of {} (batch {} x {} tokens). The "
+                      "nearest that are: {}{}.",
+                      *a.tokens_per_update, tokens, a.per_device_train_batch_size, *a.max_seq_len,
+                      below > 0 ? fmt::format("{} and ", below) : "", below + tokens));
+    }
+  }
+
+  void reports() {
+    const auto& to = arguments_.report_to;
+    if (to.size() > 1 && std::find(to.begin(), to.end(), "none") != to.end())
+      add({"report_to"}, "report_to cannot be none and something else. Delete one of them.");
+  }
+
+  void scheduler() {
+    const TrainingArguments& a = arguments_;
+    const std::string& type = a.lr_scheduler_type;
+    Problems problems;
+    problems.attempt([&] {
+      MapReader kwargs(a.lr_scheduler_kwargs, fmt::format("lr_scheduler_kwargs ({})", type));
+      if (type == "cosine_with_restarts") {
+        kwargs.integer("num_cycles", 1, 1);
+      } else if (type.rfind("cosine", 0) == 0 || type == "warmup_stable_decay") {
+        kwargs.real("num_cycles", 0.5, 0, kHuge);
+      }
+      if (type == "cosine_with_min_lr") {
+        const bool both = kwargs.has("min_lr") && kwargs.has("min_lr_rate");
+        kwargs.real("min_lr", 0, 0, kHuge);
+        kwargs.real("min_lr_rate", 0, 0, 1);
+        if (both || (!kwargs.has("min_lr") && !kwargs.has("min_lr_rate"))) {
+          add({"lr_scheduler_type", "lr_scheduler_kwargs"},
+              "cosine_with_min_lr takes min_lr or min_lr_rate in lr_scheduler_kwargs. Give one of "
+              "them.");
+        }
+      }
+      if (type == "polynomial") {
+        kwargs.real("power", 1, 0, kHuge);
+        kwargs.real("lr_end", 1e-7, 0, kHuge);
+      }
+      if (type == "inverse_sqrt") kwargs.integer("timescale", 1, 1);
+      if (type == "warmup_stable_decay") decay(kwargs);
+      kwargs.finish();
+    });
+    try {
+      problems.raise();
+    } catch (const UsageError& error) {
+      found_.push_back(error.what());
+    }
+  }
+
+  void decay(MapReader& kwargs) {
+    kwargs.integer("num_stable_steps", 0, 0);
+    kwargs.real("min_lr_ratio", 0, 0, 1);
+    kwargs.choice("warmup_type", "linear", {"linear", "cosine", "1-sqrt"});
+    kwargs.choice("decay_type", "cosine", {"linear", "cosine", "1-sqrt"});
+    if (kwargs.integer("num_decay_steps", 0, 0) == 0) {
+      add({"lr_scheduler_type", "lr_scheduler_kwargs"},
+          "warmup_stable_decay needs num_decay_steps in lr_scheduler_kwargs. Give it.");
+    }
+  }
+
+  const TrainingArguments& arguments_;
+  const Where& where_;
+  std::vector<std::string> found_;
+};
+
+}  // namespace
+
+std::vector<std::string> contradictions(const TrainingArguments& arguments, const Where& where) {
+  return Checker(arguments, where).run();
+}
+
+std::vector<std::string> advice(const TrainingArguments& arguments, const Where& where) {
+  std::vector<std::string> notes;
+  const auto given = [&](std::string_view key) {
+    const std::string place = where(key);
+    return !place.empty() && place != "default";
+  };
+  if (arguments.max_steps > 0 && given("num_train_epochs") && given("max_steps")) {
+    notes.push_back(fmt::format("{}: max_steps {} wins over num_train_epochs ({}).",
+                                where("max_steps"), arguments.max_steps,
+                                where("num_train_epochs")));
+  }
+  if (arguments.max_steps > 0 && arguments.warmup_steps >= 1 &&
+      arguments.warmup_steps >= static_cast<double>(arguments.max_steps)) {
+    notes.push_back(
+        fmt::format("{}: the learning rate never reaches its peak: warmup_steps {} is "
+                    "not below max_steps {}.",
+                    where("warmup_steps"), arguments.warmup_steps, arguments.max_steps));
+  }
+  if (arguments.logging_strategy == Interval::kSteps && arguments.logging_steps == 1) {
+    notes.push_back(
+        fmt::format("{}: logging_steps 1 waits for the device in every step. 5 or 10 "
+                    "cost a fifth or a tenth of that.",
+                    where("logging_steps")));
+  }
+  return notes;
+}
+
+}  // namespace lockstep::train
+
+namespace lockstep {
+
+void check_arguments(const TrainingArguments& arguments) {
+  Problems problems;
+  TrainingArguments scratch;  // what is right by itself; the rest keeps its default
+  for (const train::KeySpec& key : train::key_table()) {
+    const Node value = train::value_of(arguments, key);
+    problems.attempt([&] { train::assign(scratch, key, value); });
+  }
+  for (std::string& text :
+       train::contradictions(scratch, [](std::string_view) { return std::string(); }))
+    problems.add(std::move(text));
+  problems.raise();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,24 @@
+// What no single key can tell: values that contradict each other. Private to this layer.
+//
+//   for (auto& text : contradictions(arguments, where)) problems.add(text);
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/train/arguments.h"
+
+namespace lockstep::train {
+
+// Where a key's value comes from: "train.yaml:3:1"; "default"; "" when the arguments were set in a
+// program.
+using Where = std::function<std::string(std::string_view key)>;
+
+std::vector<std::string> contradictions(const TrainingArguments& arguments, const Where& where);
+
+// What is allowed and probably not meant.
+std::vector<std::string> advice(const TrainingArguments& arguments, const Where& where);
+
+}  // namespace lockstep::train

@@ -1,0 +1,411 @@
+// Sources become candidates, candidates become settings: see config.h for the order.
+#include "lockstep/train/config.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <set>
+
+#include "lockstep/core/config_owner.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/problems.h"
+#include "lockstep/core/spelling.h"
+#include "lockstep/train/checks.h"
+
+namespace lockstep::train {
+namespace {
+
+struct Candidate {
+  Origin origin;
+  std::string where;
+  Node value;
+};
+
+struct Preset {
+  std::string_view name;
+  std::int64_t batch;
+  std::int64_t accumulation;
+  std::int64_t logging_steps;
+  std::int64_t save_total_limit;
+};
+constexpr Preset kPresets[] = {{"standard", 4, 2, 5, 1}, {"fast", 8, 1, 10, 1}};
+
+const OldKey* find_old(std::string_view name) {
+  const auto table = old_keys();
+  const auto found =
+      std::find_if(table.begin(), table.end(), [&](const OldKey& old) { return old.name == name; });
+  return found == table.end() ? nullptr : &*found;
+}
+
+std::string value_text(const Node& node) {
+  return node.is(NodeKind::kString) ? node.text : to_json(node);
+}
+
+class Resolver {
+ public:
+  explicit Resolver(const ConfigSources& sources) : sources_(sources) {}
+
+  Config run() {
+    if (sources_.file) read_file();
+    read_environment();
+    read_flags();
+    add_presets();
+    add_launcher();
+    decide();
+    const Where where = [this](std::string_view key) { return config_.setting(key).where; };
+    for (std::string& text : contradictions(config_.arguments, where))
+      problems_.add(std::move(text));
+    problems_.raise();
+    for (std::string& text : advice(config_.arguments, where))
+      config_.notes.push_back(std::move(text));
+    return std::move(config_);
+  }
+
+ private:
+  void add(const KeySpec& key, Origin origin, std::string where, Node value) {
+    candidates_[key.name].push_back({origin, std::move(where), std::move(value)});
+  }
+
+  // ---------------------------------------------------------------- the file
+
+  void read_file() {
+    const Node& root = *sources_.file;
+    if (root.is(NodeKind::kNull)) return;
+    if (!root.is(NodeKind::kMap)) {
+      problems_.attempt([&] {
+        refuse_value(root, "the file", "a map",
+                     "Write `key: value` lines, with a space after the colon.");
+      });
+      return;
+    }
+    for (const Entry& entry : root.entries) {
+      if (problems_.full()) return;
+      const std::string place = entry.place.text();
+      if (const KeySpec* key = find_key(entry.key)) {
+        add(*key, Origin::kFile, place, entry.value);
+      } else if (const OldKey* old = find_old(entry.key)) {
+        if (root.find(old->now) != nullptr) {
+          problems_.add(
+              fmt::format("{}: {} is an older spelling of {}, which is here too. Delete "
+                          "{}.",
+                          place, old->name, old->now, old->name));
+        } else {
+          add_old(*old, Origin::kFile, place, entry.value);
+        }
+      } else {
+        problems_.add(fmt::format("{}: {}", place, unknown(entry.key, &entry.value)));
+      }
+    }
+  }
+
+  void add_old(const OldKey& old, Origin origin, const std::string& where, const Node& value) {
+    if (old.name == "save_safetensors" && value.is(NodeKind::kBool) && !value.boolean) {
+      problems_.add(
+          fmt::format("{}: save_safetensors cannot be false: pickle is never written. "
+                      "Delete it.",
+                      where));
+      return;
+    }
+    if (old.name == "warmup_ratio") {
+      const bool good = problems_.attempt([&] {
+        const double ratio = as_real(value, old.name);
+        if (!(ratio >= 0 && ratio < 1)) {
+          throw UsageError("config", "{}: warmup_ratio must be from 0 to below 1, and {} is not.",
+                           value.place.text(), value.text);
+        }
+      });
+      if (!good) return;
+    }
+    config_.notes.push_back(
+        fmt::format("{}: {} is an older spelling: {}.", where, old.name, old.line));
+    if (!old.now.empty()) add(*find_key(old.now), origin, where, value);
+  }
+
+  // Why a key is refused, and where it belongs or what was meant.
+  static std::string unknown(const std::string& key, const Node* value) {
+    if (is_launcher_key(key)) {
+      if (key == "mixed_precision") {
+        return "mixed_precision belongs in the launcher's file (Accelerate's). Here, write bf16: "
+               "true or fp16: true.";
+      }
+      return fmt::format(
+          "{} belongs in the launcher's file (Accelerate's, `lockstep run "
+          "--config-file`), not in the training file. Move it there.",
+          key);
+    }
+    for (const ForeignKey& foreign : foreign_keys()) {
+      if (foreign.name == key) {
+        return fmt::format("{} is a key of Hugging Face's that is not read here: {}. Delete it.",
+                           key, foreign.why);
+      }
+    }
+    if (value != nullptr && value->is(NodeKind::kMap)) {
+      for (const Entry& inner : value->entries) {
+        if (find_key(inner.key) != nullptr) {
+          return fmt::format(
+              "there is no section '{}'. Write its keys ({}, ...) at the top level, "
+              "without indentation.",
+              key, inner.key);
+        }
+      }
+    }
+    if (const std::string meant = did_you_mean(key, key_names()); !meant.empty())
+      return fmt::format("there is no key '{}'.{}", key, meant);
+    std::vector<std::string> others;
+    for (const std::string_view name : launcher_keys()) others.emplace_back(name);
+    if (const auto near = nearest(key, others)) {
+      return fmt::format(
+          "there is no key '{}'. Did you mean {}? That belongs in the launcher's "
+          "file (Accelerate's).",
+          key, *near);
+    }
+    return fmt::format("there is no key '{}'. Delete it; `lockstep config keys` lists them all.",
+                       key);
+  }
+
+  // ---------------------------------------------------------------- the environment
+
+  void read_environment() {
+    std::set<std::string> known;
+    for (const KeySpec& key : key_table()) {
+      const std::string name = key.variable();
+      known.insert(name);
+      const auto found = sources_.environment.find(name);
+      if (found == sources_.environment.end() || found->second.empty()) continue;
+      problems_.attempt([&, &key = key] {
+        add(key, Origin::kEnvironment, name, node_from_text(key, found->second, place_named(name)));
+      });
+    }
+    // LOCKSTEP_ variables have other readers too, so a near miss is a note and no mistake.
+    const std::vector<std::string> names(known.begin(), known.end());
+    constexpr std::size_t kShortest = 15;
+    for (const auto& [name, text] : sources_.environment) {
+      if (known.count(name) != 0 || name.rfind("LOCKSTEP_", 0) != 0 || name.size() < kShortest)
+        continue;
+      for (const std::string& other : names) {
+        if (edit_distance(name, other) <= 2)
+          config_.notes.push_back(fmt::format("{} is not read. Did you mean {}?", name, other));
+      }
+    }
+  }
+
+  // What `accelerate launch` sets. Anything said about precision elsewhere makes it silent.
+  void add_launcher() {
+    const auto text = [&](const char* name) {
+      const auto found = sources_.environment.find(name);
+      return found == sources_.environment.end() ? std::string() : found->second;
+    };
+    const char* kPrecision = "ACCELERATE_MIXED_PRECISION";
+    const std::string precision = text(kPrecision);
+    const bool said = candidates_.count("bf16") != 0 || candidates_.count("fp16") != 0;
+    if (!said && (precision == "bf16" || precision == "fp16"))
+      insert(*find_key(precision), Origin::kLauncher, kPrecision, bool_node(true));
+    if (!said && precision == "fp8") {
+      problems_.add(fmt::format("{}: fp8 is not supported. Use bf16.", kPrecision));
+    }
+    const char* kCpu = "ACCELERATE_USE_CPU";
+    const std::string cpu = text(kCpu);
+    if (cpu == "true" || cpu == "True" || cpu == "1")
+      insert(*find_key("use_cpu"), Origin::kLauncher, kCpu, bool_node(true));
+  }
+
+  // Below everything that has been said.
+  void insert(const KeySpec& key, Origin origin, std::string where, Node value) {
+    auto& list = candidates_[key.name];
+    const auto place = std::find_if(list.begin(), list.end(), [&](const Candidate& candidate) {
+      return candidate.origin > origin;
+    });
+    list.insert(place, {origin, std::move(where), std::move(value)});
+  }
+
+  // ---------------------------------------------------------------- flags
+
+  void read_flags() {
+    const auto& words = sources_.flags;
+    for (std::size_t i = 0; i < words.size();) {
+      const std::string& word = words[i++];
+      if (word.rfind("--", 0) != 0 || word.size() == 2) {
+        problems_.add(fmt::format("'{}' is no flag. Write --key value or --key=value.", word));
+        continue;
+      }
+      const std::size_t equals = word.find('=');
+      std::optional<std::string> value;
+      if (equals != word.npos) {
+        value = word.substr(equals + 1);
+      } else if (i < words.size() && words[i].rfind("--", 0) != 0) {
+        value = words[i++];
+      }
+      std::string name = word.substr(2, equals == word.npos ? equals : equals - 2);
+      std::replace(name.begin(), name.end(), '-', '_');
+      problems_.attempt([&] { read_flag(name, value); });
+    }
+  }
+
+  void read_flag(const std::string& name, std::optional<std::string> value) {
+    const std::string flag = "--" + name;
+    const Place place = place_named(flag);
+    if (const OldKey* old = find_old(name)) {
+      const KeySpec* now = find_key(old->now);
+      add_old(*old, Origin::kFlag, flag,
+              now != nullptr ? node_from_text(*now, value.value_or("true"), place)
+                             : plain_scalar(value.value_or("true"), place));
+      return;
+    }
+    const KeySpec* key = find_key(name);
+    const bool negated = key == nullptr && name.rfind("no_", 0) == 0 && !value;
+    if (negated) key = find_key(name.substr(3));
+    const auto is_bool = [&] {
+      return key != nullptr && (std::holds_alternative<Of<bool>>(key->member) ||
+                                std::holds_alternative<Of<std::optional<bool>>>(key->member));
+    };
+    if (key == nullptr || (negated && !is_bool()))
+      throw UsageError("config", "{}: {}", flag, unknown(name, nullptr));
+    if (!value && !is_bool())
+      throw UsageError("config", "{} needs a value. Write {}=VALUE.", flag, flag);
+    add(*key, Origin::kFlag, flag,
+        node_from_text(*key, value.value_or(negated ? "false" : "true"), place));
+  }
+
+  // ---------------------------------------------------------------- the decision
+
+  void add_presets() {
+    const auto found = candidates_.find("preset");
+    if (found == candidates_.end()) return;
+    TrainingArguments scratch;
+    // A wrong name is told when all candidates are tried.
+    Problems ignored;
+    ignored.attempt([&] { assign(scratch, *find_key("preset"), found->second.back().value); });
+    if (!scratch.preset) return;
+    for (Entry& entry : preset_entries(*scratch.preset)) {
+      insert(*find_key(entry.key), Origin::kPreset, fmt::format("preset {}", *scratch.preset),
+             std::move(entry.value));
+    }
+  }
+
+  void decide() {
+    for (const KeySpec& key : key_table()) {
+      Setting setting;
+      setting.key = &key;
+      setting.where = "default";
+      for (const Candidate& candidate : candidates_[key.name]) {
+        // Also those that lose: a mistake in the file is one, whatever the flags say.
+        if (!problems_.attempt([&] { assign(config_.arguments, key, candidate.value); })) continue;
+        if (setting.origin != Origin::kDefault) {
+          setting.beaten.insert(setting.beaten.begin(),
+                                fmt::format("{} ({})", setting.where, value_text(setting.value)));
+        }
+        setting.origin = candidate.origin;
+        setting.where = candidate.where;
+        setting.value = value_of(config_.arguments, key);
+      }
+      setting.value = value_of(config_.arguments, key);
+      config_.settings.push_back(std::move(setting));
+    }
+  }
+
+  const ConfigSources& sources_;
+  std::map<std::string_view, std::vector<Candidate>> candidates_;
+  Problems problems_;
+  Config config_;
+};
+
+}  // namespace
+
+const Setting& Config::setting(std::string_view key) const {
+  const auto found = std::find_if(settings.begin(), settings.end(),
+                                  [&](const Setting& setting) { return setting.key->name == key; });
+  LOCKSTEP_ASSERT(found != settings.end());
+  return *found;
+}
+
+Config resolve_config(const ConfigSources& sources) {
+  return Resolver(sources).run();
+}
+
+Config load_config(const std::string& path, const std::vector<std::string>& flags) {
+  ConfigSources sources{.environment = process_environment(), .flags = flags};
+  if (!path.empty()) sources.file = load_document(path);
+  return resolve_config(sources);
+}
+
+Environment process_environment() {
+  Environment found;
+  for (char** entry = ::environ; *entry != nullptr; ++entry) {
+    const std::string_view text = *entry;
+    const std::size_t equals = text.find('=');
+    if (equals == text.npos) continue;
+    if (text.rfind("LOCKSTEP_", 0) == 0 || text.rfind("ACCELERATE_", 0) == 0)
+      found.emplace(text.substr(0, equals), text.substr(equals + 1));
+  }
+  return found;
+}
+
+std::string config_text(const Config& config, bool all) {
+  std::string text;
+  for (const Setting& setting : config.settings) {
+    if (!all && setting.origin == Origin::kDefault) continue;
+    const Node& value = setting.value;
+    text += fmt::format("{:<31}{:<22}{}", setting.key->name,
+                        value.is(NodeKind::kNull) ? "(unset)" : value_text(value), setting.where);
+    if (!setting.beaten.empty()) text += fmt::format(", beats {}", fmt::join(setting.beaten, ", "));
+    text += '\n';
+  }
+  return text;
+}
+
+std::string config_json(const Config& config) {
+  const auto map = [] {
+    Node node;
+    node.kind = NodeKind::kMap;
+    return node;
+  };
+  const auto list = [](const std::vector<std::string>& words) {
+    Node node;
+    node.kind = NodeKind::kList;
+    for (const std::string& word : words) node.items.push_back(text_node(word));
+    return node;
+  };
+  Node settings = map();
+  for (const Setting& setting : config.settings) {
+    Node one = map();
+    one.entries.push_back({"value", {}, setting.value});
+    one.entries.push_back({"from", {}, text_node(setting.where)});
+    if (!setting.beaten.empty()) one.entries.push_back({"beats", {}, list(setting.beaten)});
+    settings.entries.push_back({std::string(setting.key->name), {}, std::move(one)});
+  }
+  Node root = map();
+  root.entries.push_back({"settings", {}, std::move(settings)});
+  root.entries.push_back({"notes", {}, list(config.notes)});
+  return to_json(root);
+}
+
+std::vector<std::string> preset_names() {
+  std::vector<std::string> names;
+  for (const Preset& preset : kPresets) names.emplace_back(preset.name);
+  return names;
+}
+
+std::vector<Entry> preset_entries(std::string_view preset) {
+  std::vector<Entry> entries;
+  for (const Preset& one : kPresets) {
+    if (one.name != preset) continue;
+    entries.push_back({"per_device_train_batch_size", {}, integer_node(one.batch)});
+    entries.push_back({"gradient_accumulation_steps", {}, integer_node(one.accumulation)});
+    entries.push_back({"logging_steps", {}, integer_node(one.logging_steps)});
+    entries.push_back({"save_total_limit", {}, integer_node(one.save_total_limit)});
+  }
+  return entries;
+}
+
+std::vector<Difference> differences(const Config& left, const Config& right) {
+  std::vector<Difference> found;
+  for (std::size_t i = 0; i < left.settings.size(); ++i) {
+    const Setting& one = left.settings[i];
+    const Setting& other = right.settings[i];
+    if (!same_value(one.value, other.value)) found.push_back({one.key, one.value, other.value});
+  }
+  return found;
+}
+
+}  // namespace lockstep::train

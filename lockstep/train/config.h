@@ -1,0 +1,77 @@
+// Where every value of TrainingArguments comes from: defaults < preset < file < environment
+// (LOCKSTEP_<KEY>) < flags (--key value).
+//
+// The one hard idea: the winner is recorded. Each value keeps its place (file:line:column, variable
+// or flag) and those it beat, so that "why is the batch 4?" has an answer. All mistakes of all
+// sources are found before any is reported. What `accelerate launch` says through
+// ACCELERATE_MIXED_PRECISION and ACCELERATE_USE_CPU stands just above the presets, as in Hugging
+// Face.
+//
+//   Config config = load_config("train.yaml", {"--learning_rate=1e-4", "--bf16"});
+//   for (const std::string& note : config.notes) log::warning("config", "{}", note);
+//   fmt::print("{}", config_text(config, false));
+//
+// Functions without state; call from any thread.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/train/arguments.h"
+#include "lockstep/train/config_keys.h"
+
+namespace lockstep::train {
+
+enum class Origin { kDefault, kPreset, kLauncher, kFile, kEnvironment, kFlag };
+
+struct Setting {
+  const KeySpec* key = nullptr;
+  Origin origin = Origin::kDefault;
+  std::string where;  // "default", "preset fast", "train.yaml:3:1", "LOCKSTEP_SEED", "--seed"
+  Node value;
+  std::vector<std::string> beaten{};  // "train.yaml:3:1 (5e-05)", strongest first
+};
+
+struct Config {
+  TrainingArguments arguments;
+  std::vector<Setting> settings;   // one for each key, in the table's order
+  std::vector<std::string> notes;  // older spellings, values without effect
+  const Setting& setting(std::string_view key) const;
+};
+
+using Environment = std::map<std::string, std::string>;
+
+struct ConfigSources {
+  std::optional<Node> file{};  // as load_document() gives it
+  Environment environment{};
+  std::vector<std::string> flags{};  // "--key value", "--key=value", "--key" and "--no_key"
+};
+
+// Throws UsageError with every mistake on a line of its own.
+Config resolve_config(const ConfigSources& sources);
+// The same with the file at `path` ("": none) and this process's environment.
+Config load_config(const std::string& path, const std::vector<std::string>& flags = {});
+
+// The variables that have a say: LOCKSTEP_* and ACCELERATE_*.
+Environment process_environment();
+
+// One line a key: value and winner. Without `all`, the defaults are left out.
+std::string config_text(const Config& config, bool all);
+// {"settings": {"seed": {"value": 42, "from": "default"}, ...}, "notes": [...]} on one line.
+std::string config_json(const Config& config);
+
+// "standard" and "fast": the keys they set.
+std::vector<std::string> preset_names();
+std::vector<Entry> preset_entries(std::string_view preset);
+
+struct Difference {
+  const KeySpec* key;
+  Node left;
+  Node right;
+};
+std::vector<Difference> differences(const Config& left, const Config& right);
+
+}  // namespace lockstep::train

@@ -1,0 +1,80 @@
+// The table of configuration keys: of each member of TrainingArguments its name, what it accepts
+// and what it means. Everything that reads, checks or explains configuration walks this table.
+//
+//   for (const KeySpec& key : key_table())
+//     fmt::print("{} = {}\n", key.name, to_json(value_of(arguments, key)));
+//
+// Tables without state; call from any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "lockstep/train/arguments.h"
+
+namespace lockstep::train {
+
+template <typename Type>
+using Of = Type TrainingArguments::*;
+using Member = std::variant<Of<bool>, Of<std::int64_t>, Of<double>, Of<std::string>,
+                            Of<std::optional<bool>>, Of<std::optional<std::int64_t>>,
+                            Of<std::optional<double>>, Of<std::optional<std::string>>, Of<Interval>,
+                            Of<std::vector<std::string>>, Of<Node>>;
+
+// What a number must be, as a test and as the words after "must be".
+struct Check {
+  bool (*holds)(double value);
+  std::string_view words;
+};
+
+struct KeySpec {
+  std::string_view name;
+  Member member;
+  std::string_view help;
+  const Check* check = nullptr;   // of numbers
+  std::string_view choices = {};  // "no|steps|epoch": of words and lists of words
+  std::string_view unset = {};    // what happens without a value, where that is possible
+  bool ours = false;              // not one of Hugging Face's
+
+  bool optional() const;         // may be unset with null
+  std::string type() const;      // "integer", "boolean", "no, steps or epoch", ...
+  std::string variable() const;  // "LOCKSTEP_LEARNING_RATE"
+};
+
+std::span<const KeySpec> key_table();
+const KeySpec* find_key(std::string_view name);  // nullptr without one
+std::vector<std::string> key_names();
+
+// A spelling of earlier releases, still accepted with one line.
+struct OldKey {
+  std::string_view name;
+  std::string_view now;   // the key that takes the value; empty: the value has no effect any more
+  std::string_view line;  // what the user is told
+};
+std::span<const OldKey> old_keys();
+
+// A key of Hugging Face's that has no meaning here, and why.
+struct ForeignKey {
+  std::string_view name;
+  std::string_view why;
+};
+std::span<const ForeignKey> foreign_keys();
+
+// Sets one member. Throws UsageError with the node's place when type, choice or range is wrong.
+void assign(TrainingArguments& arguments, const KeySpec& key, const Node& value);
+// The node that a text from a flag or a variable stands for, by the key's type: words stay words,
+// lists are split at commas, 1 and 0 are booleans, "none" unsets what can be unset.
+Node node_from_text(const KeySpec& key, const std::string& text, const Place& place);
+// The member as a node without a place; null when it is unset.
+Node value_of(const TrainingArguments& arguments, const KeySpec& key);
+
+// For `--help` and docs/configuration.md.
+std::string keys_help();
+std::string keys_markdown();
+
+}  // namespace lockstep::train

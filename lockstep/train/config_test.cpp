@@ -1,0 +1,473 @@
+// The training file: defaults, order of sources, every kind of mistake with its place and remedy.
+#include "lockstep/train/config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <functional>
+#include <set>
+
+#include "lockstep/core/config_owner.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/train/effective_batch.h"
+
+namespace lockstep::train {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::StartsWith;
+
+Config resolve(const std::string& yaml, std::vector<std::string> flags = {},
+               Environment environment = {}) {
+  return resolve_config({.file = parse_yaml(yaml, "t.yaml"),
+                         .environment = std::move(environment),
+                         .flags = std::move(flags)});
+}
+
+std::string message_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "(nothing was thrown)";
+}
+
+std::string refused(const std::string& yaml, std::vector<std::string> flags = {},
+                    Environment environment = {}) {
+  return message_of([&] { resolve(yaml, std::move(flags), std::move(environment)); });
+}
+
+std::string shown(const Config& config, std::string_view key) {
+  const Setting& setting = config.setting(key);
+  return to_json(setting.value) + " from " + setting.where;
+}
+
+// ------------------------------------------------------------------ the table
+
+TEST(ConfigKeys, TheOwnersListIsTheTable) {
+  std::set<std::string_view> table;
+  for (const KeySpec& key : key_table()) EXPECT_TRUE(table.insert(key.name).second) << key.name;
+  for (const OldKey& old : old_keys()) EXPECT_TRUE(table.insert(old.name).second) << old.name;
+  const auto owned = training_keys();
+  EXPECT_EQ(table, std::set<std::string_view>(owned.begin(), owned.end()));
+  for (const ForeignKey& foreign : foreign_keys()) EXPECT_EQ(table.count(foreign.name), 0u);
+  for (const OldKey& old : old_keys())
+    EXPECT_TRUE(old.now.empty() || find_key(old.now) != nullptr) << old.name;
+}
+
+TEST(ConfigKeys, HuggingFacesDefaults) {
+  const Config config = resolve("");
+  const std::pair<const char*, const char*> expected[] = {
+      {"output_dir", "\"trainer_output\""},
+      {"per_device_train_batch_size", "8"},
+      {"num_train_epochs", "3.0"},
+      {"max_steps", "-1"},
+      {"learning_rate", "5e-05"},
+      {"adam_beta2", "0.999"},
+      {"adam_epsilon", "1e-08"},
+      {"lr_scheduler_type", "\"linear\""},
+      {"max_grad_norm", "1.0"},
+      {"seed", "42"},
+      {"data_seed", "null"},
+      {"logging_steps", "500.0"},
+      {"eval_strategy", "\"no\""},
+      {"save_strategy", "\"steps\""},
+      {"report_to", "[\"none\"]"},
+      {"dataloader_pin_memory", "true"},
+      {"ddp_timeout", "1800"},
+      {"enable_jit_checkpoint", "true"},
+      {"ddp_find_unused_parameters", "null"},
+      {"average_tokens_across_devices", "true"},
+  };
+  for (const auto& [key, value] : expected)
+    EXPECT_EQ(shown(config, key), std::string(value) + " from default") << key;
+  EXPECT_THAT(config.notes, IsEmpty());
+  EXPECT_EQ(config_text(config, false), "");
+}
+
+TEST(ConfigKeys, EveryKeyReadsBackWhatItWrites) {
+  const TrainingArguments defaults;
+  for (const KeySpec& key : key_table()) {
+    TrainingArguments arguments;
+    const Node value = value_of(defaults, key);
+    EXPECT_NO_THROW(assign(arguments, key, value)) << key.name;
+    EXPECT_TRUE(same_value(value_of(arguments, key), value)) << key.name;
+    EXPECT_FALSE(key.help.empty());
+    EXPECT_EQ(key.optional(), !key.unset.empty()) << key.name;
+  }
+}
+
+TEST(ConfigKeys, ThePageHasTheTable) {
+  const char* source = std::getenv("LOCKSTEP_SOURCE");
+  ASSERT_NE(source, nullptr);
+  const std::string page = read_file(std::string(source) + "/docs/configuration.md");
+  EXPECT_NE(page.find(keys_markdown()), std::string::npos)
+      << "docs/configuration.md must hold this (lockstep config keys --markdown):\n"
+      << keys_markdown();
+}
+
+TEST(ConfigKeys, HelpNamesEveryKey) {
+  const std::string help = keys_help();
+  for (const std::string& name : key_names()) EXPECT_THAT(help, HasSubstr("--" + name + " "));
+}
+
+// ------------------------------------------------------------------ order
+
+TEST(Config, FlagsBeatTheEnvironmentBeatsTheFileBeatsThePreset) {
+  const std::string file = "preset: fast\nseed: 1\nlearning_rate: 1e-4\nlogging_steps: 7\n";
+  const Config config =
+      resolve(file, {"--seed", "3"}, {{"LOCKSTEP_SEED", "2"}, {"LOCKSTEP_LEARNING_RATE", "2e-4"}});
+  EXPECT_EQ(shown(config, "seed"), "3 from --seed");
+  EXPECT_THAT(config.setting("seed").beaten, ElementsAre("LOCKSTEP_SEED (2)", "t.yaml:2:1 (1)"));
+  EXPECT_EQ(shown(config, "learning_rate"), "0.0002 from LOCKSTEP_LEARNING_RATE");
+  EXPECT_EQ(shown(config, "logging_steps"), "7.0 from t.yaml:4:1");
+  EXPECT_THAT(config.setting("logging_steps").beaten, ElementsAre("preset fast (10.0)"));
+  EXPECT_EQ(shown(config, "per_device_train_batch_size"), "8 from preset fast");
+  EXPECT_EQ(shown(config, "save_total_limit"), "1 from preset fast");
+  EXPECT_EQ(shown(config, "weight_decay"), "0.0 from default");
+  EXPECT_EQ(config.arguments.seed, 3);
+  EXPECT_EQ(config.arguments.learning_rate, 2e-4);
+  EXPECT_THAT(config_text(config, false),
+              HasSubstr("seed                           3                     --seed, beats "
+                        "LOCKSTEP_SEED (2), t.yaml:2:1 (1)\n"));
+}
+
+TEST(Config, ThePresetMayComeFromAnySource) {
+  EXPECT_EQ(shown(resolve("preset: fast\n", {"--preset=standard"}), "gradient_accumulation_steps"),
+            "2 from preset standard");
+  EXPECT_EQ(shown(resolve("", {}, {{"LOCKSTEP_CONFIG_PRESET", "fast"}}), "logging_steps"),
+            "10.0 from preset fast");
+  // The build has a variable of that name.
+  EXPECT_EQ(shown(resolve("", {}, {{"LOCKSTEP_PRESET", "asan"}}), "preset"), "null from default");
+}
+
+TEST(Config, FlagsInEverySpelling) {
+  const Config config =
+      resolve("", {"--learning-rate=1e-4", "--bf16", "--no_dataloader_pin_memory", "--max_steps",
+                   "-1", "--tf32", "false", "--report_to", "tensorboard", "--eval_strategy=no",
+                   "--lr_scheduler_type=cosine", "--lr_scheduler_kwargs={num_cycles: 2}",
+                   "--save_total_limit=none", "--model=gpt", "--run_name", "42"});
+  EXPECT_EQ(config.arguments.learning_rate, 1e-4);
+  EXPECT_TRUE(config.arguments.bf16);
+  EXPECT_FALSE(config.arguments.dataloader_pin_memory);
+  EXPECT_EQ(config.arguments.max_steps, -1);
+  EXPECT_EQ(config.arguments.tf32, false);
+  EXPECT_THAT(config.arguments.report_to, ElementsAre("tensorboard"));
+  EXPECT_EQ(shown(config, "lr_scheduler_kwargs"), "{\"num_cycles\":2} from --lr_scheduler_kwargs");
+  EXPECT_EQ(config.arguments.save_total_limit, std::nullopt);
+  EXPECT_EQ(config.arguments.model.text, "gpt");
+  EXPECT_EQ(config.arguments.run_name, "42");
+}
+
+TEST(Config, ValuesOfTheFile) {
+  const Config config = resolve(
+      "max_steps: 1e4\nlogging_steps: 0.05\nwarmup_steps: 0.1\noptim: adamw_torch_fused\n"
+      "eval_strategy: no\nreport_to: [tensorboard]\nsave_total_limit: null\n"
+      "resume_from_checkpoint: true\noutput_dir: 2024\nmodel:\n  name: gpt\n  n_layer: 4\n"
+      "save_strategy: best\nddp_bucket_cap_mb: 25\n",
+      {"--eval_strategy=epoch"});
+  EXPECT_EQ(config.arguments.max_steps, 10000);
+  EXPECT_EQ(config.arguments.logging_steps, 0.05);
+  EXPECT_EQ(config.arguments.optim, "adamw");
+  EXPECT_EQ(config.arguments.eval_strategy, Interval::kEpoch);
+  EXPECT_EQ(config.arguments.save_strategy, Interval::kBest);
+  EXPECT_EQ(config.arguments.resume_from_checkpoint, "auto");
+  EXPECT_EQ(config.arguments.output_dir, "2024");
+  EXPECT_EQ(config.arguments.model.find("n_layer")->value.integer, 4);
+  EXPECT_EQ(config.arguments.ddp_bucket_cap_mb, 25.0);
+}
+
+TEST(Config, TheLauncherSaysPrecisionWhereNobodyElseDoes) {
+  const Environment bf16 = {{"ACCELERATE_MIXED_PRECISION", "bf16"}, {"ACCELERATE_USE_CPU", "true"}};
+  EXPECT_EQ(shown(resolve("", {}, bf16), "bf16"), "true from ACCELERATE_MIXED_PRECISION");
+  EXPECT_EQ(shown(resolve("", {}, bf16), "use_cpu"), "true from ACCELERATE_USE_CPU");
+  EXPECT_EQ(shown(resolve("use_cpu: false\n", {}, bf16), "use_cpu"), "false from t.yaml:1:1");
+  EXPECT_EQ(shown(resolve("bf16: false\n", {}, bf16), "bf16"), "false from t.yaml:1:1");
+  EXPECT_EQ(refused("", {}, {{"ACCELERATE_MIXED_PRECISION", "fp8"}}),
+            "[config] ACCELERATE_MIXED_PRECISION: fp8 is not supported. Use bf16.");
+}
+
+TEST(Config, OlderSpellingsAreAcceptedWithALine) {
+  const Config config = resolve(
+      "warmup_ratio: 0.1\nevaluation_strategy: epoch\nno_cuda: true\nlogging_dir: x\n"
+      "save_safetensors: true\nlocal_rank: -1\ntorch_compile: true\n");
+  EXPECT_EQ(config.arguments.warmup_steps, 0.1);
+  EXPECT_EQ(config.arguments.eval_strategy, Interval::kEpoch);
+  EXPECT_TRUE(config.arguments.use_cpu);
+  EXPECT_TRUE(config.arguments.compile_model);
+  EXPECT_EQ(config.notes.size(), 7u);
+  EXPECT_EQ(config.notes[1],
+            "t.yaml:2:1: evaluation_strategy is an older spelling: its name is eval_strategy now.");
+  EXPECT_THAT(config.notes[6], HasSubstr("captures the step as one CUDA graph"));
+  EXPECT_TRUE(resolve("", {"--no_cuda"}).arguments.use_cpu);
+}
+
+TEST(Config, Notes) {
+  EXPECT_THAT(resolve("max_steps: 10\nnum_train_epochs: 2\n").notes,
+              ElementsAre("t.yaml:1:1: max_steps 10 wins over num_train_epochs (t.yaml:2:1)."));
+  EXPECT_THAT(resolve("max_steps: 10\nwarmup_steps: 10\n").notes,
+              ElementsAre(HasSubstr("warmup_steps 10 is not below max_steps 10")));
+  EXPECT_THAT(resolve("logging_steps: 1\n").notes,
+              ElementsAre(HasSubstr("waits for the device in every step. 5 or 10")));
+  EXPECT_THAT(resolve("", {}, {{"LOCKSTEP_LEARNING_RAT", "1"}}).notes,
+              ElementsAre("LOCKSTEP_LEARNING_RAT is not read. Did you mean "
+                          "LOCKSTEP_LEARNING_RATE?"));
+  for (const char* other : {"LOCKSTEP_DEVICE", "LOCKSTEP_BACKEND", "LOCKSTEP_TIMEOUT_S",
+                            "LOCKSTEP_STORE_FD", "LOCKSTEP_SHARE_DEVICE", "LOCKSTEP_CONTROL_FD"})
+    EXPECT_THAT(resolve("", {}, {{other, "1"}}).notes, IsEmpty()) << other;
+}
+
+TEST(Config, TheRecordIsJson) {
+  const Config config = resolve("seed: 7\n", {"--seed=8"});
+  const Node record = parse_json(config_json(config), "record");
+  const Node& seed = record.find("settings")->value.find("seed")->value;
+  EXPECT_EQ(to_json(seed), "{\"value\":8,\"from\":\"--seed\",\"beats\":[\"t.yaml:1:1 (7)\"]}");
+  EXPECT_EQ(record.find("settings")->value.entries.size(), key_table().size());
+}
+
+TEST(Config, DifferencesAreOfValues) {
+  const auto found =
+      differences(resolve("preset: standard\n"), resolve("preset: fast\nseed: 42\n"));
+  std::vector<std::string> keys;
+  for (const Difference& one : found) keys.emplace_back(one.key->name);
+  EXPECT_THAT(keys, ElementsAre("preset", "per_device_train_batch_size",
+                                "gradient_accumulation_steps", "logging_steps"));
+  EXPECT_THAT(differences(resolve(""), resolve("learning_rate: 5.0e-5\n")), IsEmpty());
+}
+
+// ------------------------------------------------------------------ mistakes
+
+struct Mistake {
+  const char* name;
+  std::string yaml;
+  std::string message;  // after "[config] "
+};
+class ConfigMistake : public ::testing::TestWithParam<Mistake> {};
+TEST_P(ConfigMistake, IsNamedWithPlaceKeyAndRemedy) {
+  EXPECT_THAT(refused(GetParam().yaml), StartsWith("[config] " + GetParam().message));
+}
+
+const Mistake kMistakes[] = {
+    {"Unknown", "seed: 1\nlearning_rat: 1e-4\n",
+     "t.yaml:2:1: there is no key 'learning_rat'. Did you mean learning_rate?"},
+    {"Dashes", "learning-rate: 1\n",
+     "t.yaml:1:1: there is no key 'learning-rate'. Did you mean learning_rate?"},
+    {"Nothing", "qqqqqqqqqqqq: 1\n",
+     "t.yaml:1:1: there is no key 'qqqqqqqqqqqq'. Delete it; `lockstep config keys` lists"},
+    {"LauncherKey", "num_processes: 2\n",
+     "t.yaml:1:1: num_processes belongs in the launcher's file (Accelerate's, `lockstep run "
+     "--config-file`), not in the training file. Move it there."},
+    {"LauncherPrecision", "mixed_precision: bf16\n",
+     "t.yaml:1:1: mixed_precision belongs in the launcher's file (Accelerate's). Here, write bf16: "
+     "true or fp16: true."},
+    {"LauncherTypo", "num_machine: 2\n",
+     "t.yaml:1:1: there is no key 'num_machine'. Did you mean num_machines? That belongs in the "
+     "launcher's file (Accelerate's)."},
+    {"Foreign", "push_to_hub: true\n",
+     "t.yaml:1:1: push_to_hub is a key of Hugging Face's that is not read here: nothing is "
+     "uploaded. Delete it."},
+    {"Section", "training_arguments:\n  learning_rate: 1\n",
+     "t.yaml:1:1: there is no section 'training_arguments'. Write its keys (learning_rate, ...) at "
+     "the top level"},
+    {"Bool", "bf16: yes\n",
+     "t.yaml:1:7: bf16 must be true or false, and 'yes' is a string here. Write true."},
+    {"BoolNumber", "bf16: 1\n", "t.yaml:1:7: bf16 must be true or false, and 1 is a number."},
+    {"Integer", "seed: abc\n", "t.yaml:1:7: seed must be a whole number, and 'abc' is a string."},
+    {"Whole", "max_steps: 1.5\n", "t.yaml:1:12: max_steps must be a whole number, and 1.5 is not"},
+    {"Quoted", "learning_rate: '1e-4'\n",
+     "t.yaml:1:16: learning_rate must be a number, and '1e-4' is a string. Write 1e-4, without "
+     "quotes."},
+    {"Text", "output_dir: [a]\n", "t.yaml:1:13: output_dir must be a string, but a list stands"},
+    {"TextBool", "run_name: true\n",
+     "t.yaml:1:11: run_name must be a string, and true is a boolean. "
+     "Quote it: \"true\"."},
+    {"TextEmpty", "output_dir: ''\n", "t.yaml:1:13: output_dir must not be empty."},
+    {"Null", "seed: null\n",
+     "t.yaml:1:7: seed cannot be unset. Delete the line for its default (42)."},
+    {"Empty", "seed:\n", "t.yaml:1:1: seed cannot be unset."},
+    {"Range", "learning_rate: -1\n", "t.yaml:1:16: learning_rate must be above 0, and -1 is not."},
+    {"Zero", "per_device_train_batch_size: 0\n",
+     "t.yaml:1:30: per_device_train_batch_size must be from 1 to 1000000, and 0 is not."},
+    {"Infinity", "weight_decay: .inf\n", "t.yaml:1:15: weight_decay must be at least 0, and .inf"},
+    {"Beta", "adam_beta1: 1.0\n", "t.yaml:1:13: adam_beta1 must be from 0 to below 1, and 1.0 is"},
+    {"Steps", "logging_steps: 2.5\n",
+     "t.yaml:1:16: logging_steps must be a whole number of steps, or below 1 as a share of all "
+     "steps, and 2.5 is not."},
+    {"MaxSteps", "max_steps: 0\n", "t.yaml:1:12: max_steps must be -1 (off) or at least 1, and 0"},
+    {"Choice", "lr_scheduler_type: cosin\n",
+     "t.yaml:1:20: lr_scheduler_type must be linear, cosine, cosine_with_restarts, "
+     "cosine_with_min_lr, polynomial, constant, constant_with_warmup, inverse_sqrt or "
+     "warmup_stable_decay, and 'cosin' is none of them. Did you mean cosine?"},
+    {"Strategy", "eval_strategy: step\n",
+     "t.yaml:1:16: eval_strategy must be no, steps or epoch, and 'step' is none of them. Did you "
+     "mean steps?"},
+    {"StrategyBool", "save_strategy: false\n",
+     "t.yaml:1:16: save_strategy must be no, steps, epoch or best, and false is a boolean. Write "
+     "no."},
+    {"Report", "report_to: [tensorboard, wandb]\n",
+     "t.yaml:1:26: report_to must be none, tensorboard or all, and 'wandb' is none of them."},
+    {"Model", "model: [gpt]\n", "t.yaml:1:8: model must be a name or a map, but a list stands"},
+    {"Kwargs", "lr_scheduler_kwargs: 3\n",
+     "t.yaml:1:22: lr_scheduler_kwargs must be a map, and 3 is a number."},
+    {"KwargsKey", "lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {powr: 2}\n",
+     "t.yaml:2:23: lr_scheduler_kwargs (polynomial) has no key 'powr'. Did you mean power?"},
+    {"KwargsOfLinear", "lr_scheduler_kwargs: {power: 2}\n",
+     "t.yaml:1:23: lr_scheduler_kwargs (linear) has no key 'power'."},
+    {"KwargsMinLr", "lr_scheduler_type: cosine_with_min_lr\n",
+     "t.yaml:1:1: cosine_with_min_lr takes min_lr or min_lr_rate in lr_scheduler_kwargs."},
+    {"KwargsDecay", "lr_scheduler_type: warmup_stable_decay\n",
+     "t.yaml:1:1: warmup_stable_decay needs num_decay_steps in lr_scheduler_kwargs."},
+    {"NotAMap", "- seed\n", "t.yaml:1:1: the file must be a map, but a list stands here."},
+    {"NoSpace", "seed:1\n",
+     "t.yaml:1:1: the file must be a map, and 'seed:1' is a string. Write "
+     "`key: value` lines, with a space after the colon."},
+    {"OldAndNew", "warmup_ratio: 0.1\nwarmup_steps: 5\n",
+     "t.yaml:1:1: warmup_ratio is an older spelling of warmup_steps, which is here too. Delete "
+     "warmup_ratio."},
+    {"OldRange", "warmup_ratio: 5\n", "t.yaml:1:15: warmup_ratio must be from 0 to below 1, and 5"},
+    {"Pickle", "save_safetensors: false\n",
+     "t.yaml:1:1: save_safetensors cannot be false: pickle is never written. Delete it."},
+    // Keys against each other.
+    {"BothHalves", "bf16: true\nfp16: true\n",
+     "t.yaml:1:1: bf16 and fp16 cannot both be true. Keep one. (bf16: t.yaml:1:1; fp16: "
+     "t.yaml:2:1)"},
+    {"CpuHalf", "use_cpu: true\nfp16: true\n",
+     "t.yaml:2:1: fp16 needs a GPU, and use_cpu is true."},
+    {"CpuTf32", "use_cpu: true\ntf32: true\n", "t.yaml:2:1: tf32 is a GPU's, and use_cpu is true."},
+    {"CpuNccl", "use_cpu: true\nddp_backend: nccl\n", "t.yaml:2:1: the backend nccl needs GPUs"},
+    {"LogZero", "logging_steps: 0\n",
+     "t.yaml:1:1: logging_steps is 0, and logging_strategy is steps. Write how many, or "
+     "logging_strategy: no. (logging_steps: t.yaml:1:1; logging_strategy: default)"},
+    {"SaveZero", "save_steps: 0\n", "t.yaml:1:1: save_steps is 0, and save_strategy is steps."},
+    {"EvalZero", "eval_strategy: steps\neval_steps: 0\n", "t.yaml:2:1: eval_steps is 0, and"},
+    {"BestSave", "save_strategy: best\n", "t.yaml:1:1: save_strategy is best, but nothing is"},
+    {"BestWithoutEval", "load_best_model_at_end: true\n",
+     "t.yaml:1:1: load_best_model_at_end needs evaluations. Set eval_strategy to steps or epoch."},
+    {"BestMismatch", "load_best_model_at_end: true\neval_strategy: epoch\n",
+     "t.yaml:1:1: load_best_model_at_end needs a checkpoint of every evaluated model. Make "
+     "save_strategy equal to eval_strategy, or best."},
+    {"BestMultiple", "load_best_model_at_end: true\neval_strategy: steps\neval_steps: 200\n",
+     "t.yaml:3:1: load_best_model_at_end needs save_steps to be a multiple of eval_steps, and 500 "
+     "is none of 200."},
+    {"Persistent", "dataloader_persistent_workers: true\n",
+     "t.yaml:1:1: dataloader_persistent_workers needs workers. Set dataloader_num_workers above "
+     "0."},
+    {"Prefetch", "dataloader_prefetch_factor: 4\n",
+     "t.yaml:1:1: dataloader_prefetch_factor needs workers."},
+    {"TokensAndAccumulation",
+     "tokens_per_update: 8192\nmax_seq_len: 1024\ngradient_accumulation_steps: 2\n",
+     "t.yaml:1:1: tokens_per_update decides the accumulation."},
+    {"TokensWithoutLength", "tokens_per_update: 8192\n",
+     "t.yaml:1:1: tokens_per_update needs to know how long a sample is. Set max_seq_len."},
+    {"TokensUneven", "tokens_per_update: 10000\nmax_seq_len: 1024\n",
+     "t.yaml:1:1: tokens_per_update 10000 is no multiple of 8192 (batch 8 x 1024 tokens). The "
+     "nearest that are: 8192 and 16384."},
+    {"ReportNone", "report_to: [none, tensorboard]\n", "t.yaml:1:1: report_to cannot be none and"},
+};
+INSTANTIATE_TEST_SUITE_P(Config, ConfigMistake, ::testing::ValuesIn(kMistakes),
+                         [](const auto& one) { return one.param.name; });
+
+TEST(Config, AllMistakesAreToldAtOnce) {
+  const std::string message =
+      refused("bf16: yes\nsed: 1\n", {"--max_steps=x"}, {{"LOCKSTEP_FP16", "maybe"}});
+  EXPECT_THAT(message, StartsWith("[config] 4 mistakes:\n  t.yaml:2:1: there is no key 'sed'"));
+  EXPECT_THAT(message, HasSubstr("\n  --max_steps: max_steps must be a whole number"));
+  EXPECT_THAT(message, HasSubstr("\n  LOCKSTEP_FP16: fp16 must be true or false"));
+  EXPECT_THAT(message, HasSubstr("\n  t.yaml:1:7: bf16 must be"));
+}
+
+TEST(Config, VeryManyMistakesAreCutShort) {
+  std::string text;
+  for (int i = 0; i < 20'000; ++i) text += "wrong_" + std::to_string(i) + ": 1\n";
+  EXPECT_THAT(refused(text), StartsWith("[config] at least 50 mistakes:\n  t.yaml:1:1: "));
+}
+
+TEST(Config, AMistakeThatIsBeatenIsStillOne) {
+  EXPECT_THAT(refused("seed: x\n", {"--seed=1"}), HasSubstr("t.yaml:1:7: seed must be"));
+}
+
+TEST(Config, MistakesInFlags) {
+  EXPECT_EQ(refused("", {"--sed=1"}), "[config] --sed: there is no key 'sed'. Did you mean seed?");
+  EXPECT_EQ(refused("", {"--seed"}), "[config] --seed needs a value. Write --seed=VALUE.");
+  EXPECT_EQ(refused("", {"seed"}), "[config] 'seed' is no flag. Write --key value or --key=value.");
+  EXPECT_THAT(refused("", {"--no_seed"}), HasSubstr("there is no key 'no_seed'"));
+  EXPECT_THAT(refused("", {"--num_processes=2"}), HasSubstr("belongs in the launcher's file"));
+  EXPECT_THAT(refused("", {"--model={a: [}"}), StartsWith("[config] --model:1:"));
+}
+
+TEST(Config, FilesAreLoadedWithTheEnvironment) {
+  EXPECT_THAT(message_of([] { load_config("no_such_file.yaml"); }),
+              HasSubstr("no_such_file.yaml cannot be read"));
+  ::setenv("LOCKSTEP_WEIGHT_DECAY", "0.5", 1);
+  EXPECT_EQ(load_config("").arguments.weight_decay, 0.5);
+  ::unsetenv("LOCKSTEP_WEIGHT_DECAY");
+}
+
+TEST(Arguments, AreCheckedWithoutAFileToo) {
+  EXPECT_NO_THROW(check_arguments({}));
+  EXPECT_EQ(message_of([] { check_arguments({.bf16 = true, .fp16 = true}); }),
+            "[config] bf16 and fp16 cannot both be true. Keep one.");
+  EXPECT_EQ(message_of([] { check_arguments({.learning_rate = -1}); }),
+            "[config] learning_rate must be above 0, and -1.0 is not.");
+  EXPECT_THAT(message_of([] { check_arguments({.optim = "lion"}); }), HasSubstr("'lion' is none"));
+  // Products of values that are out of range are not formed.
+  EXPECT_THAT(message_of([] {
+                check_arguments({.max_seq_len = INT64_MAX,
+                                 .per_device_train_batch_size = INT64_MAX,
+                                 .tokens_per_update = 8192});
+              }),
+              HasSubstr("max_seq_len must be from 1 to 10000000"));
+}
+
+// ------------------------------------------------------------------ the effective batch
+
+TEST(EffectiveBatch, ThePresetsHaveOne) {
+  for (const int world_size : {1, 2, 3, 4, 7}) {
+    const Config standard = resolve("preset: standard\n");
+    const Config fast = resolve("preset: fast\n");
+    EXPECT_EQ(effective_batch(standard.arguments, world_size), 8 * world_size);
+    EXPECT_EQ(effective_batch(fast.arguments, world_size), 8 * world_size);
+  }
+  EXPECT_EQ(effective_batch_text(resolve("preset: standard\n").arguments, 2),
+            "effective batch 16 = 4 per device x 2 accumulation x 2 ranks");
+  EXPECT_THAT(preset_comparison(resolve("preset: fast\n").arguments, 2),
+              HasSubstr("The effective batch is the same: they differ in speed alone."));
+  const std::string other =
+      preset_comparison(resolve("per_device_train_batch_size: 6\n").arguments, 2);
+  EXPECT_THAT(other, HasSubstr("The effective batch differs from standard and fast"));
+  EXPECT_THAT(other, HasSubstr("  standard           4       2        5               16\n"));
+}
+
+TEST(EffectiveBatch, TokensDecideTheAccumulation) {
+  const TrainingArguments arguments{
+      .max_seq_len = 1024, .per_device_train_batch_size = 4, .tokens_per_update = 32768};
+  EXPECT_EQ(accumulation_steps(arguments, 1), 8);
+  EXPECT_EQ(accumulation_steps(arguments, 4), 2);
+  EXPECT_EQ(message_of([&] { accumulation_steps(arguments, 3); }),
+            "[config] tokens_per_update 32768 is no multiple of 12288 (batch 4 x 1024 tokens x 3 "
+            "ranks). The nearest that are: 24576 and 36864.");
+  EXPECT_THAT(message_of([&] { accumulation_steps({.tokens_per_update = 5}, 1); }),
+              HasSubstr("Set max_seq_len."));
+  EXPECT_THAT(message_of([&] { accumulation_steps(arguments, 0); }), HasSubstr("a world of 0"));
+}
+
+TEST(EffectiveBatch, MemoryAdviceSaysWhatChanges) {
+  EXPECT_EQ(out_of_memory_advice(resolve("preset: fast\n").arguments, 2),
+            "effective batch 16 = 8 per device x 1 accumulation x 2 ranks. Try "
+            "per_device_train_batch_size: 6 (effective batch 12 instead of 16), or "
+            "per_device_train_batch_size: 4 with gradient_accumulation_steps: 2 (effective batch "
+            "stays 16).");
+  EXPECT_THAT(out_of_memory_advice({.per_device_train_batch_size = 3}, 1),
+              HasSubstr("per_device_train_batch_size: 1 with gradient_accumulation_steps: 3 "
+                        "(effective batch stays 3)."));
+  EXPECT_THAT(out_of_memory_advice({.per_device_train_batch_size = 1}, 1),
+              HasSubstr("Try gradient_checkpointing: true"));
+}
+
+}  // namespace
+}  // namespace lockstep::train

@@ -1,0 +1,103 @@
+#include "lockstep/train/effective_batch.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "lockstep/core/error.h"
+#include "lockstep/train/config.h"
+
+namespace lockstep::train {
+namespace {
+
+std::string row_text(const std::string& name, const TrainingArguments& arguments, int world_size) {
+  return fmt::format("  {:<14}{:>6}{:>8}{:>9}{:>17}\n", name, arguments.per_device_train_batch_size,
+                     accumulation_steps(arguments, world_size), arguments.logging_steps,
+                     effective_batch(arguments, world_size));
+}
+
+}  // namespace
+
+std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_size) {
+  if (world_size < 1)
+    throw UsageError("config", "a world of {} ranks does not exist. Give at least 1.", world_size);
+  if (!arguments.tokens_per_update) return arguments.gradient_accumulation_steps;
+  if (!arguments.max_seq_len) {
+    throw UsageError("config",
+                     "tokens_per_update needs to know how long a sample is. Set max_seq_len.");
+  }
+  const std::int64_t pass =
+      arguments.per_device_train_batch_size * *arguments.max_seq_len * world_size;
+  const std::int64_t wanted = *arguments.tokens_per_update;
+  if (wanted % pass != 0) {
+    const std::int64_t below = wanted / pass * pass;
+    throw UsageError("config",
+                     "tokens_per_update {} is no multiple of {} (batch {} x {} tokens x {} ranks). "
+                     "The nearest that are: {}{}.",
+                     wanted, pass, arguments.per_device_train_batch_size, *arguments.max_seq_len,
+                     world_size, below > 0 ? fmt::format("{} and ", below) : "", below + pass);
+  }
+  return wanted / pass;
+}
+
+std::int64_t effective_batch(const TrainingArguments& arguments, int world_size) {
+  return arguments.per_device_train_batch_size * accumulation_steps(arguments, world_size) *
+         world_size;
+}
+
+std::string effective_batch_text(const TrainingArguments& arguments, int world_size) {
+  return fmt::format("effective batch {} = {} per device x {} accumulation x {} rank{}",
+                     effective_batch(arguments, world_size), arguments.per_device_train_batch_size,
+                     accumulation_steps(arguments, world_size), world_size,
+                     world_size == 1 ? "" : "s");
+}
+
+std::string preset_comparison(const TrainingArguments& arguments, int world_size) {
+  std::string text = fmt::format("{}\n  {:<14}{:>6}{:>8}{:>9}{:>17}\n",
+                                 effective_batch_text(arguments, world_size), "", "batch", "accum",
+                                 "logging", "effective batch");
+  text += row_text("this", arguments, world_size);
+  const std::int64_t own = effective_batch(arguments, world_size);
+  std::vector<std::string> others;
+  for (const std::string& name : preset_names()) {
+    TrainingArguments preset;
+    for (const Entry& entry : preset_entries(name))
+      assign(preset, *find_key(entry.key), entry.value);
+    text += row_text(name, preset, world_size);
+    if (effective_batch(preset, world_size) != own) others.push_back(name);
+  }
+  return text + (others.empty()
+                     ? "  The effective batch is the same: they differ in speed alone.\n"
+                     : fmt::format("  The effective batch differs from {}: expect to tune the "
+                                   "learning rate anew.\n",
+                                   fmt::join(others, " and ")));
+}
+
+std::string out_of_memory_advice(const TrainingArguments& arguments, int world_size) {
+  const std::int64_t batch = arguments.per_device_train_batch_size;
+  const std::int64_t steps = accumulation_steps(arguments, world_size);
+  const std::int64_t now = batch * steps * world_size;
+  if (batch == 1) {
+    return fmt::format(
+        "per_device_train_batch_size is 1 already ({}). Try gradient_checkpointing: true, bf16: "
+        "true, or a shorter max_seq_len.",
+        effective_batch_text(arguments, world_size));
+  }
+  const std::int64_t smaller = std::max<std::int64_t>(1, batch * 3 / 4);
+  std::string text = fmt::format(
+      "{}. Try per_device_train_batch_size: {} (effective batch {} instead of {})",
+      effective_batch_text(arguments, world_size), smaller, smaller * steps * world_size, now);
+  const std::int64_t half = batch / 2;
+  if (batch % 2 == 0) {
+    return text + fmt::format(
+                      ", or per_device_train_batch_size: {} with "
+                      "gradient_accumulation_steps: {} (effective batch stays {}).",
+                      half, steps * 2, now);
+  }
+  return text + fmt::format(
+                    ", or per_device_train_batch_size: 1 with "
+                    "gradient_accumulation_steps: {} (effective batch stays {}).",
+                    steps * batch, now);
+}
+
+}  // namespace lockstep::train

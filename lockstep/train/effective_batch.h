@@ -1,0 +1,33 @@
+// How many samples one optimizer step really sees: per device x accumulation x ranks.
+//
+// The one hard idea: the effective batch is what learning depends on, the other three are only how
+// it is reached. So every text that proposes to change one of them says what becomes of it.
+//
+//   accumulation_steps(arguments, world_size)      // from tokens_per_update where that is set
+//   effective_batch_text(arguments, 2)             // "effective batch 16 = 4 per device x ..."
+//
+// Pure functions; call from any thread.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "lockstep/train/arguments.h"
+
+namespace lockstep::train {
+
+// gradient_accumulation_steps, or tokens_per_update / (batch x max_seq_len x ranks). Throws
+// UsageError naming the nearest values that divide evenly.
+std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_size);
+
+std::int64_t effective_batch(const TrainingArguments& arguments, int world_size);
+std::string effective_batch_text(const TrainingArguments& arguments, int world_size);
+
+// The arguments beside the presets at this world size: batch, accumulation, logging, effective
+// batch, and whether it is the same.
+std::string preset_comparison(const TrainingArguments& arguments, int world_size);
+
+// What to try when memory runs out, and what each does to the effective batch.
+std::string out_of_memory_advice(const TrainingArguments& arguments, int world_size);
+
+}  // namespace lockstep::train

@@ -1,0 +1,276 @@
+// Members of TrainingArguments by their row of the table: set, read, described.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/spelling.h"
+#include "lockstep/train/choices.h"
+#include "lockstep/train/config_keys.h"
+
+namespace lockstep::train {
+namespace {
+
+template <typename... Args>
+[[noreturn]] void refuse(const Node& node, fmt::format_string<Args...> format, Args&&... args) {
+  const std::string place = node.place.text();
+  throw UsageError("config", "{}{}{}", place, place.empty() ? "" : ": ",
+                   fmt::format(format, std::forward<Args>(args)...));
+}
+
+template <typename Type>
+struct IsOptional : std::false_type {};
+template <typename Type>
+struct IsOptional<std::optional<Type>> : std::true_type {};
+
+// The type of the member that a pointer points to.
+template <typename Type>
+Type member_type(Type TrainingArguments::*);
+
+void check_number(const KeySpec& key, const Node& node, double value) {
+  if (key.check == nullptr || key.check->holds(value)) return;
+  refuse(node, "{} must be {}, and {} is not.", key.name, key.check->words, node.text);
+}
+
+void check_choice(const KeySpec& key, const Node& node, const std::string& word) {
+  const std::vector<std::string> words = split_choices(key.choices);
+  if (words.empty() || std::find(words.begin(), words.end(), word) != words.end()) return;
+  refuse(node, "{} must be {}, and '{}' is {}.{}", key.name, choices_text(key.choices), word,
+         words.size() == 2 ? "neither" : "none of them", did_you_mean(word, words));
+}
+
+// One overload for each type of the table.
+void read(bool& out, const KeySpec& key, const Node& node) {
+  out = as_bool(node, key.name);
+}
+void read(std::int64_t& out, const KeySpec& key, const Node& node) {
+  const std::int64_t value = as_integer(node, key.name);
+  check_number(key, node, static_cast<double>(value));
+  out = value;
+}
+void read(double& out, const KeySpec& key, const Node& node) {
+  const double value = as_real(node, key.name);
+  check_number(key, node, value);
+  out = value;
+}
+void read(std::string& out, const KeySpec& key, const Node& node) {
+  if (key.name == "resume_from_checkpoint" && node.is(NodeKind::kBool)) {
+    out = node.boolean ? "auto" : "never";
+    return;
+  }
+  std::string value = as_string(node, key.name);
+  check_choice(key, node, value);
+  if (value.empty()) refuse(node, "{} must not be empty.", key.name);
+  if (key.name == "optim" && value.rfind("adamw_", 0) == 0) value = "adamw";
+  out = std::move(value);
+}
+void read(Interval& out, const KeySpec& key, const Node& node) {
+  if (node.is(NodeKind::kBool) && !node.boolean)
+    refuse_value(node, key.name, choices_text(key.choices), "Write no.");
+  const std::string value = as_string(node, key.name);
+  check_choice(key, node, value);
+  const std::vector<std::string> words = split_choices(key.choices);
+  out = static_cast<Interval>(std::find(words.begin(), words.end(), value) - words.begin());
+}
+void read(std::vector<std::string>& out, const KeySpec& key, const Node& node) {
+  std::vector<std::string> words;
+  const std::vector<Node> one{node};
+  for (const Node& item : node.is(NodeKind::kList) ? node.items : one) {
+    words.push_back(as_string(item, key.name));
+    check_choice(key, item, words.back());
+  }
+  if (words.empty()) words.push_back("none");
+  out = std::move(words);
+}
+void read(Node& out, const KeySpec& key, const Node& node) {
+  const bool kwargs = key.name == "lr_scheduler_kwargs";
+  if (kwargs || !node.is(NodeKind::kString)) {
+    if (!node.is(NodeKind::kMap)) {
+      refuse_value(node, key.name, kwargs ? "a map" : "a name or a map",
+                   kwargs ? "Write {num_cycles: 1} or `key: value` lines." : "");
+    }
+  }
+  out = node;
+}
+template <typename Type>
+void read(std::optional<Type>& out, const KeySpec& key, const Node& node) {
+  Type value{};
+  read(value, key, node);
+  out = std::move(value);
+}
+
+template <typename Type>
+void unset(Type&) {}
+template <typename Type>
+void unset(std::optional<Type>& out) {
+  out.reset();
+}
+void unset(Node& out) {
+  out = Node{};
+}
+
+Node write(bool value, const KeySpec&) {
+  return bool_node(value);
+}
+Node write(std::int64_t value, const KeySpec&) {
+  return integer_node(value);
+}
+Node write(double value, const KeySpec&) {
+  return real_node(value);
+}
+Node write(const std::string& value, const KeySpec&) {
+  return text_node(value);
+}
+Node write(Interval value, const KeySpec& key) {
+  const std::vector<std::string> words = split_choices(key.choices);
+  const auto index = static_cast<std::size_t>(value);
+  return text_node(index < words.size() ? words[index] : "?");
+}
+Node write(const std::vector<std::string>& value, const KeySpec&) {
+  Node node;
+  node.kind = NodeKind::kList;
+  for (const std::string& word : value) node.items.push_back(text_node(word));
+  return node;
+}
+Node write(const Node& value, const KeySpec&) {
+  return value;
+}
+template <typename Type>
+Node write(const std::optional<Type>& value, const KeySpec& key) {
+  return value ? write(*value, key) : Node{};
+}
+
+std::string_view type_name(const bool&) {
+  return "boolean";
+}
+std::string_view type_name(const std::int64_t&) {
+  return "integer";
+}
+std::string_view type_name(const double&) {
+  return "number";
+}
+std::string_view type_name(const std::string&) {
+  return "text";
+}
+std::string_view type_name(const Interval&) {
+  return "word";
+}
+std::string_view type_name(const std::vector<std::string>&) {
+  return "list";
+}
+std::string_view type_name(const Node&) {
+  return "name or map";
+}
+template <typename Type>
+std::string_view type_name(const std::optional<Type>&) {
+  return type_name(Type{});
+}
+
+std::string default_text(const KeySpec& key) {
+  const Node value = value_of(TrainingArguments{}, key);
+  if (value.is(NodeKind::kNull)) return fmt::format("unset: {}", key.unset);
+  if (value.is(NodeKind::kString)) return value.text;
+  if (value.is(NodeKind::kList) && value.items.size() == 1) return value.items.front().text;
+  return to_json(value);
+}
+
+}  // namespace
+
+bool KeySpec::optional() const {
+  return std::visit(
+      [](auto pointer) {
+        using Type = decltype(member_type(pointer));
+        return IsOptional<Type>::value || std::is_same_v<Type, Node>;
+      },
+      member);
+}
+
+std::string KeySpec::type() const {
+  if (name == "lr_scheduler_kwargs") return "map";
+  const TrainingArguments defaults;
+  std::string text(std::visit([&](auto pointer) { return type_name(defaults.*pointer); }, member));
+  if (!choices.empty()) text = (text == "list" ? "list of " : "") + choices_text(choices);
+  if (check != nullptr) text += fmt::format(", {}", check->words);
+  return text;
+}
+
+std::string KeySpec::variable() const {
+  // LOCKSTEP_PRESET is the build's: which of CMake's presets ./dev uses.
+  std::string text = name == "preset" ? "CONFIG_PRESET" : std::string(name);
+  std::transform(text.begin(), text.end(), text.begin(), [](char c) {
+    return c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
+  });
+  return "LOCKSTEP_" + text;
+}
+
+void assign(TrainingArguments& arguments, const KeySpec& key, const Node& value) {
+  std::visit(
+      [&](auto pointer) {
+        if (!value.is(NodeKind::kNull)) {
+          read(arguments.*pointer, key, value);
+        } else if (key.optional()) {
+          unset(arguments.*pointer);
+        } else {
+          refuse(value, "{} cannot be unset. Delete the line for its default ({}).", key.name,
+                 default_text(key));
+        }
+      },
+      key.member);
+}
+
+Node value_of(const TrainingArguments& arguments, const KeySpec& key) {
+  return std::visit([&](auto pointer) { return write(arguments.*pointer, key); }, key.member);
+}
+
+Node node_from_text(const KeySpec& key, const std::string& text, const Place& place) {
+  const auto holds = [&](auto sample) {
+    using Type = decltype(sample);
+    return std::holds_alternative<Of<Type>>(key.member) ||
+           std::holds_alternative<Of<std::optional<Type>>>(key.member);
+  };
+  Node node = text_node(text);
+  node.place = place;
+  if (key.optional() && (text == "none" || text == "null")) {
+    node.kind = NodeKind::kNull;
+  } else if (holds(false) && (text == "1" || text == "0")) {
+    node = plain_scalar(text == "1" ? "true" : "false", place);
+  } else if (holds(false) || holds(std::int64_t{}) || holds(double{}) ||
+             key.name == "resume_from_checkpoint") {
+    node = plain_scalar(text, place);
+  } else if (std::holds_alternative<Of<std::vector<std::string>>>(key.member)) {
+    node.kind = NodeKind::kList;
+    for (std::size_t start = 0; start <= text.size();) {
+      const std::size_t end = std::min(text.find(',', start), text.size());
+      Node item = text_node(text.substr(start, end - start));
+      item.place = place;
+      node.items.push_back(std::move(item));
+      start = end + 1;
+    }
+  } else if (std::holds_alternative<Of<Node>>(key.member) && text.rfind('{', 0) == 0) {
+    node = parse_yaml(text, place.text());
+  }
+  return node;
+}
+
+std::string keys_help() {
+  std::string text;
+  for (const KeySpec& key : key_table()) {
+    text += fmt::format("  --{:<31}{}\n{:36}[{}; {}]\n", key.name, key.help, "", key.type(),
+                        default_text(key));
+  }
+  return text;
+}
+
+std::string keys_markdown() {
+  std::string text = "| key | accepted | default | meaning |\n|---|---|---|---|\n";
+  for (const KeySpec& key : key_table()) {
+    text += fmt::format("| `{}`{} | {} | {} | {} |\n", key.name, key.ours ? " (ours)" : "",
+                        key.type(), default_text(key), key.help);
+  }
+  text += "\n| older spelling | what happens |\n|---|---|\n";
+  for (const OldKey& old : old_keys()) text += fmt::format("| `{}` | {} |\n", old.name, old.line);
+  return text;
+}
+
+}  // namespace lockstep::train
