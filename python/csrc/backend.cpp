@@ -1,0 +1,615 @@
+// torch.distributed's view of the shared-memory engine: the backend `lockstep`.
+//
+// The one hard idea: the engine wants plain arrays, torch.distributed gives tensors of any strides
+// and lists of them. Whatever is not one array already is staged, and copied back by whoever
+// settles the work.
+#include <fmt/ranges.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/comm/shm/engine.h"
+#include "lockstep/core/error.h"
+#include "python/csrc/arrays.h"
+#include "python/csrc/deferral.h"
+#include "python/csrc/mailbox.h"
+#include "python/csrc/outputs.h"
+#include "python/csrc/work.h"
+
+// How torch's own bindings hold such objects.
+PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
+
+namespace lockstep::python {
+namespace {
+
+using c10d::OpType;
+using shm::StartOptions;
+using Tickets = std::vector<shm::TicketPtr>;
+using std::chrono::milliseconds;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+struct BackendConfig {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  int size = 1;
+  milliseconds timeout{0};
+  std::string group_name;
+  std::vector<std::int64_t> global_ranks;  // empty: the world itself
+};
+
+// ---------------------------------------------------------------- start-up
+
+// What ranks write where all can read it: the group's store. A group that is made again in the same
+// store (destroyed and initialised anew) must not read what the last one wrote.
+class StoreBoard : public shm::Board {
+ public:
+  StoreBoard(c10::intrusive_ptr<c10d::Store> store, int rank) : store_(std::move(store)) {
+    prefix_ = fmt::format("{}/", store_->add(fmt::format("lockstep/times/{}", rank), 1));
+  }
+
+  void set(const std::string& key, const std::string& value) override {
+    store_->set(prefix_ + key, value);
+  }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    const std::string full = prefix_ + key;
+    auto pause = std::chrono::microseconds(100);
+    while (!store_->check({full})) {
+      if (deadline.expired())
+        throw TimeoutError("lockstep_torch",
+                           fmt::format("'{}' was not told within {} ms. A rank has probably ended "
+                                       "during start-up; look at its output.",
+                                       key, deadline.total().count()));
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::microseconds(5000));
+    }
+    return store_->get_to_str(full);
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+  std::string prefix_;
+};
+
+std::exception_ptr as_backend_error(const std::string& text) {
+  return std::make_exception_ptr(
+      c10::DistBackendError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text));
+}
+
+// Ranks in the engine's sentences are ranks of the group; its members are named after them.
+Explain explainer(const BackendConfig& config) {
+  std::string note;
+  bool plain = true;
+  for (std::size_t i = 0; i < config.global_ranks.size(); ++i)
+    plain &= config.global_ranks[i] == static_cast<std::int64_t>(i);
+  if (!plain)
+    note = fmt::format(" (Ranks are those of group '{}'; its members are the world's ranks {}.)",
+                       config.group_name, fmt::join(config.global_ranks, ", "));
+  return [note](const std::exception_ptr& error) -> std::exception_ptr {
+    try {
+      std::rethrow_exception(error);
+    } catch (const c10::Error&) {
+      return error;
+    } catch (const std::exception& caught) {
+      return as_backend_error(caught.what() + note);
+    }
+  };
+}
+
+// ---------------------------------------------------------------- the backend
+
+class LockstepBackend : public c10d::Backend {
+ public:
+  LockstepBackend(const BackendConfig& config, std::unique_ptr<shm::Engine> engine)
+      : Backend(config.rank, config.size),
+        explain_(explainer(config)),
+        options_(c10::make_intrusive<Options>("lockstep", config.timeout)),
+        mailbox_(std::make_shared<Mailbox>(*engine)),
+        engine_(std::move(engine)) {
+    options_->group_name = config.group_name;
+    options_->global_ranks_in_group.assign(config.global_ranks.begin(), config.global_ranks.end());
+    init();
+  }
+  ~LockstepBackend() override { shutdown(); }
+
+  const std::string getBackendName() const override { return "lockstep"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(milliseconds timeout) override { options_->timeout = timeout; }
+  // Ranks that start together count alike: there is nothing to agree on.
+  void setSequenceNumberForGroup() override {}
+  std::uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
+  c10d::ErrorType getError() override {
+    const std::lock_guard lock(mutex_);
+    return engine_ && engine_->failure().empty() ? c10d::ErrorType::SUCCESS
+                                                 : c10d::ErrorType::COMM_ERROR;
+  }
+
+  void abort() override {
+    const Deferral deferral;
+    const std::lock_guard lock(mutex_);
+    if (engine_) engine_->abort(fmt::format("rank {} aborted the process group", rank_));
+  }
+
+  void shutdown() override {
+    std::unique_ptr<shm::Engine> engine;
+    {
+      const std::lock_guard lock(mutex_);
+      engine = std::move(engine_);
+    }
+    if (!engine) return;
+    // The engine's thread may be about to run a Python callback; it must not wait for us with the
+    // interpreter in our hands.
+    std::optional<pybind11::gil_scoped_release> let_go;
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) let_go.emplace();
+    const Deferral deferral;
+    mailbox_->close(std::move(engine));
+  }
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    const PlainTensors plain;
+    check("allreduce", tensors);
+    check_alike("allreduce", tensors, tensors[0]);
+    Call call = call_of(OpType::ALLREDUCE, "lockstep:all_reduce", tensors, {tensors});
+    Outputs outputs;
+    at::Tensor data = outputs.stage(as_reals("allreduce", tensors[0], opts.reduceOp), true);
+    if (tensors.size() > 1) {
+      outputs.pairs.clear();
+      for (std::size_t i = 1; i < tensors.size(); ++i)
+        data = combine(data, as_reals("allreduce", tensors[i], opts.reduceOp), opts.reduceOp);
+      for (const auto& tensor : tensors)
+        outputs.copy_back(as_reals("allreduce", tensor, opts.reduceOp), data);
+    }
+    const Reduction how = reduction_of("allreduce", data, opts.reduceOp);
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      tickets.push_back(engine.all_reduce(data.mutable_data_ptr(), count_of(data), how.dtype,
+                                          how.op, start(opts)));
+    });
+  }
+
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& opts) override {
+    const PlainTensors plain;
+    check("allreduce_coalesced", tensors);
+    Call call = call_of(OpType::ALLREDUCE_COALESCED, "lockstep:all_reduce", tensors, {tensors});
+    Outputs outputs;
+    Tensors data;
+    std::vector<Reduction> how;
+    for (const auto& tensor : tensors) {
+      data.push_back(outputs.stage(as_reals("allreduce_coalesced", tensor, opts.reduceOp), true));
+      how.push_back(reduction_of("allreduce_coalesced", data.back(), opts.reduceOp));
+    }
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      for (std::size_t i = 0; i < data.size(); ++i)
+        tickets.push_back(engine.all_reduce(data[i].mutable_data_ptr(), count_of(data[i]),
+                                            how[i].dtype, how[i].op, start(opts)));
+    });
+  }
+
+  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override {
+    TORCH_CHECK(false,
+                "[lockstep_torch] allreduce: sparse tensors are not supported. Use dense "
+                "gradients, or backend=\"gloo\".");
+  }
+
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+    const PlainTensors plain;
+    check_single("reduce", tensors);
+    const int root = rank_in_group("reduce", opts.rootRank);
+    Call call = call_of(OpType::REDUCE, "lockstep:reduce", tensors, {tensors});
+    Outputs outputs;
+    const at::Tensor data = outputs.stage(as_reals("reduce", tensors[0], opts.reduceOp), true);
+    if (rank_ != root) outputs.pairs.clear();
+    const Reduction how = reduction_of("reduce", data, opts.reduceOp);
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      tickets.push_back(engine.reduce(data.mutable_data_ptr(), count_of(data), how.dtype, how.op,
+                                      root, start(opts)));
+    });
+  }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+    const PlainTensors plain;
+    check("broadcast", tensors);
+    check_alike("broadcast", tensors, tensors[0]);
+    const int root = rank_in_group("broadcast", opts.rootRank);
+    const auto index = static_cast<std::size_t>(opts.rootTensor);
+    TORCH_CHECK(index < tensors.size(), "[lockstep_torch] broadcast: there is no tensor ", index);
+    Call call = call_of(OpType::BROADCAST, "lockstep:broadcast", tensors, {tensors});
+    Outputs outputs;
+    const at::Tensor data = outputs.stage(tensors[index], true);
+    for (std::size_t i = 0; i < tensors.size(); ++i)
+      if (i != index) outputs.copy_back(tensors[i], data);
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      tickets.push_back(
+          engine.broadcast(data.mutable_data_ptr(), data.nbytes(), root, start(opts)));
+    });
+  }
+
+  WorkPtr allgather(std::vector<Tensors>& lists, Tensors& inputs,
+                    const c10d::AllgatherOptions& opts) override {
+    return gather_lists(OpType::ALLGATHER, lists, inputs, opts);
+  }
+  WorkPtr allgather_coalesced(std::vector<Tensors>& lists, Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) override {
+    // Transposed: one list per rank.
+    TORCH_CHECK(lists.size() == ranks(), "[lockstep_torch] allgather_coalesced: ", lists.size(),
+                " lists for ", size_, " ranks.");
+    std::vector<Tensors> turned(inputs.size());
+    for (const auto& list : lists) {
+      TORCH_CHECK(list.size() == inputs.size(), "[lockstep_torch] allgather_coalesced: a list of ",
+                  list.size(), " tensors for ", inputs.size(), " inputs.");
+      for (std::size_t i = 0; i < list.size(); ++i) turned[i].push_back(list[i]);
+    }
+    return gather_lists(OpType::ALLGATHER_COALESCED, turned, inputs, opts);
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& opts) override {
+    Tensors outputs{output}, inputs{input};
+    return gather_flat(OpType::_ALLGATHER_BASE, outputs, inputs, opts);
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override {
+    return gather_flat(OpType::COALESCED, outputs, inputs, opts);
+  }
+
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& lists,
+                         const c10d::ReduceScatterOptions& opts) override {
+    const PlainTensors plain;
+    check_single("reduce_scatter", outputs);
+    TORCH_CHECK(lists.size() == 1 && lists[0].size() == ranks(), "[lockstep_torch] ",
+                "reduce_scatter: one list of ", size_, " tensors is expected, one per rank.");
+    check_alike("reduce_scatter", lists[0], outputs[0]);
+    Tensors inputs{as_input(lists[0])};
+    return scatter_flat(OpType::REDUCE_SCATTER, outputs, inputs, opts);
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override {
+    Tensors outputs{output}, inputs{input};
+    return scatter_flat(OpType::_REDUCE_SCATTER_BASE, outputs, inputs, opts);
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override {
+    return scatter_flat(OpType::COALESCED, outputs, inputs, opts);
+  }
+
+  WorkPtr gather(std::vector<Tensors>& lists, Tensors& inputs,
+                 const c10d::GatherOptions& opts) override {
+    const PlainTensors plain;
+    check_single("gather", inputs);
+    const int root = rank_in_group("gather", opts.rootRank);
+    TORCH_CHECK(rank_ == root ? lists.size() == 1 && lists[0].size() == ranks() : lists.empty(),
+                "[lockstep_torch] gather: the root gives one list of ", size_,
+                " tensors, the other ranks none.");
+    Call call = call_of(OpType::GATHER, "lockstep:gather", inputs, lists);
+    Outputs outputs;
+    std::vector<Part> parts;
+    if (rank_ == root) {
+      check_alike("gather", lists[0], inputs[0]);
+      for (const auto& tensor : lists[0]) parts.push_back(part_of(outputs.stage(tensor)));
+    }
+    const at::Tensor input = inputs[0].contiguous();
+    outputs.held.push_back(input);
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      tickets.push_back(engine.gather(parts, const_part_of(input), root, start(opts)));
+    });
+  }
+
+  WorkPtr scatter(Tensors& results, std::vector<Tensors>& lists,
+                  const c10d::ScatterOptions& opts) override {
+    const PlainTensors plain;
+    check_single("scatter", results);
+    const int root = rank_in_group("scatter", opts.rootRank);
+    TORCH_CHECK(rank_ == root ? lists.size() == 1 && lists[0].size() == ranks() : lists.empty(),
+                "[lockstep_torch] scatter: the root gives one list of ", size_,
+                " tensors, the other ranks none.");
+    Call call = call_of(OpType::SCATTER, "lockstep:scatter", lists.empty() ? Tensors{} : lists[0],
+                        {results});
+    Outputs outputs;
+    std::vector<ConstPart> parts;
+    if (rank_ == root) {
+      check_alike("scatter", lists[0], results[0]);
+      for (const auto& tensor : lists[0]) {
+        outputs.held.push_back(tensor.contiguous());
+        parts.push_back(const_part_of(outputs.held.back()));
+      }
+    }
+    const at::Tensor output = outputs.stage(results[0]);
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      tickets.push_back(engine.scatter(part_of(output), parts, root, start(opts)));
+    });
+  }
+
+  WorkPtr alltoall(Tensors& results, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
+    const PlainTensors plain;
+    TORCH_CHECK(results.size() == ranks() && inputs.size() == ranks(),
+                "[lockstep_torch] alltoall: ", inputs.size(), " inputs and ", results.size(),
+                " outputs for ", size_, " ranks.");
+    check("alltoall", inputs);
+    check("alltoall", results);
+    Call call = call_of(OpType::ALLTOALL, "lockstep:all_to_all", inputs, {results});
+    Outputs outputs;
+    std::vector<Part> to;
+    std::vector<ConstPart> from;
+    for (const auto& tensor : results) to.push_back(part_of(outputs.stage(tensor)));
+    for (const auto& tensor : inputs) {
+      outputs.held.push_back(tensor.contiguous());
+      from.push_back(const_part_of(outputs.held.back()));
+    }
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      tickets.push_back(engine.all_to_all(to, from, start(opts)));
+    });
+  }
+
+  WorkPtr alltoall_base(at::Tensor& result, at::Tensor& input,
+                        std::vector<std::int64_t>& result_splits,
+                        std::vector<std::int64_t>& input_splits,
+                        const c10d::AllToAllOptions& opts) override {
+    const PlainTensors plain;
+    check("alltoall_base", Tensors{result, input});
+    TORCH_CHECK(result.scalar_type() == input.scalar_type() && result.dim() > 0 && input.dim() > 0,
+                "[lockstep_torch] alltoall_base: input and output differ in type or have no rows.");
+    c10d::checkSplitSizes(input_splits, input, size_);
+    c10d::checkSplitSizes(result_splits, result, size_);
+    Call call = call_of(OpType::ALLTOALL_BASE, "lockstep:all_to_all", {input}, {{result}});
+    Outputs outputs;
+    const at::Tensor to = outputs.stage(result);
+    const at::Tensor from = input.contiguous();
+    outputs.held.push_back(from);
+    std::vector<Part> into;
+    std::vector<ConstPart> out_of;
+    std::size_t to_at = 0, from_at = 0;
+    for (std::size_t i = 0; i < ranks(); ++i) {
+      const std::size_t to_bytes = rows_bytes(to, result_splits, i);
+      const std::size_t from_bytes = rows_bytes(from, input_splits, i);
+      into.push_back({static_cast<std::byte*>(to.mutable_data_ptr()) + to_at, to_bytes});
+      out_of.push_back(
+          {static_cast<const std::byte*>(from.const_data_ptr()) + from_at, from_bytes});
+      to_at += to_bytes;
+      from_at += from_bytes;
+    }
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      tickets.push_back(engine.all_to_all(into, out_of, start(opts)));
+    });
+  }
+
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override {
+    Outputs outputs;
+    return launch(call_of(OpType::BARRIER, "lockstep:barrier", {}, {}), outputs,
+                  [&](shm::Engine& engine, Tickets& tickets) {
+                    tickets.push_back(engine.barrier(start(opts)));
+                  });
+  }
+
+  WorkPtr send(Tensors& tensors, int peer, int tag) override {
+    const PlainTensors plain;
+    check_single("send", tensors);
+    rank_in_group("send", peer);
+    Call call = call_of(OpType::SEND, "lockstep:send", tensors, {});
+    Outputs outputs;
+    const at::Tensor data = tensors[0].contiguous();
+    outputs.held.push_back(data);
+    return launch(std::move(call), outputs, [&](shm::Engine&, Tickets& tickets) {
+      tickets = mailbox_->send({data.const_data_ptr(), data.nbytes(), peer, tag},
+                               Deadline::after(options_->timeout));
+    });
+  }
+
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override {
+    return receive(OpType::RECV, tensors, rank_in_group("recv", peer), tag);
+  }
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
+    return receive(OpType::RECVANYSOURCE, tensors, Mailbox::kAnyone, tag);
+  }
+
+ private:
+  std::size_t ranks() const { return static_cast<std::size_t>(size_); }
+
+  int rank_in_group(const char* what, std::int64_t rank) const {
+    TORCH_CHECK(rank >= 0 && rank < size_, "[lockstep_torch] ", what, ": rank ", rank,
+                " is not in this group of ", size_, ".");
+    return static_cast<int>(rank);
+  }
+
+  template <typename Opts>
+  StartOptions start(const Opts& opts) const {
+    const milliseconds timeout = opts.timeout > milliseconds(0) ? opts.timeout : options_->timeout;
+    return {.deadline = Deadline::after(timeout), .caller_waits = !opts.asyncOp};
+  }
+
+  Call call_of(OpType type, const char* title, Tensors inputs, std::vector<Tensors> outputs) {
+    Call call;
+    call.type = type;
+    call.title = title;
+    call.inputs = std::move(inputs);
+    call.outputs = std::move(outputs);
+    call.explain = explain_;
+    call.orphans = orphans_;
+    return call;
+  }
+
+  // How many bytes of the rows of `tensor` are rank i's.
+  std::size_t rows_bytes(const at::Tensor& tensor, const std::vector<std::int64_t>& splits,
+                         std::size_t i) const {
+    if (tensor.size(0) == 0) return 0;
+    const std::int64_t rows = splits.empty() ? tensor.size(0) / size_ : splits[i];
+    return tensor.nbytes() / static_cast<std::size_t>(tensor.size(0)) *
+           static_cast<std::size_t>(rows);
+  }
+
+  // Starts operations in the order of the calls, whichever thread they come from.
+  template <typename Start>
+  WorkPtr launch(Call call, Outputs& outputs, Start start_tickets) {
+    call.finish = outputs.finish();
+    call.held = std::move(outputs.held);
+    const bool collective = call.type != OpType::SEND;
+    const Deferral deferral;
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(engine_, "[lockstep_torch] the process group was destroyed.");
+    call.sequence = collective ? ++sequence_ : sequence_.load();
+    auto work = c10::make_intrusive<EngineWork>(rank_, std::move(call));
+    Tickets tickets;
+    try {
+      start_tickets(*engine_, tickets);
+    } catch (const lockstep::Error&) {
+      work->attach(std::move(tickets));  // those that were started still have their arrays
+      std::rethrow_exception(explain_(std::current_exception()));
+    }
+    work->attach(std::move(tickets));
+    return work;
+  }
+
+  WorkPtr receive(OpType type, Tensors& tensors, int source, int tag) {
+    const PlainTensors plain;
+    check_single("recv", tensors);
+    const bool any = source == Mailbox::kAnyone;
+    TORCH_CHECK(source != rank_, "[lockstep_torch] recv: a rank cannot receive from itself.");
+    Call call = call_of(type, any ? "lockstep:recv_any_source" : "lockstep:recv", {}, {tensors});
+    Outputs outputs;
+    const at::Tensor data = outputs.stage(tensors[0]);
+    call.finish = outputs.finish();
+    call.sequence = sequence_.load();
+    auto work = c10::make_intrusive<ReceiveWork>(rank_, std::move(call), mailbox_);
+    try {
+      work->attach(mailbox_->receive({data.mutable_data_ptr(), data.nbytes(), source, tag,
+                                      std::make_shared<at::Tensor>(data)}),
+                   Deadline::after(options_->timeout));
+    } catch (const lockstep::Error&) {
+      std::rethrow_exception(explain_(std::current_exception()));
+    }
+    return work;
+  }
+
+  // Each input goes to its list, which has one tensor per rank (and input, if there are several).
+  WorkPtr gather_lists(OpType type, const std::vector<Tensors>& lists, const Tensors& inputs,
+                       const c10d::AllgatherOptions& opts) {
+    const PlainTensors plain;
+    check("allgather", inputs);
+    TORCH_CHECK(lists.size() == inputs.size(), "[lockstep_torch] allgather: ", lists.size(),
+                " lists for ", inputs.size(), " inputs.");
+    Call call = call_of(type, "lockstep:all_gather", inputs, lists);
+    Outputs outputs;
+    Tensors into, from;
+    for (std::size_t i = 0; i < lists.size(); ++i) {
+      TORCH_CHECK(lists[i].size() == ranks(), "[lockstep_torch] allgather: a list of ",
+                  lists[i].size(), " tensors for ", size_, " ranks.");
+      check_alike("allgather", lists[i], inputs[i]);
+      into.push_back(outputs.stage_all(lists[i]));
+      from.push_back(inputs[i].contiguous());
+    }
+    return gather_arrays(std::move(call), outputs, into, from, start(opts));
+  }
+
+  WorkPtr gather_flat(OpType type, const Tensors& results, const Tensors& inputs,
+                      const c10d::AllgatherOptions& opts) {
+    const PlainTensors plain;
+    check("allgather", inputs);
+    check("allgather", results);
+    TORCH_CHECK(results.size() == inputs.size(), "[lockstep_torch] allgather: ", results.size(),
+                " outputs for ", inputs.size(), " inputs.");
+    Call call = call_of(type, "lockstep:all_gather", inputs, {results});
+    Outputs outputs;
+    Tensors into, from;
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      TORCH_CHECK(results[i].scalar_type() == inputs[i].scalar_type() &&
+                      results[i].numel() == size_ * inputs[i].numel(),
+                  "[lockstep_torch] allgather: the output has ", results[i].numel(),
+                  " elements where ", size_, " times the ", inputs[i].numel(),
+                  " of the input are expected, of the same type.");
+      into.push_back(outputs.stage(results[i]));
+      from.push_back(inputs[i].contiguous());
+    }
+    return gather_arrays(std::move(call), outputs, into, from, start(opts));
+  }
+
+  WorkPtr gather_arrays(Call call, Outputs& outputs, const Tensors& into, const Tensors& from,
+                        const StartOptions& how) {
+    outputs.held.insert(outputs.held.end(), from.begin(), from.end());
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      for (std::size_t i = 0; i < into.size(); ++i)
+        tickets.push_back(engine.all_gather(into[i].mutable_data_ptr(), from[i].const_data_ptr(),
+                                            from[i].nbytes(), how));
+    });
+  }
+
+  WorkPtr scatter_flat(OpType type, const Tensors& results, const Tensors& inputs,
+                       const c10d::ReduceScatterOptions& opts) {
+    const PlainTensors plain;
+    check("reduce_scatter", inputs);
+    check("reduce_scatter", results);
+    TORCH_CHECK(results.size() == inputs.size(),
+                "[lockstep_torch] reduce_scatter: ", results.size(), " outputs for ", inputs.size(),
+                " inputs.");
+    Call call = call_of(type, "lockstep:reduce_scatter", inputs, {results});
+    Outputs outputs;
+    Tensors into, from;
+    std::vector<Reduction> how;
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      TORCH_CHECK(results[i].scalar_type() == inputs[i].scalar_type() &&
+                      inputs[i].numel() == size_ * results[i].numel(),
+                  "[lockstep_torch] reduce_scatter: the input has ", inputs[i].numel(),
+                  " elements where ", size_, " times the ", results[i].numel(),
+                  " of the output are expected, of the same type.");
+      into.push_back(outputs.stage(as_reals("reduce_scatter", results[i], opts.reduceOp)));
+      from.push_back(as_reals("reduce_scatter", inputs[i], opts.reduceOp).contiguous());
+      how.push_back(reduction_of("reduce_scatter", into.back(), opts.reduceOp));
+    }
+    outputs.held.insert(outputs.held.end(), from.begin(), from.end());
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      for (std::size_t i = 0; i < into.size(); ++i)
+        tickets.push_back(engine.reduce_scatter(into[i].mutable_data_ptr(),
+                                                from[i].const_data_ptr(), count_of(into[i]),
+                                                how[i].dtype, how[i].op, start(opts)));
+    });
+  }
+
+  const Explain explain_;
+  const c10::intrusive_ptr<Options> options_;
+  const std::shared_ptr<Orphans> orphans_ = std::make_shared<Orphans>();
+  const std::shared_ptr<Mailbox> mailbox_;
+  std::atomic<std::uint64_t> sequence_{0};  // of collectives; messages do not count
+  std::mutex mutex_;  // the order of operations, and the engine, which is gone after shutdown()
+  std::unique_ptr<shm::Engine> engine_;
+};
+
+// Collective over the group's ranks.
+c10::intrusive_ptr<c10d::Backend> make_backend(const BackendConfig& config) {
+  const Explain explain = explainer(config);
+  shm::Made made;
+  try {
+    StoreBoard board(config.store, config.rank);
+    made =
+        shm::Engine::make(board, {config.rank, config.size}, {}, Deadline::after(config.timeout));
+  } catch (const lockstep::Error&) {
+    std::rethrow_exception(explain(std::current_exception()));
+  }
+  if (!made.engine)
+    std::rethrow_exception(explain(std::make_exception_ptr(UsageError(
+        "lockstep_torch",
+        "these ranks cannot share memory: {}. The backend 'lockstep' is for the ranks of one "
+        "host; use backend=\"gloo\" here.",
+        made.why_not))));
+  return c10::make_intrusive<LockstepBackend>(config, std::move(made.engine));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.attr("torch_version") = TORCH_VERSION;
+  module.def(
+      "create",
+      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, double timeout_s,
+         const std::string& group_name, const std::vector<std::int64_t>& global_ranks) {
+        return make_backend({store, rank, size,
+                             milliseconds(static_cast<std::int64_t>(timeout_s * 1000)), group_name,
+                             global_ranks});
+      },
+      pybind11::call_guard<pybind11::gil_scoped_release>());
+}
+
+}  // namespace lockstep::python

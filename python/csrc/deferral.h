@@ -1,0 +1,53 @@
+// Keeps a program's own callbacks out of the adaptor's locks.
+//
+// The one hard idea: the engine may end any operation inside any call, also the start of another
+// one, and what hangs on that end (a future with a Python callback) may call back into the adaptor
+// or wait for peers. While a Deferral lives on a thread, such ends are put off; the outermost one
+// carries them out when it goes. Declare it before the lock, so that it goes after it.
+//
+//   Deferral deferral;
+//   std::lock_guard lock(mutex_);
+//   tickets.push_back(engine.send(...));
+//
+// A Deferral belongs to the thread that made it. Actions must not throw.
+#pragma once
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace lockstep::python {
+
+class Deferral {
+ public:
+  Deferral() { ++depth(); }
+  Deferral(const Deferral&) = delete;
+  Deferral& operator=(const Deferral&) = delete;
+  ~Deferral() {
+    if (--depth() > 0) return;
+    // An action may put off others while it runs; they come after it.
+    for (auto actions = std::exchange(waiting(), {}); !actions.empty();
+         actions = std::exchange(waiting(), {})) {
+      for (const auto& action : actions) action();
+    }
+  }
+
+  static void run(std::function<void()> action) {
+    if (depth() > 0)
+      waiting().push_back(std::move(action));
+    else
+      action();
+  }
+
+ private:
+  static int& depth() {
+    thread_local int value = 0;
+    return value;
+  }
+  static std::vector<std::function<void()>>& waiting() {
+    thread_local std::vector<std::function<void()>> value;
+    return value;
+  }
+};
+
+}  // namespace lockstep::python

@@ -1,0 +1,378 @@
+#include "python/csrc/mailbox.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "python/csrc/deferral.h"
+
+namespace lockstep::python {
+namespace {
+
+using std::chrono::microseconds;
+
+// An envelope may be asked for long before it comes; who waits has a deadline of its own.
+Deadline far_away() {
+  return Deadline::after(std::chrono::hours(24 * 365));
+}
+
+// Who looks for a message from anyone looks often at first, then less.
+constexpr microseconds kShortestPause{20};
+constexpr microseconds kLongestPause{1000};
+// For how long a receive may wait for somebody to wait for it, and how long after the last one the
+// thread stays awake that sees to it.
+constexpr microseconds kUnwatched{500};
+constexpr std::chrono::milliseconds kAwake{50};
+using Clock = std::chrono::steady_clock;
+
+std::exception_ptr failure(const std::string& text) {
+  return std::make_exception_ptr(CommError("lockstep_torch", text));
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- one receive
+
+bool Receive::wait_until(const Deadline& deadline) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, deadline.time(), [this] { return done(); });
+}
+
+std::exception_ptr Receive::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void Receive::finish(int from, std::exception_ptr error) {
+  std::shared_ptr<void> owner;
+  {
+    const std::lock_guard lock(mutex_);
+    if (done()) return;
+    from_.store(from);
+    error_ = std::move(error);
+    owner = std::move(owner_);
+    done_.store(true, std::memory_order_release);
+  }
+  changed_.notify_all();
+}
+
+// ---------------------------------------------------------------- the mailbox
+
+Mailbox::Mailbox(shm::Engine& engine)
+    : engine_(engine), lanes_(static_cast<std::size_t>(engine.size())) {}
+
+Mailbox::~Mailbox() {
+  LOCKSTEP_ASSERT(!scout_.joinable());
+}
+
+void Mailbox::close(std::unique_ptr<shm::Engine> engine) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  called_.notify_all();
+  if (scout_.joinable()) {
+    if (scout_.get_id() == std::this_thread::get_id())
+      scout_.detach();  // what it has ended dropped the group; it holds this mailbox itself
+    else
+      scout_.join();
+  }
+  engine.reset();
+  // Only now does nobody write into the arrays any more.
+  const auto error = failure("the process group was destroyed with a receive pending");
+  const std::lock_guard lock(mutex_);
+  fail_all(error);
+  for (Lane& line : lanes_)
+    if (const auto target = std::exchange(line.target, nullptr)) target->finish(-1, error);
+}
+
+std::vector<shm::TicketPtr> Mailbox::send(const Letter& letter, const Deadline& deadline) {
+  const Deferral deferral;
+  const std::lock_guard lock(mutex_);
+  sent_.remove_if([](const Sent& sent) { return sent.ticket && sent.ticket->done(); });
+  sent_.push_back({{letter.tag, letter.bytes}, nullptr});
+  Sent& sent = sent_.back();
+  const shm::StartOptions options{.deadline = deadline};
+  try {
+    sent.ticket = engine_.send(&sent.envelope, sizeof sent.envelope, letter.peer, options);
+  } catch (...) {
+    sent_.pop_back();
+    throw;
+  }
+  return {sent.ticket, engine_.send(letter.data, letter.bytes, letter.peer, options)};
+}
+
+std::shared_ptr<Receive> Mailbox::receive(Wish wish) {
+  auto receive = std::make_shared<Receive>();
+  receive->data_ = static_cast<std::byte*>(wish.data);
+  receive->bytes_ = wish.bytes;
+  receive->source_ = wish.source;
+  receive->tag_ = wish.tag;
+  receive->owner_ = std::move(wish.owner);
+  const Deferral deferral;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw CommError("lockstep_torch", "the process group was destroyed");
+    wishes_.push_back(receive);
+    nudge();
+    received_ = Clock::now();
+    if (!receive->done() && !std::exchange(scouting_, true)) {
+      if (!scout_.joinable())
+        scout_ = std::thread([self = weak_from_this()] {
+          if (const auto mailbox = self.lock()) mailbox->scout();
+        });
+      called_.notify_all();
+    }
+  }
+  return receive;
+}
+
+void Mailbox::hurry(const Receive& receive) {
+  const Deferral deferral;
+  const std::lock_guard lock(mutex_);
+  if (!closed_ && !receive.done() && receive.source_ != kAnyone) watch(lane(receive.source_));
+}
+
+void Mailbox::wait(Receive& receive, const Deadline& deadline) {
+  while (!receive.done()) {
+    nudge();
+    // The thread that waits carries the message over itself where it is known from whom.
+    if (const auto ticket = ticket_of(receive)) {
+      try {
+        ticket->wait(deadline);
+      } catch (const CommError&) {
+        nudge();  // the receive has the same failure
+      }
+      continue;
+    }
+    if (!receive.wait_until(deadline)) give_up(receive, deadline);
+  }
+}
+
+void Mailbox::give_up(Receive& receive, const Deadline& deadline) {
+  const std::string text = fmt::format("no message came within {} ms", deadline.total().count());
+  const Deferral deferral;
+  const std::lock_guard lock(mutex_);
+  wishes_.remove_if([&](const auto& wish) { return wish.get() == &receive; });
+  receive.finish(-1, std::make_exception_ptr(TimeoutError("lockstep_torch", text)));
+  // The contents may be on their way into the array: they must not arrive after this.
+  if (!closed_) engine_.abort(fmt::format("rank {}: {}", engine_.rank(), text));
+}
+
+shm::TicketPtr Mailbox::ticket_of(const Receive& receive) {
+  const std::lock_guard lock(mutex_);
+  if (closed_ || receive.done() || receive.source_ == kAnyone) return nullptr;
+  const Lane& line = lane(receive.source_);
+  return line.contents ? line.contents : line.header;
+}
+
+// ---------------------------------------------------------------- progress
+
+void Mailbox::nudge() noexcept {
+  const Deferral deferral;
+  const std::lock_guard lock(mutex_);
+  if (pumping_) {
+    again_ = true;
+    return;
+  }
+  pumping_ = true;
+  do {
+    again_ = false;
+    try {
+      if (!closed_) pump();
+    } catch (const std::exception&) {
+      fail_all(std::current_exception());
+    }
+  } while (again_);
+  pumping_ = false;
+}
+
+void Mailbox::pump() {
+  // What came before it was asked for.
+  for (auto letter = unasked_.begin(); letter != unasked_.end();) {
+    const auto wish = find_wish(letter->from, letter->envelope.tag);
+    if (wish == wishes_.end()) {
+      ++letter;
+      continue;
+    }
+    const auto taker = *wish;
+    wishes_.erase(wish);
+    if (taker->bytes_ != letter->contents.size()) {
+      taker->finish(letter->from,
+                    failure(fmt::format("rank {} sent {} bytes (tag {}), but {} are expected. Both "
+                                        "sides of a message must name the same size.",
+                                        letter->from, letter->contents.size(), letter->envelope.tag,
+                                        taker->bytes_)));
+    } else {
+      if (taker->bytes_ > 0) std::memcpy(taker->data_, letter->contents.data(), taker->bytes_);
+      taker->finish(letter->from, nullptr);
+    }
+    letter = unasked_.erase(letter);
+  }
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    if (peer == engine_.rank()) continue;
+    while (step(peer)) {
+    }
+  }
+}
+
+bool Mailbox::step(int peer) {
+  Lane& line = lane(peer);
+  if (line.contents) {
+    if (!line.contents->done()) return false;
+    arrived(peer);
+    return true;
+  }
+  if (line.header) return line.header->done() && opened(peer);
+  if (!wants(peer)) return false;
+  line.header = engine_.recv(&line.envelope, sizeof line.envelope, peer,
+                             {.deadline = far_away(), .caller_waits = true});
+  line.watched = false;
+  line.asked = Clock::now();
+  return true;
+}
+
+// The envelope is there: the contents go to whoever asked first, or are kept.
+bool Mailbox::opened(int peer) {
+  Lane& line = lane(peer);
+  if (const auto error = line.header->error()) std::rethrow_exception(error);
+  line.header = nullptr;
+  const std::size_t bytes = line.envelope.bytes;
+  const auto wish = find_wish(peer, line.envelope.tag);
+  std::byte* data = nullptr;
+  // A wish of another size is told so when the contents, which must be read anyway, are here.
+  if (wish != wishes_.end() && (*wish)->bytes_ == bytes) {
+    line.target = *wish;
+    wishes_.erase(wish);
+    data = line.target->data_;
+  } else {
+    line.unasked = {peer, line.envelope, std::vector<std::byte>(bytes)};
+    data = line.unasked.contents.data();
+  }
+  line.contents = engine_.recv(data, bytes, peer, {.deadline = far_away(), .caller_waits = true});
+  line.asked = Clock::now();
+  // Whoever does not wait for the envelope does not wait for the contents either.
+  if (std::exchange(line.watched, false)) watch(line);
+  return true;
+}
+
+void Mailbox::arrived(int peer) {
+  Lane& line = lane(peer);
+  const auto ticket = std::exchange(line.contents, nullptr);
+  const auto target = std::exchange(line.target, nullptr);
+  const auto error = ticket->error();
+  if (target) target->finish(peer, error);
+  if (error) std::rethrow_exception(error);
+  if (target) return;
+  unasked_.push_back(std::move(line.unasked));
+  again_ = true;
+}
+
+bool Mailbox::wants(int peer) const {
+  bool anyone = false;
+  for (const auto& wish : wishes_) {
+    if (wish->source_ == peer) return true;
+    anyone |= wish->source_ == kAnyone;
+  }
+  return anyone && engine_.mail(peer) == shm::Mail::kWaiting;
+}
+
+std::list<std::shared_ptr<Receive>>::iterator Mailbox::find_wish(int peer, std::int64_t tag) {
+  return std::find_if(wishes_.begin(), wishes_.end(), [&](const auto& wish) {
+    return (wish->source_ == peer || wish->source_ == kAnyone) && wish->tag_ == tag;
+  });
+}
+
+void Mailbox::watch(Lane& line) {
+  const auto ticket = line.contents ? line.contents : line.header;
+  if (!ticket || std::exchange(line.watched, true)) return;
+  ticket->on_done([self = weak_from_this()] {
+    if (const auto mailbox = self.lock()) mailbox->nudge();
+  });
+}
+
+// True while there are tickets that nobody may be waiting for.
+bool Mailbox::watch_over() {
+  bool any = false;
+  for (Lane& line : lanes_) {
+    if (line.watched || !(line.header || line.contents)) continue;
+    any = true;
+    if (Clock::now() - line.asked > kUnwatched) watch(line);
+  }
+  return any;
+}
+
+void Mailbox::fail_all(const std::exception_ptr& error) {
+  for (const auto& wish : std::exchange(wishes_, {})) wish->finish(-1, error);
+}
+
+// ---------------------------------------------------------------- messages from anyone
+
+bool Mailbox::anyone_wanted() const {
+  return std::any_of(wishes_.begin(), wishes_.end(),
+                     [](const auto& wish) { return wish->source_ == kAnyone; });
+}
+
+// Looks at the other ranks as long as somebody would take a message from any of them, and after
+// receives that nobody waits for.
+void Mailbox::scout() {
+  auto pause = kShortestPause;
+  for (;;) {
+    bool unwatched = false;
+    {
+      const Deferral deferral;
+      const std::lock_guard lock(mutex_);
+      if (closed_) return;
+      nudge();
+      look_for_anyone();
+      unwatched = watch_over();
+    }
+    std::unique_lock lock(mutex_);
+    if (anyone_wanted()) {
+      called_.wait_for(lock, pause, [this] { return closed_; });
+      pause = std::min(pause * 2, kLongestPause);
+      continue;
+    }
+    pause = kShortestPause;
+    if (unwatched || Clock::now() - received_ < kAwake) {
+      called_.wait_for(lock, kLongestPause, [this] { return closed_; });
+    } else {
+      scouting_ = false;
+      called_.wait(lock, [this] { return closed_ || scouting_; });
+    }
+  }
+}
+
+// Fails receives from anyone when nobody is left who could answer, or a rank has died.
+void Mailbox::look_for_anyone() {
+  if (!anyone_wanted()) return;
+  std::string text = engine_.failure();
+  bool open = false;
+  for (int peer = 0; peer < engine_.size() && text.empty(); ++peer) {
+    if (peer == engine_.rank()) continue;
+    const auto mail =
+        lane(peer).header || lane(peer).contents ? shm::Mail::kNone : engine_.mail(peer);
+    open |= mail == shm::Mail::kNone || mail == shm::Mail::kWaiting;
+    if (mail == shm::Mail::kFailed)
+      text = fmt::format(
+          "rank {} has ended while rank {} waits for a message from anyone. Look "
+          "for the reason in that rank's output.",
+          peer, engine_.rank());
+  }
+  if (text.empty() && !open)
+    text = "a message from anyone is expected, but all other ranks have left the process group";
+  if (text.empty()) return;
+  for (auto wish = wishes_.begin(); wish != wishes_.end();) {
+    if ((*wish)->source_ != kAnyone) {
+      ++wish;
+      continue;
+    }
+    (*wish)->finish(-1, failure(text));
+    wish = wishes_.erase(wish);
+  }
+}
+
+}  // namespace lockstep::python

@@ -1,0 +1,149 @@
+// Messages with tags, and from anyone: what torch.distributed asks for beyond the engine's lines.
+//
+// The engine brings messages of one rank to another in order and knows their length, nothing else.
+// So every message here is two of the engine's: an envelope (tag and length) and the contents. An
+// envelope is asked for as soon as a receive could take what is in it; a message that nobody has
+// asked for yet is kept until somebody does. Who would take a message from anyone commits to no
+// rank: a thread looks at all of them until one has begun to send. The same thread looks after
+// receives that nobody has come to wait for; those that are waited for at once, most of them, are
+// carried over by who waits and wake no other thread.
+//
+//   auto receive = mailbox->receive({data, bytes, Mailbox::kAnyone, tag, owner});
+//   mailbox->wait(*receive, Deadline::after(timeout));
+//
+// Any thread may call any function. The engine is the caller's and comes back with close().
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lockstep/comm/shm/engine.h"
+
+namespace lockstep::python {
+
+class Receive {
+ public:
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // False when the deadline passes first.
+  bool wait_until(const Deadline& deadline);
+  std::exception_ptr error() const;  // null unless it has ended in failure
+  int source() const { return from_.load(); }
+
+ private:
+  friend class Mailbox;
+  void finish(int from, std::exception_ptr error);
+
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+  int source_ = 0;
+  int tag_ = 0;
+  std::shared_ptr<void> owner_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::exception_ptr error_;
+  std::atomic<int> from_{-1};
+  std::atomic<bool> done_{false};
+};
+
+class Mailbox : public std::enable_shared_from_this<Mailbox> {
+ public:
+  static constexpr int kAnyone = -1;
+
+  explicit Mailbox(shm::Engine& engine);
+  ~Mailbox();
+
+  struct Letter {
+    const void* data = nullptr;
+    std::size_t bytes = 0;
+    int peer = 0;
+    int tag = 0;
+  };
+  // The contents must live until the last ticket is done.
+  std::vector<shm::TicketPtr> send(const Letter& letter, const Deadline& deadline);
+
+  struct Wish {
+    void* data = nullptr;
+    std::size_t bytes = 0;
+    int source = kAnyone;
+    int tag = 0;
+    std::shared_ptr<void> owner;  // held until the receive has ended
+  };
+  std::shared_ptr<Receive> receive(Wish wish);
+  // Returns when it has ended, also in failure; at the deadline the engine is broken.
+  void wait(Receive& receive, const Deadline& deadline);
+  // Somebody wants to know of its end without calling wait().
+  void hurry(const Receive& receive);
+
+  // Ends the engine and fails what is pending. Called once, before the mailbox goes.
+  void close(std::unique_ptr<shm::Engine> engine) noexcept;
+
+ private:
+  struct Envelope {
+    std::int64_t tag = 0;
+    std::uint64_t bytes = 0;
+  };
+  struct Unasked {
+    int from = 0;
+    Envelope envelope;
+    std::vector<std::byte> contents;
+  };
+  // What is on its way from one rank: an envelope, then its contents.
+  struct Lane {
+    Envelope envelope;
+    shm::TicketPtr header;
+    shm::TicketPtr contents;
+    bool watched = false;  // the engine's thread carries it over if nobody waits
+    std::chrono::steady_clock::time_point asked{};
+    std::shared_ptr<Receive> target;  // null: into `unasked`
+    Unasked unasked;
+  };
+
+  void nudge() noexcept;
+  void pump();
+  bool step(int peer);
+  bool opened(int peer);
+  void arrived(int peer);
+  bool wants(int peer) const;
+  std::list<std::shared_ptr<Receive>>::iterator find_wish(int peer, std::int64_t tag);
+  void give_up(Receive& receive, const Deadline& deadline);
+  void fail_all(const std::exception_ptr& error);
+  void ask(Lane& line, int peer, void* data, std::size_t bytes);
+  void watch(Lane& line);
+  bool watch_over();
+  void scout();
+  void look_for_anyone();
+  bool anyone_wanted() const;
+  shm::TicketPtr ticket_of(const Receive& receive);
+  Lane& lane(int peer) { return lanes_[static_cast<std::size_t>(peer)]; }
+
+  shm::Engine& engine_;
+  // Entered again by the same thread when the engine ends something inside a call from here.
+  mutable std::recursive_mutex mutex_;
+  std::condition_variable_any called_;
+  bool pumping_ = false;
+  bool again_ = false;
+  bool closed_ = false;
+  std::vector<Lane> lanes_;
+  std::list<std::shared_ptr<Receive>> wishes_;  // in the order of the calls
+  std::deque<Unasked> unasked_;                 // in the order of arrival
+  struct Sent {
+    Envelope envelope;
+    shm::TicketPtr ticket;
+  };
+  std::list<Sent> sent_;  // envelopes that the engine may still read
+  std::thread scout_;
+  bool scouting_ = false;  // awake, or about to look whether it should be
+  std::chrono::steady_clock::time_point received_{};  // the last call of receive()
+};
+
+}  // namespace lockstep::python

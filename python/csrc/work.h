@@ -1,0 +1,118 @@
+// A c10d::Work over the engine's tickets, or over a receive of the mailbox.
+//
+// The one hard idea: whoever notices the end first settles the work, once: copies staged results
+// back, keeps the error, completes the future. Who waits carries the operation out itself; a future
+// has nobody who waits, so it asks the engine for a callback. Inside such a callback (a
+// communication hook's `then`) a new future is carried out at once: the thread that would do it
+// later is the one that is asking.
+//
+//   auto work = c10::make_intrusive<EngineWork>(rank, std::move(call));
+//   work->attach({engine.all_reduce(...)});
+//
+// Any thread may call any function. A work that is dropped before its end leaves its tensors to the
+// group's Orphans, because the engine has only their addresses.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+#include "python/csrc/deferral.h"
+#include "python/csrc/mailbox.h"
+
+namespace lockstep::python {
+
+// Turns what the engine throws into what Python shows. Made once per group.
+using Explain = std::function<std::exception_ptr(const std::exception_ptr&)>;
+
+// Tensors whose operations nobody holds any more.
+class Orphans {
+ public:
+  void add(shm::TicketPtr last, std::vector<at::Tensor> tensors) {
+    const std::lock_guard lock(mutex_);
+    while (!kept_.empty() && kept_.front().last->done()) kept_.pop_front();
+    kept_.push_back({std::move(last), std::move(tensors)});
+  }
+
+ private:
+  struct Kept {
+    shm::TicketPtr last;
+    std::vector<at::Tensor> tensors;
+  };
+  std::mutex mutex_;
+  std::deque<Kept> kept_;
+};
+
+// What a work is about, besides its tickets.
+struct Call {
+  c10d::OpType type = c10d::OpType::UNKNOWN;
+  const char* title = "";
+  std::vector<at::Tensor> inputs;
+  std::vector<std::vector<at::Tensor>> outputs;  // what result() and the future hold
+  std::vector<at::Tensor> held;                  // staging memory
+  std::function<void()> finish;                  // copies back; run once, after success
+  std::uint64_t sequence = 0;
+  Explain explain;
+  std::shared_ptr<Orphans> orphans;
+};
+
+class EngineWork : public c10d::Work {
+ public:
+  EngineWork(int rank, Call call);
+  ~EngineWork() override;
+
+  // Once, before anyone else has the work. Tickets end in the order of the list.
+  void attach(std::vector<shm::TicketPtr> tickets);
+
+  bool isCompleted() override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  std::vector<at::Tensor> result() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::uint64_t getSequencenumber() const override { return call_.sequence; }
+
+ private:
+  void carry_out() noexcept;
+  void subscribe();
+  void settle() noexcept;
+  void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);
+
+  Call call_;
+  std::vector<shm::TicketPtr> tickets_;
+  std::mutex settle_mutex_;  // the four below, and the tensors while results are copied back
+  bool settled_ = false;
+  bool subscribed_ = false;
+  std::exception_ptr error_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+class ReceiveWork : public c10d::Work {
+ public:
+  ReceiveWork(int rank, Call call, std::shared_ptr<Mailbox> mailbox);
+  void attach(std::shared_ptr<Receive> receive, const Deadline& deadline);
+
+  bool isCompleted() override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  std::vector<at::Tensor> result() override { return call_.outputs.at(0); }
+  int sourceRank() const override { return receive_->source(); }
+  std::uint64_t getSequencenumber() const override { return call_.sequence; }
+
+ private:
+  void settle() noexcept;
+
+  Call call_;
+  const std::shared_ptr<Mailbox> mailbox_;
+  std::shared_ptr<Receive> receive_;
+  Deadline deadline_ = Deadline::after(std::chrono::milliseconds(0));
+  std::mutex settle_mutex_;
+  bool settled_ = false;
+};
+
+}  // namespace lockstep::python

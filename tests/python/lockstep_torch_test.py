@@ -1,0 +1,409 @@
+"""The Python package: every operation against gloo, training, failures, launchers, the wheel.
+
+Runs the package from the build tree. Worlds are forks of this process, which has imported torch
+once; launchers start trainer.py. 77: the extension cannot be built here.
+"""
+
+import datetime
+import importlib.util
+import io
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+
+SOURCE = pathlib.Path(os.environ.get("LOCKSTEP_SOURCE")
+                      or pathlib.Path(__file__).resolve().parents[2])
+BIN = pathlib.Path(os.environ.get("LOCKSTEP_BIN") or SOURCE / "build/bin")
+PACKAGE = pathlib.Path(os.environ.get("LOCKSTEP_TORCH_PACKAGE") or BIN.parent / "python")
+WORLD_LIMIT_S = 150
+DEATH_LIMIT_S = 20
+
+
+def find_package():
+    """Makes the package importable, or says why it is not there (77)."""
+    if importlib.util.find_spec("torch") is None:
+        print(f"SKIP 1: {sys.executable} has no torch")
+        sys.exit(77)
+    if not list(PACKAGE.glob("lockstep_torch/_C*.so")):
+        build = SOURCE / "python/lockstep_build.py"
+        check = subprocess.run([sys.executable, "-B", str(build), "--check"], capture_output=True,
+                               text=True, check=False)
+        if check.returncode:
+            print(f"SKIP 1: {check.stderr.strip()}")
+            sys.exit(77)
+        sys.exit(f"{PACKAGE} has no lockstep_torch; build the target lockstep_torch_package")
+    sys.path.insert(0, str(PACKAGE))
+    os.environ["PYTHONPATH"] = f"{PACKAGE}:{os.environ.get('PYTHONPATH', '')}"
+
+
+find_package()
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch._C import _distributed_c10d as c10d  # noqa: E402
+
+import lockstep_torch  # noqa: E402
+import operations  # noqa: E402
+import training  # noqa: E402
+
+
+# ---------------------------------------------------------------- worlds
+
+class World:
+    """Ranks that are forks of this process and meet in a file."""
+
+    def __init__(self, size, role, *args, environment=None):
+        self.folder = tempfile.TemporaryDirectory(prefix="lockstep-python-")
+        self.logs = []
+        self.pids = []
+        sys.stdout.flush()
+        for rank in range(size):
+            log = tempfile.TemporaryFile("w+", prefix="lockstep-python-")
+            pid = os.fork()
+            if pid == 0:
+                self.be(rank, size, role, args, environment or {}, log)
+            self.logs.append(log)
+            self.pids.append(pid)
+
+    def be(self, rank, size, role, args, environment, log):
+        code = 1
+        try:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            os.environ.update(environment)
+            if "TORCH_DISTRIBUTED_DEBUG" in environment:
+                dist.set_debug_level_from_env()
+            role(rank, size, f"file://{self.folder.name}/store", *args)
+            code = 0
+        except BaseException:  # pylint: disable=broad-except
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def wait(self, limit_s=WORLD_LIMIT_S):
+        """Exit codes (negative: signals), and what the ranks said."""
+        end = time.monotonic() + limit_s
+        codes = [None] * len(self.pids)
+        while None in codes and time.monotonic() < end:
+            for rank, pid in enumerate(self.pids):
+                if codes[rank] is None:
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        codes[rank] = os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        for rank, pid in enumerate(self.pids):
+            if codes[rank] is None:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        texts = []
+        for log in self.logs:
+            log.seek(0)
+            texts.append(log.read())
+        self.folder.cleanup()
+        return codes, texts
+
+
+def run_world(size, role, *args, **options):
+    codes, texts = World(size, role, *args, **options).wait()
+    assert codes == [0] * size, f"{role.__name__} on {size} ranks: {codes}\n" + "\n".join(texts)
+    return texts
+
+
+def join(rank, size, method, **options):
+    dist.init_process_group("lockstep", init_method=method, rank=rank, world_size=size, **options)
+
+
+# ---------------------------------------------------------------- what ranks do
+
+def compare(rank, size, method, train=False):
+    join(rank, size, method)
+    groups = operations.Groups()
+    operations.run_table(groups)
+    operations.run_beyond(groups)
+    operations.run_subgroups(groups)
+    operations.run_refusals(groups)
+    if train:
+        training.run_training(groups)
+    print(f"compared {groups.compared}")
+    dist.destroy_process_group()
+
+
+def again(rank, size, method):
+    """A group that is destroyed and made again meets anew, in the same store."""
+    store = dist.FileStore(method[len("file://"):], size)
+    for _ in range(2):
+        dist.init_process_group("lockstep", store=dist.PrefixStore("again", store), rank=rank,
+                                world_size=size)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor[0] == size
+        dist.destroy_process_group()
+
+
+def leave_early(rank, size, method):
+    """Who has sent and left does not disturb those who still talk."""
+    join(rank, size, method)
+    if rank == 0:
+        for _ in range(size - 1):
+            tensor = torch.zeros(1)
+            source = dist.recv(tensor)
+            assert tensor.item() == source
+    else:
+        time.sleep(0.3 * (rank - 1))
+        dist.send(torch.tensor([float(rank)]), 0)
+    dist.destroy_process_group()
+
+
+def detail(rank, size, method):
+    """Under DETAIL the backend is wrapped, and its sequence numbers are compared."""
+    join(rank, size, method)
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    dist.broadcast(tensor, 0)
+    dist.barrier()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    model(tensor).sum().backward()
+    wrapper = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert "Wrapper" in type(wrapper).__name__, type(wrapper)
+    assert tensor[0] == size
+    dist.destroy_process_group()
+
+
+def late(rank, size, method, how):
+    """Rank 1 never comes: the others are told after the limit, and by whom they were left."""
+    limit = datetime.timedelta(seconds=1.5)
+    if how == "options":
+        join(rank, size, method, pg_options=c10d.Backend.Options("lockstep", limit))
+    else:
+        join(rank, size, method, **({"timeout": limit} if how == "group" else {}))
+    if how == "set":
+        dist.group.WORLD._get_backend(torch.device("cpu")).set_timeout(limit)
+    dist.barrier()
+    told = pathlib.Path(method[len("file://"):] + ".told")
+    if rank == 1:
+        while not told.exists():
+            time.sleep(0.05)
+        os._exit(0)
+    started = time.monotonic()
+    try:
+        if how == "operation":
+            options = dist.AllreduceOptions()
+            options.timeout = limit
+            dist.group.WORLD.allreduce([torch.ones(5)], options).wait()
+        elif how == "wait":
+            dist.all_reduce(torch.ones(5), async_op=True).wait(limit)
+        elif how == "anyone":
+            dist.group.WORLD._get_backend(torch.device("cpu")).set_timeout(limit)
+            dist.recv(torch.ones(5))
+        else:
+            dist.all_reduce(torch.ones(5))
+    except RuntimeError as error:
+        text = str(error)
+    else:
+        raise AssertionError("no error")
+    assert time.monotonic() - started < DEATH_LIMIT_S
+    told.touch()
+    assert "1500 ms" in text, text
+    assert how in ("wait", "anyone") or "rank 1" in text, text
+
+
+def bereaved(rank, size, method, how):
+    """Rank 1 is killed while rank 0 is in an operation with it."""
+    join(rank, size, method)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensor = torch.ones(1000)
+    started = time.monotonic()
+    try:
+        if how == "all_reduce":
+            dist.all_reduce(tensor)
+        elif how == "future":
+            dist.all_reduce(tensor, async_op=True).get_future().wait()
+        elif how == "recv":
+            dist.recv(tensor, 1)
+        else:
+            dist.recv(tensor)
+    except RuntimeError as error:
+        print(f"told after {time.monotonic() - started:.2f} s: {type(error).__name__}: {error}")
+        assert "rank 1" in str(error), error
+        assert time.monotonic() - started < DEATH_LIMIT_S
+        if how == "all_reduce":  # and for ever
+            operations.expect(RuntimeError, "rank 1", lambda: dist.all_reduce(tensor))
+        return
+    raise AssertionError("no error")
+
+
+class Elsewhere(dist.Store):
+    """A store whose reader believes that this rank runs on another host."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+
+    def set(self, key, value):
+        value = value if isinstance(value, bytes) else value.encode()
+        if key.endswith("shm/hello/1"):
+            lines = value.split(b"\n")
+            lines[1] = b"another boot"
+            value = b"\n".join(lines)
+        self.store.set(key, value)
+
+    def get(self, key):
+        return self.store.get(key)
+
+    def add(self, key, amount):
+        return self.store.add(key, amount)
+
+    def check(self, keys):
+        return self.store.check(keys)
+
+    def wait(self, keys, timeout=None):
+        self.store.wait(keys)
+
+
+def two_hosts(rank, size, method):
+    store = dist.FileStore(method[len("file://"):], size)
+    options = c10d._DistributedBackendOptions()
+    board = Elsewhere(store) if rank == 1 else store
+    options.store = board
+    options.group_rank, options.group_size = rank, size
+    options.timeout = datetime.timedelta(seconds=60)
+    options.group_id = "0"
+    options.global_ranks_in_group = []
+    operations.expect(RuntimeError, "rank 1 runs on another host than rank 0",
+                      lambda: lockstep_torch.create(options))
+    operations.expect(RuntimeError, 'use backend="gloo"', lambda: lockstep_torch.create(options))
+
+
+# ---------------------------------------------------------------- tests
+
+def test_two_ranks():
+    texts = run_world(2, compare, True)
+    assert "compared" in texts[0], texts[0]
+
+
+def test_three_ranks():
+    run_world(3, compare)
+
+
+def test_one_rank():
+    def alone(rank, size, method):
+        join(rank, size, method)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        future = dist.all_reduce(tensor, async_op=True).get_future()
+        assert future.wait()[0] is not None and tensor[0] == 1
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_world(1, alone)
+
+
+def test_again():
+    run_world(2, again)
+
+
+def test_leave_early():
+    run_world(3, leave_early)
+
+
+def test_detail():
+    run_world(2, detail, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+
+
+def test_late():
+    ways = ("group", "options", "set", "operation", "wait", "anyone")
+    worlds = {how: World(2, late, how) for how in ways}
+    for how, world in worlds.items():
+        codes, texts = world.wait()
+        assert codes[0] == 0, f"{how}: {codes} {texts}"
+
+
+def test_bereaved():
+    worlds = {how: World(2, bereaved, how) for how in ("all_reduce", "future", "recv", "anyone")}
+    for how, world in worlds.items():
+        codes, texts = world.wait()
+        assert codes == [0, -signal.SIGKILL], f"{how}: {codes} {texts[0]}"
+        print(f"  {how}: {texts[0].strip()}")
+
+
+def test_two_hosts():
+    run_world(2, two_hosts)
+
+
+def test_launchers():
+    """The same script under torchrun and under lockstep run, at the same time."""
+    torchrun = [sys.executable, "-B", "-m", "torch.distributed.run"]
+    lockstep_run = [str(BIN / "lockstep"), "run"]
+    script = str(pathlib.Path(__file__).with_name("trainer.py"))
+    started = [subprocess.Popen([*launcher, "--standalone", "--nproc-per-node=2", *python, script],
+                                text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+               for launcher, python in ((torchrun, []), (lockstep_run, [sys.executable, "-B"]))]
+    try:
+        for process in started:
+            text, _ = process.communicate(timeout=WORLD_LIMIT_S)
+            assert process.returncode == 0, text
+            assert text.count("trained") == 2, text
+    finally:
+        for process in started:
+            process.kill()
+
+
+def test_wheel():
+    """What pip would install, from objects that the build tree has already."""
+    sys.path.insert(0, str(SOURCE / "python"))
+    import lockstep_build  # pylint: disable=import-outside-toplevel
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-wheel-") as folder:
+        def copy_package(into, objects):
+            shutil.copytree(PACKAGE / "lockstep_torch", into / "lockstep_torch",
+                            ignore=shutil.ignore_patterns("__pycache__"))
+
+        lockstep_build.build = copy_package
+        name = lockstep_build.build_wheel(folder)
+        installed = os.path.join(folder, "site")
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index",
+                        "--disable-pip-version-check", "--target", installed,
+                        os.path.join(folder, name)], check=True)
+        # Not imported by name: torch itself finds what is installed.
+        program = "import torch; assert torch.distributed.is_backend_available('lockstep')"
+        environment = dict(os.environ, PYTHONPATH=installed)
+        subprocess.run([sys.executable, "-B", "-c", program], env=environment, check=True)
+        with zipfile.ZipFile(os.path.join(folder, name)) as wheel:
+            record = wheel.read(next(n for n in wheel.namelist() if n.endswith("/RECORD")))
+            assert len(io.BytesIO(record).readlines()) == len(wheel.namelist())
+
+
+def main():
+    import torch._dynamo  # pylint: disable=import-outside-toplevel,unused-import
+    # DDP would import it in every fork, for seconds.
+    names = [a for a in sys.argv[1:] if not a.startswith("-")]
+    tests = {k[5:]: f for k, f in globals().items() if k.startswith("test_")}
+    failed = []
+    for name, test in tests.items():
+        if names and name not in names:
+            continue
+        started = time.monotonic()
+        try:
+            test()
+        except Exception:  # pylint: disable=broad-except
+            traceback.print_exc()
+            failed.append(name)
+        state = "FAILED" if name in failed else "ok"
+        print(f"{name}: {state} ({time.monotonic() - started:.1f} s)", flush=True)
+    print(f"{len(failed)} failed: {failed}" if failed else "all passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
