@@ -158,7 +158,7 @@ class Env(unittest.TestCase):
         self.assertEqual(found["backend"]["name"], "nccl")
         self.assertEqual(self.fake_gpus(**two, LOCKSTEP_BACKEND="gloo")["device"]["name"], "cpu")
         four = dict(two, WORLD_SIZE="4", RANK="3", LOCAL_RANK="3", LOCAL_WORLD_SIZE="4")
-        self.assertIn("local rank 3 wants cuda:3, but 2 CUDA device(s)",
+        self.assertIn("local rank 3 wants cuda:3, but 2 CUDA devices are visible.",
                       self.fake_gpus(**four)["problem"])
         shared = self.fake_gpus(**four, LOCKSTEP_SHARE_DEVICE="1")
         self.assertEqual(shared["device"]["name"], "cuda:1")
@@ -214,6 +214,13 @@ class Documentation(unittest.TestCase):
         self.assertGreater(len(names), 40)
         missing = [name for name in sorted(names) if f"`{name}`" not in page]
         self.assertEqual(missing, [], "docs/environment.md must explain these")
+
+    def test_env_knows_every_variable_that_tells_a_rank_who_it_is(self):
+        known = set(json.loads(lockstep("env", "--json").stdout)["known"])
+        with open(os.path.join(SOURCE, "lockstep", "core", "rank_env.cpp")) as f:
+            read = set(re.findall(r'"([A-Z][A-Z0-9]+_[A-Za-z0-9_]+|RANK)"', f.read()))
+        self.assertGreater(len(read), 40)
+        self.assertEqual(sorted(read - known), [], "cli/variables.cpp must list these")
 
     def test_pet_variables_are_explained(self):
         with open(os.path.join(SOURCE, "docs", "environment.md")) as f:

@@ -9,7 +9,8 @@ namespace lockstep::cli {
 
 using Words = std::vector<std::string>;
 
-int run_command(const Words& words);  // run.cpp
-int env_command(const Words& words);  // env.cpp
+int run_command(const Words& words);     // run.cpp
+int env_command(const Words& words);     // env.cpp
+int config_command(const Words& words);  // config.cpp
 
 }  // namespace lockstep::cli

@@ -13,6 +13,7 @@
 
 #include "cli/commands.h"
 #include "cli/variables.h"
+#include "lockstep/core/device_rule.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/launch/flags.h"
@@ -47,41 +48,22 @@ struct Findings {
   std::vector<std::string> warnings;
 };
 
-// The rules of World (lockstep/comm/device.cpp), for a program built with its CUDA part.
+// What a World of a program built with its CUDA part would choose.
 void choose(Findings& found) {
   const RankEnv& me = *found.identity;
+  const DeviceRule rule =
+      apply_device_rule({.local_rank = me.local_rank,
+                         .visible_gpus = [&found] { return found.gpus.count; },
+                         .no_gpu = fmt::format("no GPU: {}", found.gpus.reason)});
+  found.device = {rule.device(), rule.reason};
+  found.problem = rule.problem;
   const std::string backend = env::get("LOCKSTEP_BACKEND").value_or("auto");
-  const auto device = env::get("LOCKSTEP_DEVICE");
-  const bool share = env::get_bool("LOCKSTEP_SHARE_DEVICE").value_or(false);
-  const int visible = found.gpus.count;
-  const bool wants_gpu = device ? device->rfind("cuda", 0) == 0 : backend != "gloo" && visible > 0;
-  int index = share && visible > 0 ? me.local_rank % visible : me.local_rank;
-  if (device && device->rfind("cuda:", 0) == 0)
-    index = static_cast<int>(env::parse_int(device->substr(5), "LOCKSTEP_DEVICE", 0, 1024));
-
-  if (wants_gpu) {
-    found.device.name = fmt::format("cuda:{}", index);
-    found.device.reason = device ? fmt::format("LOCKSTEP_DEVICE={}", *device)
-                                 : fmt::format("local rank {} of {} visible CUDA device{}",
-                                               me.local_rank, visible, visible == 1 ? "" : "s");
-    if (index >= visible) {
-      found.problem = fmt::format(
-          "local rank {} wants cuda:{}, but {} CUDA device(s) are visible. Start fewer ranks per "
-          "host, or set LOCKSTEP_SHARE_DEVICE=1 or LOCKSTEP_DEVICE=cpu.",
-          me.local_rank, index, visible);
-    }
-  } else {
-    found.device = {"cpu", device         ? fmt::format("LOCKSTEP_DEVICE={}", *device)
-                           : visible == 0 ? fmt::format("no GPU: {}", found.gpus.reason)
-                                          : "LOCKSTEP_BACKEND=gloo"};
-  }
   if (backend != "auto") {
-    found.backend = {backend, fmt::format("LOCKSTEP_BACKEND={}", backend)};
+    found.backend = {rule.backend, fmt::format("LOCKSTEP_BACKEND={}", backend)};
   } else if (me.alone()) {
     found.backend = {"single", "a world of one needs none"};
   } else {
-    found.backend = {wants_gpu ? "nccl" : "gloo",
-                     fmt::format("the device is {}", found.device.name)};
+    found.backend = {rule.backend, fmt::format("the device is {}", found.device.name)};
   }
 }
 

@@ -28,6 +28,7 @@ struct Command {
 constexpr Command kCommands[] = {
     {"run", "start a program as the ranks of one world (torchrun's flags)", run_command},
     {"env", "who am I: rank, device and backend, every variable, and why", env_command},
+    {"config", "which values a training file gives, from where, and its mistakes", config_command},
     {"bench", "measure launching, collectives and training against PyTorch", nullptr},
 };
 

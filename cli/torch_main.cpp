@@ -21,6 +21,7 @@ const std::map<std::string, Command>& benchmarks() {
       {"launch", lockstep::bench::launch_main},
       {"ddp", lockstep::bench::ddp_main},
       {"overlap", lockstep::bench::overlap_main},
+      {"allreduce", lockstep::bench::allreduce_main},
   };
   return table;
 }
@@ -35,9 +36,10 @@ int bench(int argc, char** argv) {
   if (argc >= 2 && !asked) fmt::print(out, "lockstep bench: unknown benchmark '{}'\n", argv[1]);
   fmt::print(out,
              "usage: lockstep bench NAME [OPTIONS]   (NAME --help lists its options)\n\n"
-             "  launch   start-to-end time of a one-all-reduce program, beside torchrun\n"
-             "  ddp      what the wrapper costs in a world of one, beside PyTorch's\n"
-             "  overlap  how much communication is hidden behind backward\n");
+             "  launch     start-to-end time of a one-all-reduce program, beside torchrun\n"
+             "  ddp        what the wrapper costs in a world of one, beside PyTorch's\n"
+             "  overlap    how much communication is hidden behind backward\n"
+             "  allreduce  shared memory beside gloo and Open MPI, over size\n");
   return asked ? 0 : 2;
 }
 
@@ -48,6 +50,8 @@ int main(int argc, char** argv) {
     const std::string command = argc >= 2 ? argv[1] : "";
     if (command == "bench") return bench(argc - 1, argv + 1);
     if (command == "_allreduce-once") return lockstep::bench::allreduce_once_main();
+    if (command == "_allreduce-rank")
+      return lockstep::bench::allreduce_rank_main(argc - 1, argv + 1);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
   } catch (const lockstep::UsageError& e) {

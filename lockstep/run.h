@@ -38,6 +38,8 @@ struct SpawnOptions {
 // process ends with the body, without running main()'s remaining lines or static destructors.
 // Earlier calls of spawn in the same program return in a rank what they returned in the caller.
 // Already a rank of someone else's launcher: the same as run(body).
+// The calling process must not have other threads yet (UsageError): call it early. While it runs,
+// SIGINT and SIGTERM end the ranks, and spawn returns 130 or 143.
 int spawn(const RankBody& body, int nprocs, const SpawnOptions& options = {});
 
 }  // namespace lockstep

@@ -4,12 +4,16 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <iostream>
 #include <optional>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -92,7 +96,45 @@ bool is_rank_already() {
   }
 }
 
+std::vector<std::string> names_of_threads() {
+  namespace fs = std::filesystem;
+  std::vector<std::string> names;
+  std::error_code error;
+  const std::string self = std::to_string(::gettid());
+  for (fs::directory_iterator task("/proc/self/task", error), end; !error && task != end;
+       task.increment(error)) {
+    if (task->path().filename() == self) continue;
+    std::ifstream file(task->path() / "comm");
+    std::string name;
+    // One that has ended since has no name any more.
+    if (std::getline(file, name)) names.push_back(name);
+  }
+  return names;
+}
+
+// The launcher's part runs in a fork of this process, which has the calling thread alone: a lock
+// that another thread held would never be released there.
+void refuse_other_threads() {
+  // A thread that was joined is still listed for a moment.
+  const auto deadline = Deadline::after(std::chrono::milliseconds(500));
+  for (;;) {
+    const std::vector<std::string> names = names_of_threads();
+    if (names.empty()) return;
+    if (deadline.expired()) {
+      throw UsageError("spawn",
+                       "this process has {} other thread{} ({}{}), and a process with threads "
+                       "cannot be copied safely. LibTorch starts its own at the first larger "
+                       "tensor operation. Call spawn() before them, at the top of main(), or start "
+                       "the program with lockstep run --nproc-per-node=N.",
+                       names.size(), names.size() == 1 ? "" : "s", names.front(),
+                       names.size() == 1 ? "" : ", ...");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+}
+
 int launch_ranks(const Place& place, int nprocs, const SpawnOptions& options) {
+  refuse_other_threads();
   launch::LaunchPlan plan;
   plan.nproc_per_node = nprocs > 0 ? nprocs : default_nprocs();
   plan.run_id = fmt::format("spawn-{}-{}", ::getpid(), place.call);

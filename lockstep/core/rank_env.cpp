@@ -90,9 +90,14 @@ RankEnv to_env(const Place& place) {
   env.world_size = place.size;
   env.local_rank = place.local_rank.value_or(0);
   env.local_size_known = place.local_size.has_value() || place.size == 1;
+  env.local_rank_known = place.local_rank.has_value() || place.size == 1;
+  env.node_known = place.node.has_value() || env.local_size_known;
   env.local_world_size = place.local_size.value_or(env.local_rank + 1);
   // Without a word on nodes, hosts are taken to be equal and filled one after the other.
-  env.node = place.node.value_or(env.local_size_known ? env.rank / env.local_world_size : 0);
+  const bool one_each = !env.local_size_known && !env.local_rank_known;
+  env.node = place.node.value_or(one_each               ? env.rank
+                                 : env.local_size_known ? env.rank / env.local_world_size
+                                                        : 0);
   return env;
 }
 
@@ -333,11 +338,8 @@ Place variables_place() {
   if (!pods && (!address || is_loopback(*address))) {  // everything is on this host
     if (!place.local_size) place.local_size = place.size;
     if (!place.local_rank && *place.local_size == place.size) place.local_rank = place.rank;
-  } else if (!place.local_rank && !place.local_size) {  // one rank per host or pod
+  } else if (!place.local_rank && !place.local_size) {  // one rank per host or pod, most likely
     if (place.size > 1) refuse_missing_launcher();
-    place.local_rank = 0;
-    place.local_size = 1;
-    if (!place.node) place.node = place.rank;
   }
   return place;
 }
@@ -472,9 +474,12 @@ void compare_size(const Place& place) {
 }  // namespace
 
 bool under_lockstep_run() {
-  // A torchrun that one of our ranks started inherits the first and sets the second anew.
+  // A torchrun that one of our ranks started inherits the first and sets the others anew. Its id
+  // may be the same, a default or given to both; but its agent hosts the store, and ours never
+  // does.
   const auto run = env::get("LOCKSTEP_RUN");
-  return run && run == env::get("TORCHELASTIC_RUN_ID");
+  return run && run == env::get("TORCHELASTIC_RUN_ID") &&
+         env::get("TORCHELASTIC_USE_AGENT_STORE") == "False";
 }
 
 RankEnv read_rank_env() {

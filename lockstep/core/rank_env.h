@@ -22,10 +22,13 @@ struct RankEnv {
   int world_size = 1;
   int local_rank = 0;
   int local_world_size = 1;
-  // False when the launcher did not say how many ranks run on this host (RANK, WORLD_SIZE and a
-  // MASTER_ADDR elsewhere, set by hand): local_world_size is then only a lower bound.
-  bool local_size_known = true;
   int node = 0;
+  // False when nobody said so (RANK, WORLD_SIZE and a MASTER_ADDR elsewhere, set by hand): the
+  // value above is then the guess for one rank per host, and a world counts its hosts when it
+  // meets.
+  bool local_rank_known = true;
+  bool local_size_known = true;
+  bool node_known = true;
   std::string source = "alone";  // "lockstep run", "torchrun", "mpirun", "srun", "environment"
 
   // Where the ranks meet. Rank 0 listens on store_fd when it was handed one, otherwise binds the

@@ -180,9 +180,18 @@ TEST(RankEnv, ByHandOnSeveralHosts) {
   const RankEnv known = read(with(base, {{"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "n0"}}));
   EXPECT_EQ(known.node, 1);
   EXPECT_TRUE(known.local_size_known);
+  EXPECT_TRUE(known.local_rank_known && known.node_known);
   const RankEnv unknown = read(with(base, {{"MASTER_ADDR", "n0"}}));
   EXPECT_FALSE(unknown.local_size_known);
+  EXPECT_FALSE(unknown.node_known);
+  EXPECT_TRUE(unknown.local_rank_known);
   EXPECT_EQ(unknown.local_rank, 1);
+  // Nothing at all: the guess is one rank per host, and it is known to be one.
+  const RankEnv guess = read({{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "n0"}});
+  EXPECT_FALSE(guess.local_rank_known || guess.local_size_known || guess.node_known);
+  EXPECT_EQ(guess.local_rank, 0);
+  EXPECT_EQ(guess.local_world_size, 1);
+  EXPECT_EQ(guess.node, 3);
 }
 
 TEST(RankEnv, Kubernetes) {
@@ -301,8 +310,11 @@ TEST(RankEnv, TheNearestLauncherIsRight) {
   EXPECT_EQ(read(with(kSrun, kTorchrun)).source, "torchrun");
   EXPECT_EQ(read(with(kMpi, kTorchrun)).source, "torchrun");
   EXPECT_EQ(read(with(kSrun, kMpi)).source, "mpirun");
-  EXPECT_EQ(read(with(kTorchrun, {{"LOCKSTEP_RUN", "none"}})).source, "lockstep run");
-  EXPECT_EQ(read(with(kTorchrun, {{"LOCKSTEP_RUN", "the outer one"}})).source, "torchrun");
+  const Variables ours = with(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "False"}});
+  EXPECT_EQ(read(with(ours, {{"LOCKSTEP_RUN", "none"}})).source, "lockstep run");
+  EXPECT_EQ(read(with(ours, {{"LOCKSTEP_RUN", "the outer one"}})).source, "torchrun");
+  // A torchrun inside one of our ranks, with the same id.
+  EXPECT_EQ(read(with(kTorchrun, {{"LOCKSTEP_RUN", "none"}})).source, "torchrun");
   // srun --mpi=pmi2 names its ranks twice; MPICH's proxies under srun are not its ranks.
   EXPECT_EQ(read(with(kSrun, {{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}})).source, "srun");
   const Variables hydra = {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <iterator>
 #include <utility>
 
 #include "lockstep/core/env.h"
@@ -79,6 +80,11 @@ class WordReader {
     const bool help = !name.empty() && std::string_view("help").substr(0, name.size()) == name;
     if (help && found.empty()) return nullptr;
     if (found.size() == 1) return found.front();
+    // What torchrun understands means the same here, whatever flags we have beside its own.
+    std::vector<const FlagSpec*> theirs;
+    std::copy_if(found.begin(), found.end(), std::back_inserter(theirs),
+                 [](const FlagSpec* flag) { return flag->torchrun; });
+    if (theirs.size() == 1) return theirs.front();
     if (found.empty()) {
       throw UsageError("run",
                        "there is no flag {}.{} Flags of the program go after the program; "

@@ -19,7 +19,8 @@ namespace {
 
 constexpr int kMaxPort = 65535;
 constexpr int kMultiNodePort = 29500;  // torchrun's default, which every host knows unasked
-constexpr int kMaxCount = 1'000'000;   // far above any real world, far below overflow
+constexpr int kYear_s = 365 * 24 * 3600;
+constexpr int kMaxCount = 1'000'000;  // far above any real world, far below overflow
 
 void refuse_and_note(const Values& values, std::vector<std::string>& notes) {
   for (const FlagSpec& flag : flag_table()) {
@@ -396,9 +397,11 @@ void settle_output(const Values& values, LaunchPlan& plan, std::vector<std::stri
 
 void settle_supervision(const Values& values, LaunchPlan& plan) {
   plan.max_restarts = values.number("max-restarts", 0, 0, kMaxCount);
-  plan.monitor_interval = values.seconds("monitor-interval", plan.monitor_interval, 0.001);
+  values.seconds("monitor-interval", {}, 0.001);  // ignored, but not nonsense
   plan.shutdown_timeout = values.seconds("shutdown-timeout", plan.shutdown_timeout, 0);
   plan.stopped_timeout = values.seconds("stopped-timeout", plan.stopped_timeout, 0);
+  plan.timeout = std::chrono::seconds(values.number("timeout", 0, 1, kYear_s));
+  plan.startup_timeout = std::chrono::seconds(values.number("startup-timeout", 0, 1, kYear_s));
   plan.virtual_local_rank = values.is_on("virtual-local-rank");
   plan.role = values.text("role", plan.role);
   if (const Given* given = values.find("signals-to-handle"))

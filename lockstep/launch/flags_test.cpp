@@ -8,12 +8,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <regex>
 
 #include "lockstep/core/error.h"
+#include "lockstep/launch/flag_values.h"
 #include "lockstep/launch/program.h"
 
 namespace lockstep::launch {
@@ -130,6 +132,30 @@ TEST(Spelling, APrefixOfSeveralFlagsIsRefusedWithTheirNames) {
   EXPECT_THAT(text, HasSubstr("Write more of it"));
 }
 
+TEST(Spelling, WhatTorchrunUnderstandsMeansTheSameHere) {
+  std::vector<std::string> theirs{"help"};
+  for (const FlagSpec& flag : flag_table()) {
+    if (flag.torchrun) theirs.emplace_back(flag.name);
+  }
+  int checked = 0;
+  for (const FlagSpec& flag : flag_table()) {
+    for (std::size_t size = 1; flag.torchrun && size <= flag.name.size(); ++size) {
+      const std::string prefix(flag.name.substr(0, size));
+      const auto meant = std::count_if(theirs.begin(), theirs.end(), [&](const auto& name) {
+        return name.rfind(prefix, 0) == 0;
+      });
+      if (meant > 1) continue;
+      const auto given = read_words({"--" + prefix + (flag.is_switch() ? "" : "=x")});
+      EXPECT_TRUE(given.values.has(std::string(flag.name))) << prefix;
+      ++checked;
+    }
+  }
+  EXPECT_GT(checked, 200);
+  // Ours alone are found where torchrun knows nothing of the kind.
+  EXPECT_EQ(plan_of({"--ti=7"}).timeout, std::chrono::seconds(7));
+  EXPECT_EQ(plan_of({"--startu=7"}).startup_timeout, std::chrono::seconds(7));
+}
+
 TEST(Spelling, ATypoNamesTheNearestFlag) {
   EXPECT_THAT(refusal_of({"--nproc-per-mode=2"}),
               HasSubstr("[run] there is no flag --nproc-per-mode. Did you mean --nproc-per-node?"));
@@ -190,7 +216,8 @@ TEST(PetVariables, EveryHonouredValueFlagReadsItsVariable) {
                                        {"PET_RDZV_ID", "job7"},
                                        {"PET_RDZV_CONF", "timeout=9"},
                                        {"PET_LOCAL_ADDR", "10.0.0.2"},
-                                       {"PET_MONITOR_INTERVAL", "0.5"},
+                                       {"PET_TIMEOUT", "60"},
+                                       {"PET_STARTUP_TIMEOUT", "20"},
                                        {"PET_SHUTDOWN_TIMEOUT", "2.5"},
                                        {"PET_ROLE", "trainer"},
                                        {"PET_REDIRECTS", "1"},
@@ -206,7 +233,8 @@ TEST(PetVariables, EveryHonouredValueFlagReadsItsVariable) {
   EXPECT_EQ(plan.run_id, "job7");
   EXPECT_EQ(plan.rendezvous_timeout, std::chrono::seconds(9));
   EXPECT_EQ(plan.local_addr, "10.0.0.2");
-  EXPECT_EQ(plan.monitor_interval, milliseconds(500));
+  EXPECT_EQ(plan.timeout, std::chrono::seconds(60));
+  EXPECT_EQ(plan.startup_timeout, std::chrono::seconds(20));
   EXPECT_EQ(plan.shutdown_timeout, milliseconds(2500));
   EXPECT_EQ(plan.role, "trainer");
   EXPECT_EQ(plan.redirects.at(7), Streams::kOut);
@@ -353,7 +381,6 @@ TEST(World, RendezvousSettingsAreTimeoutOrExplained) {
 
 TEST(Supervision, NumbersAndSecondsAreChecked) {
   EXPECT_EQ(plan_of({"--max-restarts=3"}).max_restarts, 3);
-  EXPECT_EQ(plan_of({"--monitor-interval=0.25"}).monitor_interval, milliseconds(250));
   EXPECT_EQ(plan_of({"--shutdown-timeout=1.5"}).shutdown_timeout, milliseconds(1500));
   EXPECT_EQ(plan_of({"--shutdown_timeout", "0"}).shutdown_timeout, milliseconds(0));
   EXPECT_EQ(plan_of({"--stopped-timeout=4"}).stopped_timeout, milliseconds(4000));
@@ -361,6 +388,27 @@ TEST(Supervision, NumbersAndSecondsAreChecked) {
   EXPECT_THAT(refusal_of({"--monitor-interval=0"}), HasSubstr("is not a number of seconds of at"));
   EXPECT_THAT(refusal_of({"--shutdown-timeout=nan"}), HasSubstr("is not a number of seconds"));
   EXPECT_THAT(refusal_of({"--shutdown-timeout=5s"}), HasSubstr("--shutdown-timeout='5s' is not"));
+}
+
+TEST(Supervision, PollingIsIgnoredWithALine) {
+  EXPECT_THAT(notes_of({"--monitor-interval=0.25"}),
+              ElementsAre("--monitor-interval is ignored: ranks are not polled; the end of one is "
+                          "seen at once."));
+  EXPECT_THAT(notes_of({}, {{"PET_MONITOR_INTERVAL", "5"}}),
+              ElementsAre(HasSubstr("PET_MONITOR_INTERVAL is ignored: ")));
+  EXPECT_THAT(notes_of({}), IsEmpty());
+}
+
+TEST(Supervision, TimeoutsOfTheRanksAreWholeSeconds) {
+  EXPECT_EQ(plan_of({}).timeout.count(), 0);
+  EXPECT_EQ(plan_of({"--timeout=7"}).timeout, std::chrono::seconds(7));
+  EXPECT_EQ(plan_of({"--startup_timeout", "8"}).startup_timeout, std::chrono::seconds(8));
+  for (const char* bad : {"0", "-1", "1.5", "soon", "31536001"}) {
+    const std::string text = bad;
+    EXPECT_THAT(refusal_of({"--timeout=" + text}),
+                HasSubstr("--timeout='" + text + "' is not a whole number from 1 to 31536000"));
+    EXPECT_THAT(refusal_of({"--startup-timeout=" + text}), HasSubstr("--startup-timeout='" + text));
+  }
 }
 
 TEST(Supervision, SignalsAreNames) {

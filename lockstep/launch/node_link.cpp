@@ -29,7 +29,7 @@ constexpr std::size_t kLongestLine = 1u << 20;
 constexpr milliseconds kHelloTimeout{10'000};
 constexpr milliseconds kConnectTimeout{5000};
 constexpr milliseconds kRetryDelay{200};
-constexpr milliseconds kNodeZeroSlack{30'000};
+constexpr milliseconds kNodeZeroSlack{5000};
 constexpr milliseconds kFirstProgress{3000};
 constexpr milliseconds kProgress{10'000};
 
@@ -119,9 +119,15 @@ std::string encode(const Message& message) {
 Message decode(const std::string& line) {
   try {
     const Json json = Json::parse(line);
-    if (json.at("lockstep").get<int>() != kProtocol)
-      throw UsageError("launch", "the other launcher is of another version of Lockstep.");
     Message message;
+    if (const int theirs = json.at("lockstep").get<int>(); theirs != kProtocol) {
+      message.kind = Message::Kind::kForeign;
+      message.text = fmt::format(
+          "[launch] launchers of different versions of Lockstep met (protocols {} and {}). Install "
+          "the same version on every host.",
+          theirs, kProtocol);
+      return message;
+    }
     const std::string wanted = json.at("kind").get<std::string>();
     const auto found = std::find_if(std::begin(kKindNames), std::end(kKindNames),
                                     [&](const auto& entry) { return wanted == entry.second; });
@@ -286,6 +292,8 @@ void Hub::on_message(std::uint64_t number, const Message& message) {
     handlers_.message(node, message);
   } else if (message.kind == Message::Kind::kHello) {
     on_hello(number, message);
+  } else if (message.kind == Message::Kind::kForeign) {
+    refuse(number, message.text);
   } else {
     drop(number);
   }
@@ -314,21 +322,24 @@ std::string Hub::reason_to_refuse(const Message& hello) const {
   return {};
 }
 
+void Hub::refuse(std::uint64_t number, const std::string& reason) {
+  Guest& guest = guests_.at(number);
+  loop_.cancel(guest.hello_timer);
+  handlers_.say(reason);
+  Message answer;
+  answer.kind = Message::Kind::kRefused;
+  answer.text = reason;
+  answer.code = 2;
+  guest.connection->send(answer);
+  // It hangs up when it has read that; should it not, this does.
+  guest.hello_timer = loop_.after(kHelloTimeout, [this, number] { drop(number); });
+}
+
 void Hub::on_hello(std::uint64_t number, const Message& hello) {
   Guest& guest = guests_.at(number);
   loop_.cancel(guest.hello_timer);
   const std::string refusal = reason_to_refuse(hello);
-  if (!refusal.empty()) {
-    handlers_.say(refusal);
-    Message answer;
-    answer.kind = Message::Kind::kRefused;
-    answer.text = refusal;
-    answer.code = 2;
-    guest.connection->send(answer);
-    // It hangs up when it has read that; should it not, this does.
-    guest.hello_timer = loop_.after(kHelloTimeout, [this, number] { drop(number); });
-    return;
-  }
+  if (!refusal.empty()) return refuse(number, refusal);
   guest.node = hello.node;
   guest.host = hello.host;
   guest_of_node_[hello.node] = number;
@@ -528,6 +539,7 @@ void Spoke::on_connected(Fd socket) {
 void Spoke::on_message(const Message& message) {
   loop_.cancel(answer_timer_);
   if (message.kind == Message::Kind::kRefused) return handlers_.failed(message.code, message.text);
+  if (message.kind == Message::Kind::kForeign) return handlers_.failed(2, message.text);
   if (!welcome_) {
     // From here on node 0 watches the clock; this is for a node 0 that hangs.
     welcome_ = true;

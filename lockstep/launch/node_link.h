@@ -39,6 +39,7 @@ struct Message {
     kDown,     // node -> 0: nothing of this attempt is left here (`failure`: the first one here)
     kRestart,  // 0 -> nodes: print `failure`; a next attempt follows (text)
     kEnd,      // 0 -> nodes: the run is over; exit with `code`, print `failure`
+    kForeign,  // never sent: from a launcher of another version; text says so
   };
   Kind kind = Kind::kSay;
   int node = 0;
@@ -116,6 +117,7 @@ class Hub {
   void on_connect();
   void on_message(std::uint64_t guest, const Message& message);
   void on_hello(std::uint64_t guest, const Message& hello);
+  void refuse(std::uint64_t guest, const std::string& reason);
   void on_closed(std::uint64_t guest, const std::string& why);
   void drop(std::uint64_t guest);
   std::string reason_to_refuse(const Message& hello) const;

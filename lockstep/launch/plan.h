@@ -48,10 +48,11 @@ struct LaunchPlan {
 
   // Supervision.
   int max_restarts = 0;
-  std::chrono::milliseconds monitor_interval{100};
   std::chrono::milliseconds shutdown_timeout{30'000};  // from SIGTERM to SIGKILL
   std::chrono::milliseconds stopped_timeout{30'000};   // a SIGSTOPped rank is failed after this
   std::vector<int> signals_to_handle;                  // empty: TERM, INT, HUP, QUIT
+  std::chrono::seconds timeout{0};          // of a rank's operations; 0: as its environment says
+  std::chrono::seconds startup_timeout{0};  // for its world to meet; the same
   bool virtual_local_rank = false;
   NumaBinding numa_binding = NumaBinding::kNone;
 

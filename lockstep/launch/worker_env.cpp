@@ -84,6 +84,10 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerPlace& place,
   const bool stores = place.store_fd >= 0 && plan.node_rank == 0 && place.local_rank == 0;
   set["LOCKSTEP_STORE_FD"] = stores ? std::to_string(place.store_fd) : "";
 
+  if (plan.timeout.count() > 0) set["LOCKSTEP_TIMEOUT_S"] = std::to_string(plan.timeout.count());
+  if (plan.startup_timeout.count() > 0)
+    set["LOCKSTEP_STARTUP_TIMEOUT_S"] = std::to_string(plan.startup_timeout.count());
+
   if (plan.virtual_local_rank) {
     set["LOCAL_RANK"] = "0";
     set["CUDA_VISIBLE_DEVICES"] = visible_device(variable, place.local_rank);

@@ -21,6 +21,8 @@ using std::chrono::milliseconds;
 constexpr milliseconds kStrayGrace{1000};         // after a success
 constexpr milliseconds kStrayFailureGrace{5000};  // after a failure
 constexpr milliseconds kCauseHeadStart{1000};
+// Between the word on the control descriptors and SIGTERM, for whoever listens there.
+constexpr milliseconds kWordHeadStart{100};
 constexpr milliseconds kSweepRound{50};
 constexpr int kSweepRounds = 100;
 constexpr std::size_t kLastLines = 20;
@@ -59,20 +61,29 @@ struct WorkerGroup::Worker {
   Process process;
   std::optional<Ending> ending;
   double ended_at = 0;
-  bool asked_to_end = false;  // before it ended, by us
+  bool told = false;          // that another one failed: its own end is no news after that
+  bool asked_to_end = false;  // the same by a signal to its group, before it ended
   std::string forced_cause;   // what we failed it for while it was alive
   int forced_code = 0;
   EventLoop::TimerId stopped_timer = 0;
 
-  bool running() const { return process.alive(); }
+  bool abandoned = false;  // SIGKILL did not end it
+
+  bool running() const { return process.alive() && !abandoned; }
+  bool ends_for_us() const { return told || asked_to_end; }
 };
 
 WorkerGroup::WorkerGroup(GroupSetup& setup, GroupPlace place, GroupEvents events)
     : setup_(setup), place_(std::move(place)), events_(std::move(events)) {}
 
-WorkerGroup::~WorkerGroup() {
-  for (EventLoop::TimerId* timer : {&kill_timer_, &late_timer_, &sweep_timer_})
+void WorkerGroup::cancel_timers() {
+  for (EventLoop::TimerId* timer :
+       {&term_timer_, &kill_timer_, &late_timer_, &abandon_timer_, &sweep_timer_})
     setup_.loop.cancel(*timer);
+}
+
+WorkerGroup::~WorkerGroup() {
+  cancel_timers();
   for (const auto& worker : workers_) {
     setup_.loop.cancel(worker->stopped_timer);
     if (worker->running()) setup_.loop.forget(worker->process.pidfd());
@@ -191,7 +202,8 @@ void WorkerGroup::start_worker(Worker& worker) {
 
 void WorkerGroup::on_exit(Worker& worker) {
   const auto ending = worker.process.reap();
-  if (!ending) return;
+  // It has ended, but a debugger that holds it has not let go yet; then comes SIGCHLD.
+  if (!ending) return setup_.loop.forget(worker.process.pidfd());
   worker.ending = ending;
   worker.ended_at = wall_clock();
   worker.control.reset();
@@ -261,10 +273,10 @@ void WorkerGroup::fail(Failure failure) {
   setup_.loop.post([this] { events_.failed(*failure_); });
 }
 
-void WorkerGroup::begin_stopping() {
+void WorkerGroup::begin_stopping(milliseconds pause) {
   phase_ = Phase::kStopping;
   for (const auto& worker : workers_) setup_.loop.cancel(worker->stopped_timer);
-  const auto grace = setup_.plan.shutdown_timeout;
+  const auto grace = pause + setup_.plan.shutdown_timeout;
   kill_time_ = EventLoop::Clock::now() + grace;
   kill_timer_ = setup_.loop.after(grace, [this] {
     kill_timer_ = 0;
@@ -277,22 +289,25 @@ void WorkerGroup::begin_stopping() {
   });
 }
 
+// The word first and SIGTERM a moment later: a program of ours that has read the word no longer
+// takes the signal for a request to save.
 void WorkerGroup::stop_for(const Failure& failure) {
   if (phase_ != Phase::kRunning) return;
   const std::string line = control_line(failure);
   const Worker* cause = nullptr;
+  bool heard = false;
   for (const auto& worker : workers_) {
     if (rank_of(*worker) == failure.rank) cause = worker.get();
     if (worker.get() == cause || !worker->control) continue;
     // A rank that does not read has a full pipe or none; that is its own loss.
-    [[maybe_unused]] const auto n = ::write(worker->control.get(), line.data(), line.size());
+    heard |= ::write(worker->control.get(), line.data(), line.size()) > 0;
+    worker->told = true;
   }
-  begin_stopping();
+  const milliseconds pause = heard ? kWordHeadStart : milliseconds(0);
+  begin_stopping(pause);
   sweep_grace_ = kStrayFailureGrace;
   // A rank that has written its error file is on its way out: let it end with its own exit code.
   const bool leaving = cause != nullptr && cause->running() && cause->forced_cause.empty();
-  signal_strays(SIGTERM);
-  signal_ranks(SIGTERM, leaving ? cause : nullptr);
   if (leaving) {
     late_timer_ = setup_.loop.after(kCauseHeadStart, [this, index = cause->local_rank] {
       late_timer_ = 0;
@@ -302,7 +317,20 @@ void WorkerGroup::stop_for(const Failure& failure) {
       late.process.signal_group(SIGTERM);
     });
   }
+  const Worker* spared = leaving ? cause : nullptr;
+  if (heard) {
+    term_timer_ = setup_.loop.after(pause, [this, spared] { terminate(spared); });
+  } else {
+    terminate(spared);
+  }
   maybe_sweep();
+}
+
+void WorkerGroup::terminate(const Worker* except) {
+  term_timer_ = 0;
+  if (phase_ != Phase::kStopping || killing_) return;
+  signal_strays(SIGTERM);
+  signal_ranks(SIGTERM, except);
 }
 
 void WorkerGroup::pass_on(int signal) {
@@ -311,6 +339,7 @@ void WorkerGroup::pass_on(int signal) {
     begin_stopping();
     sweep_grace_ = setup_.plan.shutdown_timeout;
   }
+  if (signal == SIGTERM) setup_.loop.cancel(term_timer_);  // once is enough
   signal_strays(signal);
   signal_ranks(signal);
   maybe_sweep();
@@ -323,6 +352,21 @@ void WorkerGroup::kill_now() {
   signal_ranks(SIGKILL);
   signal_strays(SIGKILL);
   if (phase_ == Phase::kSweeping) kill_strays(kSweepRounds);
+  maybe_sweep();
+  if (phase_ == Phase::kStopping && abandon_timer_ == 0)
+    abandon_timer_ = setup_.loop.after(kSweepRound * kSweepRounds, [this] { abandon_ranks(); });
+}
+
+// A rank that waits inside the kernel, or that a debugger holds, does not feel even SIGKILL. It
+// counts as ended, and kill_strays says that it is still there.
+void WorkerGroup::abandon_ranks() {
+  abandon_timer_ = 0;
+  for (const auto& worker : workers_) {
+    if (!worker->running()) continue;
+    setup_.loop.forget(worker->process.pidfd());
+    worker->control.reset();
+    worker->abandoned = true;
+  }
   maybe_sweep();
 }
 
@@ -393,7 +437,9 @@ void WorkerGroup::maybe_sweep() {
 void WorkerGroup::sweep() {
   reap_orphans();
   if (no_children_left()) return finish();
-  if (killing_) return kill_strays(kSweepRounds);
+  const bool waited = std::any_of(workers_.begin(), workers_.end(),
+                                  [](const auto& worker) { return worker->abandoned; });
+  if (killing_) return kill_strays(waited ? 1 : kSweepRounds);
   ask_strays_not_yet_asked();
   const bool asked = kill_time_.has_value();  // the ranks were, by us
   milliseconds grace = std::min(sweep_grace_, asked ? setup_.plan.shutdown_timeout : kStrayGrace);
@@ -412,10 +458,10 @@ void WorkerGroup::kill_strays(int rounds_left) {
   if (rounds_left == 0) {
     const auto left = descendants_of(::getpid());
     setup_.console.say(
-        fmt::format("[launch] {} processes cannot be killed (first: pid {}); they are "
-                    "left behind. The kernel is probably waiting for a device or a "
-                    "file system.",
-                    left.size(), left.empty() ? -1 : left.front()));
+        fmt::format("[launch] what cannot be killed is left behind: {} (first: pid {}). The kernel "
+                    "is probably waiting for a device or a file system, or a debugger holds it.",
+                    left.size() == 1 ? "1 process" : fmt::format("{} processes", left.size()),
+                    left.empty() ? -1 : left.front()));
     return finish();
   }
   sweep_timer_ =
@@ -425,8 +471,7 @@ void WorkerGroup::kill_strays(int rounds_left) {
 void WorkerGroup::finish() {
   if (phase_ == Phase::kOver) return;
   phase_ = Phase::kOver;
-  for (EventLoop::TimerId* timer : {&kill_timer_, &late_timer_, &sweep_timer_})
-    setup_.loop.cancel(*timer);
+  cancel_timers();
   setup_.kept.registry->clear();
   for (const auto& worker : workers_) {
     if (worker->output) worker->output->close_now();
@@ -440,17 +485,23 @@ bool WorkerGroup::counts_as_failed(const Worker& worker) const {
   if (!worker.forced_cause.empty()) return true;
   if (worker.ending && worker.ending->ok()) return false;
   // Whoever died after being asked to is a cause only if it had said so before: see first_to_fail.
-  if (worker.ending && !worker.asked_to_end) return true;
+  if (worker.ending && !worker.ends_for_us()) return true;
   return worker.process.pid() > 0 && read_error_file(worker.error_file).present;
 }
 
 const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
+  constexpr double kHeardLate = 0.25;
   const Worker* first = nullptr;
   double first_time = 0;
   for (const auto& worker : workers_) {
     if (!counts_as_failed(*worker)) continue;
     const ErrorFile file = read_error_file(worker->error_file);
-    const double time = file.present ? file.time : worker->ended_at;
+    double time = file.present ? file.time : worker->ended_at;
+    // A rank killed from outside leaves no word of when, and a busy launcher hears of it late,
+    // perhaps after a victim has already written its file.
+    if (!file.present && worker->ending && worker->ending->by_signal &&
+        worker->ending->number == SIGKILL)
+      time -= kHeardLate;
     if (first != nullptr && time >= first_time) continue;
     first = worker.get();
     first_time = time;
@@ -493,7 +544,7 @@ std::optional<Failure> WorkerGroup::verdict() const {
     failure.last_lines = workers_[index]->output->last_error_lines(kLastLines);
   for (const auto& worker : workers_) {
     if (worker->local_rank == failure.local_rank || !worker->ending || worker->ending->ok() ||
-        worker->asked_to_end)
+        worker->ends_for_us())
       continue;
     const std::string words = read_error_file(worker->error_file).message;
     failure.others.push_back(

@@ -64,7 +64,8 @@ class WorkerGroup {
   void start();
   // SIGCHLD: ranks that were stopped or continued, and orphans to be reaped.
   void on_child_signal();
-  // Tells every rank but the failed one, then SIGTERM, grace, SIGKILL.
+  // Tells every rank but the failed one, then (a moment later where one may listen) SIGTERM, grace,
+  // SIGKILL.
   void stop_for(const Failure& failure);
   // A stop request: the signal as it came, then grace, SIGKILL. A later one is passed on as well.
   void pass_on(int signal);
@@ -86,7 +87,11 @@ class WorkerGroup {
   void on_exit(Worker& worker);
   void on_pause(Worker& worker, const Pause& pause);
   void fail(Failure failure);
-  void begin_stopping();
+  // `pause`: until SIGTERM, from which the grace is counted.
+  void begin_stopping(std::chrono::milliseconds pause = {});
+  void terminate(const Worker* except);
+  void abandon_ranks();
+  void cancel_timers();
   void signal_ranks(int number, const Worker* except = nullptr);
   std::vector<pid_t> strays() const;
   void signal_strays(int number);
@@ -115,7 +120,9 @@ class WorkerGroup {
   std::set<pid_t> asked_;  // strays that have had a signal
   EventLoop::Clock::time_point started_;
   std::optional<EventLoop::Clock::time_point> kill_time_;
+  EventLoop::TimerId term_timer_ = 0;
   EventLoop::TimerId kill_timer_ = 0;
+  EventLoop::TimerId abandon_timer_ = 0;
   EventLoop::TimerId late_timer_ = 0;
   EventLoop::TimerId sweep_timer_ = 0;
 };

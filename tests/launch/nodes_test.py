@@ -1,4 +1,5 @@
 """Several launchers as several hosts: on the loopback interface, and in network namespaces."""
+import json
 import os
 import re
 import signal
@@ -185,6 +186,51 @@ else:
         self.assertIn(f"node 0's launcher was not found at 127.0.0.1:{self.port} within 4 s", err)
         self.assertIn("Connection refused", err)
 
+    def test_another_version_is_refused_on_both_sides(self):
+        met = "launchers of different versions of Lockstep met (protocols 99 and 1)"
+        first = self.node(0, "echo ran")
+        with self.connect() as newer:
+            newer.sendall(b'{"lockstep": 99, "kind": "hello"}\n')
+            answer = json.loads(newer.makefile().readline())
+            self.assertEqual((answer["kind"], answer["code"]), ("refused", 2))
+            self.assertIn(met, answer["text"])
+        # It is still waiting for the right one.
+        for code, err in self.ends([self.node(1, "echo ran"), first]):
+            self.assertEqual(code, 0, err)
+        self.assertIn(met, err)
+
+        self.port = free_port()
+        with socket.create_server(("127.0.0.1", self.port)) as server:
+            server.settimeout(BOUND_S)
+            second = self.node(1, "echo ran")
+            with server.accept()[0] as node:
+                node.sendall(b'{"lockstep": 99, "kind": "refused"}\n')
+                code, _, err = self.finish(second)
+        self.assertEqual(code, 2, err)
+        self.assertIn(met, err)
+
+    def connect(self):
+        """To node 0, as soon as it listens."""
+        end = time.time() + BOUND_S
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", self.port), timeout=BOUND_S)
+            except ConnectionRefusedError:
+                self.assertLess(time.time(), end, "node 0 does not listen")
+                time.sleep(0.02)
+
+    def test_a_node_0_that_hangs_after_its_answer_is_named(self):
+        with socket.create_server(("127.0.0.1", self.port)) as server:
+            server.settimeout(BOUND_S)
+            second = self.node(1, "echo ran", "--rdzv-conf=join_timeout=1")
+            with server.accept()[0] as node:
+                hello = json.loads(node.makefile().readline())
+                self.assertEqual((hello["kind"], hello["node"]), ("hello", 1))
+                node.sendall(json.dumps({**hello, "kind": "say"}).encode() + b"\n")
+                code, _, err = self.finish(second)
+        self.assertEqual(code, 1, err)
+        self.assertIn("node 0's launcher answered but never started the run", err)
+
     def test_a_request_to_stop_while_waiting(self):
         for rank in (0, 1):
             process = self.node(rank, "echo ran")
@@ -291,4 +337,4 @@ class Namespaces(Nodes):
 
 
 if __name__ == "__main__":
-    unittest.main(verbosity=1)
+    unittest.main(verbosity=2)  # a skipped test says why

@@ -116,4 +116,4 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 if __name__ == "__main__":
-    unittest.main(verbosity=1)
+    unittest.main(verbosity=2)  # a skipped test says why

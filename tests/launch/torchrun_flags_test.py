@@ -22,6 +22,7 @@ VALUES = {
     "duplicate-stderr-filters": "apple", "node-rank": "0", "master-addr": "127.0.0.1",
     "master-port": "0", "local-addr": "127.0.0.1", "logs-specs": "mine", "numa-binding": "node",
     "signals-to-handle": "SIGTERM,SIGUSR1", "shutdown-timeout": "5", "stopped-timeout": "5",
+    "timeout": "60", "startup-timeout": "60",
 }
 
 
@@ -117,6 +118,23 @@ class TorchrunFlags(unittest.TestCase):
             f.write("print('ran')\n")
         return path
 
+    def test_timeouts_reach_the_ranks_and_beat_the_callers(self):
+        told = ["sh", "-c", "echo told=$LOCKSTEP_TIMEOUT_S,$LOCKSTEP_STARTUP_TIMEOUT_S"]
+        callers = {"LOCKSTEP_TIMEOUT_S": "7", "LOCKSTEP_STARTUP_TIMEOUT_S": "8"}
+        for words, variables, wanted in (
+                ([], callers, "told=7,8"),
+                (["--timeout=60", "--startup_timeout=20"], callers, "told=60,20"),
+                ([], {**callers, "PET_TIMEOUT": "61", "PET_STARTUP_TIMEOUT": "21"}, "told=61,21"),
+                (["--timeout=62"], {**callers, "PET_TIMEOUT": "61"}, "told=62,8")):
+            with self.subTest(words=words, variables=variables):
+                self.assertIn(wanted + "\n", run([*words, *told], **variables).stdout)
+        result = run(["--timeout=0", *told])
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("--timeout='0' is not a whole number from 1 to", result.stderr)
+        result = run(told, PET_STARTUP_TIMEOUT="-1")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("PET_STARTUP_TIMEOUT='-1' is not a whole number from 1 to", result.stderr)
+
     def test_gpus_are_counted_through_the_driver(self):
         fake = os.path.join(os.path.dirname(os.environ["LOCKSTEP_BIN"]), "lib", "fake_cuda")
         words = ["--nproc-per-node=gpu", "sh", "-c", "echo size=$WORLD_SIZE"]
@@ -158,4 +176,4 @@ class WorkerVariables(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    sys.exit(0 if unittest.main(exit=False, verbosity=1).result.wasSuccessful() else 1)
+    sys.exit(0 if unittest.main(exit=False, verbosity=2).result.wasSuccessful() else 1)

@@ -1,6 +1,8 @@
 """One binary, every launcher: alone, lockstep run, torchrun, mpirun, by hand, SLURM's variables."""
 
+import json
 import os
+import re
 import socket
 import unittest
 
@@ -52,6 +54,18 @@ class Peers(unittest.TestCase):
                         f"--master-port={free_port()}", "--nproc-per-node=2", "--no-python",
                         HELLO]), 2)
 
+    @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
+    def test_torchrun_inside_lockstep_run_is_torchrun(self):
+        # Both have the same id, as when PET_RDZV_ID is set for the whole job.
+        done = run([LOCKSTEP, "run", "--rdzv-id=same", "--no-python", *TORCHRUN, "--rdzv-id=same",
+                    "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--no-python",
+                    LOCKSTEP, "env", "--json"])
+        self.assertEqual(done.code, 0, done.text())
+        found = json.loads(re.search(r'{"version".*', done.out).group())
+        self.assertEqual(found["variables"]["LOCKSTEP_RUN"], "same")
+        self.assertEqual(found["variables"]["TORCHELASTIC_RUN_ID"], "same")
+        self.assertEqual(found["identity"]["source"], "torchrun")
+
     def test_mpirun_twice_at_once(self):
         command = mpirun()
         if command is None:
@@ -99,9 +113,10 @@ class Peers(unittest.TestCase):
         self.assertEqual(self.by_hand(3, MASTER_PORT=free_port()), world_of(3))
 
     def test_kubernetes(self):
+        # Pods are told no local rank; those of one host (as here) count themselves.
         lines = self.by_hand(2, KUBERNETES_SERVICE_HOST="10.0.0.1", MASTER_ADDR="localhost",
                              MASTER_PORT=free_port())
-        self.assertEqual(lines, [(rank, 2, 0, "cpu", "gloo") for rank in range(2)])
+        self.assertEqual(lines, world_of(2))
 
     def test_accelerate(self):
         # What `accelerate launch` leaves in the environment of its ranks on CPU.

@@ -2,15 +2,18 @@
 //
 //   run_peer throw RANK    that rank throws, the others are in an all-reduce
 //   run_peer spawn N       spawn() of N ranks, twice, and what the calls returned
+//   run_peer spawn-WORD    spawn() in a situation that it must refuse, or that a signal ends
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <lockstep/run.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -100,6 +103,40 @@ int spawns_inside() {
       [](World&) { lockstep::spawn([](World& world) { all_reduce(world); }, 2); }, 2);
 }
 
+// Ranks that only a signal ends. No destructor of a world is to be waited for.
+int spawns_sleepers() {
+  const int code = lockstep::spawn(
+      [](World& world) {
+        world.barrier();
+        say(fmt::format("rank {} sleeps", world.rank()));
+        std::this_thread::sleep_for(std::chrono::minutes(10));
+      },
+      2);
+  say(fmt::format("spawn returned {}", code));
+  return code;
+}
+
+int refuses(const std::string& why) {
+  std::atomic<bool> stop{false};
+  std::thread other;
+  if (why == "spawn-joined") std::thread([] {}).join();
+  if (why == "spawn-threads") {
+    other = std::thread([&] {
+      while (!stop) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+  }
+  if (why == "spawn-gone") std::filesystem::remove(std::filesystem::read_symlink("/proc/self/exe"));
+  int code = 3;
+  try {
+    code = lockstep::spawn([](World& world) { all_reduce(world); }, 2);
+  } catch (const lockstep::UsageError& e) {
+    say(e.what());
+  }
+  stop = true;
+  if (other.joinable()) other.join();
+  return code;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -108,6 +145,8 @@ int main(int argc, char** argv) {
   const int number = words.size() > 1 ? std::atoi(words[1].c_str()) : 0;
   if (mode == "spawn") return spawns(number);
   if (mode == "spawn-inside") return spawns_inside();
+  if (mode == "spawn-sleep") return spawns_sleepers();
+  if (mode.starts_with("spawn-")) return refuses(mode);
   if (mode == "hang") return hangs_on_exit();
   return fails(mode, number);
 }

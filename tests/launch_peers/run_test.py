@@ -4,10 +4,14 @@ import glob
 import json
 import os
 import pathlib
+import shutil
+import signal
 import tempfile
+import time
 import unittest
+import uuid
 
-from peer import HAVE_TORCH, LOCKSTEP, RUN_PEER, TORCHRUN, run
+from peer import HAVE_TORCH, LOCKSTEP, RUN_PEER, TORCHRUN, Started, run
 
 # Generous: a loaded machine starts two LibTorch programs in some seconds. A missed failure would
 # take the 30 minutes of a collective's timeout, or the 30 s between SIGTERM and SIGKILL.
@@ -16,6 +20,18 @@ SOON_S = 25
 
 def ranks(count, *words):
     return [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={count}", *words]
+
+
+def left_over(mark):
+    """Processes whose environment carries the mark."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if mark.encode() in pathlib.Path("/proc", pid, "environ").read_bytes():
+                found.append(int(pid))
+        except OSError:  # it has ended, or is not ours
+            pass
+    return found
 
 
 class Run(unittest.TestCase):
@@ -129,6 +145,44 @@ class Spawn(unittest.TestCase):
         done = run([RUN_PEER, "spawn", "-1"])
         self.assertIn("nprocs=-1 ranks cannot be started", done.err)
         self.assertNotEqual(done.code, 0)
+
+    def test_a_process_with_threads_is_refused(self):
+        done = run([RUN_PEER, "spawn-threads"])
+        self.assertEqual(done.code, 3, done.text())
+        self.assertIn("[spawn] this process has 1 other thread (run_peer), and a process with "
+                      "threads cannot be copied safely.", done.out)
+        self.assertIn("lockstep run --nproc-per-node=N", done.out)
+        self.assertNotIn("sum", done.out)
+        # One that has ended does no harm.
+        done = run([RUN_PEER, "spawn-joined"])
+        self.assertEqual(done.code, 0, done.text())
+        self.assertEqual(done.out.count("of 2: sum 2"), 2, done.text())
+
+    def test_a_program_that_was_removed_is_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            program = shutil.copy(RUN_PEER, folder)
+            done = run([program, "spawn-gone"])
+        self.assertEqual(done.code, 3, done.text())
+        self.assertRegex(done.out, r"\[spawn\] \S+/run_peer( \(deleted\))? is no longer there to "
+                                   r"be started again .* Start the program anew\.")
+
+    def test_a_signal_ends_the_ranks(self):
+        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)):
+            mark = f"PEER_MARK_{uuid.uuid4().hex}"
+            started = Started([RUN_PEER, "spawn-sleep"], **{mark: 1})
+            lines = [started.process.stdout.readline() for _ in range(2)]
+            self.assertTrue(all("sleeps" in line for line in lines), lines)
+            os.kill(started.process.pid, number)
+            done = started.finish()
+            self.assertEqual(done.code, code, done.text())
+            self.assertLess(done.seconds, SOON_S, done.text())
+            if code > 0:
+                self.assertIn(f"spawn returned {code}", done.out, done.text())
+            # What was killed leaves /proc a moment later.
+            until = time.monotonic() + SOON_S
+            while left_over(mark) and time.monotonic() < until:
+                time.sleep(0.05)
+            self.assertEqual(left_over(mark), [], done.text())
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ import tree
 from tree import CPP, Violation
 
 SEED_ROWS = {"000-": 23, "001-": 27, "002-": 41, "003-": 35, "004-": 21, "C": 22}
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md",
+             "python/README.md")
 # What a path in a document may begin with. Words that merely contain a slash are left alone.
-TOP = r"(?:lockstep|docs|examples|tests|cmake|cli|bench|tools|\.ci)/"
+TOP = r"(?:lockstep|docs|examples|tests|cmake|cli|bench|tools|python|\.ci)/"
 RUN_TIMEOUT_S = 120
 
 
@@ -93,25 +94,41 @@ def check_architecture(root):
             yield Violation("ARCHITECTURE.md", 1, "folder", f"lockstep/{folder} is not described")
 
 
+# A name handed to whatever reads or sets one, and any string that is a name of a launcher's family:
+# those also stand in tables.
+CALLED = (r'\b(?:get|get_int|get_bool|getenv|setenv|unsetenv|parse_int|parse_bool|number|variable)'
+          r'\(\s*"([A-Z][A-Z0-9_]*[A-Z0-9])"')
+FAMILY = (r'"((?:LOCKSTEP|TORCHELASTIC|TORCH_NCCL|TORCH_FR|PET|OMPI|PMI|PMIX|MPI|MV2|SLURM'
+          r'|KUBERNETES|ACCELERATE|MASTER|LOCAL|GROUP|ROLE|NODE)_[A-Za-z0-9_]*[A-Za-z0-9]'
+          r'|RANK|WORLD_SIZE)["=]')
+PYTHON_READS = r'(?:environ(?:\.\w+)?[\[(]|getenv\()\s*"([A-Z][A-Z0-9_]+)"'
+OF_THE_SHELL = {"BASH_SOURCE", "PWD", "OLDPWD", "EUID", "UID", "RANDOM", "SECONDS"}
+
+
+def names_in(root, path):
+    """The variables that one file reads or sets."""
+    suffix = pathlib.PurePosixPath(path).suffix
+    is_test = path.startswith(("tests/", "lockstep/testing/")) or "_test." in path
+    if path == "dev":
+        return set(re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", tree.read(root, path))) - OF_THE_SHELL
+    if suffix in CPP and not is_test:
+        code = tree.code_only(tree.read(root, path), keep_strings=True)
+        return set(re.findall(CALLED, code)) | set(re.findall(FAMILY, code))
+    if suffix == ".py" and not is_test:
+        return set(re.findall(PYTHON_READS, tree.read(root, path)))
+    if path == "cmake/LockstepLayer.cmake":
+        return set(re.findall(r"(LOCKSTEP_[A-Z]+)=", tree.read(root, path)))
+    return set()
+
+
 def variables(root):
-    """{name: where} of each LOCKSTEP_ variable that programs and scripts read or set."""
+    """{name: where} of each environment variable that programs and scripts read or set."""
     found = {}
     defined = set()
     for path in tree.files(root):
-        suffix = pathlib.PurePosixPath(path).suffix
-        is_test = path.startswith(("tests/", "lockstep/testing/")) or "_test." in path
-        if path == "dev":
-            names = re.findall(r"\$\{?(LOCKSTEP_[A-Z0-9_]+)", tree.read(root, path))
-        elif suffix in CPP and not is_test:
-            text = tree.read(root, path)
-            defined |= set(re.findall(r"#\s*define\s+(LOCKSTEP_\w+)", text))
-            code = tree.code_only(text, keep_strings=True)
-            names = re.findall(r'"(LOCKSTEP_[A-Z0-9_]+)["=]', code)
-        elif path == "cmake/LockstepLayer.cmake":
-            names = re.findall(r"(LOCKSTEP_[A-Z]+)=", tree.read(root, path))
-        else:
-            names = []
-        for name in names:
+        if pathlib.PurePosixPath(path).suffix in CPP:
+            defined |= set(re.findall(r"#\s*define\s+(LOCKSTEP_\w+)", tree.read(root, path)))
+        for name in names_in(root, path):
             found.setdefault(name, path)
     return {name: path for name, path in found.items() if name not in defined}
 
@@ -190,7 +207,10 @@ def good_project():
         "lockstep/core/a.h": "#define LOCKSTEP_X(a) a\n",
         "lockstep/core/a.cpp": 'auto a = env::get("LOCKSTEP_LOG");\n// "LOCKSTEP_NOT"\n',
         "lockstep/core/a_test.cpp": 'setenv("LOCKSTEP_TEST_X", "1", 1);\n',
-        "docs/environment.md": "LOCKSTEP_LOG LOCKSTEP_JOBS\n",
+        "lockstep/core/table.cpp": 'const Names kMpi = {"PMI_RANK", "PMI"};  // "PMI_NOT"\n',
+        "bench/peer.py": 'where = os.environ.get("TMPDIR") or os.environ["PATH"]\n',
+        "tests/a/a_test.py": 'os.environ["NOTES"]\n',
+        "docs/environment.md": "LOCKSTEP_LOG LOCKSTEP_JOBS PMI_RANK TMPDIR PATH\n",
         "docs/seed_map.md": seed_map,
     }
 
@@ -206,7 +226,13 @@ def self_test():
         "command": [good | {"README.md": "```cpp\nint main() {}\n```\n"}],
         "folder": [good | {"lockstep/comm/world.h": "\n"}],
         "variable": [good | {"lockstep/core/b.cpp": 'get("LOCKSTEP_NEW");\n'},
-                     good | {"docs/environment.md": "LOCKSTEP_LOGS LOCKSTEP_JOBS\n"}],
+                     good | {"lockstep/core/b.cpp": 'env::get_int("SOMETHING", 0);\n'},
+                     good | {"cli/b.cpp": 'x = {.name = "SLURM_PROCID"};\n'},
+                     good | {"bench/b.cpp": 'std::getenv(\n    "COLUMNS");\n'},
+                     good | {"bench/b.py": 'os.getenv("COLUMNS")\n'},
+                     good | {"dev": good["dev"] + "echo ${XDG_CACHE_HOME:-}\n"},
+                     good | {"docs/environment.md":
+                             good["docs/environment.md"].replace("LOCKSTEP_LOG", "LOCKSTEP_LOGS")}],
         "seed-row": [good | {"docs/seed_map.md": good["docs/seed_map.md"].replace("002-41", "x")},
                      good | {"docs/seed_map.md": good["docs/seed_map.md"].replace(
                          "| C7 | x | `dev` |", "| C7 | x | somehow |")}],

@@ -42,6 +42,8 @@ EXCEPTIONS = {
 
 
 def is_library(path):
+    if path.startswith("python/csrc/"):
+        return True
     if not path.startswith("lockstep/") or path.startswith("lockstep/testing/"):
         return False
     return not re.search(r"_(test|bench|peer|test_main)\.(cpp|cu)$|_for_test\.h$", path)
@@ -75,7 +77,7 @@ def check_file_name(path):
     name = pathlib.PurePosixPath(path).name
     if pathlib.PurePosixPath(path).suffix not in CPP | {".py"}:
         return
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_]*\.[a-z]+", name):
+    if name != "__init__.py" and not re.fullmatch(r"[a-z0-9][a-z0-9_]*\.[a-z]+", name):
         yield Violation(path, 1, "file-name", "file names are snake_case")
     if path.startswith("lockstep/") and path.endswith((".cc", ".cxx", ".hpp")):
         yield Violation(path, 1, "file-name", "headers end in .h, sources in .cpp")
@@ -302,6 +304,7 @@ def self_test():
                                     "void f() { on_exit(1); task.exit(2); std::cout.flush(); }\n"},
             {"cli/main.cpp": "#include <cassert>\nint main() { exit(0); }\n"},
             {"lockstep/core/a_test.cpp": "void f() { exit(0); }\n"},
+            {"python/a/__init__.py": "\n"},
             {"build/a.h": "", "build-asan/b.h": "", "docs/a.md": "x" * 200 + "\n"},
             {"lockstep/core/a.cpp": 'const char* a = R"(\n{{{ assert(x)\n)";\nvoid f() {}\n'},
         ],
@@ -339,7 +342,8 @@ def self_test():
         "machine-path": [{"docs/a.md": "see /ho" + "me/me/x\n"},
                          {"tests/a/a.py": "x = '/wo" + "rk/main'\n"}],
         "exit": [{"lockstep/core/a.cpp": "void f() { exit(1); }\n"},
-                 {"lockstep/core/a.cpp": "void f() { std::exit(1); }\n"}],
+                 {"lockstep/core/a.cpp": "void f() { std::exit(1); }\n"},
+                 {"python/csrc/a.cpp": "void f() { exit(1); }\n"}],
         "assert": [{"lockstep/core/a.cpp": "void f() { assert(x); }\n"},
                    {"lockstep/core/a.cpp": "#include <cassert>\n"}],
         "cout": [{"lockstep/core/a.cpp": "void f() { std::cout << 1; }\n"}],
