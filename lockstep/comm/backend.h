@@ -50,6 +50,12 @@ class Backend {
                           std::vector<at::Tensor> inputs) = 0;
   virtual void point_to_point(const State& state, std::vector<P2p> messages) = 0;
 
+  // Collective: memory of which every rank sees all parts, as bytes; none where there is no such
+  // thing. Blocks.
+  virtual std::vector<at::Tensor> symmetric(std::int64_t /*bytes*/, const Deadline& /*deadline*/) {
+    return {};
+  }
+
   // Breaks what is under way as far as it can, so that peers notice too; never blocks for long.
   virtual void abort() noexcept = 0;
 };

@@ -475,6 +475,29 @@ Work World::all_to_all(std::vector<at::Tensor> outputs, std::vector<at::Tensor> 
   return Work(state);
 }
 
+// ---------------------------------------------------------------- shared memory
+
+std::vector<at::Tensor> World::symmetric(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const int64_t bytes =
+      c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
+  const OperationInfo info{"symmetric", 0, dtype, c10::multiply_integers(sizes), -1};
+  const State state = impl_->start(
+      info, [&] { return fmt::format("{} [{}]", c10::toString(dtype), fmt::join(sizes, ", ")); });
+  std::vector<at::Tensor> parts;
+  if (!impl_->alone() && bytes > 0) parts = impl_->host->symmetric(bytes, state->deadline());
+  for (auto& part : parts) part = part.view(dtype).view(sizes);
+  state->complete();
+  return parts;
+}
+
+at::Tensor World::symmetric_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+  if (device().is_cpu()) {
+    if (const auto parts = symmetric(sizes, dtype); !parts.empty())
+      return parts[static_cast<std::size_t>(rank())];
+  }
+  return at::empty(sizes, at::TensorOptions().dtype(dtype).device(device()));
+}
+
 // ---------------------------------------------------------------- messages
 
 Work World::send(at::Tensor tensor, int peer) {

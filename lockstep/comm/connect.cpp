@@ -1,7 +1,6 @@
 #include "lockstep/comm/connect.h"
 
 #include <elf.h>
-#include <fmt/ranges.h>
 #include <link.h>
 #include <netdb.h>
 #include <sys/socket.h>
@@ -9,9 +8,12 @@
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
-#include <map>
+#include <fstream>
 #include <mutex>
+#include <set>
+#include <sstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -20,7 +22,9 @@
 #include "lockstep/comm/bounded.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/comm/gloo/gloo.h"
+#include "lockstep/comm/hello.h"
 #include "lockstep/comm/nccl/nccl.h"
+#include "lockstep/comm/shm/shm.h"
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/log.h"
@@ -31,6 +35,7 @@ namespace lockstep {
 namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using detail::Hello;
 
 constexpr const char* kComponent = "world";
 constexpr std::chrono::seconds kProgressInterval{10};
@@ -76,74 +81,6 @@ std::string build_id() {
 
 // ---------------------------------------------------------------- start-up checks
 
-// What each rank tells the leader before anything else happens.
-struct Hello {
-  std::string world_size = {}, program = {}, options = {}, host = {}, device = {}, address = {};
-
-  std::string text() const {
-    return fmt::format("{}\x1f{}\x1f{}\x1f{}\x1f{}\x1f{}", world_size, program, options, host,
-                       device, address);
-  }
-  static Hello parse(const std::string& text) {
-    Hello hello;
-    std::size_t begin = 0;
-    for (auto* field : {&hello.world_size, &hello.program, &hello.options, &hello.host,
-                        &hello.device, &hello.address}) {
-      const std::size_t end = std::min(text.find('\x1f', begin), text.size());
-      *field = text.substr(std::min(begin, text.size()), end - std::min(begin, text.size()));
-      begin = end + 1;
-    }
-    return hello;
-  }
-};
-
-std::string show(const std::string& value) {
-  return value.empty() ? "(none)" : value;
-}
-
-// "" or what is wrong; `field` differs between the leader and rank `rank`.
-std::string difference(const char* field, const std::string& leader, const std::string& other,
-                       int rank, const char* advice) {
-  if (leader == other) return "";
-  return fmt::format("rank {} has {} {}, but rank 0 has {}. {}", rank, field, show(other),
-                     show(leader), advice);
-}
-
-std::string compare(const Hello& leader, const Hello& other, int rank) {
-  std::string problem = difference("world size", leader.world_size, other.world_size, rank,
-                                   "Start all ranks with the same WORLD_SIZE.");
-  if (problem.empty())
-    problem = difference("program", leader.program, other.program, rank,
-                         "Run the same build on every host.");
-  if (problem.empty())
-    problem = difference("options", leader.options, other.options, rank,
-                         "Give every rank the same configuration.");
-  return problem;
-}
-
-std::string compare_all(const std::map<int, Hello>& hellos, bool share_device) {
-  std::map<std::string, int> devices;
-  std::map<std::string, int> hosts;
-  for (const auto& [rank, hello] : hellos) hosts.emplace(hello.host, rank);
-  for (const auto& [rank, hello] : hellos) {
-    if (hosts.size() > 1 && hello.address.starts_with("127.")) {
-      return fmt::format(
-          "rank {} on {} would listen on {}, which the other {} hosts cannot reach. "
-          "Set GLOO_SOCKET_IFNAME to the interface that connects them.",
-          rank, hello.host, hello.address, hosts.size() - 1);
-    }
-    if (hello.device.empty() || share_device) continue;
-    const auto [found, fresh] = devices.emplace(hello.host + "/" + hello.device, rank);
-    if (!fresh) {
-      return fmt::format(
-          "ranks {} and {} on {} use the same GPU ({}). Check LOCAL_RANK and "
-          "CUDA_VISIBLE_DEVICES, or set LOCKSTEP_SHARE_DEVICE=1 if it is meant.",
-          found->second, rank, hello.host, hello.device);
-    }
-  }
-  return "";
-}
-
 // How start-up ended, the same on every rank that came.
 struct Verdict {
   enum class Kind : char { kGood = '=', kProblem = '!', kTimeout = 't' };
@@ -165,18 +102,9 @@ class Startup {
             Deadline::after(options.startup_timeout + (identity_.rank == 0 ? kNone : kGrace))) {}
 
   Verdict run() {
-    const int rank = identity_.rank;
-    if (store_->add(fmt::format("claim/{}", rank), 1) > 1) {
-      const std::string problem = fmt::format(
-          "two processes say they are rank {} (one of them on {}). Give every process its own "
-          "RANK.",
-          rank, hello_.host);
-      store_->set("problem", problem);
-      store_->add("heard", 1);
-      return {Verdict::Kind::kProblem, problem};
-    }
-    store_->set(fmt::format("hello/{}", rank), hello_.text());
-    if (rank == 0) {
+    const bool first = store_->add(fmt::format("claim/{}", identity_.rank), 1) == 1;
+    store_->set(fmt::format("came/{}", store_->add("came", 1)), hello_.text());
+    if (identity_.rank == 0 && first) {
       const Verdict verdict = lead();
       store_->set("verdict", static_cast<char>(verdict.kind) + verdict.text);
       if (verdict.kind != Verdict::Kind::kGood) wait_until_heard(verdict.kind);
@@ -187,53 +115,93 @@ class Startup {
       return {Verdict::Kind::kTimeout, absence(leader)};
     const std::string verdict = store_->get_to_str("verdict");
     store_->add("heard", 1);
-    return {static_cast<Verdict::Kind>(verdict.at(0)), verdict.substr(1)};
+    const auto kind = static_cast<Verdict::Kind>(verdict.at(0));
+    // Too late to be seen by the leader, who has gone on with the other one.
+    if (kind == Verdict::Kind::kGood && !first)
+      return {Verdict::Kind::kProblem, detail::contradictions({hello_, hello_}, share_device_)};
+    return {kind, verdict.substr(1)};
   }
 
   void cancel() { cancelled_ = true; }
 
  private:
-  static constexpr std::chrono::milliseconds kNone{0};
-  static constexpr std::chrono::milliseconds kGrace{2000};
-  static constexpr std::chrono::milliseconds kLateComers{8000};
+  using Milliseconds = std::chrono::milliseconds;
+  static constexpr Milliseconds kNone{0};
+  static constexpr Milliseconds kGrace{2000};
+  static constexpr Milliseconds kLateComers{8000};
+  // Once something is wrong: how long the others may take to come, so that all who differ are
+  // named, and how long those may take of whom rank 0 knows nothing.
+  static constexpr Milliseconds kToBeNamed{10'000};
+  static constexpr Milliseconds kUnexpected{1000};
 
   Verdict lead() {
     std::vector<int> absent;
-    for (int rank = 0; rank < identity_.size; ++rank) absent.push_back(rank);
     std::string problem;
+    auto seen = Deadline::Clock::time_point::max();
     const auto ready = [&] {
-      std::erase_if(absent, [&](int rank) {
-        const std::string key = fmt::format("hello/{}", rank);
-        if (!problem.empty() || !store_->check({key})) return false;
-        const Hello hello = Hello::parse(store_->get_to_str(key));
-        problem = compare(hello_, hello, rank);
-        arrived_.emplace(rank, hello);
-        return true;
-      });
-      if (store_->check({"problem"})) problem = store_->get_to_str("problem");
-      return absent.empty() || !problem.empty();
+      if (hear()) problem = detail::contradictions(hellos_, share_device_);
+      absent = missing();
+      if (problem.empty()) return absent.empty();
+      seen = std::min(seen, Deadline::Clock::now());
+      const auto waited = Deadline::Clock::now() - seen;
+      const bool all = static_cast<int>(hellos_.size()) >= identity_.size;
+      if (all) return !detail::miscounted(hellos_) || waited >= kUnexpected;
+      return waited >= kToBeNamed || deadline_.remaining() < kGrace / 2;
     };
-    if (!poll(ready, absent, deadline_)) return {Verdict::Kind::kTimeout, absence(absent)};
-    if (problem.empty()) problem = compare_all(arrived_, share_device_);
-    return {problem.empty() ? Verdict::Kind::kGood : Verdict::Kind::kProblem, problem};
+    if (!poll(ready, absent, deadline_) && problem.empty())
+      return {Verdict::Kind::kTimeout, absence(absent)};
+    if (!problem.empty()) return {Verdict::Kind::kProblem, problem};
+    return {Verdict::Kind::kGood, places()};
+  }
+
+  // Reads what has come since the last time; true when there was something.
+  bool hear() {
+    const auto count = store_->add("came", 0);
+    while (counted_ < count) unread_.push_back(++counted_);
+    return std::erase_if(unread_, [this](std::int64_t index) {
+             const std::string key = fmt::format("came/{}", index);
+             if (!store_->check({key})) return false;  // between its two calls
+             hellos_.push_back(Hello::parse(store_->get_to_str(key)));
+             return true;
+           }) > 0;
+  }
+
+  std::vector<int> missing() const {
+    std::set<int> there;
+    for (const Hello& hello : hellos_) there.insert(hello.rank);
+    std::vector<int> absent;
+    for (int rank = 0; rank < identity_.size; ++rank) {
+      if (!there.contains(rank)) absent.push_back(rank);
+    }
+    return absent;
+  }
+
+  // Where everyone is, one line per rank, if somebody does not know it.
+  std::string places() const {
+    const auto known = [](const Hello& hello) { return hello.place.known(); };
+    if (std::all_of(hellos_.begin(), hellos_.end(), known)) return "";
+    std::string text;
+    for (const auto& [rank, place] : detail::count_places(hellos_))
+      text += fmt::format("{} {} {}\n", place.local_rank, place.local_size, place.node);
+    return text;
   }
 
   // Rank 0 takes the store with it when it ends, so bad news must have been read before. After a
   // timeout nobody else is expected; otherwise those on their way get a moment.
   void wait_until_heard(Verdict::Kind kind) {
     const bool late = kind == Verdict::Kind::kTimeout;
-    const auto others = static_cast<std::int64_t>(late ? arrived_.size() : identity_.size) - 1;
+    const auto expected = std::max(hellos_.size(), late ? 0 : std::size_t(identity_.size));
+    const auto others = static_cast<std::int64_t>(expected) - 1;
     poll([&] { return store_->add("heard", 0) >= others; }, {},
          Deadline::after(late ? kGrace : kLateComers));
   }
 
   std::string absence(const std::vector<int>& absent) const {
     return fmt::format(
-        "rank{} {} of {} did not come within {} s. They failed to start, or cannot "
+        "{} of {} did not come within {} s. They failed to start, or cannot "
         "reach this host. Look at their output; LOCKSTEP_STARTUP_TIMEOUT_S gives them "
         "longer.",
-        absent.size() == 1 ? "" : "s", fmt::join(absent, ", "), identity_.size,
-        deadline_.total().count() / 1000.0);
+        detail::name_ranks(absent), identity_.size, deadline_.total().count() / 1000.0);
   }
 
   // Asks until `ready` (true) or the deadline, more and more rarely; `absent` is named in progress
@@ -245,9 +213,9 @@ class Startup {
     while (!ready()) {
       if (cancelled_ || deadline.expired()) return false;
       if (identity_.rank == 0 && Deadline::Clock::now() >= next_line) {
-        log::info(kComponent, "waiting for rank{} {} (of {}), {} s of {} s",
-                  absent.size() == 1 ? "" : "s", fmt::join(absent, ", "), identity_.size,
-                  deadline.elapsed().count() / 1000, deadline.total().count() / 1000);
+        log::info(kComponent, "waiting for {} (of {}), {} s of {} s", detail::name_ranks(absent),
+                  identity_.size, deadline.elapsed().count() / 1000,
+                  deadline.total().count() / 1000);
         next_line += kProgressInterval;
       }
       std::this_thread::sleep_for(pause);
@@ -261,19 +229,49 @@ class Startup {
   const Hello hello_;
   const bool share_device_;
   const Deadline deadline_;
-  std::map<int, Hello> arrived_;
+  // The leader's: who came, in order, and whose place in the list is taken but not yet filled.
+  std::vector<Hello> hellos_;
+  std::vector<std::int64_t> unread_;
+  std::int64_t counted_ = 0;
   std::atomic<bool> cancelled_{false};
 };
 
-void check_start(const StorePtr& store, const Identity& identity, const WorldOptions& options) {
-  const Hello hello{.world_size = std::to_string(identity.size),
-                    .program = identity.program,
-                    .options = options.options_hash,
-                    .host = identity.host,
-                    .device = identity.gpu,
-                    // Named interfaces win over the address.
-                    .address = env::get("GLOO_SOCKET_IFNAME") ? "" : identity.address};
-  auto startup = std::make_shared<Startup>(store, identity, hello, options);
+// Equal exactly for processes of one machine: host names alone repeat ("localhost").
+std::string machine_of(const std::string& host) {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  std::getline(file, boot);
+  return fmt::format("{}/{}", host, boot);
+}
+
+std::string mode_of(const detail::DeviceChoice& choice, const WorldOptions& options) {
+  const bool cuda = choice.device.is_cuda();
+  return fmt::format("{} with {}{}", cuda ? "cuda" : "cpu", choice.backend,
+                     cuda && options.share_device ? " (shared)" : "");
+}
+
+Hello hello_of(const Identity& identity, const WorldOptions& options,
+               const detail::DeviceChoice& choice) {
+  const bool debug = env::get_bool("LOCKSTEP_DEBUG").value_or(false);
+  return {.rank = identity.rank,
+          .place = {identity.local_rank, identity.local_size, identity.node},
+          .world_size = std::to_string(identity.size),
+          .program = identity.program,
+          .options = options.options_hash,
+          .device = mode_of(choice, options),
+          .debug = debug ? "on" : "off",
+          .host = identity.host,
+          .machine = machine_of(identity.host),
+          .gpu = identity.gpu,
+          // Named interfaces win over the address.
+          .address = env::get("GLOO_SOCKET_IFNAME") ? "" : identity.address};
+}
+
+// Meets everyone and fills in this rank's place where it is not known.
+void check_start(const StorePtr& store, Identity& identity, const WorldOptions& options,
+                 const detail::DeviceChoice& choice) {
+  auto startup =
+      std::make_shared<Startup>(store, identity, hello_of(identity, options, choice), options);
   // The conversation keeps its own deadline and names who is missing; this one is for a store that
   // does not answer at all.
   const auto outer = Deadline::after(options.startup_timeout + std::chrono::seconds(12));
@@ -291,6 +289,10 @@ void check_start(const StorePtr& store, const Identity& identity, const WorldOpt
     throw TimeoutError(kComponent, fmt::format("rank {}: {}", identity.rank, verdict.text),
                        {identity.rank, -1, "start-up", 0, options.startup_timeout});
   }
+  if (verdict.text.empty()) return;
+  std::istringstream places(verdict.text);
+  for (int rank = 0; rank <= identity.rank; ++rank)
+    places >> identity.local_rank >> identity.local_size >> identity.node;
 }
 
 // ---------------------------------------------------------------- connecting
@@ -302,19 +304,41 @@ std::string shared_host_id(const Identity& identity, const WorldOptions& options
   return fmt::format("{}-slot{}", identity.host, identity.local_rank / visible);
 }
 
+using BackendPtr = std::unique_ptr<detail::Backend>;
+
+BackendPtr connect_shm(const StorePtr& store, const Identity& identity,
+                       const WorldOptions& options) {
+  const detail::shm::Options own{.store = c10::make_intrusive<c10d::PrefixStore>("shm", store),
+                                 .rank = identity.rank,
+                                 .size = identity.size,
+                                 .startup_timeout = options.startup_timeout};
+  detail::shm::Made made = detail::bounded<detail::shm::Made>(
+      "sharing memory", Deadline::after(options.startup_timeout + std::chrono::seconds(2)),
+      [own] { return detail::shm::make(own); });
+  if (made.backend) return std::move(made.backend);
+  throw UsageError(kComponent, "backend shm was asked for, but {} Use backend gloo there.",
+                   made.why_not);
+}
+
+BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,
+                        const WorldOptions& options) {
+  const detail::gloo::Options own{.store = c10::make_intrusive<c10d::PrefixStore>("gloo", store),
+                                  .rank = identity.rank,
+                                  .size = identity.size,
+                                  .address = identity.address,
+                                  .startup_timeout = options.startup_timeout,
+                                  .timeout = options.timeout};
+  return detail::bounded<BackendPtr>(
+      "connecting gloo", Deadline::after(options.startup_timeout + std::chrono::seconds(2)),
+      [own] { return detail::gloo::make(own); });
+}
+
 World open_world(const StorePtr& store, const Identity& identity, const WorldOptions& options,
                  const detail::DeviceChoice& choice) {
   auto impl = std::make_shared<detail::WorldImpl>(identity, options, choice.device);
   const auto deadline = Deadline::after(options.startup_timeout + std::chrono::seconds(2));
-  using BackendPtr = std::unique_ptr<detail::Backend>;
-  const detail::gloo::Options host{.store = c10::make_intrusive<c10d::PrefixStore>("gloo", store),
-                                   .rank = identity.rank,
-                                   .size = identity.size,
-                                   .address = identity.address,
-                                   .startup_timeout = options.startup_timeout,
-                                   .timeout = options.timeout};
-  auto host_backend = detail::bounded<BackendPtr>("connecting gloo", deadline,
-                                                  [host] { return detail::gloo::make(host); });
+  BackendPtr host_backend = choice.backend == "shm" ? connect_shm(store, identity, options)
+                                                    : connect_gloo(store, identity, options);
   BackendPtr device_backend;
   if (choice.backend == "nccl") {
     const detail::nccl::Options gpu{.store = c10::make_intrusive<c10d::PrefixStore>("nccl", store),
@@ -338,7 +362,7 @@ World connect_as(const StorePtr& store, Identity identity, const WorldOptions& o
     detail::nccl::set_device(choice.device);
     if (identity.gpu.empty()) identity.gpu = detail::cuda_device_id(choice.device.index());
   }
-  if (identity.size > 1) check_start(store, identity, options);
+  if (identity.size > 1) check_start(store, identity, options, choice);
   return open_world(store, identity, options, choice);
 }
 
@@ -358,7 +382,8 @@ void throw_if_doomed(const std::string& what) {
 
 World connect_child(WorldImpl& parent, const Identity& identity, const std::string& prefix) {
   if (identity.size == 1) return single(identity, parent.options, parent.device);
-  const DeviceChoice choice{parent.device, parent.accelerator ? "nccl" : "gloo", ""};
+  const DeviceChoice choice{
+      parent.device, parent.accelerator ? parent.accelerator->name() : parent.host->name(), ""};
   World child = open_world(c10::make_intrusive<c10d::PrefixStore>(prefix, parent.store), identity,
                            parent.options, choice);
   parent.adopt(Access::impl(child)->fate);
@@ -371,6 +396,18 @@ World connect(StorePtr store, Identity identity, const WorldOptions& options) {
   if (identity.size < 1 || identity.rank < 0 || identity.rank >= identity.size) {
     throw UsageError(kComponent, "rank {} does not exist in a world of {}.", identity.rank,
                      identity.size);
+  }
+  if (identity.size == 1) {
+    identity.local_rank = std::max(identity.local_rank, 0);
+    identity.local_size = std::max(identity.local_size, 1);
+    identity.node = std::max(identity.node, 0);
+  }
+  if (identity.local_size > 0 && identity.local_rank >= identity.local_size) {
+    throw UsageError(
+        kComponent,
+        "rank {}: local rank {} does not exist among {} local ranks. Local ranks count "
+        "from 0 on every host.",
+        identity.rank, identity.local_rank, identity.local_size);
   }
   const detail::DeviceChoice choice = detail::choose_device(identity, options);
   return connect_as(store, std::move(identity), options, choice);
@@ -491,9 +528,9 @@ World World::from_env(const WorldOptions& asked) {
   log::set_rank(env.rank, env.world_size);
   Identity identity{.rank = env.rank,
                     .size = env.world_size,
-                    .local_rank = env.local_rank,
-                    .local_size = env.local_world_size,
-                    .node = env.node};
+                    .local_rank = env.local_rank_known ? env.local_rank : -1,
+                    .local_size = env.local_size_known ? env.local_world_size : 0,
+                    .node = env.node_known ? env.node : -1};
   const detail::DeviceChoice choice = detail::choose_device(identity, options);
   const bool forced = options.backend != "auto" || env::get("LOCKSTEP_BACKEND");
   log::info(kComponent, "{} rank{} ({}), device {}, backend {}: {}", env.world_size,

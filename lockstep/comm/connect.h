@@ -21,9 +21,9 @@ class Backend;
 struct Identity {
   int rank = 0;
   int size = 1;
-  int local_rank = 0;
-  int local_size = 1;
-  int node = 0;
+  int local_rank = 0;                 // -1: not known, found by counting hosts at the meeting
+  int local_size = 1;                 // 0: likewise
+  int node = 0;                       // -1: likewise
   std::string host = {};              // names the machine in messages; empty: asked for
   std::string address = "127.0.0.1";  // where the others reach this one
   std::string gpu = {};      // names the physical GPU; empty: the driver is asked where one is used

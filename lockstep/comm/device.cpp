@@ -7,7 +7,7 @@
 #include <cstddef>
 
 #include "lockstep/comm/nccl/nccl.h"
-#include "lockstep/core/env.h"
+#include "lockstep/core/device_rule.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep {
@@ -59,76 +59,16 @@ std::string cuda_device_id(int index) {
   return fmt::format("GPU-{:02x}", fmt::join(bytes, ""));
 }
 
-namespace {
-
-c10::Device parse_device(const std::string& text, const char* source) {
-  try {
-    const c10::Device device(text);
-    if (device.is_cpu() || device.is_cuda()) return device;
-  } catch (const std::exception&) {
-  }
-  throw UsageError("world", "{}='{}' is not a device. Use cpu, cuda or cuda:N.", source, text);
-}
-
-std::string wanted_backend(const WorldOptions& options) {
-  std::string backend = options.backend;
-  if (backend == "auto") backend = env::get("LOCKSTEP_BACKEND").value_or("auto");
-  if (backend != "auto" && backend != "gloo" && backend != "nccl") {
-    throw UsageError("world", "there is no backend '{}'. Use auto, gloo or nccl.", backend);
-  }
-  return backend;
-}
-
-c10::Device place_on_gpu(const Identity& identity, const WorldOptions& options, int index,
-                         int visible) {
-  const bool share = options.share_device;
-  if (index < 0) index = share && visible > 0 ? identity.local_rank % visible : identity.local_rank;
-  if (index >= visible) {
-    throw UsageError(
-        "world",
-        "local rank {} wants cuda:{}, but {} CUDA device{} visible. Start fewer ranks "
-        "per host, set LOCKSTEP_SHARE_DEVICE=1 to share devices, or LOCKSTEP_DEVICE=cpu.",
-        identity.local_rank, index, visible, visible == 1 ? " is" : "s are");
-  }
-  return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)};
-}
-
-}  // namespace
-
 DeviceChoice choose_device(const Identity& identity, const WorldOptions& options) {
-  const std::string backend = wanted_backend(options);
-  std::optional<c10::Device> asked = options.device;
-  std::string reason = "asked for by the program";
-  if (!asked) {
-    if (const auto text = env::get("LOCKSTEP_DEVICE")) {
-      asked = parse_device(*text, "LOCKSTEP_DEVICE");
-      reason = "LOCKSTEP_DEVICE=" + *text;
-    }
-  }
-  const int visible = asked && asked->is_cpu() ? 0 : cuda_device_count();
-  c10::Device device(c10::kCPU);
-  if (asked && asked->is_cuda()) {
-    device = place_on_gpu(identity, options, asked->has_index() ? asked->index() : -1, visible);
-  } else if (asked) {
-    // cpu it is
-  } else if (backend == "gloo") {
-    reason = "backend gloo was asked for";
-  } else if (visible == 0) {
-    reason = "no CUDA device is visible";
-  } else if (!nccl::built()) {
-    reason = fmt::format("{} CUDA device(s) visible, but this build has no CUDA plug-in", visible);
-  } else {
-    device = place_on_gpu(identity, options, -1, visible);
-    reason = fmt::format("{} CUDA device(s) visible", visible);
-  }
-  if (backend == "nccl" && !device.is_cuda()) {
-    throw UsageError("world",
-                     "backend nccl needs a CUDA device, but this rank's device is cpu ({}). "
-                     "Use gloo, or make a GPU visible.",
-                     reason);
-  }
-  const std::string chosen = backend != "auto" ? backend : device.is_cuda() ? "nccl" : "gloo";
-  return {device, chosen, reason};
+  DeviceRequest request{.local_rank = identity.local_rank,
+                        .backend = options.backend,
+                        .share = options.share_device,
+                        .visible_gpus = cuda_device_count,
+                        .cuda_built = nccl::built()};
+  if (options.device) request.device = options.device->str();
+  const DeviceRule rule = apply_device_rule(request);
+  if (!rule.problem.empty()) throw UsageError("world", "{}", rule.problem);
+  return {c10::Device(rule.device()), rule.backend, rule.reason};
 }
 
 }  // namespace detail

@@ -102,6 +102,11 @@ void WorkState::attach(std::unique_ptr<DeviceOperation> operation) {
   device_ = std::move(operation);
 }
 
+void WorkState::attach(std::unique_ptr<HostOperation> operation) {
+  const std::lock_guard lock(mutex_);
+  host_ = std::move(operation);
+}
+
 void WorkState::complete(std::exception_ptr error) noexcept {
   std::function<void()> step;
   if (!claim()) return;
@@ -166,10 +171,10 @@ void WorkState::settle(std::string error) noexcept {
 bool WorkState::poll() noexcept {
   {
     const std::lock_guard lock(mutex_);
-    if (done_ || claimed_ || !device_) return done_;
+    if (done_ || claimed_ || (!device_ && !host_)) return done_;
   }
   try {
-    if (device_->poll()) complete();
+    if (device_ ? device_->poll() : host_->poll()) complete();
   } catch (...) {
     complete(std::current_exception());
   }
@@ -177,9 +182,26 @@ bool WorkState::poll() noexcept {
   return done_;
 }
 
+void WorkState::carry_out(const Deadline& deadline) noexcept {
+  try {
+    host_->wait(deadline);
+    complete();
+  } catch (const TimeoutError& e) {
+    expire(e.what());
+  } catch (...) {
+    complete(std::current_exception());
+  }
+}
+
 bool WorkState::await(const Deadline& deadline) noexcept {
   {
     std::unique_lock lock(mutex_);
+    if (done_) return true;
+    if (host_) {
+      lock.unlock();
+      carry_out(deadline);
+      lock.lock();
+    }
     if (!device_) return changed_.wait_until(lock, deadline.time(), [this] { return done_; });
   }
   // Most operations on a device end within a few hundred microseconds: ask often, then less often.
@@ -258,10 +280,15 @@ void WorkState::on_completion(std::function<void()> callback) {
     if (!done_) {
       callbacks_.push_back(std::move(callback));
       if (device_) device_->hurry();
-      return;
+      callback = nullptr;
     }
   }
-  callback();
+  if (callback) return callback();
+  // Outside the lock: it may be finished at once, in this thread.
+  if (host_)
+    host_->hurry([weak = weak_from_this()] {
+      if (auto self = weak.lock()) self->poll();
+    });
 }
 
 std::string WorkState::describe() const {

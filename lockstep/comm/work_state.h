@@ -2,9 +2,10 @@
 //
 // Operations complete by push: a backend calls complete() from whichever thread noticed, and
 // waiters sleep on a condition variable. A backend whose operations live on a GPU cannot push; it
-// attaches a DeviceOperation, which waiters poll. Fate is what all operations of one world share:
-// when the world fails (launcher's word, timeout, abort), every pending operation is completed with
-// that cause.
+// attaches a DeviceOperation, which waiters poll. One whose operations are best carried out by the
+// thread that waits (shared memory) attaches a HostOperation. Fate is what all operations of one
+// world share: when the world fails (launcher's word, timeout, abort), every pending operation is
+// completed with that cause.
 //
 //   auto state = std::make_shared<WorkState>(info, deadline, fate);
 //   state->finish_with([=] { user_tensor.copy_(staging); });
@@ -68,6 +69,17 @@ class DeviceOperation {
   virtual void hurry() {}                  // someone wants to know of its end soon
 };
 
+// An operation that the waiting thread may carry out itself.
+class HostOperation {
+ public:
+  virtual ~HostOperation() = default;
+  virtual bool poll() = 0;  // finished? never blocks; throws what went wrong
+  // Returns when it is finished; throws TimeoutError at the deadline, CommError when it cannot be.
+  virtual void wait(const Deadline& deadline) = 0;
+  // Nobody may be waiting, but its end must be noticed: `noticed` is called then, from any thread.
+  virtual void hurry(std::function<void()> noticed) = 0;
+};
+
 // What an error message says about an operation.
 struct OperationInfo {
   const char* name = "";
@@ -87,9 +99,11 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   // where the step must go to the waiter's own device stream).
   void finish_with(std::function<void()> step, bool at_wait);
   void keep_alive(std::vector<at::Tensor> tensors);
+  bool has_finish() const { return finish_ != nullptr; }
 
   // ---- for backends
   void attach(std::unique_ptr<DeviceOperation> operation);
+  void attach(std::unique_ptr<HostOperation> operation);
   void complete(std::exception_ptr error = nullptr) noexcept;  // the first call wins
   void fail(const std::string& cause) noexcept;
   // The deadline has passed: waits throw TimeoutError with `text`, and the world fails.
@@ -97,7 +111,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   std::string timeout_text() const;
   const Deadline& deadline() const { return deadline_; }
   const OperationInfo& info() const { return info_; }
-  // Asks a device operation whether it is done and completes the state if so.
+  // Asks an attached operation whether it is done and completes the state if so.
   bool poll() noexcept;
 
   // ---- for Work
@@ -119,6 +133,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   void finish_or_throw();
   [[noreturn]] void throw_error(const std::string& error);
   void settle(std::string error) noexcept;
+  void carry_out(const Deadline& deadline) noexcept;
 
   const OperationInfo info_;
   const Deadline deadline_;
@@ -134,6 +149,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   bool finish_at_wait_ = false;
   std::vector<at::Tensor> alive_;
   std::unique_ptr<DeviceOperation> device_;
+  std::unique_ptr<HostOperation> host_;
   std::vector<std::function<void()>> callbacks_;
 };
 

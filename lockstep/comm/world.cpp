@@ -2,13 +2,13 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "lockstep/comm/bounded.h"
+#include "lockstep/comm/hello.h"
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
 
@@ -136,14 +136,15 @@ void WorldImpl::launch(const std::shared_ptr<WorkState>& state, const std::funct
 
 Backend& WorldImpl::backend_for(const at::Tensor& tensor) const {
   LOCKSTEP_ASSERT(host != nullptr);
-  if (tensor.is_cpu() || !accelerator) return *host;
-  if (tensor.device() != device) {
+  if (tensor.is_cpu()) return *host;
+  // Without an accelerator other devices' tensors are staged, if there is something to stage.
+  if (accelerator ? tensor.device() != device : tensor.is_meta()) {
     throw UsageError("world",
                      "rank {}: the tensor is on {}, but this rank's device is {}. Move it "
                      "there (tensor.to(world.device())).",
                      identity.rank, tensor.device().str(), device.str());
   }
-  return *accelerator;
+  return accelerator ? *accelerator : *host;
 }
 
 void WorldImpl::compare_fingerprints(const OperationInfo& info, const std::string& what) {
@@ -275,9 +276,7 @@ void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
   if (state->await(state->deadline())) return state->wait_host(std::nullopt);
   const std::vector<int> absent = impl_->absent_from_barrier(count);
   std::string who = "which ranks did not arrive is not known, because the store does not answer";
-  if (!absent.empty())
-    who = fmt::format("rank{} {} did not arrive", absent.size() == 1 ? "" : "s",
-                      fmt::join(absent, ", "));
+  if (!absent.empty()) who = fmt::format("{} did not arrive", detail::name_ranks(absent));
   state->expire(
       fmt::format("barrier #{}: {} within {} ms (world of {}). They are stuck or on another path. "
                   "Look at their "

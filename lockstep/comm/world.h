@@ -31,7 +31,7 @@ enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct, kAnd, kOr, kXor };
 const char* name(ReduceOp op);
 
 struct WorldOptions {
-  std::string backend = "auto";         // auto, gloo, nccl (LOCKSTEP_BACKEND overrides auto)
+  std::string backend = "auto";         // auto, shm, gloo, nccl (LOCKSTEP_BACKEND overrides auto)
   std::optional<c10::Device> device{};  // default: cuda:LOCAL_RANK where there is one, else cpu
   std::chrono::milliseconds timeout{std::chrono::minutes(30)};  // LOCKSTEP_TIMEOUT_S
   std::chrono::milliseconds startup_timeout{
@@ -68,7 +68,7 @@ class World {
   int local_size() const;
   int node() const;
   c10::Device device() const;
-  const std::string& backend() const;  // "single", "gloo", "nccl"
+  const std::string& backend() const;  // "single", "shm", "gloo", "nccl"
   bool is_leader() const { return rank() == 0; }
   std::chrono::milliseconds timeout() const;
 
@@ -107,6 +107,13 @@ class World {
   bool all(bool value);
   std::string broadcast(const std::string& bytes, int root = 0);
   std::vector<std::string> all_gather(const std::string& bytes);
+
+  // Memory that all ranks of one host map: reducing a tensor that lies in it moves no byte twice.
+  // Collective, with equal sizes. symmetric() is every rank's tensor as this process sees it, and
+  // empty where there is no such memory (gloo, nccl, a world of one); symmetric_empty() is this
+  // rank's, or an ordinary tensor. The memory lives as long as one of the tensors does.
+  std::vector<at::Tensor> symmetric(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
+  at::Tensor symmetric_empty(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
 
   // Ranks that pass the same color form a world, ordered by (key, rank). A negative color gets
   // none.

@@ -67,7 +67,8 @@ Listener listen_somewhere() {
 struct Child {
   pid_t pid = -1;
   Fd output;
-  Fd control;  // write end
+  // Both ends: a word to a rank that has just ended must not be a broken pipe.
+  Pipe control;
   bool ended = false;
 };
 
@@ -87,7 +88,7 @@ class Ranks : public RunningRanks {
     if (child.pid == 0)
       become(command, variables, {output.write.get(), control.read.get(), listener.get(), parent});
     child.output = std::move(output.read);
-    child.control = std::move(control.write);
+    child.control = std::move(control);
     set_nonblocking(child.output.get());
   }
 
@@ -101,7 +102,7 @@ class Ranks : public RunningRanks {
     const std::string line = fmt::format(
         "{{\"failed\": {{\"rank\": {}, \"host\": \"here\", \"cause\": \"{}\"}}}}\n", rank, cause);
     for (auto& child : children_) {
-      if (!child.ended) write_all(child.control.get(), line);
+      if (!child.ended) write_all(child.control.write.get(), line);
     }
   }
 

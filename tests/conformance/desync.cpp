@@ -10,7 +10,6 @@
 #include <chrono>
 #include <cstdio>
 #include <string_view>
-#include <thread>
 
 #include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
@@ -23,10 +22,17 @@ int main(int argc, char** argv) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   };
   at::Tensor x = at::ones({1024}, world.device());
-  world.all_reduce(x).synchronize();
+  // All are here and connected before the short deadline counts.
+  constexpr std::chrono::seconds kPatience{60};
+  world.barrier(kPatience);
+  world.all_reduce(x).synchronize(kPatience);
   int code = 1;
   if (world.rank() != 0) {
-    std::this_thread::sleep_for(world.timeout() + std::chrono::seconds(3));
+    // Stays, silent, until rank 0 has given up and closes its connections.
+    try {
+      world.recv(at::zeros({1}), 0).synchronize(world.timeout() + kPatience);
+    } catch (const lockstep::CommError&) {
+    }
     code = 0;
   } else {
     try {

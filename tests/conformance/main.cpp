@@ -1,10 +1,11 @@
 // The conformance suite as a program.
 //
-//   conformance                        gloo, worlds of 1, 2, 3, 4 and 7 threads, the whole table
+//   conformance                        worlds of 1, 2, 3, 4 and 7 threads, the whole table
 //   conformance --world-from-env       one rank of a world that a launcher started, any backend
 //   conformance --quick                a part of the table
 //
-// LOCKSTEP_CONFORMANCE_BACKEND names the backend to insist on (otherwise the device decides).
+// LOCKSTEP_CONFORMANCE_BACKEND names the backend to insist on (otherwise gloo for threads, and what
+// the device decides for ranks).
 // On a machine with one GPU, two NCCL ranks share it:
 //   LOCKSTEP_SHARE_DEVICE=1 lockstep run --nproc-per-node=2 build/bin/tests/conformance
 //   --world-from-env
@@ -58,11 +59,14 @@ int run_threads_mode(const SuiteOptions& options) {
   std::mutex mutex;
   for (const int size : {1, 2, 3, 4, 7}) {
     const auto begin = std::chrono::steady_clock::now();
-    testing::run_threads(size, [&](World& world) {
+    const auto body = [&](World& world) {
       const Report report = run_suite(world, world.device(), options);
       const std::lock_guard lock(mutex);
       judge(report, world, options, verdict);
-    });
+    };
+    testing::ThreadOptions threads;
+    threads.world.backend = env::get("LOCKSTEP_CONFORMANCE_BACKEND").value_or("gloo");
+    testing::run_threads(size, body, threads);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
     print(fmt::format("  {:.1f} s", seconds.count()));
   }

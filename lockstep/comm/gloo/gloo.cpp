@@ -8,11 +8,14 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
+#include "lockstep/comm/c10d_calls.h"
 #include "lockstep/core/env.h"
 
 namespace lockstep::detail::gloo {
 
 namespace {
+
+using c10d_calls::C10dWork;
 
 // True while a completion runs on one of the process group's own threads. Dropping the last handle
 // of a world there would make that thread join itself.
@@ -29,31 +32,6 @@ class Group : public c10d::ProcessGroupGloo {
     for (auto& context : contexts_) context->closeConnections();
   }
 };
-
-c10d::ReduceOp::RedOpType translate(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::kAvg:
-      return c10d::ReduceOp::AVG;
-    case ReduceOp::kMin:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::kMax:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::kProduct:
-      return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::kAnd:
-      return c10d::ReduceOp::BAND;
-    case ReduceOp::kOr:
-      return c10d::ReduceOp::BOR;
-    case ReduceOp::kXor:
-      return c10d::ReduceOp::BXOR;
-  }
-  LOCKSTEP_ASSERT(false);
-  return c10d::ReduceOp::UNUSED;
-}
-
-using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 // Messages between two ranks finish in gloo without a notification: somebody has to sit in wait().
 // One thread per batch does, because a message that never comes must not hold up the others.
@@ -152,25 +130,15 @@ class GlooBackend : public Backend {
   }
 
   void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
-    std::vector<at::Tensor> tensors{std::move(tensor)};
-    c10d::AllreduceOptions options;
-    options.reduceOp = translate(op);
-    follow(state, group_->allreduce(tensors, options));
+    follow(state, c10d_calls::all_reduce(*group_, std::move(tensor), op));
   }
 
   void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {
-    std::vector<at::Tensor> tensors{std::move(tensor)};
-    c10d::ReduceOptions options;
-    options.reduceOp = translate(op);
-    options.rootRank = root;
-    follow(state, group_->reduce(tensors, options));
+    follow(state, c10d_calls::reduce(*group_, std::move(tensor), root, op));
   }
 
   void broadcast(const State& state, at::Tensor tensor, int root) override {
-    std::vector<at::Tensor> tensors{std::move(tensor)};
-    c10d::BroadcastOptions options;
-    options.rootRank = root;
-    follow(state, group_->broadcast(tensors, options));
+    follow(state, c10d_calls::broadcast(*group_, std::move(tensor), root));
   }
 
   void all_gather(const State& state, at::Tensor output, at::Tensor input) override {
@@ -182,32 +150,19 @@ class GlooBackend : public Backend {
   void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
                       ReduceOp op) override {
     at::Tensor all = input.clone();
-    std::vector<at::Tensor> tensors{all};
-    c10d::AllreduceOptions options;
-    options.reduceOp = translate(op);
     const int64_t mine = rank_ * output.numel();
-    follow(state, group_->allreduce(tensors, options),
+    follow(state, c10d_calls::all_reduce(*group_, all, op),
            [all, output, mine] { output.copy_(all.narrow(0, mine, output.numel())); });
   }
 
   void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
               int root) override {
-    std::vector<std::vector<at::Tensor>> lists;
-    if (!outputs.empty()) lists.push_back(std::move(outputs));
-    std::vector<at::Tensor> inputs{std::move(input)};
-    c10d::GatherOptions options;
-    options.rootRank = root;
-    follow(state, group_->gather(lists, inputs, options));
+    follow(state, c10d_calls::gather(*group_, std::move(outputs), std::move(input), root));
   }
 
   void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
                int root) override {
-    std::vector<std::vector<at::Tensor>> lists;
-    if (!inputs.empty()) lists.push_back(std::move(inputs));
-    std::vector<at::Tensor> outputs{std::move(output)};
-    c10d::ScatterOptions options;
-    options.rootRank = root;
-    follow(state, group_->scatter(outputs, lists, options));
+    follow(state, c10d_calls::scatter(*group_, std::move(output), std::move(inputs), root));
   }
 
   // Gloo has all_to_all on one buffer with counts only: pack, exchange, unpack at the end.

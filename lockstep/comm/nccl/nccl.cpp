@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/c10d_calls.h"
 #include "lockstep/comm/nccl/plugin.h"
 #include "lockstep/core/env.h"
 
@@ -21,7 +22,7 @@ namespace lockstep::detail::nccl {
 
 namespace {
 
-using C10dWork = c10::intrusive_ptr<c10d::Work>;
+using c10d_calls::C10dWork;
 using Group = c10::intrusive_ptr<c10d::Backend>;
 
 // LibTorch must never think an operation has timed out: the deadlines are ours.
@@ -191,27 +192,6 @@ class Watcher {
   std::thread thread_;
 };
 
-c10d::ReduceOp::RedOpType translate(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::kAvg:
-      return c10d::ReduceOp::AVG;
-    case ReduceOp::kMin:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::kMax:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::kProduct:
-      return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::kAnd:
-    case ReduceOp::kOr:
-    case ReduceOp::kXor:
-      break;  // reduces() says no
-  }
-  LOCKSTEP_ASSERT(false);
-  return c10d::ReduceOp::UNUSED;
-}
-
 // Kept for ever, and findable, so that a leak checker sees intent.
 void leave_behind(Group group) {
   static std::mutex mutex;
@@ -261,25 +241,15 @@ class NcclBackend : public Backend {
   }
 
   void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
-    std::vector<at::Tensor> tensors{std::move(tensor)};
-    c10d::AllreduceOptions options;
-    options.reduceOp = translate(op);
-    follow(state, group_->allreduce(tensors, options));
+    follow(state, c10d_calls::all_reduce(*group_, std::move(tensor), op));
   }
 
   void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {
-    std::vector<at::Tensor> tensors{std::move(tensor)};
-    c10d::ReduceOptions options;
-    options.reduceOp = translate(op);
-    options.rootRank = root;
-    follow(state, group_->reduce(tensors, options));
+    follow(state, c10d_calls::reduce(*group_, std::move(tensor), root, op));
   }
 
   void broadcast(const State& state, at::Tensor tensor, int root) override {
-    std::vector<at::Tensor> tensors{std::move(tensor)};
-    c10d::BroadcastOptions options;
-    options.rootRank = root;
-    follow(state, group_->broadcast(tensors, options));
+    follow(state, c10d_calls::broadcast(*group_, std::move(tensor), root));
   }
 
   void all_gather(const State& state, at::Tensor output, at::Tensor input) override {
@@ -289,28 +259,18 @@ class NcclBackend : public Backend {
   void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
                       ReduceOp op) override {
     c10d::ReduceScatterOptions options;
-    options.reduceOp = translate(op);
+    options.reduceOp = c10d_calls::translate(op);
     follow(state, group_->_reduce_scatter_base(output, input, options));
   }
 
   void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
               int root) override {
-    std::vector<std::vector<at::Tensor>> lists;
-    if (!outputs.empty()) lists.push_back(std::move(outputs));
-    std::vector<at::Tensor> inputs{std::move(input)};
-    c10d::GatherOptions options;
-    options.rootRank = root;
-    follow(state, group_->gather(lists, inputs, options));
+    follow(state, c10d_calls::gather(*group_, std::move(outputs), std::move(input), root));
   }
 
   void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
                int root) override {
-    std::vector<std::vector<at::Tensor>> lists;
-    if (!inputs.empty()) lists.push_back(std::move(inputs));
-    std::vector<at::Tensor> outputs{std::move(output)};
-    c10d::ScatterOptions options;
-    options.rootRank = root;
-    follow(state, group_->scatter(outputs, lists, options));
+    follow(state, c10d_calls::scatter(*group_, std::move(output), std::move(inputs), root));
   }
 
   void all_to_all(const State& state, std::vector<at::Tensor> outputs,

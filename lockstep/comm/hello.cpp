@@ -1,0 +1,252 @@
+#include "lockstep/comm/hello.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <set>
+
+namespace lockstep::detail {
+
+namespace {
+
+constexpr char kSeparator = '\x1f';
+constexpr std::size_t kRangesShown = 10;
+constexpr std::size_t kGroupsShown = 4;
+constexpr std::size_t kValueBytes = 80;
+
+// Ranks that say the same, under what they say.
+using Groups = std::map<std::string, std::vector<int>>;
+
+std::string show(const std::string& value) {
+  if (value.empty()) return "(none)";
+  return value.size() <= kValueBytes ? value : value.substr(0, kValueBytes) + "...";
+}
+
+// "a, b and c": each group in the words of `phrase`, the largest first, and how many are left out.
+template <typename Phrase>
+std::string list_groups(const Groups& groups, const Phrase& phrase) {
+  std::vector<Groups::const_iterator> order;
+  for (auto group = groups.begin(); group != groups.end(); ++group) order.push_back(group);
+  std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
+    if (a->second.size() != b->second.size()) return a->second.size() > b->second.size();
+    return a->second < b->second;
+  });
+  std::vector<std::string> phrases;
+  std::size_t left_out = 0;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    if (i < kGroupsShown) {
+      phrases.push_back(phrase(order[i]->second, order[i]->first));
+    } else {
+      left_out += order[i]->second.size();
+    }
+  }
+  if (left_out > 0)
+    return fmt::format("{} and {} more rank{} likewise", fmt::join(phrases, ", "), left_out,
+                       left_out == 1 ? "" : "s");
+  const std::string last = phrases.back();
+  phrases.pop_back();
+  if (phrases.empty()) return last;
+  return fmt::format("{} and {}", fmt::join(phrases, ", "), last);
+}
+
+const Hello& leader_of(const std::vector<Hello>& hellos) {
+  const auto leader = std::find_if(hellos.begin(), hellos.end(),
+                                   [](const Hello& hello) { return hello.rank == 0; });
+  return leader != hellos.end() ? *leader : hellos.front();
+}
+
+// "" or one sentence and an advice about everyone who differs from rank 0 in one field.
+std::string differences(const std::vector<Hello>& hellos, std::string Hello::*field,
+                        const char* what, const char* advice) {
+  const std::string& right = leader_of(hellos).*field;
+  Groups others;
+  for (const Hello& hello : hellos) {
+    if (hello.*field != right) others[hello.*field].push_back(hello.rank);
+  }
+  if (others.empty()) return "";
+  const std::string who =
+      list_groups(others, [&](const std::vector<int>& ranks, const std::string& value) {
+        return fmt::format("{} {} {} {}", name_ranks(ranks), ranks.size() == 1 ? "has" : "have",
+                           what, show(value));
+      });
+  return fmt::format("{}, but rank 0 has {}. {}", who, show(right), advice);
+}
+
+std::string repeated_ranks(const std::vector<Hello>& hellos) {
+  std::map<int, std::vector<std::string>> hosts;
+  for (const Hello& hello : hellos) hosts[hello.rank].push_back(hello.host);
+  std::vector<int> repeated;
+  std::set<std::string> where;
+  for (const auto& [rank, on] : hosts) {
+    if (on.size() < 2) continue;
+    repeated.push_back(rank);
+    if (where.size() < kGroupsShown) where.insert(on.begin(), on.end());
+  }
+  if (repeated.empty()) return "";
+  return fmt::format("two processes say they are {} (on {}). Give every process its own RANK.",
+                     name_ranks(repeated), fmt::join(where, ", "));
+}
+
+std::string unreachable(const std::vector<Hello>& hellos) {
+  std::set<std::string> hosts;
+  Groups deaf;
+  for (const Hello& hello : hellos) {
+    hosts.insert(hello.host);
+    if (hello.address.starts_with("127."))
+      deaf[fmt::format("on {} would listen on {}", hello.host, hello.address)].push_back(
+          hello.rank);
+  }
+  if (hosts.size() < 2 || deaf.empty()) return "";
+  return fmt::format(
+      "{}, which the other hosts ({} in all) cannot reach. Set GLOO_SOCKET_IFNAME to the interface "
+      "that connects them.",
+      list_groups(deaf,
+                  [](const std::vector<int>& ranks, const std::string& value) {
+                    return fmt::format("{} {}", name_ranks(ranks), value);
+                  }),
+      hosts.size());
+}
+
+std::string shared_gpus(const std::vector<Hello>& hellos) {
+  Groups users;
+  for (const Hello& hello : hellos) {
+    if (!hello.gpu.empty())
+      users[fmt::format("on {} use the same GPU ({})", hello.host, hello.gpu)].push_back(
+          hello.rank);
+  }
+  std::erase_if(users, [](const auto& entry) { return entry.second.size() < 2; });
+  if (users.empty()) return "";
+  return fmt::format(
+      "{}. Check LOCAL_RANK and CUDA_VISIBLE_DEVICES, or set LOCKSTEP_SHARE_DEVICE=1 if it is "
+      "meant.",
+      list_groups(users, [](const std::vector<int>& ranks, const std::string& value) {
+        return fmt::format("{} {}", name_ranks(ranks), value);
+      }));
+}
+
+// Local ranks that were set by hand, against the count.
+std::string local_ranks_out_of_range(const std::vector<Hello>& hellos) {
+  // Who is still on the way counts, too.
+  if (static_cast<int>(hellos.size()) < std::atoi(leader_of(hellos).world_size.c_str())) return "";
+  Groups outside;
+  const auto places = count_places(hellos);
+  for (const Hello& hello : hellos) {
+    const Place& place = places.at(hello.rank);
+    if (place.local_rank < place.local_size) continue;
+    outside[fmt::format("local rank {} on {}, where {} rank{}", place.local_rank, hello.host,
+                        place.local_size, place.local_size == 1 ? " runs" : "s run")]
+        .push_back(hello.rank);
+  }
+  if (outside.empty()) return "";
+  return fmt::format(
+      "{}. Local ranks count from 0 on every host. Correct LOCAL_RANK and LOCAL_WORLD_SIZE, or "
+      "unset both to have them counted.",
+      list_groups(outside, [](const std::vector<int>& ranks, const std::string& value) {
+        return fmt::format("{} {} {}", name_ranks(ranks), ranks.size() == 1 ? "has" : "have",
+                           value);
+      }));
+}
+
+}  // namespace
+
+std::string Hello::text() const {
+  return fmt::format(
+      "{}", fmt::join({std::to_string(rank), std::to_string(place.local_rank),
+                       std::to_string(place.local_size), std::to_string(place.node), world_size,
+                       program, options, device, debug, host, machine, gpu, address},
+                      std::string_view(&kSeparator, 1)));
+}
+
+Hello Hello::parse(const std::string& text) {
+  Hello hello;
+  std::string rank, local_rank, local_size, node;
+  std::size_t begin = 0;
+  for (auto* field :
+       {&rank, &local_rank, &local_size, &node, &hello.world_size, &hello.program, &hello.options,
+        &hello.device, &hello.debug, &hello.host, &hello.machine, &hello.gpu, &hello.address}) {
+    const std::size_t end = std::min(text.find(kSeparator, begin), text.size());
+    *field = text.substr(std::min(begin, text.size()), end - std::min(begin, text.size()));
+    begin = end + 1;
+  }
+  hello.rank = std::atoi(rank.c_str());
+  hello.place = {std::atoi(local_rank.c_str()), std::atoi(local_size.c_str()),
+                 std::atoi(node.c_str())};
+  return hello;
+}
+
+std::string name_ranks(std::vector<int> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  std::vector<std::string> ranges;
+  std::size_t named = 0;
+  while (named < ranks.size() && ranges.size() < kRangesShown) {
+    std::size_t last = named;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+    if (last < named + 2) last = named;  // two neighbours are still a list
+    ranges.push_back(last == named ? std::to_string(ranks[named])
+                                   : fmt::format("{}-{}", ranks[named], ranks[last]));
+    named = last + 1;
+  }
+  std::string text =
+      fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranges, ", "));
+  if (named < ranks.size()) text += fmt::format(" and {} more", ranks.size() - named);
+  return text;
+}
+
+bool miscounted(const std::vector<Hello>& hellos) {
+  std::set<int> ranks;
+  std::set<std::string> sizes;
+  for (const Hello& hello : hellos) {
+    ranks.insert(hello.rank);
+    sizes.insert(hello.world_size);
+  }
+  return ranks.size() < hellos.size() || sizes.size() > 1;
+}
+
+std::string contradictions(const std::vector<Hello>& hellos, bool share_device) {
+  std::vector<std::string> problems{
+      repeated_ranks(hellos),
+      differences(hellos, &Hello::world_size, "world size",
+                  "Start all ranks with the same WORLD_SIZE."),
+      differences(hellos, &Hello::program, "program", "Run the same build on every host."),
+      differences(hellos, &Hello::options, "options", "Give every rank the same configuration."),
+      differences(hellos, &Hello::device, "device",
+                  "Set LOCKSTEP_DEVICE, LOCKSTEP_BACKEND and LOCKSTEP_SHARE_DEVICE alike, or make "
+                  "GPUs visible to all ranks or to none."),
+      differences(hellos, &Hello::debug, "debug mode", "Set LOCKSTEP_DEBUG alike on every rank."),
+  };
+  const auto is_empty = [](const std::string& problem) { return problem.empty(); };
+  // Who counts wrongly also reads the rest wrongly.
+  if (std::all_of(problems.begin(), problems.end(), is_empty)) {
+    problems = {local_ranks_out_of_range(hellos), unreachable(hellos),
+                share_device ? "" : shared_gpus(hellos)};
+  }
+  std::erase_if(problems, is_empty);
+  return fmt::format("{}", fmt::join(problems, " And "));
+}
+
+std::map<int, Place> count_places(const std::vector<Hello>& hellos) {
+  std::map<int, const Hello*> ranks;
+  for (const Hello& hello : hellos) ranks.emplace(hello.rank, &hello);
+  std::vector<std::string> machines;  // in the order of their lowest rank
+  std::map<std::string, int> counted;
+  std::map<int, Place> places;
+  for (const auto& [rank, hello] : ranks) {
+    if (counted[hello->machine]++ == 0) machines.push_back(hello->machine);
+    Place place = hello->place;
+    if (place.local_rank < 0) place.local_rank = counted[hello->machine] - 1;
+    if (place.node < 0) {
+      const auto found = std::find(machines.begin(), machines.end(), hello->machine);
+      place.node = static_cast<int>(found - machines.begin());
+    }
+    places[rank] = place;
+  }
+  for (auto& [rank, place] : places) {
+    if (place.local_size <= 0) place.local_size = counted[ranks[rank]->machine];
+  }
+  return places;
+}
+
+}  // namespace lockstep::detail
