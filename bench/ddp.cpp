@@ -26,6 +26,7 @@ struct Settings {
   int time = 128;
   int threads = 1;
   bool python = true;
+  double require_ratio = 0;
   std::string device = "cpu";
   std::string csv;
 };
@@ -129,27 +130,37 @@ std::vector<double> python_ratios(const Settings& settings) {
 int ddp_main(int argc, char** argv) {
   Settings settings;
   CLI::App app{"Cost of the DDP wrapper in a world of one: 4-layer GPT, alternating blocks"};
-  app.add_option("--blocks", settings.blocks, "blocks in all, half of them wrapped");
-  app.add_option("--steps", settings.steps, "training steps per block");
+  app.add_option("--blocks", settings.blocks, "blocks in all, half of them wrapped")
+      ->check(CLI::Range(2, 100000));
+  app.add_option("--steps", settings.steps, "training steps per block")
+      ->check(CLI::Range(1, 100000));
   app.add_option("--batch", settings.batch);
   app.add_option("--time", settings.time, "tokens per sequence, at most 128");
   app.add_option("--threads", settings.threads);
   app.add_option("--device", settings.device, "cpu or cuda");
   app.add_flag("!--no-python", settings.python, "leave out the PyTorch peer");
+  app.add_option("--require-ratio", settings.require_ratio, "fail when our median is above this");
   app.add_option("--csv", settings.csv, "also write the table to this file");
   CLI11_PARSE(app, argc, argv);
   torch::set_num_threads(settings.threads);
 
-  Table table({"wrapped / bare, per block of steps", "min", "p50", "max"});
+  // Half of the pairs lie between p25 and p75: a median means little when those are far apart.
+  Table table({"wrapped / bare, per pair of blocks", "min", "p25", "p50", "p75", "max"});
   const auto add = [&](const char* name, const std::vector<double>& ratios) {
     const Summary s = summarize(ratios);
-    table.add({name, fmt::format("{:.4f}", s.min), fmt::format("{:.4f}", s.p50),
-               fmt::format("{:.4f}", s.max)});
+    std::vector<std::string> cells{name};
+    for (const double ratio : {s.min, s.p25, s.p50, s.p75, s.max})
+      cells.push_back(fmt::format("{:.4f}", ratio));
+    table.add(std::move(cells));
+    return s.p50;
   };
-  add("Lockstep DistributedDataParallel", our_ratios(settings));
+  const double ours = add("Lockstep DistributedDataParallel", our_ratios(settings));
   if (settings.python) add("PyTorch DistributedDataParallel", python_ratios(settings));
   publish(table, settings.csv);
-  return 0;
+  if (settings.require_ratio <= 0 || ours <= settings.require_ratio) return 0;
+  fmt::print(stderr, "ddp: the median ratio is {:.4f}, at most {} required\n", ours,
+             settings.require_ratio);
+  return 1;
 }
 
 }  // namespace lockstep::bench

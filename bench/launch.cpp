@@ -40,27 +40,28 @@ double timed(const Contender& contender, int ranks) {
   return seconds;
 }
 
-std::string times(double ratio) {
-  return fmt::format("{:.2f}x", ratio);
+// How much faster than `base`: the median over rounds, so that one disturbed run counts little.
+double speedup(const Contender& base, const Contender& other) {
+  std::vector<double> ratios;
+  for (std::size_t round = 0; round < other.seconds.size(); ++round)
+    ratios.push_back(base.seconds[round] / other.seconds[round]);
+  return median(std::move(ratios));
 }
 
-}  // namespace
+// Prints and returns whether a goal (0: none) is met.
+bool meets(const Contender& contender, double ratio, double required) {
+  if (ratio >= required) return true;
+  fmt::print(stderr, "launch: {} is {:.2f}x as fast as torchrun + Python, {}x required\n",
+             contender.name, ratio, required);
+  return false;
+}
 
-int launch_main(int argc, char** argv) {
-  CLI::App app{"Start-to-end time of a program that does one all-reduce"};
-  int ranks = 4;
-  int rounds = 5;
-  std::string csv;
-  app.add_option("--ranks", ranks, "processes per job")->check(CLI::Range(1, 64));
-  app.add_option("--rounds", rounds, "interleaved repetitions")->check(CLI::Range(1, 1000));
-  app.add_option("--csv", csv, "also write the table to this file");
-  CLI11_PARSE(app, argc, argv);
-
+std::vector<Contender> contenders_for(int ranks) {
   const std::string python = env::get("LOCKSTEP_PYTHON").value_or(default_python());
   const std::string script = peer("allreduce_once.py");
   const std::string ours = program_beside("../bin/lockstep");
   const std::string flags = fmt::format("--standalone --nproc-per-node={}", ranks);
-  std::vector<Contender> contenders{
+  return {
       {"torchrun + Python",
        fmt::format("'{}' -m torch.distributed.run {} '{}'", python, flags, script),
        {}},
@@ -72,6 +73,27 @@ int launch_main(int argc, char** argv) {
                    program_beside("lockstep-torch")),
        {}},
   };
+}
+
+}  // namespace
+
+int launch_main(int argc, char** argv) {
+  CLI::App app{"Start-to-end time of a program that does one all-reduce"};
+  int ranks = 4;
+  int rounds = 5;
+  double require_python = 0;
+  double require_cpp = 0;
+  std::string csv;
+  app.add_option("--ranks", ranks, "processes per job")->check(CLI::Range(1, 64));
+  app.add_option("--rounds", rounds, "interleaved repetitions")->check(CLI::Range(1, 1000));
+  app.add_option(
+      "--require-python", require_python,
+      "fail when lockstep run + Python is less than this many times as fast as torchrun");
+  app.add_option("--require-cpp", require_cpp, "the same for lockstep run + C++");
+  app.add_option("--csv", csv, "also write the table to this file");
+  CLI11_PARSE(app, argc, argv);
+
+  auto contenders = contenders_for(ranks);
   for (auto& contender : contenders) timed(contender, ranks);  // warms the page cache; verifies
   for (int round = 0; round < rounds; ++round) {
     for (auto& contender : contenders) {
@@ -80,16 +102,19 @@ int launch_main(int argc, char** argv) {
                  contender.seconds.back());
     }
   }
-  const double base = median(contenders[0].seconds);
   Table table({"one all-reduce, " + std::to_string(ranks) + " ranks", "min s", "p50 s", "max s",
                "torchrun + Python / this"});
   for (const auto& contender : contenders) {
     const Summary s = summarize(contender.seconds);
     table.add({contender.name, fmt::format("{:.2f}", s.min), fmt::format("{:.2f}", s.p50),
-               fmt::format("{:.2f}", s.max), times(base / s.p50)});
+               fmt::format("{:.2f}", s.max),
+               fmt::format("{:.2f}x", speedup(contenders[0], contender))});
   }
   publish(table, csv);
-  return 0;
+  const bool python_met =
+      meets(contenders[1], speedup(contenders[0], contenders[1]), require_python);
+  const bool cpp_met = meets(contenders[2], speedup(contenders[0], contenders[2]), require_cpp);
+  return python_met && cpp_met ? 0 : 1;
 }
 
 }  // namespace lockstep::bench

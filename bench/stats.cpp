@@ -21,7 +21,7 @@ Summary summarize(std::vector<double> samples) {
     const double part = position - std::floor(position);
     return samples[low] * (1 - part) + samples[high] * part;
   };
-  return {samples.front(), at(0.5), at(0.99), samples.back()};
+  return {samples.front(), at(0.25), at(0.5), at(0.75), at(0.99), samples.back()};
 }
 
 double median(std::vector<double> samples) {

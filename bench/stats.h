@@ -7,7 +7,7 @@
 namespace lockstep::bench {
 
 struct Summary {
-  double min = 0, p50 = 0, p99 = 0, max = 0;
+  double min = 0, p25 = 0, p50 = 0, p75 = 0, p99 = 0, max = 0;
 };
 Summary summarize(std::vector<double> samples);
 double median(std::vector<double> samples);

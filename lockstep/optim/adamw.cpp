@@ -12,52 +12,18 @@
 namespace lockstep::optim {
 namespace {
 
-constexpr std::string_view kName = "AdamW";
+constexpr std::string_view kName = AdamWOptions::kName;
 using Group = GroupOptions<AdamWOptions>;
 
-const AdamWOptions& checked(const AdamWOptions& options) {
+}  // namespace
+
+void check(const AdamWOptions& options) {
   const auto [beta1, beta2] = options.betas;
   detail::check_option(options.lr >= 0, kName, "lr", options.lr);
   detail::check_option(options.eps >= 0, kName, "eps", options.eps);
   detail::check_option(beta1 >= 0 && beta1 < 1, kName, "betas.first", beta1);
   detail::check_option(beta2 >= 0 && beta2 < 1, kName, "betas.second", beta2);
   detail::check_option(options.weight_decay >= 0, kName, "weight_decay", options.weight_decay);
-  return options;
-}
-
-}  // namespace
-
-AdamW::AdamW(std::vector<at::Tensor> params, const AdamWOptions& options)
-    : AdamW(std::vector{torch::optim::OptimizerParamGroup(std::move(params))}, options) {}
-
-AdamW::AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-             const AdamWOptions& options)
-    : Optimizer(groups, std::make_unique<Group>(checked(options))) {}
-
-torch::optim::OptimizerParamGroup AdamW::group(std::vector<at::Tensor> params,
-                                               const AdamWOptions& options) {
-  return {std::move(params), std::make_unique<Group>(checked(options))};
-}
-
-AdamWOptions& AdamW::options(std::size_t group) {
-  return detail::values_of<AdamWOptions>(kName, param_groups_.at(group));
-}
-
-at::Tensor AdamW::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    const at::AutoGradMode with_grad(true);
-    loss = closure();
-  }
-  const torch::NoGradGuard no_grad;
-  detail::Seen seen;
-  for (auto& group : param_groups_) {
-    const auto& options = detail::values_of<AdamWOptions>(kName, group);
-    for (const auto& batch : detail::gather(kName, group.params(), seen)) {
-      step_batch(batch, options);
-    }
-  }
-  return loss;
 }
 
 void AdamW::step_batch(const detail::Batch& batch, const AdamWOptions& options) {

@@ -14,15 +14,15 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <cstddef>
+#include <string_view>
 #include <utility>
-#include <vector>
 
 #include "lockstep/optim/group.h"
 
 namespace lockstep::optim {
 
 struct AdamWOptions {
+  static constexpr std::string_view kName = "AdamW";
   double lr = 1e-3;
   std::pair<double, double> betas{0.9, 0.999};
   double eps = 1e-8;
@@ -39,26 +39,18 @@ struct AdamWState : torch::optim::OptimizerCloneableParamState<AdamWState> {
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-class AdamW : public torch::optim::Optimizer {
+class AdamW : public FusedOptimizer<AdamWOptions> {
  public:
-  explicit AdamW(std::vector<at::Tensor> params, const AdamWOptions& options = {});
-  // Groups with their own options: AdamW optimizer{{AdamW::group(a, {.lr = 1}), ...}};
-  explicit AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                 const AdamWOptions& options = {});
-  static torch::optim::OptimizerParamGroup group(std::vector<at::Tensor> params,
-                                                 const AdamWOptions& options);
+  using FusedOptimizer::FusedOptimizer;
 
-  // A group's options, to read or to change between steps.
-  AdamWOptions& options(std::size_t group = 0);
-
-  at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  void step_batch(const detail::Batch& batch, const AdamWOptions& options);
+  void step_batch(const detail::Batch& batch, const AdamWOptions& options) override;
 };
 
+void check(const AdamWOptions& options);
 void read(torch::serialize::InputArchive& archive, AdamWOptions& options);
 void write(torch::serialize::OutputArchive& archive, const AdamWOptions& options);
 

@@ -9,11 +9,13 @@
 
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/sgd.h"
+#include "lockstep/testing/matchers.h"
 
 namespace lockstep::optim {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::message_of;
 
 at::Tensor leaf(at::Tensor values) {
   return values.clone().set_requires_grad(true);
@@ -21,16 +23,6 @@ at::Tensor leaf(at::Tensor values) {
 
 void set_grad(at::Tensor& param, const at::Tensor& grad) {
   param.mutable_grad() = grad.clone();
-}
-
-template <typename Error, typename Body>
-std::string message_of(Body body) {
-  try {
-    body();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "nothing was thrown";
 }
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {

@@ -10,21 +10,8 @@
 namespace lockstep::optim {
 namespace {
 
-constexpr std::string_view kName = "SGD";
+constexpr std::string_view kName = SGDOptions::kName;
 using Group = GroupOptions<SGDOptions>;
-
-const SGDOptions& checked(const SGDOptions& options) {
-  detail::check_option(options.lr >= 0, kName, "lr", options.lr);
-  detail::check_option(options.momentum >= 0, kName, "momentum", options.momentum);
-  detail::check_option(options.weight_decay >= 0, kName, "weight_decay", options.weight_decay);
-  if (options.nesterov && (options.momentum <= 0 || options.dampening != 0)) {
-    throw UsageError(kName,
-                     "nesterov with momentum {} and dampening {}. Nesterov momentum needs momentum "
-                     "above 0 and dampening 0. Set them, or leave nesterov off.",
-                     options.momentum, options.dampening);
-  }
-  return options;
-}
 
 // What one call of the kernel takes; it cannot mix first steps with later ones.
 struct Call {
@@ -40,36 +27,16 @@ void fused(const Call& call, const SGDOptions& options, bool is_first_step) {
 
 }  // namespace
 
-SGD::SGD(std::vector<at::Tensor> params, const SGDOptions& options)
-    : SGD(std::vector{torch::optim::OptimizerParamGroup(std::move(params))}, options) {}
-
-SGD::SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups, const SGDOptions& options)
-    : Optimizer(groups, std::make_unique<Group>(checked(options))) {}
-
-torch::optim::OptimizerParamGroup SGD::group(std::vector<at::Tensor> params,
-                                             const SGDOptions& options) {
-  return {std::move(params), std::make_unique<Group>(checked(options))};
-}
-
-SGDOptions& SGD::options(std::size_t group) {
-  return detail::values_of<SGDOptions>(kName, param_groups_.at(group));
-}
-
-at::Tensor SGD::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    const at::AutoGradMode with_grad(true);
-    loss = closure();
+void check(const SGDOptions& options) {
+  detail::check_option(options.lr >= 0, kName, "lr", options.lr);
+  detail::check_option(options.momentum >= 0, kName, "momentum", options.momentum);
+  detail::check_option(options.weight_decay >= 0, kName, "weight_decay", options.weight_decay);
+  if (options.nesterov && (options.momentum <= 0 || options.dampening != 0)) {
+    throw UsageError(kName,
+                     "nesterov with momentum {} and dampening {}. Nesterov momentum needs momentum "
+                     "above 0 and dampening 0. Set them, or leave nesterov off.",
+                     options.momentum, options.dampening);
   }
-  const torch::NoGradGuard no_grad;
-  detail::Seen seen;
-  for (auto& group : param_groups_) {
-    const auto& options = detail::values_of<SGDOptions>(kName, group);
-    for (const auto& batch : detail::gather(kName, group.params(), seen)) {
-      step_batch(batch, options);
-    }
-  }
-  return loss;
 }
 
 void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {

@@ -14,14 +14,14 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <cstddef>
-#include <vector>
+#include <string_view>
 
 #include "lockstep/optim/group.h"
 
 namespace lockstep::optim {
 
 struct SGDOptions {
+  static constexpr std::string_view kName = "SGD";
   double lr = 1e-3;
   double momentum = 0;
   double dampening = 0;
@@ -37,25 +37,18 @@ struct SGDState : torch::optim::OptimizerCloneableParamState<SGDState> {
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-class SGD : public torch::optim::Optimizer {
+class SGD : public FusedOptimizer<SGDOptions> {
  public:
-  explicit SGD(std::vector<at::Tensor> params, const SGDOptions& options = {});
-  explicit SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-               const SGDOptions& options = {});
-  static torch::optim::OptimizerParamGroup group(std::vector<at::Tensor> params,
-                                                 const SGDOptions& options);
+  using FusedOptimizer::FusedOptimizer;
 
-  // A group's options, to read or to change between steps.
-  SGDOptions& options(std::size_t group = 0);
-
-  at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  void step_batch(const detail::Batch& batch, const SGDOptions& options);
+  void step_batch(const detail::Batch& batch, const SGDOptions& options) override;
 };
 
+void check(const SGDOptions& options);
 void read(torch::serialize::InputArchive& archive, SGDOptions& options);
 void write(torch::serialize::OutputArchive& archive, const SGDOptions& options);
 

@@ -65,7 +65,6 @@ class DistributedDataParallel {
 
   template <typename... Args>
   auto operator()(Args&&... args) {
-    reducer_->before_forward();
     using Output = decltype(module_->forward(std::forward<Args>(args)...));
     if constexpr (std::is_void_v<Output>) {
       module_->forward(std::forward<Args>(args)...);
@@ -102,6 +101,7 @@ class DistributedDataParallel {
 
   const StepTiming& last_timing() const { return reducer_->last_timing(); }
   Reducer& reducer() { return *reducer_; }
+  const std::shared_ptr<Reducer>& reducer_ptr() const { return reducer_; }
   World& world() { return reducer_->world(); }
 
  private:

@@ -7,6 +7,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/checkpoint.h"
 #include "lockstep/parallel/comm_hooks.h"
+#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_ddp.h"
 #include "lockstep/testing/worlds.h"
 
@@ -14,6 +15,7 @@ namespace lockstep {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::run_threads;
 
 struct NetImpl : torch::nn::Module {
@@ -48,18 +50,6 @@ void expect_close(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
   ASSERT_EQ(a.size(), b.size());
   for (std::size_t i = 0; i < a.size(); ++i)
     EXPECT_TRUE(at::allclose(a[i], b[i], 1e-6, 1e-7)) << "tensor " << i;
-}
-
-template <typename E, typename F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const E& e) {
-    return e.what();
-  } catch (const std::exception& e) {
-    return std::string("another exception: ") + e.what();
-  }
-  return "(nothing thrown)";
 }
 
 // torch's module construction draws from one global generator: build nets one at a time.
@@ -199,6 +189,49 @@ TEST(Ddp, WrapsHoldersPointersSequentialsAndSeveralInputs) {
     Reducer reducer{list, {}, world};
     (list[0].tensor * (world.rank() + 1)).sum().backward();
     EXPECT_TRUE(list[0].tensor.grad().equal(at::full({3}, 1.5)));
+  });
+}
+
+// ---------------------------------------------------------------- with LibTorch's own tools
+
+struct Lines : torch::data::datasets::Dataset<Lines> {
+  torch::data::Example<> get(std::size_t index) override {
+    const auto x = torch::full({6}, static_cast<float>(index) / 32);
+    return {x, torch::full({3}, 2 * x[0].item<float>() - 1)};
+  }
+  torch::optional<std::size_t> size() const override { return 32; }
+};
+
+TEST(Ddp, TrainsWithTorchsDataLoaderSamplerAndOptimizer) {
+  run_threads(2, [](World& world) {
+    Net net = locked_net(world.rank());
+    DistributedDataParallel model{net, world};
+    torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.2).momentum(0.5));
+    const auto ranks = static_cast<std::size_t>(world.size());
+    const auto rank = static_cast<std::size_t>(world.rank());
+    std::vector<double> losses;
+    for (std::size_t epoch = 0; epoch < 8; ++epoch) {
+      torch::data::samplers::DistributedRandomSampler sampler(32, ranks, rank,
+                                                              /*allow_duplicates=*/false);
+      sampler.set_epoch(epoch);
+      auto loader = torch::data::make_data_loader(Lines().map(torch::data::transforms::Stack<>()),
+                                                  std::move(sampler), /*batch_size=*/4);
+      at::Tensor seen = at::zeros({32});
+      double sum = 0;
+      for (auto& batch : *loader) {
+        optimizer.zero_grad();
+        const auto loss = torch::mse_loss(model(batch.data), batch.target);
+        loss.backward();
+        optimizer.step();
+        sum += loss.item<double>();
+        seen.index_add_(0, (batch.data.select(1, 0) * 32).round().to(at::kLong), at::ones({4}));
+      }
+      world.all_reduce(seen).wait();
+      EXPECT_TRUE(seen.equal(at::ones({32}))) << seen;  // every sample once, by one rank
+      losses.push_back(world.mean(sum));
+      model.verify_replicas();
+    }
+    EXPECT_LT(losses.back(), losses.front() / 2);
   });
 }
 
@@ -358,6 +391,53 @@ TEST(Ddp, StaticGraphCountsAParameterUsedInTwoCheckpointedBlocks) {
                 });
               }),
               HasSubstr("set static_graph = true"));
+}
+
+TEST(Ddp, StaticGraphRefusesGraphsThatDifferOnEveryRank) {
+  std::atomic<int> refused{0};
+  run_threads(3, [&](World& world) {
+    auto net = std::make_shared<Shared>();
+    DistributedDataParallel model{net, world, {.static_graph = true}};
+    const auto text = message_of<UsageError>([&] {
+      auto x = model(at::ones({2, 4}));
+      if (world.rank() == 2) x = x + net->forward(at::ones({2, 4}));
+      x.sum().backward();
+    });
+    EXPECT_THAT(text, HasSubstr("static_graph: parameter 'layer.weight' got 4 gradients on rank 2 "
+                                "but 2 on rank 0"));
+    ++refused;
+  });
+  EXPECT_EQ(refused, 3);
+}
+
+torch::nn::Linear unbiased(int in, int out) {
+  return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
+}
+
+TEST(Ddp, TheFirstBackwardsOrderIsThePlanFromTheSecondOn) {
+  // Registered in the order opposite to the one that the first plan hopes for.
+  struct Backwards : torch::nn::Module {
+    Backwards()
+        : last(register_module("last", unbiased(6, 7))),
+          middle(register_module("middle", unbiased(5, 6))),
+          first(register_module("first", unbiased(4, 5))) {}
+    at::Tensor forward(const at::Tensor& x) { return last(middle(first(x))); }
+    torch::nn::Linear last, middle, first;
+  };
+  for (const bool static_graph : {false, true}) {
+    run_threads(2, [static_graph](World& world) {
+      DistributedDataParallel model{std::make_shared<Backwards>(),
+                                    world,
+                                    {.bucket_cap_mb = 0.00001, .static_graph = static_graph}};
+      std::vector<std::int64_t> widths;
+      model.register_comm_hook([&](World& w, const Bucket& bucket) -> Reduction {
+        widths.push_back(bucket.parameters[0].size(0));
+        return {w.all_reduce(bucket.data, ReduceOp::kAvg), nullptr};
+      });
+      for (int step = 0; step < 3; ++step) model(at::ones({2, 4})).sum().backward();
+      EXPECT_EQ(widths, (std::vector<std::int64_t>{5, 6, 7, 7, 6, 5, 7, 6, 5}));
+    });
+  }
 }
 
 // A user's own nested backward: nobody announces it, and the engine ends it like any other.

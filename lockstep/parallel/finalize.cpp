@@ -13,6 +13,7 @@ namespace lockstep::parallel {
 void ReducerImpl::on_task_end(int /*task*/) {
   if (phase_ != Phase::kRunning) return;
   if (!sync_) {
+    if (hooks_lost_) install_hooks();
     close_pass();
     return;
   }
@@ -22,7 +23,7 @@ void ReducerImpl::on_task_end(int /*task*/) {
     if (torch::autograd::get_current_node() != nullptr) return;
     if (!undecided && !options_.find_unused_parameters) refuse_missing_gradients();
     for (auto& p : parameters_) {
-      if (!p.accumulator || p.counted) continue;
+      if (!p.form.requires_grad || p.counted) continue;
       if (p.fired > 0) {
         count_down(p);
       } else {
@@ -39,7 +40,7 @@ void ReducerImpl::refuse_missing_gradients() const {
   int missing = 0;
   int total = 0;
   for (const auto& p : parameters_) {
-    if (!p.accumulator || p.expected == 0) continue;
+    if (!p.form.requires_grad || p.expected == 0) continue;
     ++total;
     if (p.counted) continue;
     if (missing++ < kNamed) names += (names.empty() ? "" : ", ") + p.name;
@@ -55,17 +56,17 @@ void ReducerImpl::finalize() {
   torch::NoGradGuard no_grad;
   launch_ready();
   LOCKSTEP_ASSERT(next_launch_ == buckets_.size());
+  if (buckets_.empty()) cast_vote();
+  if (counted_vote().ne(0).item<bool>()) refuse_change_of_another();
   const std::vector<bool> used = globally_used();
   wait_for_buckets();
   publish_gradients(used);
   reduce_sparse(used);
   if (options_.broadcast_buffers) broadcast_coalesced(world_, buffer_tensors(), root_);
   record_timing();
-  if (options_.static_graph && !learned_) {
-    learn_static_graph();
-  } else {
-    rebuild_from_observed_order();
-  }
+  if (options_.static_graph && !learned_) learn_static_graph();
+  rebuild_from_observed_order();
+  if (hooks_lost_) install_hooks();
   for (auto& p : parameters_) p.used = false;
   ++step_;
   close_pass();
@@ -119,7 +120,7 @@ void ReducerImpl::publish_gradients(const std::vector<bool>& used) {
 void ReducerImpl::reduce_sparse(const std::vector<bool>& used) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& p = parameters_[i];
-    if (!p.sparse || !p.accumulator) continue;
+    if (!p.sparse || !p.form.requires_grad) continue;
     if (!used.empty() && !used[i]) continue;  // by no rank: .grad stays as it was
     at::Tensor& grad = p.tensor.mutable_grad();
     at::Tensor indices = at::empty({0, 1}, p.tensor.options().dtype(at::kLong));
@@ -140,21 +141,27 @@ void ReducerImpl::reduce_sparse(const std::vector<bool>& used) {
   }
 }
 
-// static_graph: how often each parameter gets a gradient in one backward, as rank `root_` saw it.
+// static_graph: how often each parameter gets a gradient in one backward. All ranks see all counts,
+// so that a difference ends every rank.
 void ReducerImpl::learn_static_graph() {
-  at::Tensor counts = at::zeros({static_cast<std::int64_t>(parameters_.size())}, at::kLong);
+  constexpr int kNoCount = -1;  // of a rank that has run out of inputs
+  at::Tensor mine = at::empty({static_cast<std::int64_t>(parameters_.size())}, at::kInt);
   for (std::size_t i = 0; i < parameters_.size(); ++i)
-    counts.data_ptr<std::int64_t>()[i] = parameters_[i].fired;
-  world_.broadcast(counts, root_).wait();
+    mine.data_ptr<int>()[i] = shadow_ ? kNoCount : parameters_[i].fired;
+  const auto counts = world_.all_gather(mine);
+  const int* expected = counts[static_cast<std::size_t>(root_)].data_ptr<int>();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& p = parameters_[i];
-    p.expected = static_cast<int>(counts.data_ptr<std::int64_t>()[i]);
-    if (!shadow_ && p.fired != p.expected)
+    p.expected = expected[i];
+    for (int rank = 0; rank < world_.size(); ++rank) {
+      const int fired = counts[static_cast<std::size_t>(rank)].data_ptr<int>()[i];
+      if (fired == kNoCount || fired == p.expected) continue;
       throw UsageError("reducer",
                        "static_graph: parameter '{}' got {} gradients on rank {} but {} "
                        "on rank {}. Ranks must run the same graph; use find_unused_parameters for "
                        "one that differs.",
-                       p.name, p.fired, world_.rank(), p.expected, root_);
+                       p.name, fired, rank, p.expected, root_);
+    }
   }
   learned_ = true;
 }
@@ -164,23 +171,16 @@ void ReducerImpl::learn_static_graph() {
 void ReducerImpl::rebuild_from_observed_order() {
   if (rebuilt_ || options_.find_unused_parameters) return;
   rebuilt_ = true;
-  const auto dense = dense_parameters();
-  std::vector<std::int64_t> order;
-  std::vector<bool> seen(parameters_.size());
-  for (std::size_t i = 0; i < observed_count_; ++i) {
-    const std::size_t index = observed_[i];
-    if (parameters_[index].sparse || seen[index]) continue;
-    seen[index] = true;
-    order.push_back(static_cast<std::int64_t>(index));
-  }
-  for (auto it = dense.rbegin(); it != dense.rend(); ++it)
-    if (!seen[*it]) order.push_back(static_cast<std::int64_t>(*it));
-  at::Tensor agreed = at::tensor(order, at::kLong);
+  auto order = dense_parameters();
+  std::reverse(order.begin(), order.end());
+  // Those without a gradient come last, as they were.
+  const auto place = [&](std::size_t i) { return static_cast<unsigned>(parameters_[i].place); };
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return place(a) < place(b); });
+  at::Tensor agreed = at::tensor(std::vector<std::int64_t>(order.begin(), order.end()), at::kLong);
   world_.broadcast(agreed, root_).wait();
-  std::vector<std::size_t> final_order;
-  for (std::int64_t i = 0; i < agreed.numel(); ++i)
-    final_order.push_back(static_cast<std::size_t>(agreed.data_ptr<std::int64_t>()[i]));
-  plan(final_order);
+  const auto* first = agreed.data_ptr<std::int64_t>();
+  plan(std::vector<std::size_t>(first, first + agreed.numel()));
 }
 
 void ReducerImpl::close_pass() {
@@ -188,6 +188,7 @@ void ReducerImpl::close_pass() {
   for (auto& bucket : buckets_) bucket->pending = 0;
   for (auto& p : parameters_) {
     p.fired = 0;
+    p.place = -1;
     p.counted = false;
     p.kept = at::Tensor();
     if (!p.form.requires_grad || p.expected == 0) continue;
@@ -196,8 +197,7 @@ void ReducerImpl::close_pass() {
   }
   waiting_for_ = waiting;
   next_launch_ = 0;
-  observed_.resize(parameters_.size());
-  observed_count_ = 0;
+  observed_ = 0;
   shadow_ = false;
   completed_ns_ = std::make_shared<std::vector<std::atomic<std::int64_t>>>(buckets_.size());
   queued_task_ = -1;

@@ -38,6 +38,11 @@ double ReducerImpl::divisor() const {
 
 void ReducerImpl::join(const std::function<void()>& body, const JoinOptions& options) {
   if (joining_) throw UsageError("join", "join was called inside join. One at a time per model.");
+  if (deferred_)
+    throw UsageError("join",
+                     "this model's gradients are reduced by a ShardedOptimizer, and ranks must all "
+                     "call its step() equally often. Use a replicated optimizer with uneven "
+                     "inputs.");
   if (passive_) {
     body();
     return;
@@ -60,22 +65,18 @@ void ReducerImpl::join(const std::function<void()>& body, const JoinOptions& opt
 // The same operations, in the same order, as a rank that trains.
 void ReducerImpl::shadow_pass() {
   torch::NoGradGuard no_grad;
+  stale_ = changed();
+  if (stale_) plan_anew_together();
   phase_ = Phase::kRunning;
   sync_ = shadow_ = true;
   pass_start_ = last_gradient_ = Clock::now();
-  // Zeros of its own: the rank's last gradients stay in its buckets.
-  std::vector<at::Tensor> live;
-  const auto* plan_before = buckets_.empty() ? nullptr : buckets_.front().get();
+  const Zeros zeros(*this);
   for (auto& bucket : buckets_) {
-    live.push_back(bucket->flat);
-    bucket->flat = at::zeros_like(bucket->flat);
     bucket->pending = 0;
     bucket->ready = pass_start_;
   }
   waiting_for_ = 0;
   finalize();
-  if (buckets_.empty() || buckets_.front().get() != plan_before) return;  // laid out anew
-  for (std::size_t i = 0; i < live.size(); ++i) buckets_[i]->flat = live[i];
 }
 
 }  // namespace lockstep::parallel

@@ -86,6 +86,7 @@ ReducerImpl::ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedT
 
 ReducerImpl::~ReducerImpl() {
   remove_hooks();
+  withdraw_sentinels();
 }
 
 void ReducerImpl::start() {
@@ -104,6 +105,7 @@ void ReducerImpl::start() {
   std::reverse(order.begin(), order.end());
   plan(order);
   install_hooks();
+  post_sentinels();
 }
 
 ReducerImpl::Form ReducerImpl::form_of(const Parameter& parameter) const {
@@ -130,7 +132,12 @@ void ReducerImpl::plan(const std::vector<std::size_t>& order) {
   for (const BucketPlan& layout : plan_buckets(infos, order, limits_)) {
     auto bucket = std::make_unique<BucketState>();
     const auto options = at::TensorOptions().dtype(layout.dtype).device(layout.device);
-    bucket->flat = at::zeros({layout.numel}, options);
+    const std::int64_t length = layout.numel + (buckets.empty() ? 1 : 0);
+    if (layout.device.is_cpu()) bucket->parts = world_.symmetric({length}, layout.dtype);
+    // New shared memory is zero already.
+    bucket->wire = bucket->parts.empty() ? at::zeros({length}, options)
+                                         : bucket->parts[static_cast<std::size_t>(world_.rank())];
+    bucket->flat = bucket->wire.narrow(0, 0, layout.numel);
     for (const Slot& place : layout.slots) {
       Parameter& p = parameters_[place.parameter];
       p.bucket = buckets.size();
@@ -140,7 +147,7 @@ void ReducerImpl::plan(const std::vector<std::size_t>& order) {
       const auto strides = dense ? p.tensor.strides().vec()
                                  : at::empty_like(p.tensor, at::kMeta).contiguous().strides().vec();
       at::Tensor slot =
-          at::empty({0}, options).set_(bucket->flat.storage(), place.offset, p.form.sizes, strides);
+          at::empty({0}, options).set_(bucket->wire.storage(), place.offset, p.form.sizes, strides);
       at::Tensor& grad = p.tensor.mutable_grad();
       if (grad.defined() && !grad.is_sparse() && grad.scalar_type() == layout.dtype &&
           grad.device() == layout.device && options_.gradient_as_bucket_view) {
@@ -155,12 +162,16 @@ void ReducerImpl::plan(const std::vector<std::size_t>& order) {
   close_pass();
 }
 
+// Puts a hook on every accumulator that has none; never during backward, which runs them.
 void ReducerImpl::install_hooks() {
   std::weak_ptr<ReducerImpl> weak = weak_from_this();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& p = parameters_[i];
     if (!p.form.requires_grad) continue;
-    p.accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
+    auto accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
+    if (accumulator == p.accumulator) continue;
+    if (p.accumulator) p.accumulator->del_post_hook(p.hook_key);
+    p.accumulator = std::move(accumulator);
     using Variables = std::vector<at::Tensor>;
     p.hook_key =
         p.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
@@ -169,54 +180,13 @@ void ReducerImpl::install_hooks() {
               return outputs;
             }));
   }
+  hooks_lost_ = false;
 }
 
 void ReducerImpl::remove_hooks() {
   for (auto& p : parameters_) {
     if (p.accumulator) p.accumulator->del_post_hook(p.hook_key);
     p.accumulator.reset();
-  }
-}
-
-// Freezing, unfreezing and moving parameters drop or add hooks behind our back; the wrapper's
-// forward is where every rank passes and can plan anew together.
-void ReducerImpl::before_forward() {
-  if (passive_ || phase_ == Phase::kRunning || !torch::GradMode::is_enabled()) return;
-  bool changed = false;
-  for (const auto& p : parameters_) {
-    changed |= !(form_of(p) == p.form);
-    changed |=
-        p.accumulator && torch::autograd::impl::try_get_grad_accumulator(p.tensor) != p.accumulator;
-  }
-  if (!changed) return;
-  remove_hooks();
-  for (auto& p : parameters_) {
-    p.form = form_of(p);
-    p.slot = at::Tensor();
-    p.expected = 1;  // what static_graph learned is learned anew
-  }
-  check_same_model();
-  auto order = dense_parameters();
-  std::reverse(order.begin(), order.end());
-  plan(order);
-  install_hooks();
-  rebuilt_ = learned_ = false;
-  close_pass();
-}
-
-void ReducerImpl::check_forms() const {
-  for (const auto& p : parameters_) {
-    if (p.tensor.requires_grad() == p.form.requires_grad &&
-        p.tensor.scalar_type() == p.form.dtype && p.tensor.device() == p.form.device &&
-        p.tensor.sizes() == p.form.sizes)
-      continue;
-    throw UsageError("reducer",
-                     "parameter '{}' was {} after the model was wrapped. Call the "
-                     "wrapped model for the forward pass, which plans anew, or wrap it again.",
-                     p.name,
-                     p.tensor.requires_grad() != p.form.requires_grad
-                         ? (p.tensor.requires_grad() ? "unfrozen" : "frozen")
-                         : "moved to another dtype, device or shape");
   }
 }
 
@@ -229,24 +199,35 @@ void ReducerImpl::on_gradient(std::size_t index) {
                      "gradients cannot be differentiated again; for a gradient penalty use "
                      "torch::autograd::grad.",
                      parameters_[index].name);
-  begin_pass();
+  if (!begin_pass()) return;
   Parameter& p = parameters_[index];
   p.used = true;
+  // Frozen after forward: the engine added nothing to .grad. Or not planned yet: .grad is taken
+  // along when it is.
+  if (!p.form.requires_grad) return;
   store_gradient(p);
   if (sync_) mark_ready(index);
 }
 
-void ReducerImpl::begin_pass() {
+// False in a backward that has been refused on another thread.
+bool ReducerImpl::begin_pass() {
   const int task = NestedBackward::outer_task();
-  if (queued_task_.load(std::memory_order_acquire) == task) return;
+  if (queued_task_.load(std::memory_order_acquire) == task) return true;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (queued_task_.load(std::memory_order_relaxed) == task) return;
-  if (phase_ != Phase::kRunning) start_pass(task);
+  if (queued_task_.load(std::memory_order_relaxed) == task) return true;
+  if (refused_task_ == task) return false;
+  try {
+    if (phase_ != Phase::kRunning) start_pass();
+  } catch (...) {
+    refused_task_ = task;
+    throw;
+  }
   queue_end_of(task);
   queued_task_.store(task, std::memory_order_release);
+  return true;
 }
 
-void ReducerImpl::start_pass(int /*task*/) {
+void ReducerImpl::start_pass() {
   if (phase_ == Phase::kInterrupted) {
     if (next_launch_ > 0)
       throw CommError("reducer",
@@ -257,10 +238,12 @@ void ReducerImpl::start_pass(int /*task*/) {
                       {.rank = world_.rank()});
     close_pass();
   }
-  check_forms();
-  sync_ = no_sync_depth_ == 0;
+  sync_ = no_sync_depth_ == 0 && !deferred_;
   pass_start_ = Clock::now();
   if (sync_ && joining_) exchange_active(true);
+  stale_ = changed();
+  if (stale_ && deferred_) refuse_change_while_deferred();
+  if (sync_ && stale_) plan_anew_together();
   phase_ = Phase::kRunning;
   if (sync_ && options_.find_unused_parameters && !NestedBackward::active()) mark_unused_in_graph();
 }
@@ -293,11 +276,15 @@ void ReducerImpl::mark_unused_in_graph() {
   if (nodes == nullptr) return;
   for (const auto* node : *nodes)
     if (is_checkpoint_node(*node)) return;
-  for (auto& p : parameters_)
-    if (p.accumulator && nodes->count(p.accumulator.get()) == 0) count_as_unused(p);
+  for (auto& p : parameters_) {
+    if (!p.form.requires_grad) continue;
+    const auto node = torch::autograd::impl::try_get_grad_accumulator(p.tensor);
+    if (!node || nodes->count(node.get()) == 0) count_as_unused(p);
+  }
 }
 
 void ReducerImpl::store_gradient(Parameter& p) {
+  if (stale_) return;  // the slot may be of another kind; planning anew takes .grad along
   at::Tensor& grad = p.tensor.mutable_grad();
   if (grad.defined() && grad.layout() != at::kStrided) {
     if (p.sparse) return;
@@ -329,6 +316,7 @@ void ReducerImpl::store_gradient(Parameter& p) {
 void ReducerImpl::mark_ready(std::size_t index) {
   Parameter& p = parameters_[index];
   ++p.fired;
+  if (!rebuilt_) p.place = observed_.fetch_add(1);
   if (options_.static_graph && !learned_) return;
   if (p.counted || p.fired > p.expected) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -346,7 +334,6 @@ void ReducerImpl::mark_ready(std::size_t index) {
                      step_, p.name, p.fired);
   }
   if (p.fired < p.expected) return;
-  if (!rebuilt_) observed_[observed_count_.fetch_add(1)] = index;
   if (count_down(p)) launch_ready();
 }
 
@@ -388,6 +375,8 @@ void ReducerImpl::launch_ready() {
 
 void ReducerImpl::launch(std::size_t index) {
   BucketState& bucket = *buckets_[index];
+  if (index == 0) cast_vote();
+  const at::Tensor& sent = index == 0 && vote_rides() ? bucket.wire : bucket.flat;
   bucket.launched = Clock::now();
   if (hook_) {
     Bucket view{.index = index,
@@ -401,10 +390,10 @@ void ReducerImpl::launch(std::size_t index) {
     }
     bucket.reduction = hook_(world_, view);
   } else if (joining_ && !joining_->divide_by_initial_world_size) {
-    bucket.reduction = {world_.all_reduce(bucket.flat, ReduceOp::kSum),
+    bucket.reduction = {world_.all_reduce(sent, ReduceOp::kSum),
                         [flat = bucket.flat, n = divisor()]() mutable { flat.div_(n); }};
   } else {
-    bucket.reduction = {world_.all_reduce(bucket.flat, ReduceOp::kAvg), nullptr};
+    bucket.reduction = {world_.all_reduce(sent, ReduceOp::kAvg), nullptr};
   }
   if (bucket.flat.is_cpu()) {
     bucket.reduction.work.on_completion([times = completed_ns_, index] {
@@ -418,6 +407,10 @@ void ReducerImpl::register_comm_hook(CommHook hook) {
     throw UsageError("reducer", "register_comm_hook was called during backward. Call it before.");
   if (hook_)
     throw UsageError("reducer", "a communication hook is already registered. One per model.");
+  if (deferred_)
+    throw UsageError("reducer",
+                     "this model's gradients are reduced by a ShardedOptimizer, in its step(), "
+                     "where no communication hook runs. Use a replicated optimizer with hooks.");
   hook_ = std::move(hook);
 }
 
@@ -463,8 +456,7 @@ void ReducerImpl::on_watched_backward() {
   // autograd::grad and backward(inputs) reach chosen tensors only and reduce nothing.
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   if (chosen != nullptr && !chosen->empty()) return;
-  begin_pass();
-  if (sync_) launch_ready();
+  if (begin_pass() && sync_) launch_ready();
 }
 
 }  // namespace parallel
@@ -477,9 +469,6 @@ Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<NamedTensor> b
 }
 Reducer::~Reducer() = default;
 
-void Reducer::before_forward() {
-  impl_->before_forward();
-}
 at::Tensor Reducer::watch(at::Tensor output) {
   return impl_->watch(std::move(output));
 }
@@ -500,6 +489,15 @@ const StepTiming& Reducer::last_timing() const {
 }
 std::size_t Reducer::bucket_count() const {
   return impl_->bucket_count();
+}
+DeferredGradients Reducer::defer() {
+  return impl_->defer();
+}
+void Reducer::resume() {
+  impl_->resume();
+}
+void Reducer::end_deferred_step() {
+  impl_->end_deferred_step();
 }
 World& Reducer::world() {
   return impl_->world();

@@ -62,6 +62,24 @@ struct StepTiming {
   std::vector<BucketTiming> buckets;
 };
 
+// Where the gradients of a deferred reducer lie. `parts` is every rank's memory as this process
+// sees it, and empty where ranks share none.
+struct DeferredSlot {
+  std::string name;
+  std::size_t index = 0;  // of the parameter, in the model's order
+  at::Tensor parameter;
+  at::Tensor gradient;  // its place in the bucket, in the parameter's shape
+  std::int64_t offset = 0;
+};
+struct DeferredBucket {
+  at::Tensor mine;
+  std::vector<at::Tensor> parts;
+  std::vector<DeferredSlot> slots;
+};
+struct DeferredGradients {
+  std::vector<DeferredBucket> buckets;
+};
+
 namespace parallel {
 class ReducerImpl;
 }
@@ -74,14 +92,20 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // The wrapper calls these; a user of a plain parameter list may.
-  void before_forward();                // notices frozen, unfrozen, moved parameters and re-plans
+  // The wrapper calls this; a user of a plain parameter list may.
   at::Tensor watch(at::Tensor output);  // see find_unused_parameters in docs/ddp.md
 
   void set_sync(bool on);  // no_sync() is the guard for this
   void join(const std::function<void()>& body, const JoinOptions& options);
   void register_comm_hook(CommHook hook);
   void verify_replicas();
+
+  // For ShardedOptimizer: from now on backward leaves gradients local, in their buckets, and the
+  // plan stays as it is. end_deferred_step() does what else belongs to the end of a step; resume()
+  // takes it back.
+  DeferredGradients defer();
+  void resume();
+  void end_deferred_step();
 
   const StepTiming& last_timing() const;
   std::size_t bucket_count() const;

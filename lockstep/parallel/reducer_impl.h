@@ -4,7 +4,7 @@
 // Within a synchronised pass every bucket counts down the gradients it still waits for; at zero it
 // is ready, and ready buckets are launched strictly in plan order, so that all ranks issue the same
 // operations. Files: reducer.cpp (planning, hooks, launching), finalize.cpp (the end of a pass),
-// join.cpp (uneven inputs), replicas.cpp (what keeps and proves replicas equal).
+// change.cpp (a changed model), join.cpp (uneven inputs), replicas.cpp (equal replicas, proved).
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
@@ -15,10 +15,12 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/parallel/bucket_plan.h"
 #include "lockstep/parallel/reducer.h"
+#include "lockstep/parallel/replicas.h"
 
 namespace lockstep::parallel {
 
@@ -29,13 +31,15 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   ~ReducerImpl();
 
   void start();  // communicates; separate from the constructor because hooks need a weak_ptr
-  void before_forward();
   at::Tensor watch(at::Tensor output);
   void on_watched_backward();
   void hold_sync(bool hold) { no_sync_depth_ += hold ? 1 : -1; }
   void join(const std::function<void()>& body, const JoinOptions& options);
   void register_comm_hook(CommHook hook);
   void verify_replicas();
+  DeferredGradients defer();
+  void resume() { deferred_ = false; }
+  void end_deferred_step();
 
   const StepTiming& last_timing() const { return timing_; }
   std::size_t bucket_count() const { return buckets_.size(); }
@@ -44,8 +48,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
-
-  // What must not change between planning and backward.
+  // What the buckets were planned for.
   struct Form {
     bool requires_grad = false;
     c10::ScalarType dtype = c10::kFloat;
@@ -68,11 +71,14 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
     bool counted = false;  // no longer waited for
     bool used = false;     // by this rank, since the last synchronised pass
     at::Tensor kept;       // what .grad held, for a parameter that no rank used
+    int place = -1;        // in the order in which gradients came
     // Learned by static_graph.
     int expected = 1;
   };
   struct BucketState {
-    at::Tensor flat;
+    at::Tensor wire;  // flat and, behind it in the first bucket, one element for the vote
+    at::Tensor flat;  // the gradients
+    std::vector<at::Tensor> parts;  // every rank's flat, in memory that all of them map
     std::vector<std::size_t> members;
     std::atomic<int> pending{0};
     Reduction reduction;
@@ -81,7 +87,8 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   };
   // Ends the pass if its callback is destroyed unrun, which is what happens when backward throws.
   struct PassToken;
-
+  struct Sentinel;
+  struct Zeros;
   enum class Phase { kIdle, kRunning, kInterrupted };
 
   // reducer.cpp
@@ -91,10 +98,9 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void install_hooks();
   void remove_hooks();
   void on_gradient(std::size_t index);
-  void begin_pass();
-  void start_pass(int task);
+  bool begin_pass();
+  void start_pass();
   void queue_end_of(int task);
-  void check_forms() const;
   void mark_unused_in_graph();
   void store_gradient(Parameter& parameter);
   void mark_ready(std::size_t index);
@@ -118,6 +124,19 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void close_pass();
   void record_timing();
 
+  // change.cpp
+  void post_sentinels();
+  void withdraw_sentinels();
+  void on_sentinel(std::size_t index);
+  bool changed() const;
+  void plan_anew_together();
+  void announce_change();
+  bool vote_rides() const;
+  void cast_vote();
+  at::Tensor counted_vote();
+  void refuse_change_of_another();
+  void refuse_change_while_deferred() const;
+
   // join.cpp
   std::vector<int> exchange_active(bool active);
   double divisor() const;
@@ -130,7 +149,8 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
 
   World world_;
   DdpOptions options_;
-  bool passive_ = false;  // a world of one: nothing to reduce
+  bool passive_ = false;   // a world of one: nothing to reduce
+  bool deferred_ = false;  // a ShardedOptimizer reduces, in its step
   std::vector<Parameter> parameters_;
   std::vector<NamedTensor> buffers_;
   BucketLimits limits_;
@@ -139,6 +159,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   int no_sync_depth_ = 0;
   bool rebuilt_ = false;
   bool learned_ = false;  // static_graph has seen its first pass
+  std::atomic<bool> hooks_lost_{false};
 
   // The pass in progress. mutex_ guards its start and every launch; hooks only touch their own
   // parameter and their bucket's counter.
@@ -147,10 +168,13 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   std::atomic<int> queued_task_{-1};
   bool sync_ = true;
   bool shadow_ = false;
+  bool stale_ = false;     // the model is not the planned one
+  int refused_task_ = -1;  // a backward that has thrown already
+  at::Tensor vote_;        // where it cannot ride in the first bucket
+  Work vote_work_;
   std::atomic<int> waiting_for_{0};
   std::size_t next_launch_ = 0;
-  std::vector<std::size_t> observed_;  // the order in which gradients came
-  std::atomic<std::size_t> observed_count_{0};
+  std::atomic<int> observed_{0};
   std::uint64_t step_ = 0;
   Clock::time_point pass_start_;
   Clock::time_point last_gradient_;
@@ -162,11 +186,15 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   int root_ = 0;             // whose buffers and order count
 };
 
-// A 64-bit fingerprint of a tensor's bytes, and of text.
-std::uint64_t fingerprint(const at::Tensor& tensor);
-std::uint64_t fingerprint(const void* data, std::size_t bytes);
-
-// Broadcasts many tensors in few messages.
-void broadcast_coalesced(World& world, const std::vector<at::Tensor>& tensors, int root);
+// Lends every bucket zeros while it lives: a rank that takes part for the others' sake keeps its
+// gradients where they are.
+struct ReducerImpl::Zeros {
+  explicit Zeros(ReducerImpl& borrower);
+  ~Zeros();
+  Zeros(const Zeros&) = delete;
+  ReducerImpl& reducer;
+  std::vector<std::pair<at::Tensor, at::Tensor>> live;  // wire and flat
+  const BucketState* first = nullptr;
+};
 
 }  // namespace lockstep::parallel

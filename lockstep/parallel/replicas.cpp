@@ -96,10 +96,13 @@ void ReducerImpl::broadcast_model(int root) {
 // Ranks that wrapped different models would mix up gradients or hang; say which parameter differs.
 void ReducerImpl::check_same_model() {
   std::string text;
-  for (const auto& p : parameters_)
-    text +=
-        fmt::format("{}: shape [{}], {}, requires_grad={}\n", p.name, fmt::join(p.form.sizes, ", "),
-                    c10::toString(p.form.dtype), p.form.requires_grad);
+  for (const auto& p : parameters_) {
+    const Form form = form_of(p);
+    text += fmt::format("{}: shape [{}], {} on {}, requires_grad={}{}\n", p.name,
+                        fmt::join(form.sizes, ", "), c10::toString(form.dtype),
+                        c10::DeviceTypeName(form.device.type(), /*lower_case=*/true),
+                        form.requires_grad, form == p.form ? "" : ", changed after wrapping");
+  }
   for (const auto& b : buffers_)
     text += fmt::format(
         "{}: buffer, {}, shape [{}]\n", b.name, c10::toString(b.tensor.scalar_type()),
@@ -126,7 +129,7 @@ void ReducerImpl::check_same_model() {
       if (a == b) continue;
       throw UsageError("reducer",
                        "the models differ between ranks: rank 0 has '{}', rank {} has "
-                       "'{}'. Build the same model on every rank.",
+                       "'{}'. Build the same model on every rank, and change it on all alike.",
                        a, rank, b);
     }
   }

@@ -1,5 +1,5 @@
-// What DistributedDataParallel does with models that are not plain: sparse, frozen, mixed, changed
-// after wrapping, with buffers, with uneven inputs; hooks and SyncBatchNorm.
+// What DistributedDataParallel does with models that are not plain: sparse, frozen, mixed, with
+// buffers, with uneven inputs; hooks and SyncBatchNorm.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -8,6 +8,7 @@
 #include "lockstep/parallel/comm_hooks.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sync_batch_norm.h"
+#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_ddp.h"
 #include "lockstep/testing/worlds.h"
 
@@ -15,19 +16,8 @@ namespace lockstep {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::run_threads;
-
-template <typename E, typename F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const E& e) {
-    return e.what();
-  } catch (const std::exception& e) {
-    return std::string("another exception: ") + e.what();
-  }
-  return "(nothing thrown)";
-}
 
 bool same_on_all(World& world, const at::Tensor& t) {
   bool same = true;
@@ -158,8 +148,10 @@ TEST(Replicas, DifferentModelsAreNamedOnEveryRank) {
     auto net = std::make_shared<Pair>();
     if (world.rank() == 2) net->b->weight.set_requires_grad(false);
     const auto text = message_of<UsageError>([&] { DistributedDataParallel model{net, world}; });
-    EXPECT_THAT(text, HasSubstr("rank 0 has 'b.weight: shape [4, 4], Float, requires_grad=true', "
-                                "rank 2 has 'b.weight: shape [4, 4], Float, requires_grad=false'"));
+    EXPECT_THAT(text,
+                HasSubstr("rank 0 has 'b.weight: shape [4, 4], Float on cpu, requires_grad=true', "
+                          "rank 2 has 'b.weight: shape [4, 4], Float on cpu, "
+                          "requires_grad=false'"));
     ++named;
   });
   EXPECT_EQ(named, 3);
@@ -199,32 +191,6 @@ TEST(Replicas, BuffersFollowRankZeroAtTheEndOfBackward) {
         torch::nn::Sequential(torch::nn::BatchNorm1d(4)), world, {.broadcast_buffers = false}};
     off(at::randn({3, 4}) + world.rank()).sum().backward();
     EXPECT_THAT(message_of<CommError>([&] { off.verify_replicas(); }), HasSubstr("running_mean"));
-  });
-}
-
-TEST(Replicas, ChangesAfterWrappingArePlannedAnewOrRefusedByName) {
-  run_threads(2, [](World& world) {
-    auto net = std::make_shared<Pair>();
-    DistributedDataParallel model{net, world};
-    model(input_of(world)).sum().backward();
-    net->zero_grad();
-    net->a->weight.set_requires_grad(false);
-    model(input_of(world)).sum().backward();
-    EXPECT_FALSE(net->a->weight.grad().defined());
-    EXPECT_TRUE(same_on_all(world, net->a->bias.grad()));
-    net->zero_grad();
-    net->a->weight.set_requires_grad(true);
-    EXPECT_THAT(message_of<UsageError>([&] { net->forward(input_of(world)).sum().backward(); }),
-                HasSubstr("parameter 'a.weight' was unfrozen after the model was wrapped"));
-    net->zero_grad();
-    model(input_of(world)).sum().backward();
-    EXPECT_TRUE(same_on_all(world, net->a->weight.grad()));
-    // Moving to another dtype silently drops LibTorch's hooks.
-    net->zero_grad();
-    net->to(torch::kDouble);
-    model(input_of(world).to(torch::kDouble)).sum().backward();
-    EXPECT_TRUE(same_on_all(world, net->b->weight.grad()));
-    EXPECT_EQ(net->b->weight.grad().scalar_type(), torch::kDouble);
   });
 }
 
@@ -350,6 +316,22 @@ TEST(Hooks, CompressionRoundsAndAUsersOwnIsCalled) {
   });
 }
 
+TEST(Hooks, CannotBeRegisteredDuringBackward) {
+  run_threads(2, [](World& world) {
+    auto net = std::make_shared<Pair>();
+    DistributedDataParallel model{net, world};
+    std::string text;
+    const auto h = net->a(input_of(world));
+    // Reached after b's gradients, which opened the pass.
+    h.register_hook([&](const at::Tensor&) {
+      text = message_of<UsageError>([&] { model.register_comm_hook(hooks::all_reduce()); });
+    });
+    net->b(h).sum().backward();
+    EXPECT_THAT(text, HasSubstr("register_comm_hook was called during backward"));
+    EXPECT_TRUE(same_on_all(world, net->a->weight.grad()));
+  });
+}
+
 // ---------------------------------------------------------------- SyncBatchNorm
 
 TEST(SyncBatchNorm, EqualsPlainBatchNormOnTheWholeBatch) {
@@ -394,6 +376,34 @@ TEST(SyncBatchNorm, AnEmptyBatchOnARankIsFineAndOneValueIsRefused) {
     EXPECT_TRUE(means[0].equal(means[1]));
     EXPECT_THAT(message_of<UsageError>([&] { norm(torch::randn({world.rank() == 0 ? 1 : 0, 2})); }),
                 HasSubstr("has 1 values per channel"));
+  });
+}
+
+struct DebugMode {
+  DebugMode() { ::setenv("LOCKSTEP_DEBUG", "1", 1); }
+  ~DebugMode() { ::unsetenv("LOCKSTEP_DEBUG"); }
+};
+
+TEST(SyncBatchNorm, ARankThatSkipsItIsNamedInDebugMode) {
+  struct Optional : torch::nn::Module {
+    explicit Optional(const World& world)
+        : norm(register_module("norm", nn::SyncBatchNorm1d(world, torch::nn::BatchNormOptions(4)))),
+          head(register_module("head", torch::nn::Linear(4, 1))) {}
+    at::Tensor forward(const at::Tensor& x, bool normalise) {
+      return head(normalise ? norm(x) : x);
+    }
+    nn::SyncBatchNorm1d norm;
+    torch::nn::Linear head;
+  };
+  const DebugMode debug;
+  run_threads(2, [](World& world) {
+    DistributedDataParallel model{
+        std::make_shared<Optional>(world), world, {.find_unused_parameters = true}};
+    const auto text =
+        message_of<CommError>([&] { model(input_of(world), world.rank() == 0).sum().backward(); });
+    EXPECT_THAT(text, HasSubstr("ranks call different operations"));
+    EXPECT_THAT(text, HasSubstr("all_gather Float [9]"));
+    EXPECT_THAT(text, HasSubstr("all_reduce Float"));
   });
 }
 

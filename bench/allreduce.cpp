@@ -1,0 +1,240 @@
+// lockstep bench allreduce: shared memory beside gloo and Open MPI.
+#include "bench/allreduce.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "bench/bench.h"
+#include "bench/plot.h"
+#include "bench/stats.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep::bench {
+
+namespace fs = std::filesystem;
+
+std::vector<std::int64_t> parse_sizes(const std::string& text) {
+  std::vector<std::int64_t> sizes;
+  std::stringstream stream(text);
+  for (std::string word; std::getline(stream, word, ',');) {
+    char* end = nullptr;
+    const double number = std::strtod(word.c_str(), &end);
+    std::string unit = end;
+    if (unit.size() == 2 && (unit[1] == 'B' || unit[1] == 'b')) unit.pop_back();
+    double factor = unit.empty() ? 1 : 0;
+    if (unit == "K" || unit == "k") factor = 1024;
+    if (unit == "M" || unit == "m") factor = 1024.0 * 1024;
+    if (unit == "G" || unit == "g") factor = 1024.0 * 1024 * 1024;
+    const auto bytes = static_cast<std::int64_t>(number * factor) / 4 * 4;
+    if (bytes <= 0)
+      throw UsageError("bench", "'{}' is no size. Write bytes, or 4K, 25M, 1G.", word);
+    sizes.push_back(bytes);
+  }
+  return sizes;
+}
+
+std::string show_size(double bytes) {
+  const char* units[] = {"B", "KB", "MB", "GB"};
+  int unit = 0;
+  while (bytes >= 1024 && unit < 3) {
+    bytes /= 1024;
+    ++unit;
+  }
+  return fmt::format("{:.4g} {}", bytes, units[unit]);
+}
+
+int repetitions(std::int64_t bytes) {
+  if (bytes < kMeetFirstBytes) return 2000;
+  return static_cast<int>(std::clamp<std::int64_t>((1LL << 30) / bytes, 10, 300));
+}
+
+namespace {
+
+struct Settings {
+  int ranks = 2;
+  int rounds = 3;
+  std::string backends = "shm,gloo";
+  std::string sizes = "4K,64K,1M,25M,100M";
+  std::string csv, json, svg;
+};
+
+// A directory of this run, gone with it.
+class Scratch {
+ public:
+  Scratch() {
+    std::string path = (fs::temp_directory_path() / "lockstep-bench-XXXXXX").string();
+    if (::mkdtemp(path.data()) == nullptr)
+      throw SystemError("bench", "cannot make a temporary directory", errno);
+    path_ = path;
+  }
+  ~Scratch() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  std::string file(const std::string& name) const { return (path_ / name).string(); }
+
+ private:
+  fs::path path_;
+};
+
+void run_command(const std::string& command) {
+  const int status = std::system(command.c_str());
+  if (status != 0) throw Error("bench", fmt::format("'{}' failed (status {})", command, status));
+}
+
+void read_ours(const std::string& path, Samples& samples) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    const std::size_t first = line.find('\t'), second = line.find('\t', first + 1);
+    samples[line.substr(0, first)][std::stoll(line.substr(first + 1, second - first - 1))]
+        .push_back(std::stod(line.substr(second + 1)));
+  }
+}
+
+void read_mpi(const std::string& path, Samples& samples) {
+  std::ifstream file(path);
+  std::int64_t bytes = 0;
+  double us = 0;
+  while (file >> bytes >> us) samples["mpi"][bytes].push_back(us);
+}
+
+// Empty when there is no MPI here; the reason is printed.
+std::string mpi_command(const Settings& settings, const Scratch& scratch) {
+  if (("," + settings.backends + ",").find(",mpi,") == std::string::npos) return "";
+  const std::string program = scratch.file("allreduce_mpi");
+  const std::string build = fmt::format("mpicc -O2 '{}' -o '{}'", peer("allreduce_mpi.c"), program);
+  if (std::system((build + " >/dev/null 2>&1").c_str()) != 0) {
+    fmt::print(stderr, "no Open MPI here (mpicc failed); going on without it\n");
+    return "";
+  }
+  const bool root = ::geteuid() == 0;
+  std::string command = fmt::format("mpirun{} --oversubscribe -np {} '{}'",
+                                    root ? " --allow-run-as-root" : "", settings.ranks, program);
+  for (const auto bytes : parse_sizes(settings.sizes))
+    command += fmt::format(" {}:{}", bytes, repetitions(bytes));
+  return command + fmt::format(" >'{}'", scratch.file("mpi"));
+}
+
+Samples collect(const Settings& settings) {
+  const Scratch scratch;
+  Samples samples;
+  const std::string mpi = mpi_command(settings, scratch);
+  const std::string ours = fmt::format(
+      "'{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' '{}' '{}'",
+      program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-torch"),
+      settings.backends, settings.sizes, scratch.file("ours"));
+  for (int round = 0; round < settings.rounds; ++round) {
+    fmt::print(stderr, "round {}/{}\n", round + 1, settings.rounds);
+    run_command(ours);
+    read_ours(scratch.file("ours"), samples);
+    if (mpi.empty()) continue;
+    run_command(mpi);
+    read_mpi(scratch.file("mpi"), samples);
+  }
+  return samples;
+}
+
+// Of the contender's median, or nothing where it was not measured.
+std::optional<double> median_of(const Samples& samples, const std::string& name,
+                                std::int64_t bytes) {
+  const auto found = samples.find(name);
+  if (found == samples.end()) return std::nullopt;
+  const auto times = found->second.find(bytes);
+  if (times == found->second.end()) return std::nullopt;
+  return median(times->second);
+}
+
+std::string ratio(std::optional<double> over, double own) {
+  return over ? fmt::format("{:.1f}x", *over / own) : "";
+}
+
+Table table_of(const Samples& samples, const Settings& settings) {
+  Table table({fmt::format("all-reduce, {} ranks", settings.ranks), "size", "min us", "p50 us",
+               "p99 us", "max us", "GB/s", "gloo / this", "mpi / this", "% of memory"});
+  for (const std::int64_t bytes : parse_sizes(settings.sizes)) {
+    for (const auto& [name, by_size] : samples) {
+      const auto found = by_size.find(bytes);
+      if (name == kCeiling || found == by_size.end()) continue;
+      const Summary s = summarize(found->second);
+      const auto ceiling = median_of(samples, kCeiling, bytes);
+      table.add({name, show_size(static_cast<double>(bytes)), fmt::format("{:.1f}", s.min),
+                 fmt::format("{:.1f}", s.p50), fmt::format("{:.1f}", s.p99),
+                 fmt::format("{:.1f}", s.max),
+                 fmt::format("{:.2f}", static_cast<double>(bytes) / s.p50 / 1e3),
+                 ratio(median_of(samples, "gloo", bytes), s.p50),
+                 ratio(median_of(samples, "mpi", bytes), s.p50),
+                 ceiling ? fmt::format("{:.0f}", 100 * *ceiling / s.p50) : ""});
+    }
+  }
+  return table;
+}
+
+std::string json_of(const Samples& samples, const Settings& settings) {
+  nlohmann::json document{{"benchmark", "allreduce"}, {"ranks", settings.ranks}};
+  for (const auto& [name, by_size] : samples) {
+    for (const auto& [bytes, times] : by_size) {
+      const Summary s = summarize(times);
+      document["rows"].push_back({{"contender", name},
+                                  {"bytes", bytes},
+                                  {"samples", times.size()},
+                                  {"min_us", s.min},
+                                  {"p50_us", s.p50},
+                                  {"p99_us", s.p99},
+                                  {"max_us", s.max}});
+    }
+  }
+  return document.dump(1) + "\n";
+}
+
+std::string svg_of(const Samples& samples, const Settings& settings) {
+  Panel time{fmt::format("Time of an all-reduce, {} ranks", settings.ranks),
+             "size",
+             "microseconds",
+             {},
+             show_size};
+  Panel rate{"Bandwidth (size / time)", "size", "GB/s", {}, show_size};
+  for (const auto& [name, by_size] : samples) {
+    if (name == kCeiling) continue;
+    Line times{name, {}}, rates{name, {}};
+    for (const auto& [bytes, values] : by_size) {
+      const auto x = static_cast<double>(bytes);
+      times.points.emplace_back(x, median(values));
+      rates.points.emplace_back(x, x / median(values) / 1e3);
+    }
+    time.lines.push_back(std::move(times));
+    rate.lines.push_back(std::move(rates));
+  }
+  return svg({time, rate});
+}
+
+}  // namespace
+
+int allreduce_main(int argc, char** argv) {
+  Settings settings;
+  CLI::App app{"Time and bandwidth of an all-reduce over size, backends by turns"};
+  app.add_option("--ranks", settings.ranks)->check(CLI::Range(2, 64));
+  app.add_option("--backends", settings.backends, "of shm, gloo, mpi");
+  app.add_option("--sizes", settings.sizes, "bytes, or 4K,25M,1G");
+  app.add_option("--rounds", settings.rounds, "jobs; medians go over all")
+      ->check(CLI::Range(1, 100));
+  app.add_option("--csv", settings.csv, "also write the table to this file");
+  app.add_option("--json", settings.json, "also write the figures to this file");
+  app.add_option("--svg", settings.svg, "also draw time and bandwidth over size");
+  CLI11_PARSE(app, argc, argv);
+  parse_sizes(settings.sizes);
+  const Samples samples = collect(settings);
+  publish(table_of(samples, settings), settings.csv);
+  if (!settings.json.empty()) write_file_atomically(settings.json, json_of(samples, settings));
+  if (!settings.svg.empty()) write_file_atomically(settings.svg, svg_of(samples, settings));
+  return 0;
+}
+
+}  // namespace lockstep::bench

@@ -1,0 +1,28 @@
+// What the two sides of `lockstep bench allreduce` agree on: the parent starts jobs and prints, the
+// ranks measure and tell.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace lockstep::bench {
+
+// Microseconds per contender ("shm symmetric", "gloo", ...) and size in bytes.
+using Samples = std::map<std::string, std::map<std::int64_t, std::vector<double>>>;
+
+// "4K,64K,1M,25M" -> bytes; UsageError names the word that is no size.
+std::vector<std::int64_t> parse_sizes(const std::string& text);
+std::string show_size(double bytes);
+
+// How often a size is measured in one job: small ones often, large ones a few times.
+int repetitions(std::int64_t bytes);
+
+// From this size on ranks meet before each operation; smaller ones keep each other in step.
+inline constexpr std::int64_t kMeetFirstBytes = 65536;
+
+// The contender under which ranks tell the memory's own limit for the same traffic.
+inline constexpr const char* kCeiling = "ceiling";
+
+}  // namespace lockstep::bench

@@ -1,0 +1,62 @@
+// Deferred mode: backward only fills the buckets, and a ShardedOptimizer reduces them in its step.
+#include <algorithm>
+
+#include "lockstep/core/error.h"
+#include "lockstep/parallel/reducer_impl.h"
+
+namespace lockstep::parallel {
+
+DeferredGradients ReducerImpl::defer() {
+  if (deferred_)
+    throw UsageError("ShardedOptimizer",
+                     "this model already has a ShardedOptimizer. One per model; use groups for "
+                     "several rules.");
+  if (hook_)
+    throw UsageError("ShardedOptimizer",
+                     "this model has a communication hook, which would never run: gradients are "
+                     "reduced in step(). Leave the hook out, or use a replicated optimizer.");
+  for (const auto& p : parameters_) {
+    if (p.sparse)
+      throw UsageError("ShardedOptimizer",
+                       "parameter '{}' has sparse gradients, which are not summed in step(). Make "
+                       "the embedding dense, or use a replicated optimizer.",
+                       p.name);
+  }
+  if (passive_) {
+    // A world of one has no buckets yet; the optimizer's pass needs them all the same.
+    passive_ = false;
+    auto order = dense_parameters();
+    std::reverse(order.begin(), order.end());
+    plan(order);
+    install_hooks();
+    post_sentinels();
+  }
+  deferred_ = true;
+  DeferredGradients gradients;
+  for (const auto& bucket : buckets_) {
+    DeferredBucket& out = gradients.buckets.emplace_back();
+    out.mine = bucket->flat;
+    for (const auto& part : bucket->parts)
+      out.parts.push_back(part.narrow(0, 0, bucket->flat.numel()));
+    for (const std::size_t i : bucket->members) {
+      const Parameter& p = parameters_[i];
+      out.slots.push_back({p.name, i, p.tensor, p.slot, p.slot.storage_offset()});
+    }
+  }
+  return gradients;
+}
+
+void ReducerImpl::end_deferred_step() {
+  if (options_.broadcast_buffers && world_.size() > 1)
+    broadcast_coalesced(world_, buffer_tensors(), root_);
+  ++step_;
+}
+
+void ReducerImpl::refuse_change_while_deferred() const {
+  throw UsageError("ShardedOptimizer",
+                   "a parameter was frozen, unfrozen or moved to another dtype or device after the "
+                   "optimizer was made. Change the model first, then wrap it and make the "
+                   "optimizer anew.");
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,104 @@
+// The inside of ShardedOptimizer. Files: sharded_optimizer.cpp (construction, the order of a step,
+// state in and out), sharded_step.cpp (moving gradients, norms, the update itself).
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/sharded_layout.h"
+#include "lockstep/parallel/sharded_optimizer.h"
+
+namespace lockstep::parallel {
+
+class ShardedImpl {
+ public:
+  ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGroup> groups,
+              ShardedOptions wanted);
+
+  StepOutcome step();
+  void zero_grad();
+  void reduce_now();
+  void accept_changes();
+  std::map<std::string, at::Tensor> state_dict();
+  void load_state_dict(const std::map<std::string, at::Tensor>& state);
+  std::int64_t state_bytes() const;
+
+  ShardedOptions options;
+  std::vector<OptimizerRule> rules;  // by group
+
+ private:
+  // A parameter that is trained.
+  struct Member {
+    std::string name;
+    std::size_t index = 0;  // in the model's order
+    at::Tensor tensor;      // the model's
+    at::Tensor slot;        // its gradient's place in a bucket, in its shape
+    std::size_t bucket = 0;
+    std::int64_t offset = 0;  // of both gradient and parameter, in their flat memory
+    std::size_t group = 0;
+    at::Tensor flat = {};  // the parameter's memory, flat
+    std::int64_t first_block = 0;
+    double steps = 0;
+    bool used = true;  // by any rank, in this step
+    // As they must still be at the next step.
+    const void* data = nullptr;
+    std::uint32_t version = 0;
+    std::uint32_t reduced_version = 0;
+  };
+  // A piece that this rank owns, with its optimizer state.
+  struct Owned {
+    Piece piece;
+    std::int64_t place = 0;               // of the piece in this rank's share
+    at::Tensor first = {};                // exp_avg or momentum
+    at::Tensor second = {};               // exp_avg_sq
+    at::Tensor mine = {};                 // this rank's gradient
+    at::Tensor param = {};                // the piece of the parameter
+    std::vector<at::Tensor> shared = {};  // every rank's gradient, where memory is shared
+  };
+  struct Domain {
+    c10::ScalarType dtype = c10::kFloat;
+    c10::Device device = c10::kCPU;
+    std::vector<std::size_t> members = {};
+    std::vector<std::vector<Piece>> shares = {};  // by rank
+    std::vector<Owned> owned = {};
+    std::vector<at::Tensor> received = {};  // without shared memory: my share's gradients, by rank
+  };
+  struct Norm {
+    double value = 0;
+    bool finite = true;
+  };
+
+  // sharded_optimizer.cpp
+  void check_options() const;
+  void collect_members(const std::vector<ShardedGroup>& groups);
+  void make_domains();
+  void house_parameters();
+  void meet();
+  void remember_parameters();
+  void check_parameters() const;
+  void prepare_gradients();
+
+  // sharded_step.cpp
+  static std::vector<std::string> state_names(const OptimizerRule& rule);
+  void bring_gradients(Domain& domain);
+  void find_pieces();
+  std::vector<at::Tensor> sources_of(const Domain& domain, const Owned& owned) const;
+  Norm reduce_owned();
+  void make_state(const Domain& domain, Owned& owned);
+  void update(Domain& domain, Owned& owned, bool reduced, double clip);
+  void publish(Domain& domain);
+
+  std::shared_ptr<Reducer> reducer_;
+  World world_;
+  DeferredGradients deferred_;
+  bool shared_ = false;   // parameters and gradients lie in memory that all ranks map
+  bool reduced_ = false;  // reduce_now() has averaged the gradients
+  std::vector<Member> members_;
+  std::vector<Domain> domains_;
+  std::int64_t blocks_ = 0;
+};
+
+}  // namespace lockstep::parallel

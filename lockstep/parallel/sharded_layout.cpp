@@ -1,0 +1,51 @@
+#include "lockstep/parallel/sharded_layout.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace lockstep::parallel {
+
+std::vector<std::vector<Piece>> cut_into_shares(const std::vector<std::int64_t>& sizes,
+                                                int shares) {
+  const std::int64_t total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+  std::vector<std::vector<Piece>> owned(static_cast<std::size_t>(shares));
+  std::int64_t passed = 0;  // elements of earlier pieces
+  std::int64_t share = 0;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    for (std::int64_t begin = 0; begin < sizes[i];) {
+      // Where this share ought to end; a cut may come a little later, at the next block.
+      std::int64_t goal = total * (share + 1) / shares;
+      while (passed >= goal && share + 1 < shares) {
+        ++share;
+        goal = total * (share + 1) / shares;
+      }
+      const std::int64_t left = sizes[i] - begin;
+      const std::int64_t wanted = (goal - passed + kBlock - 1) / kBlock * kBlock;
+      const std::int64_t count = share + 1 == shares ? left : std::min(left, wanted);
+      owned[static_cast<std::size_t>(share)].push_back({i, begin, count});
+      begin += count;
+      passed += count;
+    }
+  }
+  return owned;
+}
+
+Homes spread_over_parts(const std::vector<std::int64_t>& sizes, int parts) {
+  Homes homes;
+  homes.places.resize(sizes.size());
+  std::vector<std::int64_t> filled(static_cast<std::size_t>(parts), 0);
+  std::vector<std::size_t> order(sizes.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  // The largest first, each into the emptiest part.
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return sizes[a] > sizes[b]; });
+  for (const std::size_t i : order) {
+    const auto emptiest = std::min_element(filled.begin(), filled.end());
+    homes.places[i] = {static_cast<int>(emptiest - filled.begin()), *emptiest};
+    *emptiest += sizes[i];
+  }
+  for (const std::int64_t size : filled) homes.part_size = std::max(homes.part_size, size);
+  return homes;
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,40 @@
+// Who owns which elements, and where shared parameters live, as pure functions.
+//
+//   auto owned = cut_into_shares(sizes, world.size());     // owned[rank]: pieces of parameters
+//
+// A share is cut only at multiples of kBlock elements from a parameter's start, so that norms and
+// results do not depend on the number of ranks. Shares differ by at most a block.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace lockstep::parallel {
+
+// Elements [begin, begin + count) of a parameter.
+struct Piece {
+  std::size_t parameter = 0;
+  std::int64_t begin = 0;
+  std::int64_t count = 0;
+  bool operator==(const Piece&) const = default;
+};
+
+inline constexpr std::int64_t kBlock = 4096;
+
+// The parameters' elements, in order, in `shares` runs of about equal length.
+std::vector<std::vector<Piece>> cut_into_shares(const std::vector<std::int64_t>& sizes, int shares);
+
+// Where each of `sizes` lies: in which rank's part, and at which offset of it.
+struct Home {
+  int part = 0;
+  std::int64_t offset = 0;
+  bool operator==(const Home&) const = default;
+};
+struct Homes {
+  std::vector<Home> places;
+  std::int64_t part_size = 0;  // of the fullest part; all are made that large
+};
+Homes spread_over_parts(const std::vector<std::int64_t>& sizes, int parts);
+
+}  // namespace lockstep::parallel

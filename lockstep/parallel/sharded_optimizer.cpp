@@ -1,0 +1,403 @@
+#include "lockstep/parallel/sharded_optimizer.h"
+
+#include <fmt/ranges.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/parallel/sharded_impl.h"
+
+namespace lockstep {
+namespace parallel {
+
+namespace {
+
+constexpr const char* kComponent = "ShardedOptimizer";
+
+bool is_shared(const std::vector<DeferredBucket>& buckets) {
+  return !buckets.empty() && !buckets[0].parts.empty();
+}
+
+at::Tensor alias(const at::Tensor& flat, std::int64_t offset, const at::Tensor& like) {
+  return at::empty({0}, flat.options())
+      .set_(flat.storage(), flat.storage_offset() + offset, like.sizes(), like.strides());
+}
+
+}  // namespace
+
+ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGroup> groups,
+                         ShardedOptions wanted)
+    : options(wanted), reducer_(std::move(reducer)), world_(reducer_->world()) {
+  check_options();
+  deferred_ = reducer_->defer();
+  try {
+    collect_members(groups);
+  } catch (...) {
+    reducer_->resume();
+    throw;
+  }
+  for (auto& group : groups) rules.push_back(std::move(group.rule));
+  make_domains();
+  house_parameters();
+  find_pieces();
+  remember_parameters();
+}
+
+void ShardedImpl::check_options() const {
+  if (!(options.max_grad_norm >= 0))
+    throw UsageError(kComponent, "max_grad_norm = {} must be positive, or 0 for no clipping.",
+                     options.max_grad_norm);
+  if (!(options.loss_scale > 0))
+    throw UsageError(kComponent, "loss_scale = {} must be positive. 1 is no scaling.",
+                     options.loss_scale);
+}
+
+void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
+  const auto group_of = [&](const at::Tensor& tensor) -> std::optional<std::size_t> {
+    std::optional<std::size_t> found;
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      const auto& params = groups[g].params;
+      const bool here = std::any_of(params.begin(), params.end(),
+                                    [&](const at::Tensor& p) { return p.is_same(tensor); });
+      if (here && found)
+        throw UsageError(kComponent,
+                         "a parameter of shape [{}] is in groups {} and {}. Put it into one.",
+                         fmt::join(tensor.sizes(), ", "), *found, g);
+      if (here) found = g;
+    }
+    return found;
+  };
+  std::size_t listed = 0;
+  for (std::size_t b = 0; b < deferred_.buckets.size(); ++b) {
+    for (const auto& slot : deferred_.buckets[b].slots) {
+      const auto group = group_of(slot.parameter);
+      if (!group) continue;  // trained by nobody: stays as it is
+      members_.push_back({.name = slot.name,
+                          .index = slot.index,
+                          .tensor = slot.parameter,
+                          .slot = slot.gradient,
+                          .bucket = b,
+                          .offset = slot.offset,
+                          .group = *group});
+      ++listed;
+    }
+  }
+  if (listed == 0)
+    throw UsageError(kComponent,
+                     "none of the given parameters is a trainable, dense parameter of the wrapped "
+                     "model. Pass model.parameters().");
+}
+
+// Tensors of one dtype and device travel and are stepped together.
+void ShardedImpl::make_domains() {
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    const at::Tensor& tensor = members_[i].tensor;
+    auto found = std::find_if(domains_.begin(), domains_.end(), [&](const Domain& d) {
+      return d.dtype == tensor.scalar_type() && d.device == tensor.device();
+    });
+    if (found == domains_.end()) {
+      domains_.push_back({.dtype = tensor.scalar_type(), .device = tensor.device()});
+      found = domains_.end() - 1;
+    }
+    found->members.push_back(i);
+  }
+  // Norms are added in the model's order, which does not depend on buckets.
+  std::vector<Member*> in_order;
+  for (auto& member : members_) in_order.push_back(&member);
+  std::sort(in_order.begin(), in_order.end(),
+            [](const Member* a, const Member* b) { return a->index < b->index; });
+  for (Member* member : in_order) {
+    member->first_block = blocks_;
+    blocks_ += (member->tensor.numel() + kBlock - 1) / kBlock;
+  }
+  for (auto& domain : domains_) {
+    std::vector<std::int64_t> sizes;
+    for (const std::size_t i : domain.members) sizes.push_back(members_[i].tensor.numel());
+    domain.shares = cut_into_shares(sizes, world_.size());
+    for (auto& share : domain.shares)
+      for (auto& piece : share) piece.parameter = domain.members[piece.parameter];
+    std::int64_t place = 0;
+    for (const Piece& piece : domain.shares[static_cast<std::size_t>(world_.rank())]) {
+      domain.owned.push_back({.piece = piece, .place = place});
+      place += piece.count;
+    }
+  }
+}
+
+// Parameters move into flat memory laid out as their gradients: shared by all ranks where there is
+// such memory, this rank's own elsewhere.
+void ShardedImpl::house_parameters() {
+  const torch::NoGradGuard no_grad;
+  shared_ = is_shared(deferred_.buckets);
+  std::vector<at::Tensor> flats;
+  if (shared_) {
+    std::vector<std::int64_t> bytes;
+    for (const auto& bucket : deferred_.buckets)
+      bytes.push_back((static_cast<std::int64_t>(bucket.mine.nbytes()) + 63) / 64 * 64);
+    const Homes homes = spread_over_parts(bytes, world_.size());
+    const auto parts = world_.symmetric({homes.part_size}, at::kByte);
+    for (std::size_t b = 0; b < deferred_.buckets.size(); ++b) {
+      const auto& bucket = deferred_.buckets[b];
+      const Home& home = homes.places[b];
+      flats.push_back(parts[static_cast<std::size_t>(home.part)]
+                          .narrow(0, home.offset, static_cast<std::int64_t>(bucket.mine.nbytes()))
+                          .view(bucket.mine.scalar_type()));
+    }
+  } else {
+    for (const auto& bucket : deferred_.buckets) flats.push_back(at::zeros_like(bucket.mine));
+  }
+  std::vector<at::Tensor> places;
+  for (auto& member : members_) {
+    const at::Tensor& flat = flats[member.bucket];
+    member.flat = flat.narrow(0, member.offset, member.tensor.numel());
+    places.push_back(alias(flat, member.offset, member.slot));
+    // Every rank has the same values; on shared memory one of them writes.
+    if (!shared_ || world_.is_leader()) places.back().copy_(member.tensor);
+  }
+  meet();
+  for (std::size_t i = 0; i < members_.size(); ++i) members_[i].tensor.set_data(places[i]);
+}
+
+// A tiny exchange that every rank passes only when all have come.
+void ShardedImpl::meet() {
+  if (world_.size() == 1) return;
+  at::Tensor token = at::zeros({1}, at::kByte);
+  world_.all_reduce(token, ReduceOp::kMax).wait();
+}
+
+void ShardedImpl::remember_parameters() {
+  for (auto& member : members_) {
+    member.data = member.tensor.const_data_ptr();
+    member.version = member.tensor._version();
+  }
+}
+
+void ShardedImpl::check_parameters() const {
+  for (const auto& member : members_) {
+    if (member.tensor.const_data_ptr() != member.data)
+      throw UsageError(kComponent,
+                       "parameter '{}' was moved or replaced after the optimizer was made. Move "
+                       "the model first, then wrap it and make the optimizer.",
+                       member.name);
+    if (shared_ && member.tensor._version() != member.version)
+      throw UsageError(kComponent,
+                       "parameter '{}' was written between steps. All ranks share its memory; "
+                       "after loading weights on every rank call accept_changes().",
+                       member.name);
+  }
+}
+
+void ShardedImpl::accept_changes() {
+  meet();
+  if (!shared_) {
+    for (auto& member : members_) world_.broadcast(member.flat, 0).wait();
+  }
+  remember_parameters();
+}
+
+// ---------------------------------------------------------------- a step
+
+StepOutcome ShardedImpl::step() {
+  const torch::NoGradGuard no_grad;
+  check_options();
+  check_parameters();
+  prepare_gradients();
+  StepOutcome outcome;
+  double clip = 1;
+  const bool two_passes = options.max_grad_norm > 0 || options.skip_non_finite;
+  for (auto& domain : domains_) bring_gradients(domain);
+  if (two_passes) {
+    const Norm norm = reduce_owned();
+    outcome.grad_norm = norm.value;
+    outcome.skipped = options.skip_non_finite && !norm.finite;
+    // As torch clips: a norm that is not a number stays one.
+    const double coefficient = options.max_grad_norm / (norm.value + 1e-6);
+    if (options.max_grad_norm > 0) clip = coefficient > 1 ? 1 : coefficient;
+  }
+  if (!outcome.skipped) {
+    for (auto& member : members_)
+      if (member.used) ++member.steps;
+    for (auto& domain : domains_)
+      for (auto& owned : domain.owned) update(domain, owned, two_passes, clip);
+    if (!shared_)
+      for (auto& domain : domains_) publish(domain);
+  }
+  meet();  // nobody reads parameters, or clears gradients, before all owners are done
+  for (auto& domain : domains_) domain.received.clear();
+  reduced_ = false;
+  for (auto& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();
+  remember_parameters();
+  reducer_->end_deferred_step();
+  return outcome;
+}
+
+// Which parameters any rank has a gradient for; this rank's gradients lie in their slots.
+void ShardedImpl::prepare_gradients() {
+  at::Tensor flags = at::zeros({static_cast<std::int64_t>(members_.size())}, at::kByte);
+  auto* flag = flags.mutable_data_ptr<std::uint8_t>();
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    Member& member = members_[i];
+    const at::Tensor& grad = member.tensor.grad();
+    if (reduced_ && grad.defined() && grad._version() != member.reduced_version)
+      throw UsageError(kComponent,
+                       "'{}' got another gradient after reduce_now(). Call step() and zero_grad() "
+                       "before the next backward.",
+                       member.name);
+    if (!grad.defined()) {
+      if (!reduced_) member.slot.zero_();
+    } else if (!grad.is_same(member.slot)) {
+      member.slot.copy_(grad);
+    }
+    flag[i] = grad.defined() ? 1 : 0;
+  }
+  if (world_.size() > 1) world_.all_reduce(flags, ReduceOp::kMax).wait();
+  for (std::size_t i = 0; i < members_.size(); ++i) members_[i].used = flag[i] != 0;
+}
+
+void ShardedImpl::zero_grad() {
+  for (auto& member : members_) {
+    at::Tensor& grad = member.tensor.mutable_grad();
+    if (grad.defined()) grad = at::Tensor();
+  }
+}
+
+void ShardedImpl::reduce_now() {
+  const torch::NoGradGuard no_grad;
+  if (reduced_) return;
+  prepare_gradients();
+  for (auto& bucket : deferred_.buckets) {
+    if (world_.size() > 1) world_.all_reduce(bucket.mine, ReduceOp::kAvg).wait();
+  }
+  for (auto& member : members_) {
+    if (!member.used) continue;
+    member.tensor.mutable_grad() = member.slot;
+    member.reduced_version = member.slot._version();
+  }
+  reduced_ = true;
+}
+
+// ---------------------------------------------------------------- state
+
+std::map<std::string, at::Tensor> ShardedImpl::state_dict() {
+  const torch::NoGradGuard no_grad;
+  std::map<std::string, at::Tensor> state;
+  for (auto& member : members_) {
+    const auto names = state_names(rules[member.group]);
+    for (const auto& name : names)
+      state[member.name + "." + name] =
+          at::zeros({member.tensor.numel()}, member.tensor.options().device(at::kCPU));
+    state[member.name + ".step"] = at::scalar_tensor(member.steps, at::kDouble);
+  }
+  for (const auto& domain : domains_) {
+    for (const auto& owned : domain.owned) {
+      const Member& member = members_[owned.piece.parameter];
+      const auto names = state_names(rules[member.group]);
+      const std::array<at::Tensor, 2> parts{owned.first, owned.second};
+      for (std::size_t k = 0; k < names.size(); ++k) {
+        if (!parts[k].defined()) continue;
+        state[member.name + "." + names[k]]
+            .narrow(0, owned.piece.begin, owned.piece.count)
+            .copy_(parts[k]);
+      }
+    }
+  }
+  // Every element has one owner, and zeros elsewhere add nothing.
+  for (auto& member : members_) {
+    for (const auto& name : state_names(rules[member.group])) {
+      at::Tensor& whole = state[member.name + "." + name];
+      if (world_.size() > 1) world_.all_reduce(whole).wait();
+      whole = whole.view(member.tensor.sizes());
+    }
+  }
+  return state;
+}
+
+void ShardedImpl::load_state_dict(const std::map<std::string, at::Tensor>& state) {
+  const torch::NoGradGuard no_grad;
+  const auto find = [&](const std::string& name, const at::Tensor& like) {
+    const auto found = state.find(name);
+    if (found == state.end())
+      throw UsageError(kComponent,
+                       "the state has no '{}'. It belongs to another model or another optimizer.",
+                       name);
+    if (like.defined() && found->second.sizes() != like.sizes())
+      throw UsageError(kComponent,
+                       "'{}' has shape [{}] in the state, but the parameter has [{}]. The state "
+                       "belongs to another model.",
+                       name, fmt::join(found->second.sizes(), ", "), fmt::join(like.sizes(), ", "));
+    return found->second;
+  };
+  for (auto& member : members_) {
+    for (const auto& name : state_names(rules[member.group]))
+      find(member.name + "." + name, member.tensor);
+    find(member.name + ".step", at::Tensor());
+  }
+  for (auto& member : members_)
+    member.steps = find(member.name + ".step", at::Tensor()).item<double>();
+  for (auto& domain : domains_) {
+    for (auto& owned : domain.owned) {
+      const Member& member = members_[owned.piece.parameter];
+      const auto names = state_names(rules[member.group]);
+      make_state(domain, owned);
+      const std::array<at::Tensor*, 2> parts{&owned.first, &owned.second};
+      for (std::size_t k = 0; k < names.size(); ++k)
+        parts[k]->copy_(find(member.name + "." + names[k], member.tensor)
+                            .reshape({-1})
+                            .narrow(0, owned.piece.begin, owned.piece.count));
+    }
+  }
+}
+
+std::int64_t ShardedImpl::state_bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& domain : domains_) {
+    for (const auto& owned : domain.owned)
+      for (const at::Tensor& part : {owned.first, owned.second})
+        if (part.defined()) bytes += static_cast<std::int64_t>(part.nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace parallel
+
+ShardedOptimizer::ShardedOptimizer(std::shared_ptr<Reducer> reducer,
+                                   std::vector<ShardedGroup> groups, ShardedOptions options)
+    : impl_(std::make_unique<parallel::ShardedImpl>(std::move(reducer), std::move(groups),
+                                                    options)) {}
+ShardedOptimizer::~ShardedOptimizer() = default;
+
+StepOutcome ShardedOptimizer::step() {
+  return impl_->step();
+}
+void ShardedOptimizer::zero_grad() {
+  impl_->zero_grad();
+}
+void ShardedOptimizer::reduce_now() {
+  impl_->reduce_now();
+}
+ShardedOptions& ShardedOptimizer::options() {
+  return impl_->options;
+}
+OptimizerRule& ShardedOptimizer::rule(std::size_t group) {
+  return impl_->rules.at(group);
+}
+void ShardedOptimizer::set_lr(double lr) {
+  for (auto& rule : impl_->rules) std::visit([&](auto& options) { options.lr = lr; }, rule);
+}
+std::map<std::string, at::Tensor> ShardedOptimizer::state_dict() {
+  return impl_->state_dict();
+}
+void ShardedOptimizer::load_state_dict(const std::map<std::string, at::Tensor>& state) {
+  impl_->load_state_dict(state);
+}
+void ShardedOptimizer::accept_changes() {
+  impl_->accept_changes();
+}
+std::int64_t ShardedOptimizer::state_bytes() const {
+  return impl_->state_bytes();
+}
+
+}  // namespace lockstep

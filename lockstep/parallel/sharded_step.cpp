@@ -1,0 +1,287 @@
+// What a rank does with the elements it owns: bring their gradients here, sum, update, hand out.
+#include <torch/torch.h>
+
+#include <array>
+#include <cmath>
+
+#include "lockstep/core/error.h"
+#include "lockstep/kernels/norm.h"
+#include "lockstep/kernels/step.h"
+#include "lockstep/parallel/sharded_impl.h"
+
+namespace lockstep::parallel {
+
+namespace {
+
+static_assert(kBlock == kernels::kNormBlock);
+constexpr std::size_t kMostRanks = 64;
+
+// The kernels know float and double on the CPU; everything else goes through ATen.
+bool has_kernel(c10::ScalarType dtype, c10::Device device) {
+  return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
+}
+
+template <typename Body>
+void by_type(c10::ScalarType dtype, const Body& body) {
+  if (dtype == at::kFloat) return body(float{});
+  LOCKSTEP_ASSERT(dtype == at::kDouble);
+  body(double{});
+}
+
+// Pointers of one type to every rank's gradient.
+template <typename T>
+struct Sources {
+  explicit Sources(const std::vector<at::Tensor>& tensors) {
+    LOCKSTEP_ASSERT(tensors.size() <= kMostRanks);
+    for (std::size_t i = 0; i < tensors.size(); ++i) pointers[i] = tensors[i].const_data_ptr<T>();
+  }
+  std::array<const T*, kMostRanks> pointers{};
+};
+
+// How the gradients of all ranks become one.
+struct Combination {
+  std::vector<at::Tensor> sources;
+  double divisor = 1;
+  double scale = 1;
+};
+
+template <typename T>
+kernels::Gradient<T> gradient_of(const Sources<T>& sources, const Combination& how) {
+  return {.sources = sources.pointers.data(),
+          .count = static_cast<int>(how.sources.size()),
+          .divisor = static_cast<T>(how.divisor),
+          .scale = static_cast<T>(how.scale)};
+}
+
+// The same with ATen, for half types (summed in float and rounded once) and for devices.
+at::Tensor combine(const Combination& how) {
+  const at::Tensor& first = how.sources[0];
+  const bool half = first.scalar_type() == at::kHalf || first.scalar_type() == at::kBFloat16;
+  at::Tensor sum = first.to(half ? at::kFloat : first.scalar_type(), false, /*copy=*/true);
+  for (std::size_t i = 1; i < how.sources.size(); ++i) sum.add_(how.sources[i]);
+  if (how.divisor != 1) sum.div_(how.divisor);
+  sum = sum.to(first.scalar_type());
+  if (how.scale != 1) sum.mul_(how.scale);
+  return sum;
+}
+
+kernels::AdamStep adam_step(const auto& options, double steps) {
+  return {.lr = options.lr,
+          .beta1 = options.betas.first,
+          .beta2 = options.betas.second,
+          .eps = options.eps,
+          .weight_decay = options.weight_decay,
+          .step = steps};
+}
+
+kernels::SgdStep sgd_step(const optim::SGDOptions& options, double steps) {
+  return {.lr = options.lr,
+          .momentum = options.momentum,
+          .dampening = options.dampening,
+          .weight_decay = options.weight_decay,
+          .nesterov = options.nesterov,
+          .first = steps == 1};
+}
+
+template <typename... Bodies>
+struct Either : Bodies... {
+  using Bodies::operator()...;
+};
+template <typename... Bodies>
+Either(Bodies...) -> Either<Bodies...>;
+
+// The fused kernels of ATen on one piece.
+void update_with_aten(const OptimizerRule& rule, const at::Tensor& param, const at::Tensor& grad,
+                      const std::array<at::Tensor, 2>& state, double steps) {
+  const at::Tensor count = at::full({}, steps, param.options().dtype(at::kFloat));
+  std::visit(Either{[&](const optim::AdamWOptions& o) {
+                      at::_fused_adamw_({param}, {grad}, {state[0]}, {state[1]}, {}, {count}, o.lr,
+                                        o.betas.first, o.betas.second, o.weight_decay, o.eps, false,
+                                        false);
+                    },
+                    [&](const optim::AdamOptions& o) {
+                      at::_fused_adam_({param}, {grad}, {state[0]}, {state[1]}, {}, {count}, o.lr,
+                                       o.betas.first, o.betas.second, o.weight_decay, o.eps, false,
+                                       false);
+                    },
+                    [&](const optim::SGDOptions& o) {
+                      std::vector<at::Tensor> momentum;
+                      if (o.momentum != 0) momentum.push_back(state[0]);
+                      at::_fused_sgd_({param}, {grad}, momentum, o.weight_decay, o.momentum, o.lr,
+                                      o.dampening, o.nesterov, false, steps == 1);
+                    }},
+             rule);
+}
+
+template <typename T>
+void update_with_kernel(const OptimizerRule& rule, const Combination& how, const at::Tensor& param,
+                        const std::array<at::Tensor, 2>& state, const kernels::Slice& slice,
+                        double steps) {
+  const Sources<T> sources(how.sources);
+  const auto gradient = gradient_of(sources, how);
+  const auto pointer = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
+  };
+  const kernels::AdamTensors<T> adam{pointer(param), pointer(state[0]), pointer(state[1])};
+  std::visit(Either{[&](const optim::AdamWOptions& o) {
+                      kernels::adamw(gradient, adam, slice, adam_step(o, steps));
+                    },
+                    [&](const optim::AdamOptions& o) {
+                      kernels::adam(gradient, adam, slice, adam_step(o, steps));
+                    },
+                    [&](const optim::SGDOptions& o) {
+                      const kernels::SgdTensors<T> tensors{pointer(param), pointer(state[0])};
+                      kernels::sgd(gradient, tensors, slice, sgd_step(o, steps));
+                    }},
+             rule);
+}
+
+// Square sums of blocks on any device, as the kernels define them up to rounding.
+at::Tensor block_sums(const at::Tensor& values) {
+  const std::int64_t rest = values.numel() % kBlock;
+  at::Tensor squares = values.to(at::kDouble).square();
+  if (rest != 0) squares = at::constant_pad_nd(squares, {0, kBlock - rest});
+  return squares.view({-1, kBlock}).sum(1).cpu();
+}
+
+}  // namespace
+
+std::vector<std::string> ShardedImpl::state_names(const OptimizerRule& rule) {
+  if (const auto* sgd = std::get_if<optim::SGDOptions>(&rule))
+    return sgd->momentum != 0 ? std::vector<std::string>{"momentum_buffer"}
+                              : std::vector<std::string>{};
+  return {"exp_avg", "exp_avg_sq"};
+}
+
+// Where the owned pieces lie does not change any more.
+void ShardedImpl::find_pieces() {
+  for (auto& domain : domains_) {
+    for (auto& owned : domain.owned) {
+      const Member& member = members_[owned.piece.parameter];
+      const auto& bucket = deferred_.buckets[member.bucket];
+      const std::int64_t begin = member.offset + owned.piece.begin;
+      owned.mine = bucket.mine.narrow(0, begin, owned.piece.count);
+      owned.param = member.flat.narrow(0, owned.piece.begin, owned.piece.count);
+      for (const auto& part : bucket.parts)
+        owned.shared.push_back(part.narrow(0, begin, owned.piece.count));
+    }
+  }
+}
+
+// Without shared memory: every owner gets its share of everybody's gradients.
+void ShardedImpl::bring_gradients(Domain& domain) {
+  if (shared_ || reduced_ || world_.size() == 1) return;
+  std::vector<at::Tensor> outgoing;
+  for (const auto& share : domain.shares) {
+    std::vector<at::Tensor> pieces{at::empty({0}, at::dtype(domain.dtype).device(domain.device))};
+    for (const Piece& piece : share) {
+      const Member& member = members_[piece.parameter];
+      pieces.push_back(deferred_.buckets[member.bucket].mine.narrow(0, member.offset + piece.begin,
+                                                                    piece.count));
+    }
+    outgoing.push_back(at::cat(pieces));
+  }
+  const auto mine = static_cast<std::size_t>(world_.rank());
+  domain.received.clear();
+  for (int rank = 0; rank < world_.size(); ++rank)
+    domain.received.push_back(at::empty_like(outgoing[mine]));
+  world_.all_to_all(domain.received, outgoing).wait();
+}
+
+std::vector<at::Tensor> ShardedImpl::sources_of(const Domain& domain, const Owned& owned) const {
+  if (reduced_ || world_.size() == 1) return {owned.mine};
+  if (shared_) return owned.shared;
+  std::vector<at::Tensor> sources;
+  for (const auto& received : domain.received)
+    sources.push_back(received.narrow(0, owned.place, owned.piece.count));
+  return sources;
+}
+
+// The first of two passes: the owned gradients, reduced, and the norm over all parameters.
+ShardedImpl::Norm ShardedImpl::reduce_owned() {
+  at::Tensor sums = at::zeros({blocks_ + 1}, at::kDouble);
+  auto* sum = sums.mutable_data_ptr<double>();
+  bool finite = true;
+  for (auto& domain : domains_) {
+    for (auto& owned : domain.owned) {
+      const Member& member = members_[owned.piece.parameter];
+      if (!member.used) continue;
+      Combination how{sources_of(domain, owned), 1, 1 / options.loss_scale};
+      how.divisor = static_cast<double>(how.sources.size());
+      double* const blocks = sum + member.first_block + owned.piece.begin / kBlock;
+      if (has_kernel(domain.dtype, domain.device)) {
+        by_type(domain.dtype, [&]<typename T>(T) {
+          const Sources<T> sources(how.sources);
+          finite &= kernels::reduce_with_norms(gradient_of(sources, how),
+                                               owned.mine.mutable_data_ptr<T>(), owned.piece.count,
+                                               blocks);
+        });
+      } else {
+        owned.mine.copy_(combine(how));
+        finite &= at::isfinite(owned.mine).all().item<bool>();
+        const at::Tensor part = block_sums(owned.mine);
+        std::copy_n(part.const_data_ptr<double>(), part.numel(), blocks);
+      }
+    }
+  }
+  sum[blocks_] = finite ? 0 : 1;
+  if (world_.size() > 1) world_.all_reduce(sums).wait();
+  return {std::sqrt(kernels::add_blocks(sum, blocks_)), sum[blocks_] == 0};
+}
+
+void ShardedImpl::make_state(const Domain& domain, Owned& owned) {
+  const auto names = state_names(rules[members_[owned.piece.parameter].group]);
+  const auto fresh = [&] {
+    return at::zeros({owned.piece.count}, at::dtype(domain.dtype).device(domain.device));
+  };
+  if (!names.empty() && !owned.first.defined()) owned.first = fresh();
+  if (names.size() > 1 && !owned.second.defined()) owned.second = fresh();
+}
+
+void ShardedImpl::update(Domain& domain, Owned& owned, bool reduced, double clip) {
+  const Member& member = members_[owned.piece.parameter];
+  if (!member.used) return;
+  make_state(domain, owned);
+  Combination how{{owned.mine}, 1, clip};
+  if (!reduced) {
+    how.sources = sources_of(domain, owned);
+    how.divisor = static_cast<double>(how.sources.size());
+    how.scale = 1 / options.loss_scale;
+  }
+  const OptimizerRule& rule = rules[member.group];
+  const std::array<at::Tensor, 2> state{owned.first, owned.second};
+  if (!has_kernel(domain.dtype, domain.device))
+    return update_with_aten(rule, owned.param, combine(how), state, member.steps);
+  const kernels::Slice slice{member.tensor.numel(), owned.piece.begin, owned.piece.count};
+  by_type(domain.dtype, [&]<typename T>(T) {
+    update_with_kernel<T>(rule, how, owned.param, state, slice, member.steps);
+  });
+}
+
+// Without shared memory: every rank hands its new parameters to all others.
+void ShardedImpl::publish(Domain& domain) {
+  if (world_.size() == 1) return;
+  const auto options = at::dtype(domain.dtype).device(domain.device);
+  std::vector<at::Tensor> pieces{at::empty({0}, options)};
+  for (const auto& owned : domain.owned) pieces.push_back(owned.param);
+  const std::vector<at::Tensor> outgoing(static_cast<std::size_t>(world_.size()), at::cat(pieces));
+  std::vector<at::Tensor> incoming;
+  for (const auto& share : domain.shares) {
+    std::int64_t count = 0;
+    for (const Piece& piece : share) count += piece.count;
+    incoming.push_back(at::empty({count}, options));
+  }
+  world_.all_to_all(incoming, outgoing).wait();
+  for (std::size_t rank = 0; rank < domain.shares.size(); ++rank) {
+    if (static_cast<int>(rank) == world_.rank()) continue;
+    std::int64_t place = 0;
+    for (const Piece& piece : domain.shares[rank]) {
+      members_[piece.parameter]
+          .flat.narrow(0, piece.begin, piece.count)
+          .copy_(incoming[rank].narrow(0, place, piece.count));
+      place += piece.count;
+    }
+  }
+}
+
+}  // namespace lockstep::parallel
