@@ -76,13 +76,14 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
   const int count = repetitions(bytes);
   // Small operations are timed in runs of the same contender: a switch would cost more than they.
   const int run = bytes < kMeetFirstBytes ? 50 : 1;
+  constexpr int kProbes = 3;  // of the memory's own limit; each takes some tenths of a second
   for (int done = 0; done < count; done += run) {
     for (auto& contender : contenders) {
       measure(contender, own, bytes);
       for (int i = 0; i < run; ++i)
         samples[contender.name][bytes].push_back(measure(contender, own, bytes));
     }
-    if (bytes < (1 << 20)) continue;
+    if (bytes < (1 << 20) || done % std::max(1, count / kProbes) != 0) continue;
     own.barrier();
     if (own.is_leader())
       samples[kCeiling][bytes].push_back(

@@ -7,17 +7,21 @@
 
 #include <climits>
 #include <ctime>
+#include <utility>
 
 namespace lockstep::shm {
 namespace {
 
 // A wake-up through the kernel costs about as much as ten small operations, so it must stay the
-// exception. Offering the core costs little when nobody wants it, and is all that helps when the
-// rank that is waited for cannot run.
+// exception. Offering the core costs little when nobody wants it, and is what helps when the rank
+// that is waited for has no core. But a stranger that computes takes it for milliseconds, where one
+// that sleeps would be woken before it: after such a loss the next waits go to sleep at once.
 constexpr std::chrono::microseconds kAlone{10};   // before the core is offered
 constexpr std::chrono::microseconds kAwake{100};  // before sleep
-constexpr unsigned kTurnsPerLook = 8;             // at the clock
-constexpr unsigned kCrowdedTurns = 16;            // before the core is offered in a crowd
+constexpr std::chrono::microseconds kLost{500};   // an offer that a stranger has taken
+constexpr unsigned kWaryWaits = 200;
+constexpr unsigned kTurnsPerLook = 8;   // at the clock
+constexpr unsigned kCrowdedTurns = 16;  // before the core is offered in a crowd
 
 void pause_core() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -50,15 +54,18 @@ int allowed_cores() {
 
 bool Patience::worn() {
   ++turns_;
-  if (offering_ || (crowded_ && turns_ > kCrowdedTurns))
+  const bool offer = offering_ || (crowded_ && turns_ > kCrowdedTurns);
+  if (offer && wary_ > 0) return true;
+  if (offer)
     ::sched_yield();
   else
     pause_core();
-  if (turns_ % kTurnsPerLook != 0) return false;
-  const auto now = Clock::now();
-  if (since_ == Clock::time_point{}) since_ = now;
-  offering_ = now - since_ > kAlone;
-  return now - since_ > kAwake;
+  if (!offer && turns_ % kTurnsPerLook != 0) return false;
+  const auto before = std::exchange(looked_, Clock::now());
+  if (since_ == Clock::time_point{}) since_ = looked_;
+  if (offer && before != Clock::time_point{} && looked_ - before > kLost) wary_ = kWaryWaits;
+  offering_ = looked_ - since_ > kAlone;
+  return looked_ - since_ > kAwake;
 }
 
 void wake_if_waiting(Header& header, int from) {

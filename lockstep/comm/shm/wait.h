@@ -27,9 +27,11 @@ class Patience {
 
   // Call when there was something to do.
   void renew() {
+    if (turns_ > 0 && wary_ > 0) --wary_;
     turns_ = 0;
     offering_ = false;
     since_ = {};
+    looked_ = {};
   }
   // Passes a moment. True when it is time to sleep.
   bool worn();
@@ -38,8 +40,10 @@ class Patience {
   using Clock = std::chrono::steady_clock;
   const bool crowded_;
   unsigned turns_ = 0;
+  unsigned wary_ = 0;      // waits in which the core is not offered
   bool offering_ = false;  // the core, to others
   Clock::time_point since_{};
+  Clock::time_point looked_{};  // at the clock
 };
 
 // Wakes a rank that waits for `from` or for anyone.
