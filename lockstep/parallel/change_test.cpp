@@ -188,6 +188,23 @@ TEST(Change, InsideAnAccumulationWindowKeepsWhatWasAccumulated) {
   }
 }
 
+TEST(Change, FreezingOneAndUnfreezingAnotherInsideAWindow) {
+  run_threads(2, [](World& world) {
+    auto net = std::make_shared<Pair>();
+    net->b->bias.set_requires_grad(false);
+    DistributedDataParallel model{net, world};
+    {
+      const auto guard = model.no_sync();
+      net->a->weight.set_requires_grad(false);
+      net->b->bias.set_requires_grad(true);
+      model(input_of(world)).sum().backward();
+    }
+    model(input_of(world)).sum().backward();
+    expect_mean_gradients(world, *net, 2);
+    EXPECT_FALSE(net->a->weight.grad().defined());
+  });
+}
+
 TEST(Change, FreezingBetweenForwardAndBackward) {
   run_threads(2, [](World& world) {
     auto net = std::make_shared<Pair>();

@@ -167,7 +167,8 @@ void ReducerImpl::install_hooks() {
   std::weak_ptr<ReducerImpl> weak = weak_from_this();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& p = parameters_[i];
-    if (!p.form.requires_grad) continue;
+    // One that was frozen since has no accumulator; the next synchronised pass plans anew.
+    if (!p.form.requires_grad || !p.tensor.requires_grad()) continue;
     auto accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
     if (accumulator == p.accumulator) continue;
     if (p.accumulator) p.accumulator->del_post_hook(p.hook_key);

@@ -17,6 +17,10 @@ class ShardedImpl {
  public:
   ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGroup> groups,
               ShardedOptions wanted);
+  // Gives the parameters memory of their own again; backward averages gradients from here on.
+  ~ShardedImpl();
+  ShardedImpl(const ShardedImpl&) = delete;
+  ShardedImpl& operator=(const ShardedImpl&) = delete;
 
   StepOutcome step();
   void zero_grad();
@@ -55,6 +59,7 @@ class ShardedImpl {
     at::Tensor first = {};                // exp_avg or momentum
     at::Tensor second = {};               // exp_avg_sq
     at::Tensor mine = {};                 // this rank's gradient
+    at::Tensor reduced = {};              // of two passes, what the first one left
     at::Tensor param = {};                // the piece of the parameter
     std::vector<at::Tensor> shared = {};  // every rank's gradient, where memory is shared
   };
@@ -79,6 +84,8 @@ class ShardedImpl {
   void meet();
   void remember_parameters();
   void check_parameters() const;
+  void check_gradients() const;
+  void agree_that_all_is_well();
   void prepare_gradients();
 
   // sharded_step.cpp

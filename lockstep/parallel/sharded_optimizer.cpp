@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
 #include "lockstep/parallel/sharded_impl.h"
 
 namespace lockstep {
@@ -31,22 +32,43 @@ at::Tensor alias(const at::Tensor& flat, std::int64_t offset, const at::Tensor& 
 ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGroup> groups,
                          ShardedOptions wanted)
     : options(wanted), reducer_(std::move(reducer)), world_(reducer_->world()) {
+  for (const auto& group : groups) rules.push_back(group.rule);
   check_options();
   deferred_ = reducer_->defer();
   try {
     collect_members(groups);
+    make_domains();
+    house_parameters();
+    find_pieces();
+    remember_parameters();
   } catch (...) {
     reducer_->resume();
     throw;
   }
-  for (auto& group : groups) rules.push_back(std::move(group.rule));
-  make_domains();
-  house_parameters();
-  find_pieces();
-  remember_parameters();
+}
+
+ShardedImpl::~ShardedImpl() {
+  try {
+    const torch::NoGradGuard no_grad;
+    for (auto& member : members_)
+      if (shared_ && member.tensor.const_data_ptr() == member.data)
+        member.tensor.set_data(member.tensor.detach().clone(at::MemoryFormat::Preserve));
+    reducer_->resume();
+  } catch (const std::exception& e) {
+    log::warning(kComponent, "the model could not be given its own memory back: {}", e.what());
+  }
 }
 
 void ShardedImpl::check_options() const {
+  for (const auto& rule : rules) {
+    if (const auto* adam = std::get_if<optim::AdamOptions>(&rule)) {
+      optim::check({adam->lr, adam->betas, adam->eps, adam->weight_decay});
+    } else if (const auto* adamw = std::get_if<optim::AdamWOptions>(&rule)) {
+      optim::check(*adamw);
+    } else {
+      optim::check(std::get<optim::SGDOptions>(rule));
+    }
+  }
   if (!(options.max_grad_norm >= 0))
     throw UsageError(kComponent, "max_grad_norm = {} must be positive, or 0 for no clipping.",
                      options.max_grad_norm);
@@ -89,6 +111,19 @@ void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
     throw UsageError(kComponent,
                      "none of the given parameters is a trainable, dense parameter of the wrapped "
                      "model. Pass model.parameters().");
+  for (const auto& group : groups) {
+    for (const auto& tensor : group.params) {
+      const bool known = std::any_of(members_.begin(), members_.end(), [&](const Member& member) {
+        return member.tensor.is_same(tensor);
+      });
+      if (tensor.requires_grad() && !known)
+        throw UsageError(kComponent,
+                         "a parameter of shape [{}] is not among those the model's wrapper keeps "
+                         "equal (ignored_parameters?). Leave it out, or step it with an optimizer "
+                         "of its own.",
+                         fmt::join(tensor.sizes(), ", "));
+    }
+  }
 }
 
 // Tensors of one dtype and device travel and are stepped together.
@@ -202,8 +237,7 @@ void ShardedImpl::accept_changes() {
 
 StepOutcome ShardedImpl::step() {
   const torch::NoGradGuard no_grad;
-  check_options();
-  check_parameters();
+  agree_that_all_is_well();
   prepare_gradients();
   StepOutcome outcome;
   double clip = 1;
@@ -234,6 +268,37 @@ StepOutcome ShardedImpl::step() {
   return outcome;
 }
 
+void ShardedImpl::check_gradients() const {
+  for (const auto& member : members_) {
+    const at::Tensor& grad = member.tensor.grad();
+    if (reduced_ && grad.defined() &&
+        (!grad.is_same(member.slot) || grad._version() != member.reduced_version))
+      throw UsageError(kComponent,
+                       "'{}' got another gradient after reduce_now(). Call step() or zero_grad() "
+                       "before the next backward.",
+                       member.name);
+  }
+}
+
+// What one rank cannot do, none does: a refusal is told to all before anything is changed.
+void ShardedImpl::agree_that_all_is_well() {
+  std::exception_ptr refusal;
+  try {
+    check_options();
+    check_parameters();
+    check_gradients();
+  } catch (const UsageError&) {
+    refusal = std::current_exception();
+  }
+  const int nobody = world_.size();
+  at::Tensor who = at::full({1}, refusal ? world_.rank() : nobody, at::kInt);
+  if (world_.size() > 1) world_.all_reduce(who, ReduceOp::kMin).wait();
+  if (refusal) std::rethrow_exception(refusal);
+  if (who.item<int>() != nobody)
+    throw UsageError(kComponent, "rank {} refused this step. Its own message says why.",
+                     who.item<int>());
+}
+
 // Which parameters any rank has a gradient for; this rank's gradients lie in their slots.
 void ShardedImpl::prepare_gradients() {
   at::Tensor flags = at::zeros({static_cast<std::int64_t>(members_.size())}, at::kByte);
@@ -241,11 +306,6 @@ void ShardedImpl::prepare_gradients() {
   for (std::size_t i = 0; i < members_.size(); ++i) {
     Member& member = members_[i];
     const at::Tensor& grad = member.tensor.grad();
-    if (reduced_ && grad.defined() && grad._version() != member.reduced_version)
-      throw UsageError(kComponent,
-                       "'{}' got another gradient after reduce_now(). Call step() and zero_grad() "
-                       "before the next backward.",
-                       member.name);
     if (!grad.defined()) {
       if (!reduced_) member.slot.zero_();
     } else if (!grad.is_same(member.slot)) {
@@ -258,6 +318,7 @@ void ShardedImpl::prepare_gradients() {
 }
 
 void ShardedImpl::zero_grad() {
+  reduced_ = false;
   for (auto& member : members_) {
     at::Tensor& grad = member.tensor.mutable_grad();
     if (grad.defined()) grad = at::Tensor();
@@ -267,6 +328,7 @@ void ShardedImpl::zero_grad() {
 void ShardedImpl::reduce_now() {
   const torch::NoGradGuard no_grad;
   if (reduced_) return;
+  agree_that_all_is_well();
   prepare_gradients();
   for (auto& bucket : deferred_.buckets) {
     if (world_.size() > 1) world_.all_reduce(bucket.mine, ReduceOp::kAvg).wait();

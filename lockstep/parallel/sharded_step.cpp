@@ -197,7 +197,8 @@ std::vector<at::Tensor> ShardedImpl::sources_of(const Domain& domain, const Owne
   return sources;
 }
 
-// The first of two passes: the owned gradients, reduced, and the norm over all parameters.
+// The first of two passes: the owned gradients, reduced, and the norm over all parameters. .grad
+// stays as it is: a second step without zero_grad() must find what this one found.
 ShardedImpl::Norm ShardedImpl::reduce_owned() {
   at::Tensor sums = at::zeros({blocks_ + 1}, at::kDouble);
   auto* sum = sums.mutable_data_ptr<double>();
@@ -208,18 +209,19 @@ ShardedImpl::Norm ShardedImpl::reduce_owned() {
       if (!member.used) continue;
       Combination how{sources_of(domain, owned), 1, 1 / options.loss_scale};
       how.divisor = static_cast<double>(how.sources.size());
+      if (!owned.reduced.defined()) owned.reduced = at::empty_like(owned.mine);
       double* const blocks = sum + member.first_block + owned.piece.begin / kBlock;
       if (has_kernel(domain.dtype, domain.device)) {
         by_type(domain.dtype, [&]<typename T>(T) {
           const Sources<T> sources(how.sources);
           finite &= kernels::reduce_with_norms(gradient_of(sources, how),
-                                               owned.mine.mutable_data_ptr<T>(), owned.piece.count,
-                                               blocks);
+                                               owned.reduced.mutable_data_ptr<T>(),
+                                               owned.piece.count, blocks);
         });
       } else {
-        owned.mine.copy_(combine(how));
-        finite &= at::isfinite(owned.mine).all().item<bool>();
-        const at::Tensor part = block_sums(owned.mine);
+        owned.reduced.copy_(combine(how));
+        finite &= at::isfinite(owned.reduced).all().item<bool>();
+        const at::Tensor part = block_sums(owned.reduced);
         std::copy_n(part.const_data_ptr<double>(), part.numel(), blocks);
       }
     }
@@ -242,7 +244,7 @@ void ShardedImpl::update(Domain& domain, Owned& owned, bool reduced, double clip
   const Member& member = members_[owned.piece.parameter];
   if (!member.used) return;
   make_state(domain, owned);
-  Combination how{{owned.mine}, 1, clip};
+  Combination how{{owned.reduced}, 1, clip};
   if (!reduced) {
     how.sources = sources_of(domain, owned);
     how.divisor = static_cast<double>(how.sources.size());

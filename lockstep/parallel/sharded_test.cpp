@@ -394,6 +394,8 @@ TEST(ShardedRefuses, WhatCannotBeMeant) {
                 HasSubstr("max_grad_norm = -1"));
     EXPECT_THAT(make({{net->parameters(), rule}}, {.loss_scale = 0}), HasSubstr("loss_scale = 0"));
     EXPECT_THAT(make({{{at::ones({2})}, rule}}), HasSubstr("none of the given parameters"));
+    EXPECT_THAT(make({{{net->a->weight, at::ones({2}).requires_grad_()}, rule}}),
+                HasSubstr("is not among those the model's wrapper keeps equal"));
     EXPECT_THAT(make({{net->parameters(), rule}, {{net->a->weight}, rule}}),
                 HasSubstr("is in groups 0 and 1"));
   });
@@ -422,6 +424,74 @@ TEST(ShardedRefuses, WritesAndMovesBetweenSteps) {
   });
 }
 
+TEST(ShardedRefuses, OnAllRanksWhatOneCannotDo) {
+  run_threads(3, [](World& world) {
+    Net net = make_net();
+    DistributedDataParallel model{net, world};
+    ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
+    const auto step = [&] {
+      optimizer.zero_grad();
+      model(batch_of(world.rank(), 0)).sum().backward();
+      return message_of<UsageError>([&] { optimizer.step(); });
+    };
+    if (world.rank() == 1) {
+      const torch::NoGradGuard no_grad;
+      net->a->bias.zero_();
+    }
+    const std::string text = step();
+    EXPECT_THAT(text, HasSubstr(world.rank() == 1 ? "'a.bias' was written between steps"
+                                                  : "rank 1 refused this step"));
+    optimizer.accept_changes();
+    EXPECT_EQ(step(), "(nothing thrown)");
+    optimizer.set_lr(-1);
+    EXPECT_THAT(step(), HasSubstr("lr"));
+  });
+}
+
+TEST(ShardedEnd, GivesTheModelBack) {
+  for (const char* backend : {"shm", "gloo"}) {
+    run_threads(
+        2,
+        [](World& world) {
+          Net net = make_net();
+          DistributedDataParallel model{net, world};
+          {
+            ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
+            model(batch_of(world.rank(), 0)).sum().backward();
+            optimizer.step();
+            optimizer.zero_grad();
+          }
+          world.barrier();
+          // Backward averages again, and each rank steps memory of its own.
+          model(batch_of(world.rank(), 1), true).sum().backward();
+          optim::SGD replicated{net->parameters(), {.lr = 0.1}};
+          replicated.step();
+          model.verify_replicas();
+        },
+        backend);
+  }
+}
+
+TEST(ShardedStep, TwiceOnTheSameGradientsStepsTwice) {
+  run_threads(2, [](World& world) {
+    Net net = make_net(), plain = make_net();
+    DistributedDataParallel model{net, world};
+    const Case what{"clipped", optim::SGDOptions{.lr = 0.1}, 0.05};
+    ShardedOptimizer optimizer{model, what.rule, {.max_grad_norm = what.clip}};
+    Replicated reference(plain->parameters(), what);
+    model(batch_of(0, 0)).sum().backward();
+    plain(batch_of(0, 0)).sum().backward();
+    optimizer.step();
+    optimizer.step();
+    const at::Tensor before = plain->a->weight.detach().clone();
+    const at::Tensor gradient = plain->a->weight.grad().clone();
+    reference.step();
+    const at::Tensor once = plain->a->weight.detach() - before;
+    EXPECT_TENSOR_NEAR(net->a->weight.detach(), before + 2 * once, 1e-6);
+    EXPECT_TENSOR_EQ(net->a->weight.grad(), gradient);
+  });
+}
+
 TEST(ShardedRefuses, AnotherBackwardAfterReduceNow) {
   run_threads(2, [](World& world) {
     Net net = make_net();
@@ -432,6 +502,10 @@ TEST(ShardedRefuses, AnotherBackwardAfterReduceNow) {
     model(batch_of(world.rank(), 1)).sum().backward();
     EXPECT_THAT(message_of<UsageError>([&] { optimizer.step(); }),
                 HasSubstr("got another gradient after reduce_now()"));
+    // Thought better of it: all is well again.
+    optimizer.zero_grad();
+    model(batch_of(world.rank(), 1)).sum().backward();
+    optimizer.step();
   });
 }
 

@@ -3,7 +3,6 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <deque>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -252,11 +251,18 @@ class ShmBackend : public Backend {
     state->attach(std::move(operation));
     // With a last step to take (copying back), somebody must take it even if nobody waits.
     if (state->has_finish()) started.hurry([state] { state->poll(); });
-    const std::lock_guard lock(mutex_);
-    while (!under_way_.empty() && under_way_.front().state->poll() &&
-           under_way_.front().operation->ended())
-      under_way_.pop_front();
-    under_way_.push_back({state, &started});
+    std::vector<State> ended;
+    {
+      const std::lock_guard lock(mutex_);
+      std::erase_if(under_way_, [&](UnderWay& each) {
+        if (!each.operation->ended()) return false;
+        ended.push_back(std::move(each.state));
+        return true;
+      });
+      under_way_.push_back({state, &started});
+    }
+    // Their callbacks run without the lock.
+    for (const auto& each : ended) each->poll();
   }
 
   struct UnderWay {
@@ -264,7 +270,7 @@ class ShmBackend : public Backend {
     Operation* operation;  // the state's
   };
   std::mutex mutex_;
-  std::deque<UnderWay> under_way_;
+  std::vector<UnderWay> under_way_;
   std::unique_ptr<Engine> engine_;  // last: its end fails what is under way
 };
 
