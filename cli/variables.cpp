@@ -35,7 +35,7 @@ constexpr KnownVariable kKnown[] = {
     {"LOCKSTEP_STORE_FD", "listening socket for rank 0's store"},
     {"LOCKSTEP_LOG", "debug, info, warning, error or off"},
     {"LOCKSTEP_DEBUG", "1: compare every collective over ranks first"},
-    {"LOCKSTEP_BACKEND", "gloo or nccl instead of auto", true},
+    {"LOCKSTEP_BACKEND", "shm, gloo or nccl instead of auto", true},
     {"LOCKSTEP_DEVICE", "cpu, cuda or cuda:N instead of auto", true},
     {"LOCKSTEP_CUDA_PLUGIN", "path of the CUDA plug-in"},
     {"LOCKSTEP_SHARE_DEVICE", "1: several local ranks may share a GPU"},

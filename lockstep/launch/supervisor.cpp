@@ -1,5 +1,6 @@
 #include "lockstep/launch/supervisor.h"
 
+#include <ftw.h>
 #include <sys/epoll.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
@@ -40,6 +41,18 @@ std::string host_name() {
   return name;
 }
 
+// Not std::filesystem::remove_all: a CUDA library that comes with LibTorch exports a broken one of
+// its own, which a program that links it, and calls spawn(), would get.
+void remove_tree(const std::string& path) {
+  ::nftw(
+      path.c_str(),
+      [](const char* each, const struct stat*, int, struct FTW*) {
+        ::remove(each);
+        return 0;
+      },
+      16, FTW_DEPTH | FTW_PHYS);
+}
+
 // Where the files of a run go. A temporary place is removed, unless the run failed and it holds
 // what ranks have printed; error files alone are in the report already.
 class LogPlace {
@@ -68,8 +81,7 @@ class LogPlace {
   std::string attempt(int number) const { return fmt::format("{}/attempt_{}", root_, number); }
 
   ~LogPlace() {
-    std::error_code ignored;
-    if (temporary_ && !kept_) fs::remove_all(base_, ignored);
+    if (temporary_ && !kept_) remove_tree(base_);
   }
   LogPlace(const LogPlace&) = delete;
   LogPlace& operator=(const LogPlace&) = delete;

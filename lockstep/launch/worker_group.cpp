@@ -205,7 +205,8 @@ void WorkerGroup::on_exit(Worker& worker) {
   // It has ended, but a debugger that holds it has not let go yet; then comes SIGCHLD.
   if (!ending) return setup_.loop.forget(worker.process.pidfd());
   worker.ending = ending;
-  worker.ended_at = wall_clock();
+  // One that we failed while it was alive failed then, though its victims may be gone before it.
+  if (worker.forced_cause.empty()) worker.ended_at = wall_clock();
   worker.control.reset();
   setup_.loop.forget(worker.process.pidfd());
   setup_.loop.cancel(worker.stopped_timer);
@@ -496,10 +497,11 @@ const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
   for (const auto& worker : workers_) {
     if (!counts_as_failed(*worker)) continue;
     const ErrorFile file = read_error_file(worker->error_file);
-    double time = file.present ? file.time : worker->ended_at;
+    const bool forced = !worker->forced_cause.empty();
+    double time = file.present && !forced ? file.time : worker->ended_at;
     // A rank killed from outside leaves no word of when, and a busy launcher hears of it late,
     // perhaps after a victim has already written its file.
-    if (!file.present && worker->ending && worker->ending->by_signal &&
+    if (!file.present && !forced && worker->ending && worker->ending->by_signal &&
         worker->ending->number == SIGKILL)
       time -= kHeardLate;
     if (first != nullptr && time >= first_time) continue;

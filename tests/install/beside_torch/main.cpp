@@ -4,10 +4,12 @@
 
 #include <cstdio>
 
-int main() {
-  return lockstep::run([](lockstep::World& world) {
+// With an argument: starts itself on two ranks.
+int main(int argc, char**) {
+  const auto body = [](lockstep::World& world) {
     auto x = at::full({4}, world.rank() + 1.0);
     world.all_reduce(x).wait();
     std::printf("rank %d of %d: sum %g\n", world.rank(), world.size(), x[0].item<double>());
-  });
+  };
+  return argc > 1 ? lockstep::spawn(body, 2) : lockstep::run(body);
 }
