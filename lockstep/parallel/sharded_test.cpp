@@ -529,6 +529,23 @@ TEST(ShardedRefuses, CommunicationHooks) {
   });
 }
 
+TEST(ShardedRefuses, WhatBackwardWouldHaveToReduce) {
+  run_threads(2, [](World& world) {
+    Net net = make_net();
+    DistributedDataParallel model{net, world};
+    ShardedOptimizer optimizer{model, optim::SGDOptions{}};
+    EXPECT_THAT(message_of<UsageError>([&] { model.join([] {}); }), HasSubstr("ShardedOptimizer"));
+    net->a->bias.set_requires_grad(false);
+    const at::Tensor loss = model(batch_of(world.rank(), 0)).sum();
+    EXPECT_THAT(message_of<UsageError>([&] { loss.backward(); }),
+                HasSubstr("frozen, unfrozen or moved"));
+    torch::nn::Embedding table(torch::nn::EmbeddingOptions(4, 2).sparse(true));
+    DistributedDataParallel sparse{table, world};
+    EXPECT_THAT(message_of<UsageError>([&] { ShardedOptimizer{sparse, optim::SGDOptions{}}; }),
+                HasSubstr("'weight' has sparse gradients"));
+  });
+}
+
 TEST(ShardedGraph, KeptAcrossAStepIsRefused) {
   run_threads(2, [](World& world) {
     Net net = make_net();
