@@ -27,7 +27,9 @@ struct Settings {
   int ranks = 2;
   int steps = 10;
   double delay_ms = 10;
-  double bucket_mb = 2;
+  // Small, so that there are many: the last one can never be hidden, and of eight it and its
+  // neighbour alone are a quarter.
+  double bucket_mb = 1;
   double require_hidden = 0;
   std::string csv;
 };

@@ -104,7 +104,7 @@ class TorchCommands(unittest.TestCase):
 class Env(unittest.TestCase):
     def test_start_up_lines_have_time_and_level(self):
         result = lockstep("env", WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2",
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT="1234")
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT="1234", CUDA_VISIBLE_DEVICES="")
         self.assertEqual(result.returncode, 0, result.stderr)
         stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} info \[env\] "
         for text in ("WORLD_SIZE=2", "RANK=1", "LOCAL_RANK=1"):
@@ -176,7 +176,8 @@ class Env(unittest.TestCase):
 
     def test_under_the_launcher_every_rank_says_who_it_is(self):
         result = lockstep("run", "--standalone", "--nproc-per-node=2", "--redirects=1",
-                          "--log-dir=" + self.logs(), "lockstep", "env", "--json")
+                          "--log-dir=" + self.logs(), "lockstep", "env", "--json",
+                          CUDA_VISIBLE_DEVICES="")  # two ranks, also where there is one GPU
         self.assertEqual(result.returncode, 0, result.stderr)
         found = []
         for folder, _, files in os.walk(self.log_dir):

@@ -14,8 +14,10 @@ function(lockstep_common target)
   # -fPIC for programs too (not CMake's -fPIE): one precompiled header serves every target.
   target_compile_options(${target} PRIVATE ${LOCKSTEP_WARNINGS} -fPIC)
   if(LOCKSTEP_SANITIZE)
+    # The checks that sanitizers add lead the optimizer to wrong warnings: the release build judges
+    # those. Gloo's classes are only declared here, so their type information is not ours to check.
     target_compile_options(${target} PRIVATE
-      -fsanitize=${LOCKSTEP_SANITIZE} -fno-omit-frame-pointer)
+      -fsanitize=${LOCKSTEP_SANITIZE} -fno-sanitize=vptr -fno-omit-frame-pointer -Wno-error)
     target_link_options(${target} PUBLIC -fsanitize=${LOCKSTEP_SANITIZE})
   endif()
 endfunction()

@@ -78,4 +78,6 @@ def mpirun():
     if "Open MPI" not in version:
         return [path]
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [path, *root, "--oversubscribe"]
+    # One host needs no remote shell, but where none is installed mpirun refuses to start without.
+    shell = [] if shutil.which("ssh") or shutil.which("rsh") else ["--mca", "plm", "isolated"]
+    return [path, *root, "--oversubscribe", *shell]
