@@ -99,7 +99,7 @@ int check(const Request& request) {
     throw UsageError("config", "check takes one file. Write lockstep config check FILE.");
   const std::string& file = request.names[0];
   if (request.launcher) {
-    const launch::AccelerateLaunch launch = launch::read_accelerate_config(load_document(file));
+    const launch::AccelerateLaunch launch = launch::load_accelerate_config(file);
     say_notes(launch.notes);
     fmt::print("{} can be used: lockstep run {}\n", file, fmt::join(launch.flags, " "));
     for (const auto& [name, value] : launch.environment) fmt::print("  {}={}\n", name, value);

@@ -60,6 +60,24 @@ class Config(unittest.TestCase):
         self.assertEqual((done.returncode, done.stdout), (0, "t.yaml can be used\n"))
         self.assertIn("note: t.yaml:1:1: warmup_ratio is an older spelling", done.stderr)
 
+    def test_keys_that_are_there_twice_do_not_hide_the_rest(self):
+        for name, text in (("t.yaml", "seed: 1\nseed: 2\nbf16: maybe\nbf16: true\nsed: 3\n"),
+                           ("t.json", '{"seed": 1,\n"seed": 2,\n"bf16": "maybe",\n"bf16": true,'
+                                      '\n"sed": 3}')):
+            self.write(name, text)
+            done = self.run_config("check", name)
+            self.assertEqual(done.returncode, 2)
+            for part in ("4 mistakes", f"{name}:2:1: the key 'seed' is here twice (first at line 1",
+                         f"{name}:4:1: the key 'bf16' is here twice", "bf16 must be",
+                         f"{name}:5:1: there is no key 'sed'. Did you mean seed?"):
+                self.assertIn(part, done.stderr)
+        self.write("acc.yaml", "num_processes: 2\nnum_processes: 3\nnum_machine: 1\n")
+        done = self.run_config("check", "--launcher", "acc.yaml")
+        self.assertEqual(done.returncode, 2)
+        for part in ("2 mistakes", "acc.yaml:2:1: the key 'num_processes' is here twice",
+                     "acc.yaml:3:1: there is no key 'num_machine'"):
+            self.assertIn(part, done.stderr)
+
     def test_check_launcher(self):
         self.write("acc.yaml", "num_processes: 2\nmixed_precision: bf16\n")
         done = self.run_config("check", "--launcher", "acc.yaml")

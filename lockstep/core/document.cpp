@@ -392,7 +392,7 @@ const Node& as_map(const Node& node, std::string_view key) {
 
 // ------------------------------------------------------------------ files
 
-Node load_document(const std::string& path, const DocumentLimits& limits) {
+Node load_document(const std::string& path, const DocumentLimits& limits, Problems* problems) {
   const auto ends_with = [&](std::string_view ending) {
     return path.size() > ending.size() && lower(path.substr(path.size() - ending.size())) == ending;
   };
@@ -409,7 +409,8 @@ Node load_document(const std::string& path, const DocumentLimits& limits) {
     throw UsageError("config", "{} is larger than {} bytes. Is it the right file?", path,
                      limits.bytes);
   }
-  return ends_with(".json") ? parse_json(text, path, limits) : parse_yaml(text, path, limits);
+  return ends_with(".json") ? parse_json(text, path, limits, problems)
+                            : parse_yaml(text, path, limits, problems);
 }
 
 }  // namespace lockstep

@@ -22,6 +22,8 @@
 
 namespace lockstep {
 
+class Problems;
+
 // Where something was written. Line and column count from 1, columns in characters; line 0 is a
 // source without lines, such as a flag, and then `file` is its name.
 struct Place {
@@ -74,11 +76,15 @@ struct DocumentLimits {
 };
 
 // All three throw UsageError `[config] file:line:column: what is wrong. Remedy.` An empty document
-// is a null node. `name` stands for the file in places.
-Node parse_yaml(std::string_view text, const std::string& name, const DocumentLimits& limits = {});
-Node parse_json(std::string_view text, const std::string& name, const DocumentLimits& limits = {});
+// is a null node. `name` stands for the file in places. Keys that are there twice leave a document
+// that can be read on: with `problems` they are added to it, and the first of them stands.
+Node parse_yaml(std::string_view text, const std::string& name, const DocumentLimits& limits = {},
+                Problems* problems = nullptr);
+Node parse_json(std::string_view text, const std::string& name, const DocumentLimits& limits = {},
+                Problems* problems = nullptr);
 // By the name's ending: .json is JSON, .toml is refused, everything else is YAML.
-Node load_document(const std::string& path, const DocumentLimits& limits = {});
+Node load_document(const std::string& path, const DocumentLimits& limits = {},
+                   Problems* problems = nullptr);
 
 // A plain scalar as YAML's core schema reads it; for values of flags and variables.
 Node plain_scalar(std::string_view text, Place place);

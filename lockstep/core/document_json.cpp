@@ -54,7 +54,8 @@ void append_utf8(std::string& out, unsigned code) {
 
 class JsonReader {
  public:
-  explicit JsonReader(DocumentText& document) : document_(document), text_(document.text()) {}
+  JsonReader(DocumentText& document, Problems* problems)
+      : document_(document), problems_(problems), text_(document.text()) {}
 
   Node read() {
     skip_space();
@@ -116,14 +117,14 @@ class JsonReader {
       entry.place = here();
       entry.key = key(opened);
       const auto [found, fresh] = seen.emplace(entry.key, node.entries.size());
-      if (!fresh) refuse_duplicate(node.entries[found->second], entry.key, entry.place);
+      if (!fresh) refuse_duplicate(node.entries[found->second], entry.key, entry.place, problems_);
       skip_space();
       if (peek() != ':') refuse_at(here(), "a ':' was expected after the key '{}'.", entry.key);
       ++next_;
       skip_space();
       if (at_end()) refuse_end(opened);
       entry.value = value(depth + 1);
-      node.entries.push_back(std::move(entry));
+      if (fresh) node.entries.push_back(std::move(entry));
       if (!another('}', opened)) return node;
     }
   }
@@ -261,15 +262,17 @@ class JsonReader {
   }
 
   DocumentText& document_;
+  Problems* problems_;
   std::string_view text_;
   std::size_t next_ = 0;
 };
 
 }  // namespace
 
-Node parse_json(std::string_view text, const std::string& name, const DocumentLimits& limits) {
+Node parse_json(std::string_view text, const std::string& name, const DocumentLimits& limits,
+                Problems* problems) {
   DocumentText document(text, name, limits);
-  return JsonReader(document).read();
+  return JsonReader(document, problems).read();
 }
 
 }  // namespace lockstep

@@ -106,9 +106,15 @@ void DocumentText::check_depth(std::size_t depth, const Place& place) const {
     refuse_at(place, "nested deeper than {}. Is it the right file?", limits_.depth);
 }
 
-void refuse_duplicate(const Entry& first, const std::string& key, const Place& place) {
-  refuse_at(place, "the key '{}' is here twice (first at line {}, column {}). Delete one of them.",
-            key, first.place.line, first.place.column);
+void refuse_duplicate(const Entry& first, const std::string& key, const Place& place,
+                      Problems* problems) {
+  const auto refuse = [&] {
+    refuse_at(place,
+              "the key '{}' is here twice (first at line {}, column {}). Delete one of them.", key,
+              first.place.line, first.place.column);
+  };
+  if (problems == nullptr) refuse();
+  if (!problems->full()) problems->attempt(refuse);
 }
 
 }  // namespace lockstep

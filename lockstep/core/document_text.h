@@ -16,6 +16,7 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/problems.h"
 
 namespace lockstep {
 
@@ -56,6 +57,8 @@ class DocumentText {
   mutable Counted last_;  // a cache; one thread parses one document
 };
 
-[[noreturn]] void refuse_duplicate(const Entry& first, const std::string& key, const Place& place);
+// Thrown, or added to `problems` where there is such a place.
+void refuse_duplicate(const Entry& first, const std::string& key, const Place& place,
+                      Problems* problems);
 
 }  // namespace lockstep

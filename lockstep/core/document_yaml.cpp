@@ -25,7 +25,8 @@ struct Anchored {
 struct Frame {
   Node node;
   YAML::anchor_t anchor = 0;
-  bool has_key = false;  // of a map: its next entry has its key and waits for the value
+  bool has_key = false;   // of a map: its next entry has its key and waits for the value
+  bool repeated = false;  // ... and is there already: its value is dropped
   Entry next{};
   std::size_t key_end = 0;  // where its key ends, when it was written plainly; otherwise 0
   std::unordered_map<std::string, std::size_t> seen{};
@@ -47,7 +48,7 @@ std::size_t depth_of(const Node& node) {
 
 class TreeBuilder : public YAML::EventHandler {
  public:
-  explicit TreeBuilder(DocumentText& text) : text_(text) {}
+  TreeBuilder(DocumentText& text, Problems* problems) : text_(text), problems_(problems) {}
 
   Node take() { return std::move(root_); }
 
@@ -200,7 +201,8 @@ class TreeBuilder : public YAML::EventHandler {
       refuse_at(key.place, "merge keys ('<<') are not read. Write the keys out.");
     Frame& frame = stack_.back();
     const auto [found, fresh] = frame.seen.emplace(key.text, frame.node.entries.size());
-    if (!fresh) refuse_duplicate(frame.node.entries[found->second], key.text, key.place);
+    if (!fresh) refuse_duplicate(frame.node.entries[found->second], key.text, key.place, problems_);
+    frame.repeated = !fresh;
     frame.next.key = key.text;
     frame.next.place = key.place;
     frame.has_key = true;
@@ -218,12 +220,13 @@ class TreeBuilder : public YAML::EventHandler {
       return;
     }
     frame.next.value = std::move(node);
-    frame.node.entries.push_back(std::move(frame.next));
+    if (!frame.repeated) frame.node.entries.push_back(std::move(frame.next));
     frame.next = {};
     frame.has_key = false;
   }
 
   DocumentText& text_;
+  Problems* problems_;
   Node root_;
   int documents_ = 0;
   std::vector<Frame> stack_;
@@ -269,11 +272,12 @@ void check_lines(const DocumentText& document) {
 
 }  // namespace
 
-Node parse_yaml(std::string_view text, const std::string& name, const DocumentLimits& limits) {
+Node parse_yaml(std::string_view text, const std::string& name, const DocumentLimits& limits,
+                Problems* problems) {
   DocumentText document(text, name, limits);
   check_lines(document);
   std::istringstream stream{std::string(document.text())};
-  TreeBuilder builder(document);
+  TreeBuilder builder(document, problems);
   try {
     YAML::Parser parser(stream);
     while (parser.HandleNextDocument(builder)) {

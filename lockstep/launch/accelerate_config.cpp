@@ -18,7 +18,8 @@ constexpr std::int64_t kMostRanks = 1'000'000;
 
 class Translator {
  public:
-  explicit Translator(const Node& document) : document_(document) {}
+  Translator(const Node& document, Problems problems)
+      : document_(document), problems_(std::move(problems)) {}
 
   AccelerateLaunch run() {
     if (document_.is(NodeKind::kMap)) {
@@ -242,8 +243,14 @@ class Translator {
 
 }  // namespace
 
-AccelerateLaunch read_accelerate_config(const Node& document) {
-  return Translator(document).run();
+AccelerateLaunch read_accelerate_config(const Node& document, Problems problems) {
+  return Translator(document, std::move(problems)).run();
+}
+
+AccelerateLaunch load_accelerate_config(const std::string& path) {
+  Problems problems;
+  const Node document = load_document(path, {}, &problems);
+  return read_accelerate_config(document, std::move(problems));
 }
 
 }  // namespace lockstep::launch

@@ -4,7 +4,7 @@
 // typed in front of the program and the variables that `accelerate launch` would have set, so that
 // parse_flags() stays the only place that knows what they mean, and real flags, coming later, win.
 //
-//   AccelerateLaunch launch = read_accelerate_config(load_document("ddp_config.yaml"));
+//   AccelerateLaunch launch = load_accelerate_config("ddp_config.yaml");
 //   // launch.flags: {"--nproc-per-node=2"}; launch.environment: ACCELERATE_MIXED_PRECISION=bf16
 //
 // Pure; call from any thread.
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "lockstep/core/document.h"
+#include "lockstep/core/problems.h"
 
 namespace lockstep::launch {
 
@@ -27,6 +28,9 @@ struct AccelerateLaunch {
 // Throws UsageError with every mistake on a line of its own: unknown keys with the nearest name,
 // keys of the training file with where they belong, wrong types and ranges, and what this launcher
 // does not do (DeepSpeed, FSDP, TPUs, SageMaker, fp8).
-AccelerateLaunch read_accelerate_config(const Node& document);
+// `problems`: what load_document() has found.
+AccelerateLaunch read_accelerate_config(const Node& document, Problems problems = {});
+// The file at `path`, read and translated.
+AccelerateLaunch load_accelerate_config(const std::string& path);
 
 }  // namespace lockstep::launch

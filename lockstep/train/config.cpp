@@ -44,7 +44,8 @@ std::string value_text(const Node& node) {
 
 class Resolver {
  public:
-  explicit Resolver(const ConfigSources& sources) : sources_(sources) {}
+  explicit Resolver(const ConfigSources& sources)
+      : sources_(sources), problems_(sources.problems) {}
 
   Config run() {
     if (sources_.file) read_file();
@@ -325,7 +326,7 @@ Config resolve_config(const ConfigSources& sources) {
 
 Config load_config(const std::string& path, const std::vector<std::string>& flags) {
   ConfigSources sources{.environment = process_environment(), .flags = flags};
-  if (!path.empty()) sources.file = load_document(path);
+  if (!path.empty()) sources.file = load_document(path, {}, &sources.problems);
   return resolve_config(sources);
 }
 

@@ -20,6 +20,7 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/core/problems.h"
 #include "lockstep/train/arguments.h"
 #include "lockstep/train/config_keys.h"
 
@@ -46,6 +47,7 @@ using Environment = std::map<std::string, std::string>;
 
 struct ConfigSources {
   std::optional<Node> file{};  // as load_document() gives it
+  Problems problems{};         // which that found in the file
   Environment environment{};
   std::vector<std::string> flags{};  // "--key value", "--key=value", "--key" and "--no_key"
 };

@@ -90,6 +90,13 @@ TEST(ConfigKeys, HuggingFacesDefaults) {
   EXPECT_EQ(config_text(config, false), "");
 }
 
+TEST(ConfigKeys, EveryBackendOfAWorldCanBeNamed) {
+  for (const char* backend : {"shm", "gloo", "nccl"})
+    EXPECT_EQ(resolve(std::string("ddp_backend: ") + backend).arguments.ddp_backend, backend);
+  EXPECT_THAT(refused("ddp_backend: mpi\n"), HasSubstr("ddp_backend must be shm, gloo or nccl"));
+  EXPECT_EQ(resolve("use_cpu: true\nddp_backend: shm\n").arguments.ddp_backend, "shm");
+}
+
 TEST(ConfigKeys, EveryKeyReadsBackWhatItWrites) {
   const TrainingArguments defaults;
   for (const KeySpec& key : key_table()) {
