@@ -168,6 +168,27 @@ class Env(unittest.TestCase):
         self.assertIn("2 GPUs are visible but there is one rank: the others stay idle. Use "
                       "lockstep run --nproc-per-node=gpu.", warnings)
 
+    def test_misspelt_variables_are_warned_about(self):
+        result = lockstep("env", LOCKSTEP_BACKND="gloo", LOCKSTEP_LERNING_RATE="1",
+                          LOCKSTEP_ELEPHANT="1", LOCKSTEP_DEVICE="cpu")
+        self.assertEqual(result.returncode, 0)
+        for text in ("LOCKSTEP_BACKND is set, but nothing reads it. Did you mean LOCKSTEP_BACKEND?",
+                     "LOCKSTEP_LERNING_RATE is set, but nothing reads it. Did you mean "
+                     "LOCKSTEP_LEARNING_RATE?",
+                     "LOCKSTEP_ELEPHANT is set, but nothing reads it.\n"):
+            self.assertIn("warning [env] " + text, result.stdout)
+        self.assertNotIn("LOCKSTEP_DEVICE is set", result.stdout)
+        found = json.loads(lockstep("env", "--json", LOCKSTEP_BACKND="gloo").stdout)
+        self.assertIn("LOCKSTEP_BACKEND?", " ".join(found["warnings"]))
+
+    def test_documented_variables_are_not_warned_about(self):
+        with open(os.path.join(SOURCE, "docs", "environment.md")) as f:
+            names = set(re.findall(r"`(LOCKSTEP_[A-Z_]*[A-Z])`", f.read()))
+        self.assertGreater(len(names), 20)
+        found = json.loads(lockstep("env", "--json", **{name: "1" for name in names}).stdout)
+        self.assertEqual([w for w in found["warnings"] if "nothing reads it" in w], [],
+                         "cli/variables.cpp must list these")
+
     def test_help_and_unknown_flags(self):
         self.assertIn("usage: lockstep env", lockstep("env", "--help").stdout)
         result = lockstep("env", "--jsn")

@@ -68,6 +68,7 @@ void choose(Findings& found) {
 }
 
 void warn(Findings& found) {
+  found.warnings = unread_variables();
   if (!found.identity) return;
   const RankEnv& me = *found.identity;
   if (me.source == "alone")

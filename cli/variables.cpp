@@ -4,6 +4,10 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
+
+#include "lockstep/core/spelling.h"
+#include "lockstep/train/config_keys.h"
 
 namespace lockstep::cli {
 namespace {
@@ -87,6 +91,12 @@ constexpr KnownVariable kKnown[] = {
     {"PET_MASTER_PORT", "port on which its store listens"},
 };
 
+// Of ./dev, the tests and the benchmarks: docs/environment.md says what they mean.
+constexpr std::string_view kOfTools[] = {
+    "LOCKSTEP_TORCH",     "LOCKSTEP_CACHE",  "LOCKSTEP_PRESET", "LOCKSTEP_JOBS",
+    "LOCKSTEP_TEST_JOBS", "LOCKSTEP_PYTHON", "LOCKSTEP_BIN",    "LOCKSTEP_SOURCE",
+    "LOCKSTEP_LAUNCHER",  "LOCKSTEP_SOAK"};
+
 constexpr std::array<std::string_view, 12> kFamilies = {
     "LOCKSTEP_", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_", "PET_",
     "NCCL_",     "GLOO_",         "OMP_",        "CUDA_",       "ACCELERATE_",        "MKL_"};
@@ -101,6 +111,25 @@ bool is_shown(std::string_view name) {
   return std::any_of(kFamilies.begin(), kFamilies.end(), [&](std::string_view family) {
     return name.substr(0, family.size()) == family;
   });
+}
+
+std::vector<std::string> unread_variables() {
+  constexpr std::string_view kOurs = "LOCKSTEP_";
+  std::set<std::string> read(std::begin(kOfTools), std::end(kOfTools));
+  for (const train::KeySpec& key : train::key_table()) read.insert(key.variable());
+  for (const KnownVariable& variable : kKnown) read.emplace(variable.name);
+  std::vector<std::string> candidates;  // without what they all begin with, which is no nearness
+  for (const std::string& name : read) {
+    if (name.rfind(kOurs, 0) == 0) candidates.push_back(name.substr(kOurs.size()));
+  }
+  std::vector<std::string> lines;
+  for (const auto& [name, value] : set_variables()) {
+    if (name.rfind(kOurs, 0) != 0 || read.count(name) != 0) continue;
+    const auto near = nearest(name.substr(kOurs.size()), candidates);
+    lines.push_back(name + " is set, but nothing reads it." +
+                    (near ? " Did you mean LOCKSTEP_" + *near + "?" : ""));
+  }
+  return lines;
 }
 
 std::map<std::string, std::string> set_variables() {

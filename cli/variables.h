@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace lockstep::cli {
 
@@ -23,5 +24,9 @@ bool is_shown(std::string_view name);
 
 // Every variable of this process that is known or shown, with its value.
 std::map<std::string, std::string> set_variables();
+
+// A line for each LOCKSTEP_ variable of this process that nothing of ours reads, with the name that
+// was probably meant.
+std::vector<std::string> unread_variables();
 
 }  // namespace lockstep::cli
