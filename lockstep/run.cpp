@@ -15,6 +15,7 @@
 #include "lockstep/core/control.h"
 #include "lockstep/core/crash.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/inside.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/leave.h"
@@ -123,10 +124,12 @@ int run(const RankBody& body, const WorldOptions& options) {
     log::set_rank(env.rank, env.world_size);
     // Lines appear as they are printed, also through the launcher's pipe.
     if (!env.alone()) std::setvbuf(stdout, nullptr, _IOLBF, 0);
+    if (!env.alone()) inside::enter();
     world = World::from_env(options);
     say_hello(*world, options);
     body(*world);
     world->finish();  // a rank that leaves early must not take its peers' last operation along
+    inside::leave();
     return 0;
   } catch (...) {
     const Verdict verdict = judge(std::current_exception());

@@ -10,7 +10,8 @@
 // inside run(), because what is left of its world (a collective that never finishes, a thread that
 // holds a socket) could keep destructors and main() from returning; its peers see the connections
 // close and the launcher sees the process end. What falls only because another rank failed first
-// says so in one line.
+// says so in one line. A process that ends inside the body (std::exit, _exit) has failed too, with
+// whatever code: `lockstep run` names it as the cause, unless all ranks of its host do the same.
 //
 // Both are called from the main thread, and not from inside a body (UsageError).
 #pragma once

@@ -277,11 +277,11 @@ void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
   const std::vector<int> absent = impl_->absent_from_barrier(count);
   std::string who = "which ranks did not arrive is not known, because the store does not answer";
   if (!absent.empty()) who = fmt::format("{} did not arrive", detail::name_ranks(absent));
-  state->expire(
-      fmt::format("barrier #{}: {} within {} ms (world of {}). They are stuck or on another path. "
-                  "Look at their "
-                  "output, or give the barrier a longer deadline.",
-                  state->info().sequence, who, state->deadline().total().count(), size()));
+  state->expire(fmt::format(
+      "barrier #{}: {} within {} ms (world of {}). They are stuck or on another path. "
+      "Look at their output, set LOCKSTEP_DEBUG=1 to see the call that differs, or give "
+      "the barrier a longer deadline.",
+      state->info().sequence, who, state->deadline().total().count(), size()));
   state->wait_host(std::nullopt);  // throws it
 }
 

@@ -41,6 +41,7 @@ void Coordinator::start_attempt() {
   phase_ = Phase::kRunning;
   down_ = lost_;
   failure_.reset();
+  left_.reset();
   broadcast_(message_of(Message::Kind::kStart, attempt_));
 }
 
@@ -58,6 +59,7 @@ void Coordinator::on_message(int node, const Message& message) {
       // It knows more about its own failure now: exit code, last lines, an earlier cause.
       if (message.failure && failure_ && failure_->node == node && failure_->rank >= 0)
         failure_ = message.failure;
+      if (message.failure && !failure_ && !left_) left_ = message.failure;
       down_.insert(node);
       check_all_down();
       break;
@@ -69,8 +71,13 @@ void Coordinator::on_message(int node, const Message& message) {
 void Coordinator::on_failed(const Failure& failure) {
   if (phase_ != Phase::kRunning || failure_ || stop_signal_ != 0) return;
   failure_ = failure;
+  // Whose connection broke fails after the rank that broke it.
+  if (left_ && failure.rank >= 0) {
+    failure_ = left_;
+    failure_->others.push_back(failure.headline());
+  }
   Message message = message_of(Message::Kind::kFailed, attempt_);
-  message.failure = failure;
+  message.failure = failure_;
   expect_all_down();
   broadcast_(message);
 }

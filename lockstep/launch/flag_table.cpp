@@ -16,6 +16,8 @@ constexpr auto kIgnored = Treatment::kIgnored;
 constexpr auto kRefused = Treatment::kRefused;
 
 constexpr std::array kFlags = {
+    FlagSpec{"config-file", '\0', "FILE", kHonoured,
+             "Accelerate's YAML file; flags, and PET_ variables after them, are stronger", false},
     FlagSpec{"nnodes", '\0', "N", kHonoured, "hosts; N or N:N (a real range is refused)"},
     FlagSpec{"nproc-per-node", '\0', "N|auto|cpu|gpu", kHonoured,
              "ranks on this host; auto: one per GPU, or per core without GPUs"},
@@ -40,6 +42,10 @@ constexpr std::array kFlags = {
              "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
     FlagSpec{"stopped-timeout", '\0', "SECONDS", kHonoured,
              "a rank stopped by SIGSTOP is failed after this (30)", false},
+    FlagSpec{
+        "monitor-interval", '\0', "SECONDS", kHonoured,
+        "ranks are watched by events, not polled; this is when one that left with exit code 0 in "
+        "the middle of its world is looked at again, and failed if others still run (1)"},
     FlagSpec{"timeout", '\0', "SECONDS", kHonoured,
              "LOCKSTEP_TIMEOUT_S: deadline of a rank's operation, such as an all-reduce (1800)",
              false},
@@ -65,8 +71,6 @@ constexpr std::array kFlags = {
              "bind each rank to CPUs near its GPU"},
     FlagSpec{"virtual-local-rank", '\0', "", kHonoured,
              "each rank sees only its own GPU, as device 0, and LOCAL_RANK=0"},
-    FlagSpec{"monitor-interval", '\0', "SECONDS", kIgnored,
-             "ranks are not polled; the end of one is seen at once"},
     FlagSpec{"start-method", '\0', "spawn|fork|forkserver", kIgnored,
              "ranks are programs of their own, started by fork and exec"},
     FlagSpec{"event-log-handler", '\0', "NAME", kIgnored,
@@ -138,7 +142,9 @@ std::string run_help() {
       "A .py file runs under python3 -u (PYTHON_EXEC names another interpreter), anything else is\n"
       "executed directly. Words after PROGRAM reach it untouched.\n\n"
       "The flags are torchrun's. Dashes may be underscores, a unique prefix is enough, and a flag\n"
-      "that is not given is read from PET_<NAME>, e.g. PET_NPROC_PER_NODE=4.\n";
+      "that is not given is read from PET_<NAME>, e.g. PET_NPROC_PER_NODE=4, and then from the "
+      "file\n"
+      "of --config-file.\n";
   text += section("flags", kHonoured);
   text += entry("-h, --help", "print this text");
   text += section("accepted and ignored, with a line that says so", kIgnored);

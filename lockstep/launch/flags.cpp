@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/launch/accelerate_config.h"
 #include "lockstep/launch/flag_values.h"
 #include "lockstep/launch/program.h"
 
@@ -146,13 +147,41 @@ int parse_nnodes(const Values& values) {
   return *max;
 }
 
-int parse_nproc(const Values& values, const Surroundings& around) {
+// What neither the command line nor a variable says. The world's shape is one thing: where a flag
+// says that it is this host alone, the file's places to meet are not looked at.
+void fill_from_file(Values& values, ParsedFlags& parsed) {
+  const Given* file = values.find("config-file");
+  if (file == nullptr) return;
+  AccelerateLaunch launch = load_accelerate_config(file->text);
+  parsed.plan.environment = std::move(launch.environment);
+  parsed.notes = std::move(launch.notes);
+  const Values read = read_words(launch.flags).values;
+  const bool standalone = values.is_on("standalone");
+  const std::set<std::string_view> meeting = {"nnodes", "node-rank", "rdzv-backend", "master-addr",
+                                              "master-port"};
+  for (const FlagSpec& flag : flag_table()) {
+    const std::string name(flag.name);
+    const Given* given = read.find(name);
+    if (given == nullptr || values.has(name) || (standalone && meeting.count(name) != 0)) continue;
+    values.set(flag, given->text, fmt::format("{} ({})", given->origin, file->text));
+  }
+}
+
+// The file's gpu_ids are not yet in the environment that the driver reads.
+int chosen_gpus(const LaunchPlan& plan, const Surroundings& around, int count) {
+  const auto ids = plan.environment.find("CUDA_VISIBLE_DEVICES");
+  const auto set = around.variable("CUDA_VISIBLE_DEVICES");
+  if (ids == plan.environment.end() || (set && !set->empty())) return count;
+  return std::min(count, static_cast<int>(split(ids->second, ',').size()));
+}
+
+int parse_nproc(const Values& values, const Surroundings& around, const LaunchPlan& plan) {
   const Given* given = values.find("nproc-per-node");
   if (given == nullptr) return 1;
   if (given->text == "cpu") return around.cores();
   if (given->text == "auto" || given->text == "gpu") {
     const Gpus gpus = around.gpus();
-    if (gpus.count > 0) return gpus.count;
+    if (gpus.count > 0) return chosen_gpus(plan, around, gpus.count);
     if (given->text == "auto") return around.cores();
     throw UsageError("run",
                      "{}=gpu, but there is no GPU: {}. Check CUDA_VISIBLE_DEVICES and nvidia-smi, "
@@ -397,7 +426,7 @@ void settle_output(const Values& values, LaunchPlan& plan, std::vector<std::stri
 
 void settle_supervision(const Values& values, LaunchPlan& plan) {
   plan.max_restarts = values.number("max-restarts", 0, 0, kMaxCount);
-  values.seconds("monitor-interval", {}, 0.001);  // ignored, but not nonsense
+  plan.monitor_interval = values.seconds("monitor-interval", plan.monitor_interval, 0.001);
   plan.shutdown_timeout = values.seconds("shutdown-timeout", plan.shutdown_timeout, 0);
   plan.stopped_timeout = values.seconds("stopped-timeout", plan.stopped_timeout, 0);
   plan.timeout = std::chrono::seconds(values.number("timeout", 0, 1, kYear_s));
@@ -418,6 +447,7 @@ ParsedFlags parse_flags(const std::vector<std::string>& words, const Surrounding
   if (parsed.request != Request::kRun) return parsed;
   Values& values = given.values;
   fill_from_variables(values, around.variable);
+  fill_from_file(values, parsed);
   refuse_and_note(values, parsed.notes);
   LaunchPlan& plan = parsed.plan;
   settle_meeting(values, plan, parsed.notes);
@@ -428,7 +458,7 @@ ParsedFlags parse_flags(const std::vector<std::string>& words, const Surrounding
                                   .no_python = values.is_on("no-python"),
                                   .run_path = values.is_on("run-path")},
                                  around.variable);
-  plan.nproc_per_node = parse_nproc(values, around);
+  plan.nproc_per_node = parse_nproc(values, around, plan);
   settle_output(values, plan, parsed.notes);
   return parsed;
 }

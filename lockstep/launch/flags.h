@@ -2,8 +2,8 @@
 //
 // One table says of every flag what it takes, what it means, and whether it is honoured, ignored
 // with a line, or refused; parsing, --help and the test against torchrun's own help text all read
-// that table. A flag beats its PET_<NAME> variable, which beats the default. Words after the
-// program belong to the program and are not looked at.
+// that table. A flag beats its PET_<NAME> variable, which beats the file of --config-file, which
+// beats the default. Words after the program belong to the program and are not looked at.
 //
 //   ParsedFlags parsed = parse_flags({"--nproc-per-node=2", "./train", "--lr=0.1"});
 //   for (const auto& note : parsed.notes) log::warning("run", "{}", note);

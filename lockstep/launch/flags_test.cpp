@@ -88,6 +88,10 @@ class TemporaryDirectory {
     ::chmod(path.c_str(), mode);
     return path;
   }
+  std::string text(const std::string& name, const std::string& lines) const {
+    std::ofstream(path_ + "/" + name) << lines;
+    return path_ + "/" + name;
+  }
   const std::string& path() const { return path_; }
 
  private:
@@ -379,6 +383,65 @@ TEST(World, RendezvousSettingsAreTimeoutOrExplained) {
 
 // ------------------------------------------------------------------ supervision and output
 
+// ------------------------------------------------------------------ Accelerate's file
+
+TEST(ConfigFile, FlagsBeatVariablesBeatTheFileBeatsDefaults) {
+  const TemporaryDirectory place;
+  const std::string file = place.text("acc.yaml",
+                                      "num_processes: 3\nmain_process_port: 29511\n"
+                                      "mixed_precision: bf16\nmain_training_function: train\n");
+  const std::string flag = "--config_file=" + file;
+  LaunchPlan plan = plan_of({flag});
+  EXPECT_EQ(plan.nproc_per_node, 3);
+  EXPECT_EQ(plan.master_port, 29511);
+  EXPECT_THAT(plan.environment, ElementsAre(testing::Pair("ACCELERATE_MIXED_PRECISION", "bf16")));
+  EXPECT_EQ(plan_of({}, {{"PET_CONFIG_FILE", file}}).nproc_per_node, 3);
+  EXPECT_EQ(plan_of({flag}, {{"PET_NPROC_PER_NODE", "4"}}).nproc_per_node, 4);
+  EXPECT_EQ(plan_of({"--nproc-per-node=5", flag}, {{"PET_NPROC_PER_NODE", "4"}}).nproc_per_node, 5);
+  EXPECT_THAT(notes_of({flag}),
+              ElementsAre(HasSubstr("acc.yaml:4:1: main_training_function has no effect")));
+}
+
+TEST(ConfigFile, StandaloneChoosesWhereToMeet) {
+  const TemporaryDirectory place;
+  const std::string file = place.text("acc.yaml",
+                                      "num_machines: 2\nnum_processes: 4\nmachine_rank: 1\n"
+                                      "main_process_ip: 10.0.0.1\nrdzv_backend: static\n");
+  EXPECT_EQ(plan_of({"--config-file", file}).nnodes, 2);
+  EXPECT_EQ(plan_of({"--config-file", file}).node_rank, 1);
+  EXPECT_EQ(plan_of({"--config-file", file, "--node-rank=0"}).node_rank, 0);
+  const LaunchPlan alone = plan_of({"--standalone", "--config-file", file});
+  EXPECT_EQ(alone.nnodes, 1);
+  EXPECT_EQ(alone.nproc_per_node, 2);
+  EXPECT_EQ(alone.master_port, 0);
+  EXPECT_THAT(notes_of({"--standalone", "--config-file", file}), IsEmpty());
+}
+
+TEST(ConfigFile, ItsGpusAreCounted) {
+  const TemporaryDirectory place;
+  const std::string file = place.text("acc.yaml", "gpu_ids: 1,3\n");
+  const auto count = [&](Environment environment) {
+    Surroundings around = machine(std::move(environment));
+    around.gpus = [] { return Gpus{.count = 8}; };
+    return parse_flags({"--config-file=" + file, "--nproc-per-node=gpu", "/bin/true"}, around)
+        .plan.nproc_per_node;
+  };
+  EXPECT_EQ(count({}), 2);
+  EXPECT_EQ(count({{"CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7"}}), 8);
+}
+
+TEST(ConfigFile, MistakesHaveTheirPlace) {
+  const TemporaryDirectory place;
+  const std::string file =
+      place.text("acc.yaml", "num_proceses: 2\nlearning_rate: 1e-4\nmachine_rank: x\n");
+  const std::string text = refusal_of({"--config-file=" + file});
+  EXPECT_THAT(text, HasSubstr("3 mistakes"));
+  EXPECT_THAT(text, HasSubstr("acc.yaml:1:1: there is no key 'num_proceses'"));
+  EXPECT_THAT(text, HasSubstr("acc.yaml:2:1: learning_rate belongs in the training file"));
+  EXPECT_THAT(text, HasSubstr("acc.yaml:3:15: machine_rank must be"));
+  EXPECT_THAT(refusal_of({"--config-file=/no/such.yaml"}), HasSubstr("/no/such.yaml cannot be"));
+}
+
 TEST(Supervision, NumbersAndSecondsAreChecked) {
   EXPECT_EQ(plan_of({"--max-restarts=3"}).max_restarts, 3);
   EXPECT_EQ(plan_of({"--shutdown-timeout=1.5"}).shutdown_timeout, milliseconds(1500));
@@ -390,13 +453,11 @@ TEST(Supervision, NumbersAndSecondsAreChecked) {
   EXPECT_THAT(refusal_of({"--shutdown-timeout=5s"}), HasSubstr("--shutdown-timeout='5s' is not"));
 }
 
-TEST(Supervision, PollingIsIgnoredWithALine) {
-  EXPECT_THAT(notes_of({"--monitor-interval=0.25"}),
-              ElementsAre("--monitor-interval is ignored: ranks are not polled; the end of one is "
-                          "seen at once."));
-  EXPECT_THAT(notes_of({}, {{"PET_MONITOR_INTERVAL", "5"}}),
-              ElementsAre(HasSubstr("PET_MONITOR_INTERVAL is ignored: ")));
-  EXPECT_THAT(notes_of({}), IsEmpty());
+TEST(Supervision, TheMonitorIntervalIsHonoured) {
+  EXPECT_EQ(plan_of({}).monitor_interval, milliseconds(1000));
+  EXPECT_EQ(plan_of({"--monitor-interval=0.25"}).monitor_interval, milliseconds(250));
+  EXPECT_EQ(plan_of({}, {{"PET_MONITOR_INTERVAL", "5"}}).monitor_interval, milliseconds(5000));
+  EXPECT_THAT(notes_of({"--monitor-interval=0.25"}), IsEmpty());
 }
 
 TEST(Supervision, TimeoutsOfTheRanksAreWholeSeconds) {

@@ -45,12 +45,16 @@ struct LaunchPlan {
 
   // The program: argv as it will be executed (python3 -u already in front where asked for).
   std::vector<std::string> command;
+  std::map<std::string, std::string> environment;  // for the ranks, where it is not set already
 
   // Supervision.
   int max_restarts = 0;
   std::chrono::milliseconds shutdown_timeout{30'000};  // from SIGTERM to SIGKILL
   std::chrono::milliseconds stopped_timeout{30'000};   // a SIGSTOPped rank is failed after this
-  std::vector<int> signals_to_handle;                  // empty: TERM, INT, HUP, QUIT
+  // A rank that left with code 0 in the middle of its world is looked at again after this: the
+  // others may do the same, but while some still run it has failed.
+  std::chrono::milliseconds monitor_interval{1000};
+  std::vector<int> signals_to_handle;       // empty: TERM, INT, HUP, QUIT
   std::chrono::seconds timeout{0};          // of a rank's operations; 0: as its environment says
   std::chrono::seconds startup_timeout{0};  // for its world to meet; the same
   bool virtual_local_rank = false;

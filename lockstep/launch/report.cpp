@@ -1,15 +1,19 @@
 #include "lockstep/launch/report.h"
 
+#include <fmt/ranges.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <string_view>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/launch/flag_values.h"
 
 namespace lockstep::launch {
 namespace {
@@ -90,6 +94,16 @@ std::string hint_for(const Failure& failure) {
   const auto died_of = [&failure](const char* name) {
     return failure.cause.find(name) != std::string::npos;
   };
+  // Gloo's own words, thrown on a thread of its own: the program never sees them.
+  for (const char* words : {"collective mismatch", "op.preamble."}) {
+    if (failure.message.find(words) != std::string::npos)
+      return "the ranks have probably called different operations, or the same one with other "
+             "shapes or dtypes. LOCKSTEP_DEBUG=1 compares every call and names the one that "
+             "differs.";
+  }
+  if (failure.cause == kLeftCause)
+    return "its process ended inside the body of lockstep::run(): look for std::exit(), _exit() or "
+           "a return from main() that this rank reaches and the others do not.";
   if (died_of("SIGKILL"))
     return "SIGKILL comes from outside: often the kernel's out-of-memory killer (see dmesg), a "
            "scheduler's limit, or a person.";
@@ -97,6 +111,24 @@ std::string hint_for(const Failure& failure) {
   if (died_of("SIGSEGV") || died_of("SIGABRT"))
     return "Run the program under a debugger, or allow core files (ulimit -c unlimited).";
   return {};
+}
+
+// As the rank printed it ("lockstep: rank 1 on n1: ...", "    at f()"), and as Python did.
+bool is_said_already(const Failure& failure, std::string_view line) {
+  constexpr std::size_t kCut = 500;  // by last_error_lines
+  std::string text = trim(line);
+  if (text.empty()) return true;
+  if (text.rfind("... ", 0) == 0 && text.ends_with(" more frames")) return true;
+  const bool frame = text.rfind("at ", 0) == 0;
+  if (frame) text.erase(0, 3);
+  for (const std::string& known : failure.stack) {
+    if (trim(known) == text || (line.size() == kCut && known.rfind(text, 0) == 0)) return true;
+  }
+  const auto message = lines_of(failure.message);
+  if (message.empty() || frame) return false;
+  if (text.rfind("lockstep: ", 0) == 0 && text.ends_with(": " + message.front())) return true;
+  return std::any_of(message.begin(), message.end(),
+                     [&](const std::string& known) { return trim(known) == text; });
 }
 
 void add_block(std::string& text, const char* title, const std::vector<std::string>& lines) {
@@ -147,6 +179,16 @@ void add_error_file(Failure& failure, const ErrorFile& file) {
   if (!file.problem.empty()) failure.note = "its error file " + file.problem;
 }
 
+void add_last_lines(Failure& failure, const std::vector<std::string>& lines, std::size_t most) {
+  failure.last_lines.clear();
+  const bool told = !failure.message.empty() || !failure.stack.empty();
+  for (const std::string& line : lines) {
+    if (!told || !is_said_already(failure, line)) failure.last_lines.push_back(line);
+  }
+  auto& kept = failure.last_lines;
+  if (kept.size() > most) kept.erase(kept.begin(), kept.end() - static_cast<long>(most));
+}
+
 std::string control_line(const Failure& failure) {
   std::string cause = failure.cause;
   if (!failure.message.empty()) cause += ": " + lines_of(failure.message + "\n").front();
@@ -169,6 +211,11 @@ std::string failure_report(const Failure& failure) {
   add_block(text, "stack", failure.stack);
   add_block(text, "last lines of its stderr", failure.last_lines);
   add_block(text, "failed after it", failure.others);
+  if (!failure.ended_before.empty()) {
+    const bool one = failure.ended_before.size() == 1;
+    text += fmt::format("\n  {} {} had ended with exit code 0 before", one ? "rank" : "ranks",
+                        fmt::join(failure.ended_before, ", "));
+  }
   if (!failure.note.empty()) text += fmt::format("\n  note: {}", failure.note);
   if (!failure.logs.empty()) text += fmt::format("\n  logs: {}", failure.logs);
   const std::string hint = hint_for(failure);
@@ -217,6 +264,7 @@ std::string failure_to_json(const Failure& f) {
                    {"last_lines", f.last_lines},
                    {"note", f.note},
                    {"others", f.others},
+                   {"ended_before", f.ended_before},
                    {"logs", f.logs}});
 }
 
@@ -240,6 +288,7 @@ Failure failure_from_json(const std::string& text) {
     json.at("last_lines").get_to(f.last_lines);
     json.at("note").get_to(f.note);
     json.at("others").get_to(f.others);
+    json.at("ended_before").get_to(f.ended_before);
     json.at("logs").get_to(f.logs);
     return f;
   } catch (const Json::exception& error) {

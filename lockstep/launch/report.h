@@ -30,6 +30,9 @@ struct ErrorFile {
 // Never throws: a malformed file yields its text as the message and says so in `problem`.
 ErrorFile read_error_file(const std::string& path);
 
+// The cause of a rank that ended with code 0 while its body had not returned.
+inline constexpr const char* kLeftCause = "exited with code 0 in the middle of the world";
+
 struct Failure {
   int rank = -1;  // -1: not a rank but a launcher
   int local_rank = -1;
@@ -47,6 +50,7 @@ struct Failure {
   std::vector<std::string> last_lines;
   std::string note;                 // about the error file
   std::vector<std::string> others;  // later failures, one line each
+  std::vector<int> ended_before;    // ranks that had ended with code 0
   std::string logs;                 // where more can be read; empty: nowhere
 
   // "rank 1 on n2 failed: killed by SIGKILL"
@@ -55,6 +59,9 @@ struct Failure {
 
 // Takes message, stack and time from the error file into `failure`.
 void add_error_file(Failure& failure, const ErrorFile& file);
+
+// The last `most` of these lines of its stderr that its message and stack do not say already.
+void add_last_lines(Failure& failure, const std::vector<std::string>& lines, std::size_t most);
 
 // The line for LOCKSTEP_CONTROL_FD: {"failed": {"rank": 1, "host": "n2", "cause": "..."}}
 std::string control_line(const Failure& failure);

@@ -348,6 +348,38 @@ TEST_F(ErrorFileTest, OddContentsNeverThrow) {
               HasSubstr("was not written"));
 }
 
+TEST(Report, WhatTheMessageAndTheStackSayIsNotRepeated) {
+  Failure failure;
+  failure.rank = 1;
+  failure.message = "std::runtime_error: the reason\nin two lines";
+  failure.stack = {"f()+0x1 (train+0x2)", "main+0x1 (train+0x3)", std::string(600, 'x')};
+  add_last_lines(failure,
+                 {"a warning", "lockstep: rank 1 on n1: std::runtime_error: the reason",
+                  "in two lines", "    at f()+0x1 (train+0x2)", "    at main+0x1 (train+0x3)",
+                  "    at " + std::string(493, 'x'), "    ... 40 more frames", "last words"},
+                 20);
+  EXPECT_THAT(failure.last_lines, ElementsAre("a warning", "last words"));
+  add_last_lines(failure, {"a", "b", "c"}, 2);
+  EXPECT_THAT(failure.last_lines, ElementsAre("b", "c"));
+  const Failure silent;
+  Failure other = silent;
+  add_last_lines(other, {"    at f()+0x1 (train+0x2)", ""}, 20);
+  EXPECT_EQ(other.last_lines.size(), 2u);
+}
+
+TEST(Report, AMismatchThatGlooNoticedPointsToTheDebugMode) {
+  Failure failure;
+  failure.rank = 0;
+  failure.cause = "killed by SIGABRT";
+  failure.message =
+      "uncaught gloo::EnforceNotMet: [enforce fail at pair.cc] op.preamble.length <= op.nbytes. 64 "
+      "vs 4. Received data size doesn't match expected size. Is there a distributed collective "
+      "mismatch in your code?";
+  EXPECT_THAT(failure_report(failure), HasSubstr("LOCKSTEP_DEBUG=1 compares every call"));
+  failure.message = "killed by SIGABRT";
+  EXPECT_THAT(failure_report(failure), ::testing::Not(HasSubstr("LOCKSTEP_DEBUG")));
+}
+
 TEST(Report, AFailureSurvivesTheWayToAnotherHost) {
   Failure failure;
   failure.rank = 3;
@@ -356,6 +388,7 @@ TEST(Report, AFailureSurvivesTheWayToAnotherHost) {
   failure.code = 137;
   failure.message = "caf\xc3\xa9 \xff";
   failure.last_lines = {"a", "b"};
+  failure.ended_before = {0, 2};
   failure.restartable = false;
   Message message;
   message.kind = Message::Kind::kFailed;
@@ -369,6 +402,7 @@ TEST(Report, AFailureSurvivesTheWayToAnotherHost) {
   EXPECT_EQ(copy.failure->code, 137);
   EXPECT_FALSE(copy.failure->restartable);
   EXPECT_THAT(copy.failure->last_lines, ElementsAre("a", "b"));
+  EXPECT_THAT(failure_report(*copy.failure), HasSubstr("ranks 0, 2 had ended with exit code 0"));
 }
 
 TEST(NodeLink, WhatIsNotAMessageIsRefused) {
@@ -451,6 +485,21 @@ TEST_F(CoordinatorTest, TheFirstFailureCountsAndNothingStartsBeforeAllAreDown) {
   EXPECT_EQ(sent_.back().kind, Kind::kEnd);
   EXPECT_EQ(sent_.back().code, 3);
   EXPECT_EQ(sent_.back().failure->rank, 0);
+}
+
+TEST_F(CoordinatorTest, WhoLeftOnANodeThatIsDownIsTheCauseOfALaterFailure) {
+  plan_.max_restarts = 0;
+  coordinator_->begin();
+  Message down = message(Kind::kDown);
+  down.failure = failed(1, 2).failure;
+  coordinator_->on_message(1, down);
+  EXPECT_THAT(kinds(), ElementsAre(Kind::kStart)) << "that it left is not yet a failure";
+  coordinator_->on_message(0, failed(0, 0));
+  EXPECT_EQ(sent_.back().failure->rank, 2);
+  EXPECT_THAT(sent_.back().failure->others, ElementsAre(HasSubstr("rank 0 on ")));
+  coordinator_->on_message(0, message(Kind::kDown));
+  EXPECT_EQ(sent_.back().kind, Kind::kEnd);
+  EXPECT_EQ(sent_.back().failure->rank, 2);
 }
 
 TEST_F(CoordinatorTest, AStopRequestIsNoFailureAndEndsWithItsCode) {

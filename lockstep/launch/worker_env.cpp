@@ -88,9 +88,16 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerPlace& place,
   if (plan.startup_timeout.count() > 0)
     set["LOCKSTEP_STARTUP_TIMEOUT_S"] = std::to_string(plan.startup_timeout.count());
 
+  for (const auto& [name, value] : plan.environment) {
+    if (!is_set(variable, name)) set[name] = value;
+  }
   if (plan.virtual_local_rank) {
+    const auto devices = [&](const std::string& name) -> std::optional<std::string> {
+      const auto found = set.find(name);
+      return found != set.end() ? found->second : variable(name);
+    };
     set["LOCAL_RANK"] = "0";
-    set["CUDA_VISIBLE_DEVICES"] = visible_device(variable, place.local_rank);
+    set["CUDA_VISIBLE_DEVICES"] = visible_device(devices, place.local_rank);
   }
   if (place.threads > 0 && !is_set(variable, "OMP_NUM_THREADS"))
     set["OMP_NUM_THREADS"] = std::to_string(place.threads);

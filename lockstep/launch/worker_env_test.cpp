@@ -50,6 +50,16 @@ WorkerPlace third() {
   return place;
 }
 
+TEST(WorkerEnvironment, WhatTheFileSaysYieldsToWhatIsSet) {
+  LaunchPlan plan = two_by_four();
+  plan.environment = {{"CUDA_VISIBLE_DEVICES", "4,5,6,7"}, {"LOCKSTEP_DEBUG", "1"}};
+  const Environment set = worker_environment(plan, third(), variables({{"LOCKSTEP_DEBUG", "0"}}));
+  EXPECT_THAT(set, Contains(Pair("CUDA_VISIBLE_DEVICES", "4,5,6,7")));
+  EXPECT_THAT(set, Not(Contains(Key("LOCKSTEP_DEBUG"))));
+  plan.virtual_local_rank = true;
+  EXPECT_EQ(worker_environment(plan, third(), variables({})).at("CUDA_VISIBLE_DEVICES"), "6");
+}
+
 TEST(WorkerEnvironment, IsTorchrunsWithOneDifference) {
   const Environment set = worker_environment(two_by_four(), third(), variables({}));
   const Environment expected = {{"RANK", "6"},

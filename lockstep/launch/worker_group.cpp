@@ -11,6 +11,7 @@
 #include <map>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/inside.h"
 #include "lockstep/launch/worker_env.h"
 
 namespace lockstep::launch {
@@ -26,6 +27,7 @@ constexpr milliseconds kWordHeadStart{100};
 constexpr milliseconds kSweepRound{50};
 constexpr int kSweepRounds = 100;
 constexpr std::size_t kLastLines = 20;
+constexpr std::size_t kTailLines = 200;  // of which most may be the stack
 
 double wall_clock() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
@@ -61,6 +63,7 @@ struct WorkerGroup::Worker {
   Process process;
   std::optional<Ending> ending;
   double ended_at = 0;
+  bool left_early = false;    // with code 0, while its body had not returned
   bool told = false;          // that another one failed: its own end is no news after that
   bool asked_to_end = false;  // the same by a signal to its group, before it ended
   std::string forced_cause;   // what we failed it for while it was alive
@@ -78,7 +81,7 @@ WorkerGroup::WorkerGroup(GroupSetup& setup, GroupPlace place, GroupEvents events
 
 void WorkerGroup::cancel_timers() {
   for (EventLoop::TimerId* timer :
-       {&term_timer_, &kill_timer_, &late_timer_, &abandon_timer_, &sweep_timer_})
+       {&term_timer_, &kill_timer_, &late_timer_, &abandon_timer_, &sweep_timer_, &left_timer_})
     setup_.loop.cancel(*timer);
 }
 
@@ -164,6 +167,7 @@ void WorkerGroup::start_worker(Worker& worker) {
   std::filesystem::create_directories(directory);
   worker.error_file = directory + "/error.json";
   ::unlink(worker.error_file.c_str());  // of an earlier run in the same place
+  inside::take_mark(worker.error_file);
 
   OutputRoutes routes;
   routes.source = 2 * local_rank;
@@ -210,8 +214,19 @@ void WorkerGroup::on_exit(Worker& worker) {
   worker.control.reset();
   setup_.loop.forget(worker.process.pidfd());
   setup_.loop.cancel(worker.stopped_timer);
+  worker.left_early = inside::take_mark(worker.error_file) && ending->ok();
+  if (worker.left_early) on_left(worker);
   if (!ending->ok() && phase_ == Phase::kRunning && !failure_) fail(describe(*first_to_fail()));
   maybe_sweep();
+}
+
+// Whether it has deserted the others or they all end this way, its exit alone does not tell.
+void WorkerGroup::on_left(const Worker& worker) {
+  if (phase_ != Phase::kRunning || left_timer_ != 0) return;
+  left_timer_ = setup_.loop.after(setup_.plan.monitor_interval, [this, &worker] {
+    left_timer_ = 0;
+    if (phase_ == Phase::kRunning && !failure_ && !all_ended()) fail(describe(worker));
+  });
 }
 
 void WorkerGroup::on_child_signal() {
@@ -484,7 +499,7 @@ void WorkerGroup::finish() {
 
 bool WorkerGroup::counts_as_failed(const Worker& worker) const {
   if (!worker.forced_cause.empty()) return true;
-  if (worker.ending && worker.ending->ok()) return false;
+  if (worker.ending && worker.ending->ok()) return worker.left_early && !worker.ends_for_us();
   // Whoever died after being asked to is a cause only if it had said so before: see first_to_fail.
   if (worker.ending && !worker.ends_for_us()) return true;
   return worker.process.pid() > 0 && read_error_file(worker.error_file).present;
@@ -499,11 +514,11 @@ const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
     const ErrorFile file = read_error_file(worker->error_file);
     const bool forced = !worker->forced_cause.empty();
     double time = file.present && !forced ? file.time : worker->ended_at;
-    // A rank killed from outside leaves no word of when, and a busy launcher hears of it late,
-    // perhaps after a victim has already written its file.
-    if (!file.present && !forced && worker->ending && worker->ending->by_signal &&
-        worker->ending->number == SIGKILL)
-      time -= kHeardLate;
+    // A rank killed from outside, or that just left, leaves no word of when, and a busy launcher
+    // hears of it late, perhaps after a victim has already written its file.
+    const bool killed =
+        worker->ending && worker->ending->by_signal && worker->ending->number == SIGKILL;
+    if (!file.present && !forced && (killed || worker->left_early)) time -= kHeardLate;
     if (first != nullptr && time >= first_time) continue;
     first = worker.get();
     first_time = time;
@@ -525,6 +540,9 @@ Failure WorkerGroup::describe(const Worker& worker) const {
   if (!worker.forced_cause.empty()) {
     failure.cause = worker.forced_cause;
     failure.code = worker.forced_code;
+  } else if (worker.left_early) {
+    failure.cause = kLeftCause;
+    failure.code = 1;
   } else if (worker.ending && !worker.asked_to_end) {
     failure.cause = worker.ending->text();
     failure.code = worker.ending->exit_code();
@@ -538,13 +556,16 @@ Failure WorkerGroup::describe(const Worker& worker) const {
 }
 
 std::optional<Failure> WorkerGroup::verdict() const {
-  if (!failure_) return std::nullopt;
-  const Worker* first = failure_->restartable ? first_to_fail() : nullptr;
+  const Worker* first = !failure_ || failure_->restartable ? first_to_fail() : nullptr;
+  if (!failure_ && (first == nullptr || !first->left_early)) return std::nullopt;
   Failure failure = first != nullptr ? describe(*first) : *failure_;
   const std::size_t index = static_cast<std::size_t>(failure.local_rank);
   if (index < workers_.size() && workers_[index]->output)
-    failure.last_lines = workers_[index]->output->last_error_lines(kLastLines);
+    add_last_lines(failure, workers_[index]->output->last_error_lines(kTailLines), kLastLines);
   for (const auto& worker : workers_) {
+    if (worker->ending && worker->ending->ok() && !worker->left_early && !worker->ends_for_us() &&
+        worker->ended_at < failure.time)
+      failure.ended_before.push_back(rank_of(*worker));
     if (worker->local_rank == failure.local_rank || !worker->ending || worker->ending->ok() ||
         worker->ends_for_us())
       continue;

@@ -73,7 +73,8 @@ class WorkerGroup {
   bool over() const { return phase_ == Phase::kOver; }
 
   // After the end: the first cause, with all that is known now. Nothing when all went well or the
-  // end was asked for.
+  // end was asked for. Without a call of `failed`: a rank that left its world early with code 0,
+  // which is the cause only if some other host's rank fails over it.
   std::optional<Failure> verdict() const;
   const std::string& error_file(int local_rank) const;
 
@@ -86,6 +87,7 @@ class WorkerGroup {
                                            int store_fd) const;
   void on_exit(Worker& worker);
   void on_pause(Worker& worker, const Pause& pause);
+  void on_left(const Worker& worker);
   void fail(Failure failure);
   // `pause`: until SIGTERM, from which the grace is counted.
   void begin_stopping(std::chrono::milliseconds pause = {});
@@ -125,6 +127,7 @@ class WorkerGroup {
   EventLoop::TimerId abandon_timer_ = 0;
   EventLoop::TimerId late_timer_ = 0;
   EventLoop::TimerId sweep_timer_ = 0;
+  EventLoop::TimerId left_timer_ = 0;
 };
 
 }  // namespace lockstep::launch

@@ -1,5 +1,6 @@
 // A small training program in which one rank does something bad: faults KIND RANK PHASE.
-// KIND: none exception abort segfault kill exit stop silent other_model; PHASE: startup step exit.
+// KIND: none exception abort segfault kill exit stop silent other_model leave _leave all_leave
+// other_shape other_call; PHASE: startup step exit.
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -36,8 +37,17 @@ void maybe_fail(int rank, const std::string& now) {
   if (kind == "segfault") crash_here();
   if (kind == "kill") ::raise(SIGKILL);
   if (kind == "exit") ::_exit(3);
+  if (kind == "leave") std::exit(0);
+  if (kind == "_leave") ::_exit(0);
   if (kind == "stop") ::raise(SIGSTOP);
   if (kind == "silent") std::this_thread::sleep_for(std::chrono::minutes(10));
+}
+
+// Collectives that do not match those of the other ranks.
+void maybe_differ(lockstep::World& world) {
+  const bool differs = world.rank() == guilty;
+  if (kind == "other_shape") world.all_reduce(torch::ones({differs ? 4096 : 4})).wait();
+  if (kind == "other_call" && differs) world.all_reduce(torch::ones({1 << 16})).wait();
 }
 
 void train(lockstep::World& world) {
@@ -50,12 +60,17 @@ void train(lockstep::World& world) {
   for (int step = 0; step < 20; ++step) {
     const auto loss = model(torch::randn({4, 4})).square().mean();
     if (step == 5) maybe_fail(world.rank(), "step");
+    if (step == 5) maybe_differ(world);
     loss.backward();
     optimizer.step();
     optimizer.zero_grad();
   }
   model.verify_replicas();
   if (within_run("exit")) maybe_fail(world.rank(), "exit");
+  if (kind == "all_leave") {
+    world.barrier();
+    ::_exit(0);
+  }
 }
 
 }  // namespace

@@ -72,10 +72,46 @@ def fault(ranks, kind, guilty, phase):
     check(label, code == expected, f"exit code {code}, expected {expected}:\n{output}")
     if kind == "exception":
         check(label, "planted exception" in output, f"no message:\n{output}")
+        report = output[headline.start():] if headline else ""
+        frames = re.findall(r"^    (.+\+0x[0-9a-f]+\))$", report, re.M)
+        check(label, len(frames) > 3, f"no stack:\n{output}")
+        twice = [f for f in frames if report.count(f) > frames.count(f)]
+        check(label, not twice and report.count("planted exception") == 1, f"twice:\n{output}")
     check(label, seconds < bound, f"took {seconds:.1f} s, bound {bound}")
     check(label, not rest, f"left running: {rest}")
     if kind == "segfault" and phase == "step":
         check(label, "crash_here" in output, f"no symbolised stack:\n{output}")
+
+
+def leaving():
+    """A rank that ends with code 0 in the middle of training is the cause, not who misses it."""
+    for kind, ranks, guilty in (("leave", 2, 1), ("leave", 3, 0), ("_leave", 2, 0),
+                                ("_leave", 3, 1)):
+        code, output, seconds, rest = run(ranks, kind, guilty, "step")
+        label = f"{kind} of rank {guilty} of {ranks}"
+        print(f"{label}: exit code {code}, {seconds:.1f} s", flush=True)
+        check(label, re.search(rf"^\[launch\] rank {guilty} on \S+ failed: exited with code 0 in "
+                               r"the middle of the world$", output, re.M), output)
+        check(label, "hint: its process ended inside the body of lockstep::run()" in output, output)
+        others = re.findall(r"lockstep: rank (\d+) on \S+: ", output)
+        # They may have been stopped before they said anything.
+        check(label, all(int(rank) != guilty for rank in others), output)
+        check(label, code == 1 and seconds < 20 and not rest, f"{code}, {seconds:.1f} s, {rest}")
+    # All together it is their way to end.
+    code, output, seconds, rest = run(3, "all_leave", 0, "exit", {"PET_MONITOR_INTERVAL": "60"})
+    print(f"all leave: exit code {code}, {seconds:.1f} s", flush=True)
+    check("all leave", code == 0 and not rest and "failed" not in output, output)
+
+
+def mismatches():
+    """Without LOCKSTEP_DEBUG gloo notices late and in its own words; the way on is told."""
+    for kind in ("other_shape", "other_call"):
+        code, output, seconds, rest = run(2, kind, 1, "step", {"LOCKSTEP_TIMEOUT_S": "5"})
+        print(f"{kind}: exit code {code}, {seconds:.1f} s", flush=True)
+        check(kind, code != 0 and "LOCKSTEP_DEBUG=1" in output, output)
+        check(kind, seconds < 40 and not rest, f"{seconds:.1f} s, left {rest}")
+        code, output, seconds, rest = run(2, kind, 1, "step", {"LOCKSTEP_DEBUG": "1"})
+        check(kind, code != 0 and "ranks call different operations" in output, output)
 
 
 def main():
@@ -102,6 +138,9 @@ def main():
     check("different models", code == 2 and "the models differ between ranks" in output
           and "0.weight: shape [7, 4]" in output, output)
     check("different models", seconds < 20 and not rest, f"{seconds:.1f} s, left {rest}")
+
+    leaving()
+    mismatches()
 
     print(f"{'FAILED: ' + str(failures) if failures else 'all faults ended as promised'}")
     return 1 if failures else 0

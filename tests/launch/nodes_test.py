@@ -103,6 +103,18 @@ else:
             self.assertRegex(err, "message:\n    my message")
             self.assertRegex(err, "last lines of its stderr:\n    my last line")
 
+    def test_ranks_that_leave_are_the_cause_on_the_other_host(self):
+        script = ('touch $TORCHELASTIC_ERROR_FILE.inside; if [ $GROUP_RANK = 1 ]; then exit 0; fi; '
+                  'if [ $RANK = 0 ]; then sleep 1.5; exit 9; fi; sleep 300')
+        for code, err in self.ends(self.both(script, "--monitor-interval=60")):
+            self.assertEqual(code, 1, err)
+            self.assertRegex(err, r"rank [23] on \S+ failed: exited with code 0 in the middle")
+            self.assertRegex(err, r"failed after it:\n    rank 0 on \S+ failed: exited with code 9")
+        self.port = free_port()
+        script = 'touch $TORCHELASTIC_ERROR_FILE.inside; sleep 0.$RANK; exit 0'
+        for code, err in self.ends(self.both(script, "--monitor-interval=60")):
+            self.assertEqual(code, 0, err)
+
     def test_a_launcher_that_is_killed_ends_the_other(self):
         for victim in (0, 1):
             with self.subTest(victim=victim):

@@ -37,6 +37,42 @@ class Failures(Case):
                     self.assertEqual(self.wait_gone(), [])
                     self.assertLess(time.time() - began, 10)
 
+    # As lockstep::run() does while its body runs.
+    INSIDE = 'touch $TORCHELASTIC_ERROR_FILE.inside; '
+
+    def test_a_rank_that_leaves_its_world_is_the_cause(self):
+        for interval in ("0.3", "2"):
+            with self.subTest(interval=interval):
+                began = time.time()
+                code, _, err = self.bash(3, self.INSIDE + 'if [ $RANK = 1 ]; then exit 0; fi; '
+                                         'sleep 300', flags=(f"--monitor-interval={interval}",))
+                self.assertEqual(code, 1, err)
+                self.assertIn("[launch] rank 1 on", err)
+                self.assertIn(" failed: exited with code 0 in the middle of the world\n", err)
+                self.assertIn("hint: its process ended inside the body of lockstep::run()", err)
+                self.assertGreater(time.time() - began, float(interval))
+
+    def test_whoever_misses_it_fails_after_it(self):
+        code, _, err = self.bash(
+            3, self.INSIDE + 'if [ $RANK = 1 ]; then sleep 0.2; exit 0; fi; '
+            'if [ $RANK = 2 ]; then sleep 1; echo \'"Connection closed"\' > '
+            '$TORCHELASTIC_ERROR_FILE; exit 9; fi; sleep 300', flags=("--monitor-interval=60",))
+        self.assertEqual(code, 1, err)
+        self.assertRegex(err, r"\[launch\] rank 1 on \S+ failed: exited with code 0 in the middle")
+        self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 9, \S+ s later: "
+                              r"Connection closed")
+
+    def test_ranks_that_all_leave_have_ended(self):
+        code, _, err = self.bash(3, self.INSIDE + 'sleep 0.$RANK; exit 0',
+                                 flags=("--monitor-interval=30",))
+        self.assertEqual((code, err), (0, ""))
+
+    def test_a_rank_that_had_ended_before_is_mentioned(self):
+        code, _, err = self.bash(3, 'if [ $RANK = 0 ]; then exit 0; fi; sleep 0.5; '
+                                 'if [ $RANK = 2 ]; then exit 4; fi; sleep 300')
+        self.assertEqual(code, 4, err)
+        self.assertIn("\n  rank 0 had ended with exit code 0 before\n", err)
+
     def test_survivors_hear_the_cause_before_sigterm(self):
         script = (
             'if [ $RANK = 1 ]; then sleep 0.3; exit 7; fi; trap "" TERM; '

@@ -22,7 +22,7 @@ VALUES = {
     "duplicate-stderr-filters": "apple", "node-rank": "0", "master-addr": "127.0.0.1",
     "master-port": "0", "local-addr": "127.0.0.1", "logs-specs": "mine", "numa-binding": "node",
     "signals-to-handle": "SIGTERM,SIGUSR1", "shutdown-timeout": "5", "stopped-timeout": "5",
-    "timeout": "60", "startup-timeout": "60",
+    "timeout": "60", "startup-timeout": "60", "config-file": None,
 }
 
 
@@ -52,6 +52,9 @@ class TorchrunFlags(unittest.TestCase):
     def setUpClass(cls):
         cls.logs = tempfile.TemporaryDirectory(prefix="lockstep_flags_")
         VALUES["log-dir"] = cls.logs.name
+        VALUES["config-file"] = os.path.join(cls.logs.name, "accelerate.yaml")
+        with open(VALUES["config-file"], "w") as f:
+            f.write("num_processes: 1\n")
         cls.known = {}
         for line in run(["--list-flags"]).stdout.splitlines():
             name, treatment, kind, *letter = line.split()
@@ -141,6 +144,60 @@ class TorchrunFlags(unittest.TestCase):
         result = run(words, LD_LIBRARY_PATH=fake)
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertEqual(result.stdout.count("size=2"), 2)
+
+
+# What `accelerate config` writes for two processes on one machine without GPUs.
+GENERATED = """compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: MULTI_CPU
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: true
+"""
+
+
+class AcceleratesFile(unittest.TestCase):
+    def setUp(self):
+        place = tempfile.TemporaryDirectory(prefix="lockstep_accelerate_")
+        self.addCleanup(place.cleanup)
+        self.file = os.path.join(place.name, "default_config.yaml")
+
+    def run_with(self, text, *words, **variables):
+        with open(self.file, "w") as f:
+            f.write(text)
+        tell = "echo size=$WORLD_SIZE,$ACCELERATE_MIXED_PRECISION,$LOCKSTEP_DEVICE,"
+        return run(["--config-file", self.file, *words, "sh", "-c", tell], **variables)
+
+    def test_the_file_that_accelerate_writes_starts_ranks(self):
+        # The tests' own environment says cpu already; empty counts as unset.
+        result = self.run_with(GENERATED, LOCKSTEP_DEVICE="")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(result.stdout.count("size=2,bf16,cpu,"), 2, result.stdout)
+        result = self.run_with(GENERATED, LOCKSTEP_DEVICE="cuda:1", PET_NPROC_PER_NODE="3")
+        self.assertEqual(result.stdout.count("size=3,bf16,cuda:1,"), 3, result.stdout)
+        result = self.run_with(GENERATED, "--nproc-per-node=1", PET_NPROC_PER_NODE="3")
+        self.assertEqual(result.stdout.count("size=1,"), 1, result.stdout)
+        result = self.run_with(GENERATED, "--standalone")
+        self.assertEqual((result.returncode, result.stdout.count("size=2,")), (0, 2), result.stderr)
+
+    def test_wrong_keys_are_named_with_their_place(self):
+        result = self.run_with(GENERATED + "num_proceses: 4\nfsdp_config: {a: 1}\n"
+                                           "num_processes: 4\n")
+        self.assertEqual((result.returncode, result.stdout), (2, ""))
+        for part in ("3 mistakes:", f"{self.file}:17:1: there is no key 'num_proceses'",
+                     "Did you mean num_processes?", f"{self.file}:18:1: fsdp_config is not",
+                     f"{self.file}:19:1: the key 'num_processes' is here twice"):
+            self.assertIn(part, result.stderr)
 
 
 # Prints its variables as JSON; rank 1 of 2 does.
