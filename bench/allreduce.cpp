@@ -220,15 +220,15 @@ std::string svg_of(const Samples& samples, const Settings& settings) {
 int allreduce_main(int argc, char** argv) {
   Settings settings;
   CLI::App app{"Time and bandwidth of an all-reduce over size, backends by turns"};
-  app.add_option("--ranks", settings.ranks)->check(CLI::Range(2, 64));
-  app.add_option("--backends", settings.backends, "of shm, gloo, mpi");
-  app.add_option("--sizes", settings.sizes, "bytes, or 4K,25M,1G");
+  app.add_option("--ranks", settings.ranks, "processes of this host")->check(CLI::Range(2, 64));
+  app.add_option("--backends", settings.backends, "any of shm, gloo and mpi, with commas");
+  app.add_option("--sizes", settings.sizes, "bytes of the tensor, with K, M or G and commas");
   app.add_option("--rounds", settings.rounds, "jobs; medians go over all")
       ->check(CLI::Range(1, 100));
   app.add_option("--csv", settings.csv, "also write the table to this file");
   app.add_option("--json", settings.json, "also write the figures to this file");
   app.add_option("--svg", settings.svg, "also draw time and bandwidth over size");
-  CLI11_PARSE(app, argc, argv);
+  if (const auto code = parse_words(app, argc, argv)) return *code;
   parse_sizes(settings.sizes);
   const Samples samples = collect(settings);
   publish(table_of(samples, settings), settings.csv);

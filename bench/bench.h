@@ -1,7 +1,12 @@
 // The benchmarks of `lockstep bench NAME`, and where they find their peers.
 #pragma once
 
+#include <optional>
 #include <string>
+
+namespace CLI {
+class App;
+}
 
 namespace lockstep::bench {
 
@@ -14,6 +19,11 @@ int allreduce_main(int argc, char** argv);
 int allreduce_once_main();
 // A rank of `allreduce`.
 int allreduce_rank_main(int argc, char** argv);
+
+// Reads the words of a benchmark, whose name is argv[0]. An exit code, when it is to be over: 0
+// after
+// --help, which shows every option with its default, 2 after a mistake, told in one line.
+std::optional<int> parse_words(CLI::App& app, int argc, char** argv);
 
 // A Python script of bench/peers; looked for beside the source tree and in the install tree.
 std::string peer(const std::string& file);

@@ -134,14 +134,16 @@ int ddp_main(int argc, char** argv) {
       ->check(CLI::Range(2, 100000));
   app.add_option("--steps", settings.steps, "training steps per block")
       ->check(CLI::Range(1, 100000));
-  app.add_option("--batch", settings.batch);
-  app.add_option("--time", settings.time, "tokens per sequence, at most 128");
-  app.add_option("--threads", settings.threads);
+  app.add_option("--batch", settings.batch, "sequences per step")->check(CLI::Range(1, 100000));
+  app.add_option("--time", settings.time, "tokens per sequence")->check(CLI::Range(1, 128));
+  app.add_option("--threads", settings.threads, "of LibTorch, here and in the peer")
+      ->check(CLI::Range(1, 1024));
   app.add_option("--device", settings.device, "cpu or cuda");
   app.add_flag("!--no-python", settings.python, "leave out the PyTorch peer");
-  app.add_option("--require-ratio", settings.require_ratio, "fail when our median is above this");
+  app.add_option("--require-ratio", settings.require_ratio,
+                 "fail when our median is above this; 0: never");
   app.add_option("--csv", settings.csv, "also write the table to this file");
-  CLI11_PARSE(app, argc, argv);
+  if (const auto code = parse_words(app, argc, argv)) return *code;
   torch::set_num_threads(settings.threads);
 
   // Half of the pairs lie between p25 and p75: a median means little when those are far apart.

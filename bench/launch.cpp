@@ -88,10 +88,10 @@ int launch_main(int argc, char** argv) {
   app.add_option("--rounds", rounds, "interleaved repetitions")->check(CLI::Range(1, 1000));
   app.add_option(
       "--require-python", require_python,
-      "fail when lockstep run + Python is less than this many times as fast as torchrun");
+      "fail when lockstep run + Python is less than this many times as fast as torchrun; 0: never");
   app.add_option("--require-cpp", require_cpp, "the same for lockstep run + C++");
   app.add_option("--csv", csv, "also write the table to this file");
-  CLI11_PARSE(app, argc, argv);
+  if (const auto code = parse_words(app, argc, argv)) return *code;
 
   auto contenders = contenders_for(ranks);
   for (auto& contender : contenders) timed(contender, ranks);  // warms the page cache; verifies

@@ -92,14 +92,18 @@ void observe(World& world, const Settings& settings, Observed& observed) {
 int overlap_main(int argc, char** argv) {
   Settings settings;
   CLI::App app{"Share of an injected delay that backward hides (gloo, 4-layer GPT)"};
-  app.add_option("--ranks", settings.ranks)->check(CLI::Range(2, 16));
-  app.add_option("--steps", settings.steps)->check(CLI::Range(2, 10000));
-  app.add_option("--delay-ms", settings.delay_ms, "added to each bucket")
+  app.add_option("--ranks", settings.ranks, "threads of this process, one rank each")
+      ->check(CLI::Range(2, 16));
+  app.add_option("--steps", settings.steps, "training steps")->check(CLI::Range(2, 10000));
+  app.add_option("--delay-ms", settings.delay_ms,
+                 "milliseconds added to the all-reduce of each bucket")
       ->check(CLI::PositiveNumber);
-  app.add_option("--bucket-mb", settings.bucket_mb)->check(CLI::PositiveNumber);
-  app.add_option("--require-hidden", settings.require_hidden, "fail below this percentage");
+  app.add_option("--bucket-mb", settings.bucket_mb, "MiB of gradients in a bucket")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--require-hidden", settings.require_hidden,
+                 "fail when less than this percentage is hidden; 0: never");
   app.add_option("--csv", settings.csv, "also write the table to this file");
-  CLI11_PARSE(app, argc, argv);
+  if (const auto code = parse_words(app, argc, argv)) return *code;
   torch::set_num_threads(1);
 
   Observed observed;

@@ -18,10 +18,10 @@ endif()
 install(TARGETS ${exported} EXPORT LockstepTargets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT LockstepTargets NAMESPACE Lockstep:: DESTINATION ${LOCKSTEP_CMAKE_DIR})
 
-# Backends are an affair of comm's sources: no public header includes theirs.
+# Backends, the folders in comm, are an affair of its sources: no public header includes theirs.
 install(DIRECTORY ${CMAKE_SOURCE_DIR}/lockstep/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep
   FILES_MATCHING PATTERN "*.h" PATTERN testing EXCLUDE PATTERN "*_for_test.h" EXCLUDE
-  REGEX "/comm/[^/]+/" EXCLUDE)
+  REGEX "/comm/[^/.]+$" EXCLUDE)
 
 # Every target of `kinds` in a directory and those below it.
 function(lockstep_targets_of directory kinds result)

@@ -47,7 +47,20 @@ def check(ranks, epochs, batch_size):
         assert fall >= LEAST_FALL, f"fell by less than {LEAST_FALL}"
 
 
+def check_flags():
+    program = BIN / "examples" / "03_mlp"
+    for flags in (["--epochs", "0"], ["--epoch", "3"], ["--batch-size"], ["elephant"]):
+        done = subprocess.run([program, *flags], timeout=LIMIT_S, capture_output=True, text=True,
+                              stdin=subprocess.DEVNULL)
+        assert (done.returncode, done.stdout) == (2, ""), (flags, done)
+        assert done.stderr.startswith("03_mlp: ") and done.stderr.count("\n") == 1, done.stderr
+        assert flags[0] in done.stderr, done.stderr
+    done = subprocess.run([program, "--help"], timeout=LIMIT_S, capture_output=True, text=True)
+    assert done.returncode == 0 and "[10]" in done.stdout and "[32]" in done.stdout, done.stdout
+
+
 def main():
+    check_flags()
     check(ranks=1, epochs=1, batch_size=32)
     check(ranks=2, epochs=10, batch_size=32)
     check(ranks=3, epochs=2, batch_size=64)

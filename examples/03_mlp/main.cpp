@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <string>
 
 namespace {
 
@@ -81,9 +82,19 @@ int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line is seen when it is printed, in a pipe too
   Flags flags;
   CLI::App app{"Trains a 20-64-10 network on random data."};
-  app.add_option("--epochs", flags.epochs, "Passes over the data")->check(CLI::Range(1, 1'000'000));
-  app.add_option("--batch-size", flags.batch_size, "Samples per rank and step")
+  app.failure_message([](const CLI::App*, const CLI::Error& error) {
+    return std::string("03_mlp: ") + error.what() + ". --help lists the flags.\n";
+  });
+  app.add_option("--epochs", flags.epochs, "Passes over the data")
+      ->capture_default_str()
       ->check(CLI::Range(1, 1'000'000));
-  CLI11_PARSE(app, argc, argv);
+  app.add_option("--batch-size", flags.batch_size, "Samples per rank and step")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1'000'000));
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;  // 0 after --help; CLI11's own codes go beyond 100
+  }
   return lockstep::run([&](lockstep::World& world) { train(world, flags); });
 }

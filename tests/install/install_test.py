@@ -64,6 +64,9 @@ class Test:
                      "lib/cmake/Lockstep/LockstepConfig.cmake", "libexec/lockstep-torch"):
             expect((self.prefix / path).exists(), f"{path} was not installed")
         expect(not (self.prefix / "include/lockstep/testing").exists(), "testing/ was installed")
+        folders = [path for path in self.prefix.rglob("*") if path.is_dir()]
+        empty = [path for path in folders if not any(path.iterdir())]
+        expect(not empty, f"empty directories were installed: {empty}")
         shared = {path.name for path in (self.prefix / "lib").glob("*.so*")}
         expect(shared <= {"liblockstep_cuda.so"}, f"installed {sorted(shared)}")
         for path in (self.prefix / "lib/cmake/Lockstep").iterdir():

@@ -49,6 +49,15 @@ class Peers(unittest.TestCase):
         self.check(run([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python", HELLO]), 2)
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
+    def test_the_readmes_torchrun(self):
+        source = os.environ["LOCKSTEP_SOURCE"]
+        with open(os.path.join(source, "README.md"), encoding="utf-8") as f:
+            (line,) = re.findall(r"^\./dev python (.*)$", f.read(), re.MULTILINE)
+        words = line.split()
+        self.assertEqual(words[-1], "build/bin/examples/01_hello_world")
+        self.check(run([os.path.join(source, "dev"), "python", *words[:-1], HELLO]), 2)
+
+    @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
     def test_torchrun_static(self):
         self.check(run([*TORCHRUN, "--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1",
                         f"--master-port={free_port()}", "--nproc-per-node=2", "--no-python",

@@ -1,0 +1,26 @@
+// The words of a benchmark: CLI11 with the manners of the other commands.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+
+#include "bench/bench.h"
+
+namespace lockstep::bench {
+
+std::optional<int> parse_words(CLI::App& app, int argc, char** argv) {
+  const std::string name = fmt::format("lockstep bench {}", argv[0]);
+  app.name(name);
+  for (CLI::Option* option : app.get_options()) option->capture_default_str();
+  app.failure_message([&name](const CLI::App*, const CLI::Error& error) {
+    return fmt::format("{}: {}. '{} --help' lists its options.\n", name, error.what(), name);
+  });
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    constexpr int kUsage = 2;  // CLI11 has a code of its own for each kind of mistake
+    return app.exit(error) == 0 ? 0 : kUsage;
+  }
+  return std::nullopt;
+}
+
+}  // namespace lockstep::bench

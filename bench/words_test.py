@@ -1,0 +1,69 @@
+"""`lockstep bench NAME`: what --help says, and how a mistake ends."""
+import os
+import re
+import subprocess
+import sys
+import unittest
+
+LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+DEFAULTS = {
+    "launch": {"--ranks": "4", "--rounds": "5", "--require-python": "0", "--require-cpp": "0"},
+    "ddp": {"--blocks": "30", "--steps": "10", "--batch": "8", "--time": "128", "--threads": "1",
+            "--device": "cpu", "--require-ratio": "0"},
+    "overlap": {"--ranks": "2", "--steps": "10", "--delay-ms": "10", "--bucket-mb": "2",
+                "--require-hidden": "0"},
+    "allreduce": {"--ranks": "2", "--rounds": "3", "--backends": "shm,gloo",
+                  "--sizes": "4K,64K,1M,25M,100M"},
+}
+
+
+def bench(*words):
+    return subprocess.run([LOCKSTEP, "bench", *words], capture_output=True, text=True, timeout=60,
+                          stdin=subprocess.DEVNULL)
+
+
+def entries(text):
+    """{flag: (left column, meaning)} of a help text; long left columns have a line of their own."""
+    found, flag = {}, None
+    for line in text.splitlines():
+        match = re.match(r"  (?:-\w,)?(--[\w-]+)(.*)", line)
+        if match:
+            flag = match.group(1)
+            found[flag] = match.group(2)
+        elif flag and line.startswith("   "):
+            found[flag] += " " + line.strip()
+    return found
+
+
+class Words(unittest.TestCase):
+    def test_help_has_a_meaning_and_the_default_of_every_option(self):
+        for name, defaults in DEFAULTS.items():
+            done = bench(name, "--help")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn(f"Usage: lockstep bench {name} [OPTIONS]", done.stdout)
+            found = entries(done.stdout)
+            self.assertGreater(len(found), 5)
+            for flag, value in defaults.items():
+                self.assertIn(f"[{value}]", found[flag], done.stdout)
+            for flag, text in found.items():
+                words = re.sub(r"[A-Z]+(:\S+)?|\[.*?\]|\([^)]*\)", " ", text, count=1).split()
+                self.assertGreaterEqual(len([w for w in words if w.isalpha() and w.islower()]), 2,
+                                        f"{name} {flag} is not explained:{text}")
+
+    def test_a_mistake_is_one_line_and_exit_code_two(self):
+        for name in DEFAULTS:
+            for words, part in ((["--rankz", "3"], "--rankz"), (["--csv"], "--csv"),
+                                (["elephant"], "elephant")):
+                done = bench(name, *words)
+                self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+                self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+                self.assertTrue(done.stderr.startswith(f"lockstep bench {name}: "), done.stderr)
+                self.assertIn(part, done.stderr)
+        done = bench("overlap", "--ranks", "1")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--ranks", done.stderr)
+        self.assertEqual(bench("elephant").returncode, 2)
+
+
+if __name__ == "__main__":
+    sys.exit(0 if unittest.main(exit=False, verbosity=1).result.wasSuccessful() else 1)
