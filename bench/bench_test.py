@@ -71,17 +71,18 @@ class Step(Case):
         self.assertIn("verified: gloo (within rounding)", result.stderr)
 
     def test_refuses_a_wrong_contender(self):
-        for contender in "fused", "replicated", "gloo", "alone":
-            for extra in [], ["--clip"]:
-                with self.subTest(contender, extra=extra):
-                    result = self.fails(1, f"{contender} is wrong: ", *STEP, *extra, "--corrupt",
-                                        contender)
-                    self.assertNotIn("round 1", result.stderr)
+        cases = [("fused",), ("replicated",), ("gloo",), ("alone",), ("gloo", "--clip")]
+        for contender, *extra in cases:
+            with self.subTest(contender, extra=extra):
+                result = self.fails(1, f"{contender} is wrong: ", *STEP, *extra, "--corrupt",
+                                    contender)
+                self.assertNotIn("round 1", result.stderr)
 
     def test_fails_when_a_goal_is_missed(self):
-        self.fails(1, "at least 100000 required: MISSED", *STEP, "--require-gloo", "100000")
-        self.fails(1, "at least 100000 required: MISSED", *STEP, "--require-replicated", "100000")
-        self.fails(1, "at most 1e-05 required: MISSED", *STEP, "--require-alone", "0.00001")
+        result = self.fails(1, "at most 1e-05 required: MISSED", *STEP, "--require-gloo", "100000",
+                            "--require-replicated", "200000", "--require-alone", "0.00001")
+        self.assertIn("at least 100000 required: MISSED", result.stderr)
+        self.assertIn("at least 200000 required: MISSED", result.stderr)
 
     def test_refuses_nonsense(self):
         self.fails(2, "'32X' is no number of parameters", "step", "--params", "32X")
@@ -104,7 +105,7 @@ class Train(Case):
         self.assertIn("ours / python at batch 2 is ", result.stderr)
 
     def test_refuses_a_contender_that_trains_differently(self):
-        for contender in "ours", "alone", "python":
+        for contender in "alone", "python":
             with self.subTest(contender):
                 extra = [] if contender == "python" else ["--no-python"]
                 result = self.fails(1, "do not train the same", *TRAIN, *extra, "--corrupt",
@@ -118,7 +119,7 @@ class Train(Case):
     def test_refuses_nonsense(self):
         self.fails(2, "is not BATCH:RATIO", *TRAIN, "--require-alone", "fast")
         self.fails(2, "batch 4 is required but not measured", *TRAIN, "--require-alone", "4:1")
-        self.fails(2, "no multiple of 4", *TRAIN, "--width", "30")
+        self.fails(2, "no multiple of 4", "train", "--width", "30")
         self.fails(2, "Drop --no-python", *TRAIN, "--no-python", "--require-python", "1:1")
 
 
