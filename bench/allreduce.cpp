@@ -6,20 +6,18 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "bench/bench.h"
 #include "bench/plot.h"
+#include "bench/scratch.h"
 #include "bench/stats.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 
 namespace lockstep::bench {
-
-namespace fs = std::filesystem;
 
 std::vector<std::int64_t> parse_sizes(const std::string& text) {
   std::vector<std::int64_t> sizes;
@@ -65,30 +63,6 @@ struct Settings {
   std::string sizes = "4K,64K,1M,25M,100M";
   std::string csv, json, svg;
 };
-
-// A directory of this run, gone with it.
-class Scratch {
- public:
-  Scratch() {
-    std::string path = (fs::temp_directory_path() / "lockstep-bench-XXXXXX").string();
-    if (::mkdtemp(path.data()) == nullptr)
-      throw SystemError("bench", "cannot make a temporary directory", errno);
-    path_ = path;
-  }
-  ~Scratch() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  std::string file(const std::string& name) const { return (path_ / name).string(); }
-
- private:
-  fs::path path_;
-};
-
-void run_command(const std::string& command) {
-  const int status = std::system(command.c_str());
-  if (status != 0) throw Error("bench", fmt::format("'{}' failed (status {})", command, status));
-}
 
 void read_ours(const std::string& path, Samples& samples) {
   std::ifstream file(path);

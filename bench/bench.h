@@ -14,11 +14,17 @@ int launch_main(int argc, char** argv);
 int ddp_main(int argc, char** argv);
 int overlap_main(int argc, char** argv);
 int allreduce_main(int argc, char** argv);
+int step_main(int argc, char** argv);
+int train_main(int argc, char** argv);
 
 // The rank's side of `launch`: one all-reduce, printed by rank 0.
 int allreduce_once_main();
 // A rank of `allreduce`.
 int allreduce_rank_main(int argc, char** argv);
+// A rank of `step`.
+int step_rank_main(int argc, char** argv);
+// A rank of `train` that is not Python's.
+int train_rank_main(int argc, char** argv);
 
 // Reads the words of a benchmark, whose name is argv[0]. An exit code, when it is to be over: 0
 // after

@@ -45,9 +45,20 @@ std::string Table::text() const {
   return out;
 }
 
+// A cell with a comma or a quote in it stands in quotes (RFC 4180).
 std::string Table::csv() const {
-  std::string out = fmt::format("{}\n", fmt::join(heads_, ","));
-  for (const auto& row : rows_) out += fmt::format("{}\n", fmt::join(row, ","));
+  const auto line = [](const std::vector<std::string>& cells) {
+    std::vector<std::string> out;
+    for (const std::string& cell : cells) {
+      const bool plain = cell.find_first_of(",\"\n") == std::string::npos;
+      std::string quoted;
+      for (const char c : cell) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
+      out.push_back(plain ? cell : "\"" + quoted + "\"");
+    }
+    return fmt::format("{}\n", fmt::join(out, ","));
+  };
+  std::string out = line(heads_);
+  for (const auto& row : rows_) out += line(row);
   return out;
 }
 

@@ -18,10 +18,9 @@ using Command = std::function<int(int, char**)>;
 
 const std::map<std::string, Command>& benchmarks() {
   static const std::map<std::string, Command> table{
-      {"launch", lockstep::bench::launch_main},
-      {"ddp", lockstep::bench::ddp_main},
-      {"overlap", lockstep::bench::overlap_main},
-      {"allreduce", lockstep::bench::allreduce_main},
+      {"launch", lockstep::bench::launch_main},   {"ddp", lockstep::bench::ddp_main},
+      {"overlap", lockstep::bench::overlap_main}, {"allreduce", lockstep::bench::allreduce_main},
+      {"step", lockstep::bench::step_main},       {"train", lockstep::bench::train_main},
   };
   return table;
 }
@@ -39,7 +38,9 @@ int bench(int argc, char** argv) {
              "  launch     start-to-end time of a one-all-reduce program, beside torchrun\n"
              "  ddp        what the wrapper costs in a world of one, beside PyTorch's\n"
              "  overlap    how much communication is hidden behind backward\n"
-             "  allreduce  shared memory beside gloo and Open MPI, over size\n");
+             "  allreduce  shared memory beside gloo and Open MPI, over size\n"
+             "  step       gradient synchronisation and optimizer in one pass, beside two\n"
+             "  train      a small GPT on the CPU, beside PyTorch's DDP over gloo\n");
   return asked ? 0 : 2;
 }
 
@@ -52,6 +53,8 @@ int main(int argc, char** argv) {
     if (command == "_allreduce-once") return lockstep::bench::allreduce_once_main();
     if (command == "_allreduce-rank")
       return lockstep::bench::allreduce_rank_main(argc - 1, argv + 1);
+    if (command == "_step-rank") return lockstep::bench::step_rank_main(argc - 1, argv + 1);
+    if (command == "_train-rank") return lockstep::bench::train_rank_main(argc - 1, argv + 1);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
   } catch (const lockstep::UsageError& e) {

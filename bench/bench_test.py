@@ -1,0 +1,127 @@
+"""The benchmarks on tiny sizes: what they write, what they refuse, and what they exit with."""
+
+import csv
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+import unittest
+
+LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+STEP = ["step", "--params", "150K", "--rounds", "3", "--seconds", "1"]
+TRAIN = ["train", "--layers", "1", "--width", "32", "--vocab", "64", "--tokens", "16",
+         "--batches", "1,2", "--steps", "2", "--rounds", "3", "--seconds", "1"]
+
+
+def bench(*arguments):
+    return subprocess.run([LOCKSTEP, "bench", *arguments], capture_output=True, text=True,
+                          timeout=120)
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def passes(self, *arguments):
+        """The rows of its CSV file and its JSON document."""
+        table, document = self.folder / "a.csv", self.folder / "a.json"
+        result = bench(*arguments, "--csv", str(table), "--json", str(document))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        with open(table, newline="") as file:
+            rows = list(csv.DictReader(file))
+        for row in rows:
+            for cell in row.values():
+                self.assertIn(cell, result.stdout)
+        return result, rows, json.loads(document.read_text())
+
+    def fails(self, code, words, *arguments):
+        result = bench(*arguments)
+        self.assertEqual(result.returncode, code, result.stderr)
+        self.assertIn(words, result.stderr)
+        return result
+
+
+class Step(Case):
+    def test_measures_what_it_verified(self):
+        for extra, exact in ([], "bit for bit"), (["--clip"], "within rounding"):
+            with self.subTest(extra):
+                result, rows, document = self.passes(*STEP, *extra, "--require-gloo", "0.0001",
+                                                     "--require-alone", "10000")
+                self.assertIn("verified: fused (bit for bit)", result.stderr)
+                self.assertIn("verified: replicated (bit for bit)", result.stderr)
+                self.assertIn(f"verified: gloo ({exact})", result.stderr)
+                self.assertEqual(list(rows[0])[1:], ["rounds", "min ms", "p50 ms", "p99 ms",
+                                                     "max ms", "times fused", "p25", "p75"])
+                self.assertEqual(len(rows), 4)
+                self.assertEqual(rows[0]["times fused"], "1.000")
+                by_key = {row["contender"]: row for row in document["rows"]}
+                self.assertEqual(sorted(by_key), ["alone", "fused", "gloo", "replicated"])
+                self.assertEqual({len(row["ms"]) for row in by_key.values()}, {3})
+                self.assertEqual((document["ranks"], document["parameters"], document["clip"]),
+                                 (2, 150_000, bool(extra)))
+                self.assertAlmostEqual(float(rows[0]["p50 ms"]), by_key["fused"]["p50_ms"],
+                                       delta=0.006)
+
+    def test_gloo_of_three_ranks_is_right_within_rounding(self):
+        result, _, _ = self.passes(*STEP, "--ranks", "3")
+        self.assertIn("verified: replicated (bit for bit)", result.stderr)
+        self.assertIn("verified: gloo (within rounding)", result.stderr)
+
+    def test_refuses_a_wrong_contender(self):
+        cases = [("fused",), ("replicated",), ("gloo",), ("alone",), ("gloo", "--clip")]
+        for contender, *extra in cases:
+            with self.subTest(contender, extra=extra):
+                result = self.fails(1, f"{contender} is wrong: ", *STEP, *extra, "--corrupt",
+                                    contender)
+                self.assertNotIn("round 1", result.stderr)
+
+    def test_fails_when_a_goal_is_missed(self):
+        result = self.fails(1, "at most 1e-05 required: MISSED", *STEP, "--require-gloo", "100000",
+                            "--require-replicated", "200000", "--require-alone", "0.00001")
+        self.assertIn("at least 100000 required: MISSED", result.stderr)
+        self.assertIn("at least 200000 required: MISSED", result.stderr)
+
+    def test_refuses_nonsense(self):
+        self.fails(2, "'32X' is no number of parameters", "step", "--params", "32X")
+
+
+class Train(Case):
+    def test_measures_what_it_verified(self):
+        result, rows, document = self.passes(*TRAIN, "--require-alone", "1:0.0001",
+                                             "--require-python", "2:0.0001")
+        self.assertIn("verified: ours and alone train the same", result.stderr)
+        self.assertIn("verified: ours and python train the same", result.stderr)
+        self.assertEqual(list(rows[0])[1:], ["batch", "blocks", "min ms", "p50 ms", "p99 ms",
+                                             "max ms", "samples/s", "ours / this", "p25", "p75"])
+        self.assertEqual(len(rows), 6)
+        self.assertEqual(sorted({(r["contender"], r["batch"]) for r in document["rows"]}),
+                         [(name, batch) for name in ("alone", "ours", "python")
+                          for batch in (1, 2)])
+        self.assertTrue(all(len(row["samples_per_s"]) == 3 for row in document["rows"]))
+        self.assertIn("ours / alone at batch 1 is ", result.stderr)
+        self.assertIn("ours / python at batch 2 is ", result.stderr)
+
+    def test_refuses_a_contender_that_trains_differently(self):
+        for contender in "alone", "python":
+            with self.subTest(contender):
+                extra = [] if contender == "python" else ["--no-python"]
+                result = self.fails(1, "do not train the same", *TRAIN, *extra, "--corrupt",
+                                    contender)
+                self.assertNotIn("round 1", result.stderr)
+
+    def test_fails_when_a_goal_is_missed(self):
+        self.fails(1, "at least 1000 required: MISSED", *TRAIN, "--no-python", "--require-alone",
+                   "2:1000")
+
+    def test_refuses_nonsense(self):
+        self.fails(2, "is not BATCH:RATIO", *TRAIN, "--require-alone", "fast")
+        self.fails(2, "batch 4 is required but not measured", *TRAIN, "--require-alone", "4:1")
+        self.fails(2, "no multiple of 4", "train", "--width", "30")
+        self.fails(2, "Drop --no-python", *TRAIN, "--no-python", "--require-python", "1:1")
+
+
+if __name__ == "__main__":
+    unittest.main()

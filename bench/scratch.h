@@ -1,0 +1,41 @@
+// A directory for the files of one run of a benchmark, gone with it.
+//
+//   const Scratch scratch;
+//   run_command(fmt::format("measure >'{}'", scratch.file("figures")));
+#pragma once
+
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::bench {
+
+class Scratch {
+ public:
+  Scratch() {
+    std::string path = (std::filesystem::temp_directory_path() / "lockstep-bench-XXXXXX").string();
+    if (::mkdtemp(path.data()) == nullptr)
+      throw SystemError("bench", "cannot make a temporary directory", errno);
+    path_ = path;
+  }
+  ~Scratch() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  std::string file(const std::string& name) const { return (path_ / name).string(); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+// Through the shell; throws Error when it fails.
+inline void run_command(const std::string& command) {
+  const int status = std::system(command.c_str());
+  if (status != 0) throw Error("bench", fmt::format("'{}' failed (status {})", command, status));
+}
+
+}  // namespace lockstep::bench

@@ -1,0 +1,386 @@
+// A rank of `lockstep bench step`: the same parameters and gradients through every contender, by
+// turns. Rank 0 writes "contender TAB milliseconds" lines, one per round and in its order.
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+#include "bench/bench.h"
+#include "bench/step.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/kernels/norm.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/parallel/sharded_optimizer.h"
+#include "lockstep/run.h"
+
+namespace lockstep::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Tensors = std::vector<at::Tensor>;
+
+const optim::AdamWOptions kRule{.lr = 1e-3};
+constexpr double kMaxNorm = 1;  // far below the norm of the gradients: clipping always bites
+constexpr int kVerifiedSteps = 3;
+constexpr std::int64_t kBucketElements = 25 * 1024 * 1024 / 4;  // DDP's default bucket
+
+// ---------------------------------------------------------------- parameters and gradients
+
+// Uniform in [0, 1), a function of its arguments alone.
+float noise(std::int64_t element, int a, int b) {
+  const std::uint32_t mixed = (static_cast<std::uint32_t>(element) + 1) * 2654435761U +
+                              static_cast<std::uint32_t>(a) * 2246822519U +
+                              static_cast<std::uint32_t>(b) * 3266489917U;
+  return static_cast<float>(static_cast<int>(mixed >> 8)) * 0x1p-24F;
+}
+
+// All ranks have the same sign, so that no sum cancels: a different order of adding then changes it
+// by a few units in the last place and not more. The size changes from step to step, because AdamW
+// would not notice one factor on all gradients.
+float gradient_of(std::int64_t element, int rank, int step) {
+  const float size = (0.5F + noise(element, rank, step)) * static_cast<float>(1 + step % 4);
+  return element % 2 == 0 ? size : -size;
+}
+
+// Matrices with their biases, as in a model of that many parameters.
+Tensors make_parameters(std::int64_t count) {
+  constexpr std::int64_t kWidth = 1024;
+  Tensors params;
+  for (std::int64_t left = count; left > 0;) {
+    const bool bias = params.size() % 2 == 1;
+    const std::int64_t size = std::min(left, bias ? kWidth : kWidth * kWidth);
+    params.push_back(size == kWidth * kWidth ? at::empty({kWidth, kWidth}) : at::empty({size}));
+    params.back().set_requires_grad(true);
+    left -= size;
+  }
+  return params;
+}
+
+// Calls body(data, count, number of the first element) for every tensor.
+template <typename Body>
+void each_memory(const Tensors& tensors, const Body& body) {
+  std::int64_t first = 0;
+  for (const auto& tensor : tensors) {
+    body(static_cast<float*>(tensor.data_ptr()), tensor.numel(), first);
+    first += tensor.numel();
+  }
+}
+
+void write_parameters(const Tensors& params) {
+  each_memory(params, [](float* data, std::int64_t count, std::int64_t first) {
+    for (std::int64_t i = 0; i < count; ++i) data[i] = noise(first + i, -1, -1) - 0.5F;
+  });
+}
+
+void write_gradients(const Tensors& grads, int rank, int step) {
+  each_memory(grads, [&](float* data, std::int64_t count, std::int64_t first) {
+    for (std::int64_t i = 0; i < count; ++i) data[i] = gradient_of(first + i, rank, step);
+  });
+}
+
+// What averaging must give: added in rank order, then divided.
+void write_mean_gradients(const Tensors& grads, int ranks, int step) {
+  each_memory(grads, [&](float* data, std::int64_t count, std::int64_t first) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      float sum = gradient_of(first + i, 0, step);
+      for (int rank = 1; rank < ranks; ++rank) sum += gradient_of(first + i, rank, step);
+      data[i] = sum / static_cast<float>(ranks);
+    }
+  });
+}
+
+// Clipping as Lockstep defines it: square sums of blocks in double, added in order.
+double clip_by_blocks(const Tensors& grads) {
+  std::vector<double> sums;
+  each_memory(grads, [&](const float* data, std::int64_t count, std::int64_t) {
+    const std::size_t before = sums.size();
+    sums.resize(before + static_cast<std::size_t>(kernels::norm_blocks(count)));
+    kernels::block_norms(data, count, sums.data() + before);
+  });
+  const double norm =
+      std::sqrt(kernels::add_blocks(sums.data(), static_cast<std::int64_t>(sums.size())));
+  const double coefficient = kMaxNorm / (norm + 1e-6);
+  if (coefficient < 1)
+    for (const auto& grad : grads) grad.mul_(static_cast<float>(coefficient));
+  return norm;
+}
+
+// ---------------------------------------------------------------- the contenders
+
+struct Contender {
+  std::string key;
+  Tensors params;
+  Tensors grads;
+  std::function<double()> run;  // the norm before clipping, or -1
+  std::function<void()> reset;  // as before the first step
+  bool exact = true;            // its bits are promised
+
+  void bind() {
+    for (std::size_t i = 0; i < params.size(); ++i) params[i].mutable_grad() = grads[i];
+  }
+};
+
+// Flat memory in buckets, and gradients that lie in it.
+struct Buckets {
+  Tensors flats;
+  Tensors grads;
+};
+
+Buckets make_buckets(const Tensors& params, const std::function<at::Tensor(std::int64_t)>& make) {
+  Buckets buckets;
+  std::vector<Tensors> members(1);
+  std::int64_t filled = 0;
+  for (const auto& param : params) {
+    if (filled > 0 && filled + param.numel() > kBucketElements) {
+      members.emplace_back();
+      filled = 0;
+    }
+    members.back().push_back(param);
+    filled += param.numel();
+  }
+  for (const auto& bucket : members) {
+    std::int64_t size = 0;
+    for (const auto& param : bucket) size += param.numel();
+    buckets.flats.push_back(make(size));
+    std::int64_t offset = 0;
+    for (const auto& param : bucket) {
+      buckets.grads.push_back(
+          buckets.flats.back().narrow(0, offset, param.numel()).view(param.sizes()));
+      offset += param.numel();
+    }
+  }
+  return buckets;
+}
+
+void average(World& world, const Tensors& flats) {
+  std::vector<Work> works;
+  for (const auto& flat : flats) works.push_back(world.all_reduce(flat, ReduceOp::kAvg));
+  for (auto& work : works) work.wait();
+}
+
+// Parameters that every rank has and steps for itself; three contenders use them by turns.
+struct Replica {
+  explicit Replica(std::int64_t count) : params(make_parameters(count)) { reset(); }
+  void reset() {
+    write_parameters(params);
+    optimizer = std::make_unique<optim::AdamW>(params, kRule);
+  }
+  Tensors params;
+  std::unique_ptr<optim::AdamW> optimizer;
+};
+
+// One model under a ShardedOptimizer; backward has put its gradients where they stay.
+struct Sharded {
+  Sharded(World world, const StepSettings& settings) : params(make_parameters(settings.params)) {
+    write_parameters(params);
+    std::vector<NamedTensor> named;
+    for (std::size_t i = 0; i < params.size(); ++i)
+      named.push_back({fmt::format("p{}", i), params[i]});
+    reducer = std::make_shared<Reducer>(named, std::vector<NamedTensor>{}, std::move(world));
+    optimizer = std::make_unique<ShardedOptimizer>(
+        reducer, std::vector<ShardedGroup>{{params, kRule}},
+        ShardedOptions{.max_grad_norm = settings.clip ? kMaxNorm : 0});
+    at::Tensor loss = at::zeros({});
+    for (const auto& param : params) loss = loss + param.sum();
+    loss.backward();
+  }
+  Tensors params;
+  std::shared_ptr<Reducer> reducer;
+  std::unique_ptr<ShardedOptimizer> optimizer;
+};
+
+std::vector<Contender> make_contenders(World& shm, const StepSettings& settings) {
+  auto sharded = std::make_shared<Sharded>(shm, settings);
+  auto replica = std::make_shared<Replica>(settings.params);
+  Tensors slots;
+  for (const auto& param : sharded->params) slots.push_back(param.grad());
+  const Buckets shared = make_buckets(
+      replica->params, [&](std::int64_t size) mutable { return shm.symmetric_empty({size}); });
+  const Buckets own =
+      make_buckets(replica->params, [](std::int64_t size) { return at::empty({size}); });
+  World gloo = World::from_env({.backend = "gloo"});
+  const bool clip = settings.clip;
+  const auto fused = [sharded] { return sharded->optimizer->step().grad_norm; };
+  const auto replicated = [shm, shared, replica, clip]() mutable {
+    average(shm, shared.flats);
+    const double norm = clip ? clip_by_blocks(shared.grads) : -1;
+    replica->optimizer->step();
+    return norm;
+  };
+  const auto over_gloo = [gloo, own, replica, clip]() mutable {
+    average(gloo, own.flats);
+    const double norm =
+        clip ? torch::nn::utils::clip_grad_norm_(replica->params, kMaxNorm, 2.0) : -1;
+    replica->optimizer->step();
+    return norm;
+  };
+  const auto alone = [own, replica, clip] {
+    const double norm =
+        clip ? torch::nn::utils::clip_grad_norm_(replica->params, kMaxNorm, 2.0) : -1;
+    replica->optimizer->step();
+    return norm;
+  };
+  // Two numbers have one sum; more of them are added by gloo in an order of its own. Torch takes
+  // the norm in float and in another order.
+  const bool gloo_exact = shm.size() == 2 && !clip;
+  const auto reset = [replica] { replica->reset(); };
+  return {{kFused.key, sharded->params, slots, fused, [] {}},
+          {kReplicated.key, replica->params, shared.grads, replicated, reset},
+          {kGloo.key, replica->params, own.grads, over_gloo, reset, gloo_exact},
+          {kAlone.key, replica->params, own.grads, alone, reset, !clip}};
+}
+
+// ---------------------------------------------------------------- verification
+
+struct Expected {
+  Tensors params;
+  std::vector<double> norms;
+};
+
+// The definition, spelled out with ATen.
+Expected expect(const StepSettings& settings) {
+  const torch::NoGradGuard no_grad;
+  Expected expected{make_parameters(settings.params), {}};
+  write_parameters(expected.params);
+  Tensors grads, first, second;
+  for (const auto& param : expected.params) {
+    grads.push_back(at::empty_like(param));
+    first.push_back(at::zeros_like(param));
+    second.push_back(at::zeros_like(param));
+  }
+  for (int step = 0; step < kVerifiedSteps; ++step) {
+    write_mean_gradients(grads, settings.ranks, step);
+    expected.norms.push_back(settings.clip ? clip_by_blocks(grads) : -1);
+    const Tensors counts(grads.size(), at::full({}, step + 1, at::kFloat));
+    at::_fused_adamw_(expected.params, grads, first, second, {}, counts, kRule.lr,
+                      kRule.betas.first, kRule.betas.second, kRule.weight_decay, kRule.eps, false,
+                      false);
+  }
+  return expected;
+}
+
+// Torch adds up to a million squares in float before it goes on.
+constexpr double kNormError = 1e-4;
+
+// A gradient summed in another order is wrong by at most ranks * 2^-24 of itself, and clipped by
+// torch's norm by kNormError. An update is lr times a quotient of such gradients, of size about 1,
+// so at most some four times as wrong; rounding the parameter adds 2^-24 of it per step and side.
+double tolerance(const StepSettings& settings, double parameter) {
+  const double gradient = settings.ranks * 0x1p-24 + (settings.clip ? kNormError : 0);
+  return kVerifiedSteps * (4 * kRule.lr * gradient + std::abs(parameter) * 0x1p-23);
+}
+
+void compare(const Contender& contender, const Expected& expected, const StepSettings& settings) {
+  std::int64_t first = 0;
+  for (std::size_t i = 0; i < contender.params.size(); ++i) {
+    const float* is = contender.params[i].const_data_ptr<float>();
+    const float* right = expected.params[i].const_data_ptr<float>();
+    const std::int64_t count = contender.params[i].numel();
+    const auto bytes = static_cast<std::size_t>(count) * sizeof(float);
+    const bool same = contender.exact && std::memcmp(is, right, bytes) == 0;
+    for (std::int64_t k = 0; k < count && !same; ++k) {
+      const double allowed = contender.exact ? 0 : tolerance(settings, right[k]);
+      if (std::abs(static_cast<double>(is[k]) - right[k]) <= allowed) continue;
+      throw Error("bench",
+                  fmt::format("{} is wrong: parameter {} is {:.9g} after {} steps, not "
+                              "{:.9g} (allowed: {:.2g})",
+                              contender.key, first + k, is[k], kVerifiedSteps, right[k], allowed));
+    }
+    first += count;
+  }
+}
+
+void verify(Contender& contender, const Expected& expected, World& world,
+            const StepSettings& settings) {
+  const bool averages = contender.key != kAlone.key;
+  contender.bind();
+  for (int step = 0; step < kVerifiedSteps; ++step) {
+    if (averages) {
+      write_gradients(contender.grads, world.rank(), step);
+    } else {
+      write_mean_gradients(contender.grads, world.size(), step);
+    }
+    if (settings.corrupt == contender.key && step > 0)
+      *static_cast<float*>(contender.grads.back().data_ptr()) *= 1.5F;
+    const double norm = contender.run();
+    const double right = expected.norms[static_cast<std::size_t>(step)];
+    if (std::abs(norm - right) > (contender.exact ? 0 : std::abs(right) * kNormError))
+      throw Error("bench", fmt::format("{} is wrong: the norm is {:.9g} in step {}, not {:.9g}",
+                                       contender.key, norm, step, right));
+  }
+  compare(contender, expected, settings);
+}
+
+void verify_all(std::vector<Contender>& contenders, World& world, const StepSettings& settings) {
+  const Expected expected = expect(settings);
+  for (auto& contender : contenders) {
+    contender.reset();
+    verify(contender, expected, world, settings);
+    if (world.is_leader())
+      fmt::print(stderr, "verified: {} ({})\n", contender.key,
+                 contender.exact ? "bit for bit" : "within rounding");
+  }
+}
+
+// ---------------------------------------------------------------- measurement
+
+double measure_ms(Contender& contender, World& world, int round) {
+  contender.bind();
+  write_gradients(contender.grads, world.rank(), round);
+  world.sum(0);  // all start together
+  const auto start = Clock::now();
+  contender.run();
+  const std::chrono::duration<double, std::milli> took = Clock::now() - start;
+  return world.max(took.count());  // a step is over when the last rank is done
+}
+
+std::string measure(std::vector<Contender>& contenders, World& world,
+                    const StepSettings& settings) {
+  std::string lines;
+  const auto begin = Clock::now();
+  for (int round = 0; round < settings.rounds; ++round) {
+    const double elapsed = std::chrono::duration<double>(Clock::now() - begin).count();
+    if (world.any(elapsed > settings.seconds) && round >= kFewestRounds) break;
+    std::string shown;
+    for (std::size_t k = 0; k < contenders.size(); ++k) {
+      // Another one begins each time: what drifts must not favour a place in the order.
+      auto& contender = contenders[(k + static_cast<std::size_t>(round)) % contenders.size()];
+      const double ms = measure_ms(contender, world, round);
+      lines += fmt::format("{}\t{:.4f}\n", contender.key, ms);
+      shown += fmt::format(" {} {:.1f}", contender.key, ms);
+    }
+    if (world.is_leader())
+      fmt::print(stderr, "round {}/{}, {:.0f} of at most {:.0f} s:{} ms\n", round + 1,
+                 settings.rounds, elapsed, settings.seconds, shown);
+  }
+  return lines;
+}
+
+}  // namespace
+
+// _step-rank PARAMS CLIP ROUNDS SECONDS CORRUPT OUTPUT
+int step_rank_main(int argc, char** argv) {
+  LOCKSTEP_ASSERT(argc == 7);
+  StepSettings settings;
+  settings.params = std::stoll(argv[1]);
+  settings.clip = std::stoi(argv[2]) != 0;
+  settings.rounds = std::stoi(argv[3]);
+  settings.seconds = std::stod(argv[4]);
+  settings.corrupt = argv[5];
+  const std::string output = argv[6];
+  torch::set_num_threads(1);
+  const auto body = [&](World& world) {
+    settings.ranks = world.size();
+    auto contenders = make_contenders(world, settings);
+    verify_all(contenders, world, settings);
+    const std::string lines = measure(contenders, world, settings);
+    if (world.is_leader()) write_file_atomically(output, lines);
+  };
+  return run(body, {.backend = "shm"});
+}
+
+}  // namespace lockstep::bench

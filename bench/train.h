@@ -1,0 +1,36 @@
+// What the sides of `lockstep bench train` agree on. The parent writes the start (weights and
+// tokens), starts the contenders' ranks and tells them by turns what to do; see crew.h.
+//
+// Orders to a rank, and its answer:
+//   new                          a model with the start's weights and a fresh optimizer: "ok"
+//   run BATCH STEPS own|same     train on the rank's own tokens, or all ranks on rank 0's:
+//                                "SECONDS IDLE_CPU_S IDLE_S LOSS LOSS ...", a loss per step, idle
+//                                being the time since the last answer
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bench/small_gpt.h"
+
+namespace lockstep::bench {
+
+// The contenders.
+inline constexpr const char* kOurs = "ours";      // DDP and ShardedOptimizer on shm
+inline constexpr const char* kSilent = "alone";   // ranks that do not communicate
+inline constexpr const char* kPython = "python";  // PyTorch's DDP over gloo
+inline constexpr double kLearningRate = 3e-4;
+
+struct TrainSettings {
+  int ranks = 2;
+  GptShape shape;
+  std::vector<int> batches{1, 2, 4, 8};
+  int steps = 10;        // per block
+  int rounds = 12;       // blocks of each contender and batch size, at most
+  double seconds = 240;  // for all batch sizes together
+  bool python = true;
+  std::string corrupt;  // a contender that is to train with another learning rate
+};
+
+}  // namespace lockstep::bench
