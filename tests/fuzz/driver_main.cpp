@@ -35,8 +35,9 @@ constexpr const char* kUsage =
     "Runs the files given, then changed ones for S seconds or N runs. An input that ends or stops\n"
     "the parser is written to DIR (--found); one that reached new code to DIR (--grow).\n";
 
-// How often each place was passed in the run at hand.
+// How often each place was passed in the run at hand; nothing calls in code without instruments.
 std::array<unsigned char, kMapBytes> g_passed;
+bool g_instrumented = false;
 
 struct Options {
   double seconds = 0;
@@ -116,7 +117,7 @@ class Runner {
     const std::size_t size = std::min(input.size(), options_.max_bytes);
     std::memcpy(shared_.bytes(), input.data(), size);
     shared_.size.store(size, std::memory_order_release);
-    g_passed.fill(0);
+    if (g_instrumented) g_passed.fill(0);
     // A copy of its own exact size: reading past its end is then seen by the address sanitizer.
     const std::vector<std::uint8_t> data(shared_.bytes(), shared_.bytes() + size);
     fuzz_one(data.data(), data.size());
@@ -126,6 +127,7 @@ class Runner {
 
   bool note_coverage() {
     bool is_new = false;
+    if (!g_instrumented) return is_new;
     for (std::size_t i = 0; i < kMapBytes; ++i) {
       if (g_passed[i] == 0) continue;
       // Counts in powers of two: a loop that runs once more is not news, twice as often is.
@@ -281,6 +283,7 @@ bool read_option(const std::string& name, const char* value, Options& options) {
 // Called at every place of instrumented code; this file is not instrumented.
 extern "C" void __sanitizer_cov_trace_pc();
 extern "C" void __sanitizer_cov_trace_pc() {
+  g_instrumented = true;
   auto place = reinterpret_cast<std::uintptr_t>(__builtin_return_address(0));
   place = (place ^ (place >> 16)) * 0x9e3779b97f4a7c15u >> 40;
   unsigned char& count = g_passed[place % kMapBytes];

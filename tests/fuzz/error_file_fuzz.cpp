@@ -37,7 +37,9 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
   const ErrorFile file = read_error_file(memory.holding(data, size));
   require(file.present == (size != 0), "present is not what it should be");
   require(std::isfinite(file.time), "a time that is no time");
-  Failure failure{.rank = 0, .host = "n1", .cause = "exited with code 1"};
+  Failure failure;
+  failure.rank = 0;
+  failure.cause = "exited with code 1";
   add_error_file(failure, file);
   failure_report(failure);
   const std::string line = control_line(failure);

@@ -43,14 +43,14 @@ LLMC_MAGIC, LLMC_VERSION = 20240520, 1
 
 
 def make_tokens():
-    """A language with something to learn: each token mostly follows from the two before it."""
+    """A language with something to learn: each token mostly follows from the one before it."""
     random = numpy.random.default_rng(SEED)
     count = WINDOWS * SEQ_LEN + 1
     tokens = numpy.zeros(count, dtype=numpy.uint16)
     noise = random.random(count)
     other = random.integers(0, MODEL["vocab_size"], count)
-    for i in range(2, count):
-        rule = (3 * int(tokens[i - 1]) + int(tokens[i - 2]) + 1) % MODEL["vocab_size"]
+    for i in range(1, count):
+        rule = (5 * int(tokens[i - 1]) + 1) % MODEL["vocab_size"]
         tokens[i] = rule if noise[i] < .8 else other[i]
     return tokens
 
