@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <string>
 
+#include "lockstep/optim/deferred_gradients.h"
+
 namespace lockstep::optim::detail {
 namespace {
 
@@ -41,6 +43,7 @@ void check_steppable(std::string_view who, const at::Tensor& param, const at::Te
 }  // namespace
 
 std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& params, Seen& seen) {
+  refuse_if_deferred(params, who);
   std::vector<Batch> batches;
   Seen in_group;
   for (const auto& param : params) {

@@ -9,6 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/optim/deferred_gradients.h"
 #include "lockstep/parallel/sharded_impl.h"
 
 namespace lockstep {
@@ -41,6 +42,7 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
     house_parameters();
     find_pieces();
     remember_parameters();
+    optim::mark_deferred(tensors());
   } catch (...) {
     reducer_->resume();
     throw;
@@ -49,6 +51,7 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
 
 ShardedImpl::~ShardedImpl() {
   try {
+    optim::unmark_deferred(tensors());
     const torch::NoGradGuard no_grad;
     for (auto& member : members_)
       if (shared_ && member.tensor.const_data_ptr() == member.data)
@@ -57,6 +60,12 @@ ShardedImpl::~ShardedImpl() {
   } catch (const std::exception& e) {
     log::warning(kComponent, "the model could not be given its own memory back: {}", e.what());
   }
+}
+
+std::vector<at::Tensor> ShardedImpl::tensors() const {
+  std::vector<at::Tensor> all;
+  for (const auto& member : members_) all.push_back(member.tensor);
+  return all;
 }
 
 void ShardedImpl::check_options() const {
