@@ -6,7 +6,7 @@
 
 #include <filesystem>
 
-#include "cli/torch_commands.h"
+#include "cli/train_commands.h"
 #include "lockstep/core/error.h"
 #include "lockstep/io/file.h"
 #include "lockstep/train/checkpoint.h"

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/torch_commands.h"
+#include "cli/train_commands.h"
 #include "cli/train_tasks.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"

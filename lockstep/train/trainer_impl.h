@@ -45,6 +45,7 @@ class TrainerImpl {
   void set_switches();
   void prepare();
   void make_loader();
+  double expected_count() const;
   void make_optimizer();
   void make_outputs();
   void find_batch_size();
@@ -83,6 +84,7 @@ class TrainerImpl {
   void restore_random(const Checkpoint& checkpoint);
   void save();
   CheckpointContents contents(const std::vector<std::string>& random);
+  TensorDict optimizer_state();
   DataPosition position() const;
   void collect_save(bool wait);
   bool writes() const;
@@ -97,6 +99,7 @@ class TrainerImpl {
   std::optional<data::Loader> eval_loader_;
   std::optional<Model> model_;
   std::unique_ptr<Accumulation> accumulation_;
+  std::shared_ptr<optim::FusedBase> optimizer_;
   std::unique_ptr<optim::Stepper> stepper_;
   std::unique_ptr<optim::GradScaler> scaler_;
   std::optional<optim::Schedule> schedule_;
@@ -122,8 +125,6 @@ class TrainerImpl {
   at::Tensor grad_norm_;
   std::int64_t last_log_step_ = 0;
   std::int64_t start_step_ = 0;
-  std::int64_t samples_since_log_ = 0;  // of all ranks
-  double tokens_since_log_ = 0;
   Clock::time_point log_time_;
   Clock::time_point start_time_;
   Clock::time_point step_time_;

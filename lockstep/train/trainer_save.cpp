@@ -6,6 +6,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/optim/adam.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/trainer_impl.h"
@@ -140,6 +141,25 @@ DataPosition TrainerImpl::position() const {
           .epoch_ended = epoch_ended_ ? 1 : 0};
 }
 
+// The optimizer's own memory where there is much of it, so that the saver copies it while the next
+// forward and backward run. state_dict() has the same names and values, as copies.
+TensorDict TrainerImpl::optimizer_state() {
+  TensorDict live;
+  const auto& states = optimizer_->state();
+  for (const auto& [name, parameter] : optim::named(*task_.module)) {
+    if (!parameter.requires_grad()) continue;
+    const auto found = states.find(parameter.unsafeGetTensorImpl());
+    const auto* adam = found == states.end()
+                           ? nullptr
+                           : dynamic_cast<const optim::AdamState*>(found->second.get());
+    if (adam == nullptr || !adam->step.defined()) return stepper_->state_dict();
+    live[name + ".exp_avg"] = adam->exp_avg;
+    live[name + ".exp_avg_sq"] = adam->exp_avg_sq;
+    live[name + ".step"] = adam->step.to(at::kDouble).reshape({});  // a copy
+  }
+  return live;
+}
+
 // What the next forward changes is copied here; parameters and optimizer state are not.
 CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random) {
   CheckpointContents all;
@@ -148,7 +168,7 @@ CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random)
   all.arguments = arguments_json(arguments_);
   all.only_model = arguments_.save_only_model;
   if (all.only_model) return all;
-  all.optimizer = stepper_->state_dict();
+  all.optimizer = optimizer_state();
   for (const std::string& bytes : random) all.rng.push_back(unpack_tensors(bytes));
   all.position = position();
   all.scheduler = json_object({{"type", text_node(arguments_.lr_scheduler_type)},

@@ -115,7 +115,9 @@ void TrainerImpl::prepare() {
   const auto weights = arguments_.average_tokens_across_devices ? WindowWeights::kCounts
                                                                 : WindowWeights::kBatches;
   accumulation_ = std::make_unique<Accumulation>(
-      *model_, AccumulationOptions{.steps = accumulation_steps_, .weights = weights});
+      *model_, AccumulationOptions{.steps = accumulation_steps_,
+                                   .weights = weights,
+                                   .expected_count = expected_count()});
   make_optimizer();
   if (checkpoint) resume(*checkpoint);
   schedule_ = optim::make_schedule({.name = arguments_.lr_scheduler_type,
@@ -149,9 +151,19 @@ void TrainerImpl::make_loader() {
        .sampler = task_.sampler}));
 }
 
+// What gradients are weighed against. From the dataset's first sample and not from the first batch
+// seen: a run that is resumed sees another one first, and must still give the same bits.
+double TrainerImpl::expected_count() const {
+  data::SampleRandom random({}, 0);
+  const at::Tensor target = task_.train_data->get(0, random).target;
+  const std::int64_t tokens = target.defined() ? data::count_tokens(target.unsqueeze(0), 1) : 1;
+  return static_cast<double>(arguments_.per_device_train_batch_size *
+                             std::max<std::int64_t>(1, tokens));
+}
+
 void TrainerImpl::make_optimizer() {
-  stepper_ = optim::replicated(make_fused(arguments_, *task_.module), optim::named(*task_.module),
-                               world_);
+  optimizer_ = make_fused(arguments_, *task_.module);
+  stepper_ = optim::replicated(optimizer_, optim::named(*task_.module), world_);
   if (arguments_.fp16) scaler_ = std::make_unique<optim::GradScaler>(world_);
 }
 
@@ -224,7 +236,7 @@ bool TrainerImpl::batch_fits(std::int64_t batch_size) {
     fits = what.find("memory") == std::string::npos;
     if (fits) throw;
   }
-  for (at::Tensor& parameter : task_.module->parameters()) parameter.mutable_grad() = {};
+  for (at::Tensor& parameter : task_.module->parameters()) parameter.mutable_grad() = at::Tensor();
   const torch::NoGradGuard no_grad;
   const auto now = task_.module->buffers();
   for (std::size_t i = 0; i < buffers.size(); ++i) at::Tensor(now[i]).copy_(buffers[i]);

@@ -1,4 +1,4 @@
-// The commands of lockstep-torch that are not benchmarks. argv[0] is the command's name.
+// The commands of lockstep-train. argv[0] is the command's name.
 #pragma once
 
 namespace lockstep::cli {
