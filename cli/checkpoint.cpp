@@ -116,9 +116,10 @@ int show(const Words& words) {
   const std::string sampler = folder + "/sampler.json";
   if (fs::exists(sampler)) {
     const auto at = train::parse_data_position(read_file(sampler), sampler);
-    fmt::print("  {:<12}epoch {}, sample {} of {}, seed {}; {} ranks x batch {} x accumulation {}\n",
-               "data", at.epoch, at.cursor, at.dataset_size, at.seed, at.world_size, at.batch_size,
-               at.accumulation);
+    fmt::print(
+        "  {:<12}epoch {}, sample {} of {}, seed {}; {} ranks x batch {} x accumulation {}\n",
+        "data", at.epoch, at.cursor, at.dataset_size, at.seed, at.world_size, at.batch_size,
+        at.accumulation);
   }
   show_tensors(folder, "model", all);
   if (fs::exists(folder + "/optimizer.safetensors")) show_tensors(folder, "optimizer", all);

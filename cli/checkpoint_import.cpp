@@ -46,8 +46,7 @@ train::NamedTensors read_archive(const std::string& path) {
 }  // namespace
 
 int checkpoint_import_main(int argc, char** argv) {
-  if (argc != 3)
-    throw UsageError("checkpoint", "usage: lockstep checkpoint import ARCHIVE FOLDER");
+  if (argc != 3) throw UsageError("checkpoint", "usage: lockstep checkpoint import ARCHIVE FOLDER");
   const std::string from = argv[1], to = argv[2];
   if (!std::filesystem::is_regular_file(from))
     throw UsageError("checkpoint", "{} is not a file. Give the archive that torch::save wrote.",
@@ -56,8 +55,7 @@ int checkpoint_import_main(int argc, char** argv) {
     throw UsageError("checkpoint", "{} is there already. Give the name of a new folder.", to);
   train::CheckpointContents contents;
   contents.model = read_archive(from);
-  if (contents.model.empty())
-    throw UsageError("checkpoint", "{} holds no tensor.", from);
+  if (contents.model.empty()) throw UsageError("checkpoint", "{} holds no tensor.", from);
   contents.only_model = true;
   train::write_checkpoint(to, contents);
   fmt::print("{}: {} tensors, {}\n", to, contents.model.size(),

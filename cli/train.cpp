@@ -85,8 +85,8 @@ int train_main(int argc, char** argv) {
     code = result.exit_code();
     if (!world.is_leader()) return;
     if (result.stop_signal == 0) {
-      fmt::print("trained {} steps, mean loss {:.4f}; {}\n", result.global_step,
-                 result.train_loss, config.arguments.output_dir);
+      fmt::print("trained {} steps, mean loss {:.4f}; {}\n", result.global_step, result.train_loss,
+                 config.arguments.output_dir);
     } else {
       fmt::print("stopped at step {}; go on with --resume auto\n", result.global_step);
     }

@@ -119,11 +119,12 @@ Data byte_data(MapReader& keys, const TrainingArguments& a) {
   const std::int64_t rows = static_cast<std::int64_t>(tokens.size()) / (length + 1);
   const std::int64_t eval_rows = eval_bytes / (length + 1);
   if (rows - eval_rows < 1)
-    throw UsageError("train", "{} has {} bytes, too few for one sample of {}. Use a shorter "
-                     "max_seq_len, or more text.", path, tokens.size(), length);
-  const at::Tensor all = at::tensor(tokens, at::kShort)
-                             .narrow(0, 0, rows * (length + 1))
-                             .view({rows, length + 1});
+    throw UsageError("train",
+                     "{} has {} bytes, too few for one sample of {}. Use a shorter "
+                     "max_seq_len, or more text.",
+                     path, tokens.size(), length);
+  const at::Tensor all =
+      at::tensor(tokens, at::kShort).narrow(0, 0, rows * (length + 1)).view({rows, length + 1});
   Data data{.train = std::make_shared<Windows>(all.narrow(0, 0, rows - eval_rows)),
             .classes = data::ByteTokenizer::kVocabSize};
   if (eval_rows > 0)
@@ -166,7 +167,7 @@ Data make_data(const TrainingArguments& a) {
   const Node node = map_of(a.data, "data", "bytes");
   MapReader keys(node, "data");
   const std::string name = keys.choice("name", "bytes", {"bytes", "tokens", "random"});
-  Data data = name == "bytes" ? byte_data(keys, a)
+  Data data = name == "bytes"    ? byte_data(keys, a)
               : name == "tokens" ? token_data(a)
                                  : random_data(keys, a);
   keys.finish();
@@ -236,8 +237,10 @@ TrainerTask make_task(const TrainingArguments& a) {
   MapReader keys(node, "model");
   const std::string name = keys.choice("name", data.inputs > 0 ? "mlp" : "gpt", {"gpt", "mlp"});
   if ((name == "mlp") != (data.inputs > 0))
-    throw UsageError("train", "the model {} does not take this data. gpt trains on bytes and "
-                     "tokens, mlp on random.", name);
+    throw UsageError("train",
+                     "the model {} does not take this data. gpt trains on bytes and "
+                     "tokens, mlp on random.",
+                     name);
   const optim::WithSeed seeded(static_cast<std::uint64_t>(a.seed));  // the same on every rank
   if (name == "gpt") {
     make_gpt(task, keys, a, data.classes);

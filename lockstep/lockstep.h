@@ -11,3 +11,4 @@
 #include "lockstep/parallel/sharded_optimizer.h"  // IWYU pragma: export
 #include "lockstep/parallel/sync_batch_norm.h"    // IWYU pragma: export
 #include "lockstep/run.h"                         // IWYU pragma: export
+#include "lockstep/train/trainer.h"               // IWYU pragma: export

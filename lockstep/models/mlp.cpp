@@ -8,7 +8,8 @@ namespace lockstep::models {
 
 MlpImpl::MlpImpl(const MlpConfig& config) {
   if (config.inputs < 1 || config.hidden < 1 || config.layers < 0 || config.outputs < 1)
-    throw UsageError("mlp", "sizes {} -> {} x {} -> {} do not make a network. Each must be positive.",
+    throw UsageError("mlp",
+                     "sizes {} -> {} x {} -> {} do not make a network. Each must be positive.",
                      config.inputs, config.layers, config.hidden, config.outputs);
   if (!(config.dropout >= 0 && config.dropout < 1))
     throw UsageError("mlp", "dropout {} must be at least 0 and below 1.", config.dropout);

@@ -21,7 +21,7 @@ namespace {
 constexpr const char* kModelFormat = "pt";  // what transformers looks for before it loads
 
 // Room for headers, texts and the generators' states.
-constexpr std::uint64_t kSmallFiles = 1u << 20;
+constexpr std::uint64_t kSmallFiles = 64u << 10;
 
 // Dense and on the CPU. What is both already is the same memory.
 at::Tensor writable(const at::Tensor& tensor) {

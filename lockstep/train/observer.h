@@ -22,9 +22,9 @@ namespace lockstep {
 struct Event {
   const train::TrainerState& state;
   int rank = 0;
-  const train::LogEntry* entry = nullptr;    // on_log, on_evaluate
-  const std::string* path = nullptr;         // on_save: the folder
-  const std::string* text = nullptr;         // on_alert: what went wrong, and is being survived
+  const train::LogEntry* entry = nullptr;  // on_log, on_evaluate
+  const std::string* path = nullptr;       // on_save: the folder
+  const std::string* text = nullptr;       // on_alert: what went wrong, and is being survived
   // Wishes, read after the call.
   bool stop = false;
   bool save = false;
@@ -39,7 +39,7 @@ class Observer {
   virtual void on_epoch_begin(Event&) {}
   virtual void on_epoch_end(Event&) {}
   virtual void on_step_begin(Event&) {}
-  virtual void on_substep_end(Event&) {}    // a micro-batch that was not the window's last
+  virtual void on_substep_end(Event&) {}     // a micro-batch that was not the window's last
   virtual void on_optimizer_step(Event&) {}  // gradients are averaged; clipping and the step follow
   virtual void on_step_end(Event&) {}
   virtual void on_log(Event&) {}

@@ -48,8 +48,7 @@ std::string duration_text(double seconds) {
 }
 
 std::string progress_line(const LogEntry& entry, std::int64_t total_steps, double eta_s) {
-  std::string line =
-      fmt::format("step {}/{}  epoch {:.2f}", entry.step, total_steps, entry.epoch);
+  std::string line = fmt::format("step {}/{}  epoch {:.2f}", entry.step, total_steps, entry.epoch);
   for (const auto& [name, value] : entry.values) line += "  " + value_text(name, value);
   if (eta_s >= 0) line += fmt::format("  eta {}", duration_text(eta_s));
   return line;
@@ -81,10 +80,9 @@ void Progress::draw() {
   drawn_at_ = Clock::now();
   const std::int64_t total = std::max<std::int64_t>(options_.total_steps, 1);
   const auto filled = static_cast<int>(kBarWidth * std::min(step_, total) / total);
-  std::string line = fmt::format("{:3}% [{}{}] {}/{}", 100 * step_ / total,
-                                 std::string(static_cast<std::size_t>(filled), '='),
-                                 std::string(static_cast<std::size_t>(kBarWidth - filled), ' '),
-                                 step_, total);
+  std::string line = fmt::format(
+      "{:3}% [{}{}] {}/{}", 100 * step_ / total, std::string(static_cast<std::size_t>(filled), '='),
+      std::string(static_cast<std::size_t>(kBarWidth - filled), ' '), step_, total);
   const std::int64_t done = step_ - options_.done_steps;
   if (done > 0) {
     const double elapsed = seconds_since(start_);
@@ -109,9 +107,8 @@ void Progress::log(const LogEntry& entry) {
   newest_.clear();
   for (const auto& [name, value] : entry.values) newest_ += value_text(name, value) + "  ";
   // An evaluation stays on the screen; what the next log replaces does not.
-  const bool evaluated = std::any_of(entry.values.begin(), entry.values.end(), [](const auto& v) {
-    return v.first.rfind("eval_", 0) == 0;
-  });
+  const bool evaluated = std::any_of(entry.values.begin(), entry.values.end(),
+                                     [](const auto& v) { return v.first.rfind("eval_", 0) == 0; });
   if (evaluated) {
     clear();
     print(line + "\n");

@@ -61,11 +61,10 @@ StepPlan replan_steps(const TrainingArguments& arguments, const StepPlan& plan,
             // An epoch is a fraction of samples; a hair above a whole number of steps is rounding.
             std::ceil(left * static_cast<double>(plan.steps_per_epoch) - 1e-6));
   } else {
-    const double left = static_cast<double>(std::max<std::int64_t>(
-                            0, plan.max_steps - standing.step)) /
-                        static_cast<double>(plan.steps_per_epoch);
-    changed.num_train_epochs =
-        static_cast<std::int64_t>(std::ceil(standing.epoch + left - 1e-6));
+    const double left =
+        static_cast<double>(std::max<std::int64_t>(0, plan.max_steps - standing.step)) /
+        static_cast<double>(plan.steps_per_epoch);
+    changed.num_train_epochs = static_cast<std::int64_t>(std::ceil(standing.epoch + left - 1e-6));
   }
   fill_intervals(arguments, changed);
   return changed;
@@ -79,15 +78,13 @@ Due due_after_step(const TrainingArguments& arguments, const StepPlan& plan, std
   due.evaluate = arguments.eval_strategy == Interval::kSteps &&
                  (every(plan.eval_steps, step) || last) &&
                  arguments.eval_delay <= static_cast<double>(step);
-  due.save =
-      arguments.save_strategy == Interval::kSteps && (every(plan.save_steps, step) || last);
+  due.save = arguments.save_strategy == Interval::kSteps && (every(plan.save_steps, step) || last);
   return due;
 }
 
 Due due_after_epoch(const TrainingArguments& arguments, double epoch) {
   return {.log = arguments.logging_strategy == Interval::kEpoch,
-          .evaluate =
-              arguments.eval_strategy == Interval::kEpoch && arguments.eval_delay <= epoch,
+          .evaluate = arguments.eval_strategy == Interval::kEpoch && arguments.eval_delay <= epoch,
           .save = arguments.save_strategy == Interval::kEpoch};
 }
 

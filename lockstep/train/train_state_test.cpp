@@ -20,8 +20,8 @@
 namespace lockstep::train {
 namespace {
 
-using ::testing::HasSubstr;
 using std::chrono::milliseconds;
+using ::testing::HasSubstr;
 
 // Hugging Face's own numbers for these were read off transformers' Trainer.
 TEST(StepPlan, BatchesBecomeStepsAndTheShortWindowIsOne) {
@@ -49,8 +49,7 @@ TEST(StepPlan, MaxStepsWinsAndRatiosAreRoundedUp) {
 }
 
 TEST(StepPlan, AnEpochWithoutABatchIsRefused) {
-  const auto message =
-      io::message_of<UsageError>([] { plan_steps(TrainingArguments{}, 0, 1); });
+  const auto message = io::message_of<UsageError>([] { plan_steps(TrainingArguments{}, 0, 1); });
   EXPECT_THAT(message, HasSubstr("[trainer] an epoch holds no batch."));
 }
 
@@ -191,7 +190,8 @@ TEST(StopSignals, ALongStepMakesTheDeadlineLonger) {
 }
 
 TEST(StopSignals, HandlersComeBackAndTwoAreRefused) {
-  struct sigaction before {}, after {};
+  struct sigaction before {
+  }, after{};
   ::sigaction(SIGTERM, nullptr, &before);
   {
     StopSignals signals;

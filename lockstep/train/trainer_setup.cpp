@@ -203,8 +203,13 @@ void TrainerImpl::check_disk() {
   if (arguments_.save_strategy == Interval::kNo) return;
   CheckpointContents what;
   what.model = model_tensors(*task_.module, /*copy_buffers=*/false);
-  std::uint64_t needed = checkpoint_bytes(what);
-  if (!arguments_.save_only_model && arguments_.optim != "sgd") needed *= 3;
+  if (!arguments_.save_only_model && arguments_.optim != "sgd") {
+    for (const auto& [name, tensor] : what.model) {  // Adam keeps two of each
+      what.optimizer[name + ".exp_avg"] = tensor;
+      what.optimizer[name + ".exp_avg_sq"] = tensor;
+    }
+  }
+  const std::uint64_t needed = checkpoint_bytes(what);
   const std::uint64_t free = io::free_space(arguments_.output_dir);
   if (free >= needed) return;
   throw UsageError("trainer",

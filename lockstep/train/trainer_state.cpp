@@ -166,11 +166,14 @@ DataPosition parse_data_position(std::string_view text, const std::string& name)
   const Node root = parse_json(text, name);
   as_map(root, "sampler");
   DataPosition position;
-  const std::pair<const char*, std::int64_t*> members[] = {
-      {"epoch", &position.epoch},           {"cursor", &position.cursor},
-      {"seed", &position.seed},             {"world_size", &position.world_size},
-      {"batch_size", &position.batch_size}, {"accumulation", &position.accumulation},
-      {"dataset_size", &position.dataset_size}, {"epoch_ended", &position.epoch_ended}};
+  const std::pair<const char*, std::int64_t*> members[] = {{"epoch", &position.epoch},
+                                                           {"cursor", &position.cursor},
+                                                           {"seed", &position.seed},
+                                                           {"world_size", &position.world_size},
+                                                           {"batch_size", &position.batch_size},
+                                                           {"accumulation", &position.accumulation},
+                                                           {"dataset_size", &position.dataset_size},
+                                                           {"epoch_ended", &position.epoch_ended}};
   for (const auto& [key, member] : members) {
     if (given(root, key) == nullptr)
       throw UsageError("checkpoint", "{}: there is no {}. It is no sampler state.", name, key);
