@@ -5,9 +5,9 @@
 //   ema.update();
 //   { const auto averaged = ema.swap(); evaluate(net); }   // the model has the averages in here
 //
-// The one hard idea: swap() exchanges the tensors' memory, not its contents. So it costs nothing,
-// is exact, is undone however the block is left, and does not count as a write to parameters that
-// ranks share (ShardedOptimizer).
+// The one hard idea: swap() gives the model's tensors other memory and leaves their contents alone.
+// So it copies nothing, is exact, is undone however the block is left, and does not count as a
+// write to parameters that ranks share (ShardedOptimizer).
 //
 // Every rank keeps the same averages because all have the same weights; nothing communicates. Holds
 // the module's tensors, not the module. One thread at a time; no step while a swap lives.
@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace lockstep::optim {
@@ -63,10 +64,12 @@ class Ema {
   struct Entry {
     std::string name;
     at::Tensor live;
-    at::Tensor average;
-    bool copied;  // a buffer that is taken as it is
+    at::Tensor average;  // float32 for weights of 16 bits: small changes would be lost in theirs
+    bool copied;         // a buffer that is taken as it is
+    at::Tensor aside{};  // the live values during a swap
   };
-  void exchange();
+  void show_averages();
+  void show_weights() noexcept;
 
   EmaOptions options_;
   std::vector<Entry> entries_;

@@ -74,8 +74,8 @@ std::unique_ptr<Stepper> replicated(std::shared_ptr<FusedBase> optimizer,
 
 NamedParameters named(const torch::nn::Module& module);
 
-// Two groups as Hugging Face's Trainer makes them: weight decay for matrices, none for biases and
-// the parameters of normalisation layers.
+// Two groups as Hugging Face's Trainer makes them: no weight decay for the parameters of LayerNorm
+// and for those named as a bias or a norm. Frozen parameters are in neither.
 struct DecayGroups {
   std::vector<at::Tensor> decayed;
   std::vector<at::Tensor> not_decayed;

@@ -19,11 +19,12 @@
 //
 // Only the window's last backward synchronises (backward decides, so forward may have run before).
 // A window ends after `steps` micro-batches, at the epoch's last one where begin_epoch knows the
-// number, and wherever `last` says so. Ranks may differ in counts, and in the number of
-// micro-batches of a window, but not in the number of windows.
+// number, and wherever `last` says so. Ranks may differ in counts, and where begin_epoch does not
+// know the number also in the micro-batches of a window, but not in the number of windows; so this
+// is not for the inside of join().
 //
 // Works on a model with ShardedOptimizer too. Holds the model's reducer. One thread at a time;
-// backward() communicates at a window's end, on all ranks alike.
+// begin_epoch() and the backward that ends a window communicate, on all ranks alike.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -46,6 +47,10 @@ enum class WindowWeights {
 struct AccumulationOptions {
   std::int64_t steps = 1;
   WindowWeights weights = WindowWeights::kCounts;
+  // The usual count of a micro-batch, the same on every rank: one of that size is weighed by
+  // exactly 1 / steps. 0 takes the largest of the ranks' first ones; a run that is to have the same
+  // bits after resuming gives it (batch size, or batch size x sequence length).
+  double expected_count = 0;
 };
 
 struct MicroBatch {
@@ -73,8 +78,8 @@ class Accumulation {
   Accumulation(const Accumulation&) = delete;
   Accumulation& operator=(const Accumulation&) = delete;
 
-  // How many micro-batches are to come on this rank; 0 where nobody knows. Throws UsageError in the
-  // middle of a window: its gradients would leak into the epoch.
+  // How many micro-batches are to come, the same number on every rank; 0 where nobody knows. Throws
+  // UsageError in the middle of a window: its gradients would leak into the epoch.
   void begin_epoch(std::int64_t batches = 0);
 
   // Runs the backward of a loss that is a mean over `count`. True when it ended the window: the

@@ -69,15 +69,8 @@ std::vector<at::Tensor> ShardedImpl::tensors() const {
 }
 
 void ShardedImpl::check_options() const {
-  for (const auto& rule : rules) {
-    if (const auto* adam = std::get_if<optim::AdamOptions>(&rule)) {
-      optim::check({adam->lr, adam->betas, adam->eps, adam->weight_decay});
-    } else if (const auto* adamw = std::get_if<optim::AdamWOptions>(&rule)) {
-      optim::check(*adamw);
-    } else {
-      optim::check(std::get<optim::SGDOptions>(rule));
-    }
-  }
+  for (const auto& rule : rules)
+    std::visit([](const auto& o) { optim::check(o); }, rule);
   if (!(options.max_grad_norm >= 0))
     throw UsageError(kComponent, "max_grad_norm = {} must be positive, or 0 for no clipping.",
                      options.max_grad_norm);
@@ -454,6 +447,9 @@ ShardedOptions& ShardedOptimizer::options() {
 }
 OptimizerRule& ShardedOptimizer::rule(std::size_t group) {
   return impl_->rules.at(group);
+}
+std::size_t ShardedOptimizer::groups() const {
+  return impl_->rules.size();
 }
 void ShardedOptimizer::set_lr(double lr) {
   for (auto& rule : impl_->rules) std::visit([&](auto& options) { options.lr = lr; }, rule);
