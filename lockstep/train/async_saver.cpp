@@ -109,7 +109,10 @@ void AsyncSaver::run(Job& job) {
 }
 
 void AsyncSaver::begin(CheckpointContents contents, std::string keep) {
-  if (job_) ended_ = wait();
+  if (job_) {
+    ended_.reset();  // a caller that polls between saves has seen it
+    ended_ = wait();
+  }
   job_ = std::make_unique<Job>();
   job_->contents = std::move(contents);
   job_->keep = std::move(keep);
@@ -129,14 +132,15 @@ void AsyncSaver::wait_copied() {
 }
 
 std::optional<SaveOutcome> AsyncSaver::poll() {
-  if (ended_) return std::exchange(ended_, std::nullopt);
-  if (!job_ || job_->done.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
+  if (!ended_ && !job_) return std::nullopt;
+  if (!ended_ && job_->done.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
     return std::nullopt;
   return wait();
 }
 
 std::optional<SaveOutcome> AsyncSaver::wait() {
-  if (!job_) return std::exchange(ended_, std::nullopt);
+  if (ended_) return std::exchange(ended_, std::nullopt);
+  if (!job_) return std::nullopt;
   const std::unique_ptr<Job> job = std::move(job_);
   try {
     job->done.get();
