@@ -12,5 +12,6 @@ using Words = std::vector<std::string>;
 int run_command(const Words& words);     // run.cpp
 int env_command(const Words& words);     // env.cpp
 int config_command(const Words& words);  // config.cpp
+int data_command(const Words& words);    // data.cpp
 
 }  // namespace lockstep::cli

@@ -29,6 +29,7 @@ constexpr Command kCommands[] = {
     {"run", "start a program as the ranks of one world (torchrun's flags)", run_command},
     {"env", "who am I: rank, device and backend, every variable, and why", env_command},
     {"config", "which values a training file gives, from where, and its mistakes", config_command},
+    {"data", "text files into token shards, and a look into them", data_command},
     {"bench", "measure launching, collectives and training against PyTorch", nullptr},
 };
 

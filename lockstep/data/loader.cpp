@@ -1,6 +1,5 @@
 #include "lockstep/data/loader.h"
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -87,6 +86,10 @@ BatchMaker::BatchMaker(DatasetPtr dataset, LoaderOptions options, c10::Device de
 }
 
 Loaded BatchMaker::make(Indices indices, const RandomKey& key) const {
+  // Also for a dataset that computes on the device: all of a batch is made on one stream.
+  // The guard makes its device the current one, too.
+  c10::OptionalStreamGuard stream;
+  if (side_) stream.reset_stream(*side_);
   Loaded loaded;
   loaded.batch = load(indices, key, loaded.timing);
   check(loaded.batch, indices);
@@ -147,8 +150,6 @@ void BatchMaker::check(const Batch& batch, Indices indices) const {
 
 void BatchMaker::copy(Loaded& loaded) const {
   const auto start = Clock::now();
-  const c10::DeviceGuard device(device_);
-  const c10::StreamGuard stream(*side_);
   Batch& batch = loaded.batch;
   const auto pin = [](at::Tensor& tensor) {
     if (tensor.defined() && tensor.device().is_cpu()) tensor = tensor.pin_memory();

@@ -185,7 +185,6 @@ TEST(Loader, AnEpochGoesOnAtOtherWorldSizesWithEachSampleOnce) {
     const bool drop = trial % 2 == 1;
     std::map<std::int64_t, int> times;
     SamplerState state{.epoch = 2, .cursor = 0, .seed = 8};
-    std::int64_t lost = 0;  // at the end: an incomplete batch on each of three ranks
     for (const int ranks : {2, 1, 4, 3}) {
       const std::int64_t batch = 1 + random() % 3;
       std::int64_t steps = random() % 5;
@@ -198,18 +197,20 @@ TEST(Loader, AnEpochGoesOnAtOtherWorldSizesWithEachSampleOnce) {
                                 .seed = 8,
                                 .num_workers = rank % 2});
         loader.load_state(state);
-        if (ranks == 3) steps = loader.batches_left(2);  // the last goes to the end
+        // The last goes to the end, and nobody beyond it.
+        const std::int64_t left = loader.batches_left(2);
+        steps = ranks == 3 ? left : std::min(steps, left);
         auto epoch = loader.epoch(2);
         for (std::int64_t i = 0; i < steps; ++i) {
           const auto one = epoch.next();
           ASSERT_TRUE(one);
           for (const std::int64_t index : one->indices) ++times[index];
         }
+        EXPECT_TRUE(ranks != 3 || !epoch.next());
         if (rank > 0) EXPECT_EQ(loader.state(), after);
         after = loader.state();
       }
       state = after;
-      lost = ranks * batch - 1;
     }
     EXPECT_EQ(state.cursor, n);
     std::int64_t repeats = 0;
@@ -217,10 +218,10 @@ TEST(Loader, AnEpochGoesOnAtOtherWorldSizesWithEachSampleOnce) {
     const auto seen = static_cast<std::int64_t>(times.size());
     if (drop) {
       EXPECT_EQ(repeats, 0);
-      EXPECT_GE(seen, n - lost);
+      EXPECT_GE(seen, n - 11);  // incomplete batches of three, on four ranks
     } else {
       EXPECT_EQ(seen, n);
-      EXPECT_LE(repeats, 2);
+      EXPECT_LE(repeats, 3);
     }
   }
 }
