@@ -32,6 +32,7 @@ constexpr Command kCommands[] = {
     {"train", "train a bundled model as a file says, and resume", nullptr, "lockstep-train"},
     {"checkpoint", "verify, show, compare and import checkpoints", checkpoint_command},
     {"config", "which values a training file gives, from where, and its mistakes", config_command},
+    {"data", "text files into token shards, and a look into them", data_command},
     {"bench", "measure launching, collectives and training against PyTorch", nullptr,
      "lockstep-torch"},
 };

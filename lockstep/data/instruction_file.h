@@ -30,8 +30,7 @@ std::vector<Instruction> load_instructions(const std::string& path);
 // A prompt and its answer out of texts with {instruction}, {input}, {output} and {answer}; what
 // stands before the answer is the prompt.
 struct PromptTemplate {
-  std::string prompt =
-      "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n";
+  std::string prompt = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n";
   std::string prompt_without_input = "### Instruction:\n{instruction}\n\n### Response:\n";
   std::string response = "{output}";
 };

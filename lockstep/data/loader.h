@@ -19,6 +19,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/world.h"
@@ -35,26 +36,27 @@ using Collate = std::function<Batch(std::vector<Example>)>;
 struct LoaderOptions {
   std::int64_t batch_size = 1;  // per rank
   bool shuffle = false;
-  bool drop_last = false;    // incomplete batches, and samples that do not divide by ranks
-  bool evaluation = false;   // no duplicates: ranks may differ by one sample, and so by one batch
-  std::uint64_t seed = 0;    // equal on all ranks
-  int num_workers = 0;       // threads; 0 loads in the caller's
-  int prefetch_factor = 2;   // batches ahead per worker
-  bool pin_memory = false;   // before the copy to a GPU; without one nothing happens
-  bool persistent_workers = false;  // threads live on between epochs
+  bool drop_last = false;   // incomplete batches, and samples that do not divide by ranks
+  bool evaluation = false;  // no duplicates: ranks may differ by one sample, and so by one batch
+  std::uint64_t seed = 0;   // equal on all ranks
+  int num_workers = 0;      // threads; 0 loads in the caller's
+  int prefetch_factor = 2;  // batches ahead per worker
+  bool pin_memory = false;  // before the copy to a GPU; without one nothing happens
+  bool persistent_workers = false;                              // threads live on between epochs
   std::chrono::milliseconds timeout{std::chrono::minutes(30)};  // for one batch
-  Collate collate{};                     // default: the dataset's own
-  SamplerPtr sampler{};                  // another order than shuffle says; with its own seed
-  std::optional<c10::Device> device{};   // default: the world's
+  Collate collate{};                                            // default: the dataset's own
+  SamplerPtr sampler{};                 // another order than shuffle says; with its own seed
+  std::optional<c10::Device> device{};  // default: the world's
   bool check_ranks = true;  // that options and sizes agree; then making a loader is a collective
 };
 
 // How long one batch took, in seconds. `wait` is what the training loop lost.
 struct BatchTiming {
-  double load = 0;     // get() of all samples; with get_batch() collate is in it
-  double collate = 0;
-  double copy = 0;     // pinning and handing over to the device's copy engine
-  double wait = 0;     // the caller's, until it had the batch
+  double load = 0;      // get() of all samples; with get_batch() collate is in it
+  double collate = 0;   // the worker's, as load and copy are
+  double copy = 0;      // pinning, and handing over to the device's copy engine
+  double transfer = 0;  // the copy engine's own time; 0 on the CPU, and when it was not yet done
+  double wait = 0;      // the caller's, until it had the batch
 };
 struct LoaderTiming {
   std::int64_t batches = 0;
@@ -85,7 +87,7 @@ class Epoch;
 // after 10 s, with a warning.
 class Loader {
  public:
-  explicit Loader(std::unique_ptr<detail::LoaderImpl> impl);
+  explicit Loader(std::shared_ptr<detail::LoaderImpl> impl);
   ~Loader();
   Loader(Loader&&) noexcept;
   Loader& operator=(Loader&&) noexcept;
@@ -96,10 +98,12 @@ class Loader {
 
   // Batches of a whole epoch: the same on every rank (with evaluation: the most that any has).
   std::int64_t batches_per_epoch() const;
-  // Batches of this rank that epoch(epoch) will give, or, of the epoch under way, has still to give.
+  // Batches of this rank that epoch(epoch) will give, or, of the epoch under way, has still to
+  // give.
   std::int64_t batches_left(std::int64_t epoch) const;
-  std::int64_t batch_size() const;     // per rank
   std::int64_t dataset_size() const;
+  const LoaderOptions& options() const;
+  c10::Device device() const;  // where batches arrive
 
   // After the last batch of an epoch the cursor is at the order's end, and epoch(e) is empty.
   SamplerState state() const;
@@ -110,7 +114,7 @@ class Loader {
   LoaderTiming timing() const;
 
  private:
-  std::unique_ptr<detail::LoaderImpl> impl_;
+  std::shared_ptr<detail::LoaderImpl> impl_;
 };
 
 // A range over one epoch. Leaving the loop, by any way, ends it.
@@ -138,7 +142,8 @@ class Epoch {
     Epoch* epoch_;
   };
 
-  Epoch(detail::LoaderImpl& impl, std::uint64_t ticket) : impl_(&impl), ticket_(ticket) {}
+  Epoch(std::shared_ptr<detail::LoaderImpl> impl, std::uint64_t ticket)
+      : impl_(std::move(impl)), ticket_(ticket) {}
   ~Epoch();
   Epoch(const Epoch&) = delete;
   Epoch& operator=(const Epoch&) = delete;
@@ -151,7 +156,7 @@ class Epoch {
   std::default_sentinel_t end() const { return {}; }
 
  private:
-  detail::LoaderImpl* impl_;
+  std::shared_ptr<detail::LoaderImpl> impl_;  // a loop over a temporary loader is right too
   std::uint64_t ticket_;
   std::optional<Batch> current_{};
 };

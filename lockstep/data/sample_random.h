@@ -38,10 +38,8 @@ class SampleRandom {
 
   double uniform() { return static_cast<double>((*this)() >> 11) * 0x1p-53; }  // in [0, 1)
   double uniform(double low, double high) { return low + (high - low) * uniform(); }
-  // In [0, bound); bound must not be 0. The bias of 2^-64 * bound is far below what can be seen.
-  std::uint64_t below(std::uint64_t bound) {
-    return static_cast<std::uint64_t>((static_cast<unsigned __int128>((*this)()) * bound) >> 64);
-  }
+  // In [0, bound); bound must not be 0. The bias is below bound / 2^64.
+  std::uint64_t below(std::uint64_t bound) { return (*this)() % bound; }
 
  private:
   static constexpr std::uint64_t kStep = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio: SplitMix64

@@ -25,6 +25,7 @@ struct SamplerState {
   std::int64_t epoch = 0;
   std::int64_t cursor = 0;  // samples of this epoch's order that were used, over all ranks
   std::uint64_t seed = 0;
+  std::int64_t size = 0;  // of the order; 0 in a state that nobody has filled in: not checked
 
   bool operator==(const SamplerState&) const = default;
 };
@@ -114,6 +115,9 @@ std::int64_t share_size(std::int64_t size, std::int64_t cursor, const Share& sha
 std::vector<std::int64_t> share_of(const std::vector<std::int64_t>& order, std::int64_t cursor,
                                    const Share& share);
 
+// UsageError when `state` was not saved by a run over the same order: seed, size, cursor.
+void check_state(const SamplerState& state, std::int64_t size, std::uint64_t seed);
+
 struct DistributedSamplerOptions {
   int num_replicas = 1;
   int rank = 0;
@@ -127,13 +131,15 @@ class DistributedSampler {
  public:
   explicit DistributedSampler(std::int64_t size, DistributedSamplerOptions options = {});
 
-  void set_epoch(std::int64_t epoch);  // starts it from its first sample
+  // Another epoch starts at its first sample; the same one keeps its cursor, so that a loop that
+  // says set_epoch() after load_state() goes on where it was.
+  void set_epoch(std::int64_t epoch);
   std::vector<std::int64_t> indices() const;  // from the cursor on
   std::int64_t size() const;                  // how many indices() has
   SamplerState state() const { return state_; }
   // After this rank has used `count` of indices(), and every other rank as many.
   void advance(std::int64_t count);
-  // UsageError when the seed is another one or the cursor lies outside of the order.
+  // Saved at any number of replicas. UsageError as check_state().
   void load_state(const SamplerState& state);
 
  private:
