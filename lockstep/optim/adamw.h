@@ -6,8 +6,8 @@
 //   optimizer.zero_grad();
 //
 // A torch::optim::Optimizer: parameter groups, schedulers, and torch::save and torch::load work as
-// with the stock ones. Adam without weight decay is weight_decay = 0. The stock C++ AdamW rounds
-// differently from both of Python's variants, so a run could not be compared with one in Python.
+// with the stock ones. The stock C++ AdamW rounds differently from both of Python's variants, so a
+// run could not be compared with one in Python.
 //
 // Owns its state; shares the parameters with the model. One thread at a time.
 #pragma once
@@ -17,7 +17,7 @@
 #include <string_view>
 #include <utility>
 
-#include "lockstep/optim/group.h"
+#include "lockstep/optim/adam.h"
 
 namespace lockstep::optim {
 
@@ -29,25 +29,11 @@ struct AdamWOptions {
   double weight_decay = 1e-2;
 };
 
-// Per parameter, made at its first step. Undefined before.
-struct AdamWState : torch::optim::OptimizerCloneableParamState<AdamWState> {
-  at::Tensor step;  // float, on the parameter's device: the fused kernel reads it there
-  at::Tensor exp_avg;
-  at::Tensor exp_avg_sq;
+using AdamWState = AdamState;
 
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-};
-
-class AdamW : public FusedOptimizer<AdamWOptions> {
+class AdamW : public FusedAdam<AdamWOptions> {
  public:
-  using FusedOptimizer::FusedOptimizer;
-
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-
- private:
-  void step_batch(const detail::Batch& batch, const AdamWOptions& options) override;
+  using FusedAdam::FusedAdam;
 };
 
 void check(const AdamWOptions& options);

@@ -5,8 +5,12 @@
 
 #include <algorithm>
 #include <string>
+#include <unordered_map>
 
-namespace lockstep::optim::detail {
+#include "lockstep/optim/deferred_gradients.h"
+
+namespace lockstep::optim {
+namespace detail {
 namespace {
 
 std::string shape_of(const at::Tensor& tensor) {
@@ -41,6 +45,7 @@ void check_steppable(std::string_view who, const at::Tensor& param, const at::Te
 }  // namespace
 
 std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& params, Seen& seen) {
+  refuse_if_deferred(params, who);
   std::vector<Batch> batches;
   Seen in_group;
   for (const auto& param : params) {
@@ -80,4 +85,101 @@ void check_loaded(std::string_view who, const at::Tensor& param, const at::Tenso
                    shape_of(loaded), shape_of(param));
 }
 
-}  // namespace lockstep::optim::detail
+}  // namespace detail
+
+namespace {
+
+using StateDict = std::map<std::string, at::Tensor>;
+using Group = torch::optim::OptimizerParamGroup;
+
+// Each parameter once, with its name and group, in the optimizer's order.
+template <typename Visit>
+void for_each_named(std::string_view who, std::vector<Group>& groups, const NamedParameters& names,
+                    Visit&& visit) {
+  std::unordered_map<at::TensorImpl*, const std::string*> known;
+  for (const auto& [name, tensor] : names) known.try_emplace(tensor.unsafeGetTensorImpl(), &name);
+  detail::Seen seen;
+  for (auto& group : groups) {
+    for (const auto& param : group.params()) {
+      if (!seen.insert(param.unsafeGetTensorImpl()).second) continue;
+      const auto name = known.find(param.unsafeGetTensorImpl());
+      if (name == known.end())
+        throw UsageError(who,
+                         "a parameter of shape {} has no name. It is probably not a parameter of "
+                         "the module whose names were given. Give the names of all.",
+                         detail::shape_of(param));
+      visit(*name->second, param, group);
+    }
+  }
+}
+
+const at::Tensor& find_state(std::string_view who, const StateDict& state, const std::string& name,
+                             at::IntArrayRef sizes) {
+  const auto found = state.find(name);
+  if (found == state.end())
+    throw UsageError(
+        who, "the state has no '{}'. It belongs to another model or another optimizer.", name);
+  if (found->second.sizes() != sizes)
+    throw UsageError(who,
+                     "'{}' has shape {} in the state, but [{}] is wanted. The state belongs to "
+                     "another model.",
+                     name, detail::shape_of(found->second), fmt::join(sizes, ", "));
+  return found->second;
+}
+
+}  // namespace
+
+void FusedBase::step_unless(const at::Tensor& found_inf) {
+  if (!found_inf.defined() || found_inf.numel() != 1 || found_inf.scalar_type() != at::kFloat)
+    throw UsageError(who(),
+                     "step_unless() takes one float: 1 to leave the step out, 0 to take it. Pass "
+                     "what GradScaler::found_inf() gives.");
+  step_groups(found_inf);
+}
+
+std::map<std::string, at::Tensor> FusedBase::state_dict(const NamedParameters& names) {
+  const torch::NoGradGuard no_grad;
+  StateDict state;
+  for_each_named(who(), param_groups_, names,
+                 [&](const auto& name, const auto& param, auto& group) {
+                   State one = state_of(param, group);
+                   for (auto& [part, tensor] : one.tensors)
+                     state[name + "." + part] =
+                         tensor.to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false,
+                                   /*copy=*/true, at::MemoryFormat::Contiguous);
+                   state[name + ".step"] = at::scalar_tensor(one.step, at::kDouble);
+                 });
+  return state;
+}
+
+void FusedBase::load_state_dict(const NamedParameters& names, const StateDict& state) {
+  const torch::NoGradGuard no_grad;
+  std::vector<std::pair<at::Tensor, State>> loaded;
+  std::size_t used = 0;
+  for_each_named(who(), param_groups_, names,
+                 [&](const auto& name, const auto& param, auto& group) {
+                   State one = state_of(param, group);
+                   for (auto& [part, tensor] : one.tensors)
+                     tensor = find_state(who(), state, name + "." + part, param.sizes());
+                   one.step = find_state(who(), state, name + ".step", {}).template item<double>();
+                   used += one.tensors.size() + 1;
+                   loaded.emplace_back(param, std::move(one));
+                 });
+  if (used != state.size()) {
+    std::unordered_set<std::string> wanted;
+    for_each_named(who(), param_groups_, names, [&](const auto& name, const auto& p, auto& group) {
+      for (const auto& [part, tensor] : state_of(p, group).tensors)
+        wanted.insert(name + "." + part);
+      wanted.insert(name + ".step");
+    });
+    for (const auto& [name, tensor] : state)
+      if (!wanted.contains(name))
+        throw UsageError(who(),
+                         "the state holds '{}', which this optimizer has no place for. It belongs "
+                         "to another model or another optimizer.",
+                         name);
+  }
+  for (auto& [param, one] : loaded) set_state(param, std::move(one));
+}
+
+}  // namespace lockstep::optim

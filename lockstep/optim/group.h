@@ -2,10 +2,11 @@
 // ATen's fused kernels.
 //
 //   GroupOptions<AdamWOptions>    carries a plain struct where torch::optim wants its own class
+//   FusedBase                     a step that the device may leave out; state by parameter name
 //   FusedOptimizer<AdamWOptions>  everything about an optimizer but its rule
 //   gather(who, params, seen)     the parameters that have a gradient, per device and dtype
 //
-// For optimizers only; a user reads adamw.h or sgd.h.
+// For optimizers and those who drive them; a user reads adamw.h, adam.h or sgd.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +15,9 @@
 #include <torch/utils.h>
 
 #include <cstddef>
+#include <map>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <unordered_set>
 #include <utility>
@@ -49,13 +52,14 @@ namespace detail {
 struct Batch {
   std::vector<at::Tensor> params;
   std::vector<at::Tensor> grads;  // laid out in memory as their parameters
+  at::Tensor found_inf{};         // defined: the kernel does nothing where it is not zero
 };
 using Seen = std::unordered_set<at::TensorImpl*>;
 
 // The parameters with a gradient; one without is skipped, as in Python. One listed twice in a group
 // (tied weights: C++ modules list them under both names) is stepped once; one in two groups, a
-// sparse gradient, and a parameter that is a strided slice throw UsageError. `seen` is kept over
-// the groups of one step.
+// sparse gradient, a parameter that is a strided slice and one whose gradient is not averaged yet
+// (see deferred_gradients.h) throw UsageError. `seen` is kept over the groups of one step.
 std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& params, Seen& seen);
 
 // Throws UsageError when the group was added with another optimizer's options.
@@ -79,8 +83,39 @@ void check_loaded(std::string_view who, const at::Tensor& param, const at::Tenso
 
 }  // namespace detail
 
+// As module->named_parameters().pairs() gives them. The first name of a tensor counts.
+using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
+
+class FusedBase : public torch::optim::Optimizer {
+ public:
+  using Optimizer::Optimizer;
+
+  // As step(), but where `found_inf` (a float of one element, on the device) is not zero, nothing
+  // is changed: the kernels read it there, and the host does not wait.
+  void step_unless(const at::Tensor& found_inf);
+
+  // The state by parameter name ("h.0.weight.exp_avg", "h.0.weight.step"), on the CPU, the same
+  // names and shapes as ShardedOptimizer's, so either loads what the other wrote. Zeros and step 0
+  // for a parameter that was never stepped. Loading throws UsageError for missing, unknown and
+  // misshapen tensors, and for a parameter without a name, before anything is changed.
+  std::map<std::string, at::Tensor> state_dict(const NamedParameters& names);
+  void load_state_dict(const NamedParameters& names,
+                       const std::map<std::string, at::Tensor>& state);
+
+ protected:
+  // One parameter's state. `step` counts its steps; of SGD it is 1 once there is momentum.
+  struct State {
+    double step = 0;
+    std::vector<std::pair<std::string, at::Tensor>> tensors;  // names depend on the group alone
+  };
+  virtual std::string_view who() const = 0;
+  virtual State state_of(const at::Tensor& param, torch::optim::OptimizerParamGroup& group) = 0;
+  virtual void set_state(const at::Tensor& param, State state) = 0;
+  virtual void step_groups(const at::Tensor& found_inf) = 0;  // undefined: step in any case
+};
+
 template <typename Options>
-class FusedOptimizer : public torch::optim::Optimizer {
+class FusedOptimizer : public FusedBase {
  public:
   explicit FusedOptimizer(std::vector<at::Tensor> params, const Options& options = {})
       : FusedOptimizer(std::vector{torch::optim::OptimizerParamGroup(std::move(params))}, options) {
@@ -88,7 +123,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   // Groups with their own options: AdamW optimizer{{AdamW::group(a, {.lr = 1}), ...}};
   explicit FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                           const Options& options = {})
-      : Optimizer(groups, checked(options)) {}
+      : FusedBase(groups, checked(options)) {}
   static torch::optim::OptimizerParamGroup group(std::vector<at::Tensor> params,
                                                  const Options& options) {
     return {std::move(params), checked(options)};
@@ -105,18 +140,25 @@ class FusedOptimizer : public torch::optim::Optimizer {
       const at::AutoGradMode with_grad(true);
       loss = closure();
     }
-    const torch::NoGradGuard no_grad;
-    detail::Seen seen;
-    for (auto& group : param_groups_) {
-      const auto& options = detail::values_of<Options>(Options::kName, group);
-      for (const auto& batch : detail::gather(Options::kName, group.params(), seen))
-        step_batch(batch, options);
-    }
+    step_groups(at::Tensor());
     return loss;
   }
 
  protected:
   virtual void step_batch(const detail::Batch& batch, const Options& options) = 0;
+
+  std::string_view who() const override { return Options::kName; }
+  void step_groups(const at::Tensor& found_inf) override {
+    const torch::NoGradGuard no_grad;
+    detail::Seen seen;
+    for (auto& group : param_groups_) {
+      const auto& options = detail::values_of<Options>(Options::kName, group);
+      for (auto& batch : detail::gather(Options::kName, group.params(), seen)) {
+        if (found_inf.defined()) batch.found_inf = found_inf.to(batch.params[0].device());
+        step_batch(batch, options);
+      }
+    }
+  }
 
  private:
   static std::unique_ptr<torch::optim::OptimizerOptions> checked(const Options& options) {

@@ -7,13 +7,16 @@
 #include <cstring>
 #include <sstream>
 
+#include "lockstep/optim/adam.h"
 #include "lockstep/optim/adamw.h"
+#include "lockstep/optim/deferred_gradients.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/testing/matchers.h"
 
 namespace lockstep::optim {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
 
@@ -303,6 +306,114 @@ TEST(Optimizers, RefuseWrongOptions) {
   set_grad(q, torch::ones({2}));
   EXPECT_THAT(message_of<UsageError>([&] { optimizer.step(); }),
               HasSubstr("a parameter group has options of another optimizer"));
+}
+
+TEST(DeferredGradients, AreRefusedUntilTheyAreNoMore) {
+  auto mine = leaf(at::ones({2, 3})), other = leaf(at::ones({4}));
+  refuse_if_deferred({mine, other}, "clip_grad_norm_");
+  mark_deferred({mine});
+  refuse_if_deferred({other, at::Tensor()}, "clip_grad_norm_");
+  const auto refusal = [&](const std::vector<at::Tensor>& params) {
+    return message_of<UsageError>([&] { refuse_if_deferred(params, "clip_grad_norm_"); });
+  };
+  EXPECT_THAT(refusal({other, mine}),
+              AllOf(HasSubstr("[clip_grad_norm_] the parameter of shape [2, 3]"),
+                    HasSubstr("options().max_grad_norm")));
+  // New memory under the same tensor.
+  mine.set_data(at::zeros({2, 3}));
+  EXPECT_THAT(refusal({mine}), HasSubstr("ShardedOptimizer"));
+  set_grad(mine, at::ones({2, 3}));
+  EXPECT_THAT(message_of<UsageError>([&] { SGD({mine}).step(); }), HasSubstr("[SGD] "));
+  unmark_deferred({mine});
+  refuse_if_deferred({mine, other}, "clip_grad_norm_");
+}
+
+TEST(DeferredGradients, EndWithTheTensor) {
+  mark_deferred({leaf(at::ones({5}))});
+  // Whatever lies at that address now was never marked.
+  std::vector<at::Tensor> later;
+  for (int i = 0; i < 100; ++i) later.push_back(leaf(at::ones({5})));
+  refuse_if_deferred(later, "clip_grad_norm_");
+}
+
+TEST(Adam, AddsDecayToTheGradient) {
+  auto a = leaf(torch::full({2}, 2.0)), b = leaf(torch::full({2}, 2.0));
+  Adam decayed{{a}, {.lr = 0.1, .weight_decay = 0.5}};
+  AdamW by_hand{{b}, {.lr = 0.1, .weight_decay = 0}};
+  for (int t = 0; t < 3; ++t) {
+    set_grad(a, torch::ones({2}));
+    set_grad(b, torch::ones({2}) + 0.5 * b.detach());
+    decayed.step();
+    by_hand.step();
+  }
+  EXPECT_TRUE(torch::allclose(a, b, 1e-6, 1e-7));
+  EXPECT_THAT(message_of<UsageError>([&] { Adam wrong({a}, {.eps = -1}); }),
+              HasSubstr("[Adam] option eps cannot be -1"));
+}
+
+// Stops after some steps, goes on in a fresh optimizer over copies, with the state by name.
+template <typename Optimizer, typename Options>
+void check_state_dict(const Options& options) {
+  torch::manual_seed(5);
+  auto p = leaf(torch::randn({4, 5})), q = leaf(torch::randn({3})), unused = leaf(torch::ones({2}));
+  Optimizer first{{p, q, p, unused}, options};
+  for (int t = 0; t < 3; ++t) {
+    set_grad(p, torch::randn({4, 5}));
+    if (t > 0) set_grad(q, torch::randn({3}));
+    first.step();
+  }
+  const NamedParameters names{{"p", p}, {"q", q}, {"tied", p}, {"unused", unused}};
+  const std::map<std::string, at::Tensor> state = first.state_dict(names);
+  EXPECT_EQ(state.count("tied.step"), 0u);
+  EXPECT_EQ(state.at("unused.step").item<double>(), 0);
+  auto p2 = leaf(p.detach()), q2 = leaf(q.detach()), unused2 = leaf(unused.detach());
+  Optimizer second{{p2, q2, unused2}, options};
+  const NamedParameters names2{{"p", p2}, {"q", q2}, {"unused", unused2}};
+  second.load_state_dict(names2, state);
+  for (const auto& [name, tensor] : second.state_dict(names2))
+    EXPECT_TRUE(same_bits(tensor, state.at(name))) << name;
+  for (int t = 0; t < 2; ++t) {
+    for (auto [a, b] : {std::pair(&p, &p2), std::pair(&q, &q2), std::pair(&unused, &unused2)}) {
+      const auto grad = torch::randn(a->sizes());
+      set_grad(*a, grad);
+      set_grad(*b, grad);
+    }
+    first.step();
+    second.step();
+  }
+  EXPECT_TRUE(same_bits(p, p2));
+  EXPECT_TRUE(same_bits(q, q2));
+  EXPECT_TRUE(same_bits(unused, unused2));
+}
+
+TEST(Optimizers, StateByNameSurvives) {
+  check_state_dict<AdamW>(AdamWOptions{.lr = 0.1});
+  check_state_dict<Adam>(AdamOptions{.lr = 0.1, .weight_decay = 0.1});
+  check_state_dict<SGD>(SGDOptions{.lr = 0.1, .momentum = 0.9, .dampening = 0.5});
+  check_state_dict<SGD>(SGDOptions{.lr = 0.1});
+}
+
+TEST(Optimizers, RefuseStateOfAnotherModel) {
+  auto p = leaf(torch::ones({2}));
+  AdamW optimizer{{p}};
+  set_grad(p, torch::ones({2}));
+  optimizer.step();
+  const NamedParameters names{{"p", p}};
+  const auto good = optimizer.state_dict(names);
+  const auto refusal = [&](auto change) {
+    auto state = good;
+    change(state);
+    return message_of<UsageError>([&] { optimizer.load_state_dict(names, state); });
+  };
+  EXPECT_THAT(refusal([](auto& s) { s.erase("p.exp_avg"); }),
+              HasSubstr("[AdamW] the state has no 'p.exp_avg'"));
+  EXPECT_THAT(refusal([](auto& s) { s["p.exp_avg"] = torch::ones({3}); }),
+              HasSubstr("'p.exp_avg' has shape [3] in the state, but [2] is wanted"));
+  EXPECT_THAT(refusal([](auto& s) { s["q.step"] = torch::ones({}); }),
+              HasSubstr("the state holds 'q.step', which this optimizer has no place for"));
+  EXPECT_THAT(message_of<UsageError>([&] { optimizer.state_dict({}); }),
+              HasSubstr("a parameter of shape [2] has no name"));
+  EXPECT_TRUE(same_bits(optimizer.state_dict(names).at("p.exp_avg"), good.at("p.exp_avg")));
 }
 
 }  // namespace

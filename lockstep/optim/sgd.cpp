@@ -2,10 +2,13 @@
 
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/optim/serialize.h>
 #include <torch/utils.h>
 
 #include <memory>
+#include <optional>
 
 namespace lockstep::optim {
 namespace {
@@ -16,13 +19,16 @@ using Group = GroupOptions<SGDOptions>;
 // What one call of the kernel takes; it cannot mix first steps with later ones.
 struct Call {
   std::vector<at::Tensor> params, grads, momenta;
+  at::Tensor found_inf{};
 };
 
 void fused(const Call& call, const SGDOptions& options, bool is_first_step) {
   if (call.params.empty()) return;
+  const std::optional<at::Tensor> found_inf =
+      call.found_inf.defined() ? std::optional(call.found_inf) : std::nullopt;
   at::_fused_sgd_(call.params, call.grads, call.momenta, options.weight_decay, options.momentum,
                   options.lr, options.dampening, options.nesterov, /*maximize=*/false,
-                  is_first_step);
+                  is_first_step, /*grad_scale=*/{}, found_inf);
 }
 
 }  // namespace
@@ -41,17 +47,23 @@ void check(const SGDOptions& options) {
 
 void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {
   if (options.momentum == 0) {
-    fused({batch.params, batch.grads, {}}, options, /*is_first_step=*/false);
+    fused({batch.params, batch.grads, {}, batch.found_inf}, options, /*is_first_step=*/false);
     return;
   }
+  // Momentum begins with the first gradient, undamped. When that step is left out on the device,
+  // the buffer stays zero, and the next step's `momentum * 0 + gradient` is the same; only with
+  // dampening it is not, and then the host must know.
+  if (batch.found_inf.defined() && options.dampening != 0 && batch.found_inf.item<float>() != 0)
+    return;
   Call first, later;
+  first.found_inf = later.found_inf = batch.found_inf;
   for (std::size_t i = 0; i < batch.params.size(); ++i) {
     const auto& param = batch.params[i];
     auto& slot = state_[param.unsafeGetTensorImpl()];
     Call& call = slot ? later : first;
     if (!slot) {
       auto fresh = std::make_unique<SGDState>();
-      fresh->momentum_buffer = at::empty_like(param);
+      fresh->momentum_buffer = at::zeros_like(param);
       slot = std::move(fresh);
     }
     call.params.push_back(param);
@@ -60,6 +72,27 @@ void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {
   }
   fused(first, options, /*is_first_step=*/true);
   fused(later, options, /*is_first_step=*/false);
+}
+
+SGD::State SGD::state_of(const at::Tensor& param, torch::optim::OptimizerParamGroup& group) {
+  const auto slot = state_.find(param.unsafeGetTensorImpl());
+  const bool stepped = slot != state_.end();
+  State state{stepped ? 1.0 : 0.0, {}};
+  if (detail::values_of<SGDOptions>(kName, group).momentum == 0) return state;
+  state.tensors.emplace_back("momentum_buffer",
+                             stepped ? static_cast<const SGDState&>(*slot->second).momentum_buffer
+                                     : at::zeros(param.sizes(), param.options().device(at::kCPU)));
+  return state;
+}
+
+void SGD::set_state(const at::Tensor& param, State state) {
+  if (state.step == 0 || state.tensors.empty()) {
+    state_.erase(param.unsafeGetTensorImpl());
+    return;
+  }
+  auto fresh = std::make_unique<SGDState>();
+  fresh->momentum_buffer = at::empty_like(param).copy_(state.tensors[0].second);
+  state_[param.unsafeGetTensorImpl()] = std::move(fresh);
 }
 
 void SGD::save(torch::serialize::OutputArchive& archive) const {

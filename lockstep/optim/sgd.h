@@ -45,6 +45,8 @@ class SGD : public FusedOptimizer<SGDOptions> {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
+  State state_of(const at::Tensor& param, torch::optim::OptimizerParamGroup& group) override;
+  void set_state(const at::Tensor& param, State state) override;
   void step_batch(const detail::Batch& batch, const SGDOptions& options) override;
 };
 

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "lockstep/core/error.h"
 #include "lockstep/parallel/checkpoint_node.h"
 #include "lockstep/parallel/nested_backward.h"
 
@@ -136,6 +137,29 @@ at::Tensor checkpoint(CheckpointBlock block, std::vector<at::Tensor> inputs) {
   saved->block = std::move(block);
   const at::Tensor anchor = at::empty({0}).set_requires_grad(true);
   return CheckpointFunction::apply(anchor, saved, at::TensorList(inputs));
+}
+
+at::Tensor checkpoint_sequential(const std::vector<SequentialBlock>& blocks, std::size_t segments,
+                                 at::Tensor input) {
+  if (segments == 0 || segments > blocks.size())
+    throw UsageError("checkpoint_sequential",
+                     "{} segments of {} blocks. Each segment needs a block. Use 1 to {}.", segments,
+                     blocks.size(), blocks.size());
+  const auto run = [&](std::size_t begin, std::size_t end) {
+    // By value: backward runs it again when the caller's list may be gone.
+    return [part = std::vector(blocks.begin() + static_cast<std::ptrdiff_t>(begin),
+                               blocks.begin() + static_cast<std::ptrdiff_t>(end))](
+               const std::vector<at::Tensor>& in) {
+      at::Tensor x = in[0];
+      for (const auto& block : part) x = block(x);
+      return x;
+    };
+  };
+  const std::size_t length = blocks.size() / segments;
+  std::size_t begin = 0;
+  for (std::size_t segment = 0; segment + 1 < segments; ++segment, begin += length)
+    input = checkpoint(run(begin, begin + length), {input});
+  return run(begin, blocks.size())({input});
 }
 
 }  // namespace lockstep

@@ -77,6 +77,7 @@ class ShardedImpl {
   };
 
   // sharded_optimizer.cpp
+  std::vector<at::Tensor> tensors() const;
   void check_options() const;
   void collect_members(const std::vector<ShardedGroup>& groups);
   void make_domains();

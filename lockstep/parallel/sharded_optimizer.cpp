@@ -9,6 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/optim/deferred_gradients.h"
 #include "lockstep/parallel/sharded_impl.h"
 
 namespace lockstep {
@@ -41,6 +42,7 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
     house_parameters();
     find_pieces();
     remember_parameters();
+    optim::mark_deferred(tensors());
   } catch (...) {
     reducer_->resume();
     throw;
@@ -49,6 +51,7 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
 
 ShardedImpl::~ShardedImpl() {
   try {
+    optim::unmark_deferred(tensors());
     const torch::NoGradGuard no_grad;
     for (auto& member : members_)
       if (shared_ && member.tensor.const_data_ptr() == member.data)
@@ -59,16 +62,14 @@ ShardedImpl::~ShardedImpl() {
   }
 }
 
+std::vector<at::Tensor> ShardedImpl::tensors() const {
+  std::vector<at::Tensor> all;
+  for (const auto& member : members_) all.push_back(member.tensor);
+  return all;
+}
+
 void ShardedImpl::check_options() const {
-  for (const auto& rule : rules) {
-    if (const auto* adam = std::get_if<optim::AdamOptions>(&rule)) {
-      optim::check({adam->lr, adam->betas, adam->eps, adam->weight_decay});
-    } else if (const auto* adamw = std::get_if<optim::AdamWOptions>(&rule)) {
-      optim::check(*adamw);
-    } else {
-      optim::check(std::get<optim::SGDOptions>(rule));
-    }
-  }
+  for (const auto& rule : rules) std::visit([](const auto& o) { optim::check(o); }, rule);
   if (!(options.max_grad_norm >= 0))
     throw UsageError(kComponent, "max_grad_norm = {} must be positive, or 0 for no clipping.",
                      options.max_grad_norm);
@@ -445,6 +446,9 @@ ShardedOptions& ShardedOptimizer::options() {
 }
 OptimizerRule& ShardedOptimizer::rule(std::size_t group) {
   return impl_->rules.at(group);
+}
+std::size_t ShardedOptimizer::groups() const {
+  return impl_->rules.size();
 }
 void ShardedOptimizer::set_lr(double lr) {
   for (auto& rule : impl_->rules) std::visit([&](auto& options) { options.lr = lr; }, rule);

@@ -89,6 +89,7 @@ class ShardedOptimizer {
   ShardedOptions& options();
   OptimizerRule& rule(std::size_t group = 0);
   void set_lr(double lr);  // of all groups
+  std::size_t groups() const;
 
   // The whole state by parameter name ("h.0.attn.weight.exp_avg"), the same on every rank and
   // independent of their number. Collective.

@@ -529,6 +529,23 @@ TEST(ShardedRefuses, CommunicationHooks) {
   });
 }
 
+TEST(ShardedRefuses, AnotherOptimizerOnItsParameters) {
+  run_threads(2, [](World& world) {
+    Net net = make_net();
+    DistributedDataParallel model{net, world};
+    optim::SGD other{net->parameters(), {.lr = 0.1}};
+    {
+      ShardedOptimizer optimizer{model, optim::SGDOptions{}};
+      model(batch_of(world.rank(), 0)).sum().backward();
+      EXPECT_THAT(
+          message_of<UsageError>([&] { other.step(); }),
+          HasSubstr("[SGD] the parameter of shape [130, 40] belongs to a ShardedOptimizer"));
+      world.barrier();
+    }
+    other.step();
+  });
+}
+
 TEST(ShardedRefuses, WhatBackwardWouldHaveToReduce) {
   run_threads(2, [](World& world) {
     Net net = make_net();

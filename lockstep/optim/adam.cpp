@@ -1,0 +1,176 @@
+// Adam and AdamW: the same state and archive, two kernels.
+#include "lockstep/optim/adam.h"
+
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_sub.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/optim/serialize.h>
+#include <torch/utils.h>
+
+#include <memory>
+#include <optional>
+#include <type_traits>
+
+#include "lockstep/optim/adamw.h"
+
+namespace lockstep::optim {
+namespace {
+
+std::unique_ptr<AdamState> fresh_state(const at::Tensor& param) {
+  auto fresh = std::make_unique<AdamState>();
+  fresh->step = at::zeros({}, param.options().dtype(at::kFloat).requires_grad(false));
+  fresh->exp_avg = at::zeros_like(param);
+  fresh->exp_avg_sq = at::zeros_like(param);
+  return fresh;
+}
+
+template <typename Options>
+void check_adam(const Options& options) {
+  constexpr std::string_view kName = Options::kName;
+  const auto [beta1, beta2] = options.betas;
+  detail::check_option(options.lr >= 0, kName, "lr", options.lr);
+  detail::check_option(options.eps >= 0, kName, "eps", options.eps);
+  detail::check_option(beta1 >= 0 && beta1 < 1, kName, "betas.first", beta1);
+  detail::check_option(beta2 >= 0 && beta2 < 1, kName, "betas.second", beta2);
+  detail::check_option(options.weight_decay >= 0, kName, "weight_decay", options.weight_decay);
+}
+
+template <typename Options>
+void read_adam(torch::serialize::InputArchive& archive, Options& options) {
+  c10::IValue value;
+  archive.read("lr", value);
+  options.lr = value.toDouble();
+  archive.read("beta1", value);
+  options.betas.first = value.toDouble();
+  archive.read("beta2", value);
+  options.betas.second = value.toDouble();
+  archive.read("eps", value);
+  options.eps = value.toDouble();
+  archive.read("weight_decay", value);
+  options.weight_decay = value.toDouble();
+}
+
+template <typename Options>
+void write_adam(torch::serialize::OutputArchive& archive, const Options& options) {
+  archive.write("lr", c10::IValue(options.lr));
+  archive.write("beta1", c10::IValue(options.betas.first));
+  archive.write("beta2", c10::IValue(options.betas.second));
+  archive.write("eps", c10::IValue(options.eps));
+  archive.write("weight_decay", c10::IValue(options.weight_decay));
+}
+
+}  // namespace
+
+void check(const AdamOptions& options) {
+  check_adam(options);
+}
+void check(const AdamWOptions& options) {
+  check_adam(options);
+}
+void read(torch::serialize::InputArchive& archive, AdamOptions& options) {
+  read_adam(archive, options);
+}
+void read(torch::serialize::InputArchive& archive, AdamWOptions& options) {
+  read_adam(archive, options);
+}
+void write(torch::serialize::OutputArchive& archive, const AdamOptions& options) {
+  write_adam(archive, options);
+}
+void write(torch::serialize::OutputArchive& archive, const AdamWOptions& options) {
+  write_adam(archive, options);
+}
+
+template <typename Options>
+void FusedAdam<Options>::step_batch(const detail::Batch& batch, const Options& options) {
+  std::vector<at::Tensor> exp_avgs, exp_avg_sqs, steps;
+  for (const auto& param : batch.params) {
+    auto& slot = this->state_[param.unsafeGetTensorImpl()];
+    if (!slot) slot = fresh_state(param);
+    const auto& state = static_cast<const AdamState&>(*slot);
+    exp_avgs.push_back(state.exp_avg);
+    exp_avg_sqs.push_back(state.exp_avg_sq);
+    steps.push_back(state.step);
+  }
+  const std::optional<at::Tensor> found_inf =
+      batch.found_inf.defined() ? std::optional(batch.found_inf) : std::nullopt;
+  at::_foreach_add_(steps, 1);
+  const auto kernel = [&](auto&& fused) {
+    fused(batch.params, batch.grads, exp_avgs, exp_avg_sqs, std::vector<at::Tensor>{}, steps,
+          options.lr, options.betas.first, options.betas.second, options.weight_decay, options.eps,
+          /*amsgrad=*/false, /*maximize=*/false, std::optional<at::Tensor>{}, found_inf);
+  };
+  if constexpr (std::is_same_v<Options, AdamWOptions>) {
+    kernel([](auto&&... args) { at::_fused_adamw_(args...); });
+  } else {
+    kernel([](auto&&... args) { at::_fused_adam_(args...); });
+  }
+  // A step that was left out does not count.
+  if (found_inf) at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), *found_inf));
+}
+
+template <typename Options>
+typename FusedAdam<Options>::State FusedAdam<Options>::state_of(
+    const at::Tensor& param, torch::optim::OptimizerParamGroup&) {
+  const auto slot = this->state_.find(param.unsafeGetTensorImpl());
+  if (slot == this->state_.end()) {
+    const at::Tensor zeros = at::zeros(param.sizes(), param.options().device(at::kCPU));
+    return {0, {{"exp_avg", zeros}, {"exp_avg_sq", zeros.clone()}}};
+  }
+  const auto& state = static_cast<const AdamState&>(*slot->second);
+  return {state.step.template item<double>(),
+          {{"exp_avg", state.exp_avg}, {"exp_avg_sq", state.exp_avg_sq}}};
+}
+
+template <typename Options>
+void FusedAdam<Options>::set_state(const at::Tensor& param, State state) {
+  if (state.step == 0) {
+    this->state_.erase(param.unsafeGetTensorImpl());
+    return;
+  }
+  auto fresh = fresh_state(param);
+  fresh->step.fill_(state.step);
+  fresh->exp_avg.copy_(state.tensors[0].second);
+  fresh->exp_avg_sq.copy_(state.tensors[1].second);
+  this->state_[param.unsafeGetTensorImpl()] = std::move(fresh);
+}
+
+template <typename Options>
+void FusedAdam<Options>::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<AdamState, GroupOptions<Options>>(archive, *this);
+}
+
+template <typename Options>
+void FusedAdam<Options>::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<AdamState, GroupOptions<Options>>(archive, *this);
+  for (const auto& group : this->param_groups_) {
+    for (const auto& param : group.params()) {
+      const auto slot = this->state_.find(param.unsafeGetTensorImpl());
+      if (slot == this->state_.end()) continue;
+      const auto& state = static_cast<const AdamState&>(*slot->second);
+      detail::check_loaded(Options::kName, param, state.exp_avg);
+      detail::check_loaded(Options::kName, param, state.exp_avg_sq);
+    }
+  }
+}
+
+void AdamState::serialize(torch::serialize::InputArchive& archive) {
+  archive.read("step", step);
+  archive.read("exp_avg", exp_avg);
+  archive.read("exp_avg_sq", exp_avg_sq);
+}
+
+void AdamState::serialize(torch::serialize::OutputArchive& archive) const {
+  archive.write("step", step);
+  archive.write("exp_avg", exp_avg);
+  archive.write("exp_avg_sq", exp_avg_sq);
+}
+
+template class FusedAdam<AdamOptions>;
+template class FusedAdam<AdamWOptions>;
+
+}  // namespace lockstep::optim

@@ -1,0 +1,98 @@
+// GradScaler: keeps small fp16 gradients from vanishing, with PyTorch's constants, states and
+// rules.
+//
+//   lockstep::optim::GradScaler scaler{world};
+//   scaler.scale(loss).backward();
+//   scaler.unscale_(optimizer);                   // only to see or clip true gradients
+//   clip_grad_norm_(model.parameters(), 1.0);
+//   scaler.step(optimizer);                       // left out when a gradient is inf or nan
+//   scaler.update();
+//
+// The one hard idea: whether a step is left out is a number on the device that the fused kernels
+// read there, so no step waits for the host. It is the maximum over all ranks, so every rank leaves
+// the same step out and has the same scale. (An optimizer of torch::optim, which cannot read it
+// there, costs one host sync per step.)
+//
+// bf16 has the range of float32 and needs no scaler. One scaler per run, also with several
+// optimizers; update() once per step, after all of them. unscale_ and step communicate: call them
+// on all ranks alike. One thread at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+
+namespace lockstep::optim {
+
+struct GradScalerOptions {
+  double init_scale = 65536;
+  double growth_factor = 2;
+  double backoff_factor = 0.5;
+  std::int64_t growth_interval = 2000;
+  bool enabled = true;  // off: every call does nothing but step()
+};
+
+// PyTorch's state_dict, with its names (there the last one is _growth_tracker).
+struct GradScalerState {
+  double scale = 65536;
+  double growth_factor = 2;
+  double backoff_factor = 0.5;
+  std::int64_t growth_interval = 2000;
+  std::int64_t growth_tracker = 0;
+};
+
+class GradScaler {
+ public:
+  // Throws UsageError for factors that do not grow or shrink.
+  explicit GradScaler(World world = {}, const GradScalerOptions& options = {});
+
+  at::Tensor scale(const at::Tensor& loss);
+
+  // Divides the gradients of the optimizer's parameters by the scale, once between two updates.
+  void unscale_(torch::optim::Optimizer& optimizer);
+  // Steps unless a gradient is not finite; unscales first where that was not done.
+  void step(torch::optim::Optimizer& optimizer);
+  // After all steps: halves the scale when one was left out, doubles it after growth_interval
+  // updates in a row without one. A new scale may be given instead.
+  void update(std::optional<double> new_scale = std::nullopt);
+
+  // 1 where the step of this optimizer is (or was, since the last update) left out, otherwise 0: a
+  // float of one element on the device. Undefined before unscale_ or step.
+  at::Tensor found_inf(const void* optimizer) const;
+
+  // For an optimizer that divides by the scale and finds non-finite gradients in its own step
+  // (ShardedOptimizer): tells what it found. Counts as unscale_ and step of `optimizer`.
+  void record_step(const void* optimizer, bool skipped);
+
+  bool enabled() const { return options_.enabled; }
+  double get_scale() const;  // waits for the device
+
+  GradScalerState state_dict() const;  // waits for the device
+  void load_state_dict(const GradScalerState& state);
+
+ private:
+  enum class Stage { kReady, kUnscaled, kStepped };
+  struct PerOptimizer {
+    Stage stage = Stage::kReady;
+    at::Tensor found_inf;
+  };
+  void require_scale(const char* call) const;
+  void make_scale(const c10::Device& device);
+  at::Tensor check_and_unscale(const std::vector<at::Tensor>& params);
+
+  World world_;
+  GradScalerOptions options_;
+  at::Tensor scale_;           // float, one element, on the first loss's device
+  at::Tensor growth_tracker_;  // int, one element
+  std::int64_t initial_tracker_ = 0;
+  std::map<const void*, PerOptimizer> optimizers_;  // since the last update
+};
+
+}  // namespace lockstep::optim

@@ -1,0 +1,493 @@
+// Loss scaling, autocasting, clipping, averages, seeds and the stepper. That numbers are PyTorch's
+// is checked in tests/optim.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include "lockstep/optim/adam.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/deferred_gradients.h"
+#include "lockstep/optim/determinism.h"
+#include "lockstep/optim/ema.h"
+#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/sgd.h"
+#include "lockstep/optim/stepper.h"
+#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep::optim {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::run_threads;
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+at::Tensor leaf(at::Tensor values) {
+  return values.clone().set_requires_grad(true);
+}
+
+void set_grad(at::Tensor& param, double value) {
+  param.mutable_grad() = at::full_like(param, value).detach();
+}
+
+// ---------------------------------------------------------------- GradScaler
+
+TEST(GradScaler, HasPyTorchsConstants) {
+  const GradScalerOptions options;
+  EXPECT_EQ(options.init_scale, 65536);
+  EXPECT_EQ(options.growth_factor, 2);
+  EXPECT_EQ(options.backoff_factor, 0.5);
+  EXPECT_EQ(options.growth_interval, 2000);
+}
+
+TEST(GradScaler, LeavesAStepOutOnEveryRankWhenOneHasAnInfiniteGradient) {
+  run_threads(3, [](World& world) {
+    auto p = leaf(at::ones({3}));
+    SGD optimizer{{p}, {.lr = 1}};
+    GradScaler scaler{world, {.init_scale = 4}};
+    for (int step = 0; step < 2; ++step) {
+      const bool bad = step == 0 && world.rank() == 1;
+      scaler.scale((p * 0.25).sum() * (bad ? kInf : 1)).backward();
+      scaler.step(optimizer);
+      EXPECT_EQ(scaler.found_inf(&optimizer).item<float>(), step == 0 ? 1 : 0);
+      scaler.update();
+      EXPECT_EQ(scaler.get_scale(), 2) << "rank " << world.rank();
+      EXPECT_TENSOR_EQ(p.detach(), at::full({3}, step == 0 ? 1.0 : 0.75));
+      optimizer.zero_grad();
+    }
+  });
+}
+
+TEST(GradScaler, StepsStockOptimizersToo) {
+  auto p = leaf(at::ones({3}));
+  torch::optim::SGD optimizer({p}, torch::optim::SGDOptions(1.0));
+  GradScaler scaler;
+  for (const double by : {kInf, 1.0}) {
+    scaler.scale((p * 0.25).sum() * by).backward();
+    scaler.step(optimizer);
+    scaler.update();
+    optimizer.zero_grad();
+  }
+  EXPECT_TENSOR_EQ(p.detach(), at::full({3}, 0.75));
+}
+
+TEST(GradScaler, StateSurvives) {
+  auto p = leaf(at::ones({1}));
+  SGD optimizer{{p}, {.lr = 0}};
+  GradScaler scaler{{}, {.growth_interval = 4}};
+  const auto step = [&](GradScaler& with) {
+    optimizer.zero_grad();
+    with.scale(p.sum()).backward();
+    with.step(optimizer);
+    with.update();
+  };
+  for (int i = 0; i < 3; ++i) step(scaler);
+  const GradScalerState state = scaler.state_dict();
+  EXPECT_EQ(state.scale, 65536);
+  EXPECT_EQ(state.growth_tracker, 3);
+  GradScaler fresh, used;
+  step(used);
+  fresh.load_state_dict(state);
+  used.load_state_dict(state);
+  for (GradScaler* other : {&scaler, &fresh, &used}) {
+    step(*other);
+    EXPECT_EQ(other->get_scale(), 131072);
+    EXPECT_EQ(other->state_dict().growth_tracker, 0);
+    EXPECT_EQ(other->state_dict().growth_interval, 4);
+  }
+  scaler.scale(p.sum());
+  scaler.update(8.0);
+  EXPECT_EQ(scaler.get_scale(), 8);
+}
+
+TEST(GradScaler, SwitchedOffDoesNothing) {
+  auto p = leaf(at::ones({1}));
+  SGD optimizer{{p}, {.lr = 1}};
+  GradScaler scaler{{}, {.enabled = false}};
+  const at::Tensor loss = p.sum();
+  EXPECT_TRUE(scaler.scale(loss).is_same(loss));
+  loss.backward();
+  scaler.unscale_(optimizer);
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 1);
+  EXPECT_EQ(p.item<float>(), 0);
+}
+
+TEST(GradScaler, RefusesCallsOutOfOrder) {
+  auto p = leaf(at::ones({1}));
+  SGD optimizer{{p}};
+  GradScaler scaler;
+  EXPECT_THAT(message_of<UsageError>([&] { scaler.step(optimizer); }),
+              HasSubstr("[GradScaler] step() was called, but no loss was scaled yet"));
+  EXPECT_THAT(message_of<UsageError>([&] { scaler.update(); }), HasSubstr("update() was called"));
+  scaler.scale(p.sum()).backward();
+  EXPECT_THAT(message_of<UsageError>([&] { scaler.update(); }),
+              HasSubstr("no gradient was checked since the last one"));
+  scaler.unscale_(optimizer);
+  EXPECT_THAT(message_of<UsageError>([&] { scaler.unscale_(optimizer); }),
+              HasSubstr("unscale_() was already called on this optimizer"));
+  scaler.step(optimizer);
+  EXPECT_THAT(message_of<UsageError>([&] { scaler.unscale_(optimizer); }),
+              HasSubstr("unscale_() was called after step()"));
+  EXPECT_THAT(message_of<UsageError>([&] { scaler.step(optimizer); }),
+              HasSubstr("step() was already called on this optimizer"));
+  EXPECT_THAT(message_of<UsageError>([&] { scaler.record_step(&optimizer, false); }),
+              HasSubstr("already recorded"));
+  EXPECT_THAT(message_of<UsageError>([&] { scaler.update(-1.0); }), HasSubstr("a new scale of -1"));
+  scaler.update();
+  auto half = leaf(at::ones({1}, at::kHalf));
+  SGD of_half{{half}};
+  scaler.scale(half.sum()).backward();
+  EXPECT_THAT(message_of<UsageError>([&] { scaler.unscale_(of_half); }),
+              HasSubstr("has fp16 gradients"));
+  EXPECT_THAT(message_of<UsageError>([&] { SGD(std::vector{p}).step_unless(at::ones({2})); }),
+              HasSubstr("[SGD] step_unless() takes one float"));
+  for (const auto& [options, text] : std::vector<std::pair<GradScalerOptions, std::string>>{
+           {{.init_scale = 0}, "init_scale = 0"},
+           {{.growth_factor = 1}, "growth_factor = 1 does not grow"},
+           {{.backoff_factor = 1}, "backoff_factor = 1 does not shrink"},
+           {{.growth_interval = 0}, "growth_interval = 0"}})
+    EXPECT_THAT(message_of<UsageError>([&] { GradScaler({}, options); }), HasSubstr(text));
+}
+
+// ---------------------------------------------------------------- clipping
+
+TEST(Clip, BoundsTheNormOverAllGradients) {
+  auto a = leaf(at::zeros({2})), b = leaf(at::zeros({2})), unused = leaf(at::zeros({9}));
+  set_grad(a, 3);
+  set_grad(b, 4);
+  const auto norm = clip_grad_norm_({a, b, unused, a}, 1.0);  // tied weights count once
+  EXPECT_NEAR(norm.item<double>(), std::sqrt(50.0), 1e-6);
+  EXPECT_NEAR(grad_norm({a, b}).item<double>(), 1.0, 1e-6);
+  EXPECT_EQ(clip_grad_norm_({unused}, 1.0).item<float>(), 0);
+  const auto before = a.grad().clone();
+  clip_grad_norm_({a, b}, 100.0);
+  EXPECT_TENSOR_EQ(a.grad(), before);
+  set_grad(b, -7);
+  clip_grad_value_({a, b, unused}, 0.125);
+  EXPECT_TENSOR_EQ(b.grad(), at::full({2}, -0.125));
+  auto wide = leaf(at::zeros({2}, at::kDouble));
+  set_grad(wide, 3);
+  set_grad(a, 4);
+  EXPECT_NEAR(clip_grad_norm_({a, wide}, 1.0).item<double>(), std::sqrt(50.0), 1e-6);
+}
+
+TEST(Clip, RefusesWhatItCannotClip) {
+  auto p = leaf(at::zeros({2, 2}));
+  set_grad(p, std::nan(""));
+  EXPECT_THAT(
+      message_of<UsageError>([&] { clip_grad_norm_({p}, 1.0, {.error_if_nonfinite = true}); }),
+      HasSubstr("[clip_grad_norm_] the norm of order 2 over all gradients is nan"));
+  EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({p}, -1); }),
+              HasSubstr("max_norm = -1 is no bound"));
+  EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({p}, 1, {.norm_type = 0}); }),
+              HasSubstr("norm_type = 0 is no norm"));
+  EXPECT_THAT(message_of<UsageError>([&] { clip_grad_value_({p}, -1); }),
+              HasSubstr("clip_value = -1 is no bound"));
+  p.mutable_grad() = at::ones({2, 2}).to_sparse();
+  EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({p}, 1); }), HasSubstr("is sparse"));
+}
+
+TEST(Clip, RefusesGradientsThatAreNotAveragedYet) {
+  auto p = leaf(at::ones({2}));
+  SGD optimizer{{p}};
+  GradScaler scaler;
+  scaler.scale(p.sum()).backward();
+  mark_deferred({p});
+  for (const auto& text : {message_of<UsageError>([&] { clip_grad_norm_({p}, 1); }),
+                           message_of<UsageError>([&] { clip_grad_value_({p}, 1); }),
+                           message_of<UsageError>([&] { grad_norm({p}); }),
+                           message_of<UsageError>([&] { scaler.unscale_(optimizer); })})
+    EXPECT_THAT(text, HasSubstr("belongs to a ShardedOptimizer"));
+  unmark_deferred({p});
+  clip_grad_norm_({p}, 1);
+}
+
+// ---------------------------------------------------------------- autocast
+
+at::ScalarType product_type() {
+  return at::mm(at::ones({4, 4}), at::ones({4, 4})).scalar_type();
+}
+
+TEST(Autocast, LowersPrecisionWhileItLives) {
+  const c10::Device cpu(c10::kCPU);
+  EXPECT_EQ(product_type(), at::kFloat);
+  {
+    const Autocast outer{cpu, at::kBFloat16};
+    EXPECT_EQ(product_type(), at::kBFloat16);
+    {
+      const Autocast off{cpu, at::kFloat};
+      EXPECT_EQ(product_type(), at::kFloat);
+      const Autocast half{cpu, at::kHalf};
+      EXPECT_EQ(product_type(), at::kHalf);
+    }
+    EXPECT_EQ(product_type(), at::kBFloat16);
+    try {
+      const Autocast half{cpu, at::kHalf};
+      throw std::runtime_error("out");
+    } catch (const std::runtime_error&) {
+    }
+    EXPECT_EQ(product_type(), at::kBFloat16);
+  }
+  EXPECT_EQ(product_type(), at::kFloat);
+  EXPECT_THAT(message_of<UsageError>([&] { Autocast wrong(cpu, at::kDouble); }),
+              HasSubstr("[Autocast] Double is no type to compute in"));
+  EXPECT_THAT(message_of<UsageError>([&] { Autocast wrong(c10::Device("meta"), at::kHalf); }),
+              HasSubstr("no autocasting for meta"));
+}
+
+// A weight that was changed between two guards must not be taken from the cache of the first.
+TEST(Autocast, ForgetsConvertedWeightsAtTheEnd) {
+  auto weight = leaf(at::ones({2, 2}));
+  const auto product = [&] {
+    const Autocast autocast{c10::Device(c10::kCPU), at::kBFloat16};
+    at::mm(at::ones({2, 2}), weight);
+    { const Autocast inner{c10::Device(c10::kCPU), at::kBFloat16}; }
+    return at::mm(at::ones({2, 2}), weight)[0][0].item<float>();
+  };
+  EXPECT_EQ(product(), 2);
+  weight.data().fill_(3);
+  EXPECT_EQ(product(), 6);
+}
+
+// ---------------------------------------------------------------- Ema
+
+struct Net : torch::nn::Module {
+  Net() {
+    weight = register_parameter("weight", at::zeros({2}));
+    half = register_parameter("half", at::zeros({2}, at::kBFloat16));
+    mean = register_buffer("mean", at::zeros({2}));
+    steps = register_buffer("steps", at::zeros({}, at::kLong));
+  }
+  void set(double value) {
+    const torch::NoGradGuard no_grad;
+    for (auto& p : parameters()) p.fill_(value);
+    mean.fill_(value);
+    steps.fill_(static_cast<std::int64_t>(value));
+  }
+  at::Tensor weight, half, mean, steps;
+};
+
+TEST(Ema, FollowsTheWeights) {
+  Net net;
+  Ema plain{net, {.decay = 0.75, .warmup = false, .buffers = EmaBuffers::kAverage}};
+  Ema warm{net, {.decay = 0.75}};
+  net.set(8);
+  plain.update();
+  warm.update();  // decay is 1/10 at first
+  EXPECT_TENSOR_EQ(plain.state_dict().at("weight"), at::full({2}, 2.0));
+  EXPECT_TENSOR_EQ(plain.state_dict().at("mean"), at::full({2}, 2.0));
+  EXPECT_EQ(plain.state_dict().at("steps").item<std::int64_t>(), 8);
+  EXPECT_EQ(plain.state_dict().at("half").scalar_type(), at::kFloat);
+  EXPECT_TENSOR_NEAR(warm.state_dict().at("weight"), at::full({2}, 7.2), 1e-6);
+  EXPECT_TENSOR_EQ(warm.state_dict().at("mean"), at::full({2}, 8.0));
+  EXPECT_EQ(warm.updates(), 1);
+}
+
+TEST(Ema, SwapIsExactUndoneAndNoWrite) {
+  Net net;
+  Ema ema{net, {.decay = 0.5, .warmup = false}};
+  Ema leaves_buffers{net, {.decay = 0.5, .warmup = false, .buffers = EmaBuffers::kLeave}};
+  net.set(4);
+  ema.update();
+  leaves_buffers.update();
+  net.set(9);
+  const auto version = net.weight._version();
+  const void* memory = net.weight.data_ptr();
+  try {
+    const auto averaged = ema.swap();
+    EXPECT_TENSOR_EQ(net.weight.detach(), at::full({2}, 2.0));
+    EXPECT_TENSOR_EQ(net.half.detach(), at::full({2}, 2.0, at::kBFloat16));
+    EXPECT_TENSOR_EQ(net.mean, at::full({2}, 4.0));
+    EXPECT_THAT(message_of<UsageError>([&] { (void)ema.swap(); }), HasSubstr("already swapped in"));
+    EXPECT_THAT(message_of<UsageError>([&] { ema.update(); }), HasSubstr("while the averages"));
+    EXPECT_THAT(message_of<UsageError>([&] { ema.load_state_dict({}); }),
+                HasSubstr("End the swap"));
+    throw std::runtime_error("out");
+  } catch (const std::runtime_error&) {
+  }
+  EXPECT_TENSOR_EQ(net.weight.detach(), at::full({2}, 9.0));
+  EXPECT_TENSOR_EQ(net.mean, at::full({2}, 9.0));
+  EXPECT_EQ(net.weight._version(), version);
+  EXPECT_EQ(net.weight.data_ptr(), memory);
+  const auto averaged = leaves_buffers.swap();
+  EXPECT_TENSOR_EQ(net.weight.detach(), at::full({2}, 2.0));
+  EXPECT_TENSOR_EQ(net.mean, at::full({2}, 9.0));
+}
+
+TEST(Ema, StateSurvivesAndIsChecked) {
+  Net net, other;
+  Ema ema{net}, fresh{other};
+  for (int i = 1; i < 4; ++i) {
+    net.set(i);
+    ema.update();
+  }
+  auto state = ema.state_dict();
+  fresh.load_state_dict(state);
+  EXPECT_EQ(fresh.updates(), 3);
+  net.set(7);
+  other.set(7);
+  ema.update();
+  fresh.update();
+  for (const auto& [name, tensor] : ema.state_dict())
+    EXPECT_TENSOR_EQ(tensor, fresh.state_dict().at(name));
+  state["extra"] = at::ones({1});
+  EXPECT_THAT(message_of<UsageError>([&] { fresh.load_state_dict(state); }),
+              HasSubstr("the state holds 'extra'"));
+  state["mean"] = at::ones({3});
+  EXPECT_THAT(message_of<UsageError>([&] { fresh.load_state_dict(state); }),
+              HasSubstr("'mean' has shape [3] in the state, but the model has [2]"));
+  state.erase("weight");
+  EXPECT_THAT(message_of<UsageError>([&] { fresh.load_state_dict(state); }),
+              HasSubstr("the state has no 'weight'"));
+  EXPECT_THAT(message_of<UsageError>([&] { Ema(net, {.decay = 1}); }), HasSubstr("decay = 1"));
+}
+
+// ---------------------------------------------------------------- seeds and switches
+
+TEST(Seeds, WeightsAreEqualAndDropoutDiffers) {
+  const auto rank = [](int r) {
+    seed_everything(42, r);
+    at::rand({r + 1});  // what a rank drew before does not matter for the weights
+    const auto weights = with_seed(42, [] { return at::randn({4}); });
+    return std::pair(weights, at::rand({4}));
+  };
+  const auto [weights0, noise0] = rank(0);
+  const auto [weights1, noise1] = rank(1);
+  EXPECT_TENSOR_EQ(weights0, weights1);
+  EXPECT_FALSE(noise0.equal(noise1));
+  torch::manual_seed(43);
+  at::rand({2});
+  EXPECT_TENSOR_EQ(noise1, at::rand({4}));  // seed + rank, not moved by with_seed
+}
+
+TEST(Seeds, RandomStateSurvives) {
+  seed_everything(7);
+  at::randn({3});
+  const RngState state = rng_state();
+  const auto next = at::randn({5});
+  set_rng_state(state);
+  EXPECT_TENSOR_EQ(at::randn({5}), next);
+  RngState larger = state;
+  larger["cuda:63"] = at::zeros({16}, at::kByte);
+  set_rng_state(larger);
+  EXPECT_TENSOR_EQ(at::randn({5}), next);
+  EXPECT_THAT(message_of<UsageError>([&] { set_rng_state({}); }), HasSubstr("has no 'cpu'"));
+  EXPECT_THAT(message_of<UsageError>([&] { set_rng_state({{"cpu", at::zeros({3}, at::kByte)}}); }),
+              HasSubstr("[determinism] the random state of cpu cannot be used"));
+}
+
+TEST(Determinism, SwitchesAreSet) {
+  set_tf32(true);
+  EXPECT_TRUE(tf32());
+  full_determinism(3, 1);
+  EXPECT_FALSE(tf32());
+  EXPECT_TRUE(deterministic());
+  EXPECT_TRUE(at::globalContext().deterministicCuDNN());
+  EXPECT_FALSE(at::globalContext().benchmarkCuDNN());
+  EXPECT_STRNE(std::getenv("CUBLAS_WORKSPACE_CONFIG"), nullptr);
+  const auto noise = at::rand({2});
+  set_deterministic(false);
+  EXPECT_FALSE(deterministic());
+  torch::manual_seed(4);
+  EXPECT_TENSOR_EQ(noise, at::rand({2}));
+}
+
+// ---------------------------------------------------------------- Stepper
+
+torch::nn::Linear make_linear() {
+  return with_seed(1, [] { return torch::nn::Linear(3, 2); });
+}
+
+TEST(Stepper, ClipsScalesAndSkipsAsByHand) {
+  auto by_hand = make_linear(), stepped = make_linear();
+  AdamW optimizer{by_hand->parameters(), {.lr = 0.1}};
+  auto stepper = replicated(std::make_shared<AdamW>(stepped->parameters(), AdamWOptions{.lr = 0.1}),
+                            named(*stepped));
+  GradScaler first, second;
+  for (const double by : {1.0, kInf, 2.0}) {
+    const auto x = at::full({4, 3}, 3.0);
+    first.scale(by_hand(x).pow(2).sum() * by).backward();
+    first.unscale_(optimizer);
+    const auto norm = clip_grad_norm_(by_hand->parameters(), 1.0);
+    first.step(optimizer);
+    first.update();
+    optimizer.zero_grad();
+    second.scale(stepped(x).pow(2).sum() * by).backward();
+    const StepResult result = stepper->step({.max_grad_norm = 1.0, .scaler = &second});
+    stepper->zero_grad();
+    EXPECT_FALSE(stepped->weight.grad().defined());
+    if (by != kInf) {
+      EXPECT_TENSOR_EQ(result.grad_norm, norm);
+    }
+    EXPECT_EQ(result.skipped.item<float>(), by == kInf ? 1 : 0);
+    EXPECT_EQ(first.get_scale(), second.get_scale());
+    EXPECT_TENSOR_EQ(by_hand->weight.detach(), stepped->weight.detach());
+  }
+}
+
+TEST(Stepper, LeavesOutANonFiniteStepOnEveryRank) {
+  run_threads(2, [](World& world) {
+    auto p = leaf(at::ones({2}));
+    auto stepper =
+        replicated(std::make_shared<SGD>(std::vector{p}, SGDOptions{.lr = 1}), {{"p", p}}, world);
+    set_grad(p, world.rank() == 1 ? std::nan("") : 0.25);
+    EXPECT_EQ(stepper->step({.skip_non_finite = true}).skipped.item<float>(), 1);
+    EXPECT_TENSOR_EQ(p.detach(), at::ones({2}));
+    set_grad(p, 0.25);
+    const auto result = stepper->step({.want_grad_norm = true, .skip_non_finite = true});
+    EXPECT_EQ(result.skipped.item<float>(), 0);
+    EXPECT_NEAR(result.grad_norm.item<double>(), std::sqrt(0.125), 1e-7);
+    EXPECT_TENSOR_EQ(p.detach(), at::full({2}, 0.75));
+    EXPECT_FALSE(stepper->step().skipped.defined());
+  });
+}
+
+TEST(Stepper, KnowsGroupsAndNames) {
+  auto a = leaf(at::ones({2})), b = leaf(at::ones({2}));
+  auto optimizer = std::make_shared<SGD>(
+      std::vector{SGD::group({a}, {.lr = 0.5}), SGD::group({b}, {.lr = 0.25})});
+  auto stepper = replicated(optimizer, {{"a", a}, {"b", b}});
+  EXPECT_EQ(stepper->groups(), 2u);
+  EXPECT_EQ(stepper->lr(1), 0.25);
+  stepper->set_lr(1, 0.125);
+  set_grad(a, 1);
+  set_grad(b, 1);
+  stepper->step();
+  EXPECT_EQ(a[0].item<float>(), 0.5f);
+  EXPECT_EQ(b[0].item<float>(), 0.875f);
+  EXPECT_THAT(message_of<UsageError>([&] { replicated(optimizer, {{"a", a}}); }),
+              HasSubstr("[replicated] the optimizer has a parameter that none of the 1 names"));
+}
+
+TEST(Stepper, DecayGroupsAreHuggingFaces) {
+  struct Block : torch::nn::Module {
+    Block() {
+      fc = register_module("fc", torch::nn::Linear(2, 2));
+      ln = register_module("ln_1", torch::nn::LayerNorm(torch::nn::LayerNormOptions({2})));
+      q_norm = register_parameter("q_norm", at::ones({2}));
+      normal = register_parameter("normal", at::ones({2}));
+      frozen = register_parameter("frozen", at::ones({2}), /*requires_grad=*/false);
+    }
+    torch::nn::Linear fc{nullptr};
+    torch::nn::LayerNorm ln{nullptr};
+    at::Tensor q_norm, normal, frozen;
+  } block;
+  const DecayGroups groups = decay_groups(block);
+  ASSERT_EQ(groups.decayed.size(), 2u);
+  EXPECT_TRUE(groups.decayed[0].is_same(block.normal));
+  EXPECT_TRUE(groups.decayed[1].is_same(block.fc->weight));
+  EXPECT_EQ(groups.not_decayed.size(), 4u);
+}
+
+}  // namespace
+}  // namespace lockstep::optim

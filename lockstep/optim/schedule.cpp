@@ -1,0 +1,271 @@
+#include "lockstep/optim/schedule.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <optional>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/spelling.h"
+
+namespace lockstep::optim {
+namespace {
+
+constexpr const char* kWho = "schedule";
+using Factor = std::function<double(std::int64_t)>;
+
+// The options of one schedule, read with a default or required.
+class Kwargs {
+ public:
+  Kwargs(const ScheduleOptions& options, std::vector<std::string> known)
+      : options_(options), known_(std::move(known)) {
+    const Node& node = options.kwargs;
+    if (node.is(NodeKind::kNull)) return;
+    for (const Entry& entry : as_map(node, "lr_scheduler_kwargs").entries) {
+      if (std::find(known_.begin(), known_.end(), entry.key) != known_.end()) continue;
+      const std::string options_are =
+          known_.empty() ? "It has none." : fmt::format("It has {}.", fmt::join(known_, ", "));
+      throw UsageError(kWho, "{} has no option '{}'.{} {} Remove it from lr_scheduler_kwargs.",
+                       options.name, entry.key, did_you_mean(entry.key, known_), options_are);
+    }
+  }
+
+  std::optional<double> real(const char* key) const {
+    const Entry* entry = find(key);
+    return entry ? std::optional(as_real(entry->value, key)) : std::nullopt;
+  }
+  std::optional<std::int64_t> steps(const char* key) const {
+    const Entry* entry = find(key);
+    if (!entry) return std::nullopt;
+    const std::int64_t value = as_integer(entry->value, key);
+    if (value < 0) refuse(key, fmt::format("{}", value), "a number of steps, at least 0");
+    return value;
+  }
+  std::string word(const char* key, const char* otherwise,
+                   const std::vector<std::string>& choices) const {
+    const Entry* entry = find(key);
+    std::string value = entry ? as_string(entry->value, key) : otherwise;
+    if (std::find(choices.begin(), choices.end(), value) == choices.end())
+      refuse(key, value, fmt::format("{}", fmt::join(choices, ", ")));
+    return value;
+  }
+  [[noreturn]] void refuse(const char* key, const std::string& value,
+                           const std::string& wanted) const {
+    throw UsageError(kWho, "{} = {} of {} cannot be used. It must be {}.", key, value,
+                     options_.name, wanted);
+  }
+
+ private:
+  // A key without a value means its default, as None does in Python.
+  const Entry* find(const char* key) const {
+    const Entry* entry = options_.kwargs.find(key);
+    return entry && !entry->value.is(NodeKind::kNull) ? entry : nullptr;
+  }
+
+  const ScheduleOptions& options_;
+  std::vector<std::string> known_;
+};
+
+double ratio(std::int64_t part, std::int64_t whole) {
+  return static_cast<double>(part) / static_cast<double>(std::max<std::int64_t>(1, whole));
+}
+
+// A straight line up, then `rest` of the step as counted from the first one.
+Factor after_warmup(std::int64_t warmup, Factor rest) {
+  return [warmup, rest = std::move(rest)](std::int64_t step) {
+    return step < warmup ? ratio(step, warmup) : rest(step);
+  };
+}
+
+double half_wave(double cycles, double progress) {
+  return 0.5 * (1.0 + std::cos(std::numbers::pi * cycles * 2.0 * progress));
+}
+
+Factor constant(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {});
+  return [](std::int64_t) { return 1.0; };
+}
+
+Factor constant_with_warmup(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {});
+  return after_warmup(options.warmup_steps, [](std::int64_t) { return 1.0; });
+}
+
+Factor linear(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {});
+  const auto warmup = options.warmup_steps, total = options.total_steps;
+  return after_warmup(warmup, [=](std::int64_t step) {
+    return std::max(0.0, ratio(total - step, total - warmup));
+  });
+}
+
+Factor cosine_down_to(const ScheduleOptions& options, double cycles, double floor) {
+  const auto warmup = options.warmup_steps, total = options.total_steps;
+  return after_warmup(warmup, [=](std::int64_t step) {
+    const double wave = half_wave(cycles, ratio(step - warmup, total - warmup));
+    return std::max(0.0, wave * (1 - floor) + floor);
+  });
+}
+
+Factor cosine(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {"num_cycles"});
+  return cosine_down_to(options, kwargs.real("num_cycles").value_or(0.5), 0.0);
+}
+
+Factor cosine_with_min_lr(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {"num_cycles", "min_lr", "min_lr_rate"});
+  const auto lowest = kwargs.real("min_lr"), rate = kwargs.real("min_lr_rate");
+  if (lowest.has_value() == rate.has_value())
+    throw UsageError(kWho,
+                     "cosine_with_min_lr needs either min_lr or min_lr_rate, and {} given. Set one "
+                     "of them in lr_scheduler_kwargs.",
+                     rate ? "both are" : "neither is");
+  return cosine_down_to(options, kwargs.real("num_cycles").value_or(0.5),
+                        rate ? *rate : *lowest / options.lr);
+}
+
+Factor cosine_with_restarts(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {"num_cycles"});
+  const double cycles = kwargs.real("num_cycles").value_or(1);
+  const auto warmup = options.warmup_steps, total = options.total_steps;
+  return after_warmup(warmup, [=](std::int64_t step) {
+    const double progress = ratio(step - warmup, total - warmup);
+    if (progress >= 1.0) return 0.0;
+    const double in_cycle = std::fmod(cycles * progress, 1.0);
+    return std::max(0.0, 0.5 * (1.0 + std::cos(std::numbers::pi * in_cycle)));
+  });
+}
+
+Factor polynomial(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {"lr_end", "power"});
+  const double end = kwargs.real("lr_end").value_or(1e-7);
+  const double power = kwargs.real("power").value_or(1.0);
+  if (!(options.lr > end))
+    throw UsageError(kWho,
+                     "lr_end = {} of polynomial is not below the learning rate {}. The rate "
+                     "falls to lr_end. Set a smaller one in lr_scheduler_kwargs.",
+                     end, options.lr);
+  const auto warmup = options.warmup_steps, total = options.total_steps;
+  return after_warmup(warmup, [=, lr = options.lr](std::int64_t step) {
+    if (step > total || total == warmup) return end / lr;
+    const double remaining =
+        1 - static_cast<double>(step - warmup) / static_cast<double>(total - warmup);
+    return ((lr - end) * std::pow(remaining, power) + end) / lr;
+  });
+}
+
+Factor inverse_sqrt(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {"timescale"});
+  const auto warmup = options.warmup_steps;
+  const std::int64_t scale = kwargs.steps("timescale").value_or(warmup > 0 ? warmup : 10'000);
+  if (scale == 0) kwargs.refuse("timescale", "0", "at least 1");
+  return after_warmup(warmup, [=](std::int64_t step) {
+    return 1.0 / std::sqrt(static_cast<double>(step + scale - warmup) / static_cast<double>(scale));
+  });
+}
+
+Factor warmup_stable_decay(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {"num_decay_steps", "num_stable_steps", "warmup_type", "decay_type",
+                                "min_lr_ratio", "num_cycles"});
+  const std::vector<std::string> shapes{"linear", "cosine", "1-sqrt"};
+  const auto rise = kwargs.word("warmup_type", "linear", shapes);
+  const auto fall = kwargs.word("decay_type", "cosine", shapes);
+  const auto decay = kwargs.steps("num_decay_steps");
+  if (!decay)
+    throw UsageError(kWho,
+                     "warmup_stable_decay needs num_decay_steps. It says how long the rate falls "
+                     "at the end. Set it in lr_scheduler_kwargs.");
+  const auto warmup = options.warmup_steps;
+  const std::int64_t stable =
+      kwargs.steps("num_stable_steps").value_or(options.total_steps - warmup - *decay);
+  if (stable < 0)
+    throw UsageError(kWho,
+                     "{} warm-up and {} decay steps are more than the {} steps of the training. "
+                     "Nothing is left between them. Lower one of them.",
+                     warmup, *decay, options.total_steps);
+  const double floor = kwargs.real("min_lr_ratio").value_or(0);
+  const double cycles = kwargs.real("num_cycles").value_or(0.5);
+  const auto lifted = [floor](double factor) {
+    return std::max(0.0, factor * (1.0 - floor) + floor);
+  };
+  return [=, decay = *decay](std::int64_t step) {
+    if (step < warmup) {
+      const double progress = ratio(step, warmup);
+      if (rise == "linear") return lifted(progress);
+      if (rise == "cosine") return lifted(0.5 * (1.0 - std::cos(std::numbers::pi * progress)));
+      return lifted(1.0 - std::sqrt(1.0 - progress));
+    }
+    if (step < warmup + stable) return 1.0;
+    if (step >= warmup + stable + decay) return floor;
+    const double progress = ratio(step - warmup - stable, decay);
+    if (fall == "linear") return lifted(1.0 - progress);
+    if (fall == "cosine") return lifted(half_wave(cycles, progress));
+    return lifted(1.0 - std::sqrt(progress));
+  };
+}
+
+struct Kind {
+  const char* name;
+  Factor (*make)(const ScheduleOptions&);
+  bool needs_total;
+};
+constexpr Kind kKinds[] = {
+    {"constant", constant, false},
+    {"constant_with_warmup", constant_with_warmup, false},
+    {"linear", linear, true},
+    {"cosine", cosine, true},
+    {"cosine_with_restarts", cosine_with_restarts, true},
+    {"cosine_with_min_lr", cosine_with_min_lr, true},
+    {"polynomial", polynomial, true},
+    {"inverse_sqrt", inverse_sqrt, false},
+    {"warmup_stable_decay", warmup_stable_decay, true},
+};
+
+void check(const ScheduleOptions& options, const Kind& kind) {
+  if (options.warmup_steps < 0)
+    throw UsageError(kWho, "warmup_steps = {} is negative. Use 0 for no warm-up.",
+                     options.warmup_steps);
+  if (!(options.lr > 0) || !std::isfinite(options.lr))
+    throw UsageError(kWho, "the learning rate {} is not a positive number. A schedule scales it.",
+                     options.lr);
+  // Stable and decay steps say how long it is; everything else needs the end.
+  const bool told = options.kwargs.find("num_stable_steps") != nullptr;
+  if (kind.needs_total && options.total_steps <= 0 && !told)
+    throw UsageError(kWho,
+                     "{} needs total_steps, and it is {}. The schedule ends there. Set max_steps, "
+                     "or use constant_with_warmup or inverse_sqrt, which have no end.",
+                     options.name, options.total_steps);
+  if (kind.needs_total && options.total_steps > 0 && options.warmup_steps > options.total_steps)
+    throw UsageError(kWho,
+                     "{} warm-up steps are more than the {} steps of the training. The learning "
+                     "rate would never be reached. Lower warmup_steps.",
+                     options.warmup_steps, options.total_steps);
+}
+
+}  // namespace
+
+const std::vector<std::string>& schedule_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> all;
+    for (const Kind& kind : kKinds) all.emplace_back(kind.name);
+    return all;
+  }();
+  return names;
+}
+
+Schedule make_schedule(const ScheduleOptions& options) {
+  for (const Kind& kind : kKinds) {
+    if (options.name != kind.name) continue;
+    check(options, kind);
+    Schedule schedule;
+    schedule.name_ = options.name;
+    schedule.factor_ = kind.make(options);
+    return schedule;
+  }
+  throw UsageError(kWho, "there is no schedule '{}'.{} There are {}.", options.name,
+                   did_you_mean(options.name, schedule_names()), fmt::join(schedule_names(), ", "));
+}
+
+}  // namespace lockstep::optim

@@ -1,0 +1,55 @@
+// Learning-rate schedules with Hugging Face's names, options and values.
+//
+//   const Schedule schedule = make_schedule({.name = "cosine", .warmup_steps = 100,
+//                                            .total_steps = 5000, .lr = 3e-4});
+//   for (step = 0; ...; ++step) optimizer.set_lr(base_lr * schedule.factor(step));
+//
+// The one hard idea: a schedule is a function of the number of optimizer steps taken, and nothing
+// else. There is no state to save, so a run that is resumed, or whose step was skipped and not
+// counted, cannot drift. factor(0) is the first step's, as with transformers' get_scheduler.
+//
+// Names: constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial,
+// inverse_sqrt, warmup_stable_decay, cosine_with_min_lr. The options of each (num_cycles, power,
+// lr_end, timescale, min_lr, min_lr_rate, num_stable_steps, num_decay_steps, warmup_type,
+// decay_type, min_lr_ratio) have Hugging Face's meanings and defaults; docs/optimisation.md lists
+// them.
+//
+// A value: copy it, read it from any thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/document.h"
+
+namespace lockstep::optim {
+
+struct ScheduleOptions {
+  std::string name = "linear";
+  std::int64_t warmup_steps = 0;
+  std::int64_t total_steps = 0;  // not needed by the constant ones and inverse_sqrt
+  double lr = 1e-3;              // the optimizer's own; polynomial's lr_end and min_lr relate to it
+  Node kwargs{};                 // a map, as in lr_scheduler_kwargs; null for none
+};
+
+class Schedule {
+ public:
+  // What the base learning rate of every group is multiplied with after `step` steps.
+  double factor(std::int64_t step) const { return factor_(step); }
+  const std::string& name() const { return name_; }
+
+ private:
+  friend Schedule make_schedule(const ScheduleOptions& options);
+  std::string name_;
+  std::function<double(std::int64_t)> factor_;
+};
+
+// Throws UsageError for an unknown name or option (with the nearest one) and for values that leave
+// nothing to compute.
+Schedule make_schedule(const ScheduleOptions& options);
+
+const std::vector<std::string>& schedule_names();
+
+}  // namespace lockstep::optim

@@ -1,0 +1,220 @@
+#include "lockstep/parallel/accumulation.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kWho = "Accumulation";
+
+}  // namespace
+
+struct Accumulation::Impl {
+  std::shared_ptr<Reducer> reducer;
+  std::vector<at::Tensor> parameters;
+  AccumulationOptions options;
+  Window last;
+
+  std::int64_t length = 0;     // micro-batches planned for this window
+  std::int64_t done = 0;       // and those that have run
+  std::int64_t remaining = 0;  // in the epoch; 0 where nobody knows
+  bool epoch_known = false;
+  double expected = 0;  // count of a micro-batch that weighs 1 / length
+  std::int64_t count = 0;
+  at::Tensor loss_sum;
+
+  void plan_window() {
+    length = epoch_known ? std::min(options.steps, remaining) : options.steps;
+    count = 0;
+    loss_sum = at::zeros({}, at::dtype(at::kDouble).device(parameters[0].device()));
+  }
+
+  // Every rank must weigh by the same number, so the first one is agreed; a run that is resumed
+  // elsewhere in the data gives it in the options, to have the same bits.
+  void agree_on_expected(std::int64_t first) {
+    if (expected > 0) return;
+    expected = std::max(1.0, reducer->world().max(static_cast<double>(first)));
+  }
+
+  double weight(const MicroBatch& micro) const {
+    const auto equal = static_cast<double>(length);
+    if (options.weights == WindowWeights::kBatches) return 1.0 / equal;
+    return static_cast<double>(micro.count) / (expected * equal);
+  }
+
+  void run_backward(const at::Tensor& loss, const MicroBatch& micro, bool ends) {
+    const bool counts = options.weights == WindowWeights::kCounts;
+    const bool empty = counts && micro.count == 0;
+    if (empty && !ends) return;
+    // The mean over nothing is not a number; the last one still has to synchronise.
+    at::Tensor weighed = empty ? at::nan_to_num(loss, 0.0, 0.0, 0.0) : loss;
+    const double by = weight(micro);
+    if (by != 1) weighed = weighed * by;
+    if (micro.scaler != nullptr) weighed = micro.scaler->scale(weighed);
+    if (ends) {
+      weighed.backward();
+    } else {
+      const NoSync guard(reducer);
+      weighed.backward();
+    }
+  }
+
+  void add_to_window(const at::Tensor& loss, const MicroBatch& micro) {
+    const at::NoGradGuard no_grad;
+    const bool counts = options.weights == WindowWeights::kCounts;
+    const std::int64_t n = counts ? micro.count : 1;
+    count += micro.count;
+    if (n > 0)
+      loss_sum.add_(loss.detach().to(loss_sum.device(), at::kDouble).reshape({}),
+                    static_cast<double>(n));
+  }
+
+  // With batches as weights, every rank's window is as long as planned, or all are equally short.
+  void finish_batches() {
+    last.batches = done;
+    last.count = at::scalar_tensor(count, at::dtype(at::kLong).device(loss_sum.device()));
+    last.loss = loss_sum / static_cast<double>(done);
+    if (done != length) scale_gradients(static_cast<double>(length) / static_cast<double>(done));
+  }
+
+  void finish_counts(const at::Tensor& totals) {
+    const double wanted =
+        expected * static_cast<double>(length) * static_cast<double>(reducer->world().size());
+    last.batches = done;
+    last.count = totals[0].to(at::kLong);
+    last.loss = totals[1] / totals[0];
+    if (totals.is_cpu()) {
+      const double seen = totals[0].item<double>();
+      if (seen > 0 && seen != wanted) scale_gradients(wanted / seen);
+      return;
+    }
+    // On a GPU the host does not wait to learn whether the factor is one.
+    const at::Tensor factor = wanted / totals[0].clamp_min(1);
+    scale_gradients(at::where(totals[0] > 0, factor, at::ones_like(factor)).to(at::kFloat));
+  }
+
+  template <typename Factor>
+  void scale_gradients(const Factor& factor) {
+    std::vector<at::Tensor> dense;
+    for (const auto& parameter : parameters) {
+      at::Tensor grad = parameter.grad();
+      if (!grad.defined()) continue;
+      if (grad.layout() == at::kStrided) {
+        dense.push_back(grad);
+      } else {
+        grad.mul_(factor);
+      }
+    }
+    if (dense.empty()) return;
+    at::_foreach_mul_(dense, factor);
+  }
+
+  void check(const at::Tensor& loss, const MicroBatch& micro) const {
+    if (micro.count < 0)
+      throw UsageError(kWho, "a micro-batch of {} samples. Pass the number the loss is a mean of.",
+                       micro.count);
+    if (loss.numel() != 1)
+      throw UsageError(kWho,
+                       "the loss has {} elements. It must be the mean over the micro-batch. Use a "
+                       "reduction, or call mean().",
+                       loss.numel());
+    if (epoch_known && remaining == 0)
+      throw UsageError(kWho,
+                       "more micro-batches came than begin_epoch() was told. The window before was "
+                       "ended as the epoch's last. Call begin_epoch() at the start of each epoch.");
+  }
+};
+
+Accumulation::Accumulation(std::shared_ptr<Reducer> reducer, std::vector<at::Tensor> parameters,
+                           AccumulationOptions options)
+    : impl_(std::make_unique<Impl>()) {
+  if (options.steps < 1)
+    throw UsageError(kWho, "steps = {} is no window. Use 1 for a step after each backward.",
+                     options.steps);
+  if (!(options.expected_count >= 0))
+    throw UsageError(kWho, "expected_count = {} is no count. Use 0 to take the first one.",
+                     options.expected_count);
+  std::unordered_set<at::TensorImpl*> seen;
+  for (auto& parameter : parameters)
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second)
+      impl_->parameters.push_back(std::move(parameter));
+  if (impl_->parameters.empty())
+    throw UsageError(kWho, "there are no parameters to accumulate for. Pass model.parameters().");
+  impl_->reducer = std::move(reducer);
+  impl_->options = options;
+  impl_->expected = options.expected_count;
+}
+
+Accumulation::~Accumulation() = default;
+
+void Accumulation::begin_epoch(std::int64_t batches) {
+  if (impl_->done != 0)
+    throw UsageError(kWho,
+                     "an epoch begins in the middle of a window ({} of {} micro-batches). Their "
+                     "gradients would leak into it. End the window with last = true, or abandon() "
+                     "it and call zero_grad().",
+                     impl_->done, impl_->length);
+  World& world = impl_->reducer->world();
+  if (world.size() > 1) {
+    const double most = world.max(static_cast<double>(batches));
+    const double least = world.min(static_cast<double>(batches));
+    if (most != least)
+      throw UsageError(kWho,
+                       "ranks have between {} and {} micro-batches in this epoch. One would step "
+                       "without the others. Let the loader give equally many (drop_last), or call "
+                       "begin_epoch(0) and pass last = true.",
+                       least, most);
+  }
+  impl_->epoch_known = batches > 0;
+  impl_->remaining = batches;
+}
+
+bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
+  Impl& self = *impl_;
+  self.check(loss, micro);
+  const bool counts = self.options.weights == WindowWeights::kCounts;
+  if (self.done == 0) self.plan_window();
+  if (counts) self.agree_on_expected(micro.count);
+  const bool ends = micro.last || self.done + 1 == self.length;
+  self.add_to_window(loss, micro);
+  at::Tensor totals;
+  Work exchange;
+  if (ends && counts) {
+    // Under way while backward computes.
+    totals = at::stack({at::scalar_tensor(self.count, self.loss_sum.options()), self.loss_sum});
+    if (self.reducer->world().size() > 1) exchange = self.reducer->world().all_reduce(totals);
+  }
+  self.run_backward(loss, micro, ends);
+  ++self.done;
+  if (self.epoch_known) --self.remaining;
+  if (!ends) return false;
+  const at::NoGradGuard no_grad;
+  if (counts) {
+    exchange.wait();
+    self.finish_counts(totals);
+  } else {
+    self.finish_batches();
+  }
+  self.done = 0;
+  return true;
+}
+
+bool Accumulation::at_boundary() const {
+  return impl_->done == 0;
+}
+
+void Accumulation::abandon() {
+  impl_->done = 0;
+}
+
+const Window& Accumulation::last_window() const {
+  return impl_->last;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,99 @@
+// Accumulation: several backward passes, one step, weighed by what was really in them.
+//
+//   lockstep::Accumulation accumulation{model, {.steps = 4}};
+//   accumulation.begin_epoch(loader.batches_per_epoch(epoch));
+//   for (auto& batch : loader.epoch(epoch)) {
+//     auto loss = torch::cross_entropy_loss(model(batch.data), batch.target);   // a mean
+//     if (accumulation.backward(loss, {.count = batch.samples()})) {
+//       optimizer.step();
+//       optimizer.zero_grad();
+//     }
+//   }
+//
+// The one hard idea: the gradient of a window is that of the mean over everything in it, on all
+// ranks, as if it had been one batch. A mean of means is something else as soon as micro-batches
+// differ in size: the last one of an epoch, or any batch counted in tokens. So each loss is weighed
+// by its count, and at the window's end the gradients are scaled by what all ranks have really
+// seen. Where that is what was expected (equal counts, full window) the factor is exactly one and
+// nothing is touched.
+//
+// Only the window's last backward synchronises (backward decides, so forward may have run before).
+// A window ends after `steps` micro-batches, at the epoch's last one where begin_epoch knows the
+// number, and wherever `last` says so. Ranks may differ in counts, and where begin_epoch does not
+// know the number also in the micro-batches of a window, but not in the number of windows; so this
+// is not for the inside of join().
+//
+// Works on a model with ShardedOptimizer too. Holds the model's reducer. One thread at a time;
+// begin_epoch() and the backward that ends a window communicate, on all ranks alike.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/parallel/ddp.h"
+
+namespace lockstep {
+
+enum class WindowWeights {
+  kCounts,   // by samples or tokens: exact for any sizes; one tiny exchange per window
+  kBatches,  // every micro-batch counts the same: no exchange; for equal sizes on all ranks
+};
+
+struct AccumulationOptions {
+  std::int64_t steps = 1;
+  WindowWeights weights = WindowWeights::kCounts;
+  // The usual count of a micro-batch, the same on every rank: one of that size is weighed by
+  // exactly 1 / steps. 0 takes the largest of the ranks' first ones; a run that is to have the same
+  // bits after resuming gives it (batch size, or batch size x sequence length).
+  double expected_count = 0;
+};
+
+struct MicroBatch {
+  std::int64_t count = 1;  // samples or tokens that this rank's loss is the mean of
+  bool last = false;       // ends the window early (end of data)
+  optim::GradScaler* scaler = nullptr;
+};
+
+// What the last complete window held. Tensors have one element, are on the model's device, and are
+// the same on every rank with kCounts (with kBatches: this rank's own).
+struct Window {
+  std::int64_t batches = 0;  // micro-batches on this rank
+  at::Tensor count;          // samples or tokens, int64
+  at::Tensor loss;           // their mean loss, float64
+};
+
+class Accumulation {
+ public:
+  template <typename Module>
+  explicit Accumulation(DistributedDataParallel<Module>& model, AccumulationOptions options = {})
+      : Accumulation(model.reducer_ptr(), model.parameters(), options) {}
+  Accumulation(std::shared_ptr<Reducer> reducer, std::vector<at::Tensor> parameters,
+               AccumulationOptions options = {});
+  ~Accumulation();
+  Accumulation(const Accumulation&) = delete;
+  Accumulation& operator=(const Accumulation&) = delete;
+
+  // How many micro-batches are to come, the same number on every rank; 0 where nobody knows. Throws
+  // UsageError in the middle of a window: its gradients would leak into the epoch.
+  void begin_epoch(std::int64_t batches = 0);
+
+  // Runs the backward of a loss that is a mean over `count`. True when it ended the window: the
+  // gradients are final, step now. A micro-batch with count 0 adds nothing.
+  bool backward(const at::Tensor& loss, const MicroBatch& micro = {});
+
+  bool at_boundary() const;  // nothing is accumulated
+  // Forgets a window that was begun (after an exception); call zero_grad() too.
+  void abandon();
+  const Window& last_window() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,453 @@
+// Windows of several backward passes, and what else a training loop builds on reducers: sequences
+// of checkpointed blocks, and the stepper of a ShardedOptimizer.
+#include "lockstep/parallel/accumulation.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <limits>
+#include <mutex>
+
+#include "lockstep/core/error.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/ema.h"
+#include "lockstep/parallel/checkpoint.h"
+#include "lockstep/parallel/sharded_stepper.h"
+#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::run_threads;
+
+void run_shm(int size, const std::function<void(World&)>& body) {
+  testing::ThreadOptions options;
+  options.world.backend = "shm";
+  run_threads(size, body, options);
+}
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() : a(5, 8), b(8, 4) {
+    register_module("a", a);
+    register_module("b", b);
+  }
+  at::Tensor forward(const at::Tensor& x) { return b(torch::tanh(a(x))); }
+  torch::nn::Linear a, b;
+};
+TORCH_MODULE(Net);
+
+// torch's module construction draws from one global generator: build nets one at a time.
+Net make_net() {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  torch::manual_seed(3);
+  Net net;
+  net->to(at::kDouble);
+  return net;
+}
+
+// Gradients are sums of fewer than 100 products in double, so 100 roundings of 1.1e-16 each, in
+// values around one; the two sides differ only in their order.
+constexpr double kOrder = 1e-13;
+
+struct Micro {
+  at::Tensor data, target;
+};
+
+// Sample i of the data set; a function of its index, so that every cut of it can be made.
+Micro samples(std::int64_t begin, std::int64_t count, bool tokens) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(77);
+  const auto data = at::randn({64, 5}, generator, at::dtype(at::kDouble));
+  auto target = at::arange(64).remainder(4);
+  // Half of the first 16 have no target, and from 40 on nobody has.
+  if (tokens)
+    target = at::where(at::arange(64).remainder(2).logical_not().logical_and(at::arange(64) < 16),
+                       at::full({64}, -100), target);
+  if (tokens) target = at::where(at::arange(64) >= 40, at::full({64}, -100), target);
+  return {data.narrow(0, begin, count), target.narrow(0, begin, count)};
+}
+
+at::Tensor loss_of(const at::Tensor& output, const at::Tensor& target) {
+  return torch::cross_entropy_loss(output, target);  // a mean over targets that are not -100
+}
+std::int64_t count_of(const Micro& micro) {
+  return micro.target.ne(-100).sum().item<std::int64_t>();
+}
+
+// What one process computes for all samples of a window at once.
+std::vector<at::Tensor> of_one_batch(std::int64_t begin, std::int64_t count, bool tokens,
+                                     double* loss_value) {
+  Net net = make_net();
+  const Micro all = samples(begin, count, tokens);
+  const auto loss = loss_of(net->forward(all.data), all.target);
+  loss.backward();
+  *loss_value = loss.item<double>();
+  std::vector<at::Tensor> gradients;
+  for (const auto& p : net->parameters()) gradients.push_back(p.grad().clone());
+  return gradients;
+}
+
+// Ranks x window, with micro-batches of the given sizes per rank, is one batch of all samples.
+void check_window(const std::vector<std::vector<std::int64_t>>& sizes, std::int64_t steps,
+                  bool tokens, bool epoch_known) {
+  std::int64_t total = 0;
+  for (const auto& of_rank : sizes)
+    for (const auto size : of_rank) total += size;
+  double wanted_loss = 0;
+  const auto wanted = of_one_batch(0, total, tokens, &wanted_loss);
+  const std::int64_t wanted_count = count_of(samples(0, total, tokens));
+  run_threads(static_cast<int>(sizes.size()), [&](World& world) {
+    DistributedDataParallel model{make_net(), world};
+    Accumulation accumulation{model, {.steps = steps}};
+    const auto& mine = sizes[static_cast<std::size_t>(world.rank())];
+    if (epoch_known) accumulation.begin_epoch(static_cast<std::int64_t>(mine.size()));
+    std::int64_t begin = 0;
+    for (int rank = 0; rank < world.rank(); ++rank)
+      for (const auto size : sizes[static_cast<std::size_t>(rank)]) begin += size;
+    for (std::size_t i = 0; i < mine.size(); ++i) {
+      const Micro micro = samples(begin, mine[i], tokens);
+      begin += mine[i];
+      const bool ended = accumulation.backward(
+          loss_of(model(micro.data), micro.target),
+          {.count = count_of(micro), .last = !epoch_known && i + 1 == mine.size()});
+      EXPECT_EQ(ended, i + 1 == mine.size()) << i;
+    }
+    const auto parameters = model.parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      EXPECT_TENSOR_NEAR(parameters[i].grad(), wanted[i], kOrder);
+    EXPECT_EQ(accumulation.last_window().count.item<std::int64_t>(), wanted_count);
+    EXPECT_EQ(accumulation.last_window().batches, static_cast<std::int64_t>(mine.size()));
+    EXPECT_NEAR(accumulation.last_window().loss.item<double>(), wanted_loss, kOrder);
+  });
+}
+
+TEST(Accumulation, RanksTimesWindowIsOneBatch) {
+  check_window({{8}}, 1, false, true);
+  check_window({{4, 4, 4}}, 3, false, true);
+  check_window({{4, 4}, {4, 4}}, 2, false, true);
+  check_window({{2, 2, 2}, {2, 2, 2}, {2, 2, 2}}, 3, false, true);
+}
+
+TEST(Accumulation, SizesMayDiffer) {
+  check_window({{4, 4, 4, 1}}, 4, false, true);
+  check_window({{4, 4, 3}, {4, 4, 1}}, 3, false, true);
+  check_window({{5, 1}, {1, 1}, {7, 2}}, 2, false, true);
+}
+
+TEST(Accumulation, TheShortLastWindowIsDividedByItsOwnLength) {
+  check_window({{4, 4}, {4, 3}}, 4, false, true);
+  check_window({{4, 4}, {4, 3}}, 4, false, false);
+  check_window({{2}, {5}, {3}}, 8, false, false);
+}
+
+TEST(Accumulation, RanksMayDifferInTheNumberOfMicroBatches) {
+  check_window({{4, 4, 4}, {4}}, 4, false, false);
+}
+
+TEST(Accumulation, TokensAreWeighedByWhatHasATarget) {
+  check_window({{12, 4}, {9, 15}}, 2, true, true);
+  // Ranks 1 and 2 have no target at all, and a micro-batch is empty.
+  check_window({{20, 20}, {4, 0}, {4, 6}}, 2, true, true);
+}
+
+TEST(Accumulation, EpochsEndWindowsAndLeakNothing) {
+  run_threads(2, [](World& world) {
+    auto weight = at::ones({2}).set_requires_grad(true);
+    auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},
+                                             std::vector<NamedTensor>{}, world);
+    Accumulation accumulation{reducer, {weight}, {.steps = 4}};
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      accumulation.begin_epoch(10);
+      std::vector<int> steps;
+      for (int i = 0; i < 10; ++i) {
+        // Gradients that are small whole numbers: every sum below is exact.
+        const auto loss = (weight * static_cast<double>(i + world.rank() * 2)).sum();
+        if (!accumulation.backward(loss, {.count = 8})) {
+          EXPECT_FALSE(accumulation.at_boundary());
+          continue;
+        }
+        steps.push_back(i);
+        const int length = i == 9 ? 2 : 4;
+        double mean = 0;
+        for (int j = i - length + 1; j <= i; ++j) mean += (j + 1) * 1.0 / length;
+        EXPECT_TENSOR_EQ(weight.grad(), at::full({2}, mean));  // bit for bit
+        EXPECT_TRUE(accumulation.at_boundary());
+        weight.mutable_grad() = at::Tensor();
+      }
+      EXPECT_EQ(steps, (std::vector<int>{3, 7, 9}));
+    }
+  });
+}
+
+TEST(Accumulation, SynchronisesAtTheEndAlone) {
+  for (const auto weights : {WindowWeights::kCounts, WindowWeights::kBatches}) {
+    run_threads(2, [&](World& world) {
+      auto weight = at::ones({2}).set_requires_grad(true);
+      auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},
+                                               std::vector<NamedTensor>{}, world);
+      Accumulation accumulation{reducer, {weight}, {.steps = 4, .weights = weights}};
+      const auto loss = [&] { return (weight * (world.rank() == 0 ? 1.0 : 3.0)).sum(); };
+      // The flag is not read in forward: this graph was made before the window began.
+      const auto early = loss();
+      EXPECT_FALSE(accumulation.backward(loss(), {.count = 4}));
+      EXPECT_TENSOR_EQ(weight.grad(), at::full({2}, world.rank() == 0 ? 0.25 : 0.75));
+      EXPECT_TRUE(accumulation.backward(early, {.count = 4, .last = true}));
+      EXPECT_TENSOR_EQ(weight.grad(), at::full({2}, 2.0));
+    });
+  }
+}
+
+TEST(Accumulation, ScaledLossesGiveTheSameGradients) {
+  run_threads(2, [](World& world) {
+    std::vector<at::Tensor> plain;
+    for (const bool scaled : {false, true}) {
+      DistributedDataParallel model{make_net(), world};
+      Accumulation accumulation{model, {.steps = 2}};
+      optim::SGD optimizer{model.parameters()};
+      optim::GradScaler scaler{world, {.init_scale = 1024, .enabled = scaled}};
+      for (const std::int64_t size : {3, 2}) {
+        const Micro micro = samples(world.rank() * 5, size, false);
+        accumulation.backward(loss_of(model(micro.data), micro.target),
+                              {.count = size, .scaler = &scaler});
+      }
+      scaler.unscale_(optimizer);
+      const auto parameters = model.parameters();
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        if (!scaled) plain.push_back(parameters[i].grad().clone());
+        EXPECT_TENSOR_EQ(parameters[i].grad(), plain[i]);  // the scale is a power of two
+      }
+      EXPECT_LT(accumulation.last_window().loss.item<double>(), 10);  // of the loss, not the scaled
+    }
+  });
+}
+
+TEST(Accumulation, WorksWithAShardedOptimizer) {
+  run_shm(2, [](World& world) {
+    const auto train = [&](bool share) {
+      DistributedDataParallel model{make_net(), world};
+      const optim::SGDOptions rule{.lr = 0.5};
+      std::unique_ptr<optim::Stepper> stepper =
+          share ? sharded(std::make_unique<ShardedOptimizer>(model, rule))
+                : optim::replicated(std::make_shared<optim::SGD>(model.parameters(), rule),
+                                    optim::named(*model.module()));
+      Accumulation accumulation{model, {.steps = 2}};
+      for (int step = 0; step < 3; ++step) {
+        for (const std::int64_t size : {3, 1 + world.rank()}) {
+          const Micro micro = samples(step * 8 + world.rank() * 4, size, false);
+          if (!accumulation.backward(loss_of(model(micro.data), micro.target), {.count = size}))
+            continue;
+          stepper->step();
+          stepper->zero_grad();
+        }
+      }
+      std::vector<at::Tensor> result;
+      for (const auto& p : model.parameters()) result.push_back(p.detach().clone());
+      return result;
+    };
+    const auto replicated = train(false), shared = train(true);
+    for (std::size_t i = 0; i < shared.size(); ++i)
+      EXPECT_TENSOR_NEAR(shared[i], replicated[i], kOrder);
+  });
+}
+
+TEST(Accumulation, AnAbandonedWindowIsForgotten) {
+  DistributedDataParallel model{make_net(), World()};
+  Accumulation accumulation{model, {.steps = 2}};
+  const Micro micro = samples(0, 4, false);
+  const auto backward = [&] {
+    return accumulation.backward(loss_of(model(micro.data), micro.target), {.count = 4});
+  };
+  EXPECT_FALSE(backward());
+  EXPECT_THAT(message_of<UsageError>([&] { accumulation.begin_epoch(3); }),
+              HasSubstr("in the middle of a window (1 of 2 micro-batches)"));
+  accumulation.abandon();
+  accumulation.begin_epoch(1);
+  EXPECT_TRUE(backward());
+  EXPECT_THAT(message_of<UsageError>(backward), HasSubstr("more micro-batches came than"));
+}
+
+TEST(Accumulation, RefusesWhatItCannotWeigh) {
+  DistributedDataParallel model{make_net(), World()};
+  EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model, {.steps = 0}); }),
+              HasSubstr("[Accumulation] steps = 0 is no window"));
+  EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model, {.expected_count = -1}); }),
+              HasSubstr("expected_count = -1"));
+  EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model.reducer_ptr(), {}); }),
+              HasSubstr("there are no parameters"));
+  Accumulation accumulation{model};
+  EXPECT_THAT(message_of<UsageError>([&] { accumulation.backward(at::ones({2})); }),
+              HasSubstr("the loss has 2 elements"));
+  EXPECT_THAT(message_of<UsageError>([&] { accumulation.backward(at::ones({}), {.count = -1}); }),
+              HasSubstr("a micro-batch of -1 samples"));
+  run_threads(2, [](World& world) {
+    DistributedDataParallel uneven{make_net(), world};
+    Accumulation windows{uneven, {.steps = 2}};
+    EXPECT_THAT(message_of<UsageError>([&] { windows.begin_epoch(4 + world.rank()); }),
+                HasSubstr("ranks have between 4 and 5 micro-batches"));
+  });
+}
+
+// ---------------------------------------------------------------- checkpoint_sequential
+
+struct Tower : torch::nn::Module {
+  explicit Tower(std::size_t cut) : segments(cut) {
+    for (int i = 0; i < 5; ++i)
+      layers->push_back(torch::nn::Linear(torch::nn::LinearOptions(4, 4)));
+    register_module("layers", layers);
+  }
+  at::Tensor forward(at::Tensor x) {
+    std::vector<SequentialBlock> blocks;
+    for (auto& layer : blocks_of(*layers))
+      blocks.push_back([layer, this](const at::Tensor& in) {
+        ++runs;
+        return torch::tanh(torch::dropout(layer(in), 0.25, /*train=*/true));
+      });
+    if (segments == 0) {
+      for (const auto& block : blocks) x = block(x);
+      return x;
+    }
+    return checkpoint_sequential(blocks, segments, x);
+  }
+  torch::nn::Sequential layers;
+  std::size_t segments;
+  int runs = 0;
+};
+
+TEST(CheckpointSequential, GivesTheSameBitsAndRunsAllButTheLastSegmentTwice) {
+  std::vector<at::Tensor> plain;
+  const std::vector<int> runs{5, 5, 7, 7, 8, 9};
+  for (std::size_t segments = 0; segments <= 5; ++segments) {
+    torch::manual_seed(9);
+    Tower tower(segments);
+    tower.forward(at::ones({3, 4})).sum().backward();
+    const auto parameters = tower.parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (segments == 0) plain.push_back(parameters[i].grad());
+      EXPECT_TENSOR_EQ(parameters[i].grad(), plain[i]);
+    }
+    EXPECT_EQ(tower.runs, runs[segments]) << segments;
+  }
+  EXPECT_THAT(message_of<UsageError>([] { Tower(6).forward(at::ones({1, 4})); }),
+              HasSubstr("[checkpoint_sequential] 6 segments of 5 blocks"));
+  EXPECT_THAT(message_of<UsageError>([] { checkpoint_sequential({}, 0, at::ones({1})); }),
+              HasSubstr("0 segments of 0 blocks"));
+}
+
+TEST(CheckpointSequential, WorksUnderEveryDdpOption) {
+  struct Options {
+    bool find_unused, static_graph, view;
+  };
+  for (const auto& o : std::vector<Options>{
+           {false, false, true}, {true, false, true}, {false, true, true}, {false, false, false}}) {
+    run_threads(2, [&](World& world) {
+      DistributedDataParallel model{std::make_shared<Tower>(2),
+                                    world,
+                                    {.bucket_cap_mb = 0.0001,
+                                     .find_unused_parameters = o.find_unused,
+                                     .static_graph = o.static_graph,
+                                     .gradient_as_bucket_view = o.view}};
+      Accumulation accumulation{model, {.steps = 2}};
+      for (int step = 0; step < 4; ++step) {
+        const auto loss = model(at::ones({2, 4}) * (world.rank() + 1)).sum();
+        if (!accumulation.backward(loss, {.count = 2})) continue;
+        for (const auto& p : model.parameters()) {
+          const auto parts = world.all_gather(p.grad());
+          EXPECT_TENSOR_EQ(parts[0], parts[1]);
+          EXPECT_GT(p.grad().abs().sum().item<double>(), 0);
+        }
+        model->zero_grad();
+      }
+    });
+  }
+}
+
+// ---------------------------------------------------------------- Stepper of a ShardedOptimizer
+
+struct Run {
+  std::vector<at::Tensor> parameters;
+  optim::TensorDict state;
+  std::vector<double> norms, skipped, scales;
+};
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+// Five steps, of which one has infinite gradients on rank 1 alone.
+Run train_with(World& world, bool share, const optim::TensorDict* from = nullptr) {
+  DistributedDataParallel model{make_net(), world};
+  const optim::AdamWOptions rule{.lr = 0.5, .weight_decay = 0.125};
+  std::unique_ptr<optim::Stepper> stepper =
+      share ? sharded(std::make_unique<ShardedOptimizer>(model, rule))
+            : optim::replicated(std::make_shared<optim::AdamW>(model.parameters(), rule),
+                                optim::named(*model.module()), world);
+  EXPECT_EQ(stepper->groups(), 1u);
+  EXPECT_EQ(stepper->lr(0), 0.5);
+  if (from != nullptr) stepper->load_state_dict(*from);
+  optim::Ema ema{*model.module()};
+  optim::GradScaler scaler{world, {.init_scale = 1024, .growth_interval = 2}};
+  Run run;
+  for (int step = 0; step < 5; ++step) {
+    stepper->set_lr(0, 0.25 / (step + 1));
+    const Micro micro = samples(step * 8 + world.rank() * 4, 4, false);
+    const double by = step == 1 && world.rank() == 1 ? kInf : 1;
+    scaler.scale(loss_of(model(micro.data), micro.target) * by).backward();
+    const auto result = stepper->step({.max_grad_norm = 0.125, .scaler = &scaler});
+    stepper->zero_grad();
+    run.norms.push_back(step == 1 ? 0 : result.grad_norm.item<double>());
+    run.skipped.push_back(result.skipped.item<double>());
+    run.scales.push_back(scaler.get_scale());
+    ema.update();
+    // Memory that ranks share may be put aside and brought back between steps.
+    const auto averaged = ema.swap();
+  }
+  for (const auto& p : model.parameters()) run.parameters.push_back(p.detach().clone());
+  run.state = stepper->state_dict();
+  return run;
+}
+
+TEST(ShardedStepper, DoesWhatTheReplicatedOneDoes) {
+  run_shm(2, [](World& world) {
+    const Run replicated = train_with(world, false);
+    const Run shared = train_with(world, true);
+    // Norms are summed in another order, and clipping brings that into the parameters.
+    for (std::size_t i = 0; i < shared.parameters.size(); ++i)
+      EXPECT_TENSOR_NEAR(shared.parameters[i], replicated.parameters[i], 1e-6);
+    for (std::size_t i = 0; i < shared.norms.size(); ++i)
+      EXPECT_NEAR(shared.norms[i], replicated.norms[i], 1e-6);
+    EXPECT_EQ(shared.skipped, (std::vector<double>{0, 1, 0, 0, 0}));
+    EXPECT_EQ(shared.skipped, replicated.skipped);
+    EXPECT_EQ(shared.scales, (std::vector<double>{1024, 512, 512, 1024, 1024}));
+    EXPECT_EQ(shared.scales, replicated.scales);
+    // Either reads what the other wrote.
+    ASSERT_EQ(shared.state.size(), replicated.state.size());
+    for (const auto& [name, tensor] : shared.state) {
+      ASSERT_EQ(replicated.state.count(name), 1u) << name;
+      EXPECT_TENSOR_NEAR(tensor, replicated.state.at(name), 1e-6);
+    }
+    const Run a = train_with(world, false, &shared.state);
+    const Run b = train_with(world, true, &replicated.state);
+    for (std::size_t i = 0; i < a.parameters.size(); ++i)
+      EXPECT_TENSOR_NEAR(a.parameters[i], b.parameters[i], 1e-5);
+  });
+}
+
+TEST(ShardedStepper, TellsTheNormWithoutClipping) {
+  run_shm(2, [](World& world) {
+    DistributedDataParallel model{make_net(), world};
+    auto stepper = sharded(std::make_unique<ShardedOptimizer>(model, optim::SGDOptions{.lr = 0.0}));
+    const Micro micro = samples(0, 4, false);
+    loss_of(model(micro.data), micro.target).backward();
+    EXPECT_THAT(message_of<UsageError>([&] { optim::clip_grad_norm_(model.parameters(), 1); }),
+                HasSubstr("belongs to a ShardedOptimizer"));
+    const double norm = stepper->step({.want_grad_norm = true}).grad_norm.item<double>();
+    EXPECT_GT(norm, 0);
+    EXPECT_FALSE(stepper->step().grad_norm.defined());
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,225 @@
+"""Our schedules, loss scaling, clipping and optimizers beside the originals, number by number.
+
+The originals are transformers.get_scheduler (skipped, and said so, where the package is missing),
+torch.amp.GradScaler("cpu"), torch.nn.utils.clip_grad_* and torch.optim with fused=True. Everything
+that runs the same kernels in the same order must have the same bits. A schedule's factor comes from
+a few double operations and a cosine; compilers may fuse two of them, so 4 units in the last place.
+"""
+
+import json
+import math
+import os
+import random
+import struct
+import subprocess
+import sys
+import unittest
+
+import torch
+
+torch.set_num_threads(1)
+PEER = os.path.join(os.environ["LOCKSTEP_BIN"], "tests", "optim_peer")
+INF = "inf"
+
+try:
+    import transformers
+except ImportError as missing:
+    transformers = None
+    print(f"SKIP schedules beside Hugging Face's: {missing}", flush=True)
+
+
+def ask(questions):
+    text = "".join(json.dumps(q) + "\n" for q in questions)
+    done = subprocess.run([PEER], input=text, capture_output=True, text=True, timeout=120)
+    answers = done.stdout.splitlines()
+    assert done.returncode == 0 and len(answers) == len(questions), done.stderr or answers[-1:]
+    return answers
+
+
+def grid(size, seed):
+    values = [(((i + 1) * 40503 + seed * 9973) % 65536 - 32768) / 4096.0 for i in range(size)]
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def bits(tensor):
+    flat = tensor.detach().contiguous().view(-1).tolist()
+    return "".join(f"{struct.unpack('<I', struct.pack('<f', x))[0]:08x}" for x in flat)
+
+
+def leaves(sizes):
+    return [grid(n, i).requires_grad_() for i, n in enumerate(sizes)]
+
+
+def number(x):
+    return math.inf if x == INF else x
+
+
+def random_kwargs(rng, name, total):
+    """Some of the options of a schedule, and always those that it cannot do without."""
+    def maybe(**options):
+        return {k: v for k, v in options.items() if rng.random() < 0.6}
+
+    shapes = ["linear", "cosine", "1-sqrt"]
+    if name in ("cosine", "cosine_with_restarts"):
+        return maybe(num_cycles=rng.choice([1, 2, 3]) if "restarts" in name
+                     else rng.choice([0.5, 0.25, 1.5]))
+    if name == "polynomial":
+        return maybe(lr_end=rng.choice([0.0, 1e-6, 1e-5]), power=rng.choice([0.5, 2.0, 3]))
+    if name == "inverse_sqrt":
+        return maybe(timescale=rng.choice([1, 50, 12345]))
+    if name == "cosine_with_min_lr":
+        floor = {"min_lr": 1e-5} if rng.random() < 0.5 else {"min_lr_rate": 0.1}
+        return {**maybe(num_cycles=0.25), **floor}
+    if name == "warmup_stable_decay":
+        return {"num_decay_steps": rng.randrange(1, total // 2 + 1),
+                **maybe(num_stable_steps=rng.randrange(total // 2), warmup_type=rng.choice(shapes),
+                        decay_type=rng.choice(shapes), min_lr_ratio=0.125, num_cycles=0.4)}
+    return {}
+
+
+NAMES = ["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts",
+         "polynomial", "inverse_sqrt", "warmup_stable_decay", "cosine_with_min_lr"]
+
+
+class Schedules(unittest.TestCase):
+    @unittest.skipIf(transformers is None, "the package transformers is not here")
+    def test_factors_are_those_of_hugging_face(self):
+        rng = random.Random(5)
+        questions = []
+        for _ in range(30):
+            for name in NAMES:
+                total = rng.randrange(10, 120)
+                questions.append({"ask": "schedule", "name": name, "total": total,
+                                  "warmup": rng.choice([0, 1, rng.randrange(total // 3 + 1)]),
+                                  "lr": rng.choice([1e-3, 3e-4, 0.1]),
+                                  "kwargs": random_kwargs(rng, name, total), "steps": total + 15})
+        for question, answer in zip(questions, ask(questions)):
+            ours = [float(x) for x in answer.split()]
+            param = torch.nn.Parameter(torch.zeros(1))
+            optimizer = torch.optim.SGD([param], lr=question["lr"])
+            theirs = transformers.get_scheduler(
+                question["name"], optimizer, num_warmup_steps=question["warmup"],
+                num_training_steps=question["total"], scheduler_specific_kwargs=question["kwargs"])
+            rule = theirs.lr_lambdas[0]
+            for step, factor in enumerate(ours):
+                wanted = float(rule(step))
+                self.assertLessEqual(abs(factor - wanted), 4 * math.ulp(max(abs(wanted), 1e-3)),
+                                     (question, step))
+                # And what the optimizer is really given.
+                self.assertAlmostEqual(optimizer.param_groups[0]["lr"], question["lr"] * factor,
+                                       delta=1e-12)
+                if step < 5:
+                    optimizer.step()
+                    theirs.step()
+                else:
+                    optimizer.param_groups[0]["lr"] = question["lr"] * float(rule(step + 1))
+
+
+class Clipping(unittest.TestCase):
+    def test_norms_and_values_have_torchs_bits(self):
+        questions = []
+        for sizes in ([1], [3, 1, 17], [1000, 7, 64, 33, 4097]):
+            for scale in (1e-3, 1.0, 37.5, INF):
+                for norm_type in (2, 1, 3, 0.5, INF):
+                    questions.append({"ask": "clip", "sizes": sizes, "scale": scale,
+                                      "norm_type": norm_type, "max_norm": 1.0})
+                questions.append({"ask": "clip", "sizes": sizes, "scale": scale, "value": 0.5})
+        for question, answer in zip(questions, ask(questions)):
+            params = leaves(question["sizes"])
+            for p in params:
+                p.grad = p.detach() * number(question["scale"])
+            wanted = ""
+            if "value" in question:
+                torch.nn.utils.clip_grad_value_(params, question["value"])
+            else:
+                wanted = bits(torch.nn.utils.clip_grad_norm_(
+                    params, question["max_norm"], norm_type=number(question["norm_type"])))
+            wanted += "".join(" " + bits(p.grad) for p in params)
+            if question["scale"] == INF:  # which of the many nans is the machine's affair
+                same = [a == b or (math.isnan(unpack(a)) and math.isnan(unpack(b)))
+                        for a, b in zip(words(answer), words(wanted))]
+                self.assertTrue(all(same) and len(answer) == len(wanted), question)
+            else:
+                self.assertEqual(answer, wanted, question)
+
+
+def words(text):
+    return [part[i:i + 8] for part in text.split() for i in range(0, len(part), 8)]
+
+
+def unpack(word):
+    return struct.unpack("<f", struct.pack("<I", int(word, 16)))[0]
+
+
+class Training(unittest.TestCase):
+    """GradScaler's scale and tracker after every update, and the parameters at the end."""
+
+    def questions(self):
+        base = {"ask": "train", "sizes": [5, 33, 256], "lr": 0.0625, "weight_decay": 0.125,
+                "momentum": 0.875, "dampening": 0.0, "nesterov": False, "init_scale": 65536.0,
+                "growth_interval": 3, "max_norm": 0.0, "scaled": True}
+        factors = [1, 0.5, INF, 2, 1, 1, 0.25, INF, INF, 1, 1, 1, 1, 1, 1, 3, INF, 1]
+        for optimizer in ("adamw", "adam", "sgd"):
+            for max_norm in (0.0, 1.0):
+                yield {**base, "optimizer": optimizer, "max_norm": max_norm, "factors": factors}
+            yield {**base, "optimizer": optimizer, "factors": factors, "init_scale": 1000.0}
+            yield {**base, "optimizer": optimizer, "factors": [1, 2, 3], "scaled": False}
+        yield {**base, "optimizer": "sgd", "factors": factors, "nesterov": True}
+        # The first step is left out: momentum must begin with the second, dampened or not.
+        yield {**base, "optimizer": "sgd", "factors": [INF, 1, 1]}
+        yield {**base, "optimizer": "sgd", "factors": [INF, 1, INF, 1], "dampening": 0.5}
+        yield {**base, "optimizer": "adamw", "factors": [INF, INF, 1, 1]}
+
+    def optimizer(self, question, params, fused):
+        common = {"lr": question["lr"], "weight_decay": question["weight_decay"], "fused": fused}
+        if question["optimizer"] == "adamw":
+            return torch.optim.AdamW(params, **common)
+        if question["optimizer"] == "adam":
+            return torch.optim.Adam(params, **common)
+        return torch.optim.SGD(params, momentum=question["momentum"],
+                               dampening=question["dampening"], nesterov=question["nesterov"],
+                               **common)
+
+    def reference(self, question, params, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=question["init_scale"],
+                                      growth_interval=question["growth_interval"],
+                                      enabled=question["scaled"])
+        lines = []
+        for step, factor in enumerate(question["factors"]):
+            optimizer.zero_grad()
+            loss = torch.zeros(())
+            for p in params:
+                loss = loss + (p * grid(p.numel(), 100 + step)).sum() * number(factor)
+            scaler.scale(loss).backward()
+            if question["max_norm"] > 0:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(params, question["max_norm"])
+            # The scaler hands a fused SGD a first step to leave out, which then keeps memory that
+            # nobody has written as momentum; asked first, it does not see that step at all.
+            elif question["scaled"]:
+                scaler.unscale_(optimizer)
+            if question["scaled"]:
+                state = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+                if not sum(v.item() for v in state.values()):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            scaler.update()
+            lines.append((scaler.get_scale(), scaler._get_growth_tracker()))
+        return lines
+
+    def test_steps_and_scales_are_pytorchs(self):
+        questions = list(self.questions())
+        for question, answer in zip(questions, ask(questions)):
+            params = leaves(question["sizes"])
+            lines = self.reference(question, params, self.optimizer(question, params, True))
+            words_ = answer.split()
+            ours = [(float(s), int(t)) for s, t in (w.split(":") for w in words_[:len(lines)])]
+            if not question["scaled"]:
+                lines = [(1.0, 0)] * len(lines)
+            self.assertEqual(ours, lines, question)
+            self.assertEqual(words_[len(lines):], [bits(p) for p in params], question)
+
+
+if __name__ == "__main__":
+    sys.exit(unittest.main())
