@@ -1,5 +1,5 @@
 // `lockstep`: starts in milliseconds because it links no torch. Commands that need torch are in
-// ../libexec/lockstep-torch beside it, which takes this process over.
+// ../libexec beside it, in programs that take this process over.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -22,14 +22,19 @@ namespace {
 struct Command {
   const char* name;
   const char* help;
-  int (*run)(const Words& words);  // nullptr: in lockstep-torch
+  int (*run)(const Words& words);  // nullptr: in `program`
+  const char* program = nullptr;
 };
 
 constexpr Command kCommands[] = {
     {"run", "start a program as the ranks of one world (torchrun's flags)", run_command},
     {"env", "who am I: rank, device and backend, every variable, and why", env_command},
+    {"train", "train a bundled model as a file says, and resume", nullptr, "lockstep-train"},
+    {"checkpoint", "verify, show, compare and import checkpoints", checkpoint_command},
     {"config", "which values a training file gives, from where, and its mistakes", config_command},
-    {"bench", "measure launching, collectives and training against PyTorch", nullptr},
+    {"data", "text files into token shards, and a look into them", data_command},
+    {"bench", "measure launching, collectives and training against PyTorch", nullptr,
+     "lockstep-torch"},
 };
 
 std::string help() {
@@ -38,7 +43,7 @@ std::string help() {
       "Trains a LibTorch model on many processes and devices as if it were one.\n\n"
       "commands:\n";
   for (const Command& command : kCommands)
-    text += fmt::format("  {:<8}{}\n", command.name, command.help);
+    text += fmt::format("  {:<12}{}\n", command.name, command.help);
   return text +
          "\n  lockstep COMMAND --help    the command's own flags\n"
          "  lockstep --version         the version\n";
@@ -48,10 +53,11 @@ int print(const std::string& text) {
   return std::fwrite(text.data(), 1, text.size(), stdout) == text.size() ? 0 : 1;
 }
 
-// Does not return when it succeeds.
-int execute_torch_command(const Words& words) {
+}  // namespace
+
+int execute(const char* program, const Words& words) {
   const auto self = std::filesystem::read_symlink("/proc/self/exe");
-  const std::string path = self.parent_path().parent_path() / "libexec" / "lockstep-torch";
+  const std::string path = self.parent_path().parent_path() / "libexec" / program;
   std::vector<char*> arguments{const_cast<char*>("lockstep")};
   for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
@@ -62,6 +68,8 @@ int execute_torch_command(const Words& words) {
              words.front(), path, std::strerror(errno));
   return 1;
 }
+
+namespace {
 
 [[noreturn]] void unknown_command(const std::string& word) {
   std::vector<std::string> names;
@@ -83,7 +91,7 @@ int dispatch(const Words& words) {
   const auto command = std::find_if(std::begin(kCommands), std::end(kCommands),
                                     [&](const Command& c) { return first == c.name; });
   if (command == std::end(kCommands)) unknown_command(first);
-  if (command->run == nullptr) return execute_torch_command(words);
+  if (command->run == nullptr) return execute(command->program, words);
   return command->run(Words(words.begin() + 1, words.end()));
 }
 

@@ -4,6 +4,9 @@
 #   lockstep_test(world_test SOURCES world_test.cpp DEPENDS comm testing TORCH LABELS unit)
 
 set(LOCKSTEP_WARNINGS -Wall -Wextra -Wpedantic -Wshadow=local -Wnon-virtual-dtor -Werror)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  set(LOCKSTEP_WARNINGS -Wall -Wextra)  # it builds the fuzzers alone
+endif()
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
   # Raised by the optimizer for code of spdlog, fmt and the standard library that it has inlined
   # into ours, and wrong there; system headers do not silence these.
@@ -19,6 +22,12 @@ function(lockstep_common target)
     target_compile_options(${target} PRIVATE
       -fsanitize=${LOCKSTEP_SANITIZE} -fno-sanitize=vptr -fno-omit-frame-pointer -Wno-error)
     target_link_options(${target} PUBLIC -fsanitize=${LOCKSTEP_SANITIZE})
+  endif()
+  if(LOCKSTEP_FUZZ STREQUAL "libfuzzer")
+    target_compile_options(${target} PRIVATE -fsanitize=fuzzer-no-link -fno-sanitize-recover=all)
+  elseif(LOCKSTEP_FUZZ)
+    target_compile_options(${target} PRIVATE
+      -fsanitize-coverage=trace-pc -fno-sanitize-recover=all)
   endif()
 endfunction()
 

@@ -21,3 +21,4 @@
 #include "lockstep/parallel/sharded_stepper.h"    // IWYU pragma: export
 #include "lockstep/parallel/sync_batch_norm.h"    // IWYU pragma: export
 #include "lockstep/run.h"                         // IWYU pragma: export
+#include "lockstep/train/trainer.h"               // IWYU pragma: export

@@ -14,8 +14,6 @@
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/io/safetensors_set.h"
 
-int fuzz_one(const std::uint8_t* data, std::size_t size);
-
 namespace lockstep::io {
 namespace {
 
@@ -255,44 +253,6 @@ TEST(SafetensorsSet, RefusesAnIndexThatDoesNotFit) {
   std::filesystem::remove(index);
   EXPECT_THAT(message_of<UsageError>([&] { SafetensorsSet set(dir.path()); }),
               HasSubstr("has neither model.safetensors nor model.safetensors.index.json"));
-}
-
-// ---------------------------------------------------------------- the fuzz target
-
-TEST(SafetensorsFuzz, Corpus) {
-  const char* source = std::getenv("LOCKSTEP_SOURCE");
-  if (source == nullptr) GTEST_SKIP() << "LOCKSTEP_SOURCE is not set";
-  int count = 0;
-  for (const auto& item : std::filesystem::directory_iterator(std::string(source) +
-                                                              "/tests/fuzz/corpus/safetensors")) {
-    const std::string contents = get(item.path().string());
-    EXPECT_EQ(fuzz_one(reinterpret_cast<const std::uint8_t*>(contents.data()), contents.size()), 0);
-    ++count;
-  }
-  EXPECT_GE(count, 10);
-}
-
-TEST(SafetensorsFuzz, RandomChangesOfAGoodFile) {
-  TemporaryDirectory dir;
-  const std::string good = written(dir, five_tensors(), {{"format", "pt"}});
-  std::mt19937_64 random(6);
-  for (int i = 0; i < 20'000; ++i) {
-    std::string bent = good;
-    for (std::uint64_t changes = 1 + random() % 3; changes > 0; --changes) {
-      const std::size_t at = random() % (bent.size() < 300 ? bent.size() : 300);
-      switch (random() % 3) {
-        case 0:
-          bent[at] = static_cast<char>(random());
-          break;
-        case 1:
-          bent.erase(at, 1 + random() % 8);
-          break;
-        default:
-          bent.insert(at, 1, "0123456789{}[]\",:\\ "[random() % 19]);
-      }
-    }
-    fuzz_one(reinterpret_cast<const std::uint8_t*>(bent.data()), bent.size());
-  }
 }
 
 }  // namespace

@@ -395,6 +395,20 @@ void settle_meeting(const Values& values, LaunchPlan& plan, std::vector<std::str
   if (unnamed) plan.run_id = plan.nnodes == 1 ? random_run_id() : "none";
 }
 
+// Tasks of one srun that were not told of each other train as many worlds side by side, and nothing
+// fails: every one of them only learns from its own batches.
+void note_worlds_apart(const Values& values, const LaunchPlan& plan, const Surroundings& around,
+                       std::vector<std::string>& notes) {
+  const auto nodes = to_int(around.variable("SLURM_STEP_NUM_NODES").value_or(""));
+  if (plan.nnodes > 1 || values.is_on("standalone") || nodes.value_or(1) <= 1) return;
+  notes.push_back(fmt::format(
+      "srun started this launcher on {} nodes, but --nnodes is 1: each of them trains a "
+      "world of its own. For one world give --nnodes=$SLURM_STEP_NUM_NODES "
+      "--node-rank=$SLURM_NODEID, --master-addr and --master-port; or --standalone, if "
+      "that is meant.",
+      *nodes));
+}
+
 void note_absent_ranks(const std::vector<int>& ranks, int nproc, std::string_view what,
                        std::vector<std::string>& notes) {
   for (const int rank : ranks) {
@@ -451,6 +465,7 @@ ParsedFlags parse_flags(const std::vector<std::string>& words, const Surrounding
   refuse_and_note(values, parsed.notes);
   LaunchPlan& plan = parsed.plan;
   settle_meeting(values, plan, parsed.notes);
+  note_worlds_apart(values, plan, around, parsed.notes);
   settle_supervision(values, plan);
   // The program before the GPUs are counted: a misspelt name should not wait for a driver.
   plan.command = resolve_command({.words = given.program,

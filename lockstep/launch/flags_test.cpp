@@ -318,6 +318,16 @@ TEST(World, SeveralHostsWithoutAddressOrRankGetALine) {
   EXPECT_THAT(notes_of({"--nnodes=2", "--node-rank=0", "--master-addr=10.0.0.1"}), IsEmpty());
 }
 
+TEST(World, TasksOfSrunThatWereNotToldOfEachOtherGetALine) {
+  const Environment two_nodes{{"SLURM_STEP_NUM_NODES", "2"}};
+  EXPECT_THAT(notes_of({}, two_nodes),
+              Contains(HasSubstr("srun started this launcher on 2 nodes, but --nnodes is 1")));
+  EXPECT_THAT(notes_of({"--standalone"}, two_nodes), IsEmpty());
+  EXPECT_THAT(notes_of({"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1"}, two_nodes),
+              IsEmpty());
+  EXPECT_THAT(notes_of({}, {{"SLURM_STEP_NUM_NODES", "1"}}), IsEmpty());
+}
+
 TEST(World, NodeRanksStayBelowTheNodes) {
   EXPECT_EQ(plan_of({"--nnodes=2", "--node-rank", "1"}).node_rank, 1);
   EXPECT_THAT(refusal_of({"--nnodes=2", "--node-rank=2"}),

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -89,6 +90,17 @@ double seconds_since(EventLoop::Clock::time_point start) {
   return std::chrono::duration<double>(EventLoop::Clock::now() - start).count();
 }
 
+// A real number outside of int's range would be undefined behaviour, and another program may send
+// it.
+int int_at(const Json& json, const char* key) {
+  const double value = json.at(key).get<double>();
+  if (!(value >= INT_MIN && value <= INT_MAX)) {
+    throw UsageError("launch", "another launcher's '{}' ({}) is not a number from {} to {}.", key,
+                     value, INT_MIN, INT_MAX);
+  }
+  return static_cast<int>(value);
+}
+
 const std::pair<Message::Kind, const char*> kKindNames[] = {
     {Message::Kind::kHello, "hello"},   {Message::Kind::kRefused, "refused"},
     {Message::Kind::kSay, "say"},       {Message::Kind::kStart, "start"},
@@ -120,7 +132,7 @@ Message decode(const std::string& line) {
   try {
     const Json json = Json::parse(line);
     Message message;
-    if (const int theirs = json.at("lockstep").get<int>(); theirs != kProtocol) {
+    if (const int theirs = int_at(json, "lockstep"); theirs != kProtocol) {
       message.kind = Message::Kind::kForeign;
       message.text = fmt::format(
           "[launch] launchers of different versions of Lockstep met (protocols {} and {}). Install "
@@ -134,18 +146,18 @@ Message decode(const std::string& line) {
     if (found == std::end(kKindNames))
       throw UsageError("launch", "unknown message '{}' from another launcher.", wanted);
     message.kind = found->first;
-    json.at("node").get_to(message.node);
-    json.at("attempt").get_to(message.attempt);
-    json.at("signal").get_to(message.signal);
-    json.at("code").get_to(message.code);
+    message.node = int_at(json, "node");
+    message.attempt = int_at(json, "attempt");
+    message.signal = int_at(json, "signal");
+    message.code = int_at(json, "code");
     json.at("text").get_to(message.text);
     if (json.contains("failure"))
       message.failure = failure_from_json(json["failure"].get<std::string>());
     if (message.kind == Message::Kind::kHello) {
       json.at("run_id").get_to(message.run_id);
       json.at("host").get_to(message.host);
-      json.at("nnodes").get_to(message.nnodes);
-      json.at("nproc_per_node").get_to(message.nproc_per_node);
+      message.nnodes = int_at(json, "nnodes");
+      message.nproc_per_node = int_at(json, "nproc_per_node");
     }
     return message;
   } catch (const Json::exception& error) {

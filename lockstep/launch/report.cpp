@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
@@ -41,9 +42,22 @@ std::string text_of(const Json& json) {
   return json.is_string() ? json.get<std::string>() : dump(json);
 }
 
-double number_of(const Json& json) {
-  if (json.is_number()) return json.get<double>();
-  return json.is_string() ? std::strtod(json.get<std::string>().c_str(), nullptr) : 0;
+// Of another launcher, which is believed less than our own: a real would be undefined behaviour.
+int int_of(const Json& json) {
+  const double value = json.get<double>();
+  if (!(value >= INT_MIN && value <= INT_MAX))
+    throw UsageError("launch", "{} is not a number from {} to {}.", value, INT_MIN, INT_MAX);
+  return static_cast<int>(value);
+}
+
+// Seconds since the epoch, or 0 for what cannot be a time: it is cast to an integer later, and
+// JSON, in which it travels to other hosts, has no infinity.
+double time_of(const Json& json) {
+  constexpr double kYear5000_s = 1e11;
+  double time = 0;
+  if (json.is_number()) time = json.get<double>();
+  if (json.is_string()) time = std::strtod(json.get<std::string>().c_str(), nullptr);
+  return time > 0 && time < kYear5000_s ? time : 0;
 }
 
 void read_stack(const Json& extra, ErrorFile& file) {
@@ -73,13 +87,13 @@ void read_forms(const Json& json, ErrorFile& file) {
   const Json& message = json["message"];
   if (!message.is_object()) {
     file.message = text_of(message);
-    if (json.contains("timestamp")) file.time = number_of(json["timestamp"]);
+    if (json.contains("timestamp")) file.time = time_of(json["timestamp"]);
     return;
   }
   if (message.contains("message")) file.message = text_of(message["message"]);
   const auto extra = message.find("extraInfo");
   if (extra == message.end() || !extra->is_object()) return;
-  if (extra->contains("timestamp")) file.time = number_of((*extra)["timestamp"]);
+  if (extra->contains("timestamp")) file.time = time_of((*extra)["timestamp"]);
   read_stack(*extra, file);
 }
 
@@ -272,15 +286,15 @@ Failure failure_from_json(const std::string& text) {
   try {
     const Json json = Json::parse(text);
     Failure f;
-    json.at("rank").get_to(f.rank);
-    json.at("local_rank").get_to(f.local_rank);
-    json.at("node").get_to(f.node);
-    json.at("pid").get_to(f.pid);
-    json.at("attempt").get_to(f.attempt);
+    f.rank = int_of(json.at("rank"));
+    f.local_rank = int_of(json.at("local_rank"));
+    f.node = int_of(json.at("node"));
+    f.pid = int_of(json.at("pid"));
+    f.attempt = int_of(json.at("attempt"));
     json.at("host").get_to(f.host);
     json.at("cause").get_to(f.cause);
-    json.at("code").get_to(f.code);
-    json.at("time").get_to(f.time);
+    f.code = int_of(json.at("code"));
+    f.time = time_of(json.at("time"));
     json.at("after_s").get_to(f.after_s);
     json.at("message").get_to(f.message);
     json.at("restartable").get_to(f.restartable);

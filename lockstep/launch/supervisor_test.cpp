@@ -328,6 +328,15 @@ TEST_F(ErrorFileTest, ExactTimesAreBelievedAndWholeSecondsAreRefined) {
   EXPECT_NEAR(read_error_file(path_).time, 1000.7, 1e-6);
 }
 
+TEST_F(ErrorFileTest, WhatCannotBeATimeIsTheFilesOwn) {
+  for (const char* text : {"1e999", "-5", "nan", "1e300"}) {
+    write(fmt::format(R"({{"message": {{"extraInfo": {{"timestamp": "{}"}}}}}})", text));
+    const timeval modified[2] = {{2000, 0}, {2000, 0}};
+    ASSERT_EQ(::utimes(path_.c_str(), modified), 0);
+    EXPECT_DOUBLE_EQ(read_error_file(path_).time, 2000) << text;
+  }
+}
+
 TEST_F(ErrorFileTest, OddContentsNeverThrow) {
   for (const char* text :
        {"{", "[]", "null", "3", "{\"message\": null}", "\xff\xfe",
@@ -378,6 +387,33 @@ TEST(Report, AMismatchThatGlooNoticedPointsToTheDebugMode) {
   EXPECT_THAT(failure_report(failure), HasSubstr("LOCKSTEP_DEBUG=1 compares every call"));
   failure.message = "killed by SIGABRT";
   EXPECT_THAT(failure_report(failure), ::testing::Not(HasSubstr("LOCKSTEP_DEBUG")));
+}
+
+TEST(Report, NumbersThatAreNoIntsAreRefused) {
+  const auto refusal = [](const std::string& line) -> std::string {
+    try {
+      decode(line);
+    } catch (const UsageError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(refusal(R"({"lockstep": 1e300})"), HasSubstr("not a number from"));
+  Message message;
+  message.failure = Failure{};
+  std::string line = encode(message);
+  EXPECT_EQ(refusal(line), "");
+  const auto swapped = [&](const std::string& from, const std::string& to) {
+    std::string changed = line;
+    const auto at = changed.find(from);
+    EXPECT_NE(at, std::string::npos) << line;
+    return changed.replace(at, from.size(), to);
+  };
+  EXPECT_THAT(refusal(swapped(R"("node":0)", R"("node":4294967296)")), HasSubstr("4294967296"));
+  EXPECT_THAT(refusal(swapped(R"(\"rank\":-1)", R"(\"rank\":-1e10)")), HasSubstr("-10000000000"));
+  // A time that cannot be one is left out; the rest of the failure still counts.
+  const Message late = decode(swapped(R"(\"time\":0.0)", R"(\"time\":1e300)"));
+  EXPECT_EQ(late.failure->time, 0);
 }
 
 TEST(Report, AFailureSurvivesTheWayToAnotherHost) {

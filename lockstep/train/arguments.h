@@ -89,6 +89,8 @@ struct TrainingArguments {
   bool load_best_model_at_end = false;
   std::string metric_for_best_model = "loss";
   std::optional<bool> greater_is_better{};  // unset: unless the metric's name ends in "loss"
+  std::optional<std::int64_t> early_stopping_patience{};  // evaluations without a better metric
+  double early_stopping_threshold = 0;
 
   // Checkpoints.
   std::string output_dir = "trainer_output";

@@ -83,6 +83,10 @@ class Checker {
       add({"save_strategy", "eval_strategy"},
           "save_strategy is best, but nothing is evaluated. Set eval_strategy to steps or epoch.");
     }
+    if (a.early_stopping_patience && a.eval_strategy == Interval::kNo) {
+      add({"early_stopping_patience", "eval_strategy"},
+          "early_stopping_patience counts evaluations. Set eval_strategy to steps or epoch.");
+    }
     if (!a.load_best_model_at_end) return;
     if (a.eval_strategy == Interval::kNo) {
       add({"load_best_model_at_end", "eval_strategy"},

@@ -1,13 +1,9 @@
 // The parser of safetensors headers, for a fuzzer: any bytes are either refused by UsageError or
 // read into tensors that cover the data exactly.
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
 #include <span>
 
 #include "lockstep/io/safetensors.h"
-
-int fuzz_one(const std::uint8_t* data, std::size_t size);
+#include "tests/fuzz/driver.h"
 
 int fuzz_one(const std::uint8_t* data, std::size_t size) {
   using namespace lockstep;
@@ -16,11 +12,11 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
     const io::SafetensorsHeader header = io::parse_safetensors(contents, "input");
     std::uint64_t at = 0;
     for (const io::TensorEntry& entry : header.tensors) {
-      if (entry.begin != at || entry.end < at) std::abort();
-      if (io::tensor_bytes(entry.dtype, entry.shape) != entry.end - at) std::abort();
+      fuzz::require(entry.begin == at && entry.end >= at, "a hole or an overlap");
+      fuzz::require(io::tensor_bytes(entry.dtype, entry.shape) == entry.end - at, "a wrong size");
       at = entry.end;
     }
-    if (header.data_offset + at != size) std::abort();
+    fuzz::require(header.data_offset + at == size, "bytes that belong to no tensor");
   } catch (const UsageError&) {
     // Refused in words; anything else, a crash included, is a finding.
   }

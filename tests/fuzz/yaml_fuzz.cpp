@@ -1,29 +1,19 @@
 // Any bytes, through the readers of YAML and JSON and through what reads their trees. A reader may
 // refuse with UsageError; anything else, a crash or a tree that does not survive being written and
 // read again is a defect.
-#include <cstddef>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/launch/accelerate_config.h"
 #include "lockstep/train/config.h"
-
-int fuzz_one(const std::uint8_t* data, std::size_t size);
+#include "tests/fuzz/driver.h"
 
 namespace {
 
 using lockstep::Node;
 using lockstep::UsageError;
-
-void require(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "fuzz: %s\n", what);
-  std::abort();
-}
+using lockstep::fuzz::require;
 
 template <typename Read>
 void attempt(Read&& read) {

@@ -1,4 +1,5 @@
-"""TensorBoard's own reader on our event files. Without the package the test is skipped."""
+"""TensorBoard's own reader on our event files. Without the package
+(requirements-oracles.txt) the test is skipped."""
 
 import tempfile
 import unittest

@@ -15,7 +15,9 @@ import tempfile
 import time
 import unittest
 
-from peer import HELLO, LOCKSTEP, environment, hello_lines, run, world_of
+from peer import HELLO, LOCKSTEP, RUN_PEER, environment, hello_lines, run, world_of
+
+TEMPLATE = pathlib.Path(os.environ["LOCKSTEP_SOURCE"], "examples", "slurm", "train.sbatch")
 
 TOOLS = ["munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol"]
 
@@ -149,6 +151,54 @@ class Slurm(unittest.TestCase):
         self.assertEqual(read["alone"], [(0, 1, 0, "cpu", "single")])
         self.assertEqual(read["tasks"], world_of(3))
         self.assertEqual(read["run"], world_of(2))
+
+    def launcher(self, *flags):
+        """Words for a shell task: `lockstep run` on two nodes with two ranks each."""
+        return ["-N2", "-n2", "--ntasks-per-node=1", "bash", "-c",
+                'exec "$0" run --nproc-per-node=2 ' + " ".join(flags) + ' "$1"', LOCKSTEP, HELLO]
+
+    def test_lockstep_run_as_tasks(self):
+        port = free_ports(1)[0]
+        lines, done = self.srun(*self.launcher(
+            "--nnodes=$SLURM_STEP_NUM_NODES", "--node-rank=$SLURM_NODEID",
+            "--master-addr=127.0.0.1", f"--master-port={port}"))
+        # Both nodes are this machine, but the launchers count them as two: local ranks start anew.
+        self.assertEqual([line[:3] for line in lines],
+                         [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)], done.text())
+        self.assertNotIn("a world of its own", done.text())
+
+    def test_launchers_that_were_not_told_of_each_other_say_so(self):
+        lines, done = self.srun(*self.launcher())
+        self.assertEqual(lines, sorted(world_of(2) * 2), done.text())
+        self.assertEqual(done.text().count("srun started this launcher on 2 nodes"), 2, done.text())
+
+    def submit(self, *words, **variables):
+        """The batch script of examples/slurm, in a folder of its own: (exit code, its log)."""
+        folder = pathlib.Path(tempfile.mkdtemp(dir=self.cluster.folder))
+        (folder / "runs").mkdir()
+        done = run([which("sbatch"), "-W", "-D", str(folder), str(TEMPLATE), *words],
+                   SLURM_CONF=self.cluster.config, LOCKSTEP=LOCKSTEP, NPROC_PER_NODE=2,
+                   **variables)
+        logs = list((folder / "runs").glob("ddp_training_*.log"))
+        self.assertEqual(len(logs), 1, done.text())
+        return done.code, logs[0].read_text()
+
+    def test_the_batch_script(self):
+        code, log = self.submit(HELLO)
+        self.assertEqual(code, 0, log)
+        self.assertRegex(log, r"^job \d+ on 127\.0\.0\.\[1-2\], meeting at 127\.0\.0\.1:\d+: ")
+        self.assertEqual([line[:3] for line in hello_lines(log)],
+                         [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)], log)
+
+    def test_the_batch_script_fails_with_its_program(self):
+        code, log = self.submit(RUN_PEER, "throw", "3")
+        self.assertNotEqual(code, 0, log)
+        self.assertIn("rank 3", log)
+
+    def test_the_batch_script_without_a_program(self):
+        code, log = self.submit()
+        self.assertEqual(code, 2, log)
+        self.assertIn("usage: sbatch", log)
 
 
 if __name__ == "__main__":

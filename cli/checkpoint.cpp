@@ -1,0 +1,218 @@
+// `lockstep checkpoint`: what is in a checkpoint, whether it is whole, and how two differ.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <optional>
+
+#include "cli/commands.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/io/file.h"
+#include "lockstep/io/manifest.h"
+#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/io/safetensors_set.h"
+#include "lockstep/train/trainer_state.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kPrefix = "checkpoint-";
+constexpr const char* kHelp =
+    "usage: lockstep checkpoint verify PATH...\n"
+    "       lockstep checkpoint show PATH [--tensors]\n"
+    "       lockstep checkpoint diff A B\n"
+    "       lockstep checkpoint import ARCHIVE FOLDER\n\n"
+    "verify  reads every byte against the manifest: 0 when all is whole, 1 with what is wrong. A\n"
+    "        folder of checkpoints (an output_dir) stands for all of them\n"
+    "show    step, position in the data, files, and with --tensors every tensor\n"
+    "diff    tensors that differ, and by how much at most: 0 when none does, 1 otherwise\n"
+    "import  an archive that C++'s torch::save wrote becomes a folder of safetensors\n";
+
+std::vector<std::string> folders_of(const std::string& path) {
+  if (!fs::is_directory(path))
+    throw UsageError("checkpoint", "{} is not a folder. Give checkpoint-<step> or an output_dir.",
+                     path);
+  if (fs::exists(fs::path(path) / io::kManifestName)) return {path};
+  std::vector<std::string> folders;
+  for (const io::NumberedDir& dir : io::list_numbered(path, kPrefix)) folders.push_back(dir.path);
+  return folders.empty() ? std::vector<std::string>{path} : folders;
+}
+
+int verify(const Words& words) {
+  if (words.empty()) throw UsageError("checkpoint", "verify needs a folder.");
+  bool whole = true;
+  for (const std::string& word : words) {
+    for (const std::string& folder : folders_of(word)) {
+      bool damaged = false;
+      std::string lines;
+      for (const io::Fault& fault : io::verify(folder)) {
+        damaged |= fault.kind != io::FaultKind::kExtra;
+        lines += fmt::format("  {}\n", fault.text);
+      }
+      whole &= !damaged;
+      fmt::print("{:<8}{}\n{}", damaged ? "damaged" : "whole", folder, lines);
+    }
+  }
+  return whole ? 0 : 1;
+}
+
+void show_tensors(const std::string& folder, const std::string& stem, bool all) {
+  const io::SafetensorsSet set(folder, stem);
+  std::map<std::string, std::uint64_t> by_type;
+  std::uint64_t elements = 0, bytes = 0;
+  for (const std::string& name : set.names()) {
+    const io::TensorEntry& entry = *set.at(name).entry;
+    std::uint64_t count = 1;
+    for (const std::int64_t size : entry.shape) count *= static_cast<std::uint64_t>(size);
+    elements += count;
+    bytes += entry.end - entry.begin;
+    by_type[std::string(io::dtype_name(entry.dtype))] += count;
+    if (all)
+      fmt::print("    {:<48}{:<6}[{}]\n", name, io::dtype_name(entry.dtype),
+                 fmt::join(entry.shape, ", "));
+  }
+  std::string types;
+  for (const auto& [type, count] : by_type) types += fmt::format(" {} {}", count, type);
+  fmt::print("  {:<12}{} tensors, {} elements ({}),{}\n", stem, set.names().size(), elements,
+             io::size_text(bytes), types);
+}
+
+int show(const Words& words) {
+  std::optional<std::string> path;
+  bool all = false;
+  for (const std::string& word : words) {
+    if (word == "--tensors") {
+      all = true;
+    } else if (path || word.rfind("--", 0) == 0) {
+      throw UsageError("checkpoint", "show takes one folder and --tensors, not '{}'.", word);
+    } else {
+      path = word;
+    }
+  }
+  if (!path) throw UsageError("checkpoint", "show needs a folder.");
+  const std::string folder = folders_of(*path).front();
+  const std::string state_file = folder + "/trainer_state.json";
+  const train::TrainerState state =
+      train::parse_trainer_state(read_file(state_file, 256u << 20), state_file);
+  fmt::print("{}\n  {:<12}{} of {}, epoch {:.4f}\n", folder, "step", state.global_step,
+             state.max_steps, state.epoch);
+  if (state.best_metric)
+    fmt::print("  {:<12}{} at step {}\n", "best", *state.best_metric,
+               state.best_global_step.value_or(-1));
+  for (auto entry = state.log_history.rbegin(); entry != state.log_history.rend(); ++entry) {
+    const double* loss = train::find_metric(entry->values, "loss");
+    if (loss == nullptr) continue;
+    fmt::print("  {:<12}{:.4f} at step {}\n", "loss", *loss, entry->step);
+    break;
+  }
+  const std::string sampler = folder + "/sampler.json";
+  if (fs::exists(sampler)) {
+    const auto at = train::parse_data_position(read_file(sampler), sampler);
+    fmt::print(
+        "  {:<12}epoch {}, sample {} of {}, seed {}; {} ranks x batch {} x accumulation {}\n",
+        "data", at.epoch, at.cursor, at.dataset_size, at.seed, at.world_size, at.batch_size,
+        at.accumulation);
+  }
+  show_tensors(folder, "model", all);
+  if (fs::exists(folder + "/optimizer.safetensors")) show_tensors(folder, "optimizer", all);
+  return 0;
+}
+
+template <typename T>
+double largest(std::span<const std::byte> a, std::span<const std::byte> b) {
+  double most = 0;
+  for (std::size_t at = 0; at + sizeof(T) <= a.size(); at += sizeof(T)) {
+    T x, y;
+    std::memcpy(&x, a.data() + at, sizeof(T));
+    std::memcpy(&y, b.data() + at, sizeof(T));
+    const double distance = std::abs(static_cast<double>(x) - static_cast<double>(y));
+    if (distance > most || std::isnan(distance)) most = distance;
+    if (std::isnan(distance)) return most;
+  }
+  return most;
+}
+
+// Nothing when the two are equal to the byte.
+std::optional<std::string> difference(const io::SafetensorsSet::Found& a,
+                                      const io::SafetensorsSet::Found& b) {
+  if (a.entry->dtype != b.entry->dtype || a.entry->shape != b.entry->shape)
+    return fmt::format("{} [{}] and {} [{}]", io::dtype_name(a.entry->dtype),
+                       fmt::join(a.entry->shape, ", "), io::dtype_name(b.entry->dtype),
+                       fmt::join(b.entry->shape, ", "));
+  const auto x = a.bytes(), y = b.bytes();
+  if (x.empty() || std::memcmp(x.data(), y.data(), x.size()) == 0) return std::nullopt;
+  if (a.entry->dtype == io::DType::kF32)
+    return fmt::format("differs by at most {:.3g}", largest<float>(x, y));
+  if (a.entry->dtype == io::DType::kF64)
+    return fmt::format("differs by at most {:.3g}", largest<double>(x, y));
+  return std::string("differs");
+}
+
+int diff_set(const Words& words, const std::string& stem) {
+  const bool there[] = {fs::exists(words[0] + "/" + stem + ".safetensors") ||
+                            fs::exists(words[0] + "/" + stem + ".safetensors.index.json"),
+                        fs::exists(words[1] + "/" + stem + ".safetensors") ||
+                            fs::exists(words[1] + "/" + stem + ".safetensors.index.json")};
+  if (!there[0] && !there[1]) return 0;
+  if (there[0] != there[1]) {
+    fmt::print("{}: only in {}\n", stem, words[there[0] ? 0 : 1]);
+    return 1;
+  }
+  const io::SafetensorsSet a(words[0], stem), b(words[1], stem);
+  int differing = 0;
+  for (const std::string& name : a.names()) {
+    const auto other = b.find(name);
+    const auto text = other.entry == nullptr
+                          ? std::optional<std::string>(fmt::format("only in {}", words[0]))
+                          : difference(a.at(name), other);
+    if (!text) continue;
+    fmt::print("{}: {} {}\n", stem, name, *text);
+    ++differing;
+  }
+  for (const std::string& name : b.names()) {
+    if (a.find(name).entry != nullptr) continue;
+    fmt::print("{}: {} only in {}\n", stem, name, words[1]);
+    ++differing;
+  }
+  fmt::print("{}: {} of {} tensors differ\n", stem, differing, a.names().size());
+  return differing;
+}
+
+int diff(const Words& words) {
+  if (words.size() != 2) throw UsageError("checkpoint", "diff needs two folders.");
+  Words folders;
+  for (const std::string& word : words) folders.push_back(folders_of(word).front());
+  int differing = 0;
+  for (const char* stem : {"model", "optimizer", "rng_state"}) differing += diff_set(folders, stem);
+  return differing == 0 ? 0 : 1;
+}
+
+}  // namespace
+
+int checkpoint_command(const Words& words) {
+  const std::string first = words.empty() ? "" : words.front();
+  const Words rest(words.begin() + (words.empty() ? 0 : 1), words.end());
+  const bool asked = first == "--help" || first == "-h" || first == "help";
+  if (first == "verify") return verify(rest);
+  if (first == "show") return show(rest);
+  if (first == "diff") return diff(rest);
+  if (first == "import") {
+    Words all{"checkpoint"};
+    all.insert(all.end(), words.begin(), words.end());
+    return execute("lockstep-train", all);
+  }
+  if (!asked && !words.empty())
+    throw UsageError("checkpoint", "there is no '{}'. It is verify, show, diff or import.", first);
+  std::fputs(kHelp, asked ? stdout : stderr);
+  return asked ? 0 : 2;
+}
+
+}  // namespace lockstep::cli

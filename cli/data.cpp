@@ -1,0 +1,234 @@
+// `lockstep data`: text into token shards, and a look into files of tokens and instructions.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <utility>
+
+#include "cli/commands.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/spelling.h"
+#include "lockstep/data/byte_tokenizer.h"
+#include "lockstep/data/instruction_file.h"
+#include "lockstep/data/shard_format.h"
+#include "lockstep/data/tokenize.h"
+#include "lockstep/io/file.h"
+
+namespace lockstep::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kHelp =
+    "usage: lockstep data tokenize --output FOLDER [OPTIONS] FILE|FOLDER...\n"
+    "       lockstep data inspect [--format FORMAT] [--show N] FILE|FOLDER...\n\n"
+    "tokenize  text files, byte by byte, into shards of tokens (256 ends a document); several\n"
+    "          shards at a time. The folder appears when all of it is on the disk.\n"
+    "  --output FOLDER      where to\n"
+    "  --format FORMAT      llmc16 (default), llmc32 or nanogpt (train.bin and val.bin)\n"
+    "  --suffix .TXT        which files of a folder; may be given several times (default: all)\n"
+    "  --name NAME          shards are NAME_train_000001.bin (default: text)\n"
+    "  --shard-tokens N     tokens of a shard (default: 100000000)\n"
+    "  --val-tokens N       the first N tokens are for validation (default: 0)\n"
+    "  --workers N          threads (default: one per processor)\n"
+    "  --force              replace a folder that is there\n"
+    "inspect   what a token file holds, or a .json or .jsonl file of instructions; 2 when it is\n"
+    "          not what its header says\n"
+    "  --format FORMAT      for files without a header: nanogpt\n"
+    "  --show N             the first N tokens (default: 64)\n";
+
+// Flags with a value and those without; other words are names. Both --flag VALUE and --flag=VALUE.
+struct Flags {
+  std::map<std::string, std::function<void(const std::string&)>> values{};
+  std::map<std::string, bool*> switches{};
+  Words names{};
+
+  void read(const Words& words) {
+    for (std::size_t i = 1; i < words.size(); ++i) {
+      if (words[i].rfind("--", 0) != 0) {
+        names.push_back(words[i]);
+        continue;
+      }
+      const std::size_t equals = words[i].find('=');
+      const std::string flag = words[i].substr(0, equals);
+      if (const auto found = switches.find(flag); found != switches.end()) {
+        *found->second = true;
+      } else if (const auto value = values.find(flag); value != values.end()) {
+        if (equals == std::string::npos && i + 1 == words.size())
+          throw UsageError("data", "{} needs a value.", flag);
+        value->second(equals == std::string::npos ? words[++i] : words[i].substr(equals + 1));
+      } else {
+        refuse(flag);
+      }
+    }
+  }
+
+ private:
+  [[noreturn]] void refuse(const std::string& flag) const {
+    std::vector<std::string> known;
+    for (const auto& [name, _] : values) known.push_back(name);
+    for (const auto& [name, _] : switches) known.push_back(name);
+    throw UsageError("data", "there is no flag {}.{} 'lockstep data --help' lists them.", flag,
+                     did_you_mean(flag, known));
+  }
+};
+
+std::string count_text(double count) {
+  if (count >= 1e9) return fmt::format("{:.2f} G", count / 1e9);
+  if (count >= 1e6) return fmt::format("{:.1f} M", count / 1e6);
+  return fmt::format("{:.0f}", count);
+}
+
+// A bar on a terminal, nothing elsewhere: the last line says it all.
+class ProgressBar {
+ public:
+  void operator()(std::uint64_t done, std::uint64_t total) {
+    if (!terminal_) return;
+    constexpr std::size_t kWidth = 30;
+    const double part = total == 0 ? 1.0 : static_cast<double>(done) / static_cast<double>(total);
+    const auto filled = static_cast<std::size_t>(part * kWidth);
+    const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+    fmt::print(stderr, "\r[{}{}] {:3.0f} %  {} tokens, {} a second \033[K",
+               std::string(filled, '#'), std::string(kWidth - filled, '.'), 100 * part,
+               count_text(static_cast<double>(done)),
+               count_text(seconds > 0 ? static_cast<double>(done) / seconds : 0.0));
+    if (done == total) fmt::print(stderr, "\n");
+    std::fflush(stderr);
+  }
+
+ private:
+  bool terminal_ = ::isatty(STDERR_FILENO) == 1;
+  Clock::time_point start_ = Clock::now();
+};
+
+std::uint64_t count_of(const std::string& text, const char* flag) {
+  return static_cast<std::uint64_t>(env::parse_int(text, flag, 0));
+}
+
+int tokenize(const Words& words) {
+  data::TokenizeOptions options;
+  Flags flags;
+  flags.values = {
+      {"--output", [&](const auto& v) { options.output = v; }},
+      {"--format", [&](const auto& v) { options.format = data::token_format(v); }},
+      {"--suffix", [&](const auto& v) { options.suffixes.push_back(v); }},
+      {"--name", [&](const auto& v) { options.name = v; }},
+      {"--shard-tokens",
+       [&](const auto& v) { options.shard_tokens = count_of(v, "--shard-tokens"); }},
+      {"--val-tokens", [&](const auto& v) { options.val_tokens = count_of(v, "--val-tokens"); }},
+      {"--workers",
+       [&](const auto& v) {
+         options.workers = static_cast<int>(env::parse_int(v, "--workers", 0, 1024));
+       }},
+  };
+  flags.switches = {{"--force", &options.replace}};
+  flags.read(words);
+  if (options.output.empty())
+    throw UsageError("data", "tokenize needs --output FOLDER, the folder to make.");
+  options.inputs = flags.names;
+  options.progress = ProgressBar{};
+  const auto start = Clock::now();
+  const data::TokenizeResult result = data::tokenize(options);
+  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  fmt::print("{}: {} tokens of {} documents in {} shards, {:.1f} s\n", options.output,
+             result.tokens, result.documents, result.shards.size(), seconds);
+  for (const auto& [name, count] : result.shards) fmt::print("  {}  {} tokens\n", name, count);
+  return 0;
+}
+
+// Bytes as they are read best: letters as themselves, the rest escaped.
+std::string readable(const std::vector<std::uint32_t>& tokens) {
+  std::string text;
+  for (const std::uint32_t token : tokens) {
+    if (token == static_cast<std::uint32_t>(data::ByteTokenizer::kEndOfText))
+      text += "<end of text>";
+    else if (token == '\n')
+      text += "\\n";
+    else if (token == '\t')
+      text += "\\t";
+    else if (token >= 32 && token < 127)
+      text += static_cast<char>(token);
+    else
+      text += fmt::format("\\x{:02x}", token);
+  }
+  return text;
+}
+
+void inspect_tokens(const std::string& path, data::TokenFormat format, std::uint64_t show) {
+  const data::TokenFile file(path, format);
+  const std::uint64_t bytes = file.layout().data_offset + file.size() * file.layout().token_bytes;
+  fmt::print("{}: {}, {} tokens of {} bytes ({})\n", path, data::name(file.layout().format),
+             file.size(), file.layout().token_bytes, io::size_text(bytes));
+  if (file.size() == 0) return;
+  const std::uint32_t largest = file.largest_token();
+  fmt::print("  largest token {}: a vocabulary of {} or more\n", largest,
+             std::uint64_t{largest} + 1);
+  std::vector<std::uint32_t> first;
+  for (std::uint64_t i = 0; i < std::min(show, file.size()); ++i) first.push_back(file[i]);
+  if (first.empty()) return;
+  fmt::print("  begins with {}\n", fmt::join(first, " "));
+  if (largest <= static_cast<std::uint32_t>(data::ByteTokenizer::kEndOfText))
+    fmt::print("  as bytes: {}\n", readable(first));
+}
+
+void inspect_instructions(const std::string& path) {
+  const auto items = data::load_instructions(path);
+  std::size_t inputs = 0, answers = 0, longest = 0;
+  for (const data::Instruction& item : items) {
+    inputs += item.input.empty() ? 0 : 1;
+    answers += item.answer.empty() ? 0 : 1;
+    const data::PromptAndResponse texts = data::apply({}, item);
+    longest = std::max(longest, texts.prompt.size() + texts.response.size());
+  }
+  fmt::print("{}: {} instructions, {} with an input, {} with an answer; the longest has {} bytes\n",
+             path, items.size(), inputs, answers, longest);
+  if (items.empty()) return;
+  const data::PromptAndResponse first = data::apply({}, items.front());
+  fmt::print("----\n{}[{}]\n----\n", first.prompt, first.response);
+}
+
+int inspect(const Words& words) {
+  data::TokenFormat format = data::TokenFormat::kAuto;
+  std::uint64_t show = 64;
+  Flags flags;
+  flags.values = {{"--format", [&](const auto& v) { format = data::token_format(v); }},
+                  {"--show", [&](const auto& v) { show = count_of(v, "--show"); }}};
+  flags.read(words);
+  if (flags.names.empty())
+    throw UsageError("data", "inspect needs a file or a folder of token files.");
+  for (const std::string& name : flags.names) {
+    if (name.ends_with(".json") || name.ends_with(".jsonl")) {
+      inspect_instructions(name);
+    } else if (std::filesystem::is_directory(name)) {
+      for (const std::string& file : data::token_files(name, ""))
+        inspect_tokens(file, format, show);
+    } else {
+      inspect_tokens(name, format, show);
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+int data_command(const Words& words) {
+  const std::string what = words.empty() ? "" : words.front();
+  const bool help = std::any_of(words.begin(), words.end(), [](const std::string& word) {
+    return word == "--help" || word == "-h" || word == "help";
+  });
+  if (help || what.empty()) {
+    fmt::print(help ? stdout : stderr, "{}", kHelp);
+    return help ? 0 : 2;
+  }
+  if (what == "tokenize") return tokenize(words);
+  if (what == "inspect") return inspect(words);
+  throw UsageError("data", "there is no 'data {}'. Write lockstep data tokenize or inspect.", what);
+}
+
+}  // namespace lockstep::cli

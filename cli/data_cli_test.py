@@ -1,0 +1,158 @@
+"""`lockstep data` from outside: what it writes is what NumPy reads in llm.c's and nanoGPT's way."""
+import array
+import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import tempfile
+import unittest
+
+LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+
+
+def lockstep(*words):
+    return subprocess.run([LOCKSTEP, "data", *words], timeout=60, capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL)
+
+
+def read_llmc(path):
+    """As llm.c's dataloader does: 256 int32, then the tokens."""
+    with open(path, "rb") as file:
+        header = struct.unpack("<256i", file.read(1024))
+        kind = {(20240520, 1): "H", (20240801, 7): "I"}[header[:2]]
+        tokens = array.array(kind, file.read())
+    assert header[2] == len(tokens), header[:3]
+    assert not any(header[3:])
+    return list(tokens)
+
+
+class Data(unittest.TestCase):
+    def setUp(self):
+        self.dir = tempfile.TemporaryDirectory()
+        self.addCleanup(self.dir.cleanup)
+        os.makedirs(self.path("in/sub"))
+        self.texts = {"a.txt": b"first\xff", "b.md": b"second", "sub/c.txt": bytes(range(256)) * 9}
+        for name, text in self.texts.items():
+            with open(self.path("in/" + name), "wb") as file:
+                file.write(text)
+
+    def path(self, name):
+        return os.path.join(self.dir.name, name)
+
+    def stream(self, *names):
+        return [t for name in names for t in [256, *self.texts[name]]]
+
+    def succeed(self, *words):
+        result = lockstep(*words)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(result.stderr, "")  # no bar where there is no terminal
+        return result.stdout
+
+    def refuse(self, *words, code=2):
+        result = lockstep(*words)
+        self.assertEqual(result.returncode, code, result.stdout + result.stderr)
+        return result.stderr
+
+    def test_shards_are_llmc_s(self):
+        for kind in ("llmc16", "llmc32"):
+            out = self.path("out-" + kind)
+            text = self.succeed("tokenize", self.path("in"), "--output", out, "--format", kind,
+                                "--shard-tokens=1000", "--val-tokens", "10", "--name", "x",
+                                "--workers", "2")
+            self.assertIn("2319 tokens of 3 documents in 4 shards", text)
+            names = sorted(n for n in os.listdir(out) if n.endswith(".bin"))
+            self.assertEqual(names, ["x_train_000001.bin", "x_train_000002.bin",
+                                     "x_train_000003.bin", "x_val_000000.bin"])
+            tokens = read_llmc(os.path.join(out, "x_val_000000.bin"))
+            self.assertEqual(len(tokens), 10)
+            for name in names[:3]:
+                tokens += read_llmc(os.path.join(out, name))
+            self.assertEqual(tokens, self.stream("a.txt", "b.md", "sub/c.txt"))
+
+    def test_nanogpt_and_suffixes(self):
+        out = self.path("out")
+        self.succeed("tokenize", "--output", out, "--format=nanogpt", "--suffix", ".txt",
+                     self.path("in"), "--val-tokens=3")
+        tokens = []
+        for name in ("val.bin", "train.bin"):
+            with open(os.path.join(out, name), "rb") as file:
+                tokens += array.array("H", file.read())
+        self.assertEqual(tokens, self.stream("a.txt", "sub/c.txt"))
+
+    def test_nothing_is_overwritten_without_force(self):
+        out = self.path("out")
+        words = ("tokenize", "--output", out, self.path("in/a.txt"))
+        self.succeed(*words)
+        self.assertIn("out", self.refuse(*words))
+        self.succeed(*words, "--force")
+        self.assertEqual(sorted(os.listdir(self.dir.name)), ["in", "out"])  # no remains
+
+    def test_inspect(self):
+        out = self.path("out")
+        self.succeed("tokenize", "--output", out, self.path("in/b.md"), self.path("in/a.txt"))
+        text = self.succeed("inspect", out, "--show", "9")
+        self.assertIn("llmc16, 14 tokens of 2 bytes (1.0 KiB)", text)
+        self.assertIn("largest token 256: a vocabulary of 257 or more", text)
+        self.assertIn("begins with 256 115 101 99 111 110 100 256 102\n", text)
+        self.assertIn("as bytes: <end of text>second<end of text>f\n", text)
+        shard = os.path.join(out, "text_train_000000.bin")
+        with open(shard, "ab") as file:
+            file.write(b"x")
+        self.assertRegex(self.refuse("inspect", shard), r"lockstep: \[shards\] .* 14 tokens")
+        with open(self.path("raw.bin"), "wb") as file:
+            file.write(struct.pack("<3H", 50000, 1, 2))
+        self.assertIn("format nanogpt", self.refuse("inspect", self.path("raw.bin")))
+        self.assertIn("3 tokens", self.succeed("inspect", "--format=nanogpt", self.path("raw.bin")))
+        self.assertNotIn("as bytes", self.succeed("inspect", "--format=nanogpt",
+                                                  self.path("raw.bin")))
+
+    def test_inspect_instructions(self):
+        path = self.path("x.jsonl")
+        with open(path, "w") as file:
+            for i in range(3):
+                file.write(json.dumps({"instruction": f"ask {i}", "output": "yes",
+                                       "answer": "y" * i}) + "\n")
+        text = self.succeed("inspect", path)
+        self.assertIn("3 instructions, 0 with an input, 2 with an answer", text)
+        self.assertIn("ask 0\n\n### Response:\n[yes]", text)
+        with open(path, "a") as file:
+            file.write('{"instruction": "no output"}\n')
+        self.assertIn("x.jsonl:4:29: the object that ends here has no 'output'",
+                      self.refuse("inspect", path))
+
+    def test_a_terminal_gets_a_bar(self):
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen([LOCKSTEP, "data", "tokenize", "--output", self.path("out"),
+                                    self.path("in")], stderr=theirs, stdout=subprocess.DEVNULL)
+        os.close(theirs)
+        seen = b""
+        while select.select([ours], [], [], 60)[0]:
+            try:
+                chunk = os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not chunk:
+                break
+            seen += chunk
+        os.close(ours)
+        self.assertEqual(process.wait(60), 0)
+        self.assertRegex(seen.decode(), r"\[#{30}\] 100 %  2319 tokens")
+
+    def test_mistakes(self):
+        self.assertIn("usage: lockstep data", self.refuse())
+        self.assertIn("usage: lockstep data", self.succeed("--help"))
+        self.assertIn("there is no 'data tokenise'", self.refuse("tokenise"))
+        self.assertIn("needs --output FOLDER", self.refuse("tokenize", self.path("in")))
+        self.assertIn("Did you mean --output?", self.refuse("tokenize", "--ouput", "x"))
+        self.assertIn("--output needs a value", self.refuse("tokenize", "--output"))
+        self.assertIn("no token format 'llmc'",
+                      self.refuse("tokenize", "--format", "llmc", "--output", "x"))
+        self.assertIn("--shard-tokens", self.refuse("tokenize", "--shard-tokens", "many"))
+        self.assertIn("inspect needs a file", self.refuse("inspect"))
+        self.assertIn("no-such.bin", self.refuse("inspect", self.path("no-such.bin"), code=1))
+
+
+if __name__ == "__main__":
+    unittest.main()

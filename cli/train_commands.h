@@ -1,0 +1,9 @@
+// The commands of lockstep-train. argv[0] is the command's name.
+#pragma once
+
+namespace lockstep::cli {
+
+int train_main(int argc, char** argv);              // train.cpp
+int checkpoint_import_main(int argc, char** argv);  // checkpoint_import.cpp
+
+}  // namespace lockstep::cli

@@ -1,0 +1,253 @@
+#include "cli/train_tasks.h"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/map_reader.h"
+#include "lockstep/data/byte_tokenizer.h"
+#include "lockstep/data/dataset.h"
+#include "lockstep/data/token_shards.h"
+#include "lockstep/models/gpt.h"
+#include "lockstep/models/mlp.h"
+#include "lockstep/optim/determinism.h"
+#include "lockstep/parallel/checkpoint.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using data::Batch;
+
+constexpr std::int64_t kDefaultLength = 128;
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 32;
+
+// `gpt` stands for {name: gpt}.
+Node map_of(const Node& node, const char* key, const char* fallback) {
+  if (node.is(NodeKind::kMap)) return node;
+  Node map;
+  map.kind = NodeKind::kMap;
+  map.place = node.place;
+  const Node name = node.is(NodeKind::kNull) ? text_node(fallback) : node;
+  map.entries.push_back({"name", node.place, text_node(as_string(name, key))});
+  return map;
+}
+
+// ---------------------------------------------------------------- data
+
+// LibTorch's own headers: C++ text that is there wherever this program runs.
+fs::path torch_headers() {
+  Dl_info info{};
+  if (::dladdr(reinterpret_cast<void*>(&torch::manual_seed), &info) == 0 ||
+      info.dli_fname == nullptr)
+    throw UsageError("train", "LibTorch's library cannot be located. Give data.path a folder.");
+  return fs::path(info.dli_fname).parent_path().parent_path() / "include" / "torch";
+}
+
+// The bytes of the files in a fixed order; 256 stands between two of them.
+std::vector<std::int16_t> read_bytes(const fs::path& path, const std::string& suffix,
+                                     std::int64_t most) {
+  std::vector<fs::path> files;
+  if (fs::is_regular_file(path)) {
+    files.push_back(path);
+  } else if (fs::is_directory(path)) {
+    for (const auto& entry : fs::recursive_directory_iterator(path))
+      if (entry.is_regular_file() && entry.path().string().ends_with(suffix))
+        files.push_back(entry.path());
+  }
+  if (files.empty())
+    throw UsageError("train", "data.path {} holds no file that ends in '{}'.", path.string(),
+                     suffix);
+  std::sort(files.begin(), files.end());
+  std::vector<std::int16_t> tokens;
+  for (const fs::path& file : files) {
+    std::ifstream in(file, std::ios::binary);
+    for (char c; in.get(c);) {
+      if (static_cast<std::int64_t>(tokens.size()) >= most) return tokens;
+      tokens.push_back(static_cast<unsigned char>(c));
+    }
+    tokens.push_back(data::ByteTokenizer::kEndOfText);
+  }
+  return tokens;
+}
+
+// Rows of length + 1 tokens: all but the last are read, all but the first are predicted.
+class Windows : public data::Dataset {
+ public:
+  explicit Windows(at::Tensor rows) : rows_(std::move(rows)) {}
+  std::int64_t size() const override { return rows_.size(0); }
+  data::Example get(std::int64_t index, data::SampleRandom&) const override {
+    const at::Tensor row = rows_[index].to(at::kLong);
+    return {row.slice(0, 0, -1), row.slice(0, 1)};
+  }
+  std::optional<Batch> get_batch(data::Indices indices, const data::RandomKey&) const override {
+    const at::Tensor wanted =
+        at::tensor(std::vector<std::int64_t>(indices.begin(), indices.end()), at::kLong);
+    const at::Tensor rows = rows_.index_select(0, wanted).to(at::kLong);
+    Batch batch;
+    batch.data = rows.slice(1, 0, -1).contiguous();
+    batch.target = rows.slice(1, 1).contiguous();
+    batch.tokens = data::count_tokens(batch.target, batch.data.size(0));
+    return batch;
+  }
+
+ private:
+  at::Tensor rows_;
+};
+
+struct Data {
+  data::DatasetPtr train;
+  data::DatasetPtr eval{};
+  data::SamplerPtr sampler{};
+  std::int64_t inputs = 0;   // features of a sample; 0: a sample is a sequence of tokens
+  std::int64_t classes = 0;  // or the size of the vocabulary
+};
+
+Data byte_data(MapReader& keys, const TrainingArguments& a) {
+  const std::string path = keys.text("path", "torch-headers");
+  const std::string suffix = keys.text("suffix", path == "torch-headers" ? ".h" : "");
+  const std::int64_t most = keys.integer("max_bytes", 4'000'000, 1'000, kMostBytes);
+  const std::int64_t eval_bytes = keys.integer("eval_bytes", 0, 0, most / 2);
+  const std::int64_t length = a.max_seq_len.value_or(kDefaultLength);
+  const std::vector<std::int16_t> tokens =
+      read_bytes(path == "torch-headers" ? torch_headers() : fs::path(path), suffix, most);
+  const std::int64_t rows = static_cast<std::int64_t>(tokens.size()) / (length + 1);
+  const std::int64_t eval_rows = eval_bytes / (length + 1);
+  if (rows - eval_rows < 1)
+    throw UsageError("train",
+                     "{} has {} bytes, too few for one sample of {}. Use a shorter "
+                     "max_seq_len, or more text.",
+                     path, tokens.size(), length);
+  const at::Tensor all =
+      at::tensor(tokens, at::kShort).narrow(0, 0, rows * (length + 1)).view({rows, length + 1});
+  Data data{.train = std::make_shared<Windows>(all.narrow(0, 0, rows - eval_rows)),
+            .classes = data::ByteTokenizer::kVocabSize};
+  if (eval_rows > 0)
+    data.eval = std::make_shared<Windows>(all.narrow(0, rows - eval_rows, eval_rows));
+  return data;
+}
+
+Data token_data(const TrainingArguments& a) {
+  if (!a.dataset_dir)
+    throw UsageError("train", "data: tokens needs dataset_dir, the folder of the shards.");
+  const std::int64_t length = a.max_seq_len.value_or(kDefaultLength);
+  const auto shards =
+      std::make_shared<data::TokenShards>(data::token_files(*a.dataset_dir, "train"), length);
+  Data data{.train = shards, .classes = 0};
+  data.sampler = shards->sampler(static_cast<std::uint64_t>(a.data_seed.value_or(a.seed)));
+  if (a.eval_strategy != Interval::kNo)
+    data.eval =
+        std::make_shared<data::TokenShards>(data::token_files(*a.dataset_dir, "val"), length);
+  return data;
+}
+
+// Noise, and the class that a random linear map of it gives: something to learn.
+Data random_data(MapReader& keys, const TrainingArguments& a) {
+  const std::int64_t samples = keys.integer("samples", 10'000, 1, 100'000'000);
+  const std::int64_t eval_samples = keys.integer("eval_samples", 0, 0, 100'000'000);
+  const std::int64_t features = keys.integer("features", 20, 1, 1'000'000);
+  const std::int64_t classes = keys.integer("classes", 10, 2, 1'000'000);
+  const optim::WithSeed seeded(static_cast<std::uint64_t>(a.data_seed.value_or(a.seed)));
+  const at::Tensor teacher = torch::randn({features, classes});
+  const auto make = [&](std::int64_t count) {
+    const at::Tensor x = torch::randn({count, features});
+    return std::make_shared<data::TensorDataset>(x, x.matmul(teacher).argmax(1));
+  };
+  Data data{.train = make(samples), .inputs = features, .classes = classes};
+  if (eval_samples > 0) data.eval = make(eval_samples);
+  return data;
+}
+
+Data make_data(const TrainingArguments& a) {
+  const Node node = map_of(a.data, "data", "bytes");
+  MapReader keys(node, "data");
+  const std::string name = keys.choice("name", "bytes", {"bytes", "tokens", "random"});
+  Data data = name == "bytes"    ? byte_data(keys, a)
+              : name == "tokens" ? token_data(a)
+                                 : random_data(keys, a);
+  keys.finish();
+  return data;
+}
+
+// ---------------------------------------------------------------- models
+
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, double smoothing) {
+  return torch::nn::functional::cross_entropy(
+      logits.flatten(0, -2), target.flatten(),
+      torch::nn::functional::CrossEntropyFuncOptions().label_smoothing(smoothing));
+}
+
+// Loss and accuracy of a model that gives logits.
+template <typename Net>
+void set_loss(TrainerTask& task, Net net, double smoothing) {
+  task.loss = [net, smoothing](const Batch& batch) mutable {
+    return cross_entropy(net(batch.data), batch.target, smoothing);
+  };
+  task.totals = [net](const Batch& batch) mutable {
+    const at::Tensor right = net(batch.data).argmax(-1) == batch.target;
+    return std::map<std::string, at::Tensor>{{"accuracy", right.sum()}};
+  };
+  task.module = net.ptr();
+}
+
+void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a,
+              std::int64_t classes) {
+  const std::int64_t vocabulary = classes > 0 ? classes : 50'257;
+  const models::GptConfig config{
+      .n_layer = keys.integer("n_layer", 4, 1, 1'000),
+      .n_head = keys.integer("n_head", 4, 1, 1'000),
+      .n_embd = keys.integer("n_embd", 128, 1, 100'000),
+      .vocab_size = keys.integer("vocab_size", vocabulary, 1, 10'000'000),
+      .n_positions =
+          keys.integer("n_positions", a.max_seq_len.value_or(kDefaultLength), 1, 10'000'000)};
+  keys.finish();
+  models::Gpt net(config);
+  if (a.gradient_checkpointing)
+    net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
+      return lockstep::checkpoint(std::move(block), std::move(inputs));
+    });
+  set_loss(task, net, a.label_smoothing_factor);
+}
+
+void make_mlp(TrainerTask& task, MapReader& keys, const TrainingArguments& a, const Data& data) {
+  const models::MlpConfig config{.inputs = data.inputs,
+                                 .hidden = keys.integer("hidden", 64, 1, 1'000'000),
+                                 .layers = keys.integer("layers", 1, 0, 1'000),
+                                 .outputs = data.classes,
+                                 .dropout = keys.real("dropout", 0, 0, 0.999),
+                                 .batch_norm = keys.boolean("batch_norm", false)};
+  keys.finish();
+  set_loss(task, models::Mlp(config), a.label_smoothing_factor);
+}
+
+}  // namespace
+
+TrainerTask make_task(const TrainingArguments& a) {
+  const Data data = make_data(a);
+  TrainerTask task;
+  task.train_data = data.train;
+  task.eval_data = data.eval;
+  task.sampler = data.sampler;
+  const Node node = map_of(a.model, "model", data.inputs > 0 ? "mlp" : "gpt");
+  MapReader keys(node, "model");
+  const std::string name = keys.choice("name", data.inputs > 0 ? "mlp" : "gpt", {"gpt", "mlp"});
+  if ((name == "mlp") != (data.inputs > 0))
+    throw UsageError("train",
+                     "the model {} does not take this data. gpt trains on bytes and "
+                     "tokens, mlp on random.",
+                     name);
+  const optim::WithSeed seeded(static_cast<std::uint64_t>(a.seed));  // the same on every rank
+  if (name == "gpt") {
+    make_gpt(task, keys, a, data.classes);
+  } else {
+    make_mlp(task, keys, a, data);
+  }
+  return task;
+}
+
+}  // namespace lockstep::cli

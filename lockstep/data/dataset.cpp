@@ -1,0 +1,97 @@
+#include "lockstep/data/dataset.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::data {
+namespace {
+
+class CallableDataset : public Dataset {
+ public:
+  CallableDataset(std::int64_t size, GetExample get) : size_(size), get_(std::move(get)) {}
+
+  std::int64_t size() const override { return size_; }
+  Example get(std::int64_t index, SampleRandom& random) const override {
+    return get_(index, random);
+  }
+
+ private:
+  std::int64_t size_;
+  GetExample get_;
+};
+
+}  // namespace
+
+Batch Dataset::collate(std::vector<Example> examples) const {
+  return stack(examples);
+}
+
+std::optional<Batch> Dataset::get_batch(Indices, const RandomKey&) const {
+  return std::nullopt;
+}
+
+at::Generator generator(SampleRandom& random) {
+  return at::make_generator<at::CPUGeneratorImpl>(random());
+}
+
+TensorDataset::TensorDataset(at::Tensor data, at::Tensor targets)
+    : data_(std::move(data)), targets_(std::move(targets)) {
+  if (!data_.defined() || data_.dim() == 0)
+    throw UsageError("data", "a TensorDataset needs data whose first dimension counts samples.");
+  if (targets_.defined() && (targets_.dim() == 0 || targets_.size(0) != data_.size(0)))
+    throw UsageError("data",
+                     "a TensorDataset has {} samples and {} targets. The first dimensions must be "
+                     "equal.",
+                     data_.size(0), targets_.dim() == 0 ? 1 : targets_.size(0));
+}
+
+std::int64_t TensorDataset::size() const {
+  return data_.size(0);
+}
+
+Example TensorDataset::get(std::int64_t index, SampleRandom&) const {
+  return {data_.select(0, index), targets_.defined() ? targets_.select(0, index) : at::Tensor()};
+}
+
+std::optional<Batch> TensorDataset::get_batch(Indices indices, const RandomKey&) const {
+  const at::Tensor wanted =
+      at::tensor(at::ArrayRef<std::int64_t>(indices.data(), indices.size()), at::kLong)
+          .to(data_.device());
+  Batch batch;
+  batch.data = data_.index_select(0, wanted);
+  if (targets_.defined()) batch.target = targets_.index_select(0, wanted.to(targets_.device()));
+  batch.tokens = count_tokens(batch.target, static_cast<std::int64_t>(indices.size()));
+  return batch;
+}
+
+DatasetPtr make_dataset(std::int64_t size, GetExample get) {
+  if (size < 0) throw UsageError("data", "a dataset cannot have {} samples.", size);
+  if (!get) throw UsageError("data", "make_dataset() was given no function to get samples with.");
+  return std::make_shared<CallableDataset>(size, std::move(get));
+}
+
+namespace detail {
+
+Batch batch_of(Example stacked, std::int64_t samples) {
+  Batch batch;
+  batch.data = std::move(stacked.data);
+  batch.target = std::move(stacked.target);
+  batch.tokens = count_tokens(batch.target, samples);
+  return batch;
+}
+
+Example only_sample(const Example& stacked) {
+  return {stacked.data.select(0, 0),
+          stacked.target.defined() ? stacked.target.select(0, 0) : at::Tensor()};
+}
+
+void check_sized(bool sized) {
+  if (!sized)
+    throw UsageError("data",
+                     "this dataset of torch::data does not know its size, so it cannot be divided "
+                     "among ranks. Use one whose size() is set, or make_dataset(size, function).");
+}
+
+}  // namespace detail
+}  // namespace lockstep::data

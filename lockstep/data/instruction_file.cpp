@@ -1,0 +1,170 @@
+#include "lockstep/data/instruction_file.h"
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/io/file.h"
+#include "lockstep/io/json_reader.h"
+
+namespace lockstep::data {
+namespace {
+
+constexpr std::string_view kSpace = " \t\r\n";
+
+struct Field {
+  std::string_view name;
+  std::string Instruction::*member;
+  bool required;
+};
+constexpr std::array<Field, 4> kFields{{{"instruction", &Instruction::instruction, true},
+                                        {"input", &Instruction::input, false},
+                                        {"output", &Instruction::output, true},
+                                        {"answer", &Instruction::answer, false}}};
+
+// file:line:column of an offset; columns count characters, as editors do.
+std::string place(std::string_view text, const std::string& name, std::size_t offset) {
+  const std::string_view before = text.substr(0, offset);
+  const auto line = std::count(before.begin(), before.end(), '\n') + 1;
+  const std::size_t start = before.rfind('\n') + 1;  // npos + 1 is 0
+  const auto column =
+      std::count_if(before.begin() + static_cast<std::ptrdiff_t>(start), before.end(),
+                    [](char c) { return (static_cast<unsigned char>(c) & 0xc0u) != 0x80u; }) +
+      1;
+  return fmt::format("{}:{}:{}", name, line, column);
+}
+
+// A string; a number or a truth value as it is written; nothing for null.
+std::string value_text(io::JsonReader& json, std::string_view text) {
+  const std::size_t start = text.find_first_not_of(kSpace, json.offset());
+  const char first = start == std::string_view::npos ? '\0' : text[start];
+  if (first == '"') return json.string();
+  if (first == '{' || first == '[') json.fail("expected a text, not a list or an object");
+  json.skip();
+  const std::string_view written = text.substr(start, json.offset() - start);
+  return written == "null" ? std::string() : std::string(written);
+}
+
+// `text` is what `json` reads.
+Instruction read_object(io::JsonReader& json, std::string_view text) {
+  Instruction item;
+  std::array<bool, kFields.size()> seen{};
+  json.enter_object();
+  std::string key;
+  while (json.next_key(key)) {
+    const auto field =
+        std::find_if(kFields.begin(), kFields.end(), [&](const Field& f) { return f.name == key; });
+    if (field == kFields.end()) {
+      json.skip();
+      continue;
+    }
+    bool& again = seen[static_cast<std::size_t>(field - kFields.begin())];
+    if (std::exchange(again, true)) json.fail(fmt::format("the key '{}' comes twice", key));
+    item.*(field->member) = value_text(json, text);
+  }
+  for (std::size_t i = 0; i < kFields.size(); ++i)
+    if (kFields[i].required && !seen[i])
+      json.fail(fmt::format("the object that ends here has no '{}'", kFields[i].name));
+  return item;
+}
+
+std::vector<Instruction> read_list(std::string_view text) {
+  std::vector<Instruction> items;
+  io::JsonReader json(text);
+  json.enter_array();
+  while (json.next_element()) items.push_back(read_object(json, text));
+  json.end();
+  return items;
+}
+
+std::vector<Instruction> read_lines(std::string_view text) {
+  std::vector<Instruction> items;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    const std::string_view line = text.substr(begin, end - begin);
+    if (line.find_first_not_of(kSpace) != std::string_view::npos) {
+      try {
+        io::JsonReader json(line);
+        items.push_back(read_object(json, line));
+        json.end();
+      } catch (const io::JsonError& error) {
+        throw io::JsonError(begin + error.offset(), error.what());
+      }
+    }
+    begin = end + 1;
+  }
+  return items;
+}
+
+const std::string* field_of(const Instruction& item, std::string_view name) {
+  for (const Field& field : kFields)
+    if (field.name == name) return &(item.*(field.member));
+  return nullptr;
+}
+
+std::string fill(const std::string& pattern, const Instruction& item) {
+  std::string text;
+  for (std::size_t at = 0; at < pattern.size(); ++at) {
+    const char c = pattern[at];
+    const bool twice = at + 1 < pattern.size() && pattern[at + 1] == c;
+    if ((c == '{' || c == '}') && twice) {
+      text += c;
+      ++at;
+    } else if (c == '{') {
+      const std::size_t end = pattern.find('}', at);
+      const std::string name =
+          pattern.substr(at + 1, end == std::string::npos ? std::string::npos : end - at - 1);
+      const std::string* value = end == std::string::npos ? nullptr : field_of(item, name);
+      if (value == nullptr)
+        throw UsageError(
+            "prompt",
+            "the template has '{{{}' at position {}, which is no field. The fields are "
+            "{{instruction}}, {{input}}, {{output}} and {{answer}}; write {{{{ for a "
+            "brace.",
+            name, at);
+      text += *value;
+      at = end;
+    } else if (c == '}') {
+      throw UsageError("prompt",
+                       "the template has a '}}' at position {} that closes nothing. Write }}}} for "
+                       "a brace.",
+                       at);
+    } else {
+      text += c;
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
+std::vector<Instruction> parse_instructions(std::string_view text, const std::string& name) {
+  std::string_view body = text;
+  if (body.starts_with("\xEF\xBB\xBF")) body.remove_prefix(3);  // a byte order mark says nothing
+  const std::size_t skipped = text.size() - body.size();
+  const std::size_t first = body.find_first_not_of(kSpace);
+  try {
+    if (first == std::string_view::npos) throw io::JsonError(body.size(), "there is nothing in it");
+    return body[first] == '[' ? read_list(body) : read_lines(body);
+  } catch (const io::JsonError& error) {
+    throw UsageError("instructions",
+                     "{}: {}. The file must be a JSON list of objects, or one object per line, "
+                     "with the keys instruction, input, output and answer.",
+                     place(text, name, skipped + error.offset()), error.what());
+  }
+}
+
+std::vector<Instruction> load_instructions(const std::string& path) {
+  const io::MappedFile file(path);
+  const auto bytes = file.bytes();
+  return parse_instructions({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, path);
+}
+
+PromptAndResponse apply(const PromptTemplate& format, const Instruction& item) {
+  return {fill(item.input.empty() ? format.prompt_without_input : format.prompt, item),
+          fill(format.response, item)};
+}
+
+}  // namespace lockstep::data

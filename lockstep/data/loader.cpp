@@ -1,0 +1,430 @@
+#include "lockstep/data/loader.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/data/loader_impl.h"
+
+namespace lockstep::data {
+namespace detail {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::string words_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an exception that is not a std::exception";
+  }
+}
+
+[[noreturn]] void throw_sample_error(std::int64_t index, const std::exception_ptr& cause) {
+  throw SampleError(index, fmt::format("sample {} could not be loaded: {}", index, words_of(cause)),
+                    cause);
+}
+
+// Which sample is it that get_batch() could not load? Each is tried alone.
+[[noreturn]] void blame(const Dataset& dataset, Indices indices, const RandomKey& key,
+                        const std::exception_ptr& cause) {
+  for (const std::int64_t index : indices) {
+    try {
+      SampleRandom random(key, index);
+      dataset.get(index, random);
+    } catch (...) {
+      throw_sample_error(index, cause);
+    }
+  }
+  throw SampleError(-1,
+                    fmt::format("a batch of {} samples could not be loaded, though each of them "
+                                "can: {}. The first is sample {}.",
+                                indices.size(), words_of(cause), indices.front()),
+                    cause);
+}
+
+Tail tail(const LoaderOptions& options) {
+  if (options.evaluation) return Tail::kUneven;
+  return options.drop_last ? Tail::kDrop : Tail::kRepeat;
+}
+
+void check_options(const LoaderOptions& options) {
+  const auto refuse = [](const char* name, auto value, const char* wanted) {
+    throw UsageError("loader", "{} is {}, and must be {}.", name, value, wanted);
+  };
+  if (options.batch_size < 1) refuse("batch_size", options.batch_size, "1 or more");
+  if (options.num_workers < 0) refuse("num_workers", options.num_workers, "0 or more");
+  if (options.num_workers > 1024) refuse("num_workers", options.num_workers, "at most 1024");
+  if (options.prefetch_factor < 1) refuse("prefetch_factor", options.prefetch_factor, "1 or more");
+  if (options.timeout.count() <= 0) refuse("timeout", options.timeout.count(), "above 0 ms");
+  if (options.evaluation && options.drop_last)
+    throw UsageError("loader",
+                     "evaluation and drop_last contradict each other: one wants every sample once, "
+                     "the other leaves some out. Set one of them.");
+  if (options.sampler && options.shuffle)
+    throw UsageError("loader",
+                     "shuffle and a sampler are both set, and each is an order. Leave shuffle "
+                     "off; a RandomSampler shuffles.");
+}
+
+}  // namespace
+
+BatchMaker::BatchMaker(DatasetPtr dataset, LoaderOptions options, c10::Device device)
+    : dataset_(std::move(dataset)), options_(std::move(options)), device_(device) {
+  if (!device_.is_cpu())
+    side_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
+}
+
+Loaded BatchMaker::make(Indices indices, const RandomKey& key) const {
+  // Also for a dataset that computes on the device: all of a batch is made on one stream.
+  // The guard makes its device the current one, too.
+  c10::OptionalStreamGuard stream;
+  if (side_) stream.reset_stream(*side_);
+  Loaded loaded;
+  loaded.batch = load(indices, key, loaded.timing);
+  check(loaded.batch, indices);
+  loaded.batch.indices.assign(indices.begin(), indices.end());
+  if (side_) copy(loaded);
+  return loaded;
+}
+
+Batch BatchMaker::load(Indices indices, const RandomKey& key, BatchTiming& timing) const {
+  const auto start = Clock::now();
+  if (!options_.collate) {
+    try {
+      if (auto batch = dataset_->get_batch(indices, key)) {
+        timing.load = seconds_since(start);
+        return std::move(*batch);
+      }
+    } catch (...) {
+      blame(*dataset_, indices, key, std::current_exception());
+    }
+  }
+  std::vector<Example> examples;
+  examples.reserve(indices.size());
+  for (const std::int64_t index : indices) {
+    try {
+      SampleRandom random(key, index);
+      examples.push_back(dataset_->get(index, random));
+    } catch (...) {
+      throw_sample_error(index, std::current_exception());
+    }
+  }
+  timing.load = seconds_since(start);
+  const auto collating = Clock::now();
+  try {
+    Batch batch = options_.collate ? options_.collate(std::move(examples))
+                                   : dataset_->collate(std::move(examples));
+    timing.collate = seconds_since(collating);
+    if (options_.collate && batch.tokens == 0)
+      batch.tokens = count_tokens(batch.target, static_cast<std::int64_t>(indices.size()));
+    return batch;
+  } catch (...) {
+    const auto cause = std::current_exception();
+    throw SampleError(-1,
+                      fmt::format("the batch that begins with sample {} could not be collated: {}",
+                                  indices.front(), words_of(cause)),
+                      cause);
+  }
+}
+
+void BatchMaker::check(const Batch& batch, Indices indices) const {
+  if (!batch.data.defined())
+    throw SampleError(
+        -1,
+        fmt::format("the batch that begins with sample {} has no data. The dataset or "
+                    "collate returned an undefined tensor.",
+                    indices.front()),
+        nullptr);
+}
+
+void BatchMaker::copy(Loaded& loaded) const {
+  const auto start = Clock::now();
+  Batch& batch = loaded.batch;
+  const auto pin = [](at::Tensor& tensor) {
+    if (tensor.defined() && tensor.device().is_cpu()) tensor = tensor.pin_memory();
+  };
+  if (options_.pin_memory) {
+    pin(batch.data);
+    pin(batch.target);
+  }
+  // The flag asks for events that can be timed.
+  loaded.copy_began.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
+  loaded.copied.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
+  loaded.copy_began->record(*side_);
+  batch = batch.to(device_, /*non_blocking=*/options_.pin_memory);
+  loaded.copied->record(*side_);
+  loaded.timing.copy = seconds_since(start);
+}
+
+// Everything workers need to know about one epoch; they share it.
+struct LoaderImpl::Round {
+  std::vector<std::int64_t> indices;
+  RandomKey key;
+  std::int64_t batch_size = 1;
+  std::int64_t batches = 0;
+
+  Indices batch(std::int64_t number) const {
+    const auto begin = static_cast<std::size_t>(number * batch_size);
+    const auto size = std::min(static_cast<std::size_t>(batch_size), indices.size() - begin);
+    return Indices(indices).subspan(begin, size);
+  }
+};
+
+LoaderImpl::LoaderImpl(DatasetPtr dataset, Seat seat, LoaderOptions options)
+    : dataset_(std::move(dataset)), seat_(seat), options_(std::move(options)) {
+  if (dataset_ == nullptr) throw UsageError("loader", "there is no dataset (nullptr).");
+  check_options(options_);
+  sampler_ = options_.sampler;
+  if (!sampler_ && options_.shuffle)
+    sampler_ = std::make_shared<RandomSampler>(dataset_->size(), options_.seed);
+  if (!sampler_) sampler_ = std::make_shared<SequentialSampler>(dataset_->size());
+  if (seat_.device.is_cuda() && !seat_.device.has_index()) seat_.device.set_index(0);
+  maker_ = std::make_shared<BatchMaker>(dataset_, options_, seat_.device);
+  state_ = {.epoch = 0, .cursor = 0, .seed = options_.seed, .size = sampler_->size()};
+  share_size(sampler_->size(), 0, {seat_.rank, seat_.ranks});  // refuses a rank that is not there
+}
+
+std::int64_t LoaderImpl::batches(std::int64_t cursor, int rank) const {
+  const std::int64_t samples =
+      share_size(sampler_->size(), cursor, {rank, seat_.ranks, tail(options_)});
+  const std::int64_t extra = options_.drop_last ? 0 : options_.batch_size - 1;
+  return (samples + extra) / options_.batch_size;
+}
+
+std::int64_t LoaderImpl::batches_left(std::int64_t epoch) const {
+  if (round_ && epoch == state_.epoch) return round_->batches - handed_out_;
+  return batches(resume_ && epoch == state_.epoch ? state_.cursor : 0, seat_.rank);
+}
+
+std::uint64_t LoaderImpl::open(std::int64_t epoch) {
+  if (resume_ && epoch != state_.epoch)
+    throw UsageError("loader",
+                     "epoch {} was asked for, but the loaded state is in epoch {} at sample {}. "
+                     "Start the loop at loader.state().epoch.",
+                     epoch, state_.epoch, state_.cursor);
+  if (epoch < 0) throw UsageError("loader", "there is no epoch {}.", epoch);
+  close(ticket_);
+  start_cursor_ = resume_ ? state_.cursor : 0;
+  resume_ = false;
+  state_.epoch = epoch;
+  state_.cursor = start_cursor_;
+  handed_out_ = 0;
+
+  auto round = std::make_shared<Round>();
+  round->indices =
+      share_of(sampler_->order(epoch), start_cursor_, {seat_.rank, seat_.ranks, tail(options_)});
+  round->key = {options_.seed, epoch};
+  round->batch_size = options_.batch_size;
+  round->batches = batches(start_cursor_, seat_.rank);
+  const std::int64_t size = dataset_->size();
+  for (const std::int64_t index : round->indices)
+    if (index < 0 || index >= size)
+      throw UsageError("loader", "the sampler gave index {} for a dataset of {} samples.", index,
+                       size);
+  round_ = round;
+  if (options_.num_workers > 0) {
+    if (!prefetcher_)
+      prefetcher_ = std::make_unique<Prefetcher>(PrefetcherOptions{
+          .workers = options_.num_workers,
+          .ahead = std::int64_t{options_.num_workers} * options_.prefetch_factor});
+    prefetcher_->start(round->batches, [maker = maker_, round](std::int64_t number) -> Thing {
+      return std::make_shared<Loaded>(maker->make(round->batch(number), round->key));
+    });
+  }
+  return ++ticket_;
+}
+
+Loaded LoaderImpl::take() {
+  if (!prefetcher_) return maker_->make(round_->batch(handed_out_), round_->key);
+  const Thing thing = prefetcher_->next(Deadline::after(options_.timeout));
+  LOCKSTEP_ASSERT(thing != nullptr);
+  return std::move(*std::static_pointer_cast<Loaded>(thing));
+}
+
+namespace {
+
+// Makes the caller's stream wait for the copy; the caller itself does not.
+void hand_over(Loaded& loaded, c10::Device device) {
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if (loaded.copied->query())
+    loaded.timing.transfer = loaded.copy_began->elapsedTime(*loaded.copied) / 1000;
+  loaded.copied->block(current);
+  // The memory came from the side stream's pool: it must not go back before this one is done.
+  loaded.batch.data.record_stream(current);
+  if (loaded.batch.target.defined()) loaded.batch.target.record_stream(current);
+}
+
+}  // namespace
+
+std::optional<Batch> LoaderImpl::next(std::uint64_t ticket) {
+  if (ticket != ticket_)
+    throw UsageError("loader",
+                     "this epoch has ended: another one was asked for since. A loader goes through "
+                     "one epoch at a time; make a second loader for a second loop.");
+  if (!round_) return std::nullopt;
+  if (handed_out_ == round_->batches) {
+    // Also when there was no batch at all: the epoch is behind us.
+    state_.cursor = sampler_->size();
+    finish_round();
+    return std::nullopt;
+  }
+  const auto start = Clock::now();
+  Loaded loaded;
+  try {
+    loaded = take();
+  } catch (...) {
+    finish_round();
+    throw;
+  }
+  if (loaded.copied) hand_over(loaded, seat_.device);
+  loaded.timing.wait = seconds_since(start);
+  timing_.last = loaded.timing;
+  timing_.total.load += loaded.timing.load;
+  timing_.total.collate += loaded.timing.collate;
+  timing_.total.copy += loaded.timing.copy;
+  timing_.total.transfer += loaded.timing.transfer;
+  timing_.total.wait += loaded.timing.wait;
+  ++timing_.batches;
+  ++handed_out_;
+  // What drop_last leaves out, and what was repeated at the end, goes with the last batch.
+  state_.cursor = handed_out_ == round_->batches
+                      ? sampler_->size()
+                      : start_cursor_ + handed_out_ * options_.batch_size * seat_.ranks;
+  return std::move(loaded.batch);
+}
+
+void LoaderImpl::finish_round() {
+  round_.reset();
+  if (!prefetcher_) return;
+  prefetcher_->drop();
+  if (!options_.persistent_workers) prefetcher_.reset();
+}
+
+void LoaderImpl::close(std::uint64_t ticket) noexcept {
+  if (ticket != ticket_ || !round_) return;
+  try {
+    finish_round();
+  } catch (const std::exception& error) {
+    log::warning("loader", "an epoch could not be ended cleanly: {}", error.what());
+  }
+}
+
+void LoaderImpl::load_state(const SamplerState& state) {
+  check_state(state, sampler_->size(), options_.seed);
+  close(ticket_);
+  ++ticket_;  // a loop that is under way must not go on
+  state_ = state;
+  state_.size = sampler_->size();
+  resume_ = true;
+}
+
+namespace {
+
+std::string description(const LoaderImpl& impl) {
+  const LoaderOptions& o = impl.options();
+  return fmt::format(
+      "{} samples, {} in an epoch's order, batch_size {}, seed {}, shuffle {}, drop_last {}, "
+      "evaluation {}",
+      impl.dataset_size(), impl.state().size, o.batch_size, o.seed, o.shuffle, o.drop_last,
+      o.evaluation);
+}
+
+// Ranks with different sizes would make different numbers of steps, and the last would hang.
+void check_ranks(World& world, const LoaderImpl& impl) {
+  const std::vector<std::string> all = world.all_gather(description(impl));
+  for (std::size_t rank = 1; rank < all.size(); ++rank)
+    if (all[rank] != all[0])
+      throw UsageError("loader",
+                       "ranks differ, so they would not make the same steps. Rank 0: {}. Rank {}: "
+                       "{}. Give every rank the same dataset and options, or a world of one "
+                       "(World{{}}) to a loader of one rank alone.",
+                       all[0], rank, all[rank]);
+}
+
+}  // namespace
+
+Loader make_loader(DatasetPtr dataset, Seat seat, LoaderOptions options) {
+  return Loader(std::make_shared<LoaderImpl>(std::move(dataset), seat, std::move(options)));
+}
+
+}  // namespace detail
+
+SampleError::SampleError(std::int64_t index, const std::string& text, std::exception_ptr cause)
+    : Error("loader", text), index_(index), cause_(std::move(cause)) {}
+
+Loader::Loader(std::shared_ptr<detail::LoaderImpl> impl) : impl_(std::move(impl)) {}
+Loader::~Loader() = default;
+Loader::Loader(Loader&&) noexcept = default;
+Loader& Loader::operator=(Loader&&) noexcept = default;
+
+Epoch Loader::epoch(std::int64_t epoch) {
+  return Epoch(impl_, impl_->open(epoch));
+}
+
+std::int64_t Loader::batches_per_epoch() const {
+  return impl_->batches(0, 0);
+}
+
+std::int64_t Loader::batches_left(std::int64_t epoch) const {
+  return impl_->batches_left(epoch);
+}
+
+const LoaderOptions& Loader::options() const {
+  return impl_->options();
+}
+
+c10::Device Loader::device() const {
+  return impl_->seat().device;
+}
+
+std::int64_t Loader::dataset_size() const {
+  return impl_->dataset_size();
+}
+
+SamplerState Loader::state() const {
+  return impl_->state();
+}
+
+void Loader::load_state(const SamplerState& state) {
+  impl_->load_state(state);
+}
+
+LoaderTiming Loader::timing() const {
+  return impl_->timing();
+}
+
+Epoch::~Epoch() {
+  impl_->close(ticket_);
+}
+
+std::optional<Batch> Epoch::next() {
+  return impl_->next(ticket_);
+}
+
+Loader loader(DatasetPtr dataset, World world, LoaderOptions options) {
+  const detail::Seat seat{world.rank(), world.size(), options.device.value_or(world.device())};
+  // A rank whose options are refused must not leave the others waiting for it.
+  std::shared_ptr<detail::LoaderImpl> impl;
+  const bool check = options.check_ranks && world.size() > 1;
+  try {
+    impl = std::make_shared<detail::LoaderImpl>(std::move(dataset), seat, std::move(options));
+  } catch (const std::exception& error) {
+    if (check) world.all_gather("refused: " + std::string(error.what()));
+    throw;
+  }
+  if (check) detail::check_ranks(world, *impl);
+  return Loader(std::move(impl));
+}
+
+}  // namespace lockstep::data

@@ -1,0 +1,174 @@
+// Batches of a dataset, for one rank of a world: sharded, shuffled, loaded ahead by threads, copied
+// to the device beside the computation.
+//
+// The one hard idea: workers run ahead, the state does not. state() is the position after the last
+// batch that was handed out; what workers have loaded beyond it is not counted, and a loop that is
+// left early, a worker's exception or a restart throws it away.
+//
+//   auto loader = data::loader(dataset, world, {.batch_size = 32, .shuffle = true});
+//   for (int epoch = 0; epoch < 10; ++epoch)
+//     for (auto& batch : loader.epoch(epoch)) step(batch);      // set_epoch cannot be forgotten
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+#include "lockstep/core/error.h"
+#include "lockstep/data/batch.h"
+#include "lockstep/data/dataset.h"
+#include "lockstep/data/sampler.h"
+
+namespace lockstep::data {
+
+using Collate = std::function<Batch(std::vector<Example>)>;
+
+// Names and defaults of PyTorch's DataLoader and DistributedSampler.
+struct LoaderOptions {
+  std::int64_t batch_size = 1;  // per rank
+  bool shuffle = false;
+  bool drop_last = false;   // incomplete batches, and samples that do not divide by ranks
+  bool evaluation = false;  // no duplicates: ranks may differ by one sample, and so by one batch
+  std::uint64_t seed = 0;   // equal on all ranks
+  int num_workers = 0;      // threads; 0 loads in the caller's
+  int prefetch_factor = 2;  // batches ahead per worker
+  bool pin_memory = false;  // before the copy to a GPU; without one nothing happens
+  bool persistent_workers = false;                              // threads live on between epochs
+  std::chrono::milliseconds timeout{std::chrono::minutes(30)};  // for one batch
+  Collate collate{};                                            // default: the dataset's own
+  SamplerPtr sampler{};                 // another order than shuffle says; with its own seed
+  std::optional<c10::Device> device{};  // default: the world's
+  bool check_ranks = true;  // that options and sizes agree; then making a loader is a collective
+};
+
+// How long one batch took, in seconds. `wait` is what the training loop lost.
+struct BatchTiming {
+  double load = 0;      // get() of all samples; with get_batch() collate is in it
+  double collate = 0;   // the worker's, as load and copy are
+  double copy = 0;      // pinning, and handing over to the device's copy engine
+  double transfer = 0;  // the copy engine's own time; 0 on the CPU, and when it was not yet done
+  double wait = 0;      // the caller's, until it had the batch
+};
+struct LoaderTiming {
+  std::int64_t batches = 0;
+  BatchTiming total{};
+  BatchTiming last{};  // of the batch handed out last
+};
+
+// A sample that could not be loaded; the cause's own words are in the text.
+class SampleError : public Error {
+ public:
+  SampleError(std::int64_t index, const std::string& text, std::exception_ptr cause);
+  std::int64_t index() const { return index_; }  // in the dataset; -1: the batch as a whole
+  std::exception_ptr cause() const { return cause_; }
+
+ private:
+  std::int64_t index_;
+  std::exception_ptr cause_;
+};
+
+namespace detail {
+class LoaderImpl;
+}
+
+class Epoch;
+
+// Made by loader(). Used by one thread at a time; owns its workers and shares the dataset. Moving
+// it is cheap. The destructor stops the workers; one that hangs in a dataset's get() is left behind
+// after 10 s, with a warning.
+class Loader {
+ public:
+  explicit Loader(std::shared_ptr<detail::LoaderImpl> impl);
+  ~Loader();
+  Loader(Loader&&) noexcept;
+  Loader& operator=(Loader&&) noexcept;
+
+  // The batches of one epoch, from the loaded state's cursor if there is one, else from its start.
+  // One epoch at a time: asking for another ends the one before.
+  Epoch epoch(std::int64_t epoch);
+
+  // Batches of a whole epoch: the same on every rank (with evaluation: the most that any has).
+  std::int64_t batches_per_epoch() const;
+  // Batches of this rank that epoch(epoch) will give, or, of the epoch under way, has still to
+  // give.
+  std::int64_t batches_left(std::int64_t epoch) const;
+  std::int64_t dataset_size() const;
+  const LoaderOptions& options() const;
+  c10::Device device() const;  // where batches arrive
+
+  // After the last batch of an epoch the cursor is at the order's end, and epoch(e) is empty.
+  SamplerState state() const;
+  // At any world size and batch size. The next epoch() must be the state's. Throws UsageError when
+  // seed or size do not fit.
+  void load_state(const SamplerState& state);
+
+  LoaderTiming timing() const;
+
+ private:
+  std::shared_ptr<detail::LoaderImpl> impl_;
+};
+
+// A range over one epoch. Leaving the loop, by any way, ends it.
+class Epoch {
+ public:
+  class Iterator {
+   public:
+    using iterator_category = std::input_iterator_tag;
+    using value_type = Batch;
+    using difference_type = std::ptrdiff_t;
+    using pointer = Batch*;
+    using reference = Batch&;
+
+    explicit Iterator(Epoch* epoch) : epoch_(epoch) { ++*this; }
+    Batch& operator*() const { return *epoch_->current_; }
+    Batch* operator->() const { return &*epoch_->current_; }
+    Iterator& operator++() {
+      epoch_->current_ = epoch_->next();
+      return *this;
+    }
+    void operator++(int) { ++*this; }
+    bool operator==(std::default_sentinel_t) const { return !epoch_->current_; }
+
+   private:
+    Epoch* epoch_;
+  };
+
+  Epoch(std::shared_ptr<detail::LoaderImpl> impl, std::uint64_t ticket)
+      : impl_(std::move(impl)), ticket_(ticket) {}
+  ~Epoch();
+  Epoch(const Epoch&) = delete;
+  Epoch& operator=(const Epoch&) = delete;
+
+  // The next batch, or nothing at the end. Throws SampleError or TimeoutError, which end the epoch;
+  // UsageError when another epoch has been asked for since.
+  std::optional<Batch> next();
+
+  Iterator begin() { return Iterator(this); }
+  std::default_sentinel_t end() const { return {}; }
+
+ private:
+  std::shared_ptr<detail::LoaderImpl> impl_;  // a loop over a temporary loader is right too
+  std::uint64_t ticket_;
+  std::optional<Batch> current_{};
+};
+
+// With options.check_ranks every rank must call it, and UsageError names the rank that differs. A
+// loader for one rank alone is given a world of one: loader(dataset, World{}, ...).
+Loader loader(DatasetPtr dataset, World world, LoaderOptions options = {});
+
+// A dataset of torch::data as it is.
+template <detail::TorchDataset T>
+Loader loader(T dataset, World world, LoaderOptions options = {}) {
+  return loader(make_dataset(std::move(dataset)), std::move(world), std::move(options));
+}
+
+}  // namespace lockstep::data

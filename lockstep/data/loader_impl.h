@@ -1,0 +1,92 @@
+// What stands behind a Loader: one rank's share of an epoch, cut into batches, made by workers or
+// by the caller. Private to lockstep/data.
+#pragma once
+
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "lockstep/data/loader.h"
+#include "lockstep/data/prefetch.h"
+
+namespace lockstep::data::detail {
+
+// Which rank this loader is for.
+struct Seat {
+  int rank = 0;
+  int ranks = 1;
+  c10::Device device{c10::kCPU};
+};
+
+// A batch, and on a GPU what the training stream must wait for before it reads it.
+struct Loaded {
+  Batch batch{};
+  BatchTiming timing{};
+  std::optional<c10::Event> copy_began{};
+  std::optional<c10::Event> copied{};
+};
+
+// Turns indices into a batch on the device. Const and free of the loader's state: workers hold a
+// pointer to it, and one that hangs keeps it alive.
+class BatchMaker {
+ public:
+  BatchMaker(DatasetPtr dataset, LoaderOptions options, c10::Device device);
+  Loaded make(Indices indices, const RandomKey& key) const;
+
+ private:
+  Batch load(Indices indices, const RandomKey& key, BatchTiming& timing) const;
+  void check(const Batch& batch, Indices indices) const;
+  void copy(Loaded& loaded) const;
+
+  DatasetPtr dataset_;
+  LoaderOptions options_;
+  c10::Device device_;
+  std::optional<c10::Stream> side_{};  // copies run beside the computation
+};
+
+// Used by one thread.
+class LoaderImpl {
+ public:
+  LoaderImpl(DatasetPtr dataset, Seat seat, LoaderOptions options);
+
+  std::uint64_t open(std::int64_t epoch);  // a ticket for next() and close()
+  std::optional<Batch> next(std::uint64_t ticket);
+  void close(std::uint64_t ticket) noexcept;
+
+  std::int64_t batches(std::int64_t cursor, int rank) const;
+  std::int64_t batches_left(std::int64_t epoch) const;
+  const LoaderOptions& options() const { return options_; }
+  const Seat& seat() const { return seat_; }
+  std::int64_t dataset_size() const { return dataset_->size(); }
+
+  const SamplerState& state() const { return state_; }
+  void load_state(const SamplerState& state);
+  const LoaderTiming& timing() const { return timing_; }
+
+ private:
+  struct Round;
+  Loaded take();
+  void finish_round();
+
+  DatasetPtr dataset_;
+  Seat seat_;
+  LoaderOptions options_;
+  SamplerPtr sampler_;
+  std::shared_ptr<const BatchMaker> maker_;
+  std::unique_ptr<Prefetcher> prefetcher_;
+  std::shared_ptr<const Round> round_;  // what is being gone through; empty between epochs
+  std::uint64_t ticket_ = 0;
+  std::int64_t handed_out_ = 0;  // batches of this round
+  std::int64_t start_cursor_ = 0;
+  SamplerState state_;
+  bool resume_ = false;  // the next epoch goes on at state_'s cursor
+  LoaderTiming timing_;
+};
+
+Loader make_loader(DatasetPtr dataset, Seat seat, LoaderOptions options);
+
+}  // namespace lockstep::data::detail

@@ -1,0 +1,49 @@
+// Where a loader's time goes, and what to do about it.
+//
+//   LoaderProfile profile = profile_loader(loader, {.batches = 100, .step = [&](Batch& b) { ...
+//   }}); fmt::print("{}\n", fmt::join(profile.advice, "\n"));
+//
+// The rule of thumb is seed 002's: a batch that takes more than 10 ms to reach the device slows
+// training down. What counts in the end is `wait`, the time in which the step could not run.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "lockstep/data/loader.h"
+
+namespace lockstep::data {
+
+constexpr double kSlowTransferMs = 10;
+
+struct ProfileOptions {
+  std::int64_t batches = 100;
+  std::int64_t epoch = 0;
+  std::function<void(Batch&)> step{};  // what training does with a batch; nothing by default
+};
+
+struct LoaderProfile {
+  std::vector<BatchTiming> batches{};
+  double seconds = 0;       // all of it, steps included
+  double wait_percent = 0;  // of `seconds`, from the second batch on: the first waits for the start
+  double wait_p99_ms = 0;   // the same
+  std::vector<std::string> advice{};
+};
+
+// Goes through the epoch, again and again if it is shorter. Throws what the loader throws.
+LoaderProfile profile_loader(Loader& loader, const ProfileOptions& options = {});
+
+// What the figures advise; one sentence that all is well if nothing.
+struct LoaderFigures {
+  double load_ms = 0, collate_ms = 0, copy_ms = 0, transfer_ms = 0, wait_ms = 0;  // means
+  double step_ms = 0;
+  double wait_percent = 0;
+  int num_workers = 0;
+  bool pin_memory = false;
+  bool accelerator = false;
+};
+std::vector<std::string> loader_advice(const LoaderFigures& figures);
+
+}  // namespace lockstep::data

@@ -1,0 +1,232 @@
+#include "lockstep/data/shard_format.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <utility>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::data {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "token files are little-endian");
+
+constexpr std::size_t kHeaderWords = 256;
+constexpr std::size_t kHeaderBytes = kHeaderWords * sizeof(std::int32_t);
+
+struct Kind {
+  TokenFormat format;
+  std::string_view name;
+  std::size_t token_bytes;
+  std::int32_t magic;  // 0: no header
+  std::int32_t version;
+};
+constexpr std::array<Kind, 3> kKinds{{
+    {TokenFormat::kLlmc16, "llmc16", 2, 20240520, 1},
+    {TokenFormat::kLlmc32, "llmc32", 4, 20240801, 7},
+    {TokenFormat::kNanogpt, "nanogpt", 2, 0, 0},
+}};
+
+const Kind& kind_of(TokenFormat format) {
+  for (const Kind& kind : kKinds)
+    if (kind.format == format) return kind;
+  throw UsageError("shards", "a file must be written in one format; 'auto' is for reading.");
+}
+
+const Kind* kind_of_magic(std::int32_t magic) {
+  for (const Kind& kind : kKinds)
+    if (kind.magic != 0 && kind.magic == magic) return &kind;
+  return nullptr;
+}
+
+std::int32_t header_word(std::span<const std::byte> contents, std::size_t index) {
+  std::int32_t word = 0;
+  std::memcpy(&word, contents.data() + index * sizeof(word), sizeof(word));
+  return word;
+}
+
+// A file without a header could be anything, so its name has to say that it is nanoGPT's.
+bool has_nanogpt_name(const std::string& path) {
+  const std::string file = std::filesystem::path(path).filename().string();
+  return file == "train.bin" || file == "val.bin" || file == "test.bin";
+}
+
+TokenLayout raw_layout(std::uint64_t file_bytes, const std::string& path) {
+  if (file_bytes % 2 != 0)
+    throw UsageError("shards",
+                     "{} has {} bytes, and tokens of 2 bytes need an even number. The file was "
+                     "probably cut off, or it is not one of tokens.",
+                     path, file_bytes);
+  return {TokenFormat::kNanogpt, 2, 0, file_bytes / 2};
+}
+
+TokenLayout headed_layout(const Kind& kind, std::span<const std::byte> contents,
+                          std::uint64_t file_bytes, const std::string& path) {
+  if (contents.size() < kHeaderBytes)
+    throw UsageError("shards",
+                     "{} has {} bytes, and its header alone needs {}. The file was probably cut "
+                     "off; copy or make it again.",
+                     path, contents.size(), kHeaderBytes);
+  const std::int32_t version = header_word(contents, 1);
+  if (version != kind.version)
+    throw UsageError(
+        "shards",
+        "{} has version {} with the magic number {}; {} files have version {}. A newer "
+        "program probably wrote it.",
+        path, version, kind.magic, kind.name, kind.version);
+  const std::int32_t count = header_word(contents, 2);
+  if (count < 0)
+    throw UsageError("shards", "{} says that it holds {} tokens. Its header is damaged.", path,
+                     count);
+  const std::uint64_t wanted = kHeaderBytes + static_cast<std::uint64_t>(count) * kind.token_bytes;
+  if (wanted != file_bytes)
+    throw UsageError(
+        "shards",
+        "{} has {} bytes, and its header says {} tokens, which make {} bytes. The file "
+        "was probably {}; copy or make it again.",
+        path, file_bytes, count, wanted, file_bytes < wanted ? "cut off" : "written twice");
+  return {kind.format, kind.token_bytes, kHeaderBytes, static_cast<std::uint64_t>(count)};
+}
+
+template <typename Token>
+void widen(const std::byte* from, std::span<std::int64_t> out) {
+  const auto* tokens = reinterpret_cast<const Token*>(from);
+  std::int64_t* to = out.data();
+  for (std::size_t i = 0, n = out.size(); i < n; ++i) to[i] = tokens[i];
+}
+
+template <typename Token>
+void widen_shifted(const std::byte* from, std::span<std::int64_t> inputs, std::int64_t* targets) {
+  const auto* __restrict tokens = reinterpret_cast<const Token*>(from);
+  std::int64_t* __restrict to = inputs.data();
+  std::int64_t* __restrict later = targets;
+  for (std::size_t i = 0, n = inputs.size(); i < n; ++i) {
+    to[i] = tokens[i];
+    later[i] = tokens[i + 1];
+  }
+}
+
+template <typename Token>
+std::uint32_t largest(const std::byte* from, std::uint64_t count) {
+  const auto* tokens = reinterpret_cast<const Token*>(from);
+  Token most = 0;
+  for (std::uint64_t i = 0; i < count; ++i) most = std::max(most, tokens[i]);
+  return most;
+}
+
+}  // namespace
+
+std::string_view name(TokenFormat format) {
+  return format == TokenFormat::kAuto ? "auto" : kind_of(format).name;
+}
+
+TokenFormat token_format(std::string_view text) {
+  if (text == "auto") return TokenFormat::kAuto;
+  for (const Kind& kind : kKinds)
+    if (kind.name == text) return kind.format;
+  throw UsageError("shards", "there is no token format '{}'. Use llmc16, llmc32 or nanogpt.", text);
+}
+
+TokenLayout parse_token_file(std::span<const std::byte> contents, std::uint64_t file_bytes,
+                             const std::string& path, TokenFormat format) {
+  const bool any = format == TokenFormat::kAuto;
+  if (format == TokenFormat::kNanogpt) return raw_layout(file_bytes, path);
+  const Kind* found =
+      contents.size() >= sizeof(std::int32_t) ? kind_of_magic(header_word(contents, 0)) : nullptr;
+  if (found != nullptr && (any || found->format == format))
+    return headed_layout(*found, contents, file_bytes, path);
+  if (any && has_nanogpt_name(path)) return raw_layout(file_bytes, path);
+  if (found != nullptr)
+    throw UsageError("shards", "{} is a {} file, and {} was asked for.", path, found->name,
+                     name(format));
+  const std::string starts = contents.size() < sizeof(std::int32_t)
+                                 ? fmt::format("has {} bytes", contents.size())
+                                 : fmt::format("begins with {}", header_word(contents, 0));
+  throw UsageError("shards",
+                   "{} {}, which is no magic number of a token file (20240520 for uint16, "
+                   "20240801 for uint32). If it holds nanoGPT's bare uint16 tokens, say so with "
+                   "format nanogpt; otherwise make it with 'lockstep data tokenize'.",
+                   path, starts);
+}
+
+std::string token_header(TokenFormat format, std::uint64_t count) {
+  const Kind& kind = kind_of(format);
+  if (kind.magic == 0) return {};
+  if (count > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max()))
+    throw UsageError("shards",
+                     "{} tokens do not fit into one {} file, whose header counts up to {}. Write "
+                     "several shards.",
+                     count, kind.name, std::numeric_limits<std::int32_t>::max());
+  std::array<std::int32_t, kHeaderWords> words{kind.magic, kind.version,
+                                               static_cast<std::int32_t>(count)};
+  std::string bytes(kHeaderBytes, '\0');
+  std::memcpy(bytes.data(), words.data(), kHeaderBytes);
+  return bytes;
+}
+
+TokenFile::TokenFile(std::string path, TokenFormat format)
+    : path_(std::move(path)),
+      map_(path_),
+      layout_(parse_token_file(map_.bytes(), map_.bytes().size(), path_, format)) {}
+
+std::uint32_t TokenFile::operator[](std::uint64_t at) const {
+  LOCKSTEP_ASSERT(at < layout_.count);
+  const std::byte* from = map_.bytes().data() + layout_.data_offset + at * layout_.token_bytes;
+  std::uint32_t token = 0;
+  std::memcpy(&token, from, layout_.token_bytes);
+  return token;
+}
+
+void TokenFile::copy(std::uint64_t first, std::span<std::int64_t> out) const {
+  LOCKSTEP_ASSERT(first <= layout_.count && out.size() <= layout_.count - first);
+  const std::byte* from = map_.bytes().data() + layout_.data_offset + first * layout_.token_bytes;
+  if (layout_.token_bytes == 2)
+    widen<std::uint16_t>(from, out);
+  else
+    widen<std::uint32_t>(from, out);
+}
+
+void TokenFile::copy_shifted(std::uint64_t first, std::span<std::int64_t> inputs,
+                             std::span<std::int64_t> targets) const {
+  LOCKSTEP_ASSERT(inputs.size() == targets.size());
+  LOCKSTEP_ASSERT(first < layout_.count && inputs.size() < layout_.count - first);
+  const std::byte* from = map_.bytes().data() + layout_.data_offset + first * layout_.token_bytes;
+  if (layout_.token_bytes == 2)
+    widen_shifted<std::uint16_t>(from, inputs, targets.data());
+  else
+    widen_shifted<std::uint32_t>(from, inputs, targets.data());
+}
+
+std::uint32_t TokenFile::largest_token() const {
+  const std::byte* from = map_.bytes().data() + layout_.data_offset;
+  return layout_.token_bytes == 2 ? largest<std::uint16_t>(from, layout_.count)
+                                  : largest<std::uint32_t>(from, layout_.count);
+}
+
+std::vector<std::string> token_files(const std::string& folder, const std::string& split) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  fs::directory_iterator entries(folder, error);
+  if (error)
+    throw UsageError("shards", "{} cannot be listed ({}). Name a folder of token files.", folder,
+                     error.message());
+  std::vector<std::string> files;
+  for (const fs::directory_entry& entry : entries) {
+    const std::string file = entry.path().filename().string();
+    if (file.ends_with(".bin") && file.find(split) != std::string::npos)
+      files.push_back(entry.path().string());
+  }
+  if (files.empty())
+    throw UsageError("shards",
+                     "{} has no file whose name ends in .bin{}. Make some with 'lockstep data "
+                     "tokenize'.",
+                     folder, split.empty() ? "" : fmt::format(" and contains '{}'", split));
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+}  // namespace lockstep::data

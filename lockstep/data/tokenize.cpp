@@ -1,0 +1,257 @@
+#include "lockstep/data/tokenize.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <filesystem>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "lockstep/core/error.h"
+#include "lockstep/data/byte_tokenizer.h"
+#include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/file.h"
+
+namespace lockstep::data {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Document {
+  std::string path;
+  std::uint64_t begin;  // of its end-of-text token, in the stream of all documents
+  std::uint64_t bytes;
+};
+
+struct Shard {
+  std::string name;
+  std::uint64_t begin;
+  std::uint64_t count;
+};
+
+bool wanted(const fs::path& path, const std::vector<std::string>& suffixes) {
+  const std::string file = path.filename().string();
+  return suffixes.empty() || std::any_of(suffixes.begin(), suffixes.end(),
+                                         [&](const auto& end) { return file.ends_with(end); });
+}
+
+void list_folder(const std::string& folder, const TokenizeOptions& options,
+                 std::vector<std::string>& paths) {
+  std::vector<std::string> found;
+  std::error_code error;
+  fs::recursive_directory_iterator entries(folder, error);
+  for (; !error && entries != fs::recursive_directory_iterator(); entries.increment(error))
+    if (entries->is_regular_file() && wanted(entries->path(), options.suffixes))
+      found.push_back(entries->path().string());
+  if (error) throw SystemError("tokenize", "cannot list " + folder, error.value());
+  std::sort(found.begin(), found.end());
+  paths.insert(paths.end(), found.begin(), found.end());
+}
+
+std::vector<Document> list_documents(const TokenizeOptions& options) {
+  std::vector<std::string> paths;
+  for (const std::string& input : options.inputs) {
+    std::error_code ignored;
+    if (!fs::exists(input, ignored))
+      throw UsageError("tokenize", "{} does not exist. Name text files or folders.", input);
+    if (fs::is_directory(input, ignored))
+      list_folder(input, options, paths);
+    else
+      paths.push_back(input);
+  }
+  std::vector<Document> documents;
+  std::uint64_t at = 0;
+  for (const std::string& path : paths) {
+    std::error_code error;
+    const std::uint64_t bytes = fs::file_size(path, error);
+    if (error) throw SystemError("tokenize", "cannot look at " + path, error.value());
+    if (bytes == 0) continue;
+    documents.push_back({path, at, bytes});
+    at += bytes + 1;
+  }
+  if (documents.empty())
+    throw UsageError("tokenize", "no text: {} files were found, and none has a byte in it.{}",
+                     paths.size(),
+                     options.suffixes.empty() ? "" : " Look at the suffixes that were asked for.");
+  return documents;
+}
+
+std::vector<Shard> plan_shards(const TokenizeOptions& options, std::uint64_t total) {
+  if (options.val_tokens >= total)
+    throw UsageError("tokenize",
+                     "{} tokens for validation leave nothing of {} to train on. Ask for fewer.",
+                     options.val_tokens, total);
+  std::vector<Shard> shards;
+  if (options.format == TokenFormat::kNanogpt) {
+    if (options.val_tokens > 0) shards.push_back({"val.bin", 0, options.val_tokens});
+    shards.push_back({"train.bin", options.val_tokens, total - options.val_tokens});
+    return shards;
+  }
+  token_header(options.format, std::max(options.shard_tokens, options.val_tokens));  // may refuse
+  // As llm.c's scripts do: number 0 is for validation, training begins with 1.
+  if (options.val_tokens > 0)
+    shards.push_back({fmt::format("{}_val_{:06}.bin", options.name, 0), 0, options.val_tokens});
+  int number = options.val_tokens > 0 ? 1 : 0;
+  for (std::uint64_t at = options.val_tokens; at < total; at += options.shard_tokens, ++number)
+    shards.push_back({fmt::format("{}_train_{:06}.bin", options.name, number), at,
+                      std::min(options.shard_tokens, total - at)});
+  return shards;
+}
+
+// Writes one shard; told to stop between blocks.
+class ShardMaker {
+ public:
+  ShardMaker(const std::vector<Document>& documents, TokenFormat format,
+             std::atomic<std::uint64_t>& done, const std::atomic<bool>& stop)
+      : documents_(documents), format_(format), done_(done), stop_(stop) {}
+
+  void make(const std::string& folder, const Shard& shard) {
+    io::FileWriter file(folder + "/" + shard.name);
+    file.append(token_header(format_, shard.count));
+    auto document =
+        std::upper_bound(documents_.begin(), documents_.end(), shard.begin,
+                         [](std::uint64_t at, const Document& other) { return at < other.begin; });
+    --document;
+    const std::uint64_t end = shard.begin + shard.count;
+    for (std::uint64_t at = shard.begin; at < end && !stop_; ++document) {
+      const std::uint64_t until = std::min(end, document->begin + 1 + document->bytes);
+      append(file, *document, at - document->begin, until - document->begin);
+      at = until;
+    }
+    flush(file);
+    if (!stop_) file.finish();
+  }
+
+ private:
+  // Tokens [from, to) of a document; its first is the end-of-text token.
+  void append(io::FileWriter& file, const Document& document, std::uint64_t from,
+              std::uint64_t to) {
+    if (from == 0) {
+      put(ByteTokenizer::kEndOfText);
+      ++from;
+    }
+    if (from >= to) return;
+    const io::MappedFile map(document.path);
+    if (map.bytes().size() != document.bytes)
+      throw UsageError("tokenize",
+                       "{} had {} bytes at the start and has {} now. Somebody writes to it; try "
+                       "again when it is finished.",
+                       document.path, document.bytes, map.bytes().size());
+    for (std::uint64_t at = from; at < to; ++at) {
+      put(static_cast<std::uint32_t>(map.bytes()[at - 1]));
+      if (buffer_.size() >= kBlock) flush(file);
+      if (stop_) return;
+    }
+  }
+
+  void put(std::uint32_t token) {
+    const std::size_t bytes = format_ == TokenFormat::kLlmc32 ? 4 : 2;
+    for (std::size_t i = 0; i < bytes; ++i)
+      buffer_.push_back(static_cast<char>((token >> (8 * i)) & 0xffu));
+    ++pending_;
+  }
+
+  void flush(io::FileWriter& file) {
+    file.append(buffer_);
+    buffer_.clear();
+    done_ += std::exchange(pending_, 0);
+  }
+
+  static constexpr std::size_t kBlock = 1u << 18;
+  const std::vector<Document>& documents_;
+  TokenFormat format_;
+  std::atomic<std::uint64_t>& done_;
+  const std::atomic<bool>& stop_;
+  std::string buffer_;
+  std::uint64_t pending_ = 0;
+};
+
+// All shards, by several threads, while this one reports.
+class Crew {
+ public:
+  Crew(const TokenizeOptions& options, const std::vector<Document>& documents,
+       const std::vector<Shard>& shards, std::uint64_t total)
+      : options_(options), documents_(documents), shards_(shards), total_(total) {}
+
+  void run(const std::string& folder) {
+    const int wanted = options_.workers > 0
+                           ? options_.workers
+                           : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+    const auto count = std::min(static_cast<std::size_t>(wanted), shards_.size());
+    std::vector<std::jthread> threads;
+    running_ = count;
+    for (std::size_t i = 0; i < count; ++i) threads.emplace_back([this, &folder] { work(folder); });
+    std::unique_lock lock(mutex_);
+    while (!ended_.wait_for(lock, std::chrono::milliseconds(200), [this] { return running_ == 0; }))
+      report();
+    report();
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  void report() {
+    if (options_.progress) options_.progress(done_, total_);
+  }
+
+  void work(const std::string& folder) {
+    std::exception_ptr error;
+    try {
+      ShardMaker maker(documents_, options_.format, done_, stop_);
+      for (std::size_t i = next_++; i < shards_.size() && !stop_; i = next_++)
+        maker.make(folder, shards_[i]);
+    } catch (...) {
+      error = std::current_exception();
+      stop_ = true;
+    }
+    const std::lock_guard lock(mutex_);
+    if (error && !error_) error_ = error;
+    if (--running_ == 0) ended_.notify_all();
+  }
+
+  const TokenizeOptions& options_;
+  const std::vector<Document>& documents_;
+  const std::vector<Shard>& shards_;
+  std::uint64_t total_;
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  std::size_t running_ = 0;
+  std::exception_ptr error_;
+  std::atomic<std::size_t> next_{0};
+  std::atomic<std::uint64_t> done_{0};
+  std::atomic<bool> stop_{false};
+};
+
+}  // namespace
+
+TokenizeResult tokenize(const TokenizeOptions& options) {
+  if (options.inputs.empty())
+    throw UsageError("tokenize", "no text was named. Name files or folders.");
+  if (options.output.empty()) throw UsageError("tokenize", "no output folder was named.");
+  if (options.shard_tokens == 0) throw UsageError("tokenize", "a shard cannot have 0 tokens.");
+  if (options.workers < 0 || options.workers > 1024)
+    throw UsageError("tokenize", "{} workers: the number must be 0 to 1024.", options.workers);
+  if (options.name.empty() || options.name.find('/') != std::string::npos)
+    throw UsageError("tokenize", "'{}' is no name for shards: it becomes part of a file's name.",
+                     options.name);
+  if (options.format == TokenFormat::kAuto)
+    throw UsageError("tokenize", "choose a format to write: llmc16, llmc32 or nanogpt.");
+  const std::vector<Document> documents = list_documents(options);
+  const std::uint64_t total = documents.back().begin + 1 + documents.back().bytes;
+  const std::vector<Shard> shards = plan_shards(options, total);
+  const std::uint64_t width = options.format == TokenFormat::kLlmc32 ? 4 : 2;
+  io::AtomicDir folder(options.output, {.expected_bytes = total * width + shards.size() * 1024,
+                                        .replace = options.replace});
+  Crew(options, documents, shards, total).run(folder.path());
+  TokenizeResult result{.documents = documents.size(), .tokens = total};
+  for (const Shard& shard : shards) {
+    folder.adopt(shard.name);
+    result.shards.emplace_back(shard.name, shard.count);
+  }
+  folder.commit();
+  return result;
+}
+
+}  // namespace lockstep::data

@@ -1,0 +1,71 @@
+#include "lockstep/train/agreement.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <array>
+
+namespace lockstep::train {
+namespace {
+
+constexpr std::size_t kWishes = 5;
+using Numbers = std::array<std::int32_t, kWishes>;
+
+Numbers numbers_of(const Wishes& wishes) {
+  return {wishes.stop_signal, wishes.stop, wishes.save, wishes.evaluate, wishes.out_of_memory};
+}
+
+Wishes wishes_of(const at::Tensor& numbers) {
+  const auto* n = numbers.const_data_ptr<std::int32_t>();
+  return {.stop_signal = n[0],
+          .stop = n[1] != 0,
+          .save = n[2] != 0,
+          .evaluate = n[3] != 0,
+          .out_of_memory = n[4] != 0};
+}
+
+at::Tensor tensor_of(const Wishes& wishes) {
+  Numbers numbers = numbers_of(wishes);
+  return at::from_blob(numbers.data(), {static_cast<std::int64_t>(kWishes)}, at::kInt).clone();
+}
+
+}  // namespace
+
+// An answer on its way to the host.
+struct Agreement::Pending {
+  at::Tensor host;
+  std::unique_ptr<c10::Event> arrived;
+};
+
+Agreement::Agreement(World world) : world_(std::move(world)) {}
+Agreement::~Agreement() = default;
+
+Wishes Agreement::exchange_now(const Wishes& mine) {
+  if (world_.size() == 1) return mine;
+  at::Tensor numbers = tensor_of(mine).to(world_.device());
+  world_.all_reduce(numbers, ReduceOp::kMax).wait();
+  return wishes_of(numbers.cpu());
+}
+
+Wishes Agreement::exchange(const Wishes& mine) {
+  if (world_.size() == 1 || world_.device().is_cpu()) return exchange_now(mine);
+  const c10::Device device = world_.device();
+  at::Tensor numbers = tensor_of(mine).pin_memory().to(device, /*non_blocking=*/true);
+  world_.all_reduce(numbers, ReduceOp::kMax).wait();
+  auto next = std::make_unique<Pending>();
+  next->host = at::empty({static_cast<std::int64_t>(kWishes)},
+                         at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+  next->host.copy_(numbers, /*non_blocking=*/true);
+  next->arrived = std::make_unique<c10::Event>(device.type());
+  next->arrived->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  Wishes agreed;
+  if (pending_) {
+    pending_->arrived->synchronize();  // a step ago: it has long arrived
+    agreed = wishes_of(pending_->host);
+  }
+  pending_ = std::move(next);
+  return agreed;
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,49 @@
+// Agreement: what one rank wishes, all ranks do at the same step.
+//
+// The one hard idea: a wish (stop, save, evaluate) is a number in a tiny reduction that every step
+// makes anyway before its update, so agreeing costs microseconds and no rank can act on a wish
+// that another has not heard. On a GPU reading the answer would hold the host up until the device
+// has come that far; there the answer of a step is read one step later, on every rank alike.
+//
+//   Agreement agreement(world);
+//   const Wishes all = agreement.exchange({.stop_signal = signals.requested()});
+//   if (all.stop_signal != 0) save_and_leave();
+//
+// One thread at a time. exchange() is a collective: every rank calls it, the same number of times.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+#include "lockstep/comm/world.h"
+
+namespace lockstep::train {
+
+struct Wishes {
+  int stop_signal = 0;  // the signal's number; the largest of all ranks wins
+  bool stop = false;
+  bool save = false;
+  bool evaluate = false;
+  bool out_of_memory = false;
+};
+
+class Agreement {
+ public:
+  explicit Agreement(World world);
+  ~Agreement();
+  Agreement(const Agreement&) = delete;
+  Agreement& operator=(const Agreement&) = delete;
+
+  // Everybody's wishes: of this call on a CPU, of the call before on a GPU.
+  Wishes exchange(const Wishes& mine);
+  // The answer to this very call, also on a GPU: waits for the device.
+  Wishes exchange_now(const Wishes& mine);
+
+ private:
+  struct Pending;
+  World world_;
+  std::unique_ptr<Pending> pending_;
+};
+
+}  // namespace lockstep::train

@@ -1,0 +1,74 @@
+// AsyncSaver: writes checkpoints beside the training that goes on.
+//
+// The one hard idea: parameters and optimizer state change only in step(). What a checkpoint holds
+// of them can therefore be copied while the next forward and backward run, and only the next step
+// has to wait for the copy (wait_copied); the disk is written after that, from the copy. What a
+// forward changes (buffers, generators, the cursor) is copied by the caller before begin().
+//
+//   AsyncSaver saver({.output_dir = "out", .limit = 2});
+//   saver.begin(std::move(contents));        // returns at once
+//   forward(); backward();
+//   saver.wait_copied();
+//   optimizer.step();
+//   if (auto ended = saver.poll()) ...       // durable, or what went wrong
+//
+// One save in flight: begin() waits for the one before. Used by one thread, on the rank that
+// writes. Owns a thread while a save is under way and, between saves, the memory it copies into.
+// The destructor waits until what is being written is written.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "lockstep/train/checkpoint.h"
+
+namespace lockstep::train {
+
+struct SaverOptions {
+  std::string output_dir{};
+  int limit = 0;  // checkpoints to keep; 0: all
+  WriteOptions write{};
+};
+
+struct SaveOutcome {
+  std::string path;
+  std::int64_t step = 0;
+  bool committed = false;
+  std::string alert;  // why it was not, where the run can go on (a full disk); or what was not
+                      // deleted
+  double copy_ms = 0;
+  double write_ms = 0;
+};
+
+class AsyncSaver {
+ public:
+  explicit AsyncSaver(SaverOptions options);
+  ~AsyncSaver();
+  AsyncSaver(const AsyncSaver&) = delete;
+  AsyncSaver& operator=(const AsyncSaver&) = delete;
+
+  // The folder is checkpoint-<contents.state.global_step>. `keep` is not deleted by the limit.
+  // Throws what the save before has thrown.
+  void begin(CheckpointContents contents, std::string keep = {});
+  // Parameters and optimizer state may change from here on.
+  void wait_copied();
+  // What has ended since the last call; wait() waits for it. Throw the save's error, except a full
+  // disk, which is an alert.
+  std::optional<SaveOutcome> poll();
+  std::optional<SaveOutcome> wait();
+  bool busy() const;
+
+ private:
+  struct Job;
+  void run(Job& job);
+  void copy(Job& job);
+
+  SaverOptions options_;
+  TensorDict staging_;
+  std::unique_ptr<Job> job_;
+  std::optional<SaveOutcome> ended_;  // of a job that begin() had to wait for
+};
+
+}  // namespace lockstep::train

@@ -1,0 +1,224 @@
+#include "lockstep/train/checkpoint.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/nn/module.h>
+#include <torch/utils.h>
+
+#include <cstring>
+#include <filesystem>
+#include <set>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/safetensors_set.h"
+#include "lockstep/io/tensors.h"
+
+namespace lockstep::train {
+namespace {
+
+constexpr const char* kModelFormat = "pt";  // what transformers looks for before it loads
+
+// Room for headers, texts and the generators' states.
+constexpr std::uint64_t kSmallFiles = 64u << 10;
+
+// Dense and on the CPU. What is both already is the same memory.
+at::Tensor writable(const at::Tensor& tensor) {
+  return tensor.detach().to(at::kCPU).contiguous();
+}
+
+std::vector<io::TensorBytes> bytes_of_all(const NamedTensors& tensors,
+                                          std::vector<at::Tensor>& alive) {
+  std::vector<io::TensorBytes> all;
+  for (const auto& [name, tensor] : tensors) {
+    alive.push_back(writable(tensor));
+    all.push_back(io::bytes_of_tensor(name, alive.back()));
+  }
+  return all;
+}
+
+void write_tensors(io::AtomicDir& dir, const std::string& file, const NamedTensors& tensors) {
+  std::vector<at::Tensor> alive;
+  std::vector<io::TensorBytes> all = bytes_of_all(tensors, alive);
+  dir.write(file, [&](io::FileWriter& out) { io::write_safetensors(out, std::move(all)); });
+}
+
+NamedTensors list_of(const TensorDict& dict) {
+  return {dict.begin(), dict.end()};
+}
+
+NamedTensors rng_list(const std::vector<TensorDict>& ranks) {
+  NamedTensors list;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank)
+    for (const auto& [name, tensor] : ranks[rank])
+      list.emplace_back(fmt::format("{}.{}", rank, name), tensor);
+  return list;
+}
+
+std::uint64_t bytes_in(const NamedTensors& tensors) {
+  std::uint64_t bytes = 0;
+  for (const auto& [name, tensor] : tensors) bytes += tensor.nbytes();
+  return bytes;
+}
+
+TensorDict read_tensors(const std::string& path) {
+  const io::SafetensorsFile file(path);
+  TensorDict dict;
+  for (const io::TensorEntry& entry : file.tensors())
+    dict.emplace(entry.name, io::tensor_of(file, entry));
+  return dict;
+}
+
+}  // namespace
+
+std::string checkpoint_path(const std::string& output_dir, std::int64_t step) {
+  return fmt::format("{}/{}{}", output_dir, kCheckpointPrefix, step);
+}
+
+std::uint64_t checkpoint_bytes(const CheckpointContents& contents) {
+  return bytes_in(contents.model) + bytes_in(list_of(contents.optimizer)) +
+         bytes_in(rng_list(contents.rng)) + kSmallFiles;
+}
+
+void write_checkpoint(const std::string& path, const CheckpointContents& contents,
+                      const WriteOptions& options) {
+  io::AtomicDir dir(path, {.expected_bytes = checkpoint_bytes(contents), .replace = true});
+  {
+    std::vector<at::Tensor> alive;
+    io::write_safetensors_set(dir, bytes_of_all(contents.model, alive), {{"format", kModelFormat}},
+                              {.max_shard_bytes = options.max_shard_bytes});
+  }
+  dir.write("trainer_state.json", trainer_state_text(contents.state));
+  if (!contents.arguments.empty()) dir.write("training_args.json", contents.arguments);
+  if (!contents.only_model) {
+    write_tensors(dir, "optimizer.safetensors", list_of(contents.optimizer));
+    write_tensors(dir, "rng_state.safetensors", rng_list(contents.rng));
+    dir.write("sampler.json", data_position_text(contents.position));
+    if (!contents.scheduler.empty()) dir.write("scheduler.json", contents.scheduler);
+    if (!contents.scaler.empty()) dir.write("scaler.json", contents.scaler);
+  }
+  dir.commit();
+}
+
+NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers) {
+  NamedTensors all;
+  for (const auto& item : module.named_parameters())
+    all.emplace_back(item.key(), item.value().detach());
+  for (const auto& item : module.named_buffers()) {
+    if (!item.value().defined()) continue;
+    const at::Tensor buffer = item.value().detach();
+    all.emplace_back(item.key(), copy_buffers ? buffer.clone() : buffer);
+  }
+  return all;
+}
+
+io::Newest find_checkpoint(const std::string& output_dir, const std::string& wish) {
+  if (wish == "auto") return io::newest_valid(output_dir, kCheckpointPrefix);
+  const auto faults = io::verify(wish);
+  bool damaged = false;
+  for (const io::Fault& fault : faults) damaged |= fault.kind != io::FaultKind::kExtra;
+  if (damaged) {
+    throw UsageError("checkpoint",
+                     "{} cannot be used: {} Resume with 'auto' to take the newest that is whole.",
+                     wish, io::describe(faults));
+  }
+  io::Newest found;
+  found.path = wish;
+  found.step = Checkpoint(wish).state().global_step;
+  return found;
+}
+
+Checkpoint::Checkpoint(std::string path) : path_(std::move(path)) {
+  const std::string state = path_ + "/trainer_state.json";
+  state_ = parse_trainer_state(read_file(state, 256u << 20), state);
+  const std::string sampler = path_ + "/sampler.json";
+  resumable_ = std::filesystem::exists(sampler);
+  if (resumable_) position_ = parse_data_position(read_file(sampler), sampler);
+}
+
+void Checkpoint::load_model(torch::nn::Module& module) const {
+  const torch::NoGradGuard no_grad;
+  const io::SafetensorsSet set(path_);
+  const NamedTensors wanted = model_tensors(module, /*copy_buffers=*/false);
+  std::set<std::string> known;
+  std::vector<std::string> missing;
+  for (const auto& [name, tensor] : wanted) {
+    known.insert(name);
+    const auto found = set.find(name);
+    if (found.entry == nullptr) {
+      missing.push_back(name);
+    } else if (at::IntArrayRef(found.entry->shape) != tensor.sizes()) {
+      throw UsageError("checkpoint",
+                       "{}: '{}' is [{}] and the model's is [{}]. The checkpoint belongs to "
+                       "another model; compare `model` in its training_args.json.",
+                       path_, name, fmt::join(found.entry->shape, ", "),
+                       fmt::join(tensor.sizes(), ", "));
+    }
+  }
+  std::vector<std::string> unknown;
+  for (const std::string& name : set.names())
+    if (!known.contains(name)) unknown.push_back(name);
+  if (!missing.empty() || !unknown.empty()) {
+    throw UsageError("checkpoint",
+                     "{} does not fit the model: {} of its tensors are missing ({}), {} are not "
+                     "the model's ({}). It belongs to another model.",
+                     path_, missing.size(), fmt::join(missing, ", "), unknown.size(),
+                     fmt::join(unknown, ", "));
+  }
+  for (const auto& [name, tensor] : wanted) {
+    at::Tensor target = tensor;
+    target.copy_(io::tensor_of(set.at(name)));
+  }
+}
+
+TensorDict Checkpoint::optimizer() const {
+  if (!resumable_) {
+    throw UsageError("checkpoint",
+                     "{} holds weights only (save_only_model), so no run can go on from it. Start "
+                     "a new run from its weights, or resume from another folder.",
+                     path_);
+  }
+  return read_tensors(path_ + "/optimizer.safetensors");
+}
+
+TensorDict Checkpoint::rng(int rank) const {
+  const std::string prefix = fmt::format("{}.", rank);
+  TensorDict mine;
+  for (auto& [name, tensor] : read_tensors(path_ + "/rng_state.safetensors"))
+    if (name.rfind(prefix, 0) == 0) mine.emplace(name.substr(prefix.size()), tensor);
+  return mine;
+}
+
+std::string Checkpoint::text(const std::string& file) const {
+  const std::string path = path_ + "/" + file;
+  return std::filesystem::exists(path) ? read_file(path) : std::string();
+}
+
+std::string pack_tensors(const TensorDict& tensors) {
+  std::string bytes;
+  for (const auto& [name, tensor] : tensors) {
+    const at::Tensor flat = writable(tensor);
+    bytes += fmt::format("{} {}\n", name, flat.nbytes());
+    bytes.append(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
+  }
+  return bytes;
+}
+
+TensorDict unpack_tensors(const std::string& bytes) {
+  TensorDict tensors;
+  for (std::size_t at = 0; at < bytes.size();) {
+    const std::size_t space = bytes.find(' ', at);
+    const std::size_t line = bytes.find('\n', at);
+    LOCKSTEP_ASSERT(space < line && line != std::string::npos);
+    const auto size = std::stoull(bytes.substr(space + 1, line - space - 1));
+    LOCKSTEP_ASSERT(line + 1 + size <= bytes.size());
+    at::Tensor tensor = at::empty({static_cast<std::int64_t>(size)}, at::kByte);
+    std::memcpy(tensor.mutable_data_ptr(), bytes.data() + line + 1, size);
+    tensors.emplace(bytes.substr(at, space - at), tensor);
+    at = line + 1 + size;
+  }
+  return tensors;
+}
+
+}  // namespace lockstep::train

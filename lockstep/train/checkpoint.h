@@ -1,0 +1,104 @@
+// A checkpoint: the folder checkpoint-<step>/ from which a run goes on as if it had never ended.
+//
+//   model.safetensors        weights and buffers, Hugging Face's names (sharded with an index above
+//                            5 GB); transformers loads them
+//   trainer_state.json       step, epoch, best metric, log history: Hugging Face's fields
+//   optimizer.safetensors    by parameter name: "h.0.attn.weight.exp_avg"
+//   scheduler.json, scaler.json, training_args.json
+//   rng_state.safetensors    every rank's generators: "0.cpu", "1.cpu", ...
+//   sampler.json             the cursor in the epoch's order of samples
+//   MANIFEST.json            sizes and checksums of all of them
+//
+// The one hard idea: the name is the commit (lockstep/io/atomic_dir.h). A folder with this name is
+// whole, or its manifest says what is damaged.
+//
+//   write_checkpoint("out/checkpoint-40", contents);
+//   const auto found = find_checkpoint("out", "auto");      // newest that verifies
+//   Checkpoint checkpoint(found.path);
+//   checkpoint.load_model(*net);
+//
+// Functions on files; one thread per folder. Transformers cannot resume from these folders: the
+// optimizer's and the generators' files are ours.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/train/trainer_state.h"
+
+namespace lockstep::train {
+
+inline constexpr const char* kCheckpointPrefix = "checkpoint-";
+std::string checkpoint_path(const std::string& output_dir, std::int64_t step);
+
+using TensorDict = std::map<std::string, at::Tensor>;
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+// Tensors on any device; those that are not on the CPU, or not dense, are copied while writing.
+struct CheckpointContents {
+  NamedTensors model{};
+  TensorDict optimizer{};
+  std::vector<TensorDict> rng{};  // by rank: "cpu", "cuda:0", ...
+  TrainerState state{};
+  DataPosition position{};
+  std::string scheduler{};  // JSON objects; empty: no such file
+  std::string scaler{};
+  std::string arguments{};
+  bool only_model = false;  // weights and trainer_state.json alone: cannot be resumed from
+};
+
+struct WriteOptions {
+  std::uint64_t max_shard_bytes = 5'000'000'000;
+};
+
+// Durable on return. Takes the place of a folder of that name. SystemError when the disk is full or
+// fails: what stood there before stands unharmed.
+void write_checkpoint(const std::string& path, const CheckpointContents& contents,
+                      const WriteOptions& options = {});
+// Bytes of tensors that such a checkpoint holds.
+std::uint64_t checkpoint_bytes(const CheckpointContents& contents);
+
+// Parameters and buffers by qualified name. `copy_buffers`: the buffers as they are now, because
+// the next forward changes them; parameters change in step() alone.
+NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers);
+
+// The folder that `wish` stands for: "auto" is the newest in output_dir that verifies (step -1:
+// there is none), anything else a folder that must verify (UsageError). Reads every byte.
+io::Newest find_checkpoint(const std::string& output_dir, const std::string& wish);
+
+// Opened folder; reads files as they are asked for. UsageError names file and tensor.
+class Checkpoint {
+ public:
+  explicit Checkpoint(std::string path);
+
+  const std::string& path() const { return path_; }
+  const TrainerState& state() const { return state_; }
+  const DataPosition& position() const { return position_; }
+  bool resumable() const { return resumable_; }
+
+  // Every parameter and buffer must be there, in its shape, and nothing else. Copied in place.
+  void load_model(torch::nn::Module& module) const;
+  TensorDict optimizer() const;
+  TensorDict rng(int rank) const;  // empty when that rank was not there
+  // A file's text; empty when it is not there.
+  std::string text(const std::string& file) const;
+
+ private:
+  std::string path_;
+  TrainerState state_;
+  DataPosition position_;
+  bool resumable_ = false;
+};
+
+// Generators' states as bytes to be sent to the rank that writes, and back.
+std::string pack_tensors(const TensorDict& tensors);
+TensorDict unpack_tensors(const std::string& bytes);
+
+}  // namespace lockstep::train

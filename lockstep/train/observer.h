@@ -1,0 +1,51 @@
+// Observer: what a program wants to know of a run, and where it may say "stop", "save", "evaluate".
+//
+//   struct Print : lockstep::Observer {
+//     void on_log(Event& event) override { fmt::print("{}\n", event.entry->step); }
+//   };
+//   trainer.add(std::make_shared<Print>());
+//
+// The one hard idea: every rank calls its observers for every event, at the same steps. What one
+// of them asks for on any rank (event.stop) is agreed by the next step's exchange and done by all.
+//
+// Called on the thread that trains; what an observer throws ends the run. Shared with the trainer.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "lockstep/train/trainer_state.h"
+
+namespace lockstep {
+
+// What a call is about. The pointers are null where an event has no such thing.
+struct Event {
+  const train::TrainerState& state;
+  int rank = 0;
+  const train::LogEntry* entry = nullptr;  // on_log, on_evaluate
+  const std::string* path = nullptr;       // on_save: the folder
+  const std::string* text = nullptr;       // on_alert: what went wrong, and is being survived
+  // Wishes, read after the call.
+  bool stop = false;
+  bool save = false;
+  bool evaluate = false;
+};
+
+class Observer {
+ public:
+  virtual ~Observer() = default;
+  virtual void on_train_begin(Event&) {}
+  virtual void on_train_end(Event&) {}
+  virtual void on_epoch_begin(Event&) {}
+  virtual void on_epoch_end(Event&) {}
+  virtual void on_step_begin(Event&) {}
+  virtual void on_substep_end(Event&) {}     // a micro-batch that was not the window's last
+  virtual void on_optimizer_step(Event&) {}  // gradients are averaged; clipping and the step follow
+  virtual void on_step_end(Event&) {}
+  virtual void on_log(Event&) {}
+  virtual void on_evaluate(Event&) {}
+  virtual void on_save(Event&) {}  // handed to the writer; durable a little later
+  virtual void on_alert(Event&) {}
+};
+
+}  // namespace lockstep

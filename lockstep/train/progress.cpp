@@ -1,0 +1,120 @@
+#include "lockstep/train/progress.h"
+
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+namespace lockstep::train {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kRedraw{100};
+constexpr int kBarWidth = 24;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+int columns() {
+  winsize size{};
+  if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
+  return size.ws_col;
+}
+
+std::string value_text(const std::string& name, double value) {
+  if (name == "learning_rate") return fmt::format("lr {:.3e}", value);
+  if (name == "grad_norm") return fmt::format("|g| {:.3f}", value);
+  if (name == "samples_per_second") return fmt::format("{:.0f} samples/s", value);
+  if (name == "tokens_per_second") return fmt::format("{:.0f} tokens/s", value);
+  return fmt::format("{} {:.4f}", name, value);
+}
+
+void print(const std::string& text) {
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+std::string duration_text(double seconds) {
+  const auto total = static_cast<long long>(std::max(0.0, std::round(seconds)));
+  if (total >= 3600)
+    return fmt::format("{}:{:02}:{:02}", total / 3600, total / 60 % 60, total % 60);
+  return fmt::format("{}:{:02}", total / 60, total % 60);
+}
+
+std::string progress_line(const LogEntry& entry, std::int64_t total_steps, double eta_s) {
+  std::string line = fmt::format("step {}/{}  epoch {:.2f}", entry.step, total_steps, entry.epoch);
+  for (const auto& [name, value] : entry.values) line += "  " + value_text(name, value);
+  if (eta_s >= 0) line += fmt::format("  eta {}", duration_text(eta_s));
+  return line;
+}
+
+Progress::Progress(const ProgressOptions& options)
+    : options_(options),
+      bar_(options.bar && ::isatty(STDOUT_FILENO) == 1),
+      step_(options.done_steps),
+      start_(Clock::now()) {}
+
+Progress::~Progress() {
+  clear();
+}
+
+void Progress::clear() {
+  if (!drawn_) return;
+  print("\r\x1b[K");
+  drawn_ = false;
+}
+
+void Progress::step(std::int64_t step) {
+  step_ = step;
+  if (!bar_ || (Clock::now() - drawn_at_ < kRedraw && step < options_.total_steps)) return;
+  draw();
+}
+
+void Progress::draw() {
+  drawn_at_ = Clock::now();
+  const std::int64_t total = std::max<std::int64_t>(options_.total_steps, 1);
+  const auto filled = static_cast<int>(kBarWidth * std::min(step_, total) / total);
+  std::string line = fmt::format(
+      "{:3}% [{}{}] {}/{}", 100 * step_ / total, std::string(static_cast<std::size_t>(filled), '='),
+      std::string(static_cast<std::size_t>(kBarWidth - filled), ' '), step_, total);
+  const std::int64_t done = step_ - options_.done_steps;
+  if (done > 0) {
+    const double elapsed = seconds_since(start_);
+    line += fmt::format(
+        " {}<{}", duration_text(elapsed),
+        duration_text(elapsed / static_cast<double>(done) * static_cast<double>(total - step_)));
+  }
+  line += "  " + newest_;
+  const auto width = static_cast<std::size_t>(columns() - 1);
+  if (line.size() > width) line.resize(width);
+  print("\r\x1b[K" + line);
+  drawn_ = true;
+}
+
+void Progress::log(const LogEntry& entry) {
+  step_ = std::max(step_, entry.step);
+  const std::int64_t done = step_ - options_.done_steps;
+  const double per_step = done > 0 ? seconds_since(start_) / static_cast<double>(done) : -1;
+  const double eta = per_step * static_cast<double>(options_.total_steps - step_);
+  const std::string line = progress_line(entry, options_.total_steps, eta);
+  if (!bar_) return print(line + "\n");
+  newest_.clear();
+  for (const auto& [name, value] : entry.values) newest_ += value_text(name, value) + "  ";
+  // An evaluation stays on the screen; what the next log replaces does not.
+  const bool evaluated = std::any_of(entry.values.begin(), entry.values.end(),
+                                     [](const auto& v) { return v.first.rfind("eval_", 0) == 0; });
+  if (evaluated) {
+    clear();
+    print(line + "\n");
+    newest_.clear();
+  }
+  draw();
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,91 @@
+#include "lockstep/train/step_plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::train {
+namespace {
+
+// Below 1 a share of all steps, rounded up; from 1 on a number of steps.
+std::int64_t in_steps(double value, std::int64_t max_steps) {
+  if (value >= 1) return static_cast<std::int64_t>(value);
+  return static_cast<std::int64_t>(std::ceil(value * static_cast<double>(max_steps)));
+}
+
+void fill_intervals(const TrainingArguments& arguments, StepPlan& plan) {
+  plan.logging_steps = in_steps(arguments.logging_steps, plan.max_steps);
+  plan.eval_steps =
+      in_steps(arguments.eval_steps.value_or(arguments.logging_steps), plan.max_steps);
+  plan.save_steps = in_steps(arguments.save_steps, plan.max_steps);
+  plan.warmup_steps = in_steps(arguments.warmup_steps, plan.max_steps);
+}
+
+bool every(std::int64_t steps, std::int64_t step) {
+  return steps > 0 && step % steps == 0;
+}
+
+}  // namespace
+
+StepPlan plan_steps(const TrainingArguments& arguments, std::int64_t batches_per_epoch,
+                    std::int64_t accumulation) {
+  if (batches_per_epoch < 1) {
+    throw UsageError("trainer",
+                     "an epoch holds no batch. The dataset is empty, or smaller than one batch of "
+                     "every rank while dataloader_drop_last is true. Use a smaller batch or fewer "
+                     "ranks.");
+  }
+  StepPlan plan;
+  plan.steps_per_epoch = (batches_per_epoch + accumulation - 1) / accumulation;
+  if (arguments.max_steps > 0) {
+    plan.max_steps = arguments.max_steps;
+    plan.num_train_epochs = (plan.max_steps + plan.steps_per_epoch - 1) / plan.steps_per_epoch;
+  } else {
+    plan.max_steps = static_cast<std::int64_t>(
+        std::ceil(arguments.num_train_epochs * static_cast<double>(plan.steps_per_epoch)));
+    plan.num_train_epochs = static_cast<std::int64_t>(std::ceil(arguments.num_train_epochs));
+  }
+  fill_intervals(arguments, plan);
+  return plan;
+}
+
+StepPlan replan_steps(const TrainingArguments& arguments, const StepPlan& plan,
+                      const Standing& standing) {
+  StepPlan changed = plan;
+  if (arguments.max_steps <= 0) {
+    const double left = std::max(0.0, arguments.num_train_epochs - standing.epoch);
+    changed.max_steps =
+        standing.step +
+        static_cast<std::int64_t>(
+            // An epoch is a fraction of samples; a hair above a whole number of steps is rounding.
+            std::ceil(left * static_cast<double>(plan.steps_per_epoch) - 1e-6));
+  } else {
+    const double left =
+        static_cast<double>(std::max<std::int64_t>(0, plan.max_steps - standing.step)) /
+        static_cast<double>(plan.steps_per_epoch);
+    changed.num_train_epochs = static_cast<std::int64_t>(std::ceil(standing.epoch + left - 1e-6));
+  }
+  fill_intervals(arguments, changed);
+  return changed;
+}
+
+Due due_after_step(const TrainingArguments& arguments, const StepPlan& plan, std::int64_t step) {
+  Due due;
+  const bool last = step >= plan.max_steps;
+  due.log = (step == 1 && arguments.logging_first_step) ||
+            (arguments.logging_strategy == Interval::kSteps && every(plan.logging_steps, step));
+  due.evaluate = arguments.eval_strategy == Interval::kSteps &&
+                 (every(plan.eval_steps, step) || last) &&
+                 arguments.eval_delay <= static_cast<double>(step);
+  due.save = arguments.save_strategy == Interval::kSteps && (every(plan.save_steps, step) || last);
+  return due;
+}
+
+Due due_after_epoch(const TrainingArguments& arguments, double epoch) {
+  return {.log = arguments.logging_strategy == Interval::kEpoch,
+          .evaluate = arguments.eval_strategy == Interval::kEpoch && arguments.eval_delay <= epoch,
+          .save = arguments.save_strategy == Interval::kEpoch};
+}
+
+}  // namespace lockstep::train

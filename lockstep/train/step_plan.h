@@ -1,0 +1,52 @@
+// How many optimizer steps a run takes, and at which of them something is due, by Hugging Face's
+// rules.
+//
+// The one hard idea: everything is counted in optimizer steps. Batches become steps by the
+// accumulation (a short last window is a step too), epochs become steps, and intervals below 1 are
+// a share of all steps, rounded up.
+//
+//   const StepPlan plan = plan_steps(arguments, loader.batches_per_epoch(0), accumulation);
+//   if (due_after_step(arguments, plan, step).save) ...
+//
+// Pure functions; call from any thread.
+#pragma once
+
+#include <cstdint>
+
+#include "lockstep/train/arguments.h"
+
+namespace lockstep::train {
+
+struct StepPlan {
+  std::int64_t steps_per_epoch = 0;
+  std::int64_t max_steps = 0;         // the run ends after this one
+  std::int64_t num_train_epochs = 0;  // whole ones that are begun
+  std::int64_t logging_steps = 0;     // 0: never by steps
+  std::int64_t eval_steps = 0;
+  std::int64_t save_steps = 0;
+  std::int64_t warmup_steps = 0;
+};
+
+// Throws UsageError when an epoch holds no batch.
+StepPlan plan_steps(const TrainingArguments& arguments, std::int64_t batches_per_epoch,
+                    std::int64_t accumulation);
+
+// Where a run stands that was saved with other numbers of ranks, samples a batch or batches a step.
+struct Standing {
+  std::int64_t step = 0;
+  double epoch = 0;  // epochs consumed, with the fraction of the one begun
+};
+// The plan for what is left: the steps taken stay counted, the rest of the epochs is walked with
+// the new numbers. max_steps that was given stays what it is.
+StepPlan replan_steps(const TrainingArguments& arguments, const StepPlan& plan,
+                      const Standing& standing);
+
+struct Due {
+  bool log = false;
+  bool evaluate = false;
+  bool save = false;
+};
+Due due_after_step(const TrainingArguments& arguments, const StepPlan& plan, std::int64_t step);
+Due due_after_epoch(const TrainingArguments& arguments, double epoch);
+
+}  // namespace lockstep::train

@@ -1,0 +1,50 @@
+// Requests to stop: SIGTERM, SIGUSR1 and SIGUSR2, turned from an interruption into a value that the
+// training loop reads at its own pace.
+//
+// The one hard idea: a signal reaches one rank, and all must act on it at the same step. So the
+// handler only remembers it; the step's exchange (agreement.h) tells the others. That takes other
+// ranks to take part, so the request has a deadline: when nobody has agreed by then, `give_up` is
+// called (from a thread of its own) and ends the rank's waiting.
+//
+//   StopSignals signals({.give_up = [&](const std::string& why) { world.abort(why); }});
+//   if (signals.requested() != 0) ...        // the signal's number
+//   signals.agreed();                        // all ranks know; the deadline is off
+//
+// One at a time per process (UsageError); the handlers that stood before come back with its end. A
+// SIGTERM that the launcher sends because another rank failed is no request: requested() asks the
+// control descriptor first.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace lockstep::train {
+
+struct StopSignalOptions {
+  bool install = true;  // false: signals end the process as ever
+  std::chrono::milliseconds deadline{std::chrono::seconds(10)};
+  std::function<void(const std::string& why)> give_up{};
+};
+
+class StopSignals {
+ public:
+  explicit StopSignals(StopSignalOptions options = {});
+  ~StopSignals();
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+
+  // The number of the first signal that came, or 0.
+  int requested() const;
+  void agreed();
+  // A step takes this long: a deadline that is shorter than two of them would always be missed.
+  void set_step_time(std::chrono::milliseconds step);
+
+ private:
+  struct Watch;
+  void watch();
+  std::unique_ptr<Watch> watch_;
+};
+
+}  // namespace lockstep::train

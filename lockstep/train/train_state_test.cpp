@@ -1,0 +1,208 @@
+// The parts of training that need no torch: steps and intervals, the state on disk, metrics, stop
+// signals.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <thread>
+
+#include "lockstep/core/error.h"
+#include "lockstep/io/files_for_test.h"
+#include "lockstep/train/metrics_log.h"
+#include "lockstep/train/progress.h"
+#include "lockstep/train/step_plan.h"
+#include "lockstep/train/stop_signals.h"
+#include "lockstep/train/trainer_state.h"
+
+namespace lockstep::train {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::HasSubstr;
+
+// Hugging Face's own numbers for these were read off transformers' Trainer.
+TEST(StepPlan, BatchesBecomeStepsAndTheShortWindowIsOne) {
+  TrainingArguments a;
+  a.num_train_epochs = 2.5;
+  const StepPlan plan = plan_steps(a, 10, 4);
+  EXPECT_EQ(plan.steps_per_epoch, 3);
+  EXPECT_EQ(plan.max_steps, 8);
+  EXPECT_EQ(plan.num_train_epochs, 3);
+}
+
+TEST(StepPlan, MaxStepsWinsAndRatiosAreRoundedUp) {
+  TrainingArguments a;
+  a.max_steps = 33;
+  a.logging_steps = 0.1;
+  a.save_steps = 0.5;
+  a.warmup_steps = 0.05;
+  const StepPlan plan = plan_steps(a, 10, 1);
+  EXPECT_EQ(plan.max_steps, 33);
+  EXPECT_EQ(plan.num_train_epochs, 4);
+  EXPECT_EQ(plan.logging_steps, 4);
+  EXPECT_EQ(plan.eval_steps, 4);
+  EXPECT_EQ(plan.save_steps, 17);
+  EXPECT_EQ(plan.warmup_steps, 2);
+}
+
+TEST(StepPlan, AnEpochWithoutABatchIsRefused) {
+  const auto message = io::message_of<UsageError>([] { plan_steps(TrainingArguments{}, 0, 1); });
+  EXPECT_THAT(message, HasSubstr("[trainer] an epoch holds no batch."));
+}
+
+TEST(StepPlan, OtherRanksWalkTheRestOfTheEpochs) {
+  TrainingArguments a;
+  a.num_train_epochs = 3;
+  // 12 steps per epoch then, 24 now; one epoch and a half are done.
+  const StepPlan now = plan_steps(a, 24, 1);
+  const StepPlan changed = replan_steps(a, now, {.step = 18, .epoch = 1.5});
+  EXPECT_EQ(changed.max_steps, 18 + 36);
+  a.max_steps = 30;
+  const StepPlan fixed = replan_steps(a, plan_steps(a, 24, 1), {.step = 18, .epoch = 1.5});
+  EXPECT_EQ(fixed.max_steps, 30);
+  EXPECT_EQ(fixed.num_train_epochs, 2);
+}
+
+TEST(StepPlan, WhatIsDueAfterAStep) {
+  TrainingArguments a;
+  a.max_steps = 10;
+  a.logging_steps = 4;
+  a.save_steps = 5;
+  a.eval_strategy = Interval::kSteps;
+  a.eval_delay = 6;
+  a.logging_first_step = true;
+  const StepPlan plan = plan_steps(a, 100, 1);
+  std::string events;
+  for (int step = 1; step <= 10; ++step) {
+    const Due due = due_after_step(a, plan, step);
+    events += due.log ? 'l' : '.';
+    events += due.evaluate ? 'e' : '.';
+    events += due.save ? 's' : '.';
+  }
+  EXPECT_EQ(events, "l........l....s......le.....es");
+}
+
+TEST(TrainerState, ReadsWhatItWrites) {
+  TrainerState state;
+  state.global_step = 40;
+  state.epoch = 1.0 / 3;
+  state.max_steps = 100;
+  state.best_metric = 0.125;
+  state.best_global_step = 20;
+  state.best_model_checkpoint = "out/checkpoint-20";
+  state.patience_used = 2;
+  state.num_input_tokens_seen = 123'456'789'012;
+  state.log_history.push_back({.step = 10, .epoch = 0.1, .values = {{"loss", 1.0 / 7}}});
+  state.log_history.push_back({.step = 20, .epoch = 0.2, .values = {{"loss", std::nan("")}}});
+  const TrainerState read = parse_trainer_state(trainer_state_text(state), "state");
+  EXPECT_EQ(read.global_step, 40);
+  EXPECT_EQ(read.epoch, 1.0 / 3);
+  EXPECT_EQ(read.best_metric, 0.125);
+  EXPECT_EQ(read.best_global_step, 20);
+  EXPECT_EQ(read.best_model_checkpoint, "out/checkpoint-20");
+  EXPECT_EQ(read.patience_used, 2);
+  EXPECT_EQ(read.num_input_tokens_seen, 123'456'789'012);
+  ASSERT_EQ(read.log_history.size(), 2u);
+  EXPECT_EQ(*find_metric(read.log_history[0].values, "loss"), 1.0 / 7);
+  EXPECT_TRUE(std::isnan(*find_metric(read.log_history[1].values, "loss")));
+  EXPECT_EQ(trainer_state_text(read), trainer_state_text(state));
+}
+
+TEST(TrainerState, RefusesWhatIsNone) {
+  EXPECT_THAT(io::message_of<UsageError>([] { parse_trainer_state("{}", "x.json"); }),
+              HasSubstr("[checkpoint] x.json: there is no global_step."));
+  EXPECT_THAT(io::message_of<UsageError>([] { parse_data_position("{\"epoch\": 1}", "s.json"); }),
+              HasSubstr("[checkpoint] s.json: there is no cursor."));
+}
+
+TEST(MetricsLog, AStepStandsOnceAfterResuming) {
+  io::TemporaryDirectory dir;
+  {
+    MetricsLog metrics(dir.path());
+    for (int step = 1; step <= 4; ++step) metrics.write({.step = step, .values = {{"loss", 1}}});
+  }
+  io::put(dir / "metrics.jsonl", io::get(dir / "metrics.jsonl") + "{\"step\": 5, \"lo");
+  {
+    MetricsLog metrics(dir.path(), {.resumed_at = 2});
+    metrics.write({.step = 3, .values = {{"loss", 0.5}}});
+  }
+  EXPECT_EQ(io::get(dir / "metrics.jsonl"),
+            "{\"step\":1,\"epoch\":0.0,\"loss\":1.0}\n"
+            "{\"step\":2,\"epoch\":0.0,\"loss\":1.0}\n"
+            "{\"step\":3,\"epoch\":0.0,\"loss\":0.5}\n");
+  MetricsLog fresh(dir.path());
+  EXPECT_EQ(io::get(dir / "metrics.jsonl"), "");
+}
+
+TEST(Progress, OneLineSaysEverything) {
+  const LogEntry entry{.step = 50,
+                       .epoch = 0.5,
+                       .values = {{"loss", 1.25},
+                                  {"learning_rate", 3e-4},
+                                  {"grad_norm", 0.8125},
+                                  {"samples_per_second", 512}}};
+  EXPECT_EQ(progress_line(entry, 1000, 3723),
+            "step 50/1000  epoch 0.50  loss 1.2500  lr 3.000e-04  |g| 0.812  512 samples/s  eta "
+            "1:02:03");
+  EXPECT_EQ(duration_text(59.6), "1:00");
+}
+
+// Until it is so or ten seconds have passed.
+template <typename F>
+bool soon(F&& holds) {
+  for (int i = 0; i < 1000 && !holds(); ++i) std::this_thread::sleep_for(milliseconds(10));
+  return holds();
+}
+
+TEST(StopSignals, TheFirstSignalIsRemembered) {
+  StopSignals signals;
+  EXPECT_EQ(signals.requested(), 0);
+  ::raise(SIGUSR1);
+  ::raise(SIGTERM);
+  EXPECT_EQ(signals.requested(), SIGUSR1);
+  signals.agreed();
+}
+
+TEST(StopSignals, NobodyAgreesAndTheDeadlineEndsTheWait) {
+  std::atomic<bool> gave_up{false};
+  std::string why;
+  StopSignals signals({.deadline = milliseconds(50), .give_up = [&](const std::string& text) {
+                         why = text;
+                         gave_up = true;
+                       }});
+  ::raise(SIGTERM);
+  ASSERT_TRUE(soon([&] { return gave_up.load(); }));
+  EXPECT_THAT(why, HasSubstr("[trainer] stop requested by Terminated was not agreed by all ranks "
+                             "within 0.1 s. Another rank is probably stuck."));
+}
+
+TEST(StopSignals, ALongStepMakesTheDeadlineLonger) {
+  std::atomic<bool> gave_up{false};
+  StopSignals signals(
+      {.deadline = milliseconds(10), .give_up = [&](const std::string&) { gave_up = true; }});
+  signals.set_step_time(milliseconds(100'000));
+  ::raise(SIGUSR2);
+  std::this_thread::sleep_for(milliseconds(500));
+  EXPECT_FALSE(gave_up);
+}
+
+TEST(StopSignals, HandlersComeBackAndTwoAreRefused) {
+  struct sigaction before {
+  }, after{};
+  ::sigaction(SIGTERM, nullptr, &before);
+  {
+    StopSignals signals;
+    EXPECT_THAT(io::message_of<UsageError>([] { StopSignals second; }),
+                HasSubstr("two trainers wait for stop signals in one process"));
+    StopSignals none({.install = false});
+    EXPECT_EQ(none.requested(), 0);
+  }
+  ::sigaction(SIGTERM, nullptr, &after);
+  EXPECT_EQ(before.sa_handler, after.sa_handler);
+}
+
+}  // namespace
+}  // namespace lockstep::train

@@ -1,0 +1,249 @@
+// The loop: micro-batches, steps, epochs, and what is due after each.
+#include "lockstep/train/trainer.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <cstring>
+#include <new>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/optim/autocast.h"
+#include "lockstep/train/effective_batch.h"
+#include "lockstep/train/trainer_impl.h"
+
+namespace lockstep {
+namespace train {
+namespace {
+
+void check_task(const TrainerTask& task) {
+  const char* missing = !task.module ? "module" : !task.loss ? "loss" : nullptr;
+  if (missing == nullptr && !task.train_data && !task.eval_data) missing = "train_data";
+  if (missing != nullptr)
+    throw UsageError("trainer", "the task has no {}. Set it: {{.module = net, .loss = ...}}.",
+                     missing);
+}
+
+bool says_out_of_memory(const char* text) {
+  for (const char* words : {"out of memory", "can't allocate memory", "not enough memory"})
+    if (std::strstr(text, words) != nullptr) return true;
+  return false;
+}
+
+c10::ScalarType precision(const TrainingArguments& arguments) {
+  return arguments.bf16 ? at::kBFloat16 : arguments.fp16 ? at::kHalf : at::kFloat;
+}
+
+}  // namespace
+
+TrainerImpl::TrainerImpl(World world, TrainerTask task, TrainingArguments arguments)
+    : world_(std::move(world)), task_(std::move(task)), arguments_(std::move(arguments)) {
+  check_arguments(arguments_);
+  check_task(task_);
+}
+
+void TrainerImpl::tell(Call call, const LogEntry* entry, const std::string* path,
+                       const std::string* text) {
+  for (const auto& observer : observers) {
+    Event event{.state = state, .rank = world_.rank(), .entry = entry, .path = path, .text = text};
+    ((*observer).*call)(event);
+    wishes_.stop |= event.stop;
+    wishes_.save |= event.save;
+    wishes_.evaluate |= event.evaluate;
+  }
+}
+
+void TrainerImpl::out_of_memory(const std::string& what) const {
+  const std::string first_line = what.substr(0, what.find('\n'));
+  throw Error("trainer", fmt::format("rank {}: out of memory in step {} ({}). {}", world_.rank(),
+                                     state.global_step + 1, first_line,
+                                     out_of_memory_advice(arguments_, world_.size())));
+}
+
+template <typename Body>
+auto TrainerImpl::with_memory_advice(Body&& body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc& e) {
+    out_of_memory(e.what());
+  } catch (const c10::Error& e) {
+    if (!says_out_of_memory(e.what_without_backtrace())) throw;
+    out_of_memory(e.what_without_backtrace());
+  }
+}
+
+// ---------------------------------------------------------------- a step
+
+at::Tensor TrainerImpl::forward(const data::Batch& batch) {
+  const optim::Autocast autocast(world_.device(), precision(arguments_));
+  return task_.loss(batch);
+}
+
+// True when it ended the window: the gradients are averaged, the step may be taken.
+bool TrainerImpl::micro_batch(const data::Batch& batch) {
+  return with_memory_advice([&] {
+    const at::Tensor loss = model_->reducer().watch(forward(batch));
+    return accumulation_->backward(loss, {.count = batch.tokens, .scaler = scaler_.get()});
+  });
+}
+
+void TrainerImpl::optimizer_step() {
+  if (saver_) saver_->wait_copied();  // before the exchange: with it every rank has waited
+  wishes_.stop_signal = signals_->requested();
+  agreed_ = agreement_->exchange(std::exchange(wishes_, {}));
+  tell(&Observer::on_optimizer_step);
+  const bool will_log = due_after_step(arguments_, plan_, state.global_step + 1).log;
+  const optim::StepResult result = stepper_->step({.max_grad_norm = arguments_.max_grad_norm,
+                                                   .want_grad_norm = will_log,
+                                                   .scaler = scaler_.get(),
+                                                   .skip_non_finite = true});
+  stepper_->zero_grad();
+  ++state.global_step;
+  set_learning_rate();
+  count_window(result);
+  const auto now = Clock::now();
+  signals_->set_step_time(std::chrono::duration_cast<std::chrono::milliseconds>(now - step_time_));
+  step_time_ = now;
+}
+
+// As Hugging Face: the schedule counts the steps taken.
+void TrainerImpl::set_learning_rate() {
+  const double lr = arguments_.learning_rate * schedule_->factor(state.global_step);
+  for (std::size_t group = 0; group < stepper_->groups(); ++group) stepper_->set_lr(group, lr);
+}
+
+void TrainerImpl::update_epoch(std::int64_t epoch) {
+  const auto total = static_cast<double>(loader_->batches_per_epoch());
+  const auto left = static_cast<double>(loader_->batches_left(epoch));
+  state.epoch = static_cast<double>(epoch) + 1 - left / total;
+}
+
+bool TrainerImpl::over() const {
+  return stop_ || stop_signal_ != 0 || state.global_step >= plan_.max_steps;
+}
+
+// What is due, in Hugging Face's order: log, evaluate, save. All ranks come here alike.
+void TrainerImpl::after_step(Due due) {
+  due.save |= agreed_.save;
+  due.evaluate |= agreed_.evaluate;
+  stop_ |= agreed_.stop;
+  const int signal = std::exchange(agreed_, {}).stop_signal;
+  if (signal != 0) {
+    stop_signal_ = signal;
+    signals_->agreed();
+    if (world_.is_leader())
+      log::warning("trainer", "step {}: stop requested by {}: saving, then leaving",
+                   state.global_step, ::strsignal(signal));
+    due = {.log = due.log, .evaluate = false, .save = true};
+  }
+  collect_save(/*wait=*/false);
+  if (due.log && state.global_step > last_log_step_) log();
+  if (due.evaluate && task_.eval_data) evaluate_and_judge(due);
+  if (due.save && saved_step_ != state.global_step) save();
+}
+
+void TrainerImpl::run_epoch(std::int64_t epoch) {
+  epoch_ = epoch;
+  epoch_ended_ = false;
+  tell(&Observer::on_epoch_begin);
+  auto batches = loader_->epoch(epoch);
+  accumulation_->begin_epoch(loader_->batches_left(epoch));
+  bool begun = false;
+  while (!over()) {
+    auto batch = batches.next();
+    if (!batch) break;
+    if (!begun) tell(&Observer::on_step_begin);
+    begun = !micro_batch(*batch);
+    if (begun) {
+      tell(&Observer::on_substep_end);
+      continue;
+    }
+    optimizer_step();
+    update_epoch(epoch);
+    tell(&Observer::on_step_end);
+    if (progress_) progress_->step(state.global_step);
+    after_step(due_after_step(arguments_, plan_, state.global_step));
+  }
+  if (stop_signal_ != 0 || loader_->batches_left(epoch) > 0) return;
+  epoch_ended_ = true;
+  tell(&Observer::on_epoch_end);
+  after_step(due_after_epoch(arguments_, state.epoch));
+}
+
+void TrainerImpl::run_epochs() {
+  if (arguments_.eval_on_start && state.global_step == 0 && task_.eval_data)
+    report(run_evaluation());
+  for (std::int64_t epoch = epoch_; !over(); ++epoch) run_epoch(epoch);
+}
+
+// ---------------------------------------------------------------- a run
+
+TrainResult TrainerImpl::train() {
+  if (!task_.train_data)
+    throw UsageError("trainer", "the task has no train_data. Set it, or call evaluate().");
+  prepare();
+  tell(&Observer::on_train_begin);
+  start_time_ = log_time_ = step_time_ = Clock::now();
+  start_step_ = last_log_step_ = state.global_step;
+  task_.module->train();
+  run_epochs();
+  finish();
+  TrainResult result;
+  result.global_step = state.global_step;
+  result.train_loss = mean_loss(since_start_);
+  result.stop_signal = stop_signal_;
+  result.checkpoint = committed_;
+  return result;
+}
+
+void TrainerImpl::finish() {
+  collect_save(/*wait=*/true);
+  // Nobody leaves before the last checkpoint is durable: a rank that ends ends the others.
+  world_.barrier();
+  if (stop_signal_ == 0 && arguments_.load_best_model_at_end && state.best_model_checkpoint)
+    load_best();
+  const double seconds = std::chrono::duration<double>(Clock::now() - start_time_).count();
+  const auto steps = static_cast<double>(state.global_step - start_step_);
+  if (steps > 0 && stop_signal_ == 0)
+    report({{"train_runtime", seconds},
+            {"train_steps_per_second", steps / seconds},
+            {"train_loss", mean_loss(since_start_)}});
+  tell(&Observer::on_train_end);
+  progress_.reset();
+  metrics_.reset();
+  signals_.reset();
+}
+
+Metrics TrainerImpl::evaluate() {
+  if (!task_.eval_data)
+    throw UsageError("trainer", "the task has no eval_data to evaluate on. Set it.");
+  if (!agreement_) {
+    task_.module->to(world_.device());
+    agreement_.emplace(world_);
+  }
+  return run_evaluation();
+}
+
+}  // namespace train
+
+Trainer::Trainer(World world, TrainerTask task, TrainingArguments arguments)
+    : impl_(std::make_unique<train::TrainerImpl>(std::move(world), std::move(task),
+                                                 std::move(arguments))) {}
+Trainer::~Trainer() = default;
+
+void Trainer::add(std::shared_ptr<Observer> observer) {
+  impl_->observers.push_back(std::move(observer));
+}
+TrainResult Trainer::train() {
+  return impl_->train();
+}
+train::Metrics Trainer::evaluate() {
+  return impl_->evaluate();
+}
+const train::TrainerState& Trainer::state() const {
+  return impl_->state;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,89 @@
+// Trainer: the training loop, once and right: any model and dataset, any number of ranks.
+//
+//   lockstep::Trainer trainer{world,
+//                             {.module = net,
+//                              .loss = [&](const auto& batch) {
+//                                return torch::cross_entropy_loss(net(batch.data), batch.target);
+//                              },
+//                              .train_data = dataset},
+//                             {.output_dir = "out", .learning_rate = 3e-4}};
+//   const lockstep::TrainResult result = trainer.train();
+//   return result.exit_code();               // 143 when a stop signal ended it, after a save
+//
+// The one hard idea: every rank walks the same steps. What could make them part (a signal, an
+// observer's wish, a bad gradient, the end of the data) is either computed alike by all, or agreed
+// in the step's own exchange (agreement.h). Losses stay on the device and are read at logging steps
+// alone.
+//
+// The optimizer is replicated (lockstep/optim): every rank holds the whole state, so a checkpoint
+// needs no exchange and rank 0 copies it while the others compute. A loop of your own may use
+// ShardedOptimizer instead.
+//
+// Constructing does nothing; train() and evaluate() are collectives, called on all ranks alike.
+// One thread. Shares module and datasets; the module is moved to the world's device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "lockstep/comm/world.h"
+#include "lockstep/data/loader.h"
+#include "lockstep/train/arguments.h"
+#include "lockstep/train/observer.h"
+#include "lockstep/train/trainer_state.h"
+
+namespace lockstep {
+
+struct TrainerTask {
+  std::shared_ptr<torch::nn::Module> module{};
+  // The mean over the batch's tokens (samples, where targets are not sequences).
+  std::function<at::Tensor(const data::Batch&)> loss{};
+  data::DatasetPtr train_data{};
+  data::DatasetPtr eval_data{};
+  // Sums over a batch, by name ("accuracy": the number of right answers). Evaluation adds them over
+  // batches and ranks, each sample once, and divides by the tokens of all.
+  std::function<std::map<std::string, at::Tensor>(const data::Batch&)> totals{};
+  data::SamplerPtr sampler{};  // another order of training samples than a shuffle
+};
+
+struct TrainResult {
+  std::int64_t global_step = 0;
+  double train_loss = 0;   // mean over the steps of this call
+  int stop_signal = 0;     // the signal that ended it; 0: it came to its end
+  std::string checkpoint;  // the newest that this call committed (rank 0; else empty)
+  int exit_code() const { return stop_signal == 0 ? 0 : 143; }
+};
+
+namespace train {
+class TrainerImpl;
+}
+
+class Trainer {
+ public:
+  // Throws UsageError for arguments that contradict each other and a task without a module, a loss
+  // or data.
+  Trainer(World world, TrainerTask task, TrainingArguments arguments);
+  ~Trainer();
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  void add(std::shared_ptr<Observer> observer);
+
+  // Resumes where arguments.resume_from_checkpoint says so.
+  TrainResult train();
+  // Means over eval_data, each sample once: "eval_loss", "eval_<name>", ...
+  train::Metrics evaluate();
+
+  const train::TrainerState& state() const;
+
+ private:
+  std::unique_ptr<train::TrainerImpl> impl_;
+};
+
+}  // namespace lockstep

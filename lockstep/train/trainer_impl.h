@@ -1,0 +1,133 @@
+// The inside of Trainer. Files: trainer.cpp (the loop), trainer_setup.cpp (everything before the
+// first step), trainer_report.cpp (logging, evaluation, what is best), trainer_save.cpp
+// (checkpoints in and out).
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/schedule.h"
+#include "lockstep/optim/stepper.h"
+#include "lockstep/parallel/accumulation.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/train/agreement.h"
+#include "lockstep/train/async_saver.h"
+#include "lockstep/train/checkpoint.h"
+#include "lockstep/train/metrics_log.h"
+#include "lockstep/train/progress.h"
+#include "lockstep/train/step_plan.h"
+#include "lockstep/train/stop_signals.h"
+#include "lockstep/train/trainer.h"
+
+namespace lockstep::train {
+
+class TrainerImpl {
+ public:
+  TrainerImpl(World world, TrainerTask task, TrainingArguments arguments);
+
+  TrainResult train();
+  Metrics evaluate();
+
+  std::vector<std::shared_ptr<Observer>> observers;
+  TrainerState state;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  using Model = DistributedDataParallel<std::shared_ptr<torch::nn::Module>>;
+  using Call = void (Observer::*)(Event&);
+
+  // trainer_setup.cpp
+  void set_switches();
+  void prepare();
+  void make_loader();
+  double expected_count() const;
+  void make_optimizer();
+  void make_outputs();
+  void find_batch_size();
+  bool batch_fits(std::int64_t batch_size);
+  void check_disk();
+
+  // trainer.cpp
+  void run_epochs();
+  void run_epoch(std::int64_t epoch);
+  at::Tensor forward(const data::Batch& batch);
+  bool micro_batch(const data::Batch& batch);
+  void optimizer_step();
+  void after_step(Due due);
+  bool over() const;
+  void set_learning_rate();
+  void update_epoch(std::int64_t epoch);
+  void finish();
+  template <typename Body>
+  auto with_memory_advice(Body&& body);
+  [[noreturn]] void out_of_memory(const std::string& what) const;
+  // Calls every observer; what they wish for is kept for the next exchange.
+  void tell(Call call, const LogEntry* entry = nullptr, const std::string* path = nullptr,
+            const std::string* text = nullptr);
+
+  // trainer_report.cpp
+  void count_window(const optim::StepResult& result);
+  void log();
+  void report(Metrics values);
+  Metrics run_evaluation();
+  void evaluate_and_judge(Due& due);
+  double mean_loss(const at::Tensor& totals);
+
+  // trainer_save.cpp
+  std::string choose_checkpoint();
+  void resume(const Checkpoint& checkpoint);
+  void restore_random(const Checkpoint& checkpoint);
+  void save();
+  CheckpointContents contents(const std::vector<std::string>& random);
+  TensorDict optimizer_state();
+  DataPosition position() const;
+  void collect_save(bool wait);
+  bool writes() const;
+  void load_best();
+
+  World world_;
+  TrainerTask task_;
+  TrainingArguments arguments_;
+  std::int64_t accumulation_steps_ = 1;
+  StepPlan plan_;
+  std::optional<data::Loader> loader_;
+  std::optional<data::Loader> eval_loader_;
+  std::optional<Model> model_;
+  std::unique_ptr<Accumulation> accumulation_;
+  std::shared_ptr<optim::FusedBase> optimizer_;
+  std::unique_ptr<optim::Stepper> stepper_;
+  std::unique_ptr<optim::GradScaler> scaler_;
+  std::optional<optim::Schedule> schedule_;
+  std::optional<Agreement> agreement_;
+  std::unique_ptr<StopSignals> signals_;
+  std::unique_ptr<AsyncSaver> saver_;    // on ranks that write
+  std::unique_ptr<MetricsLog> metrics_;  // on rank 0
+  std::unique_ptr<Progress> progress_;   // on rank 0
+
+  std::int64_t epoch_ = 0;
+  bool epoch_ended_ = false;  // everything that is due after the epoch has been done
+  Wishes wishes_;             // this rank's, for the next exchange
+  Wishes agreed_;             // everybody's
+  int stop_signal_ = 0;
+  bool stop_ = false;
+  std::int64_t saved_step_ = -1;
+  std::string committed_;
+
+  // Sums of (loss x count, count), float64 on the device.
+  at::Tensor since_log_;
+  at::Tensor since_start_;
+  at::Tensor skipped_;
+  at::Tensor grad_norm_;
+  std::int64_t last_log_step_ = 0;
+  std::int64_t start_step_ = 0;
+  Clock::time_point log_time_;
+  Clock::time_point start_time_;
+  Clock::time_point step_time_;
+};
+
+}  // namespace lockstep::train

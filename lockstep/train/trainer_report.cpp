@@ -1,0 +1,205 @@
+// What a run says of itself: losses, speeds, evaluation, and which step was the best.
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <cmath>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/train/trainer_impl.h"
+
+namespace lockstep::train {
+namespace {
+
+// "loss" is a word for "eval_loss", as with Hugging Face.
+std::string full_name(const std::string& metric) {
+  return metric.rfind("eval_", 0) == 0 ? metric : "eval_" + metric;
+}
+
+bool greater_is_better(const TrainingArguments& a) {
+  if (a.greater_is_better) return *a.greater_is_better;
+  const std::string& name = a.metric_for_best_model;
+  return !(name.size() >= 4 && name.compare(name.size() - 4, 4, "loss") == 0);
+}
+
+}  // namespace
+
+// Everything stays on the device.
+void TrainerImpl::count_window(const optim::StepResult& result) {
+  const torch::NoGradGuard no_grad;
+  const Window& window = accumulation_->last_window();
+  at::Tensor loss = window.loss.to(at::kDouble);
+  const at::Tensor count = window.count.to(at::kDouble);
+  if (arguments_.logging_nan_inf_filter) {
+    // A loss that is not a number is counted as the mean so far, so that the log stays readable.
+    const at::Tensor mean = since_log_[0] / since_log_[1].clamp_min(1);
+    loss = at::where(at::isfinite(loss), loss, mean);
+  }
+  const at::Tensor sums = at::stack({(loss * count).reshape({}), count.reshape({})});
+  since_log_ += sums;
+  since_start_ += sums;
+  if (result.skipped.defined()) skipped_ += result.skipped.reshape({}).to(at::kDouble);
+  if (result.grad_norm.defined()) grad_norm_ = result.grad_norm;
+}
+
+// A collective where ranks have counted for themselves.
+double TrainerImpl::mean_loss(const at::Tensor& totals) {
+  at::Tensor sums = totals;
+  if (!arguments_.average_tokens_across_devices && world_.size() > 1) {
+    sums = totals.clone();
+    world_.all_reduce(sums).wait();
+  }
+  sums = sums.cpu();
+  return sums[0].item<double>() / std::max(1.0, sums[1].item<double>());
+}
+
+// The only place where a training step reads the device.
+void TrainerImpl::log() {
+  const auto now = Clock::now();
+  const double seconds = std::chrono::duration<double>(now - log_time_).count();
+  const auto steps = static_cast<double>(state.global_step - last_log_step_);
+  const double loss = mean_loss(since_log_);
+  const double tokens =
+      since_log_[1].item<double>() * (arguments_.average_tokens_across_devices ? 1 : world_.size());
+  state.num_input_tokens_seen += static_cast<std::int64_t>(tokens);
+  Metrics values{{"loss", loss}};
+  if (grad_norm_.defined()) values.emplace_back("grad_norm", grad_norm_.item<double>());
+  values.emplace_back("learning_rate", stepper_->lr(0));
+  const double samples = steps * static_cast<double>(arguments_.per_device_train_batch_size) *
+                         static_cast<double>(accumulation_steps_) * world_.size();
+  values.emplace_back("samples_per_second", samples / seconds);
+  if (tokens > samples * 1.5) values.emplace_back("tokens_per_second", tokens / seconds);
+  const double skipped = skipped_.item<double>();
+  if (skipped > 0) {
+    values.emplace_back("skipped_steps", skipped);
+    if (world_.is_leader() && !scaler_)
+      log::warning("trainer",
+                   "step {}: {} of the last {} steps had a gradient that is not finite and were "
+                   "left out on all ranks. Try a smaller learning rate.",
+                   state.global_step, skipped, steps);
+  }
+  since_log_.zero_();
+  skipped_.zero_();
+  last_log_step_ = state.global_step;
+  log_time_ = now;
+  report(std::move(values));
+}
+
+void TrainerImpl::report(Metrics values) {
+  LogEntry entry{.step = state.global_step, .epoch = state.epoch, .values = std::move(values)};
+  state.log_history.push_back(entry);
+  if (metrics_) metrics_->write(entry);
+  if (progress_) progress_->log(entry);
+  tell(&Observer::on_log, &entry);
+}
+
+// ---------------------------------------------------------------- evaluation
+
+// Every sample once, whatever the number of ranks: ranks may differ by a batch, so all of them walk
+// as many rounds as the longest has. A stop signal is heard in between.
+Metrics TrainerImpl::run_evaluation() {
+  const auto start = Clock::now();
+  if (!eval_loader_) {
+    eval_loader_.emplace(
+        data::loader(task_.eval_data, world_,
+                     {.batch_size = arguments_.per_device_eval_batch_size,
+                      .evaluation = true,
+                      .num_workers = static_cast<int>(arguments_.dataloader_num_workers),
+                      .pin_memory = arguments_.dataloader_pin_memory}));
+  }
+  const torch::NoGradGuard no_grad;
+  const bool was_training = task_.module->is_training();
+  task_.module->eval();
+  std::map<std::string, at::Tensor> sums;
+  const auto zero = at::dtype(at::kDouble).device(world_.device());
+  const auto add = [&](const std::string& name, const at::Tensor& value) {
+    auto [found, fresh] = sums.try_emplace(name, at::zeros({}, zero));
+    found->second += value.detach().to(zero).sum();
+  };
+  at::Tensor counts = at::zeros({2}, zero);  // tokens, samples
+  add("loss", at::zeros({}, zero));
+  auto batches = eval_loader_->epoch(0);
+  for (std::int64_t i = 0; i < eval_loader_->batches_per_epoch(); ++i) {
+    if (const auto batch = batches.next()) {
+      add("loss", forward(*batch).to(at::kDouble) * static_cast<double>(batch->tokens));
+      if (task_.totals)
+        for (const auto& [name, total] : task_.totals(*batch)) add(name, total);
+      counts[0] += static_cast<double>(batch->tokens);
+      counts[1] += static_cast<double>(batch->samples());
+    }
+    if (!signals_) continue;
+    const Wishes heard = agreement_->exchange({.stop_signal = signals_->requested()});
+    if (heard.stop_signal == 0) continue;
+    agreed_.stop_signal = heard.stop_signal;
+    break;
+  }
+  task_.module->train(was_training);
+  std::vector<at::Tensor> row{counts};
+  // A rank without a batch does not know the names; the leader has at least as many as any.
+  const auto names = [&] {
+    std::string text;
+    for (const auto& [name, sum] : sums) text += name + "\n";
+    return world_.broadcast(text, 0);
+  }();
+  std::vector<std::string> order;
+  for (std::size_t at = 0; at < names.size();) {
+    const std::size_t end = names.find('\n', at);
+    order.push_back(names.substr(at, end - at));
+    at = end + 1;
+    add(order.back(), at::zeros({}, zero));
+    row.push_back(sums[order.back()].reshape({1}));
+  }
+  at::Tensor all = at::cat(row);
+  if (world_.size() > 1) world_.all_reduce(all).wait();
+  all = all.cpu();
+  const double* value = all.const_data_ptr<double>();
+  Metrics metrics;
+  for (std::size_t i = 0; i < order.size(); ++i)
+    metrics.emplace_back("eval_" + order[i], value[i + 2] / std::max(1.0, value[0]));
+  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  metrics.emplace_back("eval_runtime", seconds);
+  metrics.emplace_back("eval_samples_per_second", value[1] / seconds);
+  return metrics;
+}
+
+// Metrics are the same on every rank, so all judge alike without asking.
+void TrainerImpl::evaluate_and_judge(Due& due) {
+  const Metrics metrics = run_evaluation();
+  if (agreed_.stop_signal != 0) {  // heard on the way: what was summed up is not the whole
+    stop_signal_ = std::exchange(agreed_, {}).stop_signal;
+    signals_->agreed();
+    due.save = true;
+    return;
+  }
+  report(metrics);
+  const LogEntry& entry = state.log_history.back();
+  tell(&Observer::on_evaluate, &entry);
+  const std::string name = full_name(arguments_.metric_for_best_model);
+  const double* value = find_metric(metrics, name);
+  if (value == nullptr) {
+    const bool needed = arguments_.load_best_model_at_end || arguments_.early_stopping_patience ||
+                        arguments_.save_strategy == Interval::kBest;
+    if (!needed) return;
+    throw UsageError("trainer",
+                     "metric_for_best_model is '{}' and evaluation gives no {}. Give the task "
+                     "totals of that name, or choose another metric.",
+                     arguments_.metric_for_best_model, name);
+  }
+  const double sign = greater_is_better(arguments_) ? 1 : -1;
+  const double gain = state.best_metric ? sign * (*value - *state.best_metric) : INFINITY;
+  if (gain > 0) {
+    state.best_metric = *value;
+    state.best_global_step = state.global_step;
+    due.save |= arguments_.save_strategy == Interval::kBest;
+  }
+  if (!arguments_.early_stopping_patience) return;
+  const bool better = gain > arguments_.early_stopping_threshold;
+  state.patience_used = better ? 0 : state.patience_used + 1;
+  if (state.patience_used < *arguments_.early_stopping_patience) return;
+  stop_ = true;
+  if (world_.is_leader())
+    log::info("trainer", "step {}: {} has not become better in {} evaluations: stopping early",
+              state.global_step, name, state.patience_used);
+}
+
+}  // namespace lockstep::train

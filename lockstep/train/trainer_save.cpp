@@ -1,0 +1,219 @@
+// Checkpoints in and out of a run.
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <cmath>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/optim/adam.h"
+#include "lockstep/optim/determinism.h"
+#include "lockstep/train/config_keys.h"
+#include "lockstep/train/trainer_impl.h"
+
+namespace lockstep::train {
+namespace {
+
+std::string arguments_json(const TrainingArguments& arguments) {
+  std::vector<std::pair<std::string, Node>> members;
+  for (const KeySpec& key : key_table())
+    members.emplace_back(std::string(key.name), value_of(arguments, key));
+  return json_object(members);
+}
+
+std::string scaler_json(const optim::GradScalerState& s) {
+  return json_object({{"scale", real_node(s.scale)},
+                      {"growth_factor", real_node(s.growth_factor)},
+                      {"backoff_factor", real_node(s.backoff_factor)},
+                      {"growth_interval", integer_node(s.growth_interval)},
+                      {"growth_tracker", integer_node(s.growth_tracker)}});
+}
+
+optim::GradScalerState parse_scaler(const std::string& text, const std::string& name) {
+  const Node root = parse_json(text, name);
+  optim::GradScalerState s;
+  for (const Entry& entry : as_map(root, "scaler").entries) {
+    if (entry.key == "scale") s.scale = as_real(entry.value, entry.key);
+    if (entry.key == "growth_factor") s.growth_factor = as_real(entry.value, entry.key);
+    if (entry.key == "backoff_factor") s.backoff_factor = as_real(entry.value, entry.key);
+    if (entry.key == "growth_interval") s.growth_interval = as_integer(entry.value, entry.key);
+    if (entry.key == "growth_tracker") s.growth_tracker = as_integer(entry.value, entry.key);
+  }
+  return s;
+}
+
+}  // namespace
+
+bool TrainerImpl::writes() const {
+  return arguments_.save_on_each_node ? world_.local_rank() == 0 : world_.is_leader();
+}
+
+// The leader looks, all hear: what it finds, or why it refuses.
+std::string TrainerImpl::choose_checkpoint() {
+  const std::string wish = arguments_.resume_from_checkpoint.value_or("never");
+  std::string answer;
+  if (world_.is_leader()) {
+    try {
+      if (wish != "never") {
+        const io::Newest found = find_checkpoint(arguments_.output_dir, wish);
+        for (const io::PassedOver& passed : found.passed_over)
+          log::warning("checkpoint", "{} is passed over: {}", passed.path, passed.reason);
+        if (!found.remark.empty()) log::warning("checkpoint", "{}: {}", found.path, found.remark);
+        if (found.step >= 0) answer = "+" + found.path;
+      } else if (!io::list_numbered(arguments_.output_dir, kCheckpointPrefix).empty()) {
+        log::warning("checkpoint",
+                     "{} holds checkpoints of an earlier run, which this one starts over. To go on "
+                     "from them: resume_from_checkpoint: auto (lockstep train --resume auto).",
+                     arguments_.output_dir);
+      }
+    } catch (const std::exception& e) {
+      answer = std::string("-") + e.what();
+    }
+  }
+  answer = world_.broadcast(answer, 0);
+  if (answer.empty()) {
+    if (world_.is_leader() && wish == "auto")
+      log::info("checkpoint", "{} holds none: a new run", arguments_.output_dir);
+    return {};
+  }
+  if (answer.front() == '-') {
+    // The leader's words are complete; the component stands in them.
+    std::string text = answer.substr(1);
+    if (text.rfind("[checkpoint] ", 0) == 0) text = text.substr(13);
+    throw UsageError("checkpoint", "{}", text);
+  }
+  return answer.substr(1);
+}
+
+void TrainerImpl::resume(const Checkpoint& checkpoint) {
+  stepper_->load_state_dict(checkpoint.optimizer());
+  state = checkpoint.state();
+  const DataPosition saved = checkpoint.position();
+  epoch_ = saved.epoch + saved.epoch_ended;
+  if (!saved.epoch_ended && !arguments_.ignore_data_skip) {
+    loader_->load_state({.epoch = saved.epoch,
+                         .cursor = saved.cursor,
+                         .seed = static_cast<std::uint64_t>(saved.seed)});
+  }
+  if (scaler_) {
+    const std::string text = checkpoint.text("scaler.json");
+    if (!text.empty())
+      scaler_->load_state_dict(parse_scaler(text, checkpoint.path() + "/scaler.json"));
+  }
+  const bool same = saved.world_size == world_.size() &&
+                    saved.batch_size == arguments_.per_device_train_batch_size &&
+                    saved.accumulation == accumulation_steps_;
+  if (!same) {
+    plan_ = replan_steps(arguments_, plan_, {.step = state.global_step, .epoch = state.epoch});
+    if (world_.is_leader()) {
+      log::warning("trainer",
+                   "the checkpoint was made with {} ranks x batch {} x accumulation {}, now {} x "
+                   "{} x {}: the samples come in the same order, each once per epoch; the "
+                   "effective batch is {} instead of {}.",
+                   saved.world_size, saved.batch_size, saved.accumulation, world_.size(),
+                   arguments_.per_device_train_batch_size, accumulation_steps_,
+                   world_.size() * arguments_.per_device_train_batch_size * accumulation_steps_,
+                   saved.world_size * saved.batch_size * saved.accumulation);
+    }
+  }
+  saved_step_ = state.global_step;
+  if (world_.is_leader())
+    log::info("trainer", "resumed from {} at step {}, epoch {:.2f}", checkpoint.path(),
+              state.global_step, state.epoch);
+}
+
+void TrainerImpl::restore_random(const Checkpoint& checkpoint) {
+  const TensorDict mine = checkpoint.rng(world_.rank());
+  // A rank that was not there then keeps the state that seed + rank gave it.
+  if (!mine.empty()) optim::set_rng_state(mine);
+}
+
+DataPosition TrainerImpl::position() const {
+  const data::SamplerState at = loader_->state();
+  return {.epoch = at.epoch,
+          .cursor = at.cursor,
+          .seed = static_cast<std::int64_t>(at.seed),
+          .world_size = world_.size(),
+          .batch_size = arguments_.per_device_train_batch_size,
+          .accumulation = accumulation_steps_,
+          .dataset_size = loader_->dataset_size(),
+          .epoch_ended = epoch_ended_ ? 1 : 0};
+}
+
+// The optimizer's own memory where there is much of it, so that the saver copies it while the next
+// forward and backward run. state_dict() has the same names and values, as copies.
+TensorDict TrainerImpl::optimizer_state() {
+  TensorDict live;
+  const auto& states = optimizer_->state();
+  for (const auto& [name, parameter] : optim::named(*task_.module)) {
+    if (!parameter.requires_grad()) continue;
+    const auto found = states.find(parameter.unsafeGetTensorImpl());
+    const auto* adam = found == states.end()
+                           ? nullptr
+                           : dynamic_cast<const optim::AdamState*>(found->second.get());
+    if (adam == nullptr || !adam->step.defined()) return stepper_->state_dict();
+    live[name + ".exp_avg"] = adam->exp_avg;
+    live[name + ".exp_avg_sq"] = adam->exp_avg_sq;
+    live[name + ".step"] = adam->step.to(at::kDouble).reshape({});  // a copy
+  }
+  return live;
+}
+
+// What the next forward changes is copied here; parameters and optimizer state are not.
+CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random) {
+  CheckpointContents all;
+  all.model = model_tensors(*task_.module, /*copy_buffers=*/true);
+  all.state = state;
+  all.arguments = arguments_json(arguments_);
+  all.only_model = arguments_.save_only_model;
+  if (all.only_model) return all;
+  all.optimizer = optimizer_state();
+  for (const std::string& bytes : random) all.rng.push_back(unpack_tensors(bytes));
+  all.position = position();
+  all.scheduler = json_object({{"type", text_node(arguments_.lr_scheduler_type)},
+                               {"last_epoch", integer_node(state.global_step)},
+                               {"base_lr", real_node(arguments_.learning_rate)},
+                               {"last_lr", real_node(stepper_->lr(0))}});
+  if (scaler_) all.scaler = scaler_json(scaler_->state_dict());
+  return all;
+}
+
+// Collective: every rank's generators go to those that write.
+void TrainerImpl::save() {
+  saved_step_ = state.global_step;
+  const std::string path = checkpoint_path(arguments_.output_dir, state.global_step);
+  if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
+  const auto random = world_.all_gather(pack_tensors(optim::rng_state()));
+  if (saver_) {
+    const bool keep_best = arguments_.load_best_model_at_end && state.best_model_checkpoint;
+    saver_->begin(contents(random), keep_best ? *state.best_model_checkpoint : std::string());
+  }
+  tell(&Observer::on_save, nullptr, &path);
+}
+
+// What a save has come to; its errors surface here, at the next step.
+void TrainerImpl::collect_save(bool wait) {
+  if (!saver_) return;
+  for (;;) {
+    const std::optional<SaveOutcome> ended = wait ? saver_->wait() : saver_->poll();
+    if (!ended) return;
+    if (ended->committed) committed_ = ended->path;
+    if (ended->alert.empty()) {
+      log::info("checkpoint", "{} is durable (copied in {:.0f} ms, written in {:.0f} ms)",
+                ended->path, ended->copy_ms, ended->write_ms);
+      continue;
+    }
+    log::error("checkpoint", "{}", ended->alert);
+    tell(&Observer::on_alert, nullptr, nullptr, &ended->alert);
+  }
+}
+
+void TrainerImpl::load_best() {
+  const Checkpoint best(*state.best_model_checkpoint);
+  best.load_model(*task_.module);
+  if (world_.is_leader())
+    log::info("trainer", "the best model is that of step {} ({} {})", *state.best_global_step,
+              arguments_.metric_for_best_model, *state.best_metric);
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,269 @@
+// Everything before the first step: switches, data, optimizer, outputs, and what is resumed.
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <new>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/file.h"
+#include "lockstep/optim/adam.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/determinism.h"
+#include "lockstep/optim/sgd.h"
+#include "lockstep/train/effective_batch.h"
+#include "lockstep/train/trainer_impl.h"
+
+namespace lockstep::train {
+namespace {
+
+log::Level level_of(const std::string& name, log::Level passive) {
+  if (name == "debug") return log::Level::kDebug;
+  if (name == "info") return log::Level::kInfo;
+  if (name == "warning") return log::Level::kWarning;
+  if (name == "error" || name == "critical") return log::Level::kError;
+  return passive;
+}
+
+template <typename Optimizer, typename Options>
+std::shared_ptr<optim::FusedBase> with_groups(const optim::DecayGroups& groups, Options options) {
+  const double decay = options.weight_decay;
+  std::vector<torch::optim::OptimizerParamGroup> all;
+  if (!groups.decayed.empty()) all.push_back(Optimizer::group(groups.decayed, options));
+  options.weight_decay = 0;
+  if (!groups.not_decayed.empty()) all.push_back(Optimizer::group(groups.not_decayed, options));
+  options.weight_decay = decay;
+  return std::make_shared<Optimizer>(all, options);
+}
+
+std::shared_ptr<optim::FusedBase> make_fused(const TrainingArguments& a,
+                                             const torch::nn::Module& module) {
+  const optim::DecayGroups groups = optim::decay_groups(module);
+  const std::pair<double, double> betas{a.adam_beta1, a.adam_beta2};
+  if (a.optim == "sgd") {
+    return with_groups<optim::SGD>(
+        groups, optim::SGDOptions{.lr = a.learning_rate, .weight_decay = a.weight_decay});
+  }
+  if (a.optim == "adam") {
+    return with_groups<optim::Adam>(groups, optim::AdamOptions{.lr = a.learning_rate,
+                                                               .betas = betas,
+                                                               .eps = a.adam_epsilon,
+                                                               .weight_decay = a.weight_decay});
+  }
+  return with_groups<optim::AdamW>(groups, optim::AdamWOptions{.lr = a.learning_rate,
+                                                               .betas = betas,
+                                                               .eps = a.adam_epsilon,
+                                                               .weight_decay = a.weight_decay});
+}
+
+DdpOptions ddp_options(const TrainingArguments& a) {
+  DdpOptions options;
+  options.bucket_cap_mb = a.ddp_bucket_cap_mb;
+  options.find_unused_parameters = a.ddp_find_unused_parameters.value_or(false);
+  options.broadcast_buffers = a.ddp_broadcast_buffers.value_or(true);
+  options.static_graph = a.ddp_static_graph.value_or(false);
+  return options;
+}
+
+std::uint64_t data_seed(const TrainingArguments& a) {
+  return static_cast<std::uint64_t>(a.data_seed.value_or(a.seed));
+}
+
+}  // namespace
+
+void TrainerImpl::set_switches() {
+  const bool first = arguments_.log_on_each_node ? world_.local_rank() == 0 : world_.is_leader();
+  const std::string& name = first ? arguments_.log_level : arguments_.log_level_replica;
+  if (first && name != "passive") log::set_level(level_of(name, log::Level::kInfo));
+  if (!first && name != "warning" && name != "passive")
+    log::set_level(level_of(name, log::Level::kWarning));
+  const auto seed = static_cast<std::uint64_t>(arguments_.seed);
+  if (arguments_.full_determinism) {
+    optim::full_determinism(seed, world_.rank());
+  } else {
+    optim::seed_everything(seed, world_.rank());
+  }
+  if (arguments_.tf32) optim::set_tf32(*arguments_.tf32);
+  if (arguments_.compile_model && world_.is_leader())
+    log::warning("trainer", "compile_model has no effect yet: the step is not captured.");
+}
+
+// The order matters: weights before the wrapper (it hands rank 0's to all), the optimizer after it,
+// generators last, because all before may draw from them.
+void TrainerImpl::prepare() {
+  set_switches();
+  agreement_.emplace(world_);
+  task_.module->to(world_.device());
+  if (world_.is_leader()) {
+    for (const std::string& path : io::sweep(arguments_.output_dir).removed)
+      log::info("checkpoint", "removed {}, which a run that died has left", path);
+  }
+  const std::string path = choose_checkpoint();
+  std::optional<Checkpoint> checkpoint;
+  if (!path.empty()) {
+    checkpoint.emplace(path);
+    checkpoint->load_model(*task_.module);
+  }
+  if (arguments_.auto_find_batch_size) find_batch_size();
+  accumulation_steps_ = accumulation_steps(arguments_, world_.size());
+  make_loader();
+  plan_ = plan_steps(arguments_, loader_->batches_per_epoch(), accumulation_steps_);
+  model_.emplace(task_.module, world_, ddp_options(arguments_));
+  const auto weights =
+      arguments_.average_tokens_across_devices ? WindowWeights::kCounts : WindowWeights::kBatches;
+  accumulation_ = std::make_unique<Accumulation>(
+      *model_,
+      AccumulationOptions{
+          .steps = accumulation_steps_, .weights = weights, .expected_count = expected_count()});
+  make_optimizer();
+  if (checkpoint) resume(*checkpoint);
+  schedule_ = optim::make_schedule({.name = arguments_.lr_scheduler_type,
+                                    .warmup_steps = plan_.warmup_steps,
+                                    .total_steps = plan_.max_steps,
+                                    .lr = arguments_.learning_rate,
+                                    .kwargs = arguments_.lr_scheduler_kwargs});
+  set_learning_rate();
+  state.max_steps = plan_.max_steps;
+  state.num_train_epochs = plan_.num_train_epochs;
+  state.train_batch_size = arguments_.per_device_train_batch_size;
+  state.logging_steps = static_cast<double>(plan_.logging_steps);
+  state.eval_steps = static_cast<double>(plan_.eval_steps);
+  state.save_steps = static_cast<double>(plan_.save_steps);
+  make_outputs();
+  if (checkpoint) restore_random(*checkpoint);
+}
+
+void TrainerImpl::make_loader() {
+  const auto& a = arguments_;
+  loader_.emplace(
+      data::loader(task_.train_data, world_,
+                   {.batch_size = a.per_device_train_batch_size,
+                    .shuffle = true,
+                    .drop_last = a.dataloader_drop_last,
+                    .seed = data_seed(a),
+                    .num_workers = static_cast<int>(a.dataloader_num_workers),
+                    .prefetch_factor = static_cast<int>(a.dataloader_prefetch_factor.value_or(2)),
+                    .pin_memory = a.dataloader_pin_memory,
+                    .persistent_workers = a.dataloader_persistent_workers,
+                    .sampler = task_.sampler}));
+}
+
+// What gradients are weighed against. From the dataset's first sample and not from the first batch
+// seen: a run that is resumed sees another one first, and must still give the same bits.
+double TrainerImpl::expected_count() const {
+  data::SampleRandom random({}, 0);
+  const at::Tensor target = task_.train_data->get(0, random).target;
+  const std::int64_t tokens = target.defined() ? data::count_tokens(target.unsqueeze(0), 1) : 1;
+  return static_cast<double>(arguments_.per_device_train_batch_size *
+                             std::max<std::int64_t>(1, tokens));
+}
+
+void TrainerImpl::make_optimizer() {
+  optimizer_ = make_fused(arguments_, *task_.module);
+  stepper_ = optim::replicated(optimizer_, optim::named(*task_.module), world_);
+  if (arguments_.fp16) scaler_ = std::make_unique<optim::GradScaler>(world_);
+}
+
+void TrainerImpl::make_outputs() {
+  since_log_ = at::zeros({2}, at::dtype(at::kDouble).device(world_.device()));
+  since_start_ = at::zeros_like(since_log_);
+  skipped_ = at::zeros({}, since_log_.options());
+  signals_ = std::make_unique<StopSignals>(StopSignalOptions{
+      .install = arguments_.enable_jit_checkpoint,
+      .give_up = [world = world_](const std::string& why) mutable { world.abort(why); }});
+  if (writes()) {
+    saver_ = std::make_unique<AsyncSaver>(
+        SaverOptions{.output_dir = arguments_.output_dir,
+                     .limit = static_cast<int>(arguments_.save_total_limit.value_or(0))});
+    check_disk();
+  }
+  if (!world_.is_leader()) return;
+  const auto& to = arguments_.report_to;
+  const bool tensorboard = std::any_of(to.begin(), to.end(), [](const std::string& name) {
+    return name == "tensorboard" || name == "all";
+  });
+  metrics_ = std::make_unique<MetricsLog>(
+      arguments_.output_dir,
+      MetricsLogOptions{.tensorboard = tensorboard, .resumed_at = state.global_step});
+  progress_ = std::make_unique<Progress>(ProgressOptions{.total_steps = plan_.max_steps,
+                                                         .done_steps = state.global_step,
+                                                         .bar = !arguments_.disable_tqdm});
+  log::info("trainer", "{} steps of {}, {} samples in {} steps per epoch", plan_.max_steps,
+            effective_batch_text(arguments_, world_.size()), loader_->dataset_size(),
+            plan_.steps_per_epoch);
+}
+
+// A disk that cannot hold one checkpoint is found now and not after hours.
+void TrainerImpl::check_disk() {
+  if (arguments_.save_strategy == Interval::kNo) return;
+  CheckpointContents what;
+  what.model = model_tensors(*task_.module, /*copy_buffers=*/false);
+  if (!arguments_.save_only_model && arguments_.optim != "sgd") {
+    for (const auto& [name, tensor] : what.model) {  // Adam keeps two of each
+      what.optimizer[name + ".exp_avg"] = tensor;
+      what.optimizer[name + ".exp_avg_sq"] = tensor;
+    }
+  }
+  const std::uint64_t needed = checkpoint_bytes(what);
+  const std::uint64_t free = io::free_space(arguments_.output_dir);
+  if (free >= needed) return;
+  throw UsageError("trainer",
+                   "{} has room for {} and one checkpoint takes about {}. Free some space, choose "
+                   "another output_dir, or set save_strategy: no.",
+                   arguments_.output_dir, io::size_text(free), io::size_text(needed));
+}
+
+// ---------------------------------------------------------------- auto_find_batch_size
+
+// One forward and backward of this rank alone; what it leaves behind is taken back.
+bool TrainerImpl::batch_fits(std::int64_t batch_size) {
+  std::vector<at::Tensor> buffers;
+  for (const at::Tensor& buffer : task_.module->buffers()) buffers.push_back(buffer.clone());
+  const optim::RngState random = optim::rng_state();
+  bool fits = true;
+  try {
+    auto loader = data::loader(task_.train_data, World{},
+                               {.batch_size = batch_size,
+                                .seed = data_seed(arguments_),
+                                .device = world_.device(),
+                                .check_ranks = false});
+    auto batches = loader.epoch(0);
+    if (const auto batch = batches.next()) forward(*batch).backward();
+  } catch (const std::bad_alloc&) {
+    fits = false;
+  } catch (const c10::Error& e) {
+    const std::string what = e.what_without_backtrace();
+    fits = what.find("memory") == std::string::npos;
+    if (fits) throw;
+  }
+  for (at::Tensor& parameter : task_.module->parameters()) parameter.mutable_grad() = at::Tensor();
+  const torch::NoGradGuard no_grad;
+  const auto now = task_.module->buffers();
+  for (std::size_t i = 0; i < buffers.size(); ++i) at::Tensor(now[i]).copy_(buffers[i]);
+  optim::set_rng_state(random);
+  return fits;
+}
+
+// Halves the batch until it fits every rank, and doubles the accumulation: the effective batch, on
+// which learning depends, stays.
+void TrainerImpl::find_batch_size() {
+  task_.module->train();
+  for (;;) {
+    std::int64_t& batch = arguments_.per_device_train_batch_size;
+    const bool fits = batch_fits(batch);
+    if (!agreement_->exchange_now({.out_of_memory = !fits}).out_of_memory) return;
+    if (batch == 1) out_of_memory("not even a batch of 1 fits");
+    const std::int64_t before = batch;
+    batch = std::max<std::int64_t>(1, batch / 2);
+    if (!arguments_.tokens_per_update)
+      arguments_.gradient_accumulation_steps *= (before + batch - 1) / batch;
+    if (world_.is_leader())
+      log::warning("trainer", "a batch of {} does not fit every rank's memory: {}", before,
+                   effective_batch_text(arguments_, world_.size()));
+  }
+}
+
+}  // namespace lockstep::train

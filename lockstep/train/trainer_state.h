@@ -1,0 +1,73 @@
+// How far a run is: what Hugging Face's trainer_state.json holds, with its names, and what we add
+// to resume exactly (sampler.json). Without torch, so that `lockstep checkpoint show` reads it.
+//
+//   TrainerState state = parse_trainer_state(text, "checkpoint-40/trainer_state.json");
+//   state.log_history.push_back({.step = 41, .epoch = 0.5, .values = {{"loss", 1.25}}});
+//   dir.write("trainer_state.json", trainer_state_text(state));
+//
+// Values; copy them, and read them from any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/document.h"
+
+namespace lockstep::train {
+
+using Metrics = std::vector<std::pair<std::string, double>>;
+const double* find_metric(const Metrics& metrics, std::string_view name);  // nullptr without one
+
+struct LogEntry {
+  std::int64_t step = 0;
+  double epoch = 0;
+  Metrics values{};
+};
+
+struct TrainerState {
+  std::int64_t global_step = 0;
+  double epoch = 0;
+  std::int64_t max_steps = 0;
+  std::int64_t num_train_epochs = 0;
+  std::int64_t num_input_tokens_seen = 0;
+  std::int64_t train_batch_size = 0;
+  double logging_steps = 0;
+  double eval_steps = 0;
+  double save_steps = 0;
+  std::optional<double> best_metric{};
+  std::optional<std::int64_t> best_global_step{};
+  std::optional<std::string> best_model_checkpoint{};
+  std::int64_t patience_used = 0;  // of EarlyStopping: evaluations without a better metric
+  std::vector<LogEntry> log_history{};
+};
+
+std::string trainer_state_text(const TrainerState& state);
+// UsageError with file and place when it is not one. What only Hugging Face knows is passed over.
+TrainerState parse_trainer_state(std::string_view text, const std::string& name);
+
+// Where in the data a run stands. The cursor counts samples of all ranks, so any number of ranks
+// can go on from it; the rest tells whether the run that goes on is the same one.
+struct DataPosition {
+  std::int64_t epoch = 0;
+  std::int64_t cursor = 0;
+  std::int64_t seed = 0;
+  std::int64_t world_size = 1;
+  std::int64_t batch_size = 0;  // per rank
+  std::int64_t accumulation = 1;
+  std::int64_t dataset_size = 0;
+  std::int64_t epoch_ended = 0;  // 1: what is due after the epoch has been done
+};
+std::string data_position_text(const DataPosition& position);
+DataPosition parse_data_position(std::string_view text, const std::string& name);
+
+// The members of a small JSON object of numbers and words, such as scheduler.json and scaler.json.
+std::string json_object(const std::vector<std::pair<std::string, Node>>& members);
+
+// One object on one line: {"step": 41, "epoch": 0.5, "loss": 1.25}. What is not finite is null.
+std::string log_entry_json(const LogEntry& entry);
+
+}  // namespace lockstep::train

@@ -1,0 +1,487 @@
+// The Trainer on worlds of threads: what it computes, what it agrees on, what it says.
+#include "lockstep/train/trainer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/io/files_for_test.h"
+#include "lockstep/io/manifest.h"
+#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/testing/worlds.h"
+#include "lockstep/train/async_saver.h"
+#include "lockstep/train/checkpoint.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr std::int64_t kFeatures = 6, kClasses = 3;
+
+// A generator of their own: ranks are threads here, and the default one is the process's.
+at::Generator generator(std::uint64_t seed) {
+  return at::make_generator<at::CPUGeneratorImpl>(seed);
+}
+
+data::DatasetPtr dataset(std::int64_t samples, std::uint64_t seed) {
+  auto random = generator(seed);
+  const at::Tensor x = torch::randn({samples, kFeatures}, random);
+  const at::Tensor y = x.matmul(torch::randn({kFeatures, kClasses}, random)).argmax(1);
+  return std::make_shared<data::TensorDataset>(x, y);
+}
+
+torch::nn::Sequential network() {
+  torch::nn::Sequential net(torch::nn::Linear(kFeatures, 8), torch::nn::ReLU(),
+                            torch::nn::Linear(8, kClasses));
+  const torch::NoGradGuard no_grad;
+  auto random = generator(7);
+  for (at::Tensor& p : net->parameters()) p.copy_(torch::randn(p.sizes(), random) * 0.3);
+  return net;
+}
+
+TrainerTask task_for(torch::nn::Sequential net, data::DatasetPtr train,
+                     data::DatasetPtr eval = nullptr) {
+  TrainerTask task;
+  task.module = net.ptr();
+  task.loss = [net](const data::Batch& batch) mutable {
+    return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
+  };
+  task.totals = [net](const data::Batch& batch) mutable {
+    const at::Tensor right = net->forward(batch.data).argmax(1) == batch.target;
+    return std::map<std::string, at::Tensor>{{"accuracy", right.sum()}};
+  };
+  task.train_data = std::move(train);
+  task.eval_data = std::move(eval);
+  return task;
+}
+
+TrainingArguments arguments(const std::string& output_dir) {
+  TrainingArguments a;
+  a.output_dir = output_dir;
+  a.per_device_train_batch_size = 4;
+  a.learning_rate = 1e-2;
+  a.logging_steps = 5;
+  a.save_strategy = Interval::kNo;
+  a.disable_tqdm = true;
+  a.enable_jit_checkpoint = false;  // ranks are threads here; signals belong to the process
+  return a;
+}
+
+at::Tensor flat(const torch::nn::Module& module) {
+  std::vector<at::Tensor> all;
+  for (const auto& p : module.parameters()) all.push_back(p.detach().flatten());
+  return at::cat(all);
+}
+
+struct Recorder : Observer {
+  std::string calls;
+  std::vector<double> losses;
+  void on_train_begin(Event&) override { calls += "B"; }
+  void on_epoch_begin(Event&) override { calls += "("; }
+  void on_step_begin(Event&) override { calls += "b"; }
+  void on_substep_end(Event&) override { calls += "."; }
+  void on_optimizer_step(Event&) override { calls += "o"; }
+  void on_step_end(Event&) override { calls += "e"; }
+  void on_log(Event& event) override {
+    calls += "l";
+    if (const double* loss = train::find_metric(event.entry->values, "loss"))
+      losses.push_back(*loss);
+  }
+  void on_evaluate(Event&) override { calls += "E"; }
+  void on_save(Event&) override { calls += "S"; }
+  void on_epoch_end(Event&) override { calls += ")"; }
+  void on_train_end(Event&) override { calls += "T"; }
+};
+
+TEST(Trainer, ObserversSeeEveryEventInOrder) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.num_train_epochs = 1;
+  a.gradient_accumulation_steps = 2;
+  a.logging_steps = 2;
+  a.eval_strategy = Interval::kEpoch;
+  a.save_strategy = Interval::kEpoch;
+  Trainer trainer(World{}, task_for(network(), dataset(18, 1), dataset(5, 2)), a);
+  const auto recorder = std::make_shared<Recorder>();
+  trainer.add(recorder);
+  const TrainResult result = trainer.train();
+  // 18 samples are 5 batches of at most 4: windows of 2, 2 and 1.
+  EXPECT_EQ(recorder->calls, "B(b.oeb.oelboe)lESlT");
+  EXPECT_EQ(result.global_step, 3);
+  EXPECT_EQ(result.exit_code(), 0);
+  EXPECT_EQ(result.checkpoint, dir / "checkpoint-3");
+  EXPECT_TRUE(io::verify(result.checkpoint).empty());
+}
+
+// The same batches on more ranks are the same steps: gradients are those of the whole window.
+TEST(Trainer, TwoRanksComputeWhatOneDoesWithTheirBatch) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.max_steps = 12;
+  a.per_device_train_batch_size = 8;
+  const auto samples = dataset(96, 1);
+  auto alone = network();
+  Trainer(World{}, task_for(alone, samples), a).train();
+  a.per_device_train_batch_size = 2;
+  a.gradient_accumulation_steps = 2;
+  std::mutex mutex;
+  testing::run_threads(2, [&](World& world) {
+    auto mine = a;
+    mine.output_dir = dir / std::to_string(world.rank());
+    auto net = network();
+    Trainer(world, task_for(net, samples), mine).train();
+    const std::lock_guard lock(mutex);
+    // Sums in another order: 12 steps of Adam, each with relative rounding of some 1e-7.
+    EXPECT_TRUE(torch::allclose(flat(*net), flat(*alone), 1e-4, 1e-5)) << "rank " << world.rank();
+  });
+}
+
+TEST(Trainer, EvaluationIsTheSameAtAnyNumberOfRanks) {
+  io::TemporaryDirectory dir;
+  const auto samples = dataset(37, 3);
+  std::set<double> accuracies;
+  std::vector<double> losses;
+  std::mutex mutex;
+  for (const int ranks : {1, 2, 3, 7}) {
+    testing::run_threads(ranks, [&](World& world) {
+      Trainer trainer(world, task_for(network(), nullptr, samples), arguments(dir.path()));
+      const train::Metrics metrics = trainer.evaluate();
+      const std::lock_guard lock(mutex);
+      accuracies.insert(*train::find_metric(metrics, "eval_accuracy"));
+      losses.push_back(*train::find_metric(metrics, "eval_loss"));
+    });
+  }
+  EXPECT_EQ(accuracies.size(), 1u);
+  // Means of batches in float, added in double: other batches round differently.
+  for (const double loss : losses) EXPECT_NEAR(loss, losses[0], 1e-6);
+}
+
+// 2, 1, 4 and 3 ranks in turn, each stopped by an observer in the middle of an epoch.
+TEST(Trainer, EverySampleOnceAnEpochOverChangingRanks) {
+  io::TemporaryDirectory dir;
+  constexpr std::int64_t kSamples = 120;
+  const auto samples = dataset(kSamples, 1);
+  std::map<std::int64_t, std::vector<std::int64_t>> seen;  // by epoch
+  std::mutex mutex;
+  struct StopAt : Observer {
+    explicit StopAt(std::int64_t at) : step(at) {}
+    void on_step_end(Event& event) override {
+      if (event.state.global_step == step && event.rank == 0) event.stop = event.save = true;
+    }
+    std::int64_t step;
+  };
+  std::vector<std::int64_t> ended;
+  // Wishes after these steps. A batch of 4 each: 32, 16 and 48 samples, so that 24 of the first
+  // epoch are left for three ranks.
+  const std::map<int, std::int64_t> stop_after{{2, 3}, {1, 7}, {4, 10}};
+  for (const int ranks : {2, 1, 4, 3}) {
+    testing::run_threads(ranks, [&](World& world) {
+      auto a = arguments(dir.path());
+      a.num_train_epochs = 2;
+      a.resume_from_checkpoint = "auto";
+      TrainerTask task = task_for(network(), samples);
+      const auto loss = task.loss;
+      Trainer* self = nullptr;
+      task.loss = [&, loss](const data::Batch& batch) {
+        {
+          const std::lock_guard lock(mutex);
+          auto& epoch = seen[static_cast<std::int64_t>(self->state().epoch)];
+          epoch.insert(epoch.end(), batch.indices.begin(), batch.indices.end());
+        }
+        return loss(batch);
+      };
+      Trainer trainer(world, task, a);
+      self = &trainer;
+      if (ranks != 3) trainer.add(std::make_shared<StopAt>(stop_after.at(ranks)));
+      const TrainResult result = trainer.train();
+      world.barrier();
+      if (world.is_leader()) ended.push_back(result.global_step);
+    });
+  }
+  // A wish is agreed in the next step's exchange, so each run ends one step after it was made.
+  EXPECT_THAT(std::vector(ended.begin(), ended.end() - 1), ElementsAre(4, 8, 11));
+  ASSERT_EQ(seen.size(), 2u);
+  for (auto& [epoch, indices] : seen) {
+    std::sort(indices.begin(), indices.end());
+    std::vector<std::int64_t> all(kSamples);
+    for (std::int64_t i = 0; i < kSamples; ++i) all[static_cast<std::size_t>(i)] = i;
+    EXPECT_EQ(indices, all) << "epoch " << epoch;
+  }
+}
+
+TEST(Trainer, TheBestModelComesBackAndPatienceEnds) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.num_train_epochs = 50;
+  a.learning_rate = 0.5;  // too large: the metric soon gets no better
+  a.eval_strategy = Interval::kEpoch;
+  a.save_strategy = Interval::kEpoch;
+  a.save_total_limit = 2;
+  a.load_best_model_at_end = true;
+  a.early_stopping_patience = 3;
+  auto net = network();
+  Trainer trainer(World{}, task_for(net, dataset(64, 1), dataset(40, 2)), a);
+  const TrainResult result = trainer.train();
+  EXPECT_LT(result.global_step, 50 * 16);
+  ASSERT_TRUE(trainer.state().best_model_checkpoint);
+  EXPECT_EQ(trainer.state().patience_used, 3);
+  EXPECT_EQ(*trainer.state().best_global_step, result.global_step - 3 * 16);
+  auto best = network();
+  train::Checkpoint(*trainer.state().best_model_checkpoint).load_model(*best);
+  EXPECT_TRUE(torch::equal(flat(*net), flat(*best)));
+  const auto kept = io::list_numbered(dir.path(), train::kCheckpointPrefix);
+  EXPECT_EQ(kept.size(), 2u);
+}
+
+TEST(Trainer, ABadGradientIsLeftOutOnAllRanks) {
+  io::TemporaryDirectory dir;
+  std::vector<at::Tensor> ends(2);
+  testing::run_threads(2, [&](World& world) {
+    auto a = arguments(dir / std::to_string(world.rank()));
+    a.max_steps = 4;
+    a.logging_steps = 4;
+    auto net = network();
+    TrainerTask task = task_for(net, dataset(64, 1));
+    int calls = 0;
+    const auto loss = task.loss;
+    task.loss = [&, loss](const data::Batch& batch) {
+      const at::Tensor value = loss(batch);
+      return ++calls == 2 && world.rank() == 1 ? value * NAN : value;
+    };
+    Trainer trainer(world, task, a);
+    const auto recorder = std::make_shared<Recorder>();
+    trainer.add(recorder);
+    trainer.train();
+    ASSERT_EQ(recorder->losses.size(), 1u);
+    EXPECT_TRUE(std::isfinite(recorder->losses[0]));
+    ends[static_cast<std::size_t>(world.rank())] = flat(*net);
+    const train::LogEntry& entry = trainer.state().log_history[0];
+    EXPECT_EQ(*train::find_metric(entry.values, "skipped_steps"), 1);
+  });
+  EXPECT_TRUE(at::isfinite(ends[0]).all().item<bool>());
+  EXPECT_TRUE(torch::equal(ends[0], ends[1]));
+}
+
+[[noreturn]] void run_out_of_memory() {
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate 2.00 GiB.");
+  std::abort();
+}
+
+TEST(Trainer, OutOfMemorySaysWhatToTry) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  TrainerTask task = task_for(network(), dataset(64, 1));
+  task.loss = [](const data::Batch&) -> at::Tensor { run_out_of_memory(); };
+  Trainer trainer(World{}, task, a);
+  EXPECT_THAT(io::message_of<Error>([&] { trainer.train(); }),
+              ::testing::AllOf(
+                  HasSubstr("[trainer] rank 0: out of memory in step 1 (CUDA out of memory."),
+                  HasSubstr("effective batch 4 = 4 per device x 1 accumulation x 1 rank. Try "
+                            "per_device_train_batch_size: 3"),
+                  HasSubstr("per_device_train_batch_size: 2 with gradient_accumulation_steps: 2 "
+                            "(effective batch stays 4).")));
+}
+
+TEST(Trainer, ABatchThatDoesNotFitOneRankIsHalvedOnAll) {
+  io::TemporaryDirectory dir;
+  std::mutex mutex;
+  std::set<std::int64_t> sizes;
+  testing::run_threads(2, [&](World& world) {
+    auto a = arguments(dir / std::to_string(world.rank()));
+    a.auto_find_batch_size = true;
+    a.per_device_train_batch_size = 16;
+    a.max_steps = 3;
+    TrainerTask task = task_for(network(), dataset(64, 1));
+    const auto loss = task.loss;
+    bool training = false;
+    task.loss = [&, loss](const data::Batch& batch) {
+      if (world.rank() == 1 && batch.samples() > 4) run_out_of_memory();
+      if (training) {
+        const std::lock_guard lock(mutex);
+        sizes.insert(batch.samples());
+      }
+      return loss(batch);
+    };
+    Trainer trainer(world, task, a);
+    struct Begin : Observer {
+      explicit Begin(bool& on) : flag(on) {}
+      void on_train_begin(Event&) override { flag = true; }
+      bool& flag;
+    };
+    trainer.add(std::make_shared<Begin>(training));
+    trainer.train();
+    EXPECT_EQ(trainer.state().train_batch_size, 4);
+  });
+  EXPECT_THAT(sizes, ElementsAre(4));
+}
+
+TEST(Trainer, RefusesATaskThatCannotBeTrained) {
+  io::TemporaryDirectory dir;
+  EXPECT_THAT(io::message_of<UsageError>([&] { Trainer(World{}, {}, arguments(dir.path())); }),
+              HasSubstr("[trainer] the task has no module. Set it"));
+  TrainerTask none = task_for(network(), nullptr, dataset(8, 1));
+  Trainer trainer(World{}, none, arguments(dir.path()));
+  EXPECT_THAT(io::message_of<UsageError>([&] { trainer.train(); }),
+              HasSubstr("the task has no train_data"));
+  TrainerTask blind = task_for(network(), dataset(8, 1));
+  Trainer other(World{}, blind, arguments(dir.path()));
+  EXPECT_THAT(io::message_of<UsageError>([&] { other.evaluate(); }),
+              HasSubstr("the task has no eval_data"));
+}
+
+// ---------------------------------------------------------------- checkpoints
+
+train::CheckpointContents contents_of(torch::nn::Sequential& net) {
+  train::CheckpointContents contents;
+  contents.model = train::model_tensors(*net, true);
+  contents.optimizer["0.weight.exp_avg"] = at::ones({2, 3});
+  contents.rng = {{{"cpu", at::arange(5, at::kByte)}}, {{"cpu", at::arange(7, at::kByte)}}};
+  contents.state.global_step = 5;
+  contents.position.cursor = 40;
+  return contents;
+}
+
+TEST(Checkpoint, GivesBackWhatWasWritten) {
+  io::TemporaryDirectory dir;
+  auto net = network();
+  train::write_checkpoint(dir / "checkpoint-5", contents_of(net), {.max_shard_bytes = 200});
+  EXPECT_TRUE(io::verify(dir / "checkpoint-5").empty());
+  EXPECT_TRUE(std::filesystem::exists(dir / "checkpoint-5/model.safetensors.index.json"));
+  const train::Checkpoint read(dir / "checkpoint-5");
+  auto other = network();
+  for (auto& p : other->parameters()) at::Tensor(p.detach()).zero_();
+  read.load_model(*other);
+  EXPECT_TRUE(torch::equal(flat(*other), flat(*net)));
+  EXPECT_TRUE(torch::equal(read.rng(1).at("cpu"), at::arange(7, at::kByte)));
+  EXPECT_TRUE(read.rng(2).empty());
+  EXPECT_EQ(read.position().cursor, 40);
+  EXPECT_TRUE(torch::equal(read.optimizer().at("0.weight.exp_avg"), at::ones({2, 3})));
+}
+
+TEST(Checkpoint, RefusesAnotherModelAndWeightsAlone) {
+  io::TemporaryDirectory dir;
+  auto net = network();
+  auto contents = contents_of(net);
+  contents.only_model = true;
+  train::write_checkpoint(dir / "checkpoint-5", contents);
+  const train::Checkpoint read(dir / "checkpoint-5");
+  EXPECT_THAT(io::message_of<UsageError>([&] { read.optimizer(); }),
+              HasSubstr("holds weights only (save_only_model)"));
+  torch::nn::Sequential wider(torch::nn::Linear(kFeatures, 9), torch::nn::ReLU(),
+                              torch::nn::Linear(9, kClasses));
+  EXPECT_THAT(io::message_of<UsageError>([&] { read.load_model(*wider); }),
+              HasSubstr("'0.weight' is [8, 6] and the model's is [9, 6]."));
+  torch::nn::Sequential deeper(torch::nn::Linear(kFeatures, 8));
+  EXPECT_THAT(io::message_of<UsageError>([&] { read.load_model(*deeper); }),
+              HasSubstr("0 of its tensors are missing (), 2 are not the model's (2.bias, "
+                        "2.weight)"));
+}
+
+TEST(Checkpoint, TheNewestThatVerifiesWins) {
+  io::TemporaryDirectory dir;
+  auto net = network();
+  auto contents = contents_of(net);
+  train::write_checkpoint(dir / "checkpoint-5", contents);
+  contents.state.global_step = 6;
+  train::write_checkpoint(dir / "checkpoint-6", contents);
+  io::put(dir / "checkpoint-6/sampler.json", "{}");
+  const io::Newest found = train::find_checkpoint(dir.path(), "auto");
+  EXPECT_EQ(found.step, 5);
+  ASSERT_EQ(found.passed_over.size(), 1u);
+  EXPECT_THAT(found.passed_over[0].reason, HasSubstr("sampler.json"));
+  EXPECT_THAT(io::message_of<UsageError>([&] { train::find_checkpoint("", dir / "checkpoint-6"); }),
+              HasSubstr("cannot be used: "));
+}
+
+// ---------------------------------------------------------------- the saver
+
+TEST(AsyncSaver, SavesWhatWasThereWhenItBegan) {
+  io::TemporaryDirectory dir;
+  auto net = network();
+  const at::Tensor before = flat(*net).clone();
+  train::AsyncSaver saver({.output_dir = dir.path(), .limit = 1});
+  for (std::int64_t step : {5, 6}) {
+    auto contents = contents_of(net);
+    contents.state.global_step = step;
+    saver.begin(std::move(contents));
+    EXPECT_TRUE(saver.busy());
+    saver.wait_copied();
+    const torch::NoGradGuard no_grad;
+    for (auto& p : net->parameters()) p.add_(1);
+  }
+  // The second one waited for the first.
+  std::vector<std::int64_t> ended;
+  while (const auto outcome = saver.wait()) {
+    EXPECT_TRUE(outcome->committed);
+    EXPECT_EQ(outcome->alert, "");
+    ended.push_back(outcome->step);
+  }
+  EXPECT_THAT(ended, ElementsAre(5, 6));
+  EXPECT_FALSE(std::filesystem::exists(dir / "checkpoint-5"));
+  train::Checkpoint(dir / "checkpoint-6").load_model(*net);
+  EXPECT_TRUE(torch::equal(flat(*net), before + 1));
+}
+
+TEST(AsyncSaver, AnErrorSurfacesAtTheNextCall) {
+  io::TemporaryDirectory dir;
+  io::put(dir / "file", "not a folder");
+  auto net = network();
+  train::AsyncSaver saver({.output_dir = dir / "file"});
+  saver.begin(contents_of(net));
+  EXPECT_THAT(io::message_of<SystemError>([&] { saver.wait(); }), HasSubstr("[io] cannot"));
+  EXPECT_FALSE(saver.busy());
+}
+
+// 100 M parameters with Adam's state. A forward and backward of such a model takes longer than the
+// copy of 1.2 GB; they are a sleep here.
+TEST(AsyncSaver, HoldsTrainingUpForLessThanATwentiethOfABlockingSave) {
+  const char* soak = std::getenv("LOCKSTEP_SOAK");
+  if (soak == nullptr || std::string(soak) != "1") GTEST_SKIP() << "with LOCKSTEP_SOAK=1";
+  io::TemporaryDirectory dir;
+  constexpr std::int64_t kParts = 10, kPart = 10'000'000;
+  train::CheckpointContents contents;
+  for (std::int64_t i = 0; i < kParts; ++i) {
+    const std::string name = std::to_string(i);
+    contents.model.emplace_back(name, at::full({kPart}, 1.0f));
+    contents.optimizer[name + ".exp_avg"] = at::full({kPart}, 2.0f);
+    contents.optimizer[name + ".exp_avg_sq"] = at::full({kPart}, 3.0f);
+  }
+  const auto seconds = [start = std::chrono::steady_clock::now()]() mutable {
+    const auto now = std::chrono::steady_clock::now();
+    return std::chrono::duration<double>(now - std::exchange(start, now)).count();
+  };
+  seconds();
+  train::write_checkpoint(dir / "blocking", contents);
+  const double blocking = seconds();
+  train::AsyncSaver saver({.output_dir = dir.path(), .limit = 1});
+  saver.begin(contents);  // the memory it copies into is made here, once
+  saver.wait();
+  contents.state.global_step = 1;
+  seconds();
+  saver.begin(contents);
+  double stall = seconds();
+  std::this_thread::sleep_for(std::chrono::seconds(2));
+  seconds();
+  saver.wait_copied();
+  stall += seconds();
+  saver.wait();
+  std::printf("blocking %.2f s, stall %.4f s (%.2f %%)\n", blocking, stall, 100 * stall / blocking);
+  EXPECT_LT(stall, 0.05 * blocking);
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,123 @@
+"""Whatever happens to a checkpoint's files is found, and the one before it is used; and a full disk
+costs a checkpoint, not the run."""
+
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import unittest
+
+from train_case import (BOUND_S, CONFIG, LOCKSTEP, SOAK, TrainCase, checkpoints, command,
+                        environment)
+
+COUNT = 1000 if SOAK else 120
+
+
+def damage(folder, rng):
+    """Changes one thing, and says what."""
+    files = sorted(p for p in folder.iterdir() if p.stat().st_size > 0)
+    victim = rng.choice(files)
+    kind = rng.choice(["flip", "truncate", "swap", "remove", "grow", "exchange"])
+    content = bytearray(victim.read_bytes())
+    if kind == "flip":
+        at = rng.randrange(len(content))
+        content[at] ^= 1 << rng.randrange(8)
+    elif kind == "truncate":
+        del content[rng.randrange(len(content)):]
+    elif kind == "grow":
+        content += bytes([rng.randrange(256)])
+    elif kind == "swap":
+        i, j = rng.randrange(len(content)), rng.randrange(len(content))
+        if content[i] == content[j]:
+            content[i] ^= 0xFF
+        else:
+            content[i], content[j] = content[j], content[i]
+    elif kind == "remove":
+        victim.unlink()
+        return f"{kind} {victim.name}"
+    else:  # the contents of two files change places
+        other = rng.choice([f for f in files if f != victim])
+        content, theirs = other.read_bytes(), bytes(content)
+        other.write_bytes(theirs)
+    victim.write_bytes(content)
+    return f"{kind} {victim.name}"
+
+
+class Damage(TrainCase):
+    def test_every_damage_is_found(self):
+        output = self.place / "out"
+        self.train(0, output, "--max_steps", 10)
+        self.assertEqual(checkpoints(output), [5, 10])
+        whole, victim = self.place / "whole", output / "checkpoint-10"
+        shutil.copytree(victim, whole)
+        rng = random.Random(4)
+        for _ in range(COUNT):
+            what = damage(victim, rng)
+            done = subprocess.run([LOCKSTEP, "checkpoint", "verify", str(output)],
+                                  capture_output=True, text=True, timeout=BOUND_S, check=False)
+            self.assertEqual(done.returncode, 1, f"{what}: {done.stdout}")
+            self.assertIn(f"damaged {victim}", done.stdout, what)
+            self.assertIn(f"whole   {output}/checkpoint-5", done.stdout, what)
+            shutil.rmtree(victim)
+            shutil.copytree(whole, victim)
+        damage(victim, rng)
+        done = self.train(0, output, "--resume", "auto", "--max_steps", 10)
+        self.assertIn("checkpoint-10 is passed over", done.stderr)
+        self.assertIn("checkpoint-5 at step 5", done.stderr)
+        self.assert_same(whole, victim)
+
+    def test_a_full_disk_keeps_the_old_one_and_training_goes_on(self):
+        place = self.place / "small"
+        place.mkdir()
+        self.config.write_text(CONFIG.replace("hidden: 32", "hidden: 200"))
+        flags = ["--max_steps", "20", "--save_steps", "5"]
+        # One checkpoint has 600 kB and finds 1 MB: two do not fit beside each other.
+        script = (f"mount -t tmpfs -o size=2600k none {place} || exit 99\n"
+                  f"head -c 1600000 /dev/zero >{place}/filler\n"
+                  f"{subprocess.list2cmdline(command(0, self.config, place / 'out', *flags))}\n"
+                  f"echo code $?; {LOCKSTEP} checkpoint verify {place}/out; ls {place}/out")
+        done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True,
+                              text=True, timeout=BOUND_S, env=environment(), check=False)
+        if done.returncode == 99 or "unshare" in done.stderr:
+            self.skipTest("no file system can be mounted here")
+        self.assertIn("code 0", done.stdout, done.stderr)
+        self.assertIn(f"whole   {place}/out/checkpoint-5", done.stdout)
+        self.assertNotIn("damaged", done.stdout)
+        self.assertNotIn(".tmp-", done.stdout)
+        self.assertRegex(done.stderr, r"checkpoint-\d+ was not saved; training goes on\.")
+
+    def test_a_disk_that_is_too_small_is_refused_before_training(self):
+        place = self.place / "small"
+        place.mkdir()
+        script = (f"mount -t tmpfs -o size=40k none {place} || exit 99\n"
+                  f"{subprocess.list2cmdline(command(0, self.config, place / 'out'))}")
+        done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True,
+                              text=True, timeout=BOUND_S, env=environment(), check=False)
+        if done.returncode == 99 or "unshare" in done.stderr:
+            self.skipTest("no file system can be mounted here")
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertRegex(done.stderr, r"has room for .* and one checkpoint takes about")
+
+    def test_import_of_a_torch_archive(self):
+        refused = subprocess.run([LOCKSTEP, "checkpoint", "import", str(self.config),
+                                  str(self.place / "new")], capture_output=True, text=True,
+                                 timeout=BOUND_S, env=environment(), check=False)
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("is no archive of C++'s torch::save", refused.stderr)
+        self.assertFalse(os.path.exists(self.place / "new"))
+
+    def test_words_that_are_wrong(self):
+        for words, text in ((["verify"], "verify needs a folder"),
+                            (["verify", "/nowhere"], "/nowhere is not a folder"),
+                            (["diff", "a"], "diff needs two folders"),
+                            (["shwo"], "there is no 'shwo'. It is verify, show, diff or import.")):
+            done = subprocess.run([LOCKSTEP, "checkpoint", *words], capture_output=True, text=True,
+                                  timeout=BOUND_S, check=False)
+            self.assertEqual(done.returncode, 2, words)
+            self.assertIn(text, done.stderr)
+
+
+if __name__ == "__main__":
+    assert pathlib.Path(LOCKSTEP).exists()
+    unittest.main()

@@ -1,0 +1,121 @@
+"""A run that is resumed in the middle of an epoch ends with the bits of one that never stopped."""
+
+import json
+import shutil
+import subprocess
+import unittest
+
+from train_case import (BOUND_S, LOCKSTEP, SOURCE, TrainCase, checkpoints, copy_until, environment,
+                        losses)
+
+
+class Resume(TrainCase):
+    def check_exact(self, ranks):
+        whole = self.place / f"whole{ranks}"
+        self.train(ranks, whole)
+        steps = checkpoints(whole)
+        self.assertGreater(len(steps), 3, steps)
+        last = f"checkpoint-{steps[-1]}"
+        for step in (steps[0], steps[-2]):
+            again = self.place / "again"
+            copy_until(whole, again, step)
+            done = self.train(ranks, again, "--resume", "auto")
+            self.assertIn(f"resumed from {again}/checkpoint-{step} at step {step}", done.stderr)
+            self.assert_same(whole / last, again / last)
+            # Every step's loss, in full, and each step once.
+            self.assertEqual(losses(whole), losses(again))
+        return whole, steps
+
+    def test_one_rank(self):
+        self.check_exact(0)
+
+    def test_two_ranks_and_what_the_files_say(self):
+        whole, steps = self.check_exact(2)
+        newest = whole / f"checkpoint-{steps[-1]}"
+        state = json.loads((newest / "trainer_state.json").read_text())
+        self.assertEqual(state["global_step"], steps[-1])
+        self.assertEqual(state["max_steps"], steps[-1])
+        self.assertEqual(state["epoch"], 4.0)
+        self.assertEqual([e["step"] for e in state["log_history"] if "loss" in e],
+                         list(range(1, steps[-1] + 1)))
+        names = sorted(p.name for p in newest.iterdir())
+        self.assertEqual(names, ["MANIFEST.json", "model.safetensors", "optimizer.safetensors",
+                                 "rng_state.safetensors", "sampler.json", "scheduler.json",
+                                 "trainer_state.json", "training_args.json"])
+        shown = subprocess.run([LOCKSTEP, "checkpoint", "show", str(newest), "--tensors"],
+                               capture_output=True, text=True, timeout=BOUND_S, check=True).stdout
+        self.assertIn(f"step        {steps[-1]} of {steps[-1]}, epoch 4.0000", shown)
+        self.assertRegex(shown, r"net\.1\.running_mean +F32 +\[32\]")
+        self.assertIn("2 ranks x batch 4 x accumulation 3", shown)
+
+    def test_three_ranks(self):
+        self.check_exact(3)
+
+    def test_another_number_of_ranks_says_so(self):
+        output = self.place / "out"
+        self.train(2, output, "--max_steps", 5)
+        done = self.train(1, output, "--resume", "auto", "--max_steps", 8)
+        self.assertIn("the checkpoint was made with 2 ranks x batch 4 x accumulation 3, now 1 x 4 "
+                      "x 3: the samples come in the same order", done.stderr)
+        self.assertIn("the effective batch is 12 instead of 24", done.stderr)
+
+    def test_a_damaged_one_is_passed_over_and_said(self):
+        output = self.place / "out"
+        self.train(0, output, "--max_steps", 10)
+        model = output / "checkpoint-10" / "model.safetensors"
+        model.write_bytes(model.read_bytes()[:-1])
+        self.verify(output, code=1)
+        done = self.train(0, output, "--resume", "auto", "--max_steps", 12)
+        self.assertRegex(done.stderr, r"checkpoint-10 is passed over: .*model\.safetensors")
+        self.assertIn("checkpoint-5 at step 5", done.stderr)
+        self.assertEqual(checkpoints(output), [5, 10, 12])
+        self.verify(output)
+        refused = self.train(0, output, "--resume", output / "nothing", code=2)
+        self.assertRegex(refused.stderr, r"\[checkpoint\] .*/nothing cannot be used: ")
+
+    def test_retention_and_stale_temporaries(self):
+        output = self.place / "out"
+        stale = output / "checkpoint-3.tmp-1-0123456789abcdef"
+        stale.mkdir(parents=True)
+        done = self.train(0, output, "--max_steps", 15, "--save_total_limit", 2)
+        self.assertEqual(checkpoints(output), [10, 15])
+        self.assertFalse(stale.exists())
+        self.assertIn("which a run that died has left", done.stderr)
+
+    def test_tiny_gpt_learns_and_resumes(self):
+        self.config = SOURCE / "examples" / "configs" / "tiny_gpt.yaml"
+        output = self.place / "gpt"
+        self.train(2, output, "--max_steps", 40, "--eval_steps", 20, "--save_steps", 20,
+                   "--logging_steps", 5)
+        first = losses(output)
+        self.assertEqual(sorted(first), list(range(5, 41, 5)))
+        self.assertLess(first[40], first[5] - 0.8, first)
+        self.assertEqual(checkpoints(output), [20, 40])
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        evaluated = [json.loads(line) for line in lines if "eval_loss" in line]
+        self.assertEqual([e["step"] for e in evaluated], [20, 40])
+        self.assertLess(evaluated[1]["eval_loss"], evaluated[0]["eval_loss"])
+        self.assertTrue(list((output / "runs").glob("events.out.tfevents.*")))
+        self.train(2, output, "--max_steps", 50, "--eval_steps", 50, "--save_steps", 50,
+                   "--logging_steps", 5, "--resume", "auto")
+        self.assertEqual(checkpoints(output), [40, 50])
+        self.assertEqual(sorted(losses(output)), list(range(5, 51, 5)))
+
+    def test_weights_open_in_python(self):
+        """transformers' own way to weights: the safetensors package."""
+        output = self.place / "out"
+        self.train(0, output, "--max_steps", 5)
+        script = ("import sys, safetensors.torch as s\n"
+                  "w = s.load_file(sys.argv[1])\n"
+                  "print(len(w), tuple(w['net.0.weight'].shape))")
+        python = environment().get("LOCKSTEP_PYTHON") or shutil.which("python3")
+        done = subprocess.run([python, "-c", script,
+                               output / "checkpoint-5" / "model.safetensors"], capture_output=True,
+                              text=True, timeout=BOUND_S, check=False)
+        if "No module named" in done.stderr:
+            self.skipTest("the safetensors package is not installed")
+        self.assertEqual(done.stdout, "16 (32, 12)\n", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,161 @@
+"""What the tests of training share: a small run that is hard to repeat, and its pieces."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import unittest
+
+BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
+SOURCE = pathlib.Path(os.environ["LOCKSTEP_SOURCE"])
+LOCKSTEP = str(BIN / "lockstep")
+SOAK = os.environ.get("LOCKSTEP_SOAK") == "1"
+BOUND_S = 240  # for what takes seconds, on a machine that is busy
+
+# Batch norm and dropout, accumulation with short windows, clipping, a schedule: whatever a resumed
+# run could get wrong shows in its bits. 150 samples do not divide by ranks, batches or windows.
+CONFIG = """
+model: {name: mlp, hidden: 32, layers: 2, dropout: 0.2, batch_norm: true}
+data: {name: random, samples: 150, features: 12, classes: 5}
+num_train_epochs: 4
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 3
+learning_rate: 1.0e-2
+lr_scheduler_type: cosine
+warmup_steps: 3
+weight_decay: 0.05
+logging_steps: 1
+save_steps: 5
+dataloader_num_workers: 1
+disable_tqdm: true
+use_cpu: true
+"""
+
+
+def environment(**more):
+    ours = r"RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC|LOCKSTEP_(?!BIN|SOURCE|PYTHON)"
+    env = {k: v for k, v in os.environ.items() if not re.match(ours, k)}
+    return {**env, "LOCKSTEP_DEVICE": "cpu", "OMP_NUM_THREADS": "1", **more}
+
+
+def command(ranks, config, output, *flags):
+    train = [LOCKSTEP, "train", str(config), "--output_dir", str(output), *map(str, flags)]
+    if ranks == 0:  # without a launcher
+        return train
+    return [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={ranks}", *train]
+
+
+class TrainCase(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory(prefix="lockstep-train-")
+        self.addCleanup(directory.cleanup)
+        self.place = pathlib.Path(directory.name)
+        self.config = self.place / "train.yaml"
+        self.config.write_text(CONFIG)
+
+    def train(self, ranks, output, *flags, code=0):
+        done = subprocess.run(command(ranks, self.config, output, *flags), capture_output=True,
+                              text=True, timeout=BOUND_S, env=environment(), check=False,
+                              stdin=subprocess.DEVNULL)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done
+
+    def start(self, ranks, output, *flags):
+        log = open(self.place / "log", "w", encoding="utf-8")  # pylint: disable=consider-using-with
+        self.addCleanup(log.close)
+        # A session of its own: what is left of it can be found, and Ctrl-C reaches it alone.
+        return subprocess.Popen(command(ranks, self.config, output, *flags), env=environment(),
+                                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                start_new_session=True)
+
+    def log(self):
+        return (self.place / "log").read_text(encoding="utf-8", errors="replace")
+
+    def verify(self, folder, code=0):
+        done = subprocess.run([LOCKSTEP, "checkpoint", "verify", str(folder)], capture_output=True,
+                              text=True, timeout=BOUND_S, check=False)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done.stdout
+
+    def assert_same(self, one, other):
+        """Weights, buffers, optimizer and generators of two checkpoints, to the bit."""
+        done = subprocess.run([LOCKSTEP, "checkpoint", "diff", str(one), str(other)],
+                              capture_output=True, text=True, timeout=BOUND_S, check=False)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+
+def checkpoints(output):
+    """Steps that have a folder, in order."""
+    found = [int(p.name.split("-")[1]) for p in pathlib.Path(output).glob("checkpoint-*")
+             if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(found)
+
+
+def losses(output):
+    """Loss by step, of the lines of metrics.jsonl that have one."""
+    lines = (pathlib.Path(output) / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+
+
+def steps_done(output):
+    try:
+        return max(losses(output), default=0)
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def wait_for_step(process, output, step):
+    end = time.monotonic() + BOUND_S
+    while steps_done(output) < step and process.poll() is None:
+        if time.monotonic() > end:
+            raise AssertionError(f"step {step} did not come within {BOUND_S} s")
+        time.sleep(0.01)
+
+
+def ranks_of(process):
+    """Pids of the ranks: those whose command is `lockstep train` below the launcher."""
+    children = {}
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            children[int(entry.name)] = (int(fields[1]), words)
+    below, found = {process.pid}, []
+    for _ in range(4):
+        below |= {pid for pid, (parent, _) in children.items() if parent in below}
+    for pid in sorted(below):
+        words = children.get(pid, (0, []))[1]
+        if len(words) > 1 and words[1] == b"train":
+            found.append(pid)
+    return found
+
+
+def left_of(process):
+    """Processes of the session that the launcher began."""
+    found = []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == process.pid and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def copy_until(output, target, step):
+    """The run as it was when checkpoint-<step> was its newest."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(output, target)
+    for later in checkpoints(target):
+        if later > step:
+            shutil.rmtree(pathlib.Path(target) / f"checkpoint-{later}")
