@@ -145,6 +145,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   bool done_ = false;
   bool timed_out_ = false;
   std::string error_;  // empty: success
+  std::string late_;   // of an operation that its waiter carried out: who did not come in time
   std::function<void()> finish_;
   bool finish_at_wait_ = false;
   std::vector<at::Tensor> alive_;

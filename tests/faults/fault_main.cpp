@@ -1,5 +1,6 @@
 // A small training program in which one rank does something bad: faults KIND RANK PHASE.
-// KIND: none exception abort segfault kill exit stop silent other_model; PHASE: startup step exit.
+// KIND: none exception abort segfault kill exit stop silent other_model other_call; PHASE: startup
+// step exit.
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -50,6 +51,8 @@ void train(lockstep::World& world) {
   for (int step = 0; step < 20; ++step) {
     const auto loss = model(torch::randn({4, 4})).square().mean();
     if (step == 5) maybe_fail(world.rank(), "step");
+    if (step == 5 && kind == "other_call" && world.rank() == guilty)
+      world.broadcast(torch::zeros({3}), 0).wait();
     loss.backward();
     optimizer.step();
     optimizer.zero_grad();
