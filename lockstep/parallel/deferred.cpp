@@ -40,7 +40,8 @@ DeferredGradients ReducerImpl::defer() {
       out.parts.push_back(part.narrow(0, 0, bucket->flat.numel()));
     for (const std::size_t i : bucket->members) {
       const Parameter& p = parameters_[i];
-      out.slots.push_back({p.name, i, p.tensor, p.slot, p.slot.storage_offset()});
+      const std::int64_t offset = p.slot.storage_offset() - bucket->flat.storage_offset();
+      out.slots.push_back({p.name, i, p.tensor, p.slot, offset});
     }
   }
   return gradients;
