@@ -329,7 +329,6 @@ void ReducerImpl::start_pass() {
   pass_start_ = Clock::now();
   if (sync_ && joining_) exchange_active(true);
   stale_ = changed();
-  if (stale_ && deferred_) refuse_change_while_deferred();
   if (sync_ && stale_) plan_anew_together();
   phase_ = Phase::kRunning;
   if (sync_ && options_.find_unused_parameters && !NestedBackward::active()) mark_unused_in_graph();
@@ -583,8 +582,17 @@ const StepTiming& Reducer::last_timing() const {
 std::size_t Reducer::bucket_count() const {
   return impl_->bucket_count();
 }
-DeferredGradients Reducer::defer() {
-  return impl_->defer();
+DeferredGradients Reducer::defer(std::function<void()> idle_step) {
+  return impl_->defer(std::move(idle_step));
+}
+DeferredStep Reducer::begin_deferred_step(bool has_inputs) {
+  return impl_->begin_deferred_step(has_inputs);
+}
+bool Reducer::joining() const {
+  return impl_->joining();
+}
+void Reducer::check_unchanged() const {
+  impl_->check_unchanged();
 }
 void Reducer::resume() {
   impl_->resume();

@@ -37,9 +37,12 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void join(const std::function<void()>& body, const JoinOptions& options);
   void register_comm_hook(CommHook hook);
   void verify_replicas();
-  DeferredGradients defer();
-  void resume() { deferred_ = false; }
+  DeferredGradients defer(std::function<void()> idle_step);
+  void resume();
+  DeferredStep begin_deferred_step(bool has_inputs);
   void end_deferred_step();
+  bool joining() const { return joining_.has_value(); }
+  void check_unchanged() const;
 
   const StepTiming& last_timing() const { return timing_; }
   std::size_t bucket_count() const { return buckets_.size(); }
@@ -101,7 +104,6 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void cast_vote();
   at::Tensor counted_vote();
   void refuse_change_of_another();
-  void refuse_change_while_deferred() const;
 
   // join.cpp
   std::vector<int> exchange_active(bool active);
@@ -117,6 +119,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   DdpOptions options_;
   bool passive_ = false;   // a world of one: nothing to reduce
   bool deferred_ = false;  // a ShardedOptimizer reduces, in its step
+  std::function<void()> idle_step_;  // its step for a rank without inputs
   std::vector<Parameter> parameters_;
   std::vector<NamedTensor> buffers_;
   BucketLimits limits_;
