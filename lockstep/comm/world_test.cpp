@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "lockstep/comm/device.h"
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/testing/faults.h"
