@@ -182,6 +182,16 @@ bool WorkState::poll() noexcept {
   }
   try {
     if (device_ ? device_->poll() : host_->poll()) complete();
+  } catch (const TimeoutError& e) {
+    if (!deadline_.expired()) {
+      complete(std::current_exception());
+    } else {
+      {
+        const std::lock_guard lock(mutex_);
+        late_ = after_the_time(first_line(e.what()));
+      }
+      expire(timeout_text());
+    }
   } catch (...) {
     complete(std::current_exception());
   }
