@@ -559,9 +559,9 @@ World World::from_env(const WorldOptions& asked) {
   const detail::DeviceChoice choice = detail::choose_device(identity, options);
   const bool forced = options.backend != "auto" || env::get("LOCKSTEP_BACKEND");
   if (env.alone()) {
-    World world = forced ? connect_as(c10::make_intrusive<c10d::HashStore>(), identity, options,
-                                      choice)
-                         : single(identity, options, choice.device);
+    World world =
+        forced ? connect_as(c10::make_intrusive<c10d::HashStore>(), identity, options, choice)
+               : single(identity, options, choice.device);
     return explained(std::move(world), env, choice);
   }
   meet(env, static_cast<int>(options.startup_timeout.count()));
@@ -570,9 +570,9 @@ World World::from_env(const WorldOptions& asked) {
   const std::string prefix =
       fmt::format("lockstep/{}/{}/{}", env::get("TORCHELASTIC_RUN_ID").value_or("none"),
                   env.attempt, worlds_made++);
-  return explained(connect_as(c10::make_intrusive<c10d::PrefixStore>(prefix, store), identity,
-                              options, choice),
-                   env, choice);
+  return explained(
+      connect_as(c10::make_intrusive<c10d::PrefixStore>(prefix, store), identity, options, choice),
+      env, choice);
 }
 
 }  // namespace lockstep

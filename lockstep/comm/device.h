@@ -26,8 +26,8 @@ namespace detail {
 
 struct DeviceChoice {
   c10::Device device;
-  std::string backend;  // "shm", "gloo" or "nccl"
-  std::string reason;   // for one line of log
+  std::string backend;     // "shm", "gloo" or "nccl"
+  std::string reason;      // for one line of log
   bool automatic = false;  // shm that nobody asked for by name: gloo where it cannot be
 };
 

@@ -153,7 +153,8 @@ void WorkState::expire(const std::string& text) noexcept {
 
 std::string WorkState::timeout_text() const {
   constexpr std::string_view kUnknown =
-      ". Another rank has probably not called it (a branch on the rank, fewer batches) or is stuck.";
+      ". Another rank has probably not called it (a branch on the rank, fewer batches) or is "
+      "stuck.";
   return fmt::format(
       "{} was not finished after {} ms{} Set LOCKSTEP_DEBUG=1 to see the call that differs, or "
       "raise LOCKSTEP_TIMEOUT_S if the ranks are only slow.",
@@ -183,15 +184,7 @@ bool WorkState::poll() noexcept {
   try {
     if (device_ ? device_->poll() : host_->poll()) complete();
   } catch (const TimeoutError& e) {
-    if (!deadline_.expired()) {
-      complete(std::current_exception());
-    } else {
-      {
-        const std::lock_guard lock(mutex_);
-        late_ = after_the_time(first_line(e.what()));
-      }
-      expire(timeout_text());
-    }
+    end_late(e, deadline_);
   } catch (...) {
     complete(std::current_exception());
   }
@@ -199,15 +192,23 @@ bool WorkState::poll() noexcept {
   return done_;
 }
 
+// Only the own deadline is one; another rank's is a failure of the world, told by that rank. At
+// once: the peers know of it already, and their ends must not become the cause of this one.
+void WorkState::end_late(const TimeoutError& error, const Deadline& deadline) noexcept {
+  if (!deadline.expired()) return complete(std::current_exception());
+  {
+    const std::lock_guard lock(mutex_);
+    late_ = after_the_time(first_line(error.what()));
+  }
+  expire(timeout_text());
+}
+
 void WorkState::carry_out(const Deadline& deadline) noexcept {
   try {
     host_->wait(deadline);
     complete();
   } catch (const TimeoutError& e) {
-    // Only the own deadline is one; another rank's is a failure of the world, told by that rank.
-    if (!deadline.expired()) return complete(std::current_exception());
-    const std::lock_guard lock(mutex_);
-    late_ = after_the_time(first_line(e.what()));
+    end_late(e, deadline);
   } catch (...) {
     complete(std::current_exception());
   }

@@ -134,6 +134,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   [[noreturn]] void throw_error(const std::string& error);
   void settle(std::string error) noexcept;
   void carry_out(const Deadline& deadline) noexcept;
+  void end_late(const TimeoutError& error, const Deadline& deadline) noexcept;
 
   const OperationInfo info_;
   const Deadline deadline_;

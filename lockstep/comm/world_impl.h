@@ -1,8 +1,8 @@
 // The inside of a World: who it is, its backends, its store and its fate.
 //
 // Two backends at most: `host` moves CPU tensors (shm or gloo), `device` moves CUDA tensors (nccl).
-// A CUDA world has both, so that numbers, strings and barriers never touch the GPU; a CPU world has host
-// only and stages CUDA tensors through it. A world of one has neither.
+// A CUDA world has both, so that numbers, strings and barriers never touch the GPU; a CPU world has
+// host only and stages CUDA tensors through it. A world of one has neither.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -65,9 +65,9 @@ std::string usual_backend() {
 }
 
 TEST(ProcessWorld, ExplainsItsChoiceInOneLine) {
-  const auto ranks = run_processes(
-      2, [](World& world) { EXPECT_EQ(world.backend(), usual_backend()); },
-      {.env = {{"LOCKSTEP_DEVICE", "cpu"}}});
+  const auto ranks =
+      run_processes(2, [](World& world) { EXPECT_EQ(world.backend(), usual_backend()); },
+                    {.env = {{"LOCKSTEP_DEVICE", "cpu"}}});
   expect_success(ranks);
   EXPECT_THAT(ranks[0].output, HasSubstr("backend " + usual_backend() + ": LOCKSTEP_DEVICE=cpu"));
   EXPECT_THAT(ranks[1].output, Not(HasSubstr("backend " + usual_backend())));
@@ -77,23 +77,22 @@ TEST(ProcessWorld, ExplainsItsChoiceInOneLine) {
 // for shm by name is told so instead.
 TEST(ProcessWorld, WithoutMemoryToShareTheyTakeGloo) {
   const auto poor = [](const char* backend) {
-    return run_bare_processes(
-        3,
-        [] {
-          if (env::get_int("RANK") == 1) {
-            ::signal(SIGXFSZ, SIG_IGN);
-            const rlimit files{0, RLIM_INFINITY};
-            ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &files), 0);
-          }
-          World world = World::from_env();
-          EXPECT_EQ(world.backend(), "gloo");
-          EXPECT_EQ(world.sum(1), 3);
-          auto pair = world.split(world.rank() == 1 ? 1 : 0);
-          EXPECT_EQ(pair->backend(), world.rank() == 1 ? "single" : "shm");
-          EXPECT_EQ(pair->sum(1), world.rank() == 1 ? 1 : 2);
-          world.finish();
-        },
-        {.env = {{"LOCKSTEP_DEVICE", "cpu"}, {"LOCKSTEP_BACKEND", backend}}});
+    return run_bare_processes(3,
+                              [] {
+                                if (env::get_int("RANK") == 1) {
+                                  ::signal(SIGXFSZ, SIG_IGN);
+                                  const rlimit files{0, RLIM_INFINITY};
+                                  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &files), 0);
+                                }
+                                World world = World::from_env();
+                                EXPECT_EQ(world.backend(), "gloo");
+                                EXPECT_EQ(world.sum(1), 3);
+                                auto pair = world.split(world.rank() == 1 ? 1 : 0);
+                                EXPECT_EQ(pair->backend(), world.rank() == 1 ? "single" : "shm");
+                                EXPECT_EQ(pair->sum(1), world.rank() == 1 ? 1 : 2);
+                                world.finish();
+                              },
+                              {.env = {{"LOCKSTEP_DEVICE", "cpu"}, {"LOCKSTEP_BACKEND", backend}}});
   };
   const auto ranks = poor("");
   expect_success(ranks);

@@ -96,8 +96,7 @@ TEST(BucketPlan, PropertiesHoldForRandomModels) {
 
 TEST(BucketPlan, ASmallRestIsJoinedToTheLastBucketOfItsKind) {
   auto infos = floats({100, 1024, 1024, 1024});  // 4 KiB each but the last to come
-  const BucketLimits limits{
-      .first_cap_bytes = 8 * kKi, .cap_bytes = 8 * kKi, .min_bytes = 5 * kKi};
+  const BucketLimits limits{.first_cap_bytes = 8 * kKi, .cap_bytes = 8 * kKi, .min_bytes = 5 * kKi};
   const auto plan = plan_buckets(infos, reverse_order(4), limits);
   ASSERT_EQ(plan.size(), 1u);
   ASSERT_EQ(plan[0].slots.size(), 4u);

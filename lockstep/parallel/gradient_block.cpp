@@ -66,8 +66,7 @@ void GradientBlock::make(World& world, std::int64_t bytes) {
 }
 
 bool GradientBlock::holds(const at::Tensor& tensor) const {
-  return mine_.defined() && tensor.has_storage() &&
-         tensor.storage().is_alias_of(mine_.storage());
+  return mine_.defined() && tensor.has_storage() && tensor.storage().is_alias_of(mine_.storage());
 }
 
 at::Tensor GradientBlock::mine(std::int64_t offset, std::int64_t numel,

@@ -135,8 +135,8 @@ std::vector<std::size_t> ReducerImpl::dense_parameters() const {
 void ReducerImpl::choose_overlap() {
   constexpr std::int64_t kLeastBytes = 4 << 20;
   const bool crowded = world_.local_size() * at::get_num_threads() >= allowed_cores();
-  overlap_ = options_.overlap ? *options_.overlap
-                              : world_.backend() != "shm" || !world_.all(crowded);
+  overlap_ =
+      options_.overlap ? *options_.overlap : world_.backend() != "shm" || !world_.all(crowded);
   if (overlap_ || options_.bucket_cap_mb) return;
   limits_.first_cap_bytes = limits_.cap_bytes;
   limits_.min_bytes = kLeastBytes;
@@ -211,8 +211,8 @@ void ReducerImpl::make_room(const std::vector<BucketPlan>& layouts,
       again &= slot.defined() && block_.holds(slot);
       if (!again) break;
       const std::int64_t lines = (slot.numel() * element + kLine - 1) / kLine;
-      moves.push_back({slot.storage_offset() * element, homes[i] + place.offset * element,
-                       lines * kLine});
+      moves.push_back(
+          {slot.storage_offset() * element, homes[i] + place.offset * element, lines * kLine});
     }
   }
   if (again) return block_.rearrange(moves);

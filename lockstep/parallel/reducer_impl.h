@@ -117,8 +117,8 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
 
   World world_;
   DdpOptions options_;
-  bool passive_ = false;   // a world of one: nothing to reduce
-  bool deferred_ = false;  // a ShardedOptimizer reduces, in its step
+  bool passive_ = false;             // a world of one: nothing to reduce
+  bool deferred_ = false;            // a ShardedOptimizer reduces, in its step
   std::function<void()> idle_step_;  // its step for a rank without inputs
   std::vector<Parameter> parameters_;
   std::vector<NamedTensor> buffers_;

@@ -537,8 +537,9 @@ TEST(ShardedRefuses, AnotherOptimizerOnItsParameters) {
     {
       ShardedOptimizer optimizer{model, optim::SGDOptions{}};
       model(batch_of(world.rank(), 0)).sum().backward();
-      EXPECT_THAT(message_of<UsageError>([&] { other.step(); }),
-                  HasSubstr("[SGD] the parameter of shape [130, 40] belongs to a ShardedOptimizer"));
+      EXPECT_THAT(
+          message_of<UsageError>([&] { other.step(); }),
+          HasSubstr("[SGD] the parameter of shape [130, 40] belongs to a ShardedOptimizer"));
       world.barrier();
     }
     other.step();
@@ -660,8 +661,7 @@ TEST_P(Sharded, ARankThatHasRunOutKeepsSteppingItsShare) {
       const JoinOptions join{.divide_by_initial_world_size = initial};
       const auto sharded = train_unevenly(world, true, what, join);
       const auto replicated = train_unevenly(world, false, what, join);
-      for (std::size_t i = 0; i < sharded.size(); ++i)
-        EXPECT_TENSOR_EQ(sharded[i], replicated[i]);
+      for (std::size_t i = 0; i < sharded.size(); ++i) EXPECT_TENSOR_EQ(sharded[i], replicated[i]);
     }
     // Clipped, too: the norm needs everybody.
     Case clipped = what;

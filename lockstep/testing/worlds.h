@@ -26,7 +26,8 @@ struct ThreadOptions {
 };
 
 // Runs `body` on `size` threads, each with its own World of one world, on shared memory unless the
-// options or LOCKSTEP_BACKEND say otherwise. Rethrows the first rank's exception that was not itself a consequence.
+// options or LOCKSTEP_BACKEND say otherwise. Rethrows the first rank's exception that was not
+// itself a consequence.
 void run_threads(int size, const std::function<void(World&)>& body,
                  const ThreadOptions& options = {});
 

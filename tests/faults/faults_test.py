@@ -111,7 +111,7 @@ def main():
         code, output, seconds, rest = run(3, "other_call", 1, "step", {
             "LOCKSTEP_DEBUG": debug, "LOCKSTEP_BACKEND": backend})
         print(f"{label}: exit code {code}, {seconds:.1f} s", flush=True)
-        met = ("ranks call different operations" if debug == "1" else "ranks disagree on collective")
+        met = "call different operations" if debug == "1" else "disagree on collective"
         check(label, code == 1 and met in output and "broadcast" in output, output)
         check(label, seconds < 20 and not rest, f"{seconds:.1f} s, left {rest}")
 
