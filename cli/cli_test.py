@@ -131,10 +131,16 @@ class Env(unittest.TestCase):
         expected = {"rank": 2, "world_size": 4, "local_rank": 0, "node": 1}
         self.assertEqual({key: found["identity"][key] for key in expected}, expected)
         self.assertEqual(found["device"], {"name": "cpu", "reason": "LOCKSTEP_DEVICE=cpu"})
-        self.assertEqual(found["backend"], {"name": "gloo", "reason": "the device is cpu"})
+        self.assertEqual(found["backend"], {
+            "name": "gloo", "reason": "the device is cpu and there are ranks on other hosts"})
         self.assertEqual(found["variables"]["NCCL_FAKE"], "x")
         self.assertNotIn("SECRET", found["variables"])
         self.assertGreaterEqual(found["cores"], 1)
+        one_host = lockstep("env", "--json", WORLD_SIZE="2", RANK="1", LOCAL_RANK="1",
+                            LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
+                            LOCKSTEP_DEVICE="cpu")
+        self.assertEqual(json.loads(one_host.stdout)["backend"], {
+            "name": "shm", "reason": "the device is cpu; gloo where ranks cannot share memory"})
 
     def test_contradictions_are_reported_with_the_variables(self):
         result = lockstep("env", RANK="3", WORLD_SIZE="2")

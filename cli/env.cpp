@@ -62,8 +62,12 @@ void choose(Findings& found) {
     found.backend = {rule.backend, fmt::format("LOCKSTEP_BACKEND={}", backend)};
   } else if (me.alone()) {
     found.backend = {"single", "a world of one needs none"};
-  } else {
+  } else if (!rule.automatic) {
     found.backend = {rule.backend, fmt::format("the device is {}", found.device.name)};
+  } else if (me.local_size_known && me.local_world_size < me.world_size) {
+    found.backend = {"gloo", "the device is cpu and there are ranks on other hosts"};
+  } else {
+    found.backend = {rule.backend, "the device is cpu; gloo where ranks cannot share memory"};
   }
 }
 

@@ -246,7 +246,8 @@ std::string machine_of(const std::string& host) {
 
 std::string mode_of(const detail::DeviceChoice& choice, const WorldOptions& options) {
   const bool cuda = choice.device.is_cuda();
-  return fmt::format("{} with {}{}", cuda ? "cuda" : "cpu", choice.backend,
+  return fmt::format("{} with {}{}", cuda ? "cuda" : "cpu",
+                     choice.automatic ? "auto" : choice.backend,
                      cuda && options.share_device ? " (shared)" : "");
 }
 
@@ -306,8 +307,9 @@ std::string shared_host_id(const Identity& identity, const WorldOptions& options
 
 using BackendPtr = std::unique_ptr<detail::Backend>;
 
-BackendPtr connect_shm(const StorePtr& store, const Identity& identity,
-                       const WorldOptions& options) {
+// Nothing and a sentence, the same on every rank, where they cannot share memory.
+BackendPtr connect_shm(const StorePtr& store, const Identity& identity, const WorldOptions& options,
+                       std::string* why_not) {
   const detail::shm::Options own{.store = c10::make_intrusive<c10d::PrefixStore>("shm", store),
                                  .rank = identity.rank,
                                  .size = identity.size,
@@ -315,9 +317,9 @@ BackendPtr connect_shm(const StorePtr& store, const Identity& identity,
   detail::shm::Made made = detail::bounded<detail::shm::Made>(
       "sharing memory", Deadline::after(options.startup_timeout + std::chrono::seconds(2)),
       [own] { return detail::shm::make(own); });
-  if (made.backend) return std::move(made.backend);
-  throw UsageError(kComponent, "backend shm was asked for, but {} Use backend gloo there.",
-                   made.why_not);
+  *why_not = std::move(made.why_not);
+  if (!why_not->empty() && why_not->back() != '.') *why_not += '.';
+  return std::move(made.backend);
 }
 
 BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,
@@ -333,12 +335,24 @@ BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,
       [own] { return detail::gloo::make(own); });
 }
 
+// What moves CPU tensors. Where shm was nobody's wish, gloo takes over on all ranks alike.
+BackendPtr connect_host(const StorePtr& store, detail::WorldImpl& impl,
+                        const detail::DeviceChoice& choice) {
+  impl.automatic = choice.automatic;
+  if (choice.backend == "shm") {
+    if (auto shm = connect_shm(store, impl.identity, impl.options, &impl.why_not_shm)) return shm;
+    if (!choice.automatic)
+      throw UsageError(kComponent, "backend shm was asked for, but {} Use backend gloo there.",
+                       impl.why_not_shm);
+  }
+  return connect_gloo(store, impl.identity, impl.options);
+}
+
 World open_world(const StorePtr& store, const Identity& identity, const WorldOptions& options,
                  const detail::DeviceChoice& choice) {
   auto impl = std::make_shared<detail::WorldImpl>(identity, options, choice.device);
   const auto deadline = Deadline::after(options.startup_timeout + std::chrono::seconds(2));
-  BackendPtr host_backend = choice.backend == "shm" ? connect_shm(store, identity, options)
-                                                    : connect_gloo(store, identity, options);
+  BackendPtr host_backend = connect_host(store, *impl, choice);
   BackendPtr device_backend;
   if (choice.backend == "nccl") {
     const detail::nccl::Options gpu{.store = c10::make_intrusive<c10d::PrefixStore>("nccl", store),
@@ -382,8 +396,10 @@ void throw_if_doomed(const std::string& what) {
 
 World connect_child(WorldImpl& parent, const Identity& identity, const std::string& prefix) {
   if (identity.size == 1) return single(identity, parent.options, parent.device);
-  const DeviceChoice choice{
-      parent.device, parent.accelerator ? parent.accelerator->name() : parent.host->name(), ""};
+  // Of a world of several hosts, a part may be on one.
+  const Backend& likewise = parent.accelerator ? *parent.accelerator : *parent.host;
+  const DeviceChoice choice{parent.device, parent.automatic ? "shm" : likewise.name(), "",
+                            parent.automatic};
   World child = open_world(c10::make_intrusive<c10d::PrefixStore>(prefix, parent.store), identity,
                            parent.options, choice);
   parent.adopt(Access::impl(child)->fate);
@@ -520,6 +536,15 @@ WorldOptions with_environment(WorldOptions options) {
 // first one's keys. All ranks make them in the same order, like every other collective.
 std::atomic<int> worlds_made{0};
 
+// What was chosen and why, in one line.
+World explained(World world, const RankEnv& env, const detail::DeviceChoice& choice) {
+  const std::string& why_not_shm = detail::Access::impl(world)->why_not_shm;
+  log::info(kComponent, "{} rank{} ({}), device {}, backend {}: {}{}", env.world_size,
+            env.world_size == 1 ? "" : "s", env.source, choice.device.str(), world.backend(),
+            choice.reason, why_not_shm.empty() ? "" : "; not shm, because " + why_not_shm);
+  return world;
+}
+
 }  // namespace
 
 World World::from_env(const WorldOptions& asked) {
@@ -533,12 +558,11 @@ World World::from_env(const WorldOptions& asked) {
                     .node = env.node_known ? env.node : -1};
   const detail::DeviceChoice choice = detail::choose_device(identity, options);
   const bool forced = options.backend != "auto" || env::get("LOCKSTEP_BACKEND");
-  log::info(kComponent, "{} rank{} ({}), device {}, backend {}: {}", env.world_size,
-            env.world_size == 1 ? "" : "s", env.source, choice.device.str(),
-            env.alone() && !forced ? "single" : choice.backend, choice.reason);
   if (env.alone()) {
-    if (!forced) return single(identity, options, choice.device);
-    return connect_as(c10::make_intrusive<c10d::HashStore>(), identity, options, choice);
+    World world =
+        forced ? connect_as(c10::make_intrusive<c10d::HashStore>(), identity, options, choice)
+               : single(identity, options, choice.device);
+    return explained(std::move(world), env, choice);
   }
   meet(env, static_cast<int>(options.startup_timeout.count()));
   StorePtr store = open_store(env, options.startup_timeout);
@@ -546,8 +570,9 @@ World World::from_env(const WorldOptions& asked) {
   const std::string prefix =
       fmt::format("lockstep/{}/{}/{}", env::get("TORCHELASTIC_RUN_ID").value_or("none"),
                   env.attempt, worlds_made++);
-  return connect_as(c10::make_intrusive<c10d::PrefixStore>(prefix, store), identity, options,
-                    choice);
+  return explained(
+      connect_as(c10::make_intrusive<c10d::PrefixStore>(prefix, store), identity, options, choice),
+      env, choice);
 }
 
 }  // namespace lockstep

@@ -68,7 +68,7 @@ DeviceChoice choose_device(const Identity& identity, const WorldOptions& options
   if (options.device) request.device = options.device->str();
   const DeviceRule rule = apply_device_rule(request);
   if (!rule.problem.empty()) throw UsageError("world", "{}", rule.problem);
-  return {c10::Device(rule.device()), rule.backend, rule.reason};
+  return {c10::Device(rule.device()), rule.backend, rule.reason, rule.automatic};
 }
 
 }  // namespace detail

@@ -26,8 +26,9 @@ namespace detail {
 
 struct DeviceChoice {
   c10::Device device;
-  std::string backend;  // "gloo" or "nccl"
-  std::string reason;   // for one line of log
+  std::string backend;     // "shm", "gloo" or "nccl"
+  std::string reason;      // for one line of log
+  bool automatic = false;  // shm that nobody asked for by name: gloo where it cannot be
 };
 
 // Options first, then LOCKSTEP_DEVICE and LOCKSTEP_BACKEND, then what the machine has.

@@ -25,6 +25,13 @@ std::string first_line(const char* text) {
   return all.substr(0, all.find('\n'));
 }
 
+// What follows "... was not finished within 300 ms" in the words of who carried it out.
+std::string after_the_time(const std::string& text) {
+  constexpr std::string_view kTime = " ms";
+  const std::size_t at = text.find(kTime);
+  return at == std::string::npos ? "" : text.substr(at + kTime.size());
+}
+
 std::string words_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -145,12 +152,13 @@ void WorkState::expire(const std::string& text) noexcept {
 }
 
 std::string WorkState::timeout_text() const {
+  constexpr std::string_view kUnknown =
+      ". Another rank has probably not called it (a branch on the rank, fewer batches) or is "
+      "stuck.";
   return fmt::format(
-      "{} was not finished after {} ms. Another rank has probably not called it (a branch on the "
-      "rank, fewer batches) or is stuck. Set LOCKSTEP_DEBUG=1 to see the call that differs, or "
-      "raise "
-      "LOCKSTEP_TIMEOUT_S if the ranks are only slow.",
-      describe(), deadline_.elapsed().count());
+      "{} was not finished after {} ms{} Set LOCKSTEP_DEBUG=1 to see the call that differs, or "
+      "raise LOCKSTEP_TIMEOUT_S if the ranks are only slow.",
+      describe(), deadline_.elapsed().count(), late_.empty() ? kUnknown : late_);
 }
 
 void WorkState::settle(std::string error) noexcept {
@@ -175,6 +183,8 @@ bool WorkState::poll() noexcept {
   }
   try {
     if (device_ ? device_->poll() : host_->poll()) complete();
+  } catch (const TimeoutError& e) {
+    end_late(e, deadline_);
   } catch (...) {
     complete(std::current_exception());
   }
@@ -182,12 +192,23 @@ bool WorkState::poll() noexcept {
   return done_;
 }
 
+// Only the own deadline is one; another rank's is a failure of the world, told by that rank. At
+// once: the peers know of it already, and their ends must not become the cause of this one.
+void WorkState::end_late(const TimeoutError& error, const Deadline& deadline) noexcept {
+  if (!deadline.expired()) return complete(std::current_exception());
+  {
+    const std::lock_guard lock(mutex_);
+    late_ = after_the_time(first_line(error.what()));
+  }
+  expire(timeout_text());
+}
+
 void WorkState::carry_out(const Deadline& deadline) noexcept {
   try {
     host_->wait(deadline);
     complete();
   } catch (const TimeoutError& e) {
-    expire(e.what());
+    end_late(e, deadline);
   } catch (...) {
     complete(std::current_exception());
   }

@@ -134,6 +134,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   [[noreturn]] void throw_error(const std::string& error);
   void settle(std::string error) noexcept;
   void carry_out(const Deadline& deadline) noexcept;
+  void end_late(const TimeoutError& error, const Deadline& deadline) noexcept;
 
   const OperationInfo info_;
   const Deadline deadline_;
@@ -145,6 +146,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   bool done_ = false;
   bool timed_out_ = false;
   std::string error_;  // empty: success
+  std::string late_;   // of an operation that its waiter carried out: who did not come in time
   std::function<void()> finish_;
   bool finish_at_wait_ = false;
   std::vector<at::Tensor> alive_;

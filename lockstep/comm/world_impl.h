@@ -1,8 +1,8 @@
 // The inside of a World: who it is, its backends, its store and its fate.
 //
-// Two backends at most: `host` moves CPU tensors (gloo), `device` moves CUDA tensors (nccl). A CUDA
-// world has both, so that numbers, strings and barriers never touch the GPU; a CPU world has host
-// only and stages CUDA tensors through it. A world of one has neither.
+// Two backends at most: `host` moves CPU tensors (shm or gloo), `device` moves CUDA tensors (nccl).
+// A CUDA world has both, so that numbers, strings and barriers never touch the GPU; a CPU world has
+// host only and stages CUDA tensors through it. A world of one has neither.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -56,6 +56,8 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   const c10::Device device;
   const std::shared_ptr<Fate> fate;
   std::string backend_name = "single";
+  bool automatic = false;   // shm was tried because nobody asked for a backend by name
+  std::string why_not_shm;  // a sentence, where it was tried and gloo took over
   bool debug = false;
 
   c10::intrusive_ptr<c10d::Store> store;

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <torch/cuda.h>
 
 #include <cstdio>
@@ -58,11 +59,50 @@ TEST(ProcessWorld, MeetsFromTheEnvironment) {
   }
 }
 
+// What is chosen on one host unless the test is run for another one.
+std::string usual_backend() {
+  return env::get("LOCKSTEP_BACKEND").value_or("shm");
+}
+
 TEST(ProcessWorld, ExplainsItsChoiceInOneLine) {
-  const auto ranks = run_processes(2, [](World&) {}, {.env = {{"LOCKSTEP_DEVICE", "cpu"}}});
+  const auto ranks =
+      run_processes(2, [](World& world) { EXPECT_EQ(world.backend(), usual_backend()); },
+                    {.env = {{"LOCKSTEP_DEVICE", "cpu"}}});
   expect_success(ranks);
-  EXPECT_THAT(ranks[0].output, HasSubstr("backend gloo: LOCKSTEP_DEVICE=cpu"));
-  EXPECT_THAT(ranks[1].output, Not(HasSubstr("backend gloo")));
+  EXPECT_THAT(ranks[0].output, HasSubstr("backend " + usual_backend() + ": LOCKSTEP_DEVICE=cpu"));
+  EXPECT_THAT(ranks[1].output, Not(HasSubstr("backend " + usual_backend())));
+}
+
+// A rank that may map next to no memory: all of them take gloo, and the line says why. Who asked
+// for shm by name is told so instead.
+TEST(ProcessWorld, WithoutMemoryToShareTheyTakeGloo) {
+  const auto poor = [](const char* backend) {
+    return run_bare_processes(3,
+                              [] {
+                                if (env::get_int("RANK") == 1) {
+                                  ::signal(SIGXFSZ, SIG_IGN);
+                                  const rlimit files{0, RLIM_INFINITY};
+                                  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &files), 0);
+                                }
+                                World world = World::from_env();
+                                EXPECT_EQ(world.backend(), "gloo");
+                                EXPECT_EQ(world.sum(1), 3);
+                                auto pair = world.split(world.rank() == 1 ? 1 : 0);
+                                EXPECT_EQ(pair->backend(), world.rank() == 1 ? "single" : "shm");
+                                EXPECT_EQ(pair->sum(1), world.rank() == 1 ? 1 : 2);
+                                world.finish();
+                              },
+                              {.env = {{"LOCKSTEP_DEVICE", "cpu"}, {"LOCKSTEP_BACKEND", backend}}});
+  };
+  const auto ranks = poor("");
+  expect_success(ranks);
+  EXPECT_THAT(ranks[0].output,
+              HasSubstr("backend gloo: LOCKSTEP_DEVICE=cpu; not shm, because rank 1: "));
+  for (const auto& rank : poor("shm")) {
+    EXPECT_EQ(rank.exit_code, 2);
+    EXPECT_THAT(rank.output, AllOf(HasSubstr("backend shm was asked for, but rank 1: "),
+                                   HasSubstr(". Use backend gloo there.")));
+  }
 }
 
 TEST(ProcessWorld, PortThatIsTaken) {

@@ -84,7 +84,8 @@ DeviceRule apply_device_rule(const DeviceRequest& request) {
         "GPU visible.",
         rule.reason);
   }
-  rule.backend = backend != "auto" ? backend : rule.gpu >= 0 ? "nccl" : "gloo";
+  rule.automatic = backend == "auto" && rule.gpu < 0;
+  rule.backend = backend != "auto" ? backend : rule.gpu >= 0 ? "nccl" : "shm";
   return rule;
 }
 

@@ -29,6 +29,8 @@ struct DeviceRequest {
 struct DeviceRule {
   int gpu = -1;         // negative: the CPU
   std::string backend;  // "shm", "gloo" or "nccl"
+  // Nobody asked for shm by name: gloo takes over where the ranks cannot share memory.
+  bool automatic = false;
   std::string reason;   // for the device, in a few words
   std::string problem;  // why a rank cannot start like this; empty when it can
 

@@ -36,11 +36,13 @@ class DeviceRuleTest : public ::testing::Test {
 
 TEST_F(DeviceRuleTest, TheMachineDecides) {
   EXPECT_EQ(apply_device_rule(on(0, 0)).device(), "cpu");
-  EXPECT_EQ(apply_device_rule(on(0, 0)).backend, "gloo");
+  EXPECT_EQ(apply_device_rule(on(0, 0)).backend, "shm");
+  EXPECT_TRUE(apply_device_rule(on(0, 0)).automatic) << "gloo between hosts";
   EXPECT_EQ(apply_device_rule(on(0, 0)).reason, "no CUDA device is visible");
   const DeviceRule second = apply_device_rule(on(2, 1));
   EXPECT_EQ(second.device(), "cuda:1");
   EXPECT_EQ(second.backend, "nccl");
+  EXPECT_FALSE(second.automatic);
   EXPECT_EQ(second.problem, "");
   EXPECT_EQ(apply_device_rule(on(2, -1)).device(), "cuda:0") << "the local rank is not known yet";
   DeviceRequest request = on(1, 0);
@@ -52,6 +54,9 @@ TEST_F(DeviceRuleTest, TheMachineDecides) {
 TEST_F(DeviceRuleTest, TheEnvironmentDecidesBeforeIt) {
   ::setenv("LOCKSTEP_BACKEND", "gloo", 1);
   EXPECT_EQ(apply_device_rule(on(2, 1)).device(), "cpu");
+  ::setenv("LOCKSTEP_BACKEND", "shm", 1);
+  EXPECT_FALSE(apply_device_rule(on(2, 1)).automatic) << "asked for: nothing takes its place";
+  ::setenv("LOCKSTEP_BACKEND", "gloo", 1);
   ::setenv("LOCKSTEP_DEVICE", "cuda", 1);
   EXPECT_EQ(apply_device_rule(on(2, 1)).device(), "cuda:1");
   EXPECT_EQ(apply_device_rule(on(2, 1)).backend, "gloo");

@@ -15,6 +15,23 @@ struct OpenBucket {
   std::size_t last_position = 0;
 };
 
+// What is left over at the end, joined to the last full bucket of its kind where it is too small.
+void join_small(OpenBucket rest, std::vector<OpenBucket>& closed, std::int64_t min_bytes) {
+  const auto same_kind = [&](const OpenBucket& bucket) {
+    return bucket.plan.dtype == rest.plan.dtype && bucket.plan.device == rest.plan.device;
+  };
+  const auto last = std::find_if(closed.rbegin(), closed.rend(), same_kind);
+  if (rest.bytes >= min_bytes || last == closed.rend()) {
+    closed.push_back(std::move(rest));
+    return;
+  }
+  for (const Slot& slot : rest.plan.slots)
+    last->plan.slots.push_back({slot.parameter, last->plan.numel + slot.offset});
+  last->plan.numel += rest.plan.numel;
+  last->bytes += rest.bytes;
+  last->last_position = rest.last_position;
+}
+
 std::int64_t round_up(std::int64_t value, std::int64_t step) {
   return (value + step - 1) / step * step;
 }
@@ -51,7 +68,7 @@ std::vector<BucketPlan> plan_buckets(const std::vector<ParameterInfo>& parameter
       open.erase(kind);
     }
   }
-  for (auto& [kind, bucket] : open) closed.push_back(std::move(bucket));
+  for (auto& [kind, bucket] : open) join_small(std::move(bucket), closed, limits.min_bytes);
   std::stable_sort(closed.begin(), closed.end(), [](const OpenBucket& a, const OpenBucket& b) {
     return a.last_position < b.last_position;
   });

@@ -26,6 +26,7 @@ struct ParameterInfo {
 struct BucketLimits {
   std::int64_t first_cap_bytes = 1 << 20;  // small, so that communication starts early
   std::int64_t cap_bytes = 25 << 20;
+  std::int64_t min_bytes = 0;         // a last bucket below this is joined to the one before it
   std::int64_t alignment_bytes = 64;  // of each slot within its bucket
 };
 

@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 #include <set>
+
+#include "lockstep/parallel/gradient_block.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -88,6 +91,47 @@ TEST(BucketPlan, PropertiesHoldForRandomModels) {
       }
     }
     EXPECT_EQ(seen.size(), infos.size());
+  }
+}
+
+TEST(BucketPlan, ASmallRestIsJoinedToTheLastBucketOfItsKind) {
+  auto infos = floats({100, 1024, 1024, 1024});  // 4 KiB each but the last to come
+  const BucketLimits limits{.first_cap_bytes = 8 * kKi, .cap_bytes = 8 * kKi, .min_bytes = 5 * kKi};
+  const auto plan = plan_buckets(infos, reverse_order(4), limits);
+  ASSERT_EQ(plan.size(), 1u);
+  ASSERT_EQ(plan[0].slots.size(), 4u);
+  EXPECT_EQ(plan[0].slots[2].offset, 2048);
+  EXPECT_EQ(plan[0].slots[3].offset, 3072);
+  EXPECT_EQ(plan[0].numel, 3072 + 112);
+  // Another dtype has no bucket to go to.
+  infos[0].dtype = c10::kDouble;
+  EXPECT_EQ(plan_buckets(infos, reverse_order(4), limits).size(), 2u);
+}
+
+TEST(GradientBlock, LinesChangePlacesInAnyOrder) {
+  std::mt19937 random(5);
+  for (int round = 0; round < 50; ++round) {
+    std::vector<Move> moves(static_cast<std::size_t>(1 + random() % 20));
+    std::int64_t bytes = 0;
+    for (Move& move : moves) {
+      move.from = bytes;
+      move.bytes = kLine * static_cast<std::int64_t>(random() % 6);
+      bytes += move.bytes;
+    }
+    const std::int64_t whole = bytes + kLine;  // the last line stays where it is
+    std::shuffle(moves.begin(), moves.end(), random);
+    std::int64_t to = 0;
+    for (Move& move : moves) {
+      move.to = to;
+      to += move.bytes;
+    }
+    std::vector<std::byte> data(static_cast<std::size_t>(whole));
+    for (auto& byte : data) byte = static_cast<std::byte>(random());
+    std::vector<std::byte> expected = data;
+    for (const Move& move : moves)
+      std::copy_n(data.begin() + move.from, move.bytes, expected.begin() + move.to);
+    move_lines(data.data(), whole, moves);
+    EXPECT_EQ(data, expected);
   }
 }
 

@@ -414,21 +414,23 @@ torch::nn::Linear unbiased(int in, int out) {
   return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
 }
 
+// Registered in the order opposite to the one that the first plan hopes for.
+struct Backwards : torch::nn::Module {
+  Backwards()
+      : last(register_module("last", unbiased(6, 7))),
+        middle(register_module("middle", unbiased(5, 6))),
+        first(register_module("first", unbiased(4, 5))) {}
+  at::Tensor forward(const at::Tensor& x) { return last(middle(first(x))); }
+  torch::nn::Linear last, middle, first;
+};
+
 TEST(Ddp, TheFirstBackwardsOrderIsThePlanFromTheSecondOn) {
-  // Registered in the order opposite to the one that the first plan hopes for.
-  struct Backwards : torch::nn::Module {
-    Backwards()
-        : last(register_module("last", unbiased(6, 7))),
-          middle(register_module("middle", unbiased(5, 6))),
-          first(register_module("first", unbiased(4, 5))) {}
-    at::Tensor forward(const at::Tensor& x) { return last(middle(first(x))); }
-    torch::nn::Linear last, middle, first;
-  };
   for (const bool static_graph : {false, true}) {
     run_threads(2, [static_graph](World& world) {
-      DistributedDataParallel model{std::make_shared<Backwards>(),
-                                    world,
-                                    {.bucket_cap_mb = 0.00001, .static_graph = static_graph}};
+      DistributedDataParallel model{
+          std::make_shared<Backwards>(),
+          world,
+          {.bucket_cap_mb = 0.00001, .static_graph = static_graph, .overlap = true}};
       std::vector<std::int64_t> widths;
       model.register_comm_hook([&](World& w, const Bucket& bucket) -> Reduction {
         widths.push_back(bucket.parameters[0].size(0));
@@ -438,6 +440,83 @@ TEST(Ddp, TheFirstBackwardsOrderIsThePlanFromTheSecondOn) {
       EXPECT_EQ(widths, (std::vector<std::int64_t>{5, 6, 7, 7, 6, 5, 7, 6, 5}));
     });
   }
+}
+
+TEST(Ddp, AnotherOrderTakesNoOtherMemoryAndKeepsGradients) {
+  run_threads(2, [](World& world) {
+    for (const double cap : {0.00001, 25.0}) {
+      auto net = std::make_shared<Backwards>();
+      DistributedDataParallel model{net, world, {.bucket_cap_mb = cap, .overlap = true}};
+      const auto backward = [&](float scale) { model(at::full({2, 4}, scale)).sum().backward(); };
+      const auto places = [&] {
+        std::vector<const char*> all;
+        for (const auto& p : net->parameters())
+          all.push_back(static_cast<const char*>(p.grad().const_data_ptr()));
+        return all;
+      };
+      {
+        const auto guard = model.no_sync();
+        backward(1);
+      }
+      const auto before = places();
+      const at::Tensor held = net->first->weight.grad();  // stays the gradient, wherever it lies
+      const at::Tensor local = held.clone();
+      backward(static_cast<float>(world.rank()));
+      const auto after = places();
+      EXPECT_NE(after, before) << "this must be another order";
+      const char* const end = *std::max_element(before.begin(), before.end()) +
+                              net->parameters().back().numel() * 4 + 64;
+      for (const char* place : after) {
+        EXPECT_GE(place, *std::min_element(before.begin(), before.end()));
+        EXPECT_LT(place, end);
+      }
+      // Gradients are linear in the input: mean over ranks of 1 and of the rank.
+      EXPECT_TENSOR_NEAR(net->first->weight.grad(), local * 1.5, 1e-6);
+      EXPECT_TRUE(held.is_same(net->first->weight.grad()));
+      net->zero_grad();
+      backward(static_cast<float>(world.rank()));
+      EXPECT_TENSOR_NEAR(net->first->weight.grad(), local * 0.5, 1e-6);
+    }
+  });
+}
+
+TEST(Ddp, WithoutOverlapBucketsAreReducedWhenBackwardHasEnded) {
+  run_threads(2, [](World& world) {
+    for (const bool overlap : {false, true}) {
+      Net net = locked_net();
+      DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.0001, .overlap = overlap}};
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad();
+        model(batch_of(world.rank())).sum().backward();
+        const StepTiming& timing = model.last_timing();
+        ASSERT_GT(timing.buckets.size(), 2u);
+        for (const auto& bucket : timing.buckets) {
+          EXPECT_GE(bucket.completed_ms, bucket.launched_ms);
+          if (!overlap) {
+            EXPECT_GE(bucket.launched_ms, timing.last_gradient_ms);
+          }
+        }
+        if (overlap) {
+          EXPECT_LT(timing.buckets[0].launched_ms, timing.last_gradient_ms);
+        }
+      }
+      Net plain = locked_net();
+      plain(batch_of(world.rank())).sum().backward();
+      testing::average_gradients(world, plain->parameters());
+      expect_close(gradients_of(*net), gradients_of(*plain));
+    }
+    // Several megabytes, and no small bucket first or last.
+    torch::nn::Linear wide(1024, 1500);  // 5.9 MiB and 6 KB
+    DistributedDataParallel large{wide, world, {.overlap = false}};
+    EXPECT_EQ(large.reducer().bucket_count(), 1u);
+    DistributedDataParallel early{wide, world, {.overlap = true}};
+    EXPECT_EQ(early.reducer().bucket_count(), 1u);
+    torch::nn::Sequential two(torch::nn::Linear(1024, 1500), torch::nn::Linear(1500, 400));
+    EXPECT_EQ((DistributedDataParallel{two, world, {.overlap = false}}.reducer().bucket_count()),
+              1u);
+    EXPECT_EQ((DistributedDataParallel{two, world, {.overlap = true}}.reducer().bucket_count()),
+              2u);
+  });
 }
 
 // A user's own nested backward: nobody announces it, and the engine ends it like any other.
@@ -544,7 +623,7 @@ TEST(Ddp, AnInterruptedBackwardIsForgottenOrRefused) {
     EXPECT_TRUE(parts[0].equal(parts[1]));
 
     Net other = locked_net();
-    DistributedDataParallel fine{other, world, {.bucket_cap_mb = 0.0001}};
+    DistributedDataParallel fine{other, world, {.bucket_cap_mb = 0.0001, .overlap = true}};
     const auto g = torch::relu(other->a(batch_of(world.rank())));
     EXPECT_THROW(other->c(torch::tanh(other->b(Thrower::apply(g)))).sum().backward(),
                  std::runtime_error);

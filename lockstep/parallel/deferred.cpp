@@ -6,7 +6,7 @@
 
 namespace lockstep::parallel {
 
-DeferredGradients ReducerImpl::defer() {
+DeferredGradients ReducerImpl::defer(std::function<void()> idle_step) {
   if (deferred_)
     throw UsageError("ShardedOptimizer",
                      "this model already has a ShardedOptimizer. One per model; use groups for "
@@ -15,6 +15,10 @@ DeferredGradients ReducerImpl::defer() {
     throw UsageError("ShardedOptimizer",
                      "this model has a communication hook, which would never run: gradients are "
                      "reduced in step(). Leave the hook out, or use a replicated optimizer.");
+  if (joining_)
+    throw UsageError("ShardedOptimizer",
+                     "it was made inside join(). Make it before, so that ranks that have run out "
+                     "know of it.");
   for (const auto& p : parameters_) {
     if (p.sparse)
       throw UsageError("ShardedOptimizer",
@@ -32,6 +36,7 @@ DeferredGradients ReducerImpl::defer() {
     post_sentinels();
   }
   deferred_ = true;
+  idle_step_ = std::move(idle_step);
   DeferredGradients gradients;
   for (const auto& bucket : buckets_) {
     DeferredBucket& out = gradients.buckets.emplace_back();
@@ -40,10 +45,22 @@ DeferredGradients ReducerImpl::defer() {
       out.parts.push_back(part.narrow(0, 0, bucket->flat.numel()));
     for (const std::size_t i : bucket->members) {
       const Parameter& p = parameters_[i];
-      out.slots.push_back({p.name, i, p.tensor, p.slot, p.slot.storage_offset()});
+      const std::int64_t offset = p.slot.storage_offset() - bucket->flat.storage_offset();
+      out.slots.push_back({p.name, i, p.tensor, p.slot, offset});
     }
   }
   return gradients;
+}
+
+void ReducerImpl::resume() {
+  deferred_ = false;
+  idle_step_ = nullptr;
+}
+
+DeferredStep ReducerImpl::begin_deferred_step(bool has_inputs) {
+  // A rank without inputs has exchanged already, to learn that there is a step.
+  if (joining_ && has_inputs) exchange_active(true);
+  return {divisor(), root_, joining()};
 }
 
 void ReducerImpl::end_deferred_step() {
@@ -52,11 +69,20 @@ void ReducerImpl::end_deferred_step() {
   ++step_;
 }
 
-void ReducerImpl::refuse_change_while_deferred() const {
-  throw UsageError("ShardedOptimizer",
-                   "a parameter was frozen, unfrozen or moved to another dtype or device after the "
-                   "optimizer was made. Change the model first, then wrap it and make the "
-                   "optimizer anew.");
+void ReducerImpl::check_unchanged() const {
+  for (const auto& p : parameters_) {
+    const Form now = form_of(p);
+    if (now == p.form) continue;
+    std::string change = "given another shape";
+    if (now.device != p.form.device) change = "moved to " + now.device.str();
+    if (now.dtype != p.form.dtype) change = fmt::format("moved to {}", c10::toString(now.dtype));
+    if (now.requires_grad != p.form.requires_grad)
+      change = now.requires_grad ? "unfrozen" : "frozen";
+    throw UsageError("ShardedOptimizer",
+                     "parameter '{}' was {} after the optimizer was made. Change the model first, "
+                     "then wrap it and make the optimizer anew.",
+                     p.name, change);
+  }
 }
 
 }  // namespace lockstep::parallel

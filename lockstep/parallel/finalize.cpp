@@ -167,9 +167,10 @@ void ReducerImpl::learn_static_graph() {
 }
 
 // The order in which gradients really came, as rank `root_` saw it, is better than the guess the
-// first plan was made from. With unused parameters there is no one order.
+// first plan was made from. With unused parameters there is no one order, and without overlap it
+// does not matter.
 void ReducerImpl::rebuild_from_observed_order() {
-  if (rebuilt_ || options_.find_unused_parameters) return;
+  if (rebuilt_ || options_.find_unused_parameters || !overlap_) return;
   rebuilt_ = true;
   auto order = dense_parameters();
   std::reverse(order.begin(), order.end());

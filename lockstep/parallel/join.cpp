@@ -1,4 +1,5 @@
-// Uneven inputs: a rank that has run out goes on taking part, with zeros, until all have.
+// Uneven inputs: a rank that has run out goes on taking part, with zeros, until all have. With a
+// ShardedOptimizer it goes on stepping its share instead.
 #include <torch/torch.h>
 
 #include "lockstep/core/error.h"
@@ -38,11 +39,6 @@ double ReducerImpl::divisor() const {
 
 void ReducerImpl::join(const std::function<void()>& body, const JoinOptions& options) {
   if (joining_) throw UsageError("join", "join was called inside join. One at a time per model.");
-  if (deferred_)
-    throw UsageError("join",
-                     "this model's gradients are reduced by a ShardedOptimizer, and ranks must all "
-                     "call its step() equally often. Use a replicated optimizer with uneven "
-                     "inputs.");
   if (passive_) {
     body();
     return;
@@ -51,8 +47,19 @@ void ReducerImpl::join(const std::function<void()>& body, const JoinOptions& opt
   active_.clear();
   try {
     body();
-    while (!exchange_active(false).empty()) shadow_pass();
-    broadcast_model(root_);
+    while (!exchange_active(false).empty()) {
+      if (idle_step_) {
+        idle_step_();
+      } else {
+        shadow_pass();
+      }
+    }
+    if (deferred_) {
+      // Parameters are equal after every step, or the same memory.
+      broadcast_coalesced(world_, buffer_tensors(), root_);
+    } else {
+      broadcast_model(root_);
+    }
   } catch (...) {
     joining_.reset();
     root_ = 0;
@@ -76,7 +83,14 @@ void ReducerImpl::shadow_pass() {
     bucket->ready = pass_start_;
   }
   waiting_for_ = 0;
-  finalize();
+  try {
+    finalize();
+  } catch (...) {
+    // As after a backward that threw: what was sent is remembered, and the rest is forgotten.
+    shadow_ = false;
+    interrupted();
+    throw;
+  }
 }
 
 }  // namespace lockstep::parallel

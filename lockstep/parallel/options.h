@@ -8,8 +8,8 @@
 namespace lockstep {
 
 struct DdpOptions {
-  // MiB per bucket. Unset: 25 with a first bucket of 1, so that communication starts early; a value
-  // given here holds for every bucket, as in PyTorch.
+  // MiB per bucket. Unset: 25 with a first bucket of 1, so that communication starts early (without
+  // overlap no bucket is under 4); a value given here holds for every bucket, as in PyTorch.
   std::optional<double> bucket_cap_mb{};
   // Allows parts of the model to stay unused in a step. Costs a walk of the graph per backward.
   bool find_unused_parameters = false;
@@ -26,6 +26,9 @@ struct DdpOptions {
   std::vector<std::string> ignored_parameters{};
   // Parameters whose gradients are sparse. Embeddings made with sparse(true) are found without it.
   std::vector<std::string> sparse_parameters{};
+  // Reduce buckets while backward still runs. Unset: unless the ranks of one host share memory and
+  // fill its cores, where they would only take turns. Then one large reduction follows backward.
+  std::optional<bool> overlap{};
   // Keep the reducer working in a world of one; for measuring what it costs.
   bool force_reducer = false;
 };

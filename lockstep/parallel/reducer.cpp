@@ -1,5 +1,6 @@
 #include "lockstep/parallel/reducer.h"
 
+#include <sched.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -7,6 +8,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -37,6 +39,13 @@ BucketLimits limits_of(const DdpOptions& options) {
     throw UsageError("reducer", "bucket_cap_mb = {} must be positive. 25 is the default.", mb);
   limits.cap_bytes = limits.first_cap_bytes = static_cast<std::int64_t>(mb * 1024 * 1024);
   return limits;
+}
+
+// Cores that this process may run on.
+int allowed_cores() {
+  cpu_set_t cores;
+  if (::sched_getaffinity(0, sizeof cores, &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
@@ -101,6 +110,7 @@ void ReducerImpl::start() {
                      "nothing to synchronise; use the module without wrapping it.",
                      parameters_.size());
   if (options_.init_sync) broadcast_model(0);
+  choose_overlap();
   auto order = dense_parameters();
   std::reverse(order.begin(), order.end());
   plan(order);
@@ -120,46 +130,122 @@ std::vector<std::size_t> ReducerImpl::dense_parameters() const {
   return dense;
 }
 
-// Lays the buckets out anew. Gradients that exist move along: slots are copied before the old
-// buckets are let go.
+// Sending buckets during backward pays while a core is free for it. Ranks that share memory and
+// fill the cores would only take turns, and there large buckets are faster than small ones.
+void ReducerImpl::choose_overlap() {
+  constexpr std::int64_t kLeastBytes = 4 << 20;
+  const bool crowded = world_.local_size() * at::get_num_threads() >= allowed_cores();
+  overlap_ =
+      options_.overlap ? *options_.overlap : world_.backend() != "shm" || !world_.all(crowded);
+  if (overlap_ || options_.bucket_cap_mb) return;
+  limits_.first_cap_bytes = limits_.cap_bytes;
+  limits_.min_bytes = kLeastBytes;
+}
+
+namespace {
+
+// Where each bucket begins in the block of CPU gradients, in bytes, and the block's size: the same
+// in any order of the parameters. A line is kept for the vote behind the first bucket.
+std::vector<std::int64_t> places_in_block(const std::vector<BucketPlan>& layouts) {
+  std::vector<std::int64_t> homes;
+  std::int64_t bytes = 0;
+  bool any = false;
+  for (const BucketPlan& layout : layouts) {
+    homes.push_back(bytes);
+    if (!layout.device.is_cpu()) continue;
+    any = true;
+    bytes += layout.numel * static_cast<std::int64_t>(c10::elementSize(layout.dtype));
+    if (homes.size() == 1) bytes += kLine;
+  }
+  const bool voted = !layouts.empty() && layouts.front().device.is_cpu();
+  homes.push_back(bytes + (any && !voted ? kLine : 0));
+  return homes;
+}
+
+}  // namespace
+
+// Lays the buckets out anew. Gradients that exist move along.
 void ReducerImpl::plan(const std::vector<std::size_t>& order) {
   torch::NoGradGuard no_grad;
   std::vector<ParameterInfo> infos;
   for (const auto& p : parameters_)
     infos.push_back({p.tensor.numel(), p.form.dtype, p.form.device});
+  const auto layouts = plan_buckets(infos, order, limits_);
+  const auto homes = places_in_block(layouts);
+  make_room(layouts, homes);
   std::vector<std::unique_ptr<BucketState>> buckets;
   for (auto& p : parameters_) p.bucket = kNoBucket;
-  for (const BucketPlan& layout : plan_buckets(infos, order, limits_)) {
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
+    const BucketPlan& layout = layouts[i];
     auto bucket = std::make_unique<BucketState>();
-    const auto options = at::TensorOptions().dtype(layout.dtype).device(layout.device);
-    const std::int64_t length = layout.numel + (buckets.empty() ? 1 : 0);
-    if (layout.device.is_cpu()) bucket->parts = world_.symmetric({length}, layout.dtype);
-    // New shared memory is zero already.
-    bucket->wire = bucket->parts.empty() ? at::zeros({length}, options)
-                                         : bucket->parts[static_cast<std::size_t>(world_.rank())];
+    const std::int64_t length = layout.numel + (i == 0 ? 1 : 0);
+    if (layout.device.is_cpu()) {
+      bucket->wire = block_.mine(homes[i], length, layout.dtype);
+      bucket->parts = block_.shared(homes[i], length, layout.dtype);
+    } else {
+      bucket->wire = at::zeros({length}, at::dtype(layout.dtype).device(layout.device));
+    }
     bucket->flat = bucket->wire.narrow(0, 0, layout.numel);
     for (const Slot& place : layout.slots) {
-      Parameter& p = parameters_[place.parameter];
-      p.bucket = buckets.size();
+      parameters_[place.parameter].bucket = i;
       bucket->members.push_back(place.parameter);
-      // An alias, not a view: zero_grad(false) detaches gradients in place, which a view refuses.
-      const bool dense = p.tensor.is_non_overlapping_and_dense();
-      const auto strides = dense ? p.tensor.strides().vec()
-                                 : at::empty_like(p.tensor, at::kMeta).contiguous().strides().vec();
-      at::Tensor slot =
-          at::empty({0}, options).set_(bucket->wire.storage(), place.offset, p.form.sizes, strides);
-      at::Tensor& grad = p.tensor.mutable_grad();
-      if (grad.defined() && !grad.is_sparse() && grad.scalar_type() == layout.dtype &&
-          grad.device() == layout.device && options_.gradient_as_bucket_view) {
-        slot.copy_(grad);
-        grad = slot;
-      }
-      p.slot = std::move(slot);
+      house_gradient(place, *bucket);
     }
     buckets.push_back(std::move(bucket));
   }
   buckets_ = std::move(buckets);
   close_pass();
+}
+
+// The same parameters in another order change places within the block. Otherwise gradients wait in
+// memory of their own, so that the old block is gone before there is a new one.
+void ReducerImpl::make_room(const std::vector<BucketPlan>& layouts,
+                            const std::vector<std::int64_t>& homes) {
+  std::vector<Move> moves;
+  bool again = block_.bytes() > 0 && block_.bytes() == homes.back();
+  for (std::size_t i = 0; i < layouts.size() && again; ++i) {
+    if (!layouts[i].device.is_cpu()) continue;
+    const auto element = static_cast<std::int64_t>(c10::elementSize(layouts[i].dtype));
+    for (const Slot& place : layouts[i].slots) {
+      const at::Tensor& slot = parameters_[place.parameter].slot;
+      again &= slot.defined() && block_.holds(slot);
+      if (!again) break;
+      const std::int64_t lines = (slot.numel() * element + kLine - 1) / kLine;
+      moves.push_back(
+          {slot.storage_offset() * element, homes[i] + place.offset * element, lines * kLine});
+    }
+  }
+  if (again) return block_.rearrange(moves);
+  for (auto& p : parameters_) {
+    at::Tensor& grad = p.tensor.mutable_grad();
+    if (grad.defined() && block_.holds(grad)) grad = grad.clone();
+    p.slot = at::Tensor();
+  }
+  for (auto& bucket : buckets_) {
+    bucket->wire = bucket->flat = at::Tensor();
+    bucket->parts.clear();
+  }
+  block_.make(world_, homes.back());
+}
+
+void ReducerImpl::house_gradient(const Slot& place, const BucketState& bucket) {
+  Parameter& p = parameters_[place.parameter];
+  const at::Tensor& wire = bucket.wire;
+  const bool dense = p.tensor.is_non_overlapping_and_dense();
+  const auto strides = dense ? p.tensor.strides().vec()
+                             : at::empty_like(p.tensor, at::kMeta).contiguous().strides().vec();
+  at::Tensor& grad = p.tensor.mutable_grad();
+  // One that moved within the block stays the tensor that it is, for everyone who holds it.
+  const bool moved = p.slot.defined() && block_.holds(p.slot);
+  if (!moved) p.slot = at::empty({0}, wire.options());
+  // An alias, not a view: zero_grad(false) detaches gradients in place, which a view refuses.
+  p.slot.set_(wire.storage(), wire.storage_offset() + place.offset, p.form.sizes, strides);
+  if (grad.is_same(p.slot) || !options_.gradient_as_bucket_view) return;
+  if (grad.defined() && !grad.is_sparse() && grad.scalar_type() == wire.scalar_type() &&
+      grad.device() == wire.device()) {
+    p.slot.copy_(grad);
+    grad = p.slot;
+  }
 }
 
 // Puts a hook on every accumulator that has none; never during backward, which runs them.
@@ -243,7 +329,6 @@ void ReducerImpl::start_pass() {
   pass_start_ = Clock::now();
   if (sync_ && joining_) exchange_active(true);
   stale_ = changed();
-  if (stale_ && deferred_) refuse_change_while_deferred();
   if (sync_ && stale_) plan_anew_together();
   phase_ = Phase::kRunning;
   if (sync_ && options_.find_unused_parameters && !NestedBackward::active()) mark_unused_in_graph();
@@ -335,7 +420,7 @@ void ReducerImpl::mark_ready(std::size_t index) {
                      step_, p.name, p.fired);
   }
   if (p.fired < p.expected) return;
-  if (count_down(p)) launch_ready();
+  if (count_down(p) && overlap_) launch_ready();
 }
 
 // True when the parameter's bucket has become ready.
@@ -370,8 +455,14 @@ void ReducerImpl::count_as_unused(Parameter& p) {
 
 void ReducerImpl::launch_ready() {
   std::lock_guard<std::mutex> lock(mutex_);
-  while (next_launch_ < buckets_.size() && buckets_[next_launch_]->pending.load() == 0)
-    launch(next_launch_++);
+  while (next_launch_ < buckets_.size() && buckets_[next_launch_]->pending.load() == 0) {
+    const std::size_t index = next_launch_++;
+    launch(index);
+    if (overlap_ || hook_) continue;
+    // Nothing else to do: this thread carries the reduction out.
+    buckets_[index]->reduction.work.wait();
+    (*completed_ns_)[index] = Clock::now().time_since_epoch().count();
+  }
 }
 
 void ReducerImpl::launch(std::size_t index) {
@@ -396,7 +487,7 @@ void ReducerImpl::launch(std::size_t index) {
   } else {
     bucket.reduction = {world_.all_reduce(sent, ReduceOp::kAvg), nullptr};
   }
-  if (bucket.flat.is_cpu()) {
+  if (bucket.flat.is_cpu() && (overlap_ || hook_)) {
     bucket.reduction.work.on_completion([times = completed_ns_, index] {
       (*times)[index] = Clock::now().time_since_epoch().count();
     });
@@ -457,7 +548,7 @@ void ReducerImpl::on_watched_backward() {
   // autograd::grad and backward(inputs) reach chosen tensors only and reduce nothing.
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   if (chosen != nullptr && !chosen->empty()) return;
-  if (begin_pass() && sync_) launch_ready();
+  if (begin_pass() && sync_ && overlap_) launch_ready();
 }
 
 }  // namespace parallel
@@ -491,8 +582,17 @@ const StepTiming& Reducer::last_timing() const {
 std::size_t Reducer::bucket_count() const {
   return impl_->bucket_count();
 }
-DeferredGradients Reducer::defer() {
-  return impl_->defer();
+DeferredGradients Reducer::defer(std::function<void()> idle_step) {
+  return impl_->defer(std::move(idle_step));
+}
+DeferredStep Reducer::begin_deferred_step(bool has_inputs) {
+  return impl_->begin_deferred_step(has_inputs);
+}
+bool Reducer::joining() const {
+  return impl_->joining();
+}
+void Reducer::check_unchanged() const {
+  impl_->check_unchanged();
 }
 void Reducer::resume() {
   impl_->resume();

@@ -79,6 +79,12 @@ struct DeferredBucket {
 struct DeferredGradients {
   std::vector<DeferredBucket> buckets;
 };
+// One step of a deferred reducer.
+struct DeferredStep {
+  double divisor = 1;    // of the sum over ranks
+  int root = 0;          // whose settings and buffers count
+  bool joining = false;  // ranks may have run out of inputs
+};
 
 namespace parallel {
 class ReducerImpl;
@@ -101,11 +107,15 @@ class Reducer {
   void verify_replicas();
 
   // For ShardedOptimizer: from now on backward leaves gradients local, in their buckets, and the
-  // plan stays as it is. end_deferred_step() does what else belongs to the end of a step; resume()
-  // takes it back.
-  DeferredGradients defer();
+  // plan stays as it is; resume() takes it back. Every step begins and ends here; in a join, a rank
+  // that has run out takes `idle_step` for each step of the others.
+  DeferredGradients defer(std::function<void()> idle_step);
   void resume();
+  DeferredStep begin_deferred_step(bool has_inputs);
   void end_deferred_step();
+  bool joining() const;
+  // Throws UsageError naming a parameter that is not as it was when the buckets were laid out.
+  void check_unchanged() const;
 
   const StepTiming& last_timing() const;
   std::size_t bucket_count() const;

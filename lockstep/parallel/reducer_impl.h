@@ -7,8 +7,6 @@
 // change.cpp (a changed model), join.cpp (uneven inputs), replicas.cpp (equal replicas, proved).
 #pragma once
 
-#include <torch/csrc/autograd/function.h>
-
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -19,7 +17,9 @@
 #include <vector>
 
 #include "lockstep/parallel/bucket_plan.h"
+#include "lockstep/parallel/gradient_block.h"
 #include "lockstep/parallel/reducer.h"
+#include "lockstep/parallel/reducer_state.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep::parallel {
@@ -37,54 +37,20 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void join(const std::function<void()>& body, const JoinOptions& options);
   void register_comm_hook(CommHook hook);
   void verify_replicas();
-  DeferredGradients defer();
-  void resume() { deferred_ = false; }
+  DeferredGradients defer(std::function<void()> idle_step);
+  void resume();
+  DeferredStep begin_deferred_step(bool has_inputs);
   void end_deferred_step();
+  bool joining() const { return joining_.has_value(); }
+  void check_unchanged() const;
 
   const StepTiming& last_timing() const { return timing_; }
   std::size_t bucket_count() const { return buckets_.size(); }
   World& world() { return world_; }
 
  private:
-  using Clock = std::chrono::steady_clock;
-  static constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
-  // What the buckets were planned for.
-  struct Form {
-    bool requires_grad = false;
-    c10::ScalarType dtype = c10::kFloat;
-    c10::Device device = c10::kCPU;
-    std::vector<std::int64_t> sizes;
-    bool operator==(const Form&) const = default;
-  };
-  struct Parameter {
-    std::string name;
-    at::Tensor tensor;
-    bool sparse = false;
-    Form form;
-    std::shared_ptr<torch::autograd::Node> accumulator;  // keeps the hook alive
-    std::uintptr_t hook_key = 0;
-    std::size_t bucket = kNoBucket;
-    at::Tensor slot;  // the gradient's place in its bucket, in the parameter's shape
-
-    // This pass.
-    int fired = 0;
-    bool counted = false;  // no longer waited for
-    bool used = false;     // by this rank, since the last synchronised pass
-    at::Tensor kept;       // what .grad held, for a parameter that no rank used
-    int place = -1;        // in the order in which gradients came
-    // Learned by static_graph.
-    int expected = 1;
-  };
-  struct BucketState {
-    at::Tensor wire;  // flat and, behind it in the first bucket, one element for the vote
-    at::Tensor flat;  // the gradients
-    std::vector<at::Tensor> parts;  // every rank's flat, in memory that all of them map
-    std::vector<std::size_t> members;
-    std::atomic<int> pending{0};
-    Reduction reduction;
-    Clock::time_point ready;
-    Clock::time_point launched;
-  };
+  using Form = ParameterForm;
+  using Parameter = ParameterState;
   // Ends the pass if its callback is destroyed unrun, which is what happens when backward throws.
   struct PassToken;
   struct Sentinel;
@@ -93,7 +59,10 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
 
   // reducer.cpp
   Form form_of(const Parameter& parameter) const;
+  void choose_overlap();
   void plan(const std::vector<std::size_t>& order);
+  void make_room(const std::vector<BucketPlan>& layouts, const std::vector<std::int64_t>& homes);
+  void house_gradient(const Slot& place, const BucketState& bucket);
   std::vector<std::size_t> dense_parameters() const;
   void install_hooks();
   void remove_hooks();
@@ -135,7 +104,6 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void cast_vote();
   at::Tensor counted_vote();
   void refuse_change_of_another();
-  void refuse_change_while_deferred() const;
 
   // join.cpp
   std::vector<int> exchange_active(bool active);
@@ -149,11 +117,14 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
 
   World world_;
   DdpOptions options_;
-  bool passive_ = false;   // a world of one: nothing to reduce
-  bool deferred_ = false;  // a ShardedOptimizer reduces, in its step
+  bool passive_ = false;             // a world of one: nothing to reduce
+  bool deferred_ = false;            // a ShardedOptimizer reduces, in its step
+  std::function<void()> idle_step_;  // its step for a rank without inputs
   std::vector<Parameter> parameters_;
   std::vector<NamedTensor> buffers_;
   BucketLimits limits_;
+  bool overlap_ = true;  // buckets are sent while backward runs
+  GradientBlock block_;  // where the buckets of CPU gradients lie
   std::vector<std::unique_ptr<BucketState>> buckets_;
   CommHook hook_;
   int no_sync_depth_ = 0;
@@ -166,8 +137,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   std::mutex mutex_;
   std::atomic<Phase> phase_{Phase::kIdle};
   std::atomic<int> queued_task_{-1};
-  bool sync_ = true;
-  bool shadow_ = false;
+  bool sync_ = true, shadow_ = false;
   bool stale_ = false;     // the model is not the planned one
   int refused_task_ = -1;  // a backward that has thrown already
   at::Tensor vote_;        // where it cannot ride in the first bucket
@@ -176,8 +146,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   std::size_t next_launch_ = 0;
   std::atomic<int> observed_{0};
   std::uint64_t step_ = 0;
-  Clock::time_point pass_start_;
-  Clock::time_point last_gradient_;
+  Clock::time_point pass_start_, last_gradient_;
   std::shared_ptr<std::vector<std::atomic<std::int64_t>>> completed_ns_;
   StepTiming timing_;
 

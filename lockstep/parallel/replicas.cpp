@@ -110,9 +110,10 @@ void ReducerImpl::check_same_model() {
   // What decides which collectives follow must be equal, too.
   text += fmt::format(
       "options: bucket_cap_mb={}, find_unused_parameters={}, static_graph={}, "
-      "broadcast_buffers={}, init_sync={}\n",
+      "broadcast_buffers={}, init_sync={}, overlap={}\n",
       options_.bucket_cap_mb.value_or(0), options_.find_unused_parameters, options_.static_graph,
-      options_.broadcast_buffers, options_.init_sync);
+      options_.broadcast_buffers, options_.init_sync,
+      options_.overlap ? fmt::format("{}", *options_.overlap) : "unset");
   const std::uint64_t hash = fingerprint(text.data(), text.size());
   bool same = true;
   for (const auto& other : world_.all_gather(fmt::format("{:016x}", hash)))

@@ -280,6 +280,23 @@ TEST(Join, CanThrowOnEveryRankInstead) {
   EXPECT_EQ(thrown, 2);
 }
 
+// A rank that only takes part learns that the pass has failed, and remembers it like the others.
+TEST(Join, APassThatFailsIsRememberedByARankThatHasRunOut) {
+  run_threads(3, [](World& world) {
+    auto net = std::make_shared<Pair>();
+    DistributedDataParallel model{net, world, {.static_graph = true}};
+    const auto text = message_of<UsageError>([&] {
+      model.join([&] {
+        if (world.rank() == 0) net->a(input_of(world)).sum().backward();
+        if (world.rank() == 1) model(input_of(world)).sum().backward();
+      });
+    });
+    EXPECT_THAT(text, HasSubstr("'b.weight' got 0 gradients on rank 0 but 1 on rank 1"));
+    EXPECT_THAT(message_of<CommError>([&] { model(input_of(world)).sum().backward(); }),
+                HasSubstr("the previous backward was interrupted after"));
+  });
+}
+
 // ---------------------------------------------------------------- hooks
 
 TEST(Hooks, CompressionRoundsAndAUsersOwnIsCalled) {

@@ -23,6 +23,7 @@ class ShardedImpl {
   ShardedImpl& operator=(const ShardedImpl&) = delete;
 
   StepOutcome step();
+  void idle_step();  // of a rank that has run out of inputs, in a join
   void zero_grad();
   void reduce_now();
   void accept_changes();
@@ -62,6 +63,7 @@ class ShardedImpl {
     at::Tensor reduced = {};              // of two passes, what the first one left
     at::Tensor param = {};                // the piece of the parameter
     std::vector<at::Tensor> shared = {};  // every rank's gradient, where memory is shared
+    std::uint64_t print = 0;              // of the parameter's bits after a step, in debug mode
   };
   struct Domain {
     c10::ScalarType dtype = c10::kFloat;
@@ -84,8 +86,12 @@ class ShardedImpl {
   void house_parameters();
   void meet();
   void remember_parameters();
+  void take_prints();
   void check_parameters() const;
+  void check_prints() const;
   void check_gradients() const;
+  StepOutcome take_step(const DeferredStep& how);
+  void share_settings(int root);
   void agree_that_all_is_well();
   void prepare_gradients();
 
@@ -104,6 +110,9 @@ class ShardedImpl {
   DeferredGradients deferred_;
   bool shared_ = false;   // parameters and gradients lie in memory that all ranks map
   bool reduced_ = false;  // reduce_now() has averaged the gradients
+  bool idle_ = false;     // this rank has run out of inputs; its slots hold zeros
+  bool debug_ = false;    // LOCKSTEP_DEBUG
+  double divisor_ = 1;    // of the sum over ranks, in this step
   std::vector<Member> members_;
   std::vector<Domain> domains_;
   std::int64_t blocks_ = 0;

@@ -7,9 +7,11 @@
 #include <array>
 #include <utility>
 
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/optim/deferred_gradients.h"
+#include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_impl.h"
 
 namespace lockstep {
@@ -20,7 +22,40 @@ namespace {
 constexpr const char* kComponent = "ShardedOptimizer";
 
 bool is_shared(const std::vector<DeferredBucket>& buckets) {
-  return !buckets.empty() && !buckets[0].parts.empty();
+  return std::all_of(buckets.begin(), buckets.end(),
+                     [](const DeferredBucket& bucket) { return !bucket.parts.empty(); });
+}
+
+// Every number of a rule, to be read or set.
+template <typename Body>
+void each_number(OptimizerRule& rule, const Body& body) {
+  std::visit(
+      [&](auto& o) {
+        body(o.lr);
+        body(o.weight_decay);
+        if constexpr (requires { o.betas; }) {
+          body(o.betas.first);
+          body(o.betas.second);
+          body(o.eps);
+        } else {
+          body(o.momentum);
+          body(o.dampening);
+          double nesterov = o.nesterov ? 1 : 0;
+          body(nesterov);
+          o.nesterov = nesterov != 0;
+        }
+      },
+      rule);
+}
+
+// Between a tensor and its memory, flat: a parameter need not lie row by row (channels_last).
+at::Tensor shaped(const at::Tensor& flat, const at::Tensor& like) {
+  return flat.as_strided(like.sizes(), like.strides());
+}
+at::Tensor flattened(const at::Tensor& tensor, const at::Tensor& like) {
+  return at::empty_strided(like.sizes(), like.strides(), tensor.options())
+      .copy_(tensor)
+      .as_strided({like.numel()}, {1});
 }
 
 at::Tensor alias(const at::Tensor& flat, std::int64_t offset, const at::Tensor& like) {
@@ -32,16 +67,20 @@ at::Tensor alias(const at::Tensor& flat, std::int64_t offset, const at::Tensor& 
 
 ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGroup> groups,
                          ShardedOptions wanted)
-    : options(wanted), reducer_(std::move(reducer)), world_(reducer_->world()) {
+    : options(wanted),
+      reducer_(std::move(reducer)),
+      world_(reducer_->world()),
+      debug_(env::get_bool("LOCKSTEP_DEBUG").value_or(false)) {
   for (const auto& group : groups) rules.push_back(group.rule);
   check_options();
-  deferred_ = reducer_->defer();
+  deferred_ = reducer_->defer([this] { idle_step(); });
   try {
     collect_members(groups);
     make_domains();
     house_parameters();
     find_pieces();
     remember_parameters();
+    take_prints();
     optim::mark_deferred(tensors());
   } catch (...) {
     reducer_->resume();
@@ -211,6 +250,28 @@ void ShardedImpl::remember_parameters() {
   }
 }
 
+// Whoever owns elements vouches for them: in debug mode it knows their bits from step to step.
+void ShardedImpl::take_prints() {
+  if (!debug_) return;
+  for (auto& domain : domains_)
+    for (auto& owned : domain.owned) owned.print = fingerprint(owned.param);
+}
+
+void ShardedImpl::check_prints() const {
+  if (!debug_) return;
+  for (const auto& domain : domains_) {
+    for (const auto& owned : domain.owned) {
+      if (fingerprint(owned.param) == owned.print) continue;
+      throw UsageError(kComponent,
+                       "elements {} to {} of parameter '{}' were written between steps, on this "
+                       "rank or another one. Change parameters in step() only; after loading "
+                       "weights on every rank call accept_changes().",
+                       owned.piece.begin, owned.piece.begin + owned.piece.count - 1,
+                       members_[owned.piece.parameter].name);
+    }
+  }
+}
+
 void ShardedImpl::check_parameters() const {
   for (const auto& member : members_) {
     if (member.tensor.const_data_ptr() != member.data)
@@ -232,12 +293,45 @@ void ShardedImpl::accept_changes() {
     for (auto& member : members_) world_.broadcast(member.flat, 0).wait();
   }
   remember_parameters();
+  take_prints();
 }
 
 // ---------------------------------------------------------------- a step
 
 StepOutcome ShardedImpl::step() {
+  idle_ = false;
+  return take_step(reducer_->begin_deferred_step(/*has_inputs=*/true));
+}
+
+void ShardedImpl::idle_step() {
+  if (!idle_) {
+    const torch::NoGradGuard no_grad;
+    zero_grad();
+    for (auto& member : members_) member.slot.zero_();
+    idle_ = true;
+  }
+  take_step(reducer_->begin_deferred_step(/*has_inputs=*/false));
+}
+
+// A rank that has run out sets no learning rate any more, but its elements need the others'.
+void ShardedImpl::share_settings(int root) {
+  std::vector<double> numbers{options.max_grad_norm, options.skip_non_finite ? 1.0 : 0.0,
+                              options.loss_scale};
+  for (auto& rule : rules) each_number(rule, [&](double& number) { numbers.push_back(number); });
+  at::Tensor told = at::tensor(numbers, at::kDouble);
+  world_.broadcast(told, root).wait();
+  if (!idle_) return;
+  const double* next = told.const_data_ptr<double>();
+  options.max_grad_norm = *next++;
+  options.skip_non_finite = *next++ != 0;
+  options.loss_scale = *next++;
+  for (auto& rule : rules) each_number(rule, [&](double& number) { number = *next++; });
+}
+
+StepOutcome ShardedImpl::take_step(const DeferredStep& how) {
   const torch::NoGradGuard no_grad;
+  divisor_ = how.divisor;
+  if (how.joining) share_settings(how.root);
   agree_that_all_is_well();
   prepare_gradients();
   StepOutcome outcome;
@@ -260,6 +354,7 @@ StepOutcome ShardedImpl::step() {
     if (!shared_)
       for (auto& domain : domains_) publish(domain);
   }
+  take_prints();
   meet();  // nobody reads parameters, or clears gradients, before all owners are done
   for (auto& domain : domains_) domain.received.clear();
   reduced_ = false;
@@ -286,7 +381,9 @@ void ShardedImpl::agree_that_all_is_well() {
   std::exception_ptr refusal;
   try {
     check_options();
+    reducer_->check_unchanged();
     check_parameters();
+    check_prints();
     check_gradients();
   } catch (const UsageError&) {
     refusal = std::current_exception();
@@ -308,7 +405,7 @@ void ShardedImpl::prepare_gradients() {
     Member& member = members_[i];
     const at::Tensor& grad = member.tensor.grad();
     if (!grad.defined()) {
-      if (!reduced_) member.slot.zero_();
+      if (!reduced_ && !idle_) member.slot.zero_();
     } else if (!grad.is_same(member.slot)) {
       member.slot.copy_(grad);
     }
@@ -329,6 +426,10 @@ void ShardedImpl::zero_grad() {
 void ShardedImpl::reduce_now() {
   const torch::NoGradGuard no_grad;
   if (reduced_) return;
+  if (reducer_->joining())
+    throw UsageError(kComponent,
+                     "reduce_now() was called inside join(), where ranks that have run out follow "
+                     "step() alone. Look at averaged gradients outside of it.");
   agree_that_all_is_well();
   prepare_gradients();
   for (auto& bucket : deferred_.buckets) {
@@ -372,7 +473,7 @@ std::map<std::string, at::Tensor> ShardedImpl::state_dict() {
     for (const auto& name : state_names(rules[member.group])) {
       at::Tensor& whole = state[member.name + "." + name];
       if (world_.size() > 1) world_.all_reduce(whole).wait();
-      whole = whole.view(member.tensor.sizes());
+      whole = shaped(whole, member.slot).contiguous();
     }
   }
   return state;
@@ -407,8 +508,7 @@ void ShardedImpl::load_state_dict(const std::map<std::string, at::Tensor>& state
       make_state(domain, owned);
       const std::array<at::Tensor*, 2> parts{&owned.first, &owned.second};
       for (std::size_t k = 0; k < names.size(); ++k)
-        parts[k]->copy_(find(member.name + "." + names[k], member.tensor)
-                            .reshape({-1})
+        parts[k]->copy_(flattened(find(member.name + "." + names[k], member.tensor), member.slot)
                             .narrow(0, owned.piece.begin, owned.piece.count));
     }
   }

@@ -19,7 +19,8 @@
 // Construct, step, load and save on all ranks at the same point (they communicate). One thread at a
 // time. It shares the model's reducer; on shm the parameters stay shared for as long as they live,
 // and nobody else may write them between steps (UsageError at the next one). After loading weights
-// into the model on every rank, call accept_changes().
+// into the model on every rank, call accept_changes(). Inside model.join() step() may be called on
+// some ranks more often than on others; what else communicates belongs outside.
 #pragma once
 
 #include <ATen/core/Tensor.h>

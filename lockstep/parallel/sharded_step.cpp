@@ -208,7 +208,7 @@ ShardedImpl::Norm ShardedImpl::reduce_owned() {
       const Member& member = members_[owned.piece.parameter];
       if (!member.used) continue;
       Combination how{sources_of(domain, owned), 1, 1 / options.loss_scale};
-      how.divisor = static_cast<double>(how.sources.size());
+      how.divisor = reduced_ ? 1 : divisor_;
       if (!owned.reduced.defined()) owned.reduced = at::empty_like(owned.mine);
       double* const blocks = sum + member.first_block + owned.piece.begin / kBlock;
       if (has_kernel(domain.dtype, domain.device)) {
@@ -247,7 +247,7 @@ void ShardedImpl::update(Domain& domain, Owned& owned, bool reduced, double clip
   Combination how{{owned.reduced}, 1, clip};
   if (!reduced) {
     how.sources = sources_of(domain, owned);
-    how.divisor = static_cast<double>(how.sources.size());
+    how.divisor = reduced_ ? 1 : divisor_;
     how.scale = 1 / options.loss_scale;
   }
   const OptimizerRule& rule = rules[member.group];

@@ -74,6 +74,7 @@ class DelayBackend : public Backend {
 
   void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
     auto real = std::make_shared<detail::WorkState>(state->info(), state->deadline(), fate_);
+    inner_->all_reduce(real, std::move(tensor), op);
     real->on_completion([alarm = alarm_, delay = delay_, state, weak = std::weak_ptr(real)] {
       const auto self = weak.lock();
       const std::string error = self ? self->error() : "the operation was dropped";
@@ -82,7 +83,6 @@ class DelayBackend : public Backend {
                                       : std::make_exception_ptr(std::runtime_error(error)));
       });
     });
-    inner_->all_reduce(real, std::move(tensor), op);
   }
 
   void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {

@@ -25,8 +25,9 @@ struct ThreadOptions {
   std::function<void(Identity&, WorldOptions&)> adjust = {};
 };
 
-// Runs `body` on `size` threads, each with its own World of one gloo world on the loopback
-// interface. Rethrows the first rank's exception that was not itself a consequence.
+// Runs `body` on `size` threads, each with its own World of one world, on shared memory unless the
+// options or LOCKSTEP_BACKEND say otherwise. Rethrows the first rank's exception that was not
+// itself a consequence.
 void run_threads(int size, const std::function<void(World&)>& body,
                  const ThreadOptions& options = {});
 

@@ -1,6 +1,6 @@
 // A small training program in which one rank does something bad: faults KIND RANK PHASE.
 // KIND: none exception abort segfault kill exit stop silent other_model leave _leave all_leave
-// other_shape other_call; PHASE: startup step exit.
+// other_shape other_call other_op; PHASE: startup step exit.
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -61,6 +61,8 @@ void train(lockstep::World& world) {
     const auto loss = model(torch::randn({4, 4})).square().mean();
     if (step == 5) maybe_fail(world.rank(), "step");
     if (step == 5) maybe_differ(world);
+    if (step == 5 && kind == "other_op" && world.rank() == guilty)
+      world.broadcast(torch::zeros({3}), 0).wait();
     loss.backward();
     optimizer.step();
     optimizer.zero_grad();

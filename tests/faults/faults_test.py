@@ -61,10 +61,10 @@ def check(label, ok, detail):
         print(f"FAILED {label}: {detail}", flush=True)
 
 
-def fault(ranks, kind, guilty, phase):
-    code, output, seconds, rest = run(ranks, kind, guilty, phase)
+def fault(ranks, kind, guilty, phase, backend="shm"):
+    code, output, seconds, rest = run(ranks, kind, guilty, phase, {"LOCKSTEP_BACKEND": backend})
     text, expected, bound = EXPECTED[kind]
-    label = f"{kind} on rank {guilty} of {ranks} at {phase}"
+    label = f"{kind} on rank {guilty} of {ranks} at {phase}, {backend}"
     print(f"{label}: exit code {code}, {seconds:.1f} s", flush=True)
     # The headline of the report: this rank, this cause.
     headline = re.search(rf"^\[launch\] rank {guilty} on \S+ failed: .*{text}", output, re.M)
@@ -106,7 +106,8 @@ def leaving():
 def mismatches():
     """Without LOCKSTEP_DEBUG gloo notices late and in its own words; the way on is told."""
     for kind in ("other_shape", "other_call"):
-        code, output, seconds, rest = run(2, kind, 1, "step", {"LOCKSTEP_TIMEOUT_S": "5"})
+        code, output, seconds, rest = run(2, kind, 1, "step", {
+            "LOCKSTEP_TIMEOUT_S": "5", "LOCKSTEP_BACKEND": "gloo"})
         print(f"{kind}: exit code {code}, {seconds:.1f} s", flush=True)
         check(kind, code != 0 and "LOCKSTEP_DEBUG=1" in output, output)
         check(kind, seconds < 40 and not rest, f"{seconds:.1f} s, left {rest}")
@@ -120,18 +121,36 @@ def main():
 
     if SOAK:
         for kind, phase, ranks in itertools.product(EXPECTED, PHASES, (2, 3, 4)):
-            for guilty in range(ranks):
-                fault(ranks, kind, guilty, phase)
+            for guilty, backend in itertools.product(range(ranks), ("shm", "gloo")):
+                fault(ranks, kind, guilty, phase, backend)
     else:
         for index, (kind, phase) in enumerate(itertools.product(EXPECTED, PHASES)):
             ranks = 2 + index % 3
             fault(ranks, kind, index % ranks, phase)
+            if phase == "step":
+                fault(ranks, kind, index % ranks, phase, "gloo")
 
     # A rank that never comes to the collective: the others' deadline ends the run, and says so.
-    code, output, seconds, rest = run(3, "silent", 1, "step", {"LOCKSTEP_TIMEOUT_S": "5"})
-    print(f"silent rank: exit code {code}, {seconds:.1f} s", flush=True)
-    check("silent rank", code == 1 and "TimeoutError" in output and "all_reduce" in output, output)
-    check("silent rank", seconds < 40 and not rest, f"{seconds:.1f} s, left {rest}")
+    for backend in ("shm", "gloo"):
+        label = f"silent rank, {backend}"
+        code, output, seconds, rest = run(3, "silent", 1, "step", {
+            "LOCKSTEP_TIMEOUT_S": "5", "LOCKSTEP_BACKEND": backend})
+        print(f"{label}: exit code {code}, {seconds:.1f} s", flush=True)
+        check(label, code == 1 and "TimeoutError" in output and "all_reduce" in output, output)
+        if backend == "shm":
+            check(label, "ms: rank 1 did not arrive" in output, output)
+        check(label, seconds < 40 and not rest, f"{seconds:.1f} s, left {rest}")
+
+    # A rank that calls another operation. Shared memory sees it by itself; with LOCKSTEP_DEBUG=1
+    # both backends say which calls met.
+    for backend, debug in (("shm", "0"), ("shm", "1"), ("gloo", "1")):
+        label = f"another call, {backend}, debug {debug}"
+        code, output, seconds, rest = run(3, "other_op", 1, "step", {
+            "LOCKSTEP_DEBUG": debug, "LOCKSTEP_BACKEND": backend})
+        print(f"{label}: exit code {code}, {seconds:.1f} s", flush=True)
+        met = "call different operations" if debug == "1" else "disagree on collective"
+        check(label, code == 1 and met in output and "broadcast" in output, output)
+        check(label, seconds < 20 and not rest, f"{seconds:.1f} s, left {rest}")
 
     code, output, seconds, rest = run(2, "other_model", 1, "step")
     print(f"different models: exit code {code}, {seconds:.1f} s", flush=True)

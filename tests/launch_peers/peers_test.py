@@ -31,7 +31,7 @@ class Peers(unittest.TestCase):
         done = run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", HELLO])
         self.check(done, 2)
         # The start-up line is INFO, which is rank 0's; with debug every rank says its own.
-        self.assertIn("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 device=cpu backend=gloo", done.err)
+        self.assertIn("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 device=cpu backend=shm", done.err)
         self.assertNotIn("RANK=1 LOCAL_RANK=1", done.err)
         done = run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=3", HELLO],
                    LOCKSTEP_LOG="debug")

@@ -277,6 +277,9 @@ class ShmBackend : public Backend {
 }  // namespace
 
 Made make(const Options& options) {
+  if (options.size > lockstep::shm::kMaxRanks)
+    return {nullptr, fmt::format("{} ranks are more than the {} it can serve", options.size,
+                                 lockstep::shm::kMaxRanks)};
   StoreBoard board(options.store);
   auto made = Engine::make(board, {options.rank, options.size}, {},
                            Deadline::after(options.startup_timeout));

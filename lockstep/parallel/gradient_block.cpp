@@ -1,0 +1,88 @@
+#include "lockstep/parallel/gradient_block.h"
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <numeric>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+
+namespace lockstep::parallel {
+namespace {
+
+at::Tensor cut(const at::Tensor& bytes, std::int64_t offset, std::int64_t numel,
+               at::ScalarType dtype) {
+  const auto length = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
+  return bytes.narrow(0, offset, length).view(dtype);
+}
+
+}  // namespace
+
+void move_lines(std::byte* data, std::int64_t bytes, const std::vector<Move>& moves) {
+  // Line i gets what line source[i] holds. 4 bytes a line is all the memory that is needed.
+  std::vector<std::uint32_t> source(static_cast<std::size_t>(bytes / kLine));
+  LOCKSTEP_ASSERT(source.size() <= UINT32_MAX);
+  std::iota(source.begin(), source.end(), 0u);
+  for (const Move& move : moves) {
+    LOCKSTEP_ASSERT(move.from % kLine == 0 && move.to % kLine == 0 && move.bytes % kLine == 0);
+    LOCKSTEP_ASSERT(move.from + move.bytes <= bytes && move.to + move.bytes <= bytes);
+    for (std::int64_t line = 0; line < move.bytes / kLine; ++line)
+      source[static_cast<std::size_t>(move.to / kLine + line)] =
+          static_cast<std::uint32_t>(move.from / kLine + line);
+  }
+  const auto at = [data](std::size_t line) { return data + line * kLine; };
+  std::byte held[kLine];
+  for (std::size_t start = 0; start < source.size(); ++start) {
+    if (source[start] == start) continue;
+    // Once around the cycle: each line takes what the next one holds.
+    std::memcpy(held, at(start), kLine);
+    std::size_t line = start;
+    while (source[line] != start) {
+      const std::size_t next = source[line];
+      std::memcpy(at(line), at(next), kLine);
+      source[line] = static_cast<std::uint32_t>(line);
+      line = next;
+    }
+    std::memcpy(at(line), held, kLine);
+    source[line] = static_cast<std::uint32_t>(line);
+  }
+}
+
+void GradientBlock::make(World& world, std::int64_t bytes) {
+  mine_ = at::Tensor();
+  parts_.clear();
+  bytes_ = bytes;
+  if (bytes == 0) return;
+  try {
+    parts_ = world.symmetric({bytes}, at::kByte);
+  } catch (const UsageError& e) {
+    // All ranks alike.
+    log::warning("reducer", "gradients stay in every rank's own memory, which is slower: {}",
+                 e.what());
+  }
+  mine_ = parts_.empty() ? at::zeros({bytes}, at::kByte)
+                         : parts_[static_cast<std::size_t>(world.rank())];  // zeros already
+}
+
+bool GradientBlock::holds(const at::Tensor& tensor) const {
+  return mine_.defined() && tensor.has_storage() && tensor.storage().is_alias_of(mine_.storage());
+}
+
+at::Tensor GradientBlock::mine(std::int64_t offset, std::int64_t numel,
+                               at::ScalarType dtype) const {
+  return cut(mine_, offset, numel, dtype);
+}
+
+std::vector<at::Tensor> GradientBlock::shared(std::int64_t offset, std::int64_t numel,
+                                              at::ScalarType dtype) const {
+  std::vector<at::Tensor> result;
+  for (const auto& part : parts_) result.push_back(cut(part, offset, numel, dtype));
+  return result;
+}
+
+void GradientBlock::rearrange(const std::vector<Move>& moves) {
+  move_lines(static_cast<std::byte*>(mine_.mutable_data_ptr()), bytes_, moves);
+}
+
+}  // namespace lockstep::parallel
