@@ -16,7 +16,8 @@
 // come from any thread. Arrays belong to the caller, until the ticket is done. After the first
 // failure (a dead peer, a deadline, ranks that disagree, abort) the engine is broken for ever: all
 // tickets fail, later calls throw CommError with the first cause, and so do the peers' engines. The
-// destructor fails what is pending and never waits for peers.
+// destructor fails what is pending, also where other threads wait for it, and never waits for
+// peers; after it no array is touched any more.
 #pragma once
 
 #include <cstddef>
