@@ -3,9 +3,9 @@
 // The one hard idea is the round: every rank writes what the others need into its own segment,
 // posts the round's number, waits until all have posted it, and reads theirs. Posting a round says
 // that the one before has been read, so two buffers by turns and one synchronisation a round are
-// enough. Small operations are one round; a large all-reduce is two (a rank sums its slice, then
-// all take the slices) per chunk, or two in all and no copy where the arrays lie in symmetric
-// memory.
+// enough. Small operations are one round; a large all-reduce is one per chunk (a rank sums its
+// slice of it and takes the others' sums of the chunk before), or two in all and no copy where the
+// arrays lie in symmetric memory.
 //
 //   Made made = Engine::make(board, {rank, size}, {}, deadline);
 //   if (!made.engine) return use_gloo(made.why_not);
