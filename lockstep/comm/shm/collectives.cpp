@@ -21,6 +21,11 @@ std::size_t lines_down(std::size_t bytes) {
   return bytes / kLine * kLine;
 }
 
+// A rank's buffer, divided equally among the ranks.
+std::size_t slot_bytes(const EngineCore& core) {
+  return lines_down(core.layout().chunk_bytes() / static_cast<std::size_t>(core.place().size));
+}
+
 // The part that one rank sums: whole cache lines, as equal as can be.
 std::size_t slice_begin(std::size_t bytes, int rank, int size) {
   const std::size_t lines = (bytes + kLine - 1) / kLine;
@@ -56,13 +61,20 @@ AllReduce::AllReduce(std::shared_ptr<EngineCore> core, const Deadline& deadline,
   what.offset = place_.offset;
 }
 
-std::size_t AllReduce::chunk(const EngineCore& core) const {
-  return std::min(core.layout().chunk_bytes(), bytes_ - at_);
+// For each rank as many bytes of every chunk, but of the last.
+AllReduce::Slice AllReduce::slice(const EngineCore& core, std::size_t chunk, int rank) const {
+  const int size = core.place().size;
+  const std::size_t slot = slot_bytes(core);
+  const std::size_t begin = chunk * slot * static_cast<std::size_t>(size);
+  const std::size_t bytes = std::min(slot * static_cast<std::size_t>(size), bytes_ - begin);
+  const std::size_t from = slice_begin(bytes, rank, size);
+  return {begin + from, slice_begin(bytes, rank + 1, size) - from,
+          slot * static_cast<std::size_t>(rank)};
 }
 
-AllReduce::Slice AllReduce::slice(const EngineCore& core, std::size_t bytes, int rank) const {
-  const int size = core.place().size;
-  return {slice_begin(bytes, rank, size), slice_begin(bytes, rank + 1, size)};
+std::size_t AllReduce::chunks(const EngineCore& core) const {
+  const std::size_t bytes = slot_bytes(core) * static_cast<std::size_t>(core.place().size);
+  return (bytes_ + bytes - 1) / bytes;
 }
 
 bool AllReduce::wanted(const EngineCore& core) const {
@@ -70,11 +82,10 @@ bool AllReduce::wanted(const EngineCore& core) const {
 }
 
 void AllReduce::fill(EngineCore& core, int parity) {
-  std::byte* const buffer = core.view(core.place().rank).buffers[parity];
   if (stage_ == Stage::kAll)
-    copy_bytes(buffer, data_, bytes_);
-  else if (stage_ == Stage::kSum || (stage_ == Stage::kAgree && !place_.block))
-    copy_bytes(buffer, data_ + at_, chunk(core));
+    copy_bytes(core.view(core.place().rank).buffers[parity], data_, bytes_);
+  else if (chunk_ == 0 && (stage_ == Stage::kChunks || (stage_ == Stage::kAgree && !place_.block)))
+    copy_in(core, parity);
 }
 
 Collective::Next AllReduce::take(EngineCore& core, int parity) {
@@ -84,15 +95,8 @@ Collective::Next AllReduce::take(EngineCore& core, int parity) {
       return Next::kDone;
     case Stage::kAgree:
       return choose_path(core, parity);
-    case Stage::kSum:
-      sum_slice(core, parity);
-      stage_ = Stage::kTake;
-      return Next::kRound;
-    case Stage::kTake:
-      take_slices(core, parity);
-      at_ += chunk(core);
-      stage_ = Stage::kSum;
-      return at_ == bytes_ ? Next::kDone : Next::kRound;
+    case Stage::kChunks:
+      return take_chunk(core, parity);
     case Stage::kSymmetric:
       return sum_symmetric(core);
     case Stage::kEnd:
@@ -116,8 +120,8 @@ Collective::Next AllReduce::choose_path(EngineCore& core, int parity) {
     stage_ = Stage::kSymmetric;
     return sum_symmetric(core);
   }
-  stage_ = Stage::kSum;
-  return all_private ? take(core, parity) : Next::kRound;
+  stage_ = Stage::kChunks;
+  return all_private ? take_chunk(core, parity) : Next::kRound;
 }
 
 void AllReduce::sum_all(EngineCore& core, int parity) {
@@ -129,30 +133,79 @@ void AllReduce::sum_all(EngineCore& core, int parity) {
   combine(what.dtype, what.op, {inputs, size, outputs, 1, bytes_ / size_of(what.dtype)});
 }
 
-// The sum goes into the buffer of the next round, which nobody reads any more, and to its place.
-void AllReduce::sum_slice(EngineCore& core, int parity) {
-  const int size = core.place().size;
-  const auto [begin, end] = slice(core, chunk(core), core.place().rank);
-  const std::byte* inputs[kMaxRanks];
-  for (int rank = 0; rank < size; ++rank) inputs[rank] = core.view(rank).buffers[parity] + begin;
-  std::byte* outputs[] = {core.view(core.place().rank).buffers[1 - parity] + begin,
-                          data_ + at_ + begin};
-  combine(what.dtype, what.op,
-          {inputs, size, outputs, wanted(core) ? 2 : 1, (end - begin) / size_of(what.dtype)});
+void AllReduce::copy_in(EngineCore& core, int parity) {
+  std::byte* const buffer = core.view(core.place().rank).buffers[parity];
+  for (int rank = 0; rank < core.place().size; ++rank) {
+    const Slice theirs = slice(core, 0, rank);
+    if (rank != core.place().rank)
+      copy_bytes(buffer + theirs.slot, data_ + theirs.at, theirs.bytes);
+  }
 }
 
-void AllReduce::take_slices(EngineCore& core, int parity) {
-  if (!wanted(core)) return;
+// What goes into the own buffer goes into that of the next round, which nobody reads any more.
+Collective::Next AllReduce::take_chunk(EngineCore& core, int parity) {
+  const int own = core.place().rank;
+  const std::size_t end = chunks(core);
+  std::vector<Copy>& copies = copies_;
+  copies.clear();
   for (int rank = 0; rank < core.place().size; ++rank) {
-    if (rank == core.place().rank) continue;
-    const auto [begin, end] = slice(core, chunk(core), rank);
-    copy_bytes(data_ + at_ + begin, core.view(rank).buffers[parity] + begin, end - begin);
+    if (rank == own) continue;
+    if (chunk_ > 0 && wanted(core)) {
+      const Slice sum = slice(core, chunk_ - 1, rank);
+      copies.push_back({data_ + sum.at, core.view(rank).buffers[parity] + sum.slot, sum.bytes});
+    }
+    if (chunk_ + 1 < end) {
+      const Slice next = slice(core, chunk_ + 1, rank);
+      copies.push_back(
+          {core.view(own).buffers[1 - parity] + next.slot, data_ + next.at, next.bytes});
+    }
   }
+  if (chunk_ < end) sum_slice(core, parity);
+  for (const Copy& copy : copies) copy_bytes(copy.to, copy.from, copy.bytes);
+  return chunk_++ < end ? Next::kRound : Next::kDone;
+}
+
+void AllReduce::sum_slice(EngineCore& core, int parity) {
+  const int own = core.place().rank;
+  const int size = core.place().size;
+  const Slice mine = slice(core, chunk_, own);
+  const std::byte* inputs[kMaxRanks];
+  for (int rank = 0; rank < size; ++rank)
+    inputs[rank] = core.view(rank).buffers[parity] + mine.slot;
+  inputs[own] = data_ + mine.at;
+  std::byte* outputs[2];
+  int m = 0;
+  if (wanted(core)) outputs[m++] = data_ + mine.at;
+  if (what.root != own) outputs[m++] = core.view(own).buffers[1 - parity] + mine.slot;
+
+  // Two ranks have two slices of about the same length: all three passes are one.
+  std::size_t together = 0;
+  Move moves[kMostMoves];
+  if (copies_.size() <= static_cast<std::size_t>(kMostMoves)) {
+    together = mine.bytes;
+    for (const Copy& copy : copies_) together = lines_down(std::min(together, copy.bytes));
+  }
+  for (std::size_t i = 0; together > 0 && i < copies_.size(); ++i) {
+    Copy& copy = copies_[i];
+    moves[i] = {copy.to, copy.from};
+    copy = {copy.to + together, copy.from + together, copy.bytes - together};
+  }
+  Arrays arrays{inputs, size, outputs, m, together / size_of(what.dtype)};
+  arrays.last_leaves = what.root != own;
+  arrays.moves = moves;
+  arrays.moved = together > 0 ? static_cast<int>(copies_.size()) : 0;
+  if (together > 0) combine(what.dtype, what.op, arrays);
+  for (int rank = 0; rank < size; ++rank) inputs[rank] += together;
+  for (int i = 0; i < m; ++i) outputs[i] += together;
+  arrays.count = (mine.bytes - together) / size_of(what.dtype);
+  arrays.moved = 0;
+  combine(what.dtype, what.op, arrays);
 }
 
 Collective::Next AllReduce::sum_symmetric(EngineCore& core) {
   const int size = core.place().size;
-  const auto [begin, end] = slice(core, bytes_, core.place().rank);
+  const std::size_t begin = slice_begin(bytes_, core.place().rank, size);
+  const std::size_t end = slice_begin(bytes_, core.place().rank + 1, size);
   const std::size_t from = begin + at_;
   const std::size_t bytes = std::min(kPieceBytes, end - from);
   const std::byte* inputs[kMaxRanks];
@@ -238,27 +291,23 @@ ReduceScatter::ReduceScatter(std::shared_ptr<EngineCore> core, const Deadline& d
   quick = bytes_ * static_cast<std::size_t>(core->place().size) <= core->layout().small_bytes();
 }
 
-std::size_t ReduceScatter::piece(const EngineCore& core) const {
-  return lines_down(core.layout().chunk_bytes() / static_cast<std::size_t>(core.place().size));
-}
-
 void ReduceScatter::fill(EngineCore& core, int parity) {
-  const std::size_t bytes = std::min(piece(core), bytes_ - at_);
+  const std::size_t bytes = std::min(slot_bytes(core), bytes_ - at_);
   std::byte* const buffer = core.view(core.place().rank).buffers[parity];
   for (int rank = 0; rank < core.place().size; ++rank) {
     if (rank == core.place().rank) continue;
     const auto place = static_cast<std::size_t>(rank);
-    copy_bytes(buffer + place * piece(core), input_ + place * bytes_ + at_, bytes);
+    copy_bytes(buffer + place * slot_bytes(core), input_ + place * bytes_ + at_, bytes);
   }
 }
 
 Collective::Next ReduceScatter::take(EngineCore& core, int parity) {
-  const std::size_t bytes = std::min(piece(core), bytes_ - at_);
+  const std::size_t bytes = std::min(slot_bytes(core), bytes_ - at_);
   const int size = core.place().size;
   const auto own = static_cast<std::size_t>(core.place().rank);
   const std::byte* inputs[kMaxRanks];
   for (int rank = 0; rank < size; ++rank)
-    inputs[rank] = core.view(rank).buffers[parity] + own * piece(core);
+    inputs[rank] = core.view(rank).buffers[parity] + own * slot_bytes(core);
   inputs[own] = input_ + own * bytes_ + at_;
   std::byte* outputs[] = {output_ + at_};
   combine(what.dtype, what.op, {inputs, size, outputs, 1, bytes / size_of(what.dtype)});

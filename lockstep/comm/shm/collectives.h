@@ -1,9 +1,18 @@
 // The collectives, each as what a rank writes and reads in a round.
 //
 // Those that only move bytes go in chunks, one round each. A reduction of more than a few bytes is
-// divided: every rank sums one slice of a chunk (first round) and all take the slices (second). An
-// array in symmetric memory needs no chunks and no copies: every rank sums its slice straight out
-// of all ranks' arrays and writes it into all of them.
+// divided: every rank sums one slice of each chunk. An array in symmetric memory needs no chunks
+// and no copies: every rank sums its slice straight out of all ranks' arrays and writes it into all
+// of them.
+//
+// The one hard idea is how a private array of S bytes goes through the buffers with one round per
+// chunk. Buffers have a slot for each rank. In its own buffer a rank writes the others' slices of
+// chunk k into their slots, and into its own, which needs no input, its sum of chunk k - 1; when
+// all have posted, everyone takes the sums of chunk k - 1, and sums its slice of chunk k out of the
+// others' slots and its own array. So of S bytes a rank of N copies (N-1)/N in, sums S/N (its own
+// part in place) and copies (N-1)/N out: for two ranks 2 S bytes are read and 2 S written, of which
+// S each reach the memory and the rest stays in the caches, since a chunk is read and written
+// within two rounds.
 //
 // Made by Engine, run by whoever holds the engine's seat.
 #pragma once
@@ -41,18 +50,26 @@ class AllReduce final : public Collective {
   Next take(EngineCore& core, int parity) override;
 
  private:
-  enum class Stage { kAll, kAgree, kSum, kTake, kSymmetric, kEnd };
+  enum class Stage { kAll, kAgree, kChunks, kSymmetric, kEnd };
+  // What one rank sums: where it begins in the array, and where in the ranks' buffers.
   struct Slice {
-    std::size_t begin;
-    std::size_t end;
+    std::size_t at;
+    std::size_t bytes;
+    std::size_t slot;
+  };
+  struct Copy {
+    std::byte* to;
+    const std::byte* from;
+    std::size_t bytes;
   };
 
-  std::size_t chunk(const EngineCore& core) const;
-  Slice slice(const EngineCore& core, std::size_t bytes, int rank) const;
+  Slice slice(const EngineCore& core, std::size_t chunk, int rank) const;
   bool wanted(const EngineCore& core) const;  // by this rank
+  std::size_t chunks(const EngineCore& core) const;
+  void copy_in(EngineCore& core, int parity);  // the first chunk
   void sum_all(EngineCore& core, int parity);
   void sum_slice(EngineCore& core, int parity);
-  void take_slices(EngineCore& core, int parity);
+  Next take_chunk(EngineCore& core, int parity);
   Next choose_path(EngineCore& core, int parity);
   Next sum_symmetric(EngineCore& core);
 
@@ -60,7 +77,9 @@ class AllReduce final : public Collective {
   const std::size_t bytes_;
   SymmetricBlocks::Place place_;
   Stage stage_ = Stage::kAll;
-  std::size_t at_ = 0;  // how far it has come; the chunk's begin, or the place in the own slice
+  std::size_t chunk_ = 0;     // which one is summed
+  std::vector<Copy> copies_;  // beside the sum: sums of the chunk before it, slices of the next
+  std::size_t at_ = 0;        // in the own slice of a symmetric array
 };
 
 class Broadcast final : public Collective {
@@ -102,8 +121,6 @@ class ReduceScatter final : public Collective {
   Next take(EngineCore& core, int parity) override;
 
  private:
-  std::size_t piece(const EngineCore& core) const;  // of a chunk, for each rank
-
   std::byte* const output_;
   const std::byte* const input_;
   const std::size_t bytes_;  // for each rank

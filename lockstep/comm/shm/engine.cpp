@@ -205,17 +205,18 @@ Mail Engine::mail(int peer) const {
 }
 
 std::shared_ptr<SymmetricBlock> Engine::symmetric(std::size_t bytes, const Deadline& deadline) {
-  core_->throw_if_broken();
+  const auto core = core_;  // this thread may be the last to know of it
+  core->throw_if_broken();
   try {
-    return make_symmetric(*core_, bytes, deadline);
+    return make_symmetric(*core, bytes, deadline);
   } catch (const CommError& error) {
     // The ranks may no longer agree on what has been said: nothing can follow.
     Failure failure;
     failure.text = words_of(error);
     failure.timeout = dynamic_cast<const TimeoutError*>(&error) != nullptr;
     failure.culprit = error.context().peer;
-    core_->break_with(std::move(failure));
-    core_->settle();
+    core->break_with(std::move(failure));
+    core->settle();
     throw;
   }
 }

@@ -3,9 +3,9 @@
 // The one hard idea is the round: every rank writes what the others need into its own segment,
 // posts the round's number, waits until all have posted it, and reads theirs. Posting a round says
 // that the one before has been read, so two buffers by turns and one synchronisation a round are
-// enough. Small operations are one round; a large all-reduce is two (a rank sums its slice, then
-// all take the slices) per chunk, or two in all and no copy where the arrays lie in symmetric
-// memory.
+// enough. Small operations are one round; a large all-reduce is one per chunk (a rank sums its
+// slice of it and takes the others' sums of the chunk before), or two in all and no copy where the
+// arrays lie in symmetric memory.
 //
 //   Made made = Engine::make(board, {rank, size}, {}, deadline);
 //   if (!made.engine) return use_gloo(made.why_not);
@@ -16,7 +16,8 @@
 // come from any thread. Arrays belong to the caller, until the ticket is done. After the first
 // failure (a dead peer, a deadline, ranks that disagree, abort) the engine is broken for ever: all
 // tickets fail, later calls throw CommError with the first cause, and so do the peers' engines. The
-// destructor fails what is pending and never waits for peers.
+// destructor fails what is pending, also where other threads wait for it, and never waits for
+// peers; after it no array is touched any more.
 #pragma once
 
 #include <cstddef>

@@ -13,6 +13,7 @@ namespace {
 
 // It leaves between two steps, each of which is a pass over some memory.
 constexpr std::chrono::seconds kThreadLeaves{2};
+constexpr std::chrono::seconds kSeatIsLeft{30};
 
 }  // namespace
 
@@ -36,8 +37,7 @@ bool Ticket::poll() {
 }
 
 std::exception_ptr Ticket::error() const {
-  const std::lock_guard lock(mutex_);
-  return error_;
+  return done() ? error_ : nullptr;  // stays as it is from then on
 }
 
 void Ticket::on_done(std::function<void()> callback) {
@@ -92,7 +92,7 @@ void EngineCore::close() noexcept {
     failure.text = fmt::format("rank {} closed its engine with operations under way", place_.rank);
     failure.culprit = place_.rank;
     break_with(std::move(failure));
-    settle();
+    vacate();
   } else if (!broken()) {
     view(place_.rank).header->state.store(State::kClosed);
     for (int rank = 0; rank < place_.size; ++rank) wake(*view(rank).header);
@@ -103,6 +103,16 @@ void EngineCore::close() noexcept {
     thread_.detach();  // a callback dropped the engine; the thread owns what it still needs
   else
     thread_.join();
+}
+
+// A thread that waits may be in the middle of an array, its own or one that nobody else remembers.
+// Arrays are free once the engine is closed, so it has to be gone by then.
+void EngineCore::vacate() noexcept {
+  std::unique_lock lock(mutex_);
+  waiters_.fetch_add(1);
+  changed_.wait_for(lock, kSeatIsLeft, [this] { return !seated_; });
+  waiters_.fetch_sub(1);
+  if (!seated_) sit(lock, {Mode::kOnce});
 }
 
 // ---------------------------------------------------------------- failure

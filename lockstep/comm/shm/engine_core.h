@@ -16,7 +16,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -69,9 +68,10 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   std::string failure() const;
   std::exception_ptr as_exception() const;  // the first failure
   std::exception_ptr as_exception(const Failure& failure) const;
-  // A peer that is dead, broken or closed.
-  std::optional<Failure> find_trouble() const;
-  // Fails what is pending, tells the peers, joins the thread. Nothing may be started after it.
+  // Peers that are dead, broken or closed, the gravest first.
+  std::vector<Failure> troubles() const;
+  // Fails what is pending, tells the peers, joins the thread, and returns when no thread touches an
+  // array any more. Nothing may be started after it.
   void close() noexcept;
 
   // For operations, in the seat.
@@ -92,6 +92,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   void enqueue(const std::shared_ptr<Collective>& collective);
   bool on_its_way(const Ticket& ticket) const;
   bool has_work() const { return !queue_.empty() || messages_.pending() > 0; }
+  void vacate() noexcept;
   void wake_thread();
   void run_thread();
 

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <memory>
+#include <thread>
 
 #include "lockstep/comm/shm/worlds_for_test.h"
 
@@ -159,6 +161,25 @@ TEST(Timeout, OfAMessageNamesThePeer) {
   EXPECT_THAT(text_of(errors[1]), HasSubstr("rank 0 did not arrive"));
 }
 
+// Who wants nothing of a rank that has gone still has its own deadline.
+TEST(Timeout, OfAMessageThoughAThirdRankHasGone) {
+  std::atomic<bool> over{false};
+  run_ranks(3, kTiny, [&](Engine& engine) {
+    engine.barrier()->wait(soon());
+    const Deadline limit = soon(30);
+    if (engine.rank() == 1) return;  // closes its engine
+    if (engine.rank() == 0) {
+      char data[8];
+      const auto ticket = engine.recv(data, 8, 2, {.deadline = within_ms(200)});
+      while (!ticket->poll() && !limit.expired()) ::usleep(1000);
+      over = true;
+      EXPECT_TRUE(is<TimeoutError>(ticket->error())) << text_of(ticket->error());
+      EXPECT_THAT(text_of(ticket->error()), HasSubstr("rank 2 did not arrive"));
+    }
+    while (!over.load() && !limit.expired()) ::usleep(1000);
+  });
+}
+
 // Nobody waits: the deadline that it was started with ends it.
 TEST(Timeout, WithoutAWaiter) {
   std::atomic<bool> over{false};
@@ -273,6 +294,45 @@ TEST(Close, WithOperationsUnderWayFailsThemAndThePeers) {
   EXPECT_THAT(text_of(receive->error()), HasSubstr("closed its engine with operations under way"));
   peer.join();
   EXPECT_THAT(told, HasSubstr("rank 0 failed: rank 0 closed its engine with operations under way"));
+}
+
+// Arrays are free once the engine is gone, also those that another thread waits for: here the one
+// that waits for the second operation is busy with the first, which nobody else remembers.
+TEST(Close, ReturnsWhenNoThreadTouchesAnArray) {
+  for (int turn = 0; turn < 30; ++turn) {
+    MapBoard board;
+    std::atomic<bool> over{false};
+    std::thread peer([&] {
+      auto engine = make_engine(board, 1, 2, kTiny);
+      std::vector<float> x(300'000);
+      const auto ticket = engine->all_reduce(x.data(), x.size(), DType::kF32, Op::kSum);
+      const Deadline limit = soon();
+      while (!over.load() && !limit.expired()) {
+        (void)ticket->poll();
+        ::usleep(100);
+      }
+    });
+    auto engine = make_engine(board, 0, 2, kTiny);
+    auto first = std::make_unique<std::vector<float>>(300'000);
+    const StartOptions options{.deadline = soon(), .caller_waits = true};
+    auto forgotten =
+        engine->all_reduce(first->data(), first->size(), DType::kF32, Op::kSum, options);
+    auto awaited = engine->barrier(options);
+    std::atomic<bool> waiting{false};
+    std::thread waiter([&] {
+      waiting = true;
+      EXPECT_THROW(awaited->wait(soon()), CommError);
+    });
+    while (!waiting.load()) ::usleep(10);
+    ::usleep(static_cast<useconds_t>(turn * 20));
+    engine.reset();
+    EXPECT_TRUE(forgotten->done());
+    EXPECT_TRUE(awaited->done());
+    first.reset();
+    waiter.join();
+    over = true;
+    peer.join();
+  }
 }
 
 // An engine that is closed when all is done leaves its peers in peace, and those that still want

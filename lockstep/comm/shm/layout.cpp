@@ -19,16 +19,17 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
 
 constexpr std::size_t kHeaderBytes = round_up(sizeof(Header), kPage);
 
-// Measured with two processes on two cores of a Xeon (Sapphire Rapids), private arrays: 64 KiB take
-// 14 us in one round and 20 us divided, 128 KiB 31 and 22. With more ranks each of them reads more
-// in one round, so dividing pays earlier. Chunks of 256 KiB stay in a core's own cache: 25 MB take
-// 4.8 ms, with 1 MiB 5.4 ms, with 4 MiB 5.7 ms; more ranks get larger ones, so that slices do not
-// become too small.
-constexpr std::size_t kSmallBytesOfAll = 128u << 10;
+// Measured with two processes on two cores of a Xeon (Emerald Rapids), private arrays: 64 KiB take
+// 18 us in one round and 15 us divided (5 us where they are symmetric and need no copies), 32 KiB
+// 15 and 14, 16 KiB 8 and 8. With more ranks each of them reads more in one round, so dividing pays
+// earlier. Two ranks take 4.9 to 5.4 ms for 25 MB with chunks of 256 KiB and 5.2 to 5.9 with 512 KiB,
+// which no longer fit into a core's own cache together with the array. Four ranks on these two cores
+// take 16 ms with 1 MiB and 23 ms with 256 KiB, because every round is a change of threads; and
+// slices must not become too small.
+constexpr std::size_t kSmallBytesOfAll = 64u << 10;
 constexpr std::size_t kLeastSmallBytes = 8u << 10;
-constexpr std::size_t kChunkBytesPerRank = 64u << 10;
-constexpr std::size_t kLeastChunkBytes = 256u << 10;
-constexpr std::size_t kMostChunkBytes = 1u << 20;
+constexpr std::size_t kChunkBytesOfTwo = 256u << 10;
+constexpr std::size_t kChunkBytes = 1u << 20;
 constexpr std::size_t kRingBytes = 256u << 10;
 constexpr std::size_t kAllRingsBytes = 1u << 20;
 constexpr std::size_t kLeastRingBytes = 16u << 10;
@@ -38,7 +39,7 @@ std::size_t default_small(std::size_t ranks) {
 }
 
 std::size_t default_chunk(std::size_t ranks) {
-  return std::clamp(kChunkBytesPerRank * ranks, kLeastChunkBytes, kMostChunkBytes);
+  return ranks <= 2 ? kChunkBytesOfTwo : kChunkBytes;
 }
 
 std::size_t default_ring(std::size_t ranks) {

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <random>
 #include <sstream>
@@ -120,16 +121,34 @@ void stay_busy(Engine& engine, int deadline_ms) {
   }
 }
 
-CHILD(busy) {
-  Made made = join_world();
-  if (!made.engine) return 2;
+// Runs `body`, which is expected to fail, and says how.
+void tell_failure(const std::function<void()>& body) {
   try {
-    stay_busy(*made.engine, number("TEST_DEADLINE_MS"));
+    body();
   } catch (const TimeoutError& error) {
     say(fmt::format("timeout {:.3f} peer {} {}", now_ms(), error.context().peer, error.what()));
   } catch (const CommError& error) {
     say(fmt::format("comm {:.3f} peer {} {}", now_ms(), error.context().peer, error.what()));
   }
+}
+
+CHILD(busy) {
+  Made made = join_world();
+  if (!made.engine) return 2;
+  tell_failure([&] { stay_busy(*made.engine, number("TEST_DEADLINE_MS")); });
+  return 0;
+}
+
+// Waits for a message of rank TEST_FROM, or for its own end without one.
+CHILD(receives) {
+  Made made = join_world();
+  if (!made.engine) return 2;
+  made.engine->barrier()->wait(seconds(60));
+  say("ready");
+  char data[8];
+  const int from = number("TEST_FROM");
+  if (from < 0) ::sleep(60);
+  tell_failure([&] { made.engine->recv(data, sizeof data, from)->wait(seconds(60)); });
   return 0;
 }
 
@@ -226,8 +245,8 @@ struct Report {
   std::string text;
 };
 
-Report report_of(Child& child) {
-  EXPECT_EQ(child.wait(std::chrono::seconds(60)), 0) << child.output();
+Report report_of(Child& child, std::chrono::seconds limit = std::chrono::seconds(60)) {
+  EXPECT_EQ(child.wait(limit), 0) << child.output();
   Report report;
   std::istringstream lines(child.output());
   for (std::string line; std::getline(lines, line);) {
@@ -273,6 +292,28 @@ void strike(int size, int victim, int signal, int after_us) {
     EXPECT_EQ(ranks[victim].wait(std::chrono::seconds(60)), 0);
   } else {
     EXPECT_EQ(ranks[victim].wait(std::chrono::seconds(60)), -signal);
+  }
+}
+
+// A dead rank that nobody wants anything of must not hide what has happened to another: here rank 0
+// waits for rank 2 only, which gives up because of rank 1, or dies after it.
+TEST(Processes, ADeadRankHidesNoOtherTrouble) {
+  for (const bool both_die : {false, true}) {
+    Ranks ranks;
+    const int senders[] = {2, -1, both_die ? -1 : 1};
+    for (int rank = 0; rank < 3; ++rank)
+      ranks.start("receives", rank, 3, {{"TEST_FROM", std::to_string(senders[rank])}});
+    for (int rank = 0; rank < 3; ++rank) ASSERT_TRUE(ranks[rank].says("ready"));
+    ASSERT_EQ(::kill(ranks[1].pid(), SIGKILL), 0);
+    ::usleep(100'000);
+    const double struck_ms = now_ms();
+    if (both_die) {
+      ASSERT_EQ(::kill(ranks[2].pid(), SIGKILL), 0);
+    }
+    const Report report = report_of(ranks[0], std::chrono::seconds(20));
+    EXPECT_EQ(report.kind, "comm") << report.text;
+    EXPECT_EQ(report.peer, both_die ? 2 : 1) << report.text;
+    EXPECT_LT(report.at_ms - struck_ms, 2000) << report.text;
   }
 }
 

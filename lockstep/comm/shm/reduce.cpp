@@ -1,5 +1,7 @@
 #include "lockstep/comm/shm/reduce.h"
 
+#include <cstring>
+
 #include "lockstep/comm/shm/kernels.h"
 #include "lockstep/core/error.h"
 
@@ -54,9 +56,14 @@ bool supports(DType dtype, Op op) {
 
 void combine(DType dtype, Op op, const Arrays& arrays) {
   LOCKSTEP_ASSERT(supports(dtype, op) && arrays.n >= 1 && arrays.n <= kMaxRanks &&
-                  arrays.m <= kMaxRanks + 1);
+                  arrays.m <= kMaxRanks + 1 && arrays.moved <= kMostMoves);
   const SumKernel kernel = op == Op::kSum || op == Op::kAvg ? vectorised(dtype) : nullptr;
-  if (kernel == nullptr) return combine_plain(dtype, op, arrays);
+  if (kernel == nullptr) {
+    combine_plain(dtype, op, arrays);
+    for (int i = 0; i < arrays.moved; ++i)
+      std::memcpy(arrays.moves[i].to, arrays.moves[i].from, arrays.count * size_of(dtype));
+    return;
+  }
   SumCall call{arrays, Scale::kNone, 1.0f};
   if (op == Op::kAvg) {
     const bool power_of_two = (arrays.n & (arrays.n - 1)) == 0;

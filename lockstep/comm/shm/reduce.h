@@ -9,6 +9,9 @@
 //
 //   combine(DType::kF32, Op::kSum, {inputs, 2, outputs, 2, count});
 //
+// Memory is slow to answer and quick to deliver: who has to copy something else as well gives it
+// along (`moves`), so that its loads are under way together with those of the sum.
+//
 // Sums and averages of float, half and bfloat16 are vectorised for the processor at hand; the rest
 // are plain loops. Pure functions: any thread may call them.
 #pragma once
@@ -19,12 +22,23 @@
 
 namespace lockstep::shm {
 
+inline constexpr int kMostMoves = 2;
+struct Move {
+  std::byte* to;
+  const std::byte* from;
+};
+
 struct Arrays {
   const std::byte* const* inputs;
   int n;
   std::byte* const* outputs;
   int m;
   std::size_t count;
+  // Copied by the way: as many bytes each as the sum has. They touch none of its arrays.
+  const Move* moves = nullptr;
+  int moved = 0;
+  // The last output is for another processor: it need not stay in this one's cache.
+  bool last_leaves = false;
 };
 
 // The pair must be supported.

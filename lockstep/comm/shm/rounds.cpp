@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "lockstep/comm/shm/engine_core.h"
 
@@ -100,57 +101,59 @@ Failure EngineCore::told_by(int rank) const {
   return failure;
 }
 
-// One death draws others after it: who gives up ends soon, too. So a rank that died without a word
-// comes first, then one that told why it gave up, and last one that had nothing more to do.
-std::optional<Failure> EngineCore::find_trouble() const {
+// One death draws others after it: who gives up ends soon, too. So ranks that died without a word
+// come first, then those that told why they gave up, and last those that had nothing more to do.
+std::vector<Failure> EngineCore::troubles() const {
   pollfd fds[kMaxRanks];
   nfds_t count = 0;
   for (const Peer& peer : peers_)
     if (peer.pidfd) fds[count++] = {peer.pidfd.get(), POLLIN, 0};
   const bool any_dead = count > 0 && ::poll(fds, count, 0) > 0;
-  std::optional<Failure> broken, gone;
+  std::vector<Failure> dead, broken, closed;
   nfds_t at = 0;
   for (int rank = 0; rank < place_.size; ++rank) {
     const Peer& peer = peers_[static_cast<std::size_t>(rank)];
     if (!peer.pidfd) continue;
-    const bool dead = any_dead && fds[at].revents != 0;
+    const bool ended = any_dead && fds[at].revents != 0;
     ++at;
     const State state = view(rank).header->state.load();
-    Failure trouble;
+    if (state == State::kBroken) broken.push_back(told_by(rank));
+    if (state == State::kBroken || (state == State::kAlive && !ended)) continue;
+    Failure& trouble = (state == State::kAlive ? dead : closed).emplace_back();
     trouble.culprit = rank;
-    if (dead && state == State::kAlive) {
-      trouble.text = fmt::format("rank {} (process {}) has ended", rank, peer.pid);
-      return trouble;
-    }
-    if (state == State::kBroken && !broken) broken = told_by(rank);
-    if (state != State::kClosed || gone) continue;
-    trouble.text = fmt::format("rank {} has closed its engine", rank);
-    gone = trouble;
+    trouble.text = state == State::kAlive
+                       ? fmt::format("rank {} (process {}) has ended", rank, peer.pid)
+                       : fmt::format("rank {} has closed its engine", rank);
   }
-  return broken ? broken : gone;
+  for (auto* others : {&broken, &closed})
+    std::move(others->begin(), others->end(), std::back_inserter(dead));
+  return dead;
 }
 
+// A rank's end is no trouble for who wants nothing of it; but it must not hide that of another, nor
+// the deadline.
 void EngineCore::look_after_peers(const Task& task) {
   looked_ = Deadline::Clock::now();
-  if (auto trouble = find_trouble()) {
-    // What the peer has still done before its end counts; it is all there to see by now.
-    while (!broken() && step(false)) {
-    }
-    if (broken() || !blocked_by(*trouble)) return;
-    const Ticket* blocked = queue_.empty() ? nullptr : queue_.front().get();
-    if (blocked == nullptr && trouble->culprit >= 0) blocked = messages_.with(trouble->culprit);
-    if (trouble->origin < 0 && blocked != nullptr) {
-      trouble->text += fmt::format(" before it took part in {}", blocked->text());
-      trouble->text += ". Look for the reason in that rank's output.";
-    }
-    Failure failure = failure_in(blocked, trouble->text);
-    failure.culprit = trouble->culprit;
-    failure.origin = trouble->origin;
-    failure.timeout = trouble->timeout;
-    break_with(std::move(failure));
-    return;
+  const std::vector<Failure> found = troubles();
+  // What the peers have still done before their end counts; it is all there to see by now.
+  while (!found.empty() && !broken() && step(false)) {
   }
-  check_deadlines(task);
+  if (broken()) return;
+  const auto trouble = std::find_if(found.begin(), found.end(),
+                                    [this](const Failure& each) { return blocked_by(each); });
+  if (trouble == found.end()) return check_deadlines(task);
+  const Ticket* blocked = queue_.empty() ? nullptr : queue_.front().get();
+  if (blocked == nullptr && trouble->culprit >= 0) blocked = messages_.with(trouble->culprit);
+  std::string text = trouble->text;
+  if (trouble->origin < 0 && blocked != nullptr) {
+    text += fmt::format(" before it took part in {}", blocked->text());
+    text += ". Look for the reason in that rank's output.";
+  }
+  Failure failure = failure_in(blocked, std::move(text));
+  failure.culprit = trouble->culprit;
+  failure.origin = trouble->origin;
+  failure.timeout = trouble->timeout;
+  break_with(std::move(failure));
 }
 
 // Another pair's messages go on without that rank, a collective never does.

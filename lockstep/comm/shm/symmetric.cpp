@@ -50,8 +50,8 @@ std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int 
                                  const Deadline& deadline) {
   const Doomed doomed = [&core]() -> std::exception_ptr {
     if (core.broken()) return core.as_exception();
-    if (const auto trouble = core.find_trouble()) return core.as_exception(*trouble);
-    return nullptr;
+    const std::vector<Failure> troubles = core.troubles();
+    return troubles.empty() ? nullptr : core.as_exception(troubles.front());
   };
   std::vector<Packet> packets(core.peers().size());
   for (int rank = 0; rank < core.place().size; ++rank) {

@@ -60,7 +60,7 @@ class Ticket {
   const std::shared_ptr<EngineCore> core_;
   const Deadline deadline_;
   std::atomic<bool> done_{false};
-  mutable std::mutex mutex_;  // the two below
+  std::mutex mutex_;  // the two below, until it is done
   std::exception_ptr error_;
   std::function<void()> callback_;
 };

@@ -10,50 +10,10 @@
 #include <cstdint>
 
 #include "lockstep/comm/shm/kernels.h"
+#include "lockstep/comm/shm/vector_formats.h"
 
 namespace lockstep::shm {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64;
-#elif defined(__AVX2__)
-constexpr int kVectorBytes = 32;
-#else
-constexpr int kVectorBytes = 16;
-#endif
-constexpr int kLanes = kVectorBytes / 4;
-
-using Floats = float __attribute__((vector_size(kVectorBytes)));
-using Words = std::uint32_t __attribute__((vector_size(kVectorBytes)));
-using LooseFloats = float __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
-using Halves = std::uint16_t __attribute__((vector_size(kVectorBytes / 2)));
-using LooseHalves =
-    std::uint16_t __attribute__((vector_size(kVectorBytes / 2), aligned(1), may_alias));
-
-struct Float {
-  static constexpr std::size_t kBytes = 4;
-  [[gnu::always_inline]] static void load(const std::byte* from, Floats* to) {
-    *to = *reinterpret_cast<const LooseFloats*>(from);
-  }
-  [[gnu::always_inline]] static void store(const Floats& from, std::byte* to) {
-    *reinterpret_cast<LooseFloats*>(to) = from;
-  }
-};
-
-struct Bfloat16 {
-  static constexpr std::size_t kBytes = 2;
-  [[gnu::always_inline]] static void load(const std::byte* from, Floats* to) {
-    const Halves halves = *reinterpret_cast<const LooseHalves*>(from);
-    *to = reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
-  }
-  [[gnu::always_inline]] static void store(const Floats& from, std::byte* to) {
-    const Words bits = reinterpret_cast<Words>(from);
-    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Words quiet = (bits >> 16) | 0x40;
-    const Words result = from != from ? quiet : rounded;
-    *reinterpret_cast<LooseHalves*>(to) = __builtin_convertvector(result, Halves);
-  }
-};
 
 template <Scale kScale>
 [[gnu::always_inline]] inline void apply(Floats* sum, float factor) {
@@ -61,8 +21,13 @@ template <Scale kScale>
   if constexpr (kScale == Scale::kDivide) *sum /= factor;
 }
 
+template <typename A, typename B>
+constexpr bool kSame = false;
+template <typename A>
+constexpr bool kSame<A, A> = true;
+
 // kStep vectors at once, so that the additions of one do not wait for the loads of another.
-template <typename Format, Scale kScale, int kStep>
+template <typename Format, Scale kScale, int kStep, bool kLastLeaves = false>
 [[gnu::always_inline]] inline void sum_step(const std::byte* const* in, int n,
                                             std::byte* const* out, int m, std::size_t at,
                                             float factor) {
@@ -78,9 +43,41 @@ template <typename Format, Scale kScale, int kStep>
     }
   }
   for (int v = 0; v < kStep; ++v) apply<kScale>(&sum[v], factor);
-  for (int o = 0; o < m; ++o) {
+  const int stored = kLastLeaves ? m - 1 : m;
+  for (int o = 0; o < stored; ++o) {
     for (int v = 0; v < kStep; ++v) Format::store(sum[v], out[o] + at + v * kStride);
   }
+  if constexpr (kLastLeaves) {
+    for (int v = 0; v < kStep; ++v) store_away(sum[v], out[stored] + at + v * kStride);
+  }
+}
+
+// Whole lines, together with what is moved by the way.
+constexpr std::size_t kMoveBytes = 256;
+template <typename Format, Scale kScale, bool kLastLeaves>
+[[gnu::always_inline]] inline std::size_t sum_and_move(const Arrays& arrays,
+                                                       const std::byte* const* in,
+                                                       std::byte* const* out, float factor) {
+  constexpr int kStep = static_cast<int>(kMoveBytes / (kLanes * Format::kBytes));
+  Move moves[kMostMoves];
+  const int moved = arrays.moved;
+  for (int i = 0; i < moved; ++i) moves[i] = arrays.moves[i];
+  const int n = arrays.n, m = arrays.m;
+  const std::size_t end = arrays.count * Format::kBytes;
+  std::size_t at = 0;
+  for (; at + kMoveBytes <= end; at += kMoveBytes) {
+    sum_step<Format, kScale, kStep, kLastLeaves>(in, n, out, m, at, factor);
+    for (int i = 0; i < moved; ++i) {
+      for (std::size_t v = 0; v < kMoveBytes; v += kVectorBytes) {
+        Floats value;
+        Float::load(moves[i].from + at + v, &value);
+        Float::store(value, moves[i].to + at + v);
+      }
+    }
+  }
+  for (int i = 0; i < moved; ++i) __builtin_memcpy(moves[i].to + at, moves[i].from + at, end - at);
+  if (kLastLeaves) settle_stores();
+  return at;
 }
 
 // The last elements go through padded vectors: the same instructions as all others.
@@ -117,6 +114,13 @@ void sum_arrays(const Arrays& arrays, float factor) {
 
   const std::size_t end = arrays.count * Format::kBytes;
   std::size_t at = 0;
+  const bool leaves = kSame<Format, Float> && arrays.last_leaves && m > 0 &&
+                      reinterpret_cast<std::uintptr_t>(out[m - 1]) % kVectorBytes == 0;
+  if constexpr (kSame<Format, Float>) {
+    if (leaves) at = sum_and_move<Format, kScale, true>(arrays, in, out, factor);
+  }
+  if (!leaves && arrays.moved > 0)
+    at = sum_and_move<Format, kScale, false>(arrays, in, out, factor);
   for (; at + kUnrolled * kStride <= end; at += kUnrolled * kStride)
     sum_step<Format, kScale, kUnrolled>(in, n, out, m, at, factor);
   for (; at + kStride <= end; at += kStride) sum_step<Format, kScale, 1>(in, n, out, m, at, factor);
