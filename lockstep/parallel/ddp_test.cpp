@@ -386,7 +386,8 @@ TEST(Ddp, StaticGraphCountsAParameterUsedInTwoCheckpointedBlocks) {
   });
   EXPECT_THAT(message_of<UsageError>([] {
                 run_threads(2, [](World& world) {
-                  DistributedDataParallel model{std::make_shared<Shared>(), world};
+                  DistributedDataParallel model{
+                      std::make_shared<Shared>(), world, {.overlap = true}};
                   model(at::ones({2, 4})).sum().backward();
                 });
               }),

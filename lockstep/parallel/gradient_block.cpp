@@ -24,13 +24,18 @@ void move_lines(std::byte* data, std::int64_t bytes, const std::vector<Move>& mo
   std::vector<std::uint32_t> source(static_cast<std::size_t>(bytes / kLine));
   LOCKSTEP_ASSERT(source.size() <= UINT32_MAX);
   std::iota(source.begin(), source.end(), 0u);
+  std::vector<bool> taken(source.size()), given(source.size());
   for (const Move& move : moves) {
     LOCKSTEP_ASSERT(move.from % kLine == 0 && move.to % kLine == 0 && move.bytes % kLine == 0);
     LOCKSTEP_ASSERT(move.from + move.bytes <= bytes && move.to + move.bytes <= bytes);
-    for (std::int64_t line = 0; line < move.bytes / kLine; ++line)
-      source[static_cast<std::size_t>(move.to / kLine + line)] =
-          static_cast<std::uint32_t>(move.from / kLine + line);
+    for (std::int64_t line = 0; line < move.bytes / kLine; ++line) {
+      const auto from = static_cast<std::size_t>(move.from / kLine + line);
+      const auto to = static_cast<std::size_t>(move.to / kLine + line);
+      source[to] = static_cast<std::uint32_t>(from);
+      taken[from] = given[to] = true;
+    }
   }
+  LOCKSTEP_ASSERT(taken == given);
   const auto at = [data](std::size_t line) { return data + line * kLine; };
   std::byte held[kLine];
   for (std::size_t start = 0; start < source.size(); ++start) {

@@ -145,20 +145,20 @@ void ReducerImpl::choose_overlap() {
 namespace {
 
 // Where each bucket begins in the block of CPU gradients, in bytes, and the block's size: the same
-// in any order of the parameters. A line is kept for the vote behind the first bucket.
+// in any order of the parameters. The first bucket is the last one there, so that the line for the
+// vote behind it stays where it is.
 std::vector<std::int64_t> places_in_block(const std::vector<BucketPlan>& layouts) {
-  std::vector<std::int64_t> homes;
+  std::vector<std::int64_t> homes(layouts.size() + 1, 0);
   std::int64_t bytes = 0;
   bool any = false;
-  for (const BucketPlan& layout : layouts) {
-    homes.push_back(bytes);
-    if (!layout.device.is_cpu()) continue;
+  for (std::size_t n = 1; n <= layouts.size(); ++n) {
+    const std::size_t i = n % layouts.size();
+    if (!layouts[i].device.is_cpu()) continue;
     any = true;
-    bytes += layout.numel * static_cast<std::int64_t>(c10::elementSize(layout.dtype));
-    if (homes.size() == 1) bytes += kLine;
+    homes[i] = bytes;
+    bytes += layouts[i].numel * static_cast<std::int64_t>(c10::elementSize(layouts[i].dtype));
   }
-  const bool voted = !layouts.empty() && layouts.front().device.is_cpu();
-  homes.push_back(bytes + (any && !voted ? kLine : 0));
+  homes.back() = any ? bytes + kLine : 0;
   return homes;
 }
 
