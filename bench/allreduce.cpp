@@ -59,6 +59,7 @@ namespace {
 struct Settings {
   int ranks = 2;
   int rounds = 3;
+  double budget_s = 60;
   std::string backends = "shm,gloo";
   std::string sizes = "4K,64K,1M,25M,100M";
   std::string csv, json, svg;
@@ -92,8 +93,10 @@ std::string mpi_command(const Settings& settings, const Scratch& scratch) {
   const bool root = ::geteuid() == 0;
   std::string command = fmt::format("mpirun{} --oversubscribe -np {} '{}'",
                                     root ? " --allow-run-as-root" : "", settings.ranks, program);
-  for (const auto bytes : parse_sizes(settings.sizes))
-    command += fmt::format(" {}:{}", bytes, repetitions(bytes));
+  const auto sizes = parse_sizes(settings.sizes);
+  for (const auto bytes : sizes)
+    command += fmt::format(" {}:{}:{:.0f}", bytes, repetitions(bytes),
+                           1e6 * settings.budget_s / static_cast<double>(sizes.size()));
   return command + fmt::format(" >'{}'", scratch.file("mpi"));
 }
 
@@ -102,9 +105,9 @@ Samples collect(const Settings& settings) {
   Samples samples;
   const std::string mpi = mpi_command(settings, scratch);
   const std::string ours = fmt::format(
-      "'{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' '{}' '{}'",
+      "'{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' '{}' '{}' {}",
       program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-torch"),
-      settings.backends, settings.sizes, scratch.file("ours"));
+      settings.backends, settings.sizes, scratch.file("ours"), settings.budget_s);
   for (int round = 0; round < settings.rounds; ++round) {
     fmt::print(stderr, "round {}/{}\n", round + 1, settings.rounds);
     run_command(ours);
@@ -199,6 +202,11 @@ int allreduce_main(int argc, char** argv) {
   app.add_option("--sizes", settings.sizes, "bytes of the tensor, with K, M or G and commas");
   app.add_option("--rounds", settings.rounds, "jobs; medians go over all")
       ->check(CLI::Range(1, 100));
+  app.add_option("--budget-s", settings.budget_s,
+                 "seconds for the measurements of one job; where they do not suffice, there are "
+                 "fewer of them")
+      ->check(CLI::Range(1.0, 3600.0))
+      ->capture_default_str();
   app.add_option("--csv", settings.csv, "also write the table to this file");
   app.add_option("--json", settings.json, "also write the figures to this file");
   app.add_option("--svg", settings.svg, "also draw time and bandwidth over size");

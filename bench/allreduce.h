@@ -16,8 +16,10 @@ using Samples = std::map<std::string, std::map<std::int64_t, std::vector<double>
 std::vector<std::int64_t> parse_sizes(const std::string& text);
 std::string show_size(double bytes);
 
-// How often a size is measured in one job: small ones often, large ones a few times.
+// How often a size is measured in one job at most: small ones often, large ones a few times. What
+// takes longer than its share of the job's time is measured less often.
 int repetitions(std::int64_t bytes);
+inline constexpr int kLeastRepetitions = 5;
 
 // From this size on ranks meet before each operation; smaller ones keep each other in step.
 inline constexpr std::int64_t kMeetFirstBytes = 65536;

@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
+#include <vector>
 
 #include "bench/allreduce.h"
 #include "bench/bench.h"
@@ -28,9 +30,19 @@ double since_us(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
+// Element i becomes i % 5 + rank; copied from a pattern, because a division for each would take
+// longer than everything that is measured.
 void fill(const at::Tensor& tensor, int rank) {
+  constexpr std::int64_t kPattern = 5 * 1024;
+  static const std::vector<float> pattern = [rank] {
+    std::vector<float> values(kPattern);
+    for (std::int64_t i = 0; i < kPattern; ++i)
+      values[static_cast<std::size_t>(i)] = static_cast<float>(i % 5 + rank);
+    return values;
+  }();
   float* data = tensor.mutable_data_ptr<float>();
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) data[i] = static_cast<float>(i % 5 + rank);
+  for (std::int64_t i = 0; i < tensor.numel(); i += kPattern)
+    std::copy_n(pattern.data(), std::min(kPattern, tensor.numel() - i), data + i);
 }
 
 void verify(const Contender& contender) {
@@ -64,8 +76,25 @@ std::vector<Contender> contenders_of(const std::vector<std::string>& backends, W
   return contenders;
 }
 
+// The memory's own limit, told by rank 0 while the others wait.
+void probe(World& own, std::int64_t bytes, Samples& samples) {
+  own.barrier();
+  if (own.is_leader())
+    samples[kCeiling][bytes].push_back(
+        1e6 * static_cast<double>(bytes) /
+        shm::reduce_ceiling_bytes_per_s(own.size(), static_cast<std::size_t>(bytes)));
+  own.barrier();
+}
+
+// How many more turns fit into the time, by the one that has been made; the same on all ranks.
+int turns_left(World& own, double turn_s, double left_s, int most, int least) {
+  const double fitting = std::clamp(left_s / std::max(turn_s, 1e-6), 0.0, 1e6);
+  return static_cast<int>(own.min(std::clamp(static_cast<int>(fitting), least, most)));
+}
+
 void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t bytes,
-                  Samples& samples) {
+                  double budget_s, Samples& samples) {
+  const auto start = Clock::now();
   for (auto& contender : contenders) {
     contender.tensor = contender.name == "shm symmetric"
                            ? contender.world.symmetric_empty({bytes / 4})
@@ -73,24 +102,34 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
     measure(contender, own, bytes);
     verify(contender);
   }
-  const int count = repetitions(bytes);
   // Small operations are timed in runs of the same contender: a switch would cost more than they.
   const int run = bytes < kMeetFirstBytes ? 50 : 1;
-  constexpr int kProbes = 3;  // of the memory's own limit; each takes some tenths of a second
-  for (int done = 0; done < count; done += run) {
+  const auto turn = [&] {
+    const auto began = Clock::now();
     for (auto& contender : contenders) {
-      measure(contender, own, bytes);
+      if (run > 1) measure(contender, own, bytes);
       for (int i = 0; i < run; ++i)
         samples[contender.name][bytes].push_back(measure(contender, own, bytes));
     }
-    if (bytes < (1 << 20) || done % std::max(1, count / kProbes) != 0) continue;
-    own.barrier();
-    if (own.is_leader())
-      samples[kCeiling][bytes].push_back(
-          1e6 * static_cast<double>(bytes) /
-          shm::reduce_ceiling_bytes_per_s(own.size(), static_cast<std::size_t>(bytes)));
-    own.barrier();
+    return since_us(began) / 1e6;
+  };
+  const bool probed = bytes >= (1 << 20);
+  constexpr int kProbes = 3;  // each takes some tenths of a second, with many ranks more
+  const double turn_s = turn();
+  const auto began = Clock::now();
+  if (probed) probe(own, bytes, samples);
+  const double probe_s = since_us(began) / 1e6;
+  const double left_s = budget_s - since_us(start) / 1e6;
+  const int probes = probed ? turns_left(own, probe_s, left_s / 4, kProbes - 1, 0) : 0;
+  const int turns = turns_left(own, turn_s, left_s - probes * probe_s, repetitions(bytes) / run - 1,
+                               (kLeastRepetitions - 1) / run);
+  for (int done = 1; done <= turns; ++done) {
+    turn();
+    if (probes > 0 && done % std::max(1, turns / probes) == 0) probe(own, bytes, samples);
   }
+  if (own.is_leader())
+    fmt::print(stderr, "{:>8}: {} repetitions, {:.1f} s\n", show_size(static_cast<double>(bytes)),
+               (turns + 1) * run, since_us(start) / 1e6);
   for (auto& contender : contenders) contender.tensor = at::Tensor();
 }
 
@@ -106,19 +145,17 @@ std::vector<std::string> words(const std::string& text) {
 
 }  // namespace
 
-// _allreduce-rank BACKENDS SIZES OUTPUT
+// _allreduce-rank BACKENDS SIZES OUTPUT SECONDS
 int allreduce_rank_main(int argc, char** argv) {
-  LOCKSTEP_ASSERT(argc == 4);
+  LOCKSTEP_ASSERT(argc == 5);
   const auto backends = words(argv[1]);
   const auto sizes = parse_sizes(argv[2]);
   const std::string output = argv[3];
+  const double budget_s = std::stod(argv[4]) / static_cast<double>(sizes.size());
   const auto body = [&](World& own) {
     Samples samples;
     auto contenders = contenders_of(backends, own);
-    for (const std::int64_t bytes : sizes) {
-      if (own.is_leader()) fmt::print(stderr, "{} ...\n", show_size(static_cast<double>(bytes)));
-      measure_size(contenders, own, bytes, samples);
-    }
+    for (const std::int64_t bytes : sizes) measure_size(contenders, own, bytes, budget_s, samples);
     if (!own.is_leader()) return;
     std::string text;
     for (const auto& [name, by_size] : samples)

@@ -31,6 +31,9 @@ class Backend {
   virtual const std::string& name() const = 0;
   virtual c10::DeviceType device_type() const = 0;
   virtual bool reduces(at::ScalarType dtype, ReduceOp op) const = 0;
+  // A call takes a tensor's address and storage and looks at the tensor no more: it may then get
+  // the caller's own, which the caller may change (set_data, requires_grad) before the end.
+  virtual bool takes_memory() const { return false; }
 
   virtual void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) = 0;
   virtual void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) = 0;

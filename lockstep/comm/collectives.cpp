@@ -163,11 +163,15 @@ struct Staged {
 // `fill`: the values matter on entry (not for pure outputs).
 Staged stage(const at::Tensor& tensor, const Backend& backend, const ReductionPlan& plan,
              bool fill = true) {
+  const bool moves = backend.device_type() != tensor.device().type();
+  const bool converts = !plan.reinterpret && tensor.scalar_type() != plan.wire;
+  const bool copies = moves || converts || !tensor.is_contiguous();
+  // A view costs as much as a small operation through shared memory, so none is made in vain.
+  if (!copies && backend.takes_memory() && tensor.dim() == 1 && tensor.scalar_type() == plan.wire)
+    return {tensor, tensor, tensor};
   const at::Tensor plain = tensor.detach();
-  const bool moves = backend.device_type() != plain.device().type();
-  const bool converts = !plan.reinterpret && plain.scalar_type() != plan.wire;
   Staged staged{plain, plain, {}};
-  if (moves || converts || !plain.is_contiguous()) {
+  if (copies) {
     auto options = plain.options();
     if (moves) options = options.device(backend.device_type());
     if (converts) options = options.dtype(plan.wire);
@@ -273,8 +277,8 @@ std::string fingerprint(const at::Tensor& tensor, const std::string& extra = "")
 namespace {
 
 // The steps after the bytes have travelled: reduce gathered rows, divide, convert, copy back.
-void finish_reduction(const State& state, const ReductionPlan& plan, Staged staged, at::Tensor rows,
-                      int size) {
+void finish_reduction(const State& state, const ReductionPlan& plan, const Staged& staged,
+                      const at::Tensor& rows, int size) {
   if (!plan.by_gather && !plan.divide && !staged.copied()) return;
   const bool at_wait = !staged.original.is_cpu();
   state->finish_with(

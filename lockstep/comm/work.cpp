@@ -52,16 +52,17 @@ std::string Fate::cause() const {
 }
 
 void Fate::fail(const std::string& cause) {
-  std::unordered_map<const WorkState*, std::weak_ptr<WorkState>> pending;
+  std::vector<std::shared_ptr<WorkState>> pending;
   {
     const std::lock_guard lock(mutex_);
     if (!cause_.empty()) return;
     cause_ = cause.empty() ? "aborted" : cause;
-    pending.swap(pending_);
+    failed_.store(true, std::memory_order_release);
+    // One that nobody holds any more is on its way out and takes itself off the list.
+    for (WorkState* state = pending_; state != nullptr; state = state->after_)
+      if (auto held = state->weak_from_this().lock()) pending.push_back(std::move(held));
   }
-  for (auto& [key, weak] : pending) {
-    if (auto state = weak.lock()) state->fail(cause_);
-  }
+  for (auto& state : pending) state->fail(cause_);
   const std::lock_guard lock(hook_mutex_);
   if (hook_) hook_();
 }
@@ -75,15 +76,25 @@ void Fate::add(const std::shared_ptr<WorkState>& state) {
   std::string failed;
   {
     const std::lock_guard lock(mutex_);
-    if (cause_.empty()) pending_.emplace(state.get(), state);
     failed = cause_;
+    if (failed.empty()) {
+      state->after_ = pending_;
+      if (pending_ != nullptr) pending_->before_ = state.get();
+      pending_ = state.get();
+      state->listed_.store(true, std::memory_order_release);
+    }
   }
   if (!failed.empty()) state->fail(failed);
 }
 
-void Fate::remove(const WorkState* state) {
+void Fate::remove(WorkState& state) {
+  if (!state.listed_.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(mutex_);
-  pending_.erase(state);
+  if (!state.listed_.load(std::memory_order_acquire)) return;
+  (state.before_ != nullptr ? state.before_->after_ : pending_) = state.after_;
+  if (state.after_ != nullptr) state.after_->before_ = state.before_;
+  state.before_ = state.after_ = nullptr;
+  state.listed_.store(false, std::memory_order_release);
 }
 
 // ---------------------------------------------------------------- WorkState
@@ -92,7 +103,7 @@ WorkState::WorkState(OperationInfo info, Deadline deadline, std::shared_ptr<Fate
     : info_(info), deadline_(deadline), fate_(std::move(fate)) {}
 
 WorkState::~WorkState() {
-  fate_->remove(this);
+  fate_->remove(*this);
 }
 
 void WorkState::finish_with(std::function<void()> step, bool at_wait) {
@@ -116,10 +127,10 @@ void WorkState::attach(std::unique_ptr<HostOperation> operation) {
 
 void WorkState::complete(std::exception_ptr error) noexcept {
   std::function<void()> step;
-  if (!claim()) return;
-  if (!error && !finish_at_wait_) {
+  {
     const std::lock_guard lock(mutex_);
-    step = std::exchange(finish_, nullptr);
+    if (std::exchange(claimed_, true)) return;
+    if (!error && !finish_at_wait_) step = std::exchange(finish_, nullptr);
   }
   std::string text;
   if (step) {
@@ -167,11 +178,11 @@ void WorkState::settle(std::string error) noexcept {
   {
     const std::lock_guard lock(mutex_);
     error_ = std::move(error);
-    done_ = true;
     callbacks.swap(callbacks_);
     if (error_.empty()) alive.swap(alive_);  // after a failure a backend may still touch them
+    done_.store(true, std::memory_order_release);
   }
-  fate_->remove(this);
+  fate_->remove(*this);
   changed_.notify_all();
   for (auto& callback : callbacks) callback();
 }
@@ -221,16 +232,18 @@ bool WorkState::await(const Deadline& deadline) noexcept {
     if (host_) {
       lock.unlock();
       carry_out(deadline);
+      if (ended_well()) return true;
       lock.lock();
     }
-    if (!device_) return changed_.wait_until(lock, deadline.time(), [this] { return done_; });
+    if (!device_)
+      return changed_.wait_until(lock, deadline.time(), [this] { return done_.load(); });
   }
   // Most operations on a device end within a few hundred microseconds: ask often, then less often.
   std::chrono::microseconds pause{20};
   while (!poll()) {
     if (deadline.expired()) return false;
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, pause, [this] { return done_; });
+    changed_.wait_for(lock, pause, [this] { return done_.load(); });
     pause = std::min(pause * 5 / 4, std::chrono::microseconds(1000));
   }
   return true;
@@ -238,12 +251,13 @@ bool WorkState::await(const Deadline& deadline) noexcept {
 
 void WorkState::wait_host(std::optional<std::chrono::milliseconds> timeout) {
   if (!await(timeout ? Deadline::after(*timeout) : deadline_)) expire(timeout_text());
+  if (ended_well()) return;
   bool device_step = false;
   {
     // Whoever was first to end the operation (it may have been another thread, at the very
     // deadline) is about to say how it ended.
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, std::chrono::seconds(30), [this] { return done_; });
+    changed_.wait_for(lock, std::chrono::seconds(30), [this] { return done_.load(); });
     // The last step of a device operation goes to the current stream, which the host waits for.
     device_step = device_ != nullptr && finish_ != nullptr;
   }
@@ -252,6 +266,7 @@ void WorkState::wait_host(std::optional<std::chrono::milliseconds> timeout) {
 }
 
 void WorkState::wait_stream() {
+  if (ended_well()) return;
   bool on_device = false;
   {
     const std::lock_guard lock(mutex_);

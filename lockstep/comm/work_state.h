@@ -15,6 +15,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -23,7 +24,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "lockstep/core/deadline.h"
@@ -41,14 +41,14 @@ class Fate {
   int rank() const { return rank_; }
   // Empty while all is well.
   std::string cause() const;
-  bool failed() const { return !cause().empty(); }
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
   // Completes every pending operation with `cause` and runs the hook. The first call wins.
   void fail(const std::string& cause);
   // Run once at failure: aborts the backends. Replacing it waits for a call in progress.
   void set_hook(std::function<void()> hook);
 
   void add(const std::shared_ptr<WorkState>& state);
-  void remove(const WorkState* state);
+  void remove(WorkState& state);
 
  private:
   const int rank_;
@@ -56,7 +56,8 @@ class Fate {
   std::mutex hook_mutex_;
   std::function<void()> hook_;
   std::string cause_;
-  std::unordered_map<const WorkState*, std::weak_ptr<WorkState>> pending_;
+  std::atomic<bool> failed_{false};  // cause_ is set
+  WorkState* pending_ = nullptr;     // linked through the states themselves
 };
 
 // An operation that runs on a device and has to be asked.
@@ -129,6 +130,12 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   std::string error();
 
  private:
+  friend class Fate;
+
+  // Nothing is left to do or to tell: the short way out of a wait, without a lock.
+  bool ended_well() const {
+    return done_.load(std::memory_order_acquire) && !finish_at_wait_ && error_.empty();
+  }
   bool claim() noexcept;  // true for the one caller that may settle it
   void finish_or_throw();
   [[noreturn]] void throw_error(const std::string& error);
@@ -142,8 +149,8 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool claimed_ = false;  // someone is completing it
-  bool done_ = false;
+  bool claimed_ = false;           // someone is completing it
+  std::atomic<bool> done_{false};  // error_ stays as it is from then on
   bool timed_out_ = false;
   std::string error_;  // empty: success
   std::string late_;   // of an operation that its waiter carried out: who did not come in time
@@ -153,6 +160,11 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   std::unique_ptr<DeviceOperation> device_;
   std::unique_ptr<HostOperation> host_;
   std::vector<std::function<void()>> callbacks_;
+
+  // The fate's list of what is pending, under its mutex.
+  std::atomic<bool> listed_{false};
+  WorkState* before_ = nullptr;
+  WorkState* after_ = nullptr;
 };
 
 }  // namespace lockstep::detail

@@ -92,8 +92,8 @@ void WorldImpl::adopt(const std::shared_ptr<Fate>& child) {
 }
 
 void WorldImpl::throw_if_failed(const OperationInfo& info) const {
+  if (!fate->failed()) return;
   std::string cause = fate->cause();
-  if (cause.empty()) return;
   if (cause.back() != '.') cause += '.';
   throw CommError(
       "world",
@@ -121,17 +121,6 @@ std::shared_ptr<WorkState> WorldImpl::start_message(OperationInfo info) {
   auto state = std::make_shared<WorkState>(info, Deadline::after(options.timeout), fate);
   fate->add(state);
   return state;
-}
-
-void WorldImpl::launch(const std::shared_ptr<WorkState>& state, const std::function<void()>& body) {
-  // A failure that came between start() and here has completed the state already; adding work to a
-  // backend that was aborted is harmless, but pointless.
-  if (fate->failed()) return;
-  try {
-    body();
-  } catch (...) {
-    state->complete(std::current_exception());
-  }
 }
 
 Backend& WorldImpl::backend_for(const at::Tensor& tensor) const {

@@ -40,7 +40,17 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
                                    std::optional<std::chrono::milliseconds> timeout = std::nullopt);
   std::shared_ptr<WorkState> start_message(OperationInfo info);
   // Runs `body`, which hands the operation to a backend; a throw breaks the world.
-  void launch(const std::shared_ptr<WorkState>& state, const std::function<void()>& body);
+  template <typename Body>
+  void launch(const std::shared_ptr<WorkState>& state, const Body& body) {
+    // A failure that came between start() and here has completed the state already; adding work to
+    // a backend that was aborted is harmless, but pointless.
+    if (fate->failed()) return;
+    try {
+      body();
+    } catch (...) {
+      state->complete(std::current_exception());
+    }
+  }
   void throw_if_failed(const OperationInfo& info) const;
   // A world made from this one fails with it.
   void adopt(const std::shared_ptr<Fate>& child);

@@ -22,8 +22,8 @@ constexpr std::size_t kHeaderBytes = round_up(sizeof(Header), kPage);
 // Measured with two processes on two cores of a Xeon (Emerald Rapids), private arrays: 64 KiB take
 // 18 us in one round and 15 us divided (5 us where they are symmetric and need no copies), 32 KiB
 // 15 and 14, 16 KiB 8 and 8. With more ranks each of them reads more in one round, so dividing pays
-// earlier. Two ranks take 4.9 to 5.4 ms for 25 MB with chunks of 256 KiB and 5.2 to 5.9 with 512 KiB,
-// which no longer fit into a core's own cache together with the array. Four ranks on these two cores
+// earlier. Two ranks take 4.9 to 5.4 ms for 25 MB with chunks of 256 KiB, 5.2 to 5.9 with 512 KiB:
+// those no longer fit into a core's own cache together with the array. Four ranks on two cores
 // take 16 ms with 1 MiB and 23 ms with 256 KiB, because every round is a change of threads; and
 // slices must not become too small.
 constexpr std::size_t kSmallBytesOfAll = 64u << 10;

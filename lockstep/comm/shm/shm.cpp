@@ -1,14 +1,16 @@
 #include "lockstep/comm/shm/shm.h"
 
 #include <ATen/ops/from_blob.h>
+#include <c10/core/Storage.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <mutex>
-#include <optional>
 #include <thread>
 #include <utility>
 
 #include "lockstep/comm/shm/engine.h"
+#include "lockstep/comm/shm/tensor_types.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::detail::shm {
@@ -24,33 +26,6 @@ using lockstep::shm::StartOptions;
 using lockstep::shm::SymmetricBlock;
 using lockstep::shm::TicketPtr;
 
-std::optional<DType> translate(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return DType::kF32;
-    case at::kDouble:
-      return DType::kF64;
-    case at::kHalf:
-      return DType::kF16;
-    case at::kBFloat16:
-      return DType::kBf16;
-    case at::kChar:
-      return DType::kI8;
-    case at::kShort:
-      return DType::kI16;
-    case at::kInt:
-      return DType::kI32;
-    case at::kLong:
-      return DType::kI64;
-    case at::kByte:
-      return DType::kU8;
-    case at::kBool:
-      return DType::kBool;
-    default:
-      return std::nullopt;
-  }
-}
-
 Op translate(ReduceOp op) {
   static_assert(static_cast<int>(ReduceOp::kXor) == static_cast<int>(Op::kXor));
   static_assert(static_cast<int>(ReduceOp::kAvg) == static_cast<int>(Op::kAvg));
@@ -59,7 +34,7 @@ Op translate(ReduceOp op) {
 }
 
 DType dtype_of(const at::Tensor& tensor) {
-  const auto dtype = translate(tensor.scalar_type());
+  const auto dtype = lockstep::shm::dtype_of(tensor.scalar_type());
   LOCKSTEP_ASSERT(dtype.has_value());
   return *dtype;
 }
@@ -106,17 +81,32 @@ class StoreBoard : public lockstep::shm::Board {
   const c10::intrusive_ptr<c10d::Store> store_;
 };
 
-// One engine operation, or several that end together (a batch of messages).
+// One operation has one ticket and one or two tensors; a batch of messages has many.
+using Tickets = c10::SmallVector<TicketPtr, 1>;
+using Memory = c10::SmallVector<c10::Storage, 2>;
+
+// The engine touches the tensors no more.
+bool all_done(const Tickets& tickets) {
+  return std::all_of(tickets.begin(), tickets.end(),
+                     [](const TicketPtr& ticket) { return ticket->done(); });
+}
+
+std::exception_ptr first_error(const Tickets& tickets) {
+  for (const auto& ticket : tickets)
+    if (auto error = ticket->error()) return error;
+  return nullptr;
+}
+
+// One engine operation, or several that end together.
 class Operation : public HostOperation {
  public:
-  Operation(std::vector<TicketPtr> tickets, std::vector<at::Tensor> tensors)
-      : tickets_(std::move(tickets)), tensors_(std::move(tensors)) {}
+  Operation(Tickets tickets, Memory memory)
+      : tickets_(std::move(tickets)), memory_(std::move(memory)) {}
 
   bool poll() override {
-    for (const auto& ticket : tickets_) {
+    for (const auto& ticket : tickets_)
       if (!ticket->poll()) return false;
-      if (auto error = ticket->error()) std::rethrow_exception(error);
-    }
+    if (auto error = first_error(tickets_)) std::rethrow_exception(error);
     return true;
   }
   void wait(const Deadline& deadline) override {
@@ -125,16 +115,18 @@ class Operation : public HostOperation {
   void hurry(std::function<void()> noticed) override {
     for (const auto& ticket : tickets_) ticket->on_done(noticed);
   }
-  // The engine touches the tensors no more.
-  bool ended() const {
-    return std::all_of(tickets_.begin(), tickets_.end(),
-                       [](const TicketPtr& ticket) { return ticket->done(); });
-  }
+  bool ended() const { return all_done(tickets_); }
 
  private:
-  std::vector<TicketPtr> tickets_;
-  std::vector<at::Tensor> tensors_;  // the engine has pointers only
+  Tickets tickets_;
+  Memory memory_;  // the engine has pointers only
 };
+
+Memory memory_of(const std::vector<at::Tensor>& tensors) {
+  Memory memory;
+  for (const auto& tensor : tensors) memory.push_back(tensor.storage());
+  return memory;
+}
 
 class ShmBackend : public Backend {
  public:
@@ -146,8 +138,10 @@ class ShmBackend : public Backend {
   }
   c10::DeviceType device_type() const override { return c10::kCPU; }
 
+  bool takes_memory() const override { return true; }
+
   bool reduces(at::ScalarType dtype, ReduceOp op) const override {
-    const auto translated = translate(dtype);
+    const auto translated = lockstep::shm::dtype_of(dtype);
     return translated && lockstep::shm::supports(*translated, translate(op));
   }
 
@@ -155,27 +149,27 @@ class ShmBackend : public Backend {
     follow(state,
            {engine_->all_reduce(tensor.mutable_data_ptr(), count_of(tensor), dtype_of(tensor),
                                 translate(op), started(state))},
-           {tensor});
+           {tensor.storage()});
   }
 
   void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {
     follow(state,
            {engine_->reduce(tensor.mutable_data_ptr(), count_of(tensor), dtype_of(tensor),
                             translate(op), root, started(state))},
-           {tensor});
+           {tensor.storage()});
   }
 
   void broadcast(const State& state, at::Tensor tensor, int root) override {
     follow(state,
            {engine_->broadcast(tensor.mutable_data_ptr(), tensor.nbytes(), root, started(state))},
-           {tensor});
+           {tensor.storage()});
   }
 
   void all_gather(const State& state, at::Tensor output, at::Tensor input) override {
     follow(state,
            {engine_->all_gather(output.mutable_data_ptr(), input.const_data_ptr(), input.nbytes(),
                                 started(state))},
-           {output, input});
+           {output.storage(), input.storage()});
   }
 
   void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
@@ -184,7 +178,7 @@ class ShmBackend : public Backend {
            {engine_->reduce_scatter(output.mutable_data_ptr(), input.const_data_ptr(),
                                     count_of(output), dtype_of(output), translate(op),
                                     started(state))},
-           {output, input});
+           {output.storage(), input.storage()});
   }
 
   void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
@@ -192,7 +186,7 @@ class ShmBackend : public Backend {
     TicketPtr ticket = engine_->gather(parts_of(outputs), {input.const_data_ptr(), input.nbytes()},
                                        root, started(state));
     outputs.push_back(std::move(input));
-    follow(state, {std::move(ticket)}, std::move(outputs));
+    follow(state, {std::move(ticket)}, memory_of(outputs));
   }
 
   void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
@@ -200,7 +194,7 @@ class ShmBackend : public Backend {
     TicketPtr ticket = engine_->scatter({output.mutable_data_ptr(), output.nbytes()},
                                         const_parts_of(inputs), root, started(state));
     inputs.push_back(std::move(output));
-    follow(state, {std::move(ticket)}, std::move(inputs));
+    follow(state, {std::move(ticket)}, memory_of(inputs));
   }
 
   void all_to_all(const State& state, std::vector<at::Tensor> outputs,
@@ -208,12 +202,12 @@ class ShmBackend : public Backend {
     TicketPtr ticket =
         engine_->all_to_all(parts_of(outputs), const_parts_of(inputs), started(state));
     outputs.insert(outputs.end(), inputs.begin(), inputs.end());
-    follow(state, {std::move(ticket)}, std::move(outputs));
+    follow(state, {std::move(ticket)}, memory_of(outputs));
   }
 
   void point_to_point(const State& state, std::vector<P2p> messages) override {
-    std::vector<TicketPtr> tickets;
-    std::vector<at::Tensor> tensors;
+    Tickets tickets;
+    Memory memory;
     for (const auto& message : messages) {
       const at::Tensor& tensor = message.tensor;
       const bool sends = message.kind == P2p::Kind::kSend;
@@ -221,9 +215,9 @@ class ShmBackend : public Backend {
                                               message.peer, started(state))
                               : engine_->recv(tensor.mutable_data_ptr(), tensor.nbytes(),
                                               message.peer, started(state)));
-      tensors.push_back(tensor);
+      memory.push_back(tensor.storage());
     }
-    follow(state, std::move(tickets), std::move(tensors));
+    follow(state, std::move(tickets), std::move(memory));
   }
 
   std::vector<at::Tensor> symmetric(std::int64_t bytes, const Deadline& deadline) override {
@@ -245,13 +239,21 @@ class ShmBackend : public Backend {
 
   // The state lives until the operation has ended: its last step belongs to the caller's tensors,
   // also when nobody holds a handle any more. Every later operation looks after the earlier ones.
-  void follow(const State& state, std::vector<TicketPtr> tickets, std::vector<at::Tensor> tensors) {
-    auto operation = std::make_unique<Operation>(std::move(tickets), std::move(tensors));
+  void follow(const State& state, Tickets tickets, Memory memory) {
+    look_after_earlier();
+    // Where all others were there before, it has ended already.
+    if (all_done(tickets)) return state->complete(first_error(tickets));
+    auto operation = std::make_unique<Operation>(std::move(tickets), std::move(memory));
     Operation& started = *operation;
     state->attach(std::move(operation));
     // With a last step to take (copying back), somebody must take it even if nobody waits.
     if (state->has_finish()) started.hurry([state] { state->poll(); });
-    std::vector<State> ended;
+    const std::lock_guard lock(mutex_);
+    under_way_.push_back({state, &started});
+  }
+
+  void look_after_earlier() {
+    c10::SmallVector<State, 4> ended;
     {
       const std::lock_guard lock(mutex_);
       std::erase_if(under_way_, [&](UnderWay& each) {
@@ -259,7 +261,6 @@ class ShmBackend : public Backend {
         ended.push_back(std::move(each.state));
         return true;
       });
-      under_way_.push_back({state, &started});
     }
     // Their callbacks run without the lock.
     for (const auto& each : ended) each->poll();
