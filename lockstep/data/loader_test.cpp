@@ -510,7 +510,7 @@ TEST(Loader, RanksThatDifferAreToldBeforeTheFirstStep) {
   const auto refused = testing::run_threads_collecting(
       2, [](World& world) { loader(numbers(10), world, {.batch_size = world.rank()}); });
   EXPECT_THAT(refused[0], HasSubstr("batch_size is 0"));
-  EXPECT_THAT(refused[1], HasSubstr("batch_size is 0"));  // gathered, or heard of rank 0's end
+  EXPECT_THAT(refused[1], HasSubstr("Rank 0: refused: [loader] batch_size is 0"));
 }
 
 TEST(Loader, RanksOfAWorldShareTheSamples) {

@@ -167,6 +167,13 @@ TEST(DatasetLoader, GoesRoundAndResumes) {
       HasSubstr("12 windows of 4 tokens, too few for one batch of 7 on each of 2"));
 }
 
+// What this thread computed, without the time in which others had its core.
+double thread_seconds() {
+  timespec now{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
 // The goal of 1 Gtoken/s per core; a loaded machine is given a tenth of it. With LOCKSTEP_SOAK=1
 // the goal itself.
 TEST(TokenShards, BatchesAreBuiltAtMemorySpeed) {
