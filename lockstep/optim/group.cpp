@@ -134,7 +134,7 @@ void FusedBase::step_unless(const at::Tensor& found_inf) {
     throw UsageError(who(),
                      "step_unless() takes one float: 1 to leave the step out, 0 to take it. Pass "
                      "what GradScaler::found_inf() gives.");
-  step_groups(found_inf);
+  step_groups(found_inf.reshape({}));  // the counters of steps have no dimension either
 }
 
 std::map<std::string, at::Tensor> FusedBase::state_dict(const NamedParameters& names) {
