@@ -1,4 +1,4 @@
-// GradScaler: keeps small fp16 gradients from vanishing, with PyTorch's constants, states and rules.
+// GradScaler: keeps small fp16 gradients from vanishing; PyTorch's constants, states and rules.
 //
 //   lockstep::optim::GradScaler scaler{world};
 //   scaler.scale(loss).backward();
@@ -23,7 +23,6 @@
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <unordered_map>
 #include <vector>
 
 #include "lockstep/comm/world.h"

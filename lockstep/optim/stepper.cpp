@@ -117,10 +117,12 @@ NamedParameters named(const torch::nn::Module& module) {
 
 DecayGroups decay_groups(const torch::nn::Module& module) {
   std::unordered_set<at::TensorImpl*> of_norms, seen;
-  for (const auto& part : module.modules(/*include_self=*/true)) {
-    if (part->as<torch::nn::LayerNormImpl>() == nullptr) continue;
-    for (const auto& param : part->parameters()) of_norms.insert(param.unsafeGetTensorImpl());
-  }
+  const auto add_norm = [&](const torch::nn::Module& part) {
+    if (part.as<torch::nn::LayerNormImpl>() == nullptr) return;
+    for (const auto& param : part.parameters()) of_norms.insert(param.unsafeGetTensorImpl());
+  };
+  add_norm(module);  // modules() lists itself only where a shared pointer holds it
+  for (const auto& part : module.modules(/*include_self=*/false)) add_norm(*part);
   DecayGroups groups;
   for (const auto& item : module.named_parameters()) {
     at::TensorImpl* impl = item.value().unsafeGetTensorImpl();

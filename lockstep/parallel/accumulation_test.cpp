@@ -368,7 +368,7 @@ TEST(CheckpointSequential, WorksUnderEveryDdpOption) {
 
 // ---------------------------------------------------------------- Stepper of a ShardedOptimizer
 
-struct Run {
+struct Trained {
   std::vector<at::Tensor> parameters;
   optim::TensorDict state;
   std::vector<double> norms, skipped, scales;
@@ -377,7 +377,7 @@ struct Run {
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
 // Five steps, of which one has infinite gradients on rank 1 alone.
-Run train_with(World& world, bool share, const optim::TensorDict* from = nullptr) {
+Trained train_with(World& world, bool share, const optim::TensorDict* from = nullptr) {
   DistributedDataParallel model{make_net(), world};
   const optim::AdamWOptions rule{.lr = 0.5, .weight_decay = 0.125};
   std::unique_ptr<optim::Stepper> stepper =
@@ -389,7 +389,7 @@ Run train_with(World& world, bool share, const optim::TensorDict* from = nullptr
   if (from != nullptr) stepper->load_state_dict(*from);
   optim::Ema ema{*model.module()};
   optim::GradScaler scaler{world, {.init_scale = 1024, .growth_interval = 2}};
-  Run run;
+  Trained run;
   for (int step = 0; step < 5; ++step) {
     stepper->set_lr(0, 0.25 / (step + 1));
     const Micro micro = samples(step * 8 + world.rank() * 4, 4, false);
@@ -411,8 +411,8 @@ Run train_with(World& world, bool share, const optim::TensorDict* from = nullptr
 
 TEST(ShardedStepper, DoesWhatTheReplicatedOneDoes) {
   run_shm(2, [](World& world) {
-    const Run replicated = train_with(world, false);
-    const Run shared = train_with(world, true);
+    const Trained replicated = train_with(world, false);
+    const Trained shared = train_with(world, true);
     // Norms are summed in another order, and clipping brings that into the parameters.
     for (std::size_t i = 0; i < shared.parameters.size(); ++i)
       EXPECT_TENSOR_NEAR(shared.parameters[i], replicated.parameters[i], 1e-6);
@@ -428,8 +428,8 @@ TEST(ShardedStepper, DoesWhatTheReplicatedOneDoes) {
       ASSERT_EQ(replicated.state.count(name), 1u) << name;
       EXPECT_TENSOR_NEAR(tensor, replicated.state.at(name), 1e-6);
     }
-    const Run a = train_with(world, false, &shared.state);
-    const Run b = train_with(world, true, &replicated.state);
+    const Trained a = train_with(world, false, &shared.state);
+    const Trained b = train_with(world, true, &replicated.state);
     for (std::size_t i = 0; i < a.parameters.size(); ++i)
       EXPECT_TENSOR_NEAR(a.parameters[i], b.parameters[i], 1e-5);
   });
@@ -438,8 +438,7 @@ TEST(ShardedStepper, DoesWhatTheReplicatedOneDoes) {
 TEST(ShardedStepper, TellsTheNormWithoutClipping) {
   run_shm(2, [](World& world) {
     DistributedDataParallel model{make_net(), world};
-    auto stepper =
-        sharded(std::make_unique<ShardedOptimizer>(model, optim::SGDOptions{.lr = 0.0}));
+    auto stepper = sharded(std::make_unique<ShardedOptimizer>(model, optim::SGDOptions{.lr = 0.0}));
     const Micro micro = samples(0, 4, false);
     loss_of(model(micro.data), micro.target).backward();
     EXPECT_THAT(message_of<UsageError>([&] { optim::clip_grad_norm_(model.parameters(), 1); }),

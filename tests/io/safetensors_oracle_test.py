@@ -2,7 +2,7 @@
 
 What the package writes we read, and write again byte for byte; and of headers bent at random both
 accept the same ones, except for the points in which the format's text is stricter than the package.
-Without the package (it is not among the requirements) the test is skipped.
+Without the package (of requirements-oracles.txt) the test is skipped.
 """
 
 import json
