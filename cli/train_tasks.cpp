@@ -43,7 +43,7 @@ Node map_of(const Node& node, const char* key, const char* fallback) {
 // LibTorch's own headers: C++ text that is there wherever this program runs.
 fs::path torch_headers() {
   Dl_info info{};
-  if (::dladdr(reinterpret_cast<void*>(&torch::manual_seed), &info) == 0 ||
+  if (::dladdr(reinterpret_cast<void*>(&at::globalContext), &info) == 0 ||
       info.dli_fname == nullptr)
     throw UsageError("train", "LibTorch's library cannot be located. Give data.path a folder.");
   return fs::path(info.dli_fname).parent_path().parent_path() / "include" / "torch";
