@@ -1,5 +1,4 @@
-// GradScaler: keeps small fp16 gradients from vanishing, with PyTorch's constants, states and
-// rules.
+// GradScaler: keeps small fp16 gradients from vanishing, with PyTorch's constants, states and rules.
 //
 //   lockstep::optim::GradScaler scaler{world};
 //   scaler.scale(loss).backward();
