@@ -135,7 +135,7 @@ int step_main(int argc, char** argv) {
   std::vector<std::string> keys;
   for (const Tail& tail : kTails) keys.emplace_back(tail.key);
   CLI::App app{"The tail of a step: gradient synchronisation and AdamW, one thread per rank"};
-  app.add_option("--ranks", settings.ranks)->check(CLI::Range(2, 64));
+  app.add_option("--ranks", settings.ranks, "processes")->check(CLI::Range(2, 64));
   app.add_option("--params", params, "how many, in float: 500K, 32M (million), 1.3G");
   app.add_flag("--clip", settings.clip, "clip to a global norm before the update");
   app.add_option("--rounds", settings.rounds, "each contender once per round")

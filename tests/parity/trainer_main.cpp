@@ -44,7 +44,7 @@ models::Gpt load_gpt(const std::string& folder) {
 }
 
 void train_gpt(World& world, const std::string& weights, const TrainingArguments& arguments) {
-  const models::Gpt gpt = load_gpt(weights);
+  models::Gpt gpt = load_gpt(weights);
   const auto files = data::token_files(arguments.dataset_dir.value(), "train");
   TrainerTask task;
   task.module = gpt.ptr();
