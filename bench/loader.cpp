@@ -140,10 +140,13 @@ int loader_main(int argc, char** argv) {
       ->check(CLI::IsMember({"sleep", "images"}));
   app.add_option("--tokens", settings.tokens, "a folder of token shards, instead of --source");
   app.add_option("--batches", settings.batches, "batches to load")->check(CLI::Range(2, 1'000'000));
-  app.add_option("--batch-size", settings.batch_size, "samples per batch")->check(CLI::Range(1, 1'000'000));
+  app.add_option("--batch-size", settings.batch_size, "samples per batch")
+      ->check(CLI::Range(1, 1'000'000));
   app.add_option("--seq-len", settings.seq_len, "with --tokens")->check(CLI::Range(1, 1'000'000));
-  app.add_option("--workers", settings.workers, "threads that load; 0 loads in the step's own")->check(CLI::Range(0, 1024));
-  app.add_option("--prefetch", settings.prefetch, "batches ahead per worker")->check(CLI::Range(1, 1024));
+  app.add_option("--workers", settings.workers, "threads that load; 0 loads in the step's own")
+      ->check(CLI::Range(0, 1024));
+  app.add_option("--prefetch", settings.prefetch, "batches ahead per worker")
+      ->check(CLI::Range(1, 1024));
   app.add_flag("--pin,!--no-pin", settings.pin, "pin memory, where there is a GPU");
   app.add_option("--load-ms", settings.load_ms, "of a batch, with --source sleep");
   app.add_option("--step-ms", settings.step_ms, "what the step sleeps");

@@ -325,9 +325,11 @@ int train_main(int argc, char** argv) {
       ->check(CLI::Range(kFewestRounds, 100000));
   app.add_option("--seconds", settings.seconds, "of measuring, for all batch sizes together")
       ->check(CLI::PositiveNumber);
-  app.add_option("--layers", settings.shape.layers, "blocks of the model")->check(CLI::Range(1, 1000));
+  app.add_option("--layers", settings.shape.layers, "blocks of the model")
+      ->check(CLI::Range(1, 1000));
   app.add_option("--width", settings.shape.width, "a multiple of 4")->check(CLI::Range(4, 16384));
-  app.add_option("--vocab", settings.shape.vocab, "size of the vocabulary")->check(CLI::Range(2, 1000000));
+  app.add_option("--vocab", settings.shape.vocab, "size of the vocabulary")
+      ->check(CLI::Range(2, 1000000));
   app.add_option("--tokens", settings.shape.tokens, "per sequence")->check(CLI::Range(1, 65536));
   app.add_flag("!--no-python", settings.python, "leave out the PyTorch peer");
   app.add_option("--corrupt", settings.corrupt,

@@ -39,17 +39,17 @@ Ema::Ema(const torch::nn::Module& module, const EmaOptions& options) : options_(
   for (const auto& item : module.named_buffers()) {
     if (!item.value().defined()) continue;
     // Counters have no mean.
-    const bool copied =
-        options_.buffers == EmaBuffers::kCopy || !item.value().is_floating_point();
+    const bool copied = options_.buffers == EmaBuffers::kCopy || !item.value().is_floating_point();
     add(item.key(), item.value(), copied);
   }
 }
 
 void Ema::update() {
   if (swapped_)
-    throw UsageError(kWho,
-                     "update() was called while the averages are swapped in. They would be averaged "
-                     "with themselves. End the swap first.");
+    throw UsageError(
+        kWho,
+        "update() was called while the averages are swapped in. They would be averaged "
+        "with themselves. End the swap first.");
   const torch::NoGradGuard no_grad;
   const double n = static_cast<double>(updates_);
   const double decay =

@@ -80,10 +80,11 @@ at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) 
     at::Tensor grad = param.grad();
     if (!grad.defined()) continue;
     if (grad.scalar_type() == at::kHalf)
-      throw UsageError(kWho,
-                       "a parameter of this optimizer has fp16 gradients, which cannot be unscaled "
-                       "without losing what scaling kept. The model was probably converted to fp16. "
-                       "Keep its parameters in float32 and use Autocast.");
+      throw UsageError(
+          kWho,
+          "a parameter of this optimizer has fp16 gradients, which cannot be unscaled "
+          "without losing what scaling kept. The model was probably converted to fp16. "
+          "Keep its parameters in float32 and use Autocast.");
     if (grad.layout() == at::kSparse) grad = grad._values();
     Grads& here = devices[grad.device().str()];
     if (!here.found_inf.defined()) {

@@ -117,9 +117,8 @@ const at::Tensor& find_state(std::string_view who, const StateDict& state, const
                              at::IntArrayRef sizes) {
   const auto found = state.find(name);
   if (found == state.end())
-    throw UsageError(who,
-                     "the state has no '{}'. It belongs to another model or another optimizer.",
-                     name);
+    throw UsageError(
+        who, "the state has no '{}'. It belongs to another model or another optimizer.", name);
   if (found->second.sizes() != sizes)
     throw UsageError(who,
                      "'{}' has shape {} in the state, but [{}] is wanted. The state belongs to "
@@ -141,14 +140,15 @@ void FusedBase::step_unless(const at::Tensor& found_inf) {
 std::map<std::string, at::Tensor> FusedBase::state_dict(const NamedParameters& names) {
   const torch::NoGradGuard no_grad;
   StateDict state;
-  for_each_named(who(), param_groups_, names, [&](const auto& name, const auto& param, auto& group) {
-    State one = state_of(param, group);
-    for (auto& [part, tensor] : one.tensors)
-      state[name + "." + part] =
-          tensor.to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true,
-                    at::MemoryFormat::Contiguous);
-    state[name + ".step"] = at::scalar_tensor(one.step, at::kDouble);
-  });
+  for_each_named(who(), param_groups_, names,
+                 [&](const auto& name, const auto& param, auto& group) {
+                   State one = state_of(param, group);
+                   for (auto& [part, tensor] : one.tensors)
+                     state[name + "." + part] =
+                         tensor.to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false,
+                                   /*copy=*/true, at::MemoryFormat::Contiguous);
+                   state[name + ".step"] = at::scalar_tensor(one.step, at::kDouble);
+                 });
   return state;
 }
 
@@ -156,18 +156,20 @@ void FusedBase::load_state_dict(const NamedParameters& names, const StateDict& s
   const torch::NoGradGuard no_grad;
   std::vector<std::pair<at::Tensor, State>> loaded;
   std::size_t used = 0;
-  for_each_named(who(), param_groups_, names, [&](const auto& name, const auto& param, auto& group) {
-    State one = state_of(param, group);
-    for (auto& [part, tensor] : one.tensors)
-      tensor = find_state(who(), state, name + "." + part, param.sizes());
-    one.step = find_state(who(), state, name + ".step", {}).template item<double>();
-    used += one.tensors.size() + 1;
-    loaded.emplace_back(param, std::move(one));
-  });
+  for_each_named(who(), param_groups_, names,
+                 [&](const auto& name, const auto& param, auto& group) {
+                   State one = state_of(param, group);
+                   for (auto& [part, tensor] : one.tensors)
+                     tensor = find_state(who(), state, name + "." + part, param.sizes());
+                   one.step = find_state(who(), state, name + ".step", {}).template item<double>();
+                   used += one.tensors.size() + 1;
+                   loaded.emplace_back(param, std::move(one));
+                 });
   if (used != state.size()) {
     std::unordered_set<std::string> wanted;
     for_each_named(who(), param_groups_, names, [&](const auto& name, const auto& p, auto& group) {
-      for (const auto& [part, tensor] : state_of(p, group).tensors) wanted.insert(name + "." + part);
+      for (const auto& [part, tensor] : state_of(p, group).tensors)
+        wanted.insert(name + "." + part);
       wanted.insert(name + ".step");
     });
     for (const auto& [name, tensor] : state)

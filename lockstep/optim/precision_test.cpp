@@ -184,9 +184,9 @@ TEST(Clip, BoundsTheNormOverAllGradients) {
 TEST(Clip, RefusesWhatItCannotClip) {
   auto p = leaf(at::zeros({2, 2}));
   set_grad(p, std::nan(""));
-  EXPECT_THAT(message_of<UsageError>(
-                  [&] { clip_grad_norm_({p}, 1.0, {.error_if_nonfinite = true}); }),
-              HasSubstr("[clip_grad_norm_] the norm of order 2 over all gradients is nan"));
+  EXPECT_THAT(
+      message_of<UsageError>([&] { clip_grad_norm_({p}, 1.0, {.error_if_nonfinite = true}); }),
+      HasSubstr("[clip_grad_norm_] the norm of order 2 over all gradients is nan"));
   EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({p}, -1); }),
               HasSubstr("max_norm = -1 is no bound"));
   EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({p}, 1, {.norm_type = 0}); }),
@@ -251,9 +251,7 @@ TEST(Autocast, ForgetsConvertedWeightsAtTheEnd) {
   const auto product = [&] {
     const Autocast autocast{c10::Device(c10::kCPU), at::kBFloat16};
     at::mm(at::ones({2, 2}), weight);
-    {
-      const Autocast inner{c10::Device(c10::kCPU), at::kBFloat16};
-    }
+    { const Autocast inner{c10::Device(c10::kCPU), at::kBFloat16}; }
     return at::mm(at::ones({2, 2}), weight)[0][0].item<float>();
   };
   EXPECT_EQ(product(), 2);
@@ -312,7 +310,8 @@ TEST(Ema, SwapIsExactUndoneAndNoWrite) {
     EXPECT_TENSOR_EQ(net.mean, at::full({2}, 4.0));
     EXPECT_THAT(message_of<UsageError>([&] { (void)ema.swap(); }), HasSubstr("already swapped in"));
     EXPECT_THAT(message_of<UsageError>([&] { ema.update(); }), HasSubstr("while the averages"));
-    EXPECT_THAT(message_of<UsageError>([&] { ema.load_state_dict({}); }), HasSubstr("End the swap"));
+    EXPECT_THAT(message_of<UsageError>([&] { ema.load_state_dict({}); }),
+                HasSubstr("End the swap"));
     throw std::runtime_error("out");
   } catch (const std::runtime_error&) {
   }
@@ -412,8 +411,8 @@ torch::nn::Linear make_linear() {
 TEST(Stepper, ClipsScalesAndSkipsAsByHand) {
   auto by_hand = make_linear(), stepped = make_linear();
   AdamW optimizer{by_hand->parameters(), {.lr = 0.1}};
-  auto stepper = replicated(
-      std::make_shared<AdamW>(stepped->parameters(), AdamWOptions{.lr = 0.1}), named(*stepped));
+  auto stepper = replicated(std::make_shared<AdamW>(stepped->parameters(), AdamWOptions{.lr = 0.1}),
+                            named(*stepped));
   GradScaler first, second;
   for (const double by : {1.0, kInf, 2.0}) {
     const auto x = at::full({4, 3}, 3.0);

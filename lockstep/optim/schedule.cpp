@@ -143,7 +143,8 @@ Factor polynomial(const ScheduleOptions& options) {
   const double end = kwargs.real("lr_end").value_or(1e-7);
   const double power = kwargs.real("power").value_or(1.0);
   if (!(options.lr > end))
-    throw UsageError(kWho, "lr_end = {} of polynomial is not below the learning rate {}. The rate "
+    throw UsageError(kWho,
+                     "lr_end = {} of polynomial is not below the learning rate {}. The rate "
                      "falls to lr_end. Set a smaller one in lr_scheduler_kwargs.",
                      end, options.lr);
   const auto warmup = options.warmup_steps, total = options.total_steps;
@@ -264,8 +265,7 @@ Schedule make_schedule(const ScheduleOptions& options) {
     return schedule;
   }
   throw UsageError(kWho, "there is no schedule '{}'.{} There are {}.", options.name,
-                   did_you_mean(options.name, schedule_names()),
-                   fmt::join(schedule_names(), ", "));
+                   did_you_mean(options.name, schedule_names()), fmt::join(schedule_names(), ", "));
 }
 
 }  // namespace lockstep::optim

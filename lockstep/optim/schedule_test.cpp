@@ -98,10 +98,10 @@ TEST(Schedule, RefusesWhatItCannotCompute) {
   EXPECT_THAT(refusal("warmup_stable_decay", 0, 10), HasSubstr("needs num_decay_steps"));
   EXPECT_THAT(refusal("warmup_stable_decay", 6, 10, R"({"num_decay_steps": 5})"),
               HasSubstr("6 warm-up and 5 decay steps are more than the 10"));
-  EXPECT_THAT(refusal("warmup_stable_decay", 0, 10,
-                      R"({"num_decay_steps": 5, "decay_type": "steep"})"),
-              HasSubstr("decay_type = steep of warmup_stable_decay cannot be used. It must be "
-                        "linear, cosine, 1-sqrt."));
+  EXPECT_THAT(
+      refusal("warmup_stable_decay", 0, 10, R"({"num_decay_steps": 5, "decay_type": "steep"})"),
+      HasSubstr("decay_type = steep of warmup_stable_decay cannot be used. It must be "
+                "linear, cosine, 1-sqrt."));
   EXPECT_THAT(refusal("warmup_stable_decay", 0, 10, R"({"num_decay_steps": -5})"),
               HasSubstr("num_decay_steps = -5"));
   EXPECT_THAT(refusal("inverse_sqrt", 0, 0, R"({"timescale": 0})"), HasSubstr("timescale = 0"));

@@ -53,8 +53,7 @@ void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {
   // Momentum begins with the first gradient, undamped. When that step is left out on the device,
   // the buffer stays zero, and the next step's `momentum * 0 + gradient` is the same; only with
   // dampening it is not, and then the host must know.
-  if (batch.found_inf.defined() && options.dampening != 0 &&
-      batch.found_inf.item<float>() != 0)
+  if (batch.found_inf.defined() && options.dampening != 0 && batch.found_inf.item<float>() != 0)
     return;
   Call first, later;
   first.found_inf = later.found_inf = batch.found_inf;
@@ -80,9 +79,9 @@ SGD::State SGD::state_of(const at::Tensor& param, torch::optim::OptimizerParamGr
   const bool stepped = slot != state_.end();
   State state{stepped ? 1.0 : 0.0, {}};
   if (detail::values_of<SGDOptions>(kName, group).momentum == 0) return state;
-  state.tensors.emplace_back(
-      "momentum_buffer", stepped ? static_cast<const SGDState&>(*slot->second).momentum_buffer
-                                 : at::zeros(param.sizes(), param.options().device(at::kCPU)));
+  state.tensors.emplace_back("momentum_buffer",
+                             stepped ? static_cast<const SGDState&>(*slot->second).momentum_buffer
+                                     : at::zeros(param.sizes(), param.options().device(at::kCPU)));
   return state;
 }
 

@@ -69,8 +69,8 @@ class Stepper {
 
 // AdamW, Adam or SGD of this folder, the same on every rank, stepping averaged gradients. `world`
 // is asked whether any rank has a non-finite gradient (skip_non_finite without a scaler).
-std::unique_ptr<Stepper> replicated(std::shared_ptr<FusedBase> optimizer,
-                                    NamedParameters names, World world = {});
+std::unique_ptr<Stepper> replicated(std::shared_ptr<FusedBase> optimizer, NamedParameters names,
+                                    World world = {});
 
 NamedParameters named(const torch::nn::Module& module);
 

@@ -25,7 +25,7 @@ struct Accumulation::Impl {
   std::int64_t done = 0;       // and those that have run
   std::int64_t remaining = 0;  // in the epoch; 0 where nobody knows
   bool epoch_known = false;
-  double expected = 0;         // count of a micro-batch that weighs 1 / length
+  double expected = 0;  // count of a micro-batch that weighs 1 / length
   std::int64_t count = 0;
   at::Tensor loss_sum;
 

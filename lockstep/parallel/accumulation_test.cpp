@@ -438,8 +438,7 @@ TEST(ShardedStepper, DoesWhatTheReplicatedOneDoes) {
 TEST(ShardedStepper, TellsTheNormWithoutClipping) {
   run_shm(2, [](World& world) {
     DistributedDataParallel model{make_net(), world};
-    auto stepper =
-        sharded(std::make_unique<ShardedOptimizer>(model, optim::SGDOptions{.lr = 0.0}));
+    auto stepper = sharded(std::make_unique<ShardedOptimizer>(model, optim::SGDOptions{.lr = 0.0}));
     const Micro micro = samples(0, 4, false);
     loss_of(model(micro.data), micro.target).backward();
     EXPECT_THAT(message_of<UsageError>([&] { optim::clip_grad_norm_(model.parameters(), 1); }),

@@ -108,8 +108,7 @@ std::vector<at::Tensor> ShardedImpl::tensors() const {
 }
 
 void ShardedImpl::check_options() const {
-  for (const auto& rule : rules)
-    std::visit([](const auto& o) { optim::check(o); }, rule);
+  for (const auto& rule : rules) std::visit([](const auto& o) { optim::check(o); }, rule);
   if (!(options.max_grad_norm >= 0))
     throw UsageError(kComponent, "max_grad_norm = {} must be positive, or 0 for no clipping.",
                      options.max_grad_norm);

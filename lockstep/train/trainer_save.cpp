@@ -58,8 +58,7 @@ std::string TrainerImpl::choose_checkpoint() {
         const io::Newest found = find_checkpoint(arguments_.output_dir, wish);
         for (const io::PassedOver& passed : found.passed_over)
           log::warning("checkpoint", "{} is passed over: {}", passed.path, passed.reason);
-        if (!found.remark.empty())
-          log::warning("checkpoint", "{}: {}", found.path, found.remark);
+        if (!found.remark.empty()) log::warning("checkpoint", "{}: {}", found.path, found.remark);
         if (found.step >= 0) answer = "+" + found.path;
       } else if (!io::list_numbered(arguments_.output_dir, kCheckpointPrefix).empty()) {
         log::warning("checkpoint",

@@ -479,8 +479,7 @@ TEST(AsyncSaver, HoldsTrainingUpForLessThanATwentiethOfABlockingSave) {
   saver.wait_copied();
   stall += seconds();
   saver.wait();
-  std::printf("blocking %.2f s, stall %.4f s (%.2f %%)\n", blocking, stall,
-              100 * stall / blocking);
+  std::printf("blocking %.2f s, stall %.4f s (%.2f %%)\n", blocking, stall, 100 * stall / blocking);
   EXPECT_LT(stall, 0.05 * blocking);
 }
 

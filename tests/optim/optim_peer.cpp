@@ -54,8 +54,8 @@ std::string bits(const at::Tensor& tensor) {
 std::vector<at::Tensor> leaves(const Node& question) {
   std::vector<at::Tensor> result;
   for (const Node& size : field(question, "sizes").items)
-    result.push_back(grid(size.integer, static_cast<std::int64_t>(result.size()))
-                         .set_requires_grad(true));
+    result.push_back(
+        grid(size.integer, static_cast<std::int64_t>(result.size())).set_requires_grad(true));
   return result;
 }
 
@@ -91,8 +91,8 @@ std::unique_ptr<torch::optim::Optimizer> optimizer_of(const Node& question,
   const std::string name = as_string(field(question, "optimizer"), "optimizer");
   const double lr = real(question, "lr"), decay = real(question, "weight_decay");
   if (name == "adamw")
-    return std::make_unique<optim::AdamW>(
-        params, optim::AdamWOptions{.lr = lr, .weight_decay = decay});
+    return std::make_unique<optim::AdamW>(params,
+                                          optim::AdamWOptions{.lr = lr, .weight_decay = decay});
   if (name == "adam")
     return std::make_unique<optim::Adam>(params,
                                          optim::AdamOptions{.lr = lr, .weight_decay = decay});
@@ -115,8 +115,8 @@ std::string train(const Node& question) {
   std::int64_t step = 0;
   for (const Node& factor : field(question, "factors").items) {
     optimizer->zero_grad();
-    const double by = factor.is(NodeKind::kString) ? std::numeric_limits<double>::infinity()
-                                                   : factor.real;
+    const double by =
+        factor.is(NodeKind::kString) ? std::numeric_limits<double>::infinity() : factor.real;
     at::Tensor loss = torch::zeros({});
     for (const auto& param : params)
       loss = loss + (param * grid(param.numel(), 100 + step)).sum() * by;
