@@ -5,6 +5,8 @@
 //   problems.raise();      // UsageError with all of them, or nothing
 #pragma once
 
+#include <fmt/ranges.h>  // join, in newer versions of fmt
+
 #include <cstddef>
 #include <string>
 #include <string_view>

@@ -460,7 +460,7 @@ TEST(AsyncSaver, HoldsTrainingUpForLessThanATwentiethOfABlockingSave) {
     contents.optimizer[name + ".exp_avg"] = at::full({kPart}, 2.0f);
     contents.optimizer[name + ".exp_avg_sq"] = at::full({kPart}, 3.0f);
   }
-  const auto seconds = [start = std::chrono::steady_clock::now()]() mutable {
+  auto seconds = [start = std::chrono::steady_clock::now()]() mutable {
     const auto now = std::chrono::steady_clock::now();
     return std::chrono::duration<double>(now - std::exchange(start, now)).count();
   };
