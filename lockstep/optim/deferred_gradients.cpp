@@ -53,7 +53,8 @@ void refuse_if_deferred(const std::vector<at::Tensor>& params, std::string_view 
     throw UsageError(
         who,
         "the parameter of shape [{}] belongs to a ShardedOptimizer, so its gradient is this rank's "
-        "own until step() averages and uses it. Ask that optimizer instead: options().max_grad_norm "
+        "own until step() averages and uses it. Ask that optimizer instead: "
+        "options().max_grad_norm "
         "clips, options().loss_scale unscales, options().skip_non_finite leaves a bad step out; "
         "reduce_now() shows averaged gradients.",
         fmt::join(param.sizes(), ", "));

@@ -537,8 +537,9 @@ TEST(ShardedRefuses, AnotherOptimizerOnItsParameters) {
     {
       ShardedOptimizer optimizer{model, optim::SGDOptions{}};
       model(batch_of(world.rank(), 0)).sum().backward();
-      EXPECT_THAT(message_of<UsageError>([&] { other.step(); }),
-                  HasSubstr("[SGD] the parameter of shape [130, 40] belongs to a ShardedOptimizer"));
+      EXPECT_THAT(
+          message_of<UsageError>([&] { other.step(); }),
+          HasSubstr("[SGD] the parameter of shape [130, 40] belongs to a ShardedOptimizer"));
       world.barrier();
     }
     other.step();

@@ -63,9 +63,9 @@ void AsyncSaver::copy(Job& job) {
     const bool fits = stage.defined() && stage.scalar_type() == tensor.scalar_type() &&
                       stage.sizes() == tensor.sizes();
     if (!fits) {
-      stage = at::empty(tensor.sizes(), at::TensorOptions()
-                                            .dtype(tensor.scalar_type())
-                                            .pinned_memory(job.device.has_value()));
+      stage = at::empty(
+          tensor.sizes(),
+          at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(job.device.has_value()));
     }
     stage.copy_(tensor, /*non_blocking=*/true);
     tensor = stage;

@@ -59,8 +59,8 @@ void TrainerImpl::log() {
   const double seconds = std::chrono::duration<double>(now - log_time_).count();
   const auto steps = static_cast<double>(state.global_step - last_log_step_);
   const double loss = mean_loss(since_log_);
-  const double tokens = since_log_[1].item<double>() *
-                        (arguments_.average_tokens_across_devices ? 1 : world_.size());
+  const double tokens =
+      since_log_[1].item<double>() * (arguments_.average_tokens_across_devices ? 1 : world_.size());
   state.num_input_tokens_seen += static_cast<std::int64_t>(tokens);
   Metrics values{{"loss", loss}};
   if (grad_norm_.defined()) values.emplace_back("grad_norm", grad_norm_.item<double>());
@@ -100,12 +100,12 @@ void TrainerImpl::report(Metrics values) {
 Metrics TrainerImpl::run_evaluation() {
   const auto start = Clock::now();
   if (!eval_loader_) {
-    eval_loader_.emplace(data::loader(
-        task_.eval_data, world_,
-        {.batch_size = arguments_.per_device_eval_batch_size,
-         .evaluation = true,
-         .num_workers = static_cast<int>(arguments_.dataloader_num_workers),
-         .pin_memory = arguments_.dataloader_pin_memory}));
+    eval_loader_.emplace(
+        data::loader(task_.eval_data, world_,
+                     {.batch_size = arguments_.per_device_eval_batch_size,
+                      .evaluation = true,
+                      .num_workers = static_cast<int>(arguments_.dataloader_num_workers),
+                      .pin_memory = arguments_.dataloader_pin_memory}));
   }
   const torch::NoGradGuard no_grad;
   const bool was_training = task_.module->is_training();

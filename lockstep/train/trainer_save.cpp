@@ -58,8 +58,7 @@ std::string TrainerImpl::choose_checkpoint() {
         const io::Newest found = find_checkpoint(arguments_.output_dir, wish);
         for (const io::PassedOver& passed : found.passed_over)
           log::warning("checkpoint", "{} is passed over: {}", passed.path, passed.reason);
-        if (!found.remark.empty())
-          log::warning("checkpoint", "{}: {}", found.path, found.remark);
+        if (!found.remark.empty()) log::warning("checkpoint", "{}: {}", found.path, found.remark);
         if (found.step >= 0) answer = "+" + found.path;
       } else if (!io::list_numbered(arguments_.output_dir, kCheckpointPrefix).empty()) {
         log::warning("checkpoint",
@@ -105,7 +104,13 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
                     saved.batch_size == arguments_.per_device_train_batch_size &&
                     saved.accumulation == accumulation_steps_;
   if (!same) {
-    plan_ = replan_steps(arguments_, plan_, {.step = state.global_step, .epoch = state.epoch});
+    // In steps of today: the epoch's rest is what today's ranks make of it.
+    const std::int64_t left =
+        (loader_->batches_left(epoch_) + accumulation_steps_ - 1) / accumulation_steps_;
+    const double share = static_cast<double>(left) / static_cast<double>(plan_.steps_per_epoch);
+    plan_ =
+        replan_steps(arguments_, plan_,
+                     {.step = state.global_step, .epoch = static_cast<double>(epoch_) + 1 - share});
     if (world_.is_leader()) {
       log::warning("trainer",
                    "the checkpoint was made with {} ranks x batch {} x accumulation {}, now {} x "

@@ -112,12 +112,12 @@ void TrainerImpl::prepare() {
   make_loader();
   plan_ = plan_steps(arguments_, loader_->batches_per_epoch(), accumulation_steps_);
   model_.emplace(task_.module, world_, ddp_options(arguments_));
-  const auto weights = arguments_.average_tokens_across_devices ? WindowWeights::kCounts
-                                                                : WindowWeights::kBatches;
+  const auto weights =
+      arguments_.average_tokens_across_devices ? WindowWeights::kCounts : WindowWeights::kBatches;
   accumulation_ = std::make_unique<Accumulation>(
-      *model_, AccumulationOptions{.steps = accumulation_steps_,
-                                   .weights = weights,
-                                   .expected_count = expected_count()});
+      *model_,
+      AccumulationOptions{
+          .steps = accumulation_steps_, .weights = weights, .expected_count = expected_count()});
   make_optimizer();
   if (checkpoint) resume(*checkpoint);
   schedule_ = optim::make_schedule({.name = arguments_.lr_scheduler_type,
@@ -138,17 +138,17 @@ void TrainerImpl::prepare() {
 
 void TrainerImpl::make_loader() {
   const auto& a = arguments_;
-  loader_.emplace(data::loader(
-      task_.train_data, world_,
-      {.batch_size = a.per_device_train_batch_size,
-       .shuffle = true,
-       .drop_last = a.dataloader_drop_last,
-       .seed = data_seed(a),
-       .num_workers = static_cast<int>(a.dataloader_num_workers),
-       .prefetch_factor = static_cast<int>(a.dataloader_prefetch_factor.value_or(2)),
-       .pin_memory = a.dataloader_pin_memory,
-       .persistent_workers = a.dataloader_persistent_workers,
-       .sampler = task_.sampler}));
+  loader_.emplace(
+      data::loader(task_.train_data, world_,
+                   {.batch_size = a.per_device_train_batch_size,
+                    .shuffle = true,
+                    .drop_last = a.dataloader_drop_last,
+                    .seed = data_seed(a),
+                    .num_workers = static_cast<int>(a.dataloader_num_workers),
+                    .prefetch_factor = static_cast<int>(a.dataloader_prefetch_factor.value_or(2)),
+                    .pin_memory = a.dataloader_pin_memory,
+                    .persistent_workers = a.dataloader_persistent_workers,
+                    .sampler = task_.sampler}));
 }
 
 // What gradients are weighed against. From the dataset's first sample and not from the first batch
@@ -171,15 +171,13 @@ void TrainerImpl::make_outputs() {
   since_log_ = at::zeros({2}, at::dtype(at::kDouble).device(world_.device()));
   since_start_ = at::zeros_like(since_log_);
   skipped_ = at::zeros({}, since_log_.options());
-  signals_ = std::make_unique<StopSignals>(
-      StopSignalOptions{.install = arguments_.enable_jit_checkpoint,
-                        .give_up = [world = world_](const std::string& why) mutable {
-                          world.abort(why);
-                        }});
+  signals_ = std::make_unique<StopSignals>(StopSignalOptions{
+      .install = arguments_.enable_jit_checkpoint,
+      .give_up = [world = world_](const std::string& why) mutable { world.abort(why); }});
   if (writes()) {
-    saver_ = std::make_unique<AsyncSaver>(SaverOptions{
-        .output_dir = arguments_.output_dir,
-        .limit = static_cast<int>(arguments_.save_total_limit.value_or(0))});
+    saver_ = std::make_unique<AsyncSaver>(
+        SaverOptions{.output_dir = arguments_.output_dir,
+                     .limit = static_cast<int>(arguments_.save_total_limit.value_or(0))});
     check_disk();
   }
   if (!world_.is_leader()) return;
