@@ -9,6 +9,7 @@ int launch_main(int argc, char** argv);
 int ddp_main(int argc, char** argv);
 int overlap_main(int argc, char** argv);
 int allreduce_main(int argc, char** argv);
+int loader_main(int argc, char** argv);
 
 // The rank's side of `launch`: one all-reduce, printed by rank 0.
 int allreduce_once_main();

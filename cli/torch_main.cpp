@@ -18,10 +18,9 @@ using Command = std::function<int(int, char**)>;
 
 const std::map<std::string, Command>& benchmarks() {
   static const std::map<std::string, Command> table{
-      {"launch", lockstep::bench::launch_main},
-      {"ddp", lockstep::bench::ddp_main},
-      {"overlap", lockstep::bench::overlap_main},
-      {"allreduce", lockstep::bench::allreduce_main},
+      {"launch", lockstep::bench::launch_main},   {"ddp", lockstep::bench::ddp_main},
+      {"overlap", lockstep::bench::overlap_main}, {"allreduce", lockstep::bench::allreduce_main},
+      {"loader", lockstep::bench::loader_main},
   };
   return table;
 }
@@ -39,7 +38,8 @@ int bench(int argc, char** argv) {
              "  launch     start-to-end time of a one-all-reduce program, beside torchrun\n"
              "  ddp        what the wrapper costs in a world of one, beside PyTorch's\n"
              "  overlap    how much communication is hidden behind backward\n"
-             "  allreduce  shared memory beside gloo and Open MPI, over size\n");
+             "  allreduce  shared memory beside gloo and Open MPI, over size\n"
+             "  loader     load, collate, copy and wait times of a batch, beside PyTorch's\n");
   return asked ? 0 : 2;
 }
 

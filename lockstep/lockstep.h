@@ -3,6 +3,12 @@
 
 #include "lockstep/comm/world.h"                  // IWYU pragma: export
 #include "lockstep/core/error.h"                  // IWYU pragma: export
+#include "lockstep/data/dataset.h"                // IWYU pragma: export
+#include "lockstep/data/instruction.h"            // IWYU pragma: export
+#include "lockstep/data/loader.h"                 // IWYU pragma: export
+#include "lockstep/data/profile.h"                // IWYU pragma: export
+#include "lockstep/data/sampler.h"                // IWYU pragma: export
+#include "lockstep/data/token_shards.h"           // IWYU pragma: export
 #include "lockstep/optim/adam.h"                  // IWYU pragma: export
 #include "lockstep/optim/adamw.h"                 // IWYU pragma: export
 #include "lockstep/optim/autocast.h"              // IWYU pragma: export

@@ -340,16 +340,36 @@ std::string description(const LoaderImpl& impl) {
       o.evaluation);
 }
 
+// A rank that throws may end at once, and its end must not reach the others before its words have.
+void wait_until_all_know(World& world) {
+  try {
+    world.barrier(std::chrono::seconds(10));
+  } catch (const CommError&) {
+    // They know by other means.
+  }
+}
+
 // Ranks with different sizes would make different numbers of steps, and the last would hang.
 void check_ranks(World& world, const LoaderImpl& impl) {
   const std::vector<std::string> all = world.all_gather(description(impl));
   for (std::size_t rank = 1; rank < all.size(); ++rank)
-    if (all[rank] != all[0])
+    if (all[rank] != all[0]) {
+      wait_until_all_know(world);
       throw UsageError("loader",
                        "ranks differ, so they would not make the same steps. Rank 0: {}. Rank {}: "
                        "{}. Give every rank the same dataset and options, or a world of one "
                        "(World{{}}) to a loader of one rank alone.",
                        all[0], rank, all[rank]);
+    }
+}
+
+void tell_refusal(World& world, const std::string& why) {
+  try {
+    world.all_gather("refused: " + why);
+  } catch (const CommError&) {
+    return;  // nobody is left to be told; the refusal itself is what the caller hears
+  }
+  wait_until_all_know(world);
 }
 
 }  // namespace
@@ -420,7 +440,7 @@ Loader loader(DatasetPtr dataset, World world, LoaderOptions options) {
   try {
     impl = std::make_shared<detail::LoaderImpl>(std::move(dataset), seat, std::move(options));
   } catch (const std::exception& error) {
-    if (check) world.all_gather("refused: " + std::string(error.what()));
+    if (check) detail::tell_refusal(world, error.what());
     throw;
   }
   if (check) detail::check_ranks(world, *impl);

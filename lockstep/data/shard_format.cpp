@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/data/widen.h"
 
 namespace lockstep::data {
 namespace {
@@ -100,17 +101,6 @@ void widen(const std::byte* from, std::span<std::int64_t> out) {
 }
 
 template <typename Token>
-void widen_shifted(const std::byte* from, std::span<std::int64_t> inputs, std::int64_t* targets) {
-  const auto* __restrict tokens = reinterpret_cast<const Token*>(from);
-  std::int64_t* __restrict to = inputs.data();
-  std::int64_t* __restrict later = targets;
-  for (std::size_t i = 0, n = inputs.size(); i < n; ++i) {
-    to[i] = tokens[i];
-    later[i] = tokens[i + 1];
-  }
-}
-
-template <typename Token>
 std::uint32_t largest(const std::byte* from, std::uint64_t count) {
   const auto* tokens = reinterpret_cast<const Token*>(from);
   Token most = 0;
@@ -195,10 +185,13 @@ void TokenFile::copy_shifted(std::uint64_t first, std::span<std::int64_t> inputs
   LOCKSTEP_ASSERT(inputs.size() == targets.size());
   LOCKSTEP_ASSERT(first < layout_.count && inputs.size() < layout_.count - first);
   const std::byte* from = map_.bytes().data() + layout_.data_offset + first * layout_.token_bytes;
+  const detail::WidenShifted& widen = detail::widen_shifted();
   if (layout_.token_bytes == 2)
-    widen_shifted<std::uint16_t>(from, inputs, targets.data());
+    widen.from16(reinterpret_cast<const std::uint16_t*>(from), inputs.data(), targets.data(),
+                 inputs.size());
   else
-    widen_shifted<std::uint32_t>(from, inputs, targets.data());
+    widen.from32(reinterpret_cast<const std::uint32_t*>(from), inputs.data(), targets.data(),
+                 inputs.size());
 }
 
 std::uint32_t TokenFile::largest_token() const {

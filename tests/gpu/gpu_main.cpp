@@ -124,6 +124,33 @@ void join_and_hooks(World& world) {
   said(world, "join with uneven inputs, bf16 hook");
 }
 
+// Batches that workers copy on a side stream are whole when the training stream reads them, also
+// while that stream is busy and the memory of earlier batches is used again.
+void loader(World& world) {
+  using namespace lockstep::data;
+  const auto rows = torch::arange(64 * 4096, torch::kFloat).view({64, 4096});
+  const auto labels = torch::arange(64);
+  const auto busy = torch::randn({1024, 1024}, world.device());
+  for (const bool pin : {true, false}) {
+    auto batches = lockstep::data::loader(
+        std::make_shared<TensorDataset>(rows, labels), world,
+        {.batch_size = 4, .shuffle = true, .num_workers = 2, .pin_memory = pin});
+    for (int epoch = 0; epoch < 3; ++epoch) {
+      auto wrong = torch::zeros({}, torch::dtype(torch::kLong).device(world.device()));
+      for (auto& batch : batches.epoch(epoch)) {
+        require(batch.data.device() == world.device(), "a batch arrives on the device");
+        for (int i = 0; i < 4; ++i) at::mm(busy, busy);
+        const auto wanted = rows.index_select(0, torch::tensor(batch.indices));
+        wrong += batch.data.ne(wanted.to(world.device())).sum();
+        wrong += batch.target.ne(torch::tensor(batch.indices).to(world.device())).sum();
+      }
+      require(wrong.item<std::int64_t>() == 0, "batches are what the dataset holds");
+    }
+    require(batches.timing().total.transfer > 0, "transfers are timed");
+  }
+  said(world, "loader copies on a side stream");
+}
+
 }  // namespace
 
 int main() {
@@ -134,6 +161,7 @@ int main() {
     unused_and_mixed_devices(world);
     sync_batch_norm(world);
     join_and_hooks(world);
+    loader(world);
     said(world, "all checks passed");
   });
 }
