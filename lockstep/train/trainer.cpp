@@ -114,10 +114,9 @@ void TrainerImpl::set_learning_rate() {
   for (std::size_t group = 0; group < stepper_->groups(); ++group) stepper_->set_lr(group, lr);
 }
 
-void TrainerImpl::update_epoch(std::int64_t epoch) {
+void TrainerImpl::update_epoch(std::int64_t batches_left) {
   const auto total = static_cast<double>(loader_->batches_per_epoch());
-  const auto left = static_cast<double>(loader_->batches_left(epoch));
-  state.epoch = static_cast<double>(epoch) + 1 - left / total;
+  state.epoch = static_cast<double>(epoch_) + 1 - static_cast<double>(batches_left) / total;
 }
 
 bool TrainerImpl::over() const {
@@ -149,11 +148,13 @@ void TrainerImpl::run_epoch(std::int64_t epoch) {
   epoch_ended_ = false;
   tell(&Observer::on_epoch_begin);
   auto batches = loader_->epoch(epoch);
-  accumulation_->begin_epoch(loader_->batches_left(epoch));
+  std::int64_t left = loader_->batches_left(epoch);
+  accumulation_->begin_epoch(left);
   bool begun = false;
-  while (!over()) {
+  while (left > 0 && !over()) {
     auto batch = batches.next();
-    if (!batch) break;
+    LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
+    --left;
     if (!begun) tell(&Observer::on_step_begin);
     begun = !micro_batch(*batch);
     if (begun) {
@@ -161,12 +162,12 @@ void TrainerImpl::run_epoch(std::int64_t epoch) {
       continue;
     }
     optimizer_step();
-    update_epoch(epoch);
+    update_epoch(left);
     tell(&Observer::on_step_end);
     if (progress_) progress_->step(state.global_step);
     after_step(due_after_step(arguments_, plan_, state.global_step));
   }
-  if (stop_signal_ != 0 || loader_->batches_left(epoch) > 0) return;
+  if (stop_signal_ != 0 || left > 0) return;
   epoch_ended_ = true;
   tell(&Observer::on_epoch_end);
   after_step(due_after_epoch(arguments_, state.epoch));

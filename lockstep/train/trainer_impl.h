@@ -61,7 +61,7 @@ class TrainerImpl {
   void after_step(Due due);
   bool over() const;
   void set_learning_rate();
-  void update_epoch(std::int64_t epoch);
+  void update_epoch(std::int64_t batches_left);
   void finish();
   template <typename Body>
   auto with_memory_advice(Body&& body);

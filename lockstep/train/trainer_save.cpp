@@ -104,7 +104,13 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
                     saved.batch_size == arguments_.per_device_train_batch_size &&
                     saved.accumulation == accumulation_steps_;
   if (!same) {
-    plan_ = replan_steps(arguments_, plan_, {.step = state.global_step, .epoch = state.epoch});
+    // In steps of today: the epoch's rest is what today's ranks make of it.
+    const std::int64_t left =
+        (loader_->batches_left(epoch_) + accumulation_steps_ - 1) / accumulation_steps_;
+    const double share = static_cast<double>(left) / static_cast<double>(plan_.steps_per_epoch);
+    plan_ =
+        replan_steps(arguments_, plan_,
+                     {.step = state.global_step, .epoch = static_cast<double>(epoch_) + 1 - share});
     if (world_.is_leader()) {
       log::warning("trainer",
                    "the checkpoint was made with {} ranks x batch {} x accumulation {}, now {} x "

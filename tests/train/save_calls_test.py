@@ -12,18 +12,19 @@ import unittest
 from train_case import BIN, BOUND_S, SOAK, TrainCase, checkpoints, command, environment
 
 STRIKE = BIN / "tests" / "lockstep_strike.so"
-FLAGS = ("--resume", "auto", "--max_steps", "3", "--save_steps", "1", "--save_total_limit", "2")
+SAVING = ("--save_steps", "1", "--save_total_limit", "2", "--warmup_steps", "1")
 
 
 class KillAtEveryCall(TrainCase):
     def run_struck(self, work, **strike):
         variables = environment(LD_PRELOAD=str(STRIKE), STRIKE_PLACE=str(work), **strike)
-        return subprocess.run(command(0, self.config, work, *FLAGS), capture_output=True, text=True,
+        return subprocess.run(command(0, self.config, work, "--resume", "auto", "--max_steps",
+                                      "3", *SAVING), capture_output=True, text=True,
                               timeout=BOUND_S, env=variables, check=False)
 
     def test_killed_at_every_call(self):
         template, work = self.place / "template", self.place / "work"
-        self.train(0, template, "--max_steps", 2, "--save_steps", 1)
+        self.train(0, template, "--max_steps", 2, *SAVING)
         shutil.copytree(template, work)
         log = self.place / "calls"
         outcome = self.run_struck(work, STRIKE_LOG=str(log))
@@ -45,8 +46,7 @@ class KillAtEveryCall(TrainCase):
                 newest = checkpoints(work)[-1]
                 self.assertEqual(newest, 2 if at <= commit[0] else 3)
                 self.verify(work)
-                done = self.train(0, work, "--resume", "auto", "--max_steps", 4, "--save_steps", 1,
-                                  "--save_total_limit", 2)
+                done = self.train(0, work, "--resume", "auto", "--max_steps", 4, *SAVING)
                 self.assertIn(f"checkpoint-{newest} at step {newest}", done.stderr)
                 self.assertNotIn("passed over", done.stderr)
                 self.assertEqual(checkpoints(work), [3, 4])
