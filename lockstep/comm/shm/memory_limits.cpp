@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -26,10 +27,13 @@ std::optional<std::string> text_of(const std::string& path) {
 }
 
 std::optional<std::uint64_t> number_in(const std::string& text) {
-  std::istringstream stream(text);
+  // Not by a stream: in a process with two C++ libraries (an extension of Python's that brings its
+  // own) their locales do not find each other, and every text is read as 0.
+  const std::size_t begin = std::min(text.find_first_not_of(" \t"), text.size());
   std::uint64_t value = 0;
-  if (!(stream >> value)) return std::nullopt;  // "max"
-  return value;
+  const auto end = text.data() + text.size();
+  if (std::from_chars(text.data() + begin, end, value).ec != std::errc()) return std::nullopt;
+  return value;  // "max" is none
 }
 
 std::optional<std::uint64_t> number_of(const std::string& path) {
