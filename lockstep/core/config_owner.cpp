@@ -52,6 +52,8 @@ constexpr std::string_view kTraining[] = {
     "run_name",
     "eval_strategy",
     "eval_steps",
+    "early_stopping_patience",
+    "early_stopping_threshold",
     "eval_delay",
     "eval_on_start",
     "load_best_model_at_end",
