@@ -105,7 +105,8 @@ Samples collect(const Settings& settings) {
   Samples samples;
   const std::string mpi = mpi_command(settings, scratch);
   const std::string ours = fmt::format(
-      "'{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' '{}' '{}' {}",
+      "LOCKSTEP_DEVICE=cpu '{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' "
+      "'{}' '{}' {}",
       program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-torch"),
       settings.backends, settings.sizes, scratch.file("ours"), settings.budget_s);
   for (int round = 0; round < settings.rounds; ++round) {

@@ -181,7 +181,7 @@ void verify(std::deque<Crew>& crews) {
 // ---------------------------------------------------------------- measurement
 
 void check_idle(const std::string& name, double cpu_s, double idle_s) {
-  if (idle_s < 1 || cpu_s <= kMostIdleCpu * idle_s) return;
+  if (idle_s < 10 || cpu_s <= kMostIdleCpu * idle_s) return;
   throw Error("bench", fmt::format("'{}' used {:.2f} s of a core in {:.2f} s of waiting, while "
                                    "others were timed",
                                    name, cpu_s, idle_s));

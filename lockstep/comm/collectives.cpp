@@ -167,7 +167,9 @@ Staged stage(const at::Tensor& tensor, const Backend& backend, const ReductionPl
   const bool converts = !plan.reinterpret && tensor.scalar_type() != plan.wire;
   const bool copies = moves || converts || !tensor.is_contiguous();
   // A view costs as much as a small operation through shared memory, so none is made in vain.
-  if (!copies && backend.takes_memory() && tensor.dim() == 1 && tensor.scalar_type() == plan.wire)
+  // (What is still to be done to the memory afterwards needs a handle that stays.)
+  if (!copies && backend.takes_memory() && tensor.dim() == 1 && tensor.scalar_type() == plan.wire &&
+      !plan.divide && !plan.by_gather)
     return {tensor, tensor, tensor};
   const at::Tensor plain = tensor.detach();
   Staged staged{plain, plain, {}};

@@ -335,15 +335,37 @@ BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,
       [own] { return detail::gloo::make(own); });
 }
 
+// Whoever hosts the store takes it along, so nobody leaves before all have read the refusal. Who is
+// cut off while waiting knows the reason already.
+void wait_until_all_know(const StorePtr& store, int size) {
+  constexpr std::chrono::seconds kLateComers{8};
+  try {
+    detail::bounded<bool>(
+        "telling a refusal", Deadline::after(kLateComers + std::chrono::seconds(1)),
+        [store, size, limit = Deadline::after(kLateComers)] {
+          auto pause = std::chrono::microseconds(200);
+          for (auto heard = store->add("refusal_heard", 1); heard < size && !limit.expired();
+               heard = store->add("refusal_heard", 0)) {
+            std::this_thread::sleep_for(pause);
+            pause = std::min(pause * 3 / 2, std::chrono::microseconds(20'000));
+          }
+          return true;
+        });
+  } catch (const std::exception&) {
+  }
+}
+
 // What moves CPU tensors. Where shm was nobody's wish, gloo takes over on all ranks alike.
 BackendPtr connect_host(const StorePtr& store, detail::WorldImpl& impl,
                         const detail::DeviceChoice& choice) {
   impl.automatic = choice.automatic;
   if (choice.backend == "shm") {
     if (auto shm = connect_shm(store, impl.identity, impl.options, &impl.why_not_shm)) return shm;
-    if (!choice.automatic)
+    if (!choice.automatic) {
+      wait_until_all_know(store, impl.identity.size);
       throw UsageError(kComponent, "backend shm was asked for, but {} Use backend gloo there.",
                        impl.why_not_shm);
+    }
   }
   return connect_gloo(store, impl.identity, impl.options);
 }
@@ -557,7 +579,8 @@ World World::from_env(const WorldOptions& asked) {
                     .local_size = env.local_size_known ? env.local_world_size : 0,
                     .node = env.node_known ? env.node : -1};
   const detail::DeviceChoice choice = detail::choose_device(identity, options);
-  const bool forced = options.backend != "auto" || env::get("LOCKSTEP_BACKEND");
+  const bool forced =
+      options.backend != "auto" || env::get("LOCKSTEP_BACKEND").value_or("auto") != "auto";
   if (env.alone()) {
     World world =
         forced ? connect_as(c10::make_intrusive<c10d::HashStore>(), identity, options, choice)

@@ -162,14 +162,14 @@ void WorkState::expire(const std::string& text) noexcept {
   fate_->fail(text);
 }
 
-std::string WorkState::timeout_text() const {
-  constexpr std::string_view kUnknown =
+std::string WorkState::timeout_text(const std::string& why) const {
+  const std::string unknown =
       ". Another rank has probably not called it (a branch on the rank, fewer batches) or is "
       "stuck.";
   return fmt::format(
       "{} was not finished after {} ms{} Set LOCKSTEP_DEBUG=1 to see the call that differs, or "
       "raise LOCKSTEP_TIMEOUT_S if the ranks are only slow.",
-      describe(), deadline_.elapsed().count(), late_.empty() ? kUnknown : late_);
+      describe(), deadline_.elapsed().count(), why.empty() ? unknown : why);
 }
 
 void WorkState::settle(std::string error) noexcept {
@@ -207,11 +207,7 @@ bool WorkState::poll() noexcept {
 // once: the peers know of it already, and their ends must not become the cause of this one.
 void WorkState::end_late(const TimeoutError& error, const Deadline& deadline) noexcept {
   if (!deadline.expired()) return complete(std::current_exception());
-  {
-    const std::lock_guard lock(mutex_);
-    late_ = after_the_time(first_line(error.what()));
-  }
-  expire(timeout_text());
+  expire(timeout_text(after_the_time(first_line(error.what()))));
 }
 
 void WorkState::carry_out(const Deadline& deadline) noexcept {

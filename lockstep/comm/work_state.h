@@ -109,7 +109,8 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   void fail(const std::string& cause) noexcept;
   // The deadline has passed: waits throw TimeoutError with `text`, and the world fails.
   void expire(const std::string& text) noexcept;
-  std::string timeout_text() const;
+  // `why`: who did not come in time, of an operation that its waiter carried out.
+  std::string timeout_text(const std::string& why = {}) const;
   const Deadline& deadline() const { return deadline_; }
   const OperationInfo& info() const { return info_; }
   // Asks an attached operation whether it is done and completes the state if so.
@@ -153,7 +154,6 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   std::atomic<bool> done_{false};  // error_ stays as it is from then on
   bool timed_out_ = false;
   std::string error_;  // empty: success
-  std::string late_;   // of an operation that its waiter carried out: who did not come in time
   std::function<void()> finish_;
   bool finish_at_wait_ = false;
   std::vector<at::Tensor> alive_;

@@ -98,11 +98,11 @@ TEST(ProcessWorld, WithoutMemoryToShareTheyTakeGloo) {
   expect_success(ranks);
   EXPECT_THAT(ranks[0].output,
               HasSubstr("backend gloo: LOCKSTEP_DEVICE=cpu; not shm, because rank 1: "));
-  // The others hear it, or that rank 0 has ended and taken the store with it.
-  const RankResult first = poor("shm")[0];
-  EXPECT_EQ(first.exit_code, 2);
-  EXPECT_THAT(first.output, AllOf(HasSubstr("backend shm was asked for, but rank 1: "),
-                                  HasSubstr(". Use backend gloo there.")));
+  for (const RankResult& refused : poor("shm")) {
+    EXPECT_EQ(refused.exit_code, 2);
+    EXPECT_THAT(refused.output, AllOf(HasSubstr("backend shm was asked for, but rank 1: "),
+                                      HasSubstr(". Use backend gloo there.")));
+  }
 }
 
 TEST(ProcessWorld, PortThatIsTaken) {

@@ -54,6 +54,7 @@ DeferredGradients ReducerImpl::defer(std::function<void()> idle_step) {
 
 void ReducerImpl::resume() {
   deferred_ = false;
+  for (auto& p : parameters_) p.used = false;
   idle_step_ = nullptr;
 }
 
@@ -66,6 +67,7 @@ DeferredStep ReducerImpl::begin_deferred_step(bool has_inputs) {
 void ReducerImpl::end_deferred_step() {
   if (options_.broadcast_buffers && world_.size() > 1)
     broadcast_coalesced(world_, buffer_tensors(), root_);
+  for (auto& p : parameters_) p.used = false;
   ++step_;
 }
 

@@ -110,7 +110,7 @@ class ShardedImpl {
   DeferredGradients deferred_;
   bool shared_ = false;   // parameters and gradients lie in memory that all ranks map
   bool reduced_ = false;  // reduce_now() has averaged the gradients
-  bool idle_ = false;     // this rank has run out of inputs; its slots hold zeros
+  bool idle_ = false;     // this rank has run out of inputs
   bool debug_ = false;    // LOCKSTEP_DEBUG
   double divisor_ = 1;    // of the sum over ranks, in this step
   std::vector<Member> members_;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <utility>
 
 #include "lockstep/core/env.h"
@@ -304,12 +305,8 @@ StepOutcome ShardedImpl::step() {
 }
 
 void ShardedImpl::idle_step() {
-  if (!idle_) {
-    const torch::NoGradGuard no_grad;
-    zero_grad();
-    for (auto& member : members_) member.slot.zero_();
-    idle_ = true;
-  }
+  idle_ = true;  // the settings are the others' from here on
+  zero_grad();   // what a backward without a step has left is not theirs
   take_step(reducer_->begin_deferred_step(/*has_inputs=*/false));
 }
 
@@ -344,7 +341,8 @@ StepOutcome ShardedImpl::take_step(const DeferredStep& how) {
     outcome.skipped = options.skip_non_finite && !norm.finite;
     // As torch clips: a norm that is not a number stays one.
     const double coefficient = options.max_grad_norm / (norm.value + 1e-6);
-    if (options.max_grad_norm > 0) clip = coefficient > 1 ? 1 : coefficient;
+    if (options.max_grad_norm > 0 && std::isfinite(options.max_grad_norm))  // else only asked for
+      clip = coefficient > 1 ? 1 : coefficient;
   }
   if (!outcome.skipped) {
     for (auto& member : members_)
@@ -405,7 +403,7 @@ void ShardedImpl::prepare_gradients() {
     Member& member = members_[i];
     const at::Tensor& grad = member.tensor.grad();
     if (!grad.defined()) {
-      if (!reduced_ && !idle_) member.slot.zero_();
+      if (!reduced_) member.slot.zero_();
     } else if (!grad.is_same(member.slot)) {
       member.slot.copy_(grad);
     }

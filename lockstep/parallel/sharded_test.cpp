@@ -672,6 +672,41 @@ TEST_P(Sharded, ARankThatHasRunOutKeepsSteppingItsShare) {
   });
 }
 
+// A rank that runs out with a gradient it has not stepped (half a window) adds it to nobody's step.
+TEST(ShardedJoin, WhatIsLeftOverIsNotTheOthers) {
+  run_threads(3, [](World& world) {
+    std::vector<at::Tensor> ends;
+    for (const bool leftover : {false, true}) {
+      Net net = make_net();
+      DistributedDataParallel model{net, world};
+      ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
+      const auto backward = [&](int step) {
+        model(batch_of(world.rank(), step)).square().mean().backward();
+      };
+      for (int epoch = 0; epoch < 2; ++epoch) {
+        model.join([&] {
+          for (int step = 0; step < (world.rank() == 0 ? 1 : 4); ++step) {
+            backward(step);
+            optimizer.step();
+            optimizer.zero_grad();
+          }
+        });
+      }
+      model.join([&] {  // rank 0 has idled, and now leaves without a step at all
+        if (world.rank() == 0 && leftover) backward(0);
+        for (int step = 0; step < (world.rank() == 0 ? 0 : 3); ++step) {
+          backward(step);
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+      });
+      ends.push_back(net->a->weight.detach().clone());
+      world.barrier();
+    }
+    EXPECT_TENSOR_EQ(ends[0], ends[1]);
+  });
+}
+
 TEST(ShardedJoin, EndsEarlyOnAllRanksWhenAsked) {
   run_threads(2, [](World& world) {
     EXPECT_THAT(message_of<UsageError>([&] {

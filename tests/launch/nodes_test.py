@@ -105,7 +105,7 @@ else:
 
     def test_ranks_that_leave_are_the_cause_on_the_other_host(self):
         script = ('touch $TORCHELASTIC_ERROR_FILE.inside; if [ $GROUP_RANK = 1 ]; then exit 0; fi; '
-                  'if [ $RANK = 0 ]; then sleep 1.5; exit 9; fi; sleep 300')
+                  'if [ $RANK = 0 ]; then sleep 4; exit 9; fi; sleep 300')
         for code, err in self.ends(self.both(script, "--monitor-interval=60")):
             self.assertEqual(code, 1, err)
             self.assertRegex(err, r"rank [23] on \S+ failed: exited with code 0 in the middle")

@@ -55,7 +55,7 @@ class Failures(Case):
     def test_whoever_misses_it_fails_after_it(self):
         code, _, err = self.bash(
             3, self.INSIDE + 'if [ $RANK = 1 ]; then sleep 0.2; exit 0; fi; '
-            'if [ $RANK = 2 ]; then sleep 1; echo \'"Connection closed"\' > '
+            'if [ $RANK = 2 ]; then sleep 3; echo \'"Connection closed"\' > '
             '$TORCHELASTIC_ERROR_FILE; exit 9; fi; sleep 300', flags=("--monitor-interval=60",))
         self.assertEqual(code, 1, err)
         self.assertRegex(err, r"\[launch\] rank 1 on \S+ failed: exited with code 0 in the middle")
@@ -68,7 +68,7 @@ class Failures(Case):
         self.assertEqual((code, err), (0, ""))
 
     def test_a_rank_that_had_ended_before_is_mentioned(self):
-        code, _, err = self.bash(3, 'if [ $RANK = 0 ]; then exit 0; fi; sleep 0.5; '
+        code, _, err = self.bash(3, 'if [ $RANK = 0 ]; then exit 0; fi; sleep 2; '
                                  'if [ $RANK = 2 ]; then exit 4; fi; sleep 300')
         self.assertEqual(code, 4, err)
         self.assertIn("\n  rank 0 had ended with exit code 0 before\n", err)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+import tempfile
 import unittest
 
 from peer import (HAVE_TORCH, HELLO, LOCKSTEP, TORCHRUN, Started, hello_lines, mpirun, run,
@@ -79,7 +80,14 @@ class Peers(unittest.TestCase):
         command = mpirun()
         if command is None:
             self.skipTest("mpirun is not installed")
-        jobs = [Started([*command, "-np", str(size), HELLO]) for size in (2, 3)]
+        jobs = []
+        for size in (2, 3):
+            # Two Open MPI jobs that make the directory of their host at the same moment fail by
+            # themselves; each gets its own.
+            own = tempfile.TemporaryDirectory(prefix="lockstep-mpi-")
+            self.addCleanup(own.cleanup)
+            jobs.append(Started([*command, "--mca", "orte_tmpdir_base", own.name, "-np", str(size),
+                                 HELLO]))
         for job, size in zip(jobs, (2, 3)):
             self.check(job.finish(), size)
 

@@ -389,7 +389,10 @@ void EngineCore::sleep(const Task& task) {
   const std::uint32_t code = messages ? kAnyone : static_cast<std::uint32_t>(arrived_) + 1;
   sleep_unless(*view(place_.rank).header, code, [&] {
     const bool called = task.mode == Mode::kProgress && (waiters_.load() > 0 || stopping_.load());
-    return !called && !broken() && arrivals_.load() == 0 && !step(false);
+    if (called || broken() || arrivals_.load() != 0 || step(false)) return false;
+    // Who was waited for may have come just before this was to be read; then it is another rank's
+    // post that must wake us.
+    return messages || code == static_cast<std::uint32_t>(arrived_) + 1;
   });
 }
 

@@ -48,22 +48,26 @@ namespace {
 // One message to every peer and one from each. "!" begins a rank's refusal.
 std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int fd,
                                  const Deadline& deadline) {
-  const Doomed doomed = [&core]() -> std::exception_ptr {
-    if (core.broken()) return core.as_exception();
-    const std::vector<Failure> troubles = core.troubles();
-    return troubles.empty() ? nullptr : core.as_exception(troubles.front());
+  // A third rank that has closed in good order is no reason not to hear the one awaited.
+  const auto doomed_by = [&core](int awaited) -> Doomed {
+    return [&core, awaited]() -> std::exception_ptr {
+      if (core.broken()) return core.as_exception();
+      for (const Failure& each : core.troubles())
+        if (each.origin >= 0 || each.culprit == awaited) return core.as_exception(each);
+      return nullptr;
+    };
   };
   std::vector<Packet> packets(core.peers().size());
   for (int rank = 0; rank < core.place().size; ++rank) {
     const Fd& socket = core.peers()[static_cast<std::size_t>(rank)].socket;
-    if (socket) send_packet(socket.get(), text, fd, deadline, doomed);
+    if (socket) send_packet(socket.get(), text, fd, deadline, doomed_by(rank));
   }
   for (int rank = 0; rank < core.place().size; ++rank) {
     const auto at = static_cast<std::size_t>(rank);
     const Fd& socket = core.peers()[at].socket;
     if (!socket) continue;
     try {
-      packets[at] = receive_packet(socket.get(), deadline, doomed);
+      packets[at] = receive_packet(socket.get(), deadline, doomed_by(rank));
     } catch (const TimeoutError&) {
       throw_late(rank, deadline);
     }
