@@ -88,7 +88,7 @@ struct Accumulation::Impl {
         expected * static_cast<double>(length) * static_cast<double>(reducer->world().size());
     last.batches = done;
     last.count = totals[0].to(at::kLong);
-    last.loss = totals[1] / totals[0];
+    last.loss = totals[1] / totals[0].clamp_min(1);  // of nothing: 0
     if (totals.is_cpu()) {
       const double seen = totals[0].item<double>();
       if (seen > 0 && seen != wanted) scale_gradients(wanted / seen);

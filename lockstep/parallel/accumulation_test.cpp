@@ -155,6 +155,15 @@ TEST(Accumulation, TokensAreWeighedByWhatHasATarget) {
   check_window({{20, 20}, {4, 0}, {4, 6}}, 2, true, true);
 }
 
+TEST(Accumulation, AWindowWithoutTargetsHasALossOfZero) {
+  DistributedDataParallel model{make_net(), World()};
+  Accumulation accumulation{model};
+  const Micro micro = samples(40, 4, true);
+  EXPECT_TRUE(accumulation.backward(loss_of(model(micro.data), micro.target), {.count = 0}));
+  EXPECT_EQ(accumulation.last_window().count.item<std::int64_t>(), 0);
+  EXPECT_EQ(accumulation.last_window().loss.item<double>(), 0);
+}
+
 TEST(Accumulation, EpochsEndWindowsAndLeakNothing) {
   run_threads(2, [](World& world) {
     auto weight = at::ones({2}).set_requires_grad(true);

@@ -9,6 +9,8 @@
 #include <chrono>
 #include <future>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
@@ -37,6 +39,8 @@ std::optional<c10::Device> device_of(const CheckpointContents& contents) {
 
 struct AsyncSaver::Job {
   CheckpointContents contents;
+  // Memory that is given back while its copy is queued would be written by the main stream's next.
+  std::vector<at::Tensor> sources;
   std::string keep;
   SaveOutcome outcome;
   std::unique_ptr<c10::Event> boundary;  // the device had come this far when the save began
@@ -68,7 +72,7 @@ void AsyncSaver::copy(Job& job) {
           at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(job.device.has_value()));
     }
     stage.copy_(tensor, /*non_blocking=*/true);
-    tensor = stage;
+    job.sources.push_back(std::exchange(tensor, stage));
   };
   for (auto& [name, tensor] : job.contents.model) place("model." + name, tensor);
   for (auto& [name, tensor] : job.contents.optimizer) place("optimizer." + name, tensor);
@@ -95,6 +99,7 @@ void AsyncSaver::run(Job& job) {
     job.copied.set_value();
     throw;
   }
+  job.sources.clear();
   job.outcome.copy_ms = ms_since(start);
   job.copied.set_value();
   const auto writing = Clock::now();
@@ -104,7 +109,12 @@ void AsyncSaver::run(Job& job) {
   if (options_.limit > 0) {
     io::RetainOptions retain{.limit = options_.limit, .durable = job.outcome.path};
     if (!job.keep.empty()) retain.keep.push_back(job.keep);
-    io::retain(options_.output_dir, kCheckpointPrefix, retain);
+    try {
+      io::retain(options_.output_dir, kCheckpointPrefix, retain);
+    } catch (const Error& error) {
+      job.outcome.alert = fmt::format("{} is durable, but older ones were not deleted: {}",
+                                      job.outcome.path, error.what());
+    }
   }
 }
 
@@ -147,8 +157,9 @@ std::optional<SaveOutcome> AsyncSaver::wait() {
   } catch (const SystemError& error) {
     if (!is_full(error)) throw;
     job->outcome.alert = fmt::format(
-        "{} {} was not {}; training goes on. Free some space: the next save is tried as planned.",
-        error.what(), job->outcome.path, job->outcome.committed ? "tidied up after" : "saved");
+        "{} {} was not saved; training goes on. Free some space: the next save is tried as "
+        "planned.",
+        error.what(), job->outcome.path);
   }
   return job->outcome;
 }

@@ -26,17 +26,17 @@ void check_task(const TrainerTask& task) {
                      missing);
 }
 
-bool says_out_of_memory(const char* text) {
-  for (const char* words : {"out of memory", "can't allocate memory", "not enough memory"})
-    if (std::strstr(text, words) != nullptr) return true;
-  return false;
-}
-
 c10::ScalarType precision(const TrainingArguments& arguments) {
   return arguments.bf16 ? at::kBFloat16 : arguments.fp16 ? at::kHalf : at::kFloat;
 }
 
 }  // namespace
+
+bool says_out_of_memory(const char* text) {
+  for (const char* words : {"out of memory", "can't allocate memory", "not enough memory"})
+    if (std::strstr(text, words) != nullptr) return true;
+  return false;
+}
 
 TrainerImpl::TrainerImpl(World world, TrainerTask task, TrainingArguments arguments)
     : world_(std::move(world)), task_(std::move(task)), arguments_(std::move(arguments)) {
@@ -135,6 +135,7 @@ void TrainerImpl::after_step(Due due) {
     if (world_.is_leader())
       log::warning("trainer", "step {}: stop requested by {}: saving, then leaving",
                    state.global_step, ::strsignal(signal));
+    evaluation_due_ = due.evaluate;
     due = {.log = due.log, .evaluate = false, .save = true};
   }
   collect_save(/*wait=*/false);
@@ -167,8 +168,9 @@ void TrainerImpl::run_epoch(std::int64_t epoch) {
     if (progress_) progress_->step(state.global_step);
     after_step(due_after_step(arguments_, plan_, state.global_step));
   }
-  if (stop_signal_ != 0 || left > 0) return;
-  epoch_ended_ = true;
+  if (stop_signal_ != 0) return;
+  // As Hugging Face: an epoch that max_steps or a wish cut short has an end, too.
+  epoch_ended_ = left == 0;
   tell(&Observer::on_epoch_end);
   after_step(due_after_epoch(arguments_, state.epoch));
 }
@@ -176,6 +178,11 @@ void TrainerImpl::run_epoch(std::int64_t epoch) {
 void TrainerImpl::run_epochs() {
   if (arguments_.eval_on_start && state.global_step == 0 && task_.eval_data)
     report(run_evaluation());
+  if (std::exchange(evaluation_due_, false) && task_.eval_data) {
+    Due due{.save = true};
+    evaluate_and_judge(due);
+    if (due.save && saved_step_ != state.global_step) save();  // it was the best
+  }
   for (std::int64_t epoch = epoch_; !over(); ++epoch) run_epoch(epoch);
 }
 
@@ -184,6 +191,10 @@ void TrainerImpl::run_epochs() {
 TrainResult TrainerImpl::train() {
   if (!task_.train_data)
     throw UsageError("trainer", "the task has no train_data. Set it, or call evaluate().");
+  if (model_)
+    throw UsageError("trainer",
+                     "train() was called a second time, and a Trainer trains once. Make another "
+                     "one; the module keeps its weights.");
   prepare();
   tell(&Observer::on_train_begin);
   start_time_ = log_time_ = step_time_ = Clock::now();
@@ -200,6 +211,7 @@ TrainResult TrainerImpl::train() {
 }
 
 void TrainerImpl::finish() {
+  signals_->agreed();  // the run ends by itself: a signal that comes now has nothing to ask for
   collect_save(/*wait=*/true);
   // Nobody leaves before the last checkpoint is durable: a rank that ends ends the others.
   world_.barrier();

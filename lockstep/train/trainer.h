@@ -1,12 +1,12 @@
 // Trainer: the training loop, once and right: any model and dataset, any number of ranks.
 //
 //   lockstep::Trainer trainer{world,
-//                             {.module = net,
+//                             {.module = net.ptr(),
 //                              .loss = [&](const auto& batch) {
 //                                return torch::cross_entropy_loss(net(batch.data), batch.target);
 //                              },
 //                              .train_data = dataset},
-//                             {.output_dir = "out", .learning_rate = 3e-4}};
+//                             {.learning_rate = 3e-4, .output_dir = "out"}};
 //   const lockstep::TrainResult result = trainer.train();
 //   return result.exit_code();               // 143 when a stop signal ended it, after a save
 //
@@ -75,7 +75,7 @@ class Trainer {
 
   void add(std::shared_ptr<Observer> observer);
 
-  // Resumes where arguments.resume_from_checkpoint says so.
+  // Once. Resumes where arguments.resume_from_checkpoint says so.
   TrainResult train();
   // Means over eval_data, each sample once: "eval_loss", "eval_<name>", ...
   train::Metrics evaluate();

@@ -26,6 +26,9 @@
 
 namespace lockstep::train {
 
+// An error's text tells memory that is full from memory that was misused.
+bool says_out_of_memory(const char* text);
+
 class TrainerImpl {
  public:
   TrainerImpl(World world, TrainerTask task, TrainingArguments arguments);
@@ -77,6 +80,7 @@ class TrainerImpl {
   Metrics run_evaluation();
   void evaluate_and_judge(Due& due);
   double mean_loss(const at::Tensor& totals);
+  double tokens_since_log() const;
 
   // trainer_save.cpp
   std::string choose_checkpoint();
@@ -110,9 +114,10 @@ class TrainerImpl {
   std::unique_ptr<Progress> progress_;   // on rank 0
 
   std::int64_t epoch_ = 0;
-  bool epoch_ended_ = false;  // everything that is due after the epoch has been done
-  Wishes wishes_;             // this rank's, for the next exchange
-  Wishes agreed_;             // everybody's
+  bool epoch_ended_ = false;     // everything that is due after the epoch has been done
+  bool evaluation_due_ = false;  // a stop signal came before it, or in it
+  Wishes wishes_;                // this rank's, for the next exchange
+  Wishes agreed_;                // everybody's
   int stop_signal_ = 0;
   bool stop_ = false;
   std::int64_t saved_step_ = -1;

@@ -53,14 +53,18 @@ double TrainerImpl::mean_loss(const at::Tensor& totals) {
   return sums[0].item<double>() / std::max(1.0, sums[1].item<double>());
 }
 
+double TrainerImpl::tokens_since_log() const {
+  return since_log_[1].item<double>() *
+         (arguments_.average_tokens_across_devices ? 1 : world_.size());
+}
+
 // The only place where a training step reads the device.
 void TrainerImpl::log() {
   const auto now = Clock::now();
   const double seconds = std::chrono::duration<double>(now - log_time_).count();
   const auto steps = static_cast<double>(state.global_step - last_log_step_);
   const double loss = mean_loss(since_log_);
-  const double tokens =
-      since_log_[1].item<double>() * (arguments_.average_tokens_across_devices ? 1 : world_.size());
+  const double tokens = tokens_since_log();
   state.num_input_tokens_seen += static_cast<std::int64_t>(tokens);
   Metrics values{{"loss", loss}};
   if (grad_norm_.defined()) values.emplace_back("grad_norm", grad_norm_.item<double>());
@@ -129,6 +133,10 @@ Metrics TrainerImpl::run_evaluation() {
     }
     if (!signals_) continue;
     const Wishes heard = agreement_->exchange({.stop_signal = signals_->requested()});
+    // On a GPU the first answer is that of the step before: its wishes are made again.
+    wishes_.stop |= heard.stop;
+    wishes_.save |= heard.save;
+    wishes_.evaluate |= heard.evaluate;
     if (heard.stop_signal == 0) continue;
     agreed_.stop_signal = heard.stop_signal;
     break;
@@ -168,7 +176,7 @@ void TrainerImpl::evaluate_and_judge(Due& due) {
   if (agreed_.stop_signal != 0) {  // heard on the way: what was summed up is not the whole
     stop_signal_ = std::exchange(agreed_, {}).stop_signal;
     signals_->agreed();
-    due.save = true;
+    evaluation_due_ = due.save = true;
     return;
   }
   report(metrics);
@@ -190,6 +198,8 @@ void TrainerImpl::evaluate_and_judge(Due& due) {
   if (gain > 0) {
     state.best_metric = *value;
     state.best_global_step = state.global_step;
+    // A checkpoint of this step does not know yet that it is the best.
+    if (saved_step_ == state.global_step) saved_step_ = -1;
     due.save |= arguments_.save_strategy == Interval::kBest;
   }
   if (!arguments_.early_stopping_patience) return;

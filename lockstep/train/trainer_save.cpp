@@ -3,9 +3,13 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <filesystem>
+#include <set>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/io/file.h"
+#include "lockstep/io/manifest.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/config_keys.h"
@@ -42,6 +46,26 @@ optim::GradScalerState parse_scaler(const std::string& text, const std::string& 
   return s;
 }
 
+// An earlier run's checkpoints get a folder of their own: the newest is the one with the highest
+// step, so under their names they would be resumed from instead of this run's. Says which folder;
+// empty: there are none.
+std::string put_aside(const std::string& output_dir) {
+  namespace fs = std::filesystem;
+  const auto old = io::list_numbered(output_dir, kCheckpointPrefix);
+  if (old.empty()) return {};
+  fs::path place;
+  for (int number = 1; place.empty() || fs::exists(place); ++number)
+    place = fmt::format("{}/earlier-{}", output_dir, number);
+  std::error_code error;
+  fs::create_directory(place, error);
+  if (error) throw io::file_error("make the directory", place.string(), error.value());
+  for (const io::NumberedDir& dir : old) {
+    fs::rename(dir.path, place / fs::path(dir.path).filename(), error);
+    if (error) throw io::file_error("rename", dir.path, error.value());
+  }
+  return place.string();
+}
+
 }  // namespace
 
 bool TrainerImpl::writes() const {
@@ -60,11 +84,12 @@ std::string TrainerImpl::choose_checkpoint() {
           log::warning("checkpoint", "{} is passed over: {}", passed.path, passed.reason);
         if (!found.remark.empty()) log::warning("checkpoint", "{}: {}", found.path, found.remark);
         if (found.step >= 0) answer = "+" + found.path;
-      } else if (!io::list_numbered(arguments_.output_dir, kCheckpointPrefix).empty()) {
+      } else if (const std::string place = put_aside(arguments_.output_dir); !place.empty()) {
         log::warning("checkpoint",
-                     "{} holds checkpoints of an earlier run, which this one starts over. To go on "
-                     "from them: resume_from_checkpoint: auto (lockstep train --resume auto).",
-                     arguments_.output_dir);
+                     "this is a new run, and the checkpoints of an earlier one have been moved to "
+                     "{}. To go on from them: --resume {}/checkpoint-<step>; next time: "
+                     "resume_from_checkpoint: auto (lockstep train --resume auto).",
+                     place, place);
       }
     } catch (const std::exception& e) {
       answer = std::string("-") + e.what();
@@ -90,10 +115,12 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
   state = checkpoint.state();
   const DataPosition saved = checkpoint.position();
   epoch_ = saved.epoch + saved.epoch_ended;
+  evaluation_due_ = saved.evaluation_due != 0;
   if (!saved.epoch_ended && !arguments_.ignore_data_skip) {
     loader_->load_state({.epoch = saved.epoch,
                          .cursor = saved.cursor,
-                         .seed = static_cast<std::uint64_t>(saved.seed)});
+                         .seed = static_cast<std::uint64_t>(saved.seed),
+                         .size = saved.dataset_size});
   }
   if (scaler_) {
     const std::string text = checkpoint.text("scaler.json");
@@ -103,24 +130,27 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
   const bool same = saved.world_size == world_.size() &&
                     saved.batch_size == arguments_.per_device_train_batch_size &&
                     saved.accumulation == accumulation_steps_;
-  if (!same) {
-    // In steps of today: the epoch's rest is what today's ranks make of it.
-    const std::int64_t left =
-        (loader_->batches_left(epoch_) + accumulation_steps_ - 1) / accumulation_steps_;
+  // In steps of today: the epoch's rest is what today's ranks make of it.
+  const std::int64_t left =
+      (loader_->batches_left(epoch_) + accumulation_steps_ - 1) / accumulation_steps_;
+  // The run that saved may itself have gone on from one with other numbers.
+  const bool counted_alike = arguments_.ignore_data_skip ||
+                             state.global_step == (epoch_ + 1) * plan_.steps_per_epoch - left;
+  if (!same || !counted_alike) {
     const double share = static_cast<double>(left) / static_cast<double>(plan_.steps_per_epoch);
     plan_ =
         replan_steps(arguments_, plan_,
                      {.step = state.global_step, .epoch = static_cast<double>(epoch_) + 1 - share});
-    if (world_.is_leader()) {
-      log::warning("trainer",
-                   "the checkpoint was made with {} ranks x batch {} x accumulation {}, now {} x "
-                   "{} x {}: the samples come in the same order, each once per epoch; the "
-                   "effective batch is {} instead of {}.",
-                   saved.world_size, saved.batch_size, saved.accumulation, world_.size(),
-                   arguments_.per_device_train_batch_size, accumulation_steps_,
-                   world_.size() * arguments_.per_device_train_batch_size * accumulation_steps_,
-                   saved.world_size * saved.batch_size * saved.accumulation);
-    }
+  }
+  if (!same && world_.is_leader()) {
+    log::warning("trainer",
+                 "the checkpoint was made with {} ranks x batch {} x accumulation {}, now {} x {} "
+                 "x {}: the samples come in the same order, each once per epoch; the effective "
+                 "batch is {} instead of {}.",
+                 saved.world_size, saved.batch_size, saved.accumulation, world_.size(),
+                 arguments_.per_device_train_batch_size, accumulation_steps_,
+                 world_.size() * arguments_.per_device_train_batch_size * accumulation_steps_,
+                 saved.world_size * saved.batch_size * saved.accumulation);
   }
   saved_step_ = state.global_step;
   if (world_.is_leader())
@@ -142,17 +172,20 @@ DataPosition TrainerImpl::position() const {
           .world_size = world_.size(),
           .batch_size = arguments_.per_device_train_batch_size,
           .accumulation = accumulation_steps_,
-          .dataset_size = loader_->dataset_size(),
-          .epoch_ended = epoch_ended_ ? 1 : 0};
+          .dataset_size = at.size,
+          .epoch_ended = epoch_ended_ ? 1 : 0,
+          .evaluation_due = evaluation_due_ ? 1 : 0};
 }
 
 // The optimizer's own memory where there is much of it, so that the saver copies it while the next
 // forward and backward run. state_dict() has the same names and values, as copies.
 TensorDict TrainerImpl::optimizer_state() {
   TensorDict live;
+  std::set<at::TensorImpl*> seen;  // a parameter of two names has its state under the first
   const auto& states = optimizer_->state();
   for (const auto& [name, parameter] : optim::named(*task_.module)) {
-    if (!parameter.requires_grad()) continue;
+    if (!parameter.requires_grad() || !seen.insert(parameter.unsafeGetTensorImpl()).second)
+      continue;
     const auto found = states.find(parameter.unsafeGetTensorImpl());
     const auto* adam = found == states.end()
                            ? nullptr
@@ -170,6 +203,7 @@ CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random)
   CheckpointContents all;
   all.model = model_tensors(*task_.module, /*copy_buffers=*/true);
   all.state = state;
+  all.state.num_input_tokens_seen += static_cast<std::int64_t>(tokens_since_log());
   all.arguments = arguments_json(arguments_);
   all.only_model = arguments_.save_only_model;
   if (all.only_model) return all;
@@ -214,9 +248,23 @@ void TrainerImpl::collect_save(bool wait) {
   }
 }
 
+// The leader looks: all load it, or none does.
 void TrainerImpl::load_best() {
-  const Checkpoint best(*state.best_model_checkpoint);
-  best.load_model(*task_.module);
+  const std::string& path = *state.best_model_checkpoint;
+  std::string wrong;
+  if (world_.is_leader()) {
+    auto faults = io::verify(path);
+    std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
+    if (!faults.empty()) wrong = io::describe(faults);
+  }
+  wrong = world_.broadcast(wrong, 0);
+  if (!wrong.empty()) {
+    if (world_.is_leader())
+      log::warning("trainer", "the best model, {}, cannot be loaded: {} The last weights stay.",
+                   path, wrong);
+    return;
+  }
+  Checkpoint(path).load_model(*task_.module);
   if (world_.is_leader())
     log::info("trainer", "the best model is that of step {} ({} {})", *state.best_global_step,
               arguments_.metric_for_best_model, *state.best_metric);

@@ -87,8 +87,11 @@ void TrainerImpl::set_switches() {
     optim::seed_everything(seed, world_.rank());
   }
   if (arguments_.tf32) optim::set_tf32(*arguments_.tf32);
-  if (arguments_.compile_model && world_.is_leader())
-    log::warning("trainer", "compile_model has no effect yet: the step is not captured.");
+  const std::pair<const char*, bool> ignored[] = {{"compile_model", arguments_.compile_model},
+                                                  {"elastic_gpu", arguments_.elastic_gpu},
+                                                  {"run_name", arguments_.run_name.has_value()}};
+  for (const auto& [key, given] : ignored)
+    if (given && world_.is_leader()) log::warning("trainer", "{} has no effect yet.", key);
 }
 
 // The order matters: weights before the wrapper (it hands rank 0's to all), the optimizer after it,
@@ -141,7 +144,7 @@ void TrainerImpl::make_loader() {
   loader_.emplace(
       data::loader(task_.train_data, world_,
                    {.batch_size = a.per_device_train_batch_size,
-                    .shuffle = true,
+                    .shuffle = task_.sampler == nullptr,
                     .drop_last = a.dataloader_drop_last,
                     .seed = data_seed(a),
                     .num_workers = static_cast<int>(a.dataloader_num_workers),
@@ -235,9 +238,8 @@ bool TrainerImpl::batch_fits(std::int64_t batch_size) {
   } catch (const std::bad_alloc&) {
     fits = false;
   } catch (const c10::Error& e) {
-    const std::string what = e.what_without_backtrace();
-    fits = what.find("memory") == std::string::npos;
-    if (fits) throw;
+    if (!says_out_of_memory(e.what_without_backtrace())) throw;
+    fits = false;
   }
   for (at::Tensor& parameter : task_.module->parameters()) parameter.mutable_grad() = at::Tensor();
   const torch::NoGradGuard no_grad;

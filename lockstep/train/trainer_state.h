@@ -58,8 +58,9 @@ struct DataPosition {
   std::int64_t world_size = 1;
   std::int64_t batch_size = 0;  // per rank
   std::int64_t accumulation = 1;
-  std::int64_t dataset_size = 0;
-  std::int64_t epoch_ended = 0;  // 1: what is due after the epoch has been done
+  std::int64_t dataset_size = 0;    // samples of an epoch's order
+  std::int64_t epoch_ended = 0;     // 1: what is due after the epoch has been done
+  std::int64_t evaluation_due = 0;  // 1: a stop signal came before it, or in it
 };
 std::string data_position_text(const DataPosition& position);
 DataPosition parse_data_position(std::string_view text, const std::string& name);

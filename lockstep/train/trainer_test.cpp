@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -28,6 +29,7 @@ namespace lockstep {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 
 constexpr std::int64_t kFeatures = 6, kClasses = 3;
@@ -87,6 +89,19 @@ at::Tensor flat(const torch::nn::Module& module) {
   return at::cat(all);
 }
 
+MATCHER_P(HasStep, step, "") {
+  return arg.step == step;
+}
+
+// Rank 0 wishes for an end and a checkpoint; both come one step later.
+struct StopAt : Observer {
+  explicit StopAt(std::int64_t at) : step(at) {}
+  void on_step_end(Event& event) override {
+    if (event.state.global_step == step && event.rank == 0) event.stop = event.save = true;
+  }
+  std::int64_t step;
+};
+
 struct Recorder : Observer {
   std::string calls;
   std::vector<double> losses;
@@ -125,6 +140,31 @@ TEST(Trainer, ObserversSeeEveryEventInOrder) {
   EXPECT_EQ(result.exit_code(), 0);
   EXPECT_EQ(result.checkpoint, dir / "checkpoint-3");
   EXPECT_TRUE(io::verify(result.checkpoint).empty());
+}
+
+// As Hugging Face: what is due after an epoch is due after one that max_steps cuts short, too.
+TEST(Trainer, AnEpochThatIsCutShortHasAnEndAndIsResumed) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.max_steps = 5;
+  a.eval_strategy = Interval::kEpoch;
+  a.save_strategy = Interval::kEpoch;
+  const auto recorder = std::make_shared<Recorder>();
+  {
+    Trainer trainer(World{}, task_for(network(), dataset(64, 1), dataset(5, 2)), a);
+    trainer.add(recorder);
+    EXPECT_EQ(trainer.train().checkpoint, dir / "checkpoint-5");
+    EXPECT_THAT(io::message_of<UsageError>([&] { trainer.train(); }),
+                HasSubstr("train() was called a second time"));
+  }
+  EXPECT_THAT(recorder->calls, EndsWith("oel)lESlT"));
+  a.max_steps = 18;
+  a.resume_from_checkpoint = "auto";
+  Trainer again(World{}, task_for(network(), dataset(64, 1), dataset(5, 2)), a);
+  EXPECT_EQ(again.train().checkpoint, dir / "checkpoint-18");
+  // 16 steps an epoch: its other 11, and two of the next.
+  EXPECT_THAT(io::list_numbered(dir.path(), train::kCheckpointPrefix),
+              ElementsAre(HasStep(18), HasStep(16), HasStep(5)));
 }
 
 // The same batches on more ranks are the same steps: gradients are those of the whole window.
@@ -177,13 +217,6 @@ TEST(Trainer, EverySampleOnceAnEpochOverChangingRanks) {
   const auto samples = dataset(kSamples, 1);
   std::map<std::int64_t, std::vector<std::int64_t>> seen;  // by epoch
   std::mutex mutex;
-  struct StopAt : Observer {
-    explicit StopAt(std::int64_t at) : step(at) {}
-    void on_step_end(Event& event) override {
-      if (event.state.global_step == step && event.rank == 0) event.stop = event.save = true;
-    }
-    std::int64_t step;
-  };
   std::vector<std::int64_t> ended;
   // Wishes after these steps. A batch of 4 each: 32, 16 and 48 samples, so that 24 of the first
   // epoch are left for three ranks.
@@ -221,6 +254,148 @@ TEST(Trainer, EverySampleOnceAnEpochOverChangingRanks) {
     for (std::int64_t i = 0; i < kSamples; ++i) all[static_cast<std::size_t>(i)] = i;
     EXPECT_EQ(indices, all) << "epoch " << epoch;
   }
+}
+
+// The second run was begun with other ranks, so its checkpoint's steps are of two kinds: a third at
+// the same number must end where the second would have ended.
+TEST(Trainer, ResumedTwiceItEndsWhereItWouldHave) {
+  const auto samples = dataset(120, 1);
+  for (const auto& [first, second] : {std::pair(2, 1), std::pair(1, 2)}) {
+    io::TemporaryDirectory dir;
+    const auto run = [&](int ranks, std::int64_t stop_after) {
+      std::pair<std::int64_t, double> end;
+      testing::run_threads(ranks, [&](World& world) {
+        auto a = arguments(dir.path());  // saves by wish alone
+        a.num_train_epochs = 2;
+        a.resume_from_checkpoint = "auto";
+        Trainer trainer(world, task_for(network(), samples), a);
+        if (stop_after > 0) trainer.add(std::make_shared<StopAt>(stop_after));
+        trainer.train();
+        if (world.is_leader()) end = {trainer.state().global_step, trainer.state().epoch};
+      });
+      return end;
+    };
+    EXPECT_EQ(run(first, 3).first, 4);
+    const auto [step, epoch] = run(second, 0);
+    EXPECT_EQ(epoch, 2.0);
+    EXPECT_EQ(run(second, 9).first, 10);
+    EXPECT_EQ(run(second, 0), std::pair(step, epoch)) << first << " ranks, then " << second;
+  }
+}
+
+TEST(Trainer, ACheckpointCountsTokensAndKnowsItsDataset) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());  // logs every 5 steps
+  a.max_steps = 3;
+  a.save_strategy = Interval::kSteps;
+  Trainer(World{}, task_for(network(), dataset(64, 1)), a).train();
+  EXPECT_EQ(train::Checkpoint(dir / "checkpoint-3").state().num_input_tokens_seen, 3 * 4);
+  a.max_steps = 10;
+  a.resume_from_checkpoint = "auto";
+  Trainer other(World{}, task_for(network(), dataset(63, 1)), a);
+  EXPECT_THAT(io::message_of<UsageError>([&] { other.train(); }),
+              HasSubstr("the state was saved with 64 samples per epoch, and now there are 63."));
+  Trainer again(World{}, task_for(network(), dataset(64, 1)), a);
+  again.train();
+  EXPECT_EQ(again.state().num_input_tokens_seen, 10 * 4);
+}
+
+TEST(Trainer, AnEvaluationThatASignalPreventedIsMadeUp) {
+  struct Signal : Observer {
+    void on_step_begin(Event& event) override {
+      if (event.state.global_step == 3) ::raise(SIGTERM);
+    }
+  };
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.enable_jit_checkpoint = true;
+  a.max_steps = 6;
+  a.eval_strategy = Interval::kSteps;
+  a.eval_steps = 4;
+  {
+    Trainer trainer(World{}, task_for(network(), dataset(64, 1), dataset(5, 2)), a);
+    trainer.add(std::make_shared<Signal>());
+    const TrainResult result = trainer.train();
+    EXPECT_EQ(result.exit_code(), 143);
+    EXPECT_EQ(result.checkpoint, dir / "checkpoint-4");
+  }
+  a.resume_from_checkpoint = "auto";
+  Trainer again(World{}, task_for(network(), dataset(64, 1), dataset(5, 2)), a);
+  EXPECT_EQ(again.train().exit_code(), 0);
+  std::vector<std::int64_t> evaluated;
+  for (const train::LogEntry& entry : again.state().log_history)
+    if (train::find_metric(entry.values, "eval_loss") != nullptr) evaluated.push_back(entry.step);
+  EXPECT_THAT(evaluated, ElementsAre(4, 6));
+}
+
+TEST(Trainer, AParameterOfTwoNamesIsResumed) {
+  struct Tied : torch::nn::Module {
+    Tied() {
+      weight = register_parameter("first", torch::ones({kFeatures, kClasses}));
+      register_parameter("second", weight);
+    }
+    at::Tensor weight;
+  };
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.save_strategy = Interval::kSteps;
+  a.resume_from_checkpoint = "auto";
+  for (const std::int64_t steps : {2, 4}) {
+    a.max_steps = steps;
+    const auto net = std::make_shared<Tied>();
+    TrainerTask task;
+    task.module = net;
+    task.loss = [net](const data::Batch& batch) {
+      return torch::cross_entropy_loss(batch.data.matmul(net->weight), batch.target);
+    };
+    task.train_data = dataset(64, 1);
+    EXPECT_EQ(Trainer(World{}, task, a).train().global_step, steps);
+  }
+}
+
+// The wish is granted at the epoch's last step, before the evaluation that finds it the best.
+TEST(Trainer, AStepThatIsSavedAlreadyMayTurnOutTheBest) {
+  struct SaveAt : Observer {
+    void on_step_end(Event& event) override { event.save = event.state.global_step == 3; }
+  };
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.num_train_epochs = 1;
+  a.eval_strategy = Interval::kEpoch;
+  a.save_strategy = Interval::kEpoch;
+  Trainer trainer(World{}, task_for(network(), dataset(16, 1), dataset(5, 2)), a);
+  trainer.add(std::make_shared<SaveAt>());
+  trainer.train();
+  EXPECT_EQ(trainer.state().best_model_checkpoint, dir / "checkpoint-4");
+  EXPECT_EQ(train::Checkpoint(dir / "checkpoint-4").state().best_model_checkpoint,
+            dir / "checkpoint-4");
+}
+
+TEST(Trainer, ABestModelThatIsGoneLeavesTheLastWeights) {
+  struct Remover : Observer {
+    void on_step_end(Event& event) override {
+      // Later than the save after it, which has waited for it.
+      const auto& s = event.state;
+      if (s.best_model_checkpoint && s.global_step > *s.best_global_step + 20)
+        std::filesystem::remove_all(*s.best_model_checkpoint);
+    }
+  };
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.num_train_epochs = 50;
+  a.learning_rate = 0.02;
+  a.eval_strategy = Interval::kEpoch;
+  a.save_strategy = Interval::kEpoch;
+  a.load_best_model_at_end = true;
+  a.early_stopping_patience = 3;
+  auto net = network();
+  Trainer trainer(World{}, task_for(net, dataset(64, 1), dataset(40, 2)), a);
+  trainer.add(std::make_shared<Remover>());
+  const TrainResult result = trainer.train();
+  ASSERT_FALSE(std::filesystem::exists(trainer.state().best_model_checkpoint.value()));
+  auto last = network();
+  train::Checkpoint(result.checkpoint).load_model(*last);
+  EXPECT_TRUE(torch::equal(flat(*net), flat(*last)));
 }
 
 TEST(Trainer, TheBestModelComesBackAndPatienceEnds) {
@@ -330,6 +505,20 @@ TEST(Trainer, ABatchThatDoesNotFitOneRankIsHalvedOnAll) {
   EXPECT_THAT(sizes, ElementsAre(4));
 }
 
+TEST(Trainer, MemoryThatWasMisusedIsNoReasonForASmallerBatch) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.auto_find_batch_size = true;
+  TrainerTask task = task_for(network(), dataset(64, 1));
+  task.loss = [](const data::Batch&) -> at::Tensor {
+    TORCH_CHECK(false, "CUDA error: an illegal memory access was encountered");
+    return {};
+  };
+  Trainer trainer(World{}, task, a);
+  EXPECT_THAT(io::message_of<c10::Error>([&] { trainer.train(); }),
+              HasSubstr("an illegal memory access"));
+}
+
 TEST(Trainer, RefusesATaskThatCannotBeTrained) {
   io::TemporaryDirectory dir;
   EXPECT_THAT(io::message_of<UsageError>([&] { Trainer(World{}, {}, arguments(dir.path())); }),
@@ -435,6 +624,21 @@ TEST(AsyncSaver, SavesWhatWasThereWhenItBegan) {
   EXPECT_FALSE(std::filesystem::exists(dir / "checkpoint-5"));
   train::Checkpoint(dir / "checkpoint-6").load_model(*net);
   EXPECT_TRUE(torch::equal(flat(*net), before + 1));
+}
+
+TEST(AsyncSaver, AnOldOneThatCannotBeDeletedIsAnAlert) {
+  io::TemporaryDirectory dir;
+  // Its name leaves no room for the temporary one under which folders are deleted.
+  const std::string stubborn = dir / ("checkpoint-" + std::string(235, '0') + "3");
+  std::filesystem::create_directory(stubborn);
+  auto net = network();
+  train::AsyncSaver saver({.output_dir = dir.path(), .limit = 1});
+  saver.begin(contents_of(net));
+  const auto outcome = saver.wait();
+  ASSERT_TRUE(outcome && outcome->committed);
+  EXPECT_THAT(outcome->alert, HasSubstr("checkpoint-5 is durable, but older ones were not deleted: "
+                                        "[io] cannot remove"));
+  EXPECT_TRUE(io::verify(dir / "checkpoint-5").empty());
 }
 
 TEST(AsyncSaver, AnErrorSurfacesAtTheNextCall) {

@@ -8,6 +8,20 @@ import unittest
 from train_case import (BOUND_S, LOCKSTEP, SOURCE, TrainCase, checkpoints, copy_until, environment,
                         losses)
 
+# 5121 tokens are 160 windows: 20 steps of two ranks an epoch.
+TOKENS = """
+model: {name: gpt, n_layer: 1, n_head: 2, n_embd: 16, vocab_size: 257}
+data: tokens
+max_seq_len: 32
+num_train_epochs: 1.2
+per_device_train_batch_size: 4
+learning_rate: 1.0e-2
+logging_steps: 1
+save_steps: 6
+disable_tqdm: true
+use_cpu: true
+"""
+
 
 class Resume(TrainCase):
     def check_exact(self, ranks):
@@ -58,6 +72,26 @@ class Resume(TrainCase):
         self.assertIn("the checkpoint was made with 2 ranks x batch 4 x accumulation 3, now 1 x 4 "
                       "x 3: the samples come in the same order", done.stderr)
         self.assertIn("the effective batch is 12 instead of 24", done.stderr)
+
+    def test_token_shards_have_a_sampler_of_their_own(self):
+        text, shards = self.place / "text.txt", self.place / "shards"
+        text.write_bytes(bytes(range(256)) * 20)
+        subprocess.run([LOCKSTEP, "data", "tokenize", "--output", shards, text], check=True,
+                       timeout=BOUND_S, capture_output=True)
+        self.config.write_text(TOKENS + f"dataset_dir: {shards}\n")
+        self.check_exact(2)
+
+    def test_a_new_run_puts_an_earlier_one_aside(self):
+        output, aside = self.place / "out", self.place / "out" / "earlier-1"
+        self.train(0, output, "--max_steps", 10)
+        done = self.train(0, output, "--max_steps", 5, "--run_name", "again")
+        self.assertIn(f"the checkpoints of an earlier one have been moved to {aside}.", done.stderr)
+        self.assertIn("run_name has no effect yet.", done.stderr)
+        self.assertEqual(checkpoints(output), [5])
+        self.assertEqual(checkpoints(aside), [5, 10])
+        self.verify(aside)
+        done = self.train(0, output, "--resume", "auto", "--max_steps", 6)
+        self.assertIn(f"resumed from {output}/checkpoint-5 at step 5", done.stderr)
 
     def test_a_damaged_one_is_passed_over_and_said(self):
         output = self.place / "out"
