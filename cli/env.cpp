@@ -90,9 +90,9 @@ void warn(Findings& found) {
 Findings gather() {
   Findings found;
   found.gpus = launch::find_gpus();
-  found.cores = launch::allowed_cores();
-  found.cpus = launch::cpu_list_text(launch::allowed_cpus());
-  found.quota = launch::cgroup_quota_cores();
+  found.cores = allowed_cores();
+  found.cpus = launch::cpu_list_text(allowed_cpus());
+  found.quota = cgroup_quota_cores();
   char name[256] = "";
   ::gethostname(name, sizeof name - 1);
   found.host = name;

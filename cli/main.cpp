@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/guarded.h"
 #include "lockstep/core/error.h"
 #include "lockstep/launch/flags.h"
 
@@ -95,21 +96,10 @@ int dispatch(const Words& words) {
   return command->run(Words(words.begin() + 1, words.end()));
 }
 
-int guarded(const Words& words) {
-  try {
-    return dispatch(words);
-  } catch (const UsageError& error) {
-    fmt::print(stderr, "lockstep: {}\n", error.what());
-    return 2;
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "lockstep: {}\n", error.what());
-    return 1;
-  }
-}
-
 }  // namespace
 }  // namespace lockstep::cli
 
 int main(int argc, char** argv) {
-  return lockstep::cli::guarded(lockstep::cli::Words(argv + 1, argv + argc));
+  using namespace lockstep::cli;
+  return guarded([&] { return dispatch(Words(argv + 1, argv + argc)); });
 }

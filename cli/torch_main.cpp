@@ -4,13 +4,12 @@
 
 #include <cstdio>
 #include <cstring>
-#include <exception>
 #include <functional>
 #include <map>
 #include <string>
 
 #include "bench/bench.h"
-#include "lockstep/core/error.h"
+#include "cli/guarded.h"
 
 namespace {
 
@@ -49,7 +48,7 @@ int bench(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
+  return lockstep::cli::guarded([&] {
     const std::string command = argc >= 2 ? argv[1] : "";
     if (command == "bench") return bench(argc - 1, argv + 1);
     if (command == "_allreduce-once") return lockstep::bench::allreduce_once_main();
@@ -59,11 +58,5 @@ int main(int argc, char** argv) {
     if (command == "_train-rank") return lockstep::bench::train_rank_main(argc - 1, argv + 1);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
-  } catch (const lockstep::UsageError& e) {
-    fmt::print(stderr, "lockstep: {}\n", e.what());
-    return 2;
-  } catch (const std::exception& e) {
-    fmt::print(stderr, "lockstep: {}\n", e.what());
-    return 1;
-  }
+  });
 }

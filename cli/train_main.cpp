@@ -3,25 +3,18 @@
 #include <fmt/format.h>
 
 #include <cstdio>
-#include <exception>
 #include <string>
 
+#include "cli/guarded.h"
 #include "cli/train_commands.h"
-#include "lockstep/core/error.h"
 
 int main(int argc, char** argv) {
-  try {
+  return lockstep::cli::guarded([&] {
     const std::string command = argc >= 2 ? argv[1] : "";
     if (command == "train") return lockstep::cli::train_main(argc - 1, argv + 1);
     if (command == "checkpoint" && argc >= 3 && std::string(argv[2]) == "import")
       return lockstep::cli::checkpoint_import_main(argc - 2, argv + 2);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
-  } catch (const lockstep::UsageError& e) {
-    fmt::print(stderr, "lockstep: {}\n", e.what());
-    return 2;
-  } catch (const std::exception& e) {
-    fmt::print(stderr, "lockstep: {}\n", e.what());
-    return 1;
-  }
+  });
 }

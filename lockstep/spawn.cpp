@@ -84,7 +84,7 @@ std::vector<std::string> own_command() {
 
 int default_nprocs() {
   const int gpus = launch::find_gpus().count;
-  return gpus > 0 ? gpus : launch::allowed_cores();
+  return gpus > 0 ? gpus : allowed_cores();
 }
 
 bool is_rank_already() {

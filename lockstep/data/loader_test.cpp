@@ -18,6 +18,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/data/loader_impl.h"
 #include "lockstep/data/profile.h"
+#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::data {
@@ -26,17 +27,8 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::message_of;
 using List = std::vector<std::int64_t>;
-
-template <typename E, typename F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const E& e) {
-    return e.what();
-  }
-  return "(nothing thrown)";
-}
 
 // Sample i is the number i, and its target 10 i.
 DatasetPtr numbers(std::int64_t size) {

@@ -10,6 +10,7 @@
 #include <optional>
 #include <thread>
 
+#include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/io/atomic_dir.h"
@@ -177,9 +178,7 @@ class Crew {
       : options_(options), documents_(documents), shards_(shards), total_(total) {}
 
   void run(const std::string& folder) {
-    const int wanted = options_.workers > 0
-                           ? options_.workers
-                           : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+    const int wanted = options_.workers > 0 ? options_.workers : allowed_cores();
     const auto count = std::min(static_cast<std::size_t>(wanted), shards_.size());
     std::vector<std::jthread> threads;
     running_ = count;

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/core/cores.h"
 #include "lockstep/launch/plan.h"
 
 namespace lockstep::launch {
@@ -26,19 +27,6 @@ namespace lockstep::launch {
 using Variables = std::function<std::optional<std::string>(const std::string&)>;
 Variables process_variables();
 
-// Where the kernel's files are; tests put a made-up machine elsewhere.
-struct HostFiles {
-  std::string proc = "/proc";
-  std::string sys = "/sys";
-};
-
-// The CPUs this process may run on (sched_getaffinity), ascending.
-std::vector<int> allowed_cpus();
-// The CPU quota of this process's cgroups (v1 and v2, every level up to the mount), in cores;
-// nothing when there is none.
-std::optional<double> cgroup_quota_cores(const HostFiles& files = {});
-// The smaller of both, at least 1.
-int allowed_cores();
 // allowed_cores() shared by the local ranks, at least 1: the default OMP_NUM_THREADS.
 int threads_per_rank(int local_ranks);
 

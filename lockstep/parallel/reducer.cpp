@@ -1,6 +1,5 @@
 #include "lockstep/parallel/reducer.h"
 
-#include <sched.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -8,9 +7,9 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
+#include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/checkpoint_node.h"
 #include "lockstep/parallel/nested_backward.h"
@@ -39,13 +38,6 @@ BucketLimits limits_of(const DdpOptions& options) {
     throw UsageError("reducer", "bucket_cap_mb = {} must be positive. 25 is the default.", mb);
   limits.cap_bytes = limits.first_cap_bytes = static_cast<std::int64_t>(mb * 1024 * 1024);
   return limits;
-}
-
-// Cores that this process may run on.
-int allowed_cores() {
-  cpu_set_t cores;
-  if (::sched_getaffinity(0, sizeof cores, &cores) == 0) return std::max(1, CPU_COUNT(&cores));
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
