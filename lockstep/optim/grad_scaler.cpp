@@ -14,20 +14,21 @@
 namespace lockstep::optim {
 namespace {
 
-constexpr const char* kWho = "GradScaler";
+constexpr const char* kScaler = "GradScaler";
 
 void check(const GradScalerOptions& options) {
   if (!(options.init_scale > 0) || !std::isfinite(options.init_scale))
-    throw UsageError(kWho, "init_scale = {} is no scale. Use a positive number, 65536 by default.",
+    throw UsageError(kScaler,
+                     "init_scale = {} is no scale. Use a positive number, 65536 by default.",
                      options.init_scale);
   if (!(options.growth_factor > 1))
-    throw UsageError(kWho, "growth_factor = {} does not grow. It must be above 1.",
+    throw UsageError(kScaler, "growth_factor = {} does not grow. It must be above 1.",
                      options.growth_factor);
   if (!(options.backoff_factor < 1) || !(options.backoff_factor > 0))
-    throw UsageError(kWho, "backoff_factor = {} does not shrink. It must be between 0 and 1.",
+    throw UsageError(kScaler, "backoff_factor = {} does not shrink. It must be between 0 and 1.",
                      options.backoff_factor);
   if (options.growth_interval < 1)
-    throw UsageError(kWho, "growth_interval = {} is no number of steps. It must be at least 1.",
+    throw UsageError(kScaler, "growth_interval = {} is no number of steps. It must be at least 1.",
                      options.growth_interval);
 }
 
@@ -54,7 +55,7 @@ void GradScaler::make_scale(const c10::Device& device) {
 
 void GradScaler::require_scale(const char* call) const {
   if (scale_.defined()) return;
-  throw UsageError(kWho,
+  throw UsageError(kScaler,
                    "{} was called, but no loss was scaled yet. The gradients are probably those of "
                    "the loss itself. Call scaler.scale(loss).backward().",
                    call);
@@ -68,7 +69,7 @@ at::Tensor GradScaler::scale(const at::Tensor& loss) {
 
 // Multiplies the gradients by 1 / scale and returns whether any rank found one that is not finite.
 at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) {
-  refuse_if_deferred(params, kWho);
+  refuse_if_deferred(params, kScaler);
   struct Grads {
     at::Tensor found_inf, inverse;
     std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
@@ -81,7 +82,7 @@ at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) 
     if (!grad.defined()) continue;
     if (grad.scalar_type() == at::kHalf)
       throw UsageError(
-          kWho,
+          kScaler,
           "a parameter of this optimizer has fp16 gradients, which cannot be unscaled "
           "without losing what scaling kept. The model was probably converted to fp16. "
           "Keep its parameters in float32 and use Autocast.");
@@ -107,11 +108,11 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   require_scale("unscale_()");
   PerOptimizer& state = optimizers_[&optimizer];
   if (state.stage == Stage::kUnscaled)
-    throw UsageError(kWho,
+    throw UsageError(kScaler,
                      "unscale_() was already called on this optimizer since the last update(). The "
                      "gradients would be divided twice. Call it once per step.");
   if (state.stage == Stage::kStepped)
-    throw UsageError(kWho,
+    throw UsageError(kScaler,
                      "unscale_() was called after step(). The gradients are already unscaled and "
                      "used. Call update() first.");
   const torch::NoGradGuard no_grad;
@@ -126,7 +127,7 @@ void GradScaler::step(torch::optim::Optimizer& optimizer) {
   }
   require_scale("step()");
   if (optimizers_[&optimizer].stage == Stage::kStepped)
-    throw UsageError(kWho,
+    throw UsageError(kScaler,
                      "step() was already called on this optimizer since the last update(). Call "
                      "update() once per step, after all optimizers.");
   if (optimizers_[&optimizer].stage == Stage::kReady) unscale_(optimizer);
@@ -144,7 +145,7 @@ void GradScaler::record_step(const void* optimizer, bool skipped) {
   require_scale("record_step()");
   PerOptimizer& state = optimizers_[optimizer];
   if (state.stage != Stage::kReady)
-    throw UsageError(kWho,
+    throw UsageError(kScaler,
                      "a step of this optimizer was already recorded since the last update(). Call "
                      "update() once per step, after all optimizers.");
   state = {Stage::kStepped, at::full({1}, skipped ? 1.0 : 0.0, scale_.options())};
@@ -156,7 +157,8 @@ void GradScaler::update(std::optional<double> new_scale) {
   const torch::NoGradGuard no_grad;
   if (new_scale) {
     if (!(*new_scale > 0) || !std::isfinite(*new_scale))
-      throw UsageError(kWho, "a new scale of {} is no scale. Use a positive number.", *new_scale);
+      throw UsageError(kScaler, "a new scale of {} is no scale. Use a positive number.",
+                       *new_scale);
     scale_.fill_(*new_scale);
   } else {
     at::Tensor found_inf;
@@ -165,7 +167,7 @@ void GradScaler::update(std::optional<double> new_scale) {
       found_inf = found_inf.defined() ? at::maximum(found_inf, state.found_inf) : state.found_inf;
     }
     if (!found_inf.defined())
-      throw UsageError(kWho,
+      throw UsageError(kScaler,
                        "update() was called, but no gradient was checked since the last one. "
                        "Nothing says whether the scale is too large. Call step() or unscale_() "
                        "before it.");
