@@ -1,12 +1,14 @@
 #include "lockstep/comm/shm/engine_core.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <csignal>
 #include <utility>
 
 #include "lockstep/comm/shm/segment.h"
+#include "lockstep/core/cores.h"
 
 namespace lockstep::shm {
 namespace {
@@ -14,6 +16,9 @@ namespace {
 // It leaves between two steps, each of which is a pass over some memory.
 constexpr std::chrono::seconds kThreadLeaves{2};
 constexpr std::chrono::seconds kSeatIsLeft{30};
+// A move costs about as much as a wake-up; where another process comes to the same core again and
+// again it must not be all that happens.
+constexpr std::chrono::milliseconds kBetweenMoves{2};
 
 }  // namespace
 
@@ -377,11 +382,43 @@ void EngineCore::work_until(const Task& task) {
       return;
     } else if (satisfied(task)) {
       return;
-    } else if (patience_.worn()) {
-      sleep(task);
-      look_after_peers(task);
+    } else {
+      pass(task);
     }
   }
+}
+
+void EngineCore::pass(const Task& task) {
+  switch (patience_.pass()) {
+    case Patience::kAwake:
+      return;
+    case Patience::kUneasy:
+      return part_company();
+    case Patience::kWorn:
+      sleep(task);
+      look_after_peers(task);
+  }
+}
+
+// A rank that is waited for and was last seen on this very core cannot run while this one looks.
+void EngineCore::part_company() {
+  if (!posted_ || Deadline::Clock::now() - moved_ < kBetweenMoves) return;
+  const int here = ::sched_getcpu();
+  std::vector<int> taken;
+  bool shared = false;
+  for (int rank = 0; rank < place_.size; ++rank) {
+    if (rank == place_.rank) continue;
+    const Header& header = *view(rank).header;
+    const bool behind = header.posts[round_ & 1].round.load() < round_;
+    // Who is behind has made the post of the round before, the others this one.
+    const int there = header.posts[behind ? (round_ - 1) & 1 : round_ & 1].cpu.load();
+    shared |= behind && there == here;
+    taken.push_back(there);
+  }
+  if (!shared) return;
+  moved_ = Deadline::Clock::now();
+  taken.push_back(here);
+  leave_core(taken);
 }
 
 void EngineCore::sleep(const Task& task) {

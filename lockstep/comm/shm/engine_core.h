@@ -108,6 +108,8 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   void post(const Collective& collective);
   bool all_posted();
   bool agreed(Collective& collective);
+  void pass(const Task& task);
+  void part_company();
   void sleep(const Task& task);
   void look_after_peers(const Task& task);
   bool blocked_by(const Failure& trouble) const;
@@ -155,6 +157,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   bool finished_any_ = false;
   Patience patience_;
   Deadline::Clock::time_point looked_{};  // after the peers
+  Deadline::Clock::time_point moved_{};   // to another core
   std::vector<std::function<void()>> callbacks_;
 };
 

@@ -60,6 +60,7 @@ struct Descriptor {
 struct alignas(kLine) Post {
   std::atomic<std::uint64_t> round{0};
   Descriptor what;
+  std::atomic<std::int32_t> cpu{-1};  // on which it was made
 };
 static_assert(sizeof(Post) == kLine);
 

@@ -1,6 +1,7 @@
 // The part of the engine that talks to the peers: rounds, and what keeps one from ending.
 #include <fmt/ranges.h>
 #include <poll.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <cstring>
@@ -50,6 +51,7 @@ void EngineCore::post(const Collective& collective) {
   ++round_;
   Post& own = view(place_.rank).header->posts[round_ & 1];
   if (first_round_) own.what = collective.what;
+  own.cpu.store(::sched_getcpu(), std::memory_order_relaxed);
   own.round.store(round_);
   posted_ = true;
   arrived_ = 0;
