@@ -2,11 +2,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <torch/torch.h>
 
+#include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/checkpoint.h"
 #include "lockstep/parallel/comm_hooks.h"
+#include "lockstep/parallel/crowd.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_ddp.h"
 #include "lockstep/testing/worlds.h"
@@ -479,6 +482,27 @@ TEST(Ddp, AnotherOrderTakesNoOtherMemoryAndKeepsGradients) {
       EXPECT_TENSOR_NEAR(net->first->weight.grad(), local * 0.5, 1e-6);
     }
   });
+}
+
+TEST(Ddp, CoresAreCountedOverAllRanks) {
+  const std::vector<int> cores = allowed_cpus();
+  if (cores.size() < 2) GTEST_SKIP() << "one core";
+  run_threads(2, [&](World& world) {
+    const int paid = static_cast<int>(cgroup_quota_cores().value_or(1e6));
+    const auto expected = [&](int count) { return std::max(1, std::min(count, paid)); };
+    EXPECT_EQ(parallel::cores_of_ranks(world), expected(static_cast<int>(cores.size())));
+    // Each rank is a thread, and bound to a core of its own.
+    cpu_set_t before, one;
+    ASSERT_EQ(::sched_getaffinity(0, sizeof before, &before), 0);
+    CPU_ZERO(&one);
+    CPU_SET(cores[static_cast<std::size_t>(world.rank())], &one);
+    ASSERT_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
+    EXPECT_EQ(allowed_cpus().size(), 1u);
+    EXPECT_EQ(parallel::cores_of_ranks(world), expected(2));
+    ASSERT_EQ(::sched_setaffinity(0, sizeof before, &before), 0);
+  });
+  EXPECT_TRUE(parallel::crowded(4, 4, 16));
+  EXPECT_FALSE(parallel::crowded(4, 3, 16));
 }
 
 TEST(Ddp, WithoutOverlapBucketsAreReducedWhenBackwardHasEnded) {
