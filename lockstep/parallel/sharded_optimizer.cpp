@@ -133,11 +133,14 @@ void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
     }
     return found;
   };
-  std::size_t listed = 0;
+  std::vector<std::string> left_out;
   for (std::size_t b = 0; b < deferred_.buckets.size(); ++b) {
     for (const auto& slot : deferred_.buckets[b].slots) {
       const auto group = group_of(slot.parameter);
-      if (!group) continue;  // trained by nobody: stays as it is
+      if (!group) {
+        left_out.push_back(slot.name);
+        continue;
+      }
       members_.push_back({.name = slot.name,
                           .index = slot.index,
                           .tensor = slot.parameter,
@@ -145,10 +148,9 @@ void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
                           .bucket = b,
                           .offset = slot.offset,
                           .group = *group});
-      ++listed;
     }
   }
-  if (listed == 0)
+  if (members_.empty())
     throw UsageError(kComponent,
                      "none of the given parameters is a trainable, dense parameter of the wrapped "
                      "model. Pass model.parameters().");
@@ -165,6 +167,15 @@ void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
                          fmt::join(tensor.sizes(), ", "));
     }
   }
+  // Backward averages none of the model's gradients from now on: who stepped these otherwise would
+  // do so with this rank's own.
+  if (!left_out.empty())
+    throw UsageError(kComponent,
+                     "{} of the model's trainable parameters {} in no group ('{}'{}), so nobody "
+                     "would average {} gradient. Put all into groups (lr = 0 leaves one as it is), "
+                     "or freeze the others or list them in ignored_parameters before wrapping.",
+                     left_out.size(), left_out.size() == 1 ? "is" : "are", left_out[0],
+                     left_out.size() == 1 ? "" : ", ...", left_out.size() == 1 ? "its" : "their");
 }
 
 // Tensors of one dtype and device travel and are stepped together.

@@ -42,7 +42,8 @@ namespace lockstep {
 
 using OptimizerRule = std::variant<optim::AdamWOptions, optim::AdamOptions, optim::SGDOptions>;
 
-// Parameters of the wrapped model that are stepped by one rule.
+// Parameters of the wrapped model that are stepped by one rule. Together the groups hold all that
+// are trainable.
 struct ShardedGroup {
   std::vector<at::Tensor> params;
   OptimizerRule rule;

@@ -251,7 +251,8 @@ TEST_P(Sharded, GroupsAndLearningRates) {
     DistributedDataParallel model{net, world};
     const optim::SGDOptions fast{.lr = 0.2}, slow{.lr = 0.01};
     ShardedOptimizer optimizer{model, std::vector<ShardedGroup>{{net->a->parameters(), fast},
-                                                                {net->b->parameters(), slow}}};
+                                                                {net->b->parameters(), slow},
+                                                                {net->spare->parameters(), slow}}};
     for (int step = 0; step < 3; ++step) {
       std::get<optim::SGDOptions>(optimizer.rule(1)).lr = 0.01 * (step + 1);
       model(batch_of(0, step)).square().mean().backward();
@@ -398,6 +399,9 @@ TEST(ShardedRefuses, WhatCannotBeMeant) {
                 HasSubstr("is not among those the model's wrapper keeps equal"));
     EXPECT_THAT(make({{net->parameters(), rule}, {{net->a->weight}, rule}}),
                 HasSubstr("is in groups 0 and 1"));
+    // Another optimizer would step it with this rank's own gradients.
+    EXPECT_THAT(make({{net->a->parameters(), rule}, {net->b->parameters(), rule}}),
+                HasSubstr("2 of the model's trainable parameters are in no group ('spare."));
   });
 }
 
