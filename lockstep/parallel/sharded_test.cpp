@@ -452,6 +452,49 @@ TEST(ShardedRefuses, OnAllRanksWhatOneCannotDo) {
   });
 }
 
+// Replicas would stay equal, and wrong: every rank steps its share by its own rule.
+TEST(ShardedRefuses, SettingsThatDifferOverRanks) {
+  for (const char* backend : {"shm", "gloo"}) {
+    run_threads(
+        3,
+        [](World& world) {
+          Net net = make_net();
+          DistributedDataParallel model{net, world};
+          const OptimizerRule rule = optim::AdamWOptions{.lr = 0.5};
+          ShardedOptimizer optimizer{model, std::vector<ShardedGroup>{
+                                                {net->a->parameters(), rule},
+                                                {net->b->parameters(), rule},
+                                                {net->spare->parameters(), optim::SGDOptions{}}}};
+          const at::Tensor before = net->a->weight.detach().clone();
+          model(batch_of(world.rank(), 0)).sum().backward();
+          const auto refusal = [&](const std::function<void()>& change,
+                                   const std::function<void()>& undo) {
+            if (world.rank() == 2) change();
+            const std::string text = message_of<UsageError>([&] { optimizer.step(); });
+            EXPECT_TENSOR_EQ(net->a->weight.detach(), before);
+            if (world.rank() == 2) undo();
+            return text;
+          };
+          const auto lr_of_b = [&](double lr) {
+            std::get<optim::AdamWOptions>(optimizer.rule(1)).lr = lr;
+          };
+          EXPECT_THAT(refusal([&] { lr_of_b(0.25); }, [&] { lr_of_b(0.5); }),
+                      HasSubstr("rank 2 has lr of group 1 = 0.25, but rank 0 has 0.5."));
+          EXPECT_THAT(refusal([&] { optimizer.options().loss_scale = 8; },
+                              [&] { optimizer.options().loss_scale = 1; }),
+                      HasSubstr("rank 2 has loss_scale = 8, but rank 0 has 1."));
+          EXPECT_THAT(
+              refusal([&] { optimizer.rule(0) = optim::AdamOptions{.lr = 0.5, .weight_decay = 0.01}; },
+                      [&] { optimizer.rule(0) = rule; }),
+              HasSubstr("rank 2 has another number of groups or other kinds of rules"));
+          optimizer.step();
+          EXPECT_FALSE(at::equal(net->a->weight.detach(), before));
+          model.verify_replicas();
+        },
+        backend);
+  }
+}
+
 TEST(ShardedEnd, GivesTheModelBack) {
   for (const char* backend : {"shm", "gloo"}) {
     run_threads(
