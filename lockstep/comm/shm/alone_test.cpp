@@ -98,5 +98,54 @@ TEST(Alone, AStartMovesAFewRingsOfALongMessage) {
   }
 }
 
+// While messages move, a rank that does not come to a collective is waited for as long as asked.
+TEST(Alone, ADeadlineHoldsWhileMessagesMove) {
+  Alone ranks(3);
+  ranks.takes_all(1);
+  const auto stream = ranks.stream_to(1);
+  const auto barrier = ranks.barrier();
+  EXPECT_THROW(barrier->wait(Deadline::after(std::chrono::milliseconds(200))), TimeoutError);
+  EXPECT_THAT(text_of(barrier->error()), HasSubstr("did not arrive"));
+  // The stream was cut off, and not waited for.
+  EXPECT_THAT(text_of(stream.back()->error()), HasSubstr("barrier() was not finished within"));
+}
+
+TEST(Alone, ADeadRankIsSeenWhileMessagesMove) {
+  Alone ranks(3, ended_process());
+  ranks.takes_all(1);
+  const auto stream = ranks.stream_to(1);
+  const auto barrier = ranks.barrier();
+  try {
+    barrier->wait(soon());
+    FAIL() << "a dead rank took part";
+  } catch (const CommError& error) {
+    EXPECT_EQ(error.context().peer, 2);
+    EXPECT_THAT(error.what(), HasSubstr("has ended before it took part in barrier()"));
+  }
+  EXPECT_THAT(text_of(stream.back()->error()), HasSubstr("has ended"));
+}
+
+// Polling sees it as well.
+TEST(Alone, APollerSeesADeadRankWhileMessagesMove) {
+  Alone ranks(3, ended_process());
+  ranks.takes_all(1);
+  const auto stream = ranks.stream_to(1);
+  const auto barrier = ranks.barrier();
+  while (!barrier->poll()) {
+  }
+  EXPECT_THAT(text_of(barrier->error()), HasSubstr("rank 2"));
+  EXPECT_THAT(text_of(stream.back()->error()), HasSubstr("has ended"));
+}
+
+// The stream itself wants nothing of the dead rank and goes on.
+TEST(Alone, ADeadRankThatNobodyWantsDoesNotStopAStream) {
+  Alone ranks(3, ended_process());
+  ranks.takes_all(1);
+  std::vector<std::shared_ptr<Message>> some;
+  for (int i = 0; i < 100; ++i) some.push_back(ranks.message(1, true));
+  some.back()->wait(soon());
+  EXPECT_TRUE(ranks.core()->failure().empty());
+}
+
 }  // namespace
 }  // namespace lockstep::shm

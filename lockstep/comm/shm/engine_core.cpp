@@ -14,6 +14,9 @@ namespace {
 // It leaves between two steps, each of which is a pass over some memory.
 constexpr std::chrono::seconds kThreadLeaves{2};
 constexpr std::chrono::seconds kSeatIsLeft{30};
+// While there is always something to do, the clock is read after this many steps: a small operation
+// has fewer, and a step is at most a pass over some memory.
+constexpr int kStepsPerLook = 4;
 
 }  // namespace
 
@@ -364,16 +367,17 @@ void EngineCore::work_until(const Task& task) {
   // Someone who has not come to wait does a few cheap steps and goes.
   const bool passing = task.mode == Mode::kOnce || task.mode == Mode::kPoll;
   int turns_left = 8;
+  int steps = 0;
   patience_.renew();
   while (!broken()) {
     if (arrivals_.load() > 0) absorb();
     if (step(passing)) {
+      if (task.mode != Mode::kOnce && ++steps % kStepsPerLook == 0) look_when_due(task);
       tell_waiters(task);
       if (satisfied(task) || !callbacks_.empty() || (passing && --turns_left == 0)) return;
       patience_.renew();
     } else if (passing) {
-      if (task.mode == Mode::kPoll && Deadline::Clock::now() - looked_ > kLongestSleep)
-        look_after_peers(task);
+      if (task.mode == Mode::kPoll) look_when_due(task);
       return;
     } else if (satisfied(task)) {
       return;

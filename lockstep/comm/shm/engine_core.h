@@ -109,7 +109,9 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   bool all_posted();
   bool agreed(Collective& collective);
   void sleep(const Task& task);
+  void look_when_due(const Task& task);
   void look_after_peers(const Task& task);
+  void take_what_is_left();
   bool blocked_by(const Failure& trouble) const;
   void check_deadlines(const Task& task);
   void time_out(const Ticket& ticket, const Deadline& deadline);

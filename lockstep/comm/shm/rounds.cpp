@@ -130,14 +130,26 @@ std::vector<Failure> EngineCore::troubles() const {
   return dead;
 }
 
+// For who does not sleep between two steps: something may move on and on, and a collective behind it
+// still waits for a rank that is gone.
+void EngineCore::look_when_due(const Task& task) {
+  if (Deadline::Clock::now() - looked_ > kLongestSleep) look_after_peers(task);
+}
+
+// What a rank has done before its end counts, and is all there to see once the end is known. It does
+// no more, so this comes to an end, whatever the others go on sending.
+void EngineCore::take_what_is_left() {
+  if (messages_.pending() > 0) messages_.pump(*this);
+  while (!broken() && !queue_.empty() && step_collective(*queue_.front())) {
+  }
+}
+
 // A rank's end is no trouble for who wants nothing of it; but it must not hide that of another, nor
 // the deadline.
 void EngineCore::look_after_peers(const Task& task) {
   looked_ = Deadline::Clock::now();
   const std::vector<Failure> found = troubles();
-  // What the peers have still done before their end counts; it is all there to see by now.
-  while (!found.empty() && !broken() && step(false)) {
-  }
+  if (!found.empty()) take_what_is_left();
   if (broken()) return;
   const auto trouble = std::find_if(found.begin(), found.end(),
                                     [this](const Failure& each) { return blocked_by(each); });
