@@ -119,10 +119,13 @@ class LockstepBackend : public c10d::Backend {
     init();
   }
   ~LockstepBackend() override {
-    if (::getpid() == process_) return shutdown();
-    // A forked child ends: the group, its engine and their threads are the parent's.
-    (void)engine_.release();
-    new std::shared_ptr<Mailbox>(mailbox_);
+    if (::getpid() == process_) {
+      shutdown();
+    } else {
+      // A forked child ends: the group, its engine and their threads are the parent's.
+      (void)engine_.release();
+      new std::shared_ptr<Mailbox>(mailbox_);
+    }
   }
 
   const std::string getBackendName() const override { return "lockstep"; }

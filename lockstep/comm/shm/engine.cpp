@@ -80,10 +80,12 @@ Made Engine::make(Board& board, const Place& place, const EngineOptions& options
 
 Engine::Engine(std::shared_ptr<EngineCore> core) : core_(std::move(core)) {}
 Engine::~Engine() {
-  if (!core_->inherited()) return core_->close();
-  // A forked child has a copy of it all but the thread. Even taking it apart could wait for that
-  // one for ever, so the child keeps it until its end.
-  new std::shared_ptr<EngineCore>(std::move(core_));
+  // A forked child has a copy of all but the thread. Even taking it apart could wait for that one
+  // for ever, so the child keeps it until its end.
+  if (core_->inherited())
+    new std::shared_ptr<EngineCore>(std::move(core_));
+  else
+    core_->close();
 }
 
 int Engine::rank() const {
