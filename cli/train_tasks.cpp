@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -9,10 +10,13 @@
 #include <fstream>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
 #include "lockstep/core/map_reader.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/token_shards.h"
+#include "lockstep/io/safetensors_set.h"
+#include "lockstep/io/tensors.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/optim/determinism.h"
@@ -132,14 +136,17 @@ Data byte_data(MapReader& keys, const TrainingArguments& a) {
   return data;
 }
 
-Data token_data(const TrainingArguments& a) {
+Data token_data(MapReader& keys, const TrainingArguments& a) {
+  const std::string order = keys.choice("order", "shards", {"shards", "windows"});
   if (!a.dataset_dir)
     throw UsageError("train", "data: tokens needs dataset_dir, the folder of the shards.");
   const std::int64_t length = a.max_seq_len.value_or(kDefaultLength);
   const auto shards =
       std::make_shared<data::TokenShards>(data::token_files(*a.dataset_dir, "train"), length);
   Data data{.train = shards, .classes = 0};
-  data.sampler = shards->sampler(static_cast<std::uint64_t>(a.data_seed.value_or(a.seed)));
+  // Without it one shuffle goes over all windows, as PyTorch's DistributedSampler would.
+  if (order == "shards")
+    data.sampler = shards->sampler(static_cast<std::uint64_t>(a.data_seed.value_or(a.seed)));
   if (a.eval_strategy != Interval::kNo)
     data.eval =
         std::make_shared<data::TokenShards>(data::token_files(*a.dataset_dir, "val"), length);
@@ -168,7 +175,7 @@ Data make_data(const TrainingArguments& a) {
   MapReader keys(node, "data");
   const std::string name = keys.choice("name", "bytes", {"bytes", "tokens", "random"});
   Data data = name == "bytes"    ? byte_data(keys, a)
-              : name == "tokens" ? token_data(a)
+              : name == "tokens" ? token_data(keys, a)
                                  : random_data(keys, a);
   keys.finish();
   return data;
@@ -195,6 +202,29 @@ void set_loss(TrainerTask& task, Net net, double smoothing) {
   task.module = net.ptr();
 }
 
+// Weights to begin with, under the names that transformers gives them: model.safetensors, or its
+// shards.
+void load_weights(torch::nn::Module& module, const std::string& folder) {
+  const io::SafetensorsSet set(folder);
+  const torch::NoGradGuard no_grad;
+  std::size_t used = 0;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor given = io::tensor_of(set.at(item.key()));
+    if (given.sizes() != item.value().sizes()) {
+      throw UsageError("train",
+                       "model.weights: '{}' is [{}] in {} and [{}] in this model. Give model the "
+                       "sizes of its config.json.",
+                       item.key(), fmt::join(given.sizes(), ", "), folder,
+                       fmt::join(item.value().sizes(), ", "));
+    }
+    item.value().copy_(given);
+    ++used;
+  }
+  if (used != set.names().size())
+    log::warning("train", "model.weights: {} holds {} tensors, and the model has {} of them",
+                 folder, set.names().size(), used);
+}
+
 void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a,
               std::int64_t classes) {
   const std::int64_t vocabulary = classes > 0 ? classes : 50'257;
@@ -205,8 +235,10 @@ void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a,
       .vocab_size = keys.integer("vocab_size", vocabulary, 1, 10'000'000),
       .n_positions =
           keys.integer("n_positions", a.max_seq_len.value_or(kDefaultLength), 1, 10'000'000)};
+  const std::string weights = keys.text("weights", "");
   keys.finish();
   models::Gpt net(config);
+  if (!weights.empty()) load_weights(*net, weights);
   if (a.gradient_checkpointing)
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
       return lockstep::checkpoint(std::move(block), std::move(inputs));

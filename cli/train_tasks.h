@@ -4,10 +4,12 @@
 //   TrainerTask task = make_task(arguments);      // UsageError with the place of a wrong key
 //
 //   model: gpt | mlp           {name: gpt, n_layer: 4, n_head: 4, n_embd: 128}
+//                              {..., weights: FOLDER} begins with transformers' model.safetensors
 //                              {name: mlp, hidden: 64, layers: 1, dropout: 0.1, batch_norm: true}
 //   data:  bytes | tokens | random
 //                              {name: bytes, path: torch-headers, suffix: .h, max_bytes: 4000000}
-//                              {name: tokens}, with dataset_dir
+//                              {name: tokens, order: shards}, with dataset_dir; `windows`
+//                              shuffles over all shards, as PyTorch's DistributedSampler
 //                              {name: random, samples: 10000, features: 20, classes: 10}
 #pragma once
 

@@ -10,6 +10,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/optim/deferred_gradients.h"
 #include "lockstep/optim/group.h"
+#include "lockstep/optim/to_device.h"
 
 namespace lockstep::optim {
 namespace {
@@ -64,7 +65,7 @@ void GradScaler::require_scale(const char* call) const {
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
   if (!options_.enabled) return loss;
   if (!scale_.defined()) make_scale(loss.device());
-  return loss * scale_.to(loss.device(), /*non_blocking=*/true);
+  return loss * to_device(scale_, loss.device());
 }
 
 // Multiplies the gradients by 1 / scale and returns whether any rank found one that is not finite.
@@ -90,14 +91,14 @@ at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) 
     Grads& here = devices[grad.device().str()];
     if (!here.found_inf.defined()) {
       here.found_inf = at::zeros({1}, found_inf.options().device(grad.device()));
-      here.inverse = inverse.to(grad.device(), /*non_blocking=*/true);
+      here.inverse = to_device(inverse, grad.device());
     }
     here.by_dtype[grad.scalar_type()].push_back(grad);
   }
   for (auto& [name, here] : devices) {
     for (auto& [dtype, grads] : here.by_dtype)
       at::_amp_foreach_non_finite_check_and_unscale_(grads, here.found_inf, here.inverse);
-    found_inf = at::maximum(found_inf, here.found_inf.to(found_inf.device(), true));
+    found_inf = at::maximum(found_inf, to_device(here.found_inf, found_inf.device()));
   }
   if (world_.size() > 1) world_.all_reduce(found_inf, ReduceOp::kMax).wait();
   return found_inf;

@@ -7,6 +7,7 @@
 
 #include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
+#include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/checkpoint.h"
 #include "lockstep/parallel/comm_hooks.h"
 #include "lockstep/parallel/crowd.h"
@@ -340,6 +341,29 @@ TEST(Checkpoint, GivesTheSameBitsAsThePlainBlock) {
   const auto plain = run(false);
   const auto checkpointed = run(true);
   for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(plain[i].equal(checkpointed[i])) << i;
+}
+
+// What autocasting has converted for one step must not be computed with in the next.
+TEST(Checkpoint, UnderAutocastTheNextStepSeesTheNewWeights) {
+  auto run = [](bool checkpointed) {
+    torch::manual_seed(3);
+    Deep net(checkpointed);
+    std::vector<float> losses;
+    for (int step = 0; step < 4; ++step) {
+      at::Tensor loss;
+      {
+        const optim::Autocast autocast(c10::Device(c10::kCPU), at::kBFloat16);
+        loss = net.forward(at::ones({2, 4})).sum();
+      }
+      loss.backward();
+      losses.push_back(loss.item<float>());
+      const torch::NoGradGuard no_grad;
+      for (auto& p : net.parameters()) p.sub_(p.grad(), 0.5);
+      net.zero_grad();
+    }
+    return losses;
+  };
+  EXPECT_EQ(run(true), run(false));
 }
 
 TEST(Checkpoint, WorksUnderEveryDdpOption) {

@@ -45,7 +45,7 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 struct CheckpointContents {
   NamedTensors model{};
   TensorDict optimizer{};
-  std::vector<TensorDict> rng{};  // by rank: "cpu", "cuda:0", ...
+  std::vector<TensorDict> rng{};  // by rank: "cpu", "cuda" (its own GPU)
   TrainerState state{};
   DataPosition position{};
   std::string scheduler{};  // JSON objects; empty: no such file

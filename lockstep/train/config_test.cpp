@@ -375,6 +375,11 @@ const Mistake kMistakes[] = {
      "t.yaml:1:1: tokens_per_update 10000 is no multiple of 8192 (batch 8 x 1024 tokens). The "
      "nearest that are: 8192 and 16384."},
     {"ReportNone", "report_to: [none, tensorboard]\n", "t.yaml:1:1: report_to cannot be none and"},
+    {"RunNamePath", "run_name: out/first\n",
+     "t.yaml:1:1: run_name 'out/first' cannot name a folder (runs/<run_name>). Use letters, "
+     "digits"},
+    {"RunNameUp", "run_name: ..\n", "t.yaml:1:1: run_name '..' cannot name a folder"},
+    {"RunNameEmpty", "run_name: \"\"\n", "t.yaml:1:1: run_name '' cannot name a folder"},
 };
 INSTANTIATE_TEST_SUITE_P(Config, ConfigMistake, ::testing::ValuesIn(kMistakes),
                          [](const auto& one) { return one.param.name; });

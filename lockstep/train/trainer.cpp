@@ -95,10 +95,12 @@ void TrainerImpl::optimizer_step() {
   agreed_ = agreement_->exchange(std::exchange(wishes_, {}));
   tell(&Observer::on_optimizer_step);
   const bool will_log = due_after_step(arguments_, plan_, state.global_step + 1).log;
-  const optim::StepResult result = stepper_->step({.max_grad_norm = arguments_.max_grad_norm,
-                                                   .want_grad_norm = will_log,
-                                                   .scaler = scaler_.get(),
-                                                   .skip_non_finite = true});
+  const optim::StepResult result = with_memory_advice([&] {  // the first one makes Adam's state
+    return stepper_->step({.max_grad_norm = arguments_.max_grad_norm,
+                           .want_grad_norm = will_log,
+                           .scaler = scaler_.get(),
+                           .skip_non_finite = true});
+  });
   stepper_->zero_grad();
   ++state.global_step;
   set_learning_rate();
@@ -153,7 +155,7 @@ void TrainerImpl::run_epoch(std::int64_t epoch) {
   accumulation_->begin_epoch(left);
   bool begun = false;
   while (left > 0 && !over()) {
-    auto batch = batches.next();
+    auto batch = with_memory_advice([&] { return batches.next(); });
     LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
     --left;
     if (!begun) tell(&Observer::on_step_begin);

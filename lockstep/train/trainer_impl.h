@@ -53,6 +53,7 @@ class TrainerImpl {
   void make_outputs();
   void find_batch_size();
   bool batch_fits(std::int64_t batch_size);
+  std::vector<at::Tensor> memory_of_a_step() const;
   void check_disk();
 
   // trainer.cpp
@@ -86,6 +87,7 @@ class TrainerImpl {
   std::string choose_checkpoint();
   void resume(const Checkpoint& checkpoint);
   void restore_random(const Checkpoint& checkpoint);
+  TensorDict random_state() const;
   void save();
   CheckpointContents contents(const std::vector<std::string>& random);
   TensorDict optimizer_state();

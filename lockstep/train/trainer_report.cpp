@@ -60,11 +60,12 @@ double TrainerImpl::tokens_since_log() const {
 
 // The only place where a training step reads the device.
 void TrainerImpl::log() {
-  const auto now = Clock::now();
-  const double seconds = std::chrono::duration<double>(now - log_time_).count();
   const auto steps = static_cast<double>(state.global_step - last_log_step_);
   const double loss = mean_loss(since_log_);
   const double tokens = tokens_since_log();
+  // After reading: a GPU has computed the steps now, the host had only asked for them before.
+  const auto now = Clock::now();
+  const double seconds = std::chrono::duration<double>(now - log_time_).count();
   state.num_input_tokens_seen += static_cast<std::int64_t>(tokens);
   Metrics values{{"loss", loss}};
   if (grad_norm_.defined()) values.emplace_back("grad_norm", grad_norm_.item<double>());

@@ -18,6 +18,8 @@
 namespace lockstep::train {
 namespace {
 
+constexpr const char* kGpu = "cuda";  // its generator's name in a checkpoint
+
 std::string arguments_json(const TrainingArguments& arguments) {
   std::vector<std::pair<std::string, Node>> members;
   for (const KeySpec& key : key_table())
@@ -159,9 +161,21 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
 }
 
 void TrainerImpl::restore_random(const Checkpoint& checkpoint) {
-  const TensorDict mine = checkpoint.rng(world_.rank());
+  TensorDict mine = checkpoint.rng(world_.rank());
+  if (auto gpu = mine.extract(kGpu); gpu && !world_.device().is_cpu()) {
+    gpu.key() = world_.device().str();
+    mine.insert(std::move(gpu));
+  }
   // A rank that was not there then keeps the state that seed + rank gave it.
   if (!mine.empty()) optim::set_rng_state(mine);
+}
+
+// Of the CPU and of this rank's own GPU, which may have another number when the run goes on.
+TensorDict TrainerImpl::random_state() const {
+  const optim::RngState all = optim::rng_state();
+  TensorDict mine{{"cpu", all.at("cpu")}};
+  if (!world_.device().is_cpu()) mine.emplace(kGpu, all.at(world_.device().str()));
+  return mine;
 }
 
 DataPosition TrainerImpl::position() const {
@@ -223,7 +237,7 @@ void TrainerImpl::save() {
   saved_step_ = state.global_step;
   const std::string path = checkpoint_path(arguments_.output_dir, state.global_step);
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
-  const auto random = world_.all_gather(pack_tensors(optim::rng_state()));
+  const auto random = world_.all_gather(pack_tensors(random_state()));
   if (saver_) {
     const bool keep_best = arguments_.load_best_model_at_end && state.best_model_checkpoint;
     saver_->begin(contents(random), keep_best ? *state.best_model_checkpoint : std::string());

@@ -1,4 +1,5 @@
 // Everything before the first step: switches, data, optimizer, outputs, and what is resumed.
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -87,11 +88,11 @@ void TrainerImpl::set_switches() {
     optim::seed_everything(seed, world_.rank());
   }
   if (arguments_.tf32) optim::set_tf32(*arguments_.tf32);
-  const std::pair<const char*, bool> ignored[] = {{"compile_model", arguments_.compile_model},
-                                                  {"elastic_gpu", arguments_.elastic_gpu},
-                                                  {"run_name", arguments_.run_name.has_value()}};
-  for (const auto& [key, given] : ignored)
-    if (given && world_.is_leader()) log::warning("trainer", "{} has no effect yet.", key);
+  if (arguments_.compile_model && world_.is_leader())
+    log::warning(
+        "trainer",
+        "compile_model has no effect yet: there is no compiler of models in C++, and steps "
+        "are not captured as CUDA graphs. They run as they are written.");
 }
 
 // The order matters: weights before the wrapper (it hands rank 0's to all), the optimizer after it,
@@ -110,7 +111,7 @@ void TrainerImpl::prepare() {
     checkpoint.emplace(path);
     checkpoint->load_model(*task_.module);
   }
-  if (arguments_.auto_find_batch_size) find_batch_size();
+  if (arguments_.auto_find_batch_size || arguments_.elastic_gpu) find_batch_size();
   accumulation_steps_ = accumulation_steps(arguments_, world_.size());
   make_loader();
   plan_ = plan_steps(arguments_, loader_->batches_per_epoch(), accumulation_steps_);
@@ -189,12 +190,14 @@ void TrainerImpl::make_outputs() {
     return name == "tensorboard" || name == "all";
   });
   metrics_ = std::make_unique<MetricsLog>(
-      arguments_.output_dir,
-      MetricsLogOptions{.tensorboard = tensorboard, .resumed_at = state.global_step});
+      arguments_.output_dir, MetricsLogOptions{.tensorboard = tensorboard,
+                                               .run_name = arguments_.run_name.value_or(""),
+                                               .resumed_at = state.global_step});
   progress_ = std::make_unique<Progress>(ProgressOptions{.total_steps = plan_.max_steps,
                                                          .done_steps = state.global_step,
                                                          .bar = !arguments_.disable_tqdm});
-  log::info("trainer", "{} steps of {}, {} samples in {} steps per epoch", plan_.max_steps,
+  const std::string name = arguments_.run_name ? *arguments_.run_name + ": " : std::string();
+  log::info("trainer", "{}{} steps of {}, {} samples in {} steps per epoch", name, plan_.max_steps,
             effective_batch_text(arguments_, world_.size()), loader_->dataset_size(),
             plan_.steps_per_epoch);
 }
@@ -221,6 +224,17 @@ void TrainerImpl::check_disk() {
 
 // ---------------------------------------------------------------- auto_find_batch_size
 
+// As much as a step holds besides the batch, its activations and its gradients: Adam's state, and
+// with several ranks the buckets. Nothing is written there.
+std::vector<at::Tensor> TrainerImpl::memory_of_a_step() const {
+  const int copies = (arguments_.optim == "sgd" ? 0 : 2) + (world_.size() > 1 ? 1 : 0);
+  std::vector<at::Tensor> held;
+  for (const at::Tensor& parameter : task_.module->parameters())
+    for (int i = 0; i < copies && parameter.requires_grad(); ++i)
+      held.push_back(at::empty_like(parameter));
+  return held;
+}
+
 // One forward and backward of this rank alone; what it leaves behind is taken back.
 bool TrainerImpl::batch_fits(std::int64_t batch_size) {
   std::vector<at::Tensor> buffers;
@@ -228,6 +242,7 @@ bool TrainerImpl::batch_fits(std::int64_t batch_size) {
   const optim::RngState random = optim::rng_state();
   bool fits = true;
   try {
+    const auto held = memory_of_a_step();
     auto loader = data::loader(task_.train_data, World{},
                                {.batch_size = batch_size,
                                 .seed = data_seed(arguments_),
@@ -257,6 +272,8 @@ void TrainerImpl::find_batch_size() {
     std::int64_t& batch = arguments_.per_device_train_batch_size;
     const bool fits = batch_fits(batch);
     if (!agreement_->exchange_now({.out_of_memory = !fits}).out_of_memory) return;
+    // What the allocator keeps of this trial, another rank on the GPU may need for the next.
+    if (!world_.device().is_cpu()) c10::getDeviceAllocator(world_.device().type())->emptyCache();
     if (batch == 1) out_of_memory("not even a batch of 1 fits");
     const std::int64_t before = batch;
     batch = std::max<std::int64_t>(1, batch / 2);

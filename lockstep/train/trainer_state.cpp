@@ -93,8 +93,10 @@ std::string json_object(const std::vector<std::pair<std::string, Node>>& members
   return to_json(map_of(members)) + "\n";
 }
 
-std::string log_entry_json(const LogEntry& entry) {
-  return to_json(node_of(entry));
+std::string log_entry_json(const LogEntry& entry, const std::string& run_name) {
+  Node node = node_of(entry);
+  if (!run_name.empty()) node.entries.push_back({"run_name", {}, text_node(run_name)});
+  return to_json(node);
 }
 
 std::string trainer_state_text(const TrainerState& state) {

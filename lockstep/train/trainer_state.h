@@ -69,6 +69,6 @@ DataPosition parse_data_position(std::string_view text, const std::string& name)
 std::string json_object(const std::vector<std::pair<std::string, Node>>& members);
 
 // One object on one line: {"step": 41, "epoch": 0.5, "loss": 1.25}. What is not finite is null.
-std::string log_entry_json(const LogEntry& entry);
+std::string log_entry_json(const LogEntry& entry, const std::string& run_name = {});
 
 }  // namespace lockstep::train
