@@ -60,14 +60,12 @@ Made Engine::make(Board& board, const Place& place, const EngineOptions& options
     throw UsageError("shm", "rank {} of {} makes no sense: an engine has 1 to {} ranks.",
                      place.rank, place.size, kMaxRanks);
   const Layout layout(place.size, options);
-  Meeting meeting = meet(
-      board, place,
-      [&] {
-        auto segment = Segment::make(layout.segment_bytes(), place.size);
-        layout.construct(segment->data());
-        return segment;
-      },
-      deadline);
+  const auto make_segment = [&] {
+    auto segment = Segment::make(layout.segment_bytes());
+    layout.construct(segment->data());
+    return segment;
+  };
+  Meeting meeting = meet(board, place, {layout.segment_bytes(), make_segment}, deadline);
   Made made;
   made.why_not = meeting.why_not;
   if (made.why_not.empty()) made.why_not = difference_of_form(layout, meeting.peers);

@@ -90,8 +90,8 @@ struct Made {
 
 class Engine {
  public:
-  // Collective. Throws what the board throws, and UsageError for a place or options that make no
-  // sense; everything else that goes wrong is told in why_not.
+  // Collective. Throws what the board throws, CommError when a rank's process ends meanwhile, and
+  // UsageError for a place or options that make no sense; what else goes wrong is told in why_not.
   static Made make(Board& board, const Place& place, const EngineOptions& options,
                    const Deadline& deadline);
   ~Engine();

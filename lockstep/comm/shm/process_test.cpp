@@ -16,6 +16,7 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <sstream>
@@ -48,8 +49,11 @@ class FileBoard final : public Board {
  public:
   explicit FileBoard(std::string directory) : directory_(std::move(directory)) {}
   void set(const std::string& key, const std::string& value) override {
+    if (key.rfind(dies_at_, 0) == 0) ::raise(SIGKILL);
     write_file_atomically(path(key), value);
   }
+  // The process ends when it would write a key that begins so.
+  void die_at(const std::string& key) { dies_at_ = key; }
   std::string get(const std::string& key, const Deadline& deadline) override {
     while (!std::filesystem::exists(path(key))) {
       if (deadline.expired()) throw TimeoutError("board", "nobody set " + key);
@@ -64,6 +68,7 @@ class FileBoard final : public Board {
     return directory_ + "/" + key;
   }
   const std::string directory_;
+  std::string dies_at_ = "-";
 };
 
 class Directory {
@@ -88,6 +93,7 @@ int number(const char* name) {
 
 Made join_world() {
   FileBoard board(*env::get("TEST_BOARD"));
+  if (const auto key = env::get("TEST_DIES_AT")) board.die_at(*key);
   return Engine::make(board, {number("TEST_RANK"), number("TEST_SIZE")}, {}, seconds(60));
 }
 
@@ -278,6 +284,42 @@ CHILD(answers) {
   return 0;
 }
 
+CHILD(meets) {
+  say("meets");
+  tell_failure([] { (void)join_world(); });
+  return 0;
+}
+
+std::size_t kib_of(const std::string& field) {
+  std::istringstream lines(read_file("/proc/self/status"));
+  for (std::string line; std::getline(lines, line);)
+    if (line.rfind(field + ":", 0) == 0)
+      return static_cast<std::size_t>(std::atoll(line.c_str() + field.size() + 1));
+  return 0;
+}
+
+// Asks for a block of TEST_BLOCK_MIB. The rank TEST_FULL has half the address space for it. Says
+// how much memory it had at most since it asked.
+CHILD(wants_a_block) {
+  Made made = join_world();
+  if (!made.engine) return 2;
+  const auto bytes = static_cast<std::size_t>(number("TEST_BLOCK_MIB")) << 20;
+  if (made.engine->rank() == number("TEST_FULL")) {
+    const rlim_t limit = (kib_of("VmSize") << 10) + bytes / 2;
+    const rlimit both{limit, limit};
+    ::setrlimit(RLIMIT_AS, &both);
+  }
+  made.engine->barrier()->wait(seconds(60));
+  const std::size_t before = kib_of("VmHWM");
+  try {
+    (void)made.engine->symmetric(bytes, seconds(60));
+  } catch (const UsageError& error) {
+    say(fmt::format("grew {} MiB: {}", (kib_of("VmHWM") - before) >> 10, error.what()));
+  }
+  made.engine->barrier()->wait(seconds(60));
+  return 0;
+}
+
 // ---------------------------------------------------------------- the tests' side
 
 class Ranks {
@@ -447,6 +489,47 @@ TEST(Processes, ADeadRankHidesNoOtherTrouble) {
     EXPECT_EQ(report.kind, "comm") << report.text;
     EXPECT_EQ(report.peer, both_die ? 2 : 1) << report.text;
     EXPECT_LT(report.at_ms - struck_ms, 2000) << report.text;
+  }
+}
+
+// No launcher tells of it here, and there is no engine yet that could: the start-up limit is 60 s.
+TEST(Processes, ARankThatEndsWhileTheyMeetIsNamedSoon) {
+  for (const int victim : {0, 1, 2}) {
+    for (const char* moment : {"shm/connected", "shm/made", "shm/done"}) {
+      Ranks ranks;
+      for (int rank = 0; rank < 3; ++rank) {
+        std::map<std::string, std::string> variables;
+        if (rank == victim) variables["TEST_DIES_AT"] = moment;
+        ranks.start("meets", rank, 3, variables);
+      }
+      const pid_t pid = ranks[victim].pid();
+      EXPECT_EQ(ranks[victim].wait(std::chrono::seconds(60)), -SIGKILL);
+      const double ended_ms = now_ms();
+      for (int rank = 0; rank < 3; ++rank) {
+        if (rank == victim) continue;
+        const Report report = report_of(ranks[rank], std::chrono::seconds(90));
+        SCOPED_TRACE(fmt::format("rank {} ended at {}, rank {} tells", victim, moment, rank));
+        EXPECT_EQ(report.kind, "comm") << ranks[rank].output();
+        EXPECT_EQ(report.peer, victim);
+        EXPECT_THAT(report.text,
+                    HasSubstr(fmt::format("rank {} (process {}) ended while", victim, pid)));
+        EXPECT_LT(report.at_ms - ended_ms, 10'000);
+      }
+    }
+  }
+}
+
+TEST(Processes, NobodyMakesABlockThatOneHasNoRoomFor) {
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "sanitizers need all the address space";
+#endif
+  Ranks ranks("wants_a_block", 2, {{"TEST_BLOCK_MIB", "96"}, {"TEST_FULL", "1"}});
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(ranks[rank].wait(std::chrono::seconds(60)), 0) << ranks[rank].output();
+    EXPECT_THAT(ranks[rank].output(), HasSubstr("rank 1 cannot make a symmetric block"));
+    int grew_mib = -1;
+    ASSERT_EQ(std::sscanf(ranks[rank].output().c_str(), "grew %d MiB", &grew_mib), 1);
+    EXPECT_LT(grew_mib, 48) << "a part was made all the same";
   }
 }
 

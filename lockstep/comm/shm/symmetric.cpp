@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <thread>
+#include <functional>
 
 #include "lockstep/comm/shm/engine_core.h"
 #include "lockstep/comm/shm/segment.h"
@@ -127,30 +128,36 @@ void check_sizes(const std::vector<Packet>& packets) {
 std::shared_ptr<MappedBlock> make_symmetric(EngineCore& core, std::size_t bytes,
                                             const Deadline& deadline) {
   const Place& place = core.place();
-  std::shared_ptr<Segment> own;
-  std::string text = std::to_string(bytes);
-  try {
-    own = Segment::make(bytes, place.size);
-  } catch (const std::exception& error) {
-    text = std::string("!") + error.what();
-  }
+  // One round of messages in which each rank says `text`, or why its `body` failed.
+  const auto round = [&](std::string text, const std::function<void()>& body,
+                         const std::shared_ptr<Segment>& handed) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      text = std::string("!") + error.what();
+    }
+    auto packets = swap_packets(core, text, handed ? handed->fd() : -1, deadline);
+    check_refusals(packets);
+    return packets;
+  };
   const std::uint32_t id = core.blocks().next_id();
-  std::vector<Packet> packets = swap_packets(core, text, own ? own->fd() : -1, deadline);
-  check_refusals(packets);
-  check_sizes(packets);
+  std::vector<std::string> groups;
+  for (const Peer& peer : core.peers()) groups.push_back(peer.groups);
+  check_sizes(round(std::to_string(bytes), [&] { check_room(bytes, groups); }, nullptr));
+
+  std::shared_ptr<Segment> own;
+  std::vector<Packet> packets = round("made", [&] { own = Segment::make(bytes); }, own);
 
   std::vector<std::shared_ptr<Segment>> segments(packets.size());
-  text = "mapped";
-  try {
-    for (std::size_t rank = 0; rank < packets.size(); ++rank) {
-      const bool mine = static_cast<int>(rank) == place.rank;
-      segments[rank] = mine ? own : Segment::open(packets[rank].fd.get(), bytes);
-    }
-  } catch (const std::exception& error) {
-    text = std::string("!") + error.what();
-  }
-  packets = swap_packets(core, text, -1, deadline);
-  check_refusals(packets);
+  round(
+      "mapped",
+      [&] {
+        for (std::size_t rank = 0; rank < packets.size(); ++rank) {
+          const bool mine = static_cast<int>(rank) == place.rank;
+          segments[rank] = mine ? own : Segment::open(packets[rank].fd.get(), bytes);
+        }
+      },
+      nullptr);
   own->close_fd();
   auto block = std::make_shared<MappedBlock>(id, place.rank, bytes, std::move(segments));
   core.blocks().add(block);
