@@ -120,7 +120,8 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
     loader_->load_state({.epoch = saved.epoch,
                          .cursor = saved.cursor,
                          .seed = static_cast<std::uint64_t>(saved.seed),
-                         .size = saved.dataset_size});
+                         .size = saved.dataset_size,
+                         .order = saved.order});
   }
   if (scaler_) {
     const std::string text = checkpoint.text("scaler.json");
@@ -173,6 +174,7 @@ DataPosition TrainerImpl::position() const {
           .batch_size = arguments_.per_device_train_batch_size,
           .accumulation = accumulation_steps_,
           .dataset_size = at.size,
+          .order = at.order,
           .epoch_ended = epoch_ended_ ? 1 : 0,
           .evaluation_due = evaluation_due_ ? 1 : 0};
 }
