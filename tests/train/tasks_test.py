@@ -117,6 +117,19 @@ class Tasks(TrainCase):
         (imported / "model.safetensors").write_bytes(weights(imported)[:-4])
         self.assertRegex(begin(imported, two, code=2).stderr, r"init_from .* is damaged: .*model")
 
+    def test_a_run_leaves_its_configuration_with_the_winners(self):
+        output = self.place / "out"
+        self.train(2, output, "--max_steps", 2, "--learning_rate", 1e-4)
+        record = json.loads((output / "effective_config.json").read_text())["settings"]
+        rate = record["learning_rate"]
+        self.assertEqual((rate["value"], rate["from"]), (1e-4, "--learning_rate"))
+        self.assertRegex(rate["beats"][0], r"train\.yaml:\d+:1 \(0\.01\)")
+        self.assertEqual(record["seed"], {"value": 42, "from": "default"})
+        self.assertRegex(record["warmup_steps"]["from"], r"train\.yaml:\d+:1")
+        self.train(0, output, "--max_steps", 3, "--resume", "auto")
+        record = json.loads((output / "effective_config.json").read_text())["settings"]
+        self.assertEqual(record["learning_rate"]["value"], 0.01)
+
 
 if __name__ == "__main__":
     unittest.main()
