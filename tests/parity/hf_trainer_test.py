@@ -3,8 +3,7 @@
 Fifty steps on two ranks over gloo: accumulation 4, clipping at 1, cosine schedule with warm-up,
 weight decay on weights alone, two and a half epochs. Both start from the same weights and read the
 same tokens; each step's mean loss over all ranks and passes must agree within 1e-5 of itself, and
-the norm of every parameter at the end within 1e-4. transformers loads our last checkpoint with
-from_pretrained(folder) and computes the same logits.
+the norm of every parameter at the end within 1e-4.
 
 The tolerance: both sides add the same float32 numbers, but in other kernels and orders. One loss
 sums 96 logits in 768 places, and agrees to about 1e-7; the weights of fifty steps carry those
@@ -28,8 +27,6 @@ if MISSING:
     sys.exit(77)
 
 import hf_trainer  # noqa: E402: needs what was looked for
-import torch  # noqa: E402
-import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402: transformers brings it
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -39,8 +36,6 @@ PYTHON = os.environ["LOCKSTEP_PYTHON"]
 LIMIT_S = 240
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
-# Of the largest logit: sums of at most 256 products in float32, in other orders.
-LOGIT_TOLERANCE = 1e-5
 
 
 def run(command, **variables):
@@ -82,20 +77,7 @@ def ours(folder):
     losses = [entry["loss"] for entry in entries if "loss" in entry]
     last = folder / "ours" / f"checkpoint-{hf_trainer.ARGUMENTS['max_steps']}"
     weights = load_file(last / "model.safetensors")
-    return {"losses": losses, "norms": {k: v.double().norm().item() for k, v in weights.items()},
-            "last": last}
-
-
-def logits_apart(folder, last):
-    """Of the first sample: transformers' logits from our folder against ours, by their size."""
-    model, info = transformers.GPT2LMHeadModel.from_pretrained(last, output_loading_info=True)
-    model.eval()
-    sample = hf_trainer.Windows(folder)[0]["input_ids"]
-    with torch.no_grad():
-        theirs = model(sample.unsqueeze(0)).logits
-    raw = (folder / "ours" / "logits.f32").read_bytes()
-    mine = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(theirs.shape)
-    return ((theirs - mine).abs().max() / mine.abs().max()).item(), info
+    return {"losses": losses, "norms": {k: v.double().norm().item() for k, v in weights.items()}}
 
 
 def relative(a, b):
@@ -108,11 +90,6 @@ class Parity(unittest.TestCase):
             folder = pathlib.Path(name)
             theirs = hugging_face(folder)
             mine = ours(folder)
-            apart, info = logits_apart(folder, mine["last"])
-        print(f"from_pretrained: largest difference of a logit {apart:.2e}")
-        self.assertLessEqual(apart, LOGIT_TOLERANCE)
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            self.assertFalse(info[kind], info)
         steps = hf_trainer.ARGUMENTS["max_steps"]
         self.assertEqual(len(theirs["losses"]), steps)
         self.assertEqual(len(mine["losses"]), steps)

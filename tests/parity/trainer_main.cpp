@@ -8,7 +8,6 @@
 #include <torch/torch.h>
 
 #include <cstdio>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -54,17 +53,7 @@ void train_gpt(World& world, const std::string& weights, const TrainingArguments
   };
   // Without a sampler of its own: PyTorch's DistributedSampler, as on the other side.
   task.train_data = std::make_shared<data::TokenShards>(files, arguments.max_seq_len.value());
-  task.model_config = models::hugging_face_config(gpt->config());
-  const auto samples = task.train_data;
   Trainer(world, std::move(task), arguments).train();
-  if (!world.is_leader()) return;
-  // What the last weights make of the first sample, for those who load them elsewhere.
-  data::SampleRandom random({}, 0);
-  const torch::NoGradGuard no_grad;
-  const at::Tensor logits = gpt->forward(samples->get(0, random).data.unsqueeze(0)).contiguous();
-  std::ofstream(arguments.output_dir + "/logits.f32", std::ios::binary)
-      .write(static_cast<const char*>(logits.const_data_ptr()),
-             static_cast<std::streamsize>(logits.nbytes()));
 }
 
 }  // namespace
