@@ -101,7 +101,7 @@ void TrainerImpl::prepare() {
   set_switches();
   agreement_.emplace(world_);
   task_.module->to(world_.device());
-  if (world_.is_leader()) {
+  if (writes()) {
     for (const std::string& path : io::sweep(arguments_.output_dir).removed)
       log::info("checkpoint", "removed {}, which a run that died has left", path);
   }
@@ -264,23 +264,23 @@ bool TrainerImpl::batch_fits(std::int64_t batch_size) {
   return fits;
 }
 
-// Halves the batch until it fits every rank, and doubles the accumulation: the effective batch, on
-// which learning depends, stays.
+// Halves the batch until it fits every rank (or goes to the next smaller one that divides the
+// window), and raises the accumulation: the effective batch, on which learning depends, stays.
 void TrainerImpl::find_batch_size() {
   task_.module->train();
   for (;;) {
-    std::int64_t& batch = arguments_.per_device_train_batch_size;
+    const std::int64_t batch = arguments_.per_device_train_batch_size;
+    const std::int64_t window = batch * accumulation_steps(arguments_, world_.size());
     const bool fits = batch_fits(batch);
     if (!agreement_->exchange_now({.out_of_memory = !fits}).out_of_memory) return;
     // What the allocator keeps of this trial, another rank on the GPU may need for the next.
     if (!world_.device().is_cpu()) c10::getDeviceAllocator(world_.device().type())->emptyCache();
     if (batch == 1) out_of_memory("not even a batch of 1 fits");
-    const std::int64_t before = batch;
-    batch = std::max<std::int64_t>(1, batch / 2);
-    if (!arguments_.tokens_per_update)
-      arguments_.gradient_accumulation_steps *= (before + batch - 1) / batch;
+    const std::int64_t smaller = smaller_batch(arguments_, world_.size());
+    arguments_.per_device_train_batch_size = smaller;
+    if (!arguments_.tokens_per_update) arguments_.gradient_accumulation_steps = window / smaller;
     if (world_.is_leader())
-      log::warning("trainer", "a batch of {} does not fit every rank's memory: {}", before,
+      log::warning("trainer", "a batch of {} does not fit every rank's memory: {}", batch,
                    effective_batch_text(arguments_, world_.size()));
   }
 }

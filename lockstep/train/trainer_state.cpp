@@ -161,6 +161,7 @@ std::string data_position_text(const DataPosition& position) {
                       {"batch_size", integer_node(position.batch_size)},
                       {"accumulation", integer_node(position.accumulation)},
                       {"dataset_size", integer_node(position.dataset_size)},
+                      {"order", integer_node(position.order)},
                       {"epoch_ended", integer_node(position.epoch_ended)},
                       {"evaluation_due", integer_node(position.evaluation_due)}});
 }
@@ -182,6 +183,7 @@ DataPosition parse_data_position(std::string_view text, const std::string& name)
       throw UsageError("checkpoint", "{}: there is no {}. It is no sampler state.", name, key);
     *member = integer(root, key, 0);
   }
+  position.order = integer(root, "order", 0);
   position.evaluation_due = integer(root, "evaluation_due", 0);
   return position;
 }

@@ -59,6 +59,7 @@ struct DataPosition {
   std::int64_t batch_size = 0;  // per rank
   std::int64_t accumulation = 1;
   std::int64_t dataset_size = 0;    // samples of an epoch's order
+  std::int64_t order = 0;           // its checksum; 0: an older file, not checked
   std::int64_t epoch_ended = 0;     // 1: what is due after the epoch has been done
   std::int64_t evaluation_due = 0;  // 1: a stop signal came before it, or in it
 };
