@@ -4,9 +4,9 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <map>
 #include <string>
-#include <cstdint>
 #include <unordered_set>
 #include <utility>
 

@@ -135,12 +135,13 @@ std::vector<Case> cases() {
 
 // Doubles have kernels of their own; half types go through ATen, piece by piece.
 std::vector<Case> cases_of(at::ScalarType dtype) {
-  std::vector<Case> all{{"adamw", optim::AdamWOptions{.lr = 0.01, .weight_decay = 0.1}, 0.05, 2, 64},
-                        {"adam", optim::AdamOptions{.lr = 0.01, .weight_decay = 0.1}},
-                        {"sgd", optim::SGDOptions{.lr = 0.1}, 0, 2},
-                        {"sgd_nesterov", optim::SGDOptions{.lr = 0.1, .momentum = 0.9,
-                                                           .weight_decay = 0.01, .nesterov = true},
-                         0.05}};
+  std::vector<Case> all{
+      {"adamw", optim::AdamWOptions{.lr = 0.01, .weight_decay = 0.1}, 0.05, 2, 64},
+      {"adam", optim::AdamOptions{.lr = 0.01, .weight_decay = 0.1}},
+      {"sgd", optim::SGDOptions{.lr = 0.1}, 0, 2},
+      {"sgd_nesterov",
+       optim::SGDOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = true},
+       0.05}};
   for (Case& what : all) {
     what.dtype = dtype;
     what.name += std::string(" ") + c10::toString(dtype);
@@ -297,8 +298,8 @@ TEST_P(Sharded, TypesMayBeMixed) {
     for (Net each : {net, plain}) each->b->to(at::kBFloat16);
     const Case what{"mixed", optim::SGDOptions{.lr = 0.1, .momentum = 0.9}, 0.05};
     DistributedDataParallel model{net, world};
-    ShardedOptimizer optimizer{model, what.rule,
-                               {.max_grad_norm = what.clip, .skip_non_finite = true}};
+    ShardedOptimizer optimizer{
+        model, what.rule, {.max_grad_norm = what.clip, .skip_non_finite = true}};
     Replicated reference(plain->parameters(), what);
     const auto backward = [&](Net& each, int step) {
       const at::Tensor h = torch::tanh(each->a(batch_of(world.rank(), step)));
@@ -320,7 +321,8 @@ TEST_P(Sharded, TypesMayBeMixed) {
       for (std::size_t i = 0; i < net->parameters().size(); ++i)
         EXPECT_TENSOR_EQ(net->parameters()[i].detach(), plain->parameters()[i].detach());
     }
-    if (world.rank() == world.size() - 1) net->b->bias.mutable_grad() = at::full_like(net->b->bias, NAN);
+    if (world.rank() == world.size() - 1)
+      net->b->bias.mutable_grad() = at::full_like(net->b->bias, NAN);
     EXPECT_TRUE(optimizer.step().skipped);
     model.verify_replicas();
   });
@@ -349,8 +351,8 @@ TEST(ShardedStep, WithManyRanks) {
       "gloo");
 }
 
-// Three kinds of rules, rates that change with every step, windows of two backwards, clipping, and a
-// step that is left out because one rank has a bad gradient.
+// Three kinds of rules, rates that change with every step, windows of two backwards, clipping, and
+// a step that is left out because one rank has a bad gradient.
 TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
   run([](World& world) {
     Net net = make_net(), plain = make_net();
@@ -363,7 +365,8 @@ TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
           {each->spare->parameters(), optim::AdamOptions{.lr = 0.1}}};
     };
     ShardedOptimizer optimizer{
-        model, groups_of(net),
+        model,
+        groups_of(net),
         {.max_grad_norm = what.clip, .skip_non_finite = true, .loss_scale = what.loss_scale}};
     Replicated reference(plain->parameters(), groups_of(plain), what);
     for (int step = 0; step < 6; ++step) {
@@ -595,10 +598,10 @@ TEST(ShardedRefuses, SettingsThatDifferOverRanks) {
           Net net = make_net();
           DistributedDataParallel model{net, world};
           const OptimizerRule rule = optim::AdamWOptions{.lr = 0.5};
-          ShardedOptimizer optimizer{model, std::vector<ShardedGroup>{
-                                                {net->a->parameters(), rule},
-                                                {net->b->parameters(), rule},
-                                                {net->spare->parameters(), optim::SGDOptions{}}}};
+          ShardedOptimizer optimizer{
+              model, std::vector<ShardedGroup>{{net->a->parameters(), rule},
+                                               {net->b->parameters(), rule},
+                                               {net->spare->parameters(), optim::SGDOptions{}}}};
           const at::Tensor before = net->a->weight.detach().clone();
           model(batch_of(world.rank(), 0)).sum().backward();
           const auto refusal = [&](const std::function<void()>& change,
@@ -618,8 +621,9 @@ TEST(ShardedRefuses, SettingsThatDifferOverRanks) {
                               [&] { optimizer.options().loss_scale = 1; }),
                       HasSubstr("rank 2 has loss_scale = 8, but rank 0 has 1."));
           EXPECT_THAT(
-              refusal([&] { optimizer.rule(0) = optim::AdamOptions{.lr = 0.5, .weight_decay = 0.01}; },
-                      [&] { optimizer.rule(0) = rule; }),
+              refusal(
+                  [&] { optimizer.rule(0) = optim::AdamOptions{.lr = 0.5, .weight_decay = 0.01}; },
+                  [&] { optimizer.rule(0) = rule; }),
               HasSubstr("rank 2 has another number of groups or other kinds of rules"));
           optimizer.step();
           EXPECT_FALSE(at::equal(net->a->weight.detach(), before));

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <thread>
 #include <functional>
+#include <thread>
 
 #include "lockstep/comm/shm/engine_core.h"
 #include "lockstep/comm/shm/segment.h"
