@@ -630,8 +630,9 @@ TEST(AsyncSaver, AnOldOneThatCannotBeDeletedIsAnAlert) {
   io::TemporaryDirectory dir;
   // Its name leaves no room for the temporary one under which folders are deleted.
   const std::string stubborn = dir / ("checkpoint-" + std::string(235, '0') + "3");
-  std::filesystem::create_directory(stubborn);
   auto net = network();
+  train::write_checkpoint(dir / "checkpoint-3", contents_of(net));
+  std::filesystem::rename(dir / "checkpoint-3", stubborn);
   train::AsyncSaver saver({.output_dir = dir.path(), .limit = 1});
   saver.begin(contents_of(net));
   const auto outcome = saver.wait();
