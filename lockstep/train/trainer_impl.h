@@ -50,7 +50,7 @@ class TrainerImpl {
   void make_loader();
   double expected_count() const;
   void make_optimizer();
-  void make_outputs();
+  void make_outputs(const std::string& checkpoint);
   void find_batch_size();
   bool batch_fits(std::int64_t batch_size);
   void check_disk();
@@ -84,6 +84,7 @@ class TrainerImpl {
 
   // trainer_save.cpp
   std::string choose_checkpoint();
+  void make_way(const std::string& checkpoint);
   void resume(const Checkpoint& checkpoint);
   void restore_random(const Checkpoint& checkpoint);
   void save();

@@ -3,7 +3,6 @@
 #include <torch/torch.h>
 
 #include <cmath>
-#include <filesystem>
 #include <set>
 
 #include "lockstep/core/error.h"
@@ -13,6 +12,7 @@
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/config_keys.h"
+#include "lockstep/train/put_aside.h"
 #include "lockstep/train/trainer_impl.h"
 
 namespace lockstep::train {
@@ -46,26 +46,6 @@ optim::GradScalerState parse_scaler(const std::string& text, const std::string& 
   return s;
 }
 
-// An earlier run's checkpoints get a folder of their own: the newest is the one with the highest
-// step, so under their names they would be resumed from instead of this run's. Says which folder;
-// empty: there are none.
-std::string put_aside(const std::string& output_dir) {
-  namespace fs = std::filesystem;
-  const auto old = io::list_numbered(output_dir, kCheckpointPrefix);
-  if (old.empty()) return {};
-  fs::path place;
-  for (int number = 1; place.empty() || fs::exists(place); ++number)
-    place = fmt::format("{}/earlier-{}", output_dir, number);
-  std::error_code error;
-  fs::create_directory(place, error);
-  if (error) throw io::file_error("make the directory", place.string(), error.value());
-  for (const io::NumberedDir& dir : old) {
-    fs::rename(dir.path, place / fs::path(dir.path).filename(), error);
-    if (error) throw io::file_error("rename", dir.path, error.value());
-  }
-  return place.string();
-}
-
 }  // namespace
 
 bool TrainerImpl::writes() const {
@@ -84,12 +64,6 @@ std::string TrainerImpl::choose_checkpoint() {
           log::warning("checkpoint", "{} is passed over: {}", passed.path, passed.reason);
         if (!found.remark.empty()) log::warning("checkpoint", "{}: {}", found.path, found.remark);
         if (found.step >= 0) answer = "+" + found.path;
-      } else if (const std::string place = put_aside(arguments_.output_dir); !place.empty()) {
-        log::warning("checkpoint",
-                     "this is a new run, and the checkpoints of an earlier one have been moved to "
-                     "{}. To go on from them: --resume {}/checkpoint-<step>; next time: "
-                     "resume_from_checkpoint: auto (lockstep train --resume auto).",
-                     place, place);
       }
     } catch (const std::exception& e) {
       answer = std::string("-") + e.what();
@@ -108,6 +82,29 @@ std::string TrainerImpl::choose_checkpoint() {
     throw UsageError("checkpoint", "{}", text);
   }
   return answer.substr(1);
+}
+
+// Once it is certain that the run begins: a start that is refused leaves everything in its place.
+void TrainerImpl::make_way(const std::string& checkpoint) {
+  const bool automatic = arguments_.resume_from_checkpoint.value_or("never") == "auto";
+  const std::string place =
+      put_aside(arguments_.output_dir,
+                {.checkpoint = checkpoint, .step = state.global_step, .own_metrics = automatic});
+  if (place.empty()) return;
+  if (!checkpoint.empty()) {
+    log::warning("checkpoint",
+                 "the run goes on from {}: checkpoints that are not on its way have been moved to "
+                 "{}.",
+                 checkpoint, place);
+    return;
+  }
+  log::warning("checkpoint",
+               "this is a new run, and what an earlier one has left has been moved to {}. To go on "
+               "from its checkpoints: --resume {}/checkpoint-<step>{}",
+               place, place,
+               automatic ? "."
+                         : "; next time: resume_from_checkpoint: auto (lockstep train --resume "
+                           "auto).");
 }
 
 void TrainerImpl::resume(const Checkpoint& checkpoint) {

@@ -135,7 +135,7 @@ void TrainerImpl::prepare() {
   state.logging_steps = static_cast<double>(plan_.logging_steps);
   state.eval_steps = static_cast<double>(plan_.eval_steps);
   state.save_steps = static_cast<double>(plan_.save_steps);
-  make_outputs();
+  make_outputs(path);
   if (checkpoint) restore_random(*checkpoint);
 }
 
@@ -170,7 +170,7 @@ void TrainerImpl::make_optimizer() {
   if (arguments_.fp16) scaler_ = std::make_unique<optim::GradScaler>(world_);
 }
 
-void TrainerImpl::make_outputs() {
+void TrainerImpl::make_outputs(const std::string& checkpoint) {
   since_log_ = at::zeros({2}, at::dtype(at::kDouble).device(world_.device()));
   since_start_ = at::zeros_like(since_log_);
   skipped_ = at::zeros({}, since_log_.options());
@@ -182,6 +182,7 @@ void TrainerImpl::make_outputs() {
         SaverOptions{.output_dir = arguments_.output_dir,
                      .limit = static_cast<int>(arguments_.save_total_limit.value_or(0))});
     check_disk();
+    make_way(checkpoint);
   }
   if (!world_.is_leader()) return;
   const auto& to = arguments_.report_to;
