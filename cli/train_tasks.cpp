@@ -140,7 +140,7 @@ Data token_data(const TrainingArguments& a) {
       std::make_shared<data::TokenShards>(data::token_files(*a.dataset_dir, "train"), length);
   Data data{.train = shards, .classes = 0};
   data.sampler = shards->sampler(static_cast<std::uint64_t>(a.data_seed.value_or(a.seed)));
-  if (a.eval_strategy != Interval::kNo)
+  if (a.eval_strategy != Interval::kNo || a.eval_on_start)
     data.eval =
         std::make_shared<data::TokenShards>(data::token_files(*a.dataset_dir, "val"), length);
   return data;

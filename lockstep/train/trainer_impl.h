@@ -61,6 +61,8 @@ class TrainerImpl {
   at::Tensor forward(const data::Batch& batch);
   bool micro_batch(const data::Batch& batch);
   void optimizer_step();
+  void obey(int signal);
+  void note_exchange();
   void after_step(Due due);
   bool over() const;
   void set_learning_rate();
@@ -78,6 +80,9 @@ class TrainerImpl {
   void log();
   void report(Metrics values);
   Metrics run_evaluation();
+  bool hears_a_stop();
+  bool evaluation_cut_off();
+  double gain_of(double value) const;
   void evaluate_and_judge(Due& due);
   double mean_loss(const at::Tensor& totals);
   double tokens_since_log() const;
@@ -87,11 +92,14 @@ class TrainerImpl {
   void make_way(const std::string& checkpoint);
   void resume(const Checkpoint& checkpoint);
   void restore_random(const Checkpoint& checkpoint);
+  void end_save_before();
   void save();
   CheckpointContents contents(const std::vector<std::string>& random);
   TensorDict optimizer_state();
   DataPosition position() const;
   void collect_save(bool wait);
+  void alert(std::string text);
+  void tell_alerts();
   bool writes() const;
   void load_best();
 
@@ -115,6 +123,7 @@ class TrainerImpl {
   std::unique_ptr<Progress> progress_;   // on rank 0
 
   std::int64_t epoch_ = 0;
+  bool epoch_ending_ = false;    // its last step is done, and what is due after it
   bool epoch_ended_ = false;     // everything that is due after the epoch has been done
   bool evaluation_due_ = false;  // a stop signal came before it, or in it
   Wishes wishes_;                // this rank's, for the next exchange
@@ -123,6 +132,8 @@ class TrainerImpl {
   bool stop_ = false;
   std::int64_t saved_step_ = -1;
   std::string committed_;
+  std::int64_t durable_step_ = -1;   // the newest from which a run can go on; in the end on all
+  std::vector<std::string> alerts_;  // of this rank, not yet told to all
 
   // Sums of (loss x count, count), float64 on the device.
   at::Tensor since_log_;
@@ -133,7 +144,7 @@ class TrainerImpl {
   std::int64_t start_step_ = 0;
   Clock::time_point log_time_;
   Clock::time_point start_time_;
-  Clock::time_point step_time_;
+  Clock::time_point exchange_time_;
 };
 
 }  // namespace lockstep::train

@@ -18,6 +18,10 @@
 namespace lockstep::train {
 namespace {
 
+// Long for a training that waits, short for a signal.
+constexpr std::chrono::seconds kLongWait{1};
+constexpr std::chrono::milliseconds kListenEvery{50};
+
 std::string arguments_json(const TrainingArguments& arguments) {
   std::vector<std::pair<std::string, Node>> members;
   for (const KeySpec& key : key_table())
@@ -149,7 +153,7 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
                  world_.size() * arguments_.per_device_train_batch_size * accumulation_steps_,
                  saved.world_size * saved.batch_size * saved.accumulation);
   }
-  saved_step_ = state.global_step;
+  saved_step_ = durable_step_ = state.global_step;
   if (world_.is_leader())
     log::info("trainer", "resumed from {} at step {}, epoch {:.2f}", checkpoint.path(),
               state.global_step, state.epoch);
@@ -215,8 +219,36 @@ CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random)
   return all;
 }
 
+// One save in flight. All ranks wait together for those that write, and hear of a stop meanwhile:
+// a disk may take longer than a stop has time to be agreed.
+void TrainerImpl::end_save_before() {
+  const auto start = Clock::now();
+  for (;;) {
+    collect_save(/*wait=*/false);
+    const bool saving = saver_ && saver_->busy();
+    const Wishes all =
+        agreement_->exchange_now({.stop_signal = signals_->requested(), .saving = saving});
+    note_exchange();
+    if (all.stop_signal != 0 && stop_signal_ == 0) {
+      obey(all.stop_signal);
+      // A run that goes on from the last step comes to no epoch's end.
+      if (!epoch_ending_ && state.global_step >= plan_.max_steps)
+        evaluation_due_ |= due_after_epoch(arguments_, state.epoch).evaluate;
+    }
+    if (!all.saving) break;
+    if (saving) saver_->wait_a_while(kListenEvery);
+  }
+  const std::chrono::duration<double> waited = Clock::now() - start;
+  if (saver_ && waited > kLongWait)
+    alert(
+        fmt::format("step {}: training waited {:.1f} s for the save before this one. Save less "
+                    "often, or to a faster disk.",
+                    state.global_step, waited.count()));
+}
+
 // Collective: every rank's generators go to those that write.
 void TrainerImpl::save() {
+  end_save_before();
   saved_step_ = state.global_step;
   const std::string path = checkpoint_path(arguments_.output_dir, state.global_step);
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
@@ -235,13 +267,33 @@ void TrainerImpl::collect_save(bool wait) {
     const std::optional<SaveOutcome> ended = wait ? saver_->wait() : saver_->poll();
     if (!ended) return;
     if (ended->committed) committed_ = ended->path;
+    if (ended->committed && !arguments_.save_only_model) durable_step_ = ended->step;
     if (ended->alert.empty()) {
       log::info("checkpoint", "{} is durable (copied in {:.0f} ms, written in {:.0f} ms)",
                 ended->path, ended->copy_ms, ended->write_ms);
       continue;
     }
-    log::error("checkpoint", "{}", ended->alert);
-    tell(&Observer::on_alert, nullptr, nullptr, &ended->alert);
+    alert(ended->alert);
+  }
+}
+
+// Said at once; observers hear of it on every rank, after the next exchange.
+void TrainerImpl::alert(std::string text) {
+  log::error("checkpoint", "{}", text);
+  alerts_.push_back(std::move(text));
+  wishes_.alert = true;
+}
+
+// Collective.
+void TrainerImpl::tell_alerts() {
+  std::string mine;
+  for (const std::string& text : std::exchange(alerts_, {})) mine += text + '\0';
+  for (const std::string& texts : world_.all_gather(mine)) {
+    for (std::size_t at = 0; at < texts.size();) {
+      const std::string text = texts.substr(at, texts.find('\0', at) - at);
+      at += text.size() + 1;
+      tell(&Observer::on_alert, nullptr, nullptr, &text);
+    }
   }
 }
 
