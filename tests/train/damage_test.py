@@ -1,7 +1,6 @@
 """Whatever happens to a checkpoint's files is found, and the one before it is used; and a full disk
 costs a checkpoint, not the run."""
 
-import os
 import pathlib
 import random
 import shutil
@@ -98,14 +97,6 @@ class Damage(TrainCase):
             self.skipTest("no file system can be mounted here")
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertRegex(done.stderr, r"has room for .* and one checkpoint takes about")
-
-    def test_import_of_a_torch_archive(self):
-        refused = subprocess.run([LOCKSTEP, "checkpoint", "import", str(self.config),
-                                  str(self.place / "new")], capture_output=True, text=True,
-                                 timeout=BOUND_S, env=environment(), check=False)
-        self.assertEqual(refused.returncode, 2)
-        self.assertIn("is no archive of C++'s torch::save", refused.stderr)
-        self.assertFalse(os.path.exists(self.place / "new"))
 
     def test_words_that_are_wrong(self):
         for words, text in ((["verify"], "verify needs a folder"),
