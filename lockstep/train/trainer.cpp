@@ -123,6 +123,14 @@ bool TrainerImpl::over() const {
   return stop_ || stop_signal_ != 0 || state.global_step >= plan_.max_steps;
 }
 
+void TrainerImpl::obey(int signal) {
+  stop_signal_ = signal;
+  signals_->agreed();
+  if (world_.is_leader())
+    log::warning("trainer", "step {}: stop requested by {}: saving, then leaving",
+                 state.global_step, ::strsignal(signal));
+}
+
 // What is due, in Hugging Face's order: log, evaluate, save. All ranks come here alike.
 void TrainerImpl::after_step(Due due) {
   due.save |= agreed_.save;
@@ -130,12 +138,10 @@ void TrainerImpl::after_step(Due due) {
   stop_ |= agreed_.stop;
   const int signal = std::exchange(agreed_, {}).stop_signal;
   if (signal != 0) {
-    stop_signal_ = signal;
-    signals_->agreed();
-    if (world_.is_leader())
-      log::warning("trainer", "step {}: stop requested by {}: saving, then leaving",
-                   state.global_step, ::strsignal(signal));
-    evaluation_due_ = due.evaluate;
+    obey(signal);
+    // A run that goes on from here comes to the epoch's end, unless there is no step left to take.
+    const bool last = state.global_step >= plan_.max_steps;
+    evaluation_due_ = due.evaluate || (last && due_after_epoch(arguments_, state.epoch).evaluate);
     due = {.log = due.log, .evaluate = false, .save = true};
   }
   collect_save(/*wait=*/false);
@@ -176,8 +182,11 @@ void TrainerImpl::run_epoch(std::int64_t epoch) {
 }
 
 void TrainerImpl::run_epochs() {
-  if (arguments_.eval_on_start && state.global_step == 0 && task_.eval_data)
-    report(run_evaluation());
+  if (arguments_.eval_on_start && state.global_step == 0 && task_.eval_data) {
+    const Metrics metrics = run_evaluation();
+    if (evaluation_cut_off()) return save();  // a run that goes on from step 0 evaluates again
+    report(metrics);
+  }
   if (std::exchange(evaluation_due_, false) && task_.eval_data) {
     Due due{.save = true};
     evaluate_and_judge(due);

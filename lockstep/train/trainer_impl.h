@@ -61,6 +61,7 @@ class TrainerImpl {
   at::Tensor forward(const data::Batch& batch);
   bool micro_batch(const data::Batch& batch);
   void optimizer_step();
+  void obey(int signal);
   void after_step(Due due);
   bool over() const;
   void set_learning_rate();
@@ -78,6 +79,7 @@ class TrainerImpl {
   void log();
   void report(Metrics values);
   Metrics run_evaluation();
+  bool evaluation_cut_off();
   void evaluate_and_judge(Due& due);
   double mean_loss(const at::Tensor& totals);
   double tokens_since_log() const;
@@ -122,6 +124,7 @@ class TrainerImpl {
   bool stop_ = false;
   std::int64_t saved_step_ = -1;
   std::string committed_;
+  std::string durable_best_;  // on ranks that write
 
   // Sums of (loss x count, count), float64 on the device.
   at::Tensor since_log_;

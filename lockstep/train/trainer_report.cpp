@@ -125,7 +125,9 @@ Metrics TrainerImpl::run_evaluation() {
   auto batches = eval_loader_->epoch(0);
   for (std::int64_t i = 0; i < eval_loader_->batches_per_epoch(); ++i) {
     if (const auto batch = batches.next()) {
-      add("loss", forward(*batch).to(at::kDouble) * static_cast<double>(batch->tokens));
+      const at::Tensor loss = forward(*batch);
+      // The mean over nothing is no number, and neither is zero times that.
+      if (batch->tokens > 0) add("loss", loss.to(at::kDouble) * static_cast<double>(batch->tokens));
       if (task_.totals)
         for (const auto& [name, total] : task_.totals(*batch)) add(name, total);
       counts[0] += static_cast<double>(batch->tokens);
@@ -170,12 +172,17 @@ Metrics TrainerImpl::run_evaluation() {
   return metrics;
 }
 
+// True when a stop signal was heard on the way: what was summed up is not the whole.
+bool TrainerImpl::evaluation_cut_off() {
+  const int signal = std::exchange(agreed_, {}).stop_signal;
+  if (signal != 0) obey(signal);
+  return signal != 0;
+}
+
 // Metrics are the same on every rank, so all judge alike without asking.
 void TrainerImpl::evaluate_and_judge(Due& due) {
   const Metrics metrics = run_evaluation();
-  if (agreed_.stop_signal != 0) {  // heard on the way: what was summed up is not the whole
-    stop_signal_ = std::exchange(agreed_, {}).stop_signal;
-    signals_->agreed();
+  if (evaluation_cut_off()) {
     evaluation_due_ = due.save = true;
     return;
   }

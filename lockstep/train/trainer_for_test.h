@@ -1,0 +1,74 @@
+// A task for a Trainer that takes milliseconds: a small network, random samples, plain arguments.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/train/trainer.h"
+
+namespace lockstep::train {
+
+inline constexpr std::int64_t kFeatures = 6, kClasses = 3;
+
+// A generator of their own: ranks are threads here, and the default one is the process's.
+inline at::Generator generator(std::uint64_t seed) {
+  return at::make_generator<at::CPUGeneratorImpl>(seed);
+}
+
+inline data::DatasetPtr dataset(std::int64_t samples, std::uint64_t seed) {
+  auto random = generator(seed);
+  const at::Tensor x = torch::randn({samples, kFeatures}, random);
+  const at::Tensor y = x.matmul(torch::randn({kFeatures, kClasses}, random)).argmax(1);
+  return std::make_shared<data::TensorDataset>(x, y);
+}
+
+inline torch::nn::Sequential network() {
+  torch::nn::Sequential net(torch::nn::Linear(kFeatures, 8), torch::nn::ReLU(),
+                            torch::nn::Linear(8, kClasses));
+  const torch::NoGradGuard no_grad;
+  auto random = generator(7);
+  for (at::Tensor& p : net->parameters()) p.copy_(torch::randn(p.sizes(), random) * 0.3);
+  return net;
+}
+
+inline TrainerTask task_for(torch::nn::Sequential net, data::DatasetPtr train,
+                            data::DatasetPtr eval = nullptr) {
+  TrainerTask task;
+  task.module = net.ptr();
+  task.loss = [net](const data::Batch& batch) mutable {
+    return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
+  };
+  task.totals = [net](const data::Batch& batch) mutable {
+    const at::Tensor right = net->forward(batch.data).argmax(1) == batch.target;
+    return std::map<std::string, at::Tensor>{{"accuracy", right.sum()}};
+  };
+  task.train_data = std::move(train);
+  task.eval_data = std::move(eval);
+  return task;
+}
+
+inline TrainingArguments arguments(const std::string& output_dir) {
+  TrainingArguments a;
+  a.output_dir = output_dir;
+  a.per_device_train_batch_size = 4;
+  a.learning_rate = 1e-2;
+  a.logging_steps = 5;
+  a.save_strategy = Interval::kNo;
+  a.disable_tqdm = true;
+  a.enable_jit_checkpoint = false;  // ranks are threads here; signals belong to the process
+  return a;
+}
+
+inline at::Tensor flat(const torch::nn::Module& module) {
+  std::vector<at::Tensor> all;
+  for (const auto& p : module.parameters()) all.push_back(p.detach().flatten());
+  return at::cat(all);
+}
+
+}  // namespace lockstep::train
