@@ -1,8 +1,10 @@
 #include "lockstep/parallel/accumulation.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <unordered_set>
 #include <utility>
 
@@ -12,6 +14,47 @@ namespace lockstep {
 namespace {
 
 constexpr const char* kWho = "Accumulation";
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+struct OnlyFinite : torch::autograd::FunctionPostHook {
+  variable_list operator()(const variable_list& gradients, const variable_list&) override {
+    variable_list finite = gradients;
+    for (at::Tensor& g : finite)
+      if (g.defined()) g = at::nan_to_num(g, 0.0, 0.0, 0.0);
+    return finite;
+  }
+};
+
+// While it lives, a backward from `loss` passes on what is finite alone. A mean over nothing is
+// 0 / 0, and zero times its derivative is no number either; somewhere behind it the derivative of
+// nothing is zero again. The graph still has to be walked to its end: what synchronises in it waits
+// for every rank, and a SyncBatchNorm brings gradients of the other ranks' losses, which are not
+// zero.
+class FiniteBackward {
+ public:
+  explicit FiniteBackward(const at::Tensor& loss) {
+    std::unordered_set<const Node*> seen;
+    std::vector<std::shared_ptr<Node>> open{loss.grad_fn()};
+    while (!open.empty()) {
+      const std::shared_ptr<Node> node = std::move(open.back());
+      open.pop_back();
+      // An accumulator leads nowhere, and what comes to it is finite already.
+      if (!node || node->num_outputs() == 0 || !seen.insert(node.get()).second) continue;
+      for (const auto& edge : node->next_edges()) open.push_back(edge.function);
+      hooks_.emplace_back(node, node->add_post_hook(std::make_unique<OnlyFinite>()));
+    }
+  }
+  ~FiniteBackward() {
+    for (const auto& [node, hook] : hooks_) node->del_post_hook(hook);
+  }
+  FiniteBackward(const FiniteBackward&) = delete;
+  FiniteBackward& operator=(const FiniteBackward&) = delete;
+
+ private:
+  std::vector<std::pair<std::shared_ptr<Node>, std::uintptr_t>> hooks_;
+};
 
 }  // namespace
 
@@ -49,30 +92,26 @@ struct Accumulation::Impl {
   }
 
   void run_backward(const at::Tensor& loss, const MicroBatch& micro, bool ends) {
-    const bool counts = options.weights == WindowWeights::kCounts;
-    const bool empty = counts && micro.count == 0;
-    if (empty && !ends) return;
-    // The mean over nothing is not a number; the last one still has to synchronise.
-    at::Tensor weighed = empty ? at::nan_to_num(loss, 0.0, 0.0, 0.0) : loss;
-    const double by = weight(micro);
-    if (by != 1) weighed = weighed * by;
+    const bool empty = micro.count == 0;
+    const bool alone = reducer->world().size() == 1 || !loss.requires_grad();
+    if (empty && alone && !ends) return;
+    const double by = empty ? 0 : weight(micro);
+    at::Tensor weighed = by == 1 ? loss : loss * by;
     if (micro.scaler != nullptr) weighed = micro.scaler->scale(weighed);
-    if (ends) {
-      weighed.backward();
-    } else {
-      const NoSync guard(reducer);
-      weighed.backward();
-    }
+    std::optional<FiniteBackward> finite;
+    if (empty) finite.emplace(weighed);
+    std::optional<NoSync> local;
+    if (!ends) local.emplace(reducer);
+    weighed.backward();
   }
 
   void add_to_window(const at::Tensor& loss, const MicroBatch& micro) {
+    if (micro.count == 0) return;
     const at::NoGradGuard no_grad;
     const bool counts = options.weights == WindowWeights::kCounts;
-    const std::int64_t n = counts ? micro.count : 1;
     count += micro.count;
-    if (n > 0)
-      loss_sum.add_(loss.detach().to(loss_sum.device(), at::kDouble).reshape({}),
-                    static_cast<double>(n));
+    loss_sum.add_(loss.detach().to(loss_sum.device(), at::kDouble).reshape({}),
+                  counts ? static_cast<double>(micro.count) : 1.0);
   }
 
   // With batches as weights, every rank's window is as long as planned, or all are equally short.

@@ -83,7 +83,9 @@ class Accumulation {
   void begin_epoch(std::int64_t batches = 0);
 
   // Runs the backward of a loss that is a mean over `count`. True when it ended the window: the
-  // gradients are final, step now. A micro-batch with count 0 adds nothing.
+  // gradients are final, step now. A micro-batch with count 0 adds nothing, although such a mean
+  // and its derivative may be 0 / 0: what is not finite in its backward counts as zero. Where
+  // other ranks wait for it, that backward is run all the same.
   bool backward(const at::Tensor& loss, const MicroBatch& micro = {});
 
   bool at_boundary() const;  // nothing is accumulated

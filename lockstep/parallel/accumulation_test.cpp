@@ -15,6 +15,7 @@
 #include "lockstep/optim/ema.h"
 #include "lockstep/parallel/checkpoint.h"
 #include "lockstep/parallel/sharded_stepper.h"
+#include "lockstep/parallel/sync_batch_norm.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
@@ -75,6 +76,12 @@ Micro samples(std::int64_t begin, std::int64_t count, bool tokens) {
 at::Tensor loss_of(const at::Tensor& output, const at::Tensor& target) {
   return torch::cross_entropy_loss(output, target);  // a mean over targets that are not -100
 }
+// The same, as it is often written by hand: without a target it is 0 / 0, in its backward too.
+at::Tensor masked_mean(const at::Tensor& output, const at::Tensor& target) {
+  const auto mask = target.ne(-100);
+  const auto picked = at::log_softmax(output, 1).gather(1, target.clamp_min(0).unsqueeze(1));
+  return (-picked.squeeze(1) * mask).sum() / mask.sum();
+}
 std::int64_t count_of(const Micro& micro) {
   return micro.target.ne(-100).sum().item<std::int64_t>();
 }
@@ -94,7 +101,7 @@ std::vector<at::Tensor> of_one_batch(std::int64_t begin, std::int64_t count, boo
 
 // Ranks x window, with micro-batches of the given sizes per rank, is one batch of all samples.
 void check_window(const std::vector<std::vector<std::int64_t>>& sizes, std::int64_t steps,
-                  bool tokens, bool epoch_known) {
+                  bool tokens, bool epoch_known, decltype(loss_of)* loss = loss_of) {
   std::int64_t total = 0;
   for (const auto& of_rank : sizes)
     for (const auto size : of_rank) total += size;
@@ -113,7 +120,7 @@ void check_window(const std::vector<std::vector<std::int64_t>>& sizes, std::int6
       const Micro micro = samples(begin, mine[i], tokens);
       begin += mine[i];
       const bool ended = accumulation.backward(
-          loss_of(model(micro.data), micro.target),
+          loss(model(micro.data), micro.target),
           {.count = count_of(micro), .last = !epoch_known && i + 1 == mine.size()});
       EXPECT_EQ(ended, i + 1 == mine.size()) << i;
     }
@@ -162,6 +169,111 @@ TEST(Accumulation, AWindowWithoutTargetsHasALossOfZero) {
   EXPECT_TRUE(accumulation.backward(loss_of(model(micro.data), micro.target), {.count = 0}));
   EXPECT_EQ(accumulation.last_window().count.item<std::int64_t>(), 0);
   EXPECT_EQ(accumulation.last_window().loss.item<double>(), 0);
+}
+
+TEST(Accumulation, AMeanOverNothingAddsNothing) {
+  // At the window's end, on one rank alone and on all but one; and in its middle.
+  check_window({{40, 8}}, 2, true, true, masked_mean);
+  check_window({{20, 20}, {4, 0}, {4, 6}}, 2, true, true, masked_mean);
+  check_window({{10, 10}, {20, 4}}, 2, true, true, masked_mean);
+  check_window({{40, 3, 5}}, 3, true, false, masked_mean);
+  check_window({{20}, {20}, {9}}, 1, true, true, masked_mean);
+}
+
+TEST(Accumulation, WhatIsNotANumberElsewhereStaysSo) {
+  run_threads(2, [](World& world) {
+    auto weight = at::ones({2}).set_requires_grad(true);
+    auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},
+                                             std::vector<NamedTensor>{}, world);
+    Accumulation accumulation{reducer, {weight}, {.steps = 2}};
+    // A part of the graph that both micro-batches use: nothing of the first may stay on it.
+    const auto common = weight.view({2, 1});
+    const auto none = at::zeros({});
+    EXPECT_FALSE(accumulation.backward((common * none).sum() / none, {.count = 0}));
+    EXPECT_TENSOR_EQ(weight.grad(), at::zeros({2}));
+    EXPECT_TRUE(accumulation.backward((common * none).sum() / none, {.count = 1}));
+    EXPECT_TRUE(weight.grad().isnan().all().item<bool>());
+  });
+}
+
+TEST(Accumulation, ABatchWithoutTargetsCountsAsZeroAmongEqualOnes) {
+  run_threads(2, [](World& world) {
+    auto weight = at::ones({2}).set_requires_grad(true);
+    auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},
+                                             std::vector<NamedTensor>{}, world);
+    Accumulation accumulation{reducer, {weight}, {.steps = 2, .weights = WindowWeights::kBatches}};
+    const auto loss = [&](double n) { return (weight * n).sum() / at::full({}, n); };
+    EXPECT_FALSE(accumulation.backward(loss(4), {.count = 4}));
+    const int n = world.rank() == 0 ? 4 : 0;
+    EXPECT_TRUE(accumulation.backward(loss(n), {.count = n}));
+    EXPECT_TENSOR_EQ(weight.grad(), at::full({2}, 0.75));  // three of four
+    EXPECT_EQ(accumulation.last_window().loss.item<double>(), world.rank() == 0 ? 2 : 1);
+  });
+}
+
+TEST(Accumulation, SparseGradientsOfNothingAreNone) {
+  run_threads(2, [](World& world) {
+    torch::nn::Embedding table(torch::nn::EmbeddingOptions(6, 2).sparse(true));
+    DistributedDataParallel model{table, world};
+    Accumulation accumulation{model, {.steps = 2}};
+    const auto backward = [&](std::int64_t row, std::int64_t targets) {
+      const auto mask = at::full({1}, targets);
+      const auto rows = model(at::full({1}, row, at::kLong)).sum(1);
+      return accumulation.backward((rows * mask).sum() / mask.sum(), {.count = targets});
+    };
+    EXPECT_FALSE(backward(world.rank(), 1));
+    EXPECT_TRUE(backward(3, world.rank() == 0 ? 1 : 0));
+    const at::Tensor grad = table->weight.grad();
+    ASSERT_TRUE(grad.is_sparse());
+    auto wanted = at::zeros({6, 2});
+    for (const std::int64_t row : {0, 1, 3}) wanted[row].fill_(1.0 / 3);
+    EXPECT_TENSOR_NEAR(grad.to_dense(), wanted, 1e-7);  // a few roundings of 6e-8 each
+  });
+}
+
+template <typename Norm>
+struct Normed : torch::nn::Module {
+  explicit Normed(Norm n) : a(5, 8), norm(std::move(n)), b(8, 4) {
+    register_module("a", a);
+    register_module("norm", norm);
+    register_module("b", b);
+    to(at::kDouble);
+    const torch::NoGradGuard no_grad;
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(5);
+    for (auto& p : parameters()) p.copy_(at::randn(p.sizes(), generator, p.options()));
+  }
+  at::Tensor forward(const at::Tensor& x) { return b(norm(a(x))); }
+  torch::nn::Linear a;
+  Norm norm;
+  torch::nn::Linear b;
+};
+
+// Samples without a target are part of the batch whose mean and variance the other ranks' losses
+// depend on: their backward is needed, also in the middle of a window, and it is not zero.
+TEST(Accumulation, NothingTakesPartInSyncBatchNorm) {
+  const std::vector<std::vector<Micro>> parts{{samples(0, 6, true), samples(50, 4, true)},
+                                              {samples(40, 5, true), samples(16, 7, true)}};
+  Normed alone(torch::nn::BatchNorm1d(8));
+  for (std::size_t i = 0; i < 2; ++i) {
+    const auto output = alone.forward(at::cat({parts[0][i].data, parts[1][i].data}));
+    const auto target = at::cat({parts[0][i].target, parts[1][i].target});
+    const auto sum = at::cross_entropy_loss(output, target, {}, at::Reduction::Sum);
+    (sum / 10).backward();  // 3 targets in the first, 7 in the second
+  }
+  run_threads(2, [&](World& world) {
+    using Norm = nn::SyncBatchNorm1d;
+    const auto net = std::make_shared<Normed<Norm>>(Norm(world, torch::nn::BatchNormOptions(8)));
+    DistributedDataParallel model{net, world};
+    Accumulation accumulation{model, {.steps = 2}};
+    for (const Micro& micro : parts[static_cast<std::size_t>(world.rank())])
+      accumulation.backward(masked_mean(model(micro.data), micro.target),
+                            {.count = count_of(micro)});
+    EXPECT_EQ(accumulation.last_window().count.item<std::int64_t>(), 10);
+    const auto wanted = alone.parameters(), got = net->parameters();
+    // Another order of sums, and what it does to variances that are divided by.
+    for (std::size_t i = 0; i < got.size(); ++i)
+      EXPECT_TENSOR_NEAR(got[i].grad(), wanted[i].grad(), 100 * kOrder);
+  });
 }
 
 TEST(Accumulation, EpochsEndWindowsAndLeakNothing) {

@@ -154,6 +154,7 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
                  saved.world_size * saved.batch_size * saved.accumulation);
   }
   saved_step_ = durable_step_ = state.global_step;
+  durable_best_ = state.best_model_checkpoint.value_or("");
   if (world_.is_leader())
     log::info("trainer", "resumed from {} at step {}, epoch {:.2f}", checkpoint.path(),
               state.global_step, state.epoch);
@@ -248,11 +249,11 @@ void TrainerImpl::end_save_before() {
 
 // Collective: every rank's generators go to those that write.
 void TrainerImpl::save() {
-  end_save_before();
+  end_save_before();  // which is the best depends on whether that one is durable
   saved_step_ = state.global_step;
   const std::string path = checkpoint_path(arguments_.output_dir, state.global_step);
-  if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
   const auto random = world_.all_gather(pack_tensors(optim::rng_state()));
+  if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
   if (saver_) {
     const bool keep_best = arguments_.load_best_model_at_end && state.best_model_checkpoint;
     saver_->begin(contents(random), keep_best ? *state.best_model_checkpoint : std::string());
@@ -268,6 +269,11 @@ void TrainerImpl::collect_save(bool wait) {
     if (!ended) return;
     if (ended->committed) committed_ = ended->path;
     if (ended->committed && !arguments_.save_only_model) durable_step_ = ended->step;
+    if (ended->path == state.best_model_checkpoint) {
+      // The best that was saved stays the best until a better one is durable.
+      if (ended->committed) durable_best_ = ended->path;
+      if (!durable_best_.empty()) state.best_model_checkpoint = durable_best_;
+    }
     if (ended->alert.empty()) {
       log::info("checkpoint", "{} is durable (copied in {:.0f} ms, written in {:.0f} ms)",
                 ended->path, ended->copy_ms, ended->write_ms);
@@ -297,9 +303,9 @@ void TrainerImpl::tell_alerts() {
   }
 }
 
-// The leader looks: all load it, or none does.
+// The leader looks: all load what it names, or none does.
 void TrainerImpl::load_best() {
-  const std::string& path = *state.best_model_checkpoint;
+  const std::string path = world_.broadcast(*state.best_model_checkpoint, 0);
   std::string wrong;
   if (world_.is_leader()) {
     auto faults = io::verify(path);
@@ -309,14 +315,23 @@ void TrainerImpl::load_best() {
   wrong = world_.broadcast(wrong, 0);
   if (!wrong.empty()) {
     if (world_.is_leader())
-      log::warning("trainer", "the best model, {}, cannot be loaded: {} The last weights stay.",
+      log::warning("trainer", "the best model, {}, cannot be loaded: {}. The last weights stay.",
                    path, wrong);
     return;
   }
-  Checkpoint(path).load_model(*task_.module);
-  if (world_.is_leader())
-    log::info("trainer", "the best model is that of step {} ({} {})", *state.best_global_step,
-              arguments_.metric_for_best_model, *state.best_metric);
+  const Checkpoint best(path);
+  best.load_model(*task_.module);
+  if (!world_.is_leader()) return;
+  if (best.state().global_step != *state.best_global_step) {
+    log::warning("trainer",
+                 "step {} was the best ({} {}) and could not be saved. {}, the best that was, is "
+                 "loaded.",
+                 *state.best_global_step, arguments_.metric_for_best_model, *state.best_metric,
+                 path);
+    return;
+  }
+  log::info("trainer", "the best model is that of step {} ({} {})", *state.best_global_step,
+            arguments_.metric_for_best_model, *state.best_metric);
 }
 
 }  // namespace lockstep::train
