@@ -2,15 +2,18 @@
 #include "bench/allreduce.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "bench/bench.h"
+#include "bench/goals.h"
 #include "bench/plot.h"
 #include "bench/scratch.h"
 #include "bench/stats.h"
@@ -51,6 +54,7 @@ std::string show_size(double bytes) {
 
 int repetitions(std::int64_t bytes) {
   if (bytes < kMeetFirstBytes) return 2000;
+  if (bytes <= kRunsUpToBytes) return 600;
   return static_cast<int>(std::clamp<std::int64_t>((1LL << 30) / bytes, 10, 300));
 }
 
@@ -100,19 +104,55 @@ std::string mpi_command(const Settings& settings, const Scratch& scratch) {
   return command + fmt::format(" >'{}'", scratch.file("mpi"));
 }
 
+struct Job {
+  std::string backends, sizes;
+  double budget_s;
+};
+
+std::string with_commas(const std::vector<std::int64_t>& sizes) {
+  return fmt::format("{}", fmt::join(sizes, ","));
+}
+
+// Small operations of each backend have processes of their own, as Open MPI's have: gloo's threads
+// stay awake between its operations, and where ranks fill the cores they would delay the others.
+// Large ones are measured by turns in the same processes, because the memory's speed changes.
+std::vector<Job> jobs_of(const Settings& settings) {
+  std::vector<std::int64_t> small, large;
+  for (const std::int64_t bytes : parse_sizes(settings.sizes))
+    (bytes <= kRunsUpToBytes ? small : large).push_back(bytes);
+  std::vector<std::string> backends;
+  std::stringstream stream(settings.backends);
+  for (std::string word; std::getline(stream, word, ',');)
+    if (word != "mpi") backends.push_back(word);
+  const double each_s = settings.budget_s /
+                        static_cast<double>(std::max<std::size_t>(1, small.size() + large.size()));
+  std::vector<Job> jobs;
+  for (const auto& backend : backends)
+    if (!small.empty())
+      jobs.push_back(
+          {backend, with_commas(small),
+           each_s * static_cast<double>(small.size()) / static_cast<double>(backends.size())});
+  if (!large.empty() && !backends.empty())
+    jobs.push_back(
+        {settings.backends, with_commas(large), each_s * static_cast<double>(large.size())});
+  return jobs;
+}
+
 Samples collect(const Settings& settings) {
   const Scratch scratch;
   Samples samples;
   const std::string mpi = mpi_command(settings, scratch);
-  const std::string ours = fmt::format(
-      "LOCKSTEP_DEVICE=cpu '{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' "
-      "'{}' '{}' {}",
-      program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-torch"),
-      settings.backends, settings.sizes, scratch.file("ours"), settings.budget_s);
+  const std::vector<Job> jobs = jobs_of(settings);
   for (int round = 0; round < settings.rounds; ++round) {
     fmt::print(stderr, "round {}/{}\n", round + 1, settings.rounds);
-    run_command(ours);
-    read_ours(scratch.file("ours"), samples);
+    for (const Job& job : jobs) {
+      run_command(fmt::format(
+          "LOCKSTEP_DEVICE=cpu '{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' "
+          "'{}' '{}' {}",
+          program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-torch"),
+          job.backends, job.sizes, scratch.file("ours"), job.budget_s));
+      read_ours(scratch.file("ours"), samples);
+    }
     if (mpi.empty()) continue;
     run_command(mpi);
     read_mpi(scratch.file("mpi"), samples);
@@ -160,16 +200,78 @@ std::string json_of(const Samples& samples, const Settings& settings) {
   for (const auto& [name, by_size] : samples) {
     for (const auto& [bytes, times] : by_size) {
       const Summary s = summarize(times);
-      document["rows"].push_back({{"contender", name},
-                                  {"bytes", bytes},
-                                  {"samples", times.size()},
-                                  {"min_us", s.min},
-                                  {"p50_us", s.p50},
-                                  {"p99_us", s.p99},
-                                  {"max_us", s.max}});
+      nlohmann::json row{
+          {"contender", name},       {"bytes", bytes},
+          {"samples", times.size()}, {"min_us", s.min},
+          {"p50_us", s.p50},         {"p99_us", s.p99},
+          {"max_us", s.max},         {"gb_per_s", static_cast<double>(bytes) / s.p50 / 1e3}};
+      for (const char* other : {"gloo", "mpi"})
+        if (const auto theirs = median_of(samples, other, bytes))
+          row[fmt::format("times_{}", other)] = *theirs / s.p50;
+      if (const auto ceiling = median_of(samples, kCeiling, bytes))
+        row["percent_of_memory"] = 100 * *ceiling / s.p50;
+      document["rows"].push_back(std::move(row));
     }
   }
   return document.dump(1) + "\n";
+}
+
+// ---------------------------------------------------------------- goals
+
+// "private:4K:us:3": of the contender at that size at most so many microseconds; with gloo or mpi
+// at least that many times faster, with memory at least that percentage of its limit.
+struct Goal {
+  std::string text, contender, measure;
+  std::int64_t bytes = 0;
+  double wanted = 0;
+};
+
+Goal goal_of(const std::string& text) {
+  std::vector<std::string> parts;
+  std::stringstream stream(text);
+  for (std::string part; std::getline(stream, part, ':');) parts.push_back(part);
+  const auto one_of = [](const std::string& word, std::initializer_list<const char*> words) {
+    return std::find(words.begin(), words.end(), word) != words.end();
+  };
+  char* end = nullptr;
+  Goal goal;
+  goal.text = text;
+  if (parts.size() == 4) goal.wanted = std::strtod(parts[3].c_str(), &end);
+  if (end == nullptr || *end != '\0' || goal.wanted <= 0 ||
+      !one_of(parts[0], {"private", "symmetric"}) ||
+      !one_of(parts[2], {"us", "gloo", "mpi", "memory"}))
+    throw UsageError("bench",
+                     "--require '{}': write private or symmetric, a size, one of us, gloo, mpi and "
+                     "memory, and a number, as in private:4K:us:3.",
+                     text);
+  goal.contender = "shm " + parts[0];
+  goal.bytes = parse_sizes(parts[1]).front();
+  goal.measure = parts[2];
+  return goal;
+}
+
+std::vector<Goal> goals_of(const std::string& text) {
+  std::vector<Goal> goals;
+  std::stringstream stream(text);
+  for (std::string word; std::getline(stream, word, ',');) goals.push_back(goal_of(word));
+  return goals;
+}
+
+int judge(const std::vector<Goal>& wanted, const Samples& samples) {
+  Goals goals("allreduce");
+  for (const Goal& goal : wanted) {
+    const std::string other = goal.measure == "memory" ? kCeiling : goal.measure;
+    const auto own = median_of(samples, goal.contender, goal.bytes);
+    const auto theirs = goal.measure == "us" ? own : median_of(samples, other, goal.bytes);
+    if (!own || !theirs)
+      throw UsageError(
+          "bench", "--require '{}': that was not measured. See --backends and --sizes.", goal.text);
+    if (goal.measure == "us")
+      goals.at_most(goal.text, *own, goal.wanted);
+    else
+      goals.at_least(goal.text, *theirs / *own * (goal.measure == "memory" ? 100 : 1), goal.wanted);
+  }
+  return goals.exit_code();
 }
 
 std::string svg_of(const Samples& samples, const Settings& settings) {
@@ -208,16 +310,23 @@ int allreduce_main(int argc, char** argv) {
                  "fewer of them")
       ->check(CLI::Range(1.0, 3600.0))
       ->capture_default_str();
+  std::string require;
+  app.add_option(
+      "--require", require,
+      "private|symmetric:SIZE:us|gloo|mpi|memory:NUMBER, with commas: fail when it takes "
+      "more microseconds, or is less than that many times faster than a peer, or reaches "
+      "less than that percentage of the memory's limit");
   app.add_option("--csv", settings.csv, "also write the table to this file");
   app.add_option("--json", settings.json, "also write the figures to this file");
   app.add_option("--svg", settings.svg, "also draw time and bandwidth over size");
   if (const auto code = parse_words(app, argc, argv)) return *code;
   parse_sizes(settings.sizes);
+  const auto wanted = goals_of(require);
   const Samples samples = collect(settings);
   publish(table_of(samples, settings), settings.csv);
   if (!settings.json.empty()) write_file_atomically(settings.json, json_of(samples, settings));
   if (!settings.svg.empty()) write_file_atomically(settings.svg, svg_of(samples, settings));
-  return 0;
+  return judge(wanted, samples);
 }
 
 }  // namespace lockstep::bench

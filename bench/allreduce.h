@@ -24,6 +24,9 @@ inline constexpr int kLeastRepetitions = 5;
 // From this size on ranks meet before each operation; smaller ones keep each other in step.
 inline constexpr std::int64_t kMeetFirstBytes = 65536;
 
+// Up to this size a contender is measured several times before it is another's turn.
+inline constexpr std::int64_t kRunsUpToBytes = 1 << 20;
+
 // The contender under which ranks tell the memory's own limit for the same traffic.
 inline constexpr const char* kCeiling = "ceiling";
 

@@ -102,8 +102,10 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
     measure(contender, own, bytes);
     verify(contender);
   }
-  // Small operations are timed in runs of the same contender: a switch would cost more than they.
-  const int run = bytes < kMeetFirstBytes ? 50 : 1;
+  // Small operations are timed in runs of the same contender, as those of a peer in a job of its
+  // own are: what a switch leaves behind (gloo's threads are still awake) would cost more than
+  // they.
+  const int run = bytes < kMeetFirstBytes ? 50 : bytes <= kRunsUpToBytes ? 20 : 1;
   const auto turn = [&] {
     const auto began = Clock::now();
     for (auto& contender : contenders) {

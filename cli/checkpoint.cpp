@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "cli/commands.h"
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/io/file.h"
@@ -33,7 +34,8 @@ constexpr const char* kHelp =
     "verify  reads every byte against the manifest: 0 when all is whole, 1 with what is wrong. A\n"
     "        folder of checkpoints (an output_dir) stands for all of them\n"
     "show    step, position in the data, files, and with --tensors every tensor\n"
-    "diff    tensors that differ, and by how much at most: 0 when none does, 1 otherwise\n"
+    "diff    tensors that differ, and by how much at most; what else differs of how far the runs\n"
+    "        are, their logs apart: 0 when nothing does, 1 otherwise\n"
     "import  an archive that C++'s torch::save wrote becomes a folder of safetensors\n";
 
 std::vector<std::string> folders_of(const std::string& path) {
@@ -186,12 +188,58 @@ int diff_set(const Words& words, const std::string& stem) {
   return differing;
 }
 
+// Where a run lies is not how far it is.
+Node comparable(const std::string& key, const Node& value) {
+  if (key != "best_model_checkpoint" || !value.is(NodeKind::kString)) return value;
+  return text_node(fs::path(value.text).filename().string());
+}
+
+int diff_members(const Words& words, const std::string& stem) {
+  constexpr DocumentLimits kLimits{.bytes = 256u << 20, .depth = 32, .nodes = 50'000'000};
+  std::vector<Node> roots;
+  for (const std::string& folder : words) {
+    const std::string path = folder + "/" + stem + ".json";
+    Node root;
+    if (fs::exists(path)) {
+      root = parse_json(read_file(path, kLimits.bytes), path, kLimits);
+      as_map(root, stem);
+    }
+    roots.push_back(std::move(root));
+  }
+  if (roots[0].is(NodeKind::kNull) != roots[1].is(NodeKind::kNull)) {
+    fmt::print("{}: only in {}\n", stem, words[roots[0].is(NodeKind::kNull) ? 1 : 0]);
+    return 1;
+  }
+  int differing = 0;
+  for (const Entry& entry : roots[0].entries) {
+    if (entry.key == "log_history") continue;  // it has times and speeds in it
+    const Entry* other = roots[1].find(entry.key);
+    if (other != nullptr &&
+        same_value(comparable(entry.key, entry.value), comparable(entry.key, other->value)))
+      continue;
+    ++differing;
+    if (other == nullptr)
+      fmt::print("{}: {} only in {}\n", stem, entry.key, words[0]);
+    else
+      fmt::print("{}: {} {} and {}\n", stem, entry.key, to_json(entry.value),
+                 to_json(other->value));
+  }
+  for (const Entry& entry : roots[1].entries) {
+    if (roots[0].find(entry.key) != nullptr || entry.key == "log_history") continue;
+    fmt::print("{}: {} only in {}\n", stem, entry.key, words[1]);
+    ++differing;
+  }
+  return differing;
+}
+
 int diff(const Words& words) {
   if (words.size() != 2) throw UsageError("checkpoint", "diff needs two folders.");
   Words folders;
   for (const std::string& word : words) folders.push_back(folders_of(word).front());
   int differing = 0;
   for (const char* stem : {"model", "optimizer", "rng_state"}) differing += diff_set(folders, stem);
+  for (const char* stem : {"trainer_state", "sampler", "scheduler", "scaler"})
+    differing += diff_members(folders, stem);
   return differing == 0 ? 0 : 1;
 }
 

@@ -31,6 +31,16 @@ function(lockstep_common target)
   endif()
 endfunction()
 
+# What a source that uses torch costs is mostly torch: its pending templates (6 s of a compiler, also
+# with the precompiled header) and its inline functions. Six sources in one file take 24 s where they
+# took 79 one by one. So names in unnamed namespaces must be unique within a layer; -DLOCKSTEP_UNITY=OFF
+# compiles them one by one.
+function(lockstep_compile_together target)
+  if(LOCKSTEP_UNITY)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)
+  endif()
+endfunction()
+
 function(lockstep_layer name)
   cmake_parse_arguments(ARG "TORCH" "" "SOURCES;DEPENDS;LINK" ${ARGN})
   add_library(lockstep_${name} STATIC ${ARG_SOURCES})
@@ -47,6 +57,7 @@ function(lockstep_layer name)
   if(ARG_TORCH)
     target_link_libraries(lockstep_${name} PUBLIC lockstep_torch)
     lockstep_use_pch(lockstep_${name})
+    lockstep_compile_together(lockstep_${name})
   endif()
   set_property(GLOBAL APPEND PROPERTY LOCKSTEP_LAYERS lockstep_${name})
 endfunction()
@@ -92,6 +103,10 @@ function(lockstep_test name)
   endif()
   lockstep_program(${name} ${torch} OUTPUT_DIR bin/tests SOURCES ${ARG_SOURCES}
     DEPENDS ${ARG_DEPENDS} LINK ${ARG_LINK} GTest::gtest_main GTest::gmock)
+  if(ARG_TORCH)
+    # A quarter of the compiler's time less; what they test is compiled as always.
+    target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
+  endif()
   add_test(NAME ${name} COMMAND ${name})
   lockstep_test_properties(${name} TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})
 endfunction()

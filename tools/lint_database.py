@@ -9,6 +9,7 @@ Prints those of the given files that the build compiles, one per line.
 import json
 import os
 import pathlib
+import re
 import shlex
 import sys
 
@@ -28,9 +29,19 @@ def cleaned(words):
     return kept
 
 
+def singles(entry):
+    """The sources that a file of several (CMake's unity build) includes, each as if by itself."""
+    if "/Unity/" not in entry["file"]:
+        return [entry]
+    included = re.findall(r'^#include "(.*)"$', pathlib.Path(entry["file"]).read_text(), re.M)
+    return [{**entry, "file": source, "command": entry["command"].replace(entry["file"], source)}
+            for source in included]
+
+
 def main():
     build = pathlib.Path(sys.argv[1])
     entries = json.loads((build / "compile_commands.json").read_text())
+    entries = [single for entry in entries for single in singles(entry)]
     for entry in entries:
         entry["command"] = shlex.join(cleaned(shlex.split(entry["command"])))
     (build / "lint").mkdir(exist_ok=True)

@@ -37,7 +37,7 @@ namespace {
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using detail::Hello;
 
-constexpr const char* kComponent = "world";
+constexpr const char* kWorld = "world";
 constexpr std::chrono::seconds kProgressInterval{10};
 
 // ---------------------------------------------------------------- who this is
@@ -213,7 +213,7 @@ class Startup {
     while (!ready()) {
       if (cancelled_ || deadline.expired()) return false;
       if (identity_.rank == 0 && Deadline::Clock::now() >= next_line) {
-        log::info(kComponent, "waiting for {} (of {}), {} s of {} s", detail::name_ranks(absent),
+        log::info(kWorld, "waiting for {} (of {}), {} s of {} s", detail::name_ranks(absent),
                   identity_.size, deadline.elapsed().count() / 1000,
                   deadline.total().count() / 1000);
         next_line += kProgressInterval;
@@ -285,9 +285,9 @@ void check_start(const StorePtr& store, Identity& identity, const WorldOptions& 
     throw;
   }
   if (verdict.kind == Verdict::Kind::kProblem)
-    throw UsageError(kComponent, "start-up check: {}", verdict.text);
+    throw UsageError(kWorld, "start-up check: {}", verdict.text);
   if (verdict.kind == Verdict::Kind::kTimeout) {
-    throw TimeoutError(kComponent, fmt::format("rank {}: {}", identity.rank, verdict.text),
+    throw TimeoutError(kWorld, fmt::format("rank {}: {}", identity.rank, verdict.text),
                        {identity.rank, -1, "start-up", 0, options.startup_timeout});
   }
   if (verdict.text.empty()) return;
@@ -363,7 +363,7 @@ BackendPtr connect_host(const StorePtr& store, detail::WorldImpl& impl,
     if (auto shm = connect_shm(store, impl.identity, impl.options, &impl.why_not_shm)) return shm;
     if (!choice.automatic) {
       wait_until_all_know(store, impl.identity.size);
-      throw UsageError(kComponent, "backend shm was asked for, but {} Use backend gloo there.",
+      throw UsageError(kWorld, "backend shm was asked for, but {} Use backend gloo there.",
                        impl.why_not_shm);
     }
   }
@@ -416,7 +416,8 @@ void throw_if_doomed(const std::string& what) {
     throw CommError("world", fmt::format("{} was given up: {}.", what, failure->text()));
 }
 
-World connect_child(WorldImpl& parent, const Identity& identity, const std::string& prefix) {
+World connect_child(WorldImpl& parent, Identity identity, const std::string& prefix) {
+  identity.part = true;
   if (identity.size == 1) return single(identity, parent.options, parent.device);
   // Of a world of several hosts, a part may be on one.
   const Backend& likewise = parent.accelerator ? *parent.accelerator : *parent.host;
@@ -432,7 +433,7 @@ World connect_child(WorldImpl& parent, const Identity& identity, const std::stri
 
 World connect(StorePtr store, Identity identity, const WorldOptions& options) {
   if (identity.size < 1 || identity.rank < 0 || identity.rank >= identity.size) {
-    throw UsageError(kComponent, "rank {} does not exist in a world of {}.", identity.rank,
+    throw UsageError(kWorld, "rank {} does not exist in a world of {}.", identity.rank,
                      identity.size);
   }
   if (identity.size == 1) {
@@ -442,7 +443,7 @@ World connect(StorePtr store, Identity identity, const WorldOptions& options) {
   }
   if (identity.local_size > 0 && identity.local_rank >= identity.local_size) {
     throw UsageError(
-        kComponent,
+        kWorld,
         "rank {}: local rank {} does not exist among {} local ranks. Local ranks count "
         "from 0 on every host.",
         identity.rank, identity.local_rank, identity.local_size);
@@ -522,23 +523,22 @@ StorePtr open_store(RankEnv env, std::chrono::milliseconds startup_timeout) {
     } catch (const std::exception& e) {
       trouble = std::string(e.what()).substr(0, std::string(e.what()).find('\n'));
       if (hosts) {
-        throw CommError(kComponent,
-                        fmt::format("rank 0 cannot open the store at {}:{} ({}). Another "
-                                    "program may use the port; choose another "
-                                    "MASTER_PORT or let the launcher choose.",
-                                    env.master_addr, env.master_port, trouble));
+        throw CommError(kWorld, fmt::format("rank 0 cannot open the store at {}:{} ({}). Another "
+                                            "program may use the port; choose another "
+                                            "MASTER_PORT or let the launcher choose.",
+                                            env.master_addr, env.master_port, trouble));
       }
     }
     if (deadline.expired()) {
       throw TimeoutError(
-          kComponent,
+          kWorld,
           fmt::format("rank {}: no store at {}:{} within {} s ({}). Rank 0 failed to "
                       "start, or MASTER_ADDR and MASTER_PORT are not its own.",
                       env.rank, env.master_addr, env.master_port, deadline.total().count() / 1000.0,
                       trouble),
           {env.rank, 0, "start-up", 0, deadline.elapsed()});
     }
-    log::warning(kComponent, "waiting for rank 0 at {}:{}, {} s of {} s", env.master_addr,
+    log::warning(kWorld, "waiting for rank 0 at {}:{}, {} s of {} s", env.master_addr,
                  env.master_port, deadline.elapsed().count() / 1000,
                  deadline.total().count() / 1000);
   }
@@ -561,7 +561,7 @@ std::atomic<int> worlds_made{0};
 // What was chosen and why, in one line.
 World explained(World world, const RankEnv& env, const detail::DeviceChoice& choice) {
   const std::string& why_not_shm = detail::Access::impl(world)->why_not_shm;
-  log::info(kComponent, "{} rank{} ({}), device {}, backend {}: {}{}", env.world_size,
+  log::info(kWorld, "{} rank{} ({}), device {}, backend {}: {}{}", env.world_size,
             env.world_size == 1 ? "" : "s", env.source, choice.device.str(), world.backend(),
             choice.reason, why_not_shm.empty() ? "" : "; not shm, because " + why_not_shm);
   return world;

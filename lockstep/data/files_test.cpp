@@ -123,9 +123,23 @@ TEST(TokenFile, FilesOfASplitAreFoundInOrder) {
               ElementsAre(dir / "x_train_000001.bin", dir / "x_train_000002.bin"));
   EXPECT_EQ(token_files(dir.path(), "").size(), 3u);
   EXPECT_THAT(message_of<UsageError>([&] { token_files(dir.path(), "test"); }),
-              HasSubstr("has no file whose name ends in .bin and contains 'test'"));
+              HasSubstr("has no file whose name ends in .bin and has 'test' as a part"));
   EXPECT_THAT(message_of<UsageError>([&] { token_files(dir / "none", ""); }),
               HasSubstr("cannot be listed"));
+}
+
+// The names that `data tokenize --name pretrain --val-tokens N` writes, and their like.
+TEST(TokenFile, ASplitIsAWholePartOfTheName) {
+  const TemporaryDirectory dir;
+  for (const char* name :
+       {"pretrain_val_000000.bin", "pretrain_train_000001.bin", "train_val_0.bin",
+        "val-train-1.bin", "interval_train_000001.bin", "train0.bin"})
+    put(dir / name, "");
+  EXPECT_THAT(token_files(dir.path(), "train"),
+              ElementsAre(dir / "interval_train_000001.bin", dir / "pretrain_train_000001.bin",
+                          dir / "train0.bin", dir / "val-train-1.bin"));
+  EXPECT_THAT(token_files(dir.path(), "val"),
+              ElementsAre(dir / "pretrain_val_000000.bin", dir / "train_val_0.bin"));
 }
 
 TEST(ByteTokenizer, BringsBackAnyBytes) {

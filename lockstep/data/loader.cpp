@@ -222,8 +222,9 @@ std::uint64_t LoaderImpl::open(std::int64_t epoch) {
   handed_out_ = 0;
 
   auto round = std::make_shared<Round>();
-  round->indices =
-      share_of(sampler_->order(epoch), start_cursor_, {seat_.rank, seat_.ranks, tail(options_)});
+  const std::vector<std::int64_t> order = sampler_->order(epoch);
+  state_.order = order_checksum(order);
+  round->indices = share_of(order, start_cursor_, {seat_.rank, seat_.ranks, tail(options_)});
   round->key = {options_.seed, epoch};
   round->batch_size = options_.batch_size;
   round->batches = batches(start_cursor_, seat_.rank);
@@ -322,6 +323,12 @@ void LoaderImpl::close(std::uint64_t ticket) noexcept {
 
 void LoaderImpl::load_state(const SamplerState& state) {
   check_state(state, sampler_->size(), options_.seed);
+  if (state.order != 0 && state.order != order_sum(state.epoch))
+    throw UsageError("sampler",
+                     "the state was saved in another order of epoch {}'s samples: some would come "
+                     "twice and others never. Give the sampler the seed, weights and sizes that it "
+                     "had.",
+                     state.epoch);
   close(ticket_);
   ++ticket_;  // a loop that is under way must not go on
   state_ = state;
@@ -333,11 +340,14 @@ namespace {
 
 std::string description(const LoaderImpl& impl) {
   const LoaderOptions& o = impl.options();
+  // A sampler of the caller's has a seed of its own, and whatever else: its order says it all.
+  const std::string sampler =
+      o.sampler ? fmt::format(", a sampler with the order {:016x}", impl.order_sum(0)) : "";
   return fmt::format(
       "{} samples, {} in an epoch's order, batch_size {}, seed {}, shuffle {}, drop_last {}, "
-      "evaluation {}",
+      "evaluation {}{}",
       impl.dataset_size(), impl.state().size, o.batch_size, o.seed, o.shuffle, o.drop_last,
-      o.evaluation);
+      o.evaluation, sampler);
 }
 
 // A rank that throws may end at once, and its end must not reach the others before its words have.
@@ -350,8 +360,8 @@ void wait_until_all_know(World& world) {
 }
 
 // Ranks with different sizes would make different numbers of steps, and the last would hang.
-void check_ranks(World& world, const LoaderImpl& impl) {
-  const std::vector<std::string> all = world.all_gather(description(impl));
+void check_ranks(World& world, const std::string& mine) {
+  const std::vector<std::string> all = world.all_gather(mine);
   for (std::size_t rank = 1; rank < all.size(); ++rank)
     if (all[rank] != all[0]) {
       wait_until_all_know(world);
@@ -436,14 +446,16 @@ Loader loader(DatasetPtr dataset, World world, LoaderOptions options) {
   const detail::Seat seat{world.rank(), world.size(), options.device.value_or(world.device())};
   // A rank whose options are refused must not leave the others waiting for it.
   std::shared_ptr<detail::LoaderImpl> impl;
+  std::string mine;
   const bool check = options.check_ranks && world.size() > 1;
   try {
     impl = std::make_shared<detail::LoaderImpl>(std::move(dataset), seat, std::move(options));
+    if (check) mine = detail::description(*impl);
   } catch (const std::exception& error) {
     if (check) detail::tell_refusal(world, error.what());
     throw;
   }
-  if (check) detail::check_ranks(world, *impl);
+  if (check) detail::check_ranks(world, mine);
   return Loader(std::move(impl));
 }
 

@@ -108,7 +108,7 @@ class Loader {
   // After the last batch of an epoch the cursor is at the order's end, and epoch(e) is empty.
   SamplerState state() const;
   // At any world size and batch size. The next epoch() must be the state's. Throws UsageError when
-  // seed or size do not fit.
+  // seed, size or the epoch's order do not fit.
   void load_state(const SamplerState& state);
 
   LoaderTiming timing() const;

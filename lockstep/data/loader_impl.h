@@ -63,6 +63,9 @@ class LoaderImpl {
   const Seat& seat() const { return seat_; }
   std::int64_t dataset_size() const { return dataset_->size(); }
 
+  std::int64_t order_sum(std::int64_t epoch) const {
+    return order_checksum(sampler_->order(epoch));
+  }
   const SamplerState& state() const { return state_; }
   void load_state(const SamplerState& state);
   const LoaderTiming& timing() const { return timing_; }

@@ -145,7 +145,9 @@ TEST(Loader, TheStateIsThatOfTheLastBatchHandedOutThoughWorkersAreAhead) {
   Loader whole = one_of(dataset, 0, 2, options);
   const auto all = epoch_of(whole, 6);
   ASSERT_EQ(all.size(), 10u);
-  EXPECT_EQ(whole.state(), (SamplerState{.epoch = 6, .cursor = 40, .seed = 4, .size = 40}));
+  const std::int64_t order = order_checksum(RandomSampler(40, 4).order(6));
+  EXPECT_EQ(whole.state(),
+            (SamplerState{.epoch = 6, .cursor = 40, .seed = 4, .size = 40, .order = order}));
   for (std::size_t used = 0; used <= 10; ++used) {
     Loader first = one_of(dataset, 0, 2, options);
     std::size_t count = 0;
@@ -503,6 +505,54 @@ TEST(Loader, RanksThatDifferAreToldBeforeTheFirstStep) {
       2, [](World& world) { loader(numbers(10), world, {.batch_size = world.rank()}); });
   EXPECT_THAT(refused[0], HasSubstr("batch_size is 0"));
   EXPECT_THAT(refused[1], HasSubstr("Rank 0: refused: [loader] batch_size is 0"));
+}
+
+SamplerPtr weighted(std::uint64_t seed) {
+  return std::make_shared<WeightedSampler>(std::vector<double>(10, 1.0),
+                                           WeightedSamplerOptions{.seed = seed});
+}
+
+// The loader's own seed is equal: what differs is the sampler's.
+TEST(Loader, SamplersThatDifferBetweenRanksAreTold) {
+  const auto errors = testing::run_threads_collecting(2, [](World& world) {
+    const auto seed = 42 + static_cast<std::uint64_t>(world.rank());
+    loader(numbers(10), world, {.batch_size = 2, .sampler = weighted(seed)});
+  });
+  for (const std::string& error : errors)
+    EXPECT_THAT(error,
+                AllOf(HasSubstr("[loader] ranks differ"), HasSubstr("a sampler with the order")));
+  testing::run_threads(2, [](World& world) {
+    loader(numbers(10), world, {.batch_size = 2, .sampler = weighted(42)});
+  });
+  // One whose order cannot be made does not leave the other waiting.
+  struct Broken : Sampler {
+    std::int64_t size() const override { return 10; }
+    List order(std::int64_t) const override { throw std::runtime_error("no order today"); }
+  };
+  const auto broken = testing::run_threads_collecting(2, [](World& world) {
+    const SamplerPtr mine = world.rank() == 0 ? weighted(1) : std::make_shared<Broken>();
+    loader(numbers(10), world, {.batch_size = 2, .sampler = mine});
+  });
+  EXPECT_THAT(broken[0], HasSubstr("Rank 1: refused: no order today"));
+  EXPECT_THAT(broken[1], HasSubstr("no order today"));
+}
+
+TEST(Loader, AStateOfAnotherOrderIsRefused) {
+  const auto made = [](SamplerPtr sampler) {
+    return one_of(numbers(10), 0, 1, {.batch_size = 2, .sampler = std::move(sampler)});
+  };
+  Loader first = made(weighted(3));
+  const auto all = epoch_of(first, 1);
+  SamplerState state = first.state();
+  state.cursor = 4;
+  Loader same = made(weighted(3));
+  same.load_state(state);
+  EXPECT_EQ(epoch_of(same, 1), (std::vector<List>(all.begin() + 2, all.end())));
+  for (const SamplerPtr& other : {weighted(4), SamplerPtr(std::make_shared<RandomSampler>(10, 3))})
+    EXPECT_THAT(message_of<UsageError>([&] { made(other).load_state(state); }),
+                HasSubstr("[sampler] the state was saved in another order of epoch 1's samples"));
+  state.order = 0;  // an older state does not know it
+  made(weighted(4)).load_state(state);
 }
 
 TEST(Loader, RanksOfAWorldShareTheSamples) {

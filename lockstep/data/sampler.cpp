@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <span>
 
 #include "lockstep/core/error.h"
+#include "lockstep/io/checksum.h"
 
 namespace lockstep::data {
 namespace {
@@ -142,6 +144,12 @@ std::vector<std::int64_t> share_of(const std::vector<std::int64_t>& order, std::
   return mine;
 }
 
+std::int64_t order_checksum(const std::vector<std::int64_t>& order) {
+  // 63 bits: what is saved as an integer stays one.
+  const auto sum = static_cast<std::int64_t>(io::checksum64(std::as_bytes(std::span(order))) >> 1);
+  return std::max<std::int64_t>(1, sum);
+}
+
 void check_state(const SamplerState& state, std::int64_t size, std::uint64_t seed) {
   if (state.seed != seed)
     throw UsageError("sampler",
@@ -197,6 +205,7 @@ void DistributedSampler::load_state(const SamplerState& state) {
   check_state(state, order_->size(), options_.seed);
   state_ = state;
   state_.size = order_->size();
+  state_.order = 0;  // a loader's affair: here size and seed say it all
 }
 
 EvalSampler::EvalSampler(std::int64_t size, int num_replicas, int rank)

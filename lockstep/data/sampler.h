@@ -25,7 +25,8 @@ struct SamplerState {
   std::int64_t epoch = 0;
   std::int64_t cursor = 0;  // samples of this epoch's order that were used, over all ranks
   std::uint64_t seed = 0;
-  std::int64_t size = 0;  // of the order; 0 in a state that nobody has filled in: not checked
+  std::int64_t size = 0;   // of the order; 0 in a state that nobody has filled in: not checked
+  std::int64_t order = 0;  // order_checksum() of the epoch's order; 0: not known, not checked
 
   bool operator==(const SamplerState&) const = default;
 };
@@ -114,6 +115,9 @@ struct Share {
 std::int64_t share_size(std::int64_t size, std::int64_t cursor, const Share& share);
 std::vector<std::int64_t> share_of(const std::vector<std::int64_t>& order, std::int64_t cursor,
                                    const Share& share);
+
+// Tells two orders apart: a sampler's seed, weights and sizes are in it. Above 0.
+std::int64_t order_checksum(const std::vector<std::int64_t>& order);
 
 // UsageError when `state` was not saved by a run over the same order: seed, size, cursor.
 void check_state(const SamplerState& state, std::int64_t size, std::uint64_t seed);

@@ -200,6 +200,30 @@ std::uint32_t TokenFile::largest_token() const {
                                   : largest<std::uint32_t>(from, layout_.count);
 }
 
+namespace {
+
+// The last part of a name that is a split decides: pretrain_val_000000.bin is for validation, and
+// so is train_val_000000.bin, which `data tokenize --name train` writes.
+bool is_of_split(std::string_view file, std::string_view split) {
+  if (split.empty()) return true;
+  constexpr std::string_view kSplits[] = {"train", "val", "valid", "validation", "test"};
+  bool found = false;
+  while (!file.empty()) {
+    const std::size_t end = std::min(file.find_first_of("_-."), file.size());
+    const std::string_view part = file.substr(0, end);
+    file.remove_prefix(std::min(end + 1, file.size()));
+    // train0.bin is a shard of the split, too.
+    const std::string_view word = part.substr(0, part.find_last_not_of("0123456789") + 1);
+    if (part == split || word == split)
+      found = true;
+    else if (std::find(std::begin(kSplits), std::end(kSplits), word) != std::end(kSplits))
+      found = false;
+  }
+  return found;
+}
+
+}  // namespace
+
 std::vector<std::string> token_files(const std::string& folder, const std::string& split) {
   namespace fs = std::filesystem;
   std::error_code error;
@@ -210,14 +234,13 @@ std::vector<std::string> token_files(const std::string& folder, const std::strin
   std::vector<std::string> files;
   for (const fs::directory_entry& entry : entries) {
     const std::string file = entry.path().filename().string();
-    if (file.ends_with(".bin") && file.find(split) != std::string::npos)
-      files.push_back(entry.path().string());
+    if (file.ends_with(".bin") && is_of_split(file, split)) files.push_back(entry.path().string());
   }
   if (files.empty())
     throw UsageError("shards",
                      "{} has no file whose name ends in .bin{}. Make some with 'lockstep data "
                      "tokenize'.",
-                     folder, split.empty() ? "" : fmt::format(" and contains '{}'", split));
+                     folder, split.empty() ? "" : fmt::format(" and has '{}' as a part", split));
   std::sort(files.begin(), files.end());
   return files;
 }

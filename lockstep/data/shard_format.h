@@ -67,7 +67,8 @@ class TokenFile {
 };
 
 // The files of a folder that hold `split` ("train", "val"; empty: all), by name: those that end in
-// .bin and have the split in their name. UsageError for a folder without any.
+// .bin and have the split as a part of their name, between `_`, `-` and `.`; where several parts
+// are splits, the last counts. UsageError for a folder without any.
 std::vector<std::string> token_files(const std::string& folder, const std::string& split);
 
 }  // namespace lockstep::data

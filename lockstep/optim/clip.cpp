@@ -8,6 +8,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/optim/deferred_gradients.h"
+#include "lockstep/optim/to_device.h"
 
 namespace lockstep::optim {
 namespace {
@@ -46,7 +47,7 @@ at::Tensor norm_of(const Groups& groups, const ClipOptions& options, const char*
   std::vector<at::Tensor> norms;
   for (const auto& group : groups)
     for (const auto& norm : at::_foreach_norm(group, options.norm_type))
-      norms.push_back(norm.to(first, /*non_blocking=*/true));
+      norms.push_back(to_device(norm, first));
   // Mixed dtypes: as torch.stack does, into the widest of them.
   at::ScalarType widest = norms[0].scalar_type();
   for (const auto& norm : norms) widest = c10::promoteTypes(widest, norm.scalar_type());
@@ -81,7 +82,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_nor
   // Multiplied also where it is 1: asking whether it is would wait for the device.
   const at::Tensor coefficient = at::clamp_max(max_norm / (total + 1e-6), 1.0);
   for (const auto& group : groups)
-    at::_foreach_mul_(group, coefficient.to(group[0].device(), /*non_blocking=*/true));
+    at::_foreach_mul_(group, to_device(coefficient, group[0].device()));
   return total;
 }
 

@@ -14,7 +14,7 @@
 namespace lockstep::optim {
 namespace {
 
-constexpr const char* kWho = "determinism";
+constexpr const char* kRandomState = "determinism";
 constexpr const char* kWorkspace = "CUBLAS_WORKSPACE_CONFIG";
 
 // Every generator a model may draw from, by its device's name.
@@ -49,7 +49,8 @@ RngState rng_state() {
 
 void set_rng_state(const RngState& state) {
   if (!state.contains("cpu"))
-    throw UsageError(kWho, "the random state has no 'cpu'. It is probably of something else.");
+    throw UsageError(kRandomState,
+                     "the random state has no 'cpu'. It is probably of something else.");
   auto all = generators();
   for (const auto& [name, saved] : state) {
     const auto found = all.find(name);
@@ -58,7 +59,7 @@ void set_rng_state(const RngState& state) {
     try {
       found->second.set_state(saved);
     } catch (const c10::Error& e) {
-      throw UsageError(kWho,
+      throw UsageError(kRandomState,
                        "the random state of {} cannot be used ({}). It was probably saved by "
                        "another version of LibTorch, or damaged. Seed anew instead.",
                        name, e.what_without_backtrace());
@@ -74,7 +75,7 @@ WithSeed::~WithSeed() {
   try {
     set_rng_state(before_);
   } catch (const std::exception& e) {
-    log::warning(kWho, "the random state could not be put back: {}", e.what());
+    log::warning(kRandomState, "the random state could not be put back: {}", e.what());
   }
 }
 

@@ -13,7 +13,7 @@
 namespace lockstep::optim {
 namespace {
 
-constexpr const char* kWho = "Ema";
+constexpr const char* kEma = "Ema";
 constexpr const char* kUpdates = "updates";
 
 at::Tensor start_of(const at::Tensor& live, bool copied) {
@@ -26,7 +26,7 @@ at::Tensor start_of(const at::Tensor& live, bool copied) {
 
 Ema::Ema(const torch::nn::Module& module, const EmaOptions& options) : options_(options) {
   if (!(options_.decay >= 0) || !(options_.decay < 1))
-    throw UsageError(kWho, "decay = {} is no average. It must be from 0 to below 1.",
+    throw UsageError(kEma, "decay = {} is no average. It must be from 0 to below 1.",
                      options_.decay);
   const torch::NoGradGuard no_grad;
   std::unordered_set<at::TensorImpl*> seen;
@@ -47,7 +47,7 @@ Ema::Ema(const torch::nn::Module& module, const EmaOptions& options) : options_(
 void Ema::update() {
   if (swapped_)
     throw UsageError(
-        kWho,
+        kEma,
         "update() was called while the averages are swapped in. They would be averaged "
         "with themselves. End the swap first.");
   const torch::NoGradGuard no_grad;
@@ -80,7 +80,7 @@ void Ema::show_weights() noexcept {
     try {
       entry.live.set_data(entry.aside);
     } catch (const std::exception& e) {
-      log::warning(kWho, "'{}' keeps its average: {}", entry.name, e.what());
+      log::warning(kEma, "'{}' keeps its average: {}", entry.name, e.what());
     }
     entry.aside = at::Tensor();
   }
@@ -88,7 +88,7 @@ void Ema::show_weights() noexcept {
 
 Ema::Swapped::Swapped(Ema& ema) : ema_(ema) {
   if (ema_.swapped_)
-    throw UsageError(kWho, "the averages are already swapped in. End that swap first.");
+    throw UsageError(kEma, "the averages are already swapped in. End that swap first.");
   ema_.swapped_ = true;
   try {
     ema_.show_averages();
@@ -113,13 +113,13 @@ std::map<std::string, at::Tensor> Ema::state_dict() const {
 }
 
 void Ema::load_state_dict(const std::map<std::string, at::Tensor>& state) {
-  if (swapped_) throw UsageError(kWho, "the averages are swapped in. End the swap, then load.");
+  if (swapped_) throw UsageError(kEma, "the averages are swapped in. End the swap, then load.");
   const auto find = [&](const std::string& name, at::IntArrayRef sizes) -> const at::Tensor& {
     const auto found = state.find(name);
     if (found == state.end())
-      throw UsageError(kWho, "the state has no '{}'. It belongs to another model.", name);
+      throw UsageError(kEma, "the state has no '{}'. It belongs to another model.", name);
     if (found->second.sizes() != sizes)
-      throw UsageError(kWho,
+      throw UsageError(kEma,
                        "'{}' has shape [{}] in the state, but the model has [{}]. The state "
                        "belongs to another model.",
                        name, fmt::join(found->second.sizes(), ", "), fmt::join(sizes, ", "));
@@ -133,7 +133,7 @@ void Ema::load_state_dict(const std::map<std::string, at::Tensor>& state) {
   const std::int64_t updates = find(kUpdates, {}).item<std::int64_t>();
   for (const auto& [name, tensor] : state)
     if (!known.contains(name))
-      throw UsageError(kWho, "the state holds '{}', which the model does not have.", name);
+      throw UsageError(kEma, "the state holds '{}', which the model does not have.", name);
   const torch::NoGradGuard no_grad;
   for (auto& entry : entries_) entry.average.copy_(state.at(entry.name));
   updates_ = updates;

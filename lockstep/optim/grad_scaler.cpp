@@ -10,24 +10,26 @@
 #include "lockstep/core/error.h"
 #include "lockstep/optim/deferred_gradients.h"
 #include "lockstep/optim/group.h"
+#include "lockstep/optim/to_device.h"
 
 namespace lockstep::optim {
 namespace {
 
-constexpr const char* kWho = "GradScaler";
+constexpr const char* kScaler = "GradScaler";
 
 void check(const GradScalerOptions& options) {
   if (!(options.init_scale > 0) || !std::isfinite(options.init_scale))
-    throw UsageError(kWho, "init_scale = {} is no scale. Use a positive number, 65536 by default.",
+    throw UsageError(kScaler,
+                     "init_scale = {} is no scale. Use a positive number, 65536 by default.",
                      options.init_scale);
   if (!(options.growth_factor > 1))
-    throw UsageError(kWho, "growth_factor = {} does not grow. It must be above 1.",
+    throw UsageError(kScaler, "growth_factor = {} does not grow. It must be above 1.",
                      options.growth_factor);
   if (!(options.backoff_factor < 1) || !(options.backoff_factor > 0))
-    throw UsageError(kWho, "backoff_factor = {} does not shrink. It must be between 0 and 1.",
+    throw UsageError(kScaler, "backoff_factor = {} does not shrink. It must be between 0 and 1.",
                      options.backoff_factor);
   if (options.growth_interval < 1)
-    throw UsageError(kWho, "growth_interval = {} is no number of steps. It must be at least 1.",
+    throw UsageError(kScaler, "growth_interval = {} is no number of steps. It must be at least 1.",
                      options.growth_interval);
 }
 
@@ -54,7 +56,7 @@ void GradScaler::make_scale(const c10::Device& device) {
 
 void GradScaler::require_scale(const char* call) const {
   if (scale_.defined()) return;
-  throw UsageError(kWho,
+  throw UsageError(kScaler,
                    "{} was called, but no loss was scaled yet. The gradients are probably those of "
                    "the loss itself. Call scaler.scale(loss).backward().",
                    call);
@@ -63,12 +65,12 @@ void GradScaler::require_scale(const char* call) const {
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
   if (!options_.enabled) return loss;
   if (!scale_.defined()) make_scale(loss.device());
-  return loss * scale_.to(loss.device(), /*non_blocking=*/true);
+  return loss * to_device(scale_, loss.device());
 }
 
 // Multiplies the gradients by 1 / scale and returns whether any rank found one that is not finite.
 at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) {
-  refuse_if_deferred(params, kWho);
+  refuse_if_deferred(params, kScaler);
   struct Grads {
     at::Tensor found_inf, inverse;
     std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
@@ -81,7 +83,7 @@ at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) 
     if (!grad.defined()) continue;
     if (grad.scalar_type() == at::kHalf)
       throw UsageError(
-          kWho,
+          kScaler,
           "a parameter of this optimizer has fp16 gradients, which cannot be unscaled "
           "without losing what scaling kept. The model was probably converted to fp16. "
           "Keep its parameters in float32 and use Autocast.");
@@ -89,14 +91,14 @@ at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) 
     Grads& here = devices[grad.device().str()];
     if (!here.found_inf.defined()) {
       here.found_inf = at::zeros({1}, found_inf.options().device(grad.device()));
-      here.inverse = inverse.to(grad.device(), /*non_blocking=*/true);
+      here.inverse = to_device(inverse, grad.device());
     }
     here.by_dtype[grad.scalar_type()].push_back(grad);
   }
   for (auto& [name, here] : devices) {
     for (auto& [dtype, grads] : here.by_dtype)
       at::_amp_foreach_non_finite_check_and_unscale_(grads, here.found_inf, here.inverse);
-    found_inf = at::maximum(found_inf, here.found_inf.to(found_inf.device(), true));
+    found_inf = at::maximum(found_inf, to_device(here.found_inf, found_inf.device()));
   }
   if (world_.size() > 1) world_.all_reduce(found_inf, ReduceOp::kMax).wait();
   return found_inf;
@@ -107,11 +109,11 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   require_scale("unscale_()");
   PerOptimizer& state = optimizers_[&optimizer];
   if (state.stage == Stage::kUnscaled)
-    throw UsageError(kWho,
+    throw UsageError(kScaler,
                      "unscale_() was already called on this optimizer since the last update(). The "
                      "gradients would be divided twice. Call it once per step.");
   if (state.stage == Stage::kStepped)
-    throw UsageError(kWho,
+    throw UsageError(kScaler,
                      "unscale_() was called after step(). The gradients are already unscaled and "
                      "used. Call update() first.");
   const torch::NoGradGuard no_grad;
@@ -126,7 +128,7 @@ void GradScaler::step(torch::optim::Optimizer& optimizer) {
   }
   require_scale("step()");
   if (optimizers_[&optimizer].stage == Stage::kStepped)
-    throw UsageError(kWho,
+    throw UsageError(kScaler,
                      "step() was already called on this optimizer since the last update(). Call "
                      "update() once per step, after all optimizers.");
   if (optimizers_[&optimizer].stage == Stage::kReady) unscale_(optimizer);
@@ -144,7 +146,7 @@ void GradScaler::record_step(const void* optimizer, bool skipped) {
   require_scale("record_step()");
   PerOptimizer& state = optimizers_[optimizer];
   if (state.stage != Stage::kReady)
-    throw UsageError(kWho,
+    throw UsageError(kScaler,
                      "a step of this optimizer was already recorded since the last update(). Call "
                      "update() once per step, after all optimizers.");
   state = {Stage::kStepped, at::full({1}, skipped ? 1.0 : 0.0, scale_.options())};
@@ -156,7 +158,8 @@ void GradScaler::update(std::optional<double> new_scale) {
   const torch::NoGradGuard no_grad;
   if (new_scale) {
     if (!(*new_scale > 0) || !std::isfinite(*new_scale))
-      throw UsageError(kWho, "a new scale of {} is no scale. Use a positive number.", *new_scale);
+      throw UsageError(kScaler, "a new scale of {} is no scale. Use a positive number.",
+                       *new_scale);
     scale_.fill_(*new_scale);
   } else {
     at::Tensor found_inf;
@@ -165,7 +168,7 @@ void GradScaler::update(std::optional<double> new_scale) {
       found_inf = found_inf.defined() ? at::maximum(found_inf, state.found_inf) : state.found_inf;
     }
     if (!found_inf.defined())
-      throw UsageError(kWho,
+      throw UsageError(kScaler,
                        "update() was called, but no gradient was checked since the last one. "
                        "Nothing says whether the scale is too large. Call step() or unscale_() "
                        "before it.");

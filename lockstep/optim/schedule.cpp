@@ -13,7 +13,7 @@
 namespace lockstep::optim {
 namespace {
 
-constexpr const char* kWho = "schedule";
+constexpr const char* kSchedule = "schedule";
 using Factor = std::function<double(std::int64_t)>;
 
 // The options of one schedule, read with a default or required.
@@ -27,7 +27,7 @@ class Kwargs {
       if (std::find(known_.begin(), known_.end(), entry.key) != known_.end()) continue;
       const std::string options_are =
           known_.empty() ? "It has none." : fmt::format("It has {}.", fmt::join(known_, ", "));
-      throw UsageError(kWho, "{} has no option '{}'.{} {} Remove it from lr_scheduler_kwargs.",
+      throw UsageError(kSchedule, "{} has no option '{}'.{} {} Remove it from lr_scheduler_kwargs.",
                        options.name, entry.key, did_you_mean(entry.key, known_), options_are);
     }
   }
@@ -53,7 +53,7 @@ class Kwargs {
   }
   [[noreturn]] void refuse(const char* key, const std::string& value,
                            const std::string& wanted) const {
-    throw UsageError(kWho, "{} = {} of {} cannot be used. It must be {}.", key, value,
+    throw UsageError(kSchedule, "{} = {} of {} cannot be used. It must be {}.", key, value,
                      options_.name, wanted);
   }
 
@@ -118,7 +118,7 @@ Factor cosine_with_min_lr(const ScheduleOptions& options) {
   const Kwargs kwargs(options, {"num_cycles", "min_lr", "min_lr_rate"});
   const auto lowest = kwargs.real("min_lr"), rate = kwargs.real("min_lr_rate");
   if (lowest.has_value() == rate.has_value())
-    throw UsageError(kWho,
+    throw UsageError(kSchedule,
                      "cosine_with_min_lr needs either min_lr or min_lr_rate, and {} given. Set one "
                      "of them in lr_scheduler_kwargs.",
                      rate ? "both are" : "neither is");
@@ -143,7 +143,7 @@ Factor polynomial(const ScheduleOptions& options) {
   const double end = kwargs.real("lr_end").value_or(1e-7);
   const double power = kwargs.real("power").value_or(1.0);
   if (!(options.lr > end))
-    throw UsageError(kWho,
+    throw UsageError(kSchedule,
                      "lr_end = {} of polynomial is not below the learning rate {}. The rate "
                      "falls to lr_end. Set a smaller one in lr_scheduler_kwargs.",
                      end, options.lr);
@@ -174,14 +174,14 @@ Factor warmup_stable_decay(const ScheduleOptions& options) {
   const auto fall = kwargs.word("decay_type", "cosine", shapes);
   const auto decay = kwargs.steps("num_decay_steps");
   if (!decay)
-    throw UsageError(kWho,
+    throw UsageError(kSchedule,
                      "warmup_stable_decay needs num_decay_steps. It says how long the rate falls "
                      "at the end. Set it in lr_scheduler_kwargs.");
   const auto warmup = options.warmup_steps;
   const std::int64_t stable =
       kwargs.steps("num_stable_steps").value_or(options.total_steps - warmup - *decay);
   if (stable < 0)
-    throw UsageError(kWho,
+    throw UsageError(kSchedule,
                      "{} warm-up and {} decay steps are more than the {} steps of the training. "
                      "Nothing is left between them. Lower one of them.",
                      warmup, *decay, options.total_steps);
@@ -225,20 +225,21 @@ constexpr Kind kKinds[] = {
 
 void check(const ScheduleOptions& options, const Kind& kind) {
   if (options.warmup_steps < 0)
-    throw UsageError(kWho, "warmup_steps = {} is negative. Use 0 for no warm-up.",
+    throw UsageError(kSchedule, "warmup_steps = {} is negative. Use 0 for no warm-up.",
                      options.warmup_steps);
   if (!(options.lr > 0) || !std::isfinite(options.lr))
-    throw UsageError(kWho, "the learning rate {} is not a positive number. A schedule scales it.",
+    throw UsageError(kSchedule,
+                     "the learning rate {} is not a positive number. A schedule scales it.",
                      options.lr);
   // Stable and decay steps say how long it is; everything else needs the end.
   const bool told = options.kwargs.find("num_stable_steps") != nullptr;
   if (kind.needs_total && options.total_steps <= 0 && !told)
-    throw UsageError(kWho,
+    throw UsageError(kSchedule,
                      "{} needs total_steps, and it is {}. The schedule ends there. Set max_steps, "
                      "or use constant_with_warmup or inverse_sqrt, which have no end.",
                      options.name, options.total_steps);
   if (kind.needs_total && options.total_steps > 0 && options.warmup_steps > options.total_steps)
-    throw UsageError(kWho,
+    throw UsageError(kSchedule,
                      "{} warm-up steps are more than the {} steps of the training. The learning "
                      "rate would never be reached. Lower warmup_steps.",
                      options.warmup_steps, options.total_steps);
@@ -264,7 +265,7 @@ Schedule make_schedule(const ScheduleOptions& options) {
     schedule.factor_ = kind.make(options);
     return schedule;
   }
-  throw UsageError(kWho, "there is no schedule '{}'.{} There are {}.", options.name,
+  throw UsageError(kSchedule, "there is no schedule '{}'.{} There are {}.", options.name,
                    did_you_mean(options.name, schedule_names()), fmt::join(schedule_names(), ", "));
 }
 

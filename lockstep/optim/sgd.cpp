@@ -14,7 +14,7 @@ namespace lockstep::optim {
 namespace {
 
 constexpr std::string_view kName = SGDOptions::kName;
-using Group = GroupOptions<SGDOptions>;
+using SgdGroup = GroupOptions<SGDOptions>;
 
 // What one call of the kernel takes; it cannot mix first steps with later ones.
 struct Call {
@@ -96,11 +96,11 @@ void SGD::set_state(const at::Tensor& param, State state) {
 }
 
 void SGD::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<SGDState, Group>(archive, *this);
+  torch::optim::serialize<SGDState, SgdGroup>(archive, *this);
 }
 
 void SGD::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<SGDState, Group>(archive, *this);
+  torch::optim::serialize<SGDState, SgdGroup>(archive, *this);
   for (const auto& group : param_groups_) {
     for (const auto& param : group.params()) {
       const auto slot = state_.find(param.unsafeGetTensorImpl());

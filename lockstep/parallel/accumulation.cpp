@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <map>
+#include <string>
 #include <cstdint>
 #include <unordered_set>
 #include <utility>
@@ -140,19 +142,21 @@ struct Accumulation::Impl {
 
   template <typename Factor>
   void scale_gradients(const Factor& factor) {
-    std::vector<at::Tensor> dense;
+    std::map<std::string, std::vector<at::Tensor>> dense;  // by device
     for (const auto& parameter : parameters) {
       at::Tensor grad = parameter.grad();
       if (!grad.defined()) continue;
       if (grad.layout() == at::kStrided) {
-        dense.push_back(grad);
+        dense[grad.device().str()].push_back(grad);
       } else {
-        grad.mul_(factor);
+        grad.mul_(on(factor, grad.device()));
       }
     }
-    if (dense.empty()) return;
-    at::_foreach_mul_(dense, factor);
+    for (auto& [device, grads] : dense) at::_foreach_mul_(grads, on(factor, grads[0].device()));
   }
+
+  static double on(double factor, c10::Device) { return factor; }
+  static at::Tensor on(const at::Tensor& factor, c10::Device device) { return factor.to(device); }
 
   void check(const at::Tensor& loss, const MicroBatch& micro) const {
     if (micro.count < 0)

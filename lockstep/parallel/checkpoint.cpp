@@ -74,6 +74,19 @@ class Restore {
   Surroundings before_;
 };
 
+// Runs a block without the cache of converted weights that autocasting keeps. What the first run
+// converts has no graph and must not be found by somebody who needs one; what the second run
+// converts would stay until after the step, when the weights are others.
+at::Tensor run_uncached(const CheckpointBlock& block, const std::vector<at::Tensor>& inputs) {
+  struct Uncached {
+    const bool before = at::autocast::is_autocast_cache_enabled();
+    Uncached() { at::autocast::set_autocast_cache_enabled(false); }
+    ~Uncached() { at::autocast::set_autocast_cache_enabled(before); }
+  };
+  const Uncached uncached;
+  return block(inputs);
+}
+
 struct Saved : torch::CustomClassHolder {
   CheckpointBlock block;
   Surroundings surroundings;
@@ -89,7 +102,7 @@ class CheckpointFunction : public torch::autograd::Function<CheckpointFunction> 
     saved->surroundings = surroundings_now(list);
     context->saved_data["saved"] = c10::IValue::make_capsule(saved);
     context->save_for_backward(list);
-    at::Tensor output = saved->block(list);
+    at::Tensor output = run_uncached(saved->block, list);
     // An output that is one of the inputs (or a view) must not be taken for it.
     return output.requires_grad() ? output.detach() : output;
   }
@@ -109,7 +122,7 @@ class CheckpointFunction : public torch::autograd::Function<CheckpointFunction> 
       Restore restore(inputs);
       apply_surroundings(saved->surroundings);
       torch::AutoGradMode with_gradient(true);
-      output = saved->block(inputs);
+      output = run_uncached(saved->block, inputs);
     }
     if (output.requires_grad()) {
       parallel::NestedBackward nested;

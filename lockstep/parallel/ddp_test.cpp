@@ -2,11 +2,15 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <torch/torch.h>
 
+#include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
+#include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/checkpoint.h"
 #include "lockstep/parallel/comm_hooks.h"
+#include "lockstep/parallel/crowd.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_ddp.h"
 #include "lockstep/testing/worlds.h"
@@ -339,6 +343,29 @@ TEST(Checkpoint, GivesTheSameBitsAsThePlainBlock) {
   for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(plain[i].equal(checkpointed[i])) << i;
 }
 
+// What autocasting has converted for one step must not be computed with in the next.
+TEST(Checkpoint, UnderAutocastTheNextStepSeesTheNewWeights) {
+  auto run = [](bool checkpointed) {
+    torch::manual_seed(3);
+    Deep net(checkpointed);
+    std::vector<float> losses;
+    for (int step = 0; step < 4; ++step) {
+      at::Tensor loss;
+      {
+        const optim::Autocast autocast(c10::Device(c10::kCPU), at::kBFloat16);
+        loss = net.forward(at::ones({2, 4})).sum();
+      }
+      loss.backward();
+      losses.push_back(loss.item<float>());
+      const torch::NoGradGuard no_grad;
+      for (auto& p : net.parameters()) p.sub_(p.grad(), 0.5);
+      net.zero_grad();
+    }
+    return losses;
+  };
+  EXPECT_EQ(run(true), run(false));
+}
+
 TEST(Checkpoint, WorksUnderEveryDdpOption) {
   for (const bool find_unused : {false, true}) {
     for (const bool static_graph : {false, true}) {
@@ -479,6 +506,27 @@ TEST(Ddp, AnotherOrderTakesNoOtherMemoryAndKeepsGradients) {
       EXPECT_TENSOR_NEAR(net->first->weight.grad(), local * 0.5, 1e-6);
     }
   });
+}
+
+TEST(Ddp, CoresAreCountedOverAllRanks) {
+  const std::vector<int> cores = allowed_cpus();
+  if (cores.size() < 2) GTEST_SKIP() << "one core";
+  run_threads(2, [&](World& world) {
+    const int paid = static_cast<int>(cgroup_quota_cores().value_or(1e6));
+    const auto expected = [&](int count) { return std::max(1, std::min(count, paid)); };
+    EXPECT_EQ(parallel::cores_of_ranks(world), expected(static_cast<int>(cores.size())));
+    // Each rank is a thread, and bound to a core of its own.
+    cpu_set_t before, one;
+    ASSERT_EQ(::sched_getaffinity(0, sizeof before, &before), 0);
+    CPU_ZERO(&one);
+    CPU_SET(cores[static_cast<std::size_t>(world.rank())], &one);
+    ASSERT_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
+    EXPECT_EQ(allowed_cpus().size(), 1u);
+    EXPECT_EQ(parallel::cores_of_ranks(world), expected(2));
+    ASSERT_EQ(::sched_setaffinity(0, sizeof before, &before), 0);
+  });
+  EXPECT_TRUE(parallel::crowded(4, 4, 16));
+  EXPECT_FALSE(parallel::crowded(4, 3, 16));
 }
 
 TEST(Ddp, WithoutOverlapBucketsAreReducedWhenBackwardHasEnded) {

@@ -9,9 +9,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/checkpoint_node.h"
+#include "lockstep/parallel/crowd.h"
 #include "lockstep/parallel/nested_backward.h"
 #include "lockstep/parallel/reducer_impl.h"
 
@@ -126,9 +126,11 @@ std::vector<std::size_t> ReducerImpl::dense_parameters() const {
 // fill the cores would only take turns, and there large buckets are faster than small ones.
 void ReducerImpl::choose_overlap() {
   constexpr std::int64_t kLeastBytes = 4 << 20;
-  const bool crowded = world_.local_size() * at::get_num_threads() >= allowed_cores();
-  overlap_ =
-      options_.overlap ? *options_.overlap : world_.backend() != "shm" || !world_.all(crowded);
+  overlap_ = options_.overlap.value_or(world_.backend() != "shm");
+  if (!options_.overlap && !overlap_) {
+    const int cores = cores_of_ranks(world_);
+    overlap_ = !world_.all(crowded(world_.local_size(), at::get_num_threads(), cores));
+  }
   if (overlap_ || options_.bucket_cap_mb) return;
   limits_.first_cap_bytes = limits_.cap_bytes;
   limits_.min_bytes = kLeastBytes;

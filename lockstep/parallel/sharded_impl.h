@@ -91,8 +91,12 @@ class ShardedImpl {
   void check_prints() const;
   void check_gradients() const;
   StepOutcome take_step(const DeferredStep& how);
+  template <typename Body>
+  void each_setting(const Body& body);
+  std::vector<double> settings();
   void share_settings(int root);
   void agree_that_all_is_well();
+  [[noreturn]] void refuse_different_settings();
   void prepare_gradients();
 
   // sharded_step.cpp

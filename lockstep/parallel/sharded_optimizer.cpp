@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <utility>
 
 #include "lockstep/core/env.h"
@@ -27,26 +28,39 @@ bool is_shared(const std::vector<DeferredBucket>& buckets) {
                      [](const DeferredBucket& bucket) { return !bucket.parts.empty(); });
 }
 
-// Every number of a rule, to be read or set.
+// Every number of a rule with its name, to be read or set.
 template <typename Body>
 void each_number(OptimizerRule& rule, const Body& body) {
   std::visit(
       [&](auto& o) {
-        body(o.lr);
-        body(o.weight_decay);
+        body("lr", o.lr);
+        body("weight_decay", o.weight_decay);
         if constexpr (requires { o.betas; }) {
-          body(o.betas.first);
-          body(o.betas.second);
-          body(o.eps);
+          body("betas.first", o.betas.first);
+          body("betas.second", o.betas.second);
+          body("eps", o.eps);
         } else {
-          body(o.momentum);
-          body(o.dampening);
+          body("momentum", o.momentum);
+          body("dampening", o.dampening);
           double nesterov = o.nesterov ? 1 : 0;
-          body(nesterov);
+          body("nesterov", nesterov);
           o.nesterov = nesterov != 0;
         }
       },
       rule);
+}
+
+std::string bytes_of(const std::vector<double>& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(double)};
+}
+
+// FNV-1a over the numbers' bytes.
+std::int64_t hash_of(const std::vector<double>& numbers) {
+  std::uint64_t hash = 0xcbf29ce484222325;
+  const auto* bytes = reinterpret_cast<const unsigned char*>(numbers.data());
+  for (std::size_t i = 0; i < numbers.size() * sizeof(double); ++i)
+    hash = (hash ^ bytes[i]) * 0x100000001b3;
+  return static_cast<std::int64_t>(hash);
 }
 
 // Between a tensor and its memory, flat: a parameter need not lie row by row (channels_last).
@@ -133,11 +147,14 @@ void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
     }
     return found;
   };
-  std::size_t listed = 0;
+  std::vector<std::string> left_out;
   for (std::size_t b = 0; b < deferred_.buckets.size(); ++b) {
     for (const auto& slot : deferred_.buckets[b].slots) {
       const auto group = group_of(slot.parameter);
-      if (!group) continue;  // trained by nobody: stays as it is
+      if (!group) {
+        left_out.push_back(slot.name);
+        continue;
+      }
       members_.push_back({.name = slot.name,
                           .index = slot.index,
                           .tensor = slot.parameter,
@@ -145,10 +162,9 @@ void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
                           .bucket = b,
                           .offset = slot.offset,
                           .group = *group});
-      ++listed;
     }
   }
-  if (listed == 0)
+  if (members_.empty())
     throw UsageError(kComponent,
                      "none of the given parameters is a trainable, dense parameter of the wrapped "
                      "model. Pass model.parameters().");
@@ -165,6 +181,15 @@ void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
                          fmt::join(tensor.sizes(), ", "));
     }
   }
+  // Backward averages none of the model's gradients from now on: who stepped these otherwise would
+  // do so with this rank's own.
+  if (!left_out.empty())
+    throw UsageError(kComponent,
+                     "{} of the model's trainable parameters {} in no group ('{}'{}), so nobody "
+                     "would average {} gradient. Put all into groups (lr = 0 leaves one as it is), "
+                     "or freeze the others or list them in ignored_parameters before wrapping.",
+                     left_out.size(), left_out.size() == 1 ? "is" : "are", left_out[0],
+                     left_out.size() == 1 ? "" : ", ...", left_out.size() == 1 ? "its" : "their");
 }
 
 // Tensors of one dtype and device travel and are stepped together.
@@ -310,19 +335,36 @@ void ShardedImpl::idle_step() {
   take_step(reducer_->begin_deferred_step(/*has_inputs=*/false));
 }
 
+// Every setting, of the options (group -1) and of each group's rule, in one order on all ranks.
+template <typename Body>
+void ShardedImpl::each_setting(const Body& body) {
+  body("max_grad_norm", -1, options.max_grad_norm);
+  double skip = options.skip_non_finite ? 1 : 0;
+  body("skip_non_finite", -1, skip);
+  options.skip_non_finite = skip != 0;
+  body("loss_scale", -1, options.loss_scale);
+  for (std::size_t group = 0; group < rules.size(); ++group) {
+    each_number(rules[group], [&](const char* name, double& number) {
+      body(name, static_cast<int>(group), number);
+    });
+  }
+}
+
+// Their values, and after them the kinds of the rules.
+std::vector<double> ShardedImpl::settings() {
+  std::vector<double> numbers;
+  each_setting([&](const char*, int, double& number) { numbers.push_back(number); });
+  for (const auto& rule : rules) numbers.push_back(static_cast<double>(rule.index()));
+  return numbers;
+}
+
 // A rank that has run out sets no learning rate any more, but its elements need the others'.
 void ShardedImpl::share_settings(int root) {
-  std::vector<double> numbers{options.max_grad_norm, options.skip_non_finite ? 1.0 : 0.0,
-                              options.loss_scale};
-  for (auto& rule : rules) each_number(rule, [&](double& number) { numbers.push_back(number); });
-  at::Tensor told = at::tensor(numbers, at::kDouble);
+  at::Tensor told = at::tensor(settings(), at::kDouble);
   world_.broadcast(told, root).wait();
   if (!idle_) return;
   const double* next = told.const_data_ptr<double>();
-  options.max_grad_norm = *next++;
-  options.skip_non_finite = *next++ != 0;
-  options.loss_scale = *next++;
-  for (auto& rule : rules) each_number(rule, [&](double& number) { number = *next++; });
+  each_setting([&](const char*, int, double& number) { number = *next++; });
 }
 
 StepOutcome ShardedImpl::take_step(const DeferredStep& how) {
@@ -374,7 +416,9 @@ void ShardedImpl::check_gradients() const {
   }
 }
 
-// What one rank cannot do, none does: a refusal is told to all before anything is changed.
+// What one rank cannot do, none does: a refusal is told to all before anything is changed. So is a
+// setting that differs: each owner would step its elements by another rule, and since all ranks get
+// the result, nothing would ever show it.
 void ShardedImpl::agree_that_all_is_well() {
   std::exception_ptr refusal;
   try {
@@ -386,13 +430,47 @@ void ShardedImpl::agree_that_all_is_well() {
   } catch (const UsageError&) {
     refusal = std::current_exception();
   }
-  const int nobody = world_.size();
-  at::Tensor who = at::full({1}, refusal ? world_.rank() : nobody, at::kInt);
-  if (world_.size() > 1) world_.all_reduce(who, ReduceOp::kMin).wait();
+  const std::int64_t nobody = world_.size();
+  const std::int64_t hash = hash_of(settings());
+  // The least of the complements is the complement of the greatest.
+  at::Tensor told = at::tensor({refusal ? world_.rank() : nobody, hash, ~hash}, at::kLong);
+  if (world_.size() > 1) world_.all_reduce(told, ReduceOp::kMin).wait();
+  const auto* least = told.const_data_ptr<std::int64_t>();
   if (refusal) std::rethrow_exception(refusal);
-  if (who.item<int>() != nobody)
-    throw UsageError(kComponent, "rank {} refused this step. Its own message says why.",
-                     who.item<int>());
+  if (least[0] != nobody)
+    throw UsageError(kComponent, "rank {} refused this step. Its own message says why.", least[0]);
+  if (least[1] != ~least[2]) refuse_different_settings();
+}
+
+void ShardedImpl::refuse_different_settings() {
+  const std::size_t count = settings().size();
+  std::vector<std::vector<double>> all;
+  for (const std::string& bytes : world_.all_gather(bytes_of(settings())))
+    std::memcpy(all.emplace_back(bytes.size() / sizeof(double)).data(), bytes.data(), bytes.size());
+  const auto& first = all[0];
+  const auto other = std::find_if(all.begin(), all.end(), [&](const auto& each) {
+    return bytes_of(each) != bytes_of(first);
+  });
+  LOCKSTEP_ASSERT(other != all.end());
+  std::string what = "has another number of groups or other kinds of rules than rank 0";
+  // The kinds stand at the end.
+  if (other->size() == count && first.size() == count &&
+      std::equal(other->end() - static_cast<std::ptrdiff_t>(rules.size()), other->end(),
+                 first.end() - static_cast<std::ptrdiff_t>(rules.size()))) {
+    std::vector<std::string> names;
+    each_setting([&](const char* name, int group, double&) {
+      names.push_back(group < 0 || rules.size() == 1 ? std::string(name)
+                                                     : fmt::format("{} of group {}", name, group));
+    });
+    for (std::size_t i = names.size(); i-- > 0;)
+      if (bytes_of({(*other)[i]}) != bytes_of({first[i]}))
+        what = fmt::format("has {} = {}, but rank 0 has {}", names[i], (*other)[i], first[i]);
+  }
+  throw UsageError(kComponent,
+                   "rank {} {}. Each rank steps its share of the elements by its own settings, so "
+                   "they must be equal. Perhaps a schedule counts a rank's own batches: let it "
+                   "count steps.",
+                   other - all.begin(), what);
 }
 
 // Which parameters any rank has a gradient for; this rank's gradients lie in their slots.

@@ -42,7 +42,8 @@ namespace lockstep {
 
 using OptimizerRule = std::variant<optim::AdamWOptions, optim::AdamOptions, optim::SGDOptions>;
 
-// Parameters of the wrapped model that are stepped by one rule.
+// Parameters of the wrapped model that are stepped by one rule. Together the groups hold all that
+// are trainable.
 struct ShardedGroup {
   std::vector<at::Tensor> params;
   OptimizerRule rule;
@@ -80,7 +81,8 @@ class ShardedOptimizer {
   ShardedOptimizer(const ShardedOptimizer&) = delete;
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
-  // Parameters that no rank has a gradient for are left as they are, with their state.
+  // Parameters that no rank has a gradient for are left as they are, with their state. Throws
+  // UsageError on all ranks, before anything is changed, when options or rules differ over ranks.
   StepOutcome step();
   void zero_grad();
   // Averages the gradients now, on every rank, for someone who must see them; the next step() does

@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -117,6 +118,7 @@ struct Case {
   double clip = 0;
   int accumulate = 1;
   double loss_scale = 1;
+  at::ScalarType dtype = at::kFloat;
 };
 
 std::vector<Case> cases() {
@@ -131,28 +133,70 @@ std::vector<Case> cases() {
            0.05}};
 }
 
+// Doubles have kernels of their own; half types go through ATen, piece by piece.
+std::vector<Case> cases_of(at::ScalarType dtype) {
+  std::vector<Case> all{{"adamw", optim::AdamWOptions{.lr = 0.01, .weight_decay = 0.1}, 0.05, 2, 64},
+                        {"adam", optim::AdamOptions{.lr = 0.01, .weight_decay = 0.1}},
+                        {"sgd", optim::SGDOptions{.lr = 0.1}, 0, 2},
+                        {"sgd_nesterov", optim::SGDOptions{.lr = 0.1, .momentum = 0.9,
+                                                           .weight_decay = 0.01, .nesterov = true},
+                         0.05}};
+  for (Case& what : all) {
+    what.dtype = dtype;
+    what.name += std::string(" ") + c10::toString(dtype);
+  }
+  return all;
+}
+
+// Square sums of a gradient's blocks.
+void add_block_sums(const at::Tensor& grad, std::vector<double>* sums) {
+  const std::size_t first = sums->size();
+  sums->resize(first + static_cast<std::size_t>(kernels::norm_blocks(grad.numel())));
+  double* const out = sums->data() + first;
+  if (grad.scalar_type() == at::kFloat) {
+    kernels::block_norms(grad.const_data_ptr<float>(), grad.numel(), out);
+  } else if (grad.scalar_type() == at::kDouble) {
+    kernels::block_norms(grad.const_data_ptr<double>(), grad.numel(), out);
+  } else {
+    const at::Tensor squares = grad.reshape({-1}).to(at::kDouble).square();
+    double* next = out;
+    for (const at::Tensor& block : squares.split(kBlock))
+      *next++ = at::constant_pad_nd(block, {0, kBlock - block.numel()}).sum().item<double>();
+  }
+}
+
 // The global norm as its definition says: blocks of each parameter, parameters in order.
 double norm_of(const std::vector<at::Tensor>& parameters) {
   std::vector<double> sums;
-  for (const auto& p : parameters) {
-    const std::size_t first = sums.size();
-    sums.resize(first + static_cast<std::size_t>(kernels::norm_blocks(p.numel())));
-    if (p.grad().defined())
-      kernels::block_norms(p.grad().const_data_ptr<float>(), p.numel(), sums.data() + first);
-  }
+  for (const auto& p : parameters)
+    if (p.grad().defined()) add_block_sums(p.grad(), &sums);
   return std::sqrt(kernels::add_blocks(sums.data(), static_cast<std::int64_t>(sums.size())));
 }
 
-// All-reduced gradients, then the rule on every rank, spelled out with ATen.
+// Over ranks, added in their order. So does shm; gloo has an order of its own from three ranks on.
+void average(World& world, at::Tensor tensor) {
+  if (world.backend() != "gloo") return world.all_reduce(tensor, ReduceOp::kAvg).wait();
+  const bool half = tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+  const auto all = world.all_gather(tensor);
+  at::Tensor sum = all[0].to(half ? at::kFloat : tensor.scalar_type(), false, /*copy=*/true);
+  for (std::size_t rank = 1; rank < all.size(); ++rank) sum.add_(all[rank]);
+  tensor.copy_(sum.div_(world.size()));
+}
+
+// All-reduced gradients, then lockstep::optim's optimizers on every rank.
 class Replicated {
  public:
   Replicated(std::vector<at::Tensor> parameters, const Case& what)
+      : Replicated(parameters, {{parameters, what.rule}}, what) {}
+  // `parameters` in the model's order, which is the norm's.
+  Replicated(std::vector<at::Tensor> parameters, const std::vector<ShardedGroup>& groups,
+             const Case& what)
       : parameters_(std::move(parameters)), what_(what) {
-    for (const auto& p : parameters_) {
-      first_.push_back(at::zeros_like(p));
-      second_.push_back(at::zeros_like(p));
-    }
-    steps_.assign(parameters_.size(), 0);
+    for (const auto& group : groups) optimizers_.push_back(make(group));
+  }
+
+  void set_lr(std::size_t group, double lr) {
+    optimizers_[group]->param_groups()[0].options().set_lr(lr);
   }
 
   void step() {
@@ -164,43 +208,36 @@ class Replicated {
       for (auto& p : parameters_)
         if (p.grad().defined() && coefficient < 1) p.grad().mul_(static_cast<float>(coefficient));
     }
-    for (std::size_t i = 0; i < parameters_.size(); ++i)
-      if (parameters_[i].grad().defined()) step_one(i);
+    for (auto& optimizer : optimizers_) optimizer->step();
   }
 
  private:
-  void step_one(std::size_t i) {
-    const at::Tensor &p = parameters_[i], &g = parameters_[i].grad();
-    const at::Tensor count = at::full({}, ++steps_[i], at::kFloat);
-    if (const auto* w = std::get_if<optim::AdamWOptions>(&what_.rule)) {
-      at::_fused_adamw_({p}, {g}, {first_[i]}, {second_[i]}, {}, {count}, w->lr, w->betas.first,
-                        w->betas.second, w->weight_decay, w->eps, false, false);
-    } else if (const auto* a = std::get_if<optim::AdamOptions>(&what_.rule)) {
-      at::_fused_adam_({p}, {g}, {first_[i]}, {second_[i]}, {}, {count}, a->lr, a->betas.first,
-                       a->betas.second, a->weight_decay, a->eps, false, false);
-    } else {
-      const auto& s = std::get<optim::SGDOptions>(what_.rule);
-      std::vector<at::Tensor> momentum;
-      if (s.momentum != 0) momentum.push_back(first_[i]);
-      at::_fused_sgd_({p}, {g}, momentum, s.weight_decay, s.momentum, s.lr, s.dampening, s.nesterov,
-                      false, steps_[i] == 1);
-    }
+  using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
+  static Optimizer make(const ShardedGroup& group) {
+    if (const auto* w = std::get_if<optim::AdamWOptions>(&group.rule))
+      return std::make_unique<optim::AdamW>(group.params, *w);
+    if (const auto* a = std::get_if<optim::AdamOptions>(&group.rule))
+      return std::make_unique<optim::Adam>(group.params, *a);
+    return std::make_unique<optim::SGD>(group.params, std::get<optim::SGDOptions>(group.rule));
   }
 
-  std::vector<at::Tensor> parameters_, first_, second_;
-  std::vector<double> steps_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<Optimizer> optimizers_;
   Case what_;
 };
 
 void backward_window(const auto& forward, World& world, const Case& what, int step) {
   for (int micro = 0; micro < what.accumulate; ++micro)
-    (forward(batch_of(world.rank(), 10 * step + micro)).square().mean() * what.loss_scale)
+    (forward(batch_of(world.rank(), 10 * step + micro).to(what.dtype)).square().mean() *
+     what.loss_scale)
         .backward();
 }
 
 void expect_equal_to_replicated(World& world, const Case& what) {
   SCOPED_TRACE(what.name);
   Net net = make_net(), plain = make_net();
+  net->to(what.dtype);
+  plain->to(what.dtype);
   DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.02}};
   ShardedOptimizer optimizer{
       model, what.rule, {.max_grad_norm = what.clip, .loss_scale = what.loss_scale}};
@@ -208,8 +245,9 @@ void expect_equal_to_replicated(World& world, const Case& what) {
   for (int step = 0; step < 5; ++step) {
     backward_window([&](const at::Tensor& x) { return model(x); }, world, what, step);
     backward_window([&](const at::Tensor& x) { return plain(x); }, world, what, step);
+    const torch::NoGradGuard no_grad;
     for (auto& p : plain->parameters())
-      if (p.grad().defined()) world.all_reduce(p.grad(), ReduceOp::kAvg).wait();
+      if (p.grad().defined()) average(world, p.grad());
     optimizer.step();
     reference.step();
     optimizer.zero_grad();
@@ -233,10 +271,10 @@ class Sharded : public ::testing::TestWithParam<Place> {
 std::string show(const ::testing::TestParamInfo<Place>& info) {
   return info.param.backend + std::to_string(info.param.size);
 }
-// Gloo sums in an order of its own from three ranks on, so only two are bit-equal there.
 INSTANTIATE_TEST_SUITE_P(Worlds, Sharded,
                          ::testing::Values(Place{"shm", 1}, Place{"shm", 2}, Place{"shm", 3},
-                                           Place{"shm", 4}, Place{"shm", 7}, Place{"gloo", 2}),
+                                           Place{"shm", 4}, Place{"shm", 7}, Place{"gloo", 2},
+                                           Place{"gloo", 3}, Place{"gloo", 4}),
                          show);
 
 TEST_P(Sharded, IsTheReplicatedStepBitForBit) {
@@ -245,26 +283,119 @@ TEST_P(Sharded, IsTheReplicatedStepBitForBit) {
   });
 }
 
-TEST_P(Sharded, GroupsAndLearningRates) {
+TEST_P(Sharded, IsTheReplicatedStepBitForBitInOtherTypes) {
+  run([](World& world) {
+    for (const at::ScalarType dtype : {at::kDouble, at::kHalf, at::kBFloat16})
+      for (const Case& what : cases_of(dtype)) expect_equal_to_replicated(world, what);
+  });
+}
+
+// A model of several types has a norm over all of them, and a finite flag.
+TEST_P(Sharded, TypesMayBeMixed) {
   run([](World& world) {
     Net net = make_net(), plain = make_net();
+    for (Net each : {net, plain}) each->b->to(at::kBFloat16);
+    const Case what{"mixed", optim::SGDOptions{.lr = 0.1, .momentum = 0.9}, 0.05};
     DistributedDataParallel model{net, world};
-    const optim::SGDOptions fast{.lr = 0.2}, slow{.lr = 0.01};
-    ShardedOptimizer optimizer{model, std::vector<ShardedGroup>{{net->a->parameters(), fast},
-                                                                {net->b->parameters(), slow}}};
+    ShardedOptimizer optimizer{model, what.rule,
+                               {.max_grad_norm = what.clip, .skip_non_finite = true}};
+    Replicated reference(plain->parameters(), what);
+    const auto backward = [&](Net& each, int step) {
+      const at::Tensor h = torch::tanh(each->a(batch_of(world.rank(), step)));
+      each->b(h.to(at::kBFloat16)).square().mean().backward();
+    };
     for (int step = 0; step < 3; ++step) {
-      std::get<optim::SGDOptions>(optimizer.rule(1)).lr = 0.01 * (step + 1);
-      model(batch_of(0, step)).square().mean().backward();
-      plain(batch_of(0, step)).square().mean().backward();
-      optimizer.step();
+      backward(net, step);
+      backward(plain, step);
       const torch::NoGradGuard no_grad;
-      for (auto& p : plain->a->parameters()) p.sub_(p.grad() * 0.2f);
-      for (auto& p : plain->b->parameters()) p.sub_(p.grad() * (0.01f * float(step + 1)));
+      for (auto& p : plain->parameters())
+        if (p.grad().defined()) average(world, p.grad());
+      const double norm = norm_of(plain->parameters());
+      const StepOutcome outcome = optimizer.step();
+      EXPECT_FALSE(outcome.skipped);
+      EXPECT_NEAR(outcome.grad_norm, norm, 1e-12 * norm);
+      reference.step();
       optimizer.zero_grad();
       plain->zero_grad();
+      for (std::size_t i = 0; i < net->parameters().size(); ++i)
+        EXPECT_TENSOR_EQ(net->parameters()[i].detach(), plain->parameters()[i].detach());
     }
-    for (std::size_t i = 0; i < net->parameters().size(); ++i)
-      EXPECT_TENSOR_NEAR(net->parameters()[i].detach(), plain->parameters()[i].detach(), 1e-5);
+    if (world.rank() == world.size() - 1) net->b->bias.mutable_grad() = at::full_like(net->b->bias, NAN);
+    EXPECT_TRUE(optimizer.step().skipped);
+    model.verify_replicas();
+  });
+}
+
+// Other backends than shm have no greatest number of ranks.
+TEST(ShardedStep, WithManyRanks) {
+  constexpr int kRanks = 65;
+  rlimit files{};  // every pair of them has a connection, and all live in this process
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &files), 0);
+  if (files.rlim_max < 8192) GTEST_SKIP() << "only " << files.rlim_max << " files may be open";
+  const rlimit more{std::max<rlim_t>(files.rlim_cur, 8192), files.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &more), 0);
+  run_threads(
+      kRanks,
+      [](World& world) {
+        const at::Tensor weight = at::zeros({kBlock * (kRanks + 1)}).requires_grad_();
+        auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"weight", weight}},
+                                                 std::vector<NamedTensor>{}, world);
+        ShardedOptimizer optimizer{
+            reducer, std::vector<ShardedGroup>{{{weight}, optim::SGDOptions{.lr = 1}}}};
+        (weight.sum() * world.rank()).backward();
+        optimizer.step();
+        EXPECT_TENSOR_EQ(weight.detach(), at::full({weight.numel()}, -(kRanks - 1) / 2.0));
+      },
+      "gloo");
+}
+
+// Three kinds of rules, rates that change with every step, windows of two backwards, clipping, and a
+// step that is left out because one rank has a bad gradient.
+TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
+  run([](World& world) {
+    Net net = make_net(), plain = make_net();
+    DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.02}};
+    Case what{"groups", {}, 0.05, 2, 256};
+    const auto groups_of = [](Net& each) {
+      return std::vector<ShardedGroup>{
+          {each->a->parameters(), optim::AdamWOptions{.lr = 0.2, .weight_decay = 0.1}},
+          {each->b->parameters(), optim::SGDOptions{.lr = 0.01, .momentum = 0.9}},
+          {each->spare->parameters(), optim::AdamOptions{.lr = 0.1}}};
+    };
+    ShardedOptimizer optimizer{
+        model, groups_of(net),
+        {.max_grad_norm = what.clip, .skip_non_finite = true, .loss_scale = what.loss_scale}};
+    Replicated reference(plain->parameters(), groups_of(plain), what);
+    for (int step = 0; step < 6; ++step) {
+      const bool bad = step == 2;
+      for (Net* each : {&net, &plain}) {
+        for (int micro = 0; micro < what.accumulate; ++micro) {
+          at::Tensor x = batch_of(world.rank(), 10 * step + micro);
+          if (bad && micro == 0 && world.rank() == world.size() - 1) x[0][0] = INFINITY;
+          // The spare one is used by some ranks in some steps.
+          const bool spare = step >= 3 && world.rank() == 0;
+          const at::Tensor y = each == &net ? model(x, spare) : plain(x, spare);
+          (y.square().mean() * what.loss_scale).backward();
+        }
+      }
+      std::get<optim::AdamWOptions>(optimizer.rule(0)).lr = 0.2 / (step + 1);
+      std::get<optim::SGDOptions>(optimizer.rule(1)).lr = 0.01 * (step + 1);
+      reference.set_lr(0, 0.2 / (step + 1));
+      reference.set_lr(1, 0.01 * (step + 1));
+      const torch::NoGradGuard no_grad;
+      for (auto& p : plain->parameters()) {
+        const bool used = world.any(p.grad().defined());
+        if (used && !p.grad().defined()) p.mutable_grad() = at::zeros_like(p);
+        if (used) average(world, p.grad());
+      }
+      EXPECT_EQ(optimizer.step().skipped, bad);
+      if (!bad) reference.step();
+      optimizer.zero_grad();
+      plain->zero_grad();
+      for (std::size_t i = 0; i < net->parameters().size(); ++i)
+        EXPECT_TENSOR_EQ(net->parameters()[i].detach(), plain->parameters()[i].detach());
+    }
+    model.verify_replicas();
   });
 }
 
@@ -319,6 +450,10 @@ TEST_P(Sharded, GradientsStayLocalUntilTheyAreAskedFor) {
     world.all_reduce(mean, ReduceOp::kAvg).wait();
     EXPECT_TENSOR_EQ(net->b->weight.grad(), local);
     optimizer.reduce_now();
+    if (world.backend() == "gloo") {  // a bucket's order of adding is not that of one gradient
+      EXPECT_TENSOR_NEAR(net->b->weight.grad(), mean, 1e-5);
+      mean = net->b->weight.grad().clone();
+    }
     EXPECT_TENSOR_EQ(net->b->weight.grad(), mean);
     const at::Tensor before = net->b->weight.detach().clone();
     optimizer.step();
@@ -398,6 +533,9 @@ TEST(ShardedRefuses, WhatCannotBeMeant) {
                 HasSubstr("is not among those the model's wrapper keeps equal"));
     EXPECT_THAT(make({{net->parameters(), rule}, {{net->a->weight}, rule}}),
                 HasSubstr("is in groups 0 and 1"));
+    // Another optimizer would step it with this rank's own gradients.
+    EXPECT_THAT(make({{net->a->parameters(), rule}, {net->b->parameters(), rule}}),
+                HasSubstr("2 of the model's trainable parameters are in no group ('spare."));
   });
 }
 
@@ -448,6 +586,49 @@ TEST(ShardedRefuses, OnAllRanksWhatOneCannotDo) {
   });
 }
 
+// Replicas would stay equal, and wrong: every rank steps its share by its own rule.
+TEST(ShardedRefuses, SettingsThatDifferOverRanks) {
+  for (const char* backend : {"shm", "gloo"}) {
+    run_threads(
+        3,
+        [](World& world) {
+          Net net = make_net();
+          DistributedDataParallel model{net, world};
+          const OptimizerRule rule = optim::AdamWOptions{.lr = 0.5};
+          ShardedOptimizer optimizer{model, std::vector<ShardedGroup>{
+                                                {net->a->parameters(), rule},
+                                                {net->b->parameters(), rule},
+                                                {net->spare->parameters(), optim::SGDOptions{}}}};
+          const at::Tensor before = net->a->weight.detach().clone();
+          model(batch_of(world.rank(), 0)).sum().backward();
+          const auto refusal = [&](const std::function<void()>& change,
+                                   const std::function<void()>& undo) {
+            if (world.rank() == 2) change();
+            const std::string text = message_of<UsageError>([&] { optimizer.step(); });
+            EXPECT_TENSOR_EQ(net->a->weight.detach(), before);
+            if (world.rank() == 2) undo();
+            return text;
+          };
+          const auto lr_of_b = [&](double lr) {
+            std::get<optim::AdamWOptions>(optimizer.rule(1)).lr = lr;
+          };
+          EXPECT_THAT(refusal([&] { lr_of_b(0.25); }, [&] { lr_of_b(0.5); }),
+                      HasSubstr("rank 2 has lr of group 1 = 0.25, but rank 0 has 0.5."));
+          EXPECT_THAT(refusal([&] { optimizer.options().loss_scale = 8; },
+                              [&] { optimizer.options().loss_scale = 1; }),
+                      HasSubstr("rank 2 has loss_scale = 8, but rank 0 has 1."));
+          EXPECT_THAT(
+              refusal([&] { optimizer.rule(0) = optim::AdamOptions{.lr = 0.5, .weight_decay = 0.01}; },
+                      [&] { optimizer.rule(0) = rule; }),
+              HasSubstr("rank 2 has another number of groups or other kinds of rules"));
+          optimizer.step();
+          EXPECT_FALSE(at::equal(net->a->weight.detach(), before));
+          model.verify_replicas();
+        },
+        backend);
+  }
+}
+
 TEST(ShardedEnd, GivesTheModelBack) {
   for (const char* backend : {"shm", "gloo"}) {
     run_threads(
@@ -476,19 +657,23 @@ TEST(ShardedStep, TwiceOnTheSameGradientsStepsTwice) {
   run_threads(2, [](World& world) {
     Net net = make_net(), plain = make_net();
     DistributedDataParallel model{net, world};
-    const Case what{"clipped", optim::SGDOptions{.lr = 0.1}, 0.05};
+    const Case what{"clipped", optim::SGDOptions{.lr = 0.1, .momentum = 0.9}, 0.05};
     ShardedOptimizer optimizer{model, what.rule, {.max_grad_norm = what.clip}};
     Replicated reference(plain->parameters(), what);
     model(batch_of(0, 0)).sum().backward();
     plain(batch_of(0, 0)).sum().backward();
-    optimizer.step();
-    optimizer.step();
-    const at::Tensor before = plain->a->weight.detach().clone();
-    const at::Tensor gradient = plain->a->weight.grad().clone();
-    reference.step();
-    const at::Tensor once = plain->a->weight.detach() - before;
-    EXPECT_TENSOR_NEAR(net->a->weight.detach(), before + 2 * once, 1e-6);
-    EXPECT_TENSOR_EQ(net->a->weight.grad(), gradient);
+    std::vector<at::Tensor> gradients;
+    for (auto& p : plain->parameters())
+      gradients.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
+    for (int turn = 0; turn < 2; ++turn) {
+      optimizer.step();
+      for (std::size_t i = 0; i < gradients.size(); ++i)
+        if (gradients[i].defined()) plain->parameters()[i].grad().copy_(gradients[i]);
+      reference.step();
+    }
+    EXPECT_TENSOR_EQ(net->a->weight.detach(), plain->a->weight.detach());
+    EXPECT_TENSOR_EQ(net->b->bias.detach(), plain->b->bias.detach());
+    EXPECT_TENSOR_EQ(net->a->weight.grad(), gradients[0]);
   });
 }
 
@@ -655,6 +840,8 @@ std::vector<at::Tensor> train_unevenly(World& world, bool sharded, const Case& w
 }
 
 TEST_P(Sharded, ARankThatHasRunOutKeepsSteppingItsShare) {
+  if (GetParam().backend == "gloo" && GetParam().size > 2)
+    GTEST_SKIP() << "the replicated step's all-reduce adds in gloo's own order";
   run([](World& world) {
     const Case what{"adamw", optim::AdamWOptions{.weight_decay = 0.1}};
     for (const bool initial : {true, false}) {

@@ -2,11 +2,13 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 
 #include <cerrno>
 #include <chrono>
+#include <exception>
 #include <future>
 #include <thread>
 #include <utility>
@@ -78,20 +80,29 @@ void AsyncSaver::copy(Job& job) {
   for (auto& [name, tensor] : job.contents.optimizer) place("optimizer." + name, tensor);
 }
 
+// On a stream of its own, so that the device computes meanwhile. Also after an error nothing is
+// left queued: its memory is used again by the next save, and its sources are given back.
+void AsyncSaver::copy_beside(Job& job) {
+  const c10::impl::VirtualGuardImpl device(job.device->type());
+  const c10::StreamGuard guard(device.getStreamFromGlobalPool(*job.device));
+  const c10::Stream side = guard.current_stream();
+  job.boundary->block(side);
+  std::exception_ptr trouble;
+  try {
+    copy(job);
+  } catch (...) {
+    trouble = std::current_exception();
+  }
+  side.synchronize();
+  if (trouble) std::rethrow_exception(trouble);
+}
+
 void AsyncSaver::run(Job& job) {
   const at::NoGradGuard no_grad;
   const auto start = Clock::now();
   try {
     if (job.device) {
-      const c10::impl::VirtualGuardImpl device(job.device->type());
-      const c10::Stream side = device.getStreamFromGlobalPool(*job.device);
-      const c10::Stream before = device.exchangeStream(side);
-      job.boundary->block(side);
-      copy(job);
-      c10::Event end(job.device->type());
-      end.record(side);
-      end.synchronize();
-      device.exchangeStream(before);
+      copy_beside(job);
     } else {
       copy(job);
     }

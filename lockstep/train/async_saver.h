@@ -67,6 +67,7 @@ class AsyncSaver {
   struct Job;
   void run(Job& job);
   void copy(Job& job);
+  void copy_beside(Job& job);
 
   SaverOptions options_;
   TensorDict staging_;

@@ -2,6 +2,7 @@
 //
 //   model.safetensors        weights and buffers, Hugging Face's names (sharded with an index above
 //                            5 GB); transformers loads them
+//   config.json              what the model is, where the task says so (TrainerTask::model_config)
 //   trainer_state.json       step, epoch, best metric, log history: Hugging Face's fields
 //   optimizer.safetensors    by parameter name: "h.0.attn.weight.exp_avg"
 //   scheduler.json, scaler.json, training_args.json
@@ -44,12 +45,13 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 struct CheckpointContents {
   NamedTensors model{};
   TensorDict optimizer{};
-  std::vector<TensorDict> rng{};  // by rank: "cpu", "cuda:0", ...
+  std::vector<TensorDict> rng{};  // by rank: "cpu", "cuda" (its own GPU)
   TrainerState state{};
   DataPosition position{};
   std::string scheduler{};  // JSON objects; empty: no such file
   std::string scaler{};
   std::string arguments{};
+  std::string model_config{};
   bool only_model = false;  // weights and trainer_state.json alone: cannot be resumed from
 };
 
@@ -72,6 +74,10 @@ NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers);
 // there is none), anything else a folder that must verify (UsageError). Reads every byte.
 io::Newest find_checkpoint(const std::string& output_dir, const std::string& wish);
 
+// The weights of a folder with model.safetensors, whoever wrote it. Every parameter and buffer must
+// be there, in its shape, and nothing else (UsageError). Copied in place.
+void load_weights(const std::string& folder, torch::nn::Module& module);
+
 // Opened folder; reads files as they are asked for. UsageError names file and tensor.
 class Checkpoint {
  public:
@@ -82,7 +88,6 @@ class Checkpoint {
   const DataPosition& position() const { return position_; }
   bool resumable() const { return resumable_; }
 
-  // Every parameter and buffer must be there, in its shape, and nothing else. Copied in place.
   void load_model(torch::nn::Module& module) const;
   TensorDict optimizer() const;
   TensorDict rng(int rank) const;  // empty when that rank was not there

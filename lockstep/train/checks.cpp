@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 
@@ -153,6 +154,16 @@ class Checker {
     const auto& to = arguments_.report_to;
     if (to.size() > 1 && std::find(to.begin(), to.end(), "none") != to.end())
       add({"report_to"}, "report_to cannot be none and something else. Delete one of them.");
+    const std::string name = arguments_.run_name.value_or("run");
+    const bool plain = std::all_of(name.begin(), name.end(), [](char c) {
+      return static_cast<unsigned char>(c) >= ' ' && c != '/' && c != 127;
+    });
+    if (!plain || name.empty() || name.front() == '.' || name.size() > 200) {
+      add({"run_name"},
+          fmt::format("run_name '{}' cannot name a folder (runs/<run_name>). Use letters, digits, "
+                      "'-' and '_', at most 200.",
+                      name));
+    }
   }
 
   void scheduler() {

@@ -146,7 +146,7 @@ constexpr KeySpec kKeys[] = {
      .help = "compute activations again in backward: less memory, more time"},
     {.name = "compile_model",
      .member = &A::compile_model,
-     .help = "capture the training step as one CUDA graph and replay it",
+     .help = "no effect yet: capture the training step as one CUDA graph and replay it",
      .ours = true},
 
     {.name = "bf16", .member = &A::bf16, .help = "bfloat16 autocast, without loss scaling"},
@@ -172,7 +172,7 @@ constexpr KeySpec kKeys[] = {
      .help = "deterministic kernels only: the same bits in every run"},
     {.name = "elastic_gpu",
      .member = &A::elastic_gpu,
-     .help = "choose strategy and batch by the GPUs that are found",
+     .help = "halve the batch until it fits the GPUs found, as auto_find_batch_size",
      .ours = true},
 
     {.name = "logging_strategy",
@@ -205,8 +205,8 @@ constexpr KeySpec kKeys[] = {
      .choices = "none|tensorboard|all"},
     {.name = "run_name",
      .member = &A::run_name,
-     .help = "name of the run in reports",
-     .unset = "output_dir"},
+     .help = "name of the run in the log, metrics.jsonl and TensorBoard",
+     .unset = "no name"},
 
     {.name = "eval_strategy",
      .member = &A::eval_strategy,

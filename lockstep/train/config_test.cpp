@@ -375,6 +375,11 @@ const Mistake kMistakes[] = {
      "t.yaml:1:1: tokens_per_update 10000 is no multiple of 8192 (batch 8 x 1024 tokens). The "
      "nearest that are: 8192 and 16384."},
     {"ReportNone", "report_to: [none, tensorboard]\n", "t.yaml:1:1: report_to cannot be none and"},
+    {"RunNamePath", "run_name: out/first\n",
+     "t.yaml:1:1: run_name 'out/first' cannot name a folder (runs/<run_name>). Use letters, "
+     "digits"},
+    {"RunNameUp", "run_name: ..\n", "t.yaml:1:1: run_name '..' cannot name a folder"},
+    {"RunNameEmpty", "run_name: \"\"\n", "t.yaml:1:1: run_name '' cannot name a folder"},
 };
 INSTANTIATE_TEST_SUITE_P(Config, ConfigMistake, ::testing::ValuesIn(kMistakes),
                          [](const auto& one) { return one.param.name; });
@@ -474,6 +479,37 @@ TEST(EffectiveBatch, MemoryAdviceSaysWhatChanges) {
                         "(effective batch stays 3)."));
   EXPECT_THAT(out_of_memory_advice({.per_device_train_batch_size = 1}, 1),
               HasSubstr("Try gradient_checkpointing: true"));
+}
+
+// gradient_accumulation_steps is refused beside tokens_per_update, and 6 of 8 would not divide.
+TEST(EffectiveBatch, MemoryAdviceWithTokensPerUpdateCanBeFollowed) {
+  TrainingArguments a{
+      .max_seq_len = 16, .per_device_train_batch_size = 8, .tokens_per_update = 256};
+  EXPECT_EQ(out_of_memory_advice(a, 2),
+            "effective batch 16 = 8 per device x 1 accumulation x 2 ranks. Try "
+            "per_device_train_batch_size: 4: tokens_per_update makes the accumulation 2 (effective "
+            "batch stays 16).");
+  a.per_device_train_batch_size = 4;
+  check_arguments(a);
+  EXPECT_EQ(effective_batch(a, 2), 16);
+}
+
+TEST(EffectiveBatch, MemoryAdviceForAnEvaluationNamesItsBatch) {
+  EXPECT_EQ(
+      evaluation_memory_advice({.per_device_eval_batch_size = 8}),
+      "per_device_eval_batch_size is 8. Try 4: evaluation takes longer and its metrics stay.");
+  EXPECT_THAT(evaluation_memory_advice({.per_device_eval_batch_size = 1}),
+              HasSubstr("is 1 already. Try bf16: true"));
+}
+
+TEST(EffectiveBatch, ASmallerBatchKeepsTheEffectiveOne) {
+  const std::array<std::int64_t, 3> cases[] = {{8, 1, 4}, {7, 1, 1},  {5, 1, 1}, {7, 2, 2},
+                                               {9, 1, 3}, {12, 1, 6}, {1, 6, 0}};
+  for (const auto& [batch, steps, smaller] : cases) {
+    const TrainingArguments a{.per_device_train_batch_size = batch,
+                              .gradient_accumulation_steps = steps};
+    EXPECT_EQ(smaller_batch(a, 3), smaller) << batch << " x " << steps;
+  }
 }
 
 }  // namespace

@@ -53,7 +53,7 @@ std::string tag_of(const std::string& name) {
 }  // namespace
 
 MetricsLog::MetricsLog(const std::string& directory, const MetricsLogOptions& options)
-    : path_(directory + "/metrics.jsonl") {
+    : path_(directory + "/metrics.jsonl"), run_name_(options.run_name) {
   std::error_code problem;
   std::filesystem::create_directories(directory, problem);
   if (problem) throw io::file_error("make", directory, problem.value());
@@ -65,14 +65,16 @@ MetricsLog::MetricsLog(const std::string& directory, const MetricsLogOptions& op
   fd_ = Fd(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
   if (!fd_) throw io::file_error("open", path_, errno);
   if (!options.tensorboard) return;
-  events_ = std::make_unique<io::EventFile>(directory + "/runs");
+  // TensorBoard shows the folder's name as the run's.
+  const std::string runs = directory + "/runs" + (run_name_.empty() ? "" : "/" + run_name_);
+  events_ = std::make_unique<io::EventFile>(runs);
   // What an earlier run has said of steps to come stays in its files, and is forgotten by readers.
   events_->begin_at(options.resumed_at > 0 ? options.resumed_at + 1 : 0);
   events_->flush();
 }
 
 void MetricsLog::write(const LogEntry& entry) {
-  const std::string line = log_entry_json(entry) + "\n";
+  const std::string line = log_entry_json(entry, run_name_) + "\n";
   const ssize_t written = ::write(fd_.get(), line.data(), line.size());
   if (written != static_cast<ssize_t>(line.size()) && !told_) {
     told_ = true;

@@ -24,6 +24,7 @@ namespace lockstep::train {
 
 struct MetricsLogOptions {
   bool tensorboard = false;
+  std::string run_name{};       // in every line, and TensorBoard's folder below runs/
   std::int64_t resumed_at = 0;  // 0: a new run; the lines of an older one go
 };
 
@@ -40,6 +41,7 @@ class MetricsLog {
   void write_scalars(const LogEntry& entry);
 
   std::string path_;
+  std::string run_name_;
   Fd fd_;
   std::unique_ptr<io::EventFile> events_;
   bool told_ = false;

@@ -51,7 +51,7 @@ std::string put_aside(const std::string& output_dir, const RunStart& start) {
     others.emplace_back(dir.path);
   }
   const bool metrics_too = !goes_on && !(start.own_metrics && others.empty());
-  for (const char* name : {"metrics.jsonl", "runs"}) {
+  for (const char* name : {"metrics.jsonl", "runs", "effective_config.json"}) {
     const fs::path path = fs::path(output_dir) / name;
     if (metrics_too && holds_something(path)) others.push_back(path);
   }

@@ -3,7 +3,8 @@
 // The one hard idea: the newest checkpoint is the one with the highest step. A folder that this run
 // has not written and that stands above the step it starts from would be resumed from next time,
 // in the place of this run's own. So such folders get a folder of their own, earlier-<n>, before
-// the first step; so do metrics.jsonl and runs/ of a run that this one does not go on from.
+// the first step; so do metrics.jsonl, runs/ and effective_config.json of a run that this one does
+// not go on from.
 //
 //   const std::string place = put_aside("out", {.checkpoint = "out/checkpoint-40", .step = 40});
 //   if (!place.empty()) log::warning("checkpoint", "moved to {}", place);

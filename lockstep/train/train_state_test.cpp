@@ -141,6 +141,15 @@ TEST(MetricsLog, AStepStandsOnceAfterResuming) {
   EXPECT_EQ(io::get(dir / "metrics.jsonl"), "");
 }
 
+TEST(MetricsLog, ARunsNameIsInEveryLineAndTensorBoardsFolder) {
+  io::TemporaryDirectory dir;
+  MetricsLog metrics(dir.path(), {.tensorboard = true, .run_name = "lr \"high\""});
+  metrics.write({.step = 1, .values = {{"loss", 1}}});
+  EXPECT_EQ(io::get(dir / "metrics.jsonl"),
+            "{\"step\":1,\"epoch\":0.0,\"loss\":1.0,\"run_name\":\"lr \\\"high\\\"\"}\n");
+  EXPECT_FALSE(std::filesystem::is_empty(dir / "runs/lr \"high\""));
+}
+
 // ---------------------------------------------------------------- what other runs have left
 
 class PutAside : public ::testing::Test {

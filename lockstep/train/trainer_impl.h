@@ -53,6 +53,7 @@ class TrainerImpl {
   void make_outputs(const std::string& checkpoint);
   void find_batch_size();
   bool batch_fits(std::int64_t batch_size);
+  std::vector<at::Tensor> memory_of_a_step() const;
   void check_disk();
 
   // trainer.cpp
@@ -69,8 +70,8 @@ class TrainerImpl {
   void update_epoch(std::int64_t batches_left);
   void finish();
   template <typename Body>
-  auto with_memory_advice(Body&& body);
-  [[noreturn]] void out_of_memory(const std::string& what) const;
+  auto with_memory_advice(Body&& body, bool evaluating = false);
+  [[noreturn]] void out_of_memory(const std::string& what, bool evaluating = false) const;
   // Calls every observer; what they wish for is kept for the next exchange.
   void tell(Call call, const LogEntry* entry = nullptr, const std::string* path = nullptr,
             const std::string* text = nullptr);
@@ -79,7 +80,8 @@ class TrainerImpl {
   void count_window(const optim::StepResult& result);
   void log();
   void report(Metrics values);
-  Metrics run_evaluation();
+  Metrics run_evaluation();  // trainer.cpp
+  Metrics evaluate_all();
   bool hears_a_stop();
   bool evaluation_cut_off();
   double gain_of(double value) const;
@@ -92,6 +94,7 @@ class TrainerImpl {
   void make_way(const std::string& checkpoint);
   void resume(const Checkpoint& checkpoint);
   void restore_random(const Checkpoint& checkpoint);
+  TensorDict random_state() const;
   void end_save_before();
   void save();
   CheckpointContents contents(const std::vector<std::string>& random);
@@ -141,6 +144,7 @@ class TrainerImpl {
   at::Tensor since_start_;
   at::Tensor skipped_;
   at::Tensor grad_norm_;
+  std::int64_t samples_ = 0;  // of this rank since the last log; every rank has as many
   std::int64_t last_log_step_ = 0;
   std::int64_t start_step_ = 0;
   Clock::time_point log_time_;

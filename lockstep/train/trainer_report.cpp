@@ -60,17 +60,17 @@ double TrainerImpl::tokens_since_log() const {
 
 // The only place where a training step reads the device.
 void TrainerImpl::log() {
-  const auto now = Clock::now();
-  const double seconds = std::chrono::duration<double>(now - log_time_).count();
   const auto steps = static_cast<double>(state.global_step - last_log_step_);
   const double loss = mean_loss(since_log_);
   const double tokens = tokens_since_log();
+  // After reading: a GPU has computed the steps now, the host had only asked for them before.
+  const auto now = Clock::now();
+  const double seconds = std::chrono::duration<double>(now - log_time_).count();
   state.num_input_tokens_seen += static_cast<std::int64_t>(tokens);
   Metrics values{{"loss", loss}};
   if (grad_norm_.defined()) values.emplace_back("grad_norm", grad_norm_.item<double>());
   values.emplace_back("learning_rate", stepper_->lr(0));
-  const double samples = steps * static_cast<double>(arguments_.per_device_train_batch_size) *
-                         static_cast<double>(accumulation_steps_) * world_.size();
+  const double samples = static_cast<double>(std::exchange(samples_, 0)) * world_.size();
   values.emplace_back("samples_per_second", samples / seconds);
   if (tokens > samples * 1.5) values.emplace_back("tokens_per_second", tokens / seconds);
   const double skipped = skipped_.item<double>();
@@ -114,7 +114,7 @@ bool TrainerImpl::hears_a_stop() {
 
 // Every sample once, whatever the number of ranks: ranks may differ by a batch, so all of them walk
 // as many rounds as the longest has. A stop signal is heard in between.
-Metrics TrainerImpl::run_evaluation() {
+Metrics TrainerImpl::evaluate_all() {
   const auto start = Clock::now();
   if (!eval_loader_) {
     eval_loader_.emplace(

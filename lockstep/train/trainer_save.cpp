@@ -2,7 +2,10 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
+#include <limits>
 #include <set>
 
 #include "lockstep/core/error.h"
@@ -21,6 +24,7 @@ namespace {
 // Long for a training that waits, short for a signal.
 constexpr std::chrono::seconds kLongWait{1};
 constexpr std::chrono::milliseconds kListenEvery{50};
+constexpr const char* kGpu = "cuda";  // its generator's name in a checkpoint
 
 std::string arguments_json(const TrainingArguments& arguments) {
   std::vector<std::pair<std::string, Node>> members;
@@ -50,6 +54,86 @@ optim::GradScalerState parse_scaler(const std::string& text, const std::string& 
   return s;
 }
 
+void say_passed_over(const io::Newest& found) {
+  for (const io::PassedOver& passed : found.passed_over)
+    log::warning("checkpoint", "{} is passed over: {}", passed.path, passed.reason);
+  if (!found.remark.empty()) log::warning("checkpoint", "{}: {}", found.path, found.remark);
+}
+
+// Of this host's checkpoints the newest up to step `most` that verifies.
+io::Newest newest_up_to(const std::string& output_dir, std::int64_t most) {
+  io::Newest newest;
+  for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix)) {
+    if (dir.step > most) continue;
+    auto faults = io::verify(dir.path);
+    std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
+    if (faults.empty()) {
+      newest.step = dir.step;
+      newest.path = dir.path;
+      return newest;
+    }
+    newest.passed_over.push_back({dir.path, io::describe(faults)});
+  }
+  return newest;
+}
+
+// What every writing rank says, by rank. One that throws does not leave the others waiting: all
+// throw what it has said.
+std::vector<std::string> ask_writers(World& world, bool writes,
+                                     const std::function<std::string()>& ask) {
+  std::string mine;
+  if (writes) {
+    try {
+      mine = "+" + ask();
+    } catch (const std::exception& e) {
+      mine = std::string("-") + e.what();
+    }
+  }
+  std::vector<std::string> said;
+  const std::vector<std::string> all = world.all_gather(mine);
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].empty()) continue;
+    if (all[rank].front() == '-')
+      throw UsageError("checkpoint", "rank {}: {}", rank, all[rank].substr(1));
+    said.push_back(all[rank].substr(1));
+  }
+  return said;
+}
+
+// With save_on_each_node every host has folders of its own, and one may have lost its newest. The
+// newest step that is whole on all of them is gone on from; empty: there is none.
+std::string choose_on_each_node(World& world, const TrainingArguments& a, bool writes) {
+  const std::string& wish = *a.resume_from_checkpoint;
+  if (wish != "auto") {
+    ask_writers(world, writes, [&] { return find_checkpoint(a.output_dir, wish).path; });
+    return wish;
+  }
+  std::optional<io::Newest> mine;
+  for (std::int64_t most = std::numeric_limits<std::int64_t>::max();;) {
+    const auto said = ask_writers(world, writes, [&] {
+      if (!mine || mine->step > most) {
+        mine = newest_up_to(a.output_dir, most);
+        say_passed_over(*mine);
+      }
+      return std::to_string(mine->step);
+    });
+    std::vector<std::int64_t> steps;
+    for (const std::string& text : said) steps.push_back(std::stoll(text));
+    const auto [lowest, highest] = std::ranges::minmax(steps);
+    if (lowest < 0) {
+      if (world.is_leader())
+        log::info("checkpoint", "{} holds none that is whole on every host: a new run",
+                  a.output_dir);
+      return {};
+    }
+    if (lowest == highest) return checkpoint_path(a.output_dir, lowest);
+    if (writes && mine->step > lowest)
+      log::warning("checkpoint", "{} is passed over: another host has no whole one of that step",
+                   mine->path);
+    most = lowest;
+  }
+}
+
 }  // namespace
 
 bool TrainerImpl::writes() const {
@@ -59,14 +143,14 @@ bool TrainerImpl::writes() const {
 // The leader looks, all hear: what it finds, or why it refuses.
 std::string TrainerImpl::choose_checkpoint() {
   const std::string wish = arguments_.resume_from_checkpoint.value_or("never");
+  if (arguments_.save_on_each_node && wish != "never")
+    return choose_on_each_node(world_, arguments_, writes());
   std::string answer;
   if (world_.is_leader()) {
     try {
       if (wish != "never") {
         const io::Newest found = find_checkpoint(arguments_.output_dir, wish);
-        for (const io::PassedOver& passed : found.passed_over)
-          log::warning("checkpoint", "{} is passed over: {}", passed.path, passed.reason);
-        if (!found.remark.empty()) log::warning("checkpoint", "{}: {}", found.path, found.remark);
+        say_passed_over(found);
         if (found.step >= 0) answer = "+" + found.path;
       }
     } catch (const std::exception& e) {
@@ -121,7 +205,8 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
     loader_->load_state({.epoch = saved.epoch,
                          .cursor = saved.cursor,
                          .seed = static_cast<std::uint64_t>(saved.seed),
-                         .size = saved.dataset_size});
+                         .size = saved.dataset_size,
+                         .order = saved.order});
   }
   if (scaler_) {
     const std::string text = checkpoint.text("scaler.json");
@@ -161,9 +246,21 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
 }
 
 void TrainerImpl::restore_random(const Checkpoint& checkpoint) {
-  const TensorDict mine = checkpoint.rng(world_.rank());
+  TensorDict mine = checkpoint.rng(world_.rank());
+  if (auto gpu = mine.extract(kGpu); gpu && !world_.device().is_cpu()) {
+    gpu.key() = world_.device().str();
+    mine.insert(std::move(gpu));
+  }
   // A rank that was not there then keeps the state that seed + rank gave it.
   if (!mine.empty()) optim::set_rng_state(mine);
+}
+
+// Of the CPU and of this rank's own GPU, which may have another number when the run goes on.
+TensorDict TrainerImpl::random_state() const {
+  const optim::RngState all = optim::rng_state();
+  TensorDict mine{{"cpu", all.at("cpu")}};
+  if (!world_.device().is_cpu()) mine.emplace(kGpu, all.at(world_.device().str()));
+  return mine;
 }
 
 DataPosition TrainerImpl::position() const {
@@ -175,6 +272,7 @@ DataPosition TrainerImpl::position() const {
           .batch_size = arguments_.per_device_train_batch_size,
           .accumulation = accumulation_steps_,
           .dataset_size = at.size,
+          .order = at.order,
           .epoch_ended = epoch_ended_ ? 1 : 0,
           .evaluation_due = evaluation_due_ ? 1 : 0};
 }
@@ -207,6 +305,7 @@ CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random)
   all.state = state;
   all.state.num_input_tokens_seen += static_cast<std::int64_t>(tokens_since_log());
   all.arguments = arguments_json(arguments_);
+  all.model_config = task_.model_config;
   all.only_model = arguments_.save_only_model;
   if (all.only_model) return all;
   all.optimizer = optimizer_state();
@@ -252,7 +351,7 @@ void TrainerImpl::save() {
   end_save_before();  // which is the best depends on whether that one is durable
   saved_step_ = state.global_step;
   const std::string path = checkpoint_path(arguments_.output_dir, state.global_step);
-  const auto random = world_.all_gather(pack_tensors(optim::rng_state()));
+  const auto random = world_.all_gather(pack_tensors(random_state()));
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
   if (saver_) {
     const bool keep_best = arguments_.load_best_model_at_end && state.best_model_checkpoint;

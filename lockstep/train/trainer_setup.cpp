@@ -1,4 +1,5 @@
 // Everything before the first step: switches, data, optimizer, outputs, and what is resumed.
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -87,11 +88,11 @@ void TrainerImpl::set_switches() {
     optim::seed_everything(seed, world_.rank());
   }
   if (arguments_.tf32) optim::set_tf32(*arguments_.tf32);
-  const std::pair<const char*, bool> ignored[] = {{"compile_model", arguments_.compile_model},
-                                                  {"elastic_gpu", arguments_.elastic_gpu},
-                                                  {"run_name", arguments_.run_name.has_value()}};
-  for (const auto& [key, given] : ignored)
-    if (given && world_.is_leader()) log::warning("trainer", "{} has no effect yet.", key);
+  if (arguments_.compile_model && world_.is_leader())
+    log::warning(
+        "trainer",
+        "compile_model has no effect yet: there is no compiler of models in C++, and steps "
+        "are not captured as CUDA graphs. They run as they are written.");
 }
 
 // The order matters: weights before the wrapper (it hands rank 0's to all), the optimizer after it,
@@ -100,7 +101,7 @@ void TrainerImpl::prepare() {
   set_switches();
   agreement_.emplace(world_);
   task_.module->to(world_.device());
-  if (world_.is_leader()) {
+  if (writes()) {
     for (const std::string& path : io::sweep(arguments_.output_dir).removed)
       log::info("checkpoint", "removed {}, which a run that died has left", path);
   }
@@ -110,7 +111,7 @@ void TrainerImpl::prepare() {
     checkpoint.emplace(path);
     checkpoint->load_model(*task_.module);
   }
-  if (arguments_.auto_find_batch_size) find_batch_size();
+  if (arguments_.auto_find_batch_size || arguments_.elastic_gpu) find_batch_size();
   accumulation_steps_ = accumulation_steps(arguments_, world_.size());
   make_loader();
   plan_ = plan_steps(arguments_, loader_->batches_per_epoch(), accumulation_steps_);
@@ -190,12 +191,14 @@ void TrainerImpl::make_outputs(const std::string& checkpoint) {
     return name == "tensorboard" || name == "all";
   });
   metrics_ = std::make_unique<MetricsLog>(
-      arguments_.output_dir,
-      MetricsLogOptions{.tensorboard = tensorboard, .resumed_at = state.global_step});
+      arguments_.output_dir, MetricsLogOptions{.tensorboard = tensorboard,
+                                               .run_name = arguments_.run_name.value_or(""),
+                                               .resumed_at = state.global_step});
   progress_ = std::make_unique<Progress>(ProgressOptions{.total_steps = plan_.max_steps,
                                                          .done_steps = state.global_step,
                                                          .bar = !arguments_.disable_tqdm});
-  log::info("trainer", "{} steps of {}, {} samples in {} steps per epoch", plan_.max_steps,
+  const std::string name = arguments_.run_name ? *arguments_.run_name + ": " : std::string();
+  log::info("trainer", "{}{} steps of {}, {} samples in {} steps per epoch", name, plan_.max_steps,
             effective_batch_text(arguments_, world_.size()), loader_->dataset_size(),
             plan_.steps_per_epoch);
 }
@@ -240,6 +243,17 @@ void TrainerImpl::check_disk() {
 
 // ---------------------------------------------------------------- auto_find_batch_size
 
+// As much as a step holds besides the batch, its activations and its gradients: Adam's state, and
+// with several ranks the buckets. Nothing is written there.
+std::vector<at::Tensor> TrainerImpl::memory_of_a_step() const {
+  const int copies = (arguments_.optim == "sgd" ? 0 : 2) + (world_.size() > 1 ? 1 : 0);
+  std::vector<at::Tensor> held;
+  for (const at::Tensor& parameter : task_.module->parameters())
+    for (int i = 0; i < copies && parameter.requires_grad(); ++i)
+      held.push_back(at::empty_like(parameter));
+  return held;
+}
+
 // One forward and backward of this rank alone; what it leaves behind is taken back.
 bool TrainerImpl::batch_fits(std::int64_t batch_size) {
   std::vector<at::Tensor> buffers;
@@ -247,6 +261,7 @@ bool TrainerImpl::batch_fits(std::int64_t batch_size) {
   const optim::RngState random = optim::rng_state();
   bool fits = true;
   try {
+    const auto held = memory_of_a_step();
     auto loader = data::loader(task_.train_data, World{},
                                {.batch_size = batch_size,
                                 .seed = data_seed(arguments_),
@@ -268,21 +283,23 @@ bool TrainerImpl::batch_fits(std::int64_t batch_size) {
   return fits;
 }
 
-// Halves the batch until it fits every rank, and doubles the accumulation: the effective batch, on
-// which learning depends, stays.
+// Halves the batch until it fits every rank (or goes to the next smaller one that divides the
+// window), and raises the accumulation: the effective batch, on which learning depends, stays.
 void TrainerImpl::find_batch_size() {
   task_.module->train();
   for (;;) {
-    std::int64_t& batch = arguments_.per_device_train_batch_size;
+    const std::int64_t batch = arguments_.per_device_train_batch_size;
+    const std::int64_t window = batch * accumulation_steps(arguments_, world_.size());
     const bool fits = batch_fits(batch);
     if (!agreement_->exchange_now({.out_of_memory = !fits}).out_of_memory) return;
+    // What the allocator keeps of this trial, another rank on the GPU may need for the next.
+    if (!world_.device().is_cpu()) c10::getDeviceAllocator(world_.device().type())->emptyCache();
     if (batch == 1) out_of_memory("not even a batch of 1 fits");
-    const std::int64_t before = batch;
-    batch = std::max<std::int64_t>(1, batch / 2);
-    if (!arguments_.tokens_per_update)
-      arguments_.gradient_accumulation_steps *= (before + batch - 1) / batch;
+    const std::int64_t smaller = smaller_batch(arguments_, world_.size());
+    arguments_.per_device_train_batch_size = smaller;
+    if (!arguments_.tokens_per_update) arguments_.gradient_accumulation_steps = window / smaller;
     if (world_.is_leader())
-      log::warning("trainer", "a batch of {} does not fit every rank's memory: {}", before,
+      log::warning("trainer", "a batch of {} does not fit every rank's memory: {}", batch,
                    effective_batch_text(arguments_, world_.size()));
   }
 }

@@ -93,8 +93,10 @@ std::string json_object(const std::vector<std::pair<std::string, Node>>& members
   return to_json(map_of(members)) + "\n";
 }
 
-std::string log_entry_json(const LogEntry& entry) {
-  return to_json(node_of(entry));
+std::string log_entry_json(const LogEntry& entry, const std::string& run_name) {
+  Node node = node_of(entry);
+  if (!run_name.empty()) node.entries.push_back({"run_name", {}, text_node(run_name)});
+  return to_json(node);
 }
 
 std::string trainer_state_text(const TrainerState& state) {
@@ -159,6 +161,7 @@ std::string data_position_text(const DataPosition& position) {
                       {"batch_size", integer_node(position.batch_size)},
                       {"accumulation", integer_node(position.accumulation)},
                       {"dataset_size", integer_node(position.dataset_size)},
+                      {"order", integer_node(position.order)},
                       {"epoch_ended", integer_node(position.epoch_ended)},
                       {"evaluation_due", integer_node(position.evaluation_due)}});
 }
@@ -180,6 +183,7 @@ DataPosition parse_data_position(std::string_view text, const std::string& name)
       throw UsageError("checkpoint", "{}: there is no {}. It is no sampler state.", name, key);
     *member = integer(root, key, 0);
   }
+  position.order = integer(root, "order", 0);
   position.evaluation_due = integer(root, "evaluation_due", 0);
   return position;
 }

@@ -61,6 +61,7 @@ struct DataPosition {
   std::int64_t batch_size = 0;  // per rank
   std::int64_t accumulation = 1;
   std::int64_t dataset_size = 0;    // samples of an epoch's order
+  std::int64_t order = 0;           // its checksum; 0: an older file, not checked
   std::int64_t epoch_ended = 0;     // 1: what is due after the epoch has been done
   std::int64_t evaluation_due = 0;  // 1: a stop signal came before it, or in it
 };
@@ -71,6 +72,6 @@ DataPosition parse_data_position(std::string_view text, const std::string& name)
 std::string json_object(const std::vector<std::pair<std::string, Node>>& members);
 
 // One object on one line: {"step": 41, "epoch": 0.5, "loss": 1.25}. What is not finite is null.
-std::string log_entry_json(const LogEntry& entry);
+std::string log_entry_json(const LogEntry& entry, const std::string& run_name = {});
 
 }  // namespace lockstep::train

@@ -376,13 +376,19 @@ TEST(Trainer, OutOfMemorySaysWhatToTry) {
                             "(effective batch stays 4).")));
 }
 
-TEST(Trainer, ABatchThatDoesNotFitOneRankIsHalvedOnAll) {
+class TrainerBatch : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Trainer, TrainerBatch,
+                         ::testing::Values("auto_find_batch_size", "elastic_gpu"),
+                         [](const auto& one) { return std::string(one.param); });
+
+TEST_P(TrainerBatch, ThatDoesNotFitOneRankIsHalvedOnAll) {
+  const bool elastic = GetParam() == std::string("elastic_gpu");
   io::TemporaryDirectory dir;
   std::mutex mutex;
   std::set<std::int64_t> sizes;
   testing::run_threads(2, [&](World& world) {
     auto a = arguments(dir / std::to_string(world.rank()));
-    a.auto_find_batch_size = true;
+    (elastic ? a.elastic_gpu : a.auto_find_batch_size) = true;
     a.per_device_train_batch_size = 16;
     a.max_steps = 3;
     TrainerTask task = task_for(network(), dataset(64, 1));

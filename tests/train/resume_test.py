@@ -62,6 +62,45 @@ class Resume(TrainCase):
         self.assertRegex(shown, r"net\.1\.running_mean +F32 +\[32\]")
         self.assertIn("2 ranks x batch 4 x accumulation 3", shown)
 
+    def test_diff_sees_what_is_not_a_tensor(self):
+        """The tests of exactness rest on it."""
+        self.train(0, self.place / "out", "--max_steps", 5)
+        one, other = self.place / "out" / "checkpoint-5", self.place / "other"
+
+        def diff(name, **changed):
+            shutil.rmtree(other, ignore_errors=True)
+            shutil.copytree(one, other)
+            members = json.loads((other / name).read_text())
+            (other / name).write_text(json.dumps({**members, **changed}))
+            done = subprocess.run([LOCKSTEP, "checkpoint", "diff", one, other], text=True,
+                                  capture_output=True, timeout=BOUND_S, check=False)
+            return done.returncode, done.stdout
+
+        self.assertEqual(diff("sampler.json")[0], 0)
+        code, text = diff("sampler.json", cursor=8)
+        self.assertEqual(code, 1)
+        self.assertRegex(text, r"sampler: cursor \d+ and 8\n")
+        code, text = diff("scheduler.json", last_lr=0.5, more=1)
+        self.assertEqual(code, 1)
+        self.assertRegex(text, r"scheduler: last_lr \S+ and 0\.5\n")
+        self.assertIn(f"scheduler: more only in {other}\n", text)
+        code, text = diff("trainer_state.json", epoch=0.125, log_history=[])
+        self.assertEqual(code, 1)
+        self.assertRegex(text, r"trainer_state: epoch \S+ and 0\.125\n")
+        self.assertNotIn("log_history", text)
+        # The same folder under another output_dir, and a file that one has alone.
+        state = json.loads((one / "trainer_state.json").read_text())
+        (one / "trainer_state.json").write_text(
+            json.dumps({**state, "best_model_checkpoint": "a/checkpoint-5"}))
+        code, text = diff("trainer_state.json", best_model_checkpoint="b/checkpoint-5")
+        self.assertEqual(code, 0, text)
+        (one / "scaler.json").write_text("{}")
+        (other / "scaler.json").unlink(missing_ok=True)
+        done = subprocess.run([LOCKSTEP, "checkpoint", "diff", one, other], text=True,
+                              capture_output=True, timeout=BOUND_S, check=False)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn(f"scaler: only in {one}\n", done.stdout)
+
     def test_three_ranks(self):
         self.check_exact(3)
 
@@ -91,6 +130,7 @@ class Resume(TrainCase):
         self.assertEqual(checkpoints(aside), [5, 10])
         self.verify(aside)
         self.assertEqual(sorted(losses(aside)), list(range(1, 11)))
+        self.assertTrue((aside / "effective_config.json").exists())
         self.assertEqual(sorted(losses(output)), list(range(1, 6)))
         done = self.train(0, output, "--resume", "auto", "--max_steps", 6)
         self.assertIn(f"resumed from {output}/checkpoint-5 at step 5", done.stderr)
@@ -158,6 +198,9 @@ class Resume(TrainCase):
         self.assertEqual(sorted(first), list(range(5, 41, 5)))
         self.assertLess(first[40], first[5] - 0.8, first)
         self.assertEqual(checkpoints(output), [20, 40])
+        model = json.loads((output / "checkpoint-40" / "config.json").read_text())
+        self.assertEqual((model["model_type"], model["vocab_size"], model["eos_token_id"]),
+                         ("gpt2", 257, 256))
         lines = (output / "metrics.jsonl").read_text().splitlines()
         evaluated = [json.loads(line) for line in lines if "eval_loss" in line]
         self.assertEqual([e["step"] for e in evaluated], [20, 40])

@@ -82,7 +82,8 @@ class TrainCase(unittest.TestCase):
         return done.stdout
 
     def assert_same(self, one, other):
-        """Weights, buffers, optimizer and generators of two checkpoints, to the bit."""
+        """Weights, buffers, optimizer and generators of two checkpoints, to the bit, and how far
+        they are: step, position in the data, schedule."""
         done = subprocess.run([LOCKSTEP, "checkpoint", "diff", str(one), str(other)],
                               capture_output=True, text=True, timeout=BOUND_S, check=False)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)

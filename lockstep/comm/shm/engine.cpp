@@ -40,6 +40,18 @@ void check_self(std::size_t sent, std::size_t expected) {
     throw UsageError("shm", "this rank sends {} bytes to itself but expects {}.", sent, expected);
 }
 
+// Why these ranks cannot use each other's segments, or nothing; the same on all of them.
+std::string difference_of_form(const Layout& layout, const std::vector<Peer>& peers) {
+  const auto form_of = [&](std::size_t rank) -> const Form& {
+    return layout.view(peers[rank].segment->data()).header->form;
+  };
+  for (std::size_t rank = 1; rank < peers.size(); ++rank)
+    if (!(form_of(rank) == form_of(0)))
+      return fmt::format("rank {} divides its buffers in another way than rank 0 ({}; {})", rank,
+                         form_of(rank).text(), form_of(0).text());
+  return "";
+}
+
 }  // namespace
 
 Made Engine::make(Board& board, const Place& place, const EngineOptions& options,
@@ -48,16 +60,15 @@ Made Engine::make(Board& board, const Place& place, const EngineOptions& options
     throw UsageError("shm", "rank {} of {} makes no sense: an engine has 1 to {} ranks.",
                      place.rank, place.size, kMaxRanks);
   const Layout layout(place.size, options);
-  Meeting meeting = meet(
-      board, place,
-      [&] {
-        auto segment = Segment::make(layout.segment_bytes(), place.size);
-        layout.construct(segment->data());
-        return segment;
-      },
-      deadline);
+  const auto make_segment = [&] {
+    auto segment = Segment::make(layout.segment_bytes());
+    layout.construct(segment->data());
+    return segment;
+  };
+  Meeting meeting = meet(board, place, {layout.segment_bytes(), make_segment}, deadline);
   Made made;
   made.why_not = meeting.why_not;
+  if (made.why_not.empty()) made.why_not = difference_of_form(layout, meeting.peers);
   if (!made.why_not.empty()) return made;
   meeting.peers[static_cast<std::size_t>(place.rank)].segment->close_fd();
   made.engine.reset(
@@ -67,7 +78,12 @@ Made Engine::make(Board& board, const Place& place, const EngineOptions& options
 
 Engine::Engine(std::shared_ptr<EngineCore> core) : core_(std::move(core)) {}
 Engine::~Engine() {
-  core_->close();
+  // A forked child has a copy of all but the thread. Even taking it apart could wait for that one
+  // for ever, so the child keeps it until its end.
+  if (core_->inherited())
+    new std::shared_ptr<EngineCore>(std::move(core_));
+  else
+    core_->close();
 }
 
 int Engine::rank() const {
@@ -226,6 +242,7 @@ bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
 }
 
 void Engine::abort(const std::string& cause) noexcept {
+  if (core_->inherited()) return;
   Failure failure;
   failure.text = cause;
   core_->break_with(std::move(failure));

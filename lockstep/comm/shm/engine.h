@@ -17,7 +17,8 @@
 // failure (a dead peer, a deadline, ranks that disagree, abort) the engine is broken for ever: all
 // tickets fail, later calls throw CommError with the first cause, and so do the peers' engines. The
 // destructor fails what is pending, also where other threads wait for it, and never waits for
-// peers; after it no array is touched any more.
+// peers; after it no array is touched any more. A child that was forked off may drop its copy, which
+// does nothing to the parent's, and use it for nothing else (UsageError).
 #pragma once
 
 #include <cstddef>
@@ -89,8 +90,8 @@ struct Made {
 
 class Engine {
  public:
-  // Collective. Throws what the board throws, and UsageError for a place or options that make no
-  // sense; everything else that goes wrong is told in why_not.
+  // Collective. Throws what the board throws, CommError when a rank's process ends meanwhile, and
+  // UsageError for a place or options that make no sense; what else goes wrong is told in why_not.
   static Made make(Board& board, const Place& place, const EngineOptions& options,
                    const Deadline& deadline);
   ~Engine();

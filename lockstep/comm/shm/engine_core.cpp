@@ -1,12 +1,15 @@
 #include "lockstep/comm/shm/engine_core.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <csignal>
 #include <utility>
 
 #include "lockstep/comm/shm/segment.h"
+#include "lockstep/core/cores.h"
+#include "lockstep/core/disagreement.h"
 
 namespace lockstep::shm {
 namespace {
@@ -14,6 +17,22 @@ namespace {
 // It leaves between two steps, each of which is a pass over some memory.
 constexpr std::chrono::seconds kThreadLeaves{2};
 constexpr std::chrono::seconds kSeatIsLeft{30};
+// A move costs about as much as a wake-up; where another process comes to the same core again and
+// again it must not be all that happens.
+constexpr std::chrono::milliseconds kBetweenMoves{2};
+// While there is always something to do, the clock is read after this many steps: a small operation
+// has fewer, and a step is at most a pass over some memory.
+constexpr int kStepsPerLook = 4;
+
+// How often a process was forked on the way to this one. Counted, because asking for the process id
+// is a system call, and a small operation takes only a few times as long.
+std::atomic<unsigned> forks{0};
+
+unsigned forks_until_now() {
+  [[maybe_unused]] static const int counting =
+      ::pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+  return forks.load();
+}
 
 }  // namespace
 
@@ -67,10 +86,15 @@ void EngineCore::finish(Ticket& ticket, std::exception_ptr error) {
 EngineCore::EngineCore(const Place& place, const Layout& layout, std::vector<Peer> peers)
     : place_(place),
       layout_(layout),
+      forks_(forks_until_now()),
       peers_(std::move(peers)),
       messages_(place.size),
       patience_(place.size > allowed_cores()) {
   for (const Peer& peer : peers_) views_.push_back(layout_.view(peer.segment->data()));
+}
+
+bool EngineCore::inherited() const {
+  return forks.load(std::memory_order_relaxed) != forks_;
 }
 
 void EngineCore::close() noexcept {
@@ -135,6 +159,7 @@ void EngineCore::break_with(Failure failure) noexcept {
     own.trouble.origin = failure_.origin;
     own.trouble.culprit = failure_.culprit;
     own.trouble.timeout = failure_.timeout ? 1 : 0;
+    own.trouble.disagreement = failure_.disagreement ? 1 : 0;
     failure_.text.copy(own.trouble.text, sizeof own.trouble.text - 1);
     own.state.store(State::kBroken);
   }
@@ -168,10 +193,17 @@ std::exception_ptr EngineCore::as_exception(const Failure& failure) const {
   context.peer = failure.culprit;
   if (failure.timeout)
     return std::make_exception_ptr(TimeoutError("shm", composed(failure), std::move(context)));
+  if (failure.disagreement)
+    return std::make_exception_ptr(Disagreement("shm", composed(failure), std::move(context)));
   return std::make_exception_ptr(CommError("shm", composed(failure), std::move(context)));
 }
 
 void EngineCore::throw_if_broken() const {
+  if (inherited())
+    throw UsageError("shm",
+                     "this process was forked off rank {}, whose engine this is. Communicate from "
+                     "the rank itself, or start the child as a new process.",
+                     place_.rank);
   if (broken()) std::rethrow_exception(as_exception());
 }
 
@@ -335,7 +367,9 @@ void EngineCore::work(const Task& task) noexcept {
   try {
     work_until(task);
   } catch (const std::exception& error) {
-    break_with(failure_in(nullptr, words_of(error)));
+    Failure failure = failure_in(nullptr, words_of(error));
+    failure.disagreement = dynamic_cast<const Disagreement*>(&error) != nullptr;
+    break_with(std::move(failure));
   }
   if (broken()) fail_all();
 }
@@ -364,24 +398,57 @@ void EngineCore::work_until(const Task& task) {
   // Someone who has not come to wait does a few cheap steps and goes.
   const bool passing = task.mode == Mode::kOnce || task.mode == Mode::kPoll;
   int turns_left = 8;
+  int steps = 0;
   patience_.renew();
   while (!broken()) {
     if (arrivals_.load() > 0) absorb();
     if (step(passing)) {
+      if (task.mode != Mode::kOnce && ++steps % kStepsPerLook == 0) look_when_due(task);
       tell_waiters(task);
       if (satisfied(task) || !callbacks_.empty() || (passing && --turns_left == 0)) return;
       patience_.renew();
     } else if (passing) {
-      if (task.mode == Mode::kPoll && Deadline::Clock::now() - looked_ > kLongestSleep)
-        look_after_peers(task);
+      if (task.mode == Mode::kPoll) look_when_due(task);
       return;
     } else if (satisfied(task)) {
       return;
-    } else if (patience_.worn()) {
-      sleep(task);
-      look_after_peers(task);
+    } else {
+      pass(task);
     }
   }
+}
+
+void EngineCore::pass(const Task& task) {
+  switch (patience_.pass()) {
+    case Patience::kAwake:
+      return;
+    case Patience::kUneasy:
+      return part_company();
+    case Patience::kWorn:
+      sleep(task);
+      look_after_peers(task);
+  }
+}
+
+// A rank that is waited for and was last seen on this very core cannot run while this one looks.
+void EngineCore::part_company() {
+  if (!posted_ || Deadline::Clock::now() - moved_ < kBetweenMoves) return;
+  const int here = ::sched_getcpu();
+  std::vector<int> taken;
+  bool shared = false;
+  for (int rank = 0; rank < place_.size; ++rank) {
+    if (rank == place_.rank) continue;
+    const Header& header = *view(rank).header;
+    const bool behind = header.posts[round_ & 1].round.load() < round_;
+    // Who is behind has made the post of the round before, the others this one.
+    const int there = header.posts[behind ? (round_ - 1) & 1 : round_ & 1].cpu.load();
+    shared |= behind && there == here;
+    taken.push_back(there);
+  }
+  if (!shared) return;
+  moved_ = Deadline::Clock::now();
+  taken.push_back(here);
+  leave_core(taken);
 }
 
 void EngineCore::sleep(const Task& task) {

@@ -34,6 +34,7 @@ namespace lockstep::shm {
 // Why the engine is broken.
 struct Failure {
   bool timeout = false;
+  bool disagreement = false;  // of ranks that are all alive
   std::string text;
   int culprit = -1;  // the rank to blame, if one is known
   int origin = -1;   // the rank that found it
@@ -70,6 +71,9 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   std::exception_ptr as_exception(const Failure& failure) const;
   // Peers that are dead, broken or closed, the gravest first.
   std::vector<Failure> troubles() const;
+  // In a child forked off the process that made the engine, everything belongs to the parent: the
+  // rank, the thread, and perhaps a lock. Nothing may be touched there.
+  bool inherited() const;
   // Fails what is pending, tells the peers, joins the thread, and returns when no thread touches an
   // array any more. Nothing may be started after it.
   void close() noexcept;
@@ -108,8 +112,12 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   void post(const Collective& collective);
   bool all_posted();
   bool agreed(Collective& collective);
+  void pass(const Task& task);
+  void part_company();
   void sleep(const Task& task);
+  void look_when_due(const Task& task);
   void look_after_peers(const Task& task);
+  void take_what_is_left();
   bool blocked_by(const Failure& trouble) const;
   void check_deadlines(const Task& task);
   void time_out(const Ticket& ticket, const Deadline& deadline);
@@ -121,6 +129,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
 
   const Place place_;
   const Layout layout_;
+  const unsigned forks_;  // when it was made
   const std::vector<Peer> peers_;
   std::vector<View> views_;
   SymmetricBlocks blocks_;
@@ -155,6 +164,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   bool finished_any_ = false;
   Patience patience_;
   Deadline::Clock::time_point looked_{};  // after the peers
+  Deadline::Clock::time_point moved_{};   // to another core
   std::vector<std::function<void()>> callbacks_;
 };
 

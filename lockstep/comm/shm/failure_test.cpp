@@ -1,6 +1,8 @@
 // What happens when a world of threads goes wrong. Processes that die are in process_test.cpp.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -303,8 +305,8 @@ TEST(Close, ReturnsWhenNoThreadTouchesAnArray) {
     MapBoard board;
     std::atomic<bool> over{false};
     std::thread peer([&] {
+      std::vector<float> x(300'000);  // outlives the engine, which may still be at it
       auto engine = make_engine(board, 1, 2, kTiny);
-      std::vector<float> x(300'000);
       const auto ticket = engine->all_reduce(x.data(), x.size(), DType::kF32, Op::kSum);
       const Deadline limit = soon();
       while (!over.load() && !limit.expired()) {
@@ -354,6 +356,45 @@ TEST(Close, AfterTheLastOperationIsNoFailure) {
                                             "barrier()"));
 }
 
+// A forked child has a copy of the engine, whose rank and thread are the parent's.
+TEST(Close, InAForkedChildIsNoneOfTheParentsBusiness) {
+  MapBoard board;
+  std::thread peer([&] {
+    auto engine = make_engine(board, 1, 2, kTiny);
+    const std::int64_t value = 7;
+    engine->barrier()->wait(soon());
+    engine->send(&value, sizeof value, 0)->wait(soon());
+    engine->barrier()->wait(soon());
+  });
+  auto engine = make_engine(board, 0, 2, kTiny);
+  std::int64_t value = 0;
+  const auto receive = engine->recv(&value, sizeof value, 1);  // the engine's thread looks after it
+  const pid_t pid = ::fork();
+  ASSERT_GE(pid, 0);
+  if (pid == 0) {
+    ::alarm(20);
+    int code = 1;
+    try {
+      (void)engine->barrier();
+    } catch (const UsageError& error) {
+      if (std::strstr(error.what(), "was forked off rank 0") != nullptr) code = 0;
+    }
+    engine->abort("the child's own affair");
+    engine.reset();
+    ::_exit(code);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+  EXPECT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_EQ(engine->failure(), "");
+  engine->barrier()->wait(soon());
+  receive->wait(soon());
+  EXPECT_EQ(value, 7);
+  engine->barrier()->wait(soon());
+  peer.join();
+}
+
 // ---------------------------------------------------------------- the caller's mistakes
 
 TEST(Usage, MistakesAreNamedAndHarmless) {
@@ -394,6 +435,33 @@ TEST(Usage, OptionsAndPlacesThatMakeNoSense) {
   EXPECT_THROW(Engine::make(board, {2, 2}, {}, soon()), UsageError);
   EXPECT_THROW(Engine::make(board, {0, 1}, {.small_bytes = 1u << 20, .chunk_bytes = 4096}, soon()),
                UsageError);
+}
+
+// All sizes are compared, also where their sum is the same.
+TEST(Usage, OptionsThatDifferOverRanks) {
+  const auto answers = [](const EngineOptions& one, const EngineOptions& other) {
+    MapBoard board;
+    std::vector<std::string> texts(3);
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks.emplace_back([&, rank] {
+        const Made made = Engine::make(board, {rank, 3}, rank == 1 ? other : one, soon());
+        texts[static_cast<std::size_t>(rank)] = made.engine ? "an engine" : made.why_not;
+      });
+    }
+    for (auto& rank : ranks) rank.join();
+    return texts;
+  };
+  EngineOptions other = kTiny;
+  other.small_bytes = 512;
+  for (const std::string& text : answers(kTiny, other))
+    EXPECT_THAT(text, testing::AllOf(HasSubstr("rank 1 divides its buffers in another way"),
+                                     HasSubstr("small_bytes 512"), HasSubstr("small_bytes 1024")));
+  // Two chunks and three rings.
+  const EngineOptions long_chunks{.small_bytes = 1024, .chunk_bytes = 16384, .ring_bytes = 4096};
+  const EngineOptions long_rings{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 12288};
+  for (const std::string& text : answers(long_chunks, long_rings))
+    EXPECT_THAT(text, HasSubstr("chunk_bytes 4096, ring_bytes 12288"));
 }
 
 // More than the machine has: every rank hears of it, and the engine goes on.

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <optional>
 
+#include "lockstep/comm/shm/memory_limits.h"
 #include "lockstep/comm/shm/segment.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -24,6 +25,10 @@ namespace {
 // is not heard of in this time is lost and not slow.
 constexpr std::chrono::seconds kHandshakeLimit{20};
 constexpr std::chrono::milliseconds kSlice{20};
+// How long one look at the board takes before a rank looks whether the others still live.
+constexpr std::chrono::milliseconds kLook{100};
+// Rank 0 may host the board: it stays this long for the others to read its last words.
+constexpr std::chrono::seconds kLastWords{2};
 constexpr std::size_t kMaxPacket = 4096;
 
 std::string random_name() {
@@ -70,22 +75,25 @@ struct Hello {
   std::string socket;
   std::string segment_bytes;
   std::string pid;
+  std::string processes;  // the namespace in which pid means something
+  std::string groups;     // last: it has several lines
 
   std::string text() const {
-    return fmt::format("{}\n{}\n{}\n{}\n{}\n{}\n{}", trouble, boot_id, network, user, socket,
-                       segment_bytes, pid);
+    return fmt::format("{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}", trouble, boot_id, network, user,
+                       socket, segment_bytes, pid, processes, groups);
   }
   static Hello from(const std::string& text) {
     Hello hello;
-    std::string* const fields[] = {&hello.trouble, &hello.boot_id, &hello.network,
-                                   &hello.user,    &hello.socket,  &hello.segment_bytes,
-                                   &hello.pid};
+    std::string* const fields[] = {&hello.trouble, &hello.boot_id,  &hello.network,
+                                   &hello.user,    &hello.socket,   &hello.segment_bytes,
+                                   &hello.pid,     &hello.processes};
     std::size_t start = 0;
     for (std::string* field : fields) {
       const std::size_t end = std::min(text.find('\n', start), text.size());
       *field = text.substr(start, end - start);
       start = std::min(end + 1, text.size());
     }
+    hello.groups = text.substr(start);
     return hello;
   }
 };
@@ -110,55 +118,169 @@ std::string one_line(std::string text) {
   return text.substr(0, 1000);
 }
 
+// A rank whose process has ended.
+struct Gone {
+  int rank = 0;
+  std::string pid;
+
+  [[noreturn]] void raise() const {
+    throw CommError("shm",
+                    fmt::format("rank {} (process {}) ended while the ranks of this host met. Its "
+                                "own output says why. Start all ranks anew.",
+                                rank, pid),
+                    {.peer = rank, .operation = "start-up"});
+  }
+  std::string text() const { return fmt::format("gone {} {}", rank, pid); }
+  static std::optional<Gone> from(const std::string& text) {
+    if (text.rfind("gone ", 0) != 0) return std::nullopt;
+    const std::size_t space = text.find(' ', 5);
+    return Gone{static_cast<int>(env::parse_int(text.substr(5, space - 5), "a rank")),
+                text.substr(space + 1)};
+  }
+};
+
+// Whether other ranks' processes live, before they have handed over descriptors of themselves.
+class Watch {
+ public:
+  Watch() = default;
+  Watch(const Place& place, const std::vector<Hello>& hellos) {
+    const Hello& own = hellos[static_cast<std::size_t>(place.rank)];
+    for (int rank = 0; rank < place.size; ++rank) {
+      const Hello& hello = hellos[static_cast<std::size_t>(rank)];
+      if ((place.rank != 0 && rank != 0) || hello.pid == own.pid) continue;
+      if (hello.processes != own.processes) continue;
+      const auto pid = static_cast<int>(env::parse_int(hello.pid, "a peer's process id"));
+      Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+      if (pidfd || errno == ESRCH) watched_.push_back({{rank, hello.pid}, std::move(pidfd)});
+    }
+  }
+
+  std::vector<Gone> ended(std::chrono::milliseconds patience = {}) const {
+    std::vector<Gone> found;
+    for (const auto& [who, pidfd] : watched_) {
+      pollfd poll_fd{pidfd.get(), POLLIN, 0};
+      if (!pidfd || ::poll(&poll_fd, 1, static_cast<int>(patience.count())) > 0)
+        found.push_back(who);
+    }
+    return found;
+  }
+
+ private:
+  struct Watched {
+    Gone who;
+    Fd pidfd;  // none: it had ended already
+  };
+  std::vector<Watched> watched_;
+};
+
+// What the ranks agree by.
+struct Round {
+  Board& board;
+  const Place place;
+  const Deadline deadline;
+  Watch watch{};
+};
+
+std::optional<std::string> look(Board& board, const std::string& key,
+                                std::chrono::milliseconds time) {
+  try {
+    return board.get(key, Deadline::after(time));
+  } catch (const TimeoutError&) {
+    return std::nullopt;
+  }
+}
+
+// What the board holds under `key`, or a rank that has ended without writing `owed(rank)`.
+struct Found {
+  std::string text;
+  std::optional<Gone> gone;
+};
+template <typename Owed>
+Found await(Round& round, const std::string& key, const Owed& owed) {
+  try {
+    for (;;) {
+      if (auto text = look(round.board, key, std::min(kLook, round.deadline.remaining())))
+        return {std::move(*text), std::nullopt};
+      if (round.deadline.expired()) return {round.board.get(key, round.deadline), std::nullopt};
+      for (Gone& gone : round.watch.ended())
+        if (!look(round.board, owed(gone.rank), {})) return {"", std::move(gone)};
+    }
+  } catch (const TimeoutError&) {
+    throw;
+  } catch (const std::exception&) {
+    // The board is lost, perhaps with its host, whose files close a moment before its process ends.
+    const auto ended = round.place.rank == 0 ? std::vector<Gone>() : round.watch.ended(kLook);
+    if (!ended.empty()) return {"", ended.front()};
+    throw;
+  }
+}
+
 // Rank 0 reads a key of every rank, decides, and tells all.
 template <typename Decide>
-std::string agree(Board& board, const Place& place, const std::string& name,
-                  const Deadline& deadline, Decide decide) {
-  const std::string verdict_key = fmt::format("shm/{}/verdict", name);
-  if (place.rank != 0) return board.get(verdict_key, deadline);
+std::string agree(Round& round, const std::string& name, Decide decide) {
+  const auto key = [&](auto who) { return fmt::format("shm/{}/{}", name, who); };
+  const auto heard = [&](int rank) { return fmt::format("shm/{}/heard/{}", name, rank); };
+  if (round.place.rank != 0) {
+    Found verdict = await(round, key("verdict"), [&](int) { return key("verdict"); });
+    if (verdict.gone) verdict.gone->raise();
+    if (const auto gone = Gone::from(verdict.text)) {
+      round.board.set(heard(round.place.rank), "");
+      gone->raise();
+    }
+    return verdict.text;
+  }
   std::vector<std::string> texts;
-  for (int rank = 0; rank < place.size; ++rank)
-    texts.push_back(board.get(fmt::format("shm/{}/{}", name, rank), deadline));
+  for (int rank = 0; rank < round.place.size; ++rank) {
+    Found found = await(round, key(rank), key);
+    if (found.gone) {
+      round.board.set(key("verdict"), found.gone->text());
+      const auto limit = Deadline::after(kLastWords);
+      for (int other = 1; other < round.place.size; ++other)
+        if (other != found.gone->rank) look(round.board, heard(other), limit.remaining());
+      found.gone->raise();
+    }
+    texts.push_back(std::move(found.text));
+  }
   const std::string verdict = decide(texts);
-  board.set(verdict_key, verdict);
+  round.board.set(key("verdict"), verdict);
   return verdict;
 }
 
 // Runs `body` on every rank. Returns nothing when it worked on all, else one rank's reason.
-std::string agree_that_it_works(Board& board, const Place& place, const std::string& name,
-                                const Deadline& deadline, const std::function<void()>& body) {
+std::string agree_that_it_works(Round& round, const std::string& name,
+                                const std::function<void()>& body) {
   std::string outcome = "ok";
   try {
     body();
   } catch (const std::exception& error) {
-    outcome = one_line(fmt::format("rank {}: {}", place.rank, error.what()));
+    outcome = one_line(fmt::format("rank {}: {}", round.place.rank, error.what()));
   }
-  board.set(fmt::format("shm/{}/{}", name, place.rank), outcome);
-  const std::string verdict =
-      agree(board, place, name, deadline, [](const std::vector<std::string>& texts) {
-        const auto bad = std::find_if(texts.begin(), texts.end(),
-                                      [](const std::string& text) { return text != "ok"; });
-        return bad == texts.end() ? std::string("ok") : *bad;
-      });
+  round.board.set(fmt::format("shm/{}/{}", name, round.place.rank), outcome);
+  const std::string verdict = agree(round, name, [](const std::vector<std::string>& texts) {
+    const auto bad = std::find_if(texts.begin(), texts.end(),
+                                  [](const std::string& text) { return text != "ok"; });
+    return bad == texts.end() ? std::string("ok") : *bad;
+  });
   return verdict == "ok" ? "" : verdict;
 }
 
 class Handshake {
  public:
-  Handshake(Place place, std::shared_ptr<Segment> segment, Fd listener, Fd pidfd)
+  Handshake(Place place, Fd listener, Fd pidfd)
       : place_(place),
-        segment_(std::move(segment)),
         listener_(std::move(listener)),
         pidfd_(std::move(pidfd)),
         peers_(static_cast<std::size_t>(place.size)) {}
 
-  // Both throw when anything is not as it should be. A connection is made without the other's help,
+  // All throw when anything is not as it should be. A connection is made without the other's help,
   // so who cannot be reached is known before anyone waits for it.
   void connect(const std::vector<Hello>& hellos) {
     for (int rank = 0; rank < place_.rank; ++rank)
       peers_[static_cast<std::size_t>(rank)].socket =
           connect_to(hellos[static_cast<std::size_t>(rank)].socket);
   }
+
+  void bring(std::shared_ptr<Segment> segment) { segment_ = std::move(segment); }
 
   std::vector<Peer> exchange(const Deadline& deadline) {
     for (int rank = 0; rank < place_.rank; ++rank)
@@ -232,20 +354,21 @@ class Handshake {
 };
 
 struct Own {
-  std::shared_ptr<Segment> segment;
   Fd listener;
   Fd pidfd;
 };
 
 // What this rank brings to the meeting; what fails is told in the hello.
-Hello prepare(const Place& place, const std::function<std::shared_ptr<Segment>()>& make_segment,
-              Own* own) {
+Hello prepare(const Place& place, std::size_t segment_bytes, Own* own) {
   Hello hello;
   try {
     hello.boot_id = first_line_of("/proc/sys/kernel/random/boot_id");
     hello.network = link_of("/proc/self/ns/net");
     hello.user = std::to_string(::geteuid());
     hello.pid = std::to_string(::getpid());
+    hello.processes = link_of("/proc/self/ns/pid");
+    hello.groups = memory_groups();
+    hello.segment_bytes = std::to_string(segment_bytes);
     hello.socket = random_name();
     own->listener = open_socket();
     socklen_t length = 0;
@@ -256,52 +379,60 @@ Hello prepare(const Place& place, const std::function<std::shared_ptr<Segment>()
       throw SystemError("shm", "cannot listen on an abstract socket", errno);
     own->pidfd.reset(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
     if (!own->pidfd) throw SystemError("shm", "this kernel has no pidfd", errno);
-    own->segment = make_segment();
-    hello.segment_bytes = std::to_string(own->segment->bytes());
   } catch (const std::exception& error) {
     hello.trouble = one_line(error.what());
   }
   return hello;
 }
 
+// "!reason", or every rank's hello, separated by zeros.
+std::string plan_of(const std::vector<std::string>& texts) {
+  std::string all;
+  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
+    const std::string reason =
+        obstacle(Hello::from(texts[0]), static_cast<int>(rank), Hello::from(texts[rank]));
+    if (!reason.empty()) return "!" + reason;
+    all += texts[rank] + '\0';
+  }
+  return all;
+}
+
 }  // namespace
 
-Meeting meet(Board& board, const Place& place,
-             const std::function<std::shared_ptr<Segment>()>& make_segment,
-             const Deadline& deadline) {
+Meeting meet(Board& board, const Place& place, const Wanted& wanted, const Deadline& deadline) {
   Own own;
-  const Hello hello = prepare(place, make_segment, &own);
+  const Hello hello = prepare(place, wanted.bytes, &own);
   board.set(fmt::format("shm/hello/{}", place.rank), hello.text());
-  // "!reason", or every rank's hello, separated by zeros.
-  const std::string plan =
-      agree(board, place, "hello", deadline, [](const std::vector<std::string>& texts) {
-        std::string all;
-        for (std::size_t rank = 0; rank < texts.size(); ++rank) {
-          const std::string reason =
-              obstacle(Hello::from(texts[0]), static_cast<int>(rank), Hello::from(texts[rank]));
-          if (!reason.empty()) return "!" + reason;
-          all += texts[rank] + '\0';
-        }
-        return all;
-      });
+  Round round{board, place, deadline};
+  const std::string plan = agree(round, "hello", plan_of);
   Meeting meeting;
   if (plan.rfind('!', 0) == 0) {
     meeting.why_not = plan.substr(1);
     return meeting;
   }
   std::vector<Hello> hellos;
-  for (std::size_t start = 0; start < plan.size(); start = plan.find('\0', start) + 1)
+  std::vector<std::string> groups;
+  for (std::size_t start = 0; start < plan.size(); start = plan.find('\0', start) + 1) {
     hellos.push_back(Hello::from(plan.substr(start, plan.find('\0', start) - start)));
+    groups.push_back(hellos.back().groups);
+  }
+  round.watch = Watch(place, hellos);
 
-  Handshake handshake(place, own.segment, std::move(own.listener), std::move(own.pidfd));
-  meeting.why_not =
-      agree_that_it_works(board, place, "connected", deadline, [&] { handshake.connect(hellos); });
+  Handshake handshake(place, std::move(own.listener), std::move(own.pidfd));
+  meeting.why_not = agree_that_it_works(round, "connected", [&] {
+    check_room(wanted.bytes, groups);
+    handshake.connect(hellos);
+  });
   if (!meeting.why_not.empty()) return meeting;
-  meeting.why_not = agree_that_it_works(board, place, "done", deadline, [&] {
+  meeting.why_not = agree_that_it_works(round, "made", [&] { handshake.bring(wanted.make()); });
+  if (!meeting.why_not.empty()) return meeting;
+  meeting.why_not = agree_that_it_works(round, "done", [&] {
     const auto limit = std::min<std::chrono::milliseconds>(kHandshakeLimit, deadline.remaining());
     meeting.peers = handshake.exchange(Deadline::after(limit));
   });
   if (!meeting.why_not.empty()) meeting.peers.clear();
+  for (std::size_t rank = 0; rank < meeting.peers.size(); ++rank)
+    meeting.peers[rank].groups = groups[rank];
   return meeting;
 }
 

@@ -5,13 +5,15 @@
 // and hands over two descriptors: the rank's control segment and a pidfd of itself. Nothing has a
 // name in a file system, so nothing can be left behind.
 //
-//   Meeting meeting = meet(board, place, segment, deadline);
+//   Meeting meeting = meet(board, place, {bytes, make_segment}, deadline);
 //   if (!meeting.why_not.empty()) log::info("world", "gloo instead: {}", meeting.why_not);
 //
 // The one hard idea: whatever stops one rank (another host, another user, no memory) must stop all
-// of them alike, so every rank's outcome goes over the board and rank 0's verdict is everybody's.
+// of them alike, so every rank's outcome goes over the board and rank 0's verdict is everybody's. A
+// process that ends meanwhile says nothing, so rank 0 watches all of them, and all watch rank 0.
 #pragma once
 
+#include <cstddef>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -46,6 +48,13 @@ struct Peer {
   Fd pidfd;   // readable once that process has ended
   int pid = 0;
   std::shared_ptr<Segment> segment;  // its control segment, mapped here
+  std::string groups;                // its control groups (memory_limits.h); the own rank's too
+};
+
+// A rank's control segment: how large, the same on all ranks, and how it is made.
+struct Wanted {
+  std::size_t bytes = 0;
+  std::function<std::shared_ptr<Segment>()> make;
 };
 
 struct Meeting {
@@ -53,12 +62,11 @@ struct Meeting {
   std::string why_not;      // not empty: the ranks agreed not to share memory
 };
 
-// Collective. `make_segment` makes this rank's control segment; what it throws becomes the reason
-// not to share memory, as does any failure of the handshake on any rank. Throws only what the board
-// throws.
-Meeting meet(Board& board, const Place& place,
-             const std::function<std::shared_ptr<Segment>()>& make_segment,
-             const Deadline& deadline);
+// Collective. A rank without room, what `wanted.make` throws (called once all ranks have room), and
+// any failure of the handshake on any rank become the reason not to share memory. Throws what the
+// board throws, and CommError naming the rank when a process ends after it has come; ranks in
+// containers with processes of their own cannot see that and wait until the deadline.
+Meeting meet(Board& board, const Place& place, const Wanted& wanted, const Deadline& deadline);
 
 // One message and at most one descriptor over a pair's socket; both wait until the deadline and
 // throw CommError when the other end is gone. `doomed` is asked about 50 times a second while they

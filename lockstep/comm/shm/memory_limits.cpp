@@ -67,7 +67,7 @@ constexpr CgroupFiles kVersion1 = {"memory.limit_in_bytes", "memory.usage_in_byt
                                    "total_inactive_file", "total_active_file"};
 
 std::string lacking_in_group(const std::string& directory, const CgroupFiles& files,
-                             const MemoryNeed& need) {
+                             std::size_t bytes, std::size_t ranks) {
   const auto limit = number_of(directory + "/" + files.limit);
   const auto used = number_of(directory + "/" + files.used);
   // Version 1 says "none" with a number near the end of the address space.
@@ -77,40 +77,67 @@ std::string lacking_in_group(const std::string& directory, const CgroupFiles& fi
   const std::uint64_t cache =
       field_of(stat, files.inactive).value_or(0) + field_of(stat, files.active).value_or(0);
   const std::uint64_t held = *used - std::min(*used, cache);
-  if (held + need.own_bytes <= *limit) return "";
+  if (held + bytes * ranks <= *limit) return "";
   return fmt::format(
-      "{} of shared memory are needed, but the control group's limit of {} leaves {}",
-      mib(need.own_bytes), mib(*limit), mib(*limit - std::min(*limit, held)));
+      "{} of shared memory are needed{}, but the control group's limit of {} leaves {}",
+      mib(bytes * ranks), ranks > 1 ? fmt::format(" for {} ranks", ranks) : "", mib(*limit),
+      mib(*limit - std::min(*limit, held)));
 }
 
-// From the process's own group up to the root of the hierarchy.
-std::string lacking_in_groups(const std::string& mount, std::string group, const CgroupFiles& files,
-                              const MemoryNeed& need) {
-  for (;;) {
-    const std::string lack = lacking_in_group(mount + group, files, need);
-    if (!lack.empty()) return lack;
-    const std::size_t slash = group.rfind('/');
-    if (slash == std::string::npos) return "";
-    group.resize(slash);
-  }
-}
+// A line of /proc/self/cgroup that has to do with memory.
+struct GroupLine {
+  bool version2 = false;
+  std::string path;  // empty for the root
+};
 
-std::string lacking_in_cgroups(const MemoryNeed& need, const std::string& root) {
-  std::istringstream lines(text_of(root + "/proc/self/cgroup").value_or(""));
+std::vector<GroupLine> lines_of(const std::string& text) {
+  std::vector<GroupLine> found;
+  std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {
     const std::size_t first = line.find(':');
     const std::size_t second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
-    const std::string group = line.substr(second + 1) == "/" ? "" : line.substr(second + 1);
-    std::string lack;
-    if (controllers.empty()) {
-      lack = lacking_in_groups(root + "/sys/fs/cgroup", group, kVersion2, need);
-      if (lack.empty())
-        lack = lacking_in_groups(root + "/sys/fs/cgroup/unified", group, kVersion2, need);
-    } else if ((',' + controllers + ',').find(",memory,") != std::string::npos) {
-      lack = lacking_in_groups(root + "/sys/fs/cgroup/memory", group, kVersion1, need);
-    }
+    const bool memory = (',' + controllers + ',').find(",memory,") != std::string::npos;
+    if (!controllers.empty() && !memory) continue;
+    const std::string path = line.substr(second + 1);
+    found.push_back({controllers.empty(), path == "/" ? "" : path});
+  }
+  return found;
+}
+
+// How many of the groups are this one or lie in it.
+std::size_t ranks_in(const GroupLine& group, const std::vector<std::string>& groups) {
+  const auto inside = [&](const std::string& text) {
+    const auto lines = lines_of(text);
+    return std::any_of(lines.begin(), lines.end(), [&](const GroupLine& line) {
+      return line.version2 == group.version2 && (line.path + "/").rfind(group.path + "/", 0) == 0;
+    });
+  };
+  return static_cast<std::size_t>(std::count_if(groups.begin(), groups.end(), inside));
+}
+
+// From the process's own group up to the root of the hierarchy.
+std::string lacking_in_groups(const std::string& mount, GroupLine group, const CgroupFiles& files,
+                              const MemoryNeed& need) {
+  for (;;) {
+    const std::size_t ranks = std::max<std::size_t>(ranks_in(group, need.groups), 1);
+    const std::string lack = lacking_in_group(mount + group.path, files, need.own_bytes, ranks);
+    if (!lack.empty()) return lack;
+    const std::size_t slash = group.path.rfind('/');
+    if (slash == std::string::npos) return "";
+    group.path.resize(slash);
+  }
+}
+
+std::string lacking_in_cgroups(const MemoryNeed& need, const std::string& root) {
+  const std::string mount = root + "/sys/fs/cgroup";
+  for (const GroupLine& group : lines_of(memory_groups(root))) {
+    std::string lack = group.version2
+                           ? lacking_in_groups(mount, group, kVersion2, need)
+                           : lacking_in_groups(mount + "/memory", group, kVersion1, need);
+    if (lack.empty() && group.version2)
+      lack = lacking_in_groups(mount + "/unified", group, kVersion2, need);
     if (!lack.empty()) return lack;
   }
   return "";
@@ -136,6 +163,10 @@ std::string lacking_on_host(const MemoryNeed& need, const std::string& root) {
 }
 
 }  // namespace
+
+std::string memory_groups(const std::string& root) {
+  return text_of(root + "/proc/self/cgroup").value_or("");
+}
 
 std::string lacking_memory(const MemoryNeed& need, const std::string& root) {
   std::string lack = lacking_in_cgroups(need, root);

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "lockstep/comm/shm/engine_core.h"
-#include "lockstep/core/error.h"
+#include "lockstep/core/disagreement.h"
 
 namespace lockstep::shm {
 namespace {
@@ -75,7 +75,8 @@ bool Messages::pump_sends(EngineCore& core, int peer, Line& line) {
   const std::size_t size = core.layout().ring_bytes();
   Ring& ring = core.layout().ring(core.view(core.place().rank), peer);
   bool any = false;
-  while (!line.empty()) {
+  std::uint64_t passed = 0;
+  while (!line.empty() && passed < size) {
     Message& message = *line.front();
     const std::uint64_t written = ring.written.load(std::memory_order_relaxed);  // only we write it
     const std::uint64_t room = size - (written - ring.taken.load());
@@ -92,6 +93,7 @@ bool Messages::pump_sends(EngineCore& core, int peer, Line& line) {
     }
     if (advance > 0) {
       ring.written.store(written + advance);
+      passed += advance;
       core.wake_peer(peer);
       any = true;
     }
@@ -112,7 +114,8 @@ bool Messages::pump_receives(EngineCore& core, int peer, Line& line) {
   const std::size_t size = core.layout().ring_bytes();
   Ring& ring = core.layout().ring(core.view(peer), core.place().rank);
   bool any = false;
-  while (!line.empty()) {
+  std::uint64_t passed = 0;
+  while (!line.empty() && passed < size) {
     Message& message = *line.front();
     const std::uint64_t taken = ring.taken.load(std::memory_order_relaxed);  // only we write it
     const std::uint64_t there = ring.written.load() - taken;
@@ -121,10 +124,10 @@ bool Messages::pump_receives(EngineCore& core, int peer, Line& line) {
       std::uint64_t bytes = 0;
       std::memcpy(&bytes, ring.data() + taken % size, sizeof bytes);
       if (bytes != message.ends.bytes)
-        throw CommError("shm",
-                        fmt::format("rank {} sent {} bytes to rank {}, which expects {}. Both "
-                                    "sides of a message must name the same size.",
-                                    peer, bytes, core.place().rank, message.ends.bytes));
+        throw Disagreement("shm",
+                           fmt::format("rank {} sent {} bytes to rank {}, which expects {}. Both "
+                                       "sides of a message must name the same size.",
+                                       peer, bytes, core.place().rank, message.ends.bytes));
       message.announced = true;
       advance = kUnit;
     } else if (message.announced && there > 0) {
@@ -134,6 +137,7 @@ bool Messages::pump_receives(EngineCore& core, int peer, Line& line) {
     }
     if (advance > 0) {
       ring.taken.store(taken + advance);
+      passed += advance;
       core.wake_peer(peer);
       any = true;
     }

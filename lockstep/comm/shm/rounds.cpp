@@ -1,6 +1,7 @@
 // The part of the engine that talks to the peers: rounds, and what keeps one from ending.
 #include <fmt/ranges.h>
 #include <poll.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <cstring>
@@ -50,6 +51,7 @@ void EngineCore::post(const Collective& collective) {
   ++round_;
   Post& own = view(place_.rank).header->posts[round_ & 1];
   if (first_round_) own.what = collective.what;
+  own.cpu.store(::sched_getcpu(), std::memory_order_relaxed);
   own.round.store(round_);
   posted_ = true;
   arrived_ = 0;
@@ -84,6 +86,7 @@ bool EngineCore::agreed(Collective& collective) {
       &collective,
       text + ". Every rank must call the same operations with the same sizes in the same order.");
   failure.culprit = other;
+  failure.disagreement = true;
   break_with(std::move(failure));
   return false;
 }
@@ -95,6 +98,7 @@ Failure EngineCore::told_by(int rank) const {
   const Trouble& told = view(rank).header->trouble;
   Failure failure;
   failure.timeout = told.timeout != 0;
+  failure.disagreement = told.disagreement != 0;
   failure.origin = told.origin;
   failure.culprit = told.culprit;
   failure.text.assign(told.text, ::strnlen(told.text, sizeof told.text));
@@ -130,14 +134,26 @@ std::vector<Failure> EngineCore::troubles() const {
   return dead;
 }
 
+// For who does not sleep between two steps: something may move on and on, and a collective behind it
+// still waits for a rank that is gone.
+void EngineCore::look_when_due(const Task& task) {
+  if (Deadline::Clock::now() - looked_ > kLongestSleep) look_after_peers(task);
+}
+
+// What a rank has done before its end counts, and is all there to see once the end is known. It does
+// no more, so this comes to an end, whatever the others go on sending.
+void EngineCore::take_what_is_left() {
+  if (messages_.pending() > 0) messages_.pump(*this);
+  while (!broken() && !queue_.empty() && step_collective(*queue_.front())) {
+  }
+}
+
 // A rank's end is no trouble for who wants nothing of it; but it must not hide that of another, nor
 // the deadline.
 void EngineCore::look_after_peers(const Task& task) {
   looked_ = Deadline::Clock::now();
   const std::vector<Failure> found = troubles();
-  // What the peers have still done before their end counts; it is all there to see by now.
-  while (!found.empty() && !broken() && step(false)) {
-  }
+  if (!found.empty()) take_what_is_left();
   if (broken()) return;
   const auto trouble = std::find_if(found.begin(), found.end(),
                                     [this](const Failure& each) { return blocked_by(each); });
@@ -153,6 +169,7 @@ void EngineCore::look_after_peers(const Task& task) {
   failure.culprit = trouble->culprit;
   failure.origin = trouble->origin;
   failure.timeout = trouble->timeout;
+  failure.disagreement = trouble->disagreement;
   break_with(std::move(failure));
 }
 

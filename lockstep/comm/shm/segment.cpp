@@ -43,17 +43,29 @@ Fd make_file() {
   return Fd(fd);
 }
 
-}  // namespace
-
-std::shared_ptr<Segment> Segment::make(std::size_t bytes, int ranks) {
+std::size_t whole_pages(std::size_t bytes) {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  const std::size_t rounded = std::max((bytes + page - 1) / page * page, page);
-  const std::size_t together = rounded * static_cast<std::size_t>(ranks);
-  const std::string lack =
-      lacking_memory({.own_bytes = rounded, .host_bytes = together, .map_bytes = together});
+  return std::max((bytes + page - 1) / page * page, page);
+}
+
+void check(const MemoryNeed& need) {
+  const std::string lack = lacking_memory(need);
   if (!lack.empty())
     throw UsageError("shm", "{}. Use fewer ranks or smaller buffers, or raise the limit.", lack);
+}
 
+}  // namespace
+
+void check_room(std::size_t bytes, const std::vector<std::string>& groups) {
+  const std::size_t own = whole_pages(bytes);
+  const std::size_t together = own * groups.size();
+  check({.own_bytes = own, .host_bytes = together, .map_bytes = together, .groups = groups});
+}
+
+std::shared_ptr<Segment> Segment::make(std::size_t bytes, int segments) {
+  const std::size_t rounded = whole_pages(bytes);
+  const std::size_t together = rounded * static_cast<std::size_t>(segments);
+  check({.own_bytes = together, .host_bytes = together, .map_bytes = together});
   std::shared_ptr<Segment> segment(new Segment);
   segment->fd_ = make_file();
   const int fd = segment->fd_.get();

@@ -2,7 +2,8 @@
 // nobody can shrink it under a reader's feet, and allocated in full so that touching it never
 // fails.
 //
-//   auto mine = Segment::make(bytes, ranks);       // throws UsageError when there is no room
+//   check_room(bytes, groups);                     // all ranks; throws UsageError
+//   auto mine = Segment::make(bytes);
 //   send_packet(socket, "here", mine->fd(), deadline);
 //   auto theirs = Segment::open(packet.fd.get(), bytes);
 //
@@ -12,16 +13,23 @@
 
 #include <cstddef>
 #include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "lockstep/core/fd.h"
 
 namespace lockstep::shm {
 
+// Throws UsageError where the ranks of this host, whose control groups these are (memory_groups()),
+// cannot make a segment of this size each and map all of them. To be asked by all of them before
+// one makes its own, which the others would otherwise count as missing or not count at all.
+void check_room(std::size_t bytes, const std::vector<std::string>& groups);
+
 class Segment {
  public:
-  // `ranks` of this host make one of this size at the same time, and each maps all of them.
-  static std::shared_ptr<Segment> make(std::size_t bytes, int ranks = 1);
+  // Throws UsageError when there is no room for as many, which this process is about to make.
+  static std::shared_ptr<Segment> make(std::size_t bytes, int segments = 1);
   // A descriptor received from a peer; it stays the caller's. Throws SystemError, or CommError
   // when it is not a sealed segment of at least that size.
   static std::shared_ptr<Segment> open(int fd, std::size_t bytes);

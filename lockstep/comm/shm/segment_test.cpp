@@ -7,9 +7,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 
 #include "lockstep/comm/shm/memory_limits.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
@@ -84,8 +86,10 @@ class FakeRoot {
     std::filesystem::create_directories(std::filesystem::path(path_ + name).parent_path());
     std::ofstream(path_ + name) << text;
   }
-  std::string lack(std::size_t mib) const {
-    return lacking_memory({.own_bytes = mib << 20, .host_bytes = mib << 20}, path_);
+  // `groups`: those of all ranks, this one included.
+  std::string lack(std::size_t mib, const std::vector<std::string>& groups = {}) const {
+    return lacking_memory({.own_bytes = mib << 20, .host_bytes = mib << 20, .groups = groups},
+                          path_);
   }
 
  private:
@@ -126,6 +130,23 @@ TEST(MemoryLimits, ControlGroupsOfVersion1) {
   EXPECT_EQ(root.lack(4), "");
   root.write("/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "6291456\n");
   EXPECT_THAT(root.lack(4), HasSubstr("limit of 6.0 MiB leaves 2.0 MiB"));
+}
+
+// A limit counts for all ranks below it together, wherever it stands and they are.
+TEST(MemoryLimits, ControlGroupsHoldWhatAllTheirRanksNeed) {
+  const FakeRoot root;
+  const std::string own = "5:cpu,memory:/job/task_0\n0::/\n";
+  root.write("/proc/self/cgroup", own);
+  root.write("/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "6291456\n");
+  root.write("/sys/fs/cgroup/memory/job/memory.usage_in_bytes", "1048576\n");
+  EXPECT_EQ(root.lack(3, {own}), "");
+  EXPECT_EQ(root.lack(3, {own, own}),
+            "6.0 MiB of shared memory are needed for 2 ranks, but the control group's limit of "
+            "6.0 MiB leaves 5.0 MiB");
+  EXPECT_THAT(root.lack(3, {own, "9:memory:/job/task_1\n"}), HasSubstr("needed for 2 ranks"));
+  EXPECT_THAT(root.lack(2, {own, own, "9:memory:/job\n"}), HasSubstr("needed for 3 ranks"));
+  EXPECT_EQ(root.lack(3, {own, "9:memory:/job2/task_0\n"}), "");
+  EXPECT_EQ(root.lack(3, {own, "0::/job/task_0\n"}), "");
 }
 
 // ---------------------------------------------------------------- meeting
@@ -182,23 +203,52 @@ TEST(Meeting, RanksElsewhereAreNoReasonToFail) {
     EXPECT_THAT(reason, HasSubstr("cannot connect to a peer's socket"));
 }
 
-TEST(Meeting, ARankWithoutMemoryIsNoReasonToFail) {
-  MapBoard board;
+// What two ranks are told when each makes its segment in this way.
+std::vector<std::string> told_with(
+    MapBoard& board, std::size_t bytes,
+    const std::function<std::shared_ptr<Segment>(int rank)>& make_segment) {
   std::vector<std::string> told(2);
-  const int before = open_descriptors();
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
-      const auto make = [rank]() -> std::shared_ptr<Segment> {
-        if (rank == 1) throw UsageError("shm", "no room at all");
-        return Segment::make(4096);
-      };
-      told[static_cast<std::size_t>(rank)] = meet(board, {rank, 2}, make, soon()).why_not;
+      const Wanted wanted{bytes, [&, rank] { return make_segment(rank); }};
+      told[static_cast<std::size_t>(rank)] = meet(board, {rank, 2}, wanted, soon()).why_not;
     });
   }
   for (auto& thread : threads) thread.join();
-  for (const auto& why : told) EXPECT_EQ(why, "rank 1: [shm] no room at all");
+  return told;
+}
+
+TEST(Meeting, ARankWithoutMemoryIsNoReasonToFail) {
+  const int before = open_descriptors();
+  MapBoard board;
+  for (const auto& why : told_with(board, 4096, [](int rank) {
+         if (rank == 1) throw UsageError("shm", "no room at all");
+         return Segment::make(4096);
+       }))
+    EXPECT_EQ(why, "rank 1: [shm] no room at all");
   EXPECT_EQ(open_descriptors(), before);
+}
+
+// Who looks for room while another has taken some already sees too little, or too much.
+TEST(Meeting, NobodyAllocatesBeforeAllHaveLookedForRoom) {
+  MapBoard board;
+  std::atomic<int> made{0};
+  for (const auto& why : told_with(board, 4096, [&](int) {
+         for (const char* key : {"shm/connected/0", "shm/connected/1"})
+           EXPECT_EQ(board.get(key, Deadline::after({})), "ok");
+         ++made;
+         return Segment::make(4096);
+       }))
+    EXPECT_EQ(why, "");
+  EXPECT_EQ(made, 2);
+  MapBoard another;
+  for (const auto& why : told_with(another, std::size_t{1} << 50, [&](int) {
+         ++made;
+         return Segment::make(4096);
+       }))
+    EXPECT_THAT(why, HasSubstr("2147483648.0 MiB"));
+  EXPECT_EQ(made, 2);
 }
 
 TEST(Meeting, OptionsThatDiffer) {

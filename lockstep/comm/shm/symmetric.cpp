@@ -1,6 +1,9 @@
 #include "lockstep/comm/shm/symmetric.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
+#include <functional>
 
 #include "lockstep/comm/shm/engine_core.h"
 #include "lockstep/comm/shm/segment.h"
@@ -45,6 +48,21 @@ namespace {
                      {.peer = rank, .operation = "symmetric", .elapsed = deadline.elapsed()});
 }
 
+// A process's files close a moment before its end can be seen; both together say more.
+[[noreturn]] void throw_gone(int rank, const Doomed& doomed) {
+  constexpr std::chrono::milliseconds kEndIsSeen{50};
+  const Deadline limit = Deadline::after(kEndIsSeen);
+  do {
+    if (const auto doom = doomed()) std::rethrow_exception(doom);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  } while (!limit.expired());
+  throw CommError("shm",
+                  fmt::format("rank {} closed its socket before its part of a symmetric block was "
+                              "there. Look for the reason in that rank's output.",
+                              rank),
+                  {.peer = rank, .operation = "symmetric"});
+}
+
 // One message to every peer and one from each. "!" begins a rank's refusal.
 std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int fd,
                                  const Deadline& deadline) {
@@ -60,7 +78,15 @@ std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int 
   std::vector<Packet> packets(core.peers().size());
   for (int rank = 0; rank < core.place().size; ++rank) {
     const Fd& socket = core.peers()[static_cast<std::size_t>(rank)].socket;
-    if (socket) send_packet(socket.get(), text, fd, deadline, doomed_by(rank));
+    if (!socket) continue;
+    try {
+      send_packet(socket.get(), text, fd, deadline, doomed_by(rank));
+    } catch (const TimeoutError&) {
+      throw_late(rank, deadline);
+    } catch (const CommError& error) {
+      if (error.context().peer >= 0 || core.broken()) throw;
+      throw_gone(rank, doomed_by(rank));
+    }
   }
   for (int rank = 0; rank < core.place().size; ++rank) {
     const auto at = static_cast<std::size_t>(rank);
@@ -70,6 +96,9 @@ std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int 
       packets[at] = receive_packet(socket.get(), deadline, doomed_by(rank));
     } catch (const TimeoutError&) {
       throw_late(rank, deadline);
+    } catch (const CommError& error) {
+      if (error.context().peer >= 0 || core.broken()) throw;
+      throw_gone(rank, doomed_by(rank));
     }
   }
   packets[static_cast<std::size_t>(core.place().rank)].text = text;
@@ -99,30 +128,36 @@ void check_sizes(const std::vector<Packet>& packets) {
 std::shared_ptr<MappedBlock> make_symmetric(EngineCore& core, std::size_t bytes,
                                             const Deadline& deadline) {
   const Place& place = core.place();
-  std::shared_ptr<Segment> own;
-  std::string text = std::to_string(bytes);
-  try {
-    own = Segment::make(bytes, place.size);
-  } catch (const std::exception& error) {
-    text = std::string("!") + error.what();
-  }
+  // One round of messages in which each rank says `text`, or why its `body` failed.
+  const auto round = [&](std::string text, const std::function<void()>& body,
+                         const std::shared_ptr<Segment>& handed) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      text = std::string("!") + error.what();
+    }
+    auto packets = swap_packets(core, text, handed ? handed->fd() : -1, deadline);
+    check_refusals(packets);
+    return packets;
+  };
   const std::uint32_t id = core.blocks().next_id();
-  std::vector<Packet> packets = swap_packets(core, text, own ? own->fd() : -1, deadline);
-  check_refusals(packets);
-  check_sizes(packets);
+  std::vector<std::string> groups;
+  for (const Peer& peer : core.peers()) groups.push_back(peer.groups);
+  check_sizes(round(std::to_string(bytes), [&] { check_room(bytes, groups); }, nullptr));
+
+  std::shared_ptr<Segment> own;
+  std::vector<Packet> packets = round("made", [&] { own = Segment::make(bytes); }, own);
 
   std::vector<std::shared_ptr<Segment>> segments(packets.size());
-  text = "mapped";
-  try {
-    for (std::size_t rank = 0; rank < packets.size(); ++rank) {
-      const bool mine = static_cast<int>(rank) == place.rank;
-      segments[rank] = mine ? own : Segment::open(packets[rank].fd.get(), bytes);
-    }
-  } catch (const std::exception& error) {
-    text = std::string("!") + error.what();
-  }
-  packets = swap_packets(core, text, -1, deadline);
-  check_refusals(packets);
+  round(
+      "mapped",
+      [&] {
+        for (std::size_t rank = 0; rank < packets.size(); ++rank) {
+          const bool mine = static_cast<int>(rank) == place.rank;
+          segments[rank] = mine ? own : Segment::open(packets[rank].fd.get(), bytes);
+        }
+      },
+      nullptr);
   own->close_fd();
   auto block = std::make_shared<MappedBlock>(id, place.rank, bytes, std::move(segments));
   core.blocks().add(block);

@@ -1,7 +1,8 @@
 // Symmetric blocks: how they are made, and which of them an address lies in.
 //
-// Making one is collective: every rank makes a segment and hands its descriptor to all others over
-// the pairs' sockets, then all say whether they could map them. Letting go of one is local: every
+// Making one is collective: all ranks say that they want the same and have room for it, then every
+// rank makes a segment and hands its descriptor to all others over the pairs' sockets, then all say
+// whether they could map them. Letting go of one is local: every
 // rank has mapped the others' parts itself.
 #pragma once
 

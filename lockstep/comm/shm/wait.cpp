@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 #include <ctime>
 #include <utility>
@@ -16,9 +17,9 @@ namespace {
 // exception. Offering the core costs little when nobody wants it, and is what helps when the rank
 // that is waited for has no core. But a stranger that computes takes it for milliseconds, where one
 // that sleeps would be woken before it: after such a loss the next waits go to sleep at once.
-constexpr std::chrono::microseconds kAlone{10};   // before the core is offered
-constexpr std::chrono::microseconds kAwake{100};  // before sleep
-constexpr std::chrono::microseconds kLost{500};   // an offer that a stranger has taken
+constexpr std::chrono::microseconds kAlone{10};      // before the core is offered
+constexpr std::chrono::microseconds kAwakeFor{100};  // before sleep
+constexpr std::chrono::microseconds kLost{500};      // an offer that a stranger has taken
 constexpr unsigned kWaryWaits = 200;
 constexpr unsigned kTurnsPerLook = 8;   // at the clock
 constexpr unsigned kCrowdedTurns = 16;  // before the core is offered in a crowd
@@ -45,27 +46,36 @@ void ring(Header& header) {
 
 }  // namespace
 
-int allowed_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  return CPU_COUNT(&set);
-}
-
-bool Patience::worn() {
+Patience::State Patience::pass() {
   ++turns_;
   const bool offer = offering_ || (crowded_ && turns_ > kCrowdedTurns);
-  if (offer && wary_ > 0) return true;
+  if (offer && wary_ > 0) return kWorn;
   if (offer)
     ::sched_yield();
   else
     pause_core();
-  if (!offer && turns_ % kTurnsPerLook != 0) return false;
+  if (!offer && turns_ % kTurnsPerLook != 0) return kAwake;
   const auto before = std::exchange(looked_, Clock::now());
   if (since_ == Clock::time_point{}) since_ = looked_;
   if (offer && before != Clock::time_point{} && looked_ - before > kLost) wary_ = kWaryWaits;
-  offering_ = looked_ - since_ > kAlone;
-  return looked_ - since_ > kAwake;
+  const bool alone = std::exchange(offering_, looked_ - since_ > kAlone);
+  if (looked_ - since_ > kAwakeFor) return kWorn;
+  return offering_ && !alone && !crowded_ ? kUneasy : kAwake;
+}
+
+void leave_core(const std::vector<int>& taken) {
+  cpu_set_t before;
+  if (::sched_getaffinity(0, sizeof before, &before) != 0) return;  // more cores than it can name
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &before) || std::find(taken.begin(), taken.end(), core) != taken.end())
+      continue;
+    cpu_set_t free;
+    CPU_ZERO(&free);
+    CPU_SET(core, &free);
+    if (::sched_setaffinity(0, sizeof free, &free) == 0)
+      ::sched_setaffinity(0, sizeof before, &before);
+    return;
+  }
 }
 
 void wake_if_waiting(Header& header, int from) {

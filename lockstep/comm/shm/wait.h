@@ -6,18 +6,16 @@
 // consistent atomics, so at least one of the two sees the other.
 //
 //   Patience patience(size > allowed_cores());
-//   while (!look()) if (patience.worn()) sleep_on(header, code, look);
+//   while (!look()) if (patience.pass() == Patience::kWorn) sleep_on(header, code, look);
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <vector>
 
 #include "lockstep/comm/shm/layout.h"
 
 namespace lockstep::shm {
-
-// The cores this process may run on.
-int allowed_cores();
 
 // For how long a waiting thread stays awake. With a core for each rank the answer is usually there
 // within microseconds; without, the core is offered to the others at once.
@@ -33,8 +31,13 @@ class Patience {
     since_ = {};
     looked_ = {};
   }
-  // Passes a moment. True when it is time to sleep.
-  bool worn();
+  enum State {
+    kAwake,
+    kUneasy,  // once in a wait: it takes longer than an answer of ranks with cores of their own
+    kWorn     // it is time to sleep
+  };
+  // Passes a moment.
+  State pass();
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -45,6 +48,12 @@ class Patience {
   Clock::time_point since_{};
   Clock::time_point looked_{};  // at the clock
 };
+
+// Moves this thread to a core that none of `taken` is, if it may use one; it may use the same cores
+// as before afterwards. The scheduler likes to wake a process on the core of who woke it, and two
+// ranks that take turns on one core look to it like little work: it can leave them there for long
+// with a core idle beside them.
+void leave_core(const std::vector<int>& taken);
 
 // Wakes a rank that waits for `from` or for anyone.
 void wake_if_waiting(Header& header, int from);

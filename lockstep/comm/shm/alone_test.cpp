@@ -1,0 +1,177 @@
+// One engine whose peers are played by the test, so that what they do is exact: a rank that always
+// has room for more bytes, one that never comes, one whose process has ended.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "lockstep/comm/shm/collectives.h"
+#include "lockstep/comm/shm/engine_core.h"
+#include "lockstep/comm/shm/segment.h"
+#include "lockstep/comm/shm/worlds_for_test.h"
+
+namespace lockstep::shm {
+namespace {
+
+using namespace for_test;
+using testing::HasSubstr;
+
+constexpr EngineOptions kTiny{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 4096};
+constexpr std::uint64_t kNoEnd = std::uint64_t{1} << 40;
+
+// Rank 0.
+class Alone {
+ public:
+  explicit Alone(int size, Fd pidfd_of_last = {}, Fd socket_of_last = {}) : layout_(size, kTiny) {
+    std::vector<Peer> peers(static_cast<std::size_t>(size));
+    for (Peer& peer : peers) {
+      peer.segment = Segment::make(layout_.segment_bytes());
+      layout_.construct(peer.segment->data());
+    }
+    peers.back().pidfd = std::move(pidfd_of_last);
+    peers.back().socket = std::move(socket_of_last);
+    core_ = std::make_shared<EngineCore>(Place{0, size}, layout_, std::move(peers));
+  }
+  ~Alone() { core_->close(); }
+
+  const std::shared_ptr<EngineCore>& core() { return core_; }
+  std::size_t ring_bytes() const { return layout_.ring_bytes(); }
+  // As if that rank took every byte at once, or had sent without end.
+  void takes_all(int rank) { layout_.ring(core_->view(0), rank).taken = kNoEnd; }
+  void sends_on(int rank) {
+    Ring& ring = layout_.ring(core_->view(rank), 0);
+    std::memcpy(ring.data(), &length_, sizeof length_);
+    ring.written = kNoEnd;
+  }
+
+  std::shared_ptr<Message> message(int peer, bool sending, bool caller_waits = true) {
+    auto message = std::make_shared<Message>(
+        core_, soon(), Message::Ends{data_.data(), data_.size(), peer, sending});
+    core_->start(message, caller_waits);
+    return message;
+  }
+  // Gigabytes, from the same array: seconds of copying.
+  std::vector<std::shared_ptr<Message>> stream_to(int peer) {
+    std::vector<std::shared_ptr<Message>> all;
+    for (int i = 0; i < 4000; ++i) all.push_back(message(peer, true));
+    return all;
+  }
+  std::shared_ptr<Collective> barrier() {
+    auto ticket = std::make_shared<Barrier>(core_, soon());
+    core_->start(ticket, /*caller_waits=*/true);
+    return ticket;
+  }
+
+ private:
+  const Layout layout_;
+  std::vector<std::byte> data_{std::size_t{4} << 20};
+  const std::uint64_t length_ = data_.size();
+  std::shared_ptr<EngineCore> core_;
+};
+
+// A process that has ended.
+Fd ended_process() {
+  const pid_t pid = ::fork();
+  if (pid == 0) ::_exit(0);
+  Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  siginfo_t info{};
+  ::waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOWAIT);
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  return pidfd;
+}
+
+// Who starts a message does not copy all of it, however fast the other side is.
+TEST(Alone, AStartMovesAFewRingsOfALongMessage) {
+  Alone ranks(3);
+  ranks.takes_all(1);
+  ranks.sends_on(2);
+  for (const auto& message : {ranks.message(1, true), ranks.message(2, false)}) {
+    EXPECT_FALSE(message->done());
+    EXPECT_GT(message->moved, 0u);
+    EXPECT_LE(message->moved, 20 * ranks.ring_bytes());
+  }
+}
+
+// While messages move, a rank that does not come to a collective is waited for as long as asked.
+TEST(Alone, ADeadlineHoldsWhileMessagesMove) {
+  Alone ranks(3);
+  ranks.takes_all(1);
+  const auto stream = ranks.stream_to(1);
+  const auto barrier = ranks.barrier();
+  EXPECT_THROW(barrier->wait(Deadline::after(std::chrono::milliseconds(200))), TimeoutError);
+  EXPECT_THAT(text_of(barrier->error()), HasSubstr("did not arrive"));
+  // The stream was cut off, and not waited for.
+  EXPECT_THAT(text_of(stream.back()->error()), HasSubstr("barrier() was not finished within"));
+}
+
+TEST(Alone, ADeadRankIsSeenWhileMessagesMove) {
+  Alone ranks(3, ended_process());
+  ranks.takes_all(1);
+  const auto stream = ranks.stream_to(1);
+  const auto barrier = ranks.barrier();
+  try {
+    barrier->wait(soon());
+    FAIL() << "a dead rank took part";
+  } catch (const CommError& error) {
+    EXPECT_EQ(error.context().peer, 2);
+    EXPECT_THAT(error.what(), HasSubstr("has ended before it took part in barrier()"));
+  }
+  EXPECT_THAT(text_of(stream.back()->error()), HasSubstr("has ended"));
+}
+
+// Polling sees it as well.
+TEST(Alone, APollerSeesADeadRankWhileMessagesMove) {
+  Alone ranks(3, ended_process());
+  ranks.takes_all(1);
+  const auto stream = ranks.stream_to(1);
+  const auto barrier = ranks.barrier();
+  while (!barrier->poll()) {
+  }
+  EXPECT_THAT(text_of(barrier->error()), HasSubstr("rank 2"));
+  EXPECT_THAT(text_of(stream.back()->error()), HasSubstr("has ended"));
+}
+
+// A rank that ends while a block is made leaves a closed socket first.
+TEST(Alone, ABlockWithARankThatIsGone) {
+  const auto closed_socket = [] {
+    int ends[2] = {-1, -1};
+    EXPECT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends), 0);
+    ::close(ends[1]);
+    return Fd(ends[0]);
+  };
+  const auto error_of = [](Alone& ranks) {
+    try {
+      (void)make_symmetric(*ranks.core(), 4096, soon());
+    } catch (const CommError& error) {
+      EXPECT_EQ(error.context().peer, 2);
+      return std::string(error.what());
+    }
+    return std::string("none");
+  };
+  Alone dead(3, ended_process(), closed_socket());
+  EXPECT_THAT(error_of(dead), HasSubstr("rank 2 (process 0) has ended"));
+  Alone silent(3, {}, closed_socket());
+  EXPECT_THAT(error_of(silent), HasSubstr("rank 2 closed its socket before its part of a symmetric "
+                                          "block was there"));
+}
+
+// The stream itself wants nothing of the dead rank and goes on.
+TEST(Alone, ADeadRankThatNobodyWantsDoesNotStopAStream) {
+  Alone ranks(3, ended_process());
+  ranks.takes_all(1);
+  std::vector<std::shared_ptr<Message>> some;
+  for (int i = 0; i < 100; ++i) some.push_back(ranks.message(1, true));
+  some.back()->wait(soon());
+  EXPECT_TRUE(ranks.core()->failure().empty());
+}
+
+}  // namespace
+}  // namespace lockstep::shm

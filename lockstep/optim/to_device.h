@@ -1,0 +1,20 @@
+// A small tensor on another device, for a model that is spread over several.
+//
+// The one hard idea: a copy that does not hold up the host is safe towards a GPU, whose stream runs
+// in order, and wrong towards the CPU: torch makes the result in pinned memory and returns before
+// the bytes are there, so whoever reads it next reads what lay there before.
+//
+//   at::_foreach_mul_(grads, to_device(coefficient, grads[0].device()));
+//
+// Private to lockstep/optim.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace lockstep::optim {
+
+inline at::Tensor to_device(const at::Tensor& tensor, c10::Device device) {
+  return tensor.to(device, /*non_blocking=*/!device.is_cpu());
+}
+
+}  // namespace lockstep::optim

@@ -1,0 +1,307 @@
+"""`lockstep train` and the Trainer's parts on a GPU: precision, resuming, stopping, ranks, memory.
+
+    gpu_train_test.py                  on cuda:0; skipped (77) without a GPU
+    gpu_train_test.py --device cpu     the same for what a CPU can do, in a smaller run
+    gpu_train_test.py -v               with the output of every check
+
+One line per check. Everything under full_determinism, so that a run that was killed or stopped must
+end with the bits of one that never was.
+"""
+import json
+import math
+import os
+import pathlib
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "train"))
+import train_case  # noqa: E402: stands in the folder beside
+from train_case import checkpoints, copy_until, losses, wait_for_step  # noqa: E402
+
+DEVICE = sys.argv[sys.argv.index("--device") + 1] if "--device" in sys.argv else "cuda:0"
+ON_GPU = DEVICE != "cpu"
+VERBOSE = "-v" in sys.argv
+LIMIT_S = 120
+
+# On a GPU the file that the README shows. Its steps take milliseconds, so there are many of them: a
+# kill must find the run under way.
+SMALL_GPT = """
+model: {name: gpt, n_layer: 1, n_head: 2, n_embd: 32}
+data: {name: bytes, path: torch-headers, max_bytes: 60000}
+max_seq_len: 32
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-2
+lr_scheduler_type: cosine
+warmup_steps: 5
+weight_decay: 0.1
+"""
+TINY_GPT = train_case.SOURCE / "examples" / "configs" / "tiny_gpt.yaml"
+GPT = TINY_GPT.read_text() if ON_GPU else SMALL_GPT
+STEPS, EVERY = (400, 50) if ON_GPU else (60, 10)
+LEAST = 1.0 if ON_GPU else .5  # by how much the loss falls
+GPT_FLAGS = ["--full_determinism", "true", "--logging_steps", "1", "--report_to", "none",
+             "--save_total_limit", "3", "--disable_tqdm", "true", "--dataloader_num_workers", "1",
+             "--max_steps", str(STEPS), "--save_steps", str(EVERY)]
+# The second save waits for the first, so one is durable there.
+BREAK_AT = 2 * EVERY + EVERY // 2
+MLP_STEPS = 520
+# Dropout draws from the device's generator, batch norm has buffers; 13 steps an epoch.
+MLP = train_case.CONFIG.replace("use_cpu: true", "full_determinism: true")
+
+
+class Failed(Exception):
+    pass
+
+
+def expect(ok, what):
+    if not ok:
+        raise Failed(what)
+
+
+def gpus():
+    try:
+        out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True,
+                             check=False).stdout
+    except FileNotFoundError:
+        return 0
+    return out.count("GPU ")
+
+
+class Run:
+    """One configuration in a folder of its own, started, ended and looked at."""
+
+    def __init__(self, place, config, flags=(), ranks=0):
+        self.place, self.flags, self.ranks = pathlib.Path(place), list(flags), ranks
+        self.place.mkdir(parents=True)
+        self.config = self.place / "train.yaml"
+        self.config.write_text(config)
+        self.output = self.place / "out"
+
+    def command(self, words):
+        train = [train_case.LOCKSTEP, "train", str(self.config), "--output_dir", str(self.output),
+                 *self.flags, *words]
+        return ranked(self.ranks, train) if self.ranks else train
+
+    def environment(self):
+        env = train_case.environment(LOCKSTEP_DEVICE=DEVICE)
+        if self.ranks and ON_GPU:
+            env.update({"LOCKSTEP_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo",
+                        "LOCKSTEP_BACKEND": "nccl"})
+        return env
+
+    def start(self, *words):
+        log = open(self.place / "log", "a", encoding="utf-8")  # pylint: disable=consider-using-with
+        with log:
+            return subprocess.Popen(self.command(words), env=self.environment(), stdout=log,
+                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                    start_new_session=True)
+
+    def log(self):
+        return (self.place / "log").read_text(encoding="utf-8", errors="replace")
+
+    def train(self, *words):
+        process = self.start(*words)
+        code = self.wait(process)
+        expect(code == 0, f"exit code {code}")
+        return self
+
+    def wait(self, process):
+        try:
+            return process.wait(timeout=LIMIT_S)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def broken(self, number, step, *words):
+        """Runs until `step` is logged, then sends the signal; the exit code."""
+        process = self.start(*words)
+        try:
+            wait_for_step(process, self.output, step)
+            expect(process.poll() is None, f"ended before the signal, with {process.returncode}")
+            os.kill(process.pid, number)
+        finally:
+            code = self.wait(process)
+        return code
+
+    def newest(self):
+        found = checkpoints(self.output)
+        expect(found, "there is no checkpoint")
+        return self.output / f"checkpoint-{found[-1]}"
+
+    def verify(self, folder):
+        done = subprocess.run([train_case.LOCKSTEP, "checkpoint", "verify", str(folder)],
+                              capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        expect(done.returncode == 0, done.stdout + done.stderr)
+
+
+def ranked(ranks, program):
+    command = [train_case.LOCKSTEP, "run", "--standalone", f"--nproc-per-node={ranks}"]
+    if not ON_GPU:
+        return command + program
+    # NCCL refuses two ranks on one device of one host; it believes them to be on two.
+    return command + ["bash", "-c", 'NCCL_HOSTID=host$RANK exec "$0" "$@"', *program]
+
+
+def expect_same(one, other):
+    """Weights, buffers, optimizer and generators of the newest checkpoints, and every loss."""
+    done = subprocess.run([train_case.LOCKSTEP, "checkpoint", "diff", str(one.newest()),
+                           str(other.newest())], capture_output=True, text=True, timeout=LIMIT_S,
+                          check=False)
+    expect(done.returncode == 0, done.stdout + done.stderr)
+    expect(losses(one.output) == losses(other.output), "losses differ")
+
+
+def expect_learned(run, least):
+    by_step = losses(run.output)
+    expect(all(math.isfinite(loss) for loss in by_step.values()), "a loss is not finite")
+    expect(sorted(by_step) == list(range(1, STEPS + 1)), "each step is logged once")
+    values = [by_step[step] for step in sorted(by_step)]
+    first, last = sum(values[:5]) / 5, sum(values[-5:]) / 5
+    expect(last < first - least, f"loss {first:.3f} to {last:.3f}")
+    return f"loss {first:.2f} to {last:.2f}"
+
+
+def names_in(file):
+    """Tensors of a safetensors file."""
+    content = file.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    return sorted(name for name in json.loads(content[8:8 + size]) if name != "__metadata__")
+
+
+def expect_scaler(run):
+    """From 65536, halved by each step that was left out; too few steps to be doubled."""
+    state = json.loads((run.newest() / "scaler.json").read_text())
+    lines = (run.output / "metrics.jsonl").read_text().splitlines()
+    left_out = [e["step"] for e in map(json.loads, lines) if e.get("skipped_steps")]
+    expect(state["scale"] == 65536 * .5 ** len(left_out), f"{state}, left out {left_out}")
+    expect(state["growth_tracker"] == STEPS - max(left_out, default=0), f"{state}, {left_out}")
+    expect((state["growth_factor"], state["backoff_factor"], state["growth_interval"])
+           == (2, .5, 2000), str(state))
+    return f"scale {state['scale']:.0f}"
+
+
+def fp32(place):
+    return expect_learned(Run(place / "whole", GPT, GPT_FLAGS).train(), LEAST)
+
+
+def bf16(place):
+    flags = GPT_FLAGS + ["--bf16", "true"]
+    whole = Run(place / "whole", GPT, flags).train()
+    learned = expect_learned(whole, LEAST)
+    expect(not (whole.newest() / "scaler.json").exists(), "bf16 needs no scaler")
+    killed = Run(place / "killed", GPT, flags)
+    code = killed.broken(signal.SIGKILL, BREAK_AT)
+    expect(code == -signal.SIGKILL, f"exit code {code}")
+    expect(checkpoints(killed.output), "nothing was saved before the kill")
+    killed.train("--resume", "auto")
+    expect_same(whole, killed)
+    return learned + ", killed and resumed: the same bits"
+
+
+def fp16(place):
+    flags = GPT_FLAGS + ["--fp16", "true"]
+    whole = Run(place / "whole", GPT, flags).train()
+    learned = expect_learned(whole, LEAST)
+    scale = expect_scaler(whole)
+    stopped = Run(place / "stopped", GPT, flags)
+    code = stopped.broken(signal.SIGTERM, BREAK_AT)
+    expect(code == 143, f"exit code {code}")
+    stopped.verify(stopped.newest())
+    stopped.train("--resume", "auto")
+    expect_same(whole, stopped)
+    return f"{learned}, {scale}, stopped and resumed: the same bits"
+
+
+def dropout(place):
+    flags = ["--num_train_epochs", str(MLP_STEPS // 13), "--save_steps", "20",
+             "--save_total_limit", "3"]
+    whole = Run(place / "whole", MLP, flags).train()
+    names = names_in(whole.newest() / "rng_state.safetensors")
+    expect(names == (["0.cpu", "0.cuda"] if ON_GPU else ["0.cpu"]), str(names))
+    broken = Run(place / "broken", MLP, flags)
+    code = broken.broken(signal.SIGTERM, 50)
+    expect(code == 143, f"exit code {code}")
+    stopped_at = checkpoints(broken.output)[-1]
+    expect(stopped_at >= 50, f"checkpoint-{stopped_at}")
+    broken.verify(broken.newest())
+    code = broken.broken(signal.SIGKILL, stopped_at + 45, "--resume", "auto")
+    expect(code == -signal.SIGKILL, f"exit code {code}")
+    expect(checkpoints(broken.output)[-1] > stopped_at, "nothing was saved before the kill")
+    broken.train("--resume", "auto")
+    expect_same(whole, broken)
+    return f"stopped at step {stopped_at} (143), killed, resumed: the same bits"
+
+
+def two_ranks(place):
+    flags = ["--max_steps", "20", "--save_steps", "10"]
+    whole = Run(place / "whole", MLP, flags, ranks=2).train()
+    names = names_in(whole.newest() / "rng_state.safetensors")
+    expect(len(names) == (4 if ON_GPU else 2), str(names))
+    again = Run(place / "again", MLP, flags, ranks=2)
+    copy_until(whole.output, again.output, 10)
+    again.train("--resume", "auto")
+    expect_same(whole, again)
+    stopped = Run(place / "stopped", MLP, ["--num_train_epochs", str(MLP_STEPS // 7)], ranks=2)
+    code = stopped.broken(signal.SIGTERM, 10)
+    expect(code == 143, f"exit code {code}")
+    stopped.verify(stopped.newest())
+    return "resumed: the same bits; a stop signal is 143 and a checkpoint"
+
+
+def program(ranks):
+    def check(place):
+        words = [str(train_case.BIN / "tests" / "gpu_train"), str(place / "folder")]
+        run = Run(place / "run", "", ranks=ranks)
+        done = subprocess.run(ranked(ranks, words) if ranks else words, env=run.environment(),
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S, check=False)
+        (run.place / "log").write_text(done.stdout)
+        expect(done.returncode == 0, f"exit code {done.returncode}")
+        expect("all checks passed" in done.stdout, "not all checks passed")
+        parts = [line for line in done.stdout.splitlines() if "gpu_train: " in line]
+        for line in parts[:-1]:
+            print("       " + line.split("gpu_train: ", 1)[1], flush=True)
+        return f"{len(parts) - 1} checks"
+    return check
+
+
+def attempt(label, check, place):
+    start = time.monotonic()
+    try:
+        place.mkdir()
+        said, ok = check(place), True
+    except Exception as error:  # pylint: disable=broad-except  # the others still run
+        said, ok = f"{type(error).__name__}: {error}", False
+    print(f"{'ok    ' if ok else 'FAILED'} {label} on {DEVICE}: {said} "
+          f"({time.monotonic() - start:.1f} s)", flush=True)
+    if VERBOSE or not ok:
+        for log in sorted(place.rglob("log")):
+            print(f"--- {log.relative_to(place)}\n"
+                  f"{log.read_text(encoding='utf-8', errors='replace')[-6000:]}", flush=True)
+    return ok
+
+
+def main():
+    if ON_GPU and gpus() == 0:
+        print("SKIPPED: no GPU on this machine")
+        return 77
+    checks = [("Trainer's parts, one rank", program(0)), ("tiny GPT in bf16", bf16),
+              ("tiny GPT in fp16", fp16)]
+    if ON_GPU or "--all" in sys.argv:  # tests/train has these on the CPU
+        checks += [("tiny GPT in fp32", fp32), ("MLP with dropout", dropout),
+                   ("two ranks of lockstep train", two_ranks)]
+    checks += [("Trainer's parts, two ranks", program(2))]
+    with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
+        results = [attempt(label, check, pathlib.Path(folder) / str(i))
+                   for i, (label, check) in enumerate(checks)]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
