@@ -20,6 +20,7 @@
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/io/numbered_dirs.h"
+#include "lockstep/testing/worlds.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/trainer_for_test.h"
@@ -115,7 +116,8 @@ TEST(Trainer, TheBestModelComesBackAndPatienceEnds) {
 
 // A Trainer that evaluates and saves after every step, and whose accuracies are these.
 struct Scored {
-  Scored(const std::string& output_dir, std::vector<double> by_step) : scores(std::move(by_step)) {
+  Scored(const World& world, const std::string& output_dir, std::vector<double> by_step)
+      : scores(std::move(by_step)) {
     auto a = arguments(output_dir);
     a.max_steps = static_cast<std::int64_t>(scores.size());
     a.eval_strategy = Interval::kSteps;
@@ -131,44 +133,52 @@ struct Scored {
       const double sum = score * static_cast<double>(batch.samples());
       return std::map<std::string, at::Tensor>{{"accuracy", at::scalar_tensor(sum)}};
     };
-    trainer = std::make_unique<Trainer>(World{}, task, a);
-  }
-  // While there is no room for a folder of this name; gives what was logged.
-  std::string train_without(const char* name) {
-    no_room_for = name;
-    ::testing::internal::CaptureStderr();
-    result = trainer->train();
-    no_room_for = nullptr;
-    return ::testing::internal::GetCapturedStderr();
+    trainer = std::make_unique<Trainer>(world, task, a);
   }
   std::vector<double> scores;
   torch::nn::Sequential net = network();
   std::unique_ptr<Trainer> trainer;
-  TrainResult result;
 };
 
+// Runs `body` while there is no room for a folder of this name; gives what was logged.
+std::string without_room_for(const char* name, const std::function<void()>& body) {
+  no_room_for = name;
+  ::testing::internal::CaptureStderr();
+  body();
+  no_room_for = nullptr;
+  return ::testing::internal::GetCapturedStderr();
+}
+
+// Only the rank that writes knows that the second checkpoint found no room.
 TEST(Trainer, TheBestThatWasSavedStaysUntilABetterOneIsDurable) {
-  io::TemporaryDirectory dir;
-  Scored run(dir.path(), {1, 3, 0, 2});
-  EXPECT_THAT(
-      run.train_without("/checkpoint-2."),
-      ::testing::AllOf(HasSubstr("checkpoint-2 was not saved; training goes on."),
-                       HasSubstr("step 2 was the best (accuracy 3) and could not be saved. " +
-                                 (dir / "checkpoint-1") + ", the best that was, is loaded.")));
-  EXPECT_EQ(run.result.checkpoint, dir / "checkpoint-4");
-  EXPECT_THAT(steps_in(dir.path()), ElementsAre(4, 1));
-  EXPECT_EQ(run.trainer->state().best_global_step, 2);
-  // What a run that goes on from here keeps.
-  EXPECT_EQ(Checkpoint(dir / "checkpoint-4").state().best_model_checkpoint, dir / "checkpoint-1");
-  auto best = network();
-  Checkpoint(dir / "checkpoint-1").load_model(*best);
-  EXPECT_TRUE(torch::equal(flat(*run.net), flat(*best)));
+  for (const int ranks : {1, 2}) {
+    io::TemporaryDirectory dir;
+    std::vector<at::Tensor> ends(static_cast<std::size_t>(ranks));
+    const std::string said = without_room_for("/checkpoint-2.", [&] {
+      testing::run_threads(ranks, [&](World& world) {
+        Scored run(world, dir.path(), {1, 3, 0, 2});
+        const TrainResult result = run.trainer->train();
+        EXPECT_EQ(result.checkpoint, world.is_leader() ? dir / "checkpoint-4" : "");
+        EXPECT_EQ(run.trainer->state().best_global_step, 2);
+        ends[static_cast<std::size_t>(world.rank())] = flat(*run.net);
+      });
+    });
+    EXPECT_THAT(said, HasSubstr("checkpoint-2 was not saved; training goes on."));
+    EXPECT_THAT(said, HasSubstr("step 2 was the best (accuracy 3) and could not be saved. " +
+                                (dir / "checkpoint-1") + ", the best that was, is loaded."));
+    EXPECT_THAT(steps_in(dir.path()), ElementsAre(4, 1));
+    // What a run that goes on from here keeps.
+    EXPECT_EQ(Checkpoint(dir / "checkpoint-4").state().best_model_checkpoint, dir / "checkpoint-1");
+    auto best = network();
+    Checkpoint(dir / "checkpoint-1").load_model(*best);
+    for (const at::Tensor& end : ends) EXPECT_TRUE(torch::equal(end, flat(*best)));
+  }
 }
 
 TEST(Trainer, WithoutRoomForTheFirstBestTheLastWeightsStay) {
   io::TemporaryDirectory dir;
-  Scored run(dir.path(), {3, 1});
-  EXPECT_THAT(run.train_without("/checkpoint-1."),
+  Scored run(World{}, dir.path(), {3, 1});
+  EXPECT_THAT(without_room_for("/checkpoint-1.", [&] { run.trainer->train(); }),
               HasSubstr("the best model, " + (dir / "checkpoint-1") + ", cannot be loaded: "));
   EXPECT_EQ(run.trainer->state().best_global_step, 1);
   EXPECT_THAT(steps_in(dir.path()), ElementsAre(2));
