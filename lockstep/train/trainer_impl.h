@@ -137,7 +137,7 @@ class TrainerImpl {
   std::string committed_;
   std::int64_t durable_step_ = -1;   // the newest from which a run can go on; in the end on all
   std::vector<std::string> alerts_;  // of this rank, not yet told to all
-  std::string durable_best_;  // on ranks that write
+  std::string durable_best_;         // on ranks that write
 
   // Sums of (loss x count, count), float64 on the device.
   at::Tensor since_log_;
