@@ -33,7 +33,8 @@ constexpr const char* kHelp =
     "--resume PATH    go on from this folder\n"
     "--resume never   start anew (as without the flag)\n\n"
     "A stop signal (SIGTERM, SIGUSR1, SIGUSR2) to any rank ends in a checkpoint and exit code\n"
-    "143. `lockstep config keys` lists the keys, docs/training.md explains the rest.\n";
+    "143 (1 when that could not be saved). `lockstep config keys` lists the keys,\n"
+    "docs/training.md explains the rest.\n";
 
 struct Request {
   std::string file;
@@ -66,6 +67,25 @@ WorldOptions world_options(const TrainingArguments& a, const std::string& digest
   if (a.use_cpu) options.device = c10::Device(c10::kCPU);
   options.options_hash = digest;  // ranks that were given different files do not train together
   return options;
+}
+
+void say_stopped(const TrainResult& result, const TrainingArguments& a) {
+  if (result.exit_code() == 143) {
+    fmt::print("stopped at step {}; go on with --resume auto\n", result.global_step);
+  } else if (a.save_only_model) {
+    log::error("train",
+               "stopped at step {}, of which save_only_model keeps the weights alone: no run can "
+               "go on from there.",
+               result.global_step);
+  } else if (result.durable_step >= 0) {
+    log::error("train",
+               "stopped at step {}, which could not be saved. The newest step that a run can go on "
+               "from is {} (--resume auto).",
+               result.global_step, result.durable_step);
+  } else {
+    log::error("train", "stopped at step {}, which could not be saved, nor was any before.",
+               result.global_step);
+  }
 }
 
 // Leaves in output_dir what the run was told, and by whom: values, winners and whom they have
@@ -119,7 +139,7 @@ int train_main(int argc, char** argv) {
       fmt::print("trained {} steps, mean loss {:.4f}; {}\n", result.global_step, result.train_loss,
                  config.arguments.output_dir);
     } else {
-      fmt::print("stopped at step {}; go on with --resume auto\n", result.global_step);
+      say_stopped(result, config.arguments);
     }
   };
   const int ended = run(body, world_options(config.arguments, digest));

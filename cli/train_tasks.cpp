@@ -188,7 +188,7 @@ Data token_data(MapReader& keys, const TrainingArguments& a) {
   // Without it one shuffle goes over all windows, as PyTorch's DistributedSampler would.
   if (order == "shards")
     data.sampler = shards->sampler(static_cast<std::uint64_t>(a.data_seed.value_or(a.seed)));
-  if (a.eval_strategy != Interval::kNo)
+  if (a.eval_strategy != Interval::kNo || a.eval_on_start)
     data.eval =
         std::make_shared<data::TokenShards>(data::token_files(*a.dataset_dir, "val"), length);
   return data;

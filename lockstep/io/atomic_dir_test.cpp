@@ -364,6 +364,32 @@ TEST(Retain, BrokenOnesDoNotCount) {
   EXPECT_THAT(names_in(dir.path()), ElementsAre("checkpoint-2", "checkpoint-4"));
 }
 
+TEST(Retain, AFileTooManyIsNoDamage) {
+  TemporaryDirectory dir;
+  for (int step = 1; step <= 3; ++step) save(dir.path(), step);
+  put(dir / "checkpoint-2/note", "the good one");
+  put(dir / "checkpoint-3/note", "the durable one");
+  EXPECT_THAT(retain(dir.path(), "checkpoint-", {.limit = 5, .durable = dir / "checkpoint-3"}),
+              IsEmpty());
+  EXPECT_THAT(retain(dir.path(), "checkpoint-", {.limit = 2, .durable = dir / "checkpoint-3"}),
+              ElementsAre(dir / "checkpoint-1"));
+}
+
+// Hugging Face's own folders have such names, too; and a disk that fails now may not fail tomorrow.
+TEST(Retain, WhatIsNotOursOrCannotBeReadStays) {
+  TemporaryDirectory dir;
+  fs::create_directory(dir / "checkpoint-1");
+  put(dir / "checkpoint-1/model.safetensors", "weights");
+  for (int step = 2; step <= 6; ++step) save(dir.path(), step);
+  put(dir / "checkpoint-2/MANIFEST.json", "{\"format\": \"of another program\"}");
+  fs::remove(dir / "checkpoint-3/file0");
+  fs::create_symlink("file0", dir / "checkpoint-3/file0");  // reading it fails, also for root
+  EXPECT_THAT(retain(dir.path(), "checkpoint-", {.limit = 1, .durable = dir / "checkpoint-6"}),
+              ElementsAre(dir / "checkpoint-4", dir / "checkpoint-5"));
+  EXPECT_THAT(names_in(dir.path()),
+              ElementsAre("checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-6"));
+}
+
 TEST(Retain, DeletesNothingWithoutADurableOne) {
   TemporaryDirectory dir;
   save(dir.path(), 1);

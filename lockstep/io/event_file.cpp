@@ -18,14 +18,18 @@ namespace {
 
 constexpr std::size_t kBufferBytes = 64u << 10;
 
-// Field numbers of tensorflow.Event, Summary and Summary.Value, as (number << 3 | wire type).
+// Field numbers of tensorflow.Event, Summary, Summary.Value and SessionLog, as (number << 3 | wire
+// type).
 constexpr char kEventWallTime = 1 << 3 | 1;
 constexpr char kEventStep = 2 << 3 | 0;
 constexpr char kEventFileVersion = 3 << 3 | 2;
 constexpr char kEventSummary = 5 << 3 | 2;
+constexpr char kEventSessionLog = 7 << 3 | 2;
 constexpr char kSummaryValue = 1 << 3 | 2;
 constexpr char kValueTag = 1 << 3 | 2;
 constexpr char kValueSimple = 2 << 3 | 5;
+constexpr char kSessionStatus = 1 << 3 | 0;
+constexpr char kSessionStart = 1;
 
 template <typename T>
 void put_fixed(std::string& out, T value) {
@@ -109,6 +113,14 @@ void EventFile::scalars(std::int64_t step, const std::vector<Scalar>& values, do
   event.push_back(kEventStep);
   put_varint(event, static_cast<std::uint64_t>(step));
   put_bytes(event, kEventSummary, summary);
+  record(event);
+}
+
+void EventFile::begin_at(std::int64_t step) {
+  std::string event = event_at(now_s());
+  event.push_back(kEventStep);
+  put_varint(event, static_cast<std::uint64_t>(step));
+  put_bytes(event, kEventSessionLog, std::string{kSessionStatus, kSessionStart});
   record(event);
 }
 

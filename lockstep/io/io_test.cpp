@@ -262,6 +262,7 @@ struct ReadEvent {
   double wall_time_s = 0;
   std::int64_t step = 0;
   std::string version;
+  std::string session;
   std::vector<EventFile::Scalar> values;
 };
 
@@ -318,6 +319,8 @@ ReadEvent read_event(std::string_view message) {
         EXPECT_EQ(take_varint(summary), 1u << 3 | 2u);
         event.values.push_back(read_value(take_message(summary)));
       }
+    } else if (field == (7 << 3 | 2)) {
+      event.session = take_message(message);
     } else {
       ADD_FAILURE() << "field " << field;
     }
@@ -363,6 +366,17 @@ TEST(EventFile, WritesWhatTensorBoardReads) {
   EXPECT_EQ(read[3].values.at(0).second, INFINITY);
   EXPECT_GT(read[3].wall_time_s, 1.6e9);
   EXPECT_THAT(events.path(), HasSubstr("/events.out.tfevents."));
+}
+
+TEST(EventFile, SaysWhereARunBegins) {
+  TemporaryDirectory dir;
+  EventFile events(dir.path());
+  events.begin_at(300);
+  events.flush();
+  const auto read = read_events(events.path());
+  ASSERT_EQ(read.size(), 2u);
+  EXPECT_EQ(read[1].step, 300);
+  EXPECT_EQ(read[1].session, "\x08\x01");  // status: START
 }
 
 TEST(EventFile, IsNeverAppendedToAndFlushesWhenDropped) {

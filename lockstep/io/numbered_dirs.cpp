@@ -30,6 +30,22 @@ bool same_place(const std::string& a, const std::string& b) {
   return fs::equivalent(a, b, error) && !error;
 }
 
+// A file too many is somebody's note and no damage.
+std::vector<Fault> damage_of(const std::string& directory, Depth depth) {
+  std::vector<Fault> faults = verify(directory, depth);
+  std::erase_if(faults, [](const Fault& fault) { return fault.kind == FaultKind::kExtra; });
+  return faults;
+}
+
+// Whether it is ours and certainly of no use to anybody. Without a manifest of ours it belongs to
+// another program; what cannot be read now may be read tomorrow.
+bool is_waste(const std::vector<Fault>& damage) {
+  return std::ranges::all_of(damage, [](const Fault& fault) {
+    return fault.kind != FaultKind::kManifestMissing && fault.kind != FaultKind::kManifestTorn &&
+           fault.kind != FaultKind::kUnreadable;
+  });
+}
+
 }  // namespace
 
 std::vector<NumberedDir> list_numbered(const std::string& parent, const std::string& prefix) {
@@ -71,7 +87,7 @@ std::vector<std::string> retain(const std::string& parent, const std::string& pr
                                 const RetainOptions& options) {
   if (options.limit < 1)
     throw UsageError("io", "at least 1 checkpoint must be kept (limit {}).", options.limit);
-  if (const auto faults = verify(options.durable, Depth::kSizes); !faults.empty())
+  if (const auto faults = damage_of(options.durable, Depth::kSizes); !faults.empty())
     throw UsageError("io",
                      "nothing is deleted, because {} is not whole: {}. Commit the new checkpoint "
                      "before old ones are deleted.",
@@ -85,9 +101,9 @@ std::vector<std::string> retain(const std::string& parent, const std::string& pr
                            });
     if (must_stay)
       ++kept;
-    else if (verify(dir.path, Depth::kSizes).empty())
+    else if (const auto damage = damage_of(dir.path, Depth::kSizes); damage.empty())
       old.push_back(dir.path);
-    else
+    else if (is_waste(damage))
       broken.push_back(dir.path);
   }
   const auto room = static_cast<std::size_t>(std::max(0, options.limit - kept));

@@ -9,11 +9,12 @@
 namespace lockstep::train {
 namespace {
 
-constexpr std::size_t kWishes = 5;
+constexpr std::size_t kWishes = 7;
 using Numbers = std::array<std::int32_t, kWishes>;
 
 Numbers numbers_of(const Wishes& wishes) {
-  return {wishes.stop_signal, wishes.stop, wishes.save, wishes.evaluate, wishes.out_of_memory};
+  return {wishes.stop_signal,   wishes.stop,  wishes.save,  wishes.evaluate,
+          wishes.out_of_memory, wishes.alert, wishes.saving};
 }
 
 Wishes wishes_of(const at::Tensor& numbers) {
@@ -22,7 +23,9 @@ Wishes wishes_of(const at::Tensor& numbers) {
           .stop = n[1] != 0,
           .save = n[2] != 0,
           .evaluate = n[3] != 0,
-          .out_of_memory = n[4] != 0};
+          .out_of_memory = n[4] != 0,
+          .alert = n[5] != 0,
+          .saving = n[6] != 0};
 }
 
 at::Tensor tensor_of(const Wishes& wishes) {

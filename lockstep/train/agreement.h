@@ -26,6 +26,8 @@ struct Wishes {
   bool save = false;
   bool evaluate = false;
   bool out_of_memory = false;
+  bool alert = false;   // there is one to be told to all
+  bool saving = false;  // a save is being written
 };
 
 class Agreement {

@@ -152,6 +152,10 @@ void AsyncSaver::wait_copied() {
   if (job_) job_->copied_future.wait();
 }
 
+void AsyncSaver::wait_a_while(std::chrono::milliseconds time) {
+  if (job_) job_->done.wait_for(time);
+}
+
 std::optional<SaveOutcome> AsyncSaver::poll() {
   if (!ended_ && !job_) return std::nullopt;
   if (!ended_ && job_->done.wait_for(std::chrono::seconds(0)) != std::future_status::ready)

@@ -17,6 +17,7 @@
 // The destructor waits until what is being written is written.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -59,6 +60,8 @@ class AsyncSaver {
   std::optional<SaveOutcome> poll();
   std::optional<SaveOutcome> wait();
   bool busy() const;
+  // Until a save that is under way has ended, or for that long.
+  void wait_a_while(std::chrono::milliseconds time);
 
  private:
   struct Job;

@@ -121,7 +121,7 @@ io::Newest find_checkpoint(const std::string& output_dir, const std::string& wis
   for (const io::Fault& fault : faults) damaged |= fault.kind != io::FaultKind::kExtra;
   if (damaged) {
     throw UsageError("checkpoint",
-                     "{} cannot be used: {} Resume with 'auto' to take the newest that is whole.",
+                     "{} cannot be used: {}. Resume with 'auto' to take the newest that is whole.",
                      wish, io::describe(faults));
   }
   io::Newest found;

@@ -36,7 +36,6 @@
 
 namespace lockstep::train {
 
-inline constexpr const char* kCheckpointPrefix = "checkpoint-";
 std::string checkpoint_path(const std::string& output_dir, std::int64_t step);
 
 using TensorDict = std::map<std::string, at::Tensor>;

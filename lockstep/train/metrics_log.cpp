@@ -64,9 +64,13 @@ MetricsLog::MetricsLog(const std::string& directory, const MetricsLogOptions& op
   }
   fd_ = Fd(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
   if (!fd_) throw io::file_error("open", path_, errno);
+  if (!options.tensorboard) return;
   // TensorBoard shows the folder's name as the run's.
   const std::string runs = directory + "/runs" + (run_name_.empty() ? "" : "/" + run_name_);
-  if (options.tensorboard) events_ = std::make_unique<io::EventFile>(runs);
+  events_ = std::make_unique<io::EventFile>(runs);
+  // What an earlier run has said of steps to come stays in its files, and is forgotten by readers.
+  events_->begin_at(options.resumed_at > 0 ? options.resumed_at + 1 : 0);
+  events_->flush();
 }
 
 void MetricsLog::write(const LogEntry& entry) {

@@ -2,7 +2,8 @@
 // number in full, and TensorBoard's event files in runs/ where report_to asks for them.
 //
 // The one hard idea: a run that is resumed at step 40 says step 41 again. Lines of later steps are
-// taken out of metrics.jsonl first, so that each step stands there once.
+// taken out of metrics.jsonl first, so that each step stands there once; TensorBoard is told to
+// forget them, and with a new run everything that an earlier one has left in runs/.
 //
 //   MetricsLog metrics("out", {.tensorboard = true, .resumed_at = 40});
 //   metrics.write({.step = 41, .epoch = 0.5, .values = {{"loss", 1.25}}});

@@ -44,8 +44,8 @@ class Observer {
   virtual void on_step_end(Event&) {}
   virtual void on_log(Event&) {}
   virtual void on_evaluate(Event&) {}
-  virtual void on_save(Event&) {}  // handed to the writer; durable a little later
-  virtual void on_alert(Event&) {}
+  virtual void on_save(Event&) {}   // handed to the writer; durable a little later
+  virtual void on_alert(Event&) {}  // on every rank, a step after it was logged
 };
 
 }  // namespace lockstep

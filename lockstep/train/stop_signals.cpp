@@ -8,13 +8,13 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <thread>
 
 #include "lockstep/core/control.h"
-#include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
@@ -22,8 +22,10 @@
 namespace lockstep::train {
 namespace {
 
+using std::chrono::milliseconds;
+
 constexpr std::array<int, 3> kSignals{SIGTERM, SIGUSR1, SIGUSR2};
-constexpr std::chrono::milliseconds kTick{200};
+constexpr milliseconds kTick{200};
 
 // What the handler may touch: numbers without locks, and a descriptor to wake the watcher.
 std::atomic<bool> g_installed{false};
@@ -48,7 +50,7 @@ struct StopSignals::Watch {
   Pipe wake;
   std::atomic<bool> over{false};
   std::atomic<bool> agreed{false};
-  std::atomic<std::int64_t> step_ms{0};
+  std::atomic<std::int64_t> step_ms{-1};  // the longest; -1: none has been taken
   std::thread thread;
 };
 
@@ -109,7 +111,7 @@ void StopSignals::agreed() {
 }
 
 void StopSignals::set_step_time(std::chrono::milliseconds step) {
-  if (watch_) watch_->step_ms = step.count();
+  if (watch_) watch_->step_ms = std::max<std::int64_t>(watch_->step_ms, step.count());
 }
 
 void StopSignals::watch() {
@@ -119,13 +121,20 @@ void StopSignals::watch() {
     ::poll(&fd, 1, 1000);
   }
   if (w.over) return;
-  const std::chrono::milliseconds bound =
-      std::max(w.options.deadline, std::chrono::milliseconds(2 * w.step_ms.load()));
-  const Deadline deadline = Deadline::after(bound);
-  while (!w.over && !w.agreed && !deadline.expired()) {
+  const auto bound_now = [&w] {
+    const std::int64_t step_ms = w.step_ms;
+    const auto longer = step_ms < 0 ? w.options.first_deadline : milliseconds(2 * step_ms);
+    return std::max(w.options.deadline, longer);
+  };
+  const auto start = std::chrono::steady_clock::now();
+  milliseconds bound = bound_now();
+  // The step under way may be the longest yet, or the first: the bound is looked at again.
+  for (; !w.over && !w.agreed; bound = bound_now()) {
+    const auto waited = std::chrono::steady_clock::now() - start;
+    if (waited >= bound) break;
     // A failure that is announced cancels the request: the world is being ended anyway.
     if (control::failure()) return;
-    std::this_thread::sleep_for(std::min(kTick, deadline.remaining()));
+    std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(kTick, bound - waited));
   }
   if (w.over || w.agreed) return;
   const std::string why = fmt::format(

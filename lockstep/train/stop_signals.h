@@ -25,6 +25,8 @@ namespace lockstep::train {
 struct StopSignalOptions {
   bool install = true;  // false: signals end the process as ever
   std::chrono::milliseconds deadline{std::chrono::seconds(10)};
+  // Until a step has been taken nobody knows how long one takes, and the first is the longest.
+  std::chrono::milliseconds first_deadline{std::chrono::minutes(5)};
   std::function<void(const std::string& why)> give_up{};
 };
 
@@ -38,7 +40,8 @@ class StopSignals {
   // The number of the first signal that came, or 0.
   int requested() const;
   void agreed();
-  // A step takes this long: a deadline that is shorter than two of them would always be missed.
+  // A step took this long, from one exchange to the next. A deadline that is shorter than two of
+  // the longest would be missed.
   void set_step_time(std::chrono::milliseconds step);
 
  private:

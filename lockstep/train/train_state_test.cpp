@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <filesystem>
@@ -14,6 +15,7 @@
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/train/metrics_log.h"
 #include "lockstep/train/progress.h"
+#include "lockstep/train/put_aside.h"
 #include "lockstep/train/step_plan.h"
 #include "lockstep/train/stop_signals.h"
 #include "lockstep/train/trainer_state.h"
@@ -22,6 +24,7 @@ namespace lockstep::train {
 namespace {
 
 using std::chrono::milliseconds;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 // Hugging Face's own numbers for these were read off transformers' Trainer.
@@ -147,6 +150,66 @@ TEST(MetricsLog, ARunsNameIsInEveryLineAndTensorBoardsFolder) {
   EXPECT_FALSE(std::filesystem::is_empty(dir / "runs/lr \"high\""));
 }
 
+// ---------------------------------------------------------------- what other runs have left
+
+class PutAside : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    for (const char* step : {"5", "10", "15"}) {
+      std::filesystem::create_directory(dir_ / (std::string("checkpoint-") + step));
+      io::put(dir_ / (std::string("checkpoint-") + step + "/file"), step);
+    }
+    io::put(dir_ / "metrics.jsonl", "{}\n");
+    std::filesystem::create_directory(dir_ / "runs");
+    io::put(dir_ / "runs/events", "x");
+    io::put(dir_ / "notes.txt", "mine");
+  }
+  static std::vector<std::string> names(const std::string& directory) {
+    std::vector<std::string> all;
+    for (const auto& entry : std::filesystem::directory_iterator(directory))
+      all.push_back(entry.path().filename().string());
+    std::sort(all.begin(), all.end());
+    return all;
+  }
+  io::TemporaryDirectory dir_;
+};
+
+TEST_F(PutAside, ANewRunFindsNothing) {
+  EXPECT_EQ(put_aside(dir_.path(), {}), dir_ / "earlier-1");
+  EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
+  EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-10", "checkpoint-15",
+                                                     "checkpoint-5", "metrics.jsonl", "runs"));
+  EXPECT_EQ(io::get(dir_ / "earlier-1/checkpoint-15/file"), "15");
+  EXPECT_EQ(put_aside(dir_.path(), {}), "") << "nothing is left";
+  EXPECT_EQ(put_aside(dir_ / "nowhere", {}), "");
+  io::put(dir_ / "metrics.jsonl", "{}\n");
+  EXPECT_EQ(put_aside(dir_.path(), {.own_metrics = true}), "") << "of its own first steps";
+  EXPECT_EQ(put_aside(dir_.path(), {}), dir_ / "earlier-2");
+  EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("metrics.jsonl"));
+}
+
+TEST_F(PutAside, ARunThatGoesOnLeavesTheOtherBranch) {
+  const RunStart start{.checkpoint = dir_ / "checkpoint-5/", .step = 5};
+  EXPECT_EQ(put_aside(dir_.path(), start), dir_ / "earlier-1");
+  EXPECT_THAT(names(dir_.path()),
+              ElementsAre("checkpoint-5", "earlier-1", "metrics.jsonl", "notes.txt", "runs"));
+  EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-10", "checkpoint-15"));
+  EXPECT_EQ(put_aside(dir_.path(), start), "");
+}
+
+TEST_F(PutAside, FromAnotherPlaceNothingHereIsItsOwn) {
+  io::TemporaryDirectory other;
+  std::filesystem::create_directory(other / "checkpoint-10");
+  EXPECT_EQ(put_aside(dir_.path(), {.checkpoint = other / "checkpoint-10", .step = 10}),
+            dir_ / "earlier-1");
+  EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
+  // Also from a place that was itself put aside.
+  std::filesystem::create_directory(dir_ / "checkpoint-3");
+  EXPECT_EQ(put_aside(dir_.path(), {.checkpoint = dir_ / "earlier-1/checkpoint-5", .step = 5}),
+            dir_ / "earlier-2");
+  EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("checkpoint-3"));
+}
+
 TEST(Progress, OneLineSaysEverything) {
   const LogEntry entry{.step = 50,
                        .epoch = 0.5,
@@ -183,6 +246,7 @@ TEST(StopSignals, NobodyAgreesAndTheDeadlineEndsTheWait) {
                          why = text;
                          gave_up = true;
                        }});
+  signals.set_step_time(milliseconds(1));
   ::raise(SIGTERM);
   ASSERT_TRUE(soon([&] { return gave_up.load(); }));
   EXPECT_THAT(why, HasSubstr("[trainer] stop requested by Terminated was not agreed by all ranks "
@@ -194,9 +258,21 @@ TEST(StopSignals, ALongStepMakesTheDeadlineLonger) {
   StopSignals signals(
       {.deadline = milliseconds(10), .give_up = [&](const std::string&) { gave_up = true; }});
   signals.set_step_time(milliseconds(100'000));
+  signals.set_step_time(milliseconds(1));  // the next may be a long one again
   ::raise(SIGUSR2);
   std::this_thread::sleep_for(milliseconds(500));
   EXPECT_FALSE(gave_up);
+}
+
+TEST(StopSignals, TheFirstStepMayTakeLong) {
+  std::atomic<bool> gave_up{false};
+  StopSignals signals(
+      {.deadline = milliseconds(10), .give_up = [&](const std::string&) { gave_up = true; }});
+  ::raise(SIGTERM);
+  std::this_thread::sleep_for(milliseconds(500));
+  EXPECT_FALSE(gave_up) << "nobody knows yet how long a step takes";
+  signals.set_step_time(milliseconds(1));
+  EXPECT_TRUE(soon([&] { return gave_up.load(); }));
 }
 
 TEST(StopSignals, HandlersComeBackAndTwoAreRefused) {

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <cmath>
 #include <cstring>
 #include <new>
 
@@ -24,6 +25,18 @@ void check_task(const TrainerTask& task) {
   if (missing != nullptr)
     throw UsageError("trainer", "the task has no {}. Set it: {{.module = net, .loss = ...}}.",
                      missing);
+}
+
+// An evaluation that is silently left out would take early stopping and the best model with it.
+void check_evaluation(const TrainerTask& task, const TrainingArguments& arguments) {
+  const bool by_strategy = arguments.eval_strategy != Interval::kNo;
+  if (task.eval_data || (!by_strategy && !arguments.eval_on_start)) return;
+  throw UsageError("trainer",
+                   "{} asks for evaluations, and the task has no eval_data. Set it (in a training "
+                   "file: data.eval_bytes, longer than max_seq_len, data.eval_samples, or token "
+                   "shards of the split val), or {}.",
+                   by_strategy ? "eval_strategy" : "eval_on_start",
+                   by_strategy ? "eval_strategy: no" : "eval_on_start: false");
 }
 
 c10::ScalarType precision(const TrainingArguments& arguments) {
@@ -103,6 +116,7 @@ void TrainerImpl::optimizer_step() {
   if (saver_) saver_->wait_copied();  // before the exchange: with it every rank has waited
   wishes_.stop_signal = signals_->requested();
   agreed_ = agreement_->exchange(std::exchange(wishes_, {}));
+  note_exchange();
   tell(&Observer::on_optimizer_step);
   const bool will_log = due_after_step(arguments_, plan_, state.global_step + 1).log;
   const optim::StepResult result = with_memory_advice([&] {  // the first one makes Adam's state
@@ -115,9 +129,14 @@ void TrainerImpl::optimizer_step() {
   ++state.global_step;
   set_learning_rate();
   count_window(result);
+}
+
+// Between two exchanges no rank hears of a stop. The first step's costs are its own.
+void TrainerImpl::note_exchange() {
   const auto now = Clock::now();
-  signals_->set_step_time(std::chrono::duration_cast<std::chrono::milliseconds>(now - step_time_));
-  step_time_ = now;
+  const auto since = now - std::exchange(exchange_time_, now);
+  if (state.global_step > start_step_)
+    signals_->set_step_time(std::chrono::duration_cast<std::chrono::milliseconds>(since));
 }
 
 // As Hugging Face: the schedule counts the steps taken.
@@ -135,19 +154,26 @@ bool TrainerImpl::over() const {
   return stop_ || stop_signal_ != 0 || state.global_step >= plan_.max_steps;
 }
 
+void TrainerImpl::obey(int signal) {
+  stop_signal_ = signal;
+  signals_->agreed();
+  if (world_.is_leader())
+    log::warning("trainer", "step {}: stop requested by {}: saving, then leaving",
+                 state.global_step, ::strsignal(signal));
+}
+
 // What is due, in Hugging Face's order: log, evaluate, save. All ranks come here alike.
 void TrainerImpl::after_step(Due due) {
   due.save |= agreed_.save;
   due.evaluate |= agreed_.evaluate;
   stop_ |= agreed_.stop;
+  if (agreed_.alert) tell_alerts();
   const int signal = std::exchange(agreed_, {}).stop_signal;
   if (signal != 0) {
-    stop_signal_ = signal;
-    signals_->agreed();
-    if (world_.is_leader())
-      log::warning("trainer", "step {}: stop requested by {}: saving, then leaving",
-                   state.global_step, ::strsignal(signal));
-    evaluation_due_ = due.evaluate;
+    obey(signal);
+    // A run that goes on from here comes to the epoch's end, unless there is no step left to take.
+    const bool last = state.global_step >= plan_.max_steps;
+    evaluation_due_ = due.evaluate || (last && due_after_epoch(arguments_, state.epoch).evaluate);
     due = {.log = due.log, .evaluate = false, .save = true};
   }
   collect_save(/*wait=*/false);
@@ -158,7 +184,7 @@ void TrainerImpl::after_step(Due due) {
 
 void TrainerImpl::run_epoch(std::int64_t epoch) {
   epoch_ = epoch;
-  epoch_ended_ = false;
+  epoch_ending_ = epoch_ended_ = false;
   tell(&Observer::on_epoch_begin);
   auto batches = loader_->epoch(epoch);
   std::int64_t left = loader_->batches_left(epoch);
@@ -182,14 +208,18 @@ void TrainerImpl::run_epoch(std::int64_t epoch) {
   }
   if (stop_signal_ != 0) return;
   // As Hugging Face: an epoch that max_steps or a wish cut short has an end, too.
+  epoch_ending_ = true;
   epoch_ended_ = left == 0;
   tell(&Observer::on_epoch_end);
   after_step(due_after_epoch(arguments_, state.epoch));
 }
 
 void TrainerImpl::run_epochs() {
-  if (arguments_.eval_on_start && state.global_step == 0 && task_.eval_data)
-    report(run_evaluation());
+  if (arguments_.eval_on_start && state.global_step == 0 && task_.eval_data) {
+    const Metrics metrics = run_evaluation();
+    if (evaluation_cut_off()) return save();  // a run that goes on from step 0 evaluates again
+    report(metrics);
+  }
   if (std::exchange(evaluation_due_, false) && task_.eval_data) {
     Due due{.save = true};
     evaluate_and_judge(due);
@@ -207,9 +237,10 @@ TrainResult TrainerImpl::train() {
     throw UsageError("trainer",
                      "train() was called a second time, and a Trainer trains once. Make another "
                      "one; the module keeps its weights.");
+  check_evaluation(task_, arguments_);
   prepare();
   tell(&Observer::on_train_begin);
-  start_time_ = log_time_ = step_time_ = Clock::now();
+  start_time_ = log_time_ = exchange_time_ = Clock::now();
   start_step_ = last_log_step_ = state.global_step;
   task_.module->train();
   run_epochs();
@@ -218,6 +249,7 @@ TrainResult TrainerImpl::train() {
   result.global_step = state.global_step;
   result.train_loss = mean_loss(since_start_);
   result.stop_signal = stop_signal_;
+  result.durable_step = durable_step_;
   result.checkpoint = committed_;
   return result;
 }
@@ -227,6 +259,9 @@ void TrainerImpl::finish() {
   collect_save(/*wait=*/true);
   // Nobody leaves before the last checkpoint is durable: a rank that ends ends the others.
   world_.barrier();
+  if (agreement_->exchange_now({.alert = !alerts_.empty()}).alert) tell_alerts();
+  durable_step_ =
+      static_cast<std::int64_t>(world_.min(saver_ ? static_cast<double>(durable_step_) : INFINITY));
   if (stop_signal_ == 0 && arguments_.load_best_model_at_end && state.best_model_checkpoint)
     load_best();
   const double seconds = std::chrono::duration<double>(Clock::now() - start_time_).count();

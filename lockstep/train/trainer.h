@@ -8,7 +8,7 @@
 //                              .train_data = dataset},
 //                             {.learning_rate = 3e-4, .output_dir = "out"}};
 //   const lockstep::TrainResult result = trainer.train();
-//   return result.exit_code();               // 143 when a stop signal ended it, after a save
+//   return result.exit_code();               // 143 when a stop signal ended it, and it is saved
 //
 // The one hard idea: every rank walks the same steps. What could make them part (a signal, an
 // observer's wish, a bad gradient, the end of the data) is either computed alike by all, or agreed
@@ -60,7 +60,10 @@ struct TrainResult {
   double train_loss = 0;   // mean over the steps of this call
   int stop_signal = 0;     // the signal that ended it; 0: it came to its end
   std::string checkpoint;  // the newest that this call committed (rank 0; else empty)
-  int exit_code() const { return stop_signal == 0 ? 0 : 143; }
+  // The newest step from which a run can go on, on every rank alike; -1: there is none.
+  std::int64_t durable_step = -1;
+  // 143 promises that nothing is lost. A stop whose own save failed, or kept weights alone, is 1.
+  int exit_code() const { return stop_signal == 0 ? 0 : durable_step == global_step ? 143 : 1; }
 };
 
 namespace train {

@@ -50,7 +50,7 @@ class TrainerImpl {
   void make_loader();
   double expected_count() const;
   void make_optimizer();
-  void make_outputs();
+  void make_outputs(const std::string& checkpoint);
   void find_batch_size();
   bool batch_fits(std::int64_t batch_size);
   std::vector<at::Tensor> memory_of_a_step() const;
@@ -62,6 +62,8 @@ class TrainerImpl {
   at::Tensor forward(const data::Batch& batch);
   bool micro_batch(const data::Batch& batch);
   void optimizer_step();
+  void obey(int signal);
+  void note_exchange();
   void after_step(Due due);
   bool over() const;
   void set_learning_rate();
@@ -80,20 +82,27 @@ class TrainerImpl {
   void report(Metrics values);
   Metrics run_evaluation();  // trainer.cpp
   Metrics evaluate_all();
+  bool hears_a_stop();
+  bool evaluation_cut_off();
+  double gain_of(double value) const;
   void evaluate_and_judge(Due& due);
   double mean_loss(const at::Tensor& totals);
   double tokens_since_log() const;
 
   // trainer_save.cpp
   std::string choose_checkpoint();
+  void make_way(const std::string& checkpoint);
   void resume(const Checkpoint& checkpoint);
   void restore_random(const Checkpoint& checkpoint);
   TensorDict random_state() const;
+  void end_save_before();
   void save();
   CheckpointContents contents(const std::vector<std::string>& random);
   TensorDict optimizer_state();
   DataPosition position() const;
   void collect_save(bool wait);
+  void alert(std::string text);
+  void tell_alerts();
   bool writes() const;
   void load_best();
 
@@ -117,6 +126,7 @@ class TrainerImpl {
   std::unique_ptr<Progress> progress_;   // on rank 0
 
   std::int64_t epoch_ = 0;
+  bool epoch_ending_ = false;    // its last step is done, and what is due after it
   bool epoch_ended_ = false;     // everything that is due after the epoch has been done
   bool evaluation_due_ = false;  // a stop signal came before it, or in it
   Wishes wishes_;                // this rank's, for the next exchange
@@ -125,6 +135,9 @@ class TrainerImpl {
   bool stop_ = false;
   std::int64_t saved_step_ = -1;
   std::string committed_;
+  std::int64_t durable_step_ = -1;   // the newest from which a run can go on; in the end on all
+  std::vector<std::string> alerts_;  // of this rank, not yet told to all
+  std::string durable_best_;         // on ranks that write
 
   // Sums of (loss x count, count), float64 on the device.
   at::Tensor since_log_;
@@ -136,7 +149,7 @@ class TrainerImpl {
   std::int64_t start_step_ = 0;
   Clock::time_point log_time_;
   Clock::time_point start_time_;
-  Clock::time_point step_time_;
+  Clock::time_point exchange_time_;
 };
 
 }  // namespace lockstep::train

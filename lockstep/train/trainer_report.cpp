@@ -99,6 +99,19 @@ void TrainerImpl::report(Metrics values) {
 
 // ---------------------------------------------------------------- evaluation
 
+// Between two batches, on all ranks.
+bool TrainerImpl::hears_a_stop() {
+  const Wishes heard = agreement_->exchange({.stop_signal = signals_->requested()});
+  note_exchange();
+  // On a GPU the first answer is that of the step before: its wishes are made again.
+  wishes_.stop |= heard.stop;
+  wishes_.save |= heard.save;
+  wishes_.evaluate |= heard.evaluate;
+  wishes_.alert |= heard.alert;
+  agreed_.stop_signal = heard.stop_signal;
+  return heard.stop_signal != 0;
+}
+
 // Every sample once, whatever the number of ranks: ranks may differ by a batch, so all of them walk
 // as many rounds as the longest has. A stop signal is heard in between.
 Metrics TrainerImpl::evaluate_all() {
@@ -125,21 +138,15 @@ Metrics TrainerImpl::evaluate_all() {
   auto batches = eval_loader_->epoch(0);
   for (std::int64_t i = 0; i < eval_loader_->batches_per_epoch(); ++i) {
     if (const auto batch = batches.next()) {
-      add("loss", forward(*batch).to(at::kDouble) * static_cast<double>(batch->tokens));
+      const at::Tensor loss = forward(*batch);
+      // The mean over nothing is no number, and neither is zero times that.
+      if (batch->tokens > 0) add("loss", loss.to(at::kDouble) * static_cast<double>(batch->tokens));
       if (task_.totals)
         for (const auto& [name, total] : task_.totals(*batch)) add(name, total);
       counts[0] += static_cast<double>(batch->tokens);
       counts[1] += static_cast<double>(batch->samples());
     }
-    if (!signals_) continue;
-    const Wishes heard = agreement_->exchange({.stop_signal = signals_->requested()});
-    // On a GPU the first answer is that of the step before: its wishes are made again.
-    wishes_.stop |= heard.stop;
-    wishes_.save |= heard.save;
-    wishes_.evaluate |= heard.evaluate;
-    if (heard.stop_signal == 0) continue;
-    agreed_.stop_signal = heard.stop_signal;
-    break;
+    if (signals_ && hears_a_stop()) break;
   }
   task_.module->train(was_training);
   std::vector<at::Tensor> row{counts};
@@ -162,20 +169,35 @@ Metrics TrainerImpl::evaluate_all() {
   all = all.cpu();
   const double* value = all.const_data_ptr<double>();
   Metrics metrics;
+  // Without a single target there is no mean; a loss of 0 would be the best there is.
+  const double tokens = value[0] > 0 ? value[0] : NAN;
   for (std::size_t i = 0; i < order.size(); ++i)
-    metrics.emplace_back("eval_" + order[i], value[i + 2] / std::max(1.0, value[0]));
+    metrics.emplace_back("eval_" + order[i], value[i + 2] / tokens);
   const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
   metrics.emplace_back("eval_runtime", seconds);
   metrics.emplace_back("eval_samples_per_second", value[1] / seconds);
   return metrics;
 }
 
+// True when a stop signal was heard on the way: what was summed up is not the whole.
+bool TrainerImpl::evaluation_cut_off() {
+  const int signal = std::exchange(agreed_, {}).stop_signal;
+  if (signal != 0) obey(signal);
+  return signal != 0;
+}
+
+// By how much a value is better than the best so far. What is not finite never is: after it nothing
+// could be compared any more.
+double TrainerImpl::gain_of(double value) const {
+  if (!std::isfinite(value)) return -INFINITY;
+  if (!state.best_metric || !std::isfinite(*state.best_metric)) return INFINITY;
+  return (greater_is_better(arguments_) ? 1 : -1) * (value - *state.best_metric);
+}
+
 // Metrics are the same on every rank, so all judge alike without asking.
 void TrainerImpl::evaluate_and_judge(Due& due) {
   const Metrics metrics = run_evaluation();
-  if (agreed_.stop_signal != 0) {  // heard on the way: what was summed up is not the whole
-    stop_signal_ = std::exchange(agreed_, {}).stop_signal;
-    signals_->agreed();
+  if (evaluation_cut_off()) {
     evaluation_due_ = due.save = true;
     return;
   }
@@ -193,14 +215,14 @@ void TrainerImpl::evaluate_and_judge(Due& due) {
                      "totals of that name, or choose another metric.",
                      arguments_.metric_for_best_model, name);
   }
-  const double sign = greater_is_better(arguments_) ? 1 : -1;
-  const double gain = state.best_metric ? sign * (*value - *state.best_metric) : INFINITY;
+  const double gain = gain_of(*value);
   if (gain > 0) {
     state.best_metric = *value;
     state.best_global_step = state.global_step;
     // A checkpoint of this step does not know yet that it is the best.
     if (saved_step_ == state.global_step) saved_step_ = -1;
-    due.save |= arguments_.save_strategy == Interval::kBest;
+    // To be loaded at the end it must be saved now, whenever else checkpoints are due.
+    due.save |= arguments_.save_strategy == Interval::kBest || arguments_.load_best_model_at_end;
   }
   if (!arguments_.early_stopping_patience) return;
   const bool better = gain > arguments_.early_stopping_threshold;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <functional>
 #include <limits>
 #include <set>
@@ -16,11 +15,15 @@
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/config_keys.h"
+#include "lockstep/train/put_aside.h"
 #include "lockstep/train/trainer_impl.h"
 
 namespace lockstep::train {
 namespace {
 
+// Long for a training that waits, short for a signal.
+constexpr std::chrono::seconds kLongWait{1};
+constexpr std::chrono::milliseconds kListenEvery{50};
 constexpr const char* kGpu = "cuda";  // its generator's name in a checkpoint
 
 std::string arguments_json(const TrainingArguments& arguments) {
@@ -49,26 +52,6 @@ optim::GradScalerState parse_scaler(const std::string& text, const std::string& 
     if (entry.key == "growth_tracker") s.growth_tracker = as_integer(entry.value, entry.key);
   }
   return s;
-}
-
-// An earlier run's checkpoints get a folder of their own: the newest is the one with the highest
-// step, so under their names they would be resumed from instead of this run's. Says which folder;
-// empty: there are none.
-std::string put_aside(const std::string& output_dir) {
-  namespace fs = std::filesystem;
-  const auto old = io::list_numbered(output_dir, kCheckpointPrefix);
-  if (old.empty()) return {};
-  fs::path place;
-  for (int number = 1; place.empty() || fs::exists(place); ++number)
-    place = fmt::format("{}/earlier-{}", output_dir, number);
-  std::error_code error;
-  fs::create_directory(place, error);
-  if (error) throw io::file_error("make the directory", place.string(), error.value());
-  for (const io::NumberedDir& dir : old) {
-    fs::rename(dir.path, place / fs::path(dir.path).filename(), error);
-    if (error) throw io::file_error("rename", dir.path, error.value());
-  }
-  return place.string();
 }
 
 void say_passed_over(const io::Newest& found) {
@@ -167,16 +150,8 @@ std::string TrainerImpl::choose_checkpoint() {
     try {
       if (wish != "never") {
         const io::Newest found = find_checkpoint(arguments_.output_dir, wish);
-        for (const io::PassedOver& passed : found.passed_over)
-          log::warning("checkpoint", "{} is passed over: {}", passed.path, passed.reason);
-        if (!found.remark.empty()) log::warning("checkpoint", "{}: {}", found.path, found.remark);
+        say_passed_over(found);
         if (found.step >= 0) answer = "+" + found.path;
-      } else if (const std::string place = put_aside(arguments_.output_dir); !place.empty()) {
-        log::warning("checkpoint",
-                     "this is a new run, and the checkpoints of an earlier one have been moved to "
-                     "{}. To go on from them: --resume {}/checkpoint-<step>; next time: "
-                     "resume_from_checkpoint: auto (lockstep train --resume auto).",
-                     place, place);
       }
     } catch (const std::exception& e) {
       answer = std::string("-") + e.what();
@@ -195,6 +170,29 @@ std::string TrainerImpl::choose_checkpoint() {
     throw UsageError("checkpoint", "{}", text);
   }
   return answer.substr(1);
+}
+
+// Once it is certain that the run begins: a start that is refused leaves everything in its place.
+void TrainerImpl::make_way(const std::string& checkpoint) {
+  const bool automatic = arguments_.resume_from_checkpoint.value_or("never") == "auto";
+  const std::string place =
+      put_aside(arguments_.output_dir,
+                {.checkpoint = checkpoint, .step = state.global_step, .own_metrics = automatic});
+  if (place.empty()) return;
+  if (!checkpoint.empty()) {
+    log::warning("checkpoint",
+                 "the run goes on from {}: checkpoints that are not on its way have been moved to "
+                 "{}.",
+                 checkpoint, place);
+    return;
+  }
+  log::warning("checkpoint",
+               "this is a new run, and what an earlier one has left has been moved to {}. To go on "
+               "from its checkpoints: --resume {}/checkpoint-<step>{}",
+               place, place,
+               automatic ? "."
+                         : "; next time: resume_from_checkpoint: auto (lockstep train --resume "
+                           "auto).");
 }
 
 void TrainerImpl::resume(const Checkpoint& checkpoint) {
@@ -240,7 +238,8 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
                  world_.size() * arguments_.per_device_train_batch_size * accumulation_steps_,
                  saved.world_size * saved.batch_size * saved.accumulation);
   }
-  saved_step_ = state.global_step;
+  saved_step_ = durable_step_ = state.global_step;
+  durable_best_ = state.best_model_checkpoint.value_or("");
   if (world_.is_leader())
     log::info("trainer", "resumed from {} at step {}, epoch {:.2f}", checkpoint.path(),
               state.global_step, state.epoch);
@@ -320,12 +319,40 @@ CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random)
   return all;
 }
 
+// One save in flight. All ranks wait together for those that write, and hear of a stop meanwhile:
+// a disk may take longer than a stop has time to be agreed.
+void TrainerImpl::end_save_before() {
+  const auto start = Clock::now();
+  for (;;) {
+    collect_save(/*wait=*/false);
+    const bool saving = saver_ && saver_->busy();
+    const Wishes all =
+        agreement_->exchange_now({.stop_signal = signals_->requested(), .saving = saving});
+    note_exchange();
+    if (all.stop_signal != 0 && stop_signal_ == 0) {
+      obey(all.stop_signal);
+      // A run that goes on from the last step comes to no epoch's end.
+      if (!epoch_ending_ && state.global_step >= plan_.max_steps)
+        evaluation_due_ |= due_after_epoch(arguments_, state.epoch).evaluate;
+    }
+    if (!all.saving) break;
+    if (saving) saver_->wait_a_while(kListenEvery);
+  }
+  const std::chrono::duration<double> waited = Clock::now() - start;
+  if (saver_ && waited > kLongWait)
+    alert(
+        fmt::format("step {}: training waited {:.1f} s for the save before this one. Save less "
+                    "often, or to a faster disk.",
+                    state.global_step, waited.count()));
+}
+
 // Collective: every rank's generators go to those that write.
 void TrainerImpl::save() {
+  end_save_before();  // which is the best depends on whether that one is durable
   saved_step_ = state.global_step;
   const std::string path = checkpoint_path(arguments_.output_dir, state.global_step);
-  if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
   const auto random = world_.all_gather(pack_tensors(random_state()));
+  if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
   if (saver_) {
     const bool keep_best = arguments_.load_best_model_at_end && state.best_model_checkpoint;
     saver_->begin(contents(random), keep_best ? *state.best_model_checkpoint : std::string());
@@ -340,19 +367,44 @@ void TrainerImpl::collect_save(bool wait) {
     const std::optional<SaveOutcome> ended = wait ? saver_->wait() : saver_->poll();
     if (!ended) return;
     if (ended->committed) committed_ = ended->path;
+    if (ended->committed && !arguments_.save_only_model) durable_step_ = ended->step;
+    if (ended->path == state.best_model_checkpoint) {
+      // The best that was saved stays the best until a better one is durable.
+      if (ended->committed) durable_best_ = ended->path;
+      if (!durable_best_.empty()) state.best_model_checkpoint = durable_best_;
+    }
     if (ended->alert.empty()) {
       log::info("checkpoint", "{} is durable (copied in {:.0f} ms, written in {:.0f} ms)",
                 ended->path, ended->copy_ms, ended->write_ms);
       continue;
     }
-    log::error("checkpoint", "{}", ended->alert);
-    tell(&Observer::on_alert, nullptr, nullptr, &ended->alert);
+    alert(ended->alert);
   }
 }
 
-// The leader looks: all load it, or none does.
+// Said at once; observers hear of it on every rank, after the next exchange.
+void TrainerImpl::alert(std::string text) {
+  log::error("checkpoint", "{}", text);
+  alerts_.push_back(std::move(text));
+  wishes_.alert = true;
+}
+
+// Collective.
+void TrainerImpl::tell_alerts() {
+  std::string mine;
+  for (const std::string& text : std::exchange(alerts_, {})) mine += text + '\0';
+  for (const std::string& texts : world_.all_gather(mine)) {
+    for (std::size_t at = 0; at < texts.size();) {
+      const std::string text = texts.substr(at, texts.find('\0', at) - at);
+      at += text.size() + 1;
+      tell(&Observer::on_alert, nullptr, nullptr, &text);
+    }
+  }
+}
+
+// The leader looks: all load what it names, or none does.
 void TrainerImpl::load_best() {
-  const std::string& path = *state.best_model_checkpoint;
+  const std::string path = world_.broadcast(*state.best_model_checkpoint, 0);
   std::string wrong;
   if (world_.is_leader()) {
     auto faults = io::verify(path);
@@ -362,14 +414,23 @@ void TrainerImpl::load_best() {
   wrong = world_.broadcast(wrong, 0);
   if (!wrong.empty()) {
     if (world_.is_leader())
-      log::warning("trainer", "the best model, {}, cannot be loaded: {} The last weights stay.",
+      log::warning("trainer", "the best model, {}, cannot be loaded: {}. The last weights stay.",
                    path, wrong);
     return;
   }
-  Checkpoint(path).load_model(*task_.module);
-  if (world_.is_leader())
-    log::info("trainer", "the best model is that of step {} ({} {})", *state.best_global_step,
-              arguments_.metric_for_best_model, *state.best_metric);
+  const Checkpoint best(path);
+  best.load_model(*task_.module);
+  if (!world_.is_leader()) return;
+  if (best.state().global_step != *state.best_global_step) {
+    log::warning("trainer",
+                 "step {} was the best ({} {}) and could not be saved. {}, the best that was, is "
+                 "loaded.",
+                 *state.best_global_step, arguments_.metric_for_best_model, *state.best_metric,
+                 path);
+    return;
+  }
+  log::info("trainer", "the best model is that of step {} ({} {})", *state.best_global_step,
+            arguments_.metric_for_best_model, *state.best_metric);
 }
 
 }  // namespace lockstep::train

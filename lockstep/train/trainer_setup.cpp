@@ -136,7 +136,7 @@ void TrainerImpl::prepare() {
   state.logging_steps = static_cast<double>(plan_.logging_steps);
   state.eval_steps = static_cast<double>(plan_.eval_steps);
   state.save_steps = static_cast<double>(plan_.save_steps);
-  make_outputs();
+  make_outputs(path);
   if (checkpoint) restore_random(*checkpoint);
 }
 
@@ -171,7 +171,7 @@ void TrainerImpl::make_optimizer() {
   if (arguments_.fp16) scaler_ = std::make_unique<optim::GradScaler>(world_);
 }
 
-void TrainerImpl::make_outputs() {
+void TrainerImpl::make_outputs(const std::string& checkpoint) {
   since_log_ = at::zeros({2}, at::dtype(at::kDouble).device(world_.device()));
   since_start_ = at::zeros_like(since_log_);
   skipped_ = at::zeros({}, since_log_.options());
@@ -183,6 +183,7 @@ void TrainerImpl::make_outputs() {
         SaverOptions{.output_dir = arguments_.output_dir,
                      .limit = static_cast<int>(arguments_.save_total_limit.value_or(0))});
     check_disk();
+    make_way(checkpoint);
   }
   if (!world_.is_leader()) return;
   const auto& to = arguments_.report_to;
@@ -202,9 +203,12 @@ void TrainerImpl::make_outputs() {
             plan_.steps_per_epoch);
 }
 
-// A disk that cannot hold one checkpoint is found now and not after hours.
+// A disk that cannot hold what is to be saved is found now and not after hours. Older checkpoints
+// are deleted after the new one is durable, so with a limit two stand side by side; without one
+// nobody can say how many.
 void TrainerImpl::check_disk() {
-  if (arguments_.save_strategy == Interval::kNo) return;
+  const bool by_plan = arguments_.save_strategy != Interval::kNo;
+  if (!by_plan && !arguments_.enable_jit_checkpoint) return;
   CheckpointContents what;
   what.model = model_tensors(*task_.module, /*copy_buffers=*/false);
   if (!arguments_.save_only_model && arguments_.optim != "sgd") {
@@ -213,13 +217,28 @@ void TrainerImpl::check_disk() {
       what.optimizer[name + ".exp_avg_sq"] = tensor;
     }
   }
-  const std::uint64_t needed = checkpoint_bytes(what);
+  const bool only_last =
+      arguments_.save_strategy == Interval::kSteps
+          ? state.global_step + plan_.save_steps >= plan_.max_steps
+          : arguments_.save_strategy == Interval::kEpoch && plan_.num_train_epochs - epoch_ <= 1;
+  const bool has_one = durable_step_ >= 0;  // and it goes when there are two more
+  const bool two = by_plan && arguments_.save_total_limit && !only_last && !has_one;
+  const std::uint64_t one = checkpoint_bytes(what);
   const std::uint64_t free = io::free_space(arguments_.output_dir);
-  if (free >= needed) return;
+  if (free >= (two ? 2 * one : one)) return;
+  const std::string found =
+      fmt::format("{} has room for {} and one checkpoint takes about {}", arguments_.output_dir,
+                  io::size_text(free), io::size_text(one));
+  if (!by_plan) {
+    log::warning("trainer", "{}: a stop signal will not be able to save. Free some space.", found);
+    return;
+  }
   throw UsageError("trainer",
-                   "{} has room for {} and one checkpoint takes about {}. Free some space, choose "
-                   "another output_dir, or set save_strategy: no.",
-                   arguments_.output_dir, io::size_text(free), io::size_text(needed));
+                   "{}{}. Free some space, choose another output_dir, or set save_strategy: no.",
+                   found,
+                   two ? "; two stand side by side until the older one is deleted "
+                         "(save_total_limit)"
+                       : "");
 }
 
 // ---------------------------------------------------------------- auto_find_batch_size

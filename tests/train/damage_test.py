@@ -1,9 +1,9 @@
 """Whatever happens to a checkpoint's files is found, and the one before it is used; and a full disk
 costs a checkpoint, not the run."""
 
-import os
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import unittest
@@ -99,13 +99,46 @@ class Damage(TrainCase):
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertRegex(done.stderr, r"has room for .* and one checkpoint takes about")
 
-    def test_import_of_a_torch_archive(self):
-        refused = subprocess.run([LOCKSTEP, "checkpoint", "import", str(self.config),
-                                  str(self.place / "new")], capture_output=True, text=True,
-                                 timeout=BOUND_S, env=environment(), check=False)
-        self.assertEqual(refused.returncode, 2)
-        self.assertIn("is no archive of C++'s torch::save", refused.stderr)
-        self.assertFalse(os.path.exists(self.place / "new"))
+    def in_small_place(self, script):
+        """Runs it where 1 MB is left for checkpoints of 600 kB, in a folder `small`."""
+        place = self.place / "small"
+        place.mkdir()
+        self.config.write_text(CONFIG.replace("hidden: 32", "hidden: 200"))
+        train = subprocess.list2cmdline(command(0, self.config, place / "out"))
+        done = subprocess.run(["unshare", "-m", "sh", "-c",
+                               f"mount -t tmpfs -o size=2600k none {place} || exit 99\n"
+                               f"head -c 1600000 /dev/zero >{place}/filler\n"
+                               f"train='timeout {BOUND_S / 2} {train}'\n{script}"],
+                              capture_output=True, text=True, timeout=BOUND_S, env=environment(),
+                              check=False)
+        if done.returncode == 99 or "unshare" in done.stderr:
+            self.skipTest("no file system can be mounted here")
+        return done
+
+    def test_room_for_two_is_asked_for_where_two_stand_side_by_side(self):
+        done = self.in_small_place(
+            "$train --max_steps 10 --save_total_limit 1; echo limit $?\n"
+            "$train --max_steps 5 --save_total_limit 1; echo once $?\n"
+            "$train --max_steps 5 --save_strategy no; echo none $?\n")
+        self.assertEqual(re.findall(r"^(?:limit|once|none) \d+$", done.stdout, re.M),
+                         ["limit 2", "once 0", "none 0"], done.stderr)
+        self.assertRegex(done.stderr, r"one checkpoint takes about .*; two stand side by side "
+                                      r"until the older one is deleted \(save_total_limit\)\.")
+        # The first one has taken the room, and a stop would save although nothing else does.
+        self.assertRegex(done.stderr, r"one checkpoint takes about .*: a stop signal will not be "
+                                      r"able to save\.")
+
+    def test_a_stop_that_cannot_be_saved_is_no_success(self):
+        done = self.in_small_place(
+            f"$train --num_train_epochs 100000 --save_steps 20 2>{self.place}/log & pid=$!\n"
+            f"log={self.place}/log\n"
+            "until grep -q 'was not saved' $log || ! kill -0 $pid; do sleep 0.1; done\n"
+            "kill -TERM $pid; wait $pid; echo code $?\n")
+        log = (self.place / "log").read_text()
+        self.assertRegex(done.stdout, r"(?m)^code 1$", log)
+        self.assertRegex(log, r"stopped at step \d+, which could not be saved\. The newest step "
+                              r"that a run can go on from is 20 \(--resume auto\)\.")
+        self.assertNotIn("go on with --resume auto", done.stdout)
 
     def test_words_that_are_wrong(self):
         for words, text in ((["verify"], "verify needs a folder"),

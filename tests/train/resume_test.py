@@ -5,8 +5,8 @@ import shutil
 import subprocess
 import unittest
 
-from train_case import (BOUND_S, LOCKSTEP, SOURCE, TrainCase, checkpoints, copy_until, environment,
-                        losses)
+from train_case import (BOUND_S, CONFIG, LOCKSTEP, SOURCE, TrainCase, checkpoints, copy_until,
+                        environment, losses)
 
 # 5121 tokens are 160 windows: 20 steps of two ranks an epoch.
 TOKENS = """
@@ -124,13 +124,47 @@ class Resume(TrainCase):
         output, aside = self.place / "out", self.place / "out" / "earlier-1"
         self.train(0, output, "--max_steps", 10)
         done = self.train(0, output, "--max_steps", 5, "--run_name", "again")
-        self.assertIn(f"the checkpoints of an earlier one have been moved to {aside}.", done.stderr)
+        self.assertIn(f"what an earlier one has left has been moved to {aside}.", done.stderr)
         self.assertIn("run_name has no effect yet.", done.stderr)
         self.assertEqual(checkpoints(output), [5])
         self.assertEqual(checkpoints(aside), [5, 10])
         self.verify(aside)
+        self.assertEqual(sorted(losses(aside)), list(range(1, 11)))
+        self.assertTrue((aside / "effective_config.json").exists())
+        self.assertEqual(sorted(losses(output)), list(range(1, 6)))
         done = self.train(0, output, "--resume", "auto", "--max_steps", 6)
         self.assertIn(f"resumed from {output}/checkpoint-5 at step 5", done.stderr)
+
+    def test_a_run_that_goes_on_from_an_older_one_leaves_the_other_branch(self):
+        output, aside = self.place / "out", self.place / "out" / "earlier-1"
+        self.train(0, output, "--max_steps", 20)
+        older = output / "checkpoint-5"
+        # Another model is refused, and nothing is moved.
+        self.config.write_text(CONFIG.replace("hidden: 32", "hidden: 33"))
+        self.train(0, output, "--resume", older, code=2)
+        self.assertEqual(checkpoints(output), [5, 10, 15, 20])
+        self.config.write_text(CONFIG.replace("save_steps: 5", "save_steps: 3"))
+        done = self.train(0, output, "--resume", older, "--max_steps", 6)
+        self.assertIn(f"have been moved to {aside}.", done.stderr)
+        self.assertEqual(checkpoints(output), [5, 6])
+        self.assertEqual(checkpoints(aside), [10, 15, 20])
+        done = self.train(0, output, "--resume", "auto", "--max_steps", 7)
+        self.assertIn(f"resumed from {output}/checkpoint-6 at step 6", done.stderr)
+        self.assertEqual(sorted(losses(output)), list(range(1, 8)))
+
+    def test_where_none_verifies_nothing_is_lost(self):
+        """Hugging Face's own folders, and the retention of ours."""
+        output, aside = self.place / "out", self.place / "out" / "earlier-1"
+        theirs = output / "checkpoint-10"
+        theirs.mkdir(parents=True)
+        (theirs / "model.safetensors").write_text("weights")
+        (output / "metrics.jsonl").write_text('{"step": 10, "epoch": 1.0, "loss": 2.0}\n')
+        done = self.train(0, output, "--resume", "auto", "--max_steps", 15, "--save_total_limit", 1)
+        self.assertIn("checkpoint-10 is passed over: MANIFEST.json", done.stderr)
+        self.assertIn(f"what an earlier one has left has been moved to {aside}.", done.stderr)
+        self.assertEqual(checkpoints(output), [15])
+        self.assertEqual((aside / "checkpoint-10" / "model.safetensors").read_text(), "weights")
+        self.assertEqual(losses(aside), {10: 2.0})
 
     def test_a_damaged_one_is_passed_over_and_said(self):
         output = self.place / "out"

@@ -1,0 +1,69 @@
+#include "lockstep/train/put_aside.h"
+
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <system_error>
+#include <vector>
+
+#include "lockstep/io/file.h"
+#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/train/trainer_state.h"
+
+namespace lockstep::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool same_place(const fs::path& a, const fs::path& b) {
+  std::error_code error;
+  return fs::equivalent(a, b, error) && !error;
+}
+
+bool stands_in(const std::string& folder, const std::string& output_dir) {
+  std::error_code error;
+  const fs::path place = fs::canonical(folder, error);
+  return !error && same_place(place.parent_path(), output_dir);
+}
+
+bool holds_something(const fs::path& path) {
+  std::error_code error;
+  return fs::exists(path, error) && !fs::is_empty(path, error) && !error;
+}
+
+fs::path make_place(const std::string& output_dir) {
+  fs::path place;
+  std::error_code error;
+  for (int number = 1; place.empty() || fs::exists(place, error); ++number)
+    place = fmt::format("{}/earlier-{}", output_dir, number);
+  fs::create_directory(place, error);
+  if (error) throw io::file_error("make the directory", place.string(), error.value());
+  return place;
+}
+
+}  // namespace
+
+std::string put_aside(const std::string& output_dir, const RunStart& start) {
+  const bool goes_on = !start.checkpoint.empty() && stands_in(start.checkpoint, output_dir);
+  std::vector<fs::path> others;
+  for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix)) {
+    if (goes_on && (dir.step <= start.step || same_place(dir.path, start.checkpoint))) continue;
+    others.emplace_back(dir.path);
+  }
+  const bool metrics_too = !goes_on && !(start.own_metrics && others.empty());
+  for (const char* name : {"metrics.jsonl", "runs", "effective_config.json"}) {
+    const fs::path path = fs::path(output_dir) / name;
+    if (metrics_too && holds_something(path)) others.push_back(path);
+  }
+  if (others.empty()) return {};
+  const fs::path place = make_place(output_dir);
+  for (const fs::path& path : others) {
+    std::error_code error;
+    fs::rename(path, place / path.filename(), error);
+    if (error == std::errc::no_such_file_or_directory) continue;  // another rank's writer was first
+    if (error) throw io::file_error("rename", path.string(), error.value());
+  }
+  return place.string();
+}
+
+}  // namespace lockstep::train

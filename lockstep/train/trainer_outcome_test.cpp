@@ -1,0 +1,308 @@
+// What a run has come to: which step was the best, whether it is saved, and who is told what went
+// wrong on the way.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/io/files_for_test.h"
+#include "lockstep/io/manifest.h"
+#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/testing/worlds.h"
+#include "lockstep/train/checkpoint.h"
+#include "lockstep/train/trainer.h"
+#include "lockstep/train/trainer_for_test.h"
+
+namespace {
+
+// The disk is full, or slow, for files and folders with this in their path.
+std::atomic<const char*> full_for{nullptr};
+std::atomic<const char*> slow_for{nullptr};
+std::atomic<int> slow_ms{0};
+
+bool is_for(int fd, const std::atomic<const char*>& part) {
+  const char* name = part.load();
+  if (name == nullptr) return false;
+  std::error_code error;
+  const auto path = std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd), error);
+  return path.string().find(name) != std::string::npos;
+}
+
+}  // namespace
+
+// Takes the place of the C library's in this program.
+extern "C" int fsync(int fd) {
+  if (is_for(fd, slow_for)) {
+    slow_for = nullptr;  // once
+    std::this_thread::sleep_for(std::chrono::milliseconds(slow_ms));
+  }
+  if (!is_for(fd, full_for)) return static_cast<int>(::syscall(SYS_fsync, fd));
+  errno = ENOSPC;
+  return -1;
+}
+
+namespace lockstep::train {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+std::vector<std::int64_t> steps_in(const std::string& directory) {
+  std::vector<std::int64_t> steps;
+  for (const io::NumberedDir& dir : io::list_numbered(directory, kCheckpointPrefix))
+    steps.push_back(dir.step);
+  return steps;
+}
+
+// ---------------------------------------------------------------- the best model
+
+// A Trainer that is evaluated after every step, with these as accuracies, greater being better.
+struct Scored {
+  Scored(const std::string& output_dir, std::vector<double> by_step) : scores(std::move(by_step)) {
+    a = arguments(output_dir);
+    a.max_steps = static_cast<std::int64_t>(scores.size());
+    a.eval_strategy = a.save_strategy = Interval::kSteps;
+    a.eval_steps = a.save_steps = 1;
+    a.metric_for_best_model = "accuracy";
+  }
+  const TrainerState& train() {
+    TrainerTask task = task_for(net, dataset(64, 1), dataset(5, 2));
+    task.totals = [this](const data::Batch& batch) {
+      const double score = scores[static_cast<std::size_t>(trainer->state().global_step - 1)];
+      const double sum = score * static_cast<double>(batch.samples());
+      return std::map<std::string, at::Tensor>{{"accuracy", at::scalar_tensor(sum)}};
+    };
+    trainer = std::make_unique<Trainer>(World{}, task, a);
+    result = trainer->train();
+    return trainer->state();
+  }
+  std::vector<double> scores;
+  TrainingArguments a;
+  torch::nn::Sequential net = network();
+  std::unique_ptr<Trainer> trainer;
+  TrainResult result;
+};
+
+TEST(Best, IsSavedBetweenTheStepsThatAreDue) {
+  io::TemporaryDirectory dir;
+  Scored run(dir.path(), {0, 5, 0, 1, 0, 2, 0, 3});
+  run.a.eval_steps = 2;
+  run.a.save_steps = 4;
+  run.a.load_best_model_at_end = true;
+  const TrainerState& state = run.train();
+  EXPECT_EQ(state.best_global_step, 2);
+  EXPECT_EQ(state.best_model_checkpoint, dir / "checkpoint-2");
+  EXPECT_THAT(steps_in(dir.path()), ElementsAre(8, 4, 2));
+  auto best = network();
+  Checkpoint(dir / "checkpoint-2").load_model(*best);
+  EXPECT_TRUE(torch::equal(flat(*run.net), flat(*best)));
+}
+
+TEST(Best, IsNeverAValueThatIsNotFinite) {
+  io::TemporaryDirectory dir;
+  Scored run(dir.path(), {NAN, 1, INFINITY, 3, NAN, 2, -INFINITY, 2});
+  run.a.early_stopping_patience = 4;
+  const TrainerState& state = run.train();
+  EXPECT_EQ(state.best_global_step, 4);
+  EXPECT_EQ(state.best_metric, 3);
+  EXPECT_EQ(state.patience_used, 4) << "four evaluations have not become better";
+  EXPECT_EQ(run.result.global_step, 8);
+}
+
+// ---------------------------------------------------------------- evaluation
+
+TEST(Evaluation, ThatIsAskedForAndImpossibleIsRefused) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  const auto refusal = [&] {
+    Trainer trainer(World{}, task_for(network(), dataset(8, 1)), a);
+    return io::message_of<UsageError>([&] { trainer.train(); });
+  };
+  a.eval_on_start = true;
+  EXPECT_THAT(refusal(), HasSubstr("[trainer] eval_on_start asks for evaluations, and the task has "
+                                   "no eval_data. Set it (in a training file: data.eval_bytes"));
+  a.eval_strategy = Interval::kEpoch;
+  EXPECT_THAT(refusal(), AllOf(HasSubstr("eval_strategy asks"), HasSubstr("eval_strategy: no.")));
+  EXPECT_THAT(steps_in(dir.path()), ElementsAre());
+}
+
+// Means written by hand are 0 / 0 where a batch has no target.
+TEST(Evaluation, BatchesWithoutTargetsDoNotCount) {
+  io::TemporaryDirectory dir;
+  const auto loss_of = [&](std::int64_t ignored) {
+    const at::Tensor y = at::arange(12).remainder(kClasses).unsqueeze(1);
+    y.narrow(0, 12 - ignored, ignored).fill_(data::kIgnoredTarget);
+    auto net = network();
+    TrainerTask task = task_for(net, nullptr, nullptr);
+    task.eval_data = std::make_shared<data::TensorDataset>(at::ones({12, kFeatures}), y);
+    task.totals = nullptr;
+    task.loss = [](const data::Batch& batch) {
+      const at::Tensor counts = batch.target.ne(data::kIgnoredTarget);
+      return (batch.target * counts).sum().to(at::kFloat) / counts.sum();
+    };
+    auto a = arguments(dir.path());
+    a.per_device_eval_batch_size = 4;
+    Trainer trainer(World{}, task, a);
+    return *find_metric(trainer.evaluate(), "eval_loss");
+  };
+  EXPECT_EQ(loss_of(0), 1.0);
+  EXPECT_FLOAT_EQ(loss_of(4), (0 + 1 + 2 + 0 + 1 + 2 + 0 + 1) / 8.0);
+  EXPECT_TRUE(std::isnan(loss_of(12))) << "0 would be the best loss there is";
+}
+
+TEST(Evaluation, ThatASignalCutsShortBeforeTheFirstStepIsNotReported) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.enable_jit_checkpoint = true;
+  a.eval_on_start = true;
+  a.max_steps = 2;
+  a.per_device_eval_batch_size = 1;
+  TrainerTask task = task_for(network(), dataset(16, 1), dataset(5, 2));
+  task.loss = [loss = task.loss, calls = 0](const data::Batch& batch) mutable {
+    if (++calls == 2) ::raise(SIGTERM);
+    return loss(batch);
+  };
+  Trainer trainer(World{}, task, a);
+  const TrainResult result = trainer.train();
+  EXPECT_EQ(result.exit_code(), 143);
+  EXPECT_EQ(result.checkpoint, dir / "checkpoint-0");
+  EXPECT_TRUE(trainer.state().log_history.empty());
+  a.resume_from_checkpoint = "auto";
+  Trainer again(World{}, task_for(network(), dataset(16, 1), dataset(5, 2)), a);
+  EXPECT_EQ(again.train().global_step, 2);
+  EXPECT_NE(find_metric(again.state().log_history.front().values, "eval_loss"), nullptr);
+}
+
+// ---------------------------------------------------------------- stops, alerts and the disk
+
+// Two ranks as threads; signals belong to the process, and rank 0 takes them.
+struct TwoRanks {
+  explicit TwoRanks(const std::string& output_dir) : a(arguments(output_dir)) {
+    a.save_strategy = Interval::kSteps;
+    a.save_steps = 2;
+  }
+  struct Listener : Observer {
+    TwoRanks* all = nullptr;
+    void on_alert(Event& event) override {
+      const std::lock_guard lock(all->mutex);
+      all->alerts[event.rank].push_back(*event.text);
+    }
+    void on_step_end(Event& event) override {
+      if (event.rank == 0 && event.state.global_step == all->signal_after) ::raise(SIGTERM);
+    }
+  };
+  void train() {
+    testing::run_threads(2, [&](World& world) {
+      auto mine = a;
+      mine.enable_jit_checkpoint = world.is_leader();
+      Trainer trainer(world, task_for(network(), dataset(640, 1)), mine);
+      const auto listener = std::make_shared<Listener>();
+      listener->all = this;
+      trainer.add(listener);
+      const TrainResult result = trainer.train();
+      const std::lock_guard lock(mutex);
+      results[world.rank()] = result;
+    });
+    full_for = slow_for = nullptr;
+  }
+  TrainingArguments a;
+  std::int64_t signal_after = -1;  // this step's exchange: heard in its save, or in the next step
+  std::mutex mutex;
+  std::map<int, std::vector<std::string>> alerts;
+  std::map<int, TrainResult> results;
+};
+
+TEST(Stop, ThatCouldNotBeSavedIsNoSuccess) {
+  io::TemporaryDirectory dir;
+  TwoRanks run(dir.path());
+  run.a.max_steps = 20;
+  run.a.save_steps = 3;
+  run.signal_after = 4;
+  full_for = "/checkpoint-5.";
+  run.train();
+  for (const int rank : {0, 1}) {
+    EXPECT_EQ(run.results[rank].stop_signal, SIGTERM);
+    EXPECT_EQ(run.results[rank].global_step, 5);
+    EXPECT_EQ(run.results[rank].durable_step, 3) << "rank " << rank;
+    EXPECT_EQ(run.results[rank].exit_code(), 1) << "rank " << rank;
+  }
+  run.a.resume_from_checkpoint = "auto";
+  run.signal_after = 7;
+  run.train();
+  for (const int rank : {0, 1}) {
+    EXPECT_EQ(run.results[rank].durable_step, 8) << "rank " << rank;
+    EXPECT_EQ(run.results[rank].exit_code(), 143) << "rank " << rank;
+  }
+}
+
+TEST(Stop, OfWhichWeightsAloneAreKeptIsNoSuccess) {
+  io::TemporaryDirectory dir;
+  TwoRanks run(dir.path());
+  run.a.max_steps = 20;
+  run.a.save_only_model = true;
+  run.signal_after = 4;
+  run.train();
+  EXPECT_EQ(run.results[0].checkpoint, dir / "checkpoint-4");
+  for (const int rank : {0, 1}) {
+    EXPECT_EQ(run.results[rank].durable_step, -1);
+    EXPECT_EQ(run.results[rank].exit_code(), 1);
+  }
+}
+
+// The disk takes longer than the 10 s in which a stop must be agreed.
+TEST(Stop, IsHeardWhileTrainingWaitsForTheDisk) {
+  io::TemporaryDirectory dir;
+  TwoRanks run(dir.path());
+  run.a.max_steps = 20;
+  run.signal_after = 4;  // when the second save is due, and the first is being written
+  slow_ms = 12'500;
+  slow_for = "/checkpoint-2.";
+  run.train();
+  for (const int rank : {0, 1}) {
+    EXPECT_EQ(run.results[rank].exit_code(), 143);
+    EXPECT_EQ(run.results[rank].global_step, 4);
+    EXPECT_THAT(run.alerts[rank],
+                ElementsAre(AllOf(HasSubstr("step 4: training waited "),
+                                  HasSubstr(" s for the save before this one. Save less often, or "
+                                            "to a faster disk."))));
+  }
+  EXPECT_THAT(steps_in(dir.path()), ElementsAre(4, 2));
+  EXPECT_TRUE(io::verify(dir / "checkpoint-4").empty());
+}
+
+TEST(Alert, IsToldOnEveryRankAlsoAtTheEnd) {
+  io::TemporaryDirectory dir;
+  TwoRanks run(dir.path());
+  run.a.max_steps = 6;
+  full_for = "/checkpoint-2.";
+  run.train();
+  const auto not_saved = HasSubstr("checkpoint-2 was not saved; training goes on.");
+  EXPECT_THAT(run.alerts[0], Contains(not_saved));
+  EXPECT_EQ(run.alerts[0], run.alerts[1]);
+  run.alerts.clear();
+  run.a.output_dir = dir / "second";
+  full_for = "/checkpoint-6.";
+  run.train();
+  EXPECT_THAT(run.alerts[0], Contains(HasSubstr("checkpoint-6 was not saved")));
+  EXPECT_EQ(run.alerts[0], run.alerts[1]);
+}
+
+}  // namespace
+}  // namespace lockstep::train
