@@ -7,6 +7,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/norm.h"
 #include "lockstep/kernels/step.h"
+#include "lockstep/optim/cpu_step.h"
 #include "lockstep/parallel/sharded_impl.h"
 
 namespace lockstep::parallel {
@@ -16,10 +17,7 @@ namespace {
 static_assert(kBlock == kernels::kNormBlock);
 constexpr std::size_t kMostRanks = 64;
 
-// The kernels know float and double on the CPU; everything else goes through ATen.
-bool has_kernel(c10::ScalarType dtype, c10::Device device) {
-  return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
-}
+using optim::detail::has_kernel;
 
 template <typename Body>
 void by_type(c10::ScalarType dtype, const Body& body) {
@@ -65,24 +63,6 @@ at::Tensor combine(const Combination& how) {
   return sum;
 }
 
-kernels::AdamStep adam_step(const auto& options, double steps) {
-  return {.lr = options.lr,
-          .beta1 = options.betas.first,
-          .beta2 = options.betas.second,
-          .eps = options.eps,
-          .weight_decay = options.weight_decay,
-          .step = steps};
-}
-
-kernels::SgdStep sgd_step(const optim::SGDOptions& options, double steps) {
-  return {.lr = options.lr,
-          .momentum = options.momentum,
-          .dampening = options.dampening,
-          .weight_decay = options.weight_decay,
-          .nesterov = options.nesterov,
-          .first = steps == 1};
-}
-
 template <typename... Bodies>
 struct Either : Bodies... {
   using Bodies::operator()...;
@@ -122,18 +102,12 @@ void update_with_kernel(const OptimizerRule& rule, const Combination& how, const
   const auto pointer = [](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
   };
-  const kernels::AdamTensors<T> adam{pointer(param), pointer(state[0]), pointer(state[1])};
-  std::visit(Either{[&](const optim::AdamWOptions& o) {
-                      kernels::adamw(gradient, adam, slice, adam_step(o, steps));
-                    },
-                    [&](const optim::AdamOptions& o) {
-                      kernels::adam(gradient, adam, slice, adam_step(o, steps));
-                    },
-                    [&](const optim::SGDOptions& o) {
-                      const kernels::SgdTensors<T> tensors{pointer(param), pointer(state[0])};
-                      kernels::sgd(gradient, tensors, slice, sgd_step(o, steps));
-                    }},
-             rule);
+  const optim::detail::Memory<T> memory{pointer(param), pointer(state[0]), pointer(state[1])};
+  std::visit(
+      [&](const auto& options) {
+        optim::detail::step_slice<T>(options, gradient, memory, slice, steps);
+      },
+      rule);
 }
 
 // Square sums of blocks on any device, as the kernels define them up to rounding.
