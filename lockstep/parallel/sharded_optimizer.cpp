@@ -329,8 +329,7 @@ StepOutcome ShardedImpl::take_step(const DeferredStep& how) {
   const torch::NoGradGuard no_grad;
   divisor_ = how.divisor;
   if (how.joining) share_settings(how.root);
-  agree_that_all_is_well();
-  prepare_gradients();
+  agree_on_gradients();
   StepOutcome outcome;
   double clip = 1;
   const bool two_passes = options.max_grad_norm > 0 || options.skip_non_finite;
@@ -353,7 +352,10 @@ StepOutcome ShardedImpl::take_step(const DeferredStep& how) {
       for (auto& domain : domains_) publish(domain);
   }
   take_prints();
-  meet();  // nobody reads parameters, or clears gradients, before all owners are done
+  // Nobody reads shared parameters, or clears shared gradients, before all owners are done. The
+  // exchange of the norm has said that the gradients are, and a step that is left out writes
+  // nothing.
+  if (shared_ && !outcome.skipped) meet();
   for (auto& domain : domains_) domain.received.clear();
   reduced_ = false;
   for (auto& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();
@@ -374,9 +376,24 @@ void ShardedImpl::check_gradients() const {
   }
 }
 
-// What one rank cannot do, none does: a refusal is told to all before anything is changed.
-void ShardedImpl::agree_that_all_is_well() {
-  std::exception_ptr refusal;
+// What one rank cannot do, none does: a refusal is told to all before anything is changed that a
+// user can see. The same exchange says which parameters any rank has a gradient for.
+void ShardedImpl::agree_on_gradients() {
+  const std::exception_ptr refusal = find_refusal();
+  at::Tensor flags = at::zeros({static_cast<std::int64_t>(members_.size()) + 1}, at::kByte);
+  auto* const refused = flags.mutable_data_ptr<std::uint8_t>();
+  auto* const has_gradient = refused + 1;
+  if (refusal) {
+    *refused = 1;
+  } else {
+    place_gradients(has_gradient);
+  }
+  if (world_.size() > 1) world_.all_reduce(flags, ReduceOp::kMax).wait();
+  if (*refused != 0) refuse_together(refusal);
+  for (std::size_t i = 0; i < members_.size(); ++i) members_[i].used = has_gradient[i] != 0;
+}
+
+std::exception_ptr ShardedImpl::find_refusal() const {
   try {
     check_options();
     reducer_->check_unchanged();
@@ -384,21 +401,21 @@ void ShardedImpl::agree_that_all_is_well() {
     check_prints();
     check_gradients();
   } catch (const UsageError&) {
-    refusal = std::current_exception();
+    return std::current_exception();
   }
-  const int nobody = world_.size();
-  at::Tensor who = at::full({1}, refusal ? world_.rank() : nobody, at::kInt);
-  if (world_.size() > 1) world_.all_reduce(who, ReduceOp::kMin).wait();
-  if (refusal) std::rethrow_exception(refusal);
-  if (who.item<int>() != nobody)
-    throw UsageError(kComponent, "rank {} refused this step. Its own message says why.",
-                     who.item<int>());
+  return nullptr;
 }
 
-// Which parameters any rank has a gradient for; this rank's gradients lie in their slots.
-void ShardedImpl::prepare_gradients() {
-  at::Tensor flags = at::zeros({static_cast<std::int64_t>(members_.size())}, at::kByte);
-  auto* flag = flags.mutable_data_ptr<std::uint8_t>();
+void ShardedImpl::refuse_together(const std::exception_ptr& refusal) {
+  at::Tensor who = at::full({1}, refusal ? world_.rank() : world_.size(), at::kInt);
+  if (world_.size() > 1) world_.all_reduce(who, ReduceOp::kMin).wait();
+  if (refusal) std::rethrow_exception(refusal);
+  throw UsageError(kComponent, "rank {} refused this step. Its own message says why.",
+                   who.item<int>());
+}
+
+// This rank's gradients lie in their slots from here on.
+void ShardedImpl::place_gradients(std::uint8_t* has_gradient) {
   for (std::size_t i = 0; i < members_.size(); ++i) {
     Member& member = members_[i];
     const at::Tensor& grad = member.tensor.grad();
@@ -407,10 +424,8 @@ void ShardedImpl::prepare_gradients() {
     } else if (!grad.is_same(member.slot)) {
       member.slot.copy_(grad);
     }
-    flag[i] = grad.defined() ? 1 : 0;
+    has_gradient[i] = grad.defined() ? 1 : 0;
   }
-  if (world_.size() > 1) world_.all_reduce(flags, ReduceOp::kMax).wait();
-  for (std::size_t i = 0; i < members_.size(); ++i) members_[i].used = flag[i] != 0;
 }
 
 void ShardedImpl::zero_grad() {
@@ -428,8 +443,7 @@ void ShardedImpl::reduce_now() {
     throw UsageError(kComponent,
                      "reduce_now() was called inside join(), where ranks that have run out follow "
                      "step() alone. Look at averaged gradients outside of it.");
-  agree_that_all_is_well();
-  prepare_gradients();
+  agree_on_gradients();
   for (auto& bucket : deferred_.buckets) {
     if (world_.size() > 1) world_.all_reduce(bucket.mine, ReduceOp::kAvg).wait();
   }
