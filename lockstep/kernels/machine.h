@@ -114,7 +114,7 @@ struct Loops {
   void (*adam_last)(const AdamSpan<T>&, const AdamConstants<T>&);
   void (*sgd)(const SgdSpan<T>&, const SgdConstants<T>&);
   void (*sgd_last)(const SgdSpan<T>&, const SgdConstants<T>&);
-  // out[i] = the mean of element i, and lanes[i % kNormLanes] += out[i]^2
+  // out[i] = the mean of element i unless out is null, and lanes[i % kNormLanes] += its square
   void (*mean_squares)(const Mean<T>&, T* out, std::int64_t count, double* lanes);
   // lanes[i % kNormLanes] += values[i]^2
   void (*squares)(const T* values, std::int64_t count, double* lanes);

@@ -77,7 +77,7 @@ LOCKSTEP_INLINE void mean_squares_loop(const Mean<T>& mean, T* out, std::int64_t
     const std::int64_t size = std::min(kPiece, count - at);
     take_mean(mean, at, piece, size);
     squares_loop(piece, size, lanes);
-    std::copy_n(piece, size, out + at);
+    if (out != nullptr) std::copy_n(piece, size, out + at);
   }
 }
 

@@ -28,6 +28,15 @@ bool all_finite(double sum, const T* values, std::int64_t count) {
   return std::all_of(values, values + count, [](T value) { return std::isfinite(value); });
 }
 
+// The same for a block that was not kept.
+template <typename T>
+bool mean_is_finite(const detail::Mean<T>& mean, std::int64_t count) {
+  T values[kNormBlock];
+  Lanes ignored;
+  detail::loops<T>().mean_squares(mean, values, count, ignored.values);
+  return all_finite(ignored.sum(), values, count);
+}
+
 }  // namespace
 
 template <typename T>
@@ -52,9 +61,10 @@ bool reduce_with_norms(const Gradient<T>& gradient, T* out, std::int64_t count, 
     const std::int64_t size = std::min(kNormBlock, count - at);
     mean.offset = at;
     Lanes lanes;
-    detail::loops<T>().mean_squares(mean, out + at, size, lanes.values);
-    sums[at / kNormBlock] = lanes.sum();
-    finite &= all_finite(sums[at / kNormBlock], out + at, size);
+    detail::loops<T>().mean_squares(mean, out == nullptr ? nullptr : out + at, size, lanes.values);
+    const double sum = sums[at / kNormBlock] = lanes.sum();
+    if (std::isfinite(sum)) continue;
+    finite &= out == nullptr ? mean_is_finite(mean, size) : all_finite(sum, out + at, size);
   }
   return finite;
 }

@@ -32,7 +32,8 @@ template <typename T>
 bool block_norms(const T* values, std::int64_t count, double* sums);
 
 // The first of two passes when the norm must be known before the step: out[i] = the gradient of
-// element i, and its block norms. `out` may be one of the sources.
+// element i, and its block norms. `out` may be one of the sources, or null where the norms alone
+// are wanted.
 template <typename T>
 bool reduce_with_norms(const Gradient<T>& gradient, T* out, std::int64_t count, double* sums);
 

@@ -1,4 +1,4 @@
-// Adam and AdamW: the same state and archive, two kernels.
+// Adam and AdamW: the same state and archive, two rules.
 #include "lockstep/optim/adam.h"
 
 #include <ATen/ops/_foreach_add.h>
@@ -17,6 +17,7 @@
 #include <type_traits>
 
 #include "lockstep/optim/adamw.h"
+#include "lockstep/optim/cpu_step.h"
 
 namespace lockstep::optim {
 namespace {
@@ -64,6 +65,37 @@ void write_adam(torch::serialize::OutputArchive& archive, const Options& options
   archive.write("weight_decay", c10::IValue(options.weight_decay));
 }
 
+// What ATen's kernels step.
+struct AtenCall {
+  std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, steps;
+};
+
+template <typename Options>
+void step_with_aten(const AtenCall& call, const at::Tensor& left_out, const Options& options) {
+  const std::optional<at::Tensor> found_inf =
+      left_out.defined() ? std::optional(left_out) : std::nullopt;
+  at::_foreach_add_(call.steps, 1);
+  const auto kernel = [&](auto&& fused) {
+    fused(call.params, call.grads, call.exp_avgs, call.exp_avg_sqs, std::vector<at::Tensor>{},
+          call.steps, options.lr, options.betas.first, options.betas.second, options.weight_decay,
+          options.eps, /*amsgrad=*/false, /*maximize=*/false, std::optional<at::Tensor>{},
+          found_inf);
+  };
+  if constexpr (std::is_same_v<Options, AdamWOptions>) {
+    kernel([](auto&&... args) { at::_fused_adamw_(args...); });
+  } else {
+    kernel([](auto&&... args) { at::_fused_adam_(args...); });
+  }
+  // A step that was left out does not count.
+  if (found_inf)
+    at::_foreach_sub_(call.steps, std::vector<at::Tensor>(call.steps.size(), *found_inf));
+}
+
+// As fresh_state() makes it; an archive may hold another.
+bool is_counter(const at::Tensor& step) {
+  return step.is_cpu() && step.scalar_type() == at::kFloat && step.numel() == 1;
+}
+
 }  // namespace
 
 void check(const AdamOptions& options) {
@@ -87,30 +119,30 @@ void write(torch::serialize::OutputArchive& archive, const AdamWOptions& options
 
 template <typename Options>
 void FusedAdam<Options>::step_batch(const detail::Batch& batch, const Options& options) {
-  std::vector<at::Tensor> exp_avgs, exp_avg_sqs, steps;
-  for (const auto& param : batch.params) {
+  std::vector<detail::CpuItem> here;
+  AtenCall rest;
+  const bool left_out = detail::left_out(batch);
+  for (std::size_t i = 0; i < batch.params.size(); ++i) {
+    const auto& param = batch.params[i];
     auto& slot = this->state_[param.unsafeGetTensorImpl()];
     if (!slot) slot = fresh_state(param);
+    if (left_out) continue;
     const auto& state = static_cast<const AdamState&>(*slot);
-    exp_avgs.push_back(state.exp_avg);
-    exp_avg_sqs.push_back(state.exp_avg_sq);
-    steps.push_back(state.step);
+    if (is_counter(state.step) &&
+        detail::covered({param, batch.grads[i], state.exp_avg, state.exp_avg_sq})) {
+      const double steps = ++*state.step.template mutable_data_ptr<float>();
+      here.push_back({param, batch.grads[i], state.exp_avg, state.exp_avg_sq, steps});
+    } else {
+      rest.params.push_back(param);
+      rest.grads.push_back(batch.grads[i]);
+      rest.exp_avgs.push_back(state.exp_avg);
+      rest.exp_avg_sqs.push_back(state.exp_avg_sq);
+      rest.steps.push_back(state.step);
+    }
   }
-  const std::optional<at::Tensor> found_inf =
-      batch.found_inf.defined() ? std::optional(batch.found_inf) : std::nullopt;
-  at::_foreach_add_(steps, 1);
-  const auto kernel = [&](auto&& fused) {
-    fused(batch.params, batch.grads, exp_avgs, exp_avg_sqs, std::vector<at::Tensor>{}, steps,
-          options.lr, options.betas.first, options.betas.second, options.weight_decay, options.eps,
-          /*amsgrad=*/false, /*maximize=*/false, std::optional<at::Tensor>{}, found_inf);
-  };
-  if constexpr (std::is_same_v<Options, AdamWOptions>) {
-    kernel([](auto&&... args) { at::_fused_adamw_(args...); });
-  } else {
-    kernel([](auto&&... args) { at::_fused_adam_(args...); });
-  }
-  // A step that was left out does not count.
-  if (found_inf) at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), *found_inf));
+  detail::step_on_cpu(here, options);
+  if (!rest.params.empty()) step_with_aten(rest, batch.found_inf, options);
+  if (!left_out) detail::count_versions(batch);
 }
 
 template <typename Options>

@@ -59,8 +59,9 @@ std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& p
     at::Tensor grad = param.grad();
     if (!grad.defined()) continue;
     check_steppable(who, param, grad);
-    // The CPU kernels walk the memory of both and do not look at strides.
-    if (!same_layout(param, grad)) grad = at::empty_like(param).copy_(grad);
+    // The CPU kernels walk the memory of both and do not look at strides, nor at what is not there.
+    if (!same_layout(param, grad) || grad.is_neg() || grad._is_zerotensor())
+      grad = at::empty_like(param).copy_(grad);
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
       return b.params[0].device() == param.device() && b.params[0].dtype() == param.dtype();
     });

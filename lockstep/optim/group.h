@@ -1,5 +1,5 @@
 // What the optimizers of this folder share: options as plain structs, and parameters made ready for
-// ATen's fused kernels.
+// fused kernels, ours or ATen's.
 //
 //   GroupOptions<AdamWOptions>    carries a plain struct where torch::optim wants its own class
 //   FusedBase                     a step that the device may leave out; state by parameter name

@@ -10,22 +10,24 @@
 #include <memory>
 #include <optional>
 
+#include "lockstep/optim/cpu_step.h"
+
 namespace lockstep::optim {
 namespace {
 
 constexpr std::string_view kName = SGDOptions::kName;
 using SgdGroup = GroupOptions<SGDOptions>;
 
-// What one call of the kernel takes; it cannot mix first steps with later ones.
-struct Call {
+// What one call of ATen's kernel takes; it cannot mix first steps with later ones.
+struct AtenCall {
   std::vector<at::Tensor> params, grads, momenta;
-  at::Tensor found_inf{};
 };
 
-void fused(const Call& call, const SGDOptions& options, bool is_first_step) {
+void step_with_aten(const AtenCall& call, const at::Tensor& left_out, const SGDOptions& options,
+                    bool is_first_step) {
   if (call.params.empty()) return;
   const std::optional<at::Tensor> found_inf =
-      call.found_inf.defined() ? std::optional(call.found_inf) : std::nullopt;
+      left_out.defined() ? std::optional(left_out) : std::nullopt;
   at::_fused_sgd_(call.params, call.grads, call.momenta, options.weight_decay, options.momentum,
                   options.lr, options.dampening, options.nesterov, /*maximize=*/false,
                   is_first_step, /*grad_scale=*/{}, found_inf);
@@ -46,32 +48,44 @@ void check(const SGDOptions& options) {
 }
 
 void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {
-  if (options.momentum == 0) {
-    fused({batch.params, batch.grads, {}, batch.found_inf}, options, /*is_first_step=*/false);
-    return;
-  }
+  if (detail::left_out(batch)) return;
+  const bool keeps_momentum = options.momentum != 0;
   // Momentum begins with the first gradient, undamped. When that step is left out on the device,
   // the buffer stays zero, and the next step's `momentum * 0 + gradient` is the same; only with
   // dampening it is not, and then the host must know.
-  if (batch.found_inf.defined() && options.dampening != 0 && batch.found_inf.item<float>() != 0)
+  if (keeps_momentum && batch.found_inf.defined() && options.dampening != 0 &&
+      batch.found_inf.item<float>() != 0)
     return;
-  Call first, later;
-  first.found_inf = later.found_inf = batch.found_inf;
+  std::vector<detail::CpuItem> here;
+  AtenCall first, later;
   for (std::size_t i = 0; i < batch.params.size(); ++i) {
     const auto& param = batch.params[i];
-    auto& slot = state_[param.unsafeGetTensorImpl()];
-    Call& call = slot ? later : first;
-    if (!slot) {
-      auto fresh = std::make_unique<SGDState>();
-      fresh->momentum_buffer = at::zeros_like(param);
-      slot = std::move(fresh);
+    const auto& grad = batch.grads[i];
+    bool is_first = false;
+    at::Tensor momentum;
+    if (keeps_momentum) {
+      auto& slot = state_[param.unsafeGetTensorImpl()];
+      is_first = slot == nullptr;
+      if (is_first) {
+        auto fresh = std::make_unique<SGDState>();
+        fresh->momentum_buffer = at::zeros_like(param);
+        slot = std::move(fresh);
+      }
+      momentum = static_cast<const SGDState&>(*slot).momentum_buffer;
     }
+    if (detail::covered({param, grad, keeps_momentum ? momentum : param})) {
+      here.push_back({param, grad, momentum, {}, is_first ? 1.0 : 2.0});
+      continue;
+    }
+    AtenCall& call = is_first ? first : later;
     call.params.push_back(param);
-    call.grads.push_back(batch.grads[i]);
-    call.momenta.push_back(static_cast<const SGDState&>(*slot).momentum_buffer);
+    call.grads.push_back(grad);
+    if (keeps_momentum) call.momenta.push_back(momentum);
   }
-  fused(first, options, /*is_first_step=*/true);
-  fused(later, options, /*is_first_step=*/false);
+  detail::step_on_cpu(here, options);
+  step_with_aten(first, batch.found_inf, options, /*is_first_step=*/true);
+  step_with_aten(later, batch.found_inf, options, /*is_first_step=*/false);
+  detail::count_versions(batch);
 }
 
 SGD::State SGD::state_of(const at::Tensor& param, torch::optim::OptimizerParamGroup& group) {

@@ -2,6 +2,8 @@
 // state in and out), sharded_step.cpp (moving gradients, norms, the update itself).
 #pragma once
 
+#include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <optional>
@@ -60,7 +62,7 @@ class ShardedImpl {
     at::Tensor first = {};                // exp_avg or momentum
     at::Tensor second = {};               // exp_avg_sq
     at::Tensor mine = {};                 // this rank's gradient
-    at::Tensor reduced = {};              // of two passes, what the first one left
+    at::Tensor reduced = {};              // of two passes, what the first one left, if it did
     at::Tensor param = {};                // the piece of the parameter
     std::vector<at::Tensor> shared = {};  // every rank's gradient, where memory is shared
     std::uint64_t print = 0;              // of the parameter's bits after a step, in debug mode
@@ -95,18 +97,21 @@ class ShardedImpl {
   void each_setting(const Body& body);
   std::vector<double> settings();
   void share_settings(int root);
-  void agree_that_all_is_well();
+  void agree_on_gradients();
+  std::exception_ptr find_refusal() const;
+  [[noreturn]] void refuse_together(const std::exception_ptr& refusal);
   [[noreturn]] void refuse_different_settings();
-  void prepare_gradients();
+  void place_gradients(std::uint8_t* has_gradient);
 
   // sharded_step.cpp
   static std::vector<std::string> state_names(const OptimizerRule& rule);
   void bring_gradients(Domain& domain);
   void find_pieces();
   std::vector<at::Tensor> sources_of(const Domain& domain, const Owned& owned) const;
+  bool sums_twice(const Domain& domain) const;
   Norm reduce_owned();
   void make_state(const Domain& domain, Owned& owned);
-  void update(Domain& domain, Owned& owned, bool reduced, double clip);
+  void update(Domain& domain, Owned& owned, bool two_passes, double clip);
   void publish(Domain& domain);
 
   std::shared_ptr<Reducer> reducer_;

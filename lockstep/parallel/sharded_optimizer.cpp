@@ -371,8 +371,7 @@ StepOutcome ShardedImpl::take_step(const DeferredStep& how) {
   const torch::NoGradGuard no_grad;
   divisor_ = how.divisor;
   if (how.joining) share_settings(how.root);
-  agree_that_all_is_well();
-  prepare_gradients();
+  agree_on_gradients();
   StepOutcome outcome;
   double clip = 1;
   const bool two_passes = options.max_grad_norm > 0 || options.skip_non_finite;
@@ -395,7 +394,10 @@ StepOutcome ShardedImpl::take_step(const DeferredStep& how) {
       for (auto& domain : domains_) publish(domain);
   }
   take_prints();
-  meet();  // nobody reads parameters, or clears gradients, before all owners are done
+  // Nobody reads shared parameters, or clears shared gradients, before all owners are done. The
+  // exchange of the norm has said that the gradients are, and a step that is left out writes
+  // nothing.
+  if (shared_ && !outcome.skipped) meet();
   for (auto& domain : domains_) domain.received.clear();
   reduced_ = false;
   for (auto& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();
@@ -416,11 +418,38 @@ void ShardedImpl::check_gradients() const {
   }
 }
 
-// What one rank cannot do, none does: a refusal is told to all before anything is changed. So is a
-// setting that differs: each owner would step its elements by another rule, and since all ranks get
-// the result, nothing would ever show it.
-void ShardedImpl::agree_that_all_is_well() {
-  std::exception_ptr refusal;
+// What one rank cannot do, none does: a refusal is told to all before anything is changed that a
+// user can see. So is a setting that differs: each owner would step its elements by another rule,
+// and since all ranks get the result, nothing would ever show it. The same exchange says which
+// parameters any rank has a gradient for.
+void ShardedImpl::agree_on_gradients() {
+  const std::exception_ptr refusal = find_refusal();
+  // Refused; the bytes of the settings' hash; their complements; what has a gradient.
+  constexpr std::size_t kHash = sizeof(std::uint64_t);
+  at::Tensor told =
+      at::zeros({static_cast<std::int64_t>(1 + 2 * kHash + members_.size())}, at::kByte);
+  auto* const refused = told.mutable_data_ptr<std::uint8_t>();
+  auto* const hashes = refused + 1;
+  auto* const has_gradient = hashes + 2 * kHash;
+  const auto hash = static_cast<std::uint64_t>(hash_of(settings()));
+  for (std::size_t i = 0; i < kHash; ++i) {
+    hashes[i] = static_cast<std::uint8_t>(hash >> (8 * i));
+    hashes[kHash + i] = static_cast<std::uint8_t>(~hashes[i]);
+  }
+  if (refusal) {
+    *refused = 1;
+  } else {
+    place_gradients(has_gradient);
+  }
+  if (world_.size() > 1) world_.all_reduce(told, ReduceOp::kMax).wait();
+  if (*refused != 0) refuse_together(refusal);
+  // The greatest of the complements is the complement of the least.
+  for (std::size_t i = 0; i < kHash; ++i)
+    if (hashes[i] + hashes[kHash + i] != 255) refuse_different_settings();
+  for (std::size_t i = 0; i < members_.size(); ++i) members_[i].used = has_gradient[i] != 0;
+}
+
+std::exception_ptr ShardedImpl::find_refusal() const {
   try {
     check_options();
     reducer_->check_unchanged();
@@ -428,18 +457,9 @@ void ShardedImpl::agree_that_all_is_well() {
     check_prints();
     check_gradients();
   } catch (const UsageError&) {
-    refusal = std::current_exception();
+    return std::current_exception();
   }
-  const std::int64_t nobody = world_.size();
-  const std::int64_t hash = hash_of(settings());
-  // The least of the complements is the complement of the greatest.
-  at::Tensor told = at::tensor({refusal ? world_.rank() : nobody, hash, ~hash}, at::kLong);
-  if (world_.size() > 1) world_.all_reduce(told, ReduceOp::kMin).wait();
-  const auto* least = told.const_data_ptr<std::int64_t>();
-  if (refusal) std::rethrow_exception(refusal);
-  if (least[0] != nobody)
-    throw UsageError(kComponent, "rank {} refused this step. Its own message says why.", least[0]);
-  if (least[1] != ~least[2]) refuse_different_settings();
+  return nullptr;
 }
 
 void ShardedImpl::refuse_different_settings() {
@@ -472,10 +492,16 @@ void ShardedImpl::refuse_different_settings() {
                    other - all.begin(), what);
 }
 
-// Which parameters any rank has a gradient for; this rank's gradients lie in their slots.
-void ShardedImpl::prepare_gradients() {
-  at::Tensor flags = at::zeros({static_cast<std::int64_t>(members_.size())}, at::kByte);
-  auto* flag = flags.mutable_data_ptr<std::uint8_t>();
+void ShardedImpl::refuse_together(const std::exception_ptr& refusal) {
+  at::Tensor who = at::full({1}, refusal ? world_.rank() : world_.size(), at::kInt);
+  if (world_.size() > 1) world_.all_reduce(who, ReduceOp::kMin).wait();
+  if (refusal) std::rethrow_exception(refusal);
+  throw UsageError(kComponent, "rank {} refused this step. Its own message says why.",
+                   who.item<int>());
+}
+
+// This rank's gradients lie in their slots from here on.
+void ShardedImpl::place_gradients(std::uint8_t* has_gradient) {
   for (std::size_t i = 0; i < members_.size(); ++i) {
     Member& member = members_[i];
     const at::Tensor& grad = member.tensor.grad();
@@ -484,10 +510,8 @@ void ShardedImpl::prepare_gradients() {
     } else if (!grad.is_same(member.slot)) {
       member.slot.copy_(grad);
     }
-    flag[i] = grad.defined() ? 1 : 0;
+    has_gradient[i] = grad.defined() ? 1 : 0;
   }
-  if (world_.size() > 1) world_.all_reduce(flags, ReduceOp::kMax).wait();
-  for (std::size_t i = 0; i < members_.size(); ++i) members_[i].used = flag[i] != 0;
 }
 
 void ShardedImpl::zero_grad() {
@@ -505,8 +529,7 @@ void ShardedImpl::reduce_now() {
     throw UsageError(kComponent,
                      "reduce_now() was called inside join(), where ranks that have run out follow "
                      "step() alone. Look at averaged gradients outside of it.");
-  agree_that_all_is_well();
-  prepare_gradients();
+  agree_on_gradients();
   for (auto& bucket : deferred_.buckets) {
     if (world_.size() > 1) world_.all_reduce(bucket.mine, ReduceOp::kAvg).wait();
   }

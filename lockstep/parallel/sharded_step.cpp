@@ -7,6 +7,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/norm.h"
 #include "lockstep/kernels/step.h"
+#include "lockstep/optim/cpu_step.h"
 #include "lockstep/parallel/sharded_impl.h"
 
 namespace lockstep::parallel {
@@ -15,10 +16,7 @@ namespace {
 
 static_assert(kBlock == kernels::kNormBlock);
 
-// The kernels know float and double on the CPU; everything else goes through ATen.
-bool has_kernel(c10::ScalarType dtype, c10::Device device) {
-  return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
-}
+using optim::detail::has_kernel;
 
 template <typename Body>
 void by_type(c10::ScalarType dtype, const Body& body) {
@@ -63,24 +61,6 @@ at::Tensor combine(const Combination& how) {
   return sum;
 }
 
-kernels::AdamStep adam_step(const auto& options, double steps) {
-  return {.lr = options.lr,
-          .beta1 = options.betas.first,
-          .beta2 = options.betas.second,
-          .eps = options.eps,
-          .weight_decay = options.weight_decay,
-          .step = steps};
-}
-
-kernels::SgdStep sgd_step(const optim::SGDOptions& options, double steps) {
-  return {.lr = options.lr,
-          .momentum = options.momentum,
-          .dampening = options.dampening,
-          .weight_decay = options.weight_decay,
-          .nesterov = options.nesterov,
-          .first = steps == 1};
-}
-
 template <typename... Bodies>
 struct Either : Bodies... {
   using Bodies::operator()...;
@@ -120,18 +100,12 @@ void update_with_kernel(const OptimizerRule& rule, const Combination& how, const
   const auto pointer = [](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
   };
-  const kernels::AdamTensors<T> adam{pointer(param), pointer(state[0]), pointer(state[1])};
-  std::visit(Either{[&](const optim::AdamWOptions& o) {
-                      kernels::adamw(gradient, adam, slice, adam_step(o, steps));
-                    },
-                    [&](const optim::AdamOptions& o) {
-                      kernels::adam(gradient, adam, slice, adam_step(o, steps));
-                    },
-                    [&](const optim::SGDOptions& o) {
-                      const kernels::SgdTensors<T> tensors{pointer(param), pointer(state[0])};
-                      kernels::sgd(gradient, tensors, slice, sgd_step(o, steps));
-                    }},
-             rule);
+  const optim::detail::Memory<T> memory{pointer(param), pointer(state[0]), pointer(state[1])};
+  std::visit(
+      [&](const auto& options) {
+        optim::detail::step_slice<T>(options, gradient, memory, slice, steps);
+      },
+      rule);
 }
 
 // Square sums of blocks on any device, as the kernels define them up to rounding.
@@ -195,6 +169,16 @@ std::vector<at::Tensor> ShardedImpl::sources_of(const Domain& domain, const Owne
   return sources;
 }
 
+// Of two passes, whether the second one sums the gradients again instead of reading what the first
+// one wrote. Writing the sum and reading it back is three passes over memory (a line is read before
+// it is written) and takes memory of its own; summing again is as many as there are sources, and
+// pays up to two. Unscaling and clipping are two roundings, of which the kernels do one.
+bool ShardedImpl::sums_twice(const Domain& domain) const {
+  constexpr int kMostSources = 2;
+  return has_kernel(domain.dtype, domain.device) && options.loss_scale == 1 &&
+         (reduced_ || world_.size() <= kMostSources);
+}
+
 // The first of two passes: the owned gradients, reduced, and the norm over all parameters. .grad
 // stays as it is: a second step without zero_grad() must find what this one found.
 ShardedImpl::Norm ShardedImpl::reduce_owned() {
@@ -202,19 +186,24 @@ ShardedImpl::Norm ShardedImpl::reduce_owned() {
   auto* sum = sums.mutable_data_ptr<double>();
   bool finite = true;
   for (auto& domain : domains_) {
+    const bool norm_alone = sums_twice(domain);
     for (auto& owned : domain.owned) {
       const Member& member = members_[owned.piece.parameter];
       if (!member.used) continue;
       Combination how{sources_of(domain, owned), 1, 1 / options.loss_scale};
       how.divisor = reduced_ ? 1 : divisor_;
-      if (!owned.reduced.defined()) owned.reduced = at::empty_like(owned.mine);
+      if (norm_alone) {
+        owned.reduced = at::Tensor();
+      } else if (!owned.reduced.defined()) {
+        owned.reduced = at::empty_like(owned.mine);
+      }
       double* const blocks = sum + member.first_block + owned.piece.begin / kBlock;
       if (has_kernel(domain.dtype, domain.device)) {
         by_type(domain.dtype, [&]<typename T>(T) {
           const Sources<T> sources(how.sources);
-          finite &= kernels::reduce_with_norms(gradient_of(sources, how),
-                                               owned.reduced.mutable_data_ptr<T>(),
-                                               owned.piece.count, blocks);
+          T* const out = norm_alone ? nullptr : owned.reduced.mutable_data_ptr<T>();
+          finite &=
+              kernels::reduce_with_norms(gradient_of(sources, how), out, owned.piece.count, blocks);
         });
       } else {
         owned.reduced.copy_(combine(how));
@@ -238,15 +227,15 @@ void ShardedImpl::make_state(const Domain& domain, Owned& owned) {
   if (names.size() > 1 && !owned.second.defined()) owned.second = fresh();
 }
 
-void ShardedImpl::update(Domain& domain, Owned& owned, bool reduced, double clip) {
+void ShardedImpl::update(Domain& domain, Owned& owned, bool two_passes, double clip) {
   const Member& member = members_[owned.piece.parameter];
   if (!member.used) return;
   make_state(domain, owned);
   Combination how{{owned.reduced}, 1, clip};
-  if (!reduced) {
+  if (!two_passes || sums_twice(domain)) {
     how.sources = sources_of(domain, owned);
     how.divisor = reduced_ ? 1 : divisor_;
-    how.scale = 1 / options.loss_scale;
+    how.scale = two_passes ? clip : 1 / options.loss_scale;
   }
   const OptimizerRule& rule = rules[member.group];
   const std::array<at::Tensor, 2> state{owned.first, owned.second};

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <numeric>
 
+#include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/norm.h"
 #include "lockstep/parallel/sharded_layout.h"
@@ -679,6 +680,34 @@ TEST(ShardedStep, TwiceOnTheSameGradientsStepsTwice) {
     EXPECT_TENSOR_EQ(net->b->bias.detach(), plain->b->bias.detach());
     EXPECT_TENSOR_EQ(net->a->weight.grad(), gradients[0]);
   });
+}
+
+// Every exchange is a point where all ranks wait for the slowest.
+TEST(ShardedStep, MeetsNoOftenerThanItMust) {
+  const auto exchanges = [](const std::string& backend, const ShardedOptions& options,
+                            float gradient) {
+    std::uint64_t count = 0;
+    run_threads(
+        2,
+        [&](World& world) {
+          Net net = make_net();
+          DistributedDataParallel model{net, world};
+          ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}, options};
+          (model(batch_of(world.rank(), 0)).sum() * gradient).backward();
+          const auto& sequence = detail::Access::impl(world)->sequence;
+          const std::uint64_t before = sequence.load();
+          optimizer.step();
+          if (world.is_leader()) count = sequence.load() - before;
+        },
+        backend);
+    return count;
+  };
+  // What is there to step, and that all have stepped; between the two, the norm.
+  EXPECT_EQ(exchanges("shm", {}, 1), 2u);
+  EXPECT_EQ(exchanges("shm", {.max_grad_norm = 0.1}, 1), 3u);
+  EXPECT_EQ(exchanges("shm", {.skip_non_finite = true}, INFINITY), 2u);
+  // Gradients and parameters travel, and whoever has them need not wait for the others.
+  EXPECT_EQ(exchanges("gloo", {}, 1), 3u);
 }
 
 TEST(ShardedRefuses, AnotherBackwardAfterReduceNow) {

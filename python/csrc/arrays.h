@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "lockstep/comm/shm/engine.h"
+#include "lockstep/comm/shm/tensor_types.h"
 
 namespace lockstep::python {
 
@@ -28,33 +29,6 @@ using shm::DType;
 using shm::Op;
 using shm::Part;
 using Tensors = std::vector<at::Tensor>;
-
-inline std::optional<DType> translate(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return DType::kF32;
-    case at::kDouble:
-      return DType::kF64;
-    case at::kHalf:
-      return DType::kF16;
-    case at::kBFloat16:
-      return DType::kBf16;
-    case at::kChar:
-      return DType::kI8;
-    case at::kShort:
-      return DType::kI16;
-    case at::kInt:
-      return DType::kI32;
-    case at::kLong:
-      return DType::kI64;
-    case at::kByte:
-      return DType::kU8;
-    case at::kBool:
-      return DType::kBool;
-    default:
-      return std::nullopt;
-  }
-}
 
 inline std::optional<Op> translate(const ReduceOp& op) {
   switch (static_cast<ReduceOp::RedOpType>(op)) {
@@ -123,7 +97,7 @@ struct Reduction {
 };
 
 inline Reduction reduction_of(const char* what, const at::Tensor& tensor, const ReduceOp& op) {
-  const auto dtype = translate(tensor.scalar_type());
+  const auto dtype = shm::dtype_of(tensor.scalar_type());
   const auto how = translate(op);
   TORCH_CHECK(how.has_value(), "[lockstep_torch] ", what,
               ": this reduction is nccl's own (PREMUL_SUM). Scale the tensor and use SUM.");

@@ -1,0 +1,119 @@
+#include "lockstep/optim/cpu_step.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::optim::detail {
+namespace {
+
+// Elements that are never shared out: 4 KiB of floats.
+constexpr std::int64_t kUnit = 1024;
+
+template <typename T>
+struct Run {
+  const T* grad;
+  Memory<T> memory;
+  std::int64_t size;
+  double steps;
+  std::int64_t end;  // in units, over all runs so far
+};
+
+template <typename T>
+std::vector<Run<T>> runs_of(const std::vector<CpuItem>& items) {
+  const auto pointer = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
+  };
+  std::vector<Run<T>> runs;
+  std::int64_t units = 0;
+  for (const auto& item : items) {
+    const std::int64_t size = item.param.numel();
+    units += (size + kUnit - 1) / kUnit;
+    runs.push_back({item.grad.const_data_ptr<T>(),
+                    {pointer(item.param), pointer(item.first), pointer(item.second)},
+                    size,
+                    item.steps,
+                    units});
+  }
+  return runs;
+}
+
+template <typename T, typename Options>
+void step_typed(const std::vector<CpuItem>& items, const Options& options) {
+  const std::vector<Run<T>> runs = runs_of<T>(items);
+  share_out(runs.back().end, kUnit, [&](std::int64_t begin, std::int64_t end) {
+    auto run = std::upper_bound(runs.begin(), runs.end(), begin,
+                                [](std::int64_t unit, const Run<T>& r) { return unit < r.end; });
+    while (begin < end) {
+      const std::int64_t first_unit = run->end - (run->size + kUnit - 1) / kUnit;
+      const std::int64_t from = (begin - first_unit) * kUnit;
+      const std::int64_t to = std::min((end - first_unit) * kUnit, run->size);
+      const T* const grad = run->grad + from;
+      step_slice<T>(options, {.sources = &grad}, run->memory.after(from),
+                    {run->size, from, to - from}, run->steps);
+      begin = run->end;
+      do {
+        ++run;
+      } while (run != runs.end() && run->size == 0);
+    }
+  });
+}
+
+}  // namespace
+
+// at::parallel_for is compiled into its caller and forks threads only where that is compiled and
+// linked with OpenMP, with a library that must then be LibTorch's own. An iterator over so many
+// bytes, which nobody touches, forks inside LibTorch.
+void share_out(std::int64_t count, std::int64_t unit, Part body) {
+  const std::int64_t fewest = std::max<std::int64_t>(at::internal::GRAIN_SIZE / unit, 1);
+  if (count <= fewest || at::get_num_threads() == 1) return body(0, count);
+  const at::Tensor units = at::empty({count}, at::kByte);
+  const auto* const start = static_cast<const char*>(units.const_data_ptr());
+  at::TensorIterator::borrowing_nullary_op(units).for_each(
+      [&](char** data, const std::int64_t*, std::int64_t size, std::int64_t rows) {
+        LOCKSTEP_ASSERT(rows == 1);
+        const std::int64_t begin = data[0] - start;
+        body(begin, begin + size);
+      },
+      fewest);
+}
+
+bool covered(std::initializer_list<at::Tensor> tensors) {
+  const c10::ScalarType dtype = tensors.begin()->scalar_type();
+  return std::all_of(tensors.begin(), tensors.end(), [dtype](const at::Tensor& tensor) {
+    return tensor.scalar_type() == dtype && has_kernel(dtype, tensor.device());
+  });
+}
+
+template <typename Options>
+void step_on_cpu(const std::vector<CpuItem>& items, const Options& options) {
+  const bool nothing = std::all_of(items.begin(), items.end(),
+                                   [](const CpuItem& item) { return item.param.numel() == 0; });
+  if (nothing) return;
+  if (items[0].param.scalar_type() == at::kFloat) {
+    step_typed<float>(items, options);
+  } else {
+    LOCKSTEP_ASSERT(items[0].param.scalar_type() == at::kDouble);
+    step_typed<double>(items, options);
+  }
+}
+
+template void step_on_cpu(const std::vector<CpuItem>&, const AdamWOptions&);
+template void step_on_cpu(const std::vector<CpuItem>&, const AdamOptions&);
+template void step_on_cpu(const std::vector<CpuItem>&, const SGDOptions&);
+
+void count_versions(const Batch& batch) {
+  for (const auto& param : batch.params) param.unsafeGetTensorImpl()->bump_version();
+}
+
+bool left_out(const Batch& batch) {
+  return batch.found_inf.defined() && batch.found_inf.is_cpu() &&
+         *batch.found_inf.const_data_ptr<float>() != 0;
+}
+
+}  // namespace lockstep::optim::detail
