@@ -158,7 +158,7 @@ class Checker {
     const bool plain = std::all_of(name.begin(), name.end(), [](char c) {
       return static_cast<unsigned char>(c) >= ' ' && c != '/' && c != 127;
     });
-    if (!plain || name.empty() || name.front() == '.' || name.size() > 200) {
+    if (!plain || name.starts_with('.') || name.size() > 200) {
       add({"run_name"},
           fmt::format("run_name '{}' cannot name a folder (runs/<run_name>). Use letters, digits, "
                       "'-' and '_', at most 200.",

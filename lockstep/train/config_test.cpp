@@ -379,7 +379,7 @@ const Mistake kMistakes[] = {
      "t.yaml:1:1: run_name 'out/first' cannot name a folder (runs/<run_name>). Use letters, "
      "digits"},
     {"RunNameUp", "run_name: ..\n", "t.yaml:1:1: run_name '..' cannot name a folder"},
-    {"RunNameEmpty", "run_name: \"\"\n", "t.yaml:1:1: run_name '' cannot name a folder"},
+    {"RunNameEmpty", "run_name: \"\"\n", "t.yaml:1:11: run_name must not be empty."},
 };
 INSTANTIATE_TEST_SUITE_P(Config, ConfigMistake, ::testing::ValuesIn(kMistakes),
                          [](const auto& one) { return one.param.name; });

@@ -375,6 +375,7 @@ void checkpointed_bf16(World& world) {
     net->to(world.device());
     if (checkpointed) net->run_blocks_with(lockstep::checkpoint);
     const at::Tensor ids = (torch::arange(128).view({4, 32}) * 7 % 64).to(world.device());
+    optim::AdamW optimizer{net->parameters(), {.lr = 1e-2}};
     std::vector<double> losses;
     for (int step = 0; step < 6; ++step) {
       at::Tensor loss;
@@ -384,9 +385,8 @@ void checkpointed_bf16(World& world) {
       }
       loss.backward();
       losses.push_back(loss.item<double>());
-      const torch::NoGradGuard no_grad;
-      for (const at::Tensor& p : net->parameters()) at::Tensor(p).sub_(p.grad());
-      net->zero_grad();
+      optimizer.step();
+      optimizer.zero_grad();
     }
     return losses;
   };
@@ -394,10 +394,10 @@ void checkpointed_bf16(World& world) {
   for (std::size_t i = 0; i < plain.size(); ++i) {
     const std::string both = std::to_string(plain[i]) + " and " + std::to_string(checkpointed[i]);
     // On a GPU sums of bf16 products may come in another order.
-    const double bound = world.device().is_cpu() ? 0 : 1e-2;
+    const double bound = world.device().is_cpu() ? 0 : 3e-2;
     require(std::abs(plain[i] - checkpointed[i]) <= bound, "loss of step: " + both);
   }
-  require(plain.back() < plain.front() - 0.02, "the loss falls");
+  require(plain.back() < plain.front() - 0.3, "the loss falls");
 }
 
 // ---------------------------------------------------------------- memory

@@ -1,4 +1,4 @@
-"""Our Trainer computes what Hugging Face's Trainer computes.
+"""`lockstep train` computes what Hugging Face's Trainer computes.
 
 Fifty steps on two ranks over gloo: accumulation 4, clipping at 1, cosine schedule with warm-up,
 weight decay on weights alone, two and a half epochs. Both start from the same weights and read the
@@ -31,7 +31,6 @@ from safetensors.torch import load_file  # noqa: E402: transformers brings it
 
 HERE = pathlib.Path(__file__).resolve().parent
 LOCKSTEP = str(pathlib.Path(os.environ["LOCKSTEP_BIN"], "lockstep"))
-PROGRAM = str(pathlib.Path(os.environ["LOCKSTEP_BIN"], "tests", "parity_trainer"))
 PYTHON = os.environ["LOCKSTEP_PYTHON"]
 LIMIT_S = 240
 LOSS_TOLERANCE = 1e-5
@@ -63,15 +62,16 @@ def hugging_face(folder):
 
 
 def ours(folder):
-    words = []
-    for key, value in hf_trainer.ARGUMENTS.items():
-        words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
-    # PyTorch's DistributedSampler is the default order; the log has every digit.
-    run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", PROGRAM, folder / "init", *words,
-         "--dataset_dir", folder / "data", "--max_seq_len", hf_trainer.SEQ_LEN,
-         "--output_dir", folder / "ours", "--use_cpu", "--ddp_backend", "gloo",
-         "--logging_steps", 1, "--save_steps", hf_trainer.ARGUMENTS["max_steps"],
-         "--disable_tqdm"])
+    # Windows in the order of PyTorch's DistributedSampler; the log has every digit.
+    keys = {**hf_trainer.ARGUMENTS,
+            "model": {"name": "gpt", **hf_trainer.MODEL, "weights": str(folder / "init")},
+            "data": {"name": "tokens", "order": "windows"}, "dataset_dir": str(folder / "data"),
+            "max_seq_len": hf_trainer.SEQ_LEN, "output_dir": str(folder / "ours"), "use_cpu": True,
+            "ddp_backend": "gloo", "logging_steps": 1,
+            "save_steps": hf_trainer.ARGUMENTS["max_steps"], "disable_tqdm": True}
+    config = folder / "ours.yaml"
+    config.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
+    run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", LOCKSTEP, "train", config])
     lines = (folder / "ours" / "metrics.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     losses = [entry["loss"] for entry in entries if "loss" in entry]

@@ -120,12 +120,38 @@ class Resume(TrainCase):
         self.config.write_text(TOKENS + f"dataset_dir: {shards}\n")
         self.check_exact(2)
 
+    def test_weights_to_begin_with(self):
+        text, shards = self.place / "text.txt", self.place / "shards"
+        text.write_bytes(bytes(range(256)) * 20)
+        subprocess.run([LOCKSTEP, "data", "tokenize", "--output", shards, text], check=True,
+                       timeout=BOUND_S, capture_output=True)
+        config = TOKENS + f"dataset_dir: {shards}\n"
+        self.config.write_text(config)
+        first, second = self.place / "first", self.place / "second"
+        self.train(0, first, "--max_steps", 2)
+        begun = first / "checkpoint-2"
+        config = config.replace("vocab_size: 257", f"vocab_size: 257, weights: {begun}")
+        self.config.write_text(config)
+        self.train(0, second, "--max_steps", 1, "--learning_rate", "1e-60", "--seed", "7")
+        weights = "model.safetensors"
+        self.assertEqual((begun / weights).read_bytes(),
+                         (second / "checkpoint-1" / weights).read_bytes())
+        self.config.write_text(config.replace("n_embd: 16", "n_embd: 32"))
+        refused = self.train(0, second, "--max_steps", 1, code=2)
+        self.assertRegex(refused.stderr, r"\[train\] model\.weights: '\S+' is \[257, 16\] in \S+ "
+                                         r"and \[257, 32\] in this model")
+
     def test_a_new_run_puts_an_earlier_one_aside(self):
         output, aside = self.place / "out", self.place / "out" / "earlier-1"
         self.train(0, output, "--max_steps", 10)
-        done = self.train(0, output, "--max_steps", 5, "--run_name", "again")
+        done = self.train(0, output, "--max_steps", 5, "--run_name", "again", "--report_to",
+                          "tensorboard", "--compile_model")
         self.assertIn(f"what an earlier one has left has been moved to {aside}.", done.stderr)
-        self.assertIn("run_name has no effect yet.", done.stderr)
+        self.assertIn("[trainer] again: 5 steps of effective batch 12", done.stderr)
+        self.assertIn("compile_model has no effect yet: there is no compiler", done.stderr)
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        self.assertEqual({json.loads(line)["run_name"] for line in lines}, {"again"})
+        self.assertTrue(list((output / "runs" / "again").glob("events.out.tfevents.*")))
         self.assertEqual(checkpoints(output), [5])
         self.assertEqual(checkpoints(aside), [5, 10])
         self.verify(aside)
