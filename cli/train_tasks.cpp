@@ -134,7 +134,7 @@ class InVocabulary : public data::Dataset {
     const auto largest = tokens.max().item<std::int64_t>();
     if (largest < most_) return;
     throw UsageError("train",
-                     "it has the token {}, and the model's vocabulary ends at {}. The data was "
+                     "the data has the token {}, and the model's vocabulary ends at {}. It was "
                      "probably made for another one. Set model.vocab_size to {} or more.",
                      largest, most_ - 1, largest + 1);
   }
@@ -274,20 +274,19 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, dou
 }
 
 // Weights to begin with: of `checkpoint import`, of another run, or of transformers.
-void init_from(const std::string& folder, torch::nn::Module& module) {
+void load_weights(const std::string& folder, torch::nn::Module& module) {
   if (folder.empty()) return;
   if (!fs::exists(fs::path(folder) / "model.safetensors") &&
       !fs::exists(fs::path(folder) / "model.safetensors.index.json"))
-    throw UsageError(
-        "train",
-        "model.init_from {} is no folder with a model.safetensors. Give a checkpoint's "
-        "folder, or one that `lockstep checkpoint import` has made.",
-        folder);
+    throw UsageError("train",
+                     "model.weights {} is no folder with a model.safetensors. Give a checkpoint's "
+                     "folder, or one that `lockstep checkpoint import` has made.",
+                     folder);
   if (fs::exists(fs::path(folder) / io::kManifestName)) {
     auto faults = io::verify(folder);
     std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
     if (!faults.empty())
-      throw UsageError("train", "model.init_from {} is damaged: {}", folder, io::describe(faults));
+      throw UsageError("train", "model.weights {} is damaged: {}", folder, io::describe(faults));
   }
   train::load_weights(folder, module);
 }
@@ -314,10 +313,10 @@ void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a, co
       .vocab_size = keys.integer("vocab_size", vocabulary, 1, 10'000'000),
       .n_positions =
           keys.integer("n_positions", a.max_seq_len.value_or(kDefaultLength), 1, 10'000'000)};
-  const std::string weights = keys.text("init_from", "");
+  const std::string weights = keys.text("weights", "");
   keys.finish();
   models::Gpt net(config);
-  init_from(weights, *net);
+  load_weights(weights, *net);
   if (a.gradient_checkpointing)
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
       return lockstep::checkpoint(std::move(block), std::move(inputs));
@@ -335,10 +334,10 @@ void make_mlp(TrainerTask& task, MapReader& keys, const TrainingArguments& a, co
                                  .outputs = data.classes,
                                  .dropout = keys.real("dropout", 0, 0, 0.999),
                                  .batch_norm = keys.boolean("batch_norm", false)};
-  const std::string weights = keys.text("init_from", "");
+  const std::string weights = keys.text("weights", "");
   keys.finish();
   models::Mlp net(config);
-  init_from(weights, *net);
+  load_weights(weights, *net);
   set_loss(task, net, a.label_smoothing_factor);
 }
 
