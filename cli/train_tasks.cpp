@@ -106,6 +106,7 @@ struct Data {
   data::SamplerPtr sampler{};
   std::int64_t inputs = 0;   // features of a sample; 0: a sample is a sequence of tokens
   std::int64_t classes = 0;  // or the size of the vocabulary
+  std::optional<std::int64_t> end_of_text{};
 };
 
 Data byte_data(MapReader& keys, const TrainingArguments& a) {
@@ -126,7 +127,8 @@ Data byte_data(MapReader& keys, const TrainingArguments& a) {
   const at::Tensor all =
       at::tensor(tokens, at::kShort).narrow(0, 0, rows * (length + 1)).view({rows, length + 1});
   Data data{.train = std::make_shared<Windows>(all.narrow(0, 0, rows - eval_rows)),
-            .classes = data::ByteTokenizer::kVocabSize};
+            .classes = data::ByteTokenizer::kVocabSize,
+            .end_of_text = data::ByteTokenizer::kEndOfText};
   if (eval_rows > 0)
     data.eval = std::make_shared<Windows>(all.narrow(0, rows - eval_rows, eval_rows));
   return data;
@@ -195,9 +197,8 @@ void set_loss(TrainerTask& task, Net net, double smoothing) {
   task.module = net.ptr();
 }
 
-void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a,
-              std::int64_t classes) {
-  const std::int64_t vocabulary = classes > 0 ? classes : 50'257;
+void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a, const Data& data) {
+  const std::int64_t vocabulary = data.classes > 0 ? data.classes : 50'257;
   const models::GptConfig config{
       .n_layer = keys.integer("n_layer", 4, 1, 1'000),
       .n_head = keys.integer("n_head", 4, 1, 1'000),
@@ -212,6 +213,7 @@ void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a,
       return lockstep::checkpoint(std::move(block), std::move(inputs));
     });
   set_loss(task, net, a.label_smoothing_factor);
+  task.model_config = models::hugging_face_config(config, data.end_of_text);
 }
 
 void make_mlp(TrainerTask& task, MapReader& keys, const TrainingArguments& a, const Data& data) {
@@ -243,7 +245,7 @@ TrainerTask make_task(const TrainingArguments& a) {
                      name);
   const optim::WithSeed seeded(static_cast<std::uint64_t>(a.seed));  // the same on every rank
   if (name == "gpt") {
-    make_gpt(task, keys, a, data.classes);
+    make_gpt(task, keys, a, data);
   } else {
     make_mlp(task, keys, a, data);
   }

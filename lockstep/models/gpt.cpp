@@ -1,5 +1,6 @@
 #include "lockstep/models/gpt.h"
 
+#include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
@@ -188,6 +189,20 @@ std::int64_t GptImpl::parameter_count() const {
   std::int64_t count = 0;
   for (const auto& parameter : parameters()) count += parameter.numel();
   return count;
+}
+
+std::string hugging_face_config(const GptConfig& c, std::optional<std::int64_t> end_of_text) {
+  const std::string end = end_of_text ? fmt::format("{}", *end_of_text) : "null";
+  return fmt::format(
+      R"({{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": {}, )"
+      R"("n_head": {}, "n_embd": {}, "n_inner": null, "vocab_size": {}, "n_positions": {}, )"
+      R"("n_ctx": {}, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, )"
+      R"("resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": {}, )"
+      R"("scale_attn_weights": true, "tie_word_embeddings": true, "bos_token_id": {}, )"
+      R"("eos_token_id": {}, "torch_dtype": "float32"}})"
+      "\n",
+      c.n_layer, c.n_head, c.n_embd, c.vocab_size, c.n_positions, c.n_positions, kInitialDeviation,
+      end, end);
 }
 
 at::Tensor next_token_loss(const at::Tensor& logits, const at::Tensor& targets) {

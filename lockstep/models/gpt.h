@@ -20,6 +20,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 namespace lockstep::models {
@@ -60,6 +62,12 @@ class GptImpl : public torch::nn::Module {
   BlockRunner runner_;
 };
 TORCH_MODULE(Gpt);
+
+// The config.json of Hugging Face's GPT2LMHeadModel that computes what this model does, for a
+// folder with its weights as model.safetensors: from_pretrained(folder) reads both. `end_of_text`
+// is the token that ends a text, where there is one.
+std::string hugging_face_config(const GptConfig& config,
+                                std::optional<std::int64_t> end_of_text = std::nullopt);
 
 // Mean cross entropy of logits [batch, time, vocab] against the ids that come next [batch, time].
 at::Tensor next_token_loss(const at::Tensor& logits, const at::Tensor& targets);

@@ -90,6 +90,7 @@ void write_checkpoint(const std::string& path, const CheckpointContents& content
                               {.max_shard_bytes = options.max_shard_bytes});
   }
   dir.write("trainer_state.json", trainer_state_text(contents.state));
+  if (!contents.model_config.empty()) dir.write("config.json", contents.model_config);
   if (!contents.arguments.empty()) dir.write("training_args.json", contents.arguments);
   if (!contents.only_model) {
     write_tensors(dir, "optimizer.safetensors", list_of(contents.optimizer));

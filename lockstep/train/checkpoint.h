@@ -2,6 +2,7 @@
 //
 //   model.safetensors        weights and buffers, Hugging Face's names (sharded with an index above
 //                            5 GB); transformers loads them
+//   config.json              what the model is, where the task says so (TrainerTask::model_config)
 //   trainer_state.json       step, epoch, best metric, log history: Hugging Face's fields
 //   optimizer.safetensors    by parameter name: "h.0.attn.weight.exp_avg"
 //   scheduler.json, scaler.json, training_args.json
@@ -51,6 +52,7 @@ struct CheckpointContents {
   std::string scheduler{};  // JSON objects; empty: no such file
   std::string scaler{};
   std::string arguments{};
+  std::string model_config{};
   bool only_model = false;  // weights and trainer_state.json alone: cannot be resumed from
 };
 

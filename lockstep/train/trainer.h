@@ -50,6 +50,9 @@ struct TrainerTask {
   // batches and ranks, each sample once, and divides by the tokens of all.
   std::function<std::map<std::string, at::Tensor>(const data::Batch&)> totals{};
   data::SamplerPtr sampler{};  // another order of training samples than a shuffle
+  // JSON, the config.json of every checkpoint: what the model is, for those who load it elsewhere
+  // (models::hugging_face_config). Empty: no such file.
+  std::string model_config{};
 };
 
 struct TrainResult {

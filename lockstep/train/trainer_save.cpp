@@ -207,6 +207,7 @@ CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random)
   all.state = state;
   all.state.num_input_tokens_seen += static_cast<std::int64_t>(tokens_since_log());
   all.arguments = arguments_json(arguments_);
+  all.model_config = task_.model_config;
   all.only_model = arguments_.save_only_model;
   if (all.only_model) return all;
   all.optimizer = optimizer_state();

@@ -164,6 +164,9 @@ class Resume(TrainCase):
         self.assertEqual(sorted(first), list(range(5, 41, 5)))
         self.assertLess(first[40], first[5] - 0.8, first)
         self.assertEqual(checkpoints(output), [20, 40])
+        model = json.loads((output / "checkpoint-40" / "config.json").read_text())
+        self.assertEqual((model["model_type"], model["vocab_size"], model["eos_token_id"]),
+                         ("gpt2", 257, 256))
         lines = (output / "metrics.jsonl").read_text().splitlines()
         evaluated = [json.loads(line) for line in lines if "eval_loss" in line]
         self.assertEqual([e["step"] for e in evaluated], [20, 40])
