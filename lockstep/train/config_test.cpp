@@ -476,5 +476,27 @@ TEST(EffectiveBatch, MemoryAdviceSaysWhatChanges) {
               HasSubstr("Try gradient_checkpointing: true"));
 }
 
+// gradient_accumulation_steps is refused beside tokens_per_update, and 6 of 8 would not divide.
+TEST(EffectiveBatch, MemoryAdviceWithTokensPerUpdateCanBeFollowed) {
+  TrainingArguments a{.max_seq_len = 16, .per_device_train_batch_size = 8, .tokens_per_update = 256};
+  EXPECT_EQ(out_of_memory_advice(a, 2),
+            "effective batch 16 = 8 per device x 1 accumulation x 2 ranks. Try "
+            "per_device_train_batch_size: 4: tokens_per_update makes the accumulation 2 (effective "
+            "batch stays 16).");
+  a.per_device_train_batch_size = 4;
+  check_arguments(a);
+  EXPECT_EQ(effective_batch(a, 2), 16);
+}
+
+TEST(EffectiveBatch, ASmallerBatchKeepsTheEffectiveOne) {
+  const std::array<std::int64_t, 3> cases[] = {{8, 1, 4}, {7, 1, 1},  {5, 1, 1}, {7, 2, 2},
+                                               {9, 1, 3}, {12, 1, 6}, {1, 6, 0}};
+  for (const auto& [batch, steps, smaller] : cases) {
+    const TrainingArguments a{.per_device_train_batch_size = batch,
+                              .gradient_accumulation_steps = steps};
+    EXPECT_EQ(smaller_batch(a, 3), smaller) << batch << " x " << steps;
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::train

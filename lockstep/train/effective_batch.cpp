@@ -73,6 +73,14 @@ std::string preset_comparison(const TrainingArguments& arguments, int world_size
                                    fmt::join(others, " and ")));
 }
 
+std::int64_t smaller_batch(const TrainingArguments& arguments, int world_size) {
+  const std::int64_t batch = arguments.per_device_train_batch_size;
+  const std::int64_t window = batch * accumulation_steps(arguments, world_size);
+  std::int64_t smaller = batch / 2;
+  while (smaller > 1 && window % smaller != 0) --smaller;
+  return smaller;
+}
+
 std::string out_of_memory_advice(const TrainingArguments& arguments, int world_size) {
   const std::int64_t batch = arguments.per_device_train_batch_size;
   const std::int64_t steps = accumulation_steps(arguments, world_size);
@@ -83,21 +91,21 @@ std::string out_of_memory_advice(const TrainingArguments& arguments, int world_s
         "true, or a shorter max_seq_len.",
         effective_batch_text(arguments, world_size));
   }
-  const std::int64_t smaller = std::max<std::int64_t>(1, batch * 3 / 4);
-  std::string text = fmt::format(
-      "{}. Try per_device_train_batch_size: {} (effective batch {} instead of {})",
-      effective_batch_text(arguments, world_size), smaller, smaller * steps * world_size, now);
-  const std::int64_t half = batch / 2;
-  if (batch % 2 == 0) {
-    return text + fmt::format(
-                      ", or per_device_train_batch_size: {} with "
-                      "gradient_accumulation_steps: {} (effective batch stays {}).",
-                      half, steps * 2, now);
+  const std::int64_t smaller = smaller_batch(arguments, world_size);
+  const std::int64_t passes = batch * steps / smaller;
+  if (arguments.tokens_per_update) {  // which decides the accumulation, so there is one way out
+    return fmt::format(
+        "{}. Try per_device_train_batch_size: {}: tokens_per_update makes the accumulation {} "
+        "(effective batch stays {}).",
+        effective_batch_text(arguments, world_size), smaller, passes, now);
   }
-  return text + fmt::format(
-                    ", or per_device_train_batch_size: 1 with "
-                    "gradient_accumulation_steps: {} (effective batch stays {}).",
-                    steps * batch, now);
+  const std::int64_t fewer = std::max<std::int64_t>(1, batch * 3 / 4);
+  return fmt::format(
+      "{}. Try per_device_train_batch_size: {} (effective batch {} instead of {}), or "
+      "per_device_train_batch_size: {} with gradient_accumulation_steps: {} (effective batch stays "
+      "{}).",
+      effective_batch_text(arguments, world_size), fewer, fewer * steps * world_size, now, smaller,
+      passes, now);
 }
 
 }  // namespace lockstep::train

@@ -27,6 +27,10 @@ std::string effective_batch_text(const TrainingArguments& arguments, int world_s
 // batch, and whether it is the same.
 std::string preset_comparison(const TrainingArguments& arguments, int world_size);
 
+// The largest batch per device, at most half of today's, that the effective batch is a multiple of:
+// with more accumulation nothing else changes. 0: there is none, the batch is 1 already.
+std::int64_t smaller_batch(const TrainingArguments& arguments, int world_size);
+
 // What to try when memory runs out, and what each does to the effective batch.
 std::string out_of_memory_advice(const TrainingArguments& arguments, int world_size);
 
