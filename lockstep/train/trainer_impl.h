@@ -53,6 +53,7 @@ class TrainerImpl {
   void make_outputs();
   void find_batch_size();
   bool batch_fits(std::int64_t batch_size);
+  std::vector<at::Tensor> memory_of_a_step() const;
   void check_disk();
 
   // trainer.cpp

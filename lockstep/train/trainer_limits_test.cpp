@@ -1,9 +1,13 @@
 // What a Trainer refuses, and what it does when there is not enough of something.
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cstdlib>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/core/error.h"
@@ -32,6 +36,88 @@ TEST(TrainerLimits, AnotherOrderOfSamplesIsNotResumed) {
   EXPECT_THAT(io::message_of<UsageError>([&] { run(6, 6); }),
               HasSubstr("the state was saved in another order of epoch 0's samples"));
   EXPECT_EQ(run(5, 6), 6);
+}
+
+// ---------------------------------------------------------------- memory
+
+[[noreturn]] void run_out_of_memory() {
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate 2.00 GiB.");
+  std::abort();
+}
+
+// 7 and 5 do not halve; and tokens_per_update goes with divisors of the window alone.
+TEST(TrainerLimits, AnOddBatchThatDoesNotFitKeepsTheEffectiveBatch) {
+  struct Case {
+    std::int64_t batch, accumulation, tokens, most, found;
+  };
+  const Case cases[] = {
+      {7, 1, 0, 3, 1}, {5, 1, 0, 2, 1}, {7, 2, 0, 3, 2}, {6, 1, 6, 4, 3}, {10, 1, 10, 4, 2}};
+  for (const Case& c : cases) {
+    io::TemporaryDirectory dir;
+    auto a = arguments(dir.path());
+    a.auto_find_batch_size = true;
+    a.per_device_train_batch_size = c.batch;
+    a.gradient_accumulation_steps = c.accumulation;
+    a.max_steps = 2;
+    if (c.tokens > 0) {
+      a.tokens_per_update = c.tokens;
+      a.max_seq_len = 1;
+    }
+    TrainerTask task = task_for(network(), dataset(280, 1));
+    const auto loss = task.loss;
+    std::int64_t used = 0;
+    task.loss = [&, loss](const data::Batch& batch) {
+      if (batch.samples() > c.most) run_out_of_memory();
+      used += batch.samples();
+      return loss(batch);
+    };
+    Trainer trainer(World{}, task, a);
+    struct Begin : Observer {
+      explicit Begin(std::int64_t& count) : used(count) {}
+      void on_train_begin(Event&) override { used = 0; }
+      std::int64_t& used;
+    };
+    trainer.add(std::make_shared<Begin>(used));
+    trainer.train();
+    EXPECT_EQ(trainer.state().train_batch_size, c.found) << c.batch;
+    EXPECT_EQ(used, 2 * c.batch * c.accumulation) << c.batch << " x " << c.accumulation;
+  }
+}
+
+// LibTorch tells whoever listens how much memory is in use.
+struct Meter : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
+    live += size;
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+  std::int64_t live = 0;
+};
+
+TEST(TrainerLimits, ABatchIsTriedBesideTheMemoryThatTrainingHolds) {
+  for (const auto& [optim, copies] : {std::pair("adamw", 2), std::pair("sgd", 0)}) {
+    io::TemporaryDirectory dir;
+    auto a = arguments(dir.path());
+    a.auto_find_batch_size = true;
+    a.optim = optim;
+    a.max_steps = 1;
+    torch::nn::Sequential net(torch::nn::Linear(kFeatures, 100'000),
+                              torch::nn::Linear(100'000, kClasses));
+    std::int64_t weights = 0;
+    for (const at::Tensor& p : net->parameters()) weights += static_cast<std::int64_t>(p.nbytes());
+    TrainerTask task = task_for(net, dataset(64, 1));
+    const auto loss = task.loss;
+    std::int64_t tried = -1;
+    const auto meter = std::make_shared<Meter>();
+    task.loss = [&, loss](const data::Batch& batch) {
+      if (tried < 0) tried = meter->live;
+      return loss(batch);
+    };
+    Trainer trainer(World{}, task, a);
+    const c10::DebugInfoGuard listening(c10::DebugInfoKind::PROFILER_STATE, meter);
+    trainer.train();
+    EXPECT_GE(tried, copies * weights) << optim;
+    EXPECT_LT(tried, (copies + 1) * weights) << optim;
+  }
 }
 
 }  // namespace

@@ -221,6 +221,17 @@ void TrainerImpl::check_disk() {
 
 // ---------------------------------------------------------------- auto_find_batch_size
 
+// As much as a step holds besides the batch, its activations and its gradients: Adam's state, and
+// with several ranks the buckets. Nothing is written there.
+std::vector<at::Tensor> TrainerImpl::memory_of_a_step() const {
+  const int copies = (arguments_.optim == "sgd" ? 0 : 2) + (world_.size() > 1 ? 1 : 0);
+  std::vector<at::Tensor> held;
+  for (const at::Tensor& parameter : task_.module->parameters())
+    for (int i = 0; i < copies && parameter.requires_grad(); ++i)
+      held.push_back(at::empty_like(parameter));
+  return held;
+}
+
 // One forward and backward of this rank alone; what it leaves behind is taken back.
 bool TrainerImpl::batch_fits(std::int64_t batch_size) {
   std::vector<at::Tensor> buffers;
@@ -228,6 +239,7 @@ bool TrainerImpl::batch_fits(std::int64_t batch_size) {
   const optim::RngState random = optim::rng_state();
   bool fits = true;
   try {
+    const auto held = memory_of_a_step();
     auto loader = data::loader(task_.train_data, World{},
                                {.batch_size = batch_size,
                                 .seed = data_seed(arguments_),
@@ -249,21 +261,21 @@ bool TrainerImpl::batch_fits(std::int64_t batch_size) {
   return fits;
 }
 
-// Halves the batch until it fits every rank, and doubles the accumulation: the effective batch, on
-// which learning depends, stays.
+// Halves the batch until it fits every rank (or goes to the next smaller one that divides the
+// window), and raises the accumulation: the effective batch, on which learning depends, stays.
 void TrainerImpl::find_batch_size() {
   task_.module->train();
   for (;;) {
-    std::int64_t& batch = arguments_.per_device_train_batch_size;
+    const std::int64_t batch = arguments_.per_device_train_batch_size;
+    const std::int64_t window = batch * accumulation_steps(arguments_, world_.size());
     const bool fits = batch_fits(batch);
     if (!agreement_->exchange_now({.out_of_memory = !fits}).out_of_memory) return;
     if (batch == 1) out_of_memory("not even a batch of 1 fits");
-    const std::int64_t before = batch;
-    batch = std::max<std::int64_t>(1, batch / 2);
-    if (!arguments_.tokens_per_update)
-      arguments_.gradient_accumulation_steps *= (before + batch - 1) / batch;
+    const std::int64_t smaller = smaller_batch(arguments_, world_.size());
+    arguments_.per_device_train_batch_size = smaller;
+    if (!arguments_.tokens_per_update) arguments_.gradient_accumulation_steps = window / smaller;
     if (world_.is_leader())
-      log::warning("trainer", "a batch of {} does not fit every rank's memory: {}", before,
+      log::warning("trainer", "a batch of {} does not fit every rank's memory: {}", batch,
                    effective_batch_text(arguments_, world_.size()));
   }
 }
