@@ -478,7 +478,8 @@ TEST(EffectiveBatch, MemoryAdviceSaysWhatChanges) {
 
 // gradient_accumulation_steps is refused beside tokens_per_update, and 6 of 8 would not divide.
 TEST(EffectiveBatch, MemoryAdviceWithTokensPerUpdateCanBeFollowed) {
-  TrainingArguments a{.max_seq_len = 16, .per_device_train_batch_size = 8, .tokens_per_update = 256};
+  TrainingArguments a{
+      .max_seq_len = 16, .per_device_train_batch_size = 8, .tokens_per_update = 256};
   EXPECT_EQ(out_of_memory_advice(a, 2),
             "effective batch 16 = 8 per device x 1 accumulation x 2 ranks. Try "
             "per_device_train_batch_size: 4: tokens_per_update makes the accumulation 2 (effective "
@@ -486,6 +487,14 @@ TEST(EffectiveBatch, MemoryAdviceWithTokensPerUpdateCanBeFollowed) {
   a.per_device_train_batch_size = 4;
   check_arguments(a);
   EXPECT_EQ(effective_batch(a, 2), 16);
+}
+
+TEST(EffectiveBatch, MemoryAdviceForAnEvaluationNamesItsBatch) {
+  EXPECT_EQ(
+      evaluation_memory_advice({.per_device_eval_batch_size = 8}),
+      "per_device_eval_batch_size is 8. Try 4: evaluation takes longer and its metrics stay.");
+  EXPECT_THAT(evaluation_memory_advice({.per_device_eval_batch_size = 1}),
+              HasSubstr("is 1 already. Try bf16: true"));
 }
 
 TEST(EffectiveBatch, ASmallerBatchKeepsTheEffectiveOne) {

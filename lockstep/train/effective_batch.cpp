@@ -108,4 +108,13 @@ std::string out_of_memory_advice(const TrainingArguments& arguments, int world_s
       passes, now);
 }
 
+std::string evaluation_memory_advice(const TrainingArguments& arguments) {
+  const std::int64_t batch = arguments.per_device_eval_batch_size;
+  if (batch == 1)
+    return "per_device_eval_batch_size is 1 already. Try bf16: true, or a shorter max_seq_len.";
+  return fmt::format(
+      "per_device_eval_batch_size is {}. Try {}: evaluation takes longer and its metrics stay.",
+      batch, batch / 2);
+}
+
 }  // namespace lockstep::train

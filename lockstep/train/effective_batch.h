@@ -33,5 +33,7 @@ std::int64_t smaller_batch(const TrainingArguments& arguments, int world_size);
 
 // What to try when memory runs out, and what each does to the effective batch.
 std::string out_of_memory_advice(const TrainingArguments& arguments, int world_size);
+// The same in evaluation, where no metric depends on the batch.
+std::string evaluation_memory_advice(const TrainingArguments& arguments);
 
 }  // namespace lockstep::train

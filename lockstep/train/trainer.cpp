@@ -55,23 +55,32 @@ void TrainerImpl::tell(Call call, const LogEntry* entry, const std::string* path
   }
 }
 
-void TrainerImpl::out_of_memory(const std::string& what) const {
+void TrainerImpl::out_of_memory(const std::string& what, bool evaluating) const {
   const std::string first_line = what.substr(0, what.find('\n'));
+  if (evaluating)
+    throw Error("trainer",
+                fmt::format("rank {}: out of memory in the evaluation at step {} ({}). {}",
+                            world_.rank(), state.global_step, first_line,
+                            evaluation_memory_advice(arguments_)));
   throw Error("trainer", fmt::format("rank {}: out of memory in step {} ({}). {}", world_.rank(),
                                      state.global_step + 1, first_line,
                                      out_of_memory_advice(arguments_, world_.size())));
 }
 
 template <typename Body>
-auto TrainerImpl::with_memory_advice(Body&& body) {
+auto TrainerImpl::with_memory_advice(Body&& body, bool evaluating) {
   try {
     return body();
   } catch (const std::bad_alloc& e) {
-    out_of_memory(e.what());
+    out_of_memory(e.what(), evaluating);
   } catch (const c10::Error& e) {
     if (!says_out_of_memory(e.what_without_backtrace())) throw;
-    out_of_memory(e.what_without_backtrace());
+    out_of_memory(e.what_without_backtrace(), evaluating);
   }
+}
+
+Metrics TrainerImpl::run_evaluation() {
+  return with_memory_advice([&] { return evaluate_all(); }, /*evaluating=*/true);
 }
 
 // ---------------------------------------------------------------- a step
@@ -95,10 +104,12 @@ void TrainerImpl::optimizer_step() {
   agreed_ = agreement_->exchange(std::exchange(wishes_, {}));
   tell(&Observer::on_optimizer_step);
   const bool will_log = due_after_step(arguments_, plan_, state.global_step + 1).log;
-  const optim::StepResult result = stepper_->step({.max_grad_norm = arguments_.max_grad_norm,
-                                                   .want_grad_norm = will_log,
-                                                   .scaler = scaler_.get(),
-                                                   .skip_non_finite = true});
+  const optim::StepResult result = with_memory_advice([&] {  // the first one makes Adam's state
+    return stepper_->step({.max_grad_norm = arguments_.max_grad_norm,
+                           .want_grad_norm = will_log,
+                           .scaler = scaler_.get(),
+                           .skip_non_finite = true});
+  });
   stepper_->zero_grad();
   ++state.global_step;
   set_learning_rate();

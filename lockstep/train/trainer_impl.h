@@ -68,8 +68,8 @@ class TrainerImpl {
   void update_epoch(std::int64_t batches_left);
   void finish();
   template <typename Body>
-  auto with_memory_advice(Body&& body);
-  [[noreturn]] void out_of_memory(const std::string& what) const;
+  auto with_memory_advice(Body&& body, bool evaluating = false);
+  [[noreturn]] void out_of_memory(const std::string& what, bool evaluating = false) const;
   // Calls every observer; what they wish for is kept for the next exchange.
   void tell(Call call, const LogEntry* entry = nullptr, const std::string* path = nullptr,
             const std::string* text = nullptr);
@@ -78,7 +78,8 @@ class TrainerImpl {
   void count_window(const optim::StepResult& result);
   void log();
   void report(Metrics values);
-  Metrics run_evaluation();
+  Metrics run_evaluation();  // trainer.cpp
+  Metrics evaluate_all();
   void evaluate_and_judge(Due& due);
   double mean_loss(const at::Tensor& totals);
   double tokens_since_log() const;

@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <cstdlib>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +19,7 @@
 namespace lockstep::train {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 TEST(TrainerLimits, AnotherOrderOfSamplesIsNotResumed) {
@@ -43,6 +45,63 @@ TEST(TrainerLimits, AnotherOrderOfSamplesIsNotResumed) {
 [[noreturn]] void run_out_of_memory() {
   TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate 2.00 GiB.");
   std::abort();
+}
+
+TEST(TrainerLimits, MemoryThatIsFullInAnEvaluationNamesItsBatch) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.max_steps = 4;
+  a.eval_strategy = Interval::kSteps;
+  a.eval_steps = 2;
+  a.per_device_eval_batch_size = 16;
+  TrainerTask task = task_for(network(), dataset(64, 1), dataset(20, 2));
+  const auto loss = task.loss;
+  task.loss = [loss](const data::Batch& batch) {
+    if (batch.samples() == 16) throw std::bad_alloc();
+    return loss(batch);
+  };
+  Trainer trainer(World{}, task, a);
+  EXPECT_THAT(io::message_of<Error>([&] { trainer.train(); }),
+              AllOf(HasSubstr("[trainer] rank 0: out of memory in the evaluation at step 2 ("),
+                    HasSubstr("per_device_eval_batch_size is 16. Try 8:")));
+  Trainer alone(World{}, task, a);
+  EXPECT_THAT(io::message_of<Error>([&] { alone.evaluate(); }),
+              HasSubstr("out of memory in the evaluation at step 0"));
+}
+
+// Memory that is full the first time that somebody asks for so much of it.
+struct Scarce : c10::Allocator {
+  explicit Scarce(std::size_t bytes) : refused(bytes), before(c10::GetAllocator(c10::kCPU)) {
+    c10::SetAllocator(c10::kCPU, this, 255);
+  }
+  ~Scarce() override { c10::SetAllocator(c10::kCPU, before, 255); }
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (armed && bytes == refused) run_out_of_memory();
+    return before->allocate(bytes);
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    before->copy_data(to, from, bytes);
+  }
+  std::size_t refused;
+  c10::Allocator* before;
+  bool armed = false;
+};
+
+TEST(TrainerLimits, MemoryThatIsFullInTheOptimizersStepSaysWhatToTry) {
+  io::TemporaryDirectory dir;
+  constexpr std::int64_t kWide = 12'347;
+  torch::nn::Sequential net(torch::nn::Linear(kFeatures, kWide), torch::nn::Linear(kWide, kClasses));
+  Trainer trainer(World{}, task_for(net, dataset(64, 1)), arguments(dir.path()));
+  Scarce memory(kFeatures * kWide * sizeof(float));
+  struct Arm : Observer {
+    explicit Arm(bool& on) : armed(on) {}
+    void on_optimizer_step(Event&) override { armed = true; }
+    bool& armed;
+  };
+  trainer.add(std::make_shared<Arm>(memory.armed));
+  EXPECT_THAT(io::message_of<Error>([&] { trainer.train(); }),
+              AllOf(HasSubstr("[trainer] rank 0: out of memory in step 1 (CUDA out of memory."),
+                    HasSubstr("Try per_device_train_batch_size: 3")));
 }
 
 // 7 and 5 do not halve; and tokens_per_update goes with divisors of the window alone.

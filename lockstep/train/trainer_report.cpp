@@ -101,7 +101,7 @@ void TrainerImpl::report(Metrics values) {
 
 // Every sample once, whatever the number of ranks: ranks may differ by a batch, so all of them walk
 // as many rounds as the longest has. A stop signal is heard in between.
-Metrics TrainerImpl::run_evaluation() {
+Metrics TrainerImpl::evaluate_all() {
   const auto start = Clock::now();
   if (!eval_loader_) {
     eval_loader_.emplace(
