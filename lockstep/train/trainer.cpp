@@ -58,10 +58,10 @@ void TrainerImpl::tell(Call call, const LogEntry* entry, const std::string* path
 void TrainerImpl::out_of_memory(const std::string& what, bool evaluating) const {
   const std::string first_line = what.substr(0, what.find('\n'));
   if (evaluating)
-    throw Error("trainer",
-                fmt::format("rank {}: out of memory in the evaluation at step {} ({}). {}",
-                            world_.rank(), state.global_step, first_line,
-                            evaluation_memory_advice(arguments_)));
+    throw Error(
+        "trainer",
+        fmt::format("rank {}: out of memory in the evaluation at step {} ({}). {}", world_.rank(),
+                    state.global_step, first_line, evaluation_memory_advice(arguments_)));
   throw Error("trainer", fmt::format("rank {}: out of memory in step {} ({}). {}", world_.rank(),
                                      state.global_step + 1, first_line,
                                      out_of_memory_advice(arguments_, world_.size())));
@@ -92,6 +92,7 @@ at::Tensor TrainerImpl::forward(const data::Batch& batch) {
 
 // True when it ended the window: the gradients are averaged, the step may be taken.
 bool TrainerImpl::micro_batch(const data::Batch& batch) {
+  samples_ += batch.samples();
   return with_memory_advice([&] {
     const at::Tensor loss = model_->reducer().watch(forward(batch));
     return accumulation_->backward(loss, {.count = batch.tokens, .scaler = scaler_.get()});

@@ -130,6 +130,7 @@ class TrainerImpl {
   at::Tensor since_start_;
   at::Tensor skipped_;
   at::Tensor grad_norm_;
+  std::int64_t samples_ = 0;  // of this rank since the last log; every rank has as many
   std::int64_t last_log_step_ = 0;
   std::int64_t start_step_ = 0;
   Clock::time_point log_time_;

@@ -13,6 +13,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/io/files_for_test.h"
+#include "lockstep/testing/worlds.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/trainer_for_test.h"
 
@@ -20,6 +21,7 @@ namespace lockstep::train {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::DoubleEq;
 using ::testing::HasSubstr;
 
 TEST(TrainerLimits, AnotherOrderOfSamplesIsNotResumed) {
@@ -38,6 +40,38 @@ TEST(TrainerLimits, AnotherOrderOfSamplesIsNotResumed) {
   EXPECT_THAT(io::message_of<UsageError>([&] { run(6, 6); }),
               HasSubstr("the state was saved in another order of epoch 0's samples"));
   EXPECT_EQ(run(5, 6), 6);
+}
+
+// 3 tokens a sample, 10 samples on each rank in windows of 4 + 4 and 2: the speeds of samples and
+// of tokens are of the same time, so that their ratio is known in every step.
+TEST(TrainerLimits, SpeedCountsTheSamplesOfAShortWindow) {
+  for (const int ranks : {1, 2}) {
+    testing::run_threads(ranks, [&](World& world) {
+      io::TemporaryDirectory dir;
+      auto a = arguments(dir.path());
+      a.num_train_epochs = 2;
+      a.gradient_accumulation_steps = 2;
+      a.logging_steps = 1;
+      auto net = network();
+      TrainerTask task;
+      task.module = net.ptr();
+      task.train_data = std::make_shared<data::TensorDataset>(at::ones({10 * ranks, kFeatures}),
+                                                              at::ones({10 * ranks, 3}, at::kLong));
+      task.loss = [net](const data::Batch& batch) mutable {
+        return net->forward(batch.data).square().mean();
+      };
+      Trainer trainer(world, task, a);
+      trainer.train();
+      std::vector<double> ratios;
+      for (const LogEntry& entry : trainer.state().log_history) {
+        const double* samples = find_metric(entry.values, "samples_per_second");
+        const double* tokens = find_metric(entry.values, "tokens_per_second");
+        if (samples != nullptr && tokens != nullptr) ratios.push_back(*tokens / *samples);
+      }
+      EXPECT_THAT(ratios,
+                  ::testing::ElementsAre(DoubleEq(3), DoubleEq(3), DoubleEq(3), DoubleEq(3)));
+    });
+  }
 }
 
 // ---------------------------------------------------------------- memory
@@ -90,7 +124,8 @@ struct Scarce : c10::Allocator {
 TEST(TrainerLimits, MemoryThatIsFullInTheOptimizersStepSaysWhatToTry) {
   io::TemporaryDirectory dir;
   constexpr std::int64_t kWide = 12'347;
-  torch::nn::Sequential net(torch::nn::Linear(kFeatures, kWide), torch::nn::Linear(kWide, kClasses));
+  torch::nn::Sequential net(torch::nn::Linear(kFeatures, kWide),
+                            torch::nn::Linear(kWide, kClasses));
   Trainer trainer(World{}, task_for(net, dataset(64, 1)), arguments(dir.path()));
   Scarce memory(kFeatures * kWide * sizeof(float));
   struct Arm : Observer {

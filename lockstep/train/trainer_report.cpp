@@ -69,8 +69,7 @@ void TrainerImpl::log() {
   Metrics values{{"loss", loss}};
   if (grad_norm_.defined()) values.emplace_back("grad_norm", grad_norm_.item<double>());
   values.emplace_back("learning_rate", stepper_->lr(0));
-  const double samples = steps * static_cast<double>(arguments_.per_device_train_batch_size) *
-                         static_cast<double>(accumulation_steps_) * world_.size();
+  const double samples = static_cast<double>(std::exchange(samples_, 0)) * world_.size();
   values.emplace_back("samples_per_second", samples / seconds);
   if (tokens > samples * 1.5) values.emplace_back("tokens_per_second", tokens / seconds);
   const double skipped = skipped_.item<double>();
