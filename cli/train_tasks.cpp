@@ -9,9 +9,11 @@
 #include <fstream>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
 #include "lockstep/core/map_reader.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/dataset.h"
+#include "lockstep/data/instruction.h"
 #include "lockstep/data/token_shards.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/mlp.h"
@@ -100,6 +102,44 @@ class Windows : public data::Dataset {
   at::Tensor rows_;
 };
 
+// A token beyond the vocabulary is found here, on the CPU and with its sample's number; on a GPU it
+// would end the process somewhere else.
+class InVocabulary : public data::Dataset {
+ public:
+  InVocabulary(data::DatasetPtr inner, std::int64_t size) : inner_(std::move(inner)), most_(size) {}
+  std::int64_t size() const override { return inner_->size(); }
+  data::Example get(std::int64_t index, data::SampleRandom& random) const override {
+    data::Example example = inner_->get(index, random);
+    check(example.data);
+    check(example.target);
+    return example;
+  }
+  Batch collate(std::vector<data::Example> examples) const override {
+    return inner_->collate(std::move(examples));
+  }
+  std::optional<Batch> get_batch(data::Indices indices, const data::RandomKey& key) const override {
+    std::optional<Batch> batch = inner_->get_batch(indices, key);
+    if (!batch) return batch;
+    check(batch->data);
+    check(batch->target);
+    return batch;
+  }
+
+ private:
+  void check(const at::Tensor& tokens) const {
+    if (!tokens.defined() || tokens.numel() == 0) return;
+    const auto largest = tokens.max().item<std::int64_t>();
+    if (largest < most_) return;
+    throw UsageError("train",
+                     "it has the token {}, and the model's vocabulary ends at {}. The data was "
+                     "probably made for another one. Set model.vocab_size to {} or more.",
+                     largest, most_ - 1, largest + 1);
+  }
+
+  data::DatasetPtr inner_;
+  std::int64_t most_;
+};
+
 struct Data {
   data::DatasetPtr train;
   data::DatasetPtr eval{};
@@ -148,6 +188,47 @@ Data token_data(const TrainingArguments& a) {
   return data;
 }
 
+// Prompts and responses, byte by byte; only responses are learned from.
+Data instruction_data(MapReader& keys, const TrainingArguments& a) {
+  const std::string path = keys.text("path", "");
+  const std::string eval_path = keys.text("eval_path", "");
+  if (path.empty())
+    throw UsageError("train", "data: instructions needs path, a .json or .jsonl file. Give it.");
+  data::InstructionOptions options;
+  options.max_length = a.max_seq_len.value_or(kDefaultLength);
+  const std::string padding =
+      keys.choice("padding", "longest", {"longest", "max_length", "packed"});
+  options.padding = padding == "packed"       ? data::Padding::kPacked
+                    : padding == "max_length" ? data::Padding::kMaxLength
+                                              : data::Padding::kLongest;
+  options.pad_to_multiple_of = keys.integer("pad_to_multiple_of", 1, 1, options.max_length);
+  options.train_on_prompt = keys.boolean("train_on_prompt", false);
+  options.prompt.prompt = keys.text("prompt", options.prompt.prompt);
+  options.prompt.prompt_without_input =
+      keys.text("prompt_without_input", options.prompt.prompt_without_input);
+  options.prompt.response = keys.text("response", options.prompt.response);
+  const bool grouped = keys.boolean("group_by_length", false);
+  const auto train =
+      std::make_shared<data::InstructionDataset>(data::load_instructions(path), options);
+  const data::InstructionCounts& counts = train->counts();
+  if (counts.truncated > 0 || counts.dropped > 0)
+    log::warning("train",
+                 "{}: of {} samples {} are longer than max_seq_len {} and lose their end, {} are "
+                 "left out because their prompt alone fills it.",
+                 path, counts.read, counts.truncated, options.max_length, counts.dropped);
+  Data data{.train = train,
+            .classes = data::ByteTokenizer::kVocabSize,
+            .end_of_text = data::ByteTokenizer::kEndOfText};
+  if (grouped)
+    data.sampler =
+        train->length_grouped(a.per_device_train_batch_size * a.gradient_accumulation_steps,
+                              static_cast<std::uint64_t>(a.data_seed.value_or(a.seed)));
+  if (!eval_path.empty())
+    data.eval =
+        std::make_shared<data::InstructionDataset>(data::load_instructions(eval_path), options);
+  return data;
+}
+
 // Noise, and the class that a random linear map of it gives: something to learn.
 Data random_data(MapReader& keys, const TrainingArguments& a) {
   const std::int64_t samples = keys.integer("samples", 10'000, 1, 100'000'000);
@@ -168,10 +249,11 @@ Data random_data(MapReader& keys, const TrainingArguments& a) {
 Data make_data(const TrainingArguments& a) {
   const Node node = map_of(a.data, "data", "bytes");
   MapReader keys(node, "data");
-  const std::string name = keys.choice("name", "bytes", {"bytes", "tokens", "random"});
-  Data data = name == "bytes"    ? byte_data(keys, a)
-              : name == "tokens" ? token_data(a)
-                                 : random_data(keys, a);
+  const std::string name = keys.choice("name", "bytes", {"bytes", "tokens", "instructions", "random"});
+  Data data = name == "bytes"          ? byte_data(keys, a)
+              : name == "tokens"       ? token_data(a)
+              : name == "instructions" ? instruction_data(keys, a)
+                                       : random_data(keys, a);
   keys.finish();
   return data;
 }
@@ -213,6 +295,8 @@ void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a, co
       return lockstep::checkpoint(std::move(block), std::move(inputs));
     });
   set_loss(task, net, a.label_smoothing_factor);
+  for (data::DatasetPtr* samples : {&task.train_data, &task.eval_data})
+    if (*samples) *samples = std::make_shared<InVocabulary>(*samples, config.vocab_size);
   task.model_config = models::hugging_face_config(config, data.end_of_text);
 }
 
@@ -240,8 +324,8 @@ TrainerTask make_task(const TrainingArguments& a) {
   const std::string name = keys.choice("name", data.inputs > 0 ? "mlp" : "gpt", {"gpt", "mlp"});
   if ((name == "mlp") != (data.inputs > 0))
     throw UsageError("train",
-                     "the model {} does not take this data. gpt trains on bytes and "
-                     "tokens, mlp on random.",
+                     "the model {} does not take this data. gpt trains on bytes, tokens and "
+                     "instructions, mlp on random.",
                      name);
   const optim::WithSeed seeded(static_cast<std::uint64_t>(a.seed));  // the same on every rank
   if (name == "gpt") {

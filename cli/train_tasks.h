@@ -5,9 +5,13 @@
 //
 //   model: gpt | mlp           {name: gpt, n_layer: 4, n_head: 4, n_embd: 128}
 //                              {name: mlp, hidden: 64, layers: 1, dropout: 0.1, batch_norm: true}
-//   data:  bytes | tokens | random
+//   data:  bytes | tokens | instructions | random
 //                              {name: bytes, path: torch-headers, suffix: .h, max_bytes: 4000000}
 //                              {name: tokens}, with dataset_dir
+//                              {name: instructions, path: train.json, eval_path: val.json,
+//                               padding: longest | max_length | packed, group_by_length: true};
+//                               also pad_to_multiple_of, train_on_prompt, prompt,
+//                               prompt_without_input, response
 //                              {name: random, samples: 10000, features: 20, classes: 10}
 #pragma once
 
