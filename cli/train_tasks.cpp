@@ -15,10 +15,12 @@
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/instruction.h"
 #include "lockstep/data/token_shards.h"
+#include "lockstep/io/manifest.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/checkpoint.h"
+#include "lockstep/train/checkpoint.h"
 
 namespace lockstep::cli {
 namespace {
@@ -131,7 +133,7 @@ class InVocabulary : public data::Dataset {
     const auto largest = tokens.max().item<std::int64_t>();
     if (largest < most_) return;
     throw UsageError("train",
-                     "it has the token {}, and the model's vocabulary ends at {}. The data was "
+                     "the data has the token {}, and the model's vocabulary ends at {}. It was "
                      "probably made for another one. Set model.vocab_size to {} or more.",
                      largest, most_ - 1, largest + 1);
   }
@@ -249,7 +251,8 @@ Data random_data(MapReader& keys, const TrainingArguments& a) {
 Data make_data(const TrainingArguments& a) {
   const Node node = map_of(a.data, "data", "bytes");
   MapReader keys(node, "data");
-  const std::string name = keys.choice("name", "bytes", {"bytes", "tokens", "instructions", "random"});
+  const std::string name =
+      keys.choice("name", "bytes", {"bytes", "tokens", "instructions", "random"});
   Data data = name == "bytes"          ? byte_data(keys, a)
               : name == "tokens"       ? token_data(a)
               : name == "instructions" ? instruction_data(keys, a)
@@ -264,6 +267,24 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, dou
   return torch::nn::functional::cross_entropy(
       logits.flatten(0, -2), target.flatten(),
       torch::nn::functional::CrossEntropyFuncOptions().label_smoothing(smoothing));
+}
+
+// Weights to begin with: of `checkpoint import`, of another run, or of transformers.
+void load_weights(const std::string& folder, torch::nn::Module& module) {
+  if (folder.empty()) return;
+  if (!fs::exists(fs::path(folder) / "model.safetensors") &&
+      !fs::exists(fs::path(folder) / "model.safetensors.index.json"))
+    throw UsageError("train",
+                     "model.weights {} is no folder with a model.safetensors. Give a checkpoint's "
+                     "folder, or one that `lockstep checkpoint import` has made.",
+                     folder);
+  if (fs::exists(fs::path(folder) / io::kManifestName)) {
+    auto faults = io::verify(folder);
+    std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
+    if (!faults.empty())
+      throw UsageError("train", "model.weights {} is damaged: {}", folder, io::describe(faults));
+  }
+  train::load_weights(folder, module);
 }
 
 // Loss and accuracy of a model that gives logits.
@@ -288,8 +309,10 @@ void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a, co
       .vocab_size = keys.integer("vocab_size", vocabulary, 1, 10'000'000),
       .n_positions =
           keys.integer("n_positions", a.max_seq_len.value_or(kDefaultLength), 1, 10'000'000)};
+  const std::string weights = keys.text("weights", "");
   keys.finish();
   models::Gpt net(config);
+  load_weights(weights, *net);
   if (a.gradient_checkpointing)
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
       return lockstep::checkpoint(std::move(block), std::move(inputs));
@@ -307,8 +330,11 @@ void make_mlp(TrainerTask& task, MapReader& keys, const TrainingArguments& a, co
                                  .outputs = data.classes,
                                  .dropout = keys.real("dropout", 0, 0, 0.999),
                                  .batch_norm = keys.boolean("batch_norm", false)};
+  const std::string weights = keys.text("weights", "");
   keys.finish();
-  set_loss(task, models::Mlp(config), a.label_smoothing_factor);
+  models::Mlp net(config);
+  load_weights(weights, *net);
+  set_loss(task, net, a.label_smoothing_factor);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 //
 //   model: gpt | mlp           {name: gpt, n_layer: 4, n_head: 4, n_embd: 128}
 //                              {name: mlp, hidden: 64, layers: 1, dropout: 0.1, batch_norm: true}
+//                              {..., weights: FOLDER} begins with a folder's model.safetensors
 //   data:  bytes | tokens | instructions | random
 //                              {name: bytes, path: torch-headers, suffix: .h, max_bytes: 4000000}
 //                              {name: tokens}, with dataset_dir

@@ -139,8 +139,12 @@ Checkpoint::Checkpoint(std::string path) : path_(std::move(path)) {
 }
 
 void Checkpoint::load_model(torch::nn::Module& module) const {
+  load_weights(path_, module);
+}
+
+void load_weights(const std::string& folder, torch::nn::Module& module) {
   const torch::NoGradGuard no_grad;
-  const io::SafetensorsSet set(path_);
+  const io::SafetensorsSet set(folder);
   const NamedTensors wanted = model_tensors(module, /*copy_buffers=*/false);
   std::set<std::string> known;
   std::vector<std::string> missing;
@@ -153,7 +157,7 @@ void Checkpoint::load_model(torch::nn::Module& module) const {
       throw UsageError("checkpoint",
                        "{}: '{}' is [{}] and the model's is [{}]. The checkpoint belongs to "
                        "another model; compare `model` in its training_args.json.",
-                       path_, name, fmt::join(found.entry->shape, ", "),
+                       folder, name, fmt::join(found.entry->shape, ", "),
                        fmt::join(tensor.sizes(), ", "));
     }
   }
@@ -164,7 +168,7 @@ void Checkpoint::load_model(torch::nn::Module& module) const {
     throw UsageError("checkpoint",
                      "{} does not fit the model: {} of its tensors are missing ({}), {} are not "
                      "the model's ({}). It belongs to another model.",
-                     path_, missing.size(), fmt::join(missing, ", "), unknown.size(),
+                     folder, missing.size(), fmt::join(missing, ", "), unknown.size(),
                      fmt::join(unknown, ", "));
   }
   for (const auto& [name, tensor] : wanted) {

@@ -75,6 +75,10 @@ NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers);
 // there is none), anything else a folder that must verify (UsageError). Reads every byte.
 io::Newest find_checkpoint(const std::string& output_dir, const std::string& wish);
 
+// The weights of a folder with model.safetensors, whoever wrote it. Every parameter and buffer must
+// be there, in its shape, and nothing else (UsageError). Copied in place.
+void load_weights(const std::string& folder, torch::nn::Module& module);
+
 // Opened folder; reads files as they are asked for. UsageError names file and tensor.
 class Checkpoint {
  public:
@@ -85,7 +89,6 @@ class Checkpoint {
   const DataPosition& position() const { return position_; }
   bool resumable() const { return resumable_; }
 
-  // Every parameter and buffer must be there, in its shape, and nothing else. Copied in place.
   void load_model(torch::nn::Module& module) const;
   TensorDict optimizer() const;
   TensorDict rng(int rank) const;  // empty when that rank was not there

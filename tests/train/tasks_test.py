@@ -2,9 +2,10 @@
 
 import json
 import re
+import subprocess
 import unittest
 
-from train_case import TrainCase, copy_until
+from train_case import BIN, BOUND_S, LOCKSTEP, TrainCase, copy_until
 
 INSTRUCTIONS = """
 model: {{name: gpt, n_layer: 1, n_head: 2, n_embd: 32}}
@@ -79,6 +80,42 @@ class Tasks(TrainCase):
         done = self.train(0, self.place / "out", code=1)
         self.assertRegex(done.stderr, r"sample \d+ could not be loaded: \[train\] it has the token "
                                       r"256, and the model's vocabulary ends at 199\.")
+
+    def test_weights_to_begin_with(self):
+        """An imported archive, another run's weights, and what neither is."""
+        archive, imported = self.place / "mlp.pt", self.place / "imported"
+        subprocess.run([BIN / "tests" / "train_peer", "archive", archive], check=True,
+                       timeout=BOUND_S)
+        subprocess.run([LOCKSTEP, "checkpoint", "import", archive, imported], check=True,
+                       timeout=BOUND_S, capture_output=True)
+        text = self.config.read_text()
+
+        def begin(folder, output, *flags, code=0):
+            self.config.write_text(text.replace("batch_norm: true",
+                                                f"batch_norm: true, init_from: {folder}"))
+            # A step that changes nothing: the weights are those that it began with.
+            return self.train(2, output, "--max_steps", 1, "--learning_rate", 1e-30,
+                              "--save_only_model", *flags, code=code)
+
+        def weights(folder):
+            return (folder / "model.safetensors").read_bytes()
+
+        one, two = self.place / "one", self.place / "two"
+        begin(imported, one)
+        shown = subprocess.run([LOCKSTEP, "checkpoint", "diff", imported, one / "checkpoint-1"],
+                               capture_output=True, text=True, timeout=BOUND_S, check=False).stdout
+        changed = re.findall(r"^model: (\S+)", shown, re.MULTILINE)
+        # Batch norm's statistics are of the step's samples.
+        self.assertTrue(changed and all("running" in name or "batches" in name
+                                        for name in changed if not name.isdigit()), shown)
+        begin(one / "checkpoint-1", two)
+        self.assertIn("is no folder with a model.safetensors",
+                      begin(self.place / "nowhere", two, code=2).stderr)
+        self.assertIn("does not fit the model",
+                      begin(imported, two, "--model", "{name: mlp, hidden: 32, layers: 3, "
+                            f"init_from: {imported}}}", code=2).stderr)
+        (imported / "model.safetensors").write_bytes(weights(imported)[:-4])
+        self.assertRegex(begin(imported, two, code=2).stderr, r"init_from .* is damaged: .*model")
 
 
 if __name__ == "__main__":

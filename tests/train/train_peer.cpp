@@ -1,0 +1,94 @@
+// A user's programs, for the tests of training.
+//
+//   train_peer archive FILE                  torch::save of an MLP as tasks_test.py trains it
+//   train_peer logits FOLDER OUTPUT          of a GPT with the folder's weights, for tokens 0 to 31
+//   train_peer samples FOLDER SAMPLES STOP [--key value...]
+//
+// The last trains and appends to FOLDER/<rank> a line for each micro-batch: the epoch, and the
+// numbers of its samples. After step STOP rank 0 wishes for a checkpoint and the end (0: never).
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/models/gpt.h"
+#include "lockstep/models/mlp.h"
+#include "lockstep/run.h"
+#include "lockstep/train/checkpoint.h"
+#include "lockstep/train/config.h"
+#include "lockstep/train/trainer.h"
+
+namespace {
+
+using namespace lockstep;
+
+int write_archive(const std::string& path) {
+  torch::manual_seed(11);
+  models::Mlp net(models::MlpConfig{
+      .inputs = 12, .hidden = 32, .layers = 2, .outputs = 5, .dropout = 0.2, .batch_norm = true});
+  torch::save(net, path);
+  return 0;
+}
+
+// The sizes are those of tasks_test.py.
+int write_logits(const std::string& folder, const std::string& output) {
+  models::Gpt gpt(models::GptConfig{
+      .n_layer = 2, .n_head = 4, .n_embd = 64, .vocab_size = 257, .n_positions = 64});
+  train::load_weights(folder, *gpt);
+  const torch::NoGradGuard no_grad;
+  const at::Tensor logits = gpt(torch::arange(32).unsqueeze(0)).contiguous();
+  std::ofstream(output, std::ios::binary)
+      .write(static_cast<const char*>(logits.const_data_ptr()),
+             static_cast<std::streamsize>(logits.nbytes()));
+  return 0;
+}
+
+struct StopAfter : Observer {
+  explicit StopAfter(std::int64_t at) : step(at) {}
+  void on_step_end(Event& event) override {
+    if (event.state.global_step == step && event.rank == 0) event.stop = event.save = true;
+  }
+  std::int64_t step;
+};
+
+void run_training(World& world, const std::string& folder, std::int64_t samples, std::int64_t stop,
+                  const TrainingArguments& arguments) {
+  std::ofstream log(folder + "/" + std::to_string(world.rank()), std::ios::app);
+  torch::nn::Linear net(2, 2);
+  Trainer* self = nullptr;
+  TrainerTask task;
+  task.module = net.ptr();
+  task.train_data = std::make_shared<data::TensorDataset>(at::ones({samples, 2}));
+  task.loss = [&](const data::Batch& batch) {
+    log << static_cast<std::int64_t>(self->state().epoch);
+    for (const std::int64_t index : batch.indices) log << ' ' << index;
+    log << std::endl;
+    return net(batch.data).square().mean();
+  };
+  Trainer trainer(world, task, arguments);
+  self = &trainer;
+  trainer.add(std::make_shared<StopAfter>(stop));
+  trainer.train();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  if (words.size() == 2 && words[0] == "archive") return write_archive(words[1]);
+  if (words.size() == 3 && words[0] == "logits") return write_logits(words[1], words[2]);
+  if (words.size() < 4 || words[0] != "samples") {
+    std::fputs(
+        "usage: train_peer archive FILE | logits FOLDER OUTPUT | samples FOLDER SAMPLES STOP "
+        "[--key value...]\n",
+        stderr);
+    return 2;
+  }
+  const train::Config config = train::load_config("", {words.begin() + 4, words.end()});
+  return run([&](World& world) {
+    run_training(world, words[1], std::stoll(words[2]), std::stoll(words[3]), config.arguments);
+  });
+}
