@@ -1,9 +1,13 @@
 // `lockstep train`: a bundled model, trained as a file says.
 #include <fmt/format.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cli/train_commands.h"
@@ -11,6 +15,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/checksum.h"
+#include "lockstep/io/file.h"
 #include "lockstep/run.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/effective_batch.h"
@@ -63,6 +68,31 @@ WorldOptions world_options(const TrainingArguments& a, const std::string& digest
   return options;
 }
 
+// Leaves in output_dir what the run was told, and by whom: values, winners and whom they have
+// beaten. When the run begins, because an earlier one's files have been put aside by then.
+struct KeepRecord : Observer {
+  KeepRecord(std::string directory, std::string text)
+      : path(std::move(directory) + "/effective_config.json"), record(std::move(text)) {}
+
+  void on_train_begin(Event& event) override {
+    if (event.rank != 0) return;
+    try {
+      const std::string fresh = path + ".new";
+      ::unlink(fresh.c_str());
+      io::FileWriter file(fresh);
+      file.append(record);
+      file.append("\n");
+      file.finish();
+      if (::rename(fresh.c_str(), path.c_str()) != 0) throw io::file_error("rename", path, errno);
+    } catch (const SystemError& e) {
+      log::error("train", "{}", e.what());  // a run does not end for that
+    }
+  }
+
+  std::string path;
+  std::string record;
+};
+
 }  // namespace
 
 int train_main(int argc, char** argv) {
@@ -81,6 +111,7 @@ int train_main(int argc, char** argv) {
     if (world.is_leader())
       for (const std::string& note : config.notes) log::warning("config", "{}", note);
     Trainer trainer(world, make_task(config.arguments), config.arguments);
+    trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, record));
     const TrainResult result = trainer.train();
     code = result.exit_code();
     if (!world.is_leader()) return;

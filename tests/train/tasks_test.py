@@ -1,11 +1,14 @@
 """What `lockstep train` trains: the bundled datasets and models, from a training file."""
 
+import importlib.util
 import json
 import re
+import struct
 import subprocess
+import sys
 import unittest
 
-from train_case import BIN, BOUND_S, LOCKSTEP, TrainCase, copy_until
+from train_case import BIN, BOUND_S, LOCKSTEP, SOURCE, TrainCase, copy_until, environment
 
 INSTRUCTIONS = """
 model: {{name: gpt, n_layer: 1, n_head: 2, n_embd: 32}}
@@ -19,6 +22,28 @@ eval_strategy: steps
 eval_steps: 20
 logging_steps: 1
 save_steps: 20
+disable_tqdm: true
+use_cpu: true
+"""
+
+# Prints the largest difference of two logits by the size of the largest.
+LOGITS = """
+import sys, torch, transformers
+model, info = transformers.GPT2LMHeadModel.from_pretrained(sys.argv[1], output_loading_info=True)
+for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+    assert not info[kind], info
+with torch.no_grad():
+    theirs = model.eval()(torch.arange(32).unsqueeze(0)).logits
+raw = bytearray(open(sys.argv[2], "rb").read())
+ours = torch.frombuffer(raw, dtype=torch.float32).view(theirs.shape)
+print(((theirs - ours).abs().max() / ours.abs().max()).item())
+"""
+
+TOKENS = """
+model: {name: gpt, n_layer: 1, n_head: 2, n_embd: 16, vocab_size: 257}
+data: tokens
+max_seq_len: 16
+num_train_epochs: 1
 disable_tqdm: true
 use_cpu: true
 """
@@ -65,7 +90,7 @@ class Tasks(TrainCase):
         text = self.config.read_text()
         for wrong, words in (
                 ("padding: short", "data.padding must be"),
-                ("padding: packed, instruction: x", "data.instruction"),
+                ("padding: packed, instruction: x", "data has no key 'instruction'"),
                 ("response: \"{outptu}\"", "outptu")):
             self.config.write_text(text.replace("padding: longest", wrong))
             self.assertIn(words, self.train(0, self.place / "out", code=2).stderr)
@@ -74,12 +99,18 @@ class Tasks(TrainCase):
         self.assertIn("data: instructions needs path", refused.stderr)
 
     def test_a_token_beyond_the_vocabulary_names_its_sample(self):
-        self.instructions()
-        text = self.config.read_text().replace("n_embd: 32", "n_embd: 32, vocab_size: 200")
-        self.config.write_text(text)  # bytes end at 256
-        done = self.train(0, self.place / "out", code=1)
-        self.assertRegex(done.stderr, r"sample \d+ could not be loaded: \[train\] it has the token "
-                                      r"256, and the model's vocabulary ends at 199\.")
+        shards = self.place / "shards"
+        shards.mkdir()
+        tokens = [1] * (20 * 16 + 1)
+        tokens[7 * 16 + 5] = 300
+        header = struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
+        (shards / "x_train_000000.bin").write_bytes(
+            header + struct.pack(f"<{len(tokens)}H", *tokens))
+        self.config.write_text(TOKENS + f"dataset_dir: {shards}\n")
+        for workers in (0, 2):
+            done = self.train(0, self.place / "out", "--dataloader_num_workers", workers, code=1)
+            self.assertIn("sample 7 could not be loaded: [train] the data has the token 300, and "
+                          "the model's vocabulary ends at 256.", done.stderr)
 
     def test_weights_to_begin_with(self):
         """An imported archive, another run's weights, and what neither is."""
@@ -92,9 +123,9 @@ class Tasks(TrainCase):
 
         def begin(folder, output, *flags, code=0):
             self.config.write_text(text.replace("batch_norm: true",
-                                                f"batch_norm: true, init_from: {folder}"))
-            # A step that changes nothing: the weights are those that it began with.
-            return self.train(2, output, "--max_steps", 1, "--learning_rate", 1e-30,
+                                                f"batch_norm: true, weights: {folder}"))
+            # The warm-up's first step has a learning rate of 0: the weights stay as they began.
+            return self.train(2, output, "--max_steps", 1, "--warmup_steps", 1,
                               "--save_only_model", *flags, code=code)
 
         def weights(folder):
@@ -113,9 +144,41 @@ class Tasks(TrainCase):
                       begin(self.place / "nowhere", two, code=2).stderr)
         self.assertIn("does not fit the model",
                       begin(imported, two, "--model", "{name: mlp, hidden: 32, layers: 3, "
-                            f"init_from: {imported}}}", code=2).stderr)
+                            f"weights: {imported}}}", code=2).stderr)
         (imported / "model.safetensors").write_bytes(weights(imported)[:-4])
-        self.assertRegex(begin(imported, two, code=2).stderr, r"init_from .* is damaged: .*model")
+        self.assertRegex(begin(imported, two, code=2).stderr,
+                         r"model\.weights .* is damaged: .*model")
+
+    def test_a_run_leaves_its_configuration_with_the_winners(self):
+        output = self.place / "out"
+        self.train(2, output, "--max_steps", 4, "--learning_rate", 1e-4)
+        record = json.loads((output / "effective_config.json").read_text())["settings"]
+        rate = record["learning_rate"]
+        self.assertEqual((rate["value"], rate["from"]), (1e-4, "--learning_rate"))
+        self.assertRegex(rate["beats"][0], r"train\.yaml:\d+:1 \(0\.01\)")
+        self.assertEqual(record["seed"], {"value": 42, "from": "default"})
+        self.assertRegex(record["warmup_steps"]["from"], r"train\.yaml:\d+:1")
+        self.train(0, output, "--max_steps", 5, "--resume", "auto")
+        record = json.loads((output / "effective_config.json").read_text())["settings"]
+        self.assertEqual(record["learning_rate"]["value"], 0.01)
+
+    def test_transformers_loads_a_checkpoint_of_a_gpt(self):
+        """from_pretrained(folder), and the same logits as ours."""
+        if importlib.util.find_spec("transformers") is None:
+            self.skipTest("transformers is not installed")
+        self.config = SOURCE / "examples" / "configs" / "tiny_gpt.yaml"
+        folder, ours = self.place / "gpt" / "checkpoint-5", self.place / "ours.f32"
+        self.train(0, folder.parent, "--max_steps", 5, "--save_steps", 5, "--warmup_steps", 2,
+                   "--use_cpu")
+        subprocess.run([BIN / "tests" / "train_peer", "logits", folder, ours], check=True,
+                       timeout=BOUND_S)
+        done = subprocess.run([sys.executable, "-c", LOGITS, folder, ours], capture_output=True,
+                              text=True, timeout=BOUND_S, check=False,
+                              env={**environment(), "HF_HUB_OFFLINE": "1"})
+        self.assertEqual(done.returncode, 0, done.stderr)
+        apart = float(done.stdout.split()[-1])
+        # Of the largest logit: sums of at most 256 products in float32, in other orders.
+        self.assertLess(apart, 1e-5)
 
 
 if __name__ == "__main__":
