@@ -2,8 +2,11 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <functional>
+#include <limits>
 #include <set>
 
 #include "lockstep/core/error.h"
@@ -66,6 +69,86 @@ std::string put_aside(const std::string& output_dir) {
   return place.string();
 }
 
+void say_passed_over(const io::Newest& found) {
+  for (const io::PassedOver& passed : found.passed_over)
+    log::warning("checkpoint", "{} is passed over: {}", passed.path, passed.reason);
+  if (!found.remark.empty()) log::warning("checkpoint", "{}: {}", found.path, found.remark);
+}
+
+// Of this host's checkpoints the newest up to step `most` that verifies.
+io::Newest newest_up_to(const std::string& output_dir, std::int64_t most) {
+  io::Newest newest;
+  for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix)) {
+    if (dir.step > most) continue;
+    auto faults = io::verify(dir.path);
+    std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
+    if (faults.empty()) {
+      newest.step = dir.step;
+      newest.path = dir.path;
+      return newest;
+    }
+    newest.passed_over.push_back({dir.path, io::describe(faults)});
+  }
+  return newest;
+}
+
+// What every writing rank says, by rank. One that throws does not leave the others waiting: all
+// throw what it has said.
+std::vector<std::string> ask_writers(World& world, bool writes,
+                                     const std::function<std::string()>& ask) {
+  std::string mine;
+  if (writes) {
+    try {
+      mine = "+" + ask();
+    } catch (const std::exception& e) {
+      mine = std::string("-") + e.what();
+    }
+  }
+  std::vector<std::string> said;
+  const std::vector<std::string> all = world.all_gather(mine);
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].empty()) continue;
+    if (all[rank].front() == '-')
+      throw UsageError("checkpoint", "rank {}: {}", rank, all[rank].substr(1));
+    said.push_back(all[rank].substr(1));
+  }
+  return said;
+}
+
+// With save_on_each_node every host has folders of its own, and one may have lost its newest. The
+// newest step that is whole on all of them is gone on from; empty: there is none.
+std::string choose_on_each_node(World& world, const TrainingArguments& a, bool writes) {
+  const std::string& wish = *a.resume_from_checkpoint;
+  if (wish != "auto") {
+    ask_writers(world, writes, [&] { return find_checkpoint(a.output_dir, wish).path; });
+    return wish;
+  }
+  std::optional<io::Newest> mine;
+  for (std::int64_t most = std::numeric_limits<std::int64_t>::max();;) {
+    const auto said = ask_writers(world, writes, [&] {
+      if (!mine || mine->step > most) {
+        mine = newest_up_to(a.output_dir, most);
+        say_passed_over(*mine);
+      }
+      return std::to_string(mine->step);
+    });
+    std::vector<std::int64_t> steps;
+    for (const std::string& text : said) steps.push_back(std::stoll(text));
+    const auto [lowest, highest] = std::ranges::minmax(steps);
+    if (lowest < 0) {
+      if (world.is_leader())
+        log::info("checkpoint", "{} holds none that is whole on every host: a new run",
+                  a.output_dir);
+      return {};
+    }
+    if (lowest == highest) return checkpoint_path(a.output_dir, lowest);
+    if (writes && mine->step > lowest)
+      log::warning("checkpoint", "{} is passed over: another host has no whole one of that step",
+                   mine->path);
+    most = lowest;
+  }
+}
+
 }  // namespace
 
 bool TrainerImpl::writes() const {
@@ -75,6 +158,8 @@ bool TrainerImpl::writes() const {
 // The leader looks, all hear: what it finds, or why it refuses.
 std::string TrainerImpl::choose_checkpoint() {
   const std::string wish = arguments_.resume_from_checkpoint.value_or("never");
+  if (arguments_.save_on_each_node && wish != "never")
+    return choose_on_each_node(world_, arguments_, writes());
   std::string answer;
   if (world_.is_leader()) {
     try {

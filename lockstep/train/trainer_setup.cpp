@@ -100,7 +100,7 @@ void TrainerImpl::prepare() {
   set_switches();
   agreement_.emplace(world_);
   task_.module->to(world_.device());
-  if (world_.is_leader()) {
+  if (writes()) {
     for (const std::string& path : io::sweep(arguments_.output_dir).removed)
       log::info("checkpoint", "removed {}, which a run that died has left", path);
   }
