@@ -31,10 +31,10 @@ function(lockstep_common target)
   endif()
 endfunction()
 
-# What a source that uses torch costs is mostly torch: its pending templates (6 s of a compiler, also
-# with the precompiled header) and its inline functions. Six sources in one file take 24 s where they
-# took 79 one by one. So names in unnamed namespaces must be unique within a layer; -DLOCKSTEP_UNITY=OFF
-# compiles them one by one.
+# What a source that uses torch costs is mostly torch: its pending templates (6 s of a compiler,
+# also with the precompiled header) and its inline functions. Six sources in one file take 24 s
+# where they took 79 one by one. So names in unnamed namespaces must be unique within a layer;
+# with the option LOCKSTEP_UNITY off they are compiled one by one.
 function(lockstep_compile_together target)
   if(LOCKSTEP_UNITY)
     set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)

@@ -131,7 +131,8 @@ def gathered(group, rank, size, dtype, plain):
 
 def gathered_coalesced(group, rank, size):
     """Several tensors of each rank in one call: one list per rank."""
-    inputs = [values(rank, n, salt=n).view(shape) for n, shape in ((6, (2, 3)), (1, ()), (500, (-1,)))]
+    shapes = ((6, (2, 3)), (1, ()), (500, (-1,)))
+    inputs = [values(rank, n, salt=n).view(shape) for n, shape in shapes]
     lists = [[torch.zeros_like(t) for t in inputs] for _ in range(size)]
     dist.all_gather_coalesced(lists, inputs, group=group)
     return [tensor for one in lists for tensor in one]
