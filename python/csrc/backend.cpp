@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -117,7 +118,15 @@ class LockstepBackend : public c10d::Backend {
     options_->global_ranks_in_group.assign(config.global_ranks.begin(), config.global_ranks.end());
     init();
   }
-  ~LockstepBackend() override { shutdown(); }
+  ~LockstepBackend() override {
+    if (::getpid() == process_) {
+      shutdown();
+    } else {
+      // A forked child ends: the group, its engine and their threads are the parent's.
+      (void)engine_.release();
+      new std::shared_ptr<Mailbox>(mailbox_);
+    }
+  }
 
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -138,6 +147,7 @@ class LockstepBackend : public c10d::Backend {
   }
 
   void shutdown() override {
+    if (::getpid() != process_) return;
     std::unique_ptr<shm::Engine> engine;
     {
       const std::lock_guard lock(mutex_);
@@ -571,6 +581,7 @@ class LockstepBackend : public c10d::Backend {
   const Explain explain_;
   const c10::intrusive_ptr<Options> options_;
   const std::shared_ptr<Orphans> orphans_ = std::make_shared<Orphans>();
+  const pid_t process_ = ::getpid();
   const std::shared_ptr<Mailbox> mailbox_;
   std::atomic<std::uint64_t> sequence_{0};  // of collectives; messages do not count
   std::mutex mutex_;  // the order of operations, and the engine, which is gone after shutdown()

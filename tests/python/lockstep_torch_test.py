@@ -161,6 +161,26 @@ def leave_early(rank, size, method):
     dist.destroy_process_group()
 
 
+def forking(rank, size, method):
+    """A forked child drops its copy of the group, and the rank's own goes on."""
+    join(rank, size, method)
+    tensor = torch.zeros(3)
+    work = dist.irecv(tensor, (rank + 1) % size)  # threads look after it, which no child has
+    dist.barrier()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        operations.expect(RuntimeError, "was forked off", lambda: dist.all_reduce(torch.ones(1)))
+        dist.destroy_process_group()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    dist.barrier()
+    dist.send(torch.full((3,), float(rank)), (rank - 1) % size)
+    work.wait()
+    assert tensor[2] == (rank + 1) % size
+    dist.destroy_process_group()
+
+
 def detail(rank, size, method):
     """Under DETAIL the backend is wrapped, and its sequence numbers are compared."""
     join(rank, size, method)
@@ -314,6 +334,10 @@ def test_again():
 
 def test_leave_early():
     run_world(3, leave_early)
+
+
+def test_forking():
+    run_world(2, forking)
 
 
 def test_detail():

@@ -67,7 +67,12 @@ Made Engine::make(Board& board, const Place& place, const EngineOptions& options
 
 Engine::Engine(std::shared_ptr<EngineCore> core) : core_(std::move(core)) {}
 Engine::~Engine() {
-  core_->close();
+  // A forked child has a copy of all but the thread. Even taking it apart could wait for that one
+  // for ever, so the child keeps it until its end.
+  if (core_->inherited())
+    new std::shared_ptr<EngineCore>(std::move(core_));
+  else
+    core_->close();
 }
 
 int Engine::rank() const {
@@ -226,6 +231,7 @@ bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
 }
 
 void Engine::abort(const std::string& cause) noexcept {
+  if (core_->inherited()) return;
   Failure failure;
   failure.text = cause;
   core_->break_with(std::move(failure));

@@ -18,6 +18,16 @@ constexpr std::chrono::seconds kSeatIsLeft{30};
 // has fewer, and a step is at most a pass over some memory.
 constexpr int kStepsPerLook = 4;
 
+// How often a process was forked on the way to this one. Counted, because asking for the process id
+// is a system call, and a small operation takes only a few times as long.
+std::atomic<unsigned> forks{0};
+
+unsigned forks_until_now() {
+  [[maybe_unused]] static const int counting =
+      ::pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+  return forks.load();
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------- tickets
@@ -70,10 +80,15 @@ void EngineCore::finish(Ticket& ticket, std::exception_ptr error) {
 EngineCore::EngineCore(const Place& place, const Layout& layout, std::vector<Peer> peers)
     : place_(place),
       layout_(layout),
+      forks_(forks_until_now()),
       peers_(std::move(peers)),
       messages_(place.size),
       patience_(place.size > allowed_cores()) {
   for (const Peer& peer : peers_) views_.push_back(layout_.view(peer.segment->data()));
+}
+
+bool EngineCore::inherited() const {
+  return forks.load(std::memory_order_relaxed) != forks_;
 }
 
 void EngineCore::close() noexcept {
@@ -175,6 +190,11 @@ std::exception_ptr EngineCore::as_exception(const Failure& failure) const {
 }
 
 void EngineCore::throw_if_broken() const {
+  if (inherited())
+    throw UsageError("shm",
+                     "this process was forked off rank {}, whose engine this is. Communicate from "
+                     "the rank itself, or start the child as a new process.",
+                     place_.rank);
   if (broken()) std::rethrow_exception(as_exception());
 }
 

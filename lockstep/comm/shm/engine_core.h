@@ -70,6 +70,9 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   std::exception_ptr as_exception(const Failure& failure) const;
   // Peers that are dead, broken or closed, the gravest first.
   std::vector<Failure> troubles() const;
+  // In a child forked off the process that made the engine, everything belongs to the parent: the
+  // rank, the thread, and perhaps a lock. Nothing may be touched there.
+  bool inherited() const;
   // Fails what is pending, tells the peers, joins the thread, and returns when no thread touches an
   // array any more. Nothing may be started after it.
   void close() noexcept;
@@ -123,6 +126,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
 
   const Place place_;
   const Layout layout_;
+  const unsigned forks_;  // when it was made
   const std::vector<Peer> peers_;
   std::vector<View> views_;
   SymmetricBlocks blocks_;

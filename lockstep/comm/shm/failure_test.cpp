@@ -1,6 +1,8 @@
 // What happens when a world of threads goes wrong. Processes that die are in process_test.cpp.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -352,6 +354,45 @@ TEST(Close, AfterTheLastOperationIsNoFailure) {
   EXPECT_EQ(text_of(errors[0]), "");
   EXPECT_THAT(text_of(errors[1]), HasSubstr("rank 0 has closed its engine before it took part in "
                                             "barrier()"));
+}
+
+// A forked child has a copy of the engine, whose rank and thread are the parent's.
+TEST(Close, InAForkedChildIsNoneOfTheParentsBusiness) {
+  MapBoard board;
+  std::thread peer([&] {
+    auto engine = make_engine(board, 1, 2, kTiny);
+    const std::int64_t value = 7;
+    engine->barrier()->wait(soon());
+    engine->send(&value, sizeof value, 0)->wait(soon());
+    engine->barrier()->wait(soon());
+  });
+  auto engine = make_engine(board, 0, 2, kTiny);
+  std::int64_t value = 0;
+  const auto receive = engine->recv(&value, sizeof value, 1);  // the engine's thread looks after it
+  const pid_t pid = ::fork();
+  ASSERT_GE(pid, 0);
+  if (pid == 0) {
+    ::alarm(20);
+    int code = 1;
+    try {
+      (void)engine->barrier();
+    } catch (const UsageError& error) {
+      if (std::strstr(error.what(), "was forked off rank 0") != nullptr) code = 0;
+    }
+    engine->abort("the child's own affair");
+    engine.reset();
+    ::_exit(code);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+  EXPECT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_EQ(engine->failure(), "");
+  engine->barrier()->wait(soon());
+  receive->wait(soon());
+  EXPECT_EQ(value, 7);
+  engine->barrier()->wait(soon());
+  peer.join();
 }
 
 // ---------------------------------------------------------------- the caller's mistakes
