@@ -40,6 +40,18 @@ void check_self(std::size_t sent, std::size_t expected) {
     throw UsageError("shm", "this rank sends {} bytes to itself but expects {}.", sent, expected);
 }
 
+// Why these ranks cannot use each other's segments, or nothing; the same on all of them.
+std::string difference_of_form(const Layout& layout, const std::vector<Peer>& peers) {
+  const auto form_of = [&](std::size_t rank) -> const Form& {
+    return layout.view(peers[rank].segment->data()).header->form;
+  };
+  for (std::size_t rank = 1; rank < peers.size(); ++rank)
+    if (!(form_of(rank) == form_of(0)))
+      return fmt::format("rank {} divides its buffers in another way than rank 0 ({}; {})", rank,
+                         form_of(rank).text(), form_of(0).text());
+  return "";
+}
+
 }  // namespace
 
 Made Engine::make(Board& board, const Place& place, const EngineOptions& options,
@@ -58,6 +70,7 @@ Made Engine::make(Board& board, const Place& place, const EngineOptions& options
       deadline);
   Made made;
   made.why_not = meeting.why_not;
+  if (made.why_not.empty()) made.why_not = difference_of_form(layout, meeting.peers);
   if (!made.why_not.empty()) return made;
   meeting.peers[static_cast<std::size_t>(place.rank)].segment->close_fd();
   made.engine.reset(

@@ -437,6 +437,33 @@ TEST(Usage, OptionsAndPlacesThatMakeNoSense) {
                UsageError);
 }
 
+// All sizes are compared, also where their sum is the same.
+TEST(Usage, OptionsThatDifferOverRanks) {
+  const auto answers = [](const EngineOptions& one, const EngineOptions& other) {
+    MapBoard board;
+    std::vector<std::string> texts(3);
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks.emplace_back([&, rank] {
+        const Made made = Engine::make(board, {rank, 3}, rank == 1 ? other : one, soon());
+        texts[static_cast<std::size_t>(rank)] = made.engine ? "an engine" : made.why_not;
+      });
+    }
+    for (auto& rank : ranks) rank.join();
+    return texts;
+  };
+  EngineOptions other = kTiny;
+  other.small_bytes = 512;
+  for (const std::string& text : answers(kTiny, other))
+    EXPECT_THAT(text, testing::AllOf(HasSubstr("rank 1 divides its buffers in another way"),
+                                     HasSubstr("small_bytes 512"), HasSubstr("small_bytes 1024")));
+  // Two chunks and three rings.
+  const EngineOptions long_chunks{.small_bytes = 1024, .chunk_bytes = 16384, .ring_bytes = 4096};
+  const EngineOptions long_rings{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 12288};
+  for (const std::string& text : answers(long_chunks, long_rings))
+    EXPECT_THAT(text, HasSubstr("chunk_bytes 4096, ring_bytes 12288"));
+}
+
 // More than the machine has: every rank hears of it, and the engine goes on.
 TEST(Usage, ASymmetricBlockThatDoesNotFit) {
   run_ranks(2, kTiny, [](Engine& engine) {

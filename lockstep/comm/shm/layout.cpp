@@ -96,9 +96,24 @@ Layout::Layout(int size, const EngineOptions& options)
   ring_stride_ = sizeof(Ring) + ring_bytes_;
 }
 
+std::string Form::text() const {
+  return fmt::format("layout {}.{} with small_bytes {}, chunk_bytes {}, ring_bytes {}", version,
+                     header_bytes, small_bytes, chunk_bytes, ring_bytes);
+}
+
+Form Layout::form() const {
+  Form form;
+  form.header_bytes = sizeof(Header);
+  form.small_bytes = small_bytes_;
+  form.chunk_bytes = chunk_bytes_;
+  form.ring_bytes = ring_bytes_;
+  return form;
+}
+
 void Layout::construct(std::byte* segment) const {
   new (segment) Header;
   const View mine = view(segment);
+  mine.header->form = form();
   for (std::size_t to = 0; to < ranks_; ++to) new (&ring(mine, static_cast<int>(to))) Ring;
 }
 

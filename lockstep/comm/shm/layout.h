@@ -73,7 +73,22 @@ struct Trouble {
   char text[1024] = {};
 };
 
+// How a segment is divided. Two sizes that differ can make up the same sum, so all are compared; a
+// build whose operations write other things there counts kVersion up.
+struct Form {
+  static constexpr std::uint64_t kVersion = 1;
+  std::uint64_t version = kVersion;
+  std::uint64_t header_bytes = 0;
+  std::uint64_t small_bytes = 0;
+  std::uint64_t chunk_bytes = 0;
+  std::uint64_t ring_bytes = 0;
+
+  bool operator==(const Form&) const = default;
+  std::string text() const;
+};
+
 struct Header {
+  alignas(kApart) Form form;  // first, where every build finds it
   alignas(kApart) Post posts[2];  // by the round's parity
   // Changed and woken by whoever has news for a rank that sleeps.
   alignas(kApart) std::atomic<std::uint32_t> bell{0};
@@ -113,6 +128,7 @@ class Layout {
   std::size_t small_bytes() const { return small_bytes_; }
   std::size_t chunk_bytes() const { return chunk_bytes_; }
   std::size_t ring_bytes() const { return ring_bytes_; }
+  Form form() const;
 
   void construct(std::byte* segment) const;  // by its owner, before anyone else maps it
   View view(std::byte* segment) const;
