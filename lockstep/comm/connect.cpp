@@ -416,7 +416,8 @@ void throw_if_doomed(const std::string& what) {
     throw CommError("world", fmt::format("{} was given up: {}.", what, failure->text()));
 }
 
-World connect_child(WorldImpl& parent, const Identity& identity, const std::string& prefix) {
+World connect_child(WorldImpl& parent, Identity identity, const std::string& prefix) {
+  identity.part = true;
   if (identity.size == 1) return single(identity, parent.options, parent.device);
   // Of a world of several hosts, a part may be on one.
   const Backend& likewise = parent.accelerator ? *parent.accelerator : *parent.host;

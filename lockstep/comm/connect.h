@@ -28,6 +28,7 @@ struct Identity {
   std::string address = "127.0.0.1";  // where the others reach this one
   std::string gpu = {};      // names the physical GPU; empty: the driver is asked where one is used
   std::string program = {};  // must be equal on all ranks; empty: this executable's build
+  bool part = false;         // of another world: the launcher numbers its ranks otherwise
 };
 
 // Meets the other ranks through `store`, runs the start-up checks and connects the backends. Throws

@@ -42,6 +42,16 @@ std::string words_of(const std::exception_ptr& error) {
   }
 }
 
+Blame blame_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const CommError& e) {
+    return {e.context().peer};
+  } catch (...) {
+    return {};
+  }
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------- Fate
@@ -51,18 +61,24 @@ std::string Fate::cause() const {
   return cause_;
 }
 
-void Fate::fail(const std::string& cause) {
+Blame Fate::blame() const {
+  const std::lock_guard lock(mutex_);
+  return blame_;
+}
+
+void Fate::fail(const std::string& cause, Blame blame) {
   std::vector<std::shared_ptr<WorkState>> pending;
   {
     const std::lock_guard lock(mutex_);
     if (!cause_.empty()) return;
     cause_ = cause.empty() ? "aborted" : cause;
+    blame_ = blame;
     failed_.store(true, std::memory_order_release);
     // One that nobody holds any more is on its way out and takes itself off the list.
     for (WorkState* state = pending_; state != nullptr; state = state->after_)
       if (auto held = state->weak_from_this().lock()) pending.push_back(std::move(held));
   }
-  for (auto& state : pending) state->fail(cause_);
+  for (auto& state : pending) state->fail(cause_, blame);
   const std::lock_guard lock(hook_mutex_);
   if (hook_) hook_();
 }
@@ -74,9 +90,11 @@ void Fate::set_hook(std::function<void()> hook) {
 
 void Fate::add(const std::shared_ptr<WorkState>& state) {
   std::string failed;
+  Blame blame;
   {
     const std::lock_guard lock(mutex_);
     failed = cause_;
+    blame = blame_;
     if (failed.empty()) {
       state->after_ = pending_;
       if (pending_ != nullptr) pending_->before_ = state.get();
@@ -84,7 +102,7 @@ void Fate::add(const std::shared_ptr<WorkState>& state) {
       state->listed_.store(true, std::memory_order_release);
     }
   }
-  if (!failed.empty()) state->fail(failed);
+  if (!failed.empty()) state->fail(failed, blame);
 }
 
 void Fate::remove(WorkState& state) {
@@ -140,10 +158,14 @@ void WorkState::complete(std::exception_ptr error) noexcept {
       text = fmt::format("the result could not be stored: {}", first_line(e.what()));
     }
   }
-  if (error) text = words_of(error);
-  settle(text);
+  Blame blame;
+  if (error) {
+    text = words_of(error);
+    blame = blame_of(error);
+  }
+  settle(text, blame);
   // One broken operation breaks the world: its peers cannot know where this rank stands.
-  if (!text.empty()) fate_->fail(fmt::format("{} failed: {}", describe(), text));
+  if (!text.empty()) fate_->fail(fmt::format("{} failed: {}", describe(), text), blame);
 }
 
 bool WorkState::claim() noexcept {
@@ -151,15 +173,15 @@ bool WorkState::claim() noexcept {
   return !std::exchange(claimed_, true);
 }
 
-void WorkState::fail(const std::string& cause) noexcept {
-  if (claim()) settle(cause);
+void WorkState::fail(const std::string& cause, Blame blame) noexcept {
+  if (claim()) settle(cause, blame);
 }
 
-void WorkState::expire(const std::string& text) noexcept {
+void WorkState::expire(const std::string& text, Blame blame) noexcept {
   if (!claim()) return;
   timed_out_ = true;  // published by settle
-  settle(text);
-  fate_->fail(text);
+  settle(text, blame);
+  fate_->fail(text, blame);
 }
 
 std::string WorkState::timeout_text(const std::string& why) const {
@@ -172,12 +194,13 @@ std::string WorkState::timeout_text(const std::string& why) const {
       describe(), deadline_.elapsed().count(), why.empty() ? unknown : why);
 }
 
-void WorkState::settle(std::string error) noexcept {
+void WorkState::settle(std::string error, Blame blame) noexcept {
   std::vector<std::function<void()>> callbacks;
   std::vector<at::Tensor> alive;
   {
     const std::lock_guard lock(mutex_);
     error_ = std::move(error);
+    blame_ = blame;
     callbacks.swap(callbacks_);
     if (error_.empty()) alive.swap(alive_);  // after a failure a backend may still touch them
     done_.store(true, std::memory_order_release);
@@ -207,7 +230,7 @@ bool WorkState::poll() noexcept {
 // once: the peers know of it already, and their ends must not become the cause of this one.
 void WorkState::end_late(const TimeoutError& error, const Deadline& deadline) noexcept {
   if (!deadline.expired()) return complete(std::current_exception());
-  expire(timeout_text(after_the_time(first_line(error.what()))));
+  expire(timeout_text(after_the_time(first_line(error.what()))), {error.context().peer});
 }
 
 void WorkState::carry_out(const Deadline& deadline) noexcept {
@@ -336,8 +359,10 @@ std::string WorkState::error() {
   return error_;
 }
 
-CommContext WorkState::context() const {
-  return {fate_->rank(), info_.peer, info_.name, info_.sequence, deadline_.elapsed()};
+CommContext WorkState::context() {
+  const std::lock_guard lock(mutex_);
+  const int peer = blame_.rank >= 0 ? blame_.rank : info_.peer;
+  return {fate_->rank(), peer, info_.name, info_.sequence, deadline_.elapsed()};
 }
 
 }  // namespace detail

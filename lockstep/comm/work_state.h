@@ -33,6 +33,11 @@ namespace lockstep::detail {
 
 struct WorkState;
 
+// Whom a failure is laid to.
+struct Blame {
+  int rank = -1;  // of the same world; -1: nobody, or not known
+};
+
 // Alive until something fails it, then failed for ever with the first cause. Safe from any thread.
 class Fate {
  public:
@@ -41,9 +46,10 @@ class Fate {
   int rank() const { return rank_; }
   // Empty while all is well.
   std::string cause() const;
+  Blame blame() const;
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   // Completes every pending operation with `cause` and runs the hook. The first call wins.
-  void fail(const std::string& cause);
+  void fail(const std::string& cause, Blame blame = {});
   // Run once at failure: aborts the backends. Replacing it waits for a call in progress.
   void set_hook(std::function<void()> hook);
 
@@ -56,6 +62,7 @@ class Fate {
   std::mutex hook_mutex_;
   std::function<void()> hook_;
   std::string cause_;
+  Blame blame_;
   std::atomic<bool> failed_{false};  // cause_ is set
   WorkState* pending_ = nullptr;     // linked through the states themselves
 };
@@ -106,9 +113,9 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   void attach(std::unique_ptr<DeviceOperation> operation);
   void attach(std::unique_ptr<HostOperation> operation);
   void complete(std::exception_ptr error = nullptr) noexcept;  // the first call wins
-  void fail(const std::string& cause) noexcept;
+  void fail(const std::string& cause, Blame blame) noexcept;
   // The deadline has passed: waits throw TimeoutError with `text`, and the world fails.
-  void expire(const std::string& text) noexcept;
+  void expire(const std::string& text, Blame blame = {}) noexcept;
   // `why`: who did not come in time, of an operation that its waiter carried out.
   std::string timeout_text(const std::string& why = {}) const;
   const Deadline& deadline() const { return deadline_; }
@@ -126,7 +133,8 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   bool await(const Deadline& deadline) noexcept;
   // "all_reduce #7 (float32, 12 elements)"
   std::string describe() const;
-  CommContext context() const;
+  // The peer is whom the failure is laid to, else the other end of a message.
+  CommContext context();
   // Empty before completion and after success.
   std::string error();
 
@@ -140,7 +148,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   bool claim() noexcept;  // true for the one caller that may settle it
   void finish_or_throw();
   [[noreturn]] void throw_error(const std::string& error);
-  void settle(std::string error) noexcept;
+  void settle(std::string error, Blame blame) noexcept;
   void carry_out(const Deadline& deadline) noexcept;
   void end_late(const TimeoutError& error, const Deadline& deadline) noexcept;
 
@@ -154,6 +162,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   std::atomic<bool> done_{false};  // error_ stays as it is from then on
   bool timed_out_ = false;
   std::string error_;  // empty: success
+  Blame blame_;
   std::function<void()> finish_;
   bool finish_at_wait_ = false;
   std::vector<at::Tensor> alive_;

@@ -82,7 +82,9 @@ void WorldImpl::open(c10::intrusive_ptr<c10d::Store> meeting_store,
     }
   });
   subscription_ = control::subscribe(
-      [fate = fate](const control::Failure& failure) { fate->fail(failure.text()); });
+      [fate = fate, part = identity.part](const control::Failure& failure) {
+        fate->fail(failure.text(), {part ? -1 : failure.rank});
+      });
 }
 
 void WorldImpl::adopt(const std::shared_ptr<Fate>& child) {
@@ -95,12 +97,13 @@ void WorldImpl::throw_if_failed(const OperationInfo& info) const {
   if (!fate->failed()) return;
   std::string cause = fate->cause();
   if (cause.back() != '.') cause += '.';
+  const int culprit = fate->blame().rank;
   throw CommError(
       "world",
       fmt::format("rank {}: {} cannot start, because this world has failed: {} End this "
                   "rank; a failed world cannot be repaired.",
                   identity.rank, info.name, cause),
-      {identity.rank, info.peer, info.name, info.sequence, {}});
+      {identity.rank, culprit >= 0 ? culprit : info.peer, info.name, info.sequence, {}});
 }
 
 std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
@@ -155,7 +158,7 @@ void WorldImpl::compare_fingerprints(const OperationInfo& info, const std::strin
         "same operations in the same order; look for a branch on the rank or on local data.",
         identity.rank, mine.c_str(), rank,
         std::string_view(theirs, ::strnlen(theirs, kFingerprintBytes)));
-    fate->fail(text);
+    fate->fail(text, {rank});
     throw CommError("world", text, {identity.rank, rank, info.name, info.sequence, {}});
   }
 }
@@ -270,7 +273,8 @@ void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
       "barrier #{}: {} within {} ms (world of {}). They are stuck or on another path. "
       "Look at their output, set LOCKSTEP_DEBUG=1 to see the call that differs, or give "
       "the barrier a longer deadline.",
-      state->info().sequence, who, state->deadline().total().count(), size()));
+      state->info().sequence, who, state->deadline().total().count(), size()),
+                {absent.empty() ? -1 : absent.front()});
   state->wait_host(std::nullopt);  // throws it
 }
 

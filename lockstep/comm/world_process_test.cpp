@@ -243,6 +243,11 @@ TEST(ProcessWorld, NoStoreEndsStartUp) {
   EXPECT_THAT(ranks[1].output, HasSubstr("rank 1: no store at 127.0.0.1:9 within 1 s"));
 }
 
+void say_whom(const char* when, const CommError& error) {
+  std::printf("%s: peer %d\n", when, error.context().peer);
+  std::fflush(stdout);
+}
+
 // A rank that sits in a collective while its peer is killed.
 std::vector<RankResult> kill_one_of_three(bool control, const std::string& announce) {
   ProcessOptions options;
@@ -258,8 +263,19 @@ std::vector<RankResult> kill_one_of_three(bool control, const std::string& annou
         world.barrier();
         say("ready");
         if (world.rank() == 2) sleep_long();
-        at::Tensor x = at::ones({100});
-        world.all_reduce(x).wait();
+        at::Tensor x = at::ones({100}), y = at::ones({100});
+        Work behind = world.all_reduce(x);
+        try {
+          world.all_reduce(y).wait();
+        } catch (const CommError& error) {
+          say_whom("first", error);
+        }
+        try {
+          world.sum(1);
+        } catch (const CommError& error) {
+          say_whom("later", error);
+        }
+        behind.wait();
       },
       options);
 }
@@ -275,6 +291,9 @@ TEST(ProcessWorld, KilledPeerWithoutLauncher) {
     EXPECT_EQ(result.exit_code, 1);
     EXPECT_THAT(result.output, AllOf(HasSubstr("all_reduce #2 (Float, 100 elements) failed after"),
                                      HasSubstr(" ms: ")));
+    if (usual_backend() != "shm") continue;  // gloo knows of a connection that broke, not of whom
+    EXPECT_THAT(result.output, AllOf(HasSubstr("first: peer 2"), HasSubstr("later: peer 2"),
+                                     HasSubstr("rank 2 (process ")));
   }
 }
 
@@ -286,6 +305,9 @@ TEST(ProcessWorld, KilledPeerWithTheLaunchersWord) {
     const auto& result = ranks[static_cast<std::size_t>(rank)];
     EXPECT_EQ(result.exit_code, 1);
     EXPECT_THAT(result.output, HasSubstr("rank 2 on here failed: killed by SIGKILL."));
+    if (usual_backend() == "shm") {
+      EXPECT_THAT(result.output, AllOf(HasSubstr("first: peer 2"), HasSubstr("later: peer 2")));
+    }
   }
 }
 
