@@ -14,7 +14,6 @@ namespace lockstep::parallel {
 namespace {
 
 static_assert(kBlock == kernels::kNormBlock);
-constexpr std::size_t kMostRanks = 64;
 
 // The kernels know float and double on the CPU; everything else goes through ATen.
 bool has_kernel(c10::ScalarType dtype, c10::Device device) {
@@ -32,10 +31,9 @@ void by_type(c10::ScalarType dtype, const Body& body) {
 template <typename T>
 struct Sources {
   explicit Sources(const std::vector<at::Tensor>& tensors) {
-    LOCKSTEP_ASSERT(tensors.size() <= kMostRanks);
-    for (std::size_t i = 0; i < tensors.size(); ++i) pointers[i] = tensors[i].const_data_ptr<T>();
+    for (const auto& tensor : tensors) pointers.push_back(tensor.template const_data_ptr<T>());
   }
-  std::array<const T*, kMostRanks> pointers{};
+  std::vector<const T*> pointers;
 };
 
 // How the gradients of all ranks become one.

@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -243,6 +244,29 @@ TEST_P(Sharded, IsTheReplicatedStepBitForBit) {
   run([](World& world) {
     for (const Case& what : cases()) expect_equal_to_replicated(world, what);
   });
+}
+
+// Other backends than shm have no greatest number of ranks.
+TEST(ShardedStep, WithManyRanks) {
+  constexpr int kRanks = 65;
+  rlimit files{};  // every pair of them has a connection, and all live in this process
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &files), 0);
+  if (files.rlim_max < 8192) GTEST_SKIP() << "only " << files.rlim_max << " files may be open";
+  const rlimit more{std::max<rlim_t>(files.rlim_cur, 8192), files.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &more), 0);
+  run_threads(
+      kRanks,
+      [](World& world) {
+        const at::Tensor weight = at::zeros({kBlock * (kRanks + 1)}).requires_grad_();
+        auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"weight", weight}},
+                                                 std::vector<NamedTensor>{}, world);
+        ShardedOptimizer optimizer{
+            reducer, std::vector<ShardedGroup>{{{weight}, optim::SGDOptions{.lr = 1}}}};
+        (weight.sum() * world.rank()).backward();
+        optimizer.step();
+        EXPECT_TENSOR_EQ(weight.detach(), at::full({weight.numel()}, -(kRanks - 1) / 2.0));
+      },
+      "gloo");
 }
 
 TEST_P(Sharded, GroupsAndLearningRates) {
