@@ -2,6 +2,7 @@
 // Prints one line per check and ends with "gpu: all checks passed" on rank 0.
 #include <torch/torch.h>
 
+#include <cmath>
 #include <cstdio>
 
 #include "lockstep/lockstep.h"
@@ -124,6 +125,74 @@ void join_and_hooks(World& world) {
   said(world, "join with uneven inputs, bf16 hook");
 }
 
+// The owner's pass against all-reduce, clipping and a replicated step, both on the device. With two
+// ranks the sums have one order, and the element-wise kernels are the same, so the bits are.
+void sharded_optimizer(World& world, at::ScalarType dtype) {
+  using lockstep::ShardedOptimizer;
+  const auto make = [&] {
+    torch::manual_seed(5);
+    torch::nn::Sequential net(torch::nn::Linear(40, 300), torch::nn::Tanh(),
+                              torch::nn::Linear(300, 50));
+    net->to(world.device(), dtype);
+    return net;
+  };
+  const auto batch = [&](int step) {
+    torch::manual_seed(100 + 10 * step + world.rank());
+    return torch::randn({6, 40}).to(world.device(), dtype);
+  };
+  torch::nn::Sequential net = make(), plain = make();
+  lockstep::DistributedDataParallel model{net, world, {.force_reducer = true}};
+  const lockstep::optim::AdamWOptions rule{.lr = 0.01, .weight_decay = 0.1};
+  ShardedOptimizer optimizer{model, rule, {.skip_non_finite = true}};
+  lockstep::optim::AdamW replicated{plain->parameters(), rule};
+  for (int step = 0; step < 5; ++step) {
+    model(batch(step)).square().mean().backward();
+    plain->forward(batch(step)).square().mean().backward();
+    for (auto& p : plain->parameters())
+      world.all_reduce(p.grad(), lockstep::ReduceOp::kAvg).wait();
+    double squares = 0;
+    for (auto& p : plain->parameters())
+      squares += p.grad().to(torch::kDouble).square().sum().item<double>();
+    optimizer.set_lr(0.01 / (1 + step));
+    for (auto& group : replicated.param_groups()) group.options().set_lr(0.01 / (1 + step));
+    const auto outcome = optimizer.step();
+    require(!outcome.skipped, "a good step is taken");
+    require(std::abs(outcome.grad_norm - std::sqrt(squares)) < 1e-3 * std::sqrt(squares),
+            "the norm of the averaged gradients");
+    replicated.step();
+    optimizer.zero_grad();
+    replicated.zero_grad();
+  }
+  for (std::size_t i = 0; i < net->parameters().size(); ++i) {
+    const at::Tensor ours = net->parameters()[i].detach(), theirs = plain->parameters()[i].detach();
+    require(ours.device() == world.device(), "parameters stay on the device");
+    const double tolerance = dtype == torch::kFloat ? 1e-6 : 1e-2;
+    require(world.size() <= 2 ? ours.equal(theirs) : at::allclose(ours, theirs, 0, tolerance),
+            "the sharded step is the replicated one");
+  }
+  const double state = world.sum(static_cast<double>(optimizer.state_bytes()));
+  require(state == 2.0 * (40 * 300 + 300 + 300 * 50 + 50) *
+                       static_cast<double>(c10::elementSize(dtype)),
+          "every element's state is held once");
+  // Clipped, and left out on all ranks when one has a bad gradient.
+  optimizer.options().max_grad_norm = 1e-3;
+  model(batch(9)).square().mean().backward();
+  require(optimizer.step().grad_norm > 1e-3, "a step that is clipped");
+  optimizer.zero_grad();
+  const at::Tensor before = net->parameters()[0].detach().clone();
+  auto bad = batch(10);
+  if (world.rank() == world.size() - 1) bad.fill_(INFINITY);
+  model(bad).square().mean().backward();
+  require(optimizer.step().skipped, "a bad step is left out");
+  require(net->parameters()[0].detach().equal(before), "and changes nothing");
+  const auto saved = optimizer.state_dict();
+  optimizer.load_state_dict(saved);
+  for (const auto& [name, tensor] : optimizer.state_dict())
+    require(tensor.equal(saved.at(name)), "state out and in");
+  model.verify_replicas();
+  said(world, dtype == torch::kFloat ? "ShardedOptimizer, float" : "ShardedOptimizer, bfloat16");
+}
+
 // Batches that workers copy on a side stream are whole when the training stream reads them, also
 // while that stream is busy and the memory of earlier batches is used again.
 void loader(World& world) {
@@ -161,6 +230,8 @@ int main() {
     unused_and_mixed_devices(world);
     sync_batch_norm(world);
     join_and_hooks(world);
+    sharded_optimizer(world, torch::kFloat);
+    sharded_optimizer(world, torch::kBFloat16);
     loader(world);
     said(world, "all checks passed");
   });
