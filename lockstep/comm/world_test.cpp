@@ -55,6 +55,88 @@ ThreadOptions with_timeout(milliseconds timeout) {
   return options;
 }
 
+// ---------------------------------------------------------------- shared memory
+
+ThreadOptions over(const std::string& backend) {
+  ThreadOptions options;
+  options.world.backend = backend;
+  return options;
+}
+
+TEST(Symmetric, EveryRankSeesAllParts) {
+  run_threads(
+      3,
+      [](World& world) {
+        const auto parts = world.symmetric({2, 500}, at::kDouble);
+        ASSERT_EQ(parts.size(), 3u);
+        const auto mine = static_cast<std::size_t>(world.rank());
+        EXPECT_TENSOR_EQ(parts[mine], at::zeros({2, 500}, at::kDouble));
+        parts[mine].fill_(world.rank() + 1);
+        world.barrier();
+        for (std::size_t rank = 0; rank < 3; ++rank)
+          EXPECT_TENSOR_EQ(parts[rank], at::full({2, 500}, rank + 1.0, at::kDouble));
+        world.barrier();
+        // Reduced where it lies, in whole and in part.
+        world.all_reduce(parts[mine][0]).wait();
+        EXPECT_TENSOR_EQ(parts[mine], at::cat({at::full({1, 500}, 6.0, at::kDouble),
+                                               at::full({1, 500}, world.rank() + 1.0, at::kDouble)}));
+        at::Tensor large = world.symmetric_empty({100'000});
+        large.fill_(world.rank());
+        world.all_reduce(large, ReduceOp::kAvg).wait();
+        EXPECT_TENSOR_EQ(large, at::ones({100'000}));
+        EXPECT_TRUE(world.symmetric({0}).empty());
+        EXPECT_EQ(world.symmetric_empty({0, 3}).numel(), 0);
+      },
+      over("shm"));
+}
+
+TEST(Symmetric, MemoryOutlivesTheWorld) {
+  std::vector<at::Tensor> kept(2);
+  run_threads(
+      2,
+      [&](World& world) {
+        at::Tensor x = world.symmetric_empty({1000});
+        x.fill_(world.rank());
+        world.all_reduce(x).wait();
+        kept[static_cast<std::size_t>(world.rank())] = x;
+      },
+      over("shm"));
+  for (const auto& x : kept) EXPECT_TENSOR_EQ(x, at::ones({1000}));
+}
+
+// Every rank is told, and the world goes on.
+TEST(Symmetric, WithoutTheMemoryItIsRefusedOnAllRanks) {
+  run_threads(
+      2,
+      [](World& world) {
+        EXPECT_THAT(thrown([&] { world.symmetric({int64_t{1} << 48}); }),
+                    AllOf(HasSubstr("cannot make a symmetric block"), HasSubstr("needed")));
+        EXPECT_THAT(thrown([&] { world.symmetric_empty({int64_t{1} << 48}); }),
+                    HasSubstr("cannot make a symmetric block"));
+        EXPECT_EQ(world.sum(1), 2);
+        EXPECT_EQ(world.symmetric({10}).size(), 2u);
+      },
+      over("shm"));
+}
+
+// Where ranks share no memory, the tensor is an ordinary one.
+TEST(Symmetric, ElsewhereItIsPrivateMemory) {
+  run_threads(
+      2,
+      [](World& world) {
+        EXPECT_TRUE(world.symmetric({10}).empty());
+        at::Tensor x = world.symmetric_empty({3, 5}, at::kInt);
+        EXPECT_EQ(x.sizes(), (std::vector<int64_t>{3, 5}));
+        x.fill_(world.rank() + 1);
+        world.all_reduce(x).wait();
+        EXPECT_TENSOR_EQ(x, at::full({3, 5}, 3, at::kInt));
+      },
+      over("gloo"));
+  World alone;
+  EXPECT_TRUE(alone.symmetric({10}).empty());
+  EXPECT_EQ(alone.symmetric_empty({10}, at::kHalf).scalar_type(), at::kHalf);
+}
+
 // ---------------------------------------------------------------- who
 
 TEST(World, AloneIsTheIdentity) {

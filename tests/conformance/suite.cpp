@@ -82,11 +82,18 @@ at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp op) {
 class Suite {
  public:
   Suite(World& world, c10::Device device, const SuiteOptions& options)
-      : world_(world), device_(device), options_(options) {}
+      : world_(world), device_(device), options_(options) {
+    // Every tensor of a case fits, in the widest dtype.
+    const int64_t tensors = 2 * world.size() + 2;
+    const int64_t bytes = tensors * (options.large * 16 + kAlignment);
+    arena_ = device == world.device() ? world.symmetric_empty({bytes}, at::kByte)
+                                      : at::empty({bytes}, at::dtype(at::kByte).device(device));
+  }
 
   Report run(const std::vector<Case>& cases) {
     for (const auto& each : cases) {
       current_ = each;
+      used_ = 0;
       carry_out();
       ++report_.ran;
     }
@@ -113,6 +120,7 @@ class Suite {
       case Shape::kOdd:
         return {13};
       case Shape::kLarge:
+      case Shape::kSymmetric:
         return {options_.large};
       case Shape::kNonContiguous:
         return {5, 6};
@@ -125,8 +133,9 @@ class Suite {
     return values(shape(), current_.dtype, from + 11 * salt, current_.op);
   }
 
-  // On the device under test; with strides where the case asks for them.
-  at::Tensor place(const at::Tensor& tensor) const {
+  // On the device under test; with strides, or in the arena, where the case asks for them.
+  at::Tensor place(const at::Tensor& tensor) {
+    if (current_.shape == Shape::kSymmetric) return place_in_arena(tensor);
     at::Tensor there = tensor.to(device_);
     if (current_.shape != Shape::kNonContiguous) return there.clone();
     std::vector<int64_t> strided = tensor.sizes().vec();
@@ -136,7 +145,14 @@ class Suite {
     view.copy_(there);
     return view;
   }
-  at::Tensor blank(const at::Tensor& like) const { return place(at::zeros_like(like)); }
+  at::Tensor blank(const at::Tensor& like) { return place(at::zeros_like(like)); }
+
+  at::Tensor place_in_arena(const at::Tensor& tensor) {
+    const auto bytes = static_cast<int64_t>(tensor.nbytes());
+    at::Tensor there = arena_.narrow(0, used_, bytes).view(tensor.scalar_type());
+    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return there.view(tensor.sizes()).copy_(tensor);
+  }
 
   void expect(const at::Tensor& got, const at::Tensor& wanted, const std::string& what = "") {
     const bool rounded =
@@ -372,6 +388,9 @@ class Suite {
   World& world_;
   const c10::Device device_;
   const SuiteOptions options_;
+  static constexpr int64_t kAlignment = 64;
+  at::Tensor arena_;
+  int64_t used_ = 0;  // of the arena, by the current case
   Case current_{};
   Report report_;
 };
@@ -381,7 +400,8 @@ std::vector<Case> chosen_cases(const SuiteOptions& options) {
   if (options.every_case) return cases;
   std::erase_if(cases, [](const Case& each) {
     const bool plain = each.op == ReduceOp::kSum || each.op == ReduceOp::kAvg;
-    return !plain || (each.shape != Shape::kOdd && each.shape != Shape::kNonContiguous);
+    return !plain || (each.shape != Shape::kOdd && each.shape != Shape::kNonContiguous &&
+                      each.shape != Shape::kSymmetric);
   });
   return cases;
 }
@@ -400,7 +420,7 @@ int cases_due(const SuiteOptions& options) {
   }
   const int moves = static_cast<int>(kOperations.size()) - 3;
   pairs += moves * static_cast<int>(kDtypes.size());
-  return pairs * (options.every_case ? static_cast<int>(kShapes.size()) : 2);
+  return pairs * (options.every_case ? static_cast<int>(kShapes.size()) : 3);
 }
 
 Report run_suite(World& world, c10::Device device, const SuiteOptions& options) {

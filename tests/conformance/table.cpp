@@ -49,6 +49,8 @@ const char* name(Shape shape) {
       return "large";
     case Shape::kNonContiguous:
       return "non-contiguous";
+    case Shape::kSymmetric:
+      return "symmetric";
   }
   return "?";
 }

@@ -30,7 +30,8 @@ enum class Operation {
 const char* name(Operation operation);
 bool reduces(Operation operation);
 
-enum class Shape { kEmpty, kOne, kOdd, kLarge, kNonContiguous };
+// kSymmetric: as large, in memory that all ranks map where the backend has it.
+enum class Shape { kEmpty, kOne, kOdd, kLarge, kNonContiguous, kSymmetric };
 const char* name(Shape shape);
 
 inline constexpr std::array kOperations = {
@@ -40,8 +41,8 @@ inline constexpr std::array kOperations = {
 inline constexpr std::array kReductions = {ReduceOp::kSum, ReduceOp::kAvg,     ReduceOp::kMin,
                                            ReduceOp::kMax, ReduceOp::kProduct, ReduceOp::kAnd,
                                            ReduceOp::kOr,  ReduceOp::kXor};
-inline constexpr std::array kShapes = {Shape::kEmpty, Shape::kOne, Shape::kOdd, Shape::kLarge,
-                                       Shape::kNonContiguous};
+inline constexpr std::array kShapes = {Shape::kEmpty, Shape::kOne,           Shape::kOdd,
+                                       Shape::kLarge, Shape::kNonContiguous, Shape::kSymmetric};
 inline constexpr std::array kDtypes = {
     at::kByte,     at::kChar,  at::kShort,  at::kInt,  at::kLong,         at::kHalf,
     at::kBFloat16, at::kFloat, at::kDouble, at::kBool, at::kComplexFloat, at::kComplexDouble};
