@@ -5,6 +5,7 @@
 
 #include "lockstep/comm/work_state.h"
 #include "lockstep/core/control.h"
+#include "lockstep/core/disagreement.h"
 
 namespace lockstep {
 namespace detail {
@@ -45,6 +46,10 @@ std::string words_of(const std::exception_ptr& error) {
 Blame blame_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
+  } catch (const TimeoutError& e) {
+    return {e.context().peer, false};
+  } catch (const Disagreement& e) {
+    return {e.context().peer, false};
   } catch (const CommError& e) {
     return {e.context().peer};
   } catch (...) {
@@ -230,7 +235,7 @@ bool WorkState::poll() noexcept {
 // once: the peers know of it already, and their ends must not become the cause of this one.
 void WorkState::end_late(const TimeoutError& error, const Deadline& deadline) noexcept {
   if (!deadline.expired()) return complete(std::current_exception());
-  expire(timeout_text(after_the_time(first_line(error.what()))), {error.context().peer});
+  expire(timeout_text(after_the_time(first_line(error.what()))), {error.context().peer, false});
 }
 
 void WorkState::carry_out(const Deadline& deadline) noexcept {
@@ -302,23 +307,25 @@ void WorkState::wait_stream() {
 
 void WorkState::finish_or_throw() {
   std::string error;
+  Blame blame;
   std::function<void()> step;
   {
     const std::lock_guard lock(mutex_);
     error = error_;
+    blame = blame_;
     if (error.empty()) step = std::exchange(finish_, nullptr);
   }
-  if (!error.empty()) throw_error(error);
+  if (!error.empty()) throw_error(error, blame);
   if (!step) return;
   if (device_) device_->wait_stream();
   step();
 }
 
-void WorkState::throw_error(const std::string& error) {
+void WorkState::throw_error(const std::string& error, Blame blame) {
   if (timed_out_) {
     throw TimeoutError("world", fmt::format("rank {}: {}", fate_->rank(), error), context());
   }
-  std::string cause = launcher_cause();
+  std::string cause = blame.death ? launcher_cause() : "";
   if (cause.empty()) cause = error;
   if (cause.back() != '.') cause += '.';
   throw CommError("world",

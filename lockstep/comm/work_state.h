@@ -35,7 +35,8 @@ struct WorkState;
 
 // Whom a failure is laid to.
 struct Blame {
-  int rank = -1;  // of the same world; -1: nobody, or not known
+  int rank = -1;      // of the same world; -1: nobody, or not known
+  bool death = true;  // may be a process's end, which a launcher would explain
 };
 
 // Alive until something fails it, then failed for ever with the first cause. Safe from any thread.
@@ -147,7 +148,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   }
   bool claim() noexcept;  // true for the one caller that may settle it
   void finish_or_throw();
-  [[noreturn]] void throw_error(const std::string& error);
+  [[noreturn]] void throw_error(const std::string& error, Blame blame);
   void settle(std::string error, Blame blame) noexcept;
   void carry_out(const Deadline& deadline) noexcept;
   void end_late(const TimeoutError& error, const Deadline& deadline) noexcept;

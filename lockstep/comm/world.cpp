@@ -158,7 +158,7 @@ void WorldImpl::compare_fingerprints(const OperationInfo& info, const std::strin
         "same operations in the same order; look for a branch on the rank or on local data.",
         identity.rank, mine.c_str(), rank,
         std::string_view(theirs, ::strnlen(theirs, kFingerprintBytes)));
-    fate->fail(text, {rank});
+    fate->fail(text, {rank, false});
     throw CommError("world", text, {identity.rank, rank, info.name, info.sequence, {}});
   }
 }

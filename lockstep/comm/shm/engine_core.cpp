@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lockstep/comm/shm/segment.h"
+#include "lockstep/core/disagreement.h"
 
 namespace lockstep::shm {
 namespace {
@@ -153,6 +154,7 @@ void EngineCore::break_with(Failure failure) noexcept {
     own.trouble.origin = failure_.origin;
     own.trouble.culprit = failure_.culprit;
     own.trouble.timeout = failure_.timeout ? 1 : 0;
+    own.trouble.disagreement = failure_.disagreement ? 1 : 0;
     failure_.text.copy(own.trouble.text, sizeof own.trouble.text - 1);
     own.state.store(State::kBroken);
   }
@@ -186,6 +188,8 @@ std::exception_ptr EngineCore::as_exception(const Failure& failure) const {
   context.peer = failure.culprit;
   if (failure.timeout)
     return std::make_exception_ptr(TimeoutError("shm", composed(failure), std::move(context)));
+  if (failure.disagreement)
+    return std::make_exception_ptr(Disagreement("shm", composed(failure), std::move(context)));
   return std::make_exception_ptr(CommError("shm", composed(failure), std::move(context)));
 }
 
@@ -358,7 +362,9 @@ void EngineCore::work(const Task& task) noexcept {
   try {
     work_until(task);
   } catch (const std::exception& error) {
-    break_with(failure_in(nullptr, words_of(error)));
+    Failure failure = failure_in(nullptr, words_of(error));
+    failure.disagreement = dynamic_cast<const Disagreement*>(&error) != nullptr;
+    break_with(std::move(failure));
   }
   if (broken()) fail_all();
 }

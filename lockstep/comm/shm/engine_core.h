@@ -34,6 +34,7 @@ namespace lockstep::shm {
 // Why the engine is broken.
 struct Failure {
   bool timeout = false;
+  bool disagreement = false;  // of ranks that are all alive
   std::string text;
   int culprit = -1;  // the rank to blame, if one is known
   int origin = -1;   // the rank that found it

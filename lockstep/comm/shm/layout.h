@@ -70,6 +70,7 @@ struct Trouble {
   std::int32_t origin = -1;   // the rank that found it
   std::int32_t culprit = -1;  // the rank it blames, if any
   std::uint32_t timeout = 0;
+  std::uint32_t disagreement = 0;
   char text[1024] = {};
 };
 

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "lockstep/comm/shm/engine_core.h"
-#include "lockstep/core/error.h"
+#include "lockstep/core/disagreement.h"
 
 namespace lockstep::shm {
 namespace {
@@ -124,10 +124,10 @@ bool Messages::pump_receives(EngineCore& core, int peer, Line& line) {
       std::uint64_t bytes = 0;
       std::memcpy(&bytes, ring.data() + taken % size, sizeof bytes);
       if (bytes != message.ends.bytes)
-        throw CommError("shm",
-                        fmt::format("rank {} sent {} bytes to rank {}, which expects {}. Both "
-                                    "sides of a message must name the same size.",
-                                    peer, bytes, core.place().rank, message.ends.bytes));
+        throw Disagreement("shm",
+                           fmt::format("rank {} sent {} bytes to rank {}, which expects {}. Both "
+                                       "sides of a message must name the same size.",
+                                       peer, bytes, core.place().rank, message.ends.bytes));
       message.announced = true;
       advance = kUnit;
     } else if (message.announced && there > 0) {

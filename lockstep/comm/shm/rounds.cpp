@@ -84,6 +84,7 @@ bool EngineCore::agreed(Collective& collective) {
       &collective,
       text + ". Every rank must call the same operations with the same sizes in the same order.");
   failure.culprit = other;
+  failure.disagreement = true;
   break_with(std::move(failure));
   return false;
 }
@@ -95,6 +96,7 @@ Failure EngineCore::told_by(int rank) const {
   const Trouble& told = view(rank).header->trouble;
   Failure failure;
   failure.timeout = told.timeout != 0;
+  failure.disagreement = told.disagreement != 0;
   failure.origin = told.origin;
   failure.culprit = told.culprit;
   failure.text.assign(told.text, ::strnlen(told.text, sizeof told.text));
@@ -165,6 +167,7 @@ void EngineCore::look_after_peers(const Task& task) {
   failure.culprit = trouble->culprit;
   failure.origin = trouble->origin;
   failure.timeout = trouble->timeout;
+  failure.disagreement = trouble->disagreement;
   break_with(std::move(failure));
 }
 

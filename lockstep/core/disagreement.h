@@ -1,0 +1,17 @@
+// A CommError that is nobody's death: the ranks are alive and called operations that do not match.
+//
+// Whoever reports it need not wait for a launcher to tell of a rank that ended.
+//
+//   throw Disagreement("shm", "ranks disagree on collective #3: ...", {.peer = 1});
+#pragma once
+
+#include "lockstep/core/error.h"
+
+namespace lockstep {
+
+class Disagreement : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+}  // namespace lockstep
