@@ -2,6 +2,7 @@
 // has room for more bytes, one that never comes, one whose process has ended.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -28,13 +29,14 @@ constexpr std::uint64_t kNoEnd = std::uint64_t{1} << 40;
 // Rank 0.
 class Alone {
  public:
-  explicit Alone(int size, Fd pidfd_of_last = {}) : layout_(size, kTiny) {
+  explicit Alone(int size, Fd pidfd_of_last = {}, Fd socket_of_last = {}) : layout_(size, kTiny) {
     std::vector<Peer> peers(static_cast<std::size_t>(size));
     for (Peer& peer : peers) {
       peer.segment = Segment::make(layout_.segment_bytes());
       layout_.construct(peer.segment->data());
     }
     peers.back().pidfd = std::move(pidfd_of_last);
+    peers.back().socket = std::move(socket_of_last);
     core_ = std::make_shared<EngineCore>(Place{0, size}, layout_, std::move(peers));
   }
   ~Alone() { core_->close(); }
@@ -135,6 +137,30 @@ TEST(Alone, APollerSeesADeadRankWhileMessagesMove) {
   }
   EXPECT_THAT(text_of(barrier->error()), HasSubstr("rank 2"));
   EXPECT_THAT(text_of(stream.back()->error()), HasSubstr("has ended"));
+}
+
+// A rank that ends while a block is made leaves a closed socket first.
+TEST(Alone, ABlockWithARankThatIsGone) {
+  const auto closed_socket = [] {
+    int ends[2] = {-1, -1};
+    EXPECT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends), 0);
+    ::close(ends[1]);
+    return Fd(ends[0]);
+  };
+  const auto error_of = [](Alone& ranks) {
+    try {
+      (void)make_symmetric(*ranks.core(), 4096, soon());
+    } catch (const CommError& error) {
+      EXPECT_EQ(error.context().peer, 2);
+      return std::string(error.what());
+    }
+    return std::string("none");
+  };
+  Alone dead(3, ended_process(), closed_socket());
+  EXPECT_THAT(error_of(dead), HasSubstr("rank 2 (process 0) has ended"));
+  Alone silent(3, {}, closed_socket());
+  EXPECT_THAT(error_of(silent), HasSubstr("rank 2 closed its socket before its part of a symmetric "
+                                          "block was there"));
 }
 
 // The stream itself wants nothing of the dead rank and goes on.

@@ -305,8 +305,8 @@ TEST(Close, ReturnsWhenNoThreadTouchesAnArray) {
     MapBoard board;
     std::atomic<bool> over{false};
     std::thread peer([&] {
+      std::vector<float> x(300'000);  // outlives the engine, which may still be at it
       auto engine = make_engine(board, 1, 2, kTiny);
-      std::vector<float> x(300'000);
       const auto ticket = engine->all_reduce(x.data(), x.size(), DType::kF32, Op::kSum);
       const Deadline limit = soon();
       while (!over.load() && !limit.expired()) {

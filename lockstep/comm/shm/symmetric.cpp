@@ -1,6 +1,8 @@
 #include "lockstep/comm/shm/symmetric.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "lockstep/comm/shm/engine_core.h"
 #include "lockstep/comm/shm/segment.h"
@@ -45,6 +47,21 @@ namespace {
                      {.peer = rank, .operation = "symmetric", .elapsed = deadline.elapsed()});
 }
 
+// A process's files close a moment before its end can be seen; both together say more.
+[[noreturn]] void throw_gone(int rank, const Doomed& doomed) {
+  constexpr std::chrono::milliseconds kEndIsSeen{50};
+  const Deadline limit = Deadline::after(kEndIsSeen);
+  do {
+    if (const auto doom = doomed()) std::rethrow_exception(doom);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  } while (!limit.expired());
+  throw CommError("shm",
+                  fmt::format("rank {} closed its socket before its part of a symmetric block was "
+                              "there. Look for the reason in that rank's output.",
+                              rank),
+                  {.peer = rank, .operation = "symmetric"});
+}
+
 // One message to every peer and one from each. "!" begins a rank's refusal.
 std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int fd,
                                  const Deadline& deadline) {
@@ -60,7 +77,15 @@ std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int 
   std::vector<Packet> packets(core.peers().size());
   for (int rank = 0; rank < core.place().size; ++rank) {
     const Fd& socket = core.peers()[static_cast<std::size_t>(rank)].socket;
-    if (socket) send_packet(socket.get(), text, fd, deadline, doomed_by(rank));
+    if (!socket) continue;
+    try {
+      send_packet(socket.get(), text, fd, deadline, doomed_by(rank));
+    } catch (const TimeoutError&) {
+      throw_late(rank, deadline);
+    } catch (const CommError& error) {
+      if (error.context().peer >= 0 || core.broken()) throw;
+      throw_gone(rank, doomed_by(rank));
+    }
   }
   for (int rank = 0; rank < core.place().size; ++rank) {
     const auto at = static_cast<std::size_t>(rank);
@@ -70,6 +95,9 @@ std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int 
       packets[at] = receive_packet(socket.get(), deadline, doomed_by(rank));
     } catch (const TimeoutError&) {
       throw_late(rank, deadline);
+    } catch (const CommError& error) {
+      if (error.context().peer >= 0 || core.broken()) throw;
+      throw_gone(rank, doomed_by(rank));
     }
   }
   packets[static_cast<std::size_t>(core.place().rank)].text = text;
