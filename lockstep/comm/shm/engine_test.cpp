@@ -286,27 +286,54 @@ std::size_t part_bytes(int from, int to, std::size_t scale) {
   return scale * static_cast<std::size_t>((from * 5 + to * 3) % 7);  // some are zero
 }
 
+void check_all_to_all(Engine& engine, std::size_t scale) {
+  const int size = engine.size();
+  std::vector<Bytes> sent, received;
+  std::vector<ConstPart> inputs;
+  std::vector<Part> outputs;
+  for (int to = 0; to < size; ++to)
+    sent.push_back(contribution(DType::kU8, part_bytes(engine.rank(), to, scale), engine.rank(),
+                                static_cast<unsigned>(to)));
+  for (int from = 0; from < size; ++from)
+    received.emplace_back(part_bytes(from, engine.rank(), scale));
+  for (const Bytes& part : sent) inputs.push_back({part.data(), part.size()});
+  for (Bytes& part : received) outputs.push_back({part.data(), part.size()});
+  engine.all_to_all(outputs, inputs)->wait(soon());
+  for (int from = 0; from < size; ++from)
+    ASSERT_EQ(received[static_cast<std::size_t>(from)],
+              contribution(DType::kU8, part_bytes(from, engine.rank(), scale), from,
+                           static_cast<unsigned>(engine.rank())))
+        << scale << " from " << from << " of " << size;
+}
+
+void check_gather_and_scatter(Engine& engine, std::size_t scale, int root) {
+  const int size = engine.size();
+  const auto bytes_of = [&](int rank) { return part_bytes(rank, 1, scale); };
+  std::vector<Bytes> parts;
+  for (int rank = 0; rank < size; ++rank)
+    parts.push_back(contribution(DType::kU8, bytes_of(rank), rank));
+  const Bytes& mine = parts[static_cast<std::size_t>(engine.rank())];
+  std::vector<Bytes> gathered;
+  std::vector<Part> outputs;
+  std::vector<ConstPart> inputs;
+  const bool at_root = engine.rank() == root;
+  for (int rank = 0; at_root && rank < size; ++rank) gathered.emplace_back(bytes_of(rank));
+  for (Bytes& part : gathered) outputs.push_back({part.data(), part.size()});
+  engine.gather(outputs, {mine.data(), mine.size()}, root)->wait(soon());
+  if (at_root) {
+    ASSERT_EQ(gathered, parts) << scale << " to " << root << " of " << size;
+  }
+  Bytes got(mine.size());
+  for (const Bytes& part : parts)
+    if (at_root) inputs.push_back({part.data(), part.size()});
+  engine.scatter({got.data(), got.size()}, inputs, root)->wait(soon());
+  ASSERT_EQ(got, mine) << scale << " from " << root << " of " << size;
+}
+
 TEST(Engine, AllToAllWithSizesThatDiffer) {
   for (const int size : kSizes) {
-    run_ranks(size, kTiny, [size](Engine& engine) {
-      for (const std::size_t scale : {0, 1, 13, 300, 4001}) {
-        std::vector<Bytes> sent, received;
-        std::vector<ConstPart> inputs;
-        std::vector<Part> outputs;
-        for (int to = 0; to < size; ++to)
-          sent.push_back(contribution(DType::kU8, part_bytes(engine.rank(), to, scale),
-                                      engine.rank(), static_cast<unsigned>(to)));
-        for (int from = 0; from < size; ++from)
-          received.emplace_back(part_bytes(from, engine.rank(), scale));
-        for (const Bytes& part : sent) inputs.push_back({part.data(), part.size()});
-        for (Bytes& part : received) outputs.push_back({part.data(), part.size()});
-        engine.all_to_all(outputs, inputs)->wait(soon());
-        for (int from = 0; from < size; ++from)
-          ASSERT_EQ(received[static_cast<std::size_t>(from)],
-                    contribution(DType::kU8, part_bytes(from, engine.rank(), scale), from,
-                                 static_cast<unsigned>(engine.rank())))
-              << scale << " from " << from << " of " << size;
-      }
+    run_ranks(size, kTiny, [](Engine& engine) {
+      for (const std::size_t scale : {0, 1, 13, 300, 4001}) check_all_to_all(engine, scale);
     });
   }
 }
@@ -314,32 +341,30 @@ TEST(Engine, AllToAllWithSizesThatDiffer) {
 TEST(Engine, GatherAndScatterWithSizesThatDiffer) {
   for (const int size : kSizes) {
     run_ranks(size, kTiny, [size](Engine& engine) {
-      for (const std::size_t scale : {0, 1, 100, 5003}) {
-        for (int root = 0; root < size; ++root) {
-          const auto bytes_of = [&](int rank) { return part_bytes(rank, 1, scale); };
-          std::vector<Bytes> parts;
-          for (int rank = 0; rank < size; ++rank)
-            parts.push_back(contribution(DType::kU8, bytes_of(rank), rank));
-          const Bytes& mine = parts[static_cast<std::size_t>(engine.rank())];
-          std::vector<Bytes> gathered;
-          std::vector<Part> outputs;
-          std::vector<ConstPart> inputs;
-          const bool at_root = engine.rank() == root;
-          for (int rank = 0; at_root && rank < size; ++rank) gathered.emplace_back(bytes_of(rank));
-          for (Bytes& part : gathered) outputs.push_back({part.data(), part.size()});
-          engine.gather(outputs, {mine.data(), mine.size()}, root)->wait(soon());
-          if (at_root) {
-            ASSERT_EQ(gathered, parts) << scale << " to " << root << " of " << size;
-          }
-          Bytes got(mine.size());
-          for (const Bytes& part : parts)
-            if (at_root) inputs.push_back({part.data(), part.size()});
-          engine.scatter({got.data(), got.size()}, inputs, root)->wait(soon());
-          ASSERT_EQ(got, mine) << scale << " from " << root << " of " << size;
-        }
-      }
+      for (const std::size_t scale : {0, 1, 100, 5003})
+        for (int root = 0; root < size; ++root) check_gather_and_scatter(engine, scale, root);
     });
   }
+}
+
+TEST(Engine, PartsBetweenAsManyRanksAsThereMayBe) {
+  run_ranks(kMaxRanks, kTiny, [](Engine& engine) {
+    for (const std::size_t scale : {1, 40}) {
+      check_all_to_all(engine, scale);
+      check_gather_and_scatter(engine, scale, 0);
+      check_gather_and_scatter(engine, scale, kMaxRanks - 1);
+    }
+    const Bytes mine = contribution(DType::kI32, 20, engine.rank());
+    Bytes all(mine.size() * static_cast<std::size_t>(engine.size()));
+    engine.all_gather(all.data(), mine.data(), mine.size())->wait(soon());
+    for (int rank = 0; rank < engine.size(); ++rank) {
+      const Bytes want = contribution(DType::kI32, 20, rank);
+      ASSERT_EQ(std::memcmp(all.data() + static_cast<std::size_t>(rank) * want.size(), want.data(),
+                            want.size()),
+                0)
+          << "from " << rank;
+    }
+  });
 }
 
 // ---------------------------------------------------------------- tickets
