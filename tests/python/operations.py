@@ -129,6 +129,15 @@ def gathered(group, rank, size, dtype, plain):
     return [*lists, *together, whole]
 
 
+def gathered_coalesced(group, rank, size):
+    """Several tensors of each rank in one call: one list per rank."""
+    shapes = ((6, (2, 3)), (1, ()), (500, (-1,)))
+    inputs = [values(rank, n, salt=n).view(shape) for n, shape in shapes]
+    lists = [[torch.zeros_like(t) for t in inputs] for _ in range(size)]
+    dist.all_gather_coalesced(lists, inputs, group=group)
+    return [tensor for one in lists for tensor in one]
+
+
 def scattered(group, rank, size, op):
     share = torch.zeros(4)
     dist.reduce_scatter(share, [values(rank, 4, salt=r) for r in range(size)], op=op, group=group)
@@ -244,8 +253,8 @@ def run_table(groups):
         groups.both(rooted, root, torch.uint8, True)
     for op in (ReduceOp.SUM, ReduceOp.MAX):
         groups.both(scattered, op)
-    for case in (all_reduce_async, futures, future_in_callback, coalesced, objects, messages,
-                 from_anyone, receive_meanwhile):
+    for case in (all_reduce_async, futures, future_in_callback, coalesced, gathered_coalesced,
+                 objects, messages, from_anyone, receive_meanwhile):
         groups.both(case)
 
 
