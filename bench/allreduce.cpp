@@ -63,6 +63,7 @@ struct Settings {
   std::string backends = "shm,gloo";
   std::string sizes = "4K,64K,1M,25M,100M";
   std::string csv, json, svg;
+  std::string corrupt;  // the contender that is to get a wrong sum
 };
 
 void read_ours(const std::string& path, Samples& samples) {
@@ -106,9 +107,10 @@ Samples collect(const Settings& settings) {
   const std::string mpi = mpi_command(settings, scratch);
   const std::string ours = fmt::format(
       "LOCKSTEP_DEVICE=cpu '{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' "
-      "'{}' '{}' {}",
+      "'{}' '{}' {} '{}'",
       program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-torch"),
-      settings.backends, settings.sizes, scratch.file("ours"), settings.budget_s);
+      settings.backends, settings.sizes, scratch.file("ours"), settings.budget_s,
+      settings.corrupt.empty() ? "-" : settings.corrupt);
   for (int round = 0; round < settings.rounds; ++round) {
     fmt::print(stderr, "round {}/{}\n", round + 1, settings.rounds);
     run_command(ours);
@@ -211,6 +213,8 @@ int allreduce_main(int argc, char** argv) {
   app.add_option("--csv", settings.csv, "also write the table to this file");
   app.add_option("--json", settings.json, "also write the figures to this file");
   app.add_option("--svg", settings.svg, "also draw time and bandwidth over size");
+  app.add_option("--corrupt", settings.corrupt,
+                 "give a contender ('gloo', 'shm private', ...) a wrong sum, to see it refused");
   if (const auto code = parse_words(app, argc, argv)) return *code;
   parse_sizes(settings.sizes);
   const Samples samples = collect(settings);

@@ -7,8 +7,11 @@ import pathlib
 import subprocess
 import tempfile
 import unittest
+from xml.etree import ElementTree
 
 LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+ALLREDUCE = ["allreduce", "--backends", "shm,gloo", "--sizes", "4K,1M", "--rounds", "1",
+             "--budget-s", "2"]
 STEP = ["step", "--params", "150K", "--rounds", "3", "--seconds", "1"]
 TRAIN = ["train", "--layers", "1", "--width", "32", "--vocab", "64", "--tokens", "16",
          "--batches", "1,2", "--steps", "2", "--rounds", "3", "--seconds", "1"]
@@ -42,6 +45,58 @@ class Case(unittest.TestCase):
         self.assertEqual(result.returncode, code, result.stderr)
         self.assertIn(words, result.stderr)
         return result
+
+
+class AllReduce(Case):
+    def test_measures_what_it_verified(self):
+        drawing = self.folder / "a.svg"
+        result, rows, document = self.passes(*ALLREDUCE, "--svg", str(drawing))
+        title, *columns = rows[0]
+        self.assertEqual(title, "all-reduce, 2 ranks")
+        for column in ("size", "min us", "p50 us", "p99 us", "max us", "GB/s", "gloo / this",
+                       "% of memory"):
+            self.assertIn(column, columns)
+        contenders = ["gloo", "shm private", "shm symmetric"]
+        self.assertEqual(sorted((row[title], row["size"]) for row in rows),
+                         sorted((name, size) for name in contenders for size in ("1 MB", "4 KB")))
+        figures = {(row["contender"], row["bytes"]): row for row in document["rows"]}
+        self.assertEqual((document["benchmark"], document["ranks"]), ("allreduce", 2))
+        for row in rows:
+            size = {"4 KB": 4096, "1 MB": 1 << 20}[row["size"]]
+            figure = figures[row[title], size]
+            self.assertGreater(figure["samples"], 0)
+            order = [figure[key] for key in ("min_us", "p50_us", "p99_us", "max_us")]
+            self.assertEqual(order, sorted(order))
+            self.assertGreater(order[0], 0)
+            self.assertAlmostEqual(float(row["p50 us"]), figure["p50_us"], delta=0.06)
+            # Bandwidth and ratio are those of the medians.
+            self.assertAlmostEqual(float(row["GB/s"]), size / figure["p50_us"] / 1e3, delta=0.006)
+            ratio = figures["gloo", size]["p50_us"] / figure["p50_us"]
+            self.assertAlmostEqual(float(row["gloo / this"].rstrip("x")), ratio, delta=0.06)
+        picture = ElementTree.parse(drawing).getroot()
+        self.assertTrue(picture.tag.endswith("svg"))
+        texts = " ".join("".join(node.itertext()) for node in picture.iter())
+        for words in (*contenders, "microseconds", "GB/s"):
+            self.assertIn(words, texts)
+
+    def test_refuses_a_wrong_contender(self):
+        for contender in "gloo", "shm private", "shm symmetric":
+            with self.subTest(contender):
+                result = bench(*ALLREDUCE, "--corrupt", contender)
+                self.assertNotEqual(result.returncode, 0)
+                self.assertIn(f"{contender}: element 1023 of 1024 is ", result.stderr)
+                self.assertNotIn("repetitions", result.stderr)
+
+    def test_three_ranks_of_one_backend(self):
+        _, rows, document = self.passes("allreduce", "--ranks", "3", "--backends", "shm", "--sizes",
+                                        "1000", "--rounds", "2", "--budget-s", "1")
+        self.assertEqual({row["size"] for row in rows}, {"1000 B"})
+        self.assertEqual({row["gloo / this"] for row in rows}, {""})
+        self.assertEqual(document["ranks"], 3)
+
+    def test_refuses_nonsense(self):
+        self.fails(2, "'12Q' is no size", "allreduce", "--sizes", "12Q")
+        self.assertNotEqual(bench("allreduce", "--ranks", "1").returncode, 0)
 
 
 class Step(Case):
