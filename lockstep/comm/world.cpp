@@ -81,8 +81,8 @@ void WorldImpl::open(c10::intrusive_ptr<c10d::Store> meeting_store,
       if (auto child = weak.lock()) child->fail(fate->cause());
     }
   });
-  subscription_ = control::subscribe(
-      [fate = fate, part = identity.part](const control::Failure& failure) {
+  subscription_ =
+      control::subscribe([fate = fate, part = identity.part](const control::Failure& failure) {
         fate->fail(failure.text(), {part ? -1 : failure.rank});
       });
 }
@@ -269,12 +269,13 @@ void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
   const std::vector<int> absent = impl_->absent_from_barrier(count);
   std::string who = "which ranks did not arrive is not known, because the store does not answer";
   if (!absent.empty()) who = fmt::format("{} did not arrive", detail::name_ranks(absent));
-  state->expire(fmt::format(
-      "barrier #{}: {} within {} ms (world of {}). They are stuck or on another path. "
-      "Look at their output, set LOCKSTEP_DEBUG=1 to see the call that differs, or give "
-      "the barrier a longer deadline.",
-      state->info().sequence, who, state->deadline().total().count(), size()),
-                {absent.empty() ? -1 : absent.front()});
+  state->expire(
+      fmt::format(
+          "barrier #{}: {} within {} ms (world of {}). They are stuck or on another path. "
+          "Look at their output, set LOCKSTEP_DEBUG=1 to see the call that differs, or give "
+          "the barrier a longer deadline.",
+          state->info().sequence, who, state->deadline().total().count(), size()),
+      {absent.empty() ? -1 : absent.front()});
   state->wait_host(std::nullopt);  // throws it
 }
 

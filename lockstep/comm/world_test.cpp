@@ -78,8 +78,9 @@ TEST(Symmetric, EveryRankSeesAllParts) {
         world.barrier();
         // Reduced where it lies, in whole and in part.
         world.all_reduce(parts[mine][0]).wait();
-        EXPECT_TENSOR_EQ(parts[mine], at::cat({at::full({1, 500}, 6.0, at::kDouble),
-                                               at::full({1, 500}, world.rank() + 1.0, at::kDouble)}));
+        EXPECT_TENSOR_EQ(parts[mine],
+                         at::cat({at::full({1, 500}, 6.0, at::kDouble),
+                                  at::full({1, 500}, world.rank() + 1.0, at::kDouble)}));
         at::Tensor large = world.symmetric_empty({100'000});
         large.fill_(world.rank());
         world.all_reduce(large, ReduceOp::kAvg).wait();

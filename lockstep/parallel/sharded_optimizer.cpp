@@ -448,9 +448,8 @@ void ShardedImpl::refuse_different_settings() {
   for (const std::string& bytes : world_.all_gather(bytes_of(settings())))
     std::memcpy(all.emplace_back(bytes.size() / sizeof(double)).data(), bytes.data(), bytes.size());
   const auto& first = all[0];
-  const auto other = std::find_if(all.begin(), all.end(), [&](const auto& each) {
-    return bytes_of(each) != bytes_of(first);
-  });
+  const auto other = std::find_if(
+      all.begin(), all.end(), [&](const auto& each) { return bytes_of(each) != bytes_of(first); });
   LOCKSTEP_ASSERT(other != all.end());
   std::string what = "has another number of groups or other kinds of rules than rank 0";
   // The kinds stand at the end.

@@ -148,8 +148,7 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
   for (int step = 0; step < 5; ++step) {
     model(batch(step)).square().mean().backward();
     plain->forward(batch(step)).square().mean().backward();
-    for (auto& p : plain->parameters())
-      world.all_reduce(p.grad(), lockstep::ReduceOp::kAvg).wait();
+    for (auto& p : plain->parameters()) world.all_reduce(p.grad(), lockstep::ReduceOp::kAvg).wait();
     double squares = 0;
     for (auto& p : plain->parameters())
       squares += p.grad().to(torch::kDouble).square().sum().item<double>();
@@ -171,8 +170,8 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
             "the sharded step is the replicated one");
   }
   const double state = world.sum(static_cast<double>(optimizer.state_bytes()));
-  require(state == 2.0 * (40 * 300 + 300 + 300 * 50 + 50) *
-                       static_cast<double>(c10::elementSize(dtype)),
+  require(state ==
+              2.0 * (40 * 300 + 300 + 300 * 50 + 50) * static_cast<double>(c10::elementSize(dtype)),
           "every element's state is held once");
   // Clipped, and left out on all ranks when one has a bad gradient.
   optimizer.options().max_grad_norm = 1e-3;

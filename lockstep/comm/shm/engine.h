@@ -17,8 +17,8 @@
 // failure (a dead peer, a deadline, ranks that disagree, abort) the engine is broken for ever: all
 // tickets fail, later calls throw CommError with the first cause, and so do the peers' engines. The
 // destructor fails what is pending, also where other threads wait for it, and never waits for
-// peers; after it no array is touched any more. A child that was forked off may drop its copy, which
-// does nothing to the parent's, and use it for nothing else (UsageError).
+// peers; after it no array is touched any more. A child that was forked off may drop its copy,
+// which does nothing to the parent's, and use it for nothing else (UsageError).
 #pragma once
 
 #include <cstddef>

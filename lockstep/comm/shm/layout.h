@@ -89,7 +89,7 @@ struct Form {
 };
 
 struct Header {
-  alignas(kApart) Form form;  // first, where every build finds it
+  alignas(kApart) Form form;      // first, where every build finds it
   alignas(kApart) Post posts[2];  // by the round's parity
   // Changed and woken by whoever has news for a rank that sleeps.
   alignas(kApart) std::atomic<std::uint32_t> bell{0};

@@ -225,8 +225,9 @@ int check_parts(Engine& engine) {
   for (int other = 0; other < size && at_root; ++other)
     if (!right(got[static_cast<std::size_t>(other)], other, own)) return 7;
   clear();
-  engine.scatter(into[static_cast<std::size_t>(root)],
-                 at_root ? from : std::vector<ConstPart>(), root)
+  engine
+      .scatter(into[static_cast<std::size_t>(root)], at_root ? from : std::vector<ConstPart>(),
+               root)
       ->wait(seconds(60));
   if (!right(got[static_cast<std::size_t>(root)], root, own)) return 8;
   std::vector<float> all(static_cast<std::size_t>(size));
@@ -366,8 +367,8 @@ double shared_mib() {
   return 0;
 }
 
-// A world that is struck has 20 MiB and more, so a leak of some hundred worlds cannot be overlooked,
-// whatever else runs on the machine.
+// A world that is struck has 20 MiB and more, so a leak of some hundred worlds cannot be
+// overlooked, whatever else runs on the machine.
 class NoMemoryIsLeft {
  public:
   ~NoMemoryIsLeft() {

@@ -132,14 +132,14 @@ std::vector<Failure> EngineCore::troubles() const {
   return dead;
 }
 
-// For who does not sleep between two steps: something may move on and on, and a collective behind it
-// still waits for a rank that is gone.
+// For who does not sleep between two steps: something may move on and on, and a collective behind
+// it still waits for a rank that is gone.
 void EngineCore::look_when_due(const Task& task) {
   if (Deadline::Clock::now() - looked_ > kLongestSleep) look_after_peers(task);
 }
 
-// What a rank has done before its end counts, and is all there to see once the end is known. It does
-// no more, so this comes to an end, whatever the others go on sending.
+// What a rank has done before its end counts, and is all there to see once the end is known. It
+// does no more, so this comes to an end, whatever the others go on sending.
 void EngineCore::take_what_is_left() {
   if (messages_.pending() > 0) messages_.pump(*this);
   while (!broken() && !queue_.empty() && step_collective(*queue_.front())) {
