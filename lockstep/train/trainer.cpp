@@ -46,7 +46,8 @@ c10::ScalarType precision(const TrainingArguments& arguments) {
 }  // namespace
 
 bool says_out_of_memory(const char* text) {
-  for (const char* words : {"out of memory", "can't allocate memory", "not enough memory"})
+  for (const char* words : {"out of memory", "can't allocate memory", "not enough memory",
+                            "CUBLAS_STATUS_ALLOC_FAILED"})
     if (std::strstr(text, words) != nullptr) return true;
   return false;
 }

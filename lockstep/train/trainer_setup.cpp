@@ -175,9 +175,12 @@ void TrainerImpl::make_outputs(const std::string& checkpoint) {
   since_log_ = at::zeros({2}, at::dtype(at::kDouble).device(world_.device()));
   since_start_ = at::zeros_like(since_log_);
   skipped_ = at::zeros({}, since_log_.options());
-  signals_ = std::make_unique<StopSignals>(StopSignalOptions{
+  StopSignalOptions stop{
       .install = arguments_.enable_jit_checkpoint,
-      .give_up = [world = world_](const std::string& why) mutable { world.abort(why); }});
+      .give_up = [world = world_](const std::string& why) mutable { world.abort(why); }};
+  // Alone there is nobody to agree with: the step's end is waited for, however long it takes.
+  if (world_.size() == 1) stop.deadline = std::chrono::hours(24 * 365);
+  signals_ = std::make_unique<StopSignals>(std::move(stop));
   if (writes()) {
     saver_ = std::make_unique<AsyncSaver>(
         SaverOptions{.output_dir = arguments_.output_dir,

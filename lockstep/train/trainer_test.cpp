@@ -429,6 +429,40 @@ TEST(Trainer, MemoryThatWasMisusedIsNoReasonForASmallerBatch) {
               HasSubstr("an illegal memory access"));
 }
 
+// cuBLAS takes its memory past the allocator, and has words of its own when there is none.
+TEST(Trainer, ALibraryWithoutMemoryIsOutOfMemoryToo) {
+  io::TemporaryDirectory dir;
+  TrainerTask task = task_for(network(), dataset(64, 1));
+  task.loss = [](const data::Batch&) -> at::Tensor {
+    TORCH_CHECK(false,
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`");
+    return {};
+  };
+  Trainer trainer(World{}, task, arguments(dir.path()));
+  EXPECT_THAT(io::message_of<Error>([&] { trainer.train(); }),
+              HasSubstr("[trainer] rank 0: out of memory in step 1 (CUDA error: CUBLAS_STATUS"));
+}
+
+// Nobody is left to agree: however long the step takes, it is waited for.
+TEST(Trainer, AloneALongStepHearsTheSignalAtItsEnd) {
+  const char* soak = std::getenv("LOCKSTEP_SOAK");
+  if (soak == nullptr || std::string(soak) != "1") GTEST_SKIP() << "with LOCKSTEP_SOAK=1";
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.enable_jit_checkpoint = true;
+  TrainerTask task = task_for(network(), dataset(64, 1));
+  task.loss = [plain = task.loss, calls = 0](const data::Batch& batch) mutable {
+    if (++calls == 2) {
+      std::raise(SIGTERM);
+      std::this_thread::sleep_for(std::chrono::seconds(12));
+    }
+    return plain(batch);
+  };
+  const TrainResult result = Trainer(World{}, task, a).train();
+  EXPECT_EQ(result.exit_code(), 143);
+  EXPECT_EQ(result.checkpoint, dir / "checkpoint-2");
+}
+
 TEST(Trainer, RefusesATaskThatCannotBeTrained) {
   io::TemporaryDirectory dir;
   EXPECT_THAT(io::message_of<UsageError>([&] { Trainer(World{}, {}, arguments(dir.path())); }),
