@@ -192,9 +192,20 @@ void ReducerImpl::plan(const std::vector<std::size_t>& order) {
 }
 
 // The same parameters in another order change places within the block. Otherwise gradients wait in
-// memory of their own, so that the old block is gone before there is a new one.
+// memory of their own, so that the old block is gone before there is a new one. So do those of a
+// device, bucket by bucket: there is never more than one bucket's memory too much.
 void ReducerImpl::make_room(const std::vector<BucketPlan>& layouts,
                             const std::vector<std::int64_t>& homes) {
+  for (auto& bucket : buckets_) {
+    if (!bucket->wire.defined() || bucket->wire.is_cpu()) continue;
+    for (const std::size_t i : bucket->members) {
+      at::Tensor& grad = parameters_[i].tensor.mutable_grad();
+      if (grad.defined() && grad.has_storage() && grad.is_alias_of(bucket->wire))
+        grad = grad.clone();
+      parameters_[i].slot = at::Tensor();
+    }
+    bucket->wire = bucket->flat = at::Tensor();
+  }
   std::vector<Move> moves;
   bool again = block_.bytes() > 0 && block_.bytes() == homes.back();
   for (std::size_t i = 0; i < layouts.size() && again; ++i) {

@@ -1,7 +1,9 @@
 // What a rank does with the elements it owns: bring their gradients here, sum, update, hand out.
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 
 #include "lockstep/core/error.h"
@@ -25,14 +27,29 @@ void by_type(c10::ScalarType dtype, const Body& body) {
   body(double{});
 }
 
-// Pointers of one type to every rank's gradient.
+// Pointers of one type to every rank's gradient, and to what follows its first elements.
 template <typename T>
 struct Sources {
   explicit Sources(const std::vector<at::Tensor>& tensors) {
     for (const auto& tensor : tensors) pointers.push_back(tensor.template const_data_ptr<T>());
   }
+  Sources after(std::int64_t elements) const {
+    Sources rest = *this;
+    for (const T*& pointer : rest.pointers) pointer += elements;
+    return rest;
+  }
   std::vector<const T*> pointers;
 };
+
+// A piece begins at a block's start; threads share it out in whole blocks. body(first element,
+// count)
+template <typename Body>
+void by_blocks(std::int64_t count, const Body& body) {
+  optim::detail::share_out(kernels::norm_blocks(count), kBlock,
+                           [&](std::int64_t begin, std::int64_t end) {
+                             body(begin * kBlock, std::min(end * kBlock, count) - begin * kBlock);
+                           });
+}
 
 // How the gradients of all ranks become one.
 struct Combination {
@@ -96,16 +113,19 @@ void update_with_kernel(const OptimizerRule& rule, const Combination& how, const
                         const std::array<at::Tensor, 2>& state, const kernels::Slice& slice,
                         double steps) {
   const Sources<T> sources(how.sources);
-  const auto gradient = gradient_of(sources, how);
   const auto pointer = [](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
   };
   const optim::detail::Memory<T> memory{pointer(param), pointer(state[0]), pointer(state[1])};
-  std::visit(
-      [&](const auto& options) {
-        optim::detail::step_slice<T>(options, gradient, memory, slice, steps);
-      },
-      rule);
+  by_blocks(slice.count, [&](std::int64_t begin, std::int64_t count) {
+    const Sources<T> rest = sources.after(begin);
+    std::visit(
+        [&](const auto& options) {
+          optim::detail::step_slice<T>(options, gradient_of(rest, how), memory.after(begin),
+                                       {slice.tensor_size, slice.begin + begin, count}, steps);
+        },
+        rule);
+  });
 }
 
 // Square sums of blocks on any device, as the kernels define them up to rounding.
@@ -184,7 +204,7 @@ bool ShardedImpl::sums_twice(const Domain& domain) const {
 ShardedImpl::Norm ShardedImpl::reduce_owned() {
   at::Tensor sums = at::zeros({blocks_ + 1}, at::kDouble);
   auto* sum = sums.mutable_data_ptr<double>();
-  bool finite = true;
+  std::atomic<bool> finite{true};
   for (auto& domain : domains_) {
     const bool norm_alone = sums_twice(domain);
     for (auto& owned : domain.owned) {
@@ -202,12 +222,17 @@ ShardedImpl::Norm ShardedImpl::reduce_owned() {
         by_type(domain.dtype, [&]<typename T>(T) {
           const Sources<T> sources(how.sources);
           T* const out = norm_alone ? nullptr : owned.reduced.mutable_data_ptr<T>();
-          finite &=
-              kernels::reduce_with_norms(gradient_of(sources, how), out, owned.piece.count, blocks);
+          by_blocks(owned.piece.count, [&](std::int64_t begin, std::int64_t count) {
+            const Sources<T> rest = sources.after(begin);
+            const bool good = kernels::reduce_with_norms(gradient_of(rest, how),
+                                                         out == nullptr ? out : out + begin, count,
+                                                         blocks + begin / kBlock);
+            if (!good) finite = false;
+          });
         });
       } else {
         owned.reduced.copy_(combine(how));
-        finite &= at::isfinite(owned.reduced).all().item<bool>();
+        if (!at::isfinite(owned.reduced).all().item<bool>()) finite = false;
         const at::Tensor part = block_sums(owned.reduced);
         std::copy_n(part.const_data_ptr<double>(), part.numel(), blocks);
       }

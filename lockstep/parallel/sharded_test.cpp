@@ -620,6 +620,43 @@ TEST(ShardedStep, TwiceOnTheSameGradientsStepsTwice) {
   });
 }
 
+// Pieces that several threads share.
+TEST(ShardedStep, ThreadsChangeNoBit) {
+  const auto weights_after = [](int ranks, int threads, const ShardedOptions& options) {
+    at::Tensor weights;
+    run_threads(ranks, [&](World& world) {
+      const int before = at::get_num_threads();
+      at::set_num_threads(threads);
+      Net net = make_net();
+      {
+        const torch::NoGradGuard no_grad;
+        net->spare = net->replace_module("spare", torch::nn::Linear(700, 301));
+        net->spare->weight.copy_(at::linspace(-1, 1, 700 * 301).view({301, 700}));
+        net->spare->bias.zero_();
+      }
+      DistributedDataParallel model{net, world};
+      ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.01}, options};
+      for (int step = 0; step < 3; ++step) {
+        const at::Tensor x = at::linspace(step, world.rank() + 1, 2 * 700).view({2, 700});
+        net->spare(x).square().mean().backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      if (world.is_leader()) weights = net->spare->weight.detach().clone();
+      at::set_num_threads(before);
+      world.barrier();
+    });
+    return weights;
+  };
+  for (const int ranks : {1, 2, 3}) {
+    for (const ShardedOptions& options : {ShardedOptions{}, ShardedOptions{.max_grad_norm = 0.1}}) {
+      const at::Tensor one = weights_after(ranks, 1, options);
+      for (const int threads : {2, 3})
+        EXPECT_TENSOR_EQ(weights_after(ranks, threads, options), one);
+    }
+  }
+}
+
 // Every exchange is a point where all ranks wait for the slowest.
 TEST(ShardedStep, MeetsNoOftenerThanItMust) {
   const auto exchanges = [](const std::string& backend, const ShardedOptions& options,
