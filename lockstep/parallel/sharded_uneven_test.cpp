@@ -169,5 +169,37 @@ TEST(ShardedGraph, KeptAcrossAStepIsRefused) {
   });
 }
 
+struct DebugMode {
+  DebugMode() { ::setenv("LOCKSTEP_DEBUG", "1", 1); }
+  ~DebugMode() { ::unsetenv("LOCKSTEP_DEBUG"); }
+};
+
+// Past LibTorch no version tells of it; the owner of the elements does.
+TEST(ShardedDebug, AWriteThroughAPointerIsFoundByTheOwner) {
+  const DebugMode debug;
+  run_threads(3, [](World& world) {
+    Net net = make_net();
+    DistributedDataParallel model{net, world};
+    ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
+    const auto step = [&] {
+      optimizer.zero_grad();
+      model(batch_of(world.rank(), 0)).sum().backward();
+      return message_of<UsageError>([&] { optimizer.step(); });
+    };
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(step(), "(nothing thrown)");
+    world.barrier();
+    if (world.rank() == 1) net->a->weight.data_ptr<float>()[0] = 7;
+    world.barrier();
+    const std::string text = step();
+    const bool mine = text.find("of parameter 'a.weight' were written between steps") != text.npos;
+    EXPECT_EQ(world.sum(mine ? 1 : 0), 1) << text;
+    if (!mine) {
+      EXPECT_THAT(text, HasSubstr("refused this step"));
+    }
+    optimizer.accept_changes();
+    EXPECT_EQ(step(), "(nothing thrown)");
+  });
+}
+
 }  // namespace
 }  // namespace lockstep
