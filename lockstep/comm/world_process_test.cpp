@@ -343,8 +343,8 @@ TEST(ProcessWorld, ADisagreementIsToldAtOnceUnderALauncher) {
         world.barrier();
         const auto begin = Clock::now();
         std::vector<Work> works;
-        for (int i = 0; i < 6; ++i)
-          works.push_back(world.all_reduce(at::ones({i == 0 ? 10 + world.rank() : 10})));
+        for (int i = 0; i < 5; ++i) works.push_back(world.recv(at::ones({1}), 1 - world.rank()));
+        works.push_back(world.all_reduce(at::ones({10 + world.rank()})));
         int told = 0;
         for (Work& work : works) {
           try {
@@ -355,6 +355,7 @@ TEST(ProcessWorld, ADisagreementIsToldAtOnceUnderALauncher) {
         }
         const auto elapsed = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
         std::printf("%d told, %s\n", told, elapsed < seconds(6) ? "soon" : "late");
+        std::fflush(stdout);
       },
       options);
   for (const auto& rank : ranks) EXPECT_THAT(rank.output, HasSubstr("6 told, soon"));
