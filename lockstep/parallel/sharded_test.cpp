@@ -4,16 +4,14 @@
 #include <torch/torch.h>
 
 #include <cmath>
-#include <mutex>
 #include <numeric>
 
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/norm.h"
+#include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/parallel/sharded_layout.h"
-#include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/testing/matchers.h"
-#include "lockstep/testing/worlds.h"
 
 namespace lockstep {
 namespace {
@@ -23,14 +21,7 @@ using parallel::kBlock;
 using parallel::Piece;
 using ::testing::HasSubstr;
 using testing::message_of;
-using testing::ThreadOptions;
-
-void run_threads(int size, const std::function<void(World&)>& body,
-                 const std::string& backend = "shm") {
-  ThreadOptions options;
-  options.world.backend = backend;
-  testing::run_threads(size, body, options);
-}
+using namespace sharded_for_test;
 
 // ---------------------------------------------------------------- layout
 
@@ -84,44 +75,6 @@ TEST(ShardedLayout, HomesDoNotOverlap) {
 
 // ---------------------------------------------------------------- against the replicated step
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() : a(40, 130), b(130, 70), spare(3, 3) {
-    register_module("a", a);
-    register_module("b", b);
-    register_module("spare", spare);
-  }
-  at::Tensor forward(const at::Tensor& x, bool with_spare = false) {
-    at::Tensor y = b(torch::tanh(a(x)));
-    if (with_spare) y = y + spare(x.narrow(1, 0, 3)).sum();
-    return y;
-  }
-  torch::nn::Linear a, b, spare;
-};
-TORCH_MODULE(Net);
-
-// torch's module construction draws from one global generator: build nets one at a time.
-Net make_net() {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
-  torch::manual_seed(3);
-  return Net();
-}
-
-at::Tensor batch_of(int rank, int step) {
-  auto generator =
-      at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(500 + 31 * rank + step));
-  return at::randn({6, 40}, generator);
-}
-
-struct Case {
-  std::string name;
-  OptimizerRule rule;
-  double clip = 0;
-  int accumulate = 1;
-  double loss_scale = 1;
-  at::ScalarType dtype = at::kFloat;
-};
-
 std::vector<Case> cases() {
   return {{"adamw", optim::AdamWOptions{.lr = 0.01, .weight_decay = 0.1}},
           {"adamw_clipped", optim::AdamWOptions{.lr = 0.01}, 0.05},
@@ -136,9 +89,10 @@ std::vector<Case> cases() {
 
 // Doubles have kernels of their own; half types go through ATen, piece by piece.
 std::vector<Case> cases_of(at::ScalarType dtype) {
+  constexpr double kEps = 1e-3;  // half types have no 1e-8
   std::vector<Case> all{
-      {"adamw", optim::AdamWOptions{.lr = 0.01, .weight_decay = 0.1}, 0.05, 2, 64},
-      {"adam", optim::AdamOptions{.lr = 0.01, .weight_decay = 0.1}},
+      {"adamw", optim::AdamWOptions{.lr = 0.01, .eps = kEps, .weight_decay = 0.1}, 0.05, 2, 64},
+      {"adam", optim::AdamOptions{.lr = 0.01, .eps = kEps, .weight_decay = 0.1}},
       {"sgd", optim::SGDOptions{.lr = 0.1}, 0, 2},
       {"sgd_nesterov",
        optim::SGDOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = true},
@@ -208,7 +162,7 @@ class Replicated {
     if (what_.clip > 0) {
       const double coefficient = what_.clip / (norm_of(parameters_) + 1e-6);
       for (auto& p : parameters_)
-        if (p.grad().defined() && coefficient < 1) p.grad().mul_(static_cast<float>(coefficient));
+        if (p.grad().defined() && coefficient < 1) p.grad().mul_(coefficient);
     }
     for (auto& optimizer : optimizers_) optimizer->step();
   }
@@ -260,24 +214,8 @@ void expect_equal_to_replicated(World& world, const Case& what) {
   model.verify_replicas();
 }
 
-struct Place {
-  std::string backend;
-  int size;
-};
-class Sharded : public ::testing::TestWithParam<Place> {
- protected:
-  void run(const std::function<void(World&)>& body) {
-    run_threads(GetParam().size, body, GetParam().backend);
-  }
-};
-std::string show(const ::testing::TestParamInfo<Place>& info) {
-  return info.param.backend + std::to_string(info.param.size);
-}
-INSTANTIATE_TEST_SUITE_P(Worlds, Sharded,
-                         ::testing::Values(Place{"shm", 1}, Place{"shm", 2}, Place{"shm", 3},
-                                           Place{"shm", 4}, Place{"shm", 7}, Place{"gloo", 2},
-                                           Place{"gloo", 3}, Place{"gloo", 4}),
-                         show);
+class Sharded : public OverWorlds {};
+INSTANTIATE_TEST_SUITE_P(Worlds, Sharded, all_worlds(), show);
 
 TEST_P(Sharded, IsTheReplicatedStepBitForBit) {
   run([](World& world) {
@@ -831,155 +769,6 @@ TEST(ShardedDebug, AWriteThroughAPointerIsFoundByTheOwner) {
     }
     optimizer.accept_changes();
     EXPECT_EQ(step(), "(nothing thrown)");
-  });
-}
-
-// ---------------------------------------------------------------- uneven inputs
-
-// Trains `batches` steps with a rate that falls, and returns the model's parameters.
-std::vector<at::Tensor> train_unevenly(World& world, bool sharded, const Case& what,
-                                       const JoinOptions& join) {
-  Net net = make_net();
-  DistributedDataParallel model{net, world, {.find_unused_parameters = !sharded}};
-  std::optional<ShardedOptimizer> ours;
-  std::optional<optim::AdamW> theirs;
-  if (sharded) {
-    ours.emplace(model, what.rule, ShardedOptions{.max_grad_norm = what.clip});
-  } else {
-    theirs.emplace(net->parameters(), std::get<optim::AdamWOptions>(what.rule));
-  }
-  model.join(
-      [&] {
-        for (int step = 0; step < 1 + 2 * ((world.rank() + 1) % world.size()); ++step) {
-          const double lr = 0.01 / (1 + step);
-          model(batch_of(world.rank(), step)).square().mean().backward();
-          if (ours) {
-            ours->set_lr(lr);
-            ours->step();
-            ours->zero_grad();
-          } else {
-            theirs->options().lr = lr;
-            theirs->step();
-            theirs->zero_grad();
-          }
-        }
-      },
-      join);
-  model.verify_replicas();
-  std::vector<at::Tensor> result;
-  for (const auto& p : net->parameters()) result.push_back(p.detach().clone());
-  world.barrier();
-  return result;
-}
-
-TEST_P(Sharded, ARankThatHasRunOutKeepsSteppingItsShare) {
-  if (GetParam().backend == "gloo" && GetParam().size > 2)
-    GTEST_SKIP() << "the replicated step's all-reduce adds in gloo's own order";
-  run([](World& world) {
-    const Case what{"adamw", optim::AdamWOptions{.weight_decay = 0.1}};
-    for (const bool initial : {true, false}) {
-      const JoinOptions join{.divide_by_initial_world_size = initial};
-      const auto sharded = train_unevenly(world, true, what, join);
-      const auto replicated = train_unevenly(world, false, what, join);
-      for (std::size_t i = 0; i < sharded.size(); ++i) EXPECT_TENSOR_EQ(sharded[i], replicated[i]);
-    }
-    // Clipped, too: the norm needs everybody.
-    Case clipped = what;
-    clipped.clip = 0.01;
-    const auto small = train_unevenly(world, true, clipped, {});
-    const auto large = train_unevenly(world, true, what, {});
-    EXPECT_FALSE(at::equal(small[0], large[0]));
-  });
-}
-
-// A rank that runs out with a gradient it has not stepped (half a window) adds it to nobody's step.
-TEST(ShardedJoin, WhatIsLeftOverIsNotTheOthers) {
-  run_threads(3, [](World& world) {
-    std::vector<at::Tensor> ends;
-    for (const bool leftover : {false, true}) {
-      Net net = make_net();
-      DistributedDataParallel model{net, world};
-      ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
-      const auto backward = [&](int step) {
-        model(batch_of(world.rank(), step)).square().mean().backward();
-      };
-      for (int epoch = 0; epoch < 2; ++epoch) {
-        model.join([&] {
-          for (int step = 0; step < (world.rank() == 0 ? 1 : 4); ++step) {
-            backward(step);
-            optimizer.step();
-            optimizer.zero_grad();
-          }
-        });
-      }
-      model.join([&] {  // rank 0 has idled, and now leaves without a step at all
-        if (world.rank() == 0 && leftover) backward(0);
-        for (int step = 0; step < (world.rank() == 0 ? 0 : 3); ++step) {
-          backward(step);
-          optimizer.step();
-          optimizer.zero_grad();
-        }
-      });
-      ends.push_back(net->a->weight.detach().clone());
-      world.barrier();
-    }
-    EXPECT_TENSOR_EQ(ends[0], ends[1]);
-  });
-}
-
-TEST(ShardedJoin, EndsEarlyOnAllRanksWhenAsked) {
-  run_threads(2, [](World& world) {
-    EXPECT_THAT(message_of<UsageError>([&] {
-                  train_unevenly(world, true, {"adamw", optim::AdamWOptions{}},
-                                 {.throw_on_early_termination = true});
-                }),
-                HasSubstr("throw_on_early_termination is set"));
-  });
-}
-
-// ---------------------------------------------------------------- layouts of memory
-
-TEST_P(Sharded, StateHasTheParametersShapeAlsoInChannelsLast) {
-  run([](World& world) {
-    std::map<std::string, at::Tensor> states[2];
-    for (const bool last : {false, true}) {
-      torch::nn::Conv2d net = [&] {
-        static std::mutex mutex;
-        const std::lock_guard lock(mutex);
-        torch::manual_seed(1);
-        return torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 40, 5));
-      }();
-      if (last) net->weight.set_data(net->weight.contiguous(at::MemoryFormat::ChannelsLast));
-      DistributedDataParallel model{net, world};
-      ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.01}};
-      auto generator = at::make_generator<at::CPUGeneratorImpl>(7 + world.rank());
-      const at::Tensor x = at::randn({2, 3, 9, 9}, generator);
-      model(x).square().mean().backward();
-      optimizer.step();
-      auto state = optimizer.state_dict();
-      EXPECT_TRUE(state.at("weight.exp_avg").is_contiguous());
-      optimizer.load_state_dict(state);
-      for (const auto& [name, tensor] : optimizer.state_dict())
-        EXPECT_TENSOR_EQ(tensor, state.at(name));
-      states[last ? 1 : 0] = std::move(state);
-      world.barrier();
-    }
-    // Convolutions round differently in the two layouts.
-    for (const auto& [name, tensor] : states[0])
-      EXPECT_TENSOR_NEAR(tensor, states[1].at(name), 1e-5);
-  });
-}
-
-TEST(ShardedGraph, KeptAcrossAStepIsRefused) {
-  run_threads(2, [](World& world) {
-    Net net = make_net();
-    DistributedDataParallel model{net, world};
-    ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
-    model(batch_of(world.rank(), 0)).sum().backward();
-    const at::Tensor kept = model(batch_of(world.rank(), 1)).square().sum();
-    optimizer.step();
-    EXPECT_THAT(message_of<c10::Error>([&] { kept.backward(); }),
-                HasSubstr("modified by an inplace operation"));
   });
 }
 

@@ -1,0 +1,83 @@
+// What the tests of ShardedOptimizer share: a small model, its batches, and the worlds they run in.
+//
+//   class Sharded : public OverWorlds {};
+//   INSTANTIATE_TEST_SUITE_P(Worlds, Sharded, all_worlds(), show);
+//   TEST_P(Sharded, Steps) { run([](World& world) { ... }); }
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <mutex>
+#include <string>
+
+#include "lockstep/parallel/sharded_optimizer.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep::sharded_for_test {
+
+inline void run_threads(int size, const std::function<void(World&)>& body,
+                        const std::string& backend = "shm") {
+  testing::ThreadOptions options;
+  options.world.backend = backend;
+  testing::run_threads(size, body, options);
+}
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() : a(40, 130), b(130, 70), spare(3, 3) {
+    register_module("a", a);
+    register_module("b", b);
+    register_module("spare", spare);
+  }
+  at::Tensor forward(const at::Tensor& x, bool with_spare = false) {
+    at::Tensor y = b(torch::tanh(a(x)));
+    if (with_spare) y = y + spare(x.narrow(1, 0, 3)).sum();
+    return y;
+  }
+  torch::nn::Linear a, b, spare;
+};
+TORCH_MODULE(Net);
+
+// torch's module construction draws from one global generator: build nets one at a time.
+inline Net make_net() {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  torch::manual_seed(3);
+  return Net();
+}
+
+inline at::Tensor batch_of(int rank, int step) {
+  auto generator =
+      at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(500 + 31 * rank + step));
+  return at::randn({6, 40}, generator);
+}
+
+struct Case {
+  std::string name;
+  OptimizerRule rule;
+  double clip = 0;
+  int accumulate = 1;
+  double loss_scale = 1;
+  at::ScalarType dtype = at::kFloat;
+};
+
+struct Place {
+  std::string backend;
+  int size;
+};
+class OverWorlds : public ::testing::TestWithParam<Place> {
+ protected:
+  void run(const std::function<void(World&)>& body) {
+    run_threads(GetParam().size, body, GetParam().backend);
+  }
+};
+inline std::string show(const ::testing::TestParamInfo<Place>& info) {
+  return info.param.backend + std::to_string(info.param.size);
+}
+inline auto all_worlds() {
+  return ::testing::Values(Place{"shm", 1}, Place{"shm", 2}, Place{"shm", 3}, Place{"shm", 4},
+                           Place{"shm", 7}, Place{"gloo", 2}, Place{"gloo", 3}, Place{"gloo", 4});
+}
+
+}  // namespace lockstep::sharded_for_test
