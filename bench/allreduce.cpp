@@ -67,6 +67,7 @@ struct Settings {
   std::string backends = "shm,gloo";
   std::string sizes = "4K,64K,1M,25M,100M";
   std::string csv, json, svg;
+  std::string corrupt;  // the contender that is to get a wrong sum
 };
 
 void read_ours(const std::string& path, Samples& samples) {
@@ -148,9 +149,10 @@ Samples collect(const Settings& settings) {
     for (const Job& job : jobs) {
       run_command(fmt::format(
           "LOCKSTEP_DEVICE=cpu '{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' "
-          "'{}' '{}' {}",
+          "'{}' '{}' {} '{}'",
           program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-torch"),
-          job.backends, job.sizes, scratch.file("ours"), job.budget_s));
+          job.backends, job.sizes, scratch.file("ours"), job.budget_s,
+          settings.corrupt.empty() ? "-" : settings.corrupt));
       read_ours(scratch.file("ours"), samples);
     }
     if (mpi.empty()) continue;
@@ -319,6 +321,8 @@ int allreduce_main(int argc, char** argv) {
   app.add_option("--csv", settings.csv, "also write the table to this file");
   app.add_option("--json", settings.json, "also write the figures to this file");
   app.add_option("--svg", settings.svg, "also draw time and bandwidth over size");
+  app.add_option("--corrupt", settings.corrupt,
+                 "give a contender ('gloo', 'shm private', ...) a wrong sum, to see it refused");
   if (const auto code = parse_words(app, argc, argv)) return *code;
   parse_sizes(settings.sizes);
   const auto wanted = goals_of(require);

@@ -23,6 +23,7 @@ using Clock = std::chrono::steady_clock;
 struct Contender {
   std::string name;
   World world;
+  bool wrong = false;  // on purpose
   at::Tensor tensor = {};
 };
 
@@ -100,6 +101,7 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
                            ? contender.world.symmetric_empty({bytes / 4})
                            : at::empty({bytes / 4});
     measure(contender, own, bytes);
+    if (contender.wrong) contender.tensor[-1].add_(1);
     verify(contender);
   }
   // Small operations are timed in runs of the same contender, as those of a peer in a job of its
@@ -147,9 +149,9 @@ std::vector<std::string> words(const std::string& text) {
 
 }  // namespace
 
-// _allreduce-rank BACKENDS SIZES OUTPUT SECONDS
+// _allreduce-rank BACKENDS SIZES OUTPUT SECONDS CORRUPT
 int allreduce_rank_main(int argc, char** argv) {
-  LOCKSTEP_ASSERT(argc == 5);
+  LOCKSTEP_ASSERT(argc == 6);
   const auto backends = words(argv[1]);
   const auto sizes = parse_sizes(argv[2]);
   const std::string output = argv[3];
@@ -157,6 +159,7 @@ int allreduce_rank_main(int argc, char** argv) {
   const auto body = [&](World& own) {
     Samples samples;
     auto contenders = contenders_of(backends, own);
+    for (auto& contender : contenders) contender.wrong = contender.name == argv[5];
     for (const std::int64_t bytes : sizes) measure_size(contenders, own, bytes, budget_s, samples);
     if (!own.is_leader()) return;
     std::string text;

@@ -79,6 +79,14 @@ class AllReduce(Case):
         for words in (*contenders, "microseconds", "GB/s"):
             self.assertIn(words, texts)
 
+    def test_refuses_a_wrong_contender(self):
+        for contender in "gloo", "shm private", "shm symmetric":
+            with self.subTest(contender):
+                result = bench(*ALLREDUCE, "--corrupt", contender)
+                self.assertNotEqual(result.returncode, 0)
+                self.assertIn(f"{contender}: element 1023 of 1024 is ", result.stderr)
+                self.assertNotIn("repetitions", result.stderr)
+
     def test_three_ranks_of_one_backend(self):
         _, rows, document = self.passes("allreduce", "--ranks", "3", "--backends", "shm", "--sizes",
                                         "1000", "--rounds", "2", "--budget-s", "1")
