@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "lockstep/comm/world_impl.h"
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/norm.h"
 #include "lockstep/parallel/sharded_for_test.h"
@@ -269,6 +270,8 @@ TEST_P(Sharded, TypesMayBeMixed) {
 
 // Other backends than shm have no greatest number of ranks.
 TEST(ShardedStep, WithManyRanks) {
+  if (!env::get_bool("LOCKSTEP_SOAK").value_or(false))
+    GTEST_SKIP() << "20 s to connect every pair: run with ./dev test --soak";
   constexpr int kRanks = 65;
   rlimit files{};  // every pair of them has a connection, and all live in this process
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &files), 0);
