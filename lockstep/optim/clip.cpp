@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "lockstep/core/error.h"
+#include "lockstep/kernels/norm.h"
 #include "lockstep/optim/deferred_gradients.h"
 #include "lockstep/optim/to_device.h"
 
@@ -17,9 +18,10 @@ namespace {
 // the first of each appears: the norm is a sum, and its bits depend on the order.
 using Groups = std::vector<std::vector<at::Tensor>>;
 
-Groups gradients_of(const std::vector<at::Tensor>& params, const char* who) {
+// Those of `params`, in their order.
+std::vector<at::Tensor> list_of(const std::vector<at::Tensor>& params, const char* who) {
   refuse_if_deferred(params, who);
-  Groups groups;
+  std::vector<at::Tensor> gradients;
   std::unordered_set<at::TensorImpl*> seen;
   for (const auto& param : params) {
     if (!param.defined() || !seen.insert(param.unsafeGetTensorImpl()).second) continue;
@@ -29,6 +31,14 @@ Groups gradients_of(const std::vector<at::Tensor>& params, const char* who) {
       throw UsageError(who,
                        "a gradient is sparse. Clipping takes dense ones. Make its Embedding with "
                        "sparse(false), or leave its parameter out.");
+    gradients.push_back(grad);
+  }
+  return gradients;
+}
+
+Groups groups_of(const std::vector<at::Tensor>& gradients) {
+  Groups groups;
+  for (const auto& grad : gradients) {
     auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& g) {
       return g[0].device() == grad.device() && g[0].scalar_type() == grad.scalar_type();
     });
@@ -36,6 +46,47 @@ Groups gradients_of(const std::vector<at::Tensor>& params, const char* who) {
     group->push_back(grad);
   }
   return groups;
+}
+
+void check_norm(const at::Tensor& total, const ClipOptions& options, const char* who) {
+  if (!options.error_if_nonfinite || std::isfinite(total.item<double>())) return;
+  throw UsageError(who,
+                   "the norm of order {} over all gradients is {}, so they cannot be clipped. "
+                   "The loss has probably diverged, or fp16 gradients were not unscaled. Set "
+                   "error_if_nonfinite = false to scale them all the same.",
+                   options.norm_type, total.item<double>());
+}
+
+// A gradient's memory, flat: it need not lie row by row (channels_last).
+template <typename T>
+void add_blocks_of(const at::Tensor& grad, double* sums) {
+  const at::Tensor flat = grad.is_non_overlapping_and_dense() ? grad : grad.contiguous();
+  kernels::block_norms(flat.const_data_ptr<T>(), flat.numel(), sums);
+}
+
+at::Tensor norm_by_blocks(const std::vector<at::Tensor>& gradients, const ClipOptions& options,
+                          const char* who) {
+  if (options.norm_type != 2)
+    throw UsageError(who, "by_blocks knows the norm of order 2, and norm_type is {}.",
+                     options.norm_type);
+  std::vector<double> sums;
+  for (const auto& grad : gradients) {
+    const bool wide = grad.scalar_type() == at::kDouble;
+    if (!grad.is_cpu() || !(wide || grad.scalar_type() == at::kFloat))
+      throw UsageError(who,
+                       "by_blocks takes float and double gradients on the CPU, and one is {} on "
+                       "{}. Leave the option out.",
+                       c10::toString(grad.scalar_type()), grad.device().str());
+    const std::size_t first = sums.size();
+    sums.resize(first + static_cast<std::size_t>(kernels::norm_blocks(grad.numel())));
+    wide ? add_blocks_of<double>(grad, sums.data() + first)
+         : add_blocks_of<float>(grad, sums.data() + first);
+  }
+  const auto blocks = static_cast<std::int64_t>(sums.size());
+  const at::Tensor total =
+      at::scalar_tensor(std::sqrt(kernels::add_blocks(sums.data(), blocks)), at::kDouble);
+  check_norm(total, options, who);
+  return total;
 }
 
 at::Tensor norm_of(const Groups& groups, const ClipOptions& options, const char* who) {
@@ -53,12 +104,7 @@ at::Tensor norm_of(const Groups& groups, const ClipOptions& options, const char*
   for (const auto& norm : norms) widest = c10::promoteTypes(widest, norm.scalar_type());
   for (auto& norm : norms) norm = norm.to(widest);
   at::Tensor total = at::linalg_vector_norm(at::stack(norms), options.norm_type);
-  if (options.error_if_nonfinite && !std::isfinite(total.item<double>()))
-    throw UsageError(who,
-                     "the norm of order {} over all gradients is {}, so they cannot be clipped. "
-                     "The loss has probably diverged, or fp16 gradients were not unscaled. Set "
-                     "error_if_nonfinite = false to scale them all the same.",
-                     options.norm_type, total.item<double>());
+  check_norm(total, options, who);
   return total;
 }
 
@@ -66,7 +112,9 @@ at::Tensor norm_of(const Groups& groups, const ClipOptions& options, const char*
 
 at::Tensor grad_norm(const std::vector<at::Tensor>& params, const ClipOptions& options) {
   const torch::NoGradGuard no_grad;
-  return norm_of(gradients_of(params, "grad_norm"), options, "grad_norm");
+  const auto gradients = list_of(params, "grad_norm");
+  if (options.by_blocks) return norm_by_blocks(gradients, options, "grad_norm");
+  return norm_of(groups_of(gradients), options, "grad_norm");
 }
 
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_norm,
@@ -76,7 +124,15 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_nor
     throw UsageError(kWho, "max_norm = {} is no bound. Use a number that is not negative.",
                      max_norm);
   const torch::NoGradGuard no_grad;
-  const Groups groups = gradients_of(params, kWho);
+  const auto gradients = list_of(params, kWho);
+  if (options.by_blocks) {
+    const at::Tensor norm = norm_by_blocks(gradients, options, kWho);
+    const double factor = max_norm / (norm.item<double>() + 1e-6);
+    if (factor >= 1) return norm;  // a norm that is not a number makes gradients that are none
+    for (const at::Tensor& grad : gradients) grad.mul_(factor);
+    return norm;
+  }
+  const Groups groups = groups_of(gradients);
   const at::Tensor total = norm_of(groups, options, kWho);
   if (groups.empty()) return total;
   // Multiplied also where it is 1: asking whether it is would wait for the device.
@@ -92,7 +148,7 @@ void clip_grad_value_(const std::vector<at::Tensor>& params, double clip_value) 
     throw UsageError(kWho, "clip_value = {} is no bound. Use a number that is not negative.",
                      clip_value);
   const torch::NoGradGuard no_grad;
-  for (const auto& group : gradients_of(params, kWho)) {
+  for (const auto& group : groups_of(list_of(params, kWho))) {
     at::_foreach_clamp_min_(group, -clip_value);
     at::_foreach_clamp_max_(group, clip_value);
   }

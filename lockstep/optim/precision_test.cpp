@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 
+#include "lockstep/kernels/norm.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/autocast.h"
@@ -179,6 +180,38 @@ TEST(Clip, BoundsTheNormOverAllGradients) {
   set_grad(wide, 3);
   set_grad(a, 4);
   EXPECT_NEAR(clip_grad_norm_({a, wide}, 1.0).item<double>(), std::sqrt(50.0), 1e-6);
+}
+
+// The definition: square sums of 4096 elements each, in double, one after the other.
+TEST(Clip, ByBlocksIsTheNormOfShardedOptimizer) {
+  torch::manual_seed(4);
+  auto a = leaf(at::zeros({3, 5000})), b = leaf(at::zeros({7}, at::kDouble));
+  a.mutable_grad() = at::randn({3, 5000});
+  b.mutable_grad() = at::randn({7}, at::kDouble);
+  std::vector<double> sums(5);
+  kernels::block_norms(a.grad().const_data_ptr<float>(), a.numel(), sums.data());
+  kernels::block_norms(b.grad().const_data_ptr<double>(), b.numel(), sums.data() + 4);
+  const double want = std::sqrt(kernels::add_blocks(sums.data(), 5));
+  const at::Tensor ga = a.grad().clone(), gb = b.grad().clone();
+  EXPECT_EQ(grad_norm({a, b}, {.by_blocks = true}).item<double>(), want);
+  EXPECT_EQ(clip_grad_norm_({a, b, a}, want + 1, {.by_blocks = true}).item<double>(), want);
+  EXPECT_TENSOR_EQ(a.grad(), ga);
+  clip_grad_norm_({a, b}, 1.0, {.by_blocks = true});
+  EXPECT_TENSOR_EQ(a.grad(), ga * (1.0 / (want + 1e-6)));
+  EXPECT_TENSOR_EQ(b.grad(), gb * (1.0 / (want + 1e-6)));
+  EXPECT_EQ(clip_grad_norm_({leaf(at::zeros({9}))}, 1.0, {.by_blocks = true}).item<double>(), 0);
+
+  EXPECT_THAT(message_of<UsageError>([&] { grad_norm({a}, {.norm_type = 1, .by_blocks = true}); }),
+              HasSubstr("by_blocks knows the norm of order 2, and norm_type is 1"));
+  auto half = leaf(at::zeros({2}, at::kHalf));
+  set_grad(half, 1);
+  EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({half}, 1, {.by_blocks = true}); }),
+              HasSubstr("by_blocks takes float and double gradients on the CPU, and one is Half"));
+  set_grad(a, std::nan(""));
+  EXPECT_THAT(message_of<UsageError>([&] {
+                clip_grad_norm_({a}, 1, {.error_if_nonfinite = true, .by_blocks = true});
+              }),
+              HasSubstr("over all gradients is nan"));
 }
 
 TEST(Clip, RefusesWhatItCannotClip) {
