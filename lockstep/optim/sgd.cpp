@@ -19,11 +19,11 @@ constexpr std::string_view kName = SGDOptions::kName;
 using SgdGroup = GroupOptions<SGDOptions>;
 
 // What one call of ATen's kernel takes; it cannot mix first steps with later ones.
-struct AtenCall {
+struct SgdCall {
   std::vector<at::Tensor> params, grads, momenta;
 };
 
-void step_with_aten(const AtenCall& call, const at::Tensor& left_out, const SGDOptions& options,
+void step_with_aten(const SgdCall& call, const at::Tensor& left_out, const SGDOptions& options,
                     bool is_first_step) {
   if (call.params.empty()) return;
   const std::optional<at::Tensor> found_inf =
@@ -57,7 +57,7 @@ void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {
       batch.found_inf.item<float>() != 0)
     return;
   std::vector<detail::CpuItem> here;
-  AtenCall first, later;
+  SgdCall first, later;
   for (std::size_t i = 0; i < batch.params.size(); ++i) {
     const auto& param = batch.params[i];
     const auto& grad = batch.grads[i];
@@ -77,7 +77,7 @@ void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {
       here.push_back({param, grad, momentum, {}, is_first ? 1.0 : 2.0});
       continue;
     }
-    AtenCall& call = is_first ? first : later;
+    SgdCall& call = is_first ? first : later;
     call.params.push_back(param);
     call.grads.push_back(grad);
     if (keeps_momentum) call.momenta.push_back(momentum);
