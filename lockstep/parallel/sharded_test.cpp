@@ -18,6 +18,7 @@
 namespace lockstep {
 namespace {
 
+using parallel::kBlock;
 using ::testing::HasSubstr;
 using testing::message_of;
 using namespace sharded_for_test;
