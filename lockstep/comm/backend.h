@@ -60,7 +60,8 @@ class Backend {
   }
 
   // Breaks what is under way as far as it can, so that peers notice too; never blocks for long.
-  virtual void abort() noexcept = 0;
+  // `culprit`: the rank it is laid to, or -1.
+  virtual void abort(int culprit) noexcept = 0;
 };
 
 }  // namespace lockstep::detail

@@ -74,8 +74,9 @@ void WorldImpl::open(c10::intrusive_ptr<c10d::Store> meeting_store,
   accelerator = std::move(device_backend);
   if (host) backend_name = (accelerator ? accelerator : host)->name();
   fate->set_hook([this] {
-    if (accelerator) accelerator->abort();
-    if (host) host->abort();
+    const int culprit = fate->blame().rank;
+    if (accelerator) accelerator->abort(culprit);
+    if (host) host->abort(culprit);
     const std::lock_guard lock(children_mutex_);
     for (auto& weak : children_) {
       if (auto child = weak.lock()) child->fail(fate->cause());

@@ -113,7 +113,7 @@ class DelayBackend : public Backend {
   void point_to_point(const State& state, std::vector<P2p> messages) override {
     inner_->point_to_point(state, std::move(messages));
   }
-  void abort() noexcept override { inner_->abort(); }
+  void abort(int culprit) noexcept override { inner_->abort(culprit); }
 
  private:
   // The inner operations report here; the world's own fate hears of failures through the outer

@@ -70,7 +70,9 @@ class Events(TrainCase):
         time.sleep(1.1)
         self.train(0, output, *FLAGS, "--max_steps", 6)
         self.check(output, 6)
-        self.assertEqual(len(list((output / "runs").iterdir())), 3)
+        # What the run before had written went aside with its checkpoints.
+        self.assertEqual(len(list((output / "runs").iterdir())), 1)
+        self.assertEqual(len(list((output / "earlier-1" / "runs").iterdir())), 2)
 
 
 if __name__ == "__main__":

@@ -138,8 +138,8 @@ class Resume(TrainCase):
                          (second / "checkpoint-1" / weights).read_bytes())
         self.config.write_text(config.replace("n_embd: 16", "n_embd: 32"))
         refused = self.train(0, second, "--max_steps", 1, code=2)
-        self.assertRegex(refused.stderr, r"\[train\] model\.weights: '\S+' is \[257, 16\] in \S+ "
-                                         r"and \[257, 32\] in this model")
+        self.assertRegex(refused.stderr,
+                         r"\[checkpoint\] \S+: '\S+' is \[257, 16\] and the model's is \[257, 32\]")
 
     def test_a_new_run_puts_an_earlier_one_aside(self):
         output, aside = self.place / "out", self.place / "out" / "earlier-1"

@@ -197,7 +197,7 @@ class GlooBackend : public Backend {
     waiters_.emplace_back(std::move(works), state, timeout_);
   }
 
-  void abort() noexcept override {
+  void abort(int) noexcept override {
     {
       const std::lock_guard lock(waiters_mutex_);
       for (auto& waiter : waiters_) waiter.abort();

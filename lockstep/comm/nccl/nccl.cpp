@@ -209,7 +209,7 @@ class NcclBackend : public Backend {
   // left.
   ~NcclBackend() override {
     watcher_.reset();
-    abort();
+    abort(-1);
     const auto deadline = Deadline::after(kCloseTimeout);
     while (!*closed_ && !deadline.expired())
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -293,7 +293,7 @@ class NcclBackend : public Backend {
   }
 
   // Takes milliseconds as a rule, but may get stuck in the driver: never on the caller's thread.
-  void abort() noexcept override {
+  void abort(int) noexcept override {
     if (aborting_.exchange(true)) return;
     std::thread([group = group_, closed = closed_]() mutable {
       try {

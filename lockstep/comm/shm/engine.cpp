@@ -241,9 +241,10 @@ bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
   return core_->blocks().find(data, bytes).block != nullptr;
 }
 
-void Engine::abort(const std::string& cause) noexcept {
+void Engine::abort(const std::string& cause, int culprit) noexcept {
   if (core_->inherited()) return;
   Failure failure;
+  failure.culprit = culprit;
   failure.text = cause;
   core_->break_with(std::move(failure));
   core_->settle();

@@ -137,7 +137,7 @@ class Engine {
   bool is_symmetric(const void* data, std::size_t bytes) const;
 
   // Breaks the engine on this rank and, as soon as they look, on its peers.
-  void abort(const std::string& cause) noexcept;
+  void abort(const std::string& cause, int culprit = -1) noexcept;
   // The first cause; empty while all is well.
   std::string failure() const;
 

@@ -232,7 +232,7 @@ class ShmBackend : public Backend {
   }
 
   // Pending operations were completed with the cause already; peers see it when they look.
-  void abort() noexcept override { engine_->abort("this rank gave up"); }
+  void abort(int culprit) noexcept override { engine_->abort("this rank gave up", culprit); }
 
  private:
   static StartOptions started(const State& state) { return {.deadline = state->deadline()}; }
