@@ -115,7 +115,8 @@ function(lockstep_test name)
 endfunction()
 
 # A test that is a script: lockstep_script_test(style_layers COMMAND python3 layers.py)
-# Tests run three at a time (most wait more than they compute); ALONE is for those that measure a speed.
+# Tests run three at a time, since most wait more than they compute; ALONE is for those that
+# measure a speed.
 function(lockstep_script_test name)
   cmake_parse_arguments(ARG "ALONE" "TIMEOUT" "COMMAND;LABELS" ${ARGN})
   add_test(NAME ${name} COMMAND ${ARG_COMMAND})
