@@ -6,21 +6,34 @@
 #include <cerrno>
 #include <climits>
 #include <cmath>
-#include <fstream>
-#include <sstream>
+#include <cstdlib>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 
 namespace lockstep {
 namespace {
 
 constexpr std::size_t kBitsPerWord = sizeof(unsigned long) * CHAR_BIT;
 
-std::string first_line(const std::string& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
+// Nothing here goes through a stream: in a process with two C++ libraries (an extension of Python's
+// that brings its own) they do not find their locale.
+std::string text_of(const std::string& path) {
+  try {
+    return read_file(path, 16u << 20);
+  } catch (const Error&) {
+    return "";
+  }
+}
+
+std::vector<std::string> split(const std::string& text, char at) {
+  std::vector<std::string> parts;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find(at, begin), text.size());
+    if (end > begin) parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
 }
 
 struct CgroupMount {
@@ -30,35 +43,28 @@ struct CgroupMount {
 };
 
 bool has_option(const std::string& options, const std::string& wanted) {
-  std::istringstream stream(options);
-  std::string option;
-  while (std::getline(stream, option, ',')) {
-    if (option == wanted) return true;
-  }
-  return false;
+  const auto parts = split(options, ',');
+  return std::find(parts.begin(), parts.end(), wanted) != parts.end();
 }
 
 // Lines of mountinfo: id parent major:minor ROOT POINT options [optional...] - TYPE source OPTIONS
 std::vector<CgroupMount> cgroup_mounts(const HostFiles& files) {
   std::vector<CgroupMount> mounts;
-  std::ifstream mountinfo(files.proc + "/self/mountinfo");
-  for (std::string line; std::getline(mountinfo, line);) {
+  for (const std::string& line : split(text_of(files.proc + "/self/mountinfo"), '\n')) {
     const auto dash = line.find(" - ");
     if (dash == std::string::npos) continue;
-    std::string id, parent, device, type, source, options;
-    CgroupMount mount;
-    std::istringstream(line.substr(0, dash)) >> id >> parent >> device >> mount.root >> mount.point;
-    std::istringstream(line.substr(dash + 3)) >> type >> source >> options;
-    mount.unified = type == "cgroup2";
-    if (mount.unified || (type == "cgroup" && has_option(options, "cpu"))) mounts.push_back(mount);
+    const auto before = split(line.substr(0, dash), ' '), after = split(line.substr(dash + 3), ' ');
+    if (before.size() < 5 || after.size() < 3) continue;
+    const bool unified = after[0] == "cgroup2";
+    if (unified || (after[0] == "cgroup" && has_option(after[2], "cpu")))
+      mounts.push_back({unified, before[3], before[4]});
   }
   return mounts;
 }
 
 // Lines of /proc/self/cgroup: "0::/path" for v2, "4:cpu,cpuacct:/path" for v1.
 std::optional<std::string> own_cgroup(const HostFiles& files, bool unified) {
-  std::ifstream cgroup(files.proc + "/self/cgroup");
-  for (std::string line; std::getline(cgroup, line);) {
+  for (const std::string& line : split(text_of(files.proc + "/self/cgroup"), '\n')) {
     const auto first = line.find(':');
     const auto second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
@@ -71,14 +77,13 @@ std::optional<std::string> own_cgroup(const HostFiles& files, bool unified) {
 
 // The quota written in one cgroup directory, in cores; nothing when it is unlimited.
 std::optional<double> quota_of(const std::string& directory, bool unified) {
-  double quota = -1;
-  double period = 0;
-  if (unified) {
-    std::istringstream(first_line(directory + "/cpu.max")) >> quota >> period;  // "max 100000"
-  } else {
-    std::istringstream(first_line(directory + "/cpu.cfs_quota_us")) >> quota;  // -1: none
-    std::istringstream(first_line(directory + "/cpu.cfs_period_us")) >> period;
-  }
+  // v2: "max 100000"; v1: -1 for none.
+  const std::string text = unified ? text_of(directory + "/cpu.max")
+                                   : text_of(directory + "/cpu.cfs_quota_us") + " " +
+                                         text_of(directory + "/cpu.cfs_period_us");
+  char* end = nullptr;
+  const double quota = std::strtod(text.c_str(), &end);
+  const double period = std::strtod(end, nullptr);
   if (quota <= 0 || period <= 0) return std::nullopt;
   return quota / period;
 }
