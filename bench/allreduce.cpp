@@ -252,11 +252,36 @@ Goal goal_of(const std::string& text) {
   return goal;
 }
 
-std::vector<Goal> goals_of(const std::string& text) {
-  std::vector<Goal> goals;
+std::vector<std::string> words_of(const std::string& text) {
+  std::vector<std::string> words;
   std::stringstream stream(text);
-  for (std::string word; std::getline(stream, word, ',');) goals.push_back(goal_of(word));
+  for (std::string word; std::getline(stream, word, ',');) words.push_back(word);
+  return words;
+}
+
+// Before anything is measured.
+std::vector<Goal> goals_of(const std::string& text, const Settings& settings) {
+  const auto backends = words_of(settings.backends);
+  const auto has = [&](const std::string& backend) {
+    return std::find(backends.begin(), backends.end(), backend) != backends.end();
+  };
+  const auto sizes = parse_sizes(settings.sizes);
+  std::vector<Goal> goals;
+  for (const std::string& word : words_of(text)) {
+    const Goal& goal = goals.emplace_back(goal_of(word));
+    const bool peer = goal.measure == "gloo" || goal.measure == "mpi";
+    if (!has("shm") || (peer && !has(goal.measure)) ||
+        std::find(sizes.begin(), sizes.end(), goal.bytes) == sizes.end())
+      throw UsageError("bench", "--require '{}' is not among --backends {} and --sizes {}.", word,
+                       settings.backends, settings.sizes);
+  }
   return goals;
+}
+
+void check_backends(const Settings& settings) {
+  for (const std::string& word : words_of(settings.backends))
+    if (word != "shm" && word != "gloo" && word != "mpi")
+      throw UsageError("bench", "--backends: '{}' is none of shm, gloo and mpi.", word);
 }
 
 int judge(const std::vector<Goal>& wanted, const Samples& samples) {
@@ -325,7 +350,8 @@ int allreduce_main(int argc, char** argv) {
                  "give a contender ('gloo', 'shm private', ...) a wrong sum, to see it refused");
   if (const auto code = parse_words(app, argc, argv)) return *code;
   parse_sizes(settings.sizes);
-  const auto wanted = goals_of(require);
+  check_backends(settings);
+  const auto wanted = goals_of(require, settings);
   const Samples samples = collect(settings);
   publish(table_of(samples, settings), settings.csv);
   if (!settings.json.empty()) write_file_atomically(settings.json, json_of(samples, settings));

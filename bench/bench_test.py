@@ -87,6 +87,17 @@ class AllReduce(Case):
                 self.assertIn(f"{contender}: element 1023 of 1024 is ", result.stderr)
                 self.assertNotIn("p50", result.stdout)
 
+    def test_refuses_words_before_it_measures(self):
+        for words, text in ((("--backends", "shm,foo"), "'foo' is none of shm, gloo and mpi"),
+                            (("--require", "private:4K:mpi:1"), "is not among --backends"),
+                            (("--require", "private:7K:us:1"), "is not among --backends"),
+                            (("--require", "other:4K:us:1"), "write private or symmetric")):
+            with self.subTest(words):
+                result = bench(*ALLREDUCE, *words)
+                self.assertEqual(result.returncode, 2, result.stderr)
+                self.assertIn(text, result.stderr)
+                self.assertNotIn("round", result.stderr)
+
     def test_three_ranks_of_one_backend(self):
         _, rows, document = self.passes("allreduce", "--ranks", "3", "--backends", "shm", "--sizes",
                                         "1000", "--rounds", "2", "--budget-s", "1")

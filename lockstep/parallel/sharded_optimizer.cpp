@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <set>
 #include <utility>
 
 #include "lockstep/core/env.h"
@@ -303,7 +304,8 @@ void ShardedImpl::check_parameters() const {
     if (member.tensor.const_data_ptr() != member.data)
       throw UsageError(kComponent,
                        "parameter '{}' was moved or replaced after the optimizer was made. Move "
-                       "the model first, then wrap it and make the optimizer.",
+                       "the model first, then wrap it and make the optimizer; after torch::load on "
+                       "every rank call accept_changes().",
                        member.name);
     if (shared_ && member.tensor._version() != member.version)
       throw UsageError(kComponent,
@@ -592,11 +594,21 @@ void ShardedImpl::load_state_dict(const std::map<std::string, at::Tensor>& state
                        name, fmt::join(found->second.sizes(), ", "), fmt::join(like.sizes(), ", "));
     return found->second;
   };
+  std::set<std::string> known;
   for (auto& member : members_) {
-    for (const auto& name : state_names(rules[member.group]))
+    for (const auto& name : state_names(rules[member.group])) {
+      known.insert(member.name + "." + name);
       find(member.name + "." + name, member.tensor);
+    }
+    known.insert(member.name + ".step");
     find(member.name + ".step", at::Tensor());
   }
+  for (const auto& [name, tensor] : state)
+    if (!known.contains(name))
+      throw UsageError(kComponent,
+                       "the state holds '{}', which the model does not have. It belongs to another "
+                       "model or another optimizer.",
+                       name);
   for (auto& member : members_)
     member.steps = find(member.name + ".step", at::Tensor()).item<double>();
   for (auto& domain : domains_) {
@@ -643,7 +655,11 @@ ShardedOptions& ShardedOptimizer::options() {
   return impl_->options;
 }
 OptimizerRule& ShardedOptimizer::rule(std::size_t group) {
-  return impl_->rules.at(group);
+  if (group >= impl_->rules.size())
+    throw UsageError(parallel::kComponent,
+                     "there is no group {}. Groups count from 0; there {} {}.", group,
+                     impl_->rules.size() == 1 ? "is" : "are", impl_->rules.size());
+  return impl_->rules[group];
 }
 std::size_t ShardedOptimizer::groups() const {
   return impl_->rules.size();

@@ -396,6 +396,12 @@ TEST(ShardedState, GoesToAnotherNumberOfRanks) {
       torn["a.weight.exp_avg"] = at::zeros({2});
       EXPECT_THAT(message_of<UsageError>([&] { optimizer.load_state_dict(torn); }),
                   HasSubstr("'a.weight.exp_avg' has shape [2]"));
+      torn = saved;
+      torn["a.weight.exp_average"] = at::zeros({2});
+      EXPECT_THAT(message_of<UsageError>([&] { optimizer.load_state_dict(torn); }),
+                  HasSubstr("the state holds 'a.weight.exp_average'"));
+      EXPECT_THAT(message_of<UsageError>([&] { optimizer.rule(7); }),
+                  HasSubstr("there is no group 7"));
     });
   }
 }

@@ -18,7 +18,7 @@ HAVE_TORCH = importlib.util.find_spec("torch") is not None
 
 # Whatever started the tests must not look like a launcher of the programs under test.
 LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|NODE_RANK|TORCHELASTIC_|PET_"
-                      r"|OMPI_|PMIX?_|MPI_|MV2_|SLURM_|KUBERNETES_|LOCKSTEP_)")
+                      r"|OMPI_|PMIX?_|MPI_|MV2_|SLURM_|KUBERNETES_|LOCKSTEP_(?!CACHE|TORCH))")
 
 
 def environment(**variables):
