@@ -93,7 +93,7 @@ class AllReduce(Case):
                             (("--require", "private:7K:us:1"), "is not among --backends"),
                             (("--require", "other:4K:us:1"), "write private or symmetric")):
             with self.subTest(words):
-                result = bench(*ALLREDUCE, *words)
+                result = bench("allreduce", *words)
                 self.assertEqual(result.returncode, 2, result.stderr)
                 self.assertIn(text, result.stderr)
                 self.assertNotIn("round", result.stderr)

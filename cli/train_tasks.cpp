@@ -200,6 +200,11 @@ Data instruction_data(MapReader& keys, const TrainingArguments& a) {
   const std::string eval_path = keys.text("eval_path", "");
   if (path.empty())
     throw UsageError("train", "data: instructions needs path, a .json or .jsonl file. Give it.");
+  for (const std::string& file : {path, eval_path})
+    if (!file.empty() && !fs::is_regular_file(file))
+      throw UsageError("train",
+                       "data: instructions: there is no file {}. Relative paths begin at {}.", file,
+                       fs::current_path().string());
   data::InstructionOptions options;
   options.max_length = a.max_seq_len.value_or(kDefaultLength);
   const std::string padding =

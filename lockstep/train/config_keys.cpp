@@ -329,8 +329,8 @@ constexpr OldKey kOldKeys[] = {
     {"evaluation_strategy", "eval_strategy", "its name is eval_strategy now"},
     {"no_cuda", "use_cpu", "its name is use_cpu now"},
     {"torch_compile", "compile_model",
-     "there is no Python compiler here; compile_model captures the step as one CUDA graph, and is "
-     "set by it"},
+     "there is no Python compiler here; it sets compile_model, which is to capture the step as one "
+     "CUDA graph and has no effect yet"},
     {"logging_dir", "", "it has no effect: event files are in output_dir/runs"},
     {"save_safetensors", "", "it has no effect: checkpoints are always safetensors"},
     {"local_rank", "", "it has no effect: the launcher says which rank this is"},

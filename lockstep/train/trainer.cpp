@@ -33,8 +33,8 @@ void check_evaluation(const TrainerTask& task, const TrainingArguments& argument
   if (task.eval_data || (!by_strategy && !arguments.eval_on_start)) return;
   throw UsageError("trainer",
                    "{} asks for evaluations, and the task has no eval_data. Set it (in a training "
-                   "file: data.eval_bytes, longer than max_seq_len, data.eval_samples, or token "
-                   "shards of the split val), or {}.",
+                   "file: data.eval_bytes, longer than max_seq_len, data.eval_samples, "
+                   "data.eval_path, or token shards of the split val), or {}.",
                    by_strategy ? "eval_strategy" : "eval_on_start",
                    by_strategy ? "eval_strategy: no" : "eval_on_start: false");
 }

@@ -97,6 +97,10 @@ class Tasks(TrainCase):
         self.config.write_text(re.sub(r"data: .*", "data: instructions", text))
         refused = self.train(0, self.place / "out", code=2)
         self.assertIn("data: instructions needs path", refused.stderr)
+        nowhere = "data: {name: instructions, path: nope.json}"
+        self.config.write_text(re.sub(r"data: .*", nowhere, text))
+        refused = self.train(0, self.place / "out", code=2)
+        self.assertIn("there is no file nope.json", refused.stderr)
 
     def test_a_token_beyond_the_vocabulary_names_its_sample(self):
         shards = self.place / "shards"
