@@ -322,6 +322,28 @@ BackendPtr connect_shm(const StorePtr& store, const Identity& identity, const Wo
   return std::move(made.backend);
 }
 
+// A rank that is connected may drop its world at once, and to ranks that are still connecting that
+// is a connection which breaks. So nobody leaves before all are there, or one has failed.
+BackendPtr make_gloo(const detail::gloo::Options& own) {
+  constexpr const char* kFailed = "failed";
+  BackendPtr backend;
+  try {
+    backend = detail::gloo::make(own);
+  } catch (...) {
+    own.store->set(kFailed, std::vector<std::uint8_t>{1});
+    throw;
+  }
+  const auto deadline = Deadline::after(own.startup_timeout);
+  auto pause = std::chrono::microseconds(100);
+  for (auto there = own.store->add("connected", 1);
+       there < own.size && !deadline.expired() && !own.store->check({kFailed});
+       there = own.store->add("connected", 0)) {
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 3 / 2, std::chrono::microseconds(5'000));
+  }
+  return backend;
+}
+
 BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,
                         const WorldOptions& options) {
   const detail::gloo::Options own{.store = c10::make_intrusive<c10d::PrefixStore>("gloo", store),
@@ -332,7 +354,7 @@ BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,
                                   .timeout = options.timeout};
   return detail::bounded<BackendPtr>(
       "connecting gloo", Deadline::after(options.startup_timeout + std::chrono::seconds(2)),
-      [own] { return detail::gloo::make(own); });
+      [own] { return make_gloo(own); });
 }
 
 // Whoever hosts the store takes it along, so nobody leaves before all have read the refusal. Who is

@@ -687,5 +687,17 @@ TEST(StartUp, MissingLeaderIsNamed) {
     EXPECT_THAT(error, HasSubstr("rank 0 of 3 did not come within"));
 }
 
+// The others may still be connecting, for whom its end would be a connection that breaks.
+TEST(World, MayBeDroppedAsSoonAsItIsMade) {
+  testing::ThreadOptions options;
+  options.world.backend = "gloo";
+  testing::run_threads(
+      4,
+      [](World& world) {
+        for (int i = 0; i < 25; ++i) EXPECT_EQ(world.split(0)->size(), 4);
+      },
+      options);
+}
+
 }  // namespace
 }  // namespace lockstep
