@@ -105,6 +105,13 @@ std::string mpi_command(const Settings& settings, const Scratch& scratch) {
   return command + fmt::format(" >'{}'", scratch.file("mpi"));
 }
 
+std::vector<std::string> words_of(const std::string& text, char between = ',') {
+  std::vector<std::string> words;
+  std::stringstream stream(text);
+  for (std::string word; std::getline(stream, word, between);) words.push_back(word);
+  return words;
+}
+
 struct Job {
   std::string backends, sizes;
   double budget_s;
@@ -121,10 +128,8 @@ std::vector<Job> jobs_of(const Settings& settings) {
   std::vector<std::int64_t> small, large;
   for (const std::int64_t bytes : parse_sizes(settings.sizes))
     (bytes <= kRunsUpToBytes ? small : large).push_back(bytes);
-  std::vector<std::string> backends;
-  std::stringstream stream(settings.backends);
-  for (std::string word; std::getline(stream, word, ',');)
-    if (word != "mpi") backends.push_back(word);
+  std::vector<std::string> backends = words_of(settings.backends);
+  std::erase(backends, "mpi");  // has a job of its own
   const double each_s = settings.budget_s /
                         static_cast<double>(std::max<std::size_t>(1, small.size() + large.size()));
   std::vector<Job> jobs;
@@ -229,9 +234,7 @@ struct Goal {
 };
 
 Goal goal_of(const std::string& text) {
-  std::vector<std::string> parts;
-  std::stringstream stream(text);
-  for (std::string part; std::getline(stream, part, ':');) parts.push_back(part);
+  const std::vector<std::string> parts = words_of(text, ':');
   const auto one_of = [](const std::string& word, std::initializer_list<const char*> words) {
     return std::find(words.begin(), words.end(), word) != words.end();
   };
@@ -250,13 +253,6 @@ Goal goal_of(const std::string& text) {
   goal.bytes = parse_sizes(parts[1]).front();
   goal.measure = parts[2];
   return goal;
-}
-
-std::vector<std::string> words_of(const std::string& text) {
-  std::vector<std::string> words;
-  std::stringstream stream(text);
-  for (std::string word; std::getline(stream, word, ',');) words.push_back(word);
-  return words;
 }
 
 // Before anything is measured.

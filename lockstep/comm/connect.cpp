@@ -322,26 +322,41 @@ BackendPtr connect_shm(const StorePtr& store, const Identity& identity, const Wo
   return std::move(made.backend);
 }
 
+constexpr const char* kGlooFailed = "failed";
+
+// The store's end is no error here: its host leaves only when all are connected, or has failed.
+void wait_until_all_are_connected(const detail::gloo::Options& own) noexcept {
+  try {
+    const auto deadline = Deadline::after(own.startup_timeout);
+    auto pause = std::chrono::microseconds(100);
+    for (auto there = own.store->add("connected", 1);
+         there < own.size && !deadline.expired() && !own.store->check({kGlooFailed});
+         there = own.store->add("connected", 0)) {
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 3 / 2, std::chrono::microseconds(5'000));
+    }
+  } catch (const std::exception&) {
+  }
+}
+
+void tell_failure(const detail::gloo::Options& own) noexcept {
+  try {
+    own.store->set(kGlooFailed, std::vector<std::uint8_t>{1});
+  } catch (const std::exception&) {
+  }
+}
+
 // A rank that is connected may drop its world at once, and to ranks that are still connecting that
 // is a connection which breaks. So nobody leaves before all are there, or one has failed.
 BackendPtr make_gloo(const detail::gloo::Options& own) {
-  constexpr const char* kFailed = "failed";
-  BackendPtr backend;
   try {
-    backend = detail::gloo::make(own);
+    BackendPtr backend = detail::gloo::make(own);
+    wait_until_all_are_connected(own);
+    return backend;
   } catch (...) {
-    own.store->set(kFailed, std::vector<std::uint8_t>{1});
+    tell_failure(own);
     throw;
   }
-  const auto deadline = Deadline::after(own.startup_timeout);
-  auto pause = std::chrono::microseconds(100);
-  for (auto there = own.store->add("connected", 1);
-       there < own.size && !deadline.expired() && !own.store->check({kFailed});
-       there = own.store->add("connected", 0)) {
-    std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 3 / 2, std::chrono::microseconds(5'000));
-  }
-  return backend;
 }
 
 BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,

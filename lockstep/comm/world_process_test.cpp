@@ -141,6 +141,14 @@ TEST(ProcessWorld, OneAfterTheOther) {
   }));
 }
 
+// Rank 0 takes the store along, by which the others may still be learning that all are connected.
+TEST(ProcessWorld, MayBeLeftAsSoonAsItIsMade) {
+  ProcessOptions options;
+  options.env = {{"LOCKSTEP_BACKEND", "gloo"}};
+  for (int i = 0; i < 4; ++i)
+    expect_success(run_bare_processes(3, [] { World::from_env(); }, options));
+}
+
 TEST(ProcessWorld, ForcedBackendOfOne) {
   expect_success(run_processes(1,
                                [](World& world) {

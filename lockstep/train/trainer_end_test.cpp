@@ -53,13 +53,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-std::vector<std::int64_t> steps_in(const std::string& directory) {
-  std::vector<std::int64_t> steps;
-  for (const io::NumberedDir& dir : io::list_numbered(directory, kCheckpointPrefix))
-    steps.push_back(dir.step);
-  return steps;
-}
-
 // ---------------------------------------------------------------- the best model
 
 TEST(Trainer, ABestModelThatIsGoneLeavesTheLastWeights) {

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/train/checkpoint.h"
 #include "lockstep/train/trainer.h"
 
 namespace lockstep::train {
@@ -63,6 +65,14 @@ inline TrainingArguments arguments(const std::string& output_dir) {
   a.disable_tqdm = true;
   a.enable_jit_checkpoint = false;  // ranks are threads here; signals belong to the process
   return a;
+}
+
+// Of the checkpoints there.
+inline std::vector<std::int64_t> steps_in(const std::string& directory) {
+  std::vector<std::int64_t> steps;
+  for (const io::NumberedDir& dir : io::list_numbered(directory, kCheckpointPrefix))
+    steps.push_back(dir.step);
+  return steps;
 }
 
 inline at::Tensor flat(const torch::nn::Module& module) {

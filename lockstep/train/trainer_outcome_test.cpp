@@ -64,13 +64,6 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-std::vector<std::int64_t> steps_in(const std::string& directory) {
-  std::vector<std::int64_t> steps;
-  for (const io::NumberedDir& dir : io::list_numbered(directory, kCheckpointPrefix))
-    steps.push_back(dir.step);
-  return steps;
-}
-
 // ---------------------------------------------------------------- the best model
 
 // A Trainer that is evaluated after every step, with these as accuracies, greater being better.

@@ -2,6 +2,7 @@
 // has room for more bytes, one that never comes, one whose process has ended.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -15,7 +16,9 @@
 #include "lockstep/comm/shm/collectives.h"
 #include "lockstep/comm/shm/engine_core.h"
 #include "lockstep/comm/shm/segment.h"
+#include "lockstep/comm/shm/wait.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
+#include "lockstep/core/cores.h"
 
 namespace lockstep::shm {
 namespace {
@@ -171,6 +174,24 @@ TEST(Alone, ADeadRankThatNobodyWantsDoesNotStopAStream) {
   for (int i = 0; i < 100; ++i) some.push_back(ranks.message(1, true));
   some.back()->wait(soon());
   EXPECT_TRUE(ranks.core()->failure().empty());
+}
+
+// ---------------------------------------------------------------- cores
+
+TEST(Wait, WhoLeavesACoreMayUseAllAsBefore) {
+  const std::vector<int> cores = allowed_cpus();
+  if (cores.size() < 2) GTEST_SKIP() << "one core";
+  // The scheduler may send it back at any time, but hardly every time.
+  int left = 0;
+  for (int i = 0; i < 50; ++i) {
+    const int here = ::sched_getcpu();
+    leave_core({here});
+    left += ::sched_getcpu() != here ? 1 : 0;
+  }
+  EXPECT_GT(left, 0);
+  EXPECT_EQ(allowed_cpus(), cores);
+  leave_core(cores);  // there is nowhere to go
+  EXPECT_EQ(allowed_cpus(), cores);
 }
 
 }  // namespace
