@@ -29,5 +29,6 @@ inline constexpr std::int64_t kRunsUpToBytes = 1 << 20;
 
 // The contender under which ranks tell the memory's own limit for the same traffic.
 inline constexpr const char* kCeiling = "ceiling";
+inline constexpr std::int64_t kCeilingFromBytes = 1 << 20;
 
 }  // namespace lockstep::bench

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <random>
 #include <vector>
 
 #include "bench/allreduce.h"
@@ -25,6 +26,7 @@ struct Contender {
   World world;
   bool wrong = false;  // on purpose
   at::Tensor tensor = {};
+  std::vector<at::Tensor> parts = {};  // every rank's where they share memory, else the own
 };
 
 double since_us(Clock::time_point start) {
@@ -58,8 +60,21 @@ void verify(const Contender& contender) {
   }
 }
 
+// The memory's own limit: as a contender among the others, so that it finds the caches as they do.
+double measure_ceiling(Contender& contender, World& meeting) {
+  std::vector<std::byte*> arrays;
+  for (const auto& part : contender.parts)
+    arrays.push_back(static_cast<std::byte*>(part.mutable_data_ptr()));
+  meeting.barrier();
+  const auto start = Clock::now();
+  shm::sum_own_slice({arrays.data(), meeting.size(), contender.tensor.nbytes()}, meeting.rank());
+  const double own_us = since_us(start);
+  return meeting.max(own_us);
+}
+
 double measure(Contender& contender, World& meeting, std::int64_t bytes) {
   fill(contender.tensor, meeting.rank());
+  if (contender.name == kCeiling) return measure_ceiling(contender, meeting);
   if (bytes >= kMeetFirstBytes) meeting.barrier();
   const auto start = Clock::now();
   contender.world.all_reduce(contender.tensor).wait();
@@ -71,20 +86,11 @@ std::vector<Contender> contenders_of(const std::vector<std::string>& backends, W
   for (const auto& backend : backends) {
     if (backend == "mpi") continue;  // a job of its own
     World world = own.backend() == backend ? own : World::from_env({.backend = backend});
+    if (backend == "shm") contenders.push_back({kCeiling, world});
     if (backend == "shm") contenders.push_back({"shm symmetric", world});
     contenders.push_back({backend == "shm" ? "shm private" : backend, world});
   }
   return contenders;
-}
-
-// The memory's own limit, told by rank 0 while the others wait.
-void probe(World& own, std::int64_t bytes, Samples& samples) {
-  own.barrier();
-  if (own.is_leader())
-    samples[kCeiling][bytes].push_back(
-        1e6 * static_cast<double>(bytes) /
-        shm::reduce_ceiling_bytes_per_s(own.size(), static_cast<std::size_t>(bytes)));
-  own.barrier();
 }
 
 // How many more turns fit into the time, by the one that has been made; the same on all ranks.
@@ -97,9 +103,10 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
                   double budget_s, Samples& samples) {
   const auto start = Clock::now();
   for (auto& contender : contenders) {
-    contender.tensor = contender.name == "shm symmetric"
-                           ? contender.world.symmetric_empty({bytes / 4})
-                           : at::empty({bytes / 4});
+    const bool shared = contender.name == kCeiling || contender.name == "shm symmetric";
+    if (shared) contender.parts = contender.world.symmetric({bytes / 4}, at::kFloat);
+    if (contender.parts.empty()) contender.parts = {at::empty({bytes / 4})};  // its own alone
+    contender.tensor = contender.parts[shared ? static_cast<std::size_t>(own.rank()) : 0];
     measure(contender, own, bytes);
     if (contender.wrong) contender.tensor[-1].add_(1);
     verify(contender);
@@ -117,24 +124,24 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
     }
     return since_us(began) / 1e6;
   };
-  const bool probed = bytes >= (1 << 20);
-  constexpr int kProbes = 3;  // each takes some tenths of a second, with many ranks more
   const double turn_s = turn();
-  const auto began = Clock::now();
-  if (probed) probe(own, bytes, samples);
-  const double probe_s = since_us(began) / 1e6;
   const double left_s = budget_s - since_us(start) / 1e6;
-  const int probes = probed ? turns_left(own, probe_s, left_s / 4, kProbes - 1, 0) : 0;
-  const int turns = turns_left(own, turn_s, left_s - probes * probe_s, repetitions(bytes) / run - 1,
-                               (kLeastRepetitions - 1) / run);
+  const int turns =
+      turns_left(own, turn_s, left_s, repetitions(bytes) / run - 1, (kLeastRepetitions - 1) / run);
+  std::mt19937 order(1);
   for (int done = 1; done <= turns; ++done) {
+    // Nobody always comes after the same one, which leaves the caches to it. The same order on all
+    // ranks.
+    std::shuffle(contenders.begin(), contenders.end(), order);
     turn();
-    if (probes > 0 && done % std::max(1, turns / probes) == 0) probe(own, bytes, samples);
   }
   if (own.is_leader())
     fmt::print(stderr, "{:>8}: {} repetitions, {:.1f} s\n", show_size(static_cast<double>(bytes)),
                (turns + 1) * run, since_us(start) / 1e6);
-  for (auto& contender : contenders) contender.tensor = at::Tensor();
+  for (auto& contender : contenders) {
+    contender.tensor = at::Tensor();
+    contender.parts.clear();
+  }
 }
 
 std::vector<std::string> words(const std::string& text) {
@@ -160,7 +167,13 @@ int allreduce_rank_main(int argc, char** argv) {
     Samples samples;
     auto contenders = contenders_of(backends, own);
     for (auto& contender : contenders) contender.wrong = contender.name == argv[5];
-    for (const std::int64_t bytes : sizes) measure_size(contenders, own, bytes, budget_s, samples);
+    for (const std::int64_t bytes : sizes) {
+      auto chosen = contenders;
+      // What fits into the cores' own caches says nothing about memory.
+      if (bytes < kCeilingFromBytes)
+        std::erase_if(chosen, [](const Contender& each) { return each.name == kCeiling; });
+      measure_size(chosen, own, bytes, budget_s, samples);
+    }
     if (!own.is_leader()) return;
     std::string text;
     for (const auto& [name, by_size] : samples)

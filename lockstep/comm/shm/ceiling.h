@@ -1,18 +1,24 @@
 // What the machine's memory allows: the traffic of a symmetric all-reduce without the all-reduce.
 //
-//   const double limit = reduce_ceiling_bytes_per_s(2, 100'000'000);
-//   print("{:.0f} % of the memory's limit", 100 * bytes / seconds / limit);
+//   auto arrays = world.symmetric({n}, at::kFloat);   // freshly written, each by its rank
+//   world.barrier();
+//   sum_own_slice({pointers, size, bytes}, world.rank());   // timed; the slowest rank's counts
 #pragma once
 
 #include <cstddef>
 
 namespace lockstep::shm {
 
-// `ranks` threads, each on its own slice, add up that many arrays of `bytes` bytes (float) and
-// write the sum into all of them, as the engine does, but without waiting for each other. The
-// result is what an all-reduce of one array of that size would reach: `bytes` divided by the best
-// time of several runs. Takes a few tenths of a second and ranks * bytes of memory. Throws
-// UsageError when there is not that much.
-double reduce_ceiling_bytes_per_s(int ranks, std::size_t bytes);
+// `count` arrays of `bytes` bytes of floats, one of every rank.
+struct Alike {
+  std::byte* const* arrays = nullptr;
+  int count = 0;
+  std::size_t bytes = 0;
+};
+
+// One rank's part of an all-reduce of arrays that all ranks map: adds up its slice of all of them
+// and writes the sum into all, as the engine does, but waits for nobody. When every rank calls it
+// at once the arrays hold the sums afterwards, and no engine can be faster with these instructions.
+void sum_own_slice(const Alike& alike, int rank);
 
 }  // namespace lockstep::shm

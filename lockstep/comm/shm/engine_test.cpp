@@ -585,9 +585,20 @@ TEST(Messages, AReceiveMayBeAskedForLongBefore) {
   });
 }
 
-TEST(Ceiling, IsAPositiveNumber) {
-  EXPECT_GT(reduce_ceiling_bytes_per_s(2, 1u << 20), 0);
-  EXPECT_THROW(reduce_ceiling_bytes_per_s(0, 1u << 20), UsageError);
+TEST(Ceiling, DoesWhatAnAllReduceDoes) {
+  constexpr int kRanks = 3;
+  std::vector<std::vector<float>> values(kRanks, std::vector<float>(16 * 100 + 3));
+  std::byte* arrays[kRanks];
+  for (int rank = 0; rank < kRanks; ++rank) {
+    auto& own = values[static_cast<std::size_t>(rank)];
+    for (std::size_t i = 0; i < own.size(); ++i) own[i] = static_cast<float>(i % 7) + rank;
+    arrays[rank] = reinterpret_cast<std::byte*>(own.data());
+  }
+  const std::size_t bytes = values[0].size() * sizeof(float);
+  for (int rank = 0; rank < kRanks; ++rank) sum_own_slice({arrays, kRanks, bytes}, rank);
+  for (const auto& own : values)
+    for (std::size_t i = 0; i < own.size(); ++i)
+      ASSERT_EQ(own[i], static_cast<float>(i % 7) * 3 + 3) << i;
 }
 
 }  // namespace
