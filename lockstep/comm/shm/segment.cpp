@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <map>
 #include <mutex>
 
@@ -23,6 +24,12 @@ constexpr unsigned kNoExec = 0x0008U;  // younger than some C libraries
 #else
 constexpr unsigned kNoExec = MFD_NOEXEC_SEAL;
 #endif
+#ifndef MADV_COLLAPSE
+constexpr int kCollapse = 25;  // Linux 6.1
+#else
+constexpr int kCollapse = MADV_COLLAPSE;
+#endif
+constexpr std::size_t kHugePage = 2u << 20;
 
 // Where this process has mapped what. Never destroyed: segments may outlive static objects.
 struct Registry {
@@ -41,6 +48,21 @@ Fd make_file() {
   if (fd < 0 && errno == EINVAL) fd = ::memfd_create("lockstep", flags);
   if (fd < 0) throw SystemError("shm", "cannot create a shared memory file", errno);
   return Fd(fd);
+}
+
+// Addresses at which huge pages of the file can be huge pages of the mapping, held for it; nullptr
+// where there are none, or no need.
+void* place_for_huge_pages(std::size_t bytes) {
+  if (bytes < kHugePage) return nullptr;
+  void* const held = ::mmap(nullptr, bytes + kHugePage, PROT_NONE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (held == MAP_FAILED) return nullptr;
+  auto* const begin = static_cast<std::byte*>(held);
+  const std::size_t past = reinterpret_cast<std::uintptr_t>(begin) % kHugePage;
+  const std::size_t skipped = past == 0 ? 0 : kHugePage - past;
+  if (skipped > 0) ::munmap(begin, skipped);
+  ::munmap(begin + skipped + bytes, kHugePage - skipped);
+  return begin + skipped;
 }
 
 std::size_t whole_pages(std::size_t bytes) {
@@ -81,6 +103,7 @@ std::shared_ptr<Segment> Segment::make(std::size_t bytes, int segments) {
     throw SystemError("shm", "cannot seal a segment", errno);
   segment->bytes_ = rounded;
   segment->map(fd);
+  segment->use_huge_pages();
   return enter(segment);
 }
 
@@ -120,10 +143,22 @@ void Segment::map(int fd) {
   if (::fstat(fd, &status) != 0) throw SystemError("shm", "cannot look at a segment", errno);
   identity_ = {status.st_dev, status.st_ino};
   // Populated, so that the first pass over the memory is as fast as the others.
-  void* data = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
-  if (data == MAP_FAILED)
-    throw SystemError("shm", fmt::format("cannot map a segment of {} bytes", bytes_), errno);
+  void* const place = place_for_huge_pages(bytes_);
+  void* const data = ::mmap(place, bytes_, PROT_READ | PROT_WRITE,
+                            MAP_SHARED | MAP_POPULATE | (place != nullptr ? MAP_FIXED : 0), fd, 0);
+  if (data == MAP_FAILED) {
+    const int error = errno;
+    if (place != nullptr) ::munmap(place, bytes_);
+    throw SystemError("shm", fmt::format("cannot map a segment of {} bytes", bytes_), error);
+  }
   data_ = static_cast<std::byte*>(data);
+}
+
+// Sums run about a tenth faster over huge pages. A wish: kernels before 6.1 do not know it, and
+// there may be no memory in one piece; then the pages stay as they are.
+void Segment::use_huge_pages() {
+  const std::size_t whole = bytes_ / kHugePage * kHugePage;
+  if (whole > 0) ::madvise(data_, whole, kCollapse);
 }
 
 Segment::~Segment() {

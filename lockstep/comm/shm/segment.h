@@ -1,6 +1,6 @@
 // A piece of memory that several processes map: an anonymous file without a name, sealed so that
 // nobody can shrink it under a reader's feet, and allocated in full so that touching it never
-// fails.
+// fails. From 2 MiB on in huge pages, where the kernel gives some.
 //
 //   check_room(bytes, groups);                     // all ranks; throws UsageError
 //   auto mine = Segment::make(bytes);
@@ -49,6 +49,7 @@ class Segment {
 
   Segment() = default;
   void map(int fd);
+  void use_huge_pages();
   static std::shared_ptr<Segment> enter(const std::shared_ptr<Segment>& segment);
 
   Fd fd_;  // the maker's

@@ -1,10 +1,12 @@
 #include "lockstep/comm/shm/segment.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -38,6 +40,38 @@ TEST(Segment, IsZeroSealedAndReallyThere) {
   struct stat status {};
   ASSERT_EQ(::fstat(segment->fd(), &status), 0);
   EXPECT_GE(static_cast<std::size_t>(status.st_blocks) * 512, segment->bytes());
+}
+
+// Of the mapping at this address, in bytes; what the kernel calls ShmemPmdMapped.
+std::size_t in_huge_pages(const void* data) {
+  std::ifstream maps("/proc/self/smaps");
+  const std::string begin = fmt::format("{:x}-", reinterpret_cast<std::uintptr_t>(data));
+  bool found = false;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.rfind(begin, 0) == 0) found = true;
+    if (found && line.rfind("ShmemPmdMapped:", 0) == 0)
+      return std::strtoull(line.c_str() + sizeof "ShmemPmdMapped:", nullptr, 10) << 10;
+  }
+  return 0;
+}
+
+// A wish that a kernel without MADV_COLLAPSE, or without free memory in one piece, does not grant.
+TEST(Segment, LiesInHugePages) {
+  constexpr std::size_t kHuge = 2u << 20;
+  const auto mine = Segment::make(3 * kHuge + 4096);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(mine->data()) % kHuge, 0u);
+  for (std::size_t i = 0; i < mine->bytes(); ++i) ASSERT_EQ(mine->data()[i], std::byte{0});
+  if (in_huge_pages(mine->data()) == 0) GTEST_SKIP() << "this kernel gives no huge pages";
+  mine->data()[kHuge + 5] = std::byte{7};
+  // A peer's mapping, in a process of its own.
+  const pid_t peer = ::fork();
+  if (peer == 0) {
+    void* const theirs = ::mmap(nullptr, 4096, PROT_READ, MAP_SHARED, mine->fd(), kHuge);
+    ::_exit(static_cast<const std::byte*>(theirs)[5] == std::byte{7} ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(peer, &status, 0), peer);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(Segment, OneMappingPerProcess) {
