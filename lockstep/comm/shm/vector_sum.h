@@ -26,6 +26,19 @@ constexpr bool kSame = false;
 template <typename A>
 constexpr bool kSame<A, A> = true;
 
+// The processor's own prefetching stops at the end of every 4 KiB page, and n arrays leave it
+// little to learn from; asked for ahead of time, large sums take a tenth less. Past an array's end
+// a prefetch does nothing.
+constexpr std::size_t kAheadBytes = 8192;  // of all inputs together, a share of the first cache
+constexpr std::size_t kCacheLine = 64;
+[[gnu::always_inline]] inline std::size_t ahead_of(int n) {
+  const std::size_t share = kAheadBytes / static_cast<std::size_t>(n) / kCacheLine * kCacheLine;
+  return share < 8 * kCacheLine ? 8 * kCacheLine : share;
+}
+[[gnu::always_inline]] inline void fetch(const std::byte* from, std::size_t bytes) {
+  for (std::size_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(from + at);
+}
+
 // kStep vectors at once, so that the additions of one do not wait for the loads of another.
 template <typename Format, Scale kScale, int kStep, bool kLastLeaves = false>
 [[gnu::always_inline]] inline void sum_step(const std::byte* const* in, int n,
@@ -64,8 +77,11 @@ template <typename Format, Scale kScale, bool kLastLeaves>
   for (int i = 0; i < moved; ++i) moves[i] = arrays.moves[i];
   const int n = arrays.n, m = arrays.m;
   const std::size_t end = arrays.count * Format::kBytes;
+  const std::size_t ahead = ahead_of(n + moved);
   std::size_t at = 0;
   for (; at + kMoveBytes <= end; at += kMoveBytes) {
+    for (int r = 0; r < n; ++r) fetch(in[r] + at + ahead, kMoveBytes);
+    for (int i = 0; i < moved; ++i) fetch(moves[i].from + at + ahead, kMoveBytes);
     sum_step<Format, kScale, kStep, kLastLeaves>(in, n, out, m, at, factor);
     for (int i = 0; i < moved; ++i) {
       for (std::size_t v = 0; v < kMoveBytes; v += kVectorBytes) {
@@ -121,6 +137,11 @@ void sum_arrays(const Arrays& arrays, float factor) {
   }
   if (!leaves && arrays.moved > 0)
     at = sum_and_move<Format, kScale, false>(arrays, in, out, factor);
+  const std::size_t ahead = ahead_of(n);
+  for (; at + ahead + kUnrolled * kStride <= end; at += kUnrolled * kStride) {
+    for (int r = 0; r < n; ++r) fetch(in[r] + at + ahead, kUnrolled * kStride);
+    sum_step<Format, kScale, kUnrolled>(in, n, out, m, at, factor);
+  }
   for (; at + kUnrolled * kStride <= end; at += kUnrolled * kStride)
     sum_step<Format, kScale, kUnrolled>(in, n, out, m, at, factor);
   for (; at + kStride <= end; at += kStride) sum_step<Format, kScale, 1>(in, n, out, m, at, factor);
