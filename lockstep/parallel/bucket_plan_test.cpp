@@ -135,5 +135,31 @@ TEST(GradientBlock, LinesChangePlacesInAnyOrder) {
   }
 }
 
+TEST(GradientBlock, IsFilledAsByCopying) {
+  World alone;
+  for (const std::int64_t bytes : {std::int64_t{1} << 20, std::int64_t{9} << 20}) {
+    GradientBlock block;
+    block.make(alone, bytes);
+    const std::int64_t most = bytes / 4;
+    for (const std::int64_t numel : {std::int64_t{1}, std::int64_t{1'000}, most / 2 + 3, most}) {
+      const auto slot = block.mine(0, numel, at::kFloat);
+      const auto grad = at::randn({numel + 5}).narrow(0, 5, numel);  // not at a line's begin
+      const auto version = slot._version();
+      block.fill(slot, grad);
+      EXPECT_TRUE(at::equal(slot, grad)) << bytes << " " << numel;
+      EXPECT_GT(slot._version(), version);
+    }
+    // Another dtype, another layout, nothing at all, and a slot of somewhere else.
+    const auto square = block.mine(0, 9, at::kFloat).view({3, 3});
+    const auto values = at::randn({3, 3}, at::kDouble).t();
+    block.fill(square, values);
+    EXPECT_TRUE(at::equal(square, values.to(at::kFloat)));
+    block.fill(block.mine(0, 0, at::kFloat), at::empty({0}));
+    const auto elsewhere = at::zeros({7});
+    block.fill(elsewhere, at::arange(7, at::kFloat));
+    EXPECT_TRUE(at::equal(elsewhere, at::arange(7, at::kFloat)));
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::parallel

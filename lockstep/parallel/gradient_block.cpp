@@ -1,15 +1,23 @@
 #include "lockstep/parallel/gradient_block.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <cstring>
 #include <numeric>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/kernels/copy.h"
 
 namespace lockstep::parallel {
 namespace {
+
+// A block that the cache cannot hold is filled past it: the first gradients would be gone again
+// when the last ones come. Small tensors among them are not worth the store's fence.
+constexpr std::int64_t kCacheBytes = 4 << 20;
+constexpr std::size_t kStreamedBytes = 64 << 10;
+constexpr std::int64_t kGrainBytes = 1 << 20;  // for each thread
 
 at::Tensor cut(const at::Tensor& bytes, std::int64_t offset, std::int64_t numel,
                at::ScalarType dtype) {
@@ -84,6 +92,28 @@ std::vector<at::Tensor> GradientBlock::shared(std::int64_t offset, std::int64_t 
   std::vector<at::Tensor> result;
   for (const auto& part : parts_) result.push_back(cut(part, offset, numel, dtype));
   return result;
+}
+
+void GradientBlock::fill(const at::Tensor& slot, const at::Tensor& grad) const {
+  const bool same = holds(slot) && grad.is_cpu() && grad.scalar_type() == slot.scalar_type() &&
+                    grad.sizes() == slot.sizes() && grad.strides() == slot.strides() &&
+                    !grad.is_conj() && !grad.is_neg() && slot.is_non_overlapping_and_dense();
+  if (!same || slot.numel() == 0) {
+    slot.copy_(grad);
+    return;
+  }
+  const auto length = static_cast<std::int64_t>(slot.nbytes());
+  auto* const to = static_cast<std::byte*>(slot.mutable_data_ptr());
+  const auto* const from = static_cast<const std::byte*>(grad.const_data_ptr());
+  const bool streams = bytes_ >= kCacheBytes && slot.nbytes() >= kStreamedBytes;
+  at::parallel_for(0, length, kGrainBytes, [&](std::int64_t begin, std::int64_t end) {
+    const auto bytes = static_cast<std::size_t>(end - begin);
+    if (streams)
+      kernels::stream_copy(to + begin, from + begin, bytes);
+    else
+      std::memcpy(to + begin, from + begin, bytes);
+  });
+  slot.unsafeGetTensorImpl()->bump_version();  // as copy_ does
 }
 
 void GradientBlock::rearrange(const std::vector<Move>& moves) {

@@ -51,6 +51,9 @@ class GradientBlock {
 
   void rearrange(const std::vector<Move>& moves);
 
+  // slot.copy_(grad), fast where the slot lies in this block and both have one layout.
+  void fill(const at::Tensor& slot, const at::Tensor& grad) const;
+
  private:
   std::int64_t bytes_ = 0;
   at::Tensor mine_;

@@ -397,10 +397,10 @@ void ReducerImpl::store_gradient(Parameter& p) {
   }
   if (grad.is_same(p.slot)) return;
   if (options_.gradient_as_bucket_view) {
-    p.slot.copy_(grad);
+    block_.fill(p.slot, grad);
     grad = p.slot;
   } else if (sync_) {
-    p.slot.copy_(grad);
+    block_.fill(p.slot, grad);
   }
 }
 

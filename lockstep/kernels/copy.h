@@ -1,0 +1,17 @@
+// A copy for memory that is not read again soon.
+//
+//   stream_copy(slot, gradient, bytes);
+//
+// Pure; any thread may call it, also several at once on ranges that do not overlap.
+#pragma once
+
+#include <cstddef>
+
+namespace lockstep::kernels {
+
+// memcpy past the cache where the processor can: what is written is not read first, and pushes
+// nothing out of the cache. About a third faster than at::copy_ for 30 MB (docs/benchmarks.md), and
+// slower for what the cache would have kept. The ranges must not overlap.
+void stream_copy(void* to, const void* from, std::size_t bytes);
+
+}  // namespace lockstep::kernels
