@@ -49,7 +49,7 @@ class Segment {
 
   Segment() = default;
   void map(int fd);
-  void use_huge_pages();
+  void use_huge_pages(void* place) const;
   static std::shared_ptr<Segment> enter(const std::shared_ptr<Segment>& segment);
 
   Fd fd_;  // the maker's
