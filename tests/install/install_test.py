@@ -78,7 +78,17 @@ class Test:
         expect(re.search(r"\d+\.\d+\.\d+", version), f"--version says {version!r}")
         run(self.prefix / "bin/lockstep", "bench", "--help")  # lockstep-torch finds LibTorch
 
+    def know_the_compiler(self, project, build):
+        """What CMake has found out about the compilers when it configured an earlier tree: asking
+        them again takes most of the time."""
+        for known in (f"{project}-build", "alone-build"):
+            for found in (self.temp / known).glob("CMakeFiles/*/CMakeCXXCompiler.cmake"):
+                shutil.copytree(found.parent,
+                                self.temp / build / "CMakeFiles" / found.parent.name)
+                return
+
     def configure(self, project, build, *options, ok=True):
+        self.know_the_compiler(project, build)
         launcher = shutil.which("ccache")
         options = list(options)
         if launcher:
