@@ -48,7 +48,7 @@ int bench(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return lockstep::cli::guarded([&] {
+  return lockstep::cli::end_at_once(lockstep::cli::guarded([&] {
     const std::string command = argc >= 2 ? argv[1] : "";
     if (command == "bench") return bench(argc - 1, argv + 1);
     if (command == "_allreduce-once") return lockstep::bench::allreduce_once_main();
@@ -58,5 +58,5 @@ int main(int argc, char** argv) {
     if (command == "_train-rank") return lockstep::bench::train_rank_main(argc - 1, argv + 1);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
-  });
+  }));
 }

@@ -9,12 +9,12 @@
 #include "cli/train_commands.h"
 
 int main(int argc, char** argv) {
-  return lockstep::cli::guarded([&] {
+  return lockstep::cli::end_at_once(lockstep::cli::guarded([&] {
     const std::string command = argc >= 2 ? argv[1] : "";
     if (command == "train") return lockstep::cli::train_main(argc - 1, argv + 1);
     if (command == "checkpoint" && argc >= 3 && std::string(argv[2]) == "import")
       return lockstep::cli::checkpoint_import_main(argc - 2, argv + 2);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
-  });
+  }));
 }

@@ -115,14 +115,17 @@ function(lockstep_test name)
 endfunction()
 
 # A test that is a script: lockstep_script_test(style_layers COMMAND python3 layers.py)
-# Tests run three at a time, since most wait more than they compute; ALONE is for those that
-# measure a speed.
+# Tests run four at a time, since most wait more than they compute; ALONE is for those that
+# measure a speed. COST: the seconds of a long one, which begins before the others.
 function(lockstep_script_test name)
-  cmake_parse_arguments(ARG "ALONE" "TIMEOUT" "COMMAND;LABELS" ${ARGN})
+  cmake_parse_arguments(ARG "ALONE" "TIMEOUT;COST" "COMMAND;LABELS" ${ARGN})
   add_test(NAME ${name} COMMAND ${ARG_COMMAND})
   lockstep_test_properties(${name} TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})
   if(ARG_ALONE)
     set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)
+  endif()
+  if(ARG_COST)
+    set_tests_properties(${name} PROPERTIES COST ${ARG_COST})
   endif()
 endfunction()
 

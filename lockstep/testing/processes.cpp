@@ -12,7 +12,9 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <filesystem>
 #include <iostream>
+#include <iterator>
 #include <mutex>
 #include <thread>
 
@@ -72,21 +74,75 @@ struct Child {
   bool ended = false;
 };
 
+// What a rank is: the command, or the body in a fork of this process.
+struct Task {
+  std::vector<std::string> command;
+  std::function<void()> body = {};
+};
+
+// A fork has the other ranks' pipes too, which a program would not have.
+void close_as_exec_would() {
+  std::vector<int> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    found.push_back(std::atoi(entry.path().filename().c_str()));
+  for (const int fd : found) {
+    const int flags = ::fcntl(fd, F_GETFD);  // the directory's own is closed by now
+    if (flags >= 0 && (flags & FD_CLOEXEC) != 0) ::close(fd);
+  }
+}
+
+bool has_one_thread() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return std::distance(begin(tasks), end(tasks)) == 1;
+}
+
+// Failed EXPECTs of the running test so far. Calls that this rank skips leave some behind.
+int failed_parts() {
+  const auto* result = ::testing::UnitTest::GetInstance()->current_test_info()->result();
+  int failed = 0;
+  for (int i = 0; i < result->total_part_count(); ++i)
+    failed += result->GetTestPartResult(i).failed() ? 1 : 0;
+  return failed;
+}
+
+[[noreturn]] void be_a_rank(const std::function<void()>& body) {
+  int code = 0;
+  const int before = failed_parts();
+  try {
+    body();
+    if (failed_parts() > before) code = 1;
+  } catch (const UsageError& e) {
+    std::cerr << e.what() << std::endl;
+    code = 2;
+  } catch (const std::exception& e) {
+    std::cerr << e.what() << std::endl;
+    code = 1;
+  } catch (...) {  // a fork must not go on as a second test program
+    std::cerr << "an exception of unknown type" << std::endl;
+    code = 1;
+  }
+  std::cout.flush();
+  std::fflush(nullptr);
+  // Threads of a world that failed are left behind on purpose; exit handlers would meet them.
+  std::_Exit(code);
+}
+
 class Ranks : public RunningRanks {
  public:
   explicit Ranks(int size)
       : results_(static_cast<std::size_t>(size)), children_(static_cast<std::size_t>(size)) {}
 
-  void start(int rank, const std::vector<std::string>& command, const Variables& variables,
-             const Fd& listener) {
+  void start(int rank, const Task& task, const Variables& variables, const Fd& listener) {
     Child& child = at(rank);
     Pipe output = make_pipe();
     Pipe control = make_pipe();
     const pid_t parent = ::getpid();
+    std::cout.flush();
+    std::fflush(nullptr);  // a fork must not say again what is still in a buffer
     child.pid = ::fork();
     if (child.pid < 0) throw SystemError("testing", "cannot start a rank", errno);
     if (child.pid == 0)
-      become(command, variables, {output.write.get(), control.read.get(), listener.get(), parent});
+      become(task, variables, {output.write.get(), control.read.get(), listener.get(), parent});
     child.output = std::move(output.read);
     child.control = std::move(control);
     set_nonblocking(child.output.get());
@@ -151,9 +207,9 @@ class Ranks : public RunningRanks {
     pid_t parent;
   };
 
-  // Between fork and exec: a few calls, then another program.
-  [[noreturn]] static void become(const std::vector<std::string>& command,
-                                  const Variables& variables, const Inherit& inherit) {
+  // After fork, and before another program unless there is a body: a few calls.
+  [[noreturn]] static void become(const Task& task, const Variables& variables,
+                                  const Inherit& inherit) {
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (::getppid() != inherit.parent) ::_exit(127);
     ::dup2(inherit.output, 1);
@@ -174,8 +230,12 @@ class Ranks : public RunningRanks {
       ::setenv("LOCKSTEP_STORE_FD", std::to_string(inherit.listener).c_str(), 1);
       ::fcntl(inherit.listener, F_SETFD, 0);
     }
+    if (task.body) {
+      close_as_exec_would();
+      be_a_rank(task.body);
+    }
     std::vector<char*> argv;
-    for (const auto& word : command) argv.push_back(const_cast<char*>(word.c_str()));
+    for (const auto& word : task.command) argv.push_back(const_cast<char*>(word.c_str()));
     argv.push_back(nullptr);
     ::execvp(argv[0], argv.data());
     ::_exit(127);
@@ -212,38 +272,7 @@ std::string next_call() {
   return fmt::format("{}#{}", name, calls++);
 }
 
-// Failed EXPECTs of the running test so far. Calls that this rank skips leave some behind.
-int failed_parts() {
-  const auto* result = ::testing::UnitTest::GetInstance()->current_test_info()->result();
-  int failed = 0;
-  for (int i = 0; i < result->total_part_count(); ++i)
-    failed += result->GetTestPartResult(i).failed() ? 1 : 0;
-  return failed;
-}
-
-[[noreturn]] void be_a_rank(const std::function<void()>& body) {
-  int code = 0;
-  const int before = failed_parts();
-  try {
-    body();
-    if (failed_parts() > before) code = 1;
-  } catch (const UsageError& e) {
-    std::cerr << e.what() << std::endl;
-    code = 2;
-  } catch (const std::exception& e) {
-    std::cerr << e.what() << std::endl;
-    code = 1;
-  }
-  std::cout.flush();
-  std::fflush(nullptr);
-  // Threads of a world that failed are left behind on purpose; exit handlers would meet them.
-  std::_Exit(code);
-}
-
-}  // namespace
-
-std::vector<RankResult> run_program(int size, const std::vector<std::string>& command,
-                                    const ProcessOptions& options) {
+std::vector<RankResult> run_task(int size, const Task& task, const ProcessOptions& options) {
   const Listener listener = listen_somewhere();
   Ranks ranks(size);
   const Deadline deadline = Deadline::after(options.timeout);
@@ -258,13 +287,20 @@ std::vector<RankResult> run_program(int size, const std::vector<std::string>& co
     if (options.rank_env) {
       for (const auto& [name, value] : options.rank_env(rank)) variables[name] = value;
     }
-    ranks.start(rank, command, variables, listener.fd);
+    ranks.start(rank, task, variables, listener.fd);
   }
   std::thread meanwhile;
   if (options.meanwhile) meanwhile = std::thread([&] { options.meanwhile(ranks); });
   auto results = ranks.finish(deadline);
   if (meanwhile.joinable()) meanwhile.join();
   return results;
+}
+
+}  // namespace
+
+std::vector<RankResult> run_program(int size, const std::vector<std::string>& command,
+                                    const ProcessOptions& options) {
+  return run_task(size, {command}, options);
 }
 
 std::vector<RankResult> run_bare_processes(int size, const std::function<void()>& body,
@@ -274,6 +310,8 @@ std::vector<RankResult> run_bare_processes(int size, const std::function<void()>
     if (*chosen != call) return std::vector<RankResult>(static_cast<std::size_t>(size));
     be_a_rank(body);
   }
+  // The control descriptor is looked for when a program starts.
+  if (!options.control && has_one_thread()) return run_task(size, {{}, body}, options);
   ProcessOptions with_choice = options;
   with_choice.env[kChosen] = call;
   const std::string filter = "--gtest_filter=" + call.substr(0, call.find('#'));

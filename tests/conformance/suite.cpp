@@ -4,7 +4,10 @@
 #include <fmt/format.h>
 
 #include <functional>
+#include <map>
+#include <mutex>
 #include <numeric>
+#include <tuple>
 
 #include "lockstep/core/error.h"
 #include "lockstep/testing/matchers.h"
@@ -14,10 +17,16 @@ namespace lockstep::conformance {
 
 namespace {
 
+// After how many ranks the numbers of make_values() repeat.
+int period(at::ScalarType dtype, ReduceOp op) {
+  return dtype == at::kBool ? 3 : op == ReduceOp::kProduct ? 2 : 5;
+}
+
 // Small whole numbers, so that sums, products and averages over seven ranks are exact in every
 // dtype and a wrong rank, element or order shows. Negative ones where the dtype has them: integer
 // averages round towards zero.
-at::Tensor values(const std::vector<int64_t>& shape, at::ScalarType dtype, int rank, ReduceOp op) {
+at::Tensor make_values(const std::vector<int64_t>& shape, at::ScalarType dtype, int rank,
+                       ReduceOp op) {
   const int64_t count =
       std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
   at::Tensor index = at::arange(count, at::kLong);
@@ -32,6 +41,19 @@ at::Tensor values(const std::vector<int64_t>& shape, at::ScalarType dtype, int r
   if (result.is_complex())
     result = at::complex(number.to(at::kDouble), number.add(1).to(at::kDouble));
   return result.to(dtype).view(shape);
+}
+
+// The same, made once for all ranks of this process and all cases. Only to be read.
+at::Tensor values(const std::vector<int64_t>& shape, at::ScalarType dtype, int rank, ReduceOp op) {
+  using Key = std::tuple<std::vector<int64_t>, at::ScalarType, int, bool>;
+  static std::mutex mutex;
+  static std::map<Key, at::Tensor> made;
+  const int kind = rank % period(dtype, op);
+  const Key key{shape, dtype, kind, op == ReduceOp::kProduct};
+  const std::lock_guard lock(mutex);
+  at::Tensor& found = made[key];
+  if (!found.defined()) found = make_values(shape, dtype, kind, op);
+  return found;
 }
 
 // The definition of right: one rank's view of all the others' inputs, reduced in the widest type.

@@ -13,6 +13,13 @@ from launch_case import BOUND_S, Case
 
 
 class Console(Case):
+    # A rank goes on when the test has seen what it waited for, and not before.
+    UNTIL_SEEN = "while [ ! -e $NOTES/seen ]; do sleep 0.02; done"
+
+    def seen(self):
+        with open(os.path.join(self.notes, "seen"), "w"):
+            pass
+
     def test_lines_are_never_torn(self):
         # Long lines in pieces, short ones in one write, and a line longer than any pipe.
         program = os.path.join(self.dir.name, "talk.py")
@@ -56,22 +63,30 @@ while rest:
         self.assertEqual(sorted(err.splitlines()), ["[0] to err", "[1] to err"])
 
     def test_lines_come_at_once_and_a_prompt_soon(self):
-        process = self.start_bash(2, 'echo line; sleep 0.3; [ $RANK = 0 ] && printf "your name? "; '
-                                  'sleep 3; echo; if [ $RANK = 1 ]; then printf "no newline"; fi')
+        process = self.start_bash(2, 'echo line; [ $RANK = 0 ] && printf "your name? "; '
+                                  f'echo $$ > $NOTES/up.$RANK; {self.UNTIL_SEEN}; echo; '
+                                  'if [ $RANK = 1 ]; then printf "no newline"; fi')
+        self.wait_notes("up", 2)
         began = time.time()
         got = b""
-        while b"your name? " not in got:
-            self.assertLess(time.time() - began, 2.5)
+        while b"your name? " not in got or got.count(b"line\n") < 2:
+            self.assertLess(time.time() - began, 2.5, got)
             self.assertTrue(select.select([process.stdout], [], [], 3)[0], got)
             got += os.read(process.stdout.fileno(), 65536)
-        self.assertEqual(got.count(b"line\n"), 2)
+        self.seen()
         code, out, _ = self.finish(process)
         self.assertEqual(code, 0)
         self.assertIn("[1] no newline\n", out)
 
     def test_a_begun_line_is_ended_before_another_rank_speaks(self):
-        code, out, _ = self.bash(2, 'if [ $RANK = 0 ]; then printf beginning; sleep 1; '
-                                 'echo " end"; else sleep 0.6; echo between; fi')
+        process = self.start_bash(2, 'if [ $RANK = 0 ]; then printf beginning; '
+                                  f'echo $$ > $NOTES/up.0; {self.UNTIL_SEEN}; echo " end"; else '
+                                  'while [ ! -e $NOTES/up.0 ]; do sleep 0.02; done; sleep 0.6; '
+                                  'echo between; echo $$ > $NOTES/spoke.1; fi')
+        self.wait_notes("spoke", 1)
+        time.sleep(0.4)
+        self.seen()
+        code, out, _ = self.finish(process)
         self.assertEqual(code, 0)
         self.assertEqual(out, "[0] beginning\n[1] between\n[0]  end\n")
 
@@ -84,13 +99,16 @@ while rest:
     def test_a_terminal_sees_lines_while_the_run_goes_on(self):
         parent, child = pty.openpty()
         try:
-            process = self.start_bash(2, 'echo hello; sleep 2', stdout=child, stderr=child)
+            process = self.start_bash(2, f'echo hello; echo $$ > $NOTES/up.$RANK; '
+                                      f'{self.UNTIL_SEEN}', stdout=child, stderr=child)
             os.close(child)
+            self.wait_notes("up", 2)
             got = b""
             while got.count(b"hello") < 2:
                 self.assertTrue(select.select([parent], [], [], 1.5)[0], got)
                 got += os.read(parent, 4096)
             self.assertIsNone(process.poll())
+            self.seen()
             self.assertEqual(process.wait(BOUND_S), 0)
         finally:
             os.close(parent)
@@ -238,6 +256,10 @@ class Files(Case):
         code, _, err = self.bash(1, "echo ran", flags=("--log-dir=/dev/null/logs",))
         self.assertEqual(code, 2, err)
         self.assertIn("--log-dir=/dev/null/logs cannot be used", err)
+
+
+class Flood(Case):
+    """Measured: the tests run it alone."""
 
     def test_a_flood_is_complete_and_blocks_nobody(self):
         # 100 MB from rank 0 through the pump; meanwhile rank 1's lines are not late.

@@ -46,16 +46,14 @@ class Peers(unittest.TestCase):
                         f"true; {HELLO}"]), 2)
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
-    def test_torchrun(self):
-        self.check(run([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python", HELLO]), 2)
-
-    @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
     def test_the_readmes_torchrun(self):
         source = os.environ["LOCKSTEP_SOURCE"]
         with open(os.path.join(source, "README.md"), encoding="utf-8") as f:
             (line,) = re.findall(r"^\./dev python (.*)$", f.read(), re.MULTILINE)
         words = line.split()
         self.assertEqual(words[-1], "build/bin/examples/01_hello_world")
+        for word in (*TORCHRUN[1:], "--standalone", "--nproc-per-node=2", "--no-python"):
+            self.assertIn(word, words)
         self.check(run([os.path.join(source, "dev"), "python", *words[:-1], HELLO]), 2)
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")

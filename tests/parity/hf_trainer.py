@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on a small GPT-2: the other side of hf_trainer_test.py.
 
-    hf_trainer.py make FOLDER      initial weights (init/model.safetensors), tokens (data/*.bin)
-    hf_trainer.py train FOLDER     under torchrun: writes losses.json, one mean loss per step
+    make(folder)       initial weights (init/model.safetensors), tokens (data/*.bin)
+    train(folder)      as a rank of a world: writes losses.json, one mean loss per step
 
 The two Trainers must differ in nothing but who wrote them, so this one is told what ours does
 anyway: PyTorch's DistributedSampler (accelerate would deal whole batches instead), the fused AdamW,
@@ -10,9 +10,6 @@ log rounds them.
 """
 
 import json
-import os
-import pathlib
-import sys
 
 import numpy
 import torch
@@ -139,8 +136,3 @@ def train(folder):
         final = {name: p.detach().double().norm().item() for name, p in model.named_parameters()}
         (folder / "losses.json").write_text(json.dumps({"losses": mine.tolist(), "norms": final}))
     dist.barrier()
-
-
-if __name__ == "__main__":
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    {"make": make, "train": train}[sys.argv[1]](pathlib.Path(sys.argv[2]))

@@ -14,10 +14,12 @@ import importlib.util
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 import unittest
 
 MISSING = [name for name in ("torch", "transformers", "accelerate")
@@ -26,25 +28,23 @@ if MISSING:
     print(f"SKIP 1: the interpreter has no {', '.join(MISSING)}; set LOCKSTEP_PYTHON")
     sys.exit(77)
 
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 import hf_trainer  # noqa: E402: needs what was looked for
 from safetensors.torch import load_file  # noqa: E402: transformers brings it
 
-HERE = pathlib.Path(__file__).resolve().parent
 LOCKSTEP = str(pathlib.Path(os.environ["LOCKSTEP_BIN"], "lockstep"))
-PYTHON = os.environ["LOCKSTEP_PYTHON"]
 LIMIT_S = 240
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
 
 
-def run(command, **variables):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+def run(command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(word) for word in command], env=environment, text=True,
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False)
     if done.returncode != 0:
         raise AssertionError(f"{command} ended with {done.returncode}:\n{done.stdout[-8000:]}")
-    return done.stdout
 
 
 def free_port():
@@ -53,11 +53,36 @@ def free_port():
         return s.getsockname()[1]
 
 
+def in_forks(role, folder, environments):
+    """Runs role(folder) once per environment, at the same time. Forks, because importing
+    transformers takes longer than the training."""
+    children = []
+    for variables in environments:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            signal.alarm(LIMIT_S)  # nobody waits for ever, not even for a rank left behind
+            try:
+                os.environ.update(variables)
+                role(folder)
+                status = 0
+            except BaseException:  # a forked child must not return into the caller
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        children.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    if any(codes):
+        raise AssertionError(f"{role.__name__} ended with {codes}")
+
+
 def hugging_face(folder):
-    script = HERE / "hf_trainer.py"
-    run([PYTHON, script, "make", folder])
-    run([PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
-         f"--master-port={free_port()}", script, "train", folder])
+    """Each rank has the variables that torchrun gives it."""
+    in_forks(hf_trainer.make, folder, [{}])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(free_port())}
+    in_forks(hf_trainer.train, folder,
+             [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)])
     return json.loads((folder / "losses.json").read_text())
 
 
@@ -109,4 +134,5 @@ class Parity(unittest.TestCase):
 
 
 if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401: the ranks would each import it, for seconds
     unittest.main()

@@ -307,6 +307,8 @@ def run_rank(rank, world, cases, directory, out, meeting):
 
 def run_world(world, cases, directory, out):
     """Forks the ranks, so that torch is imported once. Returns how many failed."""
+    import torch._dynamo  # pylint: disable=import-outside-toplevel,unused-import
+    # DDP and the optimizers would import it in every fork, for seconds.
     meeting = pathlib.Path(out).with_suffix(".meeting")
     children = []
     for rank in range(world):

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/guarded.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
@@ -271,9 +272,8 @@ int run_on_gpu(const std::filesystem::path& directory, const std::filesystem::pa
 int main(int argc, char** argv) {
   torch::set_num_threads(1);
   const std::vector<std::string> words(argv + 1, argv + argc);
-  if (words.size() == 4 && words[0] == "train") {
-    return parity::run_cases(words[1], words[2], words[3]);
-  }
+  if (words.size() == 4 && words[0] == "train")
+    return lockstep::cli::end_at_once(parity::run_cases(words[1], words[2], words[3]));
   if (words.size() == 3 && words[0] == "single") return parity::run_single(words[1], words[2]);
   if (words.size() == 3 && words[0] == "optimizers") return parity::run_on_gpu(words[1], words[2]);
   fmt::print(stderr,

@@ -1,10 +1,15 @@
 """Lockstep computes what Python's PyTorch computes: the comparison.
 
+    parity_test.py            single, worlds of 2, 3 and 4, and merged
     parity_test.py single     the optimizers over 20 steps, and GPT forward and backward: bit-equal
     parity_test.py gpu        the optimizers on a GPU; 77 without one
     parity_test.py world N    every case of training on N ranks, against PyTorch's
-                              DistributedDataParallel: losses of all ranks, final weights, buffers
+                              DistributedDataParallel: losses of all ranks, final weights, buffers;
+                              two ranks over shared memory and over gloo
     parity_test.py merged     N ranks with batch B against one rank with batch N*B
+
+One process does it all, because importing what DistributedDataParallel needs takes longer than any
+of its parts; PyTorch's ranks are forks of it.
 
 Two ranks must agree in every bit: a + b = b + a, and halving is exact. With three or more the
 result of a sum depends on its order, which depends on where a gradient lies in its bucket, so the
@@ -45,8 +50,11 @@ CASES = (
        Case("buckets-gpt-sgd", "gpt", "sgd", bucket_cap_mb=0.02),
        Case("copied-gpt-adamw-accumulate", "gpt", "adamw", accumulate=2, bucket_view=0)]
 )
-MERGED = [Case(f"{model}-{optimizer}", model, optimizer)
-          for model in ("mlp", "gpt") for optimizer in ("sgd", "adamw")]
+# Cases of the above, of worlds of these sizes, whose ranks' batches are trained on as one.
+MERGED = [case for case in CASES if case.name in ("mlp-sgd", "mlp-adamw", "gpt-sgd", "gpt-adamw")]
+MERGED_WORLDS = (2, 4)
+# The ranks of one host share memory; over sockets the bits must be the same.
+BACKENDS = {2: ("shm", "gloo")}
 
 # ---------------------------------------------------------------- tolerances
 
@@ -139,14 +147,14 @@ def is_compared(case, name):
     return not (case.join == "last" and ".running_" in name)
 
 
-def judge(case, world, out, initial):
+def judge(case, world, ours_in, theirs_in, initial):
     """Prints a line for one case and says whether it passed."""
     weights = [0.0, True, 0.0]
     losses = [0.0, True, 0.0]
     moved = peak = 0.0
     for rank in range(world):
-        ours = oracle.read_tensors(out / "cpp" / case.name / f"rank{rank}")
-        theirs = oracle.read_tensors(out / "python" / case.name / f"rank{rank}")
+        ours = oracle.read_tensors(ours_in / case.name / f"rank{rank}")
+        theirs = oracle.read_tensors(theirs_in / case.name / f"rank{rank}")
         found = compare({"losses": ours.pop("losses")}, {"losses": theirs.pop("losses")},
                         lambda name: tolerance(case, name, world))
         losses = [max(losses[0], found[0]), losses[1] and found[1], max(losses[2], found[2])]
@@ -180,11 +188,13 @@ def settle(with_gpu):
     torch.set_num_threads(1)
 
 
-def run_cpp(world, *words):
+def run_cpp(world, *words, backend="shm"):
     command = [BIN / "tests" / "parity", *words]
+    environment = dict(os.environ)
     if world > 1:
         command = [BIN / "lockstep", "run", "--standalone", f"--nproc-per-node={world}", *command]
-    outcome = subprocess.run(command, timeout=TIMEOUT_S, check=False)
+        environment["LOCKSTEP_BACKEND"] = backend
+    outcome = subprocess.run(command, env=environment, timeout=TIMEOUT_S, check=False)
     if outcome.returncode != 0:
         raise SystemExit(f"{' '.join(map(str, command))}: exit code {outcome.returncode}")
 
@@ -222,31 +232,37 @@ def gpu(directory):
 
 
 def training(directory, world):
-    oracle.make_inputs(directory / "inputs")
+    """Every case; directory/inputs is what both sides start from."""
+    out = directory / f"world{world}"
+    out.mkdir()
     initial = oracle.read_tensors(directory / "inputs")
     cases = write_cases(directory / "cases.txt", CASES)
-    if oracle.run_world(world, CASES, directory / "inputs", directory / "python") != 0:
+    if oracle.run_world(world, CASES, directory / "inputs", out / "python") != 0:
         raise SystemExit("the oracle failed")
-    run_cpp(world, "train", directory / "inputs", cases, directory / "cpp")
-    row("case", "ranks", "loss differs", "weight differs", "bits", "")
-    return all([judge(case, world, directory, initial) for case in CASES])
+    passed = True
+    for backend in BACKENDS.get(world, ("shm",)):
+        run_cpp(world, "train", directory / "inputs", cases, out / backend, backend=backend)
+        row(f"case, {backend}", "ranks", "loss differs", "weight differs", "bits", "")
+        passed &= all([judge(case, world, out / backend, out / "python", initial)
+                       for case in CASES])
+    return passed
 
 
 def merged(directory):
     """The mean of N gradients of means over B samples is the gradient of the mean over N*B."""
-    oracle.make_inputs(directory / "inputs")
-    row("case", "ranks", "loss differs", "weight differs", "bits", "")
-    passed = True
-    worlds = (2, 4)
-    apart = write_cases(directory / "cases.txt", MERGED)
     together = write_cases(directory / "merged.txt", [
         Case(f"{case.name}-{world}", case.model, case.optimizer, merge=world)
-        for case in MERGED for world in worlds])
+        for case in MERGED for world in MERGED_WORLDS])
     run_cpp(1, "train", directory / "inputs", together, directory / "one")
-    for world in worlds:
-        run_cpp(world, "train", directory / "inputs", apart, directory / f"ranks{world}")
+    row("case, merged", "ranks", "loss differs", "weight differs", "bits", "")
+    passed = True
+    for world in MERGED_WORLDS:
+        ranks = directory / f"world{world}" / "shm"
+        if not ranks.exists():  # training() was not asked for
+            apart = write_cases(directory / "apart.txt", MERGED)
+            run_cpp(world, "train", directory / "inputs", apart, ranks)
         for case in MERGED:
-            parts = [oracle.read_tensors(directory / f"ranks{world}" / case.name / f"rank{rank}")
+            parts = [oracle.read_tensors(ranks / case.name / f"rank{rank}")
                      for rank in range(world)]
             parts[0]["losses"] = torch.stack([part["losses"] for part in parts]).mean(0)
             one = oracle.read_tensors(directory / "one" / f"{case.name}-{world}" / "rank0")
@@ -261,8 +277,14 @@ def merged(directory):
     return passed
 
 
+def everything(directory):
+    passed = [training(directory, world) for world in (2, 3, 4)]
+    # The last: what is forked must not have used autograd.
+    return all([*passed, merged(directory), single(directory / "single")])
+
+
 def main():
-    mode = sys.argv[1]
+    mode = sys.argv[1] if len(sys.argv) > 1 else "everything"
     settle(with_gpu=mode == "gpu")
     check_compare()
     if mode == "gpu" and not torch.cuda.is_available():
@@ -270,10 +292,13 @@ def main():
         return 77
     with tempfile.TemporaryDirectory(prefix="lockstep-parity-") as name:
         directory = pathlib.Path(name)
+        if mode in ("everything", "world", "merged"):
+            oracle.make_inputs(directory / "inputs")
         if mode == "world":
             passed = training(directory, int(sys.argv[2]))
         else:
-            passed = {"single": single, "gpu": gpu, "merged": merged}[mode](directory)
+            passed = {"everything": everything, "single": single, "gpu": gpu,
+                      "merged": merged}[mode](directory)
     print("parity:", "passed" if passed else "FAILED")
     return 0 if passed else 1
 
