@@ -43,7 +43,8 @@ void place_on_gpu(DeviceRule& rule, const DeviceRequest& request, int index, int
   if (rule.gpu < visible) return;
   rule.problem = fmt::format(
       "local rank {} wants cuda:{}, but {} CUDA device{} visible. Start fewer ranks per host, set "
-      "LOCKSTEP_SHARE_DEVICE=1 to share devices, or LOCKSTEP_DEVICE=cpu.",
+      "LOCKSTEP_SHARE_DEVICE=1 to share devices, or LOCKSTEP_DEVICE=cpu (with backend shm or "
+      "gloo).",
       local_rank, rule.gpu, visible, visible == 1 ? " is" : "s are");
 }
 
@@ -80,8 +81,8 @@ DeviceRule apply_device_rule(const DeviceRequest& request) {
   }
   if (backend == "nccl" && rule.gpu < 0) {
     rule.problem = fmt::format(
-        "backend nccl needs a CUDA device, but this rank's device is cpu ({}). Use gloo, or make a "
-        "GPU visible.",
+        "backend nccl needs a CUDA device, but this rank's device is cpu ({}). Use shm (ranks of "
+        "one host) or gloo, as in LOCKSTEP_BACKEND=gloo, or make a GPU visible.",
         rule.reason);
   }
   rule.automatic = backend == "auto" && rule.gpu < 0;

@@ -10,6 +10,7 @@
 namespace lockstep {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 // A machine with some GPUs, and nothing in the environment that has a say.
@@ -94,7 +95,18 @@ TEST_F(DeviceRuleTest, MoreRanksThanGpus) {
 TEST_F(DeviceRuleTest, WhatDoesNotExist) {
   DeviceRequest request = on(0, 0);
   request.backend = "nccl";
-  EXPECT_THAT(apply_device_rule(request).problem, HasSubstr("backend nccl needs a CUDA device"));
+  EXPECT_THAT(apply_device_rule(request).problem,
+              AllOf(HasSubstr("backend nccl needs a CUDA device"),
+                    HasSubstr("(no CUDA device is visible). Use shm (ranks of one host) or gloo")));
+  request.visible_gpus = [] { return 1; };
+  request.cuda_built = false;
+  EXPECT_THAT(apply_device_rule(request).problem,
+              AllOf(HasSubstr("this build has no CUDA plug-in"), HasSubstr("Use shm")));
+  request = on(0, 0);
+  request.device = "cuda";
+  request.backend = "nccl";
+  EXPECT_THAT(apply_device_rule(request).problem, HasSubstr("(with backend shm or gloo)"));
+  request = on(0, 0);
   request.backend = "mpi";
   EXPECT_THAT(refusal(request), HasSubstr("there is no backend 'mpi'"));
   for (const char* device : {"tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:99999", "CPU"}) {

@@ -114,6 +114,12 @@ void for_each_named(std::string_view who, std::vector<Group>& groups, const Name
   }
 }
 
+void check_group(std::string_view who, std::size_t group, std::size_t count) {
+  if (group < count) return;
+  throw UsageError(who, "there is no group {}. Groups count from 0; there {} {}.", group,
+                   count == 1 ? "is" : "are", count);
+}
+
 const at::Tensor& find_state(std::string_view who, const StateDict& state, const std::string& name,
                              at::IntArrayRef sizes) {
   const auto found = state.find(name);
@@ -136,6 +142,20 @@ void FusedBase::step_unless(const at::Tensor& found_inf) {
                      "step_unless() takes one float: 1 to leave the step out, 0 to take it. Pass "
                      "what GradScaler::found_inf() gives.");
   step_groups(found_inf.reshape({}));  // the counters of steps have no dimension either
+}
+
+double FusedBase::lr(std::size_t group) const {
+  check_group(who(), group, param_groups_.size());
+  return param_groups_[group].options().get_lr();
+}
+
+void FusedBase::set_lr(double lr) {
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) set_lr(group, lr);
+}
+
+void FusedBase::set_lr(std::size_t group, double lr) {
+  check_group(who(), group, param_groups_.size());
+  param_groups_[group].options().set_lr(lr);
 }
 
 std::map<std::string, at::Tensor> FusedBase::state_dict(const NamedParameters& names) {

@@ -94,6 +94,11 @@ class FusedBase : public torch::optim::Optimizer {
   // is changed: the kernels read it there, and the host does not wait.
   void step_unless(const at::Tensor& found_inf);
 
+  // The learning rate of a group, to read or to set between steps. UsageError where there is none.
+  double lr(std::size_t group = 0) const;
+  void set_lr(double lr);  // of all groups
+  void set_lr(std::size_t group, double lr);
+
   // The state by parameter name ("h.0.weight.exp_avg", "h.0.weight.step"), on the CPU, the same
   // names and shapes as ShardedOptimizer's, so either loads what the other wrote. Zeros and step 0
   // for a parameter that was never stepped. Loading throws UsageError for missing, unknown and

@@ -319,6 +319,21 @@ TEST(Optimizers, GroupsHaveTheirOwnOptions) {
   EXPECT_FALSE(a.grad().defined());
 }
 
+TEST(Optimizers, RatesAreSetByGroup) {
+  auto a = leaf(torch::ones({2})), b = leaf(torch::ones({2}));
+  SGD optimizer{{SGD::group({a}, {.lr = 0.5}), SGD::group({b}, {.lr = 0.25})}};
+  optimizer.set_lr(1, 0.125);
+  EXPECT_EQ(optimizer.lr(), 0.5);
+  EXPECT_EQ(optimizer.options(1).lr, 0.125);
+  optimizer.set_lr(1);
+  EXPECT_EQ(optimizer.lr(0), 1);
+  EXPECT_EQ(optimizer.lr(1), 1);
+  EXPECT_THAT(message_of<UsageError>([&] { optimizer.set_lr(2, 1); }),
+              HasSubstr("[SGD] there is no group 2. Groups count from 0; there are 2."));
+  EXPECT_THAT(message_of<UsageError>([&] { static_cast<void>(optimizer.lr(7)); }),
+              HasSubstr("there is no group 7"));
+}
+
 // LibTorch's StepLR counts differently from Python's, so the expectation is what it does to a stock
 // optimizer.
 TEST(Optimizers, WorkWithStockSchedulers) {

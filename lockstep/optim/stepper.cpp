@@ -56,12 +56,8 @@ class ReplicatedStepper final : public Stepper {
   void zero_grad() override { optimizer_->zero_grad(); }
 
   std::size_t groups() const override { return optimizer_->param_groups().size(); }
-  double lr(std::size_t group) const override {
-    return optimizer_->param_groups().at(group).options().get_lr();
-  }
-  void set_lr(std::size_t group, double lr) override {
-    optimizer_->param_groups().at(group).options().set_lr(lr);
-  }
+  double lr(std::size_t group) const override { return optimizer_->lr(group); }
+  void set_lr(std::size_t group, double lr) override { optimizer_->set_lr(group, lr); }
 
   TensorDict state_dict() override { return optimizer_->state_dict(names_); }
   void load_state_dict(const TensorDict& state) override {

@@ -1,12 +1,13 @@
 // Deferred mode: backward only fills the buckets, and a ShardedOptimizer reduces them in its step.
 #include <algorithm>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/reducer_impl.h"
 
 namespace lockstep::parallel {
 
-DeferredGradients ReducerImpl::defer(std::function<void()> idle_step) {
+DeferredGradients ReducerImpl::defer(DeferredOwner owner) {
   if (deferred_)
     throw UsageError("ShardedOptimizer",
                      "this model already has a ShardedOptimizer. One per model; use groups for "
@@ -36,7 +37,7 @@ DeferredGradients ReducerImpl::defer(std::function<void()> idle_step) {
     post_sentinels();
   }
   deferred_ = true;
-  idle_step_ = std::move(idle_step);
+  owner_ = std::move(owner);
   DeferredGradients gradients;
   for (const auto& bucket : buckets_) {
     DeferredBucket& out = gradients.buckets.emplace_back();
@@ -55,7 +56,7 @@ DeferredGradients ReducerImpl::defer(std::function<void()> idle_step) {
 void ReducerImpl::resume() {
   deferred_ = false;
   for (auto& p : parameters_) p.used = false;
-  idle_step_ = nullptr;
+  owner_ = {};
 }
 
 DeferredStep ReducerImpl::begin_deferred_step(bool has_inputs) {

@@ -48,8 +48,8 @@ void ReducerImpl::join(const std::function<void()>& body, const JoinOptions& opt
   try {
     body();
     while (!exchange_active(false).empty()) {
-      if (idle_step_) {
-        idle_step_();
+      if (owner_.idle_step) {
+        owner_.idle_step();
       } else {
         shadow_pass();
       }

@@ -330,6 +330,7 @@ void ReducerImpl::start_pass() {
                       {.rank = world_.rank()});
     close_pass();
   }
+  if (owner_.on_backward) owner_.on_backward();
   sync_ = no_sync_depth_ == 0 && !deferred_;
   pass_start_ = Clock::now();
   if (sync_ && joining_) exchange_active(true);
@@ -587,8 +588,8 @@ const StepTiming& Reducer::last_timing() const {
 std::size_t Reducer::bucket_count() const {
   return impl_->bucket_count();
 }
-DeferredGradients Reducer::defer(std::function<void()> idle_step) {
-  return impl_->defer(std::move(idle_step));
+DeferredGradients Reducer::defer(DeferredOwner owner) {
+  return impl_->defer(std::move(owner));
 }
 DeferredStep Reducer::begin_deferred_step(bool has_inputs) {
   return impl_->begin_deferred_step(has_inputs);

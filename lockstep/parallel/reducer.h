@@ -79,6 +79,12 @@ struct DeferredBucket {
 struct DeferredGradients {
   std::vector<DeferredBucket> buckets;
 };
+// What a deferred reducer asks of the optimizer that steps in its stead.
+struct DeferredOwner {
+  std::function<void()> idle_step;      // the step of a rank that has run out of inputs, in a join
+  std::function<void()> on_backward;    // a backward begins; may throw UsageError
+  std::function<void()> check_written;  // throws UsageError when others wrote shared parameters
+};
 // One step of a deferred reducer.
 struct DeferredStep {
   double divisor = 1;    // of the sum over ranks
@@ -109,7 +115,7 @@ class Reducer {
   // For ShardedOptimizer: from now on backward leaves gradients local, in their buckets, and the
   // plan stays as it is; resume() takes it back. Every step begins and ends here; in a join, a rank
   // that has run out takes `idle_step` for each step of the others.
-  DeferredGradients defer(std::function<void()> idle_step);
+  DeferredGradients defer(DeferredOwner owner);
   void resume();
   DeferredStep begin_deferred_step(bool has_inputs);
   void end_deferred_step();

@@ -37,7 +37,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void join(const std::function<void()>& body, const JoinOptions& options);
   void register_comm_hook(CommHook hook);
   void verify_replicas();
-  DeferredGradients defer(std::function<void()> idle_step);
+  DeferredGradients defer(DeferredOwner owner);
   void resume();
   DeferredStep begin_deferred_step(bool has_inputs);
   void end_deferred_step();
@@ -117,9 +117,9 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
 
   World world_;
   DdpOptions options_;
-  bool passive_ = false;             // a world of one: nothing to reduce
-  bool deferred_ = false;            // a ShardedOptimizer reduces, in its step
-  std::function<void()> idle_step_;  // its step for a rank without inputs
+  bool passive_ = false;   // a world of one: nothing to reduce
+  bool deferred_ = false;  // a ShardedOptimizer reduces, in its step
+  DeferredOwner owner_;    // that optimizer
   std::vector<Parameter> parameters_;
   std::vector<NamedTensor> buffers_;
   BucketLimits limits_;

@@ -6,6 +6,7 @@
 #include <map>
 #include <sstream>
 #include <tuple>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/reducer_impl.h"
@@ -48,6 +49,57 @@ std::uint64_t fingerprint(const void* data, std::size_t bytes) {
 std::uint64_t fingerprint(const at::Tensor& tensor) {
   const at::Tensor host = tensor.detach().cpu().contiguous();
   return fingerprint(host.const_data_ptr(), host.nbytes());
+}
+
+void Prints::add(std::string name, const at::Tensor& tensor) {
+  names.push_back(std::move(name));
+  values.push_back(fingerprint(tensor));
+}
+
+std::string show_ranks(const std::vector<int>& ranks) {
+  return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
+}
+
+void refuse_together(World& world, const Check& check) {
+  std::string words;
+  try {
+    if (check.refusal) std::rethrow_exception(check.refusal);
+  } catch (const std::exception& e) {
+    words = e.what();
+  }
+  const auto all = world.all_gather(words);
+  if (check.refusal) std::rethrow_exception(check.refusal);
+  std::vector<int> ranks;
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    if (!all[rank].empty()) ranks.push_back(static_cast<int>(rank));
+  LOCKSTEP_ASSERT(!ranks.empty());
+  throw UsageError(check.component, "{} refused {}. {}: {}", show_ranks(ranks), check.what,
+                   ranks.size() == 1 ? "Its words" : fmt::format("The words of rank {}", ranks[0]),
+                   all[static_cast<std::size_t>(ranks[0])]);
+}
+
+std::optional<Difference> find_difference(World& world, const Check& check, const Prints& prints) {
+  const auto bytes_of = [](std::uint64_t value) {
+    return std::string(reinterpret_cast<const char*>(&value), sizeof value);
+  };
+  std::string mine(1, check.refusal ? 1 : 0);
+  for (const std::uint64_t value : prints.values) mine += bytes_of(value);
+  const auto all = world.all_gather(mine);
+  for (const std::string& each : all)
+    if (each.front() != 0) refuse_together(world, check);
+  // A rank with other names has other prints, or another number of them.
+  const auto print_at = [&](std::size_t rank, std::size_t i) {
+    const std::size_t begin = 1 + i * sizeof(std::uint64_t);
+    return begin < all[rank].size() ? all[rank].substr(begin, sizeof(std::uint64_t)) : "";
+  };
+  Difference found;
+  for (std::size_t i = 0; i < prints.names.size() && found.ranks.empty(); ++i) {
+    found.name = prints.names[i];
+    for (std::size_t rank = 1; rank < all.size(); ++rank)
+      if (print_at(rank, i) != print_at(0, i)) found.ranks.push_back(static_cast<int>(rank));
+  }
+  if (found.ranks.empty()) return std::nullopt;
+  return found;
 }
 
 void broadcast_coalesced(World& world, const std::vector<at::Tensor>& tensors, int root) {
@@ -138,32 +190,21 @@ void ReducerImpl::check_same_model() {
 }
 
 void ReducerImpl::verify_replicas() {
-  std::vector<std::string> names;
-  std::vector<std::int64_t> prints;
-  for (const auto& p : parameters_) {
-    names.push_back(p.name);
-    prints.push_back(static_cast<std::int64_t>(fingerprint(p.tensor)));
-  }
-  for (const auto& b : buffers_) {
-    if (!b.tensor.defined()) continue;
-    names.push_back(b.name);
-    prints.push_back(static_cast<std::int64_t>(fingerprint(b.tensor)));
-  }
-  const auto all = world_.all_gather(at::tensor(prints, at::kLong));
-  const at::Tensor& first = all[0];
-  for (int rank = 1; rank < world_.size(); ++rank) {
-    const at::Tensor& other = all[static_cast<std::size_t>(rank)];
-    for (std::size_t i = 0; i < names.size(); ++i) {
-      if (first.data_ptr<std::int64_t>()[i] == other.data_ptr<std::int64_t>()[i]) continue;
-      throw CommError(
-          "ddp",
-          fmt::format(
-              "replicas differ: '{}' on rank {} is not what it is on rank 0. Something changed it "
-              "outside the synchronised step, or ranks took different steps.",
-              names[i], rank),
-          {.rank = world_.rank(), .peer = rank, .operation = "verify_replicas"});
-    }
-  }
+  Check check{.component = "ddp", .what = "verify_replicas()"};
+  // Memory that all ranks map is always equal, whoever wrote it.
+  if (owner_.check_written) check.refusal = refusal_of(owner_.check_written);
+  Prints prints;
+  for (const auto& p : parameters_) prints.add(p.name, p.tensor);
+  for (const auto& b : buffers_)
+    if (b.tensor.defined()) prints.add(b.name, b.tensor);
+  const auto difference = find_difference(world_, check, prints);
+  if (!difference) return;
+  throw CommError(
+      "ddp",
+      fmt::format("replicas differ: '{}' on {} is not what it is on rank 0. Something changed it "
+                  "outside the synchronised step, or ranks took different steps.",
+                  difference->name, show_ranks(difference->ranks)),
+      {.rank = world_.rank(), .peer = difference->ranks[0], .operation = "verify_replicas"});
 }
 
 }  // namespace lockstep::parallel

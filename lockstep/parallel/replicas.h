@@ -5,15 +5,57 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "lockstep/comm/world.h"
+#include "lockstep/core/error.h"
 
 namespace lockstep::parallel {
 
 // A 64-bit fingerprint of a tensor's bytes, and of text.
 std::uint64_t fingerprint(const at::Tensor& tensor);
 std::uint64_t fingerprint(const void* data, std::size_t bytes);
+
+// Tensors by name, as 64 bits each.
+struct Prints {
+  std::vector<std::string> names;
+  std::vector<std::uint64_t> values;
+  void add(std::string name, const at::Tensor& tensor);
+};
+
+// What every rank checks before all go on, and who asks for it.
+struct Check {
+  std::string component;
+  std::string what;                 // "this step": "rank 1 refused this step"
+  std::exception_ptr refusal = {};  // this rank's own, if it has one
+};
+template <typename Body>
+std::exception_ptr refusal_of(const Body& body) {
+  try {
+    body();
+  } catch (const UsageError&) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+// Where some rank is known to refuse: throws its own refusal on a rank that has one, and UsageError
+// with the words of those that do on the others. Collective.
+[[noreturn]] void refuse_together(World& world, const Check& check);
+
+// The first name whose tensor is on some ranks not what it is on rank 0; nothing when all are
+// equal. Where a rank refuses, all do. Collective.
+struct Difference {
+  std::string name;
+  std::vector<int> ranks;
+};
+std::optional<Difference> find_difference(World& world, const Check& check, const Prints& prints);
+
+// "rank 1", "ranks 1, 2"
+std::string show_ranks(const std::vector<int>& ranks);
 
 // Broadcasts many tensors in few messages.
 void broadcast_coalesced(World& world, const std::vector<at::Tensor>& tensors, int root);

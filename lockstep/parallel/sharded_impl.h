@@ -1,5 +1,6 @@
-// The inside of ShardedOptimizer. Files: sharded_optimizer.cpp (construction, the order of a step,
-// state in and out), sharded_step.cpp (moving gradients, norms, the update itself).
+// The inside of ShardedOptimizer. Files: sharded_optimizer.cpp (construction, the order of a step),
+// sharded_step.cpp (moving gradients, norms, the update itself), sharded_state.cpp (state in and
+// out, parameters that others wrote).
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,8 @@ namespace lockstep::parallel {
 
 class ShardedImpl {
  public:
+  static constexpr const char* kComponent = "ShardedOptimizer";
+
   ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGroup> groups,
               ShardedOptions wanted);
   // Gives the parameters memory of their own again; backward averages gradients from here on.
@@ -32,6 +35,7 @@ class ShardedImpl {
   std::map<std::string, at::Tensor> state_dict();
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
   std::int64_t state_bytes() const;
+  OptimizerRule& rule(std::size_t group);
 
   ShardedOptions options;
   std::vector<OptimizerRule> rules;  // by group
@@ -87,10 +91,6 @@ class ShardedImpl {
   void make_domains();
   void house_parameters();
   void meet();
-  void remember_parameters();
-  void take_prints();
-  void check_parameters() const;
-  void check_prints() const;
   void check_gradients() const;
   StepOutcome take_step(const DeferredStep& how);
   template <typename Body>
@@ -99,9 +99,21 @@ class ShardedImpl {
   void share_settings(int root);
   void agree_on_gradients();
   std::exception_ptr find_refusal() const;
-  [[noreturn]] void refuse_together(const std::exception_ptr& refusal);
   [[noreturn]] void refuse_different_settings();
   void place_gradients(std::uint8_t* has_gradient);
+
+  // sharded_state.cpp
+  static at::Tensor place_of(const Member& member);
+  void remember_parameters();
+  void take_prints();
+  const Member* find_written() const;
+  void check_parameters() const;
+  void check_written() const;
+  void check_prints() const;
+  void on_backward();
+  void take_parameters_home();
+  std::vector<std::string> state_names_of(const Member& member) const;
+  void check_state(const std::map<std::string, at::Tensor>& state) const;
 
   // sharded_step.cpp
   static std::vector<std::string> state_names(const OptimizerRule& rule);
@@ -117,11 +129,12 @@ class ShardedImpl {
   std::shared_ptr<Reducer> reducer_;
   World world_;
   DeferredGradients deferred_;
-  bool shared_ = false;   // parameters and gradients lie in memory that all ranks map
-  bool reduced_ = false;  // reduce_now() has averaged the gradients
-  bool idle_ = false;     // this rank has run out of inputs
-  bool debug_ = false;    // LOCKSTEP_DEBUG
-  double divisor_ = 1;    // of the sum over ranks, in this step
+  bool shared_ = false;       // parameters and gradients lie in memory that all ranks map
+  bool reduced_ = false;      // reduce_now() has averaged the gradients
+  bool idle_ = false;         // this rank has run out of inputs
+  bool debug_ = false;        // LOCKSTEP_DEBUG
+  double divisor_ = 1;        // of the sum over ranks, in this step
+  std::uint64_t writes_ = 0;  // to shared parameters, past step(), as the last backward found them
   std::vector<Member> members_;
   std::vector<Domain> domains_;
   std::int64_t blocks_ = 0;

@@ -4,10 +4,8 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
-#include <set>
 #include <utility>
 
 #include "lockstep/core/env.h"
@@ -21,8 +19,6 @@ namespace lockstep {
 namespace parallel {
 
 namespace {
-
-constexpr const char* kComponent = "ShardedOptimizer";
 
 bool is_shared(const std::vector<DeferredBucket>& buckets) {
   return std::all_of(buckets.begin(), buckets.end(),
@@ -51,6 +47,19 @@ void each_number(OptimizerRule& rule, const Body& body) {
       rule);
 }
 
+// Why a setting most likely differs over ranks, and what to do.
+const char* advice_on(const std::string& setting) {
+  if (setting.starts_with("lr"))
+    return "Perhaps one of the two left out a step() that the other took (a batch it skipped on "
+           "its "
+           "own), or its schedule counts its own batches. Call step() equally often on every rank "
+           "(skip_non_finite leaves one out on all), and let schedules count steps.";
+  if (setting == "loss_scale")
+    return "Perhaps one rank changed its scale because of an inf or nan that it alone has seen. "
+           "Change it by what step() returns, which is the same on every rank.";
+  return "Set it alike on every rank.";
+}
+
 std::string bytes_of(const std::vector<double>& numbers) {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(double)};
 }
@@ -64,21 +73,6 @@ std::int64_t hash_of(const std::vector<double>& numbers) {
   return static_cast<std::int64_t>(hash);
 }
 
-// Between a tensor and its memory, flat: a parameter need not lie row by row (channels_last).
-at::Tensor shaped(const at::Tensor& flat, const at::Tensor& like) {
-  return flat.as_strided(like.sizes(), like.strides());
-}
-at::Tensor flattened(const at::Tensor& tensor, const at::Tensor& like) {
-  return at::empty_strided(like.sizes(), like.strides(), tensor.options())
-      .copy_(tensor)
-      .as_strided({like.numel()}, {1});
-}
-
-at::Tensor alias(const at::Tensor& flat, std::int64_t offset, const at::Tensor& like) {
-  return at::empty({0}, flat.options())
-      .set_(flat.storage(), flat.storage_offset() + offset, like.sizes(), like.strides());
-}
-
 }  // namespace
 
 ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGroup> groups,
@@ -89,7 +83,13 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
       debug_(env::get_bool("LOCKSTEP_DEBUG").value_or(false)) {
   for (const auto& group : groups) rules.push_back(group.rule);
   check_options();
-  deferred_ = reducer_->defer([this] { idle_step(); });
+  deferred_ = reducer_->defer({.idle_step = [this] { idle_step(); },
+                               .on_backward = [this] { on_backward(); },
+                               .check_written =
+                                   [this] {
+                                     check_written();
+                                     check_prints();
+                                   }});
   try {
     collect_members(groups);
     make_domains();
@@ -131,6 +131,13 @@ void ShardedImpl::check_options() const {
   if (!(options.loss_scale > 0))
     throw UsageError(kComponent, "loss_scale = {} must be positive. 1 is no scaling.",
                      options.loss_scale);
+}
+
+OptimizerRule& ShardedImpl::rule(std::size_t group) {
+  if (group >= rules.size())
+    throw UsageError(kComponent, "there is no group {}. Groups count from 0; there {} {}.", group,
+                     rules.size() == 1 ? "is" : "are", rules.size());
+  return rules[group];
 }
 
 void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
@@ -255,7 +262,7 @@ void ShardedImpl::house_parameters() {
   for (auto& member : members_) {
     const at::Tensor& flat = flats[member.bucket];
     member.flat = flat.narrow(0, member.offset, member.tensor.numel());
-    places.push_back(alias(flat, member.offset, member.slot));
+    places.push_back(place_of(member));
     // Every rank has the same values; on shared memory one of them writes.
     if (!shared_ || world_.is_leader()) places.back().copy_(member.tensor);
   }
@@ -268,60 +275,6 @@ void ShardedImpl::meet() {
   if (world_.size() == 1) return;
   at::Tensor token = at::zeros({1}, at::kByte);
   world_.all_reduce(token, ReduceOp::kMax).wait();
-}
-
-void ShardedImpl::remember_parameters() {
-  for (auto& member : members_) {
-    member.data = member.tensor.const_data_ptr();
-    member.version = member.tensor._version();
-  }
-}
-
-// Whoever owns elements vouches for them: in debug mode it knows their bits from step to step.
-void ShardedImpl::take_prints() {
-  if (!debug_) return;
-  for (auto& domain : domains_)
-    for (auto& owned : domain.owned) owned.print = fingerprint(owned.param);
-}
-
-void ShardedImpl::check_prints() const {
-  if (!debug_) return;
-  for (const auto& domain : domains_) {
-    for (const auto& owned : domain.owned) {
-      if (fingerprint(owned.param) == owned.print) continue;
-      throw UsageError(kComponent,
-                       "elements {} to {} of parameter '{}' were written between steps, on this "
-                       "rank or another one. Change parameters in step() only; after loading "
-                       "weights on every rank call accept_changes().",
-                       owned.piece.begin, owned.piece.begin + owned.piece.count - 1,
-                       members_[owned.piece.parameter].name);
-    }
-  }
-}
-
-void ShardedImpl::check_parameters() const {
-  for (const auto& member : members_) {
-    if (member.tensor.const_data_ptr() != member.data)
-      throw UsageError(kComponent,
-                       "parameter '{}' was moved or replaced after the optimizer was made. Move "
-                       "the model first, then wrap it and make the optimizer; after torch::load on "
-                       "every rank call accept_changes().",
-                       member.name);
-    if (shared_ && member.tensor._version() != member.version)
-      throw UsageError(kComponent,
-                       "parameter '{}' was written between steps. All ranks share its memory; "
-                       "after loading weights on every rank call accept_changes().",
-                       member.name);
-  }
-}
-
-void ShardedImpl::accept_changes() {
-  meet();
-  if (!shared_) {
-    for (auto& member : members_) world_.broadcast(member.flat, 0).wait();
-  }
-  remember_parameters();
-  take_prints();
 }
 
 // ---------------------------------------------------------------- a step
@@ -444,7 +397,8 @@ void ShardedImpl::agree_on_gradients() {
     place_gradients(has_gradient);
   }
   if (world_.size() > 1) world_.all_reduce(told, ReduceOp::kMax).wait();
-  if (*refused != 0) refuse_together(refusal);
+  if (*refused != 0)
+    refuse_together(world_, {.component = kComponent, .what = "this step", .refusal = refusal});
   // The greatest of the complements is the complement of the least.
   for (std::size_t i = 0; i < kHash; ++i)
     if (hashes[i] + hashes[kHash + i] != 255) refuse_different_settings();
@@ -452,16 +406,13 @@ void ShardedImpl::agree_on_gradients() {
 }
 
 std::exception_ptr ShardedImpl::find_refusal() const {
-  try {
+  return refusal_of([this] {
     check_options();
     reducer_->check_unchanged();
     check_parameters();
     check_prints();
     check_gradients();
-  } catch (const UsageError&) {
-    return std::current_exception();
-  }
-  return nullptr;
+  });
 }
 
 void ShardedImpl::refuse_different_settings() {
@@ -474,6 +425,7 @@ void ShardedImpl::refuse_different_settings() {
       all.begin(), all.end(), [&](const auto& each) { return bytes_of(each) != bytes_of(first); });
   LOCKSTEP_ASSERT(other != all.end());
   std::string what = "has another number of groups or other kinds of rules than rank 0";
+  std::string differs;
   // The kinds stand at the end.
   if (other->size() == count && first.size() == count &&
       std::equal(other->end() - static_cast<std::ptrdiff_t>(rules.size()), other->end(),
@@ -484,22 +436,15 @@ void ShardedImpl::refuse_different_settings() {
                                                      : fmt::format("{} of group {}", name, group));
     });
     for (std::size_t i = names.size(); i-- > 0;)
-      if (bytes_of({(*other)[i]}) != bytes_of({first[i]}))
+      if (bytes_of({(*other)[i]}) != bytes_of({first[i]})) {
         what = fmt::format("has {} = {}, but rank 0 has {}", names[i], (*other)[i], first[i]);
+        differs = names[i];
+      }
   }
   throw UsageError(kComponent,
                    "rank {} {}. Each rank steps its share of the elements by its own settings, so "
-                   "they must be equal. Perhaps a schedule counts a rank's own batches: let it "
-                   "count steps.",
-                   other - all.begin(), what);
-}
-
-void ShardedImpl::refuse_together(const std::exception_ptr& refusal) {
-  at::Tensor who = at::full({1}, refusal ? world_.rank() : world_.size(), at::kInt);
-  if (world_.size() > 1) world_.all_reduce(who, ReduceOp::kMin).wait();
-  if (refusal) std::rethrow_exception(refusal);
-  throw UsageError(kComponent, "rank {} refused this step. Its own message says why.",
-                   who.item<int>());
+                   "they must be equal. {}",
+                   other - all.begin(), what, advice_on(differs));
 }
 
 // This rank's gradients lie in their slots from here on.
@@ -543,97 +488,6 @@ void ShardedImpl::reduce_now() {
   reduced_ = true;
 }
 
-// ---------------------------------------------------------------- state
-
-std::map<std::string, at::Tensor> ShardedImpl::state_dict() {
-  const torch::NoGradGuard no_grad;
-  std::map<std::string, at::Tensor> state;
-  for (auto& member : members_) {
-    const auto names = state_names(rules[member.group]);
-    for (const auto& name : names)
-      state[member.name + "." + name] =
-          at::zeros({member.tensor.numel()}, member.tensor.options().device(at::kCPU));
-    state[member.name + ".step"] = at::scalar_tensor(member.steps, at::kDouble);
-  }
-  for (const auto& domain : domains_) {
-    for (const auto& owned : domain.owned) {
-      const Member& member = members_[owned.piece.parameter];
-      const auto names = state_names(rules[member.group]);
-      const std::array<at::Tensor, 2> parts{owned.first, owned.second};
-      for (std::size_t k = 0; k < names.size(); ++k) {
-        if (!parts[k].defined()) continue;
-        state[member.name + "." + names[k]]
-            .narrow(0, owned.piece.begin, owned.piece.count)
-            .copy_(parts[k]);
-      }
-    }
-  }
-  // Every element has one owner, and zeros elsewhere add nothing.
-  for (auto& member : members_) {
-    for (const auto& name : state_names(rules[member.group])) {
-      at::Tensor& whole = state[member.name + "." + name];
-      if (world_.size() > 1) world_.all_reduce(whole).wait();
-      whole = shaped(whole, member.slot).contiguous();
-    }
-  }
-  return state;
-}
-
-void ShardedImpl::load_state_dict(const std::map<std::string, at::Tensor>& state) {
-  const torch::NoGradGuard no_grad;
-  const auto find = [&](const std::string& name, const at::Tensor& like) {
-    const auto found = state.find(name);
-    if (found == state.end())
-      throw UsageError(kComponent,
-                       "the state has no '{}'. It belongs to another model or another optimizer.",
-                       name);
-    if (like.defined() && found->second.sizes() != like.sizes())
-      throw UsageError(kComponent,
-                       "'{}' has shape [{}] in the state, but the parameter has [{}]. The state "
-                       "belongs to another model.",
-                       name, fmt::join(found->second.sizes(), ", "), fmt::join(like.sizes(), ", "));
-    return found->second;
-  };
-  std::set<std::string> known;
-  for (auto& member : members_) {
-    for (const auto& name : state_names(rules[member.group])) {
-      known.insert(member.name + "." + name);
-      find(member.name + "." + name, member.tensor);
-    }
-    known.insert(member.name + ".step");
-    find(member.name + ".step", at::Tensor());
-  }
-  for (const auto& [name, tensor] : state)
-    if (!known.contains(name))
-      throw UsageError(kComponent,
-                       "the state holds '{}', which the model does not have. It belongs to another "
-                       "model or another optimizer.",
-                       name);
-  for (auto& member : members_)
-    member.steps = find(member.name + ".step", at::Tensor()).item<double>();
-  for (auto& domain : domains_) {
-    for (auto& owned : domain.owned) {
-      const Member& member = members_[owned.piece.parameter];
-      const auto names = state_names(rules[member.group]);
-      make_state(domain, owned);
-      const std::array<at::Tensor*, 2> parts{&owned.first, &owned.second};
-      for (std::size_t k = 0; k < names.size(); ++k)
-        parts[k]->copy_(flattened(find(member.name + "." + names[k], member.tensor), member.slot)
-                            .narrow(0, owned.piece.begin, owned.piece.count));
-    }
-  }
-}
-
-std::int64_t ShardedImpl::state_bytes() const {
-  std::int64_t bytes = 0;
-  for (const auto& domain : domains_) {
-    for (const auto& owned : domain.owned)
-      for (const at::Tensor& part : {owned.first, owned.second})
-        if (part.defined()) bytes += static_cast<std::int64_t>(part.nbytes());
-  }
-  return bytes;
-}
-
 }  // namespace parallel
 
 ShardedOptimizer::ShardedOptimizer(std::shared_ptr<Reducer> reducer,
@@ -655,17 +509,19 @@ ShardedOptions& ShardedOptimizer::options() {
   return impl_->options;
 }
 OptimizerRule& ShardedOptimizer::rule(std::size_t group) {
-  if (group >= impl_->rules.size())
-    throw UsageError(parallel::kComponent,
-                     "there is no group {}. Groups count from 0; there {} {}.", group,
-                     impl_->rules.size() == 1 ? "is" : "are", impl_->rules.size());
-  return impl_->rules[group];
+  return impl_->rule(group);
 }
 std::size_t ShardedOptimizer::groups() const {
   return impl_->rules.size();
 }
+double ShardedOptimizer::lr(std::size_t group) const {
+  return std::visit([](const auto& options) { return options.lr; }, impl_->rule(group));
+}
 void ShardedOptimizer::set_lr(double lr) {
-  for (auto& rule : impl_->rules) std::visit([&](auto& options) { options.lr = lr; }, rule);
+  for (std::size_t group = 0; group < groups(); ++group) set_lr(group, lr);
+}
+void ShardedOptimizer::set_lr(std::size_t group, double lr) {
+  std::visit([&](auto& options) { options.lr = lr; }, impl_->rule(group));
 }
 std::map<std::string, at::Tensor> ShardedOptimizer::state_dict() {
   return impl_->state_dict();

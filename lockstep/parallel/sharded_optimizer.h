@@ -18,9 +18,10 @@
 //
 // Construct, step, load and save on all ranks at the same point (they communicate). One thread at a
 // time. It shares the model's reducer; on shm the parameters stay shared for as long as they live,
-// and nobody else may write them between steps (UsageError at the next one). After loading weights
-// into the model on every rank, call accept_changes(). Inside model.join() step() may be called on
-// some ranks more often than on others; what else communicates belongs outside.
+// and nobody else may write them between steps: UsageError at the next one, in verify_replicas(),
+// and in the backward of a loop that writes them and never steps. After loading weights into the
+// model on every rank, call accept_changes(). Inside model.join() step() may be called on some
+// ranks more often than on others; what else communicates belongs outside.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -91,14 +92,20 @@ class ShardedOptimizer {
 
   ShardedOptions& options();
   OptimizerRule& rule(std::size_t group = 0);
-  void set_lr(double lr);  // of all groups
   std::size_t groups() const;
+  double lr(std::size_t group = 0) const;
+  void set_lr(double lr);                     // of all groups
+  void set_lr(std::size_t group, double lr);  // of one
 
   // The whole state by parameter name ("h.0.attn.weight.exp_avg"), the same on every rank and
   // independent of their number. Collective.
   std::map<std::string, at::Tensor> state_dict();
+  // The same state on every rank: UsageError on all, before anything is changed, names the ranks
+  // where it differs and the first tensor that does, or what a rank finds wrong with it.
+  // Collective.
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
-  // The model's parameters were written on purpose, the same values on every rank. Collective.
+  // The model's parameters were written, or loaded, on purpose: the same values on every rank, or
+  // UsageError on all as above. Collective.
   void accept_changes();
 
   // Bytes of optimizer state on this rank.

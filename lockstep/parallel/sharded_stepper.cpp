@@ -38,12 +38,8 @@ class ShardedStepper final : public optim::Stepper {
   void zero_grad() override { optimizer_->zero_grad(); }
 
   std::size_t groups() const override { return optimizer_->groups(); }
-  double lr(std::size_t group) const override {
-    return std::visit([](const auto& rule) { return rule.lr; }, optimizer_->rule(group));
-  }
-  void set_lr(std::size_t group, double lr) override {
-    std::visit([lr](auto& rule) { rule.lr = lr; }, optimizer_->rule(group));
-  }
+  double lr(std::size_t group) const override { return optimizer_->lr(group); }
+  void set_lr(std::size_t group, double lr) override { optimizer_->set_lr(group, lr); }
 
   optim::TensorDict state_dict() override { return optimizer_->state_dict(); }
   void load_state_dict(const optim::TensorDict& state) override {

@@ -277,8 +277,9 @@ TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
           (y.square().mean() * what.loss_scale).backward();
         }
       }
-      std::get<optim::AdamWOptions>(optimizer.rule(0)).lr = 0.2 / (step + 1);
-      std::get<optim::SGDOptions>(optimizer.rule(1)).lr = 0.01 * (step + 1);
+      optimizer.set_lr(0, 0.2 / (step + 1));
+      optimizer.set_lr(1, 0.01 * (step + 1));
+      EXPECT_EQ(optimizer.lr(1), 0.01 * (step + 1));
       reference.set_lr(0, 0.2 / (step + 1));
       reference.set_lr(1, 0.01 * (step + 1));
       const torch::NoGradGuard no_grad;
@@ -482,8 +483,10 @@ TEST(ShardedRefuses, OnAllRanksWhatOneCannotDo) {
       net->a->bias.zero_();
     }
     const std::string text = step();
-    EXPECT_THAT(text, HasSubstr(world.rank() == 1 ? "'a.bias' was written between steps"
-                                                  : "rank 1 refused this step"));
+    EXPECT_THAT(text, HasSubstr("'a.bias' was written between steps"));
+    if (world.rank() != 1) {
+      EXPECT_THAT(text, HasSubstr("rank 1 refused this step"));
+    }
     optimizer.accept_changes();
     EXPECT_EQ(step(), "(nothing thrown)");
     optimizer.set_lr(-1);
@@ -514,9 +517,7 @@ TEST(ShardedRefuses, SettingsThatDifferOverRanks) {
             if (world.rank() == 2) undo();
             return text;
           };
-          const auto lr_of_b = [&](double lr) {
-            std::get<optim::AdamWOptions>(optimizer.rule(1)).lr = lr;
-          };
+          const auto lr_of_b = [&](double lr) { optimizer.set_lr(1, lr); };
           EXPECT_THAT(refusal([&] { lr_of_b(0.25); }, [&] { lr_of_b(0.5); }),
                       HasSubstr("rank 2 has lr of group 1 = 0.25, but rank 0 has 0.5."));
           EXPECT_THAT(refusal([&] { optimizer.options().loss_scale = 8; },

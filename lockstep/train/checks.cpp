@@ -60,7 +60,8 @@ class Checker {
     }
     if (a.use_cpu && a.ddp_backend == "nccl") {
       add({"ddp_backend", "use_cpu"},
-          "the backend nccl needs GPUs, and use_cpu is true. Use gloo, or delete one of them.");
+          "the backend nccl needs GPUs, and use_cpu is true. Use shm or gloo, or delete one of "
+          "them.");
     }
   }
 

@@ -5,7 +5,8 @@
     python3 tests/style/docs_test.py --self-test  every rule reports what breaks it
 
 A fenced block that opens with ```sh run is executed from the project's root; `build/` in it stands
-for the build tree under test.
+for the build tree under test. One that opens with ```cpp from PATH stands in that file, which tests
+compile.
 """
 
 import os
@@ -73,6 +74,14 @@ def check_program(root, text):
     if len(blocks) != 1 or blocks[0][1] != wanted:
         yield Violation("README.md", blocks[0][0] if blocks else 1, "program",
                         "the program is not the text of examples/readme/main.cpp")
+
+
+def check_excerpts(root, path, text):
+    """A block that says which file it is from is there word for word."""
+    for line, info, body in fences(text):
+        source = re.fullmatch(r"cpp from (\S+)", info)
+        if source and body not in tree.read(root, source.group(1)):
+            yield Violation(path, line, "excerpt", f"this is not in {source.group(1)}")
 
 
 def check_commands(root, text):
@@ -164,6 +173,7 @@ def check(root):
     found = []
     for path in documents(root):
         found += check_paths(root, path, tree.read(root, path))
+        found += check_excerpts(root, path, tree.read(root, path))
     readme = tree.read(root, "README.md")
     found += check_program(root, readme)
     found += check_commands(root, readme)
@@ -212,6 +222,7 @@ def good_project():
         "tests/a/a_test.py": 'os.environ["NOTES"]\n',
         "docs/environment.md": "LOCKSTEP_LOG LOCKSTEP_JOBS PMI_RANK TMPDIR PATH\n",
         "docs/seed_map.md": seed_map,
+        "docs/excerpt.md": "```cpp from lockstep/core/a.h\n#define LOCKSTEP_X(a) a\n```\n",
     }
 
 
@@ -223,6 +234,7 @@ def self_test():
                  good | {"docs/a.md": "`tests/style/*_test.py`\n"}],
         "link": [good | {"docs/a.md": "[x](nowhere.md)\n"}],
         "program": [good | {"examples/readme/main.cpp": "int main() { return 0; }\n"}],
+        "excerpt": [good | {"docs/excerpt.md": "```cpp from lockstep/core/a.h\nint x;\n```\n"}],
         "command": [good | {"README.md": "```cpp\nint main() {}\n```\n"}],
         "folder": [good | {"lockstep/comm/world.h": "\n"}],
         "variable": [good | {"lockstep/core/b.cpp": 'get("LOCKSTEP_NEW");\n'},

@@ -332,7 +332,7 @@ void load() {
   if (loaded.table != nullptr) return;
   throw UsageError("nccl",
                    "the CUDA plug-in cannot be loaded ({}). Set LOCKSTEP_CUDA_PLUGIN to the "
-                   "path of {}, or LOCKSTEP_DEVICE=cpu to run without a GPU.",
+                   "path of {}, or LOCKSTEP_DEVICE=cpu to run without a GPU (backend shm or gloo).",
                    loaded.trouble, kPluginFile);
 }
 

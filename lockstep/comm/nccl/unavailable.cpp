@@ -10,7 +10,7 @@ void load() {
   throw UsageError("nccl",
                    "this build has no CUDA plug-in (it was configured without nvcc or with a "
                    "CPU LibTorch). Build again on a machine with the CUDA toolkit, or set "
-                   "LOCKSTEP_DEVICE=cpu.");
+                   "LOCKSTEP_DEVICE=cpu and use backend shm or gloo.");
 }
 
 void set_device(c10::Device) {

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <memory>
@@ -191,6 +192,42 @@ TEST(Wait, WhoLeavesACoreMayUseAllAsBefore) {
   EXPECT_GT(left, 0);
   EXPECT_EQ(allowed_cpus(), cores);
   leave_core(cores);  // there is nowhere to go
+  EXPECT_EQ(allowed_cpus(), cores);
+}
+
+// Refuses the next `left` calls that allow more than one core, from the start or once it has moved.
+struct Refusing {
+  static int set(pid_t thread, std::size_t bytes, const cpu_set_t* cores) {
+    if (CPU_COUNT(cores) == 1) {
+      moved = true;
+    } else if ((moved || from_start) && left > 0) {
+      --left;
+      errno = EINVAL;
+      return -1;
+    }
+    return ::sched_setaffinity(thread, bytes, cores);
+  }
+  static inline bool moved = false, from_start = false;
+  static inline int left = 0;
+};
+
+TEST(Wait, WhoLeavesACoreIsNotLeftOnOne) {
+  const std::vector<int> cores = allowed_cpus();
+  if (cores.size() < 2) GTEST_SKIP() << "one core";
+  for (const int refusals : {1, 3}) {  // once, and until every core is asked for
+    Refusing::moved = false;
+    Refusing::left = refusals;
+    leave_core({::sched_getcpu()}, Refusing::set);
+    EXPECT_TRUE(Refusing::moved);
+    EXPECT_EQ(Refusing::left, 0);
+    EXPECT_EQ(allowed_cpus(), cores);
+  }
+  // Where nothing may be set, nothing is.
+  Refusing::moved = false;
+  Refusing::from_start = true;
+  Refusing::left = 1;
+  leave_core({::sched_getcpu()}, Refusing::set);
+  EXPECT_FALSE(Refusing::moved);
   EXPECT_EQ(allowed_cpus(), cores);
 }
 

@@ -44,6 +44,19 @@ void ring(Header& header) {
   futex(header.bell, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
+// To stay on one core for good would be worse than anything that leaving another can gain. What may
+// fail is that somebody has just taken these very cores from the process: then all it still has,
+// which the kernel knows.
+void allow_again(const cpu_set_t& cores, SetAffinity set) {
+  constexpr int kTries = 3;
+  for (int i = 0; i < kTries; ++i)
+    if (set(0, sizeof cores, &cores) == 0) return;
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  for (int core = 0; core < CPU_SETSIZE; ++core) CPU_SET(core, &all);
+  set(0, sizeof all, &all);
+}
+
 }  // namespace
 
 Patience::State Patience::pass() {
@@ -63,17 +76,18 @@ Patience::State Patience::pass() {
   return offering_ && !alone && !crowded_ ? kUneasy : kAwake;
 }
 
-void leave_core(const std::vector<int>& taken) {
+void leave_core(const std::vector<int>& taken, SetAffinity set) {
   cpu_set_t before;
   if (::sched_getaffinity(0, sizeof before, &before) != 0) return;  // more cores than it can name
+  // A thread that may not set what it has could not come back.
+  if (set(0, sizeof before, &before) != 0) return;
   for (int core = 0; core < CPU_SETSIZE; ++core) {
     if (!CPU_ISSET(core, &before) || std::find(taken.begin(), taken.end(), core) != taken.end())
       continue;
     cpu_set_t free;
     CPU_ZERO(&free);
     CPU_SET(core, &free);
-    if (::sched_setaffinity(0, sizeof free, &free) == 0)
-      ::sched_setaffinity(0, sizeof before, &before);
+    if (set(0, sizeof free, &free) == 0) allow_again(before, set);
     return;
   }
 }

@@ -9,7 +9,10 @@
 //   while (!look()) if (patience.pass() == Patience::kWorn) sleep_on(header, code, look);
 #pragma once
 
+#include <sched.h>
+
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -52,8 +55,9 @@ class Patience {
 // Moves this thread to a core that none of `taken` is, if it may use one; it may use the same cores
 // as before afterwards. The scheduler likes to wake a process on the core of who woke it, and two
 // ranks that take turns on one core look to it like little work: it can leave them there for long
-// with a core idle beside them.
-void leave_core(const std::vector<int>& taken);
+// with a core idle beside them. `set` is how cores are allowed, for tests.
+using SetAffinity = int (*)(pid_t thread, std::size_t bytes, const cpu_set_t* cores);
+void leave_core(const std::vector<int>& taken, SetAffinity set = ::sched_setaffinity);
 
 // Wakes a rank that waits for `from` or for anyone.
 void wake_if_waiting(Header& header, int from);

@@ -1,0 +1,301 @@
+// What ranks with a ShardedOptimizer must agree on: the state they load, the parameters they accept
+// and who may write those; how a refusal is told; and the program of docs/ddp.md.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <sstream>
+
+#include "lockstep/core/error.h"
+#include "lockstep/io/files_for_test.h"
+#include "lockstep/io/tensors.h"
+#include "lockstep/optim/schedule.h"
+#include "lockstep/optim/stepper.h"
+#include "lockstep/parallel/sharded_for_test.h"
+#include "lockstep/testing/matchers.h"
+
+namespace {
+
+using TensorDict = std::map<std::string, at::Tensor>;
+using lockstep::optim::AdamWOptions;
+
+void train(lockstep::World& world, torch::nn::Sequential net, const TensorDict& saved,
+           const std::string& folder) {
+  lockstep::DistributedDataParallel model{net, world};
+  const auto parts = lockstep::optim::decay_groups(*net);  // biases and norms are not decayed
+  const std::vector<double> rates{3e-3, 6e-3};
+  lockstep::ShardedOptimizer optimizer{
+      model,
+      std::vector<lockstep::ShardedGroup>{
+          {parts.decayed, AdamWOptions{.lr = rates[0], .weight_decay = 0.1}},
+          {parts.not_decayed, AdamWOptions{.lr = rates[1], .weight_decay = 0}}},
+      {.max_grad_norm = 1.0, .skip_non_finite = true}};
+  if (!saved.empty()) optimizer.load_state_dict(saved);  // the same state on every rank
+  const auto schedule =
+      lockstep::optim::make_schedule({.name = "cosine", .warmup_steps = 2, .total_steps = 10});
+
+  for (int step = 0; step < 10; ++step) {
+    for (std::size_t group = 0; group < optimizer.groups(); ++group)
+      optimizer.set_lr(group, rates[group] * schedule.factor(step));
+    const at::Tensor x = torch::randn({8, 20});
+    (model(x) - x.sum(1, true)).square().mean().backward();  // .grad is this rank's own
+    const auto outcome = optimizer.step();                   // averaged, clipped to norm 1, stepped
+    optimizer.zero_grad();
+    if (world.is_leader())
+      std::printf("step %d: norm %.3f%s\n", step, outcome.grad_norm,
+                  outcome.skipped ? ", left out" : "");
+  }
+
+  const TensorDict state = optimizer.state_dict();  // on every rank: it gathers the shares
+  if (!world.is_leader()) return;
+  lockstep::io::AtomicDir dir(folder);  // has its name when it is whole
+  const auto write = [&](const std::string& name, const TensorDict& tensors) {
+    std::vector<lockstep::io::TensorBytes> all;
+    for (const auto& [key, tensor] : tensors)
+      all.push_back(lockstep::io::bytes_of_tensor(key, tensor));
+    dir.write(name, [&](lockstep::io::FileWriter& file) { write_safetensors(file, all); });
+  };
+  TensorDict weights;
+  for (const auto& item : net->named_parameters()) weights[item.key()] = item.value();
+  write("model.safetensors", weights);
+  write("optimizer.safetensors", state);
+  dir.commit();
+}
+
+}  // namespace
+
+namespace lockstep {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::message_of;
+using ::testing::Not;
+using namespace sharded_for_test;
+
+constexpr const char* kNothing = "(nothing thrown)";
+
+// ---------------------------------------------------------------- the program of the documents
+
+TEST(ShardedDocument, TrainsSavesAndGoesOnAtAnotherNumberOfRanks) {
+  const io::TemporaryDirectory folder;
+  const auto run = [&](int ranks, const TensorDict& saved, const std::string& name) {
+    run_threads(ranks, [&](World& world) {
+      train(world, torch::nn::Sequential(torch::nn::Linear(20, 300), torch::nn::Linear(300, 1)),
+            saved, folder / name);
+    });
+    TensorDict state;
+    const io::SafetensorsFile file((folder / name) + "/optimizer.safetensors");
+    for (const auto& entry : file.tensors()) state[entry.name] = io::tensor_of(file, entry);
+    EXPECT_EQ(io::SafetensorsFile((folder / name) + "/model.safetensors").tensors().size(), 4u);
+    return state;
+  };
+  const TensorDict first = run(2, {}, "first");
+  EXPECT_EQ(first.at("0.weight.step").item<double>(), 10);
+  EXPECT_EQ(run(3, first, "second").at("0.weight.step").item<double>(), 20);
+}
+
+// ---------------------------------------------------------------- the same on every rank
+
+struct Trained {
+  explicit Trained(World& world)
+      : net(make_net()), model(net, world), optimizer(model, optim::AdamWOptions{.lr = 0.01}) {
+    step(world);
+  }
+  void step(World& world) {
+    optimizer.zero_grad();
+    model(batch_of(world.rank(), 0), true).sum().backward();
+    optimizer.step();
+  }
+  Net net;
+  DistributedDataParallel<Net> model;
+  ShardedOptimizer optimizer;
+};
+
+void on_both(int ranks, const std::function<void(World&)>& body) {
+  for (const char* backend : {"shm", "gloo"}) run_threads(ranks, body, backend);
+}
+
+TEST(ShardedAgreement, AnotherStateOnSomeRanksIsRefusedByAll) {
+  on_both(3, [](World& world) {
+    Trained trained(world);
+    const TensorDict state = trained.optimizer.state_dict();
+    const auto load = [&](const TensorDict& from) {
+      return message_of<UsageError>([&] { trained.optimizer.load_state_dict(from); });
+    };
+    TensorDict other = state;
+    if (world.rank() > 0) other["b.weight.exp_avg"] = state.at("b.weight.exp_avg") * 2;
+    EXPECT_THAT(load(other), HasSubstr("load_state_dict(): 'b.weight.exp_avg' on ranks 1, 2 is not "
+                                       "what it is on rank 0"));
+    other = state;
+    if (world.rank() == 1) other["a.bias.step"] = at::scalar_tensor(7, at::kDouble);
+    EXPECT_THAT(load(other), HasSubstr("'a.bias.step' on rank 1 is not what"));
+    // What one rank finds wrong with it, the others say.
+    other = state;
+    if (world.rank() == 1) other.erase("a.weight.exp_avg");
+    EXPECT_THAT(load(other),
+                AllOf(HasSubstr("[ShardedOptimizer] the state has no 'a.weight.exp_avg'"),
+                      HasSubstr(world.rank() == 1 ? "the state"
+                                                  : "rank 1 refused load_state_dict()"
+                                                    ". Its words: [Sharded")));
+    for (const auto& [name, tensor] : trained.optimizer.state_dict())
+      EXPECT_TENSOR_EQ(tensor, state.at(name));
+    EXPECT_EQ(load(state), kNothing);
+    trained.step(world);
+  });
+}
+
+TEST(ShardedAgreement, OtherParametersOnSomeRanksAreNotAccepted) {
+  on_both(3, [](World& world) {
+    Trained trained(world);
+    const auto accept = [&] {
+      return message_of<UsageError>([&] { trained.optimizer.accept_changes(); });
+    };
+    at::Tensor& bias = trained.net->a->bias;
+    const at::Tensor before = bias.detach().clone();
+    world.barrier();
+    bias.set_data(before + (world.rank() == 2 ? 1 : 0));
+    EXPECT_THAT(accept(), HasSubstr("accept_changes(): parameter 'a.bias' on rank 2 is not what it "
+                                    "is on rank 0"));
+    bias.set_data(before + 1);
+    EXPECT_EQ(accept(), kNothing);
+    EXPECT_TENSOR_EQ(bias.detach(), before + 1);
+    trained.step(world);
+    // A change of kind is told by who made it.
+    if (world.rank() == 1) bias.set_requires_grad(false);
+    EXPECT_THAT(accept(), HasSubstr(world.rank() == 1
+                                        ? "parameter 'a.bias' was frozen"
+                                        : "rank 1 refused accept_changes(). Its words: [Sharded"));
+  });
+}
+
+// torch::load gives parameters other memory; what step() writes must be the model's all the same.
+TEST(ShardedAgreement, LoadedWeightsAreTrained) {
+  on_both(2, [](World& world) {
+    Trained trained(world);
+    std::stringstream file;
+    torch::save(trained.net, file);
+    const at::Tensor saved = trained.net->a->weight.detach().clone();
+    world.barrier();
+    trained.step(world);
+    torch::load(trained.net, file);
+    EXPECT_THAT(message_of<UsageError>([&] { trained.step(world); }),
+                HasSubstr("after torch::load on every rank call accept_changes()"));
+    trained.optimizer.accept_changes();
+    EXPECT_TENSOR_EQ(trained.net->a->weight.detach(), saved);
+    world.barrier();
+    trained.step(world);
+    EXPECT_FALSE(at::equal(trained.net->a->weight.detach(), saved));
+    trained.model.verify_replicas();
+  });
+}
+
+// ---------------------------------------------------------------- another optimizer
+
+TEST(ShardedAgreement, AnotherWriterIsFoundWithoutAStep) {
+  run_threads(3, [](World& world) {
+    Trained trained(world);
+    const auto verify = [&] {
+      return message_of<UsageError>([&] { trained.model.verify_replicas(); });
+    };
+    EXPECT_EQ(verify(), kNothing);
+    torch::optim::AdamW other(trained.net->parameters(), 0.1);
+    world.barrier();
+    if (world.rank() == 1) other.step();
+    world.barrier();
+    EXPECT_THAT(verify(),
+                AllOf(HasSubstr("parameter 'spare.bias' was written between steps"),
+                      HasSubstr("call accept_changes()"),
+                      HasSubstr(world.rank() == 1 ? "another optimizer (torch::optim) must not"
+                                                  : "[ddp] rank 1 refused verify_replicas(). Its "
+                                                    "words: [ShardedOptimizer] parameter")));
+    trained.optimizer.accept_changes();
+    EXPECT_EQ(verify(), kNothing);
+    world.barrier();
+    // A loop that steps with the other one, and never here.
+    const auto turn = [&] {
+      return message_of<UsageError>([&] {
+        trained.net->zero_grad();
+        trained.model(batch_of(world.rank(), 0), true).sum().backward();
+        other.step();
+      });
+    };
+    EXPECT_EQ(turn(), kNothing);
+    EXPECT_EQ(turn(), kNothing);  // one write is left to step()
+    EXPECT_THAT(turn(), AllOf(HasSubstr("is written between backward passes, and step() is not"),
+                              HasSubstr("call accept_changes()")));
+    trained.optimizer.accept_changes();
+    trained.step(world);
+  });
+}
+
+// torch::optim::SGD writes past the version counters.
+TEST(ShardedAgreement, DebugModeFindsWritesWithoutAVersion) {
+  ::setenv("LOCKSTEP_DEBUG", "1", 1);
+  run_threads(2, [](World& world) {
+    Trained trained(world);
+    const auto verify = [&] {
+      return message_of<UsageError>([&] { trained.model.verify_replicas(); });
+    };
+    EXPECT_EQ(verify(), kNothing);
+    torch::optim::SGD other(trained.net->parameters(), 0.1);
+    world.barrier();
+    if (world.rank() == 1) other.step();
+    world.barrier();
+    EXPECT_THAT(verify(), HasSubstr("written between steps"));
+    trained.optimizer.accept_changes();
+    EXPECT_EQ(verify(), kNothing);
+  });
+  ::unsetenv("LOCKSTEP_DEBUG");
+}
+
+// ---------------------------------------------------------------- words
+
+TEST(ShardedAgreement, ARefusalIsToldInTheWordsOfWhoRefuses) {
+  run_threads(3, [](World& world) {
+    Trained trained(world);
+    if (world.rank() > 0) trained.optimizer.set_lr(-world.rank());
+    EXPECT_THAT(
+        message_of<UsageError>([&] { trained.step(world); }),
+        AllOf(HasSubstr(fmt::format("[AdamW] option lr cannot be -{}", std::max(world.rank(), 1))),
+              HasSubstr(world.rank() > 0 ? "[AdamW]"
+                                         : "[ShardedOptimizer] ranks 1, 2 refused this step. The "
+                                           "words of rank 1: [AdamW]")));
+  });
+}
+
+TEST(ShardedAgreement, ADifferenceIsExplainedByWhatDiffers) {
+  run_threads(2, [](World& world) {
+    Trained trained(world);
+    const auto step = [&] { return message_of<UsageError>([&] { trained.step(world); }); };
+    ShardedOptimizer& optimizer = trained.optimizer;
+    const auto odd = [&](double here, double elsewhere) {
+      return world.rank() == 1 ? here : elsewhere;
+    };
+    // A rank that left out a step is one behind in its schedule.
+    optimizer.set_lr(0, odd(0.25, 0.5));
+    EXPECT_EQ(optimizer.lr(), odd(0.25, 0.5));
+    EXPECT_THAT(step(), AllOf(HasSubstr("rank 1 has lr = 0.25, but rank 0 has 0.5"),
+                              HasSubstr("left out a step()"), HasSubstr("skip_non_finite")));
+    optimizer.set_lr(0.5);
+    optimizer.options().loss_scale = odd(512, 1024);
+    EXPECT_THAT(step(),
+                AllOf(HasSubstr("rank 1 has loss_scale = 512"),
+                      HasSubstr("Change it by what step() returns"), Not(HasSubstr("schedule"))));
+    optimizer.options() = {.max_grad_norm = odd(1, 2)};
+    EXPECT_THAT(step(), AllOf(HasSubstr("rank 1 has max_grad_norm = 1"),
+                              HasSubstr("Set it alike on every rank"), Not(HasSubstr("schedule"))));
+    optimizer.options() = {};
+    EXPECT_EQ(step(), kNothing);
+    EXPECT_THAT(message_of<UsageError>([&] { optimizer.set_lr(1, 0.5); }),
+                HasSubstr("there is no group 1. Groups count from 0; there is 1."));
+    EXPECT_THAT(message_of<UsageError>([&] { static_cast<void>(optimizer.lr(1)); }),
+                HasSubstr("there is no group 1"));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,272 @@
+// What a ShardedOptimizer holds of the model beside a step: the optimizer's state in and out, and
+// parameters that something else than step() has written.
+#include <fmt/ranges.h>
+#include <torch/torch.h>
+
+#include <array>
+#include <set>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/parallel/replicas.h"
+#include "lockstep/parallel/sharded_impl.h"
+
+namespace lockstep::parallel {
+
+namespace {
+
+// Between a tensor and its memory, flat: a parameter need not lie row by row (channels_last).
+at::Tensor shaped(const at::Tensor& flat, const at::Tensor& like) {
+  return flat.as_strided(like.sizes(), like.strides());
+}
+at::Tensor flattened(const at::Tensor& tensor, const at::Tensor& like) {
+  return at::empty_strided(like.sizes(), like.strides(), tensor.options())
+      .copy_(tensor)
+      .as_strided({like.numel()}, {1});
+}
+
+const at::Tensor& find_state(const std::map<std::string, at::Tensor>& state,
+                             const std::string& name) {
+  const auto found = state.find(name);
+  if (found == state.end())
+    throw UsageError(ShardedImpl::kComponent,
+                     "the state has no '{}'. It belongs to another model or another optimizer.",
+                     name);
+  return found->second;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- parameters
+
+// The parameter's memory in its own shape. No view of it: a parameter must not be one.
+at::Tensor ShardedImpl::place_of(const Member& member) {
+  const at::Tensor& flat = member.flat;
+  return at::empty({0}, flat.options())
+      .set_(flat.storage(), flat.storage_offset(), member.slot.sizes(), member.slot.strides());
+}
+
+void ShardedImpl::remember_parameters() {
+  writes_ = 0;
+  for (auto& member : members_) {
+    member.data = member.tensor.const_data_ptr();
+    member.version = member.tensor._version();
+  }
+}
+
+// Whoever owns elements vouches for them: in debug mode it knows their bits from step to step.
+void ShardedImpl::take_prints() {
+  if (!debug_) return;
+  for (auto& domain : domains_)
+    for (auto& owned : domain.owned) owned.print = fingerprint(owned.param);
+}
+
+void ShardedImpl::check_prints() const {
+  if (!debug_) return;
+  for (const auto& domain : domains_) {
+    for (const auto& owned : domain.owned) {
+      if (fingerprint(owned.param) == owned.print) continue;
+      throw UsageError(kComponent,
+                       "elements {} to {} of parameter '{}' were written between steps, on this "
+                       "rank or another one. Change parameters in step() only; after loading "
+                       "weights on every rank call accept_changes().",
+                       owned.piece.begin, owned.piece.begin + owned.piece.count - 1,
+                       members_[owned.piece.parameter].name);
+    }
+  }
+}
+
+// Ranks with memory of their own would differ, which verify_replicas() sees.
+const ShardedImpl::Member* ShardedImpl::find_written() const {
+  if (!shared_) return nullptr;
+  for (const auto& member : members_)
+    if (member.tensor._version() != member.version) return &member;
+  return nullptr;
+}
+
+void ShardedImpl::check_written() const {
+  if (const Member* member = find_written())
+    throw UsageError(
+        kComponent,
+        "parameter '{}' was written between steps, by something else than step(). All "
+        "ranks share its memory, so another optimizer (torch::optim) must not step it. "
+        "After loading weights on every rank call accept_changes().",
+        member->name);
+}
+
+void ShardedImpl::check_parameters() const {
+  for (const auto& member : members_) {
+    if (member.tensor.const_data_ptr() != member.data)
+      throw UsageError(kComponent,
+                       "parameter '{}' was moved or replaced after the optimizer was made. Move "
+                       "the model first, then wrap it and make the optimizer; after torch::load on "
+                       "every rank call accept_changes().",
+                       member.name);
+  }
+  check_written();
+}
+
+// A single write is left to step(), where all ranks refuse it together. Who writes again after
+// another backward has a loop that never steps here: nobody else would tell.
+void ShardedImpl::on_backward() {
+  const Member* written = find_written();
+  if (written == nullptr) return;
+  std::uint64_t writes = 0;
+  for (const auto& member : members_)
+    writes += static_cast<std::uint32_t>(member.tensor._version()) - member.version;
+  const std::uint64_t before = std::exchange(writes_, writes);
+  if (before == 0 || before == writes) return;
+  throw UsageError(kComponent,
+                   "parameter '{}' is written between backward passes, and step() is not called. "
+                   "Perhaps a torch::optim optimizer steps the model: all ranks share its memory, "
+                   "and gradients are averaged in this optimizer's step() alone. Call that; after "
+                   "loading weights on every rank call accept_changes().",
+                   written->name);
+}
+
+void ShardedImpl::accept_changes() {
+  const torch::NoGradGuard no_grad;
+  meet();  // what is shared has been written by now
+  const Check check{.component = kComponent,
+                    .what = "accept_changes()",
+                    .refusal = refusal_of([this] { reducer_->check_unchanged(); })};
+  Prints prints;
+  for (const auto& member : members_) prints.add(member.name, member.tensor);
+  if (const auto difference = find_difference(world_, check, prints))
+    throw UsageError(kComponent,
+                     "accept_changes(): parameter '{}' on {} is not what it is on rank 0. Perhaps "
+                     "weights were loaded on some ranks only, or from different files. Load the "
+                     "same ones on every rank.",
+                     difference->name, show_ranks(difference->ranks));
+  take_parameters_home();
+  remember_parameters();
+  take_prints();
+}
+
+// torch::load gives a parameter other memory. Its values, equal on all ranks, go to where step()
+// and the other ranks look for them.
+void ShardedImpl::take_parameters_home() {
+  const auto away = [](const Member& member) {
+    return member.tensor.const_data_ptr() != member.flat.const_data_ptr();
+  };
+  bool any = false;
+  for (const auto& member : members_) any |= away(member);
+  if (!world_.any(any)) return;
+  for (const auto& member : members_)
+    if (away(member) && (!shared_ || world_.is_leader())) place_of(member).copy_(member.tensor);
+  meet();
+  for (auto& member : members_)
+    if (away(member)) member.tensor.set_data(place_of(member));
+}
+
+// ---------------------------------------------------------------- state
+
+std::vector<std::string> ShardedImpl::state_names_of(const Member& member) const {
+  return state_names(rules[member.group]);
+}
+
+std::map<std::string, at::Tensor> ShardedImpl::state_dict() {
+  const torch::NoGradGuard no_grad;
+  std::map<std::string, at::Tensor> state;
+  for (auto& member : members_) {
+    for (const auto& name : state_names_of(member))
+      state[member.name + "." + name] =
+          at::zeros({member.tensor.numel()}, member.tensor.options().device(at::kCPU));
+    state[member.name + ".step"] = at::scalar_tensor(member.steps, at::kDouble);
+  }
+  for (const auto& domain : domains_) {
+    for (const auto& owned : domain.owned) {
+      const Member& member = members_[owned.piece.parameter];
+      const auto names = state_names_of(member);
+      const std::array<at::Tensor, 2> parts{owned.first, owned.second};
+      for (std::size_t k = 0; k < names.size(); ++k) {
+        if (!parts[k].defined()) continue;
+        state[member.name + "." + names[k]]
+            .narrow(0, owned.piece.begin, owned.piece.count)
+            .copy_(parts[k]);
+      }
+    }
+  }
+  // Every element has one owner, and zeros elsewhere add nothing.
+  for (auto& member : members_) {
+    for (const auto& name : state_names_of(member)) {
+      at::Tensor& whole = state[member.name + "." + name];
+      if (world_.size() > 1) world_.all_reduce(whole).wait();
+      whole = shaped(whole, member.slot).contiguous();
+    }
+  }
+  return state;
+}
+
+void ShardedImpl::check_state(const std::map<std::string, at::Tensor>& state) const {
+  std::set<std::string> known;
+  for (const auto& member : members_) {
+    for (const auto& part : state_names_of(member)) {
+      const std::string name = member.name + "." + part;
+      known.insert(name);
+      const at::Tensor& found = find_state(state, name);
+      if (found.sizes() != member.tensor.sizes())
+        throw UsageError(kComponent,
+                         "'{}' has shape [{}] in the state, but the parameter has [{}]. The state "
+                         "belongs to another model.",
+                         name, fmt::join(found.sizes(), ", "),
+                         fmt::join(member.tensor.sizes(), ", "));
+    }
+    known.insert(member.name + ".step");
+    find_state(state, member.name + ".step");
+  }
+  for (const auto& [name, tensor] : state)
+    if (!known.contains(name))
+      throw UsageError(kComponent,
+                       "the state holds '{}', which the model does not have. It belongs to another "
+                       "model or another optimizer.",
+                       name);
+}
+
+void ShardedImpl::load_state_dict(const std::map<std::string, at::Tensor>& state) {
+  const torch::NoGradGuard no_grad;
+  const Check check{.component = kComponent,
+                    .what = "load_state_dict()",
+                    .refusal = refusal_of([&] { check_state(state); })};
+  Prints prints;
+  for (std::size_t i = 0; i < members_.size() && !check.refusal; ++i) {
+    const Member& member = members_[i];
+    for (const auto& part : state_names_of(member)) {
+      const std::string name = member.name + "." + part;
+      prints.add(name, find_state(state, name).to(member.tensor.scalar_type()));
+    }
+    const std::string step = member.name + ".step";
+    prints.add(step, find_state(state, step).to(at::kDouble));
+  }
+  if (const auto difference = find_difference(world_, check, prints))
+    throw UsageError(
+        kComponent,
+        "load_state_dict(): '{}' on {} is not what it is on rank 0. Perhaps a rank has "
+        "read another checkpoint. Load the same state on every rank.",
+        difference->name, show_ranks(difference->ranks));
+  for (auto& member : members_)
+    member.steps = find_state(state, member.name + ".step").item<double>();
+  for (auto& domain : domains_) {
+    for (auto& owned : domain.owned) {
+      const Member& member = members_[owned.piece.parameter];
+      const auto names = state_names_of(member);
+      make_state(domain, owned);
+      const std::array<at::Tensor*, 2> parts{&owned.first, &owned.second};
+      for (std::size_t k = 0; k < names.size(); ++k)
+        parts[k]->copy_(flattened(find_state(state, member.name + "." + names[k]), member.slot)
+                            .narrow(0, owned.piece.begin, owned.piece.count));
+    }
+  }
+}
+
+std::int64_t ShardedImpl::state_bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& domain : domains_) {
+    for (const auto& owned : domain.owned)
+      for (const at::Tensor& part : {owned.first, owned.second})
+        if (part.defined()) bytes += static_cast<std::int64_t>(part.nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace lockstep::parallel
