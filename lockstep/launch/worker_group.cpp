@@ -530,17 +530,16 @@ const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
 // After a request alone. Ranks that do as they are asked end with 0, 143 or 128 + the signal's
 // number, or die of it; whoever ends in another way has not done what a stop is for, such as
 // saving. After Ctrl-C nobody asks: an interrupted program may say what it likes.
-const WorkerGroup::Worker* WorkerGroup::first_to_fail_stopping() const {
+const WorkerGroup::Worker* WorkerGroup::failed_stopping() const {
   if (failure_ || passed_on_.empty() || passed_on_.count(SIGINT) != 0) return nullptr;
-  const Worker* first = nullptr;
   for (const auto& worker : workers_) {
     if (!worker->ending || worker->ending->ok() || worker->told) continue;
     if (killing_ && worker->ending->exit_code() == 128 + SIGKILL) continue;  // by us
     const int code = worker->ending->exit_code();
     if (code == 128 + SIGTERM || passed_on_.count(code - 128) != 0) continue;
-    if (first == nullptr || worker->ended_at < first->ended_at) first = worker.get();
+    return worker.get();  // the lowest rank: where all fail alike it is the one that says why
   }
-  return first;
+  return nullptr;
 }
 
 Failure WorkerGroup::describe(const Worker& worker) const {
@@ -573,7 +572,7 @@ Failure WorkerGroup::describe(const Worker& worker) const {
 }
 
 std::optional<Failure> WorkerGroup::verdict() const {
-  const Worker* stopping = first_to_fail_stopping();
+  const Worker* stopping = failed_stopping();
   const Worker* first = !failure_ || failure_->restartable ? first_to_fail() : nullptr;
   if (!failure_ && stopping == nullptr && (first == nullptr || !first->left_early))
     return std::nullopt;

@@ -106,7 +106,7 @@ class WorkerGroup {
   void reap_orphans();
 
   const Worker* first_to_fail() const;
-  const Worker* first_to_fail_stopping() const;
+  const Worker* failed_stopping() const;
   bool counts_as_failed(const Worker& worker) const;
   Failure describe(const Worker& worker) const;
   bool all_ended() const;
