@@ -7,28 +7,35 @@
 #include <optional>
 
 #include "cli/commands.h"
+#include "cli/task_config.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/problems.h"
 #include "lockstep/core/spelling.h"
 #include "lockstep/launch/accelerate_config.h"
+#include "lockstep/launch/host.h"
 #include "lockstep/train/effective_batch.h"
+#include "lockstep/train/run_checks.h"
 
 namespace lockstep::cli {
 namespace {
 
 constexpr const char* kHelp =
     "usage: lockstep config show [FILE] [--all] [--json] [--world-size N] [--KEY VALUE ...]\n"
-    "       lockstep config check FILE [--launcher] [--world-size N] [--KEY VALUE ...]\n"
+    "       lockstep config check FILE [--launcher | --own-program] [--world-size N] "
+    "[--KEY VALUE ...]\n"
     "       lockstep config diff A B [--world-size N]\n"
-    "       lockstep config keys [--markdown]\n\n"
+    "       lockstep config keys [PART ...] [--markdown]\n\n"
     "show    the values a run would use and where each comes from; without --all, those that are\n"
     "        not defaults\n"
-    "check   0 when the file can be used, 2 with every mistake otherwise; --launcher: "
-    "Accelerate's\n"
-    "        file, and the flags it stands for\n"
+    "check   0 when `lockstep train` can use the file, 2 with every mistake otherwise, also in\n"
+    "        model: and data: and the files they name; --own-program: those are another "
+    "program's,\n"
+    "        and not looked at; --launcher: Accelerate's file, and the flags it stands for\n"
     "diff    the keys in which A and B differ: files, 'standard', 'fast' or 'defaults'; 1 when\n"
     "        there are some\n"
-    "keys    every key: what it accepts, its default, its meaning\n\n"
+    "keys    every key, or those with PART in their name: what it accepts, its default, its "
+    "meaning\n\n"
     "Order: defaults < preset < file < LOCKSTEP_<KEY> in the environment < --KEY VALUE.\n"
     "--world-size N compares the effective batch with the presets' at N ranks.\n";
 
@@ -39,6 +46,7 @@ struct Request {
   bool json = false;
   bool launcher = false;
   bool markdown = false;
+  bool own_program = false;
   std::optional<int> world_size;
 };
 
@@ -57,6 +65,8 @@ Request read_words(const Words& words) {
       request.json = true;
     } else if (word == "--launcher") {
       request.launcher = true;
+    } else if (word == "--own-program") {
+      request.own_program = true;
     } else if (word == "--markdown") {
       request.markdown = true;
     } else if (word.rfind("--world-size=", 0) == 0) {
@@ -94,6 +104,16 @@ int show(const Request& request) {
   return 0;
 }
 
+// A file is often checked on another machine than it is trained on.
+void note_precision(const TrainingArguments& arguments) {
+  try {
+    const bool cpu = env::get("LOCKSTEP_DEVICE") == "cpu" || launch::find_gpus().count == 0;
+    train::check_precision(arguments, cpu);
+  } catch (const UsageError& error) {
+    fmt::print(stderr, "note: on this machine training is refused: {}\n", error.what());
+  }
+}
+
 int check(const Request& request) {
   if (request.names.size() != 1)
     throw UsageError("config", "check takes one file. Write lockstep config check FILE.");
@@ -107,6 +127,12 @@ int check(const Request& request) {
   }
   const train::Config config = train::load_config(file, request.flags);
   say_notes(config.notes);
+  Problems problems;
+  if (!request.own_program) problems.attempt([&] { read_task(config.arguments); });
+  problems.attempt(
+      [&] { train::check_resume(config.arguments.resume_from_checkpoint.value_or("never")); });
+  problems.raise();
+  if (config.arguments.fp16) note_precision(config.arguments);
   if (request.world_size)
     fmt::print("{}\n", train::effective_batch_text(config.arguments, *request.world_size));
   fmt::print("{} can be used\n", file);
@@ -137,7 +163,7 @@ int diff(const Request& request) {
   const train::Config right = named(request.names[1]);
   const auto found = train::differences(left, right);
   for (const train::Difference& one : found) {
-    fmt::print("{:<31}{:<22}{}\n", one.key->name, value_text(one.left), value_text(one.right));
+    fmt::print("{:<30} {:<21} {}\n", one.key->name, value_text(one.left), value_text(one.right));
   }
   if (request.world_size) {
     for (const train::Config* config : {&left, &right}) {
@@ -146,6 +172,26 @@ int diff(const Request& request) {
     }
   }
   return found.empty() ? 0 : 1;
+}
+
+// Without a name all of them.
+int keys(const Request& request) {
+  if (!request.flags.empty() || (request.markdown && !request.names.empty()))
+    throw UsageError("config", "keys takes names of keys or parts of them, and --markdown alone.");
+  if (request.markdown || request.names.empty()) {
+    fmt::print("{}", request.markdown ? train::keys_markdown() : train::keys_help());
+    return 0;
+  }
+  for (const std::string& name : request.names) {
+    const std::string text = train::keys_help(name);
+    if (text.empty())
+      throw UsageError("config",
+                       "there is no key with '{}' in its name.{} 'lockstep config keys' "
+                       "lists them all.",
+                       name, did_you_mean(name, train::key_names()));
+    fmt::print("{}", text);
+  }
+  return 0;
 }
 
 }  // namespace
@@ -166,10 +212,7 @@ int config_command(const Words& words) {
   if (action == "show") return show(request);
   if (action == "check") return check(request);
   if (action == "diff") return diff(request);
-  if (action == "keys") {
-    fmt::print("{}", request.markdown ? train::keys_markdown() : train::keys_help());
-    return 0;
-  }
+  if (action == "keys") return keys(request);
   const std::vector<std::string> actions = {"show", "check", "diff", "keys"};
   throw UsageError("config", "there is no action '{}'.{} 'lockstep config --help' lists them.",
                    action, did_you_mean(action, actions));

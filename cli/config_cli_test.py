@@ -1,6 +1,7 @@
 """`lockstep config` from outside: what it prints, its exit codes, and that the page is current."""
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,75 @@ class Config(unittest.TestCase):
         self.assertEqual(done.returncode, 2)
         self.assertIn("acc.yaml:1:1: learning_rate belongs in the training file", done.stderr)
 
+    def refusal(self, text, *flags):
+        self.write("t.yaml", text)
+        done = self.run_config("check", "t.yaml", *flags)
+        self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+        return done.stderr
+
+    def test_check_looks_into_model_and_data(self):
+        """What `lockstep train` would refuse when it has begun: it asks the same function."""
+        os.mkdir(os.path.join(self.folder, "empty"))
+        self.write("few.txt", "few bytes")
+        for text, part in (
+                ("model: gtp\n", "model.name must be gpt or mlp, and 'gtp' is neither. Did"),
+                ("model: {name: gpt, n_lyer: 2}\n", "model has no key 'n_lyer'. Did you mean n_l"),
+                ("model: {n_head: 3}\n", "model.n_embd 128 does not divide into 3 heads"),
+                ("model: {n_positions: 8}\n", "model.n_positions 8 is shorter than a sample"),
+                ("model: mlp\n", "the model mlp does not take this data"),
+                ("model: {weights: nope}\n", "model.weights nope is no folder with a model.safet"),
+                ("data: {max_seq_len: 8}\n", "max_seq_len is a key of the top level, not of data"),
+                ("data: {path: nope}\n", "data.path nope holds no file that ends in ''"),
+                ("data: {path: few.txt}\n", "few.txt has 10 bytes, too few for one sample of 128"),
+                ("data: tokens\n", "data: tokens needs dataset_dir"),
+                ("data: {name: tokens, path: x}\n", "data: tokens has no path. Name the folder of "
+                 "the shards in dataset_dir"),
+                ("data: tokens\ndataset_dir: empty\n", "empty has no file whose name ends in .bin"),
+                ("data: tokens\ndataset_dir: nope\n", "nope cannot be listed"),
+                ("data: {name: instructions, path: few.txt}\nmax_seq_len: 1\n",
+                 "max_seq_len is 1, and instructions need 2 or more"),
+                ("data: {name: instructions, path: few.txt, pad_to_multiple_of: 200}\n",
+                 "data.pad_to_multiple_of must be from 1 to 128"),
+                ("data: {name: instructions, path: few.txt, response: '{outptu}'}\n", "outptu"),
+                ("data: random\neval_strategy: epoch\n", "eval_strategy asks for evaluations"),
+                ("data: {name: random, eval_samples: 9}\neval_strategy: epoch\n"
+                 "early_stopping_patience: 2\nmetric_for_best_model: acuracy\n",
+                 "evaluation gives no eval_acuracy. Did you mean eval_accuracy? It gives "
+                 "eval_loss, eval_accuracy"),
+                ("resume_from_checkpoint: atuo\n", "atuo cannot be used: there is no such folder. "
+                 "Did you mean auto?"),
+                ("max_steps: 5\nwarmup_steps: 6\n", "warmup_steps 6 are more than max_steps 5")):
+            with self.subTest(text):
+                self.assertIn(part, self.refusal(text))
+        for weights, part in (("n_head: 4, ", None), ("n_head: 8, ", "model.n_head is 8, and the "
+                              "weights in empty were trained with 4 (empty/config.json)")):
+            self.write("empty/model.safetensors", "")
+            self.write("empty/config.json", '{"model_type": "gpt2", "n_head": 4}')
+            self.write("t.yaml", f"model: {{{weights}weights: empty}}\n")
+            done = self.run_config("check", "t.yaml")
+            self.assertEqual(done.returncode, 2 if part else 0, done.stderr)
+            self.assertIn(part or "", done.stderr)
+        self.write("t.yaml", "model: resnet\ndata: images\n")
+        self.assertEqual(self.run_config("check", "t.yaml", "--own-program").returncode, 0)
+        self.write("t.yaml", "fp16: true\n")
+        done = self.run_config("check", "t.yaml", LOCKSTEP_DEVICE="cpu")
+        self.assertEqual(done.returncode, 0)
+        self.assertIn("note: on this machine training is refused: [trainer] fp16 needs a GPU",
+                      done.stderr)
+
+    def test_keys_of_model_and_data_at_the_top_level(self):
+        """Every key that the reader asks for is known to belong there."""
+        with open(os.path.join(os.environ["LOCKSTEP_SOURCE"], "cli", "task_config.cpp"),
+                  encoding="utf-8") as f:
+            asked = r'keys\.(?:integer|text|choice|boolean|real)\("(\w+)"'
+            names = set(re.findall(asked, f.read()))
+        self.assertGreater(len(names), 20)
+        names.discard("name")
+        said = self.refusal("".join(f"{name}: 1\n" for name in names))
+        for name in names:
+            self.assertRegex(said, fr": {name} is a key of the (model|data), not of the top level"
+                             fr"\. Write \1: {{name: .*{name}: ")
+
     def test_diff(self):
         self.write("a.yaml", "seed: 1\n")
         self.write("b.json", '{"seed": 1}')
@@ -121,6 +191,14 @@ class Config(unittest.TestCase):
     def test_help_and_keys(self):
         self.assertIn("usage: lockstep config show", self.run_config("--help").stdout)
         self.assertIn("--learning_rate ", self.run_config("keys").stdout)
+        some = self.run_config("keys", "warmup", "seed").stdout
+        self.assertIn("--warmup_steps ", some)
+        self.assertIn("--data_seed ", some)
+        self.assertNotIn("--learning_rate ", some)
+        done = self.run_config("keys", "learnin_rate")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("there is no key with 'learnin_rate' in its name. Did you mean learning_rate",
+                      done.stderr)
         self.assertIn("| `learning_rate` |", self.run_config("keys", "--markdown").stdout)
 
 

@@ -131,6 +131,11 @@ int tokenize(const Words& words) {
   flags.read(words);
   if (options.output.empty())
     throw UsageError("data", "tokenize needs --output FOLDER, the folder to make.");
+  if (!options.replace && std::filesystem::exists(options.output))
+    throw UsageError("data",
+                     "{} is there already. Name another folder with --output, or replace it with "
+                     "--force.",
+                     options.output);
   options.inputs = flags.names;
   options.progress = ProgressBar{};
   const auto start = Clock::now();

@@ -85,7 +85,7 @@ class Data(unittest.TestCase):
         out = self.path("out")
         words = ("tokenize", "--output", out, self.path("in/a.txt"))
         self.succeed(*words)
-        self.assertIn("out", self.refuse(*words))
+        self.assertRegex(self.refuse(*words), r"out is there already\..* replace it with --force\.")
         self.succeed(*words, "--force")
         self.assertEqual(sorted(os.listdir(self.dir.name)), ["in", "out"])  # no remains
 

@@ -18,7 +18,7 @@
 #include "lockstep/io/file.h"
 #include "lockstep/run.h"
 #include "lockstep/train/config.h"
-#include "lockstep/train/effective_batch.h"
+#include "lockstep/train/run_checks.h"
 #include "lockstep/train/trainer.h"
 
 namespace lockstep::cli {
@@ -88,6 +88,16 @@ void say_stopped(const TrainResult& result, const TrainingArguments& a) {
   }
 }
 
+// A run that had come to its end before has no loss to tell.
+void say_complete(const TrainResult& result, const TrainingArguments& a) {
+  const bool by_steps = a.max_steps > 0;
+  fmt::print(
+      "nothing was left to train: the run in {} is complete at step {} already. To go on, raise {} "
+      "(now {}); to begin anew, --resume never\n",
+      a.output_dir, result.global_step, by_steps ? "max_steps" : "num_train_epochs",
+      by_steps ? fmt::format("{}", a.max_steps) : fmt::format("{}", a.num_train_epochs));
+}
+
 // Leaves in output_dir what the run was told, and by whom: values, winners and whom they have
 // beaten. When the run begins, because an earlier one's files have been put aside by then.
 struct KeepRecord : Observer {
@@ -124,22 +134,26 @@ int train_main(int argc, char** argv) {
   }
   const Request request = read_words(argc, argv);
   const train::Config config = train::load_config(request.file, request.flags);
+  const TaskConfig task = read_task(config.arguments);
   const std::string record = train::config_json(config);
   const std::string digest = io::checksum_text(io::checksum64(io::bytes_of(record)));
   int code = 0;
   const auto body = [&](World& world) {
     if (world.is_leader())
       for (const std::string& note : config.notes) log::warning("config", "{}", note);
-    Trainer trainer(world, make_task(config.arguments), config.arguments);
+    train::check_precision(config.arguments, world.device().is_cpu());
+    Trainer trainer(world, make_task(task, config.arguments), config.arguments);
     trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, record));
     const TrainResult result = trainer.train();
     code = result.exit_code();
     if (!world.is_leader()) return;
-    if (result.stop_signal == 0) {
+    if (result.stop_signal != 0) {
+      say_stopped(result, config.arguments);
+    } else if (result.global_step == result.first_step) {
+      say_complete(result, config.arguments);
+    } else {
       fmt::print("trained {} steps, mean loss {:.4f}; {}\n", result.global_step, result.train_loss,
                  config.arguments.output_dir);
-    } else {
-      say_stopped(result, config.arguments);
     }
   };
   const int ended = run(body, world_options(config.arguments, digest));

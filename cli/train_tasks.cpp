@@ -5,13 +5,11 @@
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <fstream>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/map_reader.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/instruction.h"
@@ -29,20 +27,6 @@ namespace {
 namespace fs = std::filesystem;
 using data::Batch;
 
-constexpr std::int64_t kDefaultLength = 128;
-constexpr std::int64_t kMostBytes = std::int64_t{1} << 32;
-
-// `gpt` stands for {name: gpt}.
-Node map_of(const Node& node, const char* key, const char* fallback) {
-  if (node.is(NodeKind::kMap)) return node;
-  Node map;
-  map.kind = NodeKind::kMap;
-  map.place = node.place;
-  const Node name = node.is(NodeKind::kNull) ? text_node(fallback) : node;
-  map.entries.push_back({"name", node.place, text_node(as_string(name, key))});
-  return map;
-}
-
 // ---------------------------------------------------------------- data
 
 // LibTorch's own headers: C++ text that is there wherever this program runs.
@@ -54,23 +38,10 @@ fs::path torch_headers() {
   return fs::path(info.dli_fname).parent_path().parent_path() / "include" / "torch";
 }
 
-// The bytes of the files in a fixed order; 256 stands between two of them.
-std::vector<std::int16_t> read_bytes(const fs::path& path, const std::string& suffix,
-                                     std::int64_t most) {
-  std::vector<fs::path> files;
-  if (fs::is_regular_file(path)) {
-    files.push_back(path);
-  } else if (fs::is_directory(path)) {
-    for (const auto& entry : fs::recursive_directory_iterator(path))
-      if (entry.is_regular_file() && entry.path().string().ends_with(suffix))
-        files.push_back(entry.path());
-  }
-  if (files.empty())
-    throw UsageError("train", "data.path {} holds no file that ends in '{}'.", path.string(),
-                     suffix);
-  std::sort(files.begin(), files.end());
+// The bytes of the files in their order; 256 stands between two of them.
+std::vector<std::int16_t> read_bytes(const std::vector<std::string>& files, std::int64_t most) {
   std::vector<std::int16_t> tokens;
-  for (const fs::path& file : files) {
+  for (const std::string& file : files) {
     std::ifstream in(file, std::ios::binary);
     for (char c; in.get(c);) {
       if (static_cast<std::int64_t>(tokens.size()) >= most) return tokens;
@@ -147,127 +118,86 @@ struct Data {
   data::DatasetPtr train;
   data::DatasetPtr eval{};
   data::SamplerPtr sampler{};
-  std::int64_t inputs = 0;   // features of a sample; 0: a sample is a sequence of tokens
-  std::int64_t classes = 0;  // or the size of the vocabulary
   std::optional<std::int64_t> end_of_text{};
 };
 
-Data byte_data(MapReader& keys, const TrainingArguments& a) {
-  const std::string path = keys.text("path", "torch-headers");
-  const std::string suffix = keys.text("suffix", path == "torch-headers" ? ".h" : "");
-  const std::int64_t most = keys.integer("max_bytes", 4'000'000, 1'000, kMostBytes);
-  const std::int64_t eval_bytes = keys.integer("eval_bytes", 0, 0, most / 2);
-  const std::int64_t length = a.max_seq_len.value_or(kDefaultLength);
+Data byte_data(const DataConfig& config) {
+  const std::string path = config.path == kTorchHeaders ? torch_headers().string() : config.path;
   const std::vector<std::int16_t> tokens =
-      read_bytes(path == "torch-headers" ? torch_headers() : fs::path(path), suffix, most);
-  const std::int64_t rows = static_cast<std::int64_t>(tokens.size()) / (length + 1);
-  const std::int64_t eval_rows = eval_bytes / (length + 1);
-  if (rows - eval_rows < 1)
-    throw UsageError("train",
-                     "{} has {} bytes, too few for one sample of {}. Use a shorter "
-                     "max_seq_len, or more text.",
-                     path, tokens.size(), length);
+      read_bytes(text_files(path, config.suffix), config.max_bytes);
+  const std::int64_t rows = byte_rows(config, static_cast<std::int64_t>(tokens.size()));
+  const std::int64_t width = config.length + 1;
+  const std::int64_t eval_rows = config.eval_bytes / width;
   const at::Tensor all =
-      at::tensor(tokens, at::kShort).narrow(0, 0, rows * (length + 1)).view({rows, length + 1});
+      at::tensor(tokens, at::kShort).narrow(0, 0, rows * width).view({rows, width});
   Data data{.train = std::make_shared<Windows>(all.narrow(0, 0, rows - eval_rows)),
-            .classes = data::ByteTokenizer::kVocabSize,
             .end_of_text = data::ByteTokenizer::kEndOfText};
   if (eval_rows > 0)
     data.eval = std::make_shared<Windows>(all.narrow(0, rows - eval_rows, eval_rows));
   return data;
 }
 
-Data token_data(MapReader& keys, const TrainingArguments& a) {
-  const std::string order = keys.choice("order", "shards", {"shards", "windows"});
-  if (!a.dataset_dir)
-    throw UsageError("train", "data: tokens needs dataset_dir, the folder of the shards.");
-  const std::int64_t length = a.max_seq_len.value_or(kDefaultLength);
-  const auto shards =
-      std::make_shared<data::TokenShards>(data::token_files(*a.dataset_dir, "train"), length);
-  Data data{.train = shards, .classes = 0};
+std::uint64_t data_seed(const TrainingArguments& a) {
+  return static_cast<std::uint64_t>(a.data_seed.value_or(a.seed));
+}
+
+Data token_data(const DataConfig& config, const TrainingArguments& a) {
+  const auto shards = std::make_shared<data::TokenShards>(config.train_files, config.length);
+  Data data{.train = shards};
   // Without it one shuffle goes over all windows, as PyTorch's DistributedSampler would.
-  if (order == "shards")
-    data.sampler = shards->sampler(static_cast<std::uint64_t>(a.data_seed.value_or(a.seed)));
-  if (a.eval_strategy != Interval::kNo || a.eval_on_start)
-    data.eval =
-        std::make_shared<data::TokenShards>(data::token_files(*a.dataset_dir, "val"), length);
+  if (config.order == "shards") data.sampler = shards->sampler(data_seed(a));
+  if (config.evaluates)
+    data.eval = std::make_shared<data::TokenShards>(config.eval_files, config.length);
   return data;
 }
 
 // Prompts and responses, byte by byte; only responses are learned from.
-Data instruction_data(MapReader& keys, const TrainingArguments& a) {
-  const std::string path = keys.text("path", "");
-  const std::string eval_path = keys.text("eval_path", "");
-  if (path.empty())
-    throw UsageError("train", "data: instructions needs path, a .json or .jsonl file. Give it.");
-  for (const std::string& file : {path, eval_path})
-    if (!file.empty() && !fs::is_regular_file(file))
-      throw UsageError("train",
-                       "data: instructions: there is no file {}. Relative paths begin at {}.", file,
-                       fs::current_path().string());
+Data instruction_data(const DataConfig& config, const TrainingArguments& a) {
   data::InstructionOptions options;
-  options.max_length = a.max_seq_len.value_or(kDefaultLength);
-  const std::string padding =
-      keys.choice("padding", "longest", {"longest", "max_length", "packed"});
-  options.padding = padding == "packed"       ? data::Padding::kPacked
-                    : padding == "max_length" ? data::Padding::kMaxLength
-                                              : data::Padding::kLongest;
-  options.pad_to_multiple_of = keys.integer("pad_to_multiple_of", 1, 1, options.max_length);
-  options.train_on_prompt = keys.boolean("train_on_prompt", false);
-  options.prompt.prompt = keys.text("prompt", options.prompt.prompt);
-  options.prompt.prompt_without_input =
-      keys.text("prompt_without_input", options.prompt.prompt_without_input);
-  options.prompt.response = keys.text("response", options.prompt.response);
-  const bool grouped = keys.boolean("group_by_length", false);
+  options.max_length = config.length;
+  options.length_key = "max_seq_len";
+  options.padding = config.padding == "packed"       ? data::Padding::kPacked
+                    : config.padding == "max_length" ? data::Padding::kMaxLength
+                                                     : data::Padding::kLongest;
+  options.pad_to_multiple_of = config.pad_to_multiple_of;
+  options.train_on_prompt = config.train_on_prompt;
+  options.prompt = config.prompt;
   const auto train =
-      std::make_shared<data::InstructionDataset>(data::load_instructions(path), options);
+      std::make_shared<data::InstructionDataset>(data::load_instructions(config.path), options);
   const data::InstructionCounts& counts = train->counts();
   if (counts.truncated > 0 || counts.dropped > 0)
     log::warning("train",
                  "{}: of {} samples {} are longer than max_seq_len {} and lose their end, {} are "
                  "left out because their prompt alone fills it.",
-                 path, counts.read, counts.truncated, options.max_length, counts.dropped);
-  Data data{.train = train,
-            .classes = data::ByteTokenizer::kVocabSize,
-            .end_of_text = data::ByteTokenizer::kEndOfText};
-  if (grouped)
-    data.sampler =
-        train->length_grouped(a.per_device_train_batch_size * a.gradient_accumulation_steps,
-                              static_cast<std::uint64_t>(a.data_seed.value_or(a.seed)));
-  if (!eval_path.empty())
-    data.eval =
-        std::make_shared<data::InstructionDataset>(data::load_instructions(eval_path), options);
+                 config.path, counts.read, counts.truncated, options.max_length, counts.dropped);
+  Data data{.train = train, .end_of_text = data::ByteTokenizer::kEndOfText};
+  if (config.group_by_length)
+    data.sampler = train->length_grouped(
+        a.per_device_train_batch_size * a.gradient_accumulation_steps, data_seed(a));
+  if (config.evaluates)
+    data.eval = std::make_shared<data::InstructionDataset>(
+        data::load_instructions(config.eval_path), options);
   return data;
 }
 
 // Noise, and the class that a random linear map of it gives: something to learn.
-Data random_data(MapReader& keys, const TrainingArguments& a) {
-  const std::int64_t samples = keys.integer("samples", 10'000, 1, 100'000'000);
-  const std::int64_t eval_samples = keys.integer("eval_samples", 0, 0, 100'000'000);
-  const std::int64_t features = keys.integer("features", 20, 1, 1'000'000);
-  const std::int64_t classes = keys.integer("classes", 10, 2, 1'000'000);
-  const optim::WithSeed seeded(static_cast<std::uint64_t>(a.data_seed.value_or(a.seed)));
-  const at::Tensor teacher = torch::randn({features, classes});
+Data random_data(const DataConfig& config, const TrainingArguments& a) {
+  const optim::WithSeed seeded(data_seed(a));
+  const at::Tensor teacher = torch::randn({config.features, config.classes});
   const auto make = [&](std::int64_t count) {
-    const at::Tensor x = torch::randn({count, features});
+    const at::Tensor x = torch::randn({count, config.features});
     return std::make_shared<data::TensorDataset>(x, x.matmul(teacher).argmax(1));
   };
-  Data data{.train = make(samples), .inputs = features, .classes = classes};
-  if (eval_samples > 0) data.eval = make(eval_samples);
+  Data data{.train = make(config.samples)};
+  if (config.evaluates) data.eval = make(config.eval_samples);
   return data;
 }
 
-Data make_data(const TrainingArguments& a) {
-  const Node node = map_of(a.data, "data", "bytes");
-  MapReader keys(node, "data");
-  const std::string name =
-      keys.choice("name", "bytes", {"bytes", "tokens", "instructions", "random"});
-  Data data = name == "bytes"          ? byte_data(keys, a)
-              : name == "tokens"       ? token_data(keys, a)
-              : name == "instructions" ? instruction_data(keys, a)
-                                       : random_data(keys, a);
-  keys.finish();
-  return data;
+Data make_data(const DataConfig& config, const TrainingArguments& a) {
+  if (config.name == "bytes") return byte_data(config);
+  if (config.name == "tokens") return token_data(config, a);
+  if (config.name == "instructions") return instruction_data(config, a);
+  return random_data(config, a);
 }
 
 // ---------------------------------------------------------------- models
@@ -281,12 +211,6 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, dou
 // Weights to begin with: of `checkpoint import`, of another run, or of transformers.
 void load_weights(const std::string& folder, torch::nn::Module& module) {
   if (folder.empty()) return;
-  if (!fs::exists(fs::path(folder) / "model.safetensors") &&
-      !fs::exists(fs::path(folder) / "model.safetensors.index.json"))
-    throw UsageError("train",
-                     "model.weights {} is no folder with a model.safetensors. Give a checkpoint's "
-                     "folder, or one that `lockstep checkpoint import` has made.",
-                     folder);
   if (fs::exists(fs::path(folder) / io::kManifestName)) {
     auto faults = io::verify(folder);
     std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
@@ -309,19 +233,15 @@ void set_loss(TrainerTask& task, Net net, double smoothing) {
   task.module = net.ptr();
 }
 
-void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a, const Data& data) {
-  const std::int64_t vocabulary = data.classes > 0 ? data.classes : 50'257;
-  const models::GptConfig config{
-      .n_layer = keys.integer("n_layer", 4, 1, 1'000),
-      .n_head = keys.integer("n_head", 4, 1, 1'000),
-      .n_embd = keys.integer("n_embd", 128, 1, 100'000),
-      .vocab_size = keys.integer("vocab_size", vocabulary, 1, 10'000'000),
-      .n_positions =
-          keys.integer("n_positions", a.max_seq_len.value_or(kDefaultLength), 1, 10'000'000)};
-  const std::string weights = keys.text("weights", "");
-  keys.finish();
+void make_gpt(TrainerTask& task, const ModelConfig& model, const TrainingArguments& a,
+              std::optional<std::int64_t> end_of_text) {
+  const models::GptConfig config{.n_layer = model.n_layer,
+                                 .n_head = model.n_head,
+                                 .n_embd = model.n_embd,
+                                 .vocab_size = model.vocab_size,
+                                 .n_positions = model.n_positions};
   models::Gpt net(config);
-  load_weights(weights, *net);
+  load_weights(model.weights, *net);
   if (a.gradient_checkpointing)
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
       return lockstep::checkpoint(std::move(block), std::move(inputs));
@@ -329,44 +249,34 @@ void make_gpt(TrainerTask& task, MapReader& keys, const TrainingArguments& a, co
   set_loss(task, net, a.label_smoothing_factor);
   for (data::DatasetPtr* samples : {&task.train_data, &task.eval_data})
     if (*samples) *samples = std::make_shared<InVocabulary>(*samples, config.vocab_size);
-  task.model_config = models::hugging_face_config(config, data.end_of_text);
+  task.model_config = models::hugging_face_config(config, end_of_text);
 }
 
-void make_mlp(TrainerTask& task, MapReader& keys, const TrainingArguments& a, const Data& data) {
-  const models::MlpConfig config{.inputs = data.inputs,
-                                 .hidden = keys.integer("hidden", 64, 1, 1'000'000),
-                                 .layers = keys.integer("layers", 1, 0, 1'000),
-                                 .outputs = data.classes,
-                                 .dropout = keys.real("dropout", 0, 0, 0.999),
-                                 .batch_norm = keys.boolean("batch_norm", false)};
-  const std::string weights = keys.text("weights", "");
-  keys.finish();
+void make_mlp(TrainerTask& task, const TaskConfig& wanted, const TrainingArguments& a) {
+  const models::MlpConfig config{.inputs = wanted.data.features,
+                                 .hidden = wanted.model.hidden,
+                                 .layers = wanted.model.layers,
+                                 .outputs = wanted.data.classes,
+                                 .dropout = wanted.model.dropout,
+                                 .batch_norm = wanted.model.batch_norm};
   models::Mlp net(config);
-  load_weights(weights, *net);
+  load_weights(wanted.model.weights, *net);
   set_loss(task, net, a.label_smoothing_factor);
 }
 
 }  // namespace
 
-TrainerTask make_task(const TrainingArguments& a) {
-  const Data data = make_data(a);
+TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& a) {
+  const Data data = make_data(wanted.data, a);
   TrainerTask task;
   task.train_data = data.train;
   task.eval_data = data.eval;
   task.sampler = data.sampler;
-  const Node node = map_of(a.model, "model", data.inputs > 0 ? "mlp" : "gpt");
-  MapReader keys(node, "model");
-  const std::string name = keys.choice("name", data.inputs > 0 ? "mlp" : "gpt", {"gpt", "mlp"});
-  if ((name == "mlp") != (data.inputs > 0))
-    throw UsageError("train",
-                     "the model {} does not take this data. gpt trains on bytes, tokens and "
-                     "instructions, mlp on random.",
-                     name);
   const optim::WithSeed seeded(static_cast<std::uint64_t>(a.seed));  // the same on every rank
-  if (name == "gpt") {
-    make_gpt(task, keys, a, data);
+  if (wanted.model.name == "gpt") {
+    make_gpt(task, wanted.model, a, data.end_of_text);
   } else {
-    make_mlp(task, keys, a, data);
+    make_mlp(task, wanted, a);
   }
   return task;
 }

@@ -93,9 +93,9 @@ constexpr KnownVariable kKnown[] = {
 
 // Of ./dev, the tests and the benchmarks: docs/environment.md says what they mean.
 constexpr std::string_view kOfTools[] = {
-    "LOCKSTEP_TORCH",     "LOCKSTEP_CACHE",  "LOCKSTEP_PRESET", "LOCKSTEP_JOBS",
-    "LOCKSTEP_TEST_JOBS", "LOCKSTEP_PYTHON", "LOCKSTEP_BIN",    "LOCKSTEP_SOURCE",
-    "LOCKSTEP_LAUNCHER",  "LOCKSTEP_SOAK"};
+    "LOCKSTEP_TORCH",     "LOCKSTEP_CACHE",  "LOCKSTEP_PRESET",     "LOCKSTEP_JOBS",
+    "LOCKSTEP_TEST_JOBS", "LOCKSTEP_PYTHON", "LOCKSTEP_BIN",        "LOCKSTEP_SOURCE",
+    "LOCKSTEP_LAUNCHER",  "LOCKSTEP_SOAK",   "LOCKSTEP_HALF_ON_CPU"};
 
 constexpr std::array<std::string_view, 12> kFamilies = {
     "LOCKSTEP_", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_", "PET_",

@@ -33,8 +33,9 @@ class Problems {
   }
 
   void add(std::string text) {
-    constexpr std::string_view kPrefix = "[config] ";
-    if (text.rfind(kPrefix, 0) == 0) text.erase(0, kPrefix.size());
+    // Whose words they are: all of them are told as one.
+    const std::size_t end = text.starts_with('[') ? text.find("] ") : text.npos;
+    if (end < text.find(' ')) text.erase(0, end + 2);
     texts_.push_back(std::move(text));
   }
 

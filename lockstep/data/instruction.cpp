@@ -23,7 +23,7 @@ InstructionDataset::InstructionDataset(const std::vector<Instruction>& items,
                                        InstructionOptions options)
     : options_(std::move(options)) {
   if (options_.max_length < 2)
-    throw UsageError("instructions", "max_length is {}, and must be 2 or more.",
+    throw UsageError("instructions", "{} is {}, and must be 2 or more.", options_.length_key,
                      options_.max_length);
   if (options_.pad_to_multiple_of < 1)
     throw UsageError("instructions", "pad_to_multiple_of is {}, and must be 1 or more.",
@@ -32,8 +32,9 @@ InstructionDataset::InstructionDataset(const std::vector<Instruction>& items,
   if (samples_.empty())
     throw UsageError("instructions",
                      "of {} samples none has anything to learn from: {} prompts alone fill "
-                     "max_length = {}. Raise max_length.",
-                     counts_.read, counts_.dropped, options_.max_length);
+                     "{} = {}. Raise {}.",
+                     counts_.read, counts_.dropped, options_.length_key, options_.max_length,
+                     options_.length_key);
   if (options_.padding == Padding::kPacked) pack();
 }
 

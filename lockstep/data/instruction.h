@@ -29,7 +29,8 @@ enum class Padding {
 };
 
 struct InstructionOptions {
-  std::int64_t max_length = 512;  // tokens of a row; longer samples lose their end
+  std::int64_t max_length = 512;          // tokens of a row; longer samples lose their end
+  const char* length_key = "max_length";  // what its user calls it: for messages
   Padding padding = Padding::kLongest;
   std::int64_t pad_to_multiple_of = 1;  // with kLongest
   bool train_on_prompt = false;

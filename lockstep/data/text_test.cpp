@@ -252,6 +252,10 @@ TEST(InstructionDataset, CutsLongSamplesAndDropsThoseWithoutAResponse) {
               HasSubstr("of 1 samples none has anything to learn from: 1 prompts"));
   EXPECT_THAT(message_of<UsageError>([&] { InstructionDataset(items, letters(1)); }),
               HasSubstr("max_length is 1"));
+  auto by_file = letters(4);
+  by_file.length_key = "max_seq_len";
+  EXPECT_THAT(message_of<UsageError>([&] { InstructionDataset({items[1]}, by_file); }),
+              HasSubstr("alone fill max_seq_len = 4. Raise max_seq_len."));
   auto multiple = letters(64);
   multiple.pad_to_multiple_of = 8;
   const InstructionDataset padded(items, multiple);

@@ -10,12 +10,15 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
+#include <csignal>
 #include <map>
 #include <random>
 #include <thread>
 
 #include "lockstep/core/error.h"
 #include "lockstep/io/files_for_test.h"
+#include "lockstep/io/folder_lock.h"
 #include "lockstep/io/numbered_dirs.h"
 
 namespace lockstep::io {
@@ -487,6 +490,58 @@ TEST(Sweep, RunsBesideWritersWithoutHarm) {
   sweeper.join();
   EXPECT_EQ(problem, "");
   EXPECT_EQ(list_numbered(dir / "out", "checkpoint-").size(), 50u);
+}
+
+// ---------------------------------------------------------------- one process at a time
+
+constexpr std::chrono::milliseconds kNoPatience{0};
+
+TEST(FolderLock, IsOnesAloneAndNamesItsHolder) {
+  TemporaryDirectory dir;
+  const std::string folder = dir / "not/there/yet";
+  FolderLock first(folder, "run 1", kNoPatience);
+  EXPECT_TRUE(first.held());
+  const FolderLock second(folder, "run 2", kNoPatience);
+  EXPECT_FALSE(second.held());
+  EXPECT_THAT(second.holder(), AllOf(HasSubstr("pid " + std::to_string(::getpid()) + " on "),
+                                     HasSubstr(" since 20")));
+  EXPECT_EQ(second.problem(), "");
+  // Another writer of the same run is no stranger.
+  EXPECT_EQ(FolderLock(folder, "run 1", kNoPatience).holder(), "");
+  first = FolderLock();
+  EXPECT_TRUE(FolderLock(folder, "run 2", kNoPatience).held());
+}
+
+TEST(FolderLock, GoesWithTheProcessThatHeldIt) {
+  TemporaryDirectory dir;
+  Pipe ready = make_pipe();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const FolderLock held(dir.path(), "a", kNoPatience);
+    [[maybe_unused]] const auto n = ::write(ready.write.get(), "x", 1);
+    for (;;) ::pause();
+  }
+  char byte = 0;
+  ASSERT_EQ(::read(ready.read.get(), &byte, 1), 1);
+  EXPECT_THAT(FolderLock(dir.path(), "b", kNoPatience).holder(),
+              HasSubstr("pid " + std::to_string(child)));
+  // Waited for while it dies, and long before the patience ends.
+  std::thread killer([child] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    ::kill(child, SIGKILL);
+  });
+  EXPECT_TRUE(FolderLock(dir.path(), "b", std::chrono::minutes(1)).held());
+  killer.join();
+  ::waitpid(child, nullptr, 0);
+}
+
+TEST(FolderLock, ThatCannotBeHadIsAProblemAndNoHolder) {
+  TemporaryDirectory dir;
+  put(dir / "file", "x");
+  const FolderLock lock(dir / "file", "a", kNoPatience);
+  EXPECT_FALSE(lock.held());
+  EXPECT_EQ(lock.holder(), "");
+  EXPECT_THAT(lock.problem(), HasSubstr("cannot be opened: Not a directory"));
 }
 
 }  // namespace

@@ -130,6 +130,8 @@ void Coordinator::check_all_down() {
 
 void Coordinator::decide() {
   loop_.cancel(down_timer_);
+  // A stop that a rank did not get through is a failure; who left before it is none.
+  if (!failure_ && stop_signal_ != 0 && left_ && left_->cause != kLeftCause) failure_ = left_;
   // A failure that came before the request is what ended the run.
   if (!failure_) return end(stop_signal_ == 0 ? 0 : 128 + stop_signal_);
   // Where a launcher is lost, nobody is left to restart there.

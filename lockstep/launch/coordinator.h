@@ -60,7 +60,8 @@ class Coordinator {
   std::set<int> down_;
   std::set<int> lost_;
   std::optional<Failure> failure_;
-  std::optional<Failure> left_;  // by a rank that ended early with code 0, on a node that is down
+  // Of a node that is down: a rank that ended early with code 0, or failed in the stop asked for.
+  std::optional<Failure> left_;
   EventLoop::TimerId backoff_timer_ = 0;
   EventLoop::TimerId down_timer_ = 0;
 };

@@ -355,6 +355,7 @@ void WorkerGroup::pass_on(int signal) {
     begin_stopping();
     sweep_grace_ = setup_.plan.shutdown_timeout;
   }
+  passed_on_.insert(signal);
   if (signal == SIGTERM) setup_.loop.cancel(term_timer_);  // once is enough
   signal_strays(signal);
   signal_ranks(signal);
@@ -526,6 +527,21 @@ const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
   return first;
 }
 
+// After a request alone. Ranks that do as they are asked end with 0, 143 or 128 + the signal's
+// number, or die of it; whoever ends in another way has not done what a stop is for, such as
+// saving. After Ctrl-C nobody asks: an interrupted program may say what it likes.
+const WorkerGroup::Worker* WorkerGroup::failed_stopping() const {
+  if (failure_ || passed_on_.empty() || passed_on_.count(SIGINT) != 0) return nullptr;
+  for (const auto& worker : workers_) {
+    if (!worker->ending || worker->ending->ok() || worker->told) continue;
+    if (killing_ && worker->ending->exit_code() == 128 + SIGKILL) continue;  // by us
+    const int code = worker->ending->exit_code();
+    if (code == 128 + SIGTERM || passed_on_.count(code - 128) != 0) continue;
+    return worker.get();  // the lowest rank: where all fail alike it is the one that says why
+  }
+  return nullptr;
+}
+
 Failure WorkerGroup::describe(const Worker& worker) const {
   Failure failure;
   failure.rank = rank_of(worker);
@@ -556,9 +572,18 @@ Failure WorkerGroup::describe(const Worker& worker) const {
 }
 
 std::optional<Failure> WorkerGroup::verdict() const {
+  const Worker* stopping = failed_stopping();
   const Worker* first = !failure_ || failure_->restartable ? first_to_fail() : nullptr;
-  if (!failure_ && (first == nullptr || !first->left_early)) return std::nullopt;
+  if (!failure_ && stopping == nullptr && (first == nullptr || !first->left_early))
+    return std::nullopt;
+  if (stopping != nullptr) first = stopping;
   Failure failure = first != nullptr ? describe(*first) : *failure_;
+  if (stopping != nullptr) {
+    failure.cause = fmt::format("{} when it was asked to stop ({})", stopping->ending->text(),
+                                signal_name(*passed_on_.begin()));
+    failure.code = stopping->ending->exit_code();
+    failure.restartable = false;
+  }
   const std::size_t index = static_cast<std::size_t>(failure.local_rank);
   if (index < workers_.size() && workers_[index]->output)
     add_last_lines(failure, workers_[index]->output->last_error_lines(kTailLines), kLastLines);

@@ -73,8 +73,9 @@ class WorkerGroup {
   bool over() const { return phase_ == Phase::kOver; }
 
   // After the end: the first cause, with all that is known now. Nothing when all went well or the
-  // end was asked for. Without a call of `failed`: a rank that left its world early with code 0,
-  // which is the cause only if some other host's rank fails over it.
+  // end was asked for. Without a call of `failed`: a rank that failed while it was asked to stop;
+  // or one that left its world early with code 0, which is the cause only if some other host's rank
+  // fails over it.
   std::optional<Failure> verdict() const;
   const std::string& error_file(int local_rank) const;
 
@@ -105,6 +106,7 @@ class WorkerGroup {
   void reap_orphans();
 
   const Worker* first_to_fail() const;
+  const Worker* failed_stopping() const;
   bool counts_as_failed(const Worker& worker) const;
   Failure describe(const Worker& worker) const;
   bool all_ended() const;
@@ -119,7 +121,8 @@ class WorkerGroup {
   std::optional<Failure> failure_;  // of this host
   std::chrono::milliseconds sweep_grace_{1000};
   bool killing_ = false;
-  std::set<pid_t> asked_;  // strays that have had a signal
+  std::set<pid_t> asked_;    // strays that have had a signal
+  std::set<int> passed_on_;  // requests to stop
   EventLoop::Clock::time_point started_;
   std::optional<EventLoop::Clock::time_point> kill_time_;
   EventLoop::TimerId term_timer_ = 0;

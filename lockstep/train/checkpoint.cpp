@@ -14,6 +14,7 @@
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/safetensors_set.h"
 #include "lockstep/io/tensors.h"
+#include "lockstep/train/run_checks.h"
 
 namespace lockstep::train {
 namespace {
@@ -116,6 +117,7 @@ NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers) {
 
 io::Newest find_checkpoint(const std::string& output_dir, const std::string& wish) {
   if (wish == "auto") return io::newest_valid(output_dir, kCheckpointPrefix);
+  check_resume(wish);
   const auto faults = io::verify(wish);
   bool damaged = false;
   for (const io::Fault& fault : faults) damaged |= fault.kind != io::FaultKind::kExtra;

@@ -29,6 +29,7 @@ class Checker {
     accumulation();
     reports();
     scheduler();
+    schedule_length();
     return std::move(found_);
   }
 
@@ -203,6 +204,47 @@ class Checker {
     }
   }
 
+  // What a schedule refuses when it is made (lockstep/optim/schedule.h), where the number of steps
+  // is known before the data is. What is wrong with the options themselves has been said.
+  void schedule_length() {
+    const TrainingArguments& a = arguments_;
+    const std::string& type = a.lr_scheduler_type;
+    if (type == "polynomial") {
+      const double end = option("lr_end", 1e-7);
+      if (!(a.learning_rate > end))
+        add({"learning_rate", "lr_scheduler_kwargs"},
+            fmt::format("polynomial falls to lr_end {}, which is not below learning_rate {}. Set a "
+                        "smaller lr_end in lr_scheduler_kwargs.",
+                        end, a.learning_rate));
+    }
+    const bool endless =
+        type == "constant" || type == "constant_with_warmup" || type == "inverse_sqrt";
+    if (a.max_steps <= 0 || endless) return;
+    const std::int64_t warmup = in_steps(a.warmup_steps, a.max_steps);
+    if (warmup > a.max_steps) {
+      add({"warmup_steps", "max_steps"},
+          fmt::format(
+              "warmup_steps {} are more than max_steps {}: the learning rate would never be "
+              "reached. Lower warmup_steps.",
+              warmup, a.max_steps));
+      return;
+    }
+    const auto decay_steps = static_cast<std::int64_t>(option("num_decay_steps", 0));
+    const bool stable_given = option("num_stable_steps", -1) >= 0;
+    if (type != "warmup_stable_decay" || stable_given || warmup + decay_steps <= a.max_steps)
+      return;
+    add({"warmup_steps", "lr_scheduler_kwargs", "max_steps"},
+        fmt::format("{} warm-up and {} decay steps are more than max_steps {}. Lower one of them.",
+                    warmup, decay_steps, a.max_steps));
+  }
+
+  double option(const char* name, double fallback) const {
+    const Entry* entry = arguments_.lr_scheduler_kwargs.find(name);
+    const bool number = entry != nullptr &&
+                        (entry->value.is(NodeKind::kInteger) || entry->value.is(NodeKind::kReal));
+    return number ? entry->value.real : fallback;
+  }
+
   void decay(MapReader& kwargs) {
     kwargs.integer("num_stable_steps", 0, 0);
     kwargs.real("min_lr_ratio", 0, 0, 1);
@@ -220,6 +262,11 @@ class Checker {
 };
 
 }  // namespace
+
+std::int64_t in_steps(double value, std::int64_t max_steps) {
+  if (value >= 1) return static_cast<std::int64_t>(value);
+  return static_cast<std::int64_t>(std::ceil(value * static_cast<double>(max_steps)));
+}
 
 std::vector<std::string> contradictions(const TrainingArguments& arguments, const Where& where) {
   return Checker(arguments, where).run();

@@ -18,6 +18,9 @@ using Where = std::function<std::string(std::string_view key)>;
 
 std::vector<std::string> contradictions(const TrainingArguments& arguments, const Where& where);
 
+// A number of steps, where below 1 stands for a share of all: rounded up.
+std::int64_t in_steps(double value, std::int64_t max_steps);
+
 // What is allowed and probably not meant.
 std::vector<std::string> advice(const TrainingArguments& arguments, const Where& where);
 

@@ -141,6 +141,14 @@ class Resolver {
                            key, foreign.why);
       }
     }
+    for (const MisplacedKey& other : misplaced_keys()) {
+      if (other.name != key) continue;
+      if (other.section.empty())
+        return fmt::format("there is no key '{}'. Did you mean {}?", key, other.use);
+      return fmt::format("{} is a key of the {}, not of the top level. Write {}: {{{}}}.{}", key,
+                         other.section, other.section, other.use,
+                         key == "path" ? " A folder of token shards is dataset_dir." : "");
+    }
     if (value != nullptr && value->is(NodeKind::kMap)) {
       for (const Entry& inner : value->entries) {
         if (find_key(inner.key) != nullptr) {
@@ -347,7 +355,7 @@ std::string config_text(const Config& config, bool all) {
   for (const Setting& setting : config.settings) {
     if (!all && setting.origin == Origin::kDefault) continue;
     const Node& value = setting.value;
-    text += fmt::format("{:<31}{:<22}{}", setting.key->name,
+    text += fmt::format("{:<30} {:<21} {}", setting.key->name,
                         value.is(NodeKind::kNull) ? "(unset)" : value_text(value), setting.where);
     if (!setting.beaten.empty()) text += fmt::format(", beats {}", fmt::join(setting.beaten, ", "));
     text += '\n';

@@ -350,7 +350,6 @@ constexpr ForeignKey kForeignKeys[] = {
     {"do_predict", "there is no prediction run"},
     {"overwrite_output_dir", "folders are never overwritten; resume_from_checkpoint decides"},
     {"remove_unused_columns", "datasets here have no columns"},
-    {"group_by_length", "length grouping is the loader's: see `data`"},
     {"length_column_name", "length grouping is the loader's: see `data`"},
     {"gradient_checkpointing_kwargs", "checkpointing here has no options"},
     {"optim_args", "the optimizers here have no further options"},
@@ -370,7 +369,67 @@ constexpr ForeignKey kForeignKeys[] = {
     {"use_mps_device", "there is no MPS support"},
 };
 
+// The keys of `model` and `data` are the program's, here those of `lockstep train`
+// (cli/task_config.cpp; a test compares), and what other programs call ours.
+constexpr MisplacedKey kMisplacedKeys[] = {
+    {"n_layer", "model", "name: gpt, n_layer: 4"},
+    {"n_head", "model", "name: gpt, n_head: 4"},
+    {"n_embd", "model", "name: gpt, n_embd: 128"},
+    {"vocab_size", "model", "name: gpt, vocab_size: 257"},
+    {"n_positions", "model", "name: gpt, n_positions: 128"},
+    {"weights", "model", "name: gpt, weights: FOLDER"},
+    {"hidden", "model", "name: mlp, hidden: 64"},
+    {"layers", "model", "name: mlp, layers: 1"},
+    {"dropout", "model", "name: mlp, dropout: 0.1"},
+    {"batch_norm", "model", "name: mlp, batch_norm: true"},
+    {"hidden_size", "model", "name: gpt, n_embd: 128"},
+    {"num_layers", "model", "name: gpt, n_layer: 4"},
+    {"num_hidden_layers", "model", "name: gpt, n_layer: 4"},
+    {"num_heads", "model", "name: gpt, n_head: 4"},
+    {"num_attention_heads", "model", "name: gpt, n_head: 4"},
+    {"path", "data", "name: bytes, path: FOLDER"},
+    {"suffix", "data", "name: bytes, suffix: .txt"},
+    {"max_bytes", "data", "name: bytes, max_bytes: 4000000"},
+    {"eval_bytes", "data", "name: bytes, eval_bytes: 40000"},
+    {"order", "data", "name: tokens, order: windows"},
+    {"eval_path", "data", "name: instructions, path: FILE, eval_path: FILE"},
+    {"padding", "data", "name: instructions, path: FILE, padding: longest"},
+    {"pad_to_multiple_of", "data", "name: instructions, path: FILE, pad_to_multiple_of: 8"},
+    {"train_on_prompt", "data", "name: instructions, path: FILE, train_on_prompt: true"},
+    {"prompt", "data", "name: instructions, path: FILE, prompt: TEXT"},
+    {"prompt_without_input", "data", "name: instructions, path: FILE, prompt_without_input: TEXT"},
+    {"response", "data", "name: instructions, path: FILE, response: TEXT"},
+    {"samples", "data", "name: random, samples: 10000"},
+    {"eval_samples", "data", "name: random, eval_samples: 1000"},
+    {"features", "data", "name: random, features: 20"},
+    {"classes", "data", "name: random, classes: 10"},
+    {"group_by_length", "data", "name: instructions, path: FILE, group_by_length: true"},
+    {"seq_len", "", "max_seq_len"},
+    {"seq_length", "", "max_seq_len"},
+    {"sequence_length", "", "max_seq_len"},
+    {"max_length", "", "max_seq_len"},
+    {"max_seq_length", "", "max_seq_len"},
+    {"block_size", "", "max_seq_len"},
+    {"batch_size", "", "per_device_train_batch_size"},
+    {"train_batch_size", "", "per_device_train_batch_size"},
+    {"eval_batch_size", "", "per_device_eval_batch_size"},
+    {"lr", "", "learning_rate"},
+    {"epochs", "", "num_train_epochs"},
+    {"num_epochs", "", "num_train_epochs"},
+    {"steps", "", "max_steps"},
+    {"optimizer", "", "optim"},
+    {"scheduler", "", "lr_scheduler_type"},
+    {"num_workers", "", "dataloader_num_workers"},
+    {"data_dir", "", "dataset_dir"},
+    {"dataset", "", "data"},
+    {"resume", "", "resume_from_checkpoint"},
+};
+
 }  // namespace
+
+std::span<const MisplacedKey> misplaced_keys() {
+  return kMisplacedKeys;
+}
 
 std::span<const KeySpec> key_table() {
   return kKeys;

@@ -65,6 +65,14 @@ struct ForeignKey {
 };
 std::span<const ForeignKey> foreign_keys();
 
+// A key that belongs elsewhere than at the top level, or has another name here.
+struct MisplacedKey {
+  std::string_view name;
+  std::string_view section;  // "model" or "data"; empty: `use` is a key of the top level
+  std::string_view use;      // with a section: what to write there
+};
+std::span<const MisplacedKey> misplaced_keys();
+
 // Sets one member. Throws UsageError with the node's place when type, choice or range is wrong.
 void assign(TrainingArguments& arguments, const KeySpec& key, const Node& value);
 // The node that a text from a flag or a variable stands for, by the key's type: words stay words,
@@ -73,8 +81,8 @@ Node node_from_text(const KeySpec& key, const std::string& text, const Place& pl
 // The member as a node without a place; null when it is unset.
 Node value_of(const TrainingArguments& arguments, const KeySpec& key);
 
-// For `--help` and docs/configuration.md.
-std::string keys_help();
+// For `lockstep config keys` (of keys with `part` in their name) and docs/configuration.md.
+std::string keys_help(std::string_view part = {});
 std::string keys_markdown();
 
 }  // namespace lockstep::train

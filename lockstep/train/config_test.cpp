@@ -19,6 +19,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 Config resolve(const std::string& yaml, std::vector<std::string> flags = {},
@@ -56,6 +57,10 @@ TEST(ConfigKeys, TheOwnersListIsTheTable) {
   const auto owned = training_keys();
   EXPECT_EQ(table, std::set<std::string_view>(owned.begin(), owned.end()));
   for (const ForeignKey& foreign : foreign_keys()) EXPECT_EQ(table.count(foreign.name), 0u);
+  for (const MisplacedKey& other : misplaced_keys()) {
+    EXPECT_EQ(table.count(other.name), 0u) << other.name;
+    EXPECT_TRUE(!other.section.empty() || find_key(other.use) != nullptr) << other.name;
+  }
   for (const OldKey& old : old_keys())
     EXPECT_TRUE(old.now.empty() || find_key(old.now) != nullptr) << old.name;
 }
@@ -121,6 +126,9 @@ TEST(ConfigKeys, ThePageHasTheTable) {
 TEST(ConfigKeys, HelpNamesEveryKey) {
   const std::string help = keys_help();
   for (const std::string& name : key_names()) EXPECT_THAT(help, HasSubstr("--" + name + " "));
+  EXPECT_THAT(keys_help("warmup"), StartsWith("  --warmup_steps "));
+  EXPECT_THAT(keys_help("warmup"), Not(HasSubstr("--learning_rate")));
+  EXPECT_EQ(keys_help("warmop"), "");
 }
 
 // ------------------------------------------------------------------ order
@@ -142,6 +150,12 @@ TEST(Config, FlagsBeatTheEnvironmentBeatsTheFileBeatsThePreset) {
   EXPECT_THAT(config_text(config, false),
               HasSubstr("seed                           3                     --seed, beats "
                         "LOCKSTEP_SEED (2), t.yaml:2:1 (1)\n"));
+}
+
+TEST(Config, LongValuesKeepTheirDistance) {
+  const std::string folder(40, 'x');
+  EXPECT_EQ(config_text(resolve("output_dir: " + folder + "\n"), false),
+            "output_dir                     " + folder + " t.yaml:1:1\n");
 }
 
 TEST(Config, ThePresetMayComeFromAnySource) {
@@ -221,6 +235,8 @@ TEST(Config, Notes) {
               ElementsAre(HasSubstr("warmup_steps 10 is not below max_steps 10")));
   EXPECT_THAT(resolve("logging_steps: 1\n").notes,
               ElementsAre(HasSubstr("waits for the device in every step. 5 or 10")));
+  EXPECT_THAT(resolve("", {}, {{"LOCKSTEP_LEARNINGRATE", "1"}}).notes,
+              ElementsAre(HasSubstr("Did you mean LOCKSTEP_LEARNING_RATE?")));
   EXPECT_THAT(resolve("", {}, {{"LOCKSTEP_LEARNING_RAT", "1"}}).notes,
               ElementsAre("LOCKSTEP_LEARNING_RAT is not read. Did you mean "
                           "LOCKSTEP_LEARNING_RATE?"));
@@ -317,7 +333,9 @@ const Mistake kMistakes[] = {
      "t.yaml:1:16: save_strategy must be no, steps, epoch or best, and false is a boolean. Write "
      "no."},
     {"Report", "report_to: [tensorboard, wandb]\n",
-     "t.yaml:1:26: report_to must be none, tensorboard or all, and 'wandb' is none of them."},
+     "t.yaml:1:26: report_to must be none, tensorboard or all, and 'wandb' is none of them. "
+     "Event files of TensorBoard are what is supported, beside metrics.jsonl, which every run "
+     "writes."},
     {"Model", "model: [gpt]\n", "t.yaml:1:8: model must be a name or a map, but a list stands"},
     {"Kwargs", "lr_scheduler_kwargs: 3\n",
      "t.yaml:1:22: lr_scheduler_kwargs must be a map, and 3 is a number."},
@@ -329,6 +347,24 @@ const Mistake kMistakes[] = {
      "t.yaml:1:1: cosine_with_min_lr takes min_lr or min_lr_rate in lr_scheduler_kwargs."},
     {"KwargsDecay", "lr_scheduler_type: warmup_stable_decay\n",
      "t.yaml:1:1: warmup_stable_decay needs num_decay_steps in lr_scheduler_kwargs."},
+    {"WarmupTooLong", "max_steps: 10\nwarmup_steps: 11\n",
+     "t.yaml:2:1: warmup_steps 11 are more than max_steps 10: the learning rate would never be "
+     "reached. Lower warmup_steps."},
+    {"DecayTooLong",
+     "max_steps: 10\nwarmup_steps: 6\nlr_scheduler_type: warmup_stable_decay\n"
+     "lr_scheduler_kwargs: {num_decay_steps: 5}\n",
+     "t.yaml:2:1: 6 warm-up and 5 decay steps are more than max_steps 10."},
+    {"PolynomialEnd",
+     "learning_rate: 1e-4\nlr_scheduler_type: polynomial\nlr_scheduler_kwargs: {lr_end: 1e-3}\n",
+     "t.yaml:1:1: polynomial falls to lr_end 0.001, which is not below learning_rate 0.0001."},
+    {"OfTheModel", "n_layer: 4\n",
+     "t.yaml:1:1: n_layer is a key of the model, not of the top level. Write model: {name: gpt, "
+     "n_layer: 4}."},
+    {"OfTheData", "path: x\n",
+     "t.yaml:1:1: path is a key of the data, not of the top level. Write data: {name: bytes, path: "
+     "FOLDER}. A folder of token shards is dataset_dir."},
+    {"OtherWord", "seq_len: 4\n",
+     "t.yaml:1:1: there is no key 'seq_len'. Did you mean max_seq_len?"},
     {"NotAMap", "- seed\n", "t.yaml:1:1: the file must be a map, but a list stands here."},
     {"NoSpace", "seed:1\n",
      "t.yaml:1:1: the file must be a map, and 'seed:1' is a string. Write "

@@ -36,8 +36,14 @@ void check_number(const KeySpec& key, const Node& node, double value) {
 void check_choice(const KeySpec& key, const Node& node, const std::string& word) {
   const std::vector<std::string> words = split_choices(key.choices);
   if (words.empty() || std::find(words.begin(), words.end(), word) != words.end()) return;
-  refuse(node, "{} must be {}, and '{}' is {}.{}", key.name, choices_text(key.choices), word,
-         words.size() == 2 ? "neither" : "none of them", did_you_mean(word, words));
+  // The other services that Hugging Face knows read one of the two.
+  const char* more =
+      key.name == "report_to"
+          ? " Event files of TensorBoard are what is supported, beside metrics.jsonl, "
+            "which every run writes."
+          : "";
+  refuse(node, "{} must be {}, and '{}' is {}.{}{}", key.name, choices_text(key.choices), word,
+         words.size() == 2 ? "neither" : "none of them", did_you_mean(word, words), more);
 }
 
 // One overload for each type of the table.
@@ -253,9 +259,10 @@ Node node_from_text(const KeySpec& key, const std::string& text, const Place& pl
   return node;
 }
 
-std::string keys_help() {
+std::string keys_help(std::string_view part) {
   std::string text;
   for (const KeySpec& key : key_table()) {
+    if (key.name.find(part) == key.name.npos) continue;
     text += fmt::format("  --{:<31}{}\n{:36}[{}; {}]\n", key.name, key.help, "", key.type(),
                         default_text(key));
   }

@@ -4,15 +4,10 @@
 #include <cmath>
 
 #include "lockstep/core/error.h"
+#include "lockstep/train/checks.h"
 
 namespace lockstep::train {
 namespace {
-
-// Below 1 a share of all steps, rounded up; from 1 on a number of steps.
-std::int64_t in_steps(double value, std::int64_t max_steps) {
-  if (value >= 1) return static_cast<std::int64_t>(value);
-  return static_cast<std::int64_t>(std::ceil(value * static_cast<double>(max_steps)));
-}
 
 void fill_intervals(const TrainingArguments& arguments, StepPlan& plan) {
   plan.logging_steps = in_steps(arguments.logging_steps, plan.max_steps);

@@ -44,6 +44,11 @@ void on_signal(int number) {
 
 }  // namespace
 
+std::string stop_signal_name(int number) {
+  const char* name = ::sigabbrev_np(number);
+  return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", number);
+}
+
 struct StopSignals::Watch {
   StopSignalOptions options;
   std::array<struct sigaction, kSignals.size()> before{};
@@ -140,7 +145,7 @@ void StopSignals::watch() {
   const std::string why = fmt::format(
       "stop requested by {} was not agreed by all ranks within {:.1f} s. Another rank is "
       "probably stuck. No checkpoint is written now; the newest one stands.",
-      ::strsignal(g_signal.load()), static_cast<double>(bound.count()) / 1000);
+      stop_signal_name(g_signal.load()), static_cast<double>(bound.count()) / 1000);
   log::error("trainer", "{}", why);
   if (w.options.give_up) w.options.give_up("[trainer] " + why);
 }

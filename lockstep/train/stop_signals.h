@@ -30,6 +30,9 @@ struct StopSignalOptions {
   std::function<void(const std::string& why)> give_up{};
 };
 
+// "SIGTERM"
+std::string stop_signal_name(int number);
+
 class StopSignals {
  public:
   explicit StopSignals(StopSignalOptions options = {});

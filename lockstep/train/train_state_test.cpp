@@ -249,7 +249,7 @@ TEST(StopSignals, NobodyAgreesAndTheDeadlineEndsTheWait) {
   signals.set_step_time(milliseconds(1));
   ::raise(SIGTERM);
   ASSERT_TRUE(soon([&] { return gave_up.load(); }));
-  EXPECT_THAT(why, HasSubstr("[trainer] stop requested by Terminated was not agreed by all ranks "
+  EXPECT_THAT(why, HasSubstr("[trainer] stop requested by SIGTERM was not agreed by all ranks "
                              "within 0.1 s. Another rank is probably stuck."));
 }
 

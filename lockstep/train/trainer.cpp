@@ -13,6 +13,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/train/effective_batch.h"
+#include "lockstep/train/run_checks.h"
 #include "lockstep/train/trainer_impl.h"
 
 namespace lockstep {
@@ -25,18 +26,6 @@ void check_task(const TrainerTask& task) {
   if (missing != nullptr)
     throw UsageError("trainer", "the task has no {}. Set it: {{.module = net, .loss = ...}}.",
                      missing);
-}
-
-// An evaluation that is silently left out would take early stopping and the best model with it.
-void check_evaluation(const TrainerTask& task, const TrainingArguments& arguments) {
-  const bool by_strategy = arguments.eval_strategy != Interval::kNo;
-  if (task.eval_data || (!by_strategy && !arguments.eval_on_start)) return;
-  throw UsageError("trainer",
-                   "{} asks for evaluations, and the task has no eval_data. Set it (in a training "
-                   "file: data.eval_bytes, longer than max_seq_len, data.eval_samples, "
-                   "data.eval_path, or token shards of the split val), or {}.",
-                   by_strategy ? "eval_strategy" : "eval_on_start",
-                   by_strategy ? "eval_strategy: no" : "eval_on_start: false");
 }
 
 c10::ScalarType precision(const TrainingArguments& arguments) {
@@ -160,7 +149,7 @@ void TrainerImpl::obey(int signal) {
   signals_->agreed();
   if (world_.is_leader())
     log::warning("trainer", "step {}: stop requested by {}: saving, then leaving",
-                 state.global_step, ::strsignal(signal));
+                 state.global_step, stop_signal_name(signal));
 }
 
 // What is due, in Hugging Face's order: log, evaluate, save. All ranks come here alike.
@@ -238,7 +227,8 @@ TrainResult TrainerImpl::train() {
     throw UsageError("trainer",
                      "train() was called a second time, and a Trainer trains once. Make another "
                      "one; the module keeps its weights.");
-  check_evaluation(task_, arguments_);
+  check_evaluation(arguments_, task_.eval_data != nullptr);
+  const io::FolderLock alone = take_output_dir();  // to the end of the run, however it ends
   prepare();
   tell(&Observer::on_train_begin);
   start_time_ = log_time_ = exchange_time_ = Clock::now();
@@ -248,6 +238,7 @@ TrainResult TrainerImpl::train() {
   finish();
   TrainResult result;
   result.global_step = state.global_step;
+  result.first_step = start_step_;
   result.train_loss = mean_loss(since_start_);
   result.stop_signal = stop_signal_;
   result.durable_step = durable_step_;

@@ -57,9 +57,10 @@ struct TrainerTask {
 
 struct TrainResult {
   std::int64_t global_step = 0;
-  double train_loss = 0;   // mean over the steps of this call
-  int stop_signal = 0;     // the signal that ended it; 0: it came to its end
-  std::string checkpoint;  // the newest that this call committed (rank 0; else empty)
+  std::int64_t first_step = 0;  // where this call began; global_step: nothing was left to train
+  double train_loss = 0;        // mean over the steps of this call
+  int stop_signal = 0;          // the signal that ended it; 0: it came to its end
+  std::string checkpoint;       // the newest that this call committed (rank 0; else empty)
   // The newest step from which a run can go on, on every rank alike; -1: there is none.
   std::int64_t durable_step = -1;
   // 143 promises that nothing is lost. A stop whose own save failed, or kept weights alone, is 1.

@@ -206,7 +206,7 @@ std::vector<std::int64_t> evaluated(TrainingArguments a, std::int64_t saved, con
     const TrainResult result = trainer.train();
     EXPECT_THAT(::testing::internal::GetCapturedStderr(),
                 HasSubstr("step " + std::to_string(saved) +
-                          ": stop requested by Terminated: "
+                          ": stop requested by SIGTERM: "
                           "saving, then leaving"));
     EXPECT_EQ(result.exit_code(), 143);
     EXPECT_EQ(result.checkpoint, checkpoint_path(dir.path(), saved));

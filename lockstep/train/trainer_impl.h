@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/io/folder_lock.h"
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/optim/stepper.h"
@@ -90,10 +91,12 @@ class TrainerImpl {
   double tokens_since_log() const;
 
   // trainer_save.cpp
+  io::FolderLock take_output_dir();
   std::string choose_checkpoint();
   void make_way(const std::string& checkpoint);
   void resume(const Checkpoint& checkpoint);
   void restore_random(const Checkpoint& checkpoint);
+  void say_other_length(const Checkpoint& checkpoint) const;
   TensorDict random_state() const;
   void end_save_before();
   void save();

@@ -4,7 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <new>
 #include <string>
@@ -13,6 +15,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/io/files_for_test.h"
+#include "lockstep/io/folder_lock.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/trainer_for_test.h"
@@ -41,6 +44,53 @@ TEST(TrainerLimits, AnotherOrderOfSamplesIsNotResumed) {
               HasSubstr("the state was saved in another order of epoch 0's samples"));
   EXPECT_EQ(run(5, 6), 6);
 }
+
+// ---------------------------------------------------------------- what is refused, and what is
+// said
+
+TEST(TrainerLimits, ASecondRunInTheSamePlaceIsRefusedOnAllRanks) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.max_steps = 1;
+  io::FolderLock other(dir.path(), "another run", std::chrono::milliseconds(0));
+  const auto train = [&](World& world) {
+    Trainer(world, task_for(network(), dataset(64, 1)), a).train();
+  };
+  const auto said = testing::run_threads_collecting(2, train);
+  for (const std::string& text : said)
+    EXPECT_THAT(text, AllOf(HasSubstr("[trainer] another run trains in output_dir " + dir.path()),
+                            HasSubstr(": pid " + std::to_string(::getpid()) + " on "),
+                            HasSubstr("or choose another output_dir.")));
+  other = io::FolderLock();
+  testing::run_threads(2, train);  // and again, one after the other
+  testing::run_threads(2, train);
+}
+
+TEST(TrainerLimits, AnotherNumberOfStepsIsSaidAndACompleteRunIsTold) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.save_strategy = Interval::kSteps;
+  a.resume_from_checkpoint = "auto";
+  const auto run = [&](std::int64_t steps, const char* schedule) {
+    a.max_steps = steps;
+    a.lr_scheduler_type = schedule;
+    ::testing::internal::CaptureStderr();
+    const TrainResult result = Trainer(World{}, task_for(network(), dataset(64, 1)), a).train();
+    EXPECT_EQ(result.global_step, steps);
+    return std::pair(result.first_step, ::testing::internal::GetCapturedStderr());
+  };
+  EXPECT_EQ(run(3, "linear").first, 0);
+  const auto [first, said] = run(5, "linear");
+  EXPECT_EQ(first, 3);
+  EXPECT_THAT(said, HasSubstr("max_steps is 5 and was 3 when the checkpoint was made: from step 3 "
+                              "on the learning rate is that of linear over 5 steps, not over 3."));
+  const auto [complete, nothing] = run(5, "linear");
+  EXPECT_EQ(complete, 5) << "nothing was left to train";
+  EXPECT_THAT(nothing, ::testing::Not(HasSubstr("when the checkpoint was made")));
+  EXPECT_THAT(run(6, "constant").second, ::testing::Not(HasSubstr("when the checkpoint was made")));
+}
+
+// ---------------------------------------------------------------- speed
 
 // 3 tokens a sample, 10 samples on each rank in windows of 4 + 4 and 2: the speeds of samples and
 // of tokens are of the same time, so that their ratio is known in every step.

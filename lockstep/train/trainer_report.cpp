@@ -6,15 +6,11 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/train/run_checks.h"
 #include "lockstep/train/trainer_impl.h"
 
 namespace lockstep::train {
 namespace {
-
-// "loss" is a word for "eval_loss", as with Hugging Face.
-std::string full_name(const std::string& metric) {
-  return metric.rfind("eval_", 0) == 0 ? metric : "eval_" + metric;
-}
 
 bool greater_is_better(const TrainingArguments& a) {
   if (a.greater_is_better) return *a.greater_is_better;
@@ -204,16 +200,12 @@ void TrainerImpl::evaluate_and_judge(Due& due) {
   report(metrics);
   const LogEntry& entry = state.log_history.back();
   tell(&Observer::on_evaluate, &entry);
-  const std::string name = full_name(arguments_.metric_for_best_model);
+  const std::string name = full_metric_name(arguments_.metric_for_best_model);
   const double* value = find_metric(metrics, name);
   if (value == nullptr) {
-    const bool needed = arguments_.load_best_model_at_end || arguments_.early_stopping_patience ||
-                        arguments_.save_strategy == Interval::kBest;
-    if (!needed) return;
-    throw UsageError("trainer",
-                     "metric_for_best_model is '{}' and evaluation gives no {}. Give the task "
-                     "totals of that name, or choose another metric.",
-                     arguments_.metric_for_best_model, name);
+    std::vector<std::string> given;
+    for (const auto& [metric, _] : metrics) given.push_back(metric);
+    return check_metric(arguments_, given);
   }
   const double gain = gain_of(*value);
   if (gain > 0) {

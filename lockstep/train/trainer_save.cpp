@@ -1,8 +1,11 @@
 // Checkpoints in and out of a run.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -24,6 +27,8 @@ namespace {
 // Long for a training that waits, short for a signal.
 constexpr std::chrono::seconds kLongWait{1};
 constexpr std::chrono::milliseconds kListenEvery{50};
+// For a run that was killed a moment ago and is not gone yet.
+constexpr std::chrono::seconds kLeavingPatience{3};
 constexpr const char* kGpu = "cuda";  // its generator's name in a checkpoint
 
 std::string arguments_json(const TrainingArguments& arguments) {
@@ -77,6 +82,13 @@ io::Newest newest_up_to(const std::string& output_dir, std::int64_t most) {
   return newest;
 }
 
+// The leader's words are complete; the component stands in them.
+[[noreturn]] void refuse_as_said(std::string text, const std::string& component) {
+  const std::string prefix = "[" + component + "] ";
+  if (text.rfind(prefix, 0) == 0) text = text.substr(prefix.size());
+  throw UsageError(component, "{}", text);
+}
+
 // What every writing rank says, by rank. One that throws does not leave the others waiting: all
 // throw what it has said.
 std::vector<std::string> ask_writers(World& world, bool writes,
@@ -98,6 +110,30 @@ std::vector<std::string> ask_writers(World& world, bool writes,
     said.push_back(all[rank].substr(1));
   }
   return said;
+}
+
+// Of a run: the leader's process, and a moment.
+std::string run_token() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch().count();
+  return fmt::format("run {}-{}", ::getpid(), now);
+}
+
+io::FolderLock lock_folder(const std::string& folder, const std::string& token) {
+  io::FolderLock lock(folder, token, std::chrono::milliseconds(0));
+  if (!lock.holder().empty()) {
+    log::info("trainer", "{} is in use by {}: waiting for {} s in case it is ending", folder,
+              lock.holder(), kLeavingPatience.count());
+    lock = io::FolderLock(folder, token, kLeavingPatience);
+  }
+  if (!lock.holder().empty())
+    throw UsageError("trainer",
+                     "another run trains in output_dir {}: {} holds {}/{}. Two would take each "
+                     "other's checkpoints for their own. Wait for its end or stop it, or choose "
+                     "another output_dir.",
+                     folder, lock.holder(), folder, io::kFolderLockName);
+  if (!lock.problem().empty())
+    log::warning("trainer", "{}. Nothing keeps a second run out of {}.", lock.problem(), folder);
+  return lock;
 }
 
 // With save_on_each_node every host has folders of its own, and one may have lost its newest. The
@@ -140,6 +176,30 @@ bool TrainerImpl::writes() const {
   return arguments_.save_on_each_node ? world_.local_rank() == 0 : world_.is_leader();
 }
 
+// One run at a time in an output_dir. Before anything there is touched; collective: all ranks hear
+// of a refusal. The leader is first, so that writers who share its folder know their own run.
+io::FolderLock TrainerImpl::take_output_dir() {
+  io::FolderLock lock;
+  std::string answer;
+  if (world_.is_leader()) {
+    const std::string token = run_token();
+    try {
+      lock = lock_folder(arguments_.output_dir, token);
+      answer = "+" + token;
+    } catch (const UsageError& e) {
+      answer = std::string("-") + e.what();
+    }
+  }
+  answer = world_.broadcast(answer, 0);
+  if (answer.front() == '-') refuse_as_said(answer.substr(1), "trainer");
+  if (!arguments_.save_on_each_node) return lock;
+  ask_writers(world_, writes() && !world_.is_leader(), [&] {
+    lock = lock_folder(arguments_.output_dir, answer.substr(1));
+    return std::string();
+  });
+  return lock;
+}
+
 // The leader looks, all hear: what it finds, or why it refuses.
 std::string TrainerImpl::choose_checkpoint() {
   const std::string wish = arguments_.resume_from_checkpoint.value_or("never");
@@ -163,12 +223,7 @@ std::string TrainerImpl::choose_checkpoint() {
       log::info("checkpoint", "{} holds none: a new run", arguments_.output_dir);
     return {};
   }
-  if (answer.front() == '-') {
-    // The leader's words are complete; the component stands in them.
-    std::string text = answer.substr(1);
-    if (text.rfind("[checkpoint] ", 0) == 0) text = text.substr(13);
-    throw UsageError("checkpoint", "{}", text);
-  }
+  if (answer.front() == '-') refuse_as_said(answer.substr(1), "checkpoint");
   return answer.substr(1);
 }
 
@@ -238,11 +293,38 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
                  world_.size() * arguments_.per_device_train_batch_size * accumulation_steps_,
                  saved.world_size * saved.batch_size * saved.accumulation);
   }
+  if (world_.is_leader()) say_other_length(checkpoint);
   saved_step_ = durable_step_ = state.global_step;
   durable_best_ = state.best_model_checkpoint.value_or("");
   if (world_.is_leader())
     log::info("trainer", "resumed from {} at step {}, epoch {:.2f}", checkpoint.path(),
               state.global_step, state.epoch);
+}
+
+// A schedule reaches its end with the run's last step, so another number of steps is another
+// learning rate from here on: allowed, and not to happen unnoticed.
+void TrainerImpl::say_other_length(const Checkpoint& checkpoint) const {
+  const std::string text = checkpoint.text("training_args.json");
+  if (text.empty() || plan_.max_steps == checkpoint.state().max_steps) return;
+  const Node then = parse_json(text, checkpoint.path() + "/training_args.json");
+  std::vector<std::string> changed;
+  for (const char* name : {"max_steps", "num_train_epochs"}) {
+    const Node now = value_of(arguments_, *find_key(name));
+    const Entry* before = then.find(name);
+    if (before != nullptr && !same_value(before->value, now))
+      changed.push_back(
+          fmt::format("{} is {} and was {}", name, to_json(now), to_json(before->value)));
+  }
+  const std::string& type = arguments_.lr_scheduler_type;
+  const bool share = arguments_.warmup_steps > 0 && arguments_.warmup_steps < 1;
+  const bool endless =
+      type == "constant" || ((type == "constant_with_warmup" || type == "inverse_sqrt") && !share);
+  if (changed.empty() || endless) return;
+  log::warning("trainer",
+               "{} when the checkpoint was made: from step {} on the learning rate is that of {} "
+               "over {} steps, not over {}.",
+               fmt::join(changed, ", "), checkpoint.state().global_step, type, plan_.max_steps,
+               checkpoint.state().max_steps);
 }
 
 void TrainerImpl::restore_random(const Checkpoint& checkpoint) {

@@ -88,7 +88,7 @@ class Run:
         return ranked(self.ranks, train) if self.ranks else train
 
     def environment(self):
-        env = train_case.environment(LOCKSTEP_DEVICE=DEVICE)
+        env = train_case.environment(LOCKSTEP_DEVICE=DEVICE, LOCKSTEP_HALF_ON_CPU="1")
         if self.ranks and ON_GPU:
             env.update({"LOCKSTEP_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo",
                         "LOCKSTEP_BACKEND": "nccl"})

@@ -237,6 +237,30 @@ class StopRequests(Case):
         self.assertEqual(code, 143)
         self.assertNotIn("failed", err)
 
+    def test_a_rank_that_fails_in_its_stop_gives_its_code_and_a_report(self):
+        # 143 promises that the request was handled; a rank whose save failed says otherwise.
+        script = ('trap "echo no room on the disk >&2; exit $CODE" TERM HUP INT; '
+                  'trap "exit 143" TERM; [ $RANK = 1 ] && '
+                  'trap "echo no room on the disk >&2; exit $CODE" TERM; '
+                  'echo $$ > $NOTES/up.$RANK; while :; do sleep 0.05; done')
+        for number, code, wanted in ((signal.SIGTERM, 3, 3), (signal.SIGTERM, 143, 143),
+                                     (signal.SIGHUP, 129, 129), (signal.SIGINT, 1, 130)):
+            with self.subTest(number=number, code=code):
+                for note in os.listdir(self.notes):
+                    os.unlink(os.path.join(self.notes, note))
+                process = self.start_bash(2, script, "--max-restarts=3", env={"CODE": code})
+                self.wait_notes("up", 2)
+                process.send_signal(number)
+                got, _, err = self.finish(process)
+                self.assertEqual(got, wanted, err)
+                self.assertNotIn("restarting", err)
+                if wanted != 3:
+                    self.assertNotIn("failed", err)
+                    continue
+                self.assertRegex(err, r"rank 1 on \S+ failed: exited with code 3 when it was asked "
+                                 r"to stop \(SIGTERM\)")
+                self.assertRegex(err, r"(?m)^ +no room on the disk")
+
     def test_a_background_shell_job_feels_sigint(self):
         # A shell without job control ignores SIGINT in what it puts into the background.
         process = self.start_bash(2, self.CATCH, env={"SIG": "INT"},

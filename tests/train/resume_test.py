@@ -136,6 +136,10 @@ class Resume(TrainCase):
         weights = "model.safetensors"
         self.assertEqual((begun / weights).read_bytes(),
                          (second / "checkpoint-1" / weights).read_bytes())
+        self.config.write_text(config.replace("n_head: 2", "n_head: 4"))
+        refused = self.train(0, second, "--max_steps", 1, code=2)
+        self.assertRegex(refused.stderr, r"model\.n_head is 4, and the weights in \S+ were trained "
+                         r"with 2 \(\S+/config\.json\)\..*Set model\.n_head: 2\.")
         self.config.write_text(config.replace("n_embd: 16", "n_embd: 32"))
         refused = self.train(0, second, "--max_steps", 1, code=2)
         self.assertRegex(refused.stderr,
@@ -160,6 +164,11 @@ class Resume(TrainCase):
         self.assertEqual(sorted(losses(output)), list(range(1, 6)))
         done = self.train(0, output, "--resume", "auto", "--max_steps", 6)
         self.assertIn(f"resumed from {output}/checkpoint-5 at step 5", done.stderr)
+        self.assertIn("max_steps is 6 and was 5 when the checkpoint was made", done.stderr)
+        done = self.train(0, output, "--resume", "auto", "--max_steps", 6)
+        self.assertEqual(done.stdout, f"nothing was left to train: the run in {output} is complete "
+                         "at step 6 already. To go on, raise max_steps (now 6); to begin anew, "
+                         "--resume never\n")
 
     def test_a_run_that_goes_on_from_an_older_one_leaves_the_other_branch(self):
         output, aside = self.place / "out", self.place / "out" / "earlier-1"
@@ -204,7 +213,8 @@ class Resume(TrainCase):
         self.assertEqual(checkpoints(output), [5, 10, 12])
         self.verify(output)
         refused = self.train(0, output, "--resume", output / "nothing", code=2)
-        self.assertRegex(refused.stderr, r"\[checkpoint\] .*/nothing cannot be used: ")
+        self.assertRegex(refused.stderr, r"\[checkpoint\] .*/nothing cannot be used: there is no "
+                         r"such folder\. .*--resume.* is auto \(.*\), never \(")
 
     def test_retention_and_stale_temporaries(self):
         output = self.place / "out"

@@ -29,7 +29,7 @@ class Stop(TrainCase):
                 process.kill()
         self.assertEqual(code, 143, self.log())
         self.assertEqual(left_of(process), [])
-        self.assertRegex(self.log(), r"stop requested by .*: saving, then leaving")
+        self.assertRegex(self.log(), fr"stop requested by {number.name}: saving, then leaving")
         newest = checkpoints(output)[-1]
         self.verify(output / f"checkpoint-{newest}")
         self.assertGreaterEqual(newest, step)

@@ -86,21 +86,34 @@ class Tasks(TrainCase):
         self.assertLess(self.evaluations(output)[-1], 1.5)
 
     def test_what_is_refused(self):
+        """And that `lockstep config check` refuses it in the same words."""
         self.instructions()
         text = self.config.read_text()
+
+        def refused():
+            stderr = self.train(0, self.place / "out", code=2).stderr
+            done = subprocess.run([LOCKSTEP, "config", "check", self.config], capture_output=True,
+                                  text=True, timeout=BOUND_S, env=environment(), check=False)
+            self.assertEqual((done.returncode, done.stdout), (2, ""))
+            said = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+            self.assertEqual([line for line in said if line not in stderr.splitlines()], [])
+            self.assertFalse((self.place / "out").exists())
+            return stderr
+
         for wrong, words in (
                 ("padding: short", "data.padding must be"),
                 ("padding: packed, instruction: x", "data has no key 'instruction'"),
                 ("response: \"{outptu}\"", "outptu")):
             self.config.write_text(text.replace("padding: longest", wrong))
-            self.assertIn(words, self.train(0, self.place / "out", code=2).stderr)
+            self.assertIn(words, refused())
         self.config.write_text(re.sub(r"data: .*", "data: instructions", text))
-        refused = self.train(0, self.place / "out", code=2)
-        self.assertIn("data: instructions needs path", refused.stderr)
+        self.assertIn("data: instructions needs path", refused())
         nowhere = "data: {name: instructions, path: nope.json}"
         self.config.write_text(re.sub(r"data: .*", nowhere, text))
-        refused = self.train(0, self.place / "out", code=2)
-        self.assertIn("there is no file nope.json", refused.stderr)
+        self.assertIn("there is no file nope.json", refused())
+        self.config.write_text(text.replace("padding: longest", "padding: packed"))
+        half = self.train(0, self.place / "out", "--use_cpu", "false", "--fp16", code=2).stderr
+        self.assertIn("fp16 needs a GPU, and this rank computes on the CPU. Use bf16", half)
 
     def test_a_token_beyond_the_vocabulary_names_its_sample(self):
         shards = self.place / "shards"

@@ -1,0 +1,280 @@
+#include "cli/task_config.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/map_reader.h"
+#include "lockstep/core/problems.h"
+#include "lockstep/data/byte_tokenizer.h"
+#include "lockstep/data/shard_format.h"
+#include "lockstep/train/config_keys.h"
+#include "lockstep/train/run_checks.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::int64_t kDefaultLength = 128;
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 32;
+constexpr std::int64_t kGpt2Vocabulary = 50'257;
+
+// What an evaluation of a bundled task gives (set_loss in train_tasks.cpp, and the Trainer itself).
+const std::vector<std::string> kMetrics{"eval_loss", "eval_accuracy", "eval_runtime",
+                                        "eval_samples_per_second"};
+
+// `gpt` stands for {name: gpt}. A key of the top level that stands inside is told where it belongs.
+Node map_of(const Node& node, const char* key, const char* fallback, Problems& problems) {
+  Node map = node;
+  if (!node.is(NodeKind::kMap)) {
+    map = Node{};
+    map.kind = NodeKind::kMap;
+    map.place = node.place;
+    const Node name = node.is(NodeKind::kNull) ? text_node(fallback) : node;
+    map.entries.push_back({"name", node.place, text_node(as_string(name, key))});
+  }
+  std::erase_if(map.entries, [&](const Entry& entry) {
+    if (train::find_key(entry.key) == nullptr) return false;
+    problems.add(
+        fmt::format("{}: {} is a key of the top level, not of {}. Write it without "
+                    "indentation.",
+                    entry.place.text(), entry.key, key));
+    return true;
+  });
+  return map;
+}
+
+// ---------------------------------------------------------------- data
+
+void check_file(const std::string& path) {
+  std::error_code ignored;
+  if (path.empty() || fs::is_regular_file(path, ignored)) return;
+  throw UsageError("config", "data: instructions: there is no file {}. Relative paths begin at {}.",
+                   path, fs::current_path().string());
+}
+
+void read_bytes_keys(MapReader& keys, DataConfig& data) {
+  data.path = keys.text("path", kTorchHeaders);
+  data.suffix = keys.text("suffix", data.path == kTorchHeaders ? ".h" : "");
+  data.max_bytes = keys.integer("max_bytes", 4'000'000, 1'000, kMostBytes);
+  data.eval_bytes = keys.integer("eval_bytes", 0, 0, data.max_bytes / 2);
+  data.evaluates = data.eval_bytes > data.length;
+}
+
+void check_bytes(const DataConfig& data) {
+  if (data.path == kTorchHeaders) return;  // LibTorch knows where
+  std::int64_t tokens = 0;
+  for (const std::string& file : text_files(data.path, data.suffix)) {
+    std::error_code ignored;
+    const auto size = fs::file_size(file, ignored);
+    if (!ignored) tokens += static_cast<std::int64_t>(size) + 1;
+  }
+  byte_rows(data, std::min(tokens, data.max_bytes));
+}
+
+void read_token_keys(MapReader& keys, DataConfig& data) {
+  data.order = keys.choice("order", "shards", {"shards", "windows"});
+  if (keys.has("path"))
+    throw UsageError(
+        "config",
+        "data: tokens has no path. Name the folder of the shards in dataset_dir, a key "
+        "of the top level.");
+}
+
+void check_tokens(DataConfig& data, const TrainingArguments& a) {
+  if (!a.dataset_dir)
+    throw UsageError("config", "data: tokens needs dataset_dir, the folder of the shards.");
+  data.train_files = data::token_files(*a.dataset_dir, "train");
+  data.evaluates = a.eval_strategy != Interval::kNo || a.eval_on_start;
+  if (data.evaluates) data.eval_files = data::token_files(*a.dataset_dir, "val");
+  for (const auto* files : {&data.train_files, &data.eval_files})
+    for (const std::string& file : *files) data::TokenFile look(file);  // its header and size
+}
+
+void read_instruction_keys(MapReader& keys, DataConfig& data) {
+  data.path = keys.text("path", "");
+  data.eval_path = keys.text("eval_path", "");
+  data.padding = keys.choice("padding", "longest", {"longest", "max_length", "packed"});
+  data.pad_to_multiple_of = keys.integer("pad_to_multiple_of", 1, 1, data.length);
+  data.train_on_prompt = keys.boolean("train_on_prompt", false);
+  data.prompt.prompt = keys.text("prompt", data.prompt.prompt);
+  data.prompt.prompt_without_input =
+      keys.text("prompt_without_input", data.prompt.prompt_without_input);
+  data.prompt.response = keys.text("response", data.prompt.response);
+  data.group_by_length = keys.boolean("group_by_length", false);
+  data.evaluates = !data.eval_path.empty();
+}
+
+void check_instructions(const DataConfig& data, Problems& problems) {
+  if (data.path.empty())
+    problems.add("data: instructions needs path, a .json or .jsonl file. Give it.");
+  for (const std::string& file : {data.path, data.eval_path})
+    problems.attempt([&] { check_file(file); });
+  if (data.length < 2)
+    problems.add(fmt::format("max_seq_len is {}, and instructions need 2 or more.", data.length));
+  problems.attempt([&] {
+    data::apply(data.prompt, {.instruction = "a", .input = "b"});
+    data::apply(data.prompt, {.instruction = "a"});
+  });
+}
+
+void read_random_keys(MapReader& keys, DataConfig& data) {
+  data.samples = keys.integer("samples", 10'000, 1, 100'000'000);
+  data.eval_samples = keys.integer("eval_samples", 0, 0, 100'000'000);
+  data.features = keys.integer("features", 20, 1, 1'000'000);
+  data.classes = keys.integer("classes", 10, 2, 1'000'000);
+  data.evaluates = data.eval_samples > 0;
+}
+
+void read_data(const TrainingArguments& a, DataConfig& data, Problems& problems) {
+  const Node node = map_of(a.data, "data", "bytes", problems);
+  MapReader keys(node, "data");
+  data.name = keys.choice("name", "bytes", {"bytes", "tokens", "instructions", "random"});
+  data.length = a.max_seq_len.value_or(kDefaultLength);
+  const bool right = problems.attempt([&] {
+    if (data.name == "bytes") read_bytes_keys(keys, data);
+    if (data.name == "tokens") read_token_keys(keys, data);
+    if (data.name == "instructions") read_instruction_keys(keys, data);
+    if (data.name == "random") read_random_keys(keys, data);
+    keys.finish();
+  });
+  if (!right) return;
+  if (data.name == "instructions") return check_instructions(data, problems);
+  problems.attempt([&] {
+    if (data.name == "bytes") check_bytes(data);
+    if (data.name == "tokens") check_tokens(data, a);
+  });
+}
+
+// ---------------------------------------------------------------- models
+
+// Weights have their shapes; how many heads share them shows in config.json alone.
+void check_heads(const ModelConfig& model) {
+  const std::string path = model.weights + "/config.json";
+  std::error_code ignored;
+  if (!fs::is_regular_file(path, ignored)) return;
+  const Node root = parse_json(read_file(path), path);
+  const Entry* heads = root.find("n_head");
+  if (heads == nullptr || !heads->value.is(NodeKind::kInteger)) return;
+  if (heads->value.integer == model.n_head) return;
+  throw UsageError("config",
+                   "model.n_head is {}, and the weights in {} were trained with {} ({}). The same "
+                   "weights would compute something else. Set model.n_head: {}.",
+                   model.n_head, model.weights, heads->value.integer, path, heads->value.integer);
+}
+
+void check_weights(const ModelConfig& model) {
+  if (model.weights.empty()) return;
+  std::error_code ignored;
+  if (!fs::exists(fs::path(model.weights) / "model.safetensors", ignored) &&
+      !fs::exists(fs::path(model.weights) / "model.safetensors.index.json", ignored))
+    throw UsageError("config",
+                     "model.weights {} is no folder with a model.safetensors. Give a checkpoint's "
+                     "folder, or one that `lockstep checkpoint import` has made.",
+                     model.weights);
+  if (model.name == "gpt") check_heads(model);
+}
+
+void read_gpt_keys(MapReader& keys, ModelConfig& model, const DataConfig& data) {
+  const std::int64_t vocabulary =
+      data.name == "tokens" ? kGpt2Vocabulary : std::int64_t{data::ByteTokenizer::kVocabSize};
+  model.n_layer = keys.integer("n_layer", 4, 1, 1'000);
+  model.n_head = keys.integer("n_head", 4, 1, 1'000);
+  model.n_embd = keys.integer("n_embd", 128, 1, 100'000);
+  model.vocab_size = keys.integer("vocab_size", vocabulary, 1, 10'000'000);
+  model.n_positions = keys.integer("n_positions", data.length, 1, 10'000'000);
+}
+
+void read_mlp_keys(MapReader& keys, ModelConfig& model) {
+  model.hidden = keys.integer("hidden", 64, 1, 1'000'000);
+  model.layers = keys.integer("layers", 1, 0, 1'000);
+  model.dropout = keys.real("dropout", 0, 0, 0.999);
+  model.batch_norm = keys.boolean("batch_norm", false);
+}
+
+void check_gpt(const ModelConfig& model, const DataConfig& data, Problems& problems) {
+  if (model.n_embd % model.n_head != 0)
+    problems.add(
+        fmt::format("model.n_embd {} does not divide into {} heads of equal width. Choose "
+                    "n_embd as a multiple of n_head.",
+                    model.n_embd, model.n_head));
+  if (model.n_positions < data.length)
+    problems.add(
+        fmt::format("model.n_positions {} is shorter than a sample, max_seq_len {}. Raise "
+                    "the one or lower the other.",
+                    model.n_positions, data.length));
+}
+
+void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems) {
+  ModelConfig& model = task.model;
+  const bool random = task.data.name == "random";
+  const Node node = map_of(a.model, "model", random ? "mlp" : "gpt", problems);
+  MapReader keys(node, "model");
+  model.name = keys.choice("name", random ? "mlp" : "gpt", {"gpt", "mlp"});
+  if ((model.name == "mlp") != random) {
+    problems.add(
+        fmt::format("the model {} does not take this data. gpt trains on bytes, tokens and "
+                    "instructions, mlp on random.",
+                    model.name));
+    return;
+  }
+  const bool right = problems.attempt([&] {
+    if (model.name == "gpt") read_gpt_keys(keys, model, task.data);
+    if (model.name == "mlp") read_mlp_keys(keys, model);
+    model.weights = keys.text("weights", "");
+    keys.finish();
+  });
+  if (!right) return;
+  if (model.name == "gpt") check_gpt(model, task.data, problems);
+  problems.attempt([&] { check_weights(model); });
+}
+
+}  // namespace
+
+std::vector<std::string> text_files(const std::string& path, const std::string& suffix) {
+  std::vector<fs::path> files;  // which are ordered folder by folder, other than their texts
+  std::error_code ignored;
+  if (fs::is_regular_file(path, ignored)) {
+    files.emplace_back(path);
+  } else if (fs::is_directory(path, ignored)) {
+    for (const auto& entry : fs::recursive_directory_iterator(path))
+      if (entry.is_regular_file() && entry.path().string().ends_with(suffix))
+        files.push_back(entry.path());
+  }
+  if (files.empty())
+    throw UsageError("config",
+                     "data.path {} holds no file that ends in '{}'. Relative paths begin "
+                     "at {}.",
+                     path, suffix, fs::current_path().string());
+  std::sort(files.begin(), files.end());
+  return {files.begin(), files.end()};
+}
+
+std::int64_t byte_rows(const DataConfig& data, std::int64_t tokens) {
+  const std::int64_t rows = tokens / (data.length + 1);
+  if (rows - data.eval_bytes / (data.length + 1) < 1)
+    throw UsageError("config",
+                     "{} has {} bytes, too few for one sample of {}. Use a shorter max_seq_len, or "
+                     "more text.",
+                     data.path, tokens, data.length);
+  return rows;
+}
+
+TaskConfig read_task(const TrainingArguments& arguments) {
+  TaskConfig task;
+  Problems problems;
+  const bool known = problems.attempt([&] { read_data(arguments, task.data, problems); });
+  if (known) problems.attempt([&] { read_model(arguments, task, problems); });
+  if (problems.empty()) {
+    problems.attempt([&] { train::check_evaluation(arguments, task.data.evaluates); });
+    problems.attempt([&] { train::check_metric(arguments, kMetrics); });
+  }
+  problems.raise();
+  return task;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,93 @@
+// What a training file asks `lockstep train` to train, read and checked without torch: the maps
+// `model` and `data`, and the files that they name.
+//
+// The one hard idea: reading is checking. `lockstep config check` and `lockstep train` call the
+// same function, and the second builds model and dataset from its answer alone, so that nothing
+// passes the one and is refused by the other for what could have been seen before.
+//
+//   const TaskConfig task = read_task(config.arguments);   // UsageError with every mistake
+//
+//   model: gpt | mlp           {name: gpt, n_layer: 4, n_head: 4, n_embd: 128}
+//                              {name: mlp, hidden: 64, layers: 1, dropout: 0.1, batch_norm: true}
+//                              {..., weights: FOLDER} begins with a folder's model.safetensors
+//   data:  bytes | tokens | instructions | random
+//                              {name: bytes, path: torch-headers, suffix: .h, max_bytes: 4000000}
+//                              {name: tokens, order: shards}, with dataset_dir; `windows`
+//                              shuffles over all shards, as PyTorch's DistributedSampler
+//                              {name: instructions, path: train.json, eval_path: val.json,
+//                               padding: longest | max_length | packed, group_by_length: true};
+//                               also pad_to_multiple_of, train_on_prompt, prompt,
+//                               prompt_without_input, response
+//                              {name: random, samples: 10000, features: 20, classes: 10}
+//
+// Values and a function that only reads; call from any thread.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lockstep/data/instruction_file.h"
+#include "lockstep/train/arguments.h"
+
+namespace lockstep::cli {
+
+inline constexpr const char* kTorchHeaders = "torch-headers";  // C++ text that comes with LibTorch
+
+struct DataConfig {
+  std::string name;
+  std::int64_t length = 0;  // tokens of a sample: max_seq_len
+  bool evaluates = false;   // there is data for evaluations
+  // bytes; `path` of instructions too
+  std::string path{};
+  std::string suffix{};
+  std::int64_t max_bytes = 0;
+  std::int64_t eval_bytes = 0;
+  // tokens
+  std::string order{};
+  std::vector<std::string> train_files{};
+  std::vector<std::string> eval_files{};
+  // instructions
+  std::string eval_path{};
+  std::string padding{};
+  std::int64_t pad_to_multiple_of = 1;
+  bool train_on_prompt = false;
+  bool group_by_length = false;
+  data::PromptTemplate prompt{};
+  // random
+  std::int64_t samples = 0;
+  std::int64_t eval_samples = 0;
+  std::int64_t features = 0;
+  std::int64_t classes = 0;
+};
+
+struct ModelConfig {
+  std::string name;
+  std::string weights{};  // a folder; empty: drawn anew
+  // gpt
+  std::int64_t n_layer = 0;
+  std::int64_t n_head = 0;
+  std::int64_t n_embd = 0;
+  std::int64_t vocab_size = 0;
+  std::int64_t n_positions = 0;
+  // mlp
+  std::int64_t hidden = 0;
+  std::int64_t layers = 0;
+  double dropout = 0;
+  bool batch_norm = false;
+};
+
+struct TaskConfig {
+  DataConfig data;
+  ModelConfig model;
+};
+
+TaskConfig read_task(const TrainingArguments& arguments);
+
+// A file, or a folder's files whose names end in `suffix`, in a fixed order. UsageError without
+// one.
+std::vector<std::string> text_files(const std::string& path, const std::string& suffix);
+// How many samples a text of so many tokens gives; UsageError when none is left to train on.
+std::int64_t byte_rows(const DataConfig& data, std::int64_t tokens);
+
+}  // namespace lockstep::cli

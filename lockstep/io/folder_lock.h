@@ -1,0 +1,44 @@
+// A folder in which one process works at a time.
+//
+// The one hard idea: the lock is the kernel's (flock on a file in the folder), not the file's being
+// there. It ends with the process that holds it, however that dies, so nothing is ever left to be
+// cleared away. What the file says is for people: who holds the lock.
+//
+//   const FolderLock lock("out", "run 7", std::chrono::seconds(3));
+//   if (!lock.holder().empty()) refuse(lock.holder());     // "pid 4242 on n1 since 2026-11-15 ..."
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "lockstep/core/fd.h"
+
+namespace lockstep::io {
+
+inline constexpr const char* kFolderLockName = ".lockstep.lock";
+
+// Used by one thread. Owns the lock from construction to its end; a second one on the same folder,
+// also in the same process, finds it taken.
+class FolderLock {
+ public:
+  FolderLock() = default;
+  // Makes the folder if need be. Where another holds the lock it waits for up to `patience`: a
+  // process that has just been killed needs a moment. `token` names those who may share: a holder
+  // with the same one is none. Never throws: a file system without locks is a problem() to be told,
+  // no reason to end.
+  FolderLock(const std::string& folder, const std::string& token,
+             std::chrono::milliseconds patience);
+
+  bool held() const { return static_cast<bool>(fd_); }
+  const std::string& holder() const { return holder_; }    // somebody else; empty: nobody
+  const std::string& problem() const { return problem_; }  // why there is no lock and no holder
+
+ private:
+  void sign(const std::string& token);
+
+  Fd fd_;
+  std::string holder_;
+  std::string problem_;
+};
+
+}  // namespace lockstep::io

@@ -1,0 +1,36 @@
+// What a run needs beyond arguments that agree with each other: data to evaluate on, a metric that
+// is measured, a device for its precision, a folder to go on from.
+//
+// The one hard idea: two ask the same question. The Trainer asks when it begins, `lockstep config
+// check` before that and without torch; one function answers both, so that what passes the check is
+// not refused later in other words.
+//
+//   check_evaluation(arguments, task.eval_data != nullptr);
+//   check_metric(arguments, {"eval_loss", "eval_accuracy"});
+//
+// Functions without state that throw UsageError; call from any thread.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/train/arguments.h"
+
+namespace lockstep::train {
+
+// An evaluation that is silently left out would take early stopping and the best model with it.
+void check_evaluation(const TrainingArguments& arguments, bool has_eval_data);
+
+// metric_for_best_model among what an evaluation gives ("eval_loss", ...), where it is needed.
+void check_metric(const TrainingArguments& arguments, const std::vector<std::string>& given);
+// "loss" is a word for "eval_loss", as with Hugging Face.
+std::string full_metric_name(const std::string& metric);
+
+// As Hugging Face's (Accelerate's): fp16 is a GPU's. The commands ask; a program of its own may
+// scale on the CPU too, and so may LOCKSTEP_HALF_ON_CPU=1, for tests.
+void check_precision(const TrainingArguments& arguments, bool on_cpu);
+
+// That resume_from_checkpoint is auto, never or a folder that is there; not what is in it.
+void check_resume(const std::string& wish);
+
+}  // namespace lockstep::train
