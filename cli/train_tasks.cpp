@@ -341,6 +341,10 @@ void make_mlp(TrainerTask& task, MapReader& keys, const TrainingArguments& a, co
                                  .batch_norm = keys.boolean("batch_norm", false)};
   const std::string weights = keys.text("weights", "");
   keys.finish();
+  if (a.gradient_checkpointing)
+    throw UsageError("train",
+                     "gradient_checkpointing is for models of blocks, and mlp has none. Delete it, "
+                     "or train a gpt.");
   models::Mlp net(config);
   load_weights(weights, *net);
   set_loss(task, net, a.label_smoothing_factor);
