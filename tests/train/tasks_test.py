@@ -185,8 +185,8 @@ class Tasks(TrainCase):
         if importlib.util.find_spec("transformers") is None:
             self.skipTest("transformers is not installed")
         self.config = SOURCE / "examples" / "configs" / "tiny_gpt.yaml"
-        text, length, eval_bytes = self.place / "text", 32, 400
-        text.write_bytes(bytes(range(32, 127)) * 40)
+        text, length, eval_bytes = self.place / "text", 64, 800
+        text.write_bytes(bytes(range(32, 127)) * 80)
         folder, ours = self.place / "gpt" / "checkpoint-5", self.place / "ours.f32"
         flags = ("--max_steps", 5, "--eval_steps", 5, "--save_steps", 5, "--warmup_steps", 2,
                  "--logging_steps", 1, "--use_cpu", "--label_smoothing_factor", 0.2,
