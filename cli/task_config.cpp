@@ -230,6 +230,10 @@ void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems
   });
   if (!right) return;
   if (model.name == "gpt") check_gpt(model, task.data, problems);
+  if (model.name == "mlp" && a.gradient_checkpointing)
+    problems.add(
+        "gradient_checkpointing is for models of blocks, and mlp has none. Delete it, or "
+        "train a gpt.");
   problems.attempt([&] { check_weights(model); });
 }
 

@@ -29,6 +29,7 @@ struct State {
   std::shared_ptr<spdlog::logger> logger = std::make_shared<spdlog::logger>(
       "lockstep", std::make_shared<spdlog::sinks::stderr_sink_mt>());
   std::atomic<Level> level{level_from_environment()};
+  std::atomic<bool> chosen{false};  // for this process, not for all ranks alike
   std::atomic<int> rank{0};
   std::atomic<int> world_size{1};
   State() {
@@ -52,12 +53,13 @@ void set_rank(int rank, int world_size) {
 
 void set_level(Level level) {
   state().level = level;
+  state().chosen = true;
 }
 
 bool enabled(Level level) {
   const State& s = state();
   if (level < s.level) return false;
-  return level != Level::kInfo || s.rank == 0 || s.level == Level::kDebug;
+  return level != Level::kInfo || s.rank == 0 || s.level == Level::kDebug || s.chosen;
 }
 
 void write(Level level, std::string_view component, std::string_view text) {

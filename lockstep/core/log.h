@@ -1,5 +1,5 @@
-// Diagnostics on stderr. INFO is printed on rank 0 only, warnings and errors on every rank;
-// LOCKSTEP_LOG=debug|info|warning|error|off changes the level on all of them.
+// Diagnostics on stderr. INFO on rank 0, or where set_level() has asked for it; warnings and errors
+// on every rank. LOCKSTEP_LOG=debug|info|warning|error|off changes the level on all of them.
 //
 //   log::info("world", "backend gloo: device is cpu");
 #pragma once

@@ -71,26 +71,40 @@ struct Accumulation::Impl {
   std::int64_t remaining = 0;  // in the epoch; 0 where nobody knows
   bool epoch_known = false;
   double expected = 0;  // count of a micro-batch that weighs 1 / length
+  double planned = 0;   // and of the whole window: what losses are divided by
   std::int64_t count = 0;
   at::Tensor loss_sum;
 
   void plan_window() {
     length = epoch_known ? std::min(options.steps, remaining) : options.steps;
     count = 0;
+    planned = expected * static_cast<double>(length);
     loss_sum = at::zeros({}, at::dtype(at::kDouble).device(parameters[0].device()));
   }
 
-  // Every rank must weigh by the same number, so the first one is agreed; a run that is resumed
-  // elsewhere in the data gives it in the options, to have the same bits.
+  // Where counts are of all ranks, each must weigh by the same number, so the first one is agreed;
+  // a run that is resumed elsewhere in the data gives it in the options, to have the same bits.
   void agree_on_expected(std::int64_t first) {
     if (expected > 0) return;
-    expected = std::max(1.0, reducer->world().max(static_cast<double>(first)));
+    const auto mine = static_cast<double>(first);
+    const bool alone = options.weights == WindowWeights::kOwnCounts;
+    expected = std::max(1.0, alone ? mine : reducer->world().max(mine));
   }
 
   double weight(const MicroBatch& micro) const {
     const auto equal = static_cast<double>(length);
     if (options.weights == WindowWeights::kBatches) return 1.0 / equal;
-    return static_cast<double>(micro.count) / (expected * equal);
+    return static_cast<double>(micro.count) / planned;
+  }
+
+  // The last micro-batch's count makes the rank's own known, before its gradients are mixed with
+  // those of others: what is accumulated so far is brought to that divisor, which the last has.
+  void settle_own_counts() {
+    const auto seen = static_cast<double>(count);
+    if (seen == 0 || seen == planned) return;
+    const at::NoGradGuard no_grad;
+    if (done > 0) scale_gradients(planned / seen);
+    planned = seen;
   }
 
   void run_backward(const at::Tensor& loss, const MicroBatch& micro, bool ends) {
@@ -110,7 +124,7 @@ struct Accumulation::Impl {
   void add_to_window(const at::Tensor& loss, const MicroBatch& micro) {
     if (micro.count == 0) return;
     const at::NoGradGuard no_grad;
-    const bool counts = options.weights == WindowWeights::kCounts;
+    const bool counts = options.weights != WindowWeights::kBatches;
     count += micro.count;
     loss_sum.add_(loss.detach().to(loss_sum.device(), at::kDouble).reshape({}),
                   counts ? static_cast<double>(micro.count) : 1.0);
@@ -122,6 +136,12 @@ struct Accumulation::Impl {
     last.count = at::scalar_tensor(count, at::dtype(at::kLong).device(loss_sum.device()));
     last.loss = loss_sum / static_cast<double>(done);
     if (done != length) scale_gradients(static_cast<double>(length) / static_cast<double>(done));
+  }
+
+  void finish_own_counts() {
+    last.batches = done;
+    last.count = at::scalar_tensor(count, at::dtype(at::kLong).device(loss_sum.device()));
+    last.loss = loss_sum / static_cast<double>(std::max<std::int64_t>(1, count));
   }
 
   void finish_counts(const at::Tensor& totals) {
@@ -222,10 +242,12 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   Impl& self = *impl_;
   self.check(loss, micro);
   const bool counts = self.options.weights == WindowWeights::kCounts;
+  const bool own = self.options.weights == WindowWeights::kOwnCounts;
+  if (counts || own) self.agree_on_expected(micro.count);
   if (self.done == 0) self.plan_window();
-  if (counts) self.agree_on_expected(micro.count);
   const bool ends = micro.last || self.done + 1 == self.length;
   self.add_to_window(loss, micro);
+  if (ends && own) self.settle_own_counts();
   at::Tensor totals;
   Work exchange;
   if (ends && counts) {
@@ -241,6 +263,8 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   if (counts) {
     exchange.wait();
     self.finish_counts(totals);
+  } else if (own) {
+    self.finish_own_counts();
   } else {
     self.finish_batches();
   }

@@ -42,6 +42,9 @@ namespace lockstep {
 enum class WindowWeights {
   kCounts,   // by samples or tokens: exact for any sizes; one tiny exchange per window
   kBatches,  // every micro-batch counts the same: no exchange; for equal sizes on all ranks
+  // Within a rank by samples or tokens, and every rank counts the same: no exchange. Hugging Face's
+  // average_tokens_across_devices: false.
+  kOwnCounts,
 };
 
 struct AccumulationOptions {
@@ -60,7 +63,7 @@ struct MicroBatch {
 };
 
 // What the last complete window held. Tensors have one element, are on the model's device, and are
-// the same on every rank with kCounts (with kBatches: this rank's own).
+// the same on every rank with kCounts (otherwise this rank's own).
 struct Window {
   std::int64_t batches = 0;  // micro-batches on this rank
   at::Tensor count;          // samples or tokens, int64

@@ -211,6 +211,29 @@ TEST(Accumulation, ABatchWithoutTargetsCountsAsZeroAmongEqualOnes) {
   });
 }
 
+// Rank 0 has micro-batches of 3 and 1, rank 1 of 2 and 6 (or none): the derivatives 1 and 5 of rank
+// 0 weigh 3/4 and 1/4 there, and then both ranks the same.
+TEST(Accumulation, OwnCountsWeighWithinARankAndRanksAlike) {
+  for (const bool none : {false, true}) {
+    run_threads(2, [&](World& world) {
+      auto weight = at::ones({2}).set_requires_grad(true);
+      auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},
+                                               std::vector<NamedTensor>{}, world);
+      Accumulation accumulation{
+          reducer, {weight}, {.steps = 2, .weights = WindowWeights::kOwnCounts}};
+      const bool first = world.rank() == 0;
+      const std::int64_t counts[] = {first ? 3 : none ? 0 : 2, first ? 1 : none ? 0 : 6};
+      EXPECT_FALSE(accumulation.backward(weight.sum(), {.count = counts[0]}));
+      EXPECT_TRUE(accumulation.backward((weight * 5).sum(), {.count = counts[1]}));
+      const double mine = 1 * 0.75 + 5 * 0.25, others = none ? 0 : 1 * 0.25 + 5 * 0.75;
+      EXPECT_TENSOR_EQ(weight.grad(), at::full({2}, (mine + others) / 2));
+      const Window& window = accumulation.last_window();
+      EXPECT_EQ(window.count.item<std::int64_t>(), counts[0] + counts[1]);
+      EXPECT_EQ(window.loss.item<double>(), 2 * (first ? mine : others));
+    });
+  }
+}
+
 TEST(Accumulation, SparseGradientsOfNothingAreNone) {
   run_threads(2, [](World& world) {
     torch::nn::Embedding table(torch::nn::EmbeddingOptions(6, 2).sparse(true));
@@ -306,7 +329,8 @@ TEST(Accumulation, EpochsEndWindowsAndLeakNothing) {
 }
 
 TEST(Accumulation, SynchronisesAtTheEndAlone) {
-  for (const auto weights : {WindowWeights::kCounts, WindowWeights::kBatches}) {
+  for (const auto weights :
+       {WindowWeights::kCounts, WindowWeights::kBatches, WindowWeights::kOwnCounts}) {
     run_threads(2, [&](World& world) {
       auto weight = at::ones({2}).set_requires_grad(true);
       auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},

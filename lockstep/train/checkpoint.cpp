@@ -181,10 +181,13 @@ void load_weights(const std::string& folder, torch::nn::Module& module) {
 
 TensorDict Checkpoint::optimizer() const {
   if (!resumable_) {
-    throw UsageError("checkpoint",
-                     "{} holds weights only (save_only_model), so no run can go on from it. Start "
-                     "a new run from its weights, or resume from another folder.",
-                     path_);
+    throw UsageError(
+        "checkpoint",
+        "{} holds weights only (save_only_model): the optimizer's state, the schedule, "
+        "the random generators and the position in the data are missing, so no run "
+        "can go on from it. Start a new run from its weights (in a training file: "
+        "model.weights), or resume from another folder.",
+        path_);
   }
   return read_tensors(path_ + "/optimizer.safetensors");
 }

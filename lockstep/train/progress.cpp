@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kRedraw{100};
-constexpr int kBarWidth = 24;
+constexpr std::size_t kLeastBar = 4, kMostBar = 24;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -31,6 +31,16 @@ std::string value_text(const std::string& name, double value) {
   if (name == "samples_per_second") return fmt::format("{:.0f} samples/s", value);
   if (name == "tokens_per_second") return fmt::format("{:.0f} tokens/s", value);
   return fmt::format("{} {:.4f}", name, value);
+}
+
+// "[=====     ] ", at most as long as fits beside the other characters; "" for none.
+std::string bar_text(std::size_t width, std::size_t others, std::int64_t step, std::int64_t total) {
+  constexpr std::size_t kFrame = 3;
+  if (width < others + kFrame + kLeastBar) return {};
+  const std::size_t cells = std::min(width - others - kFrame, kMostBar);
+  const std::size_t filled =
+      cells * static_cast<std::size_t>(step) / static_cast<std::size_t>(total);
+  return "[" + std::string(filled, '=') + std::string(cells - filled, ' ') + "] ";
 }
 
 void print(const std::string& text) {
@@ -79,10 +89,7 @@ void Progress::step(std::int64_t step) {
 void Progress::draw() {
   drawn_at_ = Clock::now();
   const std::int64_t total = std::max<std::int64_t>(options_.total_steps, 1);
-  const auto filled = static_cast<int>(kBarWidth * std::min(step_, total) / total);
-  std::string line = fmt::format(
-      "{:3}% [{}{}] {}/{}", 100 * step_ / total, std::string(static_cast<std::size_t>(filled), '='),
-      std::string(static_cast<std::size_t>(kBarWidth - filled), ' '), step_, total);
+  std::string line = fmt::format("{}/{}", step_, total);
   const std::int64_t done = step_ - options_.done_steps;
   if (done > 0) {
     const double elapsed = seconds_since(start_);
@@ -90,9 +97,16 @@ void Progress::draw() {
         " {}<{}", duration_text(elapsed),
         duration_text(elapsed / static_cast<double>(done) * static_cast<double>(total - step_)));
   }
-  line += "  " + newest_;
-  const auto width = static_cast<std::size_t>(columns() - 1);
-  if (line.size() > width) line.resize(width);
+  line += newest_;
+  // Where there is little room the numbers have it, and the bar what they leave.
+  const std::string share = fmt::format("{:3}% ", 100 * step_ / total);
+  const auto width = static_cast<std::size_t>(std::max(columns() - 1, 10));
+  line = share + bar_text(width, share.size() + line.size(), std::min(step_, total), total) + line;
+  // A number that is cut in the middle would be another number.
+  if (line.size() > width) {
+    const std::size_t cut = line.rfind("  ", width);
+    line.resize(cut == std::string::npos || cut < share.size() ? width : cut);
+  }
   print("\r\x1b[K" + line);
   drawn_ = true;
 }
@@ -105,7 +119,7 @@ void Progress::log(const LogEntry& entry) {
   const std::string line = progress_line(entry, options_.total_steps, eta);
   if (!bar_) return print(line + "\n");
   newest_.clear();
-  for (const auto& [name, value] : entry.values) newest_ += value_text(name, value) + "  ";
+  for (const auto& [name, value] : entry.values) newest_ += "  " + value_text(name, value);
   // An evaluation stays on the screen; what the next log replaces does not.
   const bool evaluated = std::any_of(entry.values.begin(), entry.values.end(),
                                      [](const auto& v) { return v.first.rfind("eval_", 0) == 0; });

@@ -209,6 +209,7 @@ void TrainerImpl::run_epochs() {
     const Metrics metrics = run_evaluation();
     if (evaluation_cut_off()) return save();  // a run that goes on from step 0 evaluates again
     report(metrics);
+    tell(&Observer::on_evaluate, &state.log_history.back());
   }
   if (std::exchange(evaluation_due_, false) && task_.eval_data) {
     Due due{.save = true};

@@ -2,12 +2,8 @@
 // makes up for.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/syscall.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
-#include <atomic>
-#include <cerrno>
 #include <csignal>
 #include <filesystem>
 #include <functional>
@@ -22,30 +18,9 @@
 #include "lockstep/io/numbered_dirs.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/checkpoint.h"
+#include "lockstep/train/disk_for_test.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/trainer_for_test.h"
-
-namespace {
-
-// No room on the disk for a file or folder with this in its path.
-std::atomic<const char*> no_room_for{nullptr};
-
-bool has_no_room(int fd) {
-  const char* name = no_room_for.load();
-  if (name == nullptr) return false;
-  std::error_code error;
-  const auto path = std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd), error);
-  return path.string().find(name) != std::string::npos;
-}
-
-}  // namespace
-
-// Takes the place of the C library's in this program.
-extern "C" int fsync(int fd) {
-  if (!has_no_room(fd)) return static_cast<int>(::syscall(SYS_fsync, fd));
-  errno = ENOSPC;
-  return -1;
-}
 
 namespace lockstep::train {
 namespace {
@@ -107,38 +82,21 @@ TEST(Trainer, TheBestModelComesBackAndPatienceEnds) {
   EXPECT_EQ(kept.size(), 2u);
 }
 
-// A Trainer that evaluates and saves after every step, and whose accuracies are these.
-struct Scored {
-  Scored(const World& world, const std::string& output_dir, std::vector<double> by_step)
-      : scores(std::move(by_step)) {
-    auto a = arguments(output_dir);
-    a.max_steps = static_cast<std::int64_t>(scores.size());
-    a.eval_strategy = Interval::kSteps;
-    a.eval_steps = 1;
-    a.save_strategy = Interval::kSteps;
-    a.save_steps = 1;
+// Of one checkpoint besides the best, which is loaded at the end.
+struct KeepsTheBest : Scored {
+  KeepsTheBest(const World& ranks, const std::string& output_dir, std::vector<double> by_step)
+      : Scored(output_dir, std::move(by_step), ranks) {
     a.save_total_limit = 1;
     a.load_best_model_at_end = true;
-    a.metric_for_best_model = "accuracy";
-    TrainerTask task = task_for(net, dataset(64, 1), dataset(5, 2));
-    task.totals = [this](const data::Batch& batch) {
-      const double score = scores[static_cast<std::size_t>(trainer->state().global_step - 1)];
-      const double sum = score * static_cast<double>(batch.samples());
-      return std::map<std::string, at::Tensor>{{"accuracy", at::scalar_tensor(sum)}};
-    };
-    trainer = std::make_unique<Trainer>(world, task, a);
   }
-  std::vector<double> scores;
-  torch::nn::Sequential net = network();
-  std::unique_ptr<Trainer> trainer;
 };
 
 // Runs `body` while there is no room for a folder of this name; gives what was logged.
 std::string without_room_for(const char* name, const std::function<void()>& body) {
-  no_room_for = name;
+  disk().fails_for = name;
   ::testing::internal::CaptureStderr();
   body();
-  no_room_for = nullptr;
+  disk().fails_for = nullptr;
   return ::testing::internal::GetCapturedStderr();
 }
 
@@ -149,9 +107,9 @@ TEST(Trainer, TheBestThatWasSavedStaysUntilABetterOneIsDurable) {
     std::vector<at::Tensor> ends(static_cast<std::size_t>(ranks));
     const std::string said = without_room_for("/checkpoint-2.", [&] {
       testing::run_threads(ranks, [&](World& world) {
-        Scored run(world, dir.path(), {1, 3, 0, 2});
-        const TrainResult result = run.trainer->train();
-        EXPECT_EQ(result.checkpoint, world.is_leader() ? dir / "checkpoint-4" : "");
+        KeepsTheBest run(world, dir.path(), {1, 3, 0, 2});
+        run.train();
+        EXPECT_EQ(run.result.checkpoint, world.is_leader() ? dir / "checkpoint-4" : "");
         EXPECT_EQ(run.trainer->state().best_global_step, 2);
         ends[static_cast<std::size_t>(world.rank())] = flat(*run.net);
       });
@@ -170,8 +128,8 @@ TEST(Trainer, TheBestThatWasSavedStaysUntilABetterOneIsDurable) {
 
 TEST(Trainer, WithoutRoomForTheFirstBestTheLastWeightsStay) {
   io::TemporaryDirectory dir;
-  Scored run(World{}, dir.path(), {3, 1});
-  EXPECT_THAT(without_room_for("/checkpoint-1.", [&] { run.trainer->train(); }),
+  KeepsTheBest run(World{}, dir.path(), {3, 1});
+  EXPECT_THAT(without_room_for("/checkpoint-1.", [&] { run.train(); }),
               HasSubstr("the best model, " + (dir / "checkpoint-1") + ", cannot be loaded: "));
   EXPECT_EQ(run.trainer->state().best_global_step, 1);
   EXPECT_THAT(steps_in(dir.path()), ElementsAre(2));

@@ -75,6 +75,35 @@ inline std::vector<std::int64_t> steps_in(const std::string& directory) {
   return steps;
 }
 
+// A Trainer that is evaluated after every step, with these as `metric`.
+struct Scored {
+  Scored(const std::string& output_dir, std::vector<double> by_step, World ranks = {})
+      : scores(std::move(by_step)), world(std::move(ranks)), a(arguments(output_dir)) {
+    a.max_steps = static_cast<std::int64_t>(scores.size());
+    a.eval_strategy = a.save_strategy = Interval::kSteps;
+    a.eval_steps = a.save_steps = 1;
+    a.metric_for_best_model = "accuracy";
+  }
+  const TrainerState& train() {
+    TrainerTask task = task_for(net, dataset(64, 1), dataset(5, 2));
+    task.totals = [this](const data::Batch& batch) {
+      const double score = scores[static_cast<std::size_t>(trainer->state().global_step - 1)];
+      const double sum = score * static_cast<double>(batch.samples());
+      return std::map<std::string, at::Tensor>{
+          {a.metric_for_best_model, at::scalar_tensor(sum, at::kDouble)}};
+    };
+    trainer = std::make_unique<Trainer>(world, task, a);
+    result = trainer->train();
+    return trainer->state();
+  }
+  std::vector<double> scores;
+  World world;
+  TrainingArguments a;
+  torch::nn::Sequential net = network();
+  std::unique_ptr<Trainer> trainer;
+  TrainResult result;
+};
+
 inline at::Tensor flat(const torch::nn::Module& module) {
   std::vector<at::Tensor> all;
   for (const auto& p : module.parameters()) all.push_back(p.detach().flatten());

@@ -88,7 +88,7 @@ class TrainerImpl {
   double gain_of(double value) const;
   void evaluate_and_judge(Due& due);
   double mean_loss(const at::Tensor& totals);
-  double tokens_since_log() const;
+  double tokens_since_log();
 
   // trainer_save.cpp
   io::FolderLock take_output_dir();
@@ -100,7 +100,8 @@ class TrainerImpl {
   TensorDict random_state() const;
   void end_save_before();
   void save();
-  CheckpointContents contents(const std::vector<std::string>& random);
+  CheckpointContents contents(const std::vector<std::string>& random,
+                              std::int64_t tokens_not_logged);
   TensorDict optimizer_state();
   DataPosition position() const;
   void collect_save(bool wait);

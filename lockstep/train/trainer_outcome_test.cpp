@@ -2,20 +2,13 @@
 // wrong on the way.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/syscall.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
-#include <atomic>
-#include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <csignal>
-#include <filesystem>
 #include <map>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -25,36 +18,9 @@
 #include "lockstep/io/numbered_dirs.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/checkpoint.h"
+#include "lockstep/train/disk_for_test.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/trainer_for_test.h"
-
-namespace {
-
-// The disk is full, or slow, for files and folders with this in their path.
-std::atomic<const char*> full_for{nullptr};
-std::atomic<const char*> slow_for{nullptr};
-std::atomic<int> slow_ms{0};
-
-bool is_for(int fd, const std::atomic<const char*>& part) {
-  const char* name = part.load();
-  if (name == nullptr) return false;
-  std::error_code error;
-  const auto path = std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd), error);
-  return path.string().find(name) != std::string::npos;
-}
-
-}  // namespace
-
-// Takes the place of the C library's in this program.
-extern "C" int fsync(int fd) {
-  if (is_for(fd, slow_for)) {
-    slow_for = nullptr;  // once
-    std::this_thread::sleep_for(std::chrono::milliseconds(slow_ms));
-  }
-  if (!is_for(fd, full_for)) return static_cast<int>(::syscall(SYS_fsync, fd));
-  errno = ENOSPC;
-  return -1;
-}
 
 namespace lockstep::train {
 namespace {
@@ -65,33 +31,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 // ---------------------------------------------------------------- the best model
-
-// A Trainer that is evaluated after every step, with these as accuracies, greater being better.
-struct Scored {
-  Scored(const std::string& output_dir, std::vector<double> by_step) : scores(std::move(by_step)) {
-    a = arguments(output_dir);
-    a.max_steps = static_cast<std::int64_t>(scores.size());
-    a.eval_strategy = a.save_strategy = Interval::kSteps;
-    a.eval_steps = a.save_steps = 1;
-    a.metric_for_best_model = "accuracy";
-  }
-  const TrainerState& train() {
-    TrainerTask task = task_for(net, dataset(64, 1), dataset(5, 2));
-    task.totals = [this](const data::Batch& batch) {
-      const double score = scores[static_cast<std::size_t>(trainer->state().global_step - 1)];
-      const double sum = score * static_cast<double>(batch.samples());
-      return std::map<std::string, at::Tensor>{{"accuracy", at::scalar_tensor(sum)}};
-    };
-    trainer = std::make_unique<Trainer>(World{}, task, a);
-    result = trainer->train();
-    return trainer->state();
-  }
-  std::vector<double> scores;
-  TrainingArguments a;
-  torch::nn::Sequential net = network();
-  std::unique_ptr<Trainer> trainer;
-  TrainResult result;
-};
 
 TEST(Best, IsSavedBetweenTheStepsThatAreDue) {
   io::TemporaryDirectory dir;
@@ -213,7 +152,7 @@ struct TwoRanks {
       const std::lock_guard lock(mutex);
       results[world.rank()] = result;
     });
-    full_for = slow_for = nullptr;
+    disk().fails_for = disk().slow_for = nullptr;
   }
   TrainingArguments a;
   std::int64_t signal_after = -1;  // this step's exchange: heard in its save, or in the next step
@@ -228,7 +167,7 @@ TEST(Stop, ThatCouldNotBeSavedIsNoSuccess) {
   run.a.max_steps = 20;
   run.a.save_steps = 3;
   run.signal_after = 4;
-  full_for = "/checkpoint-5.";
+  disk().fails_for = "/checkpoint-5.";
   run.train();
   for (const int rank : {0, 1}) {
     EXPECT_EQ(run.results[rank].stop_signal, SIGTERM);
@@ -265,8 +204,8 @@ TEST(Stop, IsHeardWhileTrainingWaitsForTheDisk) {
   TwoRanks run(dir.path());
   run.a.max_steps = 20;
   run.signal_after = 4;  // when the second save is due, and the first is being written
-  slow_ms = 12'500;
-  slow_for = "/checkpoint-2.";
+  disk().slow_ms = 12'500;
+  disk().slow_for = "/checkpoint-2.";
   run.train();
   for (const int rank : {0, 1}) {
     EXPECT_EQ(run.results[rank].exit_code(), 143);
@@ -284,14 +223,14 @@ TEST(Alert, IsToldOnEveryRankAlsoAtTheEnd) {
   io::TemporaryDirectory dir;
   TwoRanks run(dir.path());
   run.a.max_steps = 6;
-  full_for = "/checkpoint-2.";
+  disk().fails_for = "/checkpoint-2.";
   run.train();
   const auto not_saved = HasSubstr("checkpoint-2 was not saved; training goes on.");
   EXPECT_THAT(run.alerts[0], Contains(not_saved));
   EXPECT_EQ(run.alerts[0], run.alerts[1]);
   run.alerts.clear();
   run.a.output_dir = dir / "second";
-  full_for = "/checkpoint-6.";
+  disk().fails_for = "/checkpoint-6.";
   run.train();
   EXPECT_THAT(run.alerts[0], Contains(HasSubstr("checkpoint-6 was not saved")));
   EXPECT_EQ(run.alerts[0], run.alerts[1]);

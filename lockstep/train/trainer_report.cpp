@@ -49,9 +49,10 @@ double TrainerImpl::mean_loss(const at::Tensor& totals) {
   return sums[0].item<double>() / std::max(1.0, sums[1].item<double>());
 }
 
-double TrainerImpl::tokens_since_log() const {
-  return since_log_[1].item<double>() *
-         (arguments_.average_tokens_across_devices ? 1 : world_.size());
+// Of all ranks; collective likewise.
+double TrainerImpl::tokens_since_log() {
+  const double tokens = since_log_[1].item<double>();
+  return arguments_.average_tokens_across_devices ? tokens : world_.sum(tokens);
 }
 
 // The only place where a training step reads the device.
@@ -65,7 +66,9 @@ void TrainerImpl::log() {
   state.num_input_tokens_seen += static_cast<std::int64_t>(tokens);
   Metrics values{{"loss", loss}};
   if (grad_norm_.defined()) values.emplace_back("grad_norm", grad_norm_.item<double>());
-  values.emplace_back("learning_rate", stepper_->lr(0));
+  // As Hugging Face: that of the step that was taken, not of the next one.
+  values.emplace_back("learning_rate",
+                      arguments_.learning_rate * schedule_->factor(state.global_step - 1));
   const double samples = static_cast<double>(std::exchange(samples_, 0)) * world_.size();
   values.emplace_back("samples_per_second", samples / seconds);
   if (tokens > samples * 1.5) values.emplace_back("tokens_per_second", tokens / seconds);

@@ -381,11 +381,12 @@ TensorDict TrainerImpl::optimizer_state() {
 }
 
 // What the next forward changes is copied here; parameters and optimizer state are not.
-CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random) {
+CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random,
+                                         std::int64_t tokens_not_logged) {
   CheckpointContents all;
   all.model = model_tensors(*task_.module, /*copy_buffers=*/true);
   all.state = state;
-  all.state.num_input_tokens_seen += static_cast<std::int64_t>(tokens_since_log());
+  all.state.num_input_tokens_seen += tokens_not_logged;
   all.arguments = arguments_json(arguments_);
   all.model_config = task_.model_config;
   all.only_model = arguments_.save_only_model;
@@ -434,10 +435,12 @@ void TrainerImpl::save() {
   saved_step_ = state.global_step;
   const std::string path = checkpoint_path(arguments_.output_dir, state.global_step);
   const auto random = world_.all_gather(pack_tensors(random_state()));
+  const auto tokens = static_cast<std::int64_t>(tokens_since_log());
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
   if (saver_) {
     const bool keep_best = arguments_.load_best_model_at_end && state.best_model_checkpoint;
-    saver_->begin(contents(random), keep_best ? *state.best_model_checkpoint : std::string());
+    saver_->begin(contents(random, tokens),
+                  keep_best ? *state.best_model_checkpoint : std::string());
   }
   tell(&Observer::on_save, nullptr, &path);
 }

@@ -117,7 +117,7 @@ void TrainerImpl::prepare() {
   plan_ = plan_steps(arguments_, loader_->batches_per_epoch(), accumulation_steps_);
   model_.emplace(task_.module, world_, ddp_options(arguments_));
   const auto weights =
-      arguments_.average_tokens_across_devices ? WindowWeights::kCounts : WindowWeights::kBatches;
+      arguments_.average_tokens_across_devices ? WindowWeights::kCounts : WindowWeights::kOwnCounts;
   accumulation_ = std::make_unique<Accumulation>(
       *model_,
       AccumulationOptions{

@@ -21,10 +21,13 @@
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/train/async_saver.h"
+#include "lockstep/train/trainer_for_test.h"
 
 namespace {
 
 using namespace lockstep;
+using train::flat;
+using train::task_for;
 
 constexpr std::int64_t kFeatures = 16, kClasses = 4;
 
@@ -49,21 +52,6 @@ torch::nn::Sequential network(std::int64_t hidden = 64, std::int64_t features = 
   });
 }
 
-TrainerTask task_for(torch::nn::Sequential net, data::DatasetPtr train, data::DatasetPtr eval) {
-  TrainerTask task;
-  task.module = net.ptr();
-  task.loss = [net](const data::Batch& batch) mutable {
-    return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
-  };
-  task.totals = [net](const data::Batch& batch) mutable {
-    const at::Tensor right = net->forward(batch.data).argmax(1) == batch.target;
-    return std::map<std::string, at::Tensor>{{"accuracy", right.sum()}};
-  };
-  task.train_data = std::move(train);
-  task.eval_data = std::move(eval);
-  return task;
-}
-
 TrainingArguments arguments(const std::string& output_dir) {
   TrainingArguments a;
   a.output_dir = output_dir;
@@ -73,12 +61,6 @@ TrainingArguments arguments(const std::string& output_dir) {
   a.disable_tqdm = true;
   a.log_level = "warning";
   return a;
-}
-
-at::Tensor flat(const torch::nn::Module& module) {
-  std::vector<at::Tensor> all;
-  for (const auto& p : module.parameters()) all.push_back(p.detach().flatten());
-  return at::cat(all);
 }
 
 bool same_on_all(World& world, const at::Tensor& tensor) {

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import unittest
 
-from train_case import BIN, BOUND_S, LOCKSTEP, SOURCE, TrainCase, copy_until, environment
+from train_case import (BIN, BOUND_S, CONFIG, LOCKSTEP, SOURCE, TrainCase, copy_until, environment,
+                        losses)
 
 INSTRUCTIONS = """
 model: {{name: gpt, n_layer: 1, n_head: 2, n_embd: 32}}
@@ -26,9 +27,11 @@ disable_tqdm: true
 use_cpu: true
 """
 
-# Prints the largest difference of two logits by the size of the largest.
+# Prints the largest difference of two logits by the size of the largest, and the smoothed loss of
+# the rows of a text that the run was evaluated on.
 LOGITS = """
 import sys, torch, transformers
+from transformers.trainer_pt_utils import LabelSmoother
 model, info = transformers.GPT2LMHeadModel.from_pretrained(sys.argv[1], output_loading_info=True)
 for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
     assert not info[kind], info
@@ -36,7 +39,14 @@ with torch.no_grad():
     theirs = model.eval()(torch.arange(32).unsqueeze(0)).logits
 raw = bytearray(open(sys.argv[2], "rb").read())
 ours = torch.frombuffer(raw, dtype=torch.float32).view(theirs.shape)
-print(((theirs - ours).abs().max() / ours.abs().max()).item())
+tokens = torch.tensor([*open(sys.argv[3], "rb").read(), 256])
+length, evaluated, factor = int(sys.argv[4]), int(sys.argv[5]) // (int(sys.argv[4]) + 1), 0.2
+rows = tokens[:tokens.numel() // (length + 1) * (length + 1)].view(-1, length + 1)[-evaluated:]
+with torch.no_grad():
+    logits = model(rows[:, :-1]).logits
+smoothed = LabelSmoother(epsilon=factor)({"logits": logits}, rows[:, 1:])
+plain = LabelSmoother(epsilon=0)({"logits": logits}, rows[:, 1:])
+print(((theirs - ours).abs().max() / ours.abs().max()).item(), smoothed.item(), plain.item())
 """
 
 TOKENS = """
@@ -114,6 +124,8 @@ class Tasks(TrainCase):
         self.config.write_text(text.replace("padding: longest", "padding: packed"))
         half = self.train(0, self.place / "out", "--use_cpu", "false", "--fp16", code=2).stderr
         self.assertIn("fp16 needs a GPU, and this rank computes on the CPU. Use bf16", half)
+        self.config.write_text(CONFIG + "gradient_checkpointing: true\n")
+        self.assertIn("gradient_checkpointing is for models of blocks, and mlp has none", refused())
 
     def test_a_token_beyond_the_vocabulary_names_its_sample(self):
         shards = self.place / "shards"
@@ -180,22 +192,35 @@ class Tasks(TrainCase):
         self.assertEqual(record["learning_rate"]["value"], 0.01)
 
     def test_transformers_loads_a_checkpoint_of_a_gpt(self):
-        """from_pretrained(folder), and the same logits as ours."""
+        """from_pretrained(folder), and the same logits and smoothed loss as ours."""
         if importlib.util.find_spec("transformers") is None:
             self.skipTest("transformers is not installed")
         self.config = SOURCE / "examples" / "configs" / "tiny_gpt.yaml"
+        text, length, eval_bytes = self.place / "text", 64, 800
+        text.write_bytes(bytes(range(32, 127)) * 80)
         folder, ours = self.place / "gpt" / "checkpoint-5", self.place / "ours.f32"
-        self.train(0, folder.parent, "--max_steps", 5, "--save_steps", 5, "--warmup_steps", 2,
-                   "--use_cpu")
+        flags = ("--max_steps", 5, "--eval_steps", 5, "--save_steps", 5, "--warmup_steps", 2,
+                 "--logging_steps", 1, "--use_cpu", "--label_smoothing_factor", 0.2,
+                 "--max_seq_len", length, "--report_to", "none",
+                 "--data", f"{{name: bytes, path: {text}, eval_bytes: {eval_bytes}}}")
+        self.train(0, folder.parent, *flags)
         subprocess.run([BIN / "tests" / "train_peer", "logits", folder, ours], check=True,
                        timeout=BOUND_S)
-        done = subprocess.run([sys.executable, "-c", LOGITS, folder, ours], capture_output=True,
-                              text=True, timeout=BOUND_S, check=False,
-                              env={**environment(), "HF_HUB_OFFLINE": "1"})
+        done = subprocess.run([sys.executable, "-c", LOGITS, folder, ours, text, str(length),
+                               str(eval_bytes)], capture_output=True, text=True, timeout=BOUND_S,
+                              check=False, env={**environment(), "HF_HUB_OFFLINE": "1"})
         self.assertEqual(done.returncode, 0, done.stderr)
-        apart = float(done.stdout.split()[-1])
+        apart, smoothed, plain = map(float, done.stdout.split()[-3:])
         # Of the largest logit: sums of at most 256 products in float32, in other orders.
         self.assertLess(apart, 1e-5)
+        # LabelSmoother is what label_smoothing_factor means; without it the loss is another.
+        self.assertAlmostEqual(self.evaluations(folder.parent)[-1], smoothed, delta=1e-5 * smoothed)
+        self.assertGreater(abs(smoothed - plain), 1e-3)
+        # Activations that are computed again are the same, and so is everything after them.
+        again = self.place / "again"
+        self.train(0, again, *flags, "--gradient_checkpointing")
+        self.assertEqual(losses(again), losses(folder.parent))
+        self.assert_same(again / "checkpoint-5", folder)
 
 
 if __name__ == "__main__":
