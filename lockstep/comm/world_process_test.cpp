@@ -5,7 +5,9 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <torch/cuda.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <thread>
@@ -45,6 +47,32 @@ void say(const char* text) {
 // Until the test ends this process, or a bound.
 void sleep_long() {
   std::this_thread::sleep_for(seconds(60));
+}
+
+// What all of these rest on: a rank that expects in vain, or throws anything, fails.
+TEST(ProcessRanks, FailWithTheirBodies) {
+  const auto ranks = run_bare_processes(3, [] {
+    EXPECT_EQ(env::get_int("RANK"), 1);
+    if (env::get_int("RANK") == 2) throw 7;
+  });
+  EXPECT_EQ(ranks[0].exit_code, 1);
+  EXPECT_THAT(ranks[0].output, HasSubstr("Failure"));
+  EXPECT_EQ(ranks[1].exit_code, 0) << ranks[1].output;
+  EXPECT_EQ(ranks[2].exit_code, 1);
+  EXPECT_THAT(ranks[2].output, HasSubstr("an exception of unknown type"));
+}
+
+// A process with threads is not forked: its ranks are fresh programs, and come to the same body.
+TEST(ProcessRanks, OfATestWithThreads) {
+  std::atomic<bool> over{false};
+  std::thread other([&over] {
+    while (!over) std::this_thread::sleep_for(milliseconds(1));
+  });
+  const pid_t own = ::getpid();
+  const auto ranks = run_bare_processes(2, [own] { EXPECT_EQ(::getpid(), own); });
+  over = true;
+  other.join();
+  expect_success(ranks);
 }
 
 TEST(ProcessWorld, MeetsFromTheEnvironment) {
