@@ -70,6 +70,14 @@ struct Settings {
   std::string corrupt;  // the contender that is to get a wrong sum
 };
 
+// "private:4K:us:3": of the contender at that size at most so many microseconds; with gloo or mpi
+// at least that many times faster, with memory at least that percentage of its limit.
+struct Goal {
+  std::string text, contender, measure;
+  std::int64_t bytes = 0;
+  double wanted = 0;
+};
+
 void read_ours(const std::string& path, Samples& samples) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -86,12 +94,19 @@ void read_mpi(const std::string& path, Samples& samples) {
   while (file >> bytes >> us) samples["mpi"][bytes].push_back(us);
 }
 
-// Empty when there is no MPI here; the reason is printed.
-std::string mpi_command(const Settings& settings, const Scratch& scratch) {
+// Empty when there is no MPI here; the reason is printed. With goals that need it, UsageError.
+std::string mpi_command(const Settings& settings, const Scratch& scratch,
+                        const std::vector<Goal>& wanted) {
   if (("," + settings.backends + ",").find(",mpi,") == std::string::npos) return "";
   const std::string program = scratch.file("allreduce_mpi");
   const std::string build = fmt::format("mpicc -O2 '{}' -o '{}'", peer("allreduce_mpi.c"), program);
   if (std::system((build + " >/dev/null 2>&1").c_str()) != 0) {
+    for (const Goal& goal : wanted)
+      if (goal.measure == "mpi")
+        throw UsageError("bench",
+                         "--require '{}': there is no Open MPI here to measure (mpicc failed). "
+                         "Install it, or leave that goal out.",
+                         goal.text);
     fmt::print(stderr, "no Open MPI here (mpicc failed); going on without it\n");
     return "";
   }
@@ -144,10 +159,10 @@ std::vector<Job> jobs_of(const Settings& settings) {
   return jobs;
 }
 
-Samples collect(const Settings& settings) {
+Samples collect(const Settings& settings, const std::vector<Goal>& wanted) {
   const Scratch scratch;
   Samples samples;
-  const std::string mpi = mpi_command(settings, scratch);
+  const std::string mpi = mpi_command(settings, scratch, wanted);
   const std::vector<Job> jobs = jobs_of(settings);
   for (int round = 0; round < settings.rounds; ++round) {
     fmt::print(stderr, "round {}/{}\n", round + 1, settings.rounds);
@@ -225,14 +240,6 @@ std::string json_of(const Samples& samples, const Settings& settings) {
 
 // ---------------------------------------------------------------- goals
 
-// "private:4K:us:3": of the contender at that size at most so many microseconds; with gloo or mpi
-// at least that many times faster, with memory at least that percentage of its limit.
-struct Goal {
-  std::string text, contender, measure;
-  std::int64_t bytes = 0;
-  double wanted = 0;
-};
-
 Goal goal_of(const std::string& text) {
   const std::vector<std::string> parts = words_of(text, ':');
   const auto one_of = [](const std::string& word, std::initializer_list<const char*> words) {
@@ -287,8 +294,10 @@ int judge(const std::vector<Goal>& wanted, const Samples& samples) {
     const auto own = median_of(samples, goal.contender, goal.bytes);
     const auto theirs = goal.measure == "us" ? own : median_of(samples, other, goal.bytes);
     if (!own || !theirs)
-      throw UsageError(
-          "bench", "--require '{}': that was not measured. See --backends and --sizes.", goal.text);
+      throw UsageError("bench",
+                       "--require '{}': that was not measured. The memory's limit is known from 1 "
+                       "MB on.",
+                       goal.text);
     if (goal.measure == "us")
       goals.at_most(goal.text, *own, goal.wanted);
     else
@@ -348,7 +357,7 @@ int allreduce_main(int argc, char** argv) {
   parse_sizes(settings.sizes);
   check_backends(settings);
   const auto wanted = goals_of(require, settings);
-  const Samples samples = collect(settings);
+  const Samples samples = collect(settings, wanted);
   publish(table_of(samples, settings), settings.csv);
   if (!settings.json.empty()) write_file_atomically(settings.json, json_of(samples, settings));
   if (!settings.svg.empty()) write_file_atomically(settings.svg, svg_of(samples, settings));

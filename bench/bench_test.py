@@ -17,9 +17,9 @@ TRAIN = ["train", "--layers", "1", "--width", "32", "--vocab", "64", "--tokens",
          "--batches", "1,2", "--steps", "2", "--rounds", "3", "--seconds", "1"]
 
 
-def bench(*arguments):
+def bench(*arguments, **env):
     return subprocess.run([LOCKSTEP, "bench", *arguments], capture_output=True, text=True,
-                          timeout=120)
+                          timeout=120, env=os.environ | env)
 
 
 class Case(unittest.TestCase):
@@ -97,6 +97,24 @@ class AllReduce(Case):
                 self.assertEqual(result.returncode, 2, result.stderr)
                 self.assertIn(text, result.stderr)
                 self.assertNotIn("round", result.stderr)
+
+    def test_refuses_a_goal_that_cannot_be_measured(self):
+        # A compiler that fails stands for Open MPI that is not there: before anything is measured.
+        compiler = self.folder / "mpicc"
+        compiler.write_text("#!/bin/sh\nexit 1\n")
+        compiler.chmod(0o755)
+        result = bench("allreduce", "--backends", "shm,mpi", "--sizes", "4K", "--require",
+                       "private:4K:mpi:1", PATH=f"{self.folder}:{os.environ['PATH']}")
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn("--require 'private:4K:mpi:1': there is no Open MPI here", result.stderr)
+        self.assertNotIn("round", result.stderr)
+        # Without such a goal it is left out.
+        result = bench("allreduce", "--backends", "shm,mpi", "--sizes", "4K", "--rounds", "1",
+                       "--budget-s", "1", "--require", "symmetric:4K:memory:1",
+                       PATH=f"{self.folder}:{os.environ['PATH']}")
+        self.assertIn("no Open MPI here (mpicc failed); going on without it", result.stderr)
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn("--require 'symmetric:4K:memory:1': that was not measured", result.stderr)
 
     def test_three_ranks_of_one_backend(self):
         _, rows, document = self.passes("allreduce", "--ranks", "3", "--backends", "shm", "--sizes",

@@ -5,12 +5,14 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 
 #include "bench/bench.h"
 #include "bench/stats.h"
+#include "lockstep/comm/device.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
@@ -127,6 +129,17 @@ std::vector<double> python_ratios(const Settings& settings) {
 
 }  // namespace
 
+void prepare_device(const std::string& device) {
+  const torch::Device wanted(device);
+  if (!wanted.is_cuda()) return;
+  const int visible = cuda_device_count();
+  if (std::max<int>(wanted.index(), 0) >= visible)
+    throw UsageError("bench", "--device {}: {} CUDA device{} visible. Use --device cpu{}.", device,
+                     visible, visible == 1 ? " is" : "s are",
+                     visible > 0 ? ", or a smaller number" : "");
+  load_cuda();
+}
+
 int ddp_main(int argc, char** argv) {
   Settings settings;
   CLI::App app{"Cost of the DDP wrapper in a world of one: 4-layer GPT, alternating blocks"};
@@ -138,12 +151,13 @@ int ddp_main(int argc, char** argv) {
   app.add_option("--time", settings.time, "tokens per sequence")->check(CLI::Range(1, 128));
   app.add_option("--threads", settings.threads, "of LibTorch, here and in the peer")
       ->check(CLI::Range(1, 1024));
-  app.add_option("--device", settings.device, "cpu or cuda");
+  app.add_option("--device", settings.device, "cpu, cuda or cuda:N")->check(device_problem);
   app.add_flag("!--no-python", settings.python, "leave out the PyTorch peer");
   app.add_option("--require-ratio", settings.require_ratio,
                  "fail when our median is above this; 0: never");
   app.add_option("--csv", settings.csv, "also write the table to this file");
   if (const auto code = parse_words(app, argc, argv)) return *code;
+  prepare_device(settings.device);
   torch::set_num_threads(settings.threads);
 
   // Half of the pairs lie between p25 and p75: a median means little when those are far apart.

@@ -17,7 +17,6 @@
 
 #include "bench/bench.h"
 #include "bench/stats.h"
-#include "lockstep/comm/device.h"
 #include "lockstep/core/error.h"
 #include "lockstep/data/profile.h"
 #include "lockstep/data/token_shards.h"
@@ -150,15 +149,15 @@ int loader_main(int argc, char** argv) {
   app.add_flag("--pin,!--no-pin", settings.pin, "pin memory, where there is a GPU");
   app.add_option("--load-ms", settings.load_ms, "of a batch, with --source sleep");
   app.add_option("--step-ms", settings.step_ms, "what the step sleeps");
-  app.add_option("--device", settings.device, "cpu or cuda");
+  app.add_option("--device", settings.device, "cpu, cuda or cuda:N")->check(device_problem);
   app.add_flag("--python,!--no-python", settings.python, "also PyTorch's, with --source sleep");
   app.add_option("--require-wait", settings.require_wait, "fail above this percentage");
   app.add_option("--require-p99-ms", settings.require_p99_ms, "fail above this wait");
   app.add_option("--csv", settings.csv, "also write the table to this file");
   if (const auto code = parse_words(app, argc, argv)) return *code;
   torch::set_num_threads(1);
+  prepare_device(settings.device);
   const torch::Device device(settings.device);
-  if (device.is_cuda()) load_cuda();
 
   data::Loader loader = data::loader(make_source(settings), World{},
                                      {.batch_size = settings.batch_size,

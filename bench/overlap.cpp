@@ -97,9 +97,9 @@ int overlap_main(int argc, char** argv) {
   app.add_option("--steps", settings.steps, "training steps")->check(CLI::Range(2, 10000));
   app.add_option("--delay-ms", settings.delay_ms,
                  "milliseconds added to the all-reduce of each bucket")
-      ->check(CLI::PositiveNumber);
+      ->check(positive_problem, "POSITIVE");
   app.add_option("--bucket-mb", settings.bucket_mb, "MiB of gradients in a bucket")
-      ->check(CLI::PositiveNumber);
+      ->check(positive_problem, "POSITIVE");
   app.add_option("--require-hidden", settings.require_hidden,
                  "fail when less than this percentage is hidden; 0: never");
   app.add_option("--csv", settings.csv, "also write the table to this file");

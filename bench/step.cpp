@@ -141,17 +141,17 @@ int step_main(int argc, char** argv) {
   app.add_option("--rounds", settings.rounds, "each contender once per round")
       ->check(CLI::Range(kFewestRounds, 100000));
   app.add_option("--seconds", settings.seconds, "begin no further round after this")
-      ->check(CLI::PositiveNumber);
+      ->check(positive_problem, "POSITIVE");
   app.add_option("--corrupt", settings.corrupt,
                  "give this contender a wrong gradient, to see that it is refused")
       ->check(CLI::IsMember(keys));
   app.add_option("--require-gloo", wanted.gloo, "fail when gloo / fused is below this")
-      ->check(CLI::PositiveNumber);
+      ->check(positive_problem, "POSITIVE");
   app.add_option("--require-replicated", wanted.replicated,
                  "fail when replicated / fused is below this")
-      ->check(CLI::PositiveNumber);
+      ->check(positive_problem, "POSITIVE");
   app.add_option("--require-alone", wanted.alone, "fail when fused / alone is above this")
-      ->check(CLI::PositiveNumber);
+      ->check(positive_problem, "POSITIVE");
   app.add_option("--csv", output.csv, "also write the table to this file");
   app.add_option("--json", output.json, "also write every time to this file");
   if (const auto code = parse_words(app, argc, argv)) return *code;

@@ -324,7 +324,7 @@ int train_main(int argc, char** argv) {
   app.add_option("--rounds", settings.rounds, "blocks of each contender and batch size, at most")
       ->check(CLI::Range(kFewestRounds, 100000));
   app.add_option("--seconds", settings.seconds, "of measuring, for all batch sizes together")
-      ->check(CLI::PositiveNumber);
+      ->check(positive_problem, "POSITIVE");
   app.add_option("--layers", settings.shape.layers, "blocks of the model")
       ->check(CLI::Range(1, 1000));
   app.add_option("--width", settings.shape.width, "a multiple of 4")->check(CLI::Range(4, 16384));

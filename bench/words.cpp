@@ -2,10 +2,27 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <cmath>
+#include <cstdlib>
 
 #include "bench/bench.h"
 
 namespace lockstep::bench {
+
+std::string positive_problem(const std::string& word) {
+  char* end = nullptr;
+  const double number = std::strtod(word.c_str(), &end);
+  if (!word.empty() && *end == '\0' && std::isfinite(number) && number > 0) return "";
+  return fmt::format("'{}' is not a number above zero", word);
+}
+
+std::string device_problem(const std::string& word) {
+  const std::string number = word.starts_with("cuda:") ? word.substr(5) : "";
+  const bool numbered = !number.empty() && number.size() < 4 &&
+                        number.find_first_not_of("0123456789") == std::string::npos;
+  if (word == "cpu" || word == "cuda" || numbered) return "";
+  return fmt::format("'{}' is not a device; use cpu, cuda or cuda:N", word);
+}
 
 std::optional<int> parse_words(CLI::App& app, int argc, char** argv) {
   const std::string name = fmt::format("lockstep bench {}", argv[0]);

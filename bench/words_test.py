@@ -64,6 +64,21 @@ class Words(unittest.TestCase):
         self.assertIn("--ranks", done.stderr)
         self.assertEqual(bench("elephant").returncode, 2)
 
+    def test_a_value_that_cannot_be_is_told_in_plain_words(self):
+        cases = [(("ddp", "--device", "foo"), "--device: 'foo' is not a device; use cpu, cuda or"),
+                 (("loader", "--device", "cuda:x"), "--device: 'cuda:x' is not a device"),
+                 (("overlap", "--delay-ms", "0"), "--delay-ms: '0' is not a number above zero"),
+                 (("step", "--seconds", "nan"), "--seconds: 'nan' is not a number above zero")]
+        # Where there are fewer GPUs than that, as on any machine.
+        cases += [((name, "--device", "cuda:999"), "--device cuda:999: ")
+                  for name in ("ddp", "loader")]
+        for words, part in cases:
+            with self.subTest(words):
+                done = bench(*words)
+                self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+                self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+                self.assertIn(part, done.stderr)
+
 
 if __name__ == "__main__":
     sys.exit(0 if unittest.main(exit=False, verbosity=1).result.wasSuccessful() else 1)
