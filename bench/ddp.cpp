@@ -133,7 +133,9 @@ void prepare_device(const std::string& device) {
   const torch::Device wanted(device);
   if (!wanted.is_cuda()) return;
   const int visible = cuda_device_count();
-  if (std::max<int>(wanted.index(), 0) >= visible)
+  // From the text: torch keeps the number in 8 bits.
+  const auto colon = device.find(':');
+  if ((colon == std::string::npos ? 0 : std::stoll(device.substr(colon + 1))) >= visible)
     throw UsageError("bench", "--device {}: {} CUDA device{} visible. Use --device cpu{}.", device,
                      visible, visible == 1 ? " is" : "s are",
                      visible > 0 ? ", or a smaller number" : "");

@@ -92,6 +92,18 @@ def python_headers():
     return folder
 
 
+def standard_library(compiler):
+    """libstdc++.so.6 where the compiler does not find it by name and would take the archive: with a
+    copy of its own beside torch's the extension crashes in the first stream it uses."""
+    def place(name):
+        answer = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True,
+                                text=True, check=False).stdout.strip()
+        return answer if os.path.isabs(answer) else ""
+
+    library = place("libstdc++.so.6")
+    return [library] if library and not place("libstdc++.so") else []
+
+
 def commands(torch, objects, into):
     """(compile commands by object, link command)."""
     compiler = shlex.split(os.environ.get("CXX", "g++"))
@@ -115,7 +127,7 @@ def commands(torch, objects, into):
     linker = compiler[1:] if compiler[0] == "ccache" else compiler
     library = into / NAME / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
     link = [*linker, "-shared", "-pthread", *map(str, compiles), "-o", str(library),
-            f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+            f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", *standard_library(linker)]
     link += shlex.split(os.environ.get("LDFLAGS", ""))
     return compiles, link, library
 

@@ -75,6 +75,10 @@ LOCKSTEP_INLINE void adam_span(const AdamSpan<T>& span, const AdamConstants<T>& 
   alignas(64) T grad[kPiece];
   for (std::int64_t at = 0; at < span.count; at += kPiece) {
     const std::int64_t count = std::min(kPiece, span.count - at);
+    const std::int64_t later = at + ahead_of(span.grad);
+    fetch_piece(span.param + later);
+    fetch_piece(span.exp_avg + later);
+    fetch_piece(span.exp_avg_sq + later);
     take_mean(span.grad, at, grad, count);
     adam_elements<R, kL2, kShortLerp>(span, c, grad, at, count);
   }

@@ -19,11 +19,30 @@ namespace lockstep::kernels::detail {
 // Short, so that the processor reaches the next piece's loads while it still divides for this one.
 inline constexpr std::int64_t kPiece = 64;
 
+// Asks for what a later piece will read. With many sources the processor's own prefetching has too
+// many streams to follow, and it stops at every page's end anyway. Past an array's end a prefetch
+// does nothing.
+inline constexpr std::int64_t kAheadBytes = 8192;  // of all sources together
+template <typename T>
+LOCKSTEP_INLINE void fetch_piece(const T* values) {
+  constexpr std::int64_t kLineBytes = 64;
+  const auto* const bytes = reinterpret_cast<const char*>(values);
+  for (std::int64_t at = 0; at < kPiece * static_cast<std::int64_t>(sizeof(T)); at += kLineBytes)
+    __builtin_prefetch(bytes + at);
+}
+template <typename T>
+LOCKSTEP_INLINE std::int64_t ahead_of(const Mean<T>& mean) {
+  const std::int64_t share = kAheadBytes / static_cast<std::int64_t>(sizeof(T)) / mean.count;
+  return std::max(share / kPiece * kPiece, 2 * kPiece);
+}
+
 // Elements [at, at + count) of the mean. `out` stays in the nearest cache, so adding one source at
 // a time costs no memory traffic.
 template <typename T>
 LOCKSTEP_INLINE void take_mean(const Mean<T>& mean, std::int64_t at, T* __restrict out,
                                std::int64_t count) {
+  const std::int64_t ahead = ahead_of(mean);
+  for (int r = 0; r < mean.count; ++r) fetch_piece(mean.sources[r] + mean.offset + at + ahead);
   const T* __restrict const first = mean.sources[0] + mean.offset + at;
   // A factor belongs after the last sum; the ones before it are multiplied by 1.
   const auto factor = [&](int added) { return added == mean.count ? mean.factor : T(1); };
