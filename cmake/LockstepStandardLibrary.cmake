@@ -1,7 +1,7 @@
-# LibTorch brings libstdc++.so. A program with another copy of it inside (some systems have the
-# compiler's archive alone, without the name libstdc++.so) has two: streams and exceptions of the one
-# do not know the other's, and a throw cannot be traced (lockstep/core/throw_trace.cpp). So the
-# library itself comes before the archive where the name is missing.
+# LibTorch brings libstdc++.so. Some compilers have the archive alone and do not find the name
+# libstdc++.so; a program of theirs has two copies: streams and exceptions of the one do not know
+# the other's, and a throw cannot be traced (lockstep/core/throw_trace.cpp). So the library itself
+# comes before the archive where the name is missing.
 execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so
   OUTPUT_VARIABLE by_name OUTPUT_STRIP_TRAILING_WHITESPACE)
 execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so.6

@@ -40,6 +40,8 @@ def find_package():
             sys.exit(77)
         sys.exit(f"{PACKAGE} has no lockstep_torch; build the target lockstep_torch_package")
     sys.path.insert(0, str(PACKAGE))
+    # The engine is for CPU tensors, and where there is a GPU torch's PowerSGD hook refuses those.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["PYTHONPATH"] = f"{PACKAGE}:{os.environ.get('PYTHONPATH', '')}"
 
 
