@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstring>
 #include <random>
+#include <set>
 
 #include "lockstep/comm/shm/ceiling.h"
 #include "lockstep/comm/shm/kernels.h"
@@ -138,6 +139,27 @@ TEST(Engine, AllReduceInSymmetricMemory) {
       }
     });
   }
+}
+
+// Large arrays begin at another place of their pages on every rank, up to the last byte asked for.
+TEST(Engine, LargeSymmetricArraysAreStaggered) {
+  constexpr int kRanks = 17;
+  constexpr std::size_t kBytes = 1u << 20, kCount = kBytes / sizeof(float);
+  run_ranks(kRanks, kTiny, [](Engine& engine) {
+    const auto block = engine.symmetric(kBytes, soon());
+    std::set<std::uintptr_t> places;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const auto address = reinterpret_cast<std::uintptr_t>(block->peer(rank));
+      EXPECT_EQ(address % 64, 0u);
+      places.insert(address % 4096);
+    }
+    EXPECT_EQ(places.size(), 16u);  // rank 16 begins where rank 0 does
+    put(block->data(), contribution(DType::kF32, kCount, engine.rank()));
+    ASSERT_TRUE(engine.is_symmetric(block->data(), kBytes));
+    ASSERT_FALSE(engine.is_symmetric(block->data(), kBytes + 1));
+    engine.all_reduce(block->data(), kCount, DType::kF32, Op::kSum)->wait(soon());
+    ASSERT_TRUE(holds(block->data(), combined(DType::kF32, Op::kSum, kCount, kRanks)));
+  });
 }
 
 TEST(Engine, SymmetricOnSomeRanksOnlyGoesThroughBuffers) {
