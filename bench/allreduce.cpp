@@ -277,6 +277,9 @@ std::vector<Goal> goals_of(const std::string& text, const Settings& settings) {
         std::find(sizes.begin(), sizes.end(), goal.bytes) == sizes.end())
       throw UsageError("bench", "--require '{}' is not among --backends {} and --sizes {}.", word,
                        settings.backends, settings.sizes);
+    if (goal.measure == "memory" && goal.bytes < kCeilingFromBytes)
+      throw UsageError("bench", "--require '{}': the memory's limit is measured from {} on.", word,
+                       show_size(static_cast<double>(kCeilingFromBytes)));
   }
   return goals;
 }
@@ -294,9 +297,7 @@ int judge(const std::vector<Goal>& wanted, const Samples& samples) {
     const auto own = median_of(samples, goal.contender, goal.bytes);
     const auto theirs = goal.measure == "us" ? own : median_of(samples, other, goal.bytes);
     if (!own || !theirs)
-      throw UsageError("bench",
-                       "--require '{}': that was not measured. The memory's limit is known from 1 "
-                       "MB on.",
+      throw UsageError("bench", "--require '{}': that was not measured; see the lines above.",
                        goal.text);
     if (goal.measure == "us")
       goals.at_most(goal.text, *own, goal.wanted);

@@ -66,7 +66,10 @@ void read_bytes_keys(MapReader& keys, DataConfig& data) {
 }
 
 void check_bytes(const DataConfig& data) {
-  if (data.path == kTorchHeaders) return;  // LibTorch knows where
+  if (data.path == kTorchHeaders) {  // LibTorch knows where; there are more than enough
+    byte_rows(data, data.max_bytes);
+    return;
+  }
   std::int64_t tokens = 0;
   for (const std::string& file : text_files(data.path, data.suffix)) {
     std::error_code ignored;
@@ -91,8 +94,16 @@ void check_tokens(DataConfig& data, const TrainingArguments& a) {
   data.train_files = data::token_files(*a.dataset_dir, "train");
   data.evaluates = a.eval_strategy != Interval::kNo || a.eval_on_start;
   if (data.evaluates) data.eval_files = data::token_files(*a.dataset_dir, "val");
-  for (const auto* files : {&data.train_files, &data.eval_files})
-    for (const std::string& file : *files) data::TokenFile look(file);  // its header and size
+  for (const auto* files : {&data.train_files, &data.eval_files}) {
+    std::uint64_t most = 0;
+    for (const std::string& file : *files)
+      most = std::max(most, data::TokenFile(file).size());  // which looks at its header, too
+    if (!files->empty() && most <= static_cast<std::uint64_t>(data.length))
+      throw UsageError("config",
+                       "none of {} token files in {} holds a window of {} tokens and the one after "
+                       "it; the largest has {}. Use a shorter max_seq_len or more text.",
+                       files->size(), *a.dataset_dir, data.length, most);
+  }
 }
 
 void read_instruction_keys(MapReader& keys, DataConfig& data) {
@@ -202,7 +213,9 @@ void check_gpt(const ModelConfig& model, const DataConfig& data, Problems& probl
         fmt::format("model.n_embd {} does not divide into {} heads of equal width. Choose "
                     "n_embd as a multiple of n_head.",
                     model.n_embd, model.n_head));
-  if (model.n_positions < data.length)
+  // Rows that are padded to the longest of a batch may all be shorter than they could be.
+  const bool capped = data.name == "instructions" && data.padding == "longest";
+  if (model.n_positions < data.length && !capped)
     problems.add(
         fmt::format("model.n_positions {} is shorter than a sample, max_seq_len {}. Raise "
                     "the one or lower the other.",

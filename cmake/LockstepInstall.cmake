@@ -79,7 +79,8 @@ write_basic_package_version_file(${CMAKE_BINARY_DIR}/LockstepConfigVersion.cmake
   COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_BINARY_DIR}/LockstepConfig.cmake
   ${CMAKE_BINARY_DIR}/LockstepConfigVersion.cmake
-  ${CMAKE_SOURCE_DIR}/cmake/LockstepTorchVersion.cmake DESTINATION ${LOCKSTEP_CMAKE_DIR})
+  ${CMAKE_SOURCE_DIR}/cmake/LockstepTorchVersion.cmake
+  ${CMAKE_SOURCE_DIR}/cmake/LockstepStandardLibrary.cmake DESTINATION ${LOCKSTEP_CMAKE_DIR})
 install(FILES ${CMAKE_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/lockstep)
 # The Python side of `lockstep bench`.
 install(DIRECTORY ${CMAKE_SOURCE_DIR}/bench/peers DESTINATION ${CMAKE_INSTALL_DATADIR}/lockstep)

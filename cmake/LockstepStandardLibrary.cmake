@@ -3,12 +3,12 @@
 # the other's, and a throw cannot be traced (lockstep/core/throw_trace.cpp). So the library itself
 # comes before the archive where the name is missing.
 execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so
-  OUTPUT_VARIABLE by_name OUTPUT_STRIP_TRAILING_WHITESPACE)
+  OUTPUT_VARIABLE _lockstep_by_name OUTPUT_STRIP_TRAILING_WHITESPACE)
 execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so.6
-  OUTPUT_VARIABLE library OUTPUT_STRIP_TRAILING_WHITESPACE)
-if(NOT IS_ABSOLUTE "${by_name}" AND IS_ABSOLUTE "${library}")
-  message(STATUS "libstdc++.so has no name here; linking ${library}")
-  string(APPEND CMAKE_CXX_STANDARD_LIBRARIES " ${library}")
+  OUTPUT_VARIABLE _lockstep_library OUTPUT_STRIP_TRAILING_WHITESPACE)
+if(NOT IS_ABSOLUTE "${_lockstep_by_name}" AND IS_ABSOLUTE "${_lockstep_library}")
+  message(STATUS "libstdc++.so has no name here; linking ${_lockstep_library}")
+  string(APPEND CMAKE_CXX_STANDARD_LIBRARIES " ${_lockstep_library}")
 endif()
-unset(by_name)
-unset(library)
+unset(_lockstep_by_name)
+unset(_lockstep_library)

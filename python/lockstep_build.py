@@ -174,8 +174,11 @@ def build(into, objects):
     jobs = int(os.environ.get("LOCKSTEP_JOBS") or 0) or len(os.sched_getaffinity(0))
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         changed = list(pool.map(compile_one, compiles.items()))
-    if any(changed) or not library.exists():
+    record = objects / "link.cmd"
+    same = record.exists() and record.read_text(encoding="utf-8") == shlex.join(link)
+    if any(changed) or not library.exists() or not same:
         run(link)
+        record.write_text(shlex.join(link), encoding="utf-8")
     for path in (HERE / NAME).glob("*.py"):
         shutil.copyfile(path, into / NAME / path.name)
     return sum(changed)

@@ -77,6 +77,7 @@ void FolderLock::sign(const std::string& token) {
   const std::string note = this_process() + "\n" + token + "\n";
   if (::ftruncate(fd_.get(), 0) != 0 || ::pwrite(fd_.get(), note.data(), note.size(), 0) < 0)
     return;
+  ::fsync(fd_.get());  // on a network file system others would not see it before
 }
 
 }  // namespace lockstep::io

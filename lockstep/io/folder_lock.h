@@ -1,8 +1,9 @@
 // A folder in which one process works at a time.
 //
 // The one hard idea: the lock is the kernel's (flock on a file in the folder), not the file's being
-// there. It ends with the process that holds it, however that dies, so nothing is ever left to be
-// cleared away. What the file says is for people: who holds the lock.
+// there. It ends with the process that holds it, however that dies, so nothing is left to be
+// cleared away; only a network file system may keep it for a while when a whole host dies, and then
+// deleting the file helps. What the file says is for people: who holds the lock.
 //
 //   const FolderLock lock("out", "run 7", std::chrono::seconds(3));
 //   if (!lock.holder().empty()) refuse(lock.holder());     // "pid 4242 on n1 since 2026-11-15 ..."

@@ -18,6 +18,7 @@
 #include <numeric>
 #include <random>
 
+#include "lockstep/kernels/copy.h"
 #include "lockstep/kernels/machine.h"
 #include "lockstep/kernels/norm.h"
 #include "lockstep/kernels/step.h"
@@ -531,6 +532,23 @@ TEST_F(Kernels, SpeedBesideAten) {
   const double norm_alone = milliseconds_of(
       [&] { reduce_with_norms<float>({sources.data(), 2, 2}, nullptr, size, sums.data()); });
   fmt::print("; mean of 2 and norm {:.1f} ms, norm alone {:.1f} ms\n", norm, norm_alone);
+}
+
+TEST(StreamCopy, CopiesThatAndNothingElse) {
+  for (std::size_t begin = 0; begin < 64; ++begin) {
+    for (const std::size_t bytes : {0, 1, 63, 64, 65, 200, 4099}) {
+      alignas(64) unsigned char to[4300];
+      unsigned char from[4300];
+      for (std::size_t i = 0; i < sizeof from; ++i)
+        from[i] = static_cast<unsigned char>(i % 251 + 1);
+      std::fill_n(to, sizeof to, static_cast<unsigned char>(0));
+      stream_copy(to + begin, from + 7, bytes);
+      for (std::size_t i = 0; i < sizeof to; ++i) {
+        const bool inside = i >= begin && i < begin + bytes;
+        ASSERT_EQ(to[i], inside ? from[7 + i - begin] : 0) << begin << " " << bytes << " " << i;
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -59,7 +59,10 @@ void Coordinator::on_message(int node, const Message& message) {
       // It knows more about its own failure now: exit code, last lines, an earlier cause.
       if (message.failure && failure_ && failure_->node == node && failure_->rank >= 0)
         failure_ = message.failure;
-      if (message.failure && !failure_ && !left_) left_ = message.failure;
+      // A stop that failed is more than a rank that left early.
+      if (message.failure && !failure_ &&
+          (!left_ || (left_->restartable && !message.failure->restartable)))
+        left_ = message.failure;
       down_.insert(node);
       check_all_down();
       break;
@@ -130,8 +133,9 @@ void Coordinator::check_all_down() {
 
 void Coordinator::decide() {
   loop_.cancel(down_timer_);
-  // A stop that a rank did not get through is a failure; who left before it is none.
-  if (!failure_ && stop_signal_ != 0 && left_ && left_->cause != kLeftCause) failure_ = left_;
+  // A stop that a rank did not get through is a failure, and not to be restarted. Who left before
+  // it is none, nor who lost a peer that another host's launcher stopped first.
+  if (!failure_ && stop_signal_ != 0 && left_ && !left_->restartable) failure_ = left_;
   // A failure that came before the request is what ended the run.
   if (!failure_) return end(stop_signal_ == 0 ? 0 : 128 + stop_signal_);
   // Where a launcher is lost, nobody is left to restart there.

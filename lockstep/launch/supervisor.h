@@ -20,9 +20,10 @@
 namespace lockstep::launch {
 
 // Runs the plan to its end and returns the launcher's exit code: 0, the first failing rank's own
-// code, 128+n when it died of signal n, 143 after a handled stop request (a rank's own code where
-// it failed in that), 130 after Ctrl-C, 2 when other launchers refuse it, 1 when one of them is
-// lost. Throws UsageError, before anything is started, for a plan that cannot be carried out.
+// code, 128+n when it died of signal n, 143 after a stop request (a rank's own code where it failed
+// in its stop; ranks that had to be killed when the grace ran out change nothing), 130 after
+// Ctrl-C, 2 when other launchers refuse it, 1 when one of them is lost. Throws UsageError, before
+// anything is started, for a plan that cannot be carried out.
 int supervise(const LaunchPlan& plan);
 
 }  // namespace lockstep::launch

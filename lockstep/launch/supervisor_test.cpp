@@ -549,6 +549,26 @@ TEST_F(CoordinatorTest, AStopRequestIsNoFailureAndEndsWithItsCode) {
   EXPECT_FALSE(sent_.back().failure);
 }
 
+TEST_F(CoordinatorTest, AStopThatFailedEndsWithTheRanksCode) {
+  for (const bool failed_stop : {false, true}) {
+    SetUp();
+    coordinator_->begin();
+    coordinator_->on_message(0, stop(15));
+    Message down = message(Kind::kDown);
+    down.failure = failed(1, 2).failure;  // of a rank that lost its peer on the other host
+    coordinator_->on_message(1, down);
+    down.failure->rank = 0;
+    down.failure->restartable = !failed_stop;
+    coordinator_->on_message(0, down);
+    EXPECT_EQ(sent_.back().kind, Kind::kEnd);
+    EXPECT_EQ(sent_.back().code, failed_stop ? 3 : 143);
+    EXPECT_EQ(sent_.back().failure.has_value(), failed_stop);
+    if (failed_stop) {
+      EXPECT_EQ(sent_.back().failure->rank, 0);
+    }
+  }
+}
+
 TEST_F(CoordinatorTest, AFailureBeforeARequestIsTheCause) {
   coordinator_->begin();
   coordinator_->on_message(0, failed(0, 1));

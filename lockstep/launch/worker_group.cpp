@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <limits>
 #include <map>
 
 #include "lockstep/core/error.h"
@@ -506,8 +507,9 @@ bool WorkerGroup::counts_as_failed(const Worker& worker) const {
   return worker.process.pid() > 0 && read_error_file(worker.error_file).present;
 }
 
+constexpr double kHeardLate = 0.25;  // seconds; what a busy launcher may hear later than it was
+
 const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
-  constexpr double kHeardLate = 0.25;
   const Worker* first = nullptr;
   double first_time = 0;
   for (const auto& worker : workers_) {
@@ -532,14 +534,26 @@ const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
 // saving. After Ctrl-C nobody asks: an interrupted program may say what it likes.
 const WorkerGroup::Worker* WorkerGroup::failed_stopping() const {
   if (failure_ || passed_on_.empty() || passed_on_.count(SIGINT) != 0) return nullptr;
+  double obeyed = std::numeric_limits<double>::infinity();  // when the first died of the request
+  for (const auto& worker : workers_) {
+    if (worker->ending && worker->ending->by_signal &&
+        passed_on_.count(worker->ending->number) != 0)
+      obeyed = std::min(obeyed, worker->ended_at);
+  }
+  const Worker* first = nullptr;
   for (const auto& worker : workers_) {
     if (!worker->ending || worker->ending->ok() || worker->told) continue;
     if (killing_ && worker->ending->exit_code() == 128 + SIGKILL) continue;  // by us
     const int code = worker->ending->exit_code();
     if (code == 128 + SIGTERM || passed_on_.count(code - 128) != 0) continue;
-    return worker.get();  // the lowest rank: where all fail alike it is the one that says why
+    const bool crashed = worker->ending->by_signal;
+    if (!crashed && worker->ended_at > obeyed) continue;  // it has lost a peer that did as asked
+    // Who crashed draws others after it. Where all fail alike, the lowest rank says why.
+    if (first != nullptr && first->ending->by_signal && !crashed) continue;
+    const bool sooner = first != nullptr && worker->ended_at + kHeardLate < first->ended_at;
+    if (first == nullptr || (crashed && !first->ending->by_signal) || sooner) first = worker.get();
   }
-  return nullptr;
+  return first;
 }
 
 Failure WorkerGroup::describe(const Worker& worker) const {

@@ -78,7 +78,8 @@ struct Accumulation::Impl {
   void plan_window() {
     length = epoch_known ? std::min(options.steps, remaining) : options.steps;
     count = 0;
-    planned = expected * static_cast<double>(length);
+    // Of a rank's own, which may have no target yet.
+    planned = std::max(1.0, expected) * static_cast<double>(length);
     loss_sum = at::zeros({}, at::dtype(at::kDouble).device(parameters[0].device()));
   }
 
@@ -88,7 +89,7 @@ struct Accumulation::Impl {
     if (expected > 0) return;
     const auto mine = static_cast<double>(first);
     const bool alone = options.weights == WindowWeights::kOwnCounts;
-    expected = std::max(1.0, alone ? mine : reducer->world().max(mine));
+    expected = alone ? mine : std::max(1.0, reducer->world().max(mine));
   }
 
   double weight(const MicroBatch& micro) const {

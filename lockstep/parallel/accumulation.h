@@ -51,8 +51,9 @@ struct AccumulationOptions {
   std::int64_t steps = 1;
   WindowWeights weights = WindowWeights::kCounts;
   // The usual count of a micro-batch, the same on every rank: one of that size is weighed by
-  // exactly 1 / steps. 0 takes the largest of the ranks' first ones; a run that is to have the same
-  // bits after resuming gives it (batch size, or batch size x sequence length).
+  // exactly 1 / steps. 0 takes the largest of the ranks' first ones (kOwnCounts: its own); a run
+  // that is to have the same bits after resuming gives it (batch size, or batch size x sequence
+  // length).
   double expected_count = 0;
 };
 

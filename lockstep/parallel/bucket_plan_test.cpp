@@ -149,6 +149,13 @@ TEST(GradientBlock, IsFilledAsByCopying) {
       EXPECT_TRUE(at::equal(slot, grad)) << bytes << " " << numel;
       EXPECT_GT(slot._version(), version);
     }
+    const int threads = at::get_num_threads();
+    at::set_num_threads(3);  // which cut it where they like
+    const auto whole = block.mine(0, most, at::kFloat);
+    const auto values_of_all = at::randn({most});
+    block.fill(whole, values_of_all);
+    EXPECT_TRUE(at::equal(whole, values_of_all));
+    at::set_num_threads(threads);
     // Another dtype, another layout, nothing at all, and a slot of somewhere else.
     const auto square = block.mine(0, 9, at::kFloat).view({3, 3});
     const auto values = at::randn({3, 3}, at::kDouble).t();

@@ -95,7 +95,8 @@ class DistributedDataParallel {
 
   void register_comm_hook(CommHook hook) { reducer_->register_comm_hook(std::move(hook)); }
 
-  // Throws CommError naming tensor and rank when parameters or buffers differ in any bit.
+  // Throws CommError naming tensor and rank when parameters or buffers differ in any bit, and
+  // UsageError where the parameters of a ShardedOptimizer were written outside its step().
   // Collective.
   void verify_replicas() { reducer_->verify_replicas(); }
 

@@ -38,6 +38,8 @@ std::exception_ptr refusal_of(const Body& body) {
     body();
   } catch (const UsageError&) {
     return std::current_exception();
+  } catch (const c10::Error&) {  // of a tensor that cannot be looked at
+    return std::current_exception();
   }
   return nullptr;
 }

@@ -142,6 +142,12 @@ TEST(ShardedAgreement, AnotherStateOnSomeRanksIsRefusedByAll) {
                       HasSubstr(world.rank() == 1 ? "the state"
                                                   : "rank 1 refused load_state_dict()"
                                                     ". Its words: [Sharded")));
+    other = state;
+    other["b.weight.step"] = at::zeros({3});
+    EXPECT_THAT(load(other), HasSubstr("'b.weight.step' is not one number in the state"));
+    other = state;
+    if (world.rank() == 2) other["b.weight.exp_avg"] = at::Tensor();
+    EXPECT_THAT(load(other), HasSubstr("'b.weight.exp_avg' is an undefined tensor in the state"));
     for (const auto& [name, tensor] : trained.optimizer.state_dict())
       EXPECT_TENSOR_EQ(tensor, state.at(name));
     EXPECT_EQ(load(state), kNothing);

@@ -106,12 +106,12 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
 
 ShardedImpl::~ShardedImpl() {
   try {
+    reducer_->resume();  // before anything that can fail: it would go on asking this one
     optim::unmark_deferred(tensors());
     const torch::NoGradGuard no_grad;
     for (auto& member : members_)
       if (shared_ && member.tensor.const_data_ptr() == member.data)
         member.tensor.set_data(member.tensor.detach().clone(at::MemoryFormat::Preserve));
-    reducer_->resume();
   } catch (const std::exception& e) {
     log::warning(kComponent, "the model could not be given its own memory back: {}", e.what());
   }

@@ -205,6 +205,8 @@ void ShardedImpl::check_state(const std::map<std::string, at::Tensor>& state) co
       const std::string name = member.name + "." + part;
       known.insert(name);
       const at::Tensor& found = find_state(state, name);
+      if (!found.defined())
+        throw UsageError(kComponent, "'{}' is an undefined tensor in the state.", name);
       if (found.sizes() != member.tensor.sizes())
         throw UsageError(kComponent,
                          "'{}' has shape [{}] in the state, but the parameter has [{}]. The state "
@@ -212,8 +214,12 @@ void ShardedImpl::check_state(const std::map<std::string, at::Tensor>& state) co
                          name, fmt::join(found.sizes(), ", "),
                          fmt::join(member.tensor.sizes(), ", "));
     }
-    known.insert(member.name + ".step");
-    find_state(state, member.name + ".step");
+    const std::string step = member.name + ".step";
+    known.insert(step);
+    const at::Tensor& count = find_state(state, step);
+    if (!count.defined() || count.numel() != 1)
+      throw UsageError(kComponent, "'{}' is not one number in the state. The state is damaged.",
+                       step);
   }
   for (const auto& [name, tensor] : state)
     if (!known.contains(name))
@@ -225,19 +231,20 @@ void ShardedImpl::check_state(const std::map<std::string, at::Tensor>& state) co
 
 void ShardedImpl::load_state_dict(const std::map<std::string, at::Tensor>& state) {
   const torch::NoGradGuard no_grad;
-  const Check check{.component = kComponent,
-                    .what = "load_state_dict()",
-                    .refusal = refusal_of([&] { check_state(state); })};
   Prints prints;
-  for (std::size_t i = 0; i < members_.size() && !check.refusal; ++i) {
-    const Member& member = members_[i];
-    for (const auto& part : state_names_of(member)) {
-      const std::string name = member.name + "." + part;
-      prints.add(name, find_state(state, name).to(member.tensor.scalar_type()));
+  const auto look = [&] {
+    check_state(state);
+    for (const Member& member : members_) {
+      for (const auto& part : state_names_of(member)) {
+        const std::string name = member.name + "." + part;
+        prints.add(name, find_state(state, name).to(member.tensor.scalar_type()));
+      }
+      const std::string step = member.name + ".step";
+      prints.add(step, find_state(state, step).to(at::kDouble));
     }
-    const std::string step = member.name + ".step";
-    prints.add(step, find_state(state, step).to(at::kDouble));
-  }
+  };
+  const Check check{
+      .component = kComponent, .what = "load_state_dict()", .refusal = refusal_of(look)};
   if (const auto difference = find_difference(world_, check, prints))
     throw UsageError(
         kComponent,

@@ -231,8 +231,10 @@ class Ranks : public RunningRanks {
       ::fcntl(inherit.listener, F_SETFD, 0);
     }
     if (task.body) {
-      close_as_exec_would();
-      be_a_rank(task.body);
+      be_a_rank([&] {
+        close_as_exec_would();
+        task.body();
+      });
     }
     std::vector<char*> argv;
     for (const auto& word : task.command) argv.push_back(const_cast<char*>(word.c_str()));

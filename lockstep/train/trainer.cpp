@@ -230,13 +230,18 @@ TrainResult TrainerImpl::train() {
                      "one; the module keeps its weights.");
   check_evaluation(arguments_, task_.eval_data != nullptr);
   const io::FolderLock alone = take_output_dir();  // to the end of the run, however it ends
-  prepare();
-  tell(&Observer::on_train_begin);
-  start_time_ = log_time_ = exchange_time_ = Clock::now();
-  start_step_ = last_log_step_ = state.global_step;
-  task_.module->train();
-  run_epochs();
-  finish();
+  try {
+    prepare();
+    tell(&Observer::on_train_begin);
+    start_time_ = log_time_ = exchange_time_ = Clock::now();
+    start_step_ = last_log_step_ = state.global_step;
+    task_.module->train();
+    run_epochs();
+    finish();
+  } catch (...) {
+    saver_.reset();  // which may still be writing into that folder
+    throw;
+  }
   TrainResult result;
   result.global_step = state.global_step;
   result.first_step = start_step_;

@@ -129,10 +129,13 @@ io::FolderLock lock_folder(const std::string& folder, const std::string& token) 
     throw UsageError("trainer",
                      "another run trains in output_dir {}: {} holds {}/{}. Two would take each "
                      "other's checkpoints for their own. Wait for its end or stop it, or choose "
-                     "another output_dir.",
+                     "another output_dir. If its host is gone, delete that file.",
                      folder, lock.holder(), folder, io::kFolderLockName);
   if (!lock.problem().empty())
-    log::warning("trainer", "{}. Nothing keeps a second run out of {}.", lock.problem(), folder);
+    log::warning("trainer",
+                 "{}. Nothing keeps a second run out of {}: take care that each run has an "
+                 "output_dir of its own.",
+                 lock.problem(), folder);
   return lock;
 }
 

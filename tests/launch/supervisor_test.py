@@ -261,6 +261,21 @@ class StopRequests(Case):
                                  r"to stop \(SIGTERM\)")
                 self.assertRegex(err, r"(?m)^ +no room on the disk")
 
+    def test_who_fails_over_another_rank_in_a_stop_is_not_the_cause(self):
+        """Rank 0 loses its peer and ends with 1: to the request itself, or to a crash."""
+        script = ('trap "sleep 0.5; exit 1" TERM; [ $RANK = 1 ] && trap "$HOW" TERM; '
+                  'echo $$ > $NOTES/up.$RANK; while :; do sleep 0.05; done')
+        for how, wanted in (("trap - TERM; kill -TERM $$", 143), ("kill -SEGV $$", 139)):
+            with self.subTest(how):
+                for note in os.listdir(self.notes):
+                    os.unlink(os.path.join(self.notes, note))
+                process = self.start_bash(2, script, env={"HOW": how})
+                self.wait_notes("up", 2)
+                process.send_signal(signal.SIGTERM)
+                got, _, err = self.finish(process)
+                self.assertEqual(got, wanted, err)
+                self.assertEqual("rank 1 on " in err and "SIGSEGV" in err, wanted == 139, err)
+
     def test_a_background_shell_job_feels_sigint(self):
         # A shell without job control ignores SIGINT in what it puts into the background.
         process = self.start_bash(2, self.CATCH, env={"SIG": "INT"},

@@ -52,6 +52,7 @@ CASES = (
 )
 # Cases of the above, of worlds of these sizes, whose ranks' batches are trained on as one.
 MERGED = [case for case in CASES if case.name in ("mlp-sgd", "mlp-adamw", "gpt-sgd", "gpt-adamw")]
+assert len(MERGED) == 4
 MERGED_WORLDS = (2, 4)
 # The ranks of one host share memory; over sockets the bits must be the same.
 BACKENDS = {2: ("shm", "gloo")}

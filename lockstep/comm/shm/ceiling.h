@@ -18,7 +18,8 @@ struct Alike {
 
 // One rank's part of an all-reduce of arrays that all ranks map: adds up its slice of all of them
 // and writes the sum into all, as the engine does, but waits for nobody. When every rank calls it
-// at once the arrays hold the sums afterwards, and no engine can be faster with these instructions.
+// at once the arrays hold the sums afterwards: an engine's traffic without its waiting, which
+// single medians of the engine may pass by noise.
 void sum_own_slice(const Alike& alike, int rank);
 
 }  // namespace lockstep::shm

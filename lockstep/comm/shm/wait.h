@@ -53,9 +53,10 @@ class Patience {
 };
 
 // Moves this thread to a core that none of `taken` is, if it may use one; it may use the same cores
-// as before afterwards. The scheduler likes to wake a process on the core of who woke it, and two
-// ranks that take turns on one core look to it like little work: it can leave them there for long
-// with a core idle beside them. `set` is how cores are allowed, for tests.
+// as before afterwards (all that the process has, where the kernel refuses those). The scheduler
+// likes to wake a process on the core of who woke it, and two ranks that take turns on one core
+// look to it like little work: it can leave them there for long with a core idle beside them. `set`
+// is how cores are allowed, for tests.
 using SetAffinity = int (*)(pid_t thread, std::size_t bytes, const cpu_set_t* cores);
 void leave_core(const std::vector<int>& taken, SetAffinity set = ::sched_setaffinity);
 
