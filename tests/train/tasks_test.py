@@ -124,6 +124,15 @@ class Tasks(TrainCase):
         self.config.write_text(text.replace("padding: longest", "padding: packed"))
         half = self.train(0, self.place / "out", "--use_cpu", "false", "--fp16", code=2).stderr
         self.assertIn("fp16 needs a GPU, and this rank computes on the CPU. Use bf16", half)
+        shards = self.place / "short"
+        shards.mkdir()
+        header = struct.pack("<256i", 20240520, 1, 9, *[0] * 253)
+        (shards / "x_train_000000.bin").write_bytes(header + bytes(18))
+        self.config.write_text(TOKENS + f"dataset_dir: {shards}\n")
+        self.assertIn("holds a window of 16 tokens and the one after it; the largest has 9",
+                      refused())
+        self.config.write_text("data: {name: bytes, max_bytes: 1000}\nmax_seq_len: 2000\n")
+        self.assertIn("has 1000 bytes, too few for one sample of 2000", refused())
         self.config.write_text(CONFIG + "gradient_checkpointing: true\n")
         self.assertIn("gradient_checkpointing is for models of blocks, and mlp has none", refused())
 
