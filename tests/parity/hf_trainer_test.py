@@ -10,16 +10,15 @@ sums 96 logits in 768 places, and agrees to about 1e-7; the weights of fifty ste
 differences on and enlarge them less than a hundred times while the learning rate is this small.
 """
 
+import functools
 import importlib.util
 import json
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 import unittest
 
 MISSING = [name for name in ("torch", "transformers", "accelerate")
@@ -29,6 +28,7 @@ if MISSING:
     sys.exit(77)
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+import forks  # noqa: E402
 import hf_trainer  # noqa: E402: needs what was looked for
 from safetensors.torch import load_file  # noqa: E402: transformers brings it
 
@@ -54,24 +54,12 @@ def free_port():
 
 
 def in_forks(role, folder, environments):
-    """Runs role(folder) once per environment, at the same time. Forks, because importing
-    transformers takes longer than the training."""
-    children = []
-    for variables in environments:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            signal.alarm(LIMIT_S)  # nobody waits for ever, not even for a rank left behind
-            try:
-                os.environ.update(variables)
-                role(folder)
-                status = 0
-            except BaseException:  # a forked child must not return into the caller
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    """role(folder) once per environment, at the same time."""
+    def rank(variables):
+        os.environ.update(variables)
+        role(folder)
+
+    codes = forks.run([functools.partial(rank, variables) for variables in environments])
     if any(codes):
         raise AssertionError(f"{role.__name__} ended with {codes}")
 

@@ -8,11 +8,10 @@ optimizers, so that two correct implementations do the same arithmetic in the sa
 
 import contextlib
 import dataclasses
-import os
+import functools
 import pathlib
-import signal
-import traceback
 
+import forks
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ STEPS = 20
 MAX_WORLD = 4
 MAX_ACCUMULATE = 2
 BATCH = 4
-RANK_LIMIT_S = 240
 
 GPT = dict(n_layer=4, n_head=2, n_embd=32, vocab_size=61, n_positions=16)
 
@@ -310,21 +308,9 @@ def run_world(world, cases, directory, out):
     import torch._dynamo  # pylint: disable=import-outside-toplevel,unused-import
     # DDP and the optimizers would import it in every fork, for seconds.
     meeting = pathlib.Path(out).with_suffix(".meeting")
-    children = []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            signal.alarm(RANK_LIMIT_S)  # nobody waits for ever, not even for a rank left behind
-            try:
-                run_rank(rank, world, cases, directory, out, meeting)
-                status = 0
-            except BaseException:  # a forked child must not return into the caller
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(pid)
-    return sum(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in children)
+    codes = forks.run([functools.partial(run_rank, rank, world, cases, directory, out, meeting)
+                       for rank in range(world)])
+    return sum(code != 0 for code in codes)
 
 
 # ---------------------------------------------------------------- one process: optimizers and GPT
