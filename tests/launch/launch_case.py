@@ -146,6 +146,15 @@ class Case(unittest.TestCase):
         out, err = process.communicate(timeout=bound_s)
         return process.returncode, out, err
 
+    def wait_line(self, stream, text):
+        """Reads the stream until a line holds the text; a launcher that ends first is a failure."""
+        seen = []
+        for line in stream:
+            seen.append(line)
+            if text in line:
+                return line
+        self.fail(f"no {text!r} in {seen}")
+
     def run_ranks(self, n, *words, flags=(), env=None, bound_s=BOUND_S):
         process = self.start("--standalone", f"--nproc-per-node={n}", *flags, *words, env=env)
         return self.finish(process, bound_s)

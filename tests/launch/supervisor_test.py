@@ -368,9 +368,12 @@ class Restarts(Case):
     def test_a_stop_request_ends_the_pause(self):
         process = self.start_bash(1, 'echo $$ > $NOTES/up.$TORCHELASTIC_RESTART_COUNT; exit 6',
                                   "--max-restarts=9")
-        self.wait_notes("up", 3)  # the next pause is of two seconds
+        # Its own words say that the pause has begun; a rank's note would be there before the rank
+        # has failed, and a stop in which a rank fails ends with that rank's code.
+        self.wait_line(process.stderr, "restarting all ranks (3 of 9) in 2.0 s")
         process.terminate()
         self.assertEqual(self.finish(process)[0], 143)
+        self.assertEqual(len(self.wait_notes("up", 3)), 3)
 
 
 class ErrorFiles(Case):
