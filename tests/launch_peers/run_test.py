@@ -93,6 +93,11 @@ class Run(Case):
         self.assertEqual(done.code, 1, done.text())
         self.check_soon(done)
 
+    def test_a_peer_that_is_gone_is_an_error_and_no_signal(self):
+        done = run(ranks(2, RUN_PEER, "pipe"), LOCKSTEP_BACKEND="gloo")
+        self.assertEqual(done.code, 0, done.text())
+        self.assertEqual(done.out.count("told true, its child ends true"), 2, done.text())
+
     def test_alone_the_code_is_returned(self):
         done = run([RUN_PEER, "throw", "0"])
         self.assertEqual(done.code, 1, done.text())
