@@ -224,7 +224,7 @@ TEST(Control, SigtermAfterAFailureIsNotARequestToSave) {
     launcher.say(kFailed);
     ASSERT_TRUE(child.says("told"));
     ::kill(child.pid(), SIGTERM);
-    EXPECT_EQ(child.wait(seconds(10)), -SIGTERM) << child.output();
+    EXPECT_EQ(child.wait(), -SIGTERM) << child.output();
   }
 }
 
@@ -233,7 +233,7 @@ TEST(Control, AProcessThatGoesOnIsEnded) {
   Child child("saves_on_sigterm", launcher.variables(), {launcher.pipe.read.get()});
   ASSERT_TRUE(child.says("ready"));
   launcher.say(kFailed);
-  EXPECT_EQ(child.wait(seconds(20)), -SIGTERM) << child.output();
+  EXPECT_EQ(child.wait(), -SIGTERM) << child.output();
 }
 
 CHILD(starts_a_child_of_its_own) {

@@ -457,33 +457,58 @@ TEST(Meet, TwoJobsAtOnceDoNotMix) {
   EXPECT_THAT(ports[0], ::testing::MatchesRegex("[0-9]+ [0-9]+"));
 }
 
+// A host waits for a short time first. A busy machine may hold a guest up for longer, which is no
+// fault of either: then they meet again with more time.
+constexpr int kHostTimes[] = {1500, 30'000};
+
+bool came_late(const std::string& guest) {
+  return guest.find("did not find rank 0 on this host") != std::string::npos;
+}
+
 TEST(Meet, MissingRanksAreNamed) {
-  Forked host([] { return port_after_meeting(meeting("late", 0, 4), 1500); });
-  Forked guest([] { return port_after_meeting(meeting("late", 2, 4), 1500); });
-  EXPECT_THAT(host.result(), StartsWith("[rank] ranks 1, 3 of 4 did not come to the meeting"));
-  EXPECT_THAT(guest.result(), ::testing::MatchesRegex("[0-9]+"));
+  std::string told, port;
+  for (const int host_ms : kHostTimes) {
+    Forked host([&] { return port_after_meeting(meeting("late", 0, 4), host_ms); });
+    Forked guest([&] { return port_after_meeting(meeting("late", 2, 4), host_ms); });
+    told = host.result();
+    port = guest.result();
+    if (!came_late(port)) break;
+  }
+  EXPECT_THAT(told, StartsWith("[rank] ranks 1, 3 of 4 did not come to the meeting"));
+  EXPECT_THAT(port, ::testing::MatchesRegex("[0-9]+"));
   Forked alone([] { return port_after_meeting(meeting("nobody", 1, 2), 300); });
   EXPECT_THAT(alone.result(), StartsWith("[rank] rank 1 did not find rank 0 on this host within"));
 }
 
 TEST(Meet, WrongGuestsAreTurnedAway) {
-  Forked host([] { return port_after_meeting(meeting("wrong", 0, 3), 2000); });
-  Forked other([] { return port_after_meeting(meeting("wrong", 1, 9)); });
-  EXPECT_THAT(other.result(),
-              HasSubstr("rank 1 was turned away by rank 0: rank 0 expects a world"));
-  Forked first([] { return port_after_meeting(meeting("wrong", 1, 3)); });
-  first.result();
-  Forked second([] { return port_after_meeting(meeting("wrong", 1, 3)); });
-  EXPECT_THAT(second.result(), HasSubstr("there is already a rank 1"));
-  EXPECT_THAT(host.result(), StartsWith("[rank] ranks 2 of 3 did not come"));
+  std::string other, first, second, told;
+  for (const int host_ms : kHostTimes) {
+    const auto guest = [&](int size) {
+      return Forked([&] { return port_after_meeting(meeting("wrong", 1, size), host_ms); })
+          .result();
+    };
+    Forked host([&] { return port_after_meeting(meeting("wrong", 0, 3), host_ms); });
+    other = guest(9);
+    first = guest(3);
+    second = guest(3);
+    told = host.result();
+    if (!came_late(other) && !came_late(first) && !came_late(second)) break;
+  }
+  EXPECT_THAT(other, HasSubstr("rank 1 was turned away by rank 0: rank 0 expects a world"));
+  EXPECT_THAT(first, ::testing::MatchesRegex("[0-9]+"));
+  EXPECT_THAT(second, HasSubstr("there is already a rank 1"));
+  EXPECT_THAT(told, StartsWith("[rank] ranks 2 of 3 did not come"));
 }
 
 TEST(Meet, ANameTakenByAnotherRankZeroIsNotShared) {
-  Forked first([] { return port_after_meeting(meeting("taken", 0, 2), 1500); });
-  ::usleep(300'000);
-  Forked second([] { return port_after_meeting(meeting("taken", 0, 2), 500); });
+  Forked first([] { return port_after_meeting(meeting("taken", 0, 2)); });
+  const std::string name = "lockstep-test/" + std::to_string(::getpid()) + "taken/0";
+  for (int i = 0; i < 3000 && read_file("/proc/net/unix").find(name) == std::string::npos; ++i)
+    ::usleep(10'000);
+  Forked second([] { return port_after_meeting(meeting("taken", 0, 2), 200); });
   EXPECT_THAT(second.result(), HasSubstr("cannot take the meeting name"));
-  first.result();
+  Forked guest([] { return port_after_meeting(meeting("taken", 1, 2)); });
+  EXPECT_EQ(guest.result(), first.result());
 }
 
 TEST(Meet, AnotherUsersSocketIsNotBelieved) {

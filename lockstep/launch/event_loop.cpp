@@ -77,9 +77,8 @@ void EventLoop::run_posted() {
   for (const Task& task : tasks) task();
 }
 
-void EventLoop::run_timers() {
-  const auto now = Clock::now();
-  while (!timers_.empty() && timers_.begin()->first.first <= now) {
+void EventLoop::run_timers(Clock::time_point due) {
+  while (!timers_.empty() && timers_.begin()->first.first <= due) {
     auto node = timers_.extract(timers_.begin());
     timer_times_.erase(node.key().second);
     node.mapped()();
@@ -90,6 +89,9 @@ void EventLoop::run() {
   std::array<epoll_event, 64> events;
   stopped_ = false;
   while (!stopped_) {
+    // A timer fires only when the descriptors were looked at after its time: one that says what the
+    // timer is there to miss must be heard first, however long this process was held up.
+    const auto looked = Clock::now();
     const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()),
                                    next_timeout_ms());
     if (count < 0 && errno != EINTR) throw SystemError("launch", "epoll_wait failed", errno);
@@ -99,7 +101,7 @@ void EventLoop::run() {
       const auto watch = found->second;  // stays alive while its callback forgets it
       watch->on_event(events[static_cast<std::size_t>(i)].events);
     }
-    run_timers();
+    run_timers(looked);
     run_posted();
   }
 }

@@ -58,7 +58,7 @@ class EventLoop {
 
   int next_timeout_ms() const;
   void run_posted();
-  void run_timers();
+  void run_timers(Clock::time_point due);
 
   Fd epoll_;
   bool stopped_ = false;

@@ -144,9 +144,9 @@ TEST_F(FakeCuda, SaysWhyThereAreNone) {
   EXPECT_EQ(ask("none").reason, "the driver shows no device");
   EXPECT_EQ(ask("broken").reason, "cuInit failed with CUDA_ERROR_UNKNOWN");
   EXPECT_EQ(ask("crash").reason, "the CUDA driver ended the process");
-  EXPECT_EQ(find_gpus(1000, "libno-such-driver.so").reason,
+  EXPECT_EQ(find_gpus(30'000, "libno-such-driver.so").reason,
             "libno-such-driver.so is not there (no NVIDIA driver)");
-  EXPECT_THAT(find_gpus(1000, "libc.so.6").reason, HasSubstr("is not a CUDA driver"));
+  EXPECT_THAT(find_gpus(30'000, "libc.so.6").reason, HasSubstr("is not a CUDA driver"));
 }
 
 TEST_F(FakeCuda, ADriverThatHangsCostsTheDeadline) {

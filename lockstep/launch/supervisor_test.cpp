@@ -87,6 +87,30 @@ TEST(EventLoop, PostedTasksThatPostAgainDoNotStarveDescriptors) {
   loop.run();
 }
 
+TEST(EventLoop, WhatADescriptorSaidInTimeIsHeardBeforeTheTimer) {
+  EventLoop loop;
+  Pipe slow = make_pipe();
+  Pipe news = make_pipe();
+  std::vector<std::string> order;
+  // As on a machine that holds the process up: meanwhile the news comes, and then the time is over.
+  loop.watch(slow.read.get(), EPOLLIN, [&](std::uint32_t) {
+    loop.forget(slow.read.get());
+    write_all(news.write.get(), "x");
+    ::usleep(50'000);
+  });
+  loop.watch(news.read.get(), EPOLLIN, [&](std::uint32_t) {
+    loop.forget(news.read.get());
+    order.emplace_back("news");
+  });
+  loop.after(milliseconds(30), [&] {
+    order.emplace_back("timer");
+    loop.stop();
+  });
+  write_all(slow.write.get(), "x");
+  loop.run();
+  EXPECT_THAT(order, ElementsAre("news", "timer"));
+}
+
 // ---------------------------------------------------------------- ports
 
 int listen_on(int port) {
@@ -157,7 +181,7 @@ std::vector<std::string> plain_environment() {
 }
 
 std::optional<Ending> wait_for(Process& process) {
-  for (int i = 0; i < 1000; ++i) {
+  for (int i = 0; i < 6000; ++i) {
     if (auto ending = process.reap()) return ending;
     ::usleep(10'000);
   }

@@ -206,12 +206,13 @@ void WorkerGroup::start_worker(Worker& worker) {
 // ---------------------------------------------------------------- watch
 
 void WorkerGroup::on_exit(Worker& worker) {
+  const double now = wall_clock();  // before it vanishes: whoever sees that fails after it
   const auto ending = worker.process.reap();
   // It has ended, but a debugger that holds it has not let go yet; then comes SIGCHLD.
   if (!ending) return setup_.loop.forget(worker.process.pidfd());
   worker.ending = ending;
   // One that we failed while it was alive failed then, though its victims may be gone before it.
-  if (worker.forced_cause.empty()) worker.ended_at = wall_clock();
+  if (worker.forced_cause.empty()) worker.ended_at = now;
   worker.control.reset();
   setup_.loop.forget(worker.process.pidfd());
   setup_.loop.cancel(worker.stopped_timer);
@@ -258,6 +259,13 @@ void WorkerGroup::on_pause(Worker& worker, const Pause& pause) {
   worker.stopped_timer = setup_.loop.after(bound, [this, &worker, signal = pause.signal] {
     worker.stopped_timer = 0;
     if (phase_ != Phase::kRunning || failure_ || !worker.running()) return;
+    // One that was continued says so itself, which on a busy machine may take a while.
+    bool news = false;
+    while (const auto latest = worker.process.look_for_pause()) {
+      news = true;
+      on_pause(worker, *latest);
+    }
+    if (news) return;
     worker.forced_cause =
         fmt::format("stopped by {} for {:.1f} s", signal_name(signal),
                     static_cast<double>(setup_.plan.stopped_timeout.count()) / 1000);

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdio>
 #include <string_view>
+#include <thread>
 
 #include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
@@ -28,7 +29,9 @@ int main(int argc, char** argv) {
   world.all_reduce(x).synchronize(kPatience);
   int code = 1;
   if (world.rank() != 0) {
-    // Stays, silent, until rank 0 has given up and closes its connections.
+    // Stays, silent, until rank 0 has given up and closes its connections. Its own operation has a
+    // deadline too, which must not come first on a machine that holds rank 0 up.
+    std::this_thread::sleep_for(2 * world.timeout());
     try {
       world.recv(at::zeros({1}), 0).synchronize(world.timeout() + kPatience);
     } catch (const lockstep::CommError&) {

@@ -11,14 +11,14 @@ import uuid
 BIN = os.environ["LOCKSTEP_BIN"]
 SOAK = os.environ.get("LOCKSTEP_SOAK") == "1"
 
-# What the report must say, the launcher's exit code, and the most seconds it may take.
+# What the report must say, and the launcher's exit code.
 EXPECTED = {
-    "exception": ("exited with code 1", 1, 20),
-    "abort": ("killed by SIGABRT", 128 + 6, 20),
-    "segfault": ("killed by SIGSEGV", 128 + 11, 20),
-    "kill": ("killed by SIGKILL", 128 + 9, 20),
-    "exit": ("exited with code 3", 3, 20),
-    "stop": ("stopped", 128 + 19, 30),
+    "exception": ("exited with code 1", 1),
+    "abort": ("killed by SIGABRT", 128 + 6),
+    "segfault": ("killed by SIGSEGV", 128 + 11),
+    "kill": ("killed by SIGKILL", 128 + 9),
+    "exit": ("exited with code 3", 3),
+    "stop": ("stopped", 128 + 19),
 }
 PHASES = ("startup", "step", "exit")
 
@@ -44,7 +44,7 @@ def run(ranks, kind, guilty, phase, extra_env=None):
     start = time.monotonic()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     seconds = time.monotonic() - start
-    for _ in range(20):  # a killed process leaves /proc a moment after its parent is told
+    for _ in range(300):  # a killed process leaves /proc a moment after its parent is told
         rest = left_over(mark)
         if not rest:
             break
@@ -61,9 +61,15 @@ def check(label, ok, detail):
         print(f"FAILED {label}: {detail}", flush=True)
 
 
+def check_soon(label, output, seconds):
+    """Nobody waited for a deadline: of a collective (30 minutes), or that of the launcher, which
+    sends SIGKILL 30 s after SIGTERM and says so. A busy machine takes long for the start alone."""
+    check(label, "sending SIGKILL" not in output and seconds < 90, f"{seconds:.1f} s:\n{output}")
+
+
 def fault(ranks, kind, guilty, phase, backend="shm"):
     code, output, seconds, rest = run(ranks, kind, guilty, phase, {"LOCKSTEP_BACKEND": backend})
-    text, expected, bound = EXPECTED[kind]
+    text, expected = EXPECTED[kind]
     label = f"{kind} on rank {guilty} of {ranks} at {phase}, {backend}"
     print(f"{label}: exit code {code}, {seconds:.1f} s", flush=True)
     # The headline of the report: this rank, this cause.
@@ -77,7 +83,7 @@ def fault(ranks, kind, guilty, phase, backend="shm"):
         check(label, len(frames) > 3, f"no stack:\n{output}")
         twice = [f for f in frames if report.count(f) > frames.count(f)]
         check(label, not twice and report.count("planted exception") == 1, f"twice:\n{output}")
-    check(label, seconds < bound, f"took {seconds:.1f} s, bound {bound}")
+    check_soon(label, output, seconds)
     check(label, not rest, f"left running: {rest}")
     if kind == "segfault" and phase == "step":
         check(label, "crash_here" in output, f"no symbolised stack:\n{output}")
@@ -96,7 +102,8 @@ def leaving():
         others = re.findall(r"lockstep: rank (\d+) on \S+: ", output)
         # They may have been stopped before they said anything.
         check(label, all(int(rank) != guilty for rank in others), output)
-        check(label, code == 1 and seconds < 20 and not rest, f"{code}, {seconds:.1f} s, {rest}")
+        check(label, code == 1 and not rest, f"{code}, {rest}")
+        check_soon(label, output, seconds)
     # All together it is their way to end.
     code, output, seconds, rest = run(3, "all_leave", 0, "exit", {"PET_MONITOR_INTERVAL": "60"})
     print(f"all leave: exit code {code}, {seconds:.1f} s", flush=True)
@@ -110,7 +117,8 @@ def mismatches():
             "LOCKSTEP_TIMEOUT_S": "5", "LOCKSTEP_BACKEND": "gloo"})
         print(f"{kind}: exit code {code}, {seconds:.1f} s", flush=True)
         check(kind, code != 0 and "LOCKSTEP_DEBUG=1" in output, output)
-        check(kind, seconds < 40 and not rest, f"{seconds:.1f} s, left {rest}")
+        check(kind, not rest, f"left {rest}")
+        check_soon(kind, output, seconds)
         code, output, seconds, rest = run(2, kind, 1, "step", {"LOCKSTEP_DEBUG": "1"})
         check(kind, code != 0 and "ranks call different operations" in output, output)
 
@@ -139,7 +147,8 @@ def main():
         check(label, code == 1 and "TimeoutError" in output and "all_reduce" in output, output)
         if backend == "shm":
             check(label, "ms: rank 1 did not arrive" in output, output)
-        check(label, seconds < 40 and not rest, f"{seconds:.1f} s, left {rest}")
+        check(label, not rest, f"left {rest}")
+        check_soon(label, output, seconds)
 
     # A rank that calls another operation. Shared memory sees it by itself; with LOCKSTEP_DEBUG=1
     # both backends say which calls met.
@@ -150,13 +159,15 @@ def main():
         print(f"{label}: exit code {code}, {seconds:.1f} s", flush=True)
         met = "call different operations" if debug == "1" else "disagree on collective"
         check(label, code == 1 and met in output and "broadcast" in output, output)
-        check(label, seconds < 20 and not rest, f"{seconds:.1f} s, left {rest}")
+        check(label, not rest, f"left {rest}")
+        check_soon(label, output, seconds)
 
     code, output, seconds, rest = run(2, "other_model", 1, "step")
     print(f"different models: exit code {code}, {seconds:.1f} s", flush=True)
     check("different models", code == 2 and "the models differ between ranks" in output
           and "0.weight: shape [7, 4]" in output, output)
-    check("different models", seconds < 20 and not rest, f"{seconds:.1f} s, left {rest}")
+    check("different models", not rest, f"left {rest}")
+    check_soon("different models", output, seconds)
 
     leaving()
     mismatches()

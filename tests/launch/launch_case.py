@@ -5,6 +5,8 @@ with its marker may be alive.
 """
 
 import os
+import random
+import select
 import signal
 import socket
 import subprocess
@@ -16,7 +18,9 @@ import uuid
 LAUNCHER = (os.environ.get("LOCKSTEP_LAUNCHER") or
             os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep"))
 SOAK = os.environ.get("LOCKSTEP_SOAK") == "1"
-BOUND_S = 15  # for what should take well under a second, on a machine that is busy
+# For what should take well under a second. It only says that nothing hangs: a busy machine may
+# hold up any process for seconds.
+BOUND_S = 60
 
 # A rank in plain Python: behaviour by its first argument, rank in the second.
 WORKER = r'''
@@ -29,10 +33,10 @@ def note(name):
         f.write(str(os.getpid()))
     os.rename(path + ".tmp", path)
 def wait_for(name, count):
-    end = time.time() + 30
+    end = time.monotonic() + 60
     while sum(n.startswith(name + ".") and not n.endswith(".tmp")
               for n in os.listdir(os.environ["NOTES"])) < count:
-        assert time.time() < end
+        assert time.monotonic() < end
         time.sleep(0.01)
 note("up")
 wait_for("up", int(os.environ["WORLD_SIZE"]))
@@ -50,18 +54,30 @@ if rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        sys.exit(0)
 if mode == "stop" and "SHORT" in os.environ:
     time.sleep(float(os.environ["SHORT"]))
     sys.exit(0)
 time.sleep(300)
 '''
 
+# For the scripts of ranks: `until_notes NAME...` waits until all of them are there, `until_gone
+# NAME` until the process of that note is: it has been waited for, so its launcher knows its end.
+WAITS = (
+    'until_notes() { for n in "$@"; do while [ ! -s $NOTES/$n ]; do sleep 0.02; done; done; }; '
+    'until_gone() { until_notes $1; while [ -e /proc/$(cat $NOTES/$1) ]; do sleep 0.02; done; }; ')
+
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return s.getsockname()[1]
+    """Not one that the kernel gives to whoever asks for any: nobody is given it before its use."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as f:
+        low = int(f.read().split()[0])
+    while True:
+        with socket.socket() as s:
+            try:
+                s.bind(("", random.randrange(10_000, low) if low > 11_000 else 0))
+                return s.getsockname()[1]
+            except OSError:
+                pass
 
 
 def marked(marker):
@@ -93,6 +109,7 @@ class Case(unittest.TestCase):
         with open(self.worker, "w") as f:
             f.write(WORKER)
         self.started = []
+        self.heard = {}  # what wait_line has read of a stream
 
     def tearDown(self):
         for process in self.started:
@@ -117,11 +134,15 @@ class Case(unittest.TestCase):
         (run,) = os.listdir(logs)
         return os.path.join(logs, run, f"attempt_{attempt}", str(local_rank), name)
 
-    def wait_gone(self, bound_s=5):
-        end = time.time() + bound_s
+    def forget_notes(self):
+        for name in os.listdir(self.notes):
+            os.unlink(os.path.join(self.notes, name))
+
+    def wait_gone(self, bound_s=BOUND_S):
+        end = time.monotonic() + bound_s
         while True:
             left = marked(self.marker)
-            if not left or time.time() > end:
+            if not left or time.monotonic() > end:
                 return left
             time.sleep(0.02)
 
@@ -143,17 +164,19 @@ class Case(unittest.TestCase):
         return process
 
     def finish(self, process, bound_s=BOUND_S):
+        """(exit code, stdout, stderr), with what wait_line has read before."""
         out, err = process.communicate(timeout=bound_s)
-        return process.returncode, out, err
+        return (process.returncode, self.heard.pop(process.stdout, "") + (out or ""),
+                self.heard.pop(process.stderr, "") + (err or ""))
 
-    def wait_line(self, stream, text):
-        """Reads the stream until a line holds the text; a launcher that ends first is a failure."""
-        seen = []
-        for line in stream:
-            seen.append(line)
-            if text in line:
-                return line
-        self.fail(f"no {text!r} in {seen}")
+    def wait_line(self, stream, *texts):
+        """Reads the stream until all texts were in it."""
+        end = time.monotonic() + BOUND_S
+        while not all(text in self.heard.setdefault(stream, "") for text in texts):
+            ready = select.select([stream], [], [], max(0, end - time.monotonic()))[0]
+            data = os.read(stream.fileno(), 65536).decode() if ready else ""
+            self.assertTrue(data, f"no {texts} in {self.heard[stream]!r}")
+            self.heard[stream] += data
 
     def run_ranks(self, n, *words, flags=(), env=None, bound_s=BOUND_S):
         process = self.start("--standalone", f"--nproc-per-node={n}", *flags, *words, env=env)
@@ -167,7 +190,7 @@ class Case(unittest.TestCase):
         return self.finish(self.start_bash(n, script, *flags, **options), bound_s)
 
     def wait_notes(self, name, count, bound_s=BOUND_S):
-        end = time.time() + bound_s
+        end = time.monotonic() + bound_s
         while True:
             found = {n.split(".")[1]: n for n in os.listdir(self.notes)
                      if n.startswith(name + ".") and not n.endswith(".tmp")}
@@ -178,5 +201,5 @@ class Case(unittest.TestCase):
                         pids[int(rank)] = int(f.read() or 0)
                 if all(pids.values()):
                     return pids
-            self.assertLess(time.time(), end, f"only {sorted(found)} of {count} {name}")
+            self.assertLess(time.monotonic(), end, f"only {sorted(found)} of {count} {name}")
             time.sleep(0.01)

@@ -40,10 +40,6 @@ def times(what, out):
 
 
 class TheWordComesFirst(Case):
-    def forget_notes(self):
-        for name in os.listdir(self.notes):
-            os.unlink(os.path.join(self.notes, name))
-
     def test_the_launchers_stop_is_never_taken_for_a_request(self):
         runs, heard = 20, 0
         for _ in range(runs):
@@ -69,26 +65,33 @@ class TheWordComesFirst(Case):
         for _ in range(3):
             took_s = self.deaf("open")
             self.assertGreater(took_s, HEAD_START_S)
-            self.assertLess(took_s, 5)
+            self.assertLess(took_s, BOUND_S / 3)  # and long before SIGKILL
+
+    def check_fastest(self, took_s):
+        """One of some is fast: other work on the machine slows them down, never speeds one up."""
+        tries = []
+        while not tries or (min(tries) >= HEAD_START_S and len(tries) < 30):
+            tries.append(took_s())
+        self.assertLess(min(tries), HEAD_START_S)
 
     def test_nobody_waits_for_ranks_that_cannot_listen(self):
-        # The fastest of some: other work on the machine slows them down, never speeds one up.
-        self.assertLess(min(self.deaf("closed") for _ in range(5)), HEAD_START_S)
+        self.check_fastest(lambda: self.deaf("closed"))
+
+    def request(self):
+        """From a request to both ranks' handlers, in seconds."""
+        self.forget_notes()
+        process = self.start("--standalone", "--nproc-per-node=2", PEER)
+        self.wait_notes("up", 2)
+        sent = time.monotonic()
+        process.terminate()
+        code, out, err = self.finish(process)
+        self.assertEqual(code, 143, err)
+        heard = times("handler: request", out)
+        self.assertEqual(sorted(heard), [0, 1], out + err)
+        return max(heard.values()) - sent
 
     def test_requests_are_passed_on_at_once(self):
-        took_s = []
-        for number, code in ((signal.SIGTERM, 143),) * 5:
-            self.forget_notes()
-            process = self.start("--standalone", "--nproc-per-node=2", PEER)
-            self.wait_notes("up", 2)
-            sent = time.monotonic()
-            process.send_signal(number)
-            got, out, err = self.finish(process)
-            self.assertEqual(got, code, err)
-            heard = times("handler: request", out)
-            self.assertEqual(sorted(heard), [0, 1], out + err)
-            took_s.append(max(heard.values()) - sent)
-        self.assertLess(min(took_s), HEAD_START_S)
+        self.check_fastest(self.request)
 
     def test_a_request_in_that_moment_is_passed_on_at_once_too(self):
         # The failing rank is the one that asks: the launcher hears both, in either order.

@@ -1,4 +1,5 @@
 """The supervisor with real processes: how runs end, what is reported, and that nothing is left."""
+import contextlib
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import subprocess
 import time
 import unittest
 
-from launch_case import SOAK, Case, marked
+from launch_case import BOUND_S, SOAK, WAITS, Case, marked
 
 
 class Failures(Case):
@@ -22,9 +23,7 @@ class Failures(Case):
         for mode, (code, cause) in expected.items():
             for rank in range(3) if SOAK or mode == "kill9" else (1,):
                 with self.subTest(mode=mode, rank=rank):
-                    for name in os.listdir(self.notes):
-                        os.unlink(os.path.join(self.notes, name))
-                    began = time.time()
+                    self.forget_notes()
                     got, _, err = self.run_ranks(3, self.worker, mode, str(rank))
                     self.assertEqual(got, code, err)
                     pid = self.wait_notes("up", 3)[rank]
@@ -35,7 +34,6 @@ class Failures(Case):
                     if mode == "exception":
                         self.assertIn("    RuntimeError: boom", err)
                     self.assertEqual(self.wait_gone(), [])
-                    self.assertLess(time.time() - began, 10)
 
     # As lockstep::run() does while its body runs.
     INSIDE = 'touch $TORCHELASTIC_ERROR_FILE.inside; '
@@ -43,19 +41,20 @@ class Failures(Case):
     def test_a_rank_that_leaves_its_world_is_the_cause(self):
         for interval in ("0.3", "2"):
             with self.subTest(interval=interval):
-                began = time.time()
+                began = time.monotonic()
                 code, _, err = self.bash(3, self.INSIDE + 'if [ $RANK = 1 ]; then exit 0; fi; '
                                          'sleep 300', flags=(f"--monitor-interval={interval}",))
                 self.assertEqual(code, 1, err)
                 self.assertIn("[launch] rank 1 on", err)
                 self.assertIn(" failed: exited with code 0 in the middle of the world\n", err)
                 self.assertIn("hint: its process ended inside the body of lockstep::run()", err)
-                self.assertGreater(time.time() - began, float(interval))
+                self.assertGreater(time.monotonic() - began, float(interval))
 
     def test_whoever_misses_it_fails_after_it(self):
         code, _, err = self.bash(
-            3, self.INSIDE + 'if [ $RANK = 1 ]; then sleep 0.2; exit 0; fi; '
-            'if [ $RANK = 2 ]; then sleep 3; echo \'"Connection closed"\' > '
+            3, WAITS + self.INSIDE + 'echo $$ > $NOTES/up.$RANK; '
+            'if [ $RANK = 1 ]; then exit 0; fi; '
+            'if [ $RANK = 2 ]; then until_gone up.1; echo \'"Connection closed"\' > '
             '$TORCHELASTIC_ERROR_FILE; exit 9; fi; sleep 300', flags=("--monitor-interval=60",))
         self.assertEqual(code, 1, err)
         self.assertRegex(err, r"\[launch\] rank 1 on \S+ failed: exited with code 0 in the middle")
@@ -68,15 +67,16 @@ class Failures(Case):
         self.assertEqual((code, err), (0, ""))
 
     def test_a_rank_that_had_ended_before_is_mentioned(self):
-        code, _, err = self.bash(3, 'if [ $RANK = 0 ]; then exit 0; fi; sleep 2; '
-                                 'if [ $RANK = 2 ]; then exit 4; fi; sleep 300')
+        code, _, err = self.bash(3, WAITS + 'if [ $RANK = 0 ]; then echo $$ > $NOTES/up.0; exit 0; '
+                                 'fi; if [ $RANK = 2 ]; then until_gone up.0; exit 4; fi; '
+                                 'sleep 300')
         self.assertEqual(code, 4, err)
         self.assertIn("\n  rank 0 had ended with exit code 0 before\n", err)
 
     def test_survivors_hear_the_cause_before_sigterm(self):
-        script = (
-            'if [ $RANK = 1 ]; then sleep 0.3; exit 7; fi; trap "" TERM; '
-            'read -u $LOCKSTEP_CONTROL_FD line; echo "heard $line"')
+        script = WAITS + (
+            'if [ $RANK = 1 ]; then until_notes up.0 up.2; exit 7; fi; trap "" TERM; '
+            'echo $$ > $NOTES/up.$RANK; read -u $LOCKSTEP_CONTROL_FD line; echo "heard $line"')
         code, out, err = self.bash(3, script)
         self.assertEqual(code, 7, err)
         for rank in (0, 2):
@@ -85,15 +85,15 @@ class Failures(Case):
                 "rank": 1, "host": os.uname().nodename, "cause": "exited with code 7"}})
 
     def test_ranks_that_ignore_sigterm_are_killed_after_the_grace(self):
-        began = time.time()
+        began = time.monotonic()
         code, _, err = self.bash(
-            2, 'if [ $RANK = 1 ]; then sleep 0.3; exit 4; fi; '
-            'trap "" TERM; while :; do sleep 0.1; done',
+            2, WAITS + 'if [ $RANK = 1 ]; then until_notes up.0; exit 4; fi; '
+            'trap "" TERM; echo $$ > $NOTES/up.0; while :; do sleep 0.1; done',
             flags=("--shutdown-timeout=1",))
         self.assertEqual(code, 4)
         self.assertIn("sending SIGKILL", err)
         self.assertIn("waiting for the other ranks to end", err)
-        self.assertGreater(time.time() - began, 1)
+        self.assertGreater(time.monotonic() - began, 1)
 
     def test_a_rank_that_ends_early_is_no_failure(self):
         code, out, _ = self.bash(2, 'if [ $RANK = 0 ]; then exit 0; fi; sleep 0.4; echo done')
@@ -118,24 +118,47 @@ class Failures(Case):
 
 class Stopped(Case):
     def test_a_stopped_rank_is_named_and_failed(self):
-        began = time.time()
+        began = time.monotonic()
         code, _, err = self.run_ranks(3, self.worker, "stop", "2", flags=("--stopped-timeout=1",))
         self.assertEqual(code, 128 + signal.SIGSTOP, err)
         pid = self.wait_notes("up", 3)[2]
         self.assertIn(f"rank 2 (pid {pid})", err)
         self.assertIn("was stopped by SIGSTOP", err)
         self.assertIn("failed: stopped by SIGSTOP for 1.0 s", err)
-        self.assertGreater(time.time() - began, 1)
+        self.assertGreater(time.monotonic() - began, 1)
 
     def test_a_rank_that_continues_is_forgiven(self):
-        process = self.start("--standalone", "--nproc-per-node=2", "--stopped-timeout=2",
-                             self.worker, "stop", "1", env={"SHORT": 3})
-        pid = self.wait_notes("up", 2)[1]
-        time.sleep(0.5)
-        os.kill(pid, signal.SIGCONT)
-        code, _, err = self.finish(process)
+        # It lives on for longer than the bound, and must not be failed then.
+        for bound_s in (2, 20):
+            self.forget_notes()
+            began = time.monotonic()
+            process = self.start("--standalone", "--nproc-per-node=2",
+                                 f"--stopped-timeout={bound_s}", self.worker, "stop", "1",
+                                 env={"SHORT": bound_s + 1})
+            self.wait_line(process.stderr, "was stopped by SIGSTOP")
+            os.kill(self.wait_notes("up", 2)[1], signal.SIGCONT)
+            in_time = time.monotonic() - began < bound_s
+            code, _, err = self.finish(process)
+            if in_time:  # otherwise this test was too slow, and not the launcher
+                break
         self.assertEqual(code, 0, err)
         self.assertIn("rank 1 continues", err)
+
+
+def child_of(pid):
+    """The one child of a launcher's front."""
+    with open(f"/proc/{pid}/task/{pid}/children") as f:
+        (child,) = f.read().split()
+    return int(child)
+
+
+def words_of(pid):
+    """Its command line; nothing where it has just ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline") as f:
+            return f.read().split("\0")[:-1]
+    except OSError:
+        return []
 
 
 class NothingIsLeft(Case):
@@ -151,29 +174,33 @@ class NothingIsLeft(Case):
         process = self.start_bash(2, self.SCRIPT)
         self.wait_notes("up", 2)
         self.wait_notes("daemon", 1)
-        self.assertGreaterEqual(len(marked(self.marker)), 8)
+        end = time.monotonic() + BOUND_S
+        wanted = {str(number) for number in range(301, 306)}
+        while wanted - {words[-1] for pid in marked(self.marker) if (words := words_of(pid))}:
+            self.assertLess(time.monotonic(), end, "not all of them are there")
+            time.sleep(0.02)
         return process
 
     def test_after_the_launcher_is_killed(self):
         process = self.begin()
         process.kill()
         process.wait()
-        self.assertEqual(self.wait_gone(2), [])
+        self.assertEqual(self.wait_gone(), [])
 
     def test_after_the_supervising_child_is_killed(self):
         process = self.begin()
-        with open(f"/proc/{process.pid}/task/{process.pid}/children") as f:
-            (child,) = f.read().split()
-        os.kill(int(child), signal.SIGKILL)
+        os.kill(child_of(process.pid), signal.SIGKILL)
         code, _, err = self.finish(process)
         self.assertEqual(code, 137)
         self.assertIn("the supervising process was killed by SIGKILL", err)
         # The daemon left its rank's session; nobody who is alive knows it to be ours.
         with open(os.path.join(self.notes, "daemon.0")) as f:
             session = os.getsid(int(f.read()))
-        for pid in marked(self.marker):
-            self.assertEqual(os.getsid(pid), session)
-            os.kill(pid, signal.SIGKILL)
+        left = marked(self.marker)
+        self.assertEqual({os.getsid(pid) for pid in left}, {session})
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):  # its shell ends with the last of them
+                os.kill(pid, signal.SIGKILL)
 
     def test_after_a_stop_request(self):
         process = self.begin()
@@ -220,8 +247,7 @@ class StopRequests(Case):
         for number, name, code in ((signal.SIGTERM, "TERM", 143), (signal.SIGINT, "INT", 130),
                                    (signal.SIGHUP, "HUP", 129), (signal.SIGQUIT, "QUIT", 131)):
             with self.subTest(name):
-                for note in os.listdir(self.notes):
-                    os.unlink(os.path.join(self.notes, note))
+                self.forget_notes()
                 got, out, err = self.finish(self.request(number, name))
                 self.assertEqual(got, code, err)
                 self.assertEqual(sorted(out.splitlines()[:2]),
@@ -246,8 +272,7 @@ class StopRequests(Case):
         for number, code, wanted in ((signal.SIGTERM, 3, 3), (signal.SIGTERM, 143, 143),
                                      (signal.SIGHUP, 129, 129), (signal.SIGINT, 1, 130)):
             with self.subTest(number=number, code=code):
-                for note in os.listdir(self.notes):
-                    os.unlink(os.path.join(self.notes, note))
+                self.forget_notes()
                 process = self.start_bash(2, script, "--max-restarts=3", env={"CODE": code})
                 self.wait_notes("up", 2)
                 process.send_signal(number)
@@ -263,12 +288,12 @@ class StopRequests(Case):
 
     def test_who_fails_over_another_rank_in_a_stop_is_not_the_cause(self):
         """Rank 0 loses its peer and ends with 1: to the request itself, or to a crash."""
-        script = ('trap "sleep 0.5; exit 1" TERM; [ $RANK = 1 ] && trap "$HOW" TERM; '
-                  'echo $$ > $NOTES/up.$RANK; while :; do sleep 0.05; done')
+        script = WAITS + (
+            'trap "until_gone up.1; exit 1" TERM; [ $RANK = 1 ] && trap "$HOW" TERM; '
+            'echo $$ > $NOTES/up.$RANK; while :; do sleep 0.05; done')
         for how, wanted in (("trap - TERM; kill -TERM $$", 143), ("kill -SEGV $$", 139)):
             with self.subTest(how):
-                for note in os.listdir(self.notes):
-                    os.unlink(os.path.join(self.notes, note))
+                self.forget_notes()
                 process = self.start_bash(2, script, env={"HOW": how})
                 self.wait_notes("up", 2)
                 process.send_signal(signal.SIGTERM)
@@ -292,15 +317,21 @@ class StopRequests(Case):
         code, out, err = self.finish(process)
         self.assertEqual((code, out), (0, "[0] fine\n"), err)
 
+    COUNT = 'n=0; trap "n=\\$((n+1)); echo request \\$n" TERM; echo $$ > $NOTES/up.$RANK; '
+
+    def ask_again(self, process, times):
+        """Requests, and after each of `times` that both ranks have felt another one."""
+        process.terminate()
+        for number in range(1, times + 1):
+            self.wait_line(process.stdout, *(f"[{rank}] request {number}\n" for rank in (0, 1)))
+            time.sleep(0.2)  # the same request within 100 ms is an echo of itself
+            self.assertIsNone(process.poll())
+            process.terminate()
+
     def test_a_second_request_is_passed_on_and_orphans_nobody(self):
-        process = self.start_bash(2, 'n=0; trap "n=\\$((n+1)); echo request \\$n" TERM; '
-                                  'echo $$ > $NOTES/up.$RANK; '
-                                  'while [ $n -lt 2 ]; do sleep 0.05; done')
+        process = self.start_bash(2, self.COUNT + 'while [ $n -lt 2 ]; do sleep 0.05; done')
         self.wait_notes("up", 2)
-        process.terminate()
-        time.sleep(0.5)
-        self.assertIsNone(process.poll())
-        process.terminate()
+        self.ask_again(process, 1)
         code, out, _ = self.finish(process)
         self.assertEqual(code, 143)
         for rank in (0, 1):
@@ -318,15 +349,13 @@ class StopRequests(Case):
         self.assertEqual((code, out), (143, "[0] saved after 1\n"), err)
 
     def test_the_third_request_kills(self):
-        process = self.start_bash(2, 'trap "" TERM; echo $$ > $NOTES/up.$RANK; '
-                                  'while :; do sleep 0.05; done')
+        process = self.start_bash(2, self.COUNT + 'while :; do sleep 0.05; done')
         self.wait_notes("up", 2)
-        for _ in range(3):
-            process.terminate()
-            time.sleep(0.3)
-        code, _, err = self.finish(process, 5)
+        self.ask_again(process, 2)
+        code, _, err = self.finish(process)
         self.assertEqual(code, 143)
         self.assertIn("third request", err)
+        self.assertNotIn("after SIGTERM some ranks are still there", err)
 
     def test_handled_signals_are_the_callers_choice(self):
         process = self.start_bash(1, self.CATCH, "--signals-to-handle=SIGUSR1", env={"SIG": "USR1"})
@@ -337,9 +366,11 @@ class StopRequests(Case):
 
 
 class Restarts(Case):
-    SCRIPT = ('k=$TORCHELASTIC_RESTART_COUNT; '
-              'echo "attempt $k port $MASTER_PORT max $TORCHELASTIC_MAX_RESTARTS"; '
-              '[ $RANK = 0 ] && [ $k -lt $GOOD ] && sleep 0.1 && exit 5; sleep 0.3')
+    SCRIPT = WAITS + (
+        'k=$TORCHELASTIC_RESTART_COUNT; '
+        'echo "attempt $k port $MASTER_PORT max $TORCHELASTIC_MAX_RESTARTS"; '
+        'echo $$ > $NOTES/said_$k.$RANK; '
+        '[ $RANK = 0 ] && [ $k -lt $GOOD ] && until_notes said_$k.1 && exit 5; sleep 0.3')
 
     def test_the_whole_group_is_restarted_with_a_fresh_port(self):
         logs = os.path.join(self.dir.name, "logs")
@@ -363,17 +394,24 @@ class Restarts(Case):
         code, out, err = self.bash(2, self.SCRIPT, env={"GOOD": 9}, flags=("--max-restarts=1",))
         self.assertEqual(code, 5)
         self.assertEqual(out.count("[0] attempt"), 2)
-        self.assertEqual(err.count("rank 0 on"), 2)
+        # The reports; where the other rank takes long to end, a line before it says so too.
+        self.assertEqual(len(re.findall(r"rank 0 on \S+ failed: exited with code 5\n", err)), 2)
 
     def test_a_stop_request_ends_the_pause(self):
-        process = self.start_bash(1, 'echo $$ > $NOTES/up.$TORCHELASTIC_RESTART_COUNT; exit 6',
-                                  "--max-restarts=9")
-        # Its own words say that the pause has begun; a rank's note would be there before the rank
-        # has failed, and a stop in which a rank fails ends with that rank's code.
-        self.wait_line(process.stderr, "restarting all ranks (3 of 9) in 2.0 s")
-        process.terminate()
-        self.assertEqual(self.finish(process)[0], 143)
-        self.assertEqual(len(self.wait_notes("up", 3)), 3)
+        script = ('k=$TORCHELASTIC_RESTART_COUNT; echo $$ > $NOTES/up.$k; [ $k -lt 3 ] && exit 6; '
+                  'sleep 300')
+        for _ in range(5):
+            self.forget_notes()
+            process = self.start_bash(1, script, "--max-restarts=9")
+            # Its own words say that the pause has begun; a rank's note would be there before the
+            # rank has failed, and a stop in which a rank fails ends with that rank's code.
+            self.wait_line(process.stderr, "restarting all ranks (3 of 9) in 2.0 s")
+            process.terminate()
+            code, _, err = self.finish(process)
+            self.assertEqual(code, 143, err)
+            if len(self.wait_notes("up", 3)) == 3:
+                return
+        self.fail("the pause was over before the stop, five times")
 
 
 class ErrorFiles(Case):
@@ -416,28 +454,31 @@ class ErrorFiles(Case):
         self.assertIn("killed by SIGKILL", message["message"])
 
     def test_the_first_cause_is_named_though_it_dies_last(self):
-        # Rank 1 fails and needs a second to end; rank 0 is its victim and is gone at once.
-        script = (
+        # Rank 1 fails and needs a moment to end; rank 0 is its victim and is gone at once.
+        script = WAITS + (
             'say() { printf \'{"message": {"message": "%s", "extraInfo": {"timestamp": "%s"}}}\' '
-            '"$1" $(date +%s) > $TORCHELASTIC_ERROR_FILE; }; '
-            'if [ $RANK = 1 ]; then say cause; sleep 0.6; exit 9; fi; '
-            'sleep 0.3; say victim; exit 1')
-        code, _, err = self.bash(2, script)
+            '"$1" $(date +%s) > $TORCHELASTIC_ERROR_FILE; echo $$ > $NOTES/said.$RANK; }; '
+            'if [ $RANK = 1 ]; then say cause; until_gone said.0; exit 9; fi; '
+            'until_notes said.1; say victim; exit 1')
+        for _ in range(5):
+            self.forget_notes()
+            code, _, err = self.bash(2, script)
+            # It has a second for that moment, which a busy machine may take away.
+            if "reported an error and was stopped" not in err:
+                break
         self.assertEqual(code, 9, err)
         self.assertIn("rank 1 on", err.split("\n")[0])
         self.assertIn("    cause", err)
         self.assertRegex(err, r"failed after it:\n    rank 0 exited with code 1, .* later: victim")
 
     def test_a_killed_rank_is_the_cause_though_its_victim_writes_a_file_in_the_same_second(self):
-        script = (
-            'if [ $RANK = 1 ]; then exec sleep 300; fi; '
-            'echo $$ > $NOTES/up.$RANK; while [ -e /proc/$(cat $NOTES/pid) ]; do :; done; '
+        script = WAITS + (
+            'echo $$ > $NOTES/up.$RANK; if [ $RANK = 1 ]; then exec sleep 300; fi; '
+            'until_notes up.1; while [ -e /proc/$(cat $NOTES/up.1) ]; do :; done; '
             'printf \'{"message": {"message": "lost", "extraInfo": {"timestamp": "%s"}}}\' '
             '$(date +%s) > $TORCHELASTIC_ERROR_FILE; exit 1')
-        process = self.start_bash(2, "[ $RANK = 1 ] && echo $$ > $NOTES/pid; sleep 0.2; " + script)
-        self.wait_notes("up", 1)
-        with open(os.path.join(self.notes, "pid")) as f:
-            os.kill(int(f.read()), signal.SIGKILL)
+        process = self.start_bash(2, script)
+        os.kill(self.wait_notes("up", 2)[1], signal.SIGKILL)
         code, _, err = self.finish(process)
         self.assertEqual(code, 137, err)
         self.assertIn("rank 1 on", err)
@@ -482,13 +523,16 @@ class Surroundings(Case):
     def test_more_ranks_than_the_usual_limit_of_files_allows(self):
         process = self.start_bash(100, "ulimit -n",
                                   prefix=("bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash"))
-        code, out, err = self.finish(process, 60)
+        code, out, err = self.finish(process, 2 * BOUND_S)
         self.assertEqual(code, 0, err)
         self.assertEqual(out.count("] 200\n"), 100)
 
     def test_threads_are_chosen_and_said_once(self):
-        process = self.start_bash(2, 'echo threads $OMP_NUM_THREADS; sleep 0.2; '
-                                  'exit $((1 - TORCHELASTIC_RESTART_COUNT))', "--max-restarts=1",
+        # The first rank to fail ends the other, so it waits until that has spoken.
+        process = self.start_bash(2, WAITS + 'k=$TORCHELASTIC_RESTART_COUNT; '
+                                  'echo threads $OMP_NUM_THREADS; echo $$ > $NOTES/said_$k.$RANK; '
+                                  'until_notes said_$k.0 said_$k.1; exit $((1 - k))',
+                                  "--max-restarts=1",
                                   prefix=("env", "-u", "OMP_NUM_THREADS"))
         code, out, err = self.finish(process)
         self.assertEqual(code, 0, err)

@@ -2,11 +2,16 @@
 
 import importlib.util
 import os
+import pathlib
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "launch"))
+from launch_case import free_port  # noqa: E402,F401  for the tests that import this
 
 BIN = os.environ["LOCKSTEP_BIN"]
 PYTHON = os.environ["LOCKSTEP_PYTHON"]

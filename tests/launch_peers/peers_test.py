@@ -3,18 +3,11 @@
 import json
 import os
 import re
-import socket
 import tempfile
 import unittest
 
-from peer import (HAVE_TORCH, HELLO, LOCKSTEP, TORCHRUN, Started, hello_lines, mpirun, run,
-                  world_of)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+from peer import (HAVE_TORCH, HELLO, LOCKSTEP, TORCHRUN, Started, free_port, hello_lines, mpirun,
+                  run, world_of)
 
 
 class Peers(unittest.TestCase):

@@ -7,8 +7,11 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <lockstep/run.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -21,6 +24,7 @@
 
 #include "lockstep/core/control.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 
 namespace {
 
@@ -80,6 +84,20 @@ int hangs_on_exit() {
   return lockstep::run([](World& world) {
     all_reduce(world);
     fail_deep_inside("throw");
+  });
+}
+
+// As gloo does when its peer dies while it sends.
+int breaks_a_pipe() {
+  return lockstep::run([](World& world) {
+    all_reduce(world);
+    lockstep::Pipe pipe = lockstep::make_pipe();
+    pipe.read.reset();
+    const bool told = ::write(pipe.write.get(), "x", 1) < 0 && errno == EPIPE;
+    // What a rank starts is not to inherit that.
+    const int child = std::system("kill -PIPE $$");
+    const bool ends = WIFSIGNALED(child) && WTERMSIG(child) == SIGPIPE;
+    say(fmt::format("told {}, its child ends {}", told, ends));
   });
 }
 
@@ -148,5 +166,6 @@ int main(int argc, char** argv) {
   if (mode == "spawn-sleep") return spawns_sleepers();
   if (mode.starts_with("spawn-")) return refuses(mode);
   if (mode == "hang") return hangs_on_exit();
+  if (mode == "pipe") return breaks_a_pipe();
   return fails(mode, number);
 }

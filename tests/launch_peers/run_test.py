@@ -13,11 +13,6 @@ import uuid
 
 from peer import HAVE_TORCH, LOCKSTEP, RUN_PEER, TORCHRUN, Started, run
 
-# Generous: a loaded machine starts two LibTorch programs in some seconds. A missed failure would
-# take the 30 minutes of a collective's timeout, or the 30 s between SIGTERM and SIGKILL.
-SOON_S = 25
-
-
 def ranks(count, *words):
     return [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={count}", *words]
 
@@ -34,12 +29,19 @@ def left_over(mark):
     return found
 
 
-class Run(unittest.TestCase):
+class Case(unittest.TestCase):
+    def check_soon(self, done):
+        """A missed failure takes the 30 minutes of a collective's timeout, which run() does not
+        wait for, or the 30 s between SIGTERM and SIGKILL. How long the start takes says nothing."""
+        self.assertNotIn("sending SIGKILL", done.err, done.text())
+
+
+class Run(Case):
     def test_an_exception_is_reported_with_its_stack(self):
         for who in (0, 1):
             done = run(ranks(2, RUN_PEER, "throw", str(who)))
             self.assertEqual(done.code, 1, done.text())
-            self.assertLess(done.seconds, SOON_S, done.text())
+            self.check_soon(done)
             self.assertIn("std::runtime_error: the reason", done.err)
             self.assertIn("fail_deep_inside(std::string const&)", done.err, done.text())
             self.assertIn(f"rank {who}", done.err)
@@ -54,7 +56,7 @@ class Run(unittest.TestCase):
     def test_a_rank_that_computes_is_stopped_at_once(self):
         done = run(ranks(2, RUN_PEER, "throw", "1"), PEER_COMPUTES=1)
         self.assertEqual(done.code, 1, done.text())
-        self.assertLess(done.seconds, SOON_S, done.text())
+        self.check_soon(done)
         self.assertNotIn("saving", done.out, done.text())
 
     def test_other_ways_to_fail(self):
@@ -66,7 +68,7 @@ class Run(unittest.TestCase):
                                  ("exit", 3, "3")]:
             done = run(ranks(2, RUN_PEER, how, "1"))
             self.assertEqual(done.code, code, done.text())
-            self.assertLess(done.seconds, SOON_S, done.text())
+            self.check_soon(done)
             self.assertIn(words, done.err, done.text())
 
     def test_the_error_file(self):
@@ -89,7 +91,12 @@ class Run(unittest.TestCase):
     def test_nothing_is_waited_for_on_the_way_out(self):
         done = run(ranks(2, RUN_PEER, "hang"))
         self.assertEqual(done.code, 1, done.text())
-        self.assertLess(done.seconds, SOON_S, done.text())
+        self.check_soon(done)
+
+    def test_a_peer_that_is_gone_is_an_error_and_no_signal(self):
+        done = run(ranks(2, RUN_PEER, "pipe"), LOCKSTEP_BACKEND="gloo")
+        self.assertEqual(done.code, 0, done.text())
+        self.assertEqual(done.out.count("told true, its child ends true"), 2, done.text())
 
     def test_alone_the_code_is_returned(self):
         done = run([RUN_PEER, "throw", "0"])
@@ -107,7 +114,7 @@ class Run(unittest.TestCase):
         self.assertIn("the reason", root, done.text())
 
 
-class Spawn(unittest.TestCase):
+class Spawn(Case):
     def test_two_calls(self):
         done = run([RUN_PEER, "spawn", "3"])
         self.assertEqual(done.code, 0, done.text())
@@ -175,11 +182,11 @@ class Spawn(unittest.TestCase):
             os.kill(started.process.pid, number)
             done = started.finish()
             self.assertEqual(done.code, code, done.text())
-            self.assertLess(done.seconds, SOON_S, done.text())
+            self.check_soon(done)
             if code > 0:
                 self.assertIn(f"spawn returned {code}", done.out, done.text())
             # What was killed leaves /proc a moment later.
-            until = time.monotonic() + SOON_S
+            until = time.monotonic() + 60
             while left_over(mark) and time.monotonic() < until:
                 time.sleep(0.05)
             self.assertEqual(left_over(mark), [], done.text())

@@ -15,7 +15,8 @@ import tempfile
 import time
 import unittest
 
-from peer import HELLO, LOCKSTEP, RUN_PEER, environment, hello_lines, run, world_of
+from peer import (HELLO, LOCKSTEP, RUN_PEER, environment, free_port, hello_lines, run,
+                  world_of)
 
 TEMPLATE = pathlib.Path(os.environ["LOCKSTEP_SOURCE"], "examples", "slurm", "train.sbatch")
 
@@ -55,13 +56,10 @@ def which(tool):
 
 
 def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    ports = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return sorted(ports)
 
 
 class Cluster:

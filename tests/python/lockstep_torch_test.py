@@ -198,9 +198,9 @@ def detail(rank, size, method):
     dist.destroy_process_group()
 
 
-def late(rank, size, method, how):
+def late(rank, size, method, how, limit_s):
     """Rank 1 never comes: the others are told after the limit, and by whom they were left."""
-    limit = datetime.timedelta(seconds=1.5)
+    limit = datetime.timedelta(seconds=limit_s)
     if how == "options":
         join(rank, size, method, pg_options=c10d.Backend.Options("lockstep", limit))
     else:
@@ -208,6 +208,7 @@ def late(rank, size, method, how):
     if how == "set":
         dist.group.WORLD._get_backend(torch.device("cpu")).set_timeout(limit)
     dist.barrier()
+    print("all are here", flush=True)
     told = pathlib.Path(method[len("file://"):] + ".told")
     if rank == 1:
         while not told.exists():
@@ -230,9 +231,9 @@ def late(rank, size, method, how):
         text = str(error)
     else:
         raise AssertionError("no error")
-    assert time.monotonic() - started < DEATH_LIMIT_S
+    assert time.monotonic() - started < limit_s + DEATH_LIMIT_S
     told.touch()
-    assert "1500 ms" in text, text
+    assert f"{1000 * limit_s:.0f} ms" in text, text
     assert how in ("wait", "anyone") or "rank 1" in text, text
 
 
@@ -348,10 +349,16 @@ def test_detail():
 
 def test_late():
     ways = ("group", "options", "set", "operation", "wait", "anyone")
-    worlds = {how: World(2, late, how) for how in ways}
-    for how, world in worlds.items():
-        codes, texts = world.wait()
-        assert codes[0] == 0, f"{how}: {codes} {texts}"
+    for limit_s in (1.5, 30):
+        worlds = {how: World(2, late, how, limit_s) for how in ways}
+        ends = {how: world.wait() for how, world in worlds.items()}
+        # Some ways limit the meeting too: where the machine is too busy for that, with more time.
+        ways = [how for how, (_, texts) in ends.items()
+                if not all("all are here" in text for text in texts)]
+        for how, (codes, texts) in ends.items():
+            assert codes[0] == 0 or (how in ways and limit_s < 30), f"{how}: {codes} {texts}"
+        if not ways:
+            break
 
 
 def test_bereaved():

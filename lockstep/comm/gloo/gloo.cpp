@@ -1,6 +1,7 @@
 #include "lockstep/comm/gloo/gloo.h"
 
 #include <atomic>
+#include <csignal>
 #include <cstdlib>
 #include <list>
 #include <mutex>
@@ -23,6 +24,18 @@ thread_local bool on_worker_thread = false;
 
 // Our deadlines are the ones users see; gloo's own only ends what nobody waits for any more.
 constexpr std::chrono::milliseconds kMargin{10'000};
+
+// gloo writes to a connection whose other end may have died, and the SIGPIPE of that would end this
+// rank without a word; a launcher that hears of us before it hears of the dead one would even name
+// us. With a handler that does nothing the write fails instead, and unlike an ignored signal that
+// is not inherited by programs that a rank starts. Whoever has chosen something else keeps it.
+void survive_broken_pipes() {
+  struct sigaction action {};
+  if (::sigaction(SIGPIPE, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) return;
+  action.sa_handler = [](int) {};
+  action.sa_flags = SA_RESTART;
+  ::sigaction(SIGPIPE, &action, nullptr);
+}
 
 // Reaches the connections, which ProcessGroupGloo gives no way to close.
 class Group : public c10d::ProcessGroupGloo {
@@ -211,6 +224,7 @@ class GlooBackend : public Backend {
 
  private:
   static c10::intrusive_ptr<Group> connect(const Options& options) {
+    survive_broken_pipes();
     auto group_options = c10d::ProcessGroupGloo::Options::create(options.startup_timeout);
     if (const auto names = env::get("GLOO_SOCKET_IFNAME")) {
       for (std::size_t begin = 0; begin <= names->size();) {
