@@ -53,7 +53,9 @@ Node map_of(const Node& node, const char* key, const char* fallback, Problems& p
 void check_file(const std::string& path) {
   std::error_code ignored;
   if (path.empty() || fs::is_regular_file(path, ignored)) return;
-  throw UsageError("config", "data: instructions: there is no file {}. Relative paths begin at {}.",
+  throw UsageError("config",
+                   "data: instructions: there is no file {}. Relative paths begin at {}; with "
+                   "several hosts each of them needs the file.",
                    path, fs::current_path().string());
 }
 
