@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <numeric>
@@ -275,6 +276,28 @@ TEST(Instructions, ReadsAListAndLines) {
                        "input": null}])",
                   "f"),
               ElementsAre(Instruction{"q", "", "42", "true"}));
+}
+
+TEST(Instructions, TellsHowFarItIs) {
+  const std::string object =
+      R"({"instruction": "q", "output": ")" + std::string(300'000, 'a') + "\"}";
+  std::string list = "[" + object, lines = object;
+  for (int i = 1; i < 10; ++i) {
+    list += ",\n" + object;
+    lines += "\n" + object;
+  }
+  for (const std::string& text : {list + "]", lines}) {
+    std::vector<std::uint64_t> seen;
+    const auto progress = [&](std::uint64_t done, std::uint64_t total) {
+      EXPECT_EQ(total, text.size());
+      seen.push_back(done);
+    };
+    EXPECT_EQ(parse_instructions(text, "f", progress).size(), 10u);
+    // Every fourth object is past the next MiB; then the end.
+    ASSERT_EQ(seen.size(), 3u);
+    EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end()));
+    EXPECT_EQ(seen.back(), text.size());
+  }
 }
 
 TEST(Instructions, MistakesHaveAPlace) {
