@@ -11,6 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/instruction_file.h"
+#include "lockstep/data/instruction_rows.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/tokenize.h"
 #include "lockstep/io/files_for_test.h"
@@ -298,6 +299,24 @@ TEST(Instructions, TellsHowFarItIs) {
     EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end()));
     EXPECT_EQ(seen.back(), text.size());
   }
+}
+
+TEST(Instructions, RowsNameTheirFileAndTellHowFarTheyAre) {
+  const std::vector<Instruction> items(2500, Instruction{"q", "", "a", ""});
+  std::vector<std::uint64_t> seen;
+  const InstructionRows rows(items, {}, [&](std::uint64_t done, std::uint64_t total) {
+    EXPECT_EQ(total, items.size());
+    seen.push_back(done);
+  });
+  EXPECT_EQ(rows.size(), 2500);
+  EXPECT_THAT(seen, ElementsAre(1024u, 2048u));
+  InstructionOptions options;
+  options.source = "f.json";
+  EXPECT_THAT(message_of<UsageError>([&] { InstructionRows({}, options); }),
+              StartsWith("[instructions] f.json: there are no samples. Give a file"));
+  options.max_length = 8;
+  EXPECT_THAT(message_of<UsageError>([&] { InstructionRows(items, options); }),
+              StartsWith("[instructions] f.json: of 2500 samples none has anything to learn from"));
 }
 
 TEST(Instructions, MistakesHaveAPlace) {

@@ -24,7 +24,7 @@ struct Instruction {
   bool operator==(const Instruction&) const = default;
 };
 
-// How many bytes of how many are read: after each MiB or so, and at the end.
+// How much of how much is done. Of a file in bytes: after each MiB or so, and at the end.
 using ReadProgress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 
 // `name` stands for the file in messages. A text that begins with '[' is a list, any other is one

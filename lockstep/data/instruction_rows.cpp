@@ -9,7 +9,8 @@
 
 namespace lockstep::data {
 
-InstructionRows::InstructionRows(const std::vector<Instruction>& items, InstructionOptions options)
+InstructionRows::InstructionRows(const std::vector<Instruction>& items, InstructionOptions options,
+                                 const ReadProgress& progress)
     : options_(std::move(options)) {
   if (options_.max_length < 2)
     throw UsageError("instructions", "{} is {}, and must be 2 or more.", options_.length_key,
@@ -17,7 +18,11 @@ InstructionRows::InstructionRows(const std::vector<Instruction>& items, Instruct
   if (options_.pad_to_multiple_of < 1)
     throw UsageError("instructions", "pad_to_multiple_of is {}, and must be 1 or more.",
                      options_.pad_to_multiple_of);
-  for (const Instruction& item : items) add(item);
+  constexpr std::size_t kStride = 1024;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    add(items[i]);
+    if (progress && (i + 1) % kStride == 0) progress(i + 1, items.size());
+  }
   const std::string where = options_.source.empty() ? "" : options_.source + ": ";
   if (items.empty())
     throw UsageError("instructions", "{}there are no samples. Give a file that has some.", where);

@@ -51,8 +51,10 @@ class InstructionRows {
     std::int64_t length;
   };
 
-  // UsageError when nothing is left to learn from, or for a max_length below 2.
-  explicit InstructionRows(const std::vector<Instruction>& items, InstructionOptions options = {});
+  // UsageError when nothing is left to learn from, or for a max_length below 2. `progress` counts
+  // items, now and then.
+  explicit InstructionRows(const std::vector<Instruction>& items, InstructionOptions options = {},
+                           const ReadProgress& progress = {});
 
   std::int64_t size() const;                          // samples, or rows when packed
   std::vector<Sample> row(std::int64_t index) const;  // one sample, or several when packed
