@@ -7,7 +7,9 @@
 #include <optional>
 
 #include "cli/commands.h"
+#include "cli/reading_progress.h"
 #include "cli/task_config.h"
+#include "cli/task_contents.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
@@ -29,9 +31,10 @@ constexpr const char* kHelp =
     "show    the values a run would use and where each comes from; without --all, those that are\n"
     "        not defaults\n"
     "check   0 when `lockstep train` can use the file, 2 with every mistake otherwise, also in\n"
-    "        model: and data: and the files they name; --own-program: those are another "
-    "program's,\n"
-    "        and not looked at; --launcher: Accelerate's file, and the flags it stands for\n"
+    "        model: and data:, the files they name and what stands in them; --own-program: those\n"
+    "        are another program's, and not looked at; --launcher: Accelerate's file, and the "
+    "flags\n"
+    "        it stands for\n"
     "diff    the keys in which A and B differ: files, 'standard', 'fast' or 'defaults'; 1 when\n"
     "        there are some\n"
     "keys    every key, or those with PART in their name: what it accepts, its default, its "
@@ -114,6 +117,24 @@ void note_precision(const TrainingArguments& arguments) {
   }
 }
 
+// What training finds when it has begun: in the files, and on the disk. Nothing of it is kept.
+void check_contents(const TaskConfig& task, const TrainingArguments& arguments,
+                    Problems& problems) {
+  const DataConfig& data = task.data;
+  for (const std::string& path : {data.path, data.eval_path}) {
+    if (data.name != "instructions" || path.empty()) continue;
+    problems.attempt([&] {
+      const std::string cut = what_was_cut(read_instructions(data, path, ReadingProgress(path)));
+      if (!cut.empty()) fmt::print(stderr, "note: {}\n", cut);
+    });
+    if (data.eval_path == data.path) break;
+  }
+  std::uint64_t bytes = 0;
+  for (const io::TensorShape& tensor : model_tensors(task))
+    bytes += io::tensor_bytes(tensor.dtype, tensor.shape).value_or(0);
+  problems.attempt([&] { train::check_room(arguments, bytes, /*two=*/false); });
+}
+
 int check(const Request& request) {
   if (request.names.size() != 1)
     throw UsageError("config", "check takes one file. Write lockstep config check FILE.");
@@ -128,7 +149,9 @@ int check(const Request& request) {
   const train::Config config = train::load_config(file, request.flags);
   say_notes(config.notes);
   Problems problems;
-  if (!request.own_program) problems.attempt([&] { read_task(config.arguments); });
+  if (!request.own_program)
+    problems.attempt(
+        [&] { check_contents(read_task(config.arguments), config.arguments, problems); });
   problems.attempt(
       [&] { train::check_resume(config.arguments.resume_from_checkpoint.value_or("never")); });
   problems.raise();

@@ -130,14 +130,6 @@ class Config(unittest.TestCase):
                 ("max_steps: 5\nwarmup_steps: 6\n", "warmup_steps 6 are more than max_steps 5")):
             with self.subTest(text):
                 self.assertIn(part, self.refusal(text))
-        for weights, part in (("n_head: 4, ", None), ("n_head: 8, ", "model.n_head is 8, and the "
-                              "weights in empty were trained with 4 (empty/config.json)")):
-            self.write("empty/model.safetensors", "")
-            self.write("empty/config.json", '{"model_type": "gpt2", "n_head": 4}')
-            self.write("t.yaml", f"model: {{{weights}weights: empty}}\n")
-            done = self.run_config("check", "t.yaml")
-            self.assertEqual(done.returncode, 2 if part else 0, done.stderr)
-            self.assertIn(part or "", done.stderr)
         self.write("t.yaml", "model: resnet\ndata: images\n")
         self.assertEqual(self.run_config("check", "t.yaml", "--own-program").returncode, 0)
         self.write("t.yaml", "fp16: true\n")
@@ -145,6 +137,100 @@ class Config(unittest.TestCase):
         self.assertEqual(done.returncode, 0)
         self.assertIn("note: on this machine training is refused: [trainer] fp16 needs a GPU",
                       done.stderr)
+
+    def accepted(self, text, *flags):
+        self.write("t.yaml", text)
+        done = self.run_config("check", "t.yaml", *flags)
+        self.assertEqual((done.returncode, done.stdout), (0, "t.yaml can be used\n"), done.stderr)
+        return done.stderr
+
+    def test_check_reads_instruction_files(self):
+        """With the parser of `lockstep train`, whose words tests/train/tasks_test.py compares."""
+        line = '{"instruction": "say", "output": "yes"}\n'
+        text = "data: {name: instructions, path: a.jsonl, eval_path: b.json}\n"
+        self.write("a.jsonl", line * 3)
+        self.write("b.json", f"[{line},{line}]")
+        self.assertEqual(self.accepted(text), "")
+        for name, contents, part in (
+                ("a.jsonl", line + '{"instruction": "say", "outp',
+                 "a.jsonl:2:29: a string without its end"),
+                ("a.jsonl", line + '{"instruction": "say", "output": [1]}\n',
+                 "a.jsonl:2:33: expected a text, not a list or an object"),
+                ("b.json", f"[{line},\n" + '{"instruction": "say"}]',
+                 "b.json:3:23: the object that ends here has no 'output'"),
+                ("b.json", "[]", "b.json: there are no samples. Give a file that has some."),
+                ("a.jsonl", "", "a.jsonl:1:1: there is nothing in it")):
+            with self.subTest(contents):
+                self.write("a.jsonl", line * 3)
+                self.write("b.json", f"[{line},{line}]")
+                self.write(name, contents)
+                self.assertIn(part, self.refusal(text))
+        self.write("a.jsonl", "")
+        self.write("b.json", "[]")
+        said = self.refusal(text)  # both at once
+        self.assertIn("2 mistakes", said)
+        self.write("a.jsonl", line + '{"instruction": "' + "long " * 40 + '", "output": "yes"}\n')
+        self.write("b.json", f"[{line}]")
+        self.assertIn("note: a.jsonl: of 2 samples 0 are longer than max_seq_len 128 and lose "
+                      "their end, 1 are left out", self.accepted(text))
+        self.assertIn("of 1 samples none has anything to learn from: 1 prompts alone fill "
+                      "max_seq_len = 8. Raise max_seq_len.", self.refusal(text, "--max_seq_len=8"))
+
+    def write_weights(self, shapes):
+        """A folder `weights` with zeros of these shapes."""
+        os.makedirs(os.path.join(self.folder, "weights"), exist_ok=True)
+        header, at = {}, 0
+        for name, shape in shapes.items():
+            size = 4
+            for length in shape:
+                size *= length
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(header).encode()
+        with open(os.path.join(self.folder, "weights", "model.safetensors"), "wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text + bytes(at))
+
+    def test_check_compares_weights_with_the_model(self):
+        """Names and shapes; a GPT of one block under the names of transformers."""
+        shapes = {"transformer.wte.weight": [257, 8], "transformer.wpe.weight": [16, 8],
+                  "transformer.ln_f.weight": [8], "transformer.ln_f.bias": [8]}
+        for name, inner, outer in (("attn.c_attn", 8, 24), ("attn.c_proj", 8, 8),
+                                   ("mlp.c_fc", 8, 32), ("mlp.c_proj", 32, 8)):
+            shapes[f"transformer.h.0.{name}.weight"] = [inner, outer]
+            shapes[f"transformer.h.0.{name}.bias"] = [outer]
+        for name in ("ln_1", "ln_2"):
+            shapes[f"transformer.h.0.{name}.weight"] = shapes[f"transformer.h.0.{name}.bias"] = [8]
+        text = "max_seq_len: 16\nmodel: {n_layer: 1, n_head: %d, n_embd: %d, weights: weights}\n"
+        self.write_weights(shapes)
+        self.assertEqual(self.accepted(text % (2, 8)), "")
+        self.assertIn("weights: 'transformer.wte.weight' is [257, 8] and the model's is [257, 16]. "
+                      "The checkpoint belongs to another model", self.refusal(text % (2, 16)))
+        self.write("weights/config.json", '{"model_type": "gpt2", "n_head": 4}')
+        self.assertIn("model.n_head is 2, and the weights in weights were trained with 4 "
+                      "(weights/config.json)", self.refusal(text % (2, 8)))
+        self.assertEqual(self.accepted(text % (4, 8)), "")
+        shapes["extra"] = shapes.pop("transformer.ln_f.bias")
+        self.write_weights(shapes)
+        self.assertIn("weights does not fit the model: 1 of its tensors are missing "
+                      "(transformer.ln_f.bias), 1 are not the model's (extra)",
+                      self.refusal(text % (4, 8)))
+        path = os.path.join(self.folder, "weights", "model.safetensors")
+        with open(path, "r+b") as f:
+            f.truncate(os.path.getsize(path) - 4)
+        self.assertIn("weights/model.safetensors", self.refusal(text % (4, 8)))
+
+    def test_check_asks_for_room_for_a_checkpoint(self):
+        # 10^14 parameters: more than any disk.
+        text = "model: {n_layer: 1000, n_head: 1, n_embd: 100000}\noutput_dir: deep/in/it\n"
+        said = self.refusal(text)
+        self.assertRegex(said, r"deep/in/it has room for \S+ \wiB and one checkpoint takes about "
+                         r"\S+ [TPE]iB\. Free some space, choose another output_dir, or set "
+                         "save_strategy: no")
+        self.assertFalse(os.path.exists(os.path.join(self.folder, "deep")))
+        self.assertIn("a stop signal will not be able to save",
+                      self.accepted(text, "--save_strategy=no"))
+        self.assertEqual(self.accepted(text, "--save_strategy=no", "--no_enable_jit_checkpoint"),
+                         "")
 
     def test_keys_of_model_and_data_at_the_top_level(self):
         """Every key that the reader asks for is known to belong there."""

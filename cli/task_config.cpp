@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "cli/task_contents.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/map_reader.h"
@@ -53,7 +54,9 @@ Node map_of(const Node& node, const char* key, const char* fallback, Problems& p
 void check_file(const std::string& path) {
   std::error_code ignored;
   if (path.empty() || fs::is_regular_file(path, ignored)) return;
-  throw UsageError("config", "data: instructions: there is no file {}. Relative paths begin at {}.",
+  throw UsageError("config",
+                   "data: instructions: there is no file {}. Relative paths begin at {}; with "
+                   "several hosts each of them needs the file.",
                    path, fs::current_path().string());
 }
 
@@ -178,7 +181,9 @@ void check_heads(const ModelConfig& model) {
                    model.n_head, model.weights, heads->value.integer, path, heads->value.integer);
 }
 
-void check_weights(const ModelConfig& model) {
+// Of the weights the names and shapes; their bytes are read when they are needed.
+void check_weights(const TaskConfig& task) {
+  const ModelConfig& model = task.model;
   if (model.weights.empty()) return;
   std::error_code ignored;
   if (!fs::exists(fs::path(model.weights) / "model.safetensors", ignored) &&
@@ -187,6 +192,8 @@ void check_weights(const ModelConfig& model) {
                      "model.weights {} is no folder with a model.safetensors. Give a checkpoint's "
                      "folder, or one that `lockstep checkpoint import` has made.",
                      model.weights);
+  check_whole(model.weights, io::Depth::kSizes);
+  train::check_weights(model.weights, io::SafetensorsSet(model.weights), model_tensors(task));
   if (model.name == "gpt") check_heads(model);
 }
 
@@ -247,7 +254,7 @@ void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems
     problems.add(
         "gradient_checkpointing is for models of blocks, and mlp has none. Delete it, or "
         "train a gpt.");
-  problems.attempt([&] { check_weights(model); });
+  problems.attempt([&] { check_weights(task); });
 }
 
 }  // namespace
@@ -279,6 +286,28 @@ std::int64_t byte_rows(const DataConfig& data, std::int64_t tokens) {
                      "more text.",
                      data.path, tokens, data.length);
   return rows;
+}
+
+models::GptConfig gpt_config(const ModelConfig& model) {
+  return {.n_layer = model.n_layer,
+          .n_head = model.n_head,
+          .n_embd = model.n_embd,
+          .vocab_size = model.vocab_size,
+          .n_positions = model.n_positions};
+}
+
+models::MlpConfig mlp_config(const TaskConfig& task) {
+  return {.inputs = task.data.features,
+          .hidden = task.model.hidden,
+          .layers = task.model.layers,
+          .outputs = task.data.classes,
+          .dropout = task.model.dropout,
+          .batch_norm = task.model.batch_norm};
+}
+
+std::vector<io::TensorShape> model_tensors(const TaskConfig& task) {
+  return task.model.name == "gpt" ? models::tensors_of(gpt_config(task.model))
+                                  : models::tensors_of(mlp_config(task));
 }
 
 TaskConfig read_task(const TrainingArguments& arguments) {

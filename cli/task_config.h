@@ -3,7 +3,8 @@
 //
 // The one hard idea: reading is checking. `lockstep config check` and `lockstep train` call the
 // same function, and the second builds model and dataset from its answer alone, so that nothing
-// passes the one and is refused by the other for what could have been seen before.
+// passes the one and is refused by the other for what could have been seen before. What takes long,
+// the samples themselves, is read by task_contents.h, for both again.
 //
 //   const TaskConfig task = read_task(config.arguments);   // UsageError with every mistake
 //
@@ -28,6 +29,7 @@
 #include <vector>
 
 #include "lockstep/data/instruction_file.h"
+#include "lockstep/models/shapes.h"
 #include "lockstep/train/arguments.h"
 
 namespace lockstep::cli {
@@ -83,6 +85,11 @@ struct TaskConfig {
 };
 
 TaskConfig read_task(const TrainingArguments& arguments);
+
+// The model as its own module takes it, and its tensors.
+models::GptConfig gpt_config(const ModelConfig& model);
+models::MlpConfig mlp_config(const TaskConfig& task);
+std::vector<io::TensorShape> model_tensors(const TaskConfig& task);
 
 // A file, or a folder's files whose names end in `suffix`, in a fixed order. UsageError without
 // one.

@@ -5,7 +5,9 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -123,6 +125,59 @@ struct KeepRecord : Observer {
   std::string record;
 };
 
+// What every rank reads for itself, before the ranks meet.
+struct Prepared {
+  train::Config config;
+  TaskConfig task;
+  std::string record;
+};
+
+Prepared read_everything(const Request& request) {
+  Prepared read;
+  read.config = train::load_config(request.file, request.flags);
+  read.task = read_task(read.config.arguments);
+  read.record = train::config_json(read.config);
+  return read;
+}
+
+std::string host_name() {
+  char name[256] = "unknown";
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+// The rest, which takes too long to let others wait for it at the meeting: the data itself, and the
+// model. A file that is damaged on one host ends all ranks, each with the reason; who has found it
+// keeps the error itself.
+TrainerTask make_task_everywhere(World& world, const Prepared& read) {
+  std::optional<TrainerTask> task;
+  std::exception_ptr mine;
+  std::string said;
+  try {
+    train::check_precision(read.config.arguments, world.device().is_cpu());
+    task = make_task(read.task, read.config.arguments);
+  } catch (const std::exception& e) {
+    mine = std::current_exception();
+    said = fmt::format("on {} cannot begin: {}", host_name(), e.what());
+  }
+  const std::vector<std::string> all = world.all_gather(said);
+  if (mine) std::rethrow_exception(mine);
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    if (!all[rank].empty()) throw UsageError("train", "rank {} {}", rank, all[rank]);
+  return std::move(*task);
+}
+
+void say_result(const TrainResult& result, const TrainingArguments& arguments) {
+  if (result.stop_signal != 0) {
+    say_stopped(result, arguments);
+  } else if (result.global_step == result.first_step) {
+    say_complete(result, arguments);
+  } else {
+    fmt::print("trained {} steps, mean loss {:.4f}; {}\n", result.global_step, result.train_loss,
+               arguments.output_dir);
+  }
+}
+
 }  // namespace
 
 int train_main(int argc, char** argv) {
@@ -133,30 +188,24 @@ int train_main(int argc, char** argv) {
     }
   }
   const Request request = read_words(argc, argv);
-  const train::Config config = train::load_config(request.file, request.flags);
-  const TaskConfig task = read_task(config.arguments);
-  const std::string record = train::config_json(config);
-  const std::string digest = io::checksum_text(io::checksum64(io::bytes_of(record)));
+  Prepared read;
+  const auto prepare = [&] {
+    read = read_everything(request);
+    const std::string digest = io::checksum_text(io::checksum64(io::bytes_of(read.record)));
+    return world_options(read.config.arguments, digest);
+  };
   int code = 0;
   const auto body = [&](World& world) {
+    const train::Config& config = read.config;
     if (world.is_leader())
       for (const std::string& note : config.notes) log::warning("config", "{}", note);
-    train::check_precision(config.arguments, world.device().is_cpu());
-    Trainer trainer(world, make_task(task, config.arguments), config.arguments);
-    trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, record));
+    Trainer trainer(world, make_task_everywhere(world, read), config.arguments);
+    trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, read.record));
     const TrainResult result = trainer.train();
     code = result.exit_code();
-    if (!world.is_leader()) return;
-    if (result.stop_signal != 0) {
-      say_stopped(result, config.arguments);
-    } else if (result.global_step == result.first_step) {
-      say_complete(result, config.arguments);
-    } else {
-      fmt::print("trained {} steps, mean loss {:.4f}; {}\n", result.global_step, result.train_loss,
-                 config.arguments.output_dir);
-    }
+    if (world.is_leader()) say_result(result, config.arguments);
   };
-  const int ended = run(body, world_options(config.arguments, digest));
+  const int ended = run(prepare, body);
   return ended != 0 ? ended : code;
 }
 

@@ -8,13 +8,13 @@
 #include <filesystem>
 #include <fstream>
 
+#include "cli/task_contents.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/instruction.h"
 #include "lockstep/data/token_shards.h"
-#include "lockstep/io/manifest.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/optim/determinism.h"
@@ -153,30 +153,16 @@ Data token_data(const DataConfig& config, const TrainingArguments& a) {
 
 // Prompts and responses, byte by byte; only responses are learned from.
 Data instruction_data(const DataConfig& config, const TrainingArguments& a) {
-  data::InstructionOptions options;
-  options.max_length = config.length;
-  options.length_key = "max_seq_len";
-  options.padding = config.padding == "packed"       ? data::Padding::kPacked
-                    : config.padding == "max_length" ? data::Padding::kMaxLength
-                                                     : data::Padding::kLongest;
-  options.pad_to_multiple_of = config.pad_to_multiple_of;
-  options.train_on_prompt = config.train_on_prompt;
-  options.prompt = config.prompt;
-  const auto train =
-      std::make_shared<data::InstructionDataset>(data::load_instructions(config.path), options);
-  const data::InstructionCounts& counts = train->counts();
-  if (counts.truncated > 0 || counts.dropped > 0)
-    log::warning("train",
-                 "{}: of {} samples {} are longer than max_seq_len {} and lose their end, {} are "
-                 "left out because their prompt alone fills it.",
-                 config.path, counts.read, counts.truncated, options.max_length, counts.dropped);
+  data::InstructionRows rows = read_instructions(config, config.path);
+  if (const std::string cut = what_was_cut(rows); !cut.empty()) log::warning("train", "{}", cut);
+  const auto train = std::make_shared<data::InstructionDataset>(std::move(rows));
   Data data{.train = train, .end_of_text = data::ByteTokenizer::kEndOfText};
   if (config.group_by_length)
     data.sampler = train->length_grouped(
         a.per_device_train_batch_size * a.gradient_accumulation_steps, data_seed(a));
   if (config.evaluates)
-    data.eval = std::make_shared<data::InstructionDataset>(
-        data::load_instructions(config.eval_path), options);
+    data.eval =
+        std::make_shared<data::InstructionDataset>(read_instructions(config, config.eval_path));
   return data;
 }
 
@@ -211,12 +197,7 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, dou
 // Weights to begin with: of `checkpoint import`, of another run, or of transformers.
 void load_weights(const std::string& folder, torch::nn::Module& module) {
   if (folder.empty()) return;
-  if (fs::exists(fs::path(folder) / io::kManifestName)) {
-    auto faults = io::verify(folder);
-    std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
-    if (!faults.empty())
-      throw UsageError("train", "model.weights {} is damaged: {}", folder, io::describe(faults));
-  }
+  check_whole(folder, io::Depth::kFull);
   train::load_weights(folder, module);
 }
 
@@ -235,11 +216,7 @@ void set_loss(TrainerTask& task, Net net, double smoothing) {
 
 void make_gpt(TrainerTask& task, const ModelConfig& model, const TrainingArguments& a,
               std::optional<std::int64_t> end_of_text) {
-  const models::GptConfig config{.n_layer = model.n_layer,
-                                 .n_head = model.n_head,
-                                 .n_embd = model.n_embd,
-                                 .vocab_size = model.vocab_size,
-                                 .n_positions = model.n_positions};
+  const models::GptConfig config = gpt_config(model);
   models::Gpt net(config);
   load_weights(model.weights, *net);
   if (a.gradient_checkpointing)
@@ -253,13 +230,7 @@ void make_gpt(TrainerTask& task, const ModelConfig& model, const TrainingArgumen
 }
 
 void make_mlp(TrainerTask& task, const TaskConfig& wanted, const TrainingArguments& a) {
-  const models::MlpConfig config{.inputs = wanted.data.features,
-                                 .hidden = wanted.model.hidden,
-                                 .layers = wanted.model.layers,
-                                 .outputs = wanted.data.classes,
-                                 .dropout = wanted.model.dropout,
-                                 .batch_norm = wanted.model.batch_norm};
-  models::Mlp net(config);
+  models::Mlp net(mlp_config(wanted));
   load_weights(wanted.model.weights, *net);
   set_loss(task, net, a.label_smoothing_factor);
 }

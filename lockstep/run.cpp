@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include "lockstep/comm/connect.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/control.h"
 #include "lockstep/core/crash.h"
@@ -113,9 +114,14 @@ void leave(int code) {
 }  // namespace detail
 
 int run(const RankBody& body, const WorldOptions& options) {
+  return run([&] { return options; }, body);
+}
+
+int run(const Preparation& prepare, const RankBody& body) {
   const InsideRun inside;
   crash::install();
   int ranks = 1;
+  bool preparing = false;
   std::optional<World> world;  // outlives the catch: its destructor must not run in a failed rank
   try {
     const RankEnv env = read_rank_env();
@@ -124,6 +130,9 @@ int run(const RankBody& body, const WorldOptions& options) {
     log::set_rank(env.rank, env.world_size);
     // Lines appear as they are printed, also through the launcher's pipe.
     if (!env.alone()) std::setvbuf(stdout, nullptr, _IOLBF, 0);
+    preparing = true;
+    const WorldOptions options = prepare();
+    preparing = false;
     if (!env.alone()) inside::enter();
     world = World::from_env(options);
     say_hello(*world, options);
@@ -132,8 +141,10 @@ int run(const RankBody& body, const WorldOptions& options) {
     inside::leave();
     return 0;
   } catch (...) {
+    if (preparing && ranks == 1) throw;
     const Verdict verdict = judge(std::current_exception());
     crash::report(verdict.report);
+    if (preparing) decline(verdict.report.message);
     if (ranks > 1) detail::leave(verdict.code);
     return verdict.code;
   }

@@ -28,6 +28,12 @@ using RankBody = std::function<void(World&)>;
 // one rank a failure does not return but ends the process with that code, after flushing stdout.
 int run(const RankBody& body, const WorldOptions& options = {});
 
+// For a program whose options stand in files: `prepare` reads what a rank needs before it meets the
+// others. What it throws on one rank ends all of them at the meeting, with its words, that rank and
+// its host; nobody waits for a rank that will not come. In a world of one it leaves run() as it is.
+using Preparation = std::function<WorldOptions()>;
+int run(const Preparation& prepare, const RankBody& body);
+
 struct SpawnOptions {
   WorldOptions world = {};
   int max_restarts = 0;

@@ -268,22 +268,25 @@ Hello hello_of(const Identity& identity, const WorldOptions& options,
           .address = env::get("GLOO_SOCKET_IFNAME") ? "" : identity.address};
 }
 
-// Meets everyone and fills in this rank's place where it is not known.
-void check_start(const StorePtr& store, Identity& identity, const WorldOptions& options,
-                 const detail::DeviceChoice& choice) {
-  auto startup =
-      std::make_shared<Startup>(store, identity, hello_of(identity, options, choice), options);
+Verdict converse(const StorePtr& store, const Identity& identity, const Hello& hello,
+                 const WorldOptions& options) {
+  auto startup = std::make_shared<Startup>(store, identity, hello, options);
   // The conversation keeps its own deadline and names who is missing; this one is for a store that
   // does not answer at all.
   const auto outer = Deadline::after(options.startup_timeout + std::chrono::seconds(12));
-  Verdict verdict;
   try {
-    verdict =
-        detail::bounded<Verdict>("the start-up check", outer, [startup] { return startup->run(); });
+    return detail::bounded<Verdict>("the start-up check", outer,
+                                    [startup] { return startup->run(); });
   } catch (...) {
     startup->cancel();
     throw;
   }
+}
+
+// Meets everyone and fills in this rank's place where it is not known.
+void check_start(const StorePtr& store, Identity& identity, const WorldOptions& options,
+                 const detail::DeviceChoice& choice) {
+  const Verdict verdict = converse(store, identity, hello_of(identity, options, choice), options);
   if (verdict.kind == Verdict::Kind::kProblem)
     throw UsageError(kWorld, "start-up check: {}", verdict.text);
   if (verdict.kind == Verdict::Kind::kTimeout) {
@@ -604,17 +607,47 @@ World explained(World world, const RankEnv& env, const detail::DeviceChoice& cho
   return world;
 }
 
+Identity identity_of(const RankEnv& env) {
+  return {.rank = env.rank,
+          .size = env.world_size,
+          .local_rank = env.local_rank_known ? env.local_rank : -1,
+          .local_size = env.local_size_known ? env.local_world_size : 0,
+          .node = env.node_known ? env.node : -1};
+}
+
+// Where this process's next world meets.
+StorePtr open_meeting(RankEnv& env, const WorldOptions& options) {
+  meet(env, static_cast<int>(options.startup_timeout.count()));
+  StorePtr store = open_store(env, options.startup_timeout);
+  const std::string prefix =
+      fmt::format("lockstep/{}/{}/{}", env::get("TORCHELASTIC_RUN_ID").value_or("none"),
+                  env.attempt, worlds_made++);
+  return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+}
+
 }  // namespace
+
+void decline(const std::string& why) noexcept {
+  try {
+    const WorldOptions options = with_environment({});
+    RankEnv env = read_rank_env();
+    if (env.alone()) return;
+    const StorePtr store = open_meeting(env, options);
+    const Hello hello{.rank = env.rank,
+                      .world_size = std::to_string(env.world_size),
+                      .host = host_name(),
+                      .refusal = why};
+    converse(store, identity_of(env), hello, options);
+  } catch (const std::exception& e) {
+    log::debug(kWorld, "the other ranks could not be told: {}", e.what());
+  }
+}
 
 World World::from_env(const WorldOptions& asked) {
   const WorldOptions options = with_environment(asked);
   RankEnv env = read_rank_env();
   log::set_rank(env.rank, env.world_size);
-  Identity identity{.rank = env.rank,
-                    .size = env.world_size,
-                    .local_rank = env.local_rank_known ? env.local_rank : -1,
-                    .local_size = env.local_size_known ? env.local_world_size : 0,
-                    .node = env.node_known ? env.node : -1};
+  Identity identity = identity_of(env);
   const detail::DeviceChoice choice = detail::choose_device(identity, options);
   const bool forced =
       options.backend != "auto" || env::get("LOCKSTEP_BACKEND").value_or("auto") != "auto";
@@ -624,15 +657,9 @@ World World::from_env(const WorldOptions& asked) {
                : single(identity, options, choice.device);
     return explained(std::move(world), env, choice);
   }
-  meet(env, static_cast<int>(options.startup_timeout.count()));
-  StorePtr store = open_store(env, options.startup_timeout);
+  const StorePtr store = open_meeting(env, options);
   identity.address = address_towards(env.master_addr, env.master_port);
-  const std::string prefix =
-      fmt::format("lockstep/{}/{}/{}", env::get("TORCHELASTIC_RUN_ID").value_or("none"),
-                  env.attempt, worlds_made++);
-  return explained(
-      connect_as(c10::make_intrusive<c10d::PrefixStore>(prefix, store), identity, options, choice),
-      env, choice);
+  return explained(connect_as(store, identity, options, choice), env, choice);
 }
 
 }  // namespace lockstep

@@ -149,13 +149,36 @@ std::string local_ranks_out_of_range(const std::vector<Hello>& hellos) {
       }));
 }
 
+// Ranks that came to say that they do not take part, each reason once.
+std::string refusals(const std::vector<Hello>& hellos) {
+  Groups refusing;
+  std::map<std::string, std::set<std::string>> hosts;
+  for (const Hello& hello : hellos) {
+    if (hello.refusal.empty()) continue;
+    refusing[hello.refusal].push_back(hello.rank);
+    auto& where = hosts[hello.refusal];
+    if (where.size() < kGroupsShown) where.insert(hello.host);
+  }
+  std::vector<std::string> sentences;
+  for (const auto& [reason, ranks] : refusing) {
+    if (sentences.size() == kGroupsShown) {
+      sentences.push_back(
+          fmt::format("{} more have other reasons.", refusing.size() - kGroupsShown));
+      break;
+    }
+    sentences.push_back(fmt::format("{} on {} cannot take part: {}", name_ranks(ranks),
+                                    fmt::join(hosts[reason], ", "), reason));
+  }
+  return fmt::format("{}", fmt::join(sentences, " And "));
+}
+
 }  // namespace
 
 std::string Hello::text() const {
   return fmt::format(
       "{}", fmt::join({std::to_string(rank), std::to_string(place.local_rank),
                        std::to_string(place.local_size), std::to_string(place.node), world_size,
-                       program, options, device, debug, host, machine, gpu, address},
+                       program, options, device, debug, host, machine, gpu, address, refusal},
                       std::string_view(&kSeparator, 1)));
 }
 
@@ -163,9 +186,9 @@ Hello Hello::parse(const std::string& text) {
   Hello hello;
   std::string rank, local_rank, local_size, node;
   std::size_t begin = 0;
-  for (auto* field :
-       {&rank, &local_rank, &local_size, &node, &hello.world_size, &hello.program, &hello.options,
-        &hello.device, &hello.debug, &hello.host, &hello.machine, &hello.gpu, &hello.address}) {
+  for (auto* field : {&rank, &local_rank, &local_size, &node, &hello.world_size, &hello.program,
+                      &hello.options, &hello.device, &hello.debug, &hello.host, &hello.machine,
+                      &hello.gpu, &hello.address, &hello.refusal}) {
     const std::size_t end = std::min(text.find(kSeparator, begin), text.size());
     *field = text.substr(std::min(begin, text.size()), end - std::min(begin, text.size()));
     begin = end + 1;
@@ -206,6 +229,7 @@ bool miscounted(const std::vector<Hello>& hellos) {
 }
 
 std::string contradictions(const std::vector<Hello>& hellos, bool share_device) {
+  if (std::string refused = refusals(hellos); !refused.empty()) return refused;
   std::vector<std::string> problems{
       repeated_ranks(hellos),
       differences(hellos, &Hello::world_size, "world size",

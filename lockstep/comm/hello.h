@@ -40,13 +40,15 @@ struct Hello {
   std::string machine = {};  // equal exactly on one machine
   std::string gpu = {};      // the physical GPU; empty: none
   std::string address = {};  // where the others reach it; empty: chosen by interface
+  std::string refusal = {};  // why it came only to say that it does not take part; empty: it does
 
   std::string text() const;
   static Hello parse(const std::string& text);
 };
 
 // What is wrong, in sentences, or "". One Hello per process that came, in any order; rank 0's
-// decides what is right. `share_device`: several ranks may use one GPU.
+// decides what is right. `share_device`: several ranks may use one GPU. Where a rank refuses to
+// take part, its reason is all that is said: it has not come so far as to have the rest.
 std::string contradictions(const std::vector<Hello>& hellos, bool share_device);
 
 // Could more processes be on their way than rank 0 knows of? True when world sizes differ or two

@@ -40,13 +40,14 @@ TEST(Hello, TravelsAsText) {
   Hello hello = crew(3)[2];
   hello.place = {-1, 0, -1};
   hello.gpu = "GPU-1";
+  hello.refusal = "[config] there is no file x.\n  Relative paths begin at /.";
   const Hello back = Hello::parse(hello.text());
   EXPECT_EQ(back.rank, 2);
   EXPECT_EQ(back.place, hello.place);
   EXPECT_FALSE(back.place.known());
   for (const auto field :
        {&Hello::world_size, &Hello::program, &Hello::options, &Hello::device, &Hello::debug,
-        &Hello::host, &Hello::machine, &Hello::gpu, &Hello::address})
+        &Hello::host, &Hello::machine, &Hello::gpu, &Hello::address, &Hello::refusal})
     EXPECT_EQ(back.*field, hello.*field);
   EXPECT_EQ(Hello::parse("").rank, 0);
 }
@@ -67,6 +68,23 @@ TEST(Hello, EqualRanksFit) {
   EXPECT_EQ(problem_of(crew(1)), "");
   EXPECT_EQ(problem_of(crew(7)), "");
   EXPECT_FALSE(miscounted(crew(7)));
+}
+
+TEST(Hello, WhoRefusesIsNamedWithTheReasonAndNothingElse) {
+  auto hellos = crew(8);
+  // It has not come so far as to know its options, device or place.
+  hellos[2] = {.rank = 2, .world_size = "8", .host = "n1", .refusal = "[config] no file x."};
+  EXPECT_EQ(problem_of(hellos), "rank 2 on n1 cannot take part: [config] no file x.");
+  hellos[0].refusal = "[config] no file x.";
+  hellos[5].refusal = "[config] 2 mistakes.";
+  EXPECT_EQ(problem_of(hellos),
+            "rank 5 on n0 cannot take part: [config] 2 mistakes. And ranks 0, 2 on n0, n1 cannot "
+            "take part: [config] no file x.");
+  for (int rank = 0; rank < 8; ++rank)
+    hellos[static_cast<std::size_t>(rank)].refusal = fmt::format("reason {}.", rank);
+  EXPECT_THAT(problem_of(hellos),
+              AllOf(HasSubstr("rank 3 on n0 cannot take part: reason 3."),
+                    HasSubstr("And 4 more have other reasons."), Not(HasSubstr("reason 4."))));
 }
 
 TEST(Hello, EveryRankThatDiffersIsNamed) {

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <numeric>
@@ -10,6 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/instruction_file.h"
+#include "lockstep/data/instruction_rows.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/tokenize.h"
 #include "lockstep/io/files_for_test.h"
@@ -275,6 +277,46 @@ TEST(Instructions, ReadsAListAndLines) {
                        "input": null}])",
                   "f"),
               ElementsAre(Instruction{"q", "", "42", "true"}));
+}
+
+TEST(Instructions, TellsHowFarItIs) {
+  const std::string object =
+      R"({"instruction": "q", "output": ")" + std::string(300'000, 'a') + "\"}";
+  std::string list = "[" + object, lines = object;
+  for (int i = 1; i < 10; ++i) {
+    list += ",\n" + object;
+    lines += "\n" + object;
+  }
+  for (const std::string& text : {list + "]", lines}) {
+    std::vector<std::uint64_t> seen;
+    const auto progress = [&](std::uint64_t done, std::uint64_t total) {
+      EXPECT_EQ(total, text.size());
+      seen.push_back(done);
+    };
+    EXPECT_EQ(parse_instructions(text, "f", progress).size(), 10u);
+    // Every fourth object is past the next MiB; then the end.
+    ASSERT_EQ(seen.size(), 3u);
+    EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end()));
+    EXPECT_EQ(seen.back(), text.size());
+  }
+}
+
+TEST(Instructions, RowsNameTheirFileAndTellHowFarTheyAre) {
+  const std::vector<Instruction> items(2500, Instruction{"q", "", "a", ""});
+  std::vector<std::uint64_t> seen;
+  const InstructionRows rows(items, {}, [&](std::uint64_t done, std::uint64_t total) {
+    EXPECT_EQ(total, items.size());
+    seen.push_back(done);
+  });
+  EXPECT_EQ(rows.size(), 2500);
+  EXPECT_THAT(seen, ElementsAre(1024u, 2048u));
+  InstructionOptions options;
+  options.source = "f.json";
+  EXPECT_THAT(message_of<UsageError>([&] { InstructionRows({}, options); }),
+              StartsWith("[instructions] f.json: there are no samples. Give a file"));
+  options.max_length = 8;
+  EXPECT_THAT(message_of<UsageError>([&] { InstructionRows(items, options); }),
+              StartsWith("[instructions] f.json: of 2500 samples none has anything to learn from"));
 }
 
 TEST(Instructions, MistakesHaveAPlace) {

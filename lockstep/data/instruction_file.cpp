@@ -70,16 +70,37 @@ Instruction read_object(io::JsonReader& json, std::string_view text) {
   return item;
 }
 
-std::vector<Instruction> read_list(std::string_view text) {
+// Tells `progress` now and then, not for every object.
+class Milestones {
+ public:
+  Milestones(const ReadProgress& progress, std::size_t total)
+      : progress_(progress), total_(total) {}
+  void reach(std::size_t offset) {
+    if (!progress_ || offset < next_) return;
+    next_ = offset + kStride;
+    progress_(offset, total_);
+  }
+
+ private:
+  static constexpr std::size_t kStride = std::size_t{1} << 20;
+  const ReadProgress& progress_;
+  std::size_t total_;
+  std::size_t next_ = kStride;
+};
+
+std::vector<Instruction> read_list(std::string_view text, Milestones milestones) {
   std::vector<Instruction> items;
   io::JsonReader json(text);
   json.enter_array();
-  while (json.next_element()) items.push_back(read_object(json, text));
+  while (json.next_element()) {
+    items.push_back(read_object(json, text));
+    milestones.reach(json.offset());
+  }
   json.end();
   return items;
 }
 
-std::vector<Instruction> read_lines(std::string_view text) {
+std::vector<Instruction> read_lines(std::string_view text, Milestones milestones) {
   std::vector<Instruction> items;
   for (std::size_t begin = 0; begin < text.size();) {
     const std::size_t end = std::min(text.find('\n', begin), text.size());
@@ -94,6 +115,7 @@ std::vector<Instruction> read_lines(std::string_view text) {
       }
     }
     begin = end + 1;
+    milestones.reach(end);
   }
   return items;
 }
@@ -140,14 +162,18 @@ std::string fill(const std::string& pattern, const Instruction& item) {
 
 }  // namespace
 
-std::vector<Instruction> parse_instructions(std::string_view text, const std::string& name) {
+std::vector<Instruction> parse_instructions(std::string_view text, const std::string& name,
+                                            const ReadProgress& progress) {
   std::string_view body = text;
   if (body.starts_with("\xEF\xBB\xBF")) body.remove_prefix(3);  // a byte order mark says nothing
   const std::size_t skipped = text.size() - body.size();
   const std::size_t first = body.find_first_not_of(kSpace);
   try {
     if (first == std::string_view::npos) throw io::JsonError(body.size(), "there is nothing in it");
-    return body[first] == '[' ? read_list(body) : read_lines(body);
+    const Milestones milestones(progress, text.size());
+    auto items = body[first] == '[' ? read_list(body, milestones) : read_lines(body, milestones);
+    if (progress) progress(text.size(), text.size());
+    return items;
   } catch (const io::JsonError& error) {
     throw UsageError("instructions",
                      "{}: {}. The file must be a JSON list of objects, or one object per line, "
@@ -156,10 +182,11 @@ std::vector<Instruction> parse_instructions(std::string_view text, const std::st
   }
 }
 
-std::vector<Instruction> load_instructions(const std::string& path) {
+std::vector<Instruction> load_instructions(const std::string& path, const ReadProgress& progress) {
   const io::MappedFile file(path);
   const auto bytes = file.bytes();
-  return parse_instructions({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, path);
+  return parse_instructions({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, path,
+                            progress);
 }
 
 PromptAndResponse apply(const PromptTemplate& format, const Instruction& item) {

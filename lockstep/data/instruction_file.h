@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,10 +24,15 @@ struct Instruction {
   bool operator==(const Instruction&) const = default;
 };
 
+// How much of how much is done. Of a file in bytes: after each MiB or so, and at the end.
+using ReadProgress = std::function<void(std::uint64_t done, std::uint64_t total)>;
+
 // `name` stands for the file in messages. A text that begins with '[' is a list, any other is one
 // object per line (empty lines are skipped). "instruction" and "output" must be there.
-std::vector<Instruction> parse_instructions(std::string_view text, const std::string& name);
-std::vector<Instruction> load_instructions(const std::string& path);
+std::vector<Instruction> parse_instructions(std::string_view text, const std::string& name,
+                                            const ReadProgress& progress = {});
+std::vector<Instruction> load_instructions(const std::string& path,
+                                           const ReadProgress& progress = {});
 
 // A prompt and its answer out of texts with {instruction}, {input}, {output} and {answer}; what
 // stands before the answer is the prompt.

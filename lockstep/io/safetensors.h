@@ -69,6 +69,15 @@ struct TensorEntry {
   std::uint64_t end = 0;
 };
 
+// A tensor that a model has, before there are any bytes.
+struct TensorShape {
+  std::string name;
+  DType dtype = DType::kF32;
+  std::vector<std::int64_t> shape;
+
+  bool operator==(const TensorShape&) const = default;
+};
+
 struct SafetensorsHeader {
   std::vector<TensorEntry> tensors;  // in the order of their bytes
   Metadata metadata;

@@ -24,16 +24,9 @@
 #include <string>
 #include <vector>
 
-namespace lockstep::models {
+#include "lockstep/models/shapes.h"
 
-// The defaults are the model of 124 million parameters.
-struct GptConfig {
-  std::int64_t n_layer = 12;
-  std::int64_t n_head = 12;
-  std::int64_t n_embd = 768;
-  std::int64_t vocab_size = 50257;
-  std::int64_t n_positions = 1024;  // the longest sequence
-};
+namespace lockstep::models {
 
 // How to run a block on its input: call it (the default), or keep less and call it again in
 // backward. lockstep::checkpoint has this type.

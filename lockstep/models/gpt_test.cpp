@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "lockstep/core/error.h"
+#include "lockstep/models/mlp.h"
 
 namespace lockstep::models {
 namespace {
@@ -46,6 +47,37 @@ TEST(Gpt, HasTheNamesOfGpt2) {
   const auto parameters = gpt->named_parameters();
   EXPECT_EQ(parameters["transformer.h.0.attn.c_attn.weight"].sizes(), (at::IntArrayRef{16, 48}));
   EXPECT_EQ(parameters["transformer.h.1.mlp.c_proj.weight"].sizes(), (at::IntArrayRef{64, 16}));
+}
+
+// What a module has, as shapes.h should have said it.
+std::vector<io::TensorShape> tensors_in(const torch::nn::Module& module) {
+  std::vector<io::TensorShape> all;
+  for (const auto& item : module.named_parameters())
+    all.push_back({.name = item.key(), .shape = item.value().sizes().vec()});
+  for (const auto& item : module.named_buffers()) {
+    const bool whole = item.value().scalar_type() == at::kLong;
+    all.push_back({.name = item.key(),
+                   .dtype = whole ? io::DType::kI64 : io::DType::kF32,
+                   .shape = item.value().sizes().vec()});
+  }
+  return all;
+}
+
+TEST(Shapes, AreThoseOfTheModules) {
+  EXPECT_EQ(tensors_of(kSmall), tensors_in(*Gpt{kSmall}));
+  for (const std::int64_t layers : {0, 1, 3}) {
+    for (const bool batch_norm : {false, true}) {
+      for (const double dropout : {0.0, 0.5}) {
+        const MlpConfig config{.inputs = 5,
+                               .hidden = 7,
+                               .layers = layers,
+                               .outputs = 3,
+                               .dropout = dropout,
+                               .batch_norm = batch_norm};
+        EXPECT_EQ(tensors_of(config), tensors_in(*Mlp{config}));
+      }
+    }
+  }
 }
 
 TEST(Gpt, HasTheSizeOfGpt2) {

@@ -11,18 +11,9 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
 
-#include <cstdint>
+#include "lockstep/models/shapes.h"
 
 namespace lockstep::models {
-
-struct MlpConfig {
-  std::int64_t inputs = 20;
-  std::int64_t hidden = 64;
-  std::int64_t layers = 1;  // hidden ones
-  std::int64_t outputs = 10;
-  double dropout = 0;
-  bool batch_norm = false;
-};
 
 class MlpImpl : public torch::nn::Module {
  public:

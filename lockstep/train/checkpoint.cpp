@@ -7,7 +7,6 @@
 
 #include <cstring>
 #include <filesystem>
-#include <set>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -20,9 +19,6 @@ namespace lockstep::train {
 namespace {
 
 constexpr const char* kModelFormat = "pt";  // what transformers looks for before it loads
-
-// Room for headers, texts and the generators' states.
-constexpr std::uint64_t kSmallFiles = 64u << 10;
 
 // Dense and on the CPU. What is both already is the same memory.
 at::Tensor writable(const at::Tensor& tensor) {
@@ -148,31 +144,10 @@ void load_weights(const std::string& folder, torch::nn::Module& module) {
   const torch::NoGradGuard no_grad;
   const io::SafetensorsSet set(folder);
   const NamedTensors wanted = model_tensors(module, /*copy_buffers=*/false);
-  std::set<std::string> known;
-  std::vector<std::string> missing;
-  for (const auto& [name, tensor] : wanted) {
-    known.insert(name);
-    const auto found = set.find(name);
-    if (found.entry == nullptr) {
-      missing.push_back(name);
-    } else if (at::IntArrayRef(found.entry->shape) != tensor.sizes()) {
-      throw UsageError("checkpoint",
-                       "{}: '{}' is [{}] and the model's is [{}]. The checkpoint belongs to "
-                       "another model; compare `model` in its training_args.json.",
-                       folder, name, fmt::join(found.entry->shape, ", "),
-                       fmt::join(tensor.sizes(), ", "));
-    }
-  }
-  std::vector<std::string> unknown;
-  for (const std::string& name : set.names())
-    if (!known.contains(name)) unknown.push_back(name);
-  if (!missing.empty() || !unknown.empty()) {
-    throw UsageError("checkpoint",
-                     "{} does not fit the model: {} of its tensors are missing ({}), {} are not "
-                     "the model's ({}). It belongs to another model.",
-                     folder, missing.size(), fmt::join(missing, ", "), unknown.size(),
-                     fmt::join(unknown, ", "));
-  }
+  std::vector<io::TensorShape> shapes;
+  for (const auto& [name, tensor] : wanted)
+    shapes.push_back({.name = name, .shape = tensor.sizes().vec()});
+  check_weights(folder, set, shapes);
   for (const auto& [name, tensor] : wanted) {
     at::Tensor target = tensor;
     target.copy_(io::tensor_of(set.at(name)));

@@ -5,10 +5,13 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <set>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
 #include "lockstep/core/spelling.h"
+#include "lockstep/io/file.h"
 
 namespace lockstep::train {
 
@@ -56,6 +59,56 @@ void check_resume(const std::string& wish) {
       "is auto (go on from the newest whole checkpoint in output_dir), never (start "
       "anew) or the folder of a checkpoint.",
       wish, did_you_mean(wish, std::vector<std::string>{"auto", "never"}));
+}
+
+void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
+                   const std::vector<io::TensorShape>& model) {
+  std::set<std::string> known;
+  std::vector<std::string> missing;
+  for (const io::TensorShape& tensor : model) {
+    known.insert(tensor.name);
+    const auto found = weights.find(tensor.name);
+    if (found.entry == nullptr) {
+      missing.push_back(tensor.name);
+    } else if (found.entry->shape != tensor.shape) {
+      throw UsageError("checkpoint",
+                       "{}: '{}' is [{}] and the model's is [{}]. The checkpoint belongs to "
+                       "another model; compare `model` in its training_args.json.",
+                       folder, tensor.name, fmt::join(found.entry->shape, ", "),
+                       fmt::join(tensor.shape, ", "));
+    }
+  }
+  std::vector<std::string> unknown;
+  for (const std::string& name : weights.names())
+    if (!known.contains(name)) unknown.push_back(name);
+  if (missing.empty() && unknown.empty()) return;
+  throw UsageError("checkpoint",
+                   "{} does not fit the model: {} of its tensors are missing ({}), {} are not "
+                   "the model's ({}). It belongs to another model.",
+                   folder, missing.size(), fmt::join(missing, ", "), unknown.size(),
+                   fmt::join(unknown, ", "));
+}
+
+void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, bool two) {
+  const bool by_plan = arguments.save_strategy != Interval::kNo;
+  if (!by_plan && !arguments.enable_jit_checkpoint) return;
+  const bool adam = !arguments.save_only_model && arguments.optim != "sgd";  // keeps two of each
+  const std::uint64_t one = (adam ? 3 : 1) * model_bytes + kSmallFiles;
+  const std::uint64_t free = io::free_space(arguments.output_dir);
+  if (free >= (two ? 2 * one : one)) return;
+  const std::string found =
+      fmt::format("{} has room for {} and one checkpoint takes about {}", arguments.output_dir,
+                  io::size_text(free), io::size_text(one));
+  if (!by_plan) {
+    log::warning("trainer", "{}: a stop signal will not be able to save. Free some space.", found);
+    return;
+  }
+  throw UsageError("trainer",
+                   "{}{}. Free some space, choose another output_dir, or set save_strategy: no.",
+                   found,
+                   two ? "; two stand side by side until the older one is deleted "
+                         "(save_total_limit)"
+                       : "");
 }
 
 }  // namespace lockstep::train

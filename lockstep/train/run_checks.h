@@ -1,5 +1,6 @@
 // What a run needs beyond arguments that agree with each other: data to evaluate on, a metric that
-// is measured, a device for its precision, a folder to go on from.
+// is measured, a device for its precision, a folder to go on from, weights that are the model's,
+// room for a checkpoint.
 //
 // The one hard idea: two ask the same question. The Trainer asks when it begins, `lockstep config
 // check` before that and without torch; one function answers both, so that what passes the check is
@@ -11,9 +12,11 @@
 // Functions without state that throw UsageError; call from any thread.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "lockstep/io/safetensors_set.h"
 #include "lockstep/train/arguments.h"
 
 namespace lockstep::train {
@@ -32,5 +35,18 @@ void check_precision(const TrainingArguments& arguments, bool on_cpu);
 
 // That resume_from_checkpoint is auto, never or a folder that is there; not what is in it.
 void check_resume(const std::string& wish);
+
+// That the weights of `folder` are those of a model with these tensors: every one is there, in its
+// shape, and nothing else. Looks at names and shapes alone.
+void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
+                   const std::vector<io::TensorShape>& model);
+
+// Headers, texts and the generators' states of a checkpoint.
+inline constexpr std::uint64_t kSmallFiles = 64u << 10;
+
+// That output_dir's disk has room for what is to be saved of a model of so many bytes: found now
+// and not after hours. `two`: the older checkpoint is deleted after the new one is durable. What
+// only a stop signal would save is no reason to refuse, and warned of.
+void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, bool two);
 
 }  // namespace lockstep::train

@@ -16,6 +16,7 @@
 #include "lockstep/optim/determinism.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/train/effective_batch.h"
+#include "lockstep/train/run_checks.h"
 #include "lockstep/train/trainer_impl.h"
 
 namespace lockstep::train {
@@ -206,42 +207,20 @@ void TrainerImpl::make_outputs(const std::string& checkpoint) {
             plan_.steps_per_epoch);
 }
 
-// A disk that cannot hold what is to be saved is found now and not after hours. Older checkpoints
-// are deleted after the new one is durable, so with a limit two stand side by side; without one
-// nobody can say how many.
+// Older checkpoints are deleted after the new one is durable, so with a limit two stand side by
+// side; without one nobody can say how many.
 void TrainerImpl::check_disk() {
-  const bool by_plan = arguments_.save_strategy != Interval::kNo;
-  if (!by_plan && !arguments_.enable_jit_checkpoint) return;
-  CheckpointContents what;
-  what.model = model_tensors(*task_.module, /*copy_buffers=*/false);
-  if (!arguments_.save_only_model && arguments_.optim != "sgd") {
-    for (const auto& [name, tensor] : what.model) {  // Adam keeps two of each
-      what.optimizer[name + ".exp_avg"] = tensor;
-      what.optimizer[name + ".exp_avg_sq"] = tensor;
-    }
-  }
+  std::uint64_t bytes = 0;
+  for (const auto& [name, tensor] : model_tensors(*task_.module, /*copy_buffers=*/false))
+    bytes += tensor.nbytes();
   const bool only_last =
       arguments_.save_strategy == Interval::kSteps
           ? state.global_step + plan_.save_steps >= plan_.max_steps
           : arguments_.save_strategy == Interval::kEpoch && plan_.num_train_epochs - epoch_ <= 1;
   const bool has_one = durable_step_ >= 0;  // and it goes when there are two more
-  const bool two = by_plan && arguments_.save_total_limit && !only_last && !has_one;
-  const std::uint64_t one = checkpoint_bytes(what);
-  const std::uint64_t free = io::free_space(arguments_.output_dir);
-  if (free >= (two ? 2 * one : one)) return;
-  const std::string found =
-      fmt::format("{} has room for {} and one checkpoint takes about {}", arguments_.output_dir,
-                  io::size_text(free), io::size_text(one));
-  if (!by_plan) {
-    log::warning("trainer", "{}: a stop signal will not be able to save. Free some space.", found);
-    return;
-  }
-  throw UsageError("trainer",
-                   "{}{}. Free some space, choose another output_dir, or set save_strategy: no.",
-                   found,
-                   two ? "; two stand side by side until the older one is deleted "
-                         "(save_total_limit)"
-                       : "");
+  check_room(arguments_, bytes,
+             arguments_.save_strategy != Interval::kNo && arguments_.save_total_limit &&
+                 !only_last && !has_one);
 }
 
 // ---------------------------------------------------------------- auto_find_batch_size

@@ -4,9 +4,12 @@ The hosts are two launchers on this machine; each has a folder of its own, which
 directory, so that the same output_dir is another place.
 """
 
+import json
+import re
 import shutil
 import socket
 import subprocess
+import time
 import unittest
 
 from train_case import BOUND_S, LOCKSTEP, TrainCase, checkpoints, environment
@@ -81,6 +84,90 @@ class Hosts(TrainCase):
         shutil.rmtree(self.hosts[0] / "out" / "checkpoint-5")
         text = self.train_both("--max_steps", 5, "--resume", "auto")[0]
         self.assertIn("out holds none that is whole on every host: a new run", text)
+
+
+# Far below the 300 s that ranks wait for one that does not come, and far above the few that a
+# loaded machine takes to start three of them.
+SOON_S = 60
+
+INSTRUCTIONS = """
+model: {name: gpt, n_layer: 1, n_head: 1, n_embd: 8}
+data: {name: instructions, path: train.jsonl}
+max_seq_len: 64
+max_steps: 2
+disable_tqdm: true
+use_cpu: true
+"""
+
+
+class ByHand(TrainCase):
+    """Ranks without a launcher that would end the others: each host has files of its own."""
+
+    def setUp(self):
+        super().setUp()
+        self.hosts = [self.place / f"host{rank}" for rank in range(3)]
+        for host in self.hosts:
+            host.mkdir()
+            (host / "train.yaml").write_text(INSTRUCTIONS)
+            (host / "train.jsonl").write_text(
+                "".join(json.dumps({"instruction": "say", "output": "yes"}) + "\n"
+                        for _ in range(12)))
+
+    def ended(self, *flags):
+        """What each rank has written, and its exit code."""
+        port, processes = free_port(), []
+        began = time.monotonic()
+        for rank, host in enumerate(self.hosts):
+            log = open(self.place / f"log{rank}", "w+", encoding="utf-8")  # pylint: disable=R1732
+            self.addCleanup(log.close)
+            process = subprocess.Popen(  # pylint: disable=R1732
+                [LOCKSTEP, "train", "train.yaml", "--output_dir", self.place / "out", *flags],
+                cwd=host, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env=environment(RANK=str(rank), WORLD_SIZE=str(len(self.hosts)),
+                                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)))
+            self.addCleanup(process.wait)
+            self.addCleanup(process.kill)
+            processes.append((log, process))
+        ends = []
+        for log, process in processes:
+            try:
+                process.wait(max(0.1, SOON_S - (time.monotonic() - began)))
+            except subprocess.TimeoutExpired:
+                self.fail("a rank waits: " + Hosts.read(log))
+            ends.append((process.returncode, Hosts.read(log)))
+        return ends
+
+    def refused(self, rank, words, *flags):
+        for code, text in self.ended(*flags):
+            self.assertEqual(code, 2, text)
+            self.assertRegex(text, rf"rank {rank} on {re.escape(socket.gethostname())}[ :]")
+            self.assertRegex(text, words)
+        self.assertFalse((self.place / "out").exists())
+
+    def test_a_file_that_one_rank_does_not_have_ends_all_of_them(self):
+        for rank in (0, 2):
+            with self.subTest(rank):
+                self.hosts[rank].joinpath("train.jsonl").rename(self.place / "away")
+                self.refused(rank, "there is no file train.jsonl. Relative paths begin at "
+                             + re.escape(str(self.hosts[rank])))
+                (self.place / "away").rename(self.hosts[rank] / "train.jsonl")
+
+    def test_a_file_that_is_torn_on_one_rank_ends_all_of_them(self):
+        """It is found when the ranks have met."""
+        self.hosts.pop()
+        self.hosts[1].joinpath("train.jsonl").write_text('{"instruction": "say", "outp')
+        self.refused(1, r"train\.jsonl:1:\d+: .*The file must be a JSON list of objects")
+
+    def test_a_configuration_that_one_rank_cannot_read_ends_all_of_them(self):
+        self.hosts.pop()
+        self.hosts[1].joinpath("train.yaml").unlink()
+        self.refused(1, r"train\.yaml cannot be read")
+
+    def test_a_mistake_that_all_have_needs_no_waiting(self):
+        self.hosts.pop()
+        for code, text in self.ended("--max_seq_len", "1"):
+            self.assertEqual(code, 2, text)
+            self.assertIn("max_seq_len is 1, and instructions need 2 or more", text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+// How far a reading is, with a clock that stands still until it is told.
+#include "cli/reading_progress.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+
+namespace lockstep::cli {
+namespace {
+
+struct Said {
+  std::FILE* file = std::tmpfile();
+  ~Said() { std::fclose(file); }
+  std::string text() const {
+    std::array<char, 1000> bytes{};
+    std::rewind(file);
+    return {bytes.data(), std::fread(bytes.data(), 1, bytes.size(), file)};
+  }
+};
+
+TEST(ReadingProgress, IsSilentForTwoSeconds) {
+  const Said said;
+  auto now = ReadingProgress::Clock::time_point{};
+  ReadingProgress progress("a.json", said.file, [&] { return now; });
+  progress(1, 100);
+  now += std::chrono::milliseconds(1900);
+  progress(50, 100);
+  progress(100, 100);
+  EXPECT_EQ(said.text(), "");
+}
+
+TEST(ReadingProgress, ThenTellsNowAndThenAndTheEnd) {
+  const Said said;
+  auto now = ReadingProgress::Clock::time_point{};
+  ReadingProgress progress("a.json", said.file, [&] { return now; });
+  now += std::chrono::seconds(2);
+  progress(20, 100);
+  now += std::chrono::seconds(9);
+  progress(40, 100);
+  now += std::chrono::seconds(1);
+  progress(60, 100);
+  now += std::chrono::seconds(1);
+  progress(100, 100);
+  EXPECT_EQ(said.text(),
+            "reading a.json: 20 % after 2 s\n"
+            "reading a.json: 60 % after 12 s\n"
+            "reading a.json: 100 % after 13 s\n");
+}
+
+}  // namespace
+}  // namespace lockstep::cli

@@ -1,0 +1,52 @@
+#include "cli/task_contents.h"
+
+#include <fmt/format.h>
+
+#include <filesystem>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::cli {
+
+data::InstructionRows read_instructions(const DataConfig& data, const std::string& path,
+                                        const data::ReadProgress& progress) {
+  data::InstructionOptions options;
+  options.max_length = data.length;
+  options.length_key = "max_seq_len";
+  options.source = path;
+  options.padding = data.padding == "packed"       ? data::Padding::kPacked
+                    : data.padding == "max_length" ? data::Padding::kMaxLength
+                                                   : data::Padding::kLongest;
+  options.pad_to_multiple_of = data.pad_to_multiple_of;
+  options.train_on_prompt = data.train_on_prompt;
+  options.prompt = data.prompt;
+  if (!progress) return data::InstructionRows(data::load_instructions(path), options);
+  // Parsing is the first half of the time, about, and cutting to rows the second.
+  const auto items = data::load_instructions(
+      path, [&](std::uint64_t done, std::uint64_t total) { progress(done, 2 * total); });
+  data::InstructionRows rows(items, options, [&](std::uint64_t done, std::uint64_t total) {
+    progress(total + done, 2 * total + 1);  // not the end yet: the rest of them follows
+  });
+  progress(1, 1);
+  return rows;
+}
+
+std::string what_was_cut(const data::InstructionRows& rows) {
+  const data::InstructionCounts& counts = rows.counts();
+  if (counts.truncated == 0 && counts.dropped == 0) return {};
+  return fmt::format(
+      "{}: of {} samples {} are longer than max_seq_len {} and lose their end, {} are left out "
+      "because their prompt alone fills it.",
+      rows.options().source, counts.read, counts.truncated, rows.options().max_length,
+      counts.dropped);
+}
+
+void check_whole(const std::string& folder, io::Depth depth) {
+  if (!std::filesystem::exists(std::filesystem::path(folder) / io::kManifestName)) return;
+  auto faults = io::verify(folder, depth);
+  std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
+  if (!faults.empty())
+    throw UsageError("train", "model.weights {} is damaged: {}", folder, io::describe(faults));
+}
+
+}  // namespace lockstep::cli

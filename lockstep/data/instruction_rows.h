@@ -1,0 +1,78 @@
+// Instruction data as tokens: what is left of each sample within a length, and which samples share
+// a row. Without torch, so that `lockstep config check` finds what training would find.
+//
+// The one hard idea: a sample whose prompt alone fills a row teaches nothing and is left out; one
+// that is longer loses its end. What was lost is counted, and nothing left is an error.
+//
+//   const InstructionRows rows(load_instructions("commonsense_170k.json"), {.max_length = 512});
+//   for (const auto& sample : rows.row(0)) use(rows.tokens(sample), sample.prompt);
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/data/byte_tokenizer.h"
+#include "lockstep/data/instruction_file.h"
+
+namespace lockstep::data {
+
+enum class Padding {
+  kLongest,    // to the longest of the batch
+  kMaxLength,  // all batches alike
+  kPacked,     // several samples per row, as full as can be; rows have max_length
+};
+
+struct InstructionOptions {
+  std::int64_t max_length = 512;          // tokens of a row; longer samples lose their end
+  const char* length_key = "max_length";  // what its user calls it: for messages
+  std::string source{};                   // where the samples come from: for messages
+  Padding padding = Padding::kLongest;
+  std::int64_t pad_to_multiple_of = 1;  // with kLongest
+  bool train_on_prompt = false;
+  PromptTemplate prompt{};
+  TextEncoder encoder{};
+};
+
+struct InstructionCounts {
+  std::int64_t read = 0;
+  std::int64_t truncated = 0;  // lost some of the response
+  std::int64_t dropped = 0;    // the prompt alone fills max_length: nothing to learn
+  std::int64_t tokens = 0;     // kept, over all samples
+};
+
+// Tokenizes at construction (in parallel is the encoder's affair); then read-only for any thread.
+class InstructionRows {
+ public:
+  struct Sample {
+    std::int64_t begin;   // of its tokens among all
+    std::int64_t prompt;  // tokens of the prompt, the first of the sample
+    std::int64_t length;
+  };
+
+  // UsageError when nothing is left to learn from, or for a max_length below 2. `progress` counts
+  // items, now and then.
+  explicit InstructionRows(const std::vector<Instruction>& items, InstructionOptions options = {},
+                           const ReadProgress& progress = {});
+
+  std::int64_t size() const;                          // samples, or rows when packed
+  std::vector<Sample> row(std::int64_t index) const;  // one sample, or several when packed
+  std::span<const std::int32_t> tokens(const Sample& sample) const;
+  std::vector<std::int64_t> lengths() const;  // of a model's input, per row
+
+  const InstructionOptions& options() const { return options_; }
+  const InstructionCounts& counts() const { return counts_; }
+
+ private:
+  void add(const Instruction& item);
+  void pack();
+
+  InstructionOptions options_;
+  InstructionCounts counts_;
+  Tokens tokens_;
+  std::vector<Sample> samples_;
+  std::vector<std::vector<std::int64_t>> rows_;  // when packed: samples of each row
+};
+
+}  // namespace lockstep::data
