@@ -223,6 +223,10 @@ TEST(Replicas, WhatOneRankCannotWrapNoneWraps) {
                 refused("ignored_parameters names 'c', which the model does not have"));
     EXPECT_THAT(wrap([](DdpOptions& o) { o.static_graph = o.find_unused_parameters = true; }),
                 refused("static_graph and find_unused_parameters are both set"));
+    const std::string long_name(5000, 'c');
+    const std::string cut = wrap([&](DdpOptions& o) { o.sparse_parameters = {long_name}; });
+    EXPECT_THAT(cut, refused("sparse_parameters names 'cccc"));
+    EXPECT_THAT(cut, ::testing::EndsWith(odd ? "named_parameters()." : "ccc..."));
     const auto net = std::make_shared<Pair>();
     EXPECT_THAT(message_of<UsageError>([&] {
                   Reducer reducer{{{"w", odd ? at::Tensor() : net->a->weight}}, {}, world};
