@@ -127,7 +127,7 @@ void ShardedImpl::agree_on_making(const std::exception_ptr& refusal) {
     text += fmt::format("{}{} = {}\n", name, of_group(group), number);
   });
   for (const auto& member : members_)
-    text += fmt::format("'{}' in group {}\n", member.name, member.group);
+    text += fmt::format("{} in group {}\n", member.name, member.group);
   const Check check{.component = kComponent, .what = "to make the optimizer", .refusal = refusal};
   const auto other = find_other_line(world_, check, text);
   if (!other) return;
