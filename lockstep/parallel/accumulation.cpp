@@ -5,12 +5,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <string>
 #include <unordered_set>
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/parallel/replicas.h"
 
 namespace lockstep {
 namespace {
@@ -57,6 +59,31 @@ class FiniteBackward {
  private:
   std::vector<std::pair<std::shared_ptr<Node>, std::uintptr_t>> hooks_;
 };
+
+void check_options(const AccumulationOptions& options) {
+  if (options.steps < 1)
+    throw UsageError(kWho, "steps = {} is no window. Use 1 for a step after each backward.",
+                     options.steps);
+  if (!(options.expected_count >= 0))
+    throw UsageError(kWho, "expected_count = {} is no count. Use 0 to take the first one.",
+                     options.expected_count);
+}
+
+// Ranks with windows of their own would wait for each other, or weigh by different numbers.
+void agree_on(const AccumulationOptions& options, World& world, const std::exception_ptr& refusal) {
+  constexpr const char* kWeights[] = {"kCounts", "kBatches", "kOwnCounts"};
+  std::string text = fmt::format("steps: {}\nweights: {}\n", options.steps,
+                                 kWeights[static_cast<std::size_t>(options.weights)]);
+  if (options.weights == WindowWeights::kCounts)
+    text += fmt::format("expected_count: {}\n", options.expected_count);
+  const auto other = parallel::find_other_line(
+      world, {.component = kWho, .what = "these options", .refusal = refusal}, text);
+  if (!other) return;
+  throw UsageError(kWho,
+                   "rank {} has '{}', but rank 0 has '{}'. Windows begin and end together. Give "
+                   "every rank the same options.",
+                   other->rank, other->here, other->first);
+}
 
 }  // namespace
 
@@ -198,18 +225,16 @@ struct Accumulation::Impl {
 Accumulation::Accumulation(std::shared_ptr<Reducer> reducer, std::vector<at::Tensor> parameters,
                            AccumulationOptions options)
     : impl_(std::make_unique<Impl>()) {
-  if (options.steps < 1)
-    throw UsageError(kWho, "steps = {} is no window. Use 1 for a step after each backward.",
-                     options.steps);
-  if (!(options.expected_count >= 0))
-    throw UsageError(kWho, "expected_count = {} is no count. Use 0 to take the first one.",
-                     options.expected_count);
   std::unordered_set<at::TensorImpl*> seen;
   for (auto& parameter : parameters)
     if (seen.insert(parameter.unsafeGetTensorImpl()).second)
       impl_->parameters.push_back(std::move(parameter));
-  if (impl_->parameters.empty())
-    throw UsageError(kWho, "there are no parameters to accumulate for. Pass model.parameters().");
+  agree_on(options, reducer->world(), parallel::refusal_of([&] {
+             check_options(options);
+             if (!impl_->parameters.empty()) return;
+             throw UsageError(
+                 kWho, "there are no parameters to accumulate for. Pass model.parameters().");
+           }));
   impl_->reducer = std::move(reducer);
   impl_->options = options;
   impl_->expected = options.expected_count;

@@ -23,8 +23,9 @@
 // know the number also in the micro-batches of a window, but not in the number of windows; so this
 // is not for the inside of join().
 //
-// Works on a model with ShardedOptimizer too. Holds the model's reducer. One thread at a time;
-// begin_epoch() and the backward that ends a window communicate, on all ranks alike.
+// Works on a model with ShardedOptimizer too. Holds the model's reducer. One thread at a time; the
+// constructor, begin_epoch() and the backward that ends a window communicate, on all ranks alike.
+// Options that differ, or that one rank cannot take, are a UsageError on all.
 #pragma once
 
 #include <ATen/core/Tensor.h>

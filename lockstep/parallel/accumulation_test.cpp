@@ -437,6 +437,28 @@ TEST(Accumulation, RefusesWhatItCannotWeigh) {
   });
 }
 
+TEST(Accumulation, OptionsOfOneRankAloneAreRefusedByAll) {
+  run_threads(3, [](World& world) {
+    DistributedDataParallel model{make_net(), world};
+    const auto make = [&](AccumulationOptions odd) {
+      return message_of<UsageError>(
+          [&] { Accumulation{model, world.rank() == 1 ? odd : AccumulationOptions{.steps = 2}}; });
+    };
+    EXPECT_THAT(make({.steps = 0}),
+                HasSubstr(world.rank() == 1 ? "[Accumulation] steps = 0 is no window"
+                                            : "[Accumulation] rank 1 refused these options. Its "
+                                              "words: [Accumulation] steps = 0 is no window"));
+    EXPECT_THAT(make({.steps = 3}), HasSubstr("rank 1 has 'steps: 3', but rank 0 has 'steps: 2'"));
+    EXPECT_THAT(make({.steps = 2, .weights = WindowWeights::kBatches}),
+                HasSubstr("rank 1 has 'weights: kBatches', but rank 0 has 'weights: kCounts'"));
+    EXPECT_THAT(make({.steps = 2, .expected_count = 8}),
+                HasSubstr("rank 1 has 'expected_count: 8', but rank 0 has 'expected_count: 0'"));
+    // Of a rank's own counts, only it needs to know.
+    Accumulation{model,
+                 {.weights = WindowWeights::kOwnCounts, .expected_count = 1.0 + world.rank()}};
+  });
+}
+
 // ---------------------------------------------------------------- checkpoint_sequential
 
 struct Tower : torch::nn::Module {

@@ -27,6 +27,7 @@ DeferredGradients ReducerImpl::defer(DeferredOwner owner) {
                        "the embedding dense, or use a replicated optimizer.",
                        p.name);
   }
+  check_forms("the model was wrapped");
   if (passive_) {
     // A world of one has no buckets yet; the optimizer's pass needs them all the same.
     passive_ = false;
@@ -73,6 +74,10 @@ void ReducerImpl::end_deferred_step() {
 }
 
 void ReducerImpl::check_unchanged() const {
+  check_forms("the optimizer was made");
+}
+
+void ReducerImpl::check_forms(const char* since) const {
   for (const auto& p : parameters_) {
     const Form now = form_of(p);
     if (now == p.form) continue;
@@ -82,9 +87,9 @@ void ReducerImpl::check_unchanged() const {
     if (now.requires_grad != p.form.requires_grad)
       change = now.requires_grad ? "unfrozen" : "frozen";
     throw UsageError("ShardedOptimizer",
-                     "parameter '{}' was {} after the optimizer was made. Change the model first, "
-                     "then wrap it and make the optimizer anew.",
-                     p.name, change);
+                     "parameter '{}' was {} after {}. Change the model first, then wrap it and "
+                     "make the optimizer anew.",
+                     p.name, change, since);
   }
 }
 

@@ -62,8 +62,14 @@ void check_names_exist(const std::vector<std::string>& names, const char* option
 
 ReducerImpl::ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers,
                          World world, DdpOptions options)
-    : world_(std::move(world)), options_(std::move(options)), limits_(limits_of(options_)) {
+    : world_(std::move(world)), options_(std::move(options)) {
   passive_ = world_.size() == 1 && !options_.force_reducer;
+  // The others are on their way to start() and would wait there for a rank that has thrown here.
+  refusal_ = refusal_of([&] { take(std::move(parameters), std::move(buffers)); });
+}
+
+void ReducerImpl::take(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers) {
+  limits_ = limits_of(options_);
   check_names_exist(options_.ignored_parameters, "ignored_parameters", parameters, buffers);
   check_names_exist(options_.sparse_parameters, "sparse_parameters", parameters, buffers);
   if (options_.static_graph && options_.find_unused_parameters)
@@ -75,10 +81,16 @@ ReducerImpl::ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedT
     const bool tied = std::any_of(parameters_.begin(), parameters_.end(),
                                   [&](const Parameter& p) { return p.tensor.is_same(tensor); });
     if (tied) continue;  // one tensor under two names has one gradient
+    if (!tensor.defined())
+      throw UsageError("reducer",
+                       "parameter '{}' is an undefined tensor. Give it a value before wrapping the "
+                       "model, or name it in ignored_parameters.",
+                       name);
     Parameter parameter;
     parameter.name = std::move(name);
     parameter.tensor = std::move(tensor);
     parameter.sparse = contains(options_.sparse_parameters, parameter.name);
+    parameter.form = form_of(parameter);
     parameters_.push_back(std::move(parameter));
   }
   for (auto& buffer : buffers)
@@ -91,7 +103,7 @@ ReducerImpl::~ReducerImpl() {
 }
 
 void ReducerImpl::start() {
-  for (auto& parameter : parameters_) parameter.form = form_of(parameter);
+  if (passive_ && refusal_) std::rethrow_exception(refusal_);
   if (passive_) return;
   const bool any = std::any_of(parameters_.begin(), parameters_.end(),
                                [](const Parameter& p) { return p.form.requires_grad; });
@@ -330,7 +342,8 @@ void ReducerImpl::start_pass() {
                       {.rank = world_.rank()});
     close_pass();
   }
-  if (owner_.on_backward) owner_.on_backward();
+  // A pass that would not have synchronised is one of several before a step.
+  if (owner_.on_backward && no_sync_depth_ == 0) owner_.on_backward();
   sync_ = no_sync_depth_ == 0 && !deferred_;
   pass_start_ = Clock::now();
   if (sync_ && joining_) exchange_active(true);

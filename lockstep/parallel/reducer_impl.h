@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -58,6 +59,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   enum class Phase { kIdle, kRunning, kInterrupted };
 
   // reducer.cpp
+  void take(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers);
   Form form_of(const Parameter& parameter) const;
   void choose_overlap();
   void plan(const std::vector<std::size_t>& order);
@@ -105,6 +107,9 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   at::Tensor counted_vote();
   void refuse_change_of_another();
 
+  // deferred.cpp
+  void check_forms(const char* since) const;
+
   // join.cpp
   std::vector<int> exchange_active(bool active);
   double divisor() const;
@@ -112,14 +117,16 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
 
   // replicas.cpp
   void check_same_model();
+  std::string describe() const;
   void broadcast_model(int root);
   std::vector<at::Tensor> buffer_tensors() const;
 
   World world_;
   DdpOptions options_;
-  bool passive_ = false;   // a world of one: nothing to reduce
-  bool deferred_ = false;  // a ShardedOptimizer reduces, in its step
-  DeferredOwner owner_;    // that optimizer
+  std::exception_ptr refusal_;  // of what was given; told when all ranks are there
+  bool passive_ = false;        // a world of one: nothing to reduce
+  bool deferred_ = false;       // a ShardedOptimizer reduces, in its step
+  DeferredOwner owner_;         // that optimizer
   std::vector<Parameter> parameters_;
   std::vector<NamedTensor> buffers_;
   BucketLimits limits_;

@@ -15,6 +15,7 @@ namespace lockstep::parallel {
 namespace {
 
 constexpr std::int64_t kMessageBytes = 64 << 20;
+constexpr std::size_t kWordBytes = 4096;  // of a refusal, with its end
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t word) {
   hash ^= word * 0x9e3779b97f4a7c15ull;
@@ -60,22 +61,67 @@ std::string show_ranks(const std::vector<int>& ranks) {
   return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
 }
 
-void refuse_together(World& world, const Check& check) {
+// Of one size on all ranks, so that nobody has to wait for the others' to send its own.
+Words tell_words(World& world, const std::exception_ptr& refusal) {
   std::string words;
   try {
-    if (check.refusal) std::rethrow_exception(check.refusal);
+    if (refusal) std::rethrow_exception(refusal);
   } catch (const std::exception& e) {
     words = e.what();
   }
-  const auto all = world.all_gather(words);
+  constexpr const char* kCut = "...";
+  if (words.size() >= kWordBytes)
+    words.replace(kWordBytes - 1 - std::strlen(kCut), std::string::npos, kCut);
+  const at::Tensor mine = at::zeros({static_cast<std::int64_t>(kWordBytes)}, at::kByte);
+  std::memcpy(mine.mutable_data_ptr(), words.data(), words.size());
+  Words told{at::zeros({world.size(), mine.numel()}, at::kByte), {}};
+  told.work = world.all_gather(told.all, mine);
+  return told;
+}
+
+void refuse_with(const Check& check, Words words) {
+  words.work.wait();
   if (check.refusal) std::rethrow_exception(check.refusal);
   std::vector<int> ranks;
-  for (std::size_t rank = 0; rank < all.size(); ++rank)
-    if (!all[rank].empty()) ranks.push_back(static_cast<int>(rank));
+  for (std::int64_t rank = 0; rank < words.all.size(0); ++rank)
+    if (words.all[rank][0].item<int>() != 0) ranks.push_back(static_cast<int>(rank));
   LOCKSTEP_ASSERT(!ranks.empty());
   throw UsageError(check.component, "{} refused {}. {}: {}", show_ranks(ranks), check.what,
                    ranks.size() == 1 ? "Its words" : fmt::format("The words of rank {}", ranks[0]),
-                   all[static_cast<std::size_t>(ranks[0])]);
+                   static_cast<const char*>(words.all[ranks[0]].const_data_ptr()));
+}
+
+void refuse_together(World& world, const Check& check) {
+  refuse_with(check, tell_words(world, check.refusal));
+}
+
+std::optional<OtherLine> find_other_line(World& world, const Check& check,
+                                         const std::string& text) {
+  const std::uint64_t hash = fingerprint(text.data(), text.size());
+  at::Tensor mine = at::empty({2}, at::kLong);
+  mine.mutable_data_ptr<std::int64_t>()[0] = check.refusal ? 1 : 0;
+  mine.mutable_data_ptr<std::int64_t>()[1] = static_cast<std::int64_t>(hash);
+  const auto all = world.all_gather(mine);
+  bool same = true;
+  for (const at::Tensor& each : all) {
+    const auto* told = each.const_data_ptr<std::int64_t>();
+    if (told[0] != 0) refuse_together(world, check);
+    // Ranks that see two different ones take the same way, whichever is theirs.
+    same &= told[1] == all[0].const_data_ptr<std::int64_t>()[1];
+  }
+  if (same) return std::nullopt;
+  const auto texts = world.all_gather(text);
+  const auto first = lines_of(texts[0]);
+  for (std::size_t rank = 1; rank < texts.size(); ++rank) {
+    const auto other = lines_of(texts[rank]);
+    for (std::size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
+      const std::string a = i < first.size() ? first[i] : "";
+      const std::string b = i < other.size() ? other[i] : "";
+      if (a != b) return OtherLine{static_cast<int>(rank), b, a};
+    }
+  }
+  LOCKSTEP_ASSERT(false && "texts differ in fingerprint only");
+  return std::nullopt;
 }
 
 std::optional<Difference> find_difference(World& world, const Check& check, const Prints& prints) {
@@ -145,48 +191,62 @@ void ReducerImpl::broadcast_model(int root) {
   broadcast_coalesced(world_, tensors, root);
 }
 
+namespace {
+
+// How a parameter's elements follow each other, where not row by row: its gradient lies in the
+// bucket likewise.
+std::string show_strides(const at::Tensor& tensor) {
+  if (tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense()) return "";
+  std::vector<std::string> strides;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i)  // one element has no next one
+    strides.push_back(tensor.size(i) == 1 ? "-" : std::to_string(tensor.stride(i)));
+  return fmt::format(", strides [{}]", fmt::join(strides, ", "));
+}
+
+}  // namespace
+
 // Ranks that wrapped different models would mix up gradients or hang; say which parameter differs.
 void ReducerImpl::check_same_model() {
+  const Check check{.component = "reducer", .what = "to wrap the model", .refusal = refusal_};
+  const auto other = find_other_line(world_, check, refusal_ ? "" : describe());
+  if (!other) return;
+  const auto show = [](const std::string& line) {
+    return line.empty() ? "(no such parameter)" : line;
+  };
+  throw UsageError("reducer",
+                   "the models differ between ranks: rank 0 has '{}', rank {} has '{}'. Build the "
+                   "same model with the same options on every rank, and change it on all alike.",
+                   show(other->first), other->rank, show(other->here));
+}
+
+// A line for everything that decides which collectives follow, and what lies where in them.
+std::string ReducerImpl::describe() const {
   std::string text;
   for (const auto& p : parameters_) {
     const Form form = form_of(p);
-    text += fmt::format("{}: shape [{}], {} on {}, requires_grad={}{}\n", p.name,
+    text += fmt::format("{}: shape [{}], {} on {}, requires_grad={}{}{}{}\n", p.name,
                         fmt::join(form.sizes, ", "), c10::toString(form.dtype),
                         c10::DeviceTypeName(form.device.type(), /*lower_case=*/true),
-                        form.requires_grad, form == p.form ? "" : ", changed after wrapping");
+                        form.requires_grad, show_strides(p.tensor), p.sparse ? ", sparse" : "",
+                        form == p.form ? "" : ", changed after wrapping");
   }
   for (const auto& b : buffers_)
     text += fmt::format(
         "{}: buffer, {}, shape [{}]\n", b.name, c10::toString(b.tensor.scalar_type()),
         b.tensor.defined() ? fmt::format("{}", fmt::join(b.tensor.sizes(), ", ")) : "none");
-  // What decides which collectives follow must be equal, too.
-  text += fmt::format(
-      "options: bucket_cap_mb={}, find_unused_parameters={}, static_graph={}, "
-      "broadcast_buffers={}, init_sync={}, overlap={}\n",
-      options_.bucket_cap_mb.value_or(0), options_.find_unused_parameters, options_.static_graph,
-      options_.broadcast_buffers, options_.init_sync,
-      options_.overlap ? fmt::format("{}", *options_.overlap) : "unset");
-  const std::uint64_t hash = fingerprint(text.data(), text.size());
-  bool same = true;
-  for (const auto& other : world_.all_gather(fmt::format("{:016x}", hash)))
-    same &= other == fmt::format("{:016x}", hash);
-  // Every rank must take the same way from here on.
-  if (world_.all(same)) return;
-  const auto texts = world_.all_gather(text);
-  const auto first = lines_of(texts[0]);
-  for (int rank = 1; rank < world_.size(); ++rank) {
-    const auto other = lines_of(texts[static_cast<std::size_t>(rank)]);
-    for (std::size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
-      const std::string a = i < first.size() ? first[i] : "(no such parameter)";
-      const std::string b = i < other.size() ? other[i] : "(no such parameter)";
-      if (a == b) continue;
-      throw UsageError("reducer",
-                       "the models differ between ranks: rank 0 has '{}', rank {} has "
-                       "'{}'. Build the same model on every rank, and change it on all alike.",
-                       a, rank, b);
-    }
-  }
-  LOCKSTEP_ASSERT(false && "models differ in fingerprint only");
+  const auto option = [&](const char* name, const auto& value) {
+    text += fmt::format("option {}: {}\n", name, value);
+  };
+  const auto shown = [](const auto& optional) {
+    return optional ? fmt::format("{}", *optional) : "unset";
+  };
+  option("bucket_cap_mb", shown(options_.bucket_cap_mb));
+  option("find_unused_parameters", options_.find_unused_parameters);
+  option("static_graph", options_.static_graph);
+  option("broadcast_buffers", options_.broadcast_buffers);
+  option("init_sync", options_.init_sync);
+  option("overlap", shown(options_.overlap));
+  return text;
 }
 
 void ReducerImpl::verify_replicas() {

@@ -44,9 +44,27 @@ std::exception_ptr refusal_of(const Body& body) {
   return nullptr;
 }
 
-// Where some rank is known to refuse: throws its own refusal on a rank that has one, and UsageError
-// with the words of those that do on the others. Collective.
+// What ranks refuse, on its way to the others.
+struct Words {
+  at::Tensor all;  // a row per rank
+  Work work;
+};
+// Waits for nobody. Collective, and what the others call is refuse_together().
+Words tell_words(World& world, const std::exception_ptr& refusal);
+// Throws its own refusal on a rank that has one, and UsageError with the words of those that do on
+// the others.
+[[noreturn]] void refuse_with(const Check& check, Words words);
+// Both; where some rank is known to refuse. Collective.
 [[noreturn]] void refuse_together(World& world, const Check& check);
+
+// What must be alike, line by line: the first line that a rank has otherwise than rank 0; nothing
+// when all are equal. Where a rank refuses, all do. Collective: one small exchange while all is
+// well.
+struct OtherLine {
+  int rank = 0;
+  std::string here, first;  // on that rank and on rank 0; empty where there is no such line
+};
+std::optional<OtherLine> find_other_line(World& world, const Check& check, const std::string& text);
 
 // The first name whose tensor is on some ranks not what it is on rank 0; nothing when all are
 // equal. Where a rank refuses, all do. Collective.

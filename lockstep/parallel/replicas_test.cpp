@@ -158,13 +158,84 @@ TEST(Replicas, DifferentModelsAreNamedOnEveryRank) {
 }
 
 TEST(Replicas, DifferentOptionsAreNamed) {
-  const std::string text = message_of<UsageError>([] {
-    run_threads(2, [](World& world) {
-      DistributedDataParallel model{
-          std::make_shared<Pair>(), world, {.find_unused_parameters = world.rank() == 1}};
-    });
+  run_threads(3, [](World& world) {
+    const auto wrap = [&](const std::function<void(DdpOptions&)>& change) {
+      DdpOptions options;
+      if (world.rank() == 1) change(options);
+      return message_of<UsageError>(
+          [&] { DistributedDataParallel model{std::make_shared<Pair>(), world, options}; });
+    };
+    const auto differs = [](const std::string& first, const std::string& other) {
+      return HasSubstr("rank 0 has '" + first + "', rank 1 has '" + other + "'. Build the same");
+    };
+    EXPECT_THAT(
+        wrap([](DdpOptions& o) { o.find_unused_parameters = true; }),
+        differs("option find_unused_parameters: false", "option find_unused_parameters: true"));
+    EXPECT_THAT(wrap([](DdpOptions& o) { o.bucket_cap_mb = 2.5; }),
+                differs("option bucket_cap_mb: unset", "option bucket_cap_mb: 2.5"));
+    EXPECT_THAT(wrap([](DdpOptions& o) { o.overlap = true; }),
+                differs("option overlap: unset", "option overlap: true"));
+    // They decide what lies in the buckets.
+    EXPECT_THAT(wrap([](DdpOptions& o) { o.sparse_parameters = {"a.bias"}; }),
+                differs("a.bias: shape [4], Float on cpu, requires_grad=true",
+                        "a.bias: shape [4], Float on cpu, requires_grad=true, sparse"));
+    EXPECT_THAT(wrap([](DdpOptions& o) { o.ignored_parameters = {"b.bias"}; }),
+                differs("b.bias: shape [4], Float on cpu, requires_grad=true",
+                        "option bucket_cap_mb: unset"));
   });
-  EXPECT_THAT(text, HasSubstr("rank 1 has 'options: bucket_cap_mb=0, find_unused_parameters=true"));
+}
+
+// Gradients lie in the buckets as their parameters do: other strides would mix elements up.
+TEST(Replicas, ParametersThatLieDifferentlyAreNamed) {
+  run_threads(2, [](World& world) {
+    const auto wrap = [&](std::int64_t channels, bool last) {
+      torch::nn::Conv2d conv(torch::nn::Conv2dOptions(channels, 3, 3));
+      if (last)
+        conv->weight.set_data(conv->weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
+      return message_of<UsageError>([&] { DistributedDataParallel model{conv, world}; });
+    };
+    EXPECT_THAT(wrap(2, world.rank() == 1),
+                HasSubstr("rank 0 has 'weight: shape [3, 2, 3, 3], Float on cpu, "
+                          "requires_grad=true', rank 1 has 'weight: shape [3, 2, 3, 3], Float on "
+                          "cpu, requires_grad=true, strides [18, 1, 6, 2]'"));
+    EXPECT_EQ(wrap(2, true), "(nothing thrown)");
+    EXPECT_EQ(wrap(1, world.rank() == 1), "(nothing thrown)");  // the same order of elements
+  });
+}
+
+TEST(Replicas, WhatOneRankCannotWrapNoneWraps) {
+  run_threads(3, [](World& world) {
+    const bool odd = world.rank() == 1;
+    const auto wrap = [&](const std::function<void(DdpOptions&)>& change) {
+      DdpOptions options;
+      if (odd) change(options);
+      return message_of<UsageError>(
+          [&] { DistributedDataParallel model{std::make_shared<Pair>(), world, options}; });
+    };
+    const auto refused = [&](const std::string& words) {
+      return HasSubstr(odd ? "[reducer] " + words
+                           : "[reducer] rank 1 refused to wrap the model. Its words: [reducer] " +
+                                 words);
+    };
+    EXPECT_THAT(wrap([](DdpOptions& o) { o.bucket_cap_mb = -1; }),
+                refused("bucket_cap_mb = -1 must be positive"));
+    EXPECT_THAT(wrap([](DdpOptions& o) { o.ignored_parameters = {"c"}; }),
+                refused("ignored_parameters names 'c', which the model does not have"));
+    EXPECT_THAT(wrap([](DdpOptions& o) { o.static_graph = o.find_unused_parameters = true; }),
+                refused("static_graph and find_unused_parameters are both set"));
+    const std::string long_name(5000, 'c');
+    const std::string cut = wrap([&](DdpOptions& o) { o.sparse_parameters = {long_name}; });
+    EXPECT_THAT(cut, refused("sparse_parameters names 'cccc"));
+    EXPECT_THAT(cut, ::testing::EndsWith(odd ? "named_parameters()." : "ccc..."));
+    const auto net = std::make_shared<Pair>();
+    EXPECT_THAT(message_of<UsageError>([&] {
+                  Reducer reducer{{{"w", odd ? at::Tensor() : net->a->weight}}, {}, world};
+                }),
+                refused("parameter 'w' is an undefined tensor"));
+    DistributedDataParallel model{net, world};
+    model(input_of(world)).sum().backward();
+    EXPECT_TRUE(same_on_all(world, net->a->bias.grad()));
+  });
 }
 
 TEST(Replicas, VerifyNamesTensorAndRank) {

@@ -1,22 +1,27 @@
-// What ranks with a ShardedOptimizer must agree on: the state they load, the parameters they accept
-// and who may write those; how a refusal is told; and the program of docs/ddp.md.
+// What ranks with a ShardedOptimizer must agree on: how it is made, the state they load, the
+// parameters they accept and who may write those; how a refusal is told; and the program of
+// docs/ddp.md.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <sstream>
 
+#include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/optim/stepper.h"
+#include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/testing/matchers.h"
+#include "lockstep/testing/processes.h"
 
 namespace {
 
@@ -200,6 +205,103 @@ TEST(ShardedAgreement, LoadedWeightsAreTrained) {
   });
 }
 
+// ---------------------------------------------------------------- making it
+
+// Rank 1 is the odd one. All go on in the same world afterwards.
+class Making {
+ public:
+  explicit Making(World& world) : world_(world), net(make_net()), model(net, world) {}
+
+  bool odd() const { return world_.rank() == 1; }
+  std::string make(const std::vector<ShardedGroup>& groups, ShardedOptions options = {}) {
+    return message_of<UsageError>([&] { ShardedOptimizer{model, groups, options}; });
+  }
+  std::string make(const OptimizerRule& rule, ShardedOptions options = {}) {
+    return make({{net->parameters(), rule}}, options);
+  }
+  // The words of rank 1, and from the others who it was.
+  auto refused(const std::string& words) const {
+    return AllOf(HasSubstr(words),
+                 HasSubstr(odd() ? "["
+                                 : "[ShardedOptimizer] rank 1 refused to make the optimizer. "
+                                   "Its words: ["));
+  }
+
+ private:
+  World& world_;
+
+ public:
+  Net net;
+  DistributedDataParallel<Net> model;
+};
+
+TEST(ShardedAgreement, WhatOneRankCannotMakeNoneMakes) {
+  on_both(3, [](World& world) {
+    Making test(world);
+    const bool odd = test.odd();
+    const AdamWOptions rule{.lr = 0.01};
+    EXPECT_THAT(test.make(AdamWOptions{.lr = odd ? -1.0 : 0.01}),
+                test.refused("[AdamW] option lr cannot be -1"));
+    EXPECT_THAT(test.make(rule, {.max_grad_norm = odd ? -1.0 : 0.0}),
+                test.refused("max_grad_norm = -1 must be positive"));
+    auto some = test.net->parameters();
+    if (odd) some.pop_back();
+    EXPECT_THAT(test.make({{some, rule}}), test.refused("is in no group ('spare.bias')"));
+    // A model that is taken, on one rank.
+    {
+      Net other = make_net();
+      DistributedDataParallel more{other, world};
+      ShardedOptimizer first{test.model, rule};
+      EXPECT_THAT(message_of<UsageError>([&] { ShardedOptimizer{odd ? test.model : more, rule}; }),
+                  test.refused("this model already has a ShardedOptimizer"));
+      more(batch_of(world.rank(), 0), true).sum().backward();  // not deferred
+      EXPECT_TENSOR_EQ(world.all_gather(other->a->bias.grad())[0], other->a->bias.grad());
+    }
+    if (odd) test.net->a->bias.set_requires_grad(false);
+    EXPECT_THAT(test.make(rule),
+                test.refused("parameter 'a.bias' was frozen after the model was wrapped"));
+    if (odd) test.net->a->bias.set_requires_grad(true);
+    if (odd) test.net->b->to(at::kDouble);
+    EXPECT_THAT(test.make(rule), test.refused("parameter 'b.weight' was moved to Double"));
+    if (odd) test.net->b->to(at::kFloat);
+    ShardedOptimizer optimizer{test.model, rule};
+    test.model(batch_of(world.rank(), 0), true).sum().backward();
+    optimizer.step();
+    test.model.verify_replicas();
+  });
+}
+
+TEST(ShardedAgreement, WhatIsMadeDifferentlyIsRefusedByAll) {
+  on_both(3, [](World& world) {
+    Making test(world);
+    const bool odd = test.odd();
+    const auto differs = [](const std::string& other, const std::string& first) {
+      return HasSubstr("rank 1 has '" + other + "', but rank 0 has '" + first + "'. Each rank");
+    };
+    EXPECT_THAT(test.make(AdamWOptions{.lr = odd ? 0.02 : 0.01}),
+                differs("lr = 0.02", "lr = 0.01"));
+    EXPECT_THAT(test.make(AdamWOptions{.betas = {0.9, odd ? 0.99 : 0.999}}),
+                differs("betas.second = 0.99", "betas.second = 0.999"));
+    EXPECT_THAT(test.make(AdamWOptions{}, {.skip_non_finite = odd}),
+                differs("skip_non_finite = 1", "skip_non_finite = 0"));
+    EXPECT_THAT(test.make(odd ? OptimizerRule(optim::SGDOptions{}) : AdamWOptions{}),
+                differs("the rule SGD", "the rule AdamW"));
+    // The same groups with other members: nothing but the parameters' values would ever tell.
+    const auto all = test.net->parameters();
+    const std::vector<at::Tensor> most(all.begin() + 1, all.end() - 1);
+    std::vector<ShardedGroup> groups{{most, AdamWOptions{}}, {{all.back()}, AdamWOptions{.lr = 1}}};
+    groups[odd ? 1 : 0].params.push_back(all.front());
+    EXPECT_THAT(test.make(groups), differs("a.weight in group 1", "a.weight in group 0"));
+    if (odd) groups = {{all, AdamWOptions{}}};
+    EXPECT_THAT(test.make(groups), differs("groups: 1", "groups: 2"));
+    // Two exchanges more often than they must would be felt in short runs.
+    const auto& sequence = detail::Access::impl(world)->sequence;
+    const std::uint64_t before = sequence.load();
+    ShardedOptimizer optimizer{test.model, AdamWOptions{}};
+    EXPECT_EQ(sequence.load() - before, world.backend() == "shm" ? 3u : 2u);
+  });
+}
+
 // ---------------------------------------------------------------- another optimizer
 
 TEST(ShardedAgreement, AnotherWriterIsFoundWithoutAStep) {
@@ -239,6 +341,58 @@ TEST(ShardedAgreement, AnotherWriterIsFoundWithoutAStep) {
   });
 }
 
+// One rank's loop writes parameters between the backward passes of a step: it refuses the third,
+// and the others, who are in step() by then, say so. All are still at the same point.
+TEST(ShardedAgreement, WhatABackwardRefusesTheStepsOfTheOthersSay) {
+  for (const bool steps : {false, true}) {
+    run_threads(3, [steps](World& world) {
+      Trained trained(world);
+      torch::optim::AdamW other(trained.net->parameters(), 0.1);
+      const bool odd = world.rank() == 1;
+      const auto window = [&] {
+        trained.optimizer.zero_grad();
+        for (int i = 0; i < 4; ++i) {
+          trained.model(batch_of(world.rank(), i), true).sum().backward();
+          if (odd) other.step();
+        }
+        trained.optimizer.step();
+      };
+      const std::string words = "parameter 'spare.bias' is written between backward passes";
+      EXPECT_THAT(message_of<UsageError>(window),
+                  AllOf(HasSubstr(words),
+                        HasSubstr(odd ? "[ShardedOptimizer] parameter"
+                                      : "[ShardedOptimizer] rank 1 refused this step. Its words: "
+                                        "[ShardedOptimizer] parameter")));
+      // A rank that goes on to its step() all the same is told what the others were.
+      if (odd && steps) {
+        EXPECT_THAT(message_of<UsageError>([&] { trained.optimizer.step(); }), HasSubstr(words));
+      }
+      trained.optimizer.accept_changes();
+      trained.step(world);
+      trained.model.verify_replicas();
+    });
+  }
+}
+
+// Within a window of Accumulation a backward refuses nothing: its step() follows.
+TEST(ShardedAgreement, WritesWithinAWindowAreRefusedInItsStep) {
+  run_threads(3, [](World& world) {
+    Trained trained(world);
+    torch::optim::AdamW other(trained.net->parameters(), 0.1);
+    Accumulation accumulation{trained.model, {.steps = 5}};
+    trained.optimizer.zero_grad();
+    for (int i = 0; i < 5; ++i) {
+      accumulation.backward(trained.model(batch_of(world.rank(), i), true).mean());
+      if (world.rank() == 1) other.step();
+    }
+    EXPECT_THAT(message_of<UsageError>([&] { trained.optimizer.step(); }),
+                AllOf(HasSubstr("parameter 'spare.bias' was written between steps"),
+                      HasSubstr(world.rank() == 1 ? "[Sharded" : "rank 1 refused this step")));
+    trained.optimizer.accept_changes();
+    trained.step(world);
+  });
+}
+
 // torch::optim::SGD writes past the version counters.
 TEST(ShardedAgreement, DebugModeFindsWritesWithoutAVersion) {
   ::setenv("LOCKSTEP_DEBUG", "1", 1);
@@ -257,6 +411,41 @@ TEST(ShardedAgreement, DebugModeFindsWritesWithoutAVersion) {
     EXPECT_EQ(verify(), kNothing);
   });
   ::unsetenv("LOCKSTEP_DEBUG");
+}
+
+// ---------------------------------------------------------------- real processes
+
+// Nobody waits for the deadline, and a program that catches the refusal goes on.
+TEST(ShardedAgreement, ProcessesRefuseTogetherAndAtOnce) {
+  for (const char* backend : {"shm", "gloo"}) {
+    const auto ranks = testing::run_processes(
+        2,
+        [](World& world) {
+          const bool odd = world.rank() == 1;
+          const auto start = std::chrono::steady_clock::now();
+          const auto refused = [&](const std::string& words, const std::function<void()>& body) {
+            EXPECT_THAT(message_of<UsageError>(body),
+                        AllOf(HasSubstr(words), HasSubstr(odd ? "" : "rank 1 refused ")));
+          };
+          Net net = make_net();
+          refused("bucket_cap_mb = -1", [&] {
+            DdpOptions options;
+            if (odd) options.bucket_cap_mb = -1;
+            DistributedDataParallel{net, world, options};
+          });
+          DistributedDataParallel model{net, world};
+          refused("option lr cannot be -1",
+                  [&] { ShardedOptimizer{model, AdamWOptions{.lr = odd ? -1.0 : 0.1}}; });
+          refused("steps = 0 is no window", [&] { Accumulation{model, {.steps = odd ? 0 : 2}}; });
+          ShardedOptimizer optimizer{model, AdamWOptions{.lr = 0.1}};
+          model(batch_of(world.rank(), 0), true).sum().backward();
+          optimizer.step();
+          model.verify_replicas();
+          EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+        },
+        {.env = {{"LOCKSTEP_BACKEND", backend}, {"LOCKSTEP_TIMEOUT_S", "60"}}});
+    for (const auto& rank : ranks) EXPECT_EQ(rank.exit_code, 0) << rank.output;
+  }
 }
 
 // ---------------------------------------------------------------- words

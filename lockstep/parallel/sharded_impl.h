@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_layout.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 
@@ -79,6 +80,12 @@ class ShardedImpl {
     std::vector<Owned> owned = {};
     std::vector<at::Tensor> received = {};  // without shared memory: my share's gradients, by rank
   };
+  // What a backward has refused, on its way to the others' step().
+  struct Announced {
+    std::exception_ptr refusal;
+    Work work;
+    Words words;
+  };
   struct Norm {
     double value = 0;
     bool finite = true;
@@ -87,6 +94,7 @@ class ShardedImpl {
   // sharded_optimizer.cpp
   std::vector<at::Tensor> tensors() const;
   void check_options() const;
+  void agree_on_making(const std::exception_ptr& refusal);
   void collect_members(const std::vector<ShardedGroup>& groups);
   void make_domains();
   void house_parameters();
@@ -98,6 +106,8 @@ class ShardedImpl {
   std::vector<double> settings();
   void share_settings(int root);
   void agree_on_gradients();
+  at::Tensor nothing_told() const;
+  void announce(const std::exception_ptr& refusal);
   std::exception_ptr find_refusal() const;
   [[noreturn]] void refuse_different_settings();
   void place_gradients(std::uint8_t* has_gradient);
@@ -135,6 +145,7 @@ class ShardedImpl {
   bool debug_ = false;        // LOCKSTEP_DEBUG
   double divisor_ = 1;        // of the sum over ranks, in this step
   std::uint64_t writes_ = 0;  // to shared parameters, past step(), as the last backward found them
+  std::optional<Announced> announced_;
   std::vector<Member> members_;
   std::vector<Domain> domains_;
   std::int64_t blocks_ = 0;

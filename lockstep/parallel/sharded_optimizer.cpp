@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "lockstep/core/env.h"
@@ -60,6 +61,8 @@ const char* advice_on(const std::string& setting) {
   return "Set it alike on every rank.";
 }
 
+constexpr std::size_t kHash = sizeof(std::uint64_t);
+
 std::string bytes_of(const std::vector<double>& numbers) {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(double)};
 }
@@ -82,16 +85,20 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
       world_(reducer_->world()),
       debug_(env::get_bool("LOCKSTEP_DEBUG").value_or(false)) {
   for (const auto& group : groups) rules.push_back(group.rule);
-  check_options();
-  deferred_ = reducer_->defer({.idle_step = [this] { idle_step(); },
-                               .on_backward = [this] { on_backward(); },
-                               .check_written =
-                                   [this] {
-                                     check_written();
-                                     check_prints();
-                                   }});
+  bool deferring = false;
   try {
-    collect_members(groups);
+    agree_on_making(refusal_of([&] {
+      check_options();
+      deferred_ = reducer_->defer({.idle_step = [this] { idle_step(); },
+                                   .on_backward = [this] { on_backward(); },
+                                   .check_written =
+                                       [this] {
+                                         check_written();
+                                         check_prints();
+                                       }});
+      deferring = true;
+      collect_members(groups);
+    }));
     make_domains();
     house_parameters();
     find_pieces();
@@ -99,9 +106,36 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
     take_prints();
     optim::mark_deferred(tensors());
   } catch (...) {
-    reducer_->resume();
+    if (deferring) reducer_->resume();  // it may be another optimizer's
     throw;
   }
+}
+
+// The others would wait for a rank that could not go on. Nor would they ever see that each steps
+// its share by a rule of its own.
+void ShardedImpl::agree_on_making(const std::exception_ptr& refusal) {
+  std::string text = fmt::format("groups: {}\n", rules.size());
+  const auto of_group = [&](int group) {
+    return group < 0 || rules.size() == 1 ? "" : fmt::format(" of group {}", group);
+  };
+  constexpr const char* kKinds[] = {"AdamW", "Adam", "SGD"};
+  static_assert(std::variant_size_v<OptimizerRule> == std::size(kKinds));
+  for (std::size_t group = 0; group < rules.size(); ++group)
+    text += fmt::format("the rule {}{}\n", kKinds[rules[group].index()],
+                        of_group(static_cast<int>(group)));
+  each_setting([&](const char* name, int group, double& number) {
+    text += fmt::format("{}{} = {}\n", name, of_group(group), number);
+  });
+  for (const auto& member : members_)
+    text += fmt::format("{} in group {}\n", member.name, member.group);
+  const Check check{.component = kComponent, .what = "to make the optimizer", .refusal = refusal};
+  const auto other = find_other_line(world_, check, text);
+  if (!other) return;
+  throw UsageError(kComponent,
+                   "rank {} has '{}', but rank 0 has '{}'. Each rank steps its share of the "
+                   "elements by its own settings and groups, so they must be equal. Make the "
+                   "optimizer alike on every rank.",
+                   other->rank, other->here, other->first);
 }
 
 ShardedImpl::~ShardedImpl() {
@@ -378,11 +412,16 @@ void ShardedImpl::check_gradients() const {
 // and since all ranks get the result, nothing would ever show it. The same exchange says which
 // parameters any rank has a gradient for.
 void ShardedImpl::agree_on_gradients() {
-  const std::exception_ptr refusal = find_refusal();
-  // Refused; the bytes of the settings' hash; their complements; what has a gradient.
-  constexpr std::size_t kHash = sizeof(std::uint64_t);
-  at::Tensor told =
-      at::zeros({static_cast<std::int64_t>(1 + 2 * kHash + members_.size())}, at::kByte);
+  Check check{.component = kComponent, .what = "this step"};
+  if (announced_) {
+    Announced told = std::move(*announced_);
+    announced_.reset();
+    check.refusal = told.refusal;
+    told.work.wait();
+    refuse_with(check, std::move(told.words));
+  }
+  check.refusal = find_refusal();
+  at::Tensor told = nothing_told();
   auto* const refused = told.mutable_data_ptr<std::uint8_t>();
   auto* const hashes = refused + 1;
   auto* const has_gradient = hashes + 2 * kHash;
@@ -391,18 +430,36 @@ void ShardedImpl::agree_on_gradients() {
     hashes[i] = static_cast<std::uint8_t>(hash >> (8 * i));
     hashes[kHash + i] = static_cast<std::uint8_t>(~hashes[i]);
   }
-  if (refusal) {
+  if (check.refusal) {
     *refused = 1;
   } else {
     place_gradients(has_gradient);
   }
   if (world_.size() > 1) world_.all_reduce(told, ReduceOp::kMax).wait();
-  if (*refused != 0)
-    refuse_together(world_, {.component = kComponent, .what = "this step", .refusal = refusal});
+  if (*refused != 0) refuse_together(world_, check);
   // The greatest of the complements is the complement of the least.
   for (std::size_t i = 0; i < kHash; ++i)
     if (hashes[i] + hashes[kHash + i] != 255) refuse_different_settings();
   for (std::size_t i = 0; i < members_.size(); ++i) members_[i].used = has_gradient[i] != 0;
+}
+
+// Refused; the bytes of the settings' hash; their complements; what has a gradient.
+at::Tensor ShardedImpl::nothing_told() const {
+  return at::zeros({static_cast<std::int64_t>(1 + 2 * kHash + members_.size())}, at::kByte);
+}
+
+// Takes this rank's part in the next agree_on_gradients() without waiting for the others: they come
+// there in their step(), and learn it. In a join other exchanges come before.
+void ShardedImpl::announce(const std::exception_ptr& refusal) {
+  if (world_.size() == 1 || announced_ || reducer_->joining()) return;
+  const at::Tensor told = nothing_told();
+  *told.mutable_data_ptr<std::uint8_t>() = 1;
+  try {
+    Work work = world_.all_reduce(told, ReduceOp::kMax);
+    announced_ = {.refusal = refusal, .work = work, .words = tell_words(world_, refusal)};
+  } catch (const CommError&) {
+    // They are gone, and say so themselves; the refusal stands.
+  }
 }
 
 std::exception_ptr ShardedImpl::find_refusal() const {

@@ -16,12 +16,13 @@
 // Constructing it puts the model's DDP into deferred mode: until step(), .grad is this rank's own.
 // So clipping and loss scaling are asked of this class, and reduce_now() shows averaged gradients.
 //
-// Construct, step, load and save on all ranks at the same point (they communicate). One thread at a
-// time. It shares the model's reducer; on shm the parameters stay shared for as long as they live,
-// and nobody else may write them between steps: UsageError at the next one, in verify_replicas(),
-// and in the backward of a loop that writes them and never steps. After loading weights into the
-// model on every rank, call accept_changes(). Inside model.join() step() may be called on some
-// ranks more often than on others; what else communicates belongs outside.
+// Construct, step, load and save on all ranks at the same point (they communicate). What one rank
+// cannot construct, or constructs differently, is a UsageError on all. One thread at a time. It
+// shares the model's reducer; on shm the parameters stay shared for as long as they live, and
+// nobody else may write them between steps: UsageError at the next one, in verify_replicas(), and
+// in the backward of a loop that writes them and never steps. After loading weights into the model
+// on every rank, call accept_changes(). Inside model.join() step() may be called on some ranks more
+// often than on others; what else communicates belongs outside.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -48,6 +48,7 @@ at::Tensor ShardedImpl::place_of(const Member& member) {
 
 void ShardedImpl::remember_parameters() {
   writes_ = 0;
+  announced_.reset();
   for (auto& member : members_) {
     member.data = member.tensor.const_data_ptr();
     member.version = member.tensor._version();
@@ -107,7 +108,8 @@ void ShardedImpl::check_parameters() const {
 }
 
 // A single write is left to step(), where all ranks refuse it together. Who writes again after
-// another backward has a loop that never steps here: nobody else would tell.
+// another backward has a loop that never steps here: nobody else would tell. If the others do step,
+// they are told there.
 void ShardedImpl::on_backward() {
   const Member* written = find_written();
   if (written == nullptr) return;
@@ -116,12 +118,15 @@ void ShardedImpl::on_backward() {
     writes += static_cast<std::uint32_t>(member.tensor._version()) - member.version;
   const std::uint64_t before = std::exchange(writes_, writes);
   if (before == 0 || before == writes) return;
-  throw UsageError(kComponent,
-                   "parameter '{}' is written between backward passes, and step() is not called. "
-                   "Perhaps a torch::optim optimizer steps the model: all ranks share its memory, "
-                   "and gradients are averaged in this optimizer's step() alone. Call that; after "
-                   "loading weights on every rank call accept_changes().",
-                   written->name);
+  const auto refusal = std::make_exception_ptr(UsageError(
+      kComponent,
+      "parameter '{}' is written between backward passes, and step() is not called. Perhaps a "
+      "torch::optim optimizer steps the model: all ranks share its memory, and gradients are "
+      "averaged in this optimizer's step() alone. Call that; after loading weights on every rank "
+      "call accept_changes().",
+      written->name));
+  announce(refusal);
+  std::rethrow_exception(refusal);
 }
 
 void ShardedImpl::accept_changes() {
