@@ -38,6 +38,7 @@ constexpr KnownVariable kKnown[] = {
     {"LOCKSTEP_CONTROL_FD", "pipe on which the launcher announces failures"},
     {"LOCKSTEP_STORE_FD", "listening socket for rank 0's store"},
     {"LOCKSTEP_LOG", "debug, info, warning, error or off"},
+    {"LOCKSTEP_BIRTHPLACE_BYTES", "from which size on gradients are made in their buckets"},
     {"LOCKSTEP_DEBUG", "1: compare every collective over ranks first"},
     {"LOCKSTEP_BACKEND", "shm, gloo or nccl instead of auto", true},
     {"LOCKSTEP_DEVICE", "cpu, cuda or cuda:N instead of auto", true},

@@ -71,6 +71,13 @@ void ReducerImpl::on_sentinel(std::size_t index) {
   on_gradient(index);
 }
 
+// On the tensor itself: nobody but this reducer is shown its gradient.
+bool ReducerImpl::has_no_other_hook(const Parameter& p) const {
+  const auto* sentinel =
+      dynamic_cast<const Sentinel*>(torch::autograd::impl::post_acc_grad_hooks(p.tensor).get());
+  return sentinel != nullptr && sentinel->id == this && !sentinel->previous;
+}
+
 // ---------------------------------------------------------------- planning anew, together
 
 bool ReducerImpl::changed() const {

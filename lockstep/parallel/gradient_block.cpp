@@ -79,7 +79,11 @@ void GradientBlock::make(World& world, std::int64_t bytes) {
 }
 
 bool GradientBlock::holds(const at::Tensor& tensor) const {
-  return mine_.defined() && tensor.has_storage() && tensor.storage().is_alias_of(mine_.storage());
+  // By its address: a gradient that came into being here has a storage of its own.
+  if (!mine_.defined() || !tensor.is_cpu() || !tensor.has_storage()) return false;
+  const auto* const begin = static_cast<const std::byte*>(mine_.const_data_ptr());
+  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  return data >= begin && data < begin + bytes_;
 }
 
 at::Tensor GradientBlock::mine(std::int64_t offset, std::int64_t numel,
@@ -99,12 +103,14 @@ void GradientBlock::fill(const at::Tensor& slot, const at::Tensor& grad) const {
                     grad.sizes() == slot.sizes() && grad.strides() == slot.strides() &&
                     !grad.is_conj() && !grad.is_neg() && slot.is_non_overlapping_and_dense();
   if (!same || slot.numel() == 0) {
-    slot.copy_(grad);
+    slot.copy_(holds(grad) ? grad.clone() : grad);
     return;
   }
   const auto length = static_cast<std::int64_t>(slot.nbytes());
   auto* const to = static_cast<std::byte*>(slot.mutable_data_ptr());
   const auto* const from = static_cast<const std::byte*>(grad.const_data_ptr());
+  slot.unsafeGetTensorImpl()->bump_version();  // as copy_ does
+  if (from == to) return;
   const bool streams = bytes_ >= kCacheBytes && slot.nbytes() >= kStreamedBytes;
   at::parallel_for(0, length, kGrainBytes, [&](std::int64_t begin, std::int64_t end) {
     const auto bytes = static_cast<std::size_t>(end - begin);
@@ -113,7 +119,6 @@ void GradientBlock::fill(const at::Tensor& slot, const at::Tensor& grad) const {
     else
       std::memcpy(to + begin, from + begin, bytes);
   });
-  slot.unsafeGetTensorImpl()->bump_version();  // as copy_ does
 }
 
 void GradientBlock::rearrange(const std::vector<Move>& moves) {

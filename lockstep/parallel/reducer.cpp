@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/parallel/birthplace.h"
 #include "lockstep/parallel/checkpoint_node.h"
 #include "lockstep/parallel/crowd.h"
 #include "lockstep/parallel/nested_backward.h"
@@ -232,7 +233,14 @@ void ReducerImpl::make_room(const std::vector<BucketPlan>& layouts,
           {slot.storage_offset() * element, homes[i] + place.offset * element, lines * kLine});
     }
   }
-  if (again) return block_.rearrange(moves);
+  if (again) {
+    for (auto& p : parameters_) {
+      // One that lies in its slot but is not the slot: its pass was refused.
+      at::Tensor& grad = p.tensor.mutable_grad();
+      if (grad.defined() && !grad.is_same(p.slot) && block_.holds(grad)) grad = grad.clone();
+    }
+    return block_.rearrange(moves);
+  }
   for (auto& p : parameters_) {
     at::Tensor& grad = p.tensor.mutable_grad();
     if (grad.defined() && block_.holds(grad)) grad = grad.clone();
@@ -279,15 +287,22 @@ void ReducerImpl::install_hooks() {
     using Variables = std::vector<at::Tensor>;
     p.hook_key =
         p.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-            [weak, i](const Variables& outputs, const Variables&) -> Variables {
-              if (auto self = weak.lock()) self->on_gradient(i);
+            [weak, i](const Variables& outputs, const Variables& gradients) -> Variables {
+              if (auto self = weak.lock()) self->on_gradient(i, gradients.at(0));
               return outputs;
             }));
+    const bool fits = p.form.dtype == at::kFloat || p.form.dtype == at::kDouble;
+    if (!options_.gradient_as_bucket_view || p.sparse || !p.tensor.is_cpu() || !fits) continue;
+    Birthplace::expect(p.tensor, this, [weak, i] {
+      auto self = weak.lock();
+      return self ? self->birthplace(i) : at::Tensor();
+    });
   }
   hooks_lost_ = false;
 }
 
 void ReducerImpl::remove_hooks() {
+  Birthplace::forget(this);
   for (auto& p : parameters_) {
     if (p.accumulator) p.accumulator->del_post_hook(p.hook_key);
     p.accumulator.reset();
@@ -296,7 +311,7 @@ void ReducerImpl::remove_hooks() {
 
 // ---------------------------------------------------------------- one gradient
 
-void ReducerImpl::on_gradient(std::size_t index) {
+void ReducerImpl::on_gradient(std::size_t index, const at::Tensor& arrived) {
   if (torch::GradMode::is_enabled())
     throw UsageError("reducer",
                      "backward(create_graph = true) reached parameter '{}'. Averaged "
@@ -309,7 +324,7 @@ void ReducerImpl::on_gradient(std::size_t index) {
   // Frozen after forward: the engine added nothing to .grad. Or not planned yet: .grad is taken
   // along when it is.
   if (!p.form.requires_grad) return;
-  store_gradient(p);
+  store_gradient(p, arrived);
   if (sync_) mark_ready(index);
 }
 
@@ -388,7 +403,46 @@ void ReducerImpl::mark_unused_in_graph() {
   }
 }
 
-void ReducerImpl::store_gradient(Parameter& p) {
+// The slot, while nothing is in it that anybody needs. Asked before the first hook of a pass, too,
+// which may find the model changed and lay the buckets out anew. One gradient must be all that
+// reaches the slot: not served where other hooks get it, or a checkpointed block may bring another
+// one while the first is still on its way.
+at::Tensor ReducerImpl::birthplace(std::size_t index) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Parameter& p = parameters_[index];
+  if (p.counted || !p.slot.defined() || p.tensor.grad().defined()) return {};
+  const Phase phase = phase_;
+  if (phase == Phase::kInterrupted || (phase == Phase::kRunning ? stale_ : changed())) return {};
+  const bool ours = torch::autograd::impl::try_get_grad_accumulator(p.tensor) == p.accumulator &&
+                    p.accumulator->post_hooks().size() == 1 && has_no_other_hook(p);
+  if (!ours || runs_blocks_again()) return {};
+  return p.slot;
+}
+
+// Whether the backward in progress has checkpointed blocks. Under mutex_.
+bool ReducerImpl::runs_blocks_again() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (blocks_again_.first == task) return blocks_again_.second;
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  const bool found = nodes == nullptr || std::any_of(nodes->begin(), nodes->end(), [](auto* node) {
+                       return is_checkpoint_node(*node);
+                     });
+  blocks_again_ = {task, found};
+  return found;
+}
+
+// Before a slot is written: a tensor that lies there must be the gradient that has just arrived.
+void ReducerImpl::claim(const Parameter& p, const at::Tensor& arrived) const {
+  if (!Birthplace::is_taken(p.slot)) return;
+  if (arrived.defined() && arrived.const_data_ptr() == p.slot.const_data_ptr()) return;
+  throw UsageError("reducer",
+                   "parameter '{}' got a gradient while another one for it was being computed. A "
+                   "hook or a function probably runs a backward of its own on the same parameters; "
+                   "set LOCKSTEP_BIRTHPLACE_BYTES=0.",
+                   p.name);
+}
+
+void ReducerImpl::store_gradient(Parameter& p, const at::Tensor& arrived) {
   if (stale_) return;  // the slot may be of another kind; planning anew takes .grad along
   at::Tensor& grad = p.tensor.mutable_grad();
   if (grad.defined() && grad.layout() != at::kStrided) {
@@ -406,10 +460,12 @@ void ReducerImpl::store_gradient(Parameter& p) {
                      p.name);
   }
   if (!grad.defined()) {
+    claim(p, arrived);
     if (sync_) p.slot.zero_();
     return;
   }
   if (grad.is_same(p.slot)) return;
+  claim(p, arrived);
   if (options_.gradient_as_bucket_view) {
     block_.fill(p.slot, grad);
     grad = p.slot;
@@ -460,6 +516,7 @@ void ReducerImpl::count_as_unused(Parameter& p) {
   if (p.counted) return;
   const at::Tensor& grad = p.tensor.grad();
   if (!p.sparse) {
+    claim(p, at::Tensor());
     if (!grad.defined()) {
       p.slot.zero_();
     } else {

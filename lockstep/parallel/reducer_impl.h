@@ -68,12 +68,15 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   std::vector<std::size_t> dense_parameters() const;
   void install_hooks();
   void remove_hooks();
-  void on_gradient(std::size_t index);
+  void on_gradient(std::size_t index, const at::Tensor& arrived = {});
   bool begin_pass();
   void start_pass();
   void queue_end_of(int task);
   void mark_unused_in_graph();
-  void store_gradient(Parameter& parameter);
+  at::Tensor birthplace(std::size_t index);
+  bool runs_blocks_again();
+  void claim(const Parameter& parameter, const at::Tensor& arrived) const;
+  void store_gradient(Parameter& parameter, const at::Tensor& arrived);
   void mark_ready(std::size_t index);
   bool count_down(Parameter& parameter);
   void count_as_unused(Parameter& parameter);
@@ -99,6 +102,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void post_sentinels();
   void withdraw_sentinels();
   void on_sentinel(std::size_t index);
+  bool has_no_other_hook(const Parameter& parameter) const;
   bool changed() const;
   void plan_anew_together();
   void announce_change();
@@ -145,9 +149,10 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   std::atomic<Phase> phase_{Phase::kIdle};
   std::atomic<int> queued_task_{-1};
   bool sync_ = true, shadow_ = false;
-  bool stale_ = false;     // the model is not the planned one
-  int refused_task_ = -1;  // a backward that has thrown already
-  at::Tensor vote_;        // where it cannot ride in the first bucket
+  bool stale_ = false;                            // the model is not the planned one
+  int refused_task_ = -1;                         // a backward that has thrown already
+  std::pair<int, bool> blocks_again_{-1, false};  // of this task: whether it has checkpoints
+  at::Tensor vote_;                               // where it cannot ride in the first bucket
   Work vote_work_;
   std::atomic<int> waiting_for_{0};
   std::size_t next_launch_ = 0;
