@@ -267,7 +267,8 @@ TEST(Work, CompletionIsToldOnce) {
     work.on_completion([&] { ++calls; });
     work.synchronize();
     // The callback runs beside the wait that it releases.
-    for (int i = 0; i < 1000 && calls == 0; ++i) std::this_thread::sleep_for(milliseconds(1));
+    const auto begin = Clock::now();
+    while (calls == 0 && since(begin) < seconds(30)) std::this_thread::sleep_for(milliseconds(1));
     EXPECT_EQ(calls, 1);
     EXPECT_TRUE(work.done());
     work.on_completion([&] { ++calls; });
@@ -339,19 +340,26 @@ TEST(World, SubWorldsOfSubWorlds) {
 TEST(Testing, DelayedAllReduceDoesNotBlock) {
   run_threads(2, [](World& world) {
     testing::delay_all_reduce(world, milliseconds(1000));
-    world.barrier();
-    const auto begin = Clock::now();
-    at::Tensor a = at::ones({8});
-    at::Tensor b = at::ones({8});
-    Work first = world.all_reduce(a);
-    Work second = world.all_reduce(b);
-    const auto issued = since(begin);
-    first.wait();
-    second.wait();
-    EXPECT_GE(since(begin), milliseconds(1000));
-    EXPECT_LT(issued, milliseconds(900)) << "the caller was held up";
-    EXPECT_TENSOR_EQ(a, at::full({8}, 2.0f));
-    EXPECT_TENSOR_EQ(b, at::full({8}, 2.0f));
+    // A busy machine may hold a rank up between two lines, but not in all of five tries.
+    bool held_up = true;
+    for (int attempt = 0; attempt < 5 && held_up; ++attempt) {
+      world.barrier();
+      const auto begin = Clock::now();
+      at::Tensor a = at::ones({8});
+      at::Tensor b = at::ones({8});
+      Work first = world.all_reduce(a);
+      Work second = world.all_reduce(b);
+      const auto issued = since(begin);
+      first.wait();
+      second.wait();
+      EXPECT_GE(since(begin), milliseconds(1000));
+      EXPECT_TENSOR_EQ(a, at::full({8}, 2.0f));
+      EXPECT_TENSOR_EQ(b, at::full({8}, 2.0f));
+      held_up = false;
+      for (const auto& late : world.all_gather(std::string(issued < milliseconds(900) ? "" : "x")))
+        held_up |= !late.empty();
+    }
+    EXPECT_FALSE(held_up) << "the caller waited for the delay";
   });
 }
 
@@ -372,15 +380,18 @@ TEST(World, AnExceptionInOneRankFreesTheOthers) {
 
 TEST(World, TimeoutNamesTheOperation) {
   const auto begin = Clock::now();
-  std::atomic<bool> checked{false};
+  std::atomic<bool> checked{false}, through{false};
   const auto errors = run_threads_collecting(
       2,
       [&](World& world) {
-        world.barrier(seconds(60));  // the short deadline counts from here
+        world.barrier(seconds(60));
         if (world.rank() == 1) {
+          through = true;
           while (!checked) std::this_thread::sleep_for(milliseconds(5));
           return;
         }
+        // The short deadline counts from here; the failure must not meet the other in the barrier.
+        while (!through) std::this_thread::sleep_for(milliseconds(1));
         at::Tensor x = at::ones({3, 4});
         Work work = world.all_reduce(x);
         try {
@@ -407,14 +418,17 @@ TEST(World, TimeoutNamesTheOperation) {
   EXPECT_LT(since(begin), seconds(20));
 }
 
-TEST(World, BarrierNamesWhoIsMissing) {
+// What four ranks throw when ranks 1 and 3 do not come to the second barrier.
+std::vector<std::string> barrier_of_two_of_four() {
   std::atomic<bool> done{false};
   std::atomic<bool> waiting{false};
-  const auto errors = run_threads_collecting(4, [&](World& world) {
+  std::atomic<int> through{0};  // the first barrier, where a failure must not meet them
+  return run_threads_collecting(4, [&](World& world) {
     const auto until = [](const std::atomic<bool>& flag) {
       while (!flag) std::this_thread::sleep_for(milliseconds(5));
     };
     world.barrier();
+    ++through;
     if (world.rank() == 1 || world.rank() == 3) return until(done);
     if (world.rank() == 2) {
       waiting = true;
@@ -423,6 +437,7 @@ TEST(World, BarrierNamesWhoIsMissing) {
       return;
     }
     until(waiting);
+    while (through < 4) std::this_thread::sleep_for(milliseconds(5));
     try {
       world.barrier(milliseconds(1500));
     } catch (...) {
@@ -430,6 +445,13 @@ TEST(World, BarrierNamesWhoIsMissing) {
       throw;
     }
   });
+}
+
+TEST(World, BarrierNamesWhoIsMissing) {
+  auto errors = barrier_of_two_of_four();
+  // Rank 2 is missing too, and rightly named, where the machine holds it up on its way in.
+  for (int attempt = 1; attempt < 5 && errors[0].find("ranks 1, 3") == std::string::npos; ++attempt)
+    errors = barrier_of_two_of_four();
   EXPECT_THAT(errors[0], AllOf(HasSubstr("[world] rank 0: barrier #2"),
                                HasSubstr("ranks 1, 3 did not arrive")));
   EXPECT_EQ(errors[1], "");
@@ -669,7 +691,15 @@ TEST(StartUp, MissingRanksAreNamed) {
   ThreadOptions options;
   options.world.startup_timeout = milliseconds(2500);
   options.adjust = [](Identity& identity, WorldOptions&) { identity.size = 4; };
-  const auto errors = run_threads_collecting(2, [](World&) {}, options);
+  const auto as_it_should = [](const std::vector<std::string>& errors) {
+    return std::all_of(errors.begin(), errors.end(), [](const std::string& error) {
+      return error.find("ranks 2, 3 of 4") != std::string::npos;
+    });
+  };
+  auto errors = run_threads_collecting(2, [](World&) {}, options);
+  // Who comes two seconds after the other, because the machine is busy, is missing as well.
+  for (int attempt = 1; attempt < 5 && !as_it_should(errors); ++attempt)
+    errors = run_threads_collecting(2, [](World&) {}, options);
   EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 0: ranks 2, 3 of 4 did not come within 2.5 s"),
                                HasSubstr("LOCKSTEP_STARTUP_TIMEOUT_S")));
   // Who came hears of it from the leader.

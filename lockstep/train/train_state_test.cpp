@@ -223,10 +223,10 @@ TEST(Progress, OneLineSaysEverything) {
   EXPECT_EQ(duration_text(59.6), "1:00");
 }
 
-// Until it is so or ten seconds have passed.
+// Until it is so or half a minute has passed.
 template <typename F>
 bool soon(F&& holds) {
-  for (int i = 0; i < 1000 && !holds(); ++i) std::this_thread::sleep_for(milliseconds(10));
+  for (int i = 0; i < 3000 && !holds(); ++i) std::this_thread::sleep_for(milliseconds(10));
   return holds();
 }
 

@@ -4,11 +4,13 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -138,6 +140,8 @@ struct TwoRanks {
     }
     void on_step_end(Event& event) override {
       if (event.rank == 0 && event.state.global_step == all->signal_after) ::raise(SIGTERM);
+      if (event.rank == 1 && event.state.global_step == all->late_after)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1300));
     }
   };
   void train() {
@@ -156,6 +160,7 @@ struct TwoRanks {
   }
   TrainingArguments a;
   std::int64_t signal_after = -1;  // this step's exchange: heard in its save, or in the next step
+  std::int64_t late_after = -1;    // rank 1 comes late to what follows this step
   std::mutex mutex;
   std::map<int, std::vector<std::string>> alerts;
   std::map<int, TrainResult> results;
@@ -234,6 +239,17 @@ TEST(Alert, IsToldOnEveryRankAlsoAtTheEnd) {
   run.train();
   EXPECT_THAT(run.alerts[0], Contains(HasSubstr("checkpoint-6 was not saved")));
   EXPECT_EQ(run.alerts[0], run.alerts[1]);
+}
+
+// Longer than what is told of a disk, but no save was under way that anyone could have waited for.
+TEST(Alert, ARankThatIsLateIsNoSlowDisk) {
+  io::TemporaryDirectory dir;
+  TwoRanks run(dir.path());
+  run.a.max_steps = 3;
+  run.late_after = 2;
+  run.train();
+  for (const int rank : {0, 1}) EXPECT_THAT(run.alerts[rank], ElementsAre());
+  EXPECT_THAT(steps_in(dir.path()), ElementsAre(3, 2));
 }
 
 }  // namespace

@@ -408,7 +408,7 @@ CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random,
 // One save in flight. All ranks wait together for those that write, and hear of a stop meanwhile:
 // a disk may take longer than a stop has time to be agreed.
 void TrainerImpl::end_save_before() {
-  const auto start = Clock::now();
+  std::optional<Clock::time_point> start;  // a rank that comes late here is not the disk's fault
   for (;;) {
     collect_save(/*wait=*/false);
     const bool saving = saver_ && saver_->busy();
@@ -422,9 +422,11 @@ void TrainerImpl::end_save_before() {
         evaluation_due_ |= due_after_epoch(arguments_, state.epoch).evaluate;
     }
     if (!all.saving) break;
+    if (!start) start = Clock::now();
     if (saving) saver_->wait_a_while(kListenEvery);
   }
-  const std::chrono::duration<double> waited = Clock::now() - start;
+  if (!start) return;
+  const std::chrono::duration<double> waited = Clock::now() - *start;
   if (saver_ && waited > kLongWait)
     alert(
         fmt::format("step {}: training waited {:.1f} s for the save before this one. Save less "

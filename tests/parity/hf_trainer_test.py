@@ -47,10 +47,13 @@ def run(command):
         raise AssertionError(f"{command} ended with {done.returncode}:\n{done.stdout[-8000:]}")
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def held_port():
+    """A socket on a port that nobody else is given while it is open. It never listens, so the store
+    can, which allows addresses to be used again."""
+    holder = socket.socket()
+    holder.bind(("127.0.0.1", 0))  # without that permission yet: a port of nobody else's
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
 
 
 def in_forks(role, folder, environments):
@@ -67,10 +70,11 @@ def in_forks(role, folder, environments):
 def hugging_face(folder):
     """Each rank has the variables that torchrun gives it."""
     in_forks(hf_trainer.make, folder, [{}])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port())}
-    in_forks(hf_trainer.train, folder,
-             [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)])
+    with held_port() as holder:
+        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(holder.getsockname()[1])}
+        in_forks(hf_trainer.train, folder,
+                 [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)])
     return json.loads((folder / "losses.json").read_text())
 
 

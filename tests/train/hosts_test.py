@@ -7,18 +7,11 @@ directory, so that the same output_dir is another place.
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import unittest
 
 from train_case import BOUND_S, LOCKSTEP, TrainCase, checkpoints, environment
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class Hosts(TrainCase):
@@ -29,7 +22,7 @@ class Hosts(TrainCase):
             host.mkdir()
 
     def train_both(self, *flags, code=0):
-        port, processes = free_port(), []
+        port, processes = self.held_port(), []
         for rank, host in enumerate(self.hosts):
             command = [LOCKSTEP, "run", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1",
                        "--master-addr=127.0.0.1", f"--master-port={port}", LOCKSTEP, "train",

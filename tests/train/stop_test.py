@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 import unittest
@@ -9,24 +10,20 @@ import unittest
 from train_case import (BOUND_S, SOAK, TrainCase, checkpoints, left_of, ranks_of, steps_done,
                         wait_for_step)
 
-GRACE_S = 40  # the launcher's 30 and what a busy machine adds
+GRACE_S = 60  # the launcher's 30 and what a busy machine adds
+# Hours of steps: however late the signal comes, it finds the run under way.
+ENDLESS = ("--num_train_epochs", "100000", "--save_steps", "1000000")
 
 
 class Stop(TrainCase):
     def stopped(self, output, number, to_launcher, step):
-        process = self.start(2, output, "--save_steps", "1000", "--num_train_epochs", "400",
-                             "--resume", "auto")
-        try:
-            wait_for_step(process, output, step)
-            self.assertIsNone(process.poll(), self.log())
-            # Anywhere between two steps, or in one.
-            time.sleep(random.random() * 0.05)
-            target = process.pid if to_launcher else random.choice(ranks_of(process))
-            os.kill(target, number)
-            code = process.wait(timeout=GRACE_S)
-        finally:
-            if process.poll() is None:
-                process.kill()
+        process = self.start(2, output, *ENDLESS, "--resume", "auto")
+        self.wait_while_training(process, output, step)
+        # Anywhere between two steps, or in one.
+        time.sleep(random.random() * 0.05)
+        target = process.pid if to_launcher else random.choice(ranks_of(process))
+        os.kill(target, number)
+        code = process.wait(timeout=GRACE_S)
         self.assertEqual(code, 143, self.log())
         self.assertEqual(left_of(process), [])
         self.assertRegex(self.log(), fr"stop requested by {number.name}: saving, then leaving")
@@ -68,16 +65,16 @@ class Stop(TrainCase):
 
     def test_ctrl_c_is_130(self):
         output = self.place / "out"
-        process = self.start(2, output, "--num_train_epochs", "400")
-        wait_for_step(process, output, 2)
+        process = self.start(2, output, *ENDLESS)
+        self.wait_while_training(process, output, 2)
         process.send_signal(signal.SIGINT)
         self.assertEqual(process.wait(timeout=GRACE_S), 130, self.log())
         self.assertEqual(left_of(process), [])
 
     def test_a_rank_that_dies_is_no_request_to_save(self):
         output = self.place / "out"
-        process = self.start(2, output, "--num_train_epochs", "400", "--save_steps", "100000")
-        wait_for_step(process, output, 2)
+        process = self.start(2, output, *ENDLESS)
+        self.wait_while_training(process, output, 2)
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         self.assertEqual(process.wait(timeout=GRACE_S), 137, self.log())
         self.assertEqual(checkpoints(output), [])
@@ -85,25 +82,24 @@ class Stop(TrainCase):
 
     def test_ddp_timeout_is_the_deadline_of_a_step(self):
         output = self.place / "out"
-        process = self.start(2, output, "--num_train_epochs", "400", "--save_steps", "100000",
-                             "--ddp_timeout", "6")
-        wait_for_step(process, output, 2)
-        self.assertIsNone(process.poll(), self.log())
+        process = self.start(2, output, *ENDLESS, "--ddp_timeout", "6")
+        self.wait_while_training(process, output, 2)
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
         self.assertEqual(process.wait(timeout=GRACE_S), 1, self.log())
         self.assertRegex(self.log(), r"rank 0: .* was not finished after ([6-9]|1\d)\d{3} ms")
         self.assertEqual(left_of(process), [])
 
     def test_a_stuck_rank_does_not_hold_up_the_stop(self):
-        """SIGSTOPped, it cannot agree; the others give up after ten seconds and say so."""
+        """SIGSTOPped, it cannot agree; the others give up after ten seconds and say so, or after
+        two of the longest steps, if the machine has held one up for so long."""
         output = self.place / "out"
-        process = self.start(2, output, "--num_train_epochs", "400", "--save_steps", "100000")
-        wait_for_step(process, output, 2)
+        process = self.start(2, output, *ENDLESS)
+        self.wait_while_training(process, output, 2)
         stuck, other = ranks_of(process)
         os.kill(stuck, signal.SIGSTOP)
         os.kill(other, signal.SIGUSR1)
         end = time.monotonic() + BOUND_S
-        while "was not agreed by all ranks within 10.0 s" not in self.log():
+        while not re.search(r"was not agreed by all ranks within [1-9]\d+\.\d s", self.log()):
             self.assertLess(time.monotonic(), end, self.log())
             time.sleep(0.1)
         self.assertNotEqual(process.wait(timeout=60), 0)

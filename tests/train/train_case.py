@@ -5,6 +5,8 @@ import os
 import pathlib
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -68,9 +70,25 @@ class TrainCase(unittest.TestCase):
         log = open(self.place / "log", "w", encoding="utf-8")  # pylint: disable=consider-using-with
         self.addCleanup(log.close)
         # A session of its own: what is left of it can be found, and Ctrl-C reaches it alone.
-        return subprocess.Popen(command(ranks, self.config, output, *flags), env=environment(),
-                                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                start_new_session=True)
+        process = subprocess.Popen(command(ranks, self.config, output, *flags), env=environment(),
+                                   stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                   start_new_session=True)
+        self.addCleanup(end, process)
+        return process
+
+    def wait_while_training(self, process, output, step):
+        """Returns with the step done and the run under way."""
+        wait_for_step(process, output, step)
+        self.assertIsNone(process.poll(), self.log())
+
+    def held_port(self):
+        """A port that nobody else is given while the test runs. Bound and never listening, it does
+        not keep those from listening there who allow addresses to be used again, as stores do."""
+        holder = socket.socket()
+        self.addCleanup(holder.close)
+        holder.bind(("127.0.0.1", 0))  # without that permission yet: a port of nobody else's
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return holder.getsockname()[1]
 
     def log(self):
         return (self.place / "log").read_text(encoding="utf-8", errors="replace")
@@ -119,7 +137,8 @@ def wait_for_step(process, output, step):
 
 
 def ranks_of(process):
-    """Pids of the ranks: those whose command is `lockstep train` below the launcher."""
+    """Pids of the ranks, in their order: those whose command is `lockstep train` below the
+    launcher. Pids themselves have no order, for they begin anew after the largest."""
     children = {}
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -132,11 +151,15 @@ def ranks_of(process):
     below, found = {process.pid}, []
     for _ in range(4):
         below |= {pid for pid, (parent, _) in children.items() if parent in below}
-    for pid in sorted(below):
+    for pid in below:
         words = children.get(pid, (0, []))[1]
         if len(words) > 1 and words[1] == b"train":
-            found.append(pid)
-    return found
+            try:
+                variables = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            found += [(int(v[5:]), pid) for v in variables if v.startswith(b"RANK=")]
+    return [pid for _, pid in sorted(found)]
 
 
 def left_of(process):
@@ -151,6 +174,17 @@ def left_of(process):
             if int(fields[3]) == process.pid and fields[0] != "Z":
                 found.append(int(entry.name))
     return found
+
+
+def end(process):
+    """What a test that failed has left: a run may have hours to go."""
+    if process.poll() is None:
+        for pid in left_of(process):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        process.wait(BOUND_S)
 
 
 def copy_until(output, target, step):

@@ -216,7 +216,7 @@ TEST(Wait, WhoLeavesACoreIsNotLeftOnOne) {
   const std::vector<int> cores = allowed_cpus();
   if (cores.size() < 2) GTEST_SKIP() << "one core";
   for (const int refusals : {1, 3}) {  // once, and until every core is asked for
-    Refusing::moved = false;
+    Refusing::moved = Refusing::from_start = false;
     Refusing::left = refusals;
     leave_core({::sched_getcpu()}, Refusing::set);
     EXPECT_TRUE(Refusing::moved);

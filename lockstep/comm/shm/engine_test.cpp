@@ -503,8 +503,8 @@ TEST(Engine, SeveralEnginesInOppositeOrder) {
   EXPECT_EQ(right.load(), 4);
 }
 
-// A rank that sleeps is woken by the post it waits for, not by the end of its sleep.
-TEST(Engine, ALatePostWakesSleepers) {
+// Milliseconds from a rank's late post to a sleeper's waking, the median of many.
+double median_delay_ms() {
   constexpr int kTurns = 101;
   std::atomic<double> posted_ms{0};
   std::vector<double> delays;
@@ -522,7 +522,16 @@ TEST(Engine, ALatePostWakesSleepers) {
     }
   });
   std::sort(delays.begin(), delays.end());
-  EXPECT_LT(delays[kTurns / 2], 10);  // half a sleep
+  return delays[kTurns / 2];
+}
+
+// A rank that sleeps is woken by the post it waits for, not by the end of its sleep, which is 19 ms
+// later. Other programs may have the cores when it wakes, though hardly in every one of five tries.
+TEST(Engine, ALatePostWakesSleepers) {
+  double best_ms = median_delay_ms();
+  for (int attempt = 1; attempt < 5 && best_ms >= 10; ++attempt)
+    best_ms = std::min(best_ms, median_delay_ms());
+  EXPECT_LT(best_ms, 10);  // half a sleep
 }
 
 TEST(Engine, ManyRanks) {

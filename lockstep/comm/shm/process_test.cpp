@@ -486,10 +486,11 @@ TEST(Processes, ADeadRankHidesNoOtherTrouble) {
     if (both_die) {
       ASSERT_EQ(::kill(ranks[2].pid(), SIGKILL), 0);
     }
-    const Report report = report_of(ranks[0], std::chrono::seconds(20));
+    const Report report = report_of(ranks[0], std::chrono::seconds(90));
     EXPECT_EQ(report.kind, "comm") << report.text;
     EXPECT_EQ(report.peer, both_die ? 2 : 1) << report.text;
-    EXPECT_LT(report.at_ms - struck_ms, 2000) << report.text;
+    // Its own deadline is 60 s; less would be a matter of how busy the machine is.
+    EXPECT_LT(report.at_ms - struck_ms, 15'000) << report.text;
   }
 }
 
