@@ -7,6 +7,7 @@ directory, so that the same output_dir is another place.
 import json
 import re
 import shutil
+import socket
 import subprocess
 import time
 import unittest
@@ -108,7 +109,7 @@ class ByHand(TrainCase):
 
     def ended(self, *flags):
         """What each rank has written, and its exit code."""
-        port, processes = free_port(), []
+        port, processes = self.held_port(), []
         began = time.monotonic()
         for rank, host in enumerate(self.hosts):
             log = open(self.place / f"log{rank}", "w+", encoding="utf-8")  # pylint: disable=R1732

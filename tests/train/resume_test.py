@@ -143,7 +143,7 @@ class Resume(TrainCase):
         self.config.write_text(config.replace("n_embd: 16", "n_embd: 32"))
         refused = self.train(0, second, "--max_steps", 1, code=2)
         self.assertRegex(refused.stderr,
-                         r"\[checkpoint\] \S+: '\S+' is \[257, 16\] and the model's is \[257, 32\]")
+                         r"\[config\] \S+: '\S+' is \[257, 16\] and the model's is \[257, 32\]")
 
     def test_a_new_run_puts_an_earlier_one_aside(self):
         output, aside = self.place / "out", self.place / "out" / "earlier-1"
