@@ -121,9 +121,17 @@ void note_precision(const TrainingArguments& arguments) {
 void check_contents(const TaskConfig& task, const TrainingArguments& arguments,
                     Problems& problems) {
   const DataConfig& data = task.data;
+  // A file or folder that may not be read is one mistake among others.
+  const auto attempt = [&](const auto& read) {
+    try {
+      problems.attempt(read);
+    } catch (const SystemError& error) {
+      problems.add(error.what());
+    }
+  };
   for (const std::string& path : {data.path, data.eval_path}) {
     if (data.name != "instructions" || path.empty()) continue;
-    problems.attempt([&] {
+    attempt([&] {
       const std::string cut = what_was_cut(read_instructions(data, path, ReadingProgress(path)));
       if (!cut.empty()) fmt::print(stderr, "note: {}\n", cut);
     });
@@ -132,7 +140,7 @@ void check_contents(const TaskConfig& task, const TrainingArguments& arguments,
   std::uint64_t bytes = 0;
   for (const io::TensorShape& tensor : model_tensors(task))
     bytes += io::tensor_bytes(tensor.dtype, tensor.shape).value_or(0);
-  problems.attempt([&] { train::check_room(arguments, bytes, /*two=*/false); });
+  attempt([&] { train::check_room(arguments, bytes, /*two=*/false); });
 }
 
 int check(const Request& request) {

@@ -205,6 +205,10 @@ class Config(unittest.TestCase):
         self.assertEqual(self.accepted(text % (2, 8)), "")
         self.assertIn("weights: 'transformer.wte.weight' is [257, 8] and the model's is [257, 16]. "
                       "The checkpoint belongs to another model", self.refusal(text % (2, 16)))
+        # What the data is like decides what the model is like.
+        said = self.refusal(text % (2, 16) + "data: {name: bytes, path: nowhere}\n")
+        self.assertIn("nowhere", said)
+        self.assertNotIn("another model", said)
         self.write("weights/config.json", '{"model_type": "gpt2", "n_head": 4}')
         self.assertIn("model.n_head is 2, and the weights in weights were trained with 4 "
                       "(weights/config.json)", self.refusal(text % (2, 8)))
@@ -227,6 +231,8 @@ class Config(unittest.TestCase):
                          r"\S+ [TPE]iB\. Free some space, choose another output_dir, or set "
                          "save_strategy: no")
         self.assertFalse(os.path.exists(os.path.join(self.folder, "deep")))
+        self.write("taken", "a file")
+        self.assertIn("taken/out", self.refusal("output_dir: taken/out\n"))
         self.assertIn("a stop signal will not be able to save",
                       self.accepted(text, "--save_strategy=no"))
         self.assertEqual(self.accepted(text, "--save_strategy=no", "--no_enable_jit_checkpoint"),

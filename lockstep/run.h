@@ -30,7 +30,8 @@ int run(const RankBody& body, const WorldOptions& options = {});
 
 // For a program whose options stand in files: `prepare` reads what a rank needs before it meets the
 // others. What it throws on one rank ends all of them at the meeting, with its words, that rank and
-// its host; nobody waits for a rank that will not come. In a world of one it leaves run() as it is.
+// its host. They learn it when they come there: keep it short, and about as long on every rank. In
+// a world of one what it throws leaves run().
 using Preparation = std::function<WorldOptions()>;
 int run(const Preparation& prepare, const RankBody& body);
 

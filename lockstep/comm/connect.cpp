@@ -26,6 +26,7 @@
 #include "lockstep/comm/nccl/nccl.h"
 #include "lockstep/comm/shm/shm.h"
 #include "lockstep/comm/world_impl.h"
+#include "lockstep/core/control.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/rank_env.h"
@@ -629,7 +630,13 @@ StorePtr open_meeting(RankEnv& env, const WorldOptions& options) {
 
 void decline(const std::string& why) noexcept {
   try {
-    const WorldOptions options = with_environment({});
+    // A launcher of ours tells the others when this process ends, so it need not wait long for one
+    // that is still on its way.
+    constexpr std::chrono::seconds kHeardOtherwise{10};
+    WorldOptions options = with_environment({});
+    if (control::connected())
+      options.startup_timeout =
+          std::min<std::chrono::milliseconds>(options.startup_timeout, kHeardOtherwise);
     RankEnv env = read_rank_env();
     if (env.alone()) return;
     const StorePtr store = open_meeting(env, options);

@@ -38,9 +38,9 @@ World connect(c10::intrusive_ptr<c10d::Store> store, Identity identity,
 
 // For a rank that fails before it could ask for a world (a file that its host does not have): comes
 // to the meeting of World::from_env only to say `why`, so that the others end with that reason,
-// this rank and its host instead of waiting for it. Returns when they know, at the latest at the
-// start-up deadline. Never throws: the failure that led here is the one to report. A world of one
-// has nobody to tell.
+// this rank and its host instead of waiting for it. Returns when they know, or when it has waited
+// for them as long as from_env would. Never throws: the failure that led here is the one to report.
+// A world of one has nobody to tell.
 void decline(const std::string& why) noexcept;
 
 }  // namespace lockstep

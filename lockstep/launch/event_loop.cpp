@@ -92,14 +92,22 @@ void EventLoop::run() {
     // A timer fires only when the descriptors were looked at after its time: one that says what the
     // timer is there to miss must be heard first, however long this process was held up.
     const auto looked = Clock::now();
-    const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()),
-                                   next_timeout_ms());
-    if (count < 0 && errno != EINTR) throw SystemError("launch", "epoll_wait failed", errno);
-    for (int i = 0; i < count; ++i) {
-      const auto found = watches_.find(events[static_cast<std::size_t>(i)].data.u64);
-      if (found == watches_.end()) continue;
-      const auto watch = found->second;  // stays alive while its callback forgets it
-      watch->on_event(events[static_cast<std::size_t>(i)].events);
+    // Who is ready is told in turn, so some rounds reach everyone; but nobody may keep timers
+    // waiting.
+    constexpr int kRounds = 16;
+    int wait_ms = next_timeout_ms();
+    for (int round = 0; round < kRounds && !stopped_; ++round) {
+      const int count =
+          ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), wait_ms);
+      if (count < 0 && errno != EINTR) throw SystemError("launch", "epoll_wait failed", errno);
+      for (int i = 0; i < count; ++i) {
+        const auto found = watches_.find(events[static_cast<std::size_t>(i)].data.u64);
+        if (found == watches_.end()) continue;
+        const auto watch = found->second;  // stays alive while its callback forgets it
+        watch->on_event(events[static_cast<std::size_t>(i)].events);
+      }
+      if (count < static_cast<int>(events.size())) break;
+      wait_ms = 0;
     }
     run_timers(looked);
     run_posted();

@@ -111,6 +111,30 @@ TEST(EventLoop, WhatADescriptorSaidInTimeIsHeardBeforeTheTimer) {
   EXPECT_THAT(order, ElementsAre("news", "timer"));
 }
 
+TEST(EventLoop, TimersWaitForEveryoneWhoIsReady) {
+  EventLoop loop;
+  constexpr int kMany = 150;  // more than one look at them finds
+  std::vector<Pipe> pipes;
+  int heard = 0;
+  int at_timer = 0;
+  for (int i = 0; i < kMany; ++i) {
+    const Pipe& pipe = pipes.emplace_back(make_pipe());
+    const int fd = pipe.read.get();
+    loop.watch(fd, EPOLLIN, [&loop, &heard, fd](std::uint32_t) {
+      loop.forget(fd);
+      ++heard;
+    });
+    write_all(pipe.write.get(), "x");
+  }
+  loop.after(milliseconds(1), [&] {
+    at_timer = heard;
+    loop.stop();
+  });
+  ::usleep(20'000);
+  loop.run();
+  EXPECT_EQ(at_timer, kMany);
+}
+
 // ---------------------------------------------------------------- ports
 
 int listen_on(int port) {

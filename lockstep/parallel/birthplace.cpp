@@ -97,8 +97,11 @@ class BirthAllocator final : public c10::Allocator {
   // Never destroyed: tensors remember the allocator of their storage until the very end.
   static BirthAllocator& instance() {
     static auto* const allocator = new BirthAllocator(c10::GetCPUAllocator());
+    installed_ = allocator;
     return *allocator;
   }
+  // nullptr while nothing was ever expected: then there is nothing to forget or to find, either.
+  static BirthAllocator* if_installed() { return installed_; }
 
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes >= least_bytes_.load(std::memory_order_relaxed) &&
@@ -182,6 +185,7 @@ class BirthAllocator final : public c10::Allocator {
     return data;
   }
 
+  static inline std::atomic<BirthAllocator*> installed_{nullptr};
   c10::Allocator* usual_;
   std::atomic<std::size_t> least_bytes_{asked_least_bytes()};
   std::atomic<bool> expecting_{false};  // spares all other allocations the lock
@@ -193,18 +197,22 @@ class BirthAllocator final : public c10::Allocator {
 
 }  // namespace
 
+void Birthplace::check_environment() {
+  asked_least_bytes();
+}
 void Birthplace::expect(const at::Tensor& parameter, const void* owner, Place place) {
   BirthAllocator::instance().expect(parameter.unsafeGetTensorImpl(),
                                     Expected{owner, std::move(place)});
 }
 void Birthplace::forget(const void* owner) {
-  BirthAllocator::instance().forget(owner);
+  if (auto* allocator = BirthAllocator::if_installed()) allocator->forget(owner);
 }
 std::size_t Birthplace::set_least_bytes(std::size_t bytes) {
   return BirthAllocator::instance().set_least_bytes(bytes);
 }
 bool Birthplace::is_taken(const at::Tensor& place) {
-  return BirthAllocator::instance().is_taken(place.const_data_ptr());
+  auto* const allocator = BirthAllocator::if_installed();
+  return allocator != nullptr && allocator->is_taken(place.const_data_ptr());
 }
 std::size_t Birthplace::expecting() {
   return BirthAllocator::instance().expecting();

@@ -31,6 +31,8 @@ class Birthplace {
   // Where the parameter's next gradient should lie, or an undefined tensor.
   using Place = std::function<at::Tensor()>;
 
+  static void check_environment();  // UsageError where the variable below is no number
+
   static void expect(const at::Tensor& parameter, const void* owner, Place place);
   static void forget(const void* owner);
 

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <atomic>
+#include <cstdlib>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -300,6 +302,26 @@ TEST(Birthplace, ABackwardOnTheWayIsRightOrRefused) {
   } else {
     EXPECT_NE(refusal.find("LOCKSTEP_BIRTHPLACE_BYTES=0"), std::string::npos) << refusal;
   }
+}
+
+TEST(Birthplace, ASizeThatIsNoNumberIsRefusedByAllRanks) {
+  const char* before = std::getenv("LOCKSTEP_BIRTHPLACE_BYTES");
+  const std::string saved = before == nullptr ? "65536" : before;
+  ::setenv("LOCKSTEP_BIRTHPLACE_BYTES", "64K", 1);
+  for (const int ranks : {1, 2}) {
+    std::atomic<int> refused{0};
+    run_threads(ranks, [&](World& world) {
+      Net net = make_net();
+      try {
+        DistributedDataParallel<Net> model{net, world};
+      } catch (const UsageError& e) {
+        EXPECT_NE(std::string(e.what()).find("LOCKSTEP_BIRTHPLACE_BYTES"), std::string::npos);
+        ++refused;
+      }
+    });
+    EXPECT_EQ(refused, ranks);
+  }
+  ::setenv("LOCKSTEP_BIRTHPLACE_BYTES", saved.c_str(), 1);
 }
 
 TEST(Birthplace, EndsWithTheWrapper) {

@@ -71,6 +71,7 @@ ReducerImpl::ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedT
 
 void ReducerImpl::take(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers) {
   limits_ = limits_of(options_);
+  Birthplace::check_environment();
   check_names_exist(options_.ignored_parameters, "ignored_parameters", parameters, buffers);
   check_names_exist(options_.sparse_parameters, "sparse_parameters", parameters, buffers);
   if (options_.static_graph && options_.find_unused_parameters)

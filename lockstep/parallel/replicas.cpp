@@ -207,8 +207,10 @@ std::string show_strides(const at::Tensor& tensor) {
 
 // Ranks that wrapped different models would mix up gradients or hang; say which parameter differs.
 void ReducerImpl::check_same_model() {
-  const Check check{.component = "reducer", .what = "to wrap the model", .refusal = refusal_};
-  const auto other = find_other_line(world_, check, refusal_ ? "" : describe());
+  std::string lines;
+  const auto refusal = refusal_ ? refusal_ : refusal_of([&] { lines = describe(); });
+  const Check check{.component = "reducer", .what = "to wrap the model", .refusal = refusal};
+  const auto other = find_other_line(world_, check, lines);
   if (!other) return;
   const auto show = [](const std::string& line) {
     return line.empty() ? "(no such parameter)" : line;

@@ -449,9 +449,10 @@ at::Tensor ShardedImpl::nothing_told() const {
 }
 
 // Takes this rank's part in the next agree_on_gradients() without waiting for the others: they come
-// there in their step(), and learn it. In a join other exchanges come before.
+// there in their step(), and learn it. In a join other exchanges come before, and under
+// LOCKSTEP_DEBUG every exchange waits.
 void ShardedImpl::announce(const std::exception_ptr& refusal) {
-  if (world_.size() == 1 || announced_ || reducer_->joining()) return;
+  if (world_.size() == 1 || announced_ || debug_ || reducer_->joining()) return;
   const at::Tensor told = nothing_told();
   *told.mutable_data_ptr<std::uint8_t>() = 1;
   try {

@@ -28,8 +28,11 @@ constexpr std::chrono::milliseconds kMargin{10'000};
 // gloo writes to a connection whose other end may have died, and the SIGPIPE of that would end this
 // rank without a word; a launcher that hears of us before it hears of the dead one would even name
 // us. With a handler that does nothing the write fails instead, and unlike an ignored signal that
-// is not inherited by programs that a rank starts. Whoever has chosen something else keeps it.
+// is not inherited by programs that a rank starts. Whoever has chosen something else keeps it, and
+// who chooses after the first connection, too.
 void survive_broken_pipes() {
+  static std::atomic<bool> done{false};
+  if (done.exchange(true)) return;
   struct sigaction action {};
   if (::sigaction(SIGPIPE, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) return;
   action.sa_handler = [](int) {};
