@@ -124,13 +124,15 @@ Sequences sequences_of(const RankSettings& settings, int rank) {
   return {read(0), read(1)};
 }
 
-// One model with its optimizer: in a world when there is one, by itself otherwise.
+// One model with its optimizer: in a world when there is one, by itself otherwise; or by itself,
+// but in step with the others.
 class Trainee {
  public:
   Trainee(const RankSettings& settings, const std::optional<World>& world)
       : net_(std::make_shared<SmallGpt>(settings.shape)) {
     load(settings);
-    if (world) {
+    if (settings.contender == kMet) meeting_ = world;
+    if (world && !meeting_) {
       model_.emplace(net_, *world);
       sharded_ =
           std::make_unique<ShardedOptimizer>(*model_, optim::AdamWOptions{.lr = settings.lr});
@@ -149,6 +151,7 @@ class Trainee {
     } else {
       own_->step();
       own_->zero_grad();
+      if (meeting_) meeting_->barrier();
     }
     return loss.detach();
   }
@@ -163,6 +166,7 @@ class Trainee {
     }
   }
 
+  std::optional<World> meeting_;
   std::shared_ptr<SmallGpt> net_;
   std::optional<DistributedDataParallel<std::shared_ptr<SmallGpt>>> model_;
   std::unique_ptr<ShardedOptimizer> sharded_;
