@@ -23,6 +23,12 @@ constexpr std::chrono::milliseconds kBetweenMoves{2};
 // While there is always something to do, the clock is read after this many steps: a small operation
 // has fewer, and a step is at most a pass over some memory.
 constexpr int kStepsPerLook = 4;
+// Callers who come to wait within the first of these, so many times in a row, are taken to do so
+// again. One that does not loses at most two looks of the thread; each look costs it a few
+// microseconds.
+constexpr std::chrono::microseconds kPrompt{100};
+constexpr unsigned kPromptWaits = 2;
+constexpr std::chrono::milliseconds kDoze{1};
 
 // How often a process was forked on the way to this one. Counted, because asking for the process id
 // is a system call, and a small operation takes only a few times as long.
@@ -43,6 +49,7 @@ Ticket::Ticket(std::shared_ptr<EngineCore> core, const Deadline& deadline)
 Ticket::~Ticket() = default;
 
 void Ticket::wait(const Deadline& deadline) {
+  core_->note_wait(*this);
   if (!done()) core_->wait(*this, deadline);
   if (auto failed = error()) std::rethrow_exception(failed);
 }
@@ -244,7 +251,21 @@ void EngineCore::after_start(const Ticket& ticket, bool caller_waits) {
   if (ticket.done()) return;
   if (seated_) wake(*view(place_.rank).header);
   if (caller_waits || (!seated_ && on_its_way(ticket))) return;
-  wake_thread();
+  if (unwaited_.exchange(&ticket) != nullptr) prompt_waits_ = 0;
+  ++starts_;
+  if (!dozing_ || prompt_waits_ < kPromptWaits) wake_thread();
+  started_ = Deadline::Clock::now();  // the thread may have taken the core
+}
+
+// Most callers wait for what they have just started. To wake the thread for each of these would
+// cost more than a small operation, and on a full machine the thread would take a core from a rank.
+void EngineCore::note_wait(const Ticket& ticket) {
+  if (unwaited_.load(std::memory_order_relaxed) != &ticket) return;
+  const std::lock_guard lock(mutex_);
+  if (unwaited_.load() != &ticket) return;
+  unwaited_.store(nullptr);
+  const bool prompt = Deadline::Clock::now() - started_ < kPrompt;
+  prompt_waits_ = prompt ? std::min(prompt_waits_ + 1, kPromptWaits) : 0;
 }
 
 // True when the peers can finish it without anything more from this rank.
@@ -272,7 +293,8 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
     break_with(std::move(failure));
   }
   waiters_.fetch_sub(1);
-  if (waiters_.load() == 0 && progress_wanted_) thread_called_.notify_one();
+  if (waiters_.load() > 0 || seated_) return;
+  if (progress_wanted_ || has_work()) wake_thread();  // what others have started goes on
 }
 
 bool EngineCore::poll(Ticket& ticket) {
@@ -330,9 +352,13 @@ void EngineCore::run_thread() {
   ::pthread_sigmask(SIG_BLOCK, &all, nullptr);
   std::unique_lock lock(mutex_);
   for (;;) {
-    thread_called_.wait(
-        lock, [this] { return stop_ || (progress_wanted_ && !seated_ && waiters_.load() == 0); });
+    if (prompt_waits_ < kPromptWaits)
+      thread_called_.wait(
+          lock, [this] { return stop_ || thread_is_due() || prompt_waits_ == kPromptWaits; });
+    else
+      doze(lock);
     if (stop_) return;
+    if (!thread_is_due()) continue;
     if (!has_work()) {
       progress_wanted_ = false;
       continue;
@@ -342,6 +368,24 @@ void EngineCore::run_thread() {
     thread_sits_ = false;
     changed_.notify_all();
   }
+}
+
+// While callers wait for what they start, the thread is not called but looks by itself: an
+// operation that has nobody is found within two looks. After one without a start it sleeps until
+// the next.
+void EngineCore::doze(std::unique_lock<std::mutex>& lock) {
+  const std::uint64_t seen = starts_;
+  const auto called = [this] { return stop_ || thread_is_due(); };
+  dozing_ = true;
+  const bool early = thread_called_.wait_for(lock, kDoze, called);
+  dozing_ = false;
+  if (early || starts_ != seen) return;
+  if (!seated_ && waiters_.load() == 0 && has_work()) {
+    prompt_waits_ = 0;
+    progress_wanted_ = true;
+    return;
+  }
+  thread_called_.wait(lock, [&] { return called() || starts_ != seen; });
 }
 
 void EngineCore::absorb() {

@@ -59,6 +59,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   void start(const std::shared_ptr<Message>& message, bool caller_waits);
   void wait(Ticket& ticket, const Deadline& deadline);
   bool poll(Ticket& ticket);
+  void note_wait(const Ticket& ticket);  // someone comes to wait for it, or finds it done
   void want_progress();  // someone cares for the end of an operation but does not wait for it
 
   // Any thread. The first failure wins. settle() then ends what is pending, if nobody else does.
@@ -99,6 +100,8 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   void vacate() noexcept;
   void wake_thread();
   void run_thread();
+  bool thread_is_due() const { return progress_wanted_ && !seated_ && waiters_.load() == 0; }
+  void doze(std::unique_lock<std::mutex>& lock);
 
   // In the seat.
   void work(const Task& task) noexcept;
@@ -142,6 +145,12 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   bool progress_wanted_ = false;
   bool stop_ = false;
   std::thread thread_;
+  // Whether those who start operations come to wait for them at once; then the thread is let alone.
+  std::uint64_t starts_ = 0;                    // of operations that need more work
+  std::atomic<const void*> unwaited_{nullptr};  // the last one, until someone waits for it
+  Deadline::Clock::time_point started_{};       // when it was
+  unsigned prompt_waits_ = 0;                   // in a row
+  bool dozing_ = false;                         // the thread looks again soon, called or not
   std::vector<std::shared_ptr<Collective>> new_collectives_;
   std::vector<std::shared_ptr<Message>> new_messages_;
   // Written under mutex_, and read by the holder of the seat on its way to sleep.

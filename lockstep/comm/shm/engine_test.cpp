@@ -6,8 +6,12 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <random>
 #include <set>
+#include <string>
+#include <string_view>
 
 #include "lockstep/comm/shm/ceiling.h"
 #include "lockstep/comm/shm/kernels.h"
@@ -429,6 +433,85 @@ TEST(Engine, WorkThatNobodyWaitsForIsDone) {
     ticket->wait(soon());
     ticket->on_done([&] { ++called; });
     EXPECT_EQ(called.load(), 3);
+  });
+}
+
+// How often the engines' own threads of this process have gone to sleep.
+std::int64_t sleeps_of_engine_threads() {
+  std::int64_t sleeps = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream status(task.path() / "status");
+    bool engines = false;
+    for (std::string line; std::getline(status, line);) {
+      if (line == "Name:\tlockstep-shm") engines = true;
+      constexpr std::string_view kKey = "voluntary_ctxt_switches:";
+      if (engines && line.rfind(kKey, 0) == 0) sleeps += std::stoll(line.substr(kKey.size()));
+    }
+  }
+  return sleeps;
+}
+
+// A wake-up for each would cost more than the operation.
+TEST(Engine, WhoWaitsAtOnceDoesNotWakeTheThread) {
+  std::atomic<std::int64_t> before{0}, after{0};
+  constexpr int kTurns = 3000;
+  const auto begin = std::chrono::steady_clock::now();
+  run_ranks(2, kTiny, [&](Engine& engine) {
+    Bytes data = contribution(DType::kF32, 9000, engine.rank());
+    const auto turns = [&](int count) {
+      for (int i = 0; i < count; ++i)
+        engine.all_reduce(data.data(), 9000, DType::kF32, Op::kMax)->wait(soon());
+    };
+    turns(50);
+    if (engine.rank() == 0) before = sleeps_of_engine_threads();
+    turns(kTurns);
+    if (engine.rank() == 0) after = sleeps_of_engine_threads();
+    engine.barrier()->wait(soon());
+  });
+  const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
+  // Each thread looks once in a millisecond. A caller that lost its core in between is not prompt,
+  // and its thread is called for the next few.
+  EXPECT_LT(static_cast<double>(after - before), 4 * took.count() + kTurns / 2);
+}
+
+// The thread finds it by itself.
+TEST(Engine, WorkThatNobodyWaitsForIsDoneAfterMuchThatWasWaitedFor) {
+  run_ranks(2, kTiny, [](Engine& engine) {
+    for (int turn = 0; turn < 5; ++turn) {
+      Bytes data = contribution(DType::kF32, 9000, engine.rank());
+      for (int i = 0; i < 50; ++i)
+        engine.all_reduce(data.data(), 9000, DType::kF32, Op::kMax)->wait(soon());
+      data = contribution(DType::kF32, 9000, engine.rank());
+      const TicketPtr ticket = engine.all_reduce(data.data(), 9000, DType::kF32, Op::kSum);
+      const Deadline deadline = soon();
+      while (!ticket->done() && !deadline.expired()) ::usleep(200);
+      ASSERT_TRUE(ticket->done());
+      EXPECT_EQ(data, combined(DType::kF32, Op::kSum, 9000, 2));
+    }
+  });
+}
+
+// A receive that waits for its message is not forgotten when a later collective was waited for.
+TEST(Engine, WhatAWaiterLeavesBehindGoesOn) {
+  run_ranks(2, kTiny, [](Engine& engine) {
+    Bytes data = contribution(DType::kF32, 9000, engine.rank());
+    for (int i = 0; i < 50; ++i)
+      engine.all_reduce(data.data(), 9000, DType::kF32, Op::kMax)->wait(soon());
+    Bytes message = contribution(DType::kU8, 50'000, 0);
+    if (engine.rank() == 0) {
+      engine.all_reduce(data.data(), 9000, DType::kF32, Op::kMax)->wait(soon());
+      engine.send(message.data(), message.size(), 1)->wait(soon());
+      engine.barrier()->wait(soon());
+      return;
+    }
+    Bytes got(message.size());
+    const TicketPtr receive = engine.recv(got.data(), got.size(), 0);
+    engine.all_reduce(data.data(), 9000, DType::kF32, Op::kMax)->wait(soon());
+    const Deadline deadline = soon();
+    while (!receive->done() && !deadline.expired()) ::usleep(200);
+    EXPECT_TRUE(receive->done());
+    EXPECT_EQ(got, message);
+    engine.barrier()->wait(soon());
   });
 }
 
