@@ -57,6 +57,8 @@ void Receive::finish(int from, std::exception_ptr error) {
     done_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
+  // A tensor that ends here may need Python's lock, whose holder may want the mailbox.
+  if (owner) Deferral::run([owner = std::move(owner)] {});
 }
 
 // ---------------------------------------------------------------- the mailbox
@@ -69,6 +71,7 @@ Mailbox::~Mailbox() {
 }
 
 void Mailbox::close(std::unique_ptr<shm::Engine> engine) noexcept {
+  const Deferral deferral;
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;

@@ -36,8 +36,12 @@ using Explain = std::function<std::exception_ptr(const std::exception_ptr&)>;
 class Orphans {
  public:
   void add(shm::TicketPtr last, std::vector<at::Tensor> tensors) {
+    std::deque<Kept> ended;  // goes after the lock: a tensor's end may need Python's
     const std::lock_guard lock(mutex_);
-    while (!kept_.empty() && kept_.front().last->done()) kept_.pop_front();
+    while (!kept_.empty() && kept_.front().last->done()) {
+      ended.push_back(std::move(kept_.front()));
+      kept_.pop_front();
+    }
     kept_.push_back({std::move(last), std::move(tensors)});
   }
 

@@ -183,6 +183,15 @@ def forking(rank, size, method):
     dist.destroy_process_group()
 
 
+def temporaries(rank, size, method):
+    """Tensors that nobody in Python holds end on the engine's thread, which then needs Python."""
+    join(rank, size, method)
+    for _ in range(20_000):
+        dist.all_reduce(torch.ones(5000), async_op=True).get_future().then(lambda future: None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def detail(rank, size, method):
     """Under DETAIL the backend is wrapped, and its sequence numbers are compared."""
     join(rank, size, method)
@@ -341,6 +350,10 @@ def test_leave_early():
 
 def test_forking():
     run_world(2, forking)
+
+
+def test_temporaries():
+    run_world(2, temporaries)
 
 
 def test_detail():

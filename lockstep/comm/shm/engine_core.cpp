@@ -294,7 +294,8 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
   }
   waiters_.fetch_sub(1);
   if (waiters_.load() > 0 || seated_) return;
-  if (progress_wanted_ || has_work()) wake_thread();  // what others have started goes on
+  // What was left to its caller, who then waited for something else, is the thread's.
+  if (progress_wanted_ || (unwaited_.load() != nullptr && has_work())) wake_thread();
 }
 
 bool EngineCore::poll(Ticket& ticket) {
@@ -329,9 +330,11 @@ void EngineCore::sit(std::unique_lock<std::mutex>& lock, Task task) {
   else if (progress_wanted_)
     thread_called_.notify_one();
   if (callbacks_.empty()) return;
-  const auto callbacks = std::exchange(callbacks_, {});
+  auto callbacks = std::exchange(callbacks_, {});
   lock.unlock();
   for (const auto& callback : callbacks) callback();
+  // What they hold may end with them, and wait for a lock whose owner waits for this one.
+  callbacks.clear();
   lock.lock();
 }
 
@@ -380,10 +383,13 @@ void EngineCore::doze(std::unique_lock<std::mutex>& lock) {
   const bool early = thread_called_.wait_for(lock, kDoze, called);
   dozing_ = false;
   if (early || starts_ != seen) return;
-  if (!seated_ && waiters_.load() == 0 && has_work()) {
-    prompt_waits_ = 0;
-    progress_wanted_ = true;
-    return;
+  if (waiters_.load() == 0) {
+    if (seated_) return;  // by someone who will not stay
+    if (unwaited_.load() != nullptr && has_work()) {
+      prompt_waits_ = 0;
+      progress_wanted_ = true;
+      return;
+    }
   }
   thread_called_.wait(lock, [&] { return called() || starts_ != seen; });
 }

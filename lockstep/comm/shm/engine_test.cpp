@@ -8,6 +8,8 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <future>
+#include <memory>
 #include <random>
 #include <set>
 #include <string>
@@ -529,6 +531,38 @@ TEST(Engine, ACallbackMayStartTheNextOperation) {
     while (!second.load() && !deadline.expired()) ::usleep(500);
     EXPECT_EQ(a, 2);
     EXPECT_EQ(b, 4);
+  });
+}
+
+// Looks, when it ends, whether another thread can use the engine meanwhile.
+struct LooksAtItsEnd {
+  LooksAtItsEnd(TicketPtr other, std::promise<bool>* free)
+      : other_(std::move(other)), free_(free) {}
+  ~LooksAtItsEnd() {
+    auto asked = std::async(std::launch::async, [this] { other_->poll(); });
+    free_->set_value(asked.wait_for(std::chrono::seconds(5)) == std::future_status::ready);
+  }
+  TicketPtr other_;
+  std::promise<bool>* free_;
+};
+
+// It may wait for a lock (Python's) whose owner waits for the engine's.
+TEST(Engine, WhatACallbackHoldsEndsWithoutTheEnginesLock) {
+  run_ranks(2, kTiny, [](Engine& engine) {
+    const int peer = 1 - engine.rank();
+    float message = 0, answer = 1;
+    const TicketPtr pending = engine.recv(&message, sizeof message, peer);
+    Bytes data = contribution(DType::kF32, 9000, engine.rank());
+    for (int turn = 0; turn < 20; ++turn) {
+      std::promise<bool> free;
+      auto held = std::make_shared<LooksAtItsEnd>(pending, &free);
+      engine.all_reduce(data.data(), 9000, DType::kF32, Op::kMax)->on_done([held] {});
+      held.reset();
+      EXPECT_TRUE(free.get_future().get()) << "in turn " << turn;
+    }
+    engine.send(&answer, sizeof answer, peer)->wait(soon());
+    pending->wait(soon());
+    engine.barrier()->wait(soon());
   });
 }
 
