@@ -19,15 +19,18 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
 
 constexpr std::size_t kHeaderBytes = round_up(sizeof(Header), kPage);
 
-// Measured with two processes on two cores of a Xeon (Emerald Rapids), private arrays: 64 KiB take
-// 18 us in one round and 15 us divided (5 us where they are symmetric and need no copies), 32 KiB
-// 15 and 14, 16 KiB 8 and 8. With more ranks each of them reads more in one round, so dividing pays
-// earlier. Two ranks take 4.9 to 5.4 ms for 25 MB with chunks of 256 KiB, 5.2 to 5.9 with 512 KiB:
-// those no longer fit into a core's own cache together with the array. Four ranks on two cores
-// take 16 ms with 1 MiB and 23 ms with 256 KiB, because every round is a change of threads; and
-// slices must not become too small.
-constexpr std::size_t kSmallBytesOfAll = 64u << 10;
-constexpr std::size_t kLeastSmallBytes = 8u << 10;
+// Measured with two processes on two cores of a Xeon (Emerald Rapids): 16 KiB take 5.5 us in one
+// round and 3.3 divided, where they are symmetric and need no copies (private ones 5.5 and 6.0);
+// 32 KiB 9.5 and 5.0 (9.5 and 10). With more ranks each of them reads more in one round, so
+// dividing pays earlier: with 16 on 16 cores 8 KiB take 18 to 25 us in one round, and 16 KiB,
+// divided, 10 (private ones 13 to 15); with 4 on two cores every round is a change of threads, so
+// it pays late.
+//
+// Chunks: two ranks take 4.9 to 5.4 ms for 25 MB with 256 KiB, 5.2 to 5.9 with 512 KiB: those no
+// longer fit into a core's own cache together with the array. Four ranks on two cores take 16 ms
+// with 1 MiB and 23 ms with 256 KiB; and slices must not become too small.
+constexpr std::size_t kSmallBytesOfAll = 32u << 10;
+constexpr std::size_t kMostSmallBytes = 8u << 10;
 constexpr std::size_t kChunkBytesOfTwo = 256u << 10;
 constexpr std::size_t kChunkBytes = 1u << 20;
 constexpr std::size_t kRingBytes = 256u << 10;
@@ -35,7 +38,7 @@ constexpr std::size_t kAllRingsBytes = 1u << 20;
 constexpr std::size_t kLeastRingBytes = 16u << 10;
 
 std::size_t default_small(std::size_t ranks) {
-  return std::max(kSmallBytesOfAll / std::max<std::size_t>(ranks, 2), kLeastSmallBytes);
+  return std::min(kSmallBytesOfAll / ranks, kMostSmallBytes);
 }
 
 std::size_t default_chunk(std::size_t ranks) {
