@@ -242,12 +242,13 @@ bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
 }
 
 void Engine::abort(const std::string& cause, int culprit) noexcept {
-  if (core_->inherited()) return;
+  const auto core = core_;  // a callback may drop the engine
+  if (core->inherited()) return;
   Failure failure;
   failure.culprit = culprit;
   failure.text = cause;
-  core_->break_with(std::move(failure));
-  core_->settle();
+  core->break_with(std::move(failure));
+  core->settle();
 }
 
 std::string Engine::failure() const {

