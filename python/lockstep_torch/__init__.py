@@ -8,9 +8,17 @@ Nothing else has to change in a script. An installed package is even loaded by `
 
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as _Backend
+
+# Before torch is imported: where this package is imported first, torch calls it in the middle of
+# that import.
+def autoload():
+    """Called by `import torch` for an installed package; importing it does everything."""
+
+
+# pylint: disable=wrong-import-position
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch._C._distributed_c10d import Backend as _Backend  # noqa: E402
 
 _Options = _Backend.Options
 __all__ = ["autoload", "create"]
@@ -46,10 +54,6 @@ def create(options, backend_options=None):
         timeout = timeout.total_seconds()
     return _extension().create(options.store, options.group_rank, options.group_size, timeout,
                                str(options.group_id), list(options.global_ranks_in_group))
-
-
-def autoload():
-    """Called by `import torch` for an installed package; importing it has done everything."""
 
 
 if dist.is_available() and not hasattr(dist.Backend, "LOCKSTEP"):

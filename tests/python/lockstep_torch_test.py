@@ -420,10 +420,11 @@ def test_wheel():
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index",
                         "--disable-pip-version-check", "--target", installed,
                         os.path.join(folder, name)], check=True)
-        # Not imported by name: torch itself finds what is installed.
-        program = "import torch; assert torch.distributed.is_backend_available('lockstep')"
         environment = dict(os.environ, PYTHONPATH=installed)
-        subprocess.run([sys.executable, "-B", "-c", program], env=environment, check=True)
+        # Torch itself finds what is installed; and it may be imported by name, before torch.
+        for names in ("torch", "lockstep_torch, torch"):
+            program = f"import {names}; assert torch.distributed.is_backend_available('lockstep')"
+            subprocess.run([sys.executable, "-B", "-c", program], env=environment, check=True)
         with zipfile.ZipFile(os.path.join(folder, name)) as wheel:
             record = wheel.read(next(n for n in wheel.namelist() if n.endswith("/RECORD")))
             assert len(io.BytesIO(record).readlines()) == len(wheel.namelist())
