@@ -177,16 +177,18 @@ class Step(Case):
 
 class Train(Case):
     def test_measures_what_it_verified(self):
-        result, rows, document = self.passes(*TRAIN, "--met", "--require-alone", "1:0.0001",
+        result, rows, document = self.passes(*TRAIN, "--met", "--kept",
+                                             "--require-alone", "1:0.0001",
                                              "--require-python", "2:0.0001")
         self.assertIn("verified: ours and alone train the same", result.stderr)
+        self.assertIn("verified: ours and kept train the same", result.stderr)
         self.assertIn("verified: ours and met train the same", result.stderr)
         self.assertIn("verified: ours and python train the same", result.stderr)
         self.assertEqual(list(rows[0])[1:], ["batch", "blocks", "min ms", "p50 ms", "p99 ms",
                                              "max ms", "samples/s", "ours / this", "p25", "p75"])
-        self.assertEqual(len(rows), 8)
+        self.assertEqual(len(rows), 10)
         self.assertEqual(sorted({(r["contender"], r["batch"]) for r in document["rows"]}),
-                         [(name, batch) for name in ("alone", "met", "ours", "python")
+                         [(name, batch) for name in ("alone", "kept", "met", "ours", "python")
                           for batch in (1, 2)])
         self.assertTrue(all(len(row["samples_per_s"]) == 3 for row in document["rows"]))
         self.assertIn("ours / alone at batch 1 is ", result.stderr)

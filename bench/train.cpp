@@ -49,7 +49,8 @@ struct Wanted {
 const char* long_name(const std::string& contender) {
   if (contender == kOurs) return "Lockstep: DDP + ShardedOptimizer on shm";
   if (contender == kSilent) return "ranks that do not communicate";
-  if (contender == kMet) return "the same, meeting after every step";
+  if (contender == kKept) return "the same, keeping memory as DDP does";
+  if (contender == kMet) return "and meeting after every step";
   return "PyTorch DDP over gloo";
 }
 
@@ -215,6 +216,7 @@ void measure_batch(std::deque<Crew>& crews, const TrainSettings& settings, int b
 Rates collect(const TrainSettings& settings, const Scratch& scratch) {
   std::deque<Crew> crews;
   std::vector<std::string> contenders{kOurs, kSilent};
+  if (settings.kept) contenders.emplace_back(kKept);
   if (settings.met) contenders.emplace_back(kMet);
   if (settings.python) contenders.emplace_back(kPython);
   for (const auto& contender : contenders)
@@ -334,11 +336,14 @@ int train_main(int argc, char** argv) {
       ->check(CLI::Range(2, 1000000));
   app.add_option("--tokens", settings.shape.tokens, "per sequence")->check(CLI::Range(1, 65536));
   app.add_flag("!--no-python", settings.python, "leave out the PyTorch peer");
+  app.add_flag("--kept", settings.kept,
+               "also ranks that do not communicate, but keep memory as ours do");
   app.add_flag("--met", settings.met,
-               "also ranks that wait for each other after every step, but exchange nothing");
+               "also ranks that keep memory and wait for each other after every step, but exchange "
+               "nothing");
   app.add_option("--corrupt", settings.corrupt,
                  "let this contender train differently, to see that it is refused")
-      ->check(CLI::IsMember(std::vector<std::string>{kOurs, kSilent, kMet, kPython}));
+      ->check(CLI::IsMember(std::vector<std::string>{kOurs, kSilent, kKept, kMet, kPython}));
   app.add_option("--require-alone", alone,
                  "BATCH:RATIO,...: fail when ours / not communicating is below");
   app.add_option("--require-python", python, "BATCH:RATIO,...: the same beside PyTorch");

@@ -39,6 +39,7 @@ constexpr KnownVariable kKnown[] = {
     {"LOCKSTEP_STORE_FD", "listening socket for rank 0's store"},
     {"LOCKSTEP_LOG", "debug, info, warning, error or off"},
     {"LOCKSTEP_BIRTHPLACE_BYTES", "from which size on gradients are made in their buckets"},
+    {"LOCKSTEP_KEPT_MEMORY_BYTES", "how much idle memory of large CPU tensors is kept"},
     {"LOCKSTEP_DEBUG", "1: compare every collective over ranks first"},
     {"LOCKSTEP_BACKEND", "shm, gloo or nccl instead of auto", true},
     {"LOCKSTEP_DEVICE", "cpu, cuda or cuda:N instead of auto", true},

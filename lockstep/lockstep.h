@@ -22,6 +22,7 @@
 #include "lockstep/parallel/accumulation.h"       // IWYU pragma: export
 #include "lockstep/parallel/checkpoint.h"         // IWYU pragma: export
 #include "lockstep/parallel/comm_hooks.h"         // IWYU pragma: export
+#include "lockstep/parallel/cpu_memory.h"         // IWYU pragma: export
 #include "lockstep/parallel/ddp.h"                // IWYU pragma: export
 #include "lockstep/parallel/sharded_optimizer.h"  // IWYU pragma: export
 #include "lockstep/parallel/sharded_stepper.h"    // IWYU pragma: export

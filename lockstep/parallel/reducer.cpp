@@ -12,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/birthplace.h"
 #include "lockstep/parallel/checkpoint_node.h"
+#include "lockstep/parallel/cpu_memory.h"
 #include "lockstep/parallel/crowd.h"
 #include "lockstep/parallel/nested_backward.h"
 #include "lockstep/parallel/reducer_impl.h"
@@ -72,6 +73,7 @@ ReducerImpl::ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedT
 void ReducerImpl::take(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers) {
   limits_ = limits_of(options_);
   Birthplace::check_environment();
+  CpuMemory::check_environment();
   check_names_exist(options_.ignored_parameters, "ignored_parameters", parameters, buffers);
   check_names_exist(options_.sparse_parameters, "sparse_parameters", parameters, buffers);
   if (options_.static_graph && options_.find_unused_parameters)
@@ -97,6 +99,10 @@ void ReducerImpl::take(std::vector<NamedTensor> parameters, std::vector<NamedTen
   }
   for (auto& buffer : buffers)
     if (!contains(options_.ignored_parameters, buffer.name)) buffers_.push_back(std::move(buffer));
+  // Who trains here asks for the same sizes in every step.
+  if (std::any_of(parameters_.begin(), parameters_.end(),
+                  [](const Parameter& p) { return p.tensor.is_cpu(); }))
+    CpuMemory::keep();
 }
 
 ReducerImpl::~ReducerImpl() {

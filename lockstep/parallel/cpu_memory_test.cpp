@@ -1,0 +1,200 @@
+#include "lockstep/parallel/cpu_memory.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep {
+namespace {
+
+using testing::run_threads;
+
+constexpr std::int64_t kMb = 1 << 20;
+constexpr const char* kOwnProcess = "LOCKSTEP_TEST_OWN_PROCESS";
+
+at::Tensor bytes(std::int64_t count) {
+  return at::empty({count}, at::kByte);
+}
+
+std::optional<at::Tensor> older;  // from before anything was kept
+
+// For all tests of this program: a process keeps its memory from the first wrapped model on.
+struct KeepFromTheStart : ::testing::Environment {
+  void SetUp() override {
+    if (env::get(kOwnProcess)) return;
+    older = bytes(2 * kMb);
+    CpuMemory::keep();
+  }
+};
+const auto* const environment = ::testing::AddGlobalTestEnvironment(new KeepFromTheStart);
+
+// The test of that name in a process that has wrapped no model yet.
+int in_own_process(const std::string& test, const std::string& variables) {
+  const std::string command = "exec env " + variables + " " + kOwnProcess + "=1 '" +
+                              std::string(::testing::internal::GetArgvs().at(0)) +
+                              "' --gtest_filter=" + test +
+                              " --gtest_also_run_disabled_tests --gtest_fail_fast >/dev/null";
+  const int status = std::system(command.c_str());
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+void wrap_something() {
+  run_threads(1, [](World& world) {
+    DistributedDataParallel<torch::nn::Linear> model{torch::nn::Linear(2, 2), world};
+  });
+}
+
+long faults() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_minflt;
+}
+
+TEST(CpuMemory, LargeTensorsLieWhereTheLastOnesLay) {
+  ASSERT_TRUE(CpuMemory::is_kept());
+  at::Tensor first = bytes(5 * kMb);
+  const void* const place = first.const_data_ptr();
+  const at::Tensor part = first.narrow(0, 7, 100);
+  first.reset();
+  EXPECT_NE(bytes(5 * kMb).const_data_ptr(), place) << "a view still lies there";
+  const_cast<at::Tensor&>(part).reset();
+  EXPECT_EQ(bytes(5 * kMb).const_data_ptr(), place);
+
+  at::Tensor grown = bytes(3 * kMb).fill_(9);
+  grown.resize_({11 * kMb});
+  EXPECT_TRUE(grown.narrow(0, 0, 3 * kMb).eq(9).all().item<bool>());
+  std::thread([tensor = std::move(grown)]() mutable { tensor.reset(); }).join();
+
+  const auto before = CpuMemory::counts();
+  EXPECT_EQ(before.used, 0U);
+  EXPECT_GT(before.idle, 0U);
+  CpuMemory::release_idle();
+  EXPECT_EQ(CpuMemory::counts().idle, 0U);
+}
+
+TEST(CpuMemory, SmallTensorsAndOlderOnesAreMallocs) {
+  const auto before = CpuMemory::counts();
+  bytes(kMb - 1).fill_(1);
+  older.reset();
+  EXPECT_EQ(CpuMemory::counts().fetched, before.fetched);
+  EXPECT_EQ(CpuMemory::counts().idle, before.idle);
+}
+
+TEST(CpuMemory, RawMemoryOfBothOriginsIsLetGoRightly) {
+  c10::Allocator* const allocator = c10::GetCPUAllocator();
+  for (const std::size_t size : {std::size_t{100}, std::size_t{3 * kMb}}) {
+    void* const data = allocator->raw_allocate(size);
+    std::memset(data, 1, size);
+    allocator->raw_deallocate(data);
+  }
+  EXPECT_EQ(CpuMemory::counts().used, 0U);
+}
+
+// Without it the four tensors around these logits are fetched and cleared in every step: 40 000
+// pages.
+TEST(CpuMemory, StepsOfTrainingFetchNoPages) {
+  run_threads(1, [](World& world) {
+    torch::nn::Linear net(16, 10000);
+    DistributedDataParallel<torch::nn::Linear> model{net, world, {.force_reducer = true}};
+    const at::Tensor input = at::randn({1024, 16});
+    const at::Tensor targets = at::randint(10000, {1024});
+    const auto step = [&] {
+      torch::cross_entropy_loss(model(input), targets).backward();
+      for (auto& p : net->parameters()) p.mutable_grad().reset();
+    };
+    for (int i = 0; i < 2; ++i) step();
+    const auto counts = CpuMemory::counts();
+    const long before = faults();
+    for (int i = 0; i < 3; ++i) step();
+    EXPECT_LT(faults() - before, 3 * 2000);
+    EXPECT_EQ(CpuMemory::counts().fetched, counts.fetched);
+  });
+}
+
+TEST(CpuMemory, AChildFindsNoCallHalfDone) {
+  std::atomic<bool> done{false};
+  std::thread busy([&] {
+    while (!done) bytes(2 * kMb);
+  });
+  for (int i = 0; i < 200; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(20);                                                 // ends a child that stands still
+      std::memset(bytes(2 * kMb).mutable_data_ptr(), 1, 2 * kMb);  // fill_() asks for threads
+      ::_exit(0);
+    }
+    int status = -1;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+    if (status != 0) break;
+  }
+  done = true;
+  busy.join();
+}
+
+TEST(CpuMemoryOfItsOwn, DISABLED_IsKeptFromTheFirstModelOn) {
+  EXPECT_FALSE(CpuMemory::is_kept());
+  wrap_something();
+  EXPECT_TRUE(CpuMemory::is_kept());
+}
+
+TEST(CpuMemoryOfItsOwn, DISABLED_IsNotKept) {
+  wrap_something();
+  EXPECT_FALSE(CpuMemory::is_kept());
+  bytes(2 * kMb).fill_(1);
+  EXPECT_EQ(CpuMemory::counts().fetched, 0U);
+  CpuMemory::release_idle();
+}
+
+TEST(CpuMemoryOfItsOwn, DISABLED_OwnAllocatorStays) {
+  struct Own final : c10::Allocator {
+    c10::DataPtr allocate(std::size_t size) override {
+      return c10::GetDefaultCPUAllocator()->allocate(size);
+    }
+    void copy_data(void* to, const void* from, std::size_t size) const override {
+      default_copy_data(to, from, size);
+    }
+  };
+  c10::SetCPUAllocator(new Own);
+  wrap_something();
+  EXPECT_FALSE(CpuMemory::is_kept());
+}
+
+TEST(CpuMemoryOfItsOwn, DISABLED_WrongValueIsRefused) {
+  try {
+    wrap_something();
+    FAIL() << "took it";
+  } catch (const UsageError& error) {
+    EXPECT_NE(std::string(error.what()).find("LOCKSTEP_KEPT_MEMORY_BYTES"), std::string::npos)
+        << error.what();
+  }
+}
+
+TEST(CpuMemory, IsSwitchedOnByAModelUnlessSomebodyForbidsIt) {
+  const auto run = [](const std::string& test, const std::string& variables) {
+    return in_own_process("CpuMemoryOfItsOwn.DISABLED_" + test, variables);
+  };
+  EXPECT_EQ(run("IsKeptFromTheFirstModelOn", "-u LOCKSTEP_KEPT_MEMORY_BYTES"), 0);
+  EXPECT_EQ(run("IsNotKept", "LOCKSTEP_KEPT_MEMORY_BYTES=0"), 0);
+  EXPECT_EQ(run("OwnAllocatorStays", ""), 0);
+  EXPECT_EQ(run("WrongValueIsRefused", "LOCKSTEP_KEPT_MEMORY_BYTES=plenty"), 0);
+  EXPECT_EQ(run("WrongValueIsRefused", "LOCKSTEP_KEPT_MEMORY_BYTES=-1"), 0);
+}
+
+}  // namespace
+}  // namespace lockstep
