@@ -10,24 +10,24 @@
 // has been idle longest goes back first. And where pages are huge, which makes it cheap to say, the
 // kernel knows that it may take what is idle when memory runs short.
 //
-// For blocks of megabytes: each has pages of its own. Any thread may call.
+// For blocks of megabytes: each has pages of its own, and its size is rounded up by an eighth at
+// most. Any thread may call. All blocks end with it, those in use too.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
+#include <list>
 #include <mutex>
 #include <unordered_map>
-#include <vector>
 
 namespace lockstep {
 
 class KeptMemory {
  public:
   struct Counts {
-    std::size_t used = 0, idle = 0;  // bytes held, with what sizes were rounded up by
-    std::size_t peak = 0;            // the most that was ever used
-    std::uint64_t fetched = 0;       // blocks from the kernel, the others were used again
+    std::size_t used = 0, idle = 0;  // bytes of blocks
+    std::size_t peak = 0;            // the most that was used since the last release_idle()
+    std::uint64_t fetched = 0;       // blocks from the kernel; all others were used again
   };
 
   explicit KeptMemory(std::size_t most_idle = SIZE_MAX) : most_idle_(most_idle) {}
@@ -39,8 +39,7 @@ class KeptMemory {
   void give_back(void* block);    // one that holds() and was not given back since
 
   bool holds(const void* block) const;
-
-  void release_idle();
+  void release_idle();  // and forgets the peak
   Counts counts() const;
 
   // Around fork(), so that the child finds no call half done.
@@ -49,20 +48,24 @@ class KeptMemory {
 
  private:
   struct Block {
+    void* data = nullptr;
     std::size_t bytes = 0;
-    std::uint64_t idle_since = 0;  // its key in idle_, 0 while it is in use
+    bool in_use = true;
+    int slow_marks = 0;  // how often telling the kernel took as long as small pages take
   };
+  using Blocks = std::list<Block>;
 
-  void* fetch(std::size_t bytes);
-  void drop_oldest();
+  Blocks::iterator find_idle(std::size_t bytes);
+  void* fetch(std::size_t bytes, std::unique_lock<std::mutex>& lock);
+  Blocks drop_to(std::size_t most_idle);
 
   const std::size_t most_idle_;
   mutable std::mutex mutex_;
   Counts counts_;
-  std::uint64_t returns_ = 0;  // tells who has been idle longer
-  std::unordered_map<const void*, Block> blocks_;
-  std::map<std::size_t, std::vector<void*>> by_size_;  // idle ones, the last that was used last
-  std::map<std::uint64_t, void*> idle_;                // the same, oldest first
+  // Blocks move between the lists without asking for memory: whoever gives one back may be dealing
+  // with the want of it.
+  Blocks used_, idle_;  // the last given back at the end
+  std::unordered_map<const void*, Blocks::iterator> by_address_;
 };
 
 }  // namespace lockstep

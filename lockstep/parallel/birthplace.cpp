@@ -104,7 +104,7 @@ class BirthAllocator final : public c10::Allocator {
   static BirthAllocator* if_installed() { return installed_; }
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes >= least_bytes_.load(std::memory_order_relaxed) &&
+    if (bytes >= least_bytes().load(std::memory_order_relaxed) &&
         expecting_.load(std::memory_order_relaxed)) {
       if (void* const data = place_for(bytes)) return {data, data, &let_go, c10::kCPU};
     }
@@ -139,7 +139,10 @@ class BirthAllocator final : public c10::Allocator {
     std::lock_guard<std::mutex> lock(mutex_);
     return expected_.size();
   }
-  std::size_t set_least_bytes(std::size_t bytes) { return least_bytes_.exchange(bytes); }
+  static std::atomic<std::size_t>& least_bytes() {
+    static std::atomic<std::size_t> bytes{asked_least_bytes()};
+    return bytes;
+  }
   std::uint64_t served() const { return served_.load(std::memory_order_relaxed); }
 
  private:
@@ -187,7 +190,6 @@ class BirthAllocator final : public c10::Allocator {
 
   static inline std::atomic<BirthAllocator*> installed_{nullptr};
   c10::Allocator* usual_;
-  std::atomic<std::size_t> least_bytes_{asked_least_bytes()};
   std::atomic<bool> expecting_{false};  // spares all other allocations the lock
   std::atomic<std::uint64_t> served_{0};
   std::mutex mutex_;
@@ -208,17 +210,19 @@ void Birthplace::forget(const void* owner) {
   if (auto* allocator = BirthAllocator::if_installed()) allocator->forget(owner);
 }
 std::size_t Birthplace::set_least_bytes(std::size_t bytes) {
-  return BirthAllocator::instance().set_least_bytes(bytes);
+  return BirthAllocator::least_bytes().exchange(bytes);
 }
 bool Birthplace::is_taken(const at::Tensor& place) {
   auto* const allocator = BirthAllocator::if_installed();
   return allocator != nullptr && allocator->is_taken(place.const_data_ptr());
 }
 std::size_t Birthplace::expecting() {
-  return BirthAllocator::instance().expecting();
+  auto* const allocator = BirthAllocator::if_installed();
+  return allocator != nullptr ? allocator->expecting() : 0;
 }
 std::uint64_t Birthplace::served() {
-  return BirthAllocator::instance().served();
+  auto* const allocator = BirthAllocator::if_installed();
+  return allocator != nullptr ? allocator->served() : 0;
 }
 
 }  // namespace lockstep::parallel

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <new>
 
 #include "lockstep/core/env.h"
 
@@ -13,7 +14,7 @@ namespace lockstep {
 namespace {
 
 // Smaller ones stay in malloc's heap, where keeping them brought nothing that could be measured.
-constexpr std::size_t kLeastBytes = 1 << 20;
+constexpr std::size_t kLeastKept = 1 << 20;
 
 std::size_t asked_most_idle() {
   return static_cast<std::size_t>(
@@ -23,29 +24,37 @@ std::size_t asked_most_idle() {
 class KeepingAllocator final : public c10::Allocator {
  public:
   // Never destroyed: tensors live until the very end.
-  static KeepingAllocator* install() {
-    auto* const allocator = new KeepingAllocator(c10::GetCPUAllocator(), asked_most_idle());
+  static void install(std::size_t most_idle) {
+    auto* const allocator = new KeepingAllocator(c10::GetCPUAllocator(), most_idle);
     installed_ = allocator;
-    ::pthread_atfork([] { installed_.load()->memory_.before_fork(); },
-                     [] { installed_.load()->memory_.after_fork(); },
-                     [] { installed_.load()->memory_.after_fork(); });
+    const auto before = [] { installed_.load()->memory_.before_fork(); };
+    const auto after = [] { installed_.load()->memory_.after_fork(); };
+    if (::pthread_atfork(before, after, after) != 0) throw std::bad_alloc();
     c10::SetCPUAllocator(allocator);
-    return allocator;
   }
   static KeepingAllocator* if_installed() { return installed_; }
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes >= kLeastBytes) {
-      if (void* const data = memory_.take(bytes)) {
-        c10::profiledCPUMemoryReporter().New(data, bytes);
-        return {data, data, &let_go, c10::kCPU};
+    if (bytes >= kLeastKept) {
+      c10::DataPtr block(memory_.take(bytes), c10::kCPU);
+      if (block) {
+        block = {block.get(), block.get(), &let_go, c10::kCPU};
+        c10::profiledCPUMemoryReporter().New(block.get(), bytes);
+        return block;
       }
     }
-    return usual_->allocate(bytes);  // which has the words for memory that has run out
+    try {
+      return usual_->allocate(bytes);
+    } catch (const c10::Error&) {
+      if (memory_.counts().idle == 0) throw;  // its words are good
+      memory_.release_idle();
+    }
+    return usual_->allocate(bytes);
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     usual_->copy_data(to, from, bytes);
   }
+  // What the usual allocator gave carries its own deleter, which this one calls: either will do.
   c10::DeleterFnPtr raw_deleter() const override { return &let_go; }
 
   KeptMemory& memory() { return memory_; }
@@ -75,8 +84,9 @@ void CpuMemory::check_environment() {
 void CpuMemory::keep() {
   static std::once_flag once;
   std::call_once(once, [] {
+    const std::size_t most_idle = asked_most_idle();
     const bool own = c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator();
-    if (asked_most_idle() > 0 && !own) KeepingAllocator::install();
+    if (most_idle > 0 && !own) KeepingAllocator::install(most_idle);
   });
 }
 bool CpuMemory::is_kept() {
