@@ -30,13 +30,14 @@ double timed(const Contender& contender, int ranks) {
   std::string output;
   char buffer[4096];
   for (std::size_t n; (n = ::fread(buffer, 1, sizeof buffer, pipe)) > 0;) output.append(buffer, n);
-  const int status = ::pclose(pipe);
+  const int ended = ::pclose(pipe);
+  const int code = WIFEXITED(ended) ? WEXITSTATUS(ended) : -1;
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   const std::string expected = fmt::format("sum {}", ranks * (ranks + 1) / 2);
-  if (status != 0 || output.find(expected) == std::string::npos)
-    throw Error("bench", fmt::format("'{}' failed (status {}) or did not print '{}':\n{}",
-                                     contender.command, status, expected, output));
+  if (code != 0 || output.find(expected) == std::string::npos)
+    throw Error("bench", fmt::format("'{}' failed (exit code {}) or did not print '{}':\n{}",
+                                     contender.command, code, expected, output));
   return seconds;
 }
 

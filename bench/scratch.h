@@ -4,6 +4,8 @@
 //   run_command(fmt::format("measure >'{}'", scratch.file("figures")));
 #pragma once
 
+#include <sys/wait.h>
+
 #include <cstdlib>
 #include <filesystem>
 #include <string>
@@ -34,8 +36,9 @@ class Scratch {
 
 // Through the shell; throws Error when it fails.
 inline void run_command(const std::string& command) {
-  const int status = std::system(command.c_str());
-  if (status != 0) throw Error("bench", fmt::format("'{}' failed (status {})", command, status));
+  const int ended = std::system(command.c_str());
+  const int code = WIFEXITED(ended) ? WEXITSTATUS(ended) : -1;
+  if (code != 0) throw Error("bench", fmt::format("'{}' failed (exit code {})", command, code));
 }
 
 }  // namespace lockstep::bench

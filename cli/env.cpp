@@ -25,9 +25,9 @@ namespace {
 constexpr const char* kHelp =
     "usage: lockstep env [--json]\n\n"
     "Prints who this process would be as a rank (and which launcher says so), which device and\n"
-    "backend a program would choose and why, and every environment variable that has a say.\n"
+    "backend a program would choose and why, and the environment variables that are set.\n"
     "Under a launcher each rank prints its own: lockstep run --nproc-per-node=2 lockstep env\n\n"
-    "  --json    the same as one line of JSON\n";
+    "  --json    the same as one line of JSON, with the variables that are not set\n";
 
 struct Choice {
   std::string name;

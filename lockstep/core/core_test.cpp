@@ -66,6 +66,12 @@ TEST(Env, ReadsStrictly) {
   ::setenv("LOCKSTEP_TEST_X", "99", 1);
   EXPECT_THAT(message_of<UsageError>([] { env::get_int("LOCKSTEP_TEST_X", 0, 9); }),
               HasSubstr("out of range (0 to 9)"));
+  ::setenv("LOCKSTEP_TEST_X", "18446744073709551615", 1);
+  EXPECT_THAT(message_of<UsageError>([] { env::get_int("LOCKSTEP_TEST_X", 0); }),
+              HasSubstr("18446744073709551615 is out of range (0 to 9223372036854775807)"));
+  ::setenv("LOCKSTEP_TEST_X", "18446744073709551615x", 1);
+  EXPECT_THAT(message_of<UsageError>([] { env::get_int("LOCKSTEP_TEST_X", 0); }),
+              HasSubstr("is not an integer"));
   ::setenv("LOCKSTEP_TEST_X", "Yes", 1);
   EXPECT_EQ(env::get_bool("LOCKSTEP_TEST_X"), true);
   ::setenv("LOCKSTEP_TEST_X", "maybe", 1);

@@ -10,8 +10,9 @@
 // has been idle longest goes back first. And where pages are huge, which makes it cheap to say, the
 // kernel knows that it may take what is idle when memory runs short.
 //
-// For blocks of megabytes: each has pages of its own, and its size is rounded up by an eighth at
-// most. Any thread may call. All blocks end with it, those in use too.
+// For blocks of megabytes: each has pages of its own. Sizes are rounded up by an eighth at most,
+// and a block that was kept may be a quarter larger than that. Any thread may call. All blocks end
+// with it, those in use too.
 #pragma once
 
 #include <cstddef>
