@@ -27,7 +27,7 @@ import zipfile
 NAME = "lockstep_torch"
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
-CORE = ("cores.cpp", "env.cpp", "error.cpp", "fd.cpp")
+CORE = ("cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "pages.cpp")
 # The engine's vector code by machine; what is not listed uses the compiler's own vectors.
 KERNELS = {
     "x86_64": {"kernels_x86.cpp": [], "kernels_avx2.cpp": ["-mavx2", "-mf16c"],

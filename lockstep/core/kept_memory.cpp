@@ -2,7 +2,6 @@
 
 #include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -13,32 +12,23 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/pages.h"
 
 namespace lockstep {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kHugePage = 2 << 20;
 // Saying that a huge page may be taken costs about 1 us, and for the small pages of the same bytes
 // 30; those fault when they are written again, too.
 constexpr auto kSlowMark = std::chrono::microseconds(8);
 constexpr int kMostSlowMarks = 2;
 
-std::size_t page() {
-  static const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  return bytes;
-}
-
 // In steps of an eighth, so that batches of about the same length share blocks.
 std::size_t rounded(std::size_t bytes) {
-  const std::size_t least = std::max(bytes, page());
-  const std::size_t step = std::max(std::bit_floor(least) / 8, page());
+  const std::size_t least = std::max(bytes, page_bytes());
+  const std::size_t step = std::max(std::bit_floor(least) / 8, page_bytes());
   return (least + step - 1) / step * step;
-}
-
-std::size_t huge_part(std::size_t bytes) {
-  return bytes / kHugePage * kHugePage;
 }
 
 bool has_huge_pages() {
@@ -50,18 +40,12 @@ bool has_huge_pages() {
   return has;
 }
 
-// Begins a huge page. nullptr: there is no more.
+// nullptr: there is no more.
 void* map_pages(std::size_t bytes) {
-  const std::size_t around = bytes + kHugePage;
-  void* const pages =
-      ::mmap(nullptr, around, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (pages == MAP_FAILED) return nullptr;
-  char* const first = static_cast<char*>(pages);
-  const std::size_t before = -reinterpret_cast<std::uintptr_t>(first) % kHugePage;
-  if (before > 0) ::munmap(first, before);
-  ::munmap(first + before + bytes, kHugePage - before);
-  if (has_huge_pages() && bytes >= kHugePage) ::madvise(first + before, bytes, MADV_HUGEPAGE);
-  return first + before;
+  void* const data = map_at_huge_page(bytes, PROT_READ | PROT_WRITE);
+  if (data != nullptr && has_huge_pages() && bytes >= kHugePage)
+    ::madvise(data, bytes, MADV_HUGEPAGE);
+  return data;
 }
 
 void unmap(void* data, std::size_t bytes) {
@@ -155,7 +139,7 @@ void KeptMemory::give_back(void* data) {
   block->in_use = false;
   lock.unlock();
   // Before anybody else can take it, whose first bytes would be lost otherwise.
-  const std::size_t huge = huge_part(block->bytes);
+  const std::size_t huge = whole_huge_pages(block->bytes);
   if (has_huge_pages() && huge > 0 && block->slow_marks < kMostSlowMarks) {
     const auto start = Clock::now();
     ::madvise(data, huge, MADV_FREE);

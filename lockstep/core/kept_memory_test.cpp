@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/pages.h"
 
 namespace lockstep {
 namespace {
@@ -214,7 +215,7 @@ TEST(KeptMemory, GivesUpWhatIsIdleBeforeItSaysThatThereIsNoMore) {
     std::FILE* const pages = std::fopen("/proc/self/statm", "r");
     unsigned long now = 0;
     if (pages == nullptr || std::fscanf(pages, "%lu", &now) != 1) ::_exit(2);
-    const rlim_t most = now * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + 200 * kMb;
+    const rlim_t most = now * page_bytes() + 200 * kMb;
     const rlimit limit{most, most};
     if (::setrlimit(RLIMIT_AS, &limit) != 0) ::_exit(3);
     if (memory.take(500 * kMb) == nullptr) ::_exit(4);

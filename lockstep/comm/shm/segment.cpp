@@ -14,6 +14,7 @@
 
 #include "lockstep/comm/shm/memory_limits.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/pages.h"
 
 namespace lockstep::shm {
 namespace {
@@ -29,7 +30,6 @@ constexpr int kCollapse = 25;  // Linux 6.1
 #else
 constexpr int kCollapse = MADV_COLLAPSE;
 #endif
-constexpr std::size_t kHugePage = 2u << 20;
 
 // Where this process has mapped what. Never destroyed: segments may outlive static objects.
 struct Registry {
@@ -53,20 +53,11 @@ Fd make_file() {
 // Addresses at which huge pages of the file can be huge pages of the mapping, held for it; nullptr
 // where there are none, or no need.
 void* place_for_huge_pages(std::size_t bytes) {
-  if (bytes < kHugePage) return nullptr;
-  void* const held = ::mmap(nullptr, bytes + kHugePage, PROT_NONE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (held == MAP_FAILED) return nullptr;
-  auto* const begin = static_cast<std::byte*>(held);
-  const std::size_t past = reinterpret_cast<std::uintptr_t>(begin) % kHugePage;
-  const std::size_t skipped = past == 0 ? 0 : kHugePage - past;
-  if (skipped > 0) ::munmap(begin, skipped);
-  ::munmap(begin + skipped + bytes, kHugePage - skipped);
-  return begin + skipped;
+  return bytes < kHugePage ? nullptr : map_at_huge_page(bytes, PROT_NONE, MAP_NORESERVE);
 }
 
 std::size_t whole_pages(std::size_t bytes) {
-  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const std::size_t page = page_bytes();
   return std::max((bytes + page - 1) / page * page, page);
 }
 
@@ -159,10 +150,9 @@ void Segment::map(int fd) {
 // faster over huge pages on some machines and never slower. A wish: kernels before 6.1 do not know
 // it, and there may be no memory in one piece; then the pages stay as they are.
 void Segment::use_huge_pages(void* place) const {
-  const std::size_t whole = bytes_ / kHugePage * kHugePage;
   if (::mmap(place, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_.get(), 0) != place)
     return;
-  ::madvise(place, whole, kCollapse);
+  ::madvise(place, whole_huge_pages(bytes_), kCollapse);
 }
 
 Segment::~Segment() {
