@@ -27,8 +27,8 @@ inline constexpr std::int64_t kMeetFirstBytes = 65536;
 // Up to this size a contender is measured several times before it is another's turn.
 inline constexpr std::int64_t kRunsUpToBytes = 1 << 20;
 
-// The contender under which ranks tell the memory's own limit for the same traffic.
-inline constexpr const char* kCeiling = "ceiling";
-inline constexpr std::int64_t kCeilingFromBytes = 1 << 20;
+// What memory allows for the same traffic (limits.h): the faster of these is the limit.
+inline constexpr const char* kLimits[] = {"limit: plain loop", "limit: memcpy"};
+inline constexpr std::int64_t kLimitFromBytes = 1 << 20;
 
 }  // namespace lockstep::bench

@@ -11,7 +11,7 @@
 
 #include "bench/allreduce.h"
 #include "bench/bench.h"
-#include "lockstep/comm/shm/ceiling.h"
+#include "bench/limits.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/run.h"
@@ -24,7 +24,8 @@ using Clock = std::chrono::steady_clock;
 struct Contender {
   std::string name;
   World world;
-  bool wrong = false;  // on purpose
+  void (*limit)(const Slices&) = nullptr;  // instead of an all-reduce
+  bool wrong = false;                      // on purpose
   at::Tensor tensor = {};
   std::vector<at::Tensor> parts = {};  // every rank's where they share memory, else the own
 };
@@ -49,32 +50,36 @@ void fill(const at::Tensor& tensor, int rank) {
 }
 
 void verify(const Contender& contender) {
-  const int n = contender.world.size();
-  const float ranks = static_cast<float>(n * (n - 1)) / 2;
+  const int n = contender.world.size(), rank = contender.world.rank();
+  const bool copies = contender.limit == &copy_slices;
+  const int summed = copies ? 1 : n;
+  const int ranks = copies ? (rank == n - 1 ? 1 : rank + 1) : n * (n - 1) / 2;
   const float* data = contender.tensor.const_data_ptr<float>();
   for (std::int64_t i = 0; i < contender.tensor.numel(); ++i) {
-    const float right = static_cast<float>(i % 5) * static_cast<float>(n) + ranks;
+    const auto right = static_cast<float>(i % 5 * summed + ranks);
     if (data[i] != right)
       throw Error("bench", fmt::format("{}: element {} of {} is {}, not {}", contender.name, i,
                                        contender.tensor.numel(), data[i], right));
   }
 }
 
-// The memory's own limit: as a contender among the others, so that it finds the caches as they do.
-double measure_ceiling(Contender& contender, World& meeting) {
-  std::vector<std::byte*> arrays;
-  for (const auto& part : contender.parts)
-    arrays.push_back(static_cast<std::byte*>(part.mutable_data_ptr()));
+// A contender among the others, so that it finds the caches as they do. It waits for nobody, so the
+// slowest rank's time is the one that counts.
+double measure_limit(Contender& contender, World& meeting) {
+  std::vector<float*> arrays;
+  for (const auto& part : contender.parts) arrays.push_back(part.mutable_data_ptr<float>());
+  const std::int64_t n = meeting.size(), own = meeting.rank(), all = contender.tensor.numel();
+  const Slices slices{arrays.data(), meeting.size(), all * own / n, all * (own + 1) / n};
   meeting.barrier();
   const auto start = Clock::now();
-  shm::sum_own_slice({arrays.data(), meeting.size(), contender.tensor.nbytes()}, meeting.rank());
+  contender.limit(slices);
   const double own_us = since_us(start);
   return meeting.max(own_us);
 }
 
 double measure(Contender& contender, World& meeting, std::int64_t bytes) {
   fill(contender.tensor, meeting.rank());
-  if (contender.name == kCeiling) return measure_ceiling(contender, meeting);
+  if (contender.limit != nullptr) return measure_limit(contender, meeting);
   if (bytes >= kMeetFirstBytes) meeting.barrier();
   const auto start = Clock::now();
   contender.world.all_reduce(contender.tensor).wait();
@@ -86,8 +91,11 @@ std::vector<Contender> contenders_of(const std::vector<std::string>& backends, W
   for (const auto& backend : backends) {
     if (backend == "mpi") continue;  // a job of its own
     World world = own.backend() == backend ? own : World::from_env({.backend = backend});
-    if (backend == "shm") contenders.push_back({kCeiling, world});
-    if (backend == "shm") contenders.push_back({"shm symmetric", world});
+    if (backend == "shm") {
+      contenders.push_back({kLimits[0], world, &sum_slices});
+      contenders.push_back({kLimits[1], world, &copy_slices});
+      contenders.push_back({"shm symmetric", world});
+    }
     contenders.push_back({backend == "shm" ? "shm private" : backend, world});
   }
   return contenders;
@@ -103,7 +111,7 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
                   double budget_s, Samples& samples) {
   const auto start = Clock::now();
   for (auto& contender : contenders) {
-    const bool shared = contender.name == kCeiling || contender.name == "shm symmetric";
+    const bool shared = contender.limit != nullptr || contender.name == "shm symmetric";
     if (shared) contender.parts = contender.world.symmetric({bytes / 4}, at::kFloat);
     if (contender.parts.empty()) contender.parts = {at::empty({bytes / 4})};  // its own alone
     contender.tensor = contender.parts[shared ? static_cast<std::size_t>(own.rank()) : 0];
@@ -170,8 +178,8 @@ int allreduce_rank_main(int argc, char** argv) {
     for (const std::int64_t bytes : sizes) {
       auto chosen = contenders;
       // What fits into the cores' own caches says nothing about memory.
-      if (bytes < kCeilingFromBytes)
-        std::erase_if(chosen, [](const Contender& each) { return each.name == kCeiling; });
+      if (bytes < kLimitFromBytes)
+        std::erase_if(chosen, [](const Contender& each) { return each.limit != nullptr; });
       measure_size(chosen, own, bytes, budget_s, samples);
     }
     if (!own.is_leader()) return;

@@ -57,8 +57,10 @@ class AllReduce(Case):
                        "% of memory"):
             self.assertIn(column, columns)
         contenders = ["gloo", "shm private", "shm symmetric"]
+        limits = ["limit: memcpy", "limit: plain loop"]
         self.assertEqual(sorted((row[title], row["size"]) for row in rows),
-                         sorted((name, size) for name in contenders for size in ("1 MB", "4 KB")))
+                         sorted([(name, size) for name in contenders for size in ("1 MB", "4 KB")] +
+                                [(name, "1 MB") for name in limits]))
         figures = {(row["contender"], row["bytes"]): row for row in document["rows"]}
         self.assertEqual((document["benchmark"], document["ranks"]), ("allreduce", 2))
         for row in rows:
@@ -73,6 +75,11 @@ class AllReduce(Case):
             self.assertAlmostEqual(float(row["GB/s"]), size / figure["p50_us"] / 1e3, delta=0.006)
             ratio = figures["gloo", size]["p50_us"] / figure["p50_us"]
             self.assertAlmostEqual(float(row["gloo / this"].rstrip("x")), ratio, delta=0.06)
+        # The limit is the faster of two loops that share nothing with the engine.
+        fastest = min(figures[name, 1 << 20]["p50_us"] for name in limits)
+        for name in contenders:
+            figure = figures[name, 1 << 20]
+            self.assertAlmostEqual(figure["percent_of_memory"], 100 * fastest / figure["p50_us"])
         picture = ElementTree.parse(drawing).getroot()
         self.assertTrue(picture.tag.endswith("svg"))
         texts = " ".join("".join(node.itertext()) for node in picture.iter())
@@ -80,11 +87,12 @@ class AllReduce(Case):
             self.assertIn(words, texts)
 
     def test_refuses_a_wrong_contender(self):
-        for contender in "gloo", "shm private", "shm symmetric":
+        for contender in "gloo", "shm private", "shm symmetric", "limit: memcpy":
             with self.subTest(contender):
                 result = bench(*ALLREDUCE, "--corrupt", contender)
                 self.assertNotEqual(result.returncode, 0)
-                self.assertIn(f"{contender}: element 1023 of 1024 is ", result.stderr)
+                count = 1 << 18 if contender.startswith("limit") else 1024
+                self.assertIn(f"{contender}: element {count - 1} of {count} is ", result.stderr)
                 self.assertNotIn("p50", result.stdout)
 
     def test_refuses_words_before_it_measures(self):
@@ -142,10 +150,15 @@ class Step(Case):
                 self.assertIn(f"verified: gloo ({exact})", result.stderr)
                 self.assertEqual(list(rows[0])[1:], ["rounds", "min ms", "p50 ms", "p99 ms",
                                                      "max ms", "times fused", "p25", "p75"])
-                self.assertEqual(len(rows), 4)
+                keys = ["alone", "fused", "gloo", "replicated"]
+                limits = [] if extra else ["arithmetic", "memory"]
+                self.assertEqual(len(rows), len(keys + limits))
                 self.assertEqual(rows[0]["times fused"], "1.000")
                 by_key = {row["contender"]: row for row in document["rows"]}
-                self.assertEqual(sorted(by_key), ["alone", "fused", "gloo", "replicated"])
+                self.assertEqual(sorted(by_key), sorted(keys + limits))
+                if limits:
+                    self.assertAlmostEqual(document["percent_of_limit"], 100 * max(
+                        by_key[name]["times_fused"] for name in limits))
                 self.assertEqual({len(row["ms"]) for row in by_key.values()}, {3})
                 self.assertEqual((document["ranks"], document["parameters"], document["clip"]),
                                  (2, 150_000, bool(extra)))
@@ -167,12 +180,15 @@ class Step(Case):
 
     def test_fails_when_a_goal_is_missed(self):
         result = self.fails(1, "at most 1e-05 required: MISSED", *STEP, "--require-gloo", "100000",
-                            "--require-replicated", "200000", "--require-alone", "0.00001")
+                            "--require-replicated", "200000", "--require-alone", "0.00001",
+                            "--require-limit", "300000")
         self.assertIn("at least 100000 required: MISSED", result.stderr)
         self.assertIn("at least 200000 required: MISSED", result.stderr)
+        self.assertIn("at least 300000 required: MISSED", result.stderr)
 
     def test_refuses_nonsense(self):
         self.fails(2, "'32X' is no number of parameters", "step", "--params", "32X")
+        self.fails(2, "the limit is that of one pass", "step", "--clip", "--require-limit", "50")
 
 
 class Train(Case):

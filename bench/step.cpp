@@ -28,6 +28,7 @@ struct Wanted {
   double gloo = 0;        // gloo / fused
   double replicated = 0;  // replicated / fused
   double alone = 0;       // fused / alone
+  double limit = 0;       // the machine's limit / fused, in percent
 };
 
 struct Output {
@@ -63,7 +64,7 @@ Times collect(const StepSettings& settings) {
   std::string key;
   double ms = 0;
   while (file >> key >> ms) times[key].push_back(ms);
-  for (const Tail& tail : kTails)
+  for (const Tail& tail : tails_of(settings))
     if (times[tail.key].size() != times[kFused.key].size() || times[tail.key].empty())
       throw Error("bench", fmt::format("the ranks wrote no times for '{}'", tail.key));
   return times;
@@ -77,12 +78,17 @@ Summary ratios(const Times& times, const Tail& over, const Tail& under) {
   return summarize(out);
 }
 
+// A step needs at least the slower of its bytes and its arithmetic.
+double percent_of_limit(const Times& times) {
+  return 100 * std::max(ratios(times, kMemory, kFused).p50, ratios(times, kArithmetic, kFused).p50);
+}
+
 Table table_of(const Times& times, const StepSettings& settings) {
   Table table({fmt::format("step tail of {} ranks with {:.4g} M parameters{}", settings.ranks,
                            static_cast<double>(settings.params) / 1e6,
                            settings.clip ? " and clipping" : ""),
                "rounds", "min ms", "p50 ms", "p99 ms", "max ms", "times fused", "p25", "p75"});
-  for (const Tail& tail : kTails) {
+  for (const Tail& tail : tails_of(settings)) {
     const Summary s = summarize(times.at(tail.key));
     const Summary r = ratios(times, tail, kFused);
     std::vector<std::string> cells{tail.name, fmt::format("{}", times.at(tail.key).size())};
@@ -98,7 +104,7 @@ std::string json_of(const Times& times, const StepSettings& settings) {
                           {"ranks", settings.ranks},
                           {"parameters", settings.params},
                           {"clip", settings.clip}};
-  for (const Tail& tail : kTails) {
+  for (const Tail& tail : tails_of(settings)) {
     const Summary s = summarize(times.at(tail.key));
     const Summary r = ratios(times, tail, kFused);
     document["rows"].push_back({{"contender", tail.key},
@@ -111,6 +117,7 @@ std::string json_of(const Times& times, const StepSettings& settings) {
                                 {"times_fused_p25", r.p25},
                                 {"times_fused_p75", r.p75}});
   }
+  if (!settings.clip) document["percent_of_limit"] = percent_of_limit(times);
   return document.dump(1) + "\n";
 }
 
@@ -122,6 +129,7 @@ int judge(const Times& times, const Wanted& wanted) {
     goals.at_least("replicated / fused", ratios(times, kReplicated, kFused).p50, wanted.replicated);
   if (wanted.alone > 0)
     goals.at_most("fused / alone", ratios(times, kFused, kAlone).p50, wanted.alone);
+  if (wanted.limit > 0) goals.at_least("% of the limit", percent_of_limit(times), wanted.limit);
   return goals.exit_code();
 }
 
@@ -152,10 +160,18 @@ int step_main(int argc, char** argv) {
       ->check(positive_problem, "POSITIVE");
   app.add_option("--require-alone", wanted.alone, "fail when fused / alone is above this")
       ->check(positive_problem, "POSITIVE");
+  app.add_option("--require-limit", wanted.limit,
+                 "fail when fused reaches less than this percentage of what memory and arithmetic "
+                 "allow (without --clip)")
+      ->check(positive_problem, "POSITIVE");
   app.add_option("--csv", output.csv, "also write the table to this file");
   app.add_option("--json", output.json, "also write every time to this file");
   if (const auto code = parse_words(app, argc, argv)) return *code;
   settings.params = parse_count(params);
+  if (settings.clip && wanted.limit > 0)
+    throw UsageError("bench",
+                     "--require-limit: the limit is that of one pass, and --clip needs two. "
+                     "Drop one of them.");
   const Times times = collect(settings);
   publish(table_of(times, settings), output.csv);
   if (!output.json.empty()) write_file_atomically(output.json, json_of(times, settings));

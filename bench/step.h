@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <string>
+#include <vector>
 
 namespace lockstep::bench {
 
@@ -14,9 +16,14 @@ struct Tail {
 };
 inline constexpr Tail kFused{"fused", "ShardedOptimizer on shm"};
 inline constexpr Tail kReplicated{"replicated", "shm zero-copy all-reduce + AdamW"};
-inline constexpr Tail kGloo{"gloo", "gloo all-reduce + AdamW"};
-inline constexpr Tail kAlone{"alone", "AdamW alone, no communication"};
+inline constexpr Tail kGloo{"gloo", "gloo all-reduce + ATen's fused AdamW"};
+inline constexpr Tail kAlone{"alone", "ATen's fused AdamW alone, no communication"};
 inline constexpr Tail kTails[] = {kFused, kReplicated, kGloo, kAlone};
+
+// What the machine allows for a fused step without clipping (limits.h); the slower one is the
+// limit.
+inline constexpr Tail kMemory{"memory", "limit: a rank's share of the bytes, plain loop"};
+inline constexpr Tail kArithmetic{"arithmetic", "limit: a rank's share of AdamW, in cache"};
 
 struct StepSettings {
   int ranks = 2;
@@ -26,6 +33,12 @@ struct StepSettings {
   double seconds = 60;  // no further round begins after this
   std::string corrupt;  // the key of a contender that is to get a wrong gradient
 };
+
+inline std::vector<Tail> tails_of(const StepSettings& settings) {
+  std::vector<Tail> tails(std::begin(kTails), std::end(kTails));
+  if (!settings.clip) tails.insert(tails.end(), {kMemory, kArithmetic});
+  return tails;
+}
 
 // Not fewer, however slow the machine is.
 inline constexpr int kFewestRounds = 3;

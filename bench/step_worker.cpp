@@ -9,6 +9,7 @@
 #include <functional>
 
 #include "bench/bench.h"
+#include "bench/limits.h"
 #include "bench/step.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -162,7 +163,7 @@ void average(World& world, const Tensors& flats) {
   for (auto& work : works) work.wait();
 }
 
-// Parameters that every rank has and steps for itself; three contenders use them by turns.
+// Parameters that every rank has and steps for itself.
 struct Replica {
   explicit Replica(std::int64_t count) : params(make_parameters(count)) { reset(); }
   void reset() {
@@ -171,6 +172,29 @@ struct Replica {
   }
   Tensors params;
   std::unique_ptr<optim::AdamW> optimizer;
+};
+
+// The same with ATen's kernel and nothing of ours; two contenders use it by turns.
+struct AtenReplica {
+  explicit AtenReplica(std::int64_t count) : params(make_parameters(count)) { reset(); }
+  void reset() {
+    write_parameters(params);
+    first.clear();
+    second.clear();
+    steps = 0;
+    for (const auto& param : params) {
+      first.push_back(at::zeros_like(param));
+      second.push_back(at::zeros_like(param));
+    }
+  }
+  void step(const Tensors& grads) {
+    const torch::NoGradGuard no_grad;
+    const Tensors counts(grads.size(), at::full({}, ++steps, at::kFloat));
+    at::_fused_adamw_(params, grads, first, second, {}, counts, kRule.lr, kRule.betas.first,
+                      kRule.betas.second, kRule.weight_decay, kRule.eps, false, false);
+  }
+  Tensors params, first, second;
+  int steps = 0;
 };
 
 // One model under a ShardedOptimizer; backward has put its gradients where they stay.
@@ -202,6 +226,7 @@ std::vector<Contender> make_contenders(World& shm, const StepSettings& settings)
       replica->params, [&](std::int64_t size) mutable { return shm.symmetric_empty({size}); });
   const Buckets own =
       make_buckets(replica->params, [](std::int64_t size) { return at::empty({size}); });
+  auto peer = std::make_shared<AtenReplica>(settings.params);
   World gloo = World::from_env({.backend = "gloo"});
   const bool clip = settings.clip;
   const auto fused = [sharded] { return sharded->optimizer->step().grad_norm; };
@@ -211,27 +236,46 @@ std::vector<Contender> make_contenders(World& shm, const StepSettings& settings)
     replica->optimizer->step();
     return norm;
   };
-  const auto over_gloo = [gloo, own, replica, clip]() mutable {
-    average(gloo, own.flats);
-    const double norm =
-        clip ? torch::nn::utils::clip_grad_norm_(replica->params, kMaxNorm, 2.0) : -1;
-    replica->optimizer->step();
+  const auto alone = [own, peer, clip] {
+    const double norm = clip ? torch::nn::utils::clip_grad_norm_(peer->params, kMaxNorm, 2.0) : -1;
+    peer->step(own.grads);
     return norm;
   };
-  const auto alone = [own, replica, clip] {
-    const double norm =
-        clip ? torch::nn::utils::clip_grad_norm_(replica->params, kMaxNorm, 2.0) : -1;
-    replica->optimizer->step();
-    return norm;
+  const auto over_gloo = [gloo, own, alone]() mutable {
+    average(gloo, own.flats);
+    return alone();
   };
   // Two numbers have one sum; more of them are added by gloo in an order of its own. Torch takes
   // the norm in float and in another order.
   const bool gloo_exact = shm.size() == 2 && !clip;
   const auto reset = [replica] { replica->reset(); };
+  const auto reset_peer = [peer] { peer->reset(); };
   return {{kFused.key, sharded->params, slots, fused, [] {}},
           {kReplicated.key, replica->params, shared.grads, replicated, reset},
-          {kGloo.key, replica->params, own.grads, over_gloo, reset, gloo_exact},
-          {kAlone.key, replica->params, own.grads, alone, reset, !clip}};
+          {kGloo.key, peer->params, own.grads, over_gloo, reset_peer, gloo_exact},
+          {kAlone.key, peer->params, own.grads, alone, reset_peer, !clip}};
+}
+
+// What the machine allows for the fused step, measured by turns with it and on arrays that lie as
+// its own do: gradients and parameters in memory that all ranks map, AdamW's state in a rank's own.
+std::vector<Contender> make_limits(World& shm, const StepSettings& settings) {
+  const std::int64_t count = settings.params, n = shm.size(), own = shm.rank();
+  const std::int64_t begin = count * own / n, end = count * (own + 1) / n;
+  const Tensors grads = shm.symmetric({count}, at::kFloat);
+  const at::Tensor param = shm.symmetric({count}, at::kFloat).front();
+  const at::Tensor first = at::zeros({count}), second = at::zeros({count});
+  param.slice(0, begin, end).zero_();
+  const auto move = [=, ranks = shm.size()] {
+    std::vector<const float*> sources;
+    for (const auto& grad : grads) sources.push_back(grad.const_data_ptr<float>());
+    move_step_bytes({sources.data(), ranks, param.mutable_data_ptr<float>(),
+                     first.mutable_data_ptr<float>(), second.mutable_data_ptr<float>()},
+                    begin, end);
+    return -1.0;
+  };
+  const auto compute = [=] { return adamw_arithmetic(end - begin) == 42 ? 0.0 : -1.0; };
+  return {{kMemory.key, {}, {grads[static_cast<std::size_t>(own)]}, move, [] {}},
+          {kArithmetic.key, {}, {}, compute, [] {}}};
 }
 
 // ---------------------------------------------------------------- verification
@@ -377,6 +421,8 @@ int step_rank_main(int argc, char** argv) {
     settings.ranks = world.size();
     auto contenders = make_contenders(world, settings);
     verify_all(contenders, world, settings);
+    if (!settings.clip)
+      for (auto& limit : make_limits(world, settings)) contenders.push_back(std::move(limit));
     const std::string lines = measure(contenders, world, settings);
     if (world.is_leader()) write_file_atomically(output, lines);
   };

@@ -32,12 +32,12 @@ CORE = ("cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "pages.cpp")
 KERNELS = {
     "x86_64": {"kernels_x86.cpp": [], "kernels_avx2.cpp": ["-mavx2", "-mf16c"],
                "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl"]},
-    "aarch64": {"kernels_neon.cpp": []},
+    "aarch64": {"kernels_neon.cpp": ["-O3"]},
 }
 GENERIC = {"kernels_generic.cpp": []}
 FLAGS = {"plain.cpp": ["-O3"]}  # loops that only the vectoriser makes fast
-# World's adaptor over the engine, and the probe of its benchmarks.
-ELSEWHERE = ("shm.cpp", "ceiling.cpp")
+# World's adaptor over the engine.
+ELSEWHERE = ("shm.cpp",)
 
 
 class BuildError(SystemExit):

@@ -16,7 +16,6 @@
 #include <string_view>
 #include <thread>
 
-#include "lockstep/comm/shm/ceiling.h"
 #include "lockstep/comm/shm/kernels.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
 
@@ -749,22 +748,6 @@ TEST(Messages, AReceiveMayBeAskedForLongBefore) {
     receive->wait(soon());
     EXPECT_EQ(got, contribution(DType::kU8, got.size(), other));
   });
-}
-
-TEST(Ceiling, DoesWhatAnAllReduceDoes) {
-  constexpr int kRanks = 3;
-  std::vector<std::vector<float>> values(kRanks, std::vector<float>(16 * 100 + 3));
-  std::byte* arrays[kRanks];
-  for (int rank = 0; rank < kRanks; ++rank) {
-    auto& own = values[static_cast<std::size_t>(rank)];
-    for (std::size_t i = 0; i < own.size(); ++i) own[i] = static_cast<float>(i % 7) + rank;
-    arrays[rank] = reinterpret_cast<std::byte*>(own.data());
-  }
-  const std::size_t bytes = values[0].size() * sizeof(float);
-  for (int rank = 0; rank < kRanks; ++rank) sum_own_slice({arrays, kRanks, bytes}, rank);
-  for (const auto& own : values)
-    for (std::size_t i = 0; i < own.size(); ++i)
-      ASSERT_EQ(own[i], static_cast<float>(i % 7) * 3 + 3) << i;
 }
 
 }  // namespace

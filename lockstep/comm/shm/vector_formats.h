@@ -23,6 +23,11 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 constexpr int kLanes = kVectorBytes / 4;
+#if defined(__x86_64__)
+constexpr bool kSoftwarePrefetch = true;
+#else
+constexpr bool kSoftwarePrefetch = false;
+#endif
 
 using Floats = float __attribute__((vector_size(kVectorBytes)));
 using Words = std::uint32_t __attribute__((vector_size(kVectorBytes)));

@@ -26,9 +26,10 @@ constexpr bool kSame = false;
 template <typename A>
 constexpr bool kSame<A, A> = true;
 
-// The processor's own prefetching stops at the end of every 4 KiB page, and n arrays leave it
-// little to learn from; asked for ahead of time, large sums take a tenth less. Past an array's end
-// a prefetch does nothing.
+// Software prefetch, where it pays: an x86 core's own prefetching stops at the end of every 4 KiB
+// page, and large sums of several arrays take a tenth less with it. A Neoverse V1 takes twice as
+// long with it (100 MB from two ranks: 7.7 instead of 3.6 ms). Past an array's end a prefetch does
+// nothing.
 constexpr std::size_t kAheadBytes = 8192;  // of all inputs together, a share of the first cache
 constexpr std::size_t kCacheLine = 64;
 [[gnu::always_inline]] inline std::size_t ahead_of(int n) {
@@ -36,7 +37,8 @@ constexpr std::size_t kCacheLine = 64;
   return share < 8 * kCacheLine ? 8 * kCacheLine : share;
 }
 [[gnu::always_inline]] inline void fetch(const std::byte* from, std::size_t bytes) {
-  for (std::size_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(from + at);
+  if constexpr (kSoftwarePrefetch)
+    for (std::size_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(from + at);
 }
 
 // kStep vectors at once, so that the additions of one do not wait for the loads of another.
