@@ -49,8 +49,8 @@ struct Wanted {
 const char* long_name(const std::string& contender) {
   if (contender == kOurs) return "Lockstep: DDP + ShardedOptimizer on shm";
   if (contender == kSilent) return "ranks that do not communicate";
-  if (contender == kKept) return "the same, memory kept as by DDP";
-  if (contender == kMet) return "memory kept, meeting after every step";
+  if (contender == kKept) return "the same with cached memory, as under run()";
+  if (contender == kMet) return "cached memory, and a barrier after every step";
   return "PyTorch DDP over gloo";
 }
 

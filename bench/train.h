@@ -19,7 +19,7 @@ namespace lockstep::bench {
 // The contenders.
 inline constexpr const char* kOurs = "ours";      // DDP and ShardedOptimizer on shm
 inline constexpr const char* kSilent = "alone";   // ranks that do not communicate
-inline constexpr const char* kKept = "kept";      // as those, with the memory that DDP keeps
+inline constexpr const char* kKept = "kept";      // as those, with the memory cache of run()
 inline constexpr const char* kMet = "met";        // as the last, but they meet after every step
 inline constexpr const char* kPython = "python";  // PyTorch's DDP over gloo
 inline constexpr double kLearningRate = 3e-4;

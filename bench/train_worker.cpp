@@ -15,8 +15,8 @@
 #include "bench/train.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/memory/cpu_cache.h"
 #include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/cpu_memory.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/run.h"
 
@@ -241,7 +241,7 @@ int train_rank_main(int argc, char** argv) {
   app.add_option("--orders", settings.orders);
   if (const auto code = parse_words(app, argc, argv)) return *code;
   torch::set_num_threads(1);
-  if (settings.contender == kKept || settings.contender == kMet) CpuMemory::keep();
+  if (settings.contender == kKept || settings.contender == kMet) cache_cpu_memory();
   if (settings.contender == kSilent || settings.contender == kKept) {
     serve(settings, std::nullopt, std::stoi(env::get("RANK").value_or("0")));
     return 0;

@@ -88,12 +88,12 @@ function(lockstep_program name)
 endfunction()
 
 # What every test may read from its environment. Tests run on the CPU, also where there is a GPU;
-# those under tests/gpu choose it themselves. Their models are small, so gradients of any size come
-# into being in their slots, as the large ones of real models do.
+# those under tests/gpu choose it themselves. Their models are small, so gradients of any size are
+# allocated in place, as the large ones of real models are.
 set(LOCKSTEP_TEST_ENV
   LOCKSTEP_BIN=${CMAKE_BINARY_DIR}/bin LOCKSTEP_SOURCE=${CMAKE_SOURCE_DIR}
   LOCKSTEP_PYTHON=${LOCKSTEP_PYTHON} LOCKSTEP_DEVICE=cpu
-  LOCKSTEP_BIRTHPLACE_BYTES=1 LOCKSTEP_KEPT_MEMORY_BYTES= OMP_NUM_THREADS=1
+  LOCKSTEP_GRAD_INPLACE_MIN_BYTES=1 LOCKSTEP_CPU_CACHE_MAX_BYTES= OMP_NUM_THREADS=1
   PYTHONDONTWRITEBYTECODE=1)
 
 function(lockstep_test name)

@@ -9,6 +9,7 @@
 #include "lockstep/data/profile.h"                // IWYU pragma: export
 #include "lockstep/data/sampler.h"                // IWYU pragma: export
 #include "lockstep/data/token_shards.h"           // IWYU pragma: export
+#include "lockstep/memory/cpu_cache.h"            // IWYU pragma: export
 #include "lockstep/optim/adam.h"                  // IWYU pragma: export
 #include "lockstep/optim/adamw.h"                 // IWYU pragma: export
 #include "lockstep/optim/autocast.h"              // IWYU pragma: export
@@ -22,7 +23,6 @@
 #include "lockstep/parallel/accumulation.h"       // IWYU pragma: export
 #include "lockstep/parallel/checkpoint.h"         // IWYU pragma: export
 #include "lockstep/parallel/comm_hooks.h"         // IWYU pragma: export
-#include "lockstep/parallel/cpu_memory.h"         // IWYU pragma: export
 #include "lockstep/parallel/ddp.h"                // IWYU pragma: export
 #include "lockstep/parallel/sharded_optimizer.h"  // IWYU pragma: export
 #include "lockstep/parallel/sharded_stepper.h"    // IWYU pragma: export

@@ -20,6 +20,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/leave.h"
+#include "lockstep/memory/cpu_cache.h"
 
 namespace lockstep {
 namespace {
@@ -84,6 +85,10 @@ Verdict judge(const std::exception_ptr& thrown) {
 void say_hello(const World& world, const WorldOptions& options) {
   log::info("run", "WORLD_SIZE={} RANK={} LOCAL_RANK={} device={} backend={}", world.size(),
             world.rank(), world.local_rank(), world.device().str(), world.backend());
+  if (is_cpu_memory_cached())
+    log::info("run",
+              "memory of CPU tensors of 1 MiB and more is cached in this process "
+              "(LOCKSTEP_CPU_CACHE_MAX_BYTES=0 turns that off)");
   if (world.size() > 1 || options.device || !world.device().is_cuda()) return;
   const int gpus = cuda_device_count();
   if (gpus < 2) return;
@@ -131,6 +136,7 @@ int run(const Preparation& prepare, const RankBody& body) {
     // Lines appear as they are printed, also through the launcher's pipe.
     if (!env.alone()) std::setvbuf(stdout, nullptr, _IOLBF, 0);
     preparing = true;
+    cache_cpu_memory();
     const WorldOptions options = prepare();
     preparing = false;
     if (!env.alone()) inside::enter();

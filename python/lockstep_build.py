@@ -28,6 +28,7 @@ NAME = "lockstep_torch"
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 CORE = ("cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "pages.cpp")
+MEMORY = ("block_cache.cpp", "cpu_cache.cpp", "inplace_gradients.cpp")
 # The engine's vector code by machine; what is not listed uses the compiler's own vectors.
 KERNELS = {
     "x86_64": {"kernels_x86.cpp": [], "kernels_avx2.cpp": ["-mavx2", "-mf16c"],
@@ -80,6 +81,7 @@ def sources():
                          "Lockstep: pip install ./python")
     own = sorted((HERE / "csrc").glob("*.cpp"))
     core = [ROOT / "lockstep/core" / name for name in CORE]
+    core += [ROOT / "lockstep/memory" / name for name in MEMORY]
     # The slowest first.
     return [(p, kernels.get(p.name) or FLAGS.get(p.name, [])) for p in own + engine + core]
 

@@ -10,15 +10,16 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/parallel/birthplace.h"
+#include "lockstep/memory/inplace_gradients.h"
 #include "lockstep/parallel/checkpoint_node.h"
-#include "lockstep/parallel/cpu_memory.h"
 #include "lockstep/parallel/crowd.h"
 #include "lockstep/parallel/nested_backward.h"
 #include "lockstep/parallel/reducer_impl.h"
 
 namespace lockstep {
 namespace parallel {
+
+using memory::InplaceGradients;
 
 struct ReducerImpl::PassToken {
   explicit PassToken(std::weak_ptr<ReducerImpl> reducer) : owner(std::move(reducer)) {}
@@ -72,8 +73,6 @@ ReducerImpl::ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedT
 
 void ReducerImpl::take(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers) {
   limits_ = limits_of(options_);
-  Birthplace::check_environment();
-  CpuMemory::check_environment();
   check_names_exist(options_.ignored_parameters, "ignored_parameters", parameters, buffers);
   check_names_exist(options_.sparse_parameters, "sparse_parameters", parameters, buffers);
   if (options_.static_graph && options_.find_unused_parameters)
@@ -99,10 +98,6 @@ void ReducerImpl::take(std::vector<NamedTensor> parameters, std::vector<NamedTen
   }
   for (auto& buffer : buffers)
     if (!contains(options_.ignored_parameters, buffer.name)) buffers_.push_back(std::move(buffer));
-  // Who trains here asks for the same sizes in every step.
-  if (std::any_of(parameters_.begin(), parameters_.end(),
-                  [](const Parameter& p) { return p.tensor.is_cpu(); }))
-    CpuMemory::keep();
 }
 
 ReducerImpl::~ReducerImpl() {
@@ -300,16 +295,16 @@ void ReducerImpl::install_hooks() {
             }));
     const bool fits = p.form.dtype == at::kFloat || p.form.dtype == at::kDouble;
     if (!options_.gradient_as_bucket_view || p.sparse || !p.tensor.is_cpu() || !fits) continue;
-    Birthplace::expect(p.tensor, this, [weak, i] {
+    InplaceGradients::offer(p.tensor, this, [weak, i] {
       auto self = weak.lock();
-      return self ? self->birthplace(i) : at::Tensor();
+      return self ? self->free_slot(i) : at::Tensor();
     });
   }
   hooks_lost_ = false;
 }
 
 void ReducerImpl::remove_hooks() {
-  Birthplace::forget(this);
+  InplaceGradients::withdraw(this);
   for (auto& p : parameters_) {
     if (p.accumulator) p.accumulator->del_post_hook(p.hook_key);
     p.accumulator.reset();
@@ -414,7 +409,7 @@ void ReducerImpl::mark_unused_in_graph() {
 // which may find the model changed and lay the buckets out anew. One gradient must be all that
 // reaches the slot: not served where other hooks get it, or a checkpointed block may bring another
 // one while the first is still on its way.
-at::Tensor ReducerImpl::birthplace(std::size_t index) {
+at::Tensor ReducerImpl::free_slot(std::size_t index) {
   std::lock_guard<std::mutex> lock(mutex_);
   const Parameter& p = parameters_[index];
   if (p.counted || !p.slot.defined() || p.tensor.grad().defined()) return {};
@@ -440,12 +435,12 @@ bool ReducerImpl::runs_blocks_again() {
 
 // Before a slot is written: a tensor that lies there must be the gradient that has just arrived.
 void ReducerImpl::claim(const Parameter& p, const at::Tensor& arrived) const {
-  if (!Birthplace::is_taken(p.slot)) return;
+  if (!InplaceGradients::in_use(p.slot)) return;
   if (arrived.defined() && arrived.const_data_ptr() == p.slot.const_data_ptr()) return;
   throw UsageError("reducer",
                    "parameter '{}' got a gradient while another one for it was being computed. A "
                    "hook or a function probably runs a backward of its own on the same parameters; "
-                   "set LOCKSTEP_BIRTHPLACE_BYTES=0.",
+                   "set LOCKSTEP_GRAD_INPLACE_MIN_BYTES=0.",
                    p.name);
 }
 

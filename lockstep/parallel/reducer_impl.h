@@ -73,7 +73,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void start_pass();
   void queue_end_of(int task);
   void mark_unused_in_graph();
-  at::Tensor birthplace(std::size_t index);
+  at::Tensor free_slot(std::size_t index);
   bool runs_blocks_again();
   void claim(const Parameter& parameter, const at::Tensor& arrived) const;
   void store_gradient(Parameter& parameter, const at::Tensor& arrived);

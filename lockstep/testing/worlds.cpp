@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "lockstep/core/error.h"
+#include "lockstep/memory/cpu_cache.h"
 
 namespace lockstep::testing {
 
@@ -37,6 +38,7 @@ struct Crew {
 
 std::shared_ptr<Crew> run(int size, const std::function<void(World&)>& body,
                           const ThreadOptions& options) {
+  cache_cpu_memory();  // as run() does, so that tests see what programs get
   auto store = c10::make_intrusive<c10d::HashStore>();
   auto crew = std::make_shared<Crew>();
   crew->errors.resize(static_cast<std::size_t>(size));

@@ -19,6 +19,7 @@
 
 #include "lockstep/comm/shm/engine.h"
 #include "lockstep/core/error.h"
+#include "lockstep/memory/cpu_cache.h"
 #include "python/csrc/arrays.h"
 #include "python/csrc/deferral.h"
 #include "python/csrc/mailbox.h"
@@ -621,6 +622,18 @@ PYBIND11_MODULE(_C, module) {
                              global_ranks});
       },
       pybind11::call_guard<pybind11::gil_scoped_release>());
+  module.def("cache_cpu_memory", &cache_cpu_memory);
+  module.def("empty_cpu_cache", &empty_cpu_cache,
+             pybind11::call_guard<pybind11::gil_scoped_release>());
+  module.def("cpu_cache_stats", [] {
+    const BlockCacheStats stats = cpu_cache_stats();
+    pybind11::dict out;
+    out["used"] = stats.used;
+    out["idle"] = stats.idle;
+    out["peak"] = stats.peak;
+    out["mapped"] = stats.mapped;
+    return out;
+  });
 }
 
 }  // namespace lockstep::python

@@ -21,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 from torch._C._distributed_c10d import Backend as _Backend  # noqa: E402
 
 _Options = _Backend.Options
-__all__ = ["autoload", "create"]
+__all__ = ["autoload", "cache_cpu_memory", "cpu_cache_stats", "create", "empty_cpu_cache"]
 
 
 def _extension():
@@ -39,6 +39,26 @@ def _extension():
             f"[lockstep_torch] built for torch {built}, but this is torch {running}. Install the "
             "package again: pip install --force-reinstall ./python")
     return _C
+
+
+def cache_cpu_memory():
+    """Caches the memory of CPU tensors of 1 MiB and more in this process, from now on.
+
+    malloc returns large tensors to the kernel, which clears their pages again in every step. Call
+    it once, before other threads make tensors. Returns False where the process has an allocator of
+    its own or LOCKSTEP_CPU_CACHE_MAX_BYTES is 0. Blocks that were idle for 30 s are unmapped.
+    """
+    return _extension().cache_cpu_memory()
+
+
+def empty_cpu_cache():
+    """Unmaps idle blocks now, as torch.cuda.empty_cache() does."""
+    _extension().empty_cpu_cache()
+
+
+def cpu_cache_stats():
+    """Bytes used, idle and at the peak, and the number of blocks mapped, as a dict."""
+    return _extension().cpu_cache_stats()
 
 
 def create(options, backend_options=None):

@@ -118,6 +118,25 @@ class Test:
         expect("libtorch_cpu" in libraries and "libtorch_cuda" not in libraries,
                f"a CPU program links libtorch_cpu alone:\n{libraries}")
 
+    def consumer_with_cuda_headers(self):
+        """A program that includes LibTorch's CUDA headers and calls into c10_cuda and torch_cuda,
+        with nothing but Lockstep::lockstep. It runs without a GPU, too."""
+        if not (pathlib.Path(self.torch) / "lib/libtorch_cuda.so").exists():
+            self.skip("this LibTorch has no CUDA")
+            return
+        shutil.copytree(SOURCE / "tests/install/with_cuda", self.temp / "cuda")
+        text = self.configure("cuda", "cuda-build", f"-DCMAKE_PREFIX_PATH={self.prefix}")
+        if "no CUDA headers were found" in text:
+            self.skip("this machine has no CUDA headers")
+            return
+        self.build("cuda-build")
+        program = self.temp / "cuda-build/with_cuda"
+        libraries = run("ldd", program)
+        for name in ("libtorch_cuda", "libc10_cuda"):
+            expect(name in libraries, f"{name} is not loaded:\n{libraries}")
+        expect(re.search(r"devices: \d+, stream type \d+", run(program, env=self.environment)),
+               "a CUDA program does not run")
+
     def consumer_beside_torch(self):
         shutil.copytree(SOURCE / "tests/install/beside_torch", self.temp / "beside")
         prefixes = f"-DCMAKE_PREFIX_PATH={self.prefix};{self.torch}"
@@ -195,7 +214,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="lockstep-install-") as directory:
         test = Test(pathlib.Path(directory).resolve())
         steps = (test.install, test.programs, test.consumer_alone, test.plugin,
-                 test.consumer_beside_torch, test.refusals)
+                 test.consumer_with_cuda_headers, test.consumer_beside_torch, test.refusals)
         for step in steps:
             begin = time.monotonic()
             try:

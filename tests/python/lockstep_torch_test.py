@@ -404,6 +404,45 @@ def test_launchers():
             process.kill()
 
 
+def test_cache():
+    """Without the cache every step of this takes a page fault for each page of its tensors."""
+    program = """
+import resource, torch, lockstep_torch
+torch.set_num_threads(1)
+weights = torch.zeros(9_000_000)  # 34 MB: above what malloc ever keeps
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def steps(count):
+    before = faults()
+    for _ in range(count):
+        (weights + 1).mul_(2)
+    return faults() - before
+
+assert lockstep_torch.cpu_cache_stats()["mapped"] == 0
+print("before", steps(3))
+assert lockstep_torch.cache_cpu_memory() and lockstep_torch.cache_cpu_memory()
+steps(2)
+print("after", steps(3))
+stats = lockstep_torch.cpu_cache_stats()
+assert stats["mapped"] >= 1 and stats["idle"] >= 36_000_000, stats
+lockstep_torch.empty_cpu_cache()
+assert lockstep_torch.cpu_cache_stats()["idle"] == 0
+"""
+    def run(**variables):
+        return subprocess.run([sys.executable, "-B", "-c", program], capture_output=True, text=True,
+                              timeout=WORLD_LIMIT_S, env=os.environ | variables, check=False)
+
+    done = run(LOCKSTEP_CPU_CACHE_MAX_BYTES="")
+    assert done.returncode == 0, done.stderr
+    before, after = (int(line.split()[1]) for line in done.stdout.splitlines())
+    assert after < 200 < before, done.stdout
+    assert run(LOCKSTEP_CPU_CACHE_MAX_BYTES="0").returncode != 0, "it was switched on"
+    wrong = run(LOCKSTEP_CPU_CACHE_MAX_BYTES="plenty")
+    assert "LOCKSTEP_CPU_CACHE_MAX_BYTES" in wrong.stderr, wrong.stderr
+
+
 def test_wheel():
     """What pip would install, from objects that the build tree has already."""
     sys.path.insert(0, str(SOURCE / "python"))

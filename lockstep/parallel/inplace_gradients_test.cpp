@@ -1,4 +1,4 @@
-#include "lockstep/parallel/birthplace.h"
+#include "lockstep/memory/inplace_gradients.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -20,13 +20,13 @@
 namespace lockstep {
 namespace {
 
-using parallel::Birthplace;
+using memory::InplaceGradients;
 using testing::run_threads;
 
-// While it lives gradients of any size are born in their slots, or none.
-struct Births {
-  explicit Births(bool on) : before(Birthplace::set_least_bytes(on ? 1 : SIZE_MAX)) {}
-  ~Births() { Birthplace::set_least_bytes(before); }
+// While it lives gradients of any size are allocated in place, or none.
+struct InPlace {
+  explicit InPlace(bool on) : before(InplaceGradients::set_min_bytes(on ? 1 : SIZE_MAX)) {}
+  ~InPlace() { InplaceGradients::set_min_bytes(before); }
   std::size_t before;
 };
 
@@ -68,8 +68,8 @@ at::Tensor ids_of(int rank, int step, std::int64_t tokens) {
 using Visit = std::function<void(DistributedDataParallel<Net>&, int step)>;
 
 // The gradients of every step and rank, one behind the other.
-std::vector<at::Tensor> train(bool births, const DdpOptions& options, const Visit& backward) {
-  const Births how(births);
+std::vector<at::Tensor> train(bool in_place, const DdpOptions& options, const Visit& backward) {
+  const InPlace how(in_place);
   std::vector<std::vector<at::Tensor>> found(2);
   run_threads(2, [&](World& world) {
     Net net = make_net();
@@ -90,14 +90,14 @@ std::vector<at::Tensor> train(bool births, const DdpOptions& options, const Visi
 
 void expect_same_bits(const DdpOptions& options, const Visit& backward, std::uint64_t least) {
   const auto wanted = train(false, options, backward);
-  const std::uint64_t before = Birthplace::served();
+  const std::uint64_t before = InplaceGradients::served();
   const auto got = train(true, options, backward);
-  EXPECT_GE(Birthplace::served() - before, least);
+  EXPECT_GE(InplaceGradients::served() - before, least);
   ASSERT_EQ(got.size(), wanted.size());
   for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i].equal(wanted[i])) << i;
 }
 
-TEST(Birthplace, GradientsOfEveryKindOfLayerAreTheSameBits) {
+TEST(InplaceGradients, GradientsOfEveryKindOfLayerAreTheSameBits) {
   for (const std::int64_t tokens : {4, 6}) {
     const Visit plain = [&](auto& model, int step) {
       model(ids_of(model.world().rank(), step, tokens)).backward();
@@ -112,7 +112,7 @@ TEST(Birthplace, GradientsOfEveryKindOfLayerAreTheSameBits) {
   }
 }
 
-TEST(Birthplace, AutocastAndAccumulationToo) {
+TEST(InplaceGradients, AutocastAndAccumulationToo) {
   const Visit autocast = [](auto& model, int step) {
     optim::Autocast guard(at::kCPU, at::kBFloat16);
     model(ids_of(model.world().rank(), step, 6)).backward();
@@ -130,8 +130,8 @@ TEST(Birthplace, AutocastAndAccumulationToo) {
 }
 
 // A slot is used again in every step; what somebody keeps must not lie in one.
-TEST(Birthplace, WhoKeepsAGradientKeepsIt) {
-  const Births on(true);
+TEST(InplaceGradients, WhoKeepsAGradientKeepsIt) {
+  const InPlace on(true);
   run_threads(2, [](World& world) {
     Net net = make_net();
     DistributedDataParallel<Net> model{net, world};
@@ -166,11 +166,11 @@ TEST(Birthplace, WhoKeepsAGradientKeepsIt) {
       keep(gradient);
     const at::Tensor turned = net->bare->weight.t();
     turned.retain_grad();
-    const std::uint64_t before = Birthplace::served();
+    const std::uint64_t before = InplaceGradients::served();
     at::randn({4, 12}).matmul(turned).sum().add(step(3)).backward();
     keep(turned.grad());
     net->zero_grad();
-    EXPECT_GT(Birthplace::served(), before);
+    EXPECT_GT(InplaceGradients::served(), before);
 
     ASSERT_EQ(kept.size(), 6u);
     for (int number = 4; number < 7; ++number) {
@@ -194,9 +194,9 @@ struct TiedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Tied);
 
-TEST(Birthplace, AWeightInsideAndOutsideOfACheckpoint) {
-  const auto gradients = [](bool births, const DdpOptions& options, bool alone) {
-    const Births how(births);
+TEST(InplaceGradients, AWeightInsideAndOutsideOfACheckpoint) {
+  const auto gradients = [](bool in_place, const DdpOptions& options, bool alone) {
+    const InPlace how(in_place);
     at::Tensor found;
     run_threads(2, [&](World& world) {
       std::unique_lock<std::mutex> lock(build_mutex);
@@ -227,9 +227,9 @@ TEST(Birthplace, AWeightInsideAndOutsideOfACheckpoint) {
 }
 
 // What lay in the slot before is gone when the new gradient is made: that must not go unnoticed.
-TEST(Birthplace, ALossOfTheLastStepsGradientIsRefusedOrRight) {
-  const auto gradients = [](bool births) {
-    const Births how(births);
+TEST(InplaceGradients, ALossOfTheLastStepsGradientIsRefusedOrRight) {
+  const auto gradients = [](bool in_place) {
+    const InPlace how(in_place);
     at::Tensor found;
     run_threads(2, [&](World& world) {
       Net net = make_net();
@@ -270,9 +270,9 @@ struct Detour : torch::autograd::Function<Detour> {
   }
 };
 
-TEST(Birthplace, ABackwardOnTheWayIsRightOrRefused) {
-  const auto gradients = [](bool births) {
-    const Births how(births);
+TEST(InplaceGradients, ABackwardOnTheWayIsRightOrRefused) {
+  const auto gradients = [](bool in_place) {
+    const InPlace how(in_place);
     at::Tensor found;
     std::string refusal;
     std::mutex guard;
@@ -300,32 +300,25 @@ TEST(Birthplace, ABackwardOnTheWayIsRightOrRefused) {
   if (refusal.empty()) {
     EXPECT_TRUE(got.equal(plain));
   } else {
-    EXPECT_NE(refusal.find("LOCKSTEP_BIRTHPLACE_BYTES=0"), std::string::npos) << refusal;
+    EXPECT_NE(refusal.find("LOCKSTEP_GRAD_INPLACE_MIN_BYTES=0"), std::string::npos) << refusal;
   }
 }
 
-TEST(Birthplace, ASizeThatIsNoNumberIsRefusedByAllRanks) {
-  const char* before = std::getenv("LOCKSTEP_BIRTHPLACE_BYTES");
+TEST(InplaceGradients, RejectsASizeThatIsNotANumber) {
+  const char* before = std::getenv("LOCKSTEP_GRAD_INPLACE_MIN_BYTES");
   const std::string saved = before == nullptr ? "65536" : before;
-  ::setenv("LOCKSTEP_BIRTHPLACE_BYTES", "64K", 1);
-  for (const int ranks : {1, 2}) {
-    std::atomic<int> refused{0};
-    run_threads(ranks, [&](World& world) {
-      Net net = make_net();
-      try {
-        DistributedDataParallel<Net> model{net, world};
-      } catch (const UsageError& e) {
-        EXPECT_NE(std::string(e.what()).find("LOCKSTEP_BIRTHPLACE_BYTES"), std::string::npos);
-        ++refused;
-      }
-    });
-    EXPECT_EQ(refused, ranks);
+  ::setenv("LOCKSTEP_GRAD_INPLACE_MIN_BYTES", "64K", 1);
+  try {
+    InplaceGradients::enable();
+    ADD_FAILURE() << "accepted it";
+  } catch (const UsageError& e) {
+    EXPECT_NE(std::string(e.what()).find("LOCKSTEP_GRAD_INPLACE_MIN_BYTES"), std::string::npos);
   }
-  ::setenv("LOCKSTEP_BIRTHPLACE_BYTES", saved.c_str(), 1);
+  ::setenv("LOCKSTEP_GRAD_INPLACE_MIN_BYTES", saved.c_str(), 1);
 }
 
-TEST(Birthplace, EndsWithTheWrapper) {
-  const Births on(true);
+TEST(InplaceGradients, EndsWithTheWrapper) {
+  const InPlace on(true);
   run_threads(2, [](World& world) {
     Net net = make_net();
     at::Tensor gradient;
@@ -335,7 +328,7 @@ TEST(Birthplace, EndsWithTheWrapper) {
       gradient = net->bare->weight.grad();
     }
     world.barrier();
-    EXPECT_EQ(Birthplace::expecting(), 0u);
+    EXPECT_EQ(InplaceGradients::offered(), 0u);
     // Its memory lives on with the gradient.
     const at::Tensor copy = gradient.clone();
     net->zero_grad();

@@ -1,4 +1,4 @@
-#include "lockstep/parallel/cpu_memory.h"
+#include "lockstep/memory/cpu_cache.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
@@ -20,6 +20,7 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/pages.h"
+#include "lockstep/memory/inplace_gradients.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/worlds.h"
 
@@ -35,41 +36,43 @@ at::Tensor bytes(std::int64_t count) {
   return at::empty({count}, at::kByte);
 }
 
-std::optional<at::Tensor> older;  // from before anything was kept
+std::optional<at::Tensor> older;  // from before anything was cached
 
-// For all tests of this program: a process keeps its memory from the first wrapped model on.
-struct KeepFromTheStart : ::testing::Environment {
+// For all tests of this program: caching cannot be switched off again.
+struct CacheFromTheStart : ::testing::Environment {
   void SetUp() override {
-    if (env::get(kOwnProcess) || CpuMemory::is_kept()) return;
+    if (env::get(kOwnProcess) || is_cpu_memory_cached()) return;
     older = bytes(2 * kMb);
-    CpuMemory::keep();
+    cache_cpu_memory();
   }
 };
-const auto* const environment = ::testing::AddGlobalTestEnvironment(new KeepFromTheStart);
+const auto* const environment = ::testing::AddGlobalTestEnvironment(new CacheFromTheStart);
 
 constexpr int kPassed = 42;  // gtest returns 0 where no test was found, too
 
-// The test of that name in a process that has wrapped no model yet.
+// The test of that name in a process in which nothing is cached yet.
 int in_own_process(const std::string& test, const std::string& variables) {
   const std::string command =
       "exec env -u GTEST_OUTPUT -u GTEST_TOTAL_SHARDS -u GTEST_SHARD_INDEX " + variables + " " +
       kOwnProcess + "=1 '" + std::filesystem::read_symlink("/proc/self/exe").string() +
-      "' --gtest_filter=CpuMemoryOfItsOwn.DISABLED_" + test +
+      "' --gtest_filter=CpuCacheOfItsOwn.DISABLED_" + test +
       " --gtest_also_run_disabled_tests >/dev/null";
   const int status = std::system(command.c_str());
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-struct CpuMemoryOfItsOwn : ::testing::Test {
+struct CpuCacheOfItsOwn : ::testing::Test {
   void TearDown() override {
     if (!HasFailure()) std::_Exit(kPassed);
   }
 };
 
+// A training step in a world of one, without run() or a test world, which switch caching on.
 void wrap_something() {
-  run_threads(1, [](World& world) {
-    DistributedDataParallel<torch::nn::Linear> model{torch::nn::Linear(2, 2), world};
-  });
+  World world;
+  torch::nn::Linear net(64, 64);
+  DistributedDataParallel<torch::nn::Linear> model{net, world, {.force_reducer = true}};
+  model(at::randn({8, 64})).sum().backward();
 }
 
 long faults() {
@@ -78,9 +81,9 @@ long faults() {
   return usage.ru_minflt;
 }
 
-TEST(CpuMemory, LargeTensorsLieWhereTheLastOnesLay) {
-  ASSERT_TRUE(CpuMemory::is_kept());
-  const auto used = CpuMemory::counts().used;
+TEST(CpuCache, LargeTensorsLieWhereTheLastOnesLay) {
+  ASSERT_TRUE(is_cpu_memory_cached());
+  const auto used = cpu_cache_stats().used;
   at::Tensor first = bytes(5 * kMb);
   const void* const place = first.const_data_ptr();
   const at::Tensor part = first.narrow(0, 7, 100);
@@ -94,35 +97,35 @@ TEST(CpuMemory, LargeTensorsLieWhereTheLastOnesLay) {
   EXPECT_TRUE(grown.narrow(0, 0, 3 * kMb).eq(9).all().item<bool>());
   std::thread([tensor = std::move(grown)]() mutable { tensor.reset(); }).join();
 
-  const auto before = CpuMemory::counts();
+  const auto before = cpu_cache_stats();
   EXPECT_EQ(before.used, used);
   EXPECT_GT(before.idle, 0U);
-  CpuMemory::release_idle();
-  EXPECT_EQ(CpuMemory::counts().idle, 0U);
+  empty_cpu_cache();
+  EXPECT_EQ(cpu_cache_stats().idle, 0U);
 }
 
-TEST(CpuMemory, SmallTensorsAndOlderOnesAreMallocs) {
-  const auto before = CpuMemory::counts();
+TEST(CpuCache, SmallTensorsAndOlderOnesAreMallocs) {
+  const auto before = cpu_cache_stats();
   bytes(kMb - 1).fill_(1);
   older.reset();
-  EXPECT_EQ(CpuMemory::counts().fetched, before.fetched);
-  EXPECT_EQ(CpuMemory::counts().idle, before.idle);
+  EXPECT_EQ(cpu_cache_stats().mapped, before.mapped);
+  EXPECT_EQ(cpu_cache_stats().idle, before.idle);
 }
 
-TEST(CpuMemory, RawMemoryOfBothOriginsIsLetGoRightly) {
-  const auto used = CpuMemory::counts().used;
+TEST(CpuCache, RawMemoryOfBothOriginsIsLetGoRightly) {
+  const auto used = cpu_cache_stats().used;
   c10::Allocator* const allocator = c10::GetCPUAllocator();
   for (const std::size_t size : {std::size_t{100}, std::size_t{3 * kMb}}) {
     void* const data = allocator->raw_allocate(size);
     std::memset(data, 1, size);
     allocator->raw_deallocate(data);
   }
-  EXPECT_EQ(CpuMemory::counts().used, used);
+  EXPECT_EQ(cpu_cache_stats().used, used);
 }
 
 // Without it the four tensors around these logits are fetched and cleared in every step: 40 000
 // pages.
-TEST(CpuMemory, StepsOfTrainingFetchNoPages) {
+TEST(CpuCache, StepsOfTrainingFetchNoPages) {
   run_threads(1, [](World& world) {
     torch::nn::Linear net(16, 10000);
     DistributedDataParallel<torch::nn::Linear> model{net, world, {.force_reducer = true}};
@@ -133,15 +136,15 @@ TEST(CpuMemory, StepsOfTrainingFetchNoPages) {
       for (auto& p : net->parameters()) p.mutable_grad().reset();
     };
     for (int i = 0; i < 2; ++i) step();
-    const auto counts = CpuMemory::counts();
+    const auto counts = cpu_cache_stats();
     const long before = faults();
     for (int i = 0; i < 3; ++i) step();
     EXPECT_LT(faults() - before, 3 * 2000);
-    EXPECT_EQ(CpuMemory::counts().fetched, counts.fetched);
+    EXPECT_EQ(cpu_cache_stats().mapped, counts.mapped);
   });
 }
 
-TEST(CpuMemory, AChildFindsNoCallHalfDone) {
+TEST(CpuCache, AChildFindsNoCallHalfDone) {
   std::atomic<bool> done{false};
   std::thread busy([&] {
     while (!done) bytes(2 * kMb);
@@ -162,21 +165,30 @@ TEST(CpuMemory, AChildFindsNoCallHalfDone) {
   busy.join();
 }
 
-TEST_F(CpuMemoryOfItsOwn, DISABLED_IsKeptFromTheFirstModelOn) {
-  EXPECT_FALSE(CpuMemory::is_kept());
+TEST_F(CpuCacheOfItsOwn, DISABLED_WrappingAModelChangesNothingInTheProcess) {
+  const c10::Allocator* const before = c10::GetCPUAllocator();
   wrap_something();
-  EXPECT_TRUE(CpuMemory::is_kept());
+  EXPECT_EQ(c10::GetCPUAllocator(), before);
+  EXPECT_FALSE(is_cpu_memory_cached());
+  EXPECT_FALSE(memory::InplaceGradients::is_enabled());
 }
 
-TEST_F(CpuMemoryOfItsOwn, DISABLED_IsNotKept) {
-  wrap_something();
-  EXPECT_FALSE(CpuMemory::is_kept());
+TEST_F(CpuCacheOfItsOwn, DISABLED_IsSwitchedOnOnce) {
+  EXPECT_TRUE(cache_cpu_memory());
+  EXPECT_TRUE(is_cpu_memory_cached());
+  EXPECT_TRUE(memory::InplaceGradients::is_enabled());
+  EXPECT_TRUE(cache_cpu_memory()) << "more than once is once";
+}
+
+TEST_F(CpuCacheOfItsOwn, DISABLED_IsOff) {
+  EXPECT_FALSE(cache_cpu_memory());
+  EXPECT_FALSE(is_cpu_memory_cached());
   bytes(2 * kMb).fill_(1);
-  EXPECT_EQ(CpuMemory::counts().fetched, 0U);
-  CpuMemory::release_idle();
+  EXPECT_EQ(cpu_cache_stats().mapped, 0U);
+  empty_cpu_cache();
 }
 
-TEST_F(CpuMemoryOfItsOwn, DISABLED_OwnAllocatorStays) {
+TEST_F(CpuCacheOfItsOwn, DISABLED_OwnAllocatorStays) {
   struct Own final : c10::Allocator {
     c10::DataPtr allocate(std::size_t size) override {
       return c10::GetDefaultCPUAllocator()->allocate(size);
@@ -186,25 +198,25 @@ TEST_F(CpuMemoryOfItsOwn, DISABLED_OwnAllocatorStays) {
     }
   };
   c10::SetCPUAllocator(new Own);
+  EXPECT_FALSE(cache_cpu_memory());
   wrap_something();
-  EXPECT_FALSE(CpuMemory::is_kept());
 }
 
-TEST_F(CpuMemoryOfItsOwn, DISABLED_WrongValueIsRefused) {
+TEST_F(CpuCacheOfItsOwn, DISABLED_WrongValueIsRefused) {
   try {
-    wrap_something();
-    FAIL() << "took it";
+    cache_cpu_memory();
+    FAIL() << "accepted it";
   } catch (const UsageError& error) {
-    EXPECT_NE(std::string(error.what()).find("LOCKSTEP_KEPT_MEMORY_BYTES"), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("LOCKSTEP_CPU_CACHE_MAX_BYTES"), std::string::npos)
         << error.what();
   }
 }
 
 // Addresses are what a limit counts, and idle blocks have some.
-TEST_F(CpuMemoryOfItsOwn, DISABLED_SmallTensorsGetWhatLargeOnesLeft) {
-  CpuMemory::keep();
+TEST_F(CpuCacheOfItsOwn, DISABLED_SmallTensorsGetWhatLargeOnesLeft) {
+  cache_cpu_memory();
   bytes(400 * kMb);
-  ASSERT_GT(CpuMemory::counts().idle, 0U);
+  ASSERT_GT(cpu_cache_stats().idle, 0U);
   std::FILE* const pages = std::fopen("/proc/self/statm", "r");
   unsigned long now = 0;
   ASSERT_TRUE(pages != nullptr && std::fscanf(pages, "%lu", &now) == 1);
@@ -213,17 +225,18 @@ TEST_F(CpuMemoryOfItsOwn, DISABLED_SmallTensorsGetWhatLargeOnesLeft) {
   ASSERT_EQ(::setrlimit(RLIMIT_AS, &limit), 0);
   std::vector<at::Tensor> small;
   for (int i = 0; i < 100; ++i) small.push_back(bytes(kMb - 1));
-  EXPECT_EQ(CpuMemory::counts().idle, 0U);
+  EXPECT_EQ(cpu_cache_stats().idle, 0U);
 }
 
-TEST(CpuMemory, HoldsInProcessesOfTheirOwn) {
-  constexpr const char* kUnset = "-u LOCKSTEP_KEPT_MEMORY_BYTES";
-  EXPECT_EQ(in_own_process("IsKeptFromTheFirstModelOn", kUnset), kPassed);
+TEST(CpuCache, HoldsInProcessesOfTheirOwn) {
+  constexpr const char* kUnset = "-u LOCKSTEP_CPU_CACHE_MAX_BYTES";
+  EXPECT_EQ(in_own_process("WrappingAModelChangesNothingInTheProcess", kUnset), kPassed);
+  EXPECT_EQ(in_own_process("IsSwitchedOnOnce", kUnset), kPassed);
   EXPECT_EQ(in_own_process("OwnAllocatorStays", kUnset), kPassed);
   EXPECT_EQ(in_own_process("SmallTensorsGetWhatLargeOnesLeft", kUnset), kPassed);
-  EXPECT_EQ(in_own_process("IsNotKept", "LOCKSTEP_KEPT_MEMORY_BYTES=0"), kPassed);
-  EXPECT_EQ(in_own_process("WrongValueIsRefused", "LOCKSTEP_KEPT_MEMORY_BYTES=plenty"), kPassed);
-  EXPECT_EQ(in_own_process("WrongValueIsRefused", "LOCKSTEP_KEPT_MEMORY_BYTES=-1"), kPassed);
+  EXPECT_EQ(in_own_process("IsOff", "LOCKSTEP_CPU_CACHE_MAX_BYTES=0"), kPassed);
+  EXPECT_EQ(in_own_process("WrongValueIsRefused", "LOCKSTEP_CPU_CACHE_MAX_BYTES=plenty"), kPassed);
+  EXPECT_EQ(in_own_process("WrongValueIsRefused", "LOCKSTEP_CPU_CACHE_MAX_BYTES=-1"), kPassed);
 }
 
 }  // namespace
