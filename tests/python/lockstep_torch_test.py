@@ -405,7 +405,7 @@ def test_launchers():
 
 
 def test_cache():
-    """Without the cache every step of this takes a page fault for each page of its tensors."""
+    """Without the cache every step of this takes a page fault for each page of its tensor."""
     program = """
 import resource, torch, lockstep_torch
 torch.set_num_threads(1)
@@ -437,7 +437,7 @@ assert lockstep_torch.cpu_cache_stats()["idle"] == 0
     done = run(LOCKSTEP_CPU_CACHE_MAX_BYTES="")
     assert done.returncode == 0, done.stderr
     before, after = (int(line.split()[1]) for line in done.stdout.splitlines())
-    assert after < 200 < before, done.stdout
+    assert after * 5 < before, done.stdout  # at least one fault for every huge page
     assert run(LOCKSTEP_CPU_CACHE_MAX_BYTES="0").returncode != 0, "it was switched on"
     wrong = run(LOCKSTEP_CPU_CACHE_MAX_BYTES="plenty")
     assert "LOCKSTEP_CPU_CACHE_MAX_BYTES" in wrong.stderr, wrong.stderr
