@@ -13,8 +13,8 @@
 // says so in one line. A process that ends inside the body (std::exit, _exit) has failed too, with
 // whatever code: `lockstep run` names it as the cause, unless all ranks of its host do the same.
 //
-// They own the process, so they switch on the caching of CPU memory (memory/cpu_cache.h) and log that
-// in one line.
+// They own the process, so they switch on the caching of CPU memory (memory/cpu_cache.h) and log
+// that in one line.
 //
 // Both are called from the main thread, and not from inside a body (UsageError).
 #pragma once

@@ -189,10 +189,11 @@ def check_python(path, text):
         if target.startswith(("lockstep/", "python/")):
             if delimiter != '"':
                 yield Violation(path, line, "spelling", f'write "{target}" with quotes')
-            if not target.startswith(("lockstep/core/", "lockstep/comm/shm/", "python/csrc/")) or \
+            if not target.startswith(("lockstep/core/", "lockstep/memory/", "lockstep/comm/shm/",
+                                      "python/csrc/")) or \
                     target == "lockstep/comm/shm/shm.h":
                 yield Violation(path, line, "layer",
-                                f"{path} includes {target}; it may include core and the engine")
+                                f"{path} includes {target}; it may include core, memory and the engine")
         elif delimiter == '"':
             yield Violation(path, line, "spelling",
                             f'"{target}": own headers are named from the root, others in <>')
@@ -254,7 +255,7 @@ def check_targets(path, text):
                 continue
             if word.isupper():
                 break
-            if word not in LAYERS[layer]:
+            if word.removesuffix("_torch") not in LAYERS[layer]:
                 yield Violation(path, tree.line_of(text, match.start()), "target",
                                 f"{layer} links {word}, which it may not include")
 

@@ -10,8 +10,8 @@ int main() {
   const int devices = c10::cuda::device_count();
   if (devices > 0) at::cuda::getCurrentDeviceProperties();
   const lockstep::World world;
-  std::printf("devices: %d, stream type %d, ranks %d\n", devices,
-              static_cast<int>(c10::cuda::CUDAStream::unpack3(0, 0, c10::DeviceType::CUDA)
-                                   .device_type()),
-              world.size());
+  std::printf(
+      "devices: %d, stream type %d, ranks %d\n", devices,
+      static_cast<int>(c10::cuda::CUDAStream::unpack3(0, 0, c10::DeviceType::CUDA).device_type()),
+      world.size());
 }
