@@ -192,8 +192,8 @@ def check_python(path, text):
             if not target.startswith(("lockstep/core/", "lockstep/memory/", "lockstep/comm/shm/",
                                       "python/csrc/")) or \
                     target == "lockstep/comm/shm/shm.h":
-                yield Violation(path, line, "layer",
-                                f"{path} includes {target}; it may include core, memory and the engine")
+                yield Violation(path, line, "layer", f"{path} includes {target}; it may include "
+                                                     "core, memory and the engine")
         elif delimiter == '"':
             yield Violation(path, line, "spelling",
                             f'"{target}": own headers are named from the root, others in <>')
