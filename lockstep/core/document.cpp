@@ -12,6 +12,7 @@
 #include "lockstep/core/document_text.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/problems.h"
 
 namespace lockstep {
 namespace {
@@ -405,12 +406,21 @@ Node load_document(const std::string& path, const DocumentLimits& limits, Proble
   } catch (const SystemError& error) {
     throw UsageError("config", "{} cannot be read: {}. Check the path.", path,
                      std::strerror(error.error_number()));
-  } catch (const UsageError&) {
-    throw UsageError("config", "{} is larger than {} bytes. Is it the right file?", path,
-                     limits.bytes);
+  } catch (const UsageError& error) {  // too large, or not a file
+    Problems refused;
+    refused.add(error.what());
+    refused.raise();
   }
-  return ends_with(".json") ? parse_json(text, path, limits, problems)
-                            : parse_yaml(text, path, limits, problems);
+  Node root = ends_with(".json") ? parse_json(text, path, limits, problems)
+                                 : parse_yaml(text, path, limits, problems);
+  if (root.is(NodeKind::kNull)) {
+    throw UsageError(
+        "config",
+        "{} has no keys: it is empty or holds only comments. Write `key: value` lines, "
+        "or name another file.",
+        path);
+  }
+  return root;
 }
 
 }  // namespace lockstep

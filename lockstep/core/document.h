@@ -82,7 +82,7 @@ Node parse_yaml(std::string_view text, const std::string& name, const DocumentLi
                 Problems* problems = nullptr);
 Node parse_json(std::string_view text, const std::string& name, const DocumentLimits& limits = {},
                 Problems* problems = nullptr);
-// By the name's ending: .json is JSON, .toml is refused, everything else is YAML.
+// .json is JSON, .toml and files without a value are refused, everything else is YAML.
 Node load_document(const std::string& path, const DocumentLimits& limits = {},
                    Problems* problems = nullptr);
 

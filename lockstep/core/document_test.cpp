@@ -3,12 +3,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <thread>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -171,6 +173,39 @@ TEST(Document, FilesAreReadByTheirEnding) {
   EXPECT_THAT(message_of([&] { load_document(folder); }), HasSubstr("cannot be read: Is a dir"));
   EXPECT_THAT(message_of([&] { load_document(folder / "a.yaml", {.bytes = 3}); }),
               HasSubstr("a.yaml is larger than 3 bytes. Is it the right file?"));
+  for (const char* text : {"", "\n\n", "# nothing\n", "---\n", "null\n", "~\n"}) {
+    write_file_atomically(folder / "empty.yaml", text);
+    EXPECT_THAT(message_of([&] { load_document(folder / "empty.yaml"); }),
+                HasSubstr("empty.yaml has no keys: it is empty or holds only comments. Write "))
+        << text;
+  }
+  std::filesystem::remove_all(folder);
+}
+
+// Opening a named pipe waits for a writer, and a device may never end: both are refused at once.
+TEST(Document, WhatIsNotAFileIsRefusedAtOnce) {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("lockstep_pipe_" + std::to_string(::getpid()));
+  std::filesystem::create_directory(folder);
+  ASSERT_EQ(::mkfifo((folder / "pipe.yaml").c_str(), 0600), 0);
+  ::alarm(20);  // without the refusal it would wait forever
+  EXPECT_THAT(message_of([&] { load_document(folder / "pipe.yaml"); }),
+              HasSubstr("pipe.yaml is a named pipe, not a regular file. Name a file."));
+  for (const char* device : {"/dev/zero", "/dev/null"})
+    EXPECT_THAT(message_of([&] { load_document(device); }),
+                HasSubstr(std::string(device) + " is a device, not a regular file. Name a file."));
+  // What a shell makes of <(...), with a writer that is slow.
+  Pipe pipe = make_pipe();
+  std::thread writer([&] {
+    write_all(pipe.write.get(), "a: 1\n");
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    write_all(pipe.write.get(), "b: 2\n");
+    pipe.write.reset();
+  });
+  const std::string name = "/dev/fd/" + std::to_string(pipe.read.get());
+  EXPECT_EQ(to_json(load_document(name)), "{\"a\":1,\"b\":2}");
+  writer.join();
+  ::alarm(0);
   std::filesystem::remove_all(folder);
 }
 

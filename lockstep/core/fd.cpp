@@ -1,7 +1,10 @@
 #include "lockstep/core/fd.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <poll.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -10,6 +13,38 @@
 #include "lockstep/core/error.h"
 
 namespace lockstep {
+namespace {
+
+// The writer of a shell's <(...) is running; one that is silent for longer has probably failed.
+constexpr int kPipeSilence_ms = 10'000;
+
+enum class Kind { kFile, kPipe };
+
+// A device may have no end, and a named pipe no writer: reading either could take forever.
+Kind check_kind(int fd, const std::string& path) {
+  struct stat info {};
+  if (::fstat(fd, &info) != 0) throw SystemError("fd", "cannot look at " + path, errno);
+  if (S_ISREG(info.st_mode)) return Kind::kFile;
+  if (S_ISDIR(info.st_mode)) throw SystemError("fd", "cannot read " + path, EISDIR);
+  struct statfs system {};
+  const bool pipe = S_ISFIFO(info.st_mode);
+  if (pipe && ::fstatfs(fd, &system) == 0 &&
+      static_cast<unsigned long>(system.f_type) == PIPEFS_MAGIC)
+    return Kind::kPipe;
+  throw UsageError("fd", "{} is a {}, not a regular file. Name a file.", path,
+                   pipe ? "named pipe" : "device");
+}
+
+void wait_for_data(int fd, const std::string& path) {
+  pollfd poll_fd{fd, POLLIN, 0};
+  const int ready = ::poll(&poll_fd, 1, kPipeSilence_ms);
+  if (ready == 0) {
+    throw UsageError("fd", "{} is a pipe into which nothing was written for {} s. Name a file.",
+                     path, kPipeSilence_ms / 1000);
+  }
+}
+
+}  // namespace
 
 void Fd::reset(int fd) {
   if (fd_ >= 0) ::close(fd_);
@@ -49,15 +84,18 @@ void write_all(int fd, std::string_view data) {
 }
 
 std::string read_file(const std::string& path, std::size_t limit) {
-  Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // Without O_NONBLOCK opening a named pipe waits for a writer.
+  Fd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
   if (!fd) throw SystemError("fd", "cannot open " + path, errno);
+  const Kind kind = check_kind(fd.get(), path);
   std::string data;
   char buffer[1 << 16];
   for (;;) {
+    if (kind == Kind::kPipe) wait_for_data(fd.get(), path);
     const ssize_t n = ::read(fd.get(), buffer, sizeof buffer);
     if (n == 0) return data;
     if (n < 0) {
-      if (errno == EINTR) continue;
+      if (errno == EINTR || errno == EAGAIN) continue;
       throw SystemError("fd", "cannot read " + path, errno);
     }
     data.append(buffer, static_cast<std::size_t>(n));

@@ -42,7 +42,7 @@ void set_cloexec(int fd, bool on = true);
 // Writes everything or throws SystemError; retries after signals and, on a non-blocking
 // descriptor, waits for room.
 void write_all(int fd, std::string_view data);
-// The whole file, or throws SystemError; refuses files over `limit` bytes (UsageError).
+// The whole file, or SystemError. UsageError over `limit` bytes, and for a fifo or a device.
 std::string read_file(const std::string& path, std::size_t limit = 64u << 20);
 // Written under a temporary name in the same directory, then renamed: readers never see half.
 void write_file_atomically(const std::string& path, std::string_view data);

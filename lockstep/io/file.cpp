@@ -144,11 +144,13 @@ FileDigest FileWriter::finish() {
 }
 
 MappedFile::MappedFile(const std::string& path) {
-  const Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // Without O_NONBLOCK opening a named pipe waits for a writer.
+  const Fd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   if (!fd) throw file_error("open", path, errno);
   struct stat info {};
   if (::fstat(fd.get(), &info) != 0) throw file_error("look at", path, errno);
   if (S_ISDIR(info.st_mode)) throw file_error("map", path, EISDIR);
+  if (!S_ISREG(info.st_mode)) throw file_error("map a pipe or a device,", path, ENODEV);
   size_ = static_cast<std::size_t>(info.st_size);
   if (size_ == 0) return;  // an empty mapping is an error; an empty span is not
   void* data = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd.get(), 0);

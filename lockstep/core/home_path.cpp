@@ -1,0 +1,47 @@
+#include "lockstep/core/home_path.h"
+
+#include <pwd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <vector>
+
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep {
+namespace {
+
+// Of the user with this name, or of this process's with an empty one; empty: nobody knows.
+std::string home_of(const std::string& user) {
+  std::vector<char> buffer(16u << 10);
+  passwd entry{};
+  passwd* found = nullptr;
+  int error = 0;
+  do {
+    error = user.empty() ? ::getpwuid_r(::geteuid(), &entry, buffer.data(), buffer.size(), &found)
+                         : ::getpwnam_r(user.c_str(), &entry, buffer.data(), buffer.size(), &found);
+    if (error == ERANGE) buffer.resize(2 * buffer.size());
+  } while (error == EINTR || (error == ERANGE && buffer.size() <= (1u << 20)));
+  return found != nullptr && found->pw_dir != nullptr ? found->pw_dir : "";
+}
+
+}  // namespace
+
+std::string expand_home(const std::string& path, std::string_view what) {
+  if (!path.starts_with('~')) return path;
+  const std::size_t end = std::min(path.find('/'), path.size());
+  const std::string user = path.substr(1, end - 1);
+  std::string home = user.empty() ? env::get("HOME").value_or("") : "";
+  if (home.empty()) home = home_of(user);
+  if (home.empty()) {
+    throw UsageError("config",
+                     "{}: '{}' names the home directory of {}, which is not known on this machine. "
+                     "Write the whole path, or ./{} for a folder of that name.",
+                     what, path, user.empty() ? "this user" : "user " + user, path);
+  }
+  return home + path.substr(end);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,19 @@
+// `~` at the start of a path, read as a shell reads it: "~/runs" and "~ada/runs" are folders in
+// somebody's home directory. Shells expand it in a word of its own only, not in `--key=~/runs` and
+// not in files.
+//
+//   output_dir = expand_home(output_dir, "output_dir");
+//
+// A function without state; call from any thread.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace lockstep {
+
+// Paths that do not begin with `~` come back unchanged. UsageError, which begins with `what`, when
+// the user or the home directory is unknown.
+std::string expand_home(const std::string& path, std::string_view what);
+
+}  // namespace lockstep
