@@ -13,6 +13,7 @@
 #include "cli/commands.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/instruction_file.h"
@@ -37,7 +38,7 @@ constexpr const char* kHelp =
     "  --shard-tokens N     tokens of a shard (default: 100000000)\n"
     "  --val-tokens N       the first N tokens are for validation (default: 0)\n"
     "  --workers N          threads (default: one per processor)\n"
-    "  --force              replace a folder that is there\n"
+    "  --force              replace a folder that tokenize made before\n"
     "inspect   what a token file holds, or a .json or .jsonl file of instructions; 2 when it is\n"
     "          not what its header says\n"
     "  --format FORMAT      for files without a header: nanogpt\n"
@@ -115,7 +116,7 @@ int tokenize(const Words& words) {
   data::TokenizeOptions options;
   Flags flags;
   flags.values = {
-      {"--output", [&](const auto& v) { options.output = v; }},
+      {"--output", [&](const auto& v) { options.output = expand_home(v, "--output"); }},
       {"--format", [&](const auto& v) { options.format = data::token_format(v); }},
       {"--suffix", [&](const auto& v) { options.suffixes.push_back(v); }},
       {"--name", [&](const auto& v) { options.name = v; }},
@@ -131,7 +132,8 @@ int tokenize(const Words& words) {
   flags.read(words);
   if (options.output.empty())
     throw UsageError("data", "tokenize needs --output FOLDER, the folder to make.");
-  if (!options.replace && std::filesystem::exists(options.output))
+  std::error_code unknown;  // an output that cannot be looked at is refused when it is made
+  if (!options.replace && std::filesystem::exists(options.output, unknown))
     throw UsageError("data",
                      "{} is there already. Name another folder with --output, or replace it with "
                      "--force.",
@@ -210,7 +212,7 @@ int inspect(const Words& words) {
   for (const std::string& name : flags.names) {
     if (name.ends_with(".json") || name.ends_with(".jsonl")) {
       inspect_instructions(name);
-    } else if (std::filesystem::is_directory(name)) {
+    } else if (std::error_code unknown; std::filesystem::is_directory(name, unknown)) {
       for (const std::string& file : data::token_files(name, ""))
         inspect_tokens(file, format, show);
     } else {

@@ -89,6 +89,84 @@ class Data(unittest.TestCase):
         self.succeed(*words, "--force")
         self.assertEqual(sorted(os.listdir(self.dir.name)), ["in", "out"])  # no remains
 
+    def refuse_unchanged(self, out, *words):
+        """With --force, and that nothing below the folder changes."""
+        def tree():
+            return {os.path.join(where, name): os.lstat(os.path.join(where, name)).st_size
+                    for where, folders, files in os.walk(self.dir.name)
+                    for name in folders + files}
+        before = tree()
+        said = self.refuse("tokenize", "--force", "--output", out, *words)
+        self.assertEqual(tree(), before)
+        return said
+
+    def test_force_replaces_only_what_tokenize_made(self):
+        text, out = self.path("in/a.txt"), self.path("out")
+        os.mkdir(out)
+        self.assertIn("out is not replaced: it has no valid MANIFEST.json, so `lockstep data "
+                      "tokenize` did not make it. Name another folder",
+                      self.refuse_unchanged(out, text))
+        with open(self.path("out/thesis.txt"), "w") as file:
+            file.write("years of work")
+        self.assertIn("it has no valid MANIFEST.json", self.refuse_unchanged(out + "/", text))
+        with open(self.path("out/MANIFEST.json"), "w") as file:
+            file.write("{}")
+        self.assertIn("it has no valid MANIFEST.json", self.refuse_unchanged(out, text))
+        with open(self.path("file"), "w") as file:
+            file.write("a file")
+        self.assertIn("file is not replaced: it is not a folder",
+                      self.refuse_unchanged(self.path("file"), text))
+        made = self.path("made")
+        self.succeed("tokenize", "--output", made, text)
+        os.symlink("made", self.path("link"))
+        for name in ("link", "link/"):
+            self.assertIn("link is not replaced: it is a symbolic link",
+                          self.refuse_unchanged(self.path(name), text))
+        with open(self.path("made/notes.txt"), "w") as file:
+            file.write("mine")
+        self.assertIn("made is not replaced: it holds notes.txt, which is not in its MANIFEST.json",
+                      self.refuse_unchanged(made, text))
+        os.remove(self.path("made/notes.txt"))
+        self.succeed("tokenize", "--force", "--output", made, self.path("in/b.md"))
+        self.assertEqual(read_llmc(self.path("made/text_train_000000.bin")), self.stream("b.md"))
+
+    def test_an_input_inside_the_output_is_refused(self):
+        made = self.path("made")
+        self.succeed("tokenize", "--output", made, self.path("in"))
+        shard = self.path("made/text_train_000000.bin")
+        os.symlink(shard, self.path("in/link.txt"))
+        for words in ([shard], [made], [self.path("in/../made")], [self.path("in")]):
+            self.assertRegex(self.refuse_unchanged(made, *words),
+                             r"the input \S+ is inside the output \S+made, which would be replaced")
+        os.remove(self.path("in/link.txt"))
+        # The output inside the input: its own shards are not text.
+        inner = self.path("in/shards")
+        self.succeed("tokenize", "--output", inner, self.path("in"))
+        self.assertIn("is inside the output", self.refuse_unchanged(inner, self.path("in")))
+        self.succeed("tokenize", "--force", "--output", inner, "--suffix=.txt", self.path("in"))
+        # The whole input as the output.
+        self.assertIn("is inside the output", self.refuse_unchanged(self.path("in"),
+                                                                   self.path("in/a.txt")))
+
+    def test_unreadable_text_is_named(self):
+        os.symlink("gone", self.path("in/sub/d.txt"))
+        self.assertIn("in/sub/d.txt cannot be read (No such file or directory). Check the path, or "
+                      "remove a link", self.refuse("tokenize", "--output", self.path("out"),
+                                                   self.path("in")))
+        os.remove(self.path("in/sub/d.txt"))
+        os.mkfifo(self.path("in/sub/d.txt"))
+        self.assertIn("d.txt is a named pipe, not a file", self.refuse(
+            "tokenize", "--output", self.path("out"), self.path("in")))
+        self.assertIn("d.txt is a named pipe, not a file", self.refuse(
+            "tokenize", "--output", self.path("out"), self.path("in/sub/d.txt")))
+        self.assertFalse(os.path.exists(self.path("out")))
+
+    def test_a_pipe_is_not_inspected(self):
+        os.mkfifo(self.path("pipe.bin"))
+        os.mkfifo(self.path("pipe.jsonl"))
+        for name in ("pipe.bin", "pipe.jsonl"):
+            self.assertIn(name, self.refuse("inspect", self.path(name), code=1))
+
     def test_inspect(self):
         out = self.path("out")
         self.succeed("tokenize", "--output", out, self.path("in/b.md"), self.path("in/a.txt"))

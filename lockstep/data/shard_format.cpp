@@ -228,14 +228,15 @@ std::vector<std::string> token_files(const std::string& folder, const std::strin
   namespace fs = std::filesystem;
   std::error_code error;
   fs::directory_iterator entries(folder, error);
+  std::vector<std::string> files;
+  for (; !error && entries != fs::directory_iterator(); entries.increment(error)) {
+    const std::string file = entries->path().filename().string();
+    if (file.ends_with(".bin") && is_of_split(file, split))
+      files.push_back(entries->path().string());
+  }
   if (error)
     throw UsageError("shards", "{} cannot be listed ({}). Name a folder of token files.", folder,
                      error.message());
-  std::vector<std::string> files;
-  for (const fs::directory_entry& entry : entries) {
-    const std::string file = entry.path().filename().string();
-    if (file.ends_with(".bin") && is_of_split(file, split)) files.push_back(entry.path().string());
-  }
   if (files.empty())
     throw UsageError("shards",
                      "{} has no file whose name ends in .bin{}. Make some with 'lockstep data "

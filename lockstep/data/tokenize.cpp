@@ -13,8 +13,10 @@
 #include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
 #include "lockstep/data/byte_tokenizer.h"
+#include "lockstep/data/text_files.h"
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/file.h"
+#include "lockstep/io/manifest.h"
 
 namespace lockstep::data {
 namespace {
@@ -41,34 +43,90 @@ bool wanted(const fs::path& path, const std::vector<std::string>& suffixes) {
 
 void list_folder(const std::string& folder, const TokenizeOptions& options,
                  std::vector<std::string>& paths) {
-  std::vector<std::string> found;
-  std::error_code error;
-  fs::recursive_directory_iterator entries(folder, error);
-  for (; !error && entries != fs::recursive_directory_iterator(); entries.increment(error))
-    if (entries->is_regular_file() && wanted(entries->path(), options.suffixes))
-      found.push_back(entries->path().string());
-  if (error) throw SystemError("tokenize", "cannot list " + folder, error.value());
+  std::vector<std::string> found =
+      files_below(folder, [&](const std::string& path) { return wanted(path, options.suffixes); });
   std::sort(found.begin(), found.end());
   paths.insert(paths.end(), found.begin(), found.end());
+}
+
+// Absolute and without links, as far as the path exists.
+fs::path resolved(const std::string& path) {
+  std::error_code error;
+  const fs::path absolute = fs::absolute(path, error);
+  if (error) throw SystemError("tokenize", "cannot resolve " + path, error.value());
+  fs::path found = fs::weakly_canonical(absolute, error);
+  if (error) throw SystemError("tokenize", "cannot resolve " + path, error.value());
+  return found.has_filename() ? found : found.parent_path();
+}
+
+// The output's name goes to a new folder, and what it held is deleted then.
+void refuse_inside(const std::string& input, const fs::path& output) {
+  const fs::path path = resolved(input);
+  const auto ends = std::mismatch(output.begin(), output.end(), path.begin(), path.end());
+  if (ends.first != output.end()) return;
+  throw UsageError(
+      "tokenize",
+      "the input {} is inside the output {}, which would be replaced. Choose an output "
+      "beside the inputs, or a --suffix that does not match it.",
+      input, output.string());
+}
+
+// Only what tokenize() has made is replaced: a folder, not a link to one, with a manifest of token
+// files and nothing else in it.
+void check_replaceable(const std::string& output) {
+  std::string path = output;
+  while (path.size() > 1 && path.ends_with('/')) path.pop_back();  // a link, not what it leads to
+  std::error_code error;
+  const fs::file_type type = fs::symlink_status(path, error).type();
+  if (type == fs::file_type::not_found) return;
+  const auto refuse = [&](const std::string& why) {
+    throw UsageError("tokenize",
+                     "{} is not replaced: {}. Name another folder, or remove this one yourself.",
+                     path, why);
+  };
+  if (error) refuse(error.message());
+  if (type == fs::file_type::symlink) refuse("it is a symbolic link");
+  if (type != fs::file_type::directory) refuse("it is not a folder");
+  io::Manifest manifest;
+  try {
+    manifest = io::parse_manifest(read_file(path + "/" + std::string(io::kManifestName)));
+  } catch (const Error&) {
+    refuse(fmt::format("it has no valid {}, so `lockstep data tokenize` did not make it",
+                       io::kManifestName));
+  }
+  if (manifest.empty()) refuse(fmt::format("its {} lists no file", io::kManifestName));
+  for (const auto& [name, digest] : manifest)
+    if (!name.ends_with(".bin"))
+      refuse(fmt::format("its {} lists {}, which is not a token file", io::kManifestName, name));
+  fs::directory_iterator entry(path, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    if (name != io::kManifestName && !manifest.contains(name))
+      refuse(fmt::format("it holds {}, which is not in its {}", name, io::kManifestName));
+  }
+  if (error) refuse(error.message());
 }
 
 std::vector<Document> list_documents(const TokenizeOptions& options) {
   std::vector<std::string> paths;
   for (const std::string& input : options.inputs) {
     std::error_code ignored;
-    if (!fs::exists(input, ignored))
+    if (fs::status(input, ignored).type() == fs::file_type::not_found)
       throw UsageError("tokenize", "{} does not exist. Name text files or folders.", input);
     if (fs::is_directory(input, ignored))
       list_folder(input, options, paths);
     else
       paths.push_back(input);
   }
+  const fs::path output = resolved(options.output);
   std::vector<Document> documents;
   std::uint64_t at = 0;
   for (const std::string& path : paths) {
+    check_text_file(path);
+    refuse_inside(path, output);
     std::error_code error;
     const std::uint64_t bytes = fs::file_size(path, error);
-    if (error) throw SystemError("tokenize", "cannot look at " + path, error.value());
+    if (error) refuse_text_file(path, error.value());
     if (bytes == 0) continue;
     documents.push_back({path, at, bytes});
     at += bytes + 1;
@@ -238,6 +296,7 @@ TokenizeResult tokenize(const TokenizeOptions& options) {
   if (options.format == TokenFormat::kAuto)
     throw UsageError("tokenize", "choose a format to write: llmc16, llmc32 or nanogpt.");
   const std::vector<Document> documents = list_documents(options);
+  if (options.replace) check_replaceable(options.output);
   const std::uint64_t total = documents.back().begin + 1 + documents.back().bytes;
   const std::vector<Shard> shards = plan_shards(options, total);
   const std::uint64_t width = options.format == TokenFormat::kLlmc32 ? 4 : 2;

@@ -28,7 +28,7 @@ struct TokenizeOptions {
   std::uint64_t shard_tokens = 100'000'000;  // nanogpt has one shard, of any size
   std::uint64_t val_tokens = 0;              // the first so many are for validation
   int workers = 0;                           // 0: one per processor
-  bool replace = false;                      // a folder that is there already
+  bool replace = false;                      // a folder that tokenize() made before
   // Called from the caller's thread some times a second, and at the end.
   std::function<void(std::uint64_t done, std::uint64_t total)> progress{};
 };
@@ -39,8 +39,9 @@ struct TokenizeResult {
   std::vector<std::pair<std::string, std::uint64_t>> shards{};  // file name, tokens
 };
 
-// Throws UsageError for inputs that are not there or empty and for an output that exists,
-// SystemError when the disk says no. Nothing of `output` exists then.
+// Throws UsageError for inputs that are not there, unreadable, empty or inside the output, and for
+// an output that exists (with `replace`: and is anything else than a folder of an earlier call);
+// SystemError when the disk says no. `output` is then what it was before.
 TokenizeResult tokenize(const TokenizeOptions& options);
 
 }  // namespace lockstep::data
