@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdint>
 #include <filesystem>
 #include <utility>
 
@@ -135,8 +136,8 @@ int parse_nnodes(const Values& values) {
   const auto min = to_int(trim(parts.front()));
   const auto max = to_int(trim(parts.back()));
   if (parts.size() > 2 || !min || !max || *min < 1 || *max < *min || *max > kMaxCount) {
-    throw UsageError("run", "{}='{}' is not a number of hosts. Write --nnodes=2.", given->origin,
-                     given->text);
+    throw UsageError("run", "{}='{}' is not a number of hosts from 1 to {}. Write --nnodes=2.",
+                     given->origin, given->text, kMaxCount);
   }
   if (*min != *max) {
     throw UsageError("run",
@@ -194,8 +195,8 @@ int parse_nproc(const Values& values, const Surroundings& around, const LaunchPl
   }
   const auto count = to_int(given->text);
   if (!count || *count < 1 || *count > kMaxCount) {
-    throw UsageError("run", "{}='{}' is not a number of ranks of at least 1, auto, cpu or gpu.",
-                     given->origin, given->text);
+    throw UsageError("run", "{}='{}' is not a number of ranks from 1 to {}, auto, cpu or gpu.",
+                     given->origin, given->text, kMaxCount);
   }
   return *count;
 }
@@ -474,6 +475,10 @@ ParsedFlags parse_flags(const std::vector<std::string>& words, const Surrounding
                                   .run_path = values.is_on("run-path")},
                                  around.variable);
   plan.nproc_per_node = parse_nproc(values, around, plan);
+  if (std::int64_t{plan.nnodes} * plan.nproc_per_node > kMaxCount) {
+    throw UsageError("run", "{} hosts with {} ranks each are more than {} ranks. Start fewer.",
+                     plan.nnodes, plan.nproc_per_node, kMaxCount);
+  }
   settle_output(values, plan, parsed.notes);
   return parsed;
 }

@@ -282,6 +282,22 @@ TEST(World, RanksAreANumberOrWhatTheMachineHas) {
   EXPECT_EQ(parse_flags({"--nproc-per-node=auto", "/bin/true"}, with_gpus).plan.nproc_per_node, 4);
 }
 
+TEST(World, HasABoundedNumberOfRanks) {
+  const auto world = [](const char* hosts, const char* ranks) {
+    return std::vector<std::string>{fmt::format("--nnodes={}", hosts),
+                                    fmt::format("--nproc-per-node={}", ranks), "--master-addr=n0",
+                                    "--node-rank=0"};
+  };
+  EXPECT_EQ(plan_of(world("1000", "1000")).nproc_per_node, 1000);
+  for (const auto& [hosts, ranks] :
+       {std::pair{"1000", "1001"}, std::pair{"100000", "100000"}, std::pair{"1000000", "2"}})
+    EXPECT_THAT(refusal_of(world(hosts, ranks)),
+                HasSubstr(fmt::format("{} hosts with {} ranks each are more than 1000000 ranks",
+                                      hosts, ranks)));
+  EXPECT_THAT(refusal_of(world("1000001", "1")), HasSubstr("a number of hosts from 1 to 1000000"));
+  EXPECT_THAT(refusal_of(world("1", "1000001")), HasSubstr("a number of ranks from 1 to 1000000"));
+}
+
 TEST(World, TheMachineIsAskedOnlyWhenNeeded) {
   Surroundings around = machine();
   around.gpus = []() -> Gpus { throw InternalError("test", "asked for GPUs"); };

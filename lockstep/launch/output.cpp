@@ -129,6 +129,10 @@ void OutputStream::take_lines(std::string_view data) {
     put(partial_, false);
     partial_.clear();
   }
+  if (filter_line_.size() > kLongestLineBytes) {  // it may never end
+    match_filters(filter_line_);
+    filter_line_.clear();
+  }
   // A progress bar returns to the line's beginning: what stands before that is complete for now.
   const std::size_t back = partial_.rfind('\r');
   if (back != std::string::npos && back > 0) {

@@ -24,6 +24,7 @@ using Json = nlohmann::json;
 constexpr std::size_t kErrorFileBytes = 4u << 20;
 constexpr std::size_t kMessageBytes = 8u << 10;
 constexpr std::size_t kStackLines = 100;
+constexpr std::size_t kStackLineBytes = 1000;
 constexpr std::size_t kControlCauseBytes = 1000;  // the line must fit a pipe in one write
 
 // Output of ranks is not always UTF-8, and it must not stop a report.
@@ -71,6 +72,8 @@ void read_stack(const Json& extra, ErrorFile& file) {
     }
   }
   if (file.stack.size() > kStackLines) file.stack.resize(kStackLines);
+  for (std::string& line : file.stack)
+    if (line.size() > kStackLineBytes) line.resize(kStackLineBytes);
 }
 
 // The two forms torchrun knows, and a bare string.

@@ -405,6 +405,19 @@ TEST_F(ErrorFileTest, OddContentsNeverThrow) {
               HasSubstr("was not written"));
 }
 
+TEST_F(ErrorFileTest, LinesAndTheirNumberAreBounded) {
+  const std::string line(100'000, 'f');
+  for (const std::string& stack : {fmt::format(R"("cpp_stack": ["{}", "short"])", line),
+                                   fmt::format(R"("py_callstack": "{}\nshort")", line),
+                                   fmt::format(R"("cpp_stack": [{{"{}": 1}}, "short"])", line)}) {
+    write(fmt::format(R"({{"message": {{"message": "m", "extraInfo": {{{}}}}}}})", stack));
+    const ErrorFile file = read_error_file(path_);
+    ASSERT_EQ(file.stack.size(), 2u);
+    EXPECT_EQ(file.stack[0].size(), 1000u);
+    EXPECT_EQ(file.stack[1], "short");
+  }
+}
+
 TEST(Report, WhatTheMessageAndTheStackSayIsNotRepeated) {
   Failure failure;
   failure.rank = 1;

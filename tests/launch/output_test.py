@@ -217,6 +217,15 @@ class Files(Case):
                          ["[0] acc", "[0] loss 0", "[1] acc", "[1] loss 1"])
         self.assertEqual(files["attempt_0/1/stdout.log"], "loss 1\nother\nacc")
 
+    def test_a_filtered_line_without_an_end_is_bounded(self):
+        """A progress bar that never writes a newline must not fill the launcher's memory."""
+        script = "printf loss; head -c 9000000 /dev/zero | tr '\\0' x; printf 'loss end'"
+        files, _, _ = self.run_logged("-r", "1", "--duplicate-stdout-filters=loss", script=script)
+        lines = files["attempt_0/filtered_stdout.log"].splitlines()
+        self.assertLess(max(map(len, lines)), (4 << 20) + (128 << 10))
+        self.assertEqual(sum(line.startswith("[0] loss") for line in lines), 1)
+        self.assertEqual(sum(line.endswith("xloss end") for line in lines), 2)
+
     def test_error_lines_come_from_the_file_too(self):
         logs = os.path.join(self.dir.name, "logs")
         code, _, err = self.bash(2, 'echo words of $RANK >&2; [ $RANK = 1 ] && exit 4; sleep 300',
