@@ -55,13 +55,14 @@ Verdict fallen_with(const control::Failure& failure) {
   return {kFailed, {fmt::format("ends because {}", failure.text()), {}, true}};
 }
 
-// What an exception that left the body means for this process.
-Verdict judge(const std::exception_ptr& thrown) {
+// What an exception that left the body means for this process. All ranks of one host usually make
+// the same mistake, so there a UsageError is printed once, in the launcher's report.
+Verdict judge(const std::exception_ptr& thrown, bool one_host) {
   if (const auto failure = control::failure()) return fallen_with(*failure);
   try {
     std::rethrow_exception(thrown);
   } catch (const UsageError& e) {
-    return {kUsage, {crash::describe(e), {}, false}};
+    return {kUsage, {crash::describe(e), {}, false, one_host && control::connected()}};
   } catch (const TimeoutError& e) {
     if (const auto failure = control::failure(kLauncherWord)) return fallen_with(*failure);
     return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
@@ -126,11 +127,13 @@ int run(const Preparation& prepare, const RankBody& body) {
   const InsideRun inside;
   crash::install();
   int ranks = 1;
+  bool one_host = false;
   bool preparing = false;
   std::optional<World> world;  // outlives the catch: its destructor must not run in a failed rank
   try {
     const RankEnv env = read_rank_env();
     ranks = env.world_size;
+    one_host = env.local_size_known && env.local_world_size == env.world_size;
     crash::install(env.rank);
     log::set_rank(env.rank, env.world_size);
     // Lines appear as they are printed, also through the launcher's pipe.
@@ -148,7 +151,7 @@ int run(const Preparation& prepare, const RankBody& body) {
     return 0;
   } catch (...) {
     if (preparing && ranks == 1) throw;
-    const Verdict verdict = judge(std::current_exception());
+    const Verdict verdict = judge(std::current_exception(), one_host);
     crash::report(verdict.report);
     if (preparing) decline(verdict.report.message);
     if (ranks > 1) detail::leave(verdict.code);

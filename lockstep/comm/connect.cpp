@@ -602,9 +602,9 @@ std::atomic<int> worlds_made{0};
 // What was chosen and why, in one line.
 World explained(World world, const RankEnv& env, const detail::DeviceChoice& choice) {
   const std::string& why_not_shm = detail::Access::impl(world)->why_not_shm;
-  log::info(kWorld, "{} rank{} ({}), device {}, backend {}: {}{}", env.world_size,
-            env.world_size == 1 ? "" : "s", env.source, choice.device.str(), world.backend(),
-            choice.reason, why_not_shm.empty() ? "" : "; not shm, because " + why_not_shm);
+  log::info(kWorld, "{} rank{} ({}), device {} ({}), backend {}{}", env.world_size,
+            env.world_size == 1 ? "" : "s", env.source, choice.device.str(), choice.reason,
+            world.backend(), why_not_shm.empty() ? "" : "; not shm, because " + why_not_shm);
   return world;
 }
 

@@ -131,8 +131,9 @@ TEST(ProcessWorld, WithoutMemoryToShareTheyTakeGloo) {
   };
   const auto ranks = poor("");
   expect_success(ranks);
-  EXPECT_THAT(ranks[0].output,
-              HasSubstr("backend gloo: LOCKSTEP_DEVICE=cpu; not shm, because rank 1: "));
+  EXPECT_THAT(
+      ranks[0].output,
+      HasSubstr("device cpu (LOCKSTEP_DEVICE=cpu), backend gloo; not shm, because rank 1: "));
   for (const RankResult& refused : poor("shm")) {
     EXPECT_EQ(refused.exit_code, 2);
     EXPECT_THAT(refused.output, AllOf(HasSubstr("backend shm was asked for, but rank 1: "),

@@ -108,13 +108,18 @@ std::string stderr_text(const Report& report) {
 }
 
 void write_readable(const Report& report) noexcept {
+  bool filed = false;
+  try {
+    if (*g_error_file != '\0') {
+      write_file_atomically(g_error_file, error_file_text(report));
+      filed = true;
+    }
+  } catch (...) {  // the launcher then reports the exit status alone
+  }
+  if (filed && report.for_launcher) return;
   try {
     write_all(STDERR_FILENO, stderr_text(report));
-  } catch (...) {  // nobody reads stderr; the file may still be read
-  }
-  try {
-    if (*g_error_file != '\0') write_file_atomically(g_error_file, error_file_text(report));
-  } catch (...) {  // the launcher then reports the exit status alone
+  } catch (...) {  // nobody reads stderr
   }
 }
 

@@ -43,10 +43,13 @@ struct Report {
   // Another rank failed first and this one only fell with it: one line on stderr, and a later
   // timestamp in the error file, because torchrun takes the earliest for the root cause.
   bool consequence = false;
+  // The launcher prints the error file's message: stderr is used only where it cannot be written.
+  bool for_launcher = false;
 };
 
-// Writes TORCHELASTIC_ERROR_FILE (if set) and a short report to stderr. The first report of a
-// process wins, later ones are dropped: true when this was the first. Never throws.
+// Writes TORCHELASTIC_ERROR_FILE (if set) and, unless for_launcher, a short report to stderr. The
+// first report of a process wins, later ones are dropped: true when this was the first. Never
+// throws.
 bool report(const Report& report) noexcept;
 bool report(const std::exception& e) noexcept;
 
