@@ -132,7 +132,7 @@ void check_contents(const TaskConfig& task, const TrainingArguments& arguments,
   for (const std::string& path : {data.path, data.eval_path}) {
     if (data.name != "instructions" || path.empty()) continue;
     attempt([&] {
-      const std::string cut = what_was_cut(read_instructions(data, path, ReadingProgress(path)));
+      const std::string cut = what_was_cut(read_instructions(task, path, ReadingProgress(path)));
       if (!cut.empty()) fmt::print(stderr, "note: {}\n", cut);
     });
     if (data.eval_path == data.path) break;
@@ -156,10 +156,14 @@ int check(const Request& request) {
   }
   const train::Config config = train::load_config(file, request.flags);
   say_notes(config.notes);
+  if (config.arguments.compile_model) say_notes({train::kCompileModelNote});
   Problems problems;
   if (!request.own_program)
-    problems.attempt(
-        [&] { check_contents(read_task(config.arguments), config.arguments, problems); });
+    problems.attempt([&] {
+      const TaskConfig task = read_task(config.arguments);
+      say_notes(task.notes);
+      check_contents(task, config.arguments, problems);
+    });
   problems.attempt(
       [&] { train::check_resume(config.arguments.resume_from_checkpoint.value_or("never")); });
   problems.raise();

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -108,8 +109,15 @@ class Config(unittest.TestCase):
                 ("model: mlp\n", "the model mlp does not take this data"),
                 ("model: {weights: nope}\n", "model.weights nope is no folder with a model.safet"),
                 ("data: {max_seq_len: 8}\n", "max_seq_len is a key of the top level, not of data"),
-                ("data: {path: nope}\n", "data.path nope holds no file that ends in ''"),
-                ("data: {path: few.txt}\n", "few.txt has 10 bytes, too few for one sample of 128"),
+                ("data: {path: nope}\n", "data.path nope does not exist. Relative paths begin at "),
+                ("data: {path: empty}\n", "the folder empty (data.path) holds no file."),
+                ("data: {path: empty, suffix: .h}\n", "the folder empty (data.path) holds no file "
+                 "whose name ends in '.h' (data.suffix)."),
+                ("data: {path: few.txt}\n", "few.txt has 9 bytes, too few for one sample of 128"),
+                ("data: {path: few.txt, eval_bytes: 900}\nmax_seq_len: 4\n", "few.txt has 9 bytes, "
+                 "and data.eval_bytes 900 leaves none of them to train on. Lower data.eval_bytes"),
+                ("data: {path: few.txt, eval_bytes: 4}\nmax_seq_len: 4\n", "data.eval_bytes 4 is "
+                 "too few for one sample of 4 tokens and the one after it. Raise it to 5 or more"),
                 ("data: tokens\n", "data: tokens needs dataset_dir"),
                 ("data: {name: tokens, path: x}\n", "data: tokens has no path. Name the folder of "
                  "the shards in dataset_dir"),
@@ -119,7 +127,11 @@ class Config(unittest.TestCase):
                  "max_seq_len is 1, and instructions need 2 or more"),
                 ("data: {name: instructions, path: few.txt, pad_to_multiple_of: 200}\n",
                  "data.pad_to_multiple_of must be from 1 to 128"),
+                ("data: {name: instructions, path: few.txt, padding: packed, pad_to_multiple_of: "
+                 "8}\n", "data.pad_to_multiple_of is for padding: longest, and with padding: pack"),
                 ("data: {name: instructions, path: few.txt, response: '{outptu}'}\n", "outptu"),
+                ("data: random\nmax_seq_len: 8\n", "max_seq_len is for samples of tokens, and "
+                 "data: random has none. Delete it."),
                 ("data: random\neval_strategy: epoch\n", "eval_strategy asks for evaluations"),
                 ("data: {name: random, eval_samples: 9}\neval_strategy: epoch\n"
                  "early_stopping_patience: 2\nmetric_for_best_model: acuracy\n",
@@ -138,6 +150,158 @@ class Config(unittest.TestCase):
         self.assertIn("note: on this machine training is refused: [trainer] fp16 needs a GPU",
                       done.stderr)
 
+    def test_a_folder_of_shards_is_enough(self):
+        """The keys of a file for another trainer of token shards, as they are."""
+        text = ("dataset_dir: %s\ncompile_model: true\ntokens_per_update: 64\n"
+                "per_device_train_batch_size: 2\nmax_seq_len: 16\n")
+        self.assertIn("nope cannot be listed (No such file or directory)",
+                      self.refusal(text % "nope"))
+        os.mkdir(os.path.join(self.folder, "shards"))
+        self.assertIn("shards has no file whose name ends in .bin", self.refusal(text % "shards"))
+        header = struct.pack("<256i", 20240520, 1, 400, *[0] * 253)
+        shard = os.path.join(self.folder, "shards", "x_train_000000.bin")
+        with open(shard, "wb") as f:
+            f.write(header + bytes(800))
+        self.assertRegex(self.accepted(text % "shards"), r"^note: compile_model has no effect yet: "
+                         r"[^\n]*\n$")
+        # Windows are cut from shards, and not from whatever else `data` would be.
+        self.accepted(text % "shards" + "data: {order: windows}\n")
+        for data in ("bytes", "{name: bytes, path: t.yaml}", "random"):
+            self.assertIn("dataset_dir is a folder of token shards, and data: "
+                          + ("random" if data == "random" else "bytes") + " does not read it",
+                          self.refusal(text % "shards" + f"data: {data}\n"))
+        os.remove(shard)
+        os.mkfifo(shard)
+        self.assertIn("x_train_000000.bin", self.refusal(text % "shards"))
+        os.remove(shard)
+        os.symlink("gone", shard)
+        self.assertIn("x_train_000000.bin", self.refusal(text % "shards"))
+
+    def test_every_key_is_read_or_noted(self):
+        """A member of TrainingArguments is read where runs are made, or a line says that it is
+        not."""
+        source = os.environ["LOCKSTEP_SOURCE"]
+        readers = [os.path.join(source, "cli", name) for name in (
+            "config.cpp", "task_config.cpp", "train.cpp", "train_tasks.cpp")]
+        train = os.path.join(source, "lockstep", "train")
+        readers += [os.path.join(train, name) for name in os.listdir(train)
+                    if re.fullmatch(r"(trainer\w*|step_plan|effective_batch|run_checks)\.cpp", name)
+                    and "test" not in name]
+        text = ""
+        for path in readers:
+            with open(path, encoding="utf-8") as f:
+                text += f.read()
+        page = self.run_config("keys", "--markdown").stdout.split("older spelling")[0]
+        keys = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
+        self.assertGreater(len(keys), 60)
+        # `preset` sets other keys. `compile_model` is read to say that it has no effect.
+        silent = [key for key in keys if not re.search(rf"[.>]{key}\b", text) and key != "preset"]
+        self.assertEqual(silent, [], "these have no effect")
+        self.write("t.yaml", "compile_model: true\n")
+        self.assertIn("note: compile_model has no effect yet",
+                      self.run_config("check", "t.yaml").stderr)
+        for old in re.findall(r"^\| `(\w+)`",
+                              self.run_config("keys", "--markdown").stdout.split("older sp")[1],
+                              re.MULTILINE):
+            self.write("t.yaml", f"{old}: {'0.1' if old == 'warmup_ratio' else 'true'}\n"
+                       .replace("evaluation_strategy: true", "evaluation_strategy: no"))
+            self.assertIn(f"note: t.yaml:1:1: {old} is an older spelling",
+                          self.run_config("check", "t.yaml").stderr)
+
+    def test_data_for_evaluations_that_are_not_made_is_noted(self):
+        for data, key in (("{eval_bytes: 4000}", "eval_bytes"),
+                          ("{name: random, eval_samples: 9}", "eval_samples")):
+            self.assertIn(f"note: data.{key} is set, and nothing is evaluated. Set eval_strategy",
+                          self.accepted(f"data: {data}\n"))
+            self.assertEqual(self.accepted(f"data: {data}\neval_strategy: epoch\n"), "")
+
+    def test_a_file_without_keys_is_refused(self):
+        for text in ("", "# comments\n# alone\n", "---\n"):
+            said = self.refusal(text)
+            self.assertIn("t.yaml has no keys: it is empty or holds only comments", said)
+            done = self.run_config("check", "--launcher", "t.yaml")
+            self.assertEqual(done.returncode, 2)
+            self.assertIn("t.yaml has no keys", done.stderr)
+
+    def test_what_is_not_a_file_is_refused_at_once(self):
+        os.mkfifo(os.path.join(self.folder, "pipe.yaml"))
+        for name, part in (("pipe.yaml", "pipe.yaml is a named pipe, not a regular file"),
+                           ("/dev/zero", "/dev/zero is a device, not a regular file"),
+                           (".", "cannot be read: Is a directory")):
+            for words in (("check", name), ("show", name), ("check", "--launcher", name),
+                          ("diff", name, "fast")):
+                done = self.run_config(*words)
+                self.assertEqual(done.returncode, 2, done.stderr)
+                self.assertIn(part, done.stderr)
+
+    def test_a_home_directory_is_expanded(self):
+        self.write("t.yaml", "output_dir: ~/runs/a\ndata: {path: ~/text}\n")
+        done = self.run_config("show", "t.yaml", "--resume_from_checkpoint=~/c", HOME="/srv/ada")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for part in ("output_dir                     /srv/ada/runs/a ",
+                     '{"path":"/srv/ada/text"} ', "resume_from_checkpoint         /srv/ada/c "):
+            self.assertIn(part, done.stdout)
+
+    def as_nobody(self, *words):
+        """Without root's right to read everything."""
+        os.chmod(self.folder, 0o755)
+        more = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+        return subprocess.run([LOCKSTEP, "config", *words], cwd=self.folder, timeout=60,
+                              capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+                              **more)
+
+    def test_text_that_cannot_be_read_is_an_error_with_its_name(self):
+        os.makedirs(os.path.join(self.folder, "text", "sub"))
+        for name in ("text/a.txt", "text/b.txt", "text/sub/c.txt"):
+            self.write(name, "some words " * 100)
+        self.write("t.yaml", "data: {path: text, suffix: .txt}\nmax_seq_len: 8\n"
+                             "save_strategy: no\nenable_jit_checkpoint: false\n")
+        good = self.as_nobody("check", "t.yaml")
+        self.assertEqual(good.returncode, 0, good.stderr)
+
+        def refused(part, *more):
+            done = self.as_nobody("check", "t.yaml", *more)
+            self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+            self.assertIn(part, done.stderr)
+
+        b, sub = (os.path.join(self.folder, "text", name) for name in ("b.txt", "sub"))
+        os.chmod(b, 0)
+        refused("text/b.txt cannot be read (Permission denied). Give this user permission to read "
+                "it, or move it out of the data.")
+        refused("text/b.txt cannot be read (Permission denied)", "--data={path: text/b.txt}")
+        refused("text/b.txt cannot be read (Permission denied)",
+                "--data={name: instructions, path: text/b.txt}")
+        os.remove(b)
+        os.symlink("gone", b)
+        refused("text/b.txt cannot be read (No such file or directory). Check the path, or remove "
+                "a link whose file is gone.")
+        os.remove(b)
+        os.mkfifo(b)
+        refused("text/b.txt is a named pipe, not a file.")
+        os.remove(b)
+        os.chmod(sub, 0)
+        self.addCleanup(os.chmod, sub, 0o755)
+        refused("the folder text/sub cannot be listed (Permission denied). Give this user")
+
+    def test_padding_beyond_the_models_positions_is_refused(self):
+        """It would end the run when the longest sample comes, perhaps after hours."""
+        line = '{"instruction": "say", "output": "%s"}\n'
+        self.write("a.jsonl", line % "yes" + line % ("y" * 90))
+        self.write("b.jsonl", line % "yes")
+        text = ("data: {name: instructions, path: %s, eval_path: %s, prompt_without_input: "
+                "'{instruction}', pad_to_multiple_of: 64}\nmax_seq_len: 100\n"
+                "eval_strategy: epoch\n%s")
+        for files in (("a.jsonl", "b.jsonl"), ("b.jsonl", "a.jsonl")):
+            self.assertIn("a.jsonl: the longest sample has 93 tokens, which "
+                          "data.pad_to_multiple_of 64 pads to 128, and model.n_positions is 100. "
+                          "Set model.n_positions: 128, or lower max_seq_len.",
+                          self.refusal(text % (*files, "")))
+        self.accepted(text % ("a.jsonl", "b.jsonl", "model: {n_positions: 128}\n"))
+        self.accepted(text % ("b.jsonl", "b.jsonl", ""))
+        self.assertIn("the longest sample has 93 tokens, and model.n_positions is 90.",
+                      self.refusal((text % ("a.jsonl", "b.jsonl", "model: {n_positions: 90}\n"))
+                                   .replace("64}", "1}")))
+
     def accepted(self, text, *flags):
         self.write("t.yaml", text)
         done = self.run_config("check", "t.yaml", *flags)
@@ -147,7 +311,8 @@ class Config(unittest.TestCase):
     def test_check_reads_instruction_files(self):
         """With the parser of `lockstep train`, whose words tests/train/tasks_test.py compares."""
         line = '{"instruction": "say", "output": "yes"}\n'
-        text = "data: {name: instructions, path: a.jsonl, eval_path: b.json}\n"
+        text = ("data: {name: instructions, path: a.jsonl, eval_path: b.json}\n"
+                "eval_strategy: epoch\n")
         self.write("a.jsonl", line * 3)
         self.write("b.json", f"[{line},{line}]")
         self.assertEqual(self.accepted(text), "")

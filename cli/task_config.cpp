@@ -12,6 +12,7 @@
 #include "lockstep/core/problems.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/shard_format.h"
+#include "lockstep/data/text_files.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/run_checks.h"
 
@@ -51,9 +52,15 @@ Node map_of(const Node& node, const char* key, const char* fallback, Problems& p
 
 // ---------------------------------------------------------------- data
 
-void check_file(const std::string& path) {
+// Whether there is nothing of that name; what there is may still be unreadable.
+bool missing(const std::string& path) {
   std::error_code ignored;
-  if (path.empty() || fs::is_regular_file(path, ignored)) return;
+  return fs::status(path, ignored).type() == fs::file_type::not_found;
+}
+
+void check_file(const std::string& path) {
+  if (path.empty()) return;
+  if (!missing(path)) return data::check_text_file(path);
   throw UsageError("config",
                    "data: instructions: there is no file {}. Relative paths begin at {}; with "
                    "several hosts each of them needs the file.",
@@ -66,20 +73,27 @@ void read_bytes_keys(MapReader& keys, DataConfig& data) {
   data.max_bytes = keys.integer("max_bytes", 4'000'000, 1'000, kMostBytes);
   data.eval_bytes = keys.integer("eval_bytes", 0, 0, data.max_bytes / 2);
   data.evaluates = data.eval_bytes > data.length;
+  if (data.eval_bytes > 0 && !data.evaluates)
+    throw UsageError("config",
+                     "data.eval_bytes {} is too few for one sample of {} tokens and the one after "
+                     "it. Raise it to {} or more, or shorten max_seq_len.",
+                     data.eval_bytes, data.length, data.length + 1);
 }
 
 void check_bytes(const DataConfig& data) {
   if (data.path == kTorchHeaders) {  // LibTorch knows where; there are more than enough
-    byte_rows(data, data.max_bytes);
+    byte_rows(data, {.tokens = data.max_bytes});
     return;
   }
-  std::int64_t tokens = 0;
+  ByteCount count;
   for (const std::string& file : text_files(data.path, data.suffix)) {
-    std::error_code ignored;
-    const auto size = fs::file_size(file, ignored);
-    if (!ignored) tokens += static_cast<std::int64_t>(size) + 1;
+    std::error_code error;
+    const auto size = fs::file_size(file, error);
+    if (error) data::refuse_text_file(file, error.value());
+    count.tokens += static_cast<std::int64_t>(size) + 1;
+    ++count.files;
   }
-  byte_rows(data, std::min(tokens, data.max_bytes));
+  byte_rows(data, count);
 }
 
 void read_token_keys(MapReader& keys, DataConfig& data) {
@@ -120,6 +134,11 @@ void read_instruction_keys(MapReader& keys, DataConfig& data) {
       keys.text("prompt_without_input", data.prompt.prompt_without_input);
   data.prompt.response = keys.text("response", data.prompt.response);
   data.group_by_length = keys.boolean("group_by_length", false);
+  if (data.pad_to_multiple_of > 1 && data.padding != "longest")
+    throw UsageError("config",
+                     "data.pad_to_multiple_of is for padding: longest, and with padding: {} every "
+                     "row has max_seq_len tokens already. Delete one of them.",
+                     data.padding);
   data.evaluates = !data.eval_path.empty();
 }
 
@@ -144,11 +163,35 @@ void read_random_keys(MapReader& keys, DataConfig& data) {
   data.evaluates = data.eval_samples > 0;
 }
 
+// Keys of the top level that this data does not read.
+void check_unread_keys(const TrainingArguments& a, const DataConfig& data, Problems& problems) {
+  if (a.dataset_dir && data.name != "tokens")
+    problems.add(
+        fmt::format("dataset_dir is a folder of token shards, and data: {} does not read it. "
+                    "Delete it, or write data: tokens.",
+                    data.name));
+  if (a.max_seq_len && data.name == "random" && !a.tokens_per_update)
+    problems.add("max_seq_len is for samples of tokens, and data: random has none. Delete it.");
+}
+
+void note_unused_evaluation(const TrainingArguments& a, TaskConfig& task) {
+  const DataConfig& data = task.data;
+  if (data.name == "tokens" || a.eval_strategy != Interval::kNo || a.eval_on_start) return;
+  if (data.evaluates)
+    task.notes.push_back(
+        fmt::format("data.{} is set, and nothing is evaluated. Set eval_strategy, or delete it.",
+                    data.name == "bytes"    ? "eval_bytes"
+                    : data.name == "random" ? "eval_samples"
+                                            : "eval_path"));
+}
+
 void read_data(const TrainingArguments& a, DataConfig& data, Problems& problems) {
-  const Node node = map_of(a.data, "data", "bytes", problems);
+  const char* fallback = a.dataset_dir ? "tokens" : "bytes";
+  const Node node = map_of(a.data, "data", fallback, problems);
   MapReader keys(node, "data");
-  data.name = keys.choice("name", "bytes", {"bytes", "tokens", "instructions", "random"});
+  data.name = keys.choice("name", fallback, {"bytes", "tokens", "instructions", "random"});
   data.length = a.max_seq_len.value_or(kDefaultLength);
+  check_unread_keys(a, data, problems);
   const bool right = problems.attempt([&] {
     if (data.name == "bytes") read_bytes_keys(keys, data);
     if (data.name == "tokens") read_token_keys(keys, data);
@@ -158,10 +201,14 @@ void read_data(const TrainingArguments& a, DataConfig& data, Problems& problems)
   });
   if (!right) return;
   if (data.name == "instructions") return check_instructions(data, problems);
-  problems.attempt([&] {
-    if (data.name == "bytes") check_bytes(data);
-    if (data.name == "tokens") check_tokens(data, a);
-  });
+  try {
+    problems.attempt([&] {
+      if (data.name == "bytes") check_bytes(data);
+      if (data.name == "tokens") check_tokens(data, a);
+    });
+  } catch (const SystemError& error) {  // a shard that cannot be read
+    problems.add(error.what());
+  }
 }
 
 // ---------------------------------------------------------------- models
@@ -261,32 +308,42 @@ void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems
 }  // namespace
 
 std::vector<std::string> text_files(const std::string& path, const std::string& suffix) {
-  std::vector<fs::path> files;  // which are ordered folder by folder, other than their texts
+  if (missing(path))
+    throw UsageError("config", "data.path {} does not exist. Relative paths begin at {}.", path,
+                     fs::current_path().string());
   std::error_code ignored;
-  if (fs::is_regular_file(path, ignored)) {
-    files.emplace_back(path);
-  } else if (fs::is_directory(path, ignored)) {
-    for (const auto& entry : fs::recursive_directory_iterator(path))
-      if (entry.is_regular_file() && entry.path().string().ends_with(suffix))
-        files.push_back(entry.path());
+  if (!fs::is_directory(path, ignored)) {
+    data::check_text_file(path);
+    return {path};
   }
-  if (files.empty())
-    throw UsageError("config",
-                     "data.path {} holds no file that ends in '{}'. Relative paths begin "
-                     "at {}.",
-                     path, suffix, fs::current_path().string());
+  const auto found =
+      data::files_below(path, [&](const std::string& file) { return file.ends_with(suffix); });
+  if (found.empty())
+    throw UsageError(
+        "config", "the folder {} (data.path) holds no file{}.", path,
+        suffix.empty() ? "" : fmt::format(" whose name ends in '{}' (data.suffix)", suffix));
+  std::vector<fs::path> files(found.begin(), found.end());  // ordered folder by folder
   std::sort(files.begin(), files.end());
   return {files.begin(), files.end()};
 }
 
-std::int64_t byte_rows(const DataConfig& data, std::int64_t tokens) {
-  const std::int64_t rows = tokens / (data.length + 1);
-  if (rows - data.eval_bytes / (data.length + 1) < 1)
+std::int64_t byte_rows(const DataConfig& data, const ByteCount& count) {
+  const std::int64_t width = data.length + 1;
+  const std::int64_t rows = std::min(count.tokens, data.max_bytes) / width;
+  const std::int64_t eval_rows = data.eval_bytes / width;
+  if (rows > eval_rows) return rows;
+  const bool cut = count.tokens >= data.max_bytes;
+  const std::string found =
+      fmt::format("{} has {} bytes{}", data.path, cut ? data.max_bytes : count.tokens - count.files,
+                  cut && count.files > 0 ? " within data.max_bytes" : "");
+  if (rows > 0)
     throw UsageError("config",
-                     "{} has {} bytes, too few for one sample of {}. Use a shorter max_seq_len, or "
-                     "more text.",
-                     data.path, tokens, data.length);
-  return rows;
+                     "{}, and data.eval_bytes {} leaves none of them to train on. Lower "
+                     "data.eval_bytes, or give more text.",
+                     found, data.eval_bytes);
+  throw UsageError("config",
+                   "{}, too few for one sample of {}. Use a shorter max_seq_len, or more text.",
+                   found, data.length);
 }
 
 models::GptConfig gpt_config(const ModelConfig& model) {
@@ -319,6 +376,7 @@ TaskConfig read_task(const TrainingArguments& arguments) {
   if (problems.empty()) {
     problems.attempt([&] { train::check_evaluation(arguments, task.data.evaluates); });
     problems.attempt([&] { train::check_metric(arguments, kMetrics); });
+    note_unused_evaluation(arguments, task);
   }
   problems.raise();
   return task;

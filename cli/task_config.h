@@ -13,8 +13,9 @@
 //                              {..., weights: FOLDER} begins with a folder's model.safetensors
 //   data:  bytes | tokens | instructions | random
 //                              {name: bytes, path: torch-headers, suffix: .h, max_bytes: 4000000}
-//                              {name: tokens, order: shards}, with dataset_dir; `windows`
-//                              shuffles over all shards, as PyTorch's DistributedSampler
+//                              {name: tokens, order: shards}, with dataset_dir (which alone
+//                              means tokens); `windows` shuffles over all shards, as PyTorch's
+//                              DistributedSampler
 //                              {name: instructions, path: train.json, eval_path: val.json,
 //                               padding: longest | max_length | packed, group_by_length: true};
 //                               also pad_to_multiple_of, train_on_prompt, prompt,
@@ -82,6 +83,7 @@ struct ModelConfig {
 struct TaskConfig {
   DataConfig data;
   ModelConfig model;
+  std::vector<std::string> notes{};  // what is allowed and has no effect
 };
 
 TaskConfig read_task(const TrainingArguments& arguments);
@@ -92,9 +94,14 @@ models::MlpConfig mlp_config(const TaskConfig& task);
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task);
 
 // A file, or a folder's files whose names end in `suffix`, in a fixed order. UsageError without
-// one.
+// one, or when one of them cannot be read.
 std::vector<std::string> text_files(const std::string& path, const std::string& suffix);
-// How many samples a text of so many tokens gives; UsageError when none is left to train on.
-std::int64_t byte_rows(const DataConfig& data, std::int64_t tokens);
+
+struct ByteCount {
+  std::int64_t tokens = 0;  // every byte, and one at the end of each file
+  std::int64_t files = 0;
+};
+// How many samples a text gives, evaluation included; UsageError when none is left to train on.
+std::int64_t byte_rows(const DataConfig& data, const ByteCount& count);
 
 }  // namespace lockstep::cli

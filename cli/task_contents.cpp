@@ -2,14 +2,33 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "lockstep/core/error.h"
 
 namespace lockstep::cli {
+namespace {
 
-data::InstructionRows read_instructions(const DataConfig& data, const std::string& path,
-                                        const data::ReadProgress& progress) {
+// A row is padded to the longest of its batch, whichever that is: the longest of all must fit.
+void check_positions(const TaskConfig& task, const data::InstructionRows& rows) {
+  const std::vector<std::int64_t> lengths = rows.lengths();
+  const std::int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+  const std::int64_t multiple = task.data.pad_to_multiple_of;
+  const std::int64_t padded = (longest + multiple - 1) / multiple * multiple;
+  if (task.data.padding != "longest" || padded <= task.model.n_positions) return;
+  throw UsageError("config",
+                   "{}: the longest sample has {} tokens{}, and model.n_positions is {}. Set "
+                   "model.n_positions: {}, or lower max_seq_len.",
+                   rows.options().source, longest,
+                   padded == longest ? ""
+                                     : fmt::format(", which data.pad_to_multiple_of {} pads to {}",
+                                                   multiple, padded),
+                   task.model.n_positions, padded);
+}
+
+data::InstructionRows read_rows(const DataConfig& data, const std::string& path,
+                                const data::ReadProgress& progress) {
   data::InstructionOptions options;
   options.max_length = data.length;
   options.length_key = "max_seq_len";
@@ -31,6 +50,15 @@ data::InstructionRows read_instructions(const DataConfig& data, const std::strin
   return rows;
 }
 
+}  // namespace
+
+data::InstructionRows read_instructions(const TaskConfig& task, const std::string& path,
+                                        const data::ReadProgress& progress) {
+  data::InstructionRows rows = read_rows(task.data, path, progress);
+  check_positions(task, rows);
+  return rows;
+}
+
 std::string what_was_cut(const data::InstructionRows& rows) {
   const data::InstructionCounts& counts = rows.counts();
   if (counts.truncated == 0 && counts.dropped == 0) return {};
@@ -42,7 +70,8 @@ std::string what_was_cut(const data::InstructionRows& rows) {
 }
 
 void check_whole(const std::string& folder, io::Depth depth) {
-  if (!std::filesystem::exists(std::filesystem::path(folder) / io::kManifestName)) return;
+  std::error_code ignored;  // what cannot be looked at is named when it is read
+  if (!std::filesystem::exists(std::filesystem::path(folder) / io::kManifestName, ignored)) return;
   auto faults = io::verify(folder, depth);
   std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
   if (!faults.empty())

@@ -4,7 +4,7 @@
 // makes its dataset from these rows, and `lockstep config check` makes the same rows and throws
 // them away, so that a record is torn, mistyped or too long for both or for neither.
 //
-//   const data::InstructionRows rows = read_instructions(data, data.path);   // UsageError
+//   const data::InstructionRows rows = read_instructions(task, task.data.path);   // UsageError
 //
 // Functions without state; call from any thread.
 #pragma once
@@ -17,8 +17,8 @@
 
 namespace lockstep::cli {
 
-// `path` is data.path or data.eval_path.
-data::InstructionRows read_instructions(const DataConfig& data, const std::string& path,
+// `path` is data.path or data.eval_path. Rows that the model has no positions for are refused.
+data::InstructionRows read_instructions(const TaskConfig& task, const std::string& path,
                                         const data::ReadProgress& progress = {});
 // What max_seq_len has cut off, in a sentence; empty: nothing.
 std::string what_was_cut(const data::InstructionRows& rows);

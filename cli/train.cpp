@@ -1,8 +1,10 @@
 // `lockstep train`: a bundled model, trained as a file says.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <exception>
@@ -18,6 +20,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/io/checksum.h"
 #include "lockstep/io/file.h"
+#include "lockstep/launch/flags.h"
 #include "lockstep/run.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/run_checks.h"
@@ -43,8 +46,41 @@ struct Request {
   std::vector<std::string> flags;
 };
 
+// The launcher's flag that `word` is, where no key has that name.
+const launch::FlagSpec* launcher_flag(const std::string& word) {
+  if (!word.starts_with("--")) return nullptr;
+  std::string name = word.substr(2, word.find('=') == word.npos ? word.npos : word.find('=') - 2);
+  std::replace(name.begin(), name.end(), '-', '_');
+  if (train::find_key(name) != nullptr) return nullptr;
+  std::replace(name.begin(), name.end(), '_', '-');
+  const auto table = launch::flag_table();
+  const auto found = std::find_if(table.begin(), table.end(),
+                                  [&](const launch::FlagSpec& flag) { return flag.name == name; });
+  return found == table.end() ? nullptr : &*found;
+}
+
+// Ranks are started by another command: the whole of it, ready to copy.
+void refuse_launcher_flags(const std::vector<std::string>& given) {
+  std::vector<std::string> launcher, own;
+  std::string first;
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const launch::FlagSpec* flag = launcher_flag(given[i]);
+    (flag != nullptr ? launcher : own).push_back(given[i]);
+    if (flag == nullptr) continue;
+    if (first.empty()) first = given[i].substr(0, given[i].find('='));
+    const bool separate = !flag->is_switch() && given[i].find('=') == std::string::npos;
+    if (separate && i + 1 < given.size()) launcher.push_back(given[++i]);
+  }
+  if (launcher.empty()) return;
+  throw UsageError("train",
+                   "{} is a flag of `lockstep run`, which starts the ranks. Write: lockstep run {} "
+                   "lockstep train {}",
+                   first, fmt::join(launcher, " "), fmt::join(own, " "));
+}
+
 Request read_words(int argc, char** argv) {
   Request request;
+  refuse_launcher_flags({argv + 1, argv + argc});
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "--resume") {
@@ -198,7 +234,8 @@ int train_main(int argc, char** argv) {
   const auto body = [&](World& world) {
     const train::Config& config = read.config;
     if (world.is_leader())
-      for (const std::string& note : config.notes) log::warning("config", "{}", note);
+      for (const auto* notes : {&config.notes, &read.task.notes})
+        for (const std::string& note : *notes) log::warning("config", "{}", note);
     Trainer trainer(world, make_task_everywhere(world, read), config.arguments);
     trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, read.record));
     const TrainResult result = trainer.train();

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 
@@ -14,6 +15,7 @@
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/instruction.h"
+#include "lockstep/data/text_files.h"
 #include "lockstep/data/token_shards.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/mlp.h"
@@ -42,11 +44,14 @@ fs::path torch_headers() {
 std::vector<std::int16_t> read_bytes(const std::vector<std::string>& files, std::int64_t most) {
   std::vector<std::int16_t> tokens;
   for (const std::string& file : files) {
+    errno = 0;
     std::ifstream in(file, std::ios::binary);
+    if (!in) data::refuse_text_file(file, errno);
     for (char c; in.get(c);) {
       if (static_cast<std::int64_t>(tokens.size()) >= most) return tokens;
       tokens.push_back(static_cast<unsigned char>(c));
     }
+    if (in.bad()) data::refuse_text_file(file, errno != 0 ? errno : EIO);
     tokens.push_back(data::ByteTokenizer::kEndOfText);
   }
   return tokens;
@@ -123,9 +128,10 @@ struct Data {
 
 Data byte_data(const DataConfig& config) {
   const std::string path = config.path == kTorchHeaders ? torch_headers().string() : config.path;
-  const std::vector<std::int16_t> tokens =
-      read_bytes(text_files(path, config.suffix), config.max_bytes);
-  const std::int64_t rows = byte_rows(config, static_cast<std::int64_t>(tokens.size()));
+  const std::vector<std::string> files = text_files(path, config.suffix);
+  const std::vector<std::int16_t> tokens = read_bytes(files, config.max_bytes);
+  const std::int64_t rows = byte_rows(config, {.tokens = static_cast<std::int64_t>(tokens.size()),
+                                               .files = static_cast<std::int64_t>(files.size())});
   const std::int64_t width = config.length + 1;
   const std::int64_t eval_rows = config.eval_bytes / width;
   const at::Tensor all =
@@ -152,8 +158,9 @@ Data token_data(const DataConfig& config, const TrainingArguments& a) {
 }
 
 // Prompts and responses, byte by byte; only responses are learned from.
-Data instruction_data(const DataConfig& config, const TrainingArguments& a) {
-  data::InstructionRows rows = read_instructions(config, config.path);
+Data instruction_data(const TaskConfig& task, const TrainingArguments& a) {
+  const DataConfig& config = task.data;
+  data::InstructionRows rows = read_instructions(task, config.path);
   if (const std::string cut = what_was_cut(rows); !cut.empty()) log::warning("train", "{}", cut);
   const auto train = std::make_shared<data::InstructionDataset>(std::move(rows));
   Data data{.train = train, .end_of_text = data::ByteTokenizer::kEndOfText};
@@ -162,7 +169,7 @@ Data instruction_data(const DataConfig& config, const TrainingArguments& a) {
         a.per_device_train_batch_size * a.gradient_accumulation_steps, data_seed(a));
   if (config.evaluates)
     data.eval =
-        std::make_shared<data::InstructionDataset>(read_instructions(config, config.eval_path));
+        std::make_shared<data::InstructionDataset>(read_instructions(task, config.eval_path));
   return data;
 }
 
@@ -179,10 +186,11 @@ Data random_data(const DataConfig& config, const TrainingArguments& a) {
   return data;
 }
 
-Data make_data(const DataConfig& config, const TrainingArguments& a) {
+Data make_data(const TaskConfig& task, const TrainingArguments& a) {
+  const DataConfig& config = task.data;
   if (config.name == "bytes") return byte_data(config);
   if (config.name == "tokens") return token_data(config, a);
-  if (config.name == "instructions") return instruction_data(config, a);
+  if (config.name == "instructions") return instruction_data(task, a);
   return random_data(config, a);
 }
 
@@ -238,7 +246,7 @@ void make_mlp(TrainerTask& task, const TaskConfig& wanted, const TrainingArgumen
 }  // namespace
 
 TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& a) {
-  const Data data = make_data(wanted.data, a);
+  const Data data = make_data(wanted, a);
   TrainerTask task;
   task.train_data = data.train;
   task.eval_data = data.eval;

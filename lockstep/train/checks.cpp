@@ -14,7 +14,9 @@
 namespace lockstep::train {
 namespace {
 
-constexpr double kHuge = 1e300;
+constexpr double kMaxRate = 1000;  // as learning_rate
+constexpr double kMaxCycles = 1e6;
+constexpr auto kMaxCount = static_cast<std::int64_t>(kStepLimit);
 
 class Checker {
  public:
@@ -110,7 +112,7 @@ class Checker {
     if (!same_kind || std::abs(ratio - std::round(ratio)) > 1e-9 || ratio < 1) {
       add({"save_steps", "eval_steps"},
           fmt::format("load_best_model_at_end needs save_steps to be a multiple of eval_steps, and "
-                      "{} is none of {}. Change one of them.",
+                      "{} is not a multiple of {}. Change one of them.",
                       a.save_steps, eval_steps));
     }
   }
@@ -175,13 +177,13 @@ class Checker {
     problems.attempt([&] {
       MapReader kwargs(a.lr_scheduler_kwargs, fmt::format("lr_scheduler_kwargs ({})", type));
       if (type == "cosine_with_restarts") {
-        kwargs.integer("num_cycles", 1, 1);
+        kwargs.integer("num_cycles", 1, 1, static_cast<std::int64_t>(kMaxCycles));
       } else if (type.rfind("cosine", 0) == 0 || type == "warmup_stable_decay") {
-        kwargs.real("num_cycles", 0.5, 0, kHuge);
+        kwargs.real("num_cycles", 0.5, 0, kMaxCycles);
       }
       if (type == "cosine_with_min_lr") {
         const bool both = kwargs.has("min_lr") && kwargs.has("min_lr_rate");
-        kwargs.real("min_lr", 0, 0, kHuge);
+        kwargs.real("min_lr", 0, 0, kMaxRate);
         kwargs.real("min_lr_rate", 0, 0, 1);
         if (both || (!kwargs.has("min_lr") && !kwargs.has("min_lr_rate"))) {
           add({"lr_scheduler_type", "lr_scheduler_kwargs"},
@@ -190,10 +192,10 @@ class Checker {
         }
       }
       if (type == "polynomial") {
-        kwargs.real("power", 1, 0, kHuge);
-        kwargs.real("lr_end", 1e-7, 0, kHuge);
+        kwargs.real("power", 1, 0, 1000);
+        kwargs.real("lr_end", 1e-7, 0, kMaxRate);
       }
-      if (type == "inverse_sqrt") kwargs.integer("timescale", 1, 1);
+      if (type == "inverse_sqrt") kwargs.integer("timescale", 1, 1, kMaxCount);
       if (type == "warmup_stable_decay") decay(kwargs);
       kwargs.finish();
     });
@@ -238,19 +240,21 @@ class Checker {
                     warmup, decay_steps, a.max_steps));
   }
 
+  // `fallback` also for what scheduler() has refused.
   double option(const char* name, double fallback) const {
     const Entry* entry = arguments_.lr_scheduler_kwargs.find(name);
     const bool number = entry != nullptr &&
-                        (entry->value.is(NodeKind::kInteger) || entry->value.is(NodeKind::kReal));
+                        (entry->value.is(NodeKind::kInteger) || entry->value.is(NodeKind::kReal)) &&
+                        entry->value.real >= 0 && entry->value.real <= kStepLimit;
     return number ? entry->value.real : fallback;
   }
 
   void decay(MapReader& kwargs) {
-    kwargs.integer("num_stable_steps", 0, 0);
+    kwargs.integer("num_stable_steps", 0, 0, kMaxCount);
     kwargs.real("min_lr_ratio", 0, 0, 1);
     kwargs.choice("warmup_type", "linear", {"linear", "cosine", "1-sqrt"});
     kwargs.choice("decay_type", "cosine", {"linear", "cosine", "1-sqrt"});
-    if (kwargs.integer("num_decay_steps", 0, 0) == 0) {
+    if (kwargs.integer("num_decay_steps", 0, 0, kMaxCount) == 0) {
       add({"lr_scheduler_type", "lr_scheduler_kwargs"},
           "warmup_stable_decay needs num_decay_steps in lr_scheduler_kwargs. Give it.");
     }
@@ -260,6 +264,48 @@ class Checker {
   const Where& where_;
   std::vector<std::string> found_;
 };
+
+}  // namespace
+
+namespace {
+
+// A key whose value nothing reads beside the other keys, and why.
+struct Idle {
+  std::string_view key;
+  bool idle;
+  std::string_view why;
+};
+
+std::vector<Idle> idle_keys(const TrainingArguments& a) {
+  const bool evaluates = a.eval_strategy != Interval::kNo || a.eval_on_start;
+  const bool by_eval_steps = a.eval_strategy == Interval::kSteps;
+  const bool saves = a.save_strategy != Interval::kNo || a.enable_jit_checkpoint;
+  const bool resumes = a.resume_from_checkpoint.value_or("never") != "never";
+  constexpr std::string_view kNoEvaluation = "nothing is evaluated (eval_strategy: no)";
+  constexpr std::string_view kNoSaving =
+      "nothing is saved (save_strategy: no, enable_jit_checkpoint: false)";
+  constexpr std::string_view kSgd = "optim is sgd";
+  return {
+      {"per_device_eval_batch_size", !evaluates, kNoEvaluation},
+      {"eval_steps", !by_eval_steps, "eval_strategy is not steps"},
+      {"eval_delay", a.eval_strategy == Interval::kNo, kNoEvaluation},
+      {"metric_for_best_model", a.eval_strategy == Interval::kNo, kNoEvaluation},
+      {"greater_is_better", a.eval_strategy == Interval::kNo, kNoEvaluation},
+      {"early_stopping_threshold", !a.early_stopping_patience, "early_stopping_patience is unset"},
+      {"logging_steps", a.logging_strategy != Interval::kSteps && (!by_eval_steps || a.eval_steps),
+       "logging_strategy is not steps"},
+      {"save_steps", a.save_strategy != Interval::kSteps, "save_strategy is not steps"},
+      {"save_total_limit", !saves, kNoSaving},
+      {"save_only_model", !saves, kNoSaving},
+      {"save_on_each_node", !saves, kNoSaving},
+      {"adam_beta1", a.optim == "sgd", kSgd},
+      {"adam_beta2", a.optim == "sgd", kSgd},
+      {"adam_epsilon", a.optim == "sgd", kSgd},
+      {"warmup_steps", a.lr_scheduler_type == "constant",
+       "lr_scheduler_type is constant (constant_with_warmup has one)"},
+      {"ignore_data_skip", !resumes, "resume_from_checkpoint is unset"},
+  };
+}
 
 }  // namespace
 
@@ -278,6 +324,13 @@ std::vector<std::string> advice(const TrainingArguments& arguments, const Where&
     const std::string place = where(key);
     return !place.empty() && place != "default";
   };
+  for (const Idle& one : idle_keys(arguments)) {
+    const KeySpec& key = *find_key(one.key);
+    const bool chosen = given(one.key) && !where(one.key).starts_with("preset ") &&
+                        !same_value(value_of(arguments, key), value_of({}, key));
+    if (one.idle && chosen)
+      notes.push_back(fmt::format("{}: {} has no effect: {}.", where(one.key), one.key, one.why));
+  }
   if (arguments.max_steps > 0 && given("num_train_epochs") && given("max_steps")) {
     notes.push_back(fmt::format("{}: max_steps {} wins over num_train_epochs ({}).",
                                 where("max_steps"), arguments.max_steps,
@@ -297,6 +350,12 @@ std::vector<std::string> advice(const TrainingArguments& arguments, const Where&
                     where("logging_steps")));
   }
   return notes;
+}
+
+void expand_paths(TrainingArguments& arguments) {
+  for (const KeySpec& key : key_table())
+    if (key.path || std::holds_alternative<Of<Node>>(key.member))
+      assign(arguments, key, value_of(arguments, key));
 }
 
 }  // namespace lockstep::train

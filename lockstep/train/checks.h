@@ -21,6 +21,10 @@ std::vector<std::string> contradictions(const TrainingArguments& arguments, cons
 // A number of steps, where below 1 stands for a share of all: rounded up.
 std::int64_t in_steps(double value, std::int64_t max_steps);
 
+// `~` at the start of every path, for arguments that were set in a program. UsageError when that
+// home directory is not known.
+void expand_paths(TrainingArguments& arguments);
+
 // What is allowed and probably not meant.
 std::vector<std::string> advice(const TrainingArguments& arguments, const Where& where);
 

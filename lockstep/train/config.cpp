@@ -38,6 +38,19 @@ const OldKey* find_old(std::string_view name) {
   return found == table.end() ? nullptr : &*found;
 }
 
+// Of the keys for training and evaluation the nearer one may be the wrong one by a letter
+// (per_device_batch_size): who does not write eval means training.
+std::string did_you_mean_key(const std::string& word) {
+  auto near = nearest(word, key_names());
+  if (!near) return "";
+  const std::size_t eval = near->find("eval");
+  if (eval != near->npos && word.find("eval") == word.npos) {
+    const std::string training = std::string(*near).replace(eval, 4, "train");
+    if (find_key(training) != nullptr) near = training;
+  }
+  return fmt::format(" Did you mean {}?", *near);
+}
+
 std::string value_text(const Node& node) {
   return node.is(NodeKind::kString) ? node.text : to_json(node);
 }
@@ -159,7 +172,7 @@ class Resolver {
         }
       }
     }
-    if (const std::string meant = did_you_mean(key, key_names()); !meant.empty())
+    if (const std::string meant = did_you_mean_key(key); !meant.empty())
       return fmt::format("there is no key '{}'.{}", key, meant);
     std::vector<std::string> others;
     for (const std::string_view name : launcher_keys()) others.emplace_back(name);

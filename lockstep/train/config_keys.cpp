@@ -13,21 +13,32 @@ bool whole(double value) {
   return std::floor(value) == value;
 }
 
-constexpr Check kAtLeast1{[](double v) { return v >= 1; }, "at least 1"};
-// Bounds that products of them, with any number of ranks, stay far from.
+// Every number has a range: what is far outside of what anybody trains with is a mistake, and its
+// conversion to an integer is undefined. Products of the values stay far from overflow, with any
+// number of ranks.
 constexpr Check kCount{[](double v) { return v >= 1 && v <= 1e6; }, "from 1 to 1000000"};
 constexpr Check kLength{[](double v) { return v >= 1 && v <= 1e7; }, "from 1 to 10000000"};
 constexpr Check kWorkers{[](double v) { return v >= 0 && v <= 1024; }, "from 0 to 1024"};
 constexpr Check kSeconds{[](double v) { return v >= 1 && v <= 31536000; },
                          "from 1 to 31536000 (a year)"};
-constexpr Check kAtLeast0{[](double v) { return v >= 0 && std::isfinite(v); }, "at least 0"};
-constexpr Check kAbove0{[](double v) { return v > 0 && std::isfinite(v); }, "above 0"};
+constexpr Check kSeed{[](double v) { return v >= 0 && v <= 0x1p63; },
+                      "from 0 to 9223372036854775807"};
+constexpr Check kTokens{[](double v) { return v >= 1 && v <= kStepLimit; },
+                        "from 1 to 1000000000000"};
+constexpr Check kEpochs{[](double v) { return v > 0 && v <= 1e6; }, "above 0, up to 1000000"};
+constexpr Check kRate{[](double v) { return v > 0 && v <= 1000; }, "above 0, up to 1000"};
+constexpr Check kDecay{[](double v) { return v >= 0 && v <= 1000; }, "from 0 to 1000"};
+constexpr Check kUpTo1{[](double v) { return v >= 0 && v <= 1; }, "from 0 to 1"};
 constexpr Check kBelow1{[](double v) { return v >= 0 && v < 1; }, "from 0 to below 1"};
-constexpr Check kMaxSteps{[](double v) { return v == -1 || v >= 1; }, "-1 (off) or at least 1"};
-constexpr Check kSteps{[](double v) { return v >= 0 && std::isfinite(v) && (v < 1 || whole(v)); },
-                       "a whole number of steps, or below 1 as a share of all steps"};
-constexpr Check kWaiting{[](double v) { return v >= 0 && std::isfinite(v); },
-                         "at least 0 (steps or epochs, as eval_strategy counts)"};
+constexpr Check kMeasure{[](double v) { return v >= 0 && v <= 1e30; }, "from 0 to 1e30"};
+constexpr Check kMebibytes{[](double v) { return v > 0 && v <= 1e6; }, "above 0, up to 1000000"};
+constexpr Check kMaxSteps{[](double v) { return v == -1 || (v >= 1 && v <= kStepLimit); },
+                          "-1 (off) or from 1 to 1000000000000"};
+constexpr Check kSteps{
+    [](double v) { return v >= 0 && v <= kStepLimit && (v < 1 || whole(v)); },
+    "a whole number of steps up to 1000000000000, or below 1 as a share of all steps"};
+constexpr Check kWaiting{[](double v) { return v >= 0 && v <= kStepLimit; },
+                         "from 0 to 1000000000000 (steps or epochs, as eval_strategy counts)"};
 
 constexpr std::string_view kSchedules =
     "linear|cosine|cosine_with_restarts|cosine_with_min_lr|polynomial|constant|"
@@ -48,9 +59,10 @@ constexpr KeySpec kKeys[] = {
      .ours = true},
     {.name = "dataset_dir",
      .member = &A::dataset_dir,
-     .help = "folder of the dataset's files",
-     .unset = "the program decides",
-     .ours = true},
+     .help = "folder of token shards; without `data` it means data: tokens",
+     .unset = "none",
+     .ours = true,
+     .path = true},
     {.name = "max_seq_len",
      .member = &A::max_seq_len,
      .help = "tokens of a sample",
@@ -79,13 +91,13 @@ constexpr KeySpec kKeys[] = {
     {.name = "tokens_per_update",
      .member = &A::tokens_per_update,
      .help = "tokens of one optimizer step over all ranks; decides the accumulation",
-     .check = &kAtLeast1,
+     .check = &kTokens,
      .unset = "gradient_accumulation_steps decides",
      .ours = true},
     {.name = "num_train_epochs",
      .member = &A::num_train_epochs,
      .help = "passes over the data, also a part of one",
-     .check = &kAbove0},
+     .check = &kEpochs},
     {.name = "max_steps",
      .member = &A::max_steps,
      .help = "optimizer steps; wins over num_train_epochs",
@@ -104,11 +116,11 @@ constexpr KeySpec kKeys[] = {
     {.name = "learning_rate",
      .member = &A::learning_rate,
      .help = "peak learning rate",
-     .check = &kAbove0},
+     .check = &kRate},
     {.name = "weight_decay",
      .member = &A::weight_decay,
      .help = "decay of weights, not of biases and norms",
-     .check = &kAtLeast0},
+     .check = &kDecay},
     {.name = "adam_beta1",
      .member = &A::adam_beta1,
      .help = "Adam's first decay rate",
@@ -120,11 +132,11 @@ constexpr KeySpec kKeys[] = {
     {.name = "adam_epsilon",
      .member = &A::adam_epsilon,
      .help = "Adam's epsilon",
-     .check = &kAtLeast0},
+     .check = &kUpTo1},
     {.name = "max_grad_norm",
      .member = &A::max_grad_norm,
      .help = "clip the gradients' global norm to this; 0: do not",
-     .check = &kAtLeast0},
+     .check = &kMeasure},
     {.name = "lr_scheduler_type",
      .member = &A::lr_scheduler_type,
      .help = "how the learning rate falls after the warm-up",
@@ -161,11 +173,11 @@ constexpr KeySpec kKeys[] = {
     {.name = "seed",
      .member = &A::seed,
      .help = "of weights and sample order on all ranks; dropout adds the rank",
-     .check = &kAtLeast0},
+     .check = &kSeed},
     {.name = "data_seed",
      .member = &A::data_seed,
      .help = "of the sample order alone",
-     .check = &kAtLeast0,
+     .check = &kSeed,
      .unset = "seed"},
     {.name = "full_determinism",
      .member = &A::full_determinism,
@@ -243,10 +255,13 @@ constexpr KeySpec kKeys[] = {
     {.name = "early_stopping_threshold",
      .member = &A::early_stopping_threshold,
      .help = "by how much a metric must improve to count as better",
-     .check = &kAtLeast0,
+     .check = &kMeasure,
      .ours = true},
 
-    {.name = "output_dir", .member = &A::output_dir, .help = "folder of checkpoints and metrics"},
+    {.name = "output_dir",
+     .member = &A::output_dir,
+     .help = "folder of checkpoints and metrics",
+     .path = true},
     {.name = "save_strategy",
      .member = &A::save_strategy,
      .help = "when a checkpoint is written",
@@ -272,7 +287,8 @@ constexpr KeySpec kKeys[] = {
     {.name = "resume_from_checkpoint",
      .member = &A::resume_from_checkpoint,
      .help = "a checkpoint's folder, `auto` (or true): the newest valid one, `never` (or false)",
-     .unset = "start anew"},
+     .unset = "start anew",
+     .path = true},
     {.name = "ignore_data_skip",
      .member = &A::ignore_data_skip,
      .help = "after resuming begin the epoch's data anew"},
@@ -308,7 +324,7 @@ constexpr KeySpec kKeys[] = {
     {.name = "ddp_bucket_cap_mb",
      .member = &A::ddp_bucket_cap_mb,
      .help = "MiB of gradients that are averaged at once",
-     .check = &kAbove0,
+     .check = &kMebibytes,
      .unset = "25, with a first bucket of 1"},
     {.name = "ddp_broadcast_buffers",
      .member = &A::ddp_broadcast_buffers,
@@ -429,6 +445,10 @@ constexpr MisplacedKey kMisplacedKeys[] = {
 
 std::span<const MisplacedKey> misplaced_keys() {
   return kMisplacedKeys;
+}
+
+bool is_path_of_section(std::string_view name) {
+  return name == "path" || name == "eval_path" || name == "weights";
 }
 
 std::span<const KeySpec> key_table() {

@@ -26,7 +26,11 @@ using Member = std::variant<Of<bool>, Of<std::int64_t>, Of<double>, Of<std::stri
                             Of<std::optional<double>>, Of<std::optional<std::string>>, Of<Interval>,
                             Of<std::vector<std::string>>, Of<Node>>;
 
-// What a number must be, as a test and as the words after "must be".
+// More steps (and tokens of one) than any run takes; far below what an integer holds.
+inline constexpr double kStepLimit = 1e12;
+
+// What a number must be, as a test and as the text after "must be". Every key with a number has
+// one.
 struct Check {
   bool (*holds)(double value);
   std::string_view words;
@@ -40,6 +44,7 @@ struct KeySpec {
   std::string_view choices = {};  // "no|steps|epoch": of words and lists of words
   std::string_view unset = {};    // what happens without a value, where that is possible
   bool ours = false;              // not one of Hugging Face's
+  bool path = false;              // of texts: `~` at the start is a home directory
 
   bool optional() const;         // may be unset with null
   std::string type() const;      // "integer", "boolean", "no, steps or epoch", ...
@@ -72,6 +77,8 @@ struct MisplacedKey {
   std::string_view use;      // with a section: what to write there
 };
 std::span<const MisplacedKey> misplaced_keys();
+// Whether a key of the maps `model` and `data` names a file or a folder.
+bool is_path_of_section(std::string_view name);
 
 // Sets one member. Throws UsageError with the node's place when type, choice or range is wrong.
 void assign(TrainingArguments& arguments, const KeySpec& key, const Node& value);

@@ -16,6 +16,7 @@
 namespace lockstep::train {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -114,6 +115,41 @@ TEST(ConfigKeys, EveryKeyReadsBackWhatItWrites) {
   }
 }
 
+// No value that a double or an integer can hold gets past the table to be cast.
+TEST(ConfigKeys, EveryNumberHasARange) {
+  int numbers = 0;
+  for (const KeySpec& key : key_table()) {
+    const auto is = [&](auto sample) {
+      using Type = decltype(sample);
+      return std::holds_alternative<Of<Type>>(key.member) ||
+             std::holds_alternative<Of<std::optional<Type>>>(key.member);
+    };
+    if (!is(std::int64_t{}) && !is(double{})) continue;
+    ++numbers;
+    ASSERT_NE(key.check, nullptr) << key.name;
+    const std::string words(key.check->words);
+    EXPECT_TRUE(words.find(" to ") != words.npos || words.find("up to ") != words.npos) << words;
+    for (const char* text : {"9223372036854775807", "9223372036854775808", "1e300", ".inf", ".nan",
+                             "-1e300", "-9223372036854775808", "-.inf"}) {
+      const Node node = plain_scalar(text, place_named("t.yaml"));
+      if (std::string(text).starts_with("92") && key.check->holds(node.real)) {
+        // A seed is any integer, and a norm is never converted to one.
+        EXPECT_THAT((std::set<std::string_view>{"seed", "data_seed", "max_grad_norm",
+                                                "early_stopping_threshold"}),
+                    Contains(key.name));
+        continue;
+      }
+      TrainingArguments arguments;
+      const std::string message = message_of([&] { assign(arguments, key, node); });
+      EXPECT_THAT(message, StartsWith("[config] t.yaml: " + std::string(key.name) + " must be " +
+                                      words + ", and "))
+          << text;
+      EXPECT_TRUE(same_value(value_of(arguments, key), value_of({}, key))) << key.name;
+    }
+  }
+  EXPECT_GT(numbers, 25);
+}
+
 TEST(ConfigKeys, ThePageHasTheTable) {
   const char* source = std::getenv("LOCKSTEP_SOURCE");
   ASSERT_NE(source, nullptr);
@@ -150,6 +186,45 @@ TEST(Config, FlagsBeatTheEnvironmentBeatsTheFileBeatsThePreset) {
   EXPECT_THAT(config_text(config, false),
               HasSubstr("seed                           3                     --seed, beats "
                         "LOCKSTEP_SEED (2), t.yaml:2:1 (1)\n"));
+}
+
+// A new key of text is a path or is named here.
+TEST(Config, EveryPathMayBeginAtHome) {
+  const std::set<std::string_view> plain = {"run_name", "metric_for_best_model"};
+  const char* before = std::getenv("HOME");
+  const std::string home = before != nullptr ? before : "";
+  ::setenv("HOME", "/srv/ada", 1);
+  int paths = 0;
+  for (const KeySpec& key : key_table()) {
+    const bool text = std::holds_alternative<Of<std::string>>(key.member) ||
+                      std::holds_alternative<Of<std::optional<std::string>>>(key.member);
+    if (!text || !key.choices.empty()) continue;
+    const std::string name(key.name);
+    EXPECT_NE(key.path, plain.contains(key.name)) << name;
+    const std::string expected = key.path ? "\"/srv/ada/x/y\"" : "\"~/x/y\"";
+    if (!key.path && name == "run_name") continue;  // has no '/'
+    EXPECT_THAT(shown(resolve(name + ": ~/x/y\n"), name), StartsWith(expected));
+    EXPECT_THAT(shown(resolve("", {"--" + name + "=~/x/y"}), name), StartsWith(expected));
+    EXPECT_THAT(shown(resolve("", {}, {{key.variable(), "~/x/y"}}), name), StartsWith(expected));
+    if (!key.path) continue;
+    ++paths;
+    EXPECT_THAT(shown(resolve(name + ": \"~\"\n"), name), StartsWith("\"/srv/ada\""));
+    EXPECT_THAT(shown(resolve(name + ": a/~/b\n"), name), StartsWith("\"a/~/b\""));
+  }
+  EXPECT_EQ(paths, 3);
+  const Config maps =
+      resolve("data: {path: ~/a, eval_path: ~/b, response: ~/c}\nmodel:\n  weights: ~/d\n",
+              {"--output_dir=~root"});
+  EXPECT_EQ(shown(maps, "data"),
+            "{\"path\":\"/srv/ada/a\",\"eval_path\":\"/srv/ada/b\",\"response\":\"~/c\"} from "
+            "t.yaml:1:1");
+  EXPECT_EQ(shown(maps, "model"), "{\"weights\":\"/srv/ada/d\"} from t.yaml:2:1");
+  EXPECT_EQ(maps.arguments.output_dir, "/root");
+  EXPECT_EQ(refused("output_dir: ~nobody-has-this-name/x\n"),
+            "[config] t.yaml:1:13: output_dir: '~nobody-has-this-name/x' names the home directory "
+            "of user nobody-has-this-name, which is not known on this machine. Write the whole "
+            "path, or ./~nobody-has-this-name/x for a folder of that name.");
+  home.empty() ? ::unsetenv("HOME") : ::setenv("HOME", home.c_str(), 1);
 }
 
 TEST(Config, LongValuesKeepTheirDistance) {
@@ -245,6 +320,45 @@ TEST(Config, Notes) {
     EXPECT_THAT(resolve("", {}, {{other, "1"}}).notes, IsEmpty()) << other;
 }
 
+// What is set and never read beside the other keys is named; with its default it is not.
+TEST(Config, KeysWithoutEffectAreNoted) {
+  const std::pair<const char*, const char*> cases[] = {
+      {"per_device_eval_batch_size: 4\n", "nothing is evaluated"},
+      {"eval_steps: 10\n", "eval_strategy is not steps"},
+      {"eval_steps: 10\neval_strategy: epoch\n", "eval_strategy is not steps"},
+      {"eval_delay: 2\n", "nothing is evaluated"},
+      {"metric_for_best_model: accuracy\n", "nothing is evaluated"},
+      {"greater_is_better: true\n", "nothing is evaluated"},
+      {"early_stopping_threshold: 0.1\n", "early_stopping_patience is unset"},
+      {"logging_steps: 10\nlogging_strategy: epoch\n", "logging_strategy is not steps"},
+      {"save_steps: 10\nsave_strategy: epoch\n", "save_strategy is not steps"},
+      {"save_total_limit: 2\nsave_strategy: no\nenable_jit_checkpoint: false\n",
+       "nothing is saved"},
+      {"save_only_model: true\nsave_strategy: no\nenable_jit_checkpoint: false\n",
+       "nothing is saved"},
+      {"save_on_each_node: true\nsave_strategy: no\nenable_jit_checkpoint: false\n",
+       "nothing is saved"},
+      {"adam_beta1: 0.8\noptim: sgd\n", "optim is sgd"},
+      {"adam_beta2: 0.8\noptim: sgd\n", "optim is sgd"},
+      {"adam_epsilon: 1e-6\noptim: sgd\n", "optim is sgd"},
+      {"warmup_steps: 5\nlr_scheduler_type: constant\n", "lr_scheduler_type is constant"},
+      {"ignore_data_skip: true\n", "resume_from_checkpoint is unset"},
+  };
+  for (const auto& [yaml, why] : cases) {
+    const std::string text = yaml;
+    const std::string key = text.substr(0, text.find(':'));
+    EXPECT_THAT(resolve(text).notes,
+                ElementsAre(StartsWith("t.yaml:1:1: " + key + " has no effect: " + why)))
+        << text;
+  }
+  for (const char* yaml :
+       {"eval_steps: 10\neval_strategy: steps\n", "preset: fast\nlogging_strategy: epoch\n",
+        "per_device_eval_batch_size: 4\neval_on_start: true\n", "eval_delay: 0\n",
+        "logging_steps: 10\nlogging_strategy: epoch\neval_strategy: steps\n",
+        "ignore_data_skip: true\nresume_from_checkpoint: auto\n"})
+    EXPECT_THAT(resolve(yaml).notes, IsEmpty()) << yaml;
+}
+
 TEST(Config, TheRecordIsJson) {
   const Config config = resolve("seed: 7\n", {"--seed=8"});
   const Node record = parse_json(config_json(config), "record");
@@ -313,15 +427,33 @@ const Mistake kMistakes[] = {
     {"Null", "seed: null\n",
      "t.yaml:1:7: seed cannot be unset. Delete the line for its default (42)."},
     {"Empty", "seed:\n", "t.yaml:1:1: seed cannot be unset."},
-    {"Range", "learning_rate: -1\n", "t.yaml:1:16: learning_rate must be above 0, and -1 is not."},
+    {"Range", "learning_rate: -1\n",
+     "t.yaml:1:16: learning_rate must be above 0, up to 1000, and -1 is not."},
     {"Zero", "per_device_train_batch_size: 0\n",
      "t.yaml:1:30: per_device_train_batch_size must be from 1 to 1000000, and 0 is not."},
-    {"Infinity", "weight_decay: .inf\n", "t.yaml:1:15: weight_decay must be at least 0, and .inf"},
+    {"Infinity", "weight_decay: .inf\n",
+     "t.yaml:1:15: weight_decay must be from 0 to 1000, and .inf"},
     {"Beta", "adam_beta1: 1.0\n", "t.yaml:1:13: adam_beta1 must be from 0 to below 1, and 1.0 is"},
     {"Steps", "logging_steps: 2.5\n",
-     "t.yaml:1:16: logging_steps must be a whole number of steps, or below 1 as a share of all "
-     "steps, and 2.5 is not."},
-    {"MaxSteps", "max_steps: 0\n", "t.yaml:1:12: max_steps must be -1 (off) or at least 1, and 0"},
+     "t.yaml:1:16: logging_steps must be a whole number of steps up to 1000000000000, or below 1 "
+     "as a "
+     "share of all steps, and 2.5 is not."},
+    {"MaxSteps", "max_steps: 0\n",
+     "t.yaml:1:12: max_steps must be -1 (off) or from 1 to 1000000000000, and 0 is"},
+    {"Forever", "max_steps: 9223372036854775807\n",
+     "t.yaml:1:12: max_steps must be -1 (off) or from 1 to 1000000000000, and 9223372036854775807"},
+    {"Epochs", "num_train_epochs: 1e300\n",
+     "t.yaml:1:19: num_train_epochs must be above 0, up to 1000000, and 1e300 is not."},
+    {"KwargsHuge",
+     "max_steps: 10\nlr_scheduler_type: warmup_stable_decay\n"
+     "lr_scheduler_kwargs: {num_decay_steps: 9223372036854775807}\n",
+     "t.yaml:3:40: lr_scheduler_kwargs (warmup_stable_decay).num_decay_steps must be from 0 to "
+     "1000000000000"},
+    {"EvalTwin", "per_device_batch_size: 4\n",
+     "t.yaml:1:1: there is no key 'per_device_batch_size'. Did you mean "
+     "per_device_train_batch_size?"},
+    {"EvalTwinTypo", "per_device_evl_batch_size: 4\n",
+     "t.yaml:1:1: there is no key 'per_device_evl_batch_size'. Did you mean per_device_"},
     {"Choice", "lr_scheduler_type: cosin\n",
      "t.yaml:1:20: lr_scheduler_type must be linear, cosine, cosine_with_restarts, "
      "cosine_with_min_lr, polynomial, constant, constant_with_warmup, inverse_sqrt or "
@@ -396,7 +528,7 @@ const Mistake kMistakes[] = {
      "save_strategy equal to eval_strategy, or best."},
     {"BestMultiple", "load_best_model_at_end: true\neval_strategy: steps\neval_steps: 200\n",
      "t.yaml:3:1: load_best_model_at_end needs save_steps to be a multiple of eval_steps, and 500 "
-     "is none of 200."},
+     "is not a multiple of 200."},
     {"Persistent", "dataloader_persistent_workers: true\n",
      "t.yaml:1:1: dataloader_persistent_workers needs workers. Set dataloader_num_workers above "
      "0."},
@@ -461,7 +593,7 @@ TEST(Arguments, AreCheckedWithoutAFileToo) {
   EXPECT_EQ(message_of([] { check_arguments({.bf16 = true, .fp16 = true}); }),
             "[config] bf16 and fp16 cannot both be true. Keep one.");
   EXPECT_EQ(message_of([] { check_arguments({.learning_rate = -1}); }),
-            "[config] learning_rate must be above 0, and -1.0 is not.");
+            "[config] learning_rate must be above 0, up to 1000, and -1.0 is not.");
   EXPECT_THAT(message_of([] { check_arguments({.optim = "lion"}); }), HasSubstr("'lion' is none"));
   // Products of values that are out of range are not formed.
   EXPECT_THAT(message_of([] {

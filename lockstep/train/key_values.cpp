@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"
 #include "lockstep/train/choices.h"
 #include "lockstep/train/config_keys.h"
@@ -17,6 +18,12 @@ template <typename... Args>
   const std::string place = node.place.text();
   throw UsageError("config", "{}{}{}", place, place.empty() ? "" : ": ",
                    fmt::format(format, std::forward<Args>(args)...));
+}
+
+// "train.yaml:3:7: output_dir", or the name alone for arguments that were set in a program.
+std::string label(const Node& node, std::string_view name) {
+  const std::string place = node.place.text();
+  return fmt::format("{}{}{}", place, place.empty() ? "" : ": ", name);
 }
 
 template <typename Type>
@@ -51,6 +58,7 @@ void read(bool& out, const KeySpec& key, const Node& node) {
   out = as_bool(node, key.name);
 }
 void read(std::int64_t& out, const KeySpec& key, const Node& node) {
+  if (node.is(NodeKind::kReal)) check_number(key, node, node.real);  // 1e300: name the range
   const std::int64_t value = as_integer(node, key.name);
   check_number(key, node, static_cast<double>(value));
   out = value;
@@ -69,6 +77,7 @@ void read(std::string& out, const KeySpec& key, const Node& node) {
   check_choice(key, node, value);
   if (value.empty()) refuse(node, "{} must not be empty.", key.name);
   if (key.name == "optim" && value.rfind("adamw_", 0) == 0) value = "adamw";
+  if (key.path) value = expand_home(value, label(node, key.name));
   out = std::move(value);
 }
 void read(Interval& out, const KeySpec& key, const Node& node) {
@@ -98,6 +107,11 @@ void read(Node& out, const KeySpec& key, const Node& node) {
     }
   }
   out = node;
+  for (Entry& entry : out.entries) {
+    Node& inner = entry.value;
+    if (is_path_of_section(entry.key) && inner.is(NodeKind::kString))
+      inner.text = expand_home(inner.text, label(inner, fmt::format("{}.{}", key.name, entry.key)));
+  }
 }
 template <typename Type>
 void read(std::optional<Type>& out, const KeySpec& key, const Node& node) {

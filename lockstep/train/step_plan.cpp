@@ -5,6 +5,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/train/checks.h"
+#include "lockstep/train/config_keys.h"
 
 namespace lockstep::train {
 namespace {
@@ -15,6 +16,14 @@ void fill_intervals(const TrainingArguments& arguments, StepPlan& plan) {
       in_steps(arguments.eval_steps.value_or(arguments.logging_steps), plan.max_steps);
   plan.save_steps = in_steps(arguments.save_steps, plan.max_steps);
   plan.warmup_steps = in_steps(arguments.warmup_steps, plan.max_steps);
+}
+
+// Of a run's epochs; what a checkpoint or a very large dataset makes of them can be any number.
+std::int64_t whole_steps(double steps, const char* what) {
+  const double whole = std::ceil(steps);
+  if (whole >= 0 && whole <= kStepLimit) return static_cast<std::int64_t>(whole);
+  throw UsageError("trainer", "{} is {}, which is not from 0 to {}. Lower num_train_epochs.", what,
+                   steps, static_cast<std::int64_t>(kStepLimit));
 }
 
 bool every(std::int64_t steps, std::int64_t step) {
@@ -37,9 +46,10 @@ StepPlan plan_steps(const TrainingArguments& arguments, std::int64_t batches_per
     plan.max_steps = arguments.max_steps;
     plan.num_train_epochs = (plan.max_steps + plan.steps_per_epoch - 1) / plan.steps_per_epoch;
   } else {
-    plan.max_steps = static_cast<std::int64_t>(
-        std::ceil(arguments.num_train_epochs * static_cast<double>(plan.steps_per_epoch)));
-    plan.num_train_epochs = static_cast<std::int64_t>(std::ceil(arguments.num_train_epochs));
+    plan.max_steps =
+        whole_steps(arguments.num_train_epochs * static_cast<double>(plan.steps_per_epoch),
+                    "the number of steps");
+    plan.num_train_epochs = whole_steps(arguments.num_train_epochs, "the number of epochs");
   }
   fill_intervals(arguments, plan);
   return plan;
@@ -52,14 +62,15 @@ StepPlan replan_steps(const TrainingArguments& arguments, const StepPlan& plan,
     const double left = std::max(0.0, arguments.num_train_epochs - standing.epoch);
     changed.max_steps =
         standing.step +
-        static_cast<std::int64_t>(
-            // An epoch is a fraction of samples; a hair above a whole number of steps is rounding.
-            std::ceil(left * static_cast<double>(plan.steps_per_epoch) - 1e-6));
+        // An epoch is a fraction of samples; a hair above a whole number of steps is rounding.
+        whole_steps(std::max(0.0, left * static_cast<double>(plan.steps_per_epoch) - 1e-6),
+                    "the number of steps left");
   } else {
     const double left =
         static_cast<double>(std::max<std::int64_t>(0, plan.max_steps - standing.step)) /
         static_cast<double>(plan.steps_per_epoch);
-    changed.num_train_epochs = static_cast<std::int64_t>(std::ceil(standing.epoch + left - 1e-6));
+    changed.num_train_epochs =
+        whole_steps(std::max(0.0, standing.epoch + left - 1e-6), "the number of epochs");
   }
   fill_intervals(arguments, changed);
   return changed;

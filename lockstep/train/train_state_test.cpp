@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cmath>
 #include <filesystem>
+#include <limits>
 #include <thread>
 
 #include "lockstep/core/error.h"
@@ -55,6 +56,22 @@ TEST(StepPlan, MaxStepsWinsAndRatiosAreRoundedUp) {
 TEST(StepPlan, AnEpochWithoutABatchIsRefused) {
   const auto message = io::message_of<UsageError>([] { plan_steps(TrainingArguments{}, 0, 1); });
   EXPECT_THAT(message, HasSubstr("[trainer] an epoch holds no batch."));
+}
+
+// The products of values that are right by themselves, and what a checkpoint says, are not cast
+// unseen.
+TEST(StepPlan, MoreStepsThanARunCanTakeAreRefused) {
+  TrainingArguments a;
+  a.num_train_epochs = 1e6;
+  const auto message = io::message_of<UsageError>([&] { plan_steps(a, std::int64_t{1} << 40, 1); });
+  EXPECT_THAT(message, HasSubstr("the number of steps is 1.099511627776e+18, which is not from 0 "
+                                 "to 1000000000000. Lower num_train_epochs."));
+  a.max_steps = 30;
+  const StepPlan plan = plan_steps(a, 24, 1);
+  for (const double epoch : {1e300, std::numeric_limits<double>::infinity()})
+    EXPECT_THAT(
+        io::message_of<UsageError>([&] { replan_steps(a, plan, {.step = 1, .epoch = epoch}); }),
+        HasSubstr("the number of epochs is "));
 }
 
 TEST(StepPlan, OtherRanksWalkTheRestOfTheEpochs) {

@@ -12,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/optim/autocast.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
 #include "lockstep/train/run_checks.h"
 #include "lockstep/train/trainer_impl.h"
@@ -44,6 +45,7 @@ bool says_out_of_memory(const char* text) {
 TrainerImpl::TrainerImpl(World world, TrainerTask task, TrainingArguments arguments)
     : world_(std::move(world)), task_(std::move(task)), arguments_(std::move(arguments)) {
   check_arguments(arguments_);
+  expand_paths(arguments_);
   check_task(task_);
 }
 

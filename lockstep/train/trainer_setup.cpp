@@ -90,10 +90,7 @@ void TrainerImpl::set_switches() {
   }
   if (arguments_.tf32) optim::set_tf32(*arguments_.tf32);
   if (arguments_.compile_model && world_.is_leader())
-    log::warning(
-        "trainer",
-        "compile_model has no effect yet: there is no compiler of models in C++, and steps "
-        "are not captured as CUDA graphs. They run as they are written.");
+    log::warning("trainer", "{}", kCompileModelNote);
 }
 
 // The order matters: weights before the wrapper (it hands rank 0's to all), the optimizer after it,

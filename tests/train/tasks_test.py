@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import struct
 import subprocess
@@ -150,6 +151,109 @@ class Tasks(TrainCase):
             self.assertIn(words, refused())
         self.config.write_text(CONFIG + "gradient_checkpointing: true\n")
         self.assertIn("gradient_checkpointing is for models of blocks, and mlp has none", refused())
+
+    def check_and_train(self, *flags, code=0, user=None):
+        """What both say on stderr, of a check without --output_dir and of a run of one rank."""
+        said = []
+        for words in (["config", "check", str(self.config), *flags],
+                      ["train", str(self.config), "--output_dir", str(self.place / "out"), *flags]):
+            done = subprocess.run([LOCKSTEP, *words], capture_output=True, text=True, check=False,
+                                  timeout=BOUND_S, env=environment(), stdin=subprocess.DEVNULL,
+                                  **(user or {}))
+            self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+            said.append(done.stderr)
+        return said
+
+    def test_a_folder_of_shards_is_all_that_tokens_need(self):
+        """dataset_dir alone decides the data, and a key without an effect is named once."""
+        shards = self.place / "shards"
+        self.config.write_text(
+            f"dataset_dir: {shards}\ncompile_model: true\ntokens_per_update: 128\n"
+            "per_device_train_batch_size: 2\nmax_seq_len: 16\nmax_steps: 2\nuse_cpu: true\n"
+            "disable_tqdm: true\nmodel: {n_layer: 1, n_head: 2, n_embd: 16, vocab_size: 257}\n")
+        for said in self.check_and_train(code=2):
+            self.assertIn("shards cannot be listed (No such file or directory)", said)
+        shards.mkdir()
+        header = struct.pack("<256i", 20240520, 1, 400, *[0] * 253)
+        (shards / "x_train_000000.bin").write_bytes(header + bytes(800))
+        for said in self.check_and_train():
+            self.assertEqual(said.count("compile_model has no effect yet"), 1, said)
+        # 24 windows of 16 tokens, 8 of them a step: the shards, and not LibTorch's headers.
+        state = json.loads((self.place / "out/checkpoint-2/trainer_state.json").read_text())
+        self.assertAlmostEqual(state["epoch"], 2 / 3)
+
+    def test_text_that_cannot_be_read_is_named_and_not_skipped(self):
+        self.place.chmod(0o777)
+        text = self.place / "text"
+        (text / "sub").mkdir(parents=True)
+        for name in ("a.txt", "b.txt", "sub/c.txt"):
+            (text / name).write_text("some words " * 50)
+        self.config.write_text(f"data: {{path: {text}, suffix: .txt}}\nmax_seq_len: 8\n"
+                               "max_steps: 1\nuse_cpu: true\n"
+                               "model: {n_layer: 1, n_head: 2, n_embd: 16}\n")
+        # Root may read everything.
+        nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+        (text / "b.txt").chmod(0)
+        for said in self.check_and_train(code=2, user=nobody):
+            self.assertIn(f"{text}/b.txt cannot be read (Permission denied). Give this user", said)
+        (text / "b.txt").chmod(0o644)
+        (text / "sub").chmod(0)
+        for said in self.check_and_train(code=2, user=nobody):
+            self.assertIn(f"the folder {text}/sub cannot be listed (Permission denied). Give", said)
+        (text / "sub").chmod(0o755)
+        self.check_and_train(user=nobody)
+
+    def test_text_for_evaluation_alone_is_refused_with_its_cause(self):
+        text = self.place / "text"
+        text.write_bytes(b"x" * 1000)
+        for eval_bytes, more in ((1000, "has 1000 bytes, and data.eval_bytes 1000 leaves none of "
+                                  "them to train on. Lower data.eval_bytes"),
+                                 (8, "data.eval_bytes 8 is too few for one sample of 8 tokens")):
+            self.config.write_text(f"data: {{path: {text}, eval_bytes: {eval_bytes}}}\n"
+                                   "max_seq_len: 8\n")
+            for said in self.check_and_train(code=2):
+                self.assertIn(more, said)
+
+    def test_rows_longer_than_the_models_positions_are_refused_before_the_first_step(self):
+        self.instructions("padding: longest, pad_to_multiple_of: 64")
+        for said in self.check_and_train(code=2):
+            self.assertRegex(said, r"train\.jsonl: the longest sample has \d+ tokens, which "
+                             r"data\.pad_to_multiple_of 64 pads to 128, and model\.n_positions is "
+                             "96")
+
+    def test_a_mistake_of_all_ranks_is_printed_once(self):
+        """By the launcher, which knows it from the ranks."""
+        self.config.write_text(CONFIG + "leraning_rate: 1\n")
+        said = self.train(2, self.place / "out", code=2).stderr
+        self.assertEqual(said.count("there is no key 'leraning_rate'"), 1, said)
+        self.config.write_text("data: {path: nowhere}\nuse_cpu: true\n")
+        said = self.train(2, self.place / "out", code=2).stderr
+        self.assertEqual(said.count("nowhere does not exist"), 1, said)
+        # Found when the ranks have met: in what the files hold.
+        self.instructions()
+        (self.place / "train.jsonl").write_text("[]")
+        said = self.train(2, self.place / "out", code=2).stderr
+        self.assertEqual(said.count("there are no samples"), 1, said)
+
+    def test_flags_of_the_launcher_are_shown_where_they_go(self):
+        for words in (["--nproc-per-node=2"], ["--nproc_per_node", "2"]):
+            done = subprocess.run([LOCKSTEP, "train", self.config, *words, "--standalone",
+                                   "--seed=1"], capture_output=True, text=True, timeout=BOUND_S,
+                                  env=environment(), check=False)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(f"{words[0].split('=')[0]} is a flag of `lockstep run`, which starts the "
+                          f"ranks. Write: lockstep run {' '.join(words)} --standalone lockstep "
+                          f"train {self.config} --seed=1", done.stderr)
+
+    def test_the_home_directory(self):
+        home = self.place / "home"
+        home.mkdir()
+        done = subprocess.run([LOCKSTEP, "train", self.config, "--output_dir=~/out",
+                               "--max_steps=1"], capture_output=True, text=True, timeout=BOUND_S,
+                              cwd=self.place, env=environment(HOME=str(home)), check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue((home / "out" / "checkpoint-1").is_dir())
+        self.assertFalse((self.place / "~").exists())
 
     def test_a_token_beyond_the_vocabulary_names_its_sample(self):
         shards = self.place / "shards"
