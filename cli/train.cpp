@@ -234,8 +234,8 @@ int train_main(int argc, char** argv) {
   const auto body = [&](World& world) {
     const train::Config& config = read.config;
     if (world.is_leader())
-      for (const auto* notes : {&config.notes, &read.task.notes})
-        for (const std::string& note : *notes) log::warning("config", "{}", note);
+      for (const auto& notes : {config.notes, read.task.notes})
+        for (const std::string& note : notes) log::warning("config", "{}", note);
     Trainer trainer(world, make_task_everywhere(world, read), config.arguments);
     trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, read.record));
     const TrainResult result = trainer.train();
