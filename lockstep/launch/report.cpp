@@ -25,6 +25,7 @@ constexpr std::size_t kErrorFileBytes = 4u << 20;
 constexpr std::size_t kMessageBytes = 8u << 10;
 constexpr std::size_t kStackLines = 100;
 constexpr std::size_t kStackLineBytes = 1000;
+constexpr std::size_t kOtherMessageBytes = 200;   // as worker_group.cpp cuts them
 constexpr std::size_t kControlCauseBytes = 1000;  // the line must fit a pipe in one write
 
 // Output of ranks is not always UTF-8, and it must not stop a report.
@@ -154,6 +155,17 @@ void add_block(std::string& text, const char* title, const std::vector<std::stri
   for (const std::string& line : lines) text += fmt::format("\n    {}", line);
 }
 
+// The others without the first cause's message, which all ranks have when all make one mistake.
+std::vector<std::string> others_of(const Failure& failure) {
+  std::vector<std::string> others = failure.others;
+  const auto message = lines_of(failure.message);
+  if (message.empty()) return others;
+  const std::string same = ": " + message.front().substr(0, kOtherMessageBytes);
+  for (std::string& other : others)
+    if (other.ends_with(same)) other.replace(other.size() - same.size(), same.size(), ": the same");
+  return others;
+}
+
 }  // namespace
 
 ErrorFile read_error_file(const std::string& path) {
@@ -227,7 +239,7 @@ std::string failure_report(const Failure& failure) {
   add_block(text, "message", lines_of(failure.message));
   add_block(text, "stack", failure.stack);
   add_block(text, "last lines of its stderr", failure.last_lines);
-  add_block(text, "failed after it", failure.others);
+  add_block(text, "failed after it", others_of(failure));
   if (!failure.ended_before.empty()) {
     const bool one = failure.ended_before.size() == 1;
     text += fmt::format("\n  {} {} had ended with exit code 0 before", one ? "rank" : "ranks",

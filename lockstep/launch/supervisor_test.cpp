@@ -437,6 +437,20 @@ TEST(Report, WhatTheMessageAndTheStackSayIsNotRepeated) {
   EXPECT_EQ(other.last_lines.size(), 2u);
 }
 
+TEST(Report, AMistakeOfAllRanksIsPrintedOnce) {
+  Failure failure;
+  failure.rank = 0;
+  for (const std::string& first : {std::string("[config] no key 'x'."), std::string(300, 'x')}) {
+    failure.message = first + "\nmore";
+    failure.others = {"rank 1 exited with code 2, 0.08 s later: " + first.substr(0, 200),
+                      "rank 2 exited with code 1, 0.09 s later: another reason"};
+    EXPECT_THAT(
+        failure_report(failure),
+        HasSubstr("\n    rank 1 exited with code 2, 0.08 s later: the same\n    rank 2 exited "
+                  "with code 1, 0.09 s later: another reason"));
+  }
+}
+
 TEST(Report, AMismatchThatGlooNoticedPointsToTheDebugMode) {
   Failure failure;
   failure.rank = 0;
