@@ -10,6 +10,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/terminal.h"
 
 namespace lockstep {
 namespace {
@@ -55,6 +56,24 @@ TEST(Deadline, CountsDownAndNeverOverflows) {
   EXPECT_EQ(d.remaining_ms(), 0);
   EXPECT_GE(d.elapsed(), milliseconds(25));
   EXPECT_FALSE(Deadline::after(milliseconds::max()).expired());
+}
+
+TEST(Terminal, IsKnownThroughTheLaunchersPipeAlone) {
+  const Pipe pipe = make_pipe();
+  const Pipe other = make_pipe();
+  EXPECT_EQ(terminal::columns(pipe.write.get()), 0);
+  ::setenv(terminal::kVariable, terminal::describe_pipe(pipe.write.get(), 72).c_str(), 1);
+  EXPECT_EQ(terminal::columns(pipe.write.get()), 72);
+  EXPECT_EQ(terminal::columns(other.write.get()), 0);
+  EXPECT_EQ(terminal::columns(-1), 0);
+  EXPECT_EQ(terminal::describe_pipe(pipe.write.get(), 0), "");
+  EXPECT_EQ(terminal::describe_pipe(-1, 80), "");
+  const std::string text = terminal::describe_pipe(pipe.write.get(), 72);
+  for (const std::string& bad : {text + "x", text + "999999999999", text.substr(0, 1)}) {
+    ::setenv(terminal::kVariable, bad.c_str(), 1);
+    EXPECT_EQ(terminal::columns(pipe.write.get()), 0) << bad;
+  }
+  ::unsetenv(terminal::kVariable);
 }
 
 TEST(Env, ReadsStrictly) {

@@ -1,12 +1,13 @@
 #include "lockstep/train/progress.h"
 
 #include <fmt/format.h>
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+
+#include "lockstep/core/terminal.h"
 
 namespace lockstep::train {
 namespace {
@@ -17,12 +18,6 @@ constexpr std::size_t kLeastBar = 4, kMostBar = 24;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-int columns() {
-  winsize size{};
-  if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
-  return size.ws_col;
 }
 
 std::string value_text(const std::string& name, double value) {
@@ -66,7 +61,7 @@ std::string progress_line(const LogEntry& entry, std::int64_t total_steps, doubl
 
 Progress::Progress(const ProgressOptions& options)
     : options_(options),
-      bar_(options.bar && ::isatty(STDOUT_FILENO) == 1),
+      bar_(options.bar && terminal::columns(STDOUT_FILENO) > 0),
       step_(options.done_steps),
       start_(Clock::now()) {}
 
@@ -100,7 +95,7 @@ void Progress::draw() {
   line += newest_;
   // Where there is little room the numbers have it, and the bar what they leave.
   const std::string share = fmt::format("{:3}% ", 100 * step_ / total);
-  const auto width = static_cast<std::size_t>(std::max(columns() - 1, 10));
+  const auto width = static_cast<std::size_t>(std::max(terminal::columns(STDOUT_FILENO) - 1, 10));
   line = share + bar_text(width, share.size() + line.size(), std::min(step_, total), total) + line;
   // A number that is cut in the middle would be another number.
   if (line.size() > width) {

@@ -19,7 +19,7 @@ namespace lockstep::train {
 struct ProgressOptions {
   std::int64_t total_steps = 0;
   std::int64_t done_steps = 0;  // before this start
-  bool bar = true;              // where stdout is a terminal
+  bool bar = true;              // where stdout is a terminal, or the launcher's pipe to one
 };
 
 class Progress {
