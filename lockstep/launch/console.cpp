@@ -65,6 +65,7 @@ void Console::put(const Piece& piece) {
   data += piece.text;
   if (piece.ends_line) data += '\n';
   sink.open_source = piece.ends_line ? kNobody : piece.source;
+  sink.open_marked = !piece.prefix.empty();
   enqueue(sink, fds_[piece.target], piece.source, std::move(data));
 }
 
@@ -174,7 +175,7 @@ bool Console::empty() const {
 void Console::finish(std::chrono::milliseconds patience, EventLoop::Task done) {
   for (int target = 0; target < 2; ++target) {
     Sink& sink = *sink_of_[target];
-    if (sink.dead || sink.open_source == kNobody) continue;
+    if (sink.dead || sink.open_source == kNobody || !sink.open_marked) continue;
     sink.open_source = kNobody;
     enqueue(sink, fds_[target], kLauncher, "\n");
   }

@@ -71,6 +71,7 @@ class Console {
     std::deque<Entry> queue;
     std::size_t offset = 0;     // of the first entry, already written
     int open_source = kNobody;  // whose line is begun and not ended
+    bool open_marked = false;   // with a prefix
     bool dead = false;
     bool watched = false;
     bool flush_posted = false;  // lines of one batch of events are written together

@@ -37,7 +37,10 @@ constexpr std::array kFlags = {
              "its port (one host: a free one; several: 29500)"},
     FlagSpec{"local-addr", '\0', "ADDR", kHonoured,
              "this host's address towards the others (default: found by routing)"},
-    FlagSpec{"max-restarts", '\0', "N", kHonoured, "start all ranks again after a failure (0)"},
+    FlagSpec{
+        "max-restarts", '\0', "N", kHonoured,
+        "start all ranks again after a failure (0); not after a rank that stopped on request (exit "
+        "code 143) or was used wrongly (2)"},
     FlagSpec{"shutdown-timeout", '\0', "SECONDS", kHonoured,
              "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
     FlagSpec{"stopped-timeout", '\0', "SECONDS", kHonoured,
@@ -51,17 +54,26 @@ constexpr std::array kFlags = {
              false},
     FlagSpec{"startup-timeout", '\0', "SECONDS", kHonoured,
              "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for all ranks to meet (300)", false},
-    FlagSpec{"signals-to-handle", '\0', "SIG,...", kHonoured,
-             "forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT)"},
+    FlagSpec{
+        "signals-to-handle", '\0', "SIG,...", kHonoured,
+        "requests to stop, forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT); SIGUSR1 and "
+        "SIGUSR2 are forwarded to ranks that handle them, and the launcher stops nothing itself"},
     FlagSpec{"role", '\0', "NAME", kHonoured, "ROLE_NAME of the ranks (default)"},
     FlagSpec{"module", 'm', "", kHonoured, "the program is a Python module, as in python -m"},
     FlagSpec{"no-python", '\0', "", kHonoured, "execute the program directly, even a .py file"},
     FlagSpec{"run-path", '\0', "", kHonoured,
              "the program is a Python file whatever its name; beats --no-python"},
-    FlagSpec{"log-dir", '\0', "DIR", kHonoured, "keep logs and error files under DIR/<run id>/"},
+    FlagSpec{
+        "log-dir", '\0', "DIR", kHonoured,
+        "keep logs and error files under DIR/<run id>_<random>/, a new directory for each run"},
     FlagSpec{"redirects", 'r', "STREAMS", kHonoured,
              "to files only: 1 stdout, 2 stderr, 3 both; or per rank: 0:3,1:2"},
     FlagSpec{"tee", 't', "STREAMS", kHonoured, "to files and the console (same values)"},
+    FlagSpec{
+        "line-prefix", '\0', "rank|role|none", kHonoured,
+        "what stands before each console line: [0], [role0]: or nothing (default: none with one "
+        "local rank, else rank; with --tee the teed lines have [role0]:, the others nothing)",
+        false},
     FlagSpec{"local-ranks-filter", '\0', "R,...", kHonoured,
              "only these local ranks reach the console"},
     FlagSpec{"duplicate-stdout-filters", '\0', "WORD,...", kHonoured,
@@ -139,8 +151,10 @@ std::string run_help() {
       "Starts PROGRAM as the ranks of one world on this host (and, with --nnodes, on others), "
       "tells\n"
       "each rank who it is, watches them, and ends with the first failing rank's exit code.\n"
-      "A .py file runs under python3 -u (PYTHON_EXEC names another interpreter), anything else is\n"
-      "executed directly. Words after PROGRAM reach it untouched.\n\n"
+      "A .py file, or a directory with __main__.py, runs under python3 -u (PYTHON_EXEC names "
+      "another\n"
+      "interpreter), anything else is executed directly. Words after PROGRAM reach it "
+      "untouched.\n\n"
       "The flags are torchrun's. Dashes may be underscores, a unique prefix is enough, and a flag\n"
       "that is not given is read from PET_<NAME>, e.g. PET_NPROC_PER_NODE=4, and then from the "
       "file\n"

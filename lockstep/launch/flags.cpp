@@ -30,6 +30,11 @@ void refuse_and_note(const Values& values, std::vector<std::string>& notes) {
     if (given == nullptr || flag.treatment == Treatment::kHonoured) continue;
     if (flag.treatment == Treatment::kRefused)
       throw UsageError("run", "{} is not supported: {}.", given->origin, flag.help);
+    const auto choices = split(flag.value_name, '|');
+    if (choices.size() > 1 &&
+        std::find(choices.begin(), choices.end(), given->text) == choices.end())
+      throw UsageError("run", "{}='{}' is not {}.", given->origin, given->text,
+                       fmt::join(choices, ", "));
     notes.push_back(fmt::format("{} is ignored: {}.", given->origin, flag.help));
   }
 }
@@ -111,6 +116,14 @@ std::set<int> parse_ranks(const Given& given) {
     ranks.insert(*rank);
   }
   return ranks;
+}
+
+LinePrefix parse_line_prefix(const Given& given) {
+  if (given.text == "rank") return LinePrefix::kRank;
+  if (given.text == "role") return LinePrefix::kRole;
+  if (given.text == "none") return LinePrefix::kNone;
+  throw UsageError("run", "{}='{}' is not rank, role or none.{}", given.origin, given.text,
+                   did_you_mean(given.text, {"rank", "role", "none"}));
 }
 
 NumaBinding parse_numa(const Given& given) {
@@ -290,6 +303,21 @@ void settle_conf(const Values& values, LaunchPlan& plan, std::vector<std::string
   }
 }
 
+// A value that another flag overrides is still a mistake when it cannot be one, as in torchrun.
+void check_overridden(const Values& values) {
+  values.number("node-rank", 0, 0, kMaxCount);
+  values.number("master-port", 0, 0, kMaxPort);
+  if (const Given* endpoint = values.find("rdzv-endpoint"); endpoint && !endpoint->text.empty())
+    parse_endpoint(*endpoint);
+  const std::vector<std::string> backends = {"static", "c10d", "etcd", "etcd-v2"};
+  const Given* backend = values.find("rdzv-backend");
+  if (backend != nullptr &&
+      std::find(backends.begin(), backends.end(), backend->text) == backends.end())
+    throw UsageError("run",
+                     "{}='{}' is not a rendezvous backend.{} Use static (or c10d on one host).",
+                     backend->origin, backend->text, did_you_mean(backend->text, backends));
+}
+
 // Standalone: one host, everything about meeting is ours to choose.
 void settle_standalone(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   if (plan.nnodes > 1) {
@@ -377,6 +405,7 @@ void settle_node_rank(const Values& values, LaunchPlan& plan, std::vector<std::s
 
 void settle_meeting(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   plan.nnodes = parse_nnodes(values);
+  check_overridden(values);
   if (values.is_on("standalone")) {
     settle_standalone(values, plan, notes);
   } else {
@@ -430,6 +459,7 @@ void settle_output(const Values& values, LaunchPlan& plan, std::vector<std::stri
     for (const auto& [rank, streams] : map->by_local_rank) ranks.push_back(rank);
     note_absent_ranks(ranks, plan.nproc_per_node, fmt::format("--{}", name), notes);
   }
+  if (const Given* given = values.find("line-prefix")) plan.line_prefix = parse_line_prefix(*given);
   if (const Given* given = values.find("local-ranks-filter"); given && !given->text.empty()) {
     plan.local_ranks_filter = parse_ranks(*given);
     note_absent_ranks({plan.local_ranks_filter->begin(), plan.local_ranks_filter->end()},

@@ -365,6 +365,25 @@ TEST(World, StandaloneChoosesEverythingItself) {
               HasSubstr("--standalone is for one host, but PET_NNODES=2."));
 }
 
+TEST(World, AnOverriddenFlagIsStillChecked) {
+  for (const char* other : {"--standalone", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1"}) {
+    EXPECT_THAT(refusal_of({other, "--node-rank=one"}),
+                HasSubstr("--node-rank='one' is not a whole number"));
+    EXPECT_THAT(refusal_of({other, "--master-port=70000"}),
+                HasSubstr("--master-port='70000' is not a whole number from 0 to 65535"));
+  }
+  EXPECT_THAT(refusal_of({"--standalone"}, {{"PET_NODE_RANK", "x"}}),
+              HasSubstr("PET_NODE_RANK='x' is not a whole number"));
+  EXPECT_THAT(refusal_of({"--standalone", "--rdzv-endpoint=h:port"}),
+              HasSubstr("--rdzv-endpoint='h:port' is not HOST:PORT"));
+  EXPECT_THAT(refusal_of({"--standalone", "--rdzv-backend=c11d"}),
+              HasSubstr("--rdzv-backend='c11d' is not a rendezvous backend. Did you mean c10d?"));
+  EXPECT_THAT(notes_of({"--standalone", "--rdzv-backend=etcd"}),
+              Contains("--rdzv-backend=etcd is ignored with --standalone."));
+  EXPECT_THAT(refusal_of({"--start-method=thread"}),
+              HasSubstr("--start-method='thread' is not spawn, fork, forkserver."));
+}
+
 TEST(World, BackendsAreStaticAndOnOneHostC10d) {
   EXPECT_EQ(plan_of({"--rdzv-backend=c10d"}).rdzv_backend, "c10d");
   EXPECT_THAT(refusal_of({"--rdzv-backend=c10d", "--nnodes=2"}),
@@ -532,6 +551,15 @@ TEST(Output, StreamsAreOneNumberOrAMapOfRanks) {
               Contains("--redirects names local rank 5, but there are only 1."));
 }
 
+TEST(Output, TheLinePrefixIsOneOfThree) {
+  EXPECT_EQ(plan_of({}).line_prefix, std::nullopt);
+  EXPECT_EQ(plan_of({"--line-prefix=rank"}).line_prefix, LinePrefix::kRank);
+  EXPECT_EQ(plan_of({"--line_prefix", "role"}).line_prefix, LinePrefix::kRole);
+  EXPECT_EQ(plan_of({}, {{"PET_LINE_PREFIX", "none"}}).line_prefix, LinePrefix::kNone);
+  EXPECT_THAT(refusal_of({"--line-prefix=nonne"}),
+              HasSubstr("--line-prefix='nonne' is not rank, role or none. Did you mean none?"));
+}
+
 TEST(Output, RankFiltersAreNumbers) {
   EXPECT_EQ(plan_of({}).local_ranks_filter, std::nullopt);
   EXPECT_EQ(plan_of({"--local-ranks-filter=0,2", "--nproc-per-node=3"}).local_ranks_filter,
@@ -612,6 +640,15 @@ TEST(Program, NoPythonExecutesDirectly) {
   const std::string script = directory.file("run.py", 0755);
   EXPECT_THAT(parse({"--no-python", script}).plan.command, ElementsAre(script));
   EXPECT_THAT(refusal({"--no-python", "-m", "x"}), HasSubstr("contradict each other"));
+}
+
+TEST(Program, ADirectoryWithAMainFileRunsUnderPython) {
+  const TemporaryDirectory directory;
+  EXPECT_THAT(refusal({directory.path()}), HasSubstr("is a directory without __main__.py"));
+  directory.file("__main__.py", 0644);
+  EXPECT_THAT(parse({directory.path(), "a"}).plan.command,
+              ElementsAre(HasSubstr("python3"), "-u", directory.path(), "a"));
+  EXPECT_THAT(refusal({"--no-python", directory.path()}), HasSubstr("is a directory"));
 }
 
 TEST(Program, WhatCannotRunIsSaidBeforeAnythingStarts) {

@@ -163,8 +163,9 @@ void OutputStream::on_silence() {
 void OutputStream::put(std::string_view text, bool ends_line) {
   if (!options_.route.console) return;
   const bool returns = text.find('\r') != std::string_view::npos;
-  const std::string changed = returns ? with_prefix_after_returns(text, options_.prefix) : "";
-  console_.put({options_.target, options_.source, options_.prefix,
+  const std::string& prefix = options_.route.prefix;
+  const std::string changed = returns ? with_prefix_after_returns(text, prefix) : "";
+  console_.put({options_.target, options_.source, prefix,
                 returns ? std::string_view(changed) : text, ends_line});
 }
 
@@ -187,7 +188,8 @@ void OutputStream::match_filters(std::string_view line) {
       }))
     return;
   try {
-    write_all(options_.route.filtered_fd, fmt::format("{}{}\n", options_.prefix, line));
+    write_all(options_.route.filtered_fd,
+              fmt::format("{}{}\n", options_.route.filtered_prefix, line));
   } catch (const SystemError&) {
     options_.route.filtered_fd = -1;
   }
@@ -197,7 +199,8 @@ void OutputStream::finish() {
   if (!pipe_) return;
   loop_.cancel(silence_timer_);
   if (!filter_line_.empty()) match_filters(filter_line_);
-  if (!partial_.empty()) put(partial_, true);
+  // A line that is not marked is passed through as it is: whoever reads it may count bytes.
+  if (!partial_.empty()) put(partial_, !options_.route.prefix.empty());
   filter_line_.clear();
   partial_.clear();
   if (!paused_) loop_.forget(pipe_.get());
@@ -220,8 +223,8 @@ std::string OutputStream::tail() const {
 }
 
 RankOutput::RankOutput(EventLoop& loop, Console& console, const OutputRoutes& routes)
-    : out_(loop, console, {Console::kOut, routes.source, routes.prefix, routes.out}),
-      err_(loop, console, {Console::kErr, routes.source + 1, routes.prefix, routes.err}) {}
+    : out_(loop, console, {Console::kOut, routes.source, routes.out}),
+      err_(loop, console, {Console::kErr, routes.source + 1, routes.err}) {}
 
 void RankOutput::close_child_ends() {
   out_.close_child_end();
@@ -246,10 +249,22 @@ std::vector<std::string> RankOutput::last_error_lines(std::size_t most) const {
   return lines;
 }
 
-std::string line_prefix(const std::string& role, int rank, int local_rank) {
-  const auto wish = env::get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE");
-  if (!wish) return fmt::format("[{}] ", rank);
-  std::string prefix = *wish;
+LinePrefix prefix_style(const LaunchPlan& plan, bool teed) {
+  if (plan.line_prefix) return *plan.line_prefix;
+  if (teed) return LinePrefix::kRole;
+  const auto& map = plan.tee.by_local_rank;
+  const bool tees = plan.tee.all != Streams::kNone ||
+                    std::any_of(map.begin(), map.end(),
+                                [](const auto& item) { return item.second != Streams::kNone; });
+  return tees || plan.nproc_per_node == 1 ? LinePrefix::kNone : LinePrefix::kRank;
+}
+
+std::string line_prefix(LinePrefix style, const std::string& role, int rank, int local_rank) {
+  if (style == LinePrefix::kNone) return {};
+  const auto chosen = env::get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE");
+  if (!chosen && style == LinePrefix::kRank) return fmt::format("[{}] ", rank);
+  if (!chosen) return fmt::format("[{}{}]:", role, local_rank);
+  std::string prefix = *chosen;
   const std::pair<const char*, std::string> words[] = {
       {"${role_name}", role},
       {"${rank}", std::to_string(rank)},

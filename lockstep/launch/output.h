@@ -1,4 +1,4 @@
-// What the ranks print: to the console with a rank prefix, to files byte for byte, or both.
+// What the ranks print: to the console, marked with their rank, to files byte for byte, or both.
 //
 // The hard idea: a stream that goes only to a file is that file (the rank writes it directly, at
 // any speed, and the launcher's death loses nothing); every other stream is a pipe that the
@@ -6,7 +6,7 @@
 // comes; a short beginning (a prompt, a progress bar) is shown after a moment of silence, and if
 // another rank has something to print meanwhile, it gets a line of its own.
 //
-//   RankOutput output(loop, console, {.rank = 1, .prefix = "[1] ", .out = {.console = true}});
+//   RankOutput output(loop, console, {.source = 2, .out = {.console = true, .prefix = "[1] "}});
 //   start_process({.stdout_fd = output.child_out(), ...}); output.close_child_ends();
 //   output.close_now();                       // when nobody is left who could write
 //
@@ -19,20 +19,22 @@
 #include <vector>
 
 #include "lockstep/launch/console.h"
+#include "lockstep/launch/plan.h"
 
 namespace lockstep::launch {
 
 // Where one stream of one rank goes.
 struct StreamRoute {
   bool console = false;
+  std::string prefix;                // of its lines on the console
   std::string file;                  // empty: none
   std::vector<std::string> filters;  // lines holding any of these are also appended to ...
   int filtered_fd = -1;              // ... this file; not owned
+  std::string filtered_prefix;       // many ranks share that file
 };
 
 struct OutputRoutes {
   int source = 0;  // two numbers for the console's accounting: source and source + 1
-  std::string prefix;
   StreamRoute out;
   StreamRoute err;
 };
@@ -43,7 +45,6 @@ class OutputStream {
   struct Options {
     Console::Target target;
     int source;
-    std::string prefix;
     StreamRoute route;
   };
   OutputStream(EventLoop& loop, Console& console, Options options);
@@ -53,6 +54,7 @@ class OutputStream {
 
   int child_end() const { return child_end_.get(); }
   void close_child_end() { child_end_.reset(); }
+  const StreamRoute& route() const { return options_.route; }
   // Takes what is in the pipe now and closes it, whoever may still hold the other end.
   void close_now();
   // The last bytes that went through, for the failure report.
@@ -99,6 +101,7 @@ class RankOutput {
 
   int child_out() const { return out_.child_end(); }
   int child_err() const { return err_.child_end(); }
+  const StreamRoute& out_route() const { return out_.route(); }
   void close_child_ends();
   void close_now();
   // The last lines of stderr, at most `most`.
@@ -109,7 +112,12 @@ class RankOutput {
   OutputStream err_;
 };
 
-// "[${rank}] " unless TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE says otherwise, as torchrun reads it.
-std::string line_prefix(const std::string& role, int rank, int local_rank);
+// As --line-prefix says. Without it torchrun's mark for what is teed and none beside it; without
+// --tee none for a rank that is alone, whose output may be meant for a pipe, otherwise its number.
+LinePrefix prefix_style(const LaunchPlan& plan, bool teed);
+
+// "[1] ", "[trainer0]:" (the local rank, as torchrun writes it) or "". The two marks are replaced
+// by TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE where that is set.
+std::string line_prefix(LinePrefix style, const std::string& role, int rank, int local_rank);
 
 }  // namespace lockstep::launch

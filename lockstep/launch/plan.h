@@ -26,6 +26,9 @@ struct StreamMap {
   }
 };
 
+// What stands before a line of a rank on the console: "[3] ", torchrun's "[role0]:", or nothing.
+enum class LinePrefix { kRank, kRole, kNone };
+
 enum class NumaBinding { kNone, kNode, kSocket, kExclusive, kCoreComplex };
 
 struct LaunchPlan {
@@ -54,7 +57,8 @@ struct LaunchPlan {
   // A rank that left with code 0 in the middle of its world is looked at again after this: the
   // others may do the same, but while some still run it has failed.
   std::chrono::milliseconds monitor_interval{1000};
-  std::vector<int> signals_to_handle;       // empty: TERM, INT, HUP, QUIT
+  // Requests to stop; empty: TERM, INT, HUP, QUIT. USR1 and USR2 are forwarded even when not named.
+  std::vector<int> signals_to_handle;
   std::chrono::seconds timeout{0};          // of a rank's operations; 0: as its environment says
   std::chrono::seconds startup_timeout{0};  // for its world to meet; the same
   bool virtual_local_rank = false;
@@ -64,6 +68,7 @@ struct LaunchPlan {
   std::string log_dir;  // empty: a temporary one, removed when the run succeeds
   StreamMap redirects;
   StreamMap tee;
+  std::optional<LinePrefix> line_prefix;  // of every line; unset: see prefix_style (output.h)
   std::optional<std::set<int>> local_ranks_filter;  // which ranks reach the console
   std::vector<std::string> duplicate_stdout_filters;
   std::vector<std::string> duplicate_stderr_filters;

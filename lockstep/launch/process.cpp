@@ -243,6 +243,18 @@ bool signal_below(pid_t root, pid_t pid, int number) {
   return ::syscall(SYS_pidfd_send_signal, pidfd.get(), number, nullptr, 0) == 0;
 }
 
+bool handles_signal(pid_t pid, int number) {
+  std::ifstream file(fmt::format("/proc/{}/status", pid));
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("SigBlk:", 0) != 0 && line.rfind("SigIgn:", 0) != 0 &&
+        line.rfind("SigCgt:", 0) != 0)
+      continue;
+    const auto mask = std::strtoull(line.c_str() + sizeof "SigBlk:" - 1, nullptr, 16);
+    if ((mask >> (number - 1) & 1) != 0) return true;
+  }
+  return false;
+}
+
 pid_t group_of(pid_t pid) {
   return read_stat(pid).group;
 }

@@ -23,6 +23,12 @@ FileKind kind_of(const std::string& path) {
   return ::access(path.c_str(), X_OK) == 0 ? FileKind::kExecutable : FileKind::kPlain;
 }
 
+// What Python runs as a program: `python3 folder`.
+bool has_main(const std::string& folder) {
+  return kind_of(folder) == FileKind::kDirectory &&
+         kind_of(folder + "/__main__.py") != FileKind::kMissing;
+}
+
 std::optional<std::string> find_on_path(const std::string& name, const Variables& variable) {
   const std::string path = variable("PATH").value_or("/usr/local/bin:/usr/bin:/bin");
   std::istringstream directories(path);
@@ -55,7 +61,9 @@ std::string executable(const std::string& program, const Variables& variable) {
                        "directory is '{}'.",
                        program, std::filesystem::current_path().string());
     case FileKind::kDirectory:
-      throw UsageError("run", "the program '{}' is a directory. A Python package runs with -m.",
+      throw UsageError("run",
+                       "the program '{}' is a directory without __main__.py. A Python package runs "
+                       "with -m.",
                        program);
     case FileKind::kPlain:
       break;
@@ -94,8 +102,9 @@ std::vector<std::string> resolve_command(const ProgramRequest& request, const Va
                      "Python. Drop one of them.");
   }
   const std::string& name = program.front();
-  const bool file =
-      request.run_path || (name.size() > 3 && name.compare(name.size() - 3, 3, ".py") == 0);
+  const bool file = request.run_path ||
+                    (name.size() > 3 && name.compare(name.size() - 3, 3, ".py") == 0) ||
+                    (!no_python && has_main(name));
   std::vector<std::string> command;
   if (module) {
     command = {interpreter(variable), "-u", "-m", name};

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <climits>
 #include <cmath>
 #include <cstdlib>
@@ -98,6 +99,7 @@ void read_forms(const Json& json, ErrorFile& file) {
   const auto extra = message.find("extraInfo");
   if (extra == message.end() || !extra->is_object()) return;
   if (extra->contains("timestamp")) file.time = time_of((*extra)["timestamp"]);
+  file.consequence = extra->value("consequence", Json()) == Json(true);
   read_stack(*extra, file);
 }
 
@@ -197,7 +199,34 @@ ErrorFile read_error_file(const std::string& path) {
 
 std::string Failure::headline() const {
   if (rank < 0) return fmt::format("the run failed: {}", cause);
-  return fmt::format("rank {} on {} failed: {}", rank, host, cause);
+  return fmt::format("rank {} on {} {}: {}", rank, host, stopped ? "stopped on request" : "failed",
+                     cause);
+}
+
+std::string shell_text(const std::vector<std::string>& command) {
+  constexpr std::size_t kMaxBytes = 300;
+  constexpr std::string_view kPlain = "_./-=:,+@%";
+  std::string text;
+  for (const std::string& word : command) {
+    if (!text.empty()) text += ' ';
+    const bool plain = !word.empty() && std::all_of(word.begin(), word.end(), [&](unsigned char c) {
+      return std::isalnum(c) != 0 || kPlain.find(static_cast<char>(c)) != std::string_view::npos;
+    });
+    if (plain) {
+      text += word;
+      continue;
+    }
+    text += '\'';
+    for (const unsigned char c : word) {
+      if (c == '\'') text += "'\\'";
+      text += std::iscntrl(c) != 0 ? ' ' : static_cast<char>(c);
+    }
+    text += '\'';
+  }
+  if (text.size() <= kMaxBytes) return text;
+  std::size_t end = kMaxBytes;  // not inside a character of UTF-8
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
+  return text.substr(0, end) + " ...";
 }
 
 void add_error_file(Failure& failure, const ErrorFile& file) {
@@ -236,6 +265,8 @@ std::string failure_report(const Failure& failure) {
         failure.rank, failure.local_rank, failure.pid, failure.host, failure.after_s,
         failure.attempt);
   }
+  if (!failure.program.empty()) text += fmt::format("\n  program: {}", failure.program);
+  if (!failure.error_file.empty()) text += fmt::format("\n  error file: {}", failure.error_file);
   add_block(text, "message", lines_of(failure.message));
   add_block(text, "stack", failure.stack);
   add_block(text, "last lines of its stderr", failure.last_lines);
@@ -289,6 +320,9 @@ std::string failure_to_json(const Failure& f) {
                    {"after_s", f.after_s},
                    {"message", f.message},
                    {"restartable", f.restartable},
+                   {"stopped", f.stopped},
+                   {"program", f.program},
+                   {"error_file", f.error_file},
                    {"stack", f.stack},
                    {"last_lines", f.last_lines},
                    {"note", f.note},
@@ -313,6 +347,9 @@ Failure failure_from_json(const std::string& text) {
     json.at("after_s").get_to(f.after_s);
     json.at("message").get_to(f.message);
     json.at("restartable").get_to(f.restartable);
+    json.at("stopped").get_to(f.stopped);
+    json.at("program").get_to(f.program);
+    json.at("error_file").get_to(f.error_file);
     json.at("stack").get_to(f.stack);
     json.at("last_lines").get_to(f.last_lines);
     json.at("note").get_to(f.note);

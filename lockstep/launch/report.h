@@ -24,6 +24,7 @@ struct ErrorFile {
   std::string message;             // empty when there is none
   std::vector<std::string> stack;  // innermost first for C++, as printed for Python
   double time = 0;                 // seconds since the epoch
+  bool consequence = false;        // it says itself that another rank failed first
   std::string problem;             // why it could not be read as torchrun's JSON
 };
 
@@ -32,6 +33,10 @@ ErrorFile read_error_file(const std::string& path);
 
 // The cause of a rank that ended with code 0 while its body had not returned.
 inline constexpr const char* kLeftCause = "exited with code 0 in the middle of the world";
+
+// What a rank ends with that was used wrongly, and one that stopped because it was asked to.
+inline constexpr int kUsageCode = 2;
+inline constexpr int kStoppedCode = 128 + SIGTERM;
 
 struct Failure {
   int rank = -1;  // -1: not a rank but a launcher
@@ -45,6 +50,9 @@ struct Failure {
   double time = 0;     // seconds since the epoch
   double after_s = 0;  // since the attempt began
   bool restartable = true;
+  bool stopped = false;  // a request to stop, which did not come through the launcher, was handled
+  std::string program;
+  std::string error_file;  // empty: none was written
   std::string message;
   std::vector<std::string> stack;
   std::vector<std::string> last_lines;
@@ -53,9 +61,13 @@ struct Failure {
   std::vector<int> ended_before;    // ranks that had ended with code 0
   std::string logs;                 // where more can be read; empty: nowhere
 
-  // "rank 1 on n2 failed: killed by SIGKILL"
+  // "rank 1 on n2 failed: killed by SIGKILL", "rank 1 on n2 stopped on request: exited with code
+  // 143"
   std::string headline() const;
 };
+
+// A command on one line, as a shell would read it; cut where it is long.
+std::string shell_text(const std::vector<std::string>& command);
 
 // Takes message, stack and time from the error file into `failure`.
 void add_error_file(Failure& failure, const ErrorFile& file);

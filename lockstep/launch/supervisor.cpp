@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <random>
 #include <utility>
 
 #include "lockstep/core/env.h"
@@ -34,6 +35,9 @@ constexpr milliseconds kGoodbyePatience{2000};
 constexpr milliseconds kAnnounceAfter{500};
 constexpr milliseconds kEcho{100};
 constexpr int kKillAtRequest = 3;
+// What schedulers announce a limit with and programs give a meaning to. The default action would
+// end the launcher, and with it everything, before any rank could save.
+constexpr int kForwarded[] = {SIGUSR1, SIGUSR2};
 
 std::string host_name() {
   char name[256] = "";
@@ -69,15 +73,19 @@ class LogPlace {
     std::string run = plan.run_id;
     std::replace(run.begin(), run.end(), '/', '_');
     if (run.empty() || run == "." || run == "..") run = "none";
-    root_ = base_ + "/" + run;
-    if (plan.nnodes > 1) root_ += fmt::format("/node_{}", plan.node_rank);
+    // As torchrun: a later run with the same id does not write over this one's files.
     std::error_code problem;
-    fs::create_directories(root_, problem);
+    do {
+      root_ = fmt::format("{}/{}_{:08x}", base_, run, std::random_device{}());
+    } while (!fs::create_directories(root_, problem) && !problem);
+    if (plan.nnodes > 1) root_ += fmt::format("/node_{}", plan.node_rank);
+    if (!problem) fs::create_directories(root_, problem);
     if (problem)
       throw UsageError("launch", "--log-dir={} cannot be used: {}. Name a directory you may write.",
                        plan.log_dir, problem.message());
   }
 
+  bool temporary() const { return temporary_; }
   std::string attempt(int number) const { return fmt::format("{}/attempt_{}", root_, number); }
 
   ~LogPlace() {
@@ -119,7 +127,9 @@ class Supervisor {
   void open_spoke();
 
   void on_signals();
+  bool is_echo(int signal);
   void on_stop_request(int signal);
+  void forward(int signal);
   void on_front_gone();
   void obey(const Message& message);
   void tell(Message message);
@@ -152,7 +162,7 @@ class Supervisor {
   int attempt_ = 0;
   int requests_ = 0;
   int last_signal_ = 0;
-  EventLoop::Clock::time_point last_request_;
+  EventLoop::Clock::time_point last_signal_time_;
   EventLoop::TimerId announce_timer_ = 0;
   bool front_gone_ = false;
   bool ending_ = false;
@@ -287,22 +297,39 @@ void Supervisor::on_signals() {
   signalfd_siginfo info{};
   while (::read(signals_.get(), &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
     const int number = static_cast<int>(info.ssi_signo);
-    if (number != SIGCHLD) {
-      on_stop_request(number);
-    } else if (group_) {
-      group_->on_child_signal();
+    if (number == SIGCHLD) {
+      if (group_) group_->on_child_signal();
+    } else if (!is_echo(number)) {
+      const bool named =
+          std::count(plan_.signals_to_handle.begin(), plan_.signals_to_handle.end(), number) != 0;
+      const bool forwarded =
+          std::find(std::begin(kForwarded), std::end(kForwarded), number) != std::end(kForwarded);
+      if (forwarded && !named) {
+        forward(number);
+      } else {
+        on_stop_request(number);
+      }
     }
   }
 }
 
-void Supervisor::on_stop_request(int signal) {
-  // Who signals every process of a job at once (scancel, systemd) reaches us twice: directly and
-  // through the front.
+// Who signals every process of a job at once (scancel, systemd) reaches us twice: directly and
+// through the front.
+bool Supervisor::is_echo(int signal) {
   const auto now = EventLoop::Clock::now();
-  const bool echo = requests_ > 0 && signal == last_signal_ && now - last_request_ < kEcho;
-  last_request_ = now;
+  const bool echo = signal == last_signal_ && now - last_signal_time_ < kEcho;
+  last_signal_time_ = now;
   last_signal_ = signal;
-  if (echo) return;
+  return echo;
+}
+
+void Supervisor::forward(int signal) {
+  if (busy()) return group_->forward(signal);
+  say(fmt::format("[launch] {} received while no rank runs: it is not forwarded.",
+                  signal_name(signal)));
+}
+
+void Supervisor::on_stop_request(int signal) {
   ++requests_;
   if (ending_) return loop_.stop();  // only the console's queue is left: not worth a wait
   if (requests_ == 1 && busy()) {
@@ -445,6 +472,9 @@ void Supervisor::end(int code, std::optional<Failure> failure) {
   code_ = code;
   if (failure) {
     failure->logs = logs_.worth_reading();
+    if (!failure->error_file.empty() && failure->logs.empty() && logs_.temporary())
+      failure->error_file =
+          "in the temporary log directory, which is removed; --log-dir=DIR keeps it";
     say(failure_report(*failure));
     const auto own_file = env::get("TORCHELASTIC_ERROR_FILE");
     const bool here = group_ && failure->rank >= 0 && failure->node == plan_.node_rank;
@@ -490,6 +520,7 @@ int supervise(const LaunchPlan& plan) {
   check(plan);
   std::vector<int> signals = plan.signals_to_handle;
   if (signals.empty()) signals = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
+  signals.insert(signals.end(), std::begin(kForwarded), std::end(kForwarded));
   return run_kept(std::move(signals), [&plan](const Kept& kept) {
     Supervisor supervisor(plan, kept);
     return supervisor.run();

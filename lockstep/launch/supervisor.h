@@ -10,8 +10,8 @@
 //   plan.command = {"./train", "--epochs=3"};
 //   return supervise(plan);
 //
-// Files: <log_dir>/<run_id>/attempt_<k>/<local_rank>/{stdout.log,stderr.log,error.json}; with more
-// than one node <log_dir>/<run_id>/node_<n>/attempt_<k>/..., so that hosts may share a log_dir.
+// Files: <log_dir>/<run_id>_<random>/attempt_<k>/<local_rank>/{stdout.log,stderr.log,error.json};
+// with more than one node each makes <log_dir>/<run_id>_<random>/node_<n>/attempt_<k>/...
 // Call it from a process without threads that mind signals being blocked.
 #pragma once
 

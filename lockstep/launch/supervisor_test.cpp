@@ -335,7 +335,7 @@ TEST_F(ConsoleTest, AConsoleThatIsGoneSwallowsEverything) {
 
 TEST_F(ConsoleTest, ALineThatCannotBeOneIsShownInPieces) {
   Console console(loop_, out_.write.get(), err_.write.get());
-  OutputStream stream(loop_, console, {Console::kOut, 1, "[0] ", {true, "", {}, -1}});
+  OutputStream stream(loop_, console, {Console::kOut, 1, {true, "[0] ", "", {}, -1, ""}});
   const std::string half(OutputStream::kLongestLineBytes / 2 + 1, 'y');
   std::string sent = half + half;
   std::string text;

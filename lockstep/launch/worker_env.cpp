@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/terminal.h"
 
 namespace lockstep::launch {
 namespace {
@@ -83,6 +84,7 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerPlace& place,
   set["LOCKSTEP_CONTROL_FD"] = place.control_fd >= 0 ? std::to_string(place.control_fd) : "";
   const bool stores = place.store_fd >= 0 && plan.node_rank == 0 && place.local_rank == 0;
   set["LOCKSTEP_STORE_FD"] = stores ? std::to_string(place.store_fd) : "";
+  set[terminal::kVariable] = place.terminal;
 
   if (plan.timeout.count() > 0) set["LOCKSTEP_TIMEOUT_S"] = std::to_string(plan.timeout.count());
   if (plan.startup_timeout.count() > 0)

@@ -23,6 +23,7 @@ struct WorkerPlace {
   int store_fd = -1;       // LOCKSTEP_STORE_FD: bound socket, not yet listening; rank 0 only
   std::string interface;   // GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME unless already set
   int threads = 0;         // OMP_NUM_THREADS unless already set; 0: leave alone
+  std::string terminal;    // LOCKSTEP_TERMINAL (core/terminal.h); empty: not on a terminal
 };
 
 // Only the variables to set (they override the caller's environment, except where noted above).

@@ -85,7 +85,8 @@ TEST(WorkerEnvironment, IsTorchrunsWithOneDifference) {
                                 {"NCCL_SOCKET_IFNAME", "=eth0"},
                                 {"LOCKSTEP_RUN", "job"},
                                 {"LOCKSTEP_CONTROL_FD", "7"},
-                                {"LOCKSTEP_STORE_FD", ""}};
+                                {"LOCKSTEP_STORE_FD", ""},
+                                {"LOCKSTEP_TERMINAL", ""}};
   EXPECT_EQ(set, expected);
 }
 

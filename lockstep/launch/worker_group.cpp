@@ -13,6 +13,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/inside.h"
+#include "lockstep/core/terminal.h"
 #include "lockstep/launch/worker_env.h"
 
 namespace lockstep::launch {
@@ -39,12 +40,18 @@ bool has(Streams streams, Streams bit) {
 }
 
 // redirects: file only; tee: file and console; neither: console only.
-StreamRoute route_for(const LaunchPlan& plan, int local_rank, Streams bit, std::string file) {
+StreamRoute route_for(const LaunchPlan& plan, int rank, int local_rank, Streams bit,
+                      std::string file) {
   const bool tee = has(plan.tee.at(local_rank), bit);
   const bool redirect = has(plan.redirects.at(local_rank), bit);
   const bool shown = !plan.local_ranks_filter || plan.local_ranks_filter->count(local_rank) != 0;
   StreamRoute route;
   route.console = shown && (tee || !redirect);
+  const auto prefix = [&](LinePrefix style) {
+    return line_prefix(style, plan.role, rank, local_rank);
+  };
+  route.prefix = prefix(prefix_style(plan, tee));
+  route.filtered_prefix = prefix(tee ? LinePrefix::kRole : LinePrefix::kRank);
   if (tee || redirect) route.file = std::move(file);
   return route;
 }
@@ -131,6 +138,15 @@ void WorkerGroup::start() {
   }
 }
 
+// Of rank 0, which draws a progress bar where a person sees it. The prefix takes its columns.
+std::string WorkerGroup::terminal_for(const Worker& worker) const {
+  const StreamRoute& route = worker.output->out_route();
+  if (rank_of(worker) != 0 || !route.console || !route.file.empty() || !route.filters.empty())
+    return {};
+  const int columns = terminal::columns(STDOUT_FILENO) - static_cast<int>(route.prefix.size());
+  return terminal::describe_pipe(worker.output->child_out(), columns);
+}
+
 std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int control_fd,
                                                       int store_fd) const {
   WorkerPlace place;
@@ -143,6 +159,7 @@ std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int 
   place.store_fd = store_fd;
   place.interface = setup_.interface;
   place.threads = setup_.threads;
+  place.terminal = terminal_for(worker);
   std::map<std::string, std::string> all;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry;
@@ -167,14 +184,12 @@ void WorkerGroup::start_worker(Worker& worker) {
   const std::string directory = fmt::format("{}/{}", place_.directory, local_rank);
   std::filesystem::create_directories(directory);
   worker.error_file = directory + "/error.json";
-  ::unlink(worker.error_file.c_str());  // of an earlier run in the same place
-  inside::take_mark(worker.error_file);
 
   OutputRoutes routes;
   routes.source = 2 * local_rank;
-  routes.prefix = line_prefix(plan.role, rank_of(worker), local_rank);
-  routes.out = route_for(plan, local_rank, Streams::kOut, directory + "/stdout.log");
-  routes.err = route_for(plan, local_rank, Streams::kErr, directory + "/stderr.log");
+  const int rank = rank_of(worker);
+  routes.out = route_for(plan, rank, local_rank, Streams::kOut, directory + "/stdout.log");
+  routes.err = route_for(plan, rank, local_rank, Streams::kErr, directory + "/stderr.log");
   routes.out.filters = plan.duplicate_stdout_filters;
   routes.out.filtered_fd = filtered_[0].get();
   routes.err.filters = plan.duplicate_stderr_filters;
@@ -320,15 +335,19 @@ void WorkerGroup::stop_for(const Failure& failure) {
   if (phase_ != Phase::kRunning) return;
   const std::string line = control_line(failure);
   const Worker* cause = nullptr;
+  // Every rank here has had the request that the first one followed; the others may be saving.
+  const bool asked = failure.stopped && forwarded_;
   bool heard = false;
   for (const auto& worker : workers_) {
     if (rank_of(*worker) == failure.rank) cause = worker.get();
-    if (worker.get() == cause || !worker->control) continue;
+    if (worker.get() == cause || !worker->control || asked) continue;
     // A rank that does not read has a full pipe or none; that is its own loss.
     heard |= ::write(worker->control.get(), line.data(), line.size()) > 0;
     worker->told = true;
   }
-  const milliseconds pause = heard ? kWordHeadStart : milliseconds(0);
+  milliseconds pause{0};
+  if (heard) pause = kWordHeadStart;
+  if (asked) pause = setup_.plan.shutdown_timeout;
   begin_stopping(pause);
   sweep_grace_ = kStrayFailureGrace;
   // A rank that has written its error file is on its way out: let it end with its own exit code.
@@ -343,7 +362,7 @@ void WorkerGroup::stop_for(const Failure& failure) {
     });
   }
   const Worker* spared = leaving ? cause : nullptr;
-  if (heard) {
+  if (pause.count() > 0) {
     term_timer_ = setup_.loop.after(pause, [this, spared] { terminate(spared); });
   } else {
     terminate(spared);
@@ -369,6 +388,26 @@ void WorkerGroup::pass_on(int signal) {
   signal_strays(signal);
   signal_ranks(signal);
   maybe_sweep();
+}
+
+void WorkerGroup::forward(int signal) {
+  forwarded_ = true;
+  for (const auto& worker : workers_) {
+    if (!worker->running()) continue;
+    const pid_t leader = worker->process.pid();
+    std::vector<pid_t> processes = descendants_of(leader);
+    processes.insert(processes.begin(), leader);
+    bool handled = false;
+    for (const pid_t pid : processes) {
+      if (group_of(pid) == leader && handles_signal(pid, signal))
+        handled |= signal_below(::getpid(), pid, signal);
+    }
+    if (!handled)
+      setup_.console.say(fmt::format(
+          "[launch] {} is not forwarded to rank {} (pid {}): it does not handle that signal, which "
+          "would end it. Send SIGTERM to stop the run.",
+          signal_name(signal), rank_of(*worker), leader));
+  }
 }
 
 void WorkerGroup::kill_now() {
@@ -584,11 +623,18 @@ Failure WorkerGroup::describe(const Worker& worker) const {
   } else if (worker.ending && !worker.asked_to_end) {
     failure.cause = worker.ending->text();
     failure.code = worker.ending->exit_code();
+    // The next attempt would be asked in the same wrong way, or undo what somebody has asked for.
+    failure.stopped = !worker.ending->by_signal && failure.code == kStoppedCode;
+    const bool misused = !worker.ending->by_signal && failure.code == kUsageCode;
+    failure.restartable = !failure.stopped && !misused;
   } else {
     failure.cause = "reported an error and was stopped";
     failure.code = 1;
   }
-  add_error_file(failure, read_error_file(worker.error_file));
+  failure.program = shell_text(setup_.plan.command);
+  const ErrorFile file = read_error_file(worker.error_file);
+  add_error_file(failure, file);
+  if (file.present) failure.error_file = worker.error_file;
   failure.after_s = std::max(0.0, age - (now - failure.time));
   return failure;
 }
@@ -607,20 +653,22 @@ std::optional<Failure> WorkerGroup::verdict() const {
     failure.restartable = false;
   }
   const std::size_t index = static_cast<std::size_t>(failure.local_rank);
-  if (index < workers_.size() && workers_[index]->output)
+  if (index < workers_.size() && workers_[index]->output && !failure.stopped)
     add_last_lines(failure, workers_[index]->output->last_error_lines(kTailLines), kLastLines);
   for (const auto& worker : workers_) {
     if (worker->ending && worker->ending->ok() && !worker->left_early && !worker->ends_for_us() &&
         worker->ended_at < failure.time)
       failure.ended_before.push_back(rank_of(*worker));
+    // By itself: before any signal of ours, and not because it has heard of the failure.
     if (worker->local_rank == failure.local_rank || !worker->ending || worker->ending->ok() ||
-        worker->ends_for_us())
+        worker->asked_to_end || (failure.stopped && worker->ending->exit_code() == kStoppedCode))
       continue;
-    const std::string words = read_error_file(worker->error_file).message;
-    failure.others.push_back(
-        fmt::format("rank {} {}, {:.2f} s later{}{}", rank_of(*worker), worker->ending->text(),
-                    std::max(0.0, worker->ended_at - failure.time), words.empty() ? "" : ": ",
-                    words.substr(0, std::min<std::size_t>(words.find('\n'), 200))));
+    const ErrorFile file = read_error_file(worker->error_file);
+    if (file.consequence) continue;
+    failure.others.push_back(fmt::format(
+        "rank {} {}, {:.2f} s later{}{}", rank_of(*worker), worker->ending->text(),
+        std::max(0.0, worker->ended_at - failure.time), file.message.empty() ? "" : ": ",
+        file.message.substr(0, std::min<std::size_t>(file.message.find('\n'), 200))));
   }
   return failure;
 }

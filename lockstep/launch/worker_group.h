@@ -69,6 +69,9 @@ class WorkerGroup {
   void stop_for(const Failure& failure);
   // A stop request: the signal as it came, then grace, SIGKILL. A later one is passed on as well.
   void pass_on(int signal);
+  // A signal that is not a request to stop: to every process of the ranks that handles it.
+  // Whom its default action would end, such as a shell around the program, is spared.
+  void forward(int signal);
   void kill_now();
   bool over() const { return phase_ == Phase::kOver; }
 
@@ -84,6 +87,7 @@ class WorkerGroup {
   struct Worker;
 
   void start_worker(Worker& worker);
+  std::string terminal_for(const Worker& worker) const;
   std::vector<std::string> environment_for(const Worker& worker, int control_fd,
                                            int store_fd) const;
   void on_exit(Worker& worker);
@@ -121,6 +125,7 @@ class WorkerGroup {
   std::optional<Failure> failure_;  // of this host
   std::chrono::milliseconds sweep_grace_{1000};
   bool killing_ = false;
+  bool forwarded_ = false;
   std::set<pid_t> asked_;    // strays that have had a signal
   std::set<int> passed_on_;  // requests to stop
   EventLoop::Clock::time_point started_;

@@ -1,5 +1,6 @@
 """Several launchers as several hosts: on the loopback interface, and in network namespaces."""
 import contextlib
+import glob
 import json
 import os
 import re
@@ -301,7 +302,7 @@ else:
         processes = self.both("echo I am $RANK", "-r", "1", f"--log-dir={logs}", "--rdzv-id=j")
         self.assertEqual([code for code, _ in self.ends(processes)], [0, 0])
         for rank in range(4):
-            path = f"{logs}/j/node_{rank // 2}/attempt_0/{rank % 2}/stdout.log"
+            (path,) = glob.glob(f"{logs}/j_*/node_{rank // 2}/attempt_0/{rank % 2}/stdout.log")
             with open(path) as f:
                 self.assertEqual(f.read(), f"I am {rank}\n")
 

@@ -90,7 +90,8 @@ while rest:
         self.assertEqual(out, "[0] beginning\n[1] between\n[0]  end\n")
 
     def test_a_progress_bar_keeps_its_prefix(self):
-        code, out, _ = self.bash(1, r'for i in 1 2 3; do printf "\r$i/3"; sleep 0.05; done; echo')
+        code, out, _ = self.bash(1, r'for i in 1 2 3; do printf "\r$i/3"; sleep 0.05; done; echo',
+                                 flags=("--line-prefix=rank",))
         self.assertEqual(code, 0)
         # Read as text, so each return is a newline here.
         self.assertEqual(out, "[0] \n[0] 1/3\n[0] 2/3\n[0] 3/3\n")
@@ -114,9 +115,34 @@ while rest:
 
     def test_the_prefix_can_be_chosen_as_with_torchrun(self):
         template = "<${role_name} ${rank}/${local_rank}>:"
-        _, out, _ = self.bash(2, "echo x", flags=("--role=trainer",),
-                              env={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": template})
-        self.assertEqual(sorted(out.splitlines()), ["<trainer 0/0>:x", "<trainer 1/1>:x"])
+        template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": template}
+        for flags in ((), ("--tee=3",)):
+            _, out, _ = self.bash(2, "echo x", flags=("--role=trainer", *flags), env=template)
+            self.assertEqual(sorted(out.splitlines()), ["<trainer 0/0>:x", "<trainer 1/1>:x"])
+        _, out, _ = self.bash(2, "echo x", flags=("--line-prefix=none",), env=template)
+        self.assertEqual(out, "x\nx\n")
+
+    def test_the_output_of_one_rank_can_be_piped_byte_for_byte(self):
+        data = r'"{\"a\": 1}\n\000\r\377 no newline at the end"'
+        for flags, n in (((), 1), (("--line-prefix=none", "--local-ranks-filter=1"), 2)):
+            process = subprocess.run(
+                [self.launcher(), "run", "--standalone", f"--nproc-per-node={n}", *flags,
+                 "--no-python", "bash", "-c", f"printf {data}"], stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, env=self.environment(), timeout=BOUND_S, check=True)
+            self.assertEqual(process.stdout, b'{"a": 1}\n\0\r\xff no newline at the end')
+
+    def test_the_line_prefix_is_rank_role_or_none(self):
+        for flags, n, wanted in (
+                ((), 1, ["x"]), ((), 2, ["[0] x", "[1] x"]),
+                (("--line-prefix=rank",), 1, ["[0] x"]),
+                (("--line-prefix=role", "--role=eval"), 2, ["[eval0]:x", "[eval1]:x"]),
+                (("--line-prefix=none",), 2, ["x", "x"])):
+            with self.subTest(flags=flags, n=n):
+                code, out, err = self.bash(n, "echo x; echo x >&2", flags=flags)
+                self.assertEqual((code, sorted(out.splitlines()), sorted(err.splitlines())),
+                                 (0, wanted, wanted))
+        _, out, _ = self.bash(2, "echo x", env={"PET_LINE_PREFIX": "none"})
+        self.assertEqual(out, "x\nx\n")
 
     def test_stdin_is_inherited(self):
         process = subprocess.Popen(
@@ -124,7 +150,7 @@ while rest:
              "-c", "read word; echo got $word"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environment())
         out, _ = process.communicate("something\n", timeout=BOUND_S)
-        self.assertEqual(out, "[0] got something\n")
+        self.assertEqual(out, "got something\n")
 
     def test_a_console_that_goes_away_does_not_end_the_run(self):
         logs = os.path.join(self.dir.name, "logs")
@@ -136,7 +162,7 @@ while rest:
         process.stdout = None
         _, err = process.communicate(timeout=BOUND_S)
         self.assertEqual(process.returncode, 0, err)
-        self.assertEqual(sorted(err.splitlines()), ["[0] done", "[1] done"])
+        self.assertEqual(sorted(err.splitlines()), ["[default0]:done", "[default1]:done"])
         for rank in (0, 1):
             with open(self.log(logs, rank, "stdout.log")) as f:
                 self.assertEqual(f.read(),
@@ -190,25 +216,42 @@ class Files(Case):
 
     def test_the_layout(self):
         self.run_logged("-r", "1")
-        self.assertTrue(os.path.exists(
-            os.path.join(self.dir.name, "logs", "job", "attempt_0", "1", "stdout.log")))
+        logs = os.path.join(self.dir.name, "logs")
+        self.assertRegex(os.listdir(logs)[0], "^job_[0-9a-f]{8}$")
+        self.assertTrue(os.path.exists(self.log(logs, 1, "stdout.log")))
+
+    def test_a_second_run_with_the_same_id_keeps_the_logs_of_the_first(self):
+        for text in ("first", "second"):
+            self.run_logged("-r", "1", script=f"echo {text}")
+        found = []
+        for folder, _, names in os.walk(os.path.join(self.dir.name, "logs")):
+            for name in names:
+                with open(os.path.join(folder, name)) as f:
+                    found.append(f.read())
+        self.assertEqual(sorted(found), ["first\n"] * 2 + ["second\n"] * 2)
 
     def test_tee_is_both(self):
         files, out, err = self.run_logged("-t", "1")
         self.assertEqual(files, {f"attempt_0/{r}/stdout.log": f"out {r}\n" for r in (0, 1)})
-        self.assertEqual((out, err), (["[0] out 0", "[1] out 1"], ["[0] err 0", "[1] err 1"]))
+        # As torchrun: what is teed is marked, and nothing else.
+        self.assertEqual((out, err), (["[default0]:out 0", "[default1]:out 1"],
+                                      ["err 0", "err 1"]))
+
+    def test_an_explicit_prefix_is_for_teed_lines_too(self):
+        for flag, wanted in (("rank", ["[0] out 0", "[1] out 1"]), ("none", ["out 0", "out 1"])):
+            self.assertEqual(self.run_logged("-t", "1", f"--line-prefix={flag}")[1], wanted)
 
     def test_maps(self):
         files, out, err = self.run_logged("-r", "1:3", "-t", "0:2")
         self.assertEqual(files, {"attempt_0/0/stderr.log": "err 0\n",
                                  "attempt_0/1/stdout.log": "out 1\n",
                                  "attempt_0/1/stderr.log": "err 1\n"})
-        self.assertEqual((out, err), (["[0] out 0"], ["[0] err 0"]))
+        self.assertEqual((out, err), (["out 0"], ["[default0]:err 0"]))
 
     def test_filter_is_for_the_console(self):
         files, out, err = self.run_logged("--tee=3", "--local-ranks-filter=1")
         self.assertEqual(len(files), 4)
-        self.assertEqual((out, err), (["[1] out 1"], ["[1] err 1"]))
+        self.assertEqual((out, err), (["[default1]:out 1"], ["[default1]:err 1"]))
 
     def test_duplicated_lines(self):
         files, _, _ = self.run_logged("-r", "1", "--duplicate-stdout-filters=loss,acc",
@@ -307,6 +350,7 @@ else:
 
     def flood(self, program, logs, flags, target):
         """Checks that it is complete; the longest that a line of rank 1 took, in seconds."""
+        logs = os.path.join(logs, str(time.monotonic_ns()))
         with open(target, "w") if target else contextlib.nullcontext(subprocess.PIPE) as stdout:
             process = self.start("--nproc-per-node=2", f"--log-dir={logs}", "--rdzv-id=x", *flags,
                                  program, stdout=stdout)

@@ -100,6 +100,25 @@ class Failures(Case):
         self.assertEqual(code, 0)
         self.assertIn("[1] done", out)
 
+    def test_the_report_names_program_error_file_and_who_else_failed(self):
+        logs = os.path.join(self.dir.name, "logs")
+        script = WAITS + (
+            'echo $$ > $NOTES/up.$RANK; until_notes up.0 up.1 up.2; '
+            'case $RANK in 0) sleep 300;; 1) echo \'"first message"\' > $TORCHELASTIC_ERROR_FILE; '
+            'exit 5;; 2) until_gone up.1; exit 6;; esac')
+        code, _, err = self.bash(3, script, flags=(f"--log-dir={logs}",))
+        self.assertEqual(code, 5, err)
+        self.assertRegex(err, r"\n  program: \S*bash -c '.*until_notes")
+        self.assertIn(f"\n  error file: {self.log(logs, 1, 'error.json')}\n", err)
+        self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 6, \S+ s later\n")
+        self.assertNotIn("rank 0 killed", err)
+
+    def test_an_error_file_that_is_removed_is_not_named(self):
+        _, _, err = self.bash(1, "echo '\"words\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
+        self.assertIn("\n  error file: in the temporary log directory, which is removed; "
+                      "--log-dir=DIR keeps it\n", err)
+        self.assertNotIn("error file", self.bash(1, "exit 1")[2])
+
     def test_a_program_that_is_not_there(self):
         code, _, err = self.run_ranks(2, "./no_such_program", flags=("--no-python",))
         self.assertEqual(code, 2)
@@ -315,7 +334,7 @@ class StopRequests(Case):
         self.wait_notes("up", 1)
         process.send_signal(signal.SIGHUP)
         code, out, err = self.finish(process)
-        self.assertEqual((code, out), (0, "[0] fine\n"), err)
+        self.assertEqual((code, out), (0, "fine\n"), err)
 
     COUNT = 'n=0; trap "n=\\$((n+1)); echo request \\$n" TERM; echo $$ > $NOTES/up.$RANK; '
 
@@ -346,7 +365,7 @@ class StopRequests(Case):
         self.wait_notes("up", 1)
         process.terminate()
         code, out, err = self.finish(process)
-        self.assertEqual((code, out), (143, "[0] saved after 1\n"), err)
+        self.assertEqual((code, out), (143, "saved after 1\n"), err)
 
     def test_the_third_request_kills(self):
         process = self.start_bash(2, self.COUNT + 'while :; do sleep 0.05; done')
@@ -362,7 +381,67 @@ class StopRequests(Case):
         self.wait_notes("up", 1)
         process.send_signal(signal.SIGUSR1)
         code, out, _ = self.finish(process)
-        self.assertEqual((code, out), (128 + signal.SIGUSR1, "[0] caught USR1\n"))
+        self.assertEqual((code, out), (128 + signal.SIGUSR1, "caught USR1\n"))
+
+    def test_sigusr1_and_sigusr2_are_forwarded_and_stop_nothing(self):
+        script = ('trap "echo felt USR1" USR1; trap "echo felt USR2; exit 143" USR2; '
+                  'echo $$ > $NOTES/up.$RANK; while :; do sleep 0.05; done')
+        # Also where the list of requests does not name them.
+        for flags in ((), ("--signals-to-handle=SIGTERM",)):
+            with self.subTest(flags):
+                self.forget_notes()
+                process = self.start_bash(2, script, "--max-restarts=3", "--shutdown-timeout=0.5",
+                                          *flags)
+                self.wait_notes("up", 2)
+                process.send_signal(signal.SIGUSR1)
+                self.wait_line(process.stdout, "[0] felt USR1\n", "[1] felt USR1\n")
+                time.sleep(1)  # longer than the grace that a request has
+                self.assertIsNone(process.poll())
+                process.send_signal(signal.SIGUSR2)
+                code, out, err = self.finish(process)
+                self.assertEqual(code, 143, err)
+                self.assertIn("felt USR2", out)
+                self.assertNotIn("restarting", err)
+                self.assertRegex(err, r"rank \d on \S+ stopped on request: exited with code 143\n")
+
+    def test_a_rank_that_saves_longer_is_not_cut_short(self):
+        # Rank 1 ends at once; rank 0, which SIGTERM would kill, is not asked a second time.
+        script = ('trap "[ $RANK = 0 ] && sleep 1 && echo saved; exit 143" USR1; '
+                  'echo $$ > $NOTES/up.$RANK; while :; do sleep 0.05; done')
+        process = self.start_bash(2, script)
+        self.wait_notes("up", 2)
+        process.send_signal(signal.SIGUSR1)
+        code, out, err = self.finish(process)
+        self.assertEqual((code, out), (143, "[0] saved\n"), err)
+
+    def test_a_forwarded_signal_ends_nobody_who_does_not_handle_it(self):
+        # A shell around the program does not handle it, the program does; rank 1 has no program.
+        program = ('trap "echo saved; exit 143" USR1; echo $BASHPID > $NOTES/up.0; '
+                   'while :; do sleep 0.05; done')
+        script = (f"if [ $RANK = 0 ]; then bash -c '{program}'; exit $?; fi; "
+                  'echo $$ > $NOTES/up.1; sleep 300; exit 1')
+        process = self.start_bash(2, script, "--shutdown-timeout=2")
+        pids = self.wait_notes("up", 2)
+        process.send_signal(signal.SIGUSR1)
+        code, out, err = self.finish(process)
+        self.assertEqual(code, 143, err)
+        self.assertIn("[0] saved\n", out)
+        self.assertIn(f"[launch] SIGUSR1 is not forwarded to rank 1 (pid {pids[1]}): it does not "
+                      "handle that signal", err)
+        self.assertNotIn("SIGUSR1 is not forwarded to rank 0", err)
+
+    def test_signals_that_mean_no_end_end_nothing(self):
+        process = self.start_bash(1, 'echo $$ > $NOTES/up.$RANK; '
+                                  'while [ ! -e $NOTES/go ]; do sleep 0.05; done; echo fine')
+        self.wait_notes("up", 1)
+        for number in (signal.SIGCONT, signal.SIGWINCH, signal.SIGURG, signal.SIGUSR1,
+                       signal.SIGUSR2):
+            process.send_signal(number)
+        self.wait_line(process.stderr, "SIGUSR1 is not forwarded", "SIGUSR2 is not forwarded")
+        with open(os.path.join(self.notes, "go"), "w"):
+            pass
+        code, out, err = self.finish(process)
+        self.assertEqual((code, out), (0, "fine\n"), err)
 
 
 class Restarts(Case):
@@ -379,7 +458,7 @@ class Restarts(Case):
                                           "--rdzv-id=job7"))
         self.assertEqual(code, 0, err)
         for rank in (0, 1):
-            lines = re.findall(rf"\[{rank}\] attempt (\d) port (\d+) max 3", out)
+            lines = re.findall(rf"\[default{rank}\]:attempt (\d) port (\d+) max 3", out)
             self.assertEqual([a for a, _ in lines], ["0", "1", "2"])
             self.assertEqual(len({port for _, port in lines}), 3)
         self.assertIn("restarting all ranks (1 of 3) in 0.5 s", err)
@@ -396,6 +475,48 @@ class Restarts(Case):
         self.assertEqual(out.count("[0] attempt"), 2)
         # The reports; where the other rank takes long to end, a line before it says so too.
         self.assertEqual(len(re.findall(r"rank 0 on \S+ failed: exited with code 5\n", err)), 2)
+
+    def test_a_stop_on_request_and_a_usage_error_are_not_restarted(self):
+        script = WAITS + (
+            'trap "exit $CODE" TERM; echo $$ > $NOTES/up_$TORCHELASTIC_RESTART_COUNT.$RANK; '
+            '[ $RANK = 1 ] && [ -z "$WAIT" ] && until_notes up_0.0 && exit $CODE; '
+            'while :; do sleep 0.05; done')
+        for wanted, wait in ((2, ""), (143, ""), (143, "1")):
+            with self.subTest(code=wanted, wait=wait):
+                self.forget_notes()
+                process = self.start_bash(2, script, "--max-restarts=3",
+                                          env={"CODE": wanted, "WAIT": wait})
+                if wait:  # somebody signals one rank
+                    os.kill(self.wait_notes("up_0", 2)[1], signal.SIGTERM)
+                code, _, err = self.finish(process)
+                self.assertEqual(code, wanted, err)
+                self.assertNotIn("restarting", err)
+                how = "failed" if wanted == 2 else "stopped on request"
+                self.assertRegex(err, rf"rank 1 on \S+ {how}: exited with code {wanted}\n")
+
+    def test_a_rank_that_a_signal_killed_is_restarted(self):
+        script = ('[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; kill -$SIG $$; sleep 300')
+        for name in ("KILL", "TERM"):
+            code, _, err = self.bash(1, script, flags=("--max-restarts=1",), env={"SIG": name})
+            self.assertEqual(code, 0, err)
+            self.assertIn("restarting all ranks (1 of 1)", err)
+
+    def test_the_rank_that_was_signalled_is_named(self):
+        # All ranks end with 143 together; the one that was signalled has written why.
+        script = WAITS + (
+            'say() { printf \'{"message": {"message": "stopped by SIGTERM", "extraInfo": '
+            '{"timestamp": "%s"}}}\' $(date +%s) > $TORCHELASTIC_ERROR_FILE; }; '
+            'trap "say; touch $NOTES/stop" TERM; '
+            'echo $$ > $NOTES/up.$RANK; while [ ! -e $NOTES/stop ]; do sleep 0.05; done; '
+            '[ $RANK = 1 ] && until_gone up.0; exit 143')
+        process = self.start_bash(3, script, "--max-restarts=3")
+        os.kill(self.wait_notes("up", 3)[1], signal.SIGTERM)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 143, err)
+        self.assertRegex(err, r"rank 1 on \S+ stopped on request: exited with code 143\n")
+        self.assertIn("    stopped by SIGTERM\n", err)
+        self.assertNotIn("failed after it", err)
+        self.assertNotIn("restarting", err)
 
     def test_a_stop_request_ends_the_pause(self):
         script = ('k=$TORCHELASTIC_RESTART_COUNT; echo $$ > $NOTES/up.$k; [ $k -lt 3 ] && exit 6; '
@@ -492,7 +613,7 @@ class ErrorFiles(Case):
                                  env={"OLD": old})
             code, _, err = self.finish(process)
             self.assertEqual(code, 2)
-            self.assertEqual("old words" in err, bool(old), err)
+            self.assertEqual("message:\n    old words" in err, bool(old), err)
 
 
 class Surroundings(Case):

@@ -22,7 +22,7 @@ VALUES = {
     "duplicate-stderr-filters": "apple", "node-rank": "0", "master-addr": "127.0.0.1",
     "master-port": "0", "local-addr": "127.0.0.1", "logs-specs": "mine", "numa-binding": "node",
     "signals-to-handle": "SIGTERM,SIGUSR1", "shutdown-timeout": "5", "stopped-timeout": "5",
-    "timeout": "60", "startup-timeout": "60", "config-file": None,
+    "timeout": "60", "startup-timeout": "60", "line-prefix": "none", "config-file": None,
 }
 
 
@@ -230,6 +230,47 @@ class WorkerVariables(unittest.TestCase):
             self.assertEqual(ours[name], theirs[name], name)
         self.assertEqual(ours["TORCHELASTIC_USE_AGENT_STORE"], "False")
         self.assertTrue(os.path.isabs(ours["TORCHELASTIC_ERROR_FILE"]))
+
+
+SHOW = """import os, sys
+print("out", os.environ["RANK"], *sys.argv[1:])
+print("err", os.environ["RANK"], file=sys.stderr)
+"""
+
+
+class LikeTorchrun(unittest.TestCase):
+    @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
+    def test_a_directory_as_program_teed_lines_and_the_log_directory(self):
+        seen = []
+        for launcher in ([PYTHON, "-m", "torch.distributed.run"], [LOCKSTEP, "run"]):
+            with tempfile.TemporaryDirectory(prefix="lockstep_like_") as place:
+                program = os.path.join(place, "program")
+                os.mkdir(program)
+                with open(os.path.join(program, "__main__.py"), "w") as f:
+                    f.write(SHOW)
+                result = subprocess.run(
+                    [*launcher, "--nproc-per-node=2", "--role=r", "--tee=0:3", "--rdzv-id=job",
+                     f"--log-dir={place}/logs", program, "a"], capture_output=True, text=True,
+                    env={**os.environ, "PYTHON_EXEC": PYTHON, "OMP_NUM_THREADS": "1"}, timeout=120,
+                    stdin=subprocess.DEVNULL)
+                files = [re.sub("/job_[a-z0-9_]{8}(?=/|$)", "/job_<random>",
+                                os.path.relpath(os.path.join(folder, name), place))
+                         for folder, names, more in os.walk(f"{place}/logs")
+                         for name in names + more]
+                seen.append((result.returncode, sorted(result.stdout.splitlines()),
+                             sorted(result.stderr.splitlines()), sorted(files)))
+        self.assertEqual(seen[1], seen[0])
+        self.assertEqual(seen[0][1], ["[r0]:out 0 a", "out 1 a"])
+
+    @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
+    def test_a_bad_value_is_refused_though_it_would_not_count(self):
+        for flags in (["--standalone", "--node-rank=x"], ["--standalone", "--master-port=x"],
+                      ["--rdzv-endpoint=h:1", "--master-port=x"], ["--start-method=thread"]):
+            for launcher in ([PYTHON, "-m", "torch.distributed.run"], [LOCKSTEP, "run"]):
+                with self.subTest(flags=flags, launcher=launcher):
+                    result = subprocess.run([*launcher, *flags, "--no-python", "true"], timeout=120,
+                                            capture_output=True, stdin=subprocess.DEVNULL)
+                    self.assertEqual(result.returncode, 2)
 
 
 if __name__ == "__main__":
