@@ -36,7 +36,8 @@ constexpr const char* kHelp =
     "--resume auto    go on from the newest checkpoint in output_dir that verifies; start anew\n"
     "                 when there is none\n"
     "--resume PATH    go on from this folder\n"
-    "--resume never   start anew (as without the flag)\n\n"
+    "--resume never   start anew (as without the flag; but an attempt that lockstep run\n"
+    "                 --max-restarts has restarted resumes unless never is given)\n\n"
     "A stop signal (SIGTERM, SIGUSR1, SIGUSR2) to any rank ends in a checkpoint and exit code\n"
     "143 (1 when that could not be saved). `lockstep config keys` lists the keys,\n"
     "docs/training.md explains the rest.\n";

@@ -12,9 +12,11 @@
 #include <csignal>
 #include <cstdint>
 #include <cstring>
+#include <ctime>
 #include <thread>
 
 #include "lockstep/core/control.h"
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
@@ -47,6 +49,19 @@ void on_signal(int number) {
 std::string stop_signal_name(int number) {
   const char* name = ::sigabbrev_np(number);
   return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", number);
+}
+
+void report_stop(const std::string& text) noexcept {
+  try {
+    const auto file = env::get("TORCHELASTIC_ERROR_FILE");
+    if (!file) return;
+    write_file_atomically(
+        *file,
+        fmt::format(R"({{"message": {{"message": "{}", "extraInfo": {{"timestamp": "{}"}}}}}})",
+                    text, std::time(nullptr)));
+  } catch (const std::exception& e) {
+    log::warning("trainer", "{}", e.what());
+  }
 }
 
 struct StopSignals::Watch {

@@ -262,6 +262,10 @@ void TrainerImpl::finish() {
   if (agreement_->exchange_now({.alert = !alerts_.empty()}).alert) tell_alerts();
   durable_step_ =
       static_cast<std::int64_t>(world_.min(saver_ ? static_cast<double>(durable_step_) : INFINITY));
+  if (stop_signal_ != 0 && signals_->requested() != 0)
+    report_stop(fmt::format("stopped by {}, {}saved at step {}",
+                            stop_signal_name(signals_->requested()),
+                            durable_step_ == state.global_step ? "" : "not ", state.global_step));
   if (stop_signal_ == 0 && arguments_.load_best_model_at_end && state.best_model_checkpoint)
     load_best();
   const double seconds = std::chrono::duration<double>(Clock::now() - start_time_).count();

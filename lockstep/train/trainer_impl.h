@@ -95,6 +95,7 @@ class TrainerImpl {
   std::string choose_checkpoint();
   void make_way(const std::string& checkpoint);
   void resume(const Checkpoint& checkpoint);
+  void resume_restarted();
   void restore_random(const Checkpoint& checkpoint);
   void say_other_length(const Checkpoint& checkpoint) const;
   TensorDict random_state() const;

@@ -3,11 +3,14 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <new>
 
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/file.h"
@@ -74,6 +77,15 @@ std::uint64_t data_seed(const TrainingArguments& a) {
   return static_cast<std::uint64_t>(a.data_seed.value_or(a.seed));
 }
 
+// Names the run whose attempt has begun in output_dir.
+std::string run_file(const TrainingArguments& a) {
+  return a.output_dir + "/.run_id";
+}
+
+std::string launchers_run() {
+  return env::get("TORCHELASTIC_RUN_ID").value_or("");
+}
+
 }  // namespace
 
 void TrainerImpl::set_switches() {
@@ -103,6 +115,7 @@ void TrainerImpl::prepare() {
     for (const std::string& path : io::sweep(arguments_.output_dir).removed)
       log::info("checkpoint", "removed {}, which a run that died has left", path);
   }
+  resume_restarted();
   const std::string path = choose_checkpoint();
   std::optional<Checkpoint> checkpoint;
   if (!path.empty()) {
@@ -136,6 +149,34 @@ void TrainerImpl::prepare() {
   state.save_steps = static_cast<double>(plan_.save_steps);
   make_outputs(path);
   if (checkpoint) restore_random(*checkpoint);
+}
+
+// An attempt that the launcher has restarted continues where the one before it was, unless the user
+// has said never. That one may have died before it put the checkpoints of an earlier run aside:
+// then no file names this run, and the attempt begins as that one did.
+void TrainerImpl::resume_restarted() {
+  const std::string asked = arguments_.resume_from_checkpoint.value_or("");
+  const std::int64_t attempt = env::get_int("TORCHELASTIC_RESTART_COUNT").value_or(0);
+  if (attempt == 0 && world_.is_leader()) ::unlink(run_file(arguments_).c_str());
+  if (attempt == 0 || asked == "never" || asked == "auto") return;
+  std::string answer;
+  if (world_.is_leader()) {
+    try {
+      const bool ours = read_file(run_file(arguments_)) == launchers_run();
+      // Before its first checkpoint it begins again from the folder that it was given.
+      if (ours && (asked.empty() || find_checkpoint(arguments_.output_dir, "auto").step >= 0))
+        answer = "auto";
+    } catch (const SystemError& e) {
+      log::info("trainer", "no attempt of this run has begun in {} ({})", arguments_.output_dir,
+                e.what());
+    }
+  }
+  if (world_.broadcast(answer, 0).empty()) return;
+  arguments_.resume_from_checkpoint = "auto";
+  if (world_.is_leader())
+    log::info("trainer",
+              "attempt {} of this run resumes from its newest checkpoint (not with --resume never)",
+              attempt);
 }
 
 void TrainerImpl::make_loader() {
@@ -187,6 +228,8 @@ void TrainerImpl::make_outputs(const std::string& checkpoint) {
     make_way(checkpoint);
   }
   if (!world_.is_leader()) return;
+  if (env::get_int("TORCHELASTIC_MAX_RESTARTS").value_or(0) > 0)
+    write_file_atomically(run_file(arguments_), launchers_run());
   const auto& to = arguments_.report_to;
   const bool tensorboard = std::any_of(to.begin(), to.end(), [](const std::string& name) {
     return name == "tensorboard" || name == "all";

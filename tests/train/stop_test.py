@@ -21,8 +21,8 @@ class Stop(TrainCase):
         self.wait_while_training(process, output, step)
         # Anywhere between two steps, or in one.
         time.sleep(random.random() * 0.05)
-        target = process.pid if to_launcher else random.choice(ranks_of(process))
-        os.kill(target, number)
+        rank = random.randrange(2)
+        os.kill(process.pid if to_launcher else ranks_of(process)[rank], number)
         code = process.wait(timeout=GRACE_S)
         self.assertEqual(code, 143, self.log())
         self.assertEqual(left_of(process), [])
@@ -30,6 +30,10 @@ class Stop(TrainCase):
         newest = checkpoints(output)[-1]
         self.verify(output / f"checkpoint-{newest}")
         self.assertGreaterEqual(newest, step)
+        if not to_launcher:  # the rank that was signalled is named, though all end with 143
+            self.assertRegex(self.log(), rf"\[launch\] rank {rank} on \S+ stopped on request: "
+                                         r"exited with code 143\n")
+            self.assertIn(f"\n    stopped by {number.name}, saved at step {newest}\n", self.log())
         return newest
 
     def test_a_signal_ends_in_a_checkpoint(self):
@@ -37,7 +41,7 @@ class Stop(TrainCase):
         random.seed(1)
         step = 2
         signals = [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGUSR1, False),
-                   (signal.SIGUSR2, False)]
+                   (signal.SIGUSR2, False), (signal.SIGUSR1, True)]
         for number, to_launcher in signals:
             with self.subTest(signal=number, launcher=to_launcher):
                 step = self.stopped(output, number, to_launcher, step) + 2
