@@ -218,8 +218,9 @@ class Env(unittest.TestCase):
             self.assertEqual(f["identity"]["source"], "lockstep run")
             self.assertEqual(f["identity"]["world_size"], 2)
             self.assertEqual(f["variables"]["LOCKSTEP_RUN"], f["variables"]["TORCHELASTIC_RUN_ID"])
-            self.assertEqual(f["variables"]["TORCHELASTIC_USE_AGENT_STORE"], "False")
-            self.assertEqual("LOCKSTEP_STORE_FD" in f["variables"], f["identity"]["rank"] == 0)
+            self.assertEqual(f["variables"]["TORCHELASTIC_USE_AGENT_STORE"], "True")
+            self.assertIn("LOCKSTEP_STORE_CHANNEL", f["variables"])
+            self.assertNotIn("LOCKSTEP_STORE_FD", f["variables"])
 
     def logs(self):
         self.log_dir = tempfile.mkdtemp(prefix="lockstep_cli_logs_")

@@ -125,6 +125,9 @@ std::string meeting(const RankEnv& me) {
   if (me.alone()) return "not needed in a world of one";
   if (!me.meeting_name.empty()) return "a free port, agreed on through this host's meeting socket";
   const std::string where = fmt::format("{}:{}", me.master_addr, me.master_port);
+  if (me.store_channel >= 0)
+    return fmt::format("a store hosted by the launcher, on descriptor {} (no port)",
+                       me.store_channel);
   if (me.agent_store) return where + ", a store hosted by the launcher";
   if (me.store_fd >= 0)
     return fmt::format("{}, on descriptor {} handed over by the launcher", where, me.store_fd);

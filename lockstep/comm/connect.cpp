@@ -1,8 +1,10 @@
 #include "lockstep/comm/connect.h"
 
+#include <arpa/inet.h>
 #include <elf.h>
 #include <link.h>
 #include <netdb.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <torch/version.h>
@@ -23,11 +25,13 @@
 #include "lockstep/comm/device.h"
 #include "lockstep/comm/gloo/gloo.h"
 #include "lockstep/comm/hello.h"
+#include "lockstep/comm/launcher_store.h"
 #include "lockstep/comm/nccl/nccl.h"
 #include "lockstep/comm/shm/shm.h"
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/control.h"
 #include "lockstep/core/env.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/rank_env.h"
 
@@ -530,6 +534,29 @@ void serve_until_exit(const StorePtr& store) {
   hosted.push_back(store);
 }
 
+// A socket bound to the port on loopback, where MASTER_ADDR is loopback: c10d by itself would
+// listen on every interface. -1 where it is another address or the port is taken (by the store of
+// an earlier world of this process, which c10d finds; or by somebody else, which c10d reports).
+int bind_on_loopback(const RankEnv& env) {
+  const bool six = env.master_addr == "::1";
+  if (!six && env.master_addr != "localhost" && env.master_addr.rfind("127.", 0) != 0) return -1;
+  sockaddr_in address4{};
+  address4.sin_family = AF_INET;
+  address4.sin_port = htons(static_cast<std::uint16_t>(env.master_port));
+  address4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (!six) ::inet_pton(AF_INET, env.master_addr.c_str(), &address4.sin_addr);  // 127.0.1.1, say
+  sockaddr_in6 address6{};
+  address6.sin6_family = AF_INET6;
+  address6.sin6_port = address4.sin_port;
+  address6.sin6_addr = in6addr_loopback;
+  Fd fd(::socket(six ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  if (!fd || ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0) return -1;
+  const int bound = six ? ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address6), sizeof address6)
+                        : ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address4), sizeof address4);
+  return bound == 0 ? fd.release() : -1;
+}
+
 StorePtr open_tcp_store(const RankEnv& env, std::chrono::milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(env.master_port);
@@ -548,8 +575,14 @@ StorePtr open_tcp_store(const RankEnv& env, std::chrono::milliseconds timeout) {
 // Rank 0 may start late: try again and again, saying so, until the start-up deadline.
 StorePtr open_store(RankEnv env, std::chrono::milliseconds startup_timeout) {
   const auto deadline = Deadline::after(startup_timeout);
+  if (env.store_channel >= 0) {
+    return detail::bounded<StorePtr>(
+        "connecting to the launcher's store", deadline,
+        [fd = env.store_channel] { return detail::open_launcher_store(fd); });
+  }
   env.store_fd = claim_store_fd(env);
   const bool hosts = env.rank == 0 && !env.agent_store;
+  if (hosts && env.store_fd < 0) env.store_fd = bind_on_loopback(env);
   for (;;) {
     std::string trouble;
     const auto slice = std::min<std::chrono::milliseconds>(kProgressInterval, deadline.remaining());
@@ -573,13 +606,17 @@ StorePtr open_store(RankEnv env, std::chrono::milliseconds startup_timeout) {
     if (deadline.expired()) {
       throw TimeoutError(
           kWorld,
-          fmt::format("rank {}: no store at {}:{} within {} s ({}). Rank 0 failed to "
-                      "start, or MASTER_ADDR and MASTER_PORT are not its own.",
-                      env.rank, env.master_addr, env.master_port, deadline.total().count() / 1000.0,
-                      trouble),
+          fmt::format("rank {}: no store at {}:{} within {} s ({}). {}", env.rank, env.master_addr,
+                      env.master_port, deadline.total().count() / 1000.0, trouble,
+                      env.agent_store
+                          ? "TORCHELASTIC_USE_AGENT_STORE=True says that a launcher serves it: "
+                            "unset it where this process was not started by one, such as by a rank."
+                          : "Rank 0 failed to start, or MASTER_ADDR and MASTER_PORT are not its "
+                            "own."),
           {env.rank, 0, "start-up", 0, deadline.elapsed()});
     }
-    log::warning(kWorld, "waiting for rank 0 at {}:{}, {} s of {} s", env.master_addr,
+    log::warning(kWorld, "waiting for {} at {}:{}, {} s of {} s",
+                 env.agent_store ? "the launcher's store" : "rank 0", env.master_addr,
                  env.master_port, deadline.elapsed().count() / 1000,
                  deadline.total().count() / 1000);
   }

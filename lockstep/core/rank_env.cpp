@@ -22,6 +22,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/store_channel.h"
 
 namespace lockstep {
 namespace {
@@ -385,6 +386,15 @@ int inherited_store_fd(const RankEnv& env) {
   return fd && is_tcp_port(*fd, env.master_port) ? *fd : -1;
 }
 
+// Not for a process to which somebody else than our launcher has said which rank it is, nor for a
+// child of a rank, whose descriptor is closed.
+int inherited_store_channel(const RankEnv& env) {
+  const auto channel = StoreChannel::from_env();
+  const bool ours = channel && channel->rank == env.rank && channel->world_size == env.world_size &&
+                    channel->master_port == env.master_port && channel->intact();
+  return ours ? channel->fd : -1;
+}
+
 RankEnv from_variables(const Place& place) {
   RankEnv env = to_env(place);
   env.attempt = number("TORCHELASTIC_RESTART_COUNT").value_or(0);
@@ -408,7 +418,11 @@ RankEnv from_variables(const Place& place) {
   }
   // "True" is what torchrun writes and what torch compares with.
   env.agent_store = env::get("TORCHELASTIC_USE_AGENT_STORE") == "True";
-  if (!env.agent_store) env.store_fd = inherited_store_fd(env);
+  if (env.agent_store) {
+    env.store_channel = inherited_store_channel(env);
+  } else {
+    env.store_fd = inherited_store_fd(env);
+  }
   return env;
 }
 
@@ -474,12 +488,13 @@ void compare_size(const Place& place) {
 }  // namespace
 
 bool under_lockstep_run() {
-  // A torchrun that one of our ranks started inherits the first and sets the others anew. Its id
-  // may be the same, a default or given to both; but its agent hosts the store, and ours never
-  // does.
+  // A torchrun that one of our ranks started inherits the first and sets the others again. Its id
+  // may be the same, a default or given to both; but its agent hosts a store on a port of its own.
   const auto run = env::get("LOCKSTEP_RUN");
-  return run && run == env::get("TORCHELASTIC_RUN_ID") &&
-         env::get("TORCHELASTIC_USE_AGENT_STORE") == "False";
+  if (!run || run != env::get("TORCHELASTIC_RUN_ID")) return false;
+  if (env::get("TORCHELASTIC_USE_AGENT_STORE") == "False") return true;
+  const auto channel = StoreChannel::from_env();
+  return channel && std::to_string(channel->master_port) == env::get("MASTER_PORT");
 }
 
 RankEnv read_rank_env() {

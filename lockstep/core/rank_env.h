@@ -32,10 +32,12 @@ struct RankEnv {
   std::string source = "alone";  // "lockstep run", "torchrun", "mpirun", "srun", "environment"
 
   // Where the ranks meet. Rank 0 listens on store_fd when it was handed one, otherwise binds the
-  // port, unless agent_store: then someone else (torchrun's agent) listens and rank 0 is a client.
+  // port, unless agent_store: then the launcher hosts the store and rank 0 is a client, over
+  // store_channel where this process has one (store_channel.h) and over TCP otherwise.
   std::string master_addr;
   int master_port = 0;
   int store_fd = -1;
+  int store_channel = -1;
   bool agent_store = false;
   int attempt = 0;  // TORCHELASTIC_RESTART_COUNT: keys of an earlier attempt must not be read
 

@@ -18,6 +18,7 @@
 #include "lockstep/core/child_for_test.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/store_channel.h"
 
 namespace lockstep {
 namespace {
@@ -315,6 +316,13 @@ TEST(RankEnv, TheNearestLauncherIsRight) {
   EXPECT_EQ(read(with(ours, {{"LOCKSTEP_RUN", "the outer one"}})).source, "torchrun");
   // A torchrun inside one of our ranks, with the same id.
   EXPECT_EQ(read(with(kTorchrun, {{"LOCKSTEP_RUN", "none"}})).source, "torchrun");
+  // On one host our launcher hosts the store too; the port tells it from that torchrun.
+  const std::string port = kTorchrun.at("MASTER_PORT");
+  const Variables one_host = with(kTorchrun, {{"LOCKSTEP_RUN", "none"}});
+  EXPECT_EQ(read(with(one_host, {{"LOCKSTEP_STORE_CHANNEL", "99:1:0:2:" + port}})).source,
+            "lockstep run");
+  EXPECT_EQ(read(with(one_host, {{"LOCKSTEP_STORE_CHANNEL", "99:1:0:2:1" + port}})).source,
+            "torchrun");
   // srun --mpi=pmi2 names its ranks twice; MPICH's proxies under srun are not its ranks.
   EXPECT_EQ(read(with(kSrun, {{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}})).source, "srun");
   const Variables hydra = {
@@ -390,6 +398,29 @@ TEST(RankEnv, TheLaunchersSocketIsCheckedAndClaimedOnce) {
   EXPECT_EQ(env.store_fd, -1);
   EXPECT_EQ(::fcntl(listener.get(), F_GETFD), FD_CLOEXEC);
   EXPECT_EQ(claim_store_fd(second), -1);
+}
+
+TEST(RankEnv, TheStoreChannelIsForTheRankThatTheLauncherStarted) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+  const Fd first(ends[0]), second(ends[1]);
+  const std::string text = StoreChannel{ends[0], inode_of(ends[0]), 1, 2, 1234}.text();
+  const Variables base = {{"RANK", "1"},
+                          {"WORLD_SIZE", "2"},
+                          {"MASTER_ADDR", "127.0.0.1"},
+                          {"MASTER_PORT", "1234"},
+                          {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                          {"LOCKSTEP_STORE_CHANNEL", text}};
+  EXPECT_EQ(read(base).store_channel, ends[0]);
+  // Set again by whoever started this process: it is a rank of something else.
+  EXPECT_EQ(read(with(base, {{"RANK", "0"}})).store_channel, -1);
+  EXPECT_EQ(read(with(base, {{"WORLD_SIZE", "3"}})).store_channel, -1);
+  EXPECT_EQ(read(with(base, {{"MASTER_PORT", "1235"}})).store_channel, -1);
+  EXPECT_EQ(read(with(base, {{"TORCHELASTIC_USE_AGENT_STORE", "False"}})).store_channel, -1);
+  // Another socket has the number by now.
+  const std::string stale = StoreChannel{ends[1], inode_of(ends[0]), 1, 2, 1234}.text();
+  EXPECT_EQ(read(with(base, {{"LOCKSTEP_STORE_CHANNEL", stale}})).store_channel, -1);
+  EXPECT_EQ(read(with(base, {{"LOCKSTEP_STORE_CHANNEL", "nonsense"}})).store_channel, -1);
 }
 
 // ---------------------------------------------------------------- meet

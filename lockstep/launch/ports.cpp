@@ -35,7 +35,7 @@ void allow_reuse(int fd) {
     throw SystemError("launch", "cannot set SO_REUSEADDR", errno);
 }
 
-bool bind_any_address(int fd, int family, int port) {
+bool bind_address(int fd, int family, int port, Reach reach) {
   if (family == AF_INET6) {
     sockaddr_in6 address{};
     address.sin6_family = AF_INET6;
@@ -45,6 +45,7 @@ bool bind_any_address(int fd, int family, int port) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<std::uint16_t>(port));
+  if (reach == Reach::kLoopback) address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   return ::bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
 }
 
@@ -59,34 +60,39 @@ int bound_port(int fd) {
 }
 
 // IPv6 may be compiled in and switched off: then its bind fails and IPv4 is tried.
-Fd bind_new_socket(int port, int& family, bool reuse_before) {
+Fd bind_new_socket(int port, int& family, Reach reach, bool reuse_before) {
   Fd fd = make_socket(family);
   if (reuse_before) allow_reuse(fd.get());
-  if (bind_any_address(fd.get(), family, port)) return fd;
+  if (bind_address(fd.get(), family, port, reach)) return fd;
   if (errno == EADDRNOTAVAIL && family == AF_INET6) {
     family = AF_INET;
     fd = make_socket(family);
     if (reuse_before) allow_reuse(fd.get());
-    if (bind_any_address(fd.get(), family, port)) return fd;
+    if (bind_address(fd.get(), family, port, reach)) return fd;
   }
   return Fd();
 }
 
+// No socket is bound to both loopback addresses; clients of "localhost" try 127.0.0.1 as well.
+int family_for(Reach reach) {
+  return reach == Reach::kLoopback ? AF_INET : AF_UNSPEC;
+}
+
 }  // namespace
 
-HeldPort HeldPort::any() {
-  int family = AF_UNSPEC;
+HeldPort HeldPort::any(Reach reach) {
+  int family = family_for(reach);
   // Without SO_REUSEADDR while the kernel chooses: it never chooses a port that anybody has bound.
-  Fd fd = bind_new_socket(0, family, false);
+  Fd fd = bind_new_socket(0, family, reach, false);
   if (!fd) throw SystemError("launch", "cannot find a free TCP port", errno);
   allow_reuse(fd.get());
   const int number = bound_port(fd.get());
-  return HeldPort(std::move(fd), number, family);
+  return HeldPort(std::move(fd), number, family, reach);
 }
 
-HeldPort HeldPort::exactly(int port) {
-  int family = AF_UNSPEC;
-  Fd fd = bind_new_socket(port, family, true);
+HeldPort HeldPort::exactly(int port, Reach reach) {
+  int family = family_for(reach);
+  Fd fd = bind_new_socket(port, family, reach, true);
   if (!fd) {
     const int error = errno;
     if (error == EADDRINUSE || error == EACCES)
@@ -96,12 +102,12 @@ HeldPort HeldPort::exactly(int port) {
                        port, std::strerror(error));
     throw SystemError("launch", fmt::format("cannot bind port {}", port), error);
   }
-  return HeldPort(std::move(fd), port, family);
+  return HeldPort(std::move(fd), port, family, reach);
 }
 
 Fd HeldPort::store_socket() const {
   int family = family_;
-  Fd fd = bind_new_socket(number_, family, true);
+  Fd fd = bind_new_socket(number_, family, reach_, true);
   if (!fd) throw SystemError("launch", fmt::format("cannot bind port {} again", number_), errno);
   return fd;
 }

@@ -1,12 +1,13 @@
-// Where the ranks will meet: a port that stays ours from the moment it is chosen.
+// MASTER_PORT: a port that stays ours from the moment it is chosen.
 //
 // The hard idea: three sockets may share one port as long as at most one of them listens and all
 // have SO_REUSEADDR. The launcher's own is bound and never listens, so nobody else is given the
-// port; a Python rank 0 binds and listens beside it; our own rank 0 is handed a second bound socket
-// (store_socket) and listens on that one, which c10d's TCPStore does by itself for masterListenFd.
-// Connections that were accepted on the port earlier (from other launchers) do not disturb either.
+// port. With several hosts a Python rank 0 binds and listens beside it; our own rank 0 is handed a
+// second bound socket (store_socket) and listens on that one, which c10d's TCPStore does by itself
+// for masterListenFd. Connections that were accepted on the port earlier (from other launchers) do
+// not disturb either. On one host the launcher itself listens (store_server.h), on loopback.
 //
-//   HeldPort port = HeldPort::any();            // or HeldPort::exactly(29500)
+//   HeldPort port = HeldPort::any(Reach::kLoopback);   // or HeldPort::exactly(29500, reach)
 //   Fd for_rank_zero = port.store_socket();
 //
 // Owned by the supervisor; one per attempt when the port was not asked for.
@@ -16,27 +17,31 @@
 
 namespace lockstep::launch {
 
+// From where the port can be reached once somebody listens there.
+enum class Reach { kLoopback, kNetwork };
+
 class HeldPort {
  public:
   // A free port; no other bind to port 0 on this host can return it while it is held.
-  static HeldPort any();
+  static HeldPort any(Reach reach = Reach::kNetwork);
   // Throws UsageError naming --master-port when somebody listens there.
-  static HeldPort exactly(int port);
+  static HeldPort exactly(int port, Reach reach = Reach::kNetwork);
 
   int number() const { return number_; }
   // Bound to the same port, not listening, close-on-exec. Close it here once rank 0 has it: a
   // socket that listens in rank 0 would go on listening in the launcher after rank 0 has died.
   Fd store_socket() const;
-  // Bound and listening, non-blocking: for launchers to meet before any rank is started.
+  // Bound and listening, non-blocking. Throws UsageError when somebody else listens.
   Fd listener() const;
 
  private:
-  HeldPort(Fd socket, int number, int family)
-      : socket_(std::move(socket)), number_(number), family_(family) {}
+  HeldPort(Fd socket, int number, int family, Reach reach)
+      : socket_(std::move(socket)), number_(number), family_(family), reach_(reach) {}
 
   Fd socket_;
   int number_;
   int family_;
+  Reach reach_;
 };
 
 }  // namespace lockstep::launch

@@ -22,6 +22,7 @@
 #include "lockstep/launch/host.h"
 #include "lockstep/launch/keeper.h"
 #include "lockstep/launch/node_link.h"
+#include "lockstep/launch/store_server.h"
 #include "lockstep/launch/worker_group.h"
 
 namespace lockstep::launch {
@@ -43,6 +44,11 @@ std::string host_name() {
   char name[256] = "";
   ::gethostname(name, sizeof name - 1);
   return name;
+}
+
+// Such ranks will connect to MASTER_PORT.
+bool runs_python(const LaunchPlan& plan) {
+  return fs::path(plan.command[0]).filename().string().rfind("python", 0) == 0;
 }
 
 // Not std::filesystem::remove_all: a CUDA library that comes with LibTorch exports a broken one of
@@ -123,6 +129,7 @@ class Supervisor {
   void choose_threads();
   void bind_to_cpus();
   void choose_interface();
+  void choose_loopback();
   void open_hub();
   void open_spoke();
 
@@ -146,6 +153,7 @@ class Supervisor {
     if (log::enabled(log::Level::kInfo)) say(text);
   }
   bool busy() const { return group_ != nullptr && !group_->over(); }
+  Reach reach() const { return plan_.nnodes == 1 ? Reach::kLoopback : Reach::kNetwork; }
 
   const LaunchPlan& plan_;
   const Kept& kept_;
@@ -155,6 +163,7 @@ class Supervisor {
   LogPlace logs_;
   Fd signals_;
   std::optional<HeldPort> port_;          // node 0
+  std::unique_ptr<StoreServer> store_;    // of one host; fresh for each attempt
   std::unique_ptr<Coordinator> decides_;  // node 0
   std::unique_ptr<Hub> hub_;              // node 0 of several
   std::unique_ptr<Spoke> spoke_;          // the others
@@ -182,13 +191,14 @@ int Supervisor::run() {
   choose_threads();
   bind_to_cpus();
   if (plan_.node_rank == 0) {
-    if (plan_.master_port != 0) port_ = HeldPort::exactly(plan_.master_port);
+    if (plan_.master_port != 0) port_ = HeldPort::exactly(plan_.master_port, reach());
     decides_ = std::make_unique<Coordinator>(loop_, plan_, [this](const Message& message) {
       if (hub_) hub_->broadcast(message);
       loop_.post([this, message] { obey(message); });
     });
   }
   if (plan_.nnodes == 1) {
+    choose_loopback();
     decides_->begin();
   } else if (plan_.node_rank == 0) {
     open_hub();
@@ -254,6 +264,17 @@ void Supervisor::choose_interface() {
                   "the {} at {}.",
                   plan_.node_rank, setup_.host, way.name, way.address,
                   plan_.node_rank == 0 ? "other nodes, master" : "master", plan_.master_addr));
+}
+
+// On one host the ranks' own connections stay on loopback as well.
+void Supervisor::choose_loopback() {
+  try {
+    setup_.interface = interface_towards("127.0.0.1").name;
+  } catch (const SystemError&) {  // a container without one: the ranks choose for themselves
+  }
+  if (plan_.master_addr != "127.0.0.1" && plan_.master_addr != "localhost")
+    inform(fmt::format("[launch] one host: MASTER_ADDR is 127.0.0.1 for its ranks, not {}.",
+                       plan_.master_addr));
 }
 
 void Supervisor::open_hub() {
@@ -418,10 +439,18 @@ void Supervisor::start_attempt(int attempt) {
   place.master_port = plan_.master_port;
   place.directory = logs_.attempt(attempt);
   if (plan_.node_rank == 0) {
+    store_.reset();  // may listen on the port
     // The old one is held until the new one is found, so that it is a new one.
-    if (plan_.master_port == 0) port_ = HeldPort::any();
+    if (plan_.master_port == 0) port_ = HeldPort::any(reach());
     place.port = &*port_;
     place.master_port = port_->number();
+    if (plan_.nnodes == 1) {
+      StoreServerOptions options;
+      if (runs_python(plan_)) options.listen_after = milliseconds(0);
+      store_ = std::make_unique<StoreServer>(
+          loop_, *port_, [this](const std::string& text) { say(text); }, options);
+      place.store = store_.get();
+    }
   }
   group_ = std::make_unique<WorkerGroup>(
       setup_, std::move(place),

@@ -73,8 +73,8 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerPlace& place,
   set["TORCHELASTIC_RUN_ID"] = plan.run_id;
   set["TORCHELASTIC_ERROR_FILE"] = place.error_file;
   set["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals_text(plan.signals_to_handle);
-  // torchrun's agent hosts the store and says True; here rank 0 hosts it.
-  set["TORCHELASTIC_USE_AGENT_STORE"] = "False";
+  // On one host the launcher hosts the store, as torchrun's agent does; on several rank 0 does.
+  set["TORCHELASTIC_USE_AGENT_STORE"] = place.store_channel.empty() ? "False" : "True";
   if (!is_set(variable, "TORCH_NCCL_ASYNC_ERROR_HANDLING"))
     set["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1";
 
@@ -85,6 +85,7 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerPlace& place,
   const bool stores = place.store_fd >= 0 && plan.node_rank == 0 && place.local_rank == 0;
   set["LOCKSTEP_STORE_FD"] = stores ? std::to_string(place.store_fd) : "";
   set[terminal::kVariable] = place.terminal;
+  set["LOCKSTEP_STORE_CHANNEL"] = place.store_channel;
 
   if (plan.timeout.count() > 0) set["LOCKSTEP_TIMEOUT_S"] = std::to_string(plan.timeout.count());
   if (plan.startup_timeout.count() > 0)

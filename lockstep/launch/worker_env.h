@@ -18,12 +18,13 @@ struct WorkerPlace {
   int attempt = 0;          // TORCHELASTIC_RESTART_COUNT
   std::string master_addr;  // as settled for this attempt
   int master_port = 0;
-  std::string error_file;  // absolute; TORCHELASTIC_ERROR_FILE
-  int control_fd = -1;     // LOCKSTEP_CONTROL_FD: read end; failures are announced here
-  int store_fd = -1;       // LOCKSTEP_STORE_FD: bound socket, not yet listening; rank 0 only
-  std::string interface;   // GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME unless already set
-  int threads = 0;         // OMP_NUM_THREADS unless already set; 0: leave alone
-  std::string terminal;    // LOCKSTEP_TERMINAL (core/terminal.h); empty: not on a terminal
+  std::string error_file;     // absolute; TORCHELASTIC_ERROR_FILE
+  int control_fd = -1;        // LOCKSTEP_CONTROL_FD: read end; failures are announced here
+  int store_fd = -1;          // LOCKSTEP_STORE_FD: bound socket, not yet listening; rank 0 only
+  std::string store_channel;  // LOCKSTEP_STORE_CHANNEL: the launcher serves the store (one host)
+  std::string interface;      // GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME unless already set
+  int threads = 0;            // OMP_NUM_THREADS unless already set; 0: leave alone
+  std::string terminal;       // LOCKSTEP_TERMINAL (core/terminal.h); empty: not on a terminal
 };
 
 // Only the variables to set (they override the caller's environment, except where noted above).

@@ -60,7 +60,7 @@ TEST(WorkerEnvironment, WhatTheFileSaysYieldsToWhatIsSet) {
   EXPECT_EQ(worker_environment(plan, third(), variables({})).at("CUDA_VISIBLE_DEVICES"), "6");
 }
 
-TEST(WorkerEnvironment, IsTorchrunsWithOneDifference) {
+TEST(WorkerEnvironment, OnSeveralHostsIsTorchrunsWithOneDifference) {
   const Environment set = worker_environment(two_by_four(), third(), variables({}));
   const Environment expected = {{"RANK", "6"},
                                 {"LOCAL_RANK", "2"},
@@ -86,8 +86,19 @@ TEST(WorkerEnvironment, IsTorchrunsWithOneDifference) {
                                 {"LOCKSTEP_RUN", "job"},
                                 {"LOCKSTEP_CONTROL_FD", "7"},
                                 {"LOCKSTEP_STORE_FD", ""},
-                                {"LOCKSTEP_TERMINAL", ""}};
+                                {"LOCKSTEP_TERMINAL", ""},
+                                {"LOCKSTEP_STORE_CHANNEL", ""}};
   EXPECT_EQ(set, expected);
+}
+
+TEST(WorkerEnvironment, OnOneHostTheLauncherHostsTheStoreAsTorchrunDoes) {
+  WorkerPlace place = third();
+  place.store_fd = -1;
+  place.store_channel = "9:123:2:4:1234";
+  const Environment set = worker_environment(two_by_four(), place, variables({}));
+  EXPECT_THAT(set, Contains(Pair("TORCHELASTIC_USE_AGENT_STORE", "True")));
+  EXPECT_THAT(set, Contains(Pair("LOCKSTEP_STORE_CHANNEL", "9:123:2:4:1234")));
+  EXPECT_THAT(set, Contains(Pair("LOCKSTEP_STORE_FD", "")));
 }
 
 TEST(WorkerEnvironment, OverridesStaleIdentity) {

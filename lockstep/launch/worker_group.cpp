@@ -13,6 +13,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/inside.h"
+#include "lockstep/core/store_channel.h"
 #include "lockstep/core/terminal.h"
 #include "lockstep/launch/worker_env.h"
 
@@ -152,11 +153,18 @@ std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int 
   WorkerPlace place;
   place.local_rank = worker.local_rank;
   place.attempt = place_.attempt;
-  place.master_addr = setup_.plan.master_addr;
+  // On one host the store answers on loopback alone, whatever address was given.
+  place.master_addr = place_.store != nullptr ? "127.0.0.1" : setup_.plan.master_addr;
   place.master_port = place_.master_port;
   place.error_file = worker.error_file;
   place.control_fd = control_fd;
-  place.store_fd = store_fd;
+  if (place_.store != nullptr) {
+    place.store_channel = StoreChannel{store_fd, inode_of(store_fd), rank_of(worker),
+                                       setup_.plan.world_size(), place_.master_port}
+                              .text();
+  } else {
+    place.store_fd = store_fd;
+  }
   place.interface = setup_.interface;
   place.threads = setup_.threads;
   place.terminal = terminal_for(worker);
@@ -198,8 +206,12 @@ void WorkerGroup::start_worker(Worker& worker) {
 
   Pipe control = make_pipe();
   set_nonblocking(control.write.get());
-  const Fd store =
-      place_.port != nullptr && rank_of(worker) == 0 ? place_.port->store_socket() : Fd();
+  Fd store;
+  if (place_.store != nullptr) {
+    store = place_.store->open_channel(rank_of(worker));
+  } else if (place_.port != nullptr && rank_of(worker) == 0) {
+    store = place_.port->store_socket();
+  }
   ProcessRequest request;
   request.argv = plan.command;
   request.environment = environment_for(worker, control.read.get(), store.get());

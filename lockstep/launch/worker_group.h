@@ -26,6 +26,7 @@
 #include "lockstep/launch/plan.h"
 #include "lockstep/launch/ports.h"
 #include "lockstep/launch/report.h"
+#include "lockstep/launch/store_server.h"
 
 namespace lockstep::launch {
 
@@ -45,6 +46,7 @@ struct GroupPlace {
   int attempt = 0;
   int master_port = 0;
   const HeldPort* port = nullptr;  // where rank 0 is on this host
+  StoreServer* store = nullptr;    // of a run on one host
   std::string directory;           // absolute; created
 };
 

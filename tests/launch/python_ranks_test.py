@@ -24,39 +24,40 @@ if len(sys.argv) > 1 and attempt < int(sys.argv[1]):
 dist.destroy_process_group()
 '''
 
-# What a store does, without the seconds that importing torch takes: rank 0 binds the port as c10d
-# does, either by itself or on the descriptor it was handed, and all others connect.
+# A client of the launcher's store, without the seconds that importing torch takes: every rank sets
+# its job and reads what the others have set.
 MEET = r'''
-import os, socket, sys, time
+import os, socket, struct, sys, time
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 port, job = int(os.environ["MASTER_PORT"]), os.environ["JOB"].encode()
-if rank == 0:
-    if sys.argv[1] == "handed":
-        server = socket.socket(fileno=int(os.environ["LOCKSTEP_STORE_FD"]))
-        assert server.getsockname()[1] == port
-    else:
-        server = socket.socket(socket.AF_INET6)
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        server.bind(("", port))
-    time.sleep(0.05)
-    server.listen()
-    for _ in range(size - 1):
-        peer = server.accept()[0]
-        assert peer.recv(100) == job
-        peer.sendall(b"ok")
-else:
-    end = time.monotonic() + 30
-    while True:
-        try:
-            s = socket.create_connection(("127.0.0.1", port))
-            if s.getsockname() != s.getpeername():
-                break
-        except OSError:
-            assert time.monotonic() < end
-        time.sleep(0.01)
-    s.sendall(job)
-    assert s.recv(2) == b"ok"
+assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+VALIDATE, SET, GET, WAIT = 0, 1, 3, 6
+def piece(data):
+    return struct.pack("=Q", len(data)) + data
+def receive(count):
+    data = b""
+    while len(data) < count:
+        more = s.recv(count - len(data))
+        assert more
+        data += more
+    return data
+end = time.monotonic() + 30
+while True:
+    try:
+        s = socket.create_connection((os.environ["MASTER_ADDR"], port), 30)
+        if s.getsockname() != s.getpeername():
+            break
+    except OSError:
+        assert time.monotonic() < end
+    time.sleep(0.01)
+s.sendall(struct.pack("=BI", VALIDATE, 0x3C85F7CE))
+s.sendall(bytes([SET]) + piece(b"%d" % rank) + piece(job))
+for other in range(size):
+    key = piece(b"%d" % other)
+    s.sendall(bytes([WAIT]) + struct.pack("=Q", 1) + key)
+    assert receive(1) == b"\0"
+    s.sendall(bytes([GET]) + key)
+    assert receive(struct.unpack("=Q", receive(8))[0]) == job
 '''
 
 
@@ -78,8 +79,7 @@ class PythonRanks(Case):
     def test_many_jobs_at_once(self):
         program = self.program(MEET)
         for _ in range(20 if SOAK else 2):
-            for how in ("handed", "bound"):
-                self.jobs(program, 8, 2, how)
+            self.jobs(program, 8, 2)
 
     def test_an_asked_port_over_restarts(self):
         port = free_port()
@@ -88,7 +88,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(7)
 """)
         process = self.start("--nproc-per-node=2", f"--master-port={port}", "--max-restarts=1",
-                             program, "handed", env={"JOB": "x", "PYTHON_EXEC": sys.executable})
+                             program, env={"JOB": "x", "PYTHON_EXEC": sys.executable})
         code, _, err = self.finish(process)
         self.assertEqual(code, 0, err)
         self.assertIn("exited with code 7", err)

@@ -204,7 +204,7 @@ class AcceleratesFile(unittest.TestCase):
 TELL = "import json, os; os.environ['RANK'] == '1' and print('@' + json.dumps(dict(os.environ)))"
 # Different in every run, or different on purpose (docs/environment.md).
 CHOSEN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
-          "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"}
+          "OMP_NUM_THREADS"}
 
 
 class WorkerVariables(unittest.TestCase):
@@ -228,7 +228,6 @@ class WorkerVariables(unittest.TestCase):
         self.assertEqual(set(theirs) - set(ours), set())
         for name in set(theirs) - CHOSEN:
             self.assertEqual(ours[name], theirs[name], name)
-        self.assertEqual(ours["TORCHELASTIC_USE_AGENT_STORE"], "False")
         self.assertTrue(os.path.isabs(ours["TORCHELASTIC_ERROR_FILE"]))
 
 

@@ -1,0 +1,316 @@
+// The store's protocol by its bytes, and the server behind real sockets. Its behaviour beside
+// c10d's own servers is compared in tests/store.
+#include "lockstep/launch/store_server.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <set>
+#include <thread>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/store_channel.h"
+
+namespace lockstep::launch {
+namespace {
+
+using store::Command;
+using ::testing::HasSubstr;
+
+template <typename T>
+std::string number(T value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+std::string piece(const std::string& text) {
+  return number<std::uint64_t>(text.size()) + text;
+}
+std::string command(Command which, const std::string& rest = "") {
+  return std::string(1, static_cast<char>(which)) + rest;
+}
+const std::string kHandshake = command(Command::kValidate, number(store::kMagic));
+
+// ---------------------------------------------------------------- bytes
+
+struct Table {
+  std::map<StoreTable::Client, std::string> replies;
+  StoreTable table;
+
+  explicit Table(StoreLimits limits = {})
+      : table([this](auto client, auto bytes) { replies[client] += bytes; }, limits) {}
+
+  std::string say(StoreTable::Client client, const std::string& bytes) {
+    if (introduced.insert(client).second) table.feed(client, kHandshake);
+    replies[client].clear();
+    EXPECT_EQ(table.feed(client, bytes), bytes.size());
+    return replies[client];
+  }
+  std::string error(StoreTable::Client client, const std::string& bytes) {
+    try {
+      say(client, bytes);
+    } catch (const CommError& e) {
+      table.drop(client);
+      introduced.erase(client);
+      return e.what();
+    }
+    return "no error";
+  }
+  std::set<StoreTable::Client> introduced;
+};
+
+TEST(StoreTable, ACommandInPiecesIsCarriedOutWhenItIsComplete) {
+  Table t;
+  const std::string all =
+      kHandshake + command(Command::kSet, piece("key") + piece("value")) +
+      command(Command::kMultiSet, number<std::uint64_t>(1) + piece("other") + piece("thing")) +
+      command(Command::kGet, piece("key"));
+  std::string input;
+  for (const char byte : all) {
+    EXPECT_EQ(t.replies[1], "");
+    input += byte;
+    input.erase(0, t.table.feed(1, input));
+  }
+  EXPECT_EQ(input, "");
+  EXPECT_EQ(t.replies[1], piece("value"));
+}
+
+TEST(StoreTable, WhoeverIsNotAClientIsRefused) {
+  Table t;
+  EXPECT_THROW(t.table.feed(1, "GET / HTTP/1.1\r\n"), CommError);
+  EXPECT_THROW(t.table.feed(2, command(Command::kNumKeys, "12345")), CommError);
+  EXPECT_THROW(t.table.feed(3, command(Command::kValidate, "zzzz")), CommError);
+  EXPECT_THAT(t.error(4, "\xff"), HasSubstr("command 255 is not known"));
+  EXPECT_THAT(t.error(4, command(Command::kGet, number<std::uint64_t>(1u << 20))),
+              HasSubstr("a key of 1048576 bytes is too long"));
+  EXPECT_THAT(t.error(4, command(Command::kWait, number<std::uint64_t>(~0ull))),
+              HasSubstr("keys in one command"));
+  EXPECT_THAT(t.error(4, command(Command::kSet, piece("k") + piece("not a number")) +
+                             command(Command::kAdd, piece("k") + number<std::int64_t>(1))),
+              HasSubstr("not one"));
+}
+
+TEST(StoreTable, EverythingThatItHoldsIsBounded) {
+  const std::string value(1000, 'v');
+  const auto set = [&](int i) {
+    return command(Command::kSet, piece(std::to_string(i)) + piece(value));
+  };
+  Table keys({.keys = 3});
+  for (int i = 0; i < 3; ++i) keys.say(1, set(i));
+  EXPECT_THAT(keys.error(1, set(3)), HasSubstr("more than 3 keys"));
+
+  Table bytes({.bytes = 5000});
+  for (int i = 0; i < 4; ++i) bytes.say(1, set(i));
+  EXPECT_THAT(bytes.error(1, set(4)), HasSubstr("more than 5000 bytes"));
+  for (int round = 0; round < 10; ++round) bytes.say(1, set(0));  // replaced, not added
+  bytes.say(1, command(Command::kDeleteKey, piece("1")));
+  bytes.say(1, set(4));
+  const auto waiting = command(Command::kWait, number<std::uint64_t>(1) + piece(value));
+  EXPECT_THAT(bytes.error(2, waiting), HasSubstr("more than 5000 bytes"));
+  EXPECT_THAT(bytes.error(1, command(Command::kQueuePush, piece("q") + piece(value))),
+              HasSubstr("more than 5000 bytes"));
+  EXPECT_THAT(bytes.error(1, command(Command::kAppend, piece("4") + piece(value))),
+              HasSubstr("more than 5000 bytes"));
+
+  Table waits({.bytes = 5000});  // what a wait holds is given back with it
+  for (int round = 0; round < 100; ++round) {
+    waits.say(1, waiting);
+    EXPECT_EQ(waits.say(1, command(Command::kCancelWait)), std::string(1, store::kWaitCanceled));
+    waits.say(2, waiting);
+    waits.table.drop(2);
+    waits.introduced.erase(2);
+  }
+  Table commands({.command_bytes = 100});
+  const std::string half = command(Command::kSet, piece("k") + number<std::uint64_t>(1000));
+  commands.say(1, command(Command::kPing, number<std::uint32_t>(7)));
+  EXPECT_EQ(commands.table.feed(1, half), 0u);
+  EXPECT_THROW(commands.table.feed(1, half + std::string(200, 'v')), CommError);
+}
+
+TEST(StoreTable, AWaitEndsWhenTheLastKeyIsThere) {
+  Table t;
+  t.say(1, command(Command::kWait, number<std::uint64_t>(2) + piece("a") + piece("b")));
+  t.say(3, command(Command::kWait, number<std::uint64_t>(1) + piece("b")));
+  t.say(2, command(Command::kSet, piece("a") + piece("")));
+  EXPECT_EQ(t.replies[1], "");
+  t.table.drop(3);
+  t.say(2, command(Command::kAdd, piece("b") + number<std::int64_t>(5)));
+  EXPECT_EQ(t.replies[1], std::string(1, store::kStopWaiting));
+  EXPECT_EQ(t.replies[3], "");
+  // Two wait for a queue; one value wakes one.
+  t.say(5, command(Command::kWait, number<std::uint64_t>(1) + piece("q")));
+  t.say(6, command(Command::kWait, number<std::uint64_t>(1) + piece("q")));
+  t.say(2, command(Command::kQueuePush, piece("q") + piece("x")));
+  EXPECT_EQ(t.replies[5].size() + t.replies[6].size(), 1u);
+}
+
+// ---------------------------------------------------------------- sockets
+
+struct Server {
+  EventLoop loop;
+  HeldPort port = HeldPort::any(Reach::kLoopback);
+  std::vector<std::string> said;
+  StoreServer server;
+
+  explicit Server(StoreServerOptions options = {})
+      : server(loop, port, [this](const std::string& line) { said.push_back(line); }, options) {}
+
+  void run_for(int ms) {
+    loop.after(std::chrono::milliseconds(ms), [this] { loop.stop(); });
+    loop.run();
+  }
+  Fd connect_tcp() {
+    Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<std::uint16_t>(port.number()));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) fd.reset();
+    return fd;
+  }
+  // The next that comes over the connection while the server runs; "" when it is closed.
+  std::string receive(const Fd& fd) {
+    char buffer[4096];
+    for (int round = 0; round < 1000; ++round) {
+      const ssize_t n = ::recv(fd.get(), buffer, sizeof buffer, MSG_DONTWAIT);
+      if (n >= 0) return std::string(buffer, static_cast<std::size_t>(n));
+      run_for(10);
+    }
+    return "nothing came";
+  }
+  std::string exchange(const Fd& fd, const std::string& bytes) {
+    write_all(fd.get(), bytes);
+    return receive(fd);
+  }
+  void run_until_listening(bool listening) {
+    for (int round = 0; round < 1000 && server.listening() != listening; ++round) run_for(10);
+    EXPECT_EQ(server.listening(), listening);
+  }
+};
+
+const std::string kPing = command(Command::kPing, number<std::uint32_t>(9));
+const std::string kPong = number<std::uint32_t>(9);
+Deadline soon() {
+  return Deadline::after(std::chrono::seconds(10));
+}
+
+TEST(StoreServer, NoPortIsOpenWhereRanksUseTheirChannels) {
+  Server s({.listen_after = std::chrono::milliseconds(50)});
+  const Fd channel = s.server.open_channel(0);
+  EXPECT_FALSE(s.server.listening());
+  {
+    const Fd connection = open_store_connection(channel.get(), soon());
+    EXPECT_NE(::fcntl(channel.get(), F_GETFD) & FD_CLOEXEC, 0);
+    EXPECT_EQ(s.exchange(connection, kHandshake + kPing), kPong);
+    s.run_for(100);
+    EXPECT_FALSE(s.server.listening());
+    EXPECT_FALSE(s.connect_tcp());
+  }
+  s.run_until_listening(true);  // nobody uses a channel any more: a Python program may come next
+}
+
+TEST(StoreServer, ListensOnLoopbackForRanksWithoutAChannel) {
+  Server s({.listen_after = std::chrono::milliseconds(10)});
+  const Fd channel = s.server.open_channel(0);
+  s.run_until_listening(true);
+  const Fd scanner = s.connect_tcp();
+  write_all(scanner.get(), "who");
+  const Fd before = open_store_connection(channel.get(), soon());
+  EXPECT_EQ(s.exchange(before, kHandshake + kPing), kPong);
+  EXPECT_FALSE(s.server.listening());  // one that never spoke the protocol holds nothing open
+}
+
+TEST(StoreServer, StaysOpenOnceATcpClientHasCome) {
+  Server s({.listen_after = std::chrono::milliseconds(10)});
+  const Fd channel = s.server.open_channel(0);
+  s.run_until_listening(true);
+  const Fd python = s.connect_tcp();
+  EXPECT_EQ(s.exchange(python, kHandshake + kPing), kPong);
+  const Fd connection = open_store_connection(channel.get(), soon());
+  EXPECT_EQ(s.exchange(connection, kHandshake + kPing), kPong);
+  EXPECT_TRUE(s.server.listening());
+  EXPECT_EQ(s.exchange(connection, command(Command::kSet, piece("k") + piece("v")) + kPing), kPong);
+  EXPECT_EQ(s.exchange(python, command(Command::kGet, piece("k"))), piece("v"));
+}
+
+TEST(StoreServer, RefusesTheConnectionThatIsTooManyAndNonsense) {
+  Server s({.connections_per_rank = 2,
+            .tcp_connections = 2,
+            .listen_after = std::chrono::milliseconds(10)});
+  const Fd channel = s.server.open_channel(7);
+  s.run_until_listening(true);
+  std::vector<Fd> clients;
+  for (int i = 0; i < 3; ++i) clients.push_back(s.connect_tcp());
+  EXPECT_EQ(s.exchange(clients[0], kHandshake + kPing), kPong);
+  EXPECT_EQ(s.receive(clients[2]), "");
+  EXPECT_EQ(s.exchange(clients[1], "nonsense"), "");
+  ASSERT_EQ(s.said.size(), 1u);
+  EXPECT_THAT(s.said[0], HasSubstr("not from a TCPStore client: the connection of a TCP client"));
+
+  std::vector<Fd> rank;
+  for (int i = 0; i < 3; ++i) rank.push_back(open_store_connection(channel.get(), soon()));
+  EXPECT_EQ(s.exchange(rank[1], kHandshake + kPing), kPong);
+  EXPECT_EQ(s.receive(rank[2]), "");
+  EXPECT_THAT(s.said.back(), HasSubstr("rank 7 has 2 connections"));
+}
+
+TEST(StoreServer, AProgramThatServesThePortItselfIsLeftAlone) {
+  Server s({.listen_after = std::chrono::milliseconds(20)});
+  const Fd own = s.port.listener();
+  s.run_for(60);
+  EXPECT_FALSE(s.server.listening());
+  ASSERT_EQ(s.said.size(), 1u);
+  EXPECT_THAT(s.said[0], HasSubstr("is already served"));
+}
+
+TEST(StoreServer, WaitsWhileThereAreNoDescriptors) {
+  Server s({.listen_after = std::chrono::milliseconds(10)});
+  s.run_until_listening(true);
+  const Fd client = s.connect_tcp();
+  write_all(client.get(), kHandshake + kPing);
+  rlimit before{};
+  ::getrlimit(RLIMIT_NOFILE, &before);
+  const Fd probe(::dup(0));
+  const rlimit none{static_cast<rlim_t>(probe.get()), before.rlim_max};
+  ::setrlimit(RLIMIT_NOFILE, &none);
+  const auto began = ::clock();
+  s.run_for(150);
+  EXPECT_LT(static_cast<double>(::clock() - began) / CLOCKS_PER_SEC, 0.1);  // it does not spin
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_EQ(s.receive(client), kPong);
+}
+
+// ---------------------------------------------------------------- the variable
+
+TEST(StoreChannel, IsForTheProcessThatItWasMadeFor) {
+  Server s;
+  const Fd fd = s.server.open_channel(1);
+  const StoreChannel channel{fd.get(), inode_of(fd.get()), 1, 2, 29500};
+  ::setenv("LOCKSTEP_STORE_CHANNEL", channel.text().c_str(), 1);
+  EXPECT_EQ(StoreChannel::from_env(), channel);
+  EXPECT_TRUE(channel.intact());
+  StoreChannel other = channel;
+  other.inode += 1;  // the number belongs to something else by now
+  EXPECT_FALSE(other.intact());
+  other = channel;
+  other.fd = 917;
+  EXPECT_FALSE(other.intact());
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+  const Fd first(ends[0]), second(ends[1]);
+  EXPECT_FALSE((StoreChannel{ends[0], inode_of(ends[0]), 1, 2, 29500}.intact()));
+  for (const char* bad : {"7", "7:8:1:2", "x:8:1:2:3", "7:8:1:2:3:4", "-1:8:1:2:3", "7;8;1;2;3"}) {
+    ::setenv("LOCKSTEP_STORE_CHANNEL", bad, 1);
+    EXPECT_FALSE(StoreChannel::from_env()) << bad;
+  }
+  ::unsetenv("LOCKSTEP_STORE_CHANNEL");
+  EXPECT_FALSE(StoreChannel::from_env());
+}
+
+}  // namespace
+}  // namespace lockstep::launch

@@ -1,0 +1,381 @@
+#include "lockstep/launch/store_table.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/store_channel.h"
+
+namespace lockstep::launch {
+
+using store::Command;
+
+namespace {
+
+template <typename T>
+std::string bytes_of(T value) {
+  std::string bytes(sizeof value, '\0');
+  std::memcpy(bytes.data(), &value, sizeof value);
+  return bytes;
+}
+
+void append_value(std::string& to, std::string_view value) {
+  to += bytes_of<std::uint64_t>(value.size());
+  to += value;
+}
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw CommError("store", what);
+}
+
+}  // namespace
+
+// Reads from the front of the bytes that have come. Past their end everything reads as empty and
+// incomplete() is true: the command is then tried again when there are more.
+class StoreTable::Input {
+ public:
+  explicit Input(std::string_view bytes) : bytes_(bytes) {}
+
+  bool incomplete() const { return incomplete_; }
+  std::size_t used() const { return used_; }
+
+  template <typename T>
+  T number() {
+    T value{};
+    const std::string_view bytes = take(sizeof value);
+    if (!incomplete_) std::memcpy(&value, bytes.data(), sizeof value);
+    return value;
+  }
+  std::string key() { return std::string(piece(store::kMaxKeyBytes, "key")); }
+  std::string_view value() { return piece(store::kMaxValueBytes, "value"); }
+  std::uint64_t count() {
+    const auto keys = number<std::uint64_t>();
+    if (keys > store::kMaxKeys) refuse(fmt::format("{} keys in one command are too many", keys));
+    return keys;
+  }
+  std::vector<std::string> keys() {
+    std::vector<std::string> keys;
+    for (auto left = count(); left > 0 && !incomplete_; --left) keys.push_back(key());
+    return keys;
+  }
+
+ private:
+  std::string_view piece(std::size_t max_bytes, const char* what) {
+    const auto size = number<std::uint64_t>();
+    if (size > max_bytes)
+      refuse(fmt::format("a {} of {} bytes is too long ({} are allowed)", what, size, max_bytes));
+    return take(static_cast<std::size_t>(size));
+  }
+  std::string_view take(std::size_t size) {
+    if (incomplete_ || bytes_.size() - used_ < size) {
+      incomplete_ = true;
+      return {};
+    }
+    used_ += size;
+    return bytes_.substr(used_ - size, size);
+  }
+
+  std::string_view bytes_;
+  std::size_t used_ = 0;
+  bool incomplete_ = false;
+};
+
+std::size_t StoreTable::feed(Client client, std::string_view input) {
+  std::size_t used = 0;
+  while (used < input.size()) {
+    Input in(input.substr(used));
+    if (!carry_out(client, in)) break;
+    used += in.used();
+  }
+  if (input.size() - used > limits_.command_bytes)
+    refuse(fmt::format("a command of more than {} bytes", limits_.command_bytes));
+  return used;
+}
+
+void StoreTable::drop(Client client) {
+  stop_waiting(client);
+  clients_.erase(client);
+}
+
+// ---------------------------------------------------------------- commands
+
+// False when the command is not complete yet; nothing has happened then.
+bool StoreTable::carry_out(Client client, Input& in) {
+  State& state = clients_[client];
+  const auto command = static_cast<Command>(in.number<std::uint8_t>());
+  if (!state.validated) {
+    const auto magic = in.number<std::uint32_t>();
+    if (command != Command::kValidate) refuse("the first message is not from a TCPStore client");
+    if (in.incomplete()) return false;
+    if (magic != store::kMagic) refuse("the first message is not from a TCPStore client");
+    return state.validated = true;
+  }
+  switch (command) {
+    case Command::kPing: {
+      const auto nonce = in.number<std::uint32_t>();
+      if (in.incomplete()) return false;
+      reply_(client, bytes_of(nonce));
+      return true;
+    }
+    case Command::kNumKeys:
+      reply_(client, bytes_of<std::int64_t>(static_cast<std::int64_t>(values_.size())));
+      return true;
+    case Command::kListKeys:
+      list(client);
+      return true;
+    case Command::kCancelWait:
+      stop_waiting(client);
+      reply_(client, std::string_view(&store::kWaitCanceled, 1));
+      return true;
+    case Command::kCheck:
+    case Command::kWait:
+    case Command::kMultiGet:
+    case Command::kMultiSet:
+      return carry_out_on_keys(client, command, in);
+    default:
+      return carry_out_on_key(client, command, in);
+  }
+}
+
+bool StoreTable::carry_out_on_key(Client client, Command command, Input& in) {
+  switch (command) {
+    case Command::kSet:
+    case Command::kAppend:
+    case Command::kQueuePush: {
+      const std::string key = in.key();
+      const std::string_view value = in.value();
+      if (in.incomplete()) return false;
+      if (command == Command::kSet) put(key, std::string(value));
+      if (command == Command::kAppend) append(key, value);
+      if (command == Command::kQueuePush) push(key, value);
+      return true;
+    }
+    case Command::kCompareSet: {
+      const std::string key = in.key();
+      const std::string_view expected = in.value();
+      const std::string_view desired = in.value();
+      if (in.incomplete()) return false;
+      compare_set(client, key, expected, desired);
+      return true;
+    }
+    case Command::kAdd: {
+      const std::string key = in.key();
+      const auto amount = in.number<std::int64_t>();
+      if (in.incomplete()) return false;
+      add(client, key, amount);
+      return true;
+    }
+    case Command::kGet:
+    case Command::kDeleteKey:
+    case Command::kQueuePop:
+    case Command::kQueueLen: {
+      const std::string key = in.key();
+      if (in.incomplete()) return false;
+      if (command == Command::kGet) reply_(client, value_reply({key}));
+      if (command == Command::kDeleteKey) reply_(client, bytes_of<std::int64_t>(erase(key)));
+      if (command == Command::kQueuePop) pop(client, key);
+      if (command == Command::kQueueLen) {
+        const auto queue = queues_.find(key);
+        reply_(
+            client,
+            bytes_of(static_cast<std::int64_t>(queue == queues_.end() ? 0 : queue->second.size())));
+      }
+      return true;
+    }
+    default:
+      refuse(fmt::format(
+          "command {} is not known. The client's PyTorch is probably newer than this launcher",
+          static_cast<int>(command)));
+  }
+}
+
+bool StoreTable::carry_out_on_keys(Client client, Command command, Input& in) {
+  if (command == Command::kMultiSet) {
+    std::vector<std::pair<std::string, std::string_view>> pairs;
+    for (auto left = in.count(); left > 0 && !in.incomplete(); --left) {
+      std::string key = in.key();
+      pairs.emplace_back(std::move(key), in.value());
+    }
+    if (in.incomplete()) return false;
+    for (const auto& [key, value] : pairs) put(key, std::string(value));
+    return true;
+  }
+  const std::vector<std::string> keys = in.keys();
+  if (in.incomplete()) return false;
+  if (command == Command::kWait) {
+    wait(client, keys);
+  } else if (command == Command::kMultiGet) {
+    reply_(client, value_reply(keys));
+  } else {
+    const bool all =
+        std::all_of(keys.begin(), keys.end(), [this](const auto& key) { return present(key); });
+    reply_(client, std::string_view(all ? &store::kReady : &store::kNotReady, 1));
+  }
+  return true;
+}
+
+// ---------------------------------------------------------------- values
+
+// Before something grows: throws instead of letting it grow beyond the limits.
+void StoreTable::reserve(std::size_t added, std::size_t removed) {
+  if (bytes_ - removed + added > limits_.bytes)
+    refuse(fmt::format("the store would hold more than {} bytes", limits_.bytes));
+  bytes_ = bytes_ - removed + added;
+}
+
+void StoreTable::put(const std::string& key, std::string value) {
+  const auto found = values_.find(key);
+  if (found != values_.end()) {
+    reserve(value.size(), found->second.size());
+    found->second = std::move(value);
+  } else {
+    if (values_.size() >= limits_.keys)
+      refuse(fmt::format("the store would hold more than {} keys", limits_.keys));
+    reserve(key.size() + value.size(), 0);
+    values_.emplace(key, std::move(value));
+  }
+  wake(key);
+}
+
+void StoreTable::append(const std::string& key, std::string_view value) {
+  const auto found = values_.find(key);
+  if (found == values_.end()) return put(key, std::string(value));
+  reserve(value.size(), 0);
+  found->second += value;
+}
+
+std::int64_t StoreTable::erase(const std::string& key) {
+  const auto found = values_.find(key);
+  if (found == values_.end()) return 0;
+  reserve(0, key.size() + found->second.size());
+  values_.erase(found);
+  return 1;
+}
+
+std::string StoreTable::value_reply(const std::vector<std::string>& keys) const {
+  std::string reply;
+  for (const std::string& key : keys) {
+    const auto found = values_.find(key);
+    append_value(reply, found == values_.end() ? std::string_view() : found->second);
+    if (reply.size() > limits_.command_bytes)
+      refuse(fmt::format("a reply of more than {} bytes", limits_.command_bytes));
+  }
+  return reply;
+}
+
+void StoreTable::add(Client client, const std::string& key, std::int64_t amount) {
+  std::int64_t old = 0;
+  if (const auto found = values_.find(key); found != values_.end()) {
+    const std::string& text = found->second;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), old);
+    if (error != std::errc() || end != text.data() + text.size())
+      refuse("a number cannot be added to a value that is not one");
+  }
+  // Wraps around instead of overflowing.
+  const auto sum = static_cast<std::int64_t>(static_cast<std::uint64_t>(old) +
+                                             static_cast<std::uint64_t>(amount));
+  put(key, std::to_string(sum));
+  reply_(client, bytes_of(sum));
+}
+
+// The reply is what is there afterwards; for a key that is missing c10d's servers reply `expected`.
+void StoreTable::compare_set(Client client, const std::string& key, std::string_view expected,
+                             std::string_view desired) {
+  std::string reply;
+  const auto found = values_.find(key);
+  if (found == values_.end() && !expected.empty()) {
+    append_value(reply, expected);
+    return reply_(client, reply);
+  }
+  if (found == values_.end() || found->second == expected) put(key, std::string(desired));
+  append_value(reply, values_.at(key));
+  reply_(client, reply);
+}
+
+void StoreTable::list(Client client) {
+  std::string reply = bytes_of(static_cast<std::int64_t>(values_.size()));
+  for (const auto& [key, value] : values_) append_value(reply, key);
+  if (reply.size() > limits_.command_bytes)
+    refuse(fmt::format("a reply of more than {} bytes", limits_.command_bytes));
+  reply_(client, reply);
+}
+
+// ---------------------------------------------------------------- queues
+
+void StoreTable::push(const std::string& key, std::string_view value) {
+  // The key counts for every value, so that empty ones are bounded too.
+  reserve(key.size() + value.size() + sizeof(std::string), 0);
+  queues_[key].emplace_back(value);
+  wake(key, true);
+}
+
+void StoreTable::pop(Client client, const std::string& key) {
+  const auto queue = queues_.find(key);
+  if (queue == queues_.end()) return reply_(client, bytes_of<std::int64_t>(0));
+  std::string reply = bytes_of(static_cast<std::int64_t>(queue->second.size()));
+  append_value(reply, queue->second.front());
+  reserve(0, key.size() + queue->second.front().size() + sizeof(std::string));
+  queue->second.pop_front();
+  if (queue->second.empty()) queues_.erase(queue);
+  reply_(client, reply);
+}
+
+// ---------------------------------------------------------------- waiting
+
+bool StoreTable::present(const std::string& key) const {
+  return values_.count(key) != 0 || queues_.count(key) != 0;
+}
+
+void StoreTable::wait(Client client, const std::vector<std::string>& keys) {
+  State& state = clients_.at(client);
+  if (!state.awaited.empty()) refuse("a client that waits cannot wait for something else");
+  std::size_t bytes = 0;
+  for (const std::string& key : keys) {
+    if (present(key)) continue;
+    state.awaited.push_back(key);
+    bytes += key.size() + sizeof(std::string);
+  }
+  state.missing = state.awaited.size();
+  if (state.missing == 0) return reply_(client, std::string_view(&store::kStopWaiting, 1));
+  reserve(bytes, 0);
+  state.awaited_bytes = bytes;
+  for (const std::string& key : state.awaited) waiters_[key].push_back(client);
+}
+
+// A key that is set counts even if it is deleted before the others come, as in c10d's servers.
+void StoreTable::wake(const std::string& key, bool one_only) {
+  const auto found = waiters_.find(key);
+  if (found == waiters_.end()) return;
+  std::deque<Client> woken;
+  if (one_only) {
+    woken.push_back(found->second.front());
+    found->second.pop_front();
+    if (found->second.empty()) waiters_.erase(found);
+  } else {
+    woken.swap(found->second);
+    waiters_.erase(found);
+  }
+  for (const Client client : woken) {
+    if (--clients_.at(client).missing > 0) continue;
+    stop_waiting(client);
+    reply_(client, std::string_view(&store::kStopWaiting, 1));
+  }
+}
+
+void StoreTable::stop_waiting(Client client) {
+  const auto state = clients_.find(client);
+  if (state == clients_.end() || state->second.awaited.empty()) return;
+  for (const std::string& key : state->second.awaited) {
+    const auto found = waiters_.find(key);
+    if (found == waiters_.end()) continue;
+    std::erase(found->second, client);
+    if (found->second.empty()) waiters_.erase(found);
+  }
+  reserve(0, state->second.awaited_bytes);
+  state->second.awaited.clear();
+  state->second.awaited_bytes = 0;
+}
+
+}  // namespace lockstep::launch
