@@ -30,6 +30,7 @@ using Bytes = std::vector<std::uint8_t>;
 constexpr std::size_t kMaxIdleConnections = 4;
 // A cut connection is often seen a moment before its cause is announced.
 constexpr std::chrono::milliseconds kCauseWait{1000};
+constexpr std::chrono::milliseconds kAnswerWait{200};
 
 // One command, as the protocol writes it.
 class StoreRequest {
@@ -88,24 +89,27 @@ struct StoreCall {
                               call.what));
 }
 
-// Waits until `events` or throws: the launcher's announcement, or the deadline.
-void await_socket(int fd, short events, const StoreCall& call) {
+// False when the deadline has passed; throws when the launcher announces a failure.
+bool socket_ready(int fd, short events, const StoreCall& call) {
   constexpr int kSliceMs = 100;
   for (;;) {
     pollfd ready{fd, events, 0};
     const int slice = std::clamp(call.deadline.remaining_ms(), 1, kSliceMs);
     const int count = ::poll(&ready, 1, slice);
-    if (count > 0) return;
+    if (count > 0) return true;
     if (count < 0 && errno != EINTR) throw SystemError("store", "poll failed", errno);
     throw_if_doomed(call.what);
-    if (call.deadline.expired()) {
-      throw TimeoutError("store",
-                         fmt::format("{} timed out after {} ms. The rank that should set it is "
-                                     "late, stuck or on another path. Look at its output.",
-                                     call.what, call.deadline.total().count()),
-                         {-1, -1, "store", 0, call.deadline.elapsed()});
-    }
+    if (call.deadline.expired()) return false;
   }
+}
+
+void await_socket(int fd, short events, const StoreCall& call) {
+  if (socket_ready(fd, events, call)) return;
+  throw TimeoutError("store",
+                     fmt::format("{} timed out after {} ms. The rank that should set it is "
+                                 "late, stuck or on another path. Look at its output.",
+                                 call.what, call.deadline.total().count()),
+                     {-1, -1, "store", 0, call.deadline.elapsed()});
 }
 
 class StoreConnection {
@@ -148,6 +152,21 @@ class StoreConnection {
     return value;
   }
 
+  // The protocol does not answer a change; a ping behind it does. Until then what one call has set
+  // may not be seen by the next, which may have another connection. A launcher that is stopped
+  // (Ctrl-Z) must not hold up ranks that only leave something in the store, so a late answer is
+  // read by the next call on this connection.
+  void change(const std::string& request, const StoreCall& call) {
+    send(request + StoreRequest(Command::kPing).number<std::uint32_t>(0).bytes(), call);
+    ++unanswered_;
+    const StoreCall soon{call.what,
+                         Deadline::after(std::min(kAnswerWait, call.deadline.remaining()))};
+    if (socket_ready(fd_.get(), POLLIN, soon)) read_answers(call);
+  }
+  void read_answers(const StoreCall& call) {
+    for (; unanswered_ > 0; --unanswered_) receive_number<std::uint32_t>(call);
+  }
+
   Bytes receive_value(const StoreCall& call) const {
     Bytes value(static_cast<std::size_t>(receive_number<std::uint64_t>(call)));
     receive(value.data(), value.size(), call);
@@ -156,6 +175,7 @@ class StoreConnection {
 
  private:
   Fd fd_;
+  int unanswered_ = 0;
 };
 
 // Connections that are not in use. A wait blocks its connection, so every call that runs has one.
@@ -318,6 +338,7 @@ class LauncherStore : public c10d::Store {
   T exchange(const std::string& request, const StoreCall& call, const Read& read) {
     StoreConnection connection = connections_->take(call);
     connection.send(request, call);
+    connection.read_answers(call);
     T reply = read(connection, call);
     connections_->give_back(std::move(connection));
     return reply;
@@ -332,14 +353,11 @@ class LauncherStore : public c10d::Store {
       return from.template receive_number<std::int64_t>(call);
     });
   }
-  // The protocol does not answer these; a ping behind them does, so that what one call has set is
-  // seen by the next, which may have another connection.
   void post(const StoreRequest& request, const std::string& what) {
-    const std::string ping = StoreRequest(Command::kPing).number<std::uint32_t>(0).bytes();
-    exchange<std::uint32_t>(request.bytes() + ping, call_for(what, getTimeout()),
-                            [](const auto& from, const auto& call) {
-                              return from.template receive_number<std::uint32_t>(call);
-                            });
+    const StoreCall call = call_for(what, getTimeout());
+    StoreConnection connection = connections_->take(call);
+    connection.change(request.bytes(), call);
+    connections_->give_back(std::move(connection));
   }
 
   const std::shared_ptr<StoreConnections> connections_;

@@ -41,7 +41,12 @@ class Launcher {
       server.emplace(loop, port, [](const std::string&) {}, options);
       port_ = port.number();
       channel_ = server->open_channel(0);
-      loop.watch(stop_.get(), EPOLLIN, [&](std::uint32_t) { loop.stop(); });
+      loop.watch(stop_.get(), EPOLLIN, [&](std::uint32_t) {
+        std::uint64_t ignored = 0;
+        (void)!::read(stop_.get(), &ignored, sizeof ignored);
+        if (pause_.load() == 0ms) return loop.stop();
+        std::this_thread::sleep_for(pause_.exchange(0ms));
+      });
       ready.set_value();
       loop.run();
     });
@@ -51,6 +56,12 @@ class Launcher {
   Launcher(const Launcher&) = delete;
   Launcher& operator=(const Launcher&) = delete;
 
+  // Answers nobody for so long.
+  void pause(std::chrono::milliseconds time) {
+    pause_ = time;
+    write_all(stop_.get(), std::string_view("\1\0\0\0\0\0\0\0", 8));
+    std::this_thread::sleep_for(100ms);
+  }
   void stop() {
     if (!thread_.joinable()) return;
     write_all(stop_.get(), std::string_view("\1\0\0\0\0\0\0\0", 8));
@@ -67,6 +78,7 @@ class Launcher {
   }
 
  private:
+  std::atomic<std::chrono::milliseconds> pause_{0ms};
   Fd stop_;
   Fd channel_;
   int port_ = 0;
@@ -204,6 +216,18 @@ TEST(LauncherStore, ItsErrorsSayWhatHappened) {
   EXPECT_THAT(error_of([&] { store->add("text", 1); }),
               HasSubstr("adding to text: the launcher has closed the connection"));
   EXPECT_EQ(store->get_to_str("text"), "abc");  // by another connection
+}
+
+TEST(LauncherStore, AStoppedLauncherDoesNotHoldUpThoseWhoOnlySet) {
+  Launcher launcher;
+  const StorePtr store = launcher.store();
+  launcher.pause(1500ms);
+  const auto began = std::chrono::steady_clock::now();
+  store->set("a", "1");
+  store->set("b", "2");
+  EXPECT_LT(std::chrono::steady_clock::now() - began, 1200ms);
+  EXPECT_EQ(store->get_to_str("b"), "2");  // waits for it
+  EXPECT_EQ(store->add("n", 3), 3);
 }
 
 TEST(LauncherStore, EndsWhenTheLauncherDoes) {

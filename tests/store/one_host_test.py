@@ -134,7 +134,10 @@ class Network(Case):
         found = listening(pids)
         master = next(int(port) for port in (variable(pid, "MASTER_PORT") for pid in pids) if port)
         for pid in pids:
-            self.assertIn(variable(pid, "MASTER_ADDR"), (None, "127.0.0.1"))
+            if variable(pid, "RANK") is not None:
+                self.assertEqual([variable(pid, name) for name in
+                                  ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")],
+                                 ["127.0.0.1", "lo", "=lo"])
         if CAN_SPLIT:
             ports = sorted({port for _, port in found} | {master})
             knocked = subprocess.run(
