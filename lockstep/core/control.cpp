@@ -20,6 +20,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/thread_signals.h"
 
 namespace lockstep::control {
 namespace {
@@ -73,12 +74,8 @@ class Listener {
     if (!fd_) return;
     set_cloexec(fd);
     wake_ = make_pipe();
-    // The thread inherits a mask without signals: handlers of the program run on its own threads.
-    sigset_t all, before;
-    sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    const SignalsBlocked blocked;
     std::thread([this] { listen(); }).detach();  // ends with the process; *this is never destroyed
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   bool connected() const { return static_cast<bool>(fd_); }

@@ -11,8 +11,8 @@
 //
 //   auto token = control::subscribe([&](const control::Failure& f) { world.abort(f.text()); });
 //
-// All functions may be called from any thread. The descriptor is closed on exec from the first use
-// on, so that a rank's own children do not listen.
+// All functions may be called from any thread, but not in a signal handler: they lock. The
+// descriptor is closed on exec from the first use on, so that a rank's own children do not listen.
 #pragma once
 
 #include <chrono>

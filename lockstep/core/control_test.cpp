@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "lockstep/core/child_for_test.h"
+#include "lockstep/core/crash.h"
 #include "lockstep/core/fd.h"
 
 namespace lockstep {
@@ -193,6 +194,29 @@ TEST(Control, ACallMayDropItsOwnToken) {
   ASSERT_TRUE(child.says("ready"));
   launcher.say(kFailed);
   EXPECT_EQ(child.wait(), 0) << child.output();
+}
+
+CHILD(faults_in_a_callback) {
+  crash::install(5);
+  auto token = control::subscribe([](const control::Failure&) {
+    volatile int* volatile nowhere = nullptr;
+    *nowhere = 1;
+  });
+  print("ready");
+  std::this_thread::sleep_for(seconds(60));
+  return 0;
+}
+
+TEST(Control, AFaultOnTheListeningThreadIsReported) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the sanitizer's own";
+#endif
+  Launcher launcher;
+  Child child("faults_in_a_callback", launcher.variables(), {launcher.pipe.read.get()});
+  ASSERT_TRUE(child.says("ready"));
+  launcher.say(kFailed);
+  EXPECT_EQ(child.wait(), -SIGSEGV);
+  EXPECT_THAT(child.output(), HasSubstr("killed by SIGSEGV at address 0x0\n    at "));
 }
 
 CHILD(saves_on_sigterm) {

@@ -28,6 +28,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/core/symbols.h"
+#include "lockstep/core/thread_signals.h"
 #include "lockstep/core/throw_trace.h"
 
 namespace lockstep::crash {
@@ -38,15 +39,10 @@ constexpr std::size_t kPrintedFrames = 32;
 constexpr std::size_t kAlternateStackBytes = 512u << 10;
 constexpr unsigned kReadableReportSeconds = 5;
 
-struct FatalSignal {
-  int number;
-  const char* name;
-};
-constexpr FatalSignal kFatal[] = {{SIGSEGV, "SIGSEGV"},
-                                  {SIGABRT, "SIGABRT"},
-                                  {SIGBUS, "SIGBUS"},
-                                  {SIGFPE, "SIGFPE"},
-                                  {SIGILL, "SIGILL"}};
+// After these the program can continue: a breakpoint, a system call that a sandbox stopped.
+constexpr bool can_continue(int number) {
+  return number == SIGTRAP || number == SIGSYS;
+}
 
 // All that a signal handler reads is here beforehand.
 std::atomic<bool> g_installed{false};
@@ -56,7 +52,7 @@ std::atomic<bool> g_crash_reported{false};
 std::atomic<int> g_rank{-1};
 char g_host[256] = "";
 char g_error_file[4096] = "";
-struct sigaction g_before[std::size(kFatal)];
+struct sigaction g_before[std::size(kFaultSignals)];
 std::terminate_handler g_terminate_before = nullptr;
 
 const char* base_name(const char* path) {
@@ -162,7 +158,7 @@ class PlainText {
 };
 
 struct Crash {
-  const char* signal_name;
+  const char* signal_name;  // without its SIG
   std::uint64_t address;
   bool has_address;
   void* frames[kFrames];
@@ -171,7 +167,7 @@ struct Crash {
 
 template <typename Text>
 void add_message(Text& text, const Crash& crash) {
-  text.add("killed by ").add(crash.signal_name);
+  text.add("killed by SIG").add(crash.signal_name);
   if (crash.has_address) text.add(" at address 0x").add_number(crash.address, 16);
 }
 
@@ -217,10 +213,10 @@ void write_plain_line(const Crash& crash) {
   sigset_t all;
   sigfillset(&all);
   ::pthread_sigmask(SIG_UNBLOCK, &all, nullptr);
-  for (const auto& fatal : kFatal) std::signal(fatal.number, SIG_DFL);
+  for (const int fault : kFaultSignals) std::signal(fault, SIG_DFL);
   std::signal(SIGALRM, SIG_DFL);
   ::alarm(kReadableReportSeconds);
-  std::string message = fmt::format("killed by {}", crash.signal_name);
+  std::string message = fmt::format("killed by SIG{}", crash.signal_name);
   if (crash.has_address) message += fmt::format(" at address {:#x}", crash.address);
   write_readable(
       {message, frame_texts({crash.frames, static_cast<std::size_t>(crash.depth)}), false});
@@ -255,6 +251,13 @@ void wait_for_report() {
   }
 }
 
+// The program counter is behind the instruction that trapped: int3, but not brk.
+#if defined(__x86_64__)
+constexpr bool kTrapsAreCompleted = true;
+#else
+constexpr bool kTrapsAreCompleted = false;
+#endif
+
 struct Interrupted {
   void* program_counter = nullptr;
   void* return_address = nullptr;  // as the first instruction of a function finds it
@@ -274,7 +277,7 @@ Interrupted interrupted(void* context) {
 #endif
 }
 
-void take_frames(Crash& crash, void* context) {
+void take_frames(Crash& crash, void* context, bool completed) {
   const Interrupted at = interrupted(context);
   if (at.program_counter == nullptr && at.return_address != nullptr) {
     // A call through a null pointer: nothing can be unwound from there, but the caller is known.
@@ -292,8 +295,9 @@ void take_frames(Crash& crash, void* context) {
     }
   }
   crash.depth = std::min(depth - first, kFrames);
-  // All others are return addresses, one after the instruction that counts; make this one alike.
-  if (depth > 0 && frames[first] == at.program_counter)
+  // All others are return addresses, one after the instruction that counts. So is this one after an
+  // instruction that was completed.
+  if (depth > 0 && frames[first] == at.program_counter && !completed)
     frames[first] = static_cast<char*>(frames[first]) + 1;
   std::memcpy(crash.frames, frames + first, sizeof(void*) * static_cast<std::size_t>(crash.depth));
 }
@@ -301,15 +305,15 @@ void take_frames(Crash& crash, void* context) {
 void on_fatal_signal(int number, siginfo_t* info, void* context) {
   const int saved_errno = errno;
   std::size_t index = 0;
-  while (index + 1 < std::size(kFatal) && kFatal[index].number != number) ++index;
+  while (index + 1 < std::size(kFaultSignals) && kFaultSignals[index] != number) ++index;
   const long self = ::syscall(SYS_gettid);
   if (!g_reported.exchange(true)) {
     g_crashed_thread = self;
     static Crash crash;
-    crash.signal_name = kFatal[index].name;
+    crash.signal_name = ::sigabbrev_np(number);  // a table: safe here
     crash.has_address = info->si_code > 0 && (number == SIGSEGV || number == SIGBUS);
     crash.address = reinterpret_cast<std::uint64_t>(info->si_addr);
-    take_frames(crash, context);
+    take_frames(crash, context, kTrapsAreCompleted && number == SIGTRAP && info->si_code > 0);
     write_plain_file(crash);
     if (!fork_readable(crash)) write_plain_line(crash);
     g_crash_reported = true;
@@ -317,9 +321,9 @@ void on_fatal_signal(int number, siginfo_t* info, void* context) {
     wait_for_report();  // two threads crashed: the first one's report must be finished
   }
   ::sigaction(number, &g_before[index], nullptr);
-  // A fault happens again when its instruction does; a signal that was sent must be sent again. It
-  // stays blocked until this handler returns.
-  if (info->si_code <= 0) ::syscall(SYS_tgkill, ::getpid(), self, number);
+  // A fault happens again when its instruction does; a signal that was sent, or after which the
+  // program could continue, must be sent again. It stays blocked until this handler returns.
+  if (info->si_code <= 0 || can_continue(number)) ::syscall(SYS_tgkill, ::getpid(), self, number);
   errno = saved_errno;
 }
 
@@ -364,12 +368,15 @@ void install_signal_handlers() {
     alternate.ss_size = kAlternateStackBytes;
     ::sigaltstack(&alternate, nullptr);
   }
-  for (std::size_t i = 0; i < std::size(kFatal); ++i) {
+  for (std::size_t i = 0; i < std::size(kFaultSignals); ++i) {
     struct sigaction action {};
     action.sa_sigaction = on_fatal_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     sigemptyset(&action.sa_mask);
-    ::sigaction(kFatal[i].number, &action, &g_before[i]);
+    ::sigaction(kFaultSignals[i], nullptr, &g_before[i]);
+    // Whoever handles these already does so to continue.
+    if (can_continue(kFaultSignals[i]) && g_before[i].sa_handler != SIG_DFL) continue;
+    ::sigaction(kFaultSignals[i], &action, nullptr);
   }
 }
 

@@ -21,9 +21,10 @@
 
 namespace lockstep::crash {
 
-// From now on fatal signals (SEGV, ABRT, BUS, FPE, ILL) and std::terminate leave a report, and
-// every `throw` remembers where it was. Once per process, from the main thread; later calls only
-// change the rank that reports name (-1: unknown).
+// From now on fatal signals (SEGV, ABRT, BUS, FPE, ILL, TRAP, SYS) and std::terminate leave a
+// report, and every `throw` remembers where it was. TRAP and SYS stay with a handler that is
+// already there: it belongs to a sandbox or a debugger. Once per process, from the main thread;
+// later calls only change the rank that reports name (-1: unknown).
 void install(int rank = -1);
 
 // Frames of the calling thread, innermost first, without `skip` frames of our own: the demangled

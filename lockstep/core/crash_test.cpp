@@ -2,9 +2,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <csignal>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
@@ -31,6 +36,47 @@ using child_for_test::Child;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
+#if defined(__x86_64__)
+constexpr int kBuiltinTrap = SIGILL;
+void undefined_instruction() {
+  asm volatile("ud2");
+}
+void breakpoint() {
+  asm volatile("int3");
+}
+#elif defined(__aarch64__)
+constexpr int kBuiltinTrap = SIGTRAP;
+void undefined_instruction() {
+  asm volatile(".inst 0");
+}  // udf #0
+void breakpoint() {
+  asm volatile("brk #0");
+}
+#else
+constexpr int kBuiltinTrap = SIGILL;
+void undefined_instruction() {
+  std::raise(SIGILL);
+}
+void breakpoint() {
+  std::raise(SIGTRAP);
+}
+#endif
+
+// By a filter as of a sandbox; a machine without them raises the same signal.
+void blocked_system_call() {
+  sock_filter code[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_sethostname, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_TRAP),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  sock_fprog program{static_cast<unsigned short>(std::size(code)), code};
+  if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+      ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0)
+    std::raise(SIGSYS);
+  ::syscall(SYS_sethostname, nullptr, 0);
+}
+
 // Where the faults below happen; a stack must name it although it is not exported.
 [[gnu::noinline]] int deepest_function(const std::string& kind) {
   static volatile int sink = 0;
@@ -39,7 +85,12 @@ using ::testing::Not;
   if (kind == "abort") std::abort();
   if (kind == "raise") std::raise(SIGBUS);
   if (kind == "fpe") std::raise(SIGFPE);
-  if (kind == "ill") __builtin_trap();
+  if (kind == "ill") undefined_instruction();
+  if (kind == "trap") breakpoint();
+  if (kind == "builtin trap") __builtin_trap();
+  if (kind == "sys") blocked_system_call();
+  if (kind == "raise sys") std::raise(SIGSYS);
+  if (kind == "raise trap") std::raise(SIGTRAP);
   if (kind == "throw") throw std::runtime_error("the \"reason\"\n of \xff it");
   if (kind == "throw int") throw 7;
   if (kind == "call null") reinterpret_cast<void (*)()>(const_cast<int*>(nowhere))();
@@ -94,6 +145,17 @@ CHILD(crashes) {
   return deepest_function(kind);
 }
 
+volatile std::sig_atomic_t g_continued = 0;
+
+CHILD(continues_after_traps) {
+  for (const int number : {SIGTRAP, SIGSYS})
+    std::signal(number, [](int) { g_continued = g_continued + 1; });
+  crash::install();
+  std::raise(SIGTRAP);
+  std::raise(SIGSYS);
+  return g_continued == 2 ? 0 : 1;
+}
+
 struct Outcome {
   int status = 0;
   std::string output;
@@ -133,7 +195,13 @@ TEST(Crash, FatalSignalsLeaveAReportAndStayWhatTheyWere) {
                                {"heap", SIGABRT, "killed by SIGABRT"},
                                {"raise", SIGBUS, "killed by SIGBUS"},
                                {"fpe", SIGFPE, "killed by SIGFPE"},
-                               {"ill", SIGILL, "killed by SIGILL"}}) {
+                               {"ill", SIGILL, "killed by SIGILL"},
+                               {"trap", SIGTRAP, "killed by SIGTRAP"},
+                               {"raise trap", SIGTRAP, "killed by SIGTRAP"},
+                               {"builtin trap", kBuiltinTrap,
+                                "killed by SIG" + std::string(::sigabbrev_np(kBuiltinTrap))},
+                               {"sys", SIGSYS, "killed by SIGSYS"},
+                               {"raise sys", SIGSYS, "killed by SIGSYS"}}) {
     const Outcome outcome = crash_by(kind);
     EXPECT_EQ(outcome.status, -signal) << kind << "\n" << outcome.output;
     ASSERT_TRUE(outcome.file.is_object()) << kind << "\n" << outcome.output;
@@ -144,6 +212,11 @@ TEST(Crash, FatalSignalsLeaveAReportAndStayWhatTheyWere) {
     EXPECT_THAT(outcome.output, HasSubstr(message + "\n    at ")) << kind;
     EXPECT_THAT(outcome.output, HasSubstr("deepest_function(std::string const&)")) << kind;
   }
+}
+
+TEST(Crash, AHandlerThatContinuesAfterATrapStays) {
+  Child child("continues_after_traps", {});
+  EXPECT_EQ(child.wait(), 0) << child.output();
 }
 
 TEST(Crash, AnOverflowedStackIsReported) {

@@ -1,8 +1,5 @@
 #include "lockstep/data/prefetch.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -16,6 +13,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/thread_signals.h"
 
 namespace lockstep::data {
 namespace {
@@ -25,25 +23,6 @@ constexpr std::chrono::seconds kStopTime{10};
 struct Made {
   Thing thing{};
   std::exception_ptr error{};
-};
-
-// Signals are for the program's own threads; only those that a fault raises stay, for the crash
-// report. The new thread inherits the mask.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t blocked;
-    ::sigfillset(&blocked);
-    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS})
-      ::sigdelset(&blocked, fault);
-    ::pthread_sigmask(SIG_SETMASK, &blocked, &before_);
-  }
-  ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_{};
 };
 
 }  // namespace

@@ -329,6 +329,8 @@ TEST(CpuLists, ReadAndWriteTheKernelsNotation) {
 
 TEST(Signals, NamesAndNumbersMatch) {
   EXPECT_EQ(signal_name(SIGKILL), "SIGKILL");
+  EXPECT_EQ(signal_name(SIGTRAP), "SIGTRAP");
+  EXPECT_EQ(signal_name(SIGSYS), "SIGSYS");
   EXPECT_EQ(signal_name(200), "signal 200");
   EXPECT_EQ(signal_number("SIGUSR1"), SIGUSR1);
   EXPECT_EQ(signal_number("usr2"), SIGUSR2);

@@ -128,7 +128,12 @@ std::string hint_for(const Failure& failure) {
     return "SIGKILL comes from outside: often the kernel's out-of-memory killer (see dmesg), a "
            "scheduler's limit, or a person.";
   if (died_of("SIGBUS")) return "SIGBUS is often a full /dev/shm or a truncated mapped file.";
-  if (died_of("SIGSEGV") || died_of("SIGABRT"))
+  if (died_of("SIGSYS"))
+    return "SIGSYS comes from a filter of system calls (seccomp): see the profile of the container "
+           "or of the scheduler.";
+  if (died_of("SIGILL"))
+    return "SIGILL is often a program that was compiled for a newer processor (-march=native).";
+  if (died_of("SIGSEGV") || died_of("SIGABRT") || died_of("SIGTRAP"))
     return "Run the program under a debugger, or allow core files (ulimit -c unlimited).";
   return {};
 }

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <map>
 #include <set>
 
 #include "lockstep/core/error.h"
@@ -462,6 +463,20 @@ TEST(Report, AMismatchThatGlooNoticedPointsToTheDebugMode) {
   EXPECT_THAT(failure_report(failure), HasSubstr("LOCKSTEP_DEBUG=1 compares every call"));
   failure.message = "killed by SIGABRT";
   EXPECT_THAT(failure_report(failure), ::testing::Not(HasSubstr("LOCKSTEP_DEBUG")));
+}
+
+TEST(Report, SignalsOfFaultsHaveAHint) {
+  Failure failure;
+  failure.rank = 0;
+  for (const auto& [signal, hint] :
+       std::map<std::string, std::string>{{"SIGBUS", "/dev/shm"},
+                                          {"SIGILL", "newer processor"},
+                                          {"SIGSEGV", "under a debugger"},
+                                          {"SIGSYS", "seccomp"},
+                                          {"SIGTRAP", "under a debugger"}}) {
+    failure.cause = "killed by " + signal;
+    EXPECT_THAT(failure_report(failure), HasSubstr(hint)) << signal;
+  }
 }
 
 TEST(Report, NumbersThatAreNoIntsAreRefused) {

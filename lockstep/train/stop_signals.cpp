@@ -20,6 +20,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/thread_signals.h"
 
 namespace lockstep::train {
 namespace {
@@ -88,11 +89,10 @@ StopSignals::StopSignals(StopSignalOptions options) {
   g_signal = 0;
   g_wake = watch_->wake.write.get();
   // The watcher takes no signals: handlers run where they did before.
-  sigset_t all, mask;
-  sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &mask);
-  watch_->thread = std::thread([this] { watch(); });
-  ::pthread_sigmask(SIG_SETMASK, &mask, nullptr);
+  {
+    const SignalsBlocked blocked;
+    watch_->thread = std::thread([this] { watch(); });
+  }
   struct sigaction action {};
   action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART;

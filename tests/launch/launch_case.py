@@ -50,6 +50,10 @@ if rank == who:
         os.abort()
     if mode == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if mode == "trap":
+        os.kill(os.getpid(), signal.SIGTRAP)
+    if mode == "sys":
+        os.kill(os.getpid(), signal.SIGSYS)
     if mode == "kill9":
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "stop":

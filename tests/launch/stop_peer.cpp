@@ -4,6 +4,7 @@
 //
 // Times are of CLOCK_MONOTONIC, which all processes of the host share.
 #include <fmt/format.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -12,9 +13,9 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
-#include <thread>
 
 #include "lockstep/core/control.h"
+#include "lockstep/core/fd.h"
 
 namespace {
 
@@ -27,8 +28,17 @@ void say(const std::string& what) {
   [[maybe_unused]] const auto n = ::write(STDOUT_FILENO, line.data(), line.size());
 }
 
-// The main thread only sleeps, so nothing that this waits for can be held by what it interrupts.
+// failure() and say() allocate and lock, so the handler only wakes the main thread.
+int g_wake = -1;
+
 void on_sigterm(int) {
+  [[maybe_unused]] const auto n = ::write(g_wake, "", 1);
+}
+
+// Sleeps, or ends the process because of SIGTERM.
+void sleep_10_ms(const lockstep::Fd& terminated) {
+  pollfd fd{terminated.get(), POLLIN, 0};
+  if (::poll(&fd, 1, 10) == 0 || (fd.revents & POLLIN) == 0) return;
   say(lockstep::control::failure() ? "handler: failure" : "handler: request");
   ::_exit(0);
 }
@@ -48,6 +58,8 @@ int main(int argc, char** argv) {
   const std::string rank = std::getenv("RANK");
   const auto token =
       lockstep::control::subscribe([](const lockstep::control::Failure&) { say("word"); });
+  const lockstep::Pipe wake = lockstep::make_pipe();
+  g_wake = wake.write.get();
   std::signal(SIGTERM, on_sigterm);
   const fs::path note = notes / ("up." + rank);
   std::ofstream(note.string() + ".tmp") << ::getpid();
@@ -57,7 +69,7 @@ int main(int argc, char** argv) {
       say("leaving");
       return 7;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    sleep_10_ms(wake.read);
   }
   return 1;
 }

@@ -18,6 +18,8 @@ class Failures(Case):
             "exit3": (3, "exited with code 3"),
             "abort": (128 + signal.SIGABRT, "killed by SIGABRT"),
             "segv": (128 + signal.SIGSEGV, "killed by SIGSEGV"),
+            "trap": (128 + signal.SIGTRAP, "killed by SIGTRAP"),
+            "sys": (128 + signal.SIGSYS, "killed by SIGSYS"),
             "kill9": (128 + signal.SIGKILL, "killed by SIGKILL"),
         }
         for mode, (code, cause) in expected.items():

@@ -4,12 +4,12 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <csignal>
 #include <utility>
 
 #include "lockstep/comm/shm/segment.h"
 #include "lockstep/core/cores.h"
 #include "lockstep/core/disagreement.h"
+#include "lockstep/core/thread_signals.h"
 
 namespace lockstep::shm {
 namespace {
@@ -359,10 +359,7 @@ void EngineCore::wake_thread() {
 
 void EngineCore::run_thread() {
   ::pthread_setname_np(::pthread_self(), "lockstep-shm");
-  // Signals are for the program's own threads.
-  sigset_t all;
-  sigfillset(&all);
-  ::pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  const SignalsBlocked blocked;
   std::unique_lock lock(mutex_);
   for (;;) {
     if (prompt_waits_ < kPromptWaits)

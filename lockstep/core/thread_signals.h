@@ -1,0 +1,35 @@
+// Which signals a thread of the library takes: none that are sent to the process, since handlers
+// are for the program's own threads, and all that a fault in the thread itself raises. The kernel
+// ends a process at once when a thread faults with that signal blocked: no handler runs, and the
+// crash report is missing.
+//
+//   const SignalsBlocked blocked;
+//   std::thread worker([] { ... });  // inherits the mask
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+namespace lockstep {
+
+// Those of the crash report (crash.h).
+inline constexpr int kFaultSignals[] = {SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
+
+// For the calling thread and the threads that it starts, until the end of the scope.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t blocked;
+    ::sigfillset(&blocked);
+    for (const int fault : kFaultSignals) ::sigdelset(&blocked, fault);
+    ::pthread_sigmask(SIG_SETMASK, &blocked, &before_);
+  }
+  ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_{};
+};
+
+}  // namespace lockstep
