@@ -136,6 +136,9 @@ function(lockstep_test_properties name)
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 120)
   endif()
+  if(CMAKE_CROSSCOMPILING)
+    math(EXPR ARG_TIMEOUT "5 * ${ARG_TIMEOUT}")  # an emulator runs it
+  endif()
   set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}"
     ENVIRONMENT "${LOCKSTEP_TEST_ENV}" SKIP_RETURN_CODE 77)
 endfunction()

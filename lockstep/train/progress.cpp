@@ -46,7 +46,8 @@ void print(const std::string& text) {
 }  // namespace
 
 std::string duration_text(double seconds) {
-  const auto total = static_cast<long long>(std::max(0.0, std::round(seconds)));
+  constexpr double kMax_s = 1e15;  // a cast out of range differs between processors
+  const auto total = static_cast<long long>(std::min(kMax_s, std::max(0.0, std::round(seconds))));
   if (total >= 3600)
     return fmt::format("{}:{:02}:{:02}", total / 3600, total / 60 % 60, total % 60);
   return fmt::format("{}:{:02}", total / 60, total % 60);

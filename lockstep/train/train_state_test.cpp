@@ -238,6 +238,8 @@ TEST(Progress, OneLineSaysEverything) {
             "step 50/1000  epoch 0.50  loss 1.2500  lr 3.000e-04  |g| 0.812  512 samples/s  eta "
             "1:02:03");
   EXPECT_EQ(duration_text(59.6), "1:00");
+  EXPECT_EQ(duration_text(std::numeric_limits<double>::infinity()), "277777777777:46:40");
+  EXPECT_EQ(duration_text(std::numeric_limits<double>::quiet_NaN()), "0:00");
 }
 
 // Until it is so or half a minute has passed.
