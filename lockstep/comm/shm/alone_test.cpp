@@ -114,7 +114,7 @@ TEST(Alone, ADeadlineHoldsWhileMessagesMove) {
   EXPECT_THROW(barrier->wait(Deadline::after(std::chrono::milliseconds(200))), TimeoutError);
   EXPECT_THAT(text_of(barrier->error()), HasSubstr("did not arrive"));
   // The stream was cut off, and not waited for.
-  EXPECT_THAT(text_of(stream.back()->error()), HasSubstr("barrier() was not finished within"));
+  EXPECT_THAT(text_of(stream.back()->error()), HasSubstr("barrier() timed out after"));
 }
 
 TEST(Alone, ADeadRankIsSeenWhileMessagesMove) {

@@ -17,6 +17,9 @@ class Collective : public Ticket {
 
   Descriptor what;
   bool quick = false;  // cheap enough to be stepped by a thread that has not come to wait
+  // The first round is the last one on every rank, so a rank that has posted it may turn to
+  // something else. Depends only on what all ranks know: `what` and the layout.
+  bool one_round = false;
 
   virtual void fill(EngineCore& core, int parity) = 0;
   virtual Next take(EngineCore& core, int parity) = 0;

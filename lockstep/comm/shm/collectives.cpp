@@ -38,7 +38,7 @@ std::size_t slice_begin(std::size_t bytes, int rank, int size) {
 Barrier::Barrier(std::shared_ptr<EngineCore> core, const Deadline& deadline)
     : Collective(std::move(core), deadline) {
   what.kind = Kind::kBarrier;
-  quick = true;
+  quick = one_round = true;
 }
 
 // ---------------------------------------------------------------- all_reduce, reduce
@@ -52,7 +52,7 @@ AllReduce::AllReduce(std::shared_ptr<EngineCore> core, const Deadline& deadline,
   what.dtype = call.dtype;
   what.op = call.op;
   what.root = static_cast<std::int16_t>(call.root);
-  quick = bytes_ <= core->layout().small_bytes();
+  quick = one_round = bytes_ <= core->layout().small_bytes();
   if (quick) return;
   stage_ = Stage::kAgree;
   place_ = core->blocks().find(data_, bytes_);
@@ -231,7 +231,7 @@ Broadcast::Broadcast(std::shared_ptr<EngineCore> core, const Deadline& deadline,
   what.kind = Kind::kBroadcast;
   what.bytes = array.bytes;
   what.root = static_cast<std::int16_t>(root);
-  quick = array.bytes <= core->layout().small_bytes();
+  quick = one_round = array.bytes <= core->layout().small_bytes();
 }
 
 void Broadcast::fill(EngineCore& core, int parity) {
@@ -258,6 +258,7 @@ AllGather::AllGather(std::shared_ptr<EngineCore> core, const Deadline& deadline,
   what.kind = Kind::kAllGather;
   what.bytes = bytes_;
   quick = bytes_ * static_cast<std::size_t>(core->place().size) <= core->layout().small_bytes();
+  one_round = quick;
 }
 
 void AllGather::fill(EngineCore& core, int parity) {
@@ -276,6 +277,41 @@ Collective::Next AllGather::take(EngineCore& core, int parity) {
   return at_ == bytes_ ? Next::kDone : Next::kRound;
 }
 
+AllGatherVaried::AllGatherVaried(std::shared_ptr<EngineCore> core, const Deadline& deadline,
+                                 Outputs& outputs, ConstPart input)
+    : Collective(core, deadline), outputs_(outputs), input_(input) {
+  what.kind = Kind::kAllGatherVaried;
+  quick = input.bytes <= core->layout().small_bytes();
+}
+
+void AllGatherVaried::fill(EngineCore& core, int parity) {
+  const View& own = core.view(core.place().rank);
+  if (at_ == 0) own.header->sends[parity][0] = input_.bytes;
+  const std::size_t at = std::min(at_, input_.bytes);
+  copy_bytes(own.buffers[parity], static_cast<const std::byte*>(input_.data) + at,
+             std::min(core.layout().chunk_bytes(), input_.bytes - at));
+}
+
+Collective::Next AllGatherVaried::take(EngineCore& core, int parity) {
+  const auto size = static_cast<std::size_t>(core.place().size);
+  if (at_ == 0) {
+    outputs_.resize(size);
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      outputs_[rank].resize(core.view(static_cast<int>(rank)).header->sends[parity][0]);
+      largest_ = std::max(largest_, outputs_[rank].size());
+    }
+  }
+  const std::size_t chunk = core.layout().chunk_bytes();
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    std::vector<std::byte>& output = outputs_[rank];
+    const std::size_t at = std::min(at_, output.size());
+    copy_bytes(output.data() + at, core.view(static_cast<int>(rank)).buffers[parity],
+               std::min(chunk, output.size() - at));
+  }
+  at_ += chunk;
+  return at_ >= largest_ ? Next::kDone : Next::kRound;
+}
+
 // ---------------------------------------------------------------- reduce_scatter
 
 ReduceScatter::ReduceScatter(std::shared_ptr<EngineCore> core, const Deadline& deadline,
@@ -289,6 +325,7 @@ ReduceScatter::ReduceScatter(std::shared_ptr<EngineCore> core, const Deadline& d
   what.dtype = call.dtype;
   what.op = call.op;
   quick = bytes_ * static_cast<std::size_t>(core->place().size) <= core->layout().small_bytes();
+  one_round = quick && bytes_ <= slot_bytes(*core);  // slots are whole cache lines
 }
 
 void ReduceScatter::fill(EngineCore& core, int parity) {
@@ -349,6 +386,7 @@ Exchange::Exchange(std::shared_ptr<EngineCore> core, const Deadline& deadline, C
   std::size_t total = 0;
   for (const ConstPart& part : sends_) total += part.bytes;
   for (const Part& part : receives_) total += part.bytes;
+  // Other ranks may have more to move: how many rounds it takes is known after the first.
   quick = total <= core->layout().small_bytes();
 }
 

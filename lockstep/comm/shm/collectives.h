@@ -107,6 +107,22 @@ class AllGather final : public Collective {
   std::size_t at_ = 0;
 };
 
+// Arrays of different sizes, which all know after the first round.
+class AllGatherVaried final : public Collective {
+ public:
+  using Outputs = std::vector<std::vector<std::byte>>;
+  AllGatherVaried(std::shared_ptr<EngineCore> core, const Deadline& deadline, Outputs& outputs,
+                  ConstPart input);
+  void fill(EngineCore& core, int parity) override;
+  Next take(EngineCore& core, int parity) override;
+
+ private:
+  Outputs& outputs_;
+  const ConstPart input_;
+  std::size_t largest_ = 0;
+  std::size_t at_ = 0;
+};
+
 class ReduceScatter final : public Collective {
  public:
   struct Call {

@@ -127,6 +127,13 @@ TicketPtr Engine::all_gather(void* output, const void* input, std::size_t bytes,
   return ticket;
 }
 
+TicketPtr Engine::all_gather_varied(std::vector<std::vector<std::byte>>& outputs, ConstPart input,
+                                    const StartOptions& options) {
+  auto ticket = std::make_shared<AllGatherVaried>(core_, options.deadline, outputs, input);
+  core_->start(ticket, options.caller_waits);
+  return ticket;
+}
+
 TicketPtr Engine::reduce_scatter(void* output, const void* input, std::size_t count, DType dtype,
                                  Op op, const StartOptions& options) {
   check_reduction(dtype, op);

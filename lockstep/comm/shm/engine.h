@@ -109,6 +109,10 @@ class Engine {
   // `bytes` from each rank; output holds size() times that, and may hold the input in its place.
   TicketPtr all_gather(void* output, const void* input, std::size_t bytes,
                        const StartOptions& options = {});
+  // Every rank's bytes, of which each may have another number. The engine makes `outputs`, one
+  // array per rank; they must live until the ticket is done.
+  TicketPtr all_gather_varied(std::vector<std::vector<std::byte>>& outputs, ConstPart input,
+                              const StartOptions& options = {});
   // `count` elements for each rank; input holds size() times that.
   TicketPtr reduce_scatter(void* output, const void* input, std::size_t count, DType dtype, Op op,
                            const StartOptions& options = {});

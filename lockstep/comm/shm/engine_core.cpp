@@ -67,6 +67,11 @@ std::exception_ptr Ticket::error() const {
 }
 
 void Ticket::on_done(std::function<void()> callback) {
+  // In a forked child nothing ends any more, and a lock may be held by a thread of the parent.
+  if (core_->inherited()) {
+    new std::function<void()>(std::move(callback));
+    return;
+  }
   {
     const std::lock_guard lock(mutex_);
     if (!done()) {
@@ -271,7 +276,7 @@ void EngineCore::note_wait(const Ticket& ticket) {
 // True when the peers can finish it without anything more from this rank.
 bool EngineCore::on_its_way(const Ticket& ticket) const {
   return posted_ && first_round_ && !queue_.empty() && queue_.front().get() == &ticket &&
-         queue_.front()->quick;
+         queue_.front()->one_round;
 }
 
 void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
@@ -287,8 +292,8 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
     changed_.wait_for(lock, kLongestSleep);
     if (ticket.done() || !seated_ || !deadline.expired()) continue;
     // Whoever sits there will see it and end all tickets, so the array is not touched afterwards.
-    Failure failure = failure_in(&ticket, fmt::format("{} was not finished within {} ms",
-                                                      ticket.text(), deadline.total().count()));
+    Failure failure = failure_in(
+        &ticket, fmt::format("{} timed out after {} ms", ticket.text(), deadline.total().count()));
     failure.timeout = true;
     break_with(std::move(failure));
   }
@@ -467,6 +472,9 @@ void EngineCore::work_until(const Task& task) {
       return;
     } else {
       pass(task);
+      // The last look before a sleep may have finished something, and so may a peer's end.
+      tell_waiters(task);
+      if (!callbacks_.empty()) return;
     }
   }
 }

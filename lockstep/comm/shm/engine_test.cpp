@@ -366,6 +366,24 @@ TEST(Engine, AllToAllWithSizesThatDiffer) {
   }
 }
 
+TEST(Engine, AllGatherWithSizesThatDiffer) {
+  for (const int size : kSizes) {
+    run_ranks(size, kTiny, [size](Engine& engine) {
+      for (const std::size_t scale : {0, 1, 300, 4001}) {
+        const auto part = [&](int rank) {
+          return contribution(DType::kU8, part_bytes(rank, 1, scale), rank);
+        };
+        const Bytes mine = part(engine.rank());
+        std::vector<Bytes> all;
+        engine.all_gather_varied(all, {mine.data(), mine.size()})->wait(soon());
+        ASSERT_EQ(all.size(), static_cast<std::size_t>(size));
+        for (int rank = 0; rank < size; ++rank)
+          ASSERT_EQ(all[static_cast<std::size_t>(rank)], part(rank)) << scale << " of " << rank;
+      }
+    });
+  }
+}
+
 TEST(Engine, GatherAndScatterWithSizesThatDiffer) {
   for (const int size : kSizes) {
     run_ranks(size, kTiny, [size](Engine& engine) {

@@ -142,7 +142,7 @@ TEST(Timeout, NamesWhoDidNotArrive) {
   for (const int rank : {0, 1}) {
     const auto& error = errors[static_cast<std::size_t>(rank)];
     EXPECT_TRUE(is<TimeoutError>(error)) << text_of(error);
-    EXPECT_THAT(text_of(error), HasSubstr("all_reduce(float32 x 1, sum) was not finished within"));
+    EXPECT_THAT(text_of(error), HasSubstr("all_reduce(float32 x 1, sum) timed out after"));
     EXPECT_THAT(text_of(error), HasSubstr("rank 2 did not arrive"));
   }
 }
@@ -164,7 +164,7 @@ TEST(Timeout, OfAMessageNamesThePeer) {
     }
   });
   EXPECT_TRUE(is<TimeoutError>(errors[1]));
-  EXPECT_THAT(text_of(errors[1]), HasSubstr("recv of 8 bytes from rank 0 was not finished within"));
+  EXPECT_THAT(text_of(errors[1]), HasSubstr("recv of 8 bytes from rank 0 timed out after"));
   EXPECT_THAT(text_of(errors[1]), HasSubstr("rank 0 did not arrive"));
 }
 
@@ -419,8 +419,8 @@ TEST(Usage, MistakesAreNamedAndHarmless) {
     const int own = engine.rank();
     expect([&] { (void)engine.all_reduce(x, 1, DType::kF32, Op::kAnd); },
            "there is no and of float32");
-    expect([&] { (void)engine.reduce(x, 1, DType::kI32, Op::kAvg, 0); },
-           "there is no avg of int32");
+    expect([&] { (void)engine.reduce(x, 1, DType::kBool, Op::kAvg, 0); },
+           "there is no avg of bool");
     expect([&] { (void)engine.broadcast(x, 4, 2); }, "rank 2 as root does not exist");
     expect([&] { (void)engine.send(x, 4, own); }, "cannot send a message to itself");
     expect([&] { (void)engine.recv(x, 4, 7); }, "rank 7 as the other end");

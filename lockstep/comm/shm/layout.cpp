@@ -9,9 +9,9 @@ namespace lockstep::shm {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr const char* kKindNames[] = {"barrier",   "all_reduce", "reduce",
-                                      "broadcast", "all_gather", "reduce_scatter",
-                                      "gather",    "scatter",    "all_to_all"};
+constexpr const char* kKindNames[] = {"barrier",    "all_reduce",       "reduce", "broadcast",
+                                      "all_gather", "reduce_scatter",   "gather", "scatter",
+                                      "all_to_all", "all_gather_varied"};
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
@@ -60,6 +60,7 @@ std::string Descriptor::text() const {
   switch (kind) {
     case Kind::kBarrier:
     case Kind::kAllToAll:
+    case Kind::kAllGatherVaried:
       return fmt::format("{}()", name(kind));
     case Kind::kAllReduce:
     case Kind::kReduceScatter:

@@ -32,7 +32,8 @@ enum class Kind : std::uint8_t {
   kReduceScatter,
   kGather,
   kScatter,
-  kAllToAll
+  kAllToAll,
+  kAllGatherVaried
 };
 const char* name(Kind kind);
 
@@ -78,7 +79,7 @@ struct Trouble {
 // How a segment is divided. Two sizes that differ can make up the same sum, so all are compared; a
 // build whose operations write other things there counts kVersion up.
 struct Form {
-  static constexpr std::uint64_t kVersion = 1;
+  static constexpr std::uint64_t kVersion = 2;
   std::uint64_t version = kVersion;
   std::uint64_t header_bytes = 0;
   std::uint64_t small_bytes = 0;

@@ -327,7 +327,7 @@ class Handshake {
   bool accept_one(const Deadline& deadline) {
     pollfd poll_fd{listener_.get(), POLLIN, 0};
     if (::poll(&poll_fd, 1, deadline.remaining_ms()) == 0)
-      throw TimeoutError("shm", "a peer did not connect in time");
+      throw TimeoutError("shm", "timed out: a peer did not connect");
     Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket || !same_user(socket.get())) return false;
     Packet packet = receive_packet(socket.get(), deadline);
@@ -478,14 +478,14 @@ void send_packet(int socket, std::string_view text, int fd, const Deadline& dead
     if (errno != EAGAIN)
       throw CommError("shm", fmt::format("a peer's socket is closed: {}", std::strerror(errno)));
     if (!await_socket(socket, POLLOUT, deadline, doomed))
-      throw TimeoutError("shm", "a peer did not read its socket in time");
+      throw TimeoutError("shm", "timed out: a peer did not read its socket");
   }
 }
 
 Packet receive_packet(int socket, const Deadline& deadline, const Doomed& doomed) {
   for (;;) {
     if (!await_socket(socket, POLLIN, deadline, doomed))
-      throw TimeoutError("shm", "a peer did not answer in time");
+      throw TimeoutError("shm", "timed out: a peer did not answer");
     char text[kMaxPacket];
     iovec part{text, sizeof text};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};

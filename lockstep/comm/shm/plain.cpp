@@ -66,6 +66,14 @@ struct Number {
   static T load(T value) { return value; }
   static T store(T value) { return value; }
 };
+// Averages of integers: the sum of narrow ones does not fit into their own type.
+template <typename T>
+struct Wide {
+  using Stored = T;
+  using Sum = std::int64_t;
+  static std::int64_t load(T value) { return value; }
+  static T store(std::int64_t value) { return static_cast<T>(value); }
+};
 struct Half {
   using Stored = std::uint16_t;
   using Sum = float;
@@ -204,7 +212,7 @@ void integral(Op op, const Arrays& arrays) {
     case Op::kXor:
       return loop<Type, Xor>(arrays);
     case Op::kAvg:
-      LOCKSTEP_ASSERT(false);
+      return loop<Wide<typename Type::Stored>, Add, true>(arrays);
   }
 }
 

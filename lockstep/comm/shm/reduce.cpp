@@ -51,7 +51,8 @@ std::size_t size_of(DType dtype) {
 
 bool supports(DType dtype, Op op) {
   const bool bitwise = op == Op::kAnd || op == Op::kOr || op == Op::kXor;
-  return facts(dtype).floating ? !bitwise : op != Op::kAvg;
+  if (facts(dtype).floating) return !bitwise;
+  return dtype != DType::kBool || op != Op::kAvg;
 }
 
 void combine(DType dtype, Op op, const Arrays& arrays) {

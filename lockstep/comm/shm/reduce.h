@@ -4,8 +4,9 @@
 // an output may be one of the inputs (the same address), but must not overlap one otherwise.
 // Arrays need no alignment. Half types are added up as float and rounded once, to nearest even, and
 // a NaN stays a NaN. An average is the sum divided by n as a correctly rounded division, so for two
-// ranks (and every power of two) nothing is lost. An element's result depends on its inputs alone,
-// not on its place in the array: cutting an array anywhere gives the same bits.
+// ranks (and every power of two) nothing is lost; an average of integers is the 64-bit sum divided
+// by n towards zero. An element's result depends on its inputs alone, not on its place in the
+// array: cutting an array anywhere gives the same bits.
 //
 //   combine(DType::kF32, Op::kSum, {inputs, 2, outputs, 2, count});
 //

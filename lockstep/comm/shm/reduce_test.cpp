@@ -264,7 +264,7 @@ TEST(Reduce, EveryTypeAndOperationAgreesWithTheDefinition) {
       }
     }
   }
-  EXPECT_EQ(pairs, 4 * 5 + 6 * 7);
+  EXPECT_EQ(pairs, 4 * 5 + 5 * 8 + 7);
 }
 
 // Every finite half and bfloat survives a sum with zero, and every kernel of this processor gives
@@ -398,9 +398,31 @@ TEST(Reduce, IntegersWrapAround) {
   EXPECT_EQ(sum, static_cast<std::int16_t>(900000000));
 }
 
+// Towards zero, as NCCL divides; but the sum of narrow integers does not overflow.
+TEST(Reduce, AveragesOfIntegersAreRoundedTowardsZero) {
+  const auto average = [](DType dtype, auto... values) {
+    using T = std::common_type_t<decltype(values)...>;
+    const T array[] = {values...};
+    std::vector<const std::byte*> inputs;
+    for (const T& value : array) inputs.push_back(reinterpret_cast<const std::byte*>(&value));
+    T result{};
+    std::byte* outputs[] = {reinterpret_cast<std::byte*>(&result)};
+    combine(dtype, Op::kAvg, {inputs.data(), static_cast<int>(inputs.size()), outputs, 1, 1});
+    return static_cast<std::int64_t>(result);
+  };
+  EXPECT_EQ(average(DType::kI32, 3, 4), 3);
+  EXPECT_EQ(average(DType::kI32, -3, -4), -3);
+  EXPECT_EQ(average(DType::kI32, -2, 0, 0), 0);
+  EXPECT_EQ(average(DType::kI64, std::int64_t{-7}, std::int64_t{2}), -2);
+  EXPECT_EQ(average(DType::kI8, std::int8_t{127}, std::int8_t{127}, std::int8_t{125}), 126);
+  EXPECT_EQ(average(DType::kI8, std::int8_t{-128}, std::int8_t{-128}), -128);
+  EXPECT_EQ(average(DType::kU8, std::uint8_t{255}, std::uint8_t{254}), 254);
+  EXPECT_EQ(average(DType::kI16, std::int16_t{30000}, std::int16_t{30001}), 30000);
+  EXPECT_EQ(average(DType::kI32, std::numeric_limits<int>::max(), 5), 1073741826);
+}
+
 TEST(Reduce, PairsWithoutMeaningAreRefused) {
   EXPECT_FALSE(supports(DType::kF32, Op::kAnd));
-  EXPECT_FALSE(supports(DType::kI32, Op::kAvg));
   EXPECT_FALSE(supports(DType::kBool, Op::kAvg));
   EXPECT_THROW(combine(DType::kF32, Op::kXor, {nullptr, 1, nullptr, 1, 0}), InternalError);
 }

@@ -205,8 +205,8 @@ void EngineCore::time_out(const Ticket& ticket, const Deadline& deadline) {
     missing.push_back(message->ends.peer);
   else if (!queue_.empty() && posted_)
     missing = behind();
-  std::string text = fmt::format("rank {}: {} was not finished within {} ms", place_.rank,
-                                 ticket.text(), deadline.total().count());
+  std::string text = fmt::format("rank {}: {} timed out after {} ms", place_.rank, ticket.text(),
+                                 deadline.total().count());
   if (!missing.empty()) {
     text += fmt::format(": {} {} did not arrive", missing.size() == 1 ? "rank" : "ranks",
                         fmt::join(missing, ", "));

@@ -22,8 +22,8 @@ const char* name(DType dtype);
 const char* name(Op op);
 std::size_t size_of(DType dtype);
 
-// Floating types have no bitwise operations, and only they have averages. Booleans add like `or`
-// and multiply like `and`.
+// Floating types have no bitwise operations, and booleans no averages: they add like `or` and
+// multiply like `and`.
 bool supports(DType dtype, Op op);
 
 // The most ranks of one engine.
