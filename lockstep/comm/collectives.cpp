@@ -1,9 +1,11 @@
 // The operations on tensors: checks, staging, and what a backend lacks.
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "lockstep/comm/reduction.h"
@@ -56,7 +58,7 @@ ReductionPlan plan_reduction(at::ScalarType dtype, ReduceOp op, const Backend& b
   } else if (is_complex(dtype)) {
     plan.wire = dtype == at::kComplexFloat ? at::kFloat : at::kDouble;
     plan.reinterpret = true;
-  } else if (is_integer(dtype) && op == ReduceOp::kAvg) {
+  } else if (is_integer(dtype) && op == ReduceOp::kAvg && !backend.reduces(dtype, op)) {
     plan.wire = at::kLong;
     plan.op = ReduceOp::kSum;
     plan.divide = true;
@@ -207,17 +209,23 @@ std::vector<at::Tensor> flat_of(const std::vector<Staged>& staged) {
   return flat;
 }
 
+// The current stream of the device that holds the tensor; nothing on the CPU, which has none.
+std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+}
+
 // What has to happen to outputs once the bytes are there; nothing when they arrived in place.
 void return_to_caller(const State& state, std::vector<Staged> outputs) {
   std::erase_if(outputs, [](const Staged& each) { return !each.copied(); });
   if (outputs.empty()) return;
-  const bool at_wait = !outputs.front().original.is_cpu();
+  const auto stream = stream_of(outputs.front().original);
   state->finish_with(
       [outputs = std::move(outputs)] {
         const at::NoGradGuard no_grad;
         for (const auto& each : outputs) each.original.copy_(each.memory);
       },
-      at_wait);
+      stream);
 }
 
 void check_reduction(const at::Tensor& tensor, ReduceOp op, const char* operation) {
@@ -282,7 +290,6 @@ namespace {
 void finish_reduction(const State& state, const ReductionPlan& plan, const Staged& staged,
                       const at::Tensor& rows, int size) {
   if (!plan.by_gather && !plan.divide && !staged.copied()) return;
-  const bool at_wait = !staged.original.is_cpu();
   state->finish_with(
       [=] {
         const at::NoGradGuard no_grad;
@@ -290,7 +297,7 @@ void finish_reduction(const State& state, const ReductionPlan& plan, const Stage
         if (plan.divide) staged.flat.div_(size, "trunc");
         if (staged.copied()) staged.original.copy_(staged.memory);
       },
-      at_wait);
+      stream_of(staged.original));
 }
 
 at::Tensor bytes_of(const at::Tensor& flat) {

@@ -1,5 +1,7 @@
 #include "lockstep/comm/work.h"
 
+#include <c10/core/StreamGuard.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -26,7 +28,7 @@ std::string first_line(const char* text) {
   return all.substr(0, all.find('\n'));
 }
 
-// What follows "... was not finished within 300 ms" in the words of who carried it out.
+// What follows "... timed out after 300 ms" in the message of who carried it out.
 std::string after_the_time(const std::string& text) {
   constexpr std::string_view kTime = " ms";
   const std::size_t at = text.find(kTime);
@@ -127,11 +129,24 @@ WorkState::WorkState(OperationInfo info, Deadline deadline, std::shared_ptr<Fate
 
 WorkState::~WorkState() {
   fate_->remove(*this);
+  if (finish_ && finish_stream_ && error_.empty() && (done_ || device_)) finish_dropped();
 }
 
-void WorkState::finish_with(std::function<void()> step, bool at_wait) {
+// Nobody waited and nobody can any more: the result is stored all the same.
+void WorkState::finish_dropped() noexcept {
+  try {
+    const c10::StreamGuard guard(*finish_stream_);
+    if (device_) device_->wait_stream();
+    finish_();
+  } catch (const std::exception& e) {
+    fate_->fail(fmt::format("{} failed: the result could not be stored: {}", describe(),
+                            first_line(e.what())));
+  }
+}
+
+void WorkState::finish_with(std::function<void()> step, std::optional<c10::Stream> stream) {
   finish_ = std::move(step);
-  finish_at_wait_ = at_wait;
+  finish_stream_ = stream;
 }
 
 void WorkState::keep_alive(std::vector<at::Tensor> tensors) {
@@ -153,7 +168,7 @@ void WorkState::complete(std::exception_ptr error) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(claimed_, true)) return;
-    if (!error && !finish_at_wait_) step = std::exchange(finish_, nullptr);
+    if (!error && !finish_stream_) step = std::exchange(finish_, nullptr);
   }
   std::string text;
   if (step) {
@@ -347,10 +362,7 @@ void WorkState::on_completion(std::function<void()> callback) {
   }
   if (callback) return callback();
   // Outside the lock: it may be finished at once, in this thread.
-  if (host_)
-    host_->hurry([weak = weak_from_this()] {
-      if (auto self = weak.lock()) self->poll();
-    });
+  if (host_) host_->hurry([self = shared_from_this()] { self->poll(); });
 }
 
 std::string WorkState::describe() const {

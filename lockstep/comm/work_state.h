@@ -8,12 +8,13 @@
 // completed with that cause.
 //
 //   auto state = std::make_shared<WorkState>(info, deadline, fate);
-//   state->finish_with([=] { user_tensor.copy_(staging); });
+//   state->finish_with([=] { user_tensor.copy_(staging); }, std::nullopt);
 //   backend.all_reduce(state, staging, op);     // calls state->complete() later
 //   state->wait_host(std::nullopt);
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <atomic>
 #include <chrono>
@@ -104,9 +105,10 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   ~WorkState();
 
   // ---- for the world, before the operation starts
-  // Runs once after success: in the completing thread, or in the waiting one when `at_wait` (needed
-  // where the step must go to the waiter's own device stream).
-  void finish_with(std::function<void()> step, bool at_wait);
+  // Runs once after success, whether or not anybody waits. Without a stream in the completing
+  // thread. With one, a device has to do it: on the current stream of the thread that waits, or on
+  // `stream` when the last handle is dropped without a wait.
+  void finish_with(std::function<void()> step, std::optional<c10::Stream> stream);
   void keep_alive(std::vector<at::Tensor> tensors);
   bool has_finish() const { return finish_ != nullptr; }
 
@@ -144,10 +146,11 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
 
   // Nothing is left to do or to tell: the short way out of a wait, without a lock.
   bool ended_well() const {
-    return done_.load(std::memory_order_acquire) && !finish_at_wait_ && error_.empty();
+    return done_.load(std::memory_order_acquire) && !finish_stream_ && error_.empty();
   }
   bool claim() noexcept;  // true for the one caller that may settle it
   void finish_or_throw();
+  void finish_dropped() noexcept;
   [[noreturn]] void throw_error(const std::string& error, Blame blame);
   void settle(std::string error, Blame blame) noexcept;
   void carry_out(const Deadline& deadline) noexcept;
@@ -165,7 +168,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   std::string error_;  // empty: success
   Blame blame_;
   std::function<void()> finish_;
-  bool finish_at_wait_ = false;
+  std::optional<c10::Stream> finish_stream_;  // set: a waiter takes the last step, if there is one
   std::vector<at::Tensor> alive_;
   std::unique_ptr<DeviceOperation> device_;
   std::unique_ptr<HostOperation> host_;

@@ -222,6 +222,20 @@ TEST(World, NoCudaLibraryOnAMachineWithoutGpu) {
   EXPECT_THAT(read_file("/proc/self/maps"), ::testing::Not(HasSubstr("libtorch_cuda")));
 }
 
+// setenv() beside a thread that reads the environment is a race, and nobody knows the user's
+// threads.
+TEST(World, MakingOneLeavesTheEnvironmentAlone) {
+  const auto snapshot = [] {
+    std::vector<std::string> all;
+    for (char** variable = environ; *variable != nullptr; ++variable) all.emplace_back(*variable);
+    return all;
+  };
+  const std::vector<std::string> before = snapshot();
+  for (const char* backend : {"shm", "gloo"})
+    run_threads(2, [](World& world) { EXPECT_EQ(world.sum(1), 2); }, over(backend));
+  EXPECT_EQ(snapshot(), before);
+}
+
 // ---------------------------------------------------------------- operations
 
 TEST(World, ManyOperationsUnderWayAtOnce) {

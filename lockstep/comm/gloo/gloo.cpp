@@ -6,6 +6,7 @@
 #include <list>
 #include <mutex>
 #include <thread>
+#include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
@@ -17,6 +18,19 @@ namespace lockstep::detail::gloo {
 namespace {
 
 using c10d_calls::C10dWork;
+
+// c10d's flight recorder keeps one table per process without a lock: two worlds in one process
+// corrupt it (seen as a crash in FlightRecorder::record). It reads its size when it is first used,
+// so that happens here, before main(): setenv() while other threads run may crash one that reads
+// the environment, which afterwards is as it was. A value the user set stays.
+[[maybe_unused]] const bool recorder_is_off = [] {
+  constexpr const char* kSize = "TORCH_FR_BUFFER_SIZE";
+  if (std::getenv(kSize) != nullptr) return false;
+  ::setenv(kSize, "0", 1);
+  (void)c10d::dump_fr_trace_json(false, false);
+  ::unsetenv(kSize);
+  return true;
+}();
 
 // True while a completion runs on one of the process group's own threads. Dropping the last handle
 // of a world there would make that thread join itself.
@@ -62,6 +76,7 @@ class Waiter {
   }
   bool finished() const { return finished_; }
   void abort() noexcept {
+    const std::lock_guard lock(mutex_);
     for (auto& work : works_) work->abort();
   }
 
@@ -72,6 +87,10 @@ class Waiter {
       for (auto& work : works_) {
         if (!work->wait(timeout)) throw std::runtime_error("the message was aborted");
       }
+      // They hold the tensors, and this object stays until the next message.
+      std::vector<C10dWork> ended;
+      const std::lock_guard lock(mutex_);
+      ended.swap(works_);
     } catch (...) {
       error = std::current_exception();
     }
@@ -82,6 +101,7 @@ class Waiter {
     finished_ = true;
   }
 
+  std::mutex mutex_;  // works_, against abort(); only the thread itself changes it
   std::vector<C10dWork> works_;
   std::atomic<bool> finished_{false};
   std::thread thread_;
@@ -274,9 +294,6 @@ class GlooBackend : public Backend {
 }  // namespace
 
 std::unique_ptr<Backend> make(const Options& options) {
-  // c10d's flight recorder keeps one table per process without a lock: two worlds in one process
-  // corrupt it (seen as a crash in FlightRecorder::record). A value the user set stays.
-  ::setenv("TORCH_FR_BUFFER_SIZE", "0", 0);
   return std::make_unique<GlooBackend>(options);
 }
 

@@ -51,8 +51,22 @@ std::vector<std::string> plugin_candidates() {
   return candidates;
 }
 
+// LibTorch reads these whenever a group is made, and has no other way to be told. Nobody but us
+// ends an operation or the process: no error handling that tears down, no monitor thread that
+// aborts, no waits that block inside the library. They are set once and stay: setenv() while other
+// threads run may crash one that reads the environment, and the plug-in is opened before main() as
+// a rule.
+void silence_watchdog() {
+  for (const char* name :
+       {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT",
+        "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_PROPAGATE_ERROR",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN"})
+    ::setenv(name, "0", 1);
+}
+
 Loaded open_plugin() {
   Loaded loaded;
+  silence_watchdog();
   for (const auto& path : plugin_candidates()) {
     // Global, because libtorch_cuda comes in with it and later plug-ins resolve against it.
     void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
@@ -342,7 +356,8 @@ void set_device(c10::Device device) {
 
 std::unique_ptr<Backend> make(const Options& options) {
   // NCCL refuses two ranks on one GPU of one host, but not of two: let it think so when sharing was
-  // asked for. Ranks of one slot have different GPUs and keep their direct links.
+  // asked for. Ranks of one slot have different GPUs and keep their direct links. NCCL has no other
+  // way to be told; whoever shares a GPU with threads that read the environment sets it beforehand.
   if (!options.shared_host_id.empty()) ::setenv("NCCL_HOSTID", options.shared_host_id.c_str(), 0);
   return std::make_unique<NcclBackend>(plugin().make_group({.store = options.store,
                                                             .rank = options.rank,

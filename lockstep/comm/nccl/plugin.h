@@ -11,7 +11,7 @@
 namespace lockstep::detail::nccl {
 
 // Raised with every change below: a plug-in of another build must not be used.
-constexpr int kPluginVersion = 1;
+constexpr int kPluginVersion = 2;
 constexpr const char* kPluginFile = "liblockstep_cuda.so";
 constexpr const char* kPluginEntry = "lockstep_cuda_plugin";
 

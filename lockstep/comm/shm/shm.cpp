@@ -5,7 +5,6 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
-#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -97,11 +96,22 @@ std::exception_ptr first_error(const Tickets& tickets) {
   return nullptr;
 }
 
-// One engine operation, or several that end together.
+// One engine operation, or several that end together. The engine has only pointers: whoever drops
+// it before the end leaves the memory to the tickets, which free it when they end.
 class Operation : public HostOperation {
  public:
   Operation(Tickets tickets, Memory memory)
       : tickets_(std::move(tickets)), memory_(std::move(memory)) {}
+  ~Operation() override {
+    if (all_done(tickets_)) return;
+    const auto memory = std::make_shared<Memory>(std::move(memory_));
+    try {
+      for (const auto& ticket : tickets_) ticket->on_done([memory] {});
+    } catch (const std::exception&) {
+      // No thread could be started for it: the memory is freed when someone else ends the ticket.
+      new std::shared_ptr<Memory>(memory);
+    }
+  }
 
   bool poll() override {
     for (const auto& ticket : tickets_)
@@ -115,11 +125,10 @@ class Operation : public HostOperation {
   void hurry(std::function<void()> noticed) override {
     for (const auto& ticket : tickets_) ticket->on_done(noticed);
   }
-  bool ended() const { return all_done(tickets_); }
 
  private:
   Tickets tickets_;
-  Memory memory_;  // the engine has pointers only
+  Memory memory_;
 };
 
 Memory memory_of(const std::vector<at::Tensor>& tensors) {
@@ -237,10 +246,7 @@ class ShmBackend : public Backend {
  private:
   static StartOptions started(const State& state) { return {.deadline = state->deadline()}; }
 
-  // The state lives until the operation has ended: its last step belongs to the caller's tensors,
-  // also when nobody holds a handle any more. Every later operation looks after the earlier ones.
   void follow(const State& state, Tickets tickets, Memory memory) {
-    look_after_earlier();
     // Where all others were there before, it has ended already.
     if (all_done(tickets)) return state->complete(first_error(tickets));
     auto operation = std::make_unique<Operation>(std::move(tickets), std::move(memory));
@@ -248,31 +254,9 @@ class ShmBackend : public Backend {
     state->attach(std::move(operation));
     // With a last step to take (copying back), somebody must take it even if nobody waits.
     if (state->has_finish()) started.hurry([state] { state->poll(); });
-    const std::lock_guard lock(mutex_);
-    under_way_.push_back({state, &started});
   }
 
-  void look_after_earlier() {
-    c10::SmallVector<State, 4> ended;
-    {
-      const std::lock_guard lock(mutex_);
-      std::erase_if(under_way_, [&](UnderWay& each) {
-        if (!each.operation->ended()) return false;
-        ended.push_back(std::move(each.state));
-        return true;
-      });
-    }
-    // Their callbacks run without the lock.
-    for (const auto& each : ended) each->poll();
-  }
-
-  struct UnderWay {
-    State state;
-    Operation* operation;  // the state's
-  };
-  std::mutex mutex_;
-  std::vector<UnderWay> under_way_;
-  std::unique_ptr<Engine> engine_;  // last: its end fails what is under way
+  std::unique_ptr<Engine> engine_;
 };
 
 }  // namespace

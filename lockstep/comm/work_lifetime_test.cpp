@@ -1,0 +1,203 @@
+// How long an operation holds its tensors, and what happens when its handle is dropped early.
+#include <ATen/ATen.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <gtest/gtest.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "lockstep/comm/work_state.h"
+#include "lockstep/comm/world.h"
+#include "lockstep/core/deadline.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep {
+namespace {
+
+using testing::run_threads;
+
+// ---------------------------------------------------------------- a device without hardware
+
+// Its memory is the host's, but only copies reach it: what a world does to such a tensor is
+// staged, as a GPU's tensor is in a world of the CPU.
+constexpr c10::DeviceType kFakeType = c10::DeviceType::PrivateUse1;
+using FakeGuard = c10::impl::NoOpDeviceGuardImpl<kFakeType>;
+C10_REGISTER_GUARD_IMPL(PrivateUse1, FakeGuard)
+
+at::Tensor on_host(const at::Tensor& tensor) {
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                       at::dtype(tensor.scalar_type()));
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+  on_host(to).copy_(on_host(from));
+  return to;
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("_copy_from", TORCH_FN(copy_from));
+}
+
+at::Tensor on_device(const at::Tensor& values) {
+  void* memory = std::malloc(values.nbytes());
+  std::memcpy(memory, values.const_data_ptr(), values.nbytes());
+  c10::DataPtr pointer(memory, memory, [](void* p) { std::free(p); }, c10::Device(kFakeType, 0));
+  c10::Storage storage(c10::Storage::use_byte_size_t{}, values.nbytes(), std::move(pointer));
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), values.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(values.sizes());
+  return tensor;
+}
+
+at::Tensor device_full(double value) {
+  return on_device(at::full({1000}, value));
+}
+
+bool becomes(const std::function<bool()>& condition) {
+  const Deadline limit = Deadline::after(std::chrono::seconds(30));
+  while (!condition() && !limit.expired())
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return condition();
+}
+
+// ---------------------------------------------------------------- dropped handles
+
+void expect_stored(const char* operation, const at::Tensor& tensor, double value) {
+  EXPECT_TRUE(becomes([&] { return on_host(tensor).eq(value).all().item<bool>(); })) << operation;
+}
+
+TEST(DroppedWork, StoresTheResultOfAReductionOnADevice) {
+  run_threads(2, [](World& world) {
+    const at::Tensor sum = device_full(1), average = on_device(at::full({9}, 3, at::kInt));
+    const at::Tensor reduced = device_full(world.rank()), share = device_full(0);
+    (void)world.all_reduce(sum);
+    (void)world.all_reduce(average, ReduceOp::kAvg);
+    (void)world.reduce(reduced, 1);
+    (void)world.reduce_scatter(share, on_device(at::ones({2, 1000})));
+    expect_stored("all_reduce", sum, 2);
+    expect_stored("average of integers", average, 3);
+    if (world.rank() == 1) expect_stored("reduce", reduced, 1);
+    expect_stored("reduce_scatter", share, 2);
+    world.barrier();
+  });
+}
+
+TEST(DroppedWork, StoresWhatWasMovedToADevice) {
+  run_threads(2, [](World& world) {
+    const bool root = world.rank() == 0;
+    const at::Tensor sent = device_full(world.rank() + 1), got = device_full(0);
+    const at::Tensor all = on_device(at::zeros({2, 1000})), share = device_full(0);
+    const std::vector<at::Tensor> gathered{device_full(0), device_full(0)};
+    const std::vector<at::Tensor> exchanged{device_full(0), device_full(0)};
+    const at::Tensor message = device_full(0);
+    (void)world.broadcast(root ? sent : got, 0);
+    (void)world.all_gather(all, device_full(7));
+    (void)world.gather(root ? gathered : std::vector<at::Tensor>{}, device_full(5), 0);
+    (void)world.scatter(share,
+                        root ? std::vector<at::Tensor>{sent, sent} : std::vector<at::Tensor>{});
+    (void)world.all_to_all(exchanged, {sent, sent});
+    (void)world.batch({{P2p::Kind::kSend, sent, 1 - world.rank()},
+                       {P2p::Kind::kRecv, message, 1 - world.rank()}});
+    if (!root) expect_stored("broadcast", got, 1);
+    expect_stored("all_gather", all, 7);
+    if (root) expect_stored("gather", gathered[1], 5);
+    expect_stored("scatter", share, 1);
+    expect_stored("all_to_all", exchanged[0], 1);
+    expect_stored("recv", message, world.rank() == 0 ? 2 : 1);
+    world.barrier();
+  });
+}
+
+// A waiter still takes the last step itself, and once.
+TEST(DroppedWork, AWaiterTakesTheLastStep) {
+  int steps = 0;
+  std::thread::id taken_by;
+  {
+    auto state = std::make_shared<detail::WorkState>(detail::OperationInfo{"all_reduce"},
+                                                     Deadline::after(std::chrono::seconds(60)),
+                                                     std::make_shared<detail::Fate>(0));
+    state->finish_with(
+        [&] {
+          ++steps;
+          taken_by = std::this_thread::get_id();
+        },
+        FakeGuard().getStream(c10::Device(kFakeType, 0)));
+    std::thread([&] { state->complete(); }).join();
+    EXPECT_EQ(steps, 0);
+    state->wait_host(std::nullopt);
+  }
+  EXPECT_EQ(steps, 1);
+  EXPECT_EQ(taken_by, std::this_thread::get_id());
+}
+
+TEST(DroppedWork, StoresNothingAfterAFailure) {
+  int steps = 0;
+  auto state = std::make_shared<detail::WorkState>(detail::OperationInfo{"all_reduce"},
+                                                   Deadline::after(std::chrono::seconds(60)),
+                                                   std::make_shared<detail::Fate>(0));
+  state->finish_with([&] { ++steps; }, FakeGuard().getStream(c10::Device(kFakeType, 0)));
+  state->fail("a peer is gone", {});
+  state.reset();
+  EXPECT_EQ(steps, 0);
+}
+
+// ---------------------------------------------------------------- memory
+
+// Every operation by turns, the last of which nothing follows.
+void drop_after_wait(World& world, int which) {
+  const int other = 1 - world.rank();
+  const std::int64_t n = 200'000;
+  std::vector<at::Tensor> tensors;
+  const auto fresh = [&](std::int64_t count) { return tensors.emplace_back(at::ones({count})); };
+  const auto start = [&]() -> Work {
+    switch (which) {
+      case 0:
+        return world.all_reduce(fresh(n));
+      case 1:
+        return world.all_gather(fresh(2 * n), fresh(n));
+      case 2:
+        return world.reduce_scatter(fresh(n), fresh(2 * n));
+      case 3:
+        return world.all_to_all({fresh(n), fresh(n)}, {fresh(n), fresh(n)});
+      case 4:
+        return world.batch(
+            {{P2p::Kind::kSend, fresh(n), other}, {P2p::Kind::kRecv, fresh(n), other}});
+      case 5:
+        return world.all_reduce(fresh(2 * n).view({n, 2}).select(1, 0));
+      default:
+        return world.broadcast(fresh(4), 0);
+    }
+  };
+  start().wait();
+  for (const auto& tensor : tensors)
+    EXPECT_TRUE(becomes([&] { return tensor.storage().use_count() == 1; }))
+        << "operation " << which;
+}
+
+TEST(WorkMemory, IsFreeAfterTheWait) {
+  for (int which = 0; which < 7; ++which)
+    run_threads(2, [which](World& world) { drop_after_wait(world, which); });
+}
+
+// Nobody waits, and nothing follows: the operation ends by itself and then frees its tensors.
+TEST(WorkMemory, IsFreeAfterTheEndOfADroppedOperation) {
+  run_threads(2, [](World& world) {
+    for (const std::int64_t count : {4, 200'000}) {
+      const at::Tensor tensor = at::ones({count}), moved = at::ones({count});
+      (void)world.all_reduce(tensor);
+      EXPECT_TRUE(becomes([&] { return tensor.storage().use_count() == 1; })) << count;
+      EXPECT_TRUE(tensor.eq(2).all().item<bool>());
+      (void)world.broadcast(moved, 0);
+      EXPECT_TRUE(becomes([&] { return moved.storage().use_count() == 1; })) << count;
+    }
+    world.barrier();
+  });
+}
+
+}  // namespace
+}  // namespace lockstep
