@@ -59,7 +59,7 @@ inline void check(const char* what, const at::Tensor& tensor) {
               tensor.device(), ". This backend is for the CPU; use nccl for CUDA tensors, e.g. ",
               "backend=\"cpu:lockstep,cuda:nccl\".");
   TORCH_CHECK(tensor.layout() == at::kStrided, "[lockstep_torch] ", what, ": a ", tensor.layout(),
-              " tensor. Only dense tensors are supported; use backend=\"gloo\" for sparse ones.");
+              " tensor. all_reduce alone takes sparse tensors (COO); make it dense.");
 }
 
 inline void check(const char* what, const Tensors& tensors) {

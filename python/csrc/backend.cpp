@@ -24,6 +24,7 @@
 #include "python/csrc/deferral.h"
 #include "python/csrc/mailbox.h"
 #include "python/csrc/outputs.h"
+#include "python/csrc/sparse.h"
 #include "python/csrc/work.h"
 
 // How torch's own bindings hold such objects.
@@ -66,9 +67,9 @@ class StoreBoard : public shm::Board {
     while (!store_->check({full})) {
       if (deadline.expired())
         throw TimeoutError("lockstep_torch",
-                           fmt::format("'{}' was not told within {} ms. A rank has probably ended "
-                                       "during start-up; look at its output.",
-                                       key, deadline.total().count()));
+                           fmt::format("start-up timed out after {} ms: '{}' was not set. A rank "
+                                       "has probably ended; look at its output.",
+                                       deadline.total().count(), key));
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::microseconds(5000));
     }
@@ -164,6 +165,7 @@ class LockstepBackend : public c10d::Backend {
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
     const PlainTensors plain;
     check("allreduce", tensors);
     check_alike("allreduce", tensors, tensors[0]);
@@ -203,10 +205,24 @@ class LockstepBackend : public c10d::Backend {
     });
   }
 
-  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override {
-    TORCH_CHECK(false,
-                "[lockstep_torch] allreduce: sparse tensors are not supported. Use dense "
-                "gradients, or backend=\"gloo\".");
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    const PlainTensors plain;
+    TORCH_CHECK(tensors.size() == 1 && tensors[0].is_sparse() && tensors[0].device().is_cpu(),
+                "[lockstep_torch] allreduce: one sparse tensor (COO, CPU) at a time is expected.");
+    TORCH_CHECK(opts.reduceOp == ReduceOp::SUM || opts.reduceOp == ReduceOp::AVG,
+                "[lockstep_torch] allreduce: sparse tensors can be summed and averaged only.");
+    Call call = call_of(OpType::ALLREDUCE, "lockstep:all_reduce_sparse", tensors, {tensors});
+    const at::Tensor packed = sparse::pack(tensors[0].coalesce());
+    const auto parts = std::make_shared<sparse::Parts>();
+    call.finish = [parts, tensor = tensors[0], op = opts.reduceOp] {
+      const PlainTensors below;
+      sparse::add_up(*parts, tensor, op);
+    };
+    Outputs outputs;
+    outputs.held.push_back(packed);
+    return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
+      tickets.push_back(engine.all_gather_varied(*parts, const_part_of(packed), start(opts)));
+    });
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
@@ -440,7 +456,6 @@ class LockstepBackend : public c10d::Backend {
     call.inputs = std::move(inputs);
     call.outputs = std::move(outputs);
     call.explain = explain_;
-    call.orphans = orphans_;
     return call;
   }
 
@@ -456,7 +471,7 @@ class LockstepBackend : public c10d::Backend {
   // Starts operations in the order of the calls, whichever thread they come from.
   template <typename Start>
   WorkPtr launch(Call call, Outputs& outputs, Start start_tickets) {
-    call.finish = outputs.finish();
+    if (!call.finish) call.finish = outputs.finish();
     call.held = std::move(outputs.held);
     const bool collective = call.type != OpType::SEND;
     const Deferral deferral;
@@ -581,7 +596,6 @@ class LockstepBackend : public c10d::Backend {
 
   const Explain explain_;
   const c10::intrusive_ptr<Options> options_;
-  const std::shared_ptr<Orphans> orphans_ = std::make_shared<Orphans>();
   const pid_t process_ = ::getpid();
   const std::shared_ptr<Mailbox> mailbox_;
   std::atomic<std::uint64_t> sequence_{0};  // of collectives; messages do not count

@@ -46,13 +46,18 @@ std::exception_ptr Receive::error() const {
   return error_;
 }
 
+void Receive::give_up(std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  given_up_ = std::move(error);
+}
+
 void Receive::finish(int from, std::exception_ptr error) {
   std::shared_ptr<void> owner;
   {
     const std::lock_guard lock(mutex_);
     if (done()) return;
     from_.store(from);
-    error_ = std::move(error);
+    error_ = given_up_ ? given_up_ : std::move(error);
     owner = std::move(owner_);
     done_.store(true, std::memory_order_release);
   }
@@ -155,14 +160,28 @@ void Mailbox::wait(Receive& receive, const Deadline& deadline) {
   }
 }
 
+// The receive ends when nobody writes into its array any more. While the contents are on their way
+// that is after the end of their ticket, which the failure of the engine brings about.
 void Mailbox::give_up(Receive& receive, const Deadline& deadline) {
-  const std::string text = fmt::format("no message came within {} ms", deadline.total().count());
+  const std::string text =
+      fmt::format("recv timed out after {} ms: no message came", deadline.total().count());
+  shm::TicketPtr contents;
+  {
+    const Deferral deferral;
+    const std::lock_guard lock(mutex_);
+    receive.give_up(std::make_exception_ptr(TimeoutError("lockstep_torch", text)));
+    wishes_.remove_if([&](const auto& wish) { return wish.get() == &receive; });
+    for (const Lane& line : lanes_)
+      if (line.target.get() == &receive) contents = line.contents;
+    if (!closed_) engine_.abort(fmt::format("rank {}: {}", engine_.rank(), text));
+  }
+  try {
+    if (contents) contents->wait();
+  } catch (const CommError&) {
+    // As it should: the engine is broken.
+  }
   const Deferral deferral;
-  const std::lock_guard lock(mutex_);
-  wishes_.remove_if([&](const auto& wish) { return wish.get() == &receive; });
-  receive.finish(-1, std::make_exception_ptr(TimeoutError("lockstep_torch", text)));
-  // The contents may be on their way into the array: they must not arrive after this.
-  if (!closed_) engine_.abort(fmt::format("rank {}: {}", engine_.rank(), text));
+  receive.finish(-1, nullptr);
 }
 
 shm::TicketPtr Mailbox::ticket_of(const Receive& receive) {

@@ -40,6 +40,7 @@ class Receive {
 
  private:
   friend class Mailbox;
+  void give_up(std::exception_ptr error);
   void finish(int from, std::exception_ptr error);
 
   std::byte* data_ = nullptr;
@@ -50,6 +51,7 @@ class Receive {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
+  std::exception_ptr given_up_;  // how it ends, whatever else happens
   std::exception_ptr error_;
   std::atomic<int> from_{-1};
   std::atomic<bool> done_{false};

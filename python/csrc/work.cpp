@@ -17,8 +17,8 @@ bool& inside_callback() {
 
 void throw_timeout(std::chrono::milliseconds timeout, const char* title) {
   C10_THROW_ERROR(DistBackendError,
-                  c10::str("[lockstep_torch] wait: ", title, " was not finished within ",
-                           timeout.count(), " ms. It goes on; wait again, or raise the timeout."));
+                  c10::str("[lockstep_torch] wait: ", title, " timed out after ", timeout.count(),
+                           " ms. It continues; wait again, or raise the timeout."));
 }
 
 std::vector<at::Tensor> flattened(const std::vector<std::vector<at::Tensor>>& lists) {
@@ -35,11 +35,20 @@ EngineWork::EngineWork(int rank, Call call)
     : Work(rank, call.type, call.title, call.inputs), call_(std::move(call)) {}
 
 EngineWork::~EngineWork() {
-  if (tickets_.empty() || tickets_.back()->done()) return;
-  std::vector<at::Tensor> tensors = flattened(call_.outputs);
-  tensors.insert(tensors.end(), call_.inputs.begin(), call_.inputs.end());
-  tensors.insert(tensors.end(), call_.held.begin(), call_.held.end());
-  call_.orphans->add(tickets_.back(), std::move(tensors));
+  if (settled_ || tickets_.empty()) return;
+  const auto call = std::make_shared<Call>(std::move(call_));
+  const auto finish_call = [call, last = tickets_.back()] {
+    try {
+      if (call->finish && !last->error()) call->finish();
+    } catch (const std::exception&) {
+      // Nobody is left to hear of it.
+    }
+  };
+  try {
+    tickets_.back()->on_done([finish_call] { Deferral::run(finish_call); });
+  } catch (const std::exception&) {
+    // No thread could be started for it: another operation's waiter ends it.
+  }
 }
 
 void EngineWork::attach(std::vector<shm::TicketPtr> tickets) {

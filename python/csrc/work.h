@@ -9,14 +9,13 @@
 //   auto work = c10::make_intrusive<EngineWork>(rank, std::move(call));
 //   work->attach({engine.all_reduce(...)});
 //
-// Any thread may call any function. A work that is dropped before its end leaves its tensors to the
-// group's Orphans, because the engine has only their addresses.
+// Any thread may call any function. A work that is dropped before its end leaves the call to its
+// last ticket, which stores the result and frees the tensors: the engine has only their addresses.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -32,28 +31,6 @@ namespace lockstep::python {
 // Turns what the engine throws into what Python shows. Made once per group.
 using Explain = std::function<std::exception_ptr(const std::exception_ptr&)>;
 
-// Tensors whose operations nobody holds any more.
-class Orphans {
- public:
-  void add(shm::TicketPtr last, std::vector<at::Tensor> tensors) {
-    std::deque<Kept> ended;  // goes after the lock: a tensor's end may need Python's
-    const std::lock_guard lock(mutex_);
-    while (!kept_.empty() && kept_.front().last->done()) {
-      ended.push_back(std::move(kept_.front()));
-      kept_.pop_front();
-    }
-    kept_.push_back({std::move(last), std::move(tensors)});
-  }
-
- private:
-  struct Kept {
-    shm::TicketPtr last;
-    std::vector<at::Tensor> tensors;
-  };
-  std::mutex mutex_;
-  std::deque<Kept> kept_;
-};
-
 // What a work is about, besides its tickets.
 struct Call {
   c10d::OpType type = c10d::OpType::UNKNOWN;
@@ -64,7 +41,6 @@ struct Call {
   std::function<void()> finish;                  // copies back; run once, after success
   std::uint64_t sequence = 0;
   Explain explain;
-  std::shared_ptr<Orphans> orphans;
 };
 
 class EngineWork : public c10d::Work {

@@ -52,6 +52,7 @@ from torch._C import _distributed_c10d as c10d  # noqa: E402
 
 import lockstep_torch  # noqa: E402
 import operations  # noqa: E402
+import orders  # noqa: E402
 import training  # noqa: E402
 
 
@@ -134,6 +135,16 @@ def compare(rank, size, method, train=False):
     if train:
         training.run_training(groups)
     print(f"compared {groups.compared}")
+    dist.destroy_process_group()
+
+
+def in_orders(rank, size, method):
+    join(rank, size, method, timeout=datetime.timedelta(seconds=30))
+    groups = operations.Groups()
+    orders.run_dropped(groups)
+    orders.run_lifetimes(groups)
+    orders.run_orders(groups)
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -242,7 +253,7 @@ def late(rank, size, method, how, limit_s):
         raise AssertionError("no error")
     assert time.monotonic() - started < limit_s + DEATH_LIMIT_S
     told.touch()
-    assert f"{1000 * limit_s:.0f} ms" in text, text
+    assert f"timed out after {1000 * limit_s:.0f} ms" in text, text
     assert how in ("wait", "anyone") or "rank 1" in text, text
 
 
@@ -325,6 +336,10 @@ def test_two_ranks():
 
 def test_three_ranks():
     run_world(3, compare)
+
+
+def test_orders():
+    run_world(3, in_orders)
 
 
 def test_one_rank():

@@ -232,6 +232,21 @@ def receive_meanwhile(group, rank, size):
     return [total, *tensors]
 
 
+def sparse_tensor(rank, count, dtype, dense):
+    """`count` rows, some of them twice, at places that differ between ranks."""
+    places = (torch.arange(count) * (rank + 2)) % 11
+    rows = values(rank, count * dense, dtype).view(count, dense)
+    return torch.sparse_coo_tensor(places[None], rows, (11, dense))
+
+
+def all_reduce_sparse(group, rank, size, dtype, count, dense, coalesced_first):
+    tensor = sparse_tensor(rank, count * (rank != 1), dtype, dense)  # rank 1 has no rows
+    tensor = tensor.coalesce() if coalesced_first else tensor
+    dist.all_reduce(tensor, group=group)
+    assert tensor.is_sparse and tensor.is_coalesced()
+    return [tensor.indices(), tensor.values(), tensor.to_dense()]
+
+
 def run_table(groups):
     """Everything that gloo has."""
     for dtype in FLOATS + INTEGERS:
@@ -253,6 +268,9 @@ def run_table(groups):
         groups.both(rooted, root, torch.uint8, True)
     for op in (ReduceOp.SUM, ReduceOp.MAX):
         groups.both(scattered, op)
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        groups.both(all_reduce_sparse, dtype, 9, 4, True)
+        groups.both(all_reduce_sparse, dtype, 3, 200_000, False)
     for case in (all_reduce_async, futures, future_in_callback, coalesced, gathered_coalesced,
                  objects, messages, from_anyone, receive_meanwhile):
         groups.both(case)
@@ -266,6 +284,11 @@ def run_beyond(groups):
         tensor = values(rank, 9, dtype) * size
         dist.all_reduce(tensor, op=ReduceOp.AVG)
         groups.same([tensor], [sum(values(r, 9, dtype) for r in everyone)], "average")
+    run_integer_averages(groups)
+    tensor = sparse_tensor(rank, 5, torch.float32, 3)
+    dist.all_reduce(tensor, op=ReduceOp.AVG)
+    wanted = sum(sparse_tensor(r, 5, torch.float32, 3).to_dense() for r in everyone) / size
+    groups.same([tensor.to_dense()], [wanted], "average of sparse tensors")
     tensor = values(rank, 9, torch.int16)
     dist.all_reduce(tensor)
     groups.same([tensor], [sum(values(r, 9, torch.int16) for r in everyone)], "int16")
@@ -294,6 +317,34 @@ def run_beyond(groups):
     parameter = torch.nn.Parameter(striped(None, values(rank, 4)))
     dist.all_reduce(parameter)
     groups.same([parameter.detach()], [sum(values(r, 4) for r in everyone)], "parameter")
+
+
+def run_integer_averages(groups):
+    """As NCCL: the sum divided by the number of ranks, towards zero; and without overflow."""
+    size, everyone = groups.size, range(groups.size)
+    for dtype in INTEGERS + (torch.int16,):
+        def mine(rank, count=9):
+            signed = values(rank, count, torch.int64) * (1 if dtype is torch.uint8 else -1)
+            return torch.cat([signed, torch.full((2,), 120)]).to(dtype)
+
+        wanted = sum(mine(r).to(torch.int64) for r in everyone)
+        wanted = wanted.div(size, rounding_mode="trunc").to(dtype)
+        tensor = mine(groups.rank)
+        dist.all_reduce(tensor, op=ReduceOp.AVG)
+        groups.same([tensor], [wanted], f"average of {dtype}")
+        tensor = mine(groups.rank)
+        dist.reduce(tensor, 0, op=ReduceOp.AVG)
+        groups.same([tensor] if groups.rank == 0 else [], [wanted][:groups.rank == 0],
+                    f"reduced average of {dtype}")
+        share = torch.zeros(11, dtype=dtype)
+        dist.reduce_scatter_tensor(share, mine(groups.rank).repeat(size), op=ReduceOp.AVG)
+        groups.same([share], [wanted], f"scattered average of {dtype}")
+    # What Lightning does with sync_dist=True: only a backend named gloo is summed and divided.
+    for metric in (torch.tensor(groups.rank * 2), torch.tensor(groups.rank * 2.0)):
+        assert dist.get_backend() != "gloo"
+        dist.barrier()
+        dist.all_reduce(metric, op=ReduceOp.AVG)
+        groups.same([metric], [torch.tensor(size - 1).to(metric.dtype)], "sync_dist")
 
 
 def run_subgroups(groups):
@@ -339,9 +390,12 @@ def run_refusals(groups):
     """The caller's mistakes are told before anything is sent."""
     tensor = torch.zeros(3)
     sparse = torch.eye(3).to_sparse()
-    expect(RuntimeError, "sparse", lambda: dist.group.WORLD.allreduce([sparse]))
-    expect(RuntimeError, "there is no avg of Int",
-           lambda: dist.all_reduce(torch.zeros(3, dtype=torch.int32), op=ReduceOp.AVG))
+    expect(RuntimeError, "summed and averaged only",
+           lambda: dist.all_reduce(sparse, op=ReduceOp.MAX))
+    expect(RuntimeError, "all_reduce alone takes sparse tensors",
+           lambda: dist.group.WORLD._get_backend(torch.device("cpu")).broadcast([sparse]))
+    expect(RuntimeError, "there is no avg of Bool",
+           lambda: dist.all_reduce(torch.zeros(3, dtype=torch.bool), op=ReduceOp.AVG))
     expect(RuntimeError, "times the 3", lambda: dist.group.WORLD._allgather_base(tensor, tensor))
     expect(RuntimeError, "is not in this group", lambda: dist.group.WORLD.send([tensor], 99, 0))
     expect(RuntimeError, "different size or type",

@@ -27,14 +27,29 @@ class Net(torch.nn.Module):
         return self.last(x)
 
 
+class Words(torch.nn.Module):
+    """An embedding whose gradient is sparse, beside parameters whose gradient is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(50, 8, sparse=True)
+        self.last = torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(self.words(x.abs().mul(10).long() % 50).mean(1))
+
+
 def train(group, steps=4, hook=None, uneven=False, no_sync=False, **options):
     torch.manual_seed(dist.get_rank(group))  # DDP brings rank 0's weights to all
-    skips = options.get("find_unused_parameters", False)
-    model = DistributedDataParallel(Net(skips), process_group=group,
+    make_net = options.pop("net", None) or (
+        lambda: Net(options.get("find_unused_parameters", False)))
+    net = make_net()
+    model = DistributedDataParallel(net, process_group=group,
                                     **{"bucket_cap_mb": 0.01, **options})
     if hook:
         hook(model, group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    momentum = 0 if isinstance(net, Words) else 0.9  # which would make the gradient dense
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     data = torch.Generator().manual_seed(100 + dist.get_rank(group))
     losses = []
 
@@ -81,6 +96,7 @@ def power_hook(model, group):
 
 CASES = {
     "plain": {},
+    "sparse gradients": {"net": Words},
     "find_unused": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
     "views": {"gradient_as_bucket_view": True},

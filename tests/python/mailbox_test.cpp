@@ -1,0 +1,97 @@
+// The Python backend's mailbox, without Python: when the array of a receive is free again.
+#include "python/csrc/mailbox.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <csignal>
+#include <cstring>
+#include <thread>
+
+#include "lockstep/comm/shm/worlds_for_test.h"
+
+namespace lockstep::python {
+namespace {
+
+using shm::for_test::make_engine;
+using shm::for_test::MapBoard;
+using shm::for_test::soon;
+
+// A page whose first write takes as long as the test wants.
+std::atomic<bool> inside{false};
+std::atomic<bool> released{false};
+void* page = nullptr;
+std::size_t page_bytes = 0;
+
+void on_write(int) {
+  inside = true;
+  for (int i = 0; i < 20'000 && !released; ++i) ::usleep(1000);
+  ::mprotect(page, page_bytes, PROT_READ | PROT_WRITE);
+  inside = false;
+}
+
+template <typename Condition>
+bool becomes(const Condition& condition) {
+  const Deadline limit = soon();
+  while (!condition() && !limit.expired()) ::usleep(1000);
+  return condition();
+}
+
+// A receive from anyone is given up at its deadline while another thread copies the contents.
+TEST(Mailbox, AReceiveThatIsGivenUpIsNotWrittenAnyMore) {
+  page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  page = ::mmap(nullptr, page_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(page, MAP_FAILED);
+  struct sigaction action {};
+  struct sigaction before {};
+  action.sa_handler = on_write;
+  ASSERT_EQ(::sigaction(SIGSEGV, &action, &before), 0);
+
+  MapBoard board;
+  std::atomic<int> stage{0};
+  std::thread peer([&] {
+    auto engine = make_engine(board, 1, 2);
+    const auto mailbox = std::make_shared<Mailbox>(*engine);
+    const std::vector<std::byte> contents(page_bytes, std::byte{7});
+    becomes([&] { return stage >= 1; });
+    const auto first = engine->send(contents.data(), 1, 0);
+    becomes([&] { return stage >= 2; });
+    const auto tickets = mailbox->send({contents.data(), contents.size(), 0, 0}, soon());
+    becomes([&] { return stage >= 3; });
+    mailbox->close(std::move(engine));
+  });
+  auto engine = make_engine(board, 0, 2);
+  const auto mailbox = std::make_shared<Mailbox>(*engine);
+  // Whoever waits for something carries out everything, once a first message shows it at work.
+  const shm::StartOptions waited{.deadline = soon(), .caller_waits = true};
+  const auto barrier = engine->barrier(waited);
+  std::byte first{};
+  const auto seen = engine->recv(&first, 1, 1, waited);
+  std::thread waiter([&] { EXPECT_THROW(barrier->wait(soon()), CommError); });
+  stage = 1;
+  EXPECT_TRUE(becomes([&] { return seen->done(); }));
+  const auto receive = mailbox->receive({page, page_bytes, Mailbox::kAnyone, 0, nullptr});
+  stage = 2;
+  EXPECT_TRUE(becomes([] { return inside.load(); })) << "the contents did not arrive";
+  std::thread release([] {
+    ::usleep(500'000);
+    released = true;
+  });
+  mailbox->wait(*receive, Deadline::after(std::chrono::milliseconds(50)));
+  EXPECT_FALSE(inside) << "the array is still written";
+  EXPECT_TRUE(receive->done());
+  EXPECT_NE(shm::for_test::text_of(receive->error()).find("timed out after 50 ms"),
+            std::string::npos);
+  release.join();
+  waiter.join();
+  stage = 3;
+  peer.join();
+  mailbox->close(std::move(engine));
+  ::sigaction(SIGSEGV, &before, nullptr);
+  ::munmap(page, page_bytes);
+}
+
+}  // namespace
+}  // namespace lockstep::python
