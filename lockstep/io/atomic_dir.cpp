@@ -52,16 +52,6 @@ std::string temporary_name(const std::string& path) {
   return fmt::format("{}{}{}-{:016x}", path, kTemporaryMark, ::getpid(), random);
 }
 
-// Missing parents, each durable in its own parent.
-void make_parents(const std::string& directory) {
-  if (present(directory)) return;
-  const std::string parent = parent_of(directory);
-  if (parent != directory) make_parents(parent);
-  if (::mkdir(directory.c_str(), 0755) != 0 && errno != EEXIST)
-    throw file_error("make the directory", directory, errno);
-  sync_directory(parent);
-}
-
 enum class Lock { kTaken, kHeld, kGone, kUnknown };
 
 // Locks the directory itself, so that the lock needs no file of its own and outlives a rename.
@@ -149,7 +139,7 @@ AtomicDir::AtomicDir(std::string final_path, AtomicDirOptions options)
                      "{} is already there. Choose another name, remove it, or ask to replace it.",
                      final_path_);
   const std::string parent = parent_of(final_path_);
-  make_parents(parent);
+  make_directories(parent);
   if (options_.expected_bytes > free_space(parent))
     throw file_error("write", final_path_, ENOSPC, options_.expected_bytes);
   path_ = make_temporary(final_path_, lock_);
@@ -197,7 +187,7 @@ void AtomicDir::write(const std::string& name, const std::function<void(FileWrit
   check_open("write to");
   guarded([&] {
     check_name(name);
-    FileWriter file(path_ + "/" + name);
+    FileWriter file(path_ + "/" + name, options_.progress);
     fill(file);
     manifest_[name] = file.finish();
     bytes_ += manifest_[name].bytes;
@@ -251,7 +241,7 @@ void AtomicDir::commit() {
   bool replaced = false;
   guarded([&] {
     refuse_strangers();
-    FileWriter file(path_ + "/" + std::string(kManifestName));
+    FileWriter file(path_ + "/" + std::string(kManifestName), options_.progress);
     file.append(manifest_text(manifest_));
     file.finish();
     sync_directory(path_);

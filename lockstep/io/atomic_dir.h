@@ -30,6 +30,7 @@ struct AtomicDirOptions {
   // Takes the place of a directory that has the name already, without a moment in which neither is
   // there (where the file system can exchange two names; else the old one goes first).
   bool replace = false;
+  WriteProgress* progress = nullptr;  // of its files; outlives the AtomicDir
 };
 
 // Used by one thread. Owns the temporary directory: any error, and dropping it without commit(),

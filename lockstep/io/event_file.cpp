@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <chrono>
 #include <climits>
-#include <filesystem>
 
 #include "lockstep/io/file.h"
 #include "lockstep/io/json_reader.h"
@@ -74,9 +73,7 @@ std::string new_path(const std::string& directory) {
 }  // namespace
 
 EventFile::EventFile(const std::string& directory) {
-  std::error_code error;
-  std::filesystem::create_directories(directory, error);
-  if (error) throw file_error("make the directory", directory, error.value());
+  make_directories(directory);
   path_ = new_path(directory);
   fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644));
   if (!fd_) throw file_error("create", path_, errno);

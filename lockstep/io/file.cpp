@@ -97,7 +97,19 @@ void sync_directory(const std::string& path) {
   }
 }
 
-FileWriter::FileWriter(std::string path) : path_(std::move(path)) {
+void make_directories(const std::string& path) {
+  struct stat info {};
+  if (::lstat(path.c_str(), &info) == 0) return;
+  const std::string above = std::filesystem::path(path).parent_path().string();
+  const std::string parent = above.empty() ? "." : above;
+  make_directories(parent);
+  if (::mkdir(path.c_str(), 0755) != 0 && errno != EEXIST)
+    throw file_error("make the directory", path, errno);
+  sync_directory(parent);
+}
+
+FileWriter::FileWriter(std::string path, WriteProgress* progress)
+    : path_(std::move(path)), progress_(progress) {
   fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
   if (!fd_) throw file_error("create", path_, errno);
   buffer_.reserve(kBufferBytes);
@@ -125,7 +137,12 @@ void FileWriter::write(std::span<const std::byte> bytes) {
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) throw file_error("write to", path_, errno, bytes.size());
     bytes = bytes.subspan(static_cast<std::size_t>(n));
+    count_progress();
   }
+}
+
+void FileWriter::count_progress() {
+  if (progress_ != nullptr) progress_->fetch_add(1, std::memory_order_relaxed);
 }
 
 void FileWriter::flush() {
@@ -138,6 +155,7 @@ FileDigest FileWriter::finish() {
   flush();
   while (::fsync(fd_.get()) != 0)
     if (errno != EINTR) throw file_error("fsync", path_, errno);
+  count_progress();
   // A network file system may report a failed write only here.
   if (::close(fd_.release()) != 0 && errno != EINTR) throw file_error("close", path_, errno);
   return {bytes_, checksum_.value()};

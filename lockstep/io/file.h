@@ -8,6 +8,7 @@
 //   use(map.bytes());
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -36,12 +37,19 @@ SystemError file_error(std::string_view doing, const std::string& path, int erro
 // Makes a directory's entries durable; throws SystemError.
 void sync_directory(const std::string& path);
 
+// Makes a directory and its missing parents, each durable in its own parent; throws SystemError.
+void make_directories(const std::string& path);
+
+// Counts up with every piece that is written and every file that is synced: a thread that waits for
+// the writer can distinguish slow from stuck.
+using WriteProgress = std::atomic<std::uint64_t>;
+
 // Used by one thread. Dropping it without finish() closes the file and leaves it as it is: whoever
 // named it removes it (AtomicDir does).
 class FileWriter {
  public:
   // Creates the file; one that exists is an error (SystemError, as for all that follows).
-  explicit FileWriter(std::string path);
+  explicit FileWriter(std::string path, WriteProgress* progress = nullptr);
 
   void append(std::span<const std::byte> bytes);
   void append(std::string_view text) { append(bytes_of(text)); }
@@ -54,8 +62,10 @@ class FileWriter {
  private:
   void write(std::span<const std::byte> bytes);
   void flush();
+  void count_progress();
 
   std::string path_;
+  WriteProgress* progress_ = nullptr;
   Fd fd_;
   Checksum64 checksum_;
   std::vector<std::byte> buffer_;

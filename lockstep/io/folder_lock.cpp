@@ -8,8 +8,9 @@
 #include <cerrno>
 #include <cstring>
 #include <ctime>
-#include <filesystem>
 #include <thread>
+
+#include "lockstep/io/file.h"
 
 namespace lockstep::io {
 namespace {
@@ -46,8 +47,11 @@ std::string first_line(const std::string& note) {
 
 FolderLock::FolderLock(const std::string& folder, const std::string& token,
                        std::chrono::milliseconds patience) {
-  std::error_code ignored;  // what is wrong with it, opening the file says
-  std::filesystem::create_directories(folder, ignored);
+  try {
+    make_directories(folder);
+  } catch (const SystemError&) {
+    // Opening the file reports what is wrong with it.
+  }
   const std::string path = folder + "/" + kFolderLockName;
   Fd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644));
   if (!fd) {

@@ -1,20 +1,25 @@
 // What a run has measured, as files in output_dir: metrics.jsonl, one JSON object a line with every
 // number in full, and TensorBoard's event files in runs/ where report_to asks for them.
 //
-// The one hard idea: a run that is resumed at step 40 says step 41 again. Lines of later steps are
-// taken out of metrics.jsonl first, so that each step stands there once; TensorBoard is told to
-// forget them, and with a new run everything that an earlier one has left in runs/.
+// A run that is resumed at step 40 measures step 41 again. Lines of later steps are first moved
+// from metrics.jsonl to metrics.superseded.jsonl, so that each step is there once and nothing is
+// deleted. TensorBoard's readers drop them, and with a new run everything that an earlier one has
+// left in runs/.
 //
 //   MetricsLog metrics("out", {.tensorboard = true, .resumed_at = 40});
 //   metrics.write({.step = 41, .epoch = 0.5, .values = {{"loss", 1.25}}});
 //
-// Used by one thread, on rank 0. Owns its files. A disk that is full is told once (log), and the
-// run goes on.
+// Used by one thread, on rank 0. Owns its files. metrics.jsonl holds whole lines only: what a full
+// disk has no room for stays in memory, up to a limit, and is written when there is room again. The
+// log reports when that begins, and at the end how many lines are lost.
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "lockstep/core/fd.h"
 #include "lockstep/io/event_file.h"
@@ -25,26 +30,35 @@ namespace lockstep::train {
 struct MetricsLogOptions {
   bool tensorboard = false;
   std::string run_name{};       // in every line, and TensorBoard's folder below runs/
-  std::int64_t resumed_at = 0;  // 0: a new run; the lines of an older one go
+  std::int64_t resumed_at = 0;  // 0: a new run; an older one's lines are moved away
 };
 
 class MetricsLog {
  public:
   // Makes the directory. SystemError when it cannot.
   explicit MetricsLog(const std::string& directory, const MetricsLogOptions& options = {});
+  ~MetricsLog();
+  MetricsLog(const MetricsLog&) = delete;
+  MetricsLog& operator=(const MetricsLog&) = delete;
 
   void write(const LogEntry& entry);
 
   const std::string& path() const { return path_; }
 
  private:
+  bool write_line(std::string_view line);
   void write_scalars(const LogEntry& entry);
 
   std::string path_;
   std::string run_name_;
   Fd fd_;
+  std::deque<std::string> pending_;  // lines that could not be written yet
+  std::int64_t lost_ = 0;
   std::unique_ptr<io::EventFile> events_;
   bool told_ = false;
 };
+
+// The newest line of a metrics.jsonl that has this value.
+std::optional<LogEntry> newest_with(const std::string& path, std::string_view metric);
 
 }  // namespace lockstep::train

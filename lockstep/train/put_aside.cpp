@@ -50,10 +50,10 @@ std::string put_aside(const std::string& output_dir, const RunStart& start) {
     if (goes_on && (dir.step <= start.step || same_place(dir.path, start.checkpoint))) continue;
     others.emplace_back(dir.path);
   }
-  const bool metrics_too = !goes_on && !(start.own_metrics && others.empty());
-  for (const char* name : {"metrics.jsonl", "runs", "effective_config.json"}) {
+  for (const char* name :
+       {"metrics.jsonl", "metrics.superseded.jsonl", "runs", "effective_config.json"}) {
     const fs::path path = fs::path(output_dir) / name;
-    if (metrics_too && holds_something(path)) others.push_back(path);
+    if (!goes_on && holds_something(path)) others.push_back(path);
   }
   if (others.empty()) return {};
   const fs::path place = make_place(output_dir);
@@ -63,6 +63,8 @@ std::string put_aside(const std::string& output_dir, const RunStart& start) {
     if (error == std::errc::no_such_file_or_directory) continue;  // another rank's writer was first
     if (error) throw io::file_error("rename", path.string(), error.value());
   }
+  io::sync_directory(place.string());
+  io::sync_directory(output_dir);
   return place.string();
 }
 

@@ -3,8 +3,8 @@
 // The one hard idea: the newest checkpoint is the one with the highest step. A folder that this run
 // has not written and that stands above the step it starts from would be resumed from next time,
 // in the place of this run's own. So such folders get a folder of their own, earlier-<n>, before
-// the first step; so do metrics.jsonl, runs/ and effective_config.json of a run that this one does
-// not go on from.
+// the first step; so do the metrics, runs/ and effective_config.json of a run that this one does
+// not go on from: no run's measurements are deleted.
 //
 //   const std::string place = put_aside("out", {.checkpoint = "out/checkpoint-40", .step = 40});
 //   if (!place.empty()) log::warning("checkpoint", "moved to {}", place);
@@ -20,8 +20,6 @@ namespace lockstep::train {
 struct RunStart {
   std::string checkpoint{};  // the folder that the run goes on from; empty: it starts anew
   std::int64_t step = -1;
-  // Metrics without any checkpoint are those of this run's own first steps, which it takes again.
-  bool own_metrics = false;
 };
 
 // Moves every checkpoint above start.step, or all of them and the metrics where the run starts anew

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <thread>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/train/metrics_log.h"
 #include "lockstep/train/progress.h"
@@ -154,7 +156,92 @@ TEST(MetricsLog, AStepStandsOnceAfterResuming) {
             "{\"step\":1,\"epoch\":0.0,\"loss\":1.0}\n"
             "{\"step\":2,\"epoch\":0.0,\"loss\":1.0}\n"
             "{\"step\":3,\"epoch\":0.0,\"loss\":0.5}\n");
+  EXPECT_EQ(io::get(dir / "metrics.superseded.jsonl"),
+            "{\"step\":3,\"epoch\":0.0,\"loss\":1.0}\n"
+            "{\"step\":4,\"epoch\":0.0,\"loss\":1.0}\n");
+  EXPECT_EQ(newest_with(dir / "metrics.jsonl", "loss")->step, 3);
+  EXPECT_FALSE(newest_with(dir / "metrics.jsonl", "eval_loss"));
   MetricsLog fresh(dir.path());
+  EXPECT_EQ(io::get(dir / "metrics.jsonl"), "");
+  EXPECT_THAT(io::get(dir / "metrics.superseded.jsonl"), HasSubstr("\"loss\":0.5}"));
+}
+
+// What is logged meanwhile. Through a pipe: a file would have the limit below.
+class Logged {
+ public:
+  Logged() : before_(::dup(STDERR_FILENO)), pipe_(make_pipe()) {
+    ::dup2(pipe_.write.get(), STDERR_FILENO);
+  }
+  ~Logged() { restore(); }
+  std::string text() {
+    restore();
+    std::string all(1 << 16, '\0');
+    const ssize_t size = ::read(pipe_.read.get(), all.data(), all.size());
+    all.resize(size > 0 ? static_cast<std::size_t>(size) : 0);
+    return all;
+  }
+
+ private:
+  void restore() {
+    if (before_) ::dup2(before_.get(), STDERR_FILENO);
+    before_.reset();
+    pipe_.write.reset();
+  }
+  Fd before_;
+  Pipe pipe_;
+};
+
+// The kernel writes what fits below the limit and answers EFBIG to the rest, as a full disk answers
+// ENOSPC.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) {
+    ::signal(SIGXFSZ, SIG_IGN);
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    rlimit now = before_;
+    now.rlim_cur = bytes;
+    ::setrlimit(RLIMIT_FSIZE, &now);
+  }
+  ~FileSizeLimit() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    ::signal(SIGXFSZ, SIG_DFL);
+  }
+
+ private:
+  rlimit before_{};
+};
+
+TEST(MetricsLog, ALineThatFindsNoRoomIsWrittenWholeLater) {
+  io::TemporaryDirectory dir;
+  const std::string line = "{\"step\":1,\"epoch\":0.0,\"loss\":1.0}\n";
+  MetricsLog metrics(dir.path());
+  metrics.write({.step = 1, .values = {{"loss", 1}}});
+  Logged logged;
+  {
+    const FileSizeLimit full(line.size() + 10);
+    metrics.write({.step = 2, .values = {{"loss", 1}}});
+    metrics.write({.step = 3, .values = {{"loss", 1}}});
+    EXPECT_EQ(io::get(dir / "metrics.jsonl"), line) << "no part of a line";
+  }
+  EXPECT_THAT(logged.text(),
+              HasSubstr("Lines of metrics stay in memory until they can be written."));
+  metrics.write({.step = 4, .values = {{"loss", 1}}});
+  EXPECT_EQ(io::get(dir / "metrics.jsonl"), line +
+                                                "{\"step\":2,\"epoch\":0.0,\"loss\":1.0}\n"
+                                                "{\"step\":3,\"epoch\":0.0,\"loss\":1.0}\n"
+                                                "{\"step\":4,\"epoch\":0.0,\"loss\":1.0}\n");
+}
+
+TEST(MetricsLog, LinesThatAreLostAreCounted) {
+  io::TemporaryDirectory dir;
+  Logged logged;
+  {
+    const FileSizeLimit full(10);
+    MetricsLog metrics(dir.path());
+    for (int step = 1; step <= 3; ++step) metrics.write({.step = step, .values = {{"loss", 1}}});
+  }
+  EXPECT_THAT(logged.text(), HasSubstr("3 lines of metrics could not be written to " +
+                                       (dir / "metrics.jsonl") + " and are lost."));
   EXPECT_EQ(io::get(dir / "metrics.jsonl"), "");
 }
 
@@ -200,7 +287,6 @@ TEST_F(PutAside, ANewRunFindsNothing) {
   EXPECT_EQ(put_aside(dir_.path(), {}), "") << "nothing is left";
   EXPECT_EQ(put_aside(dir_ / "nowhere", {}), "");
   io::put(dir_ / "metrics.jsonl", "{}\n");
-  EXPECT_EQ(put_aside(dir_.path(), {.own_metrics = true}), "") << "of its own first steps";
   EXPECT_EQ(put_aside(dir_.path(), {}), dir_ / "earlier-2");
   EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("metrics.jsonl"));
 }

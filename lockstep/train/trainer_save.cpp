@@ -234,8 +234,7 @@ std::string TrainerImpl::choose_checkpoint() {
 void TrainerImpl::make_way(const std::string& checkpoint) {
   const bool automatic = arguments_.resume_from_checkpoint.value_or("never") == "auto";
   const std::string place =
-      put_aside(arguments_.output_dir,
-                {.checkpoint = checkpoint, .step = state.global_step, .own_metrics = automatic});
+      put_aside(arguments_.output_dir, {.checkpoint = checkpoint, .step = state.global_step});
   if (place.empty()) return;
   if (!checkpoint.empty()) {
     log::warning("checkpoint",

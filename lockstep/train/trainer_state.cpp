@@ -99,6 +99,13 @@ std::string log_entry_json(const LogEntry& entry, const std::string& run_name) {
   return to_json(node);
 }
 
+LogEntry parse_log_entry(std::string_view text, const std::string& name) {
+  const Node root = parse_json(text, name);
+  if (!root.is(NodeKind::kMap) || given(root, "step") == nullptr)
+    throw UsageError("trainer", "{}: a line without a step.", name);
+  return entry_of(root);
+}
+
 std::string trainer_state_text(const TrainerState& state) {
   Node history;
   history.kind = NodeKind::kList;

@@ -73,5 +73,7 @@ std::string json_object(const std::vector<std::pair<std::string, Node>>& members
 
 // One object on one line: {"step": 41, "epoch": 0.5, "loss": 1.25}. What is not finite is null.
 std::string log_entry_json(const LogEntry& entry, const std::string& run_name = {});
+// The numbers of such a line. UsageError when it is not one.
+LogEntry parse_log_entry(std::string_view text, const std::string& name);
 
 }  // namespace lockstep::train

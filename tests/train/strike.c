@@ -1,6 +1,7 @@
 // Preloaded into a training process: counts the calls by which it changes files below STRIKE_PLACE,
 // whichever thread makes them, writes each to STRIKE_LOG, and kills the process before the
-// STRIKE_AT-th. (strace counts for each thread, and a saver's thread comes late.)
+// STRIKE_AT-th. (strace counts for each thread, and a saver's thread comes late.) An fsync of a
+// file whose path contains STRIKE_SLOW takes STRIKE_SLOW_MS longer.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -13,6 +14,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #define MOST_FDS 65536
@@ -85,7 +87,18 @@ ssize_t write(int fd, const void* data, size_t size) {
 }
 
 int fsync(int fd) {
-  if (watched_fd(fd)) event("fsync", "");
+  if (watched_fd(fd)) {
+    char link[64], path[4096] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (readlink(link, path, sizeof path - 1) < 0) abort();
+    event("fsync", path);
+    const char* slow = getenv("STRIKE_SLOW");
+    if (slow != NULL && strstr(path, slow) != NULL) {
+      const long ms = atol(getenv("STRIKE_SLOW_MS"));
+      const struct timespec time = {ms / 1000, ms % 1000 * 1000000};
+      nanosleep(&time, NULL);
+    }
+  }
   return REAL(fsync)(fd);
 }
 
