@@ -39,8 +39,8 @@ constexpr const char* kHelp =
     "--resume never   start anew (as without the flag; but an attempt that lockstep run\n"
     "                 --max-restarts has restarted resumes unless never is given)\n\n"
     "A stop signal (SIGTERM, SIGUSR1, SIGUSR2) to any rank ends in a checkpoint and exit code\n"
-    "143 (1 when that could not be saved). `lockstep config keys` lists the keys,\n"
-    "docs/training.md explains the rest.\n";
+    "143 (1 when that could not be saved). A run whose last checkpoint could not be written ends\n"
+    "with 1. `lockstep config keys` lists the keys, docs/training.md explains the rest.\n";
 
 struct Request {
   std::string file;
@@ -106,35 +106,6 @@ WorldOptions world_options(const TrainingArguments& a, const std::string& digest
   if (a.use_cpu) options.device = c10::Device(c10::kCPU);
   options.options_hash = digest;  // ranks that were given different files do not train together
   return options;
-}
-
-void say_stopped(const TrainResult& result, const TrainingArguments& a) {
-  if (result.exit_code() == 143) {
-    fmt::print("stopped at step {}; go on with --resume auto\n", result.global_step);
-  } else if (a.save_only_model) {
-    log::error("train",
-               "stopped at step {}, of which save_only_model keeps the weights alone: no run can "
-               "go on from there.",
-               result.global_step);
-  } else if (result.durable_step >= 0) {
-    log::error("train",
-               "stopped at step {}, which could not be saved. The newest step that a run can go on "
-               "from is {} (--resume auto).",
-               result.global_step, result.durable_step);
-  } else {
-    log::error("train", "stopped at step {}, which could not be saved, nor was any before.",
-               result.global_step);
-  }
-}
-
-// A run that had come to its end before has no loss to tell.
-void say_complete(const TrainResult& result, const TrainingArguments& a) {
-  const bool by_steps = a.max_steps > 0;
-  fmt::print(
-      "nothing was left to train: the run in {} is complete at step {} already. To go on, raise {} "
-      "(now {}); to begin anew, --resume never\n",
-      a.output_dir, result.global_step, by_steps ? "max_steps" : "num_train_epochs",
-      by_steps ? fmt::format("{}", a.max_steps) : fmt::format("{}", a.num_train_epochs));
 }
 
 // Leaves in output_dir what the run was told, and by whom: values, winners and whom they have
@@ -204,15 +175,11 @@ TrainerTask make_task_everywhere(World& world, const Prepared& read) {
   return std::move(*task);
 }
 
+// The Trainer has reported every other end.
 void say_result(const TrainResult& result, const TrainingArguments& arguments) {
-  if (result.stop_signal != 0) {
-    say_stopped(result, arguments);
-  } else if (result.global_step == result.first_step) {
-    say_complete(result, arguments);
-  } else {
+  if (result.exit_code() == 0 && result.global_step > result.first_step)
     fmt::print("trained {} steps, mean loss {:.4f}; {}\n", result.global_step, result.train_loss,
                arguments.output_dir);
-  }
 }
 
 }  // namespace

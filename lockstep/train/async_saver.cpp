@@ -21,6 +21,7 @@ namespace lockstep::train {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+constexpr std::chrono::seconds kLook{1};
 
 double ms_since(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
@@ -39,6 +40,11 @@ std::optional<c10::Device> device_of(const CheckpointContents& contents) {
 
 }  // namespace
 
+struct AsyncSaver::Shared {
+  SaverOptions options;
+  TensorDict staging;
+};
+
 struct AsyncSaver::Job {
   CheckpointContents contents;
   // Memory that is given back while its copy is queued would be written by the main stream's next.
@@ -49,23 +55,55 @@ struct AsyncSaver::Job {
   std::optional<c10::Device> device;
   std::promise<void> copied;
   std::future<void> copied_future = copied.get_future();
-  std::future<void> done;
+  std::promise<void> finished;
+  std::future<void> done = finished.get_future();
+  io::WriteProgress progress{0};
+  std::uint64_t seen = 0;  // of `progress`, by the thread that waits
+  Clock::time_point seen_at = Clock::now();
+  std::thread thread;
 };
 
-AsyncSaver::AsyncSaver(SaverOptions options) : options_(std::move(options)) {}
+AsyncSaver::AsyncSaver(SaverOptions options)
+    : shared_(std::make_shared<Shared>(Shared{std::move(options), {}})) {}
 
 AsyncSaver::~AsyncSaver() {
-  if (job_ && job_->done.valid()) job_->done.wait();
+  try {
+    while (job_ && !ended()) wait_a_while(kLook);
+  } catch (const std::exception& e) {
+    log::error("checkpoint", "{}", e.what());
+  }
+  if (job_) job_->thread.join();
 }
 
 bool AsyncSaver::busy() const {
   return job_ != nullptr;
 }
 
+bool AsyncSaver::ended() const {
+  return job_->done.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+// Nothing can be done about a call that does not return, except not to wait for it.
+void AsyncSaver::check_progress() {
+  const std::uint64_t now = job_->progress.load(std::memory_order_relaxed);
+  if (now != std::exchange(job_->seen, now)) job_->seen_at = Clock::now();
+  const auto stalled = Clock::now() - job_->seen_at;
+  if (stalled < shared_->options.stall_limit || ended()) return;
+  job_->thread.detach();
+  const std::string path = std::exchange(job_, nullptr)->outcome.path;
+  shared_ = std::make_shared<Shared>(Shared{shared_->options, {}});
+  throw Error(
+      "checkpoint",
+      fmt::format("{} was not saved: its writer has made no progress for {:.1f} s. The disk "
+                  "or the network file system is probably stuck. Resume from the newest "
+                  "checkpoint when it works again.",
+                  path, std::chrono::duration<double>(stalled).count()));
+}
+
 // Into memory that is kept from save to save: fresh memory costs more than copying into it.
-void AsyncSaver::copy(Job& job) {
+void AsyncSaver::copy(Shared& shared, Job& job) {
   const auto place = [&](const std::string& name, at::Tensor& tensor) {
-    at::Tensor& stage = staging_[name];
+    at::Tensor& stage = shared.staging[name];
     const bool fits = stage.defined() && stage.scalar_type() == tensor.scalar_type() &&
                       stage.sizes() == tensor.sizes();
     if (!fits) {
@@ -75,6 +113,7 @@ void AsyncSaver::copy(Job& job) {
     }
     stage.copy_(tensor, /*non_blocking=*/true);
     job.sources.push_back(std::exchange(tensor, stage));
+    ++job.progress;
   };
   for (auto& [name, tensor] : job.contents.model) place("model." + name, tensor);
   for (auto& [name, tensor] : job.contents.optimizer) place("optimizer." + name, tensor);
@@ -82,14 +121,14 @@ void AsyncSaver::copy(Job& job) {
 
 // On a stream of its own, so that the device computes meanwhile. Also after an error nothing is
 // left queued: its memory is used again by the next save, and its sources are given back.
-void AsyncSaver::copy_beside(Job& job) {
+void AsyncSaver::copy_beside(Shared& shared, Job& job) {
   const c10::impl::VirtualGuardImpl device(job.device->type());
   const c10::StreamGuard guard(device.getStreamFromGlobalPool(*job.device));
   const c10::Stream side = guard.current_stream();
   job.boundary->block(side);
   std::exception_ptr trouble;
   try {
-    copy(job);
+    copy(shared, job);
   } catch (...) {
     trouble = std::current_exception();
   }
@@ -97,14 +136,14 @@ void AsyncSaver::copy_beside(Job& job) {
   if (trouble) std::rethrow_exception(trouble);
 }
 
-void AsyncSaver::run(Job& job) {
+void AsyncSaver::run(Shared& shared, Job& job) {
   const at::NoGradGuard no_grad;
   const auto start = Clock::now();
   try {
     if (job.device) {
-      copy_beside(job);
+      copy_beside(shared, job);
     } else {
-      copy(job);
+      copy(shared, job);
     }
   } catch (...) {
     job.copied.set_value();
@@ -114,14 +153,18 @@ void AsyncSaver::run(Job& job) {
   job.outcome.copy_ms = ms_since(start);
   job.copied.set_value();
   const auto writing = Clock::now();
-  write_checkpoint(job.outcome.path, job.contents, options_.write);
+  const SaverOptions& options = shared.options;
+  WriteOptions write = options.write;
+  write.progress = &job.progress;
+  write_checkpoint(job.outcome.path, job.contents, write);
+  ++job.progress;
   job.outcome.committed = true;
   job.outcome.write_ms = ms_since(writing);
-  if (options_.limit > 0) {
-    io::RetainOptions retain{.limit = options_.limit, .durable = job.outcome.path};
+  if (options.limit > 0) {
+    io::RetainOptions retain{.limit = options.limit, .durable = job.outcome.path};
     if (!job.keep.empty()) retain.keep.push_back(job.keep);
     try {
-      io::retain(options_.output_dir, kCheckpointPrefix, retain);
+      io::retain(options.output_dir, kCheckpointPrefix, retain);
     } catch (const Error& error) {
       job.outcome.alert = fmt::format("{} is durable, but older ones were not deleted: {}",
                                       job.outcome.path, error.what());
@@ -134,18 +177,26 @@ void AsyncSaver::begin(CheckpointContents contents, std::string keep) {
     ended_.reset();  // a caller that polls between saves has seen it
     ended_ = wait();
   }
-  job_ = std::make_unique<Job>();
-  job_->contents = std::move(contents);
-  job_->keep = std::move(keep);
-  job_->outcome.step = job_->contents.state.global_step;
-  job_->outcome.path = checkpoint_path(options_.output_dir, job_->outcome.step);
-  job_->device = device_of(job_->contents);
-  if (job_->device) {
-    const c10::impl::VirtualGuardImpl guard(job_->device->type());
-    job_->boundary = std::make_unique<c10::Event>(job_->device->type());
-    job_->boundary->record(guard.getStream(*job_->device));
+  auto job = std::make_shared<Job>();
+  job->contents = std::move(contents);
+  job->keep = std::move(keep);
+  job->outcome.step = job->contents.state.global_step;
+  job->outcome.path = checkpoint_path(shared_->options.output_dir, job->outcome.step);
+  job->device = device_of(job->contents);
+  if (job->device) {
+    const c10::impl::VirtualGuardImpl guard(job->device->type());
+    job->boundary = std::make_unique<c10::Event>(job->device->type());
+    job->boundary->record(guard.getStream(*job->device));
   }
-  job_->done = std::async(std::launch::async, [this, job = job_.get()] { run(*job); });
+  job->thread = std::thread([shared = shared_, job] {
+    try {
+      run(*shared, *job);
+      job->finished.set_value();
+    } catch (...) {
+      job->finished.set_exception(std::current_exception());
+    }
+  });
+  job_ = std::move(job);
 }
 
 void AsyncSaver::wait_copied() {
@@ -153,28 +204,27 @@ void AsyncSaver::wait_copied() {
 }
 
 void AsyncSaver::wait_a_while(std::chrono::milliseconds time) {
-  if (job_) job_->done.wait_for(time);
+  if (!job_ || job_->done.wait_for(time) == std::future_status::ready) return;
+  check_progress();
 }
 
 std::optional<SaveOutcome> AsyncSaver::poll() {
   if (!ended_ && !job_) return std::nullopt;
-  if (!ended_ && job_->done.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
-    return std::nullopt;
+  if (!ended_ && !ended()) return std::nullopt;
   return wait();
 }
 
 std::optional<SaveOutcome> AsyncSaver::wait() {
   if (ended_) return std::exchange(ended_, std::nullopt);
   if (!job_) return std::nullopt;
-  const std::unique_ptr<Job> job = std::move(job_);
+  while (!ended()) wait_a_while(kLook);
+  const std::shared_ptr<Job> job = std::move(job_);
+  job->thread.join();
   try {
     job->done.get();
   } catch (const SystemError& error) {
     if (!is_full(error)) throw;
-    job->outcome.alert = fmt::format(
-        "{} {} was not saved; training goes on. Free some space: the next save is tried as "
-        "planned.",
-        error.what(), job->outcome.path);
+    job->outcome.alert = fmt::format("{} {} was not saved", error.what(), job->outcome.path);
   }
   return job->outcome;
 }

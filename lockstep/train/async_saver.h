@@ -1,9 +1,9 @@
 // AsyncSaver: writes checkpoints beside the training that goes on.
 //
-// The one hard idea: parameters and optimizer state change only in step(). What a checkpoint holds
-// of them can therefore be copied while the next forward and backward run, and only the next step
-// has to wait for the copy (wait_copied); the disk is written after that, from the copy. What a
-// forward changes (buffers, generators, the cursor) is copied by the caller before begin().
+// Parameters and optimizer state change only in step(). What a checkpoint holds of them can
+// therefore be copied while the next forward and backward run, and only the next step has to wait
+// for the copy (wait_copied); the disk is written after that, from the copy. What a forward changes
+// (buffers, generators, the cursor) is copied by the caller before begin().
 //
 //   AsyncSaver saver({.output_dir = "out", .limit = 2});
 //   saver.begin(std::move(contents));        // returns at once
@@ -14,7 +14,9 @@
 //
 // One save in flight: begin() waits for the one before. Used by one thread, on the rank that
 // writes. Owns a thread while a save is under way and, between saves, the memory it copies into.
-// The destructor waits until what is being written is written.
+// The destructor waits until what is being written is written. No wait is bounded by time alone,
+// for a slow disk may take hours: it ends when the save has made no progress for `stall_limit`, and
+// the save is then abandoned.
 #pragma once
 
 #include <chrono>
@@ -30,6 +32,8 @@ namespace lockstep::train {
 struct SaverOptions {
   std::string output_dir{};
   int limit = 0;  // checkpoints to keep; 0: all
+  // A single fsync of a large file on a loaded network file system may take minutes.
+  std::chrono::milliseconds stall_limit{std::chrono::minutes(30)};
   WriteOptions write{};
 };
 
@@ -60,18 +64,20 @@ class AsyncSaver {
   std::optional<SaveOutcome> poll();
   std::optional<SaveOutcome> wait();
   bool busy() const;
-  // Until a save that is under way has ended, or for that long.
+  // Until a save that is under way has ended, or for that long. Error when the save is stuck.
   void wait_a_while(std::chrono::milliseconds time);
 
  private:
   struct Job;
-  void run(Job& job);
-  void copy(Job& job);
-  void copy_beside(Job& job);
+  struct Shared;  // used by the thread, also by one that is stuck and outlives the saver
+  static void run(Shared& shared, Job& job);
+  static void copy(Shared& shared, Job& job);
+  static void copy_beside(Shared& shared, Job& job);
+  bool ended() const;
+  void check_progress();
 
-  SaverOptions options_;
-  TensorDict staging_;
-  std::unique_ptr<Job> job_;
+  std::shared_ptr<Shared> shared_;
+  std::shared_ptr<Job> job_;
   std::optional<SaveOutcome> ended_;  // of a job that begin() had to wait for
 };
 

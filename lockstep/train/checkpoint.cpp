@@ -1,5 +1,6 @@
 #include "lockstep/train/checkpoint.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/nn/module.h>
@@ -11,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/checksum.h"
 #include "lockstep/io/safetensors_set.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/train/run_checks.h"
@@ -67,6 +69,19 @@ TensorDict read_tensors(const std::string& path) {
   return dict;
 }
 
+// A generator's state for a rank that was not there. Undefined for a device whose format is not
+// known: its generator stays as it is.
+at::Tensor derived_state(const std::string& device, const at::Tensor& state, int rank) {
+  const std::string bytes = fmt::format("{} {}", rank, pack_tensors({{device, state}}));
+  const std::uint64_t seed = io::checksum64(io::bytes_of(bytes));
+  if (device == "cpu") return at::detail::createCPUGenerator(seed).get_state();
+  constexpr std::int64_t kCudaState = 16;  // seed, offset
+  if (state.numel() != kCudaState) return {};
+  at::Tensor own = at::zeros({kCudaState}, at::kByte);
+  std::memcpy(own.mutable_data_ptr(), &seed, sizeof seed);
+  return own;
+}
+
 }  // namespace
 
 std::string checkpoint_path(const std::string& output_dir, std::int64_t step) {
@@ -80,7 +95,9 @@ std::uint64_t checkpoint_bytes(const CheckpointContents& contents) {
 
 void write_checkpoint(const std::string& path, const CheckpointContents& contents,
                       const WriteOptions& options) {
-  io::AtomicDir dir(path, {.expected_bytes = checkpoint_bytes(contents), .replace = true});
+  io::AtomicDir dir(path, {.expected_bytes = checkpoint_bytes(contents),
+                           .replace = true,
+                           .progress = options.progress});
   {
     std::vector<at::Tensor> alive;
     io::write_safetensors_set(dir, bytes_of_all(contents.model, alive), {{"format", kModelFormat}},
@@ -168,11 +185,18 @@ TensorDict Checkpoint::optimizer() const {
 }
 
 TensorDict Checkpoint::rng(int rank) const {
-  const std::string prefix = fmt::format("{}.", rank);
-  TensorDict mine;
+  std::map<int, TensorDict> ranks;
   for (auto& [name, tensor] : read_tensors(path_ + "/rng_state.safetensors"))
-    if (name.rfind(prefix, 0) == 0) mine.emplace(name.substr(prefix.size()), tensor);
-  return mine;
+    ranks[std::stoi(name)].emplace(name.substr(name.find('.') + 1), tensor);
+  if (ranks.empty()) return {};
+  const int saved = ranks.rbegin()->first + 1;
+  TensorDict mine = ranks[rank % saved];
+  if (rank < saved) return mine;
+  TensorDict derived;
+  for (const auto& [device, state] : mine)
+    if (at::Tensor own = derived_state(device, state, rank); own.defined())
+      derived.emplace(device, std::move(own));
+  return derived;
 }
 
 std::string Checkpoint::text(const std::string& file) const {

@@ -31,6 +31,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/io/file.h"
 #include "lockstep/io/numbered_dirs.h"
 #include "lockstep/train/trainer_state.h"
 
@@ -57,6 +58,7 @@ struct CheckpointContents {
 
 struct WriteOptions {
   std::uint64_t max_shard_bytes = 5'000'000'000;
+  io::WriteProgress* progress = nullptr;
 };
 
 // Durable on return. Takes the place of a folder of that name. SystemError when the disk is full or
@@ -90,7 +92,12 @@ class Checkpoint {
 
   void load_model(torch::nn::Module& module) const;
   TensorDict optimizer() const;
-  TensorDict rng(int rank) const;  // empty when that rank was not there
+  // The generators of this rank, for optim::set_rng_state; empty when none were saved. A rank that
+  // the saved run did not have gets generators seeded with a checksum of its own number and of the
+  // state of rank (rank modulo the saved number of ranks): defined by the checkpoint alone, of
+  // their own for every rank, and not those of the run's first steps. So a run resumes on fewer
+  // ranks and on more.
+  TensorDict rng(int rank) const;
   // A file's text; empty when it is not there.
   std::string text(const std::string& file) const;
 

@@ -168,7 +168,7 @@ void TrainerImpl::after_step(Due due) {
     evaluation_due_ = due.evaluate || (last && due_after_epoch(arguments_, state.epoch).evaluate);
     due = {.log = due.log, .evaluate = false, .save = true};
   }
-  collect_save(/*wait=*/false);
+  collect_save();
   if (due.log && state.global_step > last_log_step_) log();
   if (due.evaluate && task_.eval_data) evaluate_and_judge(due);
   if (due.save && saved_step_ != state.global_step) save();
@@ -247,36 +247,34 @@ TrainResult TrainerImpl::train() {
   TrainResult result;
   result.global_step = state.global_step;
   result.first_step = start_step_;
-  result.train_loss = mean_loss(since_start_);
+  result.train_loss = train_loss_;
+  result.metrics = summary_;
   result.stop_signal = stop_signal_;
   result.durable_step = durable_step_;
+  result.lost_step = lost_step_;
   result.checkpoint = committed_;
   return result;
 }
 
 void TrainerImpl::finish() {
   signals_->agreed();  // the run ends by itself: a signal that comes now has nothing to ask for
-  collect_save(/*wait=*/true);
   // Nobody leaves before the last checkpoint is durable: a rank that ends ends the others.
-  world_.barrier();
+  wait_for_saves(/*last=*/true);
   if (agreement_->exchange_now({.alert = !alerts_.empty()}).alert) tell_alerts();
   durable_step_ =
       static_cast<std::int64_t>(world_.min(saver_ ? static_cast<double>(durable_step_) : INFINITY));
+  lost_step_ = static_cast<std::int64_t>(world_.max(static_cast<double>(lost_step_)));
   if (stop_signal_ != 0 && signals_->requested() != 0)
     report_stop(fmt::format("stopped by {}, {}saved at step {}",
                             stop_signal_name(signals_->requested()),
                             durable_step_ == state.global_step ? "" : "not ", state.global_step));
   if (stop_signal_ == 0 && arguments_.load_best_model_at_end && state.best_model_checkpoint)
     load_best();
-  const double seconds = std::chrono::duration<double>(Clock::now() - start_time_).count();
-  const auto steps = static_cast<double>(state.global_step - start_step_);
-  if (steps > 0 && stop_signal_ == 0)
-    report({{"train_runtime", seconds},
-            {"train_steps_per_second", steps / seconds},
-            {"train_loss", mean_loss(since_start_)}});
+  summarize();
   tell(&Observer::on_train_end);
   progress_.reset();
   metrics_.reset();
+  say_end();
   signals_.reset();
 }
 

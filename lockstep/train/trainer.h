@@ -58,13 +58,22 @@ struct TrainerTask {
 struct TrainResult {
   std::int64_t global_step = 0;
   std::int64_t first_step = 0;  // where this call began; global_step: nothing was left to train
-  double train_loss = 0;        // mean over the steps of this call
-  int stop_signal = 0;          // the signal that ended it; 0: it came to its end
-  std::string checkpoint;       // the newest that this call committed (rank 0; else empty)
+  // Mean over the steps of this call; of a run that was complete already, as it was recorded (NaN:
+  // it was not).
+  double train_loss = 0;
+  train::Metrics metrics{};  // the run's summary: train_runtime, train_loss, ...; empty: stopped
+  int stop_signal = 0;       // the signal that ended it; 0: it came to its end
+  std::string checkpoint;    // the newest that this call committed (rank 0; else empty)
   // The newest step from which a run can go on, on every rank alike; -1: there is none.
   std::int64_t durable_step = -1;
-  // 143 promises that nothing is lost. A stop whose own save failed, or kept weights alone, is 1.
-  int exit_code() const { return stop_signal == 0 ? 0 : durable_step == global_step ? 143 : 1; }
+  // The step of the last save where that save could not be written, on every rank; -1: it was.
+  std::int64_t lost_step = -1;
+  // 143 promises that nothing is lost. A stop whose own save failed, or kept weights alone, is 1;
+  // so is a run whose last save failed.
+  int exit_code() const {
+    if (stop_signal != 0) return durable_step == global_step ? 143 : 1;
+    return lost_step < 0 ? 0 : 1;
+  }
 };
 
 namespace train {

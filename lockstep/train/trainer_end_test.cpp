@@ -126,6 +126,31 @@ TEST(Trainer, TheBestThatWasSavedStaysUntilABetterOneIsDurable) {
   }
 }
 
+// Moved folders are common: from a scratch disk, or because the experiment got a better name.
+TEST(Trainer, TheBestIsFoundWhereTheRunsFolderIsNow) {
+  for (const int ranks : {1, 2}) {
+    io::TemporaryDirectory dir;
+    std::vector<at::Tensor> ends(static_cast<std::size_t>(ranks));
+    const auto train = [&](const std::string& output_dir, std::vector<double> scores) {
+      testing::run_threads(ranks, [&](World& world) {
+        KeepsTheBest run(world, output_dir, scores);
+        run.a.save_total_limit = 2;
+        run.a.resume_from_checkpoint = "auto";
+        run.train();
+        EXPECT_EQ(run.trainer->state().best_model_checkpoint, output_dir + "/checkpoint-1");
+        ends[static_cast<std::size_t>(world.rank())] = flat(*run.net);
+      });
+    };
+    train(dir / "before", {9, 1, 2});
+    std::filesystem::rename(dir / "before", dir / "after");
+    train(dir / "after", {9, 1, 2, 1, 2, 3});
+    EXPECT_THAT(steps_in(dir / "after"), ElementsAre(6, 1));
+    auto best = network();
+    Checkpoint(dir / "after/checkpoint-1").load_model(*best);
+    for (const at::Tensor& end : ends) EXPECT_TRUE(torch::equal(end, flat(*best)));
+  }
+}
+
 TEST(Trainer, WithoutRoomForTheFirstBestTheLastWeightsStay) {
   io::TemporaryDirectory dir;
   KeepsTheBest run(World{}, dir.path(), {3, 1});

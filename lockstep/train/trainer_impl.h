@@ -89,6 +89,10 @@ class TrainerImpl {
   void evaluate_and_judge(Due& due);
   double mean_loss(const at::Tensor& totals);
   double tokens_since_log();
+  void summarize();
+  Metrics recorded_summary();
+  void say_end();
+  std::string stopped_by();
 
   // trainer_save.cpp
   io::FolderLock take_output_dir();
@@ -99,13 +103,14 @@ class TrainerImpl {
   void restore_random(const Checkpoint& checkpoint);
   void say_other_length(const Checkpoint& checkpoint) const;
   TensorDict random_state() const;
+  std::chrono::duration<double> wait_for_saves(bool last);
   void end_save_before();
   void save();
   CheckpointContents contents(const std::vector<std::string>& random,
                               std::int64_t tokens_not_logged);
   TensorDict optimizer_state();
   DataPosition position() const;
-  void collect_save(bool wait);
+  void collect_save();
   void alert(std::string text);
   void tell_alerts();
   bool writes() const;
@@ -140,10 +145,14 @@ class TrainerImpl {
   bool stop_ = false;
   std::int64_t saved_step_ = -1;
   std::string committed_;
+  std::string newest_;  // checkpoint that is whole, also one resumed from; on the leader
   std::int64_t durable_step_ = -1;   // the newest from which a run can go on; in the end on all
+  std::int64_t lost_step_ = -1;      // of the newest save, where it failed; in the end on all
   std::vector<std::string> alerts_;  // of this rank, not yet told to all
   std::string durable_best_;         // on ranks that write
 
+  Metrics summary_;
+  double train_loss_ = 0;
   // Sums of (loss x count, count), float64 on the device.
   at::Tensor since_log_;
   at::Tensor since_start_;

@@ -233,12 +233,21 @@ TEST(Alert, IsToldOnEveryRankAlsoAtTheEnd) {
   const auto not_saved = HasSubstr("checkpoint-2 was not saved; training goes on.");
   EXPECT_THAT(run.alerts[0], Contains(not_saved));
   EXPECT_EQ(run.alerts[0], run.alerts[1]);
+  for (const int rank : {0, 1}) {
+    EXPECT_EQ(run.results[rank].lost_step, -1) << "the last one was written";
+    EXPECT_EQ(run.results[rank].exit_code(), 0);
+  }
   run.alerts.clear();
   run.a.output_dir = dir / "second";
   disk().fails_for = "/checkpoint-6.";
   run.train();
-  EXPECT_THAT(run.alerts[0], Contains(HasSubstr("checkpoint-6 was not saved")));
+  EXPECT_THAT(run.alerts[0], Contains(HasSubstr("checkpoint-6 was not saved.")));
   EXPECT_EQ(run.alerts[0], run.alerts[1]);
+  for (const int rank : {0, 1}) {
+    EXPECT_EQ(run.results[rank].lost_step, 6) << "rank " << rank;
+    EXPECT_EQ(run.results[rank].durable_step, 4);
+    EXPECT_EQ(run.results[rank].exit_code(), 1) << "rank " << rank;
+  }
 }
 
 // Longer than what is told of a disk, but no save was under way that anyone could have waited for.

@@ -1,5 +1,6 @@
 // What a run says of itself: losses, speeds, evaluation, and which step was the best.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -227,6 +228,99 @@ void TrainerImpl::evaluate_and_judge(Due& due) {
   if (world_.is_leader())
     log::info("trainer", "step {}: {} has not become better in {} evaluations: stopping early",
               state.global_step, name, state.patience_used);
+}
+
+// ---------------------------------------------------------------- the end
+
+// Of a run that was complete before this call. Collective: the leader has the file.
+Metrics TrainerImpl::recorded_summary() {
+  std::string line;
+  if (metrics_) {
+    const auto recorded = newest_with(metrics_->path(), "train_loss");
+    if (recorded && recorded->step == state.global_step) line = log_entry_json(*recorded);
+  }
+  line = world_.broadcast(line, 0);
+  if (!line.empty()) return parse_log_entry(line, "metrics.jsonl").values;
+  // Its last call was stopped, or the file is gone: the checkpoint has the losses that were logged.
+  double sum = 0;
+  std::int64_t before = 0;
+  for (const LogEntry& entry : state.log_history) {
+    const double* loss = find_metric(entry.values, "loss");
+    if (loss == nullptr || !std::isfinite(*loss)) continue;
+    sum += *loss * static_cast<double>(entry.step - before);
+    before = entry.step;
+  }
+  if (before == 0) return {};
+  return {{"train_loss", sum / static_cast<double>(before)}};
+}
+
+void TrainerImpl::summarize() {
+  const double seconds = std::chrono::duration<double>(Clock::now() - start_time_).count();
+  const auto steps = static_cast<double>(state.global_step - start_step_);
+  if (steps > 0) {
+    train_loss_ = mean_loss(since_start_);
+    if (stop_signal_ != 0) return;
+    summary_ = {{"train_runtime", seconds},
+                {"train_steps_per_second", steps / seconds},
+                {"train_loss", train_loss_}};
+    report(summary_);
+  } else if (stop_signal_ == 0) {
+    summary_ = recorded_summary();
+    const double* loss = find_metric(summary_, "train_loss");
+    train_loss_ = loss != nullptr ? *loss : NAN;  // 0 would be the best there is
+  }
+}
+
+// Collective. "SIGTERM", and which ranks have received it where not all have.
+std::string TrainerImpl::stopped_by() {
+  std::vector<int> ranks;
+  const auto signals = world_.all_gather(std::to_string(signals_->requested()));
+  for (std::size_t rank = 0; rank < signals.size(); ++rank)
+    if (signals[rank] != "0") ranks.push_back(static_cast<int>(rank));
+  std::string text = stop_signal_name(stop_signal_);
+  if (ranks.empty() || ranks.size() == signals.size()) return text;
+  return text + fmt::format(" (received by rank{} {})", ranks.size() > 1 ? "s" : "",
+                            fmt::join(ranks, ", "));
+}
+
+// The run's last line, by the leader. Collective.
+void TrainerImpl::say_end() {
+  const std::string stop = stop_signal_ != 0 ? stopped_by() : std::string();
+  if (!world_.is_leader()) return;
+  const std::int64_t step = state.global_step;
+  const std::string ended = stop.empty() ? fmt::format("trained until step {}", step)
+                                         : fmt::format("stopped by {} at step {}", stop, step);
+  if (lost_step_ >= 0) {
+    const std::string newest = newest_.empty()
+                                   ? "There is no checkpoint to continue from."
+                                   : fmt::format("The newest whole checkpoint is {}.", newest_);
+    log::error("trainer",
+               "{}, but the last checkpoint (step {}) could not be written and is lost. {} Free "
+               "some space, then run again with resume_from_checkpoint: auto (lockstep train "
+               "--resume auto).",
+               ended, lost_step_, newest);
+  } else if (!stop.empty() && durable_step_ == step) {
+    log::warning("trainer",
+                 "stopped by {}, saved at step {}. To continue: resume_from_checkpoint: auto "
+                 "(lockstep train --resume auto).",
+                 stop, step);
+  } else if (!stop.empty()) {
+    log::error("trainer",
+               "{}, of which {} has only the weights (save_only_model): no run can continue from "
+               "there.",
+               ended, newest_);
+  } else if (step == start_step_) {
+    const bool by_steps = arguments_.max_steps > 0;
+    const std::string loss =
+        std::isfinite(train_loss_) ? fmt::format(" (mean loss {:.4f})", train_loss_) : "";
+    log::info("trainer",
+              "nothing to do: the run in {} is complete at step {}{}. To train longer, raise {} "
+              "(now {}); to start again, resume_from_checkpoint: never (lockstep train --resume "
+              "never).",
+              arguments_.output_dir, step, loss, by_steps ? "max_steps" : "num_train_epochs",
+              by_steps ? fmt::format("{}", arguments_.max_steps)
+                       : fmt::format("{}", arguments_.num_train_epochs));
+  }
 }
 
 }  // namespace lockstep::train

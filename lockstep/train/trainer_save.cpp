@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <set>
@@ -110,6 +111,17 @@ std::vector<std::string> ask_writers(World& world, bool writes,
     said.push_back(all[rank].substr(1));
   }
   return said;
+}
+
+// The checkpoint of this name in the folder that holds `checkpoint`. The path that was recorded is
+// used only where there is none: the run's folder may have been renamed or copied since.
+std::string beside(const std::string& checkpoint, const std::string& recorded) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  fs::path folder = fs::path(checkpoint).lexically_normal();
+  if (!folder.has_filename()) folder = folder.parent_path();  // "out/checkpoint-40/"
+  const fs::path here = folder.parent_path() / fs::path(recorded).filename();
+  return fs::is_directory(here, error) ? here.string() : recorded;
 }
 
 // Of a run: the leader's process, and a moment.
@@ -255,6 +267,9 @@ void TrainerImpl::make_way(const std::string& checkpoint) {
 void TrainerImpl::resume(const Checkpoint& checkpoint) {
   stepper_->load_state_dict(checkpoint.optimizer());
   state = checkpoint.state();
+  newest_ = checkpoint.path();
+  if (state.best_model_checkpoint)
+    state.best_model_checkpoint = beside(checkpoint.path(), *state.best_model_checkpoint);
   const DataPosition saved = checkpoint.position();
   epoch_ = saved.epoch + saved.epoch_ended;
   evaluation_due_ = saved.evaluation_due != 0;
@@ -335,7 +350,6 @@ void TrainerImpl::restore_random(const Checkpoint& checkpoint) {
     gpu.key() = world_.device().str();
     mine.insert(std::move(gpu));
   }
-  // A rank that was not there then keeps the state that seed + rank gave it.
   if (!mine.empty()) optim::set_rng_state(mine);
 }
 
@@ -404,15 +418,16 @@ CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random,
   return all;
 }
 
-// One save in flight. All ranks wait together for those that write, and hear of a stop meanwhile:
-// a disk may take longer than a stop has time to be agreed.
-void TrainerImpl::end_save_before() {
+// All ranks wait together for those that write, however long the disk takes: they exchange
+// meanwhile, so that no operation's timeout bounds the wait but the save's own progress
+// (async_saver.h). A stop is noticed, too, unless the run is over anyway. Returns how long it took.
+std::chrono::duration<double> TrainerImpl::wait_for_saves(bool last) {
   std::optional<Clock::time_point> start;  // a rank that comes late here is not the disk's fault
   for (;;) {
-    collect_save(/*wait=*/false);
+    collect_save();
     const bool saving = saver_ && saver_->busy();
-    const Wishes all =
-        agreement_->exchange_now({.stop_signal = signals_->requested(), .saving = saving});
+    const Wishes all = agreement_->exchange_now(
+        {.stop_signal = last ? 0 : signals_->requested(), .saving = saving});
     note_exchange();
     if (all.stop_signal != 0 && stop_signal_ == 0) {
       obey(all.stop_signal);
@@ -424,8 +439,12 @@ void TrainerImpl::end_save_before() {
     if (!start) start = Clock::now();
     if (saving) saver_->wait_a_while(kListenEvery);
   }
-  if (!start) return;
-  const std::chrono::duration<double> waited = Clock::now() - *start;
+  return start ? Clock::now() - *start : Clock::duration(0);
+}
+
+// One save in flight.
+void TrainerImpl::end_save_before() {
+  const std::chrono::duration<double> waited = wait_for_saves(/*last=*/false);
   if (saver_ && waited > kLongWait)
     alert(
         fmt::format("step {}: training waited {:.1f} s for the save before this one. Save less "
@@ -450,12 +469,11 @@ void TrainerImpl::save() {
 }
 
 // What a save has come to; its errors surface here, at the next step.
-void TrainerImpl::collect_save(bool wait) {
+void TrainerImpl::collect_save() {
   if (!saver_) return;
-  for (;;) {
-    const std::optional<SaveOutcome> ended = wait ? saver_->wait() : saver_->poll();
-    if (!ended) return;
-    if (ended->committed) committed_ = ended->path;
+  while (const std::optional<SaveOutcome> ended = saver_->poll()) {
+    if (ended->committed) committed_ = newest_ = ended->path;
+    lost_step_ = ended->committed ? -1 : ended->step;
     if (ended->committed && !arguments_.save_only_model) durable_step_ = ended->step;
     if (ended->path == state.best_model_checkpoint) {
       // The best that was saved stays the best until a better one is durable.
@@ -467,7 +485,11 @@ void TrainerImpl::collect_save(bool wait) {
                 ended->path, ended->copy_ms, ended->write_ms);
       continue;
     }
-    alert(ended->alert);
+    const bool last = over() && ended->step == state.global_step;  // none is tried after it
+    alert(ended->alert + (ended->committed ? ""
+                          : last           ? "."
+                                 : "; training goes on. Free some space: the next save is tried as "
+                                   "planned."));
   }
 }
 

@@ -1,5 +1,5 @@
 """Whatever happens to a checkpoint's files is found, and the one before it is used; and a full disk
-costs a checkpoint, not the run."""
+costs checkpoints, not the steps after them: a run whose last one is lost ends with 1."""
 
 import pathlib
 import random
@@ -81,7 +81,9 @@ class Damage(TrainCase):
                               text=True, timeout=BOUND_S, env=environment(), check=False)
         if done.returncode == 99 or "unshare" in done.stderr:
             self.skipTest("no file system can be mounted here")
-        self.assertIn("code 0", done.stdout, done.stderr)
+        self.assertIn("code 1", done.stdout, done.stderr)
+        self.assertIn("trained until step 20, but the last checkpoint (step 20) could not be "
+                      "written", done.stderr)
         self.assertIn(f"whole   {place}/out/checkpoint-5", done.stdout)
         self.assertNotIn("damaged", done.stdout)
         self.assertNotIn(".tmp-", done.stdout)
@@ -136,9 +138,10 @@ class Damage(TrainCase):
             "kill -TERM $pid; wait $pid; echo code $?\n")
         log = (self.place / "log").read_text()
         self.assertRegex(done.stdout, r"(?m)^code 1$", log)
-        self.assertRegex(log, r"stopped at step \d+, which could not be saved\. The newest step "
-                              r"that a run can go on from is 20 \(--resume auto\)\.")
-        self.assertNotIn("go on with --resume auto", done.stdout)
+        self.assertRegex(log, r"stopped by SIGTERM at step (\d+), but the last checkpoint \(step "
+                              r"\1\) could not be written and is lost\. The newest whole "
+                              r"checkpoint is \S+/checkpoint-20\.")
+        self.assertNotIn("saved at step", log)
 
     def test_words_that_are_wrong(self):
         for words, text in ((["verify"], "verify needs a folder"),

@@ -28,6 +28,10 @@ class Stop(TrainCase):
         self.assertEqual(left_of(process), [])
         self.assertRegex(self.log(), fr"stop requested by {number.name}: saving, then leaving")
         newest = checkpoints(output)[-1]
+        received = r"( \(received by rank \d\))?" if to_launcher else (
+            rf" \(received by rank {rank}\)")
+        self.assertRegex(self.log(), rf"\[trainer\] stopped by {number.name}{received}, saved at "
+                                     rf"step {newest}\. To continue: ")
         self.verify(output / f"checkpoint-{newest}")
         self.assertGreaterEqual(newest, step)
         if not to_launcher:  # the rank that was signalled is named, though all end with 143

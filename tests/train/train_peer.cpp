@@ -2,10 +2,12 @@
 //
 //   train_peer archive FILE                  torch::save of an MLP as tasks_test.py trains it
 //   train_peer logits FOLDER OUTPUT          of a GPT with the folder's weights, for tokens 0 to 31
-//   train_peer samples FOLDER SAMPLES STOP [--key value...]
+//   train_peer loop FOLDER STEPS             a loop of its own, resumed where FOLDER has
+//   checkpoints train_peer samples FOLDER SAMPLES STOP [--key value...]
 //
 // The last trains and appends to FOLDER/<rank> a line for each micro-batch: the epoch, and the
 // numbers of its samples. After step STOP rank 0 wishes for a checkpoint and the end (0: never).
+// It prints what train() returned. `loop` prints a random number of every rank and step.
 #include <torch/torch.h>
 
 #include <cstdio>
@@ -16,6 +18,9 @@
 
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/mlp.h"
+#include "lockstep/optim/determinism.h"
+#include "lockstep/optim/sgd.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/run.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/config.h"
@@ -54,8 +59,38 @@ struct StopAfter : Observer {
   std::int64_t step;
 };
 
-void run_training(World& world, const std::string& folder, std::int64_t samples, std::int64_t stop,
-                  const TrainingArguments& arguments) {
+// As docs/training.md describes it.
+void run_loop(World& world, const std::string& folder, std::int64_t steps) {
+  optim::seed_everything(5, world.rank());
+  torch::nn::Linear net(2, 2);
+  std::int64_t step = 0;
+  if (const io::Newest found = train::find_checkpoint(folder, "auto"); found.step >= 0) {
+    const train::Checkpoint checkpoint(found.path);
+    checkpoint.load_model(*net);
+    optim::set_rng_state(checkpoint.rng(world.rank()));
+    step = checkpoint.state().global_step;
+  }
+  DistributedDataParallel<torch::nn::Linear> model{net, world};
+  optim::SGD optimizer{model.parameters(), {.lr = 0.1}};
+  for (const std::int64_t last = step + steps; step < last;) {
+    const at::Tensor drawn = torch::rand({4, 2});
+    model(drawn).square().mean().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    std::printf("step %lld rank %d drew %.9f\n", static_cast<long long>(++step), world.rank(),
+                drawn[0][0].item<double>());
+  }
+  train::CheckpointContents contents;
+  contents.model = train::model_tensors(*net, /*copy_buffers=*/true);
+  contents.state.global_step = step;
+  for (const std::string& bytes : world.all_gather(train::pack_tensors(optim::rng_state())))
+    contents.rng.push_back(train::unpack_tensors(bytes));
+  if (world.is_leader()) write_checkpoint(train::checkpoint_path(folder, step), contents);
+  world.barrier();
+}
+
+TrainResult run_training(World& world, const std::string& folder, std::int64_t samples,
+                         std::int64_t stop, const TrainingArguments& arguments) {
   std::ofstream log(folder + "/" + std::to_string(world.rank()), std::ios::app);
   torch::nn::Linear net(2, 2);
   Trainer* self = nullptr;
@@ -71,7 +106,7 @@ void run_training(World& world, const std::string& folder, std::int64_t samples,
   Trainer trainer(world, task, arguments);
   self = &trainer;
   trainer.add(std::make_shared<StopAfter>(stop));
-  trainer.train();
+  return trainer.train();
 }
 
 }  // namespace
@@ -80,15 +115,23 @@ int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
   if (words.size() == 2 && words[0] == "archive") return write_archive(words[1]);
   if (words.size() == 3 && words[0] == "logits") return write_logits(words[1], words[2]);
+  if (words.size() == 3 && words[0] == "loop")
+    return run([&](World& world) { run_loop(world, words[1], std::stoll(words[2])); });
   if (words.size() < 4 || words[0] != "samples") {
     std::fputs(
-        "usage: train_peer archive FILE | logits FOLDER OUTPUT | samples FOLDER SAMPLES STOP "
-        "[--key value...]\n",
+        "usage: train_peer archive FILE | logits FOLDER OUTPUT | loop FOLDER STEPS | samples "
+        "FOLDER SAMPLES STOP [--key value...]\n",
         stderr);
     return 2;
   }
   const train::Config config = train::load_config("", {words.begin() + 4, words.end()});
-  return run([&](World& world) {
-    run_training(world, words[1], std::stoll(words[2]), std::stoll(words[3]), config.arguments);
+  TrainResult result;
+  const int ended = run([&](World& world) {
+    result =
+        run_training(world, words[1], std::stoll(words[2]), std::stoll(words[3]), config.arguments);
+    std::printf("rank %d: step %lld, loss %.17g, %zu metrics\n", world.rank(),
+                static_cast<long long>(result.global_step), result.train_loss,
+                result.metrics.size());
   });
+  return ended != 0 ? ended : result.exit_code();
 }
