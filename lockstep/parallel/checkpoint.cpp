@@ -1,6 +1,7 @@
 #include "lockstep/parallel/checkpoint.h"
 
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/torch.h>
 
 #include <utility>
@@ -87,6 +88,22 @@ at::Tensor run_uncached(const CheckpointBlock& block, const std::vector<at::Tens
   return block(inputs);
 }
 
+// The second run has a graph of its own, which ends with this backward and reaches the parameters
+// of the block whether they were asked for or not.
+void refuse_partial_backward() {
+  if (torch::GradMode::is_enabled())
+    throw UsageError("checkpoint",
+                     "backward with create_graph = true reached a checkpointed block, whose "
+                     "gradients cannot be differentiated again. Call the block without "
+                     "checkpoint() where a second derivative (a gradient penalty) is needed.");
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen != nullptr && !chosen->empty())
+    throw UsageError("checkpoint",
+                     "torch::autograd::grad, or backward with a list of inputs, reached a "
+                     "checkpointed block. It would add to .grad of all the block's parameters. "
+                     "Call backward() without inputs, or the block without checkpoint().");
+}
+
 struct Saved : torch::CustomClassHolder {
   CheckpointBlock block;
   Surroundings surroundings;
@@ -108,6 +125,7 @@ class CheckpointFunction : public torch::autograd::Function<CheckpointFunction> 
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    refuse_partial_backward();
     const auto saved =
         c10::static_intrusive_pointer_cast<Saved>(context->saved_data["saved"].toCapsule());
     const variable_list originals = context->get_saved_variables();

@@ -5,7 +5,9 @@
 //
 // The second run sees the same random numbers and autocast state as the first. It runs inside a
 // nested backward, which is announced to reducers, so it works under every option of
-// DistributedDataParallel. A parameter used in two checkpointed blocks needs static_graph.
+// DistributedDataParallel. A parameter used in two checkpointed blocks needs static_graph. Its
+// backward is always a whole one, so create_graph is a UsageError, and so are (as with PyTorch's
+// reentrant checkpoint) torch::autograd::grad and backward with a list of inputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>

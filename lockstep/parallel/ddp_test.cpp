@@ -366,6 +366,25 @@ TEST(Checkpoint, UnderAutocastTheNextStepSeesTheNewWeights) {
   EXPECT_EQ(run(true), run(false));
 }
 
+// Its backward runs another one, over everything in the block.
+TEST(Checkpoint, RefusesToBeDifferentiatedAgainOrInPart) {
+  torch::manual_seed(3);
+  Deep net(true);
+  const auto x = at::ones({2, 4}).requires_grad_(true);
+  const auto y = net.forward(x).sum();
+  EXPECT_THAT(message_of<UsageError>([&] { y.backward({}, true, /*create_graph=*/true); }),
+              HasSubstr("create_graph = true reached a checkpointed block"));
+  EXPECT_THAT(message_of<UsageError>([&] { torch::autograd::grad({y}, {x}, {}, true, true); }),
+              HasSubstr("create_graph = true reached a checkpointed block"));
+  EXPECT_THAT(message_of<UsageError>([&] { torch::autograd::grad({y}, {x}, {}, true); }),
+              HasSubstr("torch::autograd::grad, or backward with a list of inputs"));
+  EXPECT_THAT(message_of<UsageError>([&] { y.backward({}, true, false, {{x}}); }),
+              HasSubstr("torch::autograd::grad, or backward with a list of inputs"));
+  for (const auto& p : net.parameters()) EXPECT_FALSE(p.grad().defined());
+  y.backward();
+  EXPECT_TRUE(x.grad().defined());
+}
+
 TEST(Checkpoint, WorksUnderEveryDdpOption) {
   for (const bool find_unused : {false, true}) {
     for (const bool static_graph : {false, true}) {

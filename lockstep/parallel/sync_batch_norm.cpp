@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -71,33 +72,94 @@ struct WorldHolder : torch::CustomClassHolder {
   World world;
 };
 
+void save_world(AutogradContext* context, const World& world) {
+  context->saved_data["world"] = c10::IValue::make_capsule(c10::make_intrusive<WorldHolder>(world));
+}
+
+World saved_world(AutogradContext* context) {
+  const auto holder = context->saved_data["world"].toCapsule();
+  return static_cast<WorldHolder*>(holder.get())->world;
+}
+
+// An all-reduce that autograd can differentiate, any number of times. Every rank's result depends
+// on every rank's summand, so the derivative is the sum over ranks, too.
+class SumOverRanks : public torch::autograd::Function<SumOverRanks> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& mine, World world) {
+    save_world(context, world);
+    at::Tensor sum = mine.clone(at::MemoryFormat::Contiguous);
+    world.all_reduce(sum).wait();
+    return sum;
+  }
+  static std::vector<at::Tensor> backward(AutogradContext* context,
+                                          const std::vector<at::Tensor>& gradients) {
+    return {SumOverRanks::apply(gradients[0], saved_world(context)), at::Tensor()};
+  }
+};
+
+// The whole batch's mean and inverse standard deviation, whose values forward has computed, as
+// differentiable functions of this rank's part of the batch.
+class DifferentiableStatistics : public torch::autograd::Function<DifferentiableStatistics> {
+ public:
+  static std::vector<at::Tensor> forward(AutogradContext* context, const at::Tensor& x,
+                                         const at::Tensor& mean, const at::Tensor& inv_std,
+                                         double count, const World& world) {
+    const std::vector<at::Tensor> outputs{mean.clone(), inv_std.clone()};
+    context->save_for_backward({x, outputs[0], outputs[1]});
+    save_world(context, world);
+    context->saved_data["count"] = count;
+    return outputs;
+  }
+  static std::vector<at::Tensor> backward(AutogradContext* context,
+                                          const std::vector<at::Tensor>& gradients) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &x = saved[0], &mean = saved[1], &inv_std = saved[2];
+    const double count = context->saved_data["count"].toDouble();
+    const auto channels = mean.numel();
+    const at::Tensor sums =
+        SumOverRanks::apply(at::cat({gradients[0], gradients[1]}), saved_world(context));
+    // d mean / d x = 1 / count;  d inv_std / d x = -inv_std^3 (x - mean) / count
+    const at::Tensor d_mean = sums.narrow(0, 0, channels);
+    const at::Tensor slope = sums.narrow(0, channels, channels) * inv_std.pow(3);
+    const at::Tensor dx =
+        (per_channel(d_mean, x) - (x - per_channel(mean, x)) * per_channel(slope, x)) / count;
+    return {dx, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
 class SyncBatchNormFunction : public torch::autograd::Function<SyncBatchNormFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input,
-                            const at::Tensor& weight, const at::Tensor& bias,
-                            const at::Tensor& mean, const at::Tensor& inv_std, double count,
-                            const World& world) {
+                            const std::optional<at::Tensor>& scale,
+                            const std::optional<at::Tensor>& bias, const at::Tensor& mean,
+                            const at::Tensor& inv_std, double count, const World& world) {
+    const at::Tensor weight = scale.value_or(at::Tensor());
     context->save_for_backward({input, weight, mean, inv_std});
-    context->saved_data["world"] =
-        c10::IValue::make_capsule(c10::make_intrusive<WorldHolder>(world));
+    save_world(context, world);
     context->saved_data["count"] = count;
     const at::Tensor x = input.to(mean.scalar_type());
     at::Tensor y = (x - per_channel(mean, x)) * per_channel(inv_std, x);
-    if (weight.defined()) y = y * per_channel(weight, x) + per_channel(bias, x);
+    if (weight.defined()) y = y * per_channel(weight, x) + per_channel(*bias, x);
     return y.to(input.scalar_type());
   }
 
   static std::vector<at::Tensor> backward(AutogradContext* context,
                                           const std::vector<at::Tensor>& gradients) {
     const auto saved = context->get_saved_variables();
-    const at::Tensor &input = saved[0], &weight = saved[1], &mean = saved[2], &inv_std = saved[3];
+    const at::Tensor &input = saved[0], &weight = saved[1];
+    at::Tensor mean = saved[2], inv_std = saved[3];
     const double count = context->saved_data["count"].toDouble();
-    const auto holder = context->saved_data["world"].toCapsule();
-    World world = static_cast<WorldHolder*>(holder.get())->world;
+    const World world = saved_world(context);
     const auto channels = mean.numel();
     const at::Tensor dy = gradients[0].to(mean.scalar_type());
-    const at::Tensor x_hat =
-        (input.to(mean.scalar_type()) - per_channel(mean, dy)) * per_channel(inv_std, dy);
+    const at::Tensor x = input.to(mean.scalar_type());
+    if (torch::GradMode::is_enabled()) {
+      // create_graph: this gradient is differentiated again, and the statistics depend on x.
+      const auto statistics = DifferentiableStatistics::apply(x, mean, inv_std, count, world);
+      mean = statistics[0];
+      inv_std = statistics[1];
+    }
+    const at::Tensor x_hat = (x - per_channel(mean, dy)) * per_channel(inv_std, dy);
     const at::Tensor sum_dy = dy.sum(other_dims(dy));
     const at::Tensor sum_dy_x_hat = (dy * x_hat).sum(other_dims(dy));
     // The parameters' gradients stay local: DistributedDataParallel averages them as all others.
@@ -106,8 +168,7 @@ class SyncBatchNormFunction : public torch::autograd::Function<SyncBatchNormFunc
       d_weight = sum_dy_x_hat.to(weight.scalar_type());
       d_bias = sum_dy.to(weight.scalar_type());
     }
-    at::Tensor sums = at::cat({sum_dy, sum_dy_x_hat});
-    world.all_reduce(sums).wait();
+    const at::Tensor sums = SumOverRanks::apply(at::cat({sum_dy, sum_dy_x_hat}), world);
     const at::Tensor mean_dy = per_channel(sums.narrow(0, 0, channels) / count, dy);
     const at::Tensor mean_dy_x_hat = per_channel(sums.narrow(0, channels, channels) / count, dy);
     at::Tensor scale = inv_std;
@@ -150,8 +211,12 @@ at::Tensor SyncBatchNormImpl<Base>::forward(const at::Tensor& input) {
       this->running_var.mul_(1 - factor).add_(statistics.var * (count / (count - 1)), factor);
     }
   }
-  return SyncBatchNormFunction::apply(input, this->weight, this->bias, mean, inv_std, count,
-                                      world_);
+  // apply() takes no undefined tensor, which is what they are without affine.
+  const auto given = [](const at::Tensor& t) {
+    return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
+  };
+  return SyncBatchNormFunction::apply(input, given(this->weight), given(this->bias), mean, inv_std,
+                                      count, world_);
 }
 
 template class SyncBatchNormImpl<torch::nn::BatchNorm1dImpl>;

@@ -4,7 +4,8 @@
 //
 // Same parameters, buffers and names as torch::nn::BatchNorm2d; equal, up to rounding, to plain
 // BatchNorm on the concatenated batch, forward and gradients. Forward and backward communicate in
-// training mode, so every rank must run them. An empty batch on a rank is fine.
+// training mode, so every rank must run them. An empty batch on a rank is fine. Gradients can be
+// differentiated again (create_graph), on all ranks or on none.
 #pragma once
 
 #include <torch/nn/modules/batchnorm.h>
