@@ -125,6 +125,7 @@ void ReducerImpl::announce_change() {
   if (buckets_.empty()) cast_vote();
   bool everyone = false;
   for (std::size_t i = 0; i < buckets_.size() && !everyone; ++i) {
+    next_launch_ = i + 1;
     launch(i);
     if (i > 0) continue;
     const bool sum = !vote_rides() || (joining_ && !joining_->divide_by_initial_world_size);
@@ -135,6 +136,7 @@ void ReducerImpl::announce_change() {
     bucket->reduction = {};
   }
   static_cast<void>(counted_vote());
+  next_launch_ = 0;
 }
 
 // ---------------------------------------------------------------- the vote

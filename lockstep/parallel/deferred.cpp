@@ -1,5 +1,8 @@
 // Deferred mode: backward only fills the buckets, and a ShardedOptimizer reduces them in its step.
+#include <ATen/EmptyTensor.h>
+
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -28,17 +31,16 @@ DeferredGradients ReducerImpl::defer(DeferredOwner owner) {
                        p.name);
   }
   check_forms("the model was wrapped");
+  check_own_memory();
   if (passive_) {
     // A world of one has no buckets yet; the optimizer's pass needs them all the same.
-    passive_ = false;
     auto order = dense_parameters();
     std::reverse(order.begin(), order.end());
     plan(order);
     install_hooks();
     post_sentinels();
+    passive_ = false;
   }
-  deferred_ = true;
-  owner_ = std::move(owner);
   DeferredGradients gradients;
   for (const auto& bucket : buckets_) {
     DeferredBucket& out = gradients.buckets.emplace_back();
@@ -51,6 +53,8 @@ DeferredGradients ReducerImpl::defer(DeferredOwner owner) {
       out.slots.push_back({p.name, i, p.tensor, p.slot, offset});
     }
   }
+  deferred_ = true;
+  owner_ = std::move(owner);
   return gradients;
 }
 
@@ -67,14 +71,61 @@ DeferredStep ReducerImpl::begin_deferred_step(bool has_inputs) {
 }
 
 void ReducerImpl::end_deferred_step() {
-  if (options_.broadcast_buffers && world_.size() > 1)
-    broadcast_coalesced(world_, buffer_tensors(), root_);
+  if (options_.broadcast_buffers) broadcast_buffers(root_);
   for (auto& p : parameters_) p.used = false;
   ++step_;
 }
 
 void ReducerImpl::check_unchanged() const {
   check_forms("the optimizer was made");
+}
+
+// The optimizer gives every parameter that it steps memory of its own: what shares memory with one
+// would part from it, and nothing would show it.
+void ReducerImpl::check_own_memory() const {
+  struct Range {
+    c10::Device device;
+    const char* begin;
+    const char* end;
+    const std::string* name;
+    bool moves;
+  };
+  std::vector<Range> ranges;
+  const auto add = [&](const std::string& name, const at::Tensor& t, bool moves) {
+    if (!t.defined() || !t.has_storage() || t.numel() == 0 || t.is_meta()) return;
+    const auto* const begin = static_cast<const char*>(t.const_data_ptr());
+    const auto bytes = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize());
+    ranges.push_back({t.device(), begin, begin + bytes, &name, moves});
+  };
+  for (const auto& p : parameters_) add(p.name, p.tensor, p.form.requires_grad);
+  for (const auto& b : buffers_) add(b.name, b.tensor, false);
+  for (const auto& i : ignored_) add(i.name, i.tensor, false);
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+    return std::tuple(a.device.type(), a.device.index(), a.begin) <
+           std::tuple(b.device.type(), b.device.index(), b.begin);
+  });
+  // What reaches furthest, of all and of those that move.
+  const Range* all = nullptr;
+  const Range* moving = nullptr;
+  for (const Range& range : ranges) {
+    const Range* before = range.moves ? all : moving;
+    if (before != nullptr && before->device == range.device && before->end > range.begin) {
+      const auto [first, second] = std::minmax(*before->name, *range.name);
+      throw UsageError("ShardedOptimizer",
+                       "'{}' and '{}' lie in the same memory (set_data?), and each parameter that "
+                       "is stepped gets memory of its own. To tie two parameters, register one "
+                       "tensor under both names; otherwise clone one, or use a replicated "
+                       "optimizer.",
+                       first, second);
+    }
+    const auto reach = [&](const Range*& furthest) {
+      const bool further =
+          furthest == nullptr || furthest->device != range.device || furthest->end < range.end;
+      if (further) furthest = &range;
+    };
+    reach(all);
+    if (range.moves) reach(moving);
+  }
 }
 
 void ReducerImpl::check_forms(const char* since) const {

@@ -17,10 +17,15 @@ void ReducerImpl::on_task_end(int /*task*/) {
     close_pass();
     return;
   }
+  // Inside a node of another backward: a nested one that nobody announced has ended.
+  const auto outer = torch::autograd::get_current_node();
+  if (!outer && unseen_outers_ > 0)
+    throw UsageError("reducer",
+                     "an earlier backward did not finish after a nested one had computed gradients "
+                     "of this model. It probably threw. Call zero_grad() and repeat the step.");
   const bool undecided = options_.static_graph && !learned_;
   if (!complete() || undecided) {
-    // Inside a node of another backward: a nested one that nobody announced has ended.
-    if (torch::autograd::get_current_node() != nullptr) return;
+    if (outer && leave_end_to(*outer)) return;
     if (!undecided && !options_.find_unused_parameters) refuse_missing_gradients();
     for (auto& p : parameters_) {
       if (!p.form.requires_grad || p.counted) continue;
@@ -62,7 +67,7 @@ void ReducerImpl::finalize() {
   wait_for_buckets();
   publish_gradients(used);
   reduce_sparse(used);
-  if (options_.broadcast_buffers) broadcast_coalesced(world_, buffer_tensors(), root_);
+  if (options_.broadcast_buffers) broadcast_buffers(root_);
   record_timing();
   if (options_.static_graph && !learned_) learn_static_graph();
   rebuild_from_observed_order();
@@ -91,7 +96,8 @@ std::vector<bool> ReducerImpl::globally_used() {
   }
   at::Tensor flags = at::zeros({static_cast<std::int64_t>(parameters_.size())}, at::kInt);
   auto* flag = flags.data_ptr<int>();
-  for (std::size_t i = 0; i < parameters_.size(); ++i) flag[i] = parameters_[i].used ? 1 : 0;
+  for (std::size_t i = 0; i < parameters_.size() && !shadow_; ++i)
+    flag[i] = parameters_[i].used ? 1 : 0;
   world_.all_reduce(flags, ReduceOp::kMax).wait();
   for (std::size_t i = 0; i < parameters_.size(); ++i) used[i] = flag[i] != 0;
   return used;
@@ -200,6 +206,7 @@ void ReducerImpl::close_pass() {
   next_launch_ = 0;
   observed_ = 0;
   shadow_ = false;
+  forget_outer();
   completed_ns_ = std::make_shared<std::vector<std::atomic<std::int64_t>>>(buckets_.size());
   queued_task_ = -1;
   phase_ = Phase::kIdle;

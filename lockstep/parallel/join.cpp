@@ -56,7 +56,7 @@ void ReducerImpl::join(const std::function<void()>& body, const JoinOptions& opt
     }
     if (deferred_) {
       // Parameters are equal after every step, or the same memory.
-      broadcast_coalesced(world_, buffer_tensors(), root_);
+      broadcast_buffers(root_);
     } else {
       broadcast_model(root_);
     }
@@ -73,17 +73,17 @@ void ReducerImpl::join(const std::function<void()>& body, const JoinOptions& opt
 void ReducerImpl::shadow_pass() {
   torch::NoGradGuard no_grad;
   stale_ = changed();
-  if (stale_) plan_anew_together();
-  phase_ = Phase::kRunning;
-  sync_ = shadow_ = true;
-  pass_start_ = last_gradient_ = Clock::now();
-  const Zeros zeros(*this);
-  for (auto& bucket : buckets_) {
-    bucket->pending = 0;
-    bucket->ready = pass_start_;
-  }
-  waiting_for_ = 0;
   try {
+    if (stale_) plan_anew_together();
+    phase_ = Phase::kRunning;
+    sync_ = shadow_ = true;
+    pass_start_ = last_gradient_ = Clock::now();
+    const Zeros zeros(*this);
+    for (auto& bucket : buckets_) {
+      bucket->pending = 0;
+      bucket->ready = pass_start_;
+    }
+    waiting_for_ = 0;
     finalize();
   } catch (...) {
     // As after a backward that threw: what was sent is remembered, and the rest is forgotten.

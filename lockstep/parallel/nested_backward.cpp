@@ -21,14 +21,18 @@ thread_local Outer outer;
 }  // namespace
 
 NestedBackward::NestedBackward() {
-  if (outer.depth++ > 0) return;
-  outer.task = torch::autograd::get_current_graph_task_id();
-  outer.at_end = std::make_shared<std::vector<std::function<void()>>>();
-  if (outer.task < 0) return;
-  torch::autograd::Engine::get_default_engine().queue_callback([ends = outer.at_end] {
-    for (auto& end : *ends) end();
-    ends->clear();
-  });
+  if (outer.depth == 0) {
+    const int task = torch::autograd::get_current_graph_task_id();
+    auto at_end = std::make_shared<std::vector<std::function<void()>>>();
+    if (task >= 0)
+      torch::autograd::Engine::get_default_engine().queue_callback([ends = at_end] {
+        for (auto& end : *ends) end();
+        ends->clear();
+      });
+    outer.task = task;
+    outer.at_end = std::move(at_end);
+  }
+  ++outer.depth;  // last: what throws here leaves no trace
 }
 
 NestedBackward::~NestedBackward() {

@@ -28,7 +28,7 @@ struct ReducerImpl::PassToken {
     if (auto reducer = owner.lock()) reducer->interrupted();
   }
   std::weak_ptr<ReducerImpl> owner;
-  bool ended = false;
+  std::atomic<bool> ended{false};
 };
 
 namespace {
@@ -80,7 +80,10 @@ void ReducerImpl::take(std::vector<NamedTensor> parameters, std::vector<NamedTen
                      "static_graph and find_unused_parameters are both set. A static "
                      "graph learns its unused parameters by itself; leave the second one off.");
   for (auto& [name, tensor] : parameters) {
-    if (contains(options_.ignored_parameters, name)) continue;
+    if (contains(options_.ignored_parameters, name)) {
+      ignored_.push_back({name, tensor});
+      continue;
+    }
     const bool tied = std::any_of(parameters_.begin(), parameters_.end(),
                                   [&](const Parameter& p) { return p.tensor.is_same(tensor); });
     if (tied) continue;  // one tensor under two names has one gradient
@@ -96,8 +99,15 @@ void ReducerImpl::take(std::vector<NamedTensor> parameters, std::vector<NamedTen
     parameter.form = form_of(parameter);
     parameters_.push_back(std::move(parameter));
   }
-  for (auto& buffer : buffers)
-    if (!contains(options_.ignored_parameters, buffer.name)) buffers_.push_back(std::move(buffer));
+  for (auto& buffer : buffers) {
+    if (contains(options_.ignored_parameters, buffer.name)) {
+      ignored_.push_back(std::move(buffer));
+      continue;
+    }
+    const bool counted = buffer.tensor.defined() && !buffer.tensor.is_inference();
+    const std::int64_t version = counted ? buffer.tensor._version() : 0;
+    buffers_.push_back({std::move(buffer.name), std::move(buffer.tensor), version});
+  }
 }
 
 ReducerImpl::~ReducerImpl() {
@@ -198,6 +208,7 @@ void ReducerImpl::plan(const std::vector<std::size_t>& order) {
     for (const Slot& place : layout.slots) {
       parameters_[place.parameter].bucket = i;
       bucket->members.push_back(place.parameter);
+      bucket->offsets.push_back(place.offset);
       house_gradient(place, *bucket);
     }
     buckets.push_back(std::move(bucket));
@@ -340,6 +351,8 @@ bool ReducerImpl::begin_pass() {
   try {
     if (phase_ != Phase::kRunning) start_pass();
   } catch (...) {
+    // Nobody ends a pass that was not opened: it is forgotten, or remembered as what was sent.
+    if (phase_ == Phase::kRunning || next_launch_ > 0) phase_ = Phase::kInterrupted;
     refused_task_ = task;
     throw;
   }
@@ -386,8 +399,61 @@ void ReducerImpl::queue_end_of(int task) {
 
 void ReducerImpl::interrupted() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (phase_ == Phase::kRunning) phase_ = Phase::kInterrupted;
+  if (phase_ == Phase::kRunning || next_launch_ > 0) phase_ = Phase::kInterrupted;
   queued_task_ = -1;
+}
+
+// On a node of the outer backward, where that can be asked for a callback at its end.
+struct ReducerImpl::OuterHook final : torch::autograd::FunctionPreHook {
+  explicit OuterHook(std::shared_ptr<PassToken> t) : token(std::move(t)) {}
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    auto reducer = token->owner.lock();
+    if (reducer && !token->ended.exchange(true)) reducer->end_with_current_task();
+    return gradients;
+  }
+  std::shared_ptr<PassToken> token;
+};
+
+// A nested backward has ended inside the node `outer`, and parameters are missing. The backward
+// around it may bring them, so the pass ends with that one. False: nothing follows that node.
+bool ReducerImpl::leave_end_to(const torch::autograd::Node& outer) {
+  auto token = std::make_shared<PassToken>(weak_from_this());
+  bool left = false;
+  for (const auto& edge : outer.next_edges()) {
+    if (!edge.is_valid()) continue;
+    auto hook = std::make_unique<OuterHook>(token);
+    outer_nodes_.push_back({edge.function, hook.get(), token});
+    edge.function->tensor_pre_hooks().push_back(std::move(hook));
+    left = true;
+  }
+  token->ended = !left;
+  if (left) ++unseen_outers_;
+  return left;
+}
+
+void ReducerImpl::end_with_current_task() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  --unseen_outers_;
+  const int task = NestedBackward::outer_task();
+  if (phase_ != Phase::kRunning || queued_task_ == task) return;
+  queue_end_of(task);
+  queued_task_ = task;
+}
+
+void ReducerImpl::forget_outer() {
+  const auto running = torch::autograd::get_current_node();
+  std::erase_if(outer_nodes_, [&](const OuterNode& outer) {
+    // Or it would interrupt the pass.
+    if (const auto token = outer.token.lock()) token->ended = true;
+    const auto node = outer.node.lock();
+    if (!node) return true;
+    if (node == running) return false;  // it may be walking through its hooks: next time
+    std::erase_if(node->tensor_pre_hooks(),
+                  [&](const auto& hook) { return hook.get() == outer.hook; });
+    return true;
+  });
+  unseen_outers_ = 0;
 }
 
 // The engine knows which accumulators this backward will reach; the others count at once, so that
@@ -554,9 +620,12 @@ void ReducerImpl::launch(std::size_t index) {
                 .data = bucket.flat,
                 .gradients = {},
                 .parameters = {}};
-    for (const std::size_t member : bucket.members) {
-      view.gradients.push_back(parameters_[member].slot);
-      view.parameters.push_back(parameters_[member].tensor);
+    for (std::size_t i = 0; i < bucket.members.size(); ++i) {
+      const Parameter& p = parameters_[bucket.members[i]];
+      // In the memory that is sent, which may be lent zeros.
+      view.gradients.push_back(bucket.flat.as_strided(
+          p.slot.sizes(), p.slot.strides(), bucket.flat.storage_offset() + bucket.offsets[i]));
+      view.parameters.push_back(p.tensor);
     }
     bucket.reduction = hook_(world_, view);
   } else if (joining_ && !joining_->divide_by_initial_world_size) {
@@ -671,6 +740,9 @@ bool Reducer::joining() const {
 }
 void Reducer::check_unchanged() const {
   impl_->check_unchanged();
+}
+void Reducer::check_own_memory() const {
+  impl_->check_own_memory();
 }
 void Reducer::resume() {
   impl_->resume();

@@ -122,6 +122,8 @@ class Reducer {
   bool joining() const;
   // Throws UsageError naming a parameter that is not as it was when the buckets were laid out.
   void check_unchanged() const;
+  // Throws UsageError naming a trained parameter and what it shares memory with, if anything.
+  void check_own_memory() const;
 
   const StepTiming& last_timing() const;
   std::size_t bucket_count() const;

@@ -44,6 +44,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void end_deferred_step();
   bool joining() const { return joining_.has_value(); }
   void check_unchanged() const;
+  void check_own_memory() const;
 
   const StepTiming& last_timing() const { return timing_; }
   std::size_t bucket_count() const { return buckets_.size(); }
@@ -54,6 +55,12 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   using Parameter = ParameterState;
   // Ends the pass if its callback is destroyed unrun, which is what happens when backward throws.
   struct PassToken;
+  struct OuterHook;
+  struct OuterNode {
+    std::weak_ptr<torch::autograd::Node> node;
+    const OuterHook* hook = nullptr;  // on the node, unless somebody has removed it
+    std::weak_ptr<PassToken> token;
+  };
   struct Sentinel;
   struct Zeros;
   enum class Phase { kIdle, kRunning, kInterrupted };
@@ -72,6 +79,9 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   bool begin_pass();
   void start_pass();
   void queue_end_of(int task);
+  bool leave_end_to(const torch::autograd::Node& outer);
+  void end_with_current_task();
+  void forget_outer();
   void mark_unused_in_graph();
   at::Tensor free_slot(std::size_t index);
   bool runs_blocks_again();
@@ -123,6 +133,7 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   void check_same_model();
   std::string describe() const;
   void broadcast_model(int root);
+  void broadcast_buffers(int root);
   std::vector<at::Tensor> buffer_tensors() const;
 
   World world_;
@@ -132,7 +143,8 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   bool deferred_ = false;       // a ShardedOptimizer reduces, in its step
   DeferredOwner owner_;         // that optimizer
   std::vector<Parameter> parameters_;
-  std::vector<NamedTensor> buffers_;
+  std::vector<BufferState> buffers_;
+  std::vector<NamedTensor> ignored_;
   BucketLimits limits_;
   bool overlap_ = true;  // buckets are sent while backward runs
   GradientBlock block_;  // where the buckets of CPU gradients lie
@@ -149,8 +161,12 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   std::atomic<Phase> phase_{Phase::kIdle};
   std::atomic<int> queued_task_{-1};
   bool sync_ = true, shadow_ = false;
-  bool stale_ = false;                            // the model is not the planned one
-  int refused_task_ = -1;                         // a backward that has thrown already
+  bool stale_ = false;     // the model is not the planned one
+  int refused_task_ = -1;  // a backward that has thrown already
+  // Nodes whose run shows that an outer backward continues after a nested one, and how many times
+  // that is still to be seen.
+  std::vector<OuterNode> outer_nodes_;
+  std::atomic<int> unseen_outers_{0};
   std::pair<int, bool> blocks_again_{-1, false};  // of this task: whether it has checkpoints
   at::Tensor vote_;                               // where it cannot ride in the first bucket
   Work vote_work_;

@@ -50,11 +50,18 @@ struct ParameterState {
   int expected = 1;      // gradients in one pass, as static_graph has learned
 };
 
+struct BufferState {
+  std::string name;
+  at::Tensor tensor;
+  std::int64_t version = 0;  // after the last broadcast
+};
+
 struct BucketState {
   at::Tensor wire;  // flat and, behind it in the first bucket, one element for the vote
   at::Tensor flat;  // the gradients
   std::vector<at::Tensor> parts;  // every rank's flat, in memory that all of them map
   std::vector<std::size_t> members;
+  std::vector<std::int64_t> offsets;  // of the members' gradients in flat
   std::atomic<int> pending{0};
   Reduction reduction;
   Clock::time_point ready, launched;

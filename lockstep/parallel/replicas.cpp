@@ -154,7 +154,7 @@ void broadcast_coalesced(World& world, const std::vector<at::Tensor>& tensors, i
   using Kind = std::tuple<at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
   std::map<Kind, std::vector<at::Tensor>> kinds;
   for (const auto& t : tensors)
-    kinds[{t.scalar_type(), t.device().type(), t.device().index()}].push_back(t.detach());
+    kinds[{t.scalar_type(), t.device().type(), t.device().index()}].push_back(t.variable_data());
   for (auto& [kind, group] : kinds) {
     for (std::size_t begin = 0; begin < group.size();) {
       std::vector<at::Tensor> flats;
@@ -189,6 +189,24 @@ void ReducerImpl::broadcast_model(int root) {
   std::vector<at::Tensor> tensors = buffer_tensors();
   for (const auto& p : parameters_) tensors.push_back(p.tensor);
   broadcast_coalesced(world_, tensors, root);
+  if (world_.size() > 1)
+    for (const auto& t : tensors) t.unsafeGetTensorImpl()->bump_version();
+  for (auto& b : buffers_)
+    if (b.tensor.defined()) b.version = b.tensor._version();
+}
+
+// The kernel of BatchNorm writes running statistics past their version counter, so that a second
+// graph may be alive, and so does this. A buffer that was written through its counter since the
+// last time is counted once more, on every rank and the root, too: a graph that needs its old value
+// is refused by all of them.
+void ReducerImpl::broadcast_buffers(int root) {
+  if (world_.size() == 1) return;
+  broadcast_coalesced(world_, buffer_tensors(), root);
+  for (auto& b : buffers_) {
+    if (!b.tensor.defined()) continue;
+    if (b.tensor._version() != b.version) b.tensor.unsafeGetTensorImpl()->bump_version();
+    b.version = b.tensor._version();
+  }
 }
 
 namespace {

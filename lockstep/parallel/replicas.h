@@ -77,7 +77,7 @@ std::optional<Difference> find_difference(World& world, const Check& check, cons
 // "rank 1", "ranks 1, 2"
 std::string show_ranks(const std::vector<int>& ranks);
 
-// Broadcasts many tensors in few messages.
+// Broadcasts many tensors in few messages. Does not count in their versions: that is the caller's.
 void broadcast_coalesced(World& world, const std::vector<at::Tensor>& tensors, int root);
 
 }  // namespace lockstep::parallel

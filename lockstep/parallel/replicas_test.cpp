@@ -265,6 +265,102 @@ TEST(Replicas, BuffersFollowRankZeroAtTheEndOfBackward) {
   });
 }
 
+// The module whose buffers are saved by the graph: a constant, and BatchNorm's statistics, which
+// its kernel writes past their version counters.
+struct Normed : torch::nn::Module {
+  Normed() {
+    linear = register_module("linear", torch::nn::Linear(4, 4));
+    norm = register_module("norm", torch::nn::BatchNorm1d(4));
+    mask = register_buffer("mask", torch::tensor({1.f, 0.f, 2.f, 1.f}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return torch::tanh(norm(linear(x) * mask)); }
+  torch::nn::Linear linear{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+  at::Tensor mask;
+};
+
+TEST(Replicas, TwoLiveGraphsOfAModelWithBuffers) {
+  for (const int size : {2, 3}) {
+    run_threads(size, [](World& world) {
+      auto net = std::make_shared<Normed>();
+      auto plain = std::make_shared<Normed>();
+      DistributedDataParallel model{net, world};
+      DistributedDataParallel copy{plain, world};  // of rank 0's values as well
+      for (std::size_t i = 0; i < net->parameters().size(); ++i)
+        plain->parameters()[i].set_data(net->parameters()[i].detach().clone());
+      const auto batch = [&](int i) {
+        return at::arange(12, at::kFloat).view({3, 4}).mul(i + world.rank()).sin();
+      };
+      // One rank's gradients of both graphs, then their mean.
+      {
+        const auto local = copy.no_sync();
+        const auto a = plain->forward(batch(1)).sum(), b = plain->forward(batch(2)).sum();
+        a.backward({}, /*retain_graph=*/true);
+        b.backward();
+        a.backward();
+      }
+      testing::average_gradients(world, plain->parameters());
+      const auto a = model(batch(1)).sum(), b = model(batch(2)).sum();
+      a.backward({}, /*retain_graph=*/true);
+      b.backward();
+      a.backward();
+      for (std::size_t i = 0; i < net->parameters().size(); ++i)
+        EXPECT_TRUE(
+            at::allclose(net->parameters()[i].grad(), plain->parameters()[i].grad(), 1e-5, 1e-6))
+            << i;
+      model.verify_replicas();
+    });
+  }
+}
+
+// What really changes under a graph is refused on every rank, not on all but one.
+TEST(Replicas, AGraphThatNeedsAnOverwrittenTensorIsRefusedOnEveryRank) {
+  struct Scaled : torch::nn::Module {
+    Scaled() {
+      linear = register_module("linear", torch::nn::Linear(4, 4));
+      scale = register_buffer("scale", torch::ones({4}));
+    }
+    at::Tensor forward(const at::Tensor& x) {
+      {
+        const torch::NoGradGuard no_grad;
+        scale.mul_(0.5).add_(x.mean());
+      }
+      return linear(x) * scale;
+    }
+    torch::nn::Linear linear{nullptr};
+    at::Tensor scale;
+  };
+  for (const int size : {2, 3}) {
+    std::atomic<int> refused{0};
+    run_threads(size, [&](World& world) {
+      const auto expect_refused = [&](const at::Tensor& loss) {
+        EXPECT_THAT(message_of<c10::Error>([&] { loss.backward(); }),
+                    HasSubstr("modified by an inplace operation"));
+        ++refused;
+        world.barrier();
+      };
+      DistributedDataParallel model{std::make_shared<Scaled>(), world};
+      const auto twice = model(input_of(world)).sum();
+      twice.backward({}, /*retain_graph=*/true);
+      expect_refused(twice);  // by the buffers' broadcast
+      auto net = std::make_shared<Pair>();
+      const auto early = net->forward(input_of(world)).sum();
+      DistributedDataParallel wrapped{net, world};
+      expect_refused(early);  // by the first broadcast
+      at::Tensor late;
+      wrapped.join([&] {
+        for (int step = 0; step <= world.rank(); ++step) {
+          net->zero_grad();
+          wrapped(input_of(world)).sum().backward();
+        }
+        late = net->forward(input_of(world)).sum();
+      });
+      expect_refused(late);  // by the final model
+    });
+    EXPECT_EQ(refused, 3 * size);
+  }
+}
+
 TEST(Replicas, SeveralModelsInOneBackward) {
   run_threads(2, [](World& world) {
     auto first = std::make_shared<Pair>();
@@ -368,6 +464,69 @@ TEST(Join, APassThatFailsIsRememberedByARankThatHasRunOut) {
   });
 }
 
+// Averages by the gradients' own tensors instead of the flat bucket.
+Reduction average_slots(World& world, const Bucket& bucket) {
+  std::vector<at::Tensor> flat;
+  for (const auto& gradient : bucket.gradients) flat.push_back(gradient.flatten());
+  const at::Tensor sum = at::cat(flat);
+  EXPECT_EQ(sum.sum().item<float>(), bucket.data.sum().item<float>());
+  return {world.all_reduce(sum), [sum, slots = bucket.gradients, size = world.size()] {
+            std::int64_t begin = 0;
+            for (const auto& slot : slots) {
+              slot.copy_(sum.narrow(0, begin, slot.numel()).view(slot.sizes()) / size);
+              begin += slot.numel();
+            }
+          }};
+}
+
+TEST(Join, AHookSeesZerosWhereARankHasRunOut) {
+  for (const int size : {2, 3}) {
+    run_threads(size, [](World& world) {
+      const auto parameter = [] { return at::ones({3}).set_requires_grad(true); };
+      std::vector<NamedTensor> list{{"v", parameter()}, {"w", parameter()}};
+      Reducer reducer{list, {}, world, {.bucket_cap_mb = 0.00001}};
+      reducer.register_comm_hook(average_slots);
+      const int last = world.size() - 1;
+      const auto step = [&](double scale) {
+        for (auto& item : list) item.tensor.mutable_grad() = at::Tensor();
+        ((list[0].tensor + list[1].tensor) * scale).sum().backward();
+      };
+      at::Tensor mine;
+      reducer.join(
+          [&] {
+            step(56);
+            mine = list[1].tensor.grad();
+            if (world.rank() == last) step(1);
+          },
+          {});
+      for (const auto& item : list)
+        EXPECT_TRUE(item.tensor.grad().equal(
+            at::full({3}, world.rank() == last ? 1.f / world.size() : 56.f)));
+      // Announcing a change sends the old buckets as zeros.
+      list[0].tensor.set_requires_grad(false);
+      list[1].tensor.mutable_grad() = at::Tensor();
+      (list[1].tensor * (world.rank() + 1)).sum().backward();
+      EXPECT_TRUE(list[1].tensor.grad().equal(at::full({3}, (world.size() + 1) / 2.f)));
+    });
+  }
+}
+
+TEST(Join, WhatARankUsedWithoutSynchronisingCountsForNothingWhenItHasRunOut) {
+  run_threads(3, [](World& world) {
+    auto net = std::make_shared<Pair>();
+    DistributedDataParallel model{net, world, {.find_unused_parameters = true}};
+    model.join([&] {
+      if (world.rank() == 0) {
+        const auto local = model.no_sync();
+        model(input_of(world)).sum().backward();
+      } else {
+        net->a(input_of(world)).sum().backward();
+      }
+    });
+    EXPECT_EQ(net->b->weight.grad().defined(), world.rank() == 0);
+  });
+}
+
 // ---------------------------------------------------------------- hooks
 
 TEST(Hooks, CompressionRoundsAndAUsersOwnIsCalled) {
@@ -453,6 +612,95 @@ TEST(SyncBatchNorm, EqualsPlainBatchNormOnTheWholeBatch) {
     norm->eval();
     EXPECT_TRUE(norm(x).defined());
   });
+}
+
+// Rank r has r + 1 samples of the whole batch.
+at::Tensor part_of(const at::Tensor& whole, const World& world) {
+  return whole.narrow(0, world.rank() * (world.rank() + 1) / 2, world.rank() + 1);
+}
+
+// Two gradient penalties, one inside the other: needs third derivatives.
+template <typename Model>
+at::Tensor penalised(Model&& model, const at::Tensor& x, const at::Tensor& w) {
+  const auto penalty = [&](const at::Tensor& loss) {
+    const auto dx = torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/true,
+                                          /*create_graph=*/true)[0];
+    return loss + (dx.square() * w).sum();
+  };
+  return penalty(penalty((torch::tanh(model(x)) * w).sum()));
+}
+
+// BatchNorm written out: LibTorch's own takes the statistics for constants in third derivatives.
+at::Tensor plain_norm(const torch::nn::BatchNorm2d& norm, const at::Tensor& x) {
+  const auto centred = x - x.mean({0, 2, 3}, true);
+  const auto y = centred / (centred.square().mean({0, 2, 3}, true) + norm->options.eps()).sqrt();
+  if (!norm->weight.defined()) return y;
+  return y * norm->weight.view({1, -1, 1, 1}) + norm->bias.view({1, -1, 1, 1});
+}
+
+TEST(SyncBatchNorm, HigherDerivativesEqualThoseOfOneProcessOnTheWholeBatch) {
+  for (const int size : {2, 3}) {
+    for (const bool affine : {true, false}) {
+      SCOPED_TRACE(fmt::format("{} ranks{}", size, affine ? ", affine" : ""));
+      torch::manual_seed(7);
+      const auto whole = torch::randn({size * (size + 1) / 2, 4, 2, 2}, torch::kDouble) * 2 + 3;
+      const auto weights = torch::randn(whole.sizes(), torch::kDouble);
+      const auto options = torch::nn::BatchNormOptions(4).affine(affine);
+      const auto scale = [](auto& norm) {
+        const torch::NoGradGuard no_grad;
+        norm->to(torch::kDouble);
+        if (norm->weight.defined()) norm->weight.copy_(torch::linspace(0.5, 1.5, 4));
+      };
+      torch::nn::BatchNorm2d plain(options);
+      scale(plain);
+      const auto all = whole.clone().requires_grad_(true);
+      penalised([&](const at::Tensor& x) { return plain_norm(plain, x); }, all, weights).backward();
+      run_threads(size, [&](World& world) {
+        nn::SyncBatchNorm2d norm(world, options);
+        scale(norm);
+        const auto x = part_of(whole, world).clone().requires_grad_(true);
+        penalised(norm, x, part_of(weights, world)).backward();
+        EXPECT_TENSOR_NEAR(x.grad(), part_of(all.grad(), world), 1e-8);
+        if (!affine) return;
+        for (const auto& [mine, expected] :
+             {std::pair(norm->weight, plain->weight), std::pair(norm->bias, plain->bias)}) {
+          at::Tensor sum = mine.grad().clone();
+          world.all_reduce(sum).wait();
+          EXPECT_TENSOR_NEAR(sum, expected.grad(), 1e-8);
+        }
+      });
+    }
+  }
+}
+
+TEST(SyncBatchNorm, AGradientPenaltyUnderDdpEqualsOneProcess) {
+  const auto build = [](auto norm) {
+    torch::nn::Sequential net(torch::nn::Linear(3, 4), norm, torch::nn::Linear(4, 2));
+    const torch::NoGradGuard no_grad;
+    net->to(torch::kDouble);
+    for (auto& p : net->parameters())
+      p.copy_(at::arange(1, p.numel() + 1, at::kDouble).sin().view(p.sizes()));
+    return net;
+  };
+  for (const int size : {2, 3}) {
+    torch::manual_seed(8);
+    const auto whole = torch::randn({size * (size + 1) / 2, 3}, torch::kDouble);
+    auto plain = build(torch::nn::BatchNorm1d(4));
+    const auto all = whole.clone().requires_grad_(true);
+    const auto run = [&](auto&& net, const at::Tensor& x) {
+      const auto y = net(x).square().sum();
+      const auto dx = torch::autograd::grad({y}, {x}, {}, true, true)[0];
+      (y + dx.square().sum()).backward();
+    };
+    run([&](const at::Tensor& x) { return plain->forward(x); }, all);
+    run_threads(size, [&](World& world) {
+      auto net = build(nn::SyncBatchNorm1d(world, torch::nn::BatchNormOptions(4)));
+      DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.00001}};
+      run(model, part_of(whole, world).clone().requires_grad_(true));
+      for (std::size_t i = 0; i < net->parameters().size(); ++i)
+        EXPECT_TENSOR_NEAR(net->parameters()[i].grad() * size, plain->parameters()[i].grad(), 1e-8);
+    });
+  }
 }
 
 TEST(SyncBatchNorm, AnEmptyBatchOnARankIsFineAndOneValueIsRefused) {
