@@ -448,6 +448,73 @@ TEST(ShardedAgreement, ProcessesRefuseTogetherAndAtOnce) {
   }
 }
 
+// ---------------------------------------------------------------- memory that is shared
+
+// Every parameter gets memory of its own, which would untie what set_data has tied.
+TEST(ShardedAgreement, ParametersThatShareMemoryAreRefusedByBothNames) {
+  struct Tied {
+    const char* name;
+    std::function<void(NetImpl&)> tie;
+    std::vector<std::string> ignored = {};
+  };
+  const auto twin_of = [](const at::Tensor& tensor, bool trained) {
+    at::Tensor twin = at::zeros(tensor.sizes());
+    twin.set_data(tensor);
+    return twin.set_requires_grad(trained);
+  };
+  const std::vector<Tied> cases{
+      {"'a.bias' and 'twin'",
+       [&](NetImpl& net) { net.register_parameter("twin", twin_of(net.a->bias.detach(), true)); }},
+      {"'b.weight' and 'part'",
+       [&](NetImpl& net) {
+         net.register_parameter("part", twin_of(net.b->weight.detach().narrow(0, 7, 2), true));
+       }},
+      {"'a.weight' and 'frozen'",
+       [&](NetImpl& net) {
+         net.register_parameter("frozen", twin_of(net.a->weight.detach().t(), false), false);
+       }},
+      {"'b.bias' and 'buffer'",
+       [](NetImpl& net) { net.register_buffer("buffer", net.b->bias.detach().narrow(0, 69, 1)); }},
+      {"'b.bias' and 'ignored'",
+       [&](NetImpl& net) { net.register_parameter("ignored", twin_of(net.b->bias, true)); },
+       {"ignored"}},
+  };
+  for (const auto& place :
+       std::vector<sharded_for_test::Place>{{"shm", 2}, {"shm", 3}, {"gloo", 2}}) {
+    const auto body = [&](World& world) {
+      for (const Tied& tied : cases) {
+        SCOPED_TRACE(tied.name);
+        Net net = make_net();
+        tied.tie(*net);
+        DistributedDataParallel model{net, world, {.ignored_parameters = tied.ignored}};
+        std::vector<at::Tensor> trained;
+        for (const auto& item : net->named_parameters())
+          if (tied.ignored.empty() || item.key() != tied.ignored[0])
+            trained.push_back(item.value());
+        const std::vector<ShardedGroup> groups{{trained, optim::AdamWOptions{.lr = 0.1}}};
+        const void* const before = net->a->bias.const_data_ptr();
+        EXPECT_THAT(message_of<UsageError>([&] { ShardedOptimizer{model, groups}; }),
+                    HasSubstr(fmt::format("{} lie in the same memory", tied.name)));
+        EXPECT_EQ(net->a->bias.const_data_ptr(), before);
+      }
+      // Beside each other in one storage is not the same memory.
+      Net net = make_net();
+      const at::Tensor flat = at::ones({200});
+      net->a->bias.set_data(flat.narrow(0, 0, 130));
+      net->b->bias.set_data(flat.narrow(0, 130, 70));
+      DistributedDataParallel model{net, world};
+      ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.01}};
+      model(batch_of(world.rank(), 0), true).sum().backward();
+      optimizer.step();
+      // Nor may they be tied later: each has its place already.
+      net->b->bias.set_data(net->a->bias.detach().narrow(0, 0, 70));
+      EXPECT_THAT(message_of<UsageError>([&] { optimizer.accept_changes(); }),
+                  HasSubstr("'a.bias' and 'b.bias' lie in the same memory"));
+    };
+    run_threads(place.size, body, place.backend);
+  }
+}
+
 // ---------------------------------------------------------------- words
 
 TEST(ShardedAgreement, ARefusalIsToldInTheWordsOfWhoRefuses) {

@@ -132,9 +132,11 @@ void ShardedImpl::on_backward() {
 void ShardedImpl::accept_changes() {
   const torch::NoGradGuard no_grad;
   meet();  // what is shared has been written by now
-  const Check check{.component = kComponent,
-                    .what = "accept_changes()",
-                    .refusal = refusal_of([this] { reducer_->check_unchanged(); })};
+  const Check check{
+      .component = kComponent, .what = "accept_changes()", .refusal = refusal_of([this] {
+                                                             reducer_->check_unchanged();
+                                                             reducer_->check_own_memory();
+                                                           })};
   Prints prints;
   for (const auto& member : members_) prints.add(member.name, member.tensor);
   if (const auto difference = find_difference(world_, check, prints))
