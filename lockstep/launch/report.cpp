@@ -352,9 +352,9 @@ Failure failure_from_json(const std::string& text) {
     json.at("after_s").get_to(f.after_s);
     json.at("message").get_to(f.message);
     json.at("restartable").get_to(f.restartable);
-    json.at("stopped").get_to(f.stopped);
-    json.at("program").get_to(f.program);
-    json.at("error_file").get_to(f.error_file);
+    f.stopped = json.value("stopped", false);
+    f.program = json.value("program", "");
+    f.error_file = json.value("error_file", "");
     json.at("stack").get_to(f.stack);
     json.at("last_lines").get_to(f.last_lines);
     json.at("note").get_to(f.note);

@@ -531,6 +531,23 @@ TEST(Report, AFailureSurvivesTheWayToAnotherHost) {
   EXPECT_THAT(failure_report(*copy.failure), HasSubstr("ranks 0, 2 had ended with exit code 0"));
 }
 
+TEST(Report, NamesProgramErrorFileAndAStop) {
+  Failure failure;
+  failure.rank = 1;
+  failure.host = "n1";
+  failure.cause = "exited with code 143";
+  failure.stopped = true;
+  failure.program = shell_text({"./train", "--lr=0.1", "it's", "a\nb", ""});
+  failure.error_file = "/logs/error.json";
+  const Failure copy = failure_from_json(failure_to_json(failure));
+  EXPECT_EQ(copy.program, R"(./train --lr=0.1 'it'\''s' 'a b' '')");
+  EXPECT_EQ(copy.headline(), "rank 1 on n1 stopped on request: exited with code 143");
+  EXPECT_THAT(failure_report(copy), HasSubstr("\n  error file: /logs/error.json"));
+  const std::string text =
+      shell_text({std::string(299, 'x') + "\u00e9"});  // two bytes, cut between
+  EXPECT_EQ(text, "'" + std::string(299, 'x') + " ...");
+}
+
 TEST(NodeLink, WhatIsNotAMessageIsRefused) {
   EXPECT_THAT(message_of<UsageError>([] { decode("GET / HTTP/1.0"); }),
               HasSubstr("not a launcher's message"));
