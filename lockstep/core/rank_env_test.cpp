@@ -316,7 +316,7 @@ TEST(RankEnv, TheNearestLauncherIsRight) {
   EXPECT_EQ(read(with(ours, {{"LOCKSTEP_RUN", "the outer one"}})).source, "torchrun");
   // A torchrun inside one of our ranks, with the same id.
   EXPECT_EQ(read(with(kTorchrun, {{"LOCKSTEP_RUN", "none"}})).source, "torchrun");
-  // On one host our launcher hosts the store too; the port tells it from that torchrun.
+  // On one host our launcher hosts the store too; the port distinguishes the two.
   const std::string port = kTorchrun.at("MASTER_PORT");
   const Variables one_host = with(kTorchrun, {{"LOCKSTEP_RUN", "none"}});
   EXPECT_EQ(read(with(one_host, {{"LOCKSTEP_STORE_CHANNEL", "99:1:0:2:" + port}})).source,

@@ -1,4 +1,4 @@
-// One story told to every store: c10d's HashStore and TCPStore, which say what is right, the
+// The same operations on every store: c10d's HashStore and TCPStore, which say what is right, the
 // launcher's store over its channel, and LibTorch's own TCP client at the launcher's store.
 #include "lockstep/comm/launcher_store.h"
 
@@ -101,7 +101,7 @@ std::string error_of(const Call& call) {
   return "no error";
 }
 
-void tell_story(const StorePtr& store, bool queues) {
+void run_operations(const StorePtr& store, bool queues) {
   const auto before = store->getNumKeys();
   store->set("a", "one");
   EXPECT_EQ(store->get_to_str("a"), "one");
@@ -147,20 +147,20 @@ void tell_story(const StorePtr& store, bool queues) {
 }
 
 TEST(LauncherStore, DoesWhatOtherStoresDo) {
-  tell_story(c10::make_intrusive<c10d::HashStore>(), false);
+  run_operations(c10::make_intrusive<c10d::HashStore>(), false);
   c10d::TCPStoreOptions options;
   options.isServer = true;
   options.waitWorkers = false;
   options.useLibUV = true;
-  tell_story(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options), true);
+  run_operations(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options), true);
   Launcher launcher;
-  tell_story(launcher.store(), true);
+  run_operations(launcher.store(), true);
 }
 
 TEST(LauncherStore, AnswersLibTorchsOwnClient) {
   Launcher launcher;
   const StorePtr tcp = launcher.tcp_client();
-  tell_story(tcp, true);
+  run_operations(tcp, true);
   // And both see one table; LibTorch's client puts a '/' before every key.
   const StorePtr ours = launcher.store();
   ours->set("/from ours", "1");

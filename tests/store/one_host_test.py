@@ -219,7 +219,7 @@ class Network(Case):
 
 
 class Store(Case):
-    def test_a_rank_that_waits_is_told_which_one_died(self):
+    def test_a_rank_that_waits_learns_which_one_died(self):
         began = time.monotonic()
         code, out, err = self.run_ranks(2, PEER, "wait")
         self.assertEqual(code, 137, err)
