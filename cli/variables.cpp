@@ -39,6 +39,7 @@ constexpr KnownVariable kKnown[] = {
     {"LOCKSTEP_STORE_FD", "listening socket for rank 0's store"},
     {"LOCKSTEP_TERMINAL", "rank 0's pipe to the launcher's terminal, and its columns"},
     {"LOCKSTEP_STORE_CHANNEL", "socket to the store that the launcher of one host serves"},
+    {"LOCKSTEP_SECRET_FILE", "secret of the link between launchers; --secret-file"},
     {"LOCKSTEP_LOG", "debug, info, warning, error or off"},
     {"LOCKSTEP_GRAD_INPLACE_MIN_BYTES", "from which size on gradients are allocated in buckets"},
     {"LOCKSTEP_CPU_CACHE_MAX_BYTES", "how much idle memory of large CPU tensors is cached"},

@@ -33,8 +33,10 @@ milliseconds Coordinator::backoff(int attempt) {
   return std::min(milliseconds(500) * (1 << std::min(attempt, 10)), milliseconds(30'000));
 }
 
-void Coordinator::begin() {
-  if (phase_ == Phase::kWaiting) start_attempt();
+void Coordinator::begin(std::vector<NodeShare> nodes) {
+  if (phase_ != Phase::kWaiting) return;
+  nodes_ = std::move(nodes);
+  start_attempt();
 }
 
 void Coordinator::start_attempt() {
@@ -42,7 +44,9 @@ void Coordinator::start_attempt() {
   down_ = lost_;
   failure_.reset();
   left_.reset();
-  broadcast_(message_of(Message::Kind::kStart, attempt_));
+  Message message = message_of(Message::Kind::kStart, attempt_);
+  message.nodes = nodes_;
+  broadcast_(message);
 }
 
 void Coordinator::on_message(int node, const Message& message) {

@@ -6,7 +6,8 @@
 // ended everywhere.
 //
 //   Coordinator coordinator(loop, plan, [&](const Message& m) { tell_all(m); });
-//   coordinator.begin();  coordinator.on_message(node, message);  coordinator.on_lost(node, why);
+//   coordinator.begin(nodes);  coordinator.on_message(node, message);  coordinator.on_lost(node,
+//   why);
 //
 // Lives on node 0 only; owned by the supervisor, one thread.
 #pragma once
@@ -16,6 +17,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "lockstep/launch/event_loop.h"
 #include "lockstep/launch/node_link.h"
@@ -32,7 +34,7 @@ class Coordinator {
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
 
-  void begin();  // all nodes are here
+  void begin(std::vector<NodeShare> nodes = {});  // all nodes are here
   void on_message(int node, const Message& message);
   void on_lost(int node, const std::string& host, const std::string& why);
   bool waiting() const { return phase_ == Phase::kWaiting; }
@@ -54,6 +56,7 @@ class Coordinator {
   EventLoop& loop_;
   const LaunchPlan& plan_;
   Broadcast broadcast_;
+  std::vector<NodeShare> nodes_;
   Phase phase_ = Phase::kWaiting;
   int attempt_ = 0;
   int stop_signal_ = 0;

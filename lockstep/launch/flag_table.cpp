@@ -37,6 +37,10 @@ constexpr std::array kFlags = {
              "its port (one host: a free one; several: 29500)"},
     FlagSpec{"local-addr", '\0', "ADDR", kHonoured,
              "this host's address towards the others (default: found by routing)"},
+    FlagSpec{"secret-file", '\0', "FILE", kHonoured,
+             "several hosts: only launchers with this secret join, over TLS; mode 0600, the same "
+             "contents on every host (default: LOCKSTEP_SECRET_FILE)",
+             false},
     FlagSpec{
         "max-restarts", '\0', "N", kHonoured,
         "start all ranks again after a failure (0); not after a rank that stopped on request (exit "

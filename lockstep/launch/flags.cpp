@@ -425,6 +425,15 @@ void settle_meeting(const Values& values, LaunchPlan& plan, std::vector<std::str
   if (unnamed) plan.run_id = plan.nnodes == 1 ? random_run_id() : "none";
 }
 
+void settle_secret(const Values& values, LaunchPlan& plan, const Surroundings& around,
+                   std::vector<std::string>& notes) {
+  plan.secret_file =
+      values.text("secret-file", around.variable("LOCKSTEP_SECRET_FILE").value_or(""));
+  if (plan.nnodes > 1) return;
+  note_unused(values, {"secret-file"}, "on one host, which has no link between launchers", notes);
+  plan.secret_file.clear();
+}
+
 // Tasks of one srun that were not told of each other train as many worlds side by side, and nothing
 // fails: every one of them only learns from its own batches.
 void note_worlds_apart(const Values& values, const LaunchPlan& plan, const Surroundings& around,
@@ -496,6 +505,7 @@ ParsedFlags parse_flags(const std::vector<std::string>& words, const Surrounding
   refuse_and_note(values, parsed.notes);
   LaunchPlan& plan = parsed.plan;
   settle_meeting(values, plan, parsed.notes);
+  settle_secret(values, plan, around, parsed.notes);
   note_worlds_apart(values, plan, around, parsed.notes);
   settle_supervision(values, plan);
   // The program before the GPUs are counted: a misspelt name should not wait for a driver.

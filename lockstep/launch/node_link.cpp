@@ -11,9 +11,8 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <climits>
+#include <csignal>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -21,13 +20,16 @@
 namespace lockstep::launch {
 namespace {
 
-using Json = nlohmann::json;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr int kProtocol = 1;
-constexpr std::size_t kLongestLine = 1u << 20;
+constexpr std::size_t kMaxLine = 1u << 20;
+constexpr std::size_t kMaxFirstLine = 4u << 10;  // before a peer has joined
+constexpr std::size_t kMaxUnsent = 16u << 20;
+constexpr std::size_t kMaxUnknown = 128;  // connections that have not joined
+constexpr std::size_t kMaxReports = 8;
 constexpr milliseconds kHelloTimeout{10'000};
+constexpr milliseconds kAcceptPause{200};
 constexpr milliseconds kConnectTimeout{5000};
 constexpr milliseconds kRetryDelay{200};
 constexpr milliseconds kNodeZeroSlack{5000};
@@ -90,96 +92,81 @@ double seconds_since(EventLoop::Clock::time_point start) {
   return std::chrono::duration<double>(EventLoop::Clock::now() - start).count();
 }
 
-// A real number outside of int's range would be undefined behaviour, and another program may send
-// it.
-int int_at(const Json& json, const char* key) {
-  const double value = json.at(key).get<double>();
-  if (!(value >= INT_MIN && value <= INT_MAX)) {
-    throw UsageError("launch", "another launcher's '{}' ({}) is not a number from {} to {}.", key,
-                     value, INT_MIN, INT_MAX);
-  }
-  return static_cast<int>(value);
+bool is_member(const std::vector<int>& numbers, int number) {
+  return std::find(numbers.begin(), numbers.end(), number) != numbers.end();
 }
 
-const std::pair<Message::Kind, const char*> kKindNames[] = {
-    {Message::Kind::kHello, "hello"},   {Message::Kind::kRefused, "refused"},
-    {Message::Kind::kSay, "say"},       {Message::Kind::kStart, "start"},
-    {Message::Kind::kFailed, "failed"}, {Message::Kind::kStop, "stop"},
-    {Message::Kind::kDown, "down"},     {Message::Kind::kRestart, "restart"},
-    {Message::Kind::kEnd, "end"}};
+// What a launcher forwards by default, or was asked to forward.
+bool may_stop(const LaunchPlan& plan, int signal) {
+  static const std::vector<int> usual = {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
+  return is_member(usual, signal) || is_member(plan.signals_to_handle, signal);
+}
+
+std::string bad_signal(int signal) {
+  return fmt::format(
+      "it asked to stop with signal {}, which this launcher does not forward (give every host the "
+      "same --signals-to-handle)",
+      signal);
+}
+
+std::unique_ptr<SecureContext> secure_context(const LaunchPlan& plan, SecureContext::Side side) {
+  if (plan.secret_file.empty()) return nullptr;
+  return std::make_unique<SecureContext>(side, SecretKey::from_file(plan.secret_file), plan.run_id);
+}
+
+std::string secret_text(Closing::Secret secret, const std::string& peer) {
+  constexpr const char* kAdvice = "Give every host the same --secret-file, or none of them one.";
+  switch (secret) {
+    case Closing::Secret::kPeerHasNone:
+      return fmt::format("[launch] {} has no --secret-file, but this launcher has one. {}", peer,
+                         kAdvice);
+    case Closing::Secret::kPeerHasOne:
+      return fmt::format("[launch] {} has a --secret-file, but this launcher has none. {}", peer,
+                         kAdvice);
+    default:
+      return fmt::format(
+          "[launch] {} does not have the secret of this launcher's --secret-file. Give every host "
+          "the same file (compare with sha256sum) and the same --rdzv-id.",
+          peer);
+  }
+}
 
 }  // namespace
 
-// ---------------------------------------------------------------- messages
-
-std::string encode(const Message& message) {
-  Json json{{"lockstep", kProtocol},    {"node", message.node}, {"attempt", message.attempt},
-            {"signal", message.signal}, {"code", message.code}, {"text", message.text}};
-  for (const auto& [kind, name] : kKindNames) {
-    if (kind == message.kind) json["kind"] = name;
-  }
-  if (message.failure) json["failure"] = failure_to_json(*message.failure);
-  if (message.kind == Message::Kind::kHello) {
-    json["run_id"] = message.run_id;
-    json["host"] = message.host;
-    json["nnodes"] = message.nnodes;
-    json["nproc_per_node"] = message.nproc_per_node;
-  }
-  return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
-}
-
-Message decode(const std::string& line) {
-  try {
-    const Json json = Json::parse(line);
-    Message message;
-    if (const int theirs = int_at(json, "lockstep"); theirs != kProtocol) {
-      message.kind = Message::Kind::kForeign;
-      message.text = fmt::format(
-          "[launch] launchers of different versions of Lockstep met (protocols {} and {}). Install "
-          "the same version on every host.",
-          theirs, kProtocol);
-      return message;
-    }
-    const std::string wanted = json.at("kind").get<std::string>();
-    const auto found = std::find_if(std::begin(kKindNames), std::end(kKindNames),
-                                    [&](const auto& entry) { return wanted == entry.second; });
-    if (found == std::end(kKindNames))
-      throw UsageError("launch", "unknown message '{}' from another launcher.", wanted);
-    message.kind = found->first;
-    message.node = int_at(json, "node");
-    message.attempt = int_at(json, "attempt");
-    message.signal = int_at(json, "signal");
-    message.code = int_at(json, "code");
-    json.at("text").get_to(message.text);
-    if (json.contains("failure"))
-      message.failure = failure_from_json(json["failure"].get<std::string>());
-    if (message.kind == Message::Kind::kHello) {
-      json.at("run_id").get_to(message.run_id);
-      json.at("host").get_to(message.host);
-      message.nnodes = int_at(json, "nnodes");
-      message.nproc_per_node = int_at(json, "nproc_per_node");
-    }
-    return message;
-  } catch (const Json::exception& error) {
-    throw UsageError("launch", "not a launcher's message ({}).", error.what());
-  }
-}
-
 // ---------------------------------------------------------------- Connection
 
-Connection::Connection(EventLoop& loop, Fd socket, Handlers handlers)
-    : loop_(loop), socket_(std::move(socket)), handlers_(std::move(handlers)) {
+Connection::Connection(EventLoop& loop, Fd socket, std::unique_ptr<SecureChannel> channel,
+                       Handlers handlers)
+    : loop_(loop),
+      socket_(std::move(socket)),
+      channel_(std::move(channel)),
+      handlers_(std::move(handlers)),
+      max_line_(kMaxFirstLine) {
   set_nonblocking(socket_.get());
   tune(socket_.get());
   loop_.watch(socket_.get(), EPOLLIN, [this](std::uint32_t events) { on_event(events); });
+  if (!channel_) return;
+  channel_->start(outgoing_);
+  write_some();
 }
 
 Connection::~Connection() {
   if (socket_) loop_.forget(socket_.get());
 }
 
+void Connection::trust() {
+  max_line_ = kMaxLine;
+}
+
 std::string Connection::local_address() const {
   return own_address_of(socket_.get());
+}
+
+std::string Connection::peer_address() const {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof storage;
+  if (::getpeername(socket_.get(), reinterpret_cast<sockaddr*>(&storage), &size) != 0) return "?";
+  return address_text(storage);
 }
 
 void Connection::on_event(std::uint32_t events) {
@@ -190,35 +177,78 @@ void Connection::on_event(std::uint32_t events) {
 }
 
 void Connection::read_some() {
-  const std::weak_ptr<int> alive = alive_;
   std::array<char, 16u << 10> buffer;
   const ssize_t n = ::recv(socket_.get(), buffer.data(), buffer.size(), 0);
   if (n < 0) {
     if (errno == EAGAIN || errno == EINTR) return;
-    return close(errno == ETIMEDOUT ? "nothing was heard from it" : std::strerror(errno));
+    return close({errno == ETIMEDOUT ? "nothing was heard from it" : std::strerror(errno)});
   }
-  if (n == 0) return close("the connection was closed");
-  incoming_.append(buffer.data(), static_cast<std::size_t>(n));
+  if (n == 0) return close({"the connection was closed"});
+  if (take({buffer.data(), static_cast<std::size_t>(n)})) read_lines();
+}
+
+// A launcher without a secret sends JSON, one with a secret TLS. Each recognises the other by its
+// first byte, and answers with what that one recognises in turn.
+bool Connection::is_other_protocol(char first) {
+  constexpr char kTlsAlert = 0x15;
+  constexpr char kTlsHandshake = 0x16;
+  if (channel_ && first == '{') {
+    outgoing_ += std::string_view("\x15\x03\x03\x00\x02\x02\x28", 7);  // handshake_failure
+    write_some();
+    close({"it does not use TLS", Closing::Secret::kPeerHasNone});
+    return true;
+  }
+  if (channel_ || (first != kTlsAlert && first != kTlsHandshake)) return false;
+  Message answer;
+  answer.kind = Message::Kind::kRefused;
+  answer.code = 2;
+  outgoing_ += encode(answer);
+  write_some();
+  close({"it uses TLS", Closing::Secret::kPeerHasOne});
+  return true;
+}
+
+bool Connection::take(std::string_view bytes) {
+  if (std::exchange(silent_, false) && is_other_protocol(bytes.front())) return false;
+  if (!channel_) {
+    incoming_ += bytes;
+    return true;
+  }
+  const bool good = channel_->receive(bytes, incoming_, outgoing_);
+  write_some();  // an alert, where it is not good
+  if (!good)
+    close({channel_->problem(),
+           channel_->wrong_key() ? Closing::Secret::kDiffers : Closing::Secret::kFine});
+  return good;
+}
+
+void Connection::read_lines() {
+  const std::weak_ptr<int> alive = alive_;
   for (;;) {
-    const std::size_t end = incoming_.find('\n');
-    if (end == std::string::npos) break;
+    const std::size_t end = std::min(incoming_.find('\n'), incoming_.size());
+    if (end > max_line_)
+      return close({fmt::format("it sent a line of more than {} bytes", max_line_)});
+    if (end == incoming_.size()) return;
     const std::string line = incoming_.substr(0, end);
     incoming_.erase(0, end + 1);
     Message message;
     try {
       message = decode(line);
     } catch (const UsageError& error) {
-      return close(error.what());
+      return close({error.what()});
     }
     handlers_.message(message);
     if (alive.expired() || !socket_) return;
   }
-  if (incoming_.size() > kLongestLine) close("it sent a line without an end");
 }
 
 void Connection::send(const Message& message) {
   if (!socket_) return;
-  outgoing_ += encode(message);
+  if (channel_) {
+    channel_->send(encode(message), outgoing_);
+  } else {
+    outgoing_ += encode(message);
+  }
   write_some();
 }
 
@@ -227,8 +257,10 @@ void Connection::write_some() {
     const ssize_t n = ::send(socket_.get(), outgoing_.data(), outgoing_.size(), MSG_NOSIGNAL);
     if (n < 0) {
       if (errno == EINTR) continue;
-      // An error is reported by the reading side, which has an event for it.
+      // An error is reported by the reading side, which has an event for it; so is the end of a
+      // peer that does not read.
       if (errno != EAGAIN) outgoing_.clear();
+      if (outgoing_.size() > kMaxUnsent) ::shutdown(socket_.get(), SHUT_RDWR);
       break;
     }
     outgoing_.erase(0, static_cast<std::size_t>(n));
@@ -237,12 +269,16 @@ void Connection::write_some() {
   loop_.change(socket_.get(), wish);
 }
 
-void Connection::close(const std::string& why) {
+void Connection::close(Closing closing) {
   if (!socket_) return;
   loop_.forget(socket_.get());
+  // What is left unread would reset the connection, and the peer might lose the last answer.
+  std::array<char, 4096> rest;
+  for (int i = 0; i < 16 && ::recv(socket_.get(), rest.data(), rest.size(), 0) > 0; ++i) {
+  }
   socket_.reset();
   const auto closed = handlers_.closed;  // the handler may destroy this object
-  closed(why);
+  closed(closing);
 }
 
 // ---------------------------------------------------------------- Hub
@@ -252,6 +288,7 @@ Hub::Hub(EventLoop& loop, const LaunchPlan& plan, Fd listener, Handlers handlers
       plan_(plan),
       listener_(std::move(listener)),
       handlers_(std::move(handlers)),
+      secure_(secure_context(plan, SecureContext::Side::kServer)),
       started_(EventLoop::Clock::now()) {
   loop_.watch(listener_.get(), EPOLLIN, [this](std::uint32_t) { on_connect(); });
   overdue_timer_ = loop_.after(plan_.rendezvous_timeout, [this] {
@@ -268,28 +305,61 @@ Hub::Hub(EventLoop& loop, const LaunchPlan& plan, Fd listener, Handlers handlers
 }
 
 Hub::~Hub() {
-  for (auto& [number, guest] : guests_) loop_.cancel(guest.hello_timer);
-  for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_, &goodbye_timer_})
+  for (auto& [number, guest] : guests_) loop_.cancel(guest.deadline);
+  for (EventLoop::TimerId* timer :
+       {&overdue_timer_, &progress_timer_, &accept_timer_, &goodbye_timer_})
     loop_.cancel(*timer);
   if (listener_) loop_.forget(listener_.get());
 }
 
 void Hub::on_connect() {
   Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-  if (!socket) return;
+  if (!socket) {
+    const bool nothing_left =
+        errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+    // The listener stays readable: without a pause this would be called again at once.
+    if (nothing_left && !evict()) pause_accept();
+    return;
+  }
+  if (guests_.size() - guest_of_node_.size() >= kMaxUnknown) evict();
   const std::uint64_t number = ++last_guest_;
   Guest& guest = guests_[number];
   guest.connection = std::make_unique<Connection>(
-      loop_, std::move(socket),
+      loop_, std::move(socket), secure_ ? secure_->open() : nullptr,
       Connection::Handlers{[this, number](const Message& message) { on_message(number, message); },
-                           [this, number](const std::string& why) { on_closed(number, why); }});
-  guest.hello_timer = loop_.after(kHelloTimeout, [this, number] { drop(number); });
+                           [this, number](const Closing& closing) { on_closed(number, closing); }});
+  guest.address = guest.connection->peer_address();
+  guest.deadline = loop_.after(kHelloTimeout, [this, number] { drop(number); });
+}
+
+void Hub::pause_accept() {
+  loop_.change(listener_.get(), 0);
+  accept_timer_ = loop_.after(kAcceptPause, [this] {
+    accept_timer_ = 0;
+    if (listener_) loop_.change(listener_.get(), EPOLLIN);
+  });
+}
+
+// Drops the oldest connection of the address that has most of those that have not joined, so that
+// one host cannot keep the others out. False: there is none.
+bool Hub::evict() {
+  std::map<std::string, std::pair<int, std::uint64_t>> of_address;  // how many, the oldest
+  for (const auto& [number, guest] : guests_) {
+    if (guest.node < 0) ++of_address.try_emplace(guest.address, 0, number).first->second.first;
+  }
+  const auto busiest = std::max_element(
+      of_address.begin(), of_address.end(),
+      [](const auto& a, const auto& b) { return a.second.first < b.second.first; });
+  if (busiest == of_address.end()) return false;
+  ++unreported_;
+  drop(busiest->second.second);
+  return true;
 }
 
 void Hub::drop(std::uint64_t number) {
   const auto found = guests_.find(number);
   if (found == guests_.end()) return;
-  loop_.cancel(found->second.hello_timer);
+  loop_.cancel(found->second.deadline);
   // Posted: this may run inside a handler of the connection.
   std::shared_ptr<Connection> last(std::move(found->second.connection));
   loop_.post([last] {});
@@ -299,16 +369,42 @@ void Hub::drop(std::uint64_t number) {
 void Hub::on_message(std::uint64_t number, const Message& message) {
   const auto found = guests_.find(number);
   if (found == guests_.end()) return;
-  const int node = found->second.node;
-  if (node >= 0) {
-    handlers_.message(node, message);
+  const Guest& guest = found->second;
+  if (guest.node >= 0) {
+    const std::string wrong = what_is_wrong(guest, message);
+    if (wrong.empty()) return handlers_.message(guest.node, message);
+    on_closed(number, {wrong});
   } else if (message.kind == Message::Kind::kHello) {
     on_hello(number, message);
   } else if (message.kind == Message::Kind::kForeign) {
     refuse(number, message.text);
   } else {
+    ++unreported_;
     drop(number);
   }
+}
+
+// A node speaks for itself alone.
+std::string Hub::what_is_wrong(const Guest& guest, const Message& message) const {
+  if (listener_) return "it sent a message before the run has begun";
+  if (message.kind == Message::Kind::kStop && !may_stop(plan_, message.signal))
+    return bad_signal(message.signal);
+  if (!message.failure) return {};
+  const Failure& failure = *message.failure;
+  const int first = layout_of(nodes(), guest.node).first_rank;
+  const bool own_rank = failure.local_rank >= 0 && failure.local_rank < guest.share.nproc &&
+                        failure.rank == first + failure.local_rank;
+  if (failure.node == guest.node && (failure.rank == -1 || own_rank)) return {};
+  return fmt::format("it reported a failure of rank {} on node {}, which is not its own",
+                     failure.rank, failure.node);
+}
+
+std::vector<NodeShare> Hub::nodes() const {
+  std::vector<NodeShare> shares(static_cast<std::size_t>(plan_.nnodes));
+  shares[0] = {plan_.nproc_per_node, plan_.role};
+  for (const auto& [node, number] : guest_of_node_)
+    shares[static_cast<std::size_t>(node)] = guests_.at(number).share;
+  return shares;
 }
 
 std::string Hub::reason_to_refuse(const Message& hello) const {
@@ -318,10 +414,9 @@ std::string Hub::reason_to_refuse(const Message& hello) const {
         "the same value on every host.",
         hello.node, hello.host, flag, theirs, flag, ours);
   };
-  if (hello.run_id != plan_.run_id) return differs("--rdzv-id", hello.run_id, plan_.run_id);
+  if (hello.run_id != plan_.run_id)
+    return differs("--rdzv-id", printable(hello.run_id), plan_.run_id);
   if (hello.nnodes != plan_.nnodes) return differs("--nnodes", hello.nnodes, plan_.nnodes);
-  if (hello.nproc_per_node != plan_.nproc_per_node)
-    return differs("--nproc-per-node", hello.nproc_per_node, plan_.nproc_per_node);
   if (hello.node < 1 || hello.node >= plan_.nnodes)
     return fmt::format("[launch] --node-rank={} on {} is not between 1 and {}.", hello.node,
                        hello.host, plan_.nnodes - 1);
@@ -331,29 +426,39 @@ std::string Hub::reason_to_refuse(const Message& hello) const {
         "[launch] --node-rank={} of {} is already taken by {}. Give every host its own "
         "node rank.",
         hello.node, hello.host, guests_.at(taken->second).host);
+  try {
+    auto shares = nodes();
+    shares[static_cast<std::size_t>(hello.node)] = hello.share;
+    layout_of(shares, hello.node);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
   return {};
 }
 
 void Hub::refuse(std::uint64_t number, const std::string& reason) {
   Guest& guest = guests_.at(number);
-  loop_.cancel(guest.hello_timer);
-  handlers_.say(reason);
+  loop_.cancel(guest.deadline);
+  report(reason);
   Message answer;
   answer.kind = Message::Kind::kRefused;
-  answer.text = reason;
+  // Anybody can ask where there is no secret, so the answer holds nothing of this run.
+  if (secure_) answer.text = reason;
   answer.code = 2;
   guest.connection->send(answer);
   // It hangs up when it has read that; should it not, this does.
-  guest.hello_timer = loop_.after(kHelloTimeout, [this, number] { drop(number); });
+  guest.deadline = loop_.after(kHelloTimeout, [this, number] { drop(number); });
 }
 
 void Hub::on_hello(std::uint64_t number, const Message& hello) {
   Guest& guest = guests_.at(number);
-  loop_.cancel(guest.hello_timer);
+  loop_.cancel(guest.deadline);
   const std::string refusal = reason_to_refuse(hello);
   if (!refusal.empty()) return refuse(number, refusal);
   guest.node = hello.node;
   guest.host = hello.host;
+  guest.share = hello.share;
+  guest.connection->trust();
   guest_of_node_[hello.node] = number;
   Message answer;
   answer.kind = Message::Kind::kSay;
@@ -361,13 +466,21 @@ void Hub::on_hello(std::uint64_t number, const Message& hello) {
   check_complete();
 }
 
-void Hub::on_closed(std::uint64_t number, const std::string& why) {
+void Hub::on_closed(std::uint64_t number, const Closing& closing) {
   const auto found = guests_.find(number);
   if (found == guests_.end()) return;
   const int node = found->second.node;
   const std::string host = found->second.host;
+  const std::string address = found->second.address;
   drop(number);
-  if (node < 0) return;
+  if (node < 0) {
+    if (closing.secret == Closing::Secret::kFine) {
+      ++unreported_;
+    } else {
+      report(secret_text(closing.secret, "a launcher at " + address));
+    }
+    return;
+  }
   guest_of_node_.erase(node);
   if (on_goodbyes_) {
     if (guest_of_node_.empty()) {
@@ -375,10 +488,18 @@ void Hub::on_closed(std::uint64_t number, const std::string& why) {
       loop_.post(std::exchange(on_goodbyes_, nullptr));
     }
   } else if (listener_) {
-    handlers_.say(fmt::format("[launch] node rank {} on {} left again: {}.", node, host, why));
+    handlers_.say(
+        fmt::format("[launch] node rank {} on {} left again: {}.", node, host, closing.why));
   } else {
-    handlers_.lost(node, host, why);
+    handlers_.lost(node, host, closing.why);
   }
+}
+
+// Anybody can cause one, so there are few of them between two progress lines.
+void Hub::report(const std::string& rejection) {
+  if (reported_.size() < kMaxReports && reported_.insert(rejection).second)
+    return handlers_.say(rejection);
+  ++unreported_;
 }
 
 std::string Hub::missing() const {
@@ -399,21 +520,22 @@ void Hub::report_progress() {
       "of {} s).",
       missing(), plan_.master_addr, plan_.master_port, guest_of_node_.size() + 1, plan_.nnodes,
       seconds_since(started_), plan_.rendezvous_timeout.count());
-  handlers_.say(message.text);
   broadcast(message);
+  if (unreported_ > 0)
+    message.text += fmt::format(" {} more connections were rejected.", unreported_);
+  handlers_.say(message.text);
+  reported_.clear();
+  unreported_ = 0;
 }
 
 void Hub::check_complete() {
   if (static_cast<int>(guest_of_node_.size()) + 1 < plan_.nnodes) return;
-  loop_.cancel(overdue_timer_);
-  loop_.cancel(progress_timer_);
+  for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_, &accept_timer_})
+    loop_.cancel(*timer);
   loop_.forget(listener_.get());
   listener_.reset();
-  std::vector<std::uint64_t> strangers;
-  for (const auto& [number, guest] : guests_) {
-    if (guest.node < 0) strangers.push_back(number);
+  while (evict()) {
   }
-  for (const std::uint64_t number : strangers) drop(number);
   loop_.post([this] { handlers_.complete(); });
 }
 
@@ -442,7 +564,11 @@ void Hub::wait_for_goodbyes(milliseconds patience, EventLoop::Task done) {
 // ---------------------------------------------------------------- Spoke
 
 Spoke::Spoke(EventLoop& loop, const LaunchPlan& plan, std::string host, Handlers handlers)
-    : loop_(loop), plan_(plan), host_(std::move(host)), handlers_(std::move(handlers)) {}
+    : loop_(loop),
+      plan_(plan),
+      host_(std::move(host)),
+      handlers_(std::move(handlers)),
+      secure_(secure_context(plan, SecureContext::Side::kClient)) {}
 
 Spoke::~Spoke() {
   for (EventLoop::TimerId* timer :
@@ -481,8 +607,7 @@ void Spoke::try_later(const std::string& why) {
   loop_.cancel(retry_timer_);
   if (pending_) loop_.forget(pending_.get());
   pending_.reset();
-  std::shared_ptr<Connection> last(std::move(connection_));
-  loop_.post([last] {});  // this may run inside one of its handlers
+  disconnect();
   retry_timer_ = loop_.after(kRetryDelay, [this] {
     retry_timer_ = 0;
     try_now();
@@ -530,12 +655,9 @@ void Spoke::on_connected(Fd socket) {
   loop_.cancel(answer_timer_);
   local_address_ = own_address_of(socket.get());
   connection_ = std::make_unique<Connection>(
-      loop_, std::move(socket),
+      loop_, std::move(socket), secure_ ? secure_->open() : nullptr,
       Connection::Handlers{[this](const Message& message) { on_message(message); },
-                           [this](const std::string& why) {
-                             if (welcome_) return handlers_.lost(why);
-                             try_later("what listens there is not a launcher that waits");
-                           }});
+                           [this](const Closing& closing) { on_closed(closing); }});
   answer_timer_ =
       loop_.after(kConnectTimeout, [this] { try_later("what listens there does not answer"); });
   Message hello;
@@ -544,17 +666,61 @@ void Spoke::on_connected(Fd socket) {
   hello.run_id = plan_.run_id;
   hello.host = host_;
   hello.nnodes = plan_.nnodes;
-  hello.nproc_per_node = plan_.nproc_per_node;
+  hello.share = {plan_.nproc_per_node, plan_.role};
   connection_->send(hello);
 }
 
-void Spoke::on_message(const Message& message) {
+void Spoke::disconnect() {
+  std::shared_ptr<Connection> last(std::move(connection_));
+  loop_.post([last] {});  // this may run inside one of its handlers
+}
+
+void Spoke::on_closed(const Closing& closing) {
+  if (!connection_) return;
+  disconnect();
+  if (welcome_) return handlers_.lost(closing.why);
+  if (closing.secret == Closing::Secret::kFine)
+    return try_later("what listens there is not a launcher that waits");
   loop_.cancel(answer_timer_);
-  if (message.kind == Message::Kind::kRefused) return handlers_.failed(message.code, message.text);
+  const std::string peer = fmt::format("node 0 at {}:{}", plan_.master_addr, plan_.master_port);
+  handlers_.failed(2, secret_text(closing.secret, peer));
+}
+
+std::string Spoke::what_is_wrong(const Message& message) const {
+  if (message.kind == Message::Kind::kStop && !may_stop(plan_, message.signal))
+    return bad_signal(message.signal);
+  const NodeShare own{plan_.nproc_per_node, plan_.role};
+  const auto node = static_cast<std::size_t>(plan_.node_rank);
+  if (message.kind == Message::Kind::kStart &&
+      (message.nodes.size() != static_cast<std::size_t>(plan_.nnodes) ||
+       message.nodes[node] != own))
+    return "it started another run than this one";
+  if (!message.failure || message.failure->node != plan_.node_rank || message.failure->rank < 0)
+    return {};
+  const int local_rank = message.failure->local_rank;
+  if (local_rank >= 0 && local_rank < plan_.nproc_per_node) return {};
+  return fmt::format("it reported a failure of local rank {} here, which does not exist",
+                     local_rank);
+}
+
+void Spoke::on_message(const Message& message) {
+  if (!connection_) return;
+  loop_.cancel(answer_timer_);
+  if (message.kind == Message::Kind::kRefused) {
+    if (!message.text.empty()) return handlers_.failed(message.code, message.text);
+    return handlers_.failed(
+        message.code,
+        fmt::format("[launch] node 0 at {}:{} rejected node rank {}. Its flags do not agree with "
+                    "node 0's, or the node rank is taken; node 0's output says which. Compare "
+                    "--rdzv-id, --nnodes and --node-rank.",
+                    plan_.master_addr, plan_.master_port, plan_.node_rank));
+  }
   if (message.kind == Message::Kind::kForeign) return handlers_.failed(2, message.text);
+  if (const std::string wrong = what_is_wrong(message); !wrong.empty()) return on_closed({wrong});
   if (!welcome_) {
     // From here on node 0 watches the clock; this is for a node 0 that hangs.
     welcome_ = true;
+    connection_->trust();
     loop_.cancel(overdue_timer_);
     overdue_timer_ = loop_.after(plan_.rendezvous_timeout + kNodeZeroSlack, [this] {
       overdue_timer_ = 0;

@@ -1,9 +1,13 @@
-// How the launchers of several hosts talk: one TCP connection from each to node 0's, lines of JSON.
+// How the launchers of several hosts talk: one TCP connection from each to node 0's, lines of JSON,
+// over TLS where there is a --secret-file (see secure_channel.h).
 //
 // The hard idea: they meet on the master port itself, before any rank is started. Node 0 listens
 // there, the others connect and stay connected, node 0 stops listening, and rank 0's store then
 // listens on the same port beside the connections (see ports.h). So one port is enough, it is the
 // one the user has opened, and nothing can clash with it.
+//
+// Until a peer has joined, it is anybody: it has a deadline, short lines, few connections of which
+// the greediest address loses one first, and an answer that says nothing of this run.
 //
 // A lost host is noticed by the kernel's own keep-alive (kLostAfter), not by messages: a launcher
 // that is busy for some seconds is not taken for dead.
@@ -18,71 +22,60 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "lockstep/launch/event_loop.h"
+#include "lockstep/launch/node_message.h"
 #include "lockstep/launch/plan.h"
-#include "lockstep/launch/report.h"
+#include "lockstep/launch/secure_channel.h"
 
 namespace lockstep::launch {
 
-struct Message {
-  enum class Kind {
-    kHello,    // node -> 0: who I am
-    kRefused,  // 0 -> node: text says why
-    kSay,      // 0 -> nodes: text to print while waiting
-    kStart,    // 0 -> nodes: begin `attempt`
-    kFailed,   // node -> 0 -> nodes: `failure` ends this attempt
-    kStop,     // node -> 0 -> nodes: `node` was asked to stop by `signal`
-    kDown,     // node -> 0: nothing of this attempt is left here (`failure`: the first one here)
-    kRestart,  // 0 -> nodes: print `failure`; a next attempt follows (text)
-    kEnd,      // 0 -> nodes: the run is over; exit with `code`, print `failure`
-    kForeign,  // never sent: from a launcher of another version; text says so
-  };
-  Kind kind = Kind::kSay;
-  int node = 0;
-  int attempt = 0;
-  int signal = 0;
-  int code = 0;
-  std::string text;
-  std::optional<Failure> failure;
-  // kHello only.
-  std::string run_id;
-  std::string host;
-  int nnodes = 0;
-  int nproc_per_node = 0;
-};
-std::string encode(const Message& message);  // one line with its newline
-Message decode(const std::string& line);     // throws UsageError
-
 constexpr std::chrono::milliseconds kLostAfter{4000};
+
+// Why a connection has ended.
+struct Closing {
+  enum class Secret { kFine, kPeerHasNone, kPeerHasOne, kDiffers };
+  std::string why;
+  Secret secret = Secret::kFine;
+};
 
 // One connected socket that carries messages. Its handlers may destroy it.
 class Connection {
  public:
   struct Handlers {
     std::function<void(const Message&)> message;
-    std::function<void(const std::string& why)> closed;  // once
+    std::function<void(const Closing&)> closed;  // once
   };
-  Connection(EventLoop& loop, Fd socket, Handlers handlers);
+  // `channel`: none without a secret.
+  Connection(EventLoop& loop, Fd socket, std::unique_ptr<SecureChannel> channel, Handlers handlers);
   ~Connection();
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
   void send(const Message& message);
+  // The peer has joined: lines may be long from here on.
+  void trust();
   std::string local_address() const;
+  std::string peer_address() const;
 
  private:
   void on_event(std::uint32_t events);
   void read_some();
+  bool take(std::string_view bytes);
+  bool is_other_protocol(char first);
+  void read_lines();
   void write_some();
-  void close(const std::string& why);
+  void close(Closing closing);
 
   EventLoop& loop_;
   Fd socket_;
+  std::unique_ptr<SecureChannel> channel_;
   Handlers handlers_;
+  bool silent_ = true;  // nothing was received yet
+  std::size_t max_line_;
   std::string incoming_;
   std::string outgoing_;
   std::shared_ptr<int> alive_ = std::make_shared<int>();
@@ -104,24 +97,32 @@ class Hub {
   void broadcast(const Message& message);
   // An own address that another host reached us at; a loopback one when all are on this host.
   std::string local_address() const;
+  // What each node brings, by node rank; of all of them once `complete` was called.
+  std::vector<NodeShare> nodes() const;
   // Calls `done` when the others have hung up, or after `patience`.
   void wait_for_goodbyes(std::chrono::milliseconds patience, EventLoop::Task done);
 
  private:
   struct Guest {
     std::unique_ptr<Connection> connection;
+    std::string address;
     std::string host;
-    int node = -1;
-    EventLoop::TimerId hello_timer = 0;
+    int node = -1;  // until it has joined
+    NodeShare share;
+    EventLoop::TimerId deadline = 0;
   };
   void on_connect();
+  void pause_accept();
+  bool evict();
   void on_message(std::uint64_t guest, const Message& message);
   void on_hello(std::uint64_t guest, const Message& hello);
   void refuse(std::uint64_t guest, const std::string& reason);
-  void on_closed(std::uint64_t guest, const std::string& why);
+  void on_closed(std::uint64_t guest, const Closing& closing);
   void drop(std::uint64_t guest);
   std::string reason_to_refuse(const Message& hello) const;
+  std::string what_is_wrong(const Guest& guest, const Message& message) const;
   std::string missing() const;
+  void report(const std::string& rejection);
   void report_progress();
   void check_complete();
 
@@ -129,12 +130,16 @@ class Hub {
   const LaunchPlan& plan_;
   Fd listener_;
   Handlers handlers_;
+  std::unique_ptr<SecureContext> secure_;
   std::map<std::uint64_t, Guest> guests_;
   std::map<int, std::uint64_t> guest_of_node_;
   std::uint64_t last_guest_ = 0;
+  std::set<std::string> reported_;  // since the last progress line
+  std::size_t unreported_ = 0;
   EventLoop::Clock::time_point started_;
   EventLoop::TimerId overdue_timer_ = 0;
   EventLoop::TimerId progress_timer_ = 0;
+  EventLoop::TimerId accept_timer_ = 0;
   EventLoop::TimerId goodbye_timer_ = 0;
   EventLoop::Task on_goodbyes_;
 };
@@ -160,14 +165,18 @@ class Spoke {
  private:
   void try_now();
   void on_connected(Fd socket);
+  void disconnect();
+  void on_closed(const Closing& closing);
   void try_later(const std::string& why);
   void on_message(const Message& message);
+  std::string what_is_wrong(const Message& message) const;
   void report_progress();
 
   EventLoop& loop_;
   const LaunchPlan& plan_;
   std::string host_;
   Handlers handlers_;
+  std::unique_ptr<SecureContext> secure_;
   Fd pending_;
   std::unique_ptr<Connection> connection_;
   bool welcome_ = false;

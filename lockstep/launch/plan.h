@@ -43,7 +43,8 @@ struct LaunchPlan {
   std::string rdzv_backend = "static";
   std::string master_addr = "127.0.0.1";
   int master_port = 0;
-  std::string local_addr;  // this host's address for other hosts; empty: found
+  std::string local_addr;   // this host's address for other hosts; empty: found
+  std::string secret_file;  // for the link between launchers; empty: anybody may join
   std::chrono::seconds rendezvous_timeout{300};  // for the other launchers to arrive
 
   // The program: argv as it will be executed (python3 -u already in front where asked for).
@@ -72,8 +73,6 @@ struct LaunchPlan {
   std::optional<std::set<int>> local_ranks_filter;  // which ranks reach the console
   std::vector<std::string> duplicate_stdout_filters;
   std::vector<std::string> duplicate_stderr_filters;
-
-  int world_size() const { return nnodes * nproc_per_node; }
 };
 
 }  // namespace lockstep::launch

@@ -183,7 +183,7 @@ Supervisor::Supervisor(const LaunchPlan& plan, const Kept& kept)
     : plan_(plan),
       kept_(kept),
       console_(loop_, STDOUT_FILENO, STDERR_FILENO),
-      setup_{plan, loop_, console_, kept, host_name(), {}, 0, {}},
+      setup_{plan, loop_, console_, kept, host_name(), {}, 0, {}, {}},
       logs_(plan) {}
 
 int Supervisor::run() {
@@ -199,7 +199,7 @@ int Supervisor::run() {
   }
   if (plan_.nnodes == 1) {
     choose_loopback();
-    decides_->begin();
+    decides_->begin({{plan_.nproc_per_node, plan_.role}});
   } else if (plan_.node_rank == 0) {
     open_hub();
   } else {
@@ -279,7 +279,7 @@ void Supervisor::choose_loopback() {
 
 void Supervisor::open_hub() {
   Hub::Handlers handlers;
-  handlers.complete = [this] { decides_->begin(); };
+  handlers.complete = [this] { decides_->begin(hub_->nodes()); };
   handlers.overdue = [this](const std::string& text) {
     say(text);
     Message refusal;
@@ -296,6 +296,11 @@ void Supervisor::open_hub() {
     decides_->on_lost(node, host, why);
   };
   handlers.say = [this](const std::string& text) { say(text); };
+  if (plan_.secret_file.empty() && log::enabled(log::Level::kWarning))
+    say(
+        fmt::format("[launch] without --secret-file anybody who reaches port {} here and knows the "
+                    "run id ({}) can join this run as a node, and stop it.",
+                    plan_.master_port, plan_.run_id));
   hub_ = std::make_unique<Hub>(loop_, plan_, port_->listener(), std::move(handlers));
 }
 
@@ -399,6 +404,7 @@ void Supervisor::obey(const Message& message) {
   if (ending_ || front_gone_) return;
   switch (message.kind) {
     case Message::Kind::kStart:
+      setup_.layout = layout_of(message.nodes, plan_.node_rank);
       return start_attempt(message.attempt);
     case Message::Kind::kFailed:
       if (!busy() || message.attempt != attempt_ || !message.failure) return;
@@ -462,7 +468,7 @@ void Supervisor::start_attempt(int attempt) {
 void Supervisor::on_group_failed(const Failure& failure) {
   Message message;
   message.kind = Message::Kind::kFailed;
-  message.failure = failure;
+  message.failure.emplace(failure);
   tell(message);
   group_->stop_for(failure);  // without waiting for node 0's word
 }

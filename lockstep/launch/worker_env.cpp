@@ -47,14 +47,12 @@ std::string visible_device(const Variables& variable, int local_rank) {
 }
 
 void add_identity(Environment& set, const LaunchPlan& plan, const WorkerPlace& place) {
-  const std::string rank = std::to_string(plan.node_rank * plan.nproc_per_node + place.local_rank);
-  const std::string world_size = std::to_string(plan.world_size());
-  set["RANK"] = rank;
-  set["ROLE_RANK"] = rank;
+  set["RANK"] = std::to_string(place.layout.first_rank + place.local_rank);
+  set["ROLE_RANK"] = std::to_string(place.layout.first_role_rank + place.local_rank);
   set["LOCAL_RANK"] = std::to_string(place.local_rank);
   set["GROUP_RANK"] = std::to_string(plan.node_rank);
-  set["WORLD_SIZE"] = world_size;
-  set["ROLE_WORLD_SIZE"] = world_size;
+  set["WORLD_SIZE"] = std::to_string(place.layout.world_size);
+  set["ROLE_WORLD_SIZE"] = std::to_string(place.layout.role_world_size);
   set["LOCAL_WORLD_SIZE"] = std::to_string(plan.nproc_per_node);
   set["GROUP_WORLD_SIZE"] = std::to_string(plan.nnodes);
   set["ROLE_NAME"] = plan.role;

@@ -10,11 +10,13 @@
 
 #include "lockstep/launch/host.h"
 #include "lockstep/launch/plan.h"
+#include "lockstep/launch/world_layout.h"
 
 namespace lockstep::launch {
 
 struct WorkerPlace {
   int local_rank = 0;
+  WorldLayout layout;
   int attempt = 0;          // TORCHELASTIC_RESTART_COUNT
   std::string master_addr;  // as settled for this attempt
   int master_port = 0;

@@ -39,6 +39,7 @@ LaunchPlan two_by_four() {
 WorkerPlace third() {
   WorkerPlace place;
   place.local_rank = 2;
+  place.layout = {.first_rank = 4, .world_size = 8, .first_role_rank = 1, .role_world_size = 5};
   place.attempt = 1;
   place.master_addr = "10.0.0.1";
   place.master_port = 1234;
@@ -64,11 +65,11 @@ TEST(WorkerEnvironment, OnSeveralHostsIsTorchrunsWithOneDifference) {
   const Environment set = worker_environment(two_by_four(), third(), variables({}));
   const Environment expected = {{"RANK", "6"},
                                 {"LOCAL_RANK", "2"},
-                                {"ROLE_RANK", "6"},
+                                {"ROLE_RANK", "3"},
                                 {"GROUP_RANK", "1"},
                                 {"WORLD_SIZE", "8"},
                                 {"LOCAL_WORLD_SIZE", "4"},
-                                {"ROLE_WORLD_SIZE", "8"},
+                                {"ROLE_WORLD_SIZE", "5"},
                                 {"GROUP_WORLD_SIZE", "2"},
                                 {"ROLE_NAME", "trainer"},
                                 {"MASTER_ADDR", "10.0.0.1"},

@@ -103,7 +103,7 @@ WorkerGroup::~WorkerGroup() {
 }
 
 int WorkerGroup::rank_of(const Worker& worker) const {
-  return setup_.plan.node_rank * setup_.plan.nproc_per_node + worker.local_rank;
+  return setup_.layout.first_rank + worker.local_rank;
 }
 
 const std::string& WorkerGroup::error_file(int local_rank) const {
@@ -152,6 +152,7 @@ std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int 
                                                       int store_fd) const {
   WorkerPlace place;
   place.local_rank = worker.local_rank;
+  place.layout = setup_.layout;
   place.attempt = place_.attempt;
   // On one host the store answers on loopback alone, whatever address was given.
   place.master_addr = place_.store != nullptr ? "127.0.0.1" : setup_.plan.master_addr;

@@ -27,6 +27,7 @@
 #include "lockstep/launch/ports.h"
 #include "lockstep/launch/report.h"
 #include "lockstep/launch/store_server.h"
+#include "lockstep/launch/world_layout.h"
 
 namespace lockstep::launch {
 
@@ -40,6 +41,7 @@ struct GroupSetup {
   std::string interface;      // for worker_environment
   int threads = 0;            // for worker_environment
   std::vector<CpuMask> cpus;  // by local rank; empty: not bound
+  WorldLayout layout;         // of the attempt that runs
 };
 
 struct GroupPlace {

@@ -1,10 +1,14 @@
 """Two hosts as two network namespaces, two gloo ranks each: training works, and a rank that is
-killed ends both launchers within 5 s, both naming it."""
+killed ends both launchers within 5 s, both naming it. Two ranks and three train together, under a
+secret, and a flood of connections does not slow their steps."""
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import uuid
 
@@ -37,10 +41,10 @@ def remove_hosts():
 started = []
 
 
-def start(*program):
+def start(*program, nproc=(2, 2)):
     runs = [subprocess.Popen(
         ["ip", "netns", "exec", SPACES[node], f"{BIN}/lockstep", "run", "--nnodes=2",
-         f"--node-rank={node}", "--nproc-per-node=2", "--master-addr=10.99.8.1",
+         f"--node-rank={node}", f"--nproc-per-node={nproc[node]}", "--master-addr=10.99.8.1",
          "--master-port=29555", *program],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=dict(os.environ, LOCKSTEP_TEST_TAG=TAG)) for node in (0, 1)]
@@ -64,6 +68,75 @@ def training_works():
     for link, output in zip(LINKS, outputs):
         require(link in output, f"the interface {link} is not named:\n{output}")
     print("training over two hosts: replicas identical")
+
+
+def uneven_training_works():
+    with tempfile.NamedTemporaryFile("w") as secret:  # mode 0600
+        secret.write(uuid.uuid4().hex)
+        secret.flush()
+        runs = start(f"--secret-file={secret.name}", f"{BIN}/examples/03_mlp", "--epochs", "2",
+                     nproc=(2, 3))
+        outputs = [run.communicate(timeout=120)[0] for run in runs]
+    for run, output in zip(runs, outputs):
+        require(run.returncode == 0, output)
+        require("can join this run" not in output, output)
+    require("replicas identical" in outputs[0] and "5 ranks" in outputs[0], outputs[0])
+    print("training with two ranks and three: replicas identical")
+
+
+# Connects, sends something or nothing, and leaves; 500 a second, so that what is measured is not
+# the load of the attacker itself.
+FLOOD = r"""
+import socket, sys, time
+junk = (b"", b"GET / HTTP/1.0\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"{" * 3000)
+began = time.monotonic()
+for number in range(int(sys.argv[1])):
+    with socket.create_connection(("10.99.8.1", 29555), timeout=30) as peer:
+        peer.sendall(junk[number % len(junk)])
+    time.sleep(max(0, began + number / 500 - time.monotonic()))
+"""
+
+
+def a_flood_leaves_the_steps_alone():
+    """10 000 connections to the port of a run that trains. Epochs of 79 steps are timed in turn:
+    some without a flood, then some during a tenth of it, and so on."""
+    runs = start(f"{BIN}/examples/03_mlp", "--epochs", "1000000")
+    times = {False: [], True: []}
+    last = None
+    flood = None
+    rounds = 10
+    log = []
+    deadline = threading.Timer(200, runs[0].kill)
+    deadline.start()
+    for line in runs[0].stdout:
+        log.append(line)
+        if "completed" not in line:
+            continue
+        now = time.monotonic()
+        if last is not None:
+            times[flood is not None].append(now - last)
+        last = now
+        if flood is not None and flood.poll() is not None:
+            require(flood.returncode == 0, f"the flood failed: {flood.returncode}")
+            flood = last = None
+            rounds -= 1
+        elif flood is None and len(times[False]) >= len(times[True]) + 3:
+            if rounds == 0:
+                break
+            last = None  # this epoch is half and half
+            flood = subprocess.Popen(["ip", "netns", "exec", SPACES[1], sys.executable, "-c", FLOOD,
+                                      "1000"])
+            started.append(flood)
+    deadline.cancel()
+    require(rounds == 0, "the run ended: " + "".join(log[-20:]))
+    runs[0].send_signal(signal.SIGTERM)
+    for run in runs:
+        output = run.communicate(timeout=60)[0]
+        require(run.returncode == 143, f"exit code {run.returncode}:\n{output[-2000:]}")
+    quiet, busy = (statistics.median(times[kind]) for kind in (False, True))
+    print(f"10 000 connections: an epoch takes {busy * 1000:.0f} ms, without them "
+          f"{quiet * 1000:.0f} ms ({len(times[True])} and {len(times[False])} epochs)")
+    require(busy < 1.5 * quiet + 0.05, "the connections slow the steps")
 
 
 def rank_of(pid):
@@ -124,6 +197,8 @@ try:
         print(f"SKIPPED: cannot make network namespaces: {e.stderr}")
         sys.exit(77)
     training_works()
+    uneven_training_works()
+    a_flood_leaves_the_steps_alone()
     a_killed_rank_ends_both()
 finally:
     for run in started:

@@ -170,17 +170,36 @@ else:
             self.assertIn("rank 2 on", err)
             self.assertIn("restarting all ranks (1 of 1)", err)
 
+    def test_nodes_may_have_different_numbers_of_ranks_and_roles(self):
+        """RANK, ROLE_RANK and the sizes are those of torchrun: by node rank, and within a role."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+                 "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+        script = ("[ $RANK$TORCHELASTIC_RESTART_COUNT = 40 ] && exit 3; "
+                  "[ $TORCHELASTIC_RESTART_COUNT = 0 ] && sleep 300; "
+                  "echo is " + " ".join(f"${name}" for name in names))
+        nodes = [(2, "a"), (3, "b"), (1, "a")]
+        processes = [self.node(node, script, f"--role={role}", "--max-restarts=1", nnodes=3,
+                               nproc=nproc) for node, (nproc, role) in enumerate(nodes)]
+        expected = [["0 6 0 2 0 3 a 0 3", "1 6 1 2 0 3 a 1 3"],
+                    ["2 6 0 3 1 3 b 0 3", "3 6 1 3 1 3 b 1 3", "4 6 2 3 1 3 b 2 3"],
+                    ["5 6 0 1 2 3 a 2 3"]]
+        for process, wanted in zip(processes, expected):
+            code, out, err = self.finish(process)
+            self.assertEqual(code, 0, err)
+            self.assertEqual(sorted(re.findall("is (.*)", out)), wanted)
+            self.assertIn("rank 4 on", err)
+
     def test_differences_are_refused_with_a_sentence(self):
         first = self.node(0, "echo ran", "--rdzv-id=a")
         for flags, options, words in (
                 (("--rdzv-id=b",), {}, "--rdzv-id=b, node 0 with --rdzv-id=a"),
-                (("--rdzv-id=a",), {"nproc": 3},
-                 "--nproc-per-node=3, node 0 with --nproc-per-node=2"),
                 (("--rdzv-id=a",), {"nnodes": 3}, "--nnodes=3, node 0 with --nnodes=2")):
             with self.subTest(words):
                 code, _, err = self.finish(self.node(1, "echo ran", *flags, **options))
                 self.assertEqual(code, 2, err)
-                self.assertIn(words, err)
+                # Anybody can ask: the answer says where to look, node 0's terminal what differs.
+                self.assertIn("Compare --rdzv-id, --nnodes and --node-rank", err)
+                self.wait_line(first.stderr, words)
         # A stranger that speaks something else does no harm, and the right one is still welcome.
         with socket.create_connection(("127.0.0.1", self.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -198,8 +217,8 @@ else:
         rivals.sort(key=lambda rival: rival.poll() is None)  # whoever came last is refused
         code, _, err = self.finish(rivals[0])
         self.assertEqual(code, 2, err)
-        self.assertIn("--node-rank=1", err)
-        self.assertIn("already taken", err)
+        self.assertIn("rejected node rank 1", err)
+        self.wait_line(first.stderr, "--node-rank=1 of", "already taken")
         processes = [first, rivals[1], self.node(2, "echo ran", nnodes=3)]
         self.assertEqual([code for code, _ in self.ends(processes)], [0, 0, 0])
 
@@ -225,13 +244,14 @@ else:
         self.assertIn("Connection refused", err)
 
     def test_another_version_is_refused_on_both_sides(self):
-        met = "launchers of different versions of Lockstep met (protocols 99 and 1)"
+        met = "launchers of different versions of Lockstep met (protocols 99 and 2)"
         first = self.node(0, "echo ran")
         with self.connect() as newer:
             newer.sendall(b'{"lockstep": 99, "kind": "hello"}\n')
             answer = json.loads(newer.makefile().readline())
-            self.assertEqual((answer["kind"], answer["code"]), ("refused", 2))
-            self.assertIn(met, answer["text"])
+            # The number is all that it needs to say the same as node 0.
+            self.assertEqual((answer["lockstep"], answer["kind"], answer["code"], answer["text"]),
+                             (2, "refused", 2, ""))
         # It is still waiting for the right one.
         for code, err in self.ends([self.node(1, "echo ran"), first]):
             self.assertEqual(code, 0, err)

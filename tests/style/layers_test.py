@@ -51,6 +51,7 @@ FAMILIES = [
     ("cli11", r"CLI/"),
     ("gtest", r"gtest/|gmock/|benchmark/|rapidcheck"),
     ("http", r"microhttpd"),
+    ("openssl", r"openssl/"),
     ("python", r"pybind11/|Python\.h"),
 ]
 # Which families a layer may use; std, POSIX and fmt are everybody's.
@@ -59,7 +60,7 @@ TORCH = {"aten", "torch"}
 FOREIGN = {
     "core": {"spdlog", "yaml", "json"},
     "memory": TORCH,
-    "launch": {"json"},
+    "launch": {"json", "openssl"},
     "io": set(),
     "comm": {"aten", "c10d"},
     "kernels": ATEN | {"cuda"},
@@ -85,7 +86,7 @@ FILE_FOREIGN = {
     "lockstep/io/tensors.cpp": ATEN,
 }
 TORCH_FREE = ("core", "launch")
-SOURCE_ONLY = {"spdlog", "yaml", "json", "cli11", "http"}
+SOURCE_ONLY = {"spdlog", "yaml", "json", "cli11", "http", "openssl"}
 # A program that includes lockstep.h must compile without the vendors' headers.
 VENDOR = {"nccl", "gloo", "mpi", "cuda"}
 

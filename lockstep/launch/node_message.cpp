@@ -1,0 +1,191 @@
+#include "lockstep/launch/node_message.h"
+
+#include <algorithm>
+#include <climits>
+#include <csignal>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::launch {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int kProtocol = 2;
+constexpr int kMaxExitCode = 255;
+constexpr std::size_t kMaxHostBytes = 255;
+
+// A real number outside of int's range would be undefined behaviour, and another program may send
+// it.
+int int_of(const Json& json, std::string_view name, int min, int max) {
+  const double value = json.get<double>();
+  if (!(value >= min && value <= max)) {
+    throw UsageError("launch", "another launcher's '{}' ({}) is not a number from {} to {}.", name,
+                     value, min, max);
+  }
+  return static_cast<int>(value);
+}
+
+int int_at(const Json& json, const char* key, int min = INT_MIN, int max = INT_MAX) {
+  return int_of(json.at(key), key, min, max);
+}
+
+const std::pair<Message::Kind, const char*> kKindNames[] = {
+    {Message::Kind::kHello, "hello"},   {Message::Kind::kRefused, "refused"},
+    {Message::Kind::kSay, "say"},       {Message::Kind::kStart, "start"},
+    {Message::Kind::kFailed, "failed"}, {Message::Kind::kStop, "stop"},
+    {Message::Kind::kDown, "down"},     {Message::Kind::kRestart, "restart"},
+    {Message::Kind::kEnd, "end"}};
+
+Json share_to_json(const NodeShare& share) {
+  return Json{{"nproc_per_node", share.nproc}, {"role", share.role}};
+}
+
+NodeShare share_from_json(const Json& json) {
+  NodeShare share;
+  share.nproc = int_at(json, "nproc_per_node", 1, kMaxWorldSize);
+  json.at("role").get_to(share.role);
+  return share;
+}
+
+void make_printable(std::vector<std::string>& lines) {
+  for (std::string& line : lines) line = printable(line);
+}
+
+void make_printable(Failure& failure) {
+  for (std::string* text :
+       {&failure.host, &failure.cause, &failure.message, &failure.note, &failure.logs})
+    *text = printable(*text);
+  for (auto* lines : {&failure.stack, &failure.last_lines, &failure.others}) make_printable(*lines);
+}
+
+// The code point that begins at `at` and its length in bytes; length 1 and none for what is not
+// UTF-8.
+std::pair<std::optional<char32_t>, std::size_t> code_point(std::string_view text, std::size_t at) {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned char lead = byte(at);
+  if (lead < 0x80) return {lead, 1};
+  const std::size_t size = lead >= 0xf0 && lead < 0xf5   ? 4
+                           : lead >= 0xe0 && lead < 0xf0 ? 3
+                           : lead >= 0xc2 && lead < 0xe0 ? 2
+                                                         : 0;
+  if (size == 0 || at + size > text.size()) return {std::nullopt, 1};
+  char32_t value = lead & (0x7fu >> size);
+  for (std::size_t i = 1; i < size; ++i) {
+    if ((byte(at + i) & 0xc0) != 0x80) return {std::nullopt, 1};
+    value = (value << 6) | (byte(at + i) & 0x3fu);
+  }
+  return {value, size};
+}
+
+bool is_printable(char32_t c) {
+  if (c < 0x20) return c == '\n' || c == '\t';
+  const bool control = c >= 0x7f && c < 0xa0;
+  const bool reorders =
+      (c >= 0x200e && c <= 0x200f) || (c >= 0x2028 && c <= 0x202e) || (c >= 0x2066 && c <= 0x2069);
+  return !control && !reorders;
+}
+
+}  // namespace
+
+std::string printable(std::string_view text) {
+  std::string result;
+  for (std::size_t at = 0; at < text.size();) {
+    const auto [c, size] = code_point(text, at);
+    if (c && is_printable(*c)) {
+      result += text.substr(at, size);
+    } else if (size == 1) {
+      result += fmt::format("\\x{:02x}", static_cast<unsigned char>(text[at]));
+    } else {
+      result += fmt::format("\\u{:04x}", static_cast<unsigned>(*c));
+    }
+    at += size;
+  }
+  return result;
+}
+
+std::string encode(const Message& message) {
+  Json json{{"lockstep", kProtocol},    {"node", message.node}, {"attempt", message.attempt},
+            {"signal", message.signal}, {"code", message.code}, {"text", message.text}};
+  for (const auto& [kind, name] : kKindNames) {
+    if (kind == message.kind) json["kind"] = name;
+  }
+  if (message.failure) json["failure"] = failure_to_json(*message.failure);
+  if (message.kind == Message::Kind::kStart) {
+    json["nodes"] = Json::array();
+    for (const NodeShare& share : message.nodes) json["nodes"].push_back(share_to_json(share));
+  }
+  if (message.kind == Message::Kind::kHello) {
+    json["run_id"] = message.run_id;
+    json["host"] = message.host;
+    json["nnodes"] = message.nnodes;
+    json["share"] = share_to_json(message.share);
+  }
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+namespace {
+
+Message::Kind kind_of(const std::string& wanted) {
+  const auto found = std::find_if(std::begin(kKindNames), std::end(kKindNames),
+                                  [&](const auto& entry) { return wanted == entry.second; });
+  if (found == std::end(kKindNames))
+    throw UsageError("launch", "unknown message '{}' from another launcher.", printable(wanted));
+  return found->first;
+}
+
+// No failure, rejection or stop of another host may end this launcher with exit code 0.
+void read_outcome(const Json& json, Message& message) {
+  using Kind = Message::Kind;
+  if (json.contains("failure")) {
+    message.failure = failure_from_json(json["failure"].get<std::string>());
+    int_of(message.failure->code, "failure.code", 1, kMaxExitCode);
+    make_printable(*message.failure);
+  }
+  const bool failed =
+      message.kind == Kind::kRefused || (message.kind == Kind::kEnd && message.failure.has_value());
+  message.code = int_at(json, "code", failed ? 1 : 0, kMaxExitCode);
+  const bool stop = message.kind == Kind::kStop;
+  message.signal = int_at(json, "signal", stop ? 1 : 0, SIGRTMAX);
+}
+
+}  // namespace
+
+Message decode(const std::string& line) {
+  try {
+    const Json json = Json::parse(line);
+    Message message;
+    if (const int theirs = int_at(json, "lockstep"); theirs != kProtocol) {
+      message.kind = Message::Kind::kForeign;
+      message.text = fmt::format(
+          "[launch] launchers of different versions of Lockstep met (protocols {} and {}). Install "
+          "the same version on every host.",
+          theirs, kProtocol);
+      return message;
+    }
+    message.kind = kind_of(json.at("kind").get<std::string>());
+    message.node = int_at(json, "node", 0);
+    message.attempt = int_at(json, "attempt", 0);
+    message.text = printable(json.at("text").get<std::string>());
+    read_outcome(json, message);
+    if (message.kind == Message::Kind::kStart) {
+      for (const Json& share : json.at("nodes")) message.nodes.push_back(share_from_json(share));
+    }
+    if (message.kind == Message::Kind::kHello) {
+      json.at("run_id").get_to(message.run_id);
+      message.host = printable(json.at("host").get<std::string>());
+      if (message.host.size() > kMaxHostBytes)
+        throw UsageError("launch", "another launcher's 'host' has {} bytes, more than {}.",
+                         message.host.size(), kMaxHostBytes);
+      message.nnodes = int_at(json, "nnodes", 1);
+      message.share = share_from_json(json.at("share"));
+    }
+    return message;
+  } catch (const Json::exception& error) {
+    throw UsageError("launch", "not a launcher's message ({}).", printable(error.what()));
+  }
+}
+
+}  // namespace lockstep::launch
