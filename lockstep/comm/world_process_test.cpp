@@ -104,7 +104,8 @@ TEST(ProcessWorld, ExplainsItsChoiceInOneLine) {
       run_processes(2, [](World& world) { EXPECT_EQ(world.backend(), usual_backend()); },
                     {.env = {{"LOCKSTEP_DEVICE", "cpu"}}});
   expect_success(ranks);
-  EXPECT_THAT(ranks[0].output, HasSubstr("backend " + usual_backend() + ": LOCKSTEP_DEVICE=cpu"));
+  EXPECT_THAT(ranks[0].output,
+              HasSubstr("device cpu (LOCKSTEP_DEVICE=cpu), backend " + usual_backend()));
   EXPECT_THAT(ranks[1].output, Not(HasSubstr("backend " + usual_backend())));
 }
 

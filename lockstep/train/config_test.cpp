@@ -11,6 +11,7 @@
 #include "lockstep/core/config_owner.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
 
 namespace lockstep::train {
@@ -224,6 +225,13 @@ TEST(Config, EveryPathMayBeginAtHome) {
             "[config] t.yaml:1:13: output_dir: '~nobody-has-this-name/x' names the home directory "
             "of user nobody-has-this-name, which is not known on this machine. Write the whole "
             "path, or ./~nobody-has-this-name/x for a folder of that name.");
+  TrainingArguments program{.dataset_dir = "~", .output_dir = "~/x"};  // as the Trainer does
+  program.data = parse_yaml("{path: ~/a}", "");
+  expand_paths(program);
+  EXPECT_EQ(program.dataset_dir, "/srv/ada");
+  EXPECT_EQ(program.output_dir, "/srv/ada/x");
+  EXPECT_EQ(to_json(program.data), "{\"path\":\"/srv/ada/a\"}");
+  EXPECT_EQ(program.resume_from_checkpoint, std::nullopt);
   home.empty() ? ::unsetenv("HOME") : ::setenv("HOME", home.c_str(), 1);
 }
 
