@@ -193,5 +193,26 @@ TEST_P(PassAtSize, APassThatCouldNotBeOpenedIsForgotten) {
   });
 }
 
+// A change of the model is announced with the old buckets: what was sent cannot be taken back.
+TEST_P(PassAtSize, AnAnnouncementThatFailsIsRemembered) {
+  run_threads(GetParam(), [](World& world) {
+    auto net = std::make_shared<Branches>();
+    DistributedDataParallel model{net, world};
+    bool fails = false;
+    model.register_comm_hook([&](World& w, const Bucket& bucket) -> Reduction {
+      if (fails) throw std::runtime_error("planted");
+      return {w.all_reduce(bucket.data, ReduceOp::kAvg), nullptr};
+    });
+    const auto step = [&] { net->all(ones()).sum().backward(); };
+    step();
+    net->never->bias.set_requires_grad(false);
+    fails = true;
+    EXPECT_THROW(step(), std::runtime_error);
+    fails = false;
+    for (int i = 0; i < 2; ++i)
+      EXPECT_THAT(message_of<CommError>(step), HasSubstr("interrupted after 1 of 1 buckets"));
+  });
+}
+
 }  // namespace
 }  // namespace lockstep
