@@ -39,7 +39,7 @@ std::vector<std::string> loader_advice(const LoaderFigures& f) {
   }
   if (f.wait_percent >= 1) {
     const double steps = std::max(f.step_ms, 0.001);
-    const int needed = static_cast<int>(std::ceil(make_ms / steps)) + 1;
+    const int needed = static_cast<int>(std::min(std::ceil(make_ms / steps), 1e6)) + 1;
     if (f.num_workers == 0)
       advice.push_back(
           fmt::format("The step waits {:.1f} ms for each batch, because loading runs in its own "

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/home_path.h"
 #include "lockstep/launch/accelerate_config.h"
 #include "lockstep/launch/flag_values.h"
 #include "lockstep/launch/program.h"
@@ -460,7 +461,8 @@ void note_absent_ranks(const std::vector<int>& ranks, int nproc, std::string_vie
 
 void settle_output(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   if (const std::string directory = values.text("log-dir", ""); !directory.empty())
-    plan.log_dir = std::filesystem::absolute(directory).lexically_normal().string();
+    plan.log_dir =
+        std::filesystem::absolute(expand_home(directory, "--log-dir")).lexically_normal().string();
   plan.redirects = parse_streams(values, "redirects");
   plan.tee = parse_streams(values, "tee");
   for (const auto& [name, map] : {std::pair("redirects", &plan.redirects), {"tee", &plan.tee}}) {

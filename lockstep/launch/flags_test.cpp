@@ -580,6 +580,7 @@ TEST(Output, ARelativeLogDirectoryBecomesAbsolute) {
   const std::string here = std::filesystem::current_path();
   EXPECT_EQ(plan_of({"--log-dir=logs"}).log_dir, here + "/logs");
   EXPECT_EQ(plan_of({"--log-dir=/a/../b"}).log_dir, "/b");
+  EXPECT_EQ(plan_of({"--log-dir=~/x"}).log_dir, std::string(std::getenv("HOME")) + "/x");
   EXPECT_EQ(plan_of({}).log_dir, "");
 }
 

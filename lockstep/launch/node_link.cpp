@@ -503,11 +503,14 @@ void Hub::report(const std::string& rejection) {
 }
 
 std::string Hub::missing() const {
+  constexpr int kMaxNamed = 16;
   std::string text;
+  int count = 0;
   for (int node = 1; node < plan_.nnodes; ++node) {
-    if (guest_of_node_.count(node) == 0)
-      text += fmt::format("{}{}", text.empty() ? "" : ", ", node);
+    if (guest_of_node_.count(node) > 0 || ++count > kMaxNamed) continue;
+    text += fmt::format("{}{}", text.empty() ? "" : ", ", node);
   }
+  if (count > kMaxNamed) text += fmt::format(" and {} more", count - kMaxNamed);
   return text;
 }
 

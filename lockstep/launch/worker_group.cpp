@@ -161,7 +161,7 @@ std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int 
   place.control_fd = control_fd;
   if (place_.store != nullptr) {
     place.store_channel = StoreChannel{store_fd, inode_of(store_fd), rank_of(worker),
-                                       setup_.plan.world_size(), place_.master_port}
+                                       setup_.layout.world_size, place_.master_port}
                               .text();
   } else {
     place.store_fd = store_fd;

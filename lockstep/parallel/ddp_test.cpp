@@ -489,6 +489,21 @@ TEST(Ddp, TheFirstBackwardsOrderIsThePlanFromTheSecondOn) {
   }
 }
 
+// A cap that no integer holds, which a plain cast turns negative on x86.
+TEST(Ddp, AnInfiniteBucketCapIsOneBucket) {
+  run_threads(2, [](World& world) {
+    auto net = std::make_shared<Backwards>();
+    DistributedDataParallel model{net, world, {.bucket_cap_mb = INFINITY, .overlap = true}};
+    int buckets = 0;
+    model.register_comm_hook([&](World& w, const Bucket& bucket) -> Reduction {
+      ++buckets;
+      return {w.all_reduce(bucket.data, ReduceOp::kAvg), nullptr};
+    });
+    model(at::ones({2, 4})).sum().backward();
+    EXPECT_EQ(buckets, 1);
+  });
+}
+
 TEST(Ddp, AnotherOrderTakesNoOtherMemoryAndKeepsGradients) {
   run_threads(2, [](World& world) {
     for (const double cap : {0.00001, 25.0}) {

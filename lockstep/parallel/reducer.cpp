@@ -39,7 +39,9 @@ BucketLimits limits_of(const DdpOptions& options) {
   const double mb = *options.bucket_cap_mb;
   if (!(mb > 0))
     throw UsageError("reducer", "bucket_cap_mb = {} must be positive. 25 is the default.", mb);
-  limits.cap_bytes = limits.first_cap_bytes = static_cast<std::int64_t>(mb * 1024 * 1024);
+  constexpr double kMaxMb = 1e9;  // above any model, and its bytes fit a 64-bit integer
+  limits.cap_bytes = limits.first_cap_bytes =
+      static_cast<std::int64_t>(std::min(mb, kMaxMb) * 1024 * 1024);
   return limits;
 }
 
