@@ -55,14 +55,27 @@ Verdict fallen_with(const control::Failure& failure) {
   return {kFailed, {fmt::format("ends because {}", failure.text()), {}, true}};
 }
 
+bool is_usage_error(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const UsageError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 // What an exception that left the body means for this process. All ranks of one host usually make
-// the same mistake, so there a UsageError is printed once, in the launcher's report.
+// the same mistake, so there a UsageError is printed once, in the launcher's report, also by ranks
+// that hear of another's first.
 Verdict judge(const std::exception_ptr& thrown, bool one_host) {
-  if (const auto failure = control::failure()) return fallen_with(*failure);
+  const bool launcher_prints = one_host && control::connected() && is_usage_error(thrown);
+  if (const auto failure = control::failure(); failure && !launcher_prints)
+    return fallen_with(*failure);
   try {
     std::rethrow_exception(thrown);
   } catch (const UsageError& e) {
-    return {kUsage, {crash::describe(e), {}, false, one_host && control::connected()}};
+    return {kUsage, {crash::describe(e), {}, false, launcher_prints}};
   } catch (const TimeoutError& e) {
     if (const auto failure = control::failure(kLauncherWord)) return fallen_with(*failure);
     return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
