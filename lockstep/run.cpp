@@ -51,8 +51,12 @@ struct Verdict {
   crash::Report report;
 };
 
+// Which rank failed, and not why: the launcher that announced it prints the cause, once.
 Verdict fallen_with(const control::Failure& failure) {
-  return {kFailed, {fmt::format("ends because {}", failure.text()), {}, true}};
+  const std::string who = failure.rank < 0
+                              ? failure.text()
+                              : fmt::format("rank {} on {} failed", failure.rank, failure.host);
+  return {kFailed, {fmt::format("ends because {}", who), {}, true}};
 }
 
 bool is_usage_error(const std::exception_ptr& thrown) {
