@@ -43,7 +43,7 @@ WIDEST_VECTORS void adamw_block(float* __restrict param, float* __restrict exp_a
     const float v = 0.999F * exp_avg_sq[i] + 0.001F * g * g;
     exp_avg[i] = m;
     exp_avg_sq[i] = v;
-    param[i] = 0.99999F * param[i] - 1e-3F * m / (std::sqrt(v) / 0.5F + 1e-8F);
+    param[i] = 0.99999F * param[i] - 1e-3F * m / (std::sqrt(v) / 0.6321F + 1e-8F);
   }
 }
 
