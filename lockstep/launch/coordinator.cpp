@@ -124,7 +124,9 @@ void Coordinator::on_lost(int node, const std::string& host, const std::string& 
 
 void Coordinator::expect_all_down() {
   if (down_timer_ != 0) return;
-  down_timer_ = loop_.after(plan_.shutdown_timeout + kDownSlack, [this] {
+  // Ranks that follow a forwarded request have the grace twice: to save, and after SIGTERM.
+  const int graces = failure_ && failure_->stopped ? 2 : 1;
+  down_timer_ = loop_.after(graces * plan_.shutdown_timeout + kDownSlack, [this] {
     down_timer_ = 0;
     if (failure_) failure_->restartable = false;
     decide();

@@ -429,7 +429,8 @@ void settle_meeting(const Values& values, LaunchPlan& plan, std::vector<std::str
 void settle_secret(const Values& values, LaunchPlan& plan, const Surroundings& around,
                    std::vector<std::string>& notes) {
   plan.secret_file =
-      values.text("secret-file", around.variable("LOCKSTEP_SECRET_FILE").value_or(""));
+      expand_home(values.text("secret-file", around.variable("LOCKSTEP_SECRET_FILE").value_or("")),
+                  "--secret-file");
   if (plan.nnodes > 1) return;
   note_unused(values, {"secret-file"}, "on one host, which has no link between launchers", notes);
   plan.secret_file.clear();

@@ -235,7 +235,7 @@ void Connection::read_lines() {
     try {
       message = decode(line);
     } catch (const UsageError& error) {
-      return close({error.what()});
+      return close({printable(error.what())});
     }
     handlers_.message(message);
     if (alive.expired() || !socket_) return;
@@ -400,6 +400,7 @@ std::string Hub::what_is_wrong(const Guest& guest, const Message& message) const
 }
 
 std::vector<NodeShare> Hub::nodes() const {
+  if (!shares_.empty()) return shares_;
   std::vector<NodeShare> shares(static_cast<std::size_t>(plan_.nnodes));
   shares[0] = {plan_.nproc_per_node, plan_.role};
   for (const auto& [node, number] : guest_of_node_)
@@ -535,6 +536,7 @@ void Hub::check_complete() {
   if (static_cast<int>(guest_of_node_.size()) + 1 < plan_.nnodes) return;
   for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_, &accept_timer_})
     loop_.cancel(*timer);
+  shares_ = nodes();  // a node that is lost later keeps its ranks, so the others keep theirs
   loop_.forget(listener_.get());
   listener_.reset();
   while (evict()) {

@@ -133,6 +133,7 @@ class Hub {
   std::unique_ptr<SecureContext> secure_;
   std::map<std::uint64_t, Guest> guests_;
   std::map<int, std::uint64_t> guest_of_node_;
+  std::vector<NodeShare> shares_;  // fixed when all are here
   std::uint64_t last_guest_ = 0;
   std::set<std::string> reported_;  // since the last progress line
   std::size_t unreported_ = 0;

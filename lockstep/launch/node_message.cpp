@@ -50,15 +50,20 @@ NodeShare share_from_json(const Json& json) {
   return share;
 }
 
-void make_printable(std::vector<std::string>& lines) {
-  for (std::string& line : lines) line = printable(line);
+// Without line breaks, which would let a node write lines that look like this launcher's.
+std::string one_line(std::string_view text) {
+  std::string result = printable(text);
+  std::replace(result.begin(), result.end(), '\n', ' ');
+  return result;
 }
 
 void make_printable(Failure& failure) {
-  for (std::string* text :
-       {&failure.host, &failure.cause, &failure.message, &failure.note, &failure.logs})
-    *text = printable(*text);
-  for (auto* lines : {&failure.stack, &failure.last_lines, &failure.others}) make_printable(*lines);
+  failure.message = printable(failure.message);  // printed with every line indented
+  for (std::string* text : {&failure.host, &failure.cause, &failure.program, &failure.error_file,
+                            &failure.note, &failure.logs})
+    *text = one_line(*text);
+  for (auto* lines : {&failure.stack, &failure.last_lines, &failure.others})
+    for (std::string& line : *lines) line = one_line(line);
 }
 
 // The code point that begins at `at` and its length in bytes; length 1 and none for what is not
@@ -175,7 +180,7 @@ Message decode(const std::string& line) {
     }
     if (message.kind == Message::Kind::kHello) {
       json.at("run_id").get_to(message.run_id);
-      message.host = printable(json.at("host").get<std::string>());
+      message.host = one_line(json.at("host").get<std::string>());
       if (message.host.size() > kMaxHostBytes)
         throw UsageError("launch", "another launcher's 'host' has {} bytes, more than {}.",
                          message.host.size(), kMaxHostBytes);

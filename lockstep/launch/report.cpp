@@ -359,7 +359,7 @@ Failure failure_from_json(const std::string& text) {
     json.at("last_lines").get_to(f.last_lines);
     json.at("note").get_to(f.note);
     json.at("others").get_to(f.others);
-    json.at("ended_before").get_to(f.ended_before);
+    for (const Json& rank : json.at("ended_before")) f.ended_before.push_back(int_of(rank));
     json.at("logs").get_to(f.logs);
     return f;
   } catch (const Json::exception& error) {

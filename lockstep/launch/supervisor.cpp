@@ -79,6 +79,7 @@ class LogPlace {
     std::string run = plan.run_id;
     std::replace(run.begin(), run.end(), '/', '_');
     if (run.empty() || run == "." || run == "..") run = "none";
+    run.resize(std::min<std::size_t>(run.size(), 200));  // a file name has at most 255 bytes
     // As torchrun: a later run with the same id does not write over this one's files.
     std::error_code problem;
     do {

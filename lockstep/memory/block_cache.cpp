@@ -1,8 +1,6 @@
 #include "lockstep/memory/block_cache.h"
 
-#include <pthread.h>
 #include <sanitizer/asan_interface.h>
-#include <signal.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -17,6 +15,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/pages.h"
+#include "lockstep/core/thread_signals.h"
 
 namespace lockstep {
 namespace {
@@ -205,15 +204,12 @@ void BlockCache::start_trimmer() {
   if (trimming_ || stopping_ || idle_.empty()) return;
   if (trimmer_) trimmer_->join();  // has ended, or is about to: it does not lock any more
   trimmer_.reset();
-  sigset_t all, before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to the program's own threads
+  const SignalsBlocked blocked;
   try {
     trimmer_.emplace([this] { trim(); });
     trimming_ = true;
   } catch (const std::system_error&) {  // no more threads: idle blocks stay until the next call
   }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void BlockCache::trim() {

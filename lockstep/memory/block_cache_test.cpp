@@ -274,6 +274,9 @@ TEST(BlockCache, UnmapsWhatHasBeenIdleTooLongWithoutBeingCalled) {
     cache.deallocate(block);
     ASSERT_TRUE(drains(cache));
     EXPECT_FALSE(cache.owns(block));
+    // Unmapping follows the accounting.
+    for (int i = 0; i < 2000 && smaps_kb(block, "Rss") != -1; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
     EXPECT_EQ(smaps_kb(block, "Rss"), -1) << "is still mapped";
     EXPECT_TRUE(cache.owns(used));
     EXPECT_EQ(cache.stats().peak, kMb) << "a spike is forgotten";

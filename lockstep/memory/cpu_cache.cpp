@@ -85,7 +85,7 @@ bool cache_cpu_memory() {
     const std::size_t max_idle = max_idle_bytes();
     const bool own = c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator();
     if (max_idle > 0 && !own) CachingAllocator::install(max_idle);
-    memory::InplaceGradients::enable();  // in front of the cache: it answers first
+    if (!own) memory::InplaceGradients::enable();  // in front of the cache: it answers first
   });
   return is_cpu_memory_cached();
 }

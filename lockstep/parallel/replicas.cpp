@@ -190,9 +190,10 @@ void ReducerImpl::broadcast_model(int root) {
   for (const auto& p : parameters_) tensors.push_back(p.tensor);
   broadcast_coalesced(world_, tensors, root);
   if (world_.size() > 1)
-    for (const auto& t : tensors) t.unsafeGetTensorImpl()->bump_version();
+    for (const auto& t : tensors)
+      if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
   for (auto& b : buffers_)
-    if (b.tensor.defined()) b.version = b.tensor._version();
+    if (b.tensor.defined() && !b.tensor.is_inference()) b.version = b.tensor._version();
 }
 
 // The kernel of BatchNorm writes running statistics past their version counter, so that a second
@@ -203,7 +204,7 @@ void ReducerImpl::broadcast_buffers(int root) {
   if (world_.size() == 1) return;
   broadcast_coalesced(world_, buffer_tensors(), root);
   for (auto& b : buffers_) {
-    if (!b.tensor.defined()) continue;
+    if (!b.tensor.defined() || b.tensor.is_inference()) continue;  // those have no counter
     if (b.tensor._version() != b.version) b.tensor.unsafeGetTensorImpl()->bump_version();
     b.version = b.tensor._version();
   }

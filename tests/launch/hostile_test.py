@@ -135,13 +135,15 @@ class WithoutSecret(Hostile):
             self.wait_notes("up", 2)
             peer.sendall(line("failed", failure=failure(
                 cause=evil, message=evil + "\nsecond line", stack=[evil], last_lines=[evil],
-                host=evil, others=[evil], note=evil, logs=evil, code=3)))
+                host=evil + "\n[launch] forged", others=[evil], note=evil, logs=evil, code=3,
+                program=evil, error_file=evil)))
             peer.sendall(line("down", failure=failure(cause=evil, host=evil, code=3)))
             code, _, err = self.finish(first)
         self.assertEqual(code, 3, err)
         self.assertIn(r"\x1b]0;owned\x07\u009b2J\u202eabc", err)
         for character in "\x1b\x07\x9b\u202e":
             self.assertNotIn(character, err)
+        self.assertNotIn("\n[launch] forged", err)
 
     def test_an_evil_node_0_neither_commands_the_terminal_nor_ends_with_0(self):
         for name, data, wanted in (
@@ -426,7 +428,7 @@ class WithSecret(Hostile):
             self.assertIn("my last line", err)
         self.assertGreater(len(seen), 1000)
         # Long enough not to occur by chance in what is encrypted.
-        for text in (b'"lockstep"', b"my last line", b'"nproc"', b"exited with code"):
+        for text in (b'"lockstep"', b"my last line", b"nproc_per_node", b"exited with code"):
             self.assertNotIn(text, bytes(seen))
 
     def test_a_changed_byte_is_noticed(self):

@@ -3,6 +3,7 @@ import contextlib
 import glob
 import json
 import os
+import pathlib
 import re
 import signal
 import socket
@@ -188,6 +189,21 @@ else:
             self.assertEqual(code, 0, err)
             self.assertEqual(sorted(re.findall("is (.*)", out)), wanted)
             self.assertIn("rank 4 on", err)
+
+    def test_a_failure_is_reported_whole_although_another_node_is_lost_meanwhile(self):
+        # The stop of rank 5 takes long enough for node 1 to be lost before node 2 reports.
+        script = ("trap 'echo $$ > $NOTES/stopping.$RANK; sleep 2; exit 1' TERM; "
+                  "echo $$ > $NOTES/up.$RANK; [ $RANK = 4 ] || { sleep 300 & wait; }; "
+                  "while [ ! -e $NOTES/go ]; do sleep 0.05; done; echo my last line >&2; exit 7")
+        processes = [self.node(node, script, nnodes=3) for node in range(3)]
+        self.wait_notes("up", 6)
+        pathlib.Path(self.notes, "go").touch()
+        self.wait_notes("stopping", 1)
+        processes[1].kill()
+        for node in (0, 2):
+            code, _, err = self.finish(processes[node])
+            self.assertEqual(code, 7, err)
+            self.assertIn("my last line", err)
 
     def test_differences_are_refused_with_a_sentence(self):
         first = self.node(0, "echo ran", "--rdzv-id=a")
