@@ -242,6 +242,14 @@ class Config(unittest.TestCase):
                      '{"path":"/srv/ada/text"} ', "resume_from_checkpoint         /srv/ada/c "):
             self.assertIn(part, done.stdout)
 
+    def test_an_output_dir_that_is_a_file_is_refused(self):
+        self.write("file", "")
+        for name in ("file", "file/runs/a"):
+            self.write("t.yaml", f"output_dir: {os.path.join(self.folder, name)}\n")
+            done = self.run_config("check", "t.yaml")
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn("file is a file, not a folder", done.stderr)
+
     def without_capabilities(self, *words):
         """Without root's right to read everything."""
         before = (("setpriv", "--bounding-set", "-dac_override,-dac_read_search")

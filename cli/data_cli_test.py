@@ -139,11 +139,13 @@ class Data(unittest.TestCase):
             self.assertRegex(self.refuse_unchanged(made, *words),
                              r"the input \S+ is inside the output \S+made, which would be replaced")
         os.remove(self.path("in/link.txt"))
-        # The output inside the input: its own shards are not text.
+        # The output inside the input: its own shards would be text the next time.
         inner = self.path("in/shards")
-        self.succeed("tokenize", "--output", inner, self.path("in"))
-        self.assertIn("is inside the output", self.refuse_unchanged(inner, self.path("in")))
-        self.succeed("tokenize", "--force", "--output", inner, "--suffix=.txt", self.path("in"))
+        self.assertIn("is inside the input", self.refuse("tokenize", "--output", inner,
+                                                         self.path("in")))
+        for flags in ([], ["--force"]):
+            self.succeed("tokenize", *flags, "--output", inner, "--suffix=.txt", self.path("in"))
+        self.assertIn("is inside the input", self.refuse_unchanged(inner, self.path("in")))
         # The whole input as the output.
         self.assertIn("is inside the output", self.refuse_unchanged(self.path("in"),
                                                                    self.path("in/a.txt")))

@@ -59,6 +59,18 @@ fs::path resolved(const std::string& path) {
   return found.has_filename() ? found : found.parent_path();
 }
 
+// The next run over the same inputs would read the shards as text.
+void refuse_output_inside(const std::string& folder, const fs::path& output) {
+  const fs::path input = resolved(folder);
+  if (input == output) return;  // refused for its files
+  if (std::mismatch(input.begin(), input.end(), output.begin(), output.end()).first != input.end())
+    return;
+  throw UsageError("tokenize",
+                   "the output {} is inside the input {}, and would be tokenized with it the next "
+                   "time. Choose an output beside the inputs.",
+                   output.string(), folder);
+}
+
 // The output's name goes to a new folder, and what it held is deleted then.
 void refuse_inside(const std::string& input, const fs::path& output) {
   const fs::path path = resolved(input);
@@ -108,17 +120,21 @@ void check_replaceable(const std::string& output) {
 }
 
 std::vector<Document> list_documents(const TokenizeOptions& options) {
+  const fs::path output = resolved(options.output);
+  const bool reads_shards =
+      wanted("0.bin", options.suffixes) || wanted(io::kManifestName, options.suffixes);
   std::vector<std::string> paths;
   for (const std::string& input : options.inputs) {
     std::error_code ignored;
     if (fs::status(input, ignored).type() == fs::file_type::not_found)
       throw UsageError("tokenize", "{} does not exist. Name text files or folders.", input);
-    if (fs::is_directory(input, ignored))
+    const bool folder = fs::is_directory(input, ignored);
+    if (folder && reads_shards) refuse_output_inside(input, output);
+    if (folder)
       list_folder(input, options, paths);
     else
       paths.push_back(input);
   }
-  const fs::path output = resolved(options.output);
   std::vector<Document> documents;
   std::uint64_t at = 0;
   for (const std::string& path : paths) {

@@ -89,7 +89,20 @@ void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
                    fmt::join(unknown, ", "));
 }
 
+void check_output_dir(const std::string& output_dir) {
+  for (std::filesystem::path place(output_dir); !place.empty(); place = place.parent_path()) {
+    std::error_code error;
+    const auto type = std::filesystem::status(place, error).type();
+    if (type == std::filesystem::file_type::directory || place == place.parent_path()) return;
+    if (type == std::filesystem::file_type::not_found || type == std::filesystem::file_type::none)
+      continue;
+    throw UsageError("trainer", "output_dir {}: {} is a file, not a folder. Choose another one.",
+                     output_dir, place.string());
+  }
+}
+
 void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, bool two) {
+  check_output_dir(arguments.output_dir);
   const bool by_plan = arguments.save_strategy != Interval::kNo;
   if (!by_plan && !arguments.enable_jit_checkpoint) return;
   const bool adam = !arguments.save_only_model && arguments.optim != "sgd";  // keeps two of each

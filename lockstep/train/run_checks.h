@@ -49,6 +49,9 @@ void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
 // Headers, texts and the generators' states of a checkpoint.
 inline constexpr std::uint64_t kSmallFiles = 64u << 10;
 
+// That output_dir is a folder, or can become one.
+void check_output_dir(const std::string& output_dir);
+
 // That output_dir's disk has room for what is to be saved of a model of so many bytes: found now
 // and not after hours. `two`: the older checkpoint is deleted after the new one is durable. What
 // only a stop signal would save is no reason to refuse, and warned of.

@@ -20,6 +20,7 @@
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/put_aside.h"
+#include "lockstep/train/run_checks.h"
 #include "lockstep/train/trainer_impl.h"
 
 namespace lockstep::train {
@@ -131,6 +132,7 @@ std::string run_token() {
 }
 
 io::FolderLock lock_folder(const std::string& folder, const std::string& token) {
+  check_output_dir(folder);
   io::FolderLock lock(folder, token, std::chrono::milliseconds(0));
   if (!lock.holder().empty()) {
     log::info("trainer", "{} is in use by {}: waiting for {} s in case it is ending", folder,

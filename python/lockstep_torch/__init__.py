@@ -57,7 +57,7 @@ def empty_cpu_cache():
 
 
 def cpu_cache_stats():
-    """Bytes used, idle and at the peak, and the number of blocks mapped, as a dict."""
+    """Bytes used, idle and at the peak, and how many blocks were mapped so far, as a dict."""
     return _extension().cpu_cache_stats()
 
 

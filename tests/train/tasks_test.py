@@ -221,6 +221,13 @@ class Tasks(TrainCase):
                              r"data\.pad_to_multiple_of 64 pads to 128, and model\.n_positions is "
                              "96")
 
+    def test_an_output_dir_that_is_a_file_is_refused(self):
+        output = self.place / "file"
+        output.write_text("mine")
+        said = self.train(2, output, code=2).stderr
+        self.assertIn("file is a file, not a folder", said)
+        self.assertEqual(output.read_text(), "mine")
+
     def test_a_mistake_of_all_ranks_is_printed_once(self):
         """By the launcher, which knows it from the ranks."""
         self.config.write_text(CONFIG + "leraning_rate: 1\n")
