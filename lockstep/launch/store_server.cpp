@@ -21,6 +21,10 @@ namespace {
 // What one descriptor may do before the others have their turn.
 constexpr std::size_t kReadBytes = 64u << 10;
 constexpr int kRounds = 16;
+// What all of them may do in one turn of the event loop.
+constexpr std::size_t kTurnBytes = 1u << 20;
+constexpr std::size_t kCommandBytes = 4u << 10;  // as which every command counts, beside its own
+constexpr std::size_t kMaxUnsent = 1u << 20;
 constexpr int kMaxComplaints = 10;
 constexpr std::chrono::milliseconds kAcceptPause{200};
 
@@ -50,6 +54,12 @@ std::vector<Fd> receive_descriptors(int channel, ssize_t& received) {
   return fds;
 }
 
+// Also gives back the memory that a large command or reply took.
+void remove_front(std::string& text, std::size_t bytes) {
+  text.erase(0, bytes);
+  if (text.capacity() > 4 * (text.size() + kReadBytes)) text.shrink_to_fit();
+}
+
 bool is_unix_stream(int fd) {
   int domain = 0, type = 0;
   socklen_t length = sizeof domain;
@@ -77,9 +87,13 @@ StoreServer::StoreServer(EventLoop& loop, const HeldPort& port, Say say, StoreSe
 
 StoreServer::~StoreServer() {
   loop_.cancel(listen_timer_);
+  loop_.cancel(turn_timer_);
   if (listener_) loop_.forget(listener_.get());
   for (const auto& [fd, owner] : channels_) loop_.forget(fd);
-  for (const auto& [client, connection] : connections_) loop_.forget(connection.fd.get());
+  for (auto& [client, connection] : connections_) {
+    loop_.cancel(connection.handshake_timer);
+    loop_.forget(connection.fd.get());
+  }
 }
 
 // ---------------------------------------------------------------- ranks with a channel
@@ -149,6 +163,7 @@ void StoreServer::listen() {
 // Out of descriptors: those who want to connect wait in the kernel's queue.
 void StoreServer::listen_again_later() {
   loop_.forget(listener_.get());
+  loop_.cancel(listen_timer_);  // of a listener that was closed and opened again since
   listen_timer_ = loop_.after(kAcceptPause, [this] {
     listen_timer_ = 0;
     if (listener_ && !loop_.watching(listener_.get()))
@@ -184,13 +199,20 @@ void StoreServer::serve(Fd fd, int rank) {
   const StoreTable::Client client = ++last_client_;
   loop_.watch(fd.get(), EPOLLIN,
               [this, client](std::uint32_t events) { on_connection(client, events); });
-  connections_.emplace(client, Connection{std::move(fd), rank, {}, {}});
+  Connection& connection = connections_[client];
+  connection.fd = std::move(fd);
+  connection.rank = rank;
+  if (rank == kOverTcp)
+    connection.handshake_timer =
+        loop_.after(options_.tcp_handshake, [this, client] { close(client); });
   update_listener();
 }
 
 void StoreServer::close(StoreTable::Client client) {
   const auto found = connections_.find(client);
+  loop_.cancel(found->second.handshake_timer);
   loop_.forget(found->second.fd.get());
+  tcp_bytes_ -= found->second.counted;
   connections_.erase(found);
   table_.drop(client);
   update_listener();
@@ -198,50 +220,146 @@ void StoreServer::close(StoreTable::Client client) {
 
 void StoreServer::on_connection(StoreTable::Client client, std::uint32_t events) {
   Connection& connection = connections_.at(client);
-  if ((events & EPOLLOUT) != 0) flush(connection);
-  if ((events & ~static_cast<std::uint32_t>(EPOLLOUT)) == 0) return;
+  constexpr auto kOut = static_cast<std::uint32_t>(EPOLLOUT);
+  const bool broken = (events & (EPOLLHUP | EPOLLERR)) != 0;
+  if (connection.unsent() > 0 && (broken || (events & kOut) != 0)) {
+    flush(connection);
+    // What waited for the client to read; nothing more is read from it before.
+    if (connection.unsent() <= kMaxUnsent && !connection.in.empty()) queue_turn(client);
+  }
+  if (connection.queued || (events & ~kOut) == 0) return;
+  if (connection.unsent() > kMaxUnsent) {
+    if (broken) close(client);
+    return;
+  }
   char buffer[kReadBytes];
   const ssize_t n = ::recv(connection.fd.get(), buffer, sizeof buffer, 0);
   if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (n <= 0) return close(client);
   connection.in.append(buffer, static_cast<std::size_t>(n));
-  try {
-    const std::size_t used = table_.feed(client, connection.in);
-    connection.in.erase(0, used);
-    if (used > 0 && connection.rank == kOverTcp) used_by_tcp_ = true;
-  } catch (const CommError& error) {
-    if (complaints_++ < kMaxComplaints)
-      say_(fmt::format(
-          "{}: the connection of {} is closed.", error.what(),
-          connection.rank == kOverTcp ? "a TCP client" : fmt::format("rank {}", connection.rank)));
-    close(client);
-  }
+  recount(connection);
+  queue_turn(client);
+  enforce_tcp_bytes();
 }
+
+// ---------------------------------------------------------------- turns
+
+// Commands are carried out by a timer: between two turns all descriptors are looked at.
+void StoreServer::queue_turn(StoreTable::Client client) {
+  Connection& connection = connections_.at(client);
+  if (!connection.queued) turns_.push_back(client);
+  connection.queued = true;
+  schedule_turn();
+}
+
+void StoreServer::schedule_turn() {
+  if (turn_timer_ != 0) return;
+  turn_timer_ = loop_.after(std::chrono::milliseconds(0), [this] {
+    turn_timer_ = 0;
+    take_turns();
+  });
+}
+
+void StoreServer::take_turns() {
+  turn_work_ = 0;
+  std::vector<StoreTable::Client> unfinished;
+  while (!turns_.empty() && turn_work_ < kTurnBytes) {
+    const StoreTable::Client client = turns_.front();
+    turns_.pop_front();
+    const auto found = connections_.find(client);
+    if (found == connections_.end()) continue;
+    found->second.queued = false;
+    try {
+      if (carry_out(client)) unfinished.push_back(client);
+    } catch (const CommError& error) {
+      const int rank = found->second.rank;
+      complain(fmt::format("{}: the connection of {} is closed.", error.what(),
+                           rank == kOverTcp ? "a TCP client" : fmt::format("rank {}", rank)));
+      close(client);
+    }
+  }
+  enforce_tcp_bytes();
+  for (const StoreTable::Client client : unfinished)
+    if (connections_.count(client) != 0) queue_turn(client);
+  if (!turns_.empty()) schedule_turn();
+}
+
+// True when it stopped before the end of what has come, and the client may have another turn.
+bool StoreServer::carry_out(StoreTable::Client client) {
+  Connection& connection = connections_.at(client);
+  std::size_t used = 0;
+  bool complete = true;
+  while (complete && used < connection.in.size() && turn_work_ < kTurnBytes &&
+         connection.unsent() <= kMaxUnsent) {
+    const auto input = std::string_view(connection.in).substr(used);
+    const std::size_t command = table_.feed_one(client, input);
+    complete = command > 0;
+    turn_work_ += kCommandBytes + (complete ? command : input.size());
+    used += command;
+  }
+  remove_front(connection.in, used);
+  recount(connection);
+  if (used > 0) {
+    loop_.cancel(connection.handshake_timer);
+    if (connection.rank == kOverTcp) used_by_tcp_ = true;
+  }
+  return complete && !connection.in.empty() && connection.unsent() <= kMaxUnsent;
+}
+
+// ---------------------------------------------------------------- replies
 
 // Never closes the connection itself: it may be called while others are being served. One that is
 // broken is reported by the next event.
 void StoreServer::send(StoreTable::Client client, std::string_view bytes) {
   Connection& connection = connections_.at(client);
   connection.out.append(bytes);
-  // A client that asks and does not read.
-  if (connection.out.size() > 2 * options_.limits.command_bytes)
-    ::shutdown(connection.fd.get(), SHUT_RDWR);
+  turn_work_ += bytes.size();
   flush(connection);
 }
 
 void StoreServer::flush(Connection& connection) {
-  std::size_t sent = 0;
-  while (sent < connection.out.size()) {
-    const ssize_t n = ::send(connection.fd.get(), connection.out.data() + sent,
-                             connection.out.size() - sent, MSG_NOSIGNAL);
+  while (connection.unsent() > 0) {
+    const ssize_t n = ::send(connection.fd.get(), connection.out.data() + connection.sent,
+                             connection.unsent(), MSG_NOSIGNAL);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno != EAGAIN) sent = connection.out.size();
+    if (n < 0 && errno != EAGAIN) connection.sent = connection.out.size();
     if (n < 0) break;
-    sent += static_cast<std::size_t>(n);
+    connection.sent += static_cast<std::size_t>(n);
   }
-  connection.out.erase(0, sent);
-  const std::uint32_t writing = connection.out.empty() ? 0u : static_cast<std::uint32_t>(EPOLLOUT);
-  loop_.change(connection.fd.get(), static_cast<std::uint32_t>(EPOLLIN) | writing);
+  if (2 * connection.sent >= connection.out.size()) {  // seldom enough to be cheap
+    remove_front(connection.out, connection.sent);
+    connection.sent = 0;
+  }
+  recount(connection);
+  std::uint32_t events = connection.unsent() > 0 ? static_cast<std::uint32_t>(EPOLLOUT) : 0u;
+  if (connection.unsent() <= kMaxUnsent) events |= static_cast<std::uint32_t>(EPOLLIN);
+  loop_.change(connection.fd.get(), events);
+}
+
+// ---------------------------------------------------------------- bounds
+
+void StoreServer::recount(Connection& connection) {
+  if (connection.rank != kOverTcp) return;
+  tcp_bytes_ -= connection.counted;
+  connection.counted = connection.in.size() + connection.out.size();
+  tcp_bytes_ += connection.counted;
+}
+
+void StoreServer::enforce_tcp_bytes() {
+  while (tcp_bytes_ > options_.tcp_bytes) {
+    const auto largest = std::max_element(
+        connections_.begin(), connections_.end(),
+        [](const auto& a, const auto& b) { return a.second.counted < b.second.counted; });
+    complain(
+        fmt::format("[store] the TCP connections of the store hold more than {} bytes; the "
+                    "largest, with {}, is closed. Its client probably does not read replies.",
+                    options_.tcp_bytes, largest->second.counted));
+    close(largest->first);
+  }
+}
+
+void StoreServer::complain(const std::string& line) {
+  if (complaints_++ < kMaxComplaints) say_(line);
 }
 
 }  // namespace lockstep::launch

@@ -1,10 +1,19 @@
 // The key-value store of a one-host run, served by the launcher in its own event loop.
 //
-// Ranks that use Lockstep reach it over the channel they inherit (core/store_channel.h); then no
-// TCP port is open. Python ranks connect to MASTER_PORT as they do under torchrun, so the server
-// also listens there, on the loopback interface alone. It cannot know which of the two a program
-// will do: it begins to listen some time after the start, unless a rank has used its channel by
-// then, and stops when one does before any TCP client has come.
+// Ranks that use Lockstep reach it over the channel they inherit (core/store_channel.h). Python
+// ranks connect to MASTER_PORT as they do under torchrun, so the server also listens there, on the
+// loopback interface alone. It cannot know which of the two a program will do:
+//   - It begins to listen `listen_after` after the start, unless a rank has a connection over its
+//     channel then, and again when the last such connection has closed.
+//   - It stops listening when a rank opens one before any TCP client has completed a command (the
+//     handshake is one). Once one has, it listens until it is destroyed.
+// TCP clients are not authenticated: every user of the host can read and set keys while it listens.
+//
+// What it may take is bounded. A turn of the loop carries out at most 256 commands, of about 1 MiB
+// of input and replies and one larger command; a client with more than 1 MiB of unread replies is
+// neither read nor served. So a connection of a rank holds at most one command and one reply (128
+// MiB each) and 1 MiB; all TCP connections together hold StoreServerOptions::tcp_bytes, checked
+// after each turn (within one, one reply more).
 //
 //   StoreServer store(loop, port, say);       // a fresh one for each attempt
 //   Fd channel = store.open_channel(rank);    // for the rank to inherit
@@ -14,6 +23,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <string>
@@ -30,6 +40,10 @@ struct StoreServerOptions {
   StoreLimits limits = {};
   std::size_t connections_per_rank = 64;
   std::size_t tcp_connections = 1024;
+  // What all TCP connections together may have sent and not completed, and not read of their
+  // replies: the largest command and the largest reply. Above it the largest of them is closed.
+  std::size_t tcp_bytes = 256u << 20;
+  std::chrono::milliseconds tcp_handshake{10'000};  // a TCP connection without one is closed then
   // Less than importing torch takes, more than our own ranks usually need to come here.
   std::chrono::milliseconds listen_after{1000};
 };
@@ -55,6 +69,12 @@ class StoreServer {
     int rank = kOverTcp;
     std::string in;
     std::string out;
+    std::size_t sent = 0;     // of `out`
+    std::size_t counted = 0;  // in tcp_bytes_
+    bool queued = false;      // in turns_
+    EventLoop::TimerId handshake_timer = 0;
+
+    std::size_t unsent() const { return out.size() - sent; }
   };
 
   void on_channel(int fd, int rank);
@@ -64,6 +84,13 @@ class StoreServer {
   void close(StoreTable::Client client);
   void send(StoreTable::Client client, std::string_view bytes);
   void flush(Connection& connection);
+  void queue_turn(StoreTable::Client client);
+  void schedule_turn();
+  void take_turns();
+  bool carry_out(StoreTable::Client client);
+  void recount(Connection& connection);
+  void enforce_tcp_bytes();
+  void complain(const std::string& line);
   std::size_t count(int rank) const;
   void update_listener();
   void listen();
@@ -81,6 +108,10 @@ class StoreServer {
   int complaints_ = 0;
   std::map<int, Fd> channels_;  // by their own number
   std::map<StoreTable::Client, Connection> connections_;
+  std::size_t tcp_bytes_ = 0;
+  std::deque<StoreTable::Client> turns_;  // whose input is to be carried out
+  EventLoop::TimerId turn_timer_ = 0;
+  std::size_t turn_work_ = 0;  // bytes of input and replies in this turn
   StoreTable::Client last_client_ = 0;
 };
 

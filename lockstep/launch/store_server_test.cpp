@@ -12,6 +12,7 @@
 
 #include <cstring>
 #include <map>
+#include <optional>
 #include <set>
 #include <thread>
 
@@ -132,6 +133,50 @@ TEST(StoreTable, EverythingThatItHoldsIsBounded) {
   EXPECT_THROW(commands.table.feed(1, half + std::string(200, 'v')), CommError);
 }
 
+TEST(StoreTable, AQueueAndAnAwaitedKeyCountWithTheMemoryThatTheyTake) {
+  const auto fill = [](Table& t, auto one) {
+    for (int i = 0; i < 100; ++i)
+      if (t.error(1, one(std::to_string(i))) != "no error") return i;
+    return 100;
+  };
+  const auto push = [](const std::string& key) {
+    return command(Command::kQueuePush, piece(key) + piece(""));
+  };
+  Table queues({.bytes = 10'000});
+  EXPECT_LT(fill(queues, push), 20);
+  queues.say(1, command(Command::kQueuePop, piece("0")));  // and is given back
+  queues.say(1, push("again"));
+  Table values({.bytes = 10'000});  // one queue with many values
+  EXPECT_EQ(fill(values, [&](const std::string&) { return push("q"); }), 100);
+
+  std::string keys = number<std::uint64_t>(100);
+  for (int i = 0; i < 100; ++i) keys += piece(std::to_string(i));
+  Table waits({.bytes = 10'000});
+  EXPECT_THAT(waits.error(1, command(Command::kWait, keys)), HasSubstr("more than 10000 bytes"));
+}
+
+TEST(StoreTable, AKeyThatIsAwaitedTwiceIsOneKey) {
+  Table t;
+  std::string keys = number<std::uint64_t>(store::kMaxKeys);
+  for (std::size_t i = 0; i < store::kMaxKeys; ++i) keys += piece("");
+  for (StoreTable::Client client = 1; client <= 4; ++client)
+    t.say(client, command(Command::kWait, keys));
+  const auto began = std::chrono::steady_clock::now();
+  for (StoreTable::Client client = 1; client <= 3; ++client) t.table.drop(client);
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(1));
+  t.say(5, command(Command::kSet, piece("") + piece("")));
+  EXPECT_EQ(t.replies[4], std::string(1, store::kStopWaiting));
+}
+
+TEST(StoreTable, AReplyIsBoundedWhateverTheCommand) {
+  Table t({.command_bytes = 1000});
+  for (int i = 0; i < 3; ++i)
+    t.say(1, command(Command::kAppend, piece("k") + piece(std::string(500, 'v'))));
+  EXPECT_THAT(t.error(1, command(Command::kGet, piece("k"))), HasSubstr("a reply of more"));
+  EXPECT_THAT(t.error(1, command(Command::kCompareSet, piece("k") + piece("a") + piece("b"))),
+              HasSubstr("a reply of more"));
+}
+
 TEST(StoreTable, AWaitEndsWhenTheLastKeyIsThere) {
   Table t;
   t.say(1, command(Command::kWait, number<std::uint64_t>(2) + piece("a") + piece("b")));
@@ -151,6 +196,16 @@ TEST(StoreTable, AWaitEndsWhenTheLastKeyIsThere) {
 
 // ---------------------------------------------------------------- sockets
 
+Fd connect_to(int port) {
+  Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) fd.reset();
+  return fd;
+}
+
 struct Server {
   EventLoop loop;
   HeldPort port = HeldPort::any(Reach::kLoopback);
@@ -164,21 +219,14 @@ struct Server {
     loop.after(std::chrono::milliseconds(ms), [this] { loop.stop(); });
     loop.run();
   }
-  Fd connect_tcp() {
-    Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(static_cast<std::uint16_t>(port.number()));
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) fd.reset();
-    return fd;
-  }
+  Fd connect_tcp() { return connect_to(port.number()); }
   // The next that comes over the connection while the server runs; "" when it is closed.
   std::string receive(const Fd& fd) {
     char buffer[4096];
     for (int round = 0; round < 1000; ++round) {
       const ssize_t n = ::recv(fd.get(), buffer, sizeof buffer, MSG_DONTWAIT);
       if (n >= 0) return std::string(buffer, static_cast<std::size_t>(n));
+      if (errno == ECONNRESET) return "";  // closed before all that was sent had been read
       run_for(10);
     }
     return "nothing came";
@@ -283,6 +331,188 @@ TEST(StoreServer, WaitsWhileThereAreNoDescriptors) {
   EXPECT_LT(static_cast<double>(::clock() - began) / CLOCKS_PER_SEC, 0.1);  // it does not spin
   ::setrlimit(RLIMIT_NOFILE, &before);
   EXPECT_EQ(s.receive(client), kPong);
+}
+
+// ---------------------------------------------------------------- clients that ask for much
+
+constexpr int kManyKeys = 200'000;
+std::string set_many_keys() {
+  std::string commands = kHandshake;
+  for (int begin = 0; begin < kManyKeys; begin += 100'000) {
+    commands += command(Command::kMultiSet, number<std::uint64_t>(100'000));
+    for (int i = begin; i < begin + 100'000; ++i)
+      commands += piece(std::to_string(1'000'000 + i)) + piece("");
+  }
+  return commands;
+}
+constexpr std::size_t kListBytes = 8 + std::size_t{kManyKeys} * (8 + 7);
+
+// Sends what `client` says from a thread, since nobody reads before the server runs.
+struct Sender {
+  std::thread thread;
+  Sender(const Fd& client, std::string bytes)
+      : thread([fd = client.get(), bytes = std::move(bytes)] {
+          for (std::size_t sent = 0; sent < bytes.size();) {
+            const auto n = ::send(fd, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
+            if (n <= 0) return;
+            sent += static_cast<std::size_t>(n);
+          }
+        }) {}
+  ~Sender() { thread.join(); }
+};
+
+TEST(StoreServer, AClientThatAsksForMuchDoesNotStallTheLoop) {
+  Server s({.listen_after = std::chrono::milliseconds(10)});
+  s.run_until_listening(true);
+  const Fd greedy = s.connect_tcp(), modest = s.connect_tcp();
+  EXPECT_EQ(s.exchange(modest, kHandshake + kPing), kPong);
+  const auto began = std::chrono::steady_clock::now();
+  {
+    const Sender sender(greedy, set_many_keys() + kPing + std::string(400, '\x11'));
+    EXPECT_EQ(s.receive(greedy).substr(0, 4), kPong);
+    for (int round = 0; round < 10; ++round) EXPECT_EQ(s.exchange(modest, kPing), kPong);
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(5));
+  }
+  EXPECT_THAT(s.said, ::testing::IsEmpty());
+}
+
+TEST(StoreServer, AllRepliesComeHoweverManyAreAskedForAtOnce) {
+  Server s;
+  const Fd channel = s.server.open_channel(0);
+  const Fd connection = open_store_connection(channel.get(), soon());
+  const Sender sender(connection, set_many_keys() + std::string(20, '\x11') + kPing);
+  std::string all, buffer(1u << 20, '\0');
+  for (int round = 0; round < 5000 && all.size() < 20 * kListBytes + 4; ++round) {
+    const ssize_t n = ::recv(connection.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
+    ASSERT_NE(n, 0);
+    if (n > 0) all.append(buffer, 0, static_cast<std::size_t>(n));
+    s.run_for(1);
+  }
+  ASSERT_EQ(all.size(), 20 * kListBytes + 4);
+  EXPECT_EQ(all.substr(20 * kListBytes), kPong);
+  for (std::size_t i = 0; i < 20; ++i)
+    EXPECT_EQ(all.substr(i * kListBytes, 8), number<std::int64_t>(kManyKeys)) << i;
+}
+
+TEST(StoreServer, WhatAClientHasSentBeforeItClosesIsCarriedOut) {
+  Server s;
+  const Fd channel = s.server.open_channel(0);
+  {
+    const Fd first = open_store_connection(channel.get(), soon());
+    std::string commands = kHandshake;
+    for (int i = 0; i < 2000; ++i)
+      commands += command(Command::kSet, piece(std::to_string(i)) + piece(""));
+    write_all(first.get(), commands);
+  }
+  const Fd second = open_store_connection(channel.get(), soon());
+  s.run_for(100);
+  EXPECT_EQ(s.exchange(second, kHandshake + command(Command::kNumKeys)),
+            number<std::int64_t>(2000));
+}
+
+TEST(StoreServer, TheBytesOfAllTcpConnectionsAreBounded) {
+  Server s({.tcp_bytes = 1u << 20, .listen_after = std::chrono::milliseconds(10)});
+  const Fd channel = s.server.open_channel(3);
+  s.run_until_listening(true);
+  const std::string large(3u << 20, 'v');
+  const std::string half =
+      kHandshake + command(Command::kSet, piece("k") + piece(large)).substr(0, 700u << 10);
+  const Fd small = s.connect_tcp(), first = s.connect_tcp(), second = s.connect_tcp();
+  EXPECT_EQ(s.exchange(small, kHandshake + kPing), kPong);
+  const Sender a(first, half);
+  s.run_for(200);
+  const Sender b(second, half);
+  EXPECT_EQ(s.receive(first), "");
+  s.run_for(200);
+  ASSERT_EQ(s.said.size(), 1u);
+  EXPECT_THAT(s.said[0], HasSubstr("TCP connections of the store hold more than 1048576 bytes"));
+  // The others stay, and ranks have their own bound.
+  char byte = 0;
+  EXPECT_EQ(::recv(second.get(), &byte, 1, MSG_DONTWAIT), -1);
+  EXPECT_EQ(errno, EAGAIN);
+  EXPECT_EQ(s.exchange(small, kPing), kPong);
+  const Fd rank = open_store_connection(channel.get(), soon());
+  const Sender c(rank, kHandshake + command(Command::kSet, piece("k") + piece(large)) + kPing);
+  EXPECT_EQ(s.receive(rank), kPong);
+}
+
+TEST(StoreServer, RepliesThatATcpClientDoesNotReadAreBoundedToo) {
+  Server s({.tcp_bytes = 20u << 20, .listen_after = std::chrono::milliseconds(10)});
+  s.run_until_listening(true);
+  const std::string value(store::kMaxValueBytes, 'v');
+  std::vector<Fd> clients;
+  for (int i = 0; i < 8; ++i) clients.push_back(s.connect_tcp());
+  const Sender sender(clients[0],
+                      kHandshake + command(Command::kSet, piece("k") + piece(value)) + kPing);
+  EXPECT_EQ(s.receive(clients[0]), kPong);
+  for (int i = 1; i < 8; ++i)
+    write_all(clients[static_cast<std::size_t>(i)].get(),
+              kHandshake + command(Command::kGet, piece("k")));
+  s.run_for(200);
+  ASSERT_FALSE(s.said.empty());
+  EXPECT_THAT(s.said[0], HasSubstr("TCP connections of the store hold more than"));
+  EXPECT_EQ(s.exchange(clients[0], kPing), kPong);
+}
+
+TEST(StoreServer, ATcpConnectionWithoutAHandshakeIsClosed) {
+  Server s({.tcp_handshake = std::chrono::milliseconds(100),
+            .listen_after = std::chrono::milliseconds(10)});
+  s.run_until_listening(true);
+  const Fd silent = s.connect_tcp(), slow = s.connect_tcp(), client = s.connect_tcp();
+  write_all(slow.get(), kHandshake.substr(0, 3));
+  EXPECT_EQ(s.exchange(client, kHandshake + kPing), kPong);
+  s.run_for(200);
+  EXPECT_EQ(s.receive(silent), "");
+  EXPECT_EQ(s.receive(slow), "");
+  EXPECT_EQ(s.exchange(client, kPing), kPong);
+}
+
+// A server in the place of an earlier one would be reached by a timer that the earlier one left.
+TEST(StoreServer, LeavesNoTimerBehind) {
+  EventLoop loop;
+  const HeldPort port = HeldPort::any(Reach::kLoopback);
+  const auto run_for = [&](int ms) {
+    loop.after(std::chrono::milliseconds(ms), [&] { loop.stop(); });
+    loop.run();
+  };
+  std::optional<StoreServer> server;
+  const auto start = [&](std::chrono::milliseconds listen_after) {
+    server.emplace(
+        loop, port, [](const std::string&) {}, StoreServerOptions{.listen_after = listen_after});
+  };
+  start(std::chrono::milliseconds(1));
+  const Fd channel = server->open_channel(0);
+  run_for(20);
+  ASSERT_TRUE(server->listening());
+  rlimit before{};
+  ::getrlimit(RLIMIT_NOFILE, &before);
+  std::vector<Fd> clients;
+  const auto connect_without_descriptors = [&] {
+    clients.push_back(connect_to(port.number()));
+    rlimit none = before;
+    {
+      const Fd probe(::dup(0));
+      none.rlim_cur = static_cast<rlim_t>(probe.get());
+    }
+    ::setrlimit(RLIMIT_NOFILE, &none);
+    run_for(10);  // the server pauses
+    ::setrlimit(RLIMIT_NOFILE, &before);
+  };
+  connect_without_descriptors();
+  {
+    const Fd connection = open_store_connection(channel.get(), soon());
+    run_for(10);
+    EXPECT_FALSE(server->listening());
+  }
+  clients.clear();
+  run_for(10);
+  EXPECT_TRUE(server->listening());
+  connect_without_descriptors();  // within the first pause
+  start(std::chrono::milliseconds(400));
+  run_for(300);  // what fires now belongs to the first
+  start(std::chrono::hours(1));
+  run_for(200);  // and now to the second
+  EXPECT_FALSE(server->listening());
 }
 
 // ---------------------------------------------------------------- the variable

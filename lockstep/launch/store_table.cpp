@@ -14,6 +14,9 @@ using store::Command;
 
 namespace {
 
+// What a deque with one element and its node in a map take, beside the key and the element.
+constexpr std::size_t kDequeBytes = 640;
+
 template <typename T>
 std::string bytes_of(T value) {
   std::string bytes(sizeof value, '\0');
@@ -85,13 +88,19 @@ class StoreTable::Input {
 std::size_t StoreTable::feed(Client client, std::string_view input) {
   std::size_t used = 0;
   while (used < input.size()) {
-    Input in(input.substr(used));
-    if (!carry_out(client, in)) break;
-    used += in.used();
+    const std::size_t command = feed_one(client, input.substr(used));
+    if (command == 0) break;
+    used += command;
   }
-  if (input.size() - used > limits_.command_bytes)
-    refuse(fmt::format("a command of more than {} bytes", limits_.command_bytes));
   return used;
+}
+
+std::size_t StoreTable::feed_one(Client client, std::string_view input) {
+  Input in(input);
+  if (carry_out(client, in)) return in.used();
+  if (input.size() > limits_.command_bytes)
+    refuse(fmt::format("a command of more than {} bytes", limits_.command_bytes));
+  return 0;
 }
 
 void StoreTable::drop(Client client) {
@@ -202,10 +211,10 @@ bool StoreTable::carry_out_on_keys(Client client, Command command, Input& in) {
     for (const auto& [key, value] : pairs) put(key, std::string(value));
     return true;
   }
-  const std::vector<std::string> keys = in.keys();
+  std::vector<std::string> keys = in.keys();
   if (in.incomplete()) return false;
   if (command == Command::kWait) {
-    wait(client, keys);
+    wait(client, std::move(keys));
   } else if (command == Command::kMultiGet) {
     reply_(client, value_reply(keys));
   } else {
@@ -223,6 +232,11 @@ void StoreTable::reserve(std::size_t added, std::size_t removed) {
   if (bytes_ - removed + added > limits_.bytes)
     refuse(fmt::format("the store would hold more than {} bytes", limits_.bytes));
   bytes_ = bytes_ - removed + added;
+}
+
+void StoreTable::check_reply(std::size_t bytes) const {
+  if (bytes > limits_.command_bytes)
+    refuse(fmt::format("a reply of more than {} bytes", limits_.command_bytes));
 }
 
 void StoreTable::put(const std::string& key, std::string value) {
@@ -259,8 +273,7 @@ std::string StoreTable::value_reply(const std::vector<std::string>& keys) const 
   for (const std::string& key : keys) {
     const auto found = values_.find(key);
     append_value(reply, found == values_.end() ? std::string_view() : found->second);
-    if (reply.size() > limits_.command_bytes)
-      refuse(fmt::format("a reply of more than {} bytes", limits_.command_bytes));
+    check_reply(reply.size());
   }
   return reply;
 }
@@ -290,23 +303,26 @@ void StoreTable::compare_set(Client client, const std::string& key, std::string_
     return reply_(client, reply);
   }
   if (found == values_.end() || found->second == expected) put(key, std::string(desired));
-  append_value(reply, values_.at(key));
+  const std::string& value = values_.at(key);
+  check_reply(value.size());
+  append_value(reply, value);
   reply_(client, reply);
 }
 
 void StoreTable::list(Client client) {
   std::string reply = bytes_of(static_cast<std::int64_t>(values_.size()));
-  for (const auto& [key, value] : values_) append_value(reply, key);
-  if (reply.size() > limits_.command_bytes)
-    refuse(fmt::format("a reply of more than {} bytes", limits_.command_bytes));
+  for (const auto& [key, value] : values_) {
+    append_value(reply, key);
+    check_reply(reply.size());
+  }
   reply_(client, reply);
 }
 
 // ---------------------------------------------------------------- queues
 
 void StoreTable::push(const std::string& key, std::string_view value) {
-  // The key counts for every value, so that empty ones are bounded too.
-  reserve(key.size() + value.size() + sizeof(std::string), 0);
+  const bool is_new = queues_.count(key) == 0;
+  reserve(value.size() + sizeof(std::string) + (is_new ? key.size() + kDequeBytes : 0), 0);
   queues_[key].emplace_back(value);
   wake(key, true);
 }
@@ -316,9 +332,12 @@ void StoreTable::pop(Client client, const std::string& key) {
   if (queue == queues_.end()) return reply_(client, bytes_of<std::int64_t>(0));
   std::string reply = bytes_of(static_cast<std::int64_t>(queue->second.size()));
   append_value(reply, queue->second.front());
-  reserve(0, key.size() + queue->second.front().size() + sizeof(std::string));
+  reserve(0, queue->second.front().size() + sizeof(std::string));
   queue->second.pop_front();
-  if (queue->second.empty()) queues_.erase(queue);
+  if (queue->second.empty()) {
+    reserve(0, key.size() + kDequeBytes);
+    queues_.erase(queue);
+  }
   reply_(client, reply);
 }
 
@@ -328,14 +347,17 @@ bool StoreTable::present(const std::string& key) const {
   return values_.count(key) != 0 || queues_.count(key) != 0;
 }
 
-void StoreTable::wait(Client client, const std::vector<std::string>& keys) {
+void StoreTable::wait(Client client, std::vector<std::string> keys) {
   State& state = clients_.at(client);
   if (!state.awaited.empty()) refuse("a client that waits cannot wait for something else");
+  // Each key once: the time to stop waiting grows with the square of the repetitions.
+  std::sort(keys.begin(), keys.end());
+  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   std::size_t bytes = 0;
   for (const std::string& key : keys) {
     if (present(key)) continue;
     state.awaited.push_back(key);
-    bytes += key.size() + sizeof(std::string);
+    bytes += 2 * key.size() + sizeof(std::string) + kDequeBytes;  // here and in waiters_
   }
   state.missing = state.awaited.size();
   if (state.missing == 0) return reply_(client, std::string_view(&store::kStopWaiting, 1));

@@ -4,8 +4,11 @@
 //   StoreTable table([&](auto client, auto bytes) { send(client, bytes); });
 //   input.erase(0, table.feed(client, input));   // carries out the commands that are complete
 //
-// Bytes in, bytes out: it knows no sockets. Everything that a client can make it hold is counted
-// and bounded. Owned and called by one thread.
+// Bytes in, bytes out: it knows no sockets. The keys, values, queues and awaited keys that clients
+// make it hold are counted and bounded; input that is not complete and replies that are not sent
+// belong to the caller. One command costs at most what its own bytes and its reply allow
+// (StoreLimits::command_bytes), so a caller that must not stall feeds one command at a time.
+// Owned and called by one thread.
 #pragma once
 
 #include <cstddef>
@@ -40,6 +43,8 @@ class StoreTable {
   // Returns how many bytes at the front of `input` were used; the rest is the beginning of a
   // command. Throws CommError where a client breaks the protocol or a limit: drop it then.
   std::size_t feed(Client client, std::string_view input);
+  // The same for the first command alone; 0 when it is not complete.
+  std::size_t feed_one(Client client, std::string_view input);
   // Forgets the client and what it waits for. Its keys stay.
   void drop(Client client);
 
@@ -56,6 +61,7 @@ class StoreTable {
   bool carry_out_on_key(Client client, store::Command command, Input& in);
   bool carry_out_on_keys(Client client, store::Command command, Input& in);
   void reserve(std::size_t added, std::size_t removed);
+  void check_reply(std::size_t bytes) const;
   void put(const std::string& key, std::string value);
   void append(const std::string& key, std::string_view value);
   std::int64_t erase(const std::string& key);
@@ -67,7 +73,7 @@ class StoreTable {
   void push(const std::string& key, std::string_view value);
   void pop(Client client, const std::string& key);
   bool present(const std::string& key) const;
-  void wait(Client client, const std::vector<std::string>& keys);
+  void wait(Client client, std::vector<std::string> keys);
   void wake(const std::string& key, bool one_only = false);
   void stop_waiting(Client client);
 
