@@ -165,7 +165,7 @@ class End(TrainCase):
                 # Without its file the checkpoint's log has the losses.
                 os.unlink(output / "metrics.jsonl")
                 done = self.peer(ranks, *words)
-                self.assertEqual(len(re.findall(r"step 4, loss 0\.\d+, 1 metrics", done.stdout)),
+                self.assertEqual(len(re.findall(r"step 4, loss \d\.\d+, 1 metrics", done.stdout)),
                                  ranks, done.stdout)
 
     # ------------------------------------------------------------ a loop of one's own
