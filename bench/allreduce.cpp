@@ -25,9 +25,9 @@ namespace lockstep::bench {
 std::vector<std::int64_t> parse_sizes(const std::string& text) {
   std::vector<std::int64_t> sizes;
   std::stringstream stream(text);
-  for (std::string word; std::getline(stream, word, ',');) {
+  for (std::string part; std::getline(stream, part, ',');) {
     char* end = nullptr;
-    const double number = std::strtod(word.c_str(), &end);
+    const double number = std::strtod(part.c_str(), &end);
     std::string unit = end;
     if (unit.size() == 2 && (unit[1] == 'B' || unit[1] == 'b')) unit.pop_back();
     double factor = unit.empty() ? 1 : 0;
@@ -36,7 +36,7 @@ std::vector<std::int64_t> parse_sizes(const std::string& text) {
     if (unit == "G" || unit == "g") factor = 1024.0 * 1024 * 1024;
     const auto bytes = static_cast<std::int64_t>(number * factor) / 4 * 4;
     if (bytes <= 0)
-      throw UsageError("bench", "'{}' is no size. Write bytes, or 4K, 25M, 1G.", word);
+      throw UsageError("bench", "'{}' is not a size. Write bytes, or 4K, 25M, 1G.", part);
     sizes.push_back(bytes);
   }
   return sizes;
@@ -53,7 +53,7 @@ std::string show_size(double bytes) {
 }
 
 int repetitions(std::int64_t bytes) {
-  if (bytes < kMeetFirstBytes) return 2000;
+  if (bytes < kBarrierFirstBytes) return 2000;
   if (bytes <= kRunsUpToBytes) return 600;
   return static_cast<int>(std::clamp<std::int64_t>((1LL << 30) / bytes, 10, 300));
 }
@@ -107,7 +107,7 @@ std::string mpi_command(const Settings& settings, const Scratch& scratch,
                          "--require '{}': there is no Open MPI here to measure (mpicc failed). "
                          "Install it, or leave that goal out.",
                          goal.text);
-    fmt::print(stderr, "no Open MPI here (mpicc failed); going on without it\n");
+    fmt::print(stderr, "no Open MPI here (mpicc failed); continuing without it\n");
     return "";
   }
   const bool root = ::geteuid() == 0;
@@ -120,11 +120,11 @@ std::string mpi_command(const Settings& settings, const Scratch& scratch,
   return command + fmt::format(" >'{}'", scratch.file("mpi"));
 }
 
-std::vector<std::string> words_of(const std::string& text, char between = ',') {
-  std::vector<std::string> words;
+std::vector<std::string> split(const std::string& text, char between = ',') {
+  std::vector<std::string> parts;
   std::stringstream stream(text);
-  for (std::string word; std::getline(stream, word, between);) words.push_back(word);
-  return words;
+  for (std::string part; std::getline(stream, part, between);) parts.push_back(part);
+  return parts;
 }
 
 struct Job {
@@ -143,7 +143,7 @@ std::vector<Job> jobs_of(const Settings& settings) {
   std::vector<std::int64_t> small, large;
   for (const std::int64_t bytes : parse_sizes(settings.sizes))
     (bytes <= kRunsUpToBytes ? small : large).push_back(bytes);
-  std::vector<std::string> backends = words_of(settings.backends);
+  std::vector<std::string> backends = split(settings.backends);
   std::erase(backends, "mpi");  // has a job of its own
   const double each_s = settings.budget_s /
                         static_cast<double>(std::max<std::size_t>(1, small.size() + large.size()));
@@ -250,9 +250,9 @@ std::string json_of(const Samples& samples, const Settings& settings) {
 // ---------------------------------------------------------------- goals
 
 Goal goal_of(const std::string& text) {
-  const std::vector<std::string> parts = words_of(text, ':');
-  const auto one_of = [](const std::string& word, std::initializer_list<const char*> words) {
-    return std::find(words.begin(), words.end(), word) != words.end();
+  const std::vector<std::string> parts = split(text, ':');
+  const auto one_of = [](const std::string& part, std::initializer_list<const char*> parts) {
+    return std::find(parts.begin(), parts.end(), part) != parts.end();
   };
   char* end = nullptr;
   Goal goal;
@@ -273,30 +273,30 @@ Goal goal_of(const std::string& text) {
 
 // Before anything is measured.
 std::vector<Goal> goals_of(const std::string& text, const Settings& settings) {
-  const auto backends = words_of(settings.backends);
+  const auto backends = split(settings.backends);
   const auto has = [&](const std::string& backend) {
     return std::find(backends.begin(), backends.end(), backend) != backends.end();
   };
   const auto sizes = parse_sizes(settings.sizes);
   std::vector<Goal> goals;
-  for (const std::string& word : words_of(text)) {
-    const Goal& goal = goals.emplace_back(goal_of(word));
+  for (const std::string& part : split(text)) {
+    const Goal& goal = goals.emplace_back(goal_of(part));
     const bool peer = goal.measure == "gloo" || goal.measure == "mpi";
     if (!has("shm") || (peer && !has(goal.measure)) ||
         std::find(sizes.begin(), sizes.end(), goal.bytes) == sizes.end())
-      throw UsageError("bench", "--require '{}' is not among --backends {} and --sizes {}.", word,
+      throw UsageError("bench", "--require '{}' is not among --backends {} and --sizes {}.", part,
                        settings.backends, settings.sizes);
     if (goal.measure == "memory" && goal.bytes < kLimitFromBytes)
-      throw UsageError("bench", "--require '{}': the memory's limit is measured from {} on.", word,
+      throw UsageError("bench", "--require '{}': the memory's limit is measured from {} on.", part,
                        show_size(static_cast<double>(kLimitFromBytes)));
   }
   return goals;
 }
 
 void check_backends(const Settings& settings) {
-  for (const std::string& word : words_of(settings.backends))
-    if (word != "shm" && word != "gloo" && word != "mpi")
-      throw UsageError("bench", "--backends: '{}' is none of shm, gloo and mpi.", word);
+  for (const std::string& part : split(settings.backends))
+    if (part != "shm" && part != "gloo" && part != "mpi")
+      throw UsageError("bench", "--backends: '{}' is none of shm, gloo and mpi.", part);
 }
 
 int judge(const std::vector<Goal>& wanted, const Samples& samples) {
@@ -363,7 +363,7 @@ int allreduce_main(int argc, char** argv) {
   app.add_option("--svg", settings.svg, "also draw time and bandwidth over size");
   app.add_option("--corrupt", settings.corrupt,
                  "give a contender ('gloo', 'shm private', ...) a wrong sum, to see it refused");
-  if (const auto code = parse_words(app, argc, argv)) return *code;
+  if (const auto code = parse_arguments(app, argc, argv)) return *code;
   parse_sizes(settings.sizes);
   check_backends(settings);
   const auto wanted = goals_of(require, settings);

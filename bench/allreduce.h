@@ -12,17 +12,17 @@ namespace lockstep::bench {
 // Microseconds per contender ("shm symmetric", "gloo", ...) and size in bytes.
 using Samples = std::map<std::string, std::map<std::int64_t, std::vector<double>>>;
 
-// "4K,64K,1M,25M" -> bytes; UsageError names the word that is no size.
+// "4K,64K,1M,25M" -> bytes; UsageError names the part that is not a size.
 std::vector<std::int64_t> parse_sizes(const std::string& text);
 std::string show_size(double bytes);
 
 // How often a size is measured in one job at most: small ones often, large ones a few times. What
 // takes longer than its share of the job's time is measured less often.
 int repetitions(std::int64_t bytes);
-inline constexpr int kLeastRepetitions = 5;
+inline constexpr int kMinRepetitions = 5;
 
 // From this size on ranks meet before each operation; smaller ones keep each other in step.
-inline constexpr std::int64_t kMeetFirstBytes = 65536;
+inline constexpr std::int64_t kBarrierFirstBytes = 65536;
 
 // Up to this size a contender is measured several times before it is another's turn.
 inline constexpr std::int64_t kRunsUpToBytes = 1 << 20;

@@ -65,22 +65,23 @@ void verify(const Contender& contender) {
 
 // A contender among the others, so that it finds the caches as they do. It waits for nobody, so the
 // slowest rank's time is the one that counts.
-double measure_limit(Contender& contender, World& meeting) {
+double measure_limit(Contender& contender, World& barrier_world) {
   std::vector<float*> arrays;
   for (const auto& part : contender.parts) arrays.push_back(part.mutable_data_ptr<float>());
-  const std::int64_t n = meeting.size(), own = meeting.rank(), all = contender.tensor.numel();
-  const Slices slices{arrays.data(), meeting.size(), all * own / n, all * (own + 1) / n};
-  meeting.barrier();
+  const std::int64_t n = barrier_world.size(), own = barrier_world.rank(),
+                     all = contender.tensor.numel();
+  const Slices slices{arrays.data(), barrier_world.size(), all * own / n, all * (own + 1) / n};
+  barrier_world.barrier();
   const auto start = Clock::now();
   contender.limit(slices);
   const double own_us = since_us(start);
-  return meeting.max(own_us);
+  return barrier_world.max(own_us);
 }
 
-double measure(Contender& contender, World& meeting, std::int64_t bytes) {
-  fill(contender.tensor, meeting.rank());
-  if (contender.limit != nullptr) return measure_limit(contender, meeting);
-  if (bytes >= kMeetFirstBytes) meeting.barrier();
+double measure(Contender& contender, World& barrier_world, std::int64_t bytes) {
+  fill(contender.tensor, barrier_world.rank());
+  if (contender.limit != nullptr) return measure_limit(contender, barrier_world);
+  if (bytes >= kBarrierFirstBytes) barrier_world.barrier();
   const auto start = Clock::now();
   contender.world.all_reduce(contender.tensor).wait();
   return since_us(start);
@@ -122,7 +123,7 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
   // Small operations are timed in runs of the same contender, as those of a peer in a job of its
   // own are: what a switch leaves behind (gloo's threads are still awake) would cost more than
   // they.
-  const int run = bytes < kMeetFirstBytes ? 50 : bytes <= kRunsUpToBytes ? 20 : 1;
+  const int run = bytes < kBarrierFirstBytes ? 50 : bytes <= kRunsUpToBytes ? 20 : 1;
   const auto turn = [&] {
     const auto began = Clock::now();
     for (auto& contender : contenders) {
@@ -135,7 +136,7 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
   const double turn_s = turn();
   const double left_s = budget_s - since_us(start) / 1e6;
   const int turns =
-      turns_left(own, turn_s, left_s, repetitions(bytes) / run - 1, (kLeastRepetitions - 1) / run);
+      turns_left(own, turn_s, left_s, repetitions(bytes) / run - 1, (kMinRepetitions - 1) / run);
   std::mt19937 order(1);
   for (int done = 1; done <= turns; ++done) {
     // Nobody always comes after the same one, which leaves the caches to it. The same order on all
@@ -152,7 +153,7 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
   }
 }
 
-std::vector<std::string> words(const std::string& text) {
+std::vector<std::string> parts(const std::string& text) {
   std::vector<std::string> out;
   for (std::size_t begin = 0; begin <= text.size();) {
     const std::size_t end = std::min(text.find(',', begin), text.size());
@@ -167,7 +168,7 @@ std::vector<std::string> words(const std::string& text) {
 // _allreduce-rank BACKENDS SIZES OUTPUT SECONDS CORRUPT
 int allreduce_rank_main(int argc, char** argv) {
   LOCKSTEP_ASSERT(argc == 6);
-  const auto backends = words(argv[1]);
+  const auto backends = parts(argv[1]);
   const auto sizes = parse_sizes(argv[2]);
   const std::string output = argv[3];
   const double budget_s = std::stod(argv[4]) / static_cast<double>(sizes.size());

@@ -29,11 +29,11 @@ int train_rank_main(int argc, char** argv);
 
 // Reads the words of a benchmark, whose name is argv[0]. An exit code, when it is to be over: 0
 // after --help, which shows every option with its default, 2 after a mistake, told in one line.
-std::optional<int> parse_words(CLI::App& app, int argc, char** argv);
+std::optional<int> parse_arguments(CLI::App& app, int argc, char** argv);
 
-// For an option's check(): what is wrong with its word; empty when nothing is.
-std::string positive_problem(const std::string& word);  // a number above zero
-std::string device_problem(const std::string& word);    // cpu, cuda or cuda:N
+// For an option's check(): what is wrong with its part; empty when nothing is.
+std::string positive_problem(const std::string& part);  // a number above zero
+std::string device_problem(const std::string& part);    // cpu, cuda or cuda:N
 
 // Opens CUDA where the device is one. UsageError when it is not there.
 void prepare_device(const std::string& device);

@@ -40,10 +40,10 @@ class Case(unittest.TestCase):
                 self.assertIn(cell, result.stdout)
         return result, rows, json.loads(document.read_text())
 
-    def fails(self, code, words, *arguments):
+    def fails(self, code, arguments, *arguments):
         result = bench(*arguments)
         self.assertEqual(result.returncode, code, result.stderr)
-        self.assertIn(words, result.stderr)
+        self.assertIn(arguments, result.stderr)
         return result
 
 
@@ -83,8 +83,8 @@ class AllReduce(Case):
         picture = ElementTree.parse(drawing).getroot()
         self.assertTrue(picture.tag.endswith("svg"))
         texts = " ".join("".join(node.itertext()) for node in picture.iter())
-        for words in (*contenders, "microseconds", "GB/s"):
-            self.assertIn(words, texts)
+        for arguments in (*contenders, "microseconds", "GB/s"):
+            self.assertIn(arguments, texts)
 
     def test_refuses_a_wrong_contender(self):
         for contender in "gloo", "shm private", "shm symmetric", "limit: memcpy":
@@ -96,12 +96,12 @@ class AllReduce(Case):
                 self.assertNotIn("p50", result.stdout)
 
     def test_refuses_words_before_it_measures(self):
-        for words, text in ((("--backends", "shm,foo"), "'foo' is none of shm, gloo and mpi"),
+        for arguments, text in ((("--backends", "shm,foo"), "'foo' is none of shm, gloo and mpi"),
                             (("--require", "private:4K:mpi:1"), "is not among --backends"),
                             (("--require", "private:7K:us:1"), "is not among --backends"),
                             (("--require", "other:4K:us:1"), "write private or symmetric")):
-            with self.subTest(words):
-                result = bench("allreduce", *words)
+            with self.subTest(arguments):
+                result = bench("allreduce", *arguments)
                 self.assertEqual(result.returncode, 2, result.stderr)
                 self.assertIn(text, result.stderr)
                 self.assertNotIn("round", result.stderr)
@@ -116,10 +116,10 @@ class AllReduce(Case):
         self.assertEqual(result.returncode, 2, result.stderr)
         self.assertIn("--require 'private:4K:mpi:1': there is no Open MPI here", result.stderr)
         self.assertNotIn("round", result.stderr)
-        # Without such a goal it is left out.
+        # Without such a goal it is skipped.
         result = bench("allreduce", "--backends", "shm,mpi", "--sizes", "4K", "--rounds", "1",
                        "--budget-s", "1", PATH=f"{self.folder}:{os.environ['PATH']}")
-        self.assertIn("no Open MPI here (mpicc failed); going on without it", result.stderr)
+        self.assertIn("no Open MPI here (mpicc failed); continuing without it", result.stderr)
         self.assertEqual(result.returncode, 0, result.stderr)
         result = bench("allreduce", "--sizes", "4K", "--require", "symmetric:4K:memory:1")
         self.assertEqual(result.returncode, 2, result.stderr)
@@ -135,7 +135,7 @@ class AllReduce(Case):
         self.assertEqual(document["ranks"], 3)
 
     def test_refuses_nonsense(self):
-        self.fails(2, "'12Q' is no size", "allreduce", "--sizes", "12Q")
+        self.fails(2, "'12Q' is not a size", "allreduce", "--sizes", "12Q")
         self.assertNotEqual(bench("allreduce", "--ranks", "1").returncode, 0)
 
 
@@ -187,13 +187,13 @@ class Step(Case):
         self.assertIn("at least 300000 required: MISSED", result.stderr)
 
     def test_refuses_nonsense(self):
-        self.fails(2, "'32X' is no number of parameters", "step", "--params", "32X")
+        self.fails(2, "'32X' is not a number of parameters", "step", "--params", "32X")
         self.fails(2, "the limit is that of one pass", "step", "--clip", "--require-limit", "50")
 
 
 class Train(Case):
     def test_measures_what_it_verified(self):
-        result, rows, document = self.passes(*TRAIN, "--met", "--kept",
+        result, rows, document = self.passes(*TRAIN, "--met", "--cached",
                                              "--require-alone", "1:0.0001",
                                              "--require-python", "2:0.0001")
         self.assertIn("verified: ours and alone train the same", result.stderr)
@@ -204,7 +204,7 @@ class Train(Case):
                                              "max ms", "samples/s", "ours / this", "p25", "p75"])
         self.assertEqual(len(rows), 10)
         self.assertEqual(sorted({(r["contender"], r["batch"]) for r in document["rows"]}),
-                         [(name, batch) for name in ("alone", "kept", "met", "ours", "python")
+                         [(name, batch) for name in ("alone", "cached", "met", "ours", "python")
                           for batch in (1, 2)])
         self.assertTrue(all(len(row["samples_per_s"]) == 3 for row in document["rows"]))
         self.assertIn("ours / alone at batch 1 is ", result.stderr)

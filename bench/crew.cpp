@@ -72,7 +72,7 @@ launch::Process start(const CrewOptions& options, const std::string& socket) {
   launch::ProcessRequest request;
   request.argv = {program_beside("../bin/lockstep"), "run", "--standalone",
                   fmt::format("--nproc-per-node={}", options.ranks)};
-  for (const auto& word : options.command) request.argv.push_back(word);
+  for (const auto& part : options.command) request.argv.push_back(part);
   request.argv.insert(request.argv.end(), {"--orders", socket});
   for (char** variable = environ; *variable != nullptr; ++variable)
     request.environment.emplace_back(*variable);
@@ -124,7 +124,7 @@ bool Crew::readable(int fd, const Deadline& deadline) {
   }
 }
 
-void Crew::meet(std::chrono::milliseconds timeout) {
+void Crew::wait_ready(std::chrono::milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   for (int met = 0; met < options_.ranks; ++met) {
     if (!readable(listener_.get(), deadline)) fail("did not connect in time");
@@ -153,7 +153,7 @@ std::string Crew::read_line(std::size_t member, const Deadline& deadline) {
   return line;
 }
 
-std::vector<std::string> Crew::tell(const std::string& line, std::chrono::milliseconds timeout) {
+std::vector<std::string> Crew::request(const std::string& line, std::chrono::milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   for (const auto& member : members_) send_line(member.socket.get(), line);
   std::vector<std::string> answers;

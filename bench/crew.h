@@ -2,10 +2,10 @@
 //
 //   Crew crew({.name = "ours", .ranks = 2, .command = {"lockstep-torch", "_train-rank", ...}},
 //             scratch.file("ours"));
-//   const auto answers = crew.tell("run 8 10 own", std::chrono::seconds(60));   // one per rank
+//   const auto answers = crew.request("run 8 10 own", std::chrono::seconds(60));   // one per rank
 //   crew.finish();
 //
-// The one hard idea: contenders that take turns must not disturb each other while they wait. A rank
+// Contenders that take turns must not disturb each other while they wait. A rank
 // blocks in a read of its socket until it is told something, and the end of the socket is the end
 // of its work, so nothing is left when the benchmark dies. Ranks are started by `lockstep run`,
 // whatever program they are; they connect to the path that follows --orders.
@@ -42,9 +42,9 @@ class Crew {
 
   const std::string& name() const { return options_.name; }
   // Returns when all ranks have connected.
-  void meet(std::chrono::milliseconds timeout);
+  void wait_ready(std::chrono::milliseconds timeout);
   // The same line to all ranks; their answers by rank. Throws Error when one ends or is silent.
-  std::vector<std::string> tell(const std::string& line, std::chrono::milliseconds timeout);
+  std::vector<std::string> request(const std::string& line, std::chrono::milliseconds timeout);
   // The end of orders: waits until the ranks have ended, and throws Error if they failed.
   void finish();
 

@@ -158,7 +158,7 @@ int ddp_main(int argc, char** argv) {
   app.add_option("--require-ratio", settings.require_ratio,
                  "fail when our median is above this; 0: never");
   app.add_option("--csv", settings.csv, "also write the table to this file");
-  if (const auto code = parse_words(app, argc, argv)) return *code;
+  if (const auto code = parse_arguments(app, argc, argv)) return *code;
   prepare_device(settings.device);
   torch::set_num_threads(settings.threads);
 

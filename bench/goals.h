@@ -18,15 +18,15 @@ class Goals {
   explicit Goals(std::string benchmark) : benchmark_(std::move(benchmark)) {}
 
   void at_least(const std::string& what, double is, double wanted) {
-    tell(is >= wanted, what, is, fmt::format("at least {}", wanted));
+    report(is >= wanted, what, is, fmt::format("at least {}", wanted));
   }
   void at_most(const std::string& what, double is, double wanted) {
-    tell(is <= wanted, what, is, fmt::format("at most {}", wanted));
+    report(is <= wanted, what, is, fmt::format("at most {}", wanted));
   }
   int exit_code() const { return missed_ ? 1 : 0; }
 
  private:
-  void tell(bool reached, const std::string& what, double is, const std::string& wanted) {
+  void report(bool reached, const std::string& what, double is, const std::string& wanted) {
     missed_ |= !reached;
     fmt::print(stderr, "{}: {} is {:.3f}, {} required: {}\n", benchmark_, what, is, wanted,
                reached ? "reached" : "MISSED");

@@ -92,7 +92,7 @@ int launch_main(int argc, char** argv) {
       "fail when lockstep run + Python is less than this many times as fast as torchrun; 0: never");
   app.add_option("--require-cpp", require_cpp, "the same for lockstep run + C++");
   app.add_option("--csv", csv, "also write the table to this file");
-  if (const auto code = parse_words(app, argc, argv)) return *code;
+  if (const auto code = parse_arguments(app, argc, argv)) return *code;
 
   auto contenders = contenders_for(ranks);
   for (auto& contender : contenders) timed(contender, ranks);  // warms the page cache; verifies

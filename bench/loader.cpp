@@ -154,7 +154,7 @@ int loader_main(int argc, char** argv) {
   app.add_option("--require-wait", settings.require_wait, "fail above this percentage");
   app.add_option("--require-p99-ms", settings.require_p99_ms, "fail above this wait");
   app.add_option("--csv", settings.csv, "also write the table to this file");
-  if (const auto code = parse_words(app, argc, argv)) return *code;
+  if (const auto code = parse_arguments(app, argc, argv)) return *code;
   torch::set_num_threads(1);
   prepare_device(settings.device);
   const torch::Device device(settings.device);

@@ -103,7 +103,7 @@ int overlap_main(int argc, char** argv) {
   app.add_option("--require-hidden", settings.require_hidden,
                  "fail when less than this percentage is hidden; 0: never");
   app.add_option("--csv", settings.csv, "also write the table to this file");
-  if (const auto code = parse_words(app, argc, argv)) return *code;
+  if (const auto code = parse_arguments(app, argc, argv)) return *code;
   torch::set_num_threads(1);
 
   Observed observed;

@@ -46,7 +46,7 @@ std::int64_t parse_count(const std::string& text) {
   if (unit == "G" || unit == "g") factor = 1e9;
   const double count = number * factor;
   if (!(count >= 1 && count <= 1e10))
-    throw UsageError("bench", "'{}' is no number of parameters. Write 500K, 32M or 1.3G.", text);
+    throw UsageError("bench", "'{}' is not a number of parameters. Write 500K, 32M or 1.3G.", text);
   return std::llround(count);
 }
 
@@ -166,7 +166,7 @@ int step_main(int argc, char** argv) {
       ->check(positive_problem, "POSITIVE");
   app.add_option("--csv", output.csv, "also write the table to this file");
   app.add_option("--json", output.json, "also write every time to this file");
-  if (const auto code = parse_words(app, argc, argv)) return *code;
+  if (const auto code = parse_arguments(app, argc, argv)) return *code;
   settings.params = parse_count(params);
   if (settings.clip && wanted.limit > 0)
     throw UsageError("bench",

@@ -307,7 +307,7 @@ Expected expect(const StepSettings& settings) {
   return expected;
 }
 
-// Torch adds up to a million squares in float before it goes on.
+// Torch adds up to a million squares in float before it continues.
 constexpr double kNormError = 1e-4;
 
 // A gradient summed in another order is wrong by at most ranks * 2^-24 of itself, and clipped by

@@ -37,7 +37,7 @@ constexpr int kFewestRounds = 3;
 // ranks are added in another order by gloo. A learning rate of twice the size shows as 1e-3.
 constexpr double kLossTolerance = 1e-4;
 // Of one core, while others are timed.
-constexpr double kMostIdleCpu = 0.05;
+constexpr double kMaxIdleCpu = 0.05;
 
 // Samples per second over all ranks, by contender and batch size, one per round.
 using Rates = std::map<std::string, std::map<int, std::vector<double>>>;
@@ -49,7 +49,7 @@ struct Wanted {
 const char* long_name(const std::string& contender) {
   if (contender == kOurs) return "Lockstep: DDP + ShardedOptimizer on shm";
   if (contender == kSilent) return "ranks that do not communicate";
-  if (contender == kKept) return "the same with cached memory, as under run()";
+  if (contender == kCached) return "the same with cached memory, as under run()";
   if (contender == kMet) return "cached memory, and a barrier after every step";
   return "PyTorch DDP over gloo";
 }
@@ -68,7 +68,7 @@ void write_tensors(const std::string& path, const std::vector<at::Tensor>& tenso
   if (!file) throw Error("bench", fmt::format("cannot write '{}'", path));
 }
 
-int most_of(const std::vector<int>& batches) {
+int max_of(const std::vector<int>& batches) {
   return std::max(kVerifiedBatch, *std::max_element(batches.begin(), batches.end()));
 }
 
@@ -79,7 +79,7 @@ double write_start(const TrainSettings& settings, const Scratch& scratch) {
   write_tensors<std::int64_t>(
       scratch.file("sequences"),
       {torch::randint(settings.shape.vocab,
-                      {settings.ranks, 2, most_of(settings.batches), settings.shape.tokens},
+                      {settings.ranks, 2, max_of(settings.batches), settings.shape.tokens},
                       torch::kLong)});
   double count = 0;
   for (const auto& parameter : net->parameters()) count += static_cast<double>(parameter.numel());
@@ -99,7 +99,7 @@ CrewOptions crew_of(const std::string& contender, const TrainSettings& settings,
   const std::vector<std::string> flags{"--contender", contender,
                                        "--weights",   scratch.file("weights"),
                                        "--sequences", scratch.file("sequences"),
-                                       "--most",      fmt::format("{}", most_of(settings.batches)),
+                                       "--max-batch", fmt::format("{}", max_of(settings.batches)),
                                        "--layers",    fmt::format("{}", shape.layers),
                                        "--heads",     fmt::format("{}", shape.heads),
                                        "--width",     fmt::format("{}", shape.width),
@@ -122,12 +122,12 @@ struct Block {
 Block run_block(Crew& crew, int batch, int steps, const std::string& whose) {
   Block block;
   const std::string order = fmt::format("run {} {} {}", batch, steps, whose);
-  for (const auto& answer : crew.tell(order, seconds(300))) {
-    std::istringstream words(answer);
+  for (const auto& answer : crew.request(order, seconds(300))) {
+    std::istringstream fields(answer);
     double took = 0, cpu = 0, idle = 0;
-    words >> took >> cpu >> idle;
+    fields >> took >> cpu >> idle;
     std::vector<double> losses;
-    for (double loss = 0; words >> loss;) losses.push_back(loss);
+    for (double loss = 0; fields >> loss;) losses.push_back(loss);
     if (took <= 0 || losses.size() != static_cast<std::size_t>(steps))
       throw Error("bench", fmt::format("'{}' answered '{}'", crew.name(), answer));
     block.samples_per_s += batch * steps / took;
@@ -165,9 +165,9 @@ double compare_losses(const Block& a, const Block& b, const std::string& who,
 void verify(std::deque<Crew>& crews) {
   std::map<std::string, Block> own, same;
   for (auto& crew : crews) {
-    crew.tell("new", seconds(120));
+    crew.request("new", seconds(120));
     own[crew.name()] = run_block(crew, kVerifiedBatch, kVerifiedSteps, "own");
-    crew.tell("new", seconds(120));
+    crew.request("new", seconds(120));
     same[crew.name()] = run_block(crew, kVerifiedBatch, kVerifiedSteps, "same");
   }
   for (auto& crew : crews) {
@@ -183,7 +183,7 @@ void verify(std::deque<Crew>& crews) {
 // ---------------------------------------------------------------- measurement
 
 void check_idle(const std::string& name, double cpu_s, double idle_s) {
-  if (idle_s < 10 || cpu_s <= kMostIdleCpu * idle_s) return;
+  if (idle_s < 10 || cpu_s <= kMaxIdleCpu * idle_s) return;
   throw Error("bench", fmt::format("'{}' used {:.2f} s of a core in {:.2f} s of waiting, while "
                                    "others were timed",
                                    name, cpu_s, idle_s));
@@ -216,14 +216,14 @@ void measure_batch(std::deque<Crew>& crews, const TrainSettings& settings, int b
 Rates collect(const TrainSettings& settings, const Scratch& scratch) {
   std::deque<Crew> crews;
   std::vector<std::string> contenders{kOurs, kSilent};
-  if (settings.kept) contenders.emplace_back(kKept);
+  if (settings.cached) contenders.emplace_back(kCached);
   if (settings.met) contenders.emplace_back(kMet);
   if (settings.python) contenders.emplace_back(kPython);
   for (const auto& contender : contenders)
     crews.emplace_back(crew_of(contender, settings, scratch), scratch.file("orders-" + contender));
-  for (auto& crew : crews) crew.meet(seconds(300));
+  for (auto& crew : crews) crew.wait_ready(seconds(300));
   verify(crews);
-  for (auto& crew : crews) crew.tell("new", seconds(120));
+  for (auto& crew : crews) crew.request("new", seconds(120));
   Rates rates;
   for (const int batch : settings.batches) measure_batch(crews, settings, batch, rates);
   for (auto& crew : crews) crew.finish();
@@ -300,12 +300,12 @@ int judge(const Rates& rates, const Wanted& wanted) {
 std::map<int, double> parse_wanted(const std::string& text, const std::vector<int>& batches) {
   std::map<int, double> wanted;
   std::istringstream stream(text);
-  for (std::string word; std::getline(stream, word, ',');) {
+  for (std::string part; std::getline(stream, part, ',');) {
     int batch = 0;
     double ratio = 0;
     char rest = 0;
-    if (std::sscanf(word.c_str(), "%d:%lf%c", &batch, &ratio, &rest) != 2 || ratio <= 0)
-      throw UsageError("bench", "'{}' is not BATCH:RATIO. Write 1:1.15,8:1.03.", word);
+    if (std::sscanf(part.c_str(), "%d:%lf%c", &batch, &ratio, &rest) != 2 || ratio <= 0)
+      throw UsageError("bench", "'{}' is not BATCH:RATIO. Write 1:1.15,8:1.03.", part);
     if (std::find(batches.begin(), batches.end(), batch) == batches.end())
       throw UsageError("bench", "batch {} is required but not measured. Add it to --batches.",
                        batch);
@@ -336,27 +336,27 @@ int train_main(int argc, char** argv) {
       ->check(CLI::Range(2, 1000000));
   app.add_option("--tokens", settings.shape.tokens, "per sequence")->check(CLI::Range(1, 65536));
   app.add_flag("!--no-python", settings.python, "leave out the PyTorch peer");
-  app.add_flag("--kept", settings.kept,
+  app.add_flag("--cached", settings.cached,
                "also ranks that do not communicate, but keep memory as ours do");
   app.add_flag("--met", settings.met,
                "also ranks that keep memory and wait for each other after every step, but exchange "
                "nothing");
   app.add_option("--corrupt", settings.corrupt,
                  "let this contender train differently, to see that it is refused")
-      ->check(CLI::IsMember(std::vector<std::string>{kOurs, kSilent, kKept, kMet, kPython}));
+      ->check(CLI::IsMember(std::vector<std::string>{kOurs, kSilent, kCached, kMet, kPython}));
   app.add_option("--require-alone", alone,
                  "BATCH:RATIO,...: fail when ours / not communicating is below");
   app.add_option("--require-python", python, "BATCH:RATIO,...: the same beside PyTorch");
   app.add_option("--csv", csv, "also write the table to this file");
   app.add_option("--json", json, "also write every block's rate to this file");
-  if (const auto code = parse_words(app, argc, argv)) return *code;
+  if (const auto code = parse_arguments(app, argc, argv)) return *code;
   const Wanted wanted{parse_wanted(alone, settings.batches),
                       parse_wanted(python, settings.batches)};
   if (settings.shape.width % settings.shape.heads != 0)
-    throw UsageError("bench", "--width {} is no multiple of {}, the number of heads.",
+    throw UsageError("bench", "--width {} is not a multiple of {}, the number of heads.",
                      settings.shape.width, settings.shape.heads);
   if (!settings.python && (!wanted.python.empty() || settings.corrupt == kPython))
-    throw UsageError("bench", "PyTorch's side is asked for and left out. Drop --no-python.");
+    throw UsageError("bench", "PyTorch's side is asked for and skipped. Drop --no-python.");
   const Scratch scratch;
   const double parameters = write_start(settings, scratch);
   const Rates rates = collect(settings, scratch);

@@ -19,7 +19,7 @@ namespace lockstep::bench {
 // The contenders.
 inline constexpr const char* kOurs = "ours";      // DDP and ShardedOptimizer on shm
 inline constexpr const char* kSilent = "alone";   // ranks that do not communicate
-inline constexpr const char* kKept = "kept";      // as those, with the memory cache of run()
+inline constexpr const char* kCached = "cached";  // as those, with the memory cache of run()
 inline constexpr const char* kMet = "met";        // as the last, but they meet after every step
 inline constexpr const char* kPython = "python";  // PyTorch's DDP over gloo
 inline constexpr double kLearningRate = 3e-4;
@@ -32,7 +32,7 @@ struct TrainSettings {
   int rounds = 12;       // blocks of each contender and batch size, at most
   double seconds = 240;  // for all batch sizes together
   bool python = true;
-  bool kept = false, met = false;
+  bool cached = false, met = false;
   std::string corrupt;  // a contender that is to train with another learning rate
 };
 

@@ -132,8 +132,8 @@ class Trainee {
   Trainee(const RankSettings& settings, const std::optional<World>& world)
       : net_(std::make_shared<SmallGpt>(settings.shape)) {
     load(settings);
-    if (settings.contender == kMet) meeting_ = world;
-    if (world && !meeting_) {
+    if (settings.contender == kMet) barrier_world_ = world;
+    if (world && !barrier_world_) {
       model_.emplace(net_, *world);
       sharded_ =
           std::make_unique<ShardedOptimizer>(*model_, optim::AdamWOptions{.lr = settings.lr});
@@ -152,7 +152,7 @@ class Trainee {
     } else {
       own_->step();
       own_->zero_grad();
-      if (meeting_) meeting_->barrier();
+      if (barrier_world_) barrier_world_->barrier();
     }
     return loss.detach();
   }
@@ -167,7 +167,7 @@ class Trainee {
     }
   }
 
-  std::optional<World> meeting_;
+  std::optional<World> barrier_world_;
   std::shared_ptr<SmallGpt> net_;
   std::optional<DistributedDataParallel<std::shared_ptr<SmallGpt>>> model_;
   std::unique_ptr<ShardedOptimizer> sharded_;
@@ -204,11 +204,11 @@ void serve(const RankSettings& settings, const std::optional<World>& world, int 
   double idle_cpu = cpu_seconds();
   for (std::string line; orders.next(line);) {
     const double idle = since(idle_since), cpu = cpu_seconds() - idle_cpu;
-    std::istringstream words(line);
+    std::istringstream fields(line);
     std::string what, whose, answer = "ok";
     std::int64_t batch = 0;
     int steps = 0;
-    words >> what >> batch >> steps >> whose;
+    fields >> what >> batch >> steps >> whose;
     if (what == "new") {
       trainee.reset();
       trainee = std::make_unique<Trainee>(settings, world);
@@ -231,7 +231,7 @@ int train_rank_main(int argc, char** argv) {
   app.add_option("--contender", settings.contender);
   app.add_option("--weights", settings.weights);
   app.add_option("--sequences", settings.tokens);
-  app.add_option("--most", settings.most);
+  app.add_option("--max-batch", settings.most);
   app.add_option("--layers", settings.shape.layers);
   app.add_option("--heads", settings.shape.heads);
   app.add_option("--width", settings.shape.width);
@@ -239,10 +239,10 @@ int train_rank_main(int argc, char** argv) {
   app.add_option("--tokens", settings.shape.tokens);
   app.add_option("--lr", settings.lr);
   app.add_option("--orders", settings.orders);
-  if (const auto code = parse_words(app, argc, argv)) return *code;
+  if (const auto code = parse_arguments(app, argc, argv)) return *code;
   torch::set_num_threads(1);
-  if (settings.contender == kKept || settings.contender == kMet) cache_cpu_memory();
-  if (settings.contender == kSilent || settings.contender == kKept) {
+  if (settings.contender == kCached || settings.contender == kMet) cache_cpu_memory();
+  if (settings.contender == kSilent || settings.contender == kCached) {
     serve(settings, std::nullopt, std::stoi(env::get("RANK").value_or("0")));
     return 0;
   }

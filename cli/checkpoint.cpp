@@ -48,11 +48,11 @@ std::vector<std::string> folders_of(const std::string& path) {
   return folders.empty() ? std::vector<std::string>{path} : folders;
 }
 
-int verify(const Words& words) {
-  if (words.empty()) throw UsageError("checkpoint", "verify needs a folder.");
+int verify(const Args& args) {
+  if (args.empty()) throw UsageError("checkpoint", "verify needs a folder.");
   bool whole = true;
-  for (const std::string& word : words) {
-    for (const std::string& folder : folders_of(word)) {
+  for (const std::string& arg : args) {
+    for (const std::string& folder : folders_of(arg)) {
       bool damaged = false;
       std::string lines;
       for (const io::Fault& fault : io::verify(folder)) {
@@ -87,16 +87,16 @@ void show_tensors(const std::string& folder, const std::string& stem, bool all) 
              io::size_text(bytes), types);
 }
 
-int show(const Words& words) {
+int show(const Args& args) {
   std::optional<std::string> path;
   bool all = false;
-  for (const std::string& word : words) {
-    if (word == "--tensors") {
+  for (const std::string& arg : args) {
+    if (arg == "--tensors") {
       all = true;
-    } else if (path || word.rfind("--", 0) == 0) {
-      throw UsageError("checkpoint", "show takes one folder and --tensors, not '{}'.", word);
+    } else if (path || arg.rfind("--", 0) == 0) {
+      throw UsageError("checkpoint", "show takes one folder and --tensors, not '{}'.", arg);
     } else {
-      path = word;
+      path = arg;
     }
   }
   if (!path) throw UsageError("checkpoint", "show needs a folder.");
@@ -158,22 +158,22 @@ std::optional<std::string> difference(const io::SafetensorsSet::Found& a,
   return std::string("differs");
 }
 
-int diff_set(const Words& words, const std::string& stem) {
-  const bool there[] = {fs::exists(words[0] + "/" + stem + ".safetensors") ||
-                            fs::exists(words[0] + "/" + stem + ".safetensors.index.json"),
-                        fs::exists(words[1] + "/" + stem + ".safetensors") ||
-                            fs::exists(words[1] + "/" + stem + ".safetensors.index.json")};
+int diff_set(const Args& args, const std::string& stem) {
+  const bool there[] = {fs::exists(args[0] + "/" + stem + ".safetensors") ||
+                            fs::exists(args[0] + "/" + stem + ".safetensors.index.json"),
+                        fs::exists(args[1] + "/" + stem + ".safetensors") ||
+                            fs::exists(args[1] + "/" + stem + ".safetensors.index.json")};
   if (!there[0] && !there[1]) return 0;
   if (there[0] != there[1]) {
-    fmt::print("{}: only in {}\n", stem, words[there[0] ? 0 : 1]);
+    fmt::print("{}: only in {}\n", stem, args[there[0] ? 0 : 1]);
     return 1;
   }
-  const io::SafetensorsSet a(words[0], stem), b(words[1], stem);
+  const io::SafetensorsSet a(args[0], stem), b(args[1], stem);
   int differing = 0;
   for (const std::string& name : a.names()) {
     const auto other = b.find(name);
     const auto text = other.entry == nullptr
-                          ? std::optional<std::string>(fmt::format("only in {}", words[0]))
+                          ? std::optional<std::string>(fmt::format("only in {}", args[0]))
                           : difference(a.at(name), other);
     if (!text) continue;
     fmt::print("{}: {} {}\n", stem, name, *text);
@@ -181,7 +181,7 @@ int diff_set(const Words& words, const std::string& stem) {
   }
   for (const std::string& name : b.names()) {
     if (a.find(name).entry != nullptr) continue;
-    fmt::print("{}: {} only in {}\n", stem, name, words[1]);
+    fmt::print("{}: {} only in {}\n", stem, name, args[1]);
     ++differing;
   }
   fmt::print("{}: {} of {} tensors differ\n", stem, differing, a.names().size());
@@ -194,10 +194,10 @@ Node comparable(const std::string& key, const Node& value) {
   return text_node(fs::path(value.text).filename().string());
 }
 
-int diff_members(const Words& words, const std::string& stem) {
+int diff_members(const Args& args, const std::string& stem) {
   constexpr DocumentLimits kLimits{.bytes = 256u << 20, .depth = 32, .nodes = 50'000'000};
   std::vector<Node> roots;
-  for (const std::string& folder : words) {
+  for (const std::string& folder : args) {
     const std::string path = folder + "/" + stem + ".json";
     Node root;
     if (fs::exists(path)) {
@@ -207,7 +207,7 @@ int diff_members(const Words& words, const std::string& stem) {
     roots.push_back(std::move(root));
   }
   if (roots[0].is(NodeKind::kNull) != roots[1].is(NodeKind::kNull)) {
-    fmt::print("{}: only in {}\n", stem, words[roots[0].is(NodeKind::kNull) ? 1 : 0]);
+    fmt::print("{}: only in {}\n", stem, args[roots[0].is(NodeKind::kNull) ? 1 : 0]);
     return 1;
   }
   int differing = 0;
@@ -219,23 +219,23 @@ int diff_members(const Words& words, const std::string& stem) {
       continue;
     ++differing;
     if (other == nullptr)
-      fmt::print("{}: {} only in {}\n", stem, entry.key, words[0]);
+      fmt::print("{}: {} only in {}\n", stem, entry.key, args[0]);
     else
       fmt::print("{}: {} {} and {}\n", stem, entry.key, to_json(entry.value),
                  to_json(other->value));
   }
   for (const Entry& entry : roots[1].entries) {
     if (roots[0].find(entry.key) != nullptr || entry.key == "log_history") continue;
-    fmt::print("{}: {} only in {}\n", stem, entry.key, words[1]);
+    fmt::print("{}: {} only in {}\n", stem, entry.key, args[1]);
     ++differing;
   }
   return differing;
 }
 
-int diff(const Words& words) {
-  if (words.size() != 2) throw UsageError("checkpoint", "diff needs two folders.");
-  Words folders;
-  for (const std::string& word : words) folders.push_back(folders_of(word).front());
+int diff(const Args& args) {
+  if (args.size() != 2) throw UsageError("checkpoint", "diff needs two folders.");
+  Args folders;
+  for (const std::string& arg : args) folders.push_back(folders_of(arg).front());
   int differing = 0;
   for (const char* stem : {"model", "optimizer", "rng_state"}) differing += diff_set(folders, stem);
   for (const char* stem : {"trainer_state", "sampler", "scheduler", "scaler"})
@@ -245,19 +245,19 @@ int diff(const Words& words) {
 
 }  // namespace
 
-int checkpoint_command(const Words& words) {
-  const std::string first = words.empty() ? "" : words.front();
-  const Words rest(words.begin() + (words.empty() ? 0 : 1), words.end());
+int checkpoint_command(const Args& args) {
+  const std::string first = args.empty() ? "" : args.front();
+  const Args rest(args.begin() + (args.empty() ? 0 : 1), args.end());
   const bool asked = first == "--help" || first == "-h" || first == "help";
   if (first == "verify") return verify(rest);
   if (first == "show") return show(rest);
   if (first == "diff") return diff(rest);
   if (first == "import") {
-    Words all{"checkpoint"};
-    all.insert(all.end(), words.begin(), words.end());
+    Args all{"checkpoint"};
+    all.insert(all.end(), args.begin(), args.end());
     return execute("lockstep-train", all);
   }
-  if (!asked && !words.empty())
+  if (!asked && !args.empty())
     throw UsageError("checkpoint", "there is no '{}'. It is verify, show, diff or import.", first);
   std::fputs(kHelp, asked ? stdout : stderr);
   return asked ? 0 : 2;

@@ -24,7 +24,7 @@ using Archive = torch::serialize::InputArchive;
 
 struct Imported {
   train::NamedTensors tensors;
-  std::vector<std::string> left_out;  // what safetensors cannot hold
+  std::vector<std::string> skipped;  // what safetensors cannot hold
 };
 
 // Numbers become tensors, pairs such as Adam's betas a vector of two.
@@ -50,7 +50,7 @@ void collect_value(const c10::IValue& value, const std::string& name, Imported& 
     for (std::size_t i = 0; i < parts.size(); ++i)
       collect_value(parts[i], fmt::format("{}.{}", name, i), found);
   } else if (!value.isNone()) {
-    found.left_out.push_back(name);
+    found.skipped.push_back(name);
   }
 }
 
@@ -129,7 +129,7 @@ Imported read_archive(const std::string& path) {
   } catch (const std::exception& e) {
     what = e.what();
   }
-  throw UsageError("checkpoint", "{} is no archive of C++'s torch::save ({}). {}", path,
+  throw UsageError("checkpoint", "{} is not an archive of C++'s torch::save ({}). {}", path,
                    what.substr(0, what.find('\n')), advice_for(path));
 }
 
@@ -151,9 +151,8 @@ int checkpoint_import_main(int argc, char** argv) {
   train::write_checkpoint(to, contents);
   fmt::print("{}: {} tensors, {}\n", to, contents.model.size(),
              io::size_text(train::checkpoint_bytes(contents)));
-  if (!found.left_out.empty())
-    fmt::print("left out, being neither tensors nor numbers: {}\n",
-               fmt::join(found.left_out, ", "));
+  if (!found.skipped.empty())
+    fmt::print("skipped, being neither tensors nor numbers: {}\n", fmt::join(found.skipped, ", "));
   return 0;
 }
 

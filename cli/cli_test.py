@@ -17,11 +17,11 @@ IDENTITY = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|NODE_RANK|MASTER_|
                       r"|LOCKSTEP_|PET_|OMPI_|PMI|MPI_|MV2_|SLURM_|NCCL_|GLOO_|OMP_|CUDA_VISIBLE)")
 
 
-def lockstep(*words, program=LOCKSTEP, timeout=60, **variables):
+def lockstep(*args, program=LOCKSTEP, timeout=60, **variables):
     """Runs it with an environment that says nothing about ranks but `variables`."""
     env = {k: v for k, v in os.environ.items() if not IDENTITY.match(k)}
     env.update(variables)
-    return subprocess.run([program, *words], env=env, timeout=timeout, capture_output=True,
+    return subprocess.run([program, *args], env=env, timeout=timeout, capture_output=True,
                           text=True, stdin=subprocess.DEVNULL)
 
 

@@ -43,8 +43,8 @@ constexpr const char* kHelp =
     "--world-size N compares the effective batch with the presets' at N ranks.\n";
 
 struct Request {
-  Words names;  // files, presets
-  Words flags;  // --KEY VALUE
+  Args names;  // files, presets
+  Args flags;  // --KEY VALUE
   bool all = false;
   bool json = false;
   bool launcher = false;
@@ -57,31 +57,31 @@ int parse_world_size(const std::string& text) {
   return static_cast<int>(env::parse_int(text, "--world-size", 1, 100'000));
 }
 
-// Our own switches are taken out; a word before the first --KEY is a name.
-Request read_words(const Words& words) {
+// Our own switches are taken out; an argument before the first --KEY is a name.
+Request parse_arguments(const Args& args) {
   Request request;
-  for (std::size_t i = 1; i < words.size(); ++i) {
-    const std::string& word = words[i];
-    if (word == "--all") {
+  for (std::size_t i = 1; i < args.size(); ++i) {
+    const std::string& arg = args[i];
+    if (arg == "--all") {
       request.all = true;
-    } else if (word == "--json") {
+    } else if (arg == "--json") {
       request.json = true;
-    } else if (word == "--launcher") {
+    } else if (arg == "--launcher") {
       request.launcher = true;
-    } else if (word == "--own-program") {
+    } else if (arg == "--own-program") {
       request.own_program = true;
-    } else if (word == "--markdown") {
+    } else if (arg == "--markdown") {
       request.markdown = true;
-    } else if (word.rfind("--world-size=", 0) == 0) {
-      request.world_size = parse_world_size(word.substr(word.find('=') + 1));
-    } else if (word == "--world-size") {
-      if (i + 1 == words.size())
+    } else if (arg.rfind("--world-size=", 0) == 0) {
+      request.world_size = parse_world_size(arg.substr(arg.find('=') + 1));
+    } else if (arg == "--world-size") {
+      if (i + 1 == args.size())
         throw UsageError("config", "--world-size needs a value. Write --world-size=N.");
-      request.world_size = parse_world_size(words[++i]);
-    } else if (word.rfind("--", 0) == 0 || !request.flags.empty()) {
-      request.flags.push_back(word);
+      request.world_size = parse_world_size(args[++i]);
+    } else if (arg.rfind("--", 0) == 0 || !request.flags.empty()) {
+      request.flags.push_back(arg);
     } else {
-      request.names.push_back(word);
+      request.names.push_back(arg);
     }
   }
   return request;
@@ -174,7 +174,7 @@ int check(const Request& request) {
   return 0;
 }
 
-// A file, or the defaults with or without a preset. The environment is left out: files are
+// A file, or the defaults with or without a preset. The environment is skipped: files are
 // compared.
 train::Config named(const std::string& name) {
   train::ConfigSources sources;
@@ -231,19 +231,19 @@ int keys(const Request& request) {
 
 }  // namespace
 
-int config_command(const Words& words) {
-  const std::string action = words.empty() ? "--help" : words.front();
-  for (const std::string& word : words) {
-    if (word == "--help" || word == "-h") {
+int config_command(const Args& args) {
+  const std::string action = args.empty() ? "--help" : args.front();
+  for (const std::string& arg : args) {
+    if (arg == "--help" || arg == "-h") {
       fmt::print("{}", kHelp);
       return 0;
     }
   }
-  if (words.empty()) {
+  if (args.empty()) {
     fmt::print(stderr, "{}", kHelp);
     return 2;
   }
-  const Request request = read_words(words);
+  const Request request = parse_arguments(args);
   if (action == "show") return show(request);
   if (action == "check") return check(request);
   if (action == "diff") return diff(request);

@@ -22,11 +22,11 @@ class Config(unittest.TestCase):
             f.write(text)
         return name
 
-    def run_config(self, *words, **variables):
+    def run_config(self, *args, **variables):
         env = {k: v for k, v in os.environ.items()
                if not k.startswith(("LOCKSTEP_", "ACCELERATE_"))}
         env.update(variables)
-        return subprocess.run([LOCKSTEP, "config", *words], cwd=self.folder, env=env, timeout=60,
+        return subprocess.run([LOCKSTEP, "config", *args], cwd=self.folder, env=env, timeout=60,
                               capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
     def test_show_names_the_winners(self):
@@ -107,7 +107,7 @@ class Config(unittest.TestCase):
                 ("model: {n_head: 3}\n", "model.n_embd 128 does not divide into 3 heads"),
                 ("model: {n_positions: 8}\n", "model.n_positions 8 is shorter than a sample"),
                 ("model: mlp\n", "the model mlp does not take this data"),
-                ("model: {weights: nope}\n", "model.weights nope is no folder with a model.safet"),
+                ("model: {weights: nope}\n", "model.weights nope is not a folder with a model.safet"),
                 ("data: {max_seq_len: 8}\n", "max_seq_len is a key of the top level, not of data"),
                 ("data: {path: nope}\n", "data.path nope does not exist. Relative paths begin at "),
                 ("data: {path: empty}\n", "the folder empty (data.path) holds no file."),
@@ -228,9 +228,9 @@ class Config(unittest.TestCase):
         for name, part in (("pipe.yaml", "pipe.yaml is a named pipe, not a regular file"),
                            ("/dev/zero", "/dev/zero is a device, not a regular file"),
                            (".", "cannot be read: Is a directory")):
-            for words in (("check", name), ("show", name), ("check", "--launcher", name),
+            for args in (("check", name), ("show", name), ("check", "--launcher", name),
                           ("diff", name, "fast")):
-                done = self.run_config(*words)
+                done = self.run_config(*args)
                 self.assertEqual(done.returncode, 2, done.stderr)
                 self.assertIn(part, done.stderr)
 
@@ -250,11 +250,11 @@ class Config(unittest.TestCase):
             self.assertEqual(done.returncode, 2, done.stderr)
             self.assertIn("file is a file, not a folder", done.stderr)
 
-    def without_capabilities(self, *words):
+    def without_capabilities(self, *args):
         """Without root's right to read everything."""
         before = (("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
                   if os.geteuid() == 0 else ())
-        return subprocess.run([*before, LOCKSTEP, "config", *words], cwd=self.folder, timeout=60,
+        return subprocess.run([*before, LOCKSTEP, "config", *args], cwd=self.folder, timeout=60,
                               capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
 
     def test_text_that_cannot_be_read_is_an_error_with_its_name(self):
@@ -344,7 +344,7 @@ class Config(unittest.TestCase):
         self.write("a.jsonl", line + '{"instruction": "' + "long " * 40 + '", "output": "yes"}\n')
         self.write("b.json", f"[{line}]")
         self.assertIn("note: a.jsonl: of 2 samples 0 are longer than max_seq_len 128 and lose "
-                      "their end, 1 are left out", self.accepted(text))
+                      "their end, 1 are skipped", self.accepted(text))
         self.assertIn("of 1 samples none has anything to learn from: 1 prompts alone fill "
                       "max_seq_len = 8. Raise max_seq_len.", self.refusal(text, "--max_seq_len=8"))
 
@@ -440,15 +440,15 @@ class Config(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_words_that_are_wrong(self):
-        for words, part in ((("shwo",), "there is no action 'shwo'. Did you mean show?"),
+        for args, part in ((("shwo",), "there is no action 'shwo'. Did you mean show?"),
                             (("check",), "check takes one file"),
                             (("show", "a", "b"), "show takes one file"),
                             (("show", "--world-size"), "--world-size needs a value"),
                             (("show", "--world-size", "0"), "--world-size"),
                             (("show", "--sed=1"), "Did you mean seed?"),
                             (("check", "none.yaml"), "none.yaml cannot be read")):
-            done = self.run_config(*words)
-            self.assertEqual(done.returncode, 2, words)
+            done = self.run_config(*args)
+            self.assertEqual(done.returncode, 2, args)
             self.assertIn(part, done.stderr)
         self.assertEqual(self.run_config().returncode, 2)
 

@@ -44,26 +44,26 @@ constexpr const char* kHelp =
     "  --format FORMAT      for files without a header: nanogpt\n"
     "  --show N             the first N tokens (default: 64)\n";
 
-// Flags with a value and those without; other words are names. Both --flag VALUE and --flag=VALUE.
+// Flags with a value and those without; other args are names. Both --flag VALUE and --flag=VALUE.
 struct Flags {
   std::map<std::string, std::function<void(const std::string&)>> values{};
   std::map<std::string, bool*> switches{};
-  Words names{};
+  Args names{};
 
-  void read(const Words& words) {
-    for (std::size_t i = 1; i < words.size(); ++i) {
-      if (words[i].rfind("--", 0) != 0) {
-        names.push_back(words[i]);
+  void read(const Args& args) {
+    for (std::size_t i = 1; i < args.size(); ++i) {
+      if (args[i].rfind("--", 0) != 0) {
+        names.push_back(args[i]);
         continue;
       }
-      const std::size_t equals = words[i].find('=');
-      const std::string flag = words[i].substr(0, equals);
+      const std::size_t equals = args[i].find('=');
+      const std::string flag = args[i].substr(0, equals);
       if (const auto found = switches.find(flag); found != switches.end()) {
         *found->second = true;
       } else if (const auto value = values.find(flag); value != values.end()) {
-        if (equals == std::string::npos && i + 1 == words.size())
+        if (equals == std::string::npos && i + 1 == args.size())
           throw UsageError("data", "{} needs a value.", flag);
-        value->second(equals == std::string::npos ? words[++i] : words[i].substr(equals + 1));
+        value->second(equals == std::string::npos ? args[++i] : args[i].substr(equals + 1));
       } else {
         refuse(flag);
       }
@@ -112,7 +112,7 @@ std::uint64_t count_of(const std::string& text, const char* flag) {
   return static_cast<std::uint64_t>(env::parse_int(text, flag, 0));
 }
 
-int tokenize(const Words& words) {
+int tokenize(const Args& args) {
   data::TokenizeOptions options;
   Flags flags;
   flags.values = {
@@ -129,7 +129,7 @@ int tokenize(const Words& words) {
        }},
   };
   flags.switches = {{"--force", &options.replace}};
-  flags.read(words);
+  flags.read(args);
   if (options.output.empty())
     throw UsageError("data", "tokenize needs --output FOLDER, the folder to make.");
   std::error_code unknown;  // an output that cannot be looked at is refused when it is made
@@ -200,13 +200,13 @@ void inspect_instructions(const std::string& path) {
   fmt::print("----\n{}[{}]\n----\n", first.prompt, first.response);
 }
 
-int inspect(const Words& words) {
+int inspect(const Args& args) {
   data::TokenFormat format = data::TokenFormat::kAuto;
   std::uint64_t show = 64;
   Flags flags;
   flags.values = {{"--format", [&](const auto& v) { format = data::token_format(v); }},
                   {"--show", [&](const auto& v) { show = count_of(v, "--show"); }}};
-  flags.read(words);
+  flags.read(args);
   if (flags.names.empty())
     throw UsageError("data", "inspect needs a file or a folder of token files.");
   for (const std::string& name : flags.names) {
@@ -224,17 +224,17 @@ int inspect(const Words& words) {
 
 }  // namespace
 
-int data_command(const Words& words) {
-  const std::string what = words.empty() ? "" : words.front();
-  const bool help = std::any_of(words.begin(), words.end(), [](const std::string& word) {
-    return word == "--help" || word == "-h" || word == "help";
+int data_command(const Args& args) {
+  const std::string what = args.empty() ? "" : args.front();
+  const bool help = std::any_of(args.begin(), args.end(), [](const std::string& arg) {
+    return arg == "--help" || arg == "-h" || arg == "help";
   });
   if (help || what.empty()) {
     fmt::print(help ? stdout : stderr, "{}", kHelp);
     return help ? 0 : 2;
   }
-  if (what == "tokenize") return tokenize(words);
-  if (what == "inspect") return inspect(words);
+  if (what == "tokenize") return tokenize(args);
+  if (what == "inspect") return inspect(args);
   throw UsageError("data", "there is no 'data {}'. Write lockstep data tokenize or inspect.", what);
 }
 

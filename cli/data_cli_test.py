@@ -12,8 +12,8 @@ import unittest
 LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
 
 
-def lockstep(*words):
-    return subprocess.run([LOCKSTEP, "data", *words], timeout=60, capture_output=True, text=True,
+def lockstep(*args):
+    return subprocess.run([LOCKSTEP, "data", *args], timeout=60, capture_output=True, text=True,
                           stdin=subprocess.DEVNULL)
 
 
@@ -44,14 +44,14 @@ class Data(unittest.TestCase):
     def stream(self, *names):
         return [t for name in names for t in [256, *self.texts[name]]]
 
-    def succeed(self, *words):
-        result = lockstep(*words)
+    def succeed(self, *args):
+        result = lockstep(*args)
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertEqual(result.stderr, "")  # no bar where there is no terminal
         return result.stdout
 
-    def refuse(self, *words, code=2):
-        result = lockstep(*words)
+    def refuse(self, *args, code=2):
+        result = lockstep(*args)
         self.assertEqual(result.returncode, code, result.stdout + result.stderr)
         return result.stderr
 
@@ -83,20 +83,20 @@ class Data(unittest.TestCase):
 
     def test_nothing_is_overwritten_without_force(self):
         out = self.path("out")
-        words = ("tokenize", "--output", out, self.path("in/a.txt"))
-        self.succeed(*words)
-        self.assertRegex(self.refuse(*words), r"out is there already\..* replace it with --force\.")
-        self.succeed(*words, "--force")
+        args = ("tokenize", "--output", out, self.path("in/a.txt"))
+        self.succeed(*args)
+        self.assertRegex(self.refuse(*args), r"out is there already\..* replace it with --force\.")
+        self.succeed(*args, "--force")
         self.assertEqual(sorted(os.listdir(self.dir.name)), ["in", "out"])  # no remains
 
-    def refuse_unchanged(self, out, *words):
+    def refuse_unchanged(self, out, *args):
         """With --force, and that nothing below the folder changes."""
         def tree():
             return {os.path.join(where, name): os.lstat(os.path.join(where, name)).st_size
                     for where, folders, files in os.walk(self.dir.name)
                     for name in folders + files}
         before = tree()
-        said = self.refuse("tokenize", "--force", "--output", out, *words)
+        said = self.refuse("tokenize", "--force", "--output", out, *args)
         self.assertEqual(tree(), before)
         return said
 
@@ -135,8 +135,8 @@ class Data(unittest.TestCase):
         self.succeed("tokenize", "--output", made, self.path("in"))
         shard = self.path("made/text_train_000000.bin")
         os.symlink(shard, self.path("in/link.txt"))
-        for words in ([shard], [made], [self.path("in/../made")], [self.path("in")]):
-            self.assertRegex(self.refuse_unchanged(made, *words),
+        for args in ([shard], [made], [self.path("in/../made")], [self.path("in")]):
+            self.assertRegex(self.refuse_unchanged(made, *args),
                              r"the input \S+ is inside the output \S+made, which would be replaced")
         os.remove(self.path("in/link.txt"))
         # The output inside the input: its own shards would be text the next time.

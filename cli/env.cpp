@@ -123,7 +123,8 @@ std::string log_line(const char* level, const std::string& text) {
 
 std::string meeting(const RankEnv& me) {
   if (me.alone()) return "not needed in a world of one";
-  if (!me.meeting_name.empty()) return "a free port, agreed on through this host's meeting socket";
+  if (!me.rendezvous_name.empty())
+    return "a free port, agreed on through this host's meeting socket";
   const std::string where = fmt::format("{}:{}", me.master_addr, me.master_port);
   if (me.store_channel >= 0)
     return fmt::format("a store hosted by the launcher, on descriptor {} (no port)",
@@ -228,17 +229,17 @@ std::string as_json(const Findings& found) {
 
 }  // namespace
 
-int env_command(const Words& words) {
+int env_command(const Args& args) {
   bool json = false;
-  for (const std::string& word : words) {
-    if (word == "--help" || word == "-h") {
+  for (const std::string& arg : args) {
+    if (arg == "--help" || arg == "-h") {
       fmt::print("{}", kHelp);
       return 0;
     }
-    if (word != "--json") {
+    if (arg != "--json") {
       const std::vector<std::string> flags = {"--json", "--help"};
-      const auto near = launch::nearest(word, flags);
-      throw UsageError("env", "there is no flag {}.{} 'lockstep env --help' lists them.", word,
+      const auto near = launch::nearest(arg, flags);
+      throw UsageError("env", "there is no flag {}.{} 'lockstep env --help' lists them.", arg,
                        near ? fmt::format(" Did you mean {}?", *near) : "");
     }
     json = true;

@@ -23,7 +23,7 @@ namespace {
 struct Command {
   const char* name;
   const char* help;
-  int (*run)(const Words& words);  // nullptr: in `program`
+  int (*run)(const Args& args);  // nullptr: in `program`
   const char* program = nullptr;
 };
 
@@ -56,44 +56,44 @@ int print(const std::string& text) {
 
 }  // namespace
 
-int execute(const char* program, const Words& words) {
+int execute(const char* program, const Args& args) {
   const auto self = std::filesystem::read_symlink("/proc/self/exe");
   const std::string path = self.parent_path().parent_path() / "libexec" / program;
   std::vector<char*> arguments{const_cast<char*>("lockstep")};
-  for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
+  for (const std::string& arg : args) arguments.push_back(const_cast<char*>(arg.c_str()));
   arguments.push_back(nullptr);
   ::execv(path.c_str(), arguments.data());
   fmt::print(stderr,
              "lockstep: '{}' needs LibTorch and is in {}, which cannot be executed ({}). Was only "
              "the torch-free part built or installed?\n",
-             words.front(), path, std::strerror(errno));
+             args.front(), path, std::strerror(errno));
   return 1;
 }
 
 namespace {
 
-[[noreturn]] void unknown_command(const std::string& word) {
+[[noreturn]] void unknown_command(const std::string& arg) {
   std::vector<std::string> names;
   for (const Command& command : kCommands) names.push_back(command.name);
-  const auto near = launch::nearest(word, names);
-  throw UsageError("lockstep", "there is no command '{}'.{} 'lockstep --help' lists them.", word,
+  const auto near = launch::nearest(arg, names);
+  throw UsageError("lockstep", "there is no command '{}'.{} 'lockstep --help' lists them.", arg,
                    near ? fmt::format(" Did you mean {}?", *near) : "");
 }
 
-int dispatch(const Words& words) {
-  if (words.empty()) {
+int dispatch(const Args& args) {
+  if (args.empty()) {
     fmt::print(stderr, "{}", help());
     return 2;
   }
-  const std::string& first = words.front();
+  const std::string& first = args.front();
   if (first == "--version" || first == "-V" || first == "version")
     return print(fmt::format("lockstep {}\n", LOCKSTEP_VERSION));
   if (first == "--help" || first == "-h" || first == "help") return print(help());
   const auto command = std::find_if(std::begin(kCommands), std::end(kCommands),
                                     [&](const Command& c) { return first == c.name; });
   if (command == std::end(kCommands)) unknown_command(first);
-  if (command->run == nullptr) return execute(command->program, words);
-  return command->run(Words(words.begin() + 1, words.end()));
+  if (command->run == nullptr) return execute(command->program, args);
+  return command->run(Args(args.begin() + 1, args.end()));
 }
 
 }  // namespace
@@ -101,5 +101,5 @@ int dispatch(const Words& words) {
 
 int main(int argc, char** argv) {
   using namespace lockstep::cli;
-  return guarded([&] { return dispatch(Words(argv + 1, argv + argc)); });
+  return guarded([&] { return dispatch(Args(argv + 1, argv + argc)); });
 }

@@ -1,4 +1,4 @@
-// `lockstep run`: words become a plan (lockstep/launch/flags.h), the plan becomes ranks
+// `lockstep run`: args become a plan (lockstep/launch/flags.h), the plan becomes ranks
 // (lockstep/launch/supervisor.h).
 #include <cstdio>
 
@@ -9,8 +9,8 @@
 
 namespace lockstep::cli {
 
-int run_command(const Words& words) {
-  const launch::ParsedFlags parsed = launch::parse_flags(words);
+int run_command(const Args& args) {
+  const launch::ParsedFlags parsed = launch::parse_flags(args);
   switch (parsed.request) {
     case launch::Request::kHelp:
       fmt::print("{}", launch::run_help());

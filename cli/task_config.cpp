@@ -22,7 +22,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::int64_t kDefaultLength = 128;
-constexpr std::int64_t kMostBytes = std::int64_t{1} << 32;
+constexpr std::int64_t kMaxBytes = std::int64_t{1} << 32;
 constexpr std::int64_t kGpt2Vocabulary = 50'257;
 
 // What an evaluation of a bundled task gives (set_loss in train_tasks.cpp, and the Trainer itself).
@@ -35,16 +35,16 @@ Node map_of(const Node& node, const char* key, const char* fallback, Problems& p
   if (!node.is(NodeKind::kMap)) {
     map = Node{};
     map.kind = NodeKind::kMap;
-    map.place = node.place;
+    map.location = node.location;
     const Node name = node.is(NodeKind::kNull) ? text_node(fallback) : node;
-    map.entries.push_back({"name", node.place, text_node(as_string(name, key))});
+    map.entries.push_back({"name", node.location, text_node(as_string(name, key))});
   }
   std::erase_if(map.entries, [&](const Entry& entry) {
     if (train::find_key(entry.key) == nullptr) return false;
     problems.add(
         fmt::format("{}: {} is a key of the top level, not of {}. Write it without "
                     "indentation.",
-                    entry.place.text(), entry.key, key));
+                    entry.location.text(), entry.key, key));
     return true;
   });
   return map;
@@ -70,7 +70,7 @@ void check_file(const std::string& path) {
 void read_bytes_keys(MapReader& keys, DataConfig& data) {
   data.path = keys.text("path", kTorchHeaders);
   data.suffix = keys.text("suffix", data.path == kTorchHeaders ? ".h" : "");
-  data.max_bytes = keys.integer("max_bytes", 4'000'000, 1'000, kMostBytes);
+  data.max_bytes = keys.integer("max_bytes", 4'000'000, 1'000, kMaxBytes);
   data.eval_bytes = keys.integer("eval_bytes", 0, 0, data.max_bytes / 2);
   data.evaluates = data.eval_bytes > data.length;
   if (data.eval_bytes > 0 && !data.evaluates)
@@ -235,10 +235,11 @@ void check_weights(const TaskConfig& task) {
   std::error_code ignored;
   if (!fs::exists(fs::path(model.weights) / "model.safetensors", ignored) &&
       !fs::exists(fs::path(model.weights) / "model.safetensors.index.json", ignored))
-    throw UsageError("config",
-                     "model.weights {} is no folder with a model.safetensors. Give a checkpoint's "
-                     "folder, or one that `lockstep checkpoint import` has made.",
-                     model.weights);
+    throw UsageError(
+        "config",
+        "model.weights {} is not a folder with a model.safetensors. Give a checkpoint's "
+        "folder, or one that `lockstep checkpoint import` has made.",
+        model.weights);
   check_whole(model.weights, io::Depth::kSizes);
   train::check_weights(model.weights, io::SafetensorsSet(model.weights), model_tensors(task));
   if (model.name == "gpt") check_heads(model);

@@ -1,7 +1,7 @@
 // What a training file asks `lockstep train` to train, read and checked without torch: the maps
 // `model` and `data`, and the files that they name.
 //
-// The one hard idea: reading is checking. `lockstep config check` and `lockstep train` call the
+// Reading is checking. `lockstep config check` and `lockstep train` call the
 // same function, and the second builds model and dataset from its answer alone, so that nothing
 // passes the one and is refused by the other for what could have been seen before. What takes long,
 // the samples themselves, is read by task_contents.h, for both again.
@@ -66,7 +66,7 @@ struct DataConfig {
 
 struct ModelConfig {
   std::string name;
-  std::string weights{};  // a folder; empty: drawn anew
+  std::string weights{};  // a folder; empty: drawn again
   // gpt
   std::int64_t n_layer = 0;
   std::int64_t n_head = 0;

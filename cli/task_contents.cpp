@@ -63,7 +63,7 @@ std::string what_was_cut(const data::InstructionRows& rows) {
   const data::InstructionCounts& counts = rows.counts();
   if (counts.truncated == 0 && counts.dropped == 0) return {};
   return fmt::format(
-      "{}: of {} samples {} are longer than max_seq_len {} and lose their end, {} are left out "
+      "{}: of {} samples {} are longer than max_seq_len {} and lose their end, {} are skipped "
       "because their prompt alone fills it.",
       rows.options().source, counts.read, counts.truncated, rows.options().max_length,
       counts.dropped);

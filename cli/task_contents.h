@@ -1,6 +1,6 @@
 // What stands in the files that a training file names, read without torch.
 //
-// The one hard idea: the long reading has the same owner as the short one (task_config.h). Training
+// The long reading has the same owner as the short one (task_config.h). Training
 // makes its dataset from these rows, and `lockstep config check` makes the same rows and throws
 // them away, so that a record is torn, mistyped or too long for both or for neither.
 //

@@ -47,10 +47,10 @@ struct Request {
   std::vector<std::string> flags;
 };
 
-// The launcher's flag that `word` is, where no key has that name.
-const launch::FlagSpec* launcher_flag(const std::string& word) {
-  if (!word.starts_with("--")) return nullptr;
-  std::string name = word.substr(2, word.find('=') == word.npos ? word.npos : word.find('=') - 2);
+// The launcher's flag that `arg` is, where no key has that name.
+const launch::FlagSpec* launcher_flag(const std::string& arg) {
+  if (!arg.starts_with("--")) return nullptr;
+  std::string name = arg.substr(2, arg.find('=') == arg.npos ? arg.npos : arg.find('=') - 2);
   std::replace(name.begin(), name.end(), '-', '_');
   if (train::find_key(name) != nullptr) return nullptr;
   std::replace(name.begin(), name.end(), '_', '-');
@@ -79,21 +79,21 @@ void refuse_launcher_flags(const std::vector<std::string>& given) {
                    first, fmt::join(launcher, " "), fmt::join(own, " "));
 }
 
-Request read_words(int argc, char** argv) {
+Request parse_arguments(int argc, char** argv) {
   Request request;
   refuse_launcher_flags({argv + 1, argv + argc});
   for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    if (word == "--resume") {
+    const std::string arg = argv[i];
+    if (arg == "--resume") {
       if (i + 1 == argc)
         throw UsageError("train", "--resume needs a value: auto, never or a folder.");
       request.flags.push_back(std::string("--resume_from_checkpoint=") + argv[++i]);
-    } else if (word.rfind("--resume=", 0) == 0) {
-      request.flags.push_back("--resume_from_checkpoint=" + word.substr(9));
-    } else if (word.rfind("--", 0) != 0 && request.flags.empty() && request.file.empty()) {
-      request.file = word;
+    } else if (arg.rfind("--resume=", 0) == 0) {
+      request.flags.push_back("--resume_from_checkpoint=" + arg.substr(9));
+    } else if (arg.rfind("--", 0) != 0 && request.flags.empty() && request.file.empty()) {
+      request.file = arg;
     } else {
-      request.flags.push_back(word);
+      request.flags.push_back(arg);
     }
   }
   return request;
@@ -191,7 +191,7 @@ int train_main(int argc, char** argv) {
       return 0;
     }
   }
-  const Request request = read_words(argc, argv);
+  const Request request = parse_arguments(argc, argv);
   Prepared read;
   const auto prepare = [&] {
     read = read_everything(request);

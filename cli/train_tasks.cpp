@@ -20,7 +20,7 @@
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/optim/determinism.h"
-#include "lockstep/parallel/checkpoint.h"
+#include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/train/checkpoint.h"
 
 namespace lockstep::cli {
@@ -85,7 +85,7 @@ class Windows : public data::Dataset {
 // would end the process somewhere else.
 class InVocabulary : public data::Dataset {
  public:
-  InVocabulary(data::DatasetPtr inner, std::int64_t size) : inner_(std::move(inner)), most_(size) {}
+  InVocabulary(data::DatasetPtr inner, std::int64_t size) : inner_(std::move(inner)), max_(size) {}
   std::int64_t size() const override { return inner_->size(); }
   data::Example get(std::int64_t index, data::SampleRandom& random) const override {
     data::Example example = inner_->get(index, random);
@@ -108,15 +108,15 @@ class InVocabulary : public data::Dataset {
   void check(const at::Tensor& tokens) const {
     if (!tokens.defined() || tokens.numel() == 0) return;
     const auto largest = tokens.max().item<std::int64_t>();
-    if (largest < most_) return;
+    if (largest < max_) return;
     throw UsageError("train",
                      "the data has the token {}, and the model's vocabulary ends at {}. It was "
                      "probably made for another one. Set model.vocab_size to {} or more.",
-                     largest, most_ - 1, largest + 1);
+                     largest, max_ - 1, largest + 1);
   }
 
   data::DatasetPtr inner_;
-  std::int64_t most_;
+  std::int64_t max_;
 };
 
 struct Data {

@@ -70,7 +70,7 @@ constexpr KnownVariable kKnown[] = {
     {"PMI_SIZE", "ranks under MPICH's and Intel's mpirun"},
     {"MPI_LOCALRANKID", "local rank under MPICH's and Intel's mpirun"},
     {"MPI_LOCALNRANKS", "local ranks under MPICH's and Intel's mpirun"},
-    {"PMIX_NAMESPACE", "job under mpirun, for where its ranks meet"},
+    {"PMIX_NAMESPACE", "job under mpirun, for where its ranks rendezvous"},
     {"PMIX_SERVER_TMPDIR", "the same"},
     {"OMPI_MCA_ess_base_jobid", "the same under older Open MPI"},
     {"OMPI_MCA_orte_hnp_uri", "the same under older Open MPI"},
@@ -123,7 +123,7 @@ std::vector<std::string> unread_variables() {
   std::set<std::string> read(std::begin(kOfTools), std::end(kOfTools));
   for (const train::KeySpec& key : train::key_table()) read.insert(key.variable());
   for (const KnownVariable& variable : kKnown) read.emplace(variable.name);
-  std::vector<std::string> candidates;  // without what they all begin with, which is no nearness
+  std::vector<std::string> candidates;  // without what they all begin with, which is not a nearness
   for (const std::string& name : read) {
     if (name.rfind(kOurs, 0) == 0) candidates.push_back(name.substr(kOurs.size()));
   }

@@ -29,7 +29,7 @@ constexpr int kFailed = 1;
 constexpr int kUsage = 2;
 
 // A broken connection is often noticed a moment before the launcher has said whose fault it is.
-constexpr std::chrono::milliseconds kLauncherWord{1500};
+constexpr std::chrono::milliseconds kLauncherReport{1500};
 // For flushing into a pipe that nobody may be reading.
 constexpr std::chrono::seconds kFlushLimit{5};
 
@@ -46,13 +46,13 @@ struct InsideRun {
   ~InsideRun() { g_inside = false; }
 };
 
-struct Verdict {
+struct Outcome {
   int code = kFailed;
   crash::Report report;
 };
 
 // Which rank failed, and not why: the launcher that announced it prints the cause, once.
-Verdict fallen_with(const control::Failure& failure) {
+Outcome fallen_with(const control::PeerFailure& failure) {
   const std::string who = failure.rank < 0
                               ? failure.text()
                               : fmt::format("rank {} on {} failed", failure.rank, failure.host);
@@ -72,7 +72,7 @@ bool is_usage_error(const std::exception_ptr& thrown) {
 // What an exception that left the body means for this process. All ranks of one host usually make
 // the same mistake, so there a UsageError is printed once, in the launcher's report, also by ranks
 // that hear of another's first.
-Verdict judge(const std::exception_ptr& thrown, bool one_host) {
+Outcome judge(const std::exception_ptr& thrown, bool one_host) {
   const bool launcher_prints = one_host && control::connected() && is_usage_error(thrown);
   if (const auto failure = control::failure(); failure && !launcher_prints)
     return fallen_with(*failure);
@@ -81,10 +81,10 @@ Verdict judge(const std::exception_ptr& thrown, bool one_host) {
   } catch (const UsageError& e) {
     return {kUsage, {crash::describe(e), {}, false, launcher_prints}};
   } catch (const TimeoutError& e) {
-    if (const auto failure = control::failure(kLauncherWord)) return fallen_with(*failure);
+    if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
     return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
   } catch (const CommError& e) {
-    if (const auto failure = control::failure(kLauncherWord)) return fallen_with(*failure);
+    if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
     // Under another launcher the cause is most likely some other rank's to tell.
     if (!control::connected()) return {kFailed, {crash::describe(e), {}, true}};
     return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
@@ -100,7 +100,7 @@ Verdict judge(const std::exception_ptr& thrown, bool one_host) {
 }
 
 // The line that answers "did the launcher's variables arrive?", and the loudest wrong answer.
-void say_hello(const World& world, const WorldOptions& options) {
+void log_start(const World& world, const WorldOptions& options) {
   log::info("run", "WORLD_SIZE={} RANK={} LOCAL_RANK={} device={} backend={}", world.size(),
             world.rank(), world.local_rank(), world.device().str(), world.backend());
   if (is_cpu_memory_cached())
@@ -161,18 +161,18 @@ int run(const Preparation& prepare, const RankBody& body) {
     preparing = false;
     if (!env.alone()) inside::enter();
     world = World::from_env(options);
-    say_hello(*world, options);
+    log_start(*world, options);
     body(*world);
     world->finish();  // a rank that leaves early must not take its peers' last operation along
     inside::leave();
     return 0;
   } catch (...) {
     if (preparing && ranks == 1) throw;
-    const Verdict verdict = judge(std::current_exception(), one_host);
-    crash::report(verdict.report);
-    if (preparing) decline(verdict.report.message);
-    if (ranks > 1) detail::leave(verdict.code);
-    return verdict.code;
+    const Outcome outcome = judge(std::current_exception(), one_host);
+    crash::report(outcome.report);
+    if (preparing) reject(outcome.report.message);
+    if (ranks > 1) detail::leave(outcome.code);
+    return outcome.code;
   }
 }
 

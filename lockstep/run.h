@@ -6,7 +6,7 @@
 // run() reads who this process is, meets the others, calls `body`, and turns an exception into a
 // report (error file, stderr) and an exit code. A world of one needs nothing set.
 //
-// The one hard idea: after a failure nobody waits. A rank of several that fails ends its process
+// After a failure nobody waits. A rank of several that fails ends its process
 // inside run(), because what is left of its world (a collective that never finishes, a thread that
 // holds a socket) could keep destructors and main() from returning; its peers see the connections
 // close and the launcher sees the process end. What falls only because another rank failed first

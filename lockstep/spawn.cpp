@@ -30,34 +30,35 @@ namespace {
 // as "<call>:<code>,<code>,...".
 constexpr char kVariable[] = "LOCKSTEP_SPAWN";
 
-struct Place {
+struct CallSite {
   int call = 0;
   std::vector<int> earlier;
 };
 
-std::optional<Place> read_place() {
+std::optional<CallSite> read_call_site() {
   const auto text = env::get(kVariable);
   if (!text) return std::nullopt;
   const auto colon = text->find(':');
-  Place place{static_cast<int>(env::parse_int(text->substr(0, colon), kVariable, 0, 1 << 20)), {}};
+  CallSite call_site{
+      static_cast<int>(env::parse_int(text->substr(0, colon), kVariable, 0, 1 << 20)), {}};
   std::istringstream codes(colon == std::string::npos ? "" : text->substr(colon + 1));
   for (std::string code; std::getline(codes, code, ',');)
-    place.earlier.push_back(static_cast<int>(env::parse_int(code, kVariable, 0, 255)));
-  place.earlier.resize(static_cast<std::size_t>(place.call), 0);
-  return place;
+    call_site.earlier.push_back(static_cast<int>(env::parse_int(code, kVariable, 0, 255)));
+  call_site.earlier.resize(static_cast<std::size_t>(call_site.call), 0);
+  return call_site;
 }
 
 // The variable for the children, while it lives.
-class PlaceVariable {
+class CallSiteVariable {
  public:
-  explicit PlaceVariable(const Place& place) {
-    std::string text = fmt::format("{}:", place.call);
-    for (const int code : place.earlier) text += fmt::format("{},", code);
+  explicit CallSiteVariable(const CallSite& call_site) {
+    std::string text = fmt::format("{}:", call_site.call);
+    for (const int code : call_site.earlier) text += fmt::format("{},", code);
     ::setenv(kVariable, text.c_str(), 1);
   }
-  PlaceVariable(const PlaceVariable&) = delete;
-  PlaceVariable& operator=(const PlaceVariable&) = delete;
-  ~PlaceVariable() { ::unsetenv(kVariable); }
+  CallSiteVariable(const CallSiteVariable&) = delete;
+  CallSiteVariable& operator=(const CallSiteVariable&) = delete;
+  ~CallSiteVariable() { ::unsetenv(kVariable); }
 };
 
 // This program and its arguments, as it was started.
@@ -76,7 +77,7 @@ std::vector<std::string> own_command() {
   if (::access(command[0].c_str(), X_OK) != 0) {
     throw UsageError("spawn",
                      "{} is no longer there to be started again (was it rebuilt or removed while "
-                     "it ran?). Start the program anew.",
+                     "it ran?). Start the program again.",
                      command[0]);
   }
   return command;
@@ -133,17 +134,17 @@ void refuse_other_threads() {
   }
 }
 
-int launch_ranks(const Place& place, int nprocs, const SpawnOptions& options) {
+int launch_ranks(const CallSite& call_site, int nprocs, const SpawnOptions& options) {
   refuse_other_threads();
   launch::LaunchPlan plan;
   plan.nproc_per_node = nprocs > 0 ? nprocs : default_nprocs();
-  plan.run_id = fmt::format("spawn-{}-{}", ::getpid(), place.call);
+  plan.run_id = fmt::format("spawn-{}-{}", ::getpid(), call_site.call);
   plan.max_restarts = options.max_restarts;
   plan.command = own_command();
   // The launcher's part runs in a copy of this process; it must not print what is buffered again.
   std::cout.flush();
   std::fflush(nullptr);
-  const PlaceVariable variable(place);
+  const CallSiteVariable variable(call_site);
   return launch::supervise(plan);
 }
 
@@ -158,9 +159,9 @@ int spawn(const RankBody& body, int nprocs, const SpawnOptions& options) {
                      nprocs);
   }
   const int call = calls++;
-  if (const auto place = read_place()) {
-    if (call < place->call) return place->earlier[static_cast<std::size_t>(call)];
-    if (call == place->call) detail::leave(run(body, options.world));
+  if (const auto call_site = read_call_site()) {
+    if (call < call_site->call) return call_site->earlier[static_cast<std::size_t>(call)];
+    if (call == call_site->call) detail::leave(run(body, options.world));
   }
   if (is_rank_already()) return run(body, options.world);
   codes.push_back(launch_ranks({call, codes}, nprocs, options));

@@ -28,7 +28,7 @@ void collectives(lockstep::World& world) {
   const auto floats = at::TensorOptions().device(world.device()).dtype(at::kFloat);
   const auto integers = floats.dtype(at::kLong);
 
-  // Barrier: nobody goes on before everybody has arrived.
+  // Barrier: nobody continues before everybody has arrived.
   world.barrier();
   say(fmt::format("rank {} passed the barrier", rank));
 

@@ -24,7 +24,7 @@
 #include "lockstep/comm/bounded.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/comm/gloo/gloo.h"
-#include "lockstep/comm/hello.h"
+#include "lockstep/comm/handshake.h"
 #include "lockstep/comm/launcher_store.h"
 #include "lockstep/comm/nccl/nccl.h"
 #include "lockstep/comm/shm/shm.h"
@@ -40,7 +40,7 @@ namespace lockstep {
 namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
-using detail::Hello;
+using detail::Handshake;
 
 constexpr const char* kWorld = "world";
 constexpr std::chrono::seconds kProgressInterval{10};
@@ -87,7 +87,7 @@ std::string build_id() {
 // ---------------------------------------------------------------- start-up checks
 
 // How start-up ended, the same on every rank that came.
-struct Verdict {
+struct Outcome {
   enum class Kind : char { kGood = '=', kProblem = '!', kTimeout = 't' };
   Kind kind = Kind::kGood;
   std::string text = {};
@@ -97,34 +97,35 @@ struct Verdict {
 // the caller may leave behind; `cancel` then ends it.
 class Startup {
  public:
-  Startup(StorePtr store, Identity identity, Hello hello, const WorldOptions& options)
+  Startup(StorePtr store, Identity identity, Handshake handshake, const WorldOptions& options)
       : store_(std::move(store)),
         identity_(std::move(identity)),
-        hello_(std::move(hello)),
+        handshake_(std::move(handshake)),
         share_device_(options.share_device),
-        // The leader's verdict about missing ranks must still reach those who came.
+        // The leader's outcome about missing ranks must still reach those who came.
         deadline_(
             Deadline::after(options.startup_timeout + (identity_.rank == 0 ? kNone : kGrace))) {}
 
-  Verdict run() {
+  Outcome run() {
     const bool first = store_->add(fmt::format("claim/{}", identity_.rank), 1) == 1;
-    store_->set(fmt::format("came/{}", store_->add("came", 1)), hello_.text());
+    store_->set(fmt::format("came/{}", store_->add("came", 1)), handshake_.text());
     if (identity_.rank == 0 && first) {
-      const Verdict verdict = lead();
-      store_->set("verdict", static_cast<char>(verdict.kind) + verdict.text);
-      if (verdict.kind != Verdict::Kind::kGood) wait_until_heard(verdict.kind);
-      return verdict;
+      const Outcome outcome = lead();
+      store_->set("outcome", static_cast<char>(outcome.kind) + outcome.text);
+      if (outcome.kind != Outcome::Kind::kGood) wait_until_heard(outcome.kind);
+      return outcome;
     }
     const std::vector<int> leader{0};
-    if (!poll([this] { return store_->check({"verdict"}); }, leader, deadline_))
-      return {Verdict::Kind::kTimeout, absence(leader)};
-    const std::string verdict = store_->get_to_str("verdict");
+    if (!poll([this] { return store_->check({"outcome"}); }, leader, deadline_))
+      return {Outcome::Kind::kTimeout, absence(leader)};
+    const std::string outcome = store_->get_to_str("outcome");
     store_->add("heard", 1);
-    const auto kind = static_cast<Verdict::Kind>(verdict.at(0));
-    // Too late to be seen by the leader, who has gone on with the other one.
-    if (kind == Verdict::Kind::kGood && !first)
-      return {Verdict::Kind::kProblem, detail::contradictions({hello_, hello_}, share_device_)};
-    return {kind, verdict.substr(1)};
+    const auto kind = static_cast<Outcome::Kind>(outcome.at(0));
+    // Too late to be seen by the leader, who has continued with the other one.
+    if (kind == Outcome::Kind::kGood && !first)
+      return {Outcome::Kind::kProblem,
+              detail::contradictions({handshake_, handshake_}, share_device_)};
+    return {kind, outcome.substr(1)};
   }
 
   void cancel() { cancelled_ = true; }
@@ -139,24 +140,24 @@ class Startup {
   static constexpr Milliseconds kToBeNamed{10'000};
   static constexpr Milliseconds kUnexpected{1000};
 
-  Verdict lead() {
+  Outcome lead() {
     std::vector<int> absent;
     std::string problem;
     auto seen = Deadline::Clock::time_point::max();
     const auto ready = [&] {
-      if (hear()) problem = detail::contradictions(hellos_, share_device_);
+      if (hear()) problem = detail::contradictions(handshakes_, share_device_);
       absent = missing();
       if (problem.empty()) return absent.empty();
       seen = std::min(seen, Deadline::Clock::now());
       const auto waited = Deadline::Clock::now() - seen;
-      const bool all = static_cast<int>(hellos_.size()) >= identity_.size;
-      if (all) return !detail::miscounted(hellos_) || waited >= kUnexpected;
+      const bool all = static_cast<int>(handshakes_.size()) >= identity_.size;
+      if (all) return !detail::miscounted(handshakes_) || waited >= kUnexpected;
       return waited >= kToBeNamed || deadline_.remaining() < kGrace / 2;
     };
     if (!poll(ready, absent, deadline_) && problem.empty())
-      return {Verdict::Kind::kTimeout, absence(absent)};
-    if (!problem.empty()) return {Verdict::Kind::kProblem, problem};
-    return {Verdict::Kind::kGood, places()};
+      return {Outcome::Kind::kTimeout, absence(absent)};
+    if (!problem.empty()) return {Outcome::Kind::kProblem, problem};
+    return {Outcome::Kind::kGood, places()};
   }
 
   // Reads what has come since the last time; true when there was something.
@@ -166,14 +167,14 @@ class Startup {
     return std::erase_if(unread_, [this](std::int64_t index) {
              const std::string key = fmt::format("came/{}", index);
              if (!store_->check({key})) return false;  // between its two calls
-             hellos_.push_back(Hello::parse(store_->get_to_str(key)));
+             handshakes_.push_back(Handshake::parse(store_->get_to_str(key)));
              return true;
            }) > 0;
   }
 
   std::vector<int> missing() const {
     std::set<int> there;
-    for (const Hello& hello : hellos_) there.insert(hello.rank);
+    for (const Handshake& handshake : handshakes_) there.insert(handshake.rank);
     std::vector<int> absent;
     for (int rank = 0; rank < identity_.size; ++rank) {
       if (!there.contains(rank)) absent.push_back(rank);
@@ -183,19 +184,19 @@ class Startup {
 
   // Where everyone is, one line per rank, if somebody does not know it.
   std::string places() const {
-    const auto known = [](const Hello& hello) { return hello.place.known(); };
-    if (std::all_of(hellos_.begin(), hellos_.end(), known)) return "";
+    const auto known = [](const Handshake& handshake) { return handshake.place.known(); };
+    if (std::all_of(handshakes_.begin(), handshakes_.end(), known)) return "";
     std::string text;
-    for (const auto& [rank, place] : detail::count_places(hellos_))
+    for (const auto& [rank, place] : detail::count_ranks(handshakes_))
       text += fmt::format("{} {} {}\n", place.local_rank, place.local_size, place.node);
     return text;
   }
 
   // Rank 0 takes the store with it when it ends, so bad news must have been read before. After a
   // timeout nobody else is expected; otherwise those on their way get a moment.
-  void wait_until_heard(Verdict::Kind kind) {
-    const bool late = kind == Verdict::Kind::kTimeout;
-    const auto expected = std::max(hellos_.size(), late ? 0 : std::size_t(identity_.size));
+  void wait_until_heard(Outcome::Kind kind) {
+    const bool late = kind == Outcome::Kind::kTimeout;
+    const auto expected = std::max(handshakes_.size(), late ? 0 : std::size_t(identity_.size));
     const auto others = static_cast<std::int64_t>(expected) - 1;
     poll([&] { return store_->add("heard", 0) >= others; }, {},
          Deadline::after(late ? kGrace : kLateComers));
@@ -231,11 +232,11 @@ class Startup {
 
   const StorePtr store_;
   const Identity identity_;
-  const Hello hello_;
+  const Handshake handshake_;
   const bool share_device_;
   const Deadline deadline_;
   // The leader's: who came, in order, and whose place in the list is taken but not yet filled.
-  std::vector<Hello> hellos_;
+  std::vector<Handshake> handshakes_;
   std::vector<std::int64_t> unread_;
   std::int64_t counted_ = 0;
   std::atomic<bool> cancelled_{false};
@@ -256,8 +257,8 @@ std::string mode_of(const detail::DeviceChoice& choice, const WorldOptions& opti
                      cuda && options.share_device ? " (shared)" : "");
 }
 
-Hello hello_of(const Identity& identity, const WorldOptions& options,
-               const detail::DeviceChoice& choice) {
+Handshake handshake_of(const Identity& identity, const WorldOptions& options,
+                       const detail::DeviceChoice& choice) {
   const bool debug = env::get_bool("LOCKSTEP_DEBUG").value_or(false);
   return {.rank = identity.rank,
           .place = {identity.local_rank, identity.local_size, identity.node},
@@ -273,14 +274,14 @@ Hello hello_of(const Identity& identity, const WorldOptions& options,
           .address = env::get("GLOO_SOCKET_IFNAME") ? "" : identity.address};
 }
 
-Verdict converse(const StorePtr& store, const Identity& identity, const Hello& hello,
+Outcome converse(const StorePtr& store, const Identity& identity, const Handshake& handshake,
                  const WorldOptions& options) {
-  auto startup = std::make_shared<Startup>(store, identity, hello, options);
+  auto startup = std::make_shared<Startup>(store, identity, handshake, options);
   // The conversation keeps its own deadline and names who is missing; this one is for a store that
   // does not answer at all.
   const auto outer = Deadline::after(options.startup_timeout + std::chrono::seconds(12));
   try {
-    return detail::bounded<Verdict>("the start-up check", outer,
+    return detail::bounded<Outcome>("the start-up check", outer,
                                     [startup] { return startup->run(); });
   } catch (...) {
     startup->cancel();
@@ -291,15 +292,16 @@ Verdict converse(const StorePtr& store, const Identity& identity, const Hello& h
 // Meets everyone and fills in this rank's place where it is not known.
 void check_start(const StorePtr& store, Identity& identity, const WorldOptions& options,
                  const detail::DeviceChoice& choice) {
-  const Verdict verdict = converse(store, identity, hello_of(identity, options, choice), options);
-  if (verdict.kind == Verdict::Kind::kProblem)
-    throw UsageError(kWorld, "start-up check: {}", verdict.text);
-  if (verdict.kind == Verdict::Kind::kTimeout) {
-    throw TimeoutError(kWorld, fmt::format("rank {}: {}", identity.rank, verdict.text),
+  const Outcome outcome =
+      converse(store, identity, handshake_of(identity, options, choice), options);
+  if (outcome.kind == Outcome::Kind::kProblem)
+    throw UsageError(kWorld, "start-up check: {}", outcome.text);
+  if (outcome.kind == Outcome::Kind::kTimeout) {
+    throw TimeoutError(kWorld, fmt::format("rank {}: {}", identity.rank, outcome.text),
                        {identity.rank, -1, "start-up", 0, options.startup_timeout});
   }
-  if (verdict.text.empty()) return;
-  std::istringstream places(verdict.text);
+  if (outcome.text.empty()) return;
+  std::istringstream places(outcome.text);
   for (int rank = 0; rank <= identity.rank; ++rank)
     places >> identity.local_rank >> identity.local_size >> identity.node;
 }
@@ -317,22 +319,22 @@ using BackendPtr = std::unique_ptr<detail::Backend>;
 
 // Nothing and a sentence, the same on every rank, where they cannot share memory.
 BackendPtr connect_shm(const StorePtr& store, const Identity& identity, const WorldOptions& options,
-                       std::string* why_not) {
+                       std::string* unavailable_reason) {
   const detail::shm::Options own{.store = c10::make_intrusive<c10d::PrefixStore>("shm", store),
                                  .rank = identity.rank,
                                  .size = identity.size,
                                  .startup_timeout = options.startup_timeout};
-  detail::shm::Made made = detail::bounded<detail::shm::Made>(
+  detail::shm::BackendResult made = detail::bounded<detail::shm::BackendResult>(
       "sharing memory", Deadline::after(options.startup_timeout + std::chrono::seconds(2)),
       [own] { return detail::shm::make(own); });
-  *why_not = std::move(made.why_not);
-  if (!why_not->empty() && why_not->back() != '.') *why_not += '.';
+  *unavailable_reason = std::move(made.unavailable_reason);
+  if (!unavailable_reason->empty() && unavailable_reason->back() != '.') *unavailable_reason += '.';
   return std::move(made.backend);
 }
 
 constexpr const char* kGlooFailed = "failed";
 
-// The store's end is no error here: its host leaves only when all are connected, or has failed.
+// The store's end is not an error here: its host leaves only when all are connected, or has failed.
 void wait_until_all_are_connected(const detail::gloo::Options& own) noexcept {
   try {
     const auto deadline = Deadline::after(own.startup_timeout);
@@ -347,7 +349,7 @@ void wait_until_all_are_connected(const detail::gloo::Options& own) noexcept {
   }
 }
 
-void tell_failure(const detail::gloo::Options& own) noexcept {
+void report_failure(const detail::gloo::Options& own) noexcept {
   try {
     own.store->set(kGlooFailed, std::vector<std::uint8_t>{1});
   } catch (const std::exception&) {
@@ -362,7 +364,7 @@ BackendPtr make_gloo(const detail::gloo::Options& own) {
     wait_until_all_are_connected(own);
     return backend;
   } catch (...) {
-    tell_failure(own);
+    report_failure(own);
     throw;
   }
 }
@@ -400,16 +402,17 @@ void wait_until_all_know(const StorePtr& store, int size) {
   }
 }
 
-// What moves CPU tensors. Where shm was nobody's wish, gloo takes over on all ranks alike.
+// What moves CPU tensors. Where shm was nobody's wish, gloo takes over on all ranks identically.
 BackendPtr connect_host(const StorePtr& store, detail::WorldImpl& impl,
                         const detail::DeviceChoice& choice) {
   impl.automatic = choice.automatic;
   if (choice.backend == "shm") {
-    if (auto shm = connect_shm(store, impl.identity, impl.options, &impl.why_not_shm)) return shm;
+    if (auto shm = connect_shm(store, impl.identity, impl.options, &impl.shm_unavailable_reason))
+      return shm;
     if (!choice.automatic) {
       wait_until_all_know(store, impl.identity.size);
       throw UsageError(kWorld, "backend shm was asked for, but {} Use backend gloo there.",
-                       impl.why_not_shm);
+                       impl.shm_unavailable_reason);
     }
   }
   return connect_gloo(store, impl.identity, impl.options);
@@ -470,7 +473,7 @@ World connect_child(WorldImpl& parent, Identity identity, const std::string& pre
                             parent.automatic};
   World child = open_world(c10::make_intrusive<c10d::PrefixStore>(prefix, parent.store), identity,
                            parent.options, choice);
-  parent.adopt(Access::impl(child)->fate);
+  parent.adopt(Access::impl(child)->failure_state);
   return child;
 }
 
@@ -638,10 +641,11 @@ std::atomic<int> worlds_made{0};
 
 // What was chosen and why, in one line.
 World explained(World world, const RankEnv& env, const detail::DeviceChoice& choice) {
-  const std::string& why_not_shm = detail::Access::impl(world)->why_not_shm;
+  const std::string& shm_unavailable_reason = detail::Access::impl(world)->shm_unavailable_reason;
   log::info(kWorld, "{} rank{} ({}), device {} ({}), backend {}{}", env.world_size,
             env.world_size == 1 ? "" : "s", env.source, choice.device.str(), choice.reason,
-            world.backend(), why_not_shm.empty() ? "" : "; not shm, because " + why_not_shm);
+            world.backend(),
+            shm_unavailable_reason.empty() ? "" : "; not shm, because " + shm_unavailable_reason);
   return world;
 }
 
@@ -654,8 +658,8 @@ Identity identity_of(const RankEnv& env) {
 }
 
 // Where this process's next world meets.
-StorePtr open_meeting(RankEnv& env, const WorldOptions& options) {
-  meet(env, static_cast<int>(options.startup_timeout.count()));
+StorePtr open_rendezvous(RankEnv& env, const WorldOptions& options) {
+  rendezvous(env, static_cast<int>(options.startup_timeout.count()));
   StorePtr store = open_store(env, options.startup_timeout);
   const std::string prefix =
       fmt::format("lockstep/{}/{}/{}", env::get("TORCHELASTIC_RUN_ID").value_or("none"),
@@ -676,12 +680,12 @@ void decline(const std::string& why) noexcept {
           std::min<std::chrono::milliseconds>(options.startup_timeout, kHeardOtherwise);
     RankEnv env = read_rank_env();
     if (env.alone()) return;
-    const StorePtr store = open_meeting(env, options);
-    const Hello hello{.rank = env.rank,
-                      .world_size = std::to_string(env.world_size),
-                      .host = host_name(),
-                      .refusal = why};
-    converse(store, identity_of(env), hello, options);
+    const StorePtr store = open_rendezvous(env, options);
+    const Handshake handshake{.rank = env.rank,
+                              .world_size = std::to_string(env.world_size),
+                              .host = host_name(),
+                              .refusal = why};
+    converse(store, identity_of(env), handshake, options);
   } catch (const std::exception& e) {
     log::debug(kWorld, "the other ranks could not be told: {}", e.what());
   }
@@ -701,7 +705,7 @@ World World::from_env(const WorldOptions& asked) {
                : single(identity, options, choice.device);
     return explained(std::move(world), env, choice);
   }
-  const StorePtr store = open_meeting(env, options);
+  const StorePtr store = open_rendezvous(env, options);
   identity.address = address_towards(env.master_addr, env.master_port);
   return explained(connect_as(store, identity, options, choice), env, choice);
 }

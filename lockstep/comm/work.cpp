@@ -16,10 +16,10 @@ namespace {
 
 // A broken connection is often the first sign of a rank whose death the launcher is about to
 // explain; its words are worth a moment, because they name the cause and not the symptom.
-constexpr std::chrono::milliseconds kLauncherWord{1500};
+constexpr std::chrono::milliseconds kLauncherReport{1500};
 
 std::string launcher_cause() {
-  const auto failure = control::failure(kLauncherWord);
+  const auto failure = control::failure(kLauncherReport);
   return failure ? failure->text() : "";
 }
 
@@ -35,7 +35,7 @@ std::string after_the_time(const std::string& text) {
   return at == std::string::npos ? "" : text.substr(at + kTime.size());
 }
 
-std::string words_of(const std::exception_ptr& error) {
+std::string error_text(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const std::exception& e) {
@@ -61,19 +61,19 @@ Blame blame_of(const std::exception_ptr& error) {
 
 }  // namespace
 
-// ---------------------------------------------------------------- Fate
+// ---------------------------------------------------------------- FailureState
 
-std::string Fate::cause() const {
+std::string FailureState::cause() const {
   const std::lock_guard lock(mutex_);
   return cause_;
 }
 
-Blame Fate::blame() const {
+Blame FailureState::blame() const {
   const std::lock_guard lock(mutex_);
   return blame_;
 }
 
-void Fate::fail(const std::string& cause, Blame blame) {
+void FailureState::fail(const std::string& cause, Blame blame) {
   std::vector<std::shared_ptr<WorkState>> pending;
   {
     const std::lock_guard lock(mutex_);
@@ -90,12 +90,12 @@ void Fate::fail(const std::string& cause, Blame blame) {
   if (hook_) hook_();
 }
 
-void Fate::set_hook(std::function<void()> hook) {
+void FailureState::set_hook(std::function<void()> hook) {
   const std::lock_guard lock(hook_mutex_);
   hook_ = std::move(hook);
 }
 
-void Fate::add(const std::shared_ptr<WorkState>& state) {
+void FailureState::add(const std::shared_ptr<WorkState>& state) {
   std::string failed;
   Blame blame;
   {
@@ -112,7 +112,7 @@ void Fate::add(const std::shared_ptr<WorkState>& state) {
   if (!failed.empty()) state->fail(failed, blame);
 }
 
-void Fate::remove(WorkState& state) {
+void FailureState::remove(WorkState& state) {
   if (!state.listed_.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(mutex_);
   if (!state.listed_.load(std::memory_order_acquire)) return;
@@ -124,11 +124,12 @@ void Fate::remove(WorkState& state) {
 
 // ---------------------------------------------------------------- WorkState
 
-WorkState::WorkState(OperationInfo info, Deadline deadline, std::shared_ptr<Fate> fate)
-    : info_(info), deadline_(deadline), fate_(std::move(fate)) {}
+WorkState::WorkState(OperationInfo info, Deadline deadline,
+                     std::shared_ptr<FailureState> failure_state)
+    : info_(info), deadline_(deadline), failure_state_(std::move(failure_state)) {}
 
 WorkState::~WorkState() {
-  fate_->remove(*this);
+  failure_state_->remove(*this);
   if (finish_ && finish_stream_ && error_.empty() && (done_ || device_)) finish_dropped();
 }
 
@@ -139,8 +140,8 @@ void WorkState::finish_dropped() noexcept {
     if (device_) device_->wait_stream();
     finish_();
   } catch (const std::exception& e) {
-    fate_->fail(fmt::format("{} failed: the result could not be stored: {}", describe(),
-                            first_line(e.what())));
+    failure_state_->fail(fmt::format("{} failed: the result could not be stored: {}", describe(),
+                                     first_line(e.what())));
   }
 }
 
@@ -180,12 +181,12 @@ void WorkState::complete(std::exception_ptr error) noexcept {
   }
   Blame blame;
   if (error) {
-    text = words_of(error);
+    text = error_text(error);
     blame = blame_of(error);
   }
   settle(text, blame);
   // One broken operation breaks the world: its peers cannot know where this rank stands.
-  if (!text.empty()) fate_->fail(fmt::format("{} failed: {}", describe(), text), blame);
+  if (!text.empty()) failure_state_->fail(fmt::format("{} failed: {}", describe(), text), blame);
 }
 
 bool WorkState::claim() noexcept {
@@ -201,7 +202,7 @@ void WorkState::expire(const std::string& text, Blame blame) noexcept {
   if (!claim()) return;
   timed_out_ = true;  // published by settle
   settle(text, blame);
-  fate_->fail(text, blame);
+  failure_state_->fail(text, blame);
 }
 
 std::string WorkState::timeout_text(const std::string& why) const {
@@ -225,7 +226,7 @@ void WorkState::settle(std::string error, Blame blame) noexcept {
     if (error_.empty()) alive.swap(alive_);  // after a failure a backend may still touch them
     done_.store(true, std::memory_order_release);
   }
-  fate_->remove(*this);
+  failure_state_->remove(*this);
   changed_.notify_all();
   for (auto& callback : callbacks) callback();
 }
@@ -338,17 +339,19 @@ void WorkState::finish_or_throw() {
 
 void WorkState::throw_error(const std::string& error, Blame blame) {
   if (timed_out_) {
-    throw TimeoutError("world", fmt::format("rank {}: {}", fate_->rank(), error), context());
+    throw TimeoutError("world", fmt::format("rank {}: {}", failure_state_->rank(), error),
+                       context());
   }
   std::string cause = blame.death ? launcher_cause() : "";
   if (cause.empty()) cause = error;
   if (cause.back() != '.') cause += '.';
-  throw CommError("world",
-                  fmt::format("rank {}: {} failed after {} ms: {} This world cannot be used any "
-                              "more. End this rank; its error is a consequence if another rank "
-                              "reports one.",
-                              fate_->rank(), describe(), deadline_.elapsed().count(), cause),
-                  context());
+  throw CommError(
+      "world",
+      fmt::format("rank {}: {} failed after {} ms: {} This world cannot be used any "
+                  "more. End this rank; its error is a consequence if another rank "
+                  "reports one.",
+                  failure_state_->rank(), describe(), deadline_.elapsed().count(), cause),
+      context());
 }
 
 void WorkState::on_completion(std::function<void()> callback) {
@@ -356,13 +359,13 @@ void WorkState::on_completion(std::function<void()> callback) {
     const std::lock_guard lock(mutex_);
     if (!done_) {
       callbacks_.push_back(std::move(callback));
-      if (device_) device_->hurry();
+      if (device_) device_->request_progress();
       callback = nullptr;
     }
   }
   if (callback) return callback();
   // Outside the lock: it may be finished at once, in this thread.
-  if (host_) host_->hurry([self = shared_from_this()] { self->poll(); });
+  if (host_) host_->request_progress([self = shared_from_this()] { self->poll(); });
 }
 
 std::string WorkState::describe() const {
@@ -381,7 +384,7 @@ std::string WorkState::error() {
 CommContext WorkState::context() {
   const std::lock_guard lock(mutex_);
   const int peer = blame_.rank >= 0 ? blame_.rank : info_.peer;
-  return {fate_->rank(), peer, info_.name, info_.sequence, deadline_.elapsed()};
+  return {failure_state_->rank(), peer, info_.name, info_.sequence, deadline_.elapsed()};
 }
 
 }  // namespace detail

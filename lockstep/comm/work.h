@@ -1,7 +1,7 @@
 // An operation on its way. Two waits with two names, because on a GPU they are different things:
 //
 //   work.wait();          stream-ordered: what the caller enqueues next sees the result; the host
-//                         goes on. On CPU there is no stream, so this blocks until done.
+//                         continues. On CPU there is no stream, so this blocks until done.
 //   work.synchronize();   host-blocking, against the operation's deadline; throws TimeoutError.
 //
 // Both throw CommError when the world failed, naming the cause the launcher announced if there is

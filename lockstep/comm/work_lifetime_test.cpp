@@ -101,8 +101,8 @@ TEST(DroppedWork, StoresWhatWasMovedToADevice) {
     (void)world.scatter(share,
                         root ? std::vector<at::Tensor>{sent, sent} : std::vector<at::Tensor>{});
     (void)world.all_to_all(exchanged, {sent, sent});
-    (void)world.batch({{P2p::Kind::kSend, sent, 1 - world.rank()},
-                       {P2p::Kind::kRecv, message, 1 - world.rank()}});
+    (void)world.batch_isend_irecv({{P2p::Kind::kSend, sent, 1 - world.rank()},
+                                   {P2p::Kind::kRecv, message, 1 - world.rank()}});
     if (!root) expect_stored("broadcast", got, 1);
     expect_stored("all_gather", all, 7);
     if (root) expect_stored("gather", gathered[1], 5);
@@ -120,7 +120,7 @@ TEST(DroppedWork, AWaiterTakesTheLastStep) {
   {
     auto state = std::make_shared<detail::WorkState>(detail::OperationInfo{"all_reduce"},
                                                      Deadline::after(std::chrono::seconds(60)),
-                                                     std::make_shared<detail::Fate>(0));
+                                                     std::make_shared<detail::FailureState>(0));
     state->finish_with(
         [&] {
           ++steps;
@@ -139,7 +139,7 @@ TEST(DroppedWork, StoresNothingAfterAFailure) {
   int steps = 0;
   auto state = std::make_shared<detail::WorkState>(detail::OperationInfo{"all_reduce"},
                                                    Deadline::after(std::chrono::seconds(60)),
-                                                   std::make_shared<detail::Fate>(0));
+                                                   std::make_shared<detail::FailureState>(0));
   state->finish_with([&] { ++steps; }, FakeGuard().getStream(c10::Device(kFakeType, 0)));
   state->fail("a peer is gone", {});
   state.reset();
@@ -165,7 +165,7 @@ void drop_after_wait(World& world, int which) {
       case 3:
         return world.all_to_all({fresh(n), fresh(n)}, {fresh(n), fresh(n)});
       case 4:
-        return world.batch(
+        return world.batch_isend_irecv(
             {{P2p::Kind::kSend, fresh(n), other}, {P2p::Kind::kRecv, fresh(n), other}});
       case 5:
         return world.all_reduce(fresh(2 * n).view({n, 2}).select(1, 0));

@@ -3,11 +3,11 @@
 // Operations complete by push: a backend calls complete() from whichever thread noticed, and
 // waiters sleep on a condition variable. A backend whose operations live on a GPU cannot push; it
 // attaches a DeviceOperation, which waiters poll. One whose operations are best carried out by the
-// thread that waits (shared memory) attaches a HostOperation. Fate is what all operations of one
-// world share: when the world fails (launcher's word, timeout, abort), every pending operation is
-// completed with that cause.
+// thread that waits (shared memory) attaches a HostOperation. FailureState is what all operations
+// of one world share: when the world fails (launcher's word, timeout, abort), every pending
+// operation is completed with that cause.
 //
-//   auto state = std::make_shared<WorkState>(info, deadline, fate);
+//   auto state = std::make_shared<WorkState>(info, deadline, failure_state);
 //   state->finish_with([=] { user_tensor.copy_(staging); }, std::nullopt);
 //   backend.all_reduce(state, staging, op);     // calls state->complete() later
 //   state->wait_host(std::nullopt);
@@ -40,10 +40,10 @@ struct Blame {
   bool death = true;  // may be a process's end, which a launcher would explain
 };
 
-// Alive until something fails it, then failed for ever with the first cause. Safe from any thread.
-class Fate {
+// Alive until something fails it, then failed forever with the first cause. Safe from any thread.
+class FailureState {
  public:
-  explicit Fate(int rank) : rank_(rank) {}
+  explicit FailureState(int rank) : rank_(rank) {}
 
   int rank() const { return rank_; }
   // Empty while all is well.
@@ -76,7 +76,7 @@ class DeviceOperation {
   virtual bool poll() = 0;                 // finished? throws what went wrong
   virtual void wait_stream() = 0;          // the current stream waits; the host does not
   virtual void wait_current_stream() = 0;  // the host waits for the current stream
-  virtual void hurry() {}                  // someone wants to know of its end soon
+  virtual void request_progress() {}       // someone wants to know of its end soon
 };
 
 // An operation that the waiting thread may carry out itself.
@@ -87,7 +87,7 @@ class HostOperation {
   // Returns when it is finished; throws TimeoutError at the deadline, CommError when it cannot be.
   virtual void wait(const Deadline& deadline) = 0;
   // Nobody may be waiting, but its end must be noticed: `noticed` is called then, from any thread.
-  virtual void hurry(std::function<void()> noticed) = 0;
+  virtual void request_progress(std::function<void()> noticed) = 0;
 };
 
 // What an error message says about an operation.
@@ -101,7 +101,7 @@ struct OperationInfo {
 
 struct WorkState : std::enable_shared_from_this<WorkState> {
  public:
-  WorkState(OperationInfo info, Deadline deadline, std::shared_ptr<Fate> fate);
+  WorkState(OperationInfo info, Deadline deadline, std::shared_ptr<FailureState> failure_state);
   ~WorkState();
 
   // ---- for the world, before the operation starts
@@ -142,7 +142,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   std::string error();
 
  private:
-  friend class Fate;
+  friend class FailureState;
 
   // Nothing is left to do or to tell: the short way out of a wait, without a lock.
   bool ended_well() const {
@@ -158,7 +158,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
 
   const OperationInfo info_;
   const Deadline deadline_;
-  const std::shared_ptr<Fate> fate_;
+  const std::shared_ptr<FailureState> failure_state_;
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -174,7 +174,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   std::unique_ptr<HostOperation> host_;
   std::vector<std::function<void()>> callbacks_;
 
-  // The fate's list of what is pending, under its mutex.
+  // The failure state's list of what is pending, under its mutex.
   std::atomic<bool> listed_{false};
   WorkState* before_ = nullptr;
   WorkState* after_ = nullptr;

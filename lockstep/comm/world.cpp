@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "lockstep/comm/bounded.h"
-#include "lockstep/comm/hello.h"
+#include "lockstep/comm/handshake.h"
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
 
@@ -58,47 +58,47 @@ WorldImpl::WorldImpl(Identity identity_of, WorldOptions options_of, c10::Device 
     : identity(std::move(identity_of)),
       options(std::move(options_of)),
       device(device_of),
-      fate(std::make_shared<Fate>(identity.rank)),
+      failure_state(std::make_shared<FailureState>(identity.rank)),
       debug(env::get_bool("LOCKSTEP_DEBUG").value_or(false)) {}
 
 WorldImpl::~WorldImpl() {
   subscription_.reset();
-  fate->set_hook(nullptr);
+  failure_state->set_hook(nullptr);
 }
 
-void WorldImpl::open(c10::intrusive_ptr<c10d::Store> meeting_store,
+void WorldImpl::open(c10::intrusive_ptr<c10d::Store> rendezvous_store,
                      std::unique_ptr<Backend> host_backend,
                      std::unique_ptr<Backend> device_backend) {
-  store = std::move(meeting_store);
+  store = std::move(rendezvous_store);
   host = std::move(host_backend);
   accelerator = std::move(device_backend);
   if (host) backend_name = (accelerator ? accelerator : host)->name();
-  fate->set_hook([this] {
-    const int culprit = fate->blame().rank;
+  failure_state->set_hook([this] {
+    const int culprit = failure_state->blame().rank;
     if (accelerator) accelerator->abort(culprit);
     if (host) host->abort(culprit);
     const std::lock_guard lock(children_mutex_);
     for (auto& weak : children_) {
-      if (auto child = weak.lock()) child->fail(fate->cause());
+      if (auto child = weak.lock()) child->fail(failure_state->cause());
     }
   });
-  subscription_ =
-      control::subscribe([fate = fate, part = identity.part](const control::Failure& failure) {
-        fate->fail(failure.text(), {part ? -1 : failure.rank});
+  subscription_ = control::subscribe(
+      [failure_state = failure_state, part = identity.part](const control::PeerFailure& failure) {
+        failure_state->fail(failure.text(), {part ? -1 : failure.rank});
       });
 }
 
-void WorldImpl::adopt(const std::shared_ptr<Fate>& child) {
+void WorldImpl::adopt(const std::shared_ptr<FailureState>& child) {
   const std::lock_guard lock(children_mutex_);
   std::erase_if(children_, [](const auto& weak) { return weak.expired(); });
   children_.push_back(child);
 }
 
 void WorldImpl::throw_if_failed(const OperationInfo& info) const {
-  if (!fate->failed()) return;
-  std::string cause = fate->cause();
+  if (!failure_state->failed()) return;
+  std::string cause = failure_state->cause();
   if (cause.back() != '.') cause += '.';
-  const int culprit = fate->blame().rank;
+  const int culprit = failure_state->blame().rank;
   throw CommError(
       "world",
       fmt::format("rank {}: {} cannot start, because this world has failed: {} End this "
@@ -113,17 +113,17 @@ std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
   info.sequence = ++sequence;
   throw_if_failed(info);
   if (debug && !alone()) compare_fingerprints(info, what());
-  auto state =
-      std::make_shared<WorkState>(info, Deadline::after(timeout.value_or(options.timeout)), fate);
-  fate->add(state);
+  auto state = std::make_shared<WorkState>(info, Deadline::after(timeout.value_or(options.timeout)),
+                                           failure_state);
+  failure_state->add(state);
   return state;
 }
 
 std::shared_ptr<WorkState> WorldImpl::start_message(OperationInfo info) {
   info.sequence = ++messages;
   throw_if_failed(info);
-  auto state = std::make_shared<WorkState>(info, Deadline::after(options.timeout), fate);
-  fate->add(state);
+  auto state = std::make_shared<WorkState>(info, Deadline::after(options.timeout), failure_state);
+  failure_state->add(state);
   return state;
 }
 
@@ -146,8 +146,8 @@ void WorldImpl::compare_fingerprints(const OperationInfo& info, const std::strin
   const at::Tensor input =
       at::from_blob(mine.data(), {kFingerprintBytes}, at::dtype(at::kByte)).clone();
   at::Tensor all = at::empty({identity.size * kFingerprintBytes}, input.options());
-  auto state = std::make_shared<WorkState>(info, Deadline::after(options.timeout), fate);
-  fate->add(state);
+  auto state = std::make_shared<WorkState>(info, Deadline::after(options.timeout), failure_state);
+  failure_state->add(state);
   launch(state, [&] { host->all_gather(state, all, input); });
   state->wait_host(std::nullopt);
   const char* data = static_cast<const char*>(all.const_data_ptr());
@@ -159,7 +159,7 @@ void WorldImpl::compare_fingerprints(const OperationInfo& info, const std::strin
         "same operations in the same order; look for a branch on the rank or on local data.",
         identity.rank, mine.c_str(), rank,
         std::string_view(theirs, ::strnlen(theirs, kFingerprintBytes)));
-    fate->fail(text, {rank, false});
+    failure_state->fail(text, {rank, false});
     throw CommError("world", text, {identity.rank, rank, info.name, info.sequence, {}});
   }
 }
@@ -202,7 +202,7 @@ int World::local_rank() const {
 int World::local_size() const {
   return impl_->identity.local_size;
 }
-int World::node() const {
+int World::node_rank() const {
   return impl_->identity.node;
 }
 c10::Device World::device() const {
@@ -215,7 +215,7 @@ std::chrono::milliseconds World::timeout() const {
   return impl_->options.timeout;
 }
 void World::abort(const std::string& cause) {
-  impl_->fate->fail(cause);
+  impl_->failure_state->fail(cause);
 }
 
 // ---------------------------------------------------------------- blocking conveniences
@@ -228,10 +228,10 @@ std::vector<at::Tensor> World::all_gather(const at::Tensor& input) {
   return output.unbind(0);
 }
 
-std::vector<at::Tensor> World::all_gather_varied(const at::Tensor& input) {
+std::vector<at::Tensor> World::all_gather_v(const at::Tensor& input) {
   if (!input.defined() || input.dim() == 0) {
     throw UsageError("world",
-                     "all_gather_varied: the tensor needs a first dimension, which may "
+                     "all_gather_v: the tensor needs a first dimension, which may "
                      "differ between ranks. Use all_gather for single numbers.");
   }
   const at::Tensor plain = input.detach();
@@ -341,7 +341,7 @@ std::string World::broadcast(const std::string& bytes, int root) {
 
 std::vector<std::string> World::all_gather(const std::string& bytes) {
   std::vector<std::string> result;
-  for (const auto& each : all_gather_varied(bytes_tensor(bytes))) result.push_back(string_of(each));
+  for (const auto& each : all_gather_v(bytes_tensor(bytes))) result.push_back(string_of(each));
   return result;
 }
 

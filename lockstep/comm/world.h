@@ -66,7 +66,7 @@ class World {
   int size() const;
   int local_rank() const;
   int local_size() const;
-  int node() const;
+  int node_rank() const;
   c10::Device device() const;
   const std::string& backend() const;  // "single", "shm", "gloo", "nccl"
   bool is_leader() const { return rank() == 0; }
@@ -86,14 +86,14 @@ class World {
   Work scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root = 0);
   Work all_to_all(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
   // Messages between two ranks arrive in the order of the calls. On a GPU they also run in that
-  // order, so two ranks that both receive first wait for ever: put both directions into one batch.
+  // order, so two ranks that both receive first wait forever: put both directions into one batch.
   Work send(at::Tensor tensor, int peer);
   Work recv(at::Tensor tensor, int peer);
-  Work batch(std::vector<P2p> messages);
+  Work batch_isend_irecv(std::vector<P2p> messages);
 
   // Blocking conveniences.
-  std::vector<at::Tensor> all_gather(const at::Tensor& input);         // equal shapes
-  std::vector<at::Tensor> all_gather_varied(const at::Tensor& input);  // first dimension may differ
+  std::vector<at::Tensor> all_gather(const at::Tensor& input);    // equal shapes
+  std::vector<at::Tensor> all_gather_v(const at::Tensor& input);  // first dimension may differ
   // Returns when every rank has arrived; at the deadline throws TimeoutError naming the ranks that
   // did not. Operations whose handles nobody waited for may still be under way.
   void barrier(std::optional<std::chrono::milliseconds> timeout = std::nullopt);

@@ -1,4 +1,4 @@
-// The inside of a World: who it is, its backends, its store and its fate.
+// The inside of a World: who it is, its backends, its store and its failure_state.
 //
 // Two backends at most: `host` moves CPU tensors (shm or gloo), `device` moves CUDA tensors (nccl).
 // A CUDA world has both, so that numbers, strings and barriers never touch the GPU; a CPU world has
@@ -44,7 +44,7 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   void launch(const std::shared_ptr<WorkState>& state, const Body& body) {
     // A failure that came between start() and here has completed the state already; adding work to
     // a backend that was aborted is harmless, but pointless.
-    if (fate->failed()) return;
+    if (failure_state->failed()) return;
     try {
       body();
     } catch (...) {
@@ -53,7 +53,7 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   }
   void throw_if_failed(const OperationInfo& info) const;
   // A world made from this one fails with it.
-  void adopt(const std::shared_ptr<Fate>& child);
+  void adopt(const std::shared_ptr<FailureState>& child);
 
   // The backend that serves a tensor's device, in a world of two or more.
   Backend& backend_for(const at::Tensor& tensor) const;
@@ -64,10 +64,10 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   const Identity identity;
   const WorldOptions options;
   const c10::Device device;
-  const std::shared_ptr<Fate> fate;
+  const std::shared_ptr<FailureState> failure_state;
   std::string backend_name = "single";
-  bool automatic = false;   // shm was tried because nobody asked for a backend by name
-  std::string why_not_shm;  // a sentence, where it was tried and gloo took over
+  bool automatic = false;              // shm was tried because nobody asked for a backend by name
+  std::string shm_unavailable_reason;  // a sentence, where it was tried and gloo took over
   bool debug = false;
 
   c10::intrusive_ptr<c10d::Store> store;
@@ -79,13 +79,13 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   std::uint64_t barriers = 0;
   int splits = 0;
   // Messages a rank sends to itself.
-  std::deque<at::Tensor> mailbox;
+  std::deque<at::Tensor> self_messages;
 
  private:
   void compare_fingerprints(const OperationInfo& info, const std::string& what);
 
   std::mutex children_mutex_;
-  std::vector<std::weak_ptr<Fate>> children_;
+  std::vector<std::weak_ptr<FailureState>> children_;
   control::Subscription subscription_;
 };
 

@@ -19,7 +19,7 @@ constexpr int kRanks = 3;
 constexpr std::int64_t kFew = 100;
 constexpr std::int64_t kMany = 700'000;  // floats: more than a chunk of shared memory
 
-struct Place {
+struct RankInfo {
   World& world;
   int odd;  // the rank with few elements, where ranks may differ
   int root;
@@ -30,13 +30,13 @@ struct Place {
 };
 
 // Starts an operation, and says what is left to check after its end.
-using Start = std::function<std::pair<Work, std::function<bool()>>(const Place&)>;
+using Start = std::function<std::pair<Work, std::function<bool()>>(const RankInfo&)>;
 
 bool holds(const at::Tensor& tensor, double value) {
   return tensor.numel() == 0 || tensor.eq(value).all().item<bool>();
 }
 
-std::pair<Work, std::function<bool()>> start_all_to_all(const Place& at, bool even) {
+std::pair<Work, std::function<bool()>> start_all_to_all(const RankInfo& at, bool even) {
   std::vector<at::Tensor> outputs, inputs;
   for (int rank = 0; rank < kRanks; ++rank) {
     outputs.push_back(at::empty({even ? at.count : at.elements(rank, at.world.rank())}));
@@ -52,7 +52,7 @@ std::pair<Work, std::function<bool()>> start_all_to_all(const Place& at, bool ev
           }};
 }
 
-std::pair<Work, std::function<bool()>> start_messages(const Place& at) {
+std::pair<Work, std::function<bool()>> start_messages(const RankInfo& at) {
   std::vector<P2p> messages;
   std::vector<at::Tensor> received;
   const int own = at.world.rank();
@@ -62,7 +62,7 @@ std::pair<Work, std::function<bool()>> start_messages(const Place& at) {
     received.push_back(at::empty({at.elements(rank, own)}));
     messages.push_back({P2p::Kind::kRecv, received.back(), rank});
   }
-  Work work = at.world.batch(messages);
+  Work work = at.world.batch_isend_irecv(messages);
   return {work, [received, own] {
             return holds(received[0], own == 0 ? 1 : 0) && holds(received[1], own == 2 ? 1 : 2);
           }};
@@ -70,28 +70,28 @@ std::pair<Work, std::function<bool()>> start_messages(const Place& at) {
 
 std::vector<std::pair<std::string, Start>> reductions() {
   return {{"all_reduce",
-           [](const Place& at) {
+           [](const RankInfo& at) {
              at::Tensor x = at.mine();
              return std::pair(at.world.all_reduce(x), [x] { return holds(x, 6); });
            }},
           {"all_reduce, staged",
-           [](const Place& at) {
+           [](const RankInfo& at) {
              at::Tensor x = at::stack({at.mine(), at.mine()}, 1).select(1, 0);
              return std::pair(at.world.all_reduce(x), [x] { return holds(x, 6); });
            }},
           {"all_reduce, average of integers",
-           [](const Place& at) {
+           [](const RankInfo& at) {
              at::Tensor x = at.mine().to(at::kInt);
              return std::pair(at.world.all_reduce(x, ReduceOp::kAvg), [x] { return holds(x, 2); });
            }},
           {"reduce",
-           [](const Place& at) {
+           [](const RankInfo& at) {
              at::Tensor x = at.mine();
              return std::pair(at.world.reduce(x, at.root), [x, root = at.world.rank() == at.root] {
                return !root || holds(x, 6);
              });
            }},
-          {"reduce_scatter", [](const Place& at) {
+          {"reduce_scatter", [](const RankInfo& at) {
              at::Tensor output = at::empty({at.count});
              const at::Tensor input = at::ones({kRanks, at.count});
              return std::pair(at.world.reduce_scatter(output, input),
@@ -100,40 +100,41 @@ std::vector<std::pair<std::string, Start>> reductions() {
 }
 
 std::vector<std::pair<std::string, Start>> movements() {
-  return {{"broadcast",
-           [](const Place& at) {
-             at::Tensor x = at.mine();
-             return std::pair(at.world.broadcast(x, at.root),
-                              [x, root = at.root] { return holds(x, root + 1); });
-           }},
-          {"all_gather",
-           [](const Place& at) {
-             at::Tensor output = at::empty({kRanks, at.count});
-             return std::pair(at.world.all_gather(output, at.mine()),
-                              [output] { return holds(output[0], 1) && holds(output[2], 3); });
-           }},
-          {"gather",
-           [](const Place& at) {
-             std::vector<at::Tensor> outputs;
-             for (int rank = 0; at.world.rank() == at.root && rank < kRanks; ++rank)
-               outputs.push_back(at::empty({at.count}));
-             return std::pair(at.world.gather(outputs, at.mine(), at.root), [outputs] {
-               return outputs.empty() || (holds(outputs[0], 1) && holds(outputs[2], 3));
-             });
-           }},
-          {"scatter",
-           [](const Place& at) {
-             std::vector<at::Tensor> inputs;
-             for (int rank = 0; at.world.rank() == at.root && rank < kRanks; ++rank)
-               inputs.push_back(at::full({at.count}, 1.0 * rank));
-             at::Tensor output = at::empty({at.count});
-             return std::pair(at.world.scatter(output, inputs, at.root),
-                              [output, own = at.world.rank()] { return holds(output, own); });
-           }},
-          {"all_to_all, equal sizes", [](const Place& at) { return start_all_to_all(at, true); }},
-          {"all_to_all, sizes that differ",
-           [](const Place& at) { return start_all_to_all(at, false); }},
-          {"messages", [](const Place& at) { return start_messages(at); }}};
+  return {
+      {"broadcast",
+       [](const RankInfo& at) {
+         at::Tensor x = at.mine();
+         return std::pair(at.world.broadcast(x, at.root),
+                          [x, root = at.root] { return holds(x, root + 1); });
+       }},
+      {"all_gather",
+       [](const RankInfo& at) {
+         at::Tensor output = at::empty({kRanks, at.count});
+         return std::pair(at.world.all_gather(output, at.mine()),
+                          [output] { return holds(output[0], 1) && holds(output[2], 3); });
+       }},
+      {"gather",
+       [](const RankInfo& at) {
+         std::vector<at::Tensor> outputs;
+         for (int rank = 0; at.world.rank() == at.root && rank < kRanks; ++rank)
+           outputs.push_back(at::empty({at.count}));
+         return std::pair(at.world.gather(outputs, at.mine(), at.root), [outputs] {
+           return outputs.empty() || (holds(outputs[0], 1) && holds(outputs[2], 3));
+         });
+       }},
+      {"scatter",
+       [](const RankInfo& at) {
+         std::vector<at::Tensor> inputs;
+         for (int rank = 0; at.world.rank() == at.root && rank < kRanks; ++rank)
+           inputs.push_back(at::full({at.count}, 1.0 * rank));
+         at::Tensor output = at::empty({at.count});
+         return std::pair(at.world.scatter(output, inputs, at.root),
+                          [output, own = at.world.rank()] { return holds(output, own); });
+       }},
+      {"all_to_all, equal sizes", [](const RankInfo& at) { return start_all_to_all(at, true); }},
+      {"all_to_all, sizes that differ",
+       [](const RankInfo& at) { return start_all_to_all(at, false); }},
+      {"messages", [](const RankInfo& at) { return start_messages(at); }}};
 }
 
 template <typename Body>

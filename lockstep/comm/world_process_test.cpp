@@ -110,7 +110,7 @@ TEST(ProcessWorld, ExplainsItsChoiceInOneLine) {
 }
 
 // A rank that may map next to no memory: all of them take gloo, and the line says why. Who asked
-// for shm by name is told so instead.
+// for shm by name is reported so instead.
 TEST(ProcessWorld, WithoutMemoryToShareTheyTakeGloo) {
   const auto poor = [](const char* backend) {
     return run_bare_processes(3,
@@ -213,14 +213,14 @@ TEST(ProcessWorld, MissingRankEndsStartUp) {
       World::from_env({.startup_timeout = seconds(2)});
     });
   };
-  const auto told = [](const std::vector<RankResult>& ranks) {
+  const auto reported = [](const std::vector<RankResult>& ranks) {
     const std::string words = "rank 2 of 3 did not come";
     return ranks[0].output.find(words) != std::string::npos &&
            ranks[1].output.find(words) != std::string::npos;
   };
   auto ranks = try_once();
   // A rank that a busy machine holds up for these two seconds is missing as well.
-  for (int attempt = 1; attempt < 4 && !told(ranks); ++attempt) ranks = try_once();
+  for (int attempt = 1; attempt < 4 && !reported(ranks); ++attempt) ranks = try_once();
   EXPECT_EQ(ranks[0].exit_code, 1);
   EXPECT_THAT(ranks[0].output, HasSubstr("rank 0: rank 2 of 3 did not come within 2 s"));
   EXPECT_EQ(ranks[1].exit_code, 1);
@@ -259,7 +259,7 @@ TEST(ProcessWorld, StartedByHandTheyCountWhoSharesTheHost) {
       [](World& world) {
         EXPECT_EQ(world.local_rank(), world.rank());
         EXPECT_EQ(world.local_size(), 3);
-        EXPECT_EQ(world.node(), 0);
+        EXPECT_EQ(world.node_rank(), 0);
       },
       options));
   // RANK and WORLD_SIZE, and where to meet: nothing else.
@@ -269,7 +269,7 @@ TEST(ProcessWorld, StartedByHandTheyCountWhoSharesTheHost) {
       [](World& world) {
         EXPECT_EQ(world.local_rank(), world.rank());
         EXPECT_EQ(world.local_size(), 2);
-        EXPECT_EQ(world.node(), 0);
+        EXPECT_EQ(world.node_rank(), 0);
       },
       options));
 }
@@ -309,7 +309,7 @@ void say_whom(const char* when, const CommError& error) {
 }
 
 // When a rank's first error came.
-double told_at_ms(const RankResult& rank) {
+double reported_at_ms(const RankResult& rank) {
   const std::string mark = "first: peer 2 at ";
   const std::size_t at = rank.output.find(mark);
   return at == std::string::npos ? INFINITY : std::stod(rank.output.substr(at + mark.size()));
@@ -351,7 +351,7 @@ std::vector<RankResult> kill_one_of_three(bool control, const std::string& annou
       options);
 }
 
-// Runs `once`, which tells how late the last survivor knew, until that is in time. The machine may
+// Runs `once`, which says how late the last survivor knew, until that is in time. The machine may
 // hold a rank up for seconds, and then says nothing of ours; every run must be right in all else.
 void expect_in_time(const std::function<double()>& once) {
   double best_ms = INFINITY;
@@ -373,7 +373,7 @@ double without_launcher() {
     if (usual_backend() != "shm") continue;  // gloo knows of a connection that broke, not of whom
     EXPECT_THAT(result.output, AllOf(HasSubstr("first: peer 2"), HasSubstr("later: peer 2"),
                                      HasSubstr("rank 2 (process ")));
-    late_ms = std::max(late_ms, told_at_ms(result) - killed_ms);
+    late_ms = std::max(late_ms, reported_at_ms(result) - killed_ms);
   }
   return late_ms;
 }
@@ -382,7 +382,7 @@ TEST(ProcessWorld, KilledPeerWithoutLauncher) {
   expect_in_time(without_launcher);
 }
 
-double with_the_launchers_word() {
+double with_the_launchers_report() {
   double killed_ms = 0, late_ms = 0;
   const auto ranks = kill_one_of_three(true, "killed by SIGKILL", &killed_ms);
   for (const int rank : {0, 1}) {
@@ -391,14 +391,14 @@ double with_the_launchers_word() {
     EXPECT_THAT(result.output, HasSubstr("rank 2 on here failed: killed by SIGKILL."));
     if (usual_backend() == "shm") {
       EXPECT_THAT(result.output, AllOf(HasSubstr("first: peer 2"), HasSubstr("later: peer 2")));
-      late_ms = std::max(late_ms, told_at_ms(result) - killed_ms);
+      late_ms = std::max(late_ms, reported_at_ms(result) - killed_ms);
     }
   }
   return late_ms;
 }
 
 TEST(ProcessWorld, KilledPeerWithTheLaunchersWord) {
-  expect_in_time(with_the_launchers_word);
+  expect_in_time(with_the_launchers_report);
 }
 
 // Nobody died, so no launcher has anything to tell: its word is not waited for, which would take
@@ -415,20 +415,20 @@ TEST(ProcessWorld, ADisagreementIsToldAtOnceUnderALauncher) {
         std::vector<Work> works;
         for (int i = 0; i < 5; ++i) works.push_back(world.recv(at::ones({1}), 1 - world.rank()));
         works.push_back(world.all_reduce(at::ones({10 + world.rank()})));
-        int told = 0;
+        int reported = 0;
         for (Work& work : works) {
           try {
             work.wait();
           } catch (const CommError& error) {
-            told += error.context().peer >= 0 ? 1 : 0;
+            reported += error.context().peer >= 0 ? 1 : 0;
           }
         }
         const auto elapsed = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
-        std::printf("%d told, %s\n", told, elapsed < seconds(6) ? "soon" : "late");
+        std::printf("%d reported, %s\n", reported, elapsed < seconds(6) ? "soon" : "late");
         std::fflush(stdout);
       },
       options);
-  for (const auto& rank : ranks) EXPECT_THAT(rank.output, HasSubstr("6 told, soon"));
+  for (const auto& rank : ranks) EXPECT_THAT(rank.output, HasSubstr("6 reported, soon"));
 }
 
 TEST(ProcessWorld, LaunchersWordEndsAWaitAtOnce) {

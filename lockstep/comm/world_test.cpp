@@ -105,7 +105,7 @@ TEST(Symmetric, MemoryOutlivesTheWorld) {
   for (const auto& x : kept) EXPECT_TENSOR_EQ(x, at::ones({1000}));
 }
 
-// Every rank is told, and the world goes on.
+// Every rank is told, and the world continues.
 TEST(Symmetric, WithoutTheMemoryItIsRefusedOnAllRanks) {
   run_threads(
       2,
@@ -173,7 +173,7 @@ TEST(World, KnowsItsPlace) {
   run_threads(
       4,
       [](World& world) {
-        EXPECT_EQ(world.node(), world.rank() / 2);
+        EXPECT_EQ(world.node_rank(), world.rank() / 2);
         EXPECT_EQ(world.local_rank(), world.rank() % 2);
         EXPECT_EQ(world.local_size(), 2);
         EXPECT_EQ(world.size(), 4);
@@ -526,8 +526,8 @@ TEST(WorldRefuses, WhatHasNoMeaning) {
               HasSubstr("all_reduce: 'xor' of Float tensors has no meaning"));
   EXPECT_THAT(thrown([&] { world.recv(x, 0).wait(); }),
               HasSubstr("recv: rank 0 receives from itself, but has sent nothing"));
-  EXPECT_THAT(thrown([&] { world.all_gather_varied(at::scalar_tensor(1)); }),
-              HasSubstr("all_gather_varied: the tensor needs a first dimension"));
+  EXPECT_THAT(thrown([&] { world.all_gather_v(at::scalar_tensor(1)); }),
+              HasSubstr("all_gather_v: the tensor needs a first dimension"));
   // A refusal leaves the world usable.
   EXPECT_EQ(world.sum(1), 1);
 }
@@ -636,7 +636,7 @@ TEST(StartUp, PlacesThatNobodySaidAreCounted) {
   run_threads(
       3,
       [](World& world) {
-        EXPECT_EQ(world.node(), world.rank() % 2);
+        EXPECT_EQ(world.node_rank(), world.rank() % 2);
         EXPECT_EQ(world.local_rank(), world.rank() / 2);
         EXPECT_EQ(world.local_size(), world.rank() == 1 ? 1 : 2);
       },

@@ -56,8 +56,8 @@ struct Inherited {
 };
 const Inherited g_inherited;
 
-Failure parse_failure(const nlohmann::json& failed) {
-  Failure failure{-1, "", "the launcher did not say why"};
+PeerFailure parse_failure(const nlohmann::json& failed) {
+  PeerFailure failure{-1, "", "the launcher did not say why"};
   if (!failed.is_object()) return failure;
   if (const auto rank = failed.find("rank"); rank != failed.end() && rank->is_number_integer())
     failure.rank = rank->get<int>();
@@ -80,7 +80,7 @@ class Listener {
 
   bool connected() const { return static_cast<bool>(fd_); }
 
-  std::optional<Failure> failure(std::chrono::milliseconds wait) {
+  std::optional<PeerFailure> failure(std::chrono::milliseconds wait) {
     std::unique_lock lock(mutex_);
     if (!fd_) return std::nullopt;
     // A SIGTERM may arrive before the listening thread was scheduled, so look for oneself.
@@ -90,11 +90,11 @@ class Listener {
     return failure_;
   }
 
-  Subscription subscribe(std::function<void(const Failure&)> callback) {
+  Subscription subscribe(std::function<void(const PeerFailure&)> callback) {
     std::unique_lock lock(mutex_);
     if (fd_) read_ready();
     if (failure_) {
-      const Failure known = *failure_;
+      const PeerFailure known = *failure_;
       lock.unlock();
       call(callback, known);
       return std::make_shared<int>(0);
@@ -105,7 +105,8 @@ class Listener {
   }
 
  private:
-  static void call(const std::function<void(const Failure&)>& callback, const Failure& failure) {
+  static void call(const std::function<void(const PeerFailure&)>& callback,
+                   const PeerFailure& failure) {
     try {
       callback(failure);
     } catch (const std::exception& e) {
@@ -154,7 +155,7 @@ class Listener {
       char buffer[4096];
       const ssize_t n = ::read(fd_.get(), buffer, sizeof buffer);
       if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-      if (n <= 0) return settle(Failure{-1, "", "the launcher ended"});
+      if (n <= 0) return settle(PeerFailure{-1, "", "the launcher ended"});
       line_.append(buffer, static_cast<std::size_t>(n));
       for (auto end = line_.find('\n'); end != std::string::npos; end = line_.find('\n')) {
         take_line(line_.substr(0, end));
@@ -174,7 +175,7 @@ class Listener {
     }
   }
 
-  void settle(Failure failure) {
+  void settle(PeerFailure failure) {
     failure_ = std::move(failure);
     std::signal(SIGTERM, SIG_DFL);
     changed_.notify_all();
@@ -207,9 +208,9 @@ class Listener {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::string line_;
-  std::optional<Failure> failure_;
+  std::optional<PeerFailure> failure_;
   bool done_ = false;
-  std::map<std::uint64_t, std::function<void(const Failure&)>> callbacks_;
+  std::map<std::uint64_t, std::function<void(const PeerFailure&)>> callbacks_;
   std::uint64_t next_id_ = 1;
   std::uint64_t running_ = 0;
   std::thread::id running_thread_;
@@ -224,7 +225,7 @@ Listener& listener() {
 
 }  // namespace
 
-std::string Failure::text() const {
+std::string PeerFailure::text() const {
   if (rank < 0) return host.empty() ? cause : fmt::format("{} on {}", cause, host);
   return fmt::format("rank {}{}{} failed: {}", rank, host.empty() ? "" : " on ", host, cause);
 }
@@ -233,11 +234,11 @@ bool connected() {
   return listener().connected();
 }
 
-std::optional<Failure> failure(std::chrono::milliseconds wait) {
+std::optional<PeerFailure> failure(std::chrono::milliseconds wait) {
   return listener().failure(wait);
 }
 
-Subscription subscribe(std::function<void(const Failure&)> callback) {
+Subscription subscribe(std::function<void(const PeerFailure&)> callback) {
   return listener().subscribe(std::move(callback));
 }
 

@@ -9,7 +9,7 @@
 // read, so a program that saves when it is stopped asks failure() first. A process that is still
 // there 3 s after it was told of a failure is ended.
 //
-//   auto token = control::subscribe([&](const control::Failure& f) { world.abort(f.text()); });
+//   auto token = control::subscribe([&](const control::PeerFailure& f) { world.abort(f.text()); });
 //
 // All functions may be called from any thread, but not in a signal handler: they lock. The
 // descriptor is closed on exec from the first use on, so that a rank's own children do not listen.
@@ -23,7 +23,7 @@
 
 namespace lockstep::control {
 
-struct Failure {
+struct PeerFailure {
   int rank = -1;  // -1: not a rank, but the launcher
   std::string host;
   std::string cause;
@@ -37,12 +37,12 @@ bool connected();
 // a moment before its cause is told. The first use starts the listening thread; without a control
 // descriptor there is nothing to wait for and this returns at once. The launcher closing the pipe
 // without a word (it died) is a failure too; after {"done": true} it is not.
-std::optional<Failure> failure(std::chrono::milliseconds wait = std::chrono::milliseconds(0));
+std::optional<PeerFailure> failure(std::chrono::milliseconds wait = std::chrono::milliseconds(0));
 
 // Calls `callback` once (from the listening thread, or at once when a failure is already known)
 // unless the returned token is dropped before. Dropping it waits for a call in progress, except
 // from inside that call. The callback must not block for long; what it throws is logged.
 using Subscription = std::shared_ptr<void>;
-[[nodiscard]] Subscription subscribe(std::function<void(const Failure&)> callback);
+[[nodiscard]] Subscription subscribe(std::function<void(const PeerFailure&)> callback);
 
 }  // namespace lockstep::control

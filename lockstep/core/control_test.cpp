@@ -39,14 +39,15 @@ void print(const std::string& text) {
   std::fflush(stdout);
 }
 
-std::string text_of(const std::optional<control::Failure>& failure) {
+std::string text_of(const std::optional<control::PeerFailure>& failure) {
   return failure ? failure->text() : "none";
 }
 
 TEST(Control, TextNamesRankHostAndCause) {
-  EXPECT_EQ((control::Failure{3, "n1", "exit code 2"}).text(), "rank 3 on n1 failed: exit code 2");
-  EXPECT_EQ((control::Failure{0, "", "exit code 2"}).text(), "rank 0 failed: exit code 2");
-  EXPECT_EQ((control::Failure{-1, "", "the launcher ended"}).text(), "the launcher ended");
+  EXPECT_EQ((control::PeerFailure{3, "n1", "exit code 2"}).text(),
+            "rank 3 on n1 failed: exit code 2");
+  EXPECT_EQ((control::PeerFailure{0, "", "exit code 2"}).text(), "rank 0 failed: exit code 2");
+  EXPECT_EQ((control::PeerFailure{-1, "", "the launcher ended"}).text(), "the launcher ended");
 }
 
 CHILD(waits_for_failure) {
@@ -118,20 +119,21 @@ CHILD(subscribes) {
   std::atomic<int> calls{0};
   std::atomic<bool> on_main{false};
   const auto main_thread = std::this_thread::get_id();
-  auto kept = control::subscribe([&](const control::Failure& f) {
+  auto kept = control::subscribe([&](const control::PeerFailure& f) {
     on_main = std::this_thread::get_id() == main_thread;
     print("told: " + f.text());
     ++calls;
   });
-  auto dropped = control::subscribe([](const control::Failure&) { print("wrong: dropped"); });
+  auto dropped = control::subscribe([](const control::PeerFailure&) { print("wrong: dropped"); });
   dropped.reset();
   auto throwing =
-      control::subscribe([](const control::Failure&) { throw std::runtime_error("x"); });
+      control::subscribe([](const control::PeerFailure&) { throw std::runtime_error("x"); });
   print("ready");
   // Whoever reads the message, the listening thread tells: failure() in a loop must not eat it.
   while (!control::failure()) std::this_thread::sleep_for(milliseconds(1));
   while (calls == 0) std::this_thread::sleep_for(milliseconds(1));
-  auto late = control::subscribe([&](const control::Failure& f) { print("late: " + f.text()); });
+  auto late =
+      control::subscribe([&](const control::PeerFailure& f) { print("late: " + f.text()); });
   print(on_main ? "on main" : "on the listening thread");
   return calls == 1 ? 0 : 1;
 }
@@ -151,7 +153,7 @@ TEST(Control, SubscribersAreToldOnce) {
 
 CHILD(drops_during_the_call) {
   std::atomic<bool> entered{false}, left{false};
-  auto slow = control::subscribe([&](const control::Failure&) {
+  auto slow = control::subscribe([&](const control::PeerFailure&) {
     entered = true;
     std::this_thread::sleep_for(milliseconds(200));
     left = true;
@@ -177,7 +179,7 @@ CHILD(drops_its_own_token) {
   std::atomic<bool> done{false};
   {
     const std::lock_guard lock(mutex);
-    token = control::subscribe([&](const control::Failure&) {
+    token = control::subscribe([&](const control::PeerFailure&) {
       const std::lock_guard inner(mutex);
       token.reset();
       done = true;
@@ -198,7 +200,7 @@ TEST(Control, ACallMayDropItsOwnToken) {
 
 CHILD(faults_in_a_callback) {
   crash::install(5);
-  auto token = control::subscribe([](const control::Failure&) {
+  auto token = control::subscribe([](const control::PeerFailure&) {
     volatile int* volatile nowhere = nullptr;
     *nowhere = 1;
   });
@@ -228,7 +230,7 @@ CHILD(saves_on_sigterm) {
     sigaddset(&term, SIGTERM);
     ::pthread_sigmask(SIG_BLOCK, &term, nullptr);
   }
-  auto token = control::subscribe([](const control::Failure&) { print("told"); });
+  auto token = control::subscribe([](const control::PeerFailure&) { print("told"); });
   print("ready");
   for (int i = 0; i < 3000; ++i) std::this_thread::sleep_for(milliseconds(10));
   return 0;

@@ -14,14 +14,14 @@ struct Asked {
 };
 
 Asked parse_device(const std::string& text, const char* source) {
-  constexpr int kMostGpus = 1024;
+  constexpr int kMaxGpus = 1024;
   constexpr std::string_view kNumbered = "cuda:";
   if (text == "cpu" || text == "cpu:0") return {};
   if (text == "cuda") return {true, -1};
   const std::string number = text.substr(std::min(kNumbered.size(), text.size()));
   const bool digits = !number.empty() && number.size() < 5 &&
                       number.find_first_not_of("0123456789") == std::string::npos;
-  if (text.starts_with(kNumbered) && digits && std::stoi(number) <= kMostGpus)
+  if (text.starts_with(kNumbered) && digits && std::stoi(number) <= kMaxGpus)
     return {true, std::stoi(number)};
   throw UsageError("world", "{}='{}' is not a device. Use cpu, cuda or cuda:N.", source, text);
 }

@@ -227,21 +227,21 @@ std::string bool_hint(const Node& node) {
 
 // ------------------------------------------------------------------ places and nodes
 
-Place::Place() = default;
-Place::Place(std::shared_ptr<const std::string> in, int at_line, int at_column)
+SourceLocation::SourceLocation() = default;
+SourceLocation::SourceLocation(std::shared_ptr<const std::string> in, int at_line, int at_column)
     : file(std::move(in)), line(at_line), column(at_column) {}
-Place::Place(const Place& other) = default;
-Place::Place(Place&& other) noexcept = default;
-Place& Place::operator=(const Place& other) = default;
-Place& Place::operator=(Place&& other) noexcept = default;
-Place::~Place() = default;
+SourceLocation::SourceLocation(const SourceLocation& other) = default;
+SourceLocation::SourceLocation(SourceLocation&& other) noexcept = default;
+SourceLocation& SourceLocation::operator=(const SourceLocation& other) = default;
+SourceLocation& SourceLocation::operator=(SourceLocation&& other) noexcept = default;
+SourceLocation::~SourceLocation() = default;
 
-std::string Place::text() const {
+std::string SourceLocation::text() const {
   const std::string name = file ? *file : "";
   return line == 0 ? name : fmt::format("{}:{}:{}", name, line, column);
 }
 
-Place place_named(std::string name) {
+SourceLocation location_named(std::string name) {
   return {std::make_shared<const std::string>(std::move(name)), 0, 0};
 }
 
@@ -251,9 +251,9 @@ const Entry* Node::find(std::string_view key) const {
   return found == entries.end() ? nullptr : &*found;
 }
 
-Node plain_scalar(std::string_view text, Place place) {
+Node plain_scalar(std::string_view text, SourceLocation location) {
   Node node;
-  node.place = std::move(place);
+  node.location = std::move(location);
   node.text = text;
   node.kind = NodeKind::kString;
   if (text.empty() || text == "~" || is_word(text, "null")) {
@@ -355,7 +355,7 @@ void refuse_value(const Node& node, std::string_view key, std::string_view wante
       there = fmt::format("and '{}' is a string{}", text, word && !node.quoted ? " here" : "");
       break;
   }
-  refuse_at(node.place, "{} must be {}, {}.{}{}", key, wanted, there, hint.empty() ? "" : " ",
+  refuse_at(node.location, "{} must be {}, {}.{}{}", key, wanted, there, hint.empty() ? "" : " ",
             hint);
 }
 
@@ -369,7 +369,7 @@ std::int64_t as_integer(const Node& node, std::string_view key) {
   if (node.is(NodeKind::kReal)) {
     if (std::abs(node.real) <= kExactIntegers && std::floor(node.real) == node.real)
       return static_cast<std::int64_t>(node.real);
-    refuse_at(node.place, "{} must be a whole number, and {} is not one that fits.", key,
+    refuse_at(node.location, "{} must be a whole number, and {} is not one that fits.", key,
               shortened(node.text));
   }
   refuse_value(node, key, "a whole number", number_hint(node));

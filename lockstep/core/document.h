@@ -1,6 +1,6 @@
 // YAML and JSON files, read strictly into one small tree whose every node and key knows its place.
 //
-// The one hard idea: nothing is guessed. A scalar has the type that YAML 1.2's core schema gives it
+// Nothing is guessed. A scalar has the type that YAML 1.2's core schema gives it
 // (1e-4 is a number, yes and no are words, "true" in quotes is a word), and what readers disagree
 // about is refused with its place and a remedy: duplicate keys, tabs as indentation, several
 // documents, tags, merge keys, keys that are not words. Size, depth and the growth by aliases are
@@ -26,23 +26,24 @@ class Problems;
 
 // Where something was written. Line and column count from 1, columns in characters; line 0 is a
 // source without lines, such as a flag, and then `file` is its name.
-struct Place {
+struct SourceLocation {
   std::shared_ptr<const std::string> file;
   int line = 0;
   int column = 0;
 
-  // Not inline: GCC 12 warns of members that it loses track of in temporaries that hold a Place.
-  Place();
-  Place(std::shared_ptr<const std::string> in, int at_line, int at_column);
-  Place(const Place& other);
-  Place(Place&& other) noexcept;
-  Place& operator=(const Place& other);
-  Place& operator=(Place&& other) noexcept;
-  ~Place();
+  // Not inline: GCC 12 warns of members that it loses track of in temporaries that hold a
+  // SourceLocation.
+  SourceLocation();
+  SourceLocation(std::shared_ptr<const std::string> in, int at_line, int at_column);
+  SourceLocation(const SourceLocation& other);
+  SourceLocation(SourceLocation&& other) noexcept;
+  SourceLocation& operator=(const SourceLocation& other);
+  SourceLocation& operator=(SourceLocation&& other) noexcept;
+  ~SourceLocation();
 
   std::string text() const;  // "train.yaml:3:7", or "--learning_rate"
 };
-Place place_named(std::string name);
+SourceLocation location_named(std::string name);
 
 enum class NodeKind { kNull, kBool, kInteger, kReal, kString, kList, kMap };
 
@@ -50,7 +51,7 @@ struct Entry;
 
 struct Node {
   NodeKind kind = NodeKind::kNull;
-  Place place{};
+  SourceLocation location{};
   std::string text{};   // a scalar as it was written, without its quotes
   bool quoted = false;  // a scalar in quotes or a block of text: always a string
   bool boolean = false;
@@ -65,7 +66,7 @@ struct Node {
 
 struct Entry {
   std::string key;
-  Place place;  // of the key; the value has its own
+  SourceLocation location;  // of the key; the value has its own
   Node value;
 };
 
@@ -87,7 +88,7 @@ Node load_document(const std::string& path, const DocumentLimits& limits = {},
                    Problems* problems = nullptr);
 
 // A plain scalar as YAML's core schema reads it; for values of flags and variables.
-Node plain_scalar(std::string_view text, Place place);
+Node plain_scalar(std::string_view text, SourceLocation location);
 Node text_node(std::string_view text);
 Node bool_node(bool value);
 Node integer_node(std::int64_t value);

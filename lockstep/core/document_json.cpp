@@ -69,7 +69,7 @@ class JsonReader {
  private:
   bool at_end() const { return next_ >= text_.size(); }
   char peek() const { return at_end() ? '\0' : text_[next_]; }
-  Place here() const { return document_.at(next_); }
+  SourceLocation here() const { return document_.at(next_); }
 
   void skip_space() {
     next_ = std::min(text_.find_first_not_of(" \t\r\n", next_), text_.size());
@@ -79,17 +79,17 @@ class JsonReader {
   }
 
   Node value(std::size_t depth) {
-    const Place place = here();
-    document_.count(1, place);
+    const SourceLocation location = here();
+    document_.count(1, location);
     Node node;
     switch (peek()) {
       case '{':
-        document_.check_depth(depth, place);
-        node = map(depth, place);
+        document_.check_depth(depth, location);
+        node = map(depth, location);
         break;
       case '[':
-        document_.check_depth(depth, place);
-        node = list(depth, place);
+        document_.check_depth(depth, location);
+        node = list(depth, location);
         break;
       case '"':
         node = text_node(string());
@@ -98,11 +98,11 @@ class JsonReader {
       default:
         node = word();
     }
-    node.place = place;
+    node.location = location;
     return node;
   }
 
-  Node map(std::size_t depth, const Place& opened) {
+  Node map(std::size_t depth, const SourceLocation& opened) {
     Node node;
     node.kind = NodeKind::kMap;
     std::unordered_map<std::string, std::size_t> seen;
@@ -114,10 +114,11 @@ class JsonReader {
     }
     for (;;) {
       Entry entry;
-      entry.place = here();
+      entry.location = here();
       entry.key = key(opened);
       const auto [found, fresh] = seen.emplace(entry.key, node.entries.size());
-      if (!fresh) refuse_duplicate(node.entries[found->second], entry.key, entry.place, problems_);
+      if (!fresh)
+        refuse_duplicate(node.entries[found->second], entry.key, entry.location, problems_);
       skip_space();
       if (peek() != ':') refuse_at(here(), "a ':' was expected after the key '{}'.", entry.key);
       ++next_;
@@ -129,7 +130,7 @@ class JsonReader {
     }
   }
 
-  Node list(std::size_t depth, const Place& opened) {
+  Node list(std::size_t depth, const SourceLocation& opened) {
     Node node;
     node.kind = NodeKind::kList;
     ++next_;
@@ -146,7 +147,7 @@ class JsonReader {
   }
 
   // Past the comma or the closing bracket after an element; whether there is one more.
-  bool another(char closing, const Place& opened) {
+  bool another(char closing, const SourceLocation& opened) {
     skip_space();
     if (at_end()) refuse_end(opened);
     const char c = peek();
@@ -160,12 +161,12 @@ class JsonReader {
     return true;
   }
 
-  [[noreturn]] void refuse_end(const Place& opened) const {
+  [[noreturn]] void refuse_end(const SourceLocation& opened) const {
     refuse_at(here(), "the file ends inside a list or map that line {} opened. Close it.",
               opened.line);
   }
 
-  std::string key(const Place& opened) {
+  std::string key(const SourceLocation& opened) {
     const char c = peek();
     if (at_end()) refuse_end(opened);
     if (c == '\'' || c == '_' || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'))
@@ -175,7 +176,7 @@ class JsonReader {
   }
 
   std::string string() {
-    const Place opened = here();
+    const SourceLocation opened = here();
     std::string out;
     for (++next_;; ++next_) {
       if (at_end()) refuse_at(opened, "A quote that was opened is not closed.");
@@ -196,7 +197,7 @@ class JsonReader {
 
   // At the backslash; leaves next_ at the escape's last character.
   void escape(std::string& out) {
-    const Place place = here();
+    const SourceLocation location = here();
     ++next_;
     constexpr std::string_view kLetters = "\"\\/bfnrt";
     constexpr std::string_view kMeanings = "\"\\/\b\f\n\r\t";
@@ -205,29 +206,29 @@ class JsonReader {
       return;
     }
     if (peek() != 'u') {
-      refuse_at(place, "\\{} is no escape. Write \\\\ for a backslash.",
+      refuse_at(location, "\\{} is not an escape. Write \\\\ for a backslash.",
                 at_end() ? "" : std::string(1, peek()));
     }
-    unsigned code = hex(place);
+    unsigned code = hex(location);
     if (code >= 0xD800 && code < 0xDC00 && text_.substr(next_ + 1, 2) == "\\u") {
       next_ += 2;
-      const unsigned low = hex(place);
+      const unsigned low = hex(location);
       code = low >= 0xDC00 && low < 0xE000 ? 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)
                                            : 0xD800;
     }
     if (code >= 0xD800 && code < 0xE000)
-      refuse_at(place, "half of a surrogate pair. Write both halves, or the character itself.");
+      refuse_at(location, "half of a surrogate pair. Write both halves, or the character itself.");
     append_utf8(out, code);
   }
 
   // At the 'u'; leaves next_ at the last digit.
-  unsigned hex(const Place& place) {
+  unsigned hex(const SourceLocation& location) {
     unsigned code = 0;
     const std::string_view digits = text_.substr(next_ + 1, 4);
     const auto [end, error] =
         std::from_chars(digits.data(), digits.data() + digits.size(), code, 16);
     if (digits.size() != 4 || error != std::errc() || end != digits.data() + 4)
-      refuse_at(place, "\\u takes four hexadecimal digits.");
+      refuse_at(location, "\\u takes four hexadecimal digits.");
     next_ += 4;
     return code;
   }
@@ -236,29 +237,29 @@ class JsonReader {
   Node word() {
     const std::size_t end = std::min(text_.find_first_of(" \t\r\n,:]}[{\"", next_), text_.size());
     const std::string_view all = text_.substr(next_, end - next_);
-    const Place place = here();
+    const SourceLocation location = here();
     const auto said = [&] { return std::string(all.substr(0, 40)); };
     if (all == "true" || all == "false" || all == "null") {
       next_ = end;
-      return plain_scalar(all, place);
+      return plain_scalar(all, location);
     }
-    if (all.empty()) refuse_at(place, "a value is missing.");
+    if (all.empty()) refuse_at(location, "a value is missing.");
     if (is_digit(all[0]) || all[0] == '-') {
       if (number_size(all) != all.size())
-        refuse_at(place, "'{}' is no JSON number. Write it as 12, -1.5 or 5e-5.", said());
-      Node node = plain_scalar(all, place);
+        refuse_at(location, "'{}' is not a JSON number. Write it as 12, -1.5 or 5e-5.", said());
+      Node node = plain_scalar(all, location);
       if (node.real == std::numeric_limits<double>::infinity() ||
           node.real == -std::numeric_limits<double>::infinity())
-        refuse_at(place, "'{}' is too large for a number.", said());
+        refuse_at(location, "'{}' is too large for a number.", said());
       next_ = end;
       return node;
     }
-    if (all[0] == '\'') refuse_at(place, "JSON takes double quotes around keys and strings.");
+    if (all[0] == '\'') refuse_at(location, "JSON takes double quotes around keys and strings.");
     const std::string_view hint = all == "True"    ? " Write true."
                                   : all == "False" ? " Write false."
                                   : all == "None"  ? " Write null."
                                                    : " Put strings in double quotes.";
-    refuse_at(place, "'{}' is no JSON value.{}", said(), hint);
+    refuse_at(location, "'{}' is not a JSON value.{}", said(), hint);
   }
 
   DocumentText& document_;

@@ -93,20 +93,20 @@ TEST(Document, ScalarsHaveTheTypesOfTheCoreSchema) {
 
 TEST(Document, EveryNodeAndKeyHasItsPlace) {
   const Node root = yaml("# comment\na: 1\nmap:\n  \"x\":   [2,\n     3]\nz:\n");
-  EXPECT_EQ(root.find("a")->place.text(), "a.yaml:2:1");
-  EXPECT_EQ(root.find("a")->value.place.text(), "a.yaml:2:4");
+  EXPECT_EQ(root.find("a")->location.text(), "a.yaml:2:1");
+  EXPECT_EQ(root.find("a")->value.location.text(), "a.yaml:2:4");
   const Entry* x = root.find("map")->value.find("x");
-  EXPECT_EQ(x->place.text(), "a.yaml:4:3");
-  EXPECT_EQ(x->value.items[1].place.text(), "a.yaml:5:6");
+  EXPECT_EQ(x->location.text(), "a.yaml:4:3");
+  EXPECT_EQ(x->value.items[1].location.text(), "a.yaml:5:6");
   // An empty value has no place of its own: that of its key.
-  EXPECT_EQ(root.find("z")->value.place.text(), "a.yaml:6:1");
+  EXPECT_EQ(root.find("z")->value.location.text(), "a.yaml:6:1");
 }
 
 TEST(Document, ColumnsCountCharacters) {
   const Node root = yaml("{\303\251\303\251: 1, b: 2}\n");
-  EXPECT_EQ(root.find("b")->place.text(), "a.yaml:1:9");
+  EXPECT_EQ(root.find("b")->location.text(), "a.yaml:1:9");
   const Node same = json("{\"\303\251\303\251\": 1, \"b\": 2}");
-  EXPECT_EQ(same.find("b")->place.text(), "a.json:1:11");
+  EXPECT_EQ(same.find("b")->location.text(), "a.json:1:11");
 }
 
 TEST(Document, AByteOrderMarkAndWindowsLineEndsAreFine) {
@@ -114,8 +114,8 @@ TEST(Document, AByteOrderMarkAndWindowsLineEndsAreFine) {
       "\xEF\xBB\xBF"
       "a: 1\r\nb: 2\r\n");
   EXPECT_EQ(to_json(root), "{\"a\":1,\"b\":2}");
-  EXPECT_EQ(root.find("a")->place.text(), "a.yaml:1:1");
-  EXPECT_EQ(root.find("b")->place.text(), "a.yaml:2:1");
+  EXPECT_EQ(root.find("a")->location.text(), "a.yaml:1:1");
+  EXPECT_EQ(root.find("b")->location.text(), "a.yaml:2:1");
 }
 
 TEST(Document, AnEmptyFileIsNull) {
@@ -138,8 +138,8 @@ TEST(Document, JsonIsReadWithPlaces) {
   const Node root =
       json("{\n\t\"a\": [1, -2.5e3, true, null],\n  \"b\": {\"c\": \"\\ud83d\\ude00\"}\n}");
   EXPECT_EQ(to_json(root), "{\"a\":[1,-2500.0,true,null],\"b\":{\"c\":\"\360\237\230\200\"}}");
-  EXPECT_EQ(root.find("b")->place.text(), "a.json:3:3");
-  EXPECT_EQ(root.find("a")->value.items[1].place.text(), "a.json:2:11");
+  EXPECT_EQ(root.find("b")->location.text(), "a.json:3:3");
+  EXPECT_EQ(root.find("a")->value.items[1].location.text(), "a.json:2:11");
 }
 
 TEST(Document, JsonTextReadsBackTheSame) {
@@ -214,14 +214,14 @@ TEST(Document, WhatIsNotAFileIsRefusedAtOnce) {
 struct Mistake {
   const char* name;
   std::string text;
-  std::string place;
+  std::string location;
   std::string words;
 };
 
 class YamlMistake : public ::testing::TestWithParam<Mistake> {};
 TEST_P(YamlMistake, IsNamedWithPlaceAndRemedy) {
   const std::string message = message_of([] { yaml(GetParam().text); });
-  EXPECT_THAT(message, StartsWith("[config] a.yaml:" + GetParam().place + ": "));
+  EXPECT_THAT(message, StartsWith("[config] a.yaml:" + GetParam().location + ": "));
   EXPECT_THAT(message, HasSubstr(GetParam().words));
 }
 
@@ -283,7 +283,7 @@ INSTANTIATE_TEST_SUITE_P(Document, YamlMistake, ::testing::ValuesIn(kYamlMistake
 class JsonMistake : public ::testing::TestWithParam<Mistake> {};
 TEST_P(JsonMistake, IsNamedWithPlaceAndRemedy) {
   const std::string message = message_of([] { json(GetParam().text); });
-  EXPECT_THAT(message, StartsWith("[config] a.json:" + GetParam().place + ": "));
+  EXPECT_THAT(message, StartsWith("[config] a.json:" + GetParam().location + ": "));
   EXPECT_THAT(message, HasSubstr(GetParam().words));
 }
 
@@ -301,13 +301,13 @@ const Mistake kJsonMistakes[] = {
     {"End", "{\"a\": [1, 2", "1:12", "the file ends inside a list or map that line 1 opened"},
     {"OpenQuote", "{\"a", "1:2", "A quote that was opened is not closed"},
     {"LineInString", "{\"a\": \"x\ny\"}", "1:9", "a line end stands inside a string. Write \\n."},
-    {"Escape", "[\"\\q\"]", "1:3", "\\q is no escape"},
+    {"Escape", "[\"\\q\"]", "1:3", "\\q is not an escape"},
     {"LoneSurrogate", "[\"\\ud83d\"]", "1:3", "half of a surrogate pair"},
     {"BadHex", "[\"\\u12g4\"]", "1:3", "\\u takes four hexadecimal digits"},
-    {"LeadingZero", "[012]", "1:2", "'012' is no JSON number"},
-    {"Plus", "[+1]", "1:2", "'+1' is no JSON value"},
-    {"Word", "[True]", "1:2", "'True' is no JSON value. Write true"},
-    {"NaN", "[NaN]", "1:2", "'NaN' is no JSON value"},
+    {"LeadingZero", "[012]", "1:2", "'012' is not a JSON number"},
+    {"Plus", "[+1]", "1:2", "'+1' is not a JSON value"},
+    {"Word", "[True]", "1:2", "'True' is not a JSON value. Write true"},
+    {"NaN", "[NaN]", "1:2", "'NaN' is not a JSON value"},
     {"More", "{} {}", "1:4", "one value was expected, but more follows"},
     {"Empty", "", "1:1", "the file is empty"},
     {"Depth", std::string(40, '['), "1:33", "nested deeper than 32"},
@@ -343,7 +343,7 @@ TEST(Document, OneLongLineIsReadInItsLength) {
     const auto start = std::chrono::steady_clock::now();
     const Node root = is_json ? json(text) : yaml(text);
     const auto elapsed = std::chrono::steady_clock::now() - start;
-    EXPECT_EQ(root.items.back().place.column, is_json ? 75'000 * 4 + 2 : 75'000 * 2 + 2);
+    EXPECT_EQ(root.items.back().location.column, is_json ? 75'000 * 4 + 2 : 75'000 * 2 + 2);
     EXPECT_LT(elapsed, std::chrono::seconds(20));
   }
 }

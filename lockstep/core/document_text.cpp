@@ -68,7 +68,7 @@ void DocumentText::check_bytes() const {
   }
 }
 
-Place DocumentText::at(std::size_t offset) const {
+SourceLocation DocumentText::at(std::size_t offset) const {
   offset = std::min(offset, text_.size());
   const auto after = std::upper_bound(starts_.begin(), starts_.end(), offset);
   const auto line = static_cast<std::size_t>(after - starts_.begin());  // from 1
@@ -88,30 +88,30 @@ std::size_t DocumentText::offset(int line, int byte_column) const {
   return std::min(starts_[index] + static_cast<std::size_t>(byte_column), text_.size());
 }
 
-Place DocumentText::at(int line, int byte_column) const {
+SourceLocation DocumentText::at(int line, int byte_column) const {
   return at(offset(line, byte_column));
 }
 
-void DocumentText::count(std::size_t nodes, const Place& place) {
+void DocumentText::count(std::size_t nodes, const SourceLocation& location) {
   nodes_ += nodes;
   if (nodes_ > limits_.nodes) {
-    refuse_at(place,
+    refuse_at(location,
               "there are more than {} values, counting what aliases repeat. Is it the right file?",
               limits_.nodes);
   }
 }
 
-void DocumentText::check_depth(std::size_t depth, const Place& place) const {
+void DocumentText::check_depth(std::size_t depth, const SourceLocation& location) const {
   if (depth > static_cast<std::size_t>(limits_.depth))
-    refuse_at(place, "nested deeper than {}. Is it the right file?", limits_.depth);
+    refuse_at(location, "nested deeper than {}. Is it the right file?", limits_.depth);
 }
 
-void refuse_duplicate(const Entry& first, const std::string& key, const Place& place,
+void refuse_duplicate(const Entry& first, const std::string& key, const SourceLocation& location,
                       Problems* problems) {
   const auto refuse = [&] {
-    refuse_at(place,
+    refuse_at(location,
               "the key '{}' is here twice (first at line {}, column {}). Delete one of them.", key,
-              first.place.line, first.place.column);
+              first.location.line, first.location.column);
   };
   if (problems == nullptr) refuse();
   if (!problems->full()) problems->attempt(refuse);

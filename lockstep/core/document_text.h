@@ -21,9 +21,9 @@
 namespace lockstep {
 
 template <typename... Args>
-[[noreturn]] void refuse_at(const Place& place, fmt::format_string<Args...> format,
+[[noreturn]] void refuse_at(const SourceLocation& location, fmt::format_string<Args...> format,
                             Args&&... args) {
-  throw UsageError("config", "{}: {}", place.text(),
+  throw UsageError("config", "{}: {}", location.text(),
                    fmt::format(format, std::forward<Args>(args)...));
 }
 
@@ -33,12 +33,12 @@ class DocumentText {
   DocumentText(std::string_view bytes, const std::string& name, const DocumentLimits& limits);
 
   std::string_view text() const { return text_; }  // without the byte order mark
-  Place at(std::size_t offset) const;
-  Place at(int line, int byte_column) const;  // both from 0
+  SourceLocation at(std::size_t offset) const;
+  SourceLocation at(int line, int byte_column) const;  // both from 0
   std::size_t offset(int line, int byte_column) const;
   // Counts towards the limits of nodes and depth, or refuses.
-  void count(std::size_t nodes, const Place& place);
-  void check_depth(std::size_t depth, const Place& place) const;
+  void count(std::size_t nodes, const SourceLocation& location);
+  void check_depth(std::size_t depth, const SourceLocation& location) const;
 
  private:
   void check_bytes() const;
@@ -58,7 +58,7 @@ class DocumentText {
 };
 
 // Thrown, or added to `problems` where there is such a place.
-void refuse_duplicate(const Entry& first, const std::string& key, const Place& place,
+void refuse_duplicate(const Entry& first, const std::string& key, const SourceLocation& location,
                       Problems* problems);
 
 }  // namespace lockstep

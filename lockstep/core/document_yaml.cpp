@@ -61,7 +61,7 @@ class TreeBuilder : public YAML::EventHandler {
                          "the file."
                        : "this does not continue what stands above. Check the indentation.");
     }
-    root_.place = text_.at(std::size_t{0});
+    root_.location = text_.at(std::size_t{0});
   }
   void OnDocumentEnd() override {}
 
@@ -69,35 +69,35 @@ class TreeBuilder : public YAML::EventHandler {
     if (wants_key()) refuse_at(at(mark), "a key is missing. Write `key: value`.");
     check_colon();
     Node node;
-    node.place = null_place(mark);
-    text_.count(1, node.place);
+    node.location = null_location(mark);
+    text_.count(1, node.location);
     add(std::move(node), anchor);
   }
 
   void OnAlias(const YAML::Mark& mark, YAML::anchor_t anchor) override {
-    const Place place = at(mark);
-    if (wants_key()) refuse_at(place, "an alias cannot be a key. Write the word.");
+    const SourceLocation location = at(mark);
+    if (wants_key()) refuse_at(location, "an alias cannot be a key. Write the word.");
     const auto found = anchored_.find(anchor);
     if (found == anchored_.end())
-      refuse_at(place, "an alias stands inside the value that it names. Write the value out.");
-    text_.count(found->second.nodes, place);
-    text_.check_depth(stack_.size() + found->second.depth, place);
+      refuse_at(location, "an alias stands inside the value that it names. Write the value out.");
+    text_.count(found->second.nodes, location);
+    text_.check_depth(stack_.size() + found->second.depth, location);
     add(found->second.node, 0);
   }
 
   void OnScalar(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,
                 const std::string& value) override {
-    const Place place = at(mark);
-    check_tag(tag, place);
-    text_.count(1, place);
+    const SourceLocation location = at(mark);
+    check_tag(tag, location);
+    text_.count(1, location);
     Node node;
     if (tag == "!") {
       check_quotes(mark);
       node = text_node(value);
-      node.place = place;
+      node.location = location;
       node.quoted = true;
     } else {
-      node = plain_scalar(value, place);
+      node = plain_scalar(value, location);
     }
     if (wants_key()) {
       add_key(node);
@@ -120,24 +120,24 @@ class TreeBuilder : public YAML::EventHandler {
   void OnMapEnd() override { close(); }
 
  private:
-  Place at(const YAML::Mark& mark) const { return text_.at(mark.line, mark.column); }
+  SourceLocation at(const YAML::Mark& mark) const { return text_.at(mark.line, mark.column); }
 
   bool wants_key() const {
     return !stack_.empty() && stack_.back().node.is(NodeKind::kMap) && !stack_.back().has_key;
   }
   // A value that is not there has the place of its key; a written one (null, ~) its own.
-  Place null_place(const YAML::Mark& mark) const {
-    const Place own = at(mark);
+  SourceLocation null_location(const YAML::Mark& mark) const {
+    const SourceLocation own = at(mark);
     if (stack_.empty() || stack_.back().node.is(NodeKind::kList)) return own;
     const std::string_view there = text_.text().substr(text_.offset(mark.line, mark.column), 1);
     const bool written = there == "~" || there == "n" || there == "N";
-    return written && own.line == key_place().line ? own : key_place();
+    return written && own.line == key_location().line ? own : key_location();
   }
-  const Place& key_place() const { return stack_.back().next.place; }
+  const SourceLocation& key_location() const { return stack_.back().next.location; }
 
-  static void check_tag(const std::string& tag, const Place& place) {
+  static void check_tag(const std::string& tag, const SourceLocation& location) {
     if (!tag.empty() && tag != "?" && tag != "!")
-      refuse_at(place, "tags ('!') are not read. Delete it, or quote the value.");
+      refuse_at(location, "tags ('!') are not read. Delete it, or quote the value.");
   }
 
   // yaml-cpp takes a last line without a colon for a key without a value.
@@ -147,7 +147,7 @@ class TreeBuilder : public YAML::EventHandler {
     const std::string_view text = text_.text();
     const std::size_t after = text.find_first_not_of(' ', std::min(frame.key_end, text.size()));
     if (after != text.npos && text[after] == ':') return;
-    refuse_at(key_place(), "'{}' is no `key: value`. A colon and a space follow the key.",
+    refuse_at(key_location(), "'{}' is no `key: value`. A colon and a space follow the key.",
               frame.next.key);
   }
 
@@ -159,7 +159,7 @@ class TreeBuilder : public YAML::EventHandler {
       i = text.find_first_not_of(" \r\n", std::min(text.find_first_of(" \r\n", i), text.size()));
     if (i >= text.size() || (text[i] != '"' && text[i] != '\'')) return;
     const char quote = text[i];
-    const Place opened = text_.at(i);
+    const SourceLocation opened = text_.at(i);
     for (++i; i < text.size(); ++i) {
       if (text[i] == '\\' && quote == '"') {
         ++i;
@@ -172,15 +172,16 @@ class TreeBuilder : public YAML::EventHandler {
   }
 
   void open(NodeKind kind, const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor) {
-    const Place place = at(mark);
-    check_tag(tag, place);
+    const SourceLocation location = at(mark);
+    check_tag(tag, location);
     if (wants_key())
-      refuse_at(place, "a list or a map cannot be a key. Write a word, and close every bracket.");
-    text_.count(1, place);
-    text_.check_depth(stack_.size() + 1, place);
+      refuse_at(location,
+                "a list or a map cannot be a key. Write a word, and close every bracket.");
+    text_.count(1, location);
+    text_.check_depth(stack_.size() + 1, location);
     Frame frame;
     frame.node.kind = kind;
-    frame.node.place = place;
+    frame.node.location = location;
     frame.anchor = anchor;
     stack_.push_back(std::move(frame));
   }
@@ -193,18 +194,19 @@ class TreeBuilder : public YAML::EventHandler {
 
   void add_key(const Node& key) {
     if (!key.is(NodeKind::kString)) {
-      if (key.is(NodeKind::kNull)) refuse_at(key.place, "a key is missing. Write `key: value`.");
-      refuse_at(key.place, "the key {} is a {}. Keys are words: quote it if it is meant.", key.text,
-                key.is(NodeKind::kBool) ? "boolean" : "number");
+      if (key.is(NodeKind::kNull)) refuse_at(key.location, "a key is missing. Write `key: value`.");
+      refuse_at(key.location, "the key {} is a {}. Keys are words: quote it if it is meant.",
+                key.text, key.is(NodeKind::kBool) ? "boolean" : "number");
     }
     if (key.text == "<<" && !key.quoted)
-      refuse_at(key.place, "merge keys ('<<') are not read. Write the keys out.");
+      refuse_at(key.location, "merge keys ('<<') are not read. Write the keys out.");
     Frame& frame = stack_.back();
     const auto [found, fresh] = frame.seen.emplace(key.text, frame.node.entries.size());
-    if (!fresh) refuse_duplicate(frame.node.entries[found->second], key.text, key.place, problems_);
+    if (!fresh)
+      refuse_duplicate(frame.node.entries[found->second], key.text, key.location, problems_);
     frame.repeated = !fresh;
     frame.next.key = key.text;
-    frame.next.place = key.place;
+    frame.next.location = key.location;
     frame.has_key = true;
   }
 

@@ -29,7 +29,7 @@ struct State {
   std::shared_ptr<spdlog::logger> logger = std::make_shared<spdlog::logger>(
       "lockstep", std::make_shared<spdlog::sinks::stderr_sink_mt>());
   std::atomic<Level> level{level_from_environment()};
-  std::atomic<bool> chosen{false};  // for this process, not for all ranks alike
+  std::atomic<bool> chosen{false};  // for this process, not for all ranks identically
   std::atomic<int> rank{0};
   std::atomic<int> world_size{1};
   State() {

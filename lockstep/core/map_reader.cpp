@@ -50,7 +50,7 @@ std::int64_t MapReader::integer(std::string_view key, std::int64_t fallback, std
   if (found == nullptr) return fallback;
   const std::int64_t value = as_integer(*found, full_name(key));
   if (value < min || value > max) {
-    refuse_at(found->place, "{} must be from {} to {}, and {} is not.", full_name(key), min, max,
+    refuse_at(found->location, "{} must be from {} to {}, and {} is not.", full_name(key), min, max,
               value);
   }
   return value;
@@ -61,7 +61,7 @@ double MapReader::real(std::string_view key, double fallback, double min, double
   if (found == nullptr) return fallback;
   const double value = as_real(*found, full_name(key));
   if (!(value >= min && value <= max)) {
-    refuse_at(found->place, "{} must be from {} to {}, and {} is not.", full_name(key), min, max,
+    refuse_at(found->location, "{} must be from {} to {}, and {} is not.", full_name(key), min, max,
               real_text(value));
   }
   return value;
@@ -79,7 +79,7 @@ std::string MapReader::choice(std::string_view key, std::string fallback,
   const std::string value = as_string(*found, full_name(key));
   const std::vector<std::string> names(choices.begin(), choices.end());
   if (std::find(names.begin(), names.end(), value) == names.end()) {
-    refuse_at(found->place, "{} must be {}, and '{}' is {}.{}", full_name(key), listed(names),
+    refuse_at(found->location, "{} must be {}, and '{}' is {}.{}", full_name(key), listed(names),
               value, names.size() == 2 ? "neither" : "none of them", did_you_mean(value, names));
   }
   return value;
@@ -90,7 +90,7 @@ void MapReader::finish() const {
   for (const Entry& entry : map_.entries) {
     if (std::find(asked_.begin(), asked_.end(), entry.key) != asked_.end()) continue;
     if (problems.full()) break;
-    problems.add(fmt::format("{}: {} has no key '{}'.{}", entry.place.text(), what_, entry.key,
+    problems.add(fmt::format("{}: {} has no key '{}'.{}", entry.location.text(), what_, entry.key,
                              did_you_mean(entry.key, asked_)));
   }
   problems.raise();

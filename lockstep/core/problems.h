@@ -41,7 +41,7 @@ class Problems {
 
   bool empty() const { return texts_.empty(); }
   // Enough to mend: reading on would only make the message longer.
-  bool full() const { return texts_.size() >= kMost; }
+  bool full() const { return texts_.size() >= kMax; }
 
   void raise() const {
     if (texts_.empty()) return;
@@ -51,7 +51,7 @@ class Problems {
   }
 
  private:
-  static constexpr std::size_t kMost = 50;
+  static constexpr std::size_t kMax = 50;
 
   std::vector<std::string> texts_;
 };

@@ -44,7 +44,7 @@ std::optional<int> number(const std::string& name, int min = 0) {
 }
 
 // What one launcher says, with the names of the variables that said it.
-struct Place {
+struct RankInfo {
   std::string source;
   std::string rank_name, size_name, local_rank_name, local_size_name;
   int rank = 0;
@@ -52,30 +52,30 @@ struct Place {
   std::optional<int> local_rank, local_size, node;
 };
 
-void check(const Place& place) {
-  if (place.size < 1) {
-    throw UsageError("rank", "{}={} is not a world. A world has at least one rank.",
-                     place.size_name, place.size);
+void check(const RankInfo& info) {
+  if (info.size < 1) {
+    throw UsageError("rank", "{}={} is not a world. A world has at least one rank.", info.size_name,
+                     info.size);
   }
-  if (place.rank >= place.size) {
+  if (info.rank >= info.size) {
     throw UsageError("rank",
                      "{}={} does not exist in a world of {}={}: ranks count from 0. Correct one "
                      "of the two variables.",
-                     place.rank_name, place.rank, place.size_name, place.size);
+                     info.rank_name, info.rank, info.size_name, info.size);
   }
-  if (place.local_size && (*place.local_size < 1 || *place.local_size > place.size)) {
+  if (info.local_size && (*info.local_size < 1 || *info.local_size > info.size)) {
     throw UsageError("rank",
                      "{}={} contradicts {}={}: a host runs between one and all ranks. Correct one "
                      "of the two variables.",
-                     place.local_size_name, *place.local_size, place.size_name, place.size);
+                     info.local_size_name, *info.local_size, info.size_name, info.size);
   }
-  const int most = place.local_size.value_or(place.size);
-  if (place.local_rank && *place.local_rank >= most) {
+  const int most = info.local_size.value_or(info.size);
+  if (info.local_rank && *info.local_rank >= most) {
     throw UsageError("rank",
                      "{}={} does not exist among {}={} ranks: local ranks count from 0. Correct "
                      "one of the two variables.",
-                     place.local_rank_name, *place.local_rank,
-                     place.local_size ? place.local_size_name : place.size_name, most);
+                     info.local_rank_name, *info.local_rank,
+                     info.local_size ? info.local_size_name : info.size_name, most);
   }
 }
 
@@ -83,22 +83,22 @@ bool is_loopback(const std::string& host) {
   return host == "localhost" || host == "::1" || host.rfind("127.", 0) == 0;
 }
 
-RankEnv to_env(const Place& place) {
-  check(place);
+RankEnv to_env(const RankInfo& info) {
+  check(info);
   RankEnv env;
-  env.source = place.source;
-  env.rank = place.rank;
-  env.world_size = place.size;
-  env.local_rank = place.local_rank.value_or(0);
-  env.local_size_known = place.local_size.has_value() || place.size == 1;
-  env.local_rank_known = place.local_rank.has_value() || place.size == 1;
-  env.node_known = place.node.has_value() || env.local_size_known;
-  env.local_world_size = place.local_size.value_or(env.local_rank + 1);
+  env.source = info.source;
+  env.rank = info.rank;
+  env.world_size = info.size;
+  env.local_rank = info.local_rank.value_or(0);
+  env.local_size_known = info.local_size.has_value() || info.size == 1;
+  env.local_rank_known = info.local_rank.has_value() || info.size == 1;
+  env.node_known = info.node.has_value() || env.local_size_known;
+  env.local_world_size = info.local_size.value_or(env.local_rank + 1);
   // Without a word on nodes, hosts are taken to be equal and filled one after the other.
   const bool one_each = !env.local_size_known && !env.local_rank_known;
-  env.node = place.node.value_or(one_each               ? env.rank
-                                 : env.local_size_known ? env.rank / env.local_world_size
-                                                        : 0);
+  env.node = info.node.value_or(one_each               ? env.rank
+                                : env.local_size_known ? env.rank / env.local_world_size
+                                                       : 0);
   return env;
 }
 
@@ -128,7 +128,7 @@ struct MpiNames {
   const char *rank, *size, *local_rank, *local_size;
 };
 
-std::optional<Place> mpi_place() {
+std::optional<RankInfo> mpi_rank() {
   // MPICH and Intel MPI share PMI's names; their own names for the local rank differ in nothing.
   constexpr MpiNames kFamilies[] = {
       {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -145,17 +145,17 @@ std::optional<Place> mpi_place() {
       throw UsageError("rank", "{}={} is set but {} is not. Start the program with mpirun.",
                        names.rank, *rank, names.size);
     }
-    Place place{.source = "mpirun",
-                .rank_name = names.rank,
-                .size_name = names.size,
-                .local_rank_name = names.local_rank,
-                .local_size_name = names.local_size,
-                .rank = *rank,
-                .size = *size,
-                .local_rank = number(names.local_rank),
-                .local_size = number(names.local_size),
-                .node = std::nullopt};
-    return place;
+    RankInfo info{.source = "mpirun",
+                  .rank_name = names.rank,
+                  .size_name = names.size,
+                  .local_rank_name = names.local_rank,
+                  .local_size_name = names.local_size,
+                  .rank = *rank,
+                  .size = *size,
+                  .local_rank = number(names.local_rank),
+                  .local_size = number(names.local_size),
+                  .node = std::nullopt};
+    return info;
   }
   return std::nullopt;
 }
@@ -205,14 +205,14 @@ std::string mpi_job() {
   return job.empty() ? "proxy=" + mpi_proxy() : job;
 }
 
-std::string meeting_name(const std::string& job) {
+std::string rendezvous_name(const std::string& job) {
   std::uint64_t hash = 14695981039346656037u;  // FNV-1a
   for (const unsigned char c : job) hash = (hash ^ c) * 1099511628211u;
   return fmt::format("lockstep/{}/{:016x}", ::geteuid(), hash);
 }
 
-RankEnv from_mpi(const Place& place) {
-  RankEnv env = to_env(place);
+RankEnv from_mpi(const RankInfo& info) {
+  RankEnv env = to_env(info);
   if (env.alone() || takes_master_variables(env)) return env;
   if (!env.local_size_known || env.local_world_size != env.world_size) {
     throw UsageError(
@@ -220,11 +220,11 @@ RankEnv from_mpi(const Place& place) {
         "mpirun started {} ranks on several hosts (rank {} says {}={}), and MASTER_ADDR is not "
         "set: the ranks do not know where to meet. Pass it along, for example "
         "mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT={} ..., or use lockstep run --nnodes.",
-        env.world_size, env.rank, place.local_size_name,
+        env.world_size, env.rank, info.local_size_name,
         env.local_size_known ? fmt::to_string(env.local_world_size) : "(unset)", kDefaultPort);
   }
   env.master_addr = "127.0.0.1";
-  env.meeting_name = meeting_name(mpi_job());
+  env.rendezvous_name = rendezvous_name(mpi_job());
   return env;
 }
 
@@ -240,44 +240,44 @@ bool in_srun_task() {
   return env::parse_int(*step, "SLURM_STEP_ID") < kFirstReservedStep;
 }
 
-std::optional<Place> slurm_place() {
+std::optional<RankInfo> slurm_rank() {
   if (!in_srun_task()) return std::nullopt;
-  Place place{.source = "srun",
-              .rank_name = "SLURM_PROCID",
-              .size_name = "SLURM_STEP_NUM_TASKS",
-              .local_rank_name = "SLURM_LOCALID",
-              .local_size_name = "SLURM_STEP_TASKS_PER_NODE",
-              .rank = *number("SLURM_PROCID"),
-              .size = 1,
-              .local_rank = number("SLURM_LOCALID"),
-              .local_size = std::nullopt,
-              .node = number("SLURM_NODEID")};
-  auto size = number(place.size_name);
-  if (!size) size = number(place.size_name = "SLURM_NTASKS");
+  RankInfo info{.source = "srun",
+                .rank_name = "SLURM_PROCID",
+                .size_name = "SLURM_STEP_NUM_TASKS",
+                .local_rank_name = "SLURM_LOCALID",
+                .local_size_name = "SLURM_STEP_TASKS_PER_NODE",
+                .rank = *number("SLURM_PROCID"),
+                .size = 1,
+                .local_rank = number("SLURM_LOCALID"),
+                .local_size = std::nullopt,
+                .node = number("SLURM_NODEID")};
+  auto size = number(info.size_name);
+  if (!size) size = number(info.size_name = "SLURM_NTASKS");
   if (!size) {
     throw UsageError("rank",
                      "SLURM_PROCID={} is set but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS "
                      "is. Start the program with srun.",
-                     place.rank);
+                     info.rank);
   }
-  place.size = *size;
-  if (const auto tasks = env::get(place.local_size_name)) {
-    place.local_size = detail::tasks_on_node(*tasks, place.node.value_or(0));
+  info.size = *size;
+  if (const auto tasks = env::get(info.local_size_name)) {
+    info.local_size = detail::tasks_on_node(*tasks, info.node.value_or(0));
   } else if (number("SLURM_STEP_NUM_NODES").value_or(0) == 1) {
-    place.local_size = place.size;
+    info.local_size = info.size;
   }
-  return place;
+  return info;
 }
 
-RankEnv from_slurm(const Place& place) {
-  RankEnv env = to_env(place);
+RankEnv from_slurm(const RankInfo& info) {
+  RankEnv env = to_env(info);
   if (env.alone() || takes_master_variables(env)) return env;
   const auto job = env::get_int("SLURM_JOB_ID", 0).value_or(0);
   auto step = env::get_int("SLURM_STEP_ID", 0);
   if (!step) step = env::get_int("SLURM_STEPID", 0).value_or(0);
   if (env.local_size_known && env.local_world_size == env.world_size) {
     env.master_addr = "127.0.0.1";
-    env.meeting_name = meeting_name(fmt::format("slurm {}.{}", job, *step));
+    env.rendezvous_name = rendezvous_name(fmt::format("slurm {}.{}", job, *step));
     return env;
   }
   auto nodes = env::get("SLURM_STEP_NODELIST");
@@ -311,7 +311,7 @@ void refuse_missing_launcher() {
                    *per_node);
 }
 
-Place variables_place() {
+RankInfo environment_rank() {
   const auto size = number("WORLD_SIZE");
   if (!size) {
     throw UsageError("rank",
@@ -319,48 +319,48 @@ Place variables_place() {
                      "or unset RANK for a world of one.",
                      *number("RANK"));
   }
-  Place place{.source = "environment",
-              .rank_name = "RANK",
-              .size_name = "WORLD_SIZE",
-              .local_rank_name = "LOCAL_RANK",
-              .local_size_name = "LOCAL_WORLD_SIZE",
-              .rank = *number("RANK"),
-              .size = *size,
-              .local_rank = number("LOCAL_RANK"),
-              .local_size = number("LOCAL_WORLD_SIZE"),
-              .node = number("GROUP_RANK")};
-  if (!place.node) place.node = number("NODE_RANK");
+  RankInfo info{.source = "environment",
+                .rank_name = "RANK",
+                .size_name = "WORLD_SIZE",
+                .local_rank_name = "LOCAL_RANK",
+                .local_size_name = "LOCAL_WORLD_SIZE",
+                .rank = *number("RANK"),
+                .size = *size,
+                .local_rank = number("LOCAL_RANK"),
+                .local_size = number("LOCAL_WORLD_SIZE"),
+                .node = number("GROUP_RANK")};
+  if (!info.node) info.node = number("NODE_RANK");
   if (under_elastic_launcher()) {
-    place.source = under_lockstep_run() ? "lockstep run" : "torchrun";
-    return place;
+    info.source = under_lockstep_run() ? "lockstep run" : "torchrun";
+    return info;
   }
   const bool pods = env::get("KUBERNETES_SERVICE_HOST").has_value();
   const auto address = env::get("MASTER_ADDR");
   if (!pods && (!address || is_loopback(*address))) {  // everything is on this host
-    if (!place.local_size) place.local_size = place.size;
-    if (!place.local_rank && *place.local_size == place.size) place.local_rank = place.rank;
-  } else if (!place.local_rank && !place.local_size) {  // one rank per host or pod, most likely
-    if (place.size > 1) refuse_missing_launcher();
+    if (!info.local_size) info.local_size = info.size;
+    if (!info.local_rank && *info.local_size == info.size) info.local_rank = info.rank;
+  } else if (!info.local_rank && !info.local_size) {  // one rank per host or pod, most likely
+    if (info.size > 1) refuse_missing_launcher();
   }
-  return place;
+  return info;
 }
 
 // Variables set by hand and a launcher's that say something else: for mpirun that is a forgotten
 // export, in which every process would be the same rank. Under srun it is also how people start
 // several ranks from one task, so it is only said.
-void compare(const Place& place, const std::optional<Place>& launcher) {
-  if (!launcher || (launcher->rank == place.rank && launcher->size == place.size)) return;
+void compare(const RankInfo& info, const std::optional<RankInfo>& launcher) {
+  if (!launcher || (launcher->rank == info.rank && launcher->size == info.size)) return;
   if (launcher->source == "mpirun") {
     throw UsageError("rank",
                      "RANK={} and WORLD_SIZE={} are set, but mpirun says {}={} and {}={}. Unset "
                      "RANK and WORLD_SIZE, or unset {} where they are meant.",
-                     place.rank, place.size, launcher->rank_name, launcher->rank,
-                     launcher->size_name, launcher->size, launcher->rank_name);
+                     info.rank, info.size, launcher->rank_name, launcher->rank, launcher->size_name,
+                     launcher->size, launcher->rank_name);
   }
   warn_once(
       fmt::format("RANK={} and WORLD_SIZE={} are used; srun says rank {} of {}. Unset them "
                   "if they are left over.",
-                  place.rank, place.size, launcher->rank, launcher->size));
+                  info.rank, info.size, launcher->rank, launcher->size));
 }
 
 bool is_tcp_port(int fd, int port) {
@@ -395,8 +395,8 @@ int inherited_store_channel(const RankEnv& env) {
   return ours ? channel->fd : -1;
 }
 
-RankEnv from_variables(const Place& place) {
-  RankEnv env = to_env(place);
+RankEnv from_variables(const RankInfo& info) {
+  RankEnv env = to_env(info);
   env.attempt = number("TORCHELASTIC_RESTART_COUNT").value_or(0);
   if (env.alone()) return env;
   if (!takes_master_variables(env)) {
@@ -433,17 +433,17 @@ std::optional<RankEnv> from_pet() {
   const auto node_rank = number("PET_NODE_RANK");
   if (!nodes || *nodes == "1" || !node_rank) return std::nullopt;
   refuse_missing_launcher();
-  Place place{.source = "environment",
-              .rank_name = "PET_NODE_RANK",
-              .size_name = "PET_NNODES",
-              .local_rank_name = "LOCAL_RANK",
-              .local_size_name = "LOCAL_WORLD_SIZE",
-              .rank = *node_rank,
-              .size = static_cast<int>(env::parse_int(*nodes, "PET_NNODES", 1, INT_MAX)),
-              .local_rank = 0,
-              .local_size = 1,
-              .node = *node_rank};
-  RankEnv env = to_env(place);
+  RankInfo info{.source = "environment",
+                .rank_name = "PET_NODE_RANK",
+                .size_name = "PET_NNODES",
+                .local_rank_name = "LOCAL_RANK",
+                .local_size_name = "LOCAL_WORLD_SIZE",
+                .rank = *node_rank,
+                .size = static_cast<int>(env::parse_int(*nodes, "PET_NNODES", 1, INT_MAX)),
+                .local_rank = 0,
+                .local_size = 1,
+                .node = *node_rank};
+  RankEnv env = to_env(info);
   const auto address = env::get("PET_MASTER_ADDR");
   if (!address) {
     throw UsageError("rank",
@@ -476,13 +476,13 @@ RankEnv from_nothing() {
 }
 
 // WORLD_SIZE alone, beside a launcher that counts otherwise, is what the user believes to get.
-void compare_size(const Place& place) {
+void compare_size(const RankInfo& info) {
   const auto size = number("WORLD_SIZE");
-  if (!size || *size == place.size) return;
+  if (!size || *size == info.size) return;
   throw UsageError("rank",
                    "WORLD_SIZE={} is set, but {} started {}={} ranks. Unset WORLD_SIZE or start "
                    "that many.",
-                   *size, place.source, place.size_name, place.size);
+                   *size, info.source, info.size_name, info.size);
 }
 
 }  // namespace
@@ -498,8 +498,8 @@ bool under_lockstep_run() {
 }
 
 RankEnv read_rank_env() {
-  auto mpi = mpi_place();
-  const auto slurm = slurm_place();
+  auto mpi = mpi_rank();
+  const auto slurm = slurm_rank();
   // srun --mpi=pmi2 sets PMI's variables too and knows more. When they differ from SLURM's, it is
   // MPICH's proxy that srun started, one per node.
   if (mpi && slurm && mpi->rank_name == "PMI_RANK" && mpi->rank == slurm->rank &&
@@ -507,9 +507,9 @@ RankEnv read_rank_env() {
     mpi.reset();
   }
   if (env::get("RANK")) {
-    const Place place = variables_place();
-    if (!under_elastic_launcher()) compare(place, mpi ? mpi : slurm);
-    return from_variables(place);
+    const RankInfo info = environment_rank();
+    if (!under_elastic_launcher()) compare(info, mpi ? mpi : slurm);
+    return from_variables(info);
   }
   if (mpi) {
     compare_size(*mpi);
@@ -527,7 +527,7 @@ int claim_store_fd(RankEnv& env) {
   static std::atomic<bool> inherited_claimed{false};
   const int fd = std::exchange(env.store_fd, -1);
   if (fd < 0) return -1;
-  if (env.meeting_name.empty() && inherited_claimed.exchange(true)) return -1;
+  if (env.rendezvous_name.empty() && inherited_claimed.exchange(true)) return -1;
   set_cloexec(fd);
   return fd;
 }

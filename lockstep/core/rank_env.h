@@ -1,6 +1,6 @@
 // Who this process is, read from whatever started it.
 //
-// The one hard idea: the launcher nearest to the process is right. Recognised, in this order:
+// The launcher nearest to the process is right. Recognised, in this order:
 //   1. RANK and WORLD_SIZE: lockstep run, torchrun, Accelerate, Kubeflow, or set by hand
 //   2. Open MPI, MVAPICH, MPICH and Intel MPI (OMPI_COMM_WORLD_*, MV2_COMM_WORLD_*, PMI_*)
 //   3. a task of srun (SLURM_STEP_ID, SLURM_PROCID); an sbatch script or salloc shell is not one
@@ -9,8 +9,8 @@
 // Values that contradict each other are refused by name before any communication.
 //
 //   RankEnv env = read_rank_env();
-//   meet(env, 300'000);                    // settles master_port where the launcher gave none
-//   int fd = claim_store_fd(env);          // rank 0: a listening socket, or -1: bind the port
+//   rendezvous(env, 300'000);                    // settles master_port where the launcher gave
+//   none int fd = claim_store_fd(env);          // rank 0: a listening socket, or -1: bind the port
 #pragma once
 
 #include <string>
@@ -42,8 +42,8 @@ struct RankEnv {
   int attempt = 0;  // TORCHELASTIC_RESTART_COUNT: keys of an earlier attempt must not be read
 
   // mpirun or srun on one host gives no port: ranks find it through an abstract socket of this
-  // name, which meet() serves on rank 0. Empty when not needed.
-  std::string meeting_name;
+  // name, which rendezvous() serves on rank 0. Empty when not needed.
+  std::string rendezvous_name;
 
   bool alone() const { return world_size == 1; }
 };
@@ -52,10 +52,10 @@ struct RankEnv {
 // may be called any number of times, from any thread that does not race with setenv().
 RankEnv read_rank_env();
 
-// Settles master_port where it is still open (meeting_name): rank 0 listens on a free port
+// Settles master_port where it is still open (rendezvous_name): rank 0 listens on a free port
 // (store_fd) and tells the others. A no-op otherwise. Every rank of the job calls it, the same
 // number of times. Throws TimeoutError naming ranks that did not come.
-void meet(RankEnv& env, int timeout_ms);
+void rendezvous(RankEnv& env, int timeout_ms);
 
 // Hands out env.store_fd and with it the duty to close it; closed on exec from now on, so that a
 // rank's own children cannot take it for theirs. A socket that the launcher gave is handed out once

@@ -116,7 +116,7 @@ TEST(RankEnv, Torchrun) {
   EXPECT_EQ(env.master_port, 29400);
   EXPECT_EQ(env.attempt, 2);
   EXPECT_TRUE(env.agent_store);
-  EXPECT_TRUE(env.meeting_name.empty());
+  EXPECT_TRUE(env.rendezvous_name.empty());
   EXPECT_FALSE(read(with(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "False"}})).agent_store);
   // --virtual-local-rank: every rank is local rank 0 of several.
   EXPECT_EQ(read(with(kTorchrun, {{"LOCAL_RANK", "0"}})).local_rank, 0);
@@ -235,14 +235,14 @@ TEST(RankEnv, Mpi) {
   EXPECT_EQ(env.local_rank, 1);
   EXPECT_EQ(env.master_addr, "127.0.0.1");
   EXPECT_EQ(env.master_port, 0);
-  EXPECT_FALSE(env.meeting_name.empty());
+  EXPECT_FALSE(env.rendezvous_name.empty());
   // The ranks of one job agree on the name, those of another have another.
   const Variables rank0 = {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}};
-  EXPECT_EQ(read(with(kMpi, rank0)).meeting_name, env.meeting_name);
-  EXPECT_NE(read(with(kMpi, {{"PMIX_NAMESPACE", "7"}})).meeting_name, env.meeting_name);
+  EXPECT_EQ(read(with(kMpi, rank0)).rendezvous_name, env.rendezvous_name);
+  EXPECT_NE(read(with(kMpi, {{"PMIX_NAMESPACE", "7"}})).rendezvous_name, env.rendezvous_name);
   const RankEnv settled = read(with(kMpi, {{"MASTER_ADDR", "n0"}, {"MASTER_PORT", "1234"}}));
   EXPECT_EQ(settled.master_port, 1234);
-  EXPECT_TRUE(settled.meeting_name.empty());
+  EXPECT_TRUE(settled.rendezvous_name.empty());
 }
 
 TEST(RankEnv, MpiMistakes) {
@@ -267,8 +267,8 @@ TEST(RankEnv, MpichTellsItsJobByItsProxy) {
   const RankEnv env = read(mpich);
   EXPECT_EQ(env.source, "mpirun");
   EXPECT_EQ(env.local_world_size, 2);
-  EXPECT_FALSE(env.meeting_name.empty());
-  EXPECT_EQ(read(mpich).meeting_name, env.meeting_name);
+  EXPECT_FALSE(env.rendezvous_name.empty());
+  EXPECT_EQ(read(mpich).rendezvous_name, env.rendezvous_name);
 }
 
 TEST(RankEnv, Srun) {
@@ -290,9 +290,9 @@ TEST(RankEnv, Srun) {
                               {"SLURM_STEP_NODELIST", "gpu07"}};
   const RankEnv one = read(with(kSrun, one_node));
   EXPECT_EQ(one.local_world_size, 4);
-  EXPECT_FALSE(one.meeting_name.empty());
-  EXPECT_NE(read(with(kSrun, with(one_node, {{"SLURM_STEP_ID", "4"}}))).meeting_name,
-            one.meeting_name);
+  EXPECT_FALSE(one.rendezvous_name.empty());
+  EXPECT_NE(read(with(kSrun, with(one_node, {{"SLURM_STEP_ID", "4"}}))).rendezvous_name,
+            one.rendezvous_name);
   Variables no_list = kSrun;
   no_list.erase("SLURM_STEP_NODELIST");
   EXPECT_THAT(refusal(no_list), HasSubstr("SLURM_STEP_NODELIST is not set"));
@@ -450,29 +450,29 @@ struct Forked {
   pid_t pid = -1;
 };
 
-RankEnv meeting(const std::string& name, int rank, int world_size) {
+RankEnv rendezvous_of(const std::string& name, int rank, int world_size) {
   RankEnv env;
   env.rank = rank;
   env.world_size = world_size;
   env.master_addr = "127.0.0.1";
-  env.meeting_name = "lockstep-test/" + std::to_string(::getppid()) + name;
+  env.rendezvous_name = "lockstep-test/" + std::to_string(::getppid()) + name;
   return env;
 }
 
-std::string port_after_meeting(RankEnv env, int timeout_ms = 30'000) {
-  meet(env, timeout_ms);
+std::string port_after_rendezvous(RankEnv env, int timeout_ms = 30'000) {
+  rendezvous(env, timeout_ms);
   const bool right = env.rank == 0 ? env.store_fd >= 0 : env.store_fd < 0;
   return right && env.master_port > 0 ? std::to_string(env.master_port) : "wrong";
 }
 
-TEST(Meet, TwoJobsAtOnceDoNotMix) {
+TEST(Rendezvous, TwoJobsAtOnceDoNotMix) {
   // Each rank meets twice, as a program with two worlds does.
   const auto twice = [](const std::string& job, int rank) {
     return [=] {
-      const RankEnv env = meeting(job, rank, 3);
+      const RankEnv env = rendezvous_of(job, rank, 3);
       if (rank == 2) ::usleep(100'000);
-      const std::string first = port_after_meeting(env);
-      return first + " " + port_after_meeting(env);
+      const std::string first = port_after_rendezvous(env);
+      return first + " " + port_after_rendezvous(env);
     };
   };
   std::vector<std::unique_ptr<Forked>> ranks;
@@ -496,53 +496,53 @@ bool came_late(const std::string& guest) {
   return guest.find("did not find rank 0 on this host") != std::string::npos;
 }
 
-TEST(Meet, MissingRanksAreNamed) {
-  std::string told, port;
+TEST(Rendezvous, MissingRanksAreNamed) {
+  std::string reported, port;
   for (const int host_ms : kHostTimes) {
-    Forked host([&] { return port_after_meeting(meeting("late", 0, 4), host_ms); });
-    Forked guest([&] { return port_after_meeting(meeting("late", 2, 4), host_ms); });
-    told = host.result();
+    Forked host([&] { return port_after_rendezvous(rendezvous_of("late", 0, 4), host_ms); });
+    Forked guest([&] { return port_after_rendezvous(rendezvous_of("late", 2, 4), host_ms); });
+    reported = host.result();
     port = guest.result();
     if (!came_late(port)) break;
   }
-  EXPECT_THAT(told, StartsWith("[rank] ranks 1, 3 of 4 did not come to the meeting"));
+  EXPECT_THAT(reported, StartsWith("[rank] ranks 1, 3 of 4 did not come to the rendezvous"));
   EXPECT_THAT(port, ::testing::MatchesRegex("[0-9]+"));
-  Forked alone([] { return port_after_meeting(meeting("nobody", 1, 2), 300); });
+  Forked alone([] { return port_after_rendezvous(rendezvous_of("nobody", 1, 2), 300); });
   EXPECT_THAT(alone.result(), StartsWith("[rank] rank 1 did not find rank 0 on this host within"));
 }
 
-TEST(Meet, WrongGuestsAreTurnedAway) {
-  std::string other, first, second, told;
+TEST(Rendezvous, WrongGuestsAreTurnedAway) {
+  std::string other, first, second, reported;
   for (const int host_ms : kHostTimes) {
     const auto guest = [&](int size) {
-      return Forked([&] { return port_after_meeting(meeting("wrong", 1, size), host_ms); })
+      return Forked([&] { return port_after_rendezvous(rendezvous_of("wrong", 1, size), host_ms); })
           .result();
     };
-    Forked host([&] { return port_after_meeting(meeting("wrong", 0, 3), host_ms); });
+    Forked host([&] { return port_after_rendezvous(rendezvous_of("wrong", 0, 3), host_ms); });
     other = guest(9);
     first = guest(3);
     second = guest(3);
-    told = host.result();
+    reported = host.result();
     if (!came_late(other) && !came_late(first) && !came_late(second)) break;
   }
   EXPECT_THAT(other, HasSubstr("rank 1 was turned away by rank 0: rank 0 expects a world"));
   EXPECT_THAT(first, ::testing::MatchesRegex("[0-9]+"));
   EXPECT_THAT(second, HasSubstr("there is already a rank 1"));
-  EXPECT_THAT(told, StartsWith("[rank] ranks 2 of 3 did not come"));
+  EXPECT_THAT(reported, StartsWith("[rank] ranks 2 of 3 did not come"));
 }
 
-TEST(Meet, ANameTakenByAnotherRankZeroIsNotShared) {
-  Forked first([] { return port_after_meeting(meeting("taken", 0, 2)); });
+TEST(Rendezvous, ANameTakenByAnotherRankZeroIsNotShared) {
+  Forked first([] { return port_after_rendezvous(rendezvous_of("taken", 0, 2)); });
   const std::string name = "lockstep-test/" + std::to_string(::getpid()) + "taken/0";
   for (int i = 0; i < 3000 && read_file("/proc/net/unix").find(name) == std::string::npos; ++i)
     ::usleep(10'000);
-  Forked second([] { return port_after_meeting(meeting("taken", 0, 2), 200); });
-  EXPECT_THAT(second.result(), HasSubstr("cannot take the meeting name"));
-  Forked guest([] { return port_after_meeting(meeting("taken", 1, 2)); });
+  Forked second([] { return port_after_rendezvous(rendezvous_of("taken", 0, 2), 200); });
+  EXPECT_THAT(second.result(), HasSubstr("cannot take the rendezvous name"));
+  Forked guest([] { return port_after_rendezvous(rendezvous_of("taken", 1, 2)); });
   EXPECT_EQ(guest.result(), first.result());
 }
 
-TEST(Meet, AnotherUsersSocketIsNotBelieved) {
+TEST(Rendezvous, AnotherUsersSocketIsNotBelieved) {
   if (::geteuid() != 0) GTEST_SKIP() << "needs root to be two users";
   const std::string name = "lockstep-test/" + std::to_string(::getpid()) + "squat/0";
   Forked squatter([&] {
@@ -558,7 +558,7 @@ TEST(Meet, AnotherUsersSocketIsNotBelieved) {
     const Fd guest(::accept(fd.get(), nullptr, nullptr));
     return std::string("yes");
   });
-  Forked guest([] { return port_after_meeting(meeting("squat", 1, 2), 20'000); });
+  Forked guest([] { return port_after_rendezvous(rendezvous_of("squat", 1, 2), 20'000); });
   EXPECT_THAT(guest.result(), HasSubstr("is held by user 65534"));
   EXPECT_EQ(squatter.result(), "yes");
 }

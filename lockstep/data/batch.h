@@ -1,6 +1,6 @@
 // What a dataset gives (Example) and what a training step takes (Batch).
 //
-// The one hard idea: a batch knows how much is in it. samples() and `tokens` are what losses and
+// A batch knows how much is in it. samples() and `tokens` are what losses and
 // metrics are weighed by over ranks, and both are counted on the CPU before the batch moves to a
 // device, so that nobody has to ask the device.
 //

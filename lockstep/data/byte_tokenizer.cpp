@@ -17,7 +17,7 @@ std::string ByteTokenizer::decode(std::span<const std::int32_t> tokens) const {
     if (tokens[i] == kEndOfText) continue;
     if (tokens[i] < 0 || tokens[i] > 255)
       throw UsageError("tokenizer",
-                       "token {} at position {} is no byte. It was probably made by another "
+                       "token {} at position {} is not a byte. It was probably made by another "
                        "tokenizer.",
                        tokens[i], i);
     text.push_back(static_cast<char>(tokens[i]));

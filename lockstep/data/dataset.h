@@ -1,6 +1,6 @@
 // Where samples come from: numbered from 0, each readable at any time from any thread.
 //
-// The one hard idea: the loader's workers are threads of this process. get() is therefore const and
+// The loader's workers are threads of this process. get() is therefore const and
 // must be safe to call from several threads at once; a dataset of torch::data, which need not be,
 // is copied once per thread that uses it, as torch's own loader does.
 //

@@ -93,9 +93,9 @@ TEST(TokenFile, RefusesWhatIsNotWhole) {
   EXPECT_THAT(refusal("x.bin", header(20240520, 1, 3).substr(0, 1000)),
               HasSubstr("has 1000 bytes, and its header alone needs 1024"));
   EXPECT_THAT(refusal("x.bin", tokens),
-              AllOf(HasSubstr("begins with 131073, which is no magic number"),
+              AllOf(HasSubstr("begins with 131073, which is not a magic number"),
                     HasSubstr("lockstep data tokenize")));
-  EXPECT_THAT(refusal("x.bin", "ab"), HasSubstr("has 2 bytes, which is no magic number"));
+  EXPECT_THAT(refusal("x.bin", "ab"), HasSubstr("has 2 bytes, which is not a magic number"));
   EXPECT_THAT(refusal("x.bin", header(20240801, 7, 0), TokenFormat::kLlmc16),
               HasSubstr("is a llmc32 file, and llmc16 was asked for"));
   EXPECT_THAT(refusal("train.bin", "abc"), HasSubstr("has 3 bytes, and tokens of 2 bytes need an"));
@@ -152,7 +152,7 @@ TEST(ByteTokenizer, BringsBackAnyBytes) {
   EXPECT_THAT(tokenizer.encode("\xff\n"), ElementsAre(255, 10));
   EXPECT_EQ(tokenizer.decode(Tokens{72, 256, 105}), "Hi");
   EXPECT_THAT(message_of<UsageError>([&] { tokenizer.decode(Tokens{1, 257}); }),
-              HasSubstr("[tokenizer] token 257 at position 1 is no byte"));
+              HasSubstr("[tokenizer] token 257 at position 1 is not a byte"));
 }
 
 // The stream that shards must hold: end of text, then the file's bytes, file after file.

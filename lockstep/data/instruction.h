@@ -1,7 +1,7 @@
 // Instruction data as batches of tokens: prompt and response joined, targets of the prompt masked,
 // padded or packed to a length.
 //
-// The one hard idea: target[t] is the token after data[t], as for token shards, and it is
+// Target[t] is the token after data[t], as for token shards, and it is
 // kIgnoredTarget (-100) wherever nothing is to be learned: the prompt, the padding, and the border
 // between two packed samples. A causal model needs no attention mask for padding on the right.
 //

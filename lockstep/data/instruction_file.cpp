@@ -142,7 +142,7 @@ std::string fill(const std::string& pattern, const Instruction& item) {
       if (value == nullptr)
         throw UsageError(
             "prompt",
-            "the template has '{{{}' at position {}, which is no field. The fields are "
+            "the template has '{{{}' at position {}, which is not a field. The fields are "
             "{{instruction}}, {{input}}, {{output}} and {{answer}}; write {{{{ for a "
             "brace.",
             name, at);

@@ -1,7 +1,7 @@
 // Instruction data as tokens: what is left of each sample within a length, and which samples share
 // a row. Without torch, so that `lockstep config check` finds what training would find.
 //
-// The one hard idea: a sample whose prompt alone fills a row teaches nothing and is left out; one
+// A sample whose prompt alone fills a row teaches nothing and is skipped; one
 // that is longer loses its end. What was lost is counted, and nothing left is an error.
 //
 //   const InstructionRows rows(load_instructions("commonsense_170k.json"), {.max_length = 512});
@@ -20,7 +20,7 @@ namespace lockstep::data {
 
 enum class Padding {
   kLongest,    // to the longest of the batch
-  kMaxLength,  // all batches alike
+  kMaxLength,  // the same for all batches
   kPacked,     // several samples per row, as full as can be; rows have max_length
 };
 

@@ -181,30 +181,30 @@ struct LoaderImpl::Round {
   }
 };
 
-LoaderImpl::LoaderImpl(DatasetPtr dataset, Seat seat, LoaderOptions options)
-    : dataset_(std::move(dataset)), seat_(seat), options_(std::move(options)) {
+LoaderImpl::LoaderImpl(DatasetPtr dataset, RankInfo info, LoaderOptions options)
+    : dataset_(std::move(dataset)), info_(info), options_(std::move(options)) {
   if (dataset_ == nullptr) throw UsageError("loader", "there is no dataset (nullptr).");
   check_options(options_);
   sampler_ = options_.sampler;
   if (!sampler_ && options_.shuffle)
     sampler_ = std::make_shared<RandomSampler>(dataset_->size(), options_.seed);
   if (!sampler_) sampler_ = std::make_shared<SequentialSampler>(dataset_->size());
-  if (seat_.device.is_cuda() && !seat_.device.has_index()) seat_.device.set_index(0);
-  maker_ = std::make_shared<BatchMaker>(dataset_, options_, seat_.device);
+  if (info_.device.is_cuda() && !info_.device.has_index()) info_.device.set_index(0);
+  maker_ = std::make_shared<BatchMaker>(dataset_, options_, info_.device);
   state_ = {.epoch = 0, .cursor = 0, .seed = options_.seed, .size = sampler_->size()};
-  share_size(sampler_->size(), 0, {seat_.rank, seat_.ranks});  // refuses a rank that is not there
+  share_size(sampler_->size(), 0, {info_.rank, info_.ranks});  // refuses a rank that is not there
 }
 
 std::int64_t LoaderImpl::batches(std::int64_t cursor, int rank) const {
   const std::int64_t samples =
-      share_size(sampler_->size(), cursor, {rank, seat_.ranks, tail(options_)});
+      share_size(sampler_->size(), cursor, {rank, info_.ranks, tail(options_)});
   const std::int64_t extra = options_.drop_last ? 0 : options_.batch_size - 1;
   return (samples + extra) / options_.batch_size;
 }
 
 std::int64_t LoaderImpl::batches_left(std::int64_t epoch) const {
   if (round_ && epoch == state_.epoch) return round_->batches - handed_out_;
-  return batches(resume_ && epoch == state_.epoch ? state_.cursor : 0, seat_.rank);
+  return batches(resume_ && epoch == state_.epoch ? state_.cursor : 0, info_.rank);
 }
 
 std::uint64_t LoaderImpl::open(std::int64_t epoch) {
@@ -224,10 +224,10 @@ std::uint64_t LoaderImpl::open(std::int64_t epoch) {
   auto round = std::make_shared<Round>();
   const std::vector<std::int64_t> order = sampler_->order(epoch);
   state_.order = order_checksum(order);
-  round->indices = share_of(order, start_cursor_, {seat_.rank, seat_.ranks, tail(options_)});
+  round->indices = share_of(order, start_cursor_, {info_.rank, info_.ranks, tail(options_)});
   round->key = {options_.seed, epoch};
   round->batch_size = options_.batch_size;
-  round->batches = batches(start_cursor_, seat_.rank);
+  round->batches = batches(start_cursor_, info_.rank);
   const std::int64_t size = dataset_->size();
   for (const std::int64_t index : round->indices)
     if (index < 0 || index >= size)
@@ -288,7 +288,7 @@ std::optional<Batch> LoaderImpl::next(std::uint64_t ticket) {
     finish_round();
     throw;
   }
-  if (loaded.copied) hand_over(loaded, seat_.device);
+  if (loaded.copied) hand_over(loaded, info_.device);
   loaded.timing.wait = seconds_since(start);
   timing_.last = loaded.timing;
   timing_.total.load += loaded.timing.load;
@@ -301,7 +301,7 @@ std::optional<Batch> LoaderImpl::next(std::uint64_t ticket) {
   // What drop_last leaves out, and what was repeated at the end, goes with the last batch.
   state_.cursor = handed_out_ == round_->batches
                       ? sampler_->size()
-                      : start_cursor_ + handed_out_ * options_.batch_size * seat_.ranks;
+                      : start_cursor_ + handed_out_ * options_.batch_size * info_.ranks;
   return std::move(loaded.batch);
 }
 
@@ -330,7 +330,7 @@ void LoaderImpl::load_state(const SamplerState& state) {
                      "had.",
                      state.epoch);
   close(ticket_);
-  ++ticket_;  // a loop that is under way must not go on
+  ++ticket_;  // a loop that is under way must not continue
   state_ = state;
   state_.size = sampler_->size();
   resume_ = true;
@@ -373,7 +373,7 @@ void check_ranks(World& world, const std::string& mine) {
     }
 }
 
-void tell_refusal(World& world, const std::string& why) {
+void report_refusal(World& world, const std::string& why) {
   try {
     world.all_gather("refused: " + why);
   } catch (const CommError&) {
@@ -384,8 +384,8 @@ void tell_refusal(World& world, const std::string& why) {
 
 }  // namespace
 
-Loader make_loader(DatasetPtr dataset, Seat seat, LoaderOptions options) {
-  return Loader(std::make_shared<LoaderImpl>(std::move(dataset), seat, std::move(options)));
+Loader make_loader(DatasetPtr dataset, RankInfo info, LoaderOptions options) {
+  return Loader(std::make_shared<LoaderImpl>(std::move(dataset), info, std::move(options)));
 }
 
 }  // namespace detail
@@ -415,7 +415,7 @@ const LoaderOptions& Loader::options() const {
 }
 
 c10::Device Loader::device() const {
-  return impl_->seat().device;
+  return impl_->info().device;
 }
 
 std::int64_t Loader::dataset_size() const {
@@ -443,16 +443,16 @@ std::optional<Batch> Epoch::next() {
 }
 
 Loader loader(DatasetPtr dataset, World world, LoaderOptions options) {
-  const detail::Seat seat{world.rank(), world.size(), options.device.value_or(world.device())};
+  const detail::RankInfo info{world.rank(), world.size(), options.device.value_or(world.device())};
   // A rank whose options are refused must not leave the others waiting for it.
   std::shared_ptr<detail::LoaderImpl> impl;
   std::string mine;
   const bool check = options.check_ranks && world.size() > 1;
   try {
-    impl = std::make_shared<detail::LoaderImpl>(std::move(dataset), seat, std::move(options));
+    impl = std::make_shared<detail::LoaderImpl>(std::move(dataset), info, std::move(options));
     if (check) mine = detail::description(*impl);
   } catch (const std::exception& error) {
-    if (check) detail::tell_refusal(world, error.what());
+    if (check) detail::report_refusal(world, error.what());
     throw;
   }
   if (check) detail::check_ranks(world, mine);

@@ -1,7 +1,7 @@
 // Batches of a dataset, for one rank of a world: sharded, shuffled, loaded ahead by threads, copied
 // to the device beside the computation.
 //
-// The one hard idea: workers run ahead, the state does not. state() is the position after the last
+// Workers run ahead, the state does not. state() is the position after the last
 // batch that was handed out; what workers have loaded beyond it is not counted, and a loop that is
 // left early, a worker's exception or a restart throws it away.
 //

@@ -16,7 +16,7 @@
 namespace lockstep::data::detail {
 
 // Which rank this loader is for.
-struct Seat {
+struct RankInfo {
   int rank = 0;
   int ranks = 1;
   c10::Device device{c10::kCPU};
@@ -51,7 +51,7 @@ class BatchMaker {
 // Used by one thread.
 class LoaderImpl {
  public:
-  LoaderImpl(DatasetPtr dataset, Seat seat, LoaderOptions options);
+  LoaderImpl(DatasetPtr dataset, RankInfo info, LoaderOptions options);
 
   std::uint64_t open(std::int64_t epoch);  // a ticket for next() and close()
   std::optional<Batch> next(std::uint64_t ticket);
@@ -60,7 +60,7 @@ class LoaderImpl {
   std::int64_t batches(std::int64_t cursor, int rank) const;
   std::int64_t batches_left(std::int64_t epoch) const;
   const LoaderOptions& options() const { return options_; }
-  const Seat& seat() const { return seat_; }
+  const RankInfo& info() const { return info_; }
   std::int64_t dataset_size() const { return dataset_->size(); }
 
   std::int64_t order_sum(std::int64_t epoch) const {
@@ -76,7 +76,7 @@ class LoaderImpl {
   void finish_round();
 
   DatasetPtr dataset_;
-  Seat seat_;
+  RankInfo info_;
   LoaderOptions options_;
   SamplerPtr sampler_;
   std::shared_ptr<const BatchMaker> maker_;
@@ -86,10 +86,10 @@ class LoaderImpl {
   std::int64_t handed_out_ = 0;  // batches of this round
   std::int64_t start_cursor_ = 0;
   SamplerState state_;
-  bool resume_ = false;  // the next epoch goes on at state_'s cursor
+  bool resume_ = false;  // the next epoch continues at state_'s cursor
   LoaderTiming timing_;
 };
 
-Loader make_loader(DatasetPtr dataset, Seat seat, LoaderOptions options);
+Loader make_loader(DatasetPtr dataset, RankInfo info, LoaderOptions options);
 
 }  // namespace lockstep::data::detail

@@ -171,7 +171,7 @@ TEST(Loader, TheStateIsThatOfTheLastBatchHandedOutThoughWorkersAreAhead) {
   }
 }
 
-// 2 -> 1 -> 4 -> 3 ranks within one epoch: each stops after some batches, the next goes on.
+// 2 -> 1 -> 4 -> 3 ranks within one epoch: each stops after some batches, the next continues.
 TEST(Loader, AnEpochGoesOnAtOtherWorldSizesWithEachSampleOnce) {
   std::mt19937 random(5);
   for (int trial = 0; trial < 40; ++trial) {
@@ -498,17 +498,17 @@ TEST(Loader, OtherOrdersComeFromASampler) {
 }
 
 // What each of two ranks throws. Not run_threads_collecting, which frees the others at the first
-// failure: a rank that is still being told would hear of that instead.
+// failure: a rank that is still being reported would hear of that instead.
 std::vector<std::string> refusals(const std::function<void(World&)>& body) {
-  std::vector<std::string> told(2);
+  std::vector<std::string> reported(2);
   testing::run_threads(2, [&](World& world) {
     try {
       body(world);
     } catch (const std::exception& error) {
-      told[static_cast<std::size_t>(world.rank())] = error.what();
+      reported[static_cast<std::size_t>(world.rank())] = error.what();
     }
   });
-  return told;
+  return reported;
 }
 
 TEST(Loader, RanksThatDifferAreToldBeforeTheFirstStep) {

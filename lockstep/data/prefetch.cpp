@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::chrono::seconds kStopTime{10};
 
-struct Made {
+struct Result {
   Thing thing{};
   std::exception_ptr error{};
 };
@@ -43,11 +43,11 @@ struct Prefetcher::Shared {
   std::int64_t begun = 0;  // things that a worker has taken on
   std::int64_t taken = 0;  // things that next() has handed out
   std::int64_t ahead = 1;
-  std::vector<std::optional<Made>> ring;  // thing n lies at n modulo its size
+  std::vector<std::optional<Result>> ring;  // thing n lies at n modulo its size
   std::vector<Worker> workers;
 
   bool something_to_make() const { return begun < std::min(count, taken + ahead); }
-  std::optional<Made>& place(std::int64_t number) {
+  std::optional<Result>& place(std::int64_t number) {
     return ring[static_cast<std::size_t>(number % ahead)];
   }
   void drop() {
@@ -66,7 +66,7 @@ void Prefetcher::Shared::work(std::unique_lock<std::mutex>& lock) {
   const std::uint64_t of_round = round;
   std::shared_ptr<const Make> maker = make;
   lock.unlock();
-  Made made;
+  Result made;
   try {
     made.thing = (*maker)(number);
   } catch (...) {
@@ -157,7 +157,7 @@ Thing Prefetcher::next(const Deadline& deadline) {
   std::unique_lock lock(shared_->mutex);
   if (shared_->taken >= shared_->count) return nullptr;
   const std::int64_t number = shared_->taken;
-  std::optional<Made>& place = shared_->place(number);
+  std::optional<Result>& place = shared_->place(number);
   if (!shared_->made_one.wait_until(lock, deadline.time(), [&] { return place.has_value(); })) {
     shared_->drop();
     throw TimeoutError("loader",
@@ -167,7 +167,7 @@ Thing Prefetcher::next(const Deadline& deadline) {
                                    number, deadline.total().count()),
                        {.operation = "load", .elapsed = deadline.elapsed()});
   }
-  const Made made = std::move(*place);
+  const Result made = std::move(*place);
   place.reset();
   ++shared_->taken;
   if (made.error) {

@@ -1,7 +1,7 @@
 // Threads that make numbered things ahead of the one who takes them, in order. Without torch, so
 // that the thread sanitizer sees it; the loader's things are batches.
 //
-// The one hard idea: a round can be dropped at any moment. What a worker is still making then
+// A round can be dropped at any moment. What a worker is still making then
 // belongs to no round any more and is thrown away when it is done; nobody waits for it.
 //
 //   Prefetcher prefetcher{{.workers = 2, .ahead = 4}};

@@ -100,7 +100,7 @@ LengthGroupedSampler::LengthGroupedSampler(std::vector<std::int64_t> lengths, st
 std::vector<std::int64_t> LengthGroupedSampler::order(std::int64_t epoch) const {
   std::vector<std::int64_t> order = random_order(size(), epoch_generator(seed_, epoch));
   if (order.empty()) return order;
-  // Sorted in groups of up to 50 batches: alike inside a batch, still random over the epoch.
+  // Sorted in groups of up to 50 batches: similar inside a batch, still random over the epoch.
   const std::int64_t batches = std::clamp<std::int64_t>(size() / (batch_ * 4), 1, 50);
   const auto group = static_cast<std::size_t>(batches * batch_);
   const auto length = [this](std::int64_t i) { return lengths_[static_cast<std::size_t>(i)]; };
@@ -137,7 +137,7 @@ std::vector<std::int64_t> share_of(const std::vector<std::int64_t>& order, std::
   std::vector<std::int64_t> mine(static_cast<std::size_t>(share_size(size, cursor, share)));
   std::int64_t at = cursor + share.rank;
   for (std::int64_t& index : mine) {
-    // Past the end PyTorch goes on from the order's start, as often as is needed.
+    // Past the end PyTorch continues from the order's start, as often as is needed.
     index = order[static_cast<std::size_t>(at < size ? at : (at - size) % size)];
     at += share.ranks;
   }

@@ -1,6 +1,6 @@
 // Which rank sees which sample.
 //
-// The one hard idea: an epoch has one order of samples, a function of (seed, epoch) that is equal
+// An epoch has one order of samples, a function of (seed, epoch) that is equal
 // on all ranks, and a cursor that counts how many of it have been used. Rank r of W takes every
 // W-th from the cursor on. The cursor does not know W, so it can be saved at one world size and
 // resumed at another, and each sample still comes once per epoch.
@@ -100,7 +100,7 @@ class LengthGroupedSampler : public Sampler {
 // What happens when samples do not divide by ranks.
 enum class Tail {
   kRepeat,  // samples from the order's start fill up: equal counts, up to W - 1 duplicates
-  kDrop,    // up to W - 1 samples are left out: equal counts
+  kDrop,    // up to W - 1 samples are skipped: equal counts
   kUneven,  // each sample once; low ranks have one more. For evaluation: sums over ranks are exact
 };
 
@@ -136,7 +136,7 @@ class DistributedSampler {
   explicit DistributedSampler(std::int64_t size, DistributedSamplerOptions options = {});
 
   // Another epoch starts at its first sample; the same one keeps its cursor, so that a loop that
-  // says set_epoch() after load_state() goes on where it was.
+  // says set_epoch() after load_state() continues where it was.
   void set_epoch(std::int64_t epoch);
   std::vector<std::int64_t> indices() const;  // from the cursor on
   std::int64_t size() const;                  // how many indices() has

@@ -137,7 +137,7 @@ TokenLayout parse_token_file(std::span<const std::byte> contents, std::uint64_t 
                                  ? fmt::format("has {} bytes", contents.size())
                                  : fmt::format("begins with {}", header_word(contents, 0));
   throw UsageError("shards",
-                   "{} {}, which is no magic number of a token file (20240520 for uint16, "
+                   "{} {}, which is not a magic number of a token file (20240520 for uint16, "
                    "20240801 for uint32). If it holds nanoGPT's bare uint16 tokens, say so with "
                    "format nanogpt; otherwise make it with 'lockstep data tokenize'.",
                    path, starts);

@@ -31,7 +31,7 @@ List list_of(const at::Tensor& tensor) {
   return {first, first + flat.numel()};
 }
 
-// A shard whose token k is `first` + k, so that every token tells where it came from.
+// A shard whose token k is `first` + k, so that every token says where it came from.
 void put_shard(const std::string& path, std::uint32_t first, std::uint32_t count,
                TokenFormat format = TokenFormat::kLlmc32) {
   std::string bytes = token_header(format, count);

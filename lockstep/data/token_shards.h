@@ -1,6 +1,6 @@
 // Windows of tokens for language models, cut out of memory-mapped shards.
 //
-// The one hard idea: sample i is the i-th window of seq_len tokens, counted through all shards;
+// Sample i is the i-th window of seq_len tokens, counted through all shards;
 // windows do not overlap and do not cross shards. data is the window, target the same one token
 // later. A window is therefore a number, and samplers, resuming and sharding work as for any data.
 //

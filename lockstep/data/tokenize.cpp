@@ -307,7 +307,7 @@ TokenizeResult tokenize(const TokenizeOptions& options) {
   if (options.workers < 0 || options.workers > 1024)
     throw UsageError("tokenize", "{} workers: the number must be 0 to 1024.", options.workers);
   if (options.name.empty() || options.name.find('/') != std::string::npos)
-    throw UsageError("tokenize", "'{}' is no name for shards: it becomes part of a file's name.",
+    throw UsageError("tokenize", "'{}' is not a name for shards: it becomes part of a file's name.",
                      options.name);
   if (options.format == TokenFormat::kAuto)
     throw UsageError("tokenize", "choose a format to write: llmc16, llmc32 or nanogpt.");

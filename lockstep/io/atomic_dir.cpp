@@ -86,7 +86,7 @@ std::string make_temporary(const std::string& path, Fd& lock) {
     int error = 0;
     const Lock outcome = lock_directory(name, lock, error);
     if (outcome == Lock::kTaken) return name;
-    // Without locks a sweep keeps what it finds, so it is safe to go on.
+    // Without locks a sweep keeps what it finds, so it is safe to continue.
     if (outcome == Lock::kUnknown) return name;
     // A sweep saw it before it was locked, and is removing it: another name.
   }
@@ -286,17 +286,19 @@ SweepResult sweep(const std::string& parent) {
     const Lock outcome = lock_directory(path, lock, reason);
     if (outcome == Lock::kGone) continue;
     if (outcome == Lock::kHeld) {
-      result.kept.emplace_back(path, "its writer is alive");
+      result.remaining.emplace_back(path, "its writer is alive");
       continue;
     }
     if (outcome == Lock::kUnknown) {
-      result.kept.emplace_back(path, fmt::format("whether its writer is alive cannot be told ({})",
-                                                 std::strerror(reason)));
+      result.remaining.emplace_back(
+          path, fmt::format("whether its writer is alive cannot be determined ({})",
+                            std::strerror(reason)));
       continue;
     }
     fs::remove_all(path, error);
     if (error)
-      result.kept.emplace_back(path, fmt::format("it cannot be removed ({})", error.message()));
+      result.remaining.emplace_back(path,
+                                    fmt::format("it cannot be removed ({})", error.message()));
     else
       result.removed.push_back(path);
   }

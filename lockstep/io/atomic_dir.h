@@ -1,10 +1,10 @@
 // A directory that has its name only when it is whole and on the disk.
 //
-// The one hard idea: the name is the commit. Files are written and fsynced under
+// The name is the commit. Files are written and fsynced under
 // <name>.tmp-<pid>-<random>, then the manifest, then the directory; one rename makes it visible,
 // and an fsync of the parent makes the rename last. A process that dies at any point leaves either
 // no <name> or a complete one. The writer holds a lock on its temporary directory, so sweep() can
-// tell what a dead writer left behind from what a living one is busy with.
+// say what a dead writer left behind from what a living one is busy with.
 //
 //   AtomicDir dir("out/checkpoint-100", {.expected_bytes = state_bytes});
 //   dir.write("model.safetensors", [&](FileWriter& file) { write_safetensors(file, tensors); });
@@ -81,7 +81,7 @@ void remove_durably(const std::string& directory);
 
 struct SweepResult {
   std::vector<std::string> removed;
-  std::vector<std::pair<std::string, std::string>> kept;  // path, why
+  std::vector<std::pair<std::string, std::string>> remaining;  // path, why
 };
 
 // Removes what dead writers and removers left in `parent`: directories with a temporary name whose

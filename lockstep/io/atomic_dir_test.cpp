@@ -440,9 +440,9 @@ TEST(Sweep, TakesWhatTheDeadLeftAndNothingElse) {
   alive.write("a", "x");
   const SweepResult result = sweep(dir.path());
   EXPECT_THAT(result.removed, ElementsAre(dead));
-  ASSERT_EQ(result.kept.size(), 1u);
-  EXPECT_EQ(result.kept[0].first, alive.path());
-  EXPECT_EQ(result.kept[0].second, "its writer is alive");
+  ASSERT_EQ(result.remaining.size(), 1u);
+  EXPECT_EQ(result.remaining[0].first, alive.path());
+  EXPECT_EQ(result.remaining[0].second, "its writer is alive");
   alive.commit();
   EXPECT_THAT(verify(dir / "checkpoint-10"), IsEmpty());
   EXPECT_THAT(names_in(dir.path()),
@@ -494,22 +494,22 @@ TEST(Sweep, RunsBesideWritersWithoutHarm) {
 
 // ---------------------------------------------------------------- one process at a time
 
-constexpr std::chrono::milliseconds kNoPatience{0};
+constexpr std::chrono::milliseconds kNoWait{0};
 
 TEST(FolderLock, IsOnesAloneAndNamesItsHolder) {
   TemporaryDirectory dir;
   const std::string folder = dir / "not/there/yet";
-  FolderLock first(folder, "run 1", kNoPatience);
+  FolderLock first(folder, "run 1", kNoWait);
   EXPECT_TRUE(first.held());
-  const FolderLock second(folder, "run 2", kNoPatience);
+  const FolderLock second(folder, "run 2", kNoWait);
   EXPECT_FALSE(second.held());
   EXPECT_THAT(second.holder(), AllOf(HasSubstr("pid " + std::to_string(::getpid()) + " on "),
                                      HasSubstr(" since 20")));
   EXPECT_EQ(second.problem(), "");
-  // Another writer of the same run is no stranger.
-  EXPECT_EQ(FolderLock(folder, "run 1", kNoPatience).holder(), "");
+  // Another writer of the same run is not a stranger.
+  EXPECT_EQ(FolderLock(folder, "run 1", kNoWait).holder(), "");
   first = FolderLock();
-  EXPECT_TRUE(FolderLock(folder, "run 2", kNoPatience).held());
+  EXPECT_TRUE(FolderLock(folder, "run 2", kNoWait).held());
 }
 
 TEST(FolderLock, GoesWithTheProcessThatHeldIt) {
@@ -517,15 +517,15 @@ TEST(FolderLock, GoesWithTheProcessThatHeldIt) {
   Pipe ready = make_pipe();
   const pid_t child = ::fork();
   if (child == 0) {
-    const FolderLock held(dir.path(), "a", kNoPatience);
+    const FolderLock held(dir.path(), "a", kNoWait);
     [[maybe_unused]] const auto n = ::write(ready.write.get(), "x", 1);
     for (;;) ::pause();
   }
   char byte = 0;
   ASSERT_EQ(::read(ready.read.get(), &byte, 1), 1);
-  EXPECT_THAT(FolderLock(dir.path(), "b", kNoPatience).holder(),
+  EXPECT_THAT(FolderLock(dir.path(), "b", kNoWait).holder(),
               HasSubstr("pid " + std::to_string(child)));
-  // Waited for while it dies, and long before the patience ends.
+  // Waited for while it dies, and long before the timeout ends.
   std::thread killer([child] {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     ::kill(child, SIGKILL);
@@ -538,7 +538,7 @@ TEST(FolderLock, GoesWithTheProcessThatHeldIt) {
 TEST(FolderLock, ThatCannotBeHadIsAProblemAndNoHolder) {
   TemporaryDirectory dir;
   put(dir / "file", "x");
-  const FolderLock lock(dir / "file", "a", kNoPatience);
+  const FolderLock lock(dir / "file", "a", kNoWait);
   EXPECT_FALSE(lock.held());
   EXPECT_EQ(lock.holder(), "");
   EXPECT_THAT(lock.problem(), HasSubstr("cannot be opened: Not a directory"));

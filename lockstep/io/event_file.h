@@ -33,7 +33,7 @@ class EventFile {
   // One event with all the values. UsageError for a tag that is empty or not UTF-8.
   void scalars(std::int64_t step, const std::vector<Scalar>& values);
   void scalars(std::int64_t step, const std::vector<Scalar>& values, double wall_time_s);
-  // A run begins, or goes on, with this step: readers forget what files before this one have said
+  // A run begins, or continues, with this step: readers forget what files before this one have said
   // of it and of later ones.
   void begin_at(std::int64_t step);
   // What has been recorded can be read by others, also if this process dies right after.

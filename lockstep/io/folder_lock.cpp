@@ -46,7 +46,7 @@ std::string first_line(const std::string& note) {
 }  // namespace
 
 FolderLock::FolderLock(const std::string& folder, const std::string& token,
-                       std::chrono::milliseconds patience) {
+                       std::chrono::milliseconds timeout) {
   try {
     make_directories(folder);
   } catch (const SystemError&) {
@@ -68,7 +68,7 @@ FolderLock::FolderLock(const std::string& folder, const std::string& token,
     }
     const std::string note = read_note(fd.get());
     if (note.find("\n" + token + "\n") != note.npos) return;
-    if (Clock::now() - start < patience) continue;
+    if (Clock::now() - start < timeout) continue;
     holder_ = first_line(note);
     return;
   }

@@ -1,6 +1,6 @@
 // A folder in which one process works at a time.
 //
-// The one hard idea: the lock is the kernel's (flock on a file in the folder), not the file's being
+// The lock is the kernel's (flock on a file in the folder), not the file's being
 // there. It ends with the process that holds it, however that dies, so nothing is left to be
 // cleared away; only a network file system may keep it for a while when a whole host dies, and then
 // deleting the file helps. What the file says is for people: who holds the lock.
@@ -23,12 +23,12 @@ inline constexpr const char* kFolderLockName = ".lockstep.lock";
 class FolderLock {
  public:
   FolderLock() = default;
-  // Makes the folder if need be. Where another holds the lock it waits for up to `patience`: a
+  // Makes the folder if need be. Where another holds the lock it waits for up to `timeout`: a
   // process that has just been killed needs a moment. `token` names those who may share: a holder
   // with the same one is none. Never throws: a file system without locks is a problem() to be told,
   // no reason to end.
   FolderLock(const std::string& folder, const std::string& token,
-             std::chrono::milliseconds patience);
+             std::chrono::milliseconds timeout);
 
   bool held() const { return static_cast<bool>(fd_); }
   const std::string& holder() const { return holder_; }    // somebody else; empty: nobody

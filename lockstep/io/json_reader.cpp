@@ -114,7 +114,7 @@ char JsonReader::peek() {
     if (c != ' ' && c != '\n' && c != '\r' && c != '\t') return c;
     ++at_;
   }
-  return '\0';  // a real NUL is no token either
+  return '\0';  // a real NUL is not a token either
 }
 
 void JsonReader::expect(char wanted, const char* what) {

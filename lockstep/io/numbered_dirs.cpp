@@ -59,7 +59,7 @@ std::vector<NumberedDir> list_numbered(const std::string& parent, const std::str
   }
   if (error && error != std::errc::no_such_file_or_directory)
     throw file_error("read the directory", parent, error.value());
-  // 7 and 007 are the same number: their names decide, so that every rank decides alike.
+  // 7 and 007 are the same number: their names decide, so that every rank decides identically.
   std::ranges::sort(found, [](const NumberedDir& a, const NumberedDir& b) {
     return a.step != b.step ? a.step > b.step : a.path > b.path;
   });

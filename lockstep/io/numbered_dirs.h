@@ -33,7 +33,7 @@ struct Newest {
   std::string remark;                   // files that somebody has put into it later; else empty
 };
 
-// The highest number whose directory verifies to the last byte. A file too many is no reason to
+// The highest number whose directory verifies to the last byte. A file too many is not a reason to
 // lose a checkpoint: it is only remarked.
 Newest newest_valid(const std::string& parent, const std::string& prefix);
 

@@ -14,7 +14,7 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr std::int64_t kMostRanks = 1'000'000;
+constexpr std::int64_t kMaxRanks = 1'000'000;
 
 class Translator {
  public:
@@ -26,7 +26,7 @@ class Translator {
       check_keys();
       what();
       processes();
-      meeting();
+      rendezvous();
       devices();
       switches();
     } else if (!document_.is(NodeKind::kNull)) {
@@ -49,7 +49,7 @@ class Translator {
 
   template <typename... Args>
   void refuse(const Entry& entry, fmt::format_string<Args...> format, Args&&... args) {
-    problems_.add(fmt::format("{}: {}", entry.value.place.text(),
+    problems_.add(fmt::format("{}: {}", entry.value.location.text(),
                               fmt::format(format, std::forward<Args>(args)...)));
   }
 
@@ -102,17 +102,17 @@ class Translator {
         why = fmt::format("there is no key '{}' in the launcher's file.{}", key,
                           did_you_mean(key, names));
       }
-      problems_.add(fmt::format("{}: {}", entry.place.text(), why));
+      problems_.add(fmt::format("{}: {}", entry.location.text(), why));
     }
   }
 
   // ---------------------------------------------------------------- meaning
 
   void what() {
-    const std::string place = text("compute_environment", "LOCAL_MACHINE");
-    if (place != "LOCAL_MACHINE") {
+    const std::string location = text("compute_environment", "LOCAL_MACHINE");
+    if (location != "LOCAL_MACHINE") {
       refuse(*given("compute_environment"),
-             "compute_environment {} is not supported. Write LOCAL_MACHINE.", place);
+             "compute_environment {} is not supported. Write LOCAL_MACHINE.", location);
     }
     type_ = text("distributed_type", "");
     const std::vector<std::string> known = {"", "NO", "MULTI_CPU", "MULTI_GPU"};
@@ -131,8 +131,8 @@ class Translator {
   }
 
   void processes() {
-    const auto machines = integer("num_machines", 1, kMostRanks);
-    const auto processes = integer("num_processes", 1, kMostRanks);
+    const auto machines = integer("num_machines", 1, kMaxRanks);
+    const auto processes = integer("num_processes", 1, kMaxRanks);
     const std::int64_t hosts = machines.value_or(1);
     if (machines) flag("nnodes", hosts);
     if (processes && *processes % hosts != 0) {
@@ -152,7 +152,7 @@ class Translator {
     } else if (type_ == "NO") {
       flag("nproc-per-node", std::int64_t{1});
     }
-    if (const auto rank = integer("machine_rank", 0, kMostRanks)) {
+    if (const auto rank = integer("machine_rank", 0, kMaxRanks)) {
       if (*rank >= hosts) {
         refuse(*given("machine_rank"),
                "machine_rank {} does not exist with num_machines {}. It counts from 0.", *rank,
@@ -168,7 +168,7 @@ class Translator {
     }
   }
 
-  void meeting() {
+  void rendezvous() {
     const std::string address = text("main_process_ip", "");
     if (!address.empty()) flag("master-addr", address);
     if (const auto port = integer("main_process_port", 0, 65535)) {
@@ -232,7 +232,7 @@ class Translator {
 
   void note(std::string_view key, std::string_view why) {
     out_.notes.push_back(
-        fmt::format("{}: {} has no effect: {}.", given(key)->place.text(), key, why));
+        fmt::format("{}: {} has no effect: {}.", given(key)->location.text(), key, why));
   }
 
   const Node& document_;

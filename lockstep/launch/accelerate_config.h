@@ -1,6 +1,6 @@
 // Accelerate's YAML file (default_config.yaml), turned into this launcher's own flags.
 //
-// The one hard idea: it is a pure translation. The file becomes the words that a user could have
+// It is a pure translation. The file becomes the words that a user could have
 // typed in front of the program and the variables that `accelerate launch` would have set, so that
 // parse_flags() stays the only place that knows what they mean, and real flags, coming later, win.
 //

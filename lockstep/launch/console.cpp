@@ -131,9 +131,9 @@ void Console::flush(Sink& sink) {
     loop_.forget(sink.watch_fd);
   }
   sink.watched = wait;
-  if (progress && patience_timer_ != 0) {
-    loop_.cancel(patience_timer_);
-    patience_timer_ = loop_.after(patience_, [this] {
+  if (progress && timeout_timer_ != 0) {
+    loop_.cancel(timeout_timer_);
+    timeout_timer_ = loop_.after(timeout_, [this] {
       for (const auto& stuck : sinks_) kill(*stuck);
     });
   }
@@ -172,7 +172,7 @@ bool Console::empty() const {
                      [](const auto& sink) { return sink->queue.empty(); });
 }
 
-void Console::finish(std::chrono::milliseconds patience, EventLoop::Task done) {
+void Console::finish(std::chrono::milliseconds timeout, EventLoop::Task done) {
   for (int target = 0; target < 2; ++target) {
     Sink& sink = *sink_of_[target];
     if (sink.dead || sink.open_source == kNobody || !sink.open_marked) continue;
@@ -180,8 +180,8 @@ void Console::finish(std::chrono::milliseconds patience, EventLoop::Task done) {
     enqueue(sink, fds_[target], kLauncher, "\n");
   }
   done_ = std::move(done);
-  patience_ = patience;
-  patience_timer_ = loop_.after(patience, [this] {
+  timeout_ = timeout;
+  timeout_timer_ = loop_.after(timeout, [this] {
     for (const auto& stuck : sinks_) kill(*stuck);
   });
   check_finished();
@@ -189,7 +189,7 @@ void Console::finish(std::chrono::milliseconds patience, EventLoop::Task done) {
 
 void Console::check_finished() {
   if (!done_ || !empty()) return;
-  loop_.cancel(patience_timer_);
+  loop_.cancel(timeout_timer_);
   loop_.post(std::move(done_));
   done_ = nullptr;
 }

@@ -37,7 +37,7 @@ class Console {
   struct Piece {
     Target target = kOut;
     int source = kLauncher;
-    std::string_view prefix;  // put in front, unless this goes on with a line already begun
+    std::string_view prefix;  // put in front, unless this continues with a line already begun
     std::string_view text;    // without its newline
     bool ends_line = true;
   };
@@ -57,8 +57,8 @@ class Console {
   void drop_source(int source) { waiting_.erase(source); }
 
   bool empty() const;
-  // Calls `done` when everything is written, or when nothing could be written for `patience`.
-  void finish(std::chrono::milliseconds patience, EventLoop::Task done);
+  // Calls `done` when everything is written, or when nothing could be written for `timeout`.
+  void finish(std::chrono::milliseconds timeout, EventLoop::Task done);
 
  private:
   struct Entry {
@@ -97,8 +97,8 @@ class Console {
   std::map<int, std::size_t> pending_;
   std::map<int, EventLoop::Task> waiting_;
   EventLoop::Task done_;
-  EventLoop::TimerId patience_timer_ = 0;
-  std::chrono::milliseconds patience_{0};
+  EventLoop::TimerId timeout_timer_ = 0;
+  std::chrono::milliseconds timeout_{0};
 };
 
 }  // namespace lockstep::launch

@@ -75,7 +75,7 @@ void Coordinator::on_message(int node, const Message& message) {
   }
 }
 
-void Coordinator::on_failed(const Failure& failure) {
+void Coordinator::on_failed(const RankFailure& failure) {
   if (phase_ != Phase::kRunning || failure_ || stop_signal_ != 0) return;
   failure_ = failure;
   // Whose connection broke fails after the rank that broke it.
@@ -106,7 +106,7 @@ void Coordinator::on_lost(int node, const std::string& host, const std::string& 
   if (phase_ == Phase::kEnded) return;
   lost_.insert(node);
   down_.insert(node);
-  Failure failure;
+  RankFailure failure;
   failure.node = node;
   failure.attempt = attempt_;
   failure.host = host;

@@ -46,7 +46,7 @@ class Coordinator {
   enum class Phase { kWaiting, kRunning, kBackoff, kEnded };
 
   void start_attempt();
-  void on_failed(const Failure& failure);
+  void on_failed(const RankFailure& failure);
   void on_stop(int node, int signal);
   void expect_all_down();
   void check_all_down();
@@ -62,9 +62,9 @@ class Coordinator {
   int stop_signal_ = 0;
   std::set<int> down_;
   std::set<int> lost_;
-  std::optional<Failure> failure_;
+  std::optional<RankFailure> failure_;
   // Of a node that is down: a rank that ended early with code 0, or failed in the stop asked for.
-  std::optional<Failure> left_;
+  std::optional<RankFailure> left_;
   EventLoop::TimerId backoff_timer_ = 0;
   EventLoop::TimerId down_timer_ = 0;
 };

@@ -18,58 +18,58 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
   return fmt::format("{}", fmt::join(parts, separator));
 }
 
-class WordReader {
+class ArgumentReader {
  public:
-  explicit WordReader(const std::vector<std::string>& words) : words_(words) {}
+  explicit ArgumentReader(const std::vector<std::string>& args) : args_(args) {}
 
-  GivenWords read() {
-    while (next_ < words_.size() && given_.request == Request::kRun) {
-      const std::string& word = words_[next_];
-      if (word == "--") {
+  GivenArguments read() {
+    while (next_ < args_.size() && given_.request == Request::kRun) {
+      const std::string& arg = args_[next_];
+      if (arg == "--") {
         ++next_;
         break;
       }
-      if (word.size() < 2 || word[0] != '-') break;
+      if (arg.size() < 2 || arg[0] != '-') break;
       ++next_;
-      if (word.rfind("--", 0) == 0) {
-        read_long(word);
+      if (arg.rfind("--", 0) == 0) {
+        read_long(arg);
       } else {
-        read_letters(word);
+        read_letters(arg);
       }
     }
-    given_.program.assign(words_.begin() + static_cast<std::ptrdiff_t>(next_), words_.end());
+    given_.program.assign(args_.begin() + static_cast<std::ptrdiff_t>(next_), args_.end());
     return std::move(given_);
   }
 
  private:
-  void read_long(const std::string& word) {
-    const auto equals = word.find('=');
-    std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
+  void read_long(const std::string& arg) {
+    const auto equals = arg.find('=');
+    std::string name = arg.substr(2, equals == std::string::npos ? equals : equals - 2);
     std::replace(name.begin(), name.end(), '_', '-');
     if (name == "list-flags") {
       given_.request = Request::kListFlags;
       return;
     }
-    const FlagSpec* flag = match(name, word);
+    const FlagSpec* flag = match(name, arg);
     if (flag == nullptr) {
       given_.request = Request::kHelp;
       return;
     }
     const std::string origin = fmt::format("--{}", flag->name);
     if (!flag->is_switch()) {
-      given_.values.set(*flag,
-                        equals != std::string::npos ? word.substr(equals + 1) : value_word(origin),
-                        origin);
+      given_.values.set(
+          *flag, equals != std::string::npos ? arg.substr(equals + 1) : value_argument(origin),
+          origin);
     } else if (equals == std::string::npos) {
       given_.values.set(*flag, "1", origin);
     } else {
-      throw UsageError("run", "{} takes no value ('{}' was given). Write {} alone.", origin, word,
+      throw UsageError("run", "{} takes no value ('{}' was given). Write {} alone.", origin, arg,
                        origin);
     }
   }
 
   // The flag of the table that `name` means; nothing for help.
-  const FlagSpec* match(const std::string& name, const std::string& word) const {
+  const FlagSpec* match(const std::string& name, const std::string& arg) const {
     std::vector<const FlagSpec*> found;
     std::vector<std::string> names{"help"};
     for (const FlagSpec& flag : flag_table()) {
@@ -89,62 +89,62 @@ class WordReader {
       throw UsageError("run",
                        "there is no flag {}.{} Flags of the program go after the program; "
                        "'lockstep run --help' lists ours.",
-                       word.substr(0, word.find('=')), did_you_mean(name, names, "--"));
+                       arg.substr(0, arg.find('=')), did_you_mean(name, names, "--"));
     }
     std::vector<std::string> meanings;
     for (const FlagSpec* flag : found) meanings.push_back(fmt::format("--{}", flag->name));
     throw UsageError("run", "--{} could be {}. Write more of it.", name, join(meanings, ", "));
   }
 
-  void read_letters(const std::string& word) {
-    for (std::size_t i = 1; i < word.size(); ++i) {
-      if (word[i] == 'h') {
+  void read_letters(const std::string& arg) {
+    for (std::size_t i = 1; i < arg.size(); ++i) {
+      if (arg[i] == 'h') {
         given_.request = Request::kHelp;
         return;
       }
       const auto table = flag_table();
       const auto flag = std::find_if(table.begin(), table.end(),
-                                     [&](const FlagSpec& f) { return f.letter == word[i]; });
-      if (flag == table.end()) unknown_letter(word);
-      const std::string origin = fmt::format("-{}", word[i]);
+                                     [&](const FlagSpec& f) { return f.letter == arg[i]; });
+      if (flag == table.end()) unknown_letter(arg);
+      const std::string origin = fmt::format("-{}", arg[i]);
       if (flag->is_switch()) {
         given_.values.set(*flag, "1", origin);
         continue;
       }
-      std::string rest = word.substr(i + 1);
+      std::string rest = arg.substr(i + 1);
       if (!rest.empty() && rest[0] == '=') rest.erase(0, 1);
-      given_.values.set(*flag, rest.empty() ? value_word(origin) : rest, origin);
+      given_.values.set(*flag, rest.empty() ? value_argument(origin) : rest, origin);
       return;
     }
   }
 
-  [[noreturn]] static void unknown_letter(const std::string& word) {
-    std::string name = word.substr(1, word.find('=') - 1);
+  [[noreturn]] static void unknown_letter(const std::string& arg) {
+    std::string name = arg.substr(1, arg.find('=') - 1);
     std::replace(name.begin(), name.end(), '_', '-');
     std::vector<std::string> names;
     for (const FlagSpec& flag : flag_table()) names.emplace_back(flag.name);
     throw UsageError("run",
                      "there is no flag {}.{} Flags of the program go after the program; "
                      "'lockstep run --help' lists ours.",
-                     word, name.size() > 1 ? did_you_mean(name, names, "--") : "");
+                     arg, name.size() > 1 ? did_you_mean(name, names, "--") : "");
   }
 
-  // The next word, unless it is plainly another flag.
-  std::string value_word(const std::string& origin) {
-    const bool there = next_ < words_.size();
-    const std::string word = there ? words_[next_] : "";
-    if (!there || (word.size() > 1 && word[0] == '-' && !to_int(word))) {
+  // The next arg, unless it is plainly another flag.
+  std::string value_argument(const std::string& origin) {
+    const bool there = next_ < args_.size();
+    const std::string arg = there ? args_[next_] : "";
+    if (!there || (arg.size() > 1 && arg[0] == '-' && !to_int(arg))) {
       throw UsageError("run", "{} needs a value{}. Write {}{}VALUE.", origin,
-                       there ? fmt::format(" but '{}' follows", word) : "", origin,
+                       there ? fmt::format(" but '{}' follows", arg) : "", origin,
                        origin.rfind("--", 0) == 0 ? "=" : " ");
     }
     ++next_;
-    return word;
+    return arg;
   }
 
-  const std::vector<std::string>& words_;
+  const std::vector<std::string>& args_;
   std::size_t next_ = 0;
-  GivenWords given_;
+  GivenArguments given_;
 };
 
 }  // namespace
@@ -175,9 +175,9 @@ std::optional<int> to_int(std::string_view text) {
   return value;
 }
 
-std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates,
+std::string did_you_mean(std::string_view arg, const std::vector<std::string>& candidates,
                          std::string_view prefix) {
-  const auto near = nearest(word, candidates);
+  const auto near = nearest(arg, candidates);
   return near ? fmt::format(" Did you mean {}{}?", prefix, *near) : "";
 }
 
@@ -221,8 +221,8 @@ std::chrono::milliseconds Values::seconds(const std::string& name,
   return std::chrono::milliseconds(std::llround(value * 1000));
 }
 
-GivenWords read_words(const std::vector<std::string>& words) {
-  return WordReader(words).read();
+GivenArguments read_arguments(const std::vector<std::string>& args) {
+  return ArgumentReader(args).read();
 }
 
 void fill_from_variables(Values& values, const Variables& variable) {

@@ -1,7 +1,8 @@
-// The first half of parsing: words and PET_ variables become named texts. Private to this layer;
+// The first half of parsing: args and PET_ variables become named texts. Private to this layer;
 // flags.cpp gives the texts their meaning.
 //
-//   GivenWords given = read_words({"-r", "3", "./train"});   // given.values.text("redirects", "0")
+//   GivenArguments given = read_arguments({"-r", "3", "./train"});   //
+//   given.values.text("redirects", "0")
 #pragma once
 
 #include <chrono>
@@ -39,15 +40,15 @@ class Values {
   std::map<std::string, Given> values_;
 };
 
-struct GivenWords {
+struct GivenArguments {
   Request request = Request::kRun;
   Values values;
-  std::vector<std::string> program;  // the first word that is no flag, and all after it
+  std::vector<std::string> program;  // the first arg that is not a flag, and all after it
 };
 
-// Long flags in either spelling, by unique prefix, with "=value" or the next word; letters alone,
+// Long flags in either spelling, by unique prefix, with "=value" or the next arg; letters alone,
 // joined (-mr3) or with the value attached.
-GivenWords read_words(const std::vector<std::string>& words);
+GivenArguments read_arguments(const std::vector<std::string>& args);
 
 // PET_ variables fill what the command line left open. Empty counts as unset.
 void fill_from_variables(Values& values, const Variables& variable);
@@ -57,7 +58,7 @@ std::vector<std::string> split(std::string_view text, char separator);
 std::string trim(std::string_view text);
 std::optional<int> to_int(std::string_view text);  // the whole text or nothing
 // " Did you mean --tee?", or nothing.
-std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates,
+std::string did_you_mean(std::string_view arg, const std::vector<std::string>& candidates,
                          std::string_view prefix = "");
 
 }  // namespace lockstep::launch

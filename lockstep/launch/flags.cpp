@@ -170,14 +170,15 @@ void fill_from_file(Values& values, ParsedFlags& parsed) {
   AccelerateLaunch launch = load_accelerate_config(file->text);
   parsed.plan.environment = std::move(launch.environment);
   parsed.notes = std::move(launch.notes);
-  const Values read = read_words(launch.flags).values;
+  const Values read = read_arguments(launch.flags).values;
   const bool standalone = values.is_on("standalone");
-  const std::set<std::string_view> meeting = {"nnodes", "node-rank", "rdzv-backend", "master-addr",
-                                              "master-port"};
+  const std::set<std::string_view> rendezvous_flags = {"nnodes", "node-rank", "rdzv-backend",
+                                                       "master-addr", "master-port"};
   for (const FlagSpec& flag : flag_table()) {
     const std::string name(flag.name);
     const Given* given = read.find(name);
-    if (given == nullptr || values.has(name) || (standalone && meeting.count(name) != 0)) continue;
+    if (given == nullptr || values.has(name) || (standalone && rendezvous_flags.count(name) != 0))
+      continue;
     values.set(flag, given->text, fmt::format("{} ({})", given->origin, file->text));
   }
 }
@@ -404,7 +405,7 @@ void settle_node_rank(const Values& values, LaunchPlan& plan, std::vector<std::s
     notes.push_back(fmt::format("--nnodes={} without --node-rank: this is node 0.", plan.nnodes));
 }
 
-void settle_meeting(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+void settle_rendezvous(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   plan.nnodes = parse_nnodes(values);
   check_overridden(values);
   if (values.is_on("standalone")) {
@@ -497,8 +498,8 @@ void settle_supervision(const Values& values, LaunchPlan& plan) {
 
 }  // namespace
 
-ParsedFlags parse_flags(const std::vector<std::string>& words, const Surroundings& around) {
-  GivenWords given = read_words(words);
+ParsedFlags parse_flags(const std::vector<std::string>& args, const Surroundings& around) {
+  GivenArguments given = read_arguments(args);
   ParsedFlags parsed;
   parsed.request = given.request;
   if (parsed.request != Request::kRun) return parsed;
@@ -507,12 +508,12 @@ ParsedFlags parse_flags(const std::vector<std::string>& words, const Surrounding
   fill_from_file(values, parsed);
   refuse_and_note(values, parsed.notes);
   LaunchPlan& plan = parsed.plan;
-  settle_meeting(values, plan, parsed.notes);
+  settle_rendezvous(values, plan, parsed.notes);
   settle_secret(values, plan, around, parsed.notes);
   note_worlds_apart(values, plan, around, parsed.notes);
   settle_supervision(values, plan);
   // The program before the GPUs are counted: a misspelt name should not wait for a driver.
-  plan.command = resolve_command({.words = given.program,
+  plan.command = resolve_command({.args = given.program,
                                   .module = values.is_on("module"),
                                   .no_python = values.is_on("no-python"),
                                   .run_path = values.is_on("run-path")},

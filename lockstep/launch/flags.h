@@ -3,7 +3,7 @@
 // One table says of every flag what it takes, what it means, and whether it is honoured, ignored
 // with a line, or refused; parsing, --help and the test against torchrun's own help text all read
 // that table. A flag beats its PET_<NAME> variable, which beats the file of --config-file, which
-// beats the default. Words after the program belong to the program and are not looked at.
+// beats the default. Args after the program belong to the program and are not looked at.
 //
 //   ParsedFlags parsed = parse_flags({"--nproc-per-node=2", "./train", "--lr=0.1"});
 //   for (const auto& note : parsed.notes) log::warning("run", "{}", note);
@@ -50,16 +50,16 @@ enum class Request { kRun, kHelp, kListFlags };
 struct ParsedFlags {
   Request request = Request::kRun;  // anything but kRun leaves the plan empty
   LaunchPlan plan;
-  std::vector<std::string> notes;  // one line for each flag that was ignored or needs a word
+  std::vector<std::string> notes;  // one line for each flag that was ignored or needs an argument
 };
 
 // Throws UsageError naming flag or variable and the value, and the nearest flag after a typo.
-ParsedFlags parse_flags(const std::vector<std::string>& words, const Surroundings& around = {});
+ParsedFlags parse_flags(const std::vector<std::string>& args, const Surroundings& around = {});
 
 std::string run_help();   // for `lockstep run --help`
 std::string flag_list();  // one line a flag, "--name treatment value|switch": for tests and shells
 
 // The candidate with the smallest edit distance, when it is near enough to be what was meant.
-std::optional<std::string> nearest(std::string_view word, std::span<const std::string> candidates);
+std::optional<std::string> nearest(std::string_view arg, std::span<const std::string> candidates);
 
 }  // namespace lockstep::launch

@@ -27,7 +27,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
-using Words = std::vector<std::string>;
+using Args = std::vector<std::string>;
 using Environment = std::map<std::string, std::string>;
 
 Variables variables(Environment environment) {
@@ -46,31 +46,31 @@ Surroundings machine(Environment environment = {}) {
           .gpus = [] { return Gpus{.reason = "no driver here"}; }};
 }
 
-ParsedFlags parse(Words words, Environment environment = {}) {
-  return parse_flags(words, machine(std::move(environment)));
+ParsedFlags parse(Args args, Environment environment = {}) {
+  return parse_flags(args, machine(std::move(environment)));
 }
 
-LaunchPlan plan_of(Words flags, Environment environment = {}) {
+LaunchPlan plan_of(Args flags, Environment environment = {}) {
   flags.push_back("/bin/true");
   return parse(std::move(flags), std::move(environment)).plan;
 }
 
-Words notes_of(Words flags, Environment environment = {}) {
+Args notes_of(Args flags, Environment environment = {}) {
   flags.push_back("/bin/true");
   return parse(std::move(flags), std::move(environment)).notes;
 }
 
 // The message with which parsing refuses, or "" when it does not.
-std::string refusal(Words words, Environment environment = {}) {
+std::string refusal(Args args, Environment environment = {}) {
   try {
-    parse(std::move(words), std::move(environment));
+    parse(std::move(args), std::move(environment));
   } catch (const UsageError& error) {
     return error.what();
   }
   return "";
 }
 
-std::string refusal_of(Words flags, Environment environment = {}) {
+std::string refusal_of(Args flags, Environment environment = {}) {
   flags.push_back("/bin/true");
   return refusal(std::move(flags), std::move(environment));
 }
@@ -101,26 +101,26 @@ class TemporaryDirectory {
 // ------------------------------------------------------------------ spelling
 
 TEST(Spelling, DashesUnderscoresEqualsAndNextWordMeanTheSame) {
-  for (const Words& words :
-       {Words{"--nproc-per-node=3"}, Words{"--nproc_per_node=3"}, Words{"--nproc-per-node", "3"},
-        Words{"--nproc_per_node", "3"}, Words{"--nproc-per=3"}, Words{"--np", "3"}}) {
-    EXPECT_EQ(plan_of(words).nproc_per_node, 3) << words.front();
+  for (const Args& args :
+       {Args{"--nproc-per-node=3"}, Args{"--nproc_per_node=3"}, Args{"--nproc-per-node", "3"},
+        Args{"--nproc_per_node", "3"}, Args{"--nproc-per=3"}, Args{"--np", "3"}}) {
+    EXPECT_EQ(plan_of(args).nproc_per_node, 3) << args.front();
   }
 }
 
 TEST(Spelling, EveryFlagOfTheTableIsFoundByNameAndByVariable) {
   for (const FlagSpec& flag : flag_table()) {
-    const std::string word = fmt::format("--{}", flag.name);
-    const Words words = flag.is_switch() ? Words{word} : Words{word, "1"};
+    const std::string arg = fmt::format("--{}", flag.name);
+    const Args args = flag.is_switch() ? Args{arg} : Args{arg, "1"};
     // Whatever is thought of the value "1", the flag itself is known.
-    EXPECT_THAT(refusal_of(words), testing::Not(HasSubstr("there is no flag"))) << word;
+    EXPECT_THAT(refusal_of(args), testing::Not(HasSubstr("there is no flag"))) << arg;
     EXPECT_EQ(flag.variable().rfind("PET_", 0), 0u);
   }
 }
 
 TEST(Spelling, LettersStandAloneJoinedOrWithTheirValue) {
-  for (const Words& words : {Words{"-r", "3"}, Words{"-r3"}, Words{"-r=3"}, Words{"--redirects=3"}})
-    EXPECT_EQ(plan_of(words).redirects.all, Streams::kAll) << words.front();
+  for (const Args& args : {Args{"-r", "3"}, Args{"-r3"}, Args{"-r=3"}, Args{"--redirects=3"}})
+    EXPECT_EQ(plan_of(args).redirects.all, Streams::kAll) << args.front();
   const ParsedFlags parsed = parse({"-mr3", "timeit"});
   EXPECT_EQ(parsed.plan.redirects.all, Streams::kAll);
   EXPECT_THAT(parsed.plan.command, Contains("-m"));
@@ -149,7 +149,7 @@ TEST(Spelling, WhatTorchrunUnderstandsMeansTheSameHere) {
         return name.rfind(prefix, 0) == 0;
       });
       if (meant > 1) continue;
-      const auto given = read_words({"--" + prefix + (flag.is_switch() ? "" : "=x")});
+      const auto given = read_arguments({"--" + prefix + (flag.is_switch() ? "" : "=x")});
       EXPECT_TRUE(given.values.has(std::string(flag.name))) << prefix;
       ++checked;
     }
@@ -327,7 +327,7 @@ TEST(World, SeveralHostsAgreeWithoutBeingTold) {
 }
 
 TEST(World, SeveralHostsWithoutAddressOrRankGetALine) {
-  const Words notes = notes_of({"--nnodes=2"});
+  const Args notes = notes_of({"--nnodes=2"});
   EXPECT_THAT(notes, Contains(HasSubstr("without --master-addr: only launchers on this host")));
   EXPECT_THAT(notes, Contains(HasSubstr("without --node-rank: this is node 0")));
   EXPECT_THAT(notes_of({"--nnodes=2", "--node-rank=0", "--master-addr=10.0.0.1"}), IsEmpty());

@@ -28,7 +28,7 @@ constexpr std::size_t kMaxFirstLine = 4u << 10;  // before a peer has joined
 constexpr std::size_t kMaxUnsent = 16u << 20;
 constexpr std::size_t kMaxUnknown = 128;  // connections that have not joined
 constexpr std::size_t kMaxReports = 8;
-constexpr milliseconds kHelloTimeout{10'000};
+constexpr milliseconds kHandshakeTimeout{10'000};
 constexpr milliseconds kAcceptPause{200};
 constexpr milliseconds kConnectTimeout{5000};
 constexpr milliseconds kRetryDelay{200};
@@ -329,7 +329,7 @@ void Hub::on_connect() {
       Connection::Handlers{[this, number](const Message& message) { on_message(number, message); },
                            [this, number](const Closing& closing) { on_closed(number, closing); }});
   guest.address = guest.connection->peer_address();
-  guest.deadline = loop_.after(kHelloTimeout, [this, number] { drop(number); });
+  guest.deadline = loop_.after(kHandshakeTimeout, [this, number] { drop(number); });
 }
 
 void Hub::pause_accept() {
@@ -374,8 +374,8 @@ void Hub::on_message(std::uint64_t number, const Message& message) {
     const std::string wrong = what_is_wrong(guest, message);
     if (wrong.empty()) return handlers_.message(guest.node, message);
     on_closed(number, {wrong});
-  } else if (message.kind == Message::Kind::kHello) {
-    on_hello(number, message);
+  } else if (message.kind == Message::Kind::kHandshake) {
+    on_handshake(number, message);
   } else if (message.kind == Message::Kind::kForeign) {
     refuse(number, message.text);
   } else {
@@ -390,7 +390,7 @@ std::string Hub::what_is_wrong(const Guest& guest, const Message& message) const
   if (message.kind == Message::Kind::kStop && !may_stop(plan_, message.signal))
     return bad_signal(message.signal);
   if (!message.failure) return {};
-  const Failure& failure = *message.failure;
+  const RankFailure& failure = *message.failure;
   const int first = layout_of(nodes(), guest.node).first_rank;
   const bool own_rank = failure.local_rank >= 0 && failure.local_rank < guest.share.nproc &&
                         failure.rank == first + failure.local_rank;
@@ -408,29 +408,29 @@ std::vector<NodeShare> Hub::nodes() const {
   return shares;
 }
 
-std::string Hub::reason_to_refuse(const Message& hello) const {
+std::string Hub::reason_to_refuse(const Message& handshake) const {
   const auto differs = [&](const char* flag, const auto& theirs, const auto& ours) {
     return fmt::format(
         "[launch] node rank {} on {} was started with {}={}, node 0 with {}={}. Use "
         "the same value on every host.",
-        hello.node, hello.host, flag, theirs, flag, ours);
+        handshake.node, handshake.host, flag, theirs, flag, ours);
   };
-  if (hello.run_id != plan_.run_id)
-    return differs("--rdzv-id", printable(hello.run_id), plan_.run_id);
-  if (hello.nnodes != plan_.nnodes) return differs("--nnodes", hello.nnodes, plan_.nnodes);
-  if (hello.node < 1 || hello.node >= plan_.nnodes)
-    return fmt::format("[launch] --node-rank={} on {} is not between 1 and {}.", hello.node,
-                       hello.host, plan_.nnodes - 1);
-  const auto taken = guest_of_node_.find(hello.node);
+  if (handshake.run_id != plan_.run_id)
+    return differs("--rdzv-id", printable(handshake.run_id), plan_.run_id);
+  if (handshake.nnodes != plan_.nnodes) return differs("--nnodes", handshake.nnodes, plan_.nnodes);
+  if (handshake.node < 1 || handshake.node >= plan_.nnodes)
+    return fmt::format("[launch] --node-rank={} on {} is not between 1 and {}.", handshake.node,
+                       handshake.host, plan_.nnodes - 1);
+  const auto taken = guest_of_node_.find(handshake.node);
   if (taken != guest_of_node_.end())
     return fmt::format(
         "[launch] --node-rank={} of {} is already taken by {}. Give every host its own "
         "node rank.",
-        hello.node, hello.host, guests_.at(taken->second).host);
+        handshake.node, handshake.host, guests_.at(taken->second).host);
   try {
     auto shares = nodes();
-    shares[static_cast<std::size_t>(hello.node)] = hello.share;
-    layout_of(shares, hello.node);
+    shares[static_cast<std::size_t>(handshake.node)] = handshake.share;
+    layout_of(shares, handshake.node);
   } catch (const UsageError& error) {
     return error.what();
   }
@@ -448,19 +448,19 @@ void Hub::refuse(std::uint64_t number, const std::string& reason) {
   answer.code = 2;
   guest.connection->send(answer);
   // It hangs up when it has read that; should it not, this does.
-  guest.deadline = loop_.after(kHelloTimeout, [this, number] { drop(number); });
+  guest.deadline = loop_.after(kHandshakeTimeout, [this, number] { drop(number); });
 }
 
-void Hub::on_hello(std::uint64_t number, const Message& hello) {
+void Hub::on_handshake(std::uint64_t number, const Message& handshake) {
   Guest& guest = guests_.at(number);
   loop_.cancel(guest.deadline);
-  const std::string refusal = reason_to_refuse(hello);
+  const std::string refusal = reason_to_refuse(handshake);
   if (!refusal.empty()) return refuse(number, refusal);
-  guest.node = hello.node;
-  guest.host = hello.host;
-  guest.share = hello.share;
+  guest.node = handshake.node;
+  guest.host = handshake.host;
+  guest.share = handshake.share;
   guest.connection->trust();
-  guest_of_node_[hello.node] = number;
+  guest_of_node_[handshake.node] = number;
   Message answer;
   answer.kind = Message::Kind::kSay;
   guest.connection->send(answer);
@@ -557,10 +557,10 @@ std::string Hub::local_address() const {
   return address;
 }
 
-void Hub::wait_for_goodbyes(milliseconds patience, EventLoop::Task done) {
+void Hub::wait_for_goodbyes(milliseconds timeout, EventLoop::Task done) {
   if (guest_of_node_.empty()) return loop_.post(std::move(done));
   on_goodbyes_ = std::move(done);
-  goodbye_timer_ = loop_.after(patience, [this] {
+  goodbye_timer_ = loop_.after(timeout, [this] {
     goodbye_timer_ = 0;
     loop_.post(std::exchange(on_goodbyes_, nullptr));
   });
@@ -665,14 +665,14 @@ void Spoke::on_connected(Fd socket) {
                            [this](const Closing& closing) { on_closed(closing); }});
   answer_timer_ =
       loop_.after(kConnectTimeout, [this] { try_later("what listens there does not answer"); });
-  Message hello;
-  hello.kind = Message::Kind::kHello;
-  hello.node = plan_.node_rank;
-  hello.run_id = plan_.run_id;
-  hello.host = host_;
-  hello.nnodes = plan_.nnodes;
-  hello.share = {plan_.nproc_per_node, plan_.role};
-  connection_->send(hello);
+  Message handshake;
+  handshake.kind = Message::Kind::kHandshake;
+  handshake.node = plan_.node_rank;
+  handshake.run_id = plan_.run_id;
+  handshake.host = host_;
+  handshake.nnodes = plan_.nnodes;
+  handshake.share = {plan_.nproc_per_node, plan_.role};
+  connection_->send(handshake);
 }
 
 void Spoke::disconnect() {

@@ -99,8 +99,8 @@ class Hub {
   std::string local_address() const;
   // What each node brings, by node rank; of all of them once `complete` was called.
   std::vector<NodeShare> nodes() const;
-  // Calls `done` when the others have hung up, or after `patience`.
-  void wait_for_goodbyes(std::chrono::milliseconds patience, EventLoop::Task done);
+  // Calls `done` when the others have hung up, or after `timeout`.
+  void wait_for_goodbyes(std::chrono::milliseconds timeout, EventLoop::Task done);
 
  private:
   struct Guest {
@@ -115,11 +115,11 @@ class Hub {
   void pause_accept();
   bool evict();
   void on_message(std::uint64_t guest, const Message& message);
-  void on_hello(std::uint64_t guest, const Message& hello);
+  void on_handshake(std::uint64_t guest, const Message& handshake);
   void refuse(std::uint64_t guest, const std::string& reason);
   void on_closed(std::uint64_t guest, const Closing& closing);
   void drop(std::uint64_t guest);
-  std::string reason_to_refuse(const Message& hello) const;
+  std::string reason_to_refuse(const Message& handshake) const;
   std::string what_is_wrong(const Guest& guest, const Message& message) const;
   std::string missing() const;
   void report(const std::string& rejection);

@@ -33,10 +33,14 @@ int int_at(const Json& json, const char* key, int min = INT_MIN, int max = INT_M
 }
 
 const std::pair<Message::Kind, const char*> kKindNames[] = {
-    {Message::Kind::kHello, "hello"},   {Message::Kind::kRefused, "refused"},
-    {Message::Kind::kSay, "say"},       {Message::Kind::kStart, "start"},
-    {Message::Kind::kFailed, "failed"}, {Message::Kind::kStop, "stop"},
-    {Message::Kind::kDown, "down"},     {Message::Kind::kRestart, "restart"},
+    {Message::Kind::kHandshake, "handshake"},
+    {Message::Kind::kRefused, "refused"},
+    {Message::Kind::kSay, "say"},
+    {Message::Kind::kStart, "start"},
+    {Message::Kind::kFailed, "failed"},
+    {Message::Kind::kStop, "stop"},
+    {Message::Kind::kDown, "down"},
+    {Message::Kind::kRestart, "restart"},
     {Message::Kind::kEnd, "end"}};
 
 Json share_to_json(const NodeShare& share) {
@@ -57,7 +61,7 @@ std::string one_line(std::string_view text) {
   return result;
 }
 
-void make_printable(Failure& failure) {
+void make_printable(RankFailure& failure) {
   failure.message = printable(failure.message);  // printed with every line indented
   for (std::string* text : {&failure.host, &failure.cause, &failure.program, &failure.error_file,
                             &failure.note, &failure.logs})
@@ -122,7 +126,7 @@ std::string encode(const Message& message) {
     json["nodes"] = Json::array();
     for (const NodeShare& share : message.nodes) json["nodes"].push_back(share_to_json(share));
   }
-  if (message.kind == Message::Kind::kHello) {
+  if (message.kind == Message::Kind::kHandshake) {
     json["run_id"] = message.run_id;
     json["host"] = message.host;
     json["nnodes"] = message.nnodes;
@@ -178,7 +182,7 @@ Message decode(const std::string& line) {
     if (message.kind == Message::Kind::kStart) {
       for (const Json& share : json.at("nodes")) message.nodes.push_back(share_from_json(share));
     }
-    if (message.kind == Message::Kind::kHello) {
+    if (message.kind == Message::Kind::kHandshake) {
       json.at("run_id").get_to(message.run_id);
       message.host = one_line(json.at("host").get<std::string>());
       if (message.host.size() > kMaxHostBytes)

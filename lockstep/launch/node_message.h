@@ -22,16 +22,16 @@ namespace lockstep::launch {
 
 struct Message {
   enum class Kind {
-    kHello,    // node -> 0: who I am
-    kRefused,  // 0 -> node: text says why
-    kSay,      // 0 -> nodes: text to print while waiting
-    kStart,    // 0 -> nodes: begin `attempt` as one of `nodes`
-    kFailed,   // node -> 0 -> nodes: `failure` ends this attempt
-    kStop,     // node -> 0 -> nodes: `node` was asked to stop by `signal`
-    kDown,     // node -> 0: nothing of this attempt is left here (`failure`: the first one here)
-    kRestart,  // 0 -> nodes: print `failure`; a next attempt follows (text)
-    kEnd,      // 0 -> nodes: the run is over; exit with `code`, print `failure`
-    kForeign,  // never sent: from a launcher of another version; text says so
+    kHandshake,  // node -> 0: who I am
+    kRefused,    // 0 -> node: text says why
+    kSay,        // 0 -> nodes: text to print while waiting
+    kStart,      // 0 -> nodes: begin `attempt` as one of `nodes`
+    kFailed,     // node -> 0 -> nodes: `failure` ends this attempt
+    kStop,       // node -> 0 -> nodes: `node` was asked to stop by `signal`
+    kDown,       // node -> 0: nothing of this attempt is left here (`failure`: the first one here)
+    kRestart,    // 0 -> nodes: print `failure`; a next attempt follows (text)
+    kEnd,        // 0 -> nodes: the run is over; exit with `code`, print `failure`
+    kForeign,    // never sent: from a launcher of another version; text says so
   };
   Kind kind = Kind::kSay;
   int node = 0;
@@ -39,9 +39,9 @@ struct Message {
   int signal = 0;
   int code = 0;
   std::string text;
-  std::optional<Failure> failure;
+  std::optional<RankFailure> failure;
   std::vector<NodeShare> nodes;  // kStart only: by node rank
-  // kHello only.
+  // kHandshake only.
   std::string run_id;
   std::string host;
   int nnodes = 0;

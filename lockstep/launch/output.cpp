@@ -209,8 +209,8 @@ void OutputStream::finish() {
 
 void OutputStream::close_now() {
   // More than any pipe holds; a writer that never stops must not hold us.
-  constexpr int kMostReads = 256;
-  for (int i = 0; pipe_ && i < kMostReads; ++i) {
+  constexpr int kMaxReads = 256;
+  for (int i = 0; pipe_ && i < kMaxReads; ++i) {
     if (read_once() != Got::kData) break;
   }
   finish();

@@ -29,7 +29,7 @@ class HeldPort {
 
   int number() const { return number_; }
   // Bound to the same port, not listening, close-on-exec. Close it here once rank 0 has it: a
-  // socket that listens in rank 0 would go on listening in the launcher after rank 0 has died.
+  // socket that listens in rank 0 would continue listening in the launcher after rank 0 has died.
   Fd store_socket() const;
   // Bound and listening, non-blocking. Throws UsageError when somebody else listens.
   Fd listener() const;

@@ -224,8 +224,8 @@ std::optional<std::string> find_program(const std::string& name) {
 std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except) {
   std::vector<pid_t> found = children_of(root);
   std::erase_if(found, [&](pid_t pid) { return except.count(pid) != 0; });
-  constexpr std::size_t kMost = 100'000;  // a tree that grows while it is read must have an end
-  for (std::size_t i = 0; i < found.size() && i < kMost; ++i) {
+  constexpr std::size_t kMax = 100'000;  // a tree that grows while it is read must have an end
+  for (std::size_t i = 0; i < found.size() && i < kMax; ++i) {
     const auto below = children_of(found[i]);
     found.insert(found.end(), below.begin(), below.end());
   }

@@ -89,7 +89,7 @@ std::string interpreter(const Variables& variable) {
 }  // namespace
 
 std::vector<std::string> resolve_command(const ProgramRequest& request, const Variables& variable) {
-  const std::vector<std::string>& program = request.words;
+  const std::vector<std::string>& program = request.args;
   if (program.empty()) {
     throw UsageError("run",
                      "no program was given. Usage: lockstep run [flags] PROGRAM [arguments].");

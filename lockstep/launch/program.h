@@ -1,7 +1,7 @@
-// From the program's words to an argv: under Python or directly, found on PATH or at its path, and
+// From the program's args to an argv: under Python or directly, found on PATH or at its path, and
 // refused with a reason before any rank is started.
 //
-//   resolve_command({.words = {"train.py", "--lr=1"}});   // /usr/bin/python3 -u train.py --lr=1
+//   resolve_command({.args = {"train.py", "--lr=1"}});   // /usr/bin/python3 -u train.py --lr=1
 #pragma once
 
 #include <string>
@@ -12,10 +12,10 @@
 namespace lockstep::launch {
 
 struct ProgramRequest {
-  std::vector<std::string> words{};  // the program and its arguments, which are passed untouched
-  bool module = false;               // -m
-  bool no_python = false;            // --no-python
-  bool run_path = false;  // --run-path: a Python file whatever its name; beats the others
+  std::vector<std::string> args{};  // the program and its arguments, which are passed untouched
+  bool module = false;              // -m
+  bool no_python = false;           // --no-python
+  bool run_path = false;            // --run-path: a Python file whatever its name; beats the others
 };
 
 // Throws UsageError when there is nothing to execute.

@@ -110,7 +110,7 @@ double modified_at(const std::string& path) {
          1e-9 * static_cast<double>(info.st_mtim.tv_nsec);
 }
 
-std::string hint_for(const Failure& failure) {
+std::string hint_for(const RankFailure& failure) {
   const auto died_of = [&failure](const char* name) {
     return failure.cause.find(name) != std::string::npos;
   };
@@ -139,7 +139,7 @@ std::string hint_for(const Failure& failure) {
 }
 
 // As the rank printed it ("lockstep: rank 1 on n1: ...", "    at f()"), and as Python did.
-bool is_said_already(const Failure& failure, std::string_view line) {
+bool is_said_already(const RankFailure& failure, std::string_view line) {
   constexpr std::size_t kCut = 500;  // by last_error_lines
   std::string text = trim(line);
   if (text.empty()) return true;
@@ -163,7 +163,7 @@ void add_block(std::string& text, const char* title, const std::vector<std::stri
 }
 
 // The others without the first cause's message, which all ranks have when all make one mistake.
-std::vector<std::string> others_of(const Failure& failure) {
+std::vector<std::string> others_of(const RankFailure& failure) {
   std::vector<std::string> others = failure.others;
   const auto message = lines_of(failure.message);
   if (message.empty()) return others;
@@ -202,7 +202,7 @@ ErrorFile read_error_file(const std::string& path) {
   return file;
 }
 
-std::string Failure::headline() const {
+std::string RankFailure::headline() const {
   if (rank < 0) return fmt::format("the run failed: {}", cause);
   return fmt::format("rank {} on {} {}: {}", rank, host, stopped ? "stopped on request" : "failed",
                      cause);
@@ -234,7 +234,7 @@ std::string shell_text(const std::vector<std::string>& command) {
   return text.substr(0, end) + " ...";
 }
 
-void add_error_file(Failure& failure, const ErrorFile& file) {
+void add_error_file(RankFailure& failure, const ErrorFile& file) {
   if (!file.present) return;
   failure.message = file.message;
   failure.stack = file.stack;
@@ -242,17 +242,17 @@ void add_error_file(Failure& failure, const ErrorFile& file) {
   if (!file.problem.empty()) failure.note = "its error file " + file.problem;
 }
 
-void add_last_lines(Failure& failure, const std::vector<std::string>& lines, std::size_t most) {
+void add_last_lines(RankFailure& failure, const std::vector<std::string>& lines, std::size_t most) {
   failure.last_lines.clear();
-  const bool told = !failure.message.empty() || !failure.stack.empty();
+  const bool explained = !failure.message.empty() || !failure.stack.empty();
   for (const std::string& line : lines) {
-    if (!told || !is_said_already(failure, line)) failure.last_lines.push_back(line);
+    if (!explained || !is_said_already(failure, line)) failure.last_lines.push_back(line);
   }
-  auto& kept = failure.last_lines;
-  if (kept.size() > most) kept.erase(kept.begin(), kept.end() - static_cast<long>(most));
+  auto& guard = failure.last_lines;
+  if (guard.size() > most) guard.erase(guard.begin(), guard.end() - static_cast<long>(most));
 }
 
-std::string control_line(const Failure& failure) {
+std::string control_line(const RankFailure& failure) {
   std::string cause = failure.cause;
   if (!failure.message.empty()) cause += ": " + lines_of(failure.message + "\n").front();
   if (cause.size() > kControlCauseBytes) cause.resize(kControlCauseBytes);
@@ -261,7 +261,7 @@ std::string control_line(const Failure& failure) {
          "\n";
 }
 
-std::string failure_report(const Failure& failure) {
+std::string failure_report(const RankFailure& failure) {
   std::string text = fmt::format("[launch] {}", failure.headline());
   if (failure.rank >= 0) {
     text += fmt::format(
@@ -288,7 +288,7 @@ std::string failure_report(const Failure& failure) {
   return text;
 }
 
-std::string pass_on_error_file(const Failure& failure, const std::string& rank_file,
+std::string pass_on_error_file(const RankFailure& failure, const std::string& rank_file,
                                const std::string& own_file) {
   try {
     Json json;
@@ -312,7 +312,7 @@ std::string pass_on_error_file(const Failure& failure, const std::string& rank_f
   }
 }
 
-std::string failure_to_json(const Failure& f) {
+std::string failure_to_json(const RankFailure& f) {
   return dump(Json{{"rank", f.rank},
                    {"local_rank", f.local_rank},
                    {"node", f.node},
@@ -336,10 +336,10 @@ std::string failure_to_json(const Failure& f) {
                    {"logs", f.logs}});
 }
 
-Failure failure_from_json(const std::string& text) {
+RankFailure failure_from_json(const std::string& text) {
   try {
     const Json json = Json::parse(text);
-    Failure f;
+    RankFailure f;
     f.rank = int_of(json.at("rank"));
     f.local_rank = int_of(json.at("local_rank"));
     f.node = int_of(json.at("node"));

@@ -38,7 +38,7 @@ inline constexpr const char* kLeftCause = "exited with code 0 in the middle of t
 inline constexpr int kUsageCode = 2;
 inline constexpr int kStoppedCode = 128 + SIGTERM;
 
-struct Failure {
+struct RankFailure {
   int rank = -1;  // -1: not a rank but a launcher
   int local_rank = -1;
   int node = 0;
@@ -70,23 +70,23 @@ struct Failure {
 std::string shell_text(const std::vector<std::string>& command);
 
 // Takes message, stack and time from the error file into `failure`.
-void add_error_file(Failure& failure, const ErrorFile& file);
+void add_error_file(RankFailure& failure, const ErrorFile& file);
 
 // The last `most` of these lines of its stderr that its message and stack do not say already.
-void add_last_lines(Failure& failure, const std::vector<std::string>& lines, std::size_t most);
+void add_last_lines(RankFailure& failure, const std::vector<std::string>& lines, std::size_t most);
 
 // The line for LOCKSTEP_CONTROL_FD: {"failed": {"rank": 1, "host": "n2", "cause": "..."}}
-std::string control_line(const Failure& failure);
+std::string control_line(const RankFailure& failure);
 
 // Many lines, ready to print.
-std::string failure_report(const Failure& failure);
+std::string failure_report(const RankFailure& failure);
 
 // Writes the launcher's own error file in torchrun's form: the rank's file with the exit code added
 // or, where it wrote none, one made from `failure`. Never throws; a problem is returned as text.
-std::string pass_on_error_file(const Failure& failure, const std::string& rank_file,
+std::string pass_on_error_file(const RankFailure& failure, const std::string& rank_file,
                                const std::string& own_file);
 
-std::string failure_to_json(const Failure& failure);
-Failure failure_from_json(const std::string& text);  // throws UsageError when it is not one
+std::string failure_to_json(const RankFailure& failure);
+RankFailure failure_from_json(const std::string& text);  // throws UsageError when it is not one
 
 }  // namespace lockstep::launch

@@ -20,9 +20,9 @@
 #include "lockstep/core/log.h"
 #include "lockstep/launch/coordinator.h"
 #include "lockstep/launch/host.h"
-#include "lockstep/launch/keeper.h"
 #include "lockstep/launch/node_link.h"
 #include "lockstep/launch/store_server.h"
+#include "lockstep/launch/supervisor_guard.h"
 #include "lockstep/launch/worker_group.h"
 
 namespace lockstep::launch {
@@ -31,8 +31,8 @@ namespace {
 namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kConsolePatience{60'000};
-constexpr milliseconds kGoodbyePatience{2000};
+constexpr milliseconds kConsoleTimeout{60'000};
+constexpr milliseconds kGoodbyeTimeout{2000};
 constexpr milliseconds kAnnounceAfter{500};
 constexpr milliseconds kEcho{100};
 constexpr int kKillAtRequest = 3;
@@ -65,9 +65,9 @@ void remove_tree(const std::string& path) {
 
 // Where the files of a run go. A temporary place is removed, unless the run failed and it holds
 // what ranks have printed; error files alone are in the report already.
-class LogPlace {
+class LogDirectory {
  public:
-  explicit LogPlace(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
+  explicit LogDirectory(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
     if (temporary_) {
       std::string pattern = env::get("TMPDIR").value_or("/tmp") + "/lockstep_XXXXXX";
       if (::mkdtemp(pattern.data()) == nullptr)
@@ -95,19 +95,19 @@ class LogPlace {
   bool temporary() const { return temporary_; }
   std::string attempt(int number) const { return fmt::format("{}/attempt_{}", root_, number); }
 
-  ~LogPlace() {
-    if (temporary_ && !kept_) remove_tree(base_);
+  ~LogDirectory() {
+    if (temporary_ && !guard_) remove_tree(base_);
   }
-  LogPlace(const LogPlace&) = delete;
-  LogPlace& operator=(const LogPlace&) = delete;
+  LogDirectory(const LogDirectory&) = delete;
+  LogDirectory& operator=(const LogDirectory&) = delete;
 
-  // After a failure: the directory when it holds anything to read, which is then kept.
+  // After a failure: the directory when it holds anything to read, which is then guard.
   std::string worth_reading() {
     std::error_code ignored;
     for (const auto& entry : fs::recursive_directory_iterator(root_, ignored)) {
       if (!entry.is_regular_file(ignored) || entry.file_size(ignored) == 0) continue;
       if (temporary_ && entry.path().extension() != ".log") continue;
-      kept_ = true;
+      guard_ = true;
       return root_;
     }
     return {};
@@ -115,14 +115,14 @@ class LogPlace {
 
  private:
   bool temporary_;
-  bool kept_ = false;
+  bool guard_ = false;
   std::string base_;
   std::string root_;
 };
 
 class Supervisor {
  public:
-  Supervisor(const LaunchPlan& plan, const Kept& kept);
+  Supervisor(const LaunchPlan& plan, const GuardContext& guard);
   int run();
 
  private:
@@ -140,13 +140,13 @@ class Supervisor {
   void forward(int signal);
   void on_front_gone();
   void obey(const Message& message);
-  void tell(Message message);
-  void announce_later(const Failure& failure);
+  void report(Message message);
+  void announce_later(const RankFailure& failure);
   void start_attempt(int attempt);
-  void on_group_failed(const Failure& failure);
+  void on_group_failed(const RankFailure& failure);
   void on_group_ended();
   void on_node_zero_lost(const std::string& why);
-  void end(int code, std::optional<Failure> failure);
+  void end(int code, std::optional<RankFailure> failure);
   void leave();
 
   void say(const std::string& text) { console_.say(text); }
@@ -157,11 +157,11 @@ class Supervisor {
   Reach reach() const { return plan_.nnodes == 1 ? Reach::kLoopback : Reach::kNetwork; }
 
   const LaunchPlan& plan_;
-  const Kept& kept_;
+  const GuardContext& guard_;
   EventLoop loop_;
   Console console_;
   GroupSetup setup_;
-  LogPlace logs_;
+  LogDirectory logs_;
   Fd signals_;
   std::optional<HeldPort> port_;          // node 0
   std::unique_ptr<StoreServer> store_;    // of one host; fresh for each attempt
@@ -180,11 +180,11 @@ class Supervisor {
   int code_ = 1;
 };
 
-Supervisor::Supervisor(const LaunchPlan& plan, const Kept& kept)
+Supervisor::Supervisor(const LaunchPlan& plan, const GuardContext& guard)
     : plan_(plan),
-      kept_(kept),
+      guard_(guard),
       console_(loop_, STDOUT_FILENO, STDERR_FILENO),
-      setup_{plan, loop_, console_, kept, host_name(), {}, 0, {}, {}},
+      setup_{plan, loop_, console_, guard, host_name(), {}, 0, {}, {}},
       logs_(plan) {}
 
 int Supervisor::run() {
@@ -215,12 +215,12 @@ int Supervisor::run() {
 void Supervisor::watch_signals() {
   sigset_t set;
   ::sigemptyset(&set);
-  for (const int number : kept_.signals) ::sigaddset(&set, number);
+  for (const int number : guard_.signals) ::sigaddset(&set, number);
   ::sigaddset(&set, SIGCHLD);
   signals_.reset(::signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
   if (!signals_) throw SystemError("launch", "cannot create a signalfd", errno);
   loop_.watch(signals_.get(), EPOLLIN, [this](std::uint32_t) { on_signals(); });
-  loop_.watch(kept_.lifeline_fd, EPOLLIN, [this](std::uint32_t) { on_front_gone(); });
+  loop_.watch(guard_.lifeline_fd, EPOLLIN, [this](std::uint32_t) { on_front_gone(); });
 }
 
 // torchrun leaves a single rank alone, and so do we, unless a cgroup gives it fewer cores than it
@@ -374,13 +374,13 @@ void Supervisor::on_stop_request(int signal) {
   Message message;
   message.kind = Message::Kind::kStop;
   message.signal = signal;
-  // Before the first attempt node 0 goes on waiting for somebody to take this place.
+  // Before the first attempt node 0 continues waiting for somebody to take this place.
   if (spoke_ && !group_) return end(128 + signal, std::nullopt);
-  tell(message);
+  report(message);
 }
 
 void Supervisor::on_front_gone() {
-  loop_.forget(kept_.lifeline_fd);
+  loop_.forget(guard_.lifeline_fd);
   front_gone_ = true;
   code_ = 128 + SIGKILL;
   hub_.reset();
@@ -390,7 +390,7 @@ void Supervisor::on_front_gone() {
   group_->kill_now();
 }
 
-void Supervisor::tell(Message message) {
+void Supervisor::report(Message message) {
   message.node = plan_.node_rank;
   message.attempt = attempt_;
   if (front_gone_) return;
@@ -430,7 +430,7 @@ void Supervisor::obey(const Message& message) {
 }
 
 // The report comes when all ranks have ended. Where that takes long, the cause is told before.
-void Supervisor::announce_later(const Failure& failure) {
+void Supervisor::announce_later(const RankFailure& failure) {
   loop_.cancel(announce_timer_);
   announce_timer_ = loop_.after(kAnnounceAfter, [this, headline = failure.headline()] {
     announce_timer_ = 0;
@@ -441,7 +441,7 @@ void Supervisor::announce_later(const Failure& failure) {
 void Supervisor::start_attempt(int attempt) {
   attempt_ = attempt;
   if (plan_.nnodes > 1 && attempt == 0) choose_interface();
-  GroupPlace place;
+  GroupInfo place;
   place.attempt = attempt;
   place.master_port = plan_.master_port;
   place.directory = logs_.attempt(attempt);
@@ -461,16 +461,16 @@ void Supervisor::start_attempt(int attempt) {
   }
   group_ = std::make_unique<WorkerGroup>(
       setup_, std::move(place),
-      GroupEvents{[this](const Failure& failure) { on_group_failed(failure); },
+      GroupEvents{[this](const RankFailure& failure) { on_group_failed(failure); },
                   [this] { on_group_ended(); }});
   group_->start();
 }
 
-void Supervisor::on_group_failed(const Failure& failure) {
+void Supervisor::on_group_failed(const RankFailure& failure) {
   Message message;
   message.kind = Message::Kind::kFailed;
   message.failure.emplace(failure);
-  tell(message);
+  report(message);
   group_->stop_for(failure);  // without waiting for node 0's word
 }
 
@@ -479,8 +479,8 @@ void Supervisor::on_group_ended() {
   if (end_when_idle_) return end(end_when_idle_->code, end_when_idle_->failure);
   Message message;
   message.kind = Message::Kind::kDown;
-  message.failure = group_->verdict();
-  tell(message);
+  message.failure = group_->outcome();
+  report(message);
 }
 
 void Supervisor::on_node_zero_lost(const std::string& why) {
@@ -502,7 +502,7 @@ void Supervisor::on_node_zero_lost(const std::string& why) {
 
 // ---------------------------------------------------------------- end
 
-void Supervisor::end(int code, std::optional<Failure> failure) {
+void Supervisor::end(int code, std::optional<RankFailure> failure) {
   if (ending_) return;
   ending_ = true;
   code_ = code;
@@ -522,11 +522,11 @@ void Supervisor::end(int code, std::optional<Failure> failure) {
   }
   if (spoke_) spoke_->close();
   if (!hub_) return leave();
-  hub_->wait_for_goodbyes(kGoodbyePatience, [this] { leave(); });
+  hub_->wait_for_goodbyes(kGoodbyeTimeout, [this] { leave(); });
 }
 
 void Supervisor::leave() {
-  console_.finish(kConsolePatience, [this] { loop_.stop(); });
+  console_.finish(kConsoleTimeout, [this] { loop_.stop(); });
 }
 
 void check(const LaunchPlan& plan) {
@@ -557,8 +557,8 @@ int supervise(const LaunchPlan& plan) {
   std::vector<int> signals = plan.signals_to_handle;
   if (signals.empty()) signals = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
   signals.insert(signals.end(), std::begin(kForwarded), std::end(kForwarded));
-  return run_kept(std::move(signals), [&plan](const Kept& kept) {
-    Supervisor supervisor(plan, kept);
+  return run_supervised(std::move(signals), [&plan](const GuardContext& guard) {
+    Supervisor supervisor(plan, guard);
     return supervisor.run();
   });
 }

@@ -1,9 +1,9 @@
 // Starts the ranks of a plan, watches them, and reports how they ended.
 //
 // One epoll loop over pidfds, output pipes, a signalfd and the connections to other launchers; no
-// polling, no wait without an end. It runs in a child process that owns the ranks (see keeper.h),
-// so that nothing is left behind whichever of the two is killed. Only processes started here are
-// ever signalled.
+// polling, no wait without an end. It runs in a child process that owns the ranks (see
+// supervisor_guard.h), so that nothing is left behind whichever of the two is killed. Only
+// processes started here are ever signalled.
 //
 //   LaunchPlan plan;
 //   plan.nproc_per_node = 4;

@@ -394,7 +394,7 @@ TEST_F(ErrorFileTest, OddContentsNeverThrow) {
     write(text);
     const ErrorFile file = read_error_file(path_);
     EXPECT_TRUE(file.present) << text;
-    Failure failure;
+    RankFailure failure;
     failure.rank = 1;
     add_error_file(failure, file);
     EXPECT_THAT(failure_report(failure), HasSubstr("rank 1")) << text;
@@ -402,7 +402,7 @@ TEST_F(ErrorFileTest, OddContentsNeverThrow) {
     EXPECT_EQ(pass_on_error_file(failure, path_, path_ + ".own"), "") << text;
     ::unlink((path_ + ".own").c_str());
   }
-  EXPECT_THAT(pass_on_error_file(Failure{}, "", "/no/such/place/error.json"),
+  EXPECT_THAT(pass_on_error_file(RankFailure{}, "", "/no/such/place/error.json"),
               HasSubstr("was not written"));
 }
 
@@ -420,7 +420,7 @@ TEST_F(ErrorFileTest, LinesAndTheirNumberAreBounded) {
 }
 
 TEST(Report, WhatTheMessageAndTheStackSayIsNotRepeated) {
-  Failure failure;
+  RankFailure failure;
   failure.rank = 1;
   failure.message = "std::runtime_error: the reason\nin two lines";
   failure.stack = {"f()+0x1 (train+0x2)", "main+0x1 (train+0x3)", std::string(600, 'x')};
@@ -432,14 +432,14 @@ TEST(Report, WhatTheMessageAndTheStackSayIsNotRepeated) {
   EXPECT_THAT(failure.last_lines, ElementsAre("a warning", "last words"));
   add_last_lines(failure, {"a", "b", "c"}, 2);
   EXPECT_THAT(failure.last_lines, ElementsAre("b", "c"));
-  const Failure silent;
-  Failure other = silent;
+  const RankFailure silent;
+  RankFailure other = silent;
   add_last_lines(other, {"    at f()+0x1 (train+0x2)", ""}, 20);
   EXPECT_EQ(other.last_lines.size(), 2u);
 }
 
 TEST(Report, AMistakeOfAllRanksIsPrintedOnce) {
-  Failure failure;
+  RankFailure failure;
   failure.rank = 0;
   for (const std::string& first : {std::string("[config] no key 'x'."), std::string(300, 'x')}) {
     failure.message = first + "\nmore";
@@ -453,7 +453,7 @@ TEST(Report, AMistakeOfAllRanksIsPrintedOnce) {
 }
 
 TEST(Report, AMismatchThatGlooNoticedPointsToTheDebugMode) {
-  Failure failure;
+  RankFailure failure;
   failure.rank = 0;
   failure.cause = "killed by SIGABRT";
   failure.message =
@@ -466,7 +466,7 @@ TEST(Report, AMismatchThatGlooNoticedPointsToTheDebugMode) {
 }
 
 TEST(Report, SignalsOfFaultsHaveAHint) {
-  Failure failure;
+  RankFailure failure;
   failure.rank = 0;
   for (const auto& [signal, hint] :
        std::map<std::string, std::string>{{"SIGBUS", "/dev/shm"},
@@ -490,7 +490,7 @@ TEST(Report, NumbersThatAreNoIntsAreRefused) {
   };
   EXPECT_THAT(refusal(R"({"lockstep": 1e300})"), HasSubstr("not a number from"));
   Message message;
-  message.failure = Failure{};
+  message.failure = RankFailure{};
   std::string line = encode(message);
   EXPECT_EQ(refusal(line), "");
   const auto swapped = [&](const std::string& from, const std::string& to) {
@@ -501,13 +501,13 @@ TEST(Report, NumbersThatAreNoIntsAreRefused) {
   };
   EXPECT_THAT(refusal(swapped(R"("node":0)", R"("node":4294967296)")), HasSubstr("4294967296"));
   EXPECT_THAT(refusal(swapped(R"(\"rank\":-1)", R"(\"rank\":-1e10)")), HasSubstr("-10000000000"));
-  // A time that cannot be one is left out; the rest of the failure still counts.
+  // A time that cannot be one is skipped; the rest of the failure still counts.
   const Message late = decode(swapped(R"(\"time\":0.0)", R"(\"time\":1e300)"));
   EXPECT_EQ(late.failure->time, 0);
 }
 
 TEST(Report, AFailureSurvivesTheWayToAnotherHost) {
-  Failure failure;
+  RankFailure failure;
   failure.rank = 3;
   failure.host = "n2";
   failure.cause = "killed by SIGKILL";
@@ -532,14 +532,14 @@ TEST(Report, AFailureSurvivesTheWayToAnotherHost) {
 }
 
 TEST(Report, NamesProgramErrorFileAndAStop) {
-  Failure failure;
+  RankFailure failure;
   failure.rank = 1;
   failure.host = "n1";
   failure.cause = "exited with code 143";
   failure.stopped = true;
   failure.program = shell_text({"./train", "--lr=0.1", "it's", "a\nb", ""});
   failure.error_file = "/logs/error.json";
-  const Failure copy = failure_from_json(failure_to_json(failure));
+  const RankFailure copy = failure_from_json(failure_to_json(failure));
   EXPECT_EQ(copy.program, R"(./train --lr=0.1 'it'\''s' 'a b' '')");
   EXPECT_EQ(copy.headline(), "rank 1 on n1 stopped on request: exited with code 143");
   EXPECT_THAT(failure_report(copy), HasSubstr("\n  error file: /logs/error.json"));

@@ -46,7 +46,7 @@ std::string visible_device(const Variables& variable, int local_rank) {
   return devices[static_cast<std::size_t>(local_rank)];
 }
 
-void add_identity(Environment& set, const LaunchPlan& plan, const WorkerPlace& place) {
+void add_identity(Environment& set, const LaunchPlan& plan, const WorkerInfo& place) {
   set["RANK"] = std::to_string(place.layout.first_rank + place.local_rank);
   set["ROLE_RANK"] = std::to_string(place.layout.first_role_rank + place.local_rank);
   set["LOCAL_RANK"] = std::to_string(place.local_rank);
@@ -62,7 +62,7 @@ void add_identity(Environment& set, const LaunchPlan& plan, const WorkerPlace& p
 
 }  // namespace
 
-Environment worker_environment(const LaunchPlan& plan, const WorkerPlace& place,
+Environment worker_environment(const LaunchPlan& plan, const WorkerInfo& place,
                                const Variables& variable) {
   Environment set;
   add_identity(set, plan, place);

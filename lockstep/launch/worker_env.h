@@ -14,7 +14,7 @@
 
 namespace lockstep::launch {
 
-struct WorkerPlace {
+struct WorkerInfo {
   int local_rank = 0;
   WorldLayout layout;
   int attempt = 0;          // TORCHELASTIC_RESTART_COUNT
@@ -33,7 +33,7 @@ struct WorkerPlace {
 // A value of "" means: remove the variable. Throws UsageError when --virtual-local-rank asks for
 // more GPUs than CUDA_VISIBLE_DEVICES names.
 std::map<std::string, std::string> worker_environment(
-    const LaunchPlan& plan, const WorkerPlace& place,
+    const LaunchPlan& plan, const WorkerInfo& place,
     const Variables& variable = process_variables());
 
 }  // namespace lockstep::launch

@@ -36,8 +36,8 @@ LaunchPlan two_by_four() {
   return plan;
 }
 
-WorkerPlace third() {
-  WorkerPlace place;
+WorkerInfo third() {
+  WorkerInfo place;
   place.local_rank = 2;
   place.layout = {.first_rank = 4, .world_size = 8, .first_role_rank = 1, .role_world_size = 5};
   place.attempt = 1;
@@ -93,7 +93,7 @@ TEST(WorkerEnvironment, OnSeveralHostsIsTorchrunsWithOneDifference) {
 }
 
 TEST(WorkerEnvironment, OnOneHostTheLauncherHostsTheStoreAsTorchrunDoes) {
-  WorkerPlace place = third();
+  WorkerInfo place = third();
   place.store_fd = -1;
   place.store_channel = "9:123:2:4:1234";
   const Environment set = worker_environment(two_by_four(), place, variables({}));
@@ -124,7 +124,7 @@ TEST(WorkerEnvironment, KeepsWhatTheCallerChose) {
 
 TEST(WorkerEnvironment, OnlyGlobalRankZeroGetsTheStore) {
   LaunchPlan plan = two_by_four();
-  WorkerPlace place = third();
+  WorkerInfo place = third();
   plan.node_rank = 0;
   EXPECT_THAT(worker_environment(plan, place, variables({})),
               Contains(Pair("LOCKSTEP_STORE_FD", "")));
@@ -137,7 +137,7 @@ TEST(WorkerEnvironment, OnlyGlobalRankZeroGetsTheStore) {
 }
 
 TEST(WorkerEnvironment, WithoutDescriptorsTheirVariablesAreRemoved) {
-  WorkerPlace place = third();
+  WorkerInfo place = third();
   place.control_fd = -1;
   place.store_fd = -1;
   place.interface = "";

@@ -22,11 +22,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kStrayGrace{1000};         // after a success
-constexpr milliseconds kStrayFailureGrace{5000};  // after a failure
+constexpr milliseconds kOrphanGrace{1000};         // after a success
+constexpr milliseconds kOrphanFailureGrace{5000};  // after a failure
 constexpr milliseconds kCauseHeadStart{1000};
 // Between the word on the control descriptors and SIGTERM, for whoever listens there.
-constexpr milliseconds kWordHeadStart{100};
+constexpr milliseconds kReportHeadStart{100};
 constexpr milliseconds kSweepRound{50};
 constexpr int kSweepRounds = 100;
 constexpr std::size_t kLastLines = 20;
@@ -73,7 +73,7 @@ struct WorkerGroup::Worker {
   std::optional<Ending> ending;
   double ended_at = 0;
   bool left_early = false;    // with code 0, while its body had not returned
-  bool told = false;          // that another one failed: its own end is no news after that
+  bool notified = false;      // that another one failed: its own end is no news after that
   bool asked_to_end = false;  // the same by a signal to its group, before it ended
   std::string forced_cause;   // what we failed it for while it was alive
   int forced_code = 0;
@@ -82,10 +82,10 @@ struct WorkerGroup::Worker {
   bool abandoned = false;  // SIGKILL did not end it
 
   bool running() const { return process.alive() && !abandoned; }
-  bool ends_for_us() const { return told || asked_to_end; }
+  bool ends_for_us() const { return notified || asked_to_end; }
 };
 
-WorkerGroup::WorkerGroup(GroupSetup& setup, GroupPlace place, GroupEvents events)
+WorkerGroup::WorkerGroup(GroupSetup& setup, GroupInfo place, GroupEvents events)
     : setup_(setup), place_(std::move(place)), events_(std::move(events)) {}
 
 void WorkerGroup::cancel_timers() {
@@ -114,7 +114,7 @@ const std::string& WorkerGroup::error_file(int local_rank) const {
 
 void WorkerGroup::start() {
   started_ = EventLoop::Clock::now();
-  setup_.kept.registry->clear();
+  setup_.guard.registry->clear();
   const LaunchPlan& plan = setup_.plan;
   std::filesystem::create_directories(place_.directory);
   const auto open_filtered = [this](const char* name) {
@@ -130,7 +130,7 @@ void WorkerGroup::start() {
     try {
       start_worker(worker);
     } catch (const std::exception& error) {
-      Failure failure = describe(worker);
+      RankFailure failure = describe(worker);
       failure.cause = error.what();
       failure.code = dynamic_cast<const UsageError*>(&error) != nullptr ? 2 : 126;
       failure.restartable = false;
@@ -150,7 +150,7 @@ std::string WorkerGroup::terminal_for(const Worker& worker) const {
 
 std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int control_fd,
                                                       int store_fd) const {
-  WorkerPlace place;
+  WorkerInfo place;
   place.local_rank = worker.local_rank;
   place.layout = setup_.layout;
   place.attempt = place_.attempt;
@@ -221,12 +221,12 @@ void WorkerGroup::start_worker(Worker& worker) {
   request.pass_fds = {control.read.get()};
   if (store) request.pass_fds.push_back(store.get());
   if (!setup_.cpus.empty()) request.cpus = &setup_.cpus[static_cast<std::size_t>(local_rank)];
-  request.signal_mask = setup_.kept.callers_mask;
-  request.files = setup_.kept.callers_files;
+  request.signal_mask = setup_.guard.callers_mask;
+  request.files = setup_.guard.callers_files;
   worker.process = start_process(request);
   worker.output->close_child_ends();
   worker.control = std::move(control.write);
-  setup_.kept.registry->add(worker.process.pid());
+  setup_.guard.registry->add(worker.process.pid());
   setup_.loop.watch(worker.process.pidfd(), EPOLLIN,
                     [this, &worker](std::uint32_t) { on_exit(worker); });
 }
@@ -320,7 +320,7 @@ void WorkerGroup::reap_orphans() {
 
 // ---------------------------------------------------------------- stop
 
-void WorkerGroup::fail(Failure failure) {
+void WorkerGroup::fail(RankFailure failure) {
   failure_ = std::move(failure);
   // Posted: the answer (stop_for) must not run inside the event that led here.
   setup_.loop.post([this] { events_.failed(*failure_); });
@@ -344,7 +344,7 @@ void WorkerGroup::begin_stopping(milliseconds pause) {
 
 // The word first and SIGTERM a moment later: a program of ours that has read the word no longer
 // takes the signal for a request to save.
-void WorkerGroup::stop_for(const Failure& failure) {
+void WorkerGroup::stop_for(const RankFailure& failure) {
   if (phase_ != Phase::kRunning) return;
   const std::string line = control_line(failure);
   const Worker* cause = nullptr;
@@ -356,13 +356,13 @@ void WorkerGroup::stop_for(const Failure& failure) {
     if (worker.get() == cause || !worker->control || asked) continue;
     // A rank that does not read has a full pipe or none; that is its own loss.
     heard |= ::write(worker->control.get(), line.data(), line.size()) > 0;
-    worker->told = true;
+    worker->notified = true;
   }
   milliseconds pause{0};
-  if (heard) pause = kWordHeadStart;
+  if (heard) pause = kReportHeadStart;
   if (asked) pause = setup_.plan.shutdown_timeout;
   begin_stopping(pause);
-  sweep_grace_ = kStrayFailureGrace;
+  sweep_grace_ = kOrphanFailureGrace;
   // A rank that has written its error file is on its way out: let it end with its own exit code.
   const bool leaving = cause != nullptr && cause->running() && cause->forced_cause.empty();
   if (leaving) {
@@ -386,7 +386,7 @@ void WorkerGroup::stop_for(const Failure& failure) {
 void WorkerGroup::terminate(const Worker* except) {
   term_timer_ = 0;
   if (phase_ != Phase::kStopping || killing_) return;
-  signal_strays(SIGTERM);
+  signal_orphans(SIGTERM);
   signal_ranks(SIGTERM, except);
 }
 
@@ -398,7 +398,7 @@ void WorkerGroup::pass_on(int signal) {
   }
   passed_on_.insert(signal);
   if (signal == SIGTERM) setup_.loop.cancel(term_timer_);  // once is enough
-  signal_strays(signal);
+  signal_orphans(signal);
   signal_ranks(signal);
   maybe_sweep();
 }
@@ -428,15 +428,15 @@ void WorkerGroup::kill_now() {
   killing_ = true;
   sweep_grace_ = milliseconds(0);
   signal_ranks(SIGKILL);
-  signal_strays(SIGKILL);
-  if (phase_ == Phase::kSweeping) kill_strays(kSweepRounds);
+  signal_orphans(SIGKILL);
+  if (phase_ == Phase::kSweeping) kill_orphans(kSweepRounds);
   maybe_sweep();
   if (phase_ == Phase::kStopping && abandon_timer_ == 0)
     abandon_timer_ = setup_.loop.after(kSweepRound * kSweepRounds, [this] { abandon_ranks(); });
 }
 
 // A rank that waits inside the kernel, or that a debugger holds, does not feel even SIGKILL. It
-// counts as ended, and kill_strays says that it is still there.
+// counts as ended, and kill_orphans says that it is still there.
 void WorkerGroup::abandon_ranks() {
   abandon_timer_ = 0;
   for (const auto& worker : workers_) {
@@ -459,7 +459,7 @@ void WorkerGroup::signal_ranks(int number, const Worker* except) {
 }
 
 // What ranks that have ended left behind. What a living rank has started is that rank's to end.
-std::vector<pid_t> WorkerGroup::strays() const {
+std::vector<pid_t> WorkerGroup::orphans() const {
   std::set<pid_t> living;
   for (const auto& worker : workers_) {
     if (worker->running()) living.insert(worker->process.pid());
@@ -467,10 +467,10 @@ std::vector<pid_t> WorkerGroup::strays() const {
   return descendants_of(::getpid(), living);
 }
 
-// Before the ranks: a rank that dies of its own signal at once turns its children into strays, and
+// Before the ranks: a rank that dies of its own signal at once turns its children into orphans, and
 // those have had the signal with its group.
-void WorkerGroup::signal_strays(int number) {
-  for (const pid_t pid : strays()) {
+void WorkerGroup::signal_orphans(int number) {
+  for (const pid_t pid : orphans()) {
     const pid_t group = group_of(pid);
     if (std::any_of(workers_.begin(), workers_.end(), [group](const auto& worker) {
           return worker->running() && worker->process.pid() == group;
@@ -484,8 +484,8 @@ void WorkerGroup::signal_strays(int number) {
 
 // A second SIGTERM may cut short what the first one began, such as saving a checkpoint: whoever was
 // in the group of a rank when that was asked to end has been asked with it.
-void WorkerGroup::ask_strays_not_yet_asked() {
-  for (const pid_t pid : strays()) {
+void WorkerGroup::ask_orphans_not_yet_asked() {
+  for (const pid_t pid : orphans()) {
     const pid_t group = group_of(pid);
     const bool with_its_rank =
         std::any_of(workers_.begin(), workers_.end(), [group](const auto& worker) {
@@ -517,20 +517,20 @@ void WorkerGroup::sweep() {
   if (no_children_left()) return finish();
   const bool waited = std::any_of(workers_.begin(), workers_.end(),
                                   [](const auto& worker) { return worker->abandoned; });
-  if (killing_) return kill_strays(waited ? 1 : kSweepRounds);
-  ask_strays_not_yet_asked();
+  if (killing_) return kill_orphans(waited ? 1 : kSweepRounds);
+  ask_orphans_not_yet_asked();
   const bool asked = kill_time_.has_value();  // the ranks were, by us
-  milliseconds grace = std::min(sweep_grace_, asked ? setup_.plan.shutdown_timeout : kStrayGrace);
+  milliseconds grace = std::min(sweep_grace_, asked ? setup_.plan.shutdown_timeout : kOrphanGrace);
   if (asked) {
     const auto left = std::chrono::ceil<milliseconds>(*kill_time_ - EventLoop::Clock::now());
     grace = std::clamp(left, milliseconds(0), grace);
   }
-  sweep_timer_ = setup_.loop.after(grace, [this] { kill_strays(kSweepRounds); });
+  sweep_timer_ = setup_.loop.after(grace, [this] { kill_orphans(kSweepRounds); });
 }
 
-void WorkerGroup::kill_strays(int rounds_left) {
+void WorkerGroup::kill_orphans(int rounds_left) {
   setup_.loop.cancel(sweep_timer_);
-  signal_strays(SIGKILL);
+  signal_orphans(SIGKILL);
   reap_orphans();
   if (no_children_left()) return finish();
   if (rounds_left == 0) {
@@ -543,21 +543,21 @@ void WorkerGroup::kill_strays(int rounds_left) {
     return finish();
   }
   sweep_timer_ =
-      setup_.loop.after(kSweepRound, [this, rounds_left] { kill_strays(rounds_left - 1); });
+      setup_.loop.after(kSweepRound, [this, rounds_left] { kill_orphans(rounds_left - 1); });
 }
 
 void WorkerGroup::finish() {
   if (phase_ == Phase::kOver) return;
   phase_ = Phase::kOver;
   cancel_timers();
-  setup_.kept.registry->clear();
+  setup_.guard.registry->clear();
   for (const auto& worker : workers_) {
     if (worker->output) worker->output->close_now();
   }
   setup_.loop.post([this] { events_.ended(); });
 }
 
-// ---------------------------------------------------------------- verdict
+// ---------------------------------------------------------------- outcome
 
 bool WorkerGroup::counts_as_failed(const Worker& worker) const {
   if (!worker.forced_cause.empty()) return true;
@@ -602,13 +602,13 @@ const WorkerGroup::Worker* WorkerGroup::failed_stopping() const {
   }
   const Worker* first = nullptr;
   for (const auto& worker : workers_) {
-    if (!worker->ending || worker->ending->ok() || worker->told) continue;
+    if (!worker->ending || worker->ending->ok() || worker->notified) continue;
     if (killing_ && worker->ending->exit_code() == 128 + SIGKILL) continue;  // by us
     const int code = worker->ending->exit_code();
     if (code == 128 + SIGTERM || passed_on_.count(code - 128) != 0) continue;
     const bool crashed = worker->ending->by_signal;
     if (!crashed && worker->ended_at > obeyed) continue;  // it has lost a peer that did as asked
-    // Who crashed draws others after it. Where all fail alike, the lowest rank says why.
+    // Who crashed draws others after it. Where all fail identically, the lowest rank says why.
     if (first != nullptr && first->ending->by_signal && !crashed) continue;
     const bool sooner = first != nullptr && worker->ended_at + kHeardLate < first->ended_at;
     if (first == nullptr || (crashed && !first->ending->by_signal) || sooner) first = worker.get();
@@ -616,8 +616,8 @@ const WorkerGroup::Worker* WorkerGroup::failed_stopping() const {
   return first;
 }
 
-Failure WorkerGroup::describe(const Worker& worker) const {
-  Failure failure;
+RankFailure WorkerGroup::describe(const Worker& worker) const {
+  RankFailure failure;
   failure.rank = rank_of(worker);
   failure.local_rank = worker.local_rank;
   failure.node = setup_.plan.node_rank;
@@ -652,13 +652,13 @@ Failure WorkerGroup::describe(const Worker& worker) const {
   return failure;
 }
 
-std::optional<Failure> WorkerGroup::verdict() const {
+std::optional<RankFailure> WorkerGroup::outcome() const {
   const Worker* stopping = failed_stopping();
   const Worker* first = !failure_ || failure_->restartable ? first_to_fail() : nullptr;
   if (!failure_ && stopping == nullptr && (first == nullptr || !first->left_early))
     return std::nullopt;
   if (stopping != nullptr) first = stopping;
-  Failure failure = first != nullptr ? describe(*first) : *failure_;
+  RankFailure failure = first != nullptr ? describe(*first) : *failure_;
   if (stopping != nullptr) {
     failure.cause = fmt::format("{} when it was asked to stop ({})", stopping->ending->text(),
                                 signal_name(*passed_on_.begin()));

@@ -2,8 +2,8 @@
 //
 // The hard idea: a group is over only when nothing is left of it. First the ranks themselves end
 // (asked by SIGTERM, then made to), then whatever they had started in the background, which by then
-// are children of the supervisor (see keeper.h). Until all that is gone, ended() is not called and
-// no next attempt can begin.
+// are children of the supervisor (see supervisor_guard.h). Until all that is gone, ended() is not
+// called and no next attempt can begin.
 //
 //   running -> stopping (a failure anywhere, or a stop request) -> sweeping -> over
 //
@@ -21,12 +21,12 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/launch/keeper.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/plan.h"
 #include "lockstep/launch/ports.h"
 #include "lockstep/launch/report.h"
 #include "lockstep/launch/store_server.h"
+#include "lockstep/launch/supervisor_guard.h"
 #include "lockstep/launch/world_layout.h"
 
 namespace lockstep::launch {
@@ -36,7 +36,7 @@ struct GroupSetup {
   const LaunchPlan& plan;
   EventLoop& loop;
   Console& console;
-  const Kept& kept;
+  const GuardContext& guard;
   std::string host;
   std::string interface;      // for worker_environment
   int threads = 0;            // for worker_environment
@@ -44,7 +44,7 @@ struct GroupSetup {
   WorldLayout layout;         // of the attempt that runs
 };
 
-struct GroupPlace {
+struct GroupInfo {
   int attempt = 0;
   int master_port = 0;
   const HeldPort* port = nullptr;  // where rank 0 is on this host
@@ -53,13 +53,13 @@ struct GroupPlace {
 };
 
 struct GroupEvents {
-  std::function<void(const Failure&)> failed;  // the first failure here, once
-  std::function<void()> ended;                 // nothing is left, once
+  std::function<void(const RankFailure&)> failed;  // the first failure here, once
+  std::function<void()> ended;                     // nothing is left, once
 };
 
 class WorkerGroup {
  public:
-  WorkerGroup(GroupSetup& setup, GroupPlace place, GroupEvents events);
+  WorkerGroup(GroupSetup& setup, GroupInfo place, GroupEvents events);
   ~WorkerGroup();
   WorkerGroup(const WorkerGroup&) = delete;
   WorkerGroup& operator=(const WorkerGroup&) = delete;
@@ -70,7 +70,7 @@ class WorkerGroup {
   void on_child_signal();
   // Tells every rank but the failed one, then (a moment later where one may listen) SIGTERM, grace,
   // SIGKILL.
-  void stop_for(const Failure& failure);
+  void stop_for(const RankFailure& failure);
   // A stop request: the signal as it came, then grace, SIGKILL. A later one is passed on as well.
   void pass_on(int signal);
   // A signal that is not a request to stop: to every process of the ranks that handles it.
@@ -83,7 +83,7 @@ class WorkerGroup {
   // end was asked for. Without a call of `failed`: a rank that failed while it was asked to stop;
   // or one that left its world early with code 0, which is the cause only if some other host's rank
   // fails over it.
-  std::optional<Failure> verdict() const;
+  std::optional<RankFailure> outcome() const;
   const std::string& error_file(int local_rank) const;
 
  private:
@@ -97,40 +97,40 @@ class WorkerGroup {
   void on_exit(Worker& worker);
   void on_pause(Worker& worker, const Pause& pause);
   void on_left(const Worker& worker);
-  void fail(Failure failure);
+  void fail(RankFailure failure);
   // `pause`: until SIGTERM, from which the grace is counted.
   void begin_stopping(std::chrono::milliseconds pause = {});
   void terminate(const Worker* except);
   void abandon_ranks();
   void cancel_timers();
   void signal_ranks(int number, const Worker* except = nullptr);
-  std::vector<pid_t> strays() const;
-  void signal_strays(int number);
-  void ask_strays_not_yet_asked();
+  std::vector<pid_t> orphans() const;
+  void signal_orphans(int number);
+  void ask_orphans_not_yet_asked();
   void maybe_sweep();
   void sweep();
-  void kill_strays(int rounds_left);
+  void kill_orphans(int rounds_left);
   void finish();
   void reap_orphans();
 
   const Worker* first_to_fail() const;
   const Worker* failed_stopping() const;
   bool counts_as_failed(const Worker& worker) const;
-  Failure describe(const Worker& worker) const;
+  RankFailure describe(const Worker& worker) const;
   bool all_ended() const;
   int rank_of(const Worker& worker) const;
 
   GroupSetup& setup_;
-  GroupPlace place_;
+  GroupInfo place_;
   GroupEvents events_;
   Phase phase_ = Phase::kRunning;
   std::vector<std::unique_ptr<Worker>> workers_;
   Fd filtered_[2];
-  std::optional<Failure> failure_;  // of this host
+  std::optional<RankFailure> failure_;  // of this host
   std::chrono::milliseconds sweep_grace_{1000};
   bool killing_ = false;
   bool forwarded_ = false;
-  std::set<pid_t> asked_;    // strays that have had a signal
+  std::set<pid_t> asked_;    // orphans that have had a signal
   std::set<int> passed_on_;  // requests to stop
   EventLoop::Clock::time_point started_;
   std::optional<EventLoop::Clock::time_point> kill_time_;

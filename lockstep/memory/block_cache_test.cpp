@@ -114,7 +114,7 @@ TEST(BlockCache, HoldsAtMostAQuarterAboveThePeak) {
   BlockCache cache;
   std::vector<Piece> used;
   std::mt19937 random(1);
-  std::size_t most_asked = 0, asked = 0;
+  std::size_t max_asked = 0, asked = 0;
   for (int turn = 0; turn < 4000; ++turn) {
     if (used.size() < 12 && random() % 2 == 0) {
       Piece piece{nullptr, kMb + random() % (8 * kMb), static_cast<char>(random())};
@@ -124,7 +124,7 @@ TEST(BlockCache, HoldsAtMostAQuarterAboveThePeak) {
       piece.write();
       used.push_back(piece);
       asked += piece.bytes;
-      most_asked = std::max(most_asked, asked);
+      max_asked = std::max(max_asked, asked);
     } else if (!used.empty()) {
       const std::size_t which = random() % used.size();
       ASSERT_TRUE(used[which].is_as_written()) << "somebody else has written there";
@@ -134,7 +134,7 @@ TEST(BlockCache, HoldsAtMostAQuarterAboveThePeak) {
     }
     const auto stats = cache.stats();
     ASSERT_LE(stats.used + stats.idle, stats.peak + stats.peak / 4);
-    ASSERT_LE(stats.peak, most_asked * 9 / 8 * 5 / 4);  // rounded up, in blocks a quarter larger
+    ASSERT_LE(stats.peak, max_asked * 9 / 8 * 5 / 4);  // rounded up, in blocks a quarter larger
   }
   EXPECT_GT(cache.stats().mapped, 100U) << "nothing had to go back: this shows nothing";
 }

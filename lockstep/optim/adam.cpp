@@ -71,9 +71,9 @@ struct AtenCall {
 };
 
 template <typename Options>
-void step_with_aten(const AtenCall& call, const at::Tensor& left_out, const Options& options) {
+void step_with_aten(const AtenCall& call, const at::Tensor& skipped, const Options& options) {
   const std::optional<at::Tensor> found_inf =
-      left_out.defined() ? std::optional(left_out) : std::nullopt;
+      skipped.defined() ? std::optional(skipped) : std::nullopt;
   at::_foreach_add_(call.steps, 1);
   const auto kernel = [&](auto&& fused) {
     fused(call.params, call.grads, call.exp_avgs, call.exp_avg_sqs, std::vector<at::Tensor>{},
@@ -86,7 +86,7 @@ void step_with_aten(const AtenCall& call, const at::Tensor& left_out, const Opti
   } else {
     kernel([](auto&&... args) { at::_fused_adam_(args...); });
   }
-  // A step that was left out does not count.
+  // A step that was skipped does not count.
   if (found_inf)
     at::_foreach_sub_(call.steps, std::vector<at::Tensor>(call.steps.size(), *found_inf));
 }
@@ -121,12 +121,12 @@ template <typename Options>
 void FusedAdam<Options>::step_batch(const detail::Batch& batch, const Options& options) {
   std::vector<detail::CpuItem> here;
   AtenCall rest;
-  const bool left_out = detail::left_out(batch);
+  const bool skipped = detail::skipped(batch);
   for (std::size_t i = 0; i < batch.params.size(); ++i) {
     const auto& param = batch.params[i];
     auto& slot = this->state_[param.unsafeGetTensorImpl()];
     if (!slot) slot = fresh_state(param);
-    if (left_out) continue;
+    if (skipped) continue;
     const auto& state = static_cast<const AdamState&>(*slot);
     if (is_counter(state.step) &&
         detail::covered({param, batch.grads[i], state.exp_avg, state.exp_avg_sq})) {
@@ -142,7 +142,7 @@ void FusedAdam<Options>::step_batch(const detail::Batch& batch, const Options& o
   }
   detail::step_on_cpu(here, options);
   if (!rest.params.empty()) step_with_aten(rest, batch.found_inf, options);
-  if (!left_out) detail::count_versions(batch);
+  if (!skipped) detail::count_versions(batch);
 }
 
 template <typename Options>

@@ -4,7 +4,7 @@
 //   loss.backward();
 //   optimizer.step();
 //
-// The one hard idea: weight decay is added to the gradient, so it passes through the moments; AdamW
+// Weight decay is added to the gradient, so it passes through the moments; AdamW
 // (adamw.h) shrinks the parameter instead. Everything else is shared by the two.
 //
 // A torch::optim::Optimizer: parameter groups, schedulers, and torch::save and torch::load work as

@@ -13,7 +13,7 @@ void check(c10::Device device, c10::ScalarType dtype) {
                      device.str());
   if (dtype != at::kHalf && dtype != at::kBFloat16 && dtype != at::kFloat)
     throw UsageError("Autocast",
-                     "{} is no type to compute in. Use kBFloat16 or kHalf, or kFloat to switch "
+                     "{} is not a type to compute in. Use kBFloat16 or kHalf, or kFloat to switch "
                      "autocasting off.",
                      c10::toString(dtype));
 }

@@ -6,7 +6,7 @@
 //   }
 //   loss.backward();   // outside: each gradient takes the type its forward had
 //
-// The one hard idea: converted weights are cached so that a weight used twice is converted once.
+// Converted weights are cached so that a weight used twice is converted once.
 // The cache must go when the outermost guard ends, otherwise the next step computes with the
 // weights of this one; the guard does that, also when an exception leaves the block.
 //

@@ -91,7 +91,8 @@ at::Tensor norm_by_blocks(const std::vector<at::Tensor>& gradients, const ClipOp
 
 at::Tensor norm_of(const Groups& groups, const ClipOptions& options, const char* who) {
   if (!(options.norm_type > 0))
-    throw UsageError(who, "norm_type = {} is no norm. Use 2, another positive number or infinity.",
+    throw UsageError(who,
+                     "norm_type = {} is not a norm. Use 2, another positive number or infinity.",
                      options.norm_type);
   if (groups.empty()) return at::scalar_tensor(0.0, at::kFloat);
   const c10::Device first = groups[0][0].device();
@@ -121,7 +122,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_nor
                            const ClipOptions& options) {
   constexpr const char* kWho = "clip_grad_norm_";
   if (!(max_norm >= 0))
-    throw UsageError(kWho, "max_norm = {} is no bound. Use a number that is not negative.",
+    throw UsageError(kWho, "max_norm = {} is not a bound. Use a number that is not negative.",
                      max_norm);
   const torch::NoGradGuard no_grad;
   const auto gradients = list_of(params, kWho);
@@ -145,7 +146,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_nor
 void clip_grad_value_(const std::vector<at::Tensor>& params, double clip_value) {
   constexpr const char* kWho = "clip_grad_value_";
   if (!(clip_value >= 0))
-    throw UsageError(kWho, "clip_value = {} is no bound. Use a number that is not negative.",
+    throw UsageError(kWho, "clip_value = {} is not a bound. Use a number that is not negative.",
                      clip_value);
   const torch::NoGradGuard no_grad;
   for (const auto& group : groups_of(list_of(params, kWho))) {

@@ -5,12 +5,13 @@
 //   const at::Tensor norm = clip_grad_norm_(model.parameters(), 1.0);
 //   optimizer.step();
 //
-// The one hard idea: the norm stays a tensor on the gradients' device and so does the coefficient,
+// The norm stays a tensor on the gradients' device and so does the coefficient,
 // so nothing waits for the GPU; read the returned norm when it is logged, not in every step.
 //
-// Parameters without a gradient are left out, and one listed twice (tied weights) counts once.
-// Averaged gradients are the same on all ranks, so every rank clips alike without communication; a
-// model whose gradients are still this rank's own (ShardedOptimizer) is refused with UsageError.
+// Parameters without a gradient are skipped, and one listed twice (tied weights) counts once.
+// Averaged gradients are the same on all ranks, so every rank clips identically without
+// communication; a model whose gradients are still this rank's own (ShardedOptimizer) is refused
+// with UsageError.
 #pragma once
 
 #include <ATen/core/Tensor.h>

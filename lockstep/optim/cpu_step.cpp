@@ -111,7 +111,7 @@ void count_versions(const Batch& batch) {
   for (const auto& param : batch.params) param.unsafeGetTensorImpl()->bump_version();
 }
 
-bool left_out(const Batch& batch) {
+bool skipped(const Batch& batch) {
   return batch.found_inf.defined() && batch.found_inf.is_cpu() &&
          *batch.found_inf.const_data_ptr<float>() != 0;
 }

@@ -4,7 +4,7 @@
 //   if (covered({param, grad, exp_avg, exp_avg_sq}))
 //     step_on_cpu({{param, grad, exp_avg, exp_avg_sq, steps}}, options);
 //
-// The one hard idea: all parameters of a batch are one run of elements, cut into equal parts for
+// All parameters of a batch are one run of elements, cut into equal parts for
 // ATen's threads wherever the cuts fall. A slice says where in its tensor it lies, so the bits are
 // those of one thread, and hundreds of small tensors cost one fork of threads instead of one each.
 //
@@ -83,8 +83,8 @@ void step_slice(const SGDOptions& options, const kernels::Gradient<T>& gradient,
 using Part = c10::function_ref<void(std::int64_t begin, std::int64_t end)>;
 void share_out(std::int64_t count, std::int64_t unit, Part body);
 
-// A parameter, its gradient and its state, all of one dtype and laid out alike; the tensors of
-// state that a rule does not keep are undefined.
+// A parameter, its gradient and its state, all of one dtype and laid out identically; the tensors
+// of state that a rule does not keep are undefined.
 struct CpuItem {
   at::Tensor param, grad, first, second;
   double steps = 1;
@@ -104,7 +104,7 @@ extern template void step_on_cpu(const std::vector<CpuItem>&, const SGDOptions&)
 // instead of using the new values. ATen's fused kernels do not tell it either.
 void count_versions(const Batch& batch);
 
-// True when this batch's step is to be left out and the host can see it: the flag is in its memory.
-bool left_out(const Batch& batch);
+// True when this batch's step is to be skipped and the host can see it: the flag is in its memory.
+bool skipped(const Batch& batch);
 
 }  // namespace lockstep::optim::detail

@@ -8,9 +8,9 @@
 //   refuse_if_deferred(params, "clip_grad_norm_");      // throws UsageError saying what to do
 //   unmark_deferred(params);
 //
-// The one hard idea: the mark belongs to the tensor object that a module holds, not to its memory,
-// so it stays when data is set anew; and it ends with the tensor, so a later one cannot inherit it.
-// Any thread may call these; asking costs one atomic read where nothing is marked.
+// The mark belongs to the tensor object that a module holds, not to its memory,
+// so it stays when data is set again; and it ends with the tensor, so a later one cannot inherit
+// it. Any thread may call these; asking costs one atomic read where nothing is marked.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -61,7 +61,7 @@ void set_rng_state(const RngState& state) {
     } catch (const c10::Error& e) {
       throw UsageError(kRandomState,
                        "the random state of {} cannot be used ({}). It was probably saved by "
-                       "another version of LibTorch, or damaged. Seed anew instead.",
+                       "another version of LibTorch, or damaged. Seed again instead.",
                        name, e.what_without_backtrace());
     }
   }

@@ -4,7 +4,7 @@
 //   auto net = with_seed(42, [] { return std::make_shared<Net>(); });   // weights: seed
 //   auto loader = data::loader(dataset, world, {.seed = 42, ...});      // order: seed
 //
-// The one hard idea: three kinds of randomness want three seeds. The sampler's order and the
+// Three kinds of randomness want three seeds. The sampler's order and the
 // initial weights must be the same on every rank, so they use the seed as it is, however many ranks
 // there are; dropout and augmentation must differ, or ranks would learn the same noise, so they use
 // seed + rank.
@@ -31,7 +31,7 @@ RngState rng_state();
 // that is not one throws UsageError.
 void set_rng_state(const RngState& state);
 
-// While it lives, the generators are seeded with `seed`; then they go on where they were.
+// While it lives, the generators are seeded with `seed`; then they continue where they were.
 class WithSeed {
  public:
   explicit WithSeed(std::uint64_t seed);

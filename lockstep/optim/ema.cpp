@@ -26,7 +26,7 @@ at::Tensor start_of(const at::Tensor& live, bool copied) {
 
 Ema::Ema(const torch::nn::Module& module, const EmaOptions& options) : options_(options) {
   if (!(options_.decay >= 0) || !(options_.decay < 1))
-    throw UsageError(kEma, "decay = {} is no average. It must be from 0 to below 1.",
+    throw UsageError(kEma, "decay = {} is not an average. It must be from 0 to below 1.",
                      options_.decay);
   const torch::NoGradGuard no_grad;
   std::unordered_set<at::TensorImpl*> seen;

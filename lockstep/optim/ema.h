@@ -5,7 +5,7 @@
 //   ema.update();
 //   { const auto averaged = ema.swap(); evaluate(net); }   // the model has the averages in here
 //
-// The one hard idea: swap() gives the model's tensors other memory and leaves their contents alone.
+// Swap() gives the model's tensors other memory and leaves their contents alone.
 // So it copies nothing, is exact, is undone however the block is left, and does not count as a
 // write to parameters that ranks share (ShardedOptimizer).
 //
@@ -25,7 +25,7 @@
 namespace lockstep::optim {
 
 // What becomes of buffers (BatchNorm's statistics): they are taken as they are, averaged like the
-// weights, or left out, so that a swap does not touch them.
+// weights, or skipped, so that a swap does not touch them.
 enum class EmaBuffers { kCopy, kAverage, kLeave };
 
 struct EmaOptions {

@@ -20,7 +20,7 @@ constexpr const char* kScaler = "GradScaler";
 void check(const GradScalerOptions& options) {
   if (!(options.init_scale > 0) || !std::isfinite(options.init_scale))
     throw UsageError(kScaler,
-                     "init_scale = {} is no scale. Use a positive number, 65536 by default.",
+                     "init_scale = {} is not a scale. Use a positive number, 65536 by default.",
                      options.init_scale);
   if (!(options.growth_factor > 1))
     throw UsageError(kScaler, "growth_factor = {} does not grow. It must be above 1.",
@@ -29,7 +29,8 @@ void check(const GradScalerOptions& options) {
     throw UsageError(kScaler, "backoff_factor = {} does not shrink. It must be between 0 and 1.",
                      options.backoff_factor);
   if (options.growth_interval < 1)
-    throw UsageError(kScaler, "growth_interval = {} is no number of steps. It must be at least 1.",
+    throw UsageError(kScaler,
+                     "growth_interval = {} is not a number of steps. It must be at least 1.",
                      options.growth_interval);
 }
 
@@ -158,7 +159,7 @@ void GradScaler::update(std::optional<double> new_scale) {
   const torch::NoGradGuard no_grad;
   if (new_scale) {
     if (!(*new_scale > 0) || !std::isfinite(*new_scale))
-      throw UsageError(kScaler, "a new scale of {} is no scale. Use a positive number.",
+      throw UsageError(kScaler, "a new scale of {} is not a scale. Use a positive number.",
                        *new_scale);
     scale_.fill_(*new_scale);
   } else {

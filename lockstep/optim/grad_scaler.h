@@ -4,17 +4,17 @@
 //   scaler.scale(loss).backward();
 //   scaler.unscale_(optimizer);                   // only to see or clip true gradients
 //   clip_grad_norm_(model.parameters(), 1.0);
-//   scaler.step(optimizer);                       // left out when a gradient is inf or nan
+//   scaler.step(optimizer);                       // skipped when a gradient is inf or nan
 //   scaler.update();
 //
-// The one hard idea: whether a step is left out is a number on the device that the fused kernels
+// Whether a step is skipped is a number on the device that the fused kernels
 // read there, so no step waits for the host. It is the maximum over all ranks, so every rank leaves
 // the same step out and has the same scale. (An optimizer of torch::optim, which cannot read it
 // there, costs one host sync per step.)
 //
 // bf16 has the range of float32 and needs no scaler. One scaler per run, also with several
 // optimizers; update() once per step, after all of them. unscale_ and step communicate: call them
-// on all ranks alike. One thread at a time.
+// on all ranks identically. One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -57,16 +57,16 @@ class GradScaler {
   void unscale_(torch::optim::Optimizer& optimizer);
   // Steps unless a gradient is not finite; unscales first where that was not done.
   void step(torch::optim::Optimizer& optimizer);
-  // After all steps: halves the scale when one was left out, doubles it after growth_interval
+  // After all steps: halves the scale when one was skipped, doubles it after growth_interval
   // updates in a row without one. A new scale may be given instead.
   void update(std::optional<double> new_scale = std::nullopt);
 
-  // 1 where the step of this optimizer is (or was, since the last update) left out, otherwise 0: a
+  // 1 where the step of this optimizer is (or was, since the last update) skipped, otherwise 0: a
   // float of one element on the device. Undefined before unscale_ or step.
   at::Tensor found_inf(const void* optimizer) const;
 
   // For an optimizer that divides by the scale and finds non-finite gradients in its own step
-  // (ShardedOptimizer): tells what it found. Counts as unscale_ and step of `optimizer`.
+  // (ShardedOptimizer): says what it found. Counts as unscale_ and step of `optimizer`.
   void record_step(const void* optimizer, bool skipped);
 
   bool enabled() const { return options_.enabled; }

@@ -363,7 +363,7 @@ TEST(Optimizers, ClosureIsRunWithGradients) {
   EXPECT_EQ(p[0].item<float>(), -1);
 }
 
-// Saves after some steps, loads into a fresh optimizer over copies, goes on with both.
+// Saves after some steps, loads into a fresh optimizer over copies, continues with both.
 template <typename Optimizer, typename Options>
 void check_resume(const Options& options, Options other) {
   torch::manual_seed(3);
@@ -504,7 +504,7 @@ TEST(Adam, AddsDecayToTheGradient) {
               HasSubstr("[Adam] option eps cannot be -1"));
 }
 
-// Stops after some steps, goes on in a fresh optimizer over copies, with the state by name.
+// Stops after some steps, continues in a fresh optimizer over copies, with the state by name.
 template <typename Optimizer, typename Options>
 void check_state_dict(const Options& options) {
   torch::manual_seed(5);

@@ -221,11 +221,11 @@ TEST(Clip, RefusesWhatItCannotClip) {
       message_of<UsageError>([&] { clip_grad_norm_({p}, 1.0, {.error_if_nonfinite = true}); }),
       HasSubstr("[clip_grad_norm_] the norm of order 2 over all gradients is nan"));
   EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({p}, -1); }),
-              HasSubstr("max_norm = -1 is no bound"));
+              HasSubstr("max_norm = -1 is not a bound"));
   EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({p}, 1, {.norm_type = 0}); }),
-              HasSubstr("norm_type = 0 is no norm"));
+              HasSubstr("norm_type = 0 is not a norm"));
   EXPECT_THAT(message_of<UsageError>([&] { clip_grad_value_({p}, -1); }),
-              HasSubstr("clip_value = -1 is no bound"));
+              HasSubstr("clip_value = -1 is not a bound"));
   p.mutable_grad() = at::ones({2, 2}).to_sparse();
   EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({p}, 1); }), HasSubstr("is sparse"));
 }
@@ -273,7 +273,7 @@ TEST(Autocast, LowersPrecisionWhileItLives) {
   }
   EXPECT_EQ(product_type(), at::kFloat);
   EXPECT_THAT(message_of<UsageError>([&] { Autocast wrong(cpu, at::kDouble); }),
-              HasSubstr("[Autocast] Double is no type to compute in"));
+              HasSubstr("[Autocast] Double is not a type to compute in"));
   EXPECT_THAT(message_of<UsageError>([&] { Autocast wrong(c10::Device("meta"), at::kHalf); }),
               HasSubstr("no autocasting for meta"));
 }

@@ -232,8 +232,8 @@ void check(const ScheduleOptions& options, const Kind& kind) {
                      "the learning rate {} is not a positive number. A schedule scales it.",
                      options.lr);
   // Stable and decay steps say how long it is; everything else needs the end.
-  const bool told = options.kwargs.find("num_stable_steps") != nullptr;
-  if (kind.needs_total && options.total_steps <= 0 && !told)
+  const bool given = options.kwargs.find("num_stable_steps") != nullptr;
+  if (kind.needs_total && options.total_steps <= 0 && !given)
     throw UsageError(kSchedule,
                      "{} needs total_steps, and it is {}. The schedule ends there. Set max_steps, "
                      "or use constant_with_warmup or inverse_sqrt, which have no end.",

@@ -4,7 +4,7 @@
 //                                            .total_steps = 5000, .lr = 3e-4});
 //   for (step = 0; ...; ++step) optimizer.set_lr(base_lr * schedule.factor(step));
 //
-// The one hard idea: a schedule is a function of the number of optimizer steps taken, and nothing
+// A schedule is a function of the number of optimizer steps taken, and nothing
 // else. There is no state to save, so a run that is resumed, or whose step was skipped and not
 // counted, cannot drift. factor(0) is the first step's, as with transformers' get_scheduler.
 //

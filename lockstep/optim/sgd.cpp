@@ -23,11 +23,11 @@ struct SgdCall {
   std::vector<at::Tensor> params, grads, momenta;
 };
 
-void step_with_aten(const SgdCall& call, const at::Tensor& left_out, const SGDOptions& options,
+void step_with_aten(const SgdCall& call, const at::Tensor& skipped, const SGDOptions& options,
                     bool is_first_step) {
   if (call.params.empty()) return;
   const std::optional<at::Tensor> found_inf =
-      left_out.defined() ? std::optional(left_out) : std::nullopt;
+      skipped.defined() ? std::optional(skipped) : std::nullopt;
   at::_fused_sgd_(call.params, call.grads, call.momenta, options.weight_decay, options.momentum,
                   options.lr, options.dampening, options.nesterov, /*maximize=*/false,
                   is_first_step, /*grad_scale=*/{}, found_inf);
@@ -48,9 +48,9 @@ void check(const SGDOptions& options) {
 }
 
 void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {
-  if (detail::left_out(batch)) return;
+  if (detail::skipped(batch)) return;
   const bool keeps_momentum = options.momentum != 0;
-  // Momentum begins with the first gradient, undamped. When that step is left out on the device,
+  // Momentum begins with the first gradient, undamped. When that step is skipped on the device,
   // the buffer stays zero, and the next step's `momentum * 0 + gradient` is the same; only with
   // dampening it is not, and then the host must know.
   if (keeps_momentum && batch.found_inf.defined() && options.dampening != 0 &&

@@ -5,14 +5,14 @@
 //   StepResult result = stepper->step({.max_grad_norm = 1.0, .scaler = &scaler});
 //   stepper->zero_grad();
 //
-// The one hard idea: clipping, loss scaling and leaving out a bad step belong to the request,
+// Clipping, loss scaling and leaving out a bad step belong to the request,
 // because an optimizer that averages gradients in its own step (ShardedOptimizer, see
 // lockstep/parallel/sharded_stepper.h) must do them between its two passes, while a replicated one
 // does them on .grad before. The loop is the same for both, and so is the state on disk: by
 // parameter name ("h.0.attn.weight.exp_avg"), independent of the number of ranks.
 //
 // Owns its optimizer. step, state_dict and load_state_dict may communicate: call them on all ranks
-// alike. One thread at a time.
+// identically. One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -64,7 +64,7 @@ class Stepper {
   virtual void load_state_dict(const TensorDict& state) = 0;
 
   // The parameters were written on purpose (weights were loaded), the same on every rank.
-  virtual void accept_changes() {}
+  virtual void sync_from_model() {}
 };
 
 // AdamW, Adam or SGD of this folder, the same on every rank, stepping averaged gradients. `world`

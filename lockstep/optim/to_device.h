@@ -1,6 +1,6 @@
 // A small tensor on another device, for a model that is spread over several.
 //
-// The one hard idea: a copy that does not hold up the host is safe towards a GPU, whose stream runs
+// A copy that does not hold up the host is safe towards a GPU, whose stream runs
 // in order, and wrong towards the CPU: torch makes the result in pinned memory and returns before
 // the bytes are there, so whoever reads it next reads what lay there before.
 //

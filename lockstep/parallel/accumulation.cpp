@@ -32,10 +32,10 @@ struct OnlyFinite : torch::autograd::FunctionPostHook {
 };
 
 // While it lives, a backward from `loss` passes on what is finite alone. A mean over nothing is
-// 0 / 0, and zero times its derivative is no number either; somewhere behind it the derivative of
-// nothing is zero again. The graph still has to be walked to its end: what synchronises in it waits
-// for every rank, and a SyncBatchNorm brings gradients of the other ranks' losses, which are not
-// zero.
+// 0 / 0, and zero times its derivative is not a number either; somewhere behind it the derivative
+// of nothing is zero again. The graph still has to be walked to its end: what synchronises in it
+// waits for every rank, and a SyncBatchNorm brings gradients of the other ranks' losses, which are
+// not zero.
 class FiniteBackward {
  public:
   explicit FiniteBackward(const at::Tensor& loss) {
@@ -62,10 +62,10 @@ class FiniteBackward {
 
 void check_options(const AccumulationOptions& options) {
   if (options.steps < 1)
-    throw UsageError(kWho, "steps = {} is no window. Use 1 for a step after each backward.",
+    throw UsageError(kWho, "steps = {} is not a window. Use 1 for a step after each backward.",
                      options.steps);
   if (!(options.expected_count >= 0))
-    throw UsageError(kWho, "expected_count = {} is no count. Use 0 to take the first one.",
+    throw UsageError(kWho, "expected_count = {} is not a count. Use 0 to take the first one.",
                      options.expected_count);
 }
 

@@ -10,7 +10,7 @@
 //     }
 //   }
 //
-// The one hard idea: the gradient of a window is that of the mean over everything in it, on all
+// The gradient of a window is that of the mean over everything in it, on all
 // ranks, as if it had been one batch. A mean of means is something else as soon as micro-batches
 // differ in size: the last one of an epoch, or any batch counted in tokens. So each loss is weighed
 // by its count, and at the window's end the gradients are scaled by what all ranks have really
@@ -24,8 +24,8 @@
 // is not for the inside of join().
 //
 // Works on a model with ShardedOptimizer too. Holds the model's reducer. One thread at a time; the
-// constructor, begin_epoch() and the backward that ends a window communicate, on all ranks alike.
-// Options that differ, or that one rank cannot take, are a UsageError on all.
+// constructor, begin_epoch() and the backward that ends a window communicate, on all ranks
+// identically. Options that differ, or that one rank cannot take, are a UsageError on all.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -13,7 +13,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/ema.h"
-#include "lockstep/parallel/checkpoint.h"
+#include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/sharded_stepper.h"
 #include "lockstep/parallel/sync_batch_norm.h"
 #include "lockstep/testing/matchers.h"
@@ -419,7 +419,7 @@ TEST(Accumulation, AnAbandonedWindowIsForgotten) {
 TEST(Accumulation, RefusesWhatItCannotWeigh) {
   DistributedDataParallel model{make_net(), World()};
   EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model, {.steps = 0}); }),
-              HasSubstr("[Accumulation] steps = 0 is no window"));
+              HasSubstr("[Accumulation] steps = 0 is not a window"));
   EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model, {.expected_count = -1}); }),
               HasSubstr("expected_count = -1"));
   EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model.reducer_ptr(), {}); }),
@@ -445,9 +445,9 @@ TEST(Accumulation, OptionsOfOneRankAloneAreRefusedByAll) {
           [&] { Accumulation{model, world.rank() == 1 ? odd : AccumulationOptions{.steps = 2}}; });
     };
     EXPECT_THAT(make({.steps = 0}),
-                HasSubstr(world.rank() == 1 ? "[Accumulation] steps = 0 is no window"
+                HasSubstr(world.rank() == 1 ? "[Accumulation] steps = 0 is not a window"
                                             : "[Accumulation] rank 1 refused these options. Its "
-                                              "words: [Accumulation] steps = 0 is no window"));
+                                              "message: [Accumulation] steps = 0 is not a window"));
     EXPECT_THAT(make({.steps = 3}), HasSubstr("rank 1 has 'steps: 3', but rank 0 has 'steps: 2'"));
     EXPECT_THAT(make({.steps = 2, .weights = WindowWeights::kBatches}),
                 HasSubstr("rank 1 has 'weights: kBatches', but rank 0 has 'weights: kCounts'"));

@@ -43,7 +43,7 @@ struct BucketPlan {
 };
 
 // Buckets in launch order: by the position, in `order`, of the parameter that completes them.
-// `order` lists parameter indices in the expected order of readiness; indices left out get no slot.
+// `order` lists parameter indices in the expected order of readiness; indices skipped get no slot.
 std::vector<BucketPlan> plan_buckets(const std::vector<ParameterInfo>& parameters,
                                      const std::vector<std::size_t>& order,
                                      const BucketLimits& limits = {});

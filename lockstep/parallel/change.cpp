@@ -3,9 +3,9 @@
 //
 // The hard idea: a rank that changed cannot know whether the others did, and nothing may be asked
 // of them in every step. So it takes part once more in the pass that the others may be in: the
-// buckets of the old plan, as zeros, with a vote behind the first one's gradients. Everyone reads
-// the vote when that pass ends. If it was cast, all ranks compare their models, and either all plan
-// anew or all throw, naming rank and parameter.
+// buckets of the old plan, as zeros, with a change flag behind the first one's gradients. Everyone
+// reads the change flag when that pass ends. If it was cast, all ranks compare their models, and
+// either all plan again or all throw, naming rank and parameter.
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -78,7 +78,7 @@ bool ReducerImpl::has_no_other_hook(const Parameter& p) const {
   return sentinel != nullptr && sentinel->id == this && !sentinel->previous;
 }
 
-// ---------------------------------------------------------------- planning anew, together
+// ---------------------------------------------------------------- planning again, together
 
 bool ReducerImpl::changed() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
@@ -96,7 +96,7 @@ void ReducerImpl::plan_anew_together() {
   for (auto& p : parameters_) {
     p.form = form_of(p);
     p.slot = at::Tensor();
-    p.expected = 1;  // what static_graph learned is learned anew
+    p.expected = 1;  // what static_graph learned is learned again
   }
   rebuilt_ = learned_ = stale_ = false;
   auto order = dense_parameters();
@@ -115,61 +115,61 @@ ReducerImpl::Zeros::Zeros(ReducerImpl& borrower) : reducer(borrower) {
 
 ReducerImpl::Zeros::~Zeros() {
   auto& buckets = reducer.buckets_;
-  if (buckets.empty() || buckets.front().get() != first) return;  // laid out anew
+  if (buckets.empty() || buckets.front().get() != first) return;  // laid out again
   for (std::size_t i = 0; i < live.size(); ++i)
     std::tie(buckets[i]->wire, buckets[i]->flat) = live[i];
 }
 
 void ReducerImpl::announce_change() {
   const Zeros zeros(*this);
-  if (buckets_.empty()) cast_vote();
+  if (buckets_.empty()) send_change_flag();
   bool everyone = false;
   for (std::size_t i = 0; i < buckets_.size() && !everyone; ++i) {
     next_launch_ = i + 1;
     launch(i);
     if (i > 0) continue;
-    const bool sum = !vote_rides() || (joining_ && !joining_->divide_by_initial_world_size);
-    everyone = counted_vote().eq(sum ? world_.size() : 1).item<bool>();
+    const bool sum = !flag_in_bucket() || (joining_ && !joining_->divide_by_initial_world_size);
+    everyone = received_change_flag().eq(sum ? world_.size() : 1).item<bool>();
   }
   for (auto& bucket : buckets_) {
     bucket->reduction.work.wait();
     bucket->reduction = {};
   }
-  static_cast<void>(counted_vote());
+  static_cast<void>(received_change_flag());
   next_launch_ = 0;
 }
 
-// ---------------------------------------------------------------- the vote
+// ---------------------------------------------------------------- the change flag
 
 // In the first bucket, where it costs nothing. Reading it there would make a host wait for its GPU,
 // and a communication hook may do anything with a bucket: then it is a message of its own.
-bool ReducerImpl::vote_rides() const {
+bool ReducerImpl::flag_in_bucket() const {
   return !hook_ && !buckets_.empty() && buckets_.front()->wire.is_cpu();
 }
 
-void ReducerImpl::cast_vote() {
-  if (vote_rides()) {
+void ReducerImpl::send_change_flag() {
+  if (flag_in_bucket()) {
     const BucketState& first = *buckets_.front();
     first.wire.narrow(0, first.flat.numel(), 1).fill_(stale_ ? 1 : 0);
     return;
   }
-  vote_ = at::full({1}, stale_ ? 1 : 0, at::kLong);
-  vote_work_ = world_.all_reduce(vote_);
+  change_flag_ = at::full({1}, stale_ ? 1 : 0, at::kLong);
+  change_flag_work_ = world_.all_reduce(change_flag_);
 }
 
 // Waits for it. Zero: nobody's model has changed.
-at::Tensor ReducerImpl::counted_vote() {
-  if (vote_rides()) {
+at::Tensor ReducerImpl::received_change_flag() {
+  if (flag_in_bucket()) {
     BucketState& first = *buckets_.front();
     first.reduction.work.wait();
     return first.wire.narrow(0, first.flat.numel(), 1);
   }
-  vote_work_.wait();
-  return vote_;
+  change_flag_work_.wait();
+  return change_flag_;
 }
 
 // Throws on every rank and leaves them in step: with the change taken back, or made everywhere,
-// training could go on.
+// training could continue.
 void ReducerImpl::refuse_change_of_another() {
   for (auto& bucket : buckets_) {
     bucket->reduction.work.wait();

@@ -147,7 +147,7 @@ TEST(Change, OnOneRankEndsEveryRankByNameAndCanBeTakenBack) {
           EXPECT_THAT(message_of<UsageError>(step),
                       AllOf(HasSubstr("the models differ between ranks"),
                             HasSubstr(fmt::format("rank {} has {}", culprit, change.line)),
-                            HasSubstr("change it on all alike")));
+                            HasSubstr("change it on all identically")));
           if (mine) change.take_back(*net);
           step();
           expect_mean_gradients(world, *net);

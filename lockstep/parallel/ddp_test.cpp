@@ -8,9 +8,9 @@
 #include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
 #include "lockstep/optim/autocast.h"
-#include "lockstep/parallel/checkpoint.h"
+#include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/comm_hooks.h"
-#include "lockstep/parallel/crowd.h"
+#include "lockstep/parallel/oversubscription.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_ddp.h"
 #include "lockstep/testing/worlds.h"
@@ -559,8 +559,8 @@ TEST(Ddp, CoresAreCountedOverAllRanks) {
     EXPECT_EQ(parallel::cores_of_ranks(world), expected(2));
     ASSERT_EQ(::sched_setaffinity(0, sizeof before, &before), 0);
   });
-  EXPECT_TRUE(parallel::crowded(4, 4, 16));
-  EXPECT_FALSE(parallel::crowded(4, 3, 16));
+  EXPECT_TRUE(parallel::oversubscribed(4, 4, 16));
+  EXPECT_FALSE(parallel::oversubscribed(4, 3, 16));
 }
 
 TEST(Ddp, WithoutOverlapBucketsAreReducedWhenBackwardHasEnded) {

@@ -139,7 +139,7 @@ void ReducerImpl::check_forms(const char* since) const {
       change = now.requires_grad ? "unfrozen" : "frozen";
     throw UsageError("ShardedOptimizer",
                      "parameter '{}' was {} after {}. Change the model first, then wrap it and "
-                     "make the optimizer anew.",
+                     "make the optimizer again.",
                      p.name, change, since);
   }
 }

@@ -61,8 +61,8 @@ void ReducerImpl::finalize() {
   torch::NoGradGuard no_grad;
   launch_ready();
   LOCKSTEP_ASSERT(next_launch_ == buckets_.size());
-  if (buckets_.empty()) cast_vote();
-  if (counted_vote().ne(0).item<bool>()) refuse_change_of_another();
+  if (buckets_.empty()) send_change_flag();
+  if (received_change_flag().ne(0).item<bool>()) refuse_change_of_another();
   const std::vector<bool> used = globally_used();
   wait_for_buckets();
   publish_gradients(used);
@@ -111,7 +111,7 @@ void ReducerImpl::publish_gradients(const std::vector<bool>& used) {
     at::Tensor& grad = p.tensor.mutable_grad();
     if (!used.empty() && !used[i]) {
       // No rank used it: .grad stays as it was, bit by bit, also when it lies in the bucket.
-      if (p.kept.defined() && grad.is_same(p.slot)) p.slot.copy_(p.kept);
+      if (p.previous.defined() && grad.is_same(p.slot)) p.slot.copy_(p.previous);
     } else if (options_.gradient_as_bucket_view) {
       if (!grad.is_same(p.slot)) grad = p.slot;
     } else if (grad.defined()) {
@@ -138,8 +138,8 @@ void ReducerImpl::reduce_sparse(const std::vector<bool>& used) {
       indices = local.indices().t().contiguous();
       values = local.values().div(divisor());
     }
-    const auto all_indices = world_.all_gather_varied(indices);
-    const auto all_values = world_.all_gather_varied(values);
+    const auto all_indices = world_.all_gather_v(indices);
+    const auto all_values = world_.all_gather_v(values);
     if (shadow_) continue;
     const at::Tensor merged_indices = at::cat(all_indices).t();
     if (merged_indices.size(1) == 0 && !grad.defined()) continue;
@@ -197,7 +197,7 @@ void ReducerImpl::close_pass() {
     p.fired = 0;
     p.place = -1;
     p.counted = false;
-    p.kept = at::Tensor();
+    p.previous = at::Tensor();
     if (!p.form.requires_grad || p.expected == 0) continue;
     ++waiting;
     if (p.bucket != kNoBucket) ++buckets_[p.bucket]->pending;

@@ -70,7 +70,7 @@ void GradientBlock::make(World& world, std::int64_t bytes) {
   try {
     parts_ = world.symmetric({bytes}, at::kByte);
   } catch (const UsageError& e) {
-    // All ranks alike.
+    // All ranks identically.
     log::warning("reducer", "gradients stay in every rank's own memory, which is slower: {}",
                  e.what());
   }

@@ -5,7 +5,7 @@
 //   at::Tensor bucket = block.mine(offset, numel, at::kFloat);
 //   block.rearrange(moves);                                     // another order, the same memory
 //
-// The one hard idea: buckets in another order need no second block. Every gradient begins at a
+// Buckets in another order need no second block. Every gradient begins at a
 // multiple of kLine bytes and is padded to one, so a new order is a permutation of lines, and those
 // change places within the block.
 //

@@ -13,7 +13,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/optim/autocast.h"
-#include "lockstep/parallel/checkpoint.h"
+#include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/worlds.h"
 

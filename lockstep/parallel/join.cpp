@@ -1,5 +1,5 @@
-// Uneven inputs: a rank that has run out goes on taking part, with zeros, until all have. With a
-// ShardedOptimizer it goes on stepping its share instead.
+// Uneven inputs: a rank that has run out continues taking part, with zeros, until all have. With a
+// ShardedOptimizer it continues stepping its share instead.
 #include <torch/torch.h>
 
 #include "lockstep/core/error.h"

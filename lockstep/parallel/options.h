@@ -7,7 +7,7 @@
 
 namespace lockstep {
 
-struct DdpOptions {
+struct DistributedDataParallelOptions {
   // MiB per bucket. Unset: 25 with a first bucket of 1, so that communication starts early (without
   // overlap no bucket is under 4); a value given here holds for every bucket, as in PyTorch.
   std::optional<double> bucket_cap_mb{};
@@ -32,6 +32,7 @@ struct DdpOptions {
   // Keep the reducer working in a world of one; for measuring what it costs.
   bool force_reducer = false;
 };
+using DdpOptions = DistributedDataParallelOptions;
 
 struct JoinOptions {
   bool divide_by_initial_world_size = true;  // otherwise by the number of ranks still training

@@ -12,8 +12,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/memory/inplace_gradients.h"
 #include "lockstep/parallel/checkpoint_node.h"
-#include "lockstep/parallel/crowd.h"
 #include "lockstep/parallel/nested_backward.h"
+#include "lockstep/parallel/oversubscription.h"
 #include "lockstep/parallel/reducer_impl.h"
 
 namespace lockstep {
@@ -152,48 +152,48 @@ std::vector<std::size_t> ReducerImpl::dense_parameters() const {
 // Sending buckets during backward pays while a core is free for it. Ranks that share memory and
 // fill the cores would only take turns, and there large buckets are faster than small ones.
 void ReducerImpl::choose_overlap() {
-  constexpr std::int64_t kLeastBytes = 4 << 20;
+  constexpr std::int64_t kMinBytes = 4 << 20;
   overlap_ = options_.overlap.value_or(world_.backend() != "shm");
   if (!options_.overlap && !overlap_) {
     const int cores = cores_of_ranks(world_);
-    overlap_ = !world_.all(crowded(world_.local_size(), at::get_num_threads(), cores));
+    overlap_ = !world_.all(oversubscribed(world_.local_size(), at::get_num_threads(), cores));
   }
   if (overlap_ || options_.bucket_cap_mb) return;
   limits_.first_cap_bytes = limits_.cap_bytes;
-  limits_.min_bytes = kLeastBytes;
+  limits_.min_bytes = kMinBytes;
 }
 
 namespace {
 
 // Where each bucket begins in the block of CPU gradients, in bytes, and the block's size: the same
 // in any order of the parameters. The first bucket is the last one there, so that the line for the
-// vote behind it stays where it is.
+// change flag behind it stays where it is.
 std::vector<std::int64_t> places_in_block(const std::vector<BucketPlan>& layouts) {
-  std::vector<std::int64_t> homes(layouts.size() + 1, 0);
+  std::vector<std::int64_t> offsets(layouts.size() + 1, 0);
   std::int64_t bytes = 0;
   bool any = false;
   for (std::size_t n = 1; n <= layouts.size(); ++n) {
     const std::size_t i = n % layouts.size();
     if (!layouts[i].device.is_cpu()) continue;
     any = true;
-    homes[i] = bytes;
+    offsets[i] = bytes;
     bytes += layouts[i].numel * static_cast<std::int64_t>(c10::elementSize(layouts[i].dtype));
   }
-  homes.back() = any ? bytes + kLine : 0;
-  return homes;
+  offsets.back() = any ? bytes + kLine : 0;
+  return offsets;
 }
 
 }  // namespace
 
-// Lays the buckets out anew. Gradients that exist move along.
+// Lays the buckets out again. Gradients that exist move along.
 void ReducerImpl::plan(const std::vector<std::size_t>& order) {
   torch::NoGradGuard no_grad;
   std::vector<ParameterInfo> infos;
   for (const auto& p : parameters_)
     infos.push_back({p.tensor.numel(), p.form.dtype, p.form.device});
   const auto layouts = plan_buckets(infos, order, limits_);
-  const auto homes = places_in_block(layouts);
-  make_room(layouts, homes);
+  const auto offsets = places_in_block(layouts);
+  make_room(layouts, offsets);
   std::vector<std::unique_ptr<BucketState>> buckets;
   for (auto& p : parameters_) p.bucket = kNoBucket;
   for (std::size_t i = 0; i < layouts.size(); ++i) {
@@ -201,8 +201,8 @@ void ReducerImpl::plan(const std::vector<std::size_t>& order) {
     auto bucket = std::make_unique<BucketState>();
     const std::int64_t length = layout.numel + (i == 0 ? 1 : 0);
     if (layout.device.is_cpu()) {
-      bucket->wire = block_.mine(homes[i], length, layout.dtype);
-      bucket->parts = block_.shared(homes[i], length, layout.dtype);
+      bucket->wire = block_.mine(offsets[i], length, layout.dtype);
+      bucket->parts = block_.shared(offsets[i], length, layout.dtype);
     } else {
       bucket->wire = at::zeros({length}, at::dtype(layout.dtype).device(layout.device));
     }
@@ -211,7 +211,7 @@ void ReducerImpl::plan(const std::vector<std::size_t>& order) {
       parameters_[place.parameter].bucket = i;
       bucket->members.push_back(place.parameter);
       bucket->offsets.push_back(place.offset);
-      house_gradient(place, *bucket);
+      bind_slot(place, *bucket);
     }
     buckets.push_back(std::move(bucket));
   }
@@ -223,7 +223,7 @@ void ReducerImpl::plan(const std::vector<std::size_t>& order) {
 // memory of their own, so that the old block is gone before there is a new one. So do those of a
 // device, bucket by bucket: there is never more than one bucket's memory too much.
 void ReducerImpl::make_room(const std::vector<BucketPlan>& layouts,
-                            const std::vector<std::int64_t>& homes) {
+                            const std::vector<std::int64_t>& offsets) {
   for (auto& bucket : buckets_) {
     if (!bucket->wire.defined() || bucket->wire.is_cpu()) continue;
     for (const std::size_t i : bucket->members) {
@@ -235,7 +235,7 @@ void ReducerImpl::make_room(const std::vector<BucketPlan>& layouts,
     bucket->wire = bucket->flat = at::Tensor();
   }
   std::vector<Move> moves;
-  bool again = block_.bytes() > 0 && block_.bytes() == homes.back();
+  bool again = block_.bytes() > 0 && block_.bytes() == offsets.back();
   for (std::size_t i = 0; i < layouts.size() && again; ++i) {
     if (!layouts[i].device.is_cpu()) continue;
     const auto element = static_cast<std::int64_t>(c10::elementSize(layouts[i].dtype));
@@ -245,7 +245,7 @@ void ReducerImpl::make_room(const std::vector<BucketPlan>& layouts,
       if (!again) break;
       const std::int64_t lines = (slot.numel() * element + kLine - 1) / kLine;
       moves.push_back(
-          {slot.storage_offset() * element, homes[i] + place.offset * element, lines * kLine});
+          {slot.storage_offset() * element, offsets[i] + place.offset * element, lines * kLine});
     }
   }
   if (again) {
@@ -265,10 +265,10 @@ void ReducerImpl::make_room(const std::vector<BucketPlan>& layouts,
     bucket->wire = bucket->flat = at::Tensor();
     bucket->parts.clear();
   }
-  block_.make(world_, homes.back());
+  block_.make(world_, offsets.back());
 }
 
-void ReducerImpl::house_gradient(const Slot& place, const BucketState& bucket) {
+void ReducerImpl::bind_slot(const Slot& place, const BucketState& bucket) {
   Parameter& p = parameters_[place.parameter];
   const at::Tensor& wire = bucket.wire;
   const bool dense = p.tensor.is_non_overlapping_and_dense();
@@ -293,7 +293,7 @@ void ReducerImpl::install_hooks() {
   std::weak_ptr<ReducerImpl> weak = weak_from_this();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& p = parameters_[i];
-    // One that was frozen since has no accumulator; the next synchronised pass plans anew.
+    // One that was frozen since has no accumulator; the next synchronised pass plans again.
     if (!p.form.requires_grad || !p.tensor.requires_grad()) continue;
     auto accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
     if (accumulator == p.accumulator) continue;
@@ -474,7 +474,7 @@ void ReducerImpl::mark_unused_in_graph() {
 }
 
 // The slot, while nothing is in it that anybody needs. Asked before the first hook of a pass, too,
-// which may find the model changed and lay the buckets out anew. One gradient must be all that
+// which may find the model changed and lay the buckets out again. One gradient must be all that
 // reaches the slot: not served where other hooks get it, or a checkpointed block may bring another
 // one while the first is still on its way.
 at::Tensor ReducerImpl::free_slot(std::size_t index) {
@@ -513,7 +513,7 @@ void ReducerImpl::claim(const Parameter& p, const at::Tensor& arrived) const {
 }
 
 void ReducerImpl::store_gradient(Parameter& p, const at::Tensor& arrived) {
-  if (stale_) return;  // the slot may be of another kind; planning anew takes .grad along
+  if (stale_) return;  // the slot may be of another kind; planning again takes .grad along
   at::Tensor& grad = p.tensor.mutable_grad();
   if (grad.defined() && grad.layout() != at::kStrided) {
     if (p.sparse) return;
@@ -590,7 +590,7 @@ void ReducerImpl::count_as_unused(Parameter& p) {
     if (!grad.defined()) {
       p.slot.zero_();
     } else {
-      if (!p.used) p.kept = grad.clone();
+      if (!p.used) p.previous = grad.clone();
       if (!grad.is_same(p.slot)) p.slot.copy_(grad);
     }
   }
@@ -613,8 +613,8 @@ void ReducerImpl::launch_ready() {
 
 void ReducerImpl::launch(std::size_t index) {
   BucketState& bucket = *buckets_[index];
-  if (index == 0) cast_vote();
-  const at::Tensor& sent = index == 0 && vote_rides() ? bucket.wire : bucket.flat;
+  if (index == 0) send_change_flag();
+  const at::Tensor& sent = index == 0 && flag_in_bucket() ? bucket.wire : bucket.flat;
   bucket.launched = Clock::now();
   if (hook_) {
     Bucket view{.index = index,

@@ -70,8 +70,8 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   Form form_of(const Parameter& parameter) const;
   void choose_overlap();
   void plan(const std::vector<std::size_t>& order);
-  void make_room(const std::vector<BucketPlan>& layouts, const std::vector<std::int64_t>& homes);
-  void house_gradient(const Slot& place, const BucketState& bucket);
+  void make_room(const std::vector<BucketPlan>& layouts, const std::vector<std::int64_t>& offsets);
+  void bind_slot(const Slot& place, const BucketState& bucket);
   std::vector<std::size_t> dense_parameters() const;
   void install_hooks();
   void remove_hooks();
@@ -116,9 +116,9 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   bool changed() const;
   void plan_anew_together();
   void announce_change();
-  bool vote_rides() const;
-  void cast_vote();
-  at::Tensor counted_vote();
+  bool flag_in_bucket() const;
+  void send_change_flag();
+  at::Tensor received_change_flag();
   void refuse_change_of_another();
 
   // deferred.cpp
@@ -168,8 +168,8 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   std::vector<OuterNode> outer_nodes_;
   std::atomic<int> unseen_outers_{0};
   std::pair<int, bool> blocks_again_{-1, false};  // of this task: whether it has checkpoints
-  at::Tensor vote_;                               // where it cannot ride in the first bucket
-  Work vote_work_;
+  at::Tensor change_flag_;                        // where it cannot ride in the first bucket
+  Work change_flag_work_;
   std::atomic<int> waiting_for_{0};
   std::size_t next_launch_ = 0;
   std::atomic<int> observed_{0};

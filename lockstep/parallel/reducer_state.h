@@ -45,7 +45,7 @@ struct ParameterState {
   int fired = 0;
   bool counted = false;  // no longer waited for
   bool used = false;     // by this rank, since the last synchronised pass
-  at::Tensor kept;       // what .grad held, for a parameter that no rank used
+  at::Tensor previous;   // what .grad held, for a parameter that no rank used
   int place = -1;        // in the order in which gradients came
   int expected = 1;      // gradients in one pass, as static_graph has learned
 };
@@ -57,7 +57,7 @@ struct BufferState {
 };
 
 struct BucketState {
-  at::Tensor wire;  // flat and, behind it in the first bucket, one element for the vote
+  at::Tensor wire;  // flat and, behind it in the first bucket, one element for the change flag
   at::Tensor flat;  // the gradients
   std::vector<at::Tensor> parts;  // every rank's flat, in memory that all of them map
   std::vector<std::size_t> members;

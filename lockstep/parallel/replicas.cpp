@@ -15,7 +15,7 @@ namespace lockstep::parallel {
 namespace {
 
 constexpr std::int64_t kMessageBytes = 64 << 20;
-constexpr std::size_t kWordBytes = 4096;  // of a refusal, with its end
+constexpr std::size_t kRefusalBytes = 4096;  // of a refusal, with its end
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t word) {
   hash ^= word * 0x9e3779b97f4a7c15ull;
@@ -62,7 +62,7 @@ std::string show_ranks(const std::vector<int>& ranks) {
 }
 
 // Of one size on all ranks, so that nobody has to wait for the others' to send its own.
-Words tell_words(World& world, const std::exception_ptr& refusal) {
+RefusalTexts gather_refusals(World& world, const std::exception_ptr& refusal) {
   std::string words;
   try {
     if (refusal) std::rethrow_exception(refusal);
@@ -70,29 +70,30 @@ Words tell_words(World& world, const std::exception_ptr& refusal) {
     words = e.what();
   }
   constexpr const char* kCut = "...";
-  if (words.size() >= kWordBytes)
-    words.replace(kWordBytes - 1 - std::strlen(kCut), std::string::npos, kCut);
-  const at::Tensor mine = at::zeros({static_cast<std::int64_t>(kWordBytes)}, at::kByte);
+  if (words.size() >= kRefusalBytes)
+    words.replace(kRefusalBytes - 1 - std::strlen(kCut), std::string::npos, kCut);
+  const at::Tensor mine = at::zeros({static_cast<std::int64_t>(kRefusalBytes)}, at::kByte);
   std::memcpy(mine.mutable_data_ptr(), words.data(), words.size());
-  Words told{at::zeros({world.size(), mine.numel()}, at::kByte), {}};
-  told.work = world.all_gather(told.all, mine);
-  return told;
+  RefusalTexts texts{at::zeros({world.size(), mine.numel()}, at::kByte), {}};
+  texts.work = world.all_gather(texts.all, mine);
+  return texts;
 }
 
-void refuse_with(const Check& check, Words words) {
+void refuse_with(const Check& check, RefusalTexts words) {
   words.work.wait();
   if (check.refusal) std::rethrow_exception(check.refusal);
   std::vector<int> ranks;
   for (std::int64_t rank = 0; rank < words.all.size(0); ++rank)
     if (words.all[rank][0].item<int>() != 0) ranks.push_back(static_cast<int>(rank));
   LOCKSTEP_ASSERT(!ranks.empty());
-  throw UsageError(check.component, "{} refused {}. {}: {}", show_ranks(ranks), check.what,
-                   ranks.size() == 1 ? "Its words" : fmt::format("The words of rank {}", ranks[0]),
-                   static_cast<const char*>(words.all[ranks[0]].const_data_ptr()));
+  throw UsageError(
+      check.component, "{} refused {}. {}: {}", show_ranks(ranks), check.what,
+      ranks.size() == 1 ? "Its message" : fmt::format("The message of rank {}", ranks[0]),
+      static_cast<const char*>(words.all[ranks[0]].const_data_ptr()));
 }
 
 void refuse_together(World& world, const Check& check) {
-  refuse_with(check, tell_words(world, check.refusal));
+  refuse_with(check, gather_refusals(world, check.refusal));
 }
 
 std::optional<OtherLine> find_other_line(World& world, const Check& check,
@@ -104,10 +105,10 @@ std::optional<OtherLine> find_other_line(World& world, const Check& check,
   const auto all = world.all_gather(mine);
   bool same = true;
   for (const at::Tensor& each : all) {
-    const auto* told = each.const_data_ptr<std::int64_t>();
-    if (told[0] != 0) refuse_together(world, check);
+    const auto* texts = each.const_data_ptr<std::int64_t>();
+    if (texts[0] != 0) refuse_together(world, check);
     // Ranks that see two different ones take the same way, whichever is theirs.
-    same &= told[1] == all[0].const_data_ptr<std::int64_t>()[1];
+    same &= texts[1] == all[0].const_data_ptr<std::int64_t>()[1];
   }
   if (same) return std::nullopt;
   const auto texts = world.all_gather(text);
@@ -234,10 +235,11 @@ void ReducerImpl::check_same_model() {
   const auto show = [](const std::string& line) {
     return line.empty() ? "(no such parameter)" : line;
   };
-  throw UsageError("reducer",
-                   "the models differ between ranks: rank 0 has '{}', rank {} has '{}'. Build the "
-                   "same model with the same options on every rank, and change it on all alike.",
-                   show(other->first), other->rank, show(other->here));
+  throw UsageError(
+      "reducer",
+      "the models differ between ranks: rank 0 has '{}', rank {} has '{}'. Build the "
+      "same model with the same options on every rank, and change it on all identically.",
+      show(other->first), other->rank, show(other->here));
 }
 
 // A line for everything that decides which collectives follow, and what lies where in them.

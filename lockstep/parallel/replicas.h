@@ -26,7 +26,7 @@ struct Prints {
   void add(std::string name, const at::Tensor& tensor);
 };
 
-// What every rank checks before all go on, and who asks for it.
+// What every rank checks before all continue, and who asks for it.
 struct Check {
   std::string component;
   std::string what;                 // "this step": "rank 1 refused this step"
@@ -45,21 +45,21 @@ std::exception_ptr refusal_of(const Body& body) {
 }
 
 // What ranks refuse, on its way to the others.
-struct Words {
+struct RefusalTexts {
   at::Tensor all;  // a row per rank
   Work work;
 };
 // Waits for nobody. Collective, and what the others call is refuse_together().
-Words tell_words(World& world, const std::exception_ptr& refusal);
+RefusalTexts gather_refusals(World& world, const std::exception_ptr& refusal);
 // Throws its own refusal on a rank that has one, and UsageError with the words of those that do on
 // the others.
-[[noreturn]] void refuse_with(const Check& check, Words words);
+[[noreturn]] void refuse_with(const Check& check, RefusalTexts words);
 // Both; where some rank is known to refuse. Collective.
 [[noreturn]] void refuse_together(World& world, const Check& check);
 
-// What must be alike, line by line: the first line that a rank has otherwise than rank 0; nothing
-// when all are equal. Where a rank refuses, all do. Collective: one small exchange while all is
-// well.
+// What must be identical, line by line: the first line that a rank has otherwise than rank 0;
+// nothing when all are equal. Where a rank refuses, all do. Collective: one small exchange while
+// all is well.
 struct OtherLine {
   int rank = 0;
   std::string here, first;  // on that rank and on rank 0; empty where there is no such line

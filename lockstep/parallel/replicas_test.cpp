@@ -214,7 +214,7 @@ TEST(Replicas, WhatOneRankCannotWrapNoneWraps) {
     };
     const auto refused = [&](const std::string& words) {
       return HasSubstr(odd ? "[reducer] " + words
-                           : "[reducer] rank 1 refused to wrap the model. Its words: [reducer] " +
+                           : "[reducer] rank 1 refused to wrap the model. Its message: [reducer] " +
                                  words);
     };
     EXPECT_THAT(wrap([](DdpOptions& o) { o.bucket_cap_mb = -1; }),
@@ -403,7 +403,7 @@ TEST(Join, UnevenInputsEndWithEqualReplicas) {
         EXPECT_TRUE(at::allclose(last, torch::full({4}, initial ? 2.0 / 3 : 2.0)));
       }
       net->zero_grad();
-      model(input_of(world)).sum().backward();  // and the model goes on as before
+      model(input_of(world)).sum().backward();  // and the model continues as before
       EXPECT_TRUE(same_on_all(world, net->a->weight.grad()));
     });
   }

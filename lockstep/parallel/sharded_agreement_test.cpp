@@ -1,5 +1,5 @@
 // What ranks with a ShardedOptimizer must agree on: how it is made, the state they load, the
-// parameters they accept and who may write those; how a refusal is told; and the program of
+// parameters they accept and who may write those; how a refusal is texts; and the program of
 // docs/ddp.md.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -52,7 +52,7 @@ void train(lockstep::World& world, torch::nn::Sequential net, const TensorDict& 
     optimizer.zero_grad();
     if (world.is_leader())
       std::printf("step %d: norm %.3f%s\n", step, outcome.grad_norm,
-                  outcome.skipped ? ", left out" : "");
+                  outcome.skipped ? ", skipped" : "");
   }
 
   const TensorDict state = optimizer.state_dict();  // on every rank: it gathers the shares
@@ -146,7 +146,7 @@ TEST(ShardedAgreement, AnotherStateOnSomeRanksIsRefusedByAll) {
                 AllOf(HasSubstr("[ShardedOptimizer] the state has no 'a.weight.exp_avg'"),
                       HasSubstr(world.rank() == 1 ? "the state"
                                                   : "rank 1 refused load_state_dict()"
-                                                    ". Its words: [Sharded")));
+                                                    ". Its message: [Sharded")));
     other = state;
     other["b.weight.step"] = at::zeros({3});
     EXPECT_THAT(load(other), HasSubstr("'b.weight.step' is not one number in the state"));
@@ -164,23 +164,25 @@ TEST(ShardedAgreement, OtherParametersOnSomeRanksAreNotAccepted) {
   on_both(3, [](World& world) {
     Trained trained(world);
     const auto accept = [&] {
-      return message_of<UsageError>([&] { trained.optimizer.accept_changes(); });
+      return message_of<UsageError>([&] { trained.optimizer.sync_from_model(); });
     };
     at::Tensor& bias = trained.net->a->bias;
     const at::Tensor before = bias.detach().clone();
     world.barrier();
     bias.set_data(before + (world.rank() == 2 ? 1 : 0));
-    EXPECT_THAT(accept(), HasSubstr("accept_changes(): parameter 'a.bias' on rank 2 is not what it "
-                                    "is on rank 0"));
+    EXPECT_THAT(accept(),
+                HasSubstr("sync_from_model(): parameter 'a.bias' on rank 2 is not what it "
+                          "is on rank 0"));
     bias.set_data(before + 1);
     EXPECT_EQ(accept(), kNothing);
     EXPECT_TENSOR_EQ(bias.detach(), before + 1);
     trained.step(world);
     // A change of kind is told by who made it.
     if (world.rank() == 1) bias.set_requires_grad(false);
-    EXPECT_THAT(accept(), HasSubstr(world.rank() == 1
-                                        ? "parameter 'a.bias' was frozen"
-                                        : "rank 1 refused accept_changes(). Its words: [Sharded"));
+    EXPECT_THAT(
+        accept(),
+        HasSubstr(world.rank() == 1 ? "parameter 'a.bias' was frozen"
+                                    : "rank 1 refused sync_from_model(). Its message: [Sharded"));
   });
 }
 
@@ -195,8 +197,8 @@ TEST(ShardedAgreement, LoadedWeightsAreTrained) {
     trained.step(world);
     torch::load(trained.net, file);
     EXPECT_THAT(message_of<UsageError>([&] { trained.step(world); }),
-                HasSubstr("after torch::load on every rank call accept_changes()"));
-    trained.optimizer.accept_changes();
+                HasSubstr("after torch::load on every rank call sync_from_model()"));
+    trained.optimizer.sync_from_model();
     EXPECT_TENSOR_EQ(trained.net->a->weight.detach(), saved);
     world.barrier();
     trained.step(world);
@@ -207,7 +209,7 @@ TEST(ShardedAgreement, LoadedWeightsAreTrained) {
 
 // ---------------------------------------------------------------- making it
 
-// Rank 1 is the odd one. All go on in the same world afterwards.
+// Rank 1 is the odd one. All continue in the same world afterwards.
 class Making {
  public:
   explicit Making(World& world) : world_(world), net(make_net()), model(net, world) {}
@@ -219,12 +221,12 @@ class Making {
   std::string make(const OptimizerRule& rule, ShardedOptions options = {}) {
     return make({{net->parameters(), rule}}, options);
   }
-  // The words of rank 1, and from the others who it was.
+  // The message of rank 1, and from the others who it was.
   auto refused(const std::string& words) const {
     return AllOf(HasSubstr(words),
                  HasSubstr(odd() ? "["
                                  : "[ShardedOptimizer] rank 1 refused to make the optimizer. "
-                                   "Its words: ["));
+                                   "Its message: ["));
   }
 
  private:
@@ -317,11 +319,11 @@ TEST(ShardedAgreement, AnotherWriterIsFoundWithoutAStep) {
     world.barrier();
     EXPECT_THAT(verify(),
                 AllOf(HasSubstr("parameter 'spare.bias' was written between steps"),
-                      HasSubstr("call accept_changes()"),
+                      HasSubstr("call sync_from_model()"),
                       HasSubstr(world.rank() == 1 ? "another optimizer (torch::optim) must not"
                                                   : "[ddp] rank 1 refused verify_replicas(). Its "
-                                                    "words: [ShardedOptimizer] parameter")));
-    trained.optimizer.accept_changes();
+                                                    "message: [ShardedOptimizer] parameter")));
+    trained.optimizer.sync_from_model();
     EXPECT_EQ(verify(), kNothing);
     world.barrier();
     // A loop that steps with the other one, and never here.
@@ -335,8 +337,8 @@ TEST(ShardedAgreement, AnotherWriterIsFoundWithoutAStep) {
     EXPECT_EQ(turn(), kNothing);
     EXPECT_EQ(turn(), kNothing);  // one write is left to step()
     EXPECT_THAT(turn(), AllOf(HasSubstr("is written between backward passes, and step() is not"),
-                              HasSubstr("call accept_changes()")));
-    trained.optimizer.accept_changes();
+                              HasSubstr("call sync_from_model()")));
+    trained.optimizer.sync_from_model();
     trained.step(world);
   });
 }
@@ -361,13 +363,13 @@ TEST(ShardedAgreement, WhatABackwardRefusesTheStepsOfTheOthersSay) {
       EXPECT_THAT(message_of<UsageError>(window),
                   AllOf(HasSubstr(words),
                         HasSubstr(odd ? "[ShardedOptimizer] parameter"
-                                      : "[ShardedOptimizer] rank 1 refused this step. Its words: "
+                                      : "[ShardedOptimizer] rank 1 refused this step. Its message: "
                                         "[ShardedOptimizer] parameter")));
-      // A rank that goes on to its step() all the same is told what the others were.
+      // A rank that continues to its step() all the same is told what the others were.
       if (odd && steps) {
         EXPECT_THAT(message_of<UsageError>([&] { trained.optimizer.step(); }), HasSubstr(words));
       }
-      trained.optimizer.accept_changes();
+      trained.optimizer.sync_from_model();
       trained.step(world);
       trained.model.verify_replicas();
     });
@@ -388,7 +390,7 @@ TEST(ShardedAgreement, WritesWithinAWindowAreRefusedInItsStep) {
     EXPECT_THAT(message_of<UsageError>([&] { trained.optimizer.step(); }),
                 AllOf(HasSubstr("parameter 'spare.bias' was written between steps"),
                       HasSubstr(world.rank() == 1 ? "[Sharded" : "rank 1 refused this step")));
-    trained.optimizer.accept_changes();
+    trained.optimizer.sync_from_model();
     trained.step(world);
   });
 }
@@ -407,7 +409,7 @@ TEST(ShardedAgreement, DebugModeFindsWritesWithoutAVersion) {
     if (world.rank() == 1) other.step();
     world.barrier();
     EXPECT_THAT(verify(), HasSubstr("written between steps"));
-    trained.optimizer.accept_changes();
+    trained.optimizer.sync_from_model();
     EXPECT_EQ(verify(), kNothing);
   });
   ::unsetenv("LOCKSTEP_DEBUG");
@@ -415,7 +417,7 @@ TEST(ShardedAgreement, DebugModeFindsWritesWithoutAVersion) {
 
 // ---------------------------------------------------------------- real processes
 
-// Nobody waits for the deadline, and a program that catches the refusal goes on.
+// Nobody waits for the deadline, and a program that catches the refusal continues.
 TEST(ShardedAgreement, ProcessesRefuseTogetherAndAtOnce) {
   for (const char* backend : {"shm", "gloo"}) {
     const auto ranks = testing::run_processes(
@@ -436,7 +438,8 @@ TEST(ShardedAgreement, ProcessesRefuseTogetherAndAtOnce) {
           DistributedDataParallel model{net, world};
           refused("option lr cannot be -1",
                   [&] { ShardedOptimizer{model, AdamWOptions{.lr = odd ? -1.0 : 0.1}}; });
-          refused("steps = 0 is no window", [&] { Accumulation{model, {.steps = odd ? 0 : 2}}; });
+          refused("steps = 0 is not a window",
+                  [&] { Accumulation{model, {.steps = odd ? 0 : 2}}; });
           ShardedOptimizer optimizer{model, AdamWOptions{.lr = 0.1}};
           model(batch_of(world.rank(), 0), true).sum().backward();
           optimizer.step();
@@ -480,7 +483,7 @@ TEST(ShardedAgreement, ParametersThatShareMemoryAreRefusedByBothNames) {
        {"ignored"}},
   };
   for (const auto& place :
-       std::vector<sharded_for_test::Place>{{"shm", 2}, {"shm", 3}, {"gloo", 2}}) {
+       std::vector<sharded_for_test::WorldCase>{{"shm", 2}, {"shm", 3}, {"gloo", 2}}) {
     const auto body = [&](World& world) {
       for (const Tied& tied : cases) {
         SCOPED_TRACE(tied.name);
@@ -508,7 +511,7 @@ TEST(ShardedAgreement, ParametersThatShareMemoryAreRefusedByBothNames) {
       optimizer.step();
       // Nor may they be tied later: each has its place already.
       net->b->bias.set_data(net->a->bias.detach().narrow(0, 0, 70));
-      EXPECT_THAT(message_of<UsageError>([&] { optimizer.accept_changes(); }),
+      EXPECT_THAT(message_of<UsageError>([&] { optimizer.sync_from_model(); }),
                   HasSubstr("'a.bias' and 'b.bias' lie in the same memory"));
     };
     run_threads(place.size, body, place.backend);
@@ -526,7 +529,7 @@ TEST(ShardedAgreement, ARefusalIsToldInTheWordsOfWhoRefuses) {
         AllOf(HasSubstr(fmt::format("[AdamW] option lr cannot be -{}", std::max(world.rank(), 1))),
               HasSubstr(world.rank() > 0 ? "[AdamW]"
                                          : "[ShardedOptimizer] ranks 1, 2 refused this step. The "
-                                           "words of rank 1: [AdamW]")));
+                                           "message of rank 1: [AdamW]")));
   });
 }
 
@@ -538,19 +541,20 @@ TEST(ShardedAgreement, ADifferenceIsExplainedByWhatDiffers) {
     const auto odd = [&](double here, double elsewhere) {
       return world.rank() == 1 ? here : elsewhere;
     };
-    // A rank that left out a step is one behind in its schedule.
+    // A rank that skipped a step is one behind in its schedule.
     optimizer.set_lr(0, odd(0.25, 0.5));
     EXPECT_EQ(optimizer.lr(), odd(0.25, 0.5));
     EXPECT_THAT(step(), AllOf(HasSubstr("rank 1 has lr = 0.25, but rank 0 has 0.5"),
-                              HasSubstr("left out a step()"), HasSubstr("skip_non_finite")));
+                              HasSubstr("skipped a step()"), HasSubstr("skip_non_finite")));
     optimizer.set_lr(0.5);
     optimizer.options().loss_scale = odd(512, 1024);
     EXPECT_THAT(step(),
                 AllOf(HasSubstr("rank 1 has loss_scale = 512"),
                       HasSubstr("Change it by what step() returns"), Not(HasSubstr("schedule"))));
     optimizer.options() = {.max_grad_norm = odd(1, 2)};
-    EXPECT_THAT(step(), AllOf(HasSubstr("rank 1 has max_grad_norm = 1"),
-                              HasSubstr("Set it alike on every rank"), Not(HasSubstr("schedule"))));
+    EXPECT_THAT(step(),
+                AllOf(HasSubstr("rank 1 has max_grad_norm = 1"),
+                      HasSubstr("Set it identically on every rank"), Not(HasSubstr("schedule"))));
     optimizer.options() = {};
     EXPECT_EQ(step(), kNothing);
     EXPECT_THAT(message_of<UsageError>([&] { optimizer.set_lr(1, 0.5); }),

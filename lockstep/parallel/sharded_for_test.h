@@ -62,22 +62,23 @@ struct Case {
   at::ScalarType dtype = at::kFloat;
 };
 
-struct Place {
+struct WorldCase {
   std::string backend;
   int size;
 };
-class OverWorlds : public ::testing::TestWithParam<Place> {
+class OverWorlds : public ::testing::TestWithParam<WorldCase> {
  protected:
   void run(const std::function<void(World&)>& body) {
     run_threads(GetParam().size, body, GetParam().backend);
   }
 };
-inline std::string show(const ::testing::TestParamInfo<Place>& info) {
+inline std::string show(const ::testing::TestParamInfo<WorldCase>& info) {
   return info.param.backend + std::to_string(info.param.size);
 }
 inline auto all_worlds() {
-  return ::testing::Values(Place{"shm", 1}, Place{"shm", 2}, Place{"shm", 3}, Place{"shm", 4},
-                           Place{"shm", 7}, Place{"gloo", 2}, Place{"gloo", 3}, Place{"gloo", 4});
+  return ::testing::Values(WorldCase{"shm", 1}, WorldCase{"shm", 2}, WorldCase{"shm", 3},
+                           WorldCase{"shm", 4}, WorldCase{"shm", 7}, WorldCase{"gloo", 2},
+                           WorldCase{"gloo", 3}, WorldCase{"gloo", 4});
 }
 
 }  // namespace lockstep::sharded_for_test

@@ -32,7 +32,7 @@ class ShardedImpl {
   void idle_step();  // of a rank that has run out of inputs, in a join
   void zero_grad();
   void reduce_now();
-  void accept_changes();
+  void sync_from_model();
   std::map<std::string, at::Tensor> state_dict();
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
   std::int64_t state_bytes() const;
@@ -84,7 +84,7 @@ class ShardedImpl {
   struct Announced {
     std::exception_ptr refusal;
     Work work;
-    Words words;
+    RefusalTexts refusals;
   };
   struct Norm {
     double value = 0;
@@ -97,8 +97,8 @@ class ShardedImpl {
   void agree_on_making(const std::exception_ptr& refusal);
   void collect_members(const std::vector<ShardedGroup>& groups);
   void make_domains();
-  void house_parameters();
-  void meet();
+  void bind_parameters();
+  void synchronize_ranks();
   void check_gradients() const;
   StepOutcome take_step(const DeferredStep& how);
   template <typename Body>
@@ -106,7 +106,7 @@ class ShardedImpl {
   std::vector<double> settings();
   void share_settings(int root);
   void agree_on_gradients();
-  at::Tensor nothing_told() const;
+  at::Tensor no_refusal() const;
   void announce(const std::exception_ptr& refusal);
   std::exception_ptr find_refusal() const;
   [[noreturn]] void refuse_different_settings();
@@ -121,7 +121,7 @@ class ShardedImpl {
   void check_written() const;
   void check_prints() const;
   void on_backward();
-  void take_parameters_home();
+  void return_parameters();
   std::vector<std::string> state_names_of(const Member& member) const;
   void check_state(const std::map<std::string, at::Tensor>& state) const;
 

@@ -30,9 +30,9 @@ std::vector<std::vector<Piece>> cut_into_shares(const std::vector<std::int64_t>&
   return owned;
 }
 
-Homes spread_over_parts(const std::vector<std::int64_t>& sizes, int parts) {
-  Homes homes;
-  homes.places.resize(sizes.size());
+PartOffsets spread_over_parts(const std::vector<std::int64_t>& sizes, int parts) {
+  PartOffsets offsets;
+  offsets.places.resize(sizes.size());
   std::vector<std::int64_t> filled(static_cast<std::size_t>(parts), 0);
   std::vector<std::size_t> order(sizes.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -41,11 +41,11 @@ Homes spread_over_parts(const std::vector<std::int64_t>& sizes, int parts) {
                    [&](std::size_t a, std::size_t b) { return sizes[a] > sizes[b]; });
   for (const std::size_t i : order) {
     const auto emptiest = std::min_element(filled.begin(), filled.end());
-    homes.places[i] = {static_cast<int>(emptiest - filled.begin()), *emptiest};
+    offsets.places[i] = {static_cast<int>(emptiest - filled.begin()), *emptiest};
     *emptiest += sizes[i];
   }
-  for (const std::int64_t size : filled) homes.part_size = std::max(homes.part_size, size);
-  return homes;
+  for (const std::int64_t size : filled) offsets.part_size = std::max(offsets.part_size, size);
+  return offsets;
 }
 
 }  // namespace lockstep::parallel

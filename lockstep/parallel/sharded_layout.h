@@ -26,15 +26,15 @@ inline constexpr std::int64_t kBlock = 4096;
 std::vector<std::vector<Piece>> cut_into_shares(const std::vector<std::int64_t>& sizes, int shares);
 
 // Where each of `sizes` lies: in which rank's part, and at which offset of it.
-struct Home {
+struct PartOffset {
   int part = 0;
   std::int64_t offset = 0;
-  bool operator==(const Home&) const = default;
+  bool operator==(const PartOffset&) const = default;
 };
-struct Homes {
-  std::vector<Home> places;
+struct PartOffsets {
+  std::vector<PartOffset> places;
   std::int64_t part_size = 0;  // of the fullest part; all are made that large
 };
-Homes spread_over_parts(const std::vector<std::int64_t>& sizes, int parts);
+PartOffsets spread_over_parts(const std::vector<std::int64_t>& sizes, int parts);
 
 }  // namespace lockstep::parallel

@@ -43,12 +43,12 @@ TEST(ShardedLayout, SharesAreEven) {
 
 TEST(ShardedLayout, HomesDoNotOverlap) {
   const std::vector<std::int64_t> sizes{100, 30, 30, 30, 5, 0};
-  const auto homes = spread_over_parts(sizes, 2);
-  EXPECT_EQ(homes.part_size, 100);
+  const auto offsets = spread_over_parts(sizes, 2);
+  EXPECT_EQ(offsets.part_size, 100);
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    EXPECT_LE(homes.places[i].offset + sizes[i], homes.part_size);
+    EXPECT_LE(offsets.places[i].offset + sizes[i], offsets.part_size);
     for (std::size_t j = 0; j < i; ++j) {
-      const auto &a = homes.places[i], &b = homes.places[j];
+      const auto &a = offsets.places[i], &b = offsets.places[j];
       const bool apart =
           a.part != b.part || a.offset >= b.offset + sizes[j] || b.offset >= a.offset + sizes[i];
       EXPECT_TRUE(apart) << i << " and " << j;

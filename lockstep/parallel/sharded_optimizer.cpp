@@ -51,14 +51,14 @@ void each_number(OptimizerRule& rule, const Body& body) {
 // Why a setting most likely differs over ranks, and what to do.
 const char* advice_on(const std::string& setting) {
   if (setting.starts_with("lr"))
-    return "Perhaps one of the two left out a step() that the other took (a batch it skipped on "
+    return "Perhaps one of the two skipped a step() that the other took (a batch it skipped on "
            "its "
            "own), or its schedule counts its own batches. Call step() equally often on every rank "
            "(skip_non_finite leaves one out on all), and let schedules count steps.";
   if (setting == "loss_scale")
     return "Perhaps one rank changed its scale because of an inf or nan that it alone has seen. "
            "Change it by what step() returns, which is the same on every rank.";
-  return "Set it alike on every rank.";
+  return "Set it identically on every rank.";
 }
 
 constexpr std::size_t kHash = sizeof(std::uint64_t);
@@ -100,7 +100,7 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
       collect_members(groups);
     }));
     make_domains();
-    house_parameters();
+    bind_parameters();
     find_pieces();
     remember_parameters();
     take_prints();
@@ -111,7 +111,7 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
   }
 }
 
-// The others would wait for a rank that could not go on. Nor would they ever see that each steps
+// The others would wait for a rank that could not continue. Nor would they ever see that each steps
 // its share by a rule of its own.
 void ShardedImpl::agree_on_making(const std::exception_ptr& refusal) {
   std::string text = fmt::format("groups: {}\n", rules.size());
@@ -134,13 +134,13 @@ void ShardedImpl::agree_on_making(const std::exception_ptr& refusal) {
   throw UsageError(kComponent,
                    "rank {} has '{}', but rank 0 has '{}'. Each rank steps its share of the "
                    "elements by its own settings and groups, so they must be equal. Make the "
-                   "optimizer alike on every rank.",
+                   "optimizer identically on every rank.",
                    other->rank, other->here, other->first);
 }
 
 ShardedImpl::~ShardedImpl() {
   try {
-    reducer_->resume();  // before anything that can fail: it would go on asking this one
+    reducer_->resume();  // before anything that can fail: it would continue asking this one
     optim::unmark_deferred(tensors());
     const torch::NoGradGuard no_grad;
     for (auto& member : members_)
@@ -163,7 +163,7 @@ void ShardedImpl::check_options() const {
     throw UsageError(kComponent, "max_grad_norm = {} must be positive, or 0 for no clipping.",
                      options.max_grad_norm);
   if (!(options.loss_scale > 0))
-    throw UsageError(kComponent, "loss_scale = {} must be positive. 1 is no scaling.",
+    throw UsageError(kComponent, "loss_scale = {} must be positive. 1 is not a scaling.",
                      options.loss_scale);
 }
 
@@ -189,12 +189,12 @@ void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
     }
     return found;
   };
-  std::vector<std::string> left_out;
+  std::vector<std::string> skipped;
   for (std::size_t b = 0; b < deferred_.buckets.size(); ++b) {
     for (const auto& slot : deferred_.buckets[b].slots) {
       const auto group = group_of(slot.parameter);
       if (!group) {
-        left_out.push_back(slot.name);
+        skipped.push_back(slot.name);
         continue;
       }
       members_.push_back({.name = slot.name,
@@ -225,13 +225,13 @@ void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
   }
   // Backward averages none of the model's gradients from now on: who stepped these otherwise would
   // do so with this rank's own.
-  if (!left_out.empty())
+  if (!skipped.empty())
     throw UsageError(kComponent,
                      "{} of the model's trainable parameters {} in no group ('{}'{}), so nobody "
                      "would average {} gradient. Put all into groups (lr = 0 leaves one as it is), "
                      "or freeze the others or list them in ignored_parameters before wrapping.",
-                     left_out.size(), left_out.size() == 1 ? "is" : "are", left_out[0],
-                     left_out.size() == 1 ? "" : ", ...", left_out.size() == 1 ? "its" : "their");
+                     skipped.size(), skipped.size() == 1 ? "is" : "are", skipped[0],
+                     skipped.size() == 1 ? "" : ", ...", skipped.size() == 1 ? "its" : "their");
 }
 
 // Tensors of one dtype and device travel and are stepped together.
@@ -272,7 +272,7 @@ void ShardedImpl::make_domains() {
 
 // Parameters move into flat memory laid out as their gradients: shared by all ranks where there is
 // such memory, this rank's own elsewhere.
-void ShardedImpl::house_parameters() {
+void ShardedImpl::bind_parameters() {
   const torch::NoGradGuard no_grad;
   shared_ = is_shared(deferred_.buckets);
   std::vector<at::Tensor> flats;
@@ -280,13 +280,13 @@ void ShardedImpl::house_parameters() {
     std::vector<std::int64_t> bytes;
     for (const auto& bucket : deferred_.buckets)
       bytes.push_back((static_cast<std::int64_t>(bucket.mine.nbytes()) + 63) / 64 * 64);
-    const Homes homes = spread_over_parts(bytes, world_.size());
-    const auto parts = world_.symmetric({homes.part_size}, at::kByte);
+    const PartOffsets offsets = spread_over_parts(bytes, world_.size());
+    const auto parts = world_.symmetric({offsets.part_size}, at::kByte);
     for (std::size_t b = 0; b < deferred_.buckets.size(); ++b) {
       const auto& bucket = deferred_.buckets[b];
-      const Home& home = homes.places[b];
-      flats.push_back(parts[static_cast<std::size_t>(home.part)]
-                          .narrow(0, home.offset, static_cast<std::int64_t>(bucket.mine.nbytes()))
+      const PartOffset& offset = offsets.places[b];
+      flats.push_back(parts[static_cast<std::size_t>(offset.part)]
+                          .narrow(0, offset.offset, static_cast<std::int64_t>(bucket.mine.nbytes()))
                           .view(bucket.mine.scalar_type()));
     }
   } else {
@@ -300,12 +300,12 @@ void ShardedImpl::house_parameters() {
     // Every rank has the same values; on shared memory one of them writes.
     if (!shared_ || world_.is_leader()) places.back().copy_(member.tensor);
   }
-  meet();
+  synchronize_ranks();
   for (std::size_t i = 0; i < members_.size(); ++i) members_[i].tensor.set_data(places[i]);
 }
 
 // A tiny exchange that every rank passes only when all have come.
-void ShardedImpl::meet() {
+void ShardedImpl::synchronize_ranks() {
   if (world_.size() == 1) return;
   at::Tensor token = at::zeros({1}, at::kByte);
   world_.all_reduce(token, ReduceOp::kMax).wait();
@@ -349,10 +349,10 @@ std::vector<double> ShardedImpl::settings() {
 
 // A rank that has run out sets no learning rate any more, but its elements need the others'.
 void ShardedImpl::share_settings(int root) {
-  at::Tensor told = at::tensor(settings(), at::kDouble);
-  world_.broadcast(told, root).wait();
+  at::Tensor texts = at::tensor(settings(), at::kDouble);
+  world_.broadcast(texts, root).wait();
   if (!idle_) return;
-  const double* next = told.const_data_ptr<double>();
+  const double* next = texts.const_data_ptr<double>();
   each_setting([&](const char*, int, double& number) { number = *next++; });
 }
 
@@ -384,9 +384,9 @@ StepOutcome ShardedImpl::take_step(const DeferredStep& how) {
   }
   take_prints();
   // Nobody reads shared parameters, or clears shared gradients, before all owners are done. The
-  // exchange of the norm has said that the gradients are, and a step that is left out writes
+  // exchange of the norm has said that the gradients are, and a step that is skipped writes
   // nothing.
-  if (shared_ && !outcome.skipped) meet();
+  if (shared_ && !outcome.skipped) synchronize_ranks();
   for (auto& domain : domains_) domain.received.clear();
   reduced_ = false;
   for (auto& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();
@@ -414,15 +414,15 @@ void ShardedImpl::check_gradients() const {
 void ShardedImpl::agree_on_gradients() {
   Check check{.component = kComponent, .what = "this step"};
   if (announced_) {
-    Announced told = std::move(*announced_);
+    Announced texts = std::move(*announced_);
     announced_.reset();
-    check.refusal = told.refusal;
-    told.work.wait();
-    refuse_with(check, std::move(told.words));
+    check.refusal = texts.refusal;
+    texts.work.wait();
+    refuse_with(check, std::move(texts.refusals));
   }
   check.refusal = find_refusal();
-  at::Tensor told = nothing_told();
-  auto* const refused = told.mutable_data_ptr<std::uint8_t>();
+  at::Tensor texts = no_refusal();
+  auto* const refused = texts.mutable_data_ptr<std::uint8_t>();
   auto* const hashes = refused + 1;
   auto* const has_gradient = hashes + 2 * kHash;
   const auto hash = static_cast<std::uint64_t>(hash_of(settings()));
@@ -435,7 +435,7 @@ void ShardedImpl::agree_on_gradients() {
   } else {
     place_gradients(has_gradient);
   }
-  if (world_.size() > 1) world_.all_reduce(told, ReduceOp::kMax).wait();
+  if (world_.size() > 1) world_.all_reduce(texts, ReduceOp::kMax).wait();
   if (*refused != 0) refuse_together(world_, check);
   // The greatest of the complements is the complement of the least.
   for (std::size_t i = 0; i < kHash; ++i)
@@ -444,7 +444,7 @@ void ShardedImpl::agree_on_gradients() {
 }
 
 // Refused; the bytes of the settings' hash; their complements; what has a gradient.
-at::Tensor ShardedImpl::nothing_told() const {
+at::Tensor ShardedImpl::no_refusal() const {
   return at::zeros({static_cast<std::int64_t>(1 + 2 * kHash + members_.size())}, at::kByte);
 }
 
@@ -453,11 +453,11 @@ at::Tensor ShardedImpl::nothing_told() const {
 // LOCKSTEP_DEBUG every exchange waits.
 void ShardedImpl::announce(const std::exception_ptr& refusal) {
   if (world_.size() == 1 || announced_ || debug_ || reducer_->joining()) return;
-  const at::Tensor told = nothing_told();
-  *told.mutable_data_ptr<std::uint8_t>() = 1;
+  const at::Tensor texts = no_refusal();
+  *texts.mutable_data_ptr<std::uint8_t>() = 1;
   try {
-    Work work = world_.all_reduce(told, ReduceOp::kMax);
-    announced_ = {.refusal = refusal, .work = work, .words = tell_words(world_, refusal)};
+    Work work = world_.all_reduce(texts, ReduceOp::kMax);
+    announced_ = {.refusal = refusal, .work = work, .refusals = gather_refusals(world_, refusal)};
   } catch (const CommError&) {
     // They are gone, and say so themselves; the refusal stands.
   }
@@ -587,8 +587,8 @@ std::map<std::string, at::Tensor> ShardedOptimizer::state_dict() {
 void ShardedOptimizer::load_state_dict(const std::map<std::string, at::Tensor>& state) {
   impl_->load_state_dict(state);
 }
-void ShardedOptimizer::accept_changes() {
-  impl_->accept_changes();
+void ShardedOptimizer::sync_from_model() {
+  impl_->sync_from_model();
 }
 std::int64_t ShardedOptimizer::state_bytes() const {
   return impl_->state_bytes();

@@ -6,7 +6,7 @@
 //   optimizer.step();         // sum, update, publish: every rank has the new parameters
 //   optimizer.zero_grad();
 //
-// The one hard idea: each rank owns a share of the elements. It sums their gradients over ranks in
+// Each rank owns a share of the elements. It sums their gradients over ranks in
 // rank order and updates them right there, so the optimizer's state exists once (ZeRO stage 1) and
 // its arithmetic is divided by the number of ranks. On one host (backend shm) the parameters of all
 // ranks are the same memory: what the owner writes, everybody has. Elsewhere gradients travel to
@@ -21,8 +21,8 @@
 // shares the model's reducer; on shm the parameters stay shared for as long as they live, and
 // nobody else may write them between steps: UsageError at the next one, in verify_replicas(), and
 // in the backward of a loop that writes them and never steps. After loading weights into the model
-// on every rank, call accept_changes(). Inside model.join() step() may be called on some ranks more
-// often than on others; what else communicates belongs outside.
+// on every rank, call sync_from_model(). Inside model.join() step() may be called on some ranks
+// more often than on others; what else communicates belongs outside.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -107,7 +107,7 @@ class ShardedOptimizer {
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
   // The model's parameters were written, or loaded, on purpose: the same values on every rank, or
   // UsageError on all as above. Collective.
-  void accept_changes();
+  void sync_from_model();
 
   // Bytes of optimizer state on this rank.
   std::int64_t state_bytes() const;

@@ -70,7 +70,7 @@ void ShardedImpl::check_prints() const {
       throw UsageError(kComponent,
                        "elements {} to {} of parameter '{}' were written between steps, on this "
                        "rank or another one. Change parameters in step() only; after loading "
-                       "weights on every rank call accept_changes().",
+                       "weights on every rank call sync_from_model().",
                        owned.piece.begin, owned.piece.begin + owned.piece.count - 1,
                        members_[owned.piece.parameter].name);
     }
@@ -91,7 +91,7 @@ void ShardedImpl::check_written() const {
         kComponent,
         "parameter '{}' was written between steps, by something else than step(). All "
         "ranks share its memory, so another optimizer (torch::optim) must not step it. "
-        "After loading weights on every rank call accept_changes().",
+        "After loading weights on every rank call sync_from_model().",
         member->name);
 }
 
@@ -101,7 +101,7 @@ void ShardedImpl::check_parameters() const {
       throw UsageError(kComponent,
                        "parameter '{}' was moved or replaced after the optimizer was made. Move "
                        "the model first, then wrap it and make the optimizer; after torch::load on "
-                       "every rank call accept_changes().",
+                       "every rank call sync_from_model().",
                        member.name);
   }
   check_written();
@@ -123,36 +123,36 @@ void ShardedImpl::on_backward() {
       "parameter '{}' is written between backward passes, and step() is not called. Perhaps a "
       "torch::optim optimizer steps the model: all ranks share its memory, and gradients are "
       "averaged in this optimizer's step() alone. Call that; after loading weights on every rank "
-      "call accept_changes().",
+      "call sync_from_model().",
       written->name));
   announce(refusal);
   std::rethrow_exception(refusal);
 }
 
-void ShardedImpl::accept_changes() {
+void ShardedImpl::sync_from_model() {
   const torch::NoGradGuard no_grad;
-  meet();  // what is shared has been written by now
+  synchronize_ranks();  // what is shared has been written by now
   const Check check{
-      .component = kComponent, .what = "accept_changes()", .refusal = refusal_of([this] {
-                                                             reducer_->check_unchanged();
-                                                             reducer_->check_own_memory();
-                                                           })};
+      .component = kComponent, .what = "sync_from_model()", .refusal = refusal_of([this] {
+                                                              reducer_->check_unchanged();
+                                                              reducer_->check_own_memory();
+                                                            })};
   Prints prints;
   for (const auto& member : members_) prints.add(member.name, member.tensor);
   if (const auto difference = find_difference(world_, check, prints))
     throw UsageError(kComponent,
-                     "accept_changes(): parameter '{}' on {} is not what it is on rank 0. Perhaps "
+                     "sync_from_model(): parameter '{}' on {} is not what it is on rank 0. Perhaps "
                      "weights were loaded on some ranks only, or from different files. Load the "
                      "same ones on every rank.",
                      difference->name, show_ranks(difference->ranks));
-  take_parameters_home();
+  return_parameters();
   remember_parameters();
   take_prints();
 }
 
 // torch::load gives a parameter other memory. Its values, equal on all ranks, go to where step()
 // and the other ranks look for them.
-void ShardedImpl::take_parameters_home() {
+void ShardedImpl::return_parameters() {
   const auto away = [](const Member& member) {
     return member.tensor.const_data_ptr() != member.flat.const_data_ptr();
   };
@@ -161,7 +161,7 @@ void ShardedImpl::take_parameters_home() {
   if (!world_.any(any)) return;
   for (const auto& member : members_)
     if (away(member) && (!shared_ || world_.is_leader())) place_of(member).copy_(member.tensor);
-  meet();
+  synchronize_ranks();
   for (auto& member : members_)
     if (away(member)) member.tensor.set_data(place_of(member));
 }

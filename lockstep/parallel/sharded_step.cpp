@@ -194,9 +194,9 @@ std::vector<at::Tensor> ShardedImpl::sources_of(const Domain& domain, const Owne
 // it is written) and takes memory of its own; summing again is as many as there are sources, and
 // pays up to two. Unscaling and clipping are two roundings, of which the kernels do one.
 bool ShardedImpl::sums_twice(const Domain& domain) const {
-  constexpr int kMostSources = 2;
+  constexpr int kMaxSources = 2;
   return has_kernel(domain.dtype, domain.device) && options.loss_scale == 1 &&
-         (reduced_ || world_.size() <= kMostSources);
+         (reduced_ || world_.size() <= kMaxSources);
 }
 
 // The first of two passes: the owned gradients, reduced, and the norm over all parameters. .grad

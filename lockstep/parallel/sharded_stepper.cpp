@@ -45,7 +45,7 @@ class ShardedStepper final : public optim::Stepper {
   void load_state_dict(const optim::TensorDict& state) override {
     optimizer_->load_state_dict(state);
   }
-  void accept_changes() override { optimizer_->accept_changes(); }
+  void sync_from_model() override { optimizer_->sync_from_model(); }
 
  private:
   std::unique_ptr<ShardedOptimizer> optimizer_;

@@ -14,7 +14,7 @@
 
 namespace lockstep {
 
-// Takes the optimizer over. Call the stepper on all ranks alike; one thread at a time.
+// Takes the optimizer over. Call the stepper on all ranks identically; one thread at a time.
 std::unique_ptr<optim::Stepper> sharded(std::unique_ptr<ShardedOptimizer> optimizer);
 
 }  // namespace lockstep

@@ -248,7 +248,7 @@ TEST(ShardedStep, WithManyRanks) {
 }
 
 // Three kinds of rules, rates that change with every step, windows of two backwards, clipping, and
-// a step that is left out because one rank has a bad gradient.
+// a step that is skipped because one rank has a bad gradient.
 TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
   run([](World& world) {
     Net net = make_net(), plain = make_net();
@@ -461,7 +461,7 @@ TEST(ShardedRefuses, WritesAndMovesBetweenSteps) {
       net->a->bias.zero_();
     }
     EXPECT_THAT(step(), HasSubstr("'a.bias' was written between steps"));
-    optimizer.accept_changes();
+    optimizer.sync_from_model();
     EXPECT_EQ(step(), "(nothing thrown)");
     net->b->bias.set_data(net->b->bias.detach().clone());
     EXPECT_THAT(step(), HasSubstr("'b.bias' was moved or replaced"));
@@ -487,7 +487,7 @@ TEST(ShardedRefuses, OnAllRanksWhatOneCannotDo) {
     if (world.rank() != 1) {
       EXPECT_THAT(text, HasSubstr("rank 1 refused this step"));
     }
-    optimizer.accept_changes();
+    optimizer.sync_from_model();
     EXPECT_EQ(step(), "(nothing thrown)");
     optimizer.set_lr(-1);
     EXPECT_THAT(step(), HasSubstr("lr"));

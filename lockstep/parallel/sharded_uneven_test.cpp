@@ -194,7 +194,7 @@ TEST(ShardedDebug, AWriteThroughAPointerIsFoundByTheOwner) {
     EXPECT_THAT(text, HasSubstr("of parameter 'a.weight' were written between steps"));
     const bool mine = text.find("refused this step") == text.npos;
     EXPECT_EQ(world.sum(mine ? 1 : 0), 1) << text;
-    optimizer.accept_changes();
+    optimizer.sync_from_model();
     EXPECT_EQ(step(), "(nothing thrown)");
   });
 }

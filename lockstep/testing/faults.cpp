@@ -73,7 +73,8 @@ class DelayBackend : public Backend {
   }
 
   void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
-    auto real = std::make_shared<detail::WorkState>(state->info(), state->deadline(), fate_);
+    auto real =
+        std::make_shared<detail::WorkState>(state->info(), state->deadline(), failure_state_);
     inner_->all_reduce(real, std::move(tensor), op);
     real->on_completion([alarm = alarm_, delay = delay_, state, weak = std::weak_ptr(real)] {
       const auto self = weak.lock();
@@ -116,9 +117,9 @@ class DelayBackend : public Backend {
   void abort(int culprit) noexcept override { inner_->abort(culprit); }
 
  private:
-  // The inner operations report here; the world's own fate hears of failures through the outer
-  // ones.
-  std::shared_ptr<detail::Fate> fate_ = std::make_shared<detail::Fate>(-1);
+  // The inner operations report here; the world's own failure state hears of failures through the
+  // outer ones.
+  std::shared_ptr<detail::FailureState> failure_state_ = std::make_shared<detail::FailureState>(-1);
   const std::unique_ptr<Backend> inner_;
   const std::chrono::milliseconds delay_;
   const std::shared_ptr<Alarm> alarm_ = std::make_shared<Alarm>();

@@ -118,7 +118,7 @@ int failed_parts() {
   } catch (const std::exception& e) {
     std::cerr << e.what() << std::endl;
     code = 1;
-  } catch (...) {  // a fork must not go on as a second test program
+  } catch (...) {  // a fork must not continue as a second test program
     std::cerr << "an exception of unknown type" << std::endl;
     code = 1;
   }

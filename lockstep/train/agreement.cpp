@@ -9,15 +9,15 @@
 namespace lockstep::train {
 namespace {
 
-constexpr std::size_t kWishes = 7;
-using Numbers = std::array<std::int32_t, kWishes>;
+constexpr std::size_t kStepFlags = 7;
+using Numbers = std::array<std::int32_t, kStepFlags>;
 
-Numbers numbers_of(const Wishes& wishes) {
-  return {wishes.stop_signal,   wishes.stop,  wishes.save,  wishes.evaluate,
-          wishes.out_of_memory, wishes.alert, wishes.saving};
+Numbers numbers_of(const StepFlags& flags) {
+  return {flags.stop_signal,   flags.stop,  flags.save,  flags.evaluate,
+          flags.out_of_memory, flags.alert, flags.saving};
 }
 
-Wishes wishes_of(const at::Tensor& numbers) {
+StepFlags flags_of(const at::Tensor& numbers) {
   const auto* n = numbers.const_data_ptr<std::int32_t>();
   return {.stop_signal = n[0],
           .stop = n[1] != 0,
@@ -28,9 +28,9 @@ Wishes wishes_of(const at::Tensor& numbers) {
           .saving = n[6] != 0};
 }
 
-at::Tensor tensor_of(const Wishes& wishes) {
-  Numbers numbers = numbers_of(wishes);
-  return at::from_blob(numbers.data(), {static_cast<std::int64_t>(kWishes)}, at::kInt).clone();
+at::Tensor tensor_of(const StepFlags& flags) {
+  Numbers numbers = numbers_of(flags);
+  return at::from_blob(numbers.data(), {static_cast<std::int64_t>(kStepFlags)}, at::kInt).clone();
 }
 
 }  // namespace
@@ -44,28 +44,28 @@ struct Agreement::Pending {
 Agreement::Agreement(World world) : world_(std::move(world)) {}
 Agreement::~Agreement() = default;
 
-Wishes Agreement::exchange_now(const Wishes& mine) {
+StepFlags Agreement::exchange_now(const StepFlags& mine) {
   if (world_.size() == 1) return mine;
   at::Tensor numbers = tensor_of(mine).to(world_.device());
   world_.all_reduce(numbers, ReduceOp::kMax).wait();
-  return wishes_of(numbers.cpu());
+  return flags_of(numbers.cpu());
 }
 
-Wishes Agreement::exchange(const Wishes& mine) {
+StepFlags Agreement::exchange(const StepFlags& mine) {
   if (world_.size() == 1 || world_.device().is_cpu()) return exchange_now(mine);
   const c10::Device device = world_.device();
   at::Tensor numbers = tensor_of(mine).pin_memory().to(device, /*non_blocking=*/true);
   world_.all_reduce(numbers, ReduceOp::kMax).wait();
   auto next = std::make_unique<Pending>();
-  next->host = at::empty({static_cast<std::int64_t>(kWishes)},
+  next->host = at::empty({static_cast<std::int64_t>(kStepFlags)},
                          at::TensorOptions().dtype(at::kInt).pinned_memory(true));
   next->host.copy_(numbers, /*non_blocking=*/true);
   next->arrived = std::make_unique<c10::Event>(device.type());
   next->arrived->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  Wishes agreed;
+  StepFlags agreed;
   if (pending_) {
     pending_->arrived->synchronize();  // a step ago: it has long arrived
-    agreed = wishes_of(pending_->host);
+    agreed = flags_of(pending_->host);
   }
   pending_ = std::move(next);
   return agreed;

@@ -1,12 +1,12 @@
-// Agreement: what one rank wishes, all ranks do at the same step.
+// Agreement: what one rank flags, all ranks do at the same step.
 //
-// The one hard idea: a wish (stop, save, evaluate) is a number in a tiny reduction that every step
-// makes anyway before its update, so agreeing costs microseconds and no rank can act on a wish
+// A flag (stop, save, evaluate) is a number in a tiny reduction that every step
+// makes anyway before its update, so agreeing costs microseconds and no rank can act on a flag
 // that another has not heard. On a GPU reading the answer would hold the host up until the device
-// has come that far; there the answer of a step is read one step later, on every rank alike.
+// has come that far; there the answer of a step is read one step later, on every rank identically.
 //
 //   Agreement agreement(world);
-//   const Wishes all = agreement.exchange({.stop_signal = signals.requested()});
+//   const StepFlags all = agreement.exchange({.stop_signal = signals.requested()});
 //   if (all.stop_signal != 0) save_and_leave();
 //
 // One thread at a time. exchange() is a collective: every rank calls it, the same number of times.
@@ -20,7 +20,7 @@
 
 namespace lockstep::train {
 
-struct Wishes {
+struct StepFlags {
   int stop_signal = 0;  // the signal's number; the largest of all ranks wins
   bool stop = false;
   bool save = false;
@@ -37,10 +37,10 @@ class Agreement {
   Agreement(const Agreement&) = delete;
   Agreement& operator=(const Agreement&) = delete;
 
-  // Everybody's wishes: of this call on a CPU, of the call before on a GPU.
-  Wishes exchange(const Wishes& mine);
+  // Everybody's flags: of this call on a CPU, of the call before on a GPU.
+  StepFlags exchange(const StepFlags& mine);
   // The answer to this very call, also on a GPU: waits for the device.
-  Wishes exchange_now(const Wishes& mine);
+  StepFlags exchange_now(const StepFlags& mine);
 
  private:
   struct Pending;

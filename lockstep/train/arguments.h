@@ -1,6 +1,6 @@
 // TrainingArguments: how a run trains, with Hugging Face's names and defaults.
 //
-// The one hard idea: this struct is plain and says nothing about files. One table (config_keys.h)
+// This struct is plain and says nothing about files. One table (config_keys.h)
 // names each member; reading files, flags and variables, checking, help, the JSON record and the
 // page docs/configuration.md all come from that table, so they cannot disagree. Where a value comes
 // from is decided in config.h.

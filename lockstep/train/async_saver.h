@@ -1,4 +1,4 @@
-// AsyncSaver: writes checkpoints beside the training that goes on.
+// AsyncSaver: writes checkpoints beside the training that continues.
 //
 // Parameters and optimizer state change only in step(). What a checkpoint holds of them can
 // therefore be copied while the next forward and backward run, and only the next step has to wait
@@ -41,7 +41,7 @@ struct SaveOutcome {
   std::string path;
   std::int64_t step = 0;
   bool committed = false;
-  std::string alert;  // why it was not, where the run can go on (a full disk); or what was not
+  std::string alert;  // why it was not, where the run can continue (a full disk); or what was not
                       // deleted
   double copy_ms = 0;
   double write_ms = 0;

@@ -128,20 +128,20 @@ NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers) {
   return all;
 }
 
-io::Newest find_checkpoint(const std::string& output_dir, const std::string& wish) {
-  if (wish == "auto") return io::newest_valid(output_dir, kCheckpointPrefix);
-  check_resume(wish);
-  const auto faults = io::verify(wish);
+io::Newest find_checkpoint(const std::string& output_dir, const std::string& flag) {
+  if (flag == "auto") return io::newest_valid(output_dir, kCheckpointPrefix);
+  check_resume(flag);
+  const auto faults = io::verify(flag);
   bool damaged = false;
   for (const io::Fault& fault : faults) damaged |= fault.kind != io::FaultKind::kExtra;
   if (damaged) {
     throw UsageError("checkpoint",
                      "{} cannot be used: {}. Resume with 'auto' to take the newest that is whole.",
-                     wish, io::describe(faults));
+                     flag, io::describe(faults));
   }
   io::Newest found;
-  found.path = wish;
-  found.step = Checkpoint(wish).state().global_step;
+  found.path = flag;
+  found.step = Checkpoint(flag).state().global_step;
   return found;
 }
 
@@ -177,7 +177,7 @@ TensorDict Checkpoint::optimizer() const {
         "checkpoint",
         "{} holds weights only (save_only_model): the optimizer's state, the schedule, "
         "the random generators and the position in the data are missing, so no run "
-        "can go on from it. Start a new run from its weights (in a training file: "
+        "can continue from it. Start a new run from its weights (in a training file: "
         "model.weights), or resume from another folder.",
         path_);
   }

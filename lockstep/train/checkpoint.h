@@ -1,4 +1,4 @@
-// A checkpoint: the folder checkpoint-<step>/ from which a run goes on as if it had never ended.
+// A checkpoint: the folder checkpoint-<step>/ from which a run continues as if it had never ended.
 //
 //   model.safetensors        weights and buffers, Hugging Face's names (sharded with an index above
 //                            5 GB); transformers loads them
@@ -10,7 +10,7 @@
 //   sampler.json             the cursor in the epoch's order of samples
 //   MANIFEST.json            sizes and checksums of all of them
 //
-// The one hard idea: the name is the commit (lockstep/io/atomic_dir.h). A folder with this name is
+// The name is the commit (lockstep/io/atomic_dir.h). A folder with this name is
 // whole, or its manifest says what is damaged.
 //
 //   write_checkpoint("out/checkpoint-40", contents);
@@ -72,9 +72,9 @@ std::uint64_t checkpoint_bytes(const CheckpointContents& contents);
 // the next forward changes them; parameters change in step() alone.
 NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers);
 
-// The folder that `wish` stands for: "auto" is the newest in output_dir that verifies (step -1:
+// The folder that `flag` stands for: "auto" is the newest in output_dir that verifies (step -1:
 // there is none), anything else a folder that must verify (UsageError). Reads every byte.
-io::Newest find_checkpoint(const std::string& output_dir, const std::string& wish);
+io::Newest find_checkpoint(const std::string& output_dir, const std::string& flag);
 
 // The weights of a folder with model.safetensors, whoever wrote it. Every parameter and buffer must
 // be there, in its shape, and nothing else (UsageError). Copied in place.

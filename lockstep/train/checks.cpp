@@ -147,7 +147,7 @@ class Checker {
     if (*a.tokens_per_update % tokens != 0) {
       const std::int64_t below = *a.tokens_per_update / tokens * tokens;
       add({"tokens_per_update", "per_device_train_batch_size", "max_seq_len"},
-          fmt::format("tokens_per_update {} is no multiple of {} (batch {} x {} tokens). The "
+          fmt::format("tokens_per_update {} is not a multiple of {} (batch {} x {} tokens). The "
                       "nearest that are: {}{}.",
                       *a.tokens_per_update, tokens, a.per_device_train_batch_size, *a.max_seq_len,
                       below > 0 ? fmt::format("{} and ", below) : "", below + tokens));

@@ -95,20 +95,20 @@ class Resolver {
     }
     for (const Entry& entry : root.entries) {
       if (problems_.full()) return;
-      const std::string place = entry.place.text();
+      const std::string location = entry.location.text();
       if (const KeySpec* key = find_key(entry.key)) {
-        add(*key, Origin::kFile, place, entry.value);
+        add(*key, Origin::kFile, location, entry.value);
       } else if (const OldKey* old = find_old(entry.key)) {
         if (root.find(old->now) != nullptr) {
           problems_.add(
               fmt::format("{}: {} is an older spelling of {}, which is here too. Delete "
                           "{}.",
-                          place, old->name, old->now, old->name));
+                          location, old->name, old->now, old->name));
         } else {
-          add_old(*old, Origin::kFile, place, entry.value);
+          add_old(*old, Origin::kFile, location, entry.value);
         }
       } else {
-        problems_.add(fmt::format("{}: {}", place, unknown(entry.key, &entry.value)));
+        problems_.add(fmt::format("{}: {}", location, unknown(entry.key, &entry.value)));
       }
     }
   }
@@ -126,7 +126,7 @@ class Resolver {
         const double ratio = as_real(value, old.name);
         if (!(ratio >= 0 && ratio < 1)) {
           throw UsageError("config", "{}: warmup_ratio must be from 0 to below 1, and {} is not.",
-                           value.place.text(), value.text);
+                           value.location.text(), value.text);
         }
       });
       if (!good) return;
@@ -196,7 +196,8 @@ class Resolver {
       const auto found = sources_.environment.find(name);
       if (found == sources_.environment.end() || found->second.empty()) continue;
       problems_.attempt([&, &key = key] {
-        add(key, Origin::kEnvironment, name, node_from_text(key, found->second, place_named(name)));
+        add(key, Origin::kEnvironment, name,
+            node_from_text(key, found->second, location_named(name)));
       });
     }
     // LOCKSTEP_ variables have other readers too, so a near miss is a note and no mistake.
@@ -235,10 +236,10 @@ class Resolver {
   // Below everything that has been said.
   void insert(const KeySpec& key, Origin origin, std::string where, Node value) {
     auto& list = candidates_[key.name];
-    const auto place = std::find_if(list.begin(), list.end(), [&](const Candidate& candidate) {
+    const auto location = std::find_if(list.begin(), list.end(), [&](const Candidate& candidate) {
       return candidate.origin > origin;
     });
-    list.insert(place, {origin, std::move(where), std::move(value)});
+    list.insert(location, {origin, std::move(where), std::move(value)});
   }
 
   // ---------------------------------------------------------------- flags
@@ -248,7 +249,7 @@ class Resolver {
     for (std::size_t i = 0; i < words.size();) {
       const std::string& word = words[i++];
       if (word.rfind("--", 0) != 0 || word.size() == 2) {
-        problems_.add(fmt::format("'{}' is no flag. Write --key value or --key=value.", word));
+        problems_.add(fmt::format("'{}' is not a flag. Write --key value or --key=value.", word));
         continue;
       }
       const std::size_t equals = word.find('=');
@@ -266,12 +267,12 @@ class Resolver {
 
   void read_flag(const std::string& name, std::optional<std::string> value) {
     const std::string flag = "--" + name;
-    const Place place = place_named(flag);
+    const SourceLocation location = location_named(flag);
     if (const OldKey* old = find_old(name)) {
       const KeySpec* now = find_key(old->now);
       add_old(*old, Origin::kFlag, flag,
-              now != nullptr ? node_from_text(*now, value.value_or("true"), place)
-                             : plain_scalar(value.value_or("true"), place));
+              now != nullptr ? node_from_text(*now, value.value_or("true"), location)
+                             : plain_scalar(value.value_or("true"), location));
       return;
     }
     const KeySpec* key = find_key(name);
@@ -286,7 +287,7 @@ class Resolver {
     if (!value && !is_bool())
       throw UsageError("config", "{} needs a value. Write {}=VALUE.", flag, flag);
     add(*key, Origin::kFlag, flag,
-        node_from_text(*key, value.value_or(negated ? "false" : "true"), place));
+        node_from_text(*key, value.value_or(negated ? "false" : "true"), location));
   }
 
   // ---------------------------------------------------------------- the decision

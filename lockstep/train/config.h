@@ -1,7 +1,7 @@
 // Where every value of TrainingArguments comes from: defaults < preset < file < environment
 // (LOCKSTEP_<KEY>) < flags (--key value).
 //
-// The one hard idea: the winner is recorded. Each value keeps its place (file:line:column, variable
+// The winner is recorded. Each value keeps its place (file:line:column, variable
 // or flag) and those it beat, so that "why is the batch 4?" has an answer. All mistakes of all
 // sources are found before any is reported. What `accelerate launch` says through
 // ACCELERATE_MIXED_PRECISION and ACCELERATE_USE_CPU stands just above the presets, as in Hugging
@@ -60,7 +60,7 @@ Config load_config(const std::string& path, const std::vector<std::string>& flag
 // The variables that have a say: LOCKSTEP_* and ACCELERATE_*.
 Environment process_environment();
 
-// One line a key: value and winner. Without `all`, the defaults are left out.
+// One line a key: value and winner. Without `all`, the defaults are skipped.
 std::string config_text(const Config& config, bool all);
 // {"settings": {"seed": {"value": 42, "from": "default"}, ...}, "notes": [...]} on one line.
 std::string config_json(const Config& config);

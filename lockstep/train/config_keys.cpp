@@ -241,7 +241,7 @@ constexpr KeySpec kKeys[] = {
      .help = "end with the best checkpoint's weights, not the last ones"},
     {.name = "metric_for_best_model",
      .member = &A::metric_for_best_model,
-     .help = "metric that tells which is best"},
+     .help = "metric that says which is best"},
     {.name = "greater_is_better",
      .member = &A::greater_is_better,
      .help = "whether that metric should grow",
@@ -291,7 +291,7 @@ constexpr KeySpec kKeys[] = {
      .path = true},
     {.name = "ignore_data_skip",
      .member = &A::ignore_data_skip,
-     .help = "after resuming begin the epoch's data anew"},
+     .help = "after resuming begin the epoch's data again"},
 
     {.name = "dataloader_num_workers",
      .member = &A::dataloader_num_workers,

@@ -33,7 +33,7 @@ inline constexpr double kStepLimit = 1e12;
 // one.
 struct Check {
   bool (*holds)(double value);
-  std::string_view words;
+  std::string_view range;
 };
 
 struct KeySpec {
@@ -84,7 +84,7 @@ bool is_path_of_section(std::string_view name);
 void assign(TrainingArguments& arguments, const KeySpec& key, const Node& value);
 // The node that a text from a flag or a variable stands for, by the key's type: words stay words,
 // lists are split at commas, 1 and 0 are booleans, "none" unsets what can be unset.
-Node node_from_text(const KeySpec& key, const std::string& text, const Place& place);
+Node node_from_text(const KeySpec& key, const std::string& text, const SourceLocation& location);
 // The member as a node without a place; null when it is unset.
 Node value_of(const TrainingArguments& arguments, const KeySpec& key);
 

@@ -128,11 +128,11 @@ TEST(ConfigKeys, EveryNumberHasARange) {
     if (!is(std::int64_t{}) && !is(double{})) continue;
     ++numbers;
     ASSERT_NE(key.check, nullptr) << key.name;
-    const std::string words(key.check->words);
+    const std::string words(key.check->range);
     EXPECT_TRUE(words.find(" to ") != words.npos || words.find("up to ") != words.npos) << words;
     for (const char* text : {"9223372036854775807", "9223372036854775808", "1e300", ".inf", ".nan",
                              "-1e300", "-9223372036854775808", "-.inf"}) {
-      const Node node = plain_scalar(text, place_named("t.yaml"));
+      const Node node = plain_scalar(text, location_named("t.yaml"));
       if (std::string(text).starts_with("92") && key.check->holds(node.real)) {
         // A seed is any integer, and a norm is never converted to one.
         EXPECT_THAT((std::set<std::string_view>{"seed", "data_seed", "max_grad_norm",
@@ -549,7 +549,7 @@ const Mistake kMistakes[] = {
     {"TokensWithoutLength", "tokens_per_update: 8192\n",
      "t.yaml:1:1: tokens_per_update needs to know how long a sample is. Set max_seq_len."},
     {"TokensUneven", "tokens_per_update: 10000\nmax_seq_len: 1024\n",
-     "t.yaml:1:1: tokens_per_update 10000 is no multiple of 8192 (batch 8 x 1024 tokens). The "
+     "t.yaml:1:1: tokens_per_update 10000 is not a multiple of 8192 (batch 8 x 1024 tokens). The "
      "nearest that are: 8192 and 16384."},
     {"ReportNone", "report_to: [none, tensorboard]\n", "t.yaml:1:1: report_to cannot be none and"},
     {"RunNamePath", "run_name: out/first\n",
@@ -583,7 +583,8 @@ TEST(Config, AMistakeThatIsBeatenIsStillOne) {
 TEST(Config, MistakesInFlags) {
   EXPECT_EQ(refused("", {"--sed=1"}), "[config] --sed: there is no key 'sed'. Did you mean seed?");
   EXPECT_EQ(refused("", {"--seed"}), "[config] --seed needs a value. Write --seed=VALUE.");
-  EXPECT_EQ(refused("", {"seed"}), "[config] 'seed' is no flag. Write --key value or --key=value.");
+  EXPECT_EQ(refused("", {"seed"}),
+            "[config] 'seed' is not a flag. Write --key value or --key=value.");
   EXPECT_THAT(refused("", {"--no_seed"}), HasSubstr("there is no key 'no_seed'"));
   EXPECT_THAT(refused("", {"--num_processes=2"}), HasSubstr("belongs in the launcher's file"));
   EXPECT_THAT(refused("", {"--model={a: [}"}), StartsWith("[config] --model:1:"));
@@ -637,9 +638,10 @@ TEST(EffectiveBatch, TokensDecideTheAccumulation) {
       .max_seq_len = 1024, .per_device_train_batch_size = 4, .tokens_per_update = 32768};
   EXPECT_EQ(accumulation_steps(arguments, 1), 8);
   EXPECT_EQ(accumulation_steps(arguments, 4), 2);
-  EXPECT_EQ(message_of([&] { accumulation_steps(arguments, 3); }),
-            "[config] tokens_per_update 32768 is no multiple of 12288 (batch 4 x 1024 tokens x 3 "
-            "ranks). The nearest that are: 24576 and 36864.");
+  EXPECT_EQ(
+      message_of([&] { accumulation_steps(arguments, 3); }),
+      "[config] tokens_per_update 32768 is not a multiple of 12288 (batch 4 x 1024 tokens x 3 "
+      "ranks). The nearest that are: 24576 and 36864.");
   EXPECT_THAT(message_of([&] { accumulation_steps({.tokens_per_update = 5}, 1); }),
               HasSubstr("Set max_seq_len."));
   EXPECT_THAT(message_of([&] { accumulation_steps(arguments, 0); }), HasSubstr("a world of 0"));

@@ -5,7 +5,7 @@
 //   ...
 //   disk().fails_for = nullptr;
 //
-// The one hard idea: checkpoints are written under a temporary name, so a part of a path chooses,
+// Checkpoints are written under a temporary name, so a part of a path chooses,
 // and what is chosen fails where every writer asks whether its bytes are safe. Everything else is
 // safe at once: nobody pulls the plug of a test, and the real disk takes most of its time. Any
 // thread may ask.

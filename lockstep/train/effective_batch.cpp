@@ -31,11 +31,12 @@ std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_si
   const std::int64_t wanted = *arguments.tokens_per_update;
   if (wanted % pass != 0) {
     const std::int64_t below = wanted / pass * pass;
-    throw UsageError("config",
-                     "tokens_per_update {} is no multiple of {} (batch {} x {} tokens x {} ranks). "
-                     "The nearest that are: {}{}.",
-                     wanted, pass, arguments.per_device_train_batch_size, *arguments.max_seq_len,
-                     world_size, below > 0 ? fmt::format("{} and ", below) : "", below + pass);
+    throw UsageError(
+        "config",
+        "tokens_per_update {} is not a multiple of {} (batch {} x {} tokens x {} ranks). "
+        "The nearest that are: {}{}.",
+        wanted, pass, arguments.per_device_train_batch_size, *arguments.max_seq_len, world_size,
+        below > 0 ? fmt::format("{} and ", below) : "", below + pass);
   }
   return wanted / pass;
 }
@@ -69,7 +70,7 @@ std::string preset_comparison(const TrainingArguments& arguments, int world_size
   return text + (others.empty()
                      ? "  The effective batch is the same: they differ in speed alone.\n"
                      : fmt::format("  The effective batch differs from {}: expect to tune the "
-                                   "learning rate anew.\n",
+                                   "learning rate again.\n",
                                    fmt::join(others, " and ")));
 }
 

@@ -15,15 +15,15 @@ namespace {
 
 template <typename... Args>
 [[noreturn]] void refuse(const Node& node, fmt::format_string<Args...> format, Args&&... args) {
-  const std::string place = node.place.text();
-  throw UsageError("config", "{}{}{}", place, place.empty() ? "" : ": ",
+  const std::string location = node.location.text();
+  throw UsageError("config", "{}{}{}", location, location.empty() ? "" : ": ",
                    fmt::format(format, std::forward<Args>(args)...));
 }
 
 // "train.yaml:3:7: output_dir", or the name alone for arguments that were set in a program.
 std::string label(const Node& node, std::string_view name) {
-  const std::string place = node.place.text();
-  return fmt::format("{}{}{}", place, place.empty() ? "" : ": ", name);
+  const std::string location = node.location.text();
+  return fmt::format("{}{}{}", location, location.empty() ? "" : ": ", name);
 }
 
 template <typename Type>
@@ -37,7 +37,7 @@ Type member_type(Type TrainingArguments::*);
 
 void check_number(const KeySpec& key, const Node& node, double value) {
   if (key.check == nullptr || key.check->holds(value)) return;
-  refuse(node, "{} must be {}, and {} is not.", key.name, key.check->words, node.text);
+  refuse(node, "{} must be {}, and {} is not.", key.name, key.check->range, node.text);
 }
 
 void check_choice(const KeySpec& key, const Node& node, const std::string& word) {
@@ -211,7 +211,7 @@ std::string KeySpec::type() const {
   const TrainingArguments defaults;
   std::string text(std::visit([&](auto pointer) { return type_name(defaults.*pointer); }, member));
   if (!choices.empty()) text = (text == "list" ? "list of " : "") + choices_text(choices);
-  if (check != nullptr) text += fmt::format(", {}", check->words);
+  if (check != nullptr) text += fmt::format(", {}", check->range);
   return text;
 }
 
@@ -243,32 +243,32 @@ Node value_of(const TrainingArguments& arguments, const KeySpec& key) {
   return std::visit([&](auto pointer) { return write(arguments.*pointer, key); }, key.member);
 }
 
-Node node_from_text(const KeySpec& key, const std::string& text, const Place& place) {
+Node node_from_text(const KeySpec& key, const std::string& text, const SourceLocation& location) {
   const auto holds = [&](auto sample) {
     using Type = decltype(sample);
     return std::holds_alternative<Of<Type>>(key.member) ||
            std::holds_alternative<Of<std::optional<Type>>>(key.member);
   };
   Node node = text_node(text);
-  node.place = place;
+  node.location = location;
   if (key.optional() && (text == "none" || text == "null")) {
     node.kind = NodeKind::kNull;
   } else if (holds(false) && (text == "1" || text == "0")) {
-    node = plain_scalar(text == "1" ? "true" : "false", place);
+    node = plain_scalar(text == "1" ? "true" : "false", location);
   } else if (holds(false) || holds(std::int64_t{}) || holds(double{}) ||
              key.name == "resume_from_checkpoint") {
-    node = plain_scalar(text, place);
+    node = plain_scalar(text, location);
   } else if (std::holds_alternative<Of<std::vector<std::string>>>(key.member)) {
     node.kind = NodeKind::kList;
     for (std::size_t start = 0; start <= text.size();) {
       const std::size_t end = std::min(text.find(',', start), text.size());
       Node item = text_node(text.substr(start, end - start));
-      item.place = place;
+      item.location = location;
       node.items.push_back(std::move(item));
       start = end + 1;
     }
   } else if (std::holds_alternative<Of<Node>>(key.member) && text.rfind('{', 0) == 0) {
-    node = parse_yaml(text, place.text());
+    node = parse_yaml(text, location.text());
   }
   return node;
 }

@@ -121,8 +121,8 @@ void MetricsLog::write(const LogEntry& entry) {
 
 bool MetricsLog::write_line(std::string_view line) {
   const int error = append_whole(fd_.get(), line);
-  if (error != 0 && !told_) {
-    told_ = true;
+  if (error != 0 && !reported_) {
+    reported_ = true;
     log::error("trainer", "{} Lines of metrics stay in memory until they can be written.",
                io::file_error("write to", path_, error).what());
   }
@@ -139,8 +139,8 @@ void MetricsLog::write_scalars(const LogEntry& entry) {
     events_->scalars(entry.step, scalars);
     events_->flush();
   } catch (const SystemError& e) {
-    if (!told_) log::error("trainer", "{}", e.what());
-    told_ = true;
+    if (!reported_) log::error("trainer", "{}", e.what());
+    reported_ = true;
   }
 }
 

@@ -55,7 +55,7 @@ class MetricsLog {
   std::deque<std::string> pending_;  // lines that could not be written yet
   std::int64_t lost_ = 0;
   std::unique_ptr<io::EventFile> events_;
-  bool told_ = false;
+  bool reported_ = false;
 };
 
 // The newest line of a metrics.jsonl that has this value.

@@ -5,7 +5,7 @@
 //   };
 //   trainer.add(std::make_shared<Print>());
 //
-// The one hard idea: every rank calls its observers for every event, at the same steps. What one
+// Every rank calls its observers for every event, at the same steps. What one
 // of them asks for on any rank (event.stop) is agreed by the next step's exchange and done by all.
 //
 // Called on the thread that trains; what an observer throws ends the run. Shared with the trainer.
@@ -25,7 +25,7 @@ struct Event {
   const train::LogEntry* entry = nullptr;  // on_log, on_evaluate
   const std::string* path = nullptr;       // on_save: the folder
   const std::string* text = nullptr;       // on_alert: what went wrong, and is being survived
-  // Wishes, read after the call.
+  // StepFlags, read after the call.
   bool stop = false;
   bool save = false;
   bool evaluate = false;

@@ -14,7 +14,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kRedraw{100};
-constexpr std::size_t kLeastBar = 4, kMostBar = 24;
+constexpr std::size_t kMinBar = 4, kMaxBar = 24;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -31,8 +31,8 @@ std::string value_text(const std::string& name, double value) {
 // "[=====     ] ", at most as long as fits beside the other characters; "" for none.
 std::string bar_text(std::size_t width, std::size_t others, std::int64_t step, std::int64_t total) {
   constexpr std::size_t kFrame = 3;
-  if (width < others + kFrame + kLeastBar) return {};
-  const std::size_t cells = std::min(width - others - kFrame, kMostBar);
+  if (width < others + kFrame + kMinBar) return {};
+  const std::size_t cells = std::min(width - others - kFrame, kMaxBar);
   const std::size_t filled =
       cells * static_cast<std::size_t>(step) / static_cast<std::size_t>(total);
   return "[" + std::string(filled, '=') + std::string(cells - filled, ' ') + "] ";

@@ -50,15 +50,15 @@ void check_precision(const TrainingArguments& arguments, bool on_cpu) {
                    "computes too, or neither.");
 }
 
-void check_resume(const std::string& wish) {
+void check_resume(const std::string& flag) {
   std::error_code ignored;
-  if (wish == "auto" || wish == "never" || std::filesystem::is_directory(wish, ignored)) return;
+  if (flag == "auto" || flag == "never" || std::filesystem::is_directory(flag, ignored)) return;
   throw UsageError(
       "checkpoint",
       "{} cannot be used: there is no such folder.{} resume_from_checkpoint (--resume) "
-      "is auto (go on from the newest whole checkpoint in output_dir), never (start "
-      "anew) or the folder of a checkpoint.",
-      wish, did_you_mean(wish, std::vector<std::string>{"auto", "never"}));
+      "is auto (continue from the newest whole checkpoint in output_dir), never (start "
+      "again) or the folder of a checkpoint.",
+      flag, did_you_mean(flag, std::vector<std::string>{"auto", "never"}));
 }
 
 void check_weights(const std::string& folder, const io::SafetensorsSet& weights,

@@ -1,8 +1,8 @@
 // What a run needs beyond arguments that agree with each other: data to evaluate on, a metric that
-// is measured, a device for its precision, a folder to go on from, weights that are the model's,
+// is measured, a device for its precision, a folder to continue from, weights that are the model's,
 // room for a checkpoint.
 //
-// The one hard idea: two ask the same question. The Trainer asks when it begins, `lockstep config
+// Two ask the same question. The Trainer asks when it begins, `lockstep config
 // check` before that and without torch; one function answers both, so that what passes the check is
 // not refused later in other words.
 //
@@ -26,7 +26,7 @@ inline constexpr const char* kCompileModelNote =
     "compile_model has no effect yet: there is no compiler of models in C++, and steps are not "
     "captured as CUDA graphs. They run as they are written.";
 
-// An evaluation that is silently left out would take early stopping and the best model with it.
+// An evaluation that is silently skipped would take early stopping and the best model with it.
 void check_evaluation(const TrainingArguments& arguments, bool has_eval_data);
 
 // metric_for_best_model among what an evaluation gives ("eval_loss", ...), where it is needed.
@@ -39,7 +39,7 @@ std::string full_metric_name(const std::string& metric);
 void check_precision(const TrainingArguments& arguments, bool on_cpu);
 
 // That resume_from_checkpoint is auto, never or a folder that is there; not what is in it.
-void check_resume(const std::string& wish);
+void check_resume(const std::string& flag);
 
 // That the weights of `folder` are those of a model with these tensors: every one is there, in its
 // shape, and nothing else. Looks at names and shapes alone.
@@ -54,7 +54,7 @@ void check_output_dir(const std::string& output_dir);
 
 // That output_dir's disk has room for what is to be saved of a model of so many bytes: found now
 // and not after hours. `two`: the older checkpoint is deleted after the new one is durable. What
-// only a stop signal would save is no reason to refuse, and warned of.
+// only a stop signal would save is not a reason to refuse, and warned of.
 void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, bool two);
 
 }  // namespace lockstep::train

@@ -1,7 +1,7 @@
 // How many optimizer steps a run takes, and at which of them something is due, by Hugging Face's
 // rules.
 //
-// The one hard idea: everything is counted in optimizer steps. Batches become steps by the
+// Everything is counted in optimizer steps. Batches become steps by the
 // accumulation (a short last window is a step too), epochs become steps, and intervals below 1 are
 // a share of all steps, rounded up.
 //

@@ -122,7 +122,7 @@ int StopSignals::requested() const {
   if (!watch_) return 0;
   const int number = g_signal.load();
   if (number == 0) return 0;
-  // The launcher's stop after a failure is no request to save.
+  // The launcher's stop after a failure is not a request to save.
   return control::failure() ? 0 : number;
 }
 

@@ -1,7 +1,7 @@
 // Requests to stop: SIGTERM, SIGUSR1 and SIGUSR2, turned from an interruption into a value that the
 // training loop reads at its own pace.
 //
-// The one hard idea: a signal reaches one rank, and all must act on it at the same step. So the
+// A signal reaches one rank, and all must act on it at the same step. So the
 // handler only remembers it; the step's exchange (agreement.h) tells the others. That takes other
 // ranks to take part, so the request has a deadline: when nobody has agreed by then, `give_up` is
 // called (from a thread of its own) and ends the rank's waiting.
@@ -11,8 +11,8 @@
 //   signals.agreed();                        // all ranks know; the deadline is off
 //
 // One at a time per process (UsageError); the handlers that stood before come back with its end. A
-// SIGTERM that the launcher sends because another rank failed is no request: requested() asks the
-// control descriptor first.
+// SIGTERM that the launcher sends because another rank failed is not a request: requested() asks
+// the control descriptor first.
 #pragma once
 
 #include <chrono>

@@ -17,8 +17,8 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/train/metrics_log.h"
+#include "lockstep/train/previous_run.h"
 #include "lockstep/train/progress.h"
-#include "lockstep/train/put_aside.h"
 #include "lockstep/train/step_plan.h"
 #include "lockstep/train/stop_signals.h"
 #include "lockstep/train/trainer_state.h"
@@ -279,37 +279,38 @@ class PutAside : public ::testing::Test {
 };
 
 TEST_F(PutAside, ANewRunFindsNothing) {
-  EXPECT_EQ(put_aside(dir_.path(), {}), dir_ / "earlier-1");
+  EXPECT_EQ(archive_previous_run(dir_.path(), {}), dir_ / "earlier-1");
   EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
   EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-10", "checkpoint-15",
                                                      "checkpoint-5", "metrics.jsonl", "runs"));
   EXPECT_EQ(io::get(dir_ / "earlier-1/checkpoint-15/file"), "15");
-  EXPECT_EQ(put_aside(dir_.path(), {}), "") << "nothing is left";
-  EXPECT_EQ(put_aside(dir_ / "nowhere", {}), "");
+  EXPECT_EQ(archive_previous_run(dir_.path(), {}), "") << "nothing is left";
+  EXPECT_EQ(archive_previous_run(dir_ / "nowhere", {}), "");
   io::put(dir_ / "metrics.jsonl", "{}\n");
-  EXPECT_EQ(put_aside(dir_.path(), {}), dir_ / "earlier-2");
+  EXPECT_EQ(archive_previous_run(dir_.path(), {}), dir_ / "earlier-2");
   EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("metrics.jsonl"));
 }
 
 TEST_F(PutAside, ARunThatGoesOnLeavesTheOtherBranch) {
   const RunStart start{.checkpoint = dir_ / "checkpoint-5/", .step = 5};
-  EXPECT_EQ(put_aside(dir_.path(), start), dir_ / "earlier-1");
+  EXPECT_EQ(archive_previous_run(dir_.path(), start), dir_ / "earlier-1");
   EXPECT_THAT(names(dir_.path()),
               ElementsAre("checkpoint-5", "earlier-1", "metrics.jsonl", "notes.txt", "runs"));
   EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-10", "checkpoint-15"));
-  EXPECT_EQ(put_aside(dir_.path(), start), "");
+  EXPECT_EQ(archive_previous_run(dir_.path(), start), "");
 }
 
 TEST_F(PutAside, FromAnotherPlaceNothingHereIsItsOwn) {
   io::TemporaryDirectory other;
   std::filesystem::create_directory(other / "checkpoint-10");
-  EXPECT_EQ(put_aside(dir_.path(), {.checkpoint = other / "checkpoint-10", .step = 10}),
+  EXPECT_EQ(archive_previous_run(dir_.path(), {.checkpoint = other / "checkpoint-10", .step = 10}),
             dir_ / "earlier-1");
   EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
   // Also from a place that was itself put aside.
   std::filesystem::create_directory(dir_ / "checkpoint-3");
-  EXPECT_EQ(put_aside(dir_.path(), {.checkpoint = dir_ / "earlier-1/checkpoint-5", .step = 5}),
-            dir_ / "earlier-2");
+  EXPECT_EQ(
+      archive_previous_run(dir_.path(), {.checkpoint = dir_ / "earlier-1/checkpoint-5", .step = 5}),
+      dir_ / "earlier-2");
   EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("checkpoint-3"));
 }
 

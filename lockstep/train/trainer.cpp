@@ -49,14 +49,14 @@ TrainerImpl::TrainerImpl(World world, TrainerTask task, TrainingArguments argume
   check_task(task_);
 }
 
-void TrainerImpl::tell(Call call, const LogEntry* entry, const std::string* path,
-                       const std::string* text) {
+void TrainerImpl::notify(Call call, const LogEntry* entry, const std::string* path,
+                         const std::string* text) {
   for (const auto& observer : observers) {
     Event event{.state = state, .rank = world_.rank(), .entry = entry, .path = path, .text = text};
     ((*observer).*call)(event);
-    wishes_.stop |= event.stop;
-    wishes_.save |= event.save;
-    wishes_.evaluate |= event.evaluate;
+    flags_.stop |= event.stop;
+    flags_.save |= event.save;
+    flags_.evaluate |= event.evaluate;
   }
 }
 
@@ -106,10 +106,10 @@ bool TrainerImpl::micro_batch(const data::Batch& batch) {
 
 void TrainerImpl::optimizer_step() {
   if (saver_) saver_->wait_copied();  // before the exchange: with it every rank has waited
-  wishes_.stop_signal = signals_->requested();
-  agreed_ = agreement_->exchange(std::exchange(wishes_, {}));
+  flags_.stop_signal = signals_->requested();
+  agreed_ = agreement_->exchange(std::exchange(flags_, {}));
   note_exchange();
-  tell(&Observer::on_optimizer_step);
+  notify(&Observer::on_optimizer_step);
   const bool will_log = due_after_step(arguments_, plan_, state.global_step + 1).log;
   const optim::StepResult result = with_memory_advice([&] {  // the first one makes Adam's state
     return stepper_->step({.max_grad_norm = arguments_.max_grad_norm,
@@ -154,16 +154,17 @@ void TrainerImpl::obey(int signal) {
                  state.global_step, stop_signal_name(signal));
 }
 
-// What is due, in Hugging Face's order: log, evaluate, save. All ranks come here alike.
+// What is due, in Hugging Face's order: log, evaluate, save. All ranks come here identically.
 void TrainerImpl::after_step(Due due) {
   due.save |= agreed_.save;
   due.evaluate |= agreed_.evaluate;
   stop_ |= agreed_.stop;
-  if (agreed_.alert) tell_alerts();
+  if (agreed_.alert) report_alerts();
   const int signal = std::exchange(agreed_, {}).stop_signal;
   if (signal != 0) {
     obey(signal);
-    // A run that goes on from here comes to the epoch's end, unless there is no step left to take.
+    // A run that continues from here comes to the epoch's end, unless there is no step left to
+    // take.
     const bool last = state.global_step >= plan_.max_steps;
     evaluation_due_ = due.evaluate || (last && due_after_epoch(arguments_, state.epoch).evaluate);
     due = {.log = due.log, .evaluate = false, .save = true};
@@ -177,7 +178,7 @@ void TrainerImpl::after_step(Due due) {
 void TrainerImpl::run_epoch(std::int64_t epoch) {
   epoch_ = epoch;
   epoch_ending_ = epoch_ended_ = false;
-  tell(&Observer::on_epoch_begin);
+  notify(&Observer::on_epoch_begin);
   auto batches = loader_->epoch(epoch);
   std::int64_t left = loader_->batches_left(epoch);
   accumulation_->begin_epoch(left);
@@ -186,32 +187,32 @@ void TrainerImpl::run_epoch(std::int64_t epoch) {
     auto batch = with_memory_advice([&] { return batches.next(); });
     LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
     --left;
-    if (!begun) tell(&Observer::on_step_begin);
+    if (!begun) notify(&Observer::on_step_begin);
     begun = !micro_batch(*batch);
     if (begun) {
-      tell(&Observer::on_substep_end);
+      notify(&Observer::on_substep_end);
       continue;
     }
     optimizer_step();
     update_epoch(left);
-    tell(&Observer::on_step_end);
+    notify(&Observer::on_step_end);
     if (progress_) progress_->step(state.global_step);
     after_step(due_after_step(arguments_, plan_, state.global_step));
   }
   if (stop_signal_ != 0) return;
-  // As Hugging Face: an epoch that max_steps or a wish cut short has an end, too.
+  // As Hugging Face: an epoch that max_steps or a flag cut short has an end, too.
   epoch_ending_ = true;
   epoch_ended_ = left == 0;
-  tell(&Observer::on_epoch_end);
+  notify(&Observer::on_epoch_end);
   after_step(due_after_epoch(arguments_, state.epoch));
 }
 
 void TrainerImpl::run_epochs() {
   if (arguments_.eval_on_start && state.global_step == 0 && task_.eval_data) {
     const Metrics metrics = run_evaluation();
-    if (evaluation_cut_off()) return save();  // a run that goes on from step 0 evaluates again
+    if (evaluation_cut_off()) return save();  // a run that continues from step 0 evaluates again
     report(metrics);
-    tell(&Observer::on_evaluate, &state.log_history.back());
+    notify(&Observer::on_evaluate, &state.log_history.back());
   }
   if (std::exchange(evaluation_due_, false) && task_.eval_data) {
     Due due{.save = true};
@@ -234,7 +235,7 @@ TrainResult TrainerImpl::train() {
   const io::FolderLock alone = take_output_dir();  // to the end of the run, however it ends
   try {
     prepare();
-    tell(&Observer::on_train_begin);
+    notify(&Observer::on_train_begin);
     start_time_ = log_time_ = exchange_time_ = Clock::now();
     start_step_ = last_log_step_ = state.global_step;
     task_.module->train();
@@ -260,7 +261,7 @@ void TrainerImpl::finish() {
   signals_->agreed();  // the run ends by itself: a signal that comes now has nothing to ask for
   // Nobody leaves before the last checkpoint is durable: a rank that ends ends the others.
   wait_for_saves(/*last=*/true);
-  if (agreement_->exchange_now({.alert = !alerts_.empty()}).alert) tell_alerts();
+  if (agreement_->exchange_now({.alert = !alerts_.empty()}).alert) report_alerts();
   durable_step_ =
       static_cast<std::int64_t>(world_.min(saver_ ? static_cast<double>(durable_step_) : INFINITY));
   lost_step_ = static_cast<std::int64_t>(world_.max(static_cast<double>(lost_step_)));
@@ -271,7 +272,7 @@ void TrainerImpl::finish() {
   if (stop_signal_ == 0 && arguments_.load_best_model_at_end && state.best_model_checkpoint)
     load_best();
   summarize();
-  tell(&Observer::on_train_end);
+  notify(&Observer::on_train_end);
   progress_.reset();
   metrics_.reset();
   say_end();

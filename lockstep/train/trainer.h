@@ -10,17 +10,17 @@
 //   const lockstep::TrainResult result = trainer.train();
 //   return result.exit_code();               // 143 when a stop signal ended it, and it is saved
 //
-// The one hard idea: every rank walks the same steps. What could make them part (a signal, an
-// observer's wish, a bad gradient, the end of the data) is either computed alike by all, or agreed
-// in the step's own exchange (agreement.h). Losses stay on the device and are read at logging steps
-// alone.
+// Every rank walks the same steps. What could make them part (a signal, an
+// observer's flag, a bad gradient, the end of the data) is either computed identically by all, or
+// agreed in the step's own exchange (agreement.h). Losses stay on the device and are read at
+// logging steps alone.
 //
 // The optimizer is replicated (lockstep/optim): every rank holds the whole state, so a checkpoint
 // needs no exchange and rank 0 copies it while the others compute. A loop of your own may use
 // ShardedOptimizer instead.
 //
-// Constructing does nothing; train() and evaluate() are collectives, called on all ranks alike.
-// One thread. Shares module and datasets; the module is moved to the world's device.
+// Constructing does nothing; train() and evaluate() are collectives, called on all ranks
+// identically. One thread. Shares module and datasets; the module is moved to the world's device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -64,7 +64,7 @@ struct TrainResult {
   train::Metrics metrics{};  // the run's summary: train_runtime, train_loss, ...; empty: stopped
   int stop_signal = 0;       // the signal that ended it; 0: it came to its end
   std::string checkpoint;    // the newest that this call committed (rank 0; else empty)
-  // The newest step from which a run can go on, on every rank alike; -1: there is none.
+  // The newest step from which a run can continue, on every rank identically; -1: there is none.
   std::int64_t durable_step = -1;
   // The step of the last save where that save could not be written, on every rank; -1: it was.
   std::int64_t lost_step = -1;

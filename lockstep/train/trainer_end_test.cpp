@@ -1,4 +1,4 @@
-// How a run ends: with its best model, by a signal, on a full disk; and what the run that goes on
+// How a run ends: with its best model, by a signal, on a full disk; and what the run that continues
 // makes up for.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -114,11 +114,11 @@ TEST(Trainer, TheBestThatWasSavedStaysUntilABetterOneIsDurable) {
         ends[static_cast<std::size_t>(world.rank())] = flat(*run.net);
       });
     });
-    EXPECT_THAT(said, HasSubstr("checkpoint-2 was not saved; training goes on."));
+    EXPECT_THAT(said, HasSubstr("checkpoint-2 was not saved; training continues."));
     EXPECT_THAT(said, HasSubstr("step 2 was the best (accuracy 3) and could not be saved. " +
                                 (dir / "checkpoint-1") + ", the best that was, is loaded."));
     EXPECT_THAT(steps_in(dir.path()), ElementsAre(4, 1));
-    // What a run that goes on from here keeps.
+    // What a run that continues from here keeps.
     EXPECT_EQ(Checkpoint(dir / "checkpoint-4").state().best_model_checkpoint, dir / "checkpoint-1");
     auto best = network();
     Checkpoint(dir / "checkpoint-1").load_model(*best);
@@ -169,7 +169,7 @@ TEST(Trainer, WithoutRoomForTheFirstBestTheLastWeightsStay) {
 // steps.
 using When = std::function<bool(bool training, std::int64_t step)>;
 
-// The steps that were evaluated by a run that a signal has ended, and by the one that goes on.
+// The steps that were evaluated by a run that a signal has ended, and by the one that continues.
 std::vector<std::int64_t> evaluated(TrainingArguments a, std::int64_t saved, const When& when) {
   io::TemporaryDirectory dir;
   a.output_dir = dir.path();

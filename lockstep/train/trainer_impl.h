@@ -73,9 +73,9 @@ class TrainerImpl {
   template <typename Body>
   auto with_memory_advice(Body&& body, bool evaluating = false);
   [[noreturn]] void out_of_memory(const std::string& what, bool evaluating = false) const;
-  // Calls every observer; what they wish for is kept for the next exchange.
-  void tell(Call call, const LogEntry* entry = nullptr, const std::string* path = nullptr,
-            const std::string* text = nullptr);
+  // Calls every observer; what they flag for is kept for the next exchange.
+  void notify(Call call, const LogEntry* entry = nullptr, const std::string* path = nullptr,
+              const std::string* text = nullptr);
 
   // trainer_report.cpp
   void count_window(const optim::StepResult& result);
@@ -112,7 +112,7 @@ class TrainerImpl {
   DataPosition position() const;
   void collect_save();
   void alert(std::string text);
-  void tell_alerts();
+  void report_alerts();
   bool writes() const;
   void load_best();
 
@@ -139,14 +139,14 @@ class TrainerImpl {
   bool epoch_ending_ = false;    // its last step is done, and what is due after it
   bool epoch_ended_ = false;     // everything that is due after the epoch has been done
   bool evaluation_due_ = false;  // a stop signal came before it, or in it
-  Wishes wishes_;                // this rank's, for the next exchange
-  Wishes agreed_;                // everybody's
+  StepFlags flags_;              // this rank's, for the next exchange
+  StepFlags agreed_;             // everybody's
   int stop_signal_ = 0;
   bool stop_ = false;
   std::int64_t saved_step_ = -1;
   std::string committed_;
   std::string newest_;  // checkpoint that is whole, also one resumed from; on the leader
-  std::int64_t durable_step_ = -1;   // the newest from which a run can go on; in the end on all
+  std::int64_t durable_step_ = -1;   // the newest from which a run can continue; in the end on all
   std::int64_t lost_step_ = -1;      // of the newest save, where it failed; in the end on all
   std::vector<std::string> alerts_;  // of this rank, not yet told to all
   std::string durable_best_;         // on ranks that write

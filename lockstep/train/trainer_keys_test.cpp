@@ -69,7 +69,7 @@ testing::ThreadOptions hosts_of_one_rank() {
 
 // ---------------------------------------------------------------- evaluation and the best model
 
-// As Hugging Face: reported, told to observers, and not judged.
+// As Hugging Face: reported, reported to observers, and not judged.
 TEST(Keys, EvalOnStart) {
   struct Order : Observer {
     std::string calls;
@@ -305,7 +305,7 @@ TEST(Keys, LoggingNanInfFilter) {
     } else {
       EXPECT_TRUE(std::isnan(logged));
       EXPECT_TRUE(std::isnan(result.train_loss));
-      EXPECT_THAT(line, HasSubstr("\"loss\":null")) << "NaN is no word of JSON";
+      EXPECT_THAT(line, HasSubstr("\"loss\":null")) << "NaN is not a word of JSON";
     }
     a.resume_from_checkpoint = "auto";  // what was logged can be read again
     a.max_steps = 5;
@@ -333,8 +333,8 @@ TEST(Keys, DataSeed) {
   EXPECT_EQ(order(7, {}), seven) << "unset: seed";
 }
 
-// 16 steps an epoch, gone on with after 5: at the sixth, or with the whole epoch again; steps taken
-// stay counted in both.
+// 16 steps an epoch, continued with after 5: at the sixth, or with the whole epoch again; steps
+// taken stay counted in both.
 TEST(Keys, IgnoreDataSkip) {
   io::TemporaryDirectory dir;
   auto a = arguments(dir / "whole");
@@ -345,7 +345,7 @@ TEST(Keys, IgnoreDataSkip) {
   Trainer(World{}, watched(task_for(network(), dataset(64, 1)), whole), a).train();
   ASSERT_EQ(whole.size(), 2u * 64);
   for (const bool ignore : {false, true}) {
-    a.output_dir = dir / (ignore ? "anew" : "on");
+    a.output_dir = dir / (ignore ? "again" : "on");
     a.resume_from_checkpoint = dir / "whole/checkpoint-5";
     a.ignore_data_skip = ignore;
     Indices seen;
@@ -440,7 +440,7 @@ TEST(Keys, DisableTqdmAndTheBarOnATerminalAlone) {
                             [&](const std::string& text) { return std::regex_match(text, line); }))
         << columns << ": " << said;
     for (const std::string& text : drawn) EXPECT_LT(text.size(), columns) << text;
-    EXPECT_EQ(said.find('\n'), std::string::npos) << "one line, drawn anew";
+    EXPECT_EQ(said.find('\n'), std::string::npos) << "one line, drawn again";
   }
   a.disable_tqdm = true;
   EXPECT_THAT(on_terminal(80, run), Not(HasSubstr("\x1b")));
@@ -522,7 +522,7 @@ TEST(Keys, SaveOnEachNode) {
   }
 }
 
-// A full disk is survived and told; one that is broken ends the run, and what is whole stays.
+// A full disk is survived and reported; one that is broken ends the run, and what is whole stays.
 TEST(Keys, ASaveThatFailsIsAnErrorOrAnAlert) {
   struct Listener : Observer {
     void on_alert(Event& event) override { heard.push_back(*event.text); }
@@ -555,7 +555,7 @@ TEST(Keys, ASaveThatFailsIsAnErrorOrAnAlert) {
     EXPECT_EQ(steps_in(dir.path()), c.left) << c.path;
     if (c.error == ENOSPC) {
       EXPECT_EQ(said, "(nothing thrown)");
-      EXPECT_THAT(listener->heard, ElementsAre(HasSubstr("was not saved; training goes on.")));
+      EXPECT_THAT(listener->heard, ElementsAre(HasSubstr("was not saved; training continues.")));
       continue;
     }
     EXPECT_THAT(
@@ -655,8 +655,8 @@ TEST(Keys, AutoFindBatchSizeLeavesNoTrace) {
       all.push_back(buffer.flatten().to(at::kFloat).clone());
     return at::cat(all);
   };
-  const at::Tensor found = ended(true), told = ended(false);
-  EXPECT_TRUE(torch::equal(found, told));
+  const at::Tensor found = ended(true), reported = ended(false);
+  EXPECT_TRUE(torch::equal(found, reported));
   EXPECT_TRUE(at::isfinite(found).all().item<bool>());
 }
 

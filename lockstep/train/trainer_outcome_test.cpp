@@ -230,7 +230,7 @@ TEST(Alert, IsToldOnEveryRankAlsoAtTheEnd) {
   run.a.max_steps = 6;
   disk().fails_for = "/checkpoint-2.";
   run.train();
-  const auto not_saved = HasSubstr("checkpoint-2 was not saved; training goes on.");
+  const auto not_saved = HasSubstr("checkpoint-2 was not saved; training continues.");
   EXPECT_THAT(run.alerts[0], Contains(not_saved));
   EXPECT_EQ(run.alerts[0], run.alerts[1]);
   for (const int rank : {0, 1}) {

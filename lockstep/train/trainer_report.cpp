@@ -79,7 +79,7 @@ void TrainerImpl::log() {
     if (world_.is_leader() && !scaler_)
       log::warning("trainer",
                    "step {}: {} of the last {} steps had a gradient that is not finite and were "
-                   "left out on all ranks. Try a smaller learning rate.",
+                   "skipped on all ranks. Try a smaller learning rate.",
                    state.global_step, skipped, steps);
   }
   since_log_.zero_();
@@ -94,20 +94,20 @@ void TrainerImpl::report(Metrics values) {
   state.log_history.push_back(entry);
   if (metrics_) metrics_->write(entry);
   if (progress_) progress_->log(entry);
-  tell(&Observer::on_log, &entry);
+  notify(&Observer::on_log, &entry);
 }
 
 // ---------------------------------------------------------------- evaluation
 
 // Between two batches, on all ranks.
 bool TrainerImpl::hears_a_stop() {
-  const Wishes heard = agreement_->exchange({.stop_signal = signals_->requested()});
+  const StepFlags heard = agreement_->exchange({.stop_signal = signals_->requested()});
   note_exchange();
-  // On a GPU the first answer is that of the step before: its wishes are made again.
-  wishes_.stop |= heard.stop;
-  wishes_.save |= heard.save;
-  wishes_.evaluate |= heard.evaluate;
-  wishes_.alert |= heard.alert;
+  // On a GPU the first answer is that of the step before: its flags are made again.
+  flags_.stop |= heard.stop;
+  flags_.save |= heard.save;
+  flags_.evaluate |= heard.evaluate;
+  flags_.alert |= heard.alert;
   agreed_.stop_signal = heard.stop_signal;
   return heard.stop_signal != 0;
 }
@@ -139,7 +139,7 @@ Metrics TrainerImpl::evaluate_all() {
   for (std::int64_t i = 0; i < eval_loader_->batches_per_epoch(); ++i) {
     if (const auto batch = batches.next()) {
       const at::Tensor loss = forward(*batch);
-      // The mean over nothing is no number, and neither is zero times that.
+      // The mean over nothing is not a number, and neither is zero times that.
       if (batch->tokens > 0) add("loss", loss.to(at::kDouble) * static_cast<double>(batch->tokens));
       if (task_.totals)
         for (const auto& [name, total] : task_.totals(*batch)) add(name, total);
@@ -194,7 +194,7 @@ double TrainerImpl::gain_of(double value) const {
   return (greater_is_better(arguments_) ? 1 : -1) * (value - *state.best_metric);
 }
 
-// Metrics are the same on every rank, so all judge alike without asking.
+// Metrics are the same on every rank, so all judge identically without asking.
 void TrainerImpl::evaluate_and_judge(Due& due) {
   const Metrics metrics = run_evaluation();
   if (evaluation_cut_off()) {
@@ -203,7 +203,7 @@ void TrainerImpl::evaluate_and_judge(Due& due) {
   }
   report(metrics);
   const LogEntry& entry = state.log_history.back();
-  tell(&Observer::on_evaluate, &entry);
+  notify(&Observer::on_evaluate, &entry);
   const std::string name = full_metric_name(arguments_.metric_for_best_model);
   const double* value = find_metric(metrics, name);
   if (value == nullptr) {

@@ -19,7 +19,7 @@
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/config_keys.h"
-#include "lockstep/train/put_aside.h"
+#include "lockstep/train/previous_run.h"
 #include "lockstep/train/run_checks.h"
 #include "lockstep/train/trainer_impl.h"
 
@@ -30,7 +30,7 @@ namespace {
 constexpr std::chrono::seconds kLongWait{1};
 constexpr std::chrono::milliseconds kListenEvery{50};
 // For a run that was killed a moment ago and is not gone yet.
-constexpr std::chrono::seconds kLeavingPatience{3};
+constexpr std::chrono::seconds kLockTimeout{3};
 constexpr const char* kGpu = "cuda";  // its generator's name in a checkpoint
 
 std::string arguments_json(const TrainingArguments& arguments) {
@@ -136,8 +136,8 @@ io::FolderLock lock_folder(const std::string& folder, const std::string& token) 
   io::FolderLock lock(folder, token, std::chrono::milliseconds(0));
   if (!lock.holder().empty()) {
     log::info("trainer", "{} is in use by {}: waiting for {} s in case it is ending", folder,
-              lock.holder(), kLeavingPatience.count());
-    lock = io::FolderLock(folder, token, kLeavingPatience);
+              lock.holder(), kLockTimeout.count());
+    lock = io::FolderLock(folder, token, kLockTimeout);
   }
   if (!lock.holder().empty())
     throw UsageError("trainer",
@@ -154,12 +154,12 @@ io::FolderLock lock_folder(const std::string& folder, const std::string& token) 
 }
 
 // With save_on_each_node every host has folders of its own, and one may have lost its newest. The
-// newest step that is whole on all of them is gone on from; empty: there is none.
+// newest step that is whole on all of them is continued from; empty: there is none.
 std::string choose_on_each_node(World& world, const TrainingArguments& a, bool writes) {
-  const std::string& wish = *a.resume_from_checkpoint;
-  if (wish != "auto") {
-    ask_writers(world, writes, [&] { return find_checkpoint(a.output_dir, wish).path; });
-    return wish;
+  const std::string& flag = *a.resume_from_checkpoint;
+  if (flag != "auto") {
+    ask_writers(world, writes, [&] { return find_checkpoint(a.output_dir, flag).path; });
+    return flag;
   }
   std::optional<io::Newest> mine;
   for (std::int64_t most = std::numeric_limits<std::int64_t>::max();;) {
@@ -219,14 +219,14 @@ io::FolderLock TrainerImpl::take_output_dir() {
 
 // The leader looks, all hear: what it finds, or why it refuses.
 std::string TrainerImpl::choose_checkpoint() {
-  const std::string wish = arguments_.resume_from_checkpoint.value_or("never");
-  if (arguments_.save_on_each_node && wish != "never")
+  const std::string flag = arguments_.resume_from_checkpoint.value_or("never");
+  if (arguments_.save_on_each_node && flag != "never")
     return choose_on_each_node(world_, arguments_, writes());
   std::string answer;
   if (world_.is_leader()) {
     try {
-      if (wish != "never") {
-        const io::Newest found = find_checkpoint(arguments_.output_dir, wish);
+      if (flag != "never") {
+        const io::Newest found = find_checkpoint(arguments_.output_dir, flag);
         say_passed_over(found);
         if (found.step >= 0) answer = "+" + found.path;
       }
@@ -236,7 +236,7 @@ std::string TrainerImpl::choose_checkpoint() {
   }
   answer = world_.broadcast(answer, 0);
   if (answer.empty()) {
-    if (world_.is_leader() && wish == "auto")
+    if (world_.is_leader() && flag == "auto")
       log::info("checkpoint", "{} holds none: a new run", arguments_.output_dir);
     return {};
   }
@@ -247,23 +247,25 @@ std::string TrainerImpl::choose_checkpoint() {
 // Once it is certain that the run begins: a start that is refused leaves everything in its place.
 void TrainerImpl::make_way(const std::string& checkpoint) {
   const bool automatic = arguments_.resume_from_checkpoint.value_or("never") == "auto";
-  const std::string place =
-      put_aside(arguments_.output_dir, {.checkpoint = checkpoint, .step = state.global_step});
+  const std::string place = archive_previous_run(
+      arguments_.output_dir, {.checkpoint = checkpoint, .step = state.global_step});
   if (place.empty()) return;
   if (!checkpoint.empty()) {
-    log::warning("checkpoint",
-                 "the run goes on from {}: checkpoints that are not on its way have been moved to "
-                 "{}.",
-                 checkpoint, place);
+    log::warning(
+        "checkpoint",
+        "the run continues from {}: checkpoints that are not on its way have been moved to "
+        "{}.",
+        checkpoint, place);
     return;
   }
-  log::warning("checkpoint",
-               "this is a new run, and what an earlier one has left has been moved to {}. To go on "
-               "from its checkpoints: --resume {}/checkpoint-<step>{}",
-               place, place,
-               automatic ? "."
-                         : "; next time: resume_from_checkpoint: auto (lockstep train --resume "
-                           "auto).");
+  log::warning(
+      "checkpoint",
+      "this is a new run, and what an earlier one has left has been moved to {}. To continue "
+      "from its checkpoints: --resume {}/checkpoint-<step>{}",
+      place, place,
+      automatic ? "."
+                : "; next time: resume_from_checkpoint: auto (lockstep train --resume "
+                  "auto).");
 }
 
 void TrainerImpl::resume(const Checkpoint& checkpoint) {
@@ -293,7 +295,7 @@ void TrainerImpl::resume(const Checkpoint& checkpoint) {
   // In steps of today: the epoch's rest is what today's ranks make of it.
   const std::int64_t left =
       (loader_->batches_left(epoch_) + accumulation_steps_ - 1) / accumulation_steps_;
-  // The run that saved may itself have gone on from one with other numbers.
+  // The run that saved may itself have continued from one with other numbers.
   const bool counted_alike = arguments_.ignore_data_skip ||
                              state.global_step == (epoch_ + 1) * plan_.steps_per_epoch - left;
   if (!same || !counted_alike) {
@@ -355,7 +357,7 @@ void TrainerImpl::restore_random(const Checkpoint& checkpoint) {
   if (!mine.empty()) optim::set_rng_state(mine);
 }
 
-// Of the CPU and of this rank's own GPU, which may have another number when the run goes on.
+// Of the CPU and of this rank's own GPU, which may have another number when the run continues.
 TensorDict TrainerImpl::random_state() const {
   const optim::RngState all = optim::rng_state();
   TensorDict mine{{"cpu", all.at("cpu")}};
@@ -428,12 +430,12 @@ std::chrono::duration<double> TrainerImpl::wait_for_saves(bool last) {
   for (;;) {
     collect_save();
     const bool saving = saver_ && saver_->busy();
-    const Wishes all = agreement_->exchange_now(
+    const StepFlags all = agreement_->exchange_now(
         {.stop_signal = last ? 0 : signals_->requested(), .saving = saving});
     note_exchange();
     if (all.stop_signal != 0 && stop_signal_ == 0) {
       obey(all.stop_signal);
-      // A run that goes on from the last step comes to no epoch's end.
+      // A run that continues from the last step comes to no epoch's end.
       if (!epoch_ending_ && state.global_step >= plan_.max_steps)
         evaluation_due_ |= due_after_epoch(arguments_, state.epoch).evaluate;
     }
@@ -467,7 +469,7 @@ void TrainerImpl::save() {
     saver_->begin(contents(random, tokens),
                   keep_best ? *state.best_model_checkpoint : std::string());
   }
-  tell(&Observer::on_save, nullptr, &path);
+  notify(&Observer::on_save, nullptr, &path);
 }
 
 // What a save has come to; its errors surface here, at the next step.
@@ -489,9 +491,10 @@ void TrainerImpl::collect_save() {
     }
     const bool last = over() && ended->step == state.global_step;  // none is tried after it
     alert(ended->alert + (ended->committed ? ""
-                          : last           ? "."
-                                 : "; training goes on. Free some space: the next save is tried as "
-                                   "planned."));
+                          : last
+                              ? "."
+                              : "; training continues. Free some space: the next save is tried as "
+                                "planned."));
   }
 }
 
@@ -499,18 +502,18 @@ void TrainerImpl::collect_save() {
 void TrainerImpl::alert(std::string text) {
   log::error("checkpoint", "{}", text);
   alerts_.push_back(std::move(text));
-  wishes_.alert = true;
+  flags_.alert = true;
 }
 
 // Collective.
-void TrainerImpl::tell_alerts() {
+void TrainerImpl::report_alerts() {
   std::string mine;
   for (const std::string& text : std::exchange(alerts_, {})) mine += text + '\0';
   for (const std::string& texts : world_.all_gather(mine)) {
     for (std::size_t at = 0; at < texts.size();) {
       const std::string text = texts.substr(at, texts.find('\0', at) - at);
       at += text.size() + 1;
-      tell(&Observer::on_alert, nullptr, nullptr, &text);
+      notify(&Observer::on_alert, nullptr, nullptr, &text);
     }
   }
 }

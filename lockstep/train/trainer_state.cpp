@@ -15,7 +15,7 @@ constexpr DocumentLimits kLimits{.bytes = 256u << 20, .depth = 32, .nodes = 50'0
 Node map_of(const std::vector<std::pair<std::string, Node>>& members) {
   Node node;
   node.kind = NodeKind::kMap;
-  for (const auto& [key, value] : members) node.entries.push_back({key, Place(), value});
+  for (const auto& [key, value] : members) node.entries.push_back({key, SourceLocation(), value});
   return node;
 }
 
@@ -139,7 +139,7 @@ TrainerState parse_trainer_state(std::string_view text, const std::string& name)
   as_map(root, "trainer_state");
   TrainerState state;
   if (given(root, "global_step") == nullptr)
-    throw UsageError("checkpoint", "{}: there is no global_step. It is no trainer state.", name);
+    throw UsageError("checkpoint", "{}: there is no global_step. It is not a trainer state.", name);
   state.global_step = integer(root, "global_step", 0);
   state.epoch = real(root, "epoch", 0);
   state.max_steps = integer(root, "max_steps", 0);
@@ -187,7 +187,7 @@ DataPosition parse_data_position(std::string_view text, const std::string& name)
                                                            {"epoch_ended", &position.epoch_ended}};
   for (const auto& [key, member] : members) {
     if (given(root, key) == nullptr)
-      throw UsageError("checkpoint", "{}: there is no {}. It is no sampler state.", name, key);
+      throw UsageError("checkpoint", "{}: there is no {}. It is not a sampler state.", name, key);
     *member = integer(root, key, 0);
   }
   position.order = integer(root, "order", 0);

@@ -52,7 +52,7 @@ std::string trainer_state_text(const TrainerState& state);
 TrainerState parse_trainer_state(std::string_view text, const std::string& name);
 
 // Where in the data a run stands. The cursor counts samples of all ranks, so any number of ranks
-// can go on from it; the rest tells whether the run that goes on is the same one.
+// can continue from it; the rest says whether the run that continues is the same one.
 struct DataPosition {
   std::int64_t epoch = 0;
   std::int64_t cursor = 0;

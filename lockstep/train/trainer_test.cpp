@@ -48,7 +48,7 @@ MATCHER_P(HasStep, step, "") {
   return arg.step == step;
 }
 
-// Rank 0 wishes for an end and a checkpoint; both come one step later.
+// Rank 0 flags for an end and a checkpoint; both come one step later.
 struct StopAt : Observer {
   explicit StopAt(std::int64_t at) : step(at) {}
   void on_step_end(Event& event) override {
@@ -206,7 +206,7 @@ TEST(Trainer, EverySampleOnceAnEpochOverChangingRanks) {
   std::map<std::int64_t, std::vector<std::int64_t>> seen;  // by epoch
   std::mutex mutex;
   std::vector<std::int64_t> ended;
-  // Wishes after these steps. A batch of 4 each: 32, 16 and 48 samples, so that 24 of the first
+  // StepFlags after these steps. A batch of 4 each: 32, 16 and 48 samples, so that 24 of the first
   // epoch are left for three ranks.
   const std::map<int, std::int64_t> stop_after{{2, 3}, {1, 7}, {4, 10}};
   for (const int ranks : {2, 1, 4, 3}) {
@@ -233,7 +233,7 @@ TEST(Trainer, EverySampleOnceAnEpochOverChangingRanks) {
       if (world.is_leader()) ended.push_back(result.global_step);
     });
   }
-  // A wish is agreed in the next step's exchange, so each run ends one step after it was made.
+  // A flag is agreed in the next step's exchange, so each run ends one step after it was made.
   EXPECT_THAT(std::vector(ended.begin(), ended.end() - 1), ElementsAre(4, 8, 11));
   ASSERT_EQ(seen.size(), 2u);
   for (auto& [epoch, indices] : seen) {
@@ -253,7 +253,7 @@ TEST(Trainer, ResumedTwiceItEndsWhereItWouldHave) {
     const auto run = [&](int ranks, std::int64_t stop_after) {
       std::pair<std::int64_t, double> end;
       testing::run_threads(ranks, [&](World& world) {
-        auto a = arguments(dir.path());  // saves by wish alone
+        auto a = arguments(dir.path());  // saves by flag alone
         a.num_train_epochs = 2;
         a.resume_from_checkpoint = "auto";
         Trainer trainer(world, task_for(network(), samples), a);
@@ -313,7 +313,7 @@ TEST(Trainer, AParameterOfTwoNamesIsResumed) {
   }
 }
 
-// The wish is granted at the epoch's last step, before the evaluation that finds it the best.
+// The flag is granted at the epoch's last step, before the evaluation that finds it the best.
 TEST(Trainer, AStepThatIsSavedAlreadyMayTurnOutTheBest) {
   struct SaveAt : Observer {
     void on_step_end(Event& event) override { event.save = event.state.global_step == 3; }

@@ -1,6 +1,6 @@
 // torch.distributed's view of the shared-memory engine: the backend `lockstep`.
 //
-// The one hard idea: the engine wants plain arrays, torch.distributed gives tensors of any strides
+// The engine wants plain arrays, torch.distributed gives tensors of any strides
 // and lists of them. Whatever is not one array already is staged, and copied back by whoever
 // settles the work.
 #include <fmt/ranges.h>
@@ -22,7 +22,7 @@
 #include "lockstep/memory/cpu_cache.h"
 #include "python/csrc/arrays.h"
 #include "python/csrc/deferral.h"
-#include "python/csrc/mailbox.h"
+#include "python/csrc/message_matcher.h"
 #include "python/csrc/outputs.h"
 #include "python/csrc/sparse.h"
 #include "python/csrc/work.h"
@@ -51,10 +51,10 @@ struct BackendConfig {
 // ---------------------------------------------------------------- start-up
 
 // What ranks write where all can read it: the group's store. A group that is made again in the same
-// store (destroyed and initialised anew) must not read what the last one wrote.
-class StoreBoard : public shm::Board {
+// store (destroyed and initialised again) must not read what the last one wrote.
+class C10dStore : public shm::KeyValueStore {
  public:
-  StoreBoard(c10::intrusive_ptr<c10d::Store> store, int rank) : store_(std::move(store)) {
+  C10dStore(c10::intrusive_ptr<c10d::Store> store, int rank) : store_(std::move(store)) {
     prefix_ = fmt::format("{}/", store_->add(fmt::format("lockstep/times/{}", rank), 1));
   }
 
@@ -114,7 +114,7 @@ class LockstepBackend : public c10d::Backend {
       : Backend(config.rank, config.size),
         explain_(explainer(config)),
         options_(c10::make_intrusive<Options>("lockstep", config.timeout)),
-        mailbox_(std::make_shared<Mailbox>(*engine)),
+        matcher_(std::make_shared<MessageMatcher>(*engine)),
         engine_(std::move(engine)) {
     options_->group_name = config.group_name;
     options_->global_ranks_in_group.assign(config.global_ranks.begin(), config.global_ranks.end());
@@ -126,14 +126,14 @@ class LockstepBackend : public c10d::Backend {
     } else {
       // A forked child ends: the group, its engine and their threads are the parent's.
       (void)engine_.release();
-      new std::shared_ptr<Mailbox>(mailbox_);
+      new std::shared_ptr<MessageMatcher>(matcher_);
     }
   }
 
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(milliseconds timeout) override { options_->timeout = timeout; }
-  // Ranks that start together count alike: there is nothing to agree on.
+  // Ranks that start together count identically: there is nothing to agree on.
   void setSequenceNumberForGroup() override {}
   std::uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
   c10d::ErrorType getError() override {
@@ -158,10 +158,10 @@ class LockstepBackend : public c10d::Backend {
     if (!engine) return;
     // The engine's thread may be about to run a Python callback; it must not wait for us with the
     // interpreter in our hands.
-    std::optional<pybind11::gil_scoped_release> let_go;
-    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) let_go.emplace();
+    std::optional<pybind11::gil_scoped_release> release_gil;
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) release_gil.emplace();
     const Deferral deferral;
-    mailbox_->close(std::move(engine));
+    matcher_->close(std::move(engine));
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
@@ -221,7 +221,7 @@ class LockstepBackend : public c10d::Backend {
     Outputs outputs;
     outputs.held.push_back(packed);
     return launch(std::move(call), outputs, [&](shm::Engine& engine, Tickets& tickets) {
-      tickets.push_back(engine.all_gather_varied(*parts, const_part_of(packed), start(opts)));
+      tickets.push_back(engine.all_gather_v(*parts, const_part_of(packed), start(opts)));
     });
   }
 
@@ -422,7 +422,7 @@ class LockstepBackend : public c10d::Backend {
     const at::Tensor data = tensors[0].contiguous();
     outputs.held.push_back(data);
     return launch(std::move(call), outputs, [&](shm::Engine&, Tickets& tickets) {
-      tickets = mailbox_->send({data.const_data_ptr(), data.nbytes(), peer, tag},
+      tickets = matcher_->send({data.const_data_ptr(), data.nbytes(), peer, tag},
                                Deadline::after(options_->timeout));
     });
   }
@@ -431,7 +431,7 @@ class LockstepBackend : public c10d::Backend {
     return receive(OpType::RECV, tensors, rank_in_group("recv", peer), tag);
   }
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
-    return receive(OpType::RECVANYSOURCE, tensors, Mailbox::kAnyone, tag);
+    return receive(OpType::RECVANYSOURCE, tensors, MessageMatcher::kAnyone, tag);
   }
 
  private:
@@ -493,16 +493,16 @@ class LockstepBackend : public c10d::Backend {
   WorkPtr receive(OpType type, Tensors& tensors, int source, int tag) {
     const PlainTensors plain;
     check_single("recv", tensors);
-    const bool any = source == Mailbox::kAnyone;
+    const bool any = source == MessageMatcher::kAnyone;
     TORCH_CHECK(source != rank_, "[lockstep_torch] recv: a rank cannot receive from itself.");
     Call call = call_of(type, any ? "lockstep:recv_any_source" : "lockstep:recv", {}, {tensors});
     Outputs outputs;
     const at::Tensor data = outputs.stage(tensors[0]);
     call.finish = outputs.finish();
     call.sequence = sequence_.load();
-    auto work = c10::make_intrusive<ReceiveWork>(rank_, std::move(call), mailbox_);
+    auto work = c10::make_intrusive<ReceiveWork>(rank_, std::move(call), matcher_);
     try {
-      work->attach(mailbox_->receive({data.mutable_data_ptr(), data.nbytes(), source, tag,
+      work->attach(matcher_->receive({data.mutable_data_ptr(), data.nbytes(), source, tag,
                                       std::make_shared<at::Tensor>(data)}),
                    Deadline::after(options_->timeout));
     } catch (const lockstep::Error&) {
@@ -597,7 +597,7 @@ class LockstepBackend : public c10d::Backend {
   const Explain explain_;
   const c10::intrusive_ptr<Options> options_;
   const pid_t process_ = ::getpid();
-  const std::shared_ptr<Mailbox> mailbox_;
+  const std::shared_ptr<MessageMatcher> matcher_;
   std::atomic<std::uint64_t> sequence_{0};  // of collectives; messages do not count
   std::mutex mutex_;  // the order of operations, and the engine, which is gone after shutdown()
   std::unique_ptr<shm::Engine> engine_;
@@ -606,11 +606,10 @@ class LockstepBackend : public c10d::Backend {
 // Collective over the group's ranks.
 c10::intrusive_ptr<c10d::Backend> make_backend(const BackendConfig& config) {
   const Explain explain = explainer(config);
-  shm::Made made;
+  shm::EngineResult made;
   try {
-    StoreBoard board(config.store, config.rank);
-    made =
-        shm::Engine::make(board, {config.rank, config.size}, {}, Deadline::after(config.timeout));
+    C10dStore kv(config.store, config.rank);
+    made = shm::Engine::make(kv, {config.rank, config.size}, {}, Deadline::after(config.timeout));
   } catch (const lockstep::Error&) {
     std::rethrow_exception(explain(std::current_exception()));
   }
@@ -619,7 +618,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const BackendConfig& config) {
         "lockstep_torch",
         "these ranks cannot share memory: {}. The backend 'lockstep' is for the ranks of one "
         "host; use backend=\"gloo\" here.",
-        made.why_not))));
+        made.unavailable_reason))));
   return c10::make_intrusive<LockstepBackend>(config, std::move(made.engine));
 }
 

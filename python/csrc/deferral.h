@@ -1,6 +1,6 @@
 // Keeps a program's own callbacks out of the adaptor's locks.
 //
-// The one hard idea: the engine may end any operation inside any call, also the start of another
+// The engine may end any operation inside any call, also the start of another
 // one, and what hangs on that end (a future with a Python callback) may call back into the adaptor
 // or wait for peers. While a Deferral lives on a thread, such ends are put off; the outermost one
 // carries them out when it goes. Declare it before the lock, so that it goes after it.

@@ -1,7 +1,7 @@
 // Sparse COO tensors as bytes: what an all_reduce of them sends and how the ranks' parts add up.
 //
 //   const at::Tensor packed = sparse::pack(tensor.coalesce());
-//   engine.all_gather_varied(*parts, {packed.const_data_ptr(), packed.nbytes()});
+//   engine.all_gather_v(*parts, {packed.const_data_ptr(), packed.nbytes()});
 //   sparse::add_up(*parts, tensor, op);             // after the end
 //
 // Ranks may hold different indices, so their parts differ in size. For the backend's one source

@@ -169,10 +169,10 @@ c10::intrusive_ptr<c10::ivalue::Future> EngineWork::getFuture() {
 
 // ---------------------------------------------------------------- receives
 
-ReceiveWork::ReceiveWork(int rank, Call call, std::shared_ptr<Mailbox> mailbox)
+ReceiveWork::ReceiveWork(int rank, Call call, std::shared_ptr<MessageMatcher> matcher)
     : Work(rank, call.type, call.title, call.inputs),
       call_(std::move(call)),
-      mailbox_(std::move(mailbox)) {}
+      matcher_(std::move(matcher)) {}
 
 void ReceiveWork::attach(std::shared_ptr<Receive> receive, const Deadline& deadline) {
   receive_ = std::move(receive);
@@ -187,9 +187,9 @@ bool ReceiveWork::isCompleted() {
 
 bool ReceiveWork::wait(std::chrono::milliseconds timeout) {
   if (timeout == kNoTimeout) {
-    mailbox_->wait(*receive_, deadline_);
+    matcher_->wait(*receive_, deadline_);
   } else {
-    mailbox_->hurry(*receive_);
+    matcher_->request_progress(*receive_);
     if (!receive_->wait_until(Deadline::after(timeout))) throw_timeout(timeout, call_.title);
   }
   settle();

@@ -1,6 +1,6 @@
-// A c10d::Work over the engine's tickets, or over a receive of the mailbox.
+// A c10d::Work over the engine's tickets, or over a receive of the matcher.
 //
-// The one hard idea: whoever notices the end first settles the work, once: copies staged results
+// Whoever notices the end first settles the work, once: copies staged results
 // back, keeps the error, completes the future. Who waits carries the operation out itself; a future
 // has nobody who waits, so it asks the engine for a callback. Inside such a callback (a
 // communication hook's `then`) a new future is carried out at once: the thread that would do it
@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "python/csrc/deferral.h"
-#include "python/csrc/mailbox.h"
+#include "python/csrc/message_matcher.h"
 
 namespace lockstep::python {
 
@@ -75,7 +75,7 @@ class EngineWork : public c10d::Work {
 
 class ReceiveWork : public c10d::Work {
  public:
-  ReceiveWork(int rank, Call call, std::shared_ptr<Mailbox> mailbox);
+  ReceiveWork(int rank, Call call, std::shared_ptr<MessageMatcher> matcher);
   void attach(std::shared_ptr<Receive> receive, const Deadline& deadline);
 
   bool isCompleted() override;
@@ -88,7 +88,7 @@ class ReceiveWork : public c10d::Work {
   void settle() noexcept;
 
   Call call_;
-  const std::shared_ptr<Mailbox> mailbox_;
+  const std::shared_ptr<MessageMatcher> matcher_;
   std::shared_ptr<Receive> receive_;
   Deadline deadline_ = Deadline::after(std::chrono::milliseconds(0));
   std::mutex settle_mutex_;

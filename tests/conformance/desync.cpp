@@ -24,16 +24,16 @@ int main(int argc, char** argv) {
   };
   at::Tensor x = at::ones({1024}, world.device());
   // All are here and connected before the short deadline counts.
-  constexpr std::chrono::seconds kPatience{60};
-  world.barrier(kPatience);
-  world.all_reduce(x).synchronize(kPatience);
+  constexpr std::chrono::seconds kLongTimeout{60};
+  world.barrier(kLongTimeout);
+  world.all_reduce(x).synchronize(kLongTimeout);
   int code = 1;
   if (world.rank() != 0) {
     // Stays, silent, until rank 0 has given up and closes its connections. Its own operation has a
     // deadline too, which must not come first on a machine that holds rank 0 up.
     std::this_thread::sleep_for(2 * world.timeout());
     try {
-      world.recv(at::zeros({1}), 0).synchronize(world.timeout() + kPatience);
+      world.recv(at::zeros({1}), 0).synchronize(world.timeout() + kLongTimeout);
     } catch (const lockstep::CommError&) {
     }
     code = 0;

@@ -25,7 +25,7 @@
 namespace lockstep::conformance {
 namespace {
 
-struct Verdict {
+struct Outcome {
   int worlds = 0;
   int failures = 0;
 };
@@ -35,34 +35,34 @@ void print(const std::string& line) {
   std::fflush(stdout);
 }
 
-// One rank's report: the count of cases is part of the verdict.
+// One rank's report: the count of cases is part of the outcome.
 void judge(const Report& report, const World& world, const SuiteOptions& options,
-           Verdict& verdict) {
+           Outcome& outcome) {
   const int due = cases_due(options);
   if (report.ran < due) {
     print(fmt::format("FAILED rank {}: only {} of {} cases of the support table ran", world.rank(),
                       report.ran, due));
-    ++verdict.failures;
+    ++outcome.failures;
   }
   for (const auto& failure : report.failures) print("FAILED " + failure);
-  verdict.failures += static_cast<int>(report.failures.size());
+  outcome.failures += static_cast<int>(report.failures.size());
   if (world.is_leader()) {
     print(fmt::format("{} on {}, world of {}: {} of {} cases, {} skipped, {} refusals, {} others",
                       world.backend(), world.device().str(), world.size(), report.ran, due,
                       due - report.ran, report.refused, report.extra));
-    ++verdict.worlds;
+    ++outcome.worlds;
   }
 }
 
 int run_threads_mode(const SuiteOptions& options) {
-  Verdict verdict;
+  Outcome outcome;
   std::mutex mutex;
   for (const int size : {1, 2, 3, 4, 7}) {
     const auto begin = std::chrono::steady_clock::now();
     const auto body = [&](World& world) {
       const Report report = run_suite(world, world.device(), options);
       const std::lock_guard lock(mutex);
-      judge(report, world, options, verdict);
+      judge(report, world, options, outcome);
     };
     testing::ThreadOptions threads;
     threads.world.backend = env::get("LOCKSTEP_CONFORMANCE_BACKEND").value_or("gloo");
@@ -70,9 +70,9 @@ int run_threads_mode(const SuiteOptions& options) {
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
     print(fmt::format("  {:.1f} s", seconds.count()));
   }
-  if (verdict.worlds != 5) ++verdict.failures;
-  print(verdict.failures == 0 ? "conformance: passed" : "conformance: FAILED");
-  return verdict.failures == 0 ? 0 : 1;
+  if (outcome.worlds != 5) ++outcome.failures;
+  print(outcome.failures == 0 ? "conformance: passed" : "conformance: FAILED");
+  return outcome.failures == 0 ? 0 : 1;
 }
 
 int run_environment_mode(SuiteOptions options) {
@@ -80,18 +80,18 @@ int run_environment_mode(SuiteOptions options) {
   if (const auto backend = env::get("LOCKSTEP_CONFORMANCE_BACKEND"))
     world_options.backend = *backend;
   World world = World::from_env(world_options);
-  Verdict verdict;
-  judge(run_suite(world, world.device(), options), world, options, verdict);
+  Outcome outcome;
+  judge(run_suite(world, world.device(), options), world, options, outcome);
   if (!world.device().is_cpu()) {
     // Tensors of the host travel in the same world, by another backend.
     options.every_case = false;
     const Report report = run_suite(world, c10::Device(c10::kCPU), options);
-    judge(report, world, options, verdict);
+    judge(report, world, options, outcome);
   }
-  const double failures = world.sum(verdict.failures);
+  const double failures = world.sum(outcome.failures);
   world.finish();
   if (world.is_leader()) print(failures == 0 ? "conformance: passed" : "conformance: FAILED");
-  return verdict.failures == 0 ? 0 : 1;
+  return outcome.failures == 0 ? 0 : 1;
 }
 
 }  // namespace

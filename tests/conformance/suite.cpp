@@ -381,7 +381,7 @@ class Suite {
     for (std::size_t from = 0; from < all.size(); ++from)
       expect(all[from] == std::string(from, 'x'), "gathered bytes");
     // Ranks contribute 0, 1, 2, ... rows.
-    const auto varied = world_.all_gather_varied(at::full({rank(), 2}, rank(), device_));
+    const auto varied = world_.all_gather_v(at::full({rank(), 2}, rank(), device_));
     for (std::size_t from = 0; from < varied.size(); ++from) {
       const auto rows = static_cast<int64_t>(from);
       expect(varied[from], at::full({rows, 2}, rows, at::kLong).to(varied[from].scalar_type()),

@@ -47,8 +47,8 @@ inline constexpr std::array kDtypes = {
     at::kByte,     at::kChar,  at::kShort,  at::kInt,  at::kLong,         at::kHalf,
     at::kBFloat16, at::kFloat, at::kDouble, at::kBool, at::kComplexFloat, at::kComplexDouble};
 
-// One row: these reductions for these dtypes, alike on every backend, because World emulates what
-// a backend lacks. Operations that only move bytes take every dtype.
+// One row: these reductions for these dtypes, identically on every backend, because World emulates
+// what a backend lacks. Operations that only move bytes take every dtype.
 struct Row {
   std::vector<at::ScalarType> dtypes;
   std::vector<ReduceOp> reductions;

@@ -36,15 +36,15 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
   static MemoryFile memory;
   const ErrorFile file = read_error_file(memory.holding(data, size));
   require(file.present == (size != 0), "present is not what it should be");
-  require(std::isfinite(file.time), "a time that is no time");
-  Failure failure;
+  require(std::isfinite(file.time), "a time that is not a time");
+  RankFailure failure;
   failure.rank = 0;
   failure.cause = "exited with code 1";
   add_error_file(failure, file);
   failure_report(failure);
   const std::string line = control_line(failure);
   require(line.find('\n') + 1 == line.size(), "an announcement of more than one line");
-  const Failure again = failure_from_json(failure_to_json(failure));
+  const RankFailure again = failure_from_json(failure_to_json(failure));
   require(again.stack.size() == failure.stack.size(), "a stack that changes on its way");
   return 0;
 }

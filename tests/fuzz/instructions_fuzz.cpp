@@ -42,7 +42,7 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
     try {
       data::apply({.response = item.instruction}, item);
     } catch (const UsageError&) {
-      // A sample's text is no template; it may be refused, but not crash.
+      // A sample's text is not a template; it may be refused, but not crash.
     }
   }
   return 0;

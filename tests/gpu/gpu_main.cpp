@@ -173,7 +173,7 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
   require(state ==
               2.0 * (40 * 300 + 300 + 300 * 50 + 50) * static_cast<double>(c10::elementSize(dtype)),
           "every element's state is held once");
-  // Clipped, and left out on all ranks when one has a bad gradient.
+  // Clipped, and skipped on all ranks when one has a bad gradient.
   optimizer.options().max_grad_norm = 1e-3;
   model(batch(9)).square().mean().backward();
   require(optimizer.step().grad_norm > 1e-3, "a step that is clipped");
@@ -182,7 +182,7 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
   auto bad = batch(10);
   if (world.rank() == world.size() - 1) bad.fill_(INFINITY);
   model(bad).square().mean().backward();
-  require(optimizer.step().skipped, "a bad step is left out");
+  require(optimizer.step().skipped, "a bad step is skipped");
   require(net->parameters()[0].detach().equal(before), "and changes nothing");
   const auto saved = optimizer.state_dict();
   optimizer.load_state_dict(saved);

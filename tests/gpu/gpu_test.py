@@ -28,8 +28,8 @@ def run(label, ranks, program, expect, env=None, timeout=300):
     seconds = time.monotonic() - start
     output = done.stdout + done.stderr
     ok = done.returncode == 0 and all(text in output for text in expect)
-    verdict = "ok    " if ok else "FAILED"
-    print(f"{verdict} {label} ({seconds:.1f} s, exit code {done.returncode})", flush=True)
+    outcome = "ok    " if ok else "FAILED"
+    print(f"{outcome} {label} ({seconds:.1f} s, exit code {done.returncode})", flush=True)
     if not ok or "-v" in sys.argv:
         print(output, flush=True)
     return ok

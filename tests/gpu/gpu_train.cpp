@@ -1,4 +1,4 @@
-// The Trainer and its parts on the world's device: steps that are left out, saves beside the
+// The Trainer and its parts on the world's device: steps that are skipped, saves beside the
 // computation, batches from a side stream, exact evaluation, agreement between ranks, memory that
 // runs out.
 //
@@ -131,7 +131,7 @@ void overflow(World& world, const std::string& folder) {
   for (const train::LogEntry& entry : trainer.state().log_history) {
     const double* skipped = train::find_metric(entry.values, "skipped_steps");
     require((skipped != nullptr) == (entry.step == 4 && train::find_metric(entry.values, "loss")),
-            "the log says which step was left out");
+            "the log says which step was skipped");
   }
   if (!world.is_leader()) return;
   require_scaler(folder + "/checkpoint-3", 65536, 3);
@@ -327,7 +327,7 @@ void two_devices(World& world) {
     return seen;
   };
   const auto apart = run(world.device()), together = run(c10::Device(c10::kCPU));
-  require(apart[21] == 512 && apart[19] == 1024, "the step with an infinite gradient is left out");
+  require(apart[21] == 512 && apart[19] == 1024, "the step with an infinite gradient is skipped");
   for (std::size_t i = 0; i < apart.size(); ++i) {
     const bool same = apart[i] == together[i] ||  // infinite, both
                       std::abs(apart[i] - together[i]) <= 1e-4 * std::abs(together[i]) + 1e-6;
@@ -342,7 +342,7 @@ void random_states(World& world) {
   const optim::RngState state = optim::rng_state();
   require(state.contains(world.device().str()), "the device's generator is kept");
   const at::Tensor first = draw(), second = draw();
-  require(!first.equal(second), "the generator goes on");
+  require(!first.equal(second), "the generator continues");
   optim::set_rng_state(state);
   require(draw().equal(first) && draw().equal(second), "and back");
 }
@@ -429,7 +429,7 @@ void all_checks(World& world, const std::string& folder) {
     std::printf("gpu_train: %s (%.1f s)\n", what, took.count());
     std::fflush(stdout);
   };
-  check("fp16 overflow: the step is left out, the scale halved", [&] { overflow(world, folder); });
+  check("fp16 overflow: the step is skipped, the scale halved", [&] { overflow(world, folder); });
   check("20 Trainer steps, replicas identical", [&] { twenty_steps(world, folder + "/twenty"); });
   check("a wish ends all ranks at one step", [&] { agreement(world, folder + "/stop"); });
   check("evaluation is exact", [&] { evaluation(world, folder + "/eval"); });

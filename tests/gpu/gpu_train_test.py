@@ -190,12 +190,12 @@ def names_in(file):
 
 
 def expect_scaler(run):
-    """From 65536, halved by each step that was left out; too few steps to be doubled."""
+    """From 65536, halved by each step that was skipped; too few steps to be doubled."""
     state = json.loads((run.newest() / "scaler.json").read_text())
     lines = (run.output / "metrics.jsonl").read_text().splitlines()
-    left_out = [e["step"] for e in map(json.loads, lines) if e.get("skipped_steps")]
-    expect(state["scale"] == 65536 * .5 ** len(left_out), f"{state}, left out {left_out}")
-    expect(state["growth_tracker"] == STEPS - max(left_out, default=0), f"{state}, {left_out}")
+    skipped = [e["step"] for e in map(json.loads, lines) if e.get("skipped_steps")]
+    expect(state["scale"] == 65536 * .5 ** len(skipped), f"{state}, skipped {skipped}")
+    expect(state["growth_tracker"] == STEPS - max(skipped, default=0), f"{state}, {skipped}")
     expect((state["growth_factor"], state["backoff_factor"], state["growth_interval"])
            == (2, .5, 2000), str(state))
     return f"scale {state['scale']:.0f}"

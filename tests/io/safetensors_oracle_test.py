@@ -174,14 +174,14 @@ class Oracle(unittest.TestCase):
         paths = [self.write(f"{i}.safetensors", c) for i, c in enumerate(cases)]
         outcome = peer("judge", input="\n".join(paths) + "\n")
         self.assertEqual(outcome.returncode, 0, outcome.stderr)
-        verdicts = outcome.stdout.splitlines()
-        self.assertEqual(len(verdicts), len(cases))
+        outcomes = outcome.stdout.splitlines()
+        self.assertEqual(len(outcomes), len(cases))
         accepted = 0
-        for contents, verdict in zip(cases, verdicts):
-            theirs, ours = package_accepts(contents), verdict.startswith("ok")
+        for contents, outcome in zip(cases, outcomes):
+            theirs, ours = package_accepts(contents), outcome.startswith("ok")
             accepted += ours
             if theirs != ours:
-                self.assertTrue(theirs and stricter(contents), (contents, verdict))
+                self.assertTrue(theirs and stricter(contents), (contents, outcome))
         self.assertGreater(accepted, HEADERS // 10)
         self.assertLess(accepted, HEADERS * 9 // 10)
 

@@ -24,8 +24,8 @@ def line(kind, **fields):
     return json.dumps(message).encode() + b"\n"
 
 
-def hello(**fields):
-    return line("hello", **{"run_id": "none", "host": "evil", "nnodes": 2,
+def handshake(**fields):
+    return line("handshake", **{"run_id": "none", "host": "evil", "nnodes": 2,
                             "share": {"nproc_per_node": 2, "role": "default"}, **fields})
 
 
@@ -55,7 +55,7 @@ class Hostile(Nodes):
     def join(self, **fields):
         """As node 1, until the run has started."""
         peer = self.connect()
-        peer.sendall(hello(**fields))
+        peer.sendall(handshake(**fields))
         stream = peer.makefile("rb")
         while json.loads(stream.readline())["kind"] != "start":
             pass
@@ -85,7 +85,7 @@ class Hostile(Nodes):
 class WithoutSecret(Hostile):
     def test_a_rejection_says_nothing_of_the_run(self):
         first = self.node(0, "echo ran", "--rdzv-id=hidden42")
-        answers = {self.answer(hello(**fields)) for fields in (
+        answers = {self.answer(handshake(**fields)) for fields in (
             {"run_id": "none"},
             {"run_id": "hidden42", "nnodes": 3},
             {"run_id": "hidden42", "node": 7},
@@ -120,7 +120,7 @@ class WithoutSecret(Hostile):
 
     def test_a_stop_before_the_start_ends_nothing(self):
         first = self.node(0, "echo ran", nnodes=3)
-        self.answer(hello(nnodes=3) + line("stop", signal=15))
+        self.answer(handshake(nnodes=3) + line("stop", signal=15))
         others = [self.node(rank, "echo ran", nnodes=3) for rank in (1, 2)]
         results = self.ends([first, *others])
         for code, err in results:
@@ -130,7 +130,7 @@ class WithoutSecret(Hostile):
     def test_remote_text_is_escaped(self):
         evil = "\x1b]0;owned\x07\x9b2J\u202eabc"
         first = self.node(0, WAIT)
-        self.answer(hello(node=7, host=evil, run_id=evil))
+        self.answer(handshake(node=7, host=evil, run_id=evil))
         with self.join(host=evil) as peer:
             self.wait_notes("up", 2)
             peer.sendall(line("failed", failure=failure(
@@ -215,7 +215,7 @@ class WithoutSecret(Hostile):
         count = 10_000 if SOAK else 1000
         for number in range(count):
             with self.connect() as peer:
-                peer.sendall((hello(node=number + 2), b"GET / HTTP/1.0\r\n\r\n", b"")[number % 3])
+                peer.sendall((handshake(node=number + 2), b"GET / HTTP/1.0\r\n\r\n", b"")[number % 3])
         second = self.node(1, "echo ran")
         code, _, err = self.finish(first)
         self.assertEqual(code, 0, err)
@@ -360,7 +360,7 @@ class WithSecret(Hostile):
         alerts = set()
         for words in (["-psk", "00" * 32, "-psk_identity", "hidden42"],
                       ["-psk", "00" * 32, "-psk_identity", "none"]):
-            data = hello(run_id="hidden42") + line("stop", signal=15)
+            data = handshake(run_id="hidden42") + line("stop", signal=15)
             out, err = self.s_client(*words, data=data)
             alerts.add(tuple(re.findall(r"<<< TLS 1\.\d.*\n.*", out)))
             self.assertNotIn("refused", out)
@@ -370,7 +370,7 @@ class WithSecret(Hostile):
         self.assertIn("alert", err)
         # In clear text, what would join, start and stop.
         with self.connect() as peer:
-            peer.sendall(hello(run_id="hidden42") + line("stop", signal=0))
+            peer.sendall(handshake(run_id="hidden42") + line("stop", signal=0))
             with contextlib.suppress(ConnectionError):
                 self.assertEqual(peer.makefile("rb").read(), b"\x15\x03\x03\x00\x02\x02\x28")
         for data in (b"\x16\x03\x01" + b"\xff" * 40, b"\x16\x03\x01\x40\x00" + b"\0" * 20_000,

@@ -263,7 +263,7 @@ else:
         met = "launchers of different versions of Lockstep met (protocols 99 and 2)"
         first = self.node(0, "echo ran")
         with self.connect() as newer:
-            newer.sendall(b'{"lockstep": 99, "kind": "hello"}\n')
+            newer.sendall(b'{"lockstep": 99, "kind": "handshake"}\n')
             answer = json.loads(newer.makefile().readline())
             # The number is all that it needs to say the same as node 0.
             self.assertEqual((answer["lockstep"], answer["kind"], answer["code"], answer["text"]),
@@ -299,10 +299,10 @@ else:
                 server.settimeout(BOUND_S)
                 second = self.node(1, "echo ran", f"--rdzv-conf=join_timeout={join_s}")
                 with server.accept()[0] as node:
-                    hello = json.loads(node.makefile().readline())
-                    self.assertEqual((hello["kind"], hello["node"]), ("hello", 1))
+                    handshake = json.loads(node.makefile().readline())
+                    self.assertEqual((handshake["kind"], handshake["node"]), ("handshake", 1))
                     with contextlib.suppress(ConnectionError):
-                        node.sendall(json.dumps({**hello, "kind": "say"}).encode() + b"\n")
+                        node.sendall(json.dumps({**handshake, "kind": "say"}).encode() + b"\n")
                     code, _, err = self.finish(second)
             if "was not found" not in err:  # we were too slow for it
                 break

@@ -14,7 +14,7 @@ from launch_case import BOUND_S, Case
 
 
 class Console(Case):
-    # A rank goes on when the test has seen what it waited for, and not before.
+    # A rank continues when the test has seen what it waited for, and not before.
     UNTIL_SEEN = "while [ ! -e $NOTES/seen ]; do sleep 0.02; done"
 
     def seen(self, name="seen"):

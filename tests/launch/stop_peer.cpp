@@ -57,7 +57,7 @@ int main(int argc, char** argv) {
   const fs::path notes = std::getenv("NOTES");
   const std::string rank = std::getenv("RANK");
   const auto token =
-      lockstep::control::subscribe([](const lockstep::control::Failure&) { say("word"); });
+      lockstep::control::subscribe([](const lockstep::control::PeerFailure&) { say("word"); });
   const lockstep::Pipe wake = lockstep::make_pipe();
   g_wake = wake.write.get();
   std::signal(SIGTERM, on_sigterm);

@@ -171,7 +171,7 @@ class Spawn(Case):
             done = run([program, "spawn-gone"])
         self.assertEqual(done.code, 3, done.text())
         self.assertRegex(done.out, r"\[spawn\] \S+/run_peer( \(deleted\))? is no longer there to "
-                                   r"be started again .* Start the program anew\.")
+                                   r"be started again .* Start the program again\.")
 
     def test_a_signal_ends_the_ranks(self):
         for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)):

@@ -160,7 +160,7 @@ class Slurm(unittest.TestCase):
         lines, done = self.srun(*self.launcher(
             "--nnodes=$SLURM_STEP_NUM_NODES", "--node-rank=$SLURM_NODEID",
             "--master-addr=127.0.0.1", f"--master-port={port}"))
-        # Both nodes are this machine, but the launchers count them as two: local ranks start anew.
+        # Both nodes are this machine, but the launchers count them as two: local ranks start again.
         self.assertEqual([line[:3] for line in lines],
                          [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)], done.text())
         self.assertNotIn("a world of its own", done.text())

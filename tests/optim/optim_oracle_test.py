@@ -165,7 +165,7 @@ class Training(unittest.TestCase):
             yield {**base, "optimizer": optimizer, "factors": factors, "init_scale": 1000.0}
             yield {**base, "optimizer": optimizer, "factors": [1, 2, 3], "scaled": False}
         yield {**base, "optimizer": "sgd", "factors": factors, "nesterov": True}
-        # The first step is left out: momentum must begin with the second, dampened or not.
+        # The first step is skipped: momentum must begin with the second, dampened or not.
         yield {**base, "optimizer": "sgd", "factors": [INF, 1, 1]}
         yield {**base, "optimizer": "sgd", "factors": [INF, 1, INF, 1], "dampening": 0.5}
         yield {**base, "optimizer": "adamw", "factors": [INF, INF, 1, 1]}

@@ -17,7 +17,7 @@ def run(bodies):
         pid = os.fork()
         if pid == 0:
             status = 1
-            signal.alarm(LIMIT_S)  # nobody waits for ever, not even for a rank left behind
+            signal.alarm(LIMIT_S)  # nobody waits forever, not even for a rank left behind
             try:
                 body()
                 status = 0

@@ -118,7 +118,7 @@ class Parity(unittest.TestCase):
         self.assertLessEqual(max(apart), LOSS_TOLERANCE, apart)
         self.assertEqual(sorted(mine["norms"]), sorted(theirs["norms"]))
         for key, norm in theirs["norms"].items():
-            # The bias of attention keys shifts all scores of a query alike: its gradient is
+            # The bias of attention keys shifts all scores of a query by the same amount: its gradient is
             # rounding, which AdamW makes whole steps of. Nothing depends on it.
             if key.endswith("attn.c_attn.bias"):
                 continue

@@ -67,7 +67,7 @@ CANCELLATION = 100.0   # sum of |gradients| over |their sum|, for an entry that 
 
 # Entries whose gradient is zero but for rounding: a bias just before batch normalisation (whose
 # running mean follows it), and the bias of attention keys, which shifts all scores of a query
-# alike. AdamW divides a gradient by its own size and so turns that noise into full steps.
+# identically. AdamW divides a gradient by its own size and so turns that noise into full steps.
 NOISE = {"conv": ("conv1.bias", "conv2.bias", "bn1.running_mean", "bn2.running_mean"),
          "gpt": ("attn.c_attn.bias",)}
 

@@ -149,7 +149,7 @@ def in_orders(rank, size, method):
 
 
 def again(rank, size, method):
-    """A group that is destroyed and made again meets anew, in the same store."""
+    """A group that is destroyed and made again meets again, in the same store."""
     store = dist.FileStore(method[len("file://"):], size)
     for _ in range(2):
         dist.init_process_group("lockstep", store=dist.PrefixStore("again", store), rank=rank,
@@ -175,7 +175,7 @@ def leave_early(rank, size, method):
 
 
 def forking(rank, size, method):
-    """A forked child drops its copy of the group, and the rank's own goes on."""
+    """A forked child drops its copy of the group, and the rank's own continues."""
     join(rank, size, method)
     tensor = torch.zeros(3)
     work = dist.irecv(tensor, (rank + 1) % size)  # threads look after it, which no child has
@@ -279,7 +279,7 @@ def bereaved(rank, size, method, how):
         print(f"told after {time.monotonic() - started:.2f} s: {type(error).__name__}: {error}")
         assert "rank 1" in str(error), error
         assert time.monotonic() - started < DEATH_LIMIT_S
-        if how == "all_reduce":  # and for ever
+        if how == "all_reduce":  # and forever
             operations.expect(RuntimeError, "rank 1", lambda: dist.all_reduce(tensor))
         return
     raise AssertionError("no error")
@@ -294,7 +294,7 @@ class Elsewhere(dist.Store):
 
     def set(self, key, value):
         value = value if isinstance(value, bytes) else value.encode()
-        if key.endswith("shm/hello/1"):
+        if key.endswith("shm/info/1"):
             lines = value.split(b"\n")
             lines[1] = b"another boot"
             value = b"\n".join(lines)
@@ -316,8 +316,8 @@ class Elsewhere(dist.Store):
 def two_hosts(rank, size, method):
     store = dist.FileStore(method[len("file://"):], size)
     options = c10d._DistributedBackendOptions()
-    board = Elsewhere(store) if rank == 1 else store
-    options.store = board
+    kv = Elsewhere(store) if rank == 1 else store
+    options.store = kv
     options.group_rank, options.group_size = rank, size
     options.timeout = datetime.timedelta(seconds=60)
     options.group_id = "0"
@@ -380,7 +380,7 @@ def test_late():
     for limit_s in (1.5, 30):
         worlds = {how: World(2, late, how, limit_s) for how in ways}
         ends = {how: world.wait() for how, world in worlds.items()}
-        # Some ways limit the meeting too: where the machine is too busy for that, with more time.
+        # Some ways limit the rendezvous too: where the machine is too busy for that, with more time.
         ways = [how for how, (_, texts) in ends.items()
                 if not all("all are here" in text for text in texts)]
         for how, (codes, texts) in ends.items():

@@ -16,7 +16,7 @@ FEW, MANY = 100, 700_000  # floats; the second is more than one chunk of shared 
 LIMIT_S = 60
 
 
-class Place:
+class RankInfo:
     """Where an operation runs, and which sizes it has."""
 
     def __init__(self, group, odd, count):
@@ -156,15 +156,15 @@ def run_orders(groups):
     for operation in OPERATIONS:
         for count in (FEW, MANY):
             for odd in range(size):
-                works, right = operation(Place(first, odd, count))
+                works, right = operation(RankInfo(first, odd, count))
                 if rank != odd:
                     wait_all(works)
                 dist.barrier(group=second)
                 wait_all(works)
                 assert right(), f"{operation.__name__} of {count}, rank {odd} elsewhere"
             for orders in range(2 ** size):
-                one, one_right = operation(Place(first, 0, count))
-                two, two_right = operation(Place(second, 1, count))
+                one, one_right = operation(RankInfo(first, 0, count))
+                two, two_right = operation(RankInfo(second, 1, count))
                 pair = (two, one) if orders >> rank & 1 else (one, two)
                 for works in pair:
                     wait_all(works)
@@ -194,7 +194,7 @@ def run_lifetimes(groups):
             if operation in (messages, batch) and dropped:
                 continue  # a receive that nobody holds is not what c10d calls an operation
             dist.barrier()
-            works, right = operation(Place(groups.lockstep, 0, MANY))
+            works, right = operation(RankInfo(groups.lockstep, 0, MANY))
             tensors = [weakref.ref(tensor) for tensor in tensors_of(right)]
             if not dropped:
                 wait_all(works)

@@ -87,7 +87,7 @@ class Damage(TrainCase):
         self.assertIn(f"whole   {place}/out/checkpoint-5", done.stdout)
         self.assertNotIn("damaged", done.stdout)
         self.assertNotIn(".tmp-", done.stdout)
-        self.assertRegex(done.stderr, r"checkpoint-\d+ was not saved; training goes on\.")
+        self.assertRegex(done.stderr, r"checkpoint-\d+ was not saved; training continues\.")
 
     def test_a_disk_that_is_too_small_is_refused_before_training(self):
         place = self.place / "small"
@@ -144,11 +144,11 @@ class Damage(TrainCase):
         self.assertNotIn("saved at step", log)
 
     def test_words_that_are_wrong(self):
-        for words, text in ((["verify"], "verify needs a folder"),
+        for args, text in ((["verify"], "verify needs a folder"),
                             (["verify", "/nowhere"], "/nowhere is not a folder"),
                             (["diff", "a"], "diff needs two folders"),
                             (["shwo"], "there is no 'shwo'. It is verify, show, diff or import.")):
-            done = subprocess.run([LOCKSTEP, "checkpoint", *words], capture_output=True, text=True,
+            done = subprocess.run([LOCKSTEP, "checkpoint", *args], capture_output=True, text=True,
                                   timeout=BOUND_S, check=False)
             self.assertEqual(done.returncode, 2, words)
             self.assertIn(text, done.stderr)

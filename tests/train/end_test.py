@@ -26,9 +26,9 @@ class End(TrainCase):
                               env=environment(LD_PRELOAD=str(STRIKE),
                                               STRIKE_PLACE=str(self.place), **strike))
 
-    def peer(self, ranks, *words):
+    def peer(self, ranks, *args):
         launcher = [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run([str(word) for word in (*launcher, PEER, *words)],
+        done = subprocess.run([str(word) for word in (*launcher, PEER, *args)],
                               capture_output=True, text=True, timeout=BOUND_S, env=environment(),
                               stdin=subprocess.DEVNULL, check=False)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -62,7 +62,7 @@ class End(TrainCase):
                         r"could not be written and is lost\. The newest whole checkpoint is "
                         rf"{place}/out/checkpoint-5\. Free some space, then run again with ")
                 self.assertRegex(first.splitlines()[-1] if ranks == 0 else first, said)
-                self.assertNotIn("checkpoint-10 was not saved; training goes on", first)
+                self.assertNotIn("checkpoint-10 was not saved; training continues", first)
                 self.assertNotIn("trained 10 steps", done.stdout.split("code 1")[0])
 
     def test_a_save_may_take_longer_than_an_operation(self):
@@ -154,17 +154,17 @@ class End(TrainCase):
                          "--resume_from_checkpoint", "auto", "--max_steps", 4, "--disable_tqdm",
                          "--logging_steps", 1, "--per_device_train_batch_size", 4)
                 results = r"rank \d: step 4, loss \S+, 3 metrics"
-                first = re.findall(results, self.peer(ranks, *words).stdout)
+                first = re.findall(results, self.peer(ranks, *args).stdout)
                 self.assertEqual(len(first), ranks)
                 self.assertNotIn("loss 0,", first[0])
-                done = self.peer(ranks, *words)
+                done = self.peer(ranks, *args)
                 self.assertEqual(sorted(re.findall(results, done.stdout)), sorted(first))
                 self.assertRegex(done.stderr, r"\[trainer\] nothing to do: the run in \S+ is "
                                  r"complete at step 4 \(mean loss \d\.\d{4}\)\. To train longer, "
                                  r"raise max_steps \(now 4\)")
                 # Without its file the checkpoint's log has the losses.
                 os.unlink(output / "metrics.jsonl")
-                done = self.peer(ranks, *words)
+                done = self.peer(ranks, *args)
                 self.assertEqual(len(re.findall(r"step 4, loss \d\.\d+, 1 metrics", done.stdout)),
                                  ranks, done.stdout)
 

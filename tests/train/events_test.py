@@ -1,5 +1,5 @@
 """TensorBoard's own reader on the event files of real runs: it shows what metrics.jsonl has, also
-after a run was resumed or begun anew in the same folder. Without the package
+after a run was resumed or begun again in the same folder. Without the package
 (requirements-oracles.txt) the test is skipped."""
 
 import collections

@@ -74,8 +74,8 @@ class Import(TrainCase):
                 self.assertEqual(sorted(found), sorted(wanted))
                 self.assertEqual(found, wanted)
                 self.verify(folder)
-                left_out = "left out, being neither tensors nor numbers: note\n"
-                self.assertTrue(done.stdout.endswith(left_out if archive == "all.pt" else "KiB\n"),
+                skipped = "skipped, being neither tensors nor numbers: note\n"
+                self.assertTrue(done.stdout.endswith(skipped if archive == "all.pt" else "KiB\n"),
                                 done.stdout)
         # Stated by hand: names as a user would look for them.
         self.assertIn("body.1.running_var", archives["module.pt"])
@@ -88,7 +88,7 @@ class Import(TrainCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         for name in ("new.pt", "old.pt"):
             _, refused = self.import_of(self.place / name, code=2)
-            self.assertRegex(refused.stderr, rf"^lockstep: \[checkpoint\] .*/{name} is no archive "
+            self.assertRegex(refused.stderr, rf"^lockstep: \[checkpoint\] .*/{name} is not an archive "
                              r"of C\+\+'s torch::save \(.+\)\. Python's torch\.save wrote it\. "
                              r"Export the weights there: ")
 
@@ -99,7 +99,7 @@ class Import(TrainCase):
             torn = self.place / f"torn{size}.pt"
             torn.write_bytes(whole[:size])
             _, refused = self.import_of(torn, code=2)
-            self.assertIn("is no archive of C++'s torch::save", refused.stderr)
+            self.assertIn("is not an archive of C++'s torch::save", refused.stderr)
             self.assertIn("It is probably cut short or damaged. Copy it again.", refused.stderr)
         (self.place / "empty.pt").write_bytes(b"")
         _, refused = self.import_of(self.place / "empty.pt", code=2)
@@ -109,7 +109,7 @@ class Import(TrainCase):
         self.written()
         taken = self.place / "taken"
         taken.mkdir()
-        for words, text in ((["import", "a"], "usage: lockstep checkpoint import ARCHIVE FOLDER"),
+        for args, text in ((["import", "a"], "usage: lockstep checkpoint import ARCHIVE FOLDER"),
                             (["import", "/nowhere", "b"], "/nowhere is not a file."),
                             (["import", self.place / "list.pt", taken], "is there already.")):
             done = subprocess.run([LOCKSTEP, "checkpoint", *map(str, words)], capture_output=True,

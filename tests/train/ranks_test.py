@@ -1,9 +1,9 @@
-"""Which samples a run has seen that went on with 2, 1, 4 and 3 ranks, all of them processes.
+"""Which samples a run has seen that continued with 2, 1, 4 and 3 ranks, all of them processes.
 
 101 samples divide by nothing. What is then promised: without dataloader_drop_last every sample
 comes in every epoch, and at the end of an epoch as many of its first ones come twice as the ranks
 of that moment need to have equally many, at most ranks - 1; with it none comes twice, and less than
-one batch of every rank is left out.
+one batch of every rank is skipped.
 """
 
 import collections

@@ -1,5 +1,5 @@
 """A training process that is killed before each mutating call of its save leaves a checkpoint from
-which the next one goes on. tests/io does the same with bare files by strace; here it is the saver's
+which the next one continues. tests/io does the same with bare files by strace; here it is the saver's
 thread in the middle of training, which is struck from inside (strike.c)."""
 
 import os

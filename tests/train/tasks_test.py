@@ -90,7 +90,7 @@ class Tasks(TrainCase):
         copy_until(whole, again, 20)
         self.train(2, again, "--resume", "auto")
         self.assert_same(whole / "checkpoint-40", again / "checkpoint-40")
-        # The order depends on the batch: another one is not gone on with in the middle.
+        # The order depends on the batch: another one is not continued with in the middle.
         refused = self.train(1, again, "--resume", again / "checkpoint-20",
                              "--gradient_accumulation_steps", 3, code=2)
         self.assertIn("the state was saved in another order of epoch", refused.stderr)
@@ -155,9 +155,9 @@ class Tasks(TrainCase):
     def check_and_train(self, *flags, code=0, before=()):
         """What both say on stderr, of a check without --output_dir and of a run of one rank."""
         said = []
-        for words in (["config", "check", str(self.config), *flags],
+        for args in (["config", "check", str(self.config), *flags],
                       ["train", str(self.config), "--output_dir", str(self.place / "out"), *flags]):
-            done = subprocess.run([*before, LOCKSTEP, *words], capture_output=True, text=True,
+            done = subprocess.run([*before, LOCKSTEP, *args], capture_output=True, text=True,
                                   check=False, timeout=BOUND_S, env=environment(),
                                   stdin=subprocess.DEVNULL)
             self.assertEqual(done.returncode, code, done.stdout + done.stderr)
@@ -243,8 +243,8 @@ class Tasks(TrainCase):
         self.assertEqual(said.count("there are no samples"), 1, said)
 
     def test_flags_of_the_launcher_are_shown_where_they_go(self):
-        for words in (["--nproc-per-node=2"], ["--nproc_per_node", "2"]):
-            done = subprocess.run([LOCKSTEP, "train", self.config, *words, "--standalone",
+        for args in (["--nproc-per-node=2"], ["--nproc_per_node", "2"]):
+            done = subprocess.run([LOCKSTEP, "train", self.config, *args, "--standalone",
                                    "--seed=1"], capture_output=True, text=True, timeout=BOUND_S,
                                   env=environment(), check=False)
             self.assertEqual(done.returncode, 2, done.stderr)
@@ -304,7 +304,7 @@ class Tasks(TrainCase):
         self.assertTrue(changed and all("running" in name or "batches" in name
                                         for name in changed if not name.isdigit()), shown)
         begin(one / "checkpoint-1", two)
-        self.assertIn("is no folder with a model.safetensors",
+        self.assertIn("is not a folder with a model.safetensors",
                       begin(self.place / "nowhere", two, code=2).stderr)
         self.assertIn("does not fit the model",
                       begin(imported, two, "--model", "{name: mlp, hidden: 32, layers: 3, "

@@ -33,7 +33,7 @@ class Terminal(TrainCase):
         self.assertEqual(process.wait(timeout=BOUND_S), 0, shown)
         return shown.decode()
 
-    def train_words(self):
+    def train_args(self):
         return (LOCKSTEP, "train", self.config, "--output_dir", self.place / "out",
                 "--disable_tqdm", "false", "--resume", "never")
 
@@ -44,7 +44,7 @@ class Terminal(TrainCase):
         for ranks, prefix in ((1, ""), (2, "[0] ")):
             with self.subTest(ranks=ranks):
                 shown = self.on_terminal(LOCKSTEP, "run", "--standalone",
-                                         f"--nproc-per-node={ranks}", *self.train_words())
+                                         f"--nproc-per-node={ranks}", *self.train_args())
                 bars = self.bars(shown)
                 self.assertTrue(bars, shown)
                 self.assertEqual({before for before, _ in bars}, {prefix}, shown)
@@ -56,11 +56,11 @@ class Terminal(TrainCase):
     def test_what_is_redirected_has_no_bar(self):
         file = self.place / "file"
         script = f'"$@" > {file}'
-        for flags, words in (((), ("bash", "-c", script, "bash", *self.train_words())),
-                             (("--tee=1",), self.train_words())):
+        for flags, args in (((), ("bash", "-c", script, "bash", *self.train_args())),
+                             (("--tee=1",), self.train_args())):
             with self.subTest(flags=flags):
                 shown = self.on_terminal(LOCKSTEP, "run", "--standalone", "--nproc-per-node=2",
-                                         *flags, "--no-python", *words)
+                                         *flags, "--no-python", *args)
                 self.assertNotIn("\x1b[K", shown)
                 self.assertNotIn("\x1b[K", file.read_text())
 

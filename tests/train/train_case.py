@@ -138,7 +138,7 @@ def wait_for_step(process, output, step):
 
 def ranks_of(process):
     """Pids of the ranks, in their order: those whose command is `lockstep train` below the
-    launcher. Pids themselves have no order, for they begin anew after the largest."""
+    launcher. Pids themselves have no order, for they begin again after the largest."""
     children = {}
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -107,7 +107,7 @@ class Waiter {
   std::thread thread_;
 };
 
-// Kept for ever, and findable, so that a leak checker sees intent.
+// Kept forever, and findable, so that a leak checker sees intent.
 void leave_behind(c10::intrusive_ptr<Group> group, std::list<Waiter> waiters) {
   struct Left {
     c10::intrusive_ptr<Group> group;

@@ -112,8 +112,8 @@ const PluginTable& plugin() {
 
 class NcclOperation : public DeviceOperation {
  public:
-  NcclOperation(C10dWork work, std::function<void()> hurry)
-      : work_(std::move(work)), hurry_(std::move(hurry)) {}
+  NcclOperation(C10dWork work, std::function<void()> request_progress)
+      : work_(std::move(work)), request_progress_(std::move(request_progress)) {}
 
   bool poll() override {
     if (!work_->isCompleted()) return false;
@@ -126,11 +126,11 @@ class NcclOperation : public DeviceOperation {
     const c10::impl::VirtualGuardImpl device(c10::kCUDA);
     device.getStream(device.getDevice()).synchronize();
   }
-  void hurry() override { hurry_(); }
+  void request_progress() override { request_progress_(); }
 
  private:
   const C10dWork work_;
-  const std::function<void()> hurry_;
+  const std::function<void()> request_progress_;
 };
 
 // Asks the operations nobody waits for on the host: without it a rank that only enqueues would hang
@@ -157,7 +157,7 @@ class Watcher {
     shared_->watched.push_back(state);
     shared_->changed.notify_all();
   }
-  void hurry() {
+  void request_progress() {
     const std::lock_guard lock(shared_->mutex);
     shared_->hurried = true;
     shared_->changed.notify_all();
@@ -206,7 +206,7 @@ class Watcher {
   std::thread thread_;
 };
 
-// Kept for ever, and findable, so that a leak checker sees intent.
+// Kept forever, and findable, so that a leak checker sees intent.
 void leave_behind(Group group) {
   static std::mutex mutex;
   static auto& all = *new std::vector<Group>;
@@ -324,7 +324,7 @@ class NcclBackend : public Backend {
   void follow(const State& state, C10dWork work) {
     const std::weak_ptr<Watcher> watcher = watcher_;
     state->attach(std::make_unique<NcclOperation>(std::move(work), [watcher] {
-      if (const auto there = watcher.lock()) there->hurry();
+      if (const auto there = watcher.lock()) there->request_progress();
     }));
     watcher_->add(state);
   }

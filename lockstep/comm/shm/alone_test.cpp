@@ -15,10 +15,10 @@
 #include <memory>
 #include <vector>
 
+#include "lockstep/comm/shm/backoff.h"
 #include "lockstep/comm/shm/collectives.h"
 #include "lockstep/comm/shm/engine_core.h"
 #include "lockstep/comm/shm/segment.h"
-#include "lockstep/comm/shm/wait.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
 #include "lockstep/core/cores.h"
 
@@ -42,7 +42,7 @@ class Alone {
     }
     peers.back().pidfd = std::move(pidfd_of_last);
     peers.back().socket = std::move(socket_of_last);
-    core_ = std::make_shared<EngineCore>(Place{0, size}, layout_, std::move(peers));
+    core_ = std::make_shared<EngineCore>(RankInfo{0, size}, layout_, std::move(peers));
   }
   ~Alone() { core_->close(); }
 
@@ -168,7 +168,7 @@ TEST(Alone, ABlockWithARankThatIsGone) {
                                           "block was there"));
 }
 
-// The stream itself wants nothing of the dead rank and goes on.
+// The stream itself wants nothing of the dead rank and continues.
 TEST(Alone, ADeadRankThatNobodyWantsDoesNotStopAStream) {
   Alone ranks(3, ended_process());
   ranks.takes_all(1);
@@ -187,12 +187,12 @@ TEST(Wait, WhoLeavesACoreMayUseAllAsBefore) {
   int left = 0;
   for (int i = 0; i < 50; ++i) {
     const int here = ::sched_getcpu();
-    leave_core({here});
+    migrate_off_cores({here});
     left += ::sched_getcpu() != here ? 1 : 0;
   }
   EXPECT_GT(left, 0);
   EXPECT_EQ(allowed_cpus(), cores);
-  leave_core(cores);  // there is nowhere to go
+  migrate_off_cores(cores);  // there is nowhere to go
   EXPECT_EQ(allowed_cpus(), cores);
 }
 
@@ -218,7 +218,7 @@ TEST(Wait, WhoLeavesACoreIsNotLeftOnOne) {
   for (const int refusals : {1, 3}) {  // once, and until every core is asked for
     Refusing::moved = Refusing::from_start = false;
     Refusing::left = refusals;
-    leave_core({::sched_getcpu()}, Refusing::set);
+    migrate_off_cores({::sched_getcpu()}, Refusing::set);
     EXPECT_TRUE(Refusing::moved);
     EXPECT_EQ(Refusing::left, 0);
     const std::vector<int> after = allowed_cpus();
@@ -235,7 +235,7 @@ TEST(Wait, WhoLeavesACoreIsNotLeftOnOne) {
   Refusing::moved = false;
   Refusing::from_start = true;
   Refusing::left = 1;
-  leave_core({::sched_getcpu()}, Refusing::set);
+  migrate_off_cores({::sched_getcpu()}, Refusing::set);
   EXPECT_FALSE(Refusing::moved);
   EXPECT_EQ(allowed_cpus(), cores);
 }

@@ -106,7 +106,7 @@ Collective::Next AllReduce::take(EngineCore& core, int parity) {
 }
 
 // Arrays at the same place of the same block on all ranks need no copies. If only some are, those
-// have not filled their buffers: all begin anew, with copies.
+// have not filled their buffers: all begin again, with copies.
 Collective::Next AllReduce::choose_path(EngineCore& core, int parity) {
   bool same = what.block != 0;
   bool all_private = what.block == 0;
@@ -180,8 +180,8 @@ void AllReduce::sum_slice(EngineCore& core, int parity) {
 
   // Two ranks have two slices of about the same length: all three passes are one.
   std::size_t together = 0;
-  Move moves[kMostMoves];
-  if (copies_.size() <= static_cast<std::size_t>(kMostMoves)) {
+  Move moves[kMaxMoves];
+  if (copies_.size() <= static_cast<std::size_t>(kMaxMoves)) {
     together = mine.bytes;
     for (const Copy& copy : copies_) together = lines_down(std::min(together, copy.bytes));
   }
@@ -277,14 +277,14 @@ Collective::Next AllGather::take(EngineCore& core, int parity) {
   return at_ == bytes_ ? Next::kDone : Next::kRound;
 }
 
-AllGatherVaried::AllGatherVaried(std::shared_ptr<EngineCore> core, const Deadline& deadline,
-                                 Outputs& outputs, ConstPart input)
+AllGatherV::AllGatherV(std::shared_ptr<EngineCore> core, const Deadline& deadline, Outputs& outputs,
+                       ConstPart input)
     : Collective(core, deadline), outputs_(outputs), input_(input) {
-  what.kind = Kind::kAllGatherVaried;
+  what.kind = Kind::kAllGatherV;
   quick = input.bytes <= core->layout().small_bytes();
 }
 
-void AllGatherVaried::fill(EngineCore& core, int parity) {
+void AllGatherV::fill(EngineCore& core, int parity) {
   const View& own = core.view(core.place().rank);
   if (at_ == 0) own.header->sends[parity][0] = input_.bytes;
   const std::size_t at = std::min(at_, input_.bytes);
@@ -292,7 +292,7 @@ void AllGatherVaried::fill(EngineCore& core, int parity) {
              std::min(core.layout().chunk_bytes(), input_.bytes - at));
 }
 
-Collective::Next AllGatherVaried::take(EngineCore& core, int parity) {
+Collective::Next AllGatherV::take(EngineCore& core, int parity) {
   const auto size = static_cast<std::size_t>(core.place().size);
   if (at_ == 0) {
     outputs_.resize(size);

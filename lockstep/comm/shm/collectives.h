@@ -5,7 +5,7 @@
 // and no copies: every rank sums its slice straight out of all ranks' arrays and writes it into all
 // of them.
 //
-// The one hard idea is how a private array of S bytes goes through the buffers with one round per
+// The key idea is how a private array of S bytes goes through the buffers with one round per
 // chunk. Buffers have a slot for each rank. In its own buffer a rank writes the others' slices of
 // chunk k into their slots, and into its own, which needs no input, its sum of chunk k - 1; when
 // all have posted, everyone takes the sums of chunk k - 1, and sums its slice of chunk k out of the
@@ -75,7 +75,7 @@ class AllReduce final : public Collective {
 
   std::byte* const data_;
   const std::size_t bytes_;
-  SymmetricBlocks::Place place_;
+  SymmetricBlocks::Location place_;
   Stage stage_ = Stage::kAll;
   std::size_t chunk_ = 0;     // which one is summed
   std::vector<Copy> copies_;  // beside the sum: sums of the chunk before it, slices of the next
@@ -108,11 +108,11 @@ class AllGather final : public Collective {
 };
 
 // Arrays of different sizes, which all know after the first round.
-class AllGatherVaried final : public Collective {
+class AllGatherV final : public Collective {
  public:
   using Outputs = std::vector<std::vector<std::byte>>;
-  AllGatherVaried(std::shared_ptr<EngineCore> core, const Deadline& deadline, Outputs& outputs,
-                  ConstPart input);
+  AllGatherV(std::shared_ptr<EngineCore> core, const Deadline& deadline, Outputs& outputs,
+             ConstPart input);
   void fill(EngineCore& core, int parity) override;
   Next take(EngineCore& core, int parity) override;
 

@@ -17,19 +17,19 @@ void check_reduction(DType dtype, Op op) {
                      name(op), name(dtype));
 }
 
-void check_rank(const Place& place, int rank, const char* role) {
+void check_rank(const RankInfo& place, int rank, const char* role) {
   if (rank < 0 || rank >= place.size)
     throw UsageError("shm", "rank {} as {} does not exist: there are ranks 0 to {}.", rank, role,
                      place.size - 1);
 }
 
-void check_peer(const Place& place, int peer) {
+void check_peer(const RankInfo& place, int peer) {
   check_rank(place, peer, "the other end of a message");
   if (peer == place.rank)
     throw UsageError("shm", "rank {} cannot send a message to itself. Copy the array.", peer);
 }
 
-void check_list(const Place& place, std::size_t parts) {
+void check_list(const RankInfo& place, std::size_t parts) {
   if (parts != static_cast<std::size_t>(place.size))
     throw UsageError("shm", "a list of {} parts for {} ranks. Give one part per rank.", parts,
                      place.size);
@@ -54,8 +54,8 @@ std::string difference_of_form(const Layout& layout, const std::vector<Peer>& pe
 
 }  // namespace
 
-Made Engine::make(Board& board, const Place& place, const EngineOptions& options,
-                  const Deadline& deadline) {
+EngineResult Engine::make(KeyValueStore& kv, const RankInfo& place, const EngineOptions& options,
+                          const Deadline& deadline) {
   if (place.size < 1 || place.size > kMaxRanks || place.rank < 0 || place.rank >= place.size)
     throw UsageError("shm", "rank {} of {} makes no sense: an engine has 1 to {} ranks.",
                      place.rank, place.size, kMaxRanks);
@@ -65,21 +65,22 @@ Made Engine::make(Board& board, const Place& place, const EngineOptions& options
     layout.construct(segment->data());
     return segment;
   };
-  Meeting meeting = meet(board, place, {layout.segment_bytes(), make_segment}, deadline);
-  Made made;
-  made.why_not = meeting.why_not;
-  if (made.why_not.empty()) made.why_not = difference_of_form(layout, meeting.peers);
-  if (!made.why_not.empty()) return made;
-  meeting.peers[static_cast<std::size_t>(place.rank)].segment->close_fd();
+  Rendezvous rendezvous = rendezvous(kv, place, {layout.segment_bytes(), make_segment}, deadline);
+  EngineResult made;
+  made.unavailable_reason = rendezvous.unavailable_reason;
+  if (made.unavailable_reason.empty())
+    made.unavailable_reason = difference_of_form(layout, rendezvous.peers);
+  if (!made.unavailable_reason.empty()) return made;
+  rendezvous.peers[static_cast<std::size_t>(place.rank)].segment->close_fd();
   made.engine.reset(
-      new Engine(std::make_shared<EngineCore>(place, layout, std::move(meeting.peers))));
+      new Engine(std::make_shared<EngineCore>(place, layout, std::move(rendezvous.peers))));
   return made;
 }
 
 Engine::Engine(std::shared_ptr<EngineCore> core) : core_(std::move(core)) {}
 Engine::~Engine() {
   // A forked child has a copy of all but the thread. Even taking it apart could wait for that one
-  // for ever, so the child keeps it until its end.
+  // forever, so the child keeps it until its end.
   if (core_->inherited())
     new std::shared_ptr<EngineCore>(std::move(core_));
   else
@@ -127,9 +128,9 @@ TicketPtr Engine::all_gather(void* output, const void* input, std::size_t bytes,
   return ticket;
 }
 
-TicketPtr Engine::all_gather_varied(std::vector<std::vector<std::byte>>& outputs, ConstPart input,
-                                    const StartOptions& options) {
-  auto ticket = std::make_shared<AllGatherVaried>(core_, options.deadline, outputs, input);
+TicketPtr Engine::all_gather_v(std::vector<std::vector<std::byte>>& outputs, ConstPart input,
+                               const StartOptions& options) {
+  auto ticket = std::make_shared<AllGatherV>(core_, options.deadline, outputs, input);
   core_->start(ticket, options.caller_waits);
   return ticket;
 }
@@ -145,7 +146,7 @@ TicketPtr Engine::reduce_scatter(void* output, const void* input, std::size_t co
 
 TicketPtr Engine::gather(std::vector<Part> outputs, ConstPart input, int root,
                          const StartOptions& options) {
-  const Place& place = core_->place();
+  const RankInfo& place = core_->place();
   check_rank(place, root, "root");
   const auto size = static_cast<std::size_t>(place.size);
   Exchange::Call call{Kind::kGather, root, std::vector<ConstPart>(size), std::vector<Part>(size)};
@@ -162,7 +163,7 @@ TicketPtr Engine::gather(std::vector<Part> outputs, ConstPart input, int root,
 
 TicketPtr Engine::scatter(Part output, std::vector<ConstPart> inputs, int root,
                           const StartOptions& options) {
-  const Place& place = core_->place();
+  const RankInfo& place = core_->place();
   check_rank(place, root, "root");
   const auto size = static_cast<std::size_t>(place.size);
   Exchange::Call call{Kind::kScatter, root, std::vector<ConstPart>(size), std::vector<Part>(size)};
@@ -179,7 +180,7 @@ TicketPtr Engine::scatter(Part output, std::vector<ConstPart> inputs, int root,
 
 TicketPtr Engine::all_to_all(std::vector<Part> outputs, std::vector<ConstPart> inputs,
                              const StartOptions& options) {
-  const Place& place = core_->place();
+  const RankInfo& place = core_->place();
   check_list(place, outputs.size());
   check_list(place, inputs.size());
   const auto own = static_cast<std::size_t>(place.rank);
@@ -214,7 +215,7 @@ TicketPtr Engine::recv(void* data, std::size_t bytes, int peer, const StartOptio
   return ticket;
 }
 
-Mail Engine::mail(int peer) const {
+Probe Engine::probe(int peer) const {
   check_peer(core_->place(), peer);
   // The state first: what a rank has written before it closed is there when it says so.
   const View& theirs = core_->view(peer);
@@ -222,9 +223,9 @@ Mail Engine::mail(int peer) const {
   pollfd ended{core_->peers()[static_cast<std::size_t>(peer)].pidfd.get(), POLLIN, 0};
   const bool gone = ::poll(&ended, 1, 0) > 0;
   const Ring& ring = core_->layout().ring(theirs, core_->place().rank);
-  if (ring.written.load() != ring.taken.load()) return Mail::kWaiting;
-  if (state == State::kClosed) return Mail::kClosed;
-  return gone || state == State::kBroken ? Mail::kFailed : Mail::kNone;
+  if (ring.written.load() != ring.taken.load()) return Probe::kWaiting;
+  if (state == State::kClosed) return Probe::kClosed;
+  return gone || state == State::kBroken ? Probe::kFailed : Probe::kNone;
 }
 
 std::shared_ptr<SymmetricBlock> Engine::symmetric(std::size_t bytes, const Deadline& deadline) {
@@ -234,8 +235,8 @@ std::shared_ptr<SymmetricBlock> Engine::symmetric(std::size_t bytes, const Deadl
     return make_symmetric(*core, bytes, deadline);
   } catch (const CommError& error) {
     // The ranks may no longer agree on what has been said: nothing can follow.
-    Failure failure;
-    failure.text = words_of(error);
+    EngineFailure failure;
+    failure.text = error_text(error);
     failure.timeout = dynamic_cast<const TimeoutError*>(&error) != nullptr;
     failure.culprit = error.context().peer;
     core->break_with(std::move(failure));
@@ -251,7 +252,7 @@ bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
 void Engine::abort(const std::string& cause, int culprit) noexcept {
   const auto core = core_;  // a callback may drop the engine
   if (core->inherited()) return;
-  Failure failure;
+  EngineFailure failure;
   failure.culprit = culprit;
   failure.text = cause;
   core->break_with(std::move(failure));

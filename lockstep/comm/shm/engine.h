@@ -1,20 +1,20 @@
 // Collectives between the ranks of one host, through memory that all of them map.
 //
-// The one hard idea is the round: every rank writes what the others need into its own segment,
+// The key idea is the round: every rank writes what the others need into its own segment,
 // posts the round's number, waits until all have posted it, and reads theirs. Posting a round says
 // that the one before has been read, so two buffers by turns and one synchronisation a round are
 // enough. Small operations are one round; a large all-reduce is one per chunk (a rank sums its
 // slice of it and takes the others' sums of the chunk before), or two in all and no copy where the
 // arrays lie in symmetric memory.
 //
-//   Made made = Engine::make(board, {rank, size}, {}, deadline);
-//   if (!made.engine) return use_gloo(made.why_not);
+//   EngineResult made = Engine::make(kv, {rank, size}, {}, deadline);
+//   if (!made.engine) return use_gloo(made.unavailable_reason);
 //   made.engine->all_reduce(data, count, DType::kF32, Op::kAvg)->wait();
 //
 // Who may call what: collectives are started by one thread at a time, in the same order on every
 // rank; messages also by one thread at a time. abort(), failure() and everything of a Ticket may
 // come from any thread. Arrays belong to the caller, until the ticket is done. After the first
-// failure (a dead peer, a deadline, ranks that disagree, abort) the engine is broken for ever: all
+// failure (a dead peer, a deadline, ranks that disagree, abort) the engine is broken forever: all
 // tickets fail, later calls throw CommError with the first cause, and so do the peers' engines. The
 // destructor fails what is pending, also where other threads wait for it, and never waits for
 // peers; after it no array is touched any more. A child that was forked off may drop its copy,
@@ -27,7 +27,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/shm/meeting.h"
+#include "lockstep/comm/shm/rendezvous.h"
 #include "lockstep/comm/shm/ticket.h"
 #include "lockstep/comm/shm/types.h"
 #include "lockstep/core/deadline.h"
@@ -74,7 +74,7 @@ class SymmetricBlock {
   std::vector<std::byte*> bases_;
 };
 
-enum class Mail : std::uint8_t {
+enum class Probe : std::uint8_t {
   kNone,     // nothing yet
   kWaiting,  // a message has begun to arrive
   kClosed,   // nothing, and nothing will come: that rank has closed its engine
@@ -83,17 +83,18 @@ enum class Mail : std::uint8_t {
 
 class Engine;
 // Exactly one of the two is there, and it is the same one on all ranks.
-struct Made {
+struct EngineResult {
   std::unique_ptr<Engine> engine;
-  std::string why_not;  // a sentence: the ranks cannot share memory
+  std::string unavailable_reason;  // a sentence: the ranks cannot share memory
 };
 
 class Engine {
  public:
-  // Collective. Throws what the board throws, CommError when a rank's process ends meanwhile, and
-  // UsageError for a place or options that make no sense; what else goes wrong is told in why_not.
-  static Made make(Board& board, const Place& place, const EngineOptions& options,
-                   const Deadline& deadline);
+  // Collective. Throws what the store throws, CommError when a rank's process ends meanwhile, and
+  // UsageError for a place or options that make no sense; what else goes wrong is reported in
+  // unavailable_reason.
+  static EngineResult make(KeyValueStore& kv, const RankInfo& place, const EngineOptions& options,
+                           const Deadline& deadline);
   ~Engine();
 
   int rank() const;
@@ -111,8 +112,8 @@ class Engine {
                        const StartOptions& options = {});
   // Every rank's bytes, of which each may have another number. The engine makes `outputs`, one
   // array per rank; they must live until the ticket is done.
-  TicketPtr all_gather_varied(std::vector<std::vector<std::byte>>& outputs, ConstPart input,
-                              const StartOptions& options = {});
+  TicketPtr all_gather_v(std::vector<std::vector<std::byte>>& outputs, ConstPart input,
+                         const StartOptions& options = {});
   // `count` elements for each rank; input holds size() times that.
   TicketPtr reduce_scatter(void* output, const void* input, std::size_t count, DType dtype, Op op,
                            const StartOptions& options = {});
@@ -132,10 +133,10 @@ class Engine {
   TicketPtr recv(void* data, std::size_t bytes, int peer, const StartOptions& options = {});
   // What there is from that rank beyond the receives that have been started: lets a caller who
   // would take a message from anyone see whom to ask. Any thread; never waits.
-  Mail mail(int peer) const;
+  Probe probe(int peer) const;
 
-  // Collective and blocking. Throws UsageError, on all ranks alike, when one of them has not got
-  // the memory (the engine stays usable), CommError or TimeoutError when a peer is gone.
+  // Collective and blocking. Throws UsageError, on all ranks identically, when one of them has not
+  // got the memory (the engine stays usable), CommError or TimeoutError when a peer is gone.
   std::shared_ptr<SymmetricBlock> symmetric(std::size_t bytes, const Deadline& deadline);
   // True when these bytes lie in a symmetric block of this engine that is still held.
   bool is_symmetric(const void* data, std::size_t bytes) const;

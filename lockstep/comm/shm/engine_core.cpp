@@ -16,7 +16,7 @@ namespace {
 
 // It leaves between two steps, each of which is a pass over some memory.
 constexpr std::chrono::seconds kThreadLeaves{2};
-constexpr std::chrono::seconds kSeatIsLeft{30};
+constexpr std::chrono::seconds kDriverLeaves{30};
 // A move costs about as much as a wake-up; where another process comes to the same core again and
 // again it must not be all that happens.
 constexpr std::chrono::milliseconds kBetweenMoves{2};
@@ -28,7 +28,7 @@ constexpr int kStepsPerLook = 4;
 // microseconds.
 constexpr std::chrono::microseconds kPrompt{100};
 constexpr unsigned kPromptWaits = 2;
-constexpr std::chrono::milliseconds kDoze{1};
+constexpr std::chrono::milliseconds kPark{1};
 
 // How often a process was forked on the way to this one. Counted, because asking for the process id
 // is a system call, and a small operation takes only a few times as long.
@@ -95,13 +95,13 @@ void EngineCore::finish(Ticket& ticket, std::exception_ptr error) {
 
 // ---------------------------------------------------------------- life
 
-EngineCore::EngineCore(const Place& place, const Layout& layout, std::vector<Peer> peers)
+EngineCore::EngineCore(const RankInfo& place, const Layout& layout, std::vector<Peer> peers)
     : place_(place),
       layout_(layout),
       forks_(forks_until_now()),
       peers_(std::move(peers)),
       messages_(place.size),
-      patience_(place.size > allowed_cores()) {
+      backoff_(place.size > allowed_cores()) {
   for (const Peer& peer : peers_) views_.push_back(layout_.view(peer.segment->data()));
 }
 
@@ -115,20 +115,20 @@ void EngineCore::close() noexcept {
     std::unique_lock lock(mutex_);
     stop_ = true;
     stopping_.store(true);
-    // The engine's own thread may sit there with nothing left to do; it leaves when called.
+    // The engine's own thread may drive there with nothing left to do; it leaves when called.
     const bool inside = thread_.get_id() == std::this_thread::get_id();
     waiters_.fetch_add(1);
     wake(*view(place_.rank).header);
     if (!inside) changed_.wait_for(lock, kThreadLeaves, [this] { return !thread_sits_; });
     waiters_.fetch_sub(1);
-    pending = seated_ || has_work() || arrivals_.load() > 0;
+    pending = driven_ || has_work() || arrivals_.load() > 0;
   }
   if (pending) {
-    Failure failure;
+    EngineFailure failure;
     failure.text = fmt::format("rank {} closed its engine with operations under way", place_.rank);
     failure.culprit = place_.rank;
     break_with(std::move(failure));
-    vacate();
+    stop_driving();
   } else if (!broken()) {
     view(place_.rank).header->state.store(State::kClosed);
     for (int rank = 0; rank < place_.size; ++rank) wake(*view(rank).header);
@@ -143,24 +143,24 @@ void EngineCore::close() noexcept {
 
 // A thread that waits may be in the middle of an array, its own or one that nobody else remembers.
 // Arrays are free once the engine is closed, so it has to be gone by then.
-void EngineCore::vacate() noexcept {
+void EngineCore::stop_driving() noexcept {
   std::unique_lock lock(mutex_);
   waiters_.fetch_add(1);
-  changed_.wait_for(lock, kSeatIsLeft, [this] { return !seated_; });
+  changed_.wait_for(lock, kDriverLeaves, [this] { return !driven_; });
   waiters_.fetch_sub(1);
-  if (!seated_) sit(lock, {Mode::kOnce});
+  if (!driven_) drive(lock, {Mode::kOnce});
 }
 
 // ---------------------------------------------------------------- failure
 
-std::string words_of(const std::exception& error) {
+std::string error_text(const std::exception& error) {
   std::string text = error.what();
   const std::string component = "[shm] ";
   if (text.rfind(component, 0) == 0) text.erase(0, component.size());
   return text;
 }
 
-void EngineCore::break_with(Failure failure) noexcept {
+void EngineCore::break_with(EngineFailure failure) noexcept {
   if (failure.origin < 0) failure.origin = place_.rank;
   {
     const std::lock_guard lock(failure_mutex_);
@@ -180,11 +180,11 @@ void EngineCore::break_with(Failure failure) noexcept {
 
 void EngineCore::settle() noexcept {
   std::unique_lock lock(mutex_);
-  if (!seated_) sit(lock, {Mode::kOnce});
+  if (!driven_) drive(lock, {Mode::kOnce});
 }
 
-// A failure that another rank has found is told with that rank's words.
-std::string EngineCore::composed(const Failure& failure) const {
+// A failure that another rank has found is reported with that rank's words.
+std::string EngineCore::composed(const EngineFailure& failure) const {
   if (failure.origin < 0 || failure.origin == place_.rank) return failure.text;
   return fmt::format("rank {} failed: {}", failure.origin, failure.text);
 }
@@ -199,7 +199,7 @@ std::exception_ptr EngineCore::as_exception() const {
   return as_exception(failure_);
 }
 
-std::exception_ptr EngineCore::as_exception(const Failure& failure) const {
+std::exception_ptr EngineCore::as_exception(const EngineFailure& failure) const {
   CommContext context = failure.context;
   context.rank = place_.rank;
   context.peer = failure.culprit;
@@ -229,12 +229,12 @@ void EngineCore::enqueue(const std::shared_ptr<Collective>& collective) {
 void EngineCore::start(const std::shared_ptr<Collective>& collective, bool caller_waits) {
   throw_if_broken();
   std::unique_lock lock(mutex_);
-  if (seated_) {
+  if (driven_) {
     new_collectives_.push_back(collective);
     arrivals_.fetch_add(1);
   } else {
     enqueue(collective);
-    sit(lock, {Mode::kOnce});
+    drive(lock, {Mode::kOnce});
   }
   after_start(*collective, caller_waits);
 }
@@ -242,20 +242,20 @@ void EngineCore::start(const std::shared_ptr<Collective>& collective, bool calle
 void EngineCore::start(const std::shared_ptr<Message>& message, bool caller_waits) {
   throw_if_broken();
   std::unique_lock lock(mutex_);
-  if (seated_) {
+  if (driven_) {
     new_messages_.push_back(message);
     arrivals_.fetch_add(1);
   } else {
     messages_.add(message);
-    sit(lock, {Mode::kOnce});
+    drive(lock, {Mode::kOnce});
   }
   after_start(*message, caller_waits);
 }
 
 void EngineCore::after_start(const Ticket& ticket, bool caller_waits) {
   if (ticket.done()) return;
-  if (seated_) wake(*view(place_.rank).header);
-  if (caller_waits || (!seated_ && on_its_way(ticket))) return;
+  if (driven_) wake(*view(place_.rank).header);
+  if (caller_waits || (!driven_ && on_its_way(ticket))) return;
   if (unwaited_.exchange(&ticket) != nullptr) prompt_waits_ = 0;
   ++starts_;
   if (!dozing_ || prompt_waits_ < kPromptWaits) wake_thread();
@@ -283,16 +283,16 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
   std::unique_lock lock(mutex_);
   waiters_.fetch_add(1);
   while (!ticket.done()) {
-    if (!seated_) {
-      sit(lock, {Mode::kUntil, &ticket, &deadline});
+    if (!driven_) {
+      drive(lock, {Mode::kUntil, &ticket, &deadline});
       continue;
     }
     // The engine's own thread leaves the seat to who waits.
     wake(*view(place_.rank).header);
     changed_.wait_for(lock, kLongestSleep);
-    if (ticket.done() || !seated_ || !deadline.expired()) continue;
+    if (ticket.done() || !driven_ || !deadline.expired()) continue;
     // Whoever sits there will see it and end all tickets, so the array is not touched afterwards.
-    Failure failure = failure_in(
+    EngineFailure failure = failure_in(
         &ticket, fmt::format("{} timed out after {} ms", ticket.text(), deadline.total().count()));
     failure.timeout = true;
     break_with(std::move(failure));
@@ -301,7 +301,7 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
   if (waiters_.load() > 0) return;
   // What was left to its caller, who then waited for something else, is the thread's. Whoever has
   // the seat now calls it when leaving, if there is still something to do.
-  if (unwaited_.load() != nullptr && (seated_ || has_work()))
+  if (unwaited_.load() != nullptr && (driven_ || has_work()))
     hand_over();
   else if (progress_wanted_)
     thread_called_.notify_one();
@@ -315,9 +315,9 @@ void EngineCore::hand_over() {
 
 bool EngineCore::poll(Ticket& ticket) {
   std::unique_lock lock(mutex_);
-  if (!seated_) sit(lock, {Mode::kPoll, &ticket, nullptr});
+  if (!driven_) drive(lock, {Mode::kPoll, &ticket, nullptr});
   // Who only asks does not do the large pieces of work; someone must.
-  if (!ticket.done() && !seated_ && !progress_wanted_ && !on_its_way(ticket)) wake_thread();
+  if (!ticket.done() && !driven_ && !progress_wanted_ && !on_its_way(ticket)) wake_thread();
   return ticket.done();
 }
 
@@ -328,9 +328,9 @@ void EngineCore::want_progress() {
 
 // ---------------------------------------------------------------- the seat
 
-void EngineCore::sit(std::unique_lock<std::mutex>& lock, Task task) {
+void EngineCore::drive(std::unique_lock<std::mutex>& lock, Task task) {
   const int self = task.mode == Mode::kUntil ? 1 : 0;  // counted among the waiters
-  seated_ = true;
+  driven_ = true;
   for (;;) {
     lock.unlock();
     work(task);
@@ -338,7 +338,7 @@ void EngineCore::sit(std::unique_lock<std::mutex>& lock, Task task) {
     if (arrivals_.load() == 0) break;
     task.mode = Mode::kOnce;
   }
-  seated_ = false;
+  driven_ = false;
   if (!has_work()) progress_wanted_ = false;
   if (waiters_.load() > self)
     changed_.notify_all();
@@ -371,7 +371,7 @@ void EngineCore::run_thread() {
       thread_called_.wait(
           lock, [this] { return stop_ || thread_is_due() || prompt_waits_ == kPromptWaits; });
     else
-      doze(lock);
+      park(lock);
     if (stop_) return;
     if (!thread_is_due()) continue;
     if (!has_work()) {
@@ -379,7 +379,7 @@ void EngineCore::run_thread() {
       continue;
     }
     thread_sits_ = true;
-    sit(lock, {Mode::kProgress});
+    drive(lock, {Mode::kProgress});
     thread_sits_ = false;
     changed_.notify_all();
   }
@@ -388,15 +388,15 @@ void EngineCore::run_thread() {
 // While callers wait for what they start, the thread is not called but looks by itself: an
 // operation that has nobody is found within two looks. After one without a start it sleeps until
 // the next start, or until it is called.
-void EngineCore::doze(std::unique_lock<std::mutex>& lock) {
+void EngineCore::park(std::unique_lock<std::mutex>& lock) {
   const std::uint64_t seen = starts_;
   const auto called = [this] { return stop_ || thread_is_due(); };
   dozing_ = true;
-  const bool early = thread_called_.wait_for(lock, kDoze, called);
+  const bool early = thread_called_.wait_for(lock, kPark, called);
   dozing_ = false;
   if (early || starts_ != seen) return;
   if (waiters_.load() == 0) {
-    if (seated_) return;  // by someone who will not stay
+    if (driven_) return;  // by someone who will not stay
     if (unwaited_.load() != nullptr && has_work()) return hand_over();
   }
   thread_called_.wait(lock, [&] { return called() || starts_ != seen; });
@@ -425,7 +425,7 @@ void EngineCore::work(const Task& task) noexcept {
   try {
     work_until(task);
   } catch (const std::exception& error) {
-    Failure failure = failure_in(nullptr, words_of(error));
+    EngineFailure failure = failure_in(nullptr, error_text(error));
     failure.disagreement = dynamic_cast<const Disagreement*>(&error) != nullptr;
     break_with(std::move(failure));
   }
@@ -445,7 +445,7 @@ bool EngineCore::satisfied(const Task& task) const {
   return true;
 }
 
-void EngineCore::tell_waiters(const Task& task) {
+void EngineCore::notify_waiters(const Task& task) {
   if (!std::exchange(finished_any_, false)) return;
   if (waiters_.load() <= (task.mode == Mode::kUntil ? 1 : 0)) return;
   const std::lock_guard lock(mutex_);
@@ -457,14 +457,14 @@ void EngineCore::work_until(const Task& task) {
   const bool passing = task.mode == Mode::kOnce || task.mode == Mode::kPoll;
   int turns_left = 8;
   int steps = 0;
-  patience_.renew();
+  backoff_.renew();
   while (!broken()) {
     if (arrivals_.load() > 0) absorb();
     if (step(passing)) {
       if (task.mode != Mode::kOnce && ++steps % kStepsPerLook == 0) look_when_due(task);
-      tell_waiters(task);
+      notify_waiters(task);
       if (satisfied(task) || !callbacks_.empty() || (passing && --turns_left == 0)) return;
-      patience_.renew();
+      backoff_.renew();
     } else if (passing) {
       if (task.mode == Mode::kPoll) look_when_due(task);
       return;
@@ -473,26 +473,26 @@ void EngineCore::work_until(const Task& task) {
     } else {
       pass(task);
       // The last look before a sleep may have finished something, and so may a peer's end.
-      tell_waiters(task);
+      notify_waiters(task);
       if (!callbacks_.empty()) return;
     }
   }
 }
 
 void EngineCore::pass(const Task& task) {
-  switch (patience_.pass()) {
-    case Patience::kAwake:
+  switch (backoff_.pass()) {
+    case Backoff::kSpin:
       return;
-    case Patience::kUneasy:
-      return part_company();
-    case Patience::kWorn:
+    case Backoff::kYield:
+      return migrate_off_shared_core();
+    case Backoff::kPark:
       sleep(task);
       look_after_peers(task);
   }
 }
 
 // A rank that is waited for and was last seen on this very core cannot run while this one looks.
-void EngineCore::part_company() {
+void EngineCore::migrate_off_shared_core() {
   if (!posted_ || Deadline::Clock::now() - moved_ < kBetweenMoves) return;
   const int here = ::sched_getcpu();
   std::vector<int> taken;
@@ -509,7 +509,7 @@ void EngineCore::part_company() {
   if (!shared) return;
   moved_ = Deadline::Clock::now();
   taken.push_back(here);
-  leave_core(taken);
+  migrate_off_cores(taken);
 }
 
 void EngineCore::sleep(const Task& task) {

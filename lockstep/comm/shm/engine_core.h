@@ -20,19 +20,19 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/comm/shm/backoff.h"
 #include "lockstep/comm/shm/collective.h"
 #include "lockstep/comm/shm/layout.h"
-#include "lockstep/comm/shm/meeting.h"
 #include "lockstep/comm/shm/messages.h"
+#include "lockstep/comm/shm/rendezvous.h"
 #include "lockstep/comm/shm/symmetric.h"
 #include "lockstep/comm/shm/ticket.h"
-#include "lockstep/comm/shm/wait.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::shm {
 
 // Why the engine is broken.
-struct Failure {
+struct EngineFailure {
   bool timeout = false;
   bool disagreement = false;  // of ranks that are all alive
   std::string text;
@@ -42,13 +42,13 @@ struct Failure {
 };
 
 // What an exception says, without the name of this component before it.
-std::string words_of(const std::exception& error);
+std::string error_text(const std::exception& error);
 
 class EngineCore : public std::enable_shared_from_this<EngineCore> {
  public:
-  EngineCore(const Place& place, const Layout& layout, std::vector<Peer> peers);
+  EngineCore(const RankInfo& place, const Layout& layout, std::vector<Peer> peers);
 
-  const Place& place() const { return place_; }
+  const RankInfo& place() const { return place_; }
   const Layout& layout() const { return layout_; }
   const View& view(int rank) const { return views_[static_cast<std::size_t>(rank)]; }
   const std::vector<Peer>& peers() const { return peers_; }
@@ -63,15 +63,15 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   void want_progress();  // someone cares for the end of an operation but does not wait for it
 
   // Any thread. The first failure wins. settle() then ends what is pending, if nobody else does.
-  void break_with(Failure failure) noexcept;
+  void break_with(EngineFailure failure) noexcept;
   void settle() noexcept;
   bool broken() const { return broken_.load(); }
   void throw_if_broken() const;
   std::string failure() const;
   std::exception_ptr as_exception() const;  // the first failure
-  std::exception_ptr as_exception(const Failure& failure) const;
+  std::exception_ptr as_exception(const EngineFailure& failure) const;
   // Peers that are dead, broken or closed, the gravest first.
-  std::vector<Failure> troubles() const;
+  std::vector<EngineFailure> troubles() const;
   // In a child forked off the process that made the engine, everything belongs to the parent: the
   // rank, the thread, and perhaps a lock. Nothing may be touched there.
   bool inherited() const;
@@ -92,23 +92,23 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   };
 
   // With mutex_ held, some leaving it for a while.
-  void sit(std::unique_lock<std::mutex>& lock, Task task);
+  void drive(std::unique_lock<std::mutex>& lock, Task task);
   void after_start(const Ticket& ticket, bool caller_waits);
   void enqueue(const std::shared_ptr<Collective>& collective);
   bool on_its_way(const Ticket& ticket) const;
   bool has_work() const { return !queue_.empty() || messages_.pending() > 0; }
-  void vacate() noexcept;
+  void stop_driving() noexcept;
   void wake_thread();
   void run_thread();
-  bool thread_is_due() const { return progress_wanted_ && !seated_ && waiters_.load() == 0; }
-  void doze(std::unique_lock<std::mutex>& lock);
+  bool thread_is_due() const { return progress_wanted_ && !driven_ && waiters_.load() == 0; }
+  void park(std::unique_lock<std::mutex>& lock);
   void hand_over();  // to the thread, what a caller has left
 
   // In the seat.
   void work(const Task& task) noexcept;
   void work_until(const Task& task);
   bool satisfied(const Task& task) const;
-  void tell_waiters(const Task& task);
+  void notify_waiters(const Task& task);
   void absorb();
   void fail_all();
   bool step(bool quick_only);
@@ -117,21 +117,21 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   bool all_posted();
   bool agreed(Collective& collective);
   void pass(const Task& task);
-  void part_company();
+  void migrate_off_shared_core();
   void sleep(const Task& task);
   void look_when_due(const Task& task);
   void look_after_peers(const Task& task);
   void take_what_is_left();
-  bool blocked_by(const Failure& trouble) const;
+  bool blocked_by(const EngineFailure& trouble) const;
   void check_deadlines(const Task& task);
   void time_out(const Ticket& ticket, const Deadline& deadline);
   std::vector<int> behind() const;  // ranks that have not posted the round
-  Failure failure_in(const Ticket* ticket, std::string text) const;
+  EngineFailure failure_in(const Ticket* ticket, std::string text) const;
 
-  Failure told_by(int rank) const;
-  std::string composed(const Failure& failure) const;
+  EngineFailure failure_of(int rank) const;
+  std::string composed(const EngineFailure& failure) const;
 
-  const Place place_;
+  const RankInfo place_;
   const Layout layout_;
   const unsigned forks_;  // when it was made
   const std::vector<Peer> peers_;
@@ -141,7 +141,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   mutable std::mutex mutex_;
   std::condition_variable changed_;        // for those who wait for a ticket or the seat
   std::condition_variable thread_called_;  // for the engine's own thread
-  bool seated_ = false;
+  bool driven_ = false;
   bool thread_sits_ = false;  // the engine's own thread does, or runs callbacks
   bool progress_wanted_ = false;
   bool stop_ = false;
@@ -161,7 +161,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   std::atomic<bool> stopping_{false};
 
   mutable std::mutex failure_mutex_;
-  Failure failure_;
+  EngineFailure failure_;
   std::atomic<bool> broken_{false};
 
   // (seat)
@@ -173,7 +173,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   bool first_round_ = true;     // of the head of the queue
   int arrived_ = 0;             // ranks below this one are known to have posted round_
   bool finished_any_ = false;
-  Patience patience_;
+  Backoff backoff_;
   Deadline::Clock::time_point looked_{};  // after the peers
   Deadline::Clock::time_point moved_{};   // to another core
   std::vector<std::function<void()>> callbacks_;

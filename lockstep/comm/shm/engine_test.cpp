@@ -375,7 +375,7 @@ TEST(Engine, AllGatherWithSizesThatDiffer) {
         };
         const Bytes mine = part(engine.rank());
         std::vector<Bytes> all;
-        engine.all_gather_varied(all, {mine.data(), mine.size()})->wait(soon());
+        engine.all_gather_v(all, {mine.data(), mine.size()})->wait(soon());
         ASSERT_EQ(all.size(), static_cast<std::size_t>(size));
         for (int rank = 0; rank < size; ++rank)
           ASSERT_EQ(all[static_cast<std::size_t>(rank)], part(rank)) << scale << " of " << rank;
@@ -630,15 +630,15 @@ TEST(Engine, SeveralThreadsWaitForOneEngine) {
   });
 }
 
-// Ranks 0 and 1 use two engines in opposite order; both must go on.
+// Ranks 0 and 1 use two engines in opposite order; both must continue.
 TEST(Engine, SeveralEnginesInOppositeOrder) {
-  MapBoard first_board, second_board;
+  MapStore first_kv, second_kv;
   std::vector<std::thread> threads;
   std::atomic<int> right{0};
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
-      auto first = make_engine(first_board, rank, 2, kTiny);
-      auto second = make_engine(second_board, rank, 2, kTiny);
+      auto first = make_engine(first_kv, rank, 2, kTiny);
+      auto second = make_engine(second_kv, rank, 2, kTiny);
       if (rank == 1) std::swap(first, second);
       for (const std::size_t count : {1, 5000}) {
         Bytes a = contribution(DType::kF32, count, rank), b = a;
@@ -727,7 +727,7 @@ TEST(Messages, AnySizeInTheOrderOfTheCalls) {
   }
 }
 
-// A message that does not fit into the ring must not keep a collective from going on, on either
+// A message that does not fit into the ring must not keep a collective from continuing, on either
 // side and in either order.
 TEST(Messages, CollectivesAndMessagesDoNotBlockEachOther) {
   run_ranks(2, kTiny, [](Engine& engine) {

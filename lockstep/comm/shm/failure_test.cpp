@@ -282,19 +282,19 @@ TEST(Abort, ReachesPeersAtOnce) {
 }
 
 TEST(Close, WithOperationsUnderWayFailsThemAndThePeers) {
-  MapBoard board;
-  std::string told;
+  MapStore kv;
+  std::string reported;
   std::thread peer([&] {
-    auto engine = make_engine(board, 1, 2, kTiny);
+    auto engine = make_engine(kv, 1, 2, kTiny);
     float x[2] = {};
     try {
       engine->all_reduce(x, 1, DType::kF32, Op::kSum)->wait(soon());
       engine->all_gather(x, x, 4)->wait(soon());
     } catch (const CommError& error) {
-      told = error.what();
+      reported = error.what();
     }
   });
-  auto engine = make_engine(board, 0, 2, kTiny);
+  auto engine = make_engine(kv, 0, 2, kTiny);
   float x = 0;
   engine->all_reduce(&x, 1, DType::kF32, Op::kSum)->wait(soon());
   char message[8];
@@ -303,18 +303,19 @@ TEST(Close, WithOperationsUnderWayFailsThemAndThePeers) {
   EXPECT_TRUE(receive->done());
   EXPECT_THAT(text_of(receive->error()), HasSubstr("closed its engine with operations under way"));
   peer.join();
-  EXPECT_THAT(told, HasSubstr("rank 0 failed: rank 0 closed its engine with operations under way"));
+  EXPECT_THAT(reported,
+              HasSubstr("rank 0 failed: rank 0 closed its engine with operations under way"));
 }
 
 // Arrays are free once the engine is gone, also those that another thread waits for: here the one
 // that waits for the second operation is busy with the first, which nobody else remembers.
 TEST(Close, ReturnsWhenNoThreadTouchesAnArray) {
   for (int turn = 0; turn < 30; ++turn) {
-    MapBoard board;
+    MapStore kv;
     std::atomic<bool> over{false};
     std::thread peer([&] {
       std::vector<float> x(300'000);  // outlives the engine, which may still be at it
-      auto engine = make_engine(board, 1, 2, kTiny);
+      auto engine = make_engine(kv, 1, 2, kTiny);
       const auto ticket = engine->all_reduce(x.data(), x.size(), DType::kF32, Op::kSum);
       const Deadline limit = soon();
       while (!over.load() && !limit.expired()) {
@@ -322,7 +323,7 @@ TEST(Close, ReturnsWhenNoThreadTouchesAnArray) {
         ::usleep(100);
       }
     });
-    auto engine = make_engine(board, 0, 2, kTiny);
+    auto engine = make_engine(kv, 0, 2, kTiny);
     auto first = std::make_unique<std::vector<float>>(300'000);
     const StartOptions options{.deadline = soon(), .caller_waits = true};
     auto forgotten =
@@ -346,7 +347,7 @@ TEST(Close, ReturnsWhenNoThreadTouchesAnArray) {
 }
 
 // An engine that is closed when all is done leaves its peers in peace, and those that still want
-// something of it are told.
+// something of it are reported.
 TEST(Close, AfterTheLastOperationIsNoFailure) {
   for (int turn = 0; turn < 20; ++turn) {
     run_ranks(4, kTiny, [](Engine& engine) {
@@ -366,15 +367,15 @@ TEST(Close, AfterTheLastOperationIsNoFailure) {
 
 // A forked child has a copy of the engine, whose rank and thread are the parent's.
 TEST(Close, InAForkedChildIsNoneOfTheParentsBusiness) {
-  MapBoard board;
+  MapStore kv;
   std::thread peer([&] {
-    auto engine = make_engine(board, 1, 2, kTiny);
+    auto engine = make_engine(kv, 1, 2, kTiny);
     const std::int64_t value = 7;
     engine->barrier()->wait(soon());
     engine->send(&value, sizeof value, 0)->wait(soon());
     engine->barrier()->wait(soon());
   });
-  auto engine = make_engine(board, 0, 2, kTiny);
+  auto engine = make_engine(kv, 0, 2, kTiny);
   std::int64_t value = 0;
   const auto receive = engine->recv(&value, sizeof value, 1);  // the engine's thread looks after it
   const pid_t pid = ::fork();
@@ -438,23 +439,23 @@ TEST(Usage, MistakesAreNamedAndHarmless) {
 }
 
 TEST(Usage, OptionsAndPlacesThatMakeNoSense) {
-  MapBoard board;
-  EXPECT_THROW(Engine::make(board, {0, 65}, {}, soon()), UsageError);
-  EXPECT_THROW(Engine::make(board, {2, 2}, {}, soon()), UsageError);
-  EXPECT_THROW(Engine::make(board, {0, 1}, {.small_bytes = 1u << 20, .chunk_bytes = 4096}, soon()),
+  MapStore kv;
+  EXPECT_THROW(Engine::make(kv, {0, 65}, {}, soon()), UsageError);
+  EXPECT_THROW(Engine::make(kv, {2, 2}, {}, soon()), UsageError);
+  EXPECT_THROW(Engine::make(kv, {0, 1}, {.small_bytes = 1u << 20, .chunk_bytes = 4096}, soon()),
                UsageError);
 }
 
 // All sizes are compared, also where their sum is the same.
 TEST(Usage, OptionsThatDifferOverRanks) {
   const auto answers = [](const EngineOptions& one, const EngineOptions& other) {
-    MapBoard board;
+    MapStore kv;
     std::vector<std::string> texts(3);
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < 3; ++rank) {
       ranks.emplace_back([&, rank] {
-        const Made made = Engine::make(board, {rank, 3}, rank == 1 ? other : one, soon());
-        texts[static_cast<std::size_t>(rank)] = made.engine ? "an engine" : made.why_not;
+        const EngineResult made = Engine::make(kv, {rank, 3}, rank == 1 ? other : one, soon());
+        texts[static_cast<std::size_t>(rank)] = made.engine ? "an engine" : made.unavailable_reason;
       });
     }
     for (auto& rank : ranks) rank.join();
@@ -472,7 +473,7 @@ TEST(Usage, OptionsThatDifferOverRanks) {
     EXPECT_THAT(text, HasSubstr("chunk_bytes 4096, ring_bytes 12288"));
 }
 
-// More than the machine has: every rank hears of it, and the engine goes on.
+// More than the machine has: every rank hears of it, and the engine continues.
 TEST(Usage, ASymmetricBlockThatDoesNotFit) {
   run_ranks(2, kTiny, [](Engine& engine) {
     try {

@@ -9,9 +9,9 @@ namespace lockstep::shm {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr const char* kKindNames[] = {"barrier",    "all_reduce",       "reduce", "broadcast",
-                                      "all_gather", "reduce_scatter",   "gather", "scatter",
-                                      "all_to_all", "all_gather_varied"};
+constexpr const char* kKindNames[] = {"barrier",    "all_reduce",     "reduce", "broadcast",
+                                      "all_gather", "reduce_scatter", "gather", "scatter",
+                                      "all_to_all", "all_gather_v"};
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
@@ -30,15 +30,15 @@ constexpr std::size_t kHeaderBytes = round_up(sizeof(Header), kPage);
 // longer fit into a core's own cache together with the array. Four ranks on two cores take 16 ms
 // with 1 MiB and 23 ms with 256 KiB; and slices must not become too small.
 constexpr std::size_t kSmallBytesOfAll = 32u << 10;
-constexpr std::size_t kMostSmallBytes = 8u << 10;
+constexpr std::size_t kMaxSmallBytes = 8u << 10;
 constexpr std::size_t kChunkBytesOfTwo = 256u << 10;
 constexpr std::size_t kChunkBytes = 1u << 20;
 constexpr std::size_t kRingBytes = 256u << 10;
 constexpr std::size_t kAllRingsBytes = 1u << 20;
-constexpr std::size_t kLeastRingBytes = 16u << 10;
+constexpr std::size_t kMinRingBytes = 16u << 10;
 
 std::size_t default_small(std::size_t ranks) {
-  return std::min(kSmallBytesOfAll / ranks, kMostSmallBytes);
+  return std::min(kSmallBytesOfAll / ranks, kMaxSmallBytes);
 }
 
 std::size_t default_chunk(std::size_t ranks) {
@@ -47,7 +47,7 @@ std::size_t default_chunk(std::size_t ranks) {
 
 std::size_t default_ring(std::size_t ranks) {
   const std::size_t share = kAllRingsBytes / std::max<std::size_t>(ranks - 1, 1);
-  return round_up(std::clamp(share, kLeastRingBytes, kRingBytes), kPage);
+  return round_up(std::clamp(share, kMinRingBytes, kRingBytes), kPage);
 }
 
 }  // namespace
@@ -60,7 +60,7 @@ std::string Descriptor::text() const {
   switch (kind) {
     case Kind::kBarrier:
     case Kind::kAllToAll:
-    case Kind::kAllGatherVaried:
+    case Kind::kAllGatherV:
       return fmt::format("{}()", name(kind));
     case Kind::kAllReduce:
     case Kind::kReduceScatter:

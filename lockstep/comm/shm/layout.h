@@ -33,7 +33,7 @@ enum class Kind : std::uint8_t {
   kGather,
   kScatter,
   kAllToAll,
-  kAllGatherVaried
+  kAllGatherV
 };
 const char* name(Kind kind);
 

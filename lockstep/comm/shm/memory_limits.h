@@ -4,7 +4,7 @@
 //   const std::string lack = lacking_memory({.own_bytes = n, .host_bytes = ranks * n});
 //   if (!lack.empty()) throw UsageError("shm", "{}", lack);
 //
-// The one hard idea: what counts is what all ranks under one limit need together, asked before any
+// What counts is what all ranks under one limit need together, asked before any
 // of them allocates. Ranks need not be in one control group to be under one limit, so they tell
 // each other their groups.
 #pragma once

@@ -85,9 +85,9 @@ class Call {
       inputs.push_back(const_part(shape_.bytes(rank, rank)));
     tickets_.push_back(engine_.scatter(part(shape_.bytes(own(), own())), inputs, root_, options()));
   }
-  void all_gather_varied() {
+  void all_gather_v() {
     tickets_.push_back(
-        engine_.all_gather_varied(gathered_, const_part(shape_.bytes(own(), own())), options()));
+        engine_.all_gather_v(gathered_, const_part(shape_.bytes(own(), own())), options()));
   }
   // Everybody with everybody, sends first.
   void messages() {
@@ -134,7 +134,7 @@ std::vector<Operation> operations() {
                              {"all_to_all", [](Call& call) { call.all_to_all(); }},
                              {"gather", [](Call& call) { call.gather(); }},
                              {"scatter", [](Call& call) { call.scatter(); }},
-                             {"all_gather_varied", [](Call& call) { call.all_gather_varied(); }},
+                             {"all_gather_v", [](Call& call) { call.all_gather_v(); }},
                              {"messages", [](Call& call) { call.messages(); }}};
   // One round, around its border, and several.
   for (const std::size_t count : {1, 340, 341, 342, 1024, 1025, 9000}) {
@@ -153,15 +153,15 @@ std::vector<Operation> operations() {
 std::string in_two_engines(
     const EngineOptions& options,
     const std::function<void(Engine&, Engine&, std::string& case_name)>& body) {
-  MapBoard boards[2];
+  MapStore stores[2];
   std::vector<std::string> errors(kRanks);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] {
       std::string case_name;
       try {
-        const auto first = make_engine(boards[0], rank, kRanks, options);
-        const auto second = make_engine(boards[1], rank, kRanks, options);
+        const auto first = make_engine(stores[0], rank, kRanks, options);
+        const auto second = make_engine(stores[1], rank, kRanks, options);
         body(*first, *second, case_name);
       } catch (const std::exception& error) {
         errors[static_cast<std::size_t>(rank)] = case_name + ": " + error.what();

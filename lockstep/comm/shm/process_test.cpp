@@ -45,9 +45,9 @@ double now_ms() {
 }
 
 // Keys are files of a directory.
-class FileBoard final : public Board {
+class FileStore final : public KeyValueStore {
  public:
-  explicit FileBoard(std::string directory) : directory_(std::move(directory)) {}
+  explicit FileStore(std::string directory) : directory_(std::move(directory)) {}
   void set(const std::string& key, const std::string& value) override {
     if (key.rfind(dies_at_, 0) == 0) ::raise(SIGKILL);
     write_file_atomically(path(key), value);
@@ -56,7 +56,7 @@ class FileBoard final : public Board {
   void die_at(const std::string& key) { dies_at_ = key; }
   std::string get(const std::string& key, const Deadline& deadline) override {
     while (!std::filesystem::exists(path(key))) {
-      if (deadline.expired()) throw TimeoutError("board", "nobody set " + key);
+      if (deadline.expired()) throw TimeoutError("kv", "nobody set " + key);
       ::usleep(500);
     }
     return read_file(path(key));
@@ -91,10 +91,10 @@ int number(const char* name) {
   return static_cast<int>(*env::get_int(name));
 }
 
-Made join_world() {
-  FileBoard board(*env::get("TEST_BOARD"));
-  if (const auto key = env::get("TEST_DIES_AT")) board.die_at(*key);
-  return Engine::make(board, {number("TEST_RANK"), number("TEST_SIZE")}, {}, seconds(60));
+EngineResult join_world() {
+  FileStore kv(*env::get("TEST_BOARD"));
+  if (const auto key = env::get("TEST_DIES_AT")) kv.die_at(*key);
+  return Engine::make(kv, {number("TEST_RANK"), number("TEST_SIZE")}, {}, seconds(60));
 }
 
 void say(const std::string& line) {
@@ -152,7 +152,7 @@ void stay_busy(Engine& engine, int deadline_ms, int rounds) {
 }
 
 // Runs `body`, which is expected to fail, and says how.
-void tell_failure(const std::function<void()>& body) {
+void report_failure(const std::function<void()>& body) {
   try {
     body();
   } catch (const TimeoutError& error) {
@@ -163,23 +163,23 @@ void tell_failure(const std::function<void()>& body) {
 }
 
 CHILD(busy) {
-  Made made = join_world();
+  EngineResult made = join_world();
   if (!made.engine) return 2;
   const auto rounds = static_cast<int>(env::get_int("TEST_ROUNDS").value_or(0));
-  tell_failure([&] { stay_busy(*made.engine, number("TEST_DEADLINE_MS"), rounds); });
+  report_failure([&] { stay_busy(*made.engine, number("TEST_DEADLINE_MS"), rounds); });
   return 0;
 }
 
 // Waits for a message of rank TEST_FROM, or for its own end without one.
 CHILD(receives) {
-  Made made = join_world();
+  EngineResult made = join_world();
   if (!made.engine) return 2;
   made.engine->barrier()->wait(seconds(60));
   say("ready");
   char data[8];
   const int from = number("TEST_FROM");
   if (from < 0) ::sleep(60);
-  tell_failure([&] { made.engine->recv(data, sizeof data, from)->wait(seconds(60)); });
+  report_failure([&] { made.engine->recv(data, sizeof data, from)->wait(seconds(60)); });
   return 0;
 }
 
@@ -248,7 +248,7 @@ int check_parts(Engine& engine) {
 CHILD(sums) {
   const std::size_t descriptors = open_descriptors();
   {
-    Made made = join_world();
+    EngineResult made = join_world();
     if (!made.engine) return 2;
     Engine& engine = *made.engine;
     const auto want = static_cast<float>(engine.size() * (engine.size() + 1) / 2);
@@ -280,14 +280,14 @@ CHILD(answers) {
     const rlimit limit{bytes, bytes};
     ::setrlimit(RLIMIT_AS, &limit);
   }
-  const Made made = join_world();
-  say(made.engine ? "an engine" : made.why_not);
+  const EngineResult made = join_world();
+  say(made.engine ? "an engine" : made.unavailable_reason);
   return 0;
 }
 
 CHILD(meets) {
   say("meets");
-  tell_failure([] { (void)join_world(); });
+  report_failure([] { (void)join_world(); });
   return 0;
 }
 
@@ -302,7 +302,7 @@ std::size_t kib_of(const std::string& field) {
 // Asks for a block of TEST_BLOCK_MIB. The rank TEST_FULL has half the address space for it. Says
 // how much memory it had at most since it asked.
 CHILD(wants_a_block) {
-  Made made = join_world();
+  EngineResult made = join_world();
   if (!made.engine) return 2;
   const auto bytes = static_cast<std::size_t>(number("TEST_BLOCK_MIB")) << 20;
   if (made.engine->rank() == number("TEST_FULL")) {
@@ -339,8 +339,8 @@ class Ranks {
   Child& operator[](int rank) { return *children_[static_cast<std::size_t>(rank)]; }
   // The abstract socket on which that rank met the others.
   std::string socket_of(int rank) const {
-    std::istringstream hello(read_file(fmt::format("{}/shm.hello.{}", directory_.path(), rank)));
-    for (std::string line; std::getline(hello, line);)
+    std::istringstream info(read_file(fmt::format("{}/shm.info.{}", directory_.path(), rank)));
+    for (std::string line; std::getline(info, line);)
       if (line.rfind("lockstep-", 0) == 0) return line;
     return "";
   }

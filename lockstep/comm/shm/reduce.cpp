@@ -57,7 +57,7 @@ bool supports(DType dtype, Op op) {
 
 void combine(DType dtype, Op op, const Arrays& arrays) {
   LOCKSTEP_ASSERT(supports(dtype, op) && arrays.n >= 1 && arrays.n <= kMaxRanks &&
-                  arrays.m <= kMaxRanks + 1 && arrays.moved <= kMostMoves);
+                  arrays.m <= kMaxRanks + 1 && arrays.moved <= kMaxMoves);
   const SumKernel kernel = op == Op::kSum || op == Op::kAvg ? vectorised(dtype) : nullptr;
   if (kernel == nullptr) {
     combine_plain(dtype, op, arrays);

@@ -23,7 +23,7 @@
 
 namespace lockstep::shm {
 
-inline constexpr int kMostMoves = 2;
+inline constexpr int kMaxMoves = 2;
 struct Move {
   std::byte* to;
   const std::byte* from;

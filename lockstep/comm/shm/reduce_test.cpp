@@ -47,7 +47,7 @@ struct SmallFloat {
       (decode(static_cast<std::uint16_t>(middle)) <= magnitude ? low : high) = middle;
     }
     const double below = decode(static_cast<std::uint16_t>(low));
-    // Past the largest number: as if the type went on.
+    // Past the largest number: as if the type continued.
     const double above = high == infinity ? 2 * decode(static_cast<std::uint16_t>(infinity - 1)) -
                                                 decode(static_cast<std::uint16_t>(infinity - 2))
                                           : decode(static_cast<std::uint16_t>(high));

@@ -82,7 +82,7 @@ bool EngineCore::agreed(Collective& collective) {
   }
   if (text.empty()) text = collective.disagreement(*this, parity);
   if (text.empty()) return true;
-  Failure failure = failure_in(
+  EngineFailure failure = failure_in(
       &collective,
       text + ". Every rank must call the same operations with the same sizes in the same order.");
   failure.culprit = other;
@@ -94,26 +94,27 @@ bool EngineCore::agreed(Collective& collective) {
 // ---------------------------------------------------------------- peers
 
 // Why a peer that says so is broken, in its own words.
-Failure EngineCore::told_by(int rank) const {
-  const Trouble& told = view(rank).header->trouble;
-  Failure failure;
-  failure.timeout = told.timeout != 0;
-  failure.disagreement = told.disagreement != 0;
-  failure.origin = told.origin;
-  failure.culprit = told.culprit;
-  failure.text.assign(told.text, ::strnlen(told.text, sizeof told.text));
+EngineFailure EngineCore::failure_of(int rank) const {
+  const Trouble& reported = view(rank).header->trouble;
+  EngineFailure failure;
+  failure.timeout = reported.timeout != 0;
+  failure.disagreement = reported.disagreement != 0;
+  failure.origin = reported.origin;
+  failure.culprit = reported.culprit;
+  failure.text.assign(reported.text, ::strnlen(reported.text, sizeof reported.text));
   return failure;
 }
 
 // One death draws others after it: who gives up ends soon, too. So ranks that died without a word
-// come first, then those that told why they gave up, and last those that had nothing more to do.
-std::vector<Failure> EngineCore::troubles() const {
+// come first, then those that reported why they gave up, and last those that had nothing more to
+// do.
+std::vector<EngineFailure> EngineCore::troubles() const {
   pollfd fds[kMaxRanks];
   nfds_t count = 0;
   for (const Peer& peer : peers_)
     if (peer.pidfd) fds[count++] = {peer.pidfd.get(), POLLIN, 0};
   const bool any_dead = count > 0 && ::poll(fds, count, 0) > 0;
-  std::vector<Failure> dead, broken, closed;
+  std::vector<EngineFailure> dead, broken, closed;
   nfds_t at = 0;
   for (int rank = 0; rank < place_.size; ++rank) {
     const Peer& peer = peers_[static_cast<std::size_t>(rank)];
@@ -121,9 +122,9 @@ std::vector<Failure> EngineCore::troubles() const {
     const bool ended = any_dead && fds[at].revents != 0;
     ++at;
     const State state = view(rank).header->state.load();
-    if (state == State::kBroken) broken.push_back(told_by(rank));
+    if (state == State::kBroken) broken.push_back(failure_of(rank));
     if (state == State::kBroken || (state == State::kAlive && !ended)) continue;
-    Failure& trouble = (state == State::kAlive ? dead : closed).emplace_back();
+    EngineFailure& trouble = (state == State::kAlive ? dead : closed).emplace_back();
     trouble.culprit = rank;
     trouble.text = state == State::kAlive
                        ? fmt::format("rank {} (process {}) has ended", rank, peer.pid)
@@ -141,7 +142,7 @@ void EngineCore::look_when_due(const Task& task) {
 }
 
 // What a rank has done before its end counts, and is all there to see once the end is known. It
-// does no more, so this comes to an end, whatever the others go on sending.
+// does no more, so this comes to an end, whatever the others continue sending.
 void EngineCore::take_what_is_left() {
   if (messages_.pending() > 0) messages_.pump(*this);
   while (!broken() && !queue_.empty() && step_collective(*queue_.front())) {
@@ -152,11 +153,11 @@ void EngineCore::take_what_is_left() {
 // the deadline.
 void EngineCore::look_after_peers(const Task& task) {
   looked_ = Deadline::Clock::now();
-  const std::vector<Failure> found = troubles();
+  const std::vector<EngineFailure> found = troubles();
   if (!found.empty()) take_what_is_left();
   if (broken()) return;
   const auto trouble = std::find_if(found.begin(), found.end(),
-                                    [this](const Failure& each) { return blocked_by(each); });
+                                    [this](const EngineFailure& each) { return blocked_by(each); });
   if (trouble == found.end()) return check_deadlines(task);
   const Ticket* blocked = queue_.empty() ? nullptr : queue_.front().get();
   if (blocked == nullptr && trouble->culprit >= 0) blocked = messages_.with(trouble->culprit);
@@ -165,7 +166,7 @@ void EngineCore::look_after_peers(const Task& task) {
     text += fmt::format(" before it took part in {}", blocked->text());
     text += ". Look for the reason in that rank's output.";
   }
-  Failure failure = failure_in(blocked, std::move(text));
+  EngineFailure failure = failure_in(blocked, std::move(text));
   failure.culprit = trouble->culprit;
   failure.origin = trouble->origin;
   failure.timeout = trouble->timeout;
@@ -173,8 +174,8 @@ void EngineCore::look_after_peers(const Task& task) {
   break_with(std::move(failure));
 }
 
-// Another pair's messages go on without that rank, a collective never does.
-bool EngineCore::blocked_by(const Failure& trouble) const {
+// Another pair's messages continue without that rank, a collective never does.
+bool EngineCore::blocked_by(const EngineFailure& trouble) const {
   if (!queue_.empty() || trouble.origin >= 0) return has_work();
   return messages_.with(trouble.culprit) != nullptr;
 }
@@ -214,14 +215,14 @@ void EngineCore::time_out(const Ticket& ticket, const Deadline& deadline) {
     if (behind_another) text += fmt::format(" in {} before it", queue_.front()->text());
   }
   text += ". It is stopped, slower than the limit, or took another way through the program.";
-  Failure failure = failure_in(&ticket, std::move(text));
+  EngineFailure failure = failure_in(&ticket, std::move(text));
   failure.timeout = true;
   failure.culprit = missing.empty() ? -1 : missing.front();
   break_with(std::move(failure));
 }
 
-Failure EngineCore::failure_in(const Ticket* ticket, std::string text) const {
-  Failure failure;
+EngineFailure EngineCore::failure_in(const Ticket* ticket, std::string text) const {
+  EngineFailure failure;
   failure.text = std::move(text);
   failure.origin = place_.rank;
   if (ticket == nullptr) return failure;

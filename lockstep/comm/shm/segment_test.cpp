@@ -183,45 +183,45 @@ TEST(MemoryLimits, ControlGroupsHoldWhatAllTheirRanksNeed) {
   EXPECT_EQ(root.lack(3, {own, "0::/job/task_0\n"}), "");
 }
 
-// ---------------------------------------------------------------- meeting
+// ---------------------------------------------------------------- rendezvous
 
 // Changes what one rank writes, as if it were elsewhere.
-class LyingBoard final : public Board {
+class LyingStore final : public KeyValueStore {
  public:
-  LyingBoard(Board& board, std::string from, std::string to)
-      : board_(board), from_(std::move(from)), to_(std::move(to)) {}
+  LyingStore(KeyValueStore& kv, std::string from, std::string to)
+      : kv_(kv), from_(std::move(from)), to_(std::move(to)) {}
   void set(const std::string& key, const std::string& value) override {
     std::string changed = value;
     const std::size_t at = changed.find(from_);
-    if (key == "shm/hello/1" && at != std::string::npos) changed.replace(at, from_.size(), to_);
-    board_.set(key, changed);
+    if (key == "shm/info/1" && at != std::string::npos) changed.replace(at, from_.size(), to_);
+    kv_.set(key, changed);
   }
   std::string get(const std::string& key, const Deadline& deadline) override {
-    return board_.get(key, deadline);
+    return kv_.get(key, deadline);
   }
 
  private:
-  Board& board_;
+  KeyValueStore& kv_;
   const std::string from_, to_;
 };
 
 // The three ranks' reasons not to share memory.
 std::vector<std::string> reasons(const std::string& from, const std::string& to) {
-  MapBoard board;
+  MapStore kv;
   std::vector<std::string> reasons(3);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 3; ++rank) {
     threads.emplace_back([&, rank] {
-      LyingBoard liar(board, from, to);
-      Made made = Engine::make(liar, {rank, 3}, {}, soon());
-      reasons[static_cast<std::size_t>(rank)] = made.engine ? "an engine" : made.why_not;
+      LyingStore liar(kv, from, to);
+      EngineResult made = Engine::make(liar, {rank, 3}, {}, soon());
+      reasons[static_cast<std::size_t>(rank)] = made.engine ? "an engine" : made.unavailable_reason;
     });
   }
   for (auto& thread : threads) thread.join();
   return reasons;
 }
 
-TEST(Meeting, RanksElsewhereAreNoReasonToFail) {
+TEST(Rendezvous, RanksElsewhereAreNoReasonToFail) {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string boot_id;
   std::getline(file, boot_id);
@@ -232,31 +232,32 @@ TEST(Meeting, RanksElsewhereAreNoReasonToFail) {
     EXPECT_THAT(reason, HasSubstr("rank 1 has another network namespace than rank 0"));
   for (const auto& reason : reasons(uid, "\n31337\n"))
     EXPECT_THAT(reason, HasSubstr("rank 1 has another user than rank 0"));
-  // A socket that is not there: found in the handshake, told to all.
+  // A socket that is not there: found in the handshake, reported to all.
   for (const auto& reason : reasons("lockstep-", "nowhere-"))
     EXPECT_THAT(reason, HasSubstr("cannot connect to a peer's socket"));
 }
 
-// What two ranks are told when each makes its segment in this way.
-std::vector<std::string> told_with(
-    MapBoard& board, std::size_t bytes,
+// What two ranks are reported when each makes its segment in this way.
+std::vector<std::string> reasons_with(
+    MapStore& kv, std::size_t bytes,
     const std::function<std::shared_ptr<Segment>(int rank)>& make_segment) {
-  std::vector<std::string> told(2);
+  std::vector<std::string> reported(2);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
       const Wanted wanted{bytes, [&, rank] { return make_segment(rank); }};
-      told[static_cast<std::size_t>(rank)] = meet(board, {rank, 2}, wanted, soon()).why_not;
+      reported[static_cast<std::size_t>(rank)] =
+          rendezvous(kv, {rank, 2}, wanted, soon()).unavailable_reason;
     });
   }
   for (auto& thread : threads) thread.join();
-  return told;
+  return reported;
 }
 
-TEST(Meeting, ARankWithoutMemoryIsNoReasonToFail) {
+TEST(Rendezvous, ARankWithoutMemoryIsNoReasonToFail) {
   const int before = open_descriptors();
-  MapBoard board;
-  for (const auto& why : told_with(board, 4096, [](int rank) {
+  MapStore kv;
+  for (const auto& why : reasons_with(kv, 4096, [](int rank) {
          if (rank == 1) throw UsageError("shm", "no room at all");
          return Segment::make(4096);
        }))
@@ -265,19 +266,19 @@ TEST(Meeting, ARankWithoutMemoryIsNoReasonToFail) {
 }
 
 // Who looks for room while another has taken some already sees too little, or too much.
-TEST(Meeting, NobodyAllocatesBeforeAllHaveLookedForRoom) {
-  MapBoard board;
+TEST(Rendezvous, NobodyAllocatesBeforeAllHaveLookedForRoom) {
+  MapStore kv;
   std::atomic<int> made{0};
-  for (const auto& why : told_with(board, 4096, [&](int) {
+  for (const auto& why : reasons_with(kv, 4096, [&](int) {
          for (const char* key : {"shm/connected/0", "shm/connected/1"})
-           EXPECT_EQ(board.get(key, Deadline::after({})), "ok");
+           EXPECT_EQ(kv.get(key, Deadline::after({})), "ok");
          ++made;
          return Segment::make(4096);
        }))
     EXPECT_EQ(why, "");
   EXPECT_EQ(made, 2);
-  MapBoard another;
-  for (const auto& why : told_with(another, std::size_t{1} << 50, [&](int) {
+  MapStore another;
+  for (const auto& why : reasons_with(another, std::size_t{1} << 50, [&](int) {
          ++made;
          return Segment::make(4096);
        }))
@@ -285,28 +286,28 @@ TEST(Meeting, NobodyAllocatesBeforeAllHaveLookedForRoom) {
   EXPECT_EQ(made, 2);
 }
 
-TEST(Meeting, OptionsThatDiffer) {
-  MapBoard board;
-  std::vector<std::string> told(2);
+TEST(Rendezvous, OptionsThatDiffer) {
+  MapStore kv;
+  std::vector<std::string> reported(2);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
       const std::size_t chunk = rank == 0 ? 1u << 20 : 1u << 21;
-      told[static_cast<std::size_t>(rank)] =
-          Engine::make(board, {rank, 2}, {.chunk_bytes = chunk}, soon()).why_not;
+      reported[static_cast<std::size_t>(rank)] =
+          Engine::make(kv, {rank, 2}, {.chunk_bytes = chunk}, soon()).unavailable_reason;
     });
   }
   for (auto& thread : threads) thread.join();
-  for (const auto& why : told) EXPECT_THAT(why, HasSubstr("rank 1 has another buffer size"));
+  for (const auto& why : reported) EXPECT_THAT(why, HasSubstr("rank 1 has another buffer size"));
 }
 
-TEST(Meeting, AMissingRankIsAnError) {
-  MapBoard board;
-  EXPECT_THROW(Engine::make(board, {0, 2}, {}, Deadline::after(std::chrono::milliseconds(100))),
+TEST(Rendezvous, AMissingRankIsAnError) {
+  MapStore kv;
+  EXPECT_THROW(Engine::make(kv, {0, 2}, {}, Deadline::after(std::chrono::milliseconds(100))),
                TimeoutError);
 }
 
-TEST(Meeting, NothingIsLeftBehind) {
+TEST(Rendezvous, NothingIsLeftBehind) {
   const int before = open_descriptors();
   for (int turn = 0; turn < 3; ++turn) {
     run_ranks(3, {}, [](Engine& engine) {

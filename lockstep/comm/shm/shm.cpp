@@ -55,20 +55,21 @@ std::vector<ConstPart> const_parts_of(const std::vector<at::Tensor>& tensors) {
 }
 
 // What ranks write where all can read it: the world's store.
-class StoreBoard : public lockstep::shm::Board {
+class C10dStore : public lockstep::shm::KeyValueStore {
  public:
-  explicit StoreBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
   void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
   std::string get(const std::string& key, const Deadline& deadline) override {
     auto pause = std::chrono::microseconds(100);
     while (!store_->check({key})) {
       if (deadline.expired()) {
-        throw TimeoutError("shm",
-                           fmt::format("'{}' was not told within {} ms. A rank has probably ended "
-                                       "during start-up; look at its output.",
-                                       key, deadline.total().count()),
-                           {});
+        throw TimeoutError(
+            "shm",
+            fmt::format("'{}' was not reported within {} ms. A rank has probably ended "
+                        "during start-up; look at its output.",
+                        key, deadline.total().count()),
+            {});
       }
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::microseconds(5000));
@@ -122,7 +123,7 @@ class Operation : public HostOperation {
   void wait(const Deadline& deadline) override {
     for (const auto& ticket : tickets_) ticket->wait(deadline);
   }
-  void hurry(std::function<void()> noticed) override {
+  void request_progress(std::function<void()> noticed) override {
     for (const auto& ticket : tickets_) ticket->on_done(noticed);
   }
 
@@ -253,7 +254,7 @@ class ShmBackend : public Backend {
     Operation& started = *operation;
     state->attach(std::move(operation));
     // With a last step to take (copying back), somebody must take it even if nobody waits.
-    if (state->has_finish()) started.hurry([state] { state->poll(); });
+    if (state->has_finish()) started.request_progress([state] { state->poll(); });
   }
 
   std::unique_ptr<Engine> engine_;
@@ -261,14 +262,14 @@ class ShmBackend : public Backend {
 
 }  // namespace
 
-Made make(const Options& options) {
+BackendResult make(const Options& options) {
   if (options.size > lockstep::shm::kMaxRanks)
     return {nullptr, fmt::format("{} ranks are more than the {} it can serve", options.size,
                                  lockstep::shm::kMaxRanks)};
-  StoreBoard board(options.store);
-  auto made = Engine::make(board, {options.rank, options.size}, {},
-                           Deadline::after(options.startup_timeout));
-  if (!made.engine) return {nullptr, std::move(made.why_not)};
+  C10dStore kv(options.store);
+  auto made =
+      Engine::make(kv, {options.rank, options.size}, {}, Deadline::after(options.startup_timeout));
+  if (!made.engine) return {nullptr, std::move(made.unavailable_reason)};
   return {std::make_unique<ShmBackend>(std::move(made.engine)), ""};
 }
 

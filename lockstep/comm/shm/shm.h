@@ -1,7 +1,7 @@
 // The shm backend: the ranks of one host through memory that all of them map. Always built.
 //
 //   auto made = detail::shm::make({.store = store, .rank = 0, .size = 2});
-//   if (!made.backend) use_gloo(made.why_not);     // the same answer on every rank
+//   if (!made.backend) use_gloo(made.unavailable_reason);     // the same answer on every rank
 //
 // A thin adaptor: tensors become pointers, and the thread that waits for a Work carries it out.
 // The engine below (engine.h) knows nothing of torch.
@@ -23,12 +23,12 @@ struct Options {
   std::chrono::milliseconds startup_timeout{std::chrono::seconds(300)};
 };
 
-struct Made {
+struct BackendResult {
   std::unique_ptr<Backend> backend;
-  std::string why_not;  // a sentence: the ranks cannot share memory
+  std::string unavailable_reason;  // a sentence: the ranks cannot share memory
 };
 
 // Collective. Blocks until all ranks have met or the start-up timeout has passed.
-Made make(const Options& options);
+BackendResult make(const Options& options);
 
 }  // namespace lockstep::detail::shm

@@ -1,4 +1,4 @@
-// What the adaptor adds to the engine: the store as a board, and how long tensors live.
+// What the adaptor adds to the engine: the c10d store behind it, and how long tensors live.
 #include "lockstep/comm/shm/shm.h"
 
 #include <ATen/ATen.h>
@@ -24,9 +24,10 @@ TEST(ShmBackend, ARankThatDoesNotComeIsATimeoutThatNamesItsKey) {
                   .startup_timeout = std::chrono::milliseconds(300)});
       FAIL() << "nobody else was there";
     } catch (const TimeoutError& error) {
-      const char* missing = rank == 0 ? "'shm/hello/1'" : "'shm/hello/verdict'";
+      const char* missing = rank == 0 ? "'shm/info/1'" : "'shm/info/outcome'";
       EXPECT_THAT(error.what(), HasSubstr(missing));
-      EXPECT_THAT(error.what(), HasSubstr("was not told within 300 ms. A rank has probably ended"));
+      EXPECT_THAT(error.what(),
+                  HasSubstr("was not reported within 300 ms. A rank has probably ended"));
     }
   }
 }
@@ -35,10 +36,10 @@ TEST(ShmBackend, ARankThatDoesNotComeIsATimeoutThatNamesItsKey) {
 // before the other rank has come.
 TEST(ShmBackend, MemoryLivesUntilTheEnd) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto fate = std::make_shared<Fate>(0);
+  const auto failure_state = std::make_shared<FailureState>(0);
   const auto start = [&](Backend& backend, const at::Tensor& tensor) {
-    auto state = std::make_shared<WorkState>(OperationInfo{"all_reduce"},
-                                             Deadline::after(std::chrono::seconds(60)), fate);
+    auto state = std::make_shared<WorkState>(
+        OperationInfo{"all_reduce"}, Deadline::after(std::chrono::seconds(60)), failure_state);
     backend.all_reduce(state, tensor, ReduceOp::kSum);
     return state;
   };

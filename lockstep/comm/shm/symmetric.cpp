@@ -46,7 +46,7 @@ void SymmetricBlocks::add(const std::shared_ptr<MappedBlock>& block) {
   blocks_[reinterpret_cast<std::uintptr_t>(block->data())] = block;
 }
 
-SymmetricBlocks::Place SymmetricBlocks::find(const void* data, std::size_t bytes) const {
+SymmetricBlocks::Location SymmetricBlocks::find(const void* data, std::size_t bytes) const {
   const std::lock_guard lock(mutex_);
   if (blocks_.empty()) return {};
   const auto address = reinterpret_cast<std::uintptr_t>(data);
@@ -87,11 +87,11 @@ namespace {
 // One message to every peer and one from each. "!" begins a rank's refusal.
 std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int fd,
                                  const Deadline& deadline) {
-  // A third rank that has closed in good order is no reason not to hear the one awaited.
+  // A third rank that has closed in good order is not a reason not to hear the one awaited.
   const auto doomed_by = [&core](int awaited) -> Doomed {
     return [&core, awaited]() -> std::exception_ptr {
       if (core.broken()) return core.as_exception();
-      for (const Failure& each : core.troubles())
+      for (const EngineFailure& each : core.troubles())
         if (each.origin >= 0 || each.culprit == awaited) return core.as_exception(each);
       return nullptr;
     };
@@ -148,7 +148,7 @@ void check_sizes(const std::vector<Packet>& packets) {
 
 std::shared_ptr<MappedBlock> make_symmetric(EngineCore& core, std::size_t bytes,
                                             const Deadline& deadline) {
-  const Place& place = core.place();
+  const RankInfo& place = core.place();
   // One round of messages in which each rank says `text`, or why its `body` failed.
   const auto round = [&](std::string text, const std::function<void()>& body,
                          const std::shared_ptr<Segment>& handed) {

@@ -32,12 +32,12 @@ class MappedBlock final : public SymmetricBlock {
 // Safe from any thread.
 class SymmetricBlocks {
  public:
-  struct Place {
+  struct Location {
     std::shared_ptr<MappedBlock> block;  // null: private memory
     std::uint64_t offset = 0;
   };
   void add(const std::shared_ptr<MappedBlock>& block);
-  Place find(const void* data, std::size_t bytes) const;
+  Location find(const void* data, std::size_t bytes) const;
   std::uint32_t next_id() { return ++last_id_; }
 
  private:

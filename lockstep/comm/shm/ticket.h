@@ -1,6 +1,6 @@
 // An operation on its way through the engine.
 //
-// The one hard idea: whoever comes first runs it. A thread that waits takes the engine's seat, if
+// Whoever comes first runs it. A thread that waits takes the engine's seat, if
 // it is free, and carries out what is pending itself; only work that nobody waits for is done by
 // the engine's own thread.
 //
@@ -31,7 +31,7 @@ class Ticket {
   Ticket& operator=(const Ticket&) = delete;
 
   // Returns when the operation has succeeded. Throws CommError or TimeoutError; at the deadline the
-  // operation is given up, which breaks the engine for ever.
+  // operation is given up, which breaks the engine forever.
   void wait(const Deadline& deadline);
   // Against the deadline that the operation was started with.
   void wait();

@@ -74,7 +74,7 @@ template <typename Format, Scale kScale, bool kLastLeaves>
                                                        const std::byte* const* in,
                                                        std::byte* const* out, float factor) {
   constexpr int kStep = static_cast<int>(kMoveBytes / (kLanes * Format::kBytes));
-  Move moves[kMostMoves];
+  Move moves[kMaxMoves];
   const int moved = arrays.moved;
   for (int i = 0; i < moved; ++i) moves[i] = arrays.moves[i];
   const int n = arrays.n, m = arrays.m;

@@ -21,8 +21,8 @@
 
 namespace lockstep::shm::for_test {
 
-// A board in this process's memory.
-class MapBoard final : public Board {
+// A store in this process's memory.
+class MapStore final : public KeyValueStore {
  public:
   void set(const std::string& key, const std::string& value) override {
     const std::lock_guard lock(mutex_);
@@ -33,7 +33,7 @@ class MapBoard final : public Board {
     std::unique_lock lock(mutex_);
     const bool found =
         changed_.wait_until(lock, deadline.time(), [&] { return values_.count(key) != 0; });
-    if (!found) throw TimeoutError("board", "nobody set " + key);
+    if (!found) throw TimeoutError("kv", "nobody set " + key);
     return values_[key];
   }
 
@@ -47,10 +47,10 @@ inline Deadline soon(int seconds = 60) {
   return Deadline::after(std::chrono::seconds(seconds));
 }
 
-inline std::unique_ptr<Engine> make_engine(Board& board, int rank, int size,
+inline std::unique_ptr<Engine> make_engine(KeyValueStore& kv, int rank, int size,
                                            const EngineOptions& options = {}) {
-  Made made = Engine::make(board, {rank, size}, options, soon());
-  if (!made.engine) throw std::runtime_error("no engine: " + made.why_not);
+  EngineResult made = Engine::make(kv, {rank, size}, options, soon());
+  if (!made.engine) throw std::runtime_error("no engine: " + made.unavailable_reason);
   return std::move(made.engine);
 }
 
@@ -59,13 +59,13 @@ using Body = std::function<void(Engine&)>;
 // What each rank threw; null for those that did not.
 inline std::vector<std::exception_ptr> outcomes(int size, const EngineOptions& options,
                                                 const Body& body) {
-  MapBoard board;
+  MapStore kv;
   std::vector<std::exception_ptr> errors(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        auto engine = make_engine(board, rank, size, options);
+        auto engine = make_engine(kv, rank, size, options);
         body(*engine);
       } catch (...) {
         errors[static_cast<std::size_t>(rank)] = std::current_exception();

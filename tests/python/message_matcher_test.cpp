@@ -1,5 +1,5 @@
-// The Python backend's mailbox, without Python: when the array of a receive is free again.
-#include "python/csrc/mailbox.h"
+// The Python backend's matcher, without Python: when the array of a receive is free again.
+#include "python/csrc/message_matcher.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -16,7 +16,7 @@ namespace lockstep::python {
 namespace {
 
 using shm::for_test::make_engine;
-using shm::for_test::MapBoard;
+using shm::for_test::MapStore;
 using shm::for_test::soon;
 
 // A page whose first write takes as long as the test wants.
@@ -40,7 +40,7 @@ bool becomes(const Condition& condition) {
 }
 
 // A receive from anyone is given up at its deadline while another thread copies the contents.
-TEST(Mailbox, AReceiveThatIsGivenUpIsNotWrittenAnyMore) {
+TEST(MessageMatcher, AReceiveThatIsGivenUpIsNotWrittenAnyMore) {
   page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   page = ::mmap(nullptr, page_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(page, MAP_FAILED);
@@ -49,16 +49,16 @@ TEST(Mailbox, AReceiveThatIsGivenUpIsNotWrittenAnyMore) {
   action.sa_handler = on_write;
   ASSERT_EQ(::sigaction(SIGSEGV, &action, &before), 0);
 
-  MapBoard board;
+  MapStore kv;
   std::atomic<int> stage{0};
   std::thread peer([&] {
-    auto engine = make_engine(board, 1, 2);
-    const auto mailbox = std::make_shared<Mailbox>(*engine);
+    auto engine = make_engine(kv, 1, 2);
+    const auto matcher = std::make_shared<MessageMatcher>(*engine);
     const std::vector<std::byte> contents(page_bytes, std::byte{7});
     becomes([&] { return stage >= 1; });
     const auto first = engine->send(contents.data(), 1, 0);
     becomes([&] { return stage >= 2; });
-    const auto tickets = mailbox->send({contents.data(), contents.size(), 0, 0}, soon());
+    const auto tickets = matcher->send({contents.data(), contents.size(), 0, 0}, soon());
     // Ends when rank 0 gives up, which breaks the engine. A while later the write may continue: by
     // then a receive that does not wait for it has ended.
     std::byte never{};
@@ -66,10 +66,10 @@ TEST(Mailbox, AReceiveThatIsGivenUpIsNotWrittenAnyMore) {
     ::usleep(200'000);
     released = true;
     becomes([&] { return stage >= 3; });
-    mailbox->close(std::move(engine));
+    matcher->close(std::move(engine));
   });
-  auto engine = make_engine(board, 0, 2);
-  const auto mailbox = std::make_shared<Mailbox>(*engine);
+  auto engine = make_engine(kv, 0, 2);
+  const auto matcher = std::make_shared<MessageMatcher>(*engine);
   // Whoever waits for something carries out everything, once a first message shows it at work.
   const shm::StartOptions waited{.deadline = soon(), .caller_waits = true};
   const auto barrier = engine->barrier(waited);
@@ -78,10 +78,10 @@ TEST(Mailbox, AReceiveThatIsGivenUpIsNotWrittenAnyMore) {
   std::thread waiter([&] { EXPECT_THROW(barrier->wait(soon()), CommError); });
   stage = 1;
   EXPECT_TRUE(becomes([&] { return seen->done(); }));
-  const auto receive = mailbox->receive({page, page_bytes, Mailbox::kAnyone, 0, nullptr});
+  const auto receive = matcher->receive({page, page_bytes, MessageMatcher::kAnyone, 0, nullptr});
   stage = 2;
   EXPECT_TRUE(becomes([] { return inside.load(); })) << "the contents did not arrive";
-  mailbox->wait(*receive, Deadline::after(std::chrono::milliseconds(50)));
+  matcher->wait(*receive, Deadline::after(std::chrono::milliseconds(50)));
   EXPECT_FALSE(inside) << "the array is still written";
   EXPECT_TRUE(receive->done());
   EXPECT_NE(shm::for_test::text_of(receive->error()).find("timed out after 50 ms"),
@@ -89,7 +89,7 @@ TEST(Mailbox, AReceiveThatIsGivenUpIsNotWrittenAnyMore) {
   waiter.join();
   stage = 3;
   peer.join();
-  mailbox->close(std::move(engine));
+  matcher->close(std::move(engine));
   ::sigaction(SIGSEGV, &before, nullptr);
   ::munmap(page, page_bytes);
 }

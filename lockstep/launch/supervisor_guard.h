@@ -9,10 +9,11 @@
 //   - the supervisor is killed: ranks get their parent-death signal, and the front, a subreaper
 //   too,
 //     inherits and kills what they had started (the sessions written down in RankRegistry).
-// This is the keeper of the ranks turned upside down: it owns them, so it needs no list of process
+// This is the guard of the ranks turned upside down: it owns them, so it needs no list of process
 // numbers that might have been given to others, and a daemonised grandchild cannot hide from it.
 //
-//   return run_kept({SIGTERM, SIGINT}, [&](const Kept& kept) { return serve(kept); });
+//   return run_supervised({SIGTERM, SIGINT}, [&](const GuardContext& guard) { return serve(guard);
+//   });
 #pragma once
 
 #include <signal.h>
@@ -33,14 +34,14 @@ class RankRegistry {
   bool contains(pid_t session) const;
 
  private:
-  static constexpr int kMost = 4096;
+  static constexpr int kMax = 4096;
   std::atomic<int> count_{0};
-  pid_t sessions_[kMost];
+  pid_t sessions_[kMax];
 };
 
-struct Kept {
+struct GuardContext {
   int lifeline_fd;           // readable (end of file) when the front has died
-  sigset_t callers_mask;     // the signal mask before run_kept(), for the ranks
+  sigset_t callers_mask;     // the signal mask before run_supervised(), for the ranks
   rlimit callers_files;      // RLIMIT_NOFILE before it was raised, for the ranks
   std::vector<int> signals;  // blocked, and sent to the supervisor as they came; to be read by it
   RankRegistry* registry;
@@ -49,6 +50,7 @@ struct Kept {
 // Forks; calls `supervise` in the child with `signals` and SIGCHLD blocked and returns its result
 // in the parent. A SIGHUP that is ignored stays ignored and is dropped from the list. Call it from
 // a process without threads that need these signals; waits as long as the child runs.
-int run_kept(std::vector<int> signals, const std::function<int(const Kept&)>& supervise);
+int run_supervised(std::vector<int> signals,
+                   const std::function<int(const GuardContext&)>& supervise);
 
 }  // namespace lockstep::launch

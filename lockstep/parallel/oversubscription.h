@@ -1,11 +1,11 @@
 // Whether ranks of one host fill its cores, so that work beside the backward pass would only take
 // them away from it.
 //
-// The one hard idea: what a rank may use says little alone. Ranks that are each bound to a core of
+// What a rank may use says little alone. Ranks that are each bound to a core of
 // their own may use one each and fill nothing; ranks that may all use the same sixteen share them.
 // So the cores that any rank may use are counted, over all of them.
 //
-//   const bool overlap = !crowded(world.local_size(), at::get_num_threads(),
+//   const bool overlap = !oversubscribed(world.local_size(), at::get_num_threads(),
 //   cores_of_ranks(world));
 #pragma once
 
@@ -17,7 +17,7 @@ namespace lockstep::parallel {
 // no more than the quota of their control groups pays for.
 int cores_of_ranks(World& world);
 
-constexpr bool crowded(int ranks, int threads, int cores) {
+constexpr bool oversubscribed(int ranks, int threads, int cores) {
   return ranks * threads >= cores;
 }
 

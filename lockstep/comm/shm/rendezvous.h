@@ -1,16 +1,18 @@
 // How the ranks of one host find each other before they share memory.
 //
-// Every rank listens on a random abstract socket and writes its name on a board that all can read
+// Every rank listens on a random abstract socket and writes its name in a store that all can read
 // (the world's store). Each pair connects once, checks that the other end belongs to the same user,
 // and hands over two descriptors: the rank's control segment and a pidfd of itself. Nothing has a
 // name in a file system, so nothing can be left behind.
 //
-//   Meeting meeting = meet(board, place, {bytes, make_segment}, deadline);
-//   if (!meeting.why_not.empty()) log::info("world", "gloo instead: {}", meeting.why_not);
+//   Rendezvous rendezvous = rendezvous(kv, place, {bytes, make_segment}, deadline);
+//   if (!rendezvous.unavailable_reason.empty()) log::info("world", "gloo instead: {}",
+//   rendezvous.unavailable_reason);
 //
-// The one hard idea: whatever stops one rank (another host, another user, no memory) must stop all
-// of them alike, so every rank's outcome goes over the board and rank 0's verdict is everybody's. A
-// process that ends meanwhile says nothing, so rank 0 watches all of them, and all watch rank 0.
+// Whatever stops one rank (another host, another user, no memory) must stop all
+// of them identically, so every rank's outcome goes over the store and rank 0's outcome is
+// everybody's. A process that ends meanwhile says nothing, so rank 0 watches all of them, and all
+// watch rank 0.
 #pragma once
 
 #include <cstddef>
@@ -29,15 +31,15 @@ namespace lockstep::shm {
 class Segment;
 
 // Strings by name, readable by all ranks. Each key is set once, by one rank. get() waits until it
-// is set and throws when the deadline has passed or the board is lost. Called by one thread.
-class Board {
+// is set and throws when the deadline has passed or the store is lost. Called by one thread.
+class KeyValueStore {
  public:
-  virtual ~Board() = default;
+  virtual ~KeyValueStore() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
   virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
 };
 
-struct Place {
+struct RankInfo {
   int rank = 0;
   int size = 1;
 };
@@ -57,16 +59,17 @@ struct Wanted {
   std::function<std::shared_ptr<Segment>()> make;
 };
 
-struct Meeting {
-  std::vector<Peer> peers;  // one per rank
-  std::string why_not;      // not empty: the ranks agreed not to share memory
+struct Rendezvous {
+  std::vector<Peer> peers;         // one per rank
+  std::string unavailable_reason;  // not empty: the ranks agreed not to share memory
 };
 
 // Collective. A rank without room, what `wanted.make` throws (called once all ranks have room), and
 // any failure of the handshake on any rank become the reason not to share memory. Throws what the
-// board throws, and CommError naming the rank when a process ends after it has come; ranks in
+// kv throws, and CommError naming the rank when a process ends after it has come; ranks in
 // containers with processes of their own cannot see that and wait until the deadline.
-Meeting meet(Board& board, const Place& place, const Wanted& wanted, const Deadline& deadline);
+Rendezvous rendezvous(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
+                      const Deadline& deadline);
 
 // One message and at most one descriptor over a pair's socket; both wait until the deadline and
 // throw CommError when the other end is gone. `doomed` is asked about 50 times a second while they

@@ -1,4 +1,4 @@
-#include "lockstep/comm/hello.h"
+#include "lockstep/comm/handshake.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -24,7 +24,7 @@ std::string show(const std::string& value) {
   return value.size() <= kValueBytes ? value : value.substr(0, kValueBytes) + "...";
 }
 
-// "a, b and c": each group in the words of `phrase`, the largest first, and how many are left out.
+// "a, b and c": each group in the words of `phrase`, the largest first, and how many are skipped.
 template <typename Phrase>
 std::string list_groups(const Groups& groups, const Phrase& phrase) {
   std::vector<Groups::const_iterator> order;
@@ -34,36 +34,36 @@ std::string list_groups(const Groups& groups, const Phrase& phrase) {
     return a->second < b->second;
   });
   std::vector<std::string> phrases;
-  std::size_t left_out = 0;
+  std::size_t skipped = 0;
   for (std::size_t i = 0; i < order.size(); ++i) {
     if (i < kGroupsShown) {
       phrases.push_back(phrase(order[i]->second, order[i]->first));
     } else {
-      left_out += order[i]->second.size();
+      skipped += order[i]->second.size();
     }
   }
-  if (left_out > 0)
-    return fmt::format("{} and {} more rank{} likewise", fmt::join(phrases, ", "), left_out,
-                       left_out == 1 ? "" : "s");
+  if (skipped > 0)
+    return fmt::format("{} and {} more rank{} likewise", fmt::join(phrases, ", "), skipped,
+                       skipped == 1 ? "" : "s");
   const std::string last = phrases.back();
   phrases.pop_back();
   if (phrases.empty()) return last;
   return fmt::format("{} and {}", fmt::join(phrases, ", "), last);
 }
 
-const Hello& leader_of(const std::vector<Hello>& hellos) {
-  const auto leader = std::find_if(hellos.begin(), hellos.end(),
-                                   [](const Hello& hello) { return hello.rank == 0; });
-  return leader != hellos.end() ? *leader : hellos.front();
+const Handshake& leader_of(const std::vector<Handshake>& handshakes) {
+  const auto leader = std::find_if(handshakes.begin(), handshakes.end(),
+                                   [](const Handshake& handshake) { return handshake.rank == 0; });
+  return leader != handshakes.end() ? *leader : handshakes.front();
 }
 
 // "" or one sentence and an advice about everyone who differs from rank 0 in one field.
-std::string differences(const std::vector<Hello>& hellos, std::string Hello::*field,
+std::string differences(const std::vector<Handshake>& handshakes, std::string Handshake::*field,
                         const char* what, const char* advice) {
-  const std::string& right = leader_of(hellos).*field;
+  const std::string& right = leader_of(handshakes).*field;
   Groups others;
-  for (const Hello& hello : hellos) {
-    if (hello.*field != right) others[hello.*field].push_back(hello.rank);
+  for (const Handshake& handshake : handshakes) {
+    if (handshake.*field != right) others[handshake.*field].push_back(handshake.rank);
   }
   if (others.empty()) return "";
   const std::string who =
@@ -74,9 +74,9 @@ std::string differences(const std::vector<Hello>& hellos, std::string Hello::*fi
   return fmt::format("{}, but rank 0 has {}. {}", who, show(right), advice);
 }
 
-std::string repeated_ranks(const std::vector<Hello>& hellos) {
+std::string repeated_ranks(const std::vector<Handshake>& handshakes) {
   std::map<int, std::vector<std::string>> hosts;
-  for (const Hello& hello : hellos) hosts[hello.rank].push_back(hello.host);
+  for (const Handshake& handshake : handshakes) hosts[handshake.rank].push_back(handshake.host);
   std::vector<int> repeated;
   std::set<std::string> where;
   for (const auto& [rank, on] : hosts) {
@@ -89,14 +89,14 @@ std::string repeated_ranks(const std::vector<Hello>& hellos) {
                      name_ranks(repeated), fmt::join(where, ", "));
 }
 
-std::string unreachable(const std::vector<Hello>& hellos) {
+std::string unreachable(const std::vector<Handshake>& handshakes) {
   std::set<std::string> hosts;
   Groups deaf;
-  for (const Hello& hello : hellos) {
-    hosts.insert(hello.host);
-    if (hello.address.starts_with("127."))
-      deaf[fmt::format("on {} would listen on {}", hello.host, hello.address)].push_back(
-          hello.rank);
+  for (const Handshake& handshake : handshakes) {
+    hosts.insert(handshake.host);
+    if (handshake.address.starts_with("127."))
+      deaf[fmt::format("on {} would listen on {}", handshake.host, handshake.address)].push_back(
+          handshake.rank);
   }
   if (hosts.size() < 2 || deaf.empty()) return "";
   return fmt::format(
@@ -109,12 +109,12 @@ std::string unreachable(const std::vector<Hello>& hellos) {
       hosts.size());
 }
 
-std::string shared_gpus(const std::vector<Hello>& hellos) {
+std::string shared_gpus(const std::vector<Handshake>& handshakes) {
   Groups users;
-  for (const Hello& hello : hellos) {
-    if (!hello.gpu.empty())
-      users[fmt::format("on {} use the same GPU ({})", hello.host, hello.gpu)].push_back(
-          hello.rank);
+  for (const Handshake& handshake : handshakes) {
+    if (!handshake.gpu.empty())
+      users[fmt::format("on {} use the same GPU ({})", handshake.host, handshake.gpu)].push_back(
+          handshake.rank);
   }
   std::erase_if(users, [](const auto& entry) { return entry.second.size() < 2; });
   if (users.empty()) return "";
@@ -127,17 +127,18 @@ std::string shared_gpus(const std::vector<Hello>& hellos) {
 }
 
 // Local ranks that were set by hand, against the count.
-std::string local_ranks_out_of_range(const std::vector<Hello>& hellos) {
+std::string local_ranks_out_of_range(const std::vector<Handshake>& handshakes) {
   // Who is still on the way counts, too.
-  if (static_cast<int>(hellos.size()) < std::atoi(leader_of(hellos).world_size.c_str())) return "";
+  if (static_cast<int>(handshakes.size()) < std::atoi(leader_of(handshakes).world_size.c_str()))
+    return "";
   Groups outside;
-  const auto places = count_places(hellos);
-  for (const Hello& hello : hellos) {
-    const Place& place = places.at(hello.rank);
+  const auto places = count_ranks(handshakes);
+  for (const Handshake& handshake : handshakes) {
+    const RankInfo& place = places.at(handshake.rank);
     if (place.local_rank < place.local_size) continue;
-    outside[fmt::format("local rank {} on {}, where {} rank{}", place.local_rank, hello.host,
+    outside[fmt::format("local rank {} on {}, where {} rank{}", place.local_rank, handshake.host,
                         place.local_size, place.local_size == 1 ? " runs" : "s run")]
-        .push_back(hello.rank);
+        .push_back(handshake.rank);
   }
   if (outside.empty()) return "";
   return fmt::format(
@@ -150,14 +151,14 @@ std::string local_ranks_out_of_range(const std::vector<Hello>& hellos) {
 }
 
 // Ranks that came to say that they do not take part, each reason once.
-std::string refusals(const std::vector<Hello>& hellos) {
+std::string refusals(const std::vector<Handshake>& handshakes) {
   Groups refusing;
   std::map<std::string, std::set<std::string>> hosts;
-  for (const Hello& hello : hellos) {
-    if (hello.refusal.empty()) continue;
-    refusing[hello.refusal].push_back(hello.rank);
-    auto& where = hosts[hello.refusal];
-    if (where.size() < kGroupsShown) where.insert(hello.host);
+  for (const Handshake& handshake : handshakes) {
+    if (handshake.refusal.empty()) continue;
+    refusing[handshake.refusal].push_back(handshake.rank);
+    auto& where = hosts[handshake.refusal];
+    if (where.size() < kGroupsShown) where.insert(handshake.host);
   }
   std::vector<std::string> sentences;
   for (const auto& [reason, ranks] : refusing) {
@@ -174,7 +175,7 @@ std::string refusals(const std::vector<Hello>& hellos) {
 
 }  // namespace
 
-std::string Hello::text() const {
+std::string Handshake::text() const {
   return fmt::format(
       "{}", fmt::join({std::to_string(rank), std::to_string(place.local_rank),
                        std::to_string(place.local_size), std::to_string(place.node), world_size,
@@ -182,21 +183,22 @@ std::string Hello::text() const {
                       std::string_view(&kSeparator, 1)));
 }
 
-Hello Hello::parse(const std::string& text) {
-  Hello hello;
+Handshake Handshake::parse(const std::string& text) {
+  Handshake handshake;
   std::string rank, local_rank, local_size, node;
   std::size_t begin = 0;
-  for (auto* field : {&rank, &local_rank, &local_size, &node, &hello.world_size, &hello.program,
-                      &hello.options, &hello.device, &hello.debug, &hello.host, &hello.machine,
-                      &hello.gpu, &hello.address, &hello.refusal}) {
+  for (auto* field :
+       {&rank, &local_rank, &local_size, &node, &handshake.world_size, &handshake.program,
+        &handshake.options, &handshake.device, &handshake.debug, &handshake.host,
+        &handshake.machine, &handshake.gpu, &handshake.address, &handshake.refusal}) {
     const std::size_t end = std::min(text.find(kSeparator, begin), text.size());
     *field = text.substr(std::min(begin, text.size()), end - std::min(begin, text.size()));
     begin = end + 1;
   }
-  hello.rank = std::atoi(rank.c_str());
-  hello.place = {std::atoi(local_rank.c_str()), std::atoi(local_size.c_str()),
-                 std::atoi(node.c_str())};
-  return hello;
+  handshake.rank = std::atoi(rank.c_str());
+  handshake.place = {std::atoi(local_rank.c_str()), std::atoi(local_size.c_str()),
+                     std::atoi(node.c_str())};
+  return handshake;
 }
 
 std::string name_ranks(std::vector<int> ranks) {
@@ -218,51 +220,54 @@ std::string name_ranks(std::vector<int> ranks) {
   return text;
 }
 
-bool miscounted(const std::vector<Hello>& hellos) {
+bool miscounted(const std::vector<Handshake>& handshakes) {
   std::set<int> ranks;
   std::set<std::string> sizes;
-  for (const Hello& hello : hellos) {
-    ranks.insert(hello.rank);
-    sizes.insert(hello.world_size);
+  for (const Handshake& handshake : handshakes) {
+    ranks.insert(handshake.rank);
+    sizes.insert(handshake.world_size);
   }
-  return ranks.size() < hellos.size() || sizes.size() > 1;
+  return ranks.size() < handshakes.size() || sizes.size() > 1;
 }
 
-std::string contradictions(const std::vector<Hello>& hellos, bool share_device) {
-  if (std::string refused = refusals(hellos); !refused.empty()) return refused;
+std::string contradictions(const std::vector<Handshake>& handshakes, bool share_device) {
+  if (std::string refused = refusals(handshakes); !refused.empty()) return refused;
   std::vector<std::string> problems{
-      repeated_ranks(hellos),
-      differences(hellos, &Hello::world_size, "world size",
+      repeated_ranks(handshakes),
+      differences(handshakes, &Handshake::world_size, "world size",
                   "Start all ranks with the same WORLD_SIZE."),
-      differences(hellos, &Hello::program, "program", "Run the same build on every host."),
-      differences(hellos, &Hello::options, "options", "Give every rank the same configuration."),
-      differences(hellos, &Hello::device, "device",
-                  "Set LOCKSTEP_DEVICE, LOCKSTEP_BACKEND and LOCKSTEP_SHARE_DEVICE alike, or make "
-                  "GPUs visible to all ranks or to none."),
-      differences(hellos, &Hello::debug, "debug mode", "Set LOCKSTEP_DEBUG alike on every rank."),
+      differences(handshakes, &Handshake::program, "program", "Run the same build on every host."),
+      differences(handshakes, &Handshake::options, "options",
+                  "Give every rank the same configuration."),
+      differences(
+          handshakes, &Handshake::device, "device",
+          "Set LOCKSTEP_DEVICE, LOCKSTEP_BACKEND and LOCKSTEP_SHARE_DEVICE identically, or make "
+          "GPUs visible to all ranks or to none."),
+      differences(handshakes, &Handshake::debug, "debug mode",
+                  "Set LOCKSTEP_DEBUG identically on every rank."),
   };
   const auto is_empty = [](const std::string& problem) { return problem.empty(); };
   // Who counts wrongly also reads the rest wrongly.
   if (std::all_of(problems.begin(), problems.end(), is_empty)) {
-    problems = {local_ranks_out_of_range(hellos), unreachable(hellos),
-                share_device ? "" : shared_gpus(hellos)};
+    problems = {local_ranks_out_of_range(handshakes), unreachable(handshakes),
+                share_device ? "" : shared_gpus(handshakes)};
   }
   std::erase_if(problems, is_empty);
   return fmt::format("{}", fmt::join(problems, " And "));
 }
 
-std::map<int, Place> count_places(const std::vector<Hello>& hellos) {
-  std::map<int, const Hello*> ranks;
-  for (const Hello& hello : hellos) ranks.emplace(hello.rank, &hello);
+std::map<int, RankInfo> count_ranks(const std::vector<Handshake>& handshakes) {
+  std::map<int, const Handshake*> ranks;
+  for (const Handshake& handshake : handshakes) ranks.emplace(handshake.rank, &handshake);
   std::vector<std::string> machines;  // in the order of their lowest rank
   std::map<std::string, int> counted;
-  std::map<int, Place> places;
-  for (const auto& [rank, hello] : ranks) {
-    if (counted[hello->machine]++ == 0) machines.push_back(hello->machine);
-    Place place = hello->place;
-    if (place.local_rank < 0) place.local_rank = counted[hello->machine] - 1;
+  std::map<int, RankInfo> places;
+  for (const auto& [rank, handshake] : ranks) {
+    if (counted[handshake->machine]++ == 0) machines.push_back(handshake->machine);
+    RankInfo place = handshake->place;
+    if (place.local_rank < 0) place.local_rank = counted[handshake->machine] - 1;
     if (place.node < 0) {
-      const auto found = std::find(machines.begin(), machines.end(), hello->machine);
+      const auto found = std::find(machines.begin(), machines.end(), handshake->machine);
       place.node = static_cast<int>(found - machines.begin());
     }
     places[rank] = place;

@@ -1,12 +1,12 @@
 // How a rank waits for others: a short while awake, then asleep, never for long at a time.
 //
-// The one hard idea: nobody may fall asleep at the moment it is posted to. A sleeper first says for
+// Nobody may fall asleep at the moment it is posted to. A sleeper first says for
 // whom it waits (`waiting_for`), then looks once more, then sleeps unless its bell has changed; who
 // posts writes first and then looks whether someone waits for it. Both do so with sequentially
 // consistent atomics, so at least one of the two sees the other.
 //
-//   Patience patience(size > allowed_cores());
-//   while (!look()) if (patience.pass() == Patience::kWorn) sleep_on(header, code, look);
+//   Backoff backoff(size > allowed_cores());
+//   while (!look()) if (backoff.pass() == Backoff::kPark) sleep_on(header, code, look);
 #pragma once
 
 #include <sched.h>
@@ -22,9 +22,9 @@ namespace lockstep::shm {
 
 // For how long a waiting thread stays awake. With a core for each rank the answer is usually there
 // within microseconds; without, the core is offered to the others at once.
-class Patience {
+class Backoff {
  public:
-  explicit Patience(bool crowded) : crowded_(crowded) {}
+  explicit Backoff(bool oversubscribed) : oversubscribed_(oversubscribed) {}
 
   // Call when there was something to do.
   void renew() {
@@ -35,16 +35,16 @@ class Patience {
     looked_ = {};
   }
   enum State {
-    kAwake,
-    kUneasy,  // once in a wait: it takes longer than an answer of ranks with cores of their own
-    kWorn     // it is time to sleep
+    kSpin,
+    kYield,  // once in a wait: it takes longer than an answer of ranks with cores of their own
+    kPark    // it is time to sleep
   };
   // Passes a moment.
   State pass();
 
  private:
   using Clock = std::chrono::steady_clock;
-  const bool crowded_;
+  const bool oversubscribed_;
   unsigned turns_ = 0;
   unsigned wary_ = 0;      // waits in which the core is not offered
   bool offering_ = false;  // the core, to others
@@ -58,7 +58,7 @@ class Patience {
 // look to it like little work: it can leave them there for long with a core idle beside them. `set`
 // is how cores are allowed, for tests.
 using SetAffinity = int (*)(pid_t thread, std::size_t bytes, const cpu_set_t* cores);
-void leave_core(const std::vector<int>& taken, SetAffinity set = ::sched_setaffinity);
+void migrate_off_cores(const std::vector<int>& taken, SetAffinity set = ::sched_setaffinity);
 
 // Wakes a rank that waits for `from` or for anyone.
 void wake_if_waiting(Header& header, int from);

@@ -1,4 +1,4 @@
-#include "lockstep/parallel/checkpoint.h"
+#include "lockstep/parallel/activation_checkpoint.h"
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/graph_task.h>

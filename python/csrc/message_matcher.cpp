@@ -1,4 +1,4 @@
-#include "python/csrc/mailbox.h"
+#include "python/csrc/message_matcher.h"
 
 #include <fmt/format.h>
 
@@ -62,20 +62,20 @@ void Receive::finish(int from, std::exception_ptr error) {
     done_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
-  // A tensor that ends here may need Python's lock, whose holder may want the mailbox.
+  // A tensor that ends here may need Python's lock, whose holder may want the matcher.
   if (owner) Deferral::run([owner = std::move(owner)] {});
 }
 
-// ---------------------------------------------------------------- the mailbox
+// ---------------------------------------------------------------- the matcher
 
-Mailbox::Mailbox(shm::Engine& engine)
+MessageMatcher::MessageMatcher(shm::Engine& engine)
     : engine_(engine), lanes_(static_cast<std::size_t>(engine.size())) {}
 
-Mailbox::~Mailbox() {
+MessageMatcher::~MessageMatcher() {
   LOCKSTEP_ASSERT(!scout_.joinable());
 }
 
-void Mailbox::close(std::unique_ptr<shm::Engine> engine) noexcept {
+void MessageMatcher::close(std::unique_ptr<shm::Engine> engine) noexcept {
   const Deferral deferral;
   {
     const std::lock_guard lock(mutex_);
@@ -84,7 +84,7 @@ void Mailbox::close(std::unique_ptr<shm::Engine> engine) noexcept {
   called_.notify_all();
   if (scout_.joinable()) {
     if (scout_.get_id() == std::this_thread::get_id())
-      scout_.detach();  // what it has ended dropped the group; it holds this mailbox itself
+      scout_.detach();  // what it has ended dropped the group; it holds this matcher itself
     else
       scout_.join();
   }
@@ -97,7 +97,7 @@ void Mailbox::close(std::unique_ptr<shm::Engine> engine) noexcept {
     if (const auto target = std::exchange(line.target, nullptr)) target->finish(-1, error);
 }
 
-std::vector<shm::TicketPtr> Mailbox::send(const Letter& letter, const Deadline& deadline) {
+std::vector<shm::TicketPtr> MessageMatcher::send(const Letter& letter, const Deadline& deadline) {
   const Deferral deferral;
   const std::lock_guard lock(mutex_);
   sent_.remove_if([](const Sent& sent) { return sent.ticket && sent.ticket->done(); });
@@ -113,24 +113,24 @@ std::vector<shm::TicketPtr> Mailbox::send(const Letter& letter, const Deadline& 
   return {sent.ticket, engine_.send(letter.data, letter.bytes, letter.peer, options)};
 }
 
-std::shared_ptr<Receive> Mailbox::receive(Wish wish) {
+std::shared_ptr<Receive> MessageMatcher::receive(ReceiveRequest request) {
   auto receive = std::make_shared<Receive>();
-  receive->data_ = static_cast<std::byte*>(wish.data);
-  receive->bytes_ = wish.bytes;
-  receive->source_ = wish.source;
-  receive->tag_ = wish.tag;
-  receive->owner_ = std::move(wish.owner);
+  receive->data_ = static_cast<std::byte*>(request.data);
+  receive->bytes_ = request.bytes;
+  receive->source_ = request.source;
+  receive->tag_ = request.tag;
+  receive->owner_ = std::move(request.owner);
   const Deferral deferral;
   {
     const std::lock_guard lock(mutex_);
     if (closed_) throw CommError("lockstep_torch", "the process group was destroyed");
-    wishes_.push_back(receive);
+    requests_.push_back(receive);
     nudge();
     received_ = Clock::now();
     if (!receive->done() && !std::exchange(scouting_, true)) {
       if (!scout_.joinable())
         scout_ = std::thread([self = weak_from_this()] {
-          if (const auto mailbox = self.lock()) mailbox->scout();
+          if (const auto matcher = self.lock()) matcher->scout();
         });
       called_.notify_all();
     }
@@ -138,13 +138,13 @@ std::shared_ptr<Receive> Mailbox::receive(Wish wish) {
   return receive;
 }
 
-void Mailbox::hurry(const Receive& receive) {
+void MessageMatcher::request_progress(const Receive& receive) {
   const Deferral deferral;
   const std::lock_guard lock(mutex_);
   if (!closed_ && !receive.done() && receive.source_ != kAnyone) watch(lane(receive.source_));
 }
 
-void Mailbox::wait(Receive& receive, const Deadline& deadline) {
+void MessageMatcher::wait(Receive& receive, const Deadline& deadline) {
   while (!receive.done()) {
     nudge();
     // The thread that waits carries the message over itself where it is known from whom.
@@ -162,7 +162,7 @@ void Mailbox::wait(Receive& receive, const Deadline& deadline) {
 
 // The receive ends when nobody writes into its array any more. While the contents are on their way
 // that is after the end of their ticket, which the failure of the engine brings about.
-void Mailbox::give_up(Receive& receive, const Deadline& deadline) {
+void MessageMatcher::give_up(Receive& receive, const Deadline& deadline) {
   const std::string text =
       fmt::format("recv timed out after {} ms: no message came", deadline.total().count());
   shm::TicketPtr contents;
@@ -170,7 +170,7 @@ void Mailbox::give_up(Receive& receive, const Deadline& deadline) {
     const Deferral deferral;
     const std::lock_guard lock(mutex_);
     receive.give_up(std::make_exception_ptr(TimeoutError("lockstep_torch", text)));
-    wishes_.remove_if([&](const auto& wish) { return wish.get() == &receive; });
+    requests_.remove_if([&](const auto& request) { return request.get() == &receive; });
     for (const Lane& line : lanes_)
       if (line.target.get() == &receive) contents = line.contents;
     if (!closed_) engine_.abort(fmt::format("rank {}: {}", engine_.rank(), text));
@@ -184,7 +184,7 @@ void Mailbox::give_up(Receive& receive, const Deadline& deadline) {
   receive.finish(-1, nullptr);
 }
 
-shm::TicketPtr Mailbox::ticket_of(const Receive& receive) {
+shm::TicketPtr MessageMatcher::ticket_of(const Receive& receive) {
   const std::lock_guard lock(mutex_);
   if (closed_ || receive.done() || receive.source_ == kAnyone) return nullptr;
   const Lane& line = lane(receive.source_);
@@ -193,7 +193,7 @@ shm::TicketPtr Mailbox::ticket_of(const Receive& receive) {
 
 // ---------------------------------------------------------------- progress
 
-void Mailbox::nudge() noexcept {
+void MessageMatcher::nudge() noexcept {
   const Deferral deferral;
   const std::lock_guard lock(mutex_);
   if (pumping_) {
@@ -212,16 +212,16 @@ void Mailbox::nudge() noexcept {
   pumping_ = false;
 }
 
-void Mailbox::pump() {
+void MessageMatcher::pump() {
   // What came before it was asked for.
   for (auto letter = unasked_.begin(); letter != unasked_.end();) {
-    const auto wish = find_wish(letter->from, letter->envelope.tag);
-    if (wish == wishes_.end()) {
+    const auto request = find_request(letter->from, letter->envelope.tag);
+    if (request == requests_.end()) {
       ++letter;
       continue;
     }
-    const auto taker = *wish;
-    wishes_.erase(wish);
+    const auto taker = *request;
+    requests_.erase(request);
     if (taker->bytes_ != letter->contents.size()) {
       taker->finish(letter->from,
                     failure(fmt::format("rank {} sent {} bytes (tag {}), but {} are expected. Both "
@@ -241,7 +241,7 @@ void Mailbox::pump() {
   }
 }
 
-bool Mailbox::step(int peer) {
+bool MessageMatcher::step(int peer) {
   Lane& line = lane(peer);
   if (line.contents) {
     if (!line.contents->done()) return false;
@@ -258,17 +258,17 @@ bool Mailbox::step(int peer) {
 }
 
 // The envelope is there: the contents go to whoever asked first, or are kept.
-bool Mailbox::opened(int peer) {
+bool MessageMatcher::opened(int peer) {
   Lane& line = lane(peer);
   if (const auto error = line.header->error()) std::rethrow_exception(error);
   line.header = nullptr;
   const std::size_t bytes = line.envelope.bytes;
-  const auto wish = find_wish(peer, line.envelope.tag);
+  const auto request = find_request(peer, line.envelope.tag);
   std::byte* data = nullptr;
-  // A wish of another size is told so when the contents, which must be read anyway, are here.
-  if (wish != wishes_.end() && (*wish)->bytes_ == bytes) {
-    line.target = *wish;
-    wishes_.erase(wish);
+  // A request of another size is told so when the contents, which must be read anyway, are here.
+  if (request != requests_.end() && (*request)->bytes_ == bytes) {
+    line.target = *request;
+    requests_.erase(request);
     data = line.target->data_;
   } else {
     line.unasked = {peer, line.envelope, std::vector<std::byte>(bytes)};
@@ -281,7 +281,7 @@ bool Mailbox::opened(int peer) {
   return true;
 }
 
-void Mailbox::arrived(int peer) {
+void MessageMatcher::arrived(int peer) {
   Lane& line = lane(peer);
   const auto ticket = std::exchange(line.contents, nullptr);
   const auto target = std::exchange(line.target, nullptr);
@@ -293,31 +293,32 @@ void Mailbox::arrived(int peer) {
   again_ = true;
 }
 
-bool Mailbox::wants(int peer) const {
+bool MessageMatcher::wants(int peer) const {
   bool anyone = false;
-  for (const auto& wish : wishes_) {
-    if (wish->source_ == peer) return true;
-    anyone |= wish->source_ == kAnyone;
+  for (const auto& request : requests_) {
+    if (request->source_ == peer) return true;
+    anyone |= request->source_ == kAnyone;
   }
-  return anyone && engine_.mail(peer) == shm::Mail::kWaiting;
+  return anyone && engine_.probe(peer) == shm::Probe::kWaiting;
 }
 
-std::list<std::shared_ptr<Receive>>::iterator Mailbox::find_wish(int peer, std::int64_t tag) {
-  return std::find_if(wishes_.begin(), wishes_.end(), [&](const auto& wish) {
-    return (wish->source_ == peer || wish->source_ == kAnyone) && wish->tag_ == tag;
+std::list<std::shared_ptr<Receive>>::iterator MessageMatcher::find_request(int peer,
+                                                                           std::int64_t tag) {
+  return std::find_if(requests_.begin(), requests_.end(), [&](const auto& request) {
+    return (request->source_ == peer || request->source_ == kAnyone) && request->tag_ == tag;
   });
 }
 
-void Mailbox::watch(Lane& line) {
+void MessageMatcher::watch(Lane& line) {
   const auto ticket = line.contents ? line.contents : line.header;
   if (!ticket || std::exchange(line.watched, true)) return;
   ticket->on_done([self = weak_from_this()] {
-    if (const auto mailbox = self.lock()) mailbox->nudge();
+    if (const auto matcher = self.lock()) matcher->nudge();
   });
 }
 
 // True while there are tickets that nobody may be waiting for.
-bool Mailbox::watch_over() {
+bool MessageMatcher::watch_over() {
   bool any = false;
   for (Lane& line : lanes_) {
     if (line.watched || !(line.header || line.contents)) continue;
@@ -327,20 +328,20 @@ bool Mailbox::watch_over() {
   return any;
 }
 
-void Mailbox::fail_all(const std::exception_ptr& error) {
-  for (const auto& wish : std::exchange(wishes_, {})) wish->finish(-1, error);
+void MessageMatcher::fail_all(const std::exception_ptr& error) {
+  for (const auto& request : std::exchange(requests_, {})) request->finish(-1, error);
 }
 
 // ---------------------------------------------------------------- messages from anyone
 
-bool Mailbox::anyone_wanted() const {
-  return std::any_of(wishes_.begin(), wishes_.end(),
-                     [](const auto& wish) { return wish->source_ == kAnyone; });
+bool MessageMatcher::anyone_wanted() const {
+  return std::any_of(requests_.begin(), requests_.end(),
+                     [](const auto& request) { return request->source_ == kAnyone; });
 }
 
 // Looks at the other ranks as long as somebody would take a message from any of them, and after
 // receives that nobody waits for.
-void Mailbox::scout() {
+void MessageMatcher::scout() {
   auto pause = kShortestPause;
   for (;;) {
     bool unwatched = false;
@@ -369,16 +370,16 @@ void Mailbox::scout() {
 }
 
 // Fails receives from anyone when nobody is left who could answer, or a rank has died.
-void Mailbox::look_for_anyone() {
+void MessageMatcher::look_for_anyone() {
   if (!anyone_wanted()) return;
   std::string text = engine_.failure();
   bool open = false;
   for (int peer = 0; peer < engine_.size() && text.empty(); ++peer) {
     if (peer == engine_.rank()) continue;
-    const auto mail =
-        lane(peer).header || lane(peer).contents ? shm::Mail::kNone : engine_.mail(peer);
-    open |= mail == shm::Mail::kNone || mail == shm::Mail::kWaiting;
-    if (mail == shm::Mail::kFailed)
+    const auto probe =
+        lane(peer).header || lane(peer).contents ? shm::Probe::kNone : engine_.probe(peer);
+    open |= probe == shm::Probe::kNone || probe == shm::Probe::kWaiting;
+    if (probe == shm::Probe::kFailed)
       text = fmt::format(
           "rank {} has ended while rank {} waits for a message from anyone. Look "
           "for the reason in that rank's output.",
@@ -387,13 +388,13 @@ void Mailbox::look_for_anyone() {
   if (text.empty() && !open)
     text = "a message from anyone is expected, but all other ranks have left the process group";
   if (text.empty()) return;
-  for (auto wish = wishes_.begin(); wish != wishes_.end();) {
-    if ((*wish)->source_ != kAnyone) {
-      ++wish;
+  for (auto request = requests_.begin(); request != requests_.end();) {
+    if ((*request)->source_ != kAnyone) {
+      ++request;
       continue;
     }
-    (*wish)->finish(-1, failure(text));
-    wish = wishes_.erase(wish);
+    (*request)->finish(-1, failure(text));
+    request = requests_.erase(request);
   }
 }
 

@@ -9,22 +9,22 @@
 
 namespace lockstep::bench {
 
-std::string positive_problem(const std::string& word) {
+std::string positive_problem(const std::string& part) {
   char* end = nullptr;
-  const double number = std::strtod(word.c_str(), &end);
-  if (!word.empty() && *end == '\0' && std::isfinite(number) && number > 0) return "";
-  return fmt::format("'{}' is not a number above zero", word);
+  const double number = std::strtod(part.c_str(), &end);
+  if (!part.empty() && *end == '\0' && std::isfinite(number) && number > 0) return "";
+  return fmt::format("'{}' is not a number above zero", part);
 }
 
-std::string device_problem(const std::string& word) {
-  const std::string number = word.starts_with("cuda:") ? word.substr(5) : "";
+std::string device_problem(const std::string& part) {
+  const std::string number = part.starts_with("cuda:") ? part.substr(5) : "";
   const bool numbered = !number.empty() && number.size() < 4 &&
                         number.find_first_not_of("0123456789") == std::string::npos;
-  if (word == "cpu" || word == "cuda" || numbered) return "";
-  return fmt::format("'{}' is not a device; use cpu, cuda or cuda:N", word);
+  if (part == "cpu" || part == "cuda" || numbered) return "";
+  return fmt::format("'{}' is not a device; use cpu, cuda or cuda:N", part);
 }
 
-std::optional<int> parse_words(CLI::App& app, int argc, char** argv) {
+std::optional<int> parse_arguments(CLI::App& app, int argc, char** argv) {
   const std::string name = fmt::format("lockstep bench {}", argv[0]);
   app.name(name);
   for (CLI::Option* option : app.get_options()) option->capture_default_str();

@@ -8,8 +8,8 @@
 // receives that nobody has come to wait for; those that are waited for at once, most of them, are
 // carried over by who waits and wake no other thread.
 //
-//   auto receive = mailbox->receive({data, bytes, Mailbox::kAnyone, tag, owner});
-//   mailbox->wait(*receive, Deadline::after(timeout));
+//   auto receive = matcher->receive({data, bytes, MessageMatcher::kAnyone, tag, owner});
+//   matcher->wait(*receive, Deadline::after(timeout));
 //
 // Any thread may call any function. The engine is the caller's and comes back with close().
 #pragma once
@@ -39,7 +39,7 @@ class Receive {
   int source() const { return from_.load(); }
 
  private:
-  friend class Mailbox;
+  friend class MessageMatcher;
   void give_up(std::exception_ptr error);
   void finish(int from, std::exception_ptr error);
 
@@ -57,12 +57,12 @@ class Receive {
   std::atomic<bool> done_{false};
 };
 
-class Mailbox : public std::enable_shared_from_this<Mailbox> {
+class MessageMatcher : public std::enable_shared_from_this<MessageMatcher> {
  public:
   static constexpr int kAnyone = -1;
 
-  explicit Mailbox(shm::Engine& engine);
-  ~Mailbox();
+  explicit MessageMatcher(shm::Engine& engine);
+  ~MessageMatcher();
 
   struct Letter {
     const void* data = nullptr;
@@ -73,20 +73,20 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   // The contents must live until the last ticket is done.
   std::vector<shm::TicketPtr> send(const Letter& letter, const Deadline& deadline);
 
-  struct Wish {
+  struct ReceiveRequest {
     void* data = nullptr;
     std::size_t bytes = 0;
     int source = kAnyone;
     int tag = 0;
     std::shared_ptr<void> owner;  // held until the receive has ended
   };
-  std::shared_ptr<Receive> receive(Wish wish);
+  std::shared_ptr<Receive> receive(ReceiveRequest request);
   // Returns when it has ended, also in failure; at the deadline the engine is broken.
   void wait(Receive& receive, const Deadline& deadline);
   // Somebody wants to know of its end without calling wait().
-  void hurry(const Receive& receive);
+  void request_progress(const Receive& receive);
 
-  // Ends the engine and fails what is pending. Called once, before the mailbox goes.
+  // Ends the engine and fails what is pending. Called once, before the matcher goes.
   void close(std::unique_ptr<shm::Engine> engine) noexcept;
 
  private:
@@ -116,7 +116,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   bool opened(int peer);
   void arrived(int peer);
   bool wants(int peer) const;
-  std::list<std::shared_ptr<Receive>>::iterator find_wish(int peer, std::int64_t tag);
+  std::list<std::shared_ptr<Receive>>::iterator find_request(int peer, std::int64_t tag);
   void give_up(Receive& receive, const Deadline& deadline);
   void fail_all(const std::exception_ptr& error);
   void ask(Lane& line, int peer, void* data, std::size_t bytes);
@@ -136,8 +136,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   bool again_ = false;
   bool closed_ = false;
   std::vector<Lane> lanes_;
-  std::list<std::shared_ptr<Receive>> wishes_;  // in the order of the calls
-  std::deque<Unasked> unasked_;                 // in the order of arrival
+  std::list<std::shared_ptr<Receive>> requests_;  // in the order of the calls
+  std::deque<Unasked> unasked_;                   // in the order of arrival
   struct Sent {
     Envelope envelope;
     shm::TicketPtr ticket;

@@ -1,4 +1,4 @@
-#include "lockstep/comm/shm/wait.h"
+#include "lockstep/comm/shm/backoff.h"
 
 #include <linux/futex.h>
 #include <sched.h>
@@ -21,8 +21,8 @@ constexpr std::chrono::microseconds kAlone{10};      // before the core is offer
 constexpr std::chrono::microseconds kAwakeFor{100};  // before sleep
 constexpr std::chrono::microseconds kLost{500};      // an offer that a stranger has taken
 constexpr unsigned kWaryWaits = 200;
-constexpr unsigned kTurnsPerLook = 8;   // at the clock
-constexpr unsigned kCrowdedTurns = 16;  // before the core is offered in a crowd
+constexpr unsigned kTurnsPerLook = 8;          // at the clock
+constexpr unsigned kOversubscribedTurns = 16;  // before the core is offered in a crowd
 
 void pause_core() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -59,24 +59,24 @@ void allow_again(const cpu_set_t& cores, SetAffinity set) {
 
 }  // namespace
 
-Patience::State Patience::pass() {
+Backoff::State Backoff::pass() {
   ++turns_;
-  const bool offer = offering_ || (crowded_ && turns_ > kCrowdedTurns);
-  if (offer && wary_ > 0) return kWorn;
+  const bool offer = offering_ || (oversubscribed_ && turns_ > kOversubscribedTurns);
+  if (offer && wary_ > 0) return kPark;
   if (offer)
     ::sched_yield();
   else
     pause_core();
-  if (!offer && turns_ % kTurnsPerLook != 0) return kAwake;
+  if (!offer && turns_ % kTurnsPerLook != 0) return kSpin;
   const auto before = std::exchange(looked_, Clock::now());
   if (since_ == Clock::time_point{}) since_ = looked_;
   if (offer && before != Clock::time_point{} && looked_ - before > kLost) wary_ = kWaryWaits;
   const bool alone = std::exchange(offering_, looked_ - since_ > kAlone);
-  if (looked_ - since_ > kAwakeFor) return kWorn;
-  return offering_ && !alone && !crowded_ ? kUneasy : kAwake;
+  if (looked_ - since_ > kAwakeFor) return kPark;
+  return offering_ && !alone && !oversubscribed_ ? kYield : kSpin;
 }
 
-void leave_core(const std::vector<int>& taken, SetAffinity set) {
+void migrate_off_cores(const std::vector<int>& taken, SetAffinity set) {
   cpu_set_t before;
   if (::sched_getaffinity(0, sizeof before, &before) != 0) return;  // more cores than it can name
   // A thread that may not set what it has could not come back.

@@ -1,4 +1,4 @@
-#include "lockstep/comm/shm/meeting.h"
+#include "lockstep/comm/shm/rendezvous.h"
 
 #include <fmt/format.h>
 #include <poll.h>
@@ -25,9 +25,9 @@ namespace {
 // is not heard of in this time is lost and not slow.
 constexpr std::chrono::seconds kHandshakeLimit{20};
 constexpr std::chrono::milliseconds kSlice{20};
-// How long one look at the board takes before a rank looks whether the others still live.
+// How long one look at the store takes before a rank looks whether the others still live.
 constexpr std::chrono::milliseconds kLook{100};
-// Rank 0 may host the board: it stays this long for the others to read its last words.
+// Rank 0 may host the store: it stays this long for the others to read its last words.
 constexpr std::chrono::seconds kLastWords{2};
 constexpr std::size_t kMaxPacket = 4096;
 
@@ -66,8 +66,8 @@ std::string first_line_of(const char* path) {
   return text.substr(0, text.find('\n'));
 }
 
-// What a rank writes on the board: who and where it is, or why it cannot take part.
-struct Hello {
+// What a rank writes in the store: who and where it is, or why it cannot take part.
+struct PeerInfo {
   std::string trouble;
   std::string boot_id;
   std::string network;  // abstract sockets do not cross network namespaces
@@ -82,34 +82,34 @@ struct Hello {
     return fmt::format("{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}", trouble, boot_id, network, user,
                        socket, segment_bytes, pid, processes, groups);
   }
-  static Hello from(const std::string& text) {
-    Hello hello;
-    std::string* const fields[] = {&hello.trouble, &hello.boot_id,  &hello.network,
-                                   &hello.user,    &hello.socket,   &hello.segment_bytes,
-                                   &hello.pid,     &hello.processes};
+  static PeerInfo from(const std::string& text) {
+    PeerInfo info;
+    std::string* const fields[] = {&info.trouble, &info.boot_id,  &info.network,
+                                   &info.user,    &info.socket,   &info.segment_bytes,
+                                   &info.pid,     &info.processes};
     std::size_t start = 0;
     for (std::string* field : fields) {
       const std::size_t end = std::min(text.find('\n', start), text.size());
       *field = text.substr(start, end - start);
       start = std::min(end + 1, text.size());
     }
-    hello.groups = text.substr(start);
-    return hello;
+    info.groups = text.substr(start);
+    return info;
   }
 };
 
 // Why these two cannot share memory, or nothing.
-std::string obstacle(const Hello& first, int rank, const Hello& hello) {
+std::string obstacle(const PeerInfo& first, int rank, const PeerInfo& info) {
   const auto differ = [&](const char* what, const std::string& a, const std::string& b) {
     return a == b ? ""
                   : fmt::format("rank {} has another {} than rank 0 ({}, {})", rank, what, b, a);
   };
-  if (!hello.trouble.empty()) return fmt::format("rank {}: {}", rank, hello.trouble);
-  if (hello.boot_id != first.boot_id)
+  if (!info.trouble.empty()) return fmt::format("rank {}: {}", rank, info.trouble);
+  if (info.boot_id != first.boot_id)
     return fmt::format("rank {} runs on another host than rank 0", rank);
-  std::string text = differ("network namespace", first.network, hello.network);
-  if (text.empty()) text = differ("user", first.user, hello.user);
-  if (text.empty()) text = differ("buffer size", first.segment_bytes, hello.segment_bytes);
+  std::string text = differ("network namespace", first.network, info.network);
+  if (text.empty()) text = differ("user", first.user, info.user);
+  if (text.empty()) text = differ("buffer size", first.segment_bytes, info.segment_bytes);
   return text;
 }
 
@@ -126,7 +126,7 @@ struct Gone {
   [[noreturn]] void raise() const {
     throw CommError("shm",
                     fmt::format("rank {} (process {}) ended while the ranks of this host met. Its "
-                                "own output says why. Start all ranks anew.",
+                                "own output says why. Start all ranks again.",
                                 rank, pid),
                     {.peer = rank, .operation = "start-up"});
   }
@@ -143,23 +143,23 @@ struct Gone {
 class Watch {
  public:
   Watch() = default;
-  Watch(const Place& place, const std::vector<Hello>& hellos) {
-    const Hello& own = hellos[static_cast<std::size_t>(place.rank)];
+  Watch(const RankInfo& place, const std::vector<PeerInfo>& infos) {
+    const PeerInfo& own = infos[static_cast<std::size_t>(place.rank)];
     for (int rank = 0; rank < place.size; ++rank) {
-      const Hello& hello = hellos[static_cast<std::size_t>(rank)];
-      if ((place.rank != 0 && rank != 0) || hello.pid == own.pid) continue;
-      if (hello.processes != own.processes) continue;
-      const auto pid = static_cast<int>(env::parse_int(hello.pid, "a peer's process id"));
+      const PeerInfo& info = infos[static_cast<std::size_t>(rank)];
+      if ((place.rank != 0 && rank != 0) || info.pid == own.pid) continue;
+      if (info.processes != own.processes) continue;
+      const auto pid = static_cast<int>(env::parse_int(info.pid, "a peer's process id"));
       Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
-      if (pidfd || errno == ESRCH) watched_.push_back({{rank, hello.pid}, std::move(pidfd)});
+      if (pidfd || errno == ESRCH) watched_.push_back({{rank, info.pid}, std::move(pidfd)});
     }
   }
 
-  std::vector<Gone> ended(std::chrono::milliseconds patience = {}) const {
+  std::vector<Gone> ended(std::chrono::milliseconds backoff = {}) const {
     std::vector<Gone> found;
     for (const auto& [who, pidfd] : watched_) {
       pollfd poll_fd{pidfd.get(), POLLIN, 0};
-      if (!pidfd || ::poll(&poll_fd, 1, static_cast<int>(patience.count())) > 0)
+      if (!pidfd || ::poll(&poll_fd, 1, static_cast<int>(backoff.count())) > 0)
         found.push_back(who);
     }
     return found;
@@ -175,22 +175,22 @@ class Watch {
 
 // What the ranks agree by.
 struct Round {
-  Board& board;
-  const Place place;
+  KeyValueStore& kv;
+  const RankInfo place;
   const Deadline deadline;
   Watch watch{};
 };
 
-std::optional<std::string> look(Board& board, const std::string& key,
+std::optional<std::string> look(KeyValueStore& kv, const std::string& key,
                                 std::chrono::milliseconds time) {
   try {
-    return board.get(key, Deadline::after(time));
+    return kv.get(key, Deadline::after(time));
   } catch (const TimeoutError&) {
     return std::nullopt;
   }
 }
 
-// What the board holds under `key`, or a rank that has ended without writing `owed(rank)`.
+// What the store holds under `key`, or a rank that has ended without writing `owed(rank)`.
 struct Found {
   std::string text;
   std::optional<Gone> gone;
@@ -199,16 +199,16 @@ template <typename Owed>
 Found await(Round& round, const std::string& key, const Owed& owed) {
   try {
     for (;;) {
-      if (auto text = look(round.board, key, std::min(kLook, round.deadline.remaining())))
+      if (auto text = look(round.kv, key, std::min(kLook, round.deadline.remaining())))
         return {std::move(*text), std::nullopt};
-      if (round.deadline.expired()) return {round.board.get(key, round.deadline), std::nullopt};
+      if (round.deadline.expired()) return {round.kv.get(key, round.deadline), std::nullopt};
       for (Gone& gone : round.watch.ended())
-        if (!look(round.board, owed(gone.rank), {})) return {"", std::move(gone)};
+        if (!look(round.kv, owed(gone.rank), {})) return {"", std::move(gone)};
     }
   } catch (const TimeoutError&) {
     throw;
   } catch (const std::exception&) {
-    // The board is lost, perhaps with its host, whose files close a moment before its process ends.
+    // The store is lost, perhaps with its host, whose files close a moment before its process ends.
     const auto ended = round.place.rank == 0 ? std::vector<Gone>() : round.watch.ended(kLook);
     if (!ended.empty()) return {"", ended.front()};
     throw;
@@ -221,29 +221,29 @@ std::string agree(Round& round, const std::string& name, Decide decide) {
   const auto key = [&](auto who) { return fmt::format("shm/{}/{}", name, who); };
   const auto heard = [&](int rank) { return fmt::format("shm/{}/heard/{}", name, rank); };
   if (round.place.rank != 0) {
-    Found verdict = await(round, key("verdict"), [&](int) { return key("verdict"); });
-    if (verdict.gone) verdict.gone->raise();
-    if (const auto gone = Gone::from(verdict.text)) {
-      round.board.set(heard(round.place.rank), "");
+    Found outcome = await(round, key("outcome"), [&](int) { return key("outcome"); });
+    if (outcome.gone) outcome.gone->raise();
+    if (const auto gone = Gone::from(outcome.text)) {
+      round.kv.set(heard(round.place.rank), "");
       gone->raise();
     }
-    return verdict.text;
+    return outcome.text;
   }
   std::vector<std::string> texts;
   for (int rank = 0; rank < round.place.size; ++rank) {
     Found found = await(round, key(rank), key);
     if (found.gone) {
-      round.board.set(key("verdict"), found.gone->text());
+      round.kv.set(key("outcome"), found.gone->text());
       const auto limit = Deadline::after(kLastWords);
       for (int other = 1; other < round.place.size; ++other)
-        if (other != found.gone->rank) look(round.board, heard(other), limit.remaining());
+        if (other != found.gone->rank) look(round.kv, heard(other), limit.remaining());
       found.gone->raise();
     }
     texts.push_back(std::move(found.text));
   }
-  const std::string verdict = decide(texts);
-  round.board.set(key("verdict"), verdict);
-  return verdict;
+  const std::string outcome = decide(texts);
+  round.kv.set(key("outcome"), outcome);
+  return outcome;
 }
 
 // Runs `body` on every rank. Returns nothing when it worked on all, else one rank's reason.
@@ -255,18 +255,18 @@ std::string agree_that_it_works(Round& round, const std::string& name,
   } catch (const std::exception& error) {
     outcome = one_line(fmt::format("rank {}: {}", round.place.rank, error.what()));
   }
-  round.board.set(fmt::format("shm/{}/{}", name, round.place.rank), outcome);
-  const std::string verdict = agree(round, name, [](const std::vector<std::string>& texts) {
+  round.kv.set(fmt::format("shm/{}/{}", name, round.place.rank), outcome);
+  const std::string outcome = agree(round, name, [](const std::vector<std::string>& texts) {
     const auto bad = std::find_if(texts.begin(), texts.end(),
                                   [](const std::string& text) { return text != "ok"; });
     return bad == texts.end() ? std::string("ok") : *bad;
   });
-  return verdict == "ok" ? "" : verdict;
+  return outcome == "ok" ? "" : outcome;
 }
 
 class Handshake {
  public:
-  Handshake(Place place, Fd listener, Fd pidfd)
+  Handshake(RankInfo place, Fd listener, Fd pidfd)
       : place_(place),
         listener_(std::move(listener)),
         pidfd_(std::move(pidfd)),
@@ -274,10 +274,10 @@ class Handshake {
 
   // All throw when anything is not as it should be. A connection is made without the other's help,
   // so who cannot be reached is known before anyone waits for it.
-  void connect(const std::vector<Hello>& hellos) {
+  void connect(const std::vector<PeerInfo>& infos) {
     for (int rank = 0; rank < place_.rank; ++rank)
       peers_[static_cast<std::size_t>(rank)].socket =
-          connect_to(hellos[static_cast<std::size_t>(rank)].socket);
+          connect_to(infos[static_cast<std::size_t>(rank)].socket);
   }
 
   void bring(std::shared_ptr<Segment> segment) { segment_ = std::move(segment); }
@@ -346,7 +346,7 @@ class Handshake {
     peer.segment = Segment::open(packet.fd.get(), segment_->bytes());
   }
 
-  Place place_;
+  RankInfo place_;
   std::shared_ptr<Segment> segment_;
   Fd listener_;
   Fd pidfd_;
@@ -358,21 +358,21 @@ struct Own {
   Fd pidfd;
 };
 
-// What this rank brings to the meeting; what fails is told in the hello.
-Hello prepare(const Place& place, std::size_t segment_bytes, Own* own) {
-  Hello hello;
+// What this rank brings to the rendezvous; what fails is reported in the info.
+PeerInfo prepare(const RankInfo& place, std::size_t segment_bytes, Own* own) {
+  PeerInfo info;
   try {
-    hello.boot_id = first_line_of("/proc/sys/kernel/random/boot_id");
-    hello.network = link_of("/proc/self/ns/net");
-    hello.user = std::to_string(::geteuid());
-    hello.pid = std::to_string(::getpid());
-    hello.processes = link_of("/proc/self/ns/pid");
-    hello.groups = memory_groups();
-    hello.segment_bytes = std::to_string(segment_bytes);
-    hello.socket = random_name();
+    info.boot_id = first_line_of("/proc/sys/kernel/random/boot_id");
+    info.network = link_of("/proc/self/ns/net");
+    info.user = std::to_string(::geteuid());
+    info.pid = std::to_string(::getpid());
+    info.processes = link_of("/proc/self/ns/pid");
+    info.groups = memory_groups();
+    info.segment_bytes = std::to_string(segment_bytes);
+    info.socket = random_name();
     own->listener = open_socket();
     socklen_t length = 0;
-    const sockaddr_un address = abstract_address(hello.socket, &length);
+    const sockaddr_un address = abstract_address(info.socket, &length);
     const int listener = own->listener.get();
     if (::bind(listener, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
         ::listen(listener, place.size + 8) != 0)
@@ -380,17 +380,17 @@ Hello prepare(const Place& place, std::size_t segment_bytes, Own* own) {
     own->pidfd.reset(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
     if (!own->pidfd) throw SystemError("shm", "this kernel has no pidfd", errno);
   } catch (const std::exception& error) {
-    hello.trouble = one_line(error.what());
+    info.trouble = one_line(error.what());
   }
-  return hello;
+  return info;
 }
 
-// "!reason", or every rank's hello, separated by zeros.
+// "!reason", or every rank's info, separated by zeros.
 std::string plan_of(const std::vector<std::string>& texts) {
   std::string all;
   for (std::size_t rank = 0; rank < texts.size(); ++rank) {
     const std::string reason =
-        obstacle(Hello::from(texts[0]), static_cast<int>(rank), Hello::from(texts[rank]));
+        obstacle(PeerInfo::from(texts[0]), static_cast<int>(rank), PeerInfo::from(texts[rank]));
     if (!reason.empty()) return "!" + reason;
     all += texts[rank] + '\0';
   }
@@ -399,41 +399,43 @@ std::string plan_of(const std::vector<std::string>& texts) {
 
 }  // namespace
 
-Meeting meet(Board& board, const Place& place, const Wanted& wanted, const Deadline& deadline) {
+Rendezvous rendezvous(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
+                      const Deadline& deadline) {
   Own own;
-  const Hello hello = prepare(place, wanted.bytes, &own);
-  board.set(fmt::format("shm/hello/{}", place.rank), hello.text());
-  Round round{board, place, deadline};
-  const std::string plan = agree(round, "hello", plan_of);
-  Meeting meeting;
+  const PeerInfo info = prepare(place, wanted.bytes, &own);
+  kv.set(fmt::format("shm/info/{}", place.rank), info.text());
+  Round round{kv, place, deadline};
+  const std::string plan = agree(round, "info", plan_of);
+  Rendezvous rendezvous;
   if (plan.rfind('!', 0) == 0) {
-    meeting.why_not = plan.substr(1);
-    return meeting;
+    rendezvous.unavailable_reason = plan.substr(1);
+    return rendezvous;
   }
-  std::vector<Hello> hellos;
+  std::vector<PeerInfo> infos;
   std::vector<std::string> groups;
   for (std::size_t start = 0; start < plan.size(); start = plan.find('\0', start) + 1) {
-    hellos.push_back(Hello::from(plan.substr(start, plan.find('\0', start) - start)));
-    groups.push_back(hellos.back().groups);
+    infos.push_back(PeerInfo::from(plan.substr(start, plan.find('\0', start) - start)));
+    groups.push_back(infos.back().groups);
   }
-  round.watch = Watch(place, hellos);
+  round.watch = Watch(place, infos);
 
   Handshake handshake(place, std::move(own.listener), std::move(own.pidfd));
-  meeting.why_not = agree_that_it_works(round, "connected", [&] {
+  rendezvous.unavailable_reason = agree_that_it_works(round, "connected", [&] {
     check_room(wanted.bytes, groups);
-    handshake.connect(hellos);
+    handshake.connect(infos);
   });
-  if (!meeting.why_not.empty()) return meeting;
-  meeting.why_not = agree_that_it_works(round, "made", [&] { handshake.bring(wanted.make()); });
-  if (!meeting.why_not.empty()) return meeting;
-  meeting.why_not = agree_that_it_works(round, "done", [&] {
+  if (!rendezvous.unavailable_reason.empty()) return rendezvous;
+  rendezvous.unavailable_reason =
+      agree_that_it_works(round, "made", [&] { handshake.bring(wanted.make()); });
+  if (!rendezvous.unavailable_reason.empty()) return rendezvous;
+  rendezvous.unavailable_reason = agree_that_it_works(round, "done", [&] {
     const auto limit = std::min<std::chrono::milliseconds>(kHandshakeLimit, deadline.remaining());
-    meeting.peers = handshake.exchange(Deadline::after(limit));
+    rendezvous.peers = handshake.exchange(Deadline::after(limit));
   });
-  if (!meeting.why_not.empty()) meeting.peers.clear();
-  for (std::size_t rank = 0; rank < meeting.peers.size(); ++rank)
-    meeting.peers[rank].groups = groups[rank];
-  return meeting;
+  if (!rendezvous.unavailable_reason.empty()) rendezvous.peers.clear();
+  for (std::size_t rank = 0; rank < rendezvous.peers.size(); ++rank)
+    rendezvous.peers[rank].groups = groups[rank];
+  return rendezvous;
 }
 
 namespace {

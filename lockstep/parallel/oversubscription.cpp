@@ -1,4 +1,4 @@
-#include "lockstep/parallel/crowd.h"
+#include "lockstep/parallel/oversubscription.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "lockstep/launch/keeper.h"
+#include "lockstep/launch/supervisor_guard.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -146,15 +146,16 @@ void allow_many_files(const rlimit& now) {
   ::setrlimit(RLIMIT_NOFILE, &wish);
 }
 
-[[noreturn]] void be_supervisor(const Kept& kept, const std::function<int(const Kept&)>& body) {
+[[noreturn]] void be_supervisor(const GuardContext& guard,
+                                const std::function<int(const GuardContext&)>& body) {
   // Its own session: what the terminal sends comes once, through the front.
   ::setsid();
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
-  ::prctl(PR_SET_NAME, "rank-keeper");  // not found by a kill that names the launcher
-  allow_many_files(kept.callers_files);
+  ::prctl(PR_SET_NAME, "rank-guard");  // not found by a kill that names the launcher
+  allow_many_files(guard.callers_files);
   int code = 1;
   try {
-    code = body(kept);
+    code = body(guard);
   } catch (const UsageError& error) {
     fmt::print(stderr, "{}\n", error.what());
     code = 2;
@@ -171,17 +172,18 @@ void allow_many_files(const rlimit& now) {
 
 void RankRegistry::add(pid_t session) {
   const int slot = count_.load();
-  if (slot >= kMost) return;
+  if (slot >= kMax) return;
   sessions_[slot] = session;
   count_ = slot + 1;
 }
 
 bool RankRegistry::contains(pid_t session) const {
-  const pid_t* end = sessions_ + std::min(count_.load(), kMost);
+  const pid_t* end = sessions_ + std::min(count_.load(), kMax);
   return std::find(sessions_, end, session) != end;
 }
 
-int run_kept(std::vector<int> signals, const std::function<int(const Kept&)>& supervise) {
+int run_supervised(std::vector<int> signals,
+                   const std::function<int(const GuardContext&)>& supervise) {
   open_standard_descriptors();
   std::erase_if(signals, [](int number) { return number == SIGHUP && is_ignored(number); });
   const SharedRegistry registry;

@@ -1,12 +1,12 @@
 // What the ranks tell each other before anything else, and what follows from it.
 //
-// Every process that comes to the meeting leaves a Hello; rank 0 reads them all. contradictions()
-// says what does not fit together, naming every rank that differs from rank 0 and not only the
-// first, because the one who repairs it has to visit all of them. count_places() finds out who
-// shares a host where no launcher has said so.
+// Every process that comes to the meeting leaves a Handshake; rank 0 reads them all.
+// contradictions() says what does not fit together, naming every rank that differs from rank 0 and
+// not only the first, because the one who repairs it has to visit all of them. count_ranks() finds
+// out who shares a host where no launcher has said so.
 //
-//   std::string problem = contradictions(hellos, share_device);   // "" when all is well
-//   Place mine = count_places(hellos).at(rank);
+//   std::string problem = contradictions(handshakes, share_device);   // "" when all is well
+//   RankInfo mine = count_ranks(handshakes).at(rank);
 //
 // Pure functions; the text stays short enough to read with any number of ranks.
 #pragma once
@@ -19,18 +19,18 @@ namespace lockstep::detail {
 
 // A rank's number on its host, the ranks there, and the host's number. Negative or, for the size,
 // 0: nobody has said it.
-struct Place {
+struct RankInfo {
   int local_rank = -1;
   int local_size = 0;
   int node = -1;
 
   bool known() const { return local_rank >= 0 && local_size > 0 && node >= 0; }
-  bool operator==(const Place&) const = default;
+  bool operator==(const RankInfo&) const = default;
 };
 
-struct Hello {
+struct Handshake {
   int rank = 0;
-  Place place = {};
+  RankInfo place = {};
   std::string world_size = {};
   std::string program = {};  // the build
   std::string options = {};  // a digest of the user's
@@ -43,21 +43,21 @@ struct Hello {
   std::string refusal = {};  // why it came only to say that it does not take part; empty: it does
 
   std::string text() const;
-  static Hello parse(const std::string& text);
+  static Handshake parse(const std::string& text);
 };
 
-// What is wrong, in sentences, or "". One Hello per process that came, in any order; rank 0's
+// What is wrong, in sentences, or "". One Handshake per process that came, in any order; rank 0's
 // decides what is right. `share_device`: several ranks may use one GPU. Where a rank refuses to
 // take part, its reason is all that is said: it has not come so far as to have the rest.
-std::string contradictions(const std::vector<Hello>& hellos, bool share_device);
+std::string contradictions(const std::vector<Handshake>& handshakes, bool share_device);
 
 // Could more processes be on their way than rank 0 knows of? True when world sizes differ or two
 // processes have the same rank.
-bool miscounted(const std::vector<Hello>& hellos);
+bool miscounted(const std::vector<Handshake>& handshakes);
 
 // Everyone's place, by rank: what was said, and what was not, counted over equal machines. The
 // ranks must not contradict each other.
-std::map<int, Place> count_places(const std::vector<Hello>& hellos);
+std::map<int, RankInfo> count_ranks(const std::vector<Handshake>& handshakes);
 
 // "rank 3", "ranks 1-4, 7", at most some dozen numbers, then "and 40 more".
 std::string name_ranks(std::vector<int> ranks);

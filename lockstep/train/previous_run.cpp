@@ -1,4 +1,4 @@
-#include "lockstep/train/put_aside.h"
+#include "lockstep/train/previous_run.h"
 
 #include <fmt/format.h>
 
@@ -43,7 +43,7 @@ fs::path make_place(const std::string& output_dir) {
 
 }  // namespace
 
-std::string put_aside(const std::string& output_dir, const RunStart& start) {
+std::string archive_previous_run(const std::string& output_dir, const RunStart& start) {
   const bool goes_on = !start.checkpoint.empty() && stands_in(start.checkpoint, output_dir);
   std::vector<fs::path> others;
   for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix)) {

@@ -120,12 +120,16 @@ class Host {
       if (deadline_.expired()) {
         throw TimeoutError(
             "rank",
-            fmt::format("ranks {} of {} did not come to the meeting within {:.1f} s. They may have "
-                        "failed to start, or run in another container: then set MASTER_ADDR and "
-                        "MASTER_PORT.",
-                        rank_list(missing_), env_.world_size,
-                        static_cast<double>(deadline_.total().count()) / 1000),
-            {.rank = 0, .peer = *missing_.begin(), .operation = "meet", .elapsed = elapsed()});
+            fmt::format(
+                "ranks {} of {} did not come to the rendezvous within {:.1f} s. They may have "
+                "failed to start, or run in another container: then set MASTER_ADDR and "
+                "MASTER_PORT.",
+                rank_list(missing_), env_.world_size,
+                static_cast<double>(deadline_.total().count()) / 1000),
+            {.rank = 0,
+             .peer = *missing_.begin(),
+             .operation = "rendezvous",
+             .elapsed = elapsed()});
       }
       if (progress.expired()) {
         log::info("rank", "waiting for ranks {} since {} s", rank_list(missing_),
@@ -149,14 +153,15 @@ class Host {
         std::this_thread::sleep_for(milliseconds(20));
         continue;
       }
-      throw SystemError("rank",
-                        fmt::format("cannot take the meeting name '{}' (another rank 0 of this job "
-                                    "may be alive; MASTER_ADDR and MASTER_PORT avoid the name)",
-                                    name_),
-                        error);
+      throw SystemError(
+          "rank",
+          fmt::format("cannot take the rendezvous name '{}' (another rank 0 of this job "
+                      "may be alive; MASTER_ADDR and MASTER_PORT avoid the name)",
+                      name_),
+          error);
     }
     if (::listen(listener_.get(), SOMAXCONN) != 0)
-      throw SystemError("rank", "cannot listen on the meeting name", errno);
+      throw SystemError("rank", "cannot listen on the rendezvous name", errno);
   }
 
   void step(int port, int timeout_ms) {
@@ -181,7 +186,7 @@ class Host {
     std::string greeting;
     int rank = -1, world_size = -1;
     words >> greeting >> rank >> world_size;
-    if (greeting != "lockstep-meet" || world_size != env_.world_size) {
+    if (greeting != "lockstep-rendezvous" || world_size != env_.world_size) {
       send(fd, fmt::format("refused rank 0 expects a world of {}", env_.world_size));
     } else if (missing_.erase(rank) == 0) {
       send(fd, fmt::format("refused there is already a rank {}", rank));
@@ -212,13 +217,14 @@ std::optional<int> ask(const RankEnv& env, const std::string& name, const Deadli
     return std::nullopt;
   const auto uid = peer_uid(fd.get());
   if (uid != ::geteuid()) {
-    throw CommError("rank",
-                    fmt::format("the meeting name '{}' is held by user {}, not by rank 0 of this "
-                                "job. Set MASTER_ADDR and MASTER_PORT.",
-                                name, uid ? fmt::to_string(*uid) : "(unknown)"),
-                    {.rank = env.rank, .peer = 0, .operation = "meet"});
+    throw CommError(
+        "rank",
+        fmt::format("the rendezvous name '{}' is held by user {}, not by rank 0 of this "
+                    "job. Set MASTER_ADDR and MASTER_PORT.",
+                    name, uid ? fmt::to_string(*uid) : "(unknown)"),
+        {.rank = env.rank, .peer = 0, .operation = "rendezvous"});
   }
-  send(fd.get(), fmt::format("lockstep-meet {} {}", env.rank, env.world_size));
+  send(fd.get(), fmt::format("lockstep-rendezvous {} {}", env.rank, env.world_size));
   const auto reply = receive(fd.get());
   if (!reply) return std::nullopt;
   std::istringstream words(*reply);
@@ -229,7 +235,7 @@ std::optional<int> ask(const RankEnv& env, const std::string& name, const Deadli
                   fmt::format("rank {} was turned away by rank 0: {}. Two programs of one job may "
                               "be meeting at once. Set MASTER_ADDR and a MASTER_PORT for each.",
                               env.rank, reply->substr(reply->find(' ') + 1)),
-                  {.rank = env.rank, .peer = 0, .operation = "meet"});
+                  {.rank = env.rank, .peer = 0, .operation = "rendezvous"});
 }
 
 int find_port(const RankEnv& env, const std::string& name, const Deadline& deadline) {
@@ -245,16 +251,16 @@ int find_port(const RankEnv& env, const std::string& name, const Deadline& deadl
           "rank {} did not find rank 0 on this host within {:.1f} s. Rank 0 may have failed "
           "to start, or runs in another container: then set MASTER_ADDR and MASTER_PORT.",
           env.rank, static_cast<double>(deadline.total().count()) / 1000),
-      {.rank = env.rank, .peer = 0, .operation = "meet", .elapsed = deadline.elapsed()});
+      {.rank = env.rank, .peer = 0, .operation = "rendezvous", .elapsed = deadline.elapsed()});
 }
 
 }  // namespace
 
-void meet(RankEnv& env, int timeout_ms) {
-  if (env.meeting_name.empty() || env.alone() || env.master_port != 0) return;
+void rendezvous(RankEnv& env, int timeout_ms) {
+  if (env.rendezvous_name.empty() || env.alone() || env.master_port != 0) return;
   // A process may meet more than once; a fast rank's second visit must not disturb the first.
-  static std::atomic<int> meetings{0};
-  const std::string name = fmt::format("{}/{}", env.meeting_name, meetings++);
+  static std::atomic<int> rendezvous_count{0};
+  const std::string name = fmt::format("{}/{}", env.rendezvous_name, rendezvous_count++);
   const Deadline deadline = Deadline::after(milliseconds(timeout_ms));
   if (env.rank != 0) {
     env.master_port = find_port(env, name, deadline);

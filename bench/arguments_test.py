@@ -15,8 +15,8 @@ DEFAULTS = {
 }
 
 
-def bench(*words):
-    return subprocess.run([LOCKSTEP, "bench", *words], capture_output=True, text=True, timeout=60,
+def bench(*arguments):
+    return subprocess.run([LOCKSTEP, "bench", *arguments], capture_output=True, text=True, timeout=60,
                           stdin=subprocess.DEVNULL)
 
 
@@ -33,7 +33,7 @@ def entries(text):
     return found
 
 
-class Words(unittest.TestCase):
+class Arguments(unittest.TestCase):
     def test_help_has_a_meaning_and_the_default_of_every_option(self):
         for name, defaults in DEFAULTS.items():
             done = bench(name, "--help")
@@ -46,15 +46,15 @@ class Words(unittest.TestCase):
                 shown = re.sub(r"in \[[^]]*\]", "", found[flag])
                 self.assertRegex(shown, r"[=\[][\w.,]+(\]|\s)", done.stdout)
             for flag, text in found.items():
-                words = re.sub(r"[A-Z]+(:\S+)?|\[.*?\]|\([^)]*\)", " ", text, count=1).split()
-                self.assertGreaterEqual(len([w for w in words if w.isalpha() and w.islower()]), 2,
+                arguments = re.sub(r"[A-Z]+(:\S+)?|\[.*?\]|\([^)]*\)", " ", text, count=1).split()
+                self.assertGreaterEqual(len([w for w in arguments if w.isalpha() and w.islower()]), 2,
                                         f"{name} {flag} is not explained:{text}")
 
     def test_a_mistake_is_one_line_and_exit_code_two(self):
         for name in DEFAULTS:
-            for words, part in ((["--rankz", "3"], "--rankz"), (["--csv"], "--csv"),
+            for arguments, part in ((["--rankz", "3"], "--rankz"), (["--csv"], "--csv"),
                                 (["elephant"], "elephant")):
-                done = bench(name, *words)
+                done = bench(name, *arguments)
                 self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
                 self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
                 self.assertTrue(done.stderr.startswith(f"lockstep bench {name}: "), done.stderr)
@@ -72,9 +72,9 @@ class Words(unittest.TestCase):
         # Where there are fewer GPUs than that, as on any machine.
         cases += [((name, "--device", "cuda:999"), "--device cuda:999: ")
                   for name in ("ddp", "loader")]
-        for words, part in cases:
-            with self.subTest(words):
-                done = bench(*words)
+        for arguments, part in cases:
+            with self.subTest(arguments):
+                done = bench(*arguments)
                 self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
                 self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
                 self.assertIn(part, done.stderr)

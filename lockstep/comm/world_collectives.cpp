@@ -255,19 +255,19 @@ void deliver_to_self(WorldImpl& impl, const std::vector<P2p>& messages) {
   const int self = impl.identity.rank;
   for (const auto& message : messages) {
     if (message.peer == self && message.kind == P2p::Kind::kSend)
-      impl.mailbox.push_back(message.tensor.detach().clone());
+      impl.self_messages.push_back(message.tensor.detach().clone());
   }
   for (const auto& message : messages) {
     if (message.peer != self || message.kind != P2p::Kind::kRecv) continue;
-    if (impl.mailbox.empty()) {
+    if (impl.self_messages.empty()) {
       throw UsageError(kComponent,
                        "recv: rank {} receives from itself, but has sent nothing. Send "
                        "first, or put both into one batch.",
                        self);
     }
-    check_pair(message.tensor, impl.mailbox.front(), 1, "recv");
-    message.tensor.detach().copy_(impl.mailbox.front().view(message.tensor.sizes()));
-    impl.mailbox.pop_front();
+    check_pair(message.tensor, impl.self_messages.front(), 1, "recv");
+    message.tensor.detach().copy_(impl.self_messages.front().view(message.tensor.sizes()));
+    impl.self_messages.pop_front();
   }
 }
 
@@ -514,11 +514,11 @@ at::Tensor World::symmetric_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
 // ---------------------------------------------------------------- messages
 
 Work World::send(at::Tensor tensor, int peer) {
-  return batch({{P2p::Kind::kSend, std::move(tensor), peer}});
+  return batch_isend_irecv({{P2p::Kind::kSend, std::move(tensor), peer}});
 }
 
 Work World::recv(at::Tensor tensor, int peer) {
-  return batch({{P2p::Kind::kRecv, std::move(tensor), peer}});
+  return batch_isend_irecv({{P2p::Kind::kRecv, std::move(tensor), peer}});
 }
 
 Work World::batch(std::vector<P2p> messages) {

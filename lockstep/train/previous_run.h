@@ -1,0 +1,30 @@
+// What another run has left in output_dir, moved out of this run's way and not lost.
+//
+// The newest checkpoint is the one with the highest step. A folder that this run
+// has not written and that stands above the step it starts from would be resumed from next time,
+// in the place of this run's own. So such folders get a folder of their own, earlier-<n>, before
+// the first step; so do the metrics, runs/ and effective_config.json of a run that this one does
+// not continue from: no run's measurements are deleted.
+//
+//   const std::string place = archive_previous_run("out", {.checkpoint = "out/checkpoint-40", .step
+//   = 40}); if (!place.empty()) log::warning("checkpoint", "moved to {}", place);
+//
+// A function on files; one thread per output_dir, on ranks that write.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace lockstep::train {
+
+struct RunStart {
+  std::string checkpoint{};  // the folder that the run continues from; empty: it starts again
+  std::int64_t step = -1;
+};
+
+// Moves every checkpoint above start.step, or all of them and the metrics where the run starts
+// again or from another place than output_dir. Says where to; empty: nothing was there.
+// SystemError.
+std::string archive_previous_run(const std::string& output_dir, const RunStart& start);
+
+}  // namespace lockstep::train
