@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "cli/task_contents.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/map_reader.h"
@@ -381,6 +380,15 @@ TaskConfig read_task(const TrainingArguments& arguments) {
   }
   problems.raise();
   return task;
+}
+
+void check_whole(const std::string& folder, io::Depth depth) {
+  std::error_code ignored;  // what cannot be looked at is named when it is read
+  if (!std::filesystem::exists(std::filesystem::path(folder) / io::kManifestName, ignored)) return;
+  auto faults = io::verify(folder, depth);
+  std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
+  if (!faults.empty())
+    throw UsageError("train", "model.weights {} is damaged: {}", folder, io::describe(faults));
 }
 
 }  // namespace lockstep::cli

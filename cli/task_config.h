@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "lockstep/data/instruction_file.h"
+#include "lockstep/io/manifest.h"
 #include "lockstep/models/shapes.h"
 #include "lockstep/train/arguments.h"
 
@@ -103,5 +104,8 @@ struct ByteCount {
 };
 // How many samples a text gives, evaluation included; UsageError when none is left to train on.
 std::int64_t byte_rows(const DataConfig& data, const ByteCount& count);
+
+// That a folder of weights is as its manifest says, where it has one.
+void check_whole(const std::string& folder, io::Depth depth);
 
 }  // namespace lockstep::cli

@@ -69,13 +69,4 @@ std::string what_was_cut(const data::InstructionRows& rows) {
       counts.dropped);
 }
 
-void check_whole(const std::string& folder, io::Depth depth) {
-  std::error_code ignored;  // what cannot be looked at is named when it is read
-  if (!std::filesystem::exists(std::filesystem::path(folder) / io::kManifestName, ignored)) return;
-  auto faults = io::verify(folder, depth);
-  std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
-  if (!faults.empty())
-    throw UsageError("train", "model.weights {} is damaged: {}", folder, io::describe(faults));
-}
-
 }  // namespace lockstep::cli

@@ -13,7 +13,6 @@
 
 #include "cli/task_config.h"
 #include "lockstep/data/instruction_rows.h"
-#include "lockstep/io/manifest.h"
 
 namespace lockstep::cli {
 
@@ -22,8 +21,5 @@ data::InstructionRows read_instructions(const TaskConfig& task, const std::strin
                                         const data::ReadProgress& progress = {});
 // What max_seq_len has cut off, in a sentence; empty: nothing.
 std::string what_was_cut(const data::InstructionRows& rows);
-
-// That a folder of weights is as its manifest says, where it has one.
-void check_whole(const std::string& folder, io::Depth depth);
 
 }  // namespace lockstep::cli

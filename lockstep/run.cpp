@@ -170,7 +170,7 @@ int run(const Preparation& prepare, const RankBody& body) {
     if (preparing && ranks == 1) throw;
     const Outcome outcome = judge(std::current_exception(), one_host);
     crash::report(outcome.report);
-    if (preparing) reject(outcome.report.message);
+    if (preparing) report_startup_failure(outcome.report.message);
     if (ranks > 1) detail::leave(outcome.code);
     return outcome.code;
   }

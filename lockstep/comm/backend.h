@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/types.h"
 #include "lockstep/comm/work_state.h"
-#include "lockstep/comm/world.h"
 
 namespace lockstep::detail {
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/world.h"
+#include "lockstep/comm/types.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::detail::c10d_calls {

@@ -669,7 +669,7 @@ StorePtr open_rendezvous(RankEnv& env, const WorldOptions& options) {
 
 }  // namespace
 
-void decline(const std::string& why) noexcept {
+void report_startup_failure(const std::string& why) noexcept {
   try {
     // A launcher of ours tells the others when this process ends, so it need not wait long for one
     // that is still on its way.

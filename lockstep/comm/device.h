@@ -10,8 +10,7 @@
 
 #include <string>
 
-#include "lockstep/comm/connect.h"
-#include "lockstep/comm/world.h"
+#include "lockstep/comm/types.h"
 
 namespace lockstep {
 

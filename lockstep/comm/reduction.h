@@ -8,7 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "lockstep/comm/backend.h"
-#include "lockstep/comm/world.h"
+#include "lockstep/comm/types.h"
 
 namespace lockstep::detail {
 

@@ -17,28 +17,6 @@ namespace lockstep {
 using detail::OperationInfo;
 using detail::WorldImpl;
 
-const char* name(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return "sum";
-    case ReduceOp::kAvg:
-      return "avg";
-    case ReduceOp::kMin:
-      return "min";
-    case ReduceOp::kMax:
-      return "max";
-    case ReduceOp::kProduct:
-      return "product";
-    case ReduceOp::kAnd:
-      return "and";
-    case ReduceOp::kOr:
-      return "or";
-    case ReduceOp::kXor:
-      return "xor";
-  }
-  return "?";
-}
-
 namespace detail {
 
 const std::shared_ptr<WorldImpl>& Access::impl(const World& world) {
@@ -369,6 +347,42 @@ void World::leader_first(const std::function<void()>& body) {
                     {rank(), 0, "leader_first", 0, {}});
   }
   if (!is_leader()) body();
+}
+
+std::vector<std::string> World::agree_on_texts(const std::function<std::string()>& body) {
+  // How long a rank that throws waits for the others to have its message: it may end right after.
+  constexpr std::chrono::seconds kLinger{10};
+  std::string mine;
+  std::exception_ptr error;
+  try {
+    mine = "+" + body();
+  } catch (const std::exception& e) {
+    error = std::current_exception();
+    mine = std::string("-") + e.what();
+  } catch (...) {
+    error = std::current_exception();
+    mine = "-an exception of unknown type";
+  }
+  std::vector<std::string> all;
+  try {
+    all = all_gather(mine);
+  } catch (const CommError&) {
+    if (error) std::rethrow_exception(error);  // the world broke as well; this came first
+    throw;
+  }
+  const auto failed = std::find_if(all.begin(), all.end(),
+                                   [](const std::string& text) { return text.front() == '-'; });
+  if (failed == all.end()) {
+    for (std::string& text : all) text.erase(0, 1);
+    return all;
+  }
+  try {
+    barrier(kLinger);
+  } catch (const CommError&) {
+    // A rank that is gone by now had the message.
+  }
+  if (error) std::rethrow_exception(error);
+  throw UsageError("world", "rank {}: {}", failed - all.begin(), failed->substr(1));
 }
 
 std::optional<World> World::split(int color, int key) {

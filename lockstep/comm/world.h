@@ -21,32 +21,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "lockstep/comm/types.h"  // IWYU pragma: export
 #include "lockstep/comm/work.h"
 
 namespace lockstep {
-
-enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct, kAnd, kOr, kXor };
-const char* name(ReduceOp op);
-
-struct WorldOptions {
-  std::string backend = "auto";         // auto, shm, gloo, nccl (LOCKSTEP_BACKEND overrides auto)
-  std::optional<c10::Device> device{};  // default: cuda:LOCAL_RANK where there is one, else cpu
-  std::chrono::milliseconds timeout{std::chrono::minutes(30)};  // LOCKSTEP_TIMEOUT_S
-  std::chrono::milliseconds startup_timeout{
-      std::chrono::seconds(300)};  // LOCKSTEP_STARTUP_TIMEOUT_S
-  bool share_device = false;       // several local ranks on one GPU (LOCKSTEP_SHARE_DEVICE)
-  std::string options_hash{};      // compared over ranks at start-up; e.g. a config's digest
-};
-
-// One message of a batch of point-to-point operations.
-struct P2p {
-  enum class Kind { kSend, kRecv };
-  Kind kind;
-  at::Tensor tensor;
-  int peer;
-};
 
 namespace detail {
 class WorldImpl;
@@ -123,6 +104,18 @@ class World {
   // A leader that throws releases the others with its message.
   void leader_first(const std::function<void()>& body);
 
+  // Runs `body` on every rank, for what can fail on one of them alone: a file, memory, a setting.
+  // When it throws anywhere, all ranks throw: that rank what it threw, the others UsageError with
+  // its rank and message. Returns what the ranks' bodies
+  // returned (a string or nothing), in rank order. Collective.
+  template <typename Body>
+  auto agree(const Body& body) {
+    if constexpr (std::is_void_v<std::invoke_result_t<Body>>)
+      agree_on_texts([&] { return body(), std::string(); });
+    else
+      return agree_on_texts(body);
+  }
+
   // The end of a successful run: waits until every rank is here, so that none loses a peer, or the
   // store that rank 0 hosts, while it still works. run() calls it.
   void finish(std::optional<std::chrono::milliseconds> timeout = std::nullopt);
@@ -132,6 +125,8 @@ class World {
 
  private:
   friend struct detail::Access;
+  std::vector<std::string> agree_on_texts(const std::function<std::string()>& body);
+
   std::shared_ptr<detail::WorldImpl> impl_;
 };
 

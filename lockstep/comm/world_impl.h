@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "lockstep/comm/backend.h"
-#include "lockstep/comm/connect.h"
 #include "lockstep/comm/work_state.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/core/control.h"

@@ -336,6 +336,26 @@ TEST(World, LeaderFirst) {
   EXPECT_EQ(others, 0);
 }
 
+TEST(World, AgreeFailsOnAllRanksWhenOneFails) {
+  run_threads(3, [](World& world) {
+    const auto names = world.agree([&] { return std::to_string(world.rank()); });
+    EXPECT_EQ(names, (std::vector<std::string>{"0", "1", "2"}));
+    const auto fail = [&] {
+      world.agree([&] {
+        if (world.rank() == 1) throw std::runtime_error("disk full");
+      });
+    };
+    if (world.rank() == 1) {
+      EXPECT_EQ(thrown<std::runtime_error>(fail), "disk full");
+    } else {
+      EXPECT_EQ(thrown<UsageError>(fail), "[world] rank 1: disk full");
+    }
+    EXPECT_EQ(world.sum(1), 3) << "the world itself still works";
+  });
+  World alone;
+  EXPECT_EQ(alone.agree([] { return std::string("x"); }), std::vector<std::string>{"x"});
+}
+
 TEST(World, SubWorldsOfSubWorlds) {
   run_threads(4, [](World& world) {
     auto half = world.split(world.rank() / 2);

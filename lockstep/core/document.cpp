@@ -9,7 +9,6 @@
 #include <cstring>
 #include <limits>
 
-#include "lockstep/core/document_text.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/problems.h"
@@ -225,25 +224,7 @@ std::string bool_hint(const Node& node) {
 
 }  // namespace
 
-// ------------------------------------------------------------------ places and nodes
-
-SourceLocation::SourceLocation() = default;
-SourceLocation::SourceLocation(std::shared_ptr<const std::string> in, int at_line, int at_column)
-    : file(std::move(in)), line(at_line), column(at_column) {}
-SourceLocation::SourceLocation(const SourceLocation& other) = default;
-SourceLocation::SourceLocation(SourceLocation&& other) noexcept = default;
-SourceLocation& SourceLocation::operator=(const SourceLocation& other) = default;
-SourceLocation& SourceLocation::operator=(SourceLocation&& other) noexcept = default;
-SourceLocation::~SourceLocation() = default;
-
-std::string SourceLocation::text() const {
-  const std::string name = file ? *file : "";
-  return line == 0 ? name : fmt::format("{}:{}:{}", name, line, column);
-}
-
-SourceLocation location_named(std::string name) {
-  return {std::make_shared<const std::string>(std::move(name)), 0, 0};
-}
+// ------------------------------------------------------------------ nodes
 
 const Entry* Node::find(std::string_view key) const {
   const auto found = std::find_if(entries.begin(), entries.end(),

@@ -20,30 +20,11 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/core/source_location.h"  // IWYU pragma: export
+
 namespace lockstep {
 
 class Problems;
-
-// Where something was written. Line and column count from 1, columns in characters; line 0 is a
-// source without lines, such as a flag, and then `file` is its name.
-struct SourceLocation {
-  std::shared_ptr<const std::string> file;
-  int line = 0;
-  int column = 0;
-
-  // Not inline: GCC 12 warns of members that it loses track of in temporaries that hold a
-  // SourceLocation.
-  SourceLocation();
-  SourceLocation(std::shared_ptr<const std::string> in, int at_line, int at_column);
-  SourceLocation(const SourceLocation& other);
-  SourceLocation(SourceLocation&& other) noexcept;
-  SourceLocation& operator=(const SourceLocation& other);
-  SourceLocation& operator=(SourceLocation&& other) noexcept;
-  ~SourceLocation();
-
-  std::string text() const;  // "train.yaml:3:7", or "--learning_rate"
-};
-SourceLocation location_named(std::string name);
 
 enum class NodeKind { kNull, kBool, kInteger, kReal, kString, kList, kMap };
 

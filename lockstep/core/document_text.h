@@ -5,8 +5,6 @@
 //   text.refuse(text.at(offset), "the key '{}' is here twice.", key);
 #pragma once
 
-#include <fmt/format.h>
-
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -15,17 +13,9 @@
 #include <vector>
 
 #include "lockstep/core/document.h"
-#include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
 
 namespace lockstep {
-
-template <typename... Args>
-[[noreturn]] void refuse_at(const SourceLocation& location, fmt::format_string<Args...> format,
-                            Args&&... args) {
-  throw UsageError("config", "{}: {}", location.text(),
-                   fmt::format(format, std::forward<Args>(args)...));
-}
 
 // Lives as long as one parse; refers to the bytes it was given.
 class DocumentText {

@@ -350,36 +350,15 @@ std::string description(const LoaderImpl& impl) {
       o.evaluation, sampler);
 }
 
-// A rank that throws may end at once, and its end must not reach the others before its words have.
-void wait_until_all_know(World& world) {
-  try {
-    world.barrier(std::chrono::seconds(10));
-  } catch (const CommError&) {
-    // They know by other means.
-  }
-}
-
 // Ranks with different sizes would make different numbers of steps, and the last would hang.
-void check_ranks(World& world, const std::string& mine) {
-  const std::vector<std::string> all = world.all_gather(mine);
+void check_ranks(const std::vector<std::string>& all) {
   for (std::size_t rank = 1; rank < all.size(); ++rank)
-    if (all[rank] != all[0]) {
-      wait_until_all_know(world);
+    if (all[rank] != all[0])
       throw UsageError("loader",
                        "ranks differ, so they would not make the same steps. Rank 0: {}. Rank {}: "
                        "{}. Give every rank the same dataset and options, or a world of one "
                        "(World{{}}) to a loader of one rank alone.",
                        all[0], rank, all[rank]);
-    }
-}
-
-void report_refusal(World& world, const std::string& why) {
-  try {
-    world.all_gather("refused: " + why);
-  } catch (const CommError&) {
-    return;  // nobody is left to be told; the refusal itself is what the caller hears
-  }
-  wait_until_all_know(world);
 }
 
 }  // namespace
@@ -444,18 +423,16 @@ std::optional<Batch> Epoch::next() {
 
 Loader loader(DatasetPtr dataset, World world, LoaderOptions options) {
   const detail::RankInfo info{world.rank(), world.size(), options.device.value_or(world.device())};
-  // A rank whose options are refused must not leave the others waiting for it.
-  std::shared_ptr<detail::LoaderImpl> impl;
-  std::string mine;
   const bool check = options.check_ranks && world.size() > 1;
-  try {
+  std::shared_ptr<detail::LoaderImpl> impl;
+  const auto make = [&] {
     impl = std::make_shared<detail::LoaderImpl>(std::move(dataset), info, std::move(options));
-    if (check) mine = detail::description(*impl);
-  } catch (const std::exception& error) {
-    if (check) detail::report_refusal(world, error.what());
-    throw;
-  }
-  if (check) detail::check_ranks(world, mine);
+    return check ? detail::description(*impl) : std::string();
+  };
+  if (!check) return make(), Loader(std::move(impl));
+  // A rank whose options are refused must not leave the others waiting for it.
+  const std::vector<std::string> all = world.agree(make);
+  world.agree([&] { detail::check_ranks(all); });
   return Loader(std::move(impl));
 }
 

@@ -13,6 +13,7 @@
 #include <random>
 
 #include "lockstep/core/log.h"
+#include "lockstep/io/file.h"
 #include "lockstep/io/json_reader.h"
 
 namespace lockstep::io {

@@ -56,9 +56,6 @@ struct FileDigest {
   bool operator==(const FileDigest&) const = default;
 };
 
-// Reads the whole file; throws SystemError when it cannot.
-FileDigest digest_file(const std::string& path);
-
 // CRC-32C (Castagnoli), which event records carry; for small buffers.
 std::uint32_t crc32c(std::span<const std::byte> bytes);
 

@@ -72,6 +72,9 @@ class FileWriter {
   std::uint64_t bytes_ = 0;
 };
 
+// Size and checksum of the whole file; throws SystemError when it cannot.
+FileDigest digest_file(const std::string& path);
+
 // Read-only; spans into it live as long as it does. Any number of threads may read. A file that
 // somebody shortens while it is mapped raises SIGBUS on access: files here are replaced by rename,
 // never rewritten.

@@ -7,8 +7,8 @@
 
 #include <cmath>
 
+#include "lockstep/kernels/gradient.h"
 #include "lockstep/kernels/machine.h"
-#include "lockstep/kernels/step.h"
 
 namespace lockstep::kernels::detail {
 

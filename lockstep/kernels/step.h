@@ -17,18 +17,9 @@
 
 #include <cstdint>
 
-namespace lockstep::kernels {
+#include "lockstep/kernels/gradient.h"  // IWYU pragma: export
 
-// The gradient of element i is sources[0][i] + sources[1][i] + ..., added in this order and rounded
-// each time, then divided by `divisor`, then multiplied by `scale`: the bits of a sum over ranks,
-// div_(divisor) and mul_(scale). One source with the defaults is a plain gradient.
-template <typename T>
-struct Gradient {
-  const T* const* sources = nullptr;  // one per rank, in rank order; at least one
-  int count = 1;
-  T divisor = 1;  // the number of ranks for a mean
-  T scale = 1;    // what clipping or unscaling asks for
-};
+namespace lockstep::kernels {
 
 // Elements [begin, begin + count) of a tensor of tensor_size elements. Every pointer that comes
 // with a slice points at its first element, not at the tensor's.

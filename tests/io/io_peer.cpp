@@ -18,6 +18,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/event_file.h"
+#include "lockstep/io/file.h"
 #include "lockstep/io/numbered_dirs.h"
 #include "lockstep/io/safetensors.h"
 #include "lockstep/io/safetensors_set.h"

@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "lockstep/comm/shm/collective.h"
-#include "lockstep/comm/shm/engine.h"
+#include "lockstep/comm/shm/engine_types.h"
 #include "lockstep/comm/shm/symmetric.h"
 
 namespace lockstep::shm {

@@ -65,7 +65,8 @@ EngineResult Engine::make(KeyValueStore& kv, const RankInfo& place, const Engine
     layout.construct(segment->data());
     return segment;
   };
-  Rendezvous rendezvous = rendezvous(kv, place, {layout.segment_bytes(), make_segment}, deadline);
+  Rendezvous rendezvous =
+      connect_peers(kv, place, {layout.segment_bytes(), make_segment}, deadline);
   EngineResult made;
   made.unavailable_reason = rendezvous.unavailable_reason;
   if (made.unavailable_reason.empty())

@@ -27,52 +27,13 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/shm/engine_types.h"  // IWYU pragma: export
 #include "lockstep/comm/shm/rendezvous.h"
 #include "lockstep/comm/shm/ticket.h"
 #include "lockstep/comm/shm/types.h"
 #include "lockstep/core/deadline.h"
 
 namespace lockstep::shm {
-
-// Zero means the measured default. Must be equal on all ranks.
-struct EngineOptions {
-  std::size_t small_bytes = 0;  // up to here an all-reduce is one round and every rank sums it all
-  std::size_t chunk_bytes = 0;  // of each of a rank's two buffers; larger arrays go in chunks
-  std::size_t ring_bytes = 0;   // of the ring for messages from one rank to one other
-};
-
-struct StartOptions {
-  Deadline deadline = Deadline::after(std::chrono::minutes(30));
-  // The caller waits for the ticket next: the engine's own thread need not be woken for it.
-  bool caller_waits = false;
-};
-
-struct Part {
-  void* data = nullptr;
-  std::size_t bytes = 0;
-};
-struct ConstPart {
-  const void* data = nullptr;
-  std::size_t bytes = 0;
-};
-
-// Memory of the same size on every rank, each rank's part mapped by all. The owner is whoever holds
-// the pointer; freeing it is local. Its memory is zero at first.
-class SymmetricBlock {
- public:
-  virtual ~SymmetricBlock() = default;
-  std::byte* data() const { return peer(rank_); }
-  std::size_t bytes() const { return bytes_; }
-  // Where this process sees that rank's part. Who may touch it when is the caller's affair; a
-  // barrier orders accesses.
-  std::byte* peer(int rank) const { return bases_.at(static_cast<std::size_t>(rank)); }
-
- protected:
-  SymmetricBlock() = default;
-  int rank_ = 0;
-  std::size_t bytes_ = 0;
-  std::vector<std::byte*> bases_;
-};
 
 enum class Probe : std::uint8_t {
   kNone,     // nothing yet

@@ -4,7 +4,8 @@
 // it: code for one instruction set must never be picked by the linker for another.
 #pragma once
 
-#include "lockstep/comm/shm/reduce.h"
+#include "lockstep/comm/shm/arrays.h"
+#include "lockstep/comm/shm/types.h"
 
 namespace lockstep::shm {
 

@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <string>
 
-#include "lockstep/comm/shm/engine.h"
+#include "lockstep/comm/shm/engine_types.h"
 #include "lockstep/comm/shm/types.h"
 
 namespace lockstep::shm {

@@ -17,30 +17,10 @@
 // are plain loops. Pure functions: any thread may call them.
 #pragma once
 
-#include <cstddef>
-
+#include "lockstep/comm/shm/arrays.h"  // IWYU pragma: export
 #include "lockstep/comm/shm/types.h"
 
 namespace lockstep::shm {
-
-inline constexpr int kMaxMoves = 2;
-struct Move {
-  std::byte* to;
-  const std::byte* from;
-};
-
-struct Arrays {
-  const std::byte* const* inputs;
-  int n;
-  std::byte* const* outputs;
-  int m;
-  std::size_t count;
-  // Copied by the way: as many bytes each as the sum has. They touch none of its arrays.
-  const Move* moves = nullptr;
-  int moved = 0;
-  // The last output is for another processor: it need not stay in this one's cache.
-  bool last_leaves = false;
-};
 
 // The pair must be supported.
 void combine(DType dtype, Op op, const Arrays& arrays);

@@ -249,13 +249,13 @@ std::string agree(Round& round, const std::string& name, Decide decide) {
 // Runs `body` on every rank. Returns nothing when it worked on all, else one rank's reason.
 std::string agree_that_it_works(Round& round, const std::string& name,
                                 const std::function<void()>& body) {
-  std::string outcome = "ok";
+  std::string own = "ok";
   try {
     body();
   } catch (const std::exception& error) {
-    outcome = one_line(fmt::format("rank {}: {}", round.place.rank, error.what()));
+    own = one_line(fmt::format("rank {}: {}", round.place.rank, error.what()));
   }
-  round.kv.set(fmt::format("shm/{}/{}", name, round.place.rank), outcome);
+  round.kv.set(fmt::format("shm/{}/{}", name, round.place.rank), own);
   const std::string outcome = agree(round, name, [](const std::vector<std::string>& texts) {
     const auto bad = std::find_if(texts.begin(), texts.end(),
                                   [](const std::string& text) { return text != "ok"; });
@@ -399,8 +399,8 @@ std::string plan_of(const std::vector<std::string>& texts) {
 
 }  // namespace
 
-Rendezvous rendezvous(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
-                      const Deadline& deadline) {
+Rendezvous connect_peers(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
+                         const Deadline& deadline) {
   Own own;
   const PeerInfo info = prepare(place, wanted.bytes, &own);
   kv.set(fmt::format("shm/info/{}", place.rank), info.text());

@@ -5,9 +5,8 @@
 // and hands over two descriptors: the rank's control segment and a pidfd of itself. Nothing has a
 // name in a file system, so nothing can be left behind.
 //
-//   Rendezvous rendezvous = rendezvous(kv, place, {bytes, make_segment}, deadline);
-//   if (!rendezvous.unavailable_reason.empty()) log::info("world", "gloo instead: {}",
-//   rendezvous.unavailable_reason);
+//   Rendezvous rendezvous = connect_peers(kv, place, {bytes, make_segment}, deadline);
+//   if (!rendezvous.unavailable_reason.empty()) use_gloo();
 //
 // Whatever stops one rank (another host, another user, no memory) must stop all
 // of them identically, so every rank's outcome goes over the store and rank 0's outcome is
@@ -68,8 +67,8 @@ struct Rendezvous {
 // any failure of the handshake on any rank become the reason not to share memory. Throws what the
 // kv throws, and CommError naming the rank when a process ends after it has come; ranks in
 // containers with processes of their own cannot see that and wait until the deadline.
-Rendezvous rendezvous(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
-                      const Deadline& deadline);
+Rendezvous connect_peers(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
+                         const Deadline& deadline);
 
 // One message and at most one descriptor over a pair's socket; both wait until the deadline and
 // throw CommError when the other end is gone. `doomed` is asked about 50 times a second while they

@@ -247,7 +247,7 @@ std::vector<std::string> reasons_with(
     threads.emplace_back([&, rank] {
       const Wanted wanted{bytes, [&, rank] { return make_segment(rank); }};
       reported[static_cast<std::size_t>(rank)] =
-          rendezvous(kv, {rank, 2}, wanted, soon()).unavailable_reason;
+          connect_peers(kv, {rank, 2}, wanted, soon()).unavailable_reason;
     });
   }
   for (auto& thread : threads) thread.join();

@@ -12,7 +12,7 @@
 #include <mutex>
 #include <vector>
 
-#include "lockstep/comm/shm/engine.h"
+#include "lockstep/comm/shm/engine_types.h"
 
 namespace lockstep::shm {
 

@@ -1,0 +1,48 @@
+// The plain types that World, its backends and the code that connects them share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <optional>
+#include <string>
+
+namespace lockstep {
+
+enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct, kAnd, kOr, kXor };
+const char* name(ReduceOp op);
+
+struct WorldOptions {
+  std::string backend = "auto";         // auto, shm, gloo, nccl (LOCKSTEP_BACKEND overrides auto)
+  std::optional<c10::Device> device{};  // default: cuda:LOCAL_RANK where there is one, else cpu
+  std::chrono::milliseconds timeout{std::chrono::minutes(30)};  // LOCKSTEP_TIMEOUT_S
+  std::chrono::milliseconds startup_timeout{
+      std::chrono::seconds(300)};  // LOCKSTEP_STARTUP_TIMEOUT_S
+  bool share_device = false;       // several local ranks on one GPU (LOCKSTEP_SHARE_DEVICE)
+  std::string options_hash{};      // compared over ranks at start-up; e.g. a config's digest
+};
+
+// One message of a batch of point-to-point operations.
+struct P2p {
+  enum class Kind { kSend, kRecv };
+  Kind kind;
+  at::Tensor tensor;
+  int peer;
+};
+
+// Who a rank is. The launcher knows it; threads and tests say it.
+struct Identity {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;                 // -1: not known, found by counting hosts at the meeting
+  int local_size = 1;                 // 0: likewise
+  int node = 0;                       // -1: likewise
+  std::string host = {};              // names the machine in messages; empty: asked for
+  std::string address = "127.0.0.1";  // where the others reach this one
+  std::string gpu = {};      // names the physical GPU; empty: the driver is asked where one is used
+  std::string program = {};  // must be equal on all ranks; empty: this executable's build
+  bool part = false;         // of another world: the launcher numbers its ranks otherwise
+};
+
+}  // namespace lockstep
