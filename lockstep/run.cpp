@@ -85,7 +85,7 @@ Outcome judge(const std::exception_ptr& thrown, bool one_host) {
     return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
   } catch (const CommError& e) {
     if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
-    // Under another launcher the cause is most likely some other rank's to tell.
+    // Under another launcher another rank most likely reports the cause.
     if (!control::connected()) return {kFailed, {crash::describe(e), {}, true}};
     return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
   } catch (const c10::Error& e) {

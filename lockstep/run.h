@@ -3,15 +3,15 @@
 //   int main() { return lockstep::run(train); }        // a rank of lockstep run, torchrun, ...
 //   int main() { return lockstep::spawn(train, 4); }   // starts itself four times
 //
-// run() reads who this process is, meets the others, calls `body`, and turns an exception into a
-// report (error file, stderr) and an exit code. A world of one needs nothing set.
+// run() reads who this process is, connects to the others, calls `body`, and turns an exception
+// into a report (error file, stderr) and an exit code. A world of one needs nothing set.
 //
-// After a failure nobody waits. A rank of several that fails ends its process
-// inside run(), because what is left of its world (a collective that never finishes, a thread that
-// holds a socket) could keep destructors and main() from returning; its peers see the connections
-// close and the launcher sees the process end. What falls only because another rank failed first
-// says so in one line. A process that ends inside the body (std::exit, _exit) has failed too, with
-// whatever code: `lockstep run` names it as the cause, unless all ranks of its host do the same.
+// After a failure nobody waits. A rank of several that fails ends its process inside run(), because
+// what is left of its world (a collective that never finishes, a thread that holds a socket) could
+// keep destructors and main() from returning; its peers see the connections close and the launcher
+// sees the process end. What falls only because another rank failed first says so in one line. A
+// process that ends inside the body (std::exit, _exit) has failed too, with whatever code:
+// `lockstep run` names it as the cause, unless all ranks of its host do the same.
 //
 // They own the process, so they switch on the caching of CPU memory (memory/cpu_cache.h) and log
 // that in one line.
@@ -31,10 +31,10 @@ using RankBody = std::function<void(World&)>;
 // one rank a failure does not return but ends the process with that code, after flushing stdout.
 int run(const RankBody& body, const WorldOptions& options = {});
 
-// For a program whose options stand in files: `prepare` reads what a rank needs before it meets the
-// others. What it throws on one rank ends all of them at the meeting, with its words, that rank and
-// its host. They learn it when they come there: keep it short, and about as long on every rank. In
-// a world of one what it throws leaves run().
+// For a program whose options stand in files: `prepare` reads what a rank needs before the
+// rendezvous. What it throws on one rank ends all of them at the rendezvous, with its message, that
+// rank and its host. They learn it when they get there: keep it short, and about as long on every
+// rank. In a world of one what it throws leaves run().
 using Preparation = std::function<WorldOptions()>;
 int run(const Preparation& prepare, const RankBody& body);
 

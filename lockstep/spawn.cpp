@@ -65,8 +65,8 @@ class CallSiteVariable {
 std::vector<std::string> own_command() {
   const std::string line = read_file("/proc/self/cmdline");
   std::vector<std::string> command;
-  std::istringstream words(line);
-  for (std::string word; std::getline(words, word, '\0');) command.push_back(word);
+  std::istringstream stream(line);
+  for (std::string argument; std::getline(stream, argument, '\0');) command.push_back(argument);
   if (command.empty()) command.emplace_back();
   char path[4096];
   const ssize_t n = ::readlink("/proc/self/exe", path, sizeof path);

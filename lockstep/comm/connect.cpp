@@ -289,7 +289,7 @@ Outcome converse(const StorePtr& store, const Identity& identity, const Handshak
   }
 }
 
-// Meets everyone and fills in this rank's place where it is not known.
+// Exchanges handshakes with all ranks and fills in this rank's place where it is not known.
 void check_start(const StorePtr& store, Identity& identity, const WorldOptions& options,
                  const detail::DeviceChoice& choice) {
   const Outcome outcome =
@@ -388,7 +388,7 @@ void wait_until_all_know(const StorePtr& store, int size) {
   constexpr std::chrono::seconds kLateComers{8};
   try {
     detail::bounded<bool>(
-        "telling a refusal", Deadline::after(kLateComers + std::chrono::seconds(1)),
+        "reporting a refusal", Deadline::after(kLateComers + std::chrono::seconds(1)),
         [store, size, limit = Deadline::after(kLateComers)] {
           auto pause = std::chrono::microseconds(200);
           for (auto heard = store->add("refusal_heard", 1); heard < size && !limit.expired();
@@ -402,7 +402,7 @@ void wait_until_all_know(const StorePtr& store, int size) {
   }
 }
 
-// What moves CPU tensors. Where shm was nobody's wish, gloo takes over on all ranks identically.
+// What moves CPU tensors. Where nobody asked for shm, gloo takes over on all ranks identically.
 BackendPtr connect_host(const StorePtr& store, detail::WorldImpl& impl,
                         const detail::DeviceChoice& choice) {
   impl.automatic = choice.automatic;
@@ -657,7 +657,7 @@ Identity identity_of(const RankEnv& env) {
           .node = env.node_known ? env.node : -1};
 }
 
-// Where this process's next world meets.
+// The rendezvous of this process's next world.
 StorePtr open_rendezvous(RankEnv& env, const WorldOptions& options) {
   rendezvous(env, static_cast<int>(options.startup_timeout.count()));
   StorePtr store = open_store(env, options.startup_timeout);
@@ -671,8 +671,8 @@ StorePtr open_rendezvous(RankEnv& env, const WorldOptions& options) {
 
 void report_startup_failure(const std::string& why) noexcept {
   try {
-    // A launcher of ours tells the others when this process ends, so it need not wait long for one
-    // that is still on its way.
+    // A Lockstep launcher notifies the others when this process ends, so there is no need to wait
+    // long for late ranks.
     constexpr std::chrono::seconds kHeardOtherwise{10};
     WorldOptions options = with_environment({});
     if (control::connected())
@@ -687,7 +687,7 @@ void report_startup_failure(const std::string& why) noexcept {
                               .refusal = why};
     converse(store, identity_of(env), handshake, options);
   } catch (const std::exception& e) {
-    log::debug(kWorld, "the other ranks could not be told: {}", e.what());
+    log::debug(kWorld, "the other ranks could not be notified: {}", e.what());
   }
 }
 

@@ -1,5 +1,5 @@
-// How a World comes to be, below World::from_env: any c10d store where ranks can meet will do, so
-// worlds of threads (a HashStore) and of processes (a TCPStore) are made by the same code.
+// How a World comes to be, below World::from_env: any c10d store that all ranks can reach will do,
+// so worlds of threads (a HashStore) and of processes (a TCPStore) are made by the same code.
 //
 //   World world = connect(store, {.rank = r, .size = n});      // on every rank, all at once
 #pragma once
@@ -13,16 +13,16 @@
 
 namespace lockstep {
 
-// Meets the other ranks through `store`, runs the start-up checks and connects the backends. Throws
+// Finds the other ranks through `store`, runs the start-up checks and connects the backends. Throws
 // UsageError where the ranks contradict each other, TimeoutError naming ranks that did not come.
 World connect(c10::intrusive_ptr<c10d::Store> store, Identity identity,
               const WorldOptions& options = {});
 
-// For a rank that fails before it could ask for a world (a file that its host does not have): comes
-// to the meeting of World::from_env only to say `why`, so that the others end with that reason,
+// For a rank that fails before it could ask for a world (a file that its host does not have): joins
+// the rendezvous of World::from_env only to report `why`, so that the others end with that reason,
 // this rank and its host instead of waiting for it. Returns when they know, or when it has waited
 // for them as long as from_env would. Never throws: the failure that led here is the one to report.
-// A world of one has nobody to tell.
+// Does nothing in a world of one.
 void report_startup_failure(const std::string& why) noexcept;
 
 }  // namespace lockstep

@@ -24,7 +24,7 @@ std::string show(const std::string& value) {
   return value.size() <= kValueBytes ? value : value.substr(0, kValueBytes) + "...";
 }
 
-// "a, b and c": each group in the words of `phrase`, the largest first, and how many are skipped.
+// "a, b and c": each group as `phrase` formats it, the largest first, and how many are skipped.
 template <typename Phrase>
 std::string list_groups(const Groups& groups, const Phrase& phrase) {
   std::vector<Groups::const_iterator> order;

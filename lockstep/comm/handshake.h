@@ -1,9 +1,8 @@
-// What the ranks tell each other before anything else, and what follows from it.
+// What the ranks exchange at start-up, and the checks on it.
 //
-// Every process that comes to the meeting leaves a Handshake; rank 0 reads them all.
-// contradictions() says what does not fit together, naming every rank that differs from rank 0 and
-// not only the first, because the one who repairs it has to visit all of them. count_ranks() finds
-// out who shares a host where no launcher has said so.
+// Every process publishes a Handshake; rank 0 reads them all. contradictions() says what does not
+// fit together, naming every rank that differs from rank 0 and not only the first, because all of
+// them need fixing. count_ranks() finds out who shares a host where no launcher has said so.
 //
 //   std::string problem = contradictions(handshakes, share_device);   // "" when all is well
 //   RankInfo mine = count_ranks(handshakes).at(rank);

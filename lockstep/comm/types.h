@@ -35,7 +35,7 @@ struct P2p {
 struct Identity {
   int rank = 0;
   int size = 1;
-  int local_rank = 0;                 // -1: not known, found by counting hosts at the meeting
+  int local_rank = 0;                 // -1: not known, found by counting hosts at start-up
   int local_size = 1;                 // 0: likewise
   int node = 0;                       // -1: likewise
   std::string host = {};              // names the machine in messages; empty: asked for

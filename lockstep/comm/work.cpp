@@ -15,7 +15,7 @@ namespace detail {
 namespace {
 
 // A broken connection is often the first sign of a rank whose death the launcher is about to
-// explain; its words are worth a moment, because they name the cause and not the symptom.
+// explain; its report is worth a short wait, because it names the cause and not the symptom.
 constexpr std::chrono::milliseconds kLauncherReport{1500};
 
 std::string launcher_cause() {
@@ -247,8 +247,9 @@ bool WorkState::poll() noexcept {
   return done_;
 }
 
-// Only the own deadline is one; another rank's is a failure of the world, told by that rank. At
-// once: the peers know of it already, and their ends must not become the cause of this one.
+// Only this rank's own deadline counts; another rank's is a failure of the world, which that rank
+// reports. Expires at once: the peers know of it already, and their ends must not become the cause
+// of this one.
 void WorkState::end_late(const TimeoutError& error, const Deadline& deadline) noexcept {
   if (!deadline.expired()) return complete(std::current_exception());
   expire(timeout_text(after_the_time(first_line(error.what()))), {error.context().peer, false});

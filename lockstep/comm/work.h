@@ -7,8 +7,8 @@
 // Both throw CommError when the world failed, naming the cause the launcher announced if there is
 // one.
 //
-// A copyable handle. Dropping it does not cancel the operation, and its tensors are kept alive
-// until it is done. One thread at a time per handle.
+// A copyable handle. Dropping it does not cancel the operation, and it holds its tensors until it
+// is done. One thread at a time per handle.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -144,7 +144,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
  private:
   friend class FailureState;
 
-  // Nothing is left to do or to tell: the short way out of a wait, without a lock.
+  // Nothing is left to do or report: a wait can return without a lock.
   bool ended_well() const {
     return done_.load(std::memory_order_acquire) && !finish_stream_ && error_.empty();
   }

@@ -236,7 +236,7 @@ void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
     state->complete();
     return;
   }
-  // Only to name those who are missing; the meeting itself does not need the store, and the rank
+  // Only to name those who are missing; the barrier itself does not need the store, and the rank
   // that hosts it may be gone at the end of a run.
   try {
     impl_->store->set(fmt::format("barrier/{}", rank()), std::to_string(count));

@@ -5,8 +5,8 @@
 //   world.all_reduce(x).wait();                            // x is now the sum over ranks
 //   double loss = world.mean(local_loss);                  // numbers, not tensors
 //
-// The one hard rule: every rank calls the same operations in the same order. LOCKSTEP_DEBUG=1
-// checks it and prints both sides of a mismatch instead of hanging.
+// Every rank must call the same operations in the same order. LOCKSTEP_DEBUG=1 checks it and prints
+// both sides of a mismatch instead of hanging.
 //
 // A copyable handle: copies are the same world. There is no global state: several worlds, also of
 // one process, live side by side. One thread at a time issues operations on a world. The last
@@ -39,8 +39,9 @@ class World {
   World();  // a world of one on the CPU: the identity for every operation
   explicit World(std::shared_ptr<detail::WorldImpl> impl);
 
-  // Reads who this process is (lockstep run, torchrun, mpirun, srun, by hand), meets the others and
-  // runs the start-up checks. Throws UsageError or CommError; never waits past startup_timeout.
+  // Reads who this process is (lockstep run, torchrun, mpirun, srun, by hand), connects to the
+  // others and runs the start-up checks. Throws UsageError or CommError; never waits past
+  // startup_timeout.
   static World from_env(const WorldOptions& options = {});
 
   int rank() const;

@@ -248,8 +248,7 @@ Work copied(const State& state, const at::Tensor& output, const at::Tensor& inpu
   return done(state);
 }
 
-// Messages a rank sends to itself are put aside until it receives them. Sends of a batch come
-// first.
+// Messages a rank sends to itself are queued until it receives them. Sends of a batch come first.
 void deliver_to_self(WorldImpl& impl, const std::vector<P2p>& messages) {
   const at::NoGradGuard no_grad;
   const int self = impl.identity.rank;

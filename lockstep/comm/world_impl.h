@@ -88,7 +88,7 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   control::Subscription subscription_;
 };
 
-// A sub-world of `parent` with the given place in it; its ranks meet under `prefix`.
+// A sub-world of `parent` with the given place in it; its ranks rendezvous under `prefix`.
 World connect_child(WorldImpl& parent, Identity identity, const std::string& prefix);
 
 // For the parts of the library and of its tests that look inside.

@@ -1,4 +1,4 @@
-// Worlds of processes: meeting, dying, and what the survivors say.
+// Worlds of processes: start-up, failures, and what the survivors report.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -75,7 +75,7 @@ TEST(ProcessRanks, OfATestWithThreads) {
   expect_success(ranks);
 }
 
-TEST(ProcessWorld, MeetsFromTheEnvironment) {
+TEST(ProcessWorld, ConnectsFromTheEnvironment) {
   for (const int size : {1, 2, 4}) {
     expect_success(run_processes(size,
                                  [size](World& world) {
@@ -214,9 +214,9 @@ TEST(ProcessWorld, MissingRankEndsStartUp) {
     });
   };
   const auto reported = [](const std::vector<RankResult>& ranks) {
-    const std::string words = "rank 2 of 3 did not come";
-    return ranks[0].output.find(words) != std::string::npos &&
-           ranks[1].output.find(words) != std::string::npos;
+    const std::string missing = "rank 2 of 3 did not come";
+    return ranks[0].output.find(missing) != std::string::npos &&
+           ranks[1].output.find(missing) != std::string::npos;
   };
   auto ranks = try_once();
   // A rank that a busy machine holds up for these two seconds is missing as well.
@@ -251,7 +251,7 @@ TEST(ProcessWorld, AllRanksThatDifferAreNamed) {
 }
 
 TEST(ProcessWorld, StartedByHandTheyCountWhoSharesTheHost) {
-  // An address that does not tell that everybody is here, and nothing about local ranks.
+  // An address that does not say that everybody is here, and nothing about local ranks.
   ProcessOptions options;
   options.env = {{"MASTER_ADDR", "0.0.0.0"}, {"LOCAL_RANK", ""}, {"LOCAL_WORLD_SIZE", ""}};
   expect_success(run_processes(
@@ -262,7 +262,7 @@ TEST(ProcessWorld, StartedByHandTheyCountWhoSharesTheHost) {
         EXPECT_EQ(world.node_rank(), 0);
       },
       options));
-  // RANK and WORLD_SIZE, and where to meet: nothing else.
+  // RANK, WORLD_SIZE and the master address: nothing else.
   options.env["MASTER_ADDR"] = "127.0.0.1";
   expect_success(run_processes(
       2,
@@ -315,7 +315,7 @@ double reported_at_ms(const RankResult& rank) {
   return at == std::string::npos ? INFINITY : std::stod(rank.output.substr(at + mark.size()));
 }
 
-// A rank that sits in a collective while its peer is killed.
+// A rank that waits in a collective while its peer is killed.
 std::vector<RankResult> kill_one_of_three(bool control, const std::string& announce,
                                           double* killed_ms) {
   ProcessOptions options;
@@ -397,13 +397,13 @@ double with_the_launchers_report() {
   return late_ms;
 }
 
-TEST(ProcessWorld, KilledPeerWithTheLaunchersWord) {
+TEST(ProcessWorld, KilledPeerWithTheLaunchersReport) {
   expect_in_time(with_the_launchers_report);
 }
 
-// Nobody died, so no launcher has anything to tell: its word is not waited for, which would take
+// Nobody died, so no launcher has anything to report. Its report is not waited for: that would take
 // 1.5 s for every operation that has failed.
-TEST(ProcessWorld, ADisagreementIsToldAtOnceUnderALauncher) {
+TEST(ProcessWorld, ADisagreementIsReportedAtOnceUnderALauncher) {
   if (usual_backend() != "shm") GTEST_SKIP() << "gloo does not compare what ranks call";
   ProcessOptions options;
   options.control = true;
@@ -431,10 +431,10 @@ TEST(ProcessWorld, ADisagreementIsToldAtOnceUnderALauncher) {
   for (const auto& rank : ranks) EXPECT_THAT(rank.output, HasSubstr("6 reported, soon"));
 }
 
-TEST(ProcessWorld, LaunchersWordEndsAWaitAtOnce) {
+TEST(ProcessWorld, LaunchersReportEndsAWaitAtOnce) {
   ProcessOptions options;
   options.control = true;
-  // Rank 1 is only stopped: no connection breaks, nothing but the word tells of it.
+  // Rank 1 is only stopped: no connection breaks, only the launcher reports it.
   options.meanwhile = [](RunningRanks& ranks) {
     ranks.wait_for(0, "ready");
     ranks.wait_for(1, "ready");
@@ -466,7 +466,7 @@ TEST(ProcessWorld, LaunchersWordEndsAWaitAtOnce) {
               AllOf(HasSubstr("recv #1"), HasSubstr("rank 1 on here failed: stopped by SIGSTOP.")));
 }
 
-TEST(ProcessWorld, LaunchersWordEndsStartUp) {
+TEST(ProcessWorld, LaunchersReportEndsStartUp) {
   ProcessOptions options;
   options.control = true;
   options.meanwhile = [](RunningRanks& ranks) {

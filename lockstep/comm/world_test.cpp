@@ -92,20 +92,20 @@ TEST(Symmetric, EveryRankSeesAllParts) {
 }
 
 TEST(Symmetric, MemoryOutlivesTheWorld) {
-  std::vector<at::Tensor> kept(2);
+  std::vector<at::Tensor> saved(2);
   run_threads(
       2,
       [&](World& world) {
         at::Tensor x = world.symmetric_empty({1000});
         x.fill_(world.rank());
         world.all_reduce(x).wait();
-        kept[static_cast<std::size_t>(world.rank())] = x;
+        saved[static_cast<std::size_t>(world.rank())] = x;
       },
       over("shm"));
-  for (const auto& x : kept) EXPECT_TENSOR_EQ(x, at::ones({1000}));
+  for (const auto& x : saved) EXPECT_TENSOR_EQ(x, at::ones({1000}));
 }
 
-// Every rank is told, and the world continues.
+// Every rank gets the error, and the world continues.
 TEST(Symmetric, WithoutTheMemoryItIsRefusedOnAllRanks) {
   run_threads(
       2,
@@ -207,7 +207,7 @@ TEST(World, GoneWithoutThreadsOrDescriptors) {
   const auto threads = count("/proc/self/task");
   const auto descriptors = count("/proc/self/fd");
   for (int i = 0; i < 5; ++i) round();
-  // Threads that have been told to end may need a moment, and hold what they use until then.
+  // Threads that were asked to end may need a moment, and hold what they use until then.
   const auto begin = Clock::now();
   while (since(begin) < seconds(20) &&
          (count("/proc/self/task") > threads || count("/proc/self/fd") > descriptors))
@@ -266,14 +266,14 @@ TEST(World, DroppedHandlesDoNotCancel) {
   run_threads(2, [](World& world) {
     at::Tensor x = at::ones({1000});
     auto done = std::make_shared<std::promise<void>>();
-    // The handle is gone before the operation can be; only the callback tells when that was.
+    // The handle is gone before the operation can be; only the callback shows when that was.
     world.all_reduce(x).on_completion([done] { done->set_value(); });
     ASSERT_EQ(done->get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);
     EXPECT_TENSOR_EQ(x, at::full({1000}, 2.0f));
   });
 }
 
-TEST(Work, CompletionIsToldOnce) {
+TEST(Work, CompletionIsReportedOnce) {
   run_threads(2, [](World& world) {
     std::atomic<int> calls{0};
     at::Tensor x = at::ones({10});
@@ -424,7 +424,8 @@ TEST(World, TimeoutNamesTheOperation) {
           while (!checked) std::this_thread::sleep_for(milliseconds(5));
           return;
         }
-        // The short deadline counts from here; the failure must not meet the other in the barrier.
+        // The short deadline counts from here; the failure must not hit the other rank in the
+        // barrier.
         while (!through) std::this_thread::sleep_for(milliseconds(1));
         at::Tensor x = at::ones({3, 4});
         Work work = world.all_reduce(x);
@@ -456,7 +457,7 @@ TEST(World, TimeoutNamesTheOperation) {
 std::vector<std::string> barrier_of_two_of_four() {
   std::atomic<bool> done{false};
   std::atomic<bool> waiting{false};
-  std::atomic<int> through{0};  // the first barrier, where a failure must not meet them
+  std::atomic<int> through{0};  // the first barrier, where a failure must not hit them
   return run_threads_collecting(4, [&](World& world) {
     const auto until = [](const std::atomic<bool>& flag) {
       while (!flag) std::this_thread::sleep_for(milliseconds(5));

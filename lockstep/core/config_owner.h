@@ -1,6 +1,6 @@
 // Which file a configuration key belongs in: the training file (Hugging Face's TrainingArguments)
 // or the launcher's (Accelerate's). The readers of the two are in different layers and neither may
-// include the other, but each must tell its user where a misplaced key belongs.
+// include the other, but each must report where a misplaced key belongs.
 //
 //   if (is_launcher_key("num_processes")) ...   // "belongs in the launcher's file"
 #pragma once

@@ -110,7 +110,7 @@ class Listener {
     try {
       callback(failure);
     } catch (const std::exception& e) {
-      log::error("control", "a subscriber threw while it was told that {}: {}", failure.text(),
+      log::error("control", "a subscriber threw when notified that {}: {}", failure.text(),
                  e.what());
     }
   }
@@ -179,7 +179,7 @@ class Listener {
     failure_ = std::move(failure);
     std::signal(SIGTERM, SIG_DFL);
     changed_.notify_all();
-    wake_.write.reset();  // whoever read it, the listening thread is the one that tells
+    wake_.write.reset();  // the listening thread notifies, whichever thread read it
   }
 
   void deliver(std::unique_lock<std::mutex>& lock) {

@@ -5,9 +5,9 @@
 //   {"failed": {"rank": 3, "host": "n1", "cause": "killed by SIGKILL"}}
 // One thread reads it; worlds subscribe, so that their waits end with that cause instead of a
 // timeout. Once a failure is known SIGTERM ends the process again whatever handler a program has:
-// it is the launcher's stop, not a request to save. A handler can be called before the word was
-// read, so a program that saves when it is stopped asks failure() first. A process that is still
-// there 3 s after it was told of a failure is ended.
+// it is the launcher's stop, not a request to save. A handler can be called before the line was
+// read, so a program that saves when it is stopped asks failure() first. A process that still runs
+// 3 s after it was notified of a failure is ended.
 //
 //   auto token = control::subscribe([&](const control::PeerFailure& f) { world.abort(f.text()); });
 //
@@ -30,13 +30,13 @@ struct PeerFailure {
   std::string text() const;  // "rank 3 on n1 failed: killed by SIGKILL"
 };
 
-// Is there a launcher that would tell us?
+// Is there a launcher that would notify us?
 bool connected();
 
 // What was announced up to now, or arrives within `wait`: a peer's broken connection is often seen
-// a moment before its cause is told. The first use starts the listening thread; without a control
-// descriptor there is nothing to wait for and this returns at once. The launcher closing the pipe
-// without a word (it died) is a failure too; after {"done": true} it is not.
+// a moment before its cause is reported. The first use starts the listening thread; without a
+// control descriptor there is nothing to wait for and this returns at once. The launcher closing
+// the pipe without a message (it died) is a failure too; after {"done": true} it is not.
 std::optional<PeerFailure> failure(std::chrono::milliseconds wait = std::chrono::milliseconds(0));
 
 // Calls `callback` once (from the listening thread, or at once when a failure is already known)

@@ -119,9 +119,9 @@ CHILD(subscribes) {
   std::atomic<int> calls{0};
   std::atomic<bool> on_main{false};
   const auto main_thread = std::this_thread::get_id();
-  auto kept = control::subscribe([&](const control::PeerFailure& f) {
+  auto subscription = control::subscribe([&](const control::PeerFailure& f) {
     on_main = std::this_thread::get_id() == main_thread;
-    print("told: " + f.text());
+    print("notified: " + f.text());
     ++calls;
   });
   auto dropped = control::subscribe([](const control::PeerFailure&) { print("wrong: dropped"); });
@@ -129,7 +129,8 @@ CHILD(subscribes) {
   auto throwing =
       control::subscribe([](const control::PeerFailure&) { throw std::runtime_error("x"); });
   print("ready");
-  // Whoever reads the message, the listening thread tells: failure() in a loop must not eat it.
+  // Whichever thread reads the message, the listening thread notifies: failure() in a loop must not
+  // consume it.
   while (!control::failure()) std::this_thread::sleep_for(milliseconds(1));
   while (calls == 0) std::this_thread::sleep_for(milliseconds(1));
   auto late =
@@ -138,13 +139,13 @@ CHILD(subscribes) {
   return calls == 1 ? 0 : 1;
 }
 
-TEST(Control, SubscribersAreToldOnce) {
+TEST(Control, SubscribersAreNotifiedOnce) {
   Launcher launcher;
   Child child("subscribes", launcher.variables(), {launcher.pipe.read.get()});
   ASSERT_TRUE(child.says("ready"));
   launcher.say(kFailed);
   EXPECT_EQ(child.wait(), 0);
-  EXPECT_THAT(child.output(), HasSubstr("told: rank 3 on n1 failed: killed by SIGKILL\n"));
+  EXPECT_THAT(child.output(), HasSubstr("notified: rank 3 on n1 failed: killed by SIGKILL\n"));
   EXPECT_THAT(child.output(), HasSubstr("late: rank 3 on n1 failed: killed by SIGKILL\n"));
   EXPECT_THAT(child.output(), HasSubstr("on the listening thread"));
   EXPECT_THAT(child.output(), HasSubstr("a subscriber threw"));
@@ -230,7 +231,7 @@ CHILD(saves_on_sigterm) {
     sigaddset(&term, SIGTERM);
     ::pthread_sigmask(SIG_BLOCK, &term, nullptr);
   }
-  auto token = control::subscribe([](const control::PeerFailure&) { print("told"); });
+  auto token = control::subscribe([](const control::PeerFailure&) { print("notified"); });
   print("ready");
   for (int i = 0; i < 3000; ++i) std::this_thread::sleep_for(milliseconds(10));
   return 0;
@@ -248,7 +249,7 @@ TEST(Control, SigtermAfterAFailureIsNotARequestToSave) {
       ASSERT_TRUE(child.says("saving"));
     }
     launcher.say(kFailed);
-    ASSERT_TRUE(child.says("told"));
+    ASSERT_TRUE(child.says("notified"));
     ::kill(child.pid(), SIGTERM);
     EXPECT_EQ(child.wait(), -SIGTERM) << child.output();
   }

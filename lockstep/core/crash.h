@@ -4,10 +4,9 @@
 //                "extraInfo": {"timestamp": "1700000000", "rank": 1, "host": "n1",
 //                              "cpp_stack": ["train(lockstep::World&)+0x1c (mnist+0x2f10)", ...]}}}
 //
-// A signal handler may trust nothing, so it writes a plain report with system
-// calls only, then lets a forked copy of the process make the readable one, against a deadline.
-// The signal is raised again under the action that stood before, so core dumps and exit statuses
-// stay what they were.
+// A signal handler may trust nothing, so it writes a plain report with system calls only, then lets
+// a forked copy of the process make the readable one, against a deadline. The signal is raised
+// again under the action that stood before, so core dumps and exit statuses stay what they were.
 //
 //   crash::install(rank);
 //   try { ... } catch (const std::exception& e) { crash::report(e); }

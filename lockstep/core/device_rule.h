@@ -31,7 +31,7 @@ struct DeviceRule {
   std::string backend;  // "shm", "gloo" or "nccl"
   // Nobody asked for shm by name: gloo takes over where the ranks cannot share memory.
   bool automatic = false;
-  std::string reason;   // for the device, in a few words
+  std::string reason;   // for the device, in short
   std::string problem;  // why a rank cannot start like this; empty when it can
 
   std::string device() const { return gpu < 0 ? "cpu" : "cuda:" + std::to_string(gpu); }

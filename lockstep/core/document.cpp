@@ -31,7 +31,7 @@ std::string lower(std::string_view text) {
   return out;
 }
 
-// The schema has three spellings of its words: "true", "True" and "TRUE".
+// The schema spells its keywords in three ways: "true", "True" and "TRUE".
 bool is_word(std::string_view text, std::string_view word) {
   std::string title(word);
   title[0] = static_cast<char>(title[0] - 'a' + 'A');
@@ -213,9 +213,9 @@ std::string number_hint(const Node& node) {
 
 std::string bool_hint(const Node& node) {
   const std::string word = lower(node.text);
-  for (const auto& [meaning, words] :
+  for (const auto& [meaning, aliases] :
        {std::pair{"true", "|true|yes|on|y|1|t|"}, std::pair{"false", "|false|no|off|n|0|f|"}}) {
-    if (!word.empty() && std::string_view(words).find("|" + word + "|") != std::string_view::npos)
+    if (!word.empty() && std::string_view(aliases).find("|" + word + "|") != std::string_view::npos)
       return fmt::format("Write {}{}.", meaning,
                          node.quoted && word == meaning ? ", without quotes" : "");
   }
@@ -330,7 +330,7 @@ void refuse_value(const Node& node, std::string_view key, std::string_view wante
       there = fmt::format("and {} is a number", text);
       break;
     case NodeKind::kString:
-      // Older readers of YAML take these four words for booleans.
+      // Older readers of YAML take these four for booleans.
       const bool word = lower(text) == "yes" || lower(text) == "no" || lower(text) == "on" ||
                         lower(text) == "off";
       there = fmt::format("and '{}' is a string{}", text, word && !node.quoted ? " here" : "");

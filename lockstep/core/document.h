@@ -1,10 +1,10 @@
 // YAML and JSON files, read strictly into one small tree whose every node and key knows its place.
 //
-// Nothing is guessed. A scalar has the type that YAML 1.2's core schema gives it
-// (1e-4 is a number, yes and no are words, "true" in quotes is a word), and what readers disagree
-// about is refused with its place and a remedy: duplicate keys, tabs as indentation, several
-// documents, tags, merge keys, keys that are not words. Size, depth and the growth by aliases are
-// bounded, so a hostile file costs little.
+// Nothing is guessed. A scalar has the type that YAML 1.2's core schema gives it (1e-4 is a number,
+// yes, no and "true" in quotes are strings), and what readers disagree about is refused with its
+// place and a remedy: duplicate keys, tabs as indentation, several documents, tags, merge keys,
+// keys that are not strings. Size, depth and the growth by aliases are bounded, so a hostile file
+// costs little.
 //
 //   const Node root = load_document("train.yaml");
 //   if (const Entry* entry = root.find("seed")) use(as_integer(entry->value, "seed"));

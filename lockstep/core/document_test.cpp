@@ -215,14 +215,14 @@ struct Mistake {
   const char* name;
   std::string text;
   std::string location;
-  std::string words;
+  std::string expected;
 };
 
 class YamlMistake : public ::testing::TestWithParam<Mistake> {};
 TEST_P(YamlMistake, IsNamedWithPlaceAndRemedy) {
   const std::string message = message_of([] { yaml(GetParam().text); });
   EXPECT_THAT(message, StartsWith("[config] a.yaml:" + GetParam().location + ": "));
-  EXPECT_THAT(message, HasSubstr(GetParam().words));
+  EXPECT_THAT(message, HasSubstr(GetParam().expected));
 }
 
 std::string doubling_aliases() {
@@ -244,8 +244,8 @@ const Mistake kYamlMistakes[] = {
     {"TabAfterSpaces", "model:\n  \tname: gpt\n", "2:3", "a tab stands in the indentation."},
     {"SecondDocument", "a: 1\n---\nb: 2\n", "2:1",
      "a second document begins. One file holds one: delete the '---' or split the file."},
-    {"NumberAsKey", "a: 1\n3: x\n", "2:1", "the key 3 is a number. Keys are words: quote it"},
-    {"BoolAsKey", "true: x\n", "1:1", "the key true is a boolean. Keys are words: quote it"},
+    {"NumberAsKey", "a: 1\n3: x\n", "2:1", "the key 3 is a number. Keys are strings: quote it"},
+    {"BoolAsKey", "true: x\n", "1:1", "the key true is a boolean. Keys are strings: quote it"},
     {"ListAsKey", "? [a]\n: x\n", "1:3", "a list or a map cannot be a key"},
     {"NullAsKey", "~: x\n", "1:1", "a key is missing"},
     {"AliasAsKey", "a: &k x\n*k : 1\n", "2:1", "an alias cannot be a key"},
@@ -284,7 +284,7 @@ class JsonMistake : public ::testing::TestWithParam<Mistake> {};
 TEST_P(JsonMistake, IsNamedWithPlaceAndRemedy) {
   const std::string message = message_of([] { json(GetParam().text); });
   EXPECT_THAT(message, StartsWith("[config] a.json:" + GetParam().location + ": "));
-  EXPECT_THAT(message, HasSubstr(GetParam().words));
+  EXPECT_THAT(message, HasSubstr(GetParam().expected));
 }
 
 const Mistake kJsonMistakes[] = {
@@ -350,7 +350,7 @@ TEST(Document, OneLongLineIsReadInItsLength) {
 
 // ------------------------------------------------------------------ types
 
-TEST(Document, TypesAreToldApart) {
+TEST(Document, TypesAreDistinguished) {
   const Node root = yaml(
       "yes: yes\nquoted: \"true\"\none: 1\nnum: '3'\nzero: 010\nunder: 1_000\nhalf: 1.5\n"
       "word: abc\nlist: [1]\nbool: true\nbig: 1e30\nwhole: 1e4\ncomma: 1,5\nempty:\n");
@@ -408,7 +408,7 @@ TEST(MapReader, NamesRangeAndChoice) {
   EXPECT_THAT(message_of([] { MapReader(yaml("[1]"), "model"); }), HasSubstr("must be a map"));
 }
 
-TEST(Problems, AreAllTold) {
+TEST(Problems, AreAllReported) {
   Problems problems;
   EXPECT_NO_THROW(problems.raise());
   EXPECT_FALSE(problems.attempt([] { throw UsageError("config", "first"); }));

@@ -1,5 +1,5 @@
-// YAML, as yaml-cpp's parser tells it event by event: its own tree keeps the first of two equal
-// keys and copies aliases without a limit, ours refuses the one and counts the other.
+// YAML, read from yaml-cpp's parser event by event: its own tree takes the first of two equal keys
+// and copies aliases without a limit; ours refuses duplicates and bounds aliases.
 #include <yaml-cpp/eventhandler.h>
 #include <yaml-cpp/exceptions.h>
 #include <yaml-cpp/mark.h>
@@ -76,7 +76,7 @@ class TreeBuilder : public YAML::EventHandler {
 
   void OnAlias(const YAML::Mark& mark, YAML::anchor_t anchor) override {
     const SourceLocation location = at(mark);
-    if (wants_key()) refuse_at(location, "an alias cannot be a key. Write the word.");
+    if (wants_key()) refuse_at(location, "an alias cannot be a key. Write the key itself.");
     const auto found = anchored_.find(anchor);
     if (found == anchored_.end())
       refuse_at(location, "an alias stands inside the value that it names. Write the value out.");
@@ -176,7 +176,7 @@ class TreeBuilder : public YAML::EventHandler {
     check_tag(tag, location);
     if (wants_key())
       refuse_at(location,
-                "a list or a map cannot be a key. Write a word, and close every bracket.");
+                "a list or a map cannot be a key. Write a string, and close every bracket.");
     text_.count(1, location);
     text_.check_depth(stack_.size() + 1, location);
     Frame frame;
@@ -195,7 +195,7 @@ class TreeBuilder : public YAML::EventHandler {
   void add_key(const Node& key) {
     if (!key.is(NodeKind::kString)) {
       if (key.is(NodeKind::kNull)) refuse_at(key.location, "a key is missing. Write `key: value`.");
-      refuse_at(key.location, "the key {} is a {}. Keys are words: quote it if it is meant.",
+      refuse_at(key.location, "the key {} is a {}. Keys are strings: quote it if it is meant.",
                 key.text, key.is(NodeKind::kBool) ? "boolean" : "number");
     }
     if (key.text == "<<" && !key.quoted)
@@ -235,9 +235,9 @@ class TreeBuilder : public YAML::EventHandler {
   std::map<YAML::anchor_t, Anchored> anchored_;
 };
 
-// What to try, by yaml-cpp's own words.
-std::string_view remedy(std::string_view words) {
-  const auto says = [&](std::string_view part) { return words.find(part) != words.npos; };
+// What to try, by yaml-cpp's message.
+std::string_view remedy(std::string_view message) {
+  const auto says = [&](std::string_view part) { return message.find(part) != message.npos; };
   if (says("flow")) return "A bracket that was opened is not closed before this, or not opened.";
   if (says("EOF in scalar")) return "A quote that was opened is not closed.";
   if (says("escape") || says("hex") || says("unicode"))

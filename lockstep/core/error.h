@@ -1,4 +1,4 @@
-// What can go wrong, in four words. Who throws what:
+// The exceptions, and who throws what:
 //
 //   UsageError     the caller's mistake; thrown before any communication, so all ranks can recover
 //   CommError      the world failed: a peer died, a socket broke, ranks disagreed
@@ -65,7 +65,7 @@ class InternalError : public Error {
   using Error::Error;
 };
 
-// An operating-system call that failed: the text ends with errno's own words.
+// An operating-system call that failed: the text ends with errno's message.
 class SystemError : public Error {
  public:
   SystemError(std::string_view component, std::string_view text, int error_number);

@@ -1,6 +1,6 @@
 // `~` at the start of a path, read as a shell reads it: "~/runs" and "~ada/runs" are folders in
-// somebody's home directory. Shells expand it in a word of its own only, not in `--key=~/runs` and
-// not in files.
+// somebody's home directory. Shells expand it only at the start of an argument, not in
+// `--key=~/runs` and not in files.
 //
 //   output_dir = expand_home(output_dir, "output_dir");
 //

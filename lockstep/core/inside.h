@@ -4,9 +4,9 @@
 // _exit(0) in the middle of training looks like success, and its peers, whose connections break,
 // look like the cause.
 //
-// The mark is made before the body and taken away after it, so it needs no
-// handler at the end of the process, and _exit() cannot go past it. It is an empty file beside the
-// rank's error file, which no child closes and no pipe can lose.
+// The mark is made before the body and taken away after it, so it needs no handler at the end of
+// the process, and _exit() cannot go past it. It is an empty file beside the rank's error file,
+// which no child closes and no pipe can lose.
 //
 //   inside::enter();  body(world);  inside::leave();         // the rank
 //   const bool left = inside::take_mark(error_file);         // the launcher, when it has ended

@@ -12,10 +12,10 @@ namespace lockstep {
 namespace {
 
 // "a, b or c".
-std::string listed(const std::vector<std::string>& words) {
+std::string listed(const std::vector<std::string>& names) {
   std::string text;
-  for (std::size_t i = 0; i < words.size(); ++i)
-    text += (i == 0 ? "" : i + 1 == words.size() ? " or " : ", ") + words[i];
+  for (std::size_t i = 0; i < names.size(); ++i)
+    text += (i == 0 ? "" : i + 1 == names.size() ? " or " : ", ") + names[i];
   return text;
 }
 

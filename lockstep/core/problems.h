@@ -33,7 +33,7 @@ class Problems {
   }
 
   void add(std::string text) {
-    // Whose words they are: all of them are told as one.
+    // Strips the "[component] " prefix: all of them are reported as one.
     const std::size_t end = text.starts_with('[') ? text.find("] ") : text.npos;
     if (end < text.find(' ')) text.erase(0, end + 2);
     texts_.push_back(std::move(text));

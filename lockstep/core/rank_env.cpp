@@ -94,7 +94,7 @@ RankEnv to_env(const RankInfo& info) {
   env.local_rank_known = info.local_rank.has_value() || info.size == 1;
   env.node_known = info.node.has_value() || env.local_size_known;
   env.local_world_size = info.local_size.value_or(env.local_rank + 1);
-  // Without a word on nodes, hosts are taken to be equal and filled one after the other.
+  // Without information on nodes, hosts are taken to be equal and filled one after the other.
   const bool one_each = !env.local_size_known && !env.local_rank_known;
   env.node = info.node.value_or(one_each               ? env.rank
                                 : env.local_size_known ? env.rank / env.local_world_size
@@ -195,7 +195,7 @@ std::string mpi_proxy() {
 }
 
 // What the ranks of one mpirun share and no other mpirun of this host has. Open MPI's job id alone
-// has 16 bits that tell two jobs apart, so its daemon's directory and address go in as well.
+// has 16 bits that distinguish two jobs, so its daemon's directory and address go in as well.
 std::string mpi_job() {
   std::string job;
   for (const char* name : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMIX_SERVER_TMPDIR",
@@ -218,7 +218,7 @@ RankEnv from_mpi(const RankInfo& info) {
     throw UsageError(
         "rank",
         "mpirun started {} ranks on several hosts (rank {} says {}={}), and MASTER_ADDR is not "
-        "set: the ranks do not know where to meet. Pass it along, for example "
+        "set: the ranks have no rendezvous address. Pass it along, for example "
         "mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT={} ..., or use lockstep run --nnodes.",
         env.world_size, env.rank, info.local_size_name,
         env.local_size_known ? fmt::to_string(env.local_world_size) : "(unset)", kDefaultPort);

@@ -24,15 +24,14 @@ struct RankEnv {
   int local_world_size = 1;
   int node = 0;
   // False when nobody said so (RANK, WORLD_SIZE and a MASTER_ADDR elsewhere, set by hand): the
-  // value above is then the guess for one rank per host, and a world counts its hosts when it
-  // meets.
+  // value above is then the guess for one rank per host, and a world counts its hosts at start-up.
   bool local_rank_known = true;
   bool local_size_known = true;
   bool node_known = true;
   std::string source = "alone";  // "lockstep run", "torchrun", "mpirun", "srun", "environment"
 
-  // Where the ranks meet. Rank 0 listens on store_fd when it was handed one, otherwise binds the
-  // port, unless agent_store: then the launcher hosts the store and rank 0 is a client, over
+  // The rendezvous of the ranks. Rank 0 listens on store_fd when it was handed one, otherwise binds
+  // the port, unless agent_store: then the launcher hosts the store and rank 0 is a client, over
   // store_channel where this process has one (store_channel.h) and over TCP otherwise.
   std::string master_addr;
   int master_port = 0;
@@ -53,8 +52,8 @@ struct RankEnv {
 RankEnv read_rank_env();
 
 // Settles master_port where it is still open (rendezvous_name): rank 0 listens on a free port
-// (store_fd) and tells the others. A no-op otherwise. Every rank of the job calls it, the same
-// number of times. Throws TimeoutError naming ranks that did not come.
+// (store_fd) and publishes it to the others. A no-op otherwise. Every rank of the job calls it, the
+// same number of times. Throws TimeoutError naming ranks that did not come.
 void rendezvous(RankEnv& env, int timeout_ms);
 
 // Hands out env.store_fd and with it the duty to close it; closed on exec from now on, so that a
@@ -62,7 +61,7 @@ void rendezvous(RankEnv& env, int timeout_ms);
 // per process: a second world binds the port itself. -1 when there is none (left).
 int claim_store_fd(RankEnv& env);
 
-// Did `lockstep run` (or spawn) start this process, as far as its variables tell? Its control and
+// Did `lockstep run` (or spawn) start this process, according to its variables? Its control and
 // store descriptors are then meant for it, unless it is a child of a rank.
 bool under_lockstep_run();
 

@@ -261,7 +261,7 @@ TEST(RankEnv, MpiMistakes) {
               StartsWith("[rank] WORLD_SIZE=4 is set, but mpirun started"));
 }
 
-TEST(RankEnv, MpichTellsItsJobByItsProxy) {
+TEST(RankEnv, MpichJobIsNamedByItsProxy) {
   const Variables mpich = {
       {"PMI_RANK", "0"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "0"}, {"MPI_LOCALNRANKS", "2"}};
   const RankEnv env = read(mpich);
@@ -423,7 +423,7 @@ TEST(RankEnv, TheStoreChannelIsForTheRankThatTheLauncherStarted) {
   EXPECT_EQ(read(with(base, {{"LOCKSTEP_STORE_CHANNEL", "nonsense"}})).store_channel, -1);
 }
 
-// ---------------------------------------------------------------- meet
+// ---------------------------------------------------------------- rendezvous
 
 // Runs the body in a copy of this process; its text comes back through a pipe.
 struct Forked {
@@ -466,7 +466,7 @@ std::string port_after_rendezvous(RankEnv env, int timeout_ms = 30'000) {
 }
 
 TEST(Rendezvous, TwoJobsAtOnceDoNotMix) {
-  // Each rank meets twice, as a program with two worlds does.
+  // Each rank connects twice, as a program with two worlds does.
   const auto twice = [](const std::string& job, int rank) {
     return [=] {
       const RankEnv env = rendezvous_of(job, rank, 3);
@@ -489,7 +489,7 @@ TEST(Rendezvous, TwoJobsAtOnceDoNotMix) {
 }
 
 // A host waits for a short time first. A busy machine may hold a guest up for longer, which is no
-// fault of either: then they meet again with more time.
+// fault of either: then they try again with more time.
 constexpr int kHostTimes[] = {1500, 30'000};
 
 bool came_late(const std::string& guest) {

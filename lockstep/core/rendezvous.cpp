@@ -1,5 +1,5 @@
-// Rank 0 tells the other ranks of its host on which port it listens, through an abstract socket
-// whose name follows from what their launcher tells all of them.
+// Rank 0 publishes its port to the other ranks of its host through an abstract socket, whose name
+// follows from what their launcher gives all of them.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -170,7 +170,7 @@ class Host {
     if (::poll(fds.data(), fds.size(), timeout_ms) <= 0) return;
     for (std::size_t i = 1; i < fds.size(); ++i) {
       if (fds[i].revents == 0) continue;
-      if (const auto hello = receive(fds[i].fd)) answer(fds[i].fd, *hello, port);
+      if (const auto handshake = receive(fds[i].fd)) answer(fds[i].fd, *handshake, port);
       guests_.erase(fds[i].fd);
     }
     if (fds[0].revents == 0) return;
@@ -181,11 +181,11 @@ class Host {
     }
   }
 
-  void answer(int fd, const std::string& hello, int port) {
-    std::istringstream words(hello);
+  void answer(int fd, const std::string& handshake, int port) {
+    std::istringstream fields(handshake);
     std::string greeting;
     int rank = -1, world_size = -1;
-    words >> greeting >> rank >> world_size;
+    fields >> greeting >> rank >> world_size;
     if (greeting != "lockstep-rendezvous" || world_size != env_.world_size) {
       send(fd, fmt::format("refused rank 0 expects a world of {}", env_.world_size));
     } else if (missing_.erase(rank) == 0) {
@@ -227,13 +227,13 @@ std::optional<int> ask(const RankEnv& env, const std::string& name, const Deadli
   send(fd.get(), fmt::format("lockstep-rendezvous {} {}", env.rank, env.world_size));
   const auto reply = receive(fd.get());
   if (!reply) return std::nullopt;
-  std::istringstream words(*reply);
+  std::istringstream fields(*reply);
   std::string word;
   int port = 0;
-  if (words >> word && word == "port" && words >> port) return port;
+  if (fields >> word && word == "port" && fields >> port) return port;
   throw CommError("rank",
                   fmt::format("rank {} was turned away by rank 0: {}. Two programs of one job may "
-                              "be meeting at once. Set MASTER_ADDR and a MASTER_PORT for each.",
+                              "be starting at once. Set MASTER_ADDR and a MASTER_PORT for each.",
                               env.rank, reply->substr(reply->find(' ') + 1)),
                   {.rank = env.rank, .peer = 0, .operation = "rendezvous"});
 }
@@ -258,7 +258,7 @@ int find_port(const RankEnv& env, const std::string& name, const Deadline& deadl
 
 void rendezvous(RankEnv& env, int timeout_ms) {
   if (env.rendezvous_name.empty() || env.alone() || env.master_port != 0) return;
-  // A process may meet more than once; a fast rank's second visit must not disturb the first.
+  // A process may rendezvous more than once; a fast rank's second one must not disturb the first.
   static std::atomic<int> rendezvous_count{0};
   const std::string name = fmt::format("{}/{}", env.rendezvous_name, rendezvous_count++);
   const Deadline deadline = Deadline::after(milliseconds(timeout_ms));

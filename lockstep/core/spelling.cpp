@@ -27,7 +27,7 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
 }
 
 std::optional<std::string> nearest(std::string_view word, std::span<const std::string> candidates) {
-  // Comparing a very long word with every name would cost more than it can tell.
+  // Comparing a very long word with every name would cost more than it is worth.
   constexpr std::size_t kLongest = 200;
   if (word.size() > kLongest) return std::nullopt;
   const std::string* best = nullptr;

@@ -1,4 +1,4 @@
-// What was meant: the known word nearest to a mistyped one.
+// "Did you mean": the known name nearest to a mistyped one.
 //
 //   throw UsageError("config", "there is no key '{}'.{}", key, did_you_mean(key, known));
 //
@@ -16,7 +16,7 @@ namespace lockstep {
 std::size_t edit_distance(std::string_view a, std::string_view b);
 
 // The candidate with the smallest distance, when it is near enough to be what was meant: at most a
-// third of the word's letters, and two for short words.
+// third of its letters, and two for short ones.
 std::optional<std::string> nearest(std::string_view word, std::span<const std::string> candidates);
 
 // " Did you mean warmup_steps?", or nothing.

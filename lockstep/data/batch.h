@@ -1,8 +1,8 @@
 // What a dataset gives (Example) and what a training step takes (Batch).
 //
-// A batch knows how much is in it. samples() and `tokens` are what losses and
-// metrics are weighed by over ranks, and both are counted on the CPU before the batch moves to a
-// device, so that nobody has to ask the device.
+// A batch knows how much is in it. samples() and `tokens` are what losses and metrics are weighed
+// by over ranks, and both are counted on the CPU before the batch moves to a device, so that nobody
+// has to ask the device.
 //
 //   for (auto& batch : loader.epoch(0)) {
 //     auto loss = torch::cross_entropy_loss(model(batch.data), batch.target);

@@ -1,8 +1,8 @@
 // Where samples come from: numbered from 0, each readable at any time from any thread.
 //
-// The loader's workers are threads of this process. get() is therefore const and
-// must be safe to call from several threads at once; a dataset of torch::data, which need not be,
-// is copied once per thread that uses it, as torch's own loader does.
+// The loader's workers are threads of this process. get() is therefore const and must be safe to
+// call from several threads at once; a dataset of torch::data, which need not be, is copied once
+// per thread that uses it, as torch's own loader does.
 //
 //   auto mnist = make_dataset(torch::data::datasets::MNIST("data"));           // any of
 //   torch::data auto squares = make_dataset(100, [](std::int64_t i, SampleRandom&) {       // any
@@ -81,7 +81,7 @@ concept TorchDataset = requires(T dataset, const std::vector<std::size_t>& indic
   { dataset.size().has_value() } -> std::convertible_to<bool>;
 };
 
-// torch::data::Example<> and TensorExample, told by their members: this header needs none of
+// torch::data::Example<> and TensorExample, recognized by their members: this header needs none of
 // torch::data.
 template <typename T>
 Example to_example(T&& example) {

@@ -29,8 +29,8 @@ using ::testing::StartsWith;
 
 std::string header(std::int32_t magic, std::int32_t version, std::int32_t count) {
   std::string bytes(1024, '\0');
-  const std::int32_t words[] = {magic, version, count};
-  std::memcpy(bytes.data(), words, sizeof(words));
+  const std::int32_t fields[] = {magic, version, count};
+  std::memcpy(bytes.data(), fields, sizeof(fields));
   return bytes;
 }
 
@@ -279,7 +279,7 @@ TEST(Instructions, ReadsAListAndLines) {
               ElementsAre(Instruction{"q", "", "42", "true"}));
 }
 
-TEST(Instructions, TellsHowFarItIs) {
+TEST(Instructions, ReportsProgress) {
   const std::string object =
       R"({"instruction": "q", "output": ")" + std::string(300'000, 'a') + "\"}";
   std::string list = "[" + object, lines = object;
@@ -301,7 +301,7 @@ TEST(Instructions, TellsHowFarItIs) {
   }
 }
 
-TEST(Instructions, RowsNameTheirFileAndTellHowFarTheyAre) {
+TEST(Instructions, RowsNameTheirFileAndReportProgress) {
   const std::vector<Instruction> items(2500, Instruction{"q", "", "a", ""});
   std::vector<std::uint64_t> seen;
   const InstructionRows rows(items, {}, [&](std::uint64_t done, std::uint64_t total) {

@@ -1,9 +1,9 @@
 // Instruction data as batches of tokens: prompt and response joined, targets of the prompt masked,
 // padded or packed to a length.
 //
-// Target[t] is the token after data[t], as for token shards, and it is
-// kIgnoredTarget (-100) wherever nothing is to be learned: the prompt, the padding, and the border
-// between two packed samples. A causal model needs no attention mask for padding on the right.
+// `target[t]` is the token after `data[t]`, as for token shards, and it is kIgnoredTarget (-100)
+// wherever nothing is to be learned: the prompt, the padding, and the border between two packed
+// samples. A causal model needs no attention mask for padding on the right.
 //
 //   auto dataset = std::make_shared<InstructionDataset>(load_instructions("commonsense_170k.json"),
 //                                                       InstructionOptions{.max_length = 512});

@@ -70,7 +70,7 @@ Instruction read_object(io::JsonReader& json, std::string_view text) {
   return item;
 }
 
-// Tells `progress` now and then, not for every object.
+// Calls `progress` now and then, not for every object.
 class Milestones {
  public:
   Milestones(const ReadProgress& progress, std::size_t total)

@@ -46,17 +46,17 @@ void InstructionRows::add(const Instruction& item) {
   const std::int64_t most = options_.max_length + (options_.padding == Padding::kPacked ? 0 : 1);
   const auto prompt_size = static_cast<std::int64_t>(prompt.size());
   const std::int64_t whole = prompt_size + static_cast<std::int64_t>(response.size());
-  const std::int64_t kept = std::min(whole, most);
-  if (prompt_size >= kept || kept < 2) {
+  const std::int64_t length = std::min(whole, most);
+  if (prompt_size >= length || length < 2) {
     ++counts_.dropped;
     return;
   }
-  if (kept < whole) ++counts_.truncated;
-  samples_.push_back({static_cast<std::int64_t>(tokens_.size()), prompt_size, kept});
-  counts_.tokens += kept;
+  if (length < whole) ++counts_.truncated;
+  samples_.push_back({static_cast<std::int64_t>(tokens_.size()), prompt_size, length});
+  counts_.tokens += length;
   tokens_.insert(tokens_.end(), prompt.begin(), prompt.end());
   tokens_.insert(tokens_.end(), response.begin(),
-                 response.begin() + static_cast<std::ptrdiff_t>(kept - prompt_size));
+                 response.begin() + static_cast<std::ptrdiff_t>(length - prompt_size));
 }
 
 // Best fit, longest first: each sample goes into the fullest row that still has room.

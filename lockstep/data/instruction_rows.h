@@ -1,8 +1,8 @@
 // Instruction data as tokens: what is left of each sample within a length, and which samples share
 // a row. Without torch, so that `lockstep config check` finds what training would find.
 //
-// A sample whose prompt alone fills a row teaches nothing and is skipped; one
-// that is longer loses its end. What was lost is counted, and nothing left is an error.
+// A sample whose prompt alone fills a row teaches nothing and is skipped; one that is longer loses
+// its end. What was lost is counted, and nothing left is an error.
 //
 //   const InstructionRows rows(load_instructions("commonsense_170k.json"), {.max_length = 512});
 //   for (const auto& sample : rows.row(0)) use(rows.tokens(sample), sample.prompt);
@@ -39,7 +39,7 @@ struct InstructionCounts {
   std::int64_t read = 0;
   std::int64_t truncated = 0;  // lost some of the response
   std::int64_t dropped = 0;    // the prompt alone fills max_length: nothing to learn
-  std::int64_t tokens = 0;     // kept, over all samples
+  std::int64_t tokens = 0;     // used, over all samples
 };
 
 // Tokenizes at construction (in parallel is the encoder's affair); then read-only for any thread.

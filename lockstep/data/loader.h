@@ -1,9 +1,9 @@
 // Batches of a dataset, for one rank of a world: sharded, shuffled, loaded ahead by threads, copied
 // to the device beside the computation.
 //
-// Workers run ahead, the state does not. state() is the position after the last
-// batch that was handed out; what workers have loaded beyond it is not counted, and a loop that is
-// left early, a worker's exception or a restart throws it away.
+// Workers run ahead, the state does not. state() is the position after the last batch that was
+// handed out; what workers have loaded beyond it is not counted, and a loop that is left early, a
+// worker's exception or a restart throws it away.
 //
 //   auto loader = data::loader(dataset, world, {.batch_size = 32, .shuffle = true});
 //   for (int epoch = 0; epoch < 10; ++epoch)
@@ -64,7 +64,7 @@ struct LoaderTiming {
   BatchTiming last{};  // of the batch handed out last
 };
 
-// A sample that could not be loaded; the cause's own words are in the text.
+// A sample that could not be loaded; the text includes the cause's message.
 class SampleError : public Error {
  public:
   SampleError(std::int64_t index, const std::string& text, std::exception_ptr cause);

@@ -511,7 +511,7 @@ std::vector<std::string> refusals(const std::function<void(World&)>& body) {
   return reported;
 }
 
-TEST(Loader, RanksThatDifferAreToldBeforeTheFirstStep) {
+TEST(Loader, RanksThatDifferAreReportedBeforeTheFirstStep) {
   const auto errors = testing::run_threads_collecting(3, [](World& world) {
     loader(numbers(world.rank() == 2 ? 11 : 10), world, {.batch_size = 2});
   });
@@ -531,7 +531,7 @@ SamplerPtr weighted(std::uint64_t seed) {
 }
 
 // The loader's own seed is equal: what differs is the sampler's.
-TEST(Loader, SamplersThatDifferBetweenRanksAreTold) {
+TEST(Loader, SamplersThatDifferBetweenRanksAreReported) {
   const auto errors = testing::run_threads_collecting(2, [](World& world) {
     const auto seed = 42 + static_cast<std::uint64_t>(world.rank());
     loader(numbers(10), world, {.batch_size = 2, .sampler = weighted(seed)});

@@ -1,8 +1,8 @@
 // Threads that make numbered things ahead of the one who takes them, in order. Without torch, so
 // that the thread sanitizer sees it; the loader's things are batches.
 //
-// A round can be dropped at any moment. What a worker is still making then
-// belongs to no round any more and is thrown away when it is done; nobody waits for it.
+// A round can be dropped at any moment. What a worker is still making then belongs to no round any
+// more and is thrown away when it is done; nobody waits for it.
 //
 //   Prefetcher prefetcher{{.workers = 2, .ahead = 4}};
 //   prefetcher.start(100, [](std::int64_t number) { return std::make_shared<Batch>(...); });
@@ -30,7 +30,7 @@ class Prefetcher {
  public:
   explicit Prefetcher(PrefetcherOptions options);
   // Stops the workers. One that does not come back from `make` within 10 s is left behind, with a
-  // warning; everything it can touch is kept for it.
+  // warning; everything it can touch stays alive.
   ~Prefetcher();
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;

@@ -3,8 +3,8 @@
 //   LoaderProfile profile = profile_loader(loader, {.batches = 100, .step = [&](Batch& b) { ...
 //   }}); fmt::print("{}\n", fmt::join(profile.advice, "\n"));
 //
-// The rule of thumb is seed 002's: a batch that takes more than 10 ms to reach the device slows
-// training down. What counts in the end is `wait`, the time in which the step could not run.
+// Rule of thumb: a batch that takes more than 10 ms to reach the device slows training down. What
+// counts in the end is `wait`, the time in which the step could not run.
 #pragma once
 
 #include <cstdint>

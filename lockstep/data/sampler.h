@@ -1,9 +1,9 @@
 // Which rank sees which sample.
 //
-// An epoch has one order of samples, a function of (seed, epoch) that is equal
-// on all ranks, and a cursor that counts how many of it have been used. Rank r of W takes every
-// W-th from the cursor on. The cursor does not know W, so it can be saved at one world size and
-// resumed at another, and each sample still comes once per epoch.
+// An epoch has one order of samples, a function of (seed, epoch) that is equal on all ranks, and a
+// cursor that counts how many of it have been used. Rank r of W takes every W-th from the cursor
+// on. The cursor does not know W, so it can be saved at one world size and resumed at another, and
+// each sample still comes once per epoch.
 //
 //   DistributedSampler sampler{1000, {.num_replicas = 4, .rank = 1}};   // PyTorch's, to the index
 //   sampler.set_epoch(3);
@@ -116,7 +116,7 @@ std::int64_t share_size(std::int64_t size, std::int64_t cursor, const Share& sha
 std::vector<std::int64_t> share_of(const std::vector<std::int64_t>& order, std::int64_t cursor,
                                    const Share& share);
 
-// Tells two orders apart: a sampler's seed, weights and sizes are in it. Above 0.
+// Distinguishes two orders: a sampler's seed, weights and sizes are in it. Above 0.
 std::int64_t order_checksum(const std::vector<std::int64_t>& order);
 
 // UsageError when `state` was not saved by a run over the same order: seed, size, cursor.

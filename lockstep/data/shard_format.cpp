@@ -151,10 +151,10 @@ std::string token_header(TokenFormat format, std::uint64_t count) {
                      "{} tokens do not fit into one {} file, whose header counts up to {}. Write "
                      "several shards.",
                      count, kind.name, std::numeric_limits<std::int32_t>::max());
-  std::array<std::int32_t, kHeaderWords> words{kind.magic, kind.version,
-                                               static_cast<std::int32_t>(count)};
+  std::array<std::int32_t, kHeaderWords> fields{kind.magic, kind.version,
+                                                static_cast<std::int32_t>(count)};
   std::string bytes(kHeaderBytes, '\0');
-  std::memcpy(bytes.data(), words.data(), kHeaderBytes);
+  std::memcpy(bytes.data(), fields.data(), kHeaderBytes);
   return bytes;
 }
 

@@ -176,7 +176,7 @@ std::vector<Shard> plan_shards(const TokenizeOptions& options, std::uint64_t tot
   return shards;
 }
 
-// Writes one shard; told to stop between blocks.
+// Writes one shard; can be stopped between blocks.
 class ShardMaker {
  public:
   ShardMaker(const std::vector<Document>& documents, TokenFormat format,

@@ -1,8 +1,7 @@
 // Text files into token shards, byte by byte, in parallel and all or nothing.
 //
-// One byte is one token, so where each file's tokens go is known from the files'
-// sizes alone. Every shard is then made by itself, and the result does not depend on how many
-// threads there were.
+// One byte is one token, so where each file's tokens go is known from the files' sizes alone. Every
+// shard is then made by itself, and the result does not depend on how many threads there were.
 //
 //   TokenizeResult result = tokenize({.inputs = {"docs"}, .suffixes = {".md"}, .output = "data"});
 //

@@ -98,7 +98,7 @@ std::string make_temporary(const std::string& path, Fd& lock) {
                     EBUSY);
 }
 
-// What is left of an error while another is on its way: only words.
+// For cleanup while another error is propagating: a failure is only logged.
 void remove_tree_quietly(const std::string& path) noexcept {
   std::error_code error;
   fs::remove_all(path, error);
@@ -248,7 +248,7 @@ void AtomicDir::commit() {
     sync_directory(path_);
     replaced = take_name();
   });
-  // From here on it has its name: an error below is told, but takes nothing away.
+  // From here on it has its name: an error below is reported, but removes nothing.
   open_ = false;
   const std::string temporary = std::exchange(path_, final_path_);
   sync_directory(parent_of(final_path_));

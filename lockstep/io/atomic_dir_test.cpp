@@ -134,7 +134,7 @@ TEST(AtomicDir, ReplacesTheOldOneByExchange) {
   EXPECT_THAT(verify(dir / "checkpoint-1"), IsEmpty());
 }
 
-TEST(AtomicDir, TooLittleSpaceIsToldBeforeAnythingIsWritten) {
+TEST(AtomicDir, TooLittleSpaceIsReportedBeforeAnythingIsWritten) {
   TemporaryDirectory dir;
   const std::string text = message_of<SystemError>(
       [&] { AtomicDir out(dir / "x", {.expected_bytes = std::uint64_t{1} << 62}); });
@@ -150,9 +150,9 @@ TEST(AtomicDir, FilesOfOthersAreAdoptedOrRefused) {
   out.adopt("theirs");
   out.commit();
   EXPECT_THAT(verify(dir / "x"), IsEmpty());
-  AtomicDir stranger(dir / "y");
-  put(stranger.path() + "/theirs", "theirs");
-  EXPECT_THAT(message_of<UsageError>([&] { stranger.commit(); }),
+  AtomicDir other(dir / "y");
+  put(other.path() + "/theirs", "theirs");
+  EXPECT_THAT(message_of<UsageError>([&] { other.commit(); }),
               AllOf(HasSubstr("theirs was put into"), HasSubstr("adopt()")));
   EXPECT_THAT(message_of<SystemError>([&] { AtomicDir(dir / "z").adopt("no"); }),
               HasSubstr("cannot open"));
@@ -230,7 +230,7 @@ TEST(Verify, AFileThatIsNoFile) {
   EXPECT_THAT(kinds(dir / "checkpoint-1"), ElementsAre(FaultKind::kUnreadable));
 }
 
-// One random damage to a directory of four files; what it did, in words.
+// One random damage to a directory of four files; what it did, as text.
 class Vandal {
  public:
   explicit Vandal(std::string directory) : directory_(std::move(directory)) {
@@ -404,7 +404,7 @@ TEST(Retain, DeletesNothingWithoutADurableOne) {
   EXPECT_THAT(message_of<UsageError>([&] {
                 retain(dir.path(), "checkpoint-", {.limit = 0, .durable = dir / "checkpoint-2"});
               }),
-              HasSubstr("at least 1 checkpoint must be kept"));
+              HasSubstr("at least 1 checkpoint must be retained"));
   EXPECT_THAT(names_in(dir.path()), ElementsAre("checkpoint-1", "checkpoint-2"));
 }
 
@@ -506,7 +506,7 @@ TEST(FolderLock, IsOnesAloneAndNamesItsHolder) {
   EXPECT_THAT(second.holder(), AllOf(HasSubstr("pid " + std::to_string(::getpid()) + " on "),
                                      HasSubstr(" since 20")));
   EXPECT_EQ(second.problem(), "");
-  // Another writer of the same run is not a stranger.
+  // Another writer of the same run shares the lock.
   EXPECT_EQ(FolderLock(folder, "run 1", kNoWait).holder(), "");
   first = FolderLock();
   EXPECT_TRUE(FolderLock(folder, "run 2", kNoWait).held());

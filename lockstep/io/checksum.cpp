@@ -70,7 +70,8 @@ void Checksum64::update(std::span<const std::byte> bytes) {
 }
 
 std::uint64_t Checksum64::value() const {
-  // The rest is filled up with zeros; the length, folded in last, tells them from real ones.
+  // The rest is filled up with zeros; the length, folded in last, distinguishes them from real
+  // ones.
   std::array<std::byte, kBlockBytes> rest{};
   std::copy_n(tail_.begin(), tail_bytes_, rest.begin());
   std::uint64_t sum = kSeed;

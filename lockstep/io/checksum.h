@@ -1,12 +1,12 @@
 // Checksums of buffers and files: 64 bits that say whether what is read is what was written.
 //
-// Every step is a bijection. Bytes are dealt as 8-byte little-endian words to
-// eight lanes, and a lane takes a word by s = rotl((s ^ w) * K, 29) * L with K and L odd. For a
-// fixed word that is one-to-one in s, for a fixed s one-to-one in w, and the lanes are folded
-// together by one-to-one steps too. So a change inside one word, hence any flipped bit, cannot be
-// lost; cut files and swapped blocks go unseen by a chance of about 2^-64. (One multiplication
-// would not do: it moves a word's highest bit, and nothing else, to a known place, where the next
-// word of the lane could undo it.) It is not a defence against a forger.
+// Every step is a bijection. Bytes are dealt as 8-byte little-endian words to eight lanes, and a
+// lane takes a word by s = rotl((s ^ w) * K, 29) * L with K and L odd. For a fixed word that is
+// one-to-one in s, for a fixed s one-to-one in w, and the lanes are folded together by one-to-one
+// steps too. So a change inside one word, hence any flipped bit, cannot be lost; cut files and
+// swapped blocks go unseen by a chance of about 2^-64. (One multiplication would not do: it moves a
+// word's highest bit, and nothing else, to a known place, where the next word of the lane could
+// undo it.) It is not a defence against a forger.
 //
 //   Checksum64 sum;
 //   sum.update(first); sum.update(second);      // the same as one update with both

@@ -76,7 +76,7 @@ SystemError file_error(std::string_view doing, const std::string& path, int erro
     try {
       free_bytes = free_space(path);
     } catch (const SystemError&) {
-      // The first error is the one to tell.
+      // The first error is the one to report.
     }
     values = needed_bytes > 0 ? fmt::format(" ({} needed, {} free)", size_text(needed_bytes),
                                             size_text(free_bytes))

@@ -29,7 +29,7 @@ std::uint64_t free_space(const std::string& path);
 // "1.5 GiB": for people, in messages.
 std::string size_text(std::uint64_t bytes);
 
-// A SystemError `cannot <doing> <path> (values): <errno's words>` with what to do about it. For a
+// A SystemError `cannot <doing> <path> (values): <errno's message>` with what to do about it. For a
 // full disk it says how much was needed (0: not known) and how much is free.
 SystemError file_error(std::string_view doing, const std::string& path, int error_number,
                        std::uint64_t needed_bytes = 0);

@@ -1,9 +1,9 @@
 // A folder in which one process works at a time.
 //
-// The lock is the kernel's (flock on a file in the folder), not the file's being
-// there. It ends with the process that holds it, however that dies, so nothing is left to be
-// cleared away; only a network file system may keep it for a while when a whole host dies, and then
-// deleting the file helps. What the file says is for people: who holds the lock.
+// The lock is a kernel flock on a file in the folder, not the existence of that file. It ends with
+// the process that holds it, so nothing is left to clean up; only a network file system may keep it
+// for a while when a whole host dies, and then deleting the file helps. What the file says is for
+// people: who holds the lock.
 //
 //   const FolderLock lock("out", "run 7", std::chrono::seconds(3));
 //   if (!lock.holder().empty()) refuse(lock.holder());     // "pid 4242 on n1 since 2026-11-15 ..."
@@ -25,7 +25,7 @@ class FolderLock {
   FolderLock() = default;
   // Makes the folder if need be. Where another holds the lock it waits for up to `timeout`: a
   // process that has just been killed needs a moment. `token` names those who may share: a holder
-  // with the same one is none. Never throws: a file system without locks is a problem() to be told,
+  // with the same one is none. Never throws: a file system without locks is a problem() to report,
   // no reason to end.
   FolderLock(const std::string& folder, const std::string& token,
              std::chrono::milliseconds timeout);

@@ -269,8 +269,8 @@ void JsonReader::skip_word(std::string_view word) {
 void JsonReader::skip() {
   const std::size_t depth = first_.size();
   std::string key;
-  // A loop and not recursion: first_ is the stack. Its bits do not tell objects from arrays, so
-  // `kinds` does.
+  // A loop and not recursion: first_ is the stack. Its bits do not distinguish objects from arrays,
+  // so `kinds` does.
   std::string kinds;
   do {
     const char c = peek();

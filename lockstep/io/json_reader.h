@@ -1,6 +1,6 @@
-// JSON read strictly and in order, for files that must not be half understood: a cursor that is
-// told what comes next and throws when something else does. Valid UTF-8, no duplicates hidden (the
-// caller sees every key), integers exact, nothing after the end, a bound on nesting.
+// JSON read strictly and in order, for files that must not be half understood: a cursor whose
+// caller says what comes next; it throws when something else does. Valid UTF-8, no duplicates
+// hidden (the caller sees every key), integers exact, nothing after the end, a bound on nesting.
 //
 //   JsonReader json(text);
 //   json.enter_object();

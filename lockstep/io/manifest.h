@@ -1,5 +1,5 @@
 // MANIFEST.json: the names, sizes and checksums of a directory's files, and a checksum of itself,
-// so that a directory can be told whole from damaged without knowing what it holds.
+// so that damage to a directory is found without knowing what it holds.
 //
 //   for (const Fault& fault : verify(dir)) log::warning("io", "{}", fault.text);
 //

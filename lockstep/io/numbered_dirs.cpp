@@ -86,13 +86,13 @@ Newest newest_valid(const std::string& parent, const std::string& prefix) {
 std::vector<std::string> retain(const std::string& parent, const std::string& prefix,
                                 const RetainOptions& options) {
   if (options.limit < 1)
-    throw UsageError("io", "at least 1 checkpoint must be kept (limit {}).", options.limit);
+    throw UsageError("io", "at least 1 checkpoint must be retained (limit {}).", options.limit);
   if (const auto faults = damage_of(options.durable, Depth::kSizes); !faults.empty())
     throw UsageError("io",
                      "nothing is deleted, because {} is not whole: {}. Commit the new checkpoint "
                      "before old ones are deleted.",
                      options.durable, describe(faults));
-  int kept = 0;
+  int retained = 0;
   std::vector<std::string> broken, old;  // both newest first
   for (const NumberedDir& dir : list_numbered(parent, prefix)) {
     const bool must_stay = same_place(dir.path, options.durable) ||
@@ -100,13 +100,13 @@ std::vector<std::string> retain(const std::string& parent, const std::string& pr
                              return same_place(dir.path, path);
                            });
     if (must_stay)
-      ++kept;
+      ++retained;
     else if (const auto damage = damage_of(dir.path, Depth::kSizes); damage.empty())
       old.push_back(dir.path);
     else if (is_waste(damage))
       broken.push_back(dir.path);
   }
-  const auto room = static_cast<std::size_t>(std::max(0, options.limit - kept));
+  const auto room = static_cast<std::size_t>(std::max(0, options.limit - retained));
   std::vector<std::string> doomed(broken.rbegin(), broken.rend());
   if (old.size() > room)
     doomed.insert(doomed.end(), old.rbegin(), old.rend() - static_cast<std::ptrdiff_t>(room));

@@ -45,8 +45,8 @@ struct RetainOptions {
 
 // Deletes the oldest beyond the limit, and says which. Call it only after commit(): `durable` is
 // looked at first (names and sizes), and when it is not whole nothing is deleted (UsageError).
-// Those that visibly lack something do not count as kept and go first. A file too many does not
-// matter. What has no manifest of ours, or cannot be read, neither counts nor goes.
+// Those that visibly lack something do not count as retained and are deleted first. A file too many
+// does not matter. What has no manifest of ours, or cannot be read, neither counts nor is deleted.
 std::vector<std::string> retain(const std::string& parent, const std::string& prefix,
                                 const RetainOptions& options);
 

@@ -11,7 +11,7 @@ namespace lockstep::kernels {
 
 // memcpy past the cache where the processor can: what is written is not read first, and pushes
 // nothing out of the cache. About a third faster than at::copy_ for 30 MB (docs/benchmarks.md), and
-// slower for what the cache would have kept. The ranges must not overlap.
+// slower for what would have stayed in the cache. The ranges must not overlap.
 void stream_copy(void* to, const void* from, std::size_t bytes);
 
 }  // namespace lockstep::kernels

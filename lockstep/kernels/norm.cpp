@@ -28,7 +28,7 @@ bool all_finite(double sum, const T* values, std::int64_t count) {
   return std::all_of(values, values + count, [](T value) { return std::isfinite(value); });
 }
 
-// The same for a block that was not kept.
+// The same for a block that was not stored.
 template <typename T>
 bool mean_is_finite(const detail::Mean<T>& mean, std::int64_t count) {
   T values[kNormBlock];

@@ -1,10 +1,10 @@
 // The square sum of a gradient, the same bits however it is shared out.
 //
-// The hard idea: floating-point addition depends on its order, so the order is fixed by the data
-// alone. A tensor is cut into blocks of kNormBlock elements; each block has one sum, taken in one
-// fixed order in double; the blocks are added in block order. Whoever owns a block fills its sum,
-// the sums are exchanged, and every rank adds all of them: the result does not know how many ranks
-// there were. Slices are therefore cut at multiples of kNormBlock from the tensor's start.
+// Floating-point addition depends on its order, so the order is fixed by the data alone. A tensor
+// is cut into blocks of kNormBlock elements; each block has one sum, taken in one fixed order in
+// double; the blocks are added in block order. Whoever owns a block fills its sum, the sums are
+// exchanged, and every rank adds all of them: the result does not depend on the number of ranks.
+// Slices are therefore cut at multiples of kNormBlock from the tensor's start.
 //
 //   std::vector<double> sums(norm_blocks(n));
 //   const bool finite = reduce_with_norms(gradient, out, n, sums.data());

@@ -1,11 +1,11 @@
 // One optimizer step over a slice of a tensor, in one pass over memory: the mean gradient is taken
 // from the buffers of all ranks, the state and the parameter are read and written once.
 //
-// The hard idea: the results are bit-equal to ATen's fused CPU kernels (Python's fused=True), and
-// ATen does not have one arithmetic. Its compiler joined some multiplies and adds into fused ones
-// and left others, differently per instruction set, and differently again for the last few elements
-// of a tensor, which ATen's vector loop leaves over. So a slice says where in which tensor it lies;
-// with that, cutting a tensor anywhere gives the bits of the uncut one (machine.h has the rules).
+// The results are bit-equal to ATen's fused CPU kernels (Python's fused=True), and ATen does not
+// have one arithmetic. Its compiler joined some multiplies and adds into fused ones and left
+// others, differently per instruction set, and differently again for the last few elements of a
+// tensor, which ATen's vector loop leaves over. So a slice says where in which tensor it lies; with
+// that, cutting a tensor anywhere gives the bits of the uncut one (machine.h has the rules).
 //
 //   const float* sources[] = {mine + begin, theirs + begin};
 //   adamw<float>({.sources = sources, .count = 2, .divisor = 2}, {param, exp_avg, exp_avg_sq},

@@ -162,8 +162,8 @@ class Translator {
     }
     if (hosts > 1 && given("main_process_ip") == nullptr) {
       refuse(*given("num_machines"),
-             "num_machines is {}, but nothing says where they meet. Set main_process_ip to the "
-             "address of machine 0.",
+             "num_machines is {}, but there is no rendezvous address. Set main_process_ip to "
+             "the address of machine 0.",
              hosts);
     }
   }

@@ -1,8 +1,8 @@
 // Accelerate's YAML file (default_config.yaml), turned into this launcher's own flags.
 //
-// It is a pure translation. The file becomes the words that a user could have
-// typed in front of the program and the variables that `accelerate launch` would have set, so that
-// parse_flags() stays the only place that knows what they mean, and real flags, coming later, win.
+// It is a pure translation. The file becomes the arguments that a user could have typed in front of
+// the program and the variables that `accelerate launch` would have set, so that parse_flags()
+// stays the only place that knows what they mean, and real flags, coming later, win.
 //
 //   AccelerateLaunch launch = load_accelerate_config("ddp_config.yaml");
 //   // launch.flags: {"--nproc-per-node=2"}; launch.environment: ACCELERATE_MIXED_PRECISION=bf16

@@ -52,12 +52,12 @@ TEST(AccelerateConfig, EveryKeyOfTheOwnersListIsRead) {
   }
 }
 
-TEST(AccelerateConfig, ItsWordsAreOursToParse) {
-  std::vector<std::string> words = read(kGenerated).flags;
-  words.push_back("/proc/self/exe");  // some program that exists
+TEST(AccelerateConfig, ItsFlagsCanBeParsed) {
+  std::vector<std::string> flags = read(kGenerated).flags;
+  flags.push_back("/proc/self/exe");  // some program that exists
   Surroundings around;
   around.variable = [](const std::string&) { return std::nullopt; };
-  const ParsedFlags parsed = parse_flags(words, around);
+  const ParsedFlags parsed = parse_flags(flags, around);
   EXPECT_EQ(parsed.plan.nproc_per_node, 2);
   EXPECT_EQ(parsed.plan.nnodes, 1);
 }
@@ -91,11 +91,11 @@ TEST(AccelerateConfig, SwitchesAndDevices) {
 struct Mistake {
   const char* name;
   std::string text;
-  std::string words;
+  std::string expected;
 };
 class AccelerateMistake : public ::testing::TestWithParam<Mistake> {};
 TEST_P(AccelerateMistake, IsNamedWithPlaceAndRemedy) {
-  EXPECT_THAT(message_of(GetParam().text), HasSubstr("[config] acc.yaml:" + GetParam().words));
+  EXPECT_THAT(message_of(GetParam().text), HasSubstr("[config] acc.yaml:" + GetParam().expected));
 }
 
 const Mistake kMistakes[] = {
@@ -126,7 +126,7 @@ const Mistake kMistakes[] = {
     {"MachineRank", "num_machines: 2\nmachine_rank: 2\nmain_process_ip: h\n",
      "2:15: machine_rank 2 does not exist with num_machines 2."},
     {"NoAddress", "num_machines: 2\nnum_processes: 2\n",
-     "1:15: num_machines is 2, but nothing says where they meet. Set main_process_ip"},
+     "1:15: num_machines is 2, but there is no rendezvous address. Set main_process_ip"},
     {"Port", "main_process_port: 70000\n", "1:20: main_process_port must be from 0 to 65535"},
     {"Rendezvous", "rdzv_backend: etcd\n", "1:15: rdzv_backend must be static or c10d"},
     {"CpuAndGpu", "use_cpu: true\ndistributed_type: MULTI_GPU\n", "1:10: use_cpu is true, but"},
@@ -138,7 +138,7 @@ const Mistake kMistakes[] = {
 INSTANTIATE_TEST_SUITE_P(AccelerateConfig, AccelerateMistake, ::testing::ValuesIn(kMistakes),
                          [](const auto& one) { return one.param.name; });
 
-TEST(AccelerateConfig, AllMistakesAreToldAtOnce) {
+TEST(AccelerateConfig, AllMistakesAreReportedAtOnce) {
   const std::string message = message_of("num_processes: x\nseed: 1\n");
   EXPECT_THAT(message, HasSubstr("[config] 2 mistakes:\n  acc.yaml:2:1: seed belongs"));
   EXPECT_THAT(message, HasSubstr("\n  acc.yaml:1:16: num_processes must be"));

@@ -1,11 +1,10 @@
 // The launcher's own stdout and stderr: whole lines of many ranks, and never a wait.
 //
-// The hard idea: the console may be slow, stopped (Ctrl-S, a pager) or gone (`| head`), and none of
-// that may stall the supervision or another rank. Lines are queued and written when the descriptor
-// has room; each source (one stream of one rank) may have only so much queued, and is then not read
-// from until the console has caught up, so only the noisy one waits. A console that is gone
-// swallows everything. When stdout and stderr are one file, they share one queue: lines keep their
-// order.
+// The console may be slow, stopped (Ctrl-S, a pager) or gone (`| head`), and none of that may stall
+// the supervision or another rank. Lines are queued and written when the descriptor has room; each
+// source (one stream of one rank) may have only so much queued, and is then not read from until the
+// console has caught up, so only the noisy one waits. A console that is gone swallows everything.
+// When stdout and stderr are one file, they share one queue: lines keep their order.
 //
 //   Console console(loop, STDOUT_FILENO, STDERR_FILENO);
 //   console.put({Console::kOut, 3, "[1] ", "hello", true});

@@ -1,11 +1,11 @@
 // Node 0's decisions: when an attempt begins, which failure ends it, whether there is another.
 //
-// The hard idea: every node, node 0 included, only reports (failed, stop, down) and obeys (start,
-// failed, stop, restart, end). So one host and many hosts are the same program, all launchers name
-// the same cause and return the same code, and a restart begins nowhere before the old attempt has
-// ended everywhere.
+// Every node, node 0 included, only reports (failed, stop, down) and obeys (start, failed, stop,
+// restart, end). So one host and many hosts are the same program, all launchers name the same cause
+// and return the same code, and a restart begins nowhere before the old attempt has ended
+// everywhere.
 //
-//   Coordinator coordinator(loop, plan, [&](const Message& m) { tell_all(m); });
+//   Coordinator coordinator(loop, plan, [&](const Message& m) { notify_all(m); });
 //   coordinator.begin(nodes);  coordinator.on_message(node, message);  coordinator.on_lost(node,
 //   why);
 //

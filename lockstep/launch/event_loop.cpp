@@ -92,8 +92,8 @@ void EventLoop::run() {
     // A timer fires only when the descriptors were looked at after its time: one that says what the
     // timer is there to miss must be heard first, however long this process was held up.
     const auto looked = Clock::now();
-    // Who is ready is told in turn, so some rounds reach everyone; but nobody may keep timers
-    // waiting.
+    // Ready descriptors are served in turn, so some rounds reach all of them; but timers must not
+    // wait.
     constexpr int kRounds = 16;
     int wait_ms = next_timeout_ms();
     for (int round = 0; round < kRounds && !stopped_; ++round) {

@@ -5,9 +5,9 @@
 //   loop.after(std::chrono::seconds(5), [&] { loop.stop(); });
 //   loop.run();
 //
-// The hard idea: a callback may forget any descriptor, its own included, while a batch of events is
-// being handed out. Each watch therefore has a number that is never used again, and an event whose
-// number is gone is dropped, even when the descriptor's number already belongs to something new.
+// A callback may forget any descriptor, its own included, while a batch of events is being handed
+// out. Each watch therefore has a number that is never used again, and an event whose number is
+// gone is dropped, even when the descriptor's number already belongs to something new.
 //
 // Owned and called by one thread. Descriptors are not owned: forget them before they are closed.
 #pragma once

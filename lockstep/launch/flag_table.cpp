@@ -24,7 +24,7 @@ constexpr std::array kFlags = {
     FlagSpec{"standalone", '\0', "", kHonoured,
              "one host, free port, random run id; overrides --rdzv-* and --master-*"},
     FlagSpec{"rdzv-backend", '\0', "static|c10d", kHonoured,
-             "how hosts meet: static (any number of hosts) or c10d (one host)"},
+             "rendezvous of the hosts: static (any number of hosts) or c10d (one host)"},
     FlagSpec{"rdzv-endpoint", '\0', "HOST[:PORT]", kHonoured,
              "where rank 0 listens; beats --master-addr and --master-port"},
     FlagSpec{"rdzv-id", '\0', "ID", kHonoured,
@@ -57,7 +57,7 @@ constexpr std::array kFlags = {
              "LOCKSTEP_TIMEOUT_S: deadline of a rank's operation, such as an all-reduce (1800)",
              false},
     FlagSpec{"startup-timeout", '\0', "SECONDS", kHonoured,
-             "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for all ranks to meet (300)", false},
+             "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for all ranks to connect (300)", false},
     FlagSpec{
         "signals-to-handle", '\0', "SIG,...", kHonoured,
         "requests to stop, forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT); SIGUSR1 and "
@@ -81,7 +81,7 @@ constexpr std::array kFlags = {
     FlagSpec{"local-ranks-filter", '\0', "R,...", kHonoured,
              "only these local ranks reach the console"},
     FlagSpec{"duplicate-stdout-filters", '\0', "WORD,...", kHonoured,
-             "copy stdout lines with any of these words to one more file (',,' is a comma)"},
+             "copy stdout lines with any of these strings to one more file (',,' is a comma)"},
     FlagSpec{"duplicate-stderr-filters", '\0', "WORD,...", kHonoured, "the same for stderr"},
     FlagSpec{"numa-binding", '\0', "node|socket|exclusive|core-complex", kHonoured,
              "bind each rank to CPUs near its GPU"},
@@ -118,8 +118,8 @@ std::string entry(const std::string& left, std::string_view help) {
   if (column + 2 > kColumn) next_line();
   text.append(kColumn - column, ' ');
   column = kColumn;
-  std::istringstream words{std::string(help)};
-  for (std::string word; words >> word;) {
+  std::istringstream stream{std::string(help)};
+  for (std::string word; stream >> word;) {
     if (column > kColumn && column + word.size() >= kWidth) next_line();
     if (column > kColumn) text += ' ', ++column;
     text += word;
@@ -153,11 +153,11 @@ std::string run_help() {
   std::string text =
       "usage: lockstep run [flags] PROGRAM [arguments]\n\n"
       "Starts PROGRAM as the ranks of one world on this host (and, with --nnodes, on others), "
-      "tells\n"
-      "each rank who it is, watches them, and ends with the first failing rank's exit code.\n"
+      "gives\n"
+      "each rank its identity, watches them, and ends with the first failing rank's exit code.\n"
       "A .py file, or a directory with __main__.py, runs under python3 -u (PYTHON_EXEC names "
       "another\n"
-      "interpreter), anything else is executed directly. Words after PROGRAM reach it "
+      "interpreter), anything else is executed directly. Arguments after PROGRAM reach it "
       "untouched.\n\n"
       "The flags are torchrun's. Dashes may be underscores, a unique prefix is enough, and a flag\n"
       "that is not given is read from PET_<NAME>, e.g. PET_NPROC_PER_NODE=4, and then from the "

@@ -162,8 +162,8 @@ int parse_nnodes(const Values& values) {
   return *max;
 }
 
-// What neither the command line nor a variable says. The world's shape is one thing: where a flag
-// says that it is this host alone, the file's places to meet are not looked at.
+// What neither the command line nor a variable says. Where a flag says that the world is this host
+// alone, the file's rendezvous is ignored.
 void fill_from_file(Values& values, ParsedFlags& parsed) {
   const Given* file = values.find("config-file");
   if (file == nullptr) return;
@@ -320,7 +320,7 @@ void check_overridden(const Values& values) {
                      backend->origin, backend->text, did_you_mean(backend->text, backends));
 }
 
-// Standalone: one host, everything about meeting is ours to choose.
+// Standalone: one host, whose rendezvous is ours to choose.
 void settle_standalone(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   if (plan.nnodes > 1) {
     throw UsageError(
@@ -422,7 +422,7 @@ void settle_rendezvous(const Values& values, LaunchPlan& plan, std::vector<std::
     throw UsageError("run", "{}='{}' cannot name a log directory. Leave the '/' out.",
                      values.find("rdzv-id")->origin, plan.run_id);
   }
-  // Hosts that were not told an id must still agree on one, so it is random on one host only.
+  // Hosts that were not given an id must still agree on one, so it is random on one host only.
   const bool unnamed = plan.run_id.empty() || values.is_on("standalone");
   if (unnamed) plan.run_id = plan.nnodes == 1 ? random_run_id() : "none";
 }
@@ -437,8 +437,8 @@ void settle_secret(const Values& values, LaunchPlan& plan, const Surroundings& a
   plan.secret_file.clear();
 }
 
-// Tasks of one srun that were not told of each other train as many worlds side by side, and nothing
-// fails: every one of them only learns from its own batches.
+// Tasks of one srun that do not know of each other train as many separate worlds, and nothing
+// fails: each only learns from its own batches.
 void note_worlds_apart(const Values& values, const LaunchPlan& plan, const Surroundings& around,
                        std::vector<std::string>& notes) {
   const auto nodes = to_int(around.variable("SLURM_STEP_NUM_NODES").value_or(""));

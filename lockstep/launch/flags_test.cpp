@@ -318,7 +318,7 @@ TEST(World, OneHostTakesAFreePortAndARandomId) {
   EXPECT_THAT(refusal_of({"--rdzv-id=.."}), HasSubstr("cannot name a log directory"));
 }
 
-TEST(World, SeveralHostsAgreeWithoutBeingTold) {
+TEST(World, SeveralHostsAgreeByDefault) {
   const LaunchPlan plan = plan_of({"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1"});
   EXPECT_EQ(plan.master_port, 29500);
   EXPECT_EQ(plan.run_id, "none");
@@ -333,7 +333,7 @@ TEST(World, SeveralHostsWithoutAddressOrRankGetALine) {
   EXPECT_THAT(notes_of({"--nnodes=2", "--node-rank=0", "--master-addr=10.0.0.1"}), IsEmpty());
 }
 
-TEST(World, TasksOfSrunThatWereNotToldOfEachOtherGetALine) {
+TEST(World, TasksOfSrunInSeparateWorldsGetALine) {
   const Environment two_nodes{{"SLURM_STEP_NUM_NODES", "2"}};
   EXPECT_THAT(notes_of({}, two_nodes),
               Contains(HasSubstr("srun started this launcher on 2 nodes, but --nnodes is 1")));
@@ -446,7 +446,7 @@ TEST(ConfigFile, FlagsBeatVariablesBeatTheFileBeatsDefaults) {
               ElementsAre(HasSubstr("acc.yaml:4:1: main_training_function has no effect")));
 }
 
-TEST(ConfigFile, StandaloneChoosesWhereToMeet) {
+TEST(ConfigFile, StandaloneChoosesTheRendezvous) {
   const TemporaryDirectory place;
   const std::string file = place.text("acc.yaml",
                                       "num_machines: 2\nnum_processes: 4\nmachine_rank: 1\n"
@@ -596,7 +596,7 @@ TEST(Treatments, IgnoredFlagsGiveALineAndRefusedOnesAnError) {
 
 // ------------------------------------------------------------------ the program
 
-TEST(Program, WordsAfterItAreNotTouched) {
+TEST(Program, ArgumentsAfterItAreNotTouched) {
   const ParsedFlags parsed = parse({"--nproc-per-node=2", "/bin/echo", "--nproc-per-node=3", "--",
                                     "a b", "$$", "${local_rank}", "", "-h"});
   EXPECT_EQ(parsed.plan.nproc_per_node, 2);

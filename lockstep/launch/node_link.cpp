@@ -72,8 +72,8 @@ std::string own_address_of(int fd) {
   return address_text(storage);
 }
 
-// A connect to a local port nobody listens on can meet itself when the kernel picks that very port
-// as its own end.
+// A connect to a local port nobody listens on can connect to itself when the kernel picks that very
+// port as its own end.
 bool met_itself(int fd) {
   sockaddr_storage own{};
   sockaddr_storage peer{};
@@ -265,8 +265,8 @@ void Connection::write_some() {
     }
     outgoing_.erase(0, static_cast<std::size_t>(n));
   }
-  const std::uint32_t wish = outgoing_.empty() ? EPOLLIN : EPOLLIN | EPOLLOUT;
-  loop_.change(socket_.get(), wish);
+  const std::uint32_t events = outgoing_.empty() ? EPOLLIN : EPOLLIN | EPOLLOUT;
+  loop_.change(socket_.get(), events);
 }
 
 void Connection::close(Closing closing) {
@@ -599,7 +599,7 @@ void Spoke::connect() {
 
 void Spoke::report_progress() {
   progress_timer_ = 0;
-  if (welcome_) return;  // from now on node 0 tells
+  if (welcome_) return;  // from now on node 0 reports
   progress_timer_ = loop_.after(kProgress, [this] { report_progress(); });
   handlers_.say(fmt::format("[launch] waiting for node rank 0 at {}:{} ({}; {:.0f} s of {} s).",
                             plan_.master_addr, plan_.master_port, last_problem_,

@@ -1,7 +1,7 @@
 // How the launchers of several hosts talk: one TCP connection from each to node 0's, lines of JSON,
 // over TLS where there is a --secret-file (see secure_channel.h).
 //
-// The hard idea: they meet on the master port itself, before any rank is started. Node 0 listens
+// The launchers connect on the master port itself, before any rank is started. Node 0 listens
 // there, the others connect and stay connected, node 0 stops listening, and rank 0's store then
 // listens on the same port beside the connections (see ports.h). So one port is enough, it is the
 // one the user has opened, and nothing can clash with it.

@@ -169,8 +169,8 @@ Message decode(const std::string& line) {
     if (const int theirs = int_at(json, "lockstep"); theirs != kProtocol) {
       message.kind = Message::Kind::kForeign;
       message.text = fmt::format(
-          "[launch] launchers of different versions of Lockstep met (protocols {} and {}). Install "
-          "the same version on every host.",
+          "[launch] the launchers run different versions of Lockstep (protocols {} and {}). "
+          "Install the same version on every host.",
           theirs, kProtocol);
       return message;
     }

@@ -265,14 +265,14 @@ std::string line_prefix(LinePrefix style, const std::string& role, int rank, int
   if (!chosen && style == LinePrefix::kRank) return fmt::format("[{}] ", rank);
   if (!chosen) return fmt::format("[{}{}]:", role, local_rank);
   std::string prefix = *chosen;
-  const std::pair<const char*, std::string> words[] = {
+  const std::pair<const char*, std::string> variables[] = {
       {"${role_name}", role},
       {"${rank}", std::to_string(rank)},
       {"${local_rank}", std::to_string(local_rank)}};
-  for (const auto& [word, value] : words) {
+  for (const auto& [name, value] : variables) {
     std::size_t at = 0;
-    while ((at = prefix.find(word, at)) != std::string::npos) {
-      prefix.replace(at, std::strlen(word), value);
+    while ((at = prefix.find(name, at)) != std::string::npos) {
+      prefix.replace(at, std::strlen(name), value);
       at += value.size();
     }
   }

@@ -1,10 +1,10 @@
 // What the ranks print: to the console, marked with their rank, to files byte for byte, or both.
 //
-// The hard idea: a stream that goes only to a file is that file (the rank writes it directly, at
-// any speed, and the launcher's death loses nothing); every other stream is a pipe that the
-// launcher reads, so that only whole lines reach the console. A line is held until its newline
-// comes; a short beginning (a prompt, a progress bar) is shown after a moment of silence, and if
-// another rank has something to print meanwhile, it gets a line of its own.
+// A stream that goes only to a file is that file (the rank writes it directly, at any speed, and
+// the launcher's death loses nothing); every other stream is a pipe that the launcher reads, so
+// that only whole lines reach the console. A line is held until its newline comes; a short
+// beginning (a prompt, a progress bar) is shown after a moment of silence, and if another rank has
+// something to print meanwhile, it gets a line of its own.
 //
 //   RankOutput output(loop, console, {.source = 2, .out = {.console = true, .prefix = "[1] "}});
 //   start_process({.stdout_fd = output.child_out(), ...}); output.close_child_ends();

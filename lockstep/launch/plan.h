@@ -1,7 +1,7 @@
 // What one launcher process is asked to do, after flags, PET_ variables and defaults are settled.
 //
-// parse (flags.h) turns words into a LaunchPlan or a UsageError; supervise (supervisor.h) carries
-// it out. Neither knows the other, so a plan can also come from lockstep::spawn or a file.
+// parse (flags.h) turns arguments into a LaunchPlan or a UsageError; supervise (supervisor.h)
+// carries it out. Neither knows the other, so a plan can also come from lockstep::spawn or a file.
 #pragma once
 
 #include <chrono>
@@ -39,7 +39,7 @@ struct LaunchPlan {
   std::string run_id = "none";
   std::string role = "default";
 
-  // Where ranks meet. Port 0: this host chooses a free one (one node only).
+  // The rendezvous of the ranks. Port 0: this host chooses a free one (one node only).
   std::string rdzv_backend = "static";
   std::string master_addr = "127.0.0.1";
   int master_port = 0;
@@ -61,7 +61,7 @@ struct LaunchPlan {
   // Requests to stop; empty: TERM, INT, HUP, QUIT. USR1 and USR2 are forwarded even when not named.
   std::vector<int> signals_to_handle;
   std::chrono::seconds timeout{0};          // of a rank's operations; 0: as its environment says
-  std::chrono::seconds startup_timeout{0};  // for its world to meet; the same
+  std::chrono::seconds startup_timeout{0};  // for its world to connect; the same
   bool virtual_local_rank = false;
   NumaBinding numa_binding = NumaBinding::kNone;
 

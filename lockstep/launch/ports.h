@@ -1,11 +1,11 @@
 // MASTER_PORT: a port that stays ours from the moment it is chosen.
 //
-// The hard idea: three sockets may share one port as long as at most one of them listens and all
-// have SO_REUSEADDR. The launcher's own is bound and never listens, so nobody else is given the
-// port. With several hosts a Python rank 0 binds and listens beside it; our own rank 0 is handed a
-// second bound socket (store_socket) and listens on that one, which c10d's TCPStore does by itself
-// for masterListenFd. Connections that were accepted on the port earlier (from other launchers) do
-// not disturb either. On one host the launcher itself listens (store_server.h), on loopback.
+// Three sockets may share one port as long as at most one of them listens and all have
+// SO_REUSEADDR. The launcher's own is bound and never listens, so nobody else is given the port.
+// With several hosts a Python rank 0 binds and listens beside it; our own rank 0 is handed a second
+// bound socket (store_socket) and listens on that one, which c10d's TCPStore does by itself for
+// masterListenFd. Connections that were accepted on the port earlier (from other launchers) do not
+// disturb either. On one host the launcher itself listens (store_server.h), on loopback.
 //
 //   HeldPort port = HeldPort::any(Reach::kLoopback);   // or HeldPort::exactly(29500, reach)
 //   Fd for_rank_zero = port.store_socket();

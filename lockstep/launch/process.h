@@ -1,9 +1,9 @@
 // Starting one rank, knowing how it ended, and finding what it left behind.
 //
-// The hard idea: a process number is only ours until its process has been reaped. A rank is the
-// leader of its own session and process group (setsid), so its group may be signalled exactly as
-// long as the rank itself has not been reaped. What it leaves behind is found differently: the
-// supervisor is a child subreaper, so every orphan of a rank becomes the supervisor's own child.
+// A process number is only ours until its process has been reaped. A rank is the leader of its own
+// session and process group (setsid), so its group may be signalled exactly as long as the rank
+// itself has not been reaped. What it leaves behind is found differently: the supervisor is a child
+// subreaper, so every orphan of a rank becomes the supervisor's own child.
 //
 //   Process rank = start_process({.argv = {"./train"}, .environment = strings});
 //   rank.signal_group(SIGTERM);

@@ -114,9 +114,9 @@ std::string hint_for(const RankFailure& failure) {
   const auto died_of = [&failure](const char* name) {
     return failure.cause.find(name) != std::string::npos;
   };
-  // Gloo's own words, thrown on a thread of its own: the program never sees them.
-  for (const char* words : {"collective mismatch", "op.preamble."}) {
-    if (failure.message.find(words) != std::string::npos)
+  // Gloo's own messages, thrown on a thread of its own: the program never sees them.
+  for (const char* text : {"collective mismatch", "op.preamble."}) {
+    if (failure.message.find(text) != std::string::npos)
       return "the ranks have probably called different operations, or the same one with other "
              "shapes or dtypes. LOCKSTEP_DEBUG=1 compares every call and names the one that "
              "differs.";
@@ -195,7 +195,7 @@ ErrorFile read_error_file(const std::string& path) {
     file.problem = fmt::format("cannot be read ({})", error.what());
   }
   if (file.message.size() > kMessageBytes) file.message.resize(kMessageBytes);
-  // Whole seconds say too little to tell cause from consequence.
+  // Whole seconds are too coarse to distinguish cause and consequence.
   if (file.time <= 0 ||
       (file.time == std::floor(file.time) && modified >= file.time && modified < file.time + 2))
     file.time = modified;

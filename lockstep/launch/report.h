@@ -1,10 +1,9 @@
-// Why a run ended: the first cause, in the rank's own words where it left any.
+// Why a run ended: the first cause, with the rank's own message where it left one.
 //
-// The hard idea: the rank that is seen to die first is often a victim. The cause is the failure
-// with the earliest moment, and a rank that wrote an error file failed when it wrote it, not when
-// it was finally gone. torchrun's files carry whole seconds only, so the file's own time is used
-// within that second; otherwise a rank that threw because its peer was killed would seem to have
-// been first.
+// The rank that is seen to die first is often a victim. The cause is the failure with the earliest
+// moment, and a rank that wrote an error file failed when it wrote it, not when it was finally
+// gone. torchrun's files carry whole seconds only, so the file's own time is used within that
+// second; otherwise a rank that threw because its peer was killed would seem to have been first.
 //
 //   ErrorFile file = read_error_file(path);
 //   console.say(failure_report(failure));

@@ -250,8 +250,8 @@ bool SecureChannel::fail(int result, const char* what) {
   const bool alert = !established_ && reason >= SSL_AD_REASON_OFFSET;
   wrong_key_ =
       ERR_GET_LIB(error) == ERR_LIB_SSL && (alert || reason == SSL_R_BINDER_DOES_NOT_VERIFY);
-  const char* words = ERR_reason_error_string(error);
-  problem_ = fmt::format("{} failed ({})", what, words != nullptr ? words : "no reason given");
+  const char* detail = ERR_reason_error_string(error);
+  problem_ = fmt::format("{} failed ({})", what, detail != nullptr ? detail : "no reason given");
   return false;
 }
 

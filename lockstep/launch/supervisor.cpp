@@ -429,7 +429,7 @@ void Supervisor::obey(const Message& message) {
   }
 }
 
-// The report comes when all ranks have ended. Where that takes long, the cause is told before.
+// The report comes when all ranks have ended. Where that takes long, the cause is reported before.
 void Supervisor::announce_later(const RankFailure& failure) {
   loop_.cancel(announce_timer_);
   announce_timer_ = loop_.after(kAnnounceAfter, [this, headline = failure.headline()] {

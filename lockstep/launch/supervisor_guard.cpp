@@ -141,9 +141,9 @@ int stay_in_front(pid_t supervisor, int signal_fd, const RankRegistry& registry)
 
 // Four descriptors per rank: the usual 1024 would be too few for some hundred ranks.
 void allow_many_files(const rlimit& now) {
-  rlimit wish = now;
-  wish.rlim_cur = std::max(now.rlim_cur, std::min<rlim_t>(now.rlim_max, 65'536));
-  ::setrlimit(RLIMIT_NOFILE, &wish);
+  rlimit limit = now;
+  limit.rlim_cur = std::max(now.rlim_cur, std::min<rlim_t>(now.rlim_max, 65'536));
+  ::setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 [[noreturn]] void be_supervisor(const GuardContext& guard,

@@ -427,9 +427,9 @@ TEST(Report, WhatTheMessageAndTheStackSayIsNotRepeated) {
   add_last_lines(failure,
                  {"a warning", "lockstep: rank 1 on n1: std::runtime_error: the reason",
                   "in two lines", "    at f()+0x1 (train+0x2)", "    at main+0x1 (train+0x3)",
-                  "    at " + std::string(493, 'x'), "    ... 40 more frames", "last words"},
+                  "    at " + std::string(493, 'x'), "    ... 40 more frames", "last line"},
                  20);
-  EXPECT_THAT(failure.last_lines, ElementsAre("a warning", "last words"));
+  EXPECT_THAT(failure.last_lines, ElementsAre("a warning", "last line"));
   add_last_lines(failure, {"a", "b", "c"}, 2);
   EXPECT_THAT(failure.last_lines, ElementsAre("b", "c"));
   const RankFailure silent;
@@ -553,7 +553,7 @@ TEST(NodeLink, WhatIsNotAMessageIsRefused) {
               HasSubstr("not a launcher's message"));
   const Message foreign = decode(R"({"lockstep": 99})");
   EXPECT_EQ(foreign.kind, Message::Kind::kForeign);
-  EXPECT_THAT(foreign.text, HasSubstr("different versions of Lockstep met (protocols 99 and 2)"));
+  EXPECT_THAT(foreign.text, HasSubstr("different versions of Lockstep (protocols 99 and 2)"));
   EXPECT_THAT(message_of<UsageError>([] { decode(R"({"lockstep": 2, "kind": "dance"})"); }),
               HasSubstr("unknown message 'dance'"));
   EXPECT_THAT(message_of<UsageError>([] { failure_from_json("{}"); }),

@@ -181,7 +181,7 @@ TEST(WorkerEnvironment, TimeoutsAreSetWhereTheyWereGiven) {
               Contains(Pair("LOCKSTEP_STARTUP_TIMEOUT_S", "20")));
 }
 
-TEST(WorkerEnvironment, SignalsAreToldByName) {
+TEST(WorkerEnvironment, SignalsAreGivenByName) {
   LaunchPlan plan = two_by_four();
   plan.signals_to_handle = {SIGTERM, SIGUSR1};
   EXPECT_THAT(worker_environment(plan, third(), variables({})),

@@ -25,7 +25,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kOrphanGrace{1000};         // after a success
 constexpr milliseconds kOrphanFailureGrace{5000};  // after a failure
 constexpr milliseconds kCauseHeadStart{1000};
-// Between the word on the control descriptors and SIGTERM, for whoever listens there.
+// Between the line on the control descriptors and SIGTERM, for whoever listens there.
 constexpr milliseconds kReportHeadStart{100};
 constexpr milliseconds kSweepRound{50};
 constexpr int kSweepRounds = 100;
@@ -250,7 +250,7 @@ void WorkerGroup::on_exit(Worker& worker) {
   maybe_sweep();
 }
 
-// Whether it has deserted the others or they all end this way, its exit alone does not tell.
+// Its exit alone does not show whether it left the others early or all of them end this way.
 void WorkerGroup::on_left(const Worker& worker) {
   if (phase_ != Phase::kRunning || left_timer_ != 0) return;
   left_timer_ = setup_.loop.after(setup_.plan.monitor_interval, [this, &worker] {
@@ -342,8 +342,8 @@ void WorkerGroup::begin_stopping(milliseconds pause) {
   });
 }
 
-// The word first and SIGTERM a moment later: a program of ours that has read the word no longer
-// takes the signal for a request to save.
+// The control line first and SIGTERM a moment later: a program of ours that has read the line no
+// longer takes the signal for a request to save.
 void WorkerGroup::stop_for(const RankFailure& failure) {
   if (phase_ != Phase::kRunning) return;
   const std::string line = control_line(failure);
@@ -505,7 +505,7 @@ bool WorkerGroup::all_ended() const {
 }
 
 void WorkerGroup::maybe_sweep() {
-  // A failure that has been told but not answered yet must not be overtaken by the end.
+  // A failure that has been reported but not answered yet must not be overtaken by the end.
   if (phase_ == Phase::kSweeping || phase_ == Phase::kOver || !all_ended()) return;
   if (phase_ == Phase::kRunning && failure_) return;
   phase_ = Phase::kSweeping;
@@ -577,7 +577,7 @@ const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
     const ErrorFile file = read_error_file(worker->error_file);
     const bool forced = !worker->forced_cause.empty();
     double time = file.present && !forced ? file.time : worker->ended_at;
-    // A rank killed from outside, or that just left, leaves no word of when, and a busy launcher
+    // A rank killed from outside, or that just left, leaves no record of when, and a busy launcher
     // hears of it late, perhaps after a victim has already written its file.
     const bool killed =
         worker->ending && worker->ending->by_signal && worker->ending->number == SIGKILL;

@@ -1,13 +1,13 @@
 // The ranks of one attempt on this host: started together, watched, and ended together.
 //
-// The hard idea: a group is over only when nothing is left of it. First the ranks themselves end
-// (asked by SIGTERM, then made to), then whatever they had started in the background, which by then
-// are children of the supervisor (see supervisor_guard.h). Until all that is gone, ended() is not
+// A group is over only when nothing is left of it. First the ranks themselves end (asked by
+// SIGTERM, then made to), then whatever they had started in the background, which by then are
+// children of the supervisor (see supervisor_guard.h). Until all that is gone, ended() is not
 // called and no next attempt can begin.
 //
 //   running -> stopping (a failure anywhere, or a stop request) -> sweeping -> over
 //
-//   WorkerGroup group(setup, place, {.failed = tell_everyone, .ended = decide});
+//   WorkerGroup group(setup, place, {.failed = notify_all, .ended = decide});
 //   group.start();
 //
 // Owned by the supervisor and called by its one thread; events come from the event loop.
@@ -68,8 +68,8 @@ class WorkerGroup {
   void start();
   // SIGCHLD: ranks that were stopped or continued, and orphans to be reaped.
   void on_child_signal();
-  // Tells every rank but the failed one, then (a moment later where one may listen) SIGTERM, grace,
-  // SIGKILL.
+  // Notifies every rank but the failed one, then (a moment later where one may listen) SIGTERM,
+  // grace, SIGKILL.
   void stop_for(const RankFailure& failure);
   // A stop request: the signal as it came, then grace, SIGKILL. A later one is passed on as well.
   void pass_on(int signal);

@@ -59,7 +59,7 @@ void unmap_all(const Blocks& blocks) {
   for (const auto& block : blocks) unmap(block.data, block.bytes);
 }
 
-// Tells the address sanitizer that only the requested bytes may be used.
+// Marks for the address sanitizer that only the requested bytes may be used.
 void* hand_out(void* data, std::size_t asked, std::size_t bytes) {
   ASAN_POISON_MEMORY_REGION(static_cast<char*>(data) + asked, bytes - asked);
   ASAN_UNPOISON_MEMORY_REGION(data, asked);

@@ -4,10 +4,9 @@
 //   auto net = with_seed(42, [] { return std::make_shared<Net>(); });   // weights: seed
 //   auto loader = data::loader(dataset, world, {.seed = 42, ...});      // order: seed
 //
-// Three kinds of randomness want three seeds. The sampler's order and the
-// initial weights must be the same on every rank, so they use the seed as it is, however many ranks
-// there are; dropout and augmentation must differ, or ranks would learn the same noise, so they use
-// seed + rank.
+// Three kinds of randomness want three seeds. The sampler's order and the initial weights must be
+// the same on every rank, so they use the seed as it is, however many ranks there are; dropout and
+// augmentation must differ, or ranks would learn the same noise, so they use seed + rank.
 //
 // Generators and switches are the process's: call these while no other thread computes.
 #pragma once

@@ -86,7 +86,7 @@ at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) 
       throw UsageError(
           kScaler,
           "a parameter of this optimizer has fp16 gradients, which cannot be unscaled "
-          "without losing what scaling kept. The model was probably converted to fp16. "
+          "without losing what scaling preserved. The model was probably converted to fp16. "
           "Keep its parameters in float32 and use Autocast.");
     if (grad.layout() == at::kSparse) grad = grad._values();
     Grads& here = devices[grad.device().str()];

@@ -7,10 +7,10 @@
 //   scaler.step(optimizer);                       // skipped when a gradient is inf or nan
 //   scaler.update();
 //
-// Whether a step is skipped is a number on the device that the fused kernels
-// read there, so no step waits for the host. It is the maximum over all ranks, so every rank leaves
-// the same step out and has the same scale. (An optimizer of torch::optim, which cannot read it
-// there, costs one host sync per step.)
+// Whether a step is skipped is a number on the device that the fused kernels read there, so no step
+// waits for the host. It is the maximum over all ranks, so every rank leaves the same step out and
+// has the same scale. (An optimizer of torch::optim, which cannot read it there, costs one host
+// sync per step.)
 //
 // bf16 has the range of float32 and needs no scaler. One scaler per run, also with several
 // optimizers; update() once per step, after all of them. unscale_ and step communicate: call them

@@ -197,7 +197,7 @@ TEST(Optimizers, SpeedBesideAten) {
   at::set_num_threads(before);
 }
 
-TEST(Optimizers, AGraphKeptAcrossAStepIsRefused) {
+TEST(Optimizers, AGraphRetainedAcrossAStepIsRefused) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     auto p = leaf(torch::ones({3}, dtype));
     auto loss = (p * p).sum();

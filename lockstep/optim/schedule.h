@@ -4,9 +4,9 @@
 //                                            .total_steps = 5000, .lr = 3e-4});
 //   for (step = 0; ...; ++step) optimizer.set_lr(base_lr * schedule.factor(step));
 //
-// A schedule is a function of the number of optimizer steps taken, and nothing
-// else. There is no state to save, so a run that is resumed, or whose step was skipped and not
-// counted, cannot drift. factor(0) is the first step's, as with transformers' get_scheduler.
+// A schedule is a function of the number of optimizer steps taken, and nothing else. There is no
+// state to save, so a run that is resumed, or whose step was skipped and not counted, cannot drift.
+// factor(0) is the first step's, as with transformers' get_scheduler.
 //
 // Names: constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial,
 // inverse_sqrt, warmup_stable_decay, cosine_with_min_lr. The options of each (num_cycles, power,

@@ -216,9 +216,10 @@ struct Accumulation::Impl {
                        "reduction, or call mean().",
                        loss.numel());
     if (epoch_known && remaining == 0)
-      throw UsageError(kWho,
-                       "more micro-batches came than begin_epoch() was told. The window before was "
-                       "ended as the epoch's last. Call begin_epoch() at the start of each epoch.");
+      throw UsageError(
+          kWho,
+          "more micro-batches came than begin_epoch() was given. The window before "
+          "was ended as the epoch's last. Call begin_epoch() at the start of each epoch.");
   }
 };
 

@@ -10,12 +10,11 @@
 //     }
 //   }
 //
-// The gradient of a window is that of the mean over everything in it, on all
-// ranks, as if it had been one batch. A mean of means is something else as soon as micro-batches
-// differ in size: the last one of an epoch, or any batch counted in tokens. So each loss is weighed
-// by its count, and at the window's end the gradients are scaled by what all ranks have really
-// seen. Where that is what was expected (equal counts, full window) the factor is exactly one and
-// nothing is touched.
+// The gradient of a window is that of the mean over everything in it, on all ranks, as if it had
+// been one batch. A mean of means is something else as soon as micro-batches differ in size: the
+// last one of an epoch, or any batch counted in tokens. So each loss is weighed by its count, and
+// at the window's end the gradients are scaled by what all ranks have really seen. Where that is
+// what was expected (equal counts, full window) the factor is exactly one and nothing is touched.
 //
 // Only the window's last backward synchronises (backward decides, so forward may have run before).
 // A window ends after `steps` micro-batches, at the epoch's last one where begin_epoch knows the

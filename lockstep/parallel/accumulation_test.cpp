@@ -568,7 +568,7 @@ Trained train_with(World& world, bool share, const optim::TensorDict* from = nul
     run.skipped.push_back(result.skipped.item<double>());
     run.scales.push_back(scaler.get_scale());
     ema.update();
-    // Memory that ranks share may be put aside and brought back between steps.
+    // Shared memory may be swapped out and back between steps.
     const auto averaged = ema.swap();
   }
   for (const auto& p : model.parameters()) run.parameters.push_back(p.detach().clone());
@@ -602,7 +602,7 @@ TEST(ShardedStepper, DoesWhatTheReplicatedOneDoes) {
   });
 }
 
-TEST(ShardedStepper, TellsTheNormWithoutClipping) {
+TEST(ShardedStepper, ReportsTheNormWithoutClipping) {
   run_shm(2, [](World& world) {
     DistributedDataParallel model{make_net(), world};
     auto stepper = sharded(std::make_unique<ShardedOptimizer>(model, optim::SGDOptions{.lr = 0.0}));

@@ -23,7 +23,7 @@ using CheckpointBlock = std::function<at::Tensor(const std::vector<at::Tensor>&)
 at::Tensor checkpoint(CheckpointBlock block, std::vector<at::Tensor> inputs);
 
 // Blocks that run one after the other, cut into `segments` of about equal length. Each but the last
-// is checkpointed, so the activations of one segment and the borders of the others are kept; the
+// is checkpointed, so the activations of one segment and the borders of the others are stored; the
 // last one is not, because backward would compute it again at once. With n blocks, about sqrt(n)
 // segments need the least memory. Throws UsageError for no blocks or fewer blocks than segments.
 //

@@ -1,4 +1,4 @@
-// DistributedDataParallel: the same model on every rank, kept equal by averaging gradients.
+// DistributedDataParallel: the same model on every rank, synchronized by averaging gradients.
 //
 //   lockstep::DistributedDataParallel model{net, world};   // after net->to(world.device())
 //   loss_of(model(batch)).backward();   // gradients are averaged while this runs

@@ -287,13 +287,13 @@ TEST(Ddp, FindUnusedGivesTheReducedValueAndLeavesTheRest) {
       DistributedDataParallel model{
           net, world, {.find_unused_parameters = true, .gradient_as_bucket_view = view}};
       net->never->weight.mutable_grad() = at::full({2, 2}, 0.1f);
-      const at::Tensor kept = net->never->weight.grad().clone();
+      const at::Tensor saved = net->never->weight.grad().clone();
       for (int step = 0; step < 3; ++step) {
         // Rank 0 takes the left branch, the others the right one.
         model(at::ones({1, 2}), world.rank() == 0 ? 0 : 1).sum().backward();
         EXPECT_TRUE(at::allclose(net->left->weight.grad(), at::full({2, 2}, 1.0 / 3)));
         EXPECT_TRUE(at::allclose(net->right->weight.grad(), at::full({2, 2}, 2.0 / 3)));
-        EXPECT_TRUE(net->never->weight.grad().equal(kept));
+        EXPECT_TRUE(net->never->weight.grad().equal(saved));
         EXPECT_FALSE(net->never->bias.grad().defined());
         for (auto* layer : {&net->left, &net->right}) (*layer)->zero_grad();
       }

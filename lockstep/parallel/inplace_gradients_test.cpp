@@ -139,9 +139,9 @@ TEST(InplaceGradients, WhoKeepsAGradientKeepsIt) {
     step(0).backward();  // buckets have their final order from here on
     net->zero_grad();
 
-    std::vector<at::Tensor> kept, copies;
+    std::vector<at::Tensor> saved, copies;
     const auto keep = [&](const at::Tensor& gradient) {
-      kept.push_back(gradient);
+      saved.push_back(gradient);
       copies.push_back(gradient.clone());
     };
     const auto hook = net->wide->weight.register_hook(keep);
@@ -158,7 +158,7 @@ TEST(InplaceGradients, WhoKeepsAGradientKeepsIt) {
       auto alone = model.no_sync();
       (found.square().sum() + half.square().sum()).backward();
     }
-    kept.push_back(found.grad());
+    saved.push_back(found.grad());
     copies.push_back(found.detach() * 2);
     net->zero_grad();
     for (const auto& gradient :
@@ -172,16 +172,17 @@ TEST(InplaceGradients, WhoKeepsAGradientKeepsIt) {
     net->zero_grad();
     EXPECT_GT(InplaceGradients::served(), before);
 
-    ASSERT_EQ(kept.size(), 6u);
+    ASSERT_EQ(saved.size(), 6u);
     for (int number = 4; number < 7; ++number) {
       step(number).backward();
       net->zero_grad();
     }
-    for (std::size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(kept[i].equal(copies[i])) << i;
+    for (std::size_t i = 0; i < saved.size(); ++i) EXPECT_TRUE(saved[i].equal(copies[i])) << i;
   });
 }
 
-// One weight at the end, in a checkpointed block and at the start: its gradients meet on their way.
+// One weight at the end, in a checkpointed block and at the start: its gradients are added during
+// backward.
 struct TiedImpl : torch::nn::Module {
   TiedImpl() { weight = register_parameter("weight", at::randn({6, 6}) / 3); }
   at::Tensor forward(const at::Tensor& x) {

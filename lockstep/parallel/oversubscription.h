@@ -1,9 +1,9 @@
 // Whether ranks of one host fill its cores, so that work beside the backward pass would only take
 // them away from it.
 //
-// What a rank may use says little alone. Ranks that are each bound to a core of
-// their own may use one each and fill nothing; ranks that may all use the same sixteen share them.
-// So the cores that any rank may use are counted, over all of them.
+// One rank's affinity mask says little alone. Ranks that are each bound to a core of their own may
+// use one each and fill nothing; ranks that may all use the same sixteen share them. So the cores
+// that any rank may use are counted, over all of them.
 //
 //   const bool overlap = !oversubscribed(world.local_size(), at::get_num_threads(),
 //   cores_of_ranks(world));

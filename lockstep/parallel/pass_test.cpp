@@ -164,8 +164,8 @@ TEST_P(PassAtSize, AnOuterBackwardThatFailsLeavesNothingBehind) {
       for (auto* layer : {&net->left, &net->right, &net->never})
         EXPECT_TENSOR_NEAR((*layer)->weight.grad(), mean_of(world), 1e-6);
     }
-    const auto kept = failing(false);  // so is its graph, and with it what waits for its end
-    EXPECT_THROW(kept.backward(), std::runtime_error);
+    const auto retained = failing(false);  // its graph lives on, and what waits for its end
+    EXPECT_THROW(retained.backward(), std::runtime_error);
     EXPECT_THAT(message_of<UsageError>(step), HasSubstr("an earlier backward did not finish"));
     step();
     EXPECT_TENSOR_NEAR(net->left->weight.grad(), mean_of(world), 1e-6);

@@ -212,10 +212,10 @@ TEST(Replicas, WhatOneRankCannotWrapNoneWraps) {
       return message_of<UsageError>(
           [&] { DistributedDataParallel model{std::make_shared<Pair>(), world, options}; });
     };
-    const auto refused = [&](const std::string& words) {
-      return HasSubstr(odd ? "[reducer] " + words
+    const auto refused = [&](const std::string& text) {
+      return HasSubstr(odd ? "[reducer] " + text
                            : "[reducer] rank 1 refused to wrap the model. Its message: [reducer] " +
-                                 words);
+                                 text);
     };
     EXPECT_THAT(wrap([](DdpOptions& o) { o.bucket_cap_mb = -1; }),
                 refused("bucket_cap_mb = -1 must be positive"));

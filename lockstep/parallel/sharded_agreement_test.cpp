@@ -177,7 +177,7 @@ TEST(ShardedAgreement, OtherParametersOnSomeRanksAreNotAccepted) {
     EXPECT_EQ(accept(), kNothing);
     EXPECT_TENSOR_EQ(bias.detach(), before + 1);
     trained.step(world);
-    // A change of kind is told by who made it.
+    // A change of kind is reported by the rank that made it.
     if (world.rank() == 1) bias.set_requires_grad(false);
     EXPECT_THAT(
         accept(),
@@ -222,8 +222,8 @@ class Making {
     return make({{net->parameters(), rule}}, options);
   }
   // The message of rank 1, and from the others who it was.
-  auto refused(const std::string& words) const {
-    return AllOf(HasSubstr(words),
+  auto refused(const std::string& text) const {
+    return AllOf(HasSubstr(text),
                  HasSubstr(odd() ? "["
                                  : "[ShardedOptimizer] rank 1 refused to make the optimizer. "
                                    "Its message: ["));
@@ -288,7 +288,7 @@ TEST(ShardedAgreement, WhatIsMadeDifferentlyIsRefusedByAll) {
                 differs("skip_non_finite = 1", "skip_non_finite = 0"));
     EXPECT_THAT(test.make(odd ? OptimizerRule(optim::SGDOptions{}) : AdamWOptions{}),
                 differs("the rule SGD", "the rule AdamW"));
-    // The same groups with other members: nothing but the parameters' values would ever tell.
+    // The same groups with other members: nothing but the parameters' values would ever show it.
     const auto all = test.net->parameters();
     const std::vector<at::Tensor> most(all.begin() + 1, all.end() - 1);
     std::vector<ShardedGroup> groups{{most, AdamWOptions{}}, {{all.back()}, AdamWOptions{.lr = 1}}};
@@ -359,15 +359,15 @@ TEST(ShardedAgreement, WhatABackwardRefusesTheStepsOfTheOthersSay) {
         }
         trained.optimizer.step();
       };
-      const std::string words = "parameter 'spare.bias' is written between backward passes";
+      const std::string text = "parameter 'spare.bias' is written between backward passes";
       EXPECT_THAT(message_of<UsageError>(window),
-                  AllOf(HasSubstr(words),
+                  AllOf(HasSubstr(text),
                         HasSubstr(odd ? "[ShardedOptimizer] parameter"
                                       : "[ShardedOptimizer] rank 1 refused this step. Its message: "
                                         "[ShardedOptimizer] parameter")));
-      // A rank that continues to its step() all the same is told what the others were.
+      // A rank that still calls step() gets the same message as the others.
       if (odd && steps) {
-        EXPECT_THAT(message_of<UsageError>([&] { trained.optimizer.step(); }), HasSubstr(words));
+        EXPECT_THAT(message_of<UsageError>([&] { trained.optimizer.step(); }), HasSubstr(text));
       }
       trained.optimizer.sync_from_model();
       trained.step(world);
@@ -425,9 +425,9 @@ TEST(ShardedAgreement, ProcessesRefuseTogetherAndAtOnce) {
         [](World& world) {
           const bool odd = world.rank() == 1;
           const auto start = std::chrono::steady_clock::now();
-          const auto refused = [&](const std::string& words, const std::function<void()>& body) {
+          const auto refused = [&](const std::string& text, const std::function<void()>& body) {
             EXPECT_THAT(message_of<UsageError>(body),
-                        AllOf(HasSubstr(words), HasSubstr(odd ? "" : "rank 1 refused ")));
+                        AllOf(HasSubstr(text), HasSubstr(odd ? "" : "rank 1 refused ")));
           };
           Net net = make_net();
           refused("bucket_cap_mb = -1", [&] {
@@ -518,9 +518,9 @@ TEST(ShardedAgreement, ParametersThatShareMemoryAreRefusedByBothNames) {
   }
 }
 
-// ---------------------------------------------------------------- words
+// ---------------------------------------------------------------- messages
 
-TEST(ShardedAgreement, ARefusalIsToldInTheWordsOfWhoRefuses) {
+TEST(ShardedAgreement, ARefusalHasTheMessageOfTheRefusingRank) {
   run_threads(3, [](World& world) {
     Trained trained(world);
     if (world.rank() > 0) trained.optimizer.set_lr(-world.rank());

@@ -622,7 +622,7 @@ TEST(ShardedStep, ThreadsChangeNoBit) {
 }
 
 // Every exchange is a point where all ranks wait for the slowest.
-TEST(ShardedStep, MeetsNoOftenerThanItMust) {
+TEST(ShardedStep, CommunicatesNoOftenerThanNeeded) {
   const auto exchanges = [](const std::string& backend, const ShardedOptions& options,
                             float gradient) {
     std::uint64_t count = 0;

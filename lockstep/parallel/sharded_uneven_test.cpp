@@ -156,15 +156,15 @@ TEST_P(ShardedUneven, StateHasTheParametersShapeAlsoInChannelsLast) {
   });
 }
 
-TEST(ShardedGraph, KeptAcrossAStepIsRefused) {
+TEST(ShardedGraph, RetainedAcrossAStepIsRefused) {
   run_threads(2, [](World& world) {
     Net net = make_net();
     DistributedDataParallel model{net, world};
     ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
     model(batch_of(world.rank(), 0)).sum().backward();
-    const at::Tensor kept = model(batch_of(world.rank(), 1)).square().sum();
+    const at::Tensor retained = model(batch_of(world.rank(), 1)).square().sum();
     optimizer.step();
-    EXPECT_THAT(message_of<c10::Error>([&] { kept.backward(); }),
+    EXPECT_THAT(message_of<c10::Error>([&] { retained.backward(); }),
                 HasSubstr("modified by an inplace operation"));
   });
 }
@@ -174,7 +174,7 @@ struct DebugMode {
   ~DebugMode() { ::unsetenv("LOCKSTEP_DEBUG"); }
 };
 
-// Past LibTorch no version tells of it; the owner of the elements does.
+// A write past LibTorch bumps no version; the owner of the elements detects it.
 TEST(ShardedDebug, AWriteThroughAPointerIsFoundByTheOwner) {
   const DebugMode debug;
   run_threads(3, [](World& world) {

@@ -1,4 +1,4 @@
-// gtest words for tensors.
+// gtest matchers for tensors.
 //
 //   EXPECT_TENSOR_EQ(a, b);          bit for bit, shape and dtype included
 //   EXPECT_TENSOR_NEAR(a, b, 1e-6);  largest absolute difference

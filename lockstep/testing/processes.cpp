@@ -70,7 +70,7 @@ Listener listen_somewhere() {
 struct Child {
   pid_t pid = -1;
   Fd output;
-  // Both ends: a word to a rank that has just ended must not be a broken pipe.
+  // Both ends: a message to a rank that has just ended must not be a broken pipe.
   Pipe control;
   bool ended = false;
 };
@@ -124,7 +124,7 @@ int failed_parts() {
   }
   std::cout.flush();
   std::fflush(nullptr);
-  // Threads of a world that failed are left behind on purpose; exit handlers would meet them.
+  // Threads of a world that failed are left behind on purpose; exit handlers would race with them.
   std::_Exit(code);
 }
 

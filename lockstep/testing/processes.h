@@ -5,11 +5,11 @@
 //     EXPECT_EQ(ranks[0].exit_code, 0) << ranks[0].output;
 //   }
 //
-// A rank is a fork of this test program, which spares it loading LibTorch. Where
-// a fork would not do, because the test has threads or the rank must see its launcher's descriptor
-// as it starts, run_processes starts the program again, once per rank, with a filter for the
-// running test; in a rank the same call runs the body on World::from_env() and ends the process. So
-// the body may be a lambda, and nothing is forked from a process with threads.
+// A rank is a fork of this test program, which spares it loading LibTorch. Where a fork would not
+// do, because the test has threads or the rank must see its launcher's descriptor as it starts,
+// run_processes starts the program again, once per rank, with a filter for the running test; in a
+// rank the same call runs the body on World::from_env() and ends the process. So the body may be a
+// lambda, and nothing is forked from a process with threads.
 #pragma once
 
 #include <chrono>

@@ -1,9 +1,9 @@
 // Agreement: what one rank flags, all ranks do at the same step.
 //
-// A flag (stop, save, evaluate) is a number in a tiny reduction that every step
-// makes anyway before its update, so agreeing costs microseconds and no rank can act on a flag
-// that another has not heard. On a GPU reading the answer would hold the host up until the device
-// has come that far; there the answer of a step is read one step later, on every rank identically.
+// A flag (stop, save, evaluate) is a number in a tiny reduction that every step makes anyway before
+// its update, so agreeing costs microseconds and no rank can act on a flag that another has not
+// heard. On a GPU reading the answer would hold the host up until the device has come that far;
+// there the answer of a step is read one step later, on every rank identically.
 //
 //   Agreement agreement(world);
 //   const StepFlags all = agreement.exchange({.stop_signal = signals.requested()});
@@ -26,7 +26,7 @@ struct StepFlags {
   bool save = false;
   bool evaluate = false;
   bool out_of_memory = false;
-  bool alert = false;   // there is one to be told to all
+  bool alert = false;   // there is one to report to all
   bool saving = false;  // a save is being written
 };
 

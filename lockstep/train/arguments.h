@@ -1,9 +1,9 @@
 // TrainingArguments: how a run trains, with Hugging Face's names and defaults.
 //
-// This struct is plain and says nothing about files. One table (config_keys.h)
-// names each member; reading files, flags and variables, checking, help, the JSON record and the
-// page docs/configuration.md all come from that table, so they cannot disagree. Where a value comes
-// from is decided in config.h.
+// This struct is plain and says nothing about files. One table (config_keys.h) names each member;
+// reading files, flags and variables, checking, help, the JSON record and the page
+// docs/configuration.md all come from that table, so they cannot disagree. Where a value comes from
+// is decided in config.h.
 //
 //   TrainingArguments arguments{.learning_rate = 3e-4, .bf16 = true};
 //   check_arguments(arguments);                                   // throws UsageError
@@ -26,7 +26,7 @@ enum class Interval { kNo, kSteps, kEpoch, kBest };
 
 // Steps written as reals: below 1 they are a share of all steps, from 1 on a whole number of them.
 struct TrainingArguments {
-  // What is trained. The command that trains reads the two maps; a word alone is a name.
+  // What is trained. The command that trains reads the two maps; a string alone is a name.
   Node model{};
   Node data{};
   std::optional<std::string> dataset_dir{};

@@ -100,7 +100,7 @@ void AsyncSaver::check_progress() {
                   path, std::chrono::duration<double>(stalled).count()));
 }
 
-// Into memory that is kept from save to save: fresh memory costs more than copying into it.
+// Into memory that is reused from save to save: fresh memory costs more than copying into it.
 void AsyncSaver::copy(Shared& shared, Job& job) {
   const auto place = [&](const std::string& name, at::Tensor& tensor) {
     at::Tensor& stage = shared.staging[name];

@@ -10,8 +10,8 @@
 //   sampler.json             the cursor in the epoch's order of samples
 //   MANIFEST.json            sizes and checksums of all of them
 //
-// The name is the commit (lockstep/io/atomic_dir.h). A folder with this name is
-// whole, or its manifest says what is damaged.
+// The name is the commit (lockstep/io/atomic_dir.h). A folder with this name is whole, or its
+// manifest says what is damaged.
 //
 //   write_checkpoint("out/checkpoint-40", contents);
 //   const auto found = find_checkpoint("out", "auto");      // newest that verifies

@@ -1,4 +1,4 @@
-// What no single key can tell: values that contradict each other. Private to this layer.
+// What no single key can show: values that contradict each other. Private to this layer.
 //
 //   for (auto& text : contradictions(arguments, where)) problems.add(text);
 #pragma once

@@ -1,4 +1,4 @@
-// Lists of accepted words, written "no|steps|epoch" in the table. Private to this layer.
+// Lists of accepted values, written "no|steps|epoch" in the table. Private to this layer.
 //
 //   split_choices("no|steps")       // {"no", "steps"}
 //   choices_text("no|steps|epoch")  // "no, steps or epoch"
@@ -11,23 +11,23 @@
 namespace lockstep::train {
 
 inline std::vector<std::string> split_choices(std::string_view choices) {
-  std::vector<std::string> words(choices.empty() ? 0 : 1);
+  std::vector<std::string> values(choices.empty() ? 0 : 1);
   for (const char c : choices) {
     if (c == '|') {
-      words.emplace_back();
+      values.emplace_back();
     } else {
-      words.back() += c;
+      values.back() += c;
     }
   }
-  return words;
+  return values;
 }
 
 inline std::string choices_text(std::string_view choices) {
-  const std::vector<std::string> words = split_choices(choices);
+  const std::vector<std::string> values = split_choices(choices);
   std::string text;
-  for (std::size_t i = 0; i < words.size(); ++i) {
-    if (i > 0) text += i + 1 == words.size() ? " or " : ", ";
-    text += words[i];
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (i > 0) text += i + 1 == values.size() ? " or " : ", ";
+    text += values[i];
   }
   return text;
 }

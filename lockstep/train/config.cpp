@@ -245,9 +245,9 @@ class Resolver {
   // ---------------------------------------------------------------- flags
 
   void read_flags() {
-    const auto& words = sources_.flags;
-    for (std::size_t i = 0; i < words.size();) {
-      const std::string& word = words[i++];
+    const auto& flags = sources_.flags;
+    for (std::size_t i = 0; i < flags.size();) {
+      const std::string& word = flags[i++];
       if (word.rfind("--", 0) != 0 || word.size() == 2) {
         problems_.add(fmt::format("'{}' is not a flag. Write --key value or --key=value.", word));
         continue;
@@ -256,8 +256,8 @@ class Resolver {
       std::optional<std::string> value;
       if (equals != word.npos) {
         value = word.substr(equals + 1);
-      } else if (i < words.size() && words[i].rfind("--", 0) != 0) {
-        value = words[i++];
+      } else if (i < flags.size() && flags[i].rfind("--", 0) != 0) {
+        value = flags[i++];
       }
       std::string name = word.substr(2, equals == word.npos ? equals : equals - 2);
       std::replace(name.begin(), name.end(), '-', '_');
@@ -296,7 +296,7 @@ class Resolver {
     const auto found = candidates_.find("preset");
     if (found == candidates_.end()) return;
     TrainingArguments scratch;
-    // A wrong name is told when all candidates are tried.
+    // A wrong name is reported when all candidates are tried.
     Problems ignored;
     ignored.attempt([&] { assign(scratch, *find_key("preset"), found->second.back().value); });
     if (!scratch.preset) return;
@@ -383,10 +383,10 @@ std::string config_json(const Config& config) {
     node.kind = NodeKind::kMap;
     return node;
   };
-  const auto list = [](const std::vector<std::string>& words) {
+  const auto list = [](const std::vector<std::string>& texts) {
     Node node;
     node.kind = NodeKind::kList;
-    for (const std::string& word : words) node.items.push_back(text_node(word));
+    for (const std::string& word : texts) node.items.push_back(text_node(word));
     return node;
   };
   Node settings = map();

@@ -1,11 +1,10 @@
 // Where every value of TrainingArguments comes from: defaults < preset < file < environment
 // (LOCKSTEP_<KEY>) < flags (--key value).
 //
-// The winner is recorded. Each value keeps its place (file:line:column, variable
-// or flag) and those it beat, so that "why is the batch 4?" has an answer. All mistakes of all
-// sources are found before any is reported. What `accelerate launch` says through
-// ACCELERATE_MIXED_PRECISION and ACCELERATE_USE_CPU stands just above the presets, as in Hugging
-// Face.
+// The winner is recorded. Each value keeps its place (file:line:column, variable or flag) and those
+// it beat, so that "why is the batch 4?" has an answer. All mistakes of all sources are found
+// before any is reported. What `accelerate launch` says through ACCELERATE_MIXED_PRECISION and
+// ACCELERATE_USE_CPU stands just above the presets, as in Hugging Face.
 //
 //   Config config = load_config("train.yaml", {"--learning_rate=1e-4", "--bf16"});
 //   for (const std::string& note : config.notes) log::warning("config", "{}", note);

@@ -41,7 +41,7 @@ struct KeySpec {
   Member member;
   std::string_view help;
   const Check* check = nullptr;   // of numbers
-  std::string_view choices = {};  // "no|steps|epoch": of words and lists of words
+  std::string_view choices = {};  // "no|steps|epoch": of strings and lists of strings
   std::string_view unset = {};    // what happens without a value, where that is possible
   bool ours = false;              // not one of Hugging Face's
   bool path = false;              // of texts: `~` at the start is a home directory
@@ -59,7 +59,7 @@ std::vector<std::string> key_names();
 struct OldKey {
   std::string_view name;
   std::string_view now;   // the key that takes the value; empty: the value has no effect any more
-  std::string_view line;  // what the user is told
+  std::string_view line;  // the line shown to the user
 };
 std::span<const OldKey> old_keys();
 
@@ -82,8 +82,8 @@ bool is_path_of_section(std::string_view name);
 
 // Sets one member. Throws UsageError with the node's place when type, choice or range is wrong.
 void assign(TrainingArguments& arguments, const KeySpec& key, const Node& value);
-// The node that a text from a flag or a variable stands for, by the key's type: words stay words,
-// lists are split at commas, 1 and 0 are booleans, "none" unsets what can be unset.
+// The node that a text from a flag or a variable stands for, by the key's type: strings stay
+// strings, lists are split at commas, 1 and 0 are booleans, "none" unsets what can be unset.
 Node node_from_text(const KeySpec& key, const std::string& text, const SourceLocation& location);
 // The member as a node without a place; null when it is unset.
 Node value_of(const TrainingArguments& arguments, const KeySpec& key);

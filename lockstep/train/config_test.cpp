@@ -128,8 +128,8 @@ TEST(ConfigKeys, EveryNumberHasARange) {
     if (!is(std::int64_t{}) && !is(double{})) continue;
     ++numbers;
     ASSERT_NE(key.check, nullptr) << key.name;
-    const std::string words(key.check->range);
-    EXPECT_TRUE(words.find(" to ") != words.npos || words.find("up to ") != words.npos) << words;
+    const std::string range(key.check->range);
+    EXPECT_TRUE(range.find(" to ") != range.npos || range.find("up to ") != range.npos) << range;
     for (const char* text : {"9223372036854775807", "9223372036854775808", "1e300", ".inf", ".nan",
                              "-1e300", "-9223372036854775808", "-.inf"}) {
       const Node node = plain_scalar(text, location_named("t.yaml"));
@@ -143,7 +143,7 @@ TEST(ConfigKeys, EveryNumberHasARange) {
       TrainingArguments arguments;
       const std::string message = message_of([&] { assign(arguments, key, node); });
       EXPECT_THAT(message, StartsWith("[config] t.yaml: " + std::string(key.name) + " must be " +
-                                      words + ", and "))
+                                      range + ", and "))
           << text;
       EXPECT_TRUE(same_value(value_of(arguments, key), value_of({}, key))) << key.name;
     }
@@ -561,7 +561,7 @@ const Mistake kMistakes[] = {
 INSTANTIATE_TEST_SUITE_P(Config, ConfigMistake, ::testing::ValuesIn(kMistakes),
                          [](const auto& one) { return one.param.name; });
 
-TEST(Config, AllMistakesAreToldAtOnce) {
+TEST(Config, AllMistakesAreReportedAtOnce) {
   const std::string message =
       refused("bf16: yes\nsed: 1\n", {"--max_steps=x"}, {{"LOCKSTEP_FP16", "maybe"}});
   EXPECT_THAT(message, StartsWith("[config] 4 mistakes:\n  t.yaml:2:1: there is no key 'sed'"));

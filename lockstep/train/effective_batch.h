@@ -1,7 +1,7 @@
 // How many samples one optimizer step really sees: per device x accumulation x ranks.
 //
-// The effective batch is what learning depends on, the other three are only how
-// it is reached. So every text that proposes to change one of them says what becomes of it.
+// The effective batch is what learning depends on, the other three are only how it is reached. So
+// every text that proposes to change one of them says what becomes of it.
 //
 //   accumulation_steps(arguments, world_size)      // from tokens_per_update where that is set
 //   effective_batch_text(arguments, 2)             // "effective batch 16 = 4 per device x ..."

@@ -41,8 +41,8 @@ void check_number(const KeySpec& key, const Node& node, double value) {
 }
 
 void check_choice(const KeySpec& key, const Node& node, const std::string& word) {
-  const std::vector<std::string> words = split_choices(key.choices);
-  if (words.empty() || std::find(words.begin(), words.end(), word) != words.end()) return;
+  const std::vector<std::string> choices = split_choices(key.choices);
+  if (choices.empty() || std::find(choices.begin(), choices.end(), word) != choices.end()) return;
   // The other services that Hugging Face knows read one of the two.
   const char* more =
       key.name == "report_to"
@@ -50,7 +50,7 @@ void check_choice(const KeySpec& key, const Node& node, const std::string& word)
             "which every run writes."
           : "";
   refuse(node, "{} must be {}, and '{}' is {}.{}{}", key.name, choices_text(key.choices), word,
-         words.size() == 2 ? "neither" : "none of them", did_you_mean(word, words), more);
+         choices.size() == 2 ? "neither" : "none of them", did_you_mean(word, choices), more);
 }
 
 // One overload for each type of the table.
@@ -85,18 +85,18 @@ void read(Interval& out, const KeySpec& key, const Node& node) {
     refuse_value(node, key.name, choices_text(key.choices), "Write no.");
   const std::string value = as_string(node, key.name);
   check_choice(key, node, value);
-  const std::vector<std::string> words = split_choices(key.choices);
-  out = static_cast<Interval>(std::find(words.begin(), words.end(), value) - words.begin());
+  const std::vector<std::string> choices = split_choices(key.choices);
+  out = static_cast<Interval>(std::find(choices.begin(), choices.end(), value) - choices.begin());
 }
 void read(std::vector<std::string>& out, const KeySpec& key, const Node& node) {
-  std::vector<std::string> words;
+  std::vector<std::string> values;
   const std::vector<Node> one{node};
   for (const Node& item : node.is(NodeKind::kList) ? node.items : one) {
-    words.push_back(as_string(item, key.name));
-    check_choice(key, item, words.back());
+    values.push_back(as_string(item, key.name));
+    check_choice(key, item, values.back());
   }
-  if (words.empty()) words.push_back("none");
-  out = std::move(words);
+  if (values.empty()) values.push_back("none");
+  out = std::move(values);
 }
 void read(Node& out, const KeySpec& key, const Node& node) {
   const bool kwargs = key.name == "lr_scheduler_kwargs";
@@ -143,9 +143,9 @@ Node write(const std::string& value, const KeySpec&) {
   return text_node(value);
 }
 Node write(Interval value, const KeySpec& key) {
-  const std::vector<std::string> words = split_choices(key.choices);
+  const std::vector<std::string> choices = split_choices(key.choices);
   const auto index = static_cast<std::size_t>(value);
-  return text_node(index < words.size() ? words[index] : "?");
+  return text_node(index < choices.size() ? choices[index] : "?");
 }
 Node write(const std::vector<std::string>& value, const KeySpec&) {
   Node node;

@@ -56,11 +56,11 @@ int append_whole(int fd, std::string_view text) {
 void keep_until(const std::string& path, const std::string& superseded, std::int64_t step) {
   std::ifstream old(path);
   if (!old) return;
-  std::string kept, later;
+  std::string earlier, later;
   bool changed = false;
   for (std::string line; std::getline(old, line);) {
     const std::optional<LogEntry> entry = read_line(line);
-    if (entry) (entry->step <= step ? kept : later) += line + '\n';
+    if (entry) (entry->step <= step ? earlier : later) += line + '\n';
     changed |= !entry || entry->step > step || old.eof();
   }
   if (!changed) return;
@@ -73,7 +73,7 @@ void keep_until(const std::string& path, const std::string& superseded, std::int
   const std::string temporary = path + ".new";
   ::unlink(temporary.c_str());
   io::FileWriter file(temporary);
-  file.append(kept);
+  file.append(earlier);
   file.finish();
   if (::rename(temporary.c_str(), path.c_str()) != 0) throw io::file_error("rename", path, errno);
   io::sync_directory(std::filesystem::path(path).parent_path().string());

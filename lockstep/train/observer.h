@@ -5,8 +5,8 @@
 //   };
 //   trainer.add(std::make_shared<Print>());
 //
-// Every rank calls its observers for every event, at the same steps. What one
-// of them asks for on any rank (event.stop) is agreed by the next step's exchange and done by all.
+// Every rank calls its observers for every event, at the same steps. What one of them asks for on
+// any rank (event.stop) is agreed by the next step's exchange and done by all.
 //
 // Called on the thread that trains; what an observer throws ends the run. Shared with the trainer.
 #pragma once

@@ -1,10 +1,10 @@
 // What another run has left in output_dir, moved out of this run's way and not lost.
 //
-// The newest checkpoint is the one with the highest step. A folder that this run
-// has not written and that stands above the step it starts from would be resumed from next time,
-// in the place of this run's own. So such folders get a folder of their own, earlier-<n>, before
-// the first step; so do the metrics, runs/ and effective_config.json of a run that this one does
-// not continue from: no run's measurements are deleted.
+// The newest checkpoint is the one with the highest step. A folder that this run has not written
+// and that stands above the step it starts from would be resumed from next time, in the place of
+// this run's own. So such folders get a folder of their own, earlier-<n>, before the first step; so
+// do the metrics, runs/ and effective_config.json of a run that this one does not continue from: no
+// run's measurements are deleted.
 //
 //   const std::string place = archive_previous_run("out", {.checkpoint = "out/checkpoint-40", .step
 //   = 40}); if (!place.empty()) log::warning("checkpoint", "moved to {}", place);

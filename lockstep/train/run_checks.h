@@ -2,9 +2,9 @@
 // is measured, a device for its precision, a folder to continue from, weights that are the model's,
 // room for a checkpoint.
 //
-// Two ask the same question. The Trainer asks when it begins, `lockstep config
-// check` before that and without torch; one function answers both, so that what passes the check is
-// not refused later in other words.
+// The Trainer runs these checks when it begins, `lockstep config check` before that and without
+// torch; both share one function, so that what passes the check is not refused later with another
+// message.
 //
 //   check_evaluation(arguments, task.eval_data != nullptr);
 //   check_metric(arguments, {"eval_loss", "eval_accuracy"});
@@ -31,7 +31,7 @@ void check_evaluation(const TrainingArguments& arguments, bool has_eval_data);
 
 // metric_for_best_model among what an evaluation gives ("eval_loss", ...), where it is needed.
 void check_metric(const TrainingArguments& arguments, const std::vector<std::string>& given);
-// "loss" is a word for "eval_loss", as with Hugging Face.
+// "loss" means "eval_loss", as with Hugging Face.
 std::string full_metric_name(const std::string& metric);
 
 // As Hugging Face's (Accelerate's): fp16 is a GPU's. The commands ask; a program of its own may

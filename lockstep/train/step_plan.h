@@ -1,9 +1,9 @@
 // How many optimizer steps a run takes, and at which of them something is due, by Hugging Face's
 // rules.
 //
-// Everything is counted in optimizer steps. Batches become steps by the
-// accumulation (a short last window is a step too), epochs become steps, and intervals below 1 are
-// a share of all steps, rounded up.
+// Everything is counted in optimizer steps. Batches become steps by the accumulation (a short last
+// window is a step too), epochs become steps, and intervals below 1 are a share of all steps,
+// rounded up.
 //
 //   const StepPlan plan = plan_steps(arguments, loader.batches_per_epoch(0), accumulation);
 //   if (due_after_step(arguments, plan, step).save) ...

@@ -1,10 +1,10 @@
 // Requests to stop: SIGTERM, SIGUSR1 and SIGUSR2, turned from an interruption into a value that the
 // training loop reads at its own pace.
 //
-// A signal reaches one rank, and all must act on it at the same step. So the
-// handler only remembers it; the step's exchange (agreement.h) tells the others. That takes other
-// ranks to take part, so the request has a deadline: when nobody has agreed by then, `give_up` is
-// called (from a thread of its own) and ends the rank's waiting.
+// A signal reaches one rank, and all must act on it at the same step. So the handler only remembers
+// it; the step's exchange (agreement.h) notifies the others. That takes other ranks to take part,
+// so the request has a deadline: when nobody has agreed by then, `give_up` is called (from a thread
+// of its own) and ends the rank's waiting.
 //
 //   StopSignals signals({.give_up = [&](const std::string& why) { world.abort(why); }});
 //   if (signals.requested() != 0) ...        // the signal's number

@@ -256,7 +256,7 @@ TEST(MetricsLog, ARunsNameIsInEveryLineAndTensorBoardsFolder) {
 
 // ---------------------------------------------------------------- what other runs have left
 
-class PutAside : public ::testing::Test {
+class ArchivePreviousRun : public ::testing::Test {
  protected:
   void SetUp() override {
     for (const char* step : {"5", "10", "15"}) {
@@ -278,7 +278,7 @@ class PutAside : public ::testing::Test {
   io::TemporaryDirectory dir_;
 };
 
-TEST_F(PutAside, ANewRunFindsNothing) {
+TEST_F(ArchivePreviousRun, ANewRunFindsNothing) {
   EXPECT_EQ(archive_previous_run(dir_.path(), {}), dir_ / "earlier-1");
   EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
   EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-10", "checkpoint-15",
@@ -291,7 +291,7 @@ TEST_F(PutAside, ANewRunFindsNothing) {
   EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("metrics.jsonl"));
 }
 
-TEST_F(PutAside, ARunThatGoesOnLeavesTheOtherBranch) {
+TEST_F(ArchivePreviousRun, ARunThatGoesOnLeavesTheOtherBranch) {
   const RunStart start{.checkpoint = dir_ / "checkpoint-5/", .step = 5};
   EXPECT_EQ(archive_previous_run(dir_.path(), start), dir_ / "earlier-1");
   EXPECT_THAT(names(dir_.path()),
@@ -300,13 +300,13 @@ TEST_F(PutAside, ARunThatGoesOnLeavesTheOtherBranch) {
   EXPECT_EQ(archive_previous_run(dir_.path(), start), "");
 }
 
-TEST_F(PutAside, FromAnotherPlaceNothingHereIsItsOwn) {
+TEST_F(ArchivePreviousRun, FromAnotherPlaceNothingHereIsItsOwn) {
   io::TemporaryDirectory other;
   std::filesystem::create_directory(other / "checkpoint-10");
   EXPECT_EQ(archive_previous_run(dir_.path(), {.checkpoint = other / "checkpoint-10", .step = 10}),
             dir_ / "earlier-1");
   EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
-  // Also from a place that was itself put aside.
+  // Also from a place that was itself archived.
   std::filesystem::create_directory(dir_ / "checkpoint-3");
   EXPECT_EQ(
       archive_previous_run(dir_.path(), {.checkpoint = dir_ / "earlier-1/checkpoint-5", .step = 5}),

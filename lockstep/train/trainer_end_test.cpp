@@ -78,8 +78,8 @@ TEST(Trainer, TheBestModelComesBackAndPatienceEnds) {
   auto best = network();
   Checkpoint(*trainer.state().best_model_checkpoint).load_model(*best);
   EXPECT_TRUE(torch::equal(flat(*net), flat(*best)));
-  const auto kept = io::list_numbered(dir.path(), kCheckpointPrefix);
-  EXPECT_EQ(kept.size(), 2u);
+  const auto retained = io::list_numbered(dir.path(), kCheckpointPrefix);
+  EXPECT_EQ(retained.size(), 2u);
 }
 
 // Of one checkpoint besides the best, which is loaded at the end.

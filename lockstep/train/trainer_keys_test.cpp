@@ -305,7 +305,7 @@ TEST(Keys, LoggingNanInfFilter) {
     } else {
       EXPECT_TRUE(std::isnan(logged));
       EXPECT_TRUE(std::isnan(result.train_loss));
-      EXPECT_THAT(line, HasSubstr("\"loss\":null")) << "NaN is not a word of JSON";
+      EXPECT_THAT(line, HasSubstr("\"loss\":null")) << "NaN is not valid JSON";
     }
     a.resume_from_checkpoint = "auto";  // what was logged can be read again
     a.max_steps = 5;
@@ -581,11 +581,11 @@ void ask_for_too_much() {
   at::empty({std::int64_t{1} << 50}, at::kByte);
 }
 
-TEST(Keys, AutoFindBatchSizeAndWordsForFullMemory) {
+TEST(Keys, AutoFindBatchSizeAndOutOfMemoryMessages) {
   const std::pair<void (*)(), const char*> ways[] = {
       {[] { throw std::bad_alloc(); }, "std::bad_alloc"},
       {ask_for_too_much, "DefaultCPUAllocator: "}};
-  for (const auto& [fail, words] : ways) {
+  for (const auto& [fail, text] : ways) {
     for (const std::int64_t step : {1, 3}) {
       io::TemporaryDirectory dir;
       TrainerTask task = task_for(network(), dataset(64, 1));
@@ -597,7 +597,7 @@ TEST(Keys, AutoFindBatchSizeAndWordsForFullMemory) {
       EXPECT_THAT(
           io::message_of<Error>([&] { trainer.train(); }),
           AllOf(HasSubstr("[trainer] rank 0: out of memory in step " + std::to_string(step) + " ("),
-                HasSubstr(words), HasSubstr("Try per_device_train_batch_size: 3")));
+                HasSubstr(text), HasSubstr("Try per_device_train_batch_size: 3")));
     }
     io::TemporaryDirectory dir;
     auto a = arguments(dir.path());
@@ -610,7 +610,7 @@ TEST(Keys, AutoFindBatchSizeAndWordsForFullMemory) {
     };
     Trainer trainer(World{}, task, a);
     trainer.train();
-    EXPECT_EQ(trainer.state().train_batch_size, 2) << words;
+    EXPECT_EQ(trainer.state().train_batch_size, 2) << text;
   }
 }
 

@@ -66,7 +66,7 @@ TEST(TrainerLimits, ASecondRunInTheSamePlaceIsRefusedOnAllRanks) {
   testing::run_threads(2, train);
 }
 
-TEST(TrainerLimits, AnotherNumberOfStepsIsSaidAndACompleteRunIsTold) {
+TEST(TrainerLimits, AnotherNumberOfStepsAndACompleteRunAreReported) {
   io::TemporaryDirectory dir;
   auto a = arguments(dir.path());
   a.save_strategy = Interval::kSteps;
@@ -228,7 +228,7 @@ TEST(TrainerLimits, AnOddBatchThatDoesNotFitKeepsTheEffectiveBatch) {
   }
 }
 
-// LibTorch tells whoever listens how much memory is in use.
+// LibTorch reports to it how much memory is in use.
 struct Meter : c10::MemoryReportingInfoBase {
   void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
     live += size;

@@ -1,5 +1,4 @@
-// What a run has come to: which step was the best, whether it is saved, and who is told what went
-// wrong on the way.
+// The outcome of a run: which step was the best, whether it is saved, and who gets which errors.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -189,7 +188,7 @@ TEST(Stop, ThatCouldNotBeSavedIsNoSuccess) {
   }
 }
 
-TEST(Stop, OfWhichWeightsAloneAreKeptIsNoSuccess) {
+TEST(Stop, ThatSavesWeightsAloneIsNoSuccess) {
   io::TemporaryDirectory dir;
   TwoRanks run(dir.path());
   run.a.max_steps = 20;
@@ -224,7 +223,7 @@ TEST(Stop, IsHeardWhileTrainingWaitsForTheDisk) {
   EXPECT_TRUE(io::verify(dir / "checkpoint-4").empty());
 }
 
-TEST(Alert, IsToldOnEveryRankAlsoAtTheEnd) {
+TEST(Alert, IsReportedOnEveryRankAlsoAtTheEnd) {
   io::TemporaryDirectory dir;
   TwoRanks run(dir.path());
   run.a.max_steps = 6;
@@ -250,7 +249,8 @@ TEST(Alert, IsToldOnEveryRankAlsoAtTheEnd) {
   }
 }
 
-// Longer than what is told of a disk, but no save was under way that anyone could have waited for.
+// Longer than the limit for a slow disk, but no save was under way that anyone could have waited
+// for.
 TEST(Alert, ARankThatIsLateIsNoSlowDisk) {
   io::TemporaryDirectory dir;
   TwoRanks run(dir.path());

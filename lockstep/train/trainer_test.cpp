@@ -433,7 +433,7 @@ TEST(Trainer, MemoryThatWasMisusedIsNoReasonForASmallerBatch) {
               HasSubstr("an illegal memory access"));
 }
 
-// cuBLAS takes its memory past the allocator, and has words of its own when there is none.
+// cuBLAS takes its memory past the allocator, and has its own message when there is none.
 TEST(Trainer, ALibraryWithoutMemoryIsOutOfMemoryToo) {
   io::TemporaryDirectory dir;
   TrainerTask task = task_for(network(), dataset(64, 1));

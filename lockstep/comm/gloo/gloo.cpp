@@ -40,10 +40,10 @@ thread_local bool on_worker_thread = false;
 constexpr std::chrono::milliseconds kMargin{10'000};
 
 // gloo writes to a connection whose other end may have died, and the SIGPIPE of that would end this
-// rank without a word; a launcher that hears of us before it hears of the dead one would even name
-// us. With a handler that does nothing the write fails instead, and unlike an ignored signal that
-// is not inherited by programs that a rank starts. Whoever has chosen something else keeps it, and
-// who chooses after the first connection, too.
+// rank without a report; a launcher that hears of us before it hears of the dead one would even
+// name us. With a handler that does nothing the write fails instead, and unlike an ignored signal
+// that is not inherited by programs that a rank starts. Whoever has chosen something else keeps it,
+// and who chooses after the first connection, too.
 void survive_broken_pipes() {
   static std::atomic<bool> done{false};
   if (done.exchange(true)) return;
@@ -63,8 +63,9 @@ class Group : public c10d::ProcessGroupGloo {
   }
 };
 
-// Messages between two ranks finish in gloo without a notification: somebody has to sit in wait().
-// One thread per batch does, because a message that never comes must not hold up the others.
+// Messages between two ranks finish in gloo without a notification: some thread has to block in
+// wait(). One thread per batch does, because a message that never comes must not hold up the
+// others.
 class Waiter {
  public:
   Waiter(std::vector<C10dWork> works, Backend::State state, std::chrono::milliseconds timeout)
@@ -107,7 +108,7 @@ class Waiter {
   std::thread thread_;
 };
 
-// Kept forever, and findable, so that a leak checker sees intent.
+// Leaked on purpose, and reachable so that leak checkers accept it.
 void leave_behind(c10::intrusive_ptr<Group> group, std::list<Waiter> waiters) {
   struct Left {
     c10::intrusive_ptr<Group> group;
@@ -127,7 +128,7 @@ class GlooBackend : public Backend {
         group_(connect(options)),
         pending_(std::make_shared<std::atomic<int>>(0)) {}
 
-  // Never waits for a peer: a group with operations under way has threads that sit in them, so it
+  // Never waits for a peer: a group with operations under way has threads that block in them, so it
   // is left behind on purpose (the process is on its way out or the world was abandoned).
   ~GlooBackend() override {
     if (on_worker_thread) {
@@ -181,8 +182,8 @@ class GlooBackend : public Backend {
     follow(state, group_->_allgather_base(output, input));
   }
 
-  // LibTorch's own reduce_scatter over gloo is an all_reduce too, but one that tells nobody when it
-  // is done; so it is spelled out here.
+  // LibTorch's own reduce_scatter over gloo is an all_reduce too, but without a completion
+  // callback; so it is implemented here.
   void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
                       ReduceOp op) override {
     at::Tensor all = input.clone();

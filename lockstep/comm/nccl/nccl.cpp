@@ -51,7 +51,7 @@ std::vector<std::string> plugin_candidates() {
   return candidates;
 }
 
-// LibTorch reads these whenever a group is made, and has no other way to be told. Nobody but us
+// LibTorch reads these whenever a group is made, and has no other interface for them. Nobody but us
 // ends an operation or the process: no error handling that tears down, no monitor thread that
 // aborts, no waits that block inside the library. They are set once and stay: setenv() while other
 // threads run may crash one that reads the environment, and the plug-in is opened before main() as
@@ -206,7 +206,7 @@ class Watcher {
   std::thread thread_;
 };
 
-// Kept forever, and findable, so that a leak checker sees intent.
+// Leaked on purpose, and reachable so that leak checkers accept it.
 void leave_behind(Group group) {
   static std::mutex mutex;
   static auto& all = *new std::vector<Group>;
@@ -357,7 +357,8 @@ void set_device(c10::Device device) {
 std::unique_ptr<Backend> make(const Options& options) {
   // NCCL refuses two ranks on one GPU of one host, but not of two: let it think so when sharing was
   // asked for. Ranks of one slot have different GPUs and keep their direct links. NCCL has no other
-  // way to be told; whoever shares a GPU with threads that read the environment sets it beforehand.
+  // interface for it; whoever shares a GPU with threads that read the environment sets it
+  // beforehand.
   if (!options.shared_host_id.empty()) ::setenv("NCCL_HOSTID", options.shared_host_id.c_str(), 0);
   return std::make_unique<NcclBackend>(plugin().make_group({.store = options.store,
                                                             .rank = options.rank,

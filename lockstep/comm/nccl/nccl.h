@@ -17,7 +17,7 @@ struct Options {
   int rank = 0;
   int size = 1;
   c10::Device device{c10::kCUDA, 0};
-  // Not empty where ranks share GPUs: what NCCL is told this rank's host is called.
+  // Not empty where ranks share GPUs: the host id that NCCL gets for this rank.
   std::string shared_host_id = {};
 };
 

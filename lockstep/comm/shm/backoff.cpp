@@ -15,14 +15,14 @@ namespace {
 
 // A wake-up through the kernel costs about as much as ten small operations, so it must stay the
 // exception. Offering the core costs little when nobody wants it, and is what helps when the rank
-// that is waited for has no core. But a stranger that computes takes it for milliseconds, where one
-// that sleeps would be woken before it: after such a loss the next waits go to sleep at once.
+// that is waited for has no core. But an unrelated process that computes takes it for milliseconds,
+// and a sleeping rank would be woken sooner: after such a loss the next waits go to sleep at once.
 constexpr std::chrono::microseconds kAlone{10};      // before the core is offered
 constexpr std::chrono::microseconds kAwakeFor{100};  // before sleep
-constexpr std::chrono::microseconds kLost{500};      // an offer that a stranger has taken
+constexpr std::chrono::microseconds kLost{500};      // another process took the core
 constexpr unsigned kWaryWaits = 200;
 constexpr unsigned kTurnsPerLook = 8;          // at the clock
-constexpr unsigned kOversubscribedTurns = 16;  // before the core is offered in a crowd
+constexpr unsigned kOversubscribedTurns = 16;  // before the core is offered, if oversubscribed
 
 void pause_core() {
 #if defined(__x86_64__) || defined(__i386__)

@@ -1,9 +1,9 @@
 // How a rank waits for others: a short while awake, then asleep, never for long at a time.
 //
-// Nobody may fall asleep at the moment it is posted to. A sleeper first says for
-// whom it waits (`waiting_for`), then looks once more, then sleeps unless its bell has changed; who
-// posts writes first and then looks whether someone waits for it. Both do so with sequentially
-// consistent atomics, so at least one of the two sees the other.
+// Nobody may fall asleep at the moment it is posted to. A sleeper first says for whom it waits
+// (`waiting_for`), then looks once more, then sleeps unless its bell has changed; who posts writes
+// first and then looks whether someone waits for it. Both do so with sequentially consistent
+// atomics, so at least one of the two sees the other.
 //
 //   Backoff backoff(size > allowed_cores());
 //   while (!look()) if (backoff.pass() == Backoff::kPark) sleep_on(header, code, look);
@@ -65,8 +65,8 @@ void wake_if_waiting(Header& header, int from);
 // Wakes a rank that sleeps, for whatever it waits.
 void wake(Header& header);
 
-// `still` is asked after the wish has been published; if it says no, there is no sleep. Ends when
-// rung, or after at most kLongestSleep.
+// `still` is asked after waiting_for has been published; if it returns false, there is no sleep.
+// Ends when rung, or after at most kLongestSleep.
 inline constexpr std::chrono::milliseconds kLongestSleep{20};
 void sleep_on(std::atomic<std::uint32_t>& bell, std::uint32_t value);
 

@@ -9,8 +9,8 @@
 namespace lockstep::shm {
 namespace {
 
-// A symmetric array is summed in pieces of this size, between which the holder of the seat can look
-// at other things.
+// A symmetric array is summed in pieces of this size, between which the driver can look at other
+// things.
 constexpr std::size_t kPieceBytes = 4u << 20;
 
 void copy_bytes(void* to, const void* from, std::size_t bytes) {

@@ -14,7 +14,7 @@
 // S each reach the memory and the rest stays in the caches, since a chunk is read and written
 // within two rounds.
 //
-// Made by Engine, run by whoever holds the engine's seat.
+// Made by Engine, run by the thread that drives the engine.
 #pragma once
 
 #include <cstddef>

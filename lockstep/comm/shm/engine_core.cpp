@@ -183,7 +183,7 @@ void EngineCore::settle() noexcept {
   if (!driven_) drive(lock, {Mode::kOnce});
 }
 
-// A failure that another rank has found is reported with that rank's words.
+// A failure that another rank has found is reported with that rank's message.
 std::string EngineCore::composed(const EngineFailure& failure) const {
   if (failure.origin < 0 || failure.origin == place_.rank) return failure.text;
   return fmt::format("rank {} failed: {}", failure.origin, failure.text);
@@ -287,11 +287,11 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
       drive(lock, {Mode::kUntil, &ticket, &deadline});
       continue;
     }
-    // The engine's own thread leaves the seat to who waits.
+    // The engine's own thread lets a waiter drive.
     wake(*view(place_.rank).header);
     changed_.wait_for(lock, kLongestSleep);
     if (ticket.done() || !driven_ || !deadline.expired()) continue;
-    // Whoever sits there will see it and end all tickets, so the array is not touched afterwards.
+    // The driver will see it and end all tickets, so the array is not touched afterwards.
     EngineFailure failure = failure_in(
         &ticket, fmt::format("{} timed out after {} ms", ticket.text(), deadline.total().count()));
     failure.timeout = true;
@@ -299,8 +299,8 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
   }
   waiters_.fetch_sub(1);
   if (waiters_.load() > 0) return;
-  // What was left to its caller, who then waited for something else, is the thread's. Whoever has
-  // the seat now calls it when leaving, if there is still something to do.
+  // Work that was left to a caller, which then waited for something else, goes to the engine's
+  // thread. A present driver wakes it when it stops driving, if there is still work.
   if (unwaited_.load() != nullptr && (driven_ || has_work()))
     hand_over();
   else if (progress_wanted_)
@@ -326,7 +326,7 @@ void EngineCore::want_progress() {
   wake_thread();
 }
 
-// ---------------------------------------------------------------- the seat
+// ---------------------------------------------------------------- the driver
 
 void EngineCore::drive(std::unique_lock<std::mutex>& lock, Task task) {
   const int self = task.mode == Mode::kUntil ? 1 : 0;  // counted among the waiters

@@ -1,11 +1,11 @@
 // The inside of an Engine: who carries out operations, how a round goes, and what happens when one
 // cannot be finished.
 //
-// One thread at a time sits in the seat and does everything that touches shared memory: steps the
+// One thread at a time drives the engine and does everything that touches shared memory: steps the
 // collective at the head of the queue, moves messages, sleeps on this rank's bell, looks after the
-// peers. Every operation is a state machine whose steps never wait, so the seat can be left and
-// taken over between any two steps. `mutex_` guards the seat itself and what is handed to its
-// holder; members marked (seat) belong to whoever sits in it.
+// peers. Every operation is a state machine whose steps never wait, so another thread can take over
+// between any two steps. `mutex_` guards who drives and what is handed to the driver; members
+// marked (driver only) belong to the driver.
 //
 //   core->start(std::make_shared<Barrier>(core, deadline), false);
 #pragma once
@@ -75,11 +75,11 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   // In a child forked off the process that made the engine, everything belongs to the parent: the
   // rank, the thread, and perhaps a lock. Nothing may be touched there.
   bool inherited() const;
-  // Fails what is pending, tells the peers, joins the thread, and returns when no thread touches an
-  // array any more. Nothing may be started after it.
+  // Fails what is pending, notifies the peers, joins the thread, and returns when no thread touches
+  // an array any more. Nothing may be started after it.
   void close() noexcept;
 
-  // For operations, in the seat.
+  // For operations, called by the driver.
   void wake_peer(int rank) { wake_if_waiting(*view(rank).header, place_.rank); }
   void finish(Ticket& ticket, std::exception_ptr error = nullptr);
 
@@ -104,7 +104,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   void park(std::unique_lock<std::mutex>& lock);
   void hand_over();  // to the thread, what a caller has left
 
-  // In the seat.
+  // Driver only.
   void work(const Task& task) noexcept;
   void work_until(const Task& task);
   bool satisfied(const Task& task) const;
@@ -139,10 +139,10 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   SymmetricBlocks blocks_;
 
   mutable std::mutex mutex_;
-  std::condition_variable changed_;        // for those who wait for a ticket or the seat
+  std::condition_variable changed_;        // for those who wait for a ticket or to drive
   std::condition_variable thread_called_;  // for the engine's own thread
   bool driven_ = false;
-  bool thread_sits_ = false;  // the engine's own thread does, or runs callbacks
+  bool thread_sits_ = false;  // the engine's own thread drives, or runs callbacks
   bool progress_wanted_ = false;
   bool stop_ = false;
   std::thread thread_;
@@ -155,7 +155,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   bool dozing_ = false;                    // the thread looks again soon, called or not
   std::vector<std::shared_ptr<Collective>> new_collectives_;
   std::vector<std::shared_ptr<Message>> new_messages_;
-  // Written under mutex_, and read by the holder of the seat on its way to sleep.
+  // Written under mutex_, and read by the driver before it sleeps.
   std::atomic<int> arrivals_{0};  // new collectives and messages, not yet taken over
   std::atomic<int> waiters_{0};
   std::atomic<bool> stopping_{false};
@@ -164,7 +164,7 @@ class EngineCore : public std::enable_shared_from_this<EngineCore> {
   EngineFailure failure_;
   std::atomic<bool> broken_{false};
 
-  // (seat)
+  // (driver only)
   std::deque<std::shared_ptr<Collective>> queue_;
   Messages messages_;
   std::uint64_t sequence_ = 0;  // of the last collective put into the queue

@@ -24,7 +24,7 @@ Deadline within_ms(int ms) {
   return Deadline::after(std::chrono::milliseconds(ms));
 }
 
-// The two sides of a disagreement, as a rank tells them.
+// The two sides of a disagreement, as a rank reports them.
 void expect_both_sides(const std::vector<std::exception_ptr>& errors, const std::string& one,
                        const std::string& other) {
   for (const auto& error : errors) {
@@ -408,12 +408,12 @@ TEST(Close, InAForkedChildIsNoneOfTheParentsBusiness) {
 
 TEST(Usage, MistakesAreNamedAndHarmless) {
   run_ranks(2, kTiny, [](Engine& engine) {
-    const auto expect = [](const std::function<void()>& call, const std::string& words) {
+    const auto expect = [](const std::function<void()>& call, const std::string& text) {
       try {
         call();
-        FAIL() << "no error: " << words;
+        FAIL() << "no error: " << text;
       } catch (const UsageError& error) {
-        EXPECT_THAT(error.what(), HasSubstr(words));
+        EXPECT_THAT(error.what(), HasSubstr(text));
       }
     };
     float x[4] = {};
@@ -492,14 +492,14 @@ TEST(Usage, ASymmetricBlockThatDoesNotFit) {
 TEST(Usage, AFreedBlockIsPrivateMemory) {
   run_ranks(2, kTiny, [](Engine& engine) {
     auto block = engine.symmetric(8192, soon());
-    auto kept = engine.symmetric(8192, soon());
+    auto retained = engine.symmetric(8192, soon());
     const void* address = block->data();
     EXPECT_TRUE(engine.is_symmetric(address, 8192));
     EXPECT_FALSE(engine.is_symmetric(address, 8193));
     // What a rank writes, the others see.
-    kept->data()[5] = std::byte(engine.rank() + 40);
+    retained->data()[5] = std::byte(engine.rank() + 40);
     engine.barrier()->wait(soon());
-    EXPECT_EQ(kept->peer(1 - engine.rank())[5], std::byte(1 - engine.rank() + 40));
+    EXPECT_EQ(retained->peer(1 - engine.rank())[5], std::byte(1 - engine.rank() + 40));
     block.reset();
     EXPECT_FALSE(engine.is_symmetric(address, 8));
     engine.barrier()->wait(soon());

@@ -4,9 +4,8 @@
 //   const std::string lack = lacking_memory({.own_bytes = n, .host_bytes = ranks * n});
 //   if (!lack.empty()) throw UsageError("shm", "{}", lack);
 //
-// What counts is what all ranks under one limit need together, asked before any
-// of them allocates. Ranks need not be in one control group to be under one limit, so they tell
-// each other their groups.
+// What counts is what all ranks under one limit need together, asked before any of them allocates.
+// Ranks need not be in one control group to be under one limit, so they exchange their groups.
 #pragma once
 
 #include <cstddef>

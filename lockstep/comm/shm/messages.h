@@ -2,7 +2,7 @@
 //
 // A message is its length and its bytes. Sender and receiver each advance as far as the ring lets
 // them and come back later, so no order of sends and receives can block another pair, a collective
-// or the opposite direction. Belongs to the holder of the engine's seat.
+// or the opposite direction. Belongs to the thread that drives the engine.
 #pragma once
 
 #include <cstddef>

@@ -285,8 +285,8 @@ CHILD(answers) {
   return 0;
 }
 
-CHILD(meets) {
-  say("meets");
+CHILD(connects) {
+  say("connects");
   report_failure([] { (void)join_world(); });
   return 0;
 }
@@ -337,7 +337,7 @@ class Ranks {
     children_.push_back(std::make_unique<Child>(name, variables));
   }
   Child& operator[](int rank) { return *children_[static_cast<std::size_t>(rank)]; }
-  // The abstract socket on which that rank met the others.
+  // The abstract socket on which that rank accepts the others.
   std::string socket_of(int rank) const {
     std::istringstream info(read_file(fmt::format("{}/shm.info.{}", directory_.path(), rank)));
     for (std::string line; std::getline(info, line);)
@@ -379,11 +379,11 @@ Report report_of(Child& child, std::chrono::seconds limit = std::chrono::seconds
   Report report;
   std::istringstream lines(child.output());
   for (std::string line; std::getline(lines, line);) {
-    std::istringstream words(line);
+    std::istringstream fields(line);
     std::string kind, word;
-    if (!(words >> kind) || (kind != "comm" && kind != "timeout")) continue;
+    if (!(fields >> kind) || (kind != "comm" && kind != "timeout")) continue;
     report.kind = kind;
-    words >> report.at_ms >> word >> report.peer;
+    fields >> report.at_ms >> word >> report.peer;
     report.text = line;
   }
   return report;
@@ -424,7 +424,7 @@ class NoMemoryIsLeft {
   const double before_ = shared_mib();
 };
 
-// One rank of a busy world gets a signal at some moment; the others must tell of it in time.
+// One rank of a busy world gets a signal at some moment; the others must report it in time.
 void strike(int size, int victim, int signal, int after_us) {
   constexpr int kDeadlineMs = 2000;
   Ranks ranks("busy", size, {{"TEST_DEADLINE_MS", std::to_string(kDeadlineMs)}});
@@ -494,15 +494,15 @@ TEST(Processes, ADeadRankHidesNoOtherTrouble) {
   }
 }
 
-// No launcher tells of it here, and there is no engine yet that could: the start-up limit is 60 s.
-TEST(Processes, ARankThatEndsWhileTheyMeetIsNamedSoon) {
+// No launcher reports it here, and there is no engine yet that could: the start-up limit is 60 s.
+TEST(Processes, ARankThatEndsDuringRendezvousIsNamedSoon) {
   for (const int victim : {0, 1, 2}) {
     for (const char* moment : {"shm/connected", "shm/made", "shm/done"}) {
       Ranks ranks;
       for (int rank = 0; rank < 3; ++rank) {
         std::map<std::string, std::string> variables;
         if (rank == victim) variables["TEST_DIES_AT"] = moment;
-        ranks.start("meets", rank, 3, variables);
+        ranks.start("connects", rank, 3, variables);
       }
       const pid_t pid = ranks[victim].pid();
       EXPECT_EQ(ranks[victim].wait(std::chrono::seconds(60)), -SIGKILL);
@@ -510,7 +510,7 @@ TEST(Processes, ARankThatEndsWhileTheyMeetIsNamedSoon) {
       for (int rank = 0; rank < 3; ++rank) {
         if (rank == victim) continue;
         const Report report = report_of(ranks[rank], std::chrono::seconds(90));
-        SCOPED_TRACE(fmt::format("rank {} ended at {}, rank {} tells", victim, moment, rank));
+        SCOPED_TRACE(fmt::format("rank {} ended at {}, rank {} reports", victim, moment, rank));
         EXPECT_EQ(report.kind, "comm") << ranks[rank].output();
         EXPECT_EQ(report.peer, victim);
         EXPECT_THAT(report.text,

@@ -170,7 +170,7 @@ void expect_at(DType dtype, Op op, const std::vector<const std::byte*>& inputs, 
 // ---------------------------------------------------------------- data
 
 // Random numbers of every size; `wild` ones have any bit pattern, also NaN and infinity. Integers
-// are kept small where their products would overflow, which the reference does not model.
+// stay small where their products would overflow, which the reference does not model.
 std::vector<std::byte> random_array(DType dtype, std::size_t count, unsigned seed, bool wild) {
   std::mt19937_64 random(seed);
   std::vector<std::byte> bytes(count * size_of(dtype));

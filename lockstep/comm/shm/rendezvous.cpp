@@ -27,8 +27,8 @@ constexpr std::chrono::seconds kHandshakeLimit{20};
 constexpr std::chrono::milliseconds kSlice{20};
 // How long one look at the store takes before a rank looks whether the others still live.
 constexpr std::chrono::milliseconds kLook{100};
-// Rank 0 may host the store: it stays this long for the others to read its last words.
-constexpr std::chrono::seconds kLastWords{2};
+// Rank 0 may host the store: it stays this long for the others to read the outcome.
+constexpr std::chrono::seconds kFailureLinger{2};
 constexpr std::size_t kMaxPacket = 4096;
 
 std::string random_name() {
@@ -124,11 +124,12 @@ struct Gone {
   std::string pid;
 
   [[noreturn]] void raise() const {
-    throw CommError("shm",
-                    fmt::format("rank {} (process {}) ended while the ranks of this host met. Its "
-                                "own output says why. Start all ranks again.",
-                                rank, pid),
-                    {.peer = rank, .operation = "start-up"});
+    throw CommError(
+        "shm",
+        fmt::format("rank {} (process {}) ended during the rendezvous on this host. Its "
+                    "own output says why. Start all ranks again.",
+                    rank, pid),
+        {.peer = rank, .operation = "start-up"});
   }
   std::string text() const { return fmt::format("gone {} {}", rank, pid); }
   static std::optional<Gone> from(const std::string& text) {
@@ -215,7 +216,7 @@ Found await(Round& round, const std::string& key, const Owed& owed) {
   }
 }
 
-// Rank 0 reads a key of every rank, decides, and tells all.
+// Rank 0 reads a key of every rank, decides, and publishes the outcome.
 template <typename Decide>
 std::string agree(Round& round, const std::string& name, Decide decide) {
   const auto key = [&](auto who) { return fmt::format("shm/{}/{}", name, who); };
@@ -234,7 +235,7 @@ std::string agree(Round& round, const std::string& name, Decide decide) {
     Found found = await(round, key(rank), key);
     if (found.gone) {
       round.kv.set(key("outcome"), found.gone->text());
-      const auto limit = Deadline::after(kLastWords);
+      const auto limit = Deadline::after(kFailureLinger);
       for (int other = 1; other < round.place.size; ++other)
         if (other != found.gone->rank) look(round.kv, heard(other), limit.remaining());
       found.gone->raise();
@@ -323,7 +324,7 @@ class Handshake {
     send_packet(socket, std::to_string(::getpid()), pidfd_.get(), deadline);
   }
 
-  // False for a stranger, who is shown the door.
+  // False for an unknown process, whose connection is closed.
   bool accept_one(const Deadline& deadline) {
     pollfd poll_fd{listener_.get(), POLLIN, 0};
     if (::poll(&poll_fd, 1, deadline.remaining_ms()) == 0)
@@ -449,7 +450,7 @@ bool await_socket(int socket, short events, const Deadline& deadline, const Doom
     const bool expired = deadline.expired();
     const std::exception_ptr doom = doomed ? doomed() : nullptr;
     if (!expired && !doom) continue;
-    // A peer may have sent its last words and gone since the first look.
+    // A peer may have sent its last message and ended since the first look.
     if (::poll(&poll_fd, 1, 0) > 0) return true;
     if (doom) std::rethrow_exception(doom);
     return false;

@@ -8,10 +8,9 @@
 //   Rendezvous rendezvous = connect_peers(kv, place, {bytes, make_segment}, deadline);
 //   if (!rendezvous.unavailable_reason.empty()) use_gloo();
 //
-// Whatever stops one rank (another host, another user, no memory) must stop all
-// of them identically, so every rank's outcome goes over the store and rank 0's outcome is
-// everybody's. A process that ends meanwhile says nothing, so rank 0 watches all of them, and all
-// watch rank 0.
+// Whatever stops one rank (another host, another user, no memory) must stop all of them
+// identically, so every rank's outcome goes over the store and rank 0's outcome is everybody's. A
+// process that ends meanwhile says nothing, so rank 0 watches all of them, and all watch rank 0.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +44,7 @@ struct RankInfo {
 
 // The other end of one pair; at the own rank everything is empty.
 struct Peer {
-  Fd socket;  // SOCK_SEQPACKET, non-blocking, kept for later exchanges of descriptors
+  Fd socket;  // SOCK_SEQPACKET, non-blocking, for later exchanges of descriptors
   Fd pidfd;   // readable once that process has ended
   int pid = 0;
   std::shared_ptr<Segment> segment;  // its control segment, mapped here

@@ -93,7 +93,7 @@ bool EngineCore::agreed(Collective& collective) {
 
 // ---------------------------------------------------------------- peers
 
-// Why a peer that says so is broken, in its own words.
+// Why a peer is broken, as it reported.
 EngineFailure EngineCore::failure_of(int rank) const {
   const Trouble& reported = view(rank).header->trouble;
   EngineFailure failure;
@@ -105,9 +105,9 @@ EngineFailure EngineCore::failure_of(int rank) const {
   return failure;
 }
 
-// One death draws others after it: who gives up ends soon, too. So ranks that died without a word
-// come first, then those that reported why they gave up, and last those that had nothing more to
-// do.
+// One death causes others, because ranks that give up end soon too. So ranks that died without a
+// report come first, then those that reported why they gave up, and last those that had nothing
+// more to do.
 std::vector<EngineFailure> EngineCore::troubles() const {
   pollfd fds[kMaxRanks];
   nfds_t count = 0;

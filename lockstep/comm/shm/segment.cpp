@@ -146,9 +146,9 @@ void Segment::map(int fd) {
   data_ = static_cast<std::byte*>(data);
 }
 
-// The maker's, before anybody has mapped the pages: that would be work for nothing. Sums run
-// faster over huge pages on some machines and never slower. A wish: kernels before 6.1 do not know
-// it, and there may be no memory in one piece; then the pages stay as they are.
+// Called by the maker before anybody has mapped the pages. Sums run faster over huge pages on some
+// machines and never slower. Best effort: kernels before 6.1 do not support it, and there may be no
+// memory in one piece; then the pages stay as they are.
 void Segment::use_huge_pages(void* place) const {
   if (::mmap(place, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_.get(), 0) != place)
     return;

@@ -55,7 +55,7 @@ std::size_t in_huge_pages(const void* data) {
   return 0;
 }
 
-// A wish that a kernel without MADV_COLLAPSE, or without free memory in one piece, does not grant.
+// Best effort: it fails on kernels without MADV_COLLAPSE or without contiguous free memory.
 TEST(Segment, LiesInHugePages) {
   constexpr std::size_t kHuge = 2u << 20;
   const auto mine = Segment::make(3 * kHuge + 4096);

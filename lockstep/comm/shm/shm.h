@@ -28,7 +28,7 @@ struct BackendResult {
   std::string unavailable_reason;  // a sentence: the ranks cannot share memory
 };
 
-// Collective. Blocks until all ranks have met or the start-up timeout has passed.
+// Collective. Blocks until all ranks have connected or the start-up timeout has passed.
 BackendResult make(const Options& options);
 
 }  // namespace lockstep::detail::shm

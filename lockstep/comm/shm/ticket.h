@@ -1,8 +1,7 @@
 // An operation on its way through the engine.
 //
-// Whoever comes first runs it. A thread that waits takes the engine's seat, if
-// it is free, and carries out what is pending itself; only work that nobody waits for is done by
-// the engine's own thread.
+// A thread that waits drives the engine itself if no other thread does, and carries out what is
+// pending; only work that nobody waits for is done by the engine's own thread.
 //
 //   TicketPtr ticket = engine->all_reduce(data, count, DType::kF32, Op::kSum);
 //   ticket->wait(Deadline::after(std::chrono::seconds(30)));
