@@ -520,7 +520,7 @@ Work World::recv(at::Tensor tensor, int peer) {
   return batch_isend_irecv({{P2p::Kind::kRecv, std::move(tensor), peer}});
 }
 
-Work World::batch(std::vector<P2p> messages) {
+Work World::batch_isend_irecv(std::vector<P2p> messages) {
   const bool single = messages.size() == 1;
   const char* operation = !single                                ? "batch"
                           : messages[0].kind == P2p::Kind::kSend ? "send"

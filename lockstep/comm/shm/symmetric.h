@@ -16,6 +16,8 @@
 
 namespace lockstep::shm {
 
+class EngineCore;
+
 class Segment;
 
 class MappedBlock final : public SymmetricBlock {
