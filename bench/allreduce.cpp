@@ -170,7 +170,7 @@ Samples collect(const Settings& settings, const std::vector<Goal>& wanted) {
       run_command(fmt::format(
           "LOCKSTEP_DEVICE=cpu '{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' "
           "'{}' '{}' {} '{}'",
-          program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-torch"),
+          program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-bench"),
           job.backends, job.sizes, scratch.file("ours"), job.budget_s,
           settings.corrupt.empty() ? "-" : settings.corrupt));
       read_ours(scratch.file("ours"), samples);

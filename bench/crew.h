@@ -1,6 +1,6 @@
 // The ranks of one contender, started once and told by turns to work.
 //
-//   Crew crew({.name = "ours", .ranks = 2, .command = {"lockstep-torch", "_train-rank", ...}},
+//   Crew crew({.name = "ours", .ranks = 2, .command = {"lockstep-bench", "_train-rank", ...}},
 //             scratch.file("ours"));
 //   const auto answers = crew.request("run 8 10 own", std::chrono::seconds(60));   // one per rank
 //   crew.finish();

@@ -71,7 +71,7 @@ std::vector<Contender> contenders_for(int ranks) {
        {}},
       {"lockstep run + C++",
        fmt::format("'{}' run {} '{}' _allreduce-once", ours, flags,
-                   program_beside("lockstep-torch")),
+                   program_beside("lockstep-bench")),
        {}},
   };
 }

@@ -56,7 +56,7 @@ Times collect(const StepSettings& settings) {
   run_command(fmt::format(
       "'{}' run --standalone --nproc-per-node={} '{}' _step-rank {} {} {} {} "
       "'{}' '{}'",
-      program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-torch"),
+      program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-bench"),
       settings.params, settings.clip ? 1 : 0, settings.rounds, settings.seconds,
       settings.corrupt.empty() ? "-" : settings.corrupt, output));
   Times times;

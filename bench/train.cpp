@@ -92,7 +92,7 @@ CrewOptions crew_of(const std::string& contender, const TrainSettings& settings,
   if (contender == kPython) {
     crew.command = {env::get("LOCKSTEP_PYTHON").value_or(default_python()), peer("train_ddp.py")};
   } else {
-    crew.command = {program_beside("lockstep-torch"), "_train-rank"};
+    crew.command = {program_beside("lockstep-bench"), "_train-rank"};
   }
   const GptShape& shape = settings.shape;
   const double lr = kLearningRate * (settings.corrupt == contender ? 2 : 1);

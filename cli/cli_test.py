@@ -95,12 +95,12 @@ class TorchCommands(unittest.TestCase):
     def test_missing_part_is_explained(self):
         result = lockstep("bench", program=self.program)
         self.assertEqual(result.returncode, 1)
-        self.assertIn("'bench' needs LibTorch and is in " + self.root + "/libexec/lockstep-torch",
+        self.assertIn("'bench' needs LibTorch and is in " + self.root + "/libexec/lockstep-bench",
                       result.stderr)
 
     def test_words_and_exit_code_pass_through(self):
         os.mkdir(self.root + "/libexec")
-        path = self.root + "/libexec/lockstep-torch"
+        path = self.root + "/libexec/lockstep-bench"
         with open(path, "w") as f:
             f.write("#!/bin/sh\nprintf '<%s>' \"$@\"\nexit 7\n")
         os.chmod(path, stat.S_IRWXU)

@@ -35,7 +35,7 @@ constexpr Command kCommands[] = {
     {"config", "which values a training file gives, from where, and its mistakes", config_command},
     {"data", "text files into token shards, and a look into them", data_command},
     {"bench", "measure launching, collectives and training against PyTorch", nullptr,
-     "lockstep-torch"},
+     "lockstep-bench"},
 };
 
 std::string help() {

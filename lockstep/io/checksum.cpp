@@ -1,5 +1,7 @@
 #include "lockstep/io/checksum.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
 #include <cstring>

@@ -63,7 +63,7 @@ class Test:
         self.prefix.parent.mkdir()
         first.rename(self.prefix)
         for path in ("bin/lockstep", "include/lockstep/lockstep.h", "include/lockstep/run.h",
-                     "lib/cmake/Lockstep/LockstepConfig.cmake", "libexec/lockstep-torch"):
+                     "lib/cmake/Lockstep/LockstepConfig.cmake", "libexec/lockstep-bench"):
             expect((self.prefix / path).exists(), f"{path} was not installed")
         expect(not (self.prefix / "include/lockstep/testing").exists(), "testing/ was installed")
         folders = [path for path in self.prefix.rglob("*") if path.is_dir()]
@@ -78,7 +78,7 @@ class Test:
     def programs(self):
         version = run(self.prefix / "bin/lockstep", "--version")
         expect(re.search(r"\d+\.\d+\.\d+", version), f"--version says {version!r}")
-        run(self.prefix / "bin/lockstep", "bench", "--help")  # lockstep-torch finds LibTorch
+        run(self.prefix / "bin/lockstep", "bench", "--help")  # lockstep-bench finds LibTorch
 
     def compilers_known(self, project, build):
         """Gives a tree what CMake has found out about the compilers for an earlier one, which

@@ -1,4 +1,4 @@
-// lockstep-torch: the subcommands that need LibTorch. `lockstep` executes it, so that everything
+// lockstep-bench: the subcommands that need LibTorch. `lockstep` executes it, so that everything
 // else starts in milliseconds.
 #include <fmt/format.h>
 
