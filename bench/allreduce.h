@@ -1,5 +1,5 @@
 // What the two sides of `lockstep bench allreduce` agree on: the parent starts jobs and prints, the
-// ranks measure and tell.
+// ranks measure and report.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ std::string show_size(double bytes);
 int repetitions(std::int64_t bytes);
 inline constexpr int kMinRepetitions = 5;
 
-// From this size on ranks meet before each operation; smaller ones keep each other in step.
+// From this size on a barrier precedes each operation; smaller operations need none.
 inline constexpr std::int64_t kBarrierFirstBytes = 65536;
 
 // Up to this size a contender is measured several times before it is another's turn.

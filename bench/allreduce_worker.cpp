@@ -103,9 +103,9 @@ std::vector<Contender> contenders_of(const std::vector<std::string>& backends, W
 }
 
 // How many more turns fit into the time, by the one that has been made; the same on all ranks.
-int turns_left(World& own, double turn_s, double left_s, int most, int least) {
+int turns_left(World& own, double turn_s, double left_s, int max_turns, int min_turns) {
   const double fitting = std::clamp(left_s / std::max(turn_s, 1e-6), 0.0, 1e6);
-  return static_cast<int>(own.min(std::clamp(static_cast<int>(fitting), least, most)));
+  return static_cast<int>(own.min(std::clamp(static_cast<int>(fitting), min_turns, max_turns)));
 }
 
 void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t bytes,

@@ -1,4 +1,4 @@
-// The words of a benchmark: CLI11 with the manners of the other commands.
+// Argument parsing of the benchmarks: CLI11 with the conventions of the other commands.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -9,19 +9,19 @@
 
 namespace lockstep::bench {
 
-std::string positive_problem(const std::string& part) {
+std::string positive_problem(const std::string& value) {
   char* end = nullptr;
-  const double number = std::strtod(part.c_str(), &end);
-  if (!part.empty() && *end == '\0' && std::isfinite(number) && number > 0) return "";
-  return fmt::format("'{}' is not a number above zero", part);
+  const double number = std::strtod(value.c_str(), &end);
+  if (!value.empty() && *end == '\0' && std::isfinite(number) && number > 0) return "";
+  return fmt::format("'{}' is not a number above zero", value);
 }
 
-std::string device_problem(const std::string& part) {
-  const std::string number = part.starts_with("cuda:") ? part.substr(5) : "";
+std::string device_problem(const std::string& value) {
+  const std::string number = value.starts_with("cuda:") ? value.substr(5) : "";
   const bool numbered = !number.empty() && number.size() < 4 &&
                         number.find_first_not_of("0123456789") == std::string::npos;
-  if (part == "cpu" || part == "cuda" || numbered) return "";
-  return fmt::format("'{}' is not a device; use cpu, cuda or cuda:N", part);
+  if (value == "cpu" || value == "cuda" || numbered) return "";
+  return fmt::format("'{}' is not a device; use cpu, cuda or cuda:N", value);
 }
 
 std::optional<int> parse_arguments(CLI::App& app, int argc, char** argv) {

@@ -1,4 +1,4 @@
-"""`lockstep bench NAME`: what --help says, and how a mistake ends."""
+"""`lockstep bench NAME`: --help and usage errors."""
 import os
 import re
 import subprocess
@@ -16,8 +16,8 @@ DEFAULTS = {
 
 
 def bench(*arguments):
-    return subprocess.run([LOCKSTEP, "bench", *arguments], capture_output=True, text=True, timeout=60,
-                          stdin=subprocess.DEVNULL)
+    return subprocess.run([LOCKSTEP, "bench", *arguments], capture_output=True, text=True,
+                          timeout=60, stdin=subprocess.DEVNULL)
 
 
 def entries(text):
@@ -34,7 +34,7 @@ def entries(text):
 
 
 class Arguments(unittest.TestCase):
-    def test_help_has_a_meaning_and_the_default_of_every_option(self):
+    def test_help_explains_every_option_with_its_default(self):
         for name, defaults in DEFAULTS.items():
             done = bench(name, "--help")
             self.assertEqual(done.returncode, 0, done.stderr)
@@ -46,14 +46,14 @@ class Arguments(unittest.TestCase):
                 shown = re.sub(r"in \[[^]]*\]", "", found[flag])
                 self.assertRegex(shown, r"[=\[][\w.,]+(\]|\s)", done.stdout)
             for flag, text in found.items():
-                arguments = re.sub(r"[A-Z]+(:\S+)?|\[.*?\]|\([^)]*\)", " ", text, count=1).split()
-                self.assertGreaterEqual(len([w for w in arguments if w.isalpha() and w.islower()]), 2,
+                tokens = re.sub(r"[A-Z]+(:\S+)?|\[.*?\]|\([^)]*\)", " ", text, count=1).split()
+                self.assertGreaterEqual(len([t for t in tokens if t.isalpha() and t.islower()]), 2,
                                         f"{name} {flag} is not explained:{text}")
 
-    def test_a_mistake_is_one_line_and_exit_code_two(self):
+    def test_a_mistake_is_reported_in_one_line_with_exit_code_two(self):
         for name in DEFAULTS:
             for arguments, part in ((["--rankz", "3"], "--rankz"), (["--csv"], "--csv"),
-                                (["elephant"], "elephant")):
+                                    (["elephant"], "elephant")):
                 done = bench(name, *arguments)
                 self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
                 self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
@@ -64,7 +64,7 @@ class Arguments(unittest.TestCase):
         self.assertIn("--ranks", done.stderr)
         self.assertEqual(bench("elephant").returncode, 2)
 
-    def test_a_value_that_cannot_be_is_told_in_plain_words(self):
+    def test_an_invalid_value_is_reported_clearly(self):
         cases = [(("ddp", "--device", "foo"), "--device: 'foo' is not a device; use cpu, cuda or"),
                  (("loader", "--device", "cuda:x"), "--device: 'cuda:x' is not a device"),
                  (("overlap", "--delay-ms", "0"), "--delay-ms: '0' is not a number above zero"),

@@ -27,15 +27,16 @@ int step_rank_main(int argc, char** argv);
 // A rank of `train` that is not Python's.
 int train_rank_main(int argc, char** argv);
 
-// Reads the words of a benchmark, whose name is argv[0]. An exit code, when it is to be over: 0
-// after --help, which shows every option with its default, 2 after a mistake, told in one line.
+// Parses the arguments of a benchmark, whose name is argv[0]. Returns an exit code when the program
+// must end: 0 after --help, which shows every option with its default, 2 after a usage error, which
+// is reported in one line.
 std::optional<int> parse_arguments(CLI::App& app, int argc, char** argv);
 
-// For an option's check(): what is wrong with its part; empty when nothing is.
-std::string positive_problem(const std::string& part);  // a number above zero
-std::string device_problem(const std::string& part);    // cpu, cuda or cuda:N
+// For an option's check(): what is wrong with its value; empty when nothing is.
+std::string positive_problem(const std::string& value);  // a number above zero
+std::string device_problem(const std::string& value);    // cpu, cuda or cuda:N
 
-// Opens CUDA where the device is one. UsageError when it is not there.
+// Loads CUDA if the device is a CUDA device. UsageError when there is none.
 void prepare_device(const std::string& device);
 
 // A Python script of bench/peers; looked for beside the source tree and in the install tree.

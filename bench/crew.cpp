@@ -126,7 +126,7 @@ bool Crew::readable(int fd, const Deadline& deadline) {
 
 void Crew::wait_ready(std::chrono::milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
-  for (int met = 0; met < options_.ranks; ++met) {
+  for (int connected = 0; connected < options_.ranks; ++connected) {
     if (!readable(listener_.get(), deadline)) fail("did not connect in time");
     Member member{Fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC)), {}};
     if (!member.socket) throw SystemError("bench", "cannot accept a rank", errno);

@@ -1,14 +1,14 @@
-// The ranks of one contender, started once and told by turns to work.
+// The ranks of one contender, started once; contenders take turns working.
 //
 //   Crew crew({.name = "ours", .ranks = 2, .command = {"lockstep-bench", "_train-rank", ...}},
 //             scratch.file("ours"));
 //   const auto answers = crew.request("run 8 10 own", std::chrono::seconds(60));   // one per rank
 //   crew.finish();
 //
-// Contenders that take turns must not disturb each other while they wait. A rank
-// blocks in a read of its socket until it is told something, and the end of the socket is the end
-// of its work, so nothing is left when the benchmark dies. Ranks are started by `lockstep run`,
-// whatever program they are; they connect to the path that follows --orders.
+// Contenders must not disturb each other while they wait. A rank blocks in a read of its socket
+// until it gets an order, and exits when the socket is closed, so no process is left when the
+// benchmark dies. Ranks are started by `lockstep run`, whatever program they are; they connect to
+// the path that follows --orders.
 //
 // A rank says "rank R" first and then answers each line with one line.
 #pragma once
@@ -35,7 +35,7 @@ class Crew {
  public:
   // Starts the ranks and listens at the path `socket`. Does not wait for them.
   Crew(const CrewOptions& options, const std::string& socket);
-  // Ends ranks that are still there, the hard way after some seconds.
+  // Terminates ranks that are still running; kills them after some seconds.
   ~Crew();
   Crew(const Crew&) = delete;
   Crew& operator=(const Crew&) = delete;

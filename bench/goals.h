@@ -1,4 +1,4 @@
-// Goals a benchmark is asked to reach: --require-... options, and how a missed one is told.
+// Goals of a benchmark (--require-... options) and how a missed one is reported.
 //
 //   Goals goals("step");
 //   goals.at_least("gloo / fused", ratio, wanted);

@@ -50,7 +50,7 @@ double speedup(const Contender& base, const Contender& other) {
 }
 
 // Prints and returns whether a goal (0: none) is met.
-bool meets(const Contender& contender, double ratio, double required) {
+bool reaches(const Contender& contender, double ratio, double required) {
   if (ratio >= required) return true;
   fmt::print(stderr, "launch: {} is {:.2f}x as fast as torchrun + Python, {}x required\n",
              contender.name, ratio, required);
@@ -113,8 +113,8 @@ int launch_main(int argc, char** argv) {
   }
   publish(table, csv);
   const bool python_met =
-      meets(contenders[1], speedup(contenders[0], contenders[1]), require_python);
-  const bool cpp_met = meets(contenders[2], speedup(contenders[0], contenders[2]), require_cpp);
+      reaches(contenders[1], speedup(contenders[0], contenders[1]), require_python);
+  const bool cpp_met = reaches(contenders[2], speedup(contenders[0], contenders[2]), require_cpp);
   return python_met && cpp_met ? 0 : 1;
 }
 

@@ -13,11 +13,11 @@ namespace {
 constexpr double kWidth = 520, kHeight = 380;
 constexpr double kLeft = 70, kRight = 16, kTop = 40, kBottom = 56;
 constexpr double kLegend = 30;
-// Told apart by people who do not see all colours, and by their markers.
+// Distinguishable for colour-blind readers, and by their markers.
 constexpr const char* kColours[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9"};
 constexpr std::size_t kColourCount = std::size(kColours);
 
-// One axis: values to places between `from` and `to`.
+// One axis: maps values to positions between `from` and `to`.
 struct Axis {
   double low, high, from, to;
   double place(double value) const {

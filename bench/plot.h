@@ -1,4 +1,4 @@
-// Line charts as SVG, for figures that a person would rather look at than read.
+// Line charts as SVG.
 //
 //   write_file_atomically(path, svg({{.title = "Time", .y_label = "us", .lines = {...}}}));
 //

@@ -1,5 +1,5 @@
-// lockstep bench step: the tail of a training step, gradient synchronisation and optimizer, in one
-// pass and otherwise.
+// lockstep bench step: gradient synchronisation and optimizer of a training step, fused in one pass
+// and separate.
 #include "bench/step.h"
 
 #include <fmt/format.h>

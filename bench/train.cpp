@@ -1,6 +1,6 @@
 // lockstep bench train: a small language model on the CPU, beside ranks that do not communicate and
-// PyTorch's DDP over gloo. All ranks of all contenders live through the whole run and work in
-// blocks of steps, by turns.
+// PyTorch's DDP over gloo. The ranks of all contenders stay alive for the whole run and
+// take turns in blocks of steps.
 #include "bench/train.h"
 
 #include <fmt/format.h>
@@ -337,10 +337,10 @@ int train_main(int argc, char** argv) {
   app.add_option("--tokens", settings.shape.tokens, "per sequence")->check(CLI::Range(1, 65536));
   app.add_flag("!--no-python", settings.python, "leave out the PyTorch peer");
   app.add_flag("--cached", settings.cached,
-               "also ranks that do not communicate, but keep memory as ours do");
+               "also ranks that do not communicate, but cache CPU memory as ours do");
   app.add_flag("--met", settings.met,
-               "also ranks that keep memory and wait for each other after every step, but exchange "
-               "nothing");
+               "also ranks that cache CPU memory and have a barrier after every step, but exchange "
+               "no data");
   app.add_option("--corrupt", settings.corrupt,
                  "let this contender train differently, to see that it is refused")
       ->check(CLI::IsMember(std::vector<std::string>{kOurs, kSilent, kCached, kMet, kPython}));

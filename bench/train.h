@@ -1,5 +1,5 @@
 // What the sides of `lockstep bench train` agree on. The parent writes the start (weights and
-// tokens), starts the contenders' ranks and tells them by turns what to do; see crew.h.
+// tokens), starts the contenders' ranks and gives them orders by turns; see crew.h.
 //
 // Orders to a rank, and its answer:
 //   new                          a model with the start's weights and a fresh optimizer: "ok"
@@ -19,8 +19,8 @@ namespace lockstep::bench {
 // The contenders.
 inline constexpr const char* kOurs = "ours";      // DDP and ShardedOptimizer on shm
 inline constexpr const char* kSilent = "alone";   // ranks that do not communicate
-inline constexpr const char* kCached = "cached";  // as those, with the memory cache of run()
-inline constexpr const char* kMet = "met";        // as the last, but they meet after every step
+inline constexpr const char* kCached = "cached";  // as alone, with the memory cache of run()
+inline constexpr const char* kMet = "met";        // as cached, with a barrier after every step
 inline constexpr const char* kPython = "python";  // PyTorch's DDP over gloo
 inline constexpr double kLearningRate = 3e-4;
 

@@ -98,7 +98,7 @@ using Clock = std::chrono::steady_clock;
 struct RankSettings {
   std::string contender, weights, tokens, orders;
   GptShape shape;
-  std::int64_t most = 1;  // sequences per rank in the file of tokens
+  std::int64_t max_batch = 1;  // sequences per rank in the file of tokens
   double lr = kLearningRate;
 };
 
@@ -113,14 +113,14 @@ at::Tensor read_tensor(const std::string& path, std::int64_t offset, at::IntArra
 }
 
 struct Sequences {
-  at::Tensor ids, targets;  // [most, tokens]
+  at::Tensor ids, targets;  // [max_batch, tokens]
 };
 
 Sequences sequences_of(const RankSettings& settings, int rank) {
-  const std::int64_t each = settings.most * settings.shape.tokens;
+  const std::int64_t each = settings.max_batch * settings.shape.tokens;
   const auto read = [&](std::int64_t which) {
     return read_tensor<std::int64_t>(settings.tokens, (2 * rank + which) * each,
-                                     {settings.most, settings.shape.tokens});
+                                     {settings.max_batch, settings.shape.tokens});
   };
   return {read(0), read(1)};
 }
@@ -213,7 +213,7 @@ void serve(const RankSettings& settings, const std::optional<World>& world, int 
       trainee.reset();
       trainee = std::make_unique<Trainee>(settings, world);
     } else {
-      LOCKSTEP_ASSERT(what == "run" && trainee && batch >= 1 && batch <= settings.most);
+      LOCKSTEP_ASSERT(what == "run" && trainee && batch >= 1 && batch <= settings.max_batch);
       answer = run_block(*trainee, whose == "own" ? own : same, batch, steps);
       answer.insert(answer.find(' '), fmt::format(" {:.6f} {:.6f}", cpu, idle));
     }
@@ -231,7 +231,7 @@ int train_rank_main(int argc, char** argv) {
   app.add_option("--contender", settings.contender);
   app.add_option("--weights", settings.weights);
   app.add_option("--sequences", settings.tokens);
-  app.add_option("--max-batch", settings.most);
+  app.add_option("--max-batch", settings.max_batch);
   app.add_option("--layers", settings.shape.layers);
   app.add_option("--heads", settings.shape.heads);
   app.add_option("--width", settings.shape.width);

@@ -188,7 +188,7 @@ int diff_set(const Args& args, const std::string& stem) {
   return differing;
 }
 
-// Where a run lies is not how far it is.
+// The path of a run is not part of its state.
 Node comparable(const std::string& key, const Node& value) {
   if (key != "best_model_checkpoint" || !value.is(NodeKind::kString)) return value;
   return text_node(fs::path(value.text).filename().string());

@@ -1,4 +1,4 @@
-"""The `lockstep` program from outside: texts, exit codes, `lockstep env`, and that it is light."""
+"""The `lockstep` program as a user sees it: output, exit codes, `lockstep env`, start-up cost."""
 import json
 import os
 import re
@@ -92,13 +92,13 @@ class TorchCommands(unittest.TestCase):
         os.mkdir(self.root + "/bin")
         self.program = shutil.copy(LOCKSTEP, self.root + "/bin/lockstep")
 
-    def test_missing_part_is_explained(self):
+    def test_a_missing_program_is_explained(self):
         result = lockstep("bench", program=self.program)
         self.assertEqual(result.returncode, 1)
         self.assertIn("'bench' needs LibTorch and is in " + self.root + "/libexec/lockstep-bench",
                       result.stderr)
 
-    def test_words_and_exit_code_pass_through(self):
+    def test_arguments_and_exit_code_pass_through(self):
         os.mkdir(self.root + "/libexec")
         path = self.root + "/libexec/lockstep-bench"
         with open(path, "w") as f:
@@ -116,9 +116,9 @@ class Env(unittest.TestCase):
         stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} info \[env\] "
         for text in ("WORLD_SIZE=2", "RANK=1", "LOCAL_RANK=1"):
             self.assertRegex(result.stdout, rf"(?m)^{stamp}{text}$")
-        self.assertIn("identity  rank 1 of 2, local rank 1 of 2, node 0 (from: environment)",
+        self.assertIn("identity    rank 1 of 2, local rank 1 of 2, node 0 (from: environment)",
                       result.stdout)
-        self.assertIn("meeting   127.0.0.1:1234, a store hosted by rank 0", result.stdout)
+        self.assertIn("rendezvous  127.0.0.1:1234, a store hosted by rank 0", result.stdout)
 
     def test_nothing_set_is_a_world_of_one_and_says_so(self):
         result = lockstep("env")
@@ -127,7 +127,7 @@ class Env(unittest.TestCase):
                       "ranks with lockstep run", result.stdout)
         self.assertIn("info [env] RANK is not set", result.stdout)
         self.assertRegex(result.stdout, r"(?m)^  WORLD_SIZE \(not set\) +number of ranks")
-        self.assertIn("backend   single (a world of one needs none)", result.stdout)
+        self.assertIn("backend     single (a world of one needs none)", result.stdout)
 
     def test_json_is_one_line_with_the_same_facts(self):
         result = lockstep("env", "--json", WORLD_SIZE="4", RANK="2", LOCAL_RANK="0",
@@ -208,7 +208,7 @@ class Env(unittest.TestCase):
         self.assertEqual(result.returncode, 2)
         self.assertIn("there is no flag --jsn. Did you mean --json?", result.stderr)
 
-    def test_under_the_launcher_every_rank_says_who_it_is(self):
+    def test_under_the_launcher_every_rank_prints_its_rank(self):
         result = lockstep("run", "--standalone", "--nproc-per-node=2", "--redirects=1",
                           "--log-dir=" + self.logs(), "lockstep", "env", "--json",
                           CUDA_VISIBLE_DEVICES="")  # two ranks, also where there is one GPU
@@ -251,7 +251,7 @@ class Documentation(unittest.TestCase):
         missing = [name for name in sorted(names) if f"`{name}`" not in page]
         self.assertEqual(missing, [], "docs/environment.md must explain these")
 
-    def test_env_knows_every_variable_that_tells_a_rank_who_it_is(self):
+    def test_env_knows_every_variable_that_sets_the_rank(self):
         known = set(json.loads(lockstep("env", "--json").stdout)["known"])
         with open(os.path.join(SOURCE, "lockstep", "core", "rank_env.cpp")) as f:
             read = set(re.findall(r'"([A-Z][A-Z0-9]+_[A-Za-z0-9_]+|RANK)"', f.read()))

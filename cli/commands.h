@@ -1,5 +1,5 @@
-// The subcommands of `lockstep`, one file each. A command gets the args after its name and returns
-// the exit code; a UsageError becomes a line on stderr and exit code 2.
+// The subcommands of `lockstep`, one file each. A command gets the arguments after its name and
+// returns the exit code; a UsageError becomes a line on stderr and exit code 2.
 #pragma once
 
 #include <string>

@@ -117,7 +117,7 @@ void note_precision(const TrainingArguments& arguments) {
   }
 }
 
-// What training finds when it has begun: in the files, and on the disk. Nothing of it is kept.
+// Checks what training would find in the files and on the disk; discards what it reads.
 void check_contents(const TaskConfig& task, const TrainingArguments& arguments,
                     Problems& problems) {
   const DataConfig& data = task.data;
@@ -174,8 +174,7 @@ int check(const Request& request) {
   return 0;
 }
 
-// A file, or the defaults with or without a preset. The environment is skipped: files are
-// compared.
+// A file, or the defaults with or without a preset. Ignores the environment: files are compared.
 train::Config named(const std::string& name) {
   train::ConfigSources sources;
   if (name == "standard" || name == "fast") {

@@ -1,4 +1,4 @@
-"""`lockstep config` from outside: what it prints, its exit codes, and that the page is current."""
+"""`lockstep config`: output, exit codes, and that docs/configuration.md is up to date."""
 import json
 import os
 import re
@@ -29,7 +29,7 @@ class Config(unittest.TestCase):
         return subprocess.run([LOCKSTEP, "config", *args], cwd=self.folder, env=env, timeout=60,
                               capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
-    def test_show_names_the_winners(self):
+    def test_show_names_the_source_of_each_value(self):
         self.write("t.yaml", "preset: standard\nlearning_rate: 1e-4\n")
         done = self.run_config("show", "t.yaml", "--world-size", "2", "--seed=3", LOCKSTEP_SEED="2")
         self.assertEqual(done.returncode, 0, done.stderr)
@@ -49,7 +49,7 @@ class Config(unittest.TestCase):
         everything = self.run_config("show", "--all").stdout.splitlines()
         self.assertEqual(len(everything), len(record))
 
-    def test_check_tells_every_mistake(self):
+    def test_check_reports_every_mistake(self):
         self.write("t.yaml", "bf16: yes\nlearning_rat: 1\nnum_processes: 2\n")
         done = self.run_config("check", "t.yaml")
         self.assertEqual(done.returncode, 2)
@@ -62,7 +62,7 @@ class Config(unittest.TestCase):
         self.assertEqual((done.returncode, done.stdout), (0, "t.yaml can be used\n"))
         self.assertIn("note: t.yaml:1:1: warmup_ratio is an older spelling", done.stderr)
 
-    def test_keys_that_are_there_twice_do_not_hide_the_rest(self):
+    def test_duplicate_keys_do_not_hide_the_rest(self):
         for name, text in (("t.yaml", "seed: 1\nseed: 2\nbf16: maybe\nbf16: true\nsed: 3\n"),
                            ("t.json", '{"seed": 1,\n"seed": 2,\n"bf16": "maybe",\n"bf16": true,'
                                       '\n"sed": 3}')):
@@ -107,7 +107,7 @@ class Config(unittest.TestCase):
                 ("model: {n_head: 3}\n", "model.n_embd 128 does not divide into 3 heads"),
                 ("model: {n_positions: 8}\n", "model.n_positions 8 is shorter than a sample"),
                 ("model: mlp\n", "the model mlp does not take this data"),
-                ("model: {weights: nope}\n", "model.weights nope is not a folder with a model.safet"),
+                ("model: {weights: nope}\n", "model.weights nope is not a folder with a model.saf"),
                 ("data: {max_seq_len: 8}\n", "max_seq_len is a key of the top level, not of data"),
                 ("data: {path: nope}\n", "data.path nope does not exist. Relative paths begin at "),
                 ("data: {path: empty}\n", "the folder empty (data.path) holds no file."),
@@ -208,7 +208,7 @@ class Config(unittest.TestCase):
             self.assertIn(f"note: t.yaml:1:1: {old} is an older spelling",
                           self.run_config("check", "t.yaml").stderr)
 
-    def test_data_for_evaluations_that_are_not_made_is_noted(self):
+    def test_unused_evaluation_data_is_noted(self):
         for data, key in (("{eval_bytes: 4000}", "eval_bytes"),
                           ("{name: random, eval_samples: 9}", "eval_samples")):
             self.assertIn(f"note: data.{key} is set, and nothing is evaluated. Set eval_strategy",
@@ -260,7 +260,7 @@ class Config(unittest.TestCase):
     def test_text_that_cannot_be_read_is_an_error_with_its_name(self):
         os.makedirs(os.path.join(self.folder, "text", "sub"))
         for name in ("text/a.txt", "text/b.txt", "text/sub/c.txt"):
-            self.write(name, "some words " * 100)
+            self.write(name, "some text " * 100)
         self.write("t.yaml", "data: {path: text, suffix: .txt}\nmax_seq_len: 8\n"
                              "save_strategy: no\nenable_jit_checkpoint: false\n")
         good = self.without_capabilities("check", "t.yaml")
@@ -316,7 +316,7 @@ class Config(unittest.TestCase):
         return done.stderr
 
     def test_check_reads_instruction_files(self):
-        """With the parser of `lockstep train`, whose words tests/train/tasks_test.py compares."""
+        """With the parser of `lockstep train`; tests/train/tasks_test.py compares the messages."""
         line = '{"instruction": "say", "output": "yes"}\n'
         text = ("data: {name: instructions, path: a.jsonl, eval_path: b.json}\n"
                 "eval_strategy: epoch\n")
@@ -395,7 +395,7 @@ class Config(unittest.TestCase):
             f.truncate(os.path.getsize(path) - 4)
         self.assertIn("weights/model.safetensors", self.refusal(text % (4, 8)))
 
-    def test_check_asks_for_room_for_a_checkpoint(self):
+    def test_check_requires_room_for_a_checkpoint(self):
         # 10^14 parameters: more than any disk.
         text = "model: {n_layer: 1000, n_head: 1, n_embd: 100000}\noutput_dir: deep/in/it\n"
         said = self.refusal(text)
@@ -439,7 +439,7 @@ class Config(unittest.TestCase):
                               timeout=60, capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
 
-    def test_words_that_are_wrong(self):
+    def test_wrong_arguments(self):
         for args, part in ((("shwo",), "there is no action 'shwo'. Did you mean show?"),
                             (("check",), "check takes one file"),
                             (("show", "a", "b"), "show takes one file"),

@@ -31,7 +31,7 @@ constexpr const char* kHelp =
     "       lockstep data inspect [--format FORMAT] [--show N] FILE|FOLDER...\n\n"
     "tokenize  text files, byte by byte, into shards of tokens (256 ends a document); several\n"
     "          shards at a time. The folder appears when all of it is on the disk.\n"
-    "  --output FOLDER      where to\n"
+    "  --output FOLDER      the folder to write\n"
     "  --format FORMAT      llmc16 (default), llmc32 or nanogpt (train.bin and val.bin)\n"
     "  --suffix .TXT        which files of a folder; may be given several times (default: all)\n"
     "  --name NAME          shards are NAME_train_000001.bin (default: text)\n"
@@ -44,7 +44,7 @@ constexpr const char* kHelp =
     "  --format FORMAT      for files without a header: nanogpt\n"
     "  --show N             the first N tokens (default: 64)\n";
 
-// Flags with a value and those without; other args are names. Both --flag VALUE and --flag=VALUE.
+// Flags with and without a value; other arguments are names. --flag VALUE and --flag=VALUE.
 struct Flags {
   std::map<std::string, std::function<void(const std::string&)>> values{};
   std::map<std::string, bool*> switches{};
@@ -86,7 +86,7 @@ std::string count_text(double count) {
   return fmt::format("{:.0f}", count);
 }
 
-// A bar on a terminal, nothing elsewhere: the last line says it all.
+// A progress bar on a terminal, nothing elsewhere.
 class ProgressBar {
  public:
   void operator()(std::uint64_t done, std::uint64_t total) {
@@ -149,7 +149,7 @@ int tokenize(const Args& args) {
   return 0;
 }
 
-// Bytes as they are read best: letters as themselves, the rest escaped.
+// Printable bytes as they are, the rest escaped.
 std::string readable(const std::vector<std::uint32_t>& tokens) {
   std::string text;
   for (const std::uint32_t token : tokens) {

@@ -1,4 +1,4 @@
-"""`lockstep data` from outside: what it writes is what NumPy reads in llm.c's and nanoGPT's way."""
+"""`lockstep data`: NumPy reads its output as llm.c and nanoGPT do."""
 import array
 import json
 import os
@@ -55,7 +55,7 @@ class Data(unittest.TestCase):
         self.assertEqual(result.returncode, code, result.stdout + result.stderr)
         return result.stderr
 
-    def test_shards_are_llmc_s(self):
+    def test_shards_have_the_format_of_llmc(self):
         for kind in ("llmc16", "llmc32"):
             out = self.path("out-" + kind)
             text = self.succeed("tokenize", self.path("in"), "--output", out, "--format", kind,

@@ -1,5 +1,5 @@
-// `lockstep env`: who am I, and why. Reads what a program's World would read and says what it would
-// choose; starts nothing and connects to nobody.
+// `lockstep env`: the rank of this process and where it comes from. Reads what a program's World
+// would read and prints what it would choose; starts nothing and connects to nothing.
 #include "lockstep/core/env.h"
 
 #include <fmt/format.h>
@@ -121,10 +121,10 @@ std::string log_line(const char* level, const std::string& text) {
   return fmt::format("{}.{:03} {} [env] {}\n", stamp, ms, level, text);
 }
 
-std::string meeting(const RankEnv& me) {
+std::string rendezvous_text(const RankEnv& me) {
   if (me.alone()) return "not needed in a world of one";
   if (!me.rendezvous_name.empty())
-    return "a free port, agreed on through this host's meeting socket";
+    return "a free port, agreed on through this host's rendezvous socket";
   const std::string where = fmt::format("{}:{}", me.master_addr, me.master_port);
   if (me.store_channel >= 0)
     return fmt::format("a store hosted by the launcher, on descriptor {} (no port)",
@@ -136,7 +136,7 @@ std::string meeting(const RankEnv& me) {
 }
 
 std::string row(const char* name, const std::string& text) {
-  return fmt::format("{:<10}{}\n", name, text);
+  return fmt::format("{:<12}{}\n", name, text);
 }
 
 std::string facts_text(const Findings& found) {
@@ -146,7 +146,7 @@ std::string facts_text(const Findings& found) {
     text += row("identity",
                 fmt::format("rank {} of {}, local rank {} of {}, node {} (from: {})", me.rank,
                             me.world_size, me.local_rank, me.local_world_size, me.node, me.source));
-    text += row("meeting", meeting(me));
+    text += row("rendezvous", rendezvous_text(me));
   }
   if (!found.device.name.empty()) {
     text += row("device", fmt::format("{} ({})", found.device.name, found.device.reason));
@@ -211,7 +211,7 @@ std::string as_json(const Findings& found) {
                        {"local_world_size", me.local_world_size},
                        {"node", me.node},
                        {"source", me.source},
-                       {"meeting", meeting(me)}};
+                       {"rendezvous", rendezvous_text(me)}};
   }
   if (!found.device.name.empty()) {
     out["device"] = {{"name", found.device.name}, {"reason", found.device.reason}};

@@ -1,5 +1,5 @@
 // `lockstep`: starts in milliseconds because it links no torch. Commands that need torch are in
-// ../libexec beside it, in programs that take this process over.
+// ../libexec beside it, in programs that replace this process (exec).
 #include <fmt/format.h>
 #include <unistd.h>
 

@@ -1,5 +1,5 @@
-// How far a long reading is, for who waits: silent for two seconds, then a line on stderr, on a
-// terminal written over and over, elsewhere again every ten seconds.
+// Progress of a long read: silent for two seconds, then a line on stderr. On a terminal the line is
+// overwritten in place; elsewhere a new one is printed every ten seconds.
 //
 //   data::load_instructions(path, ReadingProgress(path));
 //

@@ -1,4 +1,4 @@
-// How far a reading is, with a clock that stands still until it is told.
+// ReadingProgress with a manual clock.
 #include "cli/reading_progress.h"
 
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ TEST(ReadingProgress, IsSilentForTwoSeconds) {
   EXPECT_EQ(said.text(), "");
 }
 
-TEST(ReadingProgress, ThenTellsNowAndThenAndTheEnd) {
+TEST(ReadingProgress, ThenReportsPeriodicallyAndAtTheEnd) {
   const Said said;
   auto now = ReadingProgress::Clock::time_point{};
   ReadingProgress progress("a.json", said.file, [&] { return now; });

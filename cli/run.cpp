@@ -1,4 +1,4 @@
-// `lockstep run`: args become a plan (lockstep/launch/flags.h), the plan becomes ranks
+// `lockstep run`: parses the arguments into a plan (lockstep/launch/flags.h) and runs it
 // (lockstep/launch/supervisor.h).
 #include <cstdio>
 

@@ -28,7 +28,7 @@ constexpr std::int64_t kGpt2Vocabulary = 50'257;
 const std::vector<std::string> kMetrics{"eval_loss", "eval_accuracy", "eval_runtime",
                                         "eval_samples_per_second"};
 
-// `gpt` stands for {name: gpt}. A key of the top level that stands inside is told where it belongs.
+// `gpt` is short for {name: gpt}. Reports top-level keys that are written inside the map.
 Node map_of(const Node& node, const char* key, const char* fallback, Problems& problems) {
   Node map = node;
   if (!node.is(NodeKind::kMap)) {
@@ -111,10 +111,10 @@ void check_tokens(DataConfig& data, const TrainingArguments& a) {
   data.evaluates = a.eval_strategy != Interval::kNo || a.eval_on_start;
   if (data.evaluates) data.eval_files = data::token_files(*a.dataset_dir, "val");
   for (const auto* files : {&data.train_files, &data.eval_files}) {
-    std::uint64_t most = 0;
+    std::uint64_t largest = 0;
     for (const std::string& file : *files)
-      most = std::max(most, data::TokenFile(file).size());  // which looks at its header, too
-    if (!files->empty() && most <= static_cast<std::uint64_t>(data.length))
+      largest = std::max(largest, data::TokenFile(file).size());  // also checks its header
+    if (!files->empty() && largest <= static_cast<std::uint64_t>(data.length))
       throw UsageError("config",
                        "none of {} token files in {} holds a window of {} tokens and the one after "
                        "it; the largest has {}. Use a shorter max_seq_len or more text.",
@@ -301,7 +301,7 @@ void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems
     problems.add(
         "gradient_checkpointing is for models of blocks, and mlp has none. Delete it, or "
         "train a gpt.");
-  // Of a model that is not yet right nothing can be said.
+  // The weights cannot be checked against an invalid model.
   if (problems.empty()) problems.attempt([&] { check_weights(task); });
 }
 

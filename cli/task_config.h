@@ -1,10 +1,9 @@
 // What a training file asks `lockstep train` to train, read and checked without torch: the maps
 // `model` and `data`, and the files that they name.
 //
-// Reading is checking. `lockstep config check` and `lockstep train` call the
-// same function, and the second builds model and dataset from its answer alone, so that nothing
-// passes the one and is refused by the other for what could have been seen before. What takes long,
-// the samples themselves, is read by task_contents.h, for both again.
+// `lockstep config check` and `lockstep train` call the same function, and `train` builds model and
+// dataset from its result alone, so `check` refuses whatever `train` would refuse at this stage.
+// The samples themselves, which take long to read, are read by task_contents.h, also for both.
 //
 //   const TaskConfig task = read_task(config.arguments);   // UsageError with every mistake
 //
@@ -67,7 +66,7 @@ struct DataConfig {
 
 struct ModelConfig {
   std::string name;
-  std::string weights{};  // a folder; empty: drawn again
+  std::string weights{};  // a folder; empty: random initial weights
   // gpt
   std::int64_t n_layer = 0;
   std::int64_t n_head = 0;

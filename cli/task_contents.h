@@ -1,8 +1,8 @@
-// What stands in the files that a training file names, read without torch.
+// The contents of the files that a training file names, read without torch.
 //
-// The long reading has the same owner as the short one (task_config.h). Training
-// makes its dataset from these rows, and `lockstep config check` makes the same rows and throws
-// them away, so that a record is torn, mistyped or too long for both or for neither.
+// As in task_config.h, `lockstep train` and `lockstep config check` share the code: training makes
+// its dataset from these rows, and the check makes the same rows and discards them. So both refuse
+// the same records.
 //
 //   const data::InstructionRows rows = read_instructions(task, task.data.path);   // UsageError
 //
@@ -19,7 +19,7 @@ namespace lockstep::cli {
 // `path` is data.path or data.eval_path. Rows that the model has no positions for are refused.
 data::InstructionRows read_instructions(const TaskConfig& task, const std::string& path,
                                         const data::ReadProgress& progress = {});
-// What max_seq_len has cut off, in a sentence; empty: nothing.
+// One sentence about what max_seq_len truncated; empty: nothing.
 std::string what_was_cut(const data::InstructionRows& rows);
 
 }  // namespace lockstep::cli

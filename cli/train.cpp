@@ -47,7 +47,7 @@ struct Request {
   std::vector<std::string> flags;
 };
 
-// The launcher's flag that `arg` is, where no key has that name.
+// The launcher's flag of that name, unless a key has the same name.
 const launch::FlagSpec* launcher_flag(const std::string& arg) {
   if (!arg.starts_with("--")) return nullptr;
   std::string name = arg.substr(2, arg.find('=') == arg.npos ? arg.npos : arg.find('=') - 2);
@@ -60,7 +60,7 @@ const launch::FlagSpec* launcher_flag(const std::string& arg) {
   return found == table.end() ? nullptr : &*found;
 }
 
-// Ranks are started by another command: the whole of it, ready to copy.
+// Refuses launcher flags and prints the full command to use instead.
 void refuse_launcher_flags(const std::vector<std::string>& given) {
   std::vector<std::string> launcher, own;
   std::string first;
@@ -108,8 +108,8 @@ WorldOptions world_options(const TrainingArguments& a, const std::string& digest
   return options;
 }
 
-// Leaves in output_dir what the run was told, and by whom: values, winners and whom they have
-// beaten. When the run begins, because an earlier one's files have been put aside by then.
+// Writes effective_config.json to output_dir: each value, its source and what it overrides. Done
+// when the run begins, because an earlier run's files have been archived by then.
 struct KeepRecord : Observer {
   KeepRecord(std::string directory, std::string text)
       : path(std::move(directory) + "/effective_config.json"), record(std::move(text)) {}
@@ -125,7 +125,7 @@ struct KeepRecord : Observer {
       file.finish();
       if (::rename(fresh.c_str(), path.c_str()) != 0) throw io::file_error("rename", path, errno);
     } catch (const SystemError& e) {
-      log::error("train", "{}", e.what());  // a run does not end for that
+      log::error("train", "{}", e.what());  // not fatal
     }
   }
 
@@ -133,7 +133,7 @@ struct KeepRecord : Observer {
   std::string record;
 };
 
-// What every rank reads for itself, before the ranks meet.
+// What every rank reads for itself before the rendezvous.
 struct Prepared {
   train::Config config;
   TaskConfig task;
@@ -154,9 +154,9 @@ std::string host_name() {
   return name;
 }
 
-// The rest, which takes too long to let others wait for it at the meeting: the data itself, and the
-// model. A file that is damaged on one host ends all ranks, each with the reason; who has found it
-// keeps the error itself.
+// Makes the data and the model, which takes too long to do before the rendezvous. A file that is
+// damaged on one host ends all ranks, each with the reason; the rank that found it throws the
+// original error.
 TrainerTask make_task_everywhere(World& world, const Prepared& read) {
   std::optional<TrainerTask> task;
   std::exception_ptr mine;

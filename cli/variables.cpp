@@ -50,7 +50,7 @@ constexpr KnownVariable kKnown[] = {
     {"LOCKSTEP_SHARE_DEVICE", "1: several local ranks may share a GPU"},
     {"LOCKSTEP_TIMEOUT_S", "deadline of a training operation, in seconds (1800); --timeout"},
     {"LOCKSTEP_STARTUP_TIMEOUT_S",
-     "deadline for all ranks to meet, in seconds (300); --startup-timeout"},
+     "deadline for the rendezvous of all ranks, in seconds (300); --startup-timeout"},
     {"CUDA_VISIBLE_DEVICES", "which GPUs this process sees, and in which order", true},
     {"OMP_NUM_THREADS", "threads for CPU operators", true},
     {"GLOO_SOCKET_IFNAME", "interface that gloo uses", true},
@@ -123,7 +123,7 @@ std::vector<std::string> unread_variables() {
   std::set<std::string> read(std::begin(kOfTools), std::end(kOfTools));
   for (const train::KeySpec& key : train::key_table()) read.insert(key.variable());
   for (const KnownVariable& variable : kKnown) read.emplace(variable.name);
-  std::vector<std::string> candidates;  // without what they all begin with, which is not a nearness
+  std::vector<std::string> candidates;  // without the common prefix, which would skew distances
   for (const std::string& name : read) {
     if (name.rfind(kOurs, 0) == 0) candidates.push_back(name.substr(kOurs.size()));
   }

@@ -13,7 +13,7 @@ namespace lockstep::cli {
 struct KnownVariable {
   std::string_view name;
   std::string_view meaning;
-  // Said to be unset when it is; the others are named only where they are set.
+  // Listed even when unset; the others are listed only when they are set.
   bool important = false;
 };
 

@@ -23,7 +23,7 @@ target_link_libraries(lockstep_torch INTERFACE
   $<BUILD_INTERFACE:${LOCKSTEP_TORCH_DIR}/lib/libc10.so> Threads::Threads)
 # LibTorch's include directory holds its own, newer fmt without a library for it. Where torch is
 # included that one wins, so it is used header-only there; torch-free layers use the system's fmt.
-# The two live in different inline namespaces (fmt::v9, fmt::v12) and do not meet.
+# The two live in different inline namespaces (fmt::v9, fmt::v12) and do not clash.
 target_compile_definitions(lockstep_torch INTERFACE FMT_HEADER_ONLY)
 
 # The plug-in is compiled with the CUDA that LibTorch itself was built for, or not at all.

@@ -42,7 +42,7 @@ ELSEWHERE = ("shm.cpp",)
 
 
 class BuildError(SystemExit):
-    """A sentence for the user, instead of a trace: also where pip is the caller."""
+    """A message for the user instead of a traceback, also under pip."""
 
     def __init__(self, text):
         super().__init__(f"lockstep_torch: {text}")
@@ -135,7 +135,7 @@ def commands(torch, objects, into):
 
 
 def is_current(target, command):
-    """Made by this very command, later than everything it was made from."""
+    """Built by the same command, and newer than all its inputs."""
     record, list_file = pathlib.Path(f"{target}.cmd"), pathlib.Path(f"{target}.d")
     if not (target.exists() and record.exists() and list_file.exists()):
         return False
@@ -167,7 +167,7 @@ def compile_one(item):
 
 
 def build(into, objects):
-    """Puts the package into `into`; objects are kept and reused."""
+    """Puts the package into `into`; object files are cached."""
     torch = torch_folder()
     into, objects = pathlib.Path(into).resolve(), pathlib.Path(objects).resolve()
     (into / NAME).mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--into", help="the directory that gets lockstep_torch/")
-    parser.add_argument("--objects", help="where object files are kept (default: INTO/objects)")
+    parser.add_argument("--objects", help="where object files are cached (default: INTO/objects)")
     parser.add_argument("--check", action="store_true", help="only say whether it can be built")
     parsed = parser.parse_args()
     if not parsed.into and not parsed.check:

@@ -16,17 +16,17 @@ import sys
 GCC_ONLY = {"-fpch-preprocess", "-Winvalid-pch", "-Wshadow=local"}
 
 
-def cleaned(words):
-    kept = []
+def cleaned(arguments):
+    result = []
     skip = False
-    for at, word in enumerate(words):
+    for at, argument in enumerate(arguments):
         if skip:
             skip = False
-        elif word == "-include" and words[at + 1].endswith("cmake_pch.hxx"):
+        elif argument == "-include" and arguments[at + 1].endswith("cmake_pch.hxx"):
             skip = True
-        elif word not in GCC_ONLY:
-            kept.append(word)
-    return kept
+        elif argument not in GCC_ONLY:
+            result.append(argument)
+    return result
 
 
 def singles(entry):

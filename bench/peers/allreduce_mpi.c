@@ -32,7 +32,7 @@ int main(int argc, char** argv) {
     float* data = malloc((size_t)bytes);
     double began = MPI_Wtime();
     for (long i = -3; i < repetitions; ++i) {
-      if (i == 0) { /* the warm-up says how many fit; rank 0's part counts */
+      if (i == 0) { /* the warm-up shows how many fit; rank 0 decides */
         const double fitting = budget_us * 1e-6 / ((MPI_Wtime() - began) / 3 + 1e-9);
         if (fitting < (double)repetitions) repetitions = fitting < 5 ? 5 : (long)fitting;
         MPI_Bcast(&repetitions, 1, MPI_LONG, 0, MPI_COMM_WORLD);

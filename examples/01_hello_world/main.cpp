@@ -1,4 +1,4 @@
-// The smallest program of ranks: every one says who it is.
+// The smallest distributed program: every rank prints its rank.
 #include <lockstep/run.h>
 
 #include <cstdio>

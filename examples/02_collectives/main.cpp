@@ -1,5 +1,4 @@
-// What ranks can say to each other: barrier, broadcast, all_reduce, gather, and the mean of a
-// number.
+// Common collectives: barrier, broadcast, all_reduce, gather, and the mean of a number.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -259,7 +259,7 @@ void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
 }
 
 void World::finish(std::optional<std::chrono::milliseconds> timeout) {
-  // What was only enqueued must reach the peers before the communicator is let go.
+  // What was only enqueued must reach the peers before the communicator is freed.
   if (impl_->accelerator) {
     const c10::impl::VirtualGuardImpl accelerator(device().type());
     accelerator.synchronizeDevice(device().index());

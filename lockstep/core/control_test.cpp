@@ -255,7 +255,7 @@ TEST(Control, SigtermAfterAFailureIsNotARequestToSave) {
   }
 }
 
-TEST(Control, AProcessThatGoesOnIsEnded) {
+TEST(Control, AProcessThatContinuesIsEnded) {
   Launcher launcher;
   Child child("saves_on_sigterm", launcher.variables(), {launcher.pipe.read.get()});
   ASSERT_TRUE(child.says("ready"));

@@ -172,7 +172,7 @@ TEST(Loader, TheStateIsThatOfTheLastBatchHandedOutThoughWorkersAreAhead) {
 }
 
 // 2 -> 1 -> 4 -> 3 ranks within one epoch: each stops after some batches, the next continues.
-TEST(Loader, AnEpochGoesOnAtOtherWorldSizesWithEachSampleOnce) {
+TEST(Loader, AnEpochContinuesAtOtherWorldSizesWithEachSampleOnce) {
   std::mt19937 random(5);
   for (int trial = 0; trial < 40; ++trial) {
     const auto n = static_cast<std::int64_t>(60 + random() % 200);

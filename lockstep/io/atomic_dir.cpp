@@ -213,7 +213,7 @@ void AtomicDir::adopt(const std::string& name) {
   });
 }
 
-void AtomicDir::refuse_strangers() const {
+void AtomicDir::refuse_other_files() const {
   std::error_code error;
   for (auto it = fs::directory_iterator(path_, error); !error && it != fs::directory_iterator();
        it.increment(error)) {
@@ -241,7 +241,7 @@ void AtomicDir::commit() {
   check_open("commit");
   bool replaced = false;
   guarded([&] {
-    refuse_strangers();
+    refuse_other_files();
     FileWriter file(path_ + "/" + std::string(kManifestName), options_.progress);
     file.append(manifest_text(manifest_));
     file.finish();

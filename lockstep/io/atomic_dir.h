@@ -60,7 +60,7 @@ class AtomicDir {
  private:
   void check_open(std::string_view what) const;
   void check_name(const std::string& name) const;
-  void refuse_strangers() const;
+  void refuse_other_files() const;
   bool take_name();
   void discard() noexcept;
   // Runs one step; an error in it removes the temporary directory before it is passed on.

@@ -218,7 +218,7 @@ TEST(Verify, TheManifestItself) {
   EXPECT_THAT(kinds(path), ElementsAre(FaultKind::kUnreadable));
 }
 
-TEST(Verify, AFileThatIsNoFile) {
+TEST(Verify, AFileThatIsADirectoryOrPipe) {
   TemporaryDirectory dir;
   save(dir.path(), 1);
   const std::string file = dir / "checkpoint-1/file1";
@@ -408,7 +408,7 @@ TEST(Retain, DeletesNothingWithoutADurableOne) {
   EXPECT_THAT(names_in(dir.path()), ElementsAre("checkpoint-1", "checkpoint-2"));
 }
 
-TEST(RemoveDurably, RemovesOrSaysWhyNot) {
+TEST(RemoveDurably, RemovesOrReportsTheReason) {
   TemporaryDirectory dir;
   save(dir.path(), 1);
   remove_durably(dir / "checkpoint-1/");

@@ -59,9 +59,9 @@ void Console::put(const Piece& piece) {
   if (sink.dead) return;
   std::string data;
   data.reserve(piece.prefix.size() + piece.text.size() + 2);
-  const bool goes_on = sink.open_source == piece.source;
-  if (!goes_on && sink.open_source != kNobody) data += '\n';
-  if (!goes_on) data += piece.prefix;
+  const bool continues = sink.open_source == piece.source;
+  if (!continues && sink.open_source != kNobody) data += '\n';
+  if (!continues) data += piece.prefix;
   data += piece.text;
   if (piece.ends_line) data += '\n';
   sink.open_source = piece.ends_line ? kNobody : piece.source;

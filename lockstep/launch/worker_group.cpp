@@ -236,7 +236,7 @@ void WorkerGroup::start_worker(Worker& worker) {
 void WorkerGroup::on_exit(Worker& worker) {
   const double now = wall_clock();  // before it vanishes: whoever sees that fails after it
   const auto ending = worker.process.reap();
-  // It has ended, but a debugger that holds it has not let go yet; then comes SIGCHLD.
+  // It has ended, but a debugger that holds it has not released it yet; then comes SIGCHLD.
   if (!ending) return setup_.loop.forget(worker.process.pidfd());
   worker.ending = ending;
   // One that we failed while it was alive failed then, though its victims may be gone before it.

@@ -112,7 +112,7 @@ TEST(CpuCache, SmallTensorsAndOlderOnesAreMallocs) {
   EXPECT_EQ(cpu_cache_stats().idle, before.idle);
 }
 
-TEST(CpuCache, RawMemoryOfBothOriginsIsLetGoRightly) {
+TEST(CpuCache, RawMemoryOfBothOriginsIsFreed) {
   const auto used = cpu_cache_stats().used;
   c10::Allocator* const allocator = c10::GetCPUAllocator();
   for (const std::size_t size : {std::size_t{100}, std::size_t{3 * kMb}}) {

@@ -213,7 +213,7 @@ TEST(Accumulation, ABatchWithoutTargetsCountsAsZeroAmongEqualOnes) {
 
 // Rank 0 has micro-batches of 3 and 1, rank 1 of 2 and 6 (or none): the derivatives 1 and 5 of rank
 // 0 weigh 3/4 and 1/4 there, and then both ranks the same.
-TEST(Accumulation, OwnCountsWeighWithinARankAndRanksAlike) {
+TEST(Accumulation, OwnCountsWeighWithinARankAndRanksEqually) {
   for (const bool none : {false, true}) {
     run_threads(2, [&](World& world) {
       auto weight = at::ones({2}).set_requires_grad(true);

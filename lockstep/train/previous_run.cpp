@@ -44,16 +44,16 @@ fs::path make_place(const std::string& output_dir) {
 }  // namespace
 
 std::string archive_previous_run(const std::string& output_dir, const RunStart& start) {
-  const bool goes_on = !start.checkpoint.empty() && stands_in(start.checkpoint, output_dir);
+  const bool continues = !start.checkpoint.empty() && stands_in(start.checkpoint, output_dir);
   std::vector<fs::path> others;
   for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix)) {
-    if (goes_on && (dir.step <= start.step || same_place(dir.path, start.checkpoint))) continue;
+    if (continues && (dir.step <= start.step || same_place(dir.path, start.checkpoint))) continue;
     others.emplace_back(dir.path);
   }
   for (const char* name :
        {"metrics.jsonl", "metrics.superseded.jsonl", "runs", "effective_config.json"}) {
     const fs::path path = fs::path(output_dir) / name;
-    if (!goes_on && holds_something(path)) others.push_back(path);
+    if (!continues && holds_something(path)) others.push_back(path);
   }
   if (others.empty()) return {};
   const fs::path place = make_place(output_dir);

@@ -291,7 +291,7 @@ TEST_F(ArchivePreviousRun, ANewRunFindsNothing) {
   EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("metrics.jsonl"));
 }
 
-TEST_F(ArchivePreviousRun, ARunThatGoesOnLeavesTheOtherBranch) {
+TEST_F(ArchivePreviousRun, ARunThatContinuesLeavesTheOtherBranch) {
   const RunStart start{.checkpoint = dir_ / "checkpoint-5/", .step = 5};
   EXPECT_EQ(archive_previous_run(dir_.path(), start), dir_ / "earlier-1");
   EXPECT_THAT(names(dir_.path()),

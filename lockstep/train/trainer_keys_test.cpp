@@ -479,7 +479,7 @@ TEST(Keys, OptimIsSavedAndResumedToTheBit) {
   }
 }
 
-TEST(Keys, SaveOnlyModelCannotBeGoneOnFrom) {
+TEST(Keys, SaveOnlyModelCannotBeResumed) {
   io::TemporaryDirectory dir;
   auto a = arguments(dir.path());
   a.save_only_model = true;

@@ -331,7 +331,7 @@ TEST(Trainer, AStepThatIsSavedAlreadyMayTurnOutTheBest) {
             dir / "checkpoint-4");
 }
 
-TEST(Trainer, ABadGradientIsLeftOutOnAllRanks) {
+TEST(Trainer, ABadGradientIsSkippedOnAllRanks) {
   io::TemporaryDirectory dir;
   std::vector<at::Tensor> ends(2);
   testing::run_threads(2, [&](World& world) {

@@ -73,7 +73,7 @@ inline void check_single(const char* what, const Tensors& tensors) {
               " tensors where one is expected.");
 }
 
-inline void check_alike(const char* what, const Tensors& tensors, const at::Tensor& model) {
+inline void check_same_kind(const char* what, const Tensors& tensors, const at::Tensor& model) {
   for (const auto& tensor : tensors) {
     check(what, tensor);
     TORCH_CHECK(tensor.scalar_type() == model.scalar_type() && tensor.numel() == model.numel(),

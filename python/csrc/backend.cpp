@@ -1,8 +1,7 @@
 // torch.distributed's view of the shared-memory engine: the backend `lockstep`.
 //
-// The engine wants plain arrays, torch.distributed gives tensors of any strides
-// and lists of them. Whatever is not one array already is staged, and copied back by whoever
-// settles the work.
+// The engine takes plain arrays; torch.distributed passes tensors of any strides and lists of them.
+// What is not one array already is staged, and copied back when the work is settled.
 #include <fmt/ranges.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -50,8 +49,8 @@ struct BackendConfig {
 
 // ---------------------------------------------------------------- start-up
 
-// What ranks write where all can read it: the group's store. A group that is made again in the same
-// store (destroyed and initialised again) must not read what the last one wrote.
+// The group's store as the engine's key-value store. A group that is destroyed and initialised
+// again in the same store must not read the keys of the previous one.
 class C10dStore : public shm::KeyValueStore {
  public:
   C10dStore(c10::intrusive_ptr<c10d::Store> store, int rank) : store_(std::move(store)) {
@@ -86,7 +85,7 @@ std::exception_ptr as_backend_error(const std::string& text) {
       c10::DistBackendError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text));
 }
 
-// Ranks in the engine's sentences are ranks of the group; its members are named after them.
+// The engine's messages name ranks of the group; the global ranks are appended.
 Explain explainer(const BackendConfig& config) {
   std::string note;
   bool plain = true;
@@ -156,8 +155,8 @@ class LockstepBackend : public c10d::Backend {
       engine = std::move(engine_);
     }
     if (!engine) return;
-    // The engine's thread may be about to run a Python callback; it must not wait for us with the
-    // interpreter in our hands.
+    // The engine's thread may be about to run a Python callback; it must not wait for us while we
+    // hold the GIL.
     std::optional<pybind11::gil_scoped_release> release_gil;
     if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) release_gil.emplace();
     const Deferral deferral;
@@ -168,7 +167,7 @@ class LockstepBackend : public c10d::Backend {
     if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
     const PlainTensors plain;
     check("allreduce", tensors);
-    check_alike("allreduce", tensors, tensors[0]);
+    check_same_kind("allreduce", tensors, tensors[0]);
     Call call = call_of(OpType::ALLREDUCE, "lockstep:all_reduce", tensors, {tensors});
     Outputs outputs;
     at::Tensor data = outputs.stage(as_reals("allreduce", tensors[0], opts.reduceOp), true);
@@ -243,7 +242,7 @@ class LockstepBackend : public c10d::Backend {
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     const PlainTensors plain;
     check("broadcast", tensors);
-    check_alike("broadcast", tensors, tensors[0]);
+    check_same_kind("broadcast", tensors, tensors[0]);
     const int root = rank_in_group("broadcast", opts.rootRank);
     const auto index = static_cast<std::size_t>(opts.rootTensor);
     TORCH_CHECK(index < tensors.size(), "[lockstep_torch] broadcast: there is no tensor ", index);
@@ -291,7 +290,7 @@ class LockstepBackend : public c10d::Backend {
     check_single("reduce_scatter", outputs);
     TORCH_CHECK(lists.size() == 1 && lists[0].size() == ranks(), "[lockstep_torch] ",
                 "reduce_scatter: one list of ", size_, " tensors is expected, one per rank.");
-    check_alike("reduce_scatter", lists[0], outputs[0]);
+    check_same_kind("reduce_scatter", lists[0], outputs[0]);
     Tensors inputs{as_input(lists[0])};
     return scatter_flat(OpType::REDUCE_SCATTER, outputs, inputs, opts);
   }
@@ -317,7 +316,7 @@ class LockstepBackend : public c10d::Backend {
     Outputs outputs;
     std::vector<Part> parts;
     if (rank_ == root) {
-      check_alike("gather", lists[0], inputs[0]);
+      check_same_kind("gather", lists[0], inputs[0]);
       for (const auto& tensor : lists[0]) parts.push_back(part_of(outputs.stage(tensor)));
     }
     const at::Tensor input = inputs[0].contiguous();
@@ -340,7 +339,7 @@ class LockstepBackend : public c10d::Backend {
     Outputs outputs;
     std::vector<ConstPart> parts;
     if (rank_ == root) {
-      check_alike("scatter", lists[0], results[0]);
+      check_same_kind("scatter", lists[0], results[0]);
       for (const auto& tensor : lists[0]) {
         outputs.held.push_back(tensor.contiguous());
         parts.push_back(const_part_of(outputs.held.back()));
@@ -524,7 +523,7 @@ class LockstepBackend : public c10d::Backend {
     for (std::size_t i = 0; i < lists.size(); ++i) {
       TORCH_CHECK(lists[i].size() == ranks(), "[lockstep_torch] allgather: a list of ",
                   lists[i].size(), " tensors for ", size_, " ranks.");
-      check_alike("allgather", lists[i], inputs[i]);
+      check_same_kind("allgather", lists[i], inputs[i]);
       into.push_back(outputs.stage_all(lists[i]));
       from.push_back(inputs[i].contiguous());
     }

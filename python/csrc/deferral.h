@@ -1,9 +1,9 @@
 // Keeps a program's own callbacks out of the adaptor's locks.
 //
-// The engine may end any operation inside any call, also the start of another
-// one, and what hangs on that end (a future with a Python callback) may call back into the adaptor
-// or wait for peers. While a Deferral lives on a thread, such ends are put off; the outermost one
-// carries them out when it goes. Declare it before the lock, so that it goes after it.
+// The engine may complete any operation inside any call, also while it starts another one, and the
+// completion callbacks (a future with a Python callback) may call back into the adaptor or wait for
+// peers. While a Deferral exists on a thread, such callbacks are deferred; the destructor of the
+// outermost one runs them. Declare it before the lock, so that it is destroyed after it.
 //
 //   Deferral deferral;
 //   std::lock_guard lock(mutex_);

@@ -14,16 +14,16 @@ namespace {
 
 using std::chrono::microseconds;
 
-// An envelope may be asked for long before it comes; who waits has a deadline of its own.
+// A receive of an envelope may be posted long before it comes; a waiter has its own deadline.
 Deadline far_away() {
   return Deadline::after(std::chrono::hours(24 * 365));
 }
 
-// Who looks for a message from anyone looks often at first, then less.
+// A receive from any source polls often at first, then less.
 constexpr microseconds kShortestPause{20};
 constexpr microseconds kLongestPause{1000};
-// For how long a receive may wait for somebody to wait for it, and how long after the last one the
-// thread stays awake that sees to it.
+// How long a receive may go without a waiter before the scout thread serves it, and how long that
+// thread stays awake after the last receive.
 constexpr microseconds kUnwatched{500};
 constexpr std::chrono::milliseconds kAwake{50};
 using Clock = std::chrono::steady_clock;
@@ -89,7 +89,7 @@ void MessageMatcher::close(std::unique_ptr<shm::Engine> engine) noexcept {
       scout_.join();
   }
   engine.reset();
-  // Only now does nobody write into the arrays any more.
+  // From here on nothing writes into the arrays any more.
   const auto error = failure("the process group was destroyed with a receive pending");
   const std::lock_guard lock(mutex_);
   fail_all(error);
@@ -147,7 +147,7 @@ void MessageMatcher::request_progress(const Receive& receive) {
 void MessageMatcher::wait(Receive& receive, const Deadline& deadline) {
   while (!receive.done()) {
     nudge();
-    // The thread that waits carries the message over itself where it is known from whom.
+    // The waiting thread copies the message itself if the source is known.
     if (const auto ticket = ticket_of(receive)) {
       try {
         ticket->wait(deadline);
@@ -178,7 +178,7 @@ void MessageMatcher::give_up(Receive& receive, const Deadline& deadline) {
   try {
     if (contents) contents->wait();
   } catch (const CommError&) {
-    // As it should: the engine is broken.
+    // Expected: the engine is broken.
   }
   const Deferral deferral;
   receive.finish(-1, nullptr);
@@ -213,7 +213,7 @@ void MessageMatcher::nudge() noexcept {
 }
 
 void MessageMatcher::pump() {
-  // What came before it was asked for.
+  // Unexpected messages: they came before a receive was posted.
   for (auto letter = unasked_.begin(); letter != unasked_.end();) {
     const auto request = find_request(letter->from, letter->envelope.tag);
     if (request == requests_.end()) {
@@ -257,7 +257,7 @@ bool MessageMatcher::step(int peer) {
   return true;
 }
 
-// The envelope is there: the contents go to whoever asked first, or are kept.
+// The envelope has arrived: the contents go to the first matching receive, or are buffered.
 bool MessageMatcher::opened(int peer) {
   Lane& line = lane(peer);
   if (const auto error = line.header->error()) std::rethrow_exception(error);
@@ -265,7 +265,7 @@ bool MessageMatcher::opened(int peer) {
   const std::size_t bytes = line.envelope.bytes;
   const auto request = find_request(peer, line.envelope.tag);
   std::byte* data = nullptr;
-  // A request of another size is told so when the contents, which must be read anyway, are here.
+  // A request of another size fails when the contents, which must be read anyway, have arrived.
   if (request != requests_.end() && (*request)->bytes_ == bytes) {
     line.target = *request;
     requests_.erase(request);
@@ -276,7 +276,7 @@ bool MessageMatcher::opened(int peer) {
   }
   line.contents = engine_.recv(data, bytes, peer, {.deadline = far_away(), .caller_waits = true});
   line.asked = Clock::now();
-  // Whoever does not wait for the envelope does not wait for the contents either.
+  // A receive without a waiter for the envelope has none for the contents either.
   if (std::exchange(line.watched, false)) watch(line);
   return true;
 }

@@ -1,12 +1,13 @@
-// Messages with tags, and from anyone: what torch.distributed asks for beyond the engine's lines.
+// Message matching by tag and source (recvAnysource), which torch.distributed needs and the engine
+// does not have.
 //
-// The engine brings messages of one rank to another in order and knows their length, nothing else.
-// So every message here is two of the engine's: an envelope (tag and length) and the contents. An
-// envelope is asked for as soon as a receive could take what is in it; a message that nobody has
-// asked for yet is kept until somebody does. Who would take a message from anyone commits to no
-// rank: a thread looks at all of them until one has begun to send. The same thread looks after
-// receives that nobody has come to wait for; those that are waited for at once, most of them, are
-// carried over by who waits and wake no other thread.
+// The engine delivers messages from one rank to another in order and knows only their length. So
+// every message here is two of the engine's: an envelope (tag and length) and the contents. An
+// envelope is received as soon as a posted receive could match it; a message without a matching
+// receive is buffered until one is posted. A receive from any source does not commit to a rank: the
+// scout thread polls all of them until one has begun to send. The same thread serves receives that
+// nobody waits for; most are waited for at once, are completed by the waiter and wake no other
+// thread.
 //
 //   auto receive = matcher->receive({data, bytes, MessageMatcher::kAnyone, tag, owner});
 //   matcher->wait(*receive, Deadline::after(timeout));

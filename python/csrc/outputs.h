@@ -1,4 +1,4 @@
-// Memory in between, where the tensors of a call are not one plain array.
+// Staging memory, where the tensors of a call are not one plain array.
 //
 //   Outputs outputs;
 //   at::Tensor data = outputs.stage(tensor, true);  // the tensor itself, if it is contiguous
@@ -23,11 +23,11 @@ namespace lockstep::python {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Autograd and version counters are not told, as with every backend of torch.distributed.
+// Autograd and version counters do not see this, as with every backend of torch.distributed.
 using PlainTensors = at::AutoDispatchBelowADInplaceOrView;
 
-// The results of an operation: the tensors themselves where they are plain arrays, else memory in
-// between and the way back.
+// The results of an operation: the tensors themselves where they are plain arrays, else staging
+// memory and the copy back.
 class Outputs {
  public:
   // `filled`: the operation reads it too.

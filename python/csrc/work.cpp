@@ -9,7 +9,7 @@
 namespace lockstep::python {
 namespace {
 
-// True on a thread that is completing a future: what hangs on it may ask for another one.
+// True on a thread that is completing a future: its callbacks may ask for another one.
 bool& inside_callback() {
   thread_local bool value = false;
   return value;
@@ -41,7 +41,7 @@ EngineWork::~EngineWork() {
     try {
       if (call->finish && !last->error()) call->finish();
     } catch (const std::exception&) {
-      // Nobody is left to hear of it.
+      // Nobody is left to report it to.
     }
   };
   try {

@@ -1,10 +1,9 @@
 // A c10d::Work over the engine's tickets, or over a receive of the matcher.
 //
-// Whoever notices the end first settles the work, once: copies staged results
-// back, keeps the error, completes the future. Who waits carries the operation out itself; a future
-// has nobody who waits, so it asks the engine for a callback. Inside such a callback (a
-// communication hook's `then`) a new future is carried out at once: the thread that would do it
-// later is the one that is asking.
+// The first thread that sees the end settles the work, once: copies staged results back, stores the
+// error, completes the future. A waiting thread runs the operation itself; a future has no waiter,
+// so it asks the engine for a callback. Inside such a callback (a communication hook's `then`) a
+// new future runs at once, because the thread that would run it later is the calling one.
 //
 //   auto work = c10::make_intrusive<EngineWork>(rank, std::move(call));
 //   work->attach({engine.all_reduce(...)});

@@ -25,8 +25,8 @@ __all__ = ["autoload", "cache_cpu_memory", "cpu_cache_stats", "create", "empty_c
 
 
 def _extension():
-    # Imported on first use: a torch that was exchanged after the package was built must not fail
-    # at import, and must not be met by code that was compiled for another one.
+    # Imported on first use: if torch was replaced after the package was built, `import torch` must
+    # not fail, and code compiled for the old version must not run.
     try:
         from . import _C  # pylint: disable=import-outside-toplevel
     except ImportError as error:

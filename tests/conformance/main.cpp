@@ -103,10 +103,10 @@ int main(int argc, char** argv) {
   SuiteOptions options;
   bool from_env = false;
   for (int i = 1; i < argc; ++i) {
-    const std::string_view word = argv[i];
-    if (word == "--world-from-env") {
+    const std::string_view arg = argv[i];
+    if (arg == "--world-from-env") {
       from_env = true;
-    } else if (word == "--quick") {
+    } else if (arg == "--quick") {
       options.every_case = false;
     } else {
       std::fprintf(stderr, "usage: conformance [--world-from-env] [--quick]\n");

@@ -150,7 +150,7 @@ class Suite {
     return {};
   }
 
-  // What rank `from` contributes, made anywhere; `salt` tells several tensors of one rank apart.
+  // What rank `from` contributes, made anywhere; `salt` distinguishes tensors of one rank.
   at::Tensor input_of(int from, int salt = 0) const {
     return values(shape(), current_.dtype, from + 11 * salt, current_.op);
   }
@@ -340,7 +340,7 @@ class Suite {
     }
   }
 
-  // The values of the founding lesson on collectives (seed 002).
+  // Worked examples with known values.
   void lesson() {
     current_ = {Operation::kBroadcast, ReduceOp::kSum, at::kFloat, Shape::kOdd};
     world_.barrier();

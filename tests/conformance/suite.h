@@ -1,4 +1,4 @@
-// Runs the table's cases on one rank of a world and says what went wrong.
+// Runs the table's cases on one rank of a world and reports failures.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace lockstep::conformance {
 struct Report {
   int ran = 0;      // cases of the table that were carried out and compared
   int refused = 0;  // pairs without a meaning that were refused as they must be
-  int extra = 0;    // the founding lesson's example values, numbers, bytes, structure
+  int extra = 0;    // example values, numbers, bytes, structure
   std::vector<std::string> failures;
 };
 

@@ -44,7 +44,7 @@ def run(ranks, kind, guilty, phase, extra_env=None):
     start = time.monotonic()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     seconds = time.monotonic() - start
-    for _ in range(300):  # a killed process leaves /proc a moment after its parent is told
+    for _ in range(300):  # a killed process leaves /proc a moment after its parent is notified
         rest = left_over(mark)
         if not rest:
             break
@@ -111,7 +111,7 @@ def leaving():
 
 
 def mismatches():
-    """Without LOCKSTEP_DEBUG gloo notices late and in its own words; the way on is told."""
+    """Without LOCKSTEP_DEBUG gloo fails late with its own message; ours adds what to try."""
     for kind in ("other_shape", "other_call"):
         code, output, seconds, rest = run(2, kind, 1, "step", {
             "LOCKSTEP_TIMEOUT_S": "5", "LOCKSTEP_BACKEND": "gloo"})
@@ -151,14 +151,14 @@ def main():
         check_soon(label, output, seconds)
 
     # A rank that calls another operation. Shared memory sees it by itself; with LOCKSTEP_DEBUG=1
-    # both backends say which calls met.
+    # both backends name the calls that do not match.
     for backend, debug in (("shm", "0"), ("shm", "1"), ("gloo", "1")):
         label = f"another call, {backend}, debug {debug}"
         code, output, seconds, rest = run(3, "other_op", 1, "step", {
             "LOCKSTEP_DEBUG": debug, "LOCKSTEP_BACKEND": backend})
         print(f"{label}: exit code {code}, {seconds:.1f} s", flush=True)
-        met = "call different operations" if debug == "1" else "disagree on collective"
-        check(label, code == 1 and met in output and "broadcast" in output, output)
+        message = "call different operations" if debug == "1" else "disagree on collective"
+        check(label, code == 1 and message in output and "broadcast" in output, output)
         check(label, not rest, f"left {rest}")
         check_soon(label, output, seconds)
 

@@ -18,8 +18,8 @@ SPACES = [f"ls{TAG}x", f"ls{TAG}y"]
 LINKS = [f"w{TAG}x", f"w{TAG}y"]
 
 
-def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(*args):
+    subprocess.run(["ip", *args], check=True, capture_output=True)
 
 
 def make_hosts():
@@ -152,8 +152,8 @@ def find_victim():
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as f:
-                words = f.read().split(b"\0")
-            if words[0].endswith(b"/tests/faults") and rank_of(pid) == 3:
+                argv = f.read().split(b"\0")
+            if argv[0].endswith(b"/tests/faults") and rank_of(pid) == 3:
                 return int(pid)
         except OSError:
             pass

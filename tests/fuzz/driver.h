@@ -1,8 +1,8 @@
-// What a fuzzer is made of here: one function per parser, and a driver that feeds it.
+// A fuzzer is one function per parser, and a driver that feeds it.
 //
-// The hard idea: the driver must survive the parser. Inputs run in a child process that shares the
-// input in hand with its parent; whatever ends or stops the child (a signal, a sanitizer, an
-// exception, a loop, all the memory), the parent still has the bytes and keeps them.
+// The driver must survive the parser. Inputs run in a child process that shares the current input
+// with its parent; whatever ends or stops the child (a signal, a sanitizer, an exception, a loop,
+// running out of memory), the parent still has the bytes and saves them.
 //
 //   int fuzz_one(const std::uint8_t* data, std::size_t size);      // in <name>_fuzz.cpp
 //   lockstep_fuzzer(name DEPENDS io)                                // in CMakeLists.txt

@@ -1,7 +1,7 @@
 // The driver for machines without clang's libFuzzer, and of the ordinary tests.
 //
-// Compiled with -fsanitize-coverage=trace-pc (GCC has it too), inputs that reach new code are kept
-// and changed further; without it all changes start from the files given.
+// Compiled with -fsanitize-coverage=trace-pc (GCC has it too), inputs that reach new code are added
+// to the pool and mutated further; without it all changes start from the files given.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -55,7 +55,7 @@ struct Options {
 // The part of memory that parent and child share; the bytes of the input follow it.
 struct Shared {
   std::atomic<std::uint64_t> runs{0};
-  std::atomic<std::uint64_t> kept{0};
+  std::atomic<std::uint64_t> added{0};
   std::atomic<std::uint64_t> covered{0};
   std::atomic<std::size_t> size{0};
   char* bytes() { return reinterpret_cast<char*>(this + 1); }
@@ -66,7 +66,7 @@ std::string read_whole(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// The hash names a file: the same input is kept once.
+// The hash names a file: the same input is saved once.
 std::string hash_name(std::string_view text) {
   std::uint64_t hash = 0xcbf29ce484222325u;
   for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
@@ -102,7 +102,7 @@ class Runner {
       if (!run(input)) continue;
       if (!options_.grow.empty()) keep(options_.grow, input);
       pool_.push_back(std::move(input));
-      shared_.kept.fetch_add(1, std::memory_order_relaxed);
+      shared_.added.fetch_add(1, std::memory_order_relaxed);
     }
   }
 
@@ -245,7 +245,7 @@ int fuzz(const char* program, const Options& options) {
     return static_cast<unsigned long long>(value.load());
   };
   std::printf("runs %llu, inputs %zu + %llu, places %llu, %.0f runs/s\n", count(shared.runs), given,
-              count(shared.kept), count(shared.covered),
+              count(shared.added), count(shared.covered),
               static_cast<double>(shared.runs.load()) / std::max(elapsed_s, 1e-3));
   if (why.empty()) return 0;
   const auto path = keep(options.found, {shared.bytes(), shared.size.load()});
@@ -293,10 +293,10 @@ extern "C" void __sanitizer_cov_trace_pc() {
 int main(int argc, char** argv) {
   Options options;
   for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    if (!word.starts_with("--")) {
-      options.paths.push_back(word);
-    } else if (i + 1 == argc || !read_option(word, argv[++i], options)) {
+    const std::string arg = argv[i];
+    if (!arg.starts_with("--")) {
+      options.paths.push_back(arg);
+    } else if (i + 1 == argc || !read_option(arg, argv[++i], options)) {
       std::fprintf(stderr, kUsage, argv[0]);
       return 2;
     }

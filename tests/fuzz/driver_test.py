@@ -1,4 +1,4 @@
-"""The fuzz driver on a parser with planted defects: each is noticed, kept and can be repeated."""
+"""The fuzz driver on a parser with planted defects: each is found, saved and reproducible."""
 
 import pathlib
 import subprocess
@@ -10,8 +10,8 @@ PROGRAM = sys.argv.pop(1)
 BOUND_S = 60
 
 
-def driver(*words):
-    return subprocess.run([PROGRAM, *map(str, words)], stdout=subprocess.PIPE,
+def driver(*arguments):
+    return subprocess.run([PROGRAM, *map(str, arguments)], stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, timeout=BOUND_S, check=False)
 
 
@@ -25,13 +25,13 @@ class Driver(unittest.TestCase):
         (self.corpus / "quiet").write_bytes(b"nothing is wrong here")
         self.found = self.folder / "found"
 
-    def defect(self, word, *options):
+    def defect(self, token, *options):
         path = self.folder / "input"
-        path.write_bytes(b"... " + word.encode() + b" ...")
+        path.write_bytes(b"... " + token.encode() + b" ...")
         done = driver("--found", self.found, *options, path)
         self.assertEqual(done.returncode, 1, done.stdout)
-        kept = [file.read_bytes() for file in self.found.iterdir()]
-        self.assertEqual(kept, [path.read_bytes()], done.stdout)
+        saved = [file.read_bytes() for file in self.found.iterdir()]
+        self.assertEqual(saved, [path.read_bytes()], done.stdout)
         return done.stdout
 
     def test_abort(self):
@@ -61,22 +61,22 @@ class Driver(unittest.TestCase):
         self.assertFalse(self.found.exists())
 
     def test_finds_by_changing_inputs(self):
-        words = self.folder / "words"
-        words.write_text('# tokens\nword="ab\\x6frt"\n"\\"quoted\\""\n')
-        options = ["--runs", 100000, "--dictionary", words, "--found", self.found]
+        dictionary = self.folder / "dictionary"
+        dictionary.write_text('# tokens\nword="ab\\x6frt"\n"\\"quoted\\""\n')
+        options = ["--runs", 100000, "--dictionary", dictionary, "--found", self.found]
         done = driver(*options, self.corpus)
         self.assertEqual(done.returncode, 1, done.stdout)
-        kept = list(self.found.iterdir())
-        self.assertEqual(len(kept), 1)
-        self.assertIn(b"abort", kept[0].read_bytes())
+        saved = list(self.found.iterdir())
+        self.assertEqual(len(saved), 1)
+        self.assertIn(b"abort", saved[0].read_bytes())
         # The line that says how to see it again is true, and so is the seed.
-        again = driver(kept[0])
+        again = driver(saved[0])
         self.assertEqual(again.returncode, 1, again.stdout)
-        self.assertIn(f"again: {PROGRAM} {kept[0]}", done.stdout)
+        self.assertIn(f"again: {PROGRAM} {saved[0]}", done.stdout)
         self.assertEqual(driver(*options, self.corpus).stdout.splitlines()[0],
                          done.stdout.splitlines()[0])
 
-    def test_bad_words(self):
+    def test_bad_arguments(self):
         self.assertEqual(driver().returncode, 2)
         self.assertEqual(driver("--runs").returncode, 2)
         self.assertEqual(driver("--colour", "red", self.corpus).returncode, 2)

@@ -4,7 +4,7 @@
     python3 tests/fuzz/fuzz.py --programs build-fuzz/bin/fuzz --seconds 5 yaml    one
 
 `./dev test --fuzz` builds the programs and calls this. An input that a parser does not survive is
-kept in tests/fuzz/found/<parser>/ and is a case of the ordinary test from then on.
+saved in tests/fuzz/found/<parser>/ and is a case of the ordinary test from then on.
 """
 
 import argparse
@@ -42,24 +42,25 @@ def dictionary(name):
 
 
 def own_command(name, options, found, grown):
-    words = [options.programs / f"fuzz_{name}", "--max-bytes", MAX_BYTES, "--found", found]
-    words += ["--runs", options.runs] if options.runs else ["--seconds", options.seconds,
-                                                            "--seed", os.getpid()]
+    arguments = [options.programs / f"fuzz_{name}", "--max-bytes", MAX_BYTES, "--found", found]
+    arguments += ["--runs", options.runs] if options.runs else ["--seconds", options.seconds,
+                                                                "--seed", os.getpid()]
     if grown:
-        words += ["--grow", grown]
+        arguments += ["--grow", grown]
     if dictionary(name):
-        words += ["--dictionary", dictionary(name)]
-    return words + folders(name, grown)
+        arguments += ["--dictionary", dictionary(name)]
+    return arguments + folders(name, grown)
 
 
 def libfuzzer_command(name, options, found, grown):
-    words = [options.programs / f"fuzz_{name}", f"-max_len={MAX_BYTES}", "-timeout=10",
-             "-rss_limit_mb=2048", f"-artifact_prefix={found}/", "-print_final_stats=1",
-             "-verbosity=0"]
-    words += [f"-runs={options.runs}"] if options.runs else [f"-max_total_time={options.seconds}"]
+    arguments = [options.programs / f"fuzz_{name}", f"-max_len={MAX_BYTES}", "-timeout=10",
+                 "-rss_limit_mb=2048", f"-artifact_prefix={found}/", "-print_final_stats=1",
+                 "-verbosity=0"]
+    arguments.append(f"-runs={options.runs}" if options.runs else
+                     f"-max_total_time={options.seconds}")
     if dictionary(name):
-        words.append(f"-dict={dictionary(name)}")
-    return words + folders(name, grown)[::-1]  # new inputs go to the first
+        arguments.append(f"-dict={dictionary(name)}")
+    return arguments + folders(name, grown)[::-1]  # new inputs go to the first
 
 
 def summary(output):
@@ -83,10 +84,10 @@ def fuzz(name, options):
     # libFuzzer does not make the folder of its findings.
     found.mkdir(parents=True, exist_ok=True)
     command = libfuzzer_command if options.engine == "libfuzzer" else own_command
-    words = [str(word) for word in command(name, options, found, grown)]
+    arguments = [str(argument) for argument in command(name, options, found, grown)]
     print(f"{name}: fuzzing", flush=True)
     try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               env={**os.environ, **SANITIZERS}, check=False,
                               timeout=options.seconds + SLACK_S)
         output, code = done.stdout.decode(errors="replace"), done.returncode
@@ -100,8 +101,8 @@ def fuzz(name, options):
         return True
     print(f"{output[-6000:]}\n{name}: FAILED (exit code {code})")
     for path in new:
-        print(f"  kept: {os.path.relpath(path)}\n"
-              f"  again: {os.path.relpath(words[0])} {os.path.relpath(path)}")
+        print(f"  saved: {os.path.relpath(path)}\n"
+              f"  again: {os.path.relpath(arguments[0])} {os.path.relpath(path)}")
     sys.stdout.flush()
     return False
 

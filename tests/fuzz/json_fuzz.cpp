@@ -88,7 +88,7 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
     walk(json);
     json.end();
   } catch (const JsonError&) {
-    // Refused in words.
+    // Refused with an error.
   }
   if (!lockstep::io::invalid_utf8(text))
     require(read_string(lockstep::io::json_quote(text)) == text, "quoted, but not brought back");

@@ -1,5 +1,5 @@
 // What one launcher reads from another's socket: any line is a message that survives being sent on,
-// or is refused in words.
+// or is refused with an error.
 #include <string>
 
 #include "lockstep/core/error.h"

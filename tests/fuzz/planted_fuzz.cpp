@@ -1,4 +1,4 @@
-// Not a parser but the driver's own test: every way in which a parser can fail, each on its word.
+// Not a parser but a test of the driver: each way in which a parser can fail has a trigger string.
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -12,7 +12,7 @@
 
 int fuzz_one(const std::uint8_t* data, std::size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
-  const auto has = [&](const char* word) { return text.find(word) != text.npos; };
+  const auto has = [&](const char* trigger) { return text.find(trigger) != text.npos; };
   lockstep::fuzz::require(!has("abort"), "the planted defect");
   if (has("throw")) throw std::runtime_error("the planted exception");
   if (has("exit")) std::exit(3);

@@ -18,7 +18,7 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
     }
     fuzz::require(header.data_offset + at == size, "bytes that belong to no tensor");
   } catch (const UsageError&) {
-    // Refused in words; anything else, a crash included, is a finding.
+    // Refused with an error; anything else, such as a crash, is a finding.
   }
   return 0;
 }

@@ -20,7 +20,7 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
         if (layout.token_bytes != 2 && layout.token_bytes != 4) std::abort();
         if (format != TokenFormat::kAuto && layout.format != format) std::abort();
       } catch (const UsageError&) {
-        // Refused in words; anything else, a crash included, is a finding.
+        // Refused with an error; anything else, such as a crash, is a finding.
       }
     }
   return 0;

@@ -1,5 +1,5 @@
 // trainer_state.json and sampler.json of a checkpoint: what is read is the same when it is written
-// and read again; the rest is refused in words.
+// and read again; the rest is refused with an error.
 #include <string>
 
 #include "lockstep/core/error.h"

@@ -277,7 +277,8 @@ void twenty_steps(World& world, const std::string& folder) {
   require(metric(log[19].values, "loss") < metric(log[0].values, "loss") - 0.3, "the loss falls");
 }
 
-// A wish is in the next step's exchange; on a GPU with several ranks its answer is read one later.
+// A stop request is in the next step's exchange; on a GPU with several ranks the result is read one
+// step later.
 void agreement(World& world, const std::string& folder) {
   TrainingArguments a = arguments(folder);
   a.max_steps = 20;
@@ -285,7 +286,7 @@ void agreement(World& world, const std::string& folder) {
   trainer.add(std::make_shared<StopAt>(5, world.size() - 1));
   const bool lags = world.size() > 1 && !world.device().is_cpu();
   const std::int64_t stopped = trainer.train().global_step;
-  require(stopped == (lags ? 7 : 6), "the wish of step 5 ends all, at " + std::to_string(stopped));
+  require(stopped == (lags ? 7 : 6), "request of step 5 ends all, at " + std::to_string(stopped));
 }
 
 // ---------------------------------------------------------------- parts
@@ -340,7 +341,7 @@ void random_states(World& world) {
   const auto draw = [&] { return torch::dropout(at::ones({1000}, world.device()), 0.5, true); };
   optim::seed_everything(5, world.rank());
   const optim::RngState state = optim::rng_state();
-  require(state.contains(world.device().str()), "the device's generator is kept");
+  require(state.contains(world.device().str()), "the device's generator is saved");
   const at::Tensor first = draw(), second = draw();
   require(!first.equal(second), "the generator continues");
   optim::set_rng_state(state);
@@ -431,7 +432,7 @@ void all_checks(World& world, const std::string& folder) {
   };
   check("fp16 overflow: the step is skipped, the scale halved", [&] { overflow(world, folder); });
   check("20 Trainer steps, replicas identical", [&] { twenty_steps(world, folder + "/twenty"); });
-  check("a wish ends all ranks at one step", [&] { agreement(world, folder + "/stop"); });
+  check("a stop request ends all ranks at one step", [&] { agreement(world, folder + "/stop"); });
   check("evaluation is exact", [&] { evaluation(world, folder + "/eval"); });
   check("loader while the step mutates", [&] { loader(world); });
   check("random states", [&] { random_states(world); });

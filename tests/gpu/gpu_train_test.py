@@ -83,9 +83,9 @@ class Run:
         self.config.write_text(config)
         self.output = self.place / "out"
 
-    def command(self, words):
+    def command(self, args):
         train = [train_case.LOCKSTEP, "train", str(self.config), "--output_dir", str(self.output),
-                 *self.flags, *words]
+                 *self.flags, *args]
         return ranked(self.ranks, train) if self.ranks else train
 
     def environment(self):
@@ -95,18 +95,18 @@ class Run:
                         "LOCKSTEP_BACKEND": "nccl"})
         return env
 
-    def start(self, *words):
+    def start(self, *args):
         log = open(self.place / "log", "a", encoding="utf-8")  # pylint: disable=consider-using-with
         with log:
-            return subprocess.Popen(self.command(words), env=self.environment(), stdout=log,
+            return subprocess.Popen(self.command(args), env=self.environment(), stdout=log,
                                     stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                                     start_new_session=True)
 
     def log(self):
         return (self.place / "log").read_text(encoding="utf-8", errors="replace")
 
-    def train(self, *words):
-        process = self.start(*words)
+    def train(self, *args):
+        process = self.start(*args)
         code = self.wait(process)
         expect(code == 0, f"exit code {code}")
         return self
@@ -119,7 +119,7 @@ class Run:
                 process.kill()
                 process.wait()
 
-    def broken(self, number, step, *words):
+    def broken(self, number, step, *args):
         """Runs until `step` is logged, then sends the signal; the exit code. The steps that are
         left take less than a second: on a busy machine the run may have come to its end before the
         signal comes, and begins once more from where it began."""
@@ -127,7 +127,7 @@ class Run:
         if self.output.exists():
             shutil.copytree(self.output, before)
         for _ in range(TRIES):
-            process = self.start(*words)
+            process = self.start(*args)
             try:
                 wait_for_step(process, self.output, step)
                 process.send_signal(number)  # nothing to one that has ended
@@ -271,9 +271,9 @@ def two_ranks(place):
 
 def program(ranks):
     def check(place):
-        words = [str(train_case.BIN / "tests" / "gpu_train"), str(place / "folder")]
+        args = [str(train_case.BIN / "tests" / "gpu_train"), str(place / "folder")]
         run = Run(place / "run", "", ranks=ranks)
-        done = subprocess.run(ranked(ranks, words) if ranks else words, env=run.environment(),
+        done = subprocess.run(ranked(ranks, args) if ranks else args, env=run.environment(),
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S, check=False)
         (run.place / "log").write_text(done.stdout)

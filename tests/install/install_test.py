@@ -25,7 +25,7 @@ class Failed(Exception):
 
 def run(*command, ok=True, **options):
     """Output of a command that must succeed (or, with ok=False, must fail)."""
-    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True,
+    done = subprocess.run([str(arg) for arg in command], stdout=subprocess.PIPE, text=True,
                           stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False, **options)
     if (done.returncode == 0) != ok:
         raise Failed(f"{' '.join(map(str, command))}\nended with {done.returncode}:\n{done.stdout}")

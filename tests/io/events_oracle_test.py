@@ -29,7 +29,7 @@ class Oracle(unittest.TestCase):
             self.assertEqual([step for step, _ in losses], list(range(100)))
             self.assertAlmostEqual(losses[3][1], 0.25, places=7)
 
-    def test_a_record_cut_short_hides_only_itself(self):
+    def test_a_truncated_record_loses_only_itself(self):
         with tempfile.TemporaryDirectory(prefix="lockstep-io-") as directory:
             path = peer("events", directory).stdout.strip()
             with open(path, "r+b") as file:

@@ -1,4 +1,4 @@
-"""What the tests of lockstep/io share: running io_peer, and saying that something is not here."""
+"""Shared helpers of the lockstep/io tests: running io_peer, and skipping."""
 
 import os
 import subprocess
@@ -15,8 +15,8 @@ def skip(why):
     sys.exit(77)
 
 
-def peer(*words, wrap=(), **options):
+def peer(*args, wrap=(), **options):
     # The leak checker of an address sanitizer build does not work under strace.
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"} if wrap else None
-    return subprocess.run([*wrap, PEER, *map(str, words)], capture_output=True, text=True,
+    return subprocess.run([*wrap, PEER, *map(str, args)], capture_output=True, text=True,
                           env=environment, timeout=BOUND_S, check=False, **options)

@@ -112,24 +112,24 @@ void write_events(const std::string& directory) {
   fmt::print("{}\n", events.path());
 }
 
-int run(const std::vector<std::string>& words) {
+int run(const std::vector<std::string>& args) {
   const auto is = [&](const char* name, std::size_t count) {
-    return words.size() == count + 1 && words[0] == name;
+    return args.size() == count + 1 && args[0] == name;
   };
   if (is("save", 3))
-    save(words[1], std::stoll(words[2]), std::stoi(words[3]));
+    save(args[1], std::stoll(args[2]), std::stoi(args[3]));
   else if (is("check", 1))
-    return check(words[1]);
+    return check(args[1]);
   else if (is("sweep", 1))
-    for (const std::string& path : sweep(words[1]).removed) fmt::print("swept {}\n", path);
+    for (const std::string& path : sweep(args[1]).removed) fmt::print("swept {}\n", path);
   else if (is("rewrite", 2))
-    rewrite(words[1], words[2]);
+    rewrite(args[1], args[2]);
   else if (is("judge", 0))
     judge();
   else if (is("events", 1))
-    write_events(words[1]);
+    write_events(args[1]);
   else if (is("checksum", 1))
-    fmt::print("{}\n", checksum_text(digest_file(words[1]).checksum));
+    fmt::print("{}\n", checksum_text(digest_file(args[1]).checksum));
   else
     return 64;
   return 0;

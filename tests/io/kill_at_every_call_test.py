@@ -85,7 +85,7 @@ class KillAtEveryCall(unittest.TestCase):
         self.assertIn(step, allowed)
         return step
 
-    def goes_on(self, work):
+    def continues(self, work):
         """The next start sweeps and saves, and what remains is two checkpoints and nothing else."""
         outcome = peer("save", work, 4, 2)
         self.assertEqual(outcome.returncode, 0, outcome.stderr)
@@ -121,7 +121,7 @@ class KillAtEveryCall(unittest.TestCase):
                     "-e", f"inject={call.name}:signal=SIGKILL:when={call.count}"))
                 self.assertIn(outcome.returncode, (-9, 137), outcome.stdout + outcome.stderr)
                 self.newest(work, [2] if index <= self.commit else [3])
-                self.goes_on(work)
+                self.continues(work)
 
     def test_every_call_fails(self):
         for index, call in enumerate(self.calls[:self.commit + 1]):

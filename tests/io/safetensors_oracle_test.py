@@ -1,8 +1,8 @@
 """Our safetensors files against the format's own package, both ways.
 
-What the package writes we read, and write again byte for byte; and of headers bent at random both
-accept the same ones, except for the points in which the format's text is stricter than the package.
-Without the package (of requirements-oracles.txt) the test is skipped.
+We read what the package writes, and write it again byte for byte. Of randomly mutated headers both
+accept the same ones, except where the format's specification is stricter than the package. Without
+the package (requirements-oracles.txt) the test is skipped.
 """
 
 import json
@@ -48,8 +48,8 @@ def framed(header, data):
     return struct.pack("<Q", len(header)) + header + data
 
 
-WORDS = ["0", "1", "2", "4", "8", "16", "-1", "1.0", "1e0", "-0", "00", "18446744073709551615",
-         "18446744073709551616", "9223372036854775807", "null", "true", "[]", "{}", '"U8"', '""',
+TOKENS = ["0", "1", "2", "4", "8", "16", "-1", "1.0", "1e0", "-0", "00", "18446744073709551615",
+          "18446744073709551616", "9223372036854775807", "null", "true", "[]", "{}", '"U8"', '""',
          '"F64"', '"F4"', '"F6_E2M3"', '"Q9"', "[0]", "[1]", "[2,4]", "[0,8]", "[0,4]", "[4,8]",
          "[0,0]", "[0,9223372036854775807,4]", "[9223372036854775807,4,0]", '"\\ud800"',
          '"\\u0041"']
@@ -58,14 +58,14 @@ WORDS = ["0", "1", "2", "4", "8", "16", "-1", "1.0", "1e0", "-0", "00", "1844674
 def bent_entry(rng, name, begin, size):
     """A tensor's entry, with something wrong in about half of them."""
     def mostly(right):
-        return rng.choice(WORDS) if rng.random() < .1 else right
+        return rng.choice(TOKENS) if rng.random() < .1 else right
 
     fields = ['"dtype":' + mostly('"U8"'), '"shape":' + mostly(f"[{size}]"),
               '"data_offsets":' + mostly(f"[{begin},{begin + size}]")]
     if rng.random() < .1:
         fields.pop(rng.randrange(3))
     if rng.random() < .1:
-        fields.append('"more":' + rng.choice(WORDS))
+        fields.append('"more":' + rng.choice(TOKENS))
     rng.shuffle(fields)
     return f'"{name}":{{{",".join(fields)}}}'
 
@@ -142,7 +142,7 @@ class Oracle(unittest.TestCase):
         with open(target, "rb") as file:
             return file.read()
 
-    def test_files_are_the_packages_to_the_byte(self):
+    def test_files_equal_those_of_the_package_byte_for_byte(self):
         for index in range(FILES):
             tensors = random_tensors(self.rng)
             # One entry at most: the package orders several as its hash table does.
@@ -172,9 +172,9 @@ class Oracle(unittest.TestCase):
     def test_both_accept_the_same_headers(self):
         cases = [bent_file(self.rng) for _ in range(HEADERS)]
         paths = [self.write(f"{i}.safetensors", c) for i, c in enumerate(cases)]
-        outcome = peer("judge", input="\n".join(paths) + "\n")
-        self.assertEqual(outcome.returncode, 0, outcome.stderr)
-        outcomes = outcome.stdout.splitlines()
+        done = peer("judge", input="\n".join(paths) + "\n")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        outcomes = done.stdout.splitlines()
         self.assertEqual(len(outcomes), len(cases))
         accepted = 0
         for contents, outcome in zip(cases, outcomes):

@@ -6,20 +6,20 @@
 #include <cstring>
 
 namespace {
-bool told(const char* word) {
+bool mode_is(const char* mode) {
   const char* text = std::getenv("FAKE_CUDA");
-  return text != nullptr && std::strcmp(text, word) == 0;
+  return text != nullptr && std::strcmp(text, mode) == 0;
 }
 }  // namespace
 
 extern "C" {
 int cuInit(unsigned) {
-  if (told("hang")) ::sleep(60);
-  if (told("crash")) ::abort();
-  return told("broken") ? 999 : 0;
+  if (mode_is("hang")) ::sleep(60);
+  if (mode_is("crash")) ::abort();
+  return mode_is("broken") ? 999 : 0;
 }
 int cuDeviceGetCount(int* count) {
-  *count = told("none") ? 0 : 2;
+  *count = mode_is("none") ? 0 : 2;
   return 0;
 }
 int cuDeviceGet(int* device, int index) {

@@ -1,4 +1,4 @@
-"""Peers that are not launchers, or not ours: what they can learn, end and hold up."""
+"""Hostile peers of the launcher: what they can read, end and delay."""
 import contextlib
 import json
 import os
@@ -83,7 +83,7 @@ class Hostile(Nodes):
 
 
 class WithoutSecret(Hostile):
-    def test_a_rejection_says_nothing_of_the_run(self):
+    def test_a_rejection_reveals_nothing_about_the_run(self):
         first = self.node(0, "echo ran", "--rdzv-id=hidden42")
         answers = {self.answer(handshake(**fields)) for fields in (
             {"run_id": "none"},
@@ -100,7 +100,7 @@ class WithoutSecret(Hostile):
                        "--nnodes=3, node 0 with --nnodes=2", "--node-rank=7 on evil")
         self.finishes(first, "--rdzv-id=hidden42")
 
-    def test_who_joins_cannot_end_the_run_with_0(self):
+    def test_a_joined_peer_cannot_end_the_run_with_0(self):
         for name, data in {
                 "stop 0": line("stop", signal=0), "stop 17": line("stop", signal=17),
                 "stop 64": line("stop", signal=64), "stop 9": line("stop", signal=9),
@@ -145,7 +145,7 @@ class WithoutSecret(Hostile):
             self.assertNotIn(character, err)
         self.assertNotIn("\n[launch] forged", err)
 
-    def test_an_evil_node_0_neither_commands_the_terminal_nor_ends_with_0(self):
+    def test_a_hostile_node_0_cannot_control_the_terminal_or_end_with_0(self):
         for name, data, wanted in (
                 ("refused 0", line("refused", code=0, text="\x1b[2J"), "not a launcher"),
                 ("refused", line("refused", code=2, text="no \x1b[2J"), r"no \x1b[2J"),
@@ -198,7 +198,7 @@ class WithoutSecret(Hostile):
             self.assertLess(len(held), 200)
             self.finishes(first)
 
-    def test_no_descriptors_left_is_not_a_spin(self):
+    def test_running_out_of_descriptors_does_not_spin(self):
         first = self.node(0, "echo ran", prefix=("prlimit", "--nofile=40:40"))
         self.connect().close()
         pid = self.supervisor_of(first)
@@ -215,7 +215,8 @@ class WithoutSecret(Hostile):
         count = 10_000 if SOAK else 1000
         for number in range(count):
             with self.connect() as peer:
-                peer.sendall((handshake(node=number + 2), b"GET / HTTP/1.0\r\n\r\n", b"")[number % 3])
+                messages = (handshake(node=number + 2), b"GET / HTTP/1.0\r\n\r\n", b"")
+                peer.sendall(messages[number % 3])
         second = self.node(1, "echo ran")
         code, _, err = self.finish(first)
         self.assertEqual(code, 0, err)
@@ -295,14 +296,14 @@ class WithSecret(Hostile):
         self.disagree([], [self.secret(0)], "has a --secret-file, but this launcher has none",
                       "has no --secret-file, but this launcher has one", [])
 
-    def test_other_differences_are_named_to_who_has_the_secret(self):
+    def test_other_differences_are_named_to_holders_of_the_secret(self):
         first = self.node(0, "echo ran", self.secret(0))
         code, _, err = self.finish(self.node(1, "echo ran", self.secret(0), nnodes=3))
         self.assertEqual(code, 2, err)
         self.assertIn("--nnodes=3, node 0 with --nnodes=2", err)
         self.finishes(first, self.secret(0))
 
-    def test_files_that_are_no_secret(self):
+    def test_invalid_secret_files(self):
         def made(name, text, mode):
             path = os.path.join(self.dir.name, name)
             with open(path, "w") as f:
@@ -346,11 +347,11 @@ class WithSecret(Hostile):
         self.assertEqual(code, 0, err)
         self.assertIn("--secret-file=/nowhere is ignored on one host", err)
 
-    def s_client(self, *words, data=b""):
+    def s_client(self, *args, data=b""):
         """What `openssl s_client` and the server said."""
         done = subprocess.run(
             ["openssl", "s_client", "-connect", f"127.0.0.1:{self.port}", "-tls1_3", "-msg",
-             "-ign_eof", *words], input=data, capture_output=True, timeout=BOUND_S)
+             "-ign_eof", *args], input=data, capture_output=True, timeout=BOUND_S)
         return done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
 
     @unittest.skipUnless(shutil.which("openssl"), "needs the openssl program")
@@ -358,14 +359,14 @@ class WithSecret(Hostile):
         first = self.node(0, "echo ran", self.secret(0), "--rdzv-id=hidden42")
         self.connect().close()
         alerts = set()
-        for words in (["-psk", "00" * 32, "-psk_identity", "hidden42"],
-                      ["-psk", "00" * 32, "-psk_identity", "none"]):
+        for args in (["-psk", "00" * 32, "-psk_identity", "hidden42"],
+                     ["-psk", "00" * 32, "-psk_identity", "none"]):
             data = handshake(run_id="hidden42") + line("stop", signal=15)
-            out, err = self.s_client(*words, data=data)
+            out, err = self.s_client(*args, data=data)
             alerts.add(tuple(re.findall(r"<<< TLS 1\.\d.*\n.*", out)))
             self.assertNotIn("refused", out)
             self.assertIn(" alert ", err)
-        self.assertEqual(len(alerts), 1, "a known run id can be told from an unknown one")
+        self.assertEqual(len(alerts), 1, "a known run id can be distinguished from an unknown one")
         _, err = self.s_client()  # no key at all
         self.assertIn("alert", err)
         # In clear text, what would join, start and stop.
@@ -420,7 +421,7 @@ class WithSecret(Hostile):
         self.port = own
         return self.ends([first, second]), seen
 
-    def test_nothing_but_the_run_id_can_be_read_on_the_way(self):
+    def test_only_the_run_id_is_sent_in_clear_text(self):
         script = 'if [ $RANK = 3 ]; then sleep 0.3; echo my last line >&2; exit 5; fi; sleep 300'
         results, seen = self.through_relay(lambda towards, data: data, script)
         for code, err in results:

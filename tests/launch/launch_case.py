@@ -43,7 +43,7 @@ def wait_for(name, count):
 note("up")
 wait_for("up", int(os.environ["WORLD_SIZE"]))
 if rank == who:
-    print("last words of", rank, file=sys.stderr, flush=True)
+    print("last output of", rank, file=sys.stderr, flush=True)
     if mode == "exception":
         raise RuntimeError("boom")
     if mode == "exit3":
@@ -162,11 +162,11 @@ class Case(unittest.TestCase):
         env.update({k: str(v) for k, v in more.items()})
         return env
 
-    def start(self, *words, env=None, prefix=(), **options):
+    def start(self, *args, env=None, prefix=(), **options):
         options.setdefault("stdout", subprocess.PIPE)
         options.setdefault("stderr", subprocess.PIPE)
         process = subprocess.Popen(
-            [*prefix, LAUNCHER, "run", *words], stdin=subprocess.DEVNULL, text=True,
+            [*prefix, LAUNCHER, "run", *args], stdin=subprocess.DEVNULL, text=True,
             env=self.environment(**(env or {})), **options)
         self.started.append(process)
         return process
@@ -186,8 +186,8 @@ class Case(unittest.TestCase):
             self.assertTrue(data, f"no {texts} in {self.heard[stream]!r}")
             self.heard[stream] += data
 
-    def run_ranks(self, n, *words, flags=(), env=None, bound_s=BOUND_S):
-        process = self.start("--standalone", f"--nproc-per-node={n}", *flags, *words, env=env)
+    def run_ranks(self, n, *args, flags=(), env=None, bound_s=BOUND_S):
+        process = self.start("--standalone", f"--nproc-per-node={n}", *flags, *args, env=env)
         return self.finish(process, bound_s)
 
     def start_bash(self, n, script, *flags, **options):

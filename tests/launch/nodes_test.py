@@ -42,8 +42,8 @@ class Nodes(Case):
 
 class Loopback(Nodes):
     def test_a_run_on_two_nodes(self):
-        # Rank 0 listens on the port that the launchers met on, as a store would; all connect.
-        program = os.path.join(self.dir.name, "meet.py")
+        # Rank 0 listens on the launchers' master port, as a store would; all ranks connect.
+        program = os.path.join(self.dir.name, "connect.py")
         with open(program, "w") as f:
             f.write(r'''
 import os, socket, time
@@ -55,8 +55,8 @@ if rank == 0:
     server.bind(("", where[1]))
     server.listen()
     peers = [server.accept()[0] for _ in range(size - 1)]
-    met = sorted(p.recv(1) for p in peers)
-    print("met", b"".join(met).decode(), flush=True)
+    ranks = sorted(p.recv(1) for p in peers)
+    print("connected", b"".join(ranks).decode(), flush=True)
     for peer in peers:
         peer.sendall(b"ok")
 else:
@@ -75,7 +75,7 @@ else:
         second = self.node(1, f"exec python3 {program}")  # before node 0 is there
         time.sleep(0.5)
         first = self.node(0, f"exec python3 {program}")
-        for process, wanted in ((first, ["[0] met 123", "[1] node 0 local 1"]),
+        for process, wanted in ((first, ["[0] connected 123", "[1] node 0 local 1"]),
                                 (second, ["[2] node 1 local 0", "[3] node 1 local 1"])):
             code, out, err = self.finish(process)
             self.assertEqual(code, 0, err)
@@ -110,7 +110,7 @@ else:
     def test_a_rank_that_dies_ends_both_on_node_1(self):
         self.check_death(2)
 
-    def test_what_a_rank_said_is_printed_on_both(self):
+    def test_the_error_of_a_rank_is_printed_on_both_nodes(self):
         script = ('if [ $RANK = 3 ]; then sleep 0.3; echo my last line >&2; '
                   'echo \'"my message"\' > $TORCHELASTIC_ERROR_FILE; exit 5; fi; sleep 300')
         for code, err in self.ends(self.both(script)):
@@ -119,7 +119,7 @@ else:
             self.assertRegex(err, "last lines of its stderr:\n    my last line")
 
     def test_ranks_that_leave_are_the_cause_on_the_other_host(self):
-        # That node 1's launcher has told node 0's is nowhere to be seen: it has three seconds.
+        # Nothing shows when node 1's launcher has notified node 0's: it has three seconds.
         script = WAITS + (
             'touch $TORCHELASTIC_ERROR_FILE.inside; echo $$ > $NOTES/up.$RANK; '
             'if [ $GROUP_RANK = 1 ]; then exit 0; fi; '
@@ -205,20 +205,20 @@ else:
             self.assertEqual(code, 7, err)
             self.assertIn("my last line", err)
 
-    def test_differences_are_refused_with_a_sentence(self):
+    def test_differences_are_refused_with_a_message(self):
         first = self.node(0, "echo ran", "--rdzv-id=a")
-        for flags, options, words in (
+        for flags, options, message in (
                 (("--rdzv-id=b",), {}, "--rdzv-id=b, node 0 with --rdzv-id=a"),
                 (("--rdzv-id=a",), {"nnodes": 3}, "--nnodes=3, node 0 with --nnodes=2")):
-            with self.subTest(words):
+            with self.subTest(message):
                 code, _, err = self.finish(self.node(1, "echo ran", *flags, **options))
                 self.assertEqual(code, 2, err)
                 # Anybody can ask: the answer says where to look, node 0's terminal what differs.
                 self.assertIn("Compare --rdzv-id, --nnodes and --node-rank", err)
-                self.wait_line(first.stderr, words)
-        # A stranger that speaks something else does no harm, and the right one is still welcome.
-        with socket.create_connection(("127.0.0.1", self.port)) as stranger:
-            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                self.wait_line(first.stderr, message)
+        # An unknown client with another protocol does no harm, and the right one can still join.
+        with socket.create_connection(("127.0.0.1", self.port)) as client:
+            client.sendall(b"GET / HTTP/1.0\r\n\r\n")
             second = self.node(1, "echo ran", "--rdzv-id=a")
             for code, err in self.ends([first, second]):
                 self.assertEqual(code, 0, err)
@@ -244,10 +244,10 @@ else:
             server.settimeout(BOUND_S)
             server.accept()[0].close()
 
-    def test_waiting_has_an_end_and_names_who_is_missing(self):
+    def test_waiting_times_out_and_names_missing_nodes(self):
         conf = "--rdzv-conf=join_timeout=6"
         guest = self.node(2, "echo ran", conf, nnodes=4)
-        self.wait_for_node()  # node 0 tells after 3 s; so that node 2 is there by then
+        self.wait_for_node()  # node 0 reports after 3 s; node 2 must have joined by then
         for code, err in self.ends([self.node(0, "echo ran", conf, nnodes=4), guest]):
             self.assertEqual(code, 1, err)
             self.assertIn("waiting for node ranks 1, 3 at", err)
@@ -260,7 +260,7 @@ else:
         self.assertIn("Connection refused", err)
 
     def test_another_version_is_refused_on_both_sides(self):
-        met = "launchers of different versions of Lockstep met (protocols 99 and 2)"
+        message = "the launchers run different versions of Lockstep (protocols 99 and 2)"
         first = self.node(0, "echo ran")
         with self.connect() as newer:
             newer.sendall(b'{"lockstep": 99, "kind": "handshake"}\n')
@@ -271,7 +271,7 @@ else:
         # It is still waiting for the right one.
         for code, err in self.ends([self.node(1, "echo ran"), first]):
             self.assertEqual(code, 0, err)
-        self.assertIn(met, err)
+        self.assertIn(message, err)
 
         self.port = free_port()
         with socket.create_server(("127.0.0.1", self.port)) as server:
@@ -281,7 +281,7 @@ else:
                 node.sendall(b'{"lockstep": 99, "kind": "refused"}\n')
                 code, _, err = self.finish(second)
         self.assertEqual(code, 2, err)
-        self.assertIn(met, err)
+        self.assertIn(message, err)
 
     def connect(self):
         """To node 0, as soon as it listens."""
@@ -381,8 +381,8 @@ class Namespaces(Nodes):
             for space in self.spaces:
                 subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
-    def ip(self, *words):
-        subprocess.run(["ip", *words], check=True, capture_output=True)
+    def ip(self, *args):
+        subprocess.run(["ip", *args], check=True, capture_output=True)
 
     def hosts(self, script, *flags):
         return [self.node(rank, script, *flags, address="10.99.7.1",
@@ -418,7 +418,7 @@ class Namespaces(Nodes):
         self.ip("-n", self.spaces[1], "link", "set", self.links[1], "up")
         return took_s
 
-    def test_a_cable_that_is_cut(self):
+    def test_a_network_partition(self):
         took_s = []
         # One of some is soon: other work on the machine slows them down, never speeds one up.
         while not took_s or (min(took_s) >= 7 and len(took_s) < 3):

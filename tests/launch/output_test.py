@@ -1,4 +1,4 @@
-"""What ranks print, on its way through `lockstep run`: whole, complete, live, never in the way."""
+"""The output of ranks through `lockstep run`: whole lines, complete, live, without blocking."""
 import contextlib
 import hashlib
 import os
@@ -76,7 +76,7 @@ while rest:
         self.assertEqual(code, 0)
         self.assertIn("[1] no newline\n", out)
 
-    def test_a_begun_line_is_ended_before_another_rank_speaks(self):
+    def test_a_partial_line_is_ended_before_another_rank_prints(self):
         process = self.start_bash(2, 'if [ $RANK = 0 ]; then printf beginning; '
                                   f'{self.UNTIL_SEEN}; echo " end"; else '
                                   'while [ ! -e $NOTES/begun ]; do sleep 0.02; done; '
@@ -96,7 +96,7 @@ while rest:
         # Read as text, so each return is a newline here.
         self.assertEqual(out, "[0] \n[0] 1/3\n[0] 2/3\n[0] 3/3\n")
 
-    def test_a_terminal_sees_lines_while_the_run_goes_on(self):
+    def test_a_terminal_sees_lines_while_the_run_continues(self):
         parent, child = pty.openpty()
         try:
             process = self.start_bash(2, f'echo hello; echo $$ > $NOTES/up.$RANK; '
@@ -271,19 +271,19 @@ class Files(Case):
 
     def test_error_lines_come_from_the_file_too(self):
         logs = os.path.join(self.dir.name, "logs")
-        code, _, err = self.bash(2, 'echo words of $RANK >&2; [ $RANK = 1 ] && exit 4; sleep 300',
+        code, _, err = self.bash(2, 'echo output of $RANK >&2; [ $RANK = 1 ] && exit 4; sleep 300',
                                  flags=("-r", "3", f"--log-dir={logs}"))
         self.assertEqual(code, 4)
-        self.assertRegex(err, r"last lines of its stderr:\n    words of 1\n")
+        self.assertRegex(err, r"last lines of its stderr:\n    output of 1\n")
         self.assertIn(f"logs: {logs}", err)
 
-    def test_a_temporary_place_is_removed_after_success_and_kept_for_a_reason(self):
+    def test_a_temporary_directory_is_removed_after_success_and_retained_for_a_reason(self):
         self.assertEqual(self.bash(2, "echo x", flags=("--tee=3",))[0], 0)
         self.assertEqual(os.listdir(self.tmp), [])
         self.assertEqual(self.bash(2, "exit 1")[0], 1)
         self.assertEqual(os.listdir(self.tmp), [])  # nothing in it to read
-        _, _, err = self.bash(1, "echo '\"words\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
-        self.assertIn("    words", err)
+        _, _, err = self.bash(1, "echo '\"a reason\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
+        self.assertIn("    a reason", err)
         self.assertEqual(os.listdir(self.tmp), [])  # what is in it has been said
         process = self.start("--nproc-per-node=1", "--no-python", "bash", "-c",
                              "echo $$ > $NOTES/up.0; sleep 300")
@@ -296,14 +296,14 @@ class Files(Case):
         (left,) = os.listdir(self.tmp)
         self.assertIn(f"logs: {self.tmp}/{left}", err)
 
-    def test_a_relative_place_is_absolute_for_the_ranks(self):
+    def test_a_relative_log_dir_is_absolute_for_the_ranks(self):
         process = self.start("--nproc-per-node=1", "--log-dir=logs", "--no-python", "bash", "-c",
                              "cd /; echo '\"found me\"' > $TORCHELASTIC_ERROR_FILE; exit 1",
                              cwd=self.dir.name)
         _, _, err = self.finish(process)
         self.assertIn("found me", err)
 
-    def test_a_place_that_cannot_be_is_refused(self):
+    def test_an_invalid_log_dir_is_refused(self):
         code, _, err = self.bash(1, "echo ran", flags=("--log-dir=/dev/null/logs",))
         self.assertEqual(code, 2, err)
         self.assertIn("--log-dir=/dev/null/logs cannot be used", err)

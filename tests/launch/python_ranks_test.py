@@ -26,7 +26,7 @@ dist.destroy_process_group()
 
 # A client of the launcher's store, without the seconds that importing torch takes: every rank sets
 # its job and reads what the others have set.
-MEET = r'''
+RENDEZVOUS = r'''
 import os, socket, struct, sys, time
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 port, job = int(os.environ["MASTER_PORT"]), os.environ["JOB"].encode()
@@ -77,13 +77,13 @@ class PythonRanks(Case):
             self.assertEqual(code, 0, err)
 
     def test_many_jobs_at_once(self):
-        program = self.program(MEET)
+        program = self.program(RENDEZVOUS)
         for _ in range(20 if SOAK else 2):
             self.jobs(program, 8, 2)
 
-    def test_an_asked_port_over_restarts(self):
+    def test_a_requested_port_survives_restarts(self):
         port = free_port()
-        program = self.program(MEET + """
+        program = self.program(RENDEZVOUS + """
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(7)
 """)

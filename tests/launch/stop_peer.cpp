@@ -1,4 +1,4 @@
-// A rank that would save when it is asked to stop, and says what it took SIGTERM for.
+// A rank that would save on a stop request, and prints how it interpreted SIGTERM.
 //
 //   stop_peer RANK    that rank exits with code 7 when the files up.<rank> of all are in $NOTES
 //
@@ -57,7 +57,7 @@ int main(int argc, char** argv) {
   const fs::path notes = std::getenv("NOTES");
   const std::string rank = std::getenv("RANK");
   const auto token =
-      lockstep::control::subscribe([](const lockstep::control::PeerFailure&) { say("word"); });
+      lockstep::control::subscribe([](const lockstep::control::PeerFailure&) { say("notified"); });
   const lockstep::Pipe wake = lockstep::make_pipe();
   g_wake = wake.write.get();
   std::signal(SIGTERM, on_sigterm);

@@ -1,4 +1,4 @@
-"""How ranks are stopped: the word before the signal, requests at once, what cannot be killed."""
+"""How ranks are stopped: the notification before the signal, requests, unkillable processes."""
 import ctypes
 import os
 import re
@@ -47,9 +47,9 @@ class TheWordComesFirst(Case):
             code, out, err = self.run_ranks(3, PEER, "1")
             self.assertEqual(code, 7, out + err)
             self.assertNotIn("request", out)
-            heard += len(times("word", out))
-        # Who has heard the word has no handler any more. On a busy machine a few are late.
-        self.assertGreater(heard, 0, "all ranks had SIGTERM before they heard the word")
+            heard += len(times("notified", out))
+        # A rank that was notified has no handler any more. On a busy machine a few are late.
+        self.assertGreater(heard, 0, "all ranks got SIGTERM before the notification")
 
     def deaf(self, mode):
         """From the end of the failing rank to SIGTERM in the other, in seconds."""
@@ -74,7 +74,7 @@ class TheWordComesFirst(Case):
             tries.append(took_s())
         self.assertLess(min(tries), HEAD_START_S)
 
-    def test_nobody_waits_for_ranks_that_cannot_listen(self):
+    def test_ranks_without_a_control_descriptor_are_not_waited_for(self):
         self.check_fastest(lambda: self.deaf("closed"))
 
     def request(self):
@@ -109,7 +109,7 @@ class TheWordComesFirst(Case):
 
 
 class Debugger:
-    """Holds a process: when that has ended, only we can say so to its parent, until let_go()."""
+    """Holds a process: when that has ended, only we can say so to its parent, until detach()."""
 
     SEIZE = 0x4206
 
@@ -119,7 +119,7 @@ class Debugger:
         if libc.ptrace(self.SEIZE, pid, None, None) != 0:
             raise unittest.SkipTest(f"ptrace is not allowed: {os.strerror(ctypes.get_errno())}")
 
-    def let_go(self):
+    def detach(self):
         if self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)  # it is ours to wait for, so the number is still its
             os.waitpid(self.pid, 0)
@@ -146,14 +146,14 @@ class WhatCannotBeKilled(Case):
                              "--no-python", "bash", "-c", command)
         pids = self.wait_notes("up", 2)
         debugger = Debugger(pids[0])
-        self.addCleanup(debugger.let_go)
+        self.addCleanup(debugger.detach)
         os.kill(pids[1], signal.SIGKILL)
         code, _, err = self.finish(process, 2 * BOUND_S)
         self.assertEqual(code, 137, err)
         self.assertIn("[launch] what cannot be killed is left behind: 1 process "
                       f"(first: pid {pids[0]}).", err)
         self.assertIn("rank 1 on", err)
-        debugger.let_go()
+        debugger.detach()
 
     def write(self, text):
         path = os.path.join(self.dir.name, "held.py")

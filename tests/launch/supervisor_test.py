@@ -32,7 +32,7 @@ class Failures(Case):
                     host = os.uname().nodename
                     self.assertIn(f"rank {rank} on {host} failed: {cause}", err)
                     self.assertIn(f"(local rank {rank}, pid {pid}, host {host})", err)
-                    self.assertRegex(err, rf"last lines of its stderr:\n    last words of {rank}")
+                    self.assertRegex(err, rf"last lines of its stderr:\n    last output of {rank}")
                     if mode == "exception":
                         self.assertIn("    RuntimeError: boom", err)
                     self.assertEqual(self.wait_gone(), [])
@@ -52,7 +52,7 @@ class Failures(Case):
                 self.assertIn("hint: its process ended inside the body of lockstep::run()", err)
                 self.assertGreater(time.monotonic() - began, float(interval))
 
-    def test_whoever_misses_it_fails_after_it(self):
+    def test_a_rank_that_misses_its_peer_fails_after_it(self):
         code, _, err = self.bash(
             3, WAITS + self.INSIDE + 'echo $$ > $NOTES/up.$RANK; '
             'if [ $RANK = 1 ]; then exit 0; fi; '
@@ -75,7 +75,7 @@ class Failures(Case):
         self.assertEqual(code, 4, err)
         self.assertIn("\n  rank 0 had ended with exit code 0 before\n", err)
 
-    def test_survivors_hear_the_cause_before_sigterm(self):
+    def test_survivors_get_the_cause_before_sigterm(self):
         script = WAITS + (
             'if [ $RANK = 1 ]; then until_notes up.0 up.2; exit 7; fi; trap "" TERM; '
             'echo $$ > $NOTES/up.$RANK; read -u $LOCKSTEP_CONTROL_FD line; echo "heard $line"')
@@ -97,7 +97,7 @@ class Failures(Case):
         self.assertIn("waiting for the other ranks to end", err)
         self.assertGreater(time.monotonic() - began, 1)
 
-    def test_a_rank_that_ends_early_is_no_failure(self):
+    def test_a_rank_that_ends_early_is_not_a_failure(self):
         code, out, _ = self.bash(2, 'if [ $RANK = 0 ]; then exit 0; fi; sleep 0.4; echo done')
         self.assertEqual(code, 0)
         self.assertIn("[1] done", out)
@@ -116,7 +116,7 @@ class Failures(Case):
         self.assertNotIn("rank 0 killed", err)
 
     def test_an_error_file_that_is_removed_is_not_named(self):
-        _, _, err = self.bash(1, "echo '\"words\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
+        _, _, err = self.bash(1, "echo '\"message\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
         self.assertIn("\n  error file: in the temporary log directory, which is removed; "
                       "--log-dir=DIR keeps it\n", err)
         self.assertNotIn("error file", self.bash(1, "exit 1")[2])
@@ -148,7 +148,7 @@ class Stopped(Case):
         self.assertIn("failed: stopped by SIGSTOP for 1.0 s", err)
         self.assertGreater(time.monotonic() - began, 1)
 
-    def test_a_rank_that_continues_is_forgiven(self):
+    def test_a_rank_that_is_continued_does_not_fail(self):
         # It lives on for longer than the bound, and must not be failed then.
         for bound_s in (2, 20):
             self.forget_notes()
@@ -173,7 +173,7 @@ def child_of(pid):
     return int(child)
 
 
-def words_of(pid):
+def argv_of(pid):
     """Its command line; nothing where it has just ended."""
     try:
         with open(f"/proc/{pid}/cmdline") as f:
@@ -197,7 +197,7 @@ class NothingIsLeft(Case):
         self.wait_notes("daemon", 1)
         end = time.monotonic() + BOUND_S
         wanted = {str(number) for number in range(301, 306)}
-        while wanted - {words[-1] for pid in marked(self.marker) if (words := words_of(pid))}:
+        while wanted - {argv[-1] for pid in marked(self.marker) if (argv := argv_of(pid))}:
             self.assertLess(time.monotonic(), end, "not all of them are there")
             time.sleep(0.02)
         return process
@@ -243,14 +243,14 @@ class NothingIsLeft(Case):
         self.assertEqual(code, 0, err)
         self.assertEqual(marked(self.marker), [])
 
-    def test_strangers_are_not_touched(self):
-        stranger = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    def test_unrelated_processes_are_not_touched(self):
+        unrelated = subprocess.Popen(["sleep", "300"], start_new_session=True)
         try:
             self.assertEqual(self.bash(2, "exit 9")[0], 9)
-            self.assertIsNone(stranger.poll())
+            self.assertIsNone(unrelated.poll())
         finally:
-            stranger.kill()
-            stranger.wait()
+            unrelated.kill()
+            unrelated.wait()
 
 
 class StopRequests(Case):
@@ -276,7 +276,7 @@ class StopRequests(Case):
                 self.assertNotIn("failed", err)
                 self.assertNotIn("restarting", err)
 
-    def test_failing_after_a_request_is_no_failure(self):
+    def test_failing_after_a_stop_request_is_not_a_failure(self):
         process = self.start_bash(2, 'echo $$ > $NOTES/up.$RANK; sleep 300', "--max-restarts=3")
         self.wait_notes("up", 2)
         process.terminate()
@@ -307,7 +307,7 @@ class StopRequests(Case):
                                  r"to stop \(SIGTERM\)")
                 self.assertRegex(err, r"(?m)^ +no room on the disk")
 
-    def test_who_fails_over_another_rank_in_a_stop_is_not_the_cause(self):
+    def test_a_rank_that_fails_because_of_another_in_a_stop_is_not_the_cause(self):
         """Rank 0 loses its peer and ends with 1: to the request itself, or to a crash."""
         script = WAITS + (
             'trap "until_gone up.1; exit 1" TERM; [ $RANK = 1 ] && trap "$HOW" TERM; '
@@ -322,7 +322,7 @@ class StopRequests(Case):
                 self.assertEqual(got, wanted, err)
                 self.assertEqual("rank 1 on " in err and "SIGSEGV" in err, wanted == 139, err)
 
-    def test_a_background_shell_job_feels_sigint(self):
+    def test_a_background_shell_job_gets_sigint(self):
         # A shell without job control ignores SIGINT in what it puts into the background.
         process = self.start_bash(2, self.CATCH, env={"SIG": "INT"},
                                   prefix=("bash", "-c", "trap '' INT; exec \"$@\"", "bash"))
@@ -349,7 +349,7 @@ class StopRequests(Case):
             self.assertIsNone(process.poll())
             process.terminate()
 
-    def test_a_second_request_is_passed_on_and_orphans_nobody(self):
+    def test_a_second_request_is_forwarded_and_leaves_no_orphans(self):
         process = self.start_bash(2, self.COUNT + 'while [ $n -lt 2 ]; do sleep 0.05; done')
         self.wait_notes("up", 2)
         self.ask_again(process, 1)
@@ -416,7 +416,7 @@ class StopRequests(Case):
         code, out, err = self.finish(process)
         self.assertEqual((code, out), (143, "[0] saved\n"), err)
 
-    def test_a_forwarded_signal_ends_nobody_who_does_not_handle_it(self):
+    def test_a_forwarded_signal_does_not_end_ranks_that_do_not_handle_it(self):
         # A shell around the program does not handle it, the program does; rank 1 has no program.
         program = ('trap "echo saved; exit 143" USR1; echo $BASHPID > $NOTES/up.0; '
                    'while :; do sleep 0.05; done')
@@ -432,7 +432,7 @@ class StopRequests(Case):
                       "handle that signal", err)
         self.assertNotIn("SIGUSR1 is not forwarded to rank 0", err)
 
-    def test_signals_that_mean_no_end_end_nothing(self):
+    def test_other_signals_end_nothing(self):
         process = self.start_bash(1, 'echo $$ > $NOTES/up.$RANK; '
                                   'while [ ! -e $NOTES/go ]; do sleep 0.05; done; echo fine')
         self.wait_notes("up", 1)
@@ -526,8 +526,8 @@ class Restarts(Case):
         for _ in range(5):
             self.forget_notes()
             process = self.start_bash(1, script, "--max-restarts=9")
-            # Its own words say that the pause has begun; a rank's note would be there before the
-            # rank has failed, and a stop in which a rank fails ends with that rank's code.
+            # The launcher's message shows that the pause has begun; a rank's note would come before
+            # the rank fails, and a stop in which a rank fails ends with that rank's code.
             self.wait_line(process.stderr, "restarting all ranks (3 of 9) in 2.0 s")
             process.terminate()
             code, _, err = self.finish(process)
@@ -542,7 +542,7 @@ class ErrorFiles(Case):
         forms = {
             '{"message": {"message": "Bad: thing", "extraInfo": '
             '{"py_callstack": "Trace\\n  line 7", "timestamp": "1"}}}': ["Bad: thing", "  line 7"],
-            '{"message": "plain words", "timestamp": 12}': ["plain words"],
+            '{"message": "plain text", "timestamp": 12}': ["plain text"],
             '"a bare string"': ["a bare string"],
             '{"message": {"message": "from C++", "extraInfo": {"cpp_stack": ["f() at a.cpp:3"]}}}':
                 ["from C++", "f() at a.cpp:3"],
@@ -559,8 +559,8 @@ class ErrorFiles(Case):
                     env={"TEXT": text, "TORCHELASTIC_ERROR_FILE": own})
                 self.assertEqual(code, 8, err)
                 self.assertIn("rank 1 on", err)
-                for words in wanted:
-                    self.assertIn(words, err)
+                for message in wanted:
+                    self.assertIn(message, err)
                 with open(own) as f:
                     copy = json.load(f)
                 self.assertIn("message", copy)
@@ -606,16 +606,16 @@ class ErrorFiles(Case):
         self.assertEqual(code, 137, err)
         self.assertIn("rank 1 on", err)
 
-    def test_an_old_error_file_is_not_believed(self):
+    def test_a_stale_error_file_is_ignored(self):
         logs = os.path.join(self.dir.name, "logs")
         flags = (f"--log-dir={logs}", "--rdzv-id=again", "--rdzv-backend=static", "--no-python")
-        script = '[ -n "$OLD" ] && echo \'"old words"\' > $TORCHELASTIC_ERROR_FILE; exit 2'
+        script = '[ -n "$OLD" ] && echo \'"old message"\' > $TORCHELASTIC_ERROR_FILE; exit 2'
         for old in ("1", ""):
             process = self.start("--nproc-per-node=1", *flags, "bash", "-c", script,
                                  env={"OLD": old})
             code, _, err = self.finish(process)
             self.assertEqual(code, 2)
-            self.assertEqual("message:\n    old words" in err, bool(old), err)
+            self.assertEqual("message:\n    old message" in err, bool(old), err)
 
 
 class Surroundings(Case):
@@ -632,16 +632,16 @@ class Surroundings(Case):
         # Each innermost rank felt it once, and had the time to say so.
         self.assertEqual(out.count("signals 1"), 4, out + err)
 
-    def test_an_inner_failure_is_the_outer_ones_too(self):
+    def test_an_inner_failure_fails_the_outer_launcher(self):
         own = os.path.join(self.dir.name, "own.json")
         code, _, err = self.run_ranks(
             1, self.launcher(), "run", "--standalone", "--nproc-per-node=2", "--no-python", "bash",
             "-c", '[ $RANK = 0 ] && sleep 300; '
-            'echo \'"the innermost words"\' > $TORCHELASTIC_ERROR_FILE; exit 6',
+            'echo \'"the innermost message"\' > $TORCHELASTIC_ERROR_FILE; exit 6',
             flags=("--no-python",), env={"TORCHELASTIC_ERROR_FILE": own})
         self.assertEqual(code, 6, err)
         with open(own) as f:
-            self.assertIn("the innermost words", f.read())
+            self.assertIn("the innermost message", f.read())
 
     def test_more_ranks_than_the_usual_limit_of_files_allows(self):
         process = self.start_bash(100, "ulimit -n",
@@ -650,7 +650,7 @@ class Surroundings(Case):
         self.assertEqual(code, 0, err)
         self.assertEqual(out.count("] 200\n"), 100)
 
-    def test_threads_are_chosen_and_said_once(self):
+    def test_the_number_of_threads_is_chosen_and_logged_once(self):
         # The first rank to fail ends the other, so it waits until that has spoken.
         process = self.start_bash(2, WAITS + 'k=$TORCHELASTIC_RESTART_COUNT; '
                                   'echo threads $OMP_NUM_THREADS; echo $$ > $NOTES/said_$k.$RANK; '

@@ -27,10 +27,10 @@ VALUES = {
 }
 
 
-def run(words, **variables):
+def run(args, **variables):
     env = {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
     env.update(variables)
-    return subprocess.run([LOCKSTEP, "run", *words], env=env, capture_output=True, text=True,
+    return subprocess.run([LOCKSTEP, "run", *args], env=env, capture_output=True, text=True,
                           timeout=120, stdin=subprocess.DEVNULL)
 
 
@@ -81,7 +81,7 @@ class TorchrunFlags(unittest.TestCase):
             self.assertEqual(letter, [n for n in names if not n.startswith("--")], name)
             self.assertIn(name, run(["--help"]).stdout)
 
-    def words_for(self, flag, spelling):
+    def args_for(self, flag, spelling):
         name = flag[2:].replace("-", "_") if spelling == "_" else flag[2:]
         if self.known[flag][1] == "switch":
             return ["--" + name]
@@ -105,8 +105,8 @@ class TorchrunFlags(unittest.TestCase):
         for flag in self.known:
             for spelling in "-_":
                 with self.subTest(flag=flag, spelling=spelling):
-                    words = self.words_for(flag, spelling) + self.program_for(flag)
-                    self.check(flag, run(words, PYTHON_EXEC=PYTHON))
+                    args = self.args_for(flag, spelling) + self.program_for(flag)
+                    self.check(flag, run(args, PYTHON_EXEC=PYTHON))
 
     def test_every_flag_is_read_from_its_variable(self):
         for flag, (_, kind, _) in self.known.items():
@@ -122,27 +122,27 @@ class TorchrunFlags(unittest.TestCase):
             f.write("print('ran')\n")
         return path
 
-    def test_timeouts_reach_the_ranks_and_beat_the_callers(self):
-        told = ["sh", "-c", "echo told=$LOCKSTEP_TIMEOUT_S,$LOCKSTEP_STARTUP_TIMEOUT_S"]
+    def test_timeouts_reach_the_ranks_and_override_the_environment(self):
+        show = ["sh", "-c", "echo got=$LOCKSTEP_TIMEOUT_S,$LOCKSTEP_STARTUP_TIMEOUT_S"]
         callers = {"LOCKSTEP_TIMEOUT_S": "7", "LOCKSTEP_STARTUP_TIMEOUT_S": "8"}
-        for words, variables, wanted in (
-                ([], callers, "told=7,8"),
-                (["--timeout=60", "--startup_timeout=20"], callers, "told=60,20"),
-                ([], {**callers, "PET_TIMEOUT": "61", "PET_STARTUP_TIMEOUT": "21"}, "told=61,21"),
-                (["--timeout=62"], {**callers, "PET_TIMEOUT": "61"}, "told=62,8")):
-            with self.subTest(words=words, variables=variables):
-                self.assertIn(wanted + "\n", run([*words, *told], **variables).stdout)
-        result = run(["--timeout=0", *told])
+        for args, variables, wanted in (
+                ([], callers, "got=7,8"),
+                (["--timeout=60", "--startup_timeout=20"], callers, "got=60,20"),
+                ([], {**callers, "PET_TIMEOUT": "61", "PET_STARTUP_TIMEOUT": "21"}, "got=61,21"),
+                (["--timeout=62"], {**callers, "PET_TIMEOUT": "61"}, "got=62,8")):
+            with self.subTest(args=args, variables=variables):
+                self.assertIn(wanted + "\n", run([*args, *show], **variables).stdout)
+        result = run(["--timeout=0", *show])
         self.assertEqual(result.returncode, 2)
         self.assertIn("--timeout='0' is not a whole number from 1 to", result.stderr)
-        result = run(told, PET_STARTUP_TIMEOUT="-1")
+        result = run(show, PET_STARTUP_TIMEOUT="-1")
         self.assertEqual(result.returncode, 2)
         self.assertIn("PET_STARTUP_TIMEOUT='-1' is not a whole number from 1 to", result.stderr)
 
     def test_gpus_are_counted_through_the_driver(self):
         fake = os.path.join(os.path.dirname(os.environ["LOCKSTEP_BIN"]), "lib", "fake_cuda")
-        words = ["--nproc-per-node=gpu", "sh", "-c", "echo size=$WORLD_SIZE"]
-        result = run(words, LD_LIBRARY_PATH=fake)
+        args = ["--nproc-per-node=gpu", "sh", "-c", "echo size=$WORLD_SIZE"]
+        result = run(args, LD_LIBRARY_PATH=fake)
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertEqual(result.stdout.count("size=2"), 2)
 
@@ -173,11 +173,11 @@ class AcceleratesFile(unittest.TestCase):
         self.addCleanup(place.cleanup)
         self.file = os.path.join(place.name, "default_config.yaml")
 
-    def run_with(self, text, *words, **variables):
+    def run_with(self, text, *args, **variables):
         with open(self.file, "w") as f:
             f.write(text)
-        tell = "echo size=$WORLD_SIZE,$ACCELERATE_MIXED_PRECISION,$LOCKSTEP_DEVICE,"
-        return run(["--config-file", self.file, *words, "sh", "-c", tell], **variables)
+        show = "echo size=$WORLD_SIZE,$ACCELERATE_MIXED_PRECISION,$LOCKSTEP_DEVICE,"
+        return run(["--config-file", self.file, *args, "sh", "-c", show], **variables)
 
     def test_the_file_that_accelerate_writes_starts_ranks(self):
         # The tests' own environment says cpu already; empty counts as unset.
@@ -191,7 +191,7 @@ class AcceleratesFile(unittest.TestCase):
         result = self.run_with(GENERATED, "--standalone")
         self.assertEqual((result.returncode, result.stdout.count("size=2,")), (0, 2), result.stderr)
 
-    def test_wrong_keys_are_named_with_their_place(self):
+    def test_wrong_keys_are_reported_with_their_location(self):
         result = self.run_with(GENERATED + "num_proceses: 4\nfsdp_config: {a: 1}\n"
                                            "num_processes: 4\n")
         self.assertEqual((result.returncode, result.stdout), (2, ""))
@@ -202,7 +202,7 @@ class AcceleratesFile(unittest.TestCase):
 
 
 # Prints its variables as JSON; rank 1 of 2 does.
-TELL = "import json, os; os.environ['RANK'] == '1' and print('@' + json.dumps(dict(os.environ)))"
+DUMP = "import json, os; os.environ['RANK'] == '1' and print('@' + json.dumps(dict(os.environ)))"
 # Different in every run, or different on purpose (docs/environment.md).
 CHOSEN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
           "OMP_NUM_THREADS"}
@@ -210,21 +210,21 @@ CHOSEN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERR
 
 class WorkerVariables(unittest.TestCase):
     @staticmethod
-    def told_by(launcher):
+    def environment_of(launcher):
         # Stale values, which both launchers must override.
         env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "RANK": "77",
                "WORLD_SIZE": "88", "LC_ALL": "C.UTF-8"}
-        words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--role=trainer",
-                 "--no-python", PYTHON, "-c", TELL]
-        result = subprocess.run(launcher + words, env=env, capture_output=True, text=True,
+        args = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--role=trainer",
+                 "--no-python", PYTHON, "-c", DUMP]
+        result = subprocess.run(launcher + args, env=env, capture_output=True, text=True,
                                 timeout=120, stdin=subprocess.DEVNULL)
         line = result.stdout[result.stdout.index("@") + 1:].splitlines()[0]
         return {k: v for k, v in json.loads(line).items() if env.get(k) != v}
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
     def test_workers_get_every_variable_of_torchrun_with_its_meaning(self):
-        theirs = self.told_by([PYTHON, "-m", "torch.distributed.run"])
-        ours = self.told_by([LOCKSTEP, "run"])
+        theirs = self.environment_of([PYTHON, "-m", "torch.distributed.run"])
+        ours = self.environment_of([LOCKSTEP, "run"])
         self.assertGreater(len(theirs), 18)
         self.assertEqual(set(theirs) - set(ours), set())
         for name in set(theirs) - CHOSEN:
@@ -263,7 +263,7 @@ class LikeTorchrun(unittest.TestCase):
         self.assertEqual(seen[0][1], ["[r0]:out 0 a", "out 1 a"])
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
-    def test_a_bad_value_is_refused_though_it_would_not_count(self):
+    def test_a_bad_value_is_refused_even_if_overridden(self):
         for flags in (["--standalone", "--node-rank=x"], ["--standalone", "--master-port=x"],
                       ["--rdzv-endpoint=h:1", "--master-port=x"], ["--start-method=thread"]):
             for launcher in ([PYTHON, "-m", "torch.distributed.run"], [LOCKSTEP, "run"]):

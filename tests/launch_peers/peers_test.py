@@ -43,11 +43,11 @@ class Peers(unittest.TestCase):
         source = os.environ["LOCKSTEP_SOURCE"]
         with open(os.path.join(source, "README.md"), encoding="utf-8") as f:
             (line,) = re.findall(r"^\./dev python (.*)$", f.read(), re.MULTILINE)
-        words = line.split()
-        self.assertEqual(words[-1], "build/bin/examples/01_hello_world")
-        for word in (*TORCHRUN[1:], "--standalone", "--nproc-per-node=2", "--no-python"):
-            self.assertIn(word, words)
-        self.check(run([os.path.join(source, "dev"), "python", *words[:-1], HELLO]), 2)
+        args = line.split()
+        self.assertEqual(args[-1], "build/bin/examples/01_hello_world")
+        for arg in (*TORCHRUN[1:], "--standalone", "--nproc-per-node=2", "--no-python"):
+            self.assertIn(arg, args)
+        self.check(run([os.path.join(source, "dev"), "python", *args[:-1], HELLO]), 2)
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
     def test_torchrun_static(self):
@@ -89,7 +89,7 @@ class Peers(unittest.TestCase):
         self.check(run([*command, "-np", "2", HELLO], MASTER_ADDR="127.0.0.1",
                        MASTER_PORT=free_port()), 2)
 
-    def test_mpirun_with_a_forgotten_rank(self):
+    def test_mpirun_with_a_stale_rank_variable(self):
         command = mpirun()
         if command is None:
             self.skipTest("mpirun is not installed")
@@ -121,7 +121,7 @@ class Peers(unittest.TestCase):
         self.assertEqual(self.by_hand(3, MASTER_PORT=free_port()), world_of(3))
 
     def test_kubernetes(self):
-        # Pods are told no local rank; those of one host (as here) count themselves.
+        # Pods have no local rank; those on one host (as here) find it by counting.
         lines = self.by_hand(2, KUBERNETES_SERVICE_HOST="10.0.0.1", MASTER_ADDR="localhost",
                              MASTER_PORT=free_port())
         self.assertEqual(lines, world_of(2))
@@ -151,8 +151,8 @@ class Peers(unittest.TestCase):
         self.check(run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", HELLO],
                        SLURM_JOB_ID=7, SLURM_PROCID=0, SLURM_LOCALID=0, SLURM_NTASKS=4), 2)
 
-    def test_mistakes_are_told_before_anything_is_awaited(self):
-        for variables, words in [
+    def test_mistakes_are_reported_before_any_wait(self):
+        for variables, message in [
                 ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 does not exist in a world of WORLD_SIZE=2"),
                 ({"RANK": 0}, "RANK=0 is set but WORLD_SIZE is not"),
                 ({"WORLD_SIZE": 2}, "WORLD_SIZE=2 is set but RANK is not"),
@@ -160,7 +160,7 @@ class Peers(unittest.TestCase):
                  "LOCAL_RANK=1 does not exist among LOCAL_WORLD_SIZE=1")]:
             done = run([HELLO], limit_s=30, **variables)
             self.assertEqual(done.code, 2, done.text())
-            self.assertIn(words, done.err)
+            self.assertIn(message, done.err)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 //
 //   run_peer throw RANK    that rank throws, the others are in an all-reduce
 //   run_peer spawn N       spawn() of N ranks, twice, and what the calls returned
-//   run_peer spawn-WORD    spawn() in a situation that it must refuse, or that a signal ends
+//   run_peer spawn-CASE    spawn() in a situation that it must refuse, or that a signal ends
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -93,11 +93,11 @@ int breaks_a_pipe() {
     all_reduce(world);
     lockstep::Pipe pipe = lockstep::make_pipe();
     pipe.read.reset();
-    const bool told = ::write(pipe.write.get(), "x", 1) < 0 && errno == EPIPE;
+    const bool got_epipe = ::write(pipe.write.get(), "x", 1) < 0 && errno == EPIPE;
     // What a rank starts is not to inherit that.
     const int child = std::system("kill -PIPE $$");
     const bool ends = WIFSIGNALED(child) && WTERMSIG(child) == SIGPIPE;
-    say(fmt::format("told {}, its child ends {}", told, ends));
+    say(fmt::format("got EPIPE {}, its child ends {}", got_epipe, ends));
   });
 }
 
@@ -158,9 +158,9 @@ int refuses(const std::string& why) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::vector<std::string> words(argv + 1, argv + argc);
-  const std::string mode = words.empty() ? "" : words[0];
-  const int number = words.size() > 1 ? std::atoi(words[1].c_str()) : 0;
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  const std::string mode = args.empty() ? "" : args[0];
+  const int number = args.size() > 1 ? std::atoi(args[1].c_str()) : 0;
   if (mode == "spawn") return spawns(number);
   if (mode == "spawn-inside") return spawns_inside();
   if (mode == "spawn-sleep") return spawns_sleepers();

@@ -1,4 +1,4 @@
-"""What run() and spawn() make of failures: reports, exit codes, and nobody left waiting."""
+"""How run() and spawn() handle failures: reports, exit codes, and no rank left waiting."""
 
 import glob
 import json
@@ -13,8 +13,8 @@ import uuid
 
 from peer import HAVE_TORCH, LOCKSTEP, RUN_PEER, TORCHRUN, Started, run
 
-def ranks(count, *words):
-    return [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={count}", *words]
+def ranks(count, *args):
+    return [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={count}", *args]
 
 
 def left_over(mark):
@@ -60,7 +60,7 @@ class Run(Case):
         self.assertNotIn("saving", done.out, done.text())
 
     def test_other_ways_to_fail(self):
-        for how, code, words in [("usage", 2, "lockstep::UsageError: [peer] wrong use."),
+        for how, code, message in [("usage", 2, "lockstep::UsageError: [peer] wrong use."),
                                  ("torch", 1, "c10::Error: a torch error"),
                                  ("number", 1, "not a std::exception"),
                                  ("segv", 139, "SIGSEGV"),
@@ -69,7 +69,7 @@ class Run(Case):
             done = run(ranks(2, RUN_PEER, how, "1"))
             self.assertEqual(done.code, code, done.text())
             self.check_soon(done)
-            self.assertIn(words, done.err, done.text())
+            self.assertIn(message, done.err, done.text())
 
     def test_the_error_file(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -88,15 +88,15 @@ class Run(Case):
             self.assertTrue(fallen["consequence"])
             self.assertGreater(int(fallen["timestamp"]), int(cause["extraInfo"]["timestamp"]))
 
-    def test_nothing_is_waited_for_on_the_way_out(self):
+    def test_exit_does_not_wait(self):
         done = run(ranks(2, RUN_PEER, "hang"))
         self.assertEqual(done.code, 1, done.text())
         self.check_soon(done)
 
-    def test_a_peer_that_is_gone_is_an_error_and_no_signal(self):
+    def test_a_dead_peer_raises_an_error_instead_of_sigpipe(self):
         done = run(ranks(2, RUN_PEER, "pipe"), LOCKSTEP_BACKEND="gloo")
         self.assertEqual(done.code, 0, done.text())
-        self.assertEqual(done.out.count("told true, its child ends true"), 2, done.text())
+        self.assertEqual(done.out.count("got EPIPE true, its child ends true"), 2, done.text())
 
     def test_alone_the_code_is_returned(self):
         done = run([RUN_PEER, "throw", "0"])
@@ -105,7 +105,7 @@ class Run(Case):
         self.assertEqual(run([RUN_PEER, "usage", "0"]).code, 2)
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
-    def test_under_torchrun_the_cause_is_told_apart(self):
+    def test_under_torchrun_the_cause_is_distinguished(self):
         done = run([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python", RUN_PEER,
                     "throw", "1"])
         self.assertEqual(done.code, 1, done.text())

@@ -88,9 +88,9 @@ class Cluster:
         self.wait_for(lambda: run([which("sinfo"), "-h", "-o", "%D %t"],
                                   SLURM_CONF=self.config).out.strip() == "2 idle")
 
-    def start(self, tool, *words):
+    def start(self, tool, *args):
         self.daemons.append(subprocess.Popen(
-            [which(tool), *words], env=environment(SLURM_CONF=self.config), cwd=self.folder,
+            [which(tool), *args], env=environment(SLURM_CONF=self.config), cwd=self.folder,
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log))
 
     def wait_for(self, condition, limit_s=40):
@@ -120,8 +120,8 @@ class Slurm(unittest.TestCase):
         cls.cluster = Cluster()
         cls.addClassCleanup(cls.cluster.stop)
 
-    def srun(self, *words):
-        done = run([which("srun"), *words], SLURM_CONF=self.cluster.config)
+    def srun(self, *args):
+        done = run([which("srun"), *args], SLURM_CONF=self.cluster.config)
         self.assertEqual(done.code, 0, done.text())
         return hello_lines(done.out), done
 
@@ -151,7 +151,7 @@ class Slurm(unittest.TestCase):
         self.assertEqual(read["run"], world_of(2))
 
     def launcher(self, *flags):
-        """Words for a shell task: `lockstep run` on two nodes with two ranks each."""
+        """Arguments of srun for a shell task: `lockstep run` on two nodes with two ranks each."""
         return ["-N2", "-n2", "--ntasks-per-node=1", "bash", "-c",
                 'exec "$0" run --nproc-per-node=2 ' + " ".join(flags) + ' "$1"', LOCKSTEP, HELLO]
 
@@ -165,16 +165,16 @@ class Slurm(unittest.TestCase):
                          [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)], done.text())
         self.assertNotIn("a world of its own", done.text())
 
-    def test_launchers_that_were_not_told_of_each_other_say_so(self):
+    def test_launchers_without_nnodes_print_a_warning(self):
         lines, done = self.srun(*self.launcher())
         self.assertEqual(lines, sorted(world_of(2) * 2), done.text())
         self.assertEqual(done.text().count("srun started this launcher on 2 nodes"), 2, done.text())
 
-    def submit(self, *words, **variables):
+    def submit(self, *args, **variables):
         """The batch script of examples/slurm, in a folder of its own: (exit code, its log)."""
         folder = pathlib.Path(tempfile.mkdtemp(dir=self.cluster.folder))
         (folder / "runs").mkdir()
-        done = run([which("sbatch"), "-W", "-D", str(folder), str(TEMPLATE), *words],
+        done = run([which("sbatch"), "-W", "-D", str(folder), str(TEMPLATE), *args],
                    SLURM_CONF=self.cluster.config, LOCKSTEP=LOCKSTEP, NPROC_PER_NODE=2,
                    **variables)
         logs = list((folder / "runs").glob("ddp_training_*.log"))
@@ -184,7 +184,7 @@ class Slurm(unittest.TestCase):
     def test_the_batch_script(self):
         code, log = self.submit(HELLO)
         self.assertEqual(code, 0, log)
-        self.assertRegex(log, r"^job \d+ on 127\.0\.0\.\[1-2\], meeting at 127\.0\.0\.1:\d+: ")
+        self.assertRegex(log, r"^job \d+ on 127\.0\.0\.\[1-2\], rendezvous at 127\.0\.0\.1:\d+: ")
         self.assertEqual([line[:3] for line in hello_lines(log)],
                          [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)], log)
 

@@ -137,18 +137,18 @@ class Clipping(unittest.TestCase):
             wanted += "".join(" " + bits(p.grad) for p in params)
             if question["scale"] == INF:  # which of the many nans is the machine's affair
                 same = [a == b or (math.isnan(unpack(a)) and math.isnan(unpack(b)))
-                        for a, b in zip(words(answer), words(wanted))]
+                        for a, b in zip(hex_floats(answer), hex_floats(wanted))]
                 self.assertTrue(all(same) and len(answer) == len(wanted), question)
             else:
                 self.assertEqual(answer, wanted, question)
 
 
-def words(text):
+def hex_floats(text):
     return [part[i:i + 8] for part in text.split() for i in range(0, len(part), 8)]
 
 
-def unpack(word):
-    return struct.unpack("<f", struct.pack("<I", int(word, 16)))[0]
+def unpack(digits):
+    return struct.unpack("<f", struct.pack("<I", int(digits, 16)))[0]
 
 
 class Training(unittest.TestCase):
@@ -213,12 +213,12 @@ class Training(unittest.TestCase):
         for question, answer in zip(questions, ask(questions)):
             params = leaves(question["sizes"])
             lines = self.reference(question, params, self.optimizer(question, params, True))
-            words_ = answer.split()
-            ours = [(float(s), int(t)) for s, t in (w.split(":") for w in words_[:len(lines)])]
+            fields = answer.split()
+            ours = [(float(s), int(t)) for s, t in (w.split(":") for w in fields[:len(lines)])]
             if not question["scaled"]:
                 lines = [(1.0, 0)] * len(lines)
             self.assertEqual(ours, lines, question)
-            self.assertEqual(words_[len(lines):], [bits(p) for p in params], question)
+            self.assertEqual(fields[len(lines):], [bits(p) for p in params], question)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     make(folder)       initial weights (init/model.safetensors), tokens (data/*.bin)
     train(folder)      as a rank of a world: writes losses.json, one mean loss per step
 
-The two Trainers must differ in nothing but who wrote them, so this one is told what ours does
-anyway: PyTorch's DistributedSampler (accelerate would deal whole batches instead), the fused AdamW,
-targets that are the window moved by one token. Losses are taken raw from training_step, because the
+Both Trainers must compute the same, so this one is configured for what ours does by default:
+PyTorch's DistributedSampler (accelerate would deal whole batches instead), the fused AdamW, targets
+that are the window shifted by one token. Losses are taken raw from training_step, because the
 log rounds them.
 """
 
@@ -22,7 +22,7 @@ SEED = 1234
 MODEL = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 96, "n_positions": 48}
 SEQ_LEN = 48
 WINDOWS = 320
-# What both sides are told, under the names that both know.
+# The arguments of both sides, under the names that both know.
 ARGUMENTS = {
     "seed": 77,
     "max_steps": 50,
@@ -93,8 +93,8 @@ class Loader(DataLoader):
 
 
 class Recorder(Trainer):
-    def __init__(self, *words, **options):
-        super().__init__(*words, **options)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.raw = []  # of every backward pass of this rank
 
     def get_train_dataloader(self):
@@ -103,8 +103,8 @@ class Recorder(Trainer):
         return Loader(self.train_dataset, batch_size=self.args.per_device_train_batch_size,
                       sampler=sampler, drop_last=True)
 
-    def training_step(self, *words, **options):
-        loss = super().training_step(*words, **options)
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
         self.raw.append(loss.double().item())
         return loss
 

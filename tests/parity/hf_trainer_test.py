@@ -40,7 +40,7 @@ NORM_TOLERANCE = 1e-4
 
 def run(command):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([str(word) for word in command], env=environment, text=True,
+    done = subprocess.run([str(arg) for arg in command], env=environment, text=True,
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False)
     if done.returncode != 0:
@@ -118,8 +118,8 @@ class Parity(unittest.TestCase):
         self.assertLessEqual(max(apart), LOSS_TOLERANCE, apart)
         self.assertEqual(sorted(mine["norms"]), sorted(theirs["norms"]))
         for key, norm in theirs["norms"].items():
-            # The bias of attention keys shifts all scores of a query by the same amount: its gradient is
-            # rounding, which AdamW makes whole steps of. Nothing depends on it.
+            # The bias of the attention keys shifts all scores of a query by the same amount: its
+            # gradient is rounding noise, which AdamW turns into full steps.
             if key.endswith("attn.c_attn.bias"):
                 continue
             self.assertLessEqual(relative(norm, mine["norms"][key]), NORM_TOLERANCE, key)

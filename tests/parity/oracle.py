@@ -290,9 +290,9 @@ def train(case, rank, world, inputs):
     return result
 
 
-def run_rank(rank, world, cases, directory, out, meeting):
+def run_rank(rank, world, cases, directory, out, rendezvous):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     inputs = read_tensors(directory)
     for case in cases:
         result = train(case, rank, world, inputs)
@@ -307,8 +307,8 @@ def run_world(world, cases, directory, out):
     """Forks the ranks, so that torch is imported once. Returns how many failed."""
     import torch._dynamo  # pylint: disable=import-outside-toplevel,unused-import
     # DDP and the optimizers would import it in every fork, for seconds.
-    meeting = pathlib.Path(out).with_suffix(".meeting")
-    codes = forks.run([functools.partial(run_rank, rank, world, cases, directory, out, meeting)
+    rendezvous = pathlib.Path(out).with_suffix(".rendezvous")
+    codes = forks.run([functools.partial(run_rank, rank, world, cases, directory, out, rendezvous)
                        for rank in range(world)])
     return sum(code != 0 for code in codes)
 

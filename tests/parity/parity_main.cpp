@@ -32,14 +32,14 @@ using lockstep::models::GptConfig;
 constexpr int kSteps = 20;
 const GptConfig kGpt{.n_layer = 4, .n_head = 2, .n_embd = 32, .vocab_size = 61, .n_positions = 16};
 
-// One line of the cases file: name=value words, as Case.line() writes them.
+// One line of the cases file: name=value pairs, as Case.line() writes them.
 class Case {
  public:
   explicit Case(const std::string& line) {
-    std::istringstream words(line);
-    for (std::string word; words >> word;) {
-      const auto equals = word.find('=');
-      values_[word.substr(0, equals)] = word.substr(equals + 1);
+    std::istringstream fields(line);
+    for (std::string field; fields >> field;) {
+      const auto equals = field.find('=');
+      values_[field.substr(0, equals)] = field.substr(equals + 1);
     }
   }
   const std::string& text(const std::string& key) const { return values_.at(key); }
@@ -271,11 +271,11 @@ int run_on_gpu(const std::filesystem::path& directory, const std::filesystem::pa
 
 int main(int argc, char** argv) {
   torch::set_num_threads(1);
-  const std::vector<std::string> words(argv + 1, argv + argc);
-  if (words.size() == 4 && words[0] == "train")
-    return lockstep::cli::end_at_once(parity::run_cases(words[1], words[2], words[3]));
-  if (words.size() == 3 && words[0] == "single") return parity::run_single(words[1], words[2]);
-  if (words.size() == 3 && words[0] == "optimizers") return parity::run_on_gpu(words[1], words[2]);
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  if (args.size() == 4 && args[0] == "train")
+    return lockstep::cli::end_at_once(parity::run_cases(args[1], args[2], args[3]));
+  if (args.size() == 3 && args[0] == "single") return parity::run_single(args[1], args[2]);
+  if (args.size() == 3 && args[0] == "optimizers") return parity::run_on_gpu(args[1], args[2]);
   fmt::print(stderr,
              "usage: parity train INPUTS CASES OUT | parity single|optimizers INPUTS OUT\n");
   return 2;

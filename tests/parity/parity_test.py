@@ -189,8 +189,8 @@ def settle(with_gpu):
     torch.set_num_threads(1)
 
 
-def run_cpp(world, *words, backend="shm"):
-    command = [BIN / "tests" / "parity", *words]
+def run_cpp(world, *args, backend="shm"):
+    command = [BIN / "tests" / "parity", *args]
     environment = dict(os.environ)
     if world > 1:
         command = [BIN / "lockstep", "run", "--standalone", f"--nproc-per-node={world}", *command]

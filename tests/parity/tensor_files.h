@@ -31,11 +31,11 @@ inline Tensors read_tensors(const std::filesystem::path& directory) {
   std::ifstream index(directory / "index.txt");
   Tensors tensors;
   for (std::string line; std::getline(index, line);) {
-    std::istringstream words(line);
+    std::istringstream fields(line);
     std::string name, dtype;
-    words >> name >> dtype;
+    fields >> name >> dtype;
     std::vector<std::int64_t> sizes;
-    for (std::int64_t size = 0; words >> size;) sizes.push_back(size);
+    for (std::int64_t size = 0; fields >> size;) sizes.push_back(size);
     auto tensor = torch::empty(sizes, dtype_of(dtype));
     std::ifstream file(directory / (name + ".bin"), std::ios::binary);
     file.read(static_cast<char*>(tensor.data_ptr()), static_cast<std::streamsize>(tensor.nbytes()));

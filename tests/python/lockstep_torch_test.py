@@ -59,7 +59,7 @@ import training  # noqa: E402
 # ---------------------------------------------------------------- worlds
 
 class World:
-    """Ranks that are forks of this process and meet in a file."""
+    """Ranks that are forks of this process and rendezvous through a file."""
 
     def __init__(self, size, role, *args, environment=None):
         self.folder = tempfile.TemporaryDirectory(prefix="lockstep-python-")
@@ -149,7 +149,7 @@ def in_orders(rank, size, method):
 
 
 def again(rank, size, method):
-    """A group that is destroyed and made again meets again, in the same store."""
+    """A group that is destroyed and initialised again works with the same store."""
     store = dist.FileStore(method[len("file://"):], size)
     for _ in range(2):
         dist.init_process_group("lockstep", store=dist.PrefixStore("again", store), rank=rank,
@@ -219,7 +219,7 @@ def detail(rank, size, method):
 
 
 def late(rank, size, method, how, limit_s):
-    """Rank 1 never comes: the others are told after the limit, and by whom they were left."""
+    """Rank 1 never joins: the others get an error after the limit, which names rank 1."""
     limit = datetime.timedelta(seconds=limit_s)
     if how == "options":
         join(rank, size, method, pg_options=c10d.Backend.Options("lockstep", limit))
@@ -229,9 +229,9 @@ def late(rank, size, method, how, limit_s):
         dist.group.WORLD._get_backend(torch.device("cpu")).set_timeout(limit)
     dist.barrier()
     print("all are here", flush=True)
-    told = pathlib.Path(method[len("file://"):] + ".told")
+    timed_out = pathlib.Path(method[len("file://"):] + ".timed_out")
     if rank == 1:
-        while not told.exists():
+        while not timed_out.exists():
             time.sleep(0.05)
         os._exit(0)
     started = time.monotonic()
@@ -252,12 +252,12 @@ def late(rank, size, method, how, limit_s):
     else:
         raise AssertionError("no error")
     assert time.monotonic() - started < limit_s + DEATH_LIMIT_S
-    told.touch()
+    timed_out.touch()
     assert f"timed out after {1000 * limit_s:.0f} ms" in text, text
     assert how in ("wait", "anyone") or "rank 1" in text, text
 
 
-def bereaved(rank, size, method, how):
+def dead_peer(rank, size, method, how):
     """Rank 1 is killed while rank 0 is in an operation with it."""
     join(rank, size, method)
     dist.barrier()
@@ -276,7 +276,7 @@ def bereaved(rank, size, method, how):
         else:
             dist.recv(tensor)
     except RuntimeError as error:
-        print(f"told after {time.monotonic() - started:.2f} s: {type(error).__name__}: {error}")
+        print(f"failed after {time.monotonic() - started:.2f} s: {type(error).__name__}: {error}")
         assert "rank 1" in str(error), error
         assert time.monotonic() - started < DEATH_LIMIT_S
         if how == "all_reduce":  # and forever
@@ -380,7 +380,7 @@ def test_late():
     for limit_s in (1.5, 30):
         worlds = {how: World(2, late, how, limit_s) for how in ways}
         ends = {how: world.wait() for how, world in worlds.items()}
-        # Some ways limit the rendezvous too: where the machine is too busy for that, with more time.
+        # Some ways also limit the rendezvous; a busy machine gets a second try with more time.
         ways = [how for how, (_, texts) in ends.items()
                 if not all("all are here" in text for text in texts)]
         for how, (codes, texts) in ends.items():
@@ -389,8 +389,8 @@ def test_late():
             break
 
 
-def test_bereaved():
-    worlds = {how: World(2, bereaved, how) for how in ("all_reduce", "future", "recv", "anyone")}
+def test_dead_peer():
+    worlds = {how: World(2, dead_peer, how) for how in ("all_reduce", "future", "recv", "anyone")}
     for how, world in worlds.items():
         codes, texts = world.wait()
         assert codes == [0, -signal.SIGKILL], f"{how}: {codes} {texts[0]}"

@@ -1,4 +1,4 @@
-// The Python backend's matcher, without Python: when the array of a receive is free again.
+// The Python backend's message matcher, without Python: when the array of a receive is released.
 #include "python/csrc/message_matcher.h"
 
 #include <gtest/gtest.h>
@@ -40,7 +40,7 @@ bool becomes(const Condition& condition) {
 }
 
 // A receive from anyone is given up at its deadline while another thread copies the contents.
-TEST(MessageMatcher, AReceiveThatIsGivenUpIsNotWrittenAnyMore) {
+TEST(MessageMatcher, AnAbandonedReceiveIsNotWrittenAnyMore) {
   page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   page = ::mmap(nullptr, page_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(page, MAP_FAILED);

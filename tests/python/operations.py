@@ -377,17 +377,17 @@ def run_subgroups(groups):
     dist.barrier(group=first)
 
 
-def expect(kind, words, action):
+def expect(kind, message, action):
     try:
         action()
     except kind as error:
-        assert words in str(error), f"{words!r} is not in {error}"
+        assert message in str(error), f"{message!r} is not in {error}"
         return
-    raise AssertionError(f"no {kind.__name__} that says {words!r}")
+    raise AssertionError(f"no {kind.__name__} that says {message!r}")
 
 
 def run_refusals(groups):
-    """The caller's mistakes are told before anything is sent."""
+    """Usage errors are reported before anything is sent."""
     tensor = torch.zeros(3)
     sparse = torch.eye(3).to_sparse()
     expect(RuntimeError, "summed and averaged only",

@@ -188,7 +188,7 @@ def tensors_of(function):
 
 
 def run_lifetimes(groups):
-    """An operation lets go of its tensors at its end: waited for, or dropped before."""
+    """An operation releases its tensors when it ends, whether it is waited for or dropped."""
     for dropped in (False, True):
         for operation in OPERATIONS:
             if operation in (messages, batch) and dropped:

@@ -1,4 +1,4 @@
-"""A user's script: DistributedDataParallel on CPU, with one word changed."""
+"""A user's script: DistributedDataParallel on CPU, with another backend name."""
 
 import torch
 import torch.distributed as dist

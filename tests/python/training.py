@@ -27,16 +27,16 @@ class Net(torch.nn.Module):
         return self.last(x)
 
 
-class Words(torch.nn.Module):
+class SparseEmbedding(torch.nn.Module):
     """An embedding whose gradient is sparse, beside parameters whose gradient is not."""
 
     def __init__(self):
         super().__init__()
-        self.words = torch.nn.Embedding(50, 8, sparse=True)
+        self.embedding = torch.nn.Embedding(50, 8, sparse=True)
         self.last = torch.nn.Linear(8, 4)
 
     def forward(self, x):
-        return self.last(self.words(x.abs().mul(10).long() % 50).mean(1))
+        return self.last(self.embedding(x.abs().mul(10).long() % 50).mean(1))
 
 
 def train(group, steps=4, hook=None, uneven=False, no_sync=False, **options):
@@ -48,7 +48,7 @@ def train(group, steps=4, hook=None, uneven=False, no_sync=False, **options):
                                     **{"bucket_cap_mb": 0.01, **options})
     if hook:
         hook(model, group)
-    momentum = 0 if isinstance(net, Words) else 0.9  # which would make the gradient dense
+    momentum = 0 if isinstance(net, SparseEmbedding) else 0.9  # which would make the gradient dense
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     data = torch.Generator().manual_seed(100 + dist.get_rank(group))
     losses = []
@@ -96,7 +96,7 @@ def power_hook(model, group):
 
 CASES = {
     "plain": {},
-    "sparse gradients": {"net": Words},
+    "sparse gradients": {"net": SparseEmbedding},
     "find_unused": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
     "views": {"gradient_as_bucket_view": True},

@@ -169,7 +169,7 @@ TEST(LauncherStore, AnswersLibTorchsOwnClient) {
   EXPECT_EQ(ours->add("/both", 1), 2);
 }
 
-TEST(LauncherStore, AWaitInOneThreadDoesNotHoldUpTheOthers) {
+TEST(LauncherStore, AWaitInOneThreadDoesNotBlockTheOthers) {
   Launcher launcher;
   const StorePtr store = launcher.store();
   std::atomic<int> done{0};
@@ -202,7 +202,7 @@ TEST(LauncherStore, ManyThreadsCountTogether) {
   EXPECT_EQ(store->add("count", 0), 1600);
 }
 
-TEST(LauncherStore, ItsErrorsSayWhatHappened) {
+TEST(LauncherStore, ErrorsSayWhatHappened) {
   Launcher launcher;
   const StorePtr store = launcher.store();
   EXPECT_THAT(error_of([&] { store->set(std::string(9000, 'k'), "v"); }),
@@ -219,7 +219,7 @@ TEST(LauncherStore, ItsErrorsSayWhatHappened) {
   EXPECT_EQ(store->get_to_str("text"), "abc");  // by another connection
 }
 
-TEST(LauncherStore, AStoppedLauncherDoesNotHoldUpThoseWhoOnlySet) {
+TEST(LauncherStore, AStoppedLauncherDoesNotBlockSetters) {
   Launcher launcher;
   const StorePtr store = launcher.store();
   launcher.pause(1500ms);

@@ -63,8 +63,8 @@ for port in sys.argv[2:]:
 '''
 
 
-def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(*args):
+    subprocess.run(["ip", *args], check=True, capture_output=True)
 
 
 def address_of(text):
@@ -233,7 +233,7 @@ class Store(Case):
         self.assertEqual(code, 0, err)
         self.assertIn("rank 0: [store] waiting for never timed out after 300 ms", out)
 
-    def test_a_killed_launcher_takes_the_waiting_ranks_along(self):
+    def test_a_killed_launcher_ends_the_waiting_ranks(self):
         run = self.start("--standalone", "--nproc-per-node=2", PEER, "world")
         self.wait_line(run.stdout, "[0] ready", "[1] ready")
         run.kill()

@@ -1,4 +1,4 @@
-"""Documents say what is so: programs compile, paths exist, variables and seed rows are listed.
+"""Documents match the code: programs compile, paths exist, variables and seed rows are listed.
 
     python3 tests/style/docs_test.py              what can be read
     python3 tests/style/docs_test.py --run        the README's commands marked `sh run`, executed
@@ -21,7 +21,7 @@ from tree import CPP, Violation
 SEED_ROWS = {"000-": 23, "001-": 27, "002-": 41, "003-": 35, "004-": 21, "C": 22}
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md",
              "python/README.md")
-# What a path in a document may begin with. Words that merely contain a slash are left alone.
+# What a path in a document may begin with. Other text with a slash is ignored.
 TOP = r"(?:lockstep|docs|examples|tests|cmake|cli|bench|tools|python|\.ci)/"
 RUN_TIMEOUT_S = 120
 
@@ -77,7 +77,7 @@ def check_program(root, text):
 
 
 def check_excerpts(root, path, text):
-    """A block that says which file it is from is there word for word."""
+    """A block that names its source file is in that file verbatim."""
     for line, info, body in fences(text):
         source = re.fullmatch(r"cpp from (\S+)", info)
         if source and body not in tree.read(root, source.group(1)):

@@ -1,4 +1,4 @@
-"""Enforces the layers of ARCHITECTURE.md: includes point down the table, never up or sideways.
+"""Enforces the layers of ARCHITECTURE.md: a layer includes only the layers that its row allows.
 
     python3 tests/style/layers_test.py              the project
     python3 tests/style/layers_test.py --self-test  every rule reports what breaks it
@@ -247,18 +247,18 @@ def check_targets(path, text):
     text = re.sub(r"#[^\n]*", "", text)
     for match in re.finditer(r"lockstep_layer\(\s*(\w+)([^)]*)\)", text):
         layer = match.group(1)
-        words = match.group(2).split()
-        if layer not in LAYERS or "DEPENDS" not in words:
+        arguments = match.group(2).split()
+        if layer not in LAYERS or "DEPENDS" not in arguments:
             continue
         own_backends = ["shm"] if layer == "comm" else []  # its engine, without torch
-        for word in words[words.index("DEPENDS") + 1:]:
-            if word in own_backends:
+        for argument in arguments[arguments.index("DEPENDS") + 1:]:
+            if argument in own_backends:
                 continue
-            if word.isupper():
+            if argument.isupper():
                 break
-            if word.removesuffix("_torch") not in LAYERS[layer]:
+            if argument.removesuffix("_torch") not in LAYERS[layer]:
                 yield Violation(path, tree.line_of(text, match.start()), "target",
-                                f"{layer} links {word}, which it may not include")
+                                f"{layer} links {argument}, which it may not include")
 
 
 def check(root):

@@ -61,7 +61,7 @@ TOKEN = re.compile(
 
 
 def code_only(text, keep_strings=False):
-    """The same text, lines and columns kept, with comments and the insides of strings blanked."""
+    """The same lines and columns, with comments and the contents of strings blanked."""
 
     def blank(match):
         token = match.group(0)

@@ -11,7 +11,7 @@
 
 namespace {
 
-void tell(const std::string& archive, const std::string& name, const at::Tensor& tensor) {
+void dump(const std::string& archive, const std::string& name, const at::Tensor& tensor) {
   const at::Tensor dense = tensor.detach().contiguous();
   std::string shape, digits;
   for (const auto size : dense.sizes()) shape += (shape.empty() ? "" : ",") + std::to_string(size);
@@ -46,19 +46,19 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-void tell_module(const std::string& archive, const std::string& prefix, const Net& net) {
-  for (const auto& item : net->named_parameters()) tell(archive, prefix + item.key(), item.value());
-  for (const auto& item : net->named_buffers()) tell(archive, prefix + item.key(), item.value());
+void dump_module(const std::string& archive, const std::string& prefix, const Net& net) {
+  for (const auto& item : net->named_parameters()) dump(archive, prefix + item.key(), item.value());
+  for (const auto& item : net->named_buffers()) dump(archive, prefix + item.key(), item.value());
 }
 
-void tell_number(const std::string& archive, const std::string& name, double number) {
-  tell(archive, name, at::scalar_tensor(number, at::kDouble));
+void dump_number(const std::string& archive, const std::string& name, double number) {
+  dump(archive, name, at::scalar_tensor(number, at::kDouble));
 }
 
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
 // Parameters by their number over both groups; one of them has no state.
-void tell_adamw(const std::string& archive, const std::string& prefix, torch::optim::AdamW& adamw) {
+void dump_adamw(const std::string& archive, const std::string& prefix, torch::optim::AdamW& adamw) {
   std::int64_t number = 0, group_number = 0;
   for (auto& group : adamw.param_groups()) {
     for (const auto& parameter : group.params()) {
@@ -66,18 +66,18 @@ void tell_adamw(const std::string& archive, const std::string& prefix, torch::op
       const auto found = adamw.state().find(parameter.unsafeGetTensorImpl());
       if (found == adamw.state().end()) continue;
       const auto& state = static_cast<const torch::optim::AdamWParamState&>(*found->second);
-      tell(archive, name + "step", at::scalar_tensor(state.step(), at::kLong));
-      tell(archive, name + "exp_avg", state.exp_avg());
-      tell(archive, name + "exp_avg_sq", state.exp_avg_sq());
+      dump(archive, name + "step", at::scalar_tensor(state.step(), at::kLong));
+      dump(archive, name + "exp_avg", state.exp_avg());
+      dump(archive, name + "exp_avg_sq", state.exp_avg_sq());
     }
     const auto& options = static_cast<const torch::optim::AdamWOptions&>(group.options());
     const std::string name = prefix + "param_groups." + std::to_string(group_number++) + ".";
-    tell_number(archive, name + "lr", options.lr());
-    tell_number(archive, name + "eps", options.eps());
-    tell_number(archive, name + "weight_decay", options.weight_decay());
-    tell(archive, name + "betas",
+    dump_number(archive, name + "lr", options.lr());
+    dump_number(archive, name + "eps", options.eps());
+    dump_number(archive, name + "weight_decay", options.weight_decay());
+    dump(archive, name + "betas",
          at::tensor({std::get<0>(options.betas()), std::get<1>(options.betas())}, at::kDouble));
-    tell(archive, name + "amsgrad", at::scalar_tensor(options.amsgrad(), at::kBool));
+    dump(archive, name + "amsgrad", at::scalar_tensor(options.amsgrad(), at::kBool));
   }
 }
 
@@ -104,17 +104,17 @@ int main(int argc, char** argv) {
     sgd.step();
   }
   torch::save(net, place + "module.pt");
-  tell_module("module.pt", "", net);
+  dump_module("module.pt", "", net);
   torch::save(adamw, place + "adamw.pt");
-  tell_adamw("adamw.pt", "", adamw);
+  dump_adamw("adamw.pt", "", adamw);
   torch::save(sgd, place + "sgd.pt");
   const auto& momentum = static_cast<const torch::optim::SGDParamState&>(
       *sgd.state().at(net->turned.unsafeGetTensorImpl()));
-  tell("sgd.pt", "state.0.momentum_buffer", momentum.momentum_buffer());
+  dump("sgd.pt", "state.0.momentum_buffer", momentum.momentum_buffer());
   const std::vector<at::Tensor> list{at::arange(3), at::rand({2, 2})};
   torch::save(list, place + "list.pt");
-  for (std::size_t i = 0; i < list.size(); ++i) tell("list.pt", std::to_string(i), list[i]);
-  // What a user's own save function makes: one archive of several, and a word.
+  for (std::size_t i = 0; i < list.size(); ++i) dump("list.pt", std::to_string(i), list[i]);
+  // What a user's own save function makes: an archive of archives, and a string.
   torch::serialize::OutputArchive all, of_net, of_adamw;
   net->save(of_net);
   adamw.save(of_adamw);
@@ -123,8 +123,8 @@ int main(int argc, char** argv) {
   all.write("epoch", c10::IValue(std::int64_t{5}));
   all.write("note", c10::IValue("of Monday"));
   all.save_to(place + "all.pt");
-  tell_module("all.pt", "model.", net);
-  tell_adamw("all.pt", "optimizer.", adamw);
-  tell("all.pt", "epoch", at::scalar_tensor(5, at::kLong));
+  dump_module("all.pt", "model.", net);
+  dump_adamw("all.pt", "optimizer.", adamw);
+  dump("all.pt", "epoch", at::scalar_tensor(5, at::kLong));
   return 0;
 }

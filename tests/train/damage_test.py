@@ -67,7 +67,7 @@ class Damage(TrainCase):
         self.assertIn("checkpoint-5 at step 5", done.stderr)
         self.assert_same(whole, victim)
 
-    def test_a_full_disk_keeps_the_old_one_and_training_goes_on(self):
+    def test_a_full_disk_preserves_the_old_checkpoint_and_training_continues(self):
         place = self.place / "small"
         place.mkdir()
         self.config.write_text(CONFIG.replace("hidden: 32", "hidden: 200"))
@@ -117,7 +117,7 @@ class Damage(TrainCase):
             self.skipTest("no file system can be mounted here")
         return done
 
-    def test_room_for_two_is_asked_for_where_two_stand_side_by_side(self):
+    def test_room_for_two_checkpoints_is_required_where_two_exist_at_once(self):
         done = self.in_small_place(
             "$train --max_steps 10 --save_total_limit 1; echo limit $?\n"
             "$train --max_steps 5 --save_total_limit 1; echo once $?\n"
@@ -130,7 +130,7 @@ class Damage(TrainCase):
         self.assertRegex(done.stderr, r"one checkpoint takes about .*: a stop signal will not be "
                                       r"able to save\.")
 
-    def test_a_stop_that_cannot_be_saved_is_no_success(self):
+    def test_a_stop_that_cannot_be_saved_fails(self):
         done = self.in_small_place(
             f"$train --num_train_epochs 100000 --save_steps 20 2>{self.place}/log & pid=$!\n"
             f"log={self.place}/log\n"
@@ -143,14 +143,14 @@ class Damage(TrainCase):
                               r"checkpoint is \S+/checkpoint-20\.")
         self.assertNotIn("saved at step", log)
 
-    def test_words_that_are_wrong(self):
+    def test_wrong_arguments(self):
         for args, text in ((["verify"], "verify needs a folder"),
-                            (["verify", "/nowhere"], "/nowhere is not a folder"),
-                            (["diff", "a"], "diff needs two folders"),
-                            (["shwo"], "there is no 'shwo'. It is verify, show, diff or import.")):
+                           (["verify", "/nowhere"], "/nowhere is not a folder"),
+                           (["diff", "a"], "diff needs two folders"),
+                           (["shwo"], "there is no 'shwo'. It is verify, show, diff or import.")):
             done = subprocess.run([LOCKSTEP, "checkpoint", *args], capture_output=True, text=True,
                                   timeout=BOUND_S, check=False)
-            self.assertEqual(done.returncode, 2, words)
+            self.assertEqual(done.returncode, 2, args)
             self.assertIn(text, done.stderr)
 
 

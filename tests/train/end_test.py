@@ -18,17 +18,17 @@ PEER = BIN / "tests" / "train_peer"
 
 
 class End(TrainCase):
-    def with_strike(self, words, **strike):
+    def with_strike(self, command, **strike):
         if "asan" in str(BIN):
             self.skipTest("a sanitizer's own library must be loaded first")
-        return subprocess.run([str(word) for word in words], capture_output=True, text=True,
+        return subprocess.run([str(arg) for arg in command], capture_output=True, text=True,
                               timeout=BOUND_S, check=False, stdin=subprocess.DEVNULL,
                               env=environment(LD_PRELOAD=str(STRIKE),
                                               STRIKE_PLACE=str(self.place), **strike))
 
     def peer(self, ranks, *args):
         launcher = [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run([str(word) for word in (*launcher, PEER, *args)],
+        done = subprocess.run([str(arg) for arg in (*launcher, PEER, *args)],
                               capture_output=True, text=True, timeout=BOUND_S, env=environment(),
                               stdin=subprocess.DEVNULL, check=False)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -36,7 +36,7 @@ class End(TrainCase):
 
     # ------------------------------------------------------------ the last checkpoint
 
-    def test_a_last_checkpoint_without_room_is_a_failure(self):
+    def test_a_last_checkpoint_on_a_full_disk_is_a_failure(self):
         """One checkpoint has 600 kB and finds 1 MB: the second one finds no room."""
         self.config.write_text(CONFIG.replace("hidden: 32", "hidden: 200"))
         for ranks in (0, 1, 2):
@@ -150,9 +150,9 @@ class End(TrainCase):
             with self.subTest(ranks=ranks):
                 logs, output = self.place / f"logs{ranks}", self.place / f"out{ranks}"
                 logs.mkdir()
-                words = ("samples", logs, 40, 0, "--output_dir", output, "--use_cpu",
-                         "--resume_from_checkpoint", "auto", "--max_steps", 4, "--disable_tqdm",
-                         "--logging_steps", 1, "--per_device_train_batch_size", 4)
+                args = ("samples", logs, 40, 0, "--output_dir", output, "--use_cpu",
+                        "--resume_from_checkpoint", "auto", "--max_steps", 4, "--disable_tqdm",
+                        "--logging_steps", 1, "--per_device_train_batch_size", 4)
                 results = r"rank \d: step 4, loss \S+, 3 metrics"
                 first = re.findall(results, self.peer(ranks, *args).stdout)
                 self.assertEqual(len(first), ranks)
@@ -175,7 +175,7 @@ class End(TrainCase):
                            self.peer(ranks, "loop", folder, 2).stdout)
         return {(int(step), int(rank)): number for step, rank, number in found}
 
-    def test_an_own_loop_resumes_on_more_and_on_fewer_ranks(self):
+    def test_a_custom_loop_resumes_on_more_and_fewer_ranks(self):
         whole, split = self.place / "whole", self.place / "split"
         first = self.drawn(2, whole)
         subprocess.run(["cp", "-r", whole, split], check=True)

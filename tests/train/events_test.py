@@ -56,7 +56,7 @@ class Events(TrainCase):
         self.assertEqual([step for step, _ in curves["eval/loss"]],
                          sorted({*range(4, steps + 1, 4), steps}))
 
-    def test_a_run_resumed_and_begun_anew(self):
+    def test_a_resumed_and_a_new_run(self):
         self.config.write_text(CONFIG.replace("samples: 150", "samples: 150, eval_samples: 30"))
         output = self.place / "out"
         self.train(2, output, *FLAGS, "--max_steps", 14)
@@ -70,7 +70,7 @@ class Events(TrainCase):
         time.sleep(1.1)
         self.train(0, output, *FLAGS, "--max_steps", 6)
         self.check(output, 6)
-        # What the run before had written went aside with its checkpoints.
+        # The files of the previous run were archived with its checkpoints.
         self.assertEqual(len(list((output / "runs").iterdir())), 1)
         self.assertEqual(len(list((output / "earlier-1" / "runs").iterdir())), 2)
 

@@ -31,7 +31,7 @@ class Hosts(TrainCase):
             log = open(self.place / f"log{rank}", "w+", encoding="utf-8")  # pylint: disable=R1732
             self.addCleanup(log.close)
             processes.append((log, subprocess.Popen(
-                [str(word) for word in command], cwd=host, env=environment(), stdout=log,
+                [str(arg) for arg in command], cwd=host, env=environment(), stdout=log,
                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)))
         texts = []
         for log, process in processes:
@@ -45,7 +45,7 @@ class Hosts(TrainCase):
         log.seek(0)
         return log.read()
 
-    def test_the_newest_that_all_hosts_have(self):
+    def test_resumes_from_the_newest_checkpoint_of_all_hosts(self):
         first, second = [host / "out" for host in self.hosts]
         stale = second / "checkpoint-3.tmp-1-0123456789abcdef"
         stale.mkdir(parents=True)
@@ -73,7 +73,7 @@ class Hosts(TrainCase):
         for text in self.train_both("--max_steps", 8, "--resume", "out/checkpoint-5", code=2):
             self.assertIn("rank 1: [checkpoint] out/checkpoint-5 cannot be used: ", text)
 
-    def test_nothing_in_common_is_a_new_run(self):
+    def test_no_common_checkpoint_starts_a_new_run(self):
         self.train_both("--max_steps", 5)
         shutil.rmtree(self.hosts[0] / "out" / "checkpoint-5")
         text = self.train_both("--max_steps", 5, "--resume", "auto")[0]
@@ -131,11 +131,11 @@ class ByHand(TrainCase):
             ends.append((process.returncode, Hosts.read(log)))
         return ends
 
-    def refused(self, rank, words, *flags):
+    def refused(self, rank, message, *flags):
         for code, text in self.ended(*flags):
             self.assertEqual(code, 2, text)
             self.assertRegex(text, rf"rank {rank} on {re.escape(socket.gethostname())}[ :]")
-            self.assertRegex(text, words)
+            self.assertRegex(text, message)
         self.assertFalse((self.place / "out").exists())
 
     def test_a_file_that_one_rank_does_not_have_ends_all_of_them(self):
@@ -147,7 +147,7 @@ class ByHand(TrainCase):
                 (self.place / "away").rename(self.hosts[rank] / "train.jsonl")
 
     def test_a_file_that_is_torn_on_one_rank_ends_all_of_them(self):
-        """It is found when the ranks have met."""
+        """It is found after the rendezvous."""
         self.hosts.pop()
         self.hosts[1].joinpath("train.jsonl").write_text('{"instruction": "say", "outp')
         self.refused(1, r"train\.jsonl:1:\d+: .*The file must be a JSON list of objects")
@@ -157,7 +157,7 @@ class ByHand(TrainCase):
         self.hosts[1].joinpath("train.yaml").unlink()
         self.refused(1, r"train\.yaml cannot be read")
 
-    def test_a_mistake_that_all_have_needs_no_waiting(self):
+    def test_a_mistake_of_all_ranks_is_reported_without_waiting(self):
         self.hosts.pop()
         for code, text in self.ended("--max_seq_len", "1"):
             self.assertEqual(code, 2, text)

@@ -68,7 +68,7 @@ class Import(TrainCase):
             with self.subTest(archive=archive):
                 folder, done = self.import_of(self.place / archive)
                 found = tensors_in(folder / "model.safetensors")
-                if archive == "sgd.pt":  # of which only the momentum was told
+                if archive == "sgd.pt":  # the peer reports only its momentum
                     self.assertEqual(number(found.pop("param_groups.0.lr")), 0.25)
                     found = {n: t for n, t in found.items() if n.startswith("state.")}
                 self.assertEqual(sorted(found), sorted(wanted))
@@ -82,15 +82,15 @@ class Import(TrainCase):
         self.assertEqual(archives["module.pt"]["body.1.num_batches_tracked"][2], "03" + "00" * 7)
         self.assertIn("optimizer.state.0.exp_avg", archives["all.pt"])
 
-    def test_what_python_wrote_is_refused_with_the_way_out(self):
+    def test_files_of_python_are_refused_with_a_remedy(self):
         done = subprocess.run([sys.executable, "-c", PYTHON, str(self.place)], capture_output=True,
                               text=True, timeout=BOUND_S, check=False)
         self.assertEqual(done.returncode, 0, done.stderr)
         for name in ("new.pt", "old.pt"):
             _, refused = self.import_of(self.place / name, code=2)
-            self.assertRegex(refused.stderr, rf"^lockstep: \[checkpoint\] .*/{name} is not an archive "
-                             r"of C\+\+'s torch::save \(.+\)\. Python's torch\.save wrote it\. "
-                             r"Export the weights there: ")
+            self.assertRegex(refused.stderr, rf"^lockstep: \[checkpoint\] .*/{name} is not an "
+                             r"archive of C\+\+'s torch::save \(.+\)\. Python's torch\.save wrote "
+                             r"it\. Export the weights there: ")
 
     def test_a_torn_file(self):
         self.written()
@@ -105,16 +105,16 @@ class Import(TrainCase):
         _, refused = self.import_of(self.place / "empty.pt", code=2)
         self.assertIn("Give the archive that torch::save wrote.", refused.stderr)
 
-    def test_words_that_are_wrong(self):
+    def test_wrong_arguments(self):
         self.written()
         taken = self.place / "taken"
         taken.mkdir()
         for args, text in ((["import", "a"], "usage: lockstep checkpoint import ARCHIVE FOLDER"),
-                            (["import", "/nowhere", "b"], "/nowhere is not a file."),
-                            (["import", self.place / "list.pt", taken], "is there already.")):
-            done = subprocess.run([LOCKSTEP, "checkpoint", *map(str, words)], capture_output=True,
+                           (["import", "/nowhere", "b"], "/nowhere is not a file."),
+                           (["import", self.place / "list.pt", taken], "is there already.")):
+            done = subprocess.run([LOCKSTEP, "checkpoint", *map(str, args)], capture_output=True,
                                   text=True, timeout=BOUND_S, env=environment(), check=False)
-            self.assertEqual(done.returncode, 2, words)
+            self.assertEqual(done.returncode, 2, args)
             self.assertIn(text, done.stderr)
 
 

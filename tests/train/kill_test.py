@@ -1,4 +1,4 @@
-"""Killed at any moment, a run that is resumed ends with the bits of the unbroken one."""
+"""A run that is killed at any moment and resumed is bit-identical to an uninterrupted one."""
 
 import os
 import random

@@ -13,7 +13,7 @@ import unittest
 from train_case import BIN, BOUND_S, LOCKSTEP, TrainCase, checkpoints, environment
 
 SAMPLES, BATCH, EPOCHS = 101, 4, 2
-# (ranks, the step after which rank 0 wishes for the end: it comes one step later).
+# (ranks, the step after which rank 0 requests a stop, which happens one step later).
 # 4 x 2 x 4 + 4 x 1 x 4 + 3 x 4 x 4 = 96 samples: 5 of the first epoch are left for three ranks.
 STAGES = ((2, 3), (1, 7), (4, 10), (3, 0))
 
@@ -31,7 +31,7 @@ class Ranks(TrainCase):
                        "--output_dir", output, "--resume_from_checkpoint", "auto",
                        "--num_train_epochs", EPOCHS, "--per_device_train_batch_size", BATCH,
                        "--save_strategy", "no", "--disable_tqdm", "--use_cpu", *flags]
-            done = subprocess.run([str(word) for word in command], capture_output=True, text=True,
+            done = subprocess.run([str(arg) for arg in command], capture_output=True, text=True,
                                   timeout=BOUND_S, env=environment(), stdin=subprocess.DEVNULL,
                                   check=False)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -55,7 +55,7 @@ class Ranks(TrainCase):
             self.assertEqual(len(twice), 1)
             self.assertEqual(indices.index(twice[0]), 0, "not the first of the epoch")
 
-    def test_without_a_last_short_batch_none_comes_twice(self):
+    def test_with_drop_last_no_sample_comes_twice(self):
         for epoch, indices in self.stages("--dataloader_drop_last").items():
             self.assertEqual(len(set(indices)), len(indices), f"epoch {epoch}")
             self.assertEqual(len(indices), 96)  # 5 are less than a batch of each of three ranks

@@ -18,7 +18,7 @@ class Restart(TrainCase):
                    "--no-python", "bash", "-c", script, "bash", LOCKSTEP, "train", self.config,
                    "--output_dir", output, *LONG, *flags]
         with open(self.place / "log", "w", encoding="utf-8") as log:
-            process = subprocess.Popen([str(word) for word in command], env=environment(),
+            process = subprocess.Popen([str(arg) for arg in command], env=environment(),
                                        stdout=log, stderr=subprocess.STDOUT,
                                        stdin=subprocess.DEVNULL, start_new_session=True)
         self.addCleanup(end, process)
@@ -41,7 +41,7 @@ class Restart(TrainCase):
         last = f"checkpoint-{checkpoints(whole)[-1]}"
         self.assert_same(whole / last, output / last)
 
-    def test_it_begins_again_where_the_user_said_never(self):
+    def test_it_starts_over_with_resume_never(self):
         output = self.place / "out"
         self.killed_at(output, 12, "--resume", "never")
         self.assertNotIn("resumed from", self.log())

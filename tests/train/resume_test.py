@@ -1,4 +1,4 @@
-"""A run that is resumed in the middle of an epoch ends with the bits of one that never stopped."""
+"""A run that is resumed in the middle of an epoch is bit-identical to an uninterrupted one."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ class Resume(TrainCase):
     def test_one_rank(self):
         self.check_exact(0)
 
-    def test_two_ranks_and_what_the_files_say(self):
+    def test_two_ranks_and_the_contents_of_the_files(self):
         whole, steps = self.check_exact(2)
         newest = whole / f"checkpoint-{steps[-1]}"
         state = json.loads((newest / "trainer_state.json").read_text())
@@ -104,7 +104,7 @@ class Resume(TrainCase):
     def test_three_ranks(self):
         self.check_exact(3)
 
-    def test_another_number_of_ranks_says_so(self):
+    def test_another_number_of_ranks_is_reported(self):
         output = self.place / "out"
         self.train(2, output, "--max_steps", 5)
         done = self.train(1, output, "--resume", "auto", "--max_steps", 8)
@@ -112,7 +112,7 @@ class Resume(TrainCase):
                       "x 3: the samples come in the same order", done.stderr)
         self.assertIn("the effective batch is 12 instead of 24", done.stderr)
 
-    def test_token_shards_have_a_sampler_of_their_own(self):
+    def test_token_shards_have_their_own_sampler(self):
         text, shards = self.place / "text.txt", self.place / "shards"
         text.write_bytes(bytes(range(256)) * 20)
         subprocess.run([LOCKSTEP, "data", "tokenize", "--output", shards, text], check=True,
@@ -120,7 +120,7 @@ class Resume(TrainCase):
         self.config.write_text(TOKENS + f"dataset_dir: {shards}\n")
         self.check_exact(2)
 
-    def test_weights_to_begin_with(self):
+    def test_initial_weights(self):
         text, shards = self.place / "text.txt", self.place / "shards"
         text.write_bytes(bytes(range(256)) * 20)
         subprocess.run([LOCKSTEP, "data", "tokenize", "--output", shards, text], check=True,
@@ -145,22 +145,22 @@ class Resume(TrainCase):
         self.assertRegex(refused.stderr,
                          r"\[config\] \S+: '\S+' is \[257, 16\] and the model's is \[257, 32\]")
 
-    def test_a_new_run_puts_an_earlier_one_aside(self):
-        output, aside = self.place / "out", self.place / "out" / "earlier-1"
+    def test_a_new_run_archives_an_earlier_one(self):
+        output, archive = self.place / "out", self.place / "out" / "earlier-1"
         self.train(0, output, "--max_steps", 10)
         done = self.train(0, output, "--max_steps", 5, "--run_name", "again", "--report_to",
                           "tensorboard", "--compile_model")
-        self.assertIn(f"what an earlier one has left has been moved to {aside}.", done.stderr)
+        self.assertIn(f"what an earlier one has left has been moved to {archive}.", done.stderr)
         self.assertIn("[trainer] again: 5 steps of effective batch 12", done.stderr)
         self.assertIn("compile_model has no effect yet: there is no compiler", done.stderr)
         lines = (output / "metrics.jsonl").read_text().splitlines()
         self.assertEqual({json.loads(line)["run_name"] for line in lines}, {"again"})
         self.assertTrue(list((output / "runs" / "again").glob("events.out.tfevents.*")))
         self.assertEqual(checkpoints(output), [5])
-        self.assertEqual(checkpoints(aside), [5, 10])
-        self.verify(aside)
-        self.assertEqual(sorted(losses(aside)), list(range(1, 11)))
-        self.assertTrue((aside / "effective_config.json").exists())
+        self.assertEqual(checkpoints(archive), [5, 10])
+        self.verify(archive)
+        self.assertEqual(sorted(losses(archive)), list(range(1, 11)))
+        self.assertTrue((archive / "effective_config.json").exists())
         self.assertEqual(sorted(losses(output)), list(range(1, 6)))
         done = self.train(0, output, "--resume", "auto", "--max_steps", 6)
         self.assertIn(f"resumed from {output}/checkpoint-5 at step 5", done.stderr)
@@ -171,8 +171,8 @@ class Resume(TrainCase):
                          r"complete at step 6 \(mean loss \d+\.\d{4}\)\. To train longer, raise "
                          r"max_steps \(now 6\); to start again, resume_from_checkpoint: never")
 
-    def test_a_run_that_goes_on_from_an_older_one_leaves_the_other_branch(self):
-        output, aside = self.place / "out", self.place / "out" / "earlier-1"
+    def test_a_run_that_continues_from_an_older_one_leaves_the_other_branch(self):
+        output, archive = self.place / "out", self.place / "out" / "earlier-1"
         self.train(0, output, "--max_steps", 20)
         older = output / "checkpoint-5"
         # Another model is refused, and nothing is moved.
@@ -181,28 +181,28 @@ class Resume(TrainCase):
         self.assertEqual(checkpoints(output), [5, 10, 15, 20])
         self.config.write_text(CONFIG.replace("save_steps: 5", "save_steps: 3"))
         done = self.train(0, output, "--resume", older, "--max_steps", 6)
-        self.assertIn(f"have been moved to {aside}.", done.stderr)
+        self.assertIn(f"have been moved to {archive}.", done.stderr)
         self.assertEqual(checkpoints(output), [5, 6])
-        self.assertEqual(checkpoints(aside), [10, 15, 20])
+        self.assertEqual(checkpoints(archive), [10, 15, 20])
         done = self.train(0, output, "--resume", "auto", "--max_steps", 7)
         self.assertIn(f"resumed from {output}/checkpoint-6 at step 6", done.stderr)
         self.assertEqual(sorted(losses(output)), list(range(1, 8)))
 
-    def test_where_none_verifies_nothing_is_lost(self):
+    def test_nothing_is_deleted_where_no_checkpoint_verifies(self):
         """Hugging Face's own folders, and the retention of ours."""
-        output, aside = self.place / "out", self.place / "out" / "earlier-1"
+        output, archive = self.place / "out", self.place / "out" / "earlier-1"
         theirs = output / "checkpoint-10"
         theirs.mkdir(parents=True)
         (theirs / "model.safetensors").write_text("weights")
         (output / "metrics.jsonl").write_text('{"step": 10, "epoch": 1.0, "loss": 2.0}\n')
         done = self.train(0, output, "--resume", "auto", "--max_steps", 15, "--save_total_limit", 1)
         self.assertIn("checkpoint-10 is passed over: MANIFEST.json", done.stderr)
-        self.assertIn(f"what an earlier one has left has been moved to {aside}.", done.stderr)
+        self.assertIn(f"what an earlier one has left has been moved to {archive}.", done.stderr)
         self.assertEqual(checkpoints(output), [15])
-        self.assertEqual((aside / "checkpoint-10" / "model.safetensors").read_text(), "weights")
-        self.assertEqual(losses(aside), {10: 2.0})
+        self.assertEqual((archive / "checkpoint-10" / "model.safetensors").read_text(), "weights")
+        self.assertEqual(losses(archive), {10: 2.0})
 
-    def test_a_damaged_one_is_passed_over_and_said(self):
+    def test_a_damaged_checkpoint_is_skipped_and_reported(self):
         output = self.place / "out"
         self.train(0, output, "--max_steps", 10)
         model = output / "checkpoint-10" / "model.safetensors"

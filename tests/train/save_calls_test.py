@@ -1,6 +1,6 @@
 """A training process that is killed before each mutating call of its save leaves a checkpoint from
-which the next one continues. tests/io does the same with bare files by strace; here it is the saver's
-thread in the middle of training, which is struck from inside (strike.c)."""
+which the next process continues. tests/io does the same with bare files under strace; here the
+saver's thread is killed from inside in the middle of training (strike.c)."""
 
 import os
 import re

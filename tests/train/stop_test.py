@@ -58,7 +58,7 @@ class Stop(TrainCase):
                 output = self.place / f"run{run}"
                 self.stopped(output, signal.SIGTERM, bool(run % 2), random.randrange(1, 60))
 
-    def test_stopping_and_going_on_gives_the_same_bits(self):
+    def test_stopping_and_resuming_gives_the_same_bits(self):
         whole, output = self.place / "whole", self.place / "out"
         self.train(2, whole, "--num_train_epochs", "30", "--save_steps", "1000")
         last = f"checkpoint-{checkpoints(whole)[-1]}"
@@ -79,7 +79,7 @@ class Stop(TrainCase):
         self.assertEqual(process.wait(timeout=GRACE_S), 130, self.log())
         self.assertEqual(left_of(process), [])
 
-    def test_a_rank_that_dies_is_no_request_to_save(self):
+    def test_a_rank_that_dies_does_not_trigger_a_save(self):
         output = self.place / "out"
         process = self.start(2, output, *ENDLESS)
         self.wait_while_training(process, output, 2)

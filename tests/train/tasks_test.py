@@ -60,8 +60,8 @@ use_cpu: true
 """
 
 
-def words_of(line):
-    """Without who says it: the check tells everything as one, a rank its number and the kind."""
+def message_of(line):
+    """Without the prefix: a rank adds its number and the kind of error, the check does not."""
     return re.sub(r"^lockstep: (rank \d+ on \S+: lockstep::UsageError: )?\[\w+\] ", "", line)
 
 
@@ -95,14 +95,14 @@ class Tasks(TrainCase):
                              "--gradient_accumulation_steps", 3, code=2)
         self.assertIn("the state was saved in another order of epoch", refused.stderr)
 
-    def test_packed_rows_and_a_template_of_ones_own(self):
+    def test_packed_rows_and_a_custom_template(self):
         self.instructions("padding: packed, response: \"{output}: {answer}\"")
         output = self.place / "out"
         self.train(0, output)
         self.assertLess(self.evaluations(output)[-1], 1.5)
 
     def test_what_is_refused(self):
-        """And that `lockstep config check` refuses it in the same words."""
+        """And that `lockstep config check` refuses it with the same message."""
         self.instructions()
         text = self.config.read_text()
 
@@ -112,17 +112,17 @@ class Tasks(TrainCase):
                                   text=True, timeout=BOUND_S, env=environment(), check=False)
             self.assertEqual((done.returncode, done.stdout), (2, ""))
             said = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
-            self.assertEqual([line for line in map(words_of, said)
-                              if line not in map(words_of, stderr.splitlines())], [])
+            self.assertEqual([line for line in map(message_of, said)
+                              if line not in map(message_of, stderr.splitlines())], [])
             self.assertFalse((self.place / "out").exists())
             return stderr
 
-        for wrong, words in (
+        for wrong, message in (
                 ("padding: short", "data.padding must be"),
                 ("padding: packed, instruction: x", "data has no key 'instruction'"),
                 ("response: \"{outptu}\"", "outptu")):
             self.config.write_text(text.replace("padding: longest", wrong))
-            self.assertIn(words, refused())
+            self.assertIn(message, refused())
         self.config.write_text(re.sub(r"data: .*", "data: instructions", text))
         self.assertIn("data: instructions needs path", refused())
         nowhere = "data: {name: instructions, path: nope.json}"
@@ -142,13 +142,13 @@ class Tasks(TrainCase):
         self.assertIn("has 1000 bytes, too few for one sample of 2000", refused())
         self.config.write_text(text)
         samples = self.place / "train.jsonl"
-        for wrong, words in (('{"instruction": "say", "output": 1}\n{"instruction": "say", "outp',
-                              "train.jsonl:2:29: a string without its end"),
+        for wrong, message in (('{"instruction": "say", "output": 1}\n{"instruction": "say", "outp',
+                                "train.jsonl:2:29: a string without its end"),
                              ('{"instruction": "say", "outptu": "a"}',
                               "train.jsonl:1:38: the object that ends here has no 'output'"),
                              ("[]", "train.jsonl: there are no samples. Give a file")):
             samples.write_text(wrong)
-            self.assertIn(words, refused())
+            self.assertIn(message, refused())
         self.config.write_text(CONFIG + "gradient_checkpointing: true\n")
         self.assertIn("gradient_checkpointing is for models of blocks, and mlp has none", refused())
 
@@ -164,7 +164,7 @@ class Tasks(TrainCase):
             said.append(done.stderr)
         return said
 
-    def test_a_folder_of_shards_is_all_that_tokens_need(self):
+    def test_tokens_need_only_a_folder_of_shards(self):
         """dataset_dir alone decides the data, and a key without an effect is named once."""
         shards = self.place / "shards"
         self.config.write_text(
@@ -236,20 +236,20 @@ class Tasks(TrainCase):
         self.config.write_text("data: {path: nowhere}\nuse_cpu: true\n")
         said = self.train(2, self.place / "out", code=2).stderr
         self.assertEqual(said.count("nowhere does not exist"), 1, said)
-        # Found when the ranks have met: in what the files hold.
+        # Found after the rendezvous, in the contents of the files.
         self.instructions()
         (self.place / "train.jsonl").write_text("[]")
         said = self.train(2, self.place / "out", code=2).stderr
         self.assertEqual(said.count("there are no samples"), 1, said)
 
-    def test_flags_of_the_launcher_are_shown_where_they_go(self):
+    def test_launcher_flags_are_refused_with_the_full_command(self):
         for args in (["--nproc-per-node=2"], ["--nproc_per_node", "2"]):
             done = subprocess.run([LOCKSTEP, "train", self.config, *args, "--standalone",
                                    "--seed=1"], capture_output=True, text=True, timeout=BOUND_S,
                                   env=environment(), check=False)
             self.assertEqual(done.returncode, 2, done.stderr)
-            self.assertIn(f"{words[0].split('=')[0]} is a flag of `lockstep run`, which starts the "
-                          f"ranks. Write: lockstep run {' '.join(words)} --standalone lockstep "
+            self.assertIn(f"{args[0].split('=')[0]} is a flag of `lockstep run`, which starts the "
+                          f"ranks. Write: lockstep run {' '.join(args)} --standalone lockstep "
                           f"train {self.config} --seed=1", done.stderr)
 
     def test_the_home_directory(self):
@@ -276,7 +276,7 @@ class Tasks(TrainCase):
             self.assertIn("sample 7 could not be loaded: [train] the data has the token 300, and "
                           "the model's vocabulary ends at 256.", done.stderr)
 
-    def test_weights_to_begin_with(self):
+    def test_initial_weights(self):
         """An imported archive, another run's weights, and what neither is."""
         archive, imported = self.place / "mlp.pt", self.place / "imported"
         subprocess.run([BIN / "tests" / "train_peer", "archive", archive], check=True,
@@ -313,7 +313,7 @@ class Tasks(TrainCase):
         self.assertRegex(begin(imported, two, code=2).stderr,
                          r"model\.weights .* is damaged: .*model")
 
-    def test_a_run_leaves_its_configuration_with_the_winners(self):
+    def test_a_run_writes_its_effective_configuration(self):
         output = self.place / "out"
         self.train(2, output, "--max_steps", 4, "--learning_rate", 1e-4)
         record = json.loads((output / "effective_config.json").read_text())["settings"]

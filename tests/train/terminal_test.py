@@ -19,7 +19,7 @@ class Terminal(TrainCase):
         """What the terminal gets."""
         parent, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-        process = subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL,
+        process = subprocess.Popen([str(arg) for arg in command], stdin=subprocess.DEVNULL,
                                    stdout=child, stderr=child, env=environment(),
                                    start_new_session=True)
         os.close(child)
@@ -53,7 +53,7 @@ class Terminal(TrainCase):
                 self.assertTrue(any(bar.startswith("100%") for _, bar in bars), shown)
                 self.assertRegex(shown, r"trained \d+ steps")
 
-    def test_what_is_redirected_has_no_bar(self):
+    def test_redirected_output_has_no_bar(self):
         file = self.place / "file"
         script = f'"$@" > {file}'
         for flags, args in (((), ("bash", "-c", script, "bash", *self.train_args())),

@@ -1,4 +1,4 @@
-"""What the tests of training share: a small run that is hard to repeat, and its pieces."""
+"""Shared helpers of the training tests: a small run that is hard to repeat, and its parts."""
 
 import json
 import os
@@ -144,16 +144,16 @@ def ranks_of(process):
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                argv = (entry / "cmdline").read_bytes().split(b"\0")
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            children[int(entry.name)] = (int(fields[1]), words)
+            children[int(entry.name)] = (int(fields[1]), argv)
     below, found = {process.pid}, []
     for _ in range(4):
         below |= {pid for pid, (parent, _) in children.items() if parent in below}
     for pid in below:
-        words = children.get(pid, (0, []))[1]
-        if len(words) > 1 and words[1] == b"train":
+        argv = children.get(pid, (0, []))[1]
+        if len(argv) > 1 and argv[1] == b"train":
             try:
                 variables = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except (FileNotFoundError, ProcessLookupError):

@@ -6,7 +6,7 @@
 //   checkpoints train_peer samples FOLDER SAMPLES STOP [--key value...]
 //
 // The last trains and appends to FOLDER/<rank> a line for each micro-batch: the epoch, and the
-// numbers of its samples. After step STOP rank 0 wishes for a checkpoint and the end (0: never).
+// numbers of its samples. After step STOP rank 0 requests a checkpoint and a stop (0: never).
 // It prints what train() returned. `loop` prints a random number of every rank and step.
 #include <torch/torch.h>
 
@@ -112,23 +112,23 @@ TrainResult run_training(World& world, const std::string& folder, std::int64_t s
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::vector<std::string> words(argv + 1, argv + argc);
-  if (words.size() == 2 && words[0] == "archive") return write_archive(words[1]);
-  if (words.size() == 3 && words[0] == "logits") return write_logits(words[1], words[2]);
-  if (words.size() == 3 && words[0] == "loop")
-    return run([&](World& world) { run_loop(world, words[1], std::stoll(words[2])); });
-  if (words.size() < 4 || words[0] != "samples") {
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  if (args.size() == 2 && args[0] == "archive") return write_archive(args[1]);
+  if (args.size() == 3 && args[0] == "logits") return write_logits(args[1], args[2]);
+  if (args.size() == 3 && args[0] == "loop")
+    return run([&](World& world) { run_loop(world, args[1], std::stoll(args[2])); });
+  if (args.size() < 4 || args[0] != "samples") {
     std::fputs(
         "usage: train_peer archive FILE | logits FOLDER OUTPUT | loop FOLDER STEPS | samples "
         "FOLDER SAMPLES STOP [--key value...]\n",
         stderr);
     return 2;
   }
-  const train::Config config = train::load_config("", {words.begin() + 4, words.end()});
+  const train::Config config = train::load_config("", {args.begin() + 4, args.end()});
   TrainResult result;
   const int ended = run([&](World& world) {
     result =
-        run_training(world, words[1], std::stoll(words[2]), std::stoll(words[3]), config.arguments);
+        run_training(world, args[1], std::stoll(args[2]), std::stoll(args[3]), config.arguments);
     std::printf("rank %d: step %lld, loss %.17g, %zu metrics\n", world.rank(),
                 static_cast<long long>(result.global_step), result.train_loss,
                 result.metrics.size());

@@ -219,7 +219,7 @@ class NcclBackend : public Backend {
   explicit NcclBackend(Group group)
       : group_(std::move(group)), watcher_(std::make_shared<Watcher>()) {}
 
-  // Aborting is local; destroying would wait for peers. A communicator that does not let go is
+  // Aborting is local; destroying would wait for peers. A communicator that cannot be aborted is
   // left.
   ~NcclBackend() override {
     watcher_.reset();

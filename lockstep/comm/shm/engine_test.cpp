@@ -523,7 +523,7 @@ TEST(Engine, WorkThatNobodyWaitsForIsDoneAfterMuchThatWasWaitedFor) {
 
 // A receive is not forgotten when its caller waits for something else, longer than the thread
 // looks.
-TEST(Engine, WhatAWaiterLeavesBehindGoesOn) {
+TEST(Engine, WhatAWaiterLeavesBehindContinues) {
   run_ranks(2, kTiny, [](Engine& engine) {
     Bytes data = contribution(DType::kF32, 9000, engine.rank());
     for (int i = 0; i < 50; ++i)

@@ -92,7 +92,7 @@ int number(const char* name) {
 }
 
 EngineResult join_world() {
-  FileStore kv(*env::get("TEST_BOARD"));
+  FileStore kv(*env::get("TEST_STORE"));
   if (const auto key = env::get("TEST_DIES_AT")) kv.die_at(*key);
   return Engine::make(kv, {number("TEST_RANK"), number("TEST_SIZE")}, {}, seconds(60));
 }
@@ -331,7 +331,7 @@ class Ranks {
   Ranks() = default;
   void start(const std::string& name, int rank, int size,
              std::map<std::string, std::string> variables) {
-    variables["TEST_BOARD"] = directory_.path();
+    variables["TEST_STORE"] = directory_.path();
     variables["TEST_RANK"] = std::to_string(rank);
     variables["TEST_SIZE"] = std::to_string(size);
     children_.push_back(std::make_unique<Child>(name, variables));

@@ -32,7 +32,7 @@ TEST(ShmBackend, ARankThatDoesNotComeIsATimeoutThatNamesItsKey) {
   }
 }
 
-// The engine has a tensor's address; its owner may let go of the tensor, or give it other memory,
+// The engine has a tensor's address; its owner may drop the tensor, or give it other memory,
 // before the other rank has come.
 TEST(ShmBackend, MemoryLivesUntilTheEnd) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -60,7 +60,7 @@ TEST(ShmBackend, MemoryLivesUntilTheEnd) {
   awaited->wait_host(std::nullopt);
   EXPECT_TRUE(second.eq(2).all().item<bool>());
   EXPECT_EQ(first.item<float>(), 0);
-  // Later operations let go of what earlier ones held, once those have ended on this rank too.
+  // Later operations release what earlier ones held, once those have ended on this rank too.
   const Deadline limit = Deadline::after(std::chrono::seconds(30));
   while (memory.use_count() > 1 && !limit.expired()) {
     auto next = start(*backends[0], at::ones({1}));

@@ -43,8 +43,8 @@ class Ticket {
   std::exception_ptr error() const;
 
   // Runs `callback` once, after the end, without any lock held, on the thread that ended it; at
-  // once if it has ended already. What it holds is let go without a lock, too. An operation with a
-  // callback ends also when nobody waits. It must not throw.
+  // once if it has ended already. What it holds is released without a lock, too. An operation with
+  // a callback ends also when nobody waits. It must not throw.
   void on_done(std::function<void()> callback);
 
   // "all_reduce(float32 x 12, sum)"
