@@ -131,7 +131,7 @@ class Demo:
         here = f"{os.getcwd()}/"
         folder, program = (str(path).replace(here, "") for path in (self.folder, self.lockstep))
         rows = [
-            (f"{folder}/two/", f"metrics.jsonl, checkpoint-{STEPS}/ (safetensors), runs/ (TensorBoard)"),
+            (f"{folder}/two/", f"metrics.jsonl, checkpoint-{STEPS}/, runs/ (TensorBoard)"),
             (program, "the launcher and its commands: run, train, config, checkpoint, data, env"),
             ("README.md", "the 30-line program, and the ways to start it"),
             ("examples/", "small programs with their output; ./dev build examples/03_mlp/all"),

@@ -163,7 +163,7 @@ TEST(Samplers, AnEpochSplitOverOtherWorldSizesHasEachSampleOnce) {
   }
 }
 
-TEST(Samplers, ResumingAtTheSameWorldSizeGoesOnWherePythonWould) {
+TEST(Samplers, ResumingAtTheSameWorldSizeContinuesWherePythonWould) {
   for (const bool drop : {false, true})
     for (int rank = 0; rank < 3; ++rank) {
       DistributedSampler whole(100, {.num_replicas = 3, .rank = rank, .drop_last = drop});

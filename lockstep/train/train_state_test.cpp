@@ -278,7 +278,7 @@ class ArchivePreviousRun : public ::testing::Test {
   io::TemporaryDirectory dir_;
 };
 
-TEST_F(ArchivePreviousRun, ANewRunFindsNothing) {
+TEST_F(ArchivePreviousRun, FirstRunFindsNothing) {
   EXPECT_EQ(archive_previous_run(dir_.path(), {}), dir_ / "earlier-1");
   EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
   EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-10", "checkpoint-15",

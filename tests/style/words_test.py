@@ -36,7 +36,7 @@ WORDS = {
     r"let go": "release; deleter",
     r"crowd|crowds|crowded": "oversubscribed",
     r"put aside|puts aside": "archive",
-    r"(?<!there )is no (?:number|size|folder|file|flag|field|key|type|time|window|norm|template|rank)":
+    r"(?<!there )is no (?:number|size|folder|file|flag|field|key|type|time|window|norm|rank)":
         "is not a ...",
     r"left out": "skipped",
     r"(?:go|goes|going|went|gone) on": "continue",
@@ -66,7 +66,7 @@ TEXT = {".h", ".cpp", ".cu", ".cuh", ".py", ".md", ".txt", ".cmake", ".yaml", ".
 
 
 def plain(line):
-    """The line in lower case, identifiers taken apart: "runKept_(why_not)" -> "run kept (why not)"."""
+    """In lower case, with identifiers taken apart: "runKept_(why_not)" -> "run kept (why not)"."""
     line = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", line)
     return re.sub(r"\s+", " ", line.replace("_", " ")).lower()
 
