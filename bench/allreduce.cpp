@@ -251,8 +251,8 @@ std::string json_of(const Samples& samples, const Settings& settings) {
 
 Goal goal_of(const std::string& text) {
   const std::vector<std::string> parts = split(text, ':');
-  const auto one_of = [](const std::string& part, std::initializer_list<const char*> parts) {
-    return std::find(parts.begin(), parts.end(), part) != parts.end();
+  const auto one_of = [](const std::string& part, std::initializer_list<const char*> known) {
+    return std::find(known.begin(), known.end(), part) != known.end();
   };
   char* end = nullptr;
   Goal goal;

@@ -320,7 +320,7 @@ class Suite {
     const int previous = (rank() + size() - 1) % size();
     at::Tensor in = blank(input_of(previous));
     world_
-        .batch(
+        .batch_isend_irecv(
             {{P2p::Kind::kSend, place(input_of(rank())), next}, {P2p::Kind::kRecv, in, previous}})
         .wait();
     expect(in, input_of(previous));
