@@ -118,7 +118,7 @@ void check_tokens(DataConfig& data, const TrainingArguments& a) {
       throw UsageError("config",
                        "none of {} token files in {} holds a window of {} tokens and the one after "
                        "it; the largest has {}. Use a shorter max_seq_len or more text.",
-                       files->size(), *a.dataset_dir, data.length, most);
+                       files->size(), *a.dataset_dir, data.length, largest);
   }
 }
 
