@@ -81,8 +81,8 @@ class Trainee:
 
 def serve(orders, rank):
     world = dist.get_world_size()
-    sequences = torch.from_file(args.sequences, size=world * 2 * args.most * args.tokens,
-                                dtype=torch.int64).view(world, 2, args.most, args.tokens)
+    sequences = torch.from_file(args.sequences, size=world * 2 * args.max_batch * args.tokens,
+                                dtype=torch.int64).view(world, 2, args.max_batch, args.tokens)
     trainee = None
     idle_since, idle_cpu = time.perf_counter(), time.process_time()
     for line in orders:
