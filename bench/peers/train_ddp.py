@@ -15,7 +15,7 @@ import torch.nn.functional as F
 parser = argparse.ArgumentParser()
 for name in ("weights", "sequences", "orders", "contender"):
     parser.add_argument(f"--{name}")
-for name in ("most", "layers", "heads", "width", "vocab", "tokens"):
+for name in ("max-batch", "layers", "heads", "width", "vocab", "tokens"):
     parser.add_argument(f"--{name}", type=int)
 parser.add_argument("--lr", type=float)
 args = parser.parse_args()
