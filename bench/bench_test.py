@@ -225,7 +225,7 @@ class Train(Case):
     def test_refuses_nonsense(self):
         self.fails(2, "is not BATCH:RATIO", *TRAIN, "--require-alone", "fast")
         self.fails(2, "batch 4 is required but not measured", *TRAIN, "--require-alone", "4:1")
-        self.fails(2, "no multiple of 4", "train", "--width", "30")
+        self.fails(2, "is not a multiple of 4", "train", "--width", "30")
         self.fails(2, "Drop --no-python", *TRAIN, "--no-python", "--require-python", "1:1")
 
 

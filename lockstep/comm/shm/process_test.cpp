@@ -514,7 +514,8 @@ TEST(Processes, ARankThatEndsDuringRendezvousIsNamedSoon) {
         EXPECT_EQ(report.kind, "comm") << ranks[rank].output();
         EXPECT_EQ(report.peer, victim);
         EXPECT_THAT(report.text,
-                    HasSubstr(fmt::format("rank {} (process {}) ended while", victim, pid)));
+                    HasSubstr(fmt::format("rank {} (process {}) ended during the rendezvous",
+                                          victim, pid)));
         EXPECT_LT(report.at_ms - ended_ms, 10'000);
       }
     }
