@@ -15,9 +15,9 @@
 #include <memory>
 #include <vector>
 
-#include "lockstep/comm/shm/backoff.h"
 #include "lockstep/comm/shm/collectives.h"
 #include "lockstep/comm/shm/engine_core.h"
+#include "lockstep/comm/shm/progress_policy.h"
 #include "lockstep/comm/shm/segment.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
 #include "lockstep/core/cores.h"
@@ -42,23 +42,24 @@ class Alone {
     }
     peers.back().pidfd = std::move(pidfd_of_last);
     peers.back().socket = std::move(socket_of_last);
-    core_ = std::make_shared<EngineCore>(RankInfo{0, size}, layout_, std::move(peers));
+    core_ = std::make_shared<EngineCore>(RankInfo{0, size}, layout_, std::move(peers),
+                                         policy_under_test());
   }
   ~Alone() { core_->close(); }
 
   const std::shared_ptr<EngineCore>& core() { return core_; }
   std::size_t ring_bytes() const { return layout_.ring_bytes(); }
   // As if that rank took every byte at once, or had sent without end.
-  void takes_all(int rank) { layout_.ring(core_->view(0), rank).taken = kNoEnd; }
+  void takes_all(int rank) { layout_.ring(core_->group().view(0), rank).taken = kNoEnd; }
   void sends_on(int rank) {
-    Ring& ring = layout_.ring(core_->view(rank), 0);
+    Ring& ring = layout_.ring(core_->group().view(rank), 0);
     std::memcpy(ring.data(), &length_, sizeof length_);
     ring.written = kNoEnd;
   }
 
   std::shared_ptr<Message> message(int peer, bool sending, bool caller_waits = true) {
     auto message = std::make_shared<Message>(
-        core_, soon(), Message::Ends{data_.data(), data_.size(), peer, sending});
+        core_->group(), soon(), Message::Ends{data_.data(), data_.size(), peer, sending});
     core_->start(message, caller_waits);
     return message;
   }
@@ -69,7 +70,7 @@ class Alone {
     return all;
   }
   std::shared_ptr<Collective> barrier() {
-    auto ticket = std::make_shared<Barrier>(core_, soon());
+    auto ticket = std::make_shared<Barrier>(core_->group(), soon());
     core_->start(ticket, /*caller_waits=*/true);
     return ticket;
   }
@@ -154,7 +155,7 @@ TEST(Alone, ABlockWithARankThatIsGone) {
   };
   const auto error_of = [](Alone& ranks) {
     try {
-      (void)make_symmetric(*ranks.core(), 4096, soon());
+      (void)ranks.core()->make_symmetric(4096, soon());
     } catch (const CommError& error) {
       EXPECT_EQ(error.context().peer, 2);
       return std::string(error.what());
@@ -175,7 +176,7 @@ TEST(Alone, ADeadRankThatNobodyWantsDoesNotStopAStream) {
   std::vector<std::shared_ptr<Message>> some;
   for (int i = 0; i < 100; ++i) some.push_back(ranks.message(1, true));
   some.back()->wait(soon());
-  EXPECT_TRUE(ranks.core()->failure().empty());
+  EXPECT_TRUE(ranks.core()->failure().text().empty());
 }
 
 // ---------------------------------------------------------------- cores

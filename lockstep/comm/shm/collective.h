@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "lockstep/comm/shm/group.h"
 #include "lockstep/comm/shm/layout.h"
 #include "lockstep/comm/shm/ticket.h"
 
@@ -21,10 +22,10 @@ class Collective : public Ticket {
   // something else. Depends only on what all ranks know: `what` and the layout.
   bool one_round = false;
 
-  virtual void fill(EngineCore& core, int parity) = 0;
-  virtual Next take(EngineCore& core, int parity) = 0;
+  virtual void fill(const Group& group, int parity) = 0;
+  virtual Next take(const Group& group, int parity) = 0;
   // After the descriptions have been compared: what else the ranks must agree on; a sentence.
-  virtual std::string disagreement(EngineCore&, int) { return ""; }
+  virtual std::string disagreement(const Group&, int) { return ""; }
   std::string text() const override { return what.text(); }
 
  protected:

@@ -30,9 +30,9 @@ namespace lockstep::shm {
 
 class Barrier final : public Collective {
  public:
-  Barrier(std::shared_ptr<EngineCore> core, const Deadline& deadline);
-  void fill(EngineCore&, int) override {}
-  Next take(EngineCore&, int) override { return Next::kDone; }
+  Barrier(const Group& group, const Deadline& deadline);
+  void fill(const Group&, int) override {}
+  Next take(const Group&, int) override { return Next::kDone; }
 };
 
 // To all ranks, or to `root` alone.
@@ -45,9 +45,9 @@ class AllReduce final : public Collective {
     Op op;
     int root = -1;
   };
-  AllReduce(std::shared_ptr<EngineCore> core, const Deadline& deadline, const Call& call);
-  void fill(EngineCore& core, int parity) override;
-  Next take(EngineCore& core, int parity) override;
+  AllReduce(const Group& group, const Deadline& deadline, const Call& call);
+  void fill(const Group& group, int parity) override;
+  Next take(const Group& group, int parity) override;
 
  private:
   enum class Stage { kAll, kAgree, kChunks, kSymmetric, kEnd };
@@ -63,19 +63,19 @@ class AllReduce final : public Collective {
     std::size_t bytes;
   };
 
-  Slice slice(const EngineCore& core, std::size_t chunk, int rank) const;
-  bool wanted(const EngineCore& core) const;  // by this rank
-  std::size_t chunks(const EngineCore& core) const;
-  void copy_in(EngineCore& core, int parity);  // the first chunk
-  void sum_all(EngineCore& core, int parity);
-  void sum_slice(EngineCore& core, int parity);
-  Next take_chunk(EngineCore& core, int parity);
-  Next choose_path(EngineCore& core, int parity);
-  Next sum_symmetric(EngineCore& core);
+  Slice slice(const Group& group, std::size_t chunk, int rank) const;
+  bool wanted(const Group& group) const;  // by this rank
+  std::size_t chunks(const Group& group) const;
+  void copy_in(const Group& group, int parity);  // the first chunk
+  void sum_all(const Group& group, int parity);
+  void sum_slice(const Group& group, int parity);
+  Next take_chunk(const Group& group, int parity);
+  Next choose_path(const Group& group, int parity);
+  Next sum_symmetric(const Group& group);
 
   std::byte* const data_;
   const std::size_t bytes_;
-  SymmetricBlocks::Location place_;
+  SymmetricBlocks::Location location_;
   Stage stage_ = Stage::kAll;
   std::size_t chunk_ = 0;     // which one is summed
   std::vector<Copy> copies_;  // beside the sum: sums of the chunk before it, slices of the next
@@ -84,9 +84,9 @@ class AllReduce final : public Collective {
 
 class Broadcast final : public Collective {
  public:
-  Broadcast(std::shared_ptr<EngineCore> core, const Deadline& deadline, Part array, int root);
-  void fill(EngineCore& core, int parity) override;
-  Next take(EngineCore& core, int parity) override;
+  Broadcast(const Group& group, const Deadline& deadline, Part array, int root);
+  void fill(const Group& group, int parity) override;
+  Next take(const Group& group, int parity) override;
 
  private:
   const Part array_;
@@ -95,10 +95,9 @@ class Broadcast final : public Collective {
 
 class AllGather final : public Collective {
  public:
-  AllGather(std::shared_ptr<EngineCore> core, const Deadline& deadline, void* output,
-            ConstPart input);
-  void fill(EngineCore& core, int parity) override;
-  Next take(EngineCore& core, int parity) override;
+  AllGather(const Group& group, const Deadline& deadline, void* output, ConstPart input);
+  void fill(const Group& group, int parity) override;
+  Next take(const Group& group, int parity) override;
 
  private:
   std::byte* const output_;
@@ -111,10 +110,9 @@ class AllGather final : public Collective {
 class AllGatherV final : public Collective {
  public:
   using Outputs = std::vector<std::vector<std::byte>>;
-  AllGatherV(std::shared_ptr<EngineCore> core, const Deadline& deadline, Outputs& outputs,
-             ConstPart input);
-  void fill(EngineCore& core, int parity) override;
-  Next take(EngineCore& core, int parity) override;
+  AllGatherV(const Group& group, const Deadline& deadline, Outputs& outputs, ConstPart input);
+  void fill(const Group& group, int parity) override;
+  Next take(const Group& group, int parity) override;
 
  private:
   Outputs& outputs_;
@@ -132,9 +130,9 @@ class ReduceScatter final : public Collective {
     DType dtype;
     Op op;
   };
-  ReduceScatter(std::shared_ptr<EngineCore> core, const Deadline& deadline, const Call& call);
-  void fill(EngineCore& core, int parity) override;
-  Next take(EngineCore& core, int parity) override;
+  ReduceScatter(const Group& group, const Deadline& deadline, const Call& call);
+  void fill(const Group& group, int parity) override;
+  Next take(const Group& group, int parity) override;
 
  private:
   std::byte* const output_;
@@ -153,17 +151,17 @@ class Exchange final : public Collective {
     std::vector<ConstPart> sends;
     std::vector<Part> receives;
   };
-  Exchange(std::shared_ptr<EngineCore> core, const Deadline& deadline, Call call);
-  void fill(EngineCore& core, int parity) override;
-  Next take(EngineCore& core, int parity) override;
-  std::string disagreement(EngineCore& core, int parity) override;
+  Exchange(const Group& group, const Deadline& deadline, Call call);
+  void fill(const Group& group, int parity) override;
+  Next take(const Group& group, int parity) override;
+  std::string disagreement(const Group& group, int parity) override;
 
  private:
   struct Source {  // of what this rank receives
     std::size_t slot_bytes = 0;
     std::size_t slot = 0;
   };
-  void learn(EngineCore& core, int parity);
+  void learn(const Group& group, int parity);
 
   const std::vector<ConstPart> sends_;
   const std::vector<Part> receives_;

@@ -17,22 +17,22 @@ void check_reduction(DType dtype, Op op) {
                      name(op), name(dtype));
 }
 
-void check_rank(const RankInfo& place, int rank, const char* role) {
-  if (rank < 0 || rank >= place.size)
+void check_rank(const Group& group, int rank, const char* role) {
+  if (rank < 0 || rank >= group.size())
     throw UsageError("shm", "rank {} as {} does not exist: there are ranks 0 to {}.", rank, role,
-                     place.size - 1);
+                     group.size() - 1);
 }
 
-void check_peer(const RankInfo& place, int peer) {
-  check_rank(place, peer, "the other end of a message");
-  if (peer == place.rank)
+void check_peer(const Group& group, int peer) {
+  check_rank(group, peer, "the other end of a message");
+  if (peer == group.rank())
     throw UsageError("shm", "rank {} cannot send a message to itself. Copy the array.", peer);
 }
 
-void check_list(const RankInfo& place, std::size_t parts) {
-  if (parts != static_cast<std::size_t>(place.size))
+void check_list(const Group& group, std::size_t parts) {
+  if (parts != static_cast<std::size_t>(group.size()))
     throw UsageError("shm", "a list of {} parts for {} ranks. Give one part per rank.", parts,
-                     place.size);
+                     group.size());
 }
 
 void check_self(std::size_t sent, std::size_t expected) {
@@ -50,6 +50,14 @@ std::string difference_of_form(const Layout& layout, const std::vector<Peer>& pe
       return fmt::format("rank {} divides its buffers in another way than rank 0 ({}; {})", rank,
                          form_of(rank).text(), form_of(0).text());
   return "";
+}
+
+template <typename Operation, typename... Args>
+TicketPtr start(EngineCore& core, const StartOptions& options, Args&&... args) {
+  auto operation =
+      std::make_shared<Operation>(core.group(), options.deadline, std::forward<Args>(args)...);
+  core.start(operation, options.caller_waits);
+  return operation;
 }
 
 }  // namespace
@@ -73,8 +81,8 @@ EngineResult Engine::make(KeyValueStore& kv, const RankInfo& place, const Engine
     made.unavailable_reason = difference_of_form(layout, rendezvous.peers);
   if (!made.unavailable_reason.empty()) return made;
   rendezvous.peers[static_cast<std::size_t>(place.rank)].segment->close_fd();
-  made.engine.reset(
-      new Engine(std::make_shared<EngineCore>(place, layout, std::move(rendezvous.peers))));
+  made.engine.reset(new Engine(
+      std::make_shared<EngineCore>(place, layout, std::move(rendezvous.peers), options.policy)));
   return made;
 }
 
@@ -89,141 +97,113 @@ Engine::~Engine() {
 }
 
 int Engine::rank() const {
-  return core_->place().rank;
+  return core_->group().rank();
 }
 int Engine::size() const {
-  return core_->place().size;
+  return core_->group().size();
 }
 
 TicketPtr Engine::all_reduce(void* data, std::size_t count, DType dtype, Op op,
                              const StartOptions& options) {
   check_reduction(dtype, op);
-  auto ticket =
-      std::make_shared<AllReduce>(core_, options.deadline, AllReduce::Call{data, count, dtype, op});
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  return start<AllReduce>(*core_, options, AllReduce::Call{data, count, dtype, op});
 }
 
 TicketPtr Engine::reduce(void* data, std::size_t count, DType dtype, Op op, int root,
                          const StartOptions& options) {
   check_reduction(dtype, op);
-  check_rank(core_->place(), root, "root");
-  auto ticket = std::make_shared<AllReduce>(core_, options.deadline,
-                                            AllReduce::Call{data, count, dtype, op, root});
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  check_rank(core_->group(), root, "root");
+  return start<AllReduce>(*core_, options, AllReduce::Call{data, count, dtype, op, root});
 }
 
 TicketPtr Engine::broadcast(void* data, std::size_t bytes, int root, const StartOptions& options) {
-  check_rank(core_->place(), root, "root");
-  auto ticket = std::make_shared<Broadcast>(core_, options.deadline, Part{data, bytes}, root);
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  check_rank(core_->group(), root, "root");
+  return start<Broadcast>(*core_, options, Part{data, bytes}, root);
 }
 
 TicketPtr Engine::all_gather(void* output, const void* input, std::size_t bytes,
                              const StartOptions& options) {
-  auto ticket =
-      std::make_shared<AllGather>(core_, options.deadline, output, ConstPart{input, bytes});
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  return start<AllGather>(*core_, options, output, ConstPart{input, bytes});
 }
 
 TicketPtr Engine::all_gather_v(std::vector<std::vector<std::byte>>& outputs, ConstPart input,
                                const StartOptions& options) {
-  auto ticket = std::make_shared<AllGatherV>(core_, options.deadline, outputs, input);
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  return start<AllGatherV>(*core_, options, outputs, input);
 }
 
 TicketPtr Engine::reduce_scatter(void* output, const void* input, std::size_t count, DType dtype,
                                  Op op, const StartOptions& options) {
   check_reduction(dtype, op);
-  auto ticket = std::make_shared<ReduceScatter>(
-      core_, options.deadline, ReduceScatter::Call{output, input, count, dtype, op});
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  return start<ReduceScatter>(*core_, options,
+                              ReduceScatter::Call{output, input, count, dtype, op});
 }
 
 TicketPtr Engine::gather(std::vector<Part> outputs, ConstPart input, int root,
                          const StartOptions& options) {
-  const RankInfo& place = core_->place();
-  check_rank(place, root, "root");
-  const auto size = static_cast<std::size_t>(place.size);
+  const Group& group = core_->group();
+  check_rank(group, root, "root");
+  const auto size = static_cast<std::size_t>(group.size());
   Exchange::Call call{Kind::kGather, root, std::vector<ConstPart>(size), std::vector<Part>(size)};
-  if (place.rank == root) {
-    check_list(place, outputs.size());
+  if (group.rank() == root) {
+    check_list(group, outputs.size());
     call.receives = std::move(outputs);
     check_self(input.bytes, call.receives[static_cast<std::size_t>(root)].bytes);
   }
   call.sends[static_cast<std::size_t>(root)] = input;
-  auto ticket = std::make_shared<Exchange>(core_, options.deadline, std::move(call));
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  return start<Exchange>(*core_, options, std::move(call));
 }
 
 TicketPtr Engine::scatter(Part output, std::vector<ConstPart> inputs, int root,
                           const StartOptions& options) {
-  const RankInfo& place = core_->place();
-  check_rank(place, root, "root");
-  const auto size = static_cast<std::size_t>(place.size);
+  const Group& group = core_->group();
+  check_rank(group, root, "root");
+  const auto size = static_cast<std::size_t>(group.size());
   Exchange::Call call{Kind::kScatter, root, std::vector<ConstPart>(size), std::vector<Part>(size)};
-  if (place.rank == root) {
-    check_list(place, inputs.size());
+  if (group.rank() == root) {
+    check_list(group, inputs.size());
     call.sends = std::move(inputs);
     check_self(call.sends[static_cast<std::size_t>(root)].bytes, output.bytes);
   }
   call.receives[static_cast<std::size_t>(root)] = output;
-  auto ticket = std::make_shared<Exchange>(core_, options.deadline, std::move(call));
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  return start<Exchange>(*core_, options, std::move(call));
 }
 
 TicketPtr Engine::all_to_all(std::vector<Part> outputs, std::vector<ConstPart> inputs,
                              const StartOptions& options) {
-  const RankInfo& place = core_->place();
-  check_list(place, outputs.size());
-  check_list(place, inputs.size());
-  const auto own = static_cast<std::size_t>(place.rank);
+  const Group& group = core_->group();
+  check_list(group, outputs.size());
+  check_list(group, inputs.size());
+  const auto own = static_cast<std::size_t>(group.rank());
   check_self(inputs[own].bytes, outputs[own].bytes);
-  auto ticket = std::make_shared<Exchange>(
-      core_, options.deadline,
-      Exchange::Call{Kind::kAllToAll, -1, std::move(inputs), std::move(outputs)});
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  return start<Exchange>(
+      *core_, options, Exchange::Call{Kind::kAllToAll, -1, std::move(inputs), std::move(outputs)});
 }
 
 TicketPtr Engine::barrier(const StartOptions& options) {
-  auto ticket = std::make_shared<Barrier>(core_, options.deadline);
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  return start<Barrier>(*core_, options);
 }
 
 TicketPtr Engine::send(const void* data, std::size_t bytes, int peer, const StartOptions& options) {
-  check_peer(core_->place(), peer);
+  check_peer(core_->group(), peer);
   auto* const from = const_cast<std::byte*>(static_cast<const std::byte*>(data));
-  auto ticket =
-      std::make_shared<Message>(core_, options.deadline, Message::Ends{from, bytes, peer, true});
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  return start<Message>(*core_, options, Message::Ends{from, bytes, peer, true});
 }
 
 TicketPtr Engine::recv(void* data, std::size_t bytes, int peer, const StartOptions& options) {
-  check_peer(core_->place(), peer);
-  auto ticket = std::make_shared<Message>(
-      core_, options.deadline, Message::Ends{static_cast<std::byte*>(data), bytes, peer, false});
-  core_->start(ticket, options.caller_waits);
-  return ticket;
+  check_peer(core_->group(), peer);
+  return start<Message>(*core_, options,
+                        Message::Ends{static_cast<std::byte*>(data), bytes, peer, false});
 }
 
 Probe Engine::probe(int peer) const {
-  check_peer(core_->place(), peer);
+  const Group& group = core_->group();
+  check_peer(group, peer);
   // The state first: what a rank has written before it closed is there when it says so.
-  const View& theirs = core_->view(peer);
+  const View& theirs = group.view(peer);
   const State state = theirs.header->state.load();
-  pollfd ended{core_->peers()[static_cast<std::size_t>(peer)].pidfd.get(), POLLIN, 0};
+  pollfd ended{group.peers()[static_cast<std::size_t>(peer)].pidfd.get(), POLLIN, 0};
   const bool gone = ::poll(&ended, 1, 0) > 0;
-  const Ring& ring = core_->layout().ring(theirs, core_->place().rank);
+  const Ring& ring = group.layout().ring(theirs, group.rank());
   if (ring.written.load() != ring.taken.load()) return Probe::kWaiting;
   if (state == State::kClosed) return Probe::kClosed;
   return gone || state == State::kBroken ? Probe::kFailed : Probe::kNone;
@@ -231,23 +211,11 @@ Probe Engine::probe(int peer) const {
 
 std::shared_ptr<SymmetricBlock> Engine::symmetric(std::size_t bytes, const Deadline& deadline) {
   const auto core = core_;  // this thread may be the last to know of it
-  core->throw_if_broken();
-  try {
-    return make_symmetric(*core, bytes, deadline);
-  } catch (const CommError& error) {
-    // The ranks may no longer agree on what has been said: nothing can follow.
-    EngineFailure failure;
-    failure.text = error_text(error);
-    failure.timeout = dynamic_cast<const TimeoutError*>(&error) != nullptr;
-    failure.culprit = error.context().peer;
-    core->break_with(std::move(failure));
-    core->settle();
-    throw;
-  }
+  return core->make_symmetric(bytes, deadline);
 }
 
 bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
-  return core_->blocks().find(data, bytes).block != nullptr;
+  return core_->group().blocks().find(data, bytes).block != nullptr;
 }
 
 void Engine::abort(const std::string& cause, int culprit) noexcept {
@@ -256,12 +224,11 @@ void Engine::abort(const std::string& cause, int culprit) noexcept {
   EngineFailure failure;
   failure.culprit = culprit;
   failure.text = cause;
-  core->break_with(std::move(failure));
-  core->settle();
+  core->fail(std::move(failure));
 }
 
 std::string Engine::failure() const {
-  return core_->failure();
+  return core_->failure().text();
 }
 
 }  // namespace lockstep::shm

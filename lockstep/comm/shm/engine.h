@@ -43,6 +43,7 @@ enum class Probe : std::uint8_t {
 };
 
 class Engine;
+class EngineCore;
 // Exactly one of the two is there, and it is the same one on all ranks.
 struct EngineResult {
   std::unique_ptr<Engine> engine;

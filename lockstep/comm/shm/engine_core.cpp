@@ -1,14 +1,11 @@
 #include "lockstep/comm/shm/engine_core.h"
 
+#include <fmt/ranges.h>
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "lockstep/comm/shm/segment.h"
-#include "lockstep/core/cores.h"
-#include "lockstep/core/disagreement.h"
 #include "lockstep/core/thread_signals.h"
 
 namespace lockstep::shm {
@@ -17,18 +14,10 @@ namespace {
 // It leaves between two steps, each of which is a pass over some memory.
 constexpr std::chrono::seconds kThreadLeaves{2};
 constexpr std::chrono::seconds kDriverLeaves{30};
-// A move costs about as much as a wake-up; where another process comes to the same core again and
-// again it must not be all that happens.
-constexpr std::chrono::milliseconds kBetweenMoves{2};
 // While there is always something to do, the clock is read after this many steps: a small operation
-// has fewer, and a step is at most a pass over some memory.
+// has fewer, and a step is at most a pass over some memory. A pause is far shorter.
 constexpr int kStepsPerLook = 4;
-// Callers who come to wait within the first of these, so many times in a row, are taken to do so
-// again. One that does not loses at most two looks of the thread; each look costs it a few
-// microseconds.
-constexpr std::chrono::microseconds kPrompt{100};
-constexpr unsigned kPromptWaits = 2;
-constexpr std::chrono::milliseconds kPark{1};
+constexpr unsigned kPausesPerLook = 64;
 
 // How often a process was forked on the way to this one. Counted, because asking for the process id
 // is a system call, and a small operation takes only a few times as long.
@@ -42,71 +31,34 @@ unsigned forks_until_now() {
 
 }  // namespace
 
-// ---------------------------------------------------------------- tickets
-
-Ticket::Ticket(std::shared_ptr<EngineCore> core, const Deadline& deadline)
-    : core_(std::move(core)), deadline_(deadline) {}
-Ticket::~Ticket() = default;
-
-void Ticket::wait(const Deadline& deadline) {
-  core_->note_wait(*this);
-  if (!done()) core_->wait(*this, deadline);
-  if (auto failed = error()) std::rethrow_exception(failed);
-}
-
-void Ticket::wait() {
-  wait(deadline_);
-}
-
-bool Ticket::poll() {
-  return done() || core_->poll(*this);
-}
-
-std::exception_ptr Ticket::error() const {
-  return done() ? error_ : nullptr;  // stays as it is from then on
-}
-
-void Ticket::on_done(std::function<void()> callback) {
-  // In a forked child nothing ends any more, and a lock may be held by a thread of the parent.
-  if (core_->inherited()) {
-    new std::function<void()>(std::move(callback));
-    return;
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    if (!done()) {
-      callback_ = std::move(callback);
-      callback = nullptr;
-    }
-  }
-  if (callback)
-    callback();
-  else
-    core_->want_progress();
-}
-
-void EngineCore::finish(Ticket& ticket, std::exception_ptr error) {
-  const std::lock_guard lock(ticket.mutex_);
-  ticket.error_ = std::move(error);
-  if (ticket.callback_) callbacks_.push_back(std::exchange(ticket.callback_, nullptr));
-  ticket.done_.store(true, std::memory_order_release);
-  finished_any_ = true;
-}
-
 // ---------------------------------------------------------------- life
 
-EngineCore::EngineCore(const RankInfo& place, const Layout& layout, std::vector<Peer> peers)
-    : place_(place),
-      layout_(layout),
+EngineCore::EngineCore(const RankInfo& info, const Layout& layout, std::vector<Peer> peers,
+                       PolicyFactory policy)
+    : group_(info, layout, std::move(peers)),
+      failure_(group_),
       forks_(forks_until_now()),
-      peers_(std::move(peers)),
-      messages_(place.size),
-      backoff_(place.size > allowed_cores()) {
-  for (const Peer& peer : peers_) views_.push_back(layout_.view(peer.segment->data()));
-}
+      policy_(policy != nullptr ? policy(group_) : make_adaptive_policy(group_)),
+      rounds_(group_),
+      messages_(group_) {}
 
 bool EngineCore::inherited() const {
   return forks.load(std::memory_order_relaxed) != forks_;
+}
+
+void EngineCore::throw_if_broken() const {
+  if (inherited())
+    throw UsageError("shm",
+                     "this process was forked off rank {}, whose engine this is. Communicate from "
+                     "the rank itself, or start the child as a new process.",
+                     group_.rank());
+  if (failure_.broken()) std::rethrow_exception(failure_.as_exception());
+}
+
+void EngineCore::fail(EngineFailure failure) noexcept {
+  failure_.set(std::move(failure));
+  std::unique_lock lock(mutex_);
+  if (!driven_) drive(lock, {Mode::kOnce});
 }
 
 void EngineCore::close() noexcept {
@@ -115,23 +67,24 @@ void EngineCore::close() noexcept {
     std::unique_lock lock(mutex_);
     stop_ = true;
     stopping_.store(true);
-    // The engine's own thread may drive there with nothing left to do; it leaves when called.
+    // The engine's own thread may drive with nothing left to do; it stops when woken.
     const bool inside = thread_.get_id() == std::this_thread::get_id();
     waiters_.fetch_add(1);
-    wake(*view(place_.rank).header);
-    if (!inside) changed_.wait_for(lock, kThreadLeaves, [this] { return !thread_sits_; });
+    wake(*group_.own().header);
+    if (!inside) changed_.wait_for(lock, kThreadLeaves, [this] { return !thread_drives_; });
     waiters_.fetch_sub(1);
     pending = driven_ || has_work() || arrivals_.load() > 0;
   }
   if (pending) {
     EngineFailure failure;
-    failure.text = fmt::format("rank {} closed its engine with operations under way", place_.rank);
-    failure.culprit = place_.rank;
-    break_with(std::move(failure));
+    failure.text =
+        fmt::format("rank {} closed its engine with operations under way", group_.rank());
+    failure.culprit = group_.rank();
+    failure_.set(std::move(failure));
     stop_driving();
-  } else if (!broken()) {
-    view(place_.rank).header->state.store(State::kClosed);
-    for (int rank = 0; rank < place_.size; ++rank) wake(*view(rank).header);
+  } else if (!failure_.broken()) {
+    group_.own().header->state.store(State::kClosed);
+    group_.wake_all();
   }
   thread_called_.notify_one();
   if (!thread_.joinable()) return;
@@ -151,135 +104,70 @@ void EngineCore::stop_driving() noexcept {
   if (!driven_) drive(lock, {Mode::kOnce});
 }
 
-// ---------------------------------------------------------------- failure
-
-std::string error_text(const std::exception& error) {
-  std::string text = error.what();
-  const std::string component = "[shm] ";
-  if (text.rfind(component, 0) == 0) text.erase(0, component.size());
-  return text;
-}
-
-void EngineCore::break_with(EngineFailure failure) noexcept {
-  if (failure.origin < 0) failure.origin = place_.rank;
-  {
-    const std::lock_guard lock(failure_mutex_);
-    if (broken()) return;
-    failure_ = std::move(failure);
-    broken_.store(true);
-    Header& own = *view(place_.rank).header;
-    own.trouble.origin = failure_.origin;
-    own.trouble.culprit = failure_.culprit;
-    own.trouble.timeout = failure_.timeout ? 1 : 0;
-    own.trouble.disagreement = failure_.disagreement ? 1 : 0;
-    failure_.text.copy(own.trouble.text, sizeof own.trouble.text - 1);
-    own.state.store(State::kBroken);
+std::shared_ptr<SymmetricBlock> EngineCore::make_symmetric(std::size_t bytes,
+                                                           const Deadline& deadline) {
+  throw_if_broken();
+  // A third rank that has closed in good order is not a reason not to hear the one awaited.
+  const auto doom_of = [this](int awaited) -> std::exception_ptr {
+    if (failure_.broken()) return failure_.as_exception();
+    for (const EngineFailure& each : failure_.of_peers())
+      if (each.origin >= 0 || each.culprit == awaited) return failure_.as_exception(each);
+    return nullptr;
+  };
+  try {
+    return shm::make_symmetric(group_.blocks(), {group_.info(), group_.peers(), doom_of}, bytes,
+                               deadline);
+  } catch (const CommError& error) {
+    // The ranks may no longer agree on what has been said: nothing can follow.
+    fail(failure_from(error));
+    throw;
   }
-  for (int rank = 0; rank < place_.size; ++rank) wake(*view(rank).header);
-}
-
-void EngineCore::settle() noexcept {
-  std::unique_lock lock(mutex_);
-  if (!driven_) drive(lock, {Mode::kOnce});
-}
-
-// A failure that another rank has found is reported with that rank's message.
-std::string EngineCore::composed(const EngineFailure& failure) const {
-  if (failure.origin < 0 || failure.origin == place_.rank) return failure.text;
-  return fmt::format("rank {} failed: {}", failure.origin, failure.text);
-}
-
-std::string EngineCore::failure() const {
-  const std::lock_guard lock(failure_mutex_);
-  return broken() ? composed(failure_) : "";
-}
-
-std::exception_ptr EngineCore::as_exception() const {
-  const std::lock_guard lock(failure_mutex_);
-  return as_exception(failure_);
-}
-
-std::exception_ptr EngineCore::as_exception(const EngineFailure& failure) const {
-  CommContext context = failure.context;
-  context.rank = place_.rank;
-  context.peer = failure.culprit;
-  if (failure.timeout)
-    return std::make_exception_ptr(TimeoutError("shm", composed(failure), std::move(context)));
-  if (failure.disagreement)
-    return std::make_exception_ptr(Disagreement("shm", composed(failure), std::move(context)));
-  return std::make_exception_ptr(CommError("shm", composed(failure), std::move(context)));
-}
-
-void EngineCore::throw_if_broken() const {
-  if (inherited())
-    throw UsageError("shm",
-                     "this process was forked off rank {}, whose engine this is. Communicate from "
-                     "the rank itself, or start the child as a new process.",
-                     place_.rank);
-  if (broken()) std::rethrow_exception(as_exception());
 }
 
 // ---------------------------------------------------------------- starting and waiting
 
-void EngineCore::enqueue(const std::shared_ptr<Collective>& collective) {
+void EngineCore::add(const std::shared_ptr<Collective>& collective) {
   collective->what.sequence = ++sequence_;
   queue_.push_back(collective);
 }
 
 void EngineCore::start(const std::shared_ptr<Collective>& collective, bool caller_waits) {
-  throw_if_broken();
-  std::unique_lock lock(mutex_);
-  if (driven_) {
-    new_collectives_.push_back(collective);
-    arrivals_.fetch_add(1);
-  } else {
-    enqueue(collective);
-    drive(lock, {Mode::kOnce});
-  }
-  after_start(*collective, caller_waits);
+  start_or_hand_over(collective, new_collectives_, caller_waits);
 }
 
 void EngineCore::start(const std::shared_ptr<Message>& message, bool caller_waits) {
+  start_or_hand_over(message, new_messages_, caller_waits);
+}
+
+template <typename Operation>
+void EngineCore::start_or_hand_over(const std::shared_ptr<Operation>& operation,
+                                    std::vector<std::shared_ptr<Operation>>& arriving,
+                                    bool caller_waits) {
   throw_if_broken();
+  operation->executor_ = shared_from_this();
   std::unique_lock lock(mutex_);
   if (driven_) {
-    new_messages_.push_back(message);
+    arriving.push_back(operation);
     arrivals_.fetch_add(1);
   } else {
-    messages_.add(message);
+    add(operation);
     drive(lock, {Mode::kOnce});
   }
-  after_start(*message, caller_waits);
+  if (operation->done()) return;
+  if (driven_) wake(*group_.own().header);
+  if (caller_waits || (!driven_ && peers_can_finish(*operation))) return;
+  policy_->started(*operation, *this);
 }
 
-void EngineCore::after_start(const Ticket& ticket, bool caller_waits) {
-  if (ticket.done()) return;
-  if (driven_) wake(*view(place_.rank).header);
-  if (caller_waits || (!driven_ && on_its_way(ticket))) return;
-  if (unwaited_.exchange(&ticket) != nullptr) prompt_waits_ = 0;
-  ++starts_;
-  if (!dozing_ || prompt_waits_ < kPromptWaits) wake_thread();
-  started_ = Deadline::Clock::now();  // after the wake-up, which may have cost us the core
-}
-
-// Most callers wait for what they have just started. To wake the thread for each of these would
-// cost more than a small operation, and on a full machine the thread would take a core from a rank.
-void EngineCore::note_wait(const Ticket& ticket) {
-  if (unwaited_.load(std::memory_order_relaxed) != &ticket || inherited()) return;
-  const std::lock_guard lock(mutex_);
-  if (unwaited_.load() != &ticket) return;
-  unwaited_.store(nullptr);
-  const bool prompt = Deadline::Clock::now() - started_ < kPrompt;
-  prompt_waits_ = prompt ? std::min(prompt_waits_ + 1, kPromptWaits) : 0;
-}
-
-// True when the peers can finish it without anything more from this rank.
-bool EngineCore::on_its_way(const Ticket& ticket) const {
-  return posted_ && first_round_ && !queue_.empty() && queue_.front().get() == &ticket &&
+// Without anything more from this rank.
+bool EngineCore::peers_can_finish(const Ticket& ticket) const {
+  return rounds_.in_first() && !queue_.empty() && queue_.front().get() == &ticket &&
          queue_.front()->one_round;
 }
 
 void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
+  if (!inherited()) policy_->waited_for(ticket, mutex_);
+  if (ticket.done()) return;
   std::unique_lock lock(mutex_);
   waiters_.fetch_add(1);
   while (!ticket.done()) {
@@ -287,46 +175,39 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
       drive(lock, {Mode::kUntil, &ticket, &deadline});
       continue;
     }
-    // The engine's own thread lets a waiter drive.
-    wake(*view(place_.rank).header);
+    // The engine's own thread makes way for who waits.
+    wake(*group_.own().header);
     changed_.wait_for(lock, kLongestSleep);
     if (ticket.done() || !driven_ || !deadline.expired()) continue;
     // The driver will see it and end all tickets, so the array is not touched afterwards.
     EngineFailure failure = failure_in(
         &ticket, fmt::format("{} timed out after {} ms", ticket.text(), deadline.total().count()));
     failure.timeout = true;
-    break_with(std::move(failure));
+    failure_.set(std::move(failure));
   }
   waiters_.fetch_sub(1);
   if (waiters_.load() > 0) return;
-  // Work that was left to a caller, which then waited for something else, goes to the engine's
-  // thread. A present driver wakes it when it stops driving, if there is still work.
-  if (unwaited_.load() != nullptr && (driven_ || has_work()))
-    hand_over();
+  // Where another thread drives now, it calls the engine's own if something is left at its end.
+  if ((driven_ || has_work()) && policy_->takes_over())
+    wake_thread();
   else if (progress_wanted_)
     thread_called_.notify_one();
-}
-
-void EngineCore::hand_over() {
-  unwaited_.store(nullptr);
-  prompt_waits_ = 0;
-  wake_thread();
 }
 
 bool EngineCore::poll(Ticket& ticket) {
   std::unique_lock lock(mutex_);
   if (!driven_) drive(lock, {Mode::kPoll, &ticket, nullptr});
   // Who only asks does not do the large pieces of work; someone must.
-  if (!ticket.done() && !driven_ && !progress_wanted_ && !on_its_way(ticket)) wake_thread();
+  if (!ticket.done() && !driven_ && !progress_wanted_ && !peers_can_finish(ticket)) wake_thread();
   return ticket.done();
 }
 
-void EngineCore::want_progress() {
+void EngineCore::request_progress() {
   const std::lock_guard lock(mutex_);
   wake_thread();
 }
 
-// ---------------------------------------------------------------- the driver
+// ---------------------------------------------------------------- who drives
 
 void EngineCore::drive(std::unique_lock<std::mutex>& lock, Task task) {
   const int self = task.mode == Mode::kUntil ? 1 : 0;  // counted among the waiters
@@ -344,8 +225,8 @@ void EngineCore::drive(std::unique_lock<std::mutex>& lock, Task task) {
     changed_.notify_all();
   else if (progress_wanted_)
     thread_called_.notify_one();
-  if (callbacks_.empty()) return;
-  auto callbacks = std::exchange(callbacks_, {});
+  if (completions_.callbacks.empty()) return;
+  auto callbacks = std::exchange(completions_.callbacks, {});
   lock.unlock();
   for (const auto& callback : callbacks) callback();
   // What they hold may end with them, and wait for a lock whose owner waits for this one.
@@ -362,50 +243,35 @@ void EngineCore::wake_thread() {
     thread_called_.notify_one();
 }
 
+bool EngineCore::sleep_thread(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit,
+                              const std::function<bool()>& also) {
+  return thread_called_.wait_for(lock, limit, [&] { return stop_ || thread_is_due() || also(); });
+}
+
 void EngineCore::run_thread() {
   ::pthread_setname_np(::pthread_self(), "lockstep-shm");
   const SignalsBlocked blocked;
   std::unique_lock lock(mutex_);
-  for (;;) {
-    if (prompt_waits_ < kPromptWaits)
-      thread_called_.wait(
-          lock, [this] { return stop_ || thread_is_due() || prompt_waits_ == kPromptWaits; });
-    else
-      park(lock);
-    if (stop_) return;
-    if (!thread_is_due()) continue;
-    if (!has_work()) {
+  while (!stop_) {
+    if (!thread_is_due()) {
+      policy_->park_thread(lock, *this);
+    } else if (!has_work()) {
       progress_wanted_ = false;
-      continue;
+    } else {
+      thread_drives_ = true;
+      drive(lock, {Mode::kProgress});
+      thread_drives_ = false;
+      changed_.notify_all();
     }
-    thread_sits_ = true;
-    drive(lock, {Mode::kProgress});
-    thread_sits_ = false;
-    changed_.notify_all();
   }
 }
 
-// While callers wait for what they start, the thread is not called but looks by itself: an
-// operation that has nobody is found within two looks. After one without a start it sleeps until
-// the next start, or until it is called.
-void EngineCore::park(std::unique_lock<std::mutex>& lock) {
-  const std::uint64_t seen = starts_;
-  const auto called = [this] { return stop_ || thread_is_due(); };
-  dozing_ = true;
-  const bool early = thread_called_.wait_for(lock, kPark, called);
-  dozing_ = false;
-  if (early || starts_ != seen) return;
-  if (waiters_.load() == 0) {
-    if (driven_) return;  // by someone who will not stay
-    if (unwaited_.load() != nullptr && has_work()) return hand_over();
-  }
-  thread_called_.wait(lock, [&] { return called() || starts_ != seen; });
-}
+// ---------------------------------------------------------------- the driver
 
 void EngineCore::absorb() {
   const std::lock_guard lock(mutex_);
-  for (const auto& collective : new_collectives_) enqueue(collective);
-  for (const auto& message : new_messages_) messages_.add(message);
+  for (const auto& collective : new_collectives_) add(collective);
+  for (const auto& message : new_messages_) add(message);
   new_collectives_.clear();
   new_messages_.clear();
   arrivals_.store(0);
@@ -413,23 +279,20 @@ void EngineCore::absorb() {
 
 void EngineCore::fail_all() {
   absorb();
-  const std::exception_ptr error = as_exception();
-  for (const auto& collective : queue_) finish(*collective, error);
+  const std::exception_ptr error = failure_.as_exception();
+  for (const auto& collective : queue_) completions_.finish(*collective, error);
   queue_.clear();
-  for (const auto& message : messages_.take_all()) finish(*message, error);
-  posted_ = false;
-  first_round_ = true;
+  for (const auto& message : messages_.take_all()) completions_.finish(*message, error);
+  rounds_.drop();
 }
 
 void EngineCore::work(const Task& task) noexcept {
   try {
     work_until(task);
   } catch (const std::exception& error) {
-    EngineFailure failure = failure_in(nullptr, error_text(error));
-    failure.disagreement = dynamic_cast<const Disagreement*>(&error) != nullptr;
-    break_with(std::move(failure));
+    failure_.set(failure_from(error));
   }
-  if (broken()) fail_all();
+  if (failure_.broken()) fail_all();
 }
 
 bool EngineCore::satisfied(const Task& task) const {
@@ -446,7 +309,7 @@ bool EngineCore::satisfied(const Task& task) const {
 }
 
 void EngineCore::notify_waiters(const Task& task) {
-  if (!std::exchange(finished_any_, false)) return;
+  if (!std::exchange(completions_.any, false)) return;
   if (waiters_.load() <= (task.mode == Mode::kUntil ? 1 : 0)) return;
   const std::lock_guard lock(mutex_);
   changed_.notify_all();
@@ -455,73 +318,159 @@ void EngineCore::notify_waiters(const Task& task) {
 void EngineCore::work_until(const Task& task) {
   // Someone who has not come to wait does a few cheap steps and goes.
   const bool passing = task.mode == Mode::kOnce || task.mode == Mode::kPoll;
-  int turns_left = 8;
+  const auto& callbacks = completions_.callbacks;
   int steps = 0;
-  backoff_.renew();
-  while (!broken()) {
+  policy_->progressed();
+  while (!failure_.broken()) {
     if (arrivals_.load() > 0) absorb();
     if (step(passing)) {
-      if (task.mode != Mode::kOnce && ++steps % kStepsPerLook == 0) look_when_due(task);
+      ++steps;
+      if (task.mode != Mode::kOnce && steps % kStepsPerLook == 0) look_when_due(task);
       notify_waiters(task);
-      if (satisfied(task) || !callbacks_.empty() || (passing && --turns_left == 0)) return;
-      backoff_.renew();
+      if (satisfied(task) || callbacks.size() >= policy_->callbacks_at_once ||
+          (passing && steps == policy_->steps_in_passing))
+        return;
+      policy_->progressed();
     } else if (passing) {
       if (task.mode == Mode::kPoll) look_when_due(task);
       return;
     } else if (satisfied(task)) {
       return;
     } else {
-      pass(task);
+      pause(task);
       // The last look before a sleep may have finished something, and so may a peer's end.
       notify_waiters(task);
-      if (!callbacks_.empty()) return;
+      if (!callbacks.empty()) return;
     }
   }
 }
 
-void EngineCore::pass(const Task& task) {
-  switch (backoff_.pass()) {
-    case Backoff::kSpin:
-      return;
-    case Backoff::kYield:
-      return migrate_off_shared_core();
-    case Backoff::kPark:
-      sleep(task);
-      look_after_peers(task);
-  }
+bool EngineCore::step(bool quick_only) {
+  bool moved = messages_.pending() > 0 && messages_.pump(completions_);
+  if (!queue_.empty() && (!quick_only || queue_.front()->quick)) moved |= step_head();
+  return moved;
 }
 
-// A rank that is waited for and was last seen on this very core cannot run while this one looks.
-void EngineCore::migrate_off_shared_core() {
-  if (!posted_ || Deadline::Clock::now() - moved_ < kBetweenMoves) return;
-  const int here = ::sched_getcpu();
-  std::vector<int> taken;
-  bool shared = false;
-  for (int rank = 0; rank < place_.size; ++rank) {
-    if (rank == place_.rank) continue;
-    const Header& header = *view(rank).header;
-    const bool behind = header.posts[round_ & 1].round.load() < round_;
-    // Who is behind has made the post of the round before, the others this one.
-    const int there = header.posts[behind ? (round_ - 1) & 1 : round_ & 1].cpu.load();
-    shared |= behind && there == here;
-    taken.push_back(there);
+bool EngineCore::step_head() {
+  const Rounds::Step step = rounds_.step(*queue_.front());
+  if (step != Rounds::Step::kDone) return step == Rounds::Step::kMoved;
+  const auto finished = std::move(queue_.front());
+  queue_.pop_front();
+  completions_.finish(*finished);
+  return true;
+}
+
+void EngineCore::pause(const Task& task) {
+  if (policy_->pause(rounds_.awaited())) {
+    sleep(task);
+    look_after_peers(task);
+  } else if (++pauses_ % kPausesPerLook == 0) {
+    look_when_due(task);
   }
-  if (!shared) return;
-  moved_ = Deadline::Clock::now();
-  taken.push_back(here);
-  migrate_off_cores(taken);
 }
 
 void EngineCore::sleep(const Task& task) {
   const bool messages = messages_.pending() > 0;
-  const std::uint32_t code = messages ? kAnyone : static_cast<std::uint32_t>(arrived_) + 1;
-  sleep_unless(*view(place_.rank).header, code, [&] {
+  const auto awaited = [this] { return static_cast<std::uint32_t>(rounds_.awaited_rank()) + 1; };
+  const std::uint32_t code = messages ? kAnyone : awaited();
+  sleep_unless(*group_.own().header, code, [&] {
     const bool called = task.mode == Mode::kProgress && (waiters_.load() > 0 || stopping_.load());
-    if (called || broken() || arrivals_.load() != 0 || step(false)) return false;
+    if (called || failure_.broken() || arrivals_.load() != 0 || step(false)) return false;
     // Who was waited for may have come just before this was to be read; then it is another rank's
     // post that must wake us.
-    return messages || code == static_cast<std::uint32_t>(arrived_) + 1;
+    return messages || code == awaited();
   });
+}
+
+// ---------------------------------------------------------------- peers and deadlines
+
+// For who does not sleep between two steps: something may move on and on, and a collective behind
+// it still waits for a rank that is gone.
+void EngineCore::look_when_due(const Task& task) {
+  if (Deadline::Clock::now() - looked_ > kLongestSleep) look_after_peers(task);
+}
+
+// What a rank has done before its end counts, and is all there to see once the end is known. It
+// does no more, so this comes to an end, whatever the others continue sending.
+void EngineCore::finish_what_peers_left() {
+  if (messages_.pending() > 0) messages_.pump(completions_);
+  while (!failure_.broken() && !queue_.empty() && step_head()) {
+  }
+}
+
+// A rank's end is no trouble for who wants nothing of it; but it must not hide that of another, nor
+// the deadline.
+void EngineCore::look_after_peers(const Task& task) {
+  looked_ = Deadline::Clock::now();
+  const std::vector<EngineFailure> found = failure_.of_peers();
+  if (!found.empty()) finish_what_peers_left();
+  if (failure_.broken()) return;
+  const auto trouble = std::find_if(found.begin(), found.end(),
+                                    [this](const EngineFailure& each) { return blocked_by(each); });
+  if (trouble == found.end()) return check_deadlines(task);
+  const Ticket* blocked = queue_.empty() ? nullptr : queue_.front().get();
+  if (blocked == nullptr && trouble->culprit >= 0) blocked = messages_.with(trouble->culprit);
+  std::string text = trouble->text;
+  if (trouble->origin < 0 && blocked != nullptr) {
+    text += fmt::format(" before it took part in {}", blocked->text());
+    text += ". Look for the reason in that rank's output.";
+  }
+  EngineFailure failure = failure_in(blocked, std::move(text));
+  failure.culprit = trouble->culprit;
+  failure.origin = trouble->origin;
+  failure.timeout = trouble->timeout;
+  failure.disagreement = trouble->disagreement;
+  failure_.set(std::move(failure));
+}
+
+// Another pair's messages continue without that rank, a collective never does.
+bool EngineCore::blocked_by(const EngineFailure& trouble) const {
+  if (!queue_.empty() || trouble.origin >= 0) return has_work();
+  return messages_.with(trouble.culprit) != nullptr;
+}
+
+void EngineCore::check_deadlines(const Task& task) {
+  if (task.until != nullptr && !task.until->done() && task.deadline != nullptr &&
+      task.deadline->expired())
+    return time_out(*task.until, *task.deadline);
+  if (!queue_.empty() && queue_.front()->deadline().expired())
+    return time_out(*queue_.front(), queue_.front()->deadline());
+  const Message* message = messages_.pending() > 0 ? messages_.most_urgent() : nullptr;
+  if (message != nullptr && message->deadline().expired()) time_out(*message, message->deadline());
+}
+
+void EngineCore::time_out(const Ticket& ticket, const Deadline& deadline) {
+  const auto* message = dynamic_cast<const Message*>(&ticket);
+  std::vector<int> missing;
+  if (message != nullptr)
+    missing.push_back(message->ends.peer);
+  else if (!queue_.empty() && rounds_.awaited() != 0)
+    missing = rounds_.behind();
+  std::string text = fmt::format("rank {}: {} timed out after {} ms", group_.rank(), ticket.text(),
+                                 deadline.total().count());
+  if (!missing.empty()) {
+    text += fmt::format(": {} {} did not arrive", missing.size() == 1 ? "rank" : "ranks",
+                        fmt::join(missing, ", "));
+    const bool behind_another = message == nullptr && queue_.front().get() != &ticket;
+    if (behind_another) text += fmt::format(" in {} before it", queue_.front()->text());
+  }
+  text += ". It is stopped, slower than the limit, or took another way through the program.";
+  EngineFailure failure = failure_in(&ticket, std::move(text));
+  failure.timeout = true;
+  failure.culprit = missing.empty() ? -1 : missing.front();
+  failure_.set(std::move(failure));
+}
+
+EngineFailure EngineCore::failure_in(const Ticket* ticket, std::string text) const {
+  EngineFailure failure;
+  failure.text = std::move(text);
+  failure.origin = group_.rank();
+  if (ticket == nullptr) return failure;
+  failure.context.operation = ticket->text();
+  failure.context.elapsed = ticket->deadline().elapsed();
+  if (const auto* collective = dynamic_cast<const Collective*>(ticket))
+    failure.context.sequence = collective->what.sequence;
+  return failure;
 }
 
 }  // namespace lockstep::shm

@@ -3,17 +3,23 @@
 
 #include <chrono>
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "lockstep/core/deadline.h"
 
 namespace lockstep::shm {
 
-// Zero means the measured default. Must be equal on all ranks.
+class Group;
+class ProgressPolicy;
+using PolicyFactory = std::unique_ptr<ProgressPolicy> (*)(const Group& group);
+
+// Zero means the measured default. Sizes must be equal on all ranks.
 struct EngineOptions {
   std::size_t small_bytes = 0;  // up to here an all-reduce is one round and every rank sums it all
   std::size_t chunk_bytes = 0;  // of each of a rank's two buffers; larger arrays go in chunks
   std::size_t ring_bytes = 0;   // of the ring for messages from one rank to one other
+  PolicyFactory policy = nullptr;  // how this rank waits (progress_policy.h)
 };
 
 struct StartOptions {

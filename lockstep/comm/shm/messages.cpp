@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "lockstep/comm/shm/engine_core.h"
 #include "lockstep/core/disagreement.h"
 
 namespace lockstep::shm {
@@ -36,8 +35,8 @@ void read(Ring& ring, std::size_t size, std::uint64_t at, std::byte* to, std::si
 
 }  // namespace
 
-Message::Message(std::shared_ptr<EngineCore> core, const Deadline& deadline, const Ends& e)
-    : Ticket(std::move(core), deadline), ends(e) {}
+Message::Message(const Group&, const Deadline& deadline, const Ends& e)
+    : Ticket(deadline), ends(e) {}
 
 std::uint64_t Message::left() const {
   return (ends.bytes + kUnit - 1) / kUnit * kUnit - moved;
@@ -52,8 +51,10 @@ std::string Message::text() const {
                      ends.sending ? "to" : "from", ends.peer);
 }
 
-Messages::Messages(int size)
-    : sends_(static_cast<std::size_t>(size)), receives_(static_cast<std::size_t>(size)) {}
+Messages::Messages(const Group& group)
+    : group_(group),
+      sends_(static_cast<std::size_t>(group.size())),
+      receives_(static_cast<std::size_t>(group.size())) {}
 
 void Messages::add(const std::shared_ptr<Message>& message) {
   auto& lines = message->ends.sending ? sends_ : receives_;
@@ -61,19 +62,20 @@ void Messages::add(const std::shared_ptr<Message>& message) {
   ++pending_;
 }
 
-bool Messages::pump(EngineCore& core) {
+bool Messages::pump(Completions& completions) {
   bool moved = false;
   for (std::size_t peer = 0; peer < sends_.size() && pending_ > 0; ++peer) {
-    if (!sends_[peer].empty()) moved |= pump_sends(core, static_cast<int>(peer), sends_[peer]);
+    if (!sends_[peer].empty())
+      moved |= pump_sends(static_cast<int>(peer), sends_[peer], completions);
     if (!receives_[peer].empty())
-      moved |= pump_receives(core, static_cast<int>(peer), receives_[peer]);
+      moved |= pump_receives(static_cast<int>(peer), receives_[peer], completions);
   }
   return moved;
 }
 
-bool Messages::pump_sends(EngineCore& core, int peer, Line& line) {
-  const std::size_t size = core.layout().ring_bytes();
-  Ring& ring = core.layout().ring(core.view(core.place().rank), peer);
+bool Messages::pump_sends(int peer, Line& line, Completions& completions) {
+  const std::size_t size = group_.layout().ring_bytes();
+  Ring& ring = group_.layout().ring(group_.own(), peer);
   bool any = false;
   std::uint64_t passed = 0;
   while (!line.empty() && passed < size) {
@@ -87,21 +89,21 @@ bool Messages::pump_sends(EngineCore& core, int peer, Line& line) {
       message.announced = true;
       advance = kUnit;
     } else if (message.announced && room > 0) {
-      advance = std::min({message.left(), room, piece_of(core.layout())});
+      advance = std::min({message.left(), room, piece_of(group_.layout())});
       write(ring, size, written, message.ends.data + message.moved, message.real(advance));
       message.moved += advance;
     }
     if (advance > 0) {
       ring.written.store(written + advance);
       passed += advance;
-      core.wake_peer(peer);
+      group_.wake_peer(peer);
       any = true;
     }
     if (message.announced && message.left() == 0) {
       const auto finished = line.front();
       line.pop_front();
       --pending_;
-      core.finish(*finished);
+      completions.finish(*finished);
       any = true;
     } else if (advance == 0) {
       break;
@@ -110,9 +112,9 @@ bool Messages::pump_sends(EngineCore& core, int peer, Line& line) {
   return any;
 }
 
-bool Messages::pump_receives(EngineCore& core, int peer, Line& line) {
-  const std::size_t size = core.layout().ring_bytes();
-  Ring& ring = core.layout().ring(core.view(peer), core.place().rank);
+bool Messages::pump_receives(int peer, Line& line, Completions& completions) {
+  const std::size_t size = group_.layout().ring_bytes();
+  Ring& ring = group_.layout().ring(group_.view(peer), group_.rank());
   bool any = false;
   std::uint64_t passed = 0;
   while (!line.empty() && passed < size) {
@@ -127,25 +129,25 @@ bool Messages::pump_receives(EngineCore& core, int peer, Line& line) {
         throw Disagreement("shm",
                            fmt::format("rank {} sent {} bytes to rank {}, which expects {}. Both "
                                        "sides of a message must name the same size.",
-                                       peer, bytes, core.place().rank, message.ends.bytes));
+                                       peer, bytes, group_.rank(), message.ends.bytes));
       message.announced = true;
       advance = kUnit;
     } else if (message.announced && there > 0) {
-      advance = std::min({message.left(), there, piece_of(core.layout())});
+      advance = std::min({message.left(), there, piece_of(group_.layout())});
       read(ring, size, taken, message.ends.data + message.moved, message.real(advance));
       message.moved += advance;
     }
     if (advance > 0) {
       ring.taken.store(taken + advance);
       passed += advance;
-      core.wake_peer(peer);
+      group_.wake_peer(peer);
       any = true;
     }
     if (message.announced && message.left() == 0) {
       const auto finished = line.front();
       line.pop_front();
       --pending_;
-      core.finish(*finished);
+      completions.finish(*finished);
       any = true;
     } else if (advance == 0) {
       break;

@@ -11,12 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/shm/layout.h"
+#include "lockstep/comm/shm/group.h"
 #include "lockstep/comm/shm/ticket.h"
 
 namespace lockstep::shm {
-
-class EngineCore;
 
 class Message : public Ticket {
  public:
@@ -26,7 +24,7 @@ class Message : public Ticket {
     int peer = -1;
     bool sending = false;
   };
-  Message(std::shared_ptr<EngineCore> core, const Deadline& deadline, const Ends& ends);
+  Message(const Group& group, const Deadline& deadline, const Ends& ends);
 
   const Ends ends;
   std::uint64_t moved = 0;     // with padding
@@ -39,7 +37,7 @@ class Message : public Ticket {
 
 class Messages {
  public:
-  explicit Messages(int size);
+  explicit Messages(const Group& group);
 
   void add(const std::shared_ptr<Message>& message);
   int pending() const { return pending_; }
@@ -47,7 +45,7 @@ class Messages {
   // side at work, too, there would be no end to it before a message's, and others have their turn.
   // What a rank has left behind that does no more is all taken by one call. Finishes messages. True
   // when anything moved. Throws CommError when sender and receiver mean different lengths.
-  bool pump(EngineCore& core);
+  bool pump(Completions& completions);
   // The oldest message with that rank, or null.
   const Message* with(int rank) const;
   // The message whose deadline is the first to come, or null.
@@ -56,9 +54,10 @@ class Messages {
 
  private:
   using Line = std::deque<std::shared_ptr<Message>>;
-  bool pump_sends(EngineCore& core, int peer, Line& line);
-  bool pump_receives(EngineCore& core, int peer, Line& line);
+  bool pump_sends(int peer, Line& line, Completions& completions);
+  bool pump_receives(int peer, Line& line, Completions& completions);
 
+  const Group& group_;
   std::vector<Line> sends_;
   std::vector<Line> receives_;
   int pending_ = 0;

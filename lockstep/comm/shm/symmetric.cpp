@@ -5,7 +5,7 @@
 #include <functional>
 #include <thread>
 
-#include "lockstep/comm/shm/engine_core.h"
+#include "lockstep/comm/shm/layout.h"
 #include "lockstep/comm/shm/segment.h"
 #include "lockstep/core/error.h"
 
@@ -85,44 +85,31 @@ namespace {
 }
 
 // One message to every peer and one from each. "!" begins a rank's refusal.
-std::vector<Packet> swap_packets(EngineCore& core, const std::string& text, int fd,
+std::vector<Packet> swap_packets(const BlockMakers& ranks, const std::string& text, int fd,
                                  const Deadline& deadline) {
-  // A third rank that has closed in good order is not a reason not to hear the one awaited.
-  const auto doomed_by = [&core](int awaited) -> Doomed {
-    return [&core, awaited]() -> std::exception_ptr {
-      if (core.broken()) return core.as_exception();
-      for (const EngineFailure& each : core.troubles())
-        if (each.origin >= 0 || each.culprit == awaited) return core.as_exception(each);
-      return nullptr;
-    };
+  std::vector<Packet> packets(ranks.peers.size());
+  packets[static_cast<std::size_t>(ranks.info.rank)].text = text;
+  const auto with_each = [&](const auto& exchange) {
+    for (int rank = 0; rank < ranks.info.size; ++rank) {
+      const Fd& socket = ranks.peers[static_cast<std::size_t>(rank)].socket;
+      if (!socket) continue;
+      const Doomed doomed = [&ranks, rank] { return ranks.doom_of(rank); };
+      try {
+        exchange(socket.get(), packets[static_cast<std::size_t>(rank)], doomed);
+      } catch (const TimeoutError&) {
+        throw_late(rank, deadline);
+      } catch (const CommError& error) {
+        if (error.context().peer >= 0) throw;
+        throw_gone(rank, doomed);
+      }
+    }
   };
-  std::vector<Packet> packets(core.peers().size());
-  for (int rank = 0; rank < core.place().size; ++rank) {
-    const Fd& socket = core.peers()[static_cast<std::size_t>(rank)].socket;
-    if (!socket) continue;
-    try {
-      send_packet(socket.get(), text, fd, deadline, doomed_by(rank));
-    } catch (const TimeoutError&) {
-      throw_late(rank, deadline);
-    } catch (const CommError& error) {
-      if (error.context().peer >= 0 || core.broken()) throw;
-      throw_gone(rank, doomed_by(rank));
-    }
-  }
-  for (int rank = 0; rank < core.place().size; ++rank) {
-    const auto at = static_cast<std::size_t>(rank);
-    const Fd& socket = core.peers()[at].socket;
-    if (!socket) continue;
-    try {
-      packets[at] = receive_packet(socket.get(), deadline, doomed_by(rank));
-    } catch (const TimeoutError&) {
-      throw_late(rank, deadline);
-    } catch (const CommError& error) {
-      if (error.context().peer >= 0 || core.broken()) throw;
-      throw_gone(rank, doomed_by(rank));
-    }
-  }
-  packets[static_cast<std::size_t>(core.place().rank)].text = text;
+  with_each([&](int socket, Packet&, const Doomed& doomed) {
+    send_packet(socket, text, fd, deadline, doomed);
+  });
+  with_each([&](int socket, Packet& packet, const Doomed& doomed) {
+    packet = receive_packet(socket, deadline, doomed);
+  });
   return packets;
 }
 
@@ -146,9 +133,8 @@ void check_sizes(const std::vector<Packet>& packets) {
 
 }  // namespace
 
-std::shared_ptr<MappedBlock> make_symmetric(EngineCore& core, std::size_t bytes,
-                                            const Deadline& deadline) {
-  const RankInfo& place = core.place();
+std::shared_ptr<MappedBlock> make_symmetric(SymmetricBlocks& blocks, const BlockMakers& ranks,
+                                            std::size_t bytes, const Deadline& deadline) {
   // One round of messages in which each rank says `text`, or why its `body` failed.
   const auto round = [&](std::string text, const std::function<void()>& body,
                          const std::shared_ptr<Segment>& handed) {
@@ -157,14 +143,14 @@ std::shared_ptr<MappedBlock> make_symmetric(EngineCore& core, std::size_t bytes,
     } catch (const std::exception& error) {
       text = std::string("!") + error.what();
     }
-    auto packets = swap_packets(core, text, handed ? handed->fd() : -1, deadline);
+    auto packets = swap_packets(ranks, text, handed ? handed->fd() : -1, deadline);
     check_refusals(packets);
     return packets;
   };
-  const std::uint32_t id = core.blocks().next_id();
+  const std::uint32_t id = blocks.next_id();
   std::vector<std::string> groups;
-  for (const Peer& peer : core.peers()) groups.push_back(peer.groups);
-  const std::size_t needed = segment_bytes(bytes, place.size);
+  for (const Peer& peer : ranks.peers) groups.push_back(peer.groups);
+  const std::size_t needed = segment_bytes(bytes, ranks.info.size);
   check_sizes(round(std::to_string(bytes), [&] { check_room(needed, groups); }, nullptr));
 
   std::shared_ptr<Segment> own;
@@ -175,14 +161,14 @@ std::shared_ptr<MappedBlock> make_symmetric(EngineCore& core, std::size_t bytes,
       "mapped",
       [&] {
         for (std::size_t rank = 0; rank < packets.size(); ++rank) {
-          const bool mine = static_cast<int>(rank) == place.rank;
+          const bool mine = static_cast<int>(rank) == ranks.info.rank;
           segments[rank] = mine ? own : Segment::open(packets[rank].fd.get(), needed);
         }
       },
       nullptr);
   own->close_fd();
-  auto block = std::make_shared<MappedBlock>(id, place.rank, bytes, std::move(segments));
-  core.blocks().add(block);
+  auto block = std::make_shared<MappedBlock>(id, ranks.info.rank, bytes, std::move(segments));
+  blocks.add(block);
   return block;
 }
 

@@ -2,17 +2,21 @@
 //
 // Making one is collective: all ranks say that they want the same and have room for it, then every
 // rank makes a segment and hands its descriptor to all others over the pairs' sockets, then all say
-// whether they could map them. Letting go of one is local: every
-// rank has mapped the others' parts itself.
+// whether they could map them. Freeing one is local: every rank has mapped the others' parts
+// itself.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "lockstep/comm/shm/engine_types.h"
+#include "lockstep/comm/shm/rendezvous.h"
 
 namespace lockstep::shm {
 
@@ -48,8 +52,19 @@ class SymmetricBlocks {
   std::uint32_t last_id_ = 0;
 };
 
-// Collective; see Engine::symmetric.
-std::shared_ptr<MappedBlock> make_symmetric(EngineCore& core, std::size_t bytes,
-                                            const Deadline& deadline);
+// Why it is of no use to wait longer for that rank; null while it may still answer.
+using DoomOf = std::function<std::exception_ptr(int awaited)>;
+
+// The ranks that make a block together: who this one is, its ends of the pairs' sockets, and what
+// keeps another from answering.
+struct BlockMakers {
+  const RankInfo& info;
+  const std::vector<Peer>& peers;
+  DoomOf doom_of;
+};
+
+// Collective; see Engine::symmetric. The block is entered into `blocks`.
+std::shared_ptr<MappedBlock> make_symmetric(SymmetricBlocks& blocks, const BlockMakers& ranks,
+                                            std::size_t bytes, const Deadline& deadline);
 
 }  // namespace lockstep::shm

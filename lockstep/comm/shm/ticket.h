@@ -16,16 +16,32 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "lockstep/core/deadline.h"
 
 namespace lockstep::shm {
 
-class EngineCore;
+class Ticket;
+
+// What a ticket needs of the engine that carries it out. Any thread may call any function.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+  // Returns when the ticket is done.
+  virtual void wait(Ticket& ticket, const Deadline& deadline) = 0;
+  // Does what can be done at once, and has the rest done.
+  virtual bool poll(Ticket& ticket) = 0;
+  // Someone needs the end of an operation but does not wait for it.
+  virtual void request_progress() = 0;
+  // In a child forked off the process that made the engine, everything belongs to the parent: the
+  // rank, the thread, and perhaps a lock. Nothing may be touched there.
+  virtual bool inherited() const = 0;
+};
 
 class Ticket {
  public:
-  virtual ~Ticket();
+  virtual ~Ticket() = default;
   Ticket(const Ticket&) = delete;
   Ticket& operator=(const Ticket&) = delete;
 
@@ -51,12 +67,13 @@ class Ticket {
   virtual std::string text() const = 0;
 
  protected:
-  Ticket(std::shared_ptr<EngineCore> core, const Deadline& deadline);
+  explicit Ticket(const Deadline& deadline) : deadline_(deadline) {}
 
  private:
+  friend class Completions;
   friend class EngineCore;
 
-  const std::shared_ptr<EngineCore> core_;
+  std::shared_ptr<Executor> executor_;  // from its start
   const Deadline deadline_;
   std::atomic<bool> done_{false};
   std::mutex mutex_;  // the two below, until it is done
@@ -65,5 +82,14 @@ class Ticket {
 };
 
 using TicketPtr = std::shared_ptr<Ticket>;
+
+// Ends operations, and collects their callbacks: these run later, without a lock. Driver only.
+class Completions {
+ public:
+  void finish(Ticket& ticket, std::exception_ptr error = nullptr);
+
+  std::vector<std::function<void()>> callbacks;
+  bool any = false;  // finished, since someone has set this to false
+};
 
 }  // namespace lockstep::shm

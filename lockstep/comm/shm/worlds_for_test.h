@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "lockstep/comm/shm/engine.h"
+#include "lockstep/comm/shm/policies_for_test.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::shm::for_test {
@@ -48,7 +49,8 @@ inline Deadline soon(int seconds = 60) {
 }
 
 inline std::unique_ptr<Engine> make_engine(KeyValueStore& kv, int rank, int size,
-                                           const EngineOptions& options = {}) {
+                                           EngineOptions options = {}) {
+  options.policy = policy_under_test();
   EngineResult made = Engine::make(kv, {rank, size}, options, soon());
   if (!made.engine) throw std::runtime_error("no engine: " + made.unavailable_reason);
   return std::move(made.engine);

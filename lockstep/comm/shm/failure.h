@@ -1,0 +1,58 @@
+// Why an engine is broken, and how the ranks learn it from each other.
+//
+// The first failure of a rank wins. It is published in the rank's segment, where the peers read it
+// and fail with the same message.
+//
+//   failure.set({.text = "rank 1 has ended", .culprit = 1});
+//   if (failure.broken()) std::rethrow_exception(failure.as_exception());
+//
+// Safe from any thread.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/shm/group.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::shm {
+
+struct EngineFailure {
+  bool timeout = false;
+  bool disagreement = false;  // of ranks that are all alive
+  std::string text{};
+  int culprit = -1;  // the rank to blame, if one is known
+  int origin = -1;   // the rank that found it
+  CommContext context{};
+};
+
+// As the failure of an engine: its kind, its text without the component's name, the rank it names.
+EngineFailure failure_from(const std::exception& error);
+
+class FailureRecord {
+ public:
+  explicit FailureRecord(const Group& group) : group_(group) {}
+
+  // Does nothing after the first time. Wakes all ranks.
+  void set(EngineFailure failure) noexcept;
+  bool broken() const { return broken_.load(); }
+  std::string text() const;                 // empty while nothing has failed
+  std::exception_ptr as_exception() const;  // of the failure that was set
+  std::exception_ptr as_exception(const EngineFailure& failure) const;
+  // Peers that are dead, broken or closed, the gravest first.
+  std::vector<EngineFailure> of_peers() const;
+
+ private:
+  EngineFailure published_by(int rank) const;
+  std::string composed(const EngineFailure& failure) const;
+
+  const Group& group_;
+  mutable std::mutex mutex_;
+  EngineFailure failure_;
+  std::atomic<bool> broken_{false};
+};
+
+}  // namespace lockstep::shm

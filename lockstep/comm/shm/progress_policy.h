@@ -1,0 +1,83 @@
+// Every decision about waiting: how the thread that drives the engine passes the time until a peer
+// has posted, when it sleeps, and when the engine's own thread is woken for work that has nobody.
+//
+// No result depends on it: a policy that always yields or always sleeps passes the same tests
+// (policies_for_test.h). What it decides is how long an operation takes, and what others get of the
+// cores meanwhile.
+//
+//   while (!step()) if (policy.pause(round)) sleep_until_a_peer_posts();
+#pragma once
+
+#include <sched.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "lockstep/comm/shm/group.h"
+#include "lockstep/comm/shm/ticket.h"
+
+namespace lockstep::shm {
+
+// What a policy sees of the engine, and can do with its thread. With the engine's mutex held.
+class ProgressHost {
+ public:
+  virtual bool driven() const = 0;       // a thread drives
+  virtual bool has_waiters() const = 0;  // threads wait for tickets; one of them drives, or will
+  virtual bool has_work() const = 0;     // to be asked only when no thread drives
+  // Has the engine's thread drive as soon as nobody else drives or waits.
+  virtual void wake_thread() = 0;
+  // The engine's thread sleeps until it has to drive or to end, or `also` holds and someone wakes
+  // it. False: until the limit.
+  virtual bool sleep_thread(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit,
+                            const std::function<bool()>& also) = 0;
+
+ protected:
+  ~ProgressHost() = default;
+};
+
+class ProgressPolicy {
+ public:
+  virtual ~ProgressPolicy() = default;
+
+  // The driver, without a lock. A step did something:
+  virtual void progressed() = 0;
+  // No step could do anything: passes a moment. True when it is time to sleep. `round` is the one
+  // that has been posted and is waited for; 0: none is, there are only messages.
+  virtual bool pause(std::uint64_t round) = 0;
+  // How many steps a thread does that has not come to wait, and how many callbacks may be pending
+  // before the driver stops for them. Without anything to do it runs all.
+  int steps_in_passing = 8;
+  std::size_t callbacks_at_once = 1;
+
+  // The engine's thread, with the engine's mutex held. An operation has been started that needs
+  // more work, and nobody has promised to wait for it:
+  virtual void started(const Ticket& ticket, ProgressHost& host) = 0;
+  // Nobody waits any more, and there is work left. True: the thread is to be woken for it.
+  virtual bool takes_over() = 0;
+  // The thread has nothing to do. Returns when it may have, at any time.
+  virtual void park_thread(std::unique_lock<std::mutex>& lock, ProgressHost& host) = 0;
+
+  // Any thread, without the engine's mutex, which this is: someone has come to wait for the ticket,
+  // done or not.
+  virtual void waited_for(const Ticket& ticket, std::mutex& mutex) = 0;
+};
+
+// Spins while the answer is near, then offers the core, then sleeps; moves to another core when the
+// rank that it waits for was last seen on this one; lets the thread alone while callers wait for
+// what they start.
+std::unique_ptr<ProgressPolicy> make_adaptive_policy(const Group& group);
+
+// Moves this thread to a core that none of `taken` is, if it may use one; it may use the same cores
+// as before afterwards (all that the process has, where the kernel refuses those). The scheduler
+// likes to wake a process on the core of who woke it, and two ranks that take turns on one core
+// look to it like little work: it can leave them there for long with a core idle beside them. `set`
+// is how cores are allowed, for tests.
+using SetAffinity = int (*)(pid_t thread, std::size_t bytes, const cpu_set_t* cores);
+void migrate_off_cores(const std::vector<int>& taken, SetAffinity set = ::sched_setaffinity);
+
+}  // namespace lockstep::shm
