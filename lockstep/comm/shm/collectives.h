@@ -22,8 +22,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/shm/collective.h"
 #include "lockstep/comm/shm/engine_types.h"
+#include "lockstep/comm/shm/rounds.h"
 #include "lockstep/comm/shm/symmetric.h"
 
 namespace lockstep::shm {

@@ -221,10 +221,7 @@ bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
 void Engine::abort(const std::string& cause, int culprit) noexcept {
   const auto core = core_;  // a callback may drop the engine
   if (core->inherited()) return;
-  EngineFailure failure;
-  failure.culprit = culprit;
-  failure.text = cause;
-  core->fail(std::move(failure));
+  core->fail({.text = cause, .culprit = culprit});
 }
 
 std::string Engine::failure() const {

@@ -29,6 +29,13 @@ unsigned forks_until_now() {
   return forks.load();
 }
 
+CommContext context_of(const Ticket& ticket) {
+  const auto* const collective = dynamic_cast<const Collective*>(&ticket);
+  return {.operation = ticket.text(),
+          .sequence = collective != nullptr ? collective->what.sequence : 0,
+          .elapsed = ticket.deadline().elapsed()};
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------- life
@@ -70,17 +77,15 @@ void EngineCore::close() noexcept {
     // The engine's own thread may drive with nothing left to do; it stops when woken.
     const bool inside = thread_.get_id() == std::this_thread::get_id();
     waiters_.fetch_add(1);
-    wake(*group_.own().header);
+    group_.wake_self();
     if (!inside) changed_.wait_for(lock, kThreadLeaves, [this] { return !thread_drives_; });
     waiters_.fetch_sub(1);
     pending = driven_ || has_work() || arrivals_.load() > 0;
   }
   if (pending) {
-    EngineFailure failure;
-    failure.text =
-        fmt::format("rank {} closed its engine with operations under way", group_.rank());
-    failure.culprit = group_.rank();
-    failure_.set(std::move(failure));
+    failure_.set(
+        {.text = fmt::format("rank {} closed its engine with operations under way", group_.rank()),
+         .culprit = group_.rank()});
     stop_driving();
   } else if (!failure_.broken()) {
     group_.own().header->state.store(State::kClosed);
@@ -154,7 +159,7 @@ void EngineCore::start_or_hand_over(const std::shared_ptr<Operation>& operation,
     drive(lock, {Mode::kOnce});
   }
   if (operation->done()) return;
-  if (driven_) wake(*group_.own().header);
+  if (driven_) group_.wake_self();
   if (caller_waits || (!driven_ && peers_can_finish(*operation))) return;
   policy_->started(*operation, *this);
 }
@@ -176,14 +181,14 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
       continue;
     }
     // The engine's own thread makes way for who waits.
-    wake(*group_.own().header);
+    group_.wake_self();
     changed_.wait_for(lock, kLongestSleep);
     if (ticket.done() || !driven_ || !deadline.expired()) continue;
     // The driver will see it and end all tickets, so the array is not touched afterwards.
-    EngineFailure failure = failure_in(
-        &ticket, fmt::format("{} timed out after {} ms", ticket.text(), deadline.total().count()));
-    failure.timeout = true;
-    failure_.set(std::move(failure));
+    failure_.set(
+        {.timeout = true,
+         .text = fmt::format("{} timed out after {} ms", ticket.text(), deadline.total().count()),
+         .context = context_of(ticket)});
   }
   waiters_.fetch_sub(1);
   if (waiters_.load() > 0) return;
@@ -373,7 +378,7 @@ void EngineCore::sleep(const Task& task) {
   const bool messages = messages_.pending() > 0;
   const auto awaited = [this] { return static_cast<std::uint32_t>(rounds_.awaited_rank()) + 1; };
   const std::uint32_t code = messages ? kAnyone : awaited();
-  sleep_unless(*group_.own().header, code, [&] {
+  group_.sleep_while(code, [&] {
     const bool called = task.mode == Mode::kProgress && (waiters_.load() > 0 || stopping_.load());
     if (called || failure_.broken() || arrivals_.load() != 0 || step(false)) return false;
     // Who was waited for may have come just before this was to be read; then it is another rank's
@@ -410,16 +415,11 @@ void EngineCore::look_after_peers(const Task& task) {
   if (trouble == found.end()) return check_deadlines(task);
   const Ticket* blocked = queue_.empty() ? nullptr : queue_.front().get();
   if (blocked == nullptr && trouble->culprit >= 0) blocked = messages_.with(trouble->culprit);
-  std::string text = trouble->text;
-  if (trouble->origin < 0 && blocked != nullptr) {
-    text += fmt::format(" before it took part in {}", blocked->text());
-    text += ". Look for the reason in that rank's output.";
-  }
-  EngineFailure failure = failure_in(blocked, std::move(text));
-  failure.culprit = trouble->culprit;
-  failure.origin = trouble->origin;
-  failure.timeout = trouble->timeout;
-  failure.disagreement = trouble->disagreement;
+  EngineFailure failure = *trouble;
+  if (blocked != nullptr) failure.context = context_of(*blocked);
+  if (trouble->origin < 0 && blocked != nullptr)
+    failure.text += fmt::format(
+        " before it took part in {}. Look for the reason in that rank's output.", blocked->text());
   failure_.set(std::move(failure));
 }
 
@@ -455,22 +455,10 @@ void EngineCore::time_out(const Ticket& ticket, const Deadline& deadline) {
     if (behind_another) text += fmt::format(" in {} before it", queue_.front()->text());
   }
   text += ". It is stopped, slower than the limit, or took another way through the program.";
-  EngineFailure failure = failure_in(&ticket, std::move(text));
-  failure.timeout = true;
-  failure.culprit = missing.empty() ? -1 : missing.front();
-  failure_.set(std::move(failure));
-}
-
-EngineFailure EngineCore::failure_in(const Ticket* ticket, std::string text) const {
-  EngineFailure failure;
-  failure.text = std::move(text);
-  failure.origin = group_.rank();
-  if (ticket == nullptr) return failure;
-  failure.context.operation = ticket->text();
-  failure.context.elapsed = ticket->deadline().elapsed();
-  if (const auto* collective = dynamic_cast<const Collective*>(ticket))
-    failure.context.sequence = collective->what.sequence;
-  return failure;
+  failure_.set({.timeout = true,
+                .text = std::move(text),
+                .culprit = missing.empty() ? -1 : missing.front(),
+                .context = context_of(ticket)});
 }
 
 }  // namespace lockstep::shm

@@ -16,11 +16,9 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <vector>
 
-#include "lockstep/comm/shm/collective.h"
 #include "lockstep/comm/shm/failure.h"
 #include "lockstep/comm/shm/group.h"
 #include "lockstep/comm/shm/messages.h"
@@ -101,7 +99,6 @@ class EngineCore final : public Executor,
   bool blocked_by(const EngineFailure& trouble) const;
   void check_deadlines(const Task& task);
   void time_out(const Ticket& ticket, const Deadline& deadline);
-  EngineFailure failure_in(const Ticket* ticket, std::string text) const;
 
   Group group_;
   FailureRecord failure_;

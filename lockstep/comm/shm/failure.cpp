@@ -71,13 +71,11 @@ std::exception_ptr FailureRecord::as_exception(const EngineFailure& failure) con
 
 EngineFailure FailureRecord::published_by(int rank) const {
   const Trouble& reported = group_.view(rank).header->trouble;
-  EngineFailure failure;
-  failure.timeout = reported.timeout != 0;
-  failure.disagreement = reported.disagreement != 0;
-  failure.origin = reported.origin;
-  failure.culprit = reported.culprit;
-  failure.text.assign(reported.text, ::strnlen(reported.text, sizeof reported.text));
-  return failure;
+  return {.timeout = reported.timeout != 0,
+          .disagreement = reported.disagreement != 0,
+          .text = {reported.text, ::strnlen(reported.text, sizeof reported.text)},
+          .culprit = reported.culprit,
+          .origin = reported.origin};
 }
 
 // One death causes others, because ranks that give up end soon too. So ranks that died without a

@@ -1,27 +1,32 @@
-// The ranks of one engine as this rank sees them: all that an operation needs of the engine.
+// The ranks of one engine as this rank sees them: where their segments lie, and how they sleep and
+// wake each other. It is all that an operation needs of the engine.
 //
-//   std::memcpy(to, group.view(peer).buffers[parity], bytes);
+// Nobody may fall asleep at the moment it is posted to. A sleeper first publishes for whom it waits
+// (`waiting_for`), then looks once more, then sleeps unless its bell has changed; who posts writes
+// first and then looks whether someone waits for it. Both do so with sequentially consistent
+// atomics, so at least one of the two sees the other.
 //
-// Nothing here changes but the registry of symmetric blocks, which is safe from any thread.
+//   group.sleep_while(peer + 1, [&] { return !posted(peer); });
+//
+// Nothing here changes but the registry of symmetric blocks. Safe from any thread.
 #pragma once
 
-#include <utility>
+#include <chrono>
+#include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "lockstep/comm/shm/layout.h"
-#include "lockstep/comm/shm/parking.h"
 #include "lockstep/comm/shm/rendezvous.h"
-#include "lockstep/comm/shm/segment.h"
 #include "lockstep/comm/shm/symmetric.h"
 
 namespace lockstep::shm {
 
+inline constexpr std::chrono::milliseconds kLongestSleep{20};
+
 class Group {
  public:
-  Group(const RankInfo& info, const Layout& layout, std::vector<Peer> peers)
-      : info_(info), layout_(layout), peers_(std::move(peers)) {
-    for (const Peer& peer : peers_) views_.push_back(layout_.view(peer.segment->data()));
-  }
+  Group(const RankInfo& info, const Layout& layout, std::vector<Peer> peers);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -36,12 +41,14 @@ class Group {
   SymmetricBlocks& blocks() { return blocks_; }
   const SymmetricBlocks& blocks() const { return blocks_; }
 
-  // To be called after a write that this rank may wait for.
-  void wake_peer(int rank) const { wake_if_waiting(*view(rank).header, info_.rank); }
-  // This rank too.
-  void wake_all() const {
-    for (const View& each : views_) wake(*each.header);
-  }
+  // After a write that this rank may wait for.
+  void wake_peer(int rank) const;
+  // For whatever they wait. Also this rank, from another of its threads.
+  void wake_self() const;
+  void wake_all() const;
+  // `still` is asked after `code` has been published as what this rank waits for; if it returns
+  // false, there is no sleep. Ends when woken, or after at most kLongestSleep.
+  void sleep_while(std::uint32_t code, const std::function<bool()>& still) const;
 
  private:
   const RankInfo info_;

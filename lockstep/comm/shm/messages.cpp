@@ -19,18 +19,20 @@ std::uint64_t piece_of(const Layout& layout) {
   return layout.ring_bytes() / 4;
 }
 
-void write(Ring& ring, std::size_t size, std::uint64_t at, const std::byte* from, std::size_t n) {
+// Between a message's array and the ring, where the bytes may go around its end.
+void copy(const Message& message, Ring& ring, std::size_t size, std::uint64_t at, std::size_t n) {
+  std::byte* const array = message.ends.data + message.moved;
   const std::size_t place = at % size;
   const std::size_t first = std::min(n, size - place);
-  if (first != 0) std::memcpy(ring.data() + place, from, first);
-  if (n > first) std::memcpy(ring.data(), from + first, n - first);
-}
-
-void read(Ring& ring, std::size_t size, std::uint64_t at, std::byte* to, std::size_t n) {
-  const std::size_t place = at % size;
-  const std::size_t first = std::min(n, size - place);
-  if (first != 0) std::memcpy(to, ring.data() + place, first);
-  if (n > first) std::memcpy(to + first, ring.data(), n - first);
+  const auto part = [&](std::byte* in_ring, std::byte* in_array, std::size_t bytes) {
+    if (bytes == 0) return;
+    if (message.ends.sending)
+      std::memcpy(in_ring, in_array, bytes);
+    else
+      std::memcpy(in_array, in_ring, bytes);
+  };
+  part(ring.data() + place, array, first);
+  part(ring.data(), array + first, n - first);
 }
 
 }  // namespace
@@ -64,81 +66,52 @@ void Messages::add(const std::shared_ptr<Message>& message) {
 
 bool Messages::pump(Completions& completions) {
   bool moved = false;
-  for (std::size_t peer = 0; peer < sends_.size() && pending_ > 0; ++peer) {
-    if (!sends_[peer].empty())
-      moved |= pump_sends(static_cast<int>(peer), sends_[peer], completions);
-    if (!receives_[peer].empty())
-      moved |= pump_receives(static_cast<int>(peer), receives_[peer], completions);
-  }
+  for (std::size_t peer = 0; peer < sends_.size() && pending_ > 0; ++peer)
+    for (Line* line : {&sends_[peer], &receives_[peer]})
+      if (!line->empty()) moved |= pump_line(static_cast<int>(peer), *line, completions);
   return moved;
 }
 
-bool Messages::pump_sends(int peer, Line& line, Completions& completions) {
-  const std::size_t size = group_.layout().ring_bytes();
-  Ring& ring = group_.layout().ring(group_.own(), peer);
-  bool any = false;
-  std::uint64_t passed = 0;
-  while (!line.empty() && passed < size) {
-    Message& message = *line.front();
-    const std::uint64_t written = ring.written.load(std::memory_order_relaxed);  // only we write it
-    const std::uint64_t room = size - (written - ring.taken.load());
-    std::uint64_t advance = 0;
-    if (!message.announced && room >= kUnit) {
-      const std::uint64_t bytes = message.ends.bytes;
-      std::memcpy(ring.data() + written % size, &bytes, sizeof bytes);
-      message.announced = true;
-      advance = kUnit;
-    } else if (message.announced && room > 0) {
-      advance = std::min({message.left(), room, piece_of(group_.layout())});
-      write(ring, size, written, message.ends.data + message.moved, message.real(advance));
-      message.moved += advance;
-    }
-    if (advance > 0) {
-      ring.written.store(written + advance);
-      passed += advance;
-      group_.wake_peer(peer);
-      any = true;
-    }
-    if (message.announced && message.left() == 0) {
-      const auto finished = line.front();
-      line.pop_front();
-      --pending_;
-      completions.finish(*finished);
-      any = true;
-    } else if (advance == 0) {
-      break;
-    }
-  }
-  return any;
+// The length first, which the receiver compares with its own.
+void Messages::announce(Message& message, std::byte* in_ring) const {
+  std::uint64_t bytes = message.ends.bytes;
+  if (message.ends.sending)
+    std::memcpy(in_ring, &bytes, sizeof bytes);
+  else
+    std::memcpy(&bytes, in_ring, sizeof bytes);
+  if (bytes != message.ends.bytes)
+    throw Disagreement("shm",
+                       fmt::format("rank {} sent {} bytes to rank {}, which expects {}. Both "
+                                   "sides of a message must name the same size.",
+                                   message.ends.peer, bytes, group_.rank(), message.ends.bytes));
+  message.announced = true;
 }
 
-bool Messages::pump_receives(int peer, Line& line, Completions& completions) {
-  const std::size_t size = group_.layout().ring_bytes();
-  Ring& ring = group_.layout().ring(group_.view(peer), group_.rank());
+bool Messages::pump_line(int peer, Line& line, Completions& completions) {
+  const Layout& layout = group_.layout();
+  const std::size_t size = layout.ring_bytes();
+  const bool sending = line.front()->ends.sending;
+  Ring& ring =
+      sending ? layout.ring(group_.own(), peer) : layout.ring(group_.view(peer), group_.rank());
+  std::atomic<std::uint64_t>& counter = sending ? ring.written : ring.taken;  // only we write it
   bool any = false;
   std::uint64_t passed = 0;
   while (!line.empty() && passed < size) {
     Message& message = *line.front();
-    const std::uint64_t taken = ring.taken.load(std::memory_order_relaxed);  // only we write it
-    const std::uint64_t there = ring.written.load() - taken;
+    const std::uint64_t at = counter.load(std::memory_order_relaxed);
+    const std::uint64_t possible =
+        sending ? size - (at - ring.taken.load()) : ring.written.load() - at;
     std::uint64_t advance = 0;
-    if (!message.announced && there >= kUnit) {
-      std::uint64_t bytes = 0;
-      std::memcpy(&bytes, ring.data() + taken % size, sizeof bytes);
-      if (bytes != message.ends.bytes)
-        throw Disagreement("shm",
-                           fmt::format("rank {} sent {} bytes to rank {}, which expects {}. Both "
-                                       "sides of a message must name the same size.",
-                                       peer, bytes, group_.rank(), message.ends.bytes));
-      message.announced = true;
+    if (!message.announced && possible >= kUnit) {
+      announce(message, ring.data() + at % size);
       advance = kUnit;
-    } else if (message.announced && there > 0) {
-      advance = std::min({message.left(), there, piece_of(group_.layout())});
-      read(ring, size, taken, message.ends.data + message.moved, message.real(advance));
+    } else if (message.announced && possible > 0) {
+      advance = std::min({message.left(), possible, piece_of(layout)});
+      copy(message, ring, size, at, message.real(advance));
       message.moved += advance;
     }
     if (advance > 0) {
-      ring.taken.store(taken + advance);
+      counter.store(at + advance);
       passed += advance;
       group_.wake_peer(peer);
       any = true;

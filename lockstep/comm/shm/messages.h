@@ -54,8 +54,8 @@ class Messages {
 
  private:
   using Line = std::deque<std::shared_ptr<Message>>;
-  bool pump_sends(int peer, Line& line, Completions& completions);
-  bool pump_receives(int peer, Line& line, Completions& completions);
+  bool pump_line(int peer, Line& line, Completions& completions);
+  void announce(Message& message, std::byte* in_ring) const;
 
   const Group& group_;
   std::vector<Line> sends_;
