@@ -18,10 +18,14 @@ endif()
 install(TARGETS ${exported} EXPORT LockstepTargets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT LockstepTargets NAMESPACE Lockstep:: DESTINATION ${LOCKSTEP_CMAKE_DIR})
 
-# Backends, the folders in comm, are an affair of its sources: no public header includes theirs.
-install(DIRECTORY ${CMAKE_SOURCE_DIR}/lockstep/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep
-  FILES_MATCHING PATTERN "*.h" PATTERN testing EXCLUDE PATTERN "*_for_test.h" EXCLUDE
-  REGEX "/comm/[^/.]+$" EXCLUDE)
+# The headers that docs/api.md lists; tests/style/api_test.py checks that they include no others.
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/docs/api.md)
+file(STRINGS ${CMAKE_SOURCE_DIR}/docs/api.md headers REGEX "^\\| `lockstep/[a-z_/]+[.]h` ")
+foreach(header ${headers})
+  string(REGEX REPLACE "^[^`]*`([^`]+)`.*" "\\1" header "${header}")
+  get_filename_component(folder ${header} DIRECTORY)
+  install(FILES ${CMAKE_SOURCE_DIR}/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/${folder})
+endforeach()
 
 # Every target of `kinds` in a directory and those below it.
 function(lockstep_targets_of directory kinds result)

@@ -10,6 +10,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/data/widen.h"
+#include "lockstep/io/file.h"
 
 namespace lockstep::data {
 namespace {
@@ -160,12 +161,12 @@ std::string token_header(TokenFormat format, std::uint64_t count) {
 
 TokenFile::TokenFile(std::string path, TokenFormat format)
     : path_(std::move(path)),
-      map_(path_),
-      layout_(parse_token_file(map_.bytes(), map_.bytes().size(), path_, format)) {}
+      map_(std::make_shared<const io::MappedFile>(path_)),
+      layout_(parse_token_file(map_->bytes(), map_->bytes().size(), path_, format)) {}
 
 std::uint32_t TokenFile::operator[](std::uint64_t at) const {
   LOCKSTEP_ASSERT(at < layout_.count);
-  const std::byte* from = map_.bytes().data() + layout_.data_offset + at * layout_.token_bytes;
+  const std::byte* from = map_->bytes().data() + layout_.data_offset + at * layout_.token_bytes;
   std::uint32_t token = 0;
   std::memcpy(&token, from, layout_.token_bytes);
   return token;
@@ -173,7 +174,7 @@ std::uint32_t TokenFile::operator[](std::uint64_t at) const {
 
 void TokenFile::copy(std::uint64_t first, std::span<std::int64_t> out) const {
   LOCKSTEP_ASSERT(first <= layout_.count && out.size() <= layout_.count - first);
-  const std::byte* from = map_.bytes().data() + layout_.data_offset + first * layout_.token_bytes;
+  const std::byte* from = map_->bytes().data() + layout_.data_offset + first * layout_.token_bytes;
   if (layout_.token_bytes == 2)
     widen<std::uint16_t>(from, out);
   else
@@ -184,7 +185,7 @@ void TokenFile::copy_shifted(std::uint64_t first, std::span<std::int64_t> inputs
                              std::span<std::int64_t> targets) const {
   LOCKSTEP_ASSERT(inputs.size() == targets.size());
   LOCKSTEP_ASSERT(first < layout_.count && inputs.size() < layout_.count - first);
-  const std::byte* from = map_.bytes().data() + layout_.data_offset + first * layout_.token_bytes;
+  const std::byte* from = map_->bytes().data() + layout_.data_offset + first * layout_.token_bytes;
   const detail::WidenShifted& widen = detail::widen_shifted();
   if (layout_.token_bytes == 2)
     widen.from16(reinterpret_cast<const std::uint16_t*>(from), inputs.data(), targets.data(),
@@ -195,7 +196,7 @@ void TokenFile::copy_shifted(std::uint64_t first, std::span<std::int64_t> inputs
 }
 
 std::uint32_t TokenFile::largest_token() const {
-  const std::byte* from = map_.bytes().data() + layout_.data_offset;
+  const std::byte* from = map_->bytes().data() + layout_.data_offset;
   return layout_.token_bytes == 2 ? largest<std::uint16_t>(from, layout_.count)
                                   : largest<std::uint32_t>(from, layout_.count);
 }

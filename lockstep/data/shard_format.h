@@ -14,12 +14,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "lockstep/io/file.h"
+namespace lockstep::io {
+class MappedFile;
+}
 
 namespace lockstep::data {
 
@@ -62,7 +65,7 @@ class TokenFile {
 
  private:
   std::string path_;
-  io::MappedFile map_;
+  std::shared_ptr<const io::MappedFile> map_;
   TokenLayout layout_;
 };
 

@@ -9,6 +9,7 @@
 #include <new>
 
 #include "lockstep/core/env.h"
+#include "lockstep/memory/block_cache.h"
 #include "lockstep/memory/inplace_gradients.h"
 
 namespace lockstep {
@@ -95,9 +96,11 @@ bool is_cpu_memory_cached() {
 void empty_cpu_cache() {
   if (auto* allocator = CachingAllocator::if_installed()) allocator->cache().release_idle();
 }
-BlockCacheStats cpu_cache_stats() {
+CpuCacheStats cpu_cache_stats() {
   auto* const allocator = CachingAllocator::if_installed();
-  return allocator != nullptr ? allocator->cache().stats() : BlockCacheStats{};
+  if (allocator == nullptr) return {};
+  const BlockCacheStats stats = allocator->cache().stats();
+  return {.used = stats.used, .idle = stats.idle, .peak = stats.peak, .mapped = stats.mapped};
 }
 
 }  // namespace lockstep

@@ -16,7 +16,8 @@
 // Any thread may call. The allocator stays installed, so tensors may outlive everything.
 #pragma once
 
-#include "lockstep/memory/block_cache.h"
+#include <cstddef>
+#include <cstdint>
 
 namespace lockstep {
 
@@ -25,7 +26,13 @@ namespace lockstep {
 bool cache_cpu_memory();
 bool is_cpu_memory_cached();
 
-void empty_cpu_cache();             // unmaps what is idle
-BlockCacheStats cpu_cache_stats();  // zeros when caching is off
+struct CpuCacheStats {
+  std::size_t used = 0, idle = 0;  // bytes of blocks
+  std::size_t peak = 0;            // of used, since idle blocks were last released
+  std::uint64_t mapped = 0;        // blocks obtained from the kernel; all other requests were hits
+};
+
+void empty_cpu_cache();           // unmaps what is idle
+CpuCacheStats cpu_cache_stats();  // zeros when caching is off
 
 }  // namespace lockstep

@@ -638,7 +638,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("empty_cpu_cache", &empty_cpu_cache,
              pybind11::call_guard<pybind11::gil_scoped_release>());
   module.def("cpu_cache_stats", [] {
-    const BlockCacheStats stats = cpu_cache_stats();
+    const CpuCacheStats stats = cpu_cache_stats();
     pybind11::dict out;
     out["used"] = stats.used;
     out["idle"] = stats.idle;

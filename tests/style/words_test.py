@@ -60,7 +60,7 @@ EXCEPTIONS = re.compile("|".join([
     r"ClientHello", r"[Tt]ensor[Bb]oard", r"[Dd]ashboard", r"[Kk]eyboard", r"[Oo]nboard",
     r"\btellg\b|\.tell\(\)",
     r"[\"'>] ?hello|echo hello|\"hello",
-    r"^CHANGELOG\.md: .*LOCKSTEP_(?:KEPT|BIRTH)",
+    r"^CHANGELOG\.md: \| `",  # the table of names before and now
 ]))
 TEXT = {".h", ".cpp", ".cu", ".cuh", ".py", ".md", ".txt", ".cmake", ".yaml", ".yml", ".sh", ".in"}
 
