@@ -1,38 +1,62 @@
-// As many devices as there are ranks; before.cpp is the same program for one.
+// A small classifier, trained on one device.
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
 #include <cstdio>
 
-constexpr std::int64_t kSamples = 4096, kBatch = 32;
+using torch::data::samplers::SequentialSampler;
+using torch::data::transforms::Stack;
+
+constexpr std::int64_t kSamples = 4096, kFeatures = 20, kClasses = 10, kBatch = 32;
+
+struct Samples : torch::data::datasets::Dataset<Samples> {
+  Samples() {
+    data = torch::randn({kSamples, kFeatures});
+    target = data.matmul(torch::randn({kFeatures, kClasses})).argmax(1);
+  }
+  torch::data::Example<> get(std::size_t index) override {
+    const auto i = static_cast<std::int64_t>(index);
+    return {data[i], target[i]};
+  }
+  torch::optional<std::size_t> size() const override { return kSamples; }
+  torch::Tensor data, target;
+};
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    register_module("hidden", hidden);
+    register_module("output", output);
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return output(torch::relu(hidden(x))); }
+  torch::nn::Linear hidden{kFeatures, 64}, output{64, kClasses};
+};
+TORCH_MODULE(Net);
 
 void train(lockstep::World& world) {
   torch::manual_seed(0);
   const torch::Device device = world.device();
-  torch::nn::Sequential net(torch::nn::Linear(20, 64), torch::nn::ReLU(),
-                            torch::nn::Linear(64, 10));
+  Net net;
   net->to(device);
+  // From here on backward() averages the gradients over the ranks.
   lockstep::DistributedDataParallel model{net, world};
   torch::optim::Adam optimizer(net->parameters());
-  const auto data = torch::randn({kSamples, 20});
-  const auto target = data.matmul(torch::randn({20, 10})).argmax(1);
+  auto samples = Samples().map(Stack<>());
+  auto loader = lockstep::data::loader(samples, world, {.batch_size = kBatch});
 
   for (int epoch = 0; epoch < 10; ++epoch) {
-    double loss_sum = 0;
-    // The same order on every rank (the same seed), of which each takes its part.
-    const auto even = kSamples - kSamples % world.size();
-    const auto order = torch::randperm(kSamples).slice(0, world.rank(), even, world.size());
-    for (const auto& batch : order.split(kBatch)) {
-      const auto x = data.index_select(0, batch).to(device);
-      const auto y = target.index_select(0, batch).to(device);
+    double sum = 0;
+    for (auto& batch : loader.epoch(epoch)) {
+      const auto x = batch.data.to(device);
+      const auto y = batch.target.to(device);
       optimizer.zero_grad();
-      const auto loss = torch::cross_entropy_loss(model(x), y);
+      const auto loss = torch::cross_entropy_loss(net->forward(x), y);
       loss.backward();
       optimizer.step();
-      loss_sum += loss.item<double>() * x.size(0);
+      sum += loss.item<double>() * x.size(0);
     }
-    const double mean = world.mean(loss_sum / order.size(0));
-    if (world.is_leader()) std::printf("Epoch %d: loss %.4f\n", epoch, mean);
+    sum = world.sum(sum);
+    if (!world.is_leader()) continue;
+    std::printf("Epoch %d: loss %.4f\n", epoch, sum / kSamples);
   }
 }
 

@@ -1,8 +1,11 @@
 #include "lockstep/parallel/sync_batch_norm.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/torch.h>
 
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -187,6 +190,20 @@ class SyncBatchNormFunction : public torch::autograd::Function<SyncBatchNormFunc
 }  // namespace
 
 template <typename Base>
+SyncBatchNormImpl<Base>::SyncBatchNormImpl(World world, const Base& other)
+    : SyncBatchNormImpl(std::move(world), other.options) {
+  this->weight = this->parameters_["weight"] = other.weight;
+  this->bias = this->parameters_["bias"] = other.bias;
+  if (other.options.track_running_stats()) {
+    // The list of buffers is private to torch: its tensors take over the memory instead.
+    this->running_mean.set_data(other.running_mean);
+    this->running_var.set_data(other.running_var);
+    this->num_batches_tracked.set_data(other.num_batches_tracked);
+  }
+  this->train(other.is_training());
+}
+
+template <typename Base>
 at::Tensor SyncBatchNormImpl<Base>::forward(const at::Tensor& input) {
   this->_check_input_dim(input);
   const auto& options = this->options;
@@ -222,5 +239,74 @@ at::Tensor SyncBatchNormImpl<Base>::forward(const at::Tensor& input) {
 template class SyncBatchNormImpl<torch::nn::BatchNorm1dImpl>;
 template class SyncBatchNormImpl<torch::nn::BatchNorm2dImpl>;
 template class SyncBatchNormImpl<torch::nn::BatchNorm3dImpl>;
+
+// ---------------------------------------------------------------- conversion
+
+namespace {
+
+template <typename Base>
+bool is_plain(const torch::nn::Module& module) {
+  return dynamic_cast<const Base*>(&module) != nullptr &&
+         dynamic_cast<const SyncBatchNormImpl<Base>*>(&module) == nullptr;
+}
+
+bool is_plain_batch_norm(const torch::nn::Module& module) {
+  return is_plain<torch::nn::BatchNorm1dImpl>(module) ||
+         is_plain<torch::nn::BatchNorm2dImpl>(module) ||
+         is_plain<torch::nn::BatchNorm3dImpl>(module);
+}
+
+using Sequentials = std::vector<torch::nn::SequentialImpl*>;
+
+// Every Sequential below, and the full names of BatchNorms that are in none.
+void survey(torch::nn::Module& module, const std::string& prefix, Sequentials& sequentials,
+            std::vector<std::string>& others) {
+  auto* sequential = module.as<torch::nn::SequentialImpl>();
+  if (sequential != nullptr) sequentials.push_back(sequential);
+  for (const auto& child : module.named_children()) {
+    const std::string name = prefix + child.key();
+    if (is_plain_batch_norm(*child.value())) {
+      if (sequential == nullptr) others.push_back(name);
+    } else {
+      survey(*child.value(), name + ".", sequentials, others);
+    }
+  }
+}
+
+template <typename Base>
+void convert(torch::nn::SequentialImpl& sequential, const std::string& name,
+             torch::nn::AnyModule& module, const World& world) {
+  if (!is_plain<Base>(*module.ptr())) return;
+  const auto converted =
+      std::make_shared<SyncBatchNormImpl<Base>>(world, static_cast<const Base&>(*module.ptr()));
+  sequential.replace_module(name, converted);
+  module = torch::nn::AnyModule(converted);
+}
+
+}  // namespace
+
+void convert_sync_batchnorm(torch::nn::Module& module, const World& world) {
+  Sequentials sequentials;
+  std::vector<std::string> others;
+  if (is_plain_batch_norm(module)) others.emplace_back("the module itself");
+  survey(module, "", sequentials, others);
+  if (!others.empty())
+    throw UsageError("sync_batch_norm",
+                     "{} BatchNorm module(s) cannot be replaced: {}. They are not in a Sequential, "
+                     "so their forward is called by its type. Declare them as "
+                     "lockstep::nn::SyncBatchNorm2d norm{{world, channels}} (or 1d, 3d), or put "
+                     "them into a torch::nn::Sequential.",
+                     others.size(), fmt::join(others, ", "));
+  for (torch::nn::SequentialImpl* sequential : sequentials) {
+    const auto names = sequential->named_children().keys();
+    std::size_t index = 0;
+    for (torch::nn::AnyModule& child : *sequential) {
+      const std::string& name = names[index++];
+      convert<torch::nn::BatchNorm1dImpl>(*sequential, name, child, world);
+      convert<torch::nn::BatchNorm2dImpl>(*sequential, name, child, world);
+      convert<torch::nn::BatchNorm3dImpl>(*sequential, name, child, world);
+    }
+  }
+}
 
 }  // namespace lockstep::nn

@@ -230,4 +230,30 @@ TensorDict unpack_tensors(const std::string& bytes) {
   return tensors;
 }
 
+std::string scaler_text(const optim::GradScalerState& state) {
+  return json_object({{"scale", real_node(state.scale)},
+                      {"growth_factor", real_node(state.growth_factor)},
+                      {"backoff_factor", real_node(state.backoff_factor)},
+                      {"growth_interval", integer_node(state.growth_interval)},
+                      {"growth_tracker", integer_node(state.growth_tracker)}});
+}
+
+optim::GradScalerState parse_scaler_text(const std::string& text, const std::string& name) {
+  const Node root = parse_json(text, name);
+  const Node& map = as_map(root, "scaler");
+  optim::GradScalerState state;
+  const auto read = [&](const char* key, double& value) {
+    if (const Entry* entry = map.find(key)) value = as_real(entry->value, key);
+  };
+  const auto count = [&](const char* key, std::int64_t& value) {
+    if (const Entry* entry = map.find(key)) value = as_integer(entry->value, key);
+  };
+  read("scale", state.scale);
+  read("growth_factor", state.growth_factor);
+  read("backoff_factor", state.backoff_factor);
+  count("growth_interval", state.growth_interval);
+  count("growth_tracker", state.growth_tracker);
+  return state;
+}
+
 }  // namespace lockstep::train

@@ -33,6 +33,7 @@
 
 #include "lockstep/io/file.h"
 #include "lockstep/io/numbered_dirs.h"
+#include "lockstep/optim/grad_scaler.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep::train {
@@ -111,5 +112,9 @@ class Checkpoint {
 // Generators' states as bytes to be sent to the rank that writes, and back.
 std::string pack_tensors(const TensorDict& tensors);
 TensorDict unpack_tensors(const std::string& bytes);
+
+// scaler.json. `name` stands for the file in errors.
+std::string scaler_text(const optim::GradScalerState& state);
+optim::GradScalerState parse_scaler_text(const std::string& text, const std::string& name);
 
 }  // namespace lockstep::train

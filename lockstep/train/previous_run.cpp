@@ -41,6 +41,20 @@ fs::path make_place(const std::string& output_dir) {
   return place;
 }
 
+std::string move_away(const std::string& output_dir, const std::vector<fs::path>& others) {
+  if (others.empty()) return {};
+  const fs::path place = make_place(output_dir);
+  for (const fs::path& path : others) {
+    std::error_code error;
+    fs::rename(path, place / path.filename(), error);
+    if (error == std::errc::no_such_file_or_directory) continue;  // another rank's writer was first
+    if (error) throw io::file_error("rename", path.string(), error.value());
+  }
+  io::sync_directory(place.string());
+  io::sync_directory(output_dir);
+  return place.string();
+}
+
 }  // namespace
 
 std::string archive_previous_run(const std::string& output_dir, const RunStart& start) {
@@ -55,17 +69,14 @@ std::string archive_previous_run(const std::string& output_dir, const RunStart& 
     const fs::path path = fs::path(output_dir) / name;
     if (!continues && holds_something(path)) others.push_back(path);
   }
-  if (others.empty()) return {};
-  const fs::path place = make_place(output_dir);
-  for (const fs::path& path : others) {
-    std::error_code error;
-    fs::rename(path, place / path.filename(), error);
-    if (error == std::errc::no_such_file_or_directory) continue;  // another rank's writer was first
-    if (error) throw io::file_error("rename", path.string(), error.value());
-  }
-  io::sync_directory(place.string());
-  io::sync_directory(output_dir);
-  return place.string();
+  return move_away(output_dir, others);
+}
+
+std::string archive_checkpoints_above(const std::string& output_dir, std::int64_t step) {
+  std::vector<fs::path> others;
+  for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix))
+    if (dir.step > step) others.emplace_back(dir.path);
+  return move_away(output_dir, others);
 }
 
 }  // namespace lockstep::train

@@ -27,4 +27,7 @@ struct RunStart {
 // SystemError.
 std::string archive_previous_run(const std::string& output_dir, const RunStart& start);
 
+// The same with the checkpoints above `step` alone, whoever continues from what.
+std::string archive_checkpoints_above(const std::string& output_dir, std::int64_t step);
+
 }  // namespace lockstep::train

@@ -1,0 +1,109 @@
+// A training loop of your own with everything a long run needs: a loader, accumulation, bf16,
+// clipping, a schedule, stop signals, save and resume. docs/own_loop.md goes through it.
+#include <lockstep/lockstep.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+namespace {
+
+namespace data = lockstep::data;
+namespace optim = lockstep::optim;
+
+constexpr std::uint64_t kSeed = 1;
+constexpr std::int64_t kSamples = 2048, kFeatures = 20, kClasses = 5;
+constexpr std::int64_t kBatch = 16, kAccumulate = 2, kWarmup = 20, kSaveEvery = 50;
+constexpr double kLr = 3e-3;
+
+struct Flags {
+  std::string output_dir = "out/own_loop";
+  std::int64_t epochs = 4;
+};
+
+torch::nn::Sequential make_net() {
+  return torch::nn::Sequential(torch::nn::Linear(kFeatures, 64), torch::nn::ReLU(),
+                               torch::nn::Dropout(0.1), torch::nn::Linear(64, kClasses));
+}
+
+data::DatasetPtr make_dataset() {
+  const auto x = torch::randn({kSamples, kFeatures});
+  return std::make_shared<data::TensorDataset>(
+      x, x.matmul(torch::randn({kFeatures, kClasses})).argmax(1));
+}
+
+// The loss is the mean over all samples of the step, on all ranks.
+void report(const lockstep::World& world, std::int64_t step, const at::Tensor& loss) {
+  if (world.is_leader())
+    std::printf("step %lld: loss %.4f\n", static_cast<long long>(step), loss.item<double>());
+}
+
+int train(lockstep::World& world, const Flags& flags) {
+  // Weights and data are the same on every rank; dropout is not.
+  auto net = optim::with_seed(kSeed, make_net);
+  const auto dataset = optim::with_seed(kSeed, make_dataset);
+  optim::seed_everything(kSeed, world.rank());
+
+  net->to(world.device());
+  lockstep::DistributedDataParallel model{net, world};
+  optim::AdamW optimizer{model.parameters(), {.lr = kLr}};
+  auto loader = data::loader(
+      dataset, world, {.batch_size = kBatch, .shuffle = true, .seed = kSeed, .num_workers = 1});
+  lockstep::Accumulation accumulation{model, {.steps = kAccumulate, .expected_count = kBatch}};
+  const auto per_epoch = (loader.batches_per_epoch() + kAccumulate - 1) / kAccumulate;
+  const auto schedule = optim::make_schedule({.name = "cosine",
+                                              .warmup_steps = kWarmup,
+                                              .total_steps = flags.epochs * per_epoch,
+                                              .lr = kLr});
+
+  const lockstep::CheckpointParts parts{
+      .module = net.get(), .optimizer = &optimizer, .loader = &loader, .schedule = &schedule};
+  std::int64_t step = 0, epoch = 0;
+  if (const auto resumed = lockstep::resume(flags.output_dir, world, parts)) {
+    step = resumed->step;
+    epoch = resumed->epoch;
+    if (world.is_leader()) std::printf("resumed at step %lld\n", static_cast<long long>(step));
+  }
+
+  lockstep::StopRequest stop{world};
+  for (; epoch < flags.epochs; ++epoch) {
+    accumulation.begin_epoch(loader.batches_left(epoch));
+    for (auto& batch : loader.epoch(epoch)) {
+      at::Tensor loss;
+      {
+        const optim::Autocast autocast{world.device(), at::kBFloat16};
+        loss = torch::cross_entropy_loss(model(batch.data), batch.target);
+      }
+      if (!accumulation.backward(loss, {.count = batch.samples()})) continue;
+
+      optim::clip_grad_norm_(model.parameters(), 1.0);
+      optimizer.set_lr(kLr * schedule.factor(step));
+      optimizer.step();
+      optimizer.zero_grad();
+      ++step;
+
+      const bool stopping = stop.received();  // on all ranks, or on none
+      if (stopping || step % kSaveEvery == 0) {
+        report(world, step, accumulation.last_window().loss);
+        lockstep::save_checkpoint(flags.output_dir, world, parts,
+                                  {.step = step, .save_total_limit = 2});
+      }
+      if (stopping) return stop.exit_code();
+    }
+  }
+  lockstep::save_checkpoint(flags.output_dir, world, parts, {.step = step, .save_total_limit = 2});
+  model.verify_replicas();
+  if (world.is_leader()) std::printf("replicas identical\n");
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  Flags flags;
+  if (argc > 1) flags.output_dir = argv[1];
+  if (argc > 2) flags.epochs = std::atoll(argv[2]);
+  return lockstep::run([&](lockstep::World& world) { return train(world, flags); });
+}

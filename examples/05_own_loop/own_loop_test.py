@@ -1,0 +1,127 @@
+"""Example 05, stopped by signals and killed, and resumed: it ends with the bits of a run that was
+never interrupted; on another number of ranks it ends as well."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import tempfile
+import time
+
+BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
+LOCKSTEP = str(BIN / "lockstep")
+EPOCHS = 40
+LIMIT_S = 200
+
+
+def command(ranks, output, epochs=EPOCHS):
+    return [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={ranks}",
+            str(BIN / "examples" / "05_own_loop"), str(output), str(epochs)]
+
+
+def environment():
+    return {**os.environ, "LOCKSTEP_DEVICE": "cpu"}
+
+
+def finish(ranks, output, epochs=EPOCHS):
+    done = subprocess.run(command(ranks, output, epochs), capture_output=True, text=True,
+                          timeout=LIMIT_S, check=False, env=environment(),
+                          stdin=subprocess.DEVNULL)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0 and "replicas identical" in done.stdout, text
+    return text
+
+
+def steps(output):
+    found = [re.fullmatch(r"checkpoint-(\d+)", p.name) for p in pathlib.Path(output).iterdir()]
+    return sorted(int(m.group(1)) for m in found if m)
+
+
+def ranks_of(launcher):
+    """Pids of the launcher's children that run the example."""
+    found = []
+    for entry in pathlib.Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            program = (entry / "cmdline").read_bytes().split(b"\0")[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == launcher and program.endswith(b"05_own_loop"):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def interrupted(ranks, output, interrupt):
+    """Starts a run, interrupts it after its first checkpoint, and returns exit code and output."""
+    with open(f"{output}.log", "w+", encoding="utf-8") as log:
+        process = subprocess.Popen(command(ranks, output), stdout=log, stderr=subprocess.STDOUT,
+                                   env=environment(), stdin=subprocess.DEVNULL)
+        try:
+            end = time.monotonic() + LIMIT_S
+            while not (output / "checkpoint-50").exists():
+                assert process.poll() is None and time.monotonic() < end, log.name
+                time.sleep(0.02)
+            interrupt(process)
+            code = process.wait(timeout=LIMIT_S)
+        finally:
+            process.kill()
+        log.seek(0)
+        return code, log.read()
+
+
+def check(*arguments):
+    done = subprocess.run([LOCKSTEP, "checkpoint", *map(str, arguments)], capture_output=True,
+                          text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def one_rank(number, sent):
+    def interrupt(process):
+        pids = ranks_of(process.pid)
+        assert len(pids) == 2, pids
+        os.kill(pids[number], sent)
+    return interrupt
+
+
+def main():
+    with tempfile.TemporaryDirectory(prefix="lockstep-own-loop-") as name:
+        place = pathlib.Path(name)
+        whole = place / "whole"
+        finish(2, whole)
+        last = steps(whole)[-1]
+        assert last == EPOCHS * 32, last
+        check("verify", whole)
+        assert f"step {last}" in check("show", whole / f"checkpoint-{last}")
+
+        ways = {"launcher": (143, lambda process: process.send_signal(signal.SIGTERM)),
+                "rank": (143, one_rank(1, signal.SIGUSR1)),
+                "kill": (None, one_rank(1, signal.SIGKILL))}
+        for way, (expected, interrupt) in ways.items():
+            output = place / way
+            code, text = interrupted(2, output, interrupt)
+            assert code == expected if expected else code not in (0, 143), text
+            stopped = steps(output)[-1]
+            assert stopped < last, "the run ended before it was interrupted"
+            if expected:
+                assert stopped % 50 != 0 or f"step {stopped}:" in text, text
+            text = finish(2, output)
+            assert f"resumed at step {stopped}" in text, text
+            check("diff", whole / f"checkpoint-{last}", output / f"checkpoint-{last}")
+            print(f"{way}: stopped at step {stopped}, the same bits at step {last}")
+
+        # 1280 steps of two ranks are 40 epochs; one rank more sees larger batches.
+        output = place / "other"
+        interrupted(2, output, ways["launcher"][1])
+        for ranks in (3, 1):
+            text = finish(ranks, output, epochs=40)
+            assert "resumed at step" in text, text
+        check("verify", output)
+        print("resumed on three ranks and on one")
+
+
+if __name__ == "__main__":
+    main()

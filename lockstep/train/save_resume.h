@@ -1,0 +1,112 @@
+// Checkpoints of a training loop of your own: one call saves, one call resumes.
+//
+//   const lockstep::CheckpointParts parts{
+//       .module = net.get(), .optimizer = &optimizer, .loader = &loader};
+//   std::int64_t step = 0, epoch = 0;
+//   if (const auto resumed = lockstep::resume("out", world, parts)) {
+//     step = resumed->step;
+//     epoch = resumed->epoch;        // loader.epoch(epoch) continues in its middle
+//   }
+//   ...                              // after an optimizer step:
+//   lockstep::save_checkpoint("out", world, parts, {.step = step, .save_total_limit = 2});
+//
+// The folder is out/checkpoint-<step>/, the Trainer's format (lockstep/train/checkpoint.h): it gets
+// its name when it is complete and on the disk, `lockstep checkpoint verify|show|diff` read it, and
+// any number of ranks resumes from it. Rank 0 writes, all ranks read: on several hosts `directory`
+// is on a shared file system.
+//
+// Collective, also in failure: what one rank throws, all ranks throw with its message, and the
+// world can still be used. One thread per directory. Nothing is owned: parts point to what the loop
+// uses, and what is null is neither saved nor restored.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+#include "lockstep/data/loader.h"
+#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/group.h"
+#include "lockstep/optim/schedule.h"
+#include "lockstep/parallel/sharded_optimizer.h"
+#include "lockstep/train/trainer_state.h"
+
+namespace lockstep {
+
+// The optimizer of a checkpoint: AdamW, Adam or SGD of lockstep::optim, or ShardedOptimizer. Their
+// state is named after parameters, so that either resumes what the other saved.
+class OptimizerPart {
+ public:
+  OptimizerPart() = default;
+  // UsageError for an optimizer of torch::optim: its state has no names.
+  OptimizerPart(torch::optim::Optimizer* optimizer);
+  OptimizerPart(ShardedOptimizer* optimizer) : sharded_(optimizer) {}
+
+  explicit operator bool() const { return replicated_ != nullptr || sharded_ != nullptr; }
+  bool collective() const { return sharded_ != nullptr; }  // state_dict and load_state_dict
+  std::map<std::string, at::Tensor> state_dict(const torch::nn::Module& module) const;
+  // The module's parameters have been loaded before.
+  void load_state_dict(const torch::nn::Module& module,
+                       const std::map<std::string, at::Tensor>& state) const;
+  std::vector<double> learning_rates() const;  // of the groups
+  void set_learning_rates(const std::vector<double>& rates) const;
+
+ private:
+  optim::FusedBase* replicated_ = nullptr;
+  ShardedOptimizer* sharded_ = nullptr;
+};
+
+struct CheckpointParts {
+  torch::nn::Module* module = nullptr;  // required; the one that was wrapped, not the wrapper
+  OptimizerPart optimizer{};            // state and learning rates
+  data::Loader* loader = nullptr;       // the position in the epoch
+  // A schedule has no state; it is compared, and another one than was saved with is a warning.
+  const optim::Schedule* schedule = nullptr;
+  optim::GradScaler* scaler = nullptr;
+  bool rng = true;  // the generators of every rank
+};
+
+struct SaveOptions {
+  std::int64_t step = 0;       // optimizer steps taken; the same on every rank
+  std::int64_t epoch = 0;      // of a loop without a loader
+  int save_total_limit = 0;    // checkpoints to retain; 0: all
+  std::string retain{};        // one that the limit does not delete: the best model's folder
+  train::Metrics metrics{};    // numbers of this step, in the log_history of its folder
+  std::string model_config{};  // JSON, the folder's config.json; empty: no such file
+};
+
+// Saves after an optimizer step, when no gradients are accumulated: those are not part of it.
+// Durable on return, on every rank; returns the folder. Checkpoints in `directory` of a higher step
+// are another run's: they are moved to <directory>/earlier-<n>/, because the highest step is the
+// one that is resumed from. Throws for a full disk, too; the older checkpoints are unharmed.
+std::string save_checkpoint(const std::string& directory, World world, const CheckpointParts& parts,
+                            const SaveOptions& options);
+
+struct ResumeOptions {
+  // A folder, instead of the newest in `directory` that verifies to the last byte.
+  std::string checkpoint{};
+};
+
+struct Resumed {
+  std::string path;
+  std::int64_t step = 0;
+  std::int64_t epoch = 0;       // to continue with; one that was at its end is empty
+  std::int64_t world_size = 0;  // of the run that saved
+  train::Metrics metrics;
+};
+
+// Restores all parts, and says where the loop continues; nothing where there is no checkpoint to
+// resume from. Folders that are damaged are skipped with a warning. The last call before the loop:
+// what draws random numbers after it changes the run. UsageError for a checkpoint of another model,
+// dataset or optimizer; some parts may be restored by then.
+std::optional<Resumed> resume(const std::string& directory, World world,
+                              const CheckpointParts& parts, const ResumeOptions& options = {});
+
+}  // namespace lockstep

@@ -1,0 +1,438 @@
+// save_checkpoint(), resume() and StopRequest in loops that are not the Trainer's. Random
+// generators and signals belong to a process, so examples/05_own_loop/own_loop_test.py tests those
+// with real ranks.
+#include "lockstep/train/save_resume.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <csignal>
+#include <filesystem>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "lockstep/io/files_for_test.h"
+#include "lockstep/io/manifest.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/testing/worlds.h"
+#include "lockstep/train/stop_request.h"
+#include "lockstep/train/trainer_for_test.h"
+
+namespace lockstep {
+namespace {
+
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using train::flat;
+
+// What a user's loop has: a model with buffers, two parameter groups, a schedule, a loader.
+torch::nn::Sequential network_with_buffers() {
+  torch::nn::Sequential net = train::network();
+  net->push_back(torch::nn::BatchNorm1d(train::kClasses));
+  return net;
+}
+
+std::vector<at::Tensor> but_first(const torch::nn::Module& module) {
+  const std::vector<at::Tensor> all = module.parameters();
+  return {all.begin() + 1, all.end()};
+}
+
+struct OwnLoop {
+  explicit OwnLoop(World ranks, std::int64_t samples = 50)
+      : world(std::move(ranks)),
+        loader(data::loader(train::dataset(samples, 1), world,
+                            {.batch_size = 3, .shuffle = true, .seed = 9})) {}
+
+  CheckpointParts parts() {
+    return {.module = net.get(),
+            .optimizer = &optimizer,
+            .loader = &loader,
+            .schedule = &schedule,
+            .scaler = &scaler,
+            .rng = false};
+  }
+  std::string save(const std::string& directory, SaveOptions options = {}) {
+    options.step = step;
+    return save_checkpoint(directory, world, parts(), options);
+  }
+  std::optional<Resumed> resume_from(const std::string& directory) {
+    const auto resumed = resume(directory, world, parts());
+    if (resumed) {
+      step = resumed->step;
+      epoch = resumed->epoch;
+    }
+    return resumed;
+  }
+
+  // Until `last` steps are done, wherever in an epoch that is.
+  void train_to(std::int64_t last) {
+    for (; step < last; ++epoch) {
+      for (auto& batch : loader.epoch(epoch)) {
+        seen.insert(seen.end(), batch.indices.begin(), batch.indices.end());
+        optimizer.set_lr(0, 0.01 * schedule.factor(step));
+        optimizer.set_lr(1, 0.02 * schedule.factor(step));
+        torch::cross_entropy_loss(model(batch.data), batch.target).backward();
+        optimizer.step();
+        optimizer.zero_grad();
+        if (++step == last) return;
+      }
+    }
+  }
+
+  World world;
+  torch::nn::Sequential net = network_with_buffers();
+  optim::AdamW optimizer{{optim::AdamW::group({net->parameters()[0]}, {.lr = 0.01}),
+                          optim::AdamW::group(but_first(*net), {.lr = 0.02, .weight_decay = 0})}};
+  data::Loader loader;
+  optim::Schedule schedule =
+      optim::make_schedule({.name = "cosine", .warmup_steps = 3, .total_steps = 40, .lr = 0.01});
+  optim::GradScaler scaler{world};
+  DistributedDataParallel<torch::nn::Sequential> model{
+      net, world, {.find_unused_parameters = true}};
+  std::int64_t step = 0, epoch = 0;
+  std::vector<std::int64_t> seen;
+};
+
+at::Tensor buffers(const torch::nn::Module& module) {
+  std::vector<at::Tensor> all;
+  for (const auto& b : module.buffers()) all.push_back(b.to(at::kDouble).flatten());
+  return at::cat(all);
+}
+
+// ---------------------------------------------------------------- resuming
+
+class SaveResume : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, SaveResume, ::testing::Values(1, 2, 3, 4, 7));
+
+// In the middle of the second epoch.
+TEST_P(SaveResume, ContinuesAsIfItHadNeverEnded) {
+  io::TemporaryDirectory dir;
+  testing::run_threads(GetParam(), [&](World& world) {
+    const std::int64_t per_epoch = OwnLoop(world).loader.batches_per_epoch();
+    OwnLoop whole(world);
+    whole.train_to(per_epoch * 3);
+    {
+      OwnLoop first(world);
+      EXPECT_FALSE(first.resume_from(dir.path()));
+      first.train_to(per_epoch + 1);
+      EXPECT_EQ(first.save(dir.path()), train::checkpoint_path(dir.path(), per_epoch + 1));
+    }
+    OwnLoop second(world);
+    const auto resumed = second.resume_from(dir.path());
+    ASSERT_TRUE(resumed);
+    EXPECT_EQ(resumed->step, per_epoch + 1);
+    EXPECT_EQ(resumed->epoch, 1);
+    EXPECT_EQ(resumed->world_size, world.size());
+    EXPECT_EQ(second.optimizer.lr(1), 0.02 * second.schedule.factor(per_epoch));
+    second.train_to(per_epoch * 3);
+    EXPECT_TRUE(torch::equal(flat(*whole.net), flat(*second.net)));
+    EXPECT_TRUE(torch::equal(buffers(*whole.net), buffers(*second.net)));
+    const std::vector<std::int64_t> rest(whole.seen.end() - std::ssize(second.seen),
+                                         whole.seen.end());
+    EXPECT_EQ(second.seen, rest);
+  });
+  EXPECT_THAT(io::verify(train::checkpoint_path(dir.path(), train::steps_in(dir.path())[0])),
+              ::testing::IsEmpty());
+}
+
+TEST(SaveResumeRanks, AtAnotherNumberOfRanksEverySampleComesOncePerEpoch) {
+  io::TemporaryDirectory dir;
+  std::mutex mutex;
+  std::multiset<std::int64_t> seen;
+  const auto note = [&](const OwnLoop& loop) {
+    const std::lock_guard lock(mutex);
+    seen.insert(loop.seen.begin(), loop.seen.end());
+  };
+  constexpr std::int64_t kSamples = 60;  // divides by all of the ranks
+  at::Tensor weights, lr;
+  testing::run_threads(3, [&](World& world) {
+    OwnLoop loop(world, kSamples);
+    loop.train_to(2);
+    loop.save(dir.path());
+    note(loop);
+    if (world.is_leader()) weights = flat(*loop.net).clone();
+  });
+  for (const int ranks : {2, 4}) {
+    testing::run_threads(ranks, [&](World& world) {
+      OwnLoop loop(world, kSamples);
+      const auto resumed = loop.resume_from(dir.path());
+      ASSERT_TRUE(resumed);
+      EXPECT_EQ(resumed->world_size, ranks == 2 ? 3 : 2);
+      if (ranks == 2) {
+        EXPECT_TRUE(torch::equal(weights, flat(*loop.net)));
+      }
+      const std::int64_t left = loop.loader.batches_left(0);
+      loop.train_to(ranks == 2 ? loop.step + 3 : loop.step + left);
+      note(loop);
+      loop.save(dir.path());
+    });
+  }
+  EXPECT_EQ(seen.size(), static_cast<std::size_t>(kSamples));
+  EXPECT_EQ(std::set<std::int64_t>(seen.begin(), seen.end()).size(),
+            static_cast<std::size_t>(kSamples));
+}
+
+TEST(SaveResumeRanks, AnEpochAtItsEndIsEmptyAndTheNextOneFollows) {
+  io::TemporaryDirectory dir;
+  testing::run_threads(2, [&](World& world) {
+    OwnLoop first(world);
+    const std::int64_t per_epoch = first.loader.batches_per_epoch();
+    first.train_to(per_epoch);
+    first.save(dir.path(), {.metrics = {{"loss", 0.25}}});
+    OwnLoop second(world);
+    const auto resumed = second.resume_from(dir.path());
+    ASSERT_TRUE(resumed);
+    EXPECT_EQ(resumed->epoch, 0);
+    ASSERT_NE(train::find_metric(resumed->metrics, "loss"), nullptr);
+    EXPECT_EQ(*train::find_metric(resumed->metrics, "loss"), 0.25);
+    second.train_to(2 * per_epoch);
+    EXPECT_EQ(second.epoch, 1);
+    first.epoch = 1;
+    first.train_to(2 * per_epoch);
+    EXPECT_TRUE(torch::equal(flat(*first.net), flat(*second.net)));
+  });
+}
+
+TEST(SaveResume, TheScalerComesBack) {
+  io::TemporaryDirectory dir;
+  OwnLoop first(World{});
+  first.scaler.load_state_dict({.scale = 512, .growth_tracker = 7});
+  first.save(dir.path());
+  OwnLoop second(World{});
+  ASSERT_TRUE(second.resume_from(dir.path()));
+  EXPECT_EQ(second.scaler.state_dict().scale, 512);
+  EXPECT_EQ(second.scaler.state_dict().growth_tracker, 7);
+}
+
+TEST(SaveResume, DamagedFoldersAreSkipped) {
+  io::TemporaryDirectory dir;
+  testing::run_threads(2, [&](World& world) {
+    OwnLoop loop(world);
+    loop.train_to(2);
+    loop.save(dir.path());
+    const at::Tensor saved = flat(*loop.net).clone();
+    loop.train_to(4);
+    const std::string newest = loop.save(dir.path());
+    world.leader_first([&] {
+      if (world.is_leader()) std::filesystem::resize_file(newest + "/model.safetensors", 100);
+    });
+    OwnLoop second(world);
+    ASSERT_TRUE(second.resume_from(dir.path()));
+    EXPECT_EQ(second.step, 2);
+    EXPECT_TRUE(torch::equal(saved, flat(*second.net)));
+    // What is saved now is the newest, not the one that is damaged.
+    second.train_to(3);
+    second.save(dir.path());
+    OwnLoop third(world);
+    ASSERT_TRUE(third.resume_from(dir.path()));
+    EXPECT_EQ(third.step, 3);
+  });
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(3, 2));
+  EXPECT_THAT(train::steps_in(dir / "earlier-1"), ElementsAre(4));
+}
+
+TEST(SaveResume, AFolderMayBeNamed) {
+  io::TemporaryDirectory dir;
+  OwnLoop loop(World{});
+  loop.train_to(1);
+  const std::string first = loop.save(dir.path());
+  loop.train_to(2);
+  loop.save(dir.path());
+  const auto resumed = resume(dir.path(), World{}, loop.parts(), {.checkpoint = first});
+  ASSERT_TRUE(resumed);
+  EXPECT_EQ(resumed->step, 1);
+}
+
+TEST(SaveResume, TheLimitRetainsTheNewestAndTheBest) {
+  io::TemporaryDirectory dir;
+  OwnLoop loop(World{});
+  std::string best;
+  for (int step = 1; step <= 5; ++step) {
+    loop.train_to(step);
+    const std::string path = loop.save(dir.path(), {.save_total_limit = 2, .retain = best});
+    if (step == 2) best = path;
+  }
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(5, 2));
+}
+
+// ---------------------------------------------------------------- other optimizers and the Trainer
+
+TEST(SaveResume, ShardedAndReplicatedResumeEachOther) {
+  io::TemporaryDirectory dir;
+  testing::run_threads(2, [&](World& world) {
+    const auto batch = [&](int step) {
+      return torch::randn({8, train::kFeatures}, train::generator(10 * step + world.rank()));
+    };
+    const auto four_steps = [&](torch::nn::Sequential& net, auto& model, auto& optimizer,
+                                int from) {
+      for (int step = from; step < from + 4; ++step) {
+        model(batch(step)).square().mean().backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      return flat(*net).clone();
+    };
+    const optim::AdamWOptions options{.lr = 0.01};
+    torch::nn::Sequential sharded_net = train::network(), net = train::network();
+    DistributedDataParallel sharded_model{sharded_net, world}, model{net, world};
+    ShardedOptimizer sharded{sharded_model, options};
+    optim::AdamW replicated{net->parameters(), options};
+
+    four_steps(sharded_net, sharded_model, sharded, 0);
+    save_checkpoint(dir.path(), world,
+                    {.module = sharded_net.get(), .optimizer = &sharded, .rng = false},
+                    {.step = 4, .epoch = 2});
+    const CheckpointParts parts{.module = net.get(), .optimizer = &replicated, .rng = false};
+    const auto resumed = resume(dir.path(), world, parts);
+    ASSERT_TRUE(resumed);
+    EXPECT_EQ(resumed->epoch, 2);
+    const at::Tensor expected = four_steps(sharded_net, sharded_model, sharded, 4);
+    EXPECT_TRUE(torch::equal(expected, four_steps(net, model, replicated, 4)));
+
+    // And back: the sharded optimizer takes steps that the replicated one has not.
+    save_checkpoint(dir.path(), world, parts, {.step = 8});
+    four_steps(sharded_net, sharded_model, sharded, 20);
+    ASSERT_TRUE(resume(dir.path(), world,
+                       {.module = sharded_net.get(), .optimizer = &sharded, .rng = false}));
+    EXPECT_TRUE(torch::equal(four_steps(sharded_net, sharded_model, sharded, 8),
+                             four_steps(net, model, replicated, 8)));
+    sharded_model.verify_replicas();
+  });
+}
+
+TEST(SaveResume, TheTrainerContinuesFromALoopAndALoopFromTheTrainer) {
+  io::TemporaryDirectory dir;
+  auto a = train::arguments(dir.path());
+  a.save_strategy = Interval::kSteps;
+  a.save_steps = 5;
+  a.max_steps = 5;
+  torch::nn::Sequential trained = train::network();
+  Trainer(World{}, train::task_for(trained, train::dataset(64, 1)), a).train();
+
+  const auto parts = [](torch::nn::Sequential& net, optim::AdamW& optimizer, data::Loader& loader) {
+    return CheckpointParts{.module = net.get(), .optimizer = &optimizer, .loader = &loader};
+  };
+  torch::nn::Sequential net = train::network();
+  optim::AdamW optimizer{net->parameters(), {.lr = 1e-2}};
+  data::Loader loader =
+      data::loader(train::dataset(64, 1), World{}, {.batch_size = 4, .shuffle = true, .seed = 42});
+  const auto resumed = resume(dir.path(), World{}, parts(net, optimizer, loader));
+  ASSERT_TRUE(resumed);
+  EXPECT_EQ(resumed->step, 5);
+  EXPECT_TRUE(torch::equal(flat(*net), flat(*trained)));
+  EXPECT_EQ(loader.state().cursor, 20);
+  for (auto& batch : loader.epoch(0)) {
+    torch::cross_entropy_loss(net->forward(batch.data), batch.target).backward();
+    optimizer.step();
+    break;
+  }
+  save_checkpoint(dir.path(), World{}, parts(net, optimizer, loader), {.step = 6});
+
+  a.max_steps = 9;
+  a.resume_from_checkpoint = "auto";
+  torch::nn::Sequential continued = train::network();
+  const TrainResult result =
+      Trainer(World{}, train::task_for(continued, train::dataset(64, 1)), a).train();
+  EXPECT_EQ(result.first_step, 6);
+  EXPECT_EQ(result.global_step, 9);
+}
+
+// ---------------------------------------------------------------- failures
+
+TEST(SaveResume, WhatOneRankCannotDoFailsOnAll) {
+  io::TemporaryDirectory dir;
+  testing::run_threads(3, [&](World& world) {
+    OwnLoop loop(world);
+    loop.train_to(1);
+    loop.save(dir.path());
+
+    torch::nn::Sequential other(torch::nn::Linear(2, 2));
+    CheckpointParts parts = loop.parts();
+    if (world.rank() == 1) parts.module = other.get();
+    const std::string text = io::message_of<UsageError>([&] { resume(dir.path(), world, parts); });
+    EXPECT_THAT(text, HasSubstr(world.rank() == 1 ? "model.safetensors" : "rank 1: "));
+
+    if (world.rank() == 2) parts.module = nullptr;
+    if (world.rank() == 1) parts.module = loop.net.get();
+    EXPECT_THAT(
+        io::message_of<UsageError>([&] { save_checkpoint(dir.path(), world, parts, {.step = 2}); }),
+        HasSubstr("the parts have no module"));
+    EXPECT_THAT(io::message_of<UsageError>([&] {
+                  save_checkpoint(dir.path(), world, loop.parts(), {.step = 5 + world.rank()});
+                }),
+                HasSubstr("rank 0 saves step 5 and rank 1 step 6"));
+    // The world still works.
+    EXPECT_EQ(world.sum(1), 3);
+    EXPECT_TRUE(loop.resume_from(dir.path()));
+  });
+}
+
+TEST(SaveResume, ADirectoryThatCannotBeWrittenFailsOnAllRanks) {
+  io::TemporaryDirectory dir;
+  io::put(dir / "file", "not a directory");
+  const auto texts = testing::run_threads_collecting(2, [&](World& world) {
+    OwnLoop loop(world);
+    loop.save(dir / "file");
+  });
+  EXPECT_THAT(texts, Each(HasSubstr(dir / "file")));
+}
+
+TEST(SaveResume, RefusesWhatItCannotName) {
+  torch::nn::Sequential net = train::network();
+  torch::optim::Adam stock(net->parameters());
+  EXPECT_THAT(io::message_of<UsageError>([&] { OptimizerPart{&stock}; }),
+              HasSubstr("Use AdamW, Adam or SGD of lockstep::optim"));
+
+  io::TemporaryDirectory dir;
+  OwnLoop loop(World{});
+  save_checkpoint(dir.path(), World{}, {.module = loop.net.get(), .rng = false}, {.step = 1});
+  EXPECT_THAT(io::message_of<UsageError>([&] {
+                CheckpointParts parts{.module = loop.net.get(), .loader = &loop.loader};
+                resume(dir.path(), World{}, parts);
+              }),
+              HasSubstr("it was saved without a loader"));
+  // Weights alone are enough to resume weights alone.
+  EXPECT_TRUE(resume(dir.path(), World{}, {.module = loop.net.get()}));
+}
+
+TEST(SaveResume, ParameterGroupsMustBeAsManyAsWereSaved) {
+  io::TemporaryDirectory dir;
+  OwnLoop loop(World{});
+  loop.train_to(1);
+  loop.save(dir.path());
+  optim::AdamW one{loop.net->parameters(), {.lr = 0.1}};
+  EXPECT_THAT(io::message_of<UsageError>([&] {
+                resume(dir.path(), World{}, {.module = loop.net.get(), .optimizer = &one});
+              }),
+              HasSubstr("learning rates for 2 parameter groups, and the optimizer has 1"));
+}
+
+// ---------------------------------------------------------------- stop requests
+
+TEST(StopRequest, ASignalIsHeardAtTheNextStepAndHandlersComeBack) {
+  struct sigaction before {
+  }, after{};
+  ::sigaction(SIGTERM, nullptr, &before);
+  {
+    StopRequest stop{World{}};
+    EXPECT_FALSE(stop.received());
+    EXPECT_EQ(stop.exit_code(), 0);
+    EXPECT_THROW(StopRequest{World{}}, UsageError);
+    ::raise(SIGUSR1);
+    EXPECT_TRUE(stop.received());
+    EXPECT_TRUE(stop.received());
+    EXPECT_EQ(stop.signal(), SIGUSR1);
+    EXPECT_EQ(stop.exit_code(), 143);
+  }
+  ::sigaction(SIGTERM, nullptr, &after);
+  EXPECT_EQ(before.sa_handler, after.sa_handler);
+}
+
+}  // namespace
+}  // namespace lockstep
