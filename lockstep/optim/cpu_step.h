@@ -29,7 +29,7 @@ inline bool has_kernel(c10::ScalarType dtype, c10::Device device) {
   return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
-// Where a parameter and its state lie; what a rule does not keep is null.
+// Where a parameter and its state lie; what an optimizer does not have is null.
 template <typename T>
 struct Memory {
   T* param = nullptr;
@@ -51,7 +51,7 @@ kernels::AdamStep adam_step(const auto& options, double steps) {
           .step = steps};
 }
 
-// A rule on a slice; `steps` counts from 1.
+// The update of a slice; `steps` counts from 1.
 template <typename T>
 void step_slice(const AdamWOptions& options, const kernels::Gradient<T>& gradient,
                 const Memory<T>& memory, const kernels::Slice& slice, double steps) {
@@ -84,7 +84,7 @@ using Part = c10::function_ref<void(std::int64_t begin, std::int64_t end)>;
 void share_out(std::int64_t count, std::int64_t unit, Part body);
 
 // A parameter, its gradient and its state, all of one dtype and laid out identically; the tensors
-// of state that a rule does not keep are undefined.
+// of state that an optimizer does not have are undefined.
 struct CpuItem {
   at::Tensor param, grad, first, second;
   double steps = 1;
