@@ -16,7 +16,6 @@
 #include <optional>
 #include <type_traits>
 
-#include "lockstep/optim/adamw.h"
 #include "lockstep/optim/cpu_step.h"
 
 namespace lockstep::optim {

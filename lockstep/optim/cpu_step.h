@@ -19,9 +19,8 @@
 #include <vector>
 
 #include "lockstep/kernels/step.h"
-#include "lockstep/optim/adam.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/optim/sgd.h"
+#include "lockstep/optim/group.h"
+#include "lockstep/optim/options.h"
 
 namespace lockstep::optim::detail {
 
@@ -100,8 +99,8 @@ extern template void step_on_cpu(const std::vector<CpuItem>&, const AdamWOptions
 extern template void step_on_cpu(const std::vector<CpuItem>&, const AdamOptions&);
 extern template void step_on_cpu(const std::vector<CpuItem>&, const SGDOptions&);
 
-// Autograd is told that the parameters have changed, so that a graph kept across the step raises
-// instead of using the new values. ATen's fused kernels do not tell it either.
+// Increments the version counters, so that a graph retained across the step raises instead of using
+// the new values. ATen's fused kernels do not do it either.
 void count_versions(const Batch& batch);
 
 // True when this batch's step is to be skipped and the host can see it: the flag is in its memory.

@@ -59,7 +59,7 @@ using Seen = std::unordered_set<at::TensorImpl*>;
 // The parameters with a gradient; one without is skipped, as in Python. One listed twice in a group
 // (tied weights: C++ modules list them under both names) is stepped once; one in two groups, a
 // sparse gradient, a parameter that is a strided slice and one whose gradient is not averaged yet
-// (see local_gradients.h) throw UsageError. `seen` is kept over the groups of one step.
+// (see local_gradients.h) throw UsageError. `seen` is shared by the groups of one step.
 std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& params, Seen& seen);
 
 // Throws UsageError when the group was added with another optimizer's options.

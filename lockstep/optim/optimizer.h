@@ -101,6 +101,8 @@ class Optimizer {
 // Throws UsageError for a max_grad_norm that is not a bound.
 void check(const StepOptions& options);
 
+NamedParameters named(const torch::nn::Module& module);
+
 // Every rank holds the whole state and takes the same step with averaged gradients.
 class ReplicatedOptimizer final : public Optimizer {
  public:
@@ -132,8 +134,6 @@ class ReplicatedOptimizer final : public Optimizer {
   std::map<std::string, std::size_t> group_of_;
   std::vector<std::unique_ptr<FusedBase>> parts_;  // one for each group
 };
-
-NamedParameters named(const torch::nn::Module& module);
 
 // Two groups as Hugging Face's Trainer makes them: the second, without weight decay, has the
 // parameters of LayerNorm and those named as a bias or a norm. A group without parameters and

@@ -535,13 +535,13 @@ TEST(ReplicatedOptimizer, MixesKindsOfOptions) {
   EXPECT_TRUE(optimizer.state_dict({.wanted = false}).empty());
   state["a.momentum_buffer"].fill_(7);
   optimizer.load_state_dict(state);
-  EXPECT_TENSOR_EQ(optimizer.state_dict().at("a.momentum_buffer"), at::full({2}, 7));
+  EXPECT_TENSOR_EQ(optimizer.state_dict().at("a.momentum_buffer"), at::full({2}, 7.0));
   TensorDict torn = state;
   torn["a.momentum_buffer"] = at::zeros({2});
   torn.erase("b.exp_avg");
   EXPECT_THAT(message_of<UsageError>([&] { optimizer.load_state_dict(torn); }),
               HasSubstr("the state has no 'b.exp_avg'"));
-  EXPECT_TENSOR_EQ(optimizer.state_dict().at("a.momentum_buffer"), at::full({2}, 7));
+  EXPECT_TENSOR_EQ(optimizer.state_dict().at("a.momentum_buffer"), at::full({2}, 7.0));
   state["c.step"] = at::zeros({});
   EXPECT_THAT(message_of<UsageError>([&] { optimizer.load_state_dict(state); }),
               HasSubstr("the state holds 'c.step'"));

@@ -82,7 +82,7 @@ constexpr const char* kNothing = "(nothing thrown)";
 
 // ---------------------------------------------------------------- the program of the documents
 
-TEST(ShardedDocument, TrainsSavesAndGoesOnAtAnotherNumberOfRanks) {
+TEST(ShardedDocument, TrainsSavesAndContinuesAtAnotherNumberOfRanks) {
   const io::TemporaryDirectory folder;
   const auto run = [&](int ranks, const TensorDict& saved, const std::string& name) {
     run_threads(ranks, [&](World& world) {

@@ -11,9 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/reducer.h"
 #include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_layout.h"
-#include "lockstep/parallel/sharded_optimizer.h"
 
 namespace lockstep::parallel {
 

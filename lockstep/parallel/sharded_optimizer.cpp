@@ -406,9 +406,9 @@ void ShardedImpl::check_gradients() const {
   }
 }
 
-// What one rank cannot do, none does: a refusal is told to all before anything is changed that a
-// user can see. So is a setting that differs: each owner would step its elements by another one,
-// and since all ranks get the result, nothing would ever show it. The same exchange says which
+// What one rank cannot do, none does: all learn of a refusal before anything is changed that a user
+// can see, and of an option that differs: each owner would step its elements by another one, and
+// since all ranks get the result, nothing would ever show it. The same exchange says which
 // parameters any rank has a gradient for.
 void ShardedImpl::agree_on_gradients() {
   Check check{.component = kComponent, .what = "this step"};

@@ -108,8 +108,8 @@ void ShardedImpl::check_parameters() const {
 }
 
 // A single write is left to step(), where all ranks refuse it together. Who writes again after
-// another backward has a loop that never steps here: nobody else would tell. If the others do step,
-// they are told there.
+// another backward has a loop that never steps here: nobody else would report it. If the others do
+// step, they learn of it there.
 void ShardedImpl::on_backward() {
   window_scale_ = 1;
   const Member* written = find_written();

@@ -6,9 +6,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <limits>
 #include <new>
 
-#include "lockstep/comm/shm/memory_limits.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -54,14 +56,18 @@ std::uint64_t state_bytes(const TrainingArguments& a, const torch::nn::Module& m
   return bytes;
 }
 
-// Whether so much would be lacking on this rank's device, or on the host where all its ranks take
-// as much.
-bool is_lacking(std::uint64_t bytes, const World& world) {
+// Bytes that this rank may still take: of its device, or of its part of the host's memory.
+std::uint64_t available_bytes(const World& world) {
   const c10::Device device = world.device();
   if (!device.is_cpu())
-    return bytes > c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first;
-  const auto ranks = static_cast<std::uint64_t>(world.local_size());
-  return !shm::lacking_memory({.own_bytes = bytes, .host_bytes = ranks * bytes}).empty();
+    return c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first;
+  std::ifstream file("/proc/meminfo");
+  for (std::string line; std::getline(file, line);) {
+    unsigned long long kib = 0;
+    if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &kib) == 1)
+      return kib * 1024 / static_cast<std::uint64_t>(world.local_size());
+  }
+  return std::numeric_limits<std::uint64_t>::max();
 }
 
 DdpOptions ddp_options(const TrainingArguments& a) {
@@ -218,7 +224,7 @@ std::string TrainerImpl::reason_to_shard() {
   const bool shm = world_.device().is_cpu() && world_.backend() == "shm";
   // Activations and gradients need the other half.
   const bool needs_room =
-      !shm && world_.any(is_lacking(2 * state_bytes(arguments_, *task_.module), world_));
+      !shm && world_.any(state_bytes(arguments_, *task_.module) > available_bytes(world_) / 2);
   if (!shm && !needs_room) return "";
   if (world_.any(!unable.empty())) {
     if (world_.is_leader() && !unable.empty())
