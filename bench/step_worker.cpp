@@ -24,7 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Tensors = std::vector<at::Tensor>;
 
-const optim::AdamWOptions kRule{.lr = 1e-3};
+const optim::AdamWOptions kOptions{.lr = 1e-3};
 constexpr double kMaxNorm = 1;  // far below the norm of the gradients: clipping always bites
 constexpr int kVerifiedSteps = 3;
 constexpr std::int64_t kBucketElements = 25 * 1024 * 1024 / 4;  // DDP's default bucket
@@ -168,7 +168,7 @@ struct Replica {
   explicit Replica(std::int64_t count) : params(make_parameters(count)) { reset(); }
   void reset() {
     write_parameters(params);
-    optimizer = std::make_unique<optim::AdamW>(params, kRule);
+    optimizer = std::make_unique<optim::AdamW>(params, kOptions);
   }
   Tensors params;
   std::unique_ptr<optim::AdamW> optimizer;
@@ -190,8 +190,8 @@ struct AtenReplica {
   void step(const Tensors& grads) {
     const torch::NoGradGuard no_grad;
     const Tensors counts(grads.size(), at::full({}, ++steps, at::kFloat));
-    at::_fused_adamw_(params, grads, first, second, {}, counts, kRule.lr, kRule.betas.first,
-                      kRule.betas.second, kRule.weight_decay, kRule.eps, false, false);
+    at::_fused_adamw_(params, grads, first, second, {}, counts, kOptions.lr, kOptions.betas.first,
+                      kOptions.betas.second, kOptions.weight_decay, kOptions.eps, false, false);
   }
   Tensors params, first, second;
   int steps = 0;
@@ -206,8 +206,7 @@ struct Sharded {
       named.push_back({fmt::format("p{}", i), params[i]});
     reducer = std::make_shared<Reducer>(named, std::vector<NamedTensor>{}, std::move(world));
     optimizer = std::make_unique<ShardedOptimizer>(
-        reducer, std::vector<ShardedGroup>{{params, kRule}},
-        ShardedOptions{.max_grad_norm = settings.clip ? kMaxNorm : 0});
+        reducer, std::vector<optim::ParamGroup>{{params, kOptions}});
     at::Tensor loss = at::zeros({});
     for (const auto& param : params) loss = loss + param.sum();
     loss.backward();
@@ -229,7 +228,9 @@ std::vector<Contender> make_contenders(World& shm, const StepSettings& settings)
   auto peer = std::make_shared<AtenReplica>(settings.params);
   World gloo = World::from_env({.backend = "gloo"});
   const bool clip = settings.clip;
-  const auto fused = [sharded] { return sharded->optimizer->step().grad_norm; };
+  const auto fused = [sharded, clip] {
+    return sharded->optimizer->step({.max_grad_norm = clip ? kMaxNorm : 0}).norm();
+  };
   const auto replicated = [shm, shared, replica, clip]() mutable {
     average(shm, shared.flats);
     const double norm = clip ? clip_by_blocks(shared.grads) : -1;
@@ -300,9 +301,9 @@ Expected expect(const StepSettings& settings) {
     write_mean_gradients(grads, settings.ranks, step);
     expected.norms.push_back(settings.clip ? clip_by_blocks(grads) : -1);
     const Tensors counts(grads.size(), at::full({}, step + 1, at::kFloat));
-    at::_fused_adamw_(expected.params, grads, first, second, {}, counts, kRule.lr,
-                      kRule.betas.first, kRule.betas.second, kRule.weight_decay, kRule.eps, false,
-                      false);
+    at::_fused_adamw_(expected.params, grads, first, second, {}, counts, kOptions.lr,
+                      kOptions.betas.first, kOptions.betas.second, kOptions.weight_decay,
+                      kOptions.eps, false, false);
   }
   return expected;
 }
@@ -315,7 +316,7 @@ constexpr double kNormError = 1e-4;
 // so at most some four times as wrong; rounding the parameter adds 2^-24 of it per step and side.
 double tolerance(const StepSettings& settings, double parameter) {
   const double gradient = settings.ranks * 0x1p-24 + (settings.clip ? kNormError : 0);
-  return kVerifiedSteps * (4 * kRule.lr * gradient + std::abs(parameter) * 0x1p-23);
+  return kVerifiedSteps * (4 * kOptions.lr * gradient + std::abs(parameter) * 0x1p-23);
 }
 
 void compare(const Contender& contender, const Expected& expected, const StepSettings& settings) {

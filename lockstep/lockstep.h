@@ -17,15 +17,14 @@
 #include "lockstep/optim/determinism.h"               // IWYU pragma: export
 #include "lockstep/optim/ema.h"                       // IWYU pragma: export
 #include "lockstep/optim/grad_scaler.h"               // IWYU pragma: export
+#include "lockstep/optim/optimizer.h"                 // IWYU pragma: export
 #include "lockstep/optim/schedule.h"                  // IWYU pragma: export
 #include "lockstep/optim/sgd.h"                       // IWYU pragma: export
-#include "lockstep/optim/stepper.h"                   // IWYU pragma: export
 #include "lockstep/parallel/accumulation.h"           // IWYU pragma: export
 #include "lockstep/parallel/activation_checkpoint.h"  // IWYU pragma: export
 #include "lockstep/parallel/comm_hooks.h"             // IWYU pragma: export
 #include "lockstep/parallel/ddp.h"                    // IWYU pragma: export
 #include "lockstep/parallel/sharded_optimizer.h"      // IWYU pragma: export
-#include "lockstep/parallel/sharded_stepper.h"        // IWYU pragma: export
 #include "lockstep/parallel/sync_batch_norm.h"        // IWYU pragma: export
 #include "lockstep/run.h"                             // IWYU pragma: export
 #include "lockstep/train/save_resume.h"               // IWYU pragma: export

@@ -26,6 +26,7 @@ constexpr std::string_view kTraining[] = {
     "adam_beta2",
     "adam_epsilon",
     "max_grad_norm",
+    "shard_optimizer",
     "lr_scheduler_type",
     "lr_scheduler_kwargs",
     "warmup_steps",

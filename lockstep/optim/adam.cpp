@@ -1,4 +1,4 @@
-// Adam and AdamW: the same state and archive, two rules.
+// Adam and AdamW: the same state and archive, two kernels.
 #include "lockstep/optim/adam.h"
 
 #include <ATen/ops/_foreach_add.h>
@@ -16,7 +16,6 @@
 #include <optional>
 #include <type_traits>
 
-#include "lockstep/optim/adamw.h"
 #include "lockstep/optim/cpu_step.h"
 
 namespace lockstep::optim {
@@ -151,21 +150,22 @@ typename FusedAdam<Options>::State FusedAdam<Options>::state_of(
   const auto slot = this->state_.find(param.unsafeGetTensorImpl());
   if (slot == this->state_.end()) {
     const at::Tensor zeros = at::zeros(param.sizes(), param.options().device(at::kCPU));
-    return {0, {{"exp_avg", zeros}, {"exp_avg_sq", zeros.clone()}}};
+    return {at::zeros({}, at::kDouble), {{"exp_avg", zeros}, {"exp_avg_sq", zeros.clone()}}};
   }
   const auto& state = static_cast<const AdamState&>(*slot->second);
-  return {state.step.template item<double>(),
+  return {state.step.to(at::kDouble).reshape({}),
           {{"exp_avg", state.exp_avg}, {"exp_avg_sq", state.exp_avg_sq}}};
 }
 
 template <typename Options>
 void FusedAdam<Options>::set_state(const at::Tensor& param, State state) {
-  if (state.step == 0) {
+  const auto steps = state.step.template item<double>();
+  if (steps == 0) {
     this->state_.erase(param.unsafeGetTensorImpl());
     return;
   }
   auto fresh = fresh_state(param);
-  fresh->step.fill_(state.step);
+  fresh->step.fill_(steps);
   fresh->exp_avg.copy_(state.tensors[0].second);
   fresh->exp_avg_sq.copy_(state.tensors[1].second);
   this->state_[param.unsafeGetTensorImpl()] = std::move(fresh);

@@ -13,20 +13,10 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <string_view>
-#include <utility>
-
 #include "lockstep/optim/group.h"
+#include "lockstep/optim/options.h"
 
 namespace lockstep::optim {
-
-struct AdamOptions {
-  static constexpr std::string_view kName = "Adam";
-  double lr = 1e-3;
-  std::pair<double, double> betas{0.9, 0.999};
-  double eps = 1e-8;
-  double weight_decay = 0;
-};
 
 // Per parameter, made at its first step. Undefined before.
 struct AdamState : torch::optim::OptimizerCloneableParamState<AdamState> {
@@ -59,8 +49,9 @@ class Adam : public FusedAdam<AdamOptions> {
   using FusedAdam::FusedAdam;
 };
 
-void check(const AdamOptions& options);
 void read(torch::serialize::InputArchive& archive, AdamOptions& options);
+void read(torch::serialize::InputArchive& archive, AdamWOptions& options);
 void write(torch::serialize::OutputArchive& archive, const AdamOptions& options);
+void write(torch::serialize::OutputArchive& archive, const AdamWOptions& options);
 
 }  // namespace lockstep::optim

@@ -14,20 +14,10 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <string_view>
-#include <utility>
-
 #include "lockstep/optim/adam.h"
+#include "lockstep/optim/options.h"
 
 namespace lockstep::optim {
-
-struct AdamWOptions {
-  static constexpr std::string_view kName = "AdamW";
-  double lr = 1e-3;
-  std::pair<double, double> betas{0.9, 0.999};
-  double eps = 1e-8;
-  double weight_decay = 1e-2;
-};
 
 using AdamWState = AdamState;
 
@@ -35,9 +25,5 @@ class AdamW : public FusedAdam<AdamWOptions> {
  public:
   using FusedAdam::FusedAdam;
 };
-
-void check(const AdamWOptions& options);
-void read(torch::serialize::InputArchive& archive, AdamWOptions& options);
-void write(torch::serialize::OutputArchive& archive, const AdamWOptions& options);
 
 }  // namespace lockstep::optim

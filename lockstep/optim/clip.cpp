@@ -3,12 +3,14 @@
 #include <ATen/ATen.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <cmath>
 #include <unordered_set>
 
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/norm.h"
-#include "lockstep/optim/deferred_gradients.h"
+#include "lockstep/optim/cpu_step.h"
+#include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/to_device.h"
 
 namespace lockstep::optim {
@@ -20,7 +22,7 @@ using Groups = std::vector<std::vector<at::Tensor>>;
 
 // Those of `params`, in their order.
 std::vector<at::Tensor> list_of(const std::vector<at::Tensor>& params, const char* who) {
-  refuse_if_deferred(params, who);
+  refuse_local_gradients(params, who);
   std::vector<at::Tensor> gradients;
   std::unordered_set<at::TensorImpl*> seen;
   for (const auto& param : params) {
@@ -61,7 +63,14 @@ void check_norm(const at::Tensor& total, const ClipOptions& options, const char*
 template <typename T>
 void add_blocks_of(const at::Tensor& grad, double* sums) {
   const at::Tensor flat = grad.is_non_overlapping_and_dense() ? grad : grad.contiguous();
-  kernels::block_norms(flat.const_data_ptr<T>(), flat.numel(), sums);
+  const T* const values = flat.const_data_ptr<T>();
+  constexpr std::int64_t kBlock = kernels::kNormBlock;
+  detail::share_out(
+      kernels::norm_blocks(flat.numel()), kBlock, [&](std::int64_t begin, std::int64_t end) {
+        const std::int64_t first = begin * kBlock;
+        kernels::block_norms(values + first, std::min(end * kBlock, flat.numel()) - first,
+                             sums + begin);
+      });
 }
 
 at::Tensor norm_by_blocks(const std::vector<at::Tensor>& gradients, const ClipOptions& options,

@@ -19,9 +19,8 @@
 #include <vector>
 
 #include "lockstep/kernels/step.h"
-#include "lockstep/optim/adam.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/optim/sgd.h"
+#include "lockstep/optim/group.h"
+#include "lockstep/optim/options.h"
 
 namespace lockstep::optim::detail {
 
@@ -29,7 +28,7 @@ inline bool has_kernel(c10::ScalarType dtype, c10::Device device) {
   return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
-// Where a parameter and its state lie; what a rule does not keep is null.
+// Where a parameter and its state lie; what an optimizer does not have is null.
 template <typename T>
 struct Memory {
   T* param = nullptr;
@@ -51,7 +50,7 @@ kernels::AdamStep adam_step(const auto& options, double steps) {
           .step = steps};
 }
 
-// A rule on a slice; `steps` counts from 1.
+// The update of a slice; `steps` counts from 1.
 template <typename T>
 void step_slice(const AdamWOptions& options, const kernels::Gradient<T>& gradient,
                 const Memory<T>& memory, const kernels::Slice& slice, double steps) {
@@ -84,7 +83,7 @@ using Part = c10::function_ref<void(std::int64_t begin, std::int64_t end)>;
 void share_out(std::int64_t count, std::int64_t unit, Part body);
 
 // A parameter, its gradient and its state, all of one dtype and laid out identically; the tensors
-// of state that a rule does not keep are undefined.
+// of state that an optimizer does not have are undefined.
 struct CpuItem {
   at::Tensor param, grad, first, second;
   double steps = 1;
@@ -100,8 +99,8 @@ extern template void step_on_cpu(const std::vector<CpuItem>&, const AdamWOptions
 extern template void step_on_cpu(const std::vector<CpuItem>&, const AdamOptions&);
 extern template void step_on_cpu(const std::vector<CpuItem>&, const SGDOptions&);
 
-// Autograd is told that the parameters have changed, so that a graph kept across the step raises
-// instead of using the new values. ATen's fused kernels do not tell it either.
+// Increments the version counters, so that a graph retained across the step raises instead of using
+// the new values. ATen's fused kernels do not do it either.
 void count_versions(const Batch& batch);
 
 // True when this batch's step is to be skipped and the host can see it: the flag is in its memory.

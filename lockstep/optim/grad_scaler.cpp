@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/optim/deferred_gradients.h"
 #include "lockstep/optim/group.h"
+#include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/to_device.h"
 
 namespace lockstep::optim {
@@ -71,7 +71,7 @@ at::Tensor GradScaler::scale(const at::Tensor& loss) {
 
 // Multiplies the gradients by 1 / scale and returns whether any rank found one that is not finite.
 at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) {
-  refuse_if_deferred(params, kScaler);
+  refuse_local_gradients(params, kScaler);
   struct Grads {
     at::Tensor found_inf, inverse;
     std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
@@ -106,9 +106,13 @@ at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) 
 }
 
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+  unscale_(&optimizer, parameters_of(optimizer));
+}
+
+void GradScaler::unscale_(const void* optimizer, const std::vector<at::Tensor>& params) {
   if (!options_.enabled) return;
   require_scale("unscale_()");
-  PerOptimizer& state = optimizers_[&optimizer];
+  PerOptimizer& state = optimizers_[optimizer];
   if (state.stage == Stage::kUnscaled)
     throw UsageError(kScaler,
                      "unscale_() was already called on this optimizer since the last update(). The "
@@ -118,7 +122,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
                      "unscale_() was called after step(). The gradients are already unscaled and "
                      "used. Call update() first.");
   const torch::NoGradGuard no_grad;
-  state.found_inf = check_and_unscale(parameters_of(optimizer));
+  state.found_inf = check_and_unscale(params);
   state.stage = Stage::kUnscaled;
 }
 

@@ -55,6 +55,7 @@ class GradScaler {
 
   // Divides the gradients of the optimizer's parameters by the scale, once between two updates.
   void unscale_(torch::optim::Optimizer& optimizer);
+  void unscale_(const void* optimizer, const std::vector<at::Tensor>& params);
   // Steps unless a gradient is not finite; unscales first where that was not done.
   void step(torch::optim::Optimizer& optimizer);
   // After all steps: halves the scale when one was skipped, doubles it after growth_interval

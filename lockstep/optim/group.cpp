@@ -7,7 +7,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "lockstep/optim/deferred_gradients.h"
+#include "lockstep/optim/local_gradients.h"
 
 namespace lockstep::optim {
 namespace detail {
@@ -45,7 +45,7 @@ void check_steppable(std::string_view who, const at::Tensor& param, const at::Te
 }  // namespace
 
 std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& params, Seen& seen) {
-  refuse_if_deferred(params, who);
+  refuse_local_gradients(params, who);
   std::vector<Batch> batches;
   Seen in_group;
   for (const auto& param : params) {
@@ -76,6 +76,12 @@ void check_option(bool ok, std::string_view who, std::string_view option, double
   if (ok) return;
   throw UsageError(who, "option {} cannot be {}. It is out of its range. See {}Options.", option,
                    value, who);
+}
+
+void check_group(std::string_view who, std::size_t group, std::size_t count) {
+  if (group < count) return;
+  throw UsageError(who, "there is no group {}. Groups count from 0; there {} {}.", group,
+                   count == 1 ? "is" : "are", count);
 }
 
 void check_loaded(std::string_view who, const at::Tensor& param, const at::Tensor& loaded) {
@@ -114,12 +120,6 @@ void for_each_named(std::string_view who, std::vector<Group>& groups, const Name
   }
 }
 
-void check_group(std::string_view who, std::size_t group, std::size_t count) {
-  if (group < count) return;
-  throw UsageError(who, "there is no group {}. Groups count from 0; there {} {}.", group,
-                   count == 1 ? "is" : "are", count);
-}
-
 const at::Tensor& find_state(std::string_view who, const StateDict& state, const std::string& name,
                              at::IntArrayRef sizes) {
   const auto found = state.find(name);
@@ -145,7 +145,7 @@ void FusedBase::step_unless(const at::Tensor& found_inf) {
 }
 
 double FusedBase::lr(std::size_t group) const {
-  check_group(who(), group, param_groups_.size());
+  detail::check_group(who(), group, param_groups_.size());
   return param_groups_[group].options().get_lr();
 }
 
@@ -154,27 +154,38 @@ void FusedBase::set_lr(double lr) {
 }
 
 void FusedBase::set_lr(std::size_t group, double lr) {
-  check_group(who(), group, param_groups_.size());
+  detail::check_group(who(), group, param_groups_.size());
   param_groups_[group].options().set_lr(lr);
 }
 
-std::map<std::string, at::Tensor> FusedBase::state_dict(const NamedParameters& names) {
+std::map<std::string, at::Tensor> FusedBase::state_dict(const NamedParameters& names, bool copy) {
   const torch::NoGradGuard no_grad;
+  const auto out = [copy](const at::Tensor& tensor) {
+    if (!copy) return tensor;
+    return tensor.to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true,
+                     at::MemoryFormat::Contiguous);
+  };
   StateDict state;
   for_each_named(who(), param_groups_, names,
                  [&](const auto& name, const auto& param, auto& group) {
                    State one = state_of(param, group);
-                   for (auto& [part, tensor] : one.tensors)
-                     state[name + "." + part] =
-                         tensor.to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false,
-                                   /*copy=*/true, at::MemoryFormat::Contiguous);
-                   state[name + ".step"] = at::scalar_tensor(one.step, at::kDouble);
+                   for (auto& [part, tensor] : one.tensors) state[name + "." + part] = out(tensor);
+                   state[name + ".step"] = out(one.step);
                  });
   return state;
 }
 
+void FusedBase::check_state_dict(const NamedParameters& names, const StateDict& state) {
+  read_state(names, state);
+}
+
 void FusedBase::load_state_dict(const NamedParameters& names, const StateDict& state) {
   const torch::NoGradGuard no_grad;
+  for (auto& [param, one] : read_state(names, state)) set_state(param, std::move(one));
+}
+
+std::vector<std::pair<at::Tensor, FusedBase::State>> FusedBase::read_state(
+    const NamedParameters& names, const StateDict& state) {
   std::vector<std::pair<at::Tensor, State>> loaded;
   std::size_t used = 0;
   for_each_named(who(), param_groups_, names,
@@ -182,7 +193,7 @@ void FusedBase::load_state_dict(const NamedParameters& names, const StateDict& s
                    State one = state_of(param, group);
                    for (auto& [part, tensor] : one.tensors)
                      tensor = find_state(who(), state, name + "." + part, param.sizes());
-                   one.step = find_state(who(), state, name + ".step", {}).template item<double>();
+                   one.step = find_state(who(), state, name + ".step", {});
                    used += one.tensors.size() + 1;
                    loaded.emplace_back(param, std::move(one));
                  });
@@ -200,7 +211,7 @@ void FusedBase::load_state_dict(const NamedParameters& names, const StateDict& s
                          "to another model or another optimizer.",
                          name);
   }
-  for (auto& [param, one] : loaded) set_state(param, std::move(one));
+  return loaded;
 }
 
 }  // namespace lockstep::optim

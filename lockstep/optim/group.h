@@ -3,7 +3,7 @@
 //
 //   GroupOptions<AdamWOptions>    carries a plain struct where torch::optim wants its own class
 //   FusedBase                     a step that the device may leave out; state by parameter name
-//   FusedOptimizer<AdamWOptions>  everything about an optimizer but its rule
+//   FusedOptimizer<AdamWOptions>  everything about an optimizer but its arithmetic
 //   gather(who, params, seen)     the parameters that have a gradient, per device and dtype
 //
 // For optimizers and those who drive them; a user reads adamw.h, adam.h or sgd.h.
@@ -59,7 +59,7 @@ using Seen = std::unordered_set<at::TensorImpl*>;
 // The parameters with a gradient; one without is skipped, as in Python. One listed twice in a group
 // (tied weights: C++ modules list them under both names) is stepped once; one in two groups, a
 // sparse gradient, a parameter that is a strided slice and one whose gradient is not averaged yet
-// (see deferred_gradients.h) throw UsageError. `seen` is kept over the groups of one step.
+// (see local_gradients.h) throw UsageError. `seen` is shared by the groups of one step.
 std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& params, Seen& seen);
 
 // Throws UsageError when the group was added with another optimizer's options.
@@ -77,6 +77,9 @@ Options& values_of(std::string_view who, torch::optim::OptimizerParamGroup& grou
 
 // Throws UsageError naming the option when `ok` is false.
 void check_option(bool ok, std::string_view who, std::string_view option, double value);
+
+// Throws UsageError when there is no group of this number.
+void check_group(std::string_view who, std::size_t group, std::size_t count);
 
 // What the archive held for a parameter must have that parameter's shape.
 void check_loaded(std::string_view who, const at::Tensor& param, const at::Tensor& loaded);
@@ -101,22 +104,30 @@ class FusedBase : public torch::optim::Optimizer {
 
   // The state by parameter name ("h.0.weight.exp_avg", "h.0.weight.step"), on the CPU, the same
   // names and shapes as ShardedOptimizer's, so either loads what the other wrote. Zeros and step 0
-  // for a parameter that was never stepped. Loading throws UsageError for missing, unknown and
-  // misshapen tensors, and for a parameter without a name, before anything is changed.
-  std::map<std::string, at::Tensor> state_dict(const NamedParameters& names);
+  // for a parameter that was never stepped. Without a copy, tensors may be the optimizer's own, on
+  // their device, until the next step. Loading throws UsageError for missing, unknown and misshapen
+  // tensors, and for a parameter without a name, before anything is changed; check_state_dict does
+  // only that.
+  std::map<std::string, at::Tensor> state_dict(const NamedParameters& names, bool copy = true);
   void load_state_dict(const NamedParameters& names,
                        const std::map<std::string, at::Tensor>& state);
+  void check_state_dict(const NamedParameters& names,
+                        const std::map<std::string, at::Tensor>& state);
 
  protected:
   // One parameter's state. `step` counts its steps; of SGD it is 1 once there is momentum.
   struct State {
-    double step = 0;
+    at::Tensor step;                                          // a double without dimensions
     std::vector<std::pair<std::string, at::Tensor>> tensors;  // names depend on the group alone
   };
   virtual std::string_view who() const = 0;
   virtual State state_of(const at::Tensor& param, torch::optim::OptimizerParamGroup& group) = 0;
   virtual void set_state(const at::Tensor& param, State state) = 0;
   virtual void step_groups(const at::Tensor& found_inf) = 0;  // undefined: step in any case
+
+ private:
+  std::vector<std::pair<at::Tensor, State>> read_state(
+      const NamedParameters& names, const std::map<std::string, at::Tensor>& state);
 };
 
 template <typename Options>

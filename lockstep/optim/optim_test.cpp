@@ -14,7 +14,7 @@
 
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/adamw.h"
-#include "lockstep/optim/deferred_gradients.h"
+#include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/testing/matchers.h"
 
@@ -461,32 +461,27 @@ TEST(Optimizers, RefuseWrongOptions) {
               HasSubstr("a parameter group has options of another optimizer"));
 }
 
-TEST(DeferredGradients, AreRefusedUntilTheyAreNoMore) {
+TEST(LocalGradients, AreRefusedUntilTheyAreAveraged) {
   auto mine = leaf(at::ones({2, 3})), other = leaf(at::ones({4}));
-  refuse_if_deferred({mine, other}, "clip_grad_norm_");
-  mark_deferred({mine});
-  refuse_if_deferred({other, at::Tensor()}, "clip_grad_norm_");
+  bool local = true;
+  // As a Reducer does for every parameter.
+  const auto accumulator = torch::autograd::impl::grad_accumulator(mine);
+  accumulator->add_post_hook(std::make_unique<GradientHook>(
+      [](const auto& outputs, const auto&) { return outputs; }, [&] { return local; }));
+  refuse_local_gradients({other, at::Tensor(), mine.detach()}, "clip_grad_norm_");
   const auto refusal = [&](const std::vector<at::Tensor>& params) {
-    return message_of<UsageError>([&] { refuse_if_deferred(params, "clip_grad_norm_"); });
+    return message_of<UsageError>([&] { refuse_local_gradients(params, "clip_grad_norm_"); });
   };
   EXPECT_THAT(refusal({other, mine}),
               AllOf(HasSubstr("[clip_grad_norm_] the parameter of shape [2, 3]"),
-                    HasSubstr("options().max_grad_norm")));
+                    HasSubstr("step({.max_grad_norm")));
   // New memory under the same tensor.
   mine.set_data(at::zeros({2, 3}));
   EXPECT_THAT(refusal({mine}), HasSubstr("ShardedOptimizer"));
   set_grad(mine, at::ones({2, 3}));
   EXPECT_THAT(message_of<UsageError>([&] { SGD({mine}).step(); }), HasSubstr("[SGD] "));
-  unmark_deferred({mine});
-  refuse_if_deferred({mine, other}, "clip_grad_norm_");
-}
-
-TEST(DeferredGradients, EndWithTheTensor) {
-  mark_deferred({leaf(at::ones({5}))});
-  // Whatever lies at that address now was never marked.
-  std::vector<at::Tensor> later;
-  for (int i = 0; i < 100; ++i) later.push_back(leaf(at::ones({5})));
-  refuse_if_deferred(later, "clip_grad_norm_");
+  local = false;
+  refuse_local_gradients({mine, other}, "clip_grad_norm_");
 }
 
 TEST(Adam, AddsDecayToTheGradient) {

@@ -1,5 +1,5 @@
-// Loss scaling, autocasting, clipping, averages, seeds and the stepper. That numbers are PyTorch's
-// is checked in tests/optim.
+// Loss scaling, autocasting, clipping, averages, seeds and the replicated optimizer. That numbers
+// are PyTorch's is checked in tests/optim.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -13,12 +13,12 @@
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/optim/clip.h"
-#include "lockstep/optim/deferred_gradients.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/optim/ema.h"
 #include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/local_gradients.h"
+#include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/sgd.h"
-#include "lockstep/optim/stepper.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
@@ -235,13 +235,16 @@ TEST(Clip, RefusesGradientsThatAreNotAveragedYet) {
   SGD optimizer{{p}};
   GradScaler scaler;
   scaler.scale(p.sum()).backward();
-  mark_deferred({p});
+  bool local = true;
+  const auto accumulator = torch::autograd::impl::grad_accumulator(p);
+  accumulator->add_post_hook(std::make_unique<GradientHook>(
+      [](const auto& outputs, const auto&) { return outputs; }, [&] { return local; }));
   for (const auto& text : {message_of<UsageError>([&] { clip_grad_norm_({p}, 1); }),
                            message_of<UsageError>([&] { clip_grad_value_({p}, 1); }),
                            message_of<UsageError>([&] { grad_norm({p}); }),
                            message_of<UsageError>([&] { scaler.unscale_(optimizer); })})
     EXPECT_THAT(text, HasSubstr("belongs to a ShardedOptimizer"));
-  unmark_deferred({p});
+  local = false;
   clip_grad_norm_({p}, 1);
 }
 
@@ -435,74 +438,130 @@ TEST(Determinism, SwitchesAreSet) {
   EXPECT_TENSOR_EQ(noise, at::rand({2}));
 }
 
-// ---------------------------------------------------------------- Stepper
+// ---------------------------------------------------------------- ReplicatedOptimizer
 
 torch::nn::Linear make_linear() {
   return with_seed(1, [] { return torch::nn::Linear(3, 2); });
 }
 
-TEST(Stepper, ClipsScalesAndSkipsAsByHand) {
+TEST(ReplicatedOptimizer, ClipsScalesAndSkipsAsByHand) {
   auto by_hand = make_linear(), stepped = make_linear();
   AdamW optimizer{by_hand->parameters(), {.lr = 0.1}};
-  auto stepper = replicated(std::make_shared<AdamW>(stepped->parameters(), AdamWOptions{.lr = 0.1}),
-                            named(*stepped));
+  ReplicatedOptimizer ours{named(*stepped), AdamWOptions{.lr = 0.1}};
   GradScaler first, second;
   for (const double by : {1.0, kInf, 2.0}) {
     const auto x = at::full({4, 3}, 3.0);
     first.scale(by_hand(x).pow(2).sum() * by).backward();
     first.unscale_(optimizer);
-    const auto norm = clip_grad_norm_(by_hand->parameters(), 1.0);
+    const auto norm = clip_grad_norm_(by_hand->parameters(), 1.0, {.by_blocks = true});
     first.step(optimizer);
     first.update();
     optimizer.zero_grad();
     second.scale(stepped(x).pow(2).sum() * by).backward();
-    const StepResult result = stepper->step({.max_grad_norm = 1.0, .scaler = &second});
-    stepper->zero_grad();
+    const StepResult result = ours.step({.max_grad_norm = 1.0, .scaler = &second});
+    ours.zero_grad();
     EXPECT_FALSE(stepped->weight.grad().defined());
     if (by != kInf) {
       EXPECT_TENSOR_EQ(result.grad_norm, norm);
     }
-    EXPECT_EQ(result.skipped.item<float>(), by == kInf ? 1 : 0);
+    EXPECT_EQ(result.was_skipped(), by == kInf);
     EXPECT_EQ(first.get_scale(), second.get_scale());
     EXPECT_TENSOR_EQ(by_hand->weight.detach(), stepped->weight.detach());
   }
 }
 
-TEST(Stepper, LeavesOutANonFiniteStepOnEveryRank) {
+TEST(ReplicatedOptimizer, SkipsANonFiniteStepOnEveryRank) {
   run_threads(2, [](World& world) {
     auto p = leaf(at::ones({2}));
-    auto stepper =
-        replicated(std::make_shared<SGD>(std::vector{p}, SGDOptions{.lr = 1}), {{"p", p}}, world);
+    ReplicatedOptimizer optimizer{NamedParameters{{"p", p}}, SGDOptions{.lr = 1}, world};
     set_grad(p, world.rank() == 1 ? std::nan("") : 0.25);
-    EXPECT_EQ(stepper->step({.skip_non_finite = true}).skipped.item<float>(), 1);
+    EXPECT_TRUE(optimizer.step({.skip_non_finite = true}).was_skipped());
     EXPECT_TENSOR_EQ(p.detach(), at::ones({2}));
     set_grad(p, 0.25);
-    const auto result = stepper->step({.want_grad_norm = true, .skip_non_finite = true});
-    EXPECT_EQ(result.skipped.item<float>(), 0);
-    EXPECT_NEAR(result.grad_norm.item<double>(), std::sqrt(0.125), 1e-7);
+    const auto result = optimizer.step({.want_grad_norm = true, .skip_non_finite = true});
+    EXPECT_FALSE(result.was_skipped());
+    EXPECT_NEAR(result.norm(), std::sqrt(0.125), 1e-7);
     EXPECT_TENSOR_EQ(p.detach(), at::full({2}, 0.75));
-    EXPECT_FALSE(stepper->step().skipped.defined());
+    EXPECT_FALSE(optimizer.step().skipped.defined());
+    EXPECT_THAT(message_of<UsageError>([&] { optimizer.step({.max_grad_norm = std::nan("")}); }),
+                HasSubstr("max_grad_norm = nan must be positive"));
   });
 }
 
-TEST(Stepper, KnowsGroupsAndNames) {
+TEST(ReplicatedOptimizer, KnowsGroupsAndNames) {
   auto a = leaf(at::ones({2})), b = leaf(at::ones({2}));
-  auto optimizer = std::make_shared<SGD>(
-      std::vector{SGD::group({a}, {.lr = 0.5}), SGD::group({b}, {.lr = 0.25})});
-  auto stepper = replicated(optimizer, {{"a", a}, {"b", b}});
-  EXPECT_EQ(stepper->groups(), 2u);
-  EXPECT_EQ(stepper->lr(1), 0.25);
-  stepper->set_lr(1, 0.125);
+  const NamedParameters names{{"a", a}, {"b", b}};
+  const std::vector<ParamGroup> groups{{{a}, SGDOptions{.lr = 0.5}}, {{b}, SGDOptions{.lr = 0.25}}};
+  ReplicatedOptimizer optimizer{names, groups};
+  EXPECT_EQ(optimizer.groups(), 2u);
+  EXPECT_EQ(optimizer.lr(1), 0.25);
+  optimizer.set_lr(1, 0.125);
   set_grad(a, 1);
   set_grad(b, 1);
-  stepper->step();
+  optimizer.step();
   EXPECT_EQ(a[0].item<float>(), 0.5f);
   EXPECT_EQ(b[0].item<float>(), 0.875f);
-  EXPECT_THAT(message_of<UsageError>([&] { replicated(optimizer, {{"a", a}}); }),
-              HasSubstr("[replicated] the optimizer has a parameter that none of the 1 names"));
+  std::get<SGDOptions>(optimizer.options(1)).weight_decay = 8;
+  optimizer.step();
+  EXPECT_EQ(b[0].item<float>(), 0.875f - 0.125f * (1 + 8 * 0.875f));
+  const auto refusal = [&](const auto& body) { return message_of<UsageError>(body); };
+  EXPECT_THAT(refusal([&] { optimizer.lr(2); }), HasSubstr("there is no group 2"));
+  EXPECT_THAT(refusal([&] { optimizer.set_lr(2, 1); }), HasSubstr("there is no group 2"));
+  optimizer.set_lr(-1);
+  EXPECT_THAT(refusal([&] { optimizer.step(); }), HasSubstr("option lr cannot be -1"));
+  optimizer.options(0) = AdamOptions{};
+  EXPECT_THAT(refusal([&] { optimizer.step(); }), HasSubstr("has options of another optimizer"));
+  EXPECT_THAT(refusal([&] { ReplicatedOptimizer(NamedParameters{{"a", a}}, groups); }),
+              HasSubstr("1 of 2 parameters in the groups have none of the 1 names"));
 }
 
-TEST(Stepper, DecayGroupsAreHuggingFaces) {
+// Groups of different kinds: one norm and one decision to skip, state by name, all or nothing.
+TEST(ReplicatedOptimizer, MixesKindsOfOptions) {
+  auto a = leaf(at::ones({2})), b = leaf(at::ones({3}));
+  const std::vector<ParamGroup> groups{{{a}, SGDOptions{.lr = 1, .momentum = 0.5}},
+                                       {{b}, AdamWOptions{.lr = 0.5}}};
+  ReplicatedOptimizer optimizer{NamedParameters{{"a", a}, {"b", b}}, groups};
+  set_grad(a, 3);
+  set_grad(b, 4);
+  EXPECT_NEAR(optimizer.step({.max_grad_norm = 1}).norm(), std::sqrt(2 * 9 + 3 * 16), 1e-9);
+  set_grad(a, 3);
+  set_grad(b, kInf);
+  const at::Tensor before = a.detach().clone();
+  EXPECT_TRUE(optimizer.step({.skip_non_finite = true}).was_skipped());
+  EXPECT_TENSOR_EQ(a.detach(), before);
+  TensorDict state = optimizer.state_dict();
+  EXPECT_EQ(state.size(), 5u);
+  EXPECT_EQ(state.at("b.step").item<double>(), 1);
+  EXPECT_TRUE(optimizer.state_dict({.wanted = false}).empty());
+  state["a.momentum_buffer"].fill_(7);
+  optimizer.load_state_dict(state);
+  EXPECT_TENSOR_EQ(optimizer.state_dict().at("a.momentum_buffer"), at::full({2}, 7.0));
+  TensorDict torn = state;
+  torn["a.momentum_buffer"] = at::zeros({2});
+  torn.erase("b.exp_avg");
+  EXPECT_THAT(message_of<UsageError>([&] { optimizer.load_state_dict(torn); }),
+              HasSubstr("the state has no 'b.exp_avg'"));
+  EXPECT_TENSOR_EQ(optimizer.state_dict().at("a.momentum_buffer"), at::full({2}, 7.0));
+  state["c.step"] = at::zeros({});
+  EXPECT_THAT(message_of<UsageError>([&] { optimizer.load_state_dict(state); }),
+              HasSubstr("the state holds 'c.step'"));
+}
+
+// Without a copy the tensors are the optimizer's own: what a save copies beside the next backward.
+TEST(ReplicatedOptimizer, StateIsACopyUnlessAskedOtherwise) {
+  auto p = leaf(at::ones({2}));
+  ReplicatedOptimizer optimizer{NamedParameters{{"p", p}}, AdamWOptions{.lr = 0.5}};
+  set_grad(p, 1);
+  optimizer.step();
+  const at::Tensor copy = optimizer.state_dict().at("p.exp_avg");
+  const at::Tensor own = optimizer.state_dict({.copy = false}).at("p.exp_avg");
+  EXPECT_TENSOR_EQ(copy, own);
+  optimizer.step();
+  EXPECT_FALSE(at::equal(copy, own));
+  EXPECT_TENSOR_EQ(optimizer.state_dict().at("p.exp_avg"), own);
+}
+
+TEST(ReplicatedOptimizer, DecayGroupsAreHuggingFaces) {
   struct Block : torch::nn::Module {
     Block() {
       fc = register_module("fc", torch::nn::Linear(2, 2));
@@ -515,11 +574,17 @@ TEST(Stepper, DecayGroupsAreHuggingFaces) {
     torch::nn::LayerNorm ln{nullptr};
     at::Tensor q_norm, normal, frozen;
   } block;
-  const DecayGroups groups = decay_groups(block);
-  ASSERT_EQ(groups.decayed.size(), 2u);
-  EXPECT_TRUE(groups.decayed[0].is_same(block.normal));
-  EXPECT_TRUE(groups.decayed[1].is_same(block.fc->weight));
-  EXPECT_EQ(groups.not_decayed.size(), 4u);
+  const auto groups = decay_groups(block, AdamWOptions{.lr = 0.5, .weight_decay = 0.25});
+  ASSERT_EQ(groups.size(), 2u);
+  ASSERT_EQ(groups[0].params.size(), 2u);
+  EXPECT_TRUE(groups[0].params[0].is_same(block.normal));
+  EXPECT_TRUE(groups[0].params[1].is_same(block.fc->weight));
+  EXPECT_EQ(std::get<AdamWOptions>(groups[0].options).weight_decay, 0.25);
+  EXPECT_EQ(groups[1].params.size(), 4u);
+  EXPECT_EQ(std::get<AdamWOptions>(groups[1].options).weight_decay, 0);
+  EXPECT_EQ(std::get<AdamWOptions>(groups[1].options).lr, 0.5);
+  torch::nn::LayerNorm alone(torch::nn::LayerNormOptions({2}));
+  EXPECT_EQ(decay_groups(*alone, SGDOptions{}).size(), 1u);
 }
 
 }  // namespace

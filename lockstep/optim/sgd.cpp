@@ -2,6 +2,7 @@
 
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/optim/serialize.h>
@@ -91,7 +92,7 @@ void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {
 SGD::State SGD::state_of(const at::Tensor& param, torch::optim::OptimizerParamGroup& group) {
   const auto slot = state_.find(param.unsafeGetTensorImpl());
   const bool stepped = slot != state_.end();
-  State state{stepped ? 1.0 : 0.0, {}};
+  State state{at::scalar_tensor(stepped ? 1.0 : 0.0, at::kDouble), {}};
   if (detail::values_of<SGDOptions>(kName, group).momentum == 0) return state;
   state.tensors.emplace_back("momentum_buffer",
                              stepped ? static_cast<const SGDState&>(*slot->second).momentum_buffer
@@ -100,7 +101,7 @@ SGD::State SGD::state_of(const at::Tensor& param, torch::optim::OptimizerParamGr
 }
 
 void SGD::set_state(const at::Tensor& param, State state) {
-  if (state.step == 0 || state.tensors.empty()) {
+  if (state.tensors.empty() || state.step.item<double>() == 0) {
     state_.erase(param.unsafeGetTensorImpl());
     return;
   }

@@ -14,20 +14,10 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <string_view>
-
 #include "lockstep/optim/group.h"
+#include "lockstep/optim/options.h"
 
 namespace lockstep::optim {
-
-struct SGDOptions {
-  static constexpr std::string_view kName = "SGD";
-  double lr = 1e-3;
-  double momentum = 0;
-  double dampening = 0;
-  double weight_decay = 0;
-  bool nesterov = false;
-};
 
 // Per parameter, made at its first step with momentum.
 struct SGDState : torch::optim::OptimizerCloneableParamState<SGDState> {
@@ -50,7 +40,6 @@ class SGD : public FusedOptimizer<SGDOptions> {
   void step_batch(const detail::Batch& batch, const SGDOptions& options) override;
 };
 
-void check(const SGDOptions& options);
 void read(torch::serialize::InputArchive& archive, SGDOptions& options);
 void write(torch::serialize::OutputArchive& archive, const SGDOptions& options);
 

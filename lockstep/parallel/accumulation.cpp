@@ -163,7 +163,7 @@ struct Accumulation::Impl {
     last.batches = done;
     last.count = at::scalar_tensor(count, at::dtype(at::kLong).device(loss_sum.device()));
     last.loss = loss_sum / static_cast<double>(done);
-    if (done != length) scale_gradients(static_cast<double>(length) / static_cast<double>(done));
+    if (done != length) scale_averages(static_cast<double>(length) / static_cast<double>(done));
   }
 
   void finish_own_counts() {
@@ -180,12 +180,17 @@ struct Accumulation::Impl {
     last.loss = totals[1] / totals[0].clamp_min(1);  // of nothing: 0
     if (totals.is_cpu()) {
       const double seen = totals[0].item<double>();
-      if (seen > 0 && seen != wanted) scale_gradients(wanted / seen);
+      if (seen > 0 && seen != wanted) scale_averages(wanted / seen);
       return;
     }
     // On a GPU the host does not wait to learn whether the factor is one.
     const at::Tensor factor = wanted / totals[0].clamp_min(1);
     scale_gradients(at::where(totals[0] > 0, factor, at::ones_like(factor)).to(at::kFloat));
+  }
+
+  // A sharded optimizer averages in its step, and rounds like this only if it multiplies after.
+  void scale_averages(double factor) {
+    if (!reducer->scale_deferred(factor)) scale_gradients(factor);
   }
 
   template <typename Factor>

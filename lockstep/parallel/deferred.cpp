@@ -14,7 +14,7 @@ DeferredGradients ReducerImpl::defer(DeferredOwner owner) {
   if (deferred_)
     throw UsageError("ShardedOptimizer",
                      "this model already has a ShardedOptimizer. One per model; use groups for "
-                     "several rules.");
+                     "different options.");
   if (hook_)
     throw UsageError("ShardedOptimizer",
                      "this model has a communication hook, which would never run: gradients are "
@@ -23,15 +23,7 @@ DeferredGradients ReducerImpl::defer(DeferredOwner owner) {
     throw UsageError("ShardedOptimizer",
                      "it was made inside join(). Make it before, so that ranks that have run out "
                      "know of it.");
-  for (const auto& p : parameters_) {
-    if (p.sparse)
-      throw UsageError("ShardedOptimizer",
-                       "parameter '{}' has sparse gradients, which are not summed in step(). Make "
-                       "the embedding dense, or use a replicated optimizer.",
-                       p.name);
-  }
-  check_forms("the model was wrapped");
-  check_own_memory();
+  check_deferrable();
   if (passive_) {
     // A world of one has no buckets yet; the optimizer's pass needs them all the same.
     auto order = dense_parameters();
@@ -56,6 +48,23 @@ DeferredGradients ReducerImpl::defer(DeferredOwner owner) {
   deferred_ = true;
   owner_ = std::move(owner);
   return gradients;
+}
+
+void ReducerImpl::check_deferrable() const {
+  for (const auto& p : parameters_) {
+    if (p.sparse)
+      throw UsageError("ShardedOptimizer",
+                       "parameter '{}' has sparse gradients, which are not summed in step(). Make "
+                       "the embedding dense, or use a replicated optimizer.",
+                       p.name);
+  }
+  check_forms("the model was wrapped");
+  check_own_memory();
+}
+
+bool ReducerImpl::scale_deferred(double factor) {
+  if (deferred_) owner_.scale(factor);
+  return deferred_;
 }
 
 void ReducerImpl::resume() {

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
@@ -11,6 +10,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/memory/inplace_gradients.h"
+#include "lockstep/optim/local_gradients.h"
 #include "lockstep/parallel/checkpoint_node.h"
 #include "lockstep/parallel/nested_backward.h"
 #include "lockstep/parallel/oversubscription.h"
@@ -300,12 +300,15 @@ void ReducerImpl::install_hooks() {
     if (p.accumulator) p.accumulator->del_post_hook(p.hook_key);
     p.accumulator = std::move(accumulator);
     using Variables = std::vector<at::Tensor>;
-    p.hook_key =
-        p.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-            [weak, i](const Variables& outputs, const Variables& gradients) -> Variables {
-              if (auto self = weak.lock()) self->on_gradient(i, gradients.at(0));
-              return outputs;
-            }));
+    p.hook_key = p.accumulator->add_post_hook(std::make_unique<optim::GradientHook>(
+        [weak, i](const Variables& outputs, const Variables& gradients) -> Variables {
+          if (auto self = weak.lock()) self->on_gradient(i, gradients.at(0));
+          return outputs;
+        },
+        [weak] {
+          const auto self = weak.lock();
+          return self && self->deferred_;
+        }));
     const bool fits = p.form.dtype == at::kFloat || p.form.dtype == at::kDouble;
     if (!options_.gradient_as_bucket_view || p.sparse || !p.tensor.is_cpu() || !fits) continue;
     InplaceGradients::offer(p.tensor, this, [weak, i] {
@@ -748,6 +751,12 @@ void Reducer::check_own_memory() const {
 }
 void Reducer::resume() {
   impl_->resume();
+}
+bool Reducer::scale_deferred(double factor) {
+  return impl_->scale_deferred(factor);
+}
+void Reducer::check_deferrable() const {
+  impl_->check_deferrable();
 }
 void Reducer::end_deferred_step() {
   impl_->end_deferred_step();

@@ -84,6 +84,7 @@ struct DeferredOwner {
   std::function<void()> idle_step;      // the step of a rank that has run out of inputs, in a join
   std::function<void()> on_backward;    // a backward begins; may throw UsageError
   std::function<void()> check_written;  // throws UsageError when others wrote shared parameters
+  std::function<void(double)> scale;    // of this step's averages
 };
 // One step of a deferred reducer.
 struct DeferredStep {
@@ -120,6 +121,10 @@ class Reducer {
   DeferredStep begin_deferred_step(bool has_inputs);
   void end_deferred_step();
   bool joining() const;
+  // Throws UsageError where defer() would because of the model.
+  void check_deferrable() const;
+  // The step that follows multiplies its averages by it. False: backward has averaged already.
+  bool scale_deferred(double factor);
   // Throws UsageError naming a parameter that is not as it was when the buckets were laid out.
   void check_unchanged() const;
   // Throws UsageError naming a trained parameter and what it shares memory with, if anything.

@@ -43,6 +43,8 @@ class ReducerImpl : public std::enable_shared_from_this<ReducerImpl> {
   DeferredStep begin_deferred_step(bool has_inputs);
   void end_deferred_step();
   bool joining() const { return joining_.has_value(); }
+  void check_deferrable() const;
+  bool scale_deferred(double factor);
   void check_unchanged() const;
   void check_own_memory() const;
 

@@ -1,5 +1,5 @@
 // What ranks with a ShardedOptimizer must agree on: how it is made, the state they load, the
-// parameters they accept and who may write those; how a refusal is texts; and the program of
+// parameters they accept and who may write those; how a refusal is reported; and the program of
 // docs/ddp.md.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -17,7 +17,6 @@
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/optim/stepper.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/testing/matchers.h"
@@ -31,14 +30,10 @@ using lockstep::optim::AdamWOptions;
 void train(lockstep::World& world, torch::nn::Sequential net, const TensorDict& saved,
            const std::string& folder) {
   lockstep::DistributedDataParallel model{net, world};
-  const auto parts = lockstep::optim::decay_groups(*net);  // biases and norms are not decayed
-  const std::vector<double> rates{3e-3, 6e-3};
+  // Two groups: biases and norms are not decayed.
   lockstep::ShardedOptimizer optimizer{
-      model,
-      std::vector<lockstep::ShardedGroup>{
-          {parts.decayed, AdamWOptions{.lr = rates[0], .weight_decay = 0.1}},
-          {parts.not_decayed, AdamWOptions{.lr = rates[1], .weight_decay = 0}}},
-      {.max_grad_norm = 1.0, .skip_non_finite = true}};
+      model, lockstep::optim::decay_groups(*net, AdamWOptions{.weight_decay = 0.1})};
+  const std::vector<double> rates{3e-3, 6e-3};
   if (!saved.empty()) optimizer.load_state_dict(saved);  // the same state on every rank
   const auto schedule =
       lockstep::optim::make_schedule({.name = "cosine", .warmup_steps = 2, .total_steps = 10});
@@ -48,11 +43,12 @@ void train(lockstep::World& world, torch::nn::Sequential net, const TensorDict& 
       optimizer.set_lr(group, rates[group] * schedule.factor(step));
     const at::Tensor x = torch::randn({8, 20});
     (model(x) - x.sum(1, true)).square().mean().backward();  // .grad is this rank's own
-    const auto outcome = optimizer.step();                   // averaged, clipped to norm 1, stepped
+    // Averaged, clipped to norm 1 and applied; or skipped on all ranks.
+    const auto result = optimizer.step({.max_grad_norm = 1.0, .skip_non_finite = true});
     optimizer.zero_grad();
     if (world.is_leader())
-      std::printf("step %d: norm %.3f%s\n", step, outcome.grad_norm,
-                  outcome.skipped ? ", skipped" : "");
+      std::printf("step %d: norm %.3f%s\n", step, result.norm(),
+                  result.was_skipped() ? ", skipped" : "");
   }
 
   const TensorDict state = optimizer.state_dict();  // on every rank: it gathers the shares
@@ -86,7 +82,7 @@ constexpr const char* kNothing = "(nothing thrown)";
 
 // ---------------------------------------------------------------- the program of the documents
 
-TEST(ShardedDocument, TrainsSavesAndGoesOnAtAnotherNumberOfRanks) {
+TEST(ShardedDocument, TrainsSavesAndContinuesAtAnotherNumberOfRanks) {
   const io::TemporaryDirectory folder;
   const auto run = [&](int ranks, const TensorDict& saved, const std::string& name) {
     run_threads(ranks, [&](World& world) {
@@ -111,10 +107,10 @@ struct Trained {
       : net(make_net()), model(net, world), optimizer(model, optim::AdamWOptions{.lr = 0.01}) {
     step(world);
   }
-  void step(World& world) {
+  void step(World& world, const optim::StepOptions& options = {}) {
     optimizer.zero_grad();
     model(batch_of(world.rank(), 0), true).sum().backward();
-    optimizer.step();
+    optimizer.step(options);
   }
   Net net;
   DistributedDataParallel<Net> model;
@@ -215,11 +211,11 @@ class Making {
   explicit Making(World& world) : world_(world), net(make_net()), model(net, world) {}
 
   bool odd() const { return world_.rank() == 1; }
-  std::string make(const std::vector<ShardedGroup>& groups, ShardedOptions options = {}) {
-    return message_of<UsageError>([&] { ShardedOptimizer{model, groups, options}; });
+  std::string make(const std::vector<optim::ParamGroup>& groups) {
+    return message_of<UsageError>([&] { ShardedOptimizer{model, groups}; });
   }
-  std::string make(const OptimizerRule& rule, ShardedOptions options = {}) {
-    return make({{net->parameters(), rule}}, options);
+  std::string make(const optim::OptimizerOptions& options) {
+    return make(std::vector<optim::ParamGroup>{{net->parameters(), options}});
   }
   // The message of rank 1, and from the others who it was.
   auto refused(const std::string& text) const {
@@ -241,33 +237,38 @@ TEST(ShardedAgreement, WhatOneRankCannotMakeNoneMakes) {
   on_both(3, [](World& world) {
     Making test(world);
     const bool odd = test.odd();
-    const AdamWOptions rule{.lr = 0.01};
+    const AdamWOptions options{.lr = 0.01};
     EXPECT_THAT(test.make(AdamWOptions{.lr = odd ? -1.0 : 0.01}),
                 test.refused("[AdamW] option lr cannot be -1"));
-    EXPECT_THAT(test.make(rule, {.max_grad_norm = odd ? -1.0 : 0.0}),
-                test.refused("max_grad_norm = -1 must be positive"));
     auto some = test.net->parameters();
     if (odd) some.pop_back();
-    EXPECT_THAT(test.make({{some, rule}}), test.refused("is in no group ('spare.bias')"));
+    EXPECT_THAT(test.make(std::vector<optim::ParamGroup>{{some, options}}),
+                test.refused("is in no group ('spare.bias')"));
     // A model that is taken, on one rank.
     {
       Net other = make_net();
       DistributedDataParallel more{other, world};
-      ShardedOptimizer first{test.model, rule};
-      EXPECT_THAT(message_of<UsageError>([&] { ShardedOptimizer{odd ? test.model : more, rule}; }),
-                  test.refused("this model already has a ShardedOptimizer"));
+      ShardedOptimizer first{test.model, options};
+      EXPECT_THAT(
+          message_of<UsageError>([&] { ShardedOptimizer{odd ? test.model : more, options}; }),
+          test.refused("this model already has a ShardedOptimizer"));
       more(batch_of(world.rank(), 0), true).sum().backward();  // not deferred
       EXPECT_TENSOR_EQ(world.all_gather(other->a->bias.grad())[0], other->a->bias.grad());
     }
     if (odd) test.net->a->bias.set_requires_grad(false);
-    EXPECT_THAT(test.make(rule),
+    EXPECT_THAT(test.make(options),
                 test.refused("parameter 'a.bias' was frozen after the model was wrapped"));
     if (odd) test.net->a->bias.set_requires_grad(true);
     if (odd) test.net->b->to(at::kDouble);
-    EXPECT_THAT(test.make(rule), test.refused("parameter 'b.weight' was moved to Double"));
+    EXPECT_THAT(test.make(options), test.refused("parameter 'b.weight' was moved to Double"));
     if (odd) test.net->b->to(at::kFloat);
-    ShardedOptimizer optimizer{test.model, rule};
+    ShardedOptimizer optimizer{test.model, options};
     test.model(batch_of(world.rank(), 0), true).sum().backward();
+    EXPECT_THAT(
+        message_of<UsageError>([&] { optimizer.step({.max_grad_norm = odd ? -1.0 : 0.0}); }),
+        AllOf(
+            HasSubstr("max_grad_norm = -1 must be positive"),
+            HasSubstr(odd ? "[optimizer]" : "rank 1 refused this step. Its message: [optimizer]")));
     optimizer.step();
     test.model.verify_replicas();
   });
@@ -284,14 +285,13 @@ TEST(ShardedAgreement, WhatIsMadeDifferentlyIsRefusedByAll) {
                 differs("lr = 0.02", "lr = 0.01"));
     EXPECT_THAT(test.make(AdamWOptions{.betas = {0.9, odd ? 0.99 : 0.999}}),
                 differs("betas.second = 0.99", "betas.second = 0.999"));
-    EXPECT_THAT(test.make(AdamWOptions{}, {.skip_non_finite = odd}),
-                differs("skip_non_finite = 1", "skip_non_finite = 0"));
-    EXPECT_THAT(test.make(odd ? OptimizerRule(optim::SGDOptions{}) : AdamWOptions{}),
-                differs("the rule SGD", "the rule AdamW"));
+    EXPECT_THAT(test.make(odd ? optim::OptimizerOptions(optim::SGDOptions{}) : AdamWOptions{}),
+                differs("options of SGD", "options of AdamW"));
     // The same groups with other members: nothing but the parameters' values would ever show it.
     const auto all = test.net->parameters();
     const std::vector<at::Tensor> most(all.begin() + 1, all.end() - 1);
-    std::vector<ShardedGroup> groups{{most, AdamWOptions{}}, {{all.back()}, AdamWOptions{.lr = 1}}};
+    std::vector<optim::ParamGroup> groups{{most, AdamWOptions{}},
+                                          {{all.back()}, AdamWOptions{.lr = 1}}};
     groups[odd ? 1 : 0].params.push_back(all.front());
     EXPECT_THAT(test.make(groups), differs("a.weight in group 1", "a.weight in group 0"));
     if (odd) groups = {{all, AdamWOptions{}}};
@@ -494,7 +494,7 @@ TEST(ShardedAgreement, ParametersThatShareMemoryAreRefusedByBothNames) {
         for (const auto& item : net->named_parameters())
           if (tied.ignored.empty() || item.key() != tied.ignored[0])
             trained.push_back(item.value());
-        const std::vector<ShardedGroup> groups{{trained, optim::AdamWOptions{.lr = 0.1}}};
+        const std::vector<optim::ParamGroup> groups{{trained, optim::AdamWOptions{.lr = 0.1}}};
         const void* const before = net->a->bias.const_data_ptr();
         EXPECT_THAT(message_of<UsageError>([&] { ShardedOptimizer{model, groups}; }),
                     HasSubstr(fmt::format("{} lie in the same memory", tied.name)));
@@ -536,7 +536,9 @@ TEST(ShardedAgreement, ARefusalHasTheMessageOfTheRefusingRank) {
 TEST(ShardedAgreement, ADifferenceIsExplainedByWhatDiffers) {
   run_threads(2, [](World& world) {
     Trained trained(world);
-    const auto step = [&] { return message_of<UsageError>([&] { trained.step(world); }); };
+    const auto step = [&](const optim::StepOptions& options = {}) {
+      return message_of<UsageError>([&] { trained.step(world, options); });
+    };
     ShardedOptimizer& optimizer = trained.optimizer;
     const auto odd = [&](double here, double elsewhere) {
       return world.rank() == 1 ? here : elsewhere;
@@ -544,18 +546,21 @@ TEST(ShardedAgreement, ADifferenceIsExplainedByWhatDiffers) {
     // A rank that skipped a step is one behind in its schedule.
     optimizer.set_lr(0, odd(0.25, 0.5));
     EXPECT_EQ(optimizer.lr(), odd(0.25, 0.5));
-    EXPECT_THAT(step(), AllOf(HasSubstr("rank 1 has lr = 0.25, but rank 0 has 0.5"),
+    EXPECT_THAT(step(), AllOf(HasSubstr("rank 1 has 'lr = 0.25', but rank 0 has 'lr = 0.5'"),
                               HasSubstr("skipped a step()"), HasSubstr("skip_non_finite")));
     optimizer.set_lr(0.5);
-    optimizer.options().loss_scale = odd(512, 1024);
-    EXPECT_THAT(step(),
-                AllOf(HasSubstr("rank 1 has loss_scale = 512"),
-                      HasSubstr("Change it by what step() returns"), Not(HasSubstr("schedule"))));
-    optimizer.options() = {.max_grad_norm = odd(1, 2)};
-    EXPECT_THAT(step(),
-                AllOf(HasSubstr("rank 1 has max_grad_norm = 1"),
-                      HasSubstr("Set it identically on every rank"), Not(HasSubstr("schedule"))));
-    optimizer.options() = {};
+    optim::GradScaler scaler{world, {.init_scale = odd(512, 1024)}};
+    EXPECT_THAT(
+        step({.scaler = &scaler}),
+        AllOf(HasSubstr("rank 1 has 'loss_scale = 512', but rank 0 has 'loss_scale = 1024'"),
+              HasSubstr("change it by what step() returns"), Not(HasSubstr("schedule"))));
+    EXPECT_THAT(
+        step({.max_grad_norm = odd(1, 2)}),
+        AllOf(HasSubstr("rank 1 has 'max_grad_norm = 1', but rank 0 has 'max_grad_norm = 2'"),
+              HasSubstr("Set it identically on every rank"), Not(HasSubstr("schedule"))));
+    EXPECT_THAT(
+        step({.skip_non_finite = world.rank() == 1}),
+        HasSubstr("rank 1 has 'skip_non_finite = 1', but rank 0 has 'skip_non_finite = 0'"));
     EXPECT_EQ(step(), kNothing);
     EXPECT_THAT(message_of<UsageError>([&] { optimizer.set_lr(1, 0.5); }),
                 HasSubstr("there is no group 1. Groups count from 0; there is 1."));

@@ -55,12 +55,17 @@ inline at::Tensor batch_of(int rank, int step) {
 
 struct Case {
   std::string name;
-  OptimizerRule rule;
+  optim::OptimizerOptions options;
   double clip = 0;
   int accumulate = 1;
   double loss_scale = 1;
   at::ScalarType dtype = at::kFloat;
 };
+
+// A scaler with the case's scale, off where that is 1.
+inline optim::GradScaler scaler_of(World& world, const Case& what) {
+  return optim::GradScaler(world, {.init_scale = what.loss_scale, .enabled = what.loss_scale != 1});
+}
 
 struct WorldCase {
   std::string backend;

@@ -5,15 +5,16 @@
 
 #include <cstdint>
 #include <exception>
-#include <map>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/reducer.h"
 #include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_layout.h"
-#include "lockstep/parallel/sharded_optimizer.h"
 
 namespace lockstep::parallel {
 
@@ -21,27 +22,34 @@ class ShardedImpl {
  public:
   static constexpr const char* kComponent = "ShardedOptimizer";
 
-  ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGroup> groups,
-              ShardedOptions wanted);
+  // `options`, by group, belong to the ShardedOptimizer, whose user may change them.
+  ShardedImpl(std::shared_ptr<Reducer> reducer, const std::vector<optim::ParamGroup>& groups,
+              std::vector<optim::OptimizerOptions>& options);
   // Gives the parameters memory of their own again; backward averages gradients from here on.
   ~ShardedImpl();
   ShardedImpl(const ShardedImpl&) = delete;
   ShardedImpl& operator=(const ShardedImpl&) = delete;
 
-  StepOutcome step();
+  optim::StepResult step(const optim::StepOptions& wanted);
   void idle_step();  // of a rank that has run out of inputs, in a join
   void zero_grad();
   void reduce_now();
   void sync_from_model();
-  std::map<std::string, at::Tensor> state_dict();
-  void load_state_dict(const std::map<std::string, at::Tensor>& state);
+  optim::TensorDict state_dict(bool wanted);
+  void load_state_dict(const optim::TensorDict& state);
   std::int64_t state_bytes() const;
-  OptimizerRule& rule(std::size_t group);
-
-  ShardedOptions options;
-  std::vector<OptimizerRule> rules;  // by group
 
  private:
+  // Of a step, the same on all ranks.
+  struct Settings {
+    double max_grad_norm = 0;
+    double loss_scale = 1;    // gradients are divided by it
+    double window_scale = 1;  // and multiplied by this: Accumulation's, of a short window
+    bool want_grad_norm = false;
+    bool skip_non_finite = false;
+    double gradient_scale() const { return window_scale / loss_scale; }
+    bool two_passes() const { return max_grad_norm > 0 || want_grad_norm || skip_non_finite; }
+  };
   // A parameter that is trained.
   struct Member {
     std::string name;
@@ -80,6 +88,13 @@ class ShardedImpl {
     std::vector<Owned> owned = {};
     std::vector<at::Tensor> received = {};  // without shared memory: my share's gradients, by rank
   };
+  // What is exchanged of the pieces: `of` an owned one goes out, and what arrives is `put`.
+  struct Pieces {
+    c10::Device device;
+    std::function<bool(const Member&)> includes;
+    std::function<at::Tensor(const Owned&)> of;
+    std::function<void(const Piece&, const at::Tensor&)> put;
+  };
   // What a backward has refused, on its way to the others' step().
   struct Announced {
     std::exception_ptr refusal;
@@ -90,17 +105,20 @@ class ShardedImpl {
     double value = 0;
     bool finite = true;
   };
+  struct Outcome {
+    double grad_norm = 0;
+    bool skipped = false;
+  };
 
   // sharded_optimizer.cpp
-  std::vector<at::Tensor> tensors() const;
   void check_options() const;
   void agree_on_making(const std::exception_ptr& refusal);
-  void collect_members(const std::vector<ShardedGroup>& groups);
+  void collect_members(const std::vector<optim::ParamGroup>& groups);
   void make_domains();
   void bind_parameters();
   void synchronize_ranks();
   void check_gradients() const;
-  StepOutcome take_step(const DeferredStep& how);
+  Outcome take_step(const DeferredStep& how);
   template <typename Body>
   void each_setting(const Body& body);
   std::vector<double> settings();
@@ -109,7 +127,8 @@ class ShardedImpl {
   at::Tensor no_refusal() const;
   void announce(const std::exception_ptr& refusal);
   std::exception_ptr find_refusal() const;
-  [[noreturn]] void refuse_different_settings();
+  std::string show_settings();
+  void refuse_difference(const Check& check, const std::string& text);
   void place_gradients(std::uint8_t* has_gradient);
 
   // sharded_state.cpp
@@ -123,27 +142,31 @@ class ShardedImpl {
   void on_backward();
   void return_parameters();
   std::vector<std::string> state_names_of(const Member& member) const;
-  void check_state(const std::map<std::string, at::Tensor>& state) const;
+  void check_state(const optim::TensorDict& state) const;
 
   // sharded_step.cpp
-  static std::vector<std::string> state_names(const OptimizerRule& rule);
+  static std::vector<std::string> state_names(const optim::OptimizerOptions& options);
   void bring_gradients(Domain& domain);
   void find_pieces();
   std::vector<at::Tensor> sources_of(const Domain& domain, const Owned& owned) const;
   bool sums_twice(const Domain& domain) const;
   Norm reduce_owned();
   void make_state(const Domain& domain, Owned& owned);
-  void update(Domain& domain, Owned& owned, bool two_passes, double clip);
-  void publish(Domain& domain);
+  void update(Domain& domain, Owned& owned, double clip);
+  void publish(const Domain& domain);
+  void exchange_pieces(const Domain& domain, const Pieces& pieces, const std::vector<bool>& to);
 
   std::shared_ptr<Reducer> reducer_;
   World world_;
+  std::vector<optim::OptimizerOptions>& options_;  // by group
+  Settings settings_;
   DeferredGradients deferred_;
   bool shared_ = false;       // parameters and gradients lie in memory that all ranks map
   bool reduced_ = false;      // reduce_now() has averaged the gradients
   bool idle_ = false;         // this rank has run out of inputs
   bool debug_ = false;        // LOCKSTEP_DEBUG
   double divisor_ = 1;        // of the sum over ranks, in this step
+  double window_scale_ = 1;   // for the next step
   std::uint64_t writes_ = 0;  // to shared parameters, past step(), as the last backward found them
   std::optional<Announced> announced_;
   std::vector<Member> members_;

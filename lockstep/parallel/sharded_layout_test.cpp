@@ -41,7 +41,7 @@ TEST(ShardedLayout, SharesAreEven) {
   }
 }
 
-TEST(ShardedLayout, HomesDoNotOverlap) {
+TEST(ShardedLayout, OffsetsDoNotOverlap) {
   const std::vector<std::int64_t> sizes{100, 30, 30, 30, 5, 0};
   const auto offsets = spread_over_parts(sizes, 2);
   EXPECT_EQ(offsets.part_size, 100);

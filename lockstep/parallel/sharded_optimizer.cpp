@@ -5,14 +5,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <iterator>
 #include <utility>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/optim/deferred_gradients.h"
 #include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_impl.h"
 
@@ -26,9 +23,17 @@ bool is_shared(const std::vector<DeferredBucket>& buckets) {
                      [](const DeferredBucket& bucket) { return !bucket.parts.empty(); });
 }
 
-// Every number of a rule with its name, to be read or set.
+// Reads or sets a bool as a number.
 template <typename Body>
-void each_number(OptimizerRule& rule, const Body& body) {
+void each_flag(const char* name, bool& flag, const Body& body) {
+  double number = flag ? 1 : 0;
+  body(name, number);
+  flag = number != 0;
+}
+
+// Every number of a group's options with its name, to be read or set.
+template <typename Body>
+void each_number(optim::OptimizerOptions& options, const Body& body) {
   std::visit(
       [&](auto& o) {
         body("lr", o.lr);
@@ -40,12 +45,10 @@ void each_number(OptimizerRule& rule, const Body& body) {
         } else {
           body("momentum", o.momentum);
           body("dampening", o.dampening);
-          double nesterov = o.nesterov ? 1 : 0;
-          body("nesterov", nesterov);
-          o.nesterov = nesterov != 0;
+          each_flag("nesterov", o.nesterov, body);
         }
       },
-      rule);
+      options);
 }
 
 // Why a setting most likely differs over ranks, and what to do.
@@ -55,36 +58,24 @@ const char* advice_on(const std::string& setting) {
            "its "
            "own), or its schedule counts its own batches. Call step() equally often on every rank "
            "(skip_non_finite leaves one out on all), and let schedules count steps.";
-  if (setting == "loss_scale")
+  if (setting.starts_with("loss_scale"))
     return "Perhaps one rank changed its scale because of an inf or nan that it alone has seen. "
-           "Change it by what step() returns, which is the same on every rank.";
+           "Let step() update the GradScaler, or change it by what step() returns, which is the "
+           "same on every rank.";
   return "Set it identically on every rank.";
 }
 
 constexpr std::size_t kHash = sizeof(std::uint64_t);
 
-std::string bytes_of(const std::vector<double>& numbers) {
-  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(double)};
-}
-
-// FNV-1a over the numbers' bytes.
-std::int64_t hash_of(const std::vector<double>& numbers) {
-  std::uint64_t hash = 0xcbf29ce484222325;
-  const auto* bytes = reinterpret_cast<const unsigned char*>(numbers.data());
-  for (std::size_t i = 0; i < numbers.size() * sizeof(double); ++i)
-    hash = (hash ^ bytes[i]) * 0x100000001b3;
-  return static_cast<std::int64_t>(hash);
-}
-
 }  // namespace
 
-ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGroup> groups,
-                         ShardedOptions wanted)
-    : options(wanted),
-      reducer_(std::move(reducer)),
+ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer,
+                         const std::vector<optim::ParamGroup>& groups,
+                         std::vector<optim::OptimizerOptions>& options)
+    : reducer_(std::move(reducer)),
       world_(reducer_->world()),
+      options_(options),
       debug_(env::get_bool("LOCKSTEP_DEBUG").value_or(false)) {
-  for (const auto& group : groups) rules.push_back(group.rule);
   bool deferring = false;
   try {
     agree_on_making(refusal_of([&] {
@@ -95,7 +86,8 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
                                        [this] {
                                          check_written();
                                          check_prints();
-                                       }});
+                                       },
+                                   .scale = [this](double factor) { window_scale_ = factor; }});
       deferring = true;
       collect_members(groups);
     }));
@@ -104,7 +96,6 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
     find_pieces();
     remember_parameters();
     take_prints();
-    optim::mark_deferred(tensors());
   } catch (...) {
     if (deferring) reducer_->resume();  // it may be another optimizer's
     throw;
@@ -112,36 +103,45 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, std::vector<ShardedGr
 }
 
 // The others would wait for a rank that could not continue. Nor would they ever see that each steps
-// its share by a rule of its own.
+// its share with options of its own.
 void ShardedImpl::agree_on_making(const std::exception_ptr& refusal) {
-  std::string text = fmt::format("groups: {}\n", rules.size());
+  std::string text = show_settings();
+  for (const auto& member : members_)
+    text += fmt::format("{} in group {}\n", member.name, member.group);
+  refuse_difference({.component = kComponent, .what = "to make the optimizer", .refusal = refusal},
+                    text);
+}
+
+// A line for each setting; the kinds of options come before their numbers.
+std::string ShardedImpl::show_settings() {
+  std::string text = fmt::format("groups: {}\n", options_.size());
   const auto of_group = [&](int group) {
-    return group < 0 || rules.size() == 1 ? "" : fmt::format(" of group {}", group);
+    return group < 0 || options_.size() == 1 ? "" : fmt::format(" of group {}", group);
   };
-  constexpr const char* kKinds[] = {"AdamW", "Adam", "SGD"};
-  static_assert(std::variant_size_v<OptimizerRule> == std::size(kKinds));
-  for (std::size_t group = 0; group < rules.size(); ++group)
-    text += fmt::format("the rule {}{}\n", kKinds[rules[group].index()],
-                        of_group(static_cast<int>(group)));
+  for (std::size_t group = 0; group < options_.size(); ++group)
+    text += std::visit(
+        [&](const auto& options) {
+          return fmt::format("options of {}{}\n", options.kName, of_group(static_cast<int>(group)));
+        },
+        options_[group]);
   each_setting([&](const char* name, int group, double& number) {
     text += fmt::format("{}{} = {}\n", name, of_group(group), number);
   });
-  for (const auto& member : members_)
-    text += fmt::format("{} in group {}\n", member.name, member.group);
-  const Check check{.component = kComponent, .what = "to make the optimizer", .refusal = refusal};
+  return text;
+}
+
+void ShardedImpl::refuse_difference(const Check& check, const std::string& text) {
   const auto other = find_other_line(world_, check, text);
   if (!other) return;
   throw UsageError(kComponent,
                    "rank {} has '{}', but rank 0 has '{}'. Each rank steps its share of the "
-                   "elements by its own settings and groups, so they must be equal. Make the "
-                   "optimizer identically on every rank.",
-                   other->rank, other->here, other->first);
+                   "elements with its own options, so they must be equal. {}",
+                   other->rank, other->here, other->first, advice_on(other->here));
 }
 
 ShardedImpl::~ShardedImpl() {
   try {
     reducer_->resume();  // before anything that can fail: it would continue asking this one
-    optim::unmark_deferred(tensors());
     const torch::NoGradGuard no_grad;
     for (auto& member : members_)
       if (shared_ && member.tensor.const_data_ptr() == member.data)
@@ -151,30 +151,13 @@ ShardedImpl::~ShardedImpl() {
   }
 }
 
-std::vector<at::Tensor> ShardedImpl::tensors() const {
-  std::vector<at::Tensor> all;
-  for (const auto& member : members_) all.push_back(member.tensor);
-  return all;
-}
-
 void ShardedImpl::check_options() const {
-  for (const auto& rule : rules) std::visit([](const auto& o) { optim::check(o); }, rule);
-  if (!(options.max_grad_norm >= 0))
-    throw UsageError(kComponent, "max_grad_norm = {} must be positive, or 0 for no clipping.",
-                     options.max_grad_norm);
-  if (!(options.loss_scale > 0))
-    throw UsageError(kComponent, "loss_scale = {} must be positive. 1 is not a scaling.",
-                     options.loss_scale);
+  for (const auto& options : options_)
+    std::visit([](const auto& values) { optim::check(values); }, options);
+  optim::check(optim::StepOptions{.max_grad_norm = settings_.max_grad_norm});
 }
 
-OptimizerRule& ShardedImpl::rule(std::size_t group) {
-  if (group >= rules.size())
-    throw UsageError(kComponent, "there is no group {}. Groups count from 0; there {} {}.", group,
-                     rules.size() == 1 ? "is" : "are", rules.size());
-  return rules[group];
-}
-
-void ShardedImpl::collect_members(const std::vector<ShardedGroup>& groups) {
+void ShardedImpl::collect_members(const std::vector<optim::ParamGroup>& groups) {
   const auto group_of = [&](const at::Tensor& tensor) -> std::optional<std::size_t> {
     std::optional<std::size_t> found;
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -313,9 +296,26 @@ void ShardedImpl::synchronize_ranks() {
 
 // ---------------------------------------------------------------- a step
 
-StepOutcome ShardedImpl::step() {
+optim::StepResult ShardedImpl::step(const optim::StepOptions& wanted) {
+  optim::GradScaler* const scaler =
+      wanted.scaler != nullptr && wanted.scaler->enabled() ? wanted.scaler : nullptr;
   idle_ = false;
-  return take_step(reducer_->begin_deferred_step(/*has_inputs=*/true));
+  settings_ = {.max_grad_norm = wanted.max_grad_norm,
+               .loss_scale = scaler != nullptr ? scaler->get_scale() : 1,
+               .window_scale = window_scale_,
+               .want_grad_norm = wanted.want_grad_norm,
+               .skip_non_finite = wanted.skip_non_finite || scaler != nullptr};
+  const Outcome outcome = take_step(reducer_->begin_deferred_step(/*has_inputs=*/true));
+  if (scaler != nullptr) {
+    scaler->record_step(this, outcome.skipped);
+    scaler->update();
+  }
+  optim::StepResult result;
+  if (settings_.max_grad_norm > 0 || settings_.want_grad_norm)
+    result.grad_norm = at::scalar_tensor(outcome.grad_norm, at::kDouble);
+  if (settings_.skip_non_finite)
+    result.skipped = at::full({1}, outcome.skipped ? 1.0 : 0.0, at::kFloat);
+  return result;
 }
 
 void ShardedImpl::idle_step() {
@@ -324,26 +324,27 @@ void ShardedImpl::idle_step() {
   take_step(reducer_->begin_deferred_step(/*has_inputs=*/false));
 }
 
-// Every setting, of the options (group -1) and of each group's rule, in one order on all ranks.
+// Every setting, of the step (group -1) and of each group's options, in one order on all ranks.
 template <typename Body>
 void ShardedImpl::each_setting(const Body& body) {
-  body("max_grad_norm", -1, options.max_grad_norm);
-  double skip = options.skip_non_finite ? 1 : 0;
-  body("skip_non_finite", -1, skip);
-  options.skip_non_finite = skip != 0;
-  body("loss_scale", -1, options.loss_scale);
-  for (std::size_t group = 0; group < rules.size(); ++group) {
-    each_number(rules[group], [&](const char* name, double& number) {
+  const auto of_step = [&](const char* name, double& number) { body(name, -1, number); };
+  of_step("max_grad_norm", settings_.max_grad_norm);
+  of_step("loss_scale", settings_.loss_scale);
+  of_step("the factor of an accumulation window", settings_.window_scale);
+  each_flag("want_grad_norm", settings_.want_grad_norm, of_step);
+  each_flag("skip_non_finite", settings_.skip_non_finite, of_step);
+  for (std::size_t group = 0; group < options_.size(); ++group) {
+    each_number(options_[group], [&](const char* name, double& number) {
       body(name, static_cast<int>(group), number);
     });
   }
 }
 
-// Their values, and after them the kinds of the rules.
+// Their values, and after them the kinds of options.
 std::vector<double> ShardedImpl::settings() {
   std::vector<double> numbers;
   each_setting([&](const char*, int, double& number) { numbers.push_back(number); });
-  for (const auto& rule : rules) numbers.push_back(static_cast<double>(rule.index()));
+  for (const auto& options : options_) numbers.push_back(static_cast<double>(options.index()));
   return numbers;
 }
 
@@ -356,29 +357,26 @@ void ShardedImpl::share_settings(int root) {
   each_setting([&](const char*, int, double& number) { number = *next++; });
 }
 
-StepOutcome ShardedImpl::take_step(const DeferredStep& how) {
+ShardedImpl::Outcome ShardedImpl::take_step(const DeferredStep& how) {
   const torch::NoGradGuard no_grad;
   divisor_ = how.divisor;
   if (how.joining) share_settings(how.root);
   agree_on_gradients();
-  StepOutcome outcome;
+  Outcome outcome;
   double clip = 1;
-  const bool two_passes = options.max_grad_norm > 0 || options.skip_non_finite;
   for (auto& domain : domains_) bring_gradients(domain);
-  if (two_passes) {
+  if (settings_.two_passes()) {
     const Norm norm = reduce_owned();
-    outcome.grad_norm = norm.value;
-    outcome.skipped = options.skip_non_finite && !norm.finite;
+    outcome = {.grad_norm = norm.value, .skipped = settings_.skip_non_finite && !norm.finite};
     // As torch clips: a norm that is not a number stays one.
-    const double coefficient = options.max_grad_norm / (norm.value + 1e-6);
-    if (options.max_grad_norm > 0 && std::isfinite(options.max_grad_norm))  // else only asked for
-      clip = coefficient > 1 ? 1 : coefficient;
+    const double coefficient = settings_.max_grad_norm / (norm.value + 1e-6);
+    if (settings_.max_grad_norm > 0) clip = coefficient > 1 ? 1 : coefficient;
   }
   if (!outcome.skipped) {
     for (auto& member : members_)
       if (member.used) ++member.steps;
     for (auto& domain : domains_)
-      for (auto& owned : domain.owned) update(domain, owned, two_passes, clip);
+      for (auto& owned : domain.owned) update(domain, owned, clip);
     if (!shared_)
       for (auto& domain : domains_) publish(domain);
   }
@@ -389,6 +387,7 @@ StepOutcome ShardedImpl::take_step(const DeferredStep& how) {
   if (shared_ && !outcome.skipped) synchronize_ranks();
   for (auto& domain : domains_) domain.received.clear();
   reduced_ = false;
+  window_scale_ = 1;
   for (auto& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();
   remember_parameters();
   reducer_->end_deferred_step();
@@ -407,9 +406,9 @@ void ShardedImpl::check_gradients() const {
   }
 }
 
-// What one rank cannot do, none does: a refusal is told to all before anything is changed that a
-// user can see. So is a setting that differs: each owner would step its elements by another rule,
-// and since all ranks get the result, nothing would ever show it. The same exchange says which
+// What one rank cannot do, none does: all learn of a refusal before anything is changed that a user
+// can see, and of an option that differs: each owner would step its elements by another one, and
+// since all ranks get the result, nothing would ever show it. The same exchange says which
 // parameters any rank has a gradient for.
 void ShardedImpl::agree_on_gradients() {
   Check check{.component = kComponent, .what = "this step"};
@@ -425,7 +424,8 @@ void ShardedImpl::agree_on_gradients() {
   auto* const refused = texts.mutable_data_ptr<std::uint8_t>();
   auto* const hashes = refused + 1;
   auto* const has_gradient = hashes + 2 * kHash;
-  const auto hash = static_cast<std::uint64_t>(hash_of(settings()));
+  const std::vector<double> numbers = settings();
+  const std::uint64_t hash = fingerprint(numbers.data(), numbers.size() * sizeof(double));
   for (std::size_t i = 0; i < kHash; ++i) {
     hashes[i] = static_cast<std::uint8_t>(hash >> (8 * i));
     hashes[kHash + i] = static_cast<std::uint8_t>(~hashes[i]);
@@ -439,7 +439,7 @@ void ShardedImpl::agree_on_gradients() {
   if (*refused != 0) refuse_together(world_, check);
   // The greatest of the complements is the complement of the least.
   for (std::size_t i = 0; i < kHash; ++i)
-    if (hashes[i] + hashes[kHash + i] != 255) refuse_different_settings();
+    if (hashes[i] + hashes[kHash + i] != 255) refuse_difference(check, show_settings());
   for (std::size_t i = 0; i < members_.size(); ++i) members_[i].used = has_gradient[i] != 0;
 }
 
@@ -473,38 +473,6 @@ std::exception_ptr ShardedImpl::find_refusal() const {
   });
 }
 
-void ShardedImpl::refuse_different_settings() {
-  const std::size_t count = settings().size();
-  std::vector<std::vector<double>> all;
-  for (const std::string& bytes : world_.all_gather(bytes_of(settings())))
-    std::memcpy(all.emplace_back(bytes.size() / sizeof(double)).data(), bytes.data(), bytes.size());
-  const auto& first = all[0];
-  const auto other = std::find_if(
-      all.begin(), all.end(), [&](const auto& each) { return bytes_of(each) != bytes_of(first); });
-  LOCKSTEP_ASSERT(other != all.end());
-  std::string what = "has another number of groups or other kinds of rules than rank 0";
-  std::string differs;
-  // The kinds stand at the end.
-  if (other->size() == count && first.size() == count &&
-      std::equal(other->end() - static_cast<std::ptrdiff_t>(rules.size()), other->end(),
-                 first.end() - static_cast<std::ptrdiff_t>(rules.size()))) {
-    std::vector<std::string> names;
-    each_setting([&](const char* name, int group, double&) {
-      names.push_back(group < 0 || rules.size() == 1 ? std::string(name)
-                                                     : fmt::format("{} of group {}", name, group));
-    });
-    for (std::size_t i = names.size(); i-- > 0;)
-      if (bytes_of({(*other)[i]}) != bytes_of({first[i]})) {
-        what = fmt::format("has {} = {}, but rank 0 has {}", names[i], (*other)[i], first[i]);
-        differs = names[i];
-      }
-  }
-  throw UsageError(kComponent,
-                   "rank {} {}. Each rank steps its share of the elements by its own settings, so "
-                   "they must be equal. {}",
-                   other - all.begin(), what, advice_on(differs));
-}
-
 // This rank's gradients lie in their slots from here on.
 void ShardedImpl::place_gradients(std::uint8_t* has_gradient) {
   for (std::size_t i = 0; i < members_.size(); ++i) {
@@ -521,6 +489,7 @@ void ShardedImpl::place_gradients(std::uint8_t* has_gradient) {
 
 void ShardedImpl::zero_grad() {
   reduced_ = false;
+  window_scale_ = 1;
   for (auto& member : members_) {
     at::Tensor& grad = member.tensor.mutable_grad();
     if (grad.defined()) grad = at::Tensor();
@@ -534,10 +503,13 @@ void ShardedImpl::reduce_now() {
     throw UsageError(kComponent,
                      "reduce_now() was called inside join(), where ranks that have run out follow "
                      "step() alone. Look at averaged gradients outside of it.");
+  settings_ = {.window_scale = window_scale_};
   agree_on_gradients();
   for (auto& bucket : deferred_.buckets) {
     if (world_.size() > 1) world_.all_reduce(bucket.mine, ReduceOp::kAvg).wait();
+    if (window_scale_ != 1) bucket.mine.mul_(window_scale_);
   }
+  window_scale_ = 1;
   for (auto& member : members_) {
     if (!member.used) continue;
     member.tensor.mutable_grad() = member.slot;
@@ -549,13 +521,13 @@ void ShardedImpl::reduce_now() {
 }  // namespace parallel
 
 ShardedOptimizer::ShardedOptimizer(std::shared_ptr<Reducer> reducer,
-                                   std::vector<ShardedGroup> groups, ShardedOptions options)
-    : impl_(std::make_unique<parallel::ShardedImpl>(std::move(reducer), std::move(groups),
-                                                    options)) {}
+                                   std::vector<optim::ParamGroup> groups)
+    : Optimizer(groups),
+      impl_(std::make_unique<parallel::ShardedImpl>(std::move(reducer), groups, groups_)) {}
 ShardedOptimizer::~ShardedOptimizer() = default;
 
-StepOutcome ShardedOptimizer::step() {
-  return impl_->step();
+optim::StepResult ShardedOptimizer::step(const optim::StepOptions& options) {
+  return impl_->step(options);
 }
 void ShardedOptimizer::zero_grad() {
   impl_->zero_grad();
@@ -563,28 +535,10 @@ void ShardedOptimizer::zero_grad() {
 void ShardedOptimizer::reduce_now() {
   impl_->reduce_now();
 }
-ShardedOptions& ShardedOptimizer::options() {
-  return impl_->options;
+optim::TensorDict ShardedOptimizer::state_dict(const optim::StateDictOptions& options) {
+  return impl_->state_dict(options.wanted);
 }
-OptimizerRule& ShardedOptimizer::rule(std::size_t group) {
-  return impl_->rule(group);
-}
-std::size_t ShardedOptimizer::groups() const {
-  return impl_->rules.size();
-}
-double ShardedOptimizer::lr(std::size_t group) const {
-  return std::visit([](const auto& options) { return options.lr; }, impl_->rule(group));
-}
-void ShardedOptimizer::set_lr(double lr) {
-  for (std::size_t group = 0; group < groups(); ++group) set_lr(group, lr);
-}
-void ShardedOptimizer::set_lr(std::size_t group, double lr) {
-  std::visit([&](auto& options) { options.lr = lr; }, impl_->rule(group));
-}
-std::map<std::string, at::Tensor> ShardedOptimizer::state_dict() {
-  return impl_->state_dict();
-}
-void ShardedOptimizer::load_state_dict(const std::map<std::string, at::Tensor>& state) {
+void ShardedOptimizer::load_state_dict(const optim::TensorDict& state) {
   impl_->load_state_dict(state);
 }
 void ShardedOptimizer::sync_from_model() {

@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <array>
 #include <set>
 #include <utility>
@@ -25,8 +26,7 @@ at::Tensor flattened(const at::Tensor& tensor, const at::Tensor& like) {
       .as_strided({like.numel()}, {1});
 }
 
-const at::Tensor& find_state(const std::map<std::string, at::Tensor>& state,
-                             const std::string& name) {
+const at::Tensor& find_state(const optim::TensorDict& state, const std::string& name) {
   const auto found = state.find(name);
   if (found == state.end())
     throw UsageError(ShardedImpl::kComponent,
@@ -108,9 +108,10 @@ void ShardedImpl::check_parameters() const {
 }
 
 // A single write is left to step(), where all ranks refuse it together. Who writes again after
-// another backward has a loop that never steps here: nobody else would tell. If the others do step,
-// they are told there.
+// another backward has a loop that never steps here: nobody else would report it. If the others do
+// step, they learn of it there.
 void ShardedImpl::on_backward() {
+  window_scale_ = 1;
   const Member* written = find_written();
   if (written == nullptr) return;
   std::uint64_t writes = 0;
@@ -169,43 +170,56 @@ void ShardedImpl::return_parameters() {
 // ---------------------------------------------------------------- state
 
 std::vector<std::string> ShardedImpl::state_names_of(const Member& member) const {
-  return state_names(rules[member.group]);
+  return state_names(options_[member.group]);
 }
 
-std::map<std::string, at::Tensor> ShardedImpl::state_dict() {
+// Every element's state is on its owner; all send theirs to the ranks that want the whole.
+optim::TensorDict ShardedImpl::state_dict(bool wanted) {
   const torch::NoGradGuard no_grad;
-  std::map<std::string, at::Tensor> state;
-  for (auto& member : members_) {
-    for (const auto& name : state_names_of(member))
-      state[member.name + "." + name] =
-          at::zeros({member.tensor.numel()}, member.tensor.options().device(at::kCPU));
-    state[member.name + ".step"] = at::scalar_tensor(member.steps, at::kDouble);
-  }
-  for (const auto& domain : domains_) {
-    for (const auto& owned : domain.owned) {
-      const Member& member = members_[owned.piece.parameter];
-      const auto names = state_names_of(member);
-      const std::array<at::Tensor, 2> parts{owned.first, owned.second};
-      for (std::size_t k = 0; k < names.size(); ++k) {
-        if (!parts[k].defined()) continue;
-        state[member.name + "." + names[k]]
-            .narrow(0, owned.piece.begin, owned.piece.count)
-            .copy_(parts[k]);
-      }
+  std::vector<bool> to;
+  for (const std::string& answer : world_.all_gather(std::string(wanted ? "+" : "")))
+    to.push_back(!answer.empty());
+  optim::TensorDict state;
+  for (std::size_t k = 0; k < 2; ++k) {
+    for (const auto& domain : domains_) {
+      const auto put = [&](const Piece& piece, const at::Tensor& values) {
+        const Member& member = members_[piece.parameter];
+        at::Tensor& whole = state[member.name + "." + state_names_of(member)[k]];
+        if (!whole.defined()) whole = at::empty({member.tensor.numel()}, values.options());
+        whole.narrow(0, piece.begin, piece.count).copy_(values);
+      };
+      const Pieces parts{
+          .device = at::kCPU,
+          .includes = [&](const Member& member) { return state_names_of(member).size() > k; },
+          .of =
+              [&](const Owned& owned) {
+                const at::Tensor& part = k == 0 ? owned.first : owned.second;
+                return part.defined() ? part.cpu() : at::zeros({owned.piece.count}, domain.dtype);
+              },
+          .put = put};
+      exchange_pieces(domain, parts, to);
+      for (const auto& owned : domain.owned)
+        if (wanted && parts.includes(members_[owned.piece.parameter]))
+          put(owned.piece, parts.of(owned));
     }
   }
-  // Every element has one owner, and zeros elsewhere add nothing.
-  for (auto& member : members_) {
-    for (const auto& name : state_names_of(member)) {
+  if (!wanted) return state;
+  for (const auto& member : members_) {
+    const auto names = state_names_of(member);
+    for (const auto& name : names) {
       at::Tensor& whole = state[member.name + "." + name];
-      if (world_.size() > 1) world_.all_reduce(whole).wait();
+      if (!whole.defined()) whole = at::empty({0}, member.tensor.options().device(at::kCPU));
       whole = shaped(whole, member.slot).contiguous();
     }
+    // As the replicated SGD counts: 1 once there is momentum.
+    const bool sgd = std::holds_alternative<optim::SGDOptions>(options_[member.group]);
+    const double most = !sgd ? member.steps : names.empty() ? 0 : 1;
+    state[member.name + ".step"] = at::scalar_tensor(std::min(member.steps, most), at::kDouble);
   }
   return state;
 }
 
-void ShardedImpl::check_state(const std::map<std::string, at::Tensor>& state) const {
+void ShardedImpl::check_state(const optim::TensorDict& state) const {
   std::set<std::string> known;
   for (const auto& member : members_) {
     for (const auto& part : state_names_of(member)) {
@@ -236,7 +250,7 @@ void ShardedImpl::check_state(const std::map<std::string, at::Tensor>& state) co
                        name);
 }
 
-void ShardedImpl::load_state_dict(const std::map<std::string, at::Tensor>& state) {
+void ShardedImpl::load_state_dict(const optim::TensorDict& state) {
   const torch::NoGradGuard no_grad;
   Prints prints;
   const auto look = [&] {

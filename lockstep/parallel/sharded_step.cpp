@@ -86,8 +86,9 @@ template <typename... Bodies>
 Either(Bodies...) -> Either<Bodies...>;
 
 // The fused kernels of ATen on one piece.
-void update_with_aten(const OptimizerRule& rule, const at::Tensor& param, const at::Tensor& grad,
-                      const std::array<at::Tensor, 2>& state, double steps) {
+void update_with_aten(const optim::OptimizerOptions& options, const at::Tensor& param,
+                      const at::Tensor& grad, const std::array<at::Tensor, 2>& state,
+                      double steps) {
   const at::Tensor count = at::full({}, steps, param.options().dtype(at::kFloat));
   std::visit(Either{[&](const optim::AdamWOptions& o) {
                       at::_fused_adamw_({param}, {grad}, {state[0]}, {state[1]}, {}, {count}, o.lr,
@@ -105,13 +106,13 @@ void update_with_aten(const OptimizerRule& rule, const at::Tensor& param, const 
                       at::_fused_sgd_({param}, {grad}, momentum, o.weight_decay, o.momentum, o.lr,
                                       o.dampening, o.nesterov, false, steps == 1);
                     }},
-             rule);
+             options);
 }
 
 template <typename T>
-void update_with_kernel(const OptimizerRule& rule, const Combination& how, const at::Tensor& param,
-                        const std::array<at::Tensor, 2>& state, const kernels::Slice& slice,
-                        double steps) {
+void update_with_kernel(const optim::OptimizerOptions& options, const Combination& how,
+                        const at::Tensor& param, const std::array<at::Tensor, 2>& state,
+                        const kernels::Slice& slice, double steps) {
   const Sources<T> sources(how.sources);
   const auto pointer = [](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
@@ -120,11 +121,11 @@ void update_with_kernel(const OptimizerRule& rule, const Combination& how, const
   by_blocks(slice.count, [&](std::int64_t begin, std::int64_t count) {
     const Sources<T> rest = sources.after(begin);
     std::visit(
-        [&](const auto& options) {
-          optim::detail::step_slice<T>(options, gradient_of(rest, how), memory.after(begin),
+        [&](const auto& values) {
+          optim::detail::step_slice<T>(values, gradient_of(rest, how), memory.after(begin),
                                        {slice.tensor_size, slice.begin + begin, count}, steps);
         },
-        rule);
+        options);
   });
 }
 
@@ -138,8 +139,8 @@ at::Tensor block_sums(const at::Tensor& values) {
 
 }  // namespace
 
-std::vector<std::string> ShardedImpl::state_names(const OptimizerRule& rule) {
-  if (const auto* sgd = std::get_if<optim::SGDOptions>(&rule))
+std::vector<std::string> ShardedImpl::state_names(const optim::OptimizerOptions& options) {
+  if (const auto* sgd = std::get_if<optim::SGDOptions>(&options))
     return sgd->momentum != 0 ? std::vector<std::string>{"momentum_buffer"}
                               : std::vector<std::string>{};
   return {"exp_avg", "exp_avg_sq"};
@@ -195,7 +196,7 @@ std::vector<at::Tensor> ShardedImpl::sources_of(const Domain& domain, const Owne
 // pays up to two. Unscaling and clipping are two roundings, of which the kernels do one.
 bool ShardedImpl::sums_twice(const Domain& domain) const {
   constexpr int kMaxSources = 2;
-  return has_kernel(domain.dtype, domain.device) && options.loss_scale == 1 &&
+  return has_kernel(domain.dtype, domain.device) && settings_.gradient_scale() == 1 &&
          (reduced_ || world_.size() <= kMaxSources);
 }
 
@@ -210,7 +211,7 @@ ShardedImpl::Norm ShardedImpl::reduce_owned() {
     for (auto& owned : domain.owned) {
       const Member& member = members_[owned.piece.parameter];
       if (!member.used) continue;
-      Combination how{sources_of(domain, owned), 1, 1 / options.loss_scale};
+      Combination how{sources_of(domain, owned), 1, settings_.gradient_scale()};
       how.divisor = reduced_ ? 1 : divisor_;
       if (norm_alone) {
         owned.reduced = at::Tensor();
@@ -244,7 +245,7 @@ ShardedImpl::Norm ShardedImpl::reduce_owned() {
 }
 
 void ShardedImpl::make_state(const Domain& domain, Owned& owned) {
-  const auto names = state_names(rules[members_[owned.piece.parameter].group]);
+  const auto names = state_names(options_[members_[owned.piece.parameter].group]);
   const auto fresh = [&] {
     return at::zeros({owned.piece.count}, at::dtype(domain.dtype).device(domain.device));
   };
@@ -252,7 +253,8 @@ void ShardedImpl::make_state(const Domain& domain, Owned& owned) {
   if (names.size() > 1 && !owned.second.defined()) owned.second = fresh();
 }
 
-void ShardedImpl::update(Domain& domain, Owned& owned, bool two_passes, double clip) {
+void ShardedImpl::update(Domain& domain, Owned& owned, double clip) {
+  const bool two_passes = settings_.two_passes();
   const Member& member = members_[owned.piece.parameter];
   if (!member.used) return;
   make_state(domain, owned);
@@ -260,39 +262,60 @@ void ShardedImpl::update(Domain& domain, Owned& owned, bool two_passes, double c
   if (!two_passes || sums_twice(domain)) {
     how.sources = sources_of(domain, owned);
     how.divisor = reduced_ ? 1 : divisor_;
-    how.scale = two_passes ? clip : 1 / options.loss_scale;
+    how.scale = two_passes ? clip : settings_.gradient_scale();
   }
-  const OptimizerRule& rule = rules[member.group];
+  const optim::OptimizerOptions& options = options_[member.group];
   const std::array<at::Tensor, 2> state{owned.first, owned.second};
   if (!has_kernel(domain.dtype, domain.device))
-    return update_with_aten(rule, owned.param, combine(how), state, member.steps);
+    return update_with_aten(options, owned.param, combine(how), state, member.steps);
   const kernels::Slice slice{member.tensor.numel(), owned.piece.begin, owned.piece.count};
   by_type(domain.dtype, [&]<typename T>(T) {
-    update_with_kernel<T>(rule, how, owned.param, state, slice, member.steps);
+    update_with_kernel<T>(options, how, owned.param, state, slice, member.steps);
   });
 }
 
 // Without shared memory: every rank hands its new parameters to all others.
-void ShardedImpl::publish(Domain& domain) {
+void ShardedImpl::publish(const Domain& domain) {
+  const Pieces parameters{
+      .device = domain.device,
+      .includes = [](const Member&) { return true; },
+      .of = [](const Owned& owned) { return owned.param; },
+      .put =
+          [this](const Piece& piece, const at::Tensor& values) {
+            members_[piece.parameter].flat.narrow(0, piece.begin, piece.count).copy_(values);
+          }};
+  exchange_pieces(domain, parameters,
+                  std::vector<bool>(static_cast<std::size_t>(world_.size()), true));
+}
+
+// Every rank sends what it owns to the ranks that `to` marks, and these put what the others sent.
+void ShardedImpl::exchange_pieces(const Domain& domain, const Pieces& pieces,
+                                  const std::vector<bool>& to) {
   if (world_.size() == 1) return;
-  const auto options = at::dtype(domain.dtype).device(domain.device);
-  std::vector<at::Tensor> pieces{at::empty({0}, options)};
-  for (const auto& owned : domain.owned) pieces.push_back(owned.param);
-  const std::vector<at::Tensor> outgoing(static_cast<std::size_t>(world_.size()), at::cat(pieces));
-  std::vector<at::Tensor> incoming;
-  for (const auto& share : domain.shares) {
+  const auto options = at::dtype(domain.dtype).device(pieces.device);
+  const auto mine = static_cast<std::size_t>(world_.rank());
+  const auto included = [&](const Piece& piece) {
+    return pieces.includes(members_[piece.parameter]);
+  };
+  const at::Tensor nothing = at::empty({0}, options);
+  std::vector<at::Tensor> own{nothing};
+  for (const auto& owned : domain.owned)
+    if (included(owned.piece)) own.push_back(pieces.of(owned));
+  const at::Tensor all = at::cat(own);
+  std::vector<at::Tensor> outgoing, incoming;
+  for (std::size_t rank = 0; rank < to.size(); ++rank) {
     std::int64_t count = 0;
-    for (const Piece& piece : share) count += piece.count;
+    for (const Piece& piece : domain.shares[rank])
+      if (to[mine] && included(piece)) count += piece.count;
+    outgoing.push_back(to[rank] ? all : nothing);
     incoming.push_back(at::empty({count}, options));
   }
   world_.all_to_all(incoming, outgoing).wait();
-  for (std::size_t rank = 0; rank < domain.shares.size(); ++rank) {
-    if (static_cast<int>(rank) == world_.rank()) continue;
+  for (std::size_t rank = 0; rank < to.size() && to[mine]; ++rank) {
     std::int64_t place = 0;
     for (const Piece& piece : domain.shares[rank]) {
-      members_[piece.parameter]
-          .flat.narrow(0, piece.begin, piece.count)
-          .copy_(incoming[rank].narrow(0, place, piece.count));
+      if (rank == mine || !included(piece)) continue;
+      pieces.put(piece, incoming[rank].narrow(0, place, piece.count));
       place += piece.count;
     }
   }

@@ -93,9 +93,9 @@ void average(World& world, at::Tensor tensor) {
 class Replicated {
  public:
   Replicated(std::vector<at::Tensor> parameters, const Case& what)
-      : Replicated(parameters, {{parameters, what.rule}}, what) {}
+      : Replicated(parameters, {{parameters, what.options}}, what) {}
   // `parameters` in the model's order, which is the norm's.
-  Replicated(std::vector<at::Tensor> parameters, const std::vector<ShardedGroup>& groups,
+  Replicated(std::vector<at::Tensor> parameters, const std::vector<optim::ParamGroup>& groups,
              const Case& what)
       : parameters_(std::move(parameters)), what_(what) {
     for (const auto& group : groups) optimizers_.push_back(make(group));
@@ -105,10 +105,11 @@ class Replicated {
     optimizers_[group]->param_groups()[0].options().set_lr(lr);
   }
 
-  void step() {
+  void step() { step(what_.loss_scale); }
+  void step(double loss_scale) {
     const torch::NoGradGuard no_grad;
     for (auto& p : parameters_)
-      if (p.grad().defined() && what_.loss_scale != 1) p.grad().mul_(1 / what_.loss_scale);
+      if (p.grad().defined() && loss_scale != 1) p.grad().mul_(1 / loss_scale);
     const bool half = std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) {
       return p.scalar_type() == at::kHalf || p.scalar_type() == at::kBFloat16;
     });
@@ -124,12 +125,12 @@ class Replicated {
 
  private:
   using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
-  static Optimizer make(const ShardedGroup& group) {
-    if (const auto* w = std::get_if<optim::AdamWOptions>(&group.rule))
+  static Optimizer make(const optim::ParamGroup& group) {
+    if (const auto* w = std::get_if<optim::AdamWOptions>(&group.options))
       return std::make_unique<optim::AdamW>(group.params, *w);
-    if (const auto* a = std::get_if<optim::AdamOptions>(&group.rule))
+    if (const auto* a = std::get_if<optim::AdamOptions>(&group.options))
       return std::make_unique<optim::Adam>(group.params, *a);
-    return std::make_unique<optim::SGD>(group.params, std::get<optim::SGDOptions>(group.rule));
+    return std::make_unique<optim::SGD>(group.params, std::get<optim::SGDOptions>(group.options));
   }
 
   std::vector<at::Tensor> parameters_;
@@ -137,10 +138,10 @@ class Replicated {
   Case what_;
 };
 
-void backward_window(const auto& forward, World& world, const Case& what, int step) {
+void backward_window(const auto& forward, World& world, const Case& what, int step,
+                     optim::GradScaler& scaler) {
   for (int micro = 0; micro < what.accumulate; ++micro)
-    (forward(batch_of(world.rank(), 10 * step + micro).to(what.dtype)).square().mean() *
-     what.loss_scale)
+    scaler.scale(forward(batch_of(world.rank(), 10 * step + micro).to(what.dtype)).square().mean())
         .backward();
 }
 
@@ -150,16 +151,16 @@ void expect_equal_to_replicated(World& world, const Case& what) {
   net->to(what.dtype);
   plain->to(what.dtype);
   DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.02}};
-  ShardedOptimizer optimizer{
-      model, what.rule, {.max_grad_norm = what.clip, .loss_scale = what.loss_scale}};
+  ShardedOptimizer optimizer{model, what.options};
+  optim::GradScaler scaler = scaler_of(world, what);
   Replicated reference(plain->parameters(), what);
   for (int step = 0; step < 5; ++step) {
-    backward_window([&](const at::Tensor& x) { return model(x); }, world, what, step);
-    backward_window([&](const at::Tensor& x) { return plain(x); }, world, what, step);
+    backward_window([&](const at::Tensor& x) { return model(x); }, world, what, step, scaler);
+    backward_window([&](const at::Tensor& x) { return plain(x); }, world, what, step, scaler);
     const torch::NoGradGuard no_grad;
     for (auto& p : plain->parameters())
       if (p.grad().defined()) average(world, p.grad());
-    optimizer.step();
+    optimizer.step({.max_grad_norm = what.clip, .scaler = &scaler});
     reference.step();
     optimizer.zero_grad();
     plain->zero_grad();
@@ -192,8 +193,8 @@ TEST_P(Sharded, TypesMayBeMixed) {
     for (Net each : {net, plain}) each->b->to(at::kBFloat16);
     const Case what{"mixed", optim::SGDOptions{.lr = 0.1, .momentum = 0.9}, 0.05};
     DistributedDataParallel model{net, world};
-    ShardedOptimizer optimizer{
-        model, what.rule, {.max_grad_norm = what.clip, .skip_non_finite = true}};
+    ShardedOptimizer optimizer{model, what.options};
+    const optim::StepOptions options{.max_grad_norm = what.clip, .skip_non_finite = true};
     Replicated reference(plain->parameters(), what);
     const auto backward = [&](Net& each, int step) {
       const at::Tensor h = torch::tanh(each->a(batch_of(world.rank(), step)));
@@ -206,9 +207,9 @@ TEST_P(Sharded, TypesMayBeMixed) {
       for (auto& p : plain->parameters())
         if (p.grad().defined()) average(world, p.grad());
       const double norm = norm_of(plain->parameters());
-      const StepOutcome outcome = optimizer.step();
-      EXPECT_FALSE(outcome.skipped);
-      EXPECT_NEAR(outcome.grad_norm, norm, 1e-12 * norm);
+      const optim::StepResult result = optimizer.step(options);
+      EXPECT_FALSE(result.was_skipped());
+      EXPECT_NEAR(result.norm(), norm, 1e-12 * norm);
       reference.step();
       optimizer.zero_grad();
       plain->zero_grad();
@@ -217,7 +218,7 @@ TEST_P(Sharded, TypesMayBeMixed) {
     }
     if (world.rank() == world.size() - 1)
       net->b->bias.mutable_grad() = at::full_like(net->b->bias, NAN);
-    EXPECT_TRUE(optimizer.step().skipped);
+    EXPECT_TRUE(optimizer.step(options).was_skipped());
     model.verify_replicas();
   });
 }
@@ -239,7 +240,7 @@ TEST(ShardedStep, WithManyRanks) {
         auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"weight", weight}},
                                                  std::vector<NamedTensor>{}, world);
         ShardedOptimizer optimizer{
-            reducer, std::vector<ShardedGroup>{{{weight}, optim::SGDOptions{.lr = 1}}}};
+            reducer, std::vector<optim::ParamGroup>{{{weight}, optim::SGDOptions{.lr = 1}}}};
         (weight.sum() * world.rank()).backward();
         optimizer.step();
         EXPECT_TENSOR_EQ(weight.detach(), at::full({weight.numel()}, -(kRanks - 1) / 2.0));
@@ -247,23 +248,21 @@ TEST(ShardedStep, WithManyRanks) {
       "gloo");
 }
 
-// Three kinds of rules, rates that change with every step, windows of two backwards, clipping, and
-// a step that is skipped because one rank has a bad gradient.
+// Three kinds of options, rates that change with every step, windows of two backwards, clipping,
+// and a step that is skipped because one rank has a bad gradient.
 TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
   run([](World& world) {
     Net net = make_net(), plain = make_net();
     DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.02}};
     Case what{"groups", {}, 0.05, 2, 256};
+    optim::GradScaler scaler = scaler_of(world, what);
     const auto groups_of = [](Net& each) {
-      return std::vector<ShardedGroup>{
+      return std::vector<optim::ParamGroup>{
           {each->a->parameters(), optim::AdamWOptions{.lr = 0.2, .weight_decay = 0.1}},
           {each->b->parameters(), optim::SGDOptions{.lr = 0.01, .momentum = 0.9}},
           {each->spare->parameters(), optim::AdamOptions{.lr = 0.1}}};
     };
-    ShardedOptimizer optimizer{
-        model,
-        groups_of(net),
-        {.max_grad_norm = what.clip, .skip_non_finite = true, .loss_scale = what.loss_scale}};
+    ShardedOptimizer optimizer{model, groups_of(net)};
     Replicated reference(plain->parameters(), groups_of(plain), what);
     for (int step = 0; step < 6; ++step) {
       const bool bad = step == 2;
@@ -274,7 +273,7 @@ TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
           // The spare one is used by some ranks in some steps.
           const bool spare = step >= 3 && world.rank() == 0;
           const at::Tensor y = each == &net ? model(x, spare) : plain(x, spare);
-          (y.square().mean() * what.loss_scale).backward();
+          (y.square().mean() * scaler.get_scale()).backward();
         }
       }
       optimizer.set_lr(0, 0.2 / (step + 1));
@@ -288,8 +287,11 @@ TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
         if (used && !p.grad().defined()) p.mutable_grad() = at::zeros_like(p);
         if (used) average(world, p.grad());
       }
-      EXPECT_EQ(optimizer.step().skipped, bad);
-      if (!bad) reference.step();
+      scaler.scale(at::zeros({}));  // by hand above
+      what.loss_scale = scaler.get_scale();
+      const optim::StepOptions options{.max_grad_norm = what.clip, .scaler = &scaler};
+      EXPECT_EQ(optimizer.step(options).was_skipped(), bad);
+      if (!bad) reference.step(what.loss_scale);
       optimizer.zero_grad();
       plain->zero_grad();
       for (std::size_t i = 0; i < net->parameters().size(); ++i)
@@ -321,19 +323,20 @@ TEST_P(Sharded, ANonFiniteGradientOnOneRankSkipsTheStepOnAll) {
   run([](World& world) {
     Net net = make_net();
     DistributedDataParallel model{net, world};
-    ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.1}, {.skip_non_finite = true}};
+    ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.1}};
+    const optim::StepOptions options{.want_grad_norm = true, .skip_non_finite = true};
     const at::Tensor before = net->a->weight.detach().clone();
     at::Tensor x = batch_of(world.rank(), 0);
     if (world.rank() == world.size() - 1) x[0][0] = INFINITY;
     model(x).sum().backward();
-    EXPECT_TRUE(optimizer.step().skipped);
+    EXPECT_TRUE(optimizer.step(options).was_skipped());
     EXPECT_TENSOR_EQ(net->a->weight.detach(), before);
     EXPECT_EQ(optimizer.state_dict().at("a.weight.step").item<double>(), 0);
     optimizer.zero_grad();
     model(batch_of(world.rank(), 1)).sum().backward();
-    const StepOutcome outcome = optimizer.step();
-    EXPECT_FALSE(outcome.skipped);
-    EXPECT_GT(outcome.grad_norm, 0);
+    const optim::StepResult result = optimizer.step(options);
+    EXPECT_FALSE(result.was_skipped());
+    EXPECT_GT(result.norm(), 0);
     EXPECT_FALSE(at::equal(net->a->weight.detach(), before));
   });
 }
@@ -401,7 +404,7 @@ TEST(ShardedState, GoesToAnotherNumberOfRanks) {
       torn["a.weight.exp_average"] = at::zeros({2});
       EXPECT_THAT(message_of<UsageError>([&] { optimizer.load_state_dict(torn); }),
                   HasSubstr("the state holds 'a.weight.exp_average'"));
-      EXPECT_THAT(message_of<UsageError>([&] { optimizer.rule(7); }),
+      EXPECT_THAT(message_of<UsageError>([&] { optimizer.options(7); }),
                   HasSubstr("there is no group 7"));
     });
   }
@@ -427,21 +430,23 @@ TEST(ShardedRefuses, WhatCannotBeMeant) {
   run_threads(2, [](World& world) {
     Net net = make_net();
     DistributedDataParallel model{net, world};
-    const auto make = [&](std::vector<ShardedGroup> groups, ShardedOptions options = {}) {
-      return message_of<UsageError>([&] { ShardedOptimizer{model, groups, options}; });
+    const auto make = [&](std::vector<optim::ParamGroup> groups) {
+      return message_of<UsageError>([&] { ShardedOptimizer{model, groups}; });
     };
-    const optim::SGDOptions rule;
-    EXPECT_THAT(make({{net->parameters(), rule}}, {.max_grad_norm = -1}),
-                HasSubstr("max_grad_norm = -1"));
-    EXPECT_THAT(make({{net->parameters(), rule}}, {.loss_scale = 0}), HasSubstr("loss_scale = 0"));
-    EXPECT_THAT(make({{{at::ones({2})}, rule}}), HasSubstr("none of the given parameters"));
-    EXPECT_THAT(make({{{net->a->weight, at::ones({2}).requires_grad_()}, rule}}),
+    const optim::SGDOptions options;
+    EXPECT_THAT(make({{{at::ones({2})}, options}}), HasSubstr("none of the given parameters"));
+    EXPECT_THAT(make({{{net->a->weight, at::ones({2}).requires_grad_()}, options}}),
                 HasSubstr("is not among those the model's wrapper keeps equal"));
-    EXPECT_THAT(make({{net->parameters(), rule}, {{net->a->weight}, rule}}),
+    EXPECT_THAT(make({{net->parameters(), options}, {{net->a->weight}, options}}),
                 HasSubstr("is in groups 0 and 1"));
     // Another optimizer would step it with this rank's own gradients.
-    EXPECT_THAT(make({{net->a->parameters(), rule}, {net->b->parameters(), rule}}),
+    EXPECT_THAT(make({{net->a->parameters(), options}, {net->b->parameters(), options}}),
                 HasSubstr("2 of the model's trainable parameters are in no group ('spare."));
+    ShardedOptimizer optimizer{model, options};
+    model(batch_of(world.rank(), 0)).sum().backward();
+    EXPECT_THAT(message_of<UsageError>([&] { optimizer.step({.max_grad_norm = -1}); }),
+                HasSubstr("max_grad_norm = -1"));
+    optimizer.step();
   });
 }
 
@@ -494,7 +499,7 @@ TEST(ShardedRefuses, OnAllRanksWhatOneCannotDo) {
   });
 }
 
-// Replicas would stay equal, and wrong: every rank steps its share by its own rule.
+// Replicas would stay equal, and wrong: every rank steps its share with its own options.
 TEST(ShardedRefuses, SettingsThatDifferOverRanks) {
   for (const char* backend : {"shm", "gloo"}) {
     run_threads(
@@ -502,32 +507,39 @@ TEST(ShardedRefuses, SettingsThatDifferOverRanks) {
         [](World& world) {
           Net net = make_net();
           DistributedDataParallel model{net, world};
-          const OptimizerRule rule = optim::AdamWOptions{.lr = 0.5};
-          ShardedOptimizer optimizer{
-              model, std::vector<ShardedGroup>{{net->a->parameters(), rule},
-                                               {net->b->parameters(), rule},
-                                               {net->spare->parameters(), optim::SGDOptions{}}}};
+          const optim::OptimizerOptions options = optim::AdamWOptions{.lr = 0.5};
+          ShardedOptimizer optimizer{model, std::vector<optim::ParamGroup>{
+                                                {net->a->parameters(), options},
+                                                {net->b->parameters(), options},
+                                                {net->spare->parameters(), optim::SGDOptions{}}}};
+          optim::GradScaler scaler{world, {.init_scale = 4}};
+          scaler.scale(at::zeros({}));
           const at::Tensor before = net->a->weight.detach().clone();
           model(batch_of(world.rank(), 0)).sum().backward();
           const auto refusal = [&](const std::function<void()>& change,
                                    const std::function<void()>& undo) {
             if (world.rank() == 2) change();
-            const std::string text = message_of<UsageError>([&] { optimizer.step(); });
+            const std::string text =
+                message_of<UsageError>([&] { optimizer.step({.scaler = &scaler}); });
             EXPECT_TENSOR_EQ(net->a->weight.detach(), before);
             if (world.rank() == 2) undo();
             return text;
           };
           const auto lr_of_b = [&](double lr) { optimizer.set_lr(1, lr); };
-          EXPECT_THAT(refusal([&] { lr_of_b(0.25); }, [&] { lr_of_b(0.5); }),
-                      HasSubstr("rank 2 has lr of group 1 = 0.25, but rank 0 has 0.5."));
-          EXPECT_THAT(refusal([&] { optimizer.options().loss_scale = 8; },
-                              [&] { optimizer.options().loss_scale = 1; }),
-                      HasSubstr("rank 2 has loss_scale = 8, but rank 0 has 1."));
+          EXPECT_THAT(
+              refusal([&] { lr_of_b(0.25); }, [&] { lr_of_b(0.5); }),
+              HasSubstr(
+                  "rank 2 has 'lr of group 1 = 0.25', but rank 0 has 'lr of group 1 = 0.5'."));
+          EXPECT_THAT(refusal([&] { scaler.update(8); }, [&] { scaler.update(4); }),
+                      HasSubstr("rank 2 has 'loss_scale = 8', but rank 0 has 'loss_scale = 4'."));
           EXPECT_THAT(
               refusal(
-                  [&] { optimizer.rule(0) = optim::AdamOptions{.lr = 0.5, .weight_decay = 0.01}; },
-                  [&] { optimizer.rule(0) = rule; }),
-              HasSubstr("rank 2 has another number of groups or other kinds of rules"));
+                  [&] {
+                    optimizer.options(0) = optim::AdamOptions{.lr = 0.5, .weight_decay = 0.01};
+                  },
+                  [&] { optimizer.options(0) = options; }),
+              HasSubstr(
+                  "rank 2 has 'options of Adam of group 0', but rank 0 has 'options of AdamW"));
           optimizer.step();
           EXPECT_FALSE(at::equal(net->a->weight.detach(), before));
           model.verify_replicas();
@@ -565,7 +577,7 @@ TEST(ShardedStep, TwiceOnTheSameGradientsStepsTwice) {
     Net net = make_net(), plain = make_net();
     DistributedDataParallel model{net, world};
     const Case what{"clipped", optim::SGDOptions{.lr = 0.1, .momentum = 0.9}, 0.05};
-    ShardedOptimizer optimizer{model, what.rule, {.max_grad_norm = what.clip}};
+    ShardedOptimizer optimizer{model, what.options};
     Replicated reference(plain->parameters(), what);
     model(batch_of(0, 0)).sum().backward();
     plain(batch_of(0, 0)).sum().backward();
@@ -573,7 +585,7 @@ TEST(ShardedStep, TwiceOnTheSameGradientsStepsTwice) {
     for (auto& p : plain->parameters())
       gradients.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
     for (int turn = 0; turn < 2; ++turn) {
-      optimizer.step();
+      optimizer.step({.max_grad_norm = what.clip});
       for (std::size_t i = 0; i < gradients.size(); ++i)
         if (gradients[i].defined()) plain->parameters()[i].grad().copy_(gradients[i]);
       reference.step();
@@ -586,7 +598,7 @@ TEST(ShardedStep, TwiceOnTheSameGradientsStepsTwice) {
 
 // Pieces that several threads share.
 TEST(ShardedStep, ThreadsChangeNoBit) {
-  const auto weights_after = [](int ranks, int threads, const ShardedOptions& options) {
+  const auto weights_after = [](int ranks, int threads, const optim::StepOptions& options) {
     at::Tensor weights;
     run_threads(ranks, [&](World& world) {
       const int before = at::get_num_threads();
@@ -599,11 +611,11 @@ TEST(ShardedStep, ThreadsChangeNoBit) {
         net->spare->bias.zero_();
       }
       DistributedDataParallel model{net, world};
-      ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.01}, options};
+      ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.01}};
       for (int step = 0; step < 3; ++step) {
         const at::Tensor x = at::linspace(step, world.rank() + 1, 2 * 700).view({2, 700});
         net->spare(x).square().mean().backward();
-        optimizer.step();
+        optimizer.step(options);
         optimizer.zero_grad();
       }
       if (world.is_leader()) weights = net->spare->weight.detach().clone();
@@ -613,7 +625,8 @@ TEST(ShardedStep, ThreadsChangeNoBit) {
     return weights;
   };
   for (const int ranks : {1, 2, 3}) {
-    for (const ShardedOptions& options : {ShardedOptions{}, ShardedOptions{.max_grad_norm = 0.1}}) {
+    for (const double clip : {0.0, 0.1}) {
+      const optim::StepOptions options{.max_grad_norm = clip};
       const at::Tensor one = weights_after(ranks, 1, options);
       for (const int threads : {2, 3})
         EXPECT_TENSOR_EQ(weights_after(ranks, threads, options), one);
@@ -623,7 +636,7 @@ TEST(ShardedStep, ThreadsChangeNoBit) {
 
 // Every exchange is a point where all ranks wait for the slowest.
 TEST(ShardedStep, CommunicatesNoOftenerThanNeeded) {
-  const auto exchanges = [](const std::string& backend, const ShardedOptions& options,
+  const auto exchanges = [](const std::string& backend, const optim::StepOptions& options,
                             float gradient) {
     std::uint64_t count = 0;
     run_threads(
@@ -631,11 +644,11 @@ TEST(ShardedStep, CommunicatesNoOftenerThanNeeded) {
         [&](World& world) {
           Net net = make_net();
           DistributedDataParallel model{net, world};
-          ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}, options};
+          ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
           (model(batch_of(world.rank(), 0)).sum() * gradient).backward();
           const auto& sequence = detail::Access::impl(world)->sequence;
           const std::uint64_t before = sequence.load();
-          optimizer.step();
+          optimizer.step(options);
           if (world.is_leader()) count = sequence.load() - before;
         },
         backend);

@@ -30,9 +30,9 @@ std::vector<at::Tensor> train_unevenly(World& world, bool sharded, const Case& w
   std::optional<ShardedOptimizer> ours;
   std::optional<optim::AdamW> theirs;
   if (sharded) {
-    ours.emplace(model, what.rule, ShardedOptions{.max_grad_norm = what.clip});
+    ours.emplace(model, what.options);
   } else {
-    theirs.emplace(net->parameters(), std::get<optim::AdamWOptions>(what.rule));
+    theirs.emplace(net->parameters(), std::get<optim::AdamWOptions>(what.options));
   }
   model.join(
       [&] {
@@ -41,7 +41,7 @@ std::vector<at::Tensor> train_unevenly(World& world, bool sharded, const Case& w
           model(batch_of(world.rank(), step)).square().mean().backward();
           if (ours) {
             ours->set_lr(lr);
-            ours->step();
+            ours->step({.max_grad_norm = what.clip});
             ours->zero_grad();
           } else {
             theirs->options().lr = lr;

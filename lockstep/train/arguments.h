@@ -52,6 +52,7 @@ struct TrainingArguments {
   double adam_beta2 = 0.999;
   double adam_epsilon = 1e-8;
   double max_grad_norm = 1.0;  // 0: no clipping
+  std::string shard_optimizer = "auto";
   std::string lr_scheduler_type = "linear";
   Node lr_scheduler_kwargs{};
   double warmup_steps = 0;

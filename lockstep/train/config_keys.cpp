@@ -137,6 +137,12 @@ constexpr KeySpec kKeys[] = {
      .member = &A::max_grad_norm,
      .help = "clip the gradients' global norm to this; 0: do not",
      .check = &kMeasure},
+    {.name = "shard_optimizer",
+     .member = &A::shard_optimizer,
+     .help = "divide the optimizer's state over the ranks and average gradients in its step; auto: "
+             "where ranks share memory (shm), and where the state would not fit otherwise",
+     .choices = "auto|true|false",
+     .ours = true},
     {.name = "lr_scheduler_type",
      .member = &A::lr_scheduler_type,
      .help = "how the learning rate falls after the warm-up",

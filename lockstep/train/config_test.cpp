@@ -104,6 +104,18 @@ TEST(ConfigKeys, EveryBackendOfAWorldCanBeNamed) {
   EXPECT_EQ(resolve("use_cpu: true\nddp_backend: shm\n").arguments.ddp_backend, "shm");
 }
 
+// A word of three, of which two are booleans in YAML.
+TEST(ConfigKeys, ShardOptimizerIsAWordOrABoolean) {
+  EXPECT_EQ(resolve("").arguments.shard_optimizer, "auto");
+  for (const char* word : {"auto", "true", "false"}) {
+    EXPECT_EQ(resolve(std::string("shard_optimizer: ") + word).arguments.shard_optimizer, word);
+    EXPECT_EQ(resolve("", {"--shard_optimizer", word}).arguments.shard_optimizer, word);
+  }
+  EXPECT_THAT(
+      refused("shard_optimizer: always\n"),
+      HasSubstr("t.yaml:1:18: shard_optimizer must be auto, true or false, and 'always' is"));
+}
+
 TEST(ConfigKeys, EveryKeyReadsBackWhatItWrites) {
   const TrainingArguments defaults;
   for (const KeySpec& key : key_table()) {

@@ -73,7 +73,10 @@ void read(std::string& out, const KeySpec& key, const Node& node) {
     out = node.boolean ? "auto" : "never";
     return;
   }
-  std::string value = as_string(node, key.name);
+  // `true` and `false` among the choices are booleans in YAML.
+  const bool flag = node.is(NodeKind::kBool) && key.choices.ends_with("|true|false");
+  std::string value =
+      flag ? std::string(node.boolean ? "true" : "false") : as_string(node, key.name);
   check_choice(key, node, value);
   if (value.empty()) refuse(node, "{} must not be empty.", key.name);
   if (key.name == "optim" && value.rfind("adamw_", 0) == 0) value = "adamw";

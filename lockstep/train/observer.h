@@ -18,10 +18,17 @@
 
 namespace lockstep {
 
+namespace optim {
+class Optimizer;  // lockstep/optim/optimizer.h
+}
+
 // What a call is about. The pointers are null where an event has no such thing.
 struct Event {
   const train::TrainerState& state;
   int rank = 0;
+  // While training. What on_optimizer_step changes on every rank (set_lr) holds for that step; the
+  // schedule sets the next learning rate.
+  optim::Optimizer* optimizer = nullptr;
   const train::LogEntry* entry = nullptr;  // on_log, on_evaluate
   const std::string* path = nullptr;       // on_save: the folder
   const std::string* text = nullptr;       // on_alert: what went wrong, and is being survived

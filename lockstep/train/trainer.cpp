@@ -52,7 +52,12 @@ TrainerImpl::TrainerImpl(World world, TrainerTask task, TrainingArguments argume
 void TrainerImpl::notify(Call call, const LogEntry* entry, const std::string* path,
                          const std::string* text) {
   for (const auto& observer : observers) {
-    Event event{.state = state, .rank = world_.rank(), .entry = entry, .path = path, .text = text};
+    Event event{.state = state,
+                .rank = world_.rank(),
+                .optimizer = optimizer_.get(),
+                .entry = entry,
+                .path = path,
+                .text = text};
     ((*observer).*call)(event);
     flags_.stop |= event.stop;
     flags_.save |= event.save;
@@ -111,13 +116,14 @@ void TrainerImpl::optimizer_step() {
   note_exchange();
   notify(&Observer::on_optimizer_step);
   const bool will_log = due_after_step(arguments_, plan_, state.global_step + 1).log;
+  learning_rate_ = optimizer_->lr();
   const optim::StepResult result = with_memory_advice([&] {  // the first one makes Adam's state
-    return stepper_->step({.max_grad_norm = arguments_.max_grad_norm,
-                           .want_grad_norm = will_log,
-                           .scaler = scaler_.get(),
-                           .skip_non_finite = true});
+    return optimizer_->step({.max_grad_norm = arguments_.max_grad_norm,
+                             .want_grad_norm = will_log,
+                             .scaler = scaler_.get(),
+                             .skip_non_finite = true});
   });
-  stepper_->zero_grad();
+  optimizer_->zero_grad();
   ++state.global_step;
   set_learning_rate();
   count_window(result);
@@ -133,8 +139,7 @@ void TrainerImpl::note_exchange() {
 
 // As Hugging Face: the schedule counts the steps taken.
 void TrainerImpl::set_learning_rate() {
-  const double lr = arguments_.learning_rate * schedule_->factor(state.global_step);
-  for (std::size_t group = 0; group < stepper_->groups(); ++group) stepper_->set_lr(group, lr);
+  optimizer_->set_lr(arguments_.learning_rate * schedule_->factor(state.global_step));
 }
 
 void TrainerImpl::update_epoch(std::int64_t batches_left) {
@@ -273,6 +278,7 @@ void TrainerImpl::finish() {
     load_best();
   summarize();
   notify(&Observer::on_train_end);
+  optimizer_.reset();  // a sharded one shares the parameters' memory between ranks until then
   progress_.reset();
   metrics_.reset();
   say_end();

@@ -15,9 +15,8 @@
 // agreed in the step's own exchange (agreement.h). Losses stay on the device and are read at
 // logging steps alone.
 //
-// The optimizer is replicated (lockstep/optim): every rank holds the whole state, so a checkpoint
-// needs no exchange and rank 0 copies it while the others compute. A loop of your own may use
-// ShardedOptimizer instead.
+// The optimizer is sharded where ranks share memory, otherwise replicated (shard_optimizer). Its
+// checkpoints are the same, and train() returns the module with memory of its own.
 //
 // Constructing does nothing; train() and evaluate() are collectives, called on all ranks
 // identically. One thread. Shares module and datasets; the module is moved to the world's device.

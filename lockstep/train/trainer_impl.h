@@ -12,8 +12,8 @@
 
 #include "lockstep/io/folder_lock.h"
 #include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/optim/stepper.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/train/agreement.h"
@@ -51,6 +51,7 @@ class TrainerImpl {
   void make_loader();
   double expected_count() const;
   void make_optimizer();
+  std::string reason_to_shard();
   void make_outputs(const std::string& checkpoint);
   void find_batch_size();
   bool batch_fits(std::int64_t batch_size);
@@ -108,7 +109,6 @@ class TrainerImpl {
   void save();
   CheckpointContents contents(const std::vector<std::string>& random,
                               std::int64_t tokens_not_logged);
-  TensorDict optimizer_state();
   DataPosition position() const;
   void collect_save();
   void alert(std::string text);
@@ -125,8 +125,7 @@ class TrainerImpl {
   std::optional<data::Loader> eval_loader_;
   std::optional<Model> model_;
   std::unique_ptr<Accumulation> accumulation_;
-  std::shared_ptr<optim::FusedBase> optimizer_;
-  std::unique_ptr<optim::Stepper> stepper_;
+  std::unique_ptr<optim::Optimizer> optimizer_;
   std::unique_ptr<optim::GradScaler> scaler_;
   std::optional<optim::Schedule> schedule_;
   std::optional<Agreement> agreement_;
@@ -158,6 +157,7 @@ class TrainerImpl {
   at::Tensor since_start_;
   at::Tensor skipped_;
   at::Tensor grad_norm_;
+  double learning_rate_ = 0;  // of the last step
   std::int64_t samples_ = 0;  // of this rank since the last log; every rank has as many
   std::int64_t last_log_step_ = 0;
   std::int64_t start_step_ = 0;

@@ -68,8 +68,7 @@ void TrainerImpl::log() {
   Metrics values{{"loss", loss}};
   if (grad_norm_.defined()) values.emplace_back("grad_norm", grad_norm_.item<double>());
   // As Hugging Face: that of the step that was taken, not of the next one.
-  values.emplace_back("learning_rate",
-                      arguments_.learning_rate * schedule_->factor(state.global_step - 1));
+  values.emplace_back("learning_rate", learning_rate_);
   const double samples = static_cast<double>(std::exchange(samples_, 0)) * world_.size();
   values.emplace_back("samples_per_second", samples / seconds);
   if (tokens > samples * 1.5) values.emplace_back("tokens_per_second", tokens / seconds);

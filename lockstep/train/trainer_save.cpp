@@ -10,13 +10,11 @@
 #include <filesystem>
 #include <functional>
 #include <limits>
-#include <set>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/optim/adam.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/previous_run.h"
@@ -269,7 +267,7 @@ void TrainerImpl::make_way(const std::string& checkpoint) {
 }
 
 void TrainerImpl::resume(const Checkpoint& checkpoint) {
-  stepper_->load_state_dict(checkpoint.optimizer());
+  optimizer_->load_state_dict(checkpoint.optimizer());
   state = checkpoint.state();
   newest_ = checkpoint.path();
   if (state.best_model_checkpoint)
@@ -379,27 +377,6 @@ DataPosition TrainerImpl::position() const {
           .evaluation_due = evaluation_due_ ? 1 : 0};
 }
 
-// The optimizer's own memory where there is much of it, so that the saver copies it while the next
-// forward and backward run. state_dict() has the same names and values, as copies.
-TensorDict TrainerImpl::optimizer_state() {
-  TensorDict live;
-  std::set<at::TensorImpl*> seen;  // a parameter of two names has its state under the first
-  const auto& states = optimizer_->state();
-  for (const auto& [name, parameter] : optim::named(*task_.module)) {
-    if (!parameter.requires_grad() || !seen.insert(parameter.unsafeGetTensorImpl()).second)
-      continue;
-    const auto found = states.find(parameter.unsafeGetTensorImpl());
-    const auto* adam = found == states.end()
-                           ? nullptr
-                           : dynamic_cast<const optim::AdamState*>(found->second.get());
-    if (adam == nullptr || !adam->step.defined()) return stepper_->state_dict();
-    live[name + ".exp_avg"] = adam->exp_avg;
-    live[name + ".exp_avg_sq"] = adam->exp_avg_sq;
-    live[name + ".step"] = adam->step.to(at::kDouble).reshape({});  // a copy
-  }
-  return live;
-}
-
 // What the next forward changes is copied here; parameters and optimizer state are not.
 CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random,
                                          std::int64_t tokens_not_logged) {
@@ -411,13 +388,12 @@ CheckpointContents TrainerImpl::contents(const std::vector<std::string>& random,
   all.model_config = task_.model_config;
   all.only_model = arguments_.save_only_model;
   if (all.only_model) return all;
-  all.optimizer = optimizer_state();
   for (const std::string& bytes : random) all.rng.push_back(unpack_tensors(bytes));
   all.position = position();
   all.scheduler = json_object({{"type", text_node(arguments_.lr_scheduler_type)},
                                {"last_epoch", integer_node(state.global_step)},
                                {"base_lr", real_node(arguments_.learning_rate)},
-                               {"last_lr", real_node(stepper_->lr(0))}});
+                               {"last_lr", real_node(optimizer_->lr())}});
   if (scaler_) all.scaler = scaler_json(scaler_->state_dict());
   return all;
 }
@@ -464,10 +440,16 @@ void TrainerImpl::save() {
   const auto random = world_.all_gather(pack_tensors(random_state()));
   const auto tokens = static_cast<std::int64_t>(tokens_since_log());
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
+  // Where state is not sharded, this is the optimizer's own memory, which the saver copies while
+  // the next forward and backward run.
+  TensorDict optimizer;
+  if (!arguments_.save_only_model)
+    optimizer = optimizer_->state_dict({.wanted = saver_ != nullptr, .copy = false});
   if (saver_) {
     const bool keep_best = arguments_.load_best_model_at_end && state.best_model_checkpoint;
-    saver_->begin(contents(random, tokens),
-                  keep_best ? *state.best_model_checkpoint : std::string());
+    CheckpointContents all = contents(random, tokens);
+    all.optimizer = std::move(optimizer);
+    saver_->begin(std::move(all), keep_best ? *state.best_model_checkpoint : std::string());
   }
   notify(&Observer::on_save, nullptr, &path);
 }
@@ -536,6 +518,7 @@ void TrainerImpl::load_best() {
   }
   const Checkpoint best(path);
   best.load_model(*task_.module);
+  optimizer_->sync_from_model();
   if (!world_.is_leader()) return;
   if (best.state().global_step != *state.best_global_step) {
     log::warning("trainer",

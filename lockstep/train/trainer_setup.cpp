@@ -6,6 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <limits>
 #include <new>
 
 #include "lockstep/core/env.h"
@@ -14,10 +17,8 @@
 #include "lockstep/core/log.h"
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/file.h"
-#include "lockstep/optim/adam.h"
-#include "lockstep/optim/adamw.h"
 #include "lockstep/optim/determinism.h"
-#include "lockstep/optim/sgd.h"
+#include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/train/effective_batch.h"
 #include "lockstep/train/run_checks.h"
 #include "lockstep/train/trainer_impl.h"
@@ -33,35 +34,40 @@ log::Level level_of(const std::string& name, log::Level passive) {
   return passive;
 }
 
-template <typename Optimizer, typename Options>
-std::shared_ptr<optim::FusedBase> with_groups(const optim::DecayGroups& groups, Options options) {
-  const double decay = options.weight_decay;
-  std::vector<torch::optim::OptimizerParamGroup> all;
-  if (!groups.decayed.empty()) all.push_back(Optimizer::group(groups.decayed, options));
-  options.weight_decay = 0;
-  if (!groups.not_decayed.empty()) all.push_back(Optimizer::group(groups.not_decayed, options));
-  options.weight_decay = decay;
-  return std::make_shared<Optimizer>(all, options);
+optim::OptimizerOptions optimizer_options(const TrainingArguments& a) {
+  if (a.optim == "sgd")
+    return optim::SGDOptions{.lr = a.learning_rate, .weight_decay = a.weight_decay};
+  const auto adam = [&](auto options) {
+    options.lr = a.learning_rate;
+    options.betas = {a.adam_beta1, a.adam_beta2};
+    options.eps = a.adam_epsilon;
+    options.weight_decay = a.weight_decay;
+    return options;
+  };
+  if (a.optim == "adam") return adam(optim::AdamOptions{});
+  return adam(optim::AdamWOptions{});
 }
 
-std::shared_ptr<optim::FusedBase> make_fused(const TrainingArguments& a,
-                                             const torch::nn::Module& module) {
-  const optim::DecayGroups groups = optim::decay_groups(module);
-  const std::pair<double, double> betas{a.adam_beta1, a.adam_beta2};
-  if (a.optim == "sgd") {
-    return with_groups<optim::SGD>(
-        groups, optim::SGDOptions{.lr = a.learning_rate, .weight_decay = a.weight_decay});
+// Bytes of state of a replicated optimizer.
+std::uint64_t state_bytes(const TrainingArguments& a, const torch::nn::Module& module) {
+  std::uint64_t bytes = 0;
+  for (const at::Tensor& parameter : module.parameters())
+    if (parameter.requires_grad() && a.optim != "sgd") bytes += 2 * parameter.nbytes();
+  return bytes;
+}
+
+// Bytes that this rank may still take: of its device, or of its part of the host's memory.
+std::uint64_t available_bytes(const World& world) {
+  const c10::Device device = world.device();
+  if (!device.is_cpu())
+    return c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first;
+  std::ifstream file("/proc/meminfo");
+  for (std::string line; std::getline(file, line);) {
+    unsigned long long kib = 0;
+    if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &kib) == 1)
+      return kib * 1024 / static_cast<std::uint64_t>(world.local_size());
   }
-  if (a.optim == "adam") {
-    return with_groups<optim::Adam>(groups, optim::AdamOptions{.lr = a.learning_rate,
-                                                               .betas = betas,
-                                                               .eps = a.adam_epsilon,
-                                                               .weight_decay = a.weight_decay});
-  }
-  return with_groups<optim::AdamW>(groups, optim::AdamWOptions{.lr = a.learning_rate,
-                                                               .betas = betas,
-                                                               .eps = a.adam_epsilon,
-                                                               .weight_decay = a.weight_decay});
+  return std::numeric_limits<std::uint64_t>::max();
 }
 
 DdpOptions ddp_options(const TrainingArguments& a) {
@@ -204,9 +210,44 @@ double TrainerImpl::expected_count() const {
                              std::max<std::int64_t>(1, tokens));
 }
 
+// Why the optimizer is sharded, the same on every rank; empty: it is replicated.
+std::string TrainerImpl::reason_to_shard() {
+  const std::string& asked = arguments_.shard_optimizer;
+  if (asked != "auto") return asked == "true" ? "shard_optimizer: true" : "";
+  if (world_.size() == 1) return "";
+  std::string unable;
+  try {
+    model_->reducer().check_deferrable();
+  } catch (const UsageError& e) {
+    unable = e.what();
+  }
+  const bool shm = world_.device().is_cpu() && world_.backend() == "shm";
+  // Activations and gradients need the other half.
+  const bool needs_room =
+      !shm && world_.any(state_bytes(arguments_, *task_.module) > available_bytes(world_) / 2);
+  if (!shm && !needs_room) return "";
+  if (world_.any(!unable.empty())) {
+    if (world_.is_leader() && !unable.empty())
+      log::info("trainer", "shard_optimizer: auto cannot shard this model: {}", unable);
+    return "";
+  }
+  return shm ? "ranks share memory: averaging and step are one pass"
+             : "the state of every rank would need more than half of the free memory";
+}
+
 void TrainerImpl::make_optimizer() {
-  optimizer_ = make_fused(arguments_, *task_.module);
-  stepper_ = optim::replicated(optimizer_, optim::named(*task_.module), world_);
+  auto groups = optim::decay_groups(*task_.module, optimizer_options(arguments_));
+  const std::string reason = reason_to_shard();
+  if (reason.empty()) {
+    optimizer_ = std::make_unique<optim::ReplicatedOptimizer>(*model_, std::move(groups));
+  } else {
+    optimizer_ = std::make_unique<ShardedOptimizer>(*model_, std::move(groups));
+  }
+  if (world_.is_leader())
+    log::info("trainer", "optimizer {}: {}", arguments_.optim,
+              reason.empty() ? "replicated"
+                             : fmt::format("sharded over {} rank{} ({})", world_.size(),
+                                           world_.size() == 1 ? "" : "s", reason));
   if (arguments_.fp16) scaler_ = std::make_unique<optim::GradScaler>(world_);
 }
 

@@ -142,9 +142,9 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
   };
   torch::nn::Sequential net = make(), plain = make();
   lockstep::DistributedDataParallel model{net, world, {.force_reducer = true}};
-  const lockstep::optim::AdamWOptions rule{.lr = 0.01, .weight_decay = 0.1};
-  ShardedOptimizer optimizer{model, rule, {.skip_non_finite = true}};
-  lockstep::optim::AdamW replicated{plain->parameters(), rule};
+  const lockstep::optim::AdamWOptions options{.lr = 0.01, .weight_decay = 0.1};
+  ShardedOptimizer optimizer{model, options};
+  lockstep::optim::AdamW replicated{plain->parameters(), options};
   for (int step = 0; step < 5; ++step) {
     model(batch(step)).square().mean().backward();
     plain->forward(batch(step)).square().mean().backward();
@@ -154,9 +154,9 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
       squares += p.grad().to(torch::kDouble).square().sum().item<double>();
     optimizer.set_lr(0.01 / (1 + step));
     for (auto& group : replicated.param_groups()) group.options().set_lr(0.01 / (1 + step));
-    const auto outcome = optimizer.step();
-    require(!outcome.skipped, "a good step is taken");
-    require(std::abs(outcome.grad_norm - std::sqrt(squares)) < 1e-3 * std::sqrt(squares),
+    const auto result = optimizer.step({.want_grad_norm = true, .skip_non_finite = true});
+    require(!result.was_skipped(), "a good step is taken");
+    require(std::abs(result.norm() - std::sqrt(squares)) < 1e-3 * std::sqrt(squares),
             "the norm of the averaged gradients");
     replicated.step();
     optimizer.zero_grad();
@@ -174,15 +174,14 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
               2.0 * (40 * 300 + 300 + 300 * 50 + 50) * static_cast<double>(c10::elementSize(dtype)),
           "every element's state is held once");
   // Clipped, and skipped on all ranks when one has a bad gradient.
-  optimizer.options().max_grad_norm = 1e-3;
   model(batch(9)).square().mean().backward();
-  require(optimizer.step().grad_norm > 1e-3, "a step that is clipped");
+  require(optimizer.step({.max_grad_norm = 1e-3}).norm() > 1e-3, "a step that is clipped");
   optimizer.zero_grad();
   const at::Tensor before = net->parameters()[0].detach().clone();
   auto bad = batch(10);
   if (world.rank() == world.size() - 1) bad.fill_(INFINITY);
   model(bad).square().mean().backward();
-  require(optimizer.step().skipped, "a bad step is skipped");
+  require(optimizer.step({.skip_non_finite = true}).was_skipped(), "a bad step is skipped");
   require(net->parameters()[0].detach().equal(before), "and changes nothing");
   const auto saved = optimizer.state_dict();
   optimizer.load_state_dict(saved);

@@ -1,0 +1,219 @@
+#include "lockstep/optim/optimizer.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <algorithm>
+#include <cctype>
+#include <type_traits>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "lockstep/core/error.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/cpu_step.h"
+
+namespace lockstep::optim {
+namespace {
+
+constexpr const char* kOptimizer = "optimizer";
+
+std::vector<at::Tensor> trainable(const NamedParameters& names) {
+  std::vector<at::Tensor> params;
+  for (const auto& [name, tensor] : names)
+    if (tensor.requires_grad()) params.push_back(tensor);
+  return params;
+}
+
+std::unique_ptr<FusedBase> make_fused(const ParamGroup& group) {
+  if (const auto* adamw = std::get_if<AdamWOptions>(&group.options))
+    return std::make_unique<AdamW>(group.params, *adamw);
+  if (const auto* adam = std::get_if<AdamOptions>(&group.options))
+    return std::make_unique<Adam>(group.params, *adam);
+  return std::make_unique<SGD>(group.params, std::get<SGDOptions>(group.options));
+}
+
+// The names by which Hugging Face's Trainer excludes parameters from weight decay: "bias",
+// "layernorm" or "rmsnorm" anywhere in the name, "norm" as a whole part of it, or "_norm" at the
+// end of a part.
+bool is_named_as_norm_or_bias(std::string name) {
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  for (const char* word : {"bias", "layernorm", "rmsnorm"})
+    if (name.find(word) != std::string::npos) return true;
+  std::size_t begin = 0;
+  while (begin <= name.size()) {
+    const std::size_t end = std::min(name.find('.', begin), name.size());
+    const std::string part = name.substr(begin, end - begin);
+    if (part == "norm" || part.ends_with("_norm")) return true;
+    begin = end + 1;
+  }
+  return false;
+}
+
+}  // namespace
+
+void check(const StepOptions& options) {
+  if (!(options.max_grad_norm >= 0))
+    throw UsageError(kOptimizer, "max_grad_norm = {} must be positive, or 0 for no clipping.",
+                     options.max_grad_norm);
+}
+
+// ---------------------------------------------------------------- Optimizer
+
+Optimizer::Optimizer(const std::vector<ParamGroup>& groups) {
+  for (const auto& group : groups) groups_.push_back(group.options);
+}
+
+OptimizerOptions& Optimizer::options(std::size_t group) {
+  detail::check_group(kOptimizer, group, groups_.size());
+  return groups_[group];
+}
+
+double Optimizer::lr(std::size_t group) const {
+  detail::check_group(kOptimizer, group, groups_.size());
+  return std::visit([](const auto& options) { return options.lr; }, groups_[group]);
+}
+
+void Optimizer::set_lr(double lr) {
+  for (std::size_t group = 0; group < groups_.size(); ++group) set_lr(group, lr);
+}
+
+void Optimizer::set_lr(std::size_t group, double lr) {
+  std::visit([&](auto& values) { values.lr = lr; }, options(group));
+}
+
+// ---------------------------------------------------------------- ReplicatedOptimizer
+
+ReplicatedOptimizer::ReplicatedOptimizer(NamedParameters names, OptimizerOptions options,
+                                         World world)
+    : ReplicatedOptimizer(names, std::vector<ParamGroup>{{trainable(names), std::move(options)}},
+                          std::move(world)) {}
+
+ReplicatedOptimizer::ReplicatedOptimizer(NamedParameters names, std::vector<ParamGroup> groups,
+                                         World world)
+    : Optimizer(groups), names_(std::move(names)), world_(std::move(world)) {
+  std::unordered_map<at::TensorImpl*, std::size_t> grouped;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    parts_.push_back(make_fused(groups[g]));
+    for (const auto& param : groups[g].params)
+      if (grouped.emplace(param.unsafeGetTensorImpl(), g).first->second != g)
+        throw UsageError(kOptimizer, "a parameter of shape [{}] is in two groups. Put it into one.",
+                         fmt::join(param.sizes(), ", "));
+  }
+  std::unordered_set<at::TensorImpl*> seen;
+  for (const auto& [name, tensor] : names_) {
+    const auto found = grouped.find(tensor.unsafeGetTensorImpl());
+    if (found == grouped.end() || !seen.insert(found->first).second) continue;
+    params_.push_back(tensor);
+    group_of_.emplace(name, found->second);
+  }
+  if (params_.size() != grouped.size())
+    throw UsageError(kOptimizer,
+                     "{} of {} parameters in the groups have none of the {} names. They are "
+                     "probably of another module. Pass named(module) of the one that is trained.",
+                     grouped.size() - params_.size(), grouped.size(), names_.size());
+}
+
+void ReplicatedOptimizer::apply_options() {
+  for (std::size_t g = 0; g < parts_.size(); ++g) {
+    std::visit(
+        [&](const auto& options) {
+          using Options = std::decay_t<decltype(options)>;
+          check(options);
+          detail::values_of<Options>(Options::kName, parts_[g]->param_groups()[0]) = options;
+        },
+        groups_[g]);
+  }
+}
+
+StepResult ReplicatedOptimizer::step(const StepOptions& options) {
+  check(options);
+  apply_options();
+  GradScaler* const scaler =
+      options.scaler != nullptr && options.scaler->enabled() ? options.scaler : nullptr;
+  if (scaler != nullptr) scaler->unscale_(this, params_);
+  // Where kernels sum blocks, the norm has the bits of ShardedOptimizer's.
+  const ClipOptions how{.by_blocks = std::all_of(params_.begin(), params_.end(), [](const auto& p) {
+                          return detail::has_kernel(p.scalar_type(), p.device());
+                        })};
+  const bool clips = options.max_grad_norm > 0;
+  const bool agrees = options.skip_non_finite && scaler == nullptr;
+  at::Tensor norm;
+  if (clips) norm = clip_grad_norm_(params_, options.max_grad_norm, how);
+  if (!clips && (agrees || options.want_grad_norm)) norm = grad_norm(params_, how);
+  StepResult result;
+  if (clips || options.want_grad_norm) result.grad_norm = norm;
+  if (scaler != nullptr) result.skipped = scaler->found_inf(this);
+  if (agrees) result.skipped = any_rank_not_finite(norm);
+  for (auto& part : parts_) {
+    if (result.skipped.defined()) {
+      part->step_unless(result.skipped);
+    } else {
+      part->step();
+    }
+  }
+  if (scaler != nullptr) scaler->update();
+  return result;
+}
+
+// The norm is infinite or not a number exactly when a gradient is, or when the sum of squares
+// overflows, which a step would not survive either.
+at::Tensor ReplicatedOptimizer::any_rank_not_finite(const at::Tensor& norm) {
+  const at::NoGradGuard no_grad;
+  at::Tensor found = at::isfinite(norm).logical_not().to(at::kFloat).reshape({1});
+  if (world_.size() > 1) world_.all_reduce(found, ReduceOp::kMax).wait();
+  return found;
+}
+
+void ReplicatedOptimizer::zero_grad() {
+  for (auto& part : parts_) part->zero_grad();
+}
+
+TensorDict ReplicatedOptimizer::state_dict(const StateDictOptions& options) {
+  TensorDict state;
+  if (!options.wanted) return state;
+  for (auto& part : parts_) state.merge(part->state_dict(names_, options.copy));
+  return state;
+}
+
+void ReplicatedOptimizer::load_state_dict(const TensorDict& state) {
+  // What belongs to no parameter goes to the first, which refuses it.
+  std::vector<TensorDict> states(parts_.size());
+  for (const auto& [key, tensor] : state) {
+    const auto group = group_of_.find(key.substr(0, key.rfind('.')));
+    states[group == group_of_.end() ? 0 : group->second].emplace(key, tensor);
+  }
+  for (std::size_t g = 0; g < parts_.size(); ++g) parts_[g]->check_state_dict(names_, states[g]);
+  for (std::size_t g = 0; g < parts_.size(); ++g) parts_[g]->load_state_dict(names_, states[g]);
+}
+
+// ---------------------------------------------------------------- groups
+
+NamedParameters named(const torch::nn::Module& module) {
+  return module.named_parameters().pairs();
+}
+
+std::vector<ParamGroup> decay_groups(const torch::nn::Module& module,
+                                     const OptimizerOptions& options) {
+  std::unordered_set<at::TensorImpl*> of_norms, seen;
+  const auto add_norm = [&](const torch::nn::Module& part) {
+    if (part.as<torch::nn::LayerNormImpl>() == nullptr) return;
+    for (const auto& param : part.parameters()) of_norms.insert(param.unsafeGetTensorImpl());
+  };
+  add_norm(module);  // modules() lists itself only where a shared pointer holds it
+  for (const auto& part : module.modules(/*include_self=*/false)) add_norm(*part);
+  std::vector<ParamGroup> groups(2, {{}, options});
+  std::visit([](auto& values) { values.weight_decay = 0; }, groups[1].options);
+  for (const auto& item : module.named_parameters()) {
+    at::TensorImpl* impl = item.value().unsafeGetTensorImpl();
+    if (!item.value().requires_grad() || !seen.insert(impl).second) continue;
+    const bool plain = of_norms.contains(impl) || is_named_as_norm_or_bias(item.key());
+    groups[plain ? 1 : 0].params.push_back(item.value());
+  }
+  std::erase_if(groups, [](const ParamGroup& group) { return group.params.empty(); });
+  return groups;
+}
+
+}  // namespace lockstep::optim

@@ -1,0 +1,144 @@
+// Optimizer: what a training loop asks of an optimizer, whether its state is replicated or sharded.
+//
+//   lockstep::optim::ReplicatedOptimizer optimizer{model, optim::AdamWOptions{.lr = 3e-4}};
+//   lockstep::ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 3e-4}};    // or this one
+//
+//   loss.backward();
+//   const optim::StepResult result = optimizer.step({.max_grad_norm = 1.0, .scaler = &scaler});
+//   optimizer.zero_grad();
+//
+// Clipping, loss scaling and skipping are options of the step, because ShardedOptimizer averages
+// the gradients inside its step (lockstep/parallel/sharded_optimizer.h); ReplicatedOptimizer does
+// the same to .grad, which backward has averaged. A loop works with both, and so do checkpoints:
+// state is named after parameters ("h.0.attn.weight.exp_avg") and independent of the number of
+// ranks. A loop of your own may also use AdamW, Adam and SGD directly, as torch::optim::Optimizer.
+//
+// step, state_dict, load_state_dict and sync_from_model may communicate: call them on all ranks at
+// the same point. One thread at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+#include "lockstep/optim/adam.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/group.h"
+#include "lockstep/optim/sgd.h"
+
+namespace lockstep::optim {
+
+using TensorDict = std::map<std::string, at::Tensor>;
+using OptimizerOptions = std::variant<AdamWOptions, AdamOptions, SGDOptions>;
+
+// Parameters that are updated with the same options.
+struct ParamGroup {
+  std::vector<at::Tensor> params;
+  OptimizerOptions options;
+};
+
+struct StepOptions {
+  double max_grad_norm = 0;      // above zero: clip to this norm over all parameters
+  bool want_grad_norm = false;   // compute the norm also where nothing is clipped
+  GradScaler* scaler = nullptr;  // the loss was scaled by it; step() also calls its update()
+  bool skip_non_finite = false;  // skip, on all ranks, a step with an inf or nan gradient
+};
+
+// Tensors of one element, on the CPU or on the parameters' device, undefined where the options do
+// not ask for them. The functions read them, which waits for the device.
+struct StepResult {
+  at::Tensor grad_norm;  // before clipping
+  at::Tensor skipped;    // 1 or 0
+
+  double norm() const { return grad_norm.defined() ? grad_norm.item<double>() : -1; }
+  bool was_skipped() const { return skipped.defined() && skipped.item<double>() != 0; }
+};
+
+struct StateDictOptions {
+  bool wanted = true;  // false: this rank takes part, and gets nothing
+  bool copy = true;    // false: tensors may be the optimizer's own, valid until the next step()
+};
+
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
+
+  virtual StepResult step(const StepOptions& options = {}) = 0;
+  virtual void zero_grad() = 0;
+
+  // The options of a group, to read or to change between steps; the same on every rank.
+  std::size_t groups() const { return groups_.size(); }
+  OptimizerOptions& options(std::size_t group = 0);
+  double lr(std::size_t group = 0) const;
+  void set_lr(double lr);                     // of all groups
+  void set_lr(std::size_t group, double lr);  // of one
+
+  // Everything but the parameters. load_state_dict copies; a missing, unknown or misshapen tensor
+  // is a UsageError with its name, before anything is changed.
+  virtual TensorDict state_dict(const StateDictOptions& options = {}) = 0;
+  virtual void load_state_dict(const TensorDict& state) = 0;
+
+  // Call it after writing or loading the model's parameters, with the same values on every rank.
+  virtual void sync_from_model() {}
+
+ protected:
+  explicit Optimizer(const std::vector<ParamGroup>& groups);
+
+  std::vector<OptimizerOptions> groups_;
+};
+
+// Throws UsageError for a max_grad_norm that is not a bound.
+void check(const StepOptions& options);
+
+NamedParameters named(const torch::nn::Module& module);
+
+// Every rank holds the whole state and takes the same step with averaged gradients.
+class ReplicatedOptimizer final : public Optimizer {
+ public:
+  // A DistributedDataParallel model; without groups all trainable parameters are one.
+  template <typename Model>
+    requires requires(Model& model) { *model.module(), model.world(); }
+  ReplicatedOptimizer(Model& model, OptimizerOptions options)
+      : ReplicatedOptimizer(named(*model.module()), std::move(options), model.world()) {}
+  template <typename Model>
+    requires requires(Model& model) { *model.module(), model.world(); }
+  ReplicatedOptimizer(Model& model, std::vector<ParamGroup> groups)
+      : ReplicatedOptimizer(named(*model.module()), std::move(groups), model.world()) {}
+  // Parameters with their names, in the model's order. `world` agrees on steps that are skipped.
+  ReplicatedOptimizer(NamedParameters names, OptimizerOptions options, World world = {});
+  ReplicatedOptimizer(NamedParameters names, std::vector<ParamGroup> groups, World world = {});
+
+  StepResult step(const StepOptions& options = {}) override;
+  void zero_grad() override;
+  TensorDict state_dict(const StateDictOptions& options = {}) override;
+  void load_state_dict(const TensorDict& state) override;
+
+ private:
+  void apply_options();
+  at::Tensor any_rank_not_finite(const at::Tensor& norm);
+
+  NamedParameters names_;
+  World world_;
+  std::vector<at::Tensor> params_;  // each once, in the order of the names
+  std::map<std::string, std::size_t> group_of_;
+  std::vector<std::unique_ptr<FusedBase>> parts_;  // one for each group
+};
+
+// Two groups as Hugging Face's Trainer makes them: the second, without weight decay, has the
+// parameters of LayerNorm and those named as a bias or a norm. A group without parameters and
+// frozen parameters are skipped.
+std::vector<ParamGroup> decay_groups(const torch::nn::Module& module,
+                                     const OptimizerOptions& options);
+
+}  // namespace lockstep::optim
