@@ -31,6 +31,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "lockstep/comm/world.h"
 #include "lockstep/data/loader.h"
@@ -40,15 +41,26 @@
 
 namespace lockstep {
 
+// What a forward pass gives: the loss and, where metrics are computed from it, the model's output.
+// A function that returns the loss alone may return the tensor itself.
+struct LossOutput {
+  LossOutput(at::Tensor mean_loss, at::Tensor model_output = {})
+      : loss(std::move(mean_loss)), output(std::move(model_output)) {}
+  at::Tensor loss;
+  at::Tensor output;
+};
+
 struct TrainerTask {
   std::shared_ptr<torch::nn::Module> module{};
   // The mean over the batch's tokens (samples, where targets are not sequences).
-  std::function<at::Tensor(const data::Batch&)> loss{};
+  std::function<LossOutput(const data::Batch&)> loss{};
   data::DatasetPtr train_data{};
   data::DatasetPtr eval_data{};
-  // Sums over a batch, by name ("accuracy": the number of right answers). Evaluation adds them over
-  // batches and ranks, each sample once, and divides by the tokens of all.
-  std::function<std::map<std::string, at::Tensor>(const data::Batch&)> totals{};
+  // Sums over a batch, by name ("accuracy": the number of right answers), from the output that
+  // `loss` returned for it. Evaluation adds them over batches and ranks, each sample once, and
+  // divides by the tokens of all.
+  std::function<std::map<std::string, at::Tensor>(const data::Batch&, const at::Tensor& output)>
+      totals{};
   data::SamplerPtr sampler{};  // another order of training samples than a shuffle
   // JSON, the config.json of every checkpoint: what the model is, for those who load it elsewhere
   // (models::hugging_face_config). Empty: no such file.

@@ -222,8 +222,10 @@ TEST(Keys, AverageTokensAcrossDevices) {
     Indices all = seen[0];
     all.insert(all.end(), seen[1].begin(), seen[1].end());
     const at::Tensor loss =
-        across ? task.loss(batch_of(task, all))
-               : (task.loss(batch_of(task, seen[0])) + task.loss(batch_of(task, seen[1]))) / 2;
+        across
+            ? task.loss(batch_of(task, all)).loss
+            : (task.loss(batch_of(task, seen[0])).loss + task.loss(batch_of(task, seen[1])).loss) /
+                  2;
     loss.backward();
     const torch::NoGradGuard no_grad;
     for (at::Tensor& p : net->parameters()) p.sub_(p.grad(), 0.5);
@@ -290,7 +292,7 @@ TEST(Keys, LoggingNanInfFilter) {
     TrainerTask task = task_for(network(), dataset(64, 1));
     std::vector<double> losses;
     task.loss = [&, loss = task.loss](const data::Batch& batch) {
-      const at::Tensor value = loss(batch);
+      const at::Tensor value = loss(batch).loss;
       losses.push_back(value.item<double>());
       return losses.size() == 3 ? value * NAN : value;
     };
@@ -643,7 +645,7 @@ TEST(Keys, AutoFindBatchSizeLeavesNoTrace) {
     a.max_steps = 3;
     TrainerTask task = task_for(net, dataset(64, 1));
     task.loss = [loss = task.loss](const data::Batch& batch) {
-      const at::Tensor value = loss(batch);
+      const at::Tensor value = loss(batch).loss;
       if (batch.samples() > 3) throw std::bad_alloc();
       return value;
     };
