@@ -162,10 +162,10 @@ int run(const Preparation& prepare, const RankBody& body) {
     if (!env.alone()) inside::enter();
     world = World::from_env(options);
     log_start(*world, options);
-    body(*world);
+    const int code = body(*world);
     world->finish();  // a rank that leaves early must not take its peers' last operation along
     inside::leave();
-    return 0;
+    return code;
   } catch (...) {
     if (preparing && ranks == 1) throw;
     const Outcome outcome = judge(std::current_exception(), one_host);

@@ -19,16 +19,42 @@
 // Both are called from the main thread, and not from inside a body (UsageError).
 #pragma once
 
+#include <concepts>
 #include <functional>
+#include <type_traits>
+#include <utility>
 
 #include "lockstep/comm/world.h"
 
 namespace lockstep {
 
-using RankBody = std::function<void(World&)>;
+// What a rank runs: a function that takes the World& and returns nothing, or an exit code (int).
+class RankBody {
+ public:
+  template <typename Body>
+    requires std::invocable<Body&, World&>
+  RankBody(Body body)
+      : body_([body = std::move(body)](World& world) mutable -> int {
+          using Result = std::invoke_result_t<Body&, World&>;
+          static_assert(std::is_void_v<Result> || std::is_same_v<Result, int>,
+                        "a body returns nothing, or the process's exit code as an int");
+          if constexpr (std::is_void_v<Result>) {
+            body(world);
+            return 0;
+          } else {
+            return body(world);
+          }
+        }) {}
 
-// Returns the process's exit code: 0, 1 after an exception, 2 after a UsageError. With more than
-// one rank a failure does not return but ends the process with that code, after flushing stdout.
+  int operator()(World& world) const { return body_(world); }
+
+ private:
+  std::function<int(World&)> body_;
+};
+
+// Returns the process's exit code: what the body returned (0 where it returns nothing), 1 after an
+// exception, 2 after a UsageError. With more than one rank a failure does not return but ends the
+// process with that code, after flushing stdout.
 int run(const RankBody& body, const WorldOptions& options = {});
 
 // For a program whose options stand in files: `prepare` reads what a rank needs before the
