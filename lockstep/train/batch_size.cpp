@@ -9,14 +9,15 @@
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/effective_batch.h"
 #include "lockstep/train/loop.h"
+#include "lockstep/train/run_checks.h"
 
 namespace lockstep::train {
 namespace {
 
-// As much as a step holds besides the batch, its activations and its gradients: Adam's state, and
+// As much as a step holds besides the batch, its activations and its gradients: the optimizer's state, and
 // with several ranks the buckets. Nothing is written there.
 std::vector<at::Tensor> memory_of_a_step(const RunContext& run) {
-  const int copies = (run.arguments.optim == "sgd" ? 0 : 2) + (run.world.size() > 1 ? 1 : 0);
+  const int copies = state_copies(run.arguments) + (run.world.size() > 1 ? 1 : 0);
   std::vector<at::Tensor> held;
   for (const at::Tensor& parameter : run.task.module->parameters())
     for (int i = 0; i < copies && parameter.requires_grad(); ++i)
@@ -71,7 +72,7 @@ void find_batch_size(RunContext& run, RunControl& control) {
     if (batch == 1) run.out_of_memory("not even a batch of 1 fits");
     const std::int64_t smaller = smaller_batch(a, ranks);
     a.per_device_train_batch_size = smaller;
-    if (!a.tokens_per_update) a.gradient_accumulation_steps = window / smaller;
+    if (!update_size(a)) a.gradient_accumulation_steps = window / smaller;
     if (run.world.is_leader())
       log::warning("trainer", "a batch of {} does not fit every rank's memory: {}", batch,
                    effective_batch_text(a, ranks));

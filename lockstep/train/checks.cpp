@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <optional>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/train/config_keys.h"
+#include "lockstep/train/effective_batch.h"
 
 namespace lockstep::train {
 namespace {
@@ -132,26 +134,26 @@ class Checker {
 
   void accumulation() {
     const TrainingArguments& a = arguments_;
-    if (!a.tokens_per_update) return;
-    if (a.gradient_accumulation_steps != 1) {
-      add({"tokens_per_update", "gradient_accumulation_steps"},
-          "tokens_per_update decides the accumulation. Delete gradient_accumulation_steps, or "
-          "tokens_per_update.");
+    if (a.tokens_per_update && a.global_batch_size) {
+      add({"global_batch_size", "tokens_per_update"},
+          "global_batch_size and tokens_per_update both decide the accumulation. Delete one of "
+          "them.");
+      return;
     }
-    if (!a.max_seq_len) {
+    if (a.tokens_per_update && !a.max_seq_len) {
       add({"tokens_per_update"},
           "tokens_per_update needs to know how long a sample is. Set max_seq_len.");
       return;
     }
-    const std::int64_t tokens = a.per_device_train_batch_size * *a.max_seq_len;
-    if (*a.tokens_per_update % tokens != 0) {
-      const std::int64_t below = *a.tokens_per_update / tokens * tokens;
-      add({"tokens_per_update", "per_device_train_batch_size", "max_seq_len"},
-          fmt::format("tokens_per_update {} is not a multiple of {} (batch {} x {} tokens). The "
-                      "nearest that are: {}{}.",
-                      *a.tokens_per_update, tokens, a.per_device_train_batch_size, *a.max_seq_len,
-                      below > 0 ? fmt::format("{} and ", below) : "", below + tokens));
+    const std::optional<UpdateSize> size = update_size(a);
+    if (!size) return;
+    if (a.gradient_accumulation_steps != 1) {
+      add({size->key, "gradient_accumulation_steps"},
+          fmt::format("{} decides the accumulation. Delete gradient_accumulation_steps, or {}.",
+                      size->key, size->key));
     }
+    if (const std::string uneven = uneven_text(*size, 1); !uneven.empty())
+      add({size->key, "per_device_train_batch_size", "max_seq_len"}, uneven);
   }
 
   void reports() {
@@ -301,6 +303,7 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
       {"adam_beta1", a.optim == "sgd", kSgd},
       {"adam_beta2", a.optim == "sgd", kSgd},
       {"adam_epsilon", a.optim == "sgd", kSgd},
+      {"momentum", a.optim != "sgd", "optim is not sgd"},
       {"warmup_steps", a.lr_scheduler_type == "constant",
        "lr_scheduler_type is constant (constant_with_warmup has one)"},
       {"ignore_data_skip", !resumes, "resume_from_checkpoint is unset"},

@@ -28,7 +28,8 @@ std::shared_ptr<optim::FusedBase> make_fused(const TrainingArguments& a,
   const std::pair<double, double> betas{a.adam_beta1, a.adam_beta2};
   if (a.optim == "sgd") {
     return with_groups<optim::SGD>(
-        groups, optim::SGDOptions{.lr = a.learning_rate, .weight_decay = a.weight_decay});
+        groups, optim::SGDOptions{
+                    .lr = a.learning_rate, .momentum = a.momentum, .weight_decay = a.weight_decay});
   }
   if (a.optim == "adam") {
     return with_groups<optim::Adam>(groups, optim::AdamOptions{.lr = a.learning_rate,
