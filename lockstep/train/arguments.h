@@ -52,7 +52,7 @@ struct TrainingArguments {
   double adam_beta1 = 0.9;
   double adam_beta2 = 0.999;
   double adam_epsilon = 1e-8;
-  double momentum = 0;  // of sgd
+  double momentum = 0;         // of sgd
   double max_grad_norm = 1.0;  // 0: no clipping
   std::string lr_scheduler_type = "linear";
   Node lr_scheduler_kwargs{};

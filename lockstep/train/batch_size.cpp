@@ -14,8 +14,8 @@
 namespace lockstep::train {
 namespace {
 
-// As much as a step holds besides the batch, its activations and its gradients: the optimizer's state, and
-// with several ranks the buckets. Nothing is written there.
+// As much as a step holds besides the batch, its activations and its gradients: the optimizer's
+// state, and with several ranks the buckets. Nothing is written there.
 std::vector<at::Tensor> memory_of_a_step(const RunContext& run) {
   const int copies = state_copies(run.arguments) + (run.world.size() > 1 ? 1 : 0);
   std::vector<at::Tensor> held;

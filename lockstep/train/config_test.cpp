@@ -665,9 +665,10 @@ TEST(EffectiveBatch, SamplesDecideTheAccumulation) {
     EXPECT_EQ(accumulation_steps(arguments, world_size), 8 / world_size);
     EXPECT_EQ(effective_batch(arguments, world_size), 32);
   }
-  EXPECT_EQ(message_of([&] { accumulation_steps(arguments, 3); }),
-            "[config] global_batch_size 32 is not a multiple of 12 (batch 4 x 3 ranks). The nearest "
-            "that are: 24 and 36.");
+  EXPECT_EQ(
+      message_of([&] { accumulation_steps(arguments, 3); }),
+      "[config] global_batch_size 32 is not a multiple of 12 (batch 4 x 3 ranks). The nearest "
+      "that are: 24 and 36.");
   EXPECT_THAT(out_of_memory_advice(arguments, 2),
               HasSubstr("per_device_train_batch_size: 2: global_batch_size makes the accumulation "
                         "8 (effective batch stays 32)."));

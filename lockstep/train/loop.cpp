@@ -139,8 +139,8 @@ void Loop::say_other_length(const Checkpoint& checkpoint) const {
   }
   const std::string& type = a.lr_scheduler_type;
   const bool share = a.warmup_steps > 0 && a.warmup_steps < 1;
-  const bool endless =
-      type == "constant" || ((type == "constant_with_warmup" || type == "inverse_sqrt") && !share);
+  const bool endless = run_.task.schedule || type == "constant" ||
+                       ((type == "constant_with_warmup" || type == "inverse_sqrt") && !share);
   if (changed.empty() || endless) return;
   log::warning("trainer",
                "{} when the checkpoint was made: from step {} on the learning rate is that of {} "

@@ -1,11 +1,13 @@
 #include "lockstep/train/train_optimizer.h"
 
+#include <algorithm>
 #include <set>
 #include <utility>
-#include <vector>
 
+#include "lockstep/core/error.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/adamw.h"
+#include "lockstep/optim/schedule.h"
 #include "lockstep/optim/sgd.h"
 
 namespace lockstep::train {
@@ -67,30 +69,41 @@ optim::GradScalerState parse_scaler(const std::string& text, const std::string& 
 }  // namespace
 
 TrainOptimizer::TrainOptimizer(const RunContext& run) : run_(run) {
-  optimizer_ = make_fused(run.arguments, *run.task.module);
+  optimizer_ =
+      run.task.optimizer ? run.task.optimizer : make_fused(run.arguments, *run.task.module);
   stepper_ = optim::replicated(optimizer_, optim::named(*run.task.module), run.world);
   if (run.arguments.fp16) scaler_ = std::make_unique<optim::GradScaler>(run.world);
+  for (std::size_t group = 0; group < stepper_->groups(); ++group)
+    peaks_.push_back(stepper_->lr(group));
+  if (std::ranges::all_of(peaks_, [](double lr) { return lr == 0; }))
+    throw UsageError(
+        "trainer",
+        "every group of the task's optimizer has the learning rate 0, so nothing would "
+        "be trained. Another run's schedule has probably left it there. Make a new "
+        "optimizer for every run.");
 }
 
 void TrainOptimizer::set_schedule(const StepPlan& plan) {
-  schedule_ = optim::make_schedule({.name = run_.arguments.lr_scheduler_type,
-                                    .warmup_steps = plan.warmup_steps,
-                                    .total_steps = plan.max_steps,
-                                    .lr = run_.arguments.learning_rate,
-                                    .kwargs = run_.arguments.lr_scheduler_kwargs});
+  factor_ = run_.task.schedule;
+  if (!factor_) {
+    factor_ = [schedule = optim::make_schedule({.name = run_.arguments.lr_scheduler_type,
+                                                .warmup_steps = plan.warmup_steps,
+                                                .total_steps = plan.max_steps,
+                                                .lr = peaks_.front(),
+                                                .kwargs = run_.arguments.lr_scheduler_kwargs})](
+                  std::int64_t steps) { return schedule.factor(steps); };
+  }
   set_learning_rate();
 }
 
 void TrainOptimizer::set_learning_rate() {
-  const double lr = run_.arguments.learning_rate * schedule_->factor(run_.state.global_step);
-  for (std::size_t group = 0; group < stepper_->groups(); ++group) stepper_->set_lr(group, lr);
-}
-
-double TrainOptimizer::learning_rate() const {
-  return run_.arguments.learning_rate * schedule_->factor(run_.state.global_step - 1);
+  const double factor = factor_(run_.state.global_step);
+  for (std::size_t group = 0; group < peaks_.size(); ++group)
+    stepper_->set_lr(group, peaks_[group] * factor);
 }
 
 optim::StepResult TrainOptimizer::step(bool want_grad_norm) {
+  learning_rate_ = stepper_->lr(0);
   const optim::StepResult result = stepper_->step({.max_grad_norm = run_.arguments.max_grad_norm,
                                                    .want_grad_norm = want_grad_norm,
                                                    .scaler = scaler_.get(),
@@ -108,9 +121,10 @@ void TrainOptimizer::load(const Checkpoint& checkpoint) {
 
 void TrainOptimizer::save(CheckpointContents& contents) {
   contents.optimizer = live_state();
-  contents.scheduler = json_object({{"type", text_node(run_.arguments.lr_scheduler_type)},
+  const std::string type = run_.task.schedule ? "custom" : run_.arguments.lr_scheduler_type;
+  contents.scheduler = json_object({{"type", text_node(type)},
                                     {"last_epoch", integer_node(run_.state.global_step)},
-                                    {"base_lr", real_node(run_.arguments.learning_rate)},
+                                    {"base_lr", real_node(peaks_.front())},
                                     {"last_lr", real_node(stepper_->lr(0))}});
   if (scaler_) contents.scaler = scaler_json(scaler_->state_dict());
 }

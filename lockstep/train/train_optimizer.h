@@ -9,11 +9,12 @@
 // on all ranks identically. One thread.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <memory>
-#include <optional>
+#include <vector>
 
 #include "lockstep/optim/grad_scaler.h"
-#include "lockstep/optim/schedule.h"
 #include "lockstep/optim/stepper.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/run_context.h"
@@ -25,14 +26,14 @@ class TrainOptimizer {
  public:
   explicit TrainOptimizer(const RunContext& run);
 
-  // As Hugging Face: the schedule counts the steps taken.
   void set_schedule(const StepPlan& plan);
+  // For the next step. As Hugging Face: the schedule counts the steps taken.
   void set_learning_rate();
 
   // Clips, steps (unless a gradient is not finite) and clears the gradients.
   optim::StepResult step(bool want_grad_norm);
-  // Of the step that was taken last, not of the next one.
-  double learning_rate() const;
+  // Of the first group, in the step that was taken last.
+  double learning_rate() const { return learning_rate_; }
   optim::GradScaler* scaler() const { return scaler_.get(); }
 
   void load(const Checkpoint& checkpoint);
@@ -46,7 +47,9 @@ class TrainOptimizer {
   std::shared_ptr<optim::FusedBase> optimizer_;
   std::unique_ptr<optim::Stepper> stepper_;
   std::unique_ptr<optim::GradScaler> scaler_;
-  std::optional<optim::Schedule> schedule_;
+  std::function<double(std::int64_t)> factor_;  // of the peaks, after so many steps
+  std::vector<double> peaks_;                   // learning rates of the groups
+  double learning_rate_ = 0;
 };
 
 }  // namespace lockstep::train

@@ -41,6 +41,10 @@
 
 namespace lockstep {
 
+namespace optim {
+class FusedBase;  // AdamW, Adam, SGD
+}
+
 // What a forward pass gives: the loss and, where metrics are computed from it, the model's output.
 // A function that returns the loss alone may return the tensor itself.
 struct LossOutput {
@@ -62,6 +66,13 @@ struct TrainerTask {
   std::function<std::map<std::string, at::Tensor>(const data::Batch&, const at::Tensor& output)>
       totals{};
   data::SamplerPtr sampler{};  // another order of training samples than a shuffle
+  // Another optimizer than the arguments describe, with parameter groups of its own (all of them
+  // parameters of `module`). Each group's learning rate is its peak, which the schedule scales;
+  // learning_rate, weight_decay, optim and its other keys then have no effect.
+  std::shared_ptr<optim::FusedBase> optimizer{};
+  // Another schedule than lr_scheduler_type names: what the groups' peaks are multiplied with after
+  // so many optimizer steps.
+  std::function<double(std::int64_t steps)> schedule{};
   // JSON, the config.json of every checkpoint: what the model is, for those who load it elsewhere
   // (models::hugging_face_config). Empty: no such file.
   std::string model_config{};

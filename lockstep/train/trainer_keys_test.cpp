@@ -457,11 +457,43 @@ TEST(Keys, DisableTqdmAndTheBarOnATerminalAlone) {
 
 // ---------------------------------------------------------------- checkpoints
 
+// One parameter by hand: v = 0.9 v + g, p -= lr v.
+TEST(Keys, MomentumIsThatOfSgd) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.optim = "sgd";
+  a.momentum = 0.9;
+  a.learning_rate = 0.5;
+  a.lr_scheduler_type = "constant";
+  a.max_grad_norm = 0;
+  a.max_steps = 3;
+  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+  torch::nn::init::constant_(net->weight, 1);
+  TrainerTask task;
+  task.module = net.ptr();
+  task.loss = [net](const data::Batch& batch) mutable { return net(batch.data).mean(); };
+  task.train_data = std::make_shared<data::TensorDataset>(at::ones({12, 1}));
+  Trainer(World{}, task, a).train();
+  float v = 0, p = 1;
+  for (int step = 0; step < 3; ++step) {
+    v = 0.9f * v + 1;
+    p -= 0.5f * v;
+  }
+  EXPECT_FLOAT_EQ(net->weight.item<float>(), p);
+}
+
 TEST(Keys, OptimIsSavedAndResumedToTheBit) {
-  for (const char* optim : {"sgd", "adam", "adamw"}) {
+  struct Case {
+    const char* optim;
+    double momentum;
+    std::size_t tensors;  // of each parameter
+  };
+  for (const auto& [optim, momentum, tensors] :
+       {Case{"sgd", 0, 1}, Case{"sgd", 0.9, 2}, Case{"adam", 0, 3}, Case{"adamw", 0, 3}}) {
     io::TemporaryDirectory dir;
     auto a = arguments(dir / "whole");
     a.optim = optim;
+    a.momentum = momentum;
     a.weight_decay = 0.1;
     a.max_steps = 8;
     a.save_strategy = Interval::kSteps;
@@ -474,7 +506,7 @@ TEST(Keys, OptimIsSavedAndResumedToTheBit) {
     EXPECT_TRUE(torch::equal(flat(*whole), flat(*again))) << optim;
     const auto one = Checkpoint(dir / "whole/checkpoint-8").optimizer();
     const auto other = Checkpoint(dir / "again/checkpoint-8").optimizer();
-    EXPECT_EQ(one.size(), optim == std::string("sgd") ? 4u : 3u * 4);
+    EXPECT_EQ(one.size(), tensors * 4) << optim;
     ASSERT_EQ(other.size(), one.size()) << optim;
     for (const auto& [name, tensor] : one)
       EXPECT_TRUE(torch::equal(other.at(name), tensor)) << name;
