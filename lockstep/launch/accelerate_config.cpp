@@ -197,8 +197,8 @@ class Translator {
     if (type_ == "MULTI_GPU") {
       // A rank that finds no GPU does not fall back to the CPU.
       out_.environment["LOCKSTEP_DEVICE"] = "cuda";
-      out_.gpu_key = given("distributed_type")->value.location.text() +
-                     ": distributed_type is MULTI_GPU";
+      out_.gpu_key =
+          given("distributed_type")->value.location.text() + ": distributed_type is MULTI_GPU";
     }
     std::string ids = text("gpu_ids", "all");
     ids.erase(std::remove(ids.begin(), ids.end(), ' '), ids.end());

@@ -479,9 +479,10 @@ TEST(ConfigFile, MultiGpuNeedsAGpu) {
   const std::string file =
       place.text("acc.yaml", "num_processes: 2\ndistributed_type: MULTI_GPU\n");
   const Args flags = {"--config-file=" + file};
-  EXPECT_THAT(refusal_of(flags),
-              HasSubstr("acc.yaml:2:19: distributed_type is MULTI_GPU, but there is no GPU: no driver "
-                        "here. Check CUDA_VISIBLE_DEVICES and nvidia-smi, or write MULTI_CPU."));
+  EXPECT_THAT(
+      refusal_of(flags),
+      HasSubstr("acc.yaml:2:19: distributed_type is MULTI_GPU, but there is no GPU: no driver "
+                "here. Check CUDA_VISIBLE_DEVICES and nvidia-smi, or write MULTI_CPU."));
   // Said by the environment, which is stronger than the file.
   EXPECT_EQ(plan_of(flags, {{"LOCKSTEP_DEVICE", "cpu"}}).nproc_per_node, 2);
   Surroundings around = machine();
