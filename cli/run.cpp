@@ -1,6 +1,6 @@
 // `lockstep run`: parses the arguments into a plan (lockstep/launch/flags.h) and runs it
-// (lockstep/launch/supervisor.h). `lockstep train` with flags of `lockstep run` starts its ranks the
-// same way.
+// (lockstep/launch/supervisor.h). `lockstep train` with flags of `lockstep run` starts its ranks
+// the same way.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>

@@ -15,7 +15,7 @@
 
 namespace lockstep::train {
 
-// An error's text tells memory that is full from memory that was misused.
+// Whether an error's text means memory that is full, and not memory that was misused.
 bool says_out_of_memory(const char* text);
 
 inline std::uint64_t data_seed(const TrainingArguments& a) {

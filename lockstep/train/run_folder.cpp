@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <functional>
 #include <limits>
 #include <vector>
 
@@ -31,36 +30,6 @@ std::string run_file(const TrainingArguments& a) {
 
 std::string launchers_run() {
   return env::get("TORCHELASTIC_RUN_ID").value_or("");
-}
-
-// The leader's message is complete; the component stands in it.
-[[noreturn]] void refuse(const std::string& component, std::size_t rank, std::string text) {
-  const std::string prefix = "[" + component + "] ";
-  if (rank != 0) throw UsageError(component, "rank {}: {}", rank, text);
-  if (text.starts_with(prefix)) text = text.substr(prefix.size());
-  throw UsageError(component, "{}", text);
-}
-
-// The answers of the ranks that are asked, by rank. One that throws does not leave the others
-// waiting: all throw its message.
-std::vector<std::string> answers(World& world, const std::string& component, bool asked,
-                                 const std::function<std::string()>& answer) {
-  std::string mine;
-  if (asked) {
-    try {
-      mine = "+" + answer();
-    } catch (const std::exception& e) {
-      mine = std::string("-") + e.what();
-    }
-  }
-  std::vector<std::string> given;
-  const std::vector<std::string> all = world.all_gather(mine);
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].empty()) continue;
-    if (all[rank].front() == '-') refuse(component, rank, all[rank].substr(1));
-    given.push_back(all[rank].substr(1));
-  }
-  return given;
 }
 
 io::FolderLock lock_folder(const std::string& folder, const std::string& token) {
@@ -125,12 +94,14 @@ std::string newest_on_all(RunContext& run) {
   const std::string& folder = run.arguments.output_dir;
   std::optional<io::Newest> mine;
   for (std::int64_t most = std::numeric_limits<std::int64_t>::max();;) {
-    const auto given = answers(run.world, "checkpoint", run.writes(), [&] {
+    const auto answers = run.world.agree([&]() -> std::string {
+      if (!run.writes()) return {};
       if (!mine || mine->step > most) mine = newest_up_to(folder, most);
       return fmt::format("{} {}", mine->step, mine->path);
     });
     std::vector<std::int64_t> steps;
-    for (const std::string& text : given) steps.push_back(std::stoll(text));
+    for (const std::string& text : answers)
+      if (!text.empty()) steps.push_back(std::stoll(text));
     const auto [lowest, highest] = std::ranges::minmax(steps);
     if (lowest < 0) {
       if (run.world.is_leader())
@@ -138,7 +109,7 @@ std::string newest_on_all(RunContext& run) {
                   run.arguments.save_on_each_node ? " that is whole on every host" : "");
       return {};
     }
-    if (lowest == highest) return given.front().substr(given.front().find(' ') + 1);
+    if (lowest == highest) return answers[0].substr(answers[0].find(' ') + 1);
     if (run.writes() && mine->step > lowest)
       log::warning("checkpoint", "{} is passed over: another host has no whole one of that step",
                    mine->path);
@@ -155,20 +126,21 @@ void sweep_output_dir(const RunContext& run) {
 
 }  // namespace
 
-// The leader is first, so that writers who share its folder know their own run_.
+// The leader is first, so that writers who share its folder know their own run.
 io::FolderLock CheckpointManager::lock() {
   io::FolderLock lock;
+  World& world = run_.world;
   const std::string& folder = run_.arguments.output_dir;
-  const auto token = answers(run_.world, "trainer", run_.world.is_leader(), [&] {
+  const auto tokens = world.agree([&]() -> std::string {
+    if (!world.is_leader()) return {};
     const auto now = std::chrono::system_clock::now().time_since_epoch().count();
-    const std::string mine = fmt::format("run {}-{}", ::getpid(), now);
-    lock = lock_folder(folder, mine);
-    return mine;
+    const std::string token = fmt::format("run {}-{}", ::getpid(), now);
+    lock = lock_folder(folder, token);
+    return token;
   });
   if (!run_.arguments.save_on_each_node) return lock;
-  answers(run_.world, "checkpoint", run_.writes() && !run_.world.is_leader(), [&] {
-    lock = lock_folder(folder, token.front());
-    return std::string();
+  world.agree([&] {
+    if (run_.writes() && !world.is_leader()) lock = lock_folder(folder, tokens[0]);
   });
   return lock;
 }
@@ -179,8 +151,9 @@ std::string CheckpointManager::choose() {
   const std::string flag = run_.arguments.resume_from_checkpoint.value_or("never");
   if (flag == "never") return {};
   if (flag == "auto") return newest_on_all(run_);
-  answers(run_.world, "checkpoint", run_.writes(),
-          [&] { return find_checkpoint(run_.arguments.output_dir, flag).path; });
+  run_.world.agree([&] {
+    if (run_.writes()) find_checkpoint(run_.arguments.output_dir, flag);
+  });
   return flag;
 }
 

@@ -91,7 +91,7 @@ struct TrainResult {
   std::int64_t durable_step = -1;
   // The step of the last save where that save could not be written, on every rank; -1: it was.
   std::int64_t lost_step = -1;
-  // 143 promises that nothing is lost. A stop whose own save failed, or kept weights alone, is 1;
+  // 143 promises that nothing is lost. A stop whose own save failed, or wrote weights alone, is 1;
   // so is a run whose last save failed.
   int exit_code() const {
     if (stop_signal != 0) return durable_step == global_step ? 143 : 1;
