@@ -267,6 +267,30 @@ TEST(Keys, TokensPerUpdate) {
   });
 }
 
+// The same four updates of the same 12 samples each at any number of ranks.
+TEST(Keys, GlobalBatchSizeIsTheSameUpdateAtAnyNumberOfRanks) {
+  std::vector<at::Tensor> ends;
+  for (const int ranks : {1, 2, 3}) {
+    io::TemporaryDirectory dir;
+    at::Tensor end;
+    testing::run_threads(ranks, [&](World& world) {
+      auto a = arguments(dir.path());
+      a.per_device_train_batch_size = 2;
+      a.global_batch_size = 12;
+      a.optim = "sgd";
+      a.learning_rate = 0.5;
+      a.num_train_epochs = 1;
+      auto net = network();
+      Trainer trainer(world, task_for(net, dataset(48, 1)), a);
+      EXPECT_EQ(trainer.train().global_step, 4) << ranks;
+      if (world.is_leader()) end = flat(*net);
+    });
+    ends.push_back(end);
+  }
+  // Float sums in another order; another batch or other samples differ by 1e-2.
+  for (const at::Tensor& end : ends) EXPECT_LT((end - ends[0]).abs().max().item<double>(), 2e-6);
+}
+
 TEST(Keys, LearningRateIsLoggedOfTheStepThatWasTaken) {
   io::TemporaryDirectory dir;
   auto a = arguments(dir.path());

@@ -14,11 +14,14 @@
 
 #include "lockstep/lockstep.h"
 #include "lockstep/train/checkpoint.h"
+#include "lockstep/train/config.h"
+#include "lockstep/train/stop_signals.h"
 
 namespace snippets {
 
 struct NetImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x);
+  torch::nn::Linear body{nullptr}, head{nullptr};
 };
 TORCH_MODULE(Net);
 
@@ -32,14 +35,21 @@ extern lockstep::optim::AdamWOptions options;
 extern lockstep::data::DatasetPtr dataset;
 extern lockstep::data::Loader loader;
 extern lockstep::Trainer trainer;
+extern lockstep::data::Batch batch;
+extern lockstep::TrainingArguments arguments;
 extern at::Tensor x;
 extern at::Tensor loss;
 extern double base_lr;
+extern double local_loss;
 extern std::int64_t epoch;
 extern std::int64_t step;
 extern std::int64_t steps;
 
 void train(lockstep::World& world);
 void train_step(const at::Tensor& data, const at::Tensor& target);
+void train_step(const lockstep::data::Batch& batch);
+at::Tensor loss_of(const at::Tensor& output);
+void evaluate(Net net);
+at::Tensor block(const at::Tensor& x);
 
 }  // namespace snippets

@@ -6,8 +6,8 @@
 Checked: every block of docs/ that opens with ```cpp, and the indented lines of the opening comment
 of each header in HEADERS. A snippet stands in a function of its own, where tests/snippets/context.h
 declares what it takes as given (world, net, model, ...); one that defines functions stands in a
-namespace of its own. One that never writes `lockstep::` stands below `using namespace lockstep`.
-Errors carry the snippet's file and line. Nothing is generated or linked.
+namespace of its own. One that never writes `lockstep::` stands below `using namespace lockstep`, and
+in a header below that of its folder. Errors carry the snippet's file and line. Nothing is generated or linked.
 """
 
 import json
@@ -23,8 +23,28 @@ import tempfile
 BORROWED = "tests/launch_peers/run_peer.cpp"
 TIMEOUT_S = 300
 HEADERS = (
+    "lockstep/comm/world.h",
+    "lockstep/data/loader.h",
+    "lockstep/data/token_shards.h",
+    "lockstep/memory/cpu_cache.h",
+    "lockstep/optim/adam.h",
+    "lockstep/optim/adamw.h",
+    "lockstep/optim/autocast.h",
+    "lockstep/optim/clip.h",
+    "lockstep/optim/determinism.h",
+    "lockstep/optim/ema.h",
+    "lockstep/optim/grad_scaler.h",
+    "lockstep/optim/schedule.h",
+    "lockstep/optim/sgd.h",
+    "lockstep/optim/stepper.h",
     "lockstep/parallel/accumulation.h",
+    "lockstep/parallel/activation_checkpoint.h",
+    "lockstep/parallel/comm_hooks.h",
+    "lockstep/parallel/ddp.h",
+    "lockstep/parallel/sharded_optimizer.h",
+    "lockstep/parallel/sync_batch_norm.h",
     "lockstep/run.h",
+    "lockstep/train/arguments.h",
     "lockstep/train/observer.h",
     "lockstep/train/trainer.h",
 )
@@ -76,6 +96,9 @@ def unit(found):
             mains = iter(range(99))
             body = re.sub(r"\bint main\(", lambda _: f"int main_{next(mains)}(", body)
         using = "" if "lockstep::" in code else "using namespace lockstep;\n"
+        folder = re.match(r"lockstep/(data|io|optim|train)/", str(path))
+        if using and folder:
+            using += f"using namespace lockstep::{folder.group(1)};\n"
         text += f"namespace snippets::s{number} {{\n{using}{body}\n}}\n"
     return text
 
