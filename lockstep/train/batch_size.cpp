@@ -7,6 +7,7 @@
 
 #include "lockstep/core/log.h"
 #include "lockstep/optim/determinism.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/run_checks.h"

@@ -5,13 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
-#include <optional>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/train/config_keys.h"
-#include "lockstep/train/effective_batch.h"
 
 namespace lockstep::train {
 namespace {
@@ -311,6 +309,26 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
 }
 
 }  // namespace
+
+std::optional<UpdateSize> update_size(const TrainingArguments& a) {
+  const std::int64_t batch = a.per_device_train_batch_size;
+  if (a.global_batch_size)
+    return UpdateSize{"global_batch_size", *a.global_batch_size, batch,
+                      fmt::format("batch {}", batch)};
+  if (!a.tokens_per_update || !a.max_seq_len) return std::nullopt;
+  return UpdateSize{"tokens_per_update", *a.tokens_per_update, batch * *a.max_seq_len,
+                    fmt::format("batch {} x {} tokens", batch, *a.max_seq_len)};
+}
+
+std::string uneven_text(const UpdateSize& size, int world_size) {
+  const std::int64_t pass = size.per_pass * world_size;
+  if (size.wanted % pass == 0) return {};
+  const std::int64_t below = size.wanted / pass * pass;
+  return fmt::format("{} {} is not a multiple of {} ({}{}). The nearest that are: {}{}.", size.key,
+                     size.wanted, pass, size.pass_text,
+                     world_size > 1 ? fmt::format(" x {} ranks", world_size) : "",
+                     below > 0 ? fmt::format("{} and ", below) : "", below + pass);
+}
 
 std::int64_t in_steps(double value, std::int64_t max_steps) {
   if (value >= 1) return static_cast<std::int64_t>(value);

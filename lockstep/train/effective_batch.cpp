@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "lockstep/core/error.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/config.h"
 
 namespace lockstep::train {
@@ -17,26 +18,6 @@ std::string row_text(const std::string& name, const TrainingArguments& arguments
 }
 
 }  // namespace
-
-std::optional<UpdateSize> update_size(const TrainingArguments& a) {
-  const std::int64_t batch = a.per_device_train_batch_size;
-  if (a.global_batch_size)
-    return UpdateSize{"global_batch_size", *a.global_batch_size, batch,
-                      fmt::format("batch {}", batch)};
-  if (!a.tokens_per_update || !a.max_seq_len) return std::nullopt;
-  return UpdateSize{"tokens_per_update", *a.tokens_per_update, batch * *a.max_seq_len,
-                    fmt::format("batch {} x {} tokens", batch, *a.max_seq_len)};
-}
-
-std::string uneven_text(const UpdateSize& size, int world_size) {
-  const std::int64_t pass = size.per_pass * world_size;
-  if (size.wanted % pass == 0) return {};
-  const std::int64_t below = size.wanted / pass * pass;
-  return fmt::format("{} {} is not a multiple of {} ({}{}). The nearest that are: {}{}.", size.key,
-                     size.wanted, pass, size.pass_text,
-                     world_size > 1 ? fmt::format(" x {} ranks", world_size) : "",
-                     below > 0 ? fmt::format("{} and ", below) : "", below + pass);
-}
 
 std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_size) {
   if (world_size < 1)

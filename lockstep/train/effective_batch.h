@@ -10,25 +10,11 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
-#include <string_view>
 
 #include "lockstep/train/arguments.h"
 
 namespace lockstep::train {
-
-// What decides the accumulation in the place of gradient_accumulation_steps: the samples
-// (global_batch_size) or tokens (tokens_per_update) of one optimizer step over all ranks.
-struct UpdateSize {
-  std::string_view key;
-  std::int64_t wanted = 0;
-  std::int64_t per_pass = 0;  // of one rank's forward pass
-  std::string pass_text{};    // "batch 4 x 1024 tokens"
-};
-std::optional<UpdateSize> update_size(const TrainingArguments& arguments);
-// Why the ranks' passes do not add up to it, with the nearest values that would; empty: they do.
-std::string uneven_text(const UpdateSize& size, int world_size);
 
 // gradient_accumulation_steps, or what makes the update the wanted size at this number of ranks.
 // Throws UsageError naming the nearest values that divide evenly.

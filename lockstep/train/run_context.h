@@ -11,7 +11,9 @@
 #include <new>
 #include <string>
 
-#include "lockstep/train/trainer.h"
+#include "lockstep/comm/world.h"
+#include "lockstep/train/arguments.h"
+#include "lockstep/train/task.h"
 
 namespace lockstep::train {
 

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "lockstep/train/agreement.h"
+#include "lockstep/train/observer.h"
 #include "lockstep/train/run_context.h"
 #include "lockstep/train/stop_signals.h"
 

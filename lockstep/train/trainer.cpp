@@ -191,7 +191,7 @@ void TrainerImpl::say_end() {
 Metrics TrainerImpl::evaluate() {
   if (!run_.task.eval_data)
     throw UsageError("trainer", "the task has no eval_data to evaluate on. Set it.");
-  run_.task.module->to(run_.world.device());
+  if (!loop_) run_.task.module->to(run_.world.device());
   control_.connect();
   return evaluator_.evaluate();
 }

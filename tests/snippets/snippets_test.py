@@ -6,8 +6,8 @@
 Checked: every block of docs/ that opens with ```cpp, and the indented lines of the opening comment
 of each header in HEADERS. A snippet stands in a function of its own, where tests/snippets/context.h
 declares what it takes as given (world, net, model, ...); one that defines functions stands in a
-namespace of its own. One that never writes `lockstep::` stands below `using namespace lockstep`, and
-in a header below that of its folder. Errors carry the snippet's file and line. Nothing is generated or linked.
+namespace of its own. One that never writes `lockstep::` stands below `using namespace lockstep`
+(in a header also that of its folder). Errors carry the snippet's file and line. Nothing is linked.
 """
 
 import json
@@ -46,6 +46,7 @@ HEADERS = (
     "lockstep/run.h",
     "lockstep/train/arguments.h",
     "lockstep/train/observer.h",
+    "lockstep/train/task.h",
     "lockstep/train/trainer.h",
 )
 
