@@ -256,6 +256,19 @@ class Tasks(TrainCase):
                    for name in ("out1", "out3", "long")]
         self.assertEqual(len(set(weights)), 1)
 
+    def test_the_files_of_the_examples(self):
+        for file in sorted((SOURCE / "examples" / "configs").glob("*.yaml")):
+            done = subprocess.run([LOCKSTEP, "config", "check", file], capture_output=True,
+                                  text=True, timeout=BOUND_S, cwd=self.place, env=environment(),
+                                  check=False)
+            self.assertEqual(done.returncode, 0, f"{file}: {done.stderr}")
+        # The same update on one rank and on two.
+        self.config = SOURCE / "examples" / "configs" / "mlp.yaml"
+        for ranks, accumulation in ((0, 4), (2, 2)):
+            said = self.train(ranks, self.place / str(ranks), "--max_steps=2", "--use_cpu=true")
+            self.assertIn(f"effective batch 128 = 32 per device x {accumulation} accumulation",
+                          said.stderr)
+
     def test_a_rank_does_not_start_ranks(self):
         done = self.run_train(["--nproc-per-node=2", str(self.config)],
                               RANK="0", WORLD_SIZE="1")
