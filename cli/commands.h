@@ -10,6 +10,7 @@ namespace lockstep::cli {
 using Args = std::vector<std::string>;
 
 int run_command(const Args& args);         // run.cpp
+int train_command(const Args& args);       // run.cpp
 int env_command(const Args& args);         // env.cpp
 int config_command(const Args& args);      // config.cpp
 int data_command(const Args& args);        // data.cpp

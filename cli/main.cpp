@@ -30,7 +30,7 @@ struct Command {
 constexpr Command kCommands[] = {
     {"run", "start a program as the ranks of one world (torchrun's flags)", run_command},
     {"env", "who am I: rank, device and backend, every variable, and why", env_command},
-    {"train", "train a bundled model as a file says, and resume", nullptr, "lockstep-train"},
+    {"train", "train a bundled model as a file says, and resume", train_command},
     {"checkpoint", "verify, show, compare and import checkpoints", checkpoint_command},
     {"config", "which values a training file gives, from where, and its mistakes", config_command},
     {"data", "text files into token shards, and a look into them", data_command},

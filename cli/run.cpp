@@ -1,13 +1,46 @@
 // `lockstep run`: parses the arguments into a plan (lockstep/launch/flags.h) and runs it
-// (lockstep/launch/supervisor.h).
+// (lockstep/launch/supervisor.h). `lockstep train` with flags of `lockstep run` starts its ranks
+// the same way.
+#include <algorithm>
 #include <cstdio>
+#include <filesystem>
+#include <string_view>
 
 #include "cli/commands.h"
+#include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/rank_env.h"
 #include "lockstep/launch/flags.h"
 #include "lockstep/launch/supervisor.h"
+#include "lockstep/train/config_keys.h"
 
 namespace lockstep::cli {
+namespace {
+
+// The launcher's flag that `arg` is, unless a key has that name or it says what to start.
+const launch::FlagSpec* launcher_flag(const std::string& arg) {
+  if (!arg.starts_with("--")) return nullptr;
+  std::string name = arg.substr(2, arg.find('=') == arg.npos ? arg.npos : arg.find('=') - 2);
+  std::replace(name.begin(), name.end(), '-', '_');
+  if (train::find_key(name) != nullptr) return nullptr;
+  std::replace(name.begin(), name.end(), '_', '-');
+  if (name == "help" || name == "module" || name == "no-python" || name == "run-path")
+    return nullptr;
+  const auto table = launch::flag_table();
+  const auto found = std::ranges::find(table, std::string_view(name), &launch::FlagSpec::name);
+  return found == table.end() ? nullptr : &*found;
+}
+
+void refuse_in_a_rank(const std::string& flag) {
+  const RankEnv env = read_rank_env();
+  if (env.source == "alone") return;
+  throw UsageError("train",
+                   "{} starts ranks, but this process is rank {} of {} already (started by {}). "
+                   "Give it to that launcher, or start `lockstep train` by itself.",
+                   flag.substr(0, flag.find('=')), env.rank, env.world_size, env.source);
+}
+
+}  // namespace
 
 int run_command(const Args& args) {
   const launch::ParsedFlags parsed = launch::parse_flags(args);
@@ -23,6 +56,25 @@ int run_command(const Args& args) {
   }
   for (const std::string& note : parsed.notes) log::warning("run", "{}", note);
   return launch::supervise(parsed.plan);
+}
+
+int train_command(const Args& args) {
+  Args launcher;
+  Args own{"train"};
+  for (std::size_t i = 0; i < args.size(); ++i) {
+    const launch::FlagSpec* flag = launcher_flag(args[i]);
+    (flag != nullptr ? launcher : own).push_back(args[i]);
+    if (flag == nullptr) continue;
+    const bool separate = !flag->is_switch() && args[i].find('=') == std::string::npos;
+    if (separate && i + 1 < args.size()) launcher.push_back(args[++i]);
+  }
+  const bool help = std::ranges::any_of(
+      args, [](const std::string& arg) { return arg == "--help" || arg == "-h"; });
+  if (launcher.empty() || help) return execute("lockstep-train", own);
+  refuse_in_a_rank(launcher.front());
+  launcher.push_back(std::filesystem::read_symlink("/proc/self/exe"));
+  launcher.insert(launcher.end(), own.begin(), own.end());
+  return run_command(launcher);
 }
 
 }  // namespace lockstep::cli

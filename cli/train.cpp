@@ -1,10 +1,8 @@
 // `lockstep train`: a bundled model, trained as a file says.
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <exception>
@@ -20,7 +18,6 @@
 #include "lockstep/core/log.h"
 #include "lockstep/io/checksum.h"
 #include "lockstep/io/file.h"
-#include "lockstep/launch/flags.h"
 #include "lockstep/run.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/run_checks.h"
@@ -30,9 +27,12 @@ namespace lockstep::cli {
 namespace {
 
 constexpr const char* kHelp =
-    "usage: lockstep train [FILE] [--KEY VALUE ...] [--resume auto|PATH|never]\n\n"
-    "Trains a bundled model (gpt, mlp) as FILE says. Alone it is one rank; several are\n"
-    "  lockstep run --standalone --nproc-per-node=2 lockstep train FILE\n\n"
+    "usage: lockstep train [--nproc-per-node=N] [FILE] [--KEY VALUE ...]\n"
+    "                      [--resume auto|PATH|never]\n\n"
+    "Trains a bundled model (gpt, mlp) as FILE says, on one rank.\n\n"
+    "--nproc-per-node=N   on N ranks (or auto, gpu). Every flag of `lockstep run` may be given:\n"
+    "                 lockstep train --nproc-per-node=2 FILE is short for\n"
+    "                 lockstep run --nproc-per-node=2 lockstep train FILE\n"
     "--resume auto    continue from the newest checkpoint in output_dir that verifies; a new run\n"
     "                 when there is none\n"
     "--resume PATH    continue from this folder\n"
@@ -47,41 +47,8 @@ struct Request {
   std::vector<std::string> flags;
 };
 
-// The launcher's flag of that name, unless a key has the same name.
-const launch::FlagSpec* launcher_flag(const std::string& arg) {
-  if (!arg.starts_with("--")) return nullptr;
-  std::string name = arg.substr(2, arg.find('=') == arg.npos ? arg.npos : arg.find('=') - 2);
-  std::replace(name.begin(), name.end(), '-', '_');
-  if (train::find_key(name) != nullptr) return nullptr;
-  std::replace(name.begin(), name.end(), '_', '-');
-  const auto table = launch::flag_table();
-  const auto found = std::find_if(table.begin(), table.end(),
-                                  [&](const launch::FlagSpec& flag) { return flag.name == name; });
-  return found == table.end() ? nullptr : &*found;
-}
-
-// Refuses launcher flags and prints the full command to use instead.
-void refuse_launcher_flags(const std::vector<std::string>& given) {
-  std::vector<std::string> launcher, own;
-  std::string first;
-  for (std::size_t i = 0; i < given.size(); ++i) {
-    const launch::FlagSpec* flag = launcher_flag(given[i]);
-    (flag != nullptr ? launcher : own).push_back(given[i]);
-    if (flag == nullptr) continue;
-    if (first.empty()) first = given[i].substr(0, given[i].find('='));
-    const bool separate = !flag->is_switch() && given[i].find('=') == std::string::npos;
-    if (separate && i + 1 < given.size()) launcher.push_back(given[++i]);
-  }
-  if (launcher.empty()) return;
-  throw UsageError("train",
-                   "{} is a flag of `lockstep run`, which starts the ranks. Write: lockstep run {} "
-                   "lockstep train {}",
-                   first, fmt::join(launcher, " "), fmt::join(own, " "));
-}
-
 Request parse_arguments(int argc, char** argv) {
   Request request;
-  refuse_launcher_flags({argv + 1, argv + argc});
   for (int i = 1; i < argc; ++i) {
     const std::string arg = argv[i];
     if (arg == "--resume") {
@@ -198,7 +165,6 @@ int train_main(int argc, char** argv) {
     const std::string digest = io::checksum_text(io::checksum64(io::bytes_of(read.record)));
     return world_options(read.config.arguments, digest);
   };
-  int code = 0;
   const auto body = [&](World& world) {
     const train::Config& config = read.config;
     if (world.is_leader())
@@ -207,11 +173,10 @@ int train_main(int argc, char** argv) {
     Trainer trainer(world, make_task_everywhere(world, read), config.arguments);
     trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, read.record));
     const TrainResult result = trainer.train();
-    code = result.exit_code();
     if (world.is_leader()) say_result(result, config.arguments);
+    return result.exit_code();
   };
-  const int ended = run(prepare, body);
-  return ended != 0 ? ended : code;
+  return run(prepare, body);
 }
 
 }  // namespace lockstep::cli

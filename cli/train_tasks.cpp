@@ -213,10 +213,11 @@ void load_weights(const std::string& folder, torch::nn::Module& module) {
 template <typename Net>
 void set_loss(TrainerTask& task, Net net, double smoothing) {
   task.loss = [net, smoothing](const Batch& batch) mutable {
-    return cross_entropy(net(batch.data), batch.target, smoothing);
+    const at::Tensor logits = net(batch.data);
+    return LossOutput(cross_entropy(logits, batch.target, smoothing), logits);
   };
-  task.totals = [net](const Batch& batch) mutable {
-    const at::Tensor right = net(batch.data).argmax(-1) == batch.target;
+  task.totals = [](const Batch& batch, const at::Tensor& logits) {
+    const at::Tensor right = logits.argmax(-1) == batch.target;
     return std::map<std::string, at::Tensor>{{"accuracy", right.sum()}};
   };
   task.module = net.ptr();

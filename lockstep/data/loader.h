@@ -7,7 +7,7 @@
 //
 //   auto loader = data::loader(dataset, world, {.batch_size = 32, .shuffle = true});
 //   for (int epoch = 0; epoch < 10; ++epoch)
-//     for (auto& batch : loader.epoch(epoch)) step(batch);      // set_epoch cannot be forgotten
+//     for (auto& batch : loader.epoch(epoch)) train_step(batch);   // set_epoch cannot be forgotten
 #pragma once
 
 #include <chrono>

@@ -6,7 +6,7 @@
 //
 //   auto shards = std::make_shared<TokenShards>(token_files("data/fineweb", "train"), 1024);
 //   auto loader = data::loader(shards, world, {.batch_size = 8, .sampler = shards->sampler(42)});
-//   for (auto& batch : loader.epoch(0)) step(batch);          // data and target: int64 {8, 1024}
+//   for (auto& batch : loader.epoch(0)) train_step(batch);    // data and target: int64 {8, 1024}
 #pragma once
 
 #include <cstddef>

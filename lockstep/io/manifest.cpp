@@ -182,6 +182,12 @@ std::vector<Fault> verify(const std::string& directory, Depth depth) {
   return faults;
 }
 
+std::vector<Fault> damage_of(const std::string& directory, Depth depth) {
+  std::vector<Fault> faults = verify(directory, depth);
+  std::erase_if(faults, [](const Fault& fault) { return fault.kind == FaultKind::kExtra; });
+  return faults;
+}
+
 std::string describe(const std::vector<Fault>& faults) {
   if (faults.empty()) return "whole";
   if (faults.size() == 1) return faults.front().text;

@@ -48,6 +48,8 @@ enum class Depth {
 // Everything that is wrong with the directory; empty when it is whole. Never throws for what it
 // finds on the disk.
 std::vector<Fault> verify(const std::string& directory, Depth depth = Depth::kFull);
+// The same without kExtra: a file too many is somebody's note and not damage.
+std::vector<Fault> damage_of(const std::string& directory, Depth depth = Depth::kFull);
 
 // The faults as one sentence: the first, and how many more.
 std::string describe(const std::vector<Fault>& faults);

@@ -30,13 +30,6 @@ bool same_place(const std::string& a, const std::string& b) {
   return fs::equivalent(a, b, error) && !error;
 }
 
-// A file too many is somebody's note and no damage.
-std::vector<Fault> damage_of(const std::string& directory, Depth depth) {
-  std::vector<Fault> faults = verify(directory, depth);
-  std::erase_if(faults, [](const Fault& fault) { return fault.kind == FaultKind::kExtra; });
-  return faults;
-}
-
 // Whether it is ours and certainly of no use to anybody. Without a manifest of ours it belongs to
 // another program; what cannot be read now may be read tomorrow.
 bool is_waste(const std::vector<Fault>& damage) {
@@ -66,9 +59,10 @@ std::vector<NumberedDir> list_numbered(const std::string& parent, const std::str
   return found;
 }
 
-Newest newest_valid(const std::string& parent, const std::string& prefix) {
+Newest newest_valid(const std::string& parent, const std::string& prefix, std::int64_t max_step) {
   Newest newest;
   for (const NumberedDir& dir : list_numbered(parent, prefix)) {
+    if (dir.step > max_step) continue;
     const std::vector<Fault> faults = verify(dir.path);
     const bool whole = std::ranges::all_of(
         faults, [](const Fault& fault) { return fault.kind == FaultKind::kExtra; });

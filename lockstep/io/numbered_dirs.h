@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -33,9 +34,10 @@ struct Newest {
   std::string remark;                   // files that somebody has put into it later; else empty
 };
 
-// The highest number whose directory verifies to the last byte. A file too many is not a reason to
-// lose a checkpoint: it is only remarked.
-Newest newest_valid(const std::string& parent, const std::string& prefix);
+// The highest number up to `max_step` whose directory verifies to the last byte. A file too many is
+// not a reason to lose a checkpoint: it is only remarked.
+Newest newest_valid(const std::string& parent, const std::string& prefix,
+                    std::int64_t max_step = std::numeric_limits<std::int64_t>::max());
 
 struct RetainOptions {
   int limit = 0;                    // how many to keep, `durable` and `keep` included; at least 1

@@ -194,6 +194,12 @@ class Translator {
       out_.environment["ACCELERATE_USE_CPU"] = "true";
       out_.environment["LOCKSTEP_DEVICE"] = "cpu";
     }
+    if (type_ == "MULTI_GPU") {
+      // A rank that finds no GPU does not fall back to the CPU.
+      out_.environment["LOCKSTEP_DEVICE"] = "cuda";
+      out_.gpu_key =
+          given("distributed_type")->value.location.text() + ": distributed_type is MULTI_GPU";
+    }
     std::string ids = text("gpu_ids", "all");
     ids.erase(std::remove(ids.begin(), ids.end(), ' '), ids.end());
     if (ids == "all") return;

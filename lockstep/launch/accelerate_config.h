@@ -23,6 +23,7 @@ struct AccelerateLaunch {
   std::vector<std::string> flags;                  // to be read before those of the command line
   std::map<std::string, std::string> environment;  // for the ranks, unless it is set already
   std::vector<std::string> notes;                  // keys that have no effect here
+  std::string gpu_key;  // "acc.yaml:3:19: distributed_type is MULTI_GPU": ranks need GPUs
 };
 
 // Throws UsageError with every mistake on a line of its own: unknown keys with the nearest name,

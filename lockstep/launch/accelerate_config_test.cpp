@@ -41,7 +41,9 @@ TEST(AccelerateConfig, TheFileThatAccelerateWritesIsRead) {
   const AccelerateLaunch launch = read(kGenerated);
   EXPECT_THAT(launch.flags, ElementsAre("--nnodes=1", "--nproc-per-node=2", "--node-rank=0",
                                         "--rdzv-backend=static"));
-  EXPECT_THAT(launch.environment, ElementsAre(Pair("ACCELERATE_MIXED_PRECISION", "bf16")));
+  EXPECT_THAT(launch.environment, ElementsAre(Pair("ACCELERATE_MIXED_PRECISION", "bf16"),
+                                              Pair("LOCKSTEP_DEVICE", "cuda")));
+  EXPECT_EQ(launch.gpu_key, "acc.yaml:3:19: distributed_type is MULTI_GPU");
   EXPECT_THAT(launch.notes, IsEmpty());
 }
 

@@ -164,10 +164,18 @@ int parse_nnodes(const Values& values) {
 
 // What neither the command line nor a variable says. Where a flag says that the world is this host
 // alone, the file's rendezvous is ignored.
-void fill_from_file(Values& values, ParsedFlags& parsed) {
+void fill_from_file(Values& values, const Surroundings& around, ParsedFlags& parsed) {
   const Given* file = values.find("config-file");
   if (file == nullptr) return;
   AccelerateLaunch launch = load_accelerate_config(file->text);
+  // LOCKSTEP_DEVICE=cpu in the environment is stronger than the file.
+  if (!launch.gpu_key.empty() && around.variable("LOCKSTEP_DEVICE").value_or("") != "cpu") {
+    if (const Gpus gpus = around.gpus(); gpus.count == 0)
+      throw UsageError("config",
+                       "{}, but there is no GPU: {}. Check CUDA_VISIBLE_DEVICES and nvidia-smi, or "
+                       "write MULTI_CPU.",
+                       launch.gpu_key, gpus.reason);
+  }
   parsed.plan.environment = std::move(launch.environment);
   parsed.notes = std::move(launch.notes);
   const Values read = read_arguments(launch.flags).values;
@@ -505,7 +513,7 @@ ParsedFlags parse_flags(const std::vector<std::string>& args, const Surroundings
   if (parsed.request != Request::kRun) return parsed;
   Values& values = given.values;
   fill_from_variables(values, around.variable);
-  fill_from_file(values, parsed);
+  fill_from_file(values, around, parsed);
   refuse_and_note(values, parsed.notes);
   LaunchPlan& plan = parsed.plan;
   settle_rendezvous(values, plan, parsed.notes);

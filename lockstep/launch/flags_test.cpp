@@ -474,6 +474,23 @@ TEST(ConfigFile, ItsGpusAreCounted) {
   EXPECT_EQ(count({{"CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7"}}), 8);
 }
 
+TEST(ConfigFile, MultiGpuNeedsAGpu) {
+  const TemporaryDirectory place;
+  const std::string file =
+      place.text("acc.yaml", "num_processes: 2\ndistributed_type: MULTI_GPU\n");
+  const Args flags = {"--config-file=" + file};
+  EXPECT_THAT(
+      refusal_of(flags),
+      HasSubstr("acc.yaml:2:19: distributed_type is MULTI_GPU, but there is no GPU: no driver "
+                "here. Check CUDA_VISIBLE_DEVICES and nvidia-smi, or write MULTI_CPU."));
+  // Said by the environment, which is stronger than the file.
+  EXPECT_EQ(plan_of(flags, {{"LOCKSTEP_DEVICE", "cpu"}}).nproc_per_node, 2);
+  Surroundings around = machine();
+  around.gpus = [] { return Gpus{.count = 2}; };
+  const LaunchPlan plan = parse_flags({flags[0], "/bin/true"}, around).plan;
+  EXPECT_THAT(plan.environment, ElementsAre(testing::Pair("LOCKSTEP_DEVICE", "cuda")));
+}
+
 TEST(ConfigFile, MistakesHaveTheirPlace) {
   const TemporaryDirectory place;
   const std::string file =

@@ -2,7 +2,7 @@
 //
 //   seed_everything(42, world.rank());                      // dropout: seed + rank
 //   auto net = with_seed(42, [] { return std::make_shared<Net>(); });   // weights: seed
-//   auto loader = data::loader(dataset, world, {.seed = 42, ...});      // order: seed
+//   auto loader = data::loader(dataset, world, {.seed = 42});           // order: seed
 //
 // Three kinds of randomness want three seeds. The sampler's order and the initial weights must be
 // the same on every rank, so they use the seed as it is, however many ranks there are; dropout and

@@ -3,7 +3,7 @@
 //   lockstep::optim::GradScaler scaler{world};
 //   scaler.scale(loss).backward();
 //   scaler.unscale_(optimizer);                   // only to see or clip true gradients
-//   clip_grad_norm_(model.parameters(), 1.0);
+//   lockstep::optim::clip_grad_norm_(model.parameters(), 1.0);
 //   scaler.step(optimizer);                       // skipped when a gradient is inf or nan
 //   scaler.update();
 //

@@ -2,7 +2,7 @@
 //
 //   const Schedule schedule = make_schedule({.name = "cosine", .warmup_steps = 100,
 //                                            .total_steps = 5000, .lr = 3e-4});
-//   for (step = 0; ...; ++step) optimizer.set_lr(base_lr * schedule.factor(step));
+//   for (int step = 0; step < 5000; ++step) optimizer.set_lr(base_lr * schedule.factor(step));
 //
 // A schedule is a function of the number of optimizer steps taken, and nothing else. There is no
 // state to save, so a run that is resumed, or whose step was skipped and not counted, cannot drift.

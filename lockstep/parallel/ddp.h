@@ -1,7 +1,7 @@
 // DistributedDataParallel: the same model on every rank, synchronized by averaging gradients.
 //
 //   lockstep::DistributedDataParallel model{net, world};   // after net->to(world.device())
-//   loss_of(model(batch)).backward();   // gradients are averaged while this runs
+//   loss_of(model(batch.data)).backward();   // gradients are averaged while this runs
 //   optimizer.step();                   // every rank takes the same step
 //
 // Whether a backward synchronises is decided when backward runs, not in forward: calling the raw

@@ -37,8 +37,9 @@ struct TrainingArguments {
   std::int64_t per_device_train_batch_size = 8;
   std::int64_t per_device_eval_batch_size = 8;
   std::int64_t gradient_accumulation_steps = 1;
-  std::optional<std::int64_t>
-      tokens_per_update{};  // decides the accumulation; see effective_batch.h
+  // One of these two decides the accumulation; see effective_batch.h.
+  std::optional<std::int64_t> global_batch_size{};
+  std::optional<std::int64_t> tokens_per_update{};
   double num_train_epochs = 3.0;
   std::int64_t max_steps = -1;  // wins over epochs when above 0
   bool auto_find_batch_size = false;
@@ -51,6 +52,7 @@ struct TrainingArguments {
   double adam_beta1 = 0.9;
   double adam_beta2 = 0.999;
   double adam_epsilon = 1e-8;
+  double momentum = 0;         // of sgd
   double max_grad_norm = 1.0;  // 0: no clipping
   std::string shard_optimizer = "auto";
   std::string lr_scheduler_type = "linear";

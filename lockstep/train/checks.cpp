@@ -132,26 +132,26 @@ class Checker {
 
   void accumulation() {
     const TrainingArguments& a = arguments_;
-    if (!a.tokens_per_update) return;
-    if (a.gradient_accumulation_steps != 1) {
-      add({"tokens_per_update", "gradient_accumulation_steps"},
-          "tokens_per_update decides the accumulation. Delete gradient_accumulation_steps, or "
-          "tokens_per_update.");
+    if (a.tokens_per_update && a.global_batch_size) {
+      add({"global_batch_size", "tokens_per_update"},
+          "global_batch_size and tokens_per_update both decide the accumulation. Delete one of "
+          "them.");
+      return;
     }
-    if (!a.max_seq_len) {
+    if (a.tokens_per_update && !a.max_seq_len) {
       add({"tokens_per_update"},
           "tokens_per_update needs to know how long a sample is. Set max_seq_len.");
       return;
     }
-    const std::int64_t tokens = a.per_device_train_batch_size * *a.max_seq_len;
-    if (*a.tokens_per_update % tokens != 0) {
-      const std::int64_t below = *a.tokens_per_update / tokens * tokens;
-      add({"tokens_per_update", "per_device_train_batch_size", "max_seq_len"},
-          fmt::format("tokens_per_update {} is not a multiple of {} (batch {} x {} tokens). The "
-                      "nearest that are: {}{}.",
-                      *a.tokens_per_update, tokens, a.per_device_train_batch_size, *a.max_seq_len,
-                      below > 0 ? fmt::format("{} and ", below) : "", below + tokens));
+    const std::optional<UpdateSize> size = update_size(a);
+    if (!size) return;
+    if (a.gradient_accumulation_steps != 1) {
+      add({size->key, "gradient_accumulation_steps"},
+          fmt::format("{} decides the accumulation. Delete gradient_accumulation_steps, or {}.",
+                      size->key, size->key));
     }
+    if (const std::string uneven = uneven_text(*size, 1); !uneven.empty())
+      add({size->key, "per_device_train_batch_size", "max_seq_len"}, uneven);
   }
 
   void reports() {
@@ -301,6 +301,7 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
       {"adam_beta1", a.optim == "sgd", kSgd},
       {"adam_beta2", a.optim == "sgd", kSgd},
       {"adam_epsilon", a.optim == "sgd", kSgd},
+      {"momentum", a.optim != "sgd", "optim is not sgd"},
       {"warmup_steps", a.lr_scheduler_type == "constant",
        "lr_scheduler_type is constant (constant_with_warmup has one)"},
       {"ignore_data_skip", !resumes, "resume_from_checkpoint is unset"},
@@ -308,6 +309,26 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
 }
 
 }  // namespace
+
+std::optional<UpdateSize> update_size(const TrainingArguments& a) {
+  const std::int64_t batch = a.per_device_train_batch_size;
+  if (a.global_batch_size)
+    return UpdateSize{"global_batch_size", *a.global_batch_size, batch,
+                      fmt::format("batch {}", batch)};
+  if (!a.tokens_per_update || !a.max_seq_len) return std::nullopt;
+  return UpdateSize{"tokens_per_update", *a.tokens_per_update, batch * *a.max_seq_len,
+                    fmt::format("batch {} x {} tokens", batch, *a.max_seq_len)};
+}
+
+std::string uneven_text(const UpdateSize& size, int world_size) {
+  const std::int64_t pass = size.per_pass * world_size;
+  if (size.wanted % pass == 0) return {};
+  const std::int64_t below = size.wanted / pass * pass;
+  return fmt::format("{} {} is not a multiple of {} ({}{}). The nearest that are: {}{}.", size.key,
+                     size.wanted, pass, size.pass_text,
+                     world_size > 1 ? fmt::format(" x {} ranks", world_size) : "",
+                     below > 0 ? fmt::format("{} and ", below) : "", below + pass);
+}
 
 std::int64_t in_steps(double value, std::int64_t max_steps) {
   if (value >= 1) return static_cast<std::int64_t>(value);

@@ -3,7 +3,9 @@
 //   for (auto& text : contradictions(arguments, where)) problems.add(text);
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -17,6 +19,18 @@ namespace lockstep::train {
 using Where = std::function<std::string(std::string_view key)>;
 
 std::vector<std::string> contradictions(const TrainingArguments& arguments, const Where& where);
+
+// What decides the accumulation in the place of gradient_accumulation_steps: the samples
+// (global_batch_size) or tokens (tokens_per_update) of one optimizer step over all ranks.
+struct UpdateSize {
+  std::string_view key;
+  std::int64_t wanted = 0;
+  std::int64_t per_pass = 0;  // of one rank's forward pass
+  std::string pass_text{};    // "batch 4 x 1024 tokens"
+};
+std::optional<UpdateSize> update_size(const TrainingArguments& arguments);
+// Why the ranks' passes do not add up to it, with the nearest values that would; empty: they do.
+std::string uneven_text(const UpdateSize& size, int world_size);
 
 // A number of steps, where below 1 stands for a share of all: rounded up.
 std::int64_t in_steps(double value, std::int64_t max_steps);

@@ -362,6 +362,7 @@ TEST(Config, KeysWithoutEffectAreNoted) {
       {"adam_beta1: 0.8\noptim: sgd\n", "optim is sgd"},
       {"adam_beta2: 0.8\noptim: sgd\n", "optim is sgd"},
       {"adam_epsilon: 1e-6\noptim: sgd\n", "optim is sgd"},
+      {"momentum: 0.9\n", "optim is not sgd"},
       {"warmup_steps: 5\nlr_scheduler_type: constant\n", "lr_scheduler_type is constant"},
       {"ignore_data_skip: true\n", "resume_from_checkpoint is unset"},
   };
@@ -558,6 +559,15 @@ const Mistake kMistakes[] = {
     {"TokensAndAccumulation",
      "tokens_per_update: 8192\nmax_seq_len: 1024\ngradient_accumulation_steps: 2\n",
      "t.yaml:1:1: tokens_per_update decides the accumulation."},
+    {"SamplesAndAccumulation", "global_batch_size: 64\ngradient_accumulation_steps: 2\n",
+     "t.yaml:1:1: global_batch_size decides the accumulation. Delete gradient_accumulation_steps"},
+    {"SamplesAndTokens", "global_batch_size: 64\ntokens_per_update: 8192\nmax_seq_len: 1024\n",
+     "t.yaml:1:1: global_batch_size and tokens_per_update both decide the accumulation."},
+    {"SamplesUneven", "global_batch_size: 20\n",
+     "t.yaml:1:1: global_batch_size 20 is not a multiple of 8 (batch 8). The nearest that are: 16 "
+     "and 24."},
+    {"Momentum", "momentum: 1\noptim: sgd\n",
+     "t.yaml:1:11: momentum must be from 0 to below 1, and 1 is not."},
     {"TokensWithoutLength", "tokens_per_update: 8192\n",
      "t.yaml:1:1: tokens_per_update needs to know how long a sample is. Set max_seq_len."},
     {"TokensUneven", "tokens_per_update: 10000\nmax_seq_len: 1024\n",
@@ -657,6 +667,23 @@ TEST(EffectiveBatch, TokensDecideTheAccumulation) {
   EXPECT_THAT(message_of([&] { accumulation_steps({.tokens_per_update = 5}, 1); }),
               HasSubstr("Set max_seq_len."));
   EXPECT_THAT(message_of([&] { accumulation_steps(arguments, 0); }), HasSubstr("a world of 0"));
+}
+
+// The same update at any number of ranks that divides it.
+TEST(EffectiveBatch, SamplesDecideTheAccumulation) {
+  const TrainingArguments arguments{.per_device_train_batch_size = 4, .global_batch_size = 32};
+  check_arguments(arguments);
+  for (const int world_size : {1, 2, 4, 8}) {
+    EXPECT_EQ(accumulation_steps(arguments, world_size), 8 / world_size);
+    EXPECT_EQ(effective_batch(arguments, world_size), 32);
+  }
+  EXPECT_EQ(
+      message_of([&] { accumulation_steps(arguments, 3); }),
+      "[config] global_batch_size 32 is not a multiple of 12 (batch 4 x 3 ranks). The nearest "
+      "that are: 24 and 36.");
+  EXPECT_THAT(out_of_memory_advice(arguments, 2),
+              HasSubstr("per_device_train_batch_size: 2: global_batch_size makes the accumulation "
+                        "8 (effective batch stays 32)."));
 }
 
 TEST(EffectiveBatch, MemoryAdviceSaysWhatChanges) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "lockstep/core/error.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/config.h"
 
 namespace lockstep::train {
@@ -21,24 +22,15 @@ std::string row_text(const std::string& name, const TrainingArguments& arguments
 std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_size) {
   if (world_size < 1)
     throw UsageError("config", "a world of {} ranks does not exist. Give at least 1.", world_size);
-  if (!arguments.tokens_per_update) return arguments.gradient_accumulation_steps;
-  if (!arguments.max_seq_len) {
+  if (arguments.tokens_per_update && !arguments.max_seq_len) {
     throw UsageError("config",
                      "tokens_per_update needs to know how long a sample is. Set max_seq_len.");
   }
-  const std::int64_t pass =
-      arguments.per_device_train_batch_size * *arguments.max_seq_len * world_size;
-  const std::int64_t wanted = *arguments.tokens_per_update;
-  if (wanted % pass != 0) {
-    const std::int64_t below = wanted / pass * pass;
-    throw UsageError(
-        "config",
-        "tokens_per_update {} is not a multiple of {} (batch {} x {} tokens x {} ranks). "
-        "The nearest that are: {}{}.",
-        wanted, pass, arguments.per_device_train_batch_size, *arguments.max_seq_len, world_size,
-        below > 0 ? fmt::format("{} and ", below) : "", below + pass);
-  }
-  return wanted / pass;
+  const std::optional<UpdateSize> size = update_size(arguments);
+  if (!size) return arguments.gradient_accumulation_steps;
+  const std::string uneven = uneven_text(*size, world_size);
+  if (!uneven.empty()) throw UsageError("config", "{}", uneven);
+  return size->wanted / (size->per_pass * world_size);
 }
 
 std::int64_t effective_batch(const TrainingArguments& arguments, int world_size) {
@@ -94,11 +86,11 @@ std::string out_of_memory_advice(const TrainingArguments& arguments, int world_s
   }
   const std::int64_t smaller = smaller_batch(arguments, world_size);
   const std::int64_t passes = batch * steps / smaller;
-  if (arguments.tokens_per_update) {  // which decides the accumulation, so there is one way out
+  if (const auto size = update_size(arguments)) {  // there is one way out
     return fmt::format(
-        "{}. Try per_device_train_batch_size: {}: tokens_per_update makes the accumulation {} "
-        "(effective batch stays {}).",
-        effective_batch_text(arguments, world_size), smaller, passes, now);
+        "{}. Try per_device_train_batch_size: {}: {} makes the accumulation {} (effective batch "
+        "stays {}).",
+        effective_batch_text(arguments, world_size), smaller, size->key, passes, now);
   }
   const std::int64_t fewer = std::max<std::int64_t>(1, batch * 3 / 4);
   return fmt::format(

@@ -3,7 +3,7 @@
 // The effective batch is what learning depends on, the other three are only how it is reached. So
 // every text that proposes to change one of them says what becomes of it.
 //
-//   accumulation_steps(arguments, world_size)      // from tokens_per_update where that is set
+//   accumulation_steps(arguments, world_size)      // from global_batch_size where that is set
 //   effective_batch_text(arguments, 2)             // "effective batch 16 = 4 per device x ..."
 //
 // Pure functions; call from any thread.
@@ -16,8 +16,8 @@
 
 namespace lockstep::train {
 
-// gradient_accumulation_steps, or tokens_per_update / (batch x max_seq_len x ranks). Throws
-// UsageError naming the nearest values that divide evenly.
+// gradient_accumulation_steps, or what makes the update the wanted size at this number of ranks.
+// Throws UsageError naming the nearest values that divide evenly.
 std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_size);
 
 std::int64_t effective_batch(const TrainingArguments& arguments, int world_size);

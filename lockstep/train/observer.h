@@ -1,7 +1,7 @@
 // Observer: what a program wants to know of a run, and where it may say "stop", "save", "evaluate".
 //
 //   struct Print : lockstep::Observer {
-//     void on_log(Event& event) override { fmt::print("{}\n", event.entry->step); }
+//     void on_log(lockstep::Event& event) override { std::cout << event.entry->step << '\n'; }
 //   };
 //   trainer.add(std::make_shared<Print>());
 //

@@ -101,12 +101,17 @@ void check_output_dir(const std::string& output_dir) {
   }
 }
 
+int state_copies(const TrainingArguments& arguments) {
+  if (arguments.optim != "sgd") return 2;
+  return arguments.momentum > 0 ? 1 : 0;
+}
+
 void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, bool two) {
   check_output_dir(arguments.output_dir);
   const bool by_plan = arguments.save_strategy != Interval::kNo;
   if (!by_plan && !arguments.enable_jit_checkpoint) return;
-  const bool adam = !arguments.save_only_model && arguments.optim != "sgd";  // keeps two of each
-  const std::uint64_t one = (adam ? 3 : 1) * model_bytes + kSmallFiles;
+  const int copies = 1 + (arguments.save_only_model ? 0 : state_copies(arguments));
+  const std::uint64_t one = static_cast<std::uint64_t>(copies) * model_bytes + kSmallFiles;
   const std::uint64_t free = io::free_space(arguments.output_dir);
   if (free >= (two ? 2 * one : one)) return;
   const std::string found =

@@ -49,6 +49,9 @@ void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
 // Headers, texts and the generators' states of a checkpoint.
 inline constexpr std::uint64_t kSmallFiles = 64u << 10;
 
+// How many tensors of a parameter's size the optimizer keeps for each.
+int state_copies(const TrainingArguments& arguments);
+
 // That output_dir is a folder, or can become one.
 void check_output_dir(const std::string& output_dir);
 

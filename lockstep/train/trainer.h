@@ -22,58 +22,15 @@
 // identically. One thread. Shares module and datasets; the module is moved to the world's device.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
-
-#include <cstdint>
-#include <functional>
-#include <map>
 #include <memory>
-#include <string>
 
 #include "lockstep/comm/world.h"
-#include "lockstep/data/loader.h"
 #include "lockstep/train/arguments.h"
 #include "lockstep/train/observer.h"
+#include "lockstep/train/task.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep {
-
-struct TrainerTask {
-  std::shared_ptr<torch::nn::Module> module{};
-  // The mean over the batch's tokens (samples, where targets are not sequences).
-  std::function<at::Tensor(const data::Batch&)> loss{};
-  data::DatasetPtr train_data{};
-  data::DatasetPtr eval_data{};
-  // Sums over a batch, by name ("accuracy": the number of right answers). Evaluation adds them over
-  // batches and ranks, each sample once, and divides by the tokens of all.
-  std::function<std::map<std::string, at::Tensor>(const data::Batch&)> totals{};
-  data::SamplerPtr sampler{};  // another order of training samples than a shuffle
-  // JSON, the config.json of every checkpoint: what the model is, for those who load it elsewhere
-  // (models::hugging_face_config). Empty: no such file.
-  std::string model_config{};
-};
-
-struct TrainResult {
-  std::int64_t global_step = 0;
-  std::int64_t first_step = 0;  // where this call began; global_step: nothing was left to train
-  // Mean over the steps of this call; of a run that was complete already, as it was recorded (NaN:
-  // it was not).
-  double train_loss = 0;
-  train::Metrics metrics{};  // the run's summary: train_runtime, train_loss, ...; empty: stopped
-  int stop_signal = 0;       // the signal that ended it; 0: it came to its end
-  std::string checkpoint;    // the newest that this call committed (rank 0; else empty)
-  // The newest step from which a run can continue, on every rank identically; -1: there is none.
-  std::int64_t durable_step = -1;
-  // The step of the last save where that save could not be written, on every rank; -1: it was.
-  std::int64_t lost_step = -1;
-  // 143 promises that nothing is lost. A stop whose own save failed, or kept weights alone, is 1;
-  // so is a run whose last save failed.
-  int exit_code() const {
-    if (stop_signal != 0) return durable_step == global_step ? 143 : 1;
-    return lost_step < 0 ? 0 : 1;
-  }
-};
 
 namespace train {
 class TrainerImpl;

@@ -44,10 +44,11 @@ inline TrainerTask task_for(torch::nn::Sequential net, data::DatasetPtr train,
   TrainerTask task;
   task.module = net.ptr();
   task.loss = [net](const data::Batch& batch) mutable {
-    return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
+    const at::Tensor logits = net->forward(batch.data);
+    return LossOutput(torch::cross_entropy_loss(logits, batch.target), logits);
   };
-  task.totals = [net](const data::Batch& batch) mutable {
-    const at::Tensor right = net->forward(batch.data).argmax(1) == batch.target;
+  task.totals = [](const data::Batch& batch, const at::Tensor& logits) {
+    const at::Tensor right = logits.argmax(1) == batch.target;
     return std::map<std::string, at::Tensor>{{"accuracy", right.sum()}};
   };
   task.train_data = std::move(train);
@@ -86,7 +87,7 @@ struct Scored {
   }
   const TrainerState& train() {
     TrainerTask task = task_for(net, dataset(64, 1), dataset(5, 2));
-    task.totals = [this](const data::Batch& batch) {
+    task.totals = [this](const data::Batch& batch, const at::Tensor&) {
       const double score = scores[static_cast<std::size_t>(trainer->state().global_step - 1)];
       const double sum = score * static_cast<double>(batch.samples());
       return std::map<std::string, at::Tensor>{

@@ -222,8 +222,10 @@ TEST(Keys, AverageTokensAcrossDevices) {
     Indices all = seen[0];
     all.insert(all.end(), seen[1].begin(), seen[1].end());
     const at::Tensor loss =
-        across ? task.loss(batch_of(task, all))
-               : (task.loss(batch_of(task, seen[0])) + task.loss(batch_of(task, seen[1]))) / 2;
+        across
+            ? task.loss(batch_of(task, all)).loss
+            : (task.loss(batch_of(task, seen[0])).loss + task.loss(batch_of(task, seen[1])).loss) /
+                  2;
     loss.backward();
     const torch::NoGradGuard no_grad;
     for (at::Tensor& p : net->parameters()) p.sub_(p.grad(), 0.5);
@@ -265,6 +267,30 @@ TEST(Keys, TokensPerUpdate) {
   });
 }
 
+// The same four updates of the same 12 samples each at any number of ranks.
+TEST(Keys, GlobalBatchSizeIsTheSameUpdateAtAnyNumberOfRanks) {
+  std::vector<at::Tensor> ends;
+  for (const int ranks : {1, 2, 3}) {
+    io::TemporaryDirectory dir;
+    at::Tensor end;
+    testing::run_threads(ranks, [&](World& world) {
+      auto a = arguments(dir.path());
+      a.per_device_train_batch_size = 2;
+      a.global_batch_size = 12;
+      a.optim = "sgd";
+      a.learning_rate = 0.5;
+      a.num_train_epochs = 1;
+      auto net = network();
+      Trainer trainer(world, task_for(net, dataset(48, 1)), a);
+      EXPECT_EQ(trainer.train().global_step, 4) << ranks;
+      if (world.is_leader()) end = flat(*net);
+    });
+    ends.push_back(end);
+  }
+  // Float sums in another order; another batch or other samples differ by 1e-2.
+  for (const at::Tensor& end : ends) EXPECT_LT((end - ends[0]).abs().max().item<double>(), 2e-6);
+}
+
 TEST(Keys, LearningRateIsLoggedOfTheStepThatWasTaken) {
   io::TemporaryDirectory dir;
   auto a = arguments(dir.path());
@@ -290,7 +316,7 @@ TEST(Keys, LoggingNanInfFilter) {
     TrainerTask task = task_for(network(), dataset(64, 1));
     std::vector<double> losses;
     task.loss = [&, loss = task.loss](const data::Batch& batch) {
-      const at::Tensor value = loss(batch);
+      const at::Tensor value = loss(batch).loss;
       losses.push_back(value.item<double>());
       return losses.size() == 3 ? value * NAN : value;
     };
@@ -455,11 +481,43 @@ TEST(Keys, DisableTqdmAndTheBarOnATerminalAlone) {
 
 // ---------------------------------------------------------------- checkpoints
 
+// One parameter by hand: v = 0.9 v + g, p -= lr v.
+TEST(Keys, MomentumIsThatOfSgd) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.optim = "sgd";
+  a.momentum = 0.9;
+  a.learning_rate = 0.5;
+  a.lr_scheduler_type = "constant";
+  a.max_grad_norm = 0;
+  a.max_steps = 3;
+  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+  torch::nn::init::constant_(net->weight, 1);
+  TrainerTask task;
+  task.module = net.ptr();
+  task.loss = [net](const data::Batch& batch) mutable { return net(batch.data).mean(); };
+  task.train_data = std::make_shared<data::TensorDataset>(at::ones({12, 1}));
+  Trainer(World{}, task, a).train();
+  float v = 0, p = 1;
+  for (int step = 0; step < 3; ++step) {
+    v = 0.9f * v + 1;
+    p -= 0.5f * v;
+  }
+  EXPECT_FLOAT_EQ(net->weight.item<float>(), p);
+}
+
 TEST(Keys, OptimIsSavedAndResumedToTheBit) {
-  for (const char* optim : {"sgd", "adam", "adamw"}) {
+  struct Case {
+    const char* optim;
+    double momentum;
+    std::size_t tensors;  // of each parameter
+  };
+  for (const auto& [optim, momentum, tensors] :
+       {Case{"sgd", 0, 1}, Case{"sgd", 0.9, 2}, Case{"adam", 0, 3}, Case{"adamw", 0, 3}}) {
     io::TemporaryDirectory dir;
     auto a = arguments(dir / "whole");
     a.optim = optim;
+    a.momentum = momentum;
     a.weight_decay = 0.1;
     a.max_steps = 8;
     a.save_strategy = Interval::kSteps;
@@ -472,7 +530,7 @@ TEST(Keys, OptimIsSavedAndResumedToTheBit) {
     EXPECT_TRUE(torch::equal(flat(*whole), flat(*again))) << optim;
     const auto one = Checkpoint(dir / "whole/checkpoint-8").optimizer();
     const auto other = Checkpoint(dir / "again/checkpoint-8").optimizer();
-    EXPECT_EQ(one.size(), optim == std::string("sgd") ? 4u : 3u * 4);
+    EXPECT_EQ(one.size(), tensors * 4) << optim;
     ASSERT_EQ(other.size(), one.size()) << optim;
     for (const auto& [name, tensor] : one)
       EXPECT_TRUE(torch::equal(other.at(name), tensor)) << name;
@@ -643,7 +701,7 @@ TEST(Keys, AutoFindBatchSizeLeavesNoTrace) {
     a.max_steps = 3;
     TrainerTask task = task_for(net, dataset(64, 1));
     task.loss = [loss = task.loss](const data::Batch& batch) {
-      const at::Tensor value = loss(batch);
+      const at::Tensor value = loss(batch).loss;
       if (batch.samples() > 3) throw std::bad_alloc();
       return value;
     };

@@ -331,6 +331,31 @@ TEST(Trainer, AStepThatIsSavedAlreadyMayTurnOutTheBest) {
             dir / "checkpoint-4");
 }
 
+// The metrics come from the forward that gave the loss.
+TEST(Trainer, EvaluationRunsTheModelOncePerBatch) {
+  io::TemporaryDirectory dir;
+  auto net = network();
+  TrainerTask task = task_for(net, dataset(64, 1), dataset(10, 2));
+  int forwards = 0;
+  task.loss = [&, loss = task.loss](const data::Batch& batch) {
+    ++forwards;
+    return loss(batch);
+  };
+  std::vector<at::Tensor> outputs;
+  task.totals = [&, totals = task.totals](const data::Batch& batch, const at::Tensor& output) {
+    outputs.push_back(output);
+    return totals(batch, output);
+  };
+  auto a = arguments(dir.path());
+  a.per_device_eval_batch_size = 4;
+  Trainer trainer(World{}, task, a);
+  const train::Metrics metrics = trainer.evaluate();
+  EXPECT_EQ(forwards, 3);
+  ASSERT_EQ(outputs.size(), 3u);
+  EXPECT_EQ(outputs.back().sizes(), (std::vector<std::int64_t>{2, kClasses}));
+  EXPECT_NE(train::find_metric(metrics, "eval_accuracy"), nullptr);
+}
+
 TEST(Trainer, ABadGradientIsSkippedOnAllRanks) {
   io::TemporaryDirectory dir;
   std::vector<at::Tensor> ends(2);
@@ -343,7 +368,7 @@ TEST(Trainer, ABadGradientIsSkippedOnAllRanks) {
     int calls = 0;
     const auto loss = task.loss;
     task.loss = [&, loss](const data::Batch& batch) {
-      const at::Tensor value = loss(batch);
+      const at::Tensor value = loss(batch).loss;
       return ++calls == 2 && world.rank() == 1 ? value * NAN : value;
     };
     Trainer trainer(world, task, a);

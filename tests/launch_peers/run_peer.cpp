@@ -1,6 +1,7 @@
 // A program that fails, or starts itself, in the ways run_test.py asks for.
 //
 //   run_peer throw RANK    that rank throws, the others are in an all-reduce
+//   run_peer code N        the body of every rank returns N
 //   run_peer spawn N       spawn() of N ranks, twice, and what the calls returned
 //   run_peer spawn-CASE    spawn() in a situation that it must refuse, or that a signal ends
 #include <ATen/ATen.h>
@@ -71,6 +72,13 @@ int fails(const std::string& how, int who) {
     all_reduce(world);
     world.barrier();
     say("not reached");
+  });
+}
+
+int returns(int code) {
+  return lockstep::run([code](World& world) {
+    all_reduce(world);
+    return code;
   });
 }
 
@@ -161,6 +169,7 @@ int main(int argc, char** argv) {
   const std::vector<std::string> args(argv + 1, argv + argc);
   const std::string mode = args.empty() ? "" : args[0];
   const int number = args.size() > 1 ? std::atoi(args[1].c_str()) : 0;
+  if (mode == "code") return returns(number);
   if (mode == "spawn") return spawns(number);
   if (mode == "spawn-inside") return spawns_inside();
   if (mode == "spawn-sleep") return spawns_sleepers();

@@ -104,6 +104,16 @@ class Run(Case):
         self.assertIn("std::runtime_error: the reason\n    at ", done.err)
         self.assertEqual(run([RUN_PEER, "usage", "0"]).code, 2)
 
+    def test_the_code_that_a_body_returns(self):
+        for code in (0, 7):
+            done = run([RUN_PEER, "code", str(code)])
+            self.assertEqual(done.code, code, done.text())
+        done = run(ranks(2, RUN_PEER, "code", "0"))
+        self.assertEqual(done.code, 0, done.text())
+        done = run(ranks(2, RUN_PEER, "code", "7"))
+        self.assertEqual(done.out.count("of 2: sum 2"), 2, done.text())
+        self.assertEqual(done.code, 7, done.text())
+
     @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
     def test_under_torchrun_the_cause_is_distinguished(self):
         done = run([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python", RUN_PEER,

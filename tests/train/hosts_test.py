@@ -70,8 +70,9 @@ class Hosts(TrainCase):
     def test_a_folder_that_one_host_does_not_have_is_refused_by_both(self):
         self.train_both("--max_steps", 5)
         shutil.rmtree(self.hosts[1] / "out" / "checkpoint-5")
-        for text in self.train_both("--max_steps", 8, "--resume", "out/checkpoint-5", code=2):
-            self.assertIn("rank 1: [checkpoint] out/checkpoint-5 cannot be used: ", text)
+        one, other = self.train_both("--max_steps", 8, "--resume", "out/checkpoint-5", code=2)
+        self.assertIn("rank 1: [checkpoint] out/checkpoint-5 cannot be used: ", one)
+        self.assertIn("[checkpoint] out/checkpoint-5 cannot be used: ", other)
 
     def test_no_common_checkpoint_starts_a_new_run(self):
         self.train_both("--max_steps", 5)

@@ -242,15 +242,43 @@ class Tasks(TrainCase):
         said = self.train(2, self.place / "out", code=2).stderr
         self.assertEqual(said.count("there are no samples"), 1, said)
 
-    def test_launcher_flags_are_refused_with_the_full_command(self):
-        for args in (["--nproc-per-node=2"], ["--nproc_per_node", "2"]):
-            done = subprocess.run([LOCKSTEP, "train", self.config, *args, "--standalone",
-                                   "--seed=1"], capture_output=True, text=True, timeout=BOUND_S,
-                                  env=environment(), check=False)
-            self.assertEqual(done.returncode, 2, done.stderr)
-            self.assertIn(f"{args[0].split('=')[0]} is a flag of `lockstep run`, which starts the "
-                          f"ranks. Write: lockstep run {' '.join(args)} --standalone lockstep "
-                          f"train {self.config} --seed=1", done.stderr)
+    def test_flags_of_the_launcher_start_ranks(self):
+        for args in (["--nproc-per-node=2"], ["--nproc_per_node", "2", "--standalone"]):
+            output = self.place / f"out{len(args)}"
+            done = self.run_train([*args, str(self.config), f"--output_dir={output}",
+                                   "--max_steps=2", "--seed=1"])
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn("x 2 ranks", done.stderr)
+            self.assertIn("trained 2 steps", done.stdout)
+        # One world of two, and the same file and flags as without the short form.
+        self.train(2, self.place / "long", "--max_steps=2", "--seed=1")
+        weights = [(self.place / name / "checkpoint-2" / "model.safetensors").read_bytes()
+                   for name in ("out1", "out3", "long")]
+        self.assertEqual(len(set(weights)), 1)
+
+    def test_the_files_of_the_examples(self):
+        for file in sorted((SOURCE / "examples" / "configs").glob("*.yaml")):
+            done = subprocess.run([LOCKSTEP, "config", "check", file], capture_output=True,
+                                  text=True, timeout=BOUND_S, cwd=self.place, env=environment(),
+                                  check=False)
+            self.assertEqual(done.returncode, 0, f"{file}: {done.stderr}")
+        # The same update on one rank and on two.
+        self.config = SOURCE / "examples" / "configs" / "mlp.yaml"
+        for ranks, accumulation in ((0, 4), (2, 2)):
+            said = self.train(ranks, self.place / str(ranks), "--max_steps=2", "--use_cpu=true")
+            self.assertIn(f"effective batch 128 = 32 per device x {accumulation} accumulation",
+                          said.stderr)
+
+    def test_a_rank_does_not_start_ranks(self):
+        done = self.run_train(["--nproc-per-node=2", str(self.config)],
+                              RANK="0", WORLD_SIZE="1")
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn("--nproc-per-node starts ranks, but this process is rank 0 of 1 already",
+                      done.stderr)
+
+    def run_train(self, args, **variables):
+        return subprocess.run([LOCKSTEP, "train", *args], capture_output=True, text=True,
+                              timeout=BOUND_S, env=environment(**variables), check=False)
 
     def test_the_home_directory(self):
         home = self.place / "home"

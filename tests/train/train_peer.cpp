@@ -125,13 +125,12 @@ int main(int argc, char** argv) {
     return 2;
   }
   const train::Config config = train::load_config("", {args.begin() + 4, args.end()});
-  TrainResult result;
-  const int ended = run([&](World& world) {
-    result =
+  return run([&](World& world) {
+    const TrainResult result =
         run_training(world, args[1], std::stoll(args[2]), std::stoll(args[3]), config.arguments);
     std::printf("rank %d: step %lld, loss %.17g, %zu metrics\n", world.rank(),
                 static_cast<long long>(result.global_step), result.train_loss,
                 result.metrics.size());
+    return result.exit_code();
   });
-  return ended != 0 ? ended : result.exit_code();
 }

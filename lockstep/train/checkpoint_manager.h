@@ -1,0 +1,84 @@
+// CheckpointManager: the checkpoints of a run: which one it continues from (run_folder.cpp), what
+// is saved, which of it is durable, and what the best model is loaded from.
+//
+//   CheckpointManager checkpoints(run, control);
+//   const io::FolderLock alone = checkpoints.lock();
+//   checkpoints.open(checkpoints.choose(), /*only_last=*/false);
+//   checkpoints.end_previous();               // one save in flight
+//   checkpoints.save(position, optimizer, tokens);   // written beside the training
+//   checkpoints.collect();                    // outcomes since; errors surface here
+//
+// Every rank has one; ranks that write have a writer (async_saver.h). Functions named collective
+// are called on all ranks identically. One thread.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/io/folder_lock.h"
+#include "lockstep/train/async_saver.h"
+#include "lockstep/train/checkpoint.h"
+#include "lockstep/train/run_control.h"
+#include "lockstep/train/train_optimizer.h"
+
+namespace lockstep::train {
+
+class CheckpointManager {
+ public:
+  CheckpointManager(RunContext& run, RunControl& control) : run_(run), control_(control) {}
+
+  // Collective. One run at a time in an output_dir: held until the run ends, and taken before
+  // anything there is touched.
+  io::FolderLock lock();
+  // Collective. The folder that resume_from_checkpoint stands for; empty: a new run. An attempt
+  // that the launcher has restarted continues where the one before it was, unless the user has said
+  // never.
+  std::string choose();
+  // Takes state, best model and durable step over. The position in the data is the caller's.
+  void resume(const Checkpoint& checkpoint);
+  // This rank's generators, as they were.
+  void restore_random(const Checkpoint& checkpoint) const;
+  // Begins to write into output_dir. `only_last`: nothing is saved before the run's end.
+  void open(const std::string& resumed_from, bool only_last);
+
+  // Parameters and optimizer state may change from here on.
+  void wait_copied();
+  // Collective: waits for the save before this one, and for it alone.
+  void end_previous();
+  // Collective.
+  void save(const DataPosition& position, TrainOptimizer& optimizer,
+            std::int64_t tokens_not_logged);
+  bool saved() const { return saved_step_ == run_.state.global_step; }
+  // A checkpoint of this step does not know yet that it is the best.
+  void best_found();
+  // What saves have come to; their errors surface here, at the next step.
+  void collect();
+
+  // Collective, at the end: everything is written, and all ranks know what.
+  void finish();
+  // The newest whole one, also one that was resumed from; on ranks that write.
+  const std::string& newest() const { return newest_; }
+  // Collective. All ranks load the best model, or none does.
+  void load_best();
+  // Waits until nothing is written any more.
+  void close() { saver_.reset(); }
+
+ private:
+  void claim_output_dir(const std::string& checkpoint) const;
+  std::chrono::duration<double> wait_for_saves(bool last);
+  CheckpointContents contents(const DataPosition& position, TrainOptimizer& optimizer,
+                              const std::vector<std::string>& random);
+
+  RunContext& run_;
+  RunControl& control_;
+  std::unique_ptr<AsyncSaver> saver_;  // on ranks that write
+  std::int64_t saved_step_ = -1;
+  // On ranks that write.
+  std::string newest_;
+  std::string durable_best_;
+};
+
+}  // namespace lockstep::train

@@ -1,0 +1,132 @@
+#include "lockstep/train/evaluator.h"
+
+#include <torch/torch.h>
+
+#include <chrono>
+#include <cmath>
+#include <sstream>
+#include <vector>
+
+#include "lockstep/core/log.h"
+#include "lockstep/train/run_checks.h"
+
+namespace lockstep::train {
+namespace {
+
+bool greater_is_better(const TrainingArguments& a) {
+  return a.greater_is_better.value_or(!a.metric_for_best_model.ends_with("loss"));
+}
+
+}  // namespace
+
+// Of this rank's batches; float64 on the device.
+struct Evaluator::Sums {
+  at::Tensor counts;  // tokens, samples
+  std::map<std::string, at::Tensor> totals;
+};
+
+// Ranks may differ by a batch, so all of them walk as many rounds as the longest has.
+Evaluator::Sums Evaluator::sum_up() {
+  const auto zero = at::dtype(at::kDouble).device(run_.world.device());
+  Sums sums{.counts = at::zeros({2}, zero), .totals = {{"loss", at::zeros({}, zero)}}};
+  const auto add = [&](const std::string& name, const at::Tensor& value) {
+    sums.totals.try_emplace(name, at::zeros({}, zero)).first->second +=
+        value.detach().to(zero).sum();
+  };
+  auto batches = loader_->epoch(0);
+  for (std::int64_t i = 0; i < loader_->batches_per_epoch(); ++i) {
+    if (const auto batch = batches.next()) {
+      const LossOutput result = run_.forward(*batch);
+      const auto tokens = static_cast<double>(batch->tokens);
+      // The mean over nothing is not a number, and neither is zero times that.
+      if (tokens > 0) add("loss", result.loss.to(at::kDouble) * tokens);
+      if (run_.task.totals)
+        for (const auto& [name, total] : run_.task.totals(*batch, result.output)) add(name, total);
+      sums.counts[0] += tokens;
+      sums.counts[1] += static_cast<double>(batch->samples());
+    }
+    if (control_.stop_heard()) break;
+  }
+  return sums;
+}
+
+Metrics Evaluator::evaluate() {
+  const auto start = std::chrono::steady_clock::now();
+  World& world = run_.world;
+  const TrainingArguments& a = run_.arguments;
+  if (!loader_) {
+    loader_.emplace(data::loader(run_.task.eval_data, world,
+                                 {.batch_size = a.per_device_eval_batch_size,
+                                  .evaluation = true,
+                                  .num_workers = static_cast<int>(a.dataloader_num_workers),
+                                  .pin_memory = a.dataloader_pin_memory}));
+  }
+  const torch::NoGradGuard no_grad;
+  torch::nn::Module& module = *run_.task.module;
+  const bool was_training = module.is_training();
+  module.eval();
+  Sums sums = run_.with_memory_advice([&] { return sum_up(); }, Phase::kEvaluation);
+  module.train(was_training);
+  // A rank without a batch does not know the names; the leader has at least as many as any.
+  std::string lines;
+  for (const auto& [name, total] : sums.totals) lines += name + "\n";
+  std::istringstream names(world.broadcast(lines, 0));
+  std::vector<std::string> order;
+  std::vector<at::Tensor> row{sums.counts};
+  for (std::string name; std::getline(names, name); order.push_back(name)) {
+    const at::Tensor& total = sums.totals[name];
+    row.push_back(total.defined() ? total.reshape({1}) : at::zeros({1}, sums.counts.options()));
+  }
+  at::Tensor all = at::cat(row);
+  if (world.size() > 1) world.all_reduce(all).wait();
+  all = all.cpu();
+  const double* value = all.const_data_ptr<double>();
+  Metrics metrics;
+  // Without a single target there is no mean; a loss of 0 would be the best there is.
+  const double tokens = value[0] > 0 ? value[0] : NAN;
+  for (std::size_t i = 0; i < order.size(); ++i)
+    metrics.emplace_back("eval_" + order[i], value[i + 2] / tokens);
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  metrics.emplace_back("eval_runtime", seconds.count());
+  metrics.emplace_back("eval_samples_per_second", value[1] / seconds.count());
+  return metrics;
+}
+
+// By how much a value is better than the best so far. What is not finite never is: after it nothing
+// could be compared any more.
+double Evaluator::gain_of(double value) const {
+  const auto& best = run_.state.best_metric;
+  if (!std::isfinite(value)) return -INFINITY;
+  if (!best || !std::isfinite(*best)) return INFINITY;
+  return (greater_is_better(run_.arguments) ? 1 : -1) * (value - *best);
+}
+
+bool Evaluator::judge(const Metrics& metrics) {
+  const TrainingArguments& a = run_.arguments;
+  TrainerState& state = run_.state;
+  const std::string name = full_metric_name(a.metric_for_best_model);
+  const double* value = find_metric(metrics, name);
+  if (value == nullptr) {
+    std::vector<std::string> given;
+    for (const auto& [metric, _] : metrics) given.push_back(metric);
+    check_metric(a, given);
+    return false;
+  }
+  const double gain = gain_of(*value);
+  if (gain > 0) {
+    state.best_metric = *value;
+    state.best_global_step = state.global_step;
+  }
+  if (a.early_stopping_patience) {
+    state.patience_used = gain > a.early_stopping_threshold ? 0 : state.patience_used + 1;
+    if (state.patience_used >= *a.early_stopping_patience) {
+      control_.stop();
+      if (run_.world.is_leader())
+        log::info("trainer", "step {}: {} has not become better in {} evaluations: stopping early",
+                  state.global_step, name, state.patience_used);
+    }
+  }
+  return gain > 0;
+}
+
+}  // namespace lockstep::train

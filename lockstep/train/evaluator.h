@@ -1,0 +1,41 @@
+// Evaluator: what a model is worth: means over eval_data, and whether they are the best so far.
+//
+//   Evaluator evaluator(run, control);
+//   const Metrics metrics = evaluator.evaluate();      // a collective
+//   const bool best = evaluator.judge(metrics);
+//
+// Every rank has one. Owns the loader of eval_data. One thread.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+
+#include "lockstep/data/loader.h"
+#include "lockstep/train/run_control.h"
+
+namespace lockstep::train {
+
+class Evaluator {
+ public:
+  Evaluator(RunContext& run, RunControl& control) : run_(run), control_(control) {}
+
+  // Every sample once, whatever the number of ranks, and the model once per batch. A stop signal
+  // cuts it short: then control.take_agreed() has the signal, and the means are not of the whole.
+  Metrics evaluate();
+
+  // Remembers the best value in the run's state, and stops a run whose patience is exhausted.
+  // Metrics are the same on every rank, so all judge identically without an exchange.
+  bool judge(const Metrics& metrics);
+
+ private:
+  struct Sums;
+  Sums sum_up();
+  double gain_of(double value) const;
+
+  RunContext& run_;
+  RunControl& control_;
+  std::optional<data::Loader> loader_;
+};
+
+}  // namespace lockstep::train

@@ -1,0 +1,317 @@
+#include "lockstep/train/loop.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/train/config_keys.h"
+#include "lockstep/train/effective_batch.h"
+
+namespace lockstep::train {
+namespace {
+
+DdpOptions ddp_options(const TrainingArguments& a) {
+  DdpOptions options;
+  options.bucket_cap_mb = a.ddp_bucket_cap_mb;
+  options.find_unused_parameters = a.ddp_find_unused_parameters.value_or(false);
+  options.broadcast_buffers = a.ddp_broadcast_buffers.value_or(true);
+  options.static_graph = a.ddp_static_graph.value_or(false);
+  return options;
+}
+
+data::Loader train_loader(const RunContext& run) {
+  const TrainingArguments& a = run.arguments;
+  return data::loader(
+      run.task.train_data, run.world,
+      {.batch_size = a.per_device_train_batch_size,
+       .shuffle = run.task.sampler == nullptr,
+       .drop_last = a.dataloader_drop_last,
+       .seed = data_seed(a),
+       .num_workers = static_cast<int>(a.dataloader_num_workers),
+       .prefetch_factor = static_cast<int>(a.dataloader_prefetch_factor.value_or(2)),
+       .pin_memory = a.dataloader_pin_memory,
+       .persistent_workers = a.dataloader_persistent_workers,
+       .sampler = run.task.sampler});
+}
+
+// What gradients are weighed against. From the dataset's first sample and not from the first batch
+// seen: a run that is resumed sees another one first, and must still give the same bits.
+double expected_count(const RunContext& run) {
+  data::SampleRandom random({}, 0);
+  const at::Tensor target = run.task.train_data->get(0, random).target;
+  const std::int64_t tokens = target.defined() ? data::count_tokens(target.unsqueeze(0), 1) : 1;
+  return static_cast<double>(run.arguments.per_device_train_batch_size *
+                             std::max<std::int64_t>(1, tokens));
+}
+
+AccumulationOptions accumulation_options(const RunContext& run, std::int64_t steps) {
+  return {.steps = steps,
+          .weights = run.arguments.average_tokens_across_devices ? WindowWeights::kCounts
+                                                                 : WindowWeights::kOwnCounts,
+          .expected_count = expected_count(run)};
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- before the first step
+
+// The order matters: the wrapper hands rank 0's weights to all, the optimizer comes after it.
+Loop::Loop(const LoopParts& parts)
+    : run_(parts.run),
+      control_(parts.control),
+      metrics_(parts.metrics),
+      checkpoints_(parts.checkpoints),
+      evaluator_(parts.evaluator),
+      accumulation_steps_(accumulation_steps(run_.arguments, run_.world.size())),
+      loader_(train_loader(run_)),
+      plan_(plan_steps(run_.arguments, loader_.batches_per_epoch(), accumulation_steps_)),
+      model_(run_.task.module, run_.world, ddp_options(run_.arguments)),
+      accumulation_(model_, accumulation_options(run_, accumulation_steps_)),
+      optimizer_(run_, model_) {}
+
+void Loop::resume(const Checkpoint& checkpoint) {
+  optimizer_.load(checkpoint);
+  checkpoints_.resume(checkpoint);
+  resume_data(checkpoint.position());
+  if (!run_.world.is_leader()) return;
+  say_other_length(checkpoint);
+  log::info("trainer", "resumed from {} at step {}, epoch {:.2f}", checkpoint.path(),
+            run_.state.global_step, run_.state.epoch);
+}
+
+void Loop::resume_data(const DataPosition& saved) {
+  const TrainingArguments& a = run_.arguments;
+  const std::int64_t step = run_.state.global_step;
+  epoch_ = saved.epoch + saved.epoch_ended;
+  evaluation_due_ = saved.evaluation_due != 0;
+  if (!saved.epoch_ended && !a.ignore_data_skip) {
+    loader_.load_state({.epoch = saved.epoch,
+                        .cursor = saved.cursor,
+                        .seed = static_cast<std::uint64_t>(saved.seed),
+                        .size = saved.dataset_size,
+                        .order = saved.order});
+  }
+  const std::int64_t ranks = run_.world.size();
+  const std::int64_t batch = a.per_device_train_batch_size;
+  const bool same = saved.world_size == ranks && saved.batch_size == batch &&
+                    saved.accumulation == accumulation_steps_;
+  // In steps of today: the epoch's rest is what today's ranks make of it.
+  const std::int64_t left =
+      (loader_.batches_left(epoch_) + accumulation_steps_ - 1) / accumulation_steps_;
+  // The run that saved may itself have continued from one with other numbers.
+  const bool counted_the_same =
+      a.ignore_data_skip || step == (epoch_ + 1) * plan_.steps_per_epoch - left;
+  if (!same || !counted_the_same) {
+    const double share = static_cast<double>(left) / static_cast<double>(plan_.steps_per_epoch);
+    plan_ =
+        replan_steps(a, plan_, {.step = step, .epoch = static_cast<double>(epoch_) + 1 - share});
+  }
+  if (same || !run_.world.is_leader()) return;
+  log::warning("trainer",
+               "the checkpoint was made with {} ranks x batch {} x accumulation {}, now {} x {} "
+               "x {}: the samples come in the same order, each once per epoch; the effective "
+               "batch is {} instead of {}.",
+               saved.world_size, saved.batch_size, saved.accumulation, ranks, batch,
+               accumulation_steps_, ranks * batch * accumulation_steps_,
+               saved.world_size * saved.batch_size * saved.accumulation);
+}
+
+// A schedule reaches its end with the run's last step, so another number of steps is another
+// learning rate from here on: allowed, and not to happen unnoticed.
+void Loop::say_other_length(const Checkpoint& checkpoint) const {
+  const std::string text = checkpoint.text("training_args.json");
+  if (text.empty() || plan_.max_steps == checkpoint.state().max_steps) return;
+  const TrainingArguments& a = run_.arguments;
+  const Node then = parse_json(text, checkpoint.path() + "/training_args.json");
+  std::vector<std::string> changed;
+  for (const char* name : {"max_steps", "num_train_epochs"}) {
+    const Node now = value_of(a, *find_key(name));
+    const Entry* before = then.find(name);
+    if (before != nullptr && !same_value(before->value, now))
+      changed.push_back(
+          fmt::format("{} is {} and was {}", name, to_json(now), to_json(before->value)));
+  }
+  const std::string& type = a.lr_scheduler_type;
+  const bool share = a.warmup_steps > 0 && a.warmup_steps < 1;
+  const bool endless = run_.task.schedule || type == "constant" ||
+                       ((type == "constant_with_warmup" || type == "inverse_sqrt") && !share);
+  if (changed.empty() || endless) return;
+  log::warning("trainer",
+               "{} when the checkpoint was made: from step {} on the learning rate is that of {} "
+               "over {} steps, not over {}.",
+               fmt::join(changed, ", "), checkpoint.state().global_step, type, plan_.max_steps,
+               checkpoint.state().max_steps);
+}
+
+bool Loop::saves_at_the_end_alone() const {
+  switch (run_.arguments.save_strategy) {
+    case Interval::kSteps:
+      return run_.state.global_step + plan_.save_steps >= plan_.max_steps;
+    case Interval::kEpoch:
+      return plan_.num_train_epochs - epoch_ <= 1;
+    default:
+      return false;
+  }
+}
+
+void Loop::open(const std::string& resumed_from) {
+  TrainerState& state = run_.state;
+  optimizer_.set_schedule(plan_);
+  state.max_steps = plan_.max_steps;
+  state.num_train_epochs = plan_.num_train_epochs;
+  state.train_batch_size = run_.arguments.per_device_train_batch_size;
+  state.logging_steps = static_cast<double>(plan_.logging_steps);
+  state.eval_steps = static_cast<double>(plan_.eval_steps);
+  state.save_steps = static_cast<double>(plan_.save_steps);
+  run_.result.first_step = state.global_step;
+  control_.listen();
+  checkpoints_.open(resumed_from, saves_at_the_end_alone());
+  metrics_.open();
+  if (!run_.world.is_leader()) return;
+  const auto& name = run_.arguments.run_name;
+  log::info("trainer", "{}{} steps of {}, {} samples in {} steps per epoch",
+            name ? *name + ": " : std::string(), plan_.max_steps,
+            effective_batch_text(run_.arguments, run_.world.size()), loader_.dataset_size(),
+            plan_.steps_per_epoch);
+}
+
+DataPosition Loop::position() const {
+  const data::SamplerState at = loader_.state();
+  return {.epoch = at.epoch,
+          .cursor = at.cursor,
+          .seed = static_cast<std::int64_t>(at.seed),
+          .world_size = run_.world.size(),
+          .batch_size = run_.arguments.per_device_train_batch_size,
+          .accumulation = accumulation_steps_,
+          .dataset_size = at.size,
+          .order = at.order,
+          .epoch_ended = epoch_ended_ ? 1 : 0,
+          .evaluation_due = evaluation_due_ ? 1 : 0};
+}
+
+// ---------------------------------------------------------------- a step
+
+// True when it ended the window: the gradients are averaged, the step may be taken.
+bool Loop::micro_batch(const data::Batch& batch) {
+  metrics_.count_samples(batch.samples());
+  return run_.with_memory_advice([&] {
+    const at::Tensor loss = model_.reducer().watch(run_.forward(batch).loss);
+    return accumulation_.backward(loss, {.count = batch.tokens, .scaler = optimizer_.scaler()});
+  });
+}
+
+void Loop::optimizer_step() {
+  checkpoints_.wait_copied();  // before the exchange: with it every rank has waited
+  control_.exchange();
+  control_.notify(&Observer::on_optimizer_step);
+  const bool will_log = due_after_step(run_.arguments, plan_, run_.state.global_step + 1).log;
+  const optim::StepResult result = run_.with_memory_advice(
+      [&] { return optimizer_.step(will_log); });  // the first one makes Adam's state
+  ++run_.state.global_step;
+  optimizer_.set_learning_rate();
+  metrics_.count(accumulation_.last_window(), result);
+}
+
+// What is due, in Hugging Face's order: log, evaluate, save. All ranks come here identically.
+void Loop::after_step(Due due) {
+  const StepFlags agreed = control_.take_agreed();
+  due.save |= agreed.save;
+  due.evaluate |= agreed.evaluate;
+  if (agreed.stop_signal != 0) {
+    // A run that continues from here comes to the epoch's end, unless there is no step left to
+    // take.
+    evaluation_due_ = due.evaluate || (run_.at_last_step() &&
+                                       due_after_epoch(run_.arguments, run_.state.epoch).evaluate);
+    due = {.log = due.log, .evaluate = false, .save = true};
+  }
+  checkpoints_.collect();
+  if (due.log) metrics_.log(optimizer_.learning_rate());
+  if (due.evaluate && run_.task.eval_data) evaluate(due);
+  if (due.save && !checkpoints_.saved()) save();
+}
+
+void Loop::evaluate(Due& due) {
+  const Metrics metrics = evaluator_.evaluate();
+  if (control_.take_agreed().stop_signal != 0) {
+    evaluation_due_ = due.save = true;
+    return;
+  }
+  metrics_.report(metrics);
+  control_.notify(&Observer::on_evaluate, {.entry = &run_.state.log_history.back()});
+  if (!evaluator_.judge(metrics)) return;
+  checkpoints_.best_found();
+  // To be loaded at the end it must be saved now, whenever else checkpoints are due.
+  due.save |=
+      run_.arguments.save_strategy == Interval::kBest || run_.arguments.load_best_model_at_end;
+}
+
+void Loop::save() {
+  const bool was_stopping = control_.stop_signal() != 0;
+  checkpoints_.end_previous();  // which is the best depends on whether that one is durable
+  // A run that continues from the last step comes to no epoch's end.
+  const bool stopping = !was_stopping && control_.stop_signal() != 0;
+  if (stopping && !epoch_ending_ && run_.at_last_step())
+    evaluation_due_ |= due_after_epoch(run_.arguments, run_.state.epoch).evaluate;
+  checkpoints_.save(position(), optimizer_, metrics_.tokens_since_log());
+}
+
+// ---------------------------------------------------------------- epochs
+
+void Loop::run_epoch(std::int64_t epoch) {
+  epoch_ = epoch;
+  epoch_ending_ = epoch_ended_ = false;
+  control_.notify(&Observer::on_epoch_begin);
+  auto batches = loader_.epoch(epoch);
+  const auto total = static_cast<double>(loader_.batches_per_epoch());
+  std::int64_t left = loader_.batches_left(epoch);
+  accumulation_.begin_epoch(left);
+  bool begun = false;
+  while (left > 0 && !control_.over()) {
+    auto batch = run_.with_memory_advice([&] { return batches.next(); });
+    LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
+    --left;
+    if (!begun) control_.notify(&Observer::on_step_begin);
+    begun = !micro_batch(*batch);
+    if (begun) {
+      control_.notify(&Observer::on_substep_end);
+      continue;
+    }
+    optimizer_step();
+    run_.state.epoch = static_cast<double>(epoch_) + 1 - static_cast<double>(left) / total;
+    control_.notify(&Observer::on_step_end);
+    metrics_.show_step();
+    after_step(due_after_step(run_.arguments, plan_, run_.state.global_step));
+  }
+  if (control_.stop_signal() != 0) return;
+  // As Hugging Face: an epoch that max_steps or a flag cut short has an end, too.
+  epoch_ending_ = true;
+  epoch_ended_ = left == 0;
+  control_.notify(&Observer::on_epoch_end);
+  after_step(due_after_epoch(run_.arguments, run_.state.epoch));
+}
+
+void Loop::run() {
+  metrics_.start();
+  run_.task.module->train();
+  if (run_.arguments.eval_on_start && run_.state.global_step == 0 && run_.task.eval_data) {
+    const Metrics metrics = evaluator_.evaluate();
+    // A run that continues from step 0 evaluates again.
+    if (control_.take_agreed().stop_signal != 0) return save();
+    metrics_.report(metrics);
+    control_.notify(&Observer::on_evaluate, {.entry = &run_.state.log_history.back()});
+  }
+  if (std::exchange(evaluation_due_, false) && run_.task.eval_data) {
+    Due due{.save = true};
+    evaluate(due);
+    if (due.save && !checkpoints_.saved()) save();  // it was the best
+  }
+  for (std::int64_t epoch = epoch_; !control_.over(); ++epoch) run_epoch(epoch);
+}
+
+}  // namespace lockstep::train

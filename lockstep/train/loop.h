@@ -1,0 +1,82 @@
+// Loop: the training loop itself: micro-batches, steps, epochs, and what is due after each.
+//
+//   Loop loop({run, control, metrics, checkpoints, evaluator});   // wraps model and data
+//   if (checkpoint) loop.resume(*checkpoint);
+//   loop.open(checkpoint_path);
+//   loop.run();
+//
+// Owns what a step needs: loader, wrapped model, accumulation, optimizer, and where in the epochs
+// the run is. Everything is a collective, called on all ranks identically. One thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "lockstep/parallel/accumulation.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/train/checkpoint_manager.h"
+#include "lockstep/train/evaluator.h"
+#include "lockstep/train/metrics_reporter.h"
+#include "lockstep/train/step_plan.h"
+
+namespace lockstep::train {
+
+// auto_find_batch_size, before anything else takes memory. Halves per_device_train_batch_size until
+// it fits every rank (or takes the next smaller one that divides the window), and raises the
+// accumulation: the effective batch, on which learning depends, stays.
+void find_batch_size(RunContext& run, RunControl& control);
+
+struct LoopParts {
+  RunContext& run;
+  RunControl& control;
+  MetricsReporter& metrics;
+  CheckpointManager& checkpoints;
+  Evaluator& evaluator;
+};
+
+class Loop {
+ public:
+  explicit Loop(const LoopParts& parts);
+
+  void resume(const Checkpoint& checkpoint);
+  // Everything that is left to do before the first step.
+  void open(const std::string& resumed_from);
+  void run();
+  // The best weights were loaded.
+  void sync_from_model() { optimizer_.sync_from_model(); }
+  // The end: the parameters are this process's own again.
+  void release_optimizer() { optimizer_.release(); }
+
+ private:
+  void resume_data(const DataPosition& saved);
+  void say_other_length(const Checkpoint& checkpoint) const;
+  bool saves_at_the_end_alone() const;
+  DataPosition position() const;
+
+  void run_epoch(std::int64_t epoch);
+  bool micro_batch(const data::Batch& batch);
+  void optimizer_step();
+  void after_step(Due due);
+  void evaluate(Due& due);
+  void save();
+
+  RunContext& run_;
+  RunControl& control_;
+  MetricsReporter& metrics_;
+  CheckpointManager& checkpoints_;
+  Evaluator& evaluator_;
+  std::int64_t accumulation_steps_;
+  data::Loader loader_;
+  StepPlan plan_;
+  WrappedModel model_;
+  Accumulation accumulation_;
+  TrainOptimizer optimizer_;
+  std::int64_t epoch_ = 0;
+  bool epoch_ending_ = false;    // its last step is done, and what is due after it
+  bool epoch_ended_ = false;     // everything that is due after the epoch has been done
+  bool evaluation_due_ = false;  // a stop signal came before it, or in it
+};
+
+}  // namespace lockstep::train

@@ -1,0 +1,161 @@
+#include "lockstep/train/metrics_reporter.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "lockstep/core/log.h"
+
+namespace lockstep::train {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_between(Clock::time_point start, Clock::time_point end) {
+  return std::chrono::duration<double>(end - start).count();
+}
+
+}  // namespace
+
+void MetricsReporter::open() {
+  since_log_ = at::zeros({2}, at::dtype(at::kDouble).device(run_.world.device()));
+  since_start_ = at::zeros_like(since_log_);
+  skipped_ = at::zeros({}, since_log_.options());
+  if (!run_.world.is_leader()) return;
+  const TrainingArguments& a = run_.arguments;
+  const bool tensorboard = std::ranges::any_of(
+      a.report_to, [](const std::string& name) { return name == "tensorboard" || name == "all"; });
+  file_ = std::make_unique<MetricsLog>(a.output_dir,
+                                       MetricsLogOptions{.tensorboard = tensorboard,
+                                                         .run_name = a.run_name.value_or(""),
+                                                         .resumed_at = run_.state.global_step});
+  progress_ = std::make_unique<Progress>(ProgressOptions{.total_steps = run_.state.max_steps,
+                                                         .done_steps = run_.state.global_step,
+                                                         .bar = !a.disable_tqdm});
+}
+
+void MetricsReporter::start() {
+  start_time_ = log_time_ = Clock::now();
+  last_log_step_ = run_.state.global_step;
+}
+
+// Everything stays on the device.
+void MetricsReporter::count(const Window& window, const optim::StepResult& result) {
+  const torch::NoGradGuard no_grad;
+  at::Tensor loss = window.loss.to(at::kDouble);
+  const at::Tensor tokens = window.count.to(at::kDouble);
+  if (run_.arguments.logging_nan_inf_filter) {
+    // A loss that is not a number is counted as the mean so far, so that the log stays readable.
+    const at::Tensor mean = since_log_[0] / since_log_[1].clamp_min(1);
+    loss = at::where(at::isfinite(loss), loss, mean);
+  }
+  const at::Tensor sums = at::stack({(loss * tokens).reshape({}), tokens.reshape({})});
+  since_log_ += sums;
+  since_start_ += sums;
+  if (result.skipped.defined()) skipped_ += result.skipped.reshape({}).to(at::kDouble);
+  if (result.grad_norm.defined()) grad_norm_ = result.grad_norm;
+}
+
+void MetricsReporter::show_step() {
+  if (progress_) progress_->step(run_.state.global_step);
+}
+
+// Of all ranks: a collective where they have counted for themselves.
+MetricsReporter::Totals MetricsReporter::totals_of(const at::Tensor& sums) {
+  at::Tensor all = sums;
+  if (!run_.arguments.average_tokens_across_devices && run_.world.size() > 1) {
+    all = sums.clone();
+    run_.world.all_reduce(all).wait();
+  }
+  all = all.cpu();
+  const double tokens = all[1].item<double>();
+  return {.tokens = tokens, .mean_loss = all[0].item<double>() / std::max(1.0, tokens)};
+}
+
+void MetricsReporter::log(double learning_rate) {
+  TrainerState& state = run_.state;
+  if (state.global_step == last_log_step_) return;
+  const std::int64_t steps = state.global_step - std::exchange(last_log_step_, state.global_step);
+  const auto [tokens, loss] = totals_of(since_log_);
+  // After reading: a GPU has computed the steps now, the host had only asked for them before.
+  const auto now = Clock::now();
+  const double seconds = seconds_between(std::exchange(log_time_, now), now);
+  state.num_input_tokens_seen += static_cast<std::int64_t>(tokens);
+  Metrics values{{"loss", loss}};
+  if (grad_norm_.defined()) values.emplace_back("grad_norm", grad_norm_.item<double>());
+  values.emplace_back("learning_rate", learning_rate);
+  const double samples = static_cast<double>(std::exchange(samples_, 0)) * run_.world.size();
+  values.emplace_back("samples_per_second", samples / seconds);
+  if (tokens > samples * 1.5) values.emplace_back("tokens_per_second", tokens / seconds);
+  const double skipped = skipped_.item<double>();
+  if (skipped > 0) {
+    values.emplace_back("skipped_steps", skipped);
+    if (run_.world.is_leader() && !run_.arguments.fp16)
+      log::warning("trainer",
+                   "step {}: {} of the last {} steps had a gradient that is not finite and were "
+                   "skipped on all ranks. Try a smaller learning rate.",
+                   state.global_step, skipped, steps);
+  }
+  since_log_.zero_();
+  skipped_.zero_();
+  report(std::move(values));
+}
+
+void MetricsReporter::report(Metrics values) {
+  TrainerState& state = run_.state;
+  LogEntry entry{.step = state.global_step, .epoch = state.epoch, .values = std::move(values)};
+  state.log_history.push_back(entry);
+  if (file_) file_->write(entry);
+  if (progress_) progress_->log(entry);
+  control_.notify(&Observer::on_log, {.entry = &entry});
+}
+
+// Of a run that was complete before this call. Collective: the leader has the file.
+Metrics MetricsReporter::recorded_summary() {
+  std::string line;
+  if (file_) {
+    const auto recorded = newest_with(file_->path(), "train_loss");
+    if (recorded && recorded->step == run_.state.global_step) line = log_entry_json(*recorded);
+  }
+  line = run_.world.broadcast(line, 0);
+  if (!line.empty()) return parse_log_entry(line, "metrics.jsonl").values;
+  // Its last call was stopped, or the file is gone: the checkpoint has the losses that were logged.
+  double sum = 0;
+  std::int64_t before = 0;
+  for (const LogEntry& entry : run_.state.log_history) {
+    const double* loss = find_metric(entry.values, "loss");
+    if (loss == nullptr || !std::isfinite(*loss)) continue;
+    sum += *loss * static_cast<double>(entry.step - before);
+    before = entry.step;
+  }
+  if (before == 0) return {};
+  return {{"train_loss", sum / static_cast<double>(before)}};
+}
+
+void MetricsReporter::summarize() {
+  TrainResult& result = run_.result;
+  const double seconds = seconds_between(start_time_, Clock::now());
+  const auto steps = static_cast<double>(run_.state.global_step - result.first_step);
+  const bool stopped = control_.stop_signal() != 0;
+  if (steps > 0) {
+    result.train_loss = totals_of(since_start_).mean_loss;
+    if (stopped) return;
+    result.metrics = {{"train_runtime", seconds},
+                      {"train_steps_per_second", steps / seconds},
+                      {"train_loss", result.train_loss}};
+    report(result.metrics);
+  } else if (!stopped) {
+    result.metrics = recorded_summary();
+    const double* loss = find_metric(result.metrics, "train_loss");
+    result.train_loss = loss != nullptr ? *loss : NAN;  // 0 would be the best there is
+  }
+}
+
+void MetricsReporter::close() {
+  progress_.reset();
+  file_.reset();
+}
+
+}  // namespace lockstep::train

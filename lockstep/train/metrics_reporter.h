@@ -1,0 +1,74 @@
+// MetricsReporter: what a run measures of its training, and where it is written: losses and speeds,
+// metrics.jsonl, TensorBoard, the progress bar, the log history and the summary.
+//
+//   MetricsReporter metrics(run, control);
+//   metrics.open();
+//   metrics.count(window, result);          // a step; everything stays on the device
+//   metrics.log(learning_rate);             // the only place where a step reads the device
+//
+// Every rank has one; rank 0's writes. log(), tokens_since_log() and summarize() are collectives.
+// One thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/accumulation.h"
+#include "lockstep/train/metrics_log.h"
+#include "lockstep/train/progress.h"
+#include "lockstep/train/run_control.h"
+
+namespace lockstep::train {
+
+class MetricsReporter {
+ public:
+  MetricsReporter(RunContext& run, RunControl& control) : run_(run), control_(control) {}
+
+  void open();
+  void start();  // the clocks, at the first step
+
+  void count_samples(std::int64_t samples) { samples_ += samples; }
+  void count(const Window& window, const optim::StepResult& result);
+  void show_step();
+
+  // Of all ranks.
+  std::int64_t tokens_since_log() {
+    return static_cast<std::int64_t>(totals_of(since_log_).tokens);
+  }
+  // Once per step.
+  void log(double learning_rate);
+  // A line of its own, such as an evaluation's.
+  void report(Metrics values);
+
+  // Of the whole call, into run.result.
+  void summarize();
+  void close();
+
+ private:
+  struct Totals {
+    double tokens = 0;
+    double mean_loss = 0;
+  };
+  Totals totals_of(const at::Tensor& sums);
+  Metrics recorded_summary();
+
+  RunContext& run_;
+  RunControl& control_;
+  std::unique_ptr<MetricsLog> file_;    // on rank 0
+  std::unique_ptr<Progress> progress_;  // on rank 0
+  // Sums of (loss x count, count), float64 on the device.
+  at::Tensor since_log_;
+  at::Tensor since_start_;
+  at::Tensor skipped_;
+  at::Tensor grad_norm_;
+  std::int64_t samples_ = 0;  // of this rank since the last log; every rank has as many
+  std::int64_t last_log_step_ = 0;
+  std::chrono::steady_clock::time_point log_time_;
+  std::chrono::steady_clock::time_point start_time_;
+};
+
+}  // namespace lockstep::train

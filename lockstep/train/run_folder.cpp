@@ -1,0 +1,186 @@
+// CheckpointManager before the first step: whose output_dir it is, which checkpoint the run
+// continues from, and what has to make way.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <vector>
+
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/log.h"
+#include "lockstep/io/file.h"
+#include "lockstep/train/checkpoint_manager.h"
+#include "lockstep/train/previous_run.h"
+#include "lockstep/train/run_checks.h"
+
+namespace lockstep::train {
+namespace {
+
+// For a run that was killed a moment ago and is not gone yet.
+constexpr std::chrono::seconds kLockTimeout{3};
+
+// Names the run whose attempt has begun in output_dir.
+std::string run_file(const TrainingArguments& a) {
+  return a.output_dir + "/.run_id";
+}
+
+std::string launchers_run() {
+  return env::get("TORCHELASTIC_RUN_ID").value_or("");
+}
+
+io::FolderLock lock_folder(const std::string& folder, const std::string& token) {
+  check_output_dir(folder);
+  io::FolderLock lock(folder, token, std::chrono::milliseconds(0));
+  if (!lock.holder().empty()) {
+    log::info("trainer", "{} is in use by {}: waiting for {} s in case it is ending", folder,
+              lock.holder(), kLockTimeout.count());
+    lock = io::FolderLock(folder, token, kLockTimeout);
+  }
+  if (!lock.holder().empty())
+    throw UsageError("trainer",
+                     "another run trains in output_dir {}: {} holds {}/{}. Two would take each "
+                     "other's checkpoints for their own. Wait for its end or stop it, or choose "
+                     "another output_dir. If its host is gone, delete that file.",
+                     folder, lock.holder(), folder, io::kFolderLockName);
+  if (!lock.problem().empty())
+    log::warning("trainer",
+                 "{}. Nothing keeps a second run out of {}: take care that each run has an "
+                 "output_dir of its own.",
+                 lock.problem(), folder);
+  return lock;
+}
+
+// That attempt may have died before it put the checkpoints of an earlier run aside: then no file
+// names this run, and the attempt begins as that one did.
+void resume_restarted(RunContext& run) {
+  const std::string asked = run.arguments.resume_from_checkpoint.value_or("");
+  const std::int64_t attempt = env::get_int("TORCHELASTIC_RESTART_COUNT").value_or(0);
+  if (attempt == 0 && run.world.is_leader()) ::unlink(run_file(run.arguments).c_str());
+  if (attempt == 0 || asked == "never" || asked == "auto") return;
+  const std::string& folder = run.arguments.output_dir;
+  std::string answer;
+  if (run.world.is_leader()) {
+    try {
+      const bool ours = read_file(run_file(run.arguments)) == launchers_run();
+      // Before its first checkpoint it begins again from the folder that it was given.
+      if (ours && (asked.empty() || find_checkpoint(folder, "auto").step >= 0)) answer = "auto";
+    } catch (const SystemError& e) {
+      log::info("trainer", "no attempt of this run has begun in {} ({})", folder, e.what());
+    }
+  }
+  if (run.world.broadcast(answer, 0).empty()) return;
+  run.arguments.resume_from_checkpoint = "auto";
+  if (run.world.is_leader())
+    log::info("trainer",
+              "attempt {} of this run resumes from its newest checkpoint (not with --resume never)",
+              attempt);
+}
+
+io::Newest newest_up_to(const std::string& output_dir, std::int64_t most) {
+  io::Newest found = io::newest_valid(output_dir, kCheckpointPrefix, most);
+  for (const io::PassedOver& passed : found.passed_over)
+    log::warning("checkpoint", "{} is passed over: {}", passed.path, passed.reason);
+  if (!found.remark.empty()) log::warning("checkpoint", "{}: {}", found.path, found.remark);
+  return found;
+}
+
+// With save_on_each_node every host has folders of its own, and one may have lost its newest. The
+// newest step that is whole on all of them is continued from; empty: there is none.
+std::string newest_on_all(RunContext& run) {
+  const std::string& folder = run.arguments.output_dir;
+  std::optional<io::Newest> mine;
+  for (std::int64_t most = std::numeric_limits<std::int64_t>::max();;) {
+    const auto answers = run.world.agree([&]() -> std::string {
+      if (!run.writes()) return {};
+      if (!mine || mine->step > most) mine = newest_up_to(folder, most);
+      return fmt::format("{} {}", mine->step, mine->path);
+    });
+    std::vector<std::int64_t> steps;
+    for (const std::string& text : answers)
+      if (!text.empty()) steps.push_back(std::stoll(text));
+    const auto [lowest, highest] = std::ranges::minmax(steps);
+    if (lowest < 0) {
+      if (run.world.is_leader())
+        log::info("checkpoint", "{} holds none{}: a new run", folder,
+                  run.arguments.save_on_each_node ? " that is whole on every host" : "");
+      return {};
+    }
+    if (lowest == highest) return answers[0].substr(answers[0].find(' ') + 1);
+    if (run.writes() && mine->step > lowest)
+      log::warning("checkpoint", "{} is passed over: another host has no whole one of that step",
+                   mine->path);
+    most = lowest;
+  }
+}
+
+// Also deletes what the writer of an earlier run left when it died.
+void sweep_output_dir(const RunContext& run) {
+  if (!run.writes()) return;
+  for (const std::string& path : io::sweep(run.arguments.output_dir).removed)
+    log::info("checkpoint", "removed {}, which a run that died has left", path);
+}
+
+}  // namespace
+
+// The leader is first, so that writers who share its folder know their own run.
+io::FolderLock CheckpointManager::lock() {
+  io::FolderLock lock;
+  World& world = run_.world;
+  const std::string& folder = run_.arguments.output_dir;
+  const auto tokens = world.agree([&]() -> std::string {
+    if (!world.is_leader()) return {};
+    const auto now = std::chrono::system_clock::now().time_since_epoch().count();
+    const std::string token = fmt::format("run {}-{}", ::getpid(), now);
+    lock = lock_folder(folder, token);
+    return token;
+  });
+  if (!run_.arguments.save_on_each_node) return lock;
+  world.agree([&] {
+    if (run_.writes() && !world.is_leader()) lock = lock_folder(folder, tokens[0]);
+  });
+  return lock;
+}
+
+std::string CheckpointManager::choose() {
+  sweep_output_dir(run_);
+  resume_restarted(run_);
+  const std::string flag = run_.arguments.resume_from_checkpoint.value_or("never");
+  if (flag == "never") return {};
+  if (flag == "auto") return newest_on_all(run_);
+  run_.world.agree([&] {
+    if (run_.writes()) find_checkpoint(run_.arguments.output_dir, flag);
+  });
+  return flag;
+}
+
+// Once it is certain that the run begins: a start that is refused leaves everything in its place.
+void CheckpointManager::claim_output_dir(const std::string& checkpoint) const {
+  const TrainingArguments& a = run_.arguments;
+  const std::string place = archive_previous_run(
+      a.output_dir, {.checkpoint = checkpoint, .step = run_.state.global_step});
+  if (!place.empty() && !checkpoint.empty()) {
+    log::warning(
+        "checkpoint",
+        "the run continues from {}: checkpoints that are not on its way have been moved to "
+        "{}.",
+        checkpoint, place);
+  } else if (!place.empty()) {
+    const bool automatic = a.resume_from_checkpoint.value_or("never") == "auto";
+    log::warning(
+        "checkpoint",
+        "this is a new run, and what an earlier one has left has been moved to {}. To continue "
+        "from its checkpoints: --resume {}/checkpoint-<step>{}",
+        place, place,
+        automatic ? "."
+                  : "; next time: resume_from_checkpoint: auto (lockstep train --resume "
+                    "auto).");
+  }
+  if (run_.world.is_leader() && env::get_int("TORCHELASTIC_MAX_RESTARTS").value_or(0) > 0)
+    write_file_atomically(run_file(a), launchers_run());
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,95 @@
+// TrainerTask: what a Trainer trains and how it is measured. TrainResult: what came of it.
+//
+//   lockstep::TrainerTask task;
+//   task.module = net.ptr();
+//   task.loss = [&](const lockstep::data::Batch& batch) {
+//     return torch::cross_entropy_loss(net(batch.data), batch.target);
+//   };
+//   task.train_data = dataset;
+//
+// Values; the Trainer shares module, datasets and optimizer, and moves the module to the world's
+// device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/data/batch.h"
+#include "lockstep/data/dataset.h"
+#include "lockstep/data/sampler.h"
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/train/trainer_state.h"
+
+namespace lockstep {
+
+namespace train {
+using WrappedModel = DistributedDataParallel<std::shared_ptr<torch::nn::Module>>;
+}
+
+// What a forward pass gives: the loss and, where metrics are computed from it, the model's output.
+// A function that returns the loss alone may return the tensor itself.
+struct LossOutput {
+  LossOutput(at::Tensor mean_loss, at::Tensor model_output = {})
+      : loss(std::move(mean_loss)), output(std::move(model_output)) {}
+  at::Tensor loss;
+  at::Tensor output;
+};
+
+struct TrainerTask {
+  std::shared_ptr<torch::nn::Module> module{};
+  // The mean over the batch's tokens (samples, where targets are not sequences).
+  std::function<LossOutput(const data::Batch&)> loss{};
+  data::DatasetPtr train_data{};
+  data::DatasetPtr eval_data{};
+  // Sums over a batch, by name ("accuracy": the number of right answers), from the output that
+  // `loss` returned for it. Evaluation adds them over batches and ranks, each sample once, and
+  // divides by the tokens of all.
+  std::function<std::map<std::string, at::Tensor>(const data::Batch&, const at::Tensor& output)>
+      totals{};
+  data::SamplerPtr sampler{};  // another order of training samples than a shuffle
+  // Parameter groups with options of their own instead of those that the arguments describe;
+  // together they hold every trainable parameter of `module`. Each group's learning rate is its
+  // peak, which the schedule scales. learning_rate, weight_decay, optim and its other keys then
+  // have no effect.
+  std::vector<optim::ParamGroup> param_groups{};
+  // Or an optimizer of your own, made for the wrapped model; shard_optimizer has no effect then.
+  std::function<std::unique_ptr<optim::Optimizer>(train::WrappedModel&)> make_optimizer{};
+  // Another schedule than lr_scheduler_type names: what the groups' peaks are multiplied with after
+  // so many optimizer steps.
+  std::function<double(std::int64_t steps)> schedule{};
+  // JSON, the config.json of every checkpoint: what the model is, for those who load it elsewhere
+  // (models::hugging_face_config). Empty: no such file.
+  std::string model_config{};
+};
+
+struct TrainResult {
+  std::int64_t global_step = 0;
+  std::int64_t first_step = 0;  // where this call began; global_step: nothing was left to train
+  // Mean over the steps of this call; of a run that was complete already, as it was recorded (NaN:
+  // it was not).
+  double train_loss = 0;
+  train::Metrics metrics{};  // the run's summary: train_runtime, train_loss, ...; empty: stopped
+  int stop_signal = 0;       // the signal that ended it; 0: it came to its end
+  std::string checkpoint;    // the newest that this call committed (rank 0; else empty)
+  // The newest step from which a run can continue, on every rank identically; -1: there is none.
+  std::int64_t durable_step = -1;
+  // The step of the last save where that save could not be written, on every rank; -1: it was.
+  std::int64_t lost_step = -1;
+  // 143 promises that nothing is lost. A stop whose own save failed, or wrote weights alone, is 1;
+  // so is a run whose last save failed.
+  int exit_code() const {
+    if (stop_signal != 0) return durable_step == global_step ? 143 : 1;
+    return lost_step < 0 ? 0 : 1;
+  }
+};
+
+}  // namespace lockstep

@@ -1,0 +1,183 @@
+#include "lockstep/train/train_optimizer.h"
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <limits>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/optim/schedule.h"
+#include "lockstep/parallel/sharded_optimizer.h"
+
+namespace lockstep::train {
+namespace {
+
+optim::OptimizerOptions optimizer_options(const TrainingArguments& a) {
+  if (a.optim == "sgd")
+    return optim::SGDOptions{
+        .lr = a.learning_rate, .momentum = a.momentum, .weight_decay = a.weight_decay};
+  const auto adam = [&](auto options) {
+    options.lr = a.learning_rate;
+    options.betas = {a.adam_beta1, a.adam_beta2};
+    options.eps = a.adam_epsilon;
+    options.weight_decay = a.weight_decay;
+    return options;
+  };
+  if (a.optim == "adam") return adam(optim::AdamOptions{});
+  return adam(optim::AdamWOptions{});
+}
+
+// Bytes of state of a replicated optimizer.
+std::uint64_t state_bytes(const TrainingArguments& a, const torch::nn::Module& module) {
+  std::uint64_t bytes = 0;
+  for (const at::Tensor& parameter : module.parameters())
+    if (parameter.requires_grad() && a.optim != "sgd") bytes += 2 * parameter.nbytes();
+  return bytes;
+}
+
+// Bytes that this rank may still take: of its device, or of its part of the host's memory.
+std::uint64_t available_bytes(const World& world) {
+  const c10::Device device = world.device();
+  if (!device.is_cpu())
+    return c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first;
+  std::ifstream file("/proc/meminfo");
+  for (std::string line; std::getline(file, line);) {
+    unsigned long long kib = 0;
+    if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &kib) == 1)
+      return kib * 1024 / static_cast<std::uint64_t>(world.local_size());
+  }
+  return std::numeric_limits<std::uint64_t>::max();
+}
+
+// Why the optimizer is sharded, the same on every rank; empty: it is replicated.
+std::string reason_to_shard(RunContext& run, WrappedModel& model) {
+  const std::string& asked = run.arguments.shard_optimizer;
+  if (asked != "auto") return asked == "true" ? "shard_optimizer: true" : "";
+  if (run.world.size() == 1) return "";
+  std::string unable;
+  try {
+    model.reducer().check_deferrable();
+  } catch (const UsageError& e) {
+    unable = e.what();
+  }
+  const bool shm = run.world.device().is_cpu() && run.world.backend() == "shm";
+  // Activations and gradients need the other half.
+  const bool needs_room = !shm && run.world.any(state_bytes(run.arguments, *run.task.module) >
+                                                available_bytes(run.world) / 2);
+  if (!shm && !needs_room) return "";
+  if (run.world.any(!unable.empty())) {
+    if (run.world.is_leader() && !unable.empty())
+      log::info("trainer", "shard_optimizer: auto cannot shard this model: {}", unable);
+    return "";
+  }
+  return shm ? "ranks share memory: averaging and step are one pass"
+             : "the state of every rank would need more than half of the free memory";
+}
+
+std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& model) {
+  if (run.task.make_optimizer) return run.task.make_optimizer(model);
+  auto groups = run.task.param_groups;
+  if (groups.empty())
+    groups = optim::decay_groups(*run.task.module, optimizer_options(run.arguments));
+  const std::string reason = reason_to_shard(run, model);
+  if (run.world.is_leader())
+    log::info("trainer", "optimizer {}: {}",
+              run.task.param_groups.empty() ? run.arguments.optim : "of the task",
+              reason.empty() ? "replicated"
+                             : fmt::format("sharded over {} rank{} ({})", run.world.size(),
+                                           run.world.size() == 1 ? "" : "s", reason));
+  if (reason.empty()) return std::make_unique<optim::ReplicatedOptimizer>(model, std::move(groups));
+  return std::make_unique<ShardedOptimizer>(model, std::move(groups));
+}
+
+std::string scaler_json(const optim::GradScalerState& s) {
+  return json_object({{"scale", real_node(s.scale)},
+                      {"growth_factor", real_node(s.growth_factor)},
+                      {"backoff_factor", real_node(s.backoff_factor)},
+                      {"growth_interval", integer_node(s.growth_interval)},
+                      {"growth_tracker", integer_node(s.growth_tracker)}});
+}
+
+optim::GradScalerState parse_scaler(const std::string& text, const std::string& name) {
+  const Node root = parse_json(text, name);
+  optim::GradScalerState s;
+  for (const Entry& entry : as_map(root, "scaler").entries) {
+    if (entry.key == "scale") s.scale = as_real(entry.value, entry.key);
+    if (entry.key == "growth_factor") s.growth_factor = as_real(entry.value, entry.key);
+    if (entry.key == "backoff_factor") s.backoff_factor = as_real(entry.value, entry.key);
+    if (entry.key == "growth_interval") s.growth_interval = as_integer(entry.value, entry.key);
+    if (entry.key == "growth_tracker") s.growth_tracker = as_integer(entry.value, entry.key);
+  }
+  return s;
+}
+
+}  // namespace
+
+TrainOptimizer::TrainOptimizer(RunContext& run, WrappedModel& model)
+    : run_(run), optimizer_(make_optimizer(run, model)) {
+  if (run.arguments.fp16) scaler_ = std::make_unique<optim::GradScaler>(run.world);
+  for (std::size_t group = 0; group < optimizer_->groups(); ++group)
+    peaks_.push_back(optimizer_->lr(group));
+  if (std::ranges::all_of(peaks_, [](double lr) { return lr == 0; }))
+    throw UsageError("trainer",
+                     "every group of the task's optimizer has the learning rate 0, so nothing "
+                     "would be trained. Give the groups their peak learning rates.");
+  run.optimizer = optimizer_.get();
+}
+
+void TrainOptimizer::set_schedule(const StepPlan& plan) {
+  factor_ = run_.task.schedule;
+  if (!factor_) {
+    factor_ = [schedule = optim::make_schedule({.name = run_.arguments.lr_scheduler_type,
+                                                .warmup_steps = plan.warmup_steps,
+                                                .total_steps = plan.max_steps,
+                                                .lr = peaks_.front(),
+                                                .kwargs = run_.arguments.lr_scheduler_kwargs})](
+                  std::int64_t steps) { return schedule.factor(steps); };
+  }
+  set_learning_rate();
+}
+
+void TrainOptimizer::set_learning_rate() {
+  const double factor = factor_(run_.state.global_step);
+  for (std::size_t group = 0; group < peaks_.size(); ++group)
+    optimizer_->set_lr(group, peaks_[group] * factor);
+}
+
+optim::StepResult TrainOptimizer::step(bool want_grad_norm) {
+  learning_rate_ = optimizer_->lr();
+  const optim::StepResult result = optimizer_->step({.max_grad_norm = run_.arguments.max_grad_norm,
+                                                     .want_grad_norm = want_grad_norm,
+                                                     .scaler = scaler_.get(),
+                                                     .skip_non_finite = true});
+  optimizer_->zero_grad();
+  return result;
+}
+
+void TrainOptimizer::load(const Checkpoint& checkpoint) {
+  optimizer_->load_state_dict(checkpoint.optimizer());
+  const std::string text = scaler_ ? checkpoint.text("scaler.json") : std::string();
+  if (!text.empty())
+    scaler_->load_state_dict(parse_scaler(text, checkpoint.path() + "/scaler.json"));
+}
+
+void TrainOptimizer::save(CheckpointContents& contents) const {
+  const std::string type = run_.task.schedule ? "custom" : run_.arguments.lr_scheduler_type;
+  contents.scheduler = json_object({{"type", text_node(type)},
+                                    {"last_epoch", integer_node(run_.state.global_step)},
+                                    {"base_lr", real_node(peaks_.front())},
+                                    {"last_lr", real_node(optimizer_->lr())}});
+  if (scaler_) contents.scaler = scaler_json(scaler_->state_dict());
+}
+
+void TrainOptimizer::release() {
+  run_.optimizer = nullptr;
+  optimizer_.reset();
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,64 @@
+// TrainOptimizer: the optimizer of a run with its loss scaler and its schedule; everything in the
+// Trainer that makes, steps, saves and loads it.
+//
+//   TrainOptimizer optimizer(run, model);   // replicated or sharded, as shard_optimizer says
+//   optimizer.set_schedule(plan);
+//   const optim::StepResult result = optimizer.step(/*want_grad_norm=*/false);
+//
+// step(), state() and load() may communicate: call them on all ranks identically. One thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/train/checkpoint.h"
+#include "lockstep/train/run_context.h"
+#include "lockstep/train/step_plan.h"
+
+namespace lockstep::train {
+
+class TrainOptimizer {
+ public:
+  // Sets run.optimizer, for observers.
+  TrainOptimizer(RunContext& run, WrappedModel& model);
+
+  void set_schedule(const StepPlan& plan);
+  // For the next step. As Hugging Face: the schedule counts the steps taken.
+  void set_learning_rate();
+
+  // Clips, steps (unless a gradient is not finite) and clears the gradients.
+  optim::StepResult step(bool want_grad_norm);
+  // Of the first group, in the step that was taken last.
+  double learning_rate() const { return learning_rate_; }
+  optim::GradScaler* scaler() const { return scaler_.get(); }
+
+  void load(const Checkpoint& checkpoint);
+  // What a checkpoint holds of the optimizer, on ranks that want it. Where it is not sharded this
+  // is its own memory, valid until the next step: the saver copies it while the next forward and
+  // backward run.
+  TensorDict state(bool wanted) {
+    return optimizer_->state_dict({.wanted = wanted, .copy = false});
+  }
+  // scheduler and scaler of `contents`.
+  void save(CheckpointContents& contents) const;
+
+  // The module's weights were loaded from a file, the same on every rank.
+  void sync_from_model() { optimizer_->sync_from_model(); }
+  // A sharded optimizer shares the parameters' memory between ranks until then.
+  void release();
+
+ private:
+  RunContext& run_;
+  std::unique_ptr<optim::Optimizer> optimizer_;
+  std::unique_ptr<optim::GradScaler> scaler_;
+  std::function<double(std::int64_t)> factor_;  // of the peaks, after so many steps
+  std::vector<double> peaks_;                   // learning rates of the groups
+  double learning_rate_ = 0;
+};
+
+}  // namespace lockstep::train
