@@ -244,7 +244,8 @@ TEST(Tokenize, RefusesAndLeavesNothing) {
   EXPECT_THAT(refusal({.inputs = {dir / "a.txt"}, .shard_tokens = 0}), HasSubstr("0 tokens"));
   EXPECT_THAT(refusal({.inputs = {dir / "a.txt"}, .shard_tokens = 1ull << 31}),
               HasSubstr("do not fit into one llmc16 file"));
-  EXPECT_THAT(refusal({.inputs = {dir / "a.txt"}, .name = "a/b"}), HasSubstr("is not a name for shards"));
+  EXPECT_THAT(refusal({.inputs = {dir / "a.txt"}, .name = "a/b"}),
+              HasSubstr("is not a name for shards"));
   EXPECT_THAT(refusal({.inputs = {dir / "a.txt"}, .format = TokenFormat::kAuto}),
               HasSubstr("choose a format"));
   EXPECT_THAT(refusal({.inputs = {dir / "a.txt"}, .workers = -1}), HasSubstr("-1 workers"));

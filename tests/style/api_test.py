@@ -158,7 +158,8 @@ def self_test():
                              '#include "lockstep/core/pipe.h"\n' + good["lockstep/io/tensors.h"]}],
         "unneeded": [good | {"lockstep/core/pipe.h": "\n",
                              PAGE: page + "| `lockstep/core/pipe.h` | | pipes |\n"}],
-        "namespace": [good | {"lockstep/io/tensors.h": "namespace lockstep { struct Bytes {}; }\n"}],
+        "namespace": [
+            good | {"lockstep/io/tensors.h": "namespace lockstep { struct Bytes {}; }\n"}],
     }
     return tree.expect_planted("api", check, planted)
 
