@@ -31,9 +31,7 @@
 
 namespace lockstep {
 
-namespace train {
 using WrappedModel = DistributedDataParallel<std::shared_ptr<torch::nn::Module>>;
-}
 
 // What a forward pass gives: the loss and, where metrics are computed from it, the model's output.
 // A function that returns the loss alone may return the tensor itself.
@@ -62,7 +60,7 @@ struct TrainerTask {
   // have no effect.
   std::vector<optim::ParamGroup> param_groups{};
   // Or an optimizer of your own, made for the wrapped model; shard_optimizer has no effect then.
-  std::function<std::unique_ptr<optim::Optimizer>(train::WrappedModel&)> make_optimizer{};
+  std::function<std::unique_ptr<optim::Optimizer>(WrappedModel&)> make_optimizer{};
   // Another schedule than lr_scheduler_type names: what the groups' peaks are multiplied with after
   // so many optimizer steps.
   std::function<double(std::int64_t steps)> schedule{};
