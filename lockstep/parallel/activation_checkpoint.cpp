@@ -7,8 +7,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/parallel/checkpoint_node.h"
-#include "lockstep/parallel/nested_backward.h"
+#include "lockstep/parallel/pass_end.h"
 
 namespace lockstep {
 namespace {

@@ -6,8 +6,6 @@
 #include <random>
 #include <set>
 
-#include "lockstep/parallel/gradient_block.h"
-
 namespace lockstep::parallel {
 namespace {
 
@@ -106,66 +104,6 @@ TEST(BucketPlan, ASmallRestIsJoinedToTheLastBucketOfItsKind) {
   // Another dtype has no bucket to go to.
   infos[0].dtype = c10::kDouble;
   EXPECT_EQ(plan_buckets(infos, reverse_order(4), limits).size(), 2u);
-}
-
-TEST(GradientBlock, LinesChangePlacesInAnyOrder) {
-  std::mt19937 random(5);
-  for (int round = 0; round < 50; ++round) {
-    std::vector<Move> moves(static_cast<std::size_t>(1 + random() % 20));
-    std::int64_t bytes = 0;
-    for (Move& move : moves) {
-      move.from = bytes;
-      move.bytes = kLine * static_cast<std::int64_t>(random() % 6);
-      bytes += move.bytes;
-    }
-    const std::int64_t whole = bytes + kLine;  // the last line stays where it is
-    std::shuffle(moves.begin(), moves.end(), random);
-    std::int64_t to = 0;
-    for (Move& move : moves) {
-      move.to = to;
-      to += move.bytes;
-    }
-    std::vector<std::byte> data(static_cast<std::size_t>(whole));
-    for (auto& byte : data) byte = static_cast<std::byte>(random());
-    std::vector<std::byte> expected = data;
-    for (const Move& move : moves)
-      std::copy_n(data.begin() + move.from, move.bytes, expected.begin() + move.to);
-    move_lines(data.data(), whole, moves);
-    EXPECT_EQ(data, expected);
-  }
-}
-
-TEST(GradientBlock, IsFilledAsByCopying) {
-  World alone;
-  for (const std::int64_t bytes : {std::int64_t{1} << 20, std::int64_t{9} << 20}) {
-    GradientBlock block;
-    block.make(alone, bytes);
-    const std::int64_t most = bytes / 4;
-    for (const std::int64_t numel : {std::int64_t{1}, std::int64_t{1'000}, most / 2 + 3, most}) {
-      const auto slot = block.mine(0, numel, at::kFloat);
-      const auto grad = at::randn({numel + 5}).narrow(0, 5, numel);  // not at a line's begin
-      const auto version = slot._version();
-      block.fill(slot, grad);
-      EXPECT_TRUE(at::equal(slot, grad)) << bytes << " " << numel;
-      EXPECT_GT(slot._version(), version);
-    }
-    const int threads = at::get_num_threads();
-    at::set_num_threads(3);  // which cut it where they like
-    const auto whole = block.mine(0, most, at::kFloat);
-    const auto values_of_all = at::randn({most});
-    block.fill(whole, values_of_all);
-    EXPECT_TRUE(at::equal(whole, values_of_all));
-    at::set_num_threads(threads);
-    // Another dtype, another layout, nothing at all, and a slot of somewhere else.
-    const auto square = block.mine(0, 9, at::kFloat).view({3, 3});
-    const auto values = at::randn({3, 3}, at::kDouble).t();
-    block.fill(square, values);
-    EXPECT_TRUE(at::equal(square, values.to(at::kFloat)));
-    block.fill(block.mine(0, 0, at::kFloat), at::empty({0}));
-    const auto elsewhere = at::zeros({7});
-    block.fill(elsewhere, at::arange(7, at::kFloat));
-    EXPECT_TRUE(at::equal(elsewhere, at::arange(7, at::kFloat)));
-  }
 }
 
 }  // namespace

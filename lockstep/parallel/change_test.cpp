@@ -98,7 +98,7 @@ const std::vector<Kind>& kinds() {
   return all;
 }
 
-TEST(Change, OnAllRanksIsPlannedAnewThroughTheWrapperAndTheRawModule) {
+TEST(Change, OnAllRanksIsPlannedAgainThroughTheWrapperAndTheRawModule) {
   for (const Kind& kind : kinds()) {
     for (const bool raw : {false, true}) {
       SCOPED_TRACE(fmt::format("{}, {}", kind.name, raw ? "raw" : "wrapped"));

@@ -1,36 +1,17 @@
 #include "lockstep/parallel/reducer.h"
 
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/memory/inplace_gradients.h"
-#include "lockstep/optim/local_gradients.h"
-#include "lockstep/parallel/checkpoint_node.h"
-#include "lockstep/parallel/nested_backward.h"
 #include "lockstep/parallel/oversubscription.h"
 #include "lockstep/parallel/reducer_impl.h"
+#include "lockstep/parallel/replicas.h"
 
 namespace lockstep {
 namespace parallel {
-
-using memory::InplaceGradients;
-
-struct ReducerImpl::PassToken {
-  explicit PassToken(std::weak_ptr<ReducerImpl> reducer) : owner(std::move(reducer)) {}
-  ~PassToken() {
-    if (ended) return;
-    if (auto reducer = owner.lock()) reducer->interrupted();
-  }
-  std::weak_ptr<ReducerImpl> owner;
-  std::atomic<bool> ended{false};
-};
-
 namespace {
 
 BucketLimits limits_of(const DdpOptions& options) {
@@ -45,108 +26,28 @@ BucketLimits limits_of(const DdpOptions& options) {
   return limits;
 }
 
-bool contains(const std::vector<std::string>& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
-
-void check_names_exist(const std::vector<std::string>& names, const char* option,
-                       const std::vector<NamedTensor>& parameters,
-                       const std::vector<NamedTensor>& buffers) {
-  for (const auto& name : names) {
-    const auto is_it = [&](const NamedTensor& t) { return t.name == name; };
-    if (std::none_of(parameters.begin(), parameters.end(), is_it) &&
-        std::none_of(buffers.begin(), buffers.end(), is_it))
-      throw UsageError("reducer",
-                       "{} names '{}', which the model does not have. Check the "
-                       "qualified name with named_parameters().",
-                       option, name);
-  }
-}
-
 }  // namespace
 
-ReducerImpl::ReducerImpl(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers,
-                         World world, DdpOptions options)
-    : world_(std::move(world)), options_(std::move(options)) {
+void ReducerImpl::start(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers) {
+  const auto refusal = refusal_of([&] {
+    limits_ = limits_of(options_);
+    model_ = ModelTensors(std::move(parameters), std::move(buffers), options_);
+    change_.accept();
+  });
   passive_ = world_.size() == 1 && !options_.force_reducer;
-  // The others are on their way to start() and would wait there for a rank that has thrown here.
-  refusal_ = refusal_of([&] { take(std::move(parameters), std::move(buffers)); });
-}
-
-void ReducerImpl::take(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers) {
-  limits_ = limits_of(options_);
-  check_names_exist(options_.ignored_parameters, "ignored_parameters", parameters, buffers);
-  check_names_exist(options_.sparse_parameters, "sparse_parameters", parameters, buffers);
-  if (options_.static_graph && options_.find_unused_parameters)
-    throw UsageError("reducer",
-                     "static_graph and find_unused_parameters are both set. A static "
-                     "graph learns its unused parameters by itself; leave the second one off.");
-  for (auto& [name, tensor] : parameters) {
-    if (contains(options_.ignored_parameters, name)) {
-      ignored_.push_back({name, tensor});
-      continue;
-    }
-    const bool tied = std::any_of(parameters_.begin(), parameters_.end(),
-                                  [&](const Parameter& p) { return p.tensor.is_same(tensor); });
-    if (tied) continue;  // one tensor under two names has one gradient
-    if (!tensor.defined())
-      throw UsageError("reducer",
-                       "parameter '{}' is an undefined tensor. Give it a value before wrapping the "
-                       "model, or name it in ignored_parameters.",
-                       name);
-    Parameter parameter;
-    parameter.name = std::move(name);
-    parameter.tensor = std::move(tensor);
-    parameter.sparse = contains(options_.sparse_parameters, parameter.name);
-    parameter.form = form_of(parameter);
-    parameters_.push_back(std::move(parameter));
-  }
-  for (auto& buffer : buffers) {
-    if (contains(options_.ignored_parameters, buffer.name)) {
-      ignored_.push_back(std::move(buffer));
-      continue;
-    }
-    const bool counted = buffer.tensor.defined() && !buffer.tensor.is_inference();
-    const std::int64_t version = counted ? buffer.tensor._version() : 0;
-    buffers_.push_back({std::move(buffer.name), std::move(buffer.tensor), version});
-  }
-}
-
-ReducerImpl::~ReducerImpl() {
-  remove_hooks();
-  withdraw_sentinels();
-}
-
-void ReducerImpl::start() {
-  if (passive_ && refusal_) std::rethrow_exception(refusal_);
+  if (passive_ && refusal) std::rethrow_exception(refusal);
+  pass_.expect(change_.forms());
   if (passive_) return;
-  const bool any = std::any_of(parameters_.begin(), parameters_.end(),
-                               [](const Parameter& p) { return p.form.requires_grad; });
-  check_same_model();
-  if (!any)
+  // Not before: the other ranks would wait here for one that has thrown.
+  change_.check_same_model(refusal);
+  if (pass_.missing().empty())
     throw UsageError("reducer",
                      "none of the model's {} parameters requires a gradient. There is "
                      "nothing to synchronise; use the module without wrapping it.",
-                     parameters_.size());
-  if (options_.init_sync) broadcast_model(0);
+                     model_.size());
+  if (options_.init_sync) model_.broadcast(world_, 0);
   choose_overlap();
-  auto order = dense_parameters();
-  std::reverse(order.begin(), order.end());
-  plan(order);
-  install_hooks();
-  post_sentinels();
-}
-
-ReducerImpl::Form ReducerImpl::form_of(const Parameter& parameter) const {
-  const at::Tensor& t = parameter.tensor;
-  return {t.requires_grad(), t.scalar_type(), t.device(), t.sizes().vec()};
-}
-
-std::vector<std::size_t> ReducerImpl::dense_parameters() const {
-  std::vector<std::size_t> dense;
-  for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (parameters_[i].form.requires_grad && !parameters_[i].sparse) dense.push_back(i);
-  return dense;
+  plan_first();
 }
 
 // Sending buckets during backward pays while a core is free for it. Ranks that share memory and
@@ -163,606 +64,439 @@ void ReducerImpl::choose_overlap() {
   limits_.min_bytes = kMinBytes;
 }
 
-namespace {
-
-// Where each bucket begins in the block of CPU gradients, in bytes, and the block's size: the same
-// in any order of the parameters. The first bucket is the last one there, so that the line for the
-// change flag behind it stays where it is.
-std::vector<std::int64_t> places_in_block(const std::vector<BucketPlan>& layouts) {
-  std::vector<std::int64_t> offsets(layouts.size() + 1, 0);
-  std::int64_t bytes = 0;
-  bool any = false;
-  for (std::size_t n = 1; n <= layouts.size(); ++n) {
-    const std::size_t i = n % layouts.size();
-    if (!layouts[i].device.is_cpu()) continue;
-    any = true;
-    offsets[i] = bytes;
-    bytes += layouts[i].numel * static_cast<std::int64_t>(c10::elementSize(layouts[i].dtype));
-  }
-  offsets.back() = any ? bytes + kLine : 0;
-  return offsets;
+// The order in which gradients come, before it was observed.
+std::vector<std::size_t> ReducerImpl::reverse_dense_order() const {
+  auto order = reverse_order(model_.size());
+  std::erase_if(order, [&](std::size_t i) { return !change_.trained(i) || model_[i].sparse; });
+  return order;
 }
 
-}  // namespace
-
-// Lays the buckets out again. Gradients that exist move along.
 void ReducerImpl::plan(const std::vector<std::size_t>& order) {
-  torch::NoGradGuard no_grad;
-  std::vector<ParameterInfo> infos;
-  for (const auto& p : parameters_)
-    infos.push_back({p.tensor.numel(), p.form.dtype, p.form.device});
-  const auto layouts = plan_buckets(infos, order, limits_);
-  const auto offsets = places_in_block(layouts);
-  make_room(layouts, offsets);
-  std::vector<std::unique_ptr<BucketState>> buckets;
-  for (auto& p : parameters_) p.bucket = kNoBucket;
-  for (std::size_t i = 0; i < layouts.size(); ++i) {
-    const BucketPlan& layout = layouts[i];
-    auto bucket = std::make_unique<BucketState>();
-    const std::int64_t length = layout.numel + (i == 0 ? 1 : 0);
-    if (layout.device.is_cpu()) {
-      bucket->wire = block_.mine(offsets[i], length, layout.dtype);
-      bucket->parts = block_.shared(offsets[i], length, layout.dtype);
-    } else {
-      bucket->wire = at::zeros({length}, at::dtype(layout.dtype).device(layout.device));
-    }
-    bucket->flat = bucket->wire.narrow(0, 0, layout.numel);
-    for (const Slot& place : layout.slots) {
-      parameters_[place.parameter].bucket = i;
-      bucket->members.push_back(place.parameter);
-      bucket->offsets.push_back(place.offset);
-      bind_slot(place, *bucket);
-    }
-    buckets.push_back(std::move(bucket));
-  }
-  buckets_ = std::move(buckets);
+  buckets_.lay_out(change_.forms(), order, limits_);
   close_pass();
 }
 
-// The same parameters in another order change places within the block. Otherwise gradients wait in
-// memory of their own, so that the old block is gone before there is a new one. So do those of a
-// device, bucket by bucket: there is never more than one bucket's memory too much.
-void ReducerImpl::make_room(const std::vector<BucketPlan>& layouts,
-                            const std::vector<std::int64_t>& offsets) {
-  for (auto& bucket : buckets_) {
-    if (!bucket->wire.defined() || bucket->wire.is_cpu()) continue;
-    for (const std::size_t i : bucket->members) {
-      at::Tensor& grad = parameters_[i].tensor.mutable_grad();
-      if (grad.defined() && grad.has_storage() && grad.is_alias_of(bucket->wire))
-        grad = grad.clone();
-      parameters_[i].slot = at::Tensor();
-    }
-    bucket->wire = bucket->flat = at::Tensor();
-  }
-  std::vector<Move> moves;
-  bool again = block_.bytes() > 0 && block_.bytes() == offsets.back();
-  for (std::size_t i = 0; i < layouts.size() && again; ++i) {
-    if (!layouts[i].device.is_cpu()) continue;
-    const auto element = static_cast<std::int64_t>(c10::elementSize(layouts[i].dtype));
-    for (const Slot& place : layouts[i].slots) {
-      const at::Tensor& slot = parameters_[place.parameter].slot;
-      again &= slot.defined() && block_.holds(slot);
-      if (!again) break;
-      const std::int64_t lines = (slot.numel() * element + kLine - 1) / kLine;
-      moves.push_back(
-          {slot.storage_offset() * element, offsets[i] + place.offset * element, lines * kLine});
-    }
-  }
-  if (again) {
-    for (auto& p : parameters_) {
-      // One that lies in its slot but is not the slot: its pass was refused.
-      at::Tensor& grad = p.tensor.mutable_grad();
-      if (grad.defined() && !grad.is_same(p.slot) && block_.holds(grad)) grad = grad.clone();
-    }
-    return block_.rearrange(moves);
-  }
-  for (auto& p : parameters_) {
-    at::Tensor& grad = p.tensor.mutable_grad();
-    if (grad.defined() && block_.holds(grad)) grad = grad.clone();
-    p.slot = at::Tensor();
-  }
-  for (auto& bucket : buckets_) {
-    bucket->wire = bucket->flat = at::Tensor();
-    bucket->parts.clear();
-  }
-  block_.make(world_, offsets.back());
-}
-
-void ReducerImpl::bind_slot(const Slot& place, const BucketState& bucket) {
-  Parameter& p = parameters_[place.parameter];
-  const at::Tensor& wire = bucket.wire;
-  const bool dense = p.tensor.is_non_overlapping_and_dense();
-  const auto strides = dense ? p.tensor.strides().vec()
-                             : at::empty_like(p.tensor, at::kMeta).contiguous().strides().vec();
-  at::Tensor& grad = p.tensor.mutable_grad();
-  // One that moved within the block stays the tensor that it is, for everyone who holds it.
-  const bool moved = p.slot.defined() && block_.holds(p.slot);
-  if (!moved) p.slot = at::empty({0}, wire.options());
-  // An alias, not a view: zero_grad(false) detaches gradients in place, which a view refuses.
-  p.slot.set_(wire.storage(), wire.storage_offset() + place.offset, p.form.sizes, strides);
-  if (grad.is_same(p.slot) || !options_.gradient_as_bucket_view) return;
-  if (grad.defined() && !grad.is_sparse() && grad.scalar_type() == wire.scalar_type() &&
-      grad.device() == wire.device()) {
-    p.slot.copy_(grad);
-    grad = p.slot;
-  }
-}
-
-// Puts a hook on every accumulator that has none; never during backward, which runs them.
-void ReducerImpl::install_hooks() {
-  std::weak_ptr<ReducerImpl> weak = weak_from_this();
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    Parameter& p = parameters_[i];
-    // One that was frozen since has no accumulator; the next synchronised pass plans again.
-    if (!p.form.requires_grad || !p.tensor.requires_grad()) continue;
-    auto accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
-    if (accumulator == p.accumulator) continue;
-    if (p.accumulator) p.accumulator->del_post_hook(p.hook_key);
-    p.accumulator = std::move(accumulator);
-    using Variables = std::vector<at::Tensor>;
-    p.hook_key = p.accumulator->add_post_hook(std::make_unique<optim::GradientHook>(
-        [weak, i](const Variables& outputs, const Variables& gradients) -> Variables {
-          if (auto self = weak.lock()) self->on_gradient(i, gradients.at(0));
-          return outputs;
-        },
-        [weak] {
-          const auto self = weak.lock();
-          return self && self->deferred_;
-        }));
-    const bool fits = p.form.dtype == at::kFloat || p.form.dtype == at::kDouble;
-    if (!options_.gradient_as_bucket_view || p.sparse || !p.tensor.is_cpu() || !fits) continue;
-    InplaceGradients::offer(p.tensor, this, [weak, i] {
-      auto self = weak.lock();
-      return self ? self->free_slot(i) : at::Tensor();
-    });
-  }
-  hooks_lost_ = false;
-}
-
-void ReducerImpl::remove_hooks() {
-  InplaceGradients::withdraw(this);
-  for (auto& p : parameters_) {
-    if (p.accumulator) p.accumulator->del_post_hook(p.hook_key);
-    p.accumulator.reset();
-  }
+void ReducerImpl::plan_first() {
+  plan(reverse_dense_order());
+  hooks_.install(weak_from_this(), change_.forms());
 }
 
 // ---------------------------------------------------------------- one gradient
 
-void ReducerImpl::on_gradient(std::size_t index, const at::Tensor& arrived) {
+void ReducerImpl::on_gradient(std::size_t parameter, const at::Tensor& arrived) {
   if (torch::GradMode::is_enabled())
     throw UsageError("reducer",
                      "backward(create_graph = true) reached parameter '{}'. Averaged "
                      "gradients cannot be differentiated again; for a gradient penalty use "
                      "torch::autograd::grad.",
-                     parameters_[index].name);
+                     model_[parameter].name);
   if (!begin_pass()) return;
-  Parameter& p = parameters_[index];
-  p.used = true;
+  pass_[parameter].used = true;
   // Frozen after forward: the engine added nothing to .grad. Or not planned yet: .grad is taken
   // along when it is.
-  if (!p.form.requires_grad) return;
-  store_gradient(p, arrived);
-  if (sync_) mark_ready(index);
+  if (!change_.trained(parameter)) return;
+  // The slot of a changed model may be of another kind; planning again takes .grad along.
+  if (!change_.stale()) buckets_.store(parameter, arrived, pass_.sync);
+  if (pass_.sync && pass_.arrived(parameter) && overlap_) launch_ready();
 }
 
 // False in a backward that has been refused on another thread.
 bool ReducerImpl::begin_pass() {
   const int task = NestedBackward::outer_task();
-  if (queued_task_.load(std::memory_order_acquire) == task) return true;
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (queued_task_.load(std::memory_order_relaxed) == task) return true;
-  if (refused_task_ == task) return false;
+  if (pass_.task == task) return true;
+  const auto lock = pass_.lock();
+  if (pass_.task == task) return true;
+  if (pass_.refused_task == task) return false;
   try {
-    if (phase_ != Phase::kRunning) start_pass();
+    if (!pass_.running()) start_pass();
   } catch (...) {
-    // Nobody ends a pass that was not opened: it is forgotten, or remembered as what was sent.
-    if (phase_ == Phase::kRunning || next_launch_ > 0) phase_ = Phase::kInterrupted;
-    refused_task_ = task;
+    pass_.interrupt();
+    pass_.refused_task = task;
     throw;
   }
-  queue_end_of(task);
-  queued_task_.store(task, std::memory_order_release);
+  end_.queue(weak_from_this());
+  pass_.task = task;
   return true;
 }
 
 void ReducerImpl::start_pass() {
-  if (phase_ == Phase::kInterrupted) {
-    if (next_launch_ > 0)
+  if (pass_.interrupted()) {
+    if (pass_.launched > 0)
       throw CommError("reducer",
                       fmt::format("the previous backward was interrupted after {} of {} buckets "
                                   "had been sent, so ranks "
                                   "may be out of step. Restart from the last checkpoint.",
-                                  next_launch_, buckets_.size()),
+                                  pass_.launched, buckets_.size()),
                       {.rank = world_.rank()});
     close_pass();
   }
   // A pass that would not have synchronised is one of several before a step.
-  if (owner_.on_backward && no_sync_depth_ == 0) owner_.on_backward();
-  sync_ = no_sync_depth_ == 0 && !deferred_;
-  pass_start_ = Clock::now();
-  if (sync_ && joining_) exchange_active(true);
-  stale_ = changed();
-  if (sync_ && stale_) plan_anew_together();
-  phase_ = Phase::kRunning;
-  if (sync_ && options_.find_unused_parameters && !NestedBackward::active()) mark_unused_in_graph();
+  if (owner_ && owner_->on_backward && no_sync_depth_ == 0) owner_->on_backward();
+  pass_.begin(/*synchronised=*/no_sync_depth_ == 0 && !owner_);
+  if (pass_.sync && join_.active()) join_.exchange(true);
+  if (change_.look() && pass_.sync) plan_again();
+  pass_.run();
+  // The others count at once, so that their buckets need not wait for the end.
+  if (!pass_.sync || !options_.find_unused_parameters || NestedBackward::active()) return;
+  for (const std::size_t i : hooks_.unreached())
+    if (change_.trained(i)) count_as_unused(i);
 }
 
-// The engine runs this when the task ends; if backward throws, it drops it, and the token notices.
-void ReducerImpl::queue_end_of(int task) {
-  auto token = std::make_shared<PassToken>(weak_from_this());
-  auto end = [token, weak = weak_from_this(), task] {
-    if (auto self = weak.lock()) self->on_task_end(task);
-    token->ended = true;  // not reached when the end itself throws: that interrupts the pass, too
-  };
-  if (NestedBackward::active()) {
-    NestedBackward::at_outer_end(std::move(end));
-  } else {
-    torch::autograd::Engine::get_default_engine().queue_callback(std::move(end));
-  }
-}
-
-void ReducerImpl::interrupted() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (phase_ == Phase::kRunning || next_launch_ > 0) phase_ = Phase::kInterrupted;
-  queued_task_ = -1;
-}
-
-// On a node of the outer backward, where that can be asked for a callback at its end.
-struct ReducerImpl::OuterHook final : torch::autograd::FunctionPreHook {
-  explicit OuterHook(std::shared_ptr<PassToken> t) : token(std::move(t)) {}
-  torch::autograd::variable_list operator()(
-      const torch::autograd::variable_list& gradients) override {
-    auto reducer = token->owner.lock();
-    if (reducer && !token->ended.exchange(true)) reducer->end_with_current_task();
-    return gradients;
-  }
-  std::shared_ptr<PassToken> token;
-};
-
-// A nested backward has ended inside the node `outer`, and parameters are missing. The backward
-// around it may bring them, so the pass ends with that one. False: nothing follows that node.
-bool ReducerImpl::leave_end_to(const torch::autograd::Node& outer) {
-  auto token = std::make_shared<PassToken>(weak_from_this());
-  bool left = false;
-  for (const auto& edge : outer.next_edges()) {
-    if (!edge.is_valid()) continue;
-    auto hook = std::make_unique<OuterHook>(token);
-    outer_nodes_.push_back({edge.function, hook.get(), token});
-    edge.function->tensor_pre_hooks().push_back(std::move(hook));
-    left = true;
-  }
-  token->ended = !left;
-  if (left) ++unseen_outers_;
-  return left;
-}
-
-void ReducerImpl::end_with_current_task() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  --unseen_outers_;
-  const int task = NestedBackward::outer_task();
-  if (phase_ != Phase::kRunning || queued_task_ == task) return;
-  queue_end_of(task);
-  queued_task_ = task;
-}
-
-void ReducerImpl::forget_outer() {
-  const auto running = torch::autograd::get_current_node();
-  std::erase_if(outer_nodes_, [&](const OuterNode& outer) {
-    // Or it would interrupt the pass.
-    if (const auto token = outer.token.lock()) token->ended = true;
-    const auto node = outer.node.lock();
-    if (!node) return true;
-    if (node == running) return false;  // it may be walking through its hooks: next time
-    std::erase_if(node->tensor_pre_hooks(),
-                  [&](const auto& hook) { return hook.get() == outer.hook; });
-    return true;
-  });
-  unseen_outers_ = 0;
-}
-
-// The engine knows which accumulators this backward will reach; the others count at once, so that
-// their buckets need not wait for the end. A checkpointed block's parameters are in no graph before
-// the block runs again: then unused ones are counted at the end instead.
-void ReducerImpl::mark_unused_in_graph() {
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (nodes == nullptr) return;
-  for (const auto* node : *nodes)
-    if (is_checkpoint_node(*node)) return;
-  for (auto& p : parameters_) {
-    if (!p.form.requires_grad) continue;
-    const auto node = torch::autograd::impl::try_get_grad_accumulator(p.tensor);
-    if (!node || nodes->count(node.get()) == 0) count_as_unused(p);
-  }
+void ReducerImpl::count_as_unused(std::size_t parameter) {
+  if (pass_[parameter].counted) return;
+  buckets_.store_unused(parameter, /*save=*/!pass_[parameter].used);
+  pass_.count(parameter);
 }
 
 // The slot, while nothing is in it that anybody needs. Asked before the first hook of a pass, too,
-// which may find the model changed and lay the buckets out again. One gradient must be all that
-// reaches the slot: not served where other hooks get it, or a checkpointed block may bring another
-// one while the first is still on its way.
-at::Tensor ReducerImpl::free_slot(std::size_t index) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const Parameter& p = parameters_[index];
-  if (p.counted || !p.slot.defined() || p.tensor.grad().defined()) return {};
-  const Phase phase = phase_;
-  if (phase == Phase::kInterrupted || (phase == Phase::kRunning ? stale_ : changed())) return {};
-  const bool ours = torch::autograd::impl::try_get_grad_accumulator(p.tensor) == p.accumulator &&
-                    p.accumulator->post_hooks().size() == 1 && has_no_other_hook(p);
-  if (!ours || runs_blocks_again()) return {};
-  return p.slot;
+// which may find the model changed and lay the buckets out again.
+at::Tensor ReducerImpl::free_slot(std::size_t parameter) {
+  const auto lock = pass_.lock();
+  const at::Tensor& slot = buckets_.slot(parameter);
+  if (pass_[parameter].counted || !slot.defined() || model_[parameter].tensor.grad().defined())
+    return {};
+  if (pass_.interrupted() || (pass_.running() ? change_.stale() : change_.changed())) return {};
+  return hooks_.alone(parameter) ? slot : at::Tensor();
 }
 
-// Whether the backward in progress has checkpointed blocks. Under mutex_.
-bool ReducerImpl::runs_blocks_again() {
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (blocks_again_.first == task) return blocks_again_.second;
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  const bool found = nodes == nullptr || std::any_of(nodes->begin(), nodes->end(), [](auto* node) {
-                       return is_checkpoint_node(*node);
-                     });
-  blocks_again_ = {task, found};
-  return found;
-}
-
-// Before a slot is written: a tensor that lies there must be the gradient that has just arrived.
-void ReducerImpl::claim(const Parameter& p, const at::Tensor& arrived) const {
-  if (!InplaceGradients::in_use(p.slot)) return;
-  if (arrived.defined() && arrived.const_data_ptr() == p.slot.const_data_ptr()) return;
-  throw UsageError("reducer",
-                   "parameter '{}' got a gradient while another one for it was being computed. A "
-                   "hook or a function probably runs a backward of its own on the same parameters; "
-                   "set LOCKSTEP_GRAD_INPLACE_MIN_BYTES=0.",
-                   p.name);
-}
-
-void ReducerImpl::store_gradient(Parameter& p, const at::Tensor& arrived) {
-  if (stale_) return;  // the slot may be of another kind; planning again takes .grad along
-  at::Tensor& grad = p.tensor.mutable_grad();
-  if (grad.defined() && grad.layout() != at::kStrided) {
-    if (p.sparse) return;
-    throw UsageError("reducer",
-                     "parameter '{}' got a sparse gradient. Name it in "
-                     "sparse_parameters.",
-                     p.name);
-  }
-  if (p.sparse) {
-    if (!grad.defined()) return;
-    throw UsageError("reducer",
-                     "parameter '{}' is named in sparse_parameters (or belongs to a "
-                     "sparse embedding) but got a dense gradient.",
-                     p.name);
-  }
-  if (!grad.defined()) {
-    claim(p, arrived);
-    if (sync_) p.slot.zero_();
-    return;
-  }
-  if (grad.is_same(p.slot)) return;
-  claim(p, arrived);
-  if (options_.gradient_as_bucket_view) {
-    block_.fill(p.slot, grad);
-    grad = p.slot;
-  } else if (sync_) {
-    block_.fill(p.slot, grad);
-  }
-}
-
-void ReducerImpl::mark_ready(std::size_t index) {
-  Parameter& p = parameters_[index];
-  ++p.fired;
-  if (!rebuilt_) p.place = observed_.fetch_add(1);
-  if (options_.static_graph && !learned_) return;
-  if (p.counted || p.fired > p.expected) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const bool late = p.bucket == kNoBucket || p.bucket < next_launch_;
-    if (!late && !options_.static_graph) return;  // added to its slot in time
-    if (options_.static_graph)
-      throw UsageError("reducer",
-                       "step {}: parameter '{}' got {} gradients in one backward; the first step "
-                       "had {}. The graph is not static; set find_unused_parameters instead.",
-                       step_, p.name, p.fired, p.expected);
-    throw UsageError("reducer",
-                     "step {}: parameter '{}' got {} gradients in one backward, the last after its "
-                     "bucket had been sent. It is probably used in two checkpointed blocks; set "
-                     "static_graph = true.",
-                     step_, p.name, p.fired);
-  }
-  if (p.fired < p.expected) return;
-  if (count_down(p) && overlap_) launch_ready();
-}
-
-// True when the parameter's bucket has become ready.
-bool ReducerImpl::count_down(Parameter& p) {
-  p.counted = true;
-  bool ready = false;
-  if (p.bucket != kNoBucket) {
-    BucketState& bucket = *buckets_[p.bucket];
-    ready = bucket.pending.fetch_sub(1) == 1;
-    if (ready) bucket.ready = Clock::now();
-  }
-  if (waiting_for_.fetch_sub(1) == 1) last_gradient_ = Clock::now();
-  return ready;
-}
-
-// Contributes what .grad holds from earlier passes of the window, or zeros.
-void ReducerImpl::count_as_unused(Parameter& p) {
-  if (p.counted) return;
-  const at::Tensor& grad = p.tensor.grad();
-  if (!p.sparse) {
-    claim(p, at::Tensor());
-    if (!grad.defined()) {
-      p.slot.zero_();
-    } else {
-      if (!p.used) p.previous = grad.clone();
-      if (!grad.is_same(p.slot)) p.slot.copy_(grad);
-    }
-  }
-  count_down(p);
+void ReducerImpl::on_watched_backward() {
+  if (begin_pass() && pass_.sync && overlap_) launch_ready();
 }
 
 // ---------------------------------------------------------------- launching
 
 void ReducerImpl::launch_ready() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  while (next_launch_ < buckets_.size() && buckets_[next_launch_]->pending.load() == 0) {
-    const std::size_t index = next_launch_++;
-    launch(index);
+  const auto lock = pass_.lock();
+  while (const auto index = pass_.next_ready()) {
+    launch(*index);
     if (overlap_ || hook_) continue;
     // Nothing else to do: this thread carries the reduction out.
-    buckets_[index]->reduction.work.wait();
-    (*completed_ns_)[index] = Clock::now().time_since_epoch().count();
+    pass_.bucket(*index).reduction.work.wait();
+    pass_.stamp_completion (*index)();
   }
 }
 
 void ReducerImpl::launch(std::size_t index) {
-  BucketState& bucket = *buckets_[index];
-  if (index == 0) send_change_flag();
-  const at::Tensor& sent = index == 0 && flag_in_bucket() ? bucket.wire : bucket.flat;
-  bucket.launched = Clock::now();
+  PassState::BucketProgress& bucket = pass_.bucket(index);
+  const BucketMemory& memory = buckets_[index];
+  // A rank that takes part for the others' sake leaves its gradients where they are.
+  const at::Tensor wire = pass_.shadow ? at::zeros_like(memory.wire) : memory.wire;
+  const at::Tensor flat = wire.narrow(0, 0, memory.flat.numel());
+  const bool flagged = index == 0 && flag_in_bucket();
+  if (index == 0) change_.send_flag(flagged ? wire.narrow(0, flat.numel(), 1) : at::Tensor());
+  bucket.launched = PassState::Clock::now();
   if (hook_) {
-    Bucket view{.index = index,
-                .is_last = index + 1 == buckets_.size(),
-                .data = bucket.flat,
-                .gradients = {},
-                .parameters = {}};
-    for (std::size_t i = 0; i < bucket.members.size(); ++i) {
-      const Parameter& p = parameters_[bucket.members[i]];
-      // In the memory that is sent, which may be lent zeros.
-      view.gradients.push_back(bucket.flat.as_strided(
-          p.slot.sizes(), p.slot.strides(), bucket.flat.storage_offset() + bucket.offsets[i]));
-      view.parameters.push_back(p.tensor);
-    }
-    bucket.reduction = hook_(world_, view);
-  } else if (joining_ && !joining_->divide_by_initial_world_size) {
-    bucket.reduction = {world_.all_reduce(sent, ReduceOp::kSum),
-                        [flat = bucket.flat, n = divisor()]() mutable { flat.div_(n); }};
+    bucket.reduction = hook_(world_, buckets_.for_hook(index, flat));
+  } else if (join_.divides_by_active()) {
+    bucket.reduction = {world_.all_reduce(flagged ? wire : flat, ReduceOp::kSum),
+                        [flat, n = join_.divisor()] { flat.div_(n); }};
   } else {
-    bucket.reduction = {world_.all_reduce(sent, ReduceOp::kAvg), nullptr};
+    bucket.reduction = {world_.all_reduce(flagged ? wire : flat, ReduceOp::kAvg), nullptr};
   }
-  if (bucket.flat.is_cpu() && (overlap_ || hook_)) {
-    bucket.reduction.work.on_completion([times = completed_ns_, index] {
-      (*times)[index] = Clock::now().time_since_epoch().count();
-    });
-  }
+  if (flat.is_cpu() && (overlap_ || hook_))
+    bucket.reduction.work.on_completion(pass_.stamp_completion(index));
 }
 
-void ReducerImpl::register_comm_hook(CommHook hook) {
-  if (phase_ == Phase::kRunning)
-    throw UsageError("reducer", "register_comm_hook was called during backward. Call it before.");
-  if (hook_)
-    throw UsageError("reducer", "a communication hook is already registered. One per model.");
-  if (deferred_)
+// ---------------------------------------------------------------- the end of a pass
+
+void ReducerImpl::on_outer_backward() {
+  const auto lock = pass_.lock();
+  end_.saw_outer();
+  const int task = NestedBackward::outer_task();
+  if (!pass_.running() || pass_.task == task) return;
+  end_.queue(weak_from_this());
+  pass_.task = task;
+}
+
+void ReducerImpl::on_backward_abandoned() {
+  const auto lock = pass_.lock();
+  pass_.interrupt();
+}
+
+void ReducerImpl::on_backward_end() {
+  if (!pass_.running()) return;
+  if (!pass_.sync) {
+    if (hooks_.lost()) hooks_.install(weak_from_this(), change_.forms());
+    close_pass();
+    return;
+  }
+  // Inside a node of another backward: a nested one that nobody announced has ended.
+  const auto outer = torch::autograd::get_current_node();
+  if (!outer && end_.misses_outer())
     throw UsageError("reducer",
-                     "this model's gradients are reduced by a ShardedOptimizer, in its step(), "
-                     "where no communication hook runs. Use a replicated optimizer with hooks.");
-  hook_ = std::move(hook);
+                     "an earlier backward did not finish after a nested one had computed gradients "
+                     "of this model. It probably threw. Call zero_grad() and repeat the step.");
+  if (!pass_.complete() || pass_.learns()) {
+    // The backward around it may bring what is missing.
+    if (outer && end_.leave_to(*outer, weak_from_this())) return;
+    if (!pass_.learns() && !options_.find_unused_parameters) pass_.refuse_missing(world_.rank());
+    for (const std::size_t i : pass_.missing()) {
+      if (pass_[i].fired > 0) {
+        pass_.count(i);
+      } else {
+        count_as_unused(i);
+      }
+    }
+  }
+  finalize();
 }
 
-// ---------------------------------------------------------------- a backward that may use nothing
-
-namespace {
-
-struct Watcher : torch::CustomClassHolder {
-  std::weak_ptr<ReducerImpl> reducer;
-};
-
-class WatchFunction : public torch::autograd::Function<WatchFunction> {
- public:
-  // `anchor` requires a gradient, so the output does too, whatever the model used.
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& value,
-                            const at::Tensor& /*anchor*/,
-                            const c10::intrusive_ptr<Watcher>& watcher) {
-    context->saved_data["watcher"] = c10::IValue::make_capsule(watcher);
-    return value.clone();  // autograd refuses to change a view in place, which users do to outputs
-  }
-  static std::vector<at::Tensor> backward(torch::autograd::AutogradContext* context,
-                                          const std::vector<at::Tensor>& gradients) {
-    const auto watcher = context->saved_data["watcher"].toCapsule();
-    if (auto reducer = static_cast<Watcher*>(watcher.get())->reducer.lock())
-      reducer->on_watched_backward();
-    return {gradients[0], at::Tensor(), at::Tensor()};
-  }
-};
-
-}  // namespace
-
-at::Tensor ReducerImpl::watch(at::Tensor output) {
-  if (passive_ || !options_.find_unused_parameters || !torch::GradMode::is_enabled() ||
-      !output.defined() || !output.is_floating_point())
-    return output;
-  const at::Tensor anchor = at::empty({0}, output.options()).set_requires_grad(true);
-  auto watcher = c10::make_intrusive<Watcher>();
-  watcher->reducer = weak_from_this();
-  return WatchFunction::apply(output, anchor, watcher);
+void ReducerImpl::finalize() {
+  torch::NoGradGuard no_grad;
+  launch_ready();
+  LOCKSTEP_ASSERT(pass_.launched == buckets_.size());
+  if (buckets_.empty()) change_.send_flag({});
+  if (received_flag().ne(0).item<bool>()) refuse_change_of_another();
+  const std::vector<bool> used = pass_.used_anywhere(world_);
+  pass_.wait_for_buckets(/*finish=*/true);
+  if (!pass_.shadow) buckets_.publish(used);
+  reduce_sparse(used);
+  if (options_.broadcast_buffers) model_.broadcast_buffers(world_, join_.root());
+  pass_.record_timing();
+  if (pass_.learns()) pass_.learn(world_, join_.root());
+  rebuild_from_observed_order();
+  if (hooks_.lost()) hooks_.install(weak_from_this(), change_.forms());
+  pass_.drop_used();
+  ++pass_.step;
+  close_pass();
 }
 
-void ReducerImpl::on_watched_backward() {
-  // autograd::grad and backward(inputs) reach chosen tensors only and reduce nothing.
-  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  if (chosen != nullptr && !chosen->empty()) return;
-  if (begin_pass() && sync_ && overlap_) launch_ready();
+void ReducerImpl::reduce_sparse(const std::vector<bool>& used) {
+  for (std::size_t i = 0; i < model_.size(); ++i) {
+    const ModelParameter& p = model_[i];
+    if (!p.sparse || !change_.trained(i)) continue;
+    if (!used.empty() && !used[i]) continue;  // by no rank: .grad stays as it was
+    at::Tensor& grad = p.tensor.mutable_grad();
+    const at::Tensor sum =
+        sum_sparse(world_, p.tensor, pass_.shadow ? at::Tensor() : grad, join_.divisor());
+    if (!pass_.shadow && (sum._nnz() > 0 || grad.defined())) grad = sum;
+  }
+}
+
+// The order in which gradients really came, as the root saw it, is better than the guess the first
+// plan was made from. With unused parameters there is no one order, and without overlap it does
+// not matter.
+void ReducerImpl::rebuild_from_observed_order() {
+  if (rebuilt_ || options_.find_unused_parameters || !overlap_) return;
+  rebuilt_ = true;
+  const auto order = pass_.observed(reverse_dense_order());
+  at::Tensor agreed = at::tensor(std::vector<std::int64_t>(order.begin(), order.end()), at::kLong);
+  world_.broadcast(agreed, join_.root()).wait();
+  const auto* first = agreed.data_ptr<std::int64_t>();
+  plan(std::vector<std::size_t>(first, first + agreed.numel()));
+}
+
+void ReducerImpl::close_pass() {
+  end_.forget();
+  buckets_.drop_saved();
+  pass_.reset();
+}
+
+// ---------------------------------------------------------------- a changed model
+
+// At the first gradient of a synchronised pass, before anything was sent.
+void ReducerImpl::plan_again() {
+  torch::NoGradGuard no_grad;
+  announce_change();
+  change_.check_same_model();
+  change_.accept();
+  pass_.expect(change_.forms());
+  rebuilt_ = false;
+  plan(reverse_dense_order());
+}
+
+void ReducerImpl::announce_change() {
+  pass_.shadow = true;
+  if (buckets_.empty()) change_.send_flag({});
+  bool everyone = false;
+  for (std::size_t i = 0; i < buckets_.size() && !everyone; ++i) {
+    pass_.launched = i + 1;
+    launch(i);
+    if (i > 0) continue;
+    const bool sum = !flag_in_bucket() || join_.divides_by_active();
+    everyone = received_flag().eq(sum ? world_.size() : 1).item<bool>();
+  }
+  pass_.wait_for_buckets(/*finish=*/false);
+  static_cast<void>(received_flag());
+  pass_.launched = 0;
+}
+
+// In the first bucket, where it costs nothing. Reading it there would make a host wait for its GPU,
+// and a communication hook may do anything with a bucket: then it is a message of its own.
+bool ReducerImpl::flag_in_bucket() const {
+  return !hook_ && !buckets_.empty() && buckets_[0].wire.is_cpu();
+}
+
+const at::Tensor& ReducerImpl::received_flag() {
+  if (flag_in_bucket()) pass_.bucket(0).reduction.work.wait();
+  return change_.flag();
+}
+
+// Throws on every rank and leaves them in step: with the change taken back, or made everywhere,
+// training could continue.
+void ReducerImpl::refuse_change_of_another() {
+  pass_.wait_for_buckets(/*finish=*/false);
+  pass_.drop_used();
+  close_pass();
+  change_.check_same_model();
+  LOCKSTEP_ASSERT(false && "a change was announced, but the models are the same");
+}
+
+// ---------------------------------------------------------------- uneven inputs
+
+// Of a rank that has run out: the same operations, in the same order, as a rank that trains.
+void ReducerImpl::shadow_pass() {
+  torch::NoGradGuard no_grad;
+  try {
+    if (change_.look()) plan_again();
+    pass_.begin_shadow();
+    finalize();
+  } catch (...) {
+    on_backward_abandoned();
+    throw;
+  }
 }
 
 }  // namespace parallel
 
 Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers, World world,
                  DdpOptions options)
-    : impl_(std::make_shared<parallel::ReducerImpl>(std::move(parameters), std::move(buffers),
-                                                    std::move(world), std::move(options))) {
-  impl_->start();
+    : impl_(std::make_shared<parallel::ReducerImpl>(std::move(world), std::move(options))) {
+  impl_->start(std::move(parameters), std::move(buffers));
 }
 Reducer::~Reducer() = default;
 
-at::Tensor Reducer::watch(at::Tensor output) {
-  return impl_->watch(std::move(output));
-}
 void Reducer::set_sync(bool on) {
-  impl_->hold_sync(!on);
-}
-void Reducer::join(const std::function<void()>& body, const JoinOptions& options) {
-  impl_->join(body, options);
-}
-void Reducer::register_comm_hook(CommHook hook) {
-  impl_->register_comm_hook(std::move(hook));
-}
-void Reducer::verify_replicas() {
-  impl_->verify_replicas();
+  impl_->no_sync_depth_ += on ? -1 : 1;
 }
 const StepTiming& Reducer::last_timing() const {
-  return impl_->last_timing();
+  return impl_->pass_.timing;
 }
 std::size_t Reducer::bucket_count() const {
-  return impl_->bucket_count();
-}
-DeferredGradients Reducer::defer(DeferredOwner owner) {
-  return impl_->defer(std::move(owner));
-}
-DeferredStep Reducer::begin_deferred_step(bool has_inputs) {
-  return impl_->begin_deferred_step(has_inputs);
-}
-bool Reducer::joining() const {
-  return impl_->joining();
-}
-void Reducer::check_unchanged() const {
-  impl_->check_unchanged();
-}
-void Reducer::check_own_memory() const {
-  impl_->check_own_memory();
-}
-void Reducer::resume() {
-  impl_->resume();
-}
-bool Reducer::scale_deferred(double factor) {
-  return impl_->scale_deferred(factor);
-}
-void Reducer::check_deferrable() const {
-  impl_->check_deferrable();
-}
-void Reducer::end_deferred_step() {
-  impl_->end_deferred_step();
+  return impl_->buckets_.size();
 }
 World& Reducer::world() {
-  return impl_->world();
+  return impl_->world_;
+}
+
+at::Tensor Reducer::watch(at::Tensor output) {
+  if (impl_->passive_ || !impl_->options_.find_unused_parameters ||
+      !torch::GradMode::is_enabled() || !output.defined() || !output.is_floating_point())
+    return output;
+  return parallel::HookSet::watch(output, impl_->weak_from_this());
+}
+
+void Reducer::register_comm_hook(CommHook hook) {
+  if (impl_->pass_.running())
+    throw UsageError("reducer", "register_comm_hook was called during backward. Call it before.");
+  if (impl_->hook_)
+    throw UsageError("reducer", "a communication hook is already registered. One per model.");
+  if (impl_->owner_)
+    throw UsageError("reducer",
+                     "this model's gradients are reduced by a ShardedOptimizer, in its step(), "
+                     "where no communication hook runs. Use a replicated optimizer with hooks.");
+  impl_->hook_ = std::move(hook);
+}
+
+void Reducer::join(const std::function<void()>& body, const JoinOptions& options) {
+  if (impl_->passive_) return body();
+  impl_->join_.begin(options);
+  struct End {
+    ~End() { session.end(); }
+    parallel::JoinSession& session;
+  } const end{impl_->join_};
+  body();
+  while (impl_->join_.exchange(false)) {
+    if (impl_->owner_ && impl_->owner_->idle_step) {
+      impl_->owner_->idle_step();
+    } else {
+      impl_->shadow_pass();
+    }
+  }
+  // With a ShardedOptimizer parameters are equal after every step, or the same memory.
+  if (impl_->owner_) return impl_->model_.broadcast_buffers(impl_->world_, impl_->join_.root());
+  impl_->model_.broadcast(impl_->world_, impl_->join_.root());
+}
+
+void Reducer::verify_replicas() {
+  parallel::Check check{.component = "ddp", .what = "verify_replicas()"};
+  // Memory that all ranks map is always equal, whoever wrote it.
+  if (impl_->owner_ && impl_->owner_->check_written)
+    check.refusal = parallel::refusal_of(impl_->owner_->check_written);
+  const auto difference = parallel::find_difference(impl_->world_, check, impl_->model_.prints());
+  if (!difference) return;
+  throw CommError(
+      "ddp",
+      fmt::format("replicas differ: '{}' on {} is not what it is on rank 0. Something changed it "
+                  "outside the synchronised step, or ranks took different steps.",
+                  difference->name, parallel::show_ranks(difference->ranks)),
+      {.rank = impl_->world_.rank(), .peer = difference->ranks[0], .operation = "verify_replicas"});
+}
+
+DeferredGradients Reducer::defer(DeferredOwner owner) {
+  if (impl_->owner_)
+    throw UsageError("ShardedOptimizer",
+                     "this model already has a ShardedOptimizer. One per model; use groups for "
+                     "different options.");
+  if (impl_->hook_)
+    throw UsageError("ShardedOptimizer",
+                     "this model has a communication hook, which would never run: gradients are "
+                     "reduced in step(). Leave the hook out, or use a replicated optimizer.");
+  if (impl_->join_.active())
+    throw UsageError("ShardedOptimizer",
+                     "it was made inside join(). Make it before, so that ranks that have run out "
+                     "know of it.");
+  check_deferrable();
+  // A world of one has no buckets yet; the optimizer's pass needs them all the same.
+  if (impl_->passive_) impl_->plan_first();
+  impl_->passive_ = false;
+  impl_->owner_ = std::move(owner);
+  return impl_->buckets_.for_optimizer();
+}
+
+void Reducer::check_deferrable() const {
+  for (const auto& p : impl_->model_.parameters()) {
+    if (p.sparse)
+      throw UsageError("ShardedOptimizer",
+                       "parameter '{}' has sparse gradients, which are not summed in step(). Make "
+                       "the embedding dense, or use a replicated optimizer.",
+                       p.name);
+  }
+  impl_->change_.check_unchanged("the model was wrapped");
+  check_own_memory();
+}
+
+bool Reducer::scale_deferred(double factor) {
+  if (impl_->owner_) impl_->owner_->scale(factor);
+  return impl_->owner_.has_value();
+}
+
+void Reducer::resume() {
+  impl_->owner_.reset();
+  impl_->pass_.drop_used();
+}
+
+DeferredStep Reducer::begin_deferred_step(bool has_inputs) {
+  // A rank without inputs has exchanged already, to learn that there is a step.
+  if (impl_->join_.active() && has_inputs) impl_->join_.exchange(true);
+  return {impl_->join_.divisor(), impl_->join_.root(), impl_->join_.active()};
+}
+
+void Reducer::end_deferred_step() {
+  if (impl_->options_.broadcast_buffers)
+    impl_->model_.broadcast_buffers(impl_->world_, impl_->join_.root());
+  impl_->pass_.drop_used();
+  ++impl_->pass_.step;
+}
+
+bool Reducer::joining() const {
+  return impl_->join_.active();
+}
+void Reducer::check_unchanged() const {
+  impl_->change_.check_unchanged("the optimizer was made");
+}
+void Reducer::check_own_memory() const {
+  impl_->model_.check_own_memory();
 }
 
 NoSync::NoSync(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {

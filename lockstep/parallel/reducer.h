@@ -16,82 +16,16 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "lockstep/comm/world.h"
+#include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/options.h"
+#include "lockstep/parallel/reducer_types.h"
 
 namespace lockstep {
-
-struct NamedTensor {
-  std::string name;
-  at::Tensor tensor;
-};
-
-// What a communication hook is given: one bucket's gradients, local to this rank.
-struct Bucket {
-  std::size_t index = 0;
-  bool is_last = false;
-  at::Tensor data;                    // flat; must hold the average when the reduction has finished
-  std::vector<at::Tensor> gradients;  // the slots as tensors of the parameters' shapes
-  std::vector<at::Tensor> parameters;
-};
-
-// A hook's answer: the operation to wait for, and what to do with its result before .grad is used.
-struct Reduction {
-  Work work{};
-  std::function<void()> finish{};
-};
-using CommHook = std::function<Reduction(World&, const Bucket&)>;
-
-// Host clock, in milliseconds since the step's first gradient.
-struct BucketTiming {
-  double ready_ms = 0;      // this rank's last gradient of the bucket was written
-  double launched_ms = 0;   // the reduction was started
-  double completed_ms = 0;  // it had finished (CPU), or was waited for (CUDA)
-  std::int64_t bytes = 0;
-};
-struct StepTiming {
-  std::uint64_t step = 0;
-  double last_gradient_ms = 0;
-  double finalized_ms = 0;
-  std::vector<BucketTiming> buckets;
-};
-
-// Where the gradients of a deferred reducer lie. `parts` is every rank's memory as this process
-// sees it, and empty where ranks share none.
-struct DeferredSlot {
-  std::string name;
-  std::size_t index = 0;  // of the parameter, in the model's order
-  at::Tensor parameter;
-  at::Tensor gradient;  // its place in the bucket, in the parameter's shape
-  std::int64_t offset = 0;
-};
-struct DeferredBucket {
-  at::Tensor mine;
-  std::vector<at::Tensor> parts;
-  std::vector<DeferredSlot> slots;
-};
-struct DeferredGradients {
-  std::vector<DeferredBucket> buckets;
-};
-// What a deferred reducer asks of the optimizer that steps in its stead.
-struct DeferredOwner {
-  std::function<void()> idle_step;      // the step of a rank that has run out of inputs, in a join
-  std::function<void()> on_backward;    // a backward begins; may throw UsageError
-  std::function<void()> check_written;  // throws UsageError when others wrote shared parameters
-  std::function<void(double)> scale;    // of this step's averages
-};
-// One step of a deferred reducer.
-struct DeferredStep {
-  double divisor = 1;    // of the sum over ranks
-  int root = 0;          // whose settings and buffers count
-  bool joining = false;  // ranks may have run out of inputs
-};
 
 namespace parallel {
 class ReducerImpl;

@@ -1,4 +1,5 @@
-// What makes replicas equal at the start, and proves it later.
+#include "lockstep/parallel/replicas.h"
+
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
@@ -9,7 +10,6 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/parallel/reducer_impl.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -179,115 +179,21 @@ void broadcast_coalesced(World& world, const std::vector<at::Tensor>& tensors, i
   }
 }
 
-std::vector<at::Tensor> ReducerImpl::buffer_tensors() const {
-  std::vector<at::Tensor> tensors;
-  for (const auto& buffer : buffers_)
-    if (buffer.tensor.defined()) tensors.push_back(buffer.tensor);
-  return tensors;
-}
-
-void ReducerImpl::broadcast_model(int root) {
-  std::vector<at::Tensor> tensors = buffer_tensors();
-  for (const auto& p : parameters_) tensors.push_back(p.tensor);
-  broadcast_coalesced(world_, tensors, root);
-  if (world_.size() > 1)
-    for (const auto& t : tensors)
-      if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
-  for (auto& b : buffers_)
-    if (b.tensor.defined() && !b.tensor.is_inference()) b.version = b.tensor._version();
-}
-
-// The kernel of BatchNorm writes running statistics past their version counter, so that a second
-// graph may be alive, and so does this. A buffer that was written through its counter since the
-// last time is counted once more, on every rank and the root, too: a graph that needs its old value
-// is refused by all of them.
-void ReducerImpl::broadcast_buffers(int root) {
-  if (world_.size() == 1) return;
-  broadcast_coalesced(world_, buffer_tensors(), root);
-  for (auto& b : buffers_) {
-    if (!b.tensor.defined() || b.tensor.is_inference()) continue;  // those have no counter
-    if (b.tensor._version() != b.version) b.tensor.unsafeGetTensorImpl()->bump_version();
-    b.version = b.tensor._version();
+at::Tensor sum_sparse(World& world, const at::Tensor& parameter, const at::Tensor& gradient,
+                      double divisor) {
+  at::Tensor indices = at::empty({0, 1}, parameter.options().dtype(at::kLong));
+  auto rows = parameter.sizes().vec();
+  rows[0] = 0;
+  at::Tensor values = at::empty(rows, parameter.options());
+  if (gradient.defined()) {
+    const at::Tensor local = gradient.coalesce();
+    indices = local.indices().t().contiguous();
+    values = local.values().div(divisor);
   }
-}
-
-namespace {
-
-// How a parameter's elements follow each other, where not row by row: its gradient lies in the
-// bucket likewise.
-std::string show_strides(const at::Tensor& tensor) {
-  if (tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense()) return "";
-  std::vector<std::string> strides;
-  for (std::int64_t i = 0; i < tensor.dim(); ++i)  // one element has no next one
-    strides.push_back(tensor.size(i) == 1 ? "-" : std::to_string(tensor.stride(i)));
-  return fmt::format(", strides [{}]", fmt::join(strides, ", "));
-}
-
-}  // namespace
-
-// Ranks that wrapped different models would mix up gradients or hang; say which parameter differs.
-void ReducerImpl::check_same_model() {
-  std::string lines;
-  const auto refusal = refusal_ ? refusal_ : refusal_of([&] { lines = describe(); });
-  const Check check{.component = "reducer", .what = "to wrap the model", .refusal = refusal};
-  const auto other = find_other_line(world_, check, lines);
-  if (!other) return;
-  const auto show = [](const std::string& line) {
-    return line.empty() ? "(no such parameter)" : line;
-  };
-  throw UsageError(
-      "reducer",
-      "the models differ between ranks: rank 0 has '{}', rank {} has '{}'. Build the "
-      "same model with the same options on every rank, and change it on all identically.",
-      show(other->first), other->rank, show(other->here));
-}
-
-// A line for everything that decides which collectives follow, and what lies where in them.
-std::string ReducerImpl::describe() const {
-  std::string text;
-  for (const auto& p : parameters_) {
-    const Form form = form_of(p);
-    text += fmt::format("{}: shape [{}], {} on {}, requires_grad={}{}{}{}\n", p.name,
-                        fmt::join(form.sizes, ", "), c10::toString(form.dtype),
-                        c10::DeviceTypeName(form.device.type(), /*lower_case=*/true),
-                        form.requires_grad, show_strides(p.tensor), p.sparse ? ", sparse" : "",
-                        form == p.form ? "" : ", changed after wrapping");
-  }
-  for (const auto& b : buffers_)
-    text += fmt::format(
-        "{}: buffer, {}, shape [{}]\n", b.name, c10::toString(b.tensor.scalar_type()),
-        b.tensor.defined() ? fmt::format("{}", fmt::join(b.tensor.sizes(), ", ")) : "none");
-  const auto option = [&](const char* name, const auto& value) {
-    text += fmt::format("option {}: {}\n", name, value);
-  };
-  const auto shown = [](const auto& optional) {
-    return optional ? fmt::format("{}", *optional) : "unset";
-  };
-  option("bucket_cap_mb", shown(options_.bucket_cap_mb));
-  option("find_unused_parameters", options_.find_unused_parameters);
-  option("static_graph", options_.static_graph);
-  option("broadcast_buffers", options_.broadcast_buffers);
-  option("init_sync", options_.init_sync);
-  option("overlap", shown(options_.overlap));
-  return text;
-}
-
-void ReducerImpl::verify_replicas() {
-  Check check{.component = "ddp", .what = "verify_replicas()"};
-  // Memory that all ranks map is always equal, whoever wrote it.
-  if (owner_.check_written) check.refusal = refusal_of(owner_.check_written);
-  Prints prints;
-  for (const auto& p : parameters_) prints.add(p.name, p.tensor);
-  for (const auto& b : buffers_)
-    if (b.tensor.defined()) prints.add(b.name, b.tensor);
-  const auto difference = find_difference(world_, check, prints);
-  if (!difference) return;
-  throw CommError(
-      "ddp",
-      fmt::format("replicas differ: '{}' on {} is not what it is on rank 0. Something changed it "
-                  "outside the synchronised step, or ranks took different steps.",
-                  difference->name, show_ranks(difference->ranks)),
-      {.rank = world_.rank(), .peer = difference->ranks[0], .operation = "verify_replicas"});
+  const auto all_indices = world.all_gather_v(indices);
+  const auto all_values = world.all_gather_v(values);
+  return at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), parameter.sizes())
+      .coalesce();
 }
 
 }  // namespace lockstep::parallel

@@ -51,8 +51,7 @@ struct RefusalTexts {
 };
 // Waits for nobody. Collective, and what the others call is refuse_together().
 RefusalTexts gather_refusals(World& world, const std::exception_ptr& refusal);
-// Throws its own refusal on a rank that has one, and UsageError with the words of those that do on
-// the others.
+// Throws its own refusal on a rank that has one, and UsageError with their message on the others.
 [[noreturn]] void refuse_with(const Check& check, RefusalTexts words);
 // Both; where some rank is known to refuse. Collective.
 [[noreturn]] void refuse_together(World& world, const Check& check);
@@ -79,5 +78,10 @@ std::string show_ranks(const std::vector<int>& ranks);
 
 // Broadcasts many tensors in few messages. Does not count in their versions: that is the caller's.
 void broadcast_coalesced(World& world, const std::vector<at::Tensor>& tensors, int root);
+
+// The sum over ranks of a sparse gradient divided by `divisor`: gathered and summed by its indices,
+// in rank order. Undefined: this rank adds nothing. Collective.
+at::Tensor sum_sparse(World& world, const at::Tensor& parameter, const at::Tensor& gradient,
+                      double divisor);
 
 }  // namespace lockstep::parallel

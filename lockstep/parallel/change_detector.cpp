@@ -1,0 +1,120 @@
+#include "lockstep/parallel/change_detector.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <utility>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::parallel {
+namespace {
+
+// How a parameter's elements follow each other, where not row by row: its gradient lies in the
+// bucket in the same order.
+std::string show_strides(const at::Tensor& tensor) {
+  if (tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense()) return "";
+  std::vector<std::string> strides;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i)  // one element has no next one
+    strides.push_back(tensor.size(i) == 1 ? "-" : std::to_string(tensor.stride(i)));
+  return fmt::format(", strides [{}]", fmt::join(strides, ", "));
+}
+
+}  // namespace
+
+void ChangeDetector::accept() {
+  forms_.clear();
+  for (const auto& p : model_.parameters()) forms_.push_back(p.form());
+  stale_ = false;
+}
+
+// As forms() != accepted ones, but without an allocation: it runs in every pass.
+bool ChangeDetector::changed() const {
+  for (std::size_t i = 0; i < forms_.size(); ++i) {
+    const at::Tensor& t = model_[i].tensor;
+    const ParameterForm& form = forms_[i];
+    if (t.requires_grad() != form.requires_grad || t.scalar_type() != form.dtype ||
+        t.device() != form.device || t.sizes() != form.sizes)
+      return true;
+  }
+  return false;
+}
+
+// Ranks with different models would mix up gradients or hang; say which parameter differs.
+void ChangeDetector::check_same_model(std::exception_ptr refusal) const {
+  std::string lines;
+  if (!refusal) refusal = refusal_of([&] { lines = describe(); });
+  const Check check{.component = "reducer", .what = "to wrap the model", .refusal = refusal};
+  const auto other = find_other_line(world_, check, lines);
+  if (!other) return;
+  const auto show = [](const std::string& line) {
+    return line.empty() ? "(no such parameter)" : line;
+  };
+  throw UsageError(
+      "reducer",
+      "the models differ between ranks: rank 0 has '{}', rank {} has '{}'. Build the "
+      "same model with the same options on every rank, and change it on all identically.",
+      show(other->first), other->rank, show(other->here));
+}
+
+// A line for everything that decides which collectives follow, and what lies where in them.
+std::string ChangeDetector::describe() const {
+  std::string text;
+  for (std::size_t i = 0; i < model_.size(); ++i) {
+    const ModelParameter& p = model_[i];
+    const ParameterForm form = p.form();
+    text += fmt::format("{}: shape [{}], {} on {}, requires_grad={}{}{}{}\n", p.name,
+                        fmt::join(form.sizes, ", "), c10::toString(form.dtype),
+                        c10::DeviceTypeName(form.device.type(), /*lower_case=*/true),
+                        form.requires_grad, show_strides(p.tensor), p.sparse ? ", sparse" : "",
+                        form == forms_[i] ? "" : ", changed after wrapping");
+  }
+  text += model_.describe_buffers();
+  const auto option = [&](const char* name, const auto& value) {
+    text += fmt::format("option {}: {}\n", name, value);
+  };
+  const auto shown = [](const auto& optional) {
+    return optional ? fmt::format("{}", *optional) : "unset";
+  };
+  option("bucket_cap_mb", shown(options_.bucket_cap_mb));
+  option("find_unused_parameters", options_.find_unused_parameters);
+  option("static_graph", options_.static_graph);
+  option("broadcast_buffers", options_.broadcast_buffers);
+  option("init_sync", options_.init_sync);
+  option("overlap", shown(options_.overlap));
+  return text;
+}
+
+void ChangeDetector::check_unchanged(const char* since) const {
+  for (std::size_t i = 0; i < forms_.size(); ++i) {
+    const ParameterForm now = model_[i].form();
+    const ParameterForm& then = forms_[i];
+    if (now == then) continue;
+    std::string change = "given another shape";
+    if (now.device != then.device) change = "moved to " + now.device.str();
+    if (now.dtype != then.dtype) change = fmt::format("moved to {}", c10::toString(now.dtype));
+    if (now.requires_grad != then.requires_grad) change = now.requires_grad ? "unfrozen" : "frozen";
+    throw UsageError("ShardedOptimizer",
+                     "parameter '{}' was {} after {}. Change the model first, then wrap it and "
+                     "make the optimizer again.",
+                     model_[i].name, change, since);
+  }
+}
+
+void ChangeDetector::send_flag(at::Tensor carrier) {
+  flag_ = std::move(carrier);
+  flag_work_ = Work();
+  if (flag_.defined()) {
+    flag_.fill_(stale_ ? 1 : 0);
+    return;
+  }
+  flag_ = at::full({1}, stale_ ? 1 : 0, at::kLong);
+  flag_work_ = world_.all_reduce(flag_);
+}
+
+const at::Tensor& ChangeDetector::flag() {
+  flag_work_.wait();
+  return flag_;
+}
+
+}  // namespace lockstep::parallel

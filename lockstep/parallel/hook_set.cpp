@@ -1,0 +1,173 @@
+#include "lockstep/parallel/hook_set.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "lockstep/memory/inplace_gradients.h"
+#include "lockstep/optim/local_gradients.h"
+#include "lockstep/parallel/pass_end.h"
+
+namespace lockstep::parallel {
+
+using memory::InplaceGradients;
+
+namespace {
+
+using Nodes = std::unordered_set<torch::autograd::Node*>;
+bool has_checkpoint(const Nodes& nodes) {
+  return std::any_of(nodes.begin(), nodes.end(), [](auto* n) { return is_checkpoint_node(*n); });
+}
+
+}  // namespace
+
+// It alone would not do: it is not called for an undefined gradient, and a tensor has one place
+// for it.
+struct HookSet::Sentinel final : torch::autograd::PostAccumulateGradHook {
+  void operator()(const at::Tensor& tensor) override {
+    if (previous) (*previous)(tensor);
+    if (auto alive = listener.lock()) hooks->on_sentinel(parameter, *alive);
+  }
+  HookSet* hooks = nullptr;  // lives while the listener does
+  std::weak_ptr<BackwardListener> listener;
+  std::size_t parameter = 0;
+  std::unique_ptr<torch::autograd::PostAccumulateGradHook> previous;
+};
+
+void HookSet::install(const std::weak_ptr<BackwardListener>& listener,
+                      const std::vector<ParameterForm>& forms) {
+  if (installed_.empty()) post_sentinels(listener);
+  installed_.resize(model_.size());
+  for (std::size_t i = 0; i < model_.size(); ++i) {
+    const ModelParameter& p = model_[i];
+    Installed& hook = installed_[i];
+    // One that was frozen since has no accumulator; the next synchronised pass plans again.
+    if (!forms[i].requires_grad || !p.tensor.requires_grad()) continue;
+    auto accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
+    if (accumulator == hook.accumulator) continue;
+    if (hook.accumulator) hook.accumulator->del_post_hook(hook.key);
+    hook.accumulator = std::move(accumulator);
+    using Variables = std::vector<at::Tensor>;
+    hook.key = hook.accumulator->add_post_hook(std::make_unique<optim::GradientHook>(
+        [listener, i](const Variables& outputs, const Variables& gradients) -> Variables {
+          if (auto alive = listener.lock()) alive->on_gradient(i, gradients.at(0));
+          return outputs;
+        },
+        [listener] {
+          const auto alive = listener.lock();
+          return alive && alive->gradients_are_local();
+        }));
+    const bool fits = forms[i].dtype == at::kFloat || forms[i].dtype == at::kDouble;
+    if (!in_place_ || p.sparse || !p.tensor.is_cpu() || !fits) continue;
+    InplaceGradients::offer(p.tensor, this, [listener, i] {
+      auto alive = listener.lock();
+      return alive ? alive->free_slot(i) : at::Tensor();
+    });
+  }
+  lost_ = false;
+}
+
+void HookSet::post_sentinels(const std::weak_ptr<BackwardListener>& listener) {
+  for (std::size_t i = 0; i < model_.size(); ++i) {
+    const at::Tensor& tensor = model_[i].tensor;
+    auto previous = std::move(torch::autograd::impl::post_acc_grad_hooks(tensor));
+    // Those of listeners that are gone.
+    for (auto* old = dynamic_cast<Sentinel*>(previous.get()); old && old->listener.expired();
+         old = dynamic_cast<Sentinel*>(previous.get()))
+      previous = std::move(old->previous);
+    auto sentinel = std::make_unique<Sentinel>();
+    sentinel->hooks = this;
+    sentinel->listener = listener;
+    sentinel->parameter = i;
+    sentinel->previous = std::move(previous);
+    torch::autograd::impl::set_post_acc_grad_hooks(tensor, std::move(sentinel));
+  }
+}
+
+void HookSet::on_sentinel(std::size_t parameter, BackwardListener& listener) {
+  const auto& hooked = installed_[parameter].accumulator;
+  if (hooked && torch::autograd::get_current_node() == hooked) return;  // its own hook follows
+  lost_ = true;
+  listener.on_gradient(parameter, at::Tensor());
+}
+
+HookSet::~HookSet() {
+  if (installed_.empty()) return;
+  InplaceGradients::withdraw(this);
+  for (const auto& hook : installed_)
+    if (hook.accumulator) hook.accumulator->del_post_hook(hook.key);
+  for (const auto& p : model_.parameters()) {
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(p.tensor);
+    auto* sentinel = dynamic_cast<Sentinel*>(hook.get());
+    if (sentinel != nullptr && sentinel->hooks == this) hook = std::move(sentinel->previous);
+  }
+}
+
+bool HookSet::alone(std::size_t parameter) {
+  const at::Tensor& tensor = model_[parameter].tensor;
+  const auto& hooked = installed_[parameter].accumulator;
+  if (torch::autograd::impl::try_get_grad_accumulator(tensor) != hooked ||
+      hooked->post_hooks().size() != 1)
+    return false;
+  const auto* sentinel =
+      dynamic_cast<const Sentinel*>(torch::autograd::impl::post_acc_grad_hooks(tensor).get());
+  if (sentinel == nullptr || sentinel->hooks != this || sentinel->previous) return false;
+  // A checkpointed block may bring another gradient while the first is still on its way.
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (recomputes_.first != task) {
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    recomputes_ = {task, nodes == nullptr || has_checkpoint(*nodes)};
+  }
+  return !recomputes_.second;
+}
+
+std::vector<std::size_t> HookSet::unreached() const {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr || has_checkpoint(*nodes)) return {};
+  std::vector<std::size_t> result;
+  for (std::size_t i = 0; i < model_.size(); ++i) {
+    const auto node = torch::autograd::impl::try_get_grad_accumulator(model_[i].tensor);
+    if (!node || nodes->count(node.get()) == 0) result.push_back(i);
+  }
+  return result;
+}
+
+namespace {
+
+struct Watcher : torch::CustomClassHolder {
+  std::weak_ptr<BackwardListener> listener;
+};
+
+class WatchFunction : public torch::autograd::Function<WatchFunction> {
+ public:
+  // `anchor` requires a gradient, so the output does too, whatever the model used.
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& value,
+                            const at::Tensor& /*anchor*/,
+                            const c10::intrusive_ptr<Watcher>& watcher) {
+    context->saved_data["watcher"] = c10::IValue::make_capsule(watcher);
+    return value.clone();  // autograd refuses to change a view in place, which users do to outputs
+  }
+  static std::vector<at::Tensor> backward(torch::autograd::AutogradContext* context,
+                                          const std::vector<at::Tensor>& gradients) {
+    const auto watcher = context->saved_data["watcher"].toCapsule();
+    // autograd::grad and backward(inputs) reach chosen tensors only and reduce nothing.
+    const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+    auto listener = static_cast<Watcher*>(watcher.get())->listener.lock();
+    if (listener && (chosen == nullptr || chosen->empty())) listener->on_watched_backward();
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor HookSet::watch(const at::Tensor& output, std::weak_ptr<BackwardListener> listener) {
+  const at::Tensor anchor = at::empty({0}, output.options()).set_requires_grad(true);
+  auto watcher = c10::make_intrusive<Watcher>();
+  watcher->listener = std::move(listener);
+  return WatchFunction::apply(output, anchor, watcher);
+}
+
+}  // namespace lockstep::parallel
