@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
+#include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,7 +24,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-struct Run {
+struct Ended {
   at::Tensor weights;
   std::vector<double> norms, rates;
 };
@@ -40,9 +43,9 @@ std::vector<double> logged(const TrainerState& state, const char* name) {
 }
 
 // 45 samples: windows that end short, and batches that are not full.
-Run train_with(int ranks, const std::string& backend, TrainingArguments a) {
+Ended train_with(int ranks, const std::string& backend, TrainingArguments a) {
   const io::TemporaryDirectory folder;
-  Run run;
+  Ended run;
   a.output_dir = folder / "out";
   a.logging_steps = 1;
   a.gradient_accumulation_steps = 2;
@@ -75,9 +78,9 @@ TEST(TrainerOptimizer, ShardedHasTheBitsOfReplicated) {
       a.weight_decay = 0.1;
       a.max_grad_norm = 0.05;
       a.shard_optimizer = "false";
-      const Run replicated = train_with(place.ranks, place.backend, a);
+      const Ended replicated = train_with(place.ranks, place.backend, a);
       a.shard_optimizer = "true";
-      const Run sharded = train_with(place.ranks, place.backend, a);
+      const Ended sharded = train_with(place.ranks, place.backend, a);
       EXPECT_TENSOR_EQ(sharded.weights, replicated.weights);
       EXPECT_EQ(sharded.norms, replicated.norms);
       EXPECT_EQ(sharded.rates, replicated.rates);
