@@ -85,7 +85,7 @@ struct StoreCall {
   throw CommError("store",
                   fmt::format("{}: the launcher has closed the connection to its store. It was "
                               "killed, or the call broke a limit of the store, which the "
-                              "launcher's output says.",
+                              "launcher's output says (node 0's, where there are several).",
                               call.what));
 }
 

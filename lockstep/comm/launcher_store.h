@@ -1,4 +1,4 @@
-// The store of a run on one host as a c10d store: served by the launcher, reached over the channel
+// The store of a run as a c10d store: served by the launcher, reached over the channel
 // that every rank inherits (core/store_channel.h), without a TCP port.
 //
 //   auto store = detail::open_launcher_store(env.store_channel);

@@ -1,4 +1,4 @@
-// How a rank of a one-host run reaches the key-value store that its launcher serves.
+// How a rank reaches the key-value store that its launcher serves.
 //
 // The launcher gives every rank one end of a Unix-domain socket pair (SOCK_SEQPACKET) and names it
 // in LOCKSTEP_STORE_CHANNEL. A rank that wants to use the store makes a stream socket pair and

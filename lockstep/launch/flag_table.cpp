@@ -26,7 +26,7 @@ constexpr std::array kFlags = {
     FlagSpec{"rdzv-backend", '\0', "static|c10d", kHonoured,
              "rendezvous of the hosts: static (any number of hosts) or c10d (one host)"},
     FlagSpec{"rdzv-endpoint", '\0', "HOST[:PORT]", kHonoured,
-             "where rank 0 listens; beats --master-addr and --master-port"},
+             "where node 0 listens; beats --master-addr and --master-port"},
     FlagSpec{"rdzv-id", '\0', "ID", kHonoured,
              "run id, names the log directory (default: random on one host)"},
     FlagSpec{"rdzv-conf", '\0', "K=V,...", kHonoured,

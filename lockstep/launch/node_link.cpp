@@ -36,6 +36,13 @@ constexpr milliseconds kNodeZeroSlack{5000};
 constexpr milliseconds kFirstProgress{3000};
 constexpr milliseconds kProgress{10'000};
 
+// More than StoreStreams::kLinkWindow, also for a peer that is stopped and does not read. Has an
+// effect only before the connection is made.
+void enlarge_buffer(int fd) {
+  constexpr int kBytes = 512 << 10;
+  ::setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &kBytes, sizeof kBytes);
+}
+
 void tune(int fd) {
   const auto set = [fd](int level, int option, int value) {
     ::setsockopt(fd, level, option, &value, sizeof value);
@@ -140,8 +147,7 @@ Connection::Connection(EventLoop& loop, Fd socket, std::unique_ptr<SecureChannel
     : loop_(loop),
       socket_(std::move(socket)),
       channel_(std::move(channel)),
-      handlers_(std::move(handlers)),
-      max_line_(kMaxFirstLine) {
+      handlers_(std::move(handlers)) {
   set_nonblocking(socket_.get());
   tune(socket_.get());
   loop_.watch(socket_.get(), EPOLLIN, [this](std::uint32_t events) { on_event(events); });
@@ -152,10 +158,6 @@ Connection::Connection(EventLoop& loop, Fd socket, std::unique_ptr<SecureChannel
 
 Connection::~Connection() {
   if (socket_) loop_.forget(socket_.get());
-}
-
-void Connection::trust() {
-  max_line_ = kMaxLine;
 }
 
 std::string Connection::local_address() const {
@@ -177,14 +179,14 @@ void Connection::on_event(std::uint32_t events) {
 }
 
 void Connection::read_some() {
-  std::array<char, 16u << 10> buffer;
+  std::array<char, 64u << 10> buffer;
   const ssize_t n = ::recv(socket_.get(), buffer.data(), buffer.size(), 0);
   if (n < 0) {
     if (errno == EAGAIN || errno == EINTR) return;
     return close({errno == ETIMEDOUT ? "nothing was heard from it" : std::strerror(errno)});
   }
   if (n == 0) return close({"the connection was closed"});
-  if (take({buffer.data(), static_cast<std::size_t>(n)})) read_lines();
+  if (take({buffer.data(), static_cast<std::size_t>(n)})) read_messages();
 }
 
 // A launcher without a secret sends JSON, one with a secret TLS. Each recognises the other by its
@@ -222,32 +224,44 @@ bool Connection::take(std::string_view bytes) {
   return good;
 }
 
-void Connection::read_lines() {
+void Connection::read_messages() {
   const std::weak_ptr<int> alive = alive_;
-  for (;;) {
-    const std::size_t end = std::min(incoming_.find('\n'), incoming_.size());
-    if (end > max_line_)
-      return close({fmt::format("it sent a line of more than {} bytes", max_line_)});
-    if (end == incoming_.size()) return;
-    const std::string line = incoming_.substr(0, end);
-    incoming_.erase(0, end + 1);
-    Message message;
+  std::size_t used = 0;
+  for (std::size_t size = 1; size > 0 && used < incoming_.size(); used += size) {
+    std::optional<Message> message;
     try {
-      message = decode(line);
+      size = read_one(std::string_view(incoming_).substr(used), message);
     } catch (const UsageError& error) {
       return close({printable(error.what())});
     }
-    handlers_.message(message);
+    if (message) handlers_.message(*message);
     if (alive.expired() || !socket_) return;
   }
+  incoming_.erase(0, used);
 }
 
-void Connection::send(const Message& message) {
+// Hands on a frame, or reads a line. Returns its size, 0 when it is not complete.
+std::size_t Connection::read_one(std::string_view bytes, std::optional<Message>& message) {
+  if (trusted_ && begins_store_frame(bytes.front())) {
+    StoreFrame frame;
+    const std::size_t size = decode(bytes, frame);
+    if (size > 0) handlers_.frame(frame);
+    return size;
+  }
+  const std::size_t max_line = trusted_ ? kMaxLine : kMaxFirstLine;
+  const std::size_t end = std::min(bytes.find('\n'), bytes.size());
+  if (end > max_line) throw UsageError("launch", "it sent a line of more than {} bytes", max_line);
+  if (end == bytes.size()) return 0;
+  message = decode(std::string(bytes.substr(0, end)));
+  return end + 1;
+}
+
+void Connection::send_bytes(std::string_view bytes) {
   if (!socket_) return;
   if (channel_) {
-    channel_->send(encode(message), outgoing_);
+    channel_->send(bytes, outgoing_);
   } else {
-    outgoing_ += encode(message);
+    outgoing_ += bytes;
   }
   write_some();
 }
@@ -290,6 +304,7 @@ Hub::Hub(EventLoop& loop, const LaunchPlan& plan, Fd listener, Handlers handlers
       handlers_(std::move(handlers)),
       secure_(secure_context(plan, SecureContext::Side::kServer)),
       started_(EventLoop::Clock::now()) {
+  enlarge_buffer(listener_.get());
   loop_.watch(listener_.get(), EPOLLIN, [this](std::uint32_t) { on_connect(); });
   overdue_timer_ = loop_.after(plan_.rendezvous_timeout, [this] {
     overdue_timer_ = 0;
@@ -327,6 +342,7 @@ void Hub::on_connect() {
   guest.connection = std::make_unique<Connection>(
       loop_, std::move(socket), secure_ ? secure_->open() : nullptr,
       Connection::Handlers{[this, number](const Message& message) { on_message(number, message); },
+                           [this, number](const StoreFrame& frame) { on_frame(number, frame); },
                            [this, number](const Closing& closing) { on_closed(number, closing); }});
   guest.address = guest.connection->peer_address();
   guest.deadline = loop_.after(kHandshakeTimeout, [this, number] { drop(number); });
@@ -382,6 +398,13 @@ void Hub::on_message(std::uint64_t number, const Message& message) {
     ++unreported_;
     drop(number);
   }
+}
+
+void Hub::on_frame(std::uint64_t number, const StoreFrame& frame) {
+  const auto found = guests_.find(number);
+  if (found == guests_.end()) return;
+  if (listener_) return on_closed(number, {"it used the store before the run has begun"});
+  handlers_.frame(found->second.node, frame);
 }
 
 // A node speaks for itself alone.
@@ -548,6 +571,11 @@ void Hub::broadcast(const Message& message) {
   for (const auto& [node, number] : guest_of_node_) guests_.at(number).connection->send(message);
 }
 
+void Hub::send(int node, const StoreFrame& frame) {
+  const auto found = guest_of_node_.find(node);
+  if (found != guest_of_node_.end()) guests_.at(found->second).connection->send(frame);
+}
+
 std::string Hub::local_address() const {
   std::string address;
   for (const auto& [node, number] : guest_of_node_) {
@@ -636,6 +664,7 @@ void Spoke::try_now() {
   for (const addrinfo* at : order) {
     Fd socket(::socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!socket) continue;
+    enlarge_buffer(socket.get());
     if (::connect(socket.get(), at->ai_addr, at->ai_addrlen) != 0 && errno != EINPROGRESS) {
       problem = std::strerror(errno);
       continue;
@@ -662,6 +691,9 @@ void Spoke::on_connected(Fd socket) {
   connection_ = std::make_unique<Connection>(
       loop_, std::move(socket), secure_ ? secure_->open() : nullptr,
       Connection::Handlers{[this](const Message& message) { on_message(message); },
+                           [this](const StoreFrame& frame) {
+                             if (connection_) handlers_.frame(frame);
+                           },
                            [this](const Closing& closing) { on_closed(closing); }});
   answer_timer_ =
       loop_.after(kConnectTimeout, [this] { try_later("what listens there does not answer"); });
@@ -745,6 +777,10 @@ void Spoke::on_message(const Message& message) {
 
 void Spoke::send(const Message& message) {
   if (connection_) connection_->send(message);
+}
+
+void Spoke::send(const StoreFrame& frame) {
+  if (connection_) connection_->send(frame);
 }
 
 }  // namespace lockstep::launch

@@ -1,10 +1,8 @@
-// How the launchers of several hosts talk: one TCP connection from each to node 0's, lines of JSON,
-// over TLS where there is a --secret-file (see secure_channel.h).
+// How the launchers of several hosts talk: one TCP connection from each to node 0's, lines of JSON
+// and frames of the store (store_streams.h), over TLS with a --secret-file (secure_channel.h).
 //
-// The launchers connect on the master port itself, before any rank is started. Node 0 listens
-// there, the others connect and stay connected, node 0 stops listening, and rank 0's store then
-// listens on the same port beside the connections (see ports.h). So one port is enough, it is the
-// one the user has opened, and nothing can clash with it.
+// Node 0 listens on the master port until all nodes are there, and starts the ranks
+// then. So one port is enough, and nobody can connect to it from the network while ranks run.
 //
 // Until a peer has joined, it is anybody: it has a deadline, short lines, few connections of which
 // the greediest address loses one first, and an answer that says nothing of this run.
@@ -22,6 +20,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -30,6 +29,7 @@
 #include "lockstep/launch/node_message.h"
 #include "lockstep/launch/plan.h"
 #include "lockstep/launch/secure_channel.h"
+#include "lockstep/launch/store_streams.h"
 
 namespace lockstep::launch {
 
@@ -47,7 +47,8 @@ class Connection {
  public:
   struct Handlers {
     std::function<void(const Message&)> message;
-    std::function<void(const Closing&)> closed;  // once
+    std::function<void(const StoreFrame&)> frame;  // of a peer that has joined; throws UsageError
+    std::function<void(const Closing&)> closed;    // once
   };
   // `channel`: none without a secret.
   Connection(EventLoop& loop, Fd socket, std::unique_ptr<SecureChannel> channel, Handlers handlers);
@@ -55,9 +56,10 @@ class Connection {
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
-  void send(const Message& message);
-  // The peer has joined: lines may be long from here on.
-  void trust();
+  void send(const Message& message) { send_bytes(encode(message)); }
+  void send(const StoreFrame& frame) { send_bytes(encode(frame)); }
+  // The peer has joined: lines may be long from here on, and there may be frames.
+  void trust() { trusted_ = true; }
   std::string local_address() const;
   std::string peer_address() const;
 
@@ -66,7 +68,9 @@ class Connection {
   void read_some();
   bool take(std::string_view bytes);
   bool is_other_protocol(char first);
-  void read_lines();
+  void read_messages();
+  std::size_t read_one(std::string_view bytes, std::optional<Message>& message);
+  void send_bytes(std::string_view bytes);
   void write_some();
   void close(Closing closing);
 
@@ -75,7 +79,7 @@ class Connection {
   std::unique_ptr<SecureChannel> channel_;
   Handlers handlers_;
   bool silent_ = true;  // nothing was received yet
-  std::size_t max_line_;
+  bool trusted_ = false;
   std::string incoming_;
   std::string outgoing_;
   std::shared_ptr<int> alive_ = std::make_shared<int>();
@@ -88,6 +92,7 @@ class Hub {
     std::function<void()> complete;  // every node is here; the port is free for rank 0
     std::function<void(const std::string& text)> overdue;  // rendezvous_timeout has passed
     std::function<void(int node, const Message&)> message;
+    std::function<void(int node, const StoreFrame&)> frame;
     std::function<void(int node, const std::string& host, const std::string& why)> lost;
     std::function<void(const std::string& text)> say;
   };
@@ -95,6 +100,7 @@ class Hub {
   ~Hub();
 
   void broadcast(const Message& message);
+  void send(int node, const StoreFrame& frame);
   // An own address that another host reached us at; a loopback one when all are on this host.
   std::string local_address() const;
   // What each node brings, by node rank; of all of them once `complete` was called.
@@ -115,6 +121,7 @@ class Hub {
   void pause_accept();
   bool evict();
   void on_message(std::uint64_t guest, const Message& message);
+  void on_frame(std::uint64_t guest, const StoreFrame& frame);
   void on_handshake(std::uint64_t guest, const Message& handshake);
   void refuse(std::uint64_t guest, const std::string& reason);
   void on_closed(std::uint64_t guest, const Closing& closing);
@@ -138,10 +145,8 @@ class Hub {
   std::set<std::string> reported_;  // since the last progress line
   std::size_t unreported_ = 0;
   EventLoop::Clock::time_point started_;
-  EventLoop::TimerId overdue_timer_ = 0;
-  EventLoop::TimerId progress_timer_ = 0;
-  EventLoop::TimerId accept_timer_ = 0;
-  EventLoop::TimerId goodbye_timer_ = 0;
+  EventLoop::TimerId overdue_timer_ = 0, progress_timer_ = 0;
+  EventLoop::TimerId accept_timer_ = 0, goodbye_timer_ = 0;
   EventLoop::Task on_goodbyes_;
 };
 
@@ -150,6 +155,7 @@ class Spoke {
  public:
   struct Handlers {
     std::function<void(const Message&)> message;  // kStart and what follows
+    std::function<void(const StoreFrame&)> frame;
     // Refused (2), or node 0 or another node did not come in time (1).
     std::function<void(int code, const std::string& text)> failed;
     std::function<void(const std::string& why)> lost;  // after it had answered
@@ -160,6 +166,7 @@ class Spoke {
 
   void connect();
   void send(const Message& message);
+  void send(const StoreFrame& frame);
   void close() { connection_.reset(); }
   std::string local_address() const { return local_address_; }
 
@@ -187,8 +194,7 @@ class Spoke {
   EventLoop::Clock::time_point started_;
   EventLoop::TimerId overdue_timer_ = 0;
   EventLoop::TimerId retry_timer_ = 0;
-  EventLoop::TimerId answer_timer_ = 0;
-  EventLoop::TimerId progress_timer_ = 0;
+  EventLoop::TimerId answer_timer_ = 0, progress_timer_ = 0;
 };
 
 }  // namespace lockstep::launch

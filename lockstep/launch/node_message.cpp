@@ -13,7 +13,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kProtocol = 2;
+constexpr int kProtocol = 3;
 constexpr int kMaxExitCode = 255;
 constexpr std::size_t kMaxHostBytes = 255;
 

@@ -1,14 +1,13 @@
 // MASTER_PORT: a port that stays ours from the moment it is chosen.
 //
-// Three sockets may share one port as long as at most one of them listens and all have
-// SO_REUSEADDR. The launcher's own is bound and never listens, so nobody else is given the port.
-// With several hosts a Python rank 0 binds and listens beside it; our own rank 0 is handed a second
-// bound socket (store_socket) and listens on that one, which c10d's TCPStore does by itself for
-// masterListenFd. Connections that were accepted on the port earlier (from other launchers) do not
-// disturb either. On one host the launcher itself listens (store_server.h), on loopback.
+// Several sockets may share one port as long as at most one of them listens and all
+// have SO_REUSEADDR. The first is bound and never listens, so nobody else is given the port; others
+// are bound beside it to listen for a while: node 0's launcher for the other launchers, on every
+// interface, and then, on loopback, for the store (store_server.h). Connections that were accepted
+// on the port earlier do not disturb.
 //
 //   HeldPort port = HeldPort::any(Reach::kLoopback);   // or HeldPort::exactly(29500, reach)
-//   Fd for_rank_zero = port.store_socket();
+//   Fd listener = port.listener();
 //
 // Owned by the supervisor; one per attempt when the port was not asked for.
 #pragma once
@@ -28,8 +27,7 @@ class HeldPort {
   static HeldPort exactly(int port, Reach reach = Reach::kNetwork);
 
   int number() const { return number_; }
-  // Bound to the same port, not listening, close-on-exec. Close it here once rank 0 has it: a
-  // socket that listens in rank 0 would continue listening in the launcher after rank 0 has died.
+  // Bound to the same port, not listening, close-on-exec.
   Fd store_socket() const;
   // Bound and listening, non-blocking. Throws UsageError when somebody else listens.
   Fd listener() const;

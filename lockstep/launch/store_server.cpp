@@ -60,6 +60,13 @@ void remove_front(std::string& text, std::size_t bytes) {
   if (text.capacity() > 4 * (text.size() + kReadBytes)) text.shrink_to_fit();
 }
 
+// The first message of every client. A launcher that forwards looks at nothing else.
+constexpr std::size_t kHandshakeBytes = 1 + sizeof store::kMagic;
+bool is_handshake(std::string_view bytes) {
+  return bytes[0] == static_cast<char>(store::Command::kValidate) &&
+         std::memcmp(bytes.data() + 1, &store::kMagic, sizeof store::kMagic) == 0;
+}
+
 bool is_unix_stream(int fd) {
   int domain = 0, type = 0;
   socklen_t length = sizeof domain;
@@ -83,6 +90,18 @@ StoreServer::StoreServer(EventLoop& loop, const HeldPort& port, Say say, StoreSe
     may_listen_ = true;
     update_listener();
   });
+  if (!options_.link || !options_.link->forwards) return;
+  StoreStreams::Handlers handlers;
+  handlers.send = [this](StoreFrame frame) {
+    frame.attempt = static_cast<std::uint32_t>(options_.link->attempt);
+    options_.link->send(0, frame);
+  };
+  handlers.received = [this](StoreTable::Client client, std::string_view bytes) {
+    send(client, bytes);
+  };
+  handlers.writable = [this](StoreTable::Client client) { queue_turn(client); };
+  handlers.closed = [this](StoreTable::Client client) { close(client); };
+  node_zero_ = std::make_unique<StoreStreams>(std::move(handlers));
 }
 
 StoreServer::~StoreServer() {
@@ -92,7 +111,7 @@ StoreServer::~StoreServer() {
   for (const auto& [fd, owner] : channels_) loop_.forget(fd);
   for (auto& [client, connection] : connections_) {
     loop_.cancel(connection.handshake_timer);
-    loop_.forget(connection.fd.get());
+    if (connection.fd) loop_.forget(connection.fd.get());
   }
 }
 
@@ -136,8 +155,9 @@ void StoreServer::on_channel(int fd, int rank) {
 // ---------------------------------------------------------------- TCP
 
 void StoreServer::update_listener() {
-  const auto over_tcp = count(kOverTcp);
-  const bool used_by_channel = connections_.size() > over_tcp;
+  const bool used_by_channel =
+      std::any_of(connections_.begin(), connections_.end(),
+                  [](const auto& each) { return each.second.fd && each.second.rank != kOverTcp; });
   const bool wanted = may_listen_ && (!used_by_channel || used_by_tcp_);
   if (wanted && !listener_) return listen();
   if (wanted || !listener_) return;
@@ -189,18 +209,21 @@ void StoreServer::on_accept() {
 // ---------------------------------------------------------------- connections
 
 std::size_t StoreServer::count(int rank) const {
-  return static_cast<std::size_t>(
-      std::count_if(connections_.begin(), connections_.end(),
-                    [rank](const auto& each) { return each.second.rank == rank; }));
+  return static_cast<std::size_t>(std::count_if(
+      connections_.begin(), connections_.end(),
+      [rank](const auto& each) { return each.second.fd && each.second.rank == rank; }));
 }
 
 void StoreServer::serve(Fd fd, int rank) {
+  if (lost_) return;
   set_nonblocking(fd.get());
   const StoreTable::Client client = ++last_client_;
   loop_.watch(fd.get(), EPOLLIN,
               [this, client](std::uint32_t events) { on_connection(client, events); });
   Connection& connection = connections_[client];
+  connection.client = client;
   connection.fd = std::move(fd);
+  connection.events = EPOLLIN;
   connection.rank = rank;
   if (rank == kOverTcp)
     connection.handshake_timer =
@@ -210,12 +233,38 @@ void StoreServer::serve(Fd fd, int rank) {
 
 void StoreServer::close(StoreTable::Client client) {
   const auto found = connections_.find(client);
-  loop_.cancel(found->second.handshake_timer);
-  loop_.forget(found->second.fd.get());
-  tcp_bytes_ -= found->second.counted;
+  Connection& connection = found->second;
+  loop_.cancel(connection.handshake_timer);
+  tcp_bytes_ -= connection.counted;
+  if (node_zero_) node_zero_->close(client);
+  const bool local = static_cast<bool>(connection.fd);
+  if (local) {
+    loop_.forget(connection.fd.get());
+  } else if (!connection
+                  .ended) {  // otherwise its stream is closed, and the number may be another's
+    nodes_.at(connection.node).close(connection.stream);
+    client_of_stream_.erase({connection.node, connection.stream});
+  }
   connections_.erase(found);
   table_.drop(client);
-  update_listener();
+  if (local) update_listener();
+}
+
+// No more will come; what has come is carried out, or forwarded, first.
+void StoreServer::end_input(StoreTable::Client client) {
+  Connection& connection = connections_.at(client);
+  if (!connection.queued && (!node_zero_ || connection.in.empty())) return close(client);
+  connection.ended = true;
+  if (!connection.fd) {
+    client_of_stream_.erase({connection.node, connection.stream});
+  } else {
+    loop_.forget(connection.fd.get());
+  }
+}
+
+bool StoreServer::may_read(const Connection& connection) const {
+  // The table refuses a command that is too long; what is only forwarded waits in the client.
+  return connection.unsent() <= kMaxUnsent && (!node_zero_ || connection.in.size() < kReadBytes);
 }
 
 void StoreServer::on_connection(StoreTable::Client client, std::uint32_t events) {
@@ -232,14 +281,77 @@ void StoreServer::on_connection(StoreTable::Client client, std::uint32_t events)
     if (broken) close(client);
     return;
   }
+  // Of a client that is gone the rest is taken at once: its socket would be reported forever.
+  if (!broken && !may_read(connection)) return;
   char buffer[kReadBytes];
   const ssize_t n = ::recv(connection.fd.get(), buffer, sizeof buffer, 0);
   if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
-  if (n <= 0) return close(client);
+  if (n <= 0) return end_input(client);
   connection.in.append(buffer, static_cast<std::size_t>(n));
   recount(connection);
   queue_turn(client);
   enforce_tcp_bytes();
+}
+
+// ---------------------------------------------------------------- other nodes
+
+StoreStreams& StoreServer::streams_of(int node) {
+  const auto found = nodes_.find(node);
+  if (found != nodes_.end()) return found->second;
+  const auto client = [this, node](StoreStreams::Id stream) {
+    return client_of_stream_.at({node, stream});
+  };
+  StoreStreams::Handlers handlers;
+  handlers.send = [this, node](StoreFrame frame) {
+    frame.attempt = static_cast<std::uint32_t>(options_.link->attempt);
+    options_.link->send(node, frame);
+  };
+  handlers.opened = [this, node](StoreStreams::Id stream, int rank) {
+    Connection& connection = connections_[++last_client_];
+    connection.client = last_client_;
+    connection.node = node;
+    connection.stream = stream;
+    connection.rank = rank;
+    client_of_stream_[{node, stream}] = connection.client;
+  };
+  handlers.received = [this, client](StoreStreams::Id stream, std::string_view bytes) {
+    Connection& connection = connections_.at(client(stream));
+    connection.in.append(bytes);
+    connection.unconsumed += bytes.size();
+    recount(connection);
+    queue_turn(connection.client);
+    enforce_tcp_bytes();
+  };
+  handlers.writable = [this, client](StoreStreams::Id stream) {
+    Connection& connection = connections_.at(client(stream));
+    flush(connection);
+    if (connection.unsent() > kMaxUnsent) return;
+    if (!connection.in.empty()) return queue_turn(connection.client);
+    consume(connection);
+  };
+  handlers.closed = [this, client](StoreStreams::Id stream) { end_input(client(stream)); };
+  return nodes_.emplace(node, std::move(handlers)).first->second;
+}
+
+void StoreServer::on_frame(int node, const StoreFrame& frame) {
+  if (!options_.link || lost_ || static_cast<int>(frame.attempt) != options_.link->attempt) return;
+  if (node_zero_) return node_zero_->on_frame(frame);
+  streams_of(node).on_frame(frame);
+}
+
+void StoreServer::on_lost(int node) {
+  lost_ = node_zero_ != nullptr;
+  std::vector<StoreTable::Client> theirs;
+  for (const auto& [client, connection] : connections_)
+    if (lost_ || (!connection.fd && connection.node == node)) theirs.push_back(client);
+  for (const StoreTable::Client client : theirs) close(client);
+  nodes_.erase(node);
+}
+
+// Its stream may bring as much again.
+void StoreServer::consume(Connection& connection) {
+  if (connection.unconsumed > 0 && !connection.ended)
+    nodes_.at(connection.node).consumed(connection.stream, std::exchange(connection.unconsumed, 0));
 }
 
 // ---------------------------------------------------------------- turns
@@ -270,11 +382,16 @@ void StoreServer::take_turns() {
     if (found == connections_.end()) continue;
     found->second.queued = false;
     try {
-      if (carry_out(client)) unfinished.push_back(client);
+      if (carry_out(client)) {
+        unfinished.push_back(client);
+      } else if (found->second.ended && (!node_zero_ || found->second.in.empty())) {
+        close(client);
+      }
     } catch (const CommError& error) {
       const int rank = found->second.rank;
-      complain(fmt::format("{}: the connection of {} is closed.", error.what(),
-                           rank == kOverTcp ? "a TCP client" : fmt::format("rank {}", rank)));
+      complain(fmt::format("{}: the connection of {}{} is closed.", error.what(),
+                           rank == kOverTcp ? "a TCP client" : fmt::format("rank {}", rank),
+                           found->second.fd ? "" : fmt::format(" on node {}", found->second.node)));
       close(client);
     }
   }
@@ -292,7 +409,7 @@ bool StoreServer::carry_out(StoreTable::Client client) {
   while (complete && used < connection.in.size() && turn_work_ < kTurnBytes &&
          connection.unsent() <= kMaxUnsent) {
     const auto input = std::string_view(connection.in).substr(used);
-    const std::size_t command = table_.feed_one(client, input);
+    const std::size_t command = feed(connection, input);
     complete = command > 0;
     turn_work_ += kCommandBytes + (complete ? command : input.size());
     used += command;
@@ -301,9 +418,26 @@ bool StoreServer::carry_out(StoreTable::Client client) {
   recount(connection);
   if (used > 0) {
     loop_.cancel(connection.handshake_timer);
-    if (connection.rank == kOverTcp) used_by_tcp_ = true;
+    if (connection.fd && connection.rank == kOverTcp) used_by_tcp_ = true;
   }
-  return complete && !connection.in.empty() && connection.unsent() <= kMaxUnsent;
+  if (connection.unsent() > kMaxUnsent) return false;
+  if (complete && !connection.in.empty()) return true;
+  consume(connection);
+  watch(connection);
+  return false;
+}
+
+// How many bytes at the front of the input were taken: a command, or what could be forwarded.
+std::size_t StoreServer::feed(Connection& connection, std::string_view input) {
+  if (!node_zero_) return table_.feed_one(connection.client, input);
+  if (!connection.forwarded) {
+    if (input.size() < kHandshakeBytes) return 0;
+    if (!is_handshake(input))
+      throw CommError("store", "the first message is not from a TCPStore client");
+    connection.forwarded = true;
+    node_zero_->open(connection.client, connection.rank);
+  }
+  return node_zero_->write(connection.client, input);
 }
 
 // ---------------------------------------------------------------- replies
@@ -318,22 +452,35 @@ void StoreServer::send(StoreTable::Client client, std::string_view bytes) {
 }
 
 void StoreServer::flush(Connection& connection) {
+  std::size_t passed = connection.ended ? connection.unsent() : 0;
+  if (connection.ended) connection.sent = connection.out.size();
   while (connection.unsent() > 0) {
-    const ssize_t n = ::send(connection.fd.get(), connection.out.data() + connection.sent,
-                             connection.unsent(), MSG_NOSIGNAL);
+    const auto rest = std::string_view(connection.out).substr(connection.sent);
+    const ssize_t n =
+        connection.fd
+            ? ::send(connection.fd.get(), rest.data(), rest.size(), MSG_NOSIGNAL)
+            : static_cast<ssize_t>(nodes_.at(connection.node).write(connection.stream, rest));
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno != EAGAIN) connection.sent = connection.out.size();
-    if (n < 0) break;
-    connection.sent += static_cast<std::size_t>(n);
+    if (n == 0 || (n < 0 && errno == EAGAIN)) break;
+    const std::size_t gone = n < 0 ? rest.size() : static_cast<std::size_t>(n);  // broken, or sent
+    connection.sent += gone;
+    passed += gone;
   }
+  if (node_zero_) node_zero_->consumed(connection.client, passed);
   if (2 * connection.sent >= connection.out.size()) {  // seldom enough to be cheap
     remove_front(connection.out, connection.sent);
     connection.sent = 0;
   }
   recount(connection);
+  watch(connection);
+}
+
+// A client of another node is asked for more by consume() and flushed when its stream is writable.
+void StoreServer::watch(Connection& connection) {
+  if (!connection.fd || connection.ended) return;
   std::uint32_t events = connection.unsent() > 0 ? static_cast<std::uint32_t>(EPOLLOUT) : 0u;
-  if (connection.unsent() <= kMaxUnsent) events |= static_cast<std::uint32_t>(EPOLLIN);
-  loop_.change(connection.fd.get(), events);
+  if (may_read(connection)) events |= static_cast<std::uint32_t>(EPOLLIN);
+  if (std::exchange(connection.events, events) != events) loop_.change(connection.fd.get(), events);
 }
 
 // ---------------------------------------------------------------- bounds

@@ -1,4 +1,4 @@
-// The key-value store of a one-host run, served by the launcher in its own event loop.
+// The key-value store of a run, served by the launcher in its own event loop.
 //
 // Ranks that use Lockstep reach it over the channel they inherit (core/store_channel.h). Python
 // ranks connect to MASTER_PORT as they do under torchrun, so the server also listens there, on the
@@ -9,11 +9,15 @@
 //     handshake is one). Once one has, it listens until it is destroyed.
 // TCP clients are not authenticated: every user of the host can read and set keys while it listens.
 //
+// With several hosts node 0's launcher has the keys. The launchers of the others serve their ranks
+// in the same way, and forward the bytes over the link between the launchers (store_streams.h).
+//
 // What it may take is bounded. A turn of the loop carries out at most 256 commands, of about 1 MiB
 // of input and replies and one larger command; a client with more than 1 MiB of unread replies is
 // neither read nor served. So a connection of a rank holds at most one command and one reply (128
 // MiB each) and 1 MiB; all TCP connections together hold StoreServerOptions::tcp_bytes, checked
-// after each turn (within one, one reply more).
+// after each turn (within one, one reply more). Clients of other nodes count as those of this one.
+// A launcher that forwards holds at most 128 KiB of commands and one window of replies per client.
 //
 //   StoreServer store(loop, port, say);       // a fresh one for each attempt
 //   Fd channel = store.open_channel(rank);    // for the rank to inherit
@@ -26,15 +30,26 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "lockstep/core/fd.h"
 #include "lockstep/launch/event_loop.h"
 #include "lockstep/launch/ports.h"
+#include "lockstep/launch/store_streams.h"
 #include "lockstep/launch/store_table.h"
 
 namespace lockstep::launch {
+
+// How the launchers of several hosts share the store.
+struct StoreLink {
+  bool forwards = false;  // to node 0; otherwise this is node 0
+  int attempt = 0;
+  std::function<void(int node, const StoreFrame&)> send;
+};
 
 struct StoreServerOptions {
   StoreLimits limits = {};
@@ -46,6 +61,7 @@ struct StoreServerOptions {
   std::chrono::milliseconds tcp_handshake{10'000};  // a TCP connection without one is closed then
   // Less than importing torch takes, more than our own ranks usually need to come here.
   std::chrono::milliseconds listen_after{1000};
+  std::optional<StoreLink> link = {};  // none on one host
 };
 
 class StoreServer {
@@ -61,17 +77,28 @@ class StoreServer {
   // The rank's end, close-on-exec.
   Fd open_channel(int rank);
   bool listening() const { return static_cast<bool>(listener_); }
+  // From another launcher. Throws UsageError where it breaks the protocol.
+  void on_frame(int node, const StoreFrame& frame);
+  // The launcher of that node is lost: its clients are dropped. Without node 0 no client is served.
+  void on_lost(int node);
 
  private:
   static constexpr int kOverTcp = -1;
   struct Connection {
-    Fd fd;
+    StoreTable::Client client = 0;
+    Fd fd;  // none: a client of another node
+    int node = 0;
+    StoreStreams::Id stream = 0;
     int rank = kOverTcp;
     std::string in;
     std::string out;
-    std::size_t sent = 0;     // of `out`
-    std::size_t counted = 0;  // in tcp_bytes_
-    bool queued = false;      // in turns_
+    std::size_t sent = 0;        // of `out`
+    std::size_t counted = 0;     // in tcp_bytes_
+    std::size_t unconsumed = 0;  // received from its stream
+    std::uint32_t events = 0;    // watched
+    bool queued = false;         // in turns_
+    bool forwarded = false;      // node 0 knows it
+    bool ended = false;          // its client is gone; what it had sent is still carried out
     EventLoop::TimerId handshake_timer = 0;
 
     std::size_t unsent() const { return out.size() - sent; }
@@ -81,13 +108,19 @@ class StoreServer {
   void on_accept();
   void on_connection(StoreTable::Client client, std::uint32_t events);
   void serve(Fd fd, int rank);
+  void end_input(StoreTable::Client client);
   void close(StoreTable::Client client);
   void send(StoreTable::Client client, std::string_view bytes);
   void flush(Connection& connection);
+  void watch(Connection& connection);
+  bool may_read(const Connection& connection) const;
+  void consume(Connection& connection);
   void queue_turn(StoreTable::Client client);
   void schedule_turn();
   void take_turns();
   bool carry_out(StoreTable::Client client);
+  std::size_t feed(Connection& connection, std::string_view input);
+  StoreStreams& streams_of(int node);
   void recount(Connection& connection);
   void enforce_tcp_bytes();
   void complain(const std::string& line);
@@ -108,6 +141,10 @@ class StoreServer {
   int complaints_ = 0;
   std::map<int, Fd> channels_;  // by their own number
   std::map<StoreTable::Client, Connection> connections_;
+  std::unique_ptr<StoreStreams> node_zero_;  // where this launcher forwards
+  std::map<int, StoreStreams> nodes_;        // the others, where it does not
+  std::map<std::pair<int, StoreStreams::Id>, StoreTable::Client> client_of_stream_;
+  bool lost_ = false;  // node 0, where this launcher forwards
   std::size_t tcp_bytes_ = 0;
   std::deque<StoreTable::Client> turns_;  // whose input is to be carried out
   EventLoop::TimerId turn_timer_ = 0;

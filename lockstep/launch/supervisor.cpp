@@ -133,6 +133,7 @@ class Supervisor {
   void choose_loopback();
   void open_hub();
   void open_spoke();
+  void open_store(int attempt);
 
   void on_signals();
   bool is_echo(int signal);
@@ -154,7 +155,6 @@ class Supervisor {
     if (log::enabled(log::Level::kInfo)) say(text);
   }
   bool busy() const { return group_ != nullptr && !group_->over(); }
-  Reach reach() const { return plan_.nnodes == 1 ? Reach::kLoopback : Reach::kNetwork; }
 
   const LaunchPlan& plan_;
   const GuardContext& guard_;
@@ -163,8 +163,9 @@ class Supervisor {
   GroupSetup setup_;
   LogDirectory logs_;
   Fd signals_;
-  std::optional<HeldPort> port_;          // node 0
-  std::unique_ptr<StoreServer> store_;    // of one host; fresh for each attempt
+  std::optional<HeldPort> link_port_;     // node 0 of several
+  std::optional<HeldPort> port_;          // MASTER_PORT of the ranks here
+  std::unique_ptr<StoreServer> store_;    // fresh for each attempt
   std::unique_ptr<Coordinator> decides_;  // node 0
   std::unique_ptr<Hub> hub_;              // node 0 of several
   std::unique_ptr<Spoke> spoke_;          // the others
@@ -192,8 +193,11 @@ int Supervisor::run() {
   choose_threads();
   bind_to_cpus();
   if (plan_.node_rank == 0) {
-    if (plan_.master_port != 0) port_ = HeldPort::exactly(plan_.master_port, reach());
+    if (plan_.nnodes > 1) link_port_ = HeldPort::exactly(plan_.master_port, Reach::kNetwork);
+    if (plan_.master_port != 0) port_ = HeldPort::exactly(plan_.master_port, Reach::kLoopback);
     decides_ = std::make_unique<Coordinator>(loop_, plan_, [this](const Message& message) {
+      // Before a rank of another node can use it.
+      if (message.kind == Message::Kind::kStart) open_store(message.attempt);
       if (hub_) hub_->broadcast(message);
       loop_.post([this, message] { obey(message); });
     });
@@ -293,7 +297,11 @@ void Supervisor::open_hub() {
   handlers.message = [this](int node, const Message& message) {
     decides_->on_message(node, message);
   };
+  handlers.frame = [this](int node, const StoreFrame& frame) {
+    if (store_) store_->on_frame(node, frame);
+  };
   handlers.lost = [this](int node, const std::string& host, const std::string& why) {
+    if (store_) store_->on_lost(node);
     decides_->on_lost(node, host, why);
   };
   handlers.say = [this](const std::string& text) { say(text); };
@@ -302,7 +310,7 @@ void Supervisor::open_hub() {
         fmt::format("[launch] without --secret-file anybody who reaches port {} here and knows the "
                     "run id ({}) can join this run as a node, and stop it.",
                     plan_.master_port, plan_.run_id));
-  hub_ = std::make_unique<Hub>(loop_, plan_, port_->listener(), std::move(handlers));
+  hub_ = std::make_unique<Hub>(loop_, plan_, link_port_->listener(), std::move(handlers));
 }
 
 void Supervisor::open_spoke() {
@@ -311,6 +319,9 @@ void Supervisor::open_spoke() {
   handlers.failed = [this](int code, const std::string& text) {
     say(text);
     end(code, std::nullopt);
+  };
+  handlers.frame = [this](const StoreFrame& frame) {
+    if (store_) store_->on_frame(0, frame);
   };
   handlers.lost = [this](const std::string& why) { on_node_zero_lost(why); };
   handlers.say = [this](const std::string& text) { say(text); };
@@ -438,27 +449,35 @@ void Supervisor::announce_later(const RankFailure& failure) {
   });
 }
 
+void Supervisor::open_store(int attempt) {
+  store_.reset();  // may listen on the port
+  // --master-port is a port of node 0. Elsewhere another launcher of this host may have it. The old
+  // one is held until the new one is found, so that it is a new one.
+  if (plan_.node_rank != 0 || plan_.master_port == 0) port_ = HeldPort::any(Reach::kLoopback);
+  StoreServerOptions options;
+  if (runs_python(plan_)) options.listen_after = milliseconds(0);
+  if (plan_.nnodes > 1) {
+    options.link.emplace();
+    options.link->forwards = plan_.node_rank != 0;
+    options.link->attempt = attempt;
+    options.link->send = [this](int node, const StoreFrame& frame) {
+      if (hub_) hub_->send(node, frame);
+      if (spoke_) spoke_->send(frame);
+    };
+  }
+  store_ = std::make_unique<StoreServer>(
+      loop_, *port_, [this](const std::string& text) { say(text); }, std::move(options));
+}
+
 void Supervisor::start_attempt(int attempt) {
   attempt_ = attempt;
   if (plan_.nnodes > 1 && attempt == 0) choose_interface();
+  if (spoke_) open_store(attempt);
   GroupInfo place;
   place.attempt = attempt;
-  place.master_port = plan_.master_port;
+  place.master_port = port_->number();
   place.directory = logs_.attempt(attempt);
-  if (plan_.node_rank == 0) {
-    store_.reset();  // may listen on the port
-    // The old one is held until the new one is found, so that it is a new one.
-    if (plan_.master_port == 0) port_ = HeldPort::any(reach());
-    place.port = &*port_;
-    place.master_port = port_->number();
-    if (plan_.nnodes == 1) {
-      StoreServerOptions options;
-      if (runs_python(plan_)) options.listen_after = milliseconds(0);
-      store_ = std::make_unique<StoreServer>(
-          loop_, *port_, [this](const std::string& text) { say(text); }, options);
-      place.store = store_.get();
-    }
-  }
+  place.store = store_.get();
   group_ = std::make_unique<WorkerGroup>(
       setup_, std::move(place),
       GroupEvents{[this](const RankFailure& failure) { on_group_failed(failure); },
@@ -498,6 +517,7 @@ void Supervisor::on_node_zero_lost(const std::string& why) {
   announce_later(*message.failure);
   end_when_idle_ = message;
   group_->stop_for(*message.failure);
+  store_->on_lost(0);  // ranks that wait there know the reason now
 }
 
 // ---------------------------------------------------------------- end

@@ -71,8 +71,7 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerInfo& place,
   set["TORCHELASTIC_RUN_ID"] = plan.run_id;
   set["TORCHELASTIC_ERROR_FILE"] = place.error_file;
   set["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals_text(plan.signals_to_handle);
-  // On one host the launcher hosts the store, as torchrun's agent does; on several rank 0 does.
-  set["TORCHELASTIC_USE_AGENT_STORE"] = place.store_channel.empty() ? "False" : "True";
+  set["TORCHELASTIC_USE_AGENT_STORE"] = "True";  // the launcher serves the store
   if (!is_set(variable, "TORCH_NCCL_ASYNC_ERROR_HANDLING"))
     set["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1";
 
@@ -80,8 +79,7 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerInfo& place,
   // longer equals TORCHELASTIC_RUN_ID, and the descriptors below are known to be another's.
   set["LOCKSTEP_RUN"] = plan.run_id;
   set["LOCKSTEP_CONTROL_FD"] = place.control_fd >= 0 ? std::to_string(place.control_fd) : "";
-  const bool stores = place.store_fd >= 0 && plan.node_rank == 0 && place.local_rank == 0;
-  set["LOCKSTEP_STORE_FD"] = stores ? std::to_string(place.store_fd) : "";
+  set["LOCKSTEP_STORE_FD"] = "";  // a socket of another launcher's rank 0
   set[terminal::kVariable] = place.terminal;
   set["LOCKSTEP_STORE_CHANNEL"] = place.store_channel;
 

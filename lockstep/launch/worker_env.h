@@ -2,7 +2,7 @@
 // A pure function of the plan, of what the supervisor decided for this attempt, and of the caller's
 // environment, which wins only where "unless already set" is said.
 //
-//   auto set = worker_environment(plan, {.local_rank = 1, .master_addr = "10.0.0.1", ...});
+//   auto set = worker_environment(plan, {.local_rank = 1, .master_port = 29500, ...});
 #pragma once
 
 #include <map>
@@ -18,12 +18,11 @@ struct WorkerInfo {
   int local_rank = 0;
   WorldLayout layout;
   int attempt = 0;          // TORCHELASTIC_RESTART_COUNT
-  std::string master_addr;  // as settled for this attempt
+  std::string master_addr;  // where this launcher serves the store
   int master_port = 0;
   std::string error_file;     // absolute; TORCHELASTIC_ERROR_FILE
   int control_fd = -1;        // LOCKSTEP_CONTROL_FD: read end; failures are announced here
-  int store_fd = -1;          // LOCKSTEP_STORE_FD: bound socket, not yet listening; rank 0 only
-  std::string store_channel;  // LOCKSTEP_STORE_CHANNEL: the launcher serves the store (one host)
+  std::string store_channel;  // LOCKSTEP_STORE_CHANNEL: to the store that the launcher serves
   std::string interface;      // GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME unless already set
   int threads = 0;            // OMP_NUM_THREADS unless already set; 0: leave alone
   std::string terminal;       // LOCKSTEP_TERMINAL (core/terminal.h); empty: not on a terminal

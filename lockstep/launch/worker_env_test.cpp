@@ -41,11 +41,11 @@ WorkerInfo third() {
   place.local_rank = 2;
   place.layout = {.first_rank = 4, .world_size = 8, .first_role_rank = 1, .role_world_size = 5};
   place.attempt = 1;
-  place.master_addr = "10.0.0.1";
+  place.master_addr = "127.0.0.1";
   place.master_port = 1234;
   place.error_file = "/logs/error.json";
   place.control_fd = 7;
-  place.store_fd = 8;
+  place.store_channel = "9:123:2:4:1234";
   place.interface = "eth0";
   place.threads = 6;
   return place;
@@ -61,7 +61,7 @@ TEST(WorkerEnvironment, WhatTheFileSaysYieldsToWhatIsSet) {
   EXPECT_EQ(worker_environment(plan, third(), variables({})).at("CUDA_VISIBLE_DEVICES"), "6");
 }
 
-TEST(WorkerEnvironment, OnSeveralHostsIsTorchrunsWithOneDifference) {
+TEST(WorkerEnvironment, IsTorchrunsAndTheLauncherHostsTheStore) {
   const Environment set = worker_environment(two_by_four(), third(), variables({}));
   const Environment expected = {{"RANK", "6"},
                                 {"LOCAL_RANK", "2"},
@@ -72,12 +72,12 @@ TEST(WorkerEnvironment, OnSeveralHostsIsTorchrunsWithOneDifference) {
                                 {"ROLE_WORLD_SIZE", "5"},
                                 {"GROUP_WORLD_SIZE", "2"},
                                 {"ROLE_NAME", "trainer"},
-                                {"MASTER_ADDR", "10.0.0.1"},
+                                {"MASTER_ADDR", "127.0.0.1"},
                                 {"MASTER_PORT", "1234"},
                                 {"TORCHELASTIC_RESTART_COUNT", "1"},
                                 {"TORCHELASTIC_MAX_RESTARTS", "3"},
                                 {"TORCHELASTIC_RUN_ID", "job"},
-                                {"TORCHELASTIC_USE_AGENT_STORE", "False"},
+                                {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                                 {"TORCHELASTIC_ERROR_FILE", "/logs/error.json"},
                                 {"TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"},
                                 {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"},
@@ -88,18 +88,8 @@ TEST(WorkerEnvironment, OnSeveralHostsIsTorchrunsWithOneDifference) {
                                 {"LOCKSTEP_CONTROL_FD", "7"},
                                 {"LOCKSTEP_STORE_FD", ""},
                                 {"LOCKSTEP_TERMINAL", ""},
-                                {"LOCKSTEP_STORE_CHANNEL", ""}};
+                                {"LOCKSTEP_STORE_CHANNEL", "9:123:2:4:1234"}};
   EXPECT_EQ(set, expected);
-}
-
-TEST(WorkerEnvironment, OnOneHostTheLauncherHostsTheStoreAsTorchrunDoes) {
-  WorkerInfo place = third();
-  place.store_fd = -1;
-  place.store_channel = "9:123:2:4:1234";
-  const Environment set = worker_environment(two_by_four(), place, variables({}));
-  EXPECT_THAT(set, Contains(Pair("TORCHELASTIC_USE_AGENT_STORE", "True")));
-  EXPECT_THAT(set, Contains(Pair("LOCKSTEP_STORE_CHANNEL", "9:123:2:4:1234")));
-  EXPECT_THAT(set, Contains(Pair("LOCKSTEP_STORE_FD", "")));
 }
 
 TEST(WorkerEnvironment, OverridesStaleIdentity) {
@@ -122,24 +112,9 @@ TEST(WorkerEnvironment, KeepsWhatTheCallerChose) {
               Contains(Pair("OMP_NUM_THREADS", "6")));
 }
 
-TEST(WorkerEnvironment, OnlyGlobalRankZeroGetsTheStore) {
-  LaunchPlan plan = two_by_four();
-  WorkerInfo place = third();
-  plan.node_rank = 0;
-  EXPECT_THAT(worker_environment(plan, place, variables({})),
-              Contains(Pair("LOCKSTEP_STORE_FD", "")));
-  place.local_rank = 0;
-  EXPECT_THAT(worker_environment(plan, place, variables({})),
-              Contains(Pair("LOCKSTEP_STORE_FD", "8")));
-  plan.node_rank = 1;
-  EXPECT_THAT(worker_environment(plan, place, variables({})),
-              Contains(Pair("LOCKSTEP_STORE_FD", "")));
-}
-
 TEST(WorkerEnvironment, WithoutDescriptorsTheirVariablesAreRemoved) {
   WorkerInfo place = third();
   place.control_fd = -1;
-  place.store_fd = -1;
   place.interface = "";
   place.threads = 0;
   const Environment set = worker_environment(two_by_four(), place, variables({}));

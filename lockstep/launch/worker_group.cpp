@@ -154,18 +154,13 @@ std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int 
   place.local_rank = worker.local_rank;
   place.layout = setup_.layout;
   place.attempt = place_.attempt;
-  // On one host the store answers on loopback alone, whatever address was given.
-  place.master_addr = place_.store != nullptr ? "127.0.0.1" : setup_.plan.master_addr;
+  place.master_addr = "127.0.0.1";  // where this launcher serves the store
   place.master_port = place_.master_port;
   place.error_file = worker.error_file;
   place.control_fd = control_fd;
-  if (place_.store != nullptr) {
-    place.store_channel = StoreChannel{store_fd, inode_of(store_fd), rank_of(worker),
-                                       setup_.layout.world_size, place_.master_port}
-                              .text();
-  } else {
-    place.store_fd = store_fd;
-  }
+  place.store_channel = StoreChannel{store_fd, inode_of(store_fd), rank_of(worker),
+                                     setup_.layout.world_size, place_.master_port}
+                            .text();
   place.interface = setup_.interface;
   place.threads = setup_.threads;
   place.terminal = terminal_for(worker);
@@ -207,19 +202,13 @@ void WorkerGroup::start_worker(Worker& worker) {
 
   Pipe control = make_pipe();
   set_nonblocking(control.write.get());
-  Fd store;
-  if (place_.store != nullptr) {
-    store = place_.store->open_channel(rank_of(worker));
-  } else if (place_.port != nullptr && rank_of(worker) == 0) {
-    store = place_.port->store_socket();
-  }
+  const Fd store = place_.store->open_channel(rank_of(worker));
   ProcessRequest request;
   request.argv = plan.command;
   request.environment = environment_for(worker, control.read.get(), store.get());
   request.stdout_fd = worker.output->child_out();
   request.stderr_fd = worker.output->child_err();
-  request.pass_fds = {control.read.get()};
-  if (store) request.pass_fds.push_back(store.get());
+  request.pass_fds = {control.read.get(), store.get()};
   if (!setup_.cpus.empty()) request.cpus = &setup_.cpus[static_cast<std::size_t>(local_rank)];
   request.signal_mask = setup_.guard.callers_mask;
   request.files = setup_.guard.callers_files;

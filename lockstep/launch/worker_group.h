@@ -23,7 +23,6 @@
 
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/plan.h"
-#include "lockstep/launch/ports.h"
 #include "lockstep/launch/report.h"
 #include "lockstep/launch/store_server.h"
 #include "lockstep/launch/supervisor_guard.h"
@@ -47,9 +46,8 @@ struct GroupSetup {
 struct GroupInfo {
   int attempt = 0;
   int master_port = 0;
-  const HeldPort* port = nullptr;  // where rank 0 is on this host
-  StoreServer* store = nullptr;    // of a run on one host
-  std::string directory;           // absolute; created
+  StoreServer* store = nullptr;
+  std::string directory;  // absolute; created
 };
 
 struct GroupEvents {

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -14,7 +15,7 @@ import unittest
 from launch_case import BOUND_S, SOAK
 from nodes_test import WAIT, Nodes
 
-PROTOCOL = 2
+PROTOCOL = 3
 SECRETS = ["correct horse battery staple", "another horse, another staple"]
 
 
@@ -27,6 +28,11 @@ def line(kind, **fields):
 def handshake(**fields):
     return line("handshake", **{"run_id": "none", "host": "evil", "nnodes": 2,
                             "share": {"nproc_per_node": 2, "role": "default"}, **fields})
+
+
+def frame(kind, stream, value, payload=b"", attempt=0):
+    """Of the store (store_streams.h): 1 opens a stream, 2 is data, 4 credit."""
+    return struct.pack("<BIQI", kind, attempt, stream, value) + payload
 
 
 def failure(**fields):
@@ -117,6 +123,40 @@ class WithoutSecret(Hostile):
                     code, _, err = self.finish(first)
                 self.assertEqual(code, 1, err)
                 self.assertIn("the launcher of node 1 on evil is lost", err)
+
+    def test_who_joins_and_breaks_the_protocol_of_the_store_is_lost(self):
+        for name, data, wanted in (
+                ("too long", frame(2, 1, 1 << 30), "has a bad length"),
+                ("no stream", frame(1, 0, 0), "has no stream"),
+                ("twice", 2 * frame(1, 1, 2), "opens a stream again"),
+                ("too much", frame(1, 1, 2) + 9 * frame(2, 1, 16_000, 16_000 * b"\0"),
+                 "exceeds the window of its stream"),
+                ("nonsense", frame(1, 1, 2) + frame(2, 1, 9, b"nonsense\n"),
+                 "not from a TCPStore client"),
+                ("credit", frame(4, 0, 1), "reports bytes that were not sent")):
+            with self.subTest(name):
+                self.forget_notes()
+                first = self.node(0, WAIT)
+                with self.join() as peer:
+                    self.wait_notes("up", 2)
+                    peer.sendall(data)
+                    if "TCPStore" in wanted:  # its client is dropped, and it is still a node
+                        self.wait_line(first.stderr, wanted, "rank 2 on node 1 is closed")
+                        peer.shutdown(socket.SHUT_RDWR)
+                    code, _, err = self.finish(first)
+                self.assertEqual(code, 1, err)
+                self.assertIn("the launcher of node 1 on evil is lost", err)
+                self.assertIn(wanted, err)
+
+    def test_a_store_frame_before_the_start_ends_nothing(self):
+        first = self.node(0, "echo ran", nnodes=3)
+        self.answer(frame(1, 1, 0))
+        self.answer(handshake(nnodes=3) + frame(1, 1, 0))
+        others = [self.node(rank, "echo ran", nnodes=3) for rank in (1, 2)]
+        results = self.ends([first, *others])
+        for code, err in results:
+            self.assertEqual(code, 0, err)
+        self.assertIn("it used the store before the run has begun", results[0][1])
 
     def test_a_stop_before_the_start_ends_nothing(self):
         first = self.node(0, "echo ran", nnodes=3)

@@ -42,40 +42,35 @@ class Nodes(Case):
 
 class Loopback(Nodes):
     def test_a_run_on_two_nodes(self):
-        # Rank 0 listens on the launchers' master port, as a store would; all ranks connect.
+        # Every rank speaks to its own launcher, as a TCPStore client does; the keys are the same.
         program = os.path.join(self.dir.name, "connect.py")
         with open(program, "w") as f:
             f.write(r'''
-import os, socket, time
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+import os, socket, struct, time
 where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-if rank == 0:
-    server = socket.socket()
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    server.bind(("", where[1]))
-    server.listen()
-    peers = [server.accept()[0] for _ in range(size - 1)]
-    ranks = sorted(p.recv(1) for p in peers)
-    print("connected", b"".join(ranks).decode(), flush=True)
-    for peer in peers:
-        peer.sendall(b"ok")
-else:
-    end = time.monotonic() + 60
-    while True:
-        try:
-            s = socket.create_connection(where)
-            break
-        except OSError:
-            assert time.monotonic() < end
-            time.sleep(0.02)
-    s.sendall(str(rank).encode())
-    assert s.recv(2) == b"ok"
-    print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush=True)
+assert where[0] == "127.0.0.1"
+end = time.monotonic() + 60
+while True:
+    try:
+        s = socket.create_connection(where)
+        break
+    except OSError:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+s.sendall(struct.pack("=BI", 0, 0x3C85F7CE))
+def add(amount):
+    s.sendall(struct.pack("=BQ3sq", 4, 3, b"sum", amount))
+    return struct.unpack("=q", s.recv(8, socket.MSG_WAITALL))[0]
+add(10 ** int(os.environ["RANK"]))
+while (sum := add(0)) != 1111:
+    assert time.monotonic() < end, sum
+    time.sleep(0.02)
+print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush=True)
 ''')
         second = self.node(1, f"exec python3 {program}")  # before node 0 is there
         time.sleep(0.5)
         first = self.node(0, f"exec python3 {program}")
-        for process, wanted in ((first, ["[0] connected 123", "[1] node 0 local 1"]),
+        for process, wanted in ((first, ["[0] node 0 local 0", "[1] node 0 local 1"]),
                                 (second, ["[2] node 1 local 0", "[3] node 1 local 1"])):
             code, out, err = self.finish(process)
             self.assertEqual(code, 0, err)
@@ -260,14 +255,14 @@ else:
         self.assertIn("Connection refused", err)
 
     def test_another_version_is_refused_on_both_sides(self):
-        message = "the launchers run different versions of Lockstep (protocols 99 and 2)"
+        message = "the launchers run different versions of Lockstep (protocols 99 and 3)"
         first = self.node(0, "echo ran")
         with self.connect() as newer:
             newer.sendall(b'{"lockstep": 99, "kind": "handshake"}\n')
             answer = json.loads(newer.makefile().readline())
             # The number is all that it needs to say the same as node 0.
             self.assertEqual((answer["lockstep"], answer["kind"], answer["code"], answer["text"]),
-                             (2, "refused", 2, ""))
+                             (3, "refused", 2, ""))
         # It is still waiting for the right one.
         for code, err in self.ends([self.node(1, "echo ran"), first]):
             self.assertEqual(code, 0, err)
