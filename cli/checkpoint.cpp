@@ -104,8 +104,10 @@ int show(const Args& args) {
   const std::string state_file = folder + "/trainer_state.json";
   const train::TrainerState state =
       train::parse_trainer_state(read_file(state_file, 256u << 20), state_file);
-  fmt::print("{}\n  {:<12}{} of {}, epoch {:.4f}\n", folder, "step", state.global_step,
-             state.max_steps, state.epoch);
+  // A loop of a user's own need not know its last step.
+  const std::string of = state.max_steps > 0 ? fmt::format(" of {}", state.max_steps) : "";
+  fmt::print("{}\n  {:<12}{}{}, epoch {:.4f}\n", folder, "step", state.global_step, of,
+             state.epoch);
   if (state.best_metric)
     fmt::print("  {:<12}{} at step {}\n", "best", *state.best_metric,
                state.best_global_step.value_or(-1));

@@ -40,11 +40,11 @@ def check_configs(place):
         config = EXAMPLES / "configs" / name
         flags = ["--output_dir", place / name, "--use_cpu"]
         if name == "llm_tokens.yaml":
-            flags += ["--dataset_dir", tokens]
+            flags += ["--dataset_dir", tokens, "--max_seq_len", 64, "--tokens_per_update", 512]
         run(LOCKSTEP, "config", "check", config, *flags)
         run(LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", LOCKSTEP, "train", config,
             *flags, "--max_steps", 2, "--warmup_steps", 1, "--save_steps", 2,
-            "--eval_strategy", "no", "--report_to", "none")
+            "--eval_strategy", "no", "--report_to", "none", "--no_bf16")
         run(LOCKSTEP, "checkpoint", "verify", place / name)
     for name in ("standard", "fast"):  # they differ in speed, not in what is learned
         shown = run(LOCKSTEP, "config", "show", EXAMPLES / "configs" / f"{name}.yaml",

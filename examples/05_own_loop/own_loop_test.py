@@ -95,7 +95,8 @@ def main():
         last = steps(whole)[-1]
         assert last == EPOCHS * 32, last
         check("verify", whole)
-        assert f"step {last}" in check("show", whole / f"checkpoint-{last}")
+        shown = check("show", whole / f"checkpoint-{last}")
+        assert re.search(rf"step +{last}, epoch {EPOCHS}\.0000", shown), shown
 
         ways = {"launcher": (143, lambda process: process.send_signal(signal.SIGTERM)),
                 "rank": (143, one_rank(1, signal.SIGUSR1)),

@@ -298,11 +298,11 @@ std::string save_checkpoint(const std::string& directory, World world, const Che
       saver->begin(std::move(all), options.retain);
     }
     saver->wait_a_while(kSavePoll);
-    if (saver->busy()) return "busy";
-    const train::SaveOutcome outcome = saver->wait().value();
-    if (!outcome.committed) throw Error("checkpoint", outcome.alert + ".");
-    if (!outcome.alert.empty()) log::warning("checkpoint", "{}", outcome.alert);
-    log::info("checkpoint", "{} is durable (written in {:.0f} ms)", path, outcome.write_ms);
+    const std::optional<train::SaveOutcome> outcome = saver->poll();
+    if (!outcome) return "busy";
+    if (!outcome->committed) throw Error("checkpoint", outcome->alert + ".");
+    if (!outcome->alert.empty()) log::warning("checkpoint", "{}", outcome->alert);
+    log::info("checkpoint", "{} is durable (written in {:.0f} ms)", path, outcome->write_ms);
     return {};
   };
   while (!world.agree(write_for_a_while)[0].empty()) {

@@ -44,7 +44,8 @@ std::vector<at::Tensor> but_first(const torch::nn::Module& module) {
 }
 
 struct OwnLoop {
-  explicit OwnLoop(World ranks, std::int64_t samples = 50)
+  explicit OwnLoop(World ranks,
+                   std::int64_t samples = 60)  // no batch of one, which BatchNorm refuses
       : world(std::move(ranks)),
         loader(data::loader(train::dataset(samples, 1), world,
                             {.batch_size = 3, .shuffle = true, .seed = 9})) {}
@@ -356,7 +357,7 @@ TEST(SaveResume, WhatOneRankCannotDoFailsOnAll) {
     CheckpointParts parts = loop.parts();
     if (world.rank() == 1) parts.module = other.get();
     const std::string text = io::message_of<UsageError>([&] { resume(dir.path(), world, parts); });
-    EXPECT_THAT(text, HasSubstr(world.rank() == 1 ? "model.safetensors" : "rank 1: "));
+    EXPECT_THAT(text, HasSubstr(world.rank() == 1 ? "'0.weight' is [8, 6]" : "rank 1: "));
 
     if (world.rank() == 2) parts.module = nullptr;
     if (world.rank() == 1) parts.module = loop.net.get();
