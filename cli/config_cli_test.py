@@ -185,9 +185,12 @@ class Config(unittest.TestCase):
             "config.cpp", "task_config.cpp", "train.cpp", "train_tasks.cpp")]
         train = os.path.join(source, "lockstep", "train")
         readers += [os.path.join(train, name) for name in os.listdir(train)
-                    if re.fullmatch(r"(trainer\w*|step_plan|effective_batch|run_checks)\.cpp", name)
-                    and "test" not in name]
-        text = ""
+                    if re.fullmatch(r"(batch_size|checkpoint_manager|effective_batch|evaluator|loop|"
+                                    r"metrics_reporter|run_\w+|step_plan|train_optimizer|trainer)"
+                                    r"\.(h|cpp)", name)]
+        # Of the checks, which look at every key, the one function that a run uses.
+        with open(os.path.join(train, "checks.cpp"), encoding="utf-8") as f:
+            text = re.search(r"update_size\(const .*?\n}", f.read(), re.DOTALL).group(0)
         for path in readers:
             with open(path, encoding="utf-8") as f:
                 text += f.read()

@@ -75,7 +75,7 @@ TEST(OwnOptimizer, GroupsAndScheduleAreTheTasks) {
   for (const LogEntry& entry : trainer.state().log_history)
     if (const double* lr = find_metric(entry.values, "learning_rate")) rates.push_back(*lr);
   EXPECT_THAT(rates, ElementsAre(1e-3, 1e-3, 1e-3, 5e-4, 5e-4));
-  EXPECT_THAT(io::get(dir / "checkpoint-5/scheduler.json"), HasSubstr("\"type\": \"custom\""));
+  EXPECT_THAT(io::get(dir / "checkpoint-5/scheduler.json"), HasSubstr("\"type\":\"custom\""));
 }
 
 TEST(OwnOptimizer, IsSavedAndResumedToTheBit) {

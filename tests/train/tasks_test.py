@@ -246,13 +246,13 @@ class Tasks(TrainCase):
         for args in (["--nproc-per-node=2"], ["--nproc_per_node", "2", "--standalone"]):
             output = self.place / f"out{len(args)}"
             done = self.run_train([*args, str(self.config), f"--output_dir={output}",
-                                   "--max_steps=2", "--seed=1"])
+                                   "--max_steps=4", "--seed=1"])
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertIn("x 2 ranks", done.stderr)
-            self.assertIn("trained 2 steps", done.stdout)
+            self.assertIn("trained 4 steps", done.stdout)
         # One world of two, and the same file and flags as without the short form.
-        self.train(2, self.place / "long", "--max_steps=2", "--seed=1")
-        weights = [(self.place / name / "checkpoint-2" / "model.safetensors").read_bytes()
+        self.train(2, self.place / "long", "--max_steps=4", "--seed=1")
+        weights = [(self.place / name / "checkpoint-4" / "model.safetensors").read_bytes()
                    for name in ("out1", "out3", "long")]
         self.assertEqual(len(set(weights)), 1)
 
