@@ -1,7 +1,7 @@
 // The version of these headers, for the preprocessor and as text. CMakeLists.txt reads it from
 // here.
 //
-//   #if LOCKSTEP_VERSION_MAJOR == 0 && LOCKSTEP_VERSION_MINOR < 2
+//   static_assert(LOCKSTEP_VERSION_MAJOR > 0 || LOCKSTEP_VERSION_MINOR >= 1);
 //   std::puts("Lockstep " LOCKSTEP_VERSION);
 //
 // `lockstep --version` also prints commit, LibTorch and compiler.
