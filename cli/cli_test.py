@@ -53,7 +53,38 @@ class Program(unittest.TestCase):
         for word in ("--version", "-V", "version"):
             result = lockstep(word)
             self.assertEqual(result.returncode, 0)
-            self.assertRegex(result.stdout, r"^lockstep \d+\.\d+\.\d+\n$")
+            self.assertRegex(result.stdout, r"^lockstep \d+\.\d+\.\d+\n"
+                             r"commit ([0-9a-f]{12}|unknown)\n"
+                             r"torch (\d+\.\d+\.\d+|none)\n"
+                             r"compiler \w+ [\d.]+\n"
+                             r"To report a problem, see \S*CONTRIBUTING\.md\.\n$")
+
+    def test_version_is_that_of_the_header(self):
+        with open(SOURCE + "/lockstep/version.h") as f:
+            parts = re.findall(r"define LOCKSTEP_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", f.read())
+        self.assertEqual(lockstep("--version").stdout.split("\n")[0],
+                         "lockstep " + ".".join(parts))
+
+    @unittest.skipUnless(os.path.dirname(os.environ["LOCKSTEP_BIN"]).startswith(SOURCE + "/"),
+                         "this build tree is not in the source tree")
+    def test_help_and_version_name_pages_that_exist(self):
+        text = lockstep("--help").stdout + lockstep("--version").stdout
+        pages = re.findall(r"(\S+?)[.,]?(?=\s)", text[text.index("Documentation:"):])
+        pages = [page for page in pages if page.endswith((".md", "docs"))]
+        self.assertEqual(len(pages), 4, text)
+        for page in pages:
+            self.assertTrue(os.path.isabs(page) and os.path.exists(page), page)
+
+    def test_a_program_without_documentation_names_the_page(self):
+        with tempfile.TemporaryDirectory(prefix="lockstep_cli_") as root:
+            os.makedirs(root + "/a/bin")
+            program = shutil.copy(LOCKSTEP, root + "/a/bin/lockstep")
+            self.assertIn("see CONTRIBUTING.md.\n", lockstep("--version", program=program).stdout)
+            os.makedirs(root + "/a/share/doc/lockstep/docs")
+            with open(root + "/a/share/doc/lockstep/docs/api.md", "w"):
+                pass
+            self.assertIn(f"see {root}/a/share/doc/lockstep/CONTRIBUTING.md.\n",
+                          lockstep("--version", program=program).stdout)
 
     def test_help_lists_the_commands(self):
         for word in ("--help", "-h", "help"):

@@ -16,6 +16,11 @@ int config_command(const Args& args);      // config.cpp
 int data_command(const Args& args);        // data.cpp
 int checkpoint_command(const Args& args);  // checkpoint.cpp
 
+// What `lockstep --version` prints, and where a page of the documentation is: beside an installed
+// program, in the source tree of a build, or its name alone. In version.cpp.
+std::string version_text();
+std::string documentation(const std::string& page);
+
 // Becomes that program of libexec; returns (1) only when it cannot be executed. In main.cpp.
 int execute(const char* program, const Args& args);
 

@@ -18,6 +18,7 @@
 #include "lockstep/core/rank_env.h"
 #include "lockstep/launch/flags.h"
 #include "lockstep/launch/host.h"
+#include "lockstep/version.h"
 
 namespace lockstep::cli {
 namespace {

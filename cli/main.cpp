@@ -45,9 +45,12 @@ std::string help() {
       "commands:\n";
   for (const Command& command : kCommands)
     text += fmt::format("  {:<12}{}\n", command.name, command.help);
-  return text +
-         "\n  lockstep COMMAND --help    the command's own flags\n"
-         "  lockstep --version         the version\n";
+  return text + fmt::format(
+                    "\n  lockstep COMMAND --help    the command's own flags\n"
+                    "  lockstep --version         version, commit, LibTorch and compiler\n"
+                    "\nDocumentation: {} and the folder {}.\nTo report a problem, see {}.\n",
+                    documentation("README.md"), documentation("docs"),
+                    documentation("CONTRIBUTING.md"));
 }
 
 int print(const std::string& text) {
@@ -86,8 +89,7 @@ int dispatch(const Args& args) {
     return 2;
   }
   const std::string& first = args.front();
-  if (first == "--version" || first == "-V" || first == "version")
-    return print(fmt::format("lockstep {}\n", LOCKSTEP_VERSION));
+  if (first == "--version" || first == "-V" || first == "version") return print(version_text());
   if (first == "--help" || first == "-h" || first == "help") return print(help());
   const auto command = std::find_if(std::begin(kCommands), std::end(kCommands),
                                     [&](const Command& c) { return first == c.name; });

@@ -40,7 +40,8 @@ constexpr const char* kHelp =
     "                 --max-restarts has restarted resumes unless never is given)\n\n"
     "A stop signal (SIGTERM, SIGUSR1, SIGUSR2) to any rank ends in a checkpoint and exit code\n"
     "143 (1 when that could not be saved). A run whose last checkpoint could not be written ends\n"
-    "with 1. `lockstep config keys` lists the keys, docs/training.md explains the rest.\n";
+    "with 1. `lockstep config keys` lists the keys, docs/training.md explains the rest\n"
+    "(`lockstep --help` says where the documentation is).\n";
 
 struct Request {
   std::string file;

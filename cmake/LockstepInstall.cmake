@@ -85,6 +85,17 @@ install(FILES ${CMAKE_BINARY_DIR}/LockstepConfig.cmake
   ${CMAKE_BINARY_DIR}/LockstepConfigVersion.cmake
   ${CMAKE_SOURCE_DIR}/cmake/LockstepTorchVersion.cmake
   ${CMAKE_SOURCE_DIR}/cmake/LockstepStandardLibrary.cmake DESTINATION ${LOCKSTEP_CMAKE_DIR})
-install(FILES ${CMAKE_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/lockstep)
+# The documentation, laid out as in the source tree, so that its links work.
+set(LOCKSTEP_DOC_DIR ${CMAKE_INSTALL_DATADIR}/doc/lockstep)
+foreach(page LICENSE README.md ARCHITECTURE.md CHANGELOG.md CONTRIBUTING.md)
+  install(FILES ${CMAKE_SOURCE_DIR}/${page} DESTINATION ${LOCKSTEP_DOC_DIR})
+endforeach()
+install(DIRECTORY ${CMAKE_SOURCE_DIR}/docs ${CMAKE_SOURCE_DIR}/examples
+  DESTINATION ${LOCKSTEP_DOC_DIR}
+  PATTERN __pycache__ EXCLUDE REGEX "/examples/(CMakeLists.txt|.*check_.*|.*_test[.]py)$" EXCLUDE)
+foreach(page python/README.md tests/fuzz/README.md)
+  get_filename_component(folder ${page} DIRECTORY)
+  install(FILES ${CMAKE_SOURCE_DIR}/${page} DESTINATION ${LOCKSTEP_DOC_DIR}/${folder})
+endforeach()
 # The Python side of `lockstep bench`.
 install(DIRECTORY ${CMAKE_SOURCE_DIR}/bench/peers DESTINATION ${CMAKE_INSTALL_DATADIR}/lockstep)

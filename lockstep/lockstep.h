@@ -30,3 +30,4 @@
 #include "lockstep/train/save_resume.h"               // IWYU pragma: export
 #include "lockstep/train/stop_request.h"              // IWYU pragma: export
 #include "lockstep/train/trainer.h"                   // IWYU pragma: export
+#include "lockstep/version.h"                         // IWYU pragma: export

@@ -65,7 +65,11 @@ class Test:
         for path in ("bin/lockstep", "include/lockstep/lockstep.h", "include/lockstep/run.h",
                      "lib/cmake/Lockstep/LockstepConfig.cmake", "libexec/lockstep-bench"):
             expect((self.prefix / path).exists(), f"{path} was not installed")
-        expect(not (self.prefix / "include/lockstep/testing").exists(), "testing/ was installed")
+        page = (SOURCE / "docs/api.md").read_text()
+        listed = set(re.findall(r"^\| `(lockstep/[\w/]+\.h)` ", page, re.MULTILINE))
+        headers = {str(path.relative_to(self.prefix / "include"))
+                   for path in self.prefix.glob("include/**/*.h")}
+        expect(headers == listed, f"either installed or in docs/api.md: {sorted(headers ^ listed)}")
         folders = [path for path in self.prefix.rglob("*") if path.is_dir()]
         empty = [path for path in folders if not any(path.iterdir())]
         expect(not empty, f"empty directories were installed: {empty}")
@@ -75,9 +79,26 @@ class Test:
             for tree in (SOURCE, BUILD, first):
                 expect(f"{tree}/" not in path.read_text(), f"{path.name} names {tree}")
 
+    def documentation(self):
+        """Links of the installed pages lead to installed files; --help names their folder."""
+        folder = self.prefix / "share/doc/lockstep"
+        pages = sorted(folder.rglob("*.md"))
+        expect(folder / "docs/ddp.md" in pages and folder / "README.md" in pages,
+               f"installed pages: {pages}")
+        broken = []
+        for page in pages:
+            for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+                if "://" not in target and not (page.parent / target).exists():
+                    broken.append(f"{page.relative_to(folder)}: {target}")
+        expect(not broken, f"links to what is not installed: {broken}")
+        text = run(self.prefix / "bin/lockstep", "--help")
+        for page in ("README.md", "docs", "CONTRIBUTING.md"):
+            expect(f"{folder / page}" in text, f"--help does not name {page}:\n{text}")
+
     def programs(self):
         version = run(self.prefix / "bin/lockstep", "--version")
-        expect(re.search(r"\d+\.\d+\.\d+", version), f"--version says {version!r}")
+        expect(re.match(r"lockstep \d+\.\d+\.\d+\ncommit \w+\ntorch ", version),
+               f"--version says {version!r}")
         run(self.prefix / "bin/lockstep", "bench", "--help")  # lockstep-bench finds LibTorch
 
     def compilers_known(self, project, build):
@@ -213,7 +234,7 @@ class Test:
 def main():
     with tempfile.TemporaryDirectory(prefix="lockstep-install-") as directory:
         test = Test(pathlib.Path(directory).resolve())
-        steps = (test.install, test.programs, test.consumer_alone, test.plugin,
+        steps = (test.install, test.documentation, test.programs, test.consumer_alone, test.plugin,
                  test.consumer_with_cuda_headers, test.consumer_beside_torch, test.refusals)
         for step in steps:
             begin = time.monotonic()

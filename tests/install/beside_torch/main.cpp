@@ -1,8 +1,13 @@
 // Few and narrow headers: the point is that two descriptions of one LibTorch link into one program.
 #include <ATen/ops/full.h>
 #include <lockstep/run.h>
+#include <lockstep/version.h>
 
 #include <cstdio>
+
+#if LOCKSTEP_VERSION_MAJOR == 0 && LOCKSTEP_VERSION_MINOR < 1
+#error "lockstep/version.h is of another release"
+#endif
 
 // With an argument: starts itself on two ranks.
 int main(int argc, char**) {
