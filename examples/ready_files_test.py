@@ -35,7 +35,8 @@ def check_configs(place):
     run(LOCKSTEP, "data", "tokenize", "--output", tokens, "--suffix", ".md", "--val-tokens", 5000,
         SOURCE / "docs")
     found = sorted(p.name for p in (EXAMPLES / "configs").glob("*.yaml"))
-    assert found == ["fast.yaml", "llm_tokens.yaml", "standard.yaml", "tiny_gpt.yaml"], found
+    assert found == ["fast.yaml", "llm_tokens.yaml", "mlp.yaml", "standard.yaml",
+                     "tiny_gpt.yaml"], found
     for name in found:
         config = EXAMPLES / "configs" / name
         flags = ["--output_dir", place / name, "--use_cpu"]

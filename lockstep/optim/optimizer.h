@@ -1,10 +1,8 @@
 // Optimizer: what a training loop asks of an optimizer, whether its state is replicated or sharded.
 //
-//   lockstep::optim::ReplicatedOptimizer optimizer{model, optim::AdamWOptions{.lr = 3e-4}};
-//   lockstep::ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 3e-4}};    // or this one
-//
+//   ReplicatedOptimizer optimizer{model, AdamWOptions{.lr = 3e-4}};   // or ShardedOptimizer
 //   loss.backward();
-//   const optim::StepResult result = optimizer.step({.max_grad_norm = 1.0, .scaler = &scaler});
+//   const StepResult result = optimizer.step({.max_grad_norm = 1.0, .scaler = &scaler});
 //   optimizer.zero_grad();
 //
 // Clipping, loss scaling and skipping are options of the step, because ShardedOptimizer averages

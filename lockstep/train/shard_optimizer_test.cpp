@@ -100,7 +100,7 @@ TEST(TrainerOptimizer, SkipsABadGradientOnAllRanks) {
     Trainer* self = nullptr;
     task.loss = [&, loss = task.loss](const data::Batch& batch) {
       const bool bad = world.rank() == 1 && self->state().global_step == 1;
-      return loss(batch) * (bad ? INFINITY : 1.0);
+      return LossOutput(loss(batch).loss * (bad ? INFINITY : 1.0));
     };
     Trainer trainer(world, task, a);
     self = &trainer;
