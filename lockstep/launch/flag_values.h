@@ -12,7 +12,8 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/launch/flags.h"
+#include "lockstep/launch/flag_table.h"
+#include "lockstep/launch/host.h"
 
 namespace lockstep::launch {
 

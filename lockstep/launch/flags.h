@@ -17,26 +17,11 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/launch/flag_table.h"
 #include "lockstep/launch/host.h"
 #include "lockstep/launch/plan.h"
 
 namespace lockstep::launch {
-
-enum class Treatment { kHonoured, kIgnored, kRefused };
-
-struct FlagSpec {
-  std::string_view name;        // "nproc-per-node"; underscores are accepted for the dashes
-  char letter;                  // 'r' for -r; '\0' without one
-  std::string_view value_name;  // "N|auto|cpu|gpu"; empty: a switch
-  Treatment treatment;
-  std::string_view help;  // for an ignored or refused flag: why
-  bool torchrun = true;   // false: ours alone
-
-  bool is_switch() const { return value_name.empty(); }
-  std::string variable() const;  // "PET_NPROC_PER_NODE"
-};
-
-std::span<const FlagSpec> flag_table();
 
 // What parsing asks of the machine; the defaults ask the real one.
 struct Surroundings {
@@ -44,8 +29,6 @@ struct Surroundings {
   std::function<int()> cores = allowed_cores;
   std::function<Gpus()> gpus = [] { return find_gpus(); };
 };
-
-enum class Request { kRun, kHelp, kListFlags };
 
 struct ParsedFlags {
   Request request = Request::kRun;  // anything but kRun leaves the plan empty
@@ -58,8 +41,5 @@ ParsedFlags parse_flags(const std::vector<std::string>& args, const Surroundings
 
 std::string run_help();   // for `lockstep run --help`
 std::string flag_list();  // one line a flag, "--name treatment value|switch": for tests and shells
-
-// The candidate with the smallest edit distance, when it is near enough to be what was meant.
-std::optional<std::string> nearest(std::string_view arg, std::span<const std::string> candidates);
 
 }  // namespace lockstep::launch

@@ -1,0 +1,35 @@
+// The flags of `lockstep run`: what each is called, takes and means.
+//
+//   for (const FlagSpec& flag : flag_table()) print(flag.name, flag.help);
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace lockstep::launch {
+
+enum class Treatment { kHonoured, kIgnored, kRefused };
+
+struct FlagSpec {
+  std::string_view name;        // "nproc-per-node"; underscores are accepted for the dashes
+  char letter;                  // 'r' for -r; '\0' without one
+  std::string_view value_name;  // "N|auto|cpu|gpu"; empty: a switch
+  Treatment treatment;
+  std::string_view help;  // for an ignored or refused flag: why
+  bool torchrun = true;   // false: ours alone
+
+  bool is_switch() const { return value_name.empty(); }
+  std::string variable() const;  // "PET_NPROC_PER_NODE"
+};
+
+std::span<const FlagSpec> flag_table();
+
+// What a command line asks for.
+enum class Request { kRun, kHelp, kListFlags };
+
+// The candidate with the smallest edit distance, when it is near enough to be what was meant.
+std::optional<std::string> nearest(std::string_view arg, std::span<const std::string> candidates);
+
+}  // namespace lockstep::launch
