@@ -186,7 +186,8 @@ class Config(unittest.TestCase):
         train = os.path.join(source, "lockstep", "train")
         readers += [os.path.join(train, name) for name in os.listdir(train)
                     if re.fullmatch(r"(batch_size|checkpoint_manager|effective_batch|evaluator|"
-                                    r"loop|metrics_reporter|run_\w+|step_plan|train_optimizer|trainer)"
+                                    r"loop|metrics_reporter|run_\w+|step_plan|train_optimizer|"
+                                    r"trainer)"
                                     r"\.(h|cpp)", name)]
         # Of the checks, which look at every key, the one function that a run uses.
         with open(os.path.join(train, "checks.cpp"), encoding="utf-8") as f:

@@ -42,6 +42,7 @@ constexpr KnownVariable kKnown[] = {
     {"LOCKSTEP_SECRET_FILE", "secret of the link between launchers; --secret-file"},
     {"LOCKSTEP_LOG", "debug, info, warning, error or off"},
     {"LOCKSTEP_GRAD_INPLACE_MIN_BYTES", "from which size on gradients are allocated in buckets"},
+    {"LOCKSTEP_REPLACE_GLOO", "Python: groups asked for as gloo use shared memory on one host"},
     {"LOCKSTEP_CPU_CACHE_MAX_BYTES", "how much idle memory of large CPU tensors is cached"},
     {"LOCKSTEP_DEBUG", "1: compare every collective over ranks first"},
     {"LOCKSTEP_BACKEND", "shm, gloo or nccl instead of auto", true},

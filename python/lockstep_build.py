@@ -2,10 +2,12 @@
 
     pip install ./python                            uses the functions below (PEP 517)
     python python/lockstep_build.py --into DIR      the package in DIR, for a build tree
+    ./dev wheel                                     the wheel of the build tree
 
 torch's own build tools would be imported from an environment that pip makes for the occasion, and
 a second torch downloaded into it. The headers and libraries of the torch that will load the
-extension are all that is needed; they are found without importing it.
+extension are all that is needed; they are found without importing it. The launcher, which has no
+torch in it, is built by CMake.
 """
 
 import argparse
@@ -157,6 +159,10 @@ def run(command):
         sys.stderr.write(outcome.stderr)
 
 
+def jobs():
+    return int(os.environ.get("LOCKSTEP_JOBS") or 0) or len(os.sched_getaffinity(0))
+
+
 def compile_one(item):
     target, command = item
     if is_current(target, command):
@@ -173,17 +179,48 @@ def build(into, objects):
     (into / NAME).mkdir(parents=True, exist_ok=True)
     objects.mkdir(parents=True, exist_ok=True)
     compiles, link, library = commands(torch, objects, into)
-    jobs = int(os.environ.get("LOCKSTEP_JOBS") or 0) or len(os.sched_getaffinity(0))
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    with concurrent.futures.ThreadPoolExecutor(jobs()) as pool:
         changed = list(pool.map(compile_one, compiles.items()))
     record = objects / "link.cmd"
     same = record.exists() and record.read_text(encoding="utf-8") == shlex.join(link)
-    if any(changed) or not library.exists() or not same:
+    newest = max(target.stat().st_mtime for target in compiles)
+    if not same or not library.exists() or library.stat().st_mtime < newest:
         run(link)
         record.write_text(shlex.join(link), encoding="utf-8")
     for path in (HERE / NAME).glob("*.py"):
         shutil.copyfile(path, into / NAME / path.name)
     return sum(changed)
+
+
+# What CMake needs for the launcher, as Debian and Ubuntu call it.
+PACKAGES = ("cmake ninja-build g++ libfmt-dev libspdlog-dev libyaml-cpp-dev nlohmann-json3-dev "
+            "libcli11-dev libssl-dev")
+
+
+def build_launcher(folder):
+    """The program `lockstep`, which needs no library but glibc. LOCKSTEP_LAUNCHER names a finished
+    one; with none there, nothing is built."""
+    given = os.environ.get("LOCKSTEP_LAUNCHER", "")
+    if given:
+        if given != "none" and not os.path.isfile(given):
+            raise BuildError(f"LOCKSTEP_LAUNCHER={given} is not a file. Unset it to build the "
+                             "launcher, or set it to none to install the backend alone.")
+        return None if given == "none" else pathlib.Path(given)
+    hint = (f"The launcher needs: apt-get install {PACKAGES}. Or set LOCKSTEP_LAUNCHER=none to "
+            "install the backend alone.")
+    if shutil.which("cmake") is None:
+        raise BuildError(f"cmake is not there. {hint}")
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DLOCKSTEP_TORCH_FREE_ONLY=ON",
+               "-DLOCKSTEP_BUILD_TESTS=OFF"]
+    if shutil.which("ninja"):
+        options.append("-GNinja")
+    try:
+        run(["cmake", "-S", str(ROOT), "-B", str(folder), *options])
+    except BuildError as error:
+        raise BuildError(f"{error}\n{hint}") from None
+    run(["cmake", "--build", str(folder), "--target", "lockstep_portable", "--parallel",
+         str(jobs())])
+    return folder / "portable/lockstep"
 
 
 # ---------------------------------------------------------------- what pip calls
@@ -209,22 +246,30 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
     """Without this pip would build twice."""
     name = f"{NAME}-{version()}.dist-info"
     folder = pathlib.Path(metadata_directory) / name
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(metadata(), encoding="utf-8")
     (folder / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
     return name
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    with tempfile.TemporaryDirectory(prefix="lockstep-torch-") as scratch:
+        package = pathlib.Path(scratch) / "package"
+        program = build_launcher(pathlib.Path(scratch) / "launcher")
+        build(package, pathlib.Path(scratch) / "objects")
+        return pack(package, program, wheel_directory)
+
+
+def pack(package, program, wheel_directory):
+    """The wheel of a package that build() has made, and of the launcher if there is one. Its tag
+    names this interpreter and this machine, for which the extension was compiled."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     name = f"{NAME}-{version()}-{tag}-{tag}-{machine}.whl"
     folder = f"{NAME}-{version()}.dist-info"
-    with tempfile.TemporaryDirectory(prefix="lockstep-torch-") as scratch:
-        into = pathlib.Path(scratch) / "package"
-        build(into, pathlib.Path(scratch) / "objects")
-        files = {p.relative_to(into).as_posix(): p.read_bytes()
-                 for p in sorted(into.rglob("*")) if p.is_file()}
+    files = {f"{NAME}/{p.name}": p.read_bytes() for p in sorted((package / NAME).glob("*.*"))}
+    if program:
+        files[f"{NAME}-{version()}.data/scripts/lockstep"] = program.read_bytes()
     files[f"{folder}/METADATA"] = metadata().encode()
     files[f"{folder}/WHEEL"] = (f"Wheel-Version: 1.0\nGenerator: lockstep_build\n"
                                 f"Root-Is-Purelib: false\nTag: {tag}-{tag}-{machine}\n").encode()
@@ -236,7 +281,10 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     files[f"{folder}/RECORD"] = "".join([*record, f"{folder}/RECORD,,\n"]).encode()
     with zipfile.ZipFile(os.path.join(wheel_directory, name), "w", zipfile.ZIP_DEFLATED) as wheel:
         for path, data in files.items():
-            wheel.writestr(path, data)
+            entry = zipfile.ZipInfo(path, (1980, 1, 1, 0, 0, 0))  # the same bytes every time
+            entry.external_attr = (0o100755 if "/scripts/" in path else 0o100644) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            wheel.writestr(entry, data)
     return name
 
 
@@ -244,6 +292,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--into", help="the directory that gets lockstep_torch/")
     parser.add_argument("--objects", help="where object files are cached (default: INTO/objects)")
+    parser.add_argument("--wheel", help="the directory that gets the wheel of what INTO holds "
+                        "already; its launcher is the one of LOCKSTEP_LAUNCHER")
     parser.add_argument("--check", action="store_true", help="only say whether it can be built")
     parsed = parser.parse_args()
     if not parsed.into and not parsed.check:
@@ -251,8 +301,16 @@ def main():
     if parsed.check:
         commands(torch_folder(), pathlib.Path(), pathlib.Path())
         return 0
-    count = build(parsed.into, parsed.objects or os.path.join(parsed.into, "objects"))
+    objects = pathlib.Path(parsed.objects or os.path.join(parsed.into, "objects"))
+    if parsed.wheel:
+        os.makedirs(parsed.wheel, exist_ok=True)
+        name = pack(pathlib.Path(parsed.into), build_launcher(objects / "launcher"), parsed.wheel)
+        print(os.path.join(parsed.wheel, name))
+        return 0
+    count = build(parsed.into, objects)
     print(f"lockstep_torch: {count} files compiled, in {parsed.into}")
+    # As if it were installed: with this folder in PYTHONPATH, `import torch` loads the package.
+    prepare_metadata_for_build_wheel(parsed.into)
     return 0
 
 

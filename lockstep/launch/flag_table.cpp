@@ -1,4 +1,6 @@
 // The table of flags, and the texts made from it.
+#include "lockstep/launch/flag_table.h"
+
 #include <fmt/format.h>
 
 #include <array>
@@ -6,7 +8,6 @@
 #include <sstream>
 
 #include "lockstep/core/spelling.h"
-#include "lockstep/launch/flags.h"
 
 namespace lockstep::launch {
 namespace {
@@ -87,6 +88,10 @@ constexpr std::array kFlags = {
              "bind each rank to CPUs near its GPU"},
     FlagSpec{"virtual-local-rank", '\0', "", kHonoured,
              "each rank sees only its own GPU, as device 0, and LOCAL_RANK=0"},
+    FlagSpec{"replace-gloo", '\0', "", kHonoured,
+             "Python ranks with the package lockstep_torch: groups that are asked for as gloo use "
+             "shared memory where all their ranks are on one host (LOCKSTEP_REPLACE_GLOO=1)",
+             false},
     FlagSpec{"start-method", '\0', "spawn|fork|forkserver", kIgnored,
              "ranks are programs of their own, started by fork and exec"},
     FlagSpec{"event-log-handler", '\0', "NAME", kIgnored,

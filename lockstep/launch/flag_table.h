@@ -29,6 +29,9 @@ std::span<const FlagSpec> flag_table();
 // What a command line asks for.
 enum class Request { kRun, kHelp, kListFlags };
 
+std::string run_help();   // for `lockstep run --help`
+std::string flag_list();  // one line a flag, "--name treatment value|switch": for tests and shells
+
 // The candidate with the smallest edit distance, when it is near enough to be what was meant.
 std::optional<std::string> nearest(std::string_view arg, std::span<const std::string> candidates);
 

@@ -459,6 +459,15 @@ void note_worlds_apart(const Values& values, const LaunchPlan& plan, const Surro
       *nodes));
 }
 
+// Torch itself loads what replaces gloo.
+void note_autoload(const LaunchPlan& plan, const Surroundings& around,
+                   std::vector<std::string>& notes) {
+  if (plan.replace_gloo && around.variable("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0")
+    notes.push_back(
+        "--replace-gloo has no effect with TORCH_DEVICE_BACKEND_AUTOLOAD=0, unless the script "
+        "imports lockstep_torch. Unset that variable.");
+}
+
 void note_absent_ranks(const std::vector<int>& ranks, int nproc, std::string_view what,
                        std::vector<std::string>& notes) {
   for (const int rank : ranks) {
@@ -498,6 +507,7 @@ void settle_supervision(const Values& values, LaunchPlan& plan) {
   plan.timeout = std::chrono::seconds(values.number("timeout", 0, 1, kYear_s));
   plan.startup_timeout = std::chrono::seconds(values.number("startup-timeout", 0, 1, kYear_s));
   plan.virtual_local_rank = values.is_on("virtual-local-rank");
+  plan.replace_gloo = values.is_on("replace-gloo");
   plan.role = values.text("role", plan.role);
   if (const Given* given = values.find("signals-to-handle"))
     plan.signals_to_handle = parse_signals(*given);
@@ -520,6 +530,7 @@ ParsedFlags parse_flags(const std::vector<std::string>& args, const Surroundings
   settle_secret(values, plan, around, parsed.notes);
   note_worlds_apart(values, plan, around, parsed.notes);
   settle_supervision(values, plan);
+  note_autoload(plan, around, parsed.notes);
   // The program before the GPUs are counted: a misspelt name should not wait for a driver.
   plan.command = resolve_command({.args = given.program,
                                   .module = values.is_on("module"),

@@ -17,7 +17,7 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/launch/flag_table.h"
+#include "lockstep/launch/flag_table.h"  // IWYU pragma: export
 #include "lockstep/launch/host.h"
 #include "lockstep/launch/plan.h"
 
@@ -38,8 +38,5 @@ struct ParsedFlags {
 
 // Throws UsageError naming flag or variable and the value, and the nearest flag after a typo.
 ParsedFlags parse_flags(const std::vector<std::string>& args, const Surroundings& around = {});
-
-std::string run_help();   // for `lockstep run --help`
-std::string flag_list();  // one line a flag, "--name treatment value|switch": for tests and shells
 
 }  // namespace lockstep::launch

@@ -184,6 +184,17 @@ TEST(Spelling, HelpAndTheListOfFlagsAreRequests) {
   EXPECT_EQ(parse({"/bin/true", "--help"}).request, Request::kRun);
 }
 
+TEST(Flags, ReplaceGlooSaysWhenTorchDoesNotLoadWhatReplacesIt) {
+  const Environment off = {{"TORCH_DEVICE_BACKEND_AUTOLOAD", "0"}};
+  EXPECT_TRUE(plan_of({"--replace-gloo"}).replace_gloo);
+  EXPECT_FALSE(plan_of({}).replace_gloo);
+  EXPECT_THAT(notes_of({"--replace-gloo"}), IsEmpty());
+  EXPECT_THAT(notes_of({}, off), IsEmpty());
+  EXPECT_THAT(notes_of({"--replace-gloo"}, off),
+              Contains(HasSubstr("--replace-gloo has no effect with "
+                                 "TORCH_DEVICE_BACKEND_AUTOLOAD=0")));
+}
+
 // ------------------------------------------------------------------ PET_ variables
 
 TEST(PetVariables, AFlagBeatsTheVariableBeatsTheDefault) {

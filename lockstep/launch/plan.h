@@ -63,6 +63,7 @@ struct LaunchPlan {
   std::chrono::seconds timeout{0};          // of a rank's operations; 0: as its environment says
   std::chrono::seconds startup_timeout{0};  // for its world to connect; the same
   bool virtual_local_rank = false;
+  bool replace_gloo = false;  // for Python ranks: LOCKSTEP_REPLACE_GLOO=1
   NumaBinding numa_binding = NumaBinding::kNone;
 
   // Output.

@@ -74,8 +74,21 @@ std::string executable(const std::string& program, const Variables& variable) {
                    program);
 }
 
+// The interpreter of the virtual environment that this launcher was installed into, which need not
+// be activated; nothing elsewhere.
+std::optional<std::string> own_interpreter() {
+  std::error_code ignored;
+  const auto folder = std::filesystem::read_symlink("/proc/self/exe", ignored).parent_path();
+  const std::string candidate = folder / "python3";
+  if (kind_of(folder.parent_path() / "pyvenv.cfg") == FileKind::kMissing) return std::nullopt;
+  return kind_of(candidate) == FileKind::kExecutable ? std::optional(candidate) : std::nullopt;
+}
+
 std::string interpreter(const Variables& variable) {
   const std::string name = variable("PYTHON_EXEC").value_or("");
+  if (name.empty()) {
+    if (const auto own = own_interpreter()) return *own;
+  }
   try {
     return executable(name.empty() ? "python3" : name, variable);
   } catch (const UsageError&) {

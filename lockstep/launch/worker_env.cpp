@@ -87,6 +87,8 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerInfo& place,
   if (plan.startup_timeout.count() > 0)
     set["LOCKSTEP_STARTUP_TIMEOUT_S"] = std::to_string(plan.startup_timeout.count());
 
+  if (plan.replace_gloo) set["LOCKSTEP_REPLACE_GLOO"] = "1";
+
   for (const auto& [name, value] : plan.environment) {
     if (!is_set(variable, name)) set[name] = value;
   }

@@ -61,6 +61,14 @@ TEST(WorkerEnvironment, WhatTheFileSaysYieldsToWhatIsSet) {
   EXPECT_EQ(worker_environment(plan, third(), variables({})).at("CUDA_VISIBLE_DEVICES"), "6");
 }
 
+TEST(WorkerEnvironment, GlooIsReplacedWhereItIsAskedForAndInheritedElsewhere) {
+  LaunchPlan plan = two_by_four();
+  const auto off = variables({{"LOCKSTEP_REPLACE_GLOO", "0"}});
+  EXPECT_THAT(worker_environment(plan, third(), off), Not(Contains(Key("LOCKSTEP_REPLACE_GLOO"))));
+  plan.replace_gloo = true;
+  EXPECT_EQ(worker_environment(plan, third(), off).at("LOCKSTEP_REPLACE_GLOO"), "1");
+}
+
 TEST(WorkerEnvironment, IsTorchrunsAndTheLauncherHostsTheStore) {
   const Environment set = worker_environment(two_by_four(), third(), variables({}));
   const Environment expected = {{"RANK", "6"},

@@ -3,6 +3,7 @@
 // The engine takes plain arrays; torch.distributed passes tensors of any strides and lists of them.
 // What is not one array already is staged, and copied back when the work is settled.
 #include <fmt/ranges.h>
+#include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>
@@ -22,6 +23,7 @@
 #include "python/csrc/arrays.h"
 #include "python/csrc/deferral.h"
 #include "python/csrc/message_matcher.h"
+#include "python/csrc/monitored_barrier.h"
 #include "python/csrc/outputs.h"
 #include "python/csrc/sparse.h"
 #include "python/csrc/work.h"
@@ -45,6 +47,7 @@ struct BackendConfig {
   milliseconds timeout{0};
   std::string group_name;
   std::vector<std::int64_t> global_ranks;  // empty: the world itself
+  std::string times;                       // how often a group was made with this store
 };
 
 // ---------------------------------------------------------------- start-up
@@ -54,14 +57,15 @@ struct BackendConfig {
 class C10dStore : public shm::KeyValueStore {
  public:
   C10dStore(c10::intrusive_ptr<c10d::Store> store, int rank) : store_(std::move(store)) {
-    prefix_ = fmt::format("{}/", store_->add(fmt::format("lockstep/times/{}", rank), 1));
+    times_ = std::to_string(store_->add(fmt::format("lockstep/times/{}", rank), 1));
   }
+  const std::string& times() const { return times_; }
 
   void set(const std::string& key, const std::string& value) override {
-    store_->set(prefix_ + key, value);
+    store_->set(times_ + "/" + key, value);
   }
   std::string get(const std::string& key, const Deadline& deadline) override {
-    const std::string full = prefix_ + key;
+    const std::string full = times_ + "/" + key;
     auto pause = std::chrono::microseconds(100);
     while (!store_->check({full})) {
       if (deadline.expired())
@@ -77,7 +81,7 @@ class C10dStore : public shm::KeyValueStore {
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;
-  std::string prefix_;
+  std::string times_;  // this group's part of the store
 };
 
 std::exception_ptr as_backend_error(const std::string& text) {
@@ -114,7 +118,8 @@ class LockstepBackend : public c10d::Backend {
         explain_(explainer(config)),
         options_(c10::make_intrusive<Options>("lockstep", config.timeout)),
         matcher_(std::make_shared<MessageMatcher>(*engine)),
-        engine_(std::move(engine)) {
+        engine_(std::move(engine)),
+        monitored_(config.store, config.times + "/monitored/", config.rank, config.size) {
     options_->group_name = config.group_name;
     options_->global_ranks_in_group.assign(config.global_ranks.begin(), config.global_ranks.end());
     init();
@@ -412,6 +417,11 @@ class LockstepBackend : public c10d::Backend {
                   });
   }
 
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
+    const milliseconds timeout = opts.timeout > milliseconds(0) ? opts.timeout : options_->timeout;
+    monitored_.wait(timeout, wait_all_ranks);
+  }
+
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     const PlainTensors plain;
     check_single("send", tensors);
@@ -600,30 +610,38 @@ class LockstepBackend : public c10d::Backend {
   std::atomic<std::uint64_t> sequence_{0};  // of collectives; messages do not count
   std::mutex mutex_;  // the order of operations, and the engine, which is gone after shutdown()
   std::unique_ptr<shm::Engine> engine_;
+  MonitoredBarrier monitored_;
 };
 
+// The backend, or why these ranks cannot share memory: the same of the two on all of them.
+using Outcome = std::pair<c10::intrusive_ptr<c10d::Backend>, std::string>;
+
 // Collective over the group's ranks.
-c10::intrusive_ptr<c10d::Backend> make_backend(const BackendConfig& config) {
+Outcome make_backend(BackendConfig config) {
+  if (config.size > shm::kMaxRanks)
+    return {nullptr,
+            fmt::format("{} ranks are more than the {} of one group", config.size, shm::kMaxRanks)};
   const Explain explain = explainer(config);
   shm::EngineResult made;
   try {
     C10dStore kv(config.store, config.rank);
+    config.times = kv.times();
     made = shm::Engine::make(kv, {config.rank, config.size}, {}, Deadline::after(config.timeout));
   } catch (const lockstep::Error&) {
     std::rethrow_exception(explain(std::current_exception()));
   }
-  if (!made.engine)
-    std::rethrow_exception(explain(std::make_exception_ptr(UsageError(
-        "lockstep_torch",
-        "these ranks cannot share memory: {}. The backend 'lockstep' is for the ranks of one "
-        "host; use backend=\"gloo\" here.",
-        made.unavailable_reason))));
-  return c10::make_intrusive<LockstepBackend>(config, std::move(made.engine));
+  if (!made.engine) return {nullptr, made.unavailable_reason};
+  return {c10::make_intrusive<LockstepBackend>(config, std::move(made.engine)), ""};
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+  // What torch.distributed uses of gloo's class.
+  pybind11::class_<LockstepBackend, c10::intrusive_ptr<LockstepBackend>, c10d::Backend>(module,
+                                                                                        "Backend")
+      .def_property_readonly("options", &LockstepBackend::getBackendOptions)
+      .def("_set_default_timeout", &LockstepBackend::setTimeout);
   module.attr("torch_version") = TORCH_VERSION;
   module.def(
       "create",
@@ -631,7 +649,7 @@ PYBIND11_MODULE(_C, module) {
          const std::string& group_name, const std::vector<std::int64_t>& global_ranks) {
         return make_backend({store, rank, size,
                              milliseconds(static_cast<std::int64_t>(timeout_s * 1000)), group_name,
-                             global_ranks});
+                             global_ranks, ""});
       },
       pybind11::call_guard<pybind11::gil_scoped_release>());
   module.def("cache_cpu_memory", &cache_cpu_memory);

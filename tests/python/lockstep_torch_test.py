@@ -1,4 +1,4 @@
-"""The Python package: every operation against gloo, training, failures, launchers, the wheel.
+"""The Python package: every operation against gloo, training, failures, launchers, gloo replaced.
 
 Runs the package from the build tree. Worlds are forks of this process, which has imported torch
 once; launchers start trainer.py. 77: the extension cannot be built here.
@@ -6,17 +6,15 @@ once; launchers start trainer.py. 77: the extension cannot be built here.
 
 import datetime
 import importlib.util
-import io
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-import zipfile
 
 SOURCE = pathlib.Path(os.environ.get("LOCKSTEP_SOURCE")
                       or pathlib.Path(__file__).resolve().parents[2])
@@ -203,9 +201,12 @@ def temporaries(rank, size, method):
     dist.destroy_process_group()
 
 
-def detail(rank, size, method):
+def detail(rank, size, method, as_gloo):
     """Under DETAIL the backend is wrapped, and its sequence numbers are compared."""
-    join(rank, size, method)
+    if as_gloo:
+        join_as_gloo(rank, size, init_method=method)
+    else:
+        join(rank, size, method)
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     dist.broadcast(tensor, 0)
@@ -327,6 +328,100 @@ def two_hosts(rank, size, method):
     operations.expect(RuntimeError, 'use backend="gloo"', lambda: lockstep_torch.create(options))
 
 
+def join_as_gloo(rank, size, backend="gloo", **options):
+    lockstep_torch.replace_gloo()
+    dist.init_process_group(backend, rank=rank, world_size=size, **options)
+
+
+def made_by_the_engine(group, device="cpu"):
+    return type(group._get_backend(torch.device(device))).__module__ == "lockstep_torch._C"
+
+
+def sum_of_ones(group=None):
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    return tensor[0].item()
+
+
+def replaced(rank, size, method):
+    """Default groups, sub-groups and groups made again keep gloo's name, and what depends on it."""
+    store = dist.FileStore(method[len("file://"):], size)
+    limit = datetime.timedelta(seconds=1)
+    for backend in ("gloo", None, "cpu:gloo,cuda:lockstep", "gloo"):
+        join_as_gloo(rank, size, backend, store=store)
+        assert made_by_the_engine(dist.group.WORLD) == (backend != "cpu:gloo,cuda:lockstep")
+        assert sum_of_ones() == size
+        assert backend != "gloo" or dist.get_backend() == "gloo"
+        dist.destroy_process_group()
+    join_as_gloo(rank, size, store=store)
+    backend, asked = lockstep_torch.gloo._make(size, rank, [], "cpu:gloo,cuda:nccl", store, "mix",
+                                               datetime.timedelta(seconds=60))
+    assert backend is not None and asked == "cpu:lockstep,cuda:nccl", asked
+    first = dist.new_group([0, 1])
+    last = dist.new_group([size - 1])
+    if rank < 2:
+        assert dist.get_backend(first) == "gloo" and sum_of_ones(first) == 2
+    if rank == size - 1:
+        assert made_by_the_engine(last) and sum_of_ones(last) == 1
+    for _ in range(3):
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=60))
+    if rank < 2:
+        text = "Ranks 2, 3 failed to pass monitoredBarrier in 1000 ms" if rank == 0 else (
+            "Please check rank 0 logs")
+        operations.expect(RuntimeError, text,
+                          lambda: dist.monitored_barrier(timeout=limit, wait_all_ranks=True))
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=77))
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    assert options._timeout == datetime.timedelta(seconds=77)
+    objects = [None] * size
+    dist.all_gather_object(objects, rank)  # and a failed monitored_barrier breaks nothing
+    assert objects == list(range(size))
+    dist.destroy_process_group()
+
+
+def replaced_beside_gpus(rank, size, method):
+    """Where one rank has a GPU, CUDA tensors of all of them still go to gloo itself."""
+    if rank == 1:
+        torch.cuda.device_count = lambda: 1
+    join_as_gloo(rank, size, init_method=method)
+    assert made_by_the_engine(dist.group.WORLD) and sum_of_ones() == size
+    gloo = dist.group.WORLD._get_backend(torch.device("cuda"))
+    assert isinstance(gloo, dist.ProcessGroupGloo), gloo
+    tensor = torch.ones(3)
+    gloo.allreduce([tensor]).wait()
+    assert tensor[0] == size and dist.get_backend() == "gloo"
+    dist.destroy_process_group()
+
+
+def replaced_elsewhere(rank, size, method):
+    """On two hosts a group stays gloo, on all ranks, and says so; one of one host does not."""
+    store = dist.FileStore(method[len("file://"):], size)
+    join_as_gloo(rank, size, store=Elsewhere(store) if rank == 1 else store)
+    assert isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    assert sum_of_ones() == size
+    pair = dist.new_group([0, 2])
+    assert rank == 1 or (made_by_the_engine(pair) and sum_of_ones(pair) == 2)
+    dist.destroy_process_group()
+
+
+def replaced_on_one(rank, size, method, late):
+    """A rank with gloo itself, or none at all, is named."""
+    limit = datetime.timedelta(seconds=2 if late else 60)
+    failed = pathlib.Path(method[len("file://"):] + ".failed")
+    if rank == 0:
+        text = "rank 1 " + ("has not answered in 2 s" if late else
+                            "makes this group with gloo itself")
+        operations.expect(RuntimeError, text,
+                          lambda: join_as_gloo(rank, size, init_method=method, timeout=limit))
+        failed.touch()
+        return
+    if not late:  # gloo would wait for rank 0: in a thread that nobody waits for
+        threading.Thread(target=dist.init_process_group, daemon=True, args=("gloo",), kwargs={
+            "init_method": method, "rank": rank, "world_size": size}).start()
+    while not failed.exists():
+        time.sleep(0.05)
+
+
 # ---------------------------------------------------------------- tests
 
 def test_two_ranks():
@@ -372,7 +467,8 @@ def test_temporaries():
 
 
 def test_detail():
-    run_world(2, detail, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    for as_gloo in (False, True):
+        run_world(2, detail, as_gloo, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 
 
 def test_late():
@@ -399,6 +495,22 @@ def test_dead_peer():
 
 def test_two_hosts():
     run_world(2, two_hosts)
+
+
+def test_replaced():
+    run_world(4, replaced)
+    run_world(2, replaced_beside_gpus)
+
+
+def test_replaced_elsewhere():
+    texts = run_world(3, replaced_elsewhere)
+    assert "stays gloo: rank 1 runs on another host than rank 0" in texts[0], texts[0]
+    assert "stays gloo" not in texts[1] + texts[2], texts
+
+
+def test_replaced_on_one():
+    run_world(2, replaced_on_one, False)
+    run_world(2, replaced_on_one, True)
 
 
 def test_launchers():
@@ -456,32 +568,6 @@ assert lockstep_torch.cpu_cache_stats()["idle"] == 0
     assert run(LOCKSTEP_CPU_CACHE_MAX_BYTES="0").returncode != 0, "it was switched on"
     wrong = run(LOCKSTEP_CPU_CACHE_MAX_BYTES="plenty")
     assert "LOCKSTEP_CPU_CACHE_MAX_BYTES" in wrong.stderr, wrong.stderr
-
-
-def test_wheel():
-    """What pip would install, from objects that the build tree has already."""
-    sys.path.insert(0, str(SOURCE / "python"))
-    import lockstep_build  # pylint: disable=import-outside-toplevel
-
-    with tempfile.TemporaryDirectory(prefix="lockstep-wheel-") as folder:
-        def copy_package(into, objects):
-            shutil.copytree(PACKAGE / "lockstep_torch", into / "lockstep_torch",
-                            ignore=shutil.ignore_patterns("__pycache__"))
-
-        lockstep_build.build = copy_package
-        name = lockstep_build.build_wheel(folder)
-        installed = os.path.join(folder, "site")
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index",
-                        "--disable-pip-version-check", "--target", installed,
-                        os.path.join(folder, name)], check=True)
-        environment = dict(os.environ, PYTHONPATH=installed)
-        # Torch itself finds what is installed; and it may be imported by name, before torch.
-        for names in ("torch", "lockstep_torch, torch"):
-            program = f"import {names}; assert torch.distributed.is_backend_available('lockstep')"
-            subprocess.run([sys.executable, "-B", "-c", program], env=environment, check=True)
-        with zipfile.ZipFile(os.path.join(folder, name)) as wheel:
-            record = wheel.read(next(n for n in wheel.namelist() if n.endswith("/RECORD")))
-            assert len(io.BytesIO(record).readlines()) == len(wheel.namelist())
 
 
 def main():

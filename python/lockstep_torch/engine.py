@@ -1,0 +1,34 @@
+"""The compiled part, imported on first use."""
+
+from datetime import timedelta
+
+import torch
+
+
+def extension():
+    # A torch that was exchanged after the package was built must not fail at import, and must not
+    # be met by code that was compiled for another one.
+    try:
+        from . import _C  # pylint: disable=import-outside-toplevel
+    except ImportError as error:
+        raise ImportError(
+            f"[lockstep_torch] the compiled part cannot be loaded ({error}). Was torch exchanged "
+            "since? Install the package again: pip install --force-reinstall ./python") from error
+    built, running = _C.torch_version, torch.__version__.split("+")[0]
+    if built != running:
+        raise ImportError(
+            f"[lockstep_torch] built for torch {built}, but this is torch {running}. Install the "
+            "package again: pip install --force-reinstall ./python")
+    return _C
+
+
+def make(store, rank, size, timeout, name, global_ranks):
+    """(backend, ""), or (None, why these ranks cannot share memory); the same on all of them."""
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    return extension().create(store, rank, size, timeout, str(name), list(global_ranks))
+
+
+def is_ours(backend):
+    # Not by name(), which the wrapper of debug mode answers for it. Loads nothing.
+    return type(backend).__module__ == f"{__package__}._C"
