@@ -312,6 +312,23 @@ void Loop::run() {
     if (due.save && !checkpoints_.saved()) save();  // it was the best
   }
   for (std::int64_t epoch = epoch_; !control_.over(); ++epoch) run_epoch(epoch);
+  if (control_.stop_signal() == 0 && run_.world.size() > 1) compare_replicas();
+}
+
+// What DDP promises, looked at once at the end. Only reported: buffers of a model may differ on
+// purpose.
+void Loop::compare_replicas() {
+  std::string difference;
+  try {
+    model_.verify_replicas();
+  } catch (const CommError& e) {
+    difference = e.what();
+  }
+  if (!run_.world.is_leader()) return;
+  if (difference.empty())
+    log::info("trainer", "replicas identical on {} ranks", run_.world.size());
+  else
+    log::warning("trainer", "{}", difference);
 }
 
 }  // namespace lockstep::train

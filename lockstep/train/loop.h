@@ -61,6 +61,7 @@ class Loop {
   void after_step(Due due);
   void evaluate(Due& due);
   void save();
+  void compare_replicas();
 
   RunContext& run_;
   RunControl& control_;
