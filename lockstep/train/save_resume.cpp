@@ -231,8 +231,8 @@ void check_same_folder(const std::string& path, const std::vector<std::string>& 
 // ---------------------------------------------------------------- the optimizer
 
 OptimizerPart::OptimizerPart(torch::optim::Optimizer* optimizer)
-    : replicated_(dynamic_cast<optim::FusedBase*>(optimizer)) {
-  if (optimizer != nullptr && replicated_ == nullptr)
+    : stock_(dynamic_cast<optim::FusedBase*>(optimizer)) {
+  if (optimizer != nullptr && stock_ == nullptr)
     throw UsageError("checkpoint",
                      "the optimizer is torch::optim's own, whose state cannot be saved by "
                      "parameter name. Use AdamW, Adam or SGD of lockstep::optim: the same rules, "
@@ -240,34 +240,34 @@ OptimizerPart::OptimizerPart(torch::optim::Optimizer* optimizer)
 }
 
 TensorDict OptimizerPart::state_dict(const torch::nn::Module& module) const {
-  if (sharded_ != nullptr) return sharded_->state_dict();
-  return replicated_ != nullptr ? replicated_->state_dict(names_of(module)) : TensorDict();
+  if (optimizer_ != nullptr) return optimizer_->state_dict();
+  return stock_ != nullptr ? stock_->state_dict(names_of(module)) : TensorDict();
 }
 
 void OptimizerPart::load_state_dict(const torch::nn::Module& module,
                                     const TensorDict& state) const {
-  if (sharded_ != nullptr) {
-    sharded_->sync_from_model();
-    sharded_->load_state_dict(state);
-  } else if (replicated_ != nullptr) {
-    replicated_->load_state_dict(names_of(module), state);
+  if (optimizer_ != nullptr) {
+    optimizer_->sync_from_model();
+    optimizer_->load_state_dict(state);
+  } else if (stock_ != nullptr) {
+    stock_->load_state_dict(names_of(module), state);
   }
 }
 
 std::vector<double> OptimizerPart::learning_rates() const {
   std::vector<double> rates;
-  const std::size_t groups = sharded_ != nullptr      ? sharded_->groups()
-                             : replicated_ != nullptr ? replicated_->param_groups().size()
-                                                      : 0;
+  const std::size_t groups = optimizer_ != nullptr ? optimizer_->groups()
+                             : stock_ != nullptr   ? stock_->param_groups().size()
+                                                   : 0;
   for (std::size_t i = 0; i < groups; ++i)
-    rates.push_back(sharded_ != nullptr ? sharded_->lr(i) : replicated_->lr(i));
+    rates.push_back(optimizer_ != nullptr ? optimizer_->lr(i) : stock_->lr(i));
   return rates;
 }
 
 void OptimizerPart::set_learning_rates(const std::vector<double>& rates) const {
   for (std::size_t i = 0; i < rates.size(); ++i) {
-    if (sharded_ != nullptr) sharded_->set_lr(i, rates[i]);
-    if (replicated_ != nullptr) replicated_->set_lr(i, rates[i]);
+    if (optimizer_ != nullptr) optimizer_->set_lr(i, rates[i]);
+    if (stock_ != nullptr) stock_->set_lr(i, rates[i]);
   }
 }
 

@@ -34,23 +34,23 @@
 #include "lockstep/data/loader.h"
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/optim/group.h"
+#include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep {
 
-// The optimizer of a checkpoint: AdamW, Adam or SGD of lockstep::optim, or ShardedOptimizer. Their
-// state is named after parameters, so that either resumes what the other saved.
+// The optimizer of a checkpoint: AdamW, Adam or SGD of lockstep::optim, ReplicatedOptimizer or
+// ShardedOptimizer. Their state is named after parameters, so that each resumes what another saved.
 class OptimizerPart {
  public:
   OptimizerPart() = default;
   // UsageError for an optimizer of torch::optim: its state has no names.
   OptimizerPart(torch::optim::Optimizer* optimizer);
-  OptimizerPart(ShardedOptimizer* optimizer) : sharded_(optimizer) {}
+  OptimizerPart(optim::Optimizer* optimizer) : optimizer_(optimizer) {}
 
-  explicit operator bool() const { return replicated_ != nullptr || sharded_ != nullptr; }
-  bool collective() const { return sharded_ != nullptr; }  // state_dict and load_state_dict
+  explicit operator bool() const { return stock_ != nullptr || optimizer_ != nullptr; }
+  bool collective() const { return optimizer_ != nullptr; }  // state_dict and load_state_dict
   std::map<std::string, at::Tensor> state_dict(const torch::nn::Module& module) const;
   // The module's parameters have been loaded before.
   void load_state_dict(const torch::nn::Module& module,
@@ -59,8 +59,8 @@ class OptimizerPart {
   void set_learning_rates(const std::vector<double>& rates) const;
 
  private:
-  optim::FusedBase* replicated_ = nullptr;
-  ShardedOptimizer* sharded_ = nullptr;
+  optim::FusedBase* stock_ = nullptr;
+  optim::Optimizer* optimizer_ = nullptr;
 };
 
 struct CheckpointParts {

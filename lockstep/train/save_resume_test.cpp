@@ -19,6 +19,7 @@
 #include "lockstep/io/manifest.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/stop_request.h"
 #include "lockstep/train/trainer_for_test.h"
