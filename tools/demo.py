@@ -171,6 +171,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("build", type=pathlib.Path)
     demo = Demo(parser.parse_args().build.resolve())
+    os.chdir(pathlib.Path(__file__).resolve().parents[1])
     shutil.rmtree(demo.folder, ignore_errors=True)
     demo.speed_up()
     demo.kill()

@@ -18,24 +18,13 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/store_channel.h"
+#include "lockstep/launch/store_bytes_for_test.h"
 
 namespace lockstep::launch {
 namespace {
 
 using store::Command;
 using ::testing::HasSubstr;
-
-template <typename T>
-std::string number(T value) {
-  return {reinterpret_cast<const char*>(&value), sizeof value};
-}
-std::string piece(const std::string& text) {
-  return number<std::uint64_t>(text.size()) + text;
-}
-std::string command(Command which, const std::string& rest = "") {
-  return std::string(1, static_cast<char>(which)) + rest;
-}
-const std::string kHandshake = command(Command::kValidate, number(store::kMagic));
 
 // ---------------------------------------------------------------- bytes
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/launch/store_bytes_for_test.h"
 #include "lockstep/launch/store_server.h"
 
 namespace lockstep::launch {
@@ -259,17 +260,6 @@ TEST(StoreStreams, APeerThatBreaksTheProtocolIsRejected) {
 
 // ---------------------------------------------------------------- servers
 
-template <typename T>
-std::string number(T value) {
-  return {reinterpret_cast<const char*>(&value), sizeof value};
-}
-std::string piece(const std::string& text) {
-  return number<std::uint64_t>(text.size()) + text;
-}
-std::string command(Command which, const std::string& rest = "") {
-  return std::string(1, static_cast<char>(which)) + rest;
-}
-const std::string kHandshake = command(Command::kValidate, number(store::kMagic));
 const std::string kPing = command(Command::kPing, number<std::uint32_t>(9));
 const std::string kPong = number<std::uint32_t>(9);
 

@@ -95,27 +95,6 @@ std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& 
   return std::make_unique<ShardedOptimizer>(model, std::move(groups));
 }
 
-std::string scaler_json(const optim::GradScalerState& s) {
-  return json_object({{"scale", real_node(s.scale)},
-                      {"growth_factor", real_node(s.growth_factor)},
-                      {"backoff_factor", real_node(s.backoff_factor)},
-                      {"growth_interval", integer_node(s.growth_interval)},
-                      {"growth_tracker", integer_node(s.growth_tracker)}});
-}
-
-optim::GradScalerState parse_scaler(const std::string& text, const std::string& name) {
-  const Node root = parse_json(text, name);
-  optim::GradScalerState s;
-  for (const Entry& entry : as_map(root, "scaler").entries) {
-    if (entry.key == "scale") s.scale = as_real(entry.value, entry.key);
-    if (entry.key == "growth_factor") s.growth_factor = as_real(entry.value, entry.key);
-    if (entry.key == "backoff_factor") s.backoff_factor = as_real(entry.value, entry.key);
-    if (entry.key == "growth_interval") s.growth_interval = as_integer(entry.value, entry.key);
-    if (entry.key == "growth_tracker") s.growth_tracker = as_integer(entry.value, entry.key);
-  }
-  return s;
-}
-
 }  // namespace
 
 TrainOptimizer::TrainOptimizer(RunContext& run, WrappedModel& model)
@@ -163,7 +142,7 @@ void TrainOptimizer::load(const Checkpoint& checkpoint) {
   optimizer_->load_state_dict(checkpoint.optimizer());
   const std::string text = scaler_ ? checkpoint.text("scaler.json") : std::string();
   if (!text.empty())
-    scaler_->load_state_dict(parse_scaler(text, checkpoint.path() + "/scaler.json"));
+    scaler_->load_state_dict(parse_scaler_text(text, checkpoint.path() + "/scaler.json"));
 }
 
 void TrainOptimizer::save(CheckpointContents& contents) const {
@@ -172,7 +151,7 @@ void TrainOptimizer::save(CheckpointContents& contents) const {
                                     {"last_epoch", integer_node(run_.state.global_step)},
                                     {"base_lr", real_node(peaks_.front())},
                                     {"last_lr", real_node(optimizer_->lr())}});
-  if (scaler_) contents.scaler = scaler_json(scaler_->state_dict());
+  if (scaler_) contents.scaler = scaler_text(scaler_->state_dict());
 }
 
 void TrainOptimizer::release() {

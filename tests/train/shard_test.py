@@ -42,6 +42,7 @@ class Shard(TrainCase):
         self.assertIn("optimizer adamw: replicated", said)
         shard, said = self.run_with("true", 2, "shard", "--ddp_backend", "gloo")
         self.assertIn("sharded over 2 ranks (shard_optimizer: true)", said)
+        self.assertIn("replicas identical on 2 ranks", said)
         self.assert_same(self.newest(plain), self.newest(shard))
 
     def test_a_world_of_one(self):

@@ -1,0 +1,25 @@
+// What a client of the store sends, as bytes.
+//
+//   write_all(fd, kHandshake + command(Command::kGet, piece("key")));
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "lockstep/core/store_channel.h"
+
+namespace lockstep::launch {
+
+template <typename T>
+std::string number(T value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+inline std::string piece(const std::string& text) {
+  return number<std::uint64_t>(text.size()) + text;
+}
+inline std::string command(store::Command which, const std::string& rest = "") {
+  return std::string(1, static_cast<char>(which)) + rest;
+}
+inline const std::string kHandshake = command(store::Command::kValidate, number(store::kMagic));
+
+}  // namespace lockstep::launch
