@@ -276,6 +276,7 @@ bool MessageMatcher::opened(int peer) {
   }
   line.contents = engine_.recv(data, bytes, peer, {.deadline = far_away(), .caller_waits = true});
   line.asked = Clock::now();
+  if (line.target) line.target->matched_.store(true, std::memory_order_release);
   // A receive without a waiter for the envelope has none for the contents either.
   if (std::exchange(line.watched, false)) watch(line);
   return true;

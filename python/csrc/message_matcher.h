@@ -34,6 +34,8 @@ namespace lockstep::python {
 class Receive {
  public:
   bool done() const { return done_.load(std::memory_order_acquire); }
+  // Its envelope has arrived, and the contents are received into its array.
+  bool matched() const { return matched_.load(std::memory_order_acquire); }
   // False when the deadline passes first.
   bool wait_until(const Deadline& deadline);
   std::exception_ptr error() const;  // null unless it has ended in failure
@@ -55,6 +57,7 @@ class Receive {
   std::exception_ptr given_up_;  // how it ends, whatever else happens
   std::exception_ptr error_;
   std::atomic<int> from_{-1};
+  std::atomic<bool> matched_{false};
   std::atomic<bool> done_{false};
 };
 

@@ -58,14 +58,22 @@ TEST(MessageMatcher, AnAbandonedReceiveIsNotWrittenAnyMore) {
     becomes([&] { return stage >= 1; });
     const auto first = engine->send(contents.data(), 1, 0);
     becomes([&] { return stage >= 2; });
-    const auto tickets = matcher->send({contents.data(), contents.size(), 0, 0}, soon());
+    // As matcher->send() does it, but with a pause between the two: contents that are there when
+    // their receive is posted are copied by whoever posts it, under the matcher's lock.
+    const struct {
+      std::int64_t tag = 0;
+      std::uint64_t bytes = 0;
+    } envelope{0, contents.size()};
+    const auto announced = engine->send(&envelope, sizeof envelope, 0);
+    becomes([&] { return stage >= 3; });
+    const auto sent = engine->send(contents.data(), contents.size(), 0);
     // Ends when rank 0 gives up, which breaks the engine. A while later the write may continue: by
     // then a receive that does not wait for it has ended.
     std::byte never{};
     EXPECT_THROW(engine->recv(&never, 1, 0)->wait(soon()), CommError);
     ::usleep(200'000);
     released = true;
-    becomes([&] { return stage >= 3; });
+    becomes([&] { return stage >= 4; });
     matcher->close(std::move(engine));
   });
   auto engine = make_engine(kv, 0, 2);
@@ -80,6 +88,8 @@ TEST(MessageMatcher, AnAbandonedReceiveIsNotWrittenAnyMore) {
   EXPECT_TRUE(becomes([&] { return seen->done(); }));
   const auto receive = matcher->receive({page, page_bytes, MessageMatcher::kAnyone, 0, nullptr});
   stage = 2;
+  EXPECT_TRUE(becomes([&] { return receive->matched(); })) << "the envelope did not arrive";
+  stage = 3;
   EXPECT_TRUE(becomes([] { return inside.load(); })) << "the contents did not arrive";
   matcher->wait(*receive, Deadline::after(std::chrono::milliseconds(50)));
   EXPECT_FALSE(inside) << "the array is still written";
@@ -87,7 +97,7 @@ TEST(MessageMatcher, AnAbandonedReceiveIsNotWrittenAnyMore) {
   EXPECT_NE(shm::for_test::text_of(receive->error()).find("timed out after 50 ms"),
             std::string::npos);
   waiter.join();
-  stage = 3;
+  stage = 4;
   peer.join();
   matcher->close(std::move(engine));
   ::sigaction(SIGSEGV, &before, nullptr);
