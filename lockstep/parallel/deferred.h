@@ -2,7 +2,7 @@
 // ShardedOptimizer" of reducer.h, which is all that the optimizer calls on a reducer:
 //
 //   defer, resume, begin_deferred_step, end_deferred_step, joining, check_unchanged,
-//   check_own_memory, check_deferrable, scale_deferred, world
+//   check_all_used, check_own_memory, check_deferrable, scale_deferred, world
 #pragma once
 
 #include <ATen/core/Tensor.h>

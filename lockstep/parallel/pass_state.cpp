@@ -104,9 +104,8 @@ std::vector<std::size_t> PassState::missing() const {
   return result;
 }
 
-void PassState::refuse_missing(int rank) const {
+void PassState::refuse_missing(int rank, const std::vector<std::size_t>& without) const {
   constexpr std::size_t kNamed = 5;
-  const auto without = missing();
   std::string names;
   for (std::size_t i = 0; i < std::min(kNamed, without.size()); ++i)
     names += (names.empty() ? "" : ", ") + model_[without[i]].name;

@@ -58,7 +58,7 @@ class PassState {
   bool arrived(std::size_t parameter);
   bool count(std::size_t parameter);         // as arrived, whatever came
   std::vector<std::size_t> missing() const;  // still waited for
-  [[noreturn]] void refuse_missing(int rank) const;
+  [[noreturn]] void refuse_missing(int rank, const std::vector<std::size_t>& without) const;
   bool complete() const { return waiting_for_.load() == 0; }
   Gradient& operator[](std::size_t parameter) { return gradients_[parameter]; }
   void drop_used();

@@ -229,7 +229,8 @@ void ReducerImpl::on_backward_end() {
   if (!pass_.complete() || pass_.learns()) {
     // The backward around it may bring what is missing.
     if (outer && end_.leave_to(*outer, weak_from_this())) return;
-    if (!pass_.learns() && !options_.find_unused_parameters) pass_.refuse_missing(world_.rank());
+    if (!pass_.learns() && !options_.find_unused_parameters)
+      pass_.refuse_missing(world_.rank(), pass_.missing());
     for (const std::size_t i : pass_.missing()) {
       if (pass_[i].fired > 0) {
         pass_.count(i);
@@ -494,6 +495,14 @@ bool Reducer::joining() const {
 }
 void Reducer::check_unchanged() const {
   impl_->change_.check_unchanged("the optimizer was made");
+}
+void Reducer::check_all_used() const {
+  const parallel::ReducerImpl& impl = *impl_;
+  if (impl.options_.find_unused_parameters || impl.options_.static_graph) return;
+  std::vector<std::size_t> without;
+  for (std::size_t i = 0; i < impl.model_.size(); ++i)
+    if (impl.change_.trained(i) && !impl.model_[i].tensor.grad().defined()) without.push_back(i);
+  if (!without.empty()) impl.pass_.refuse_missing(impl.world_.rank(), without);
 }
 void Reducer::check_own_memory() const {
   impl_->model_.check_own_memory();

@@ -61,6 +61,8 @@ class Reducer {
   bool scale_deferred(double factor);
   // Throws UsageError naming a parameter that is not as it was when the buckets were laid out.
   void check_unchanged() const;
+  // Throws UsageError naming trained parameters without a gradient, where that is not allowed.
+  void check_all_used() const;
   // Throws UsageError naming a trained parameter and what it shares memory with, if anything.
   void check_own_memory() const;
 

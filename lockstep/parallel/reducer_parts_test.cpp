@@ -305,7 +305,7 @@ TEST(PassState, BucketsAreLaunchedInPlanOrderOnly) {
     EXPECT_TRUE(pass.arrived(2));
     EXPECT_EQ(pass.next_ready(), 0u);
     EXPECT_FALSE(pass.next_ready().has_value());
-    EXPECT_THAT(message_of<UsageError>([&] { pass.refuse_missing(6); }),
+    EXPECT_THAT(message_of<UsageError>([&] { pass.refuse_missing(6, pass.missing()); }),
                 HasSubstr("rank 6: 1 of 3 parameters got no gradient in step 0: p1."));
     EXPECT_TRUE(pass.arrived(1));
     EXPECT_EQ(pass.next_ready(), 1u);

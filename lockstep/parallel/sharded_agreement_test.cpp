@@ -435,7 +435,7 @@ TEST(ShardedAgreement, ProcessesRefuseTogetherAndAtOnce) {
             if (odd) options.bucket_cap_mb = -1;
             DistributedDataParallel{net, world, options};
           });
-          DistributedDataParallel model{net, world};
+          DistributedDataParallel model{net, world, kSpareUnused};
           refused("option lr cannot be -1",
                   [&] { ShardedOptimizer{model, AdamWOptions{.lr = odd ? -1.0 : 0.1}}; });
           refused("steps = 0 is not a window",
@@ -505,7 +505,7 @@ TEST(ShardedAgreement, ParametersThatShareMemoryAreRefusedByBothNames) {
       const at::Tensor flat = at::ones({200});
       net->a->bias.set_data(flat.narrow(0, 0, 130));
       net->b->bias.set_data(flat.narrow(0, 130, 70));
-      DistributedDataParallel model{net, world};
+      DistributedDataParallel model{net, world, kSpareUnused};
       ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.01}};
       model(batch_of(world.rank(), 0), true).sum().backward();
       optimizer.step();

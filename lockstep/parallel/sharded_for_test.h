@@ -39,6 +39,9 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
+// For steps that do not call `spare`.
+inline const DdpOptions kSpareUnused{.find_unused_parameters = true};
+
 // torch's module construction draws from one global generator: build nets one at a time.
 inline Net make_net() {
   static std::mutex mutex;

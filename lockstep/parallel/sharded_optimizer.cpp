@@ -470,6 +470,7 @@ std::exception_ptr ShardedImpl::find_refusal() const {
     check_parameters();
     check_prints();
     check_gradients();
+    if (world_.size() > 1 && !idle_) reducer_->check_all_used();
   });
 }
 
@@ -503,6 +504,7 @@ void ShardedImpl::reduce_now() {
     throw UsageError(kComponent,
                      "reduce_now() was called inside join(), where ranks that have run out follow "
                      "step() alone. Look at averaged gradients outside of it.");
+  idle_ = false;
   settings_ = {.window_scale = window_scale_};
   agree_on_gradients();
   for (auto& bucket : deferred_.buckets) {

@@ -150,7 +150,8 @@ void expect_equal_to_replicated(World& world, const Case& what) {
   Net net = make_net(), plain = make_net();
   net->to(what.dtype);
   plain->to(what.dtype);
-  DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.02}};
+  DistributedDataParallel model{
+      net, world, {.bucket_cap_mb = 0.02, .find_unused_parameters = true}};
   ShardedOptimizer optimizer{model, what.options};
   optim::GradScaler scaler = scaler_of(world, what);
   Replicated reference(plain->parameters(), what);
@@ -192,7 +193,7 @@ TEST_P(Sharded, TypesMayBeMixed) {
     Net net = make_net(), plain = make_net();
     for (Net each : {net, plain}) each->b->to(at::kBFloat16);
     const Case what{"mixed", optim::SGDOptions{.lr = 0.1, .momentum = 0.9}, 0.05};
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, what.options};
     const optim::StepOptions options{.max_grad_norm = what.clip, .skip_non_finite = true};
     Replicated reference(plain->parameters(), what);
@@ -253,7 +254,8 @@ TEST(ShardedStep, WithManyRanks) {
 TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
   run([](World& world) {
     Net net = make_net(), plain = make_net();
-    DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.02}};
+    DistributedDataParallel model{
+        net, world, {.bucket_cap_mb = 0.02, .find_unused_parameters = true}};
     Case what{"groups", {}, 0.05, 2, 256};
     optim::GradScaler scaler = scaler_of(world, what);
     const auto groups_of = [](Net& each) {
@@ -304,7 +306,7 @@ TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
 TEST_P(Sharded, UnusedParametersStayAsTheyAre) {
   run([](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.1, .weight_decay = 0.5}};
     const at::Tensor before = net->spare->weight.detach().clone();
     model(batch_of(world.rank(), 0)).sum().backward();
@@ -319,10 +321,30 @@ TEST_P(Sharded, UnusedParametersStayAsTheyAre) {
   });
 }
 
+// As with a replicated optimizer, but no rank waits for another: all refuse the step.
+TEST_P(Sharded, AParameterWithoutAGradientIsNamedOnEveryRank) {
+  run([](World& world) {
+    if (world.size() == 1) return;  // no error there, as with a replicated optimizer
+    Net net = make_net();
+    DistributedDataParallel model{net, world};
+    ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.1}};
+    const at::Tensor before = net->a->weight.detach().clone();
+    model(batch_of(world.rank(), 0), /*with_spare=*/!world.is_leader()).sum().backward();
+    EXPECT_THAT(message_of<UsageError>([&] { optimizer.step(); }),
+                HasSubstr("rank 0: 2 of 6 parameters got no gradient in step 0: spare.weight, "
+                          "spare.bias"));
+    EXPECT_TENSOR_EQ(net->a->weight.detach(), before);
+    model(batch_of(world.rank(), 1), true).sum().backward();
+    optimizer.step();
+    EXPECT_FALSE(at::equal(net->a->weight.detach(), before));
+    model.verify_replicas();
+  });
+}
+
 TEST_P(Sharded, ANonFiniteGradientOnOneRankSkipsTheStepOnAll) {
   run([](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.1}};
     const optim::StepOptions options{.want_grad_norm = true, .skip_non_finite = true};
     const at::Tensor before = net->a->weight.detach().clone();
@@ -344,7 +366,7 @@ TEST_P(Sharded, ANonFiniteGradientOnOneRankSkipsTheStepOnAll) {
 TEST_P(Sharded, GradientsStayLocalUntilTheyAreAskedFor) {
   run([](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 1}};
     const at::Tensor x = batch_of(world.rank(), 0);
     model(x).sum().backward();
@@ -376,7 +398,7 @@ TEST(ShardedState, GoesToAnotherNumberOfRanks) {
   };
   run_threads(2, [&](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::AdamWOptions{}};
     train(world, optimizer, model);
     auto state = optimizer.state_dict();
@@ -388,7 +410,7 @@ TEST(ShardedState, GoesToAnotherNumberOfRanks) {
   for (const int size : {1, 3}) {
     run_threads(size, [&](World& world) {
       Net net = make_net();
-      DistributedDataParallel model{net, world};
+      DistributedDataParallel model{net, world, kSpareUnused};
       ShardedOptimizer optimizer{model, optim::AdamWOptions{}};
       optimizer.load_state_dict(saved);
       for (const auto& [name, tensor] : optimizer.state_dict())
@@ -413,7 +435,7 @@ TEST(ShardedState, GoesToAnotherNumberOfRanks) {
 TEST(ShardedState, IsDividedByTheNumberOfRanks) {
   run_threads(4, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::AdamWOptions{}};
     model(batch_of(world.rank(), 0)).sum().backward();
     optimizer.step();
@@ -429,7 +451,7 @@ TEST(ShardedState, IsDividedByTheNumberOfRanks) {
 TEST(ShardedRefuses, WhatCannotBeMeant) {
   run_threads(2, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     const auto make = [&](std::vector<optim::ParamGroup> groups) {
       return message_of<UsageError>([&] { ShardedOptimizer{model, groups}; });
     };
@@ -453,7 +475,7 @@ TEST(ShardedRefuses, WhatCannotBeMeant) {
 TEST(ShardedRefuses, WritesAndMovesBetweenSteps) {
   run_threads(2, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
     const auto step = [&] {
       optimizer.zero_grad();
@@ -476,7 +498,7 @@ TEST(ShardedRefuses, WritesAndMovesBetweenSteps) {
 TEST(ShardedRefuses, OnAllRanksWhatOneCannotDo) {
   run_threads(3, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
     const auto step = [&] {
       optimizer.zero_grad();
@@ -506,7 +528,7 @@ TEST(ShardedRefuses, SettingsThatDifferOverRanks) {
         3,
         [](World& world) {
           Net net = make_net();
-          DistributedDataParallel model{net, world};
+          DistributedDataParallel model{net, world, kSpareUnused};
           const optim::OptimizerOptions options = optim::AdamWOptions{.lr = 0.5};
           ShardedOptimizer optimizer{model, std::vector<optim::ParamGroup>{
                                                 {net->a->parameters(), options},
@@ -554,7 +576,7 @@ TEST(ShardedEnd, GivesTheModelBack) {
         2,
         [](World& world) {
           Net net = make_net();
-          DistributedDataParallel model{net, world};
+          DistributedDataParallel model{net, world, kSpareUnused};
           {
             ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
             model(batch_of(world.rank(), 0)).sum().backward();
@@ -575,7 +597,7 @@ TEST(ShardedEnd, GivesTheModelBack) {
 TEST(ShardedStep, TwiceOnTheSameGradientsStepsTwice) {
   run_threads(2, [](World& world) {
     Net net = make_net(), plain = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     const Case what{"clipped", optim::SGDOptions{.lr = 0.1, .momentum = 0.9}, 0.05};
     ShardedOptimizer optimizer{model, what.options};
     Replicated reference(plain->parameters(), what);
@@ -610,7 +632,7 @@ TEST(ShardedStep, ThreadsChangeNoBit) {
         net->spare->weight.copy_(at::linspace(-1, 1, 700 * 301).view({301, 700}));
         net->spare->bias.zero_();
       }
-      DistributedDataParallel model{net, world};
+      DistributedDataParallel model{net, world, kSpareUnused};
       ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.01}};
       for (int step = 0; step < 3; ++step) {
         const at::Tensor x = at::linspace(step, world.rank() + 1, 2 * 700).view({2, 700});
@@ -643,7 +665,7 @@ TEST(ShardedStep, CommunicatesNoOftenerThanNeeded) {
         2,
         [&](World& world) {
           Net net = make_net();
-          DistributedDataParallel model{net, world};
+          DistributedDataParallel model{net, world, kSpareUnused};
           ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
           (model(batch_of(world.rank(), 0)).sum() * gradient).backward();
           const auto& sequence = detail::Access::impl(world)->sequence;
@@ -665,7 +687,7 @@ TEST(ShardedStep, CommunicatesNoOftenerThanNeeded) {
 TEST(ShardedRefuses, AnotherBackwardAfterReduceNow) {
   run_threads(2, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
     model(batch_of(world.rank(), 0)).sum().backward();
     optimizer.reduce_now();
@@ -685,7 +707,7 @@ TEST(ShardedRefuses, CommunicationHooks) {
       return {w.all_reduce(bucket.data)};
     };
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::SGDOptions{}};
     EXPECT_THAT(message_of<UsageError>([&] { model.register_comm_hook(hook); }),
                 HasSubstr("ShardedOptimizer"));
@@ -702,7 +724,7 @@ TEST(ShardedRefuses, CommunicationHooks) {
 TEST(ShardedRefuses, AnotherOptimizerOnItsParameters) {
   run_threads(2, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     optim::SGD other{net->parameters(), {.lr = 0.1}};
     {
       ShardedOptimizer optimizer{model, optim::SGDOptions{}};
@@ -719,7 +741,7 @@ TEST(ShardedRefuses, AnotherOptimizerOnItsParameters) {
 TEST(ShardedRefuses, WhatBackwardWouldHaveToReduce) {
   run_threads(2, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::SGDOptions{}};
     EXPECT_THAT(message_of<UsageError>([&] { model.join([&] { optimizer.reduce_now(); }); }),
                 HasSubstr("reduce_now() was called inside join()"));
@@ -733,7 +755,7 @@ TEST(ShardedRefuses, WhatBackwardWouldHaveToReduce) {
 TEST(ShardedRefuses, AChangedModelOnAllRanksNamingTheParameter) {
   run_threads(3, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
     const auto step = [&] {
       optimizer.zero_grad();

@@ -26,7 +26,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, ShardedUneven, all_worlds(), show);
 std::vector<at::Tensor> train_unevenly(World& world, bool sharded, const Case& what,
                                        const JoinOptions& join) {
   Net net = make_net();
-  DistributedDataParallel model{net, world, {.find_unused_parameters = !sharded}};
+  DistributedDataParallel model{net, world, kSpareUnused};
   std::optional<ShardedOptimizer> ours;
   std::optional<optim::AdamW> theirs;
   if (sharded) {
@@ -84,7 +84,7 @@ TEST(ShardedJoin, WhatIsLeftOverIsNotTheOthers) {
     std::vector<at::Tensor> ends;
     for (const bool leftover : {false, true}) {
       Net net = make_net();
-      DistributedDataParallel model{net, world};
+      DistributedDataParallel model{net, world, kSpareUnused};
       ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
       const auto backward = [&](int step) {
         model(batch_of(world.rank(), step)).square().mean().backward();
@@ -136,7 +136,7 @@ TEST_P(ShardedUneven, StateHasTheParametersShapeAlsoInChannelsLast) {
         return torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 40, 5));
       }();
       if (last) net->weight.set_data(net->weight.contiguous(at::MemoryFormat::ChannelsLast));
-      DistributedDataParallel model{net, world};
+      DistributedDataParallel model{net, world, kSpareUnused};
       ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.01}};
       auto generator = at::make_generator<at::CPUGeneratorImpl>(7 + world.rank());
       const at::Tensor x = at::randn({2, 3, 9, 9}, generator);
@@ -159,7 +159,7 @@ TEST_P(ShardedUneven, StateHasTheParametersShapeAlsoInChannelsLast) {
 TEST(ShardedGraph, RetainedAcrossAStepIsRefused) {
   run_threads(2, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
     model(batch_of(world.rank(), 0)).sum().backward();
     const at::Tensor retained = model(batch_of(world.rank(), 1)).square().sum();
@@ -179,7 +179,7 @@ TEST(ShardedDebug, AWriteThroughAPointerIsFoundByTheOwner) {
   const DebugMode debug;
   run_threads(3, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel model{net, world};
+    DistributedDataParallel model{net, world, kSpareUnused};
     ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
     const auto step = [&] {
       optimizer.zero_grad();
