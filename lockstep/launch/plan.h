@@ -20,6 +20,7 @@ enum class Streams { kNone = 0, kOut = 1, kErr = 2, kAll = 3 };
 struct StreamMap {
   Streams all = Streams::kNone;
   std::map<int, Streams> by_local_rank;
+  bool any() const { return all != Streams::kNone || !by_local_rank.empty(); }
   Streams at(int local_rank) const {
     const auto found = by_local_rank.find(local_rank);
     return found == by_local_rank.end() ? all : found->second;
@@ -67,7 +68,7 @@ struct LaunchPlan {
   NumaBinding numa_binding = NumaBinding::kNone;
 
   // Output.
-  std::string log_dir;  // empty: a temporary one, removed when the run succeeds
+  std::string log_dir;  // empty: a temporary one, removed after success without --redirects
   StreamMap redirects;
   StreamMap tee;
   std::optional<LinePrefix> line_prefix;  // of every line; unset: see prefix_style (output.h)

@@ -63,8 +63,8 @@ void remove_tree(const std::string& path) {
       16, FTW_DEPTH | FTW_PHYS);
 }
 
-// Where the files of a run go. A temporary place is removed, unless the run failed and it holds
-// what ranks have printed; error files alone are in the report already.
+// Where the files of a run go. A temporary directory is removed, unless it holds output that was
+// shown nowhere else, or that of a failed run; error files alone are in the report already.
 class LogDirectory {
  public:
   explicit LogDirectory(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
@@ -96,18 +96,18 @@ class LogDirectory {
   std::string attempt(int number) const { return fmt::format("{}/attempt_{}", root_, number); }
 
   ~LogDirectory() {
-    if (temporary_ && !guard_) remove_tree(base_);
+    if (temporary_ && !preserved_) remove_tree(base_);
   }
   LogDirectory(const LogDirectory&) = delete;
   LogDirectory& operator=(const LogDirectory&) = delete;
 
-  // After a failure: the directory when it holds anything to read, which is then guard.
-  std::string worth_reading() {
+  // The directory, if it holds anything to read; it is preserved then.
+  std::string preserve() {
     std::error_code ignored;
     for (const auto& entry : fs::recursive_directory_iterator(root_, ignored)) {
       if (!entry.is_regular_file(ignored) || entry.file_size(ignored) == 0) continue;
       if (temporary_ && entry.path().extension() != ".log") continue;
-      guard_ = true;
+      preserved_ = true;
       return root_;
     }
     return {};
@@ -115,7 +115,7 @@ class LogDirectory {
 
  private:
   bool temporary_;
-  bool guard_ = false;
+  bool preserved_ = false;
   std::string base_;
   std::string root_;
 };
@@ -473,6 +473,9 @@ void Supervisor::start_attempt(int attempt) {
   attempt_ = attempt;
   if (plan_.nnodes > 1 && attempt == 0) choose_interface();
   if (spoke_) open_store(attempt);
+  if (logs_.temporary() && attempt == 0 && plan_.redirects.any())
+    say(fmt::format("the ranks' output is stored in {}; --log-dir=DIR chooses another directory",
+                    logs_.attempt(attempt)));
   GroupInfo place;
   place.attempt = attempt;
   place.master_port = port_->number();
@@ -526,8 +529,9 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
   if (ending_) return;
   ending_ = true;
   code_ = code;
+  const std::string logs = failure || plan_.redirects.any() ? logs_.preserve() : "";
   if (failure) {
-    failure->logs = logs_.worth_reading();
+    failure->logs = logs;
     if (!failure->error_file.empty() && failure->logs.empty() && logs_.temporary())
       failure->error_file =
           "in the temporary log directory, which is removed; --log-dir=DIR keeps it";

@@ -296,6 +296,13 @@ class Files(Case):
         (left,) = os.listdir(self.tmp)
         self.assertIn(f"logs: {self.tmp}/{left}", err)
 
+    def test_redirected_output_is_retained_and_its_place_is_named(self):
+        code, out, err = self.bash(1, "echo x", flags=("-r", "1"))
+        self.assertEqual((code, out), (0, ""))
+        place = re.search(r"the ranks' output is stored in (\S+); --log-dir=DIR", err)[1]
+        with open(os.path.join(place, "0", "stdout.log"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), "x\n")
+
     def test_a_relative_log_dir_is_absolute_for_the_ranks(self):
         process = self.start("--nproc-per-node=1", "--log-dir=logs", "--no-python", "bash", "-c",
                              "cd /; echo '\"found me\"' > $TORCHELASTIC_ERROR_FILE; exit 1",
