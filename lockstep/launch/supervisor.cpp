@@ -193,7 +193,11 @@ int Supervisor::run() {
   choose_threads();
   bind_to_cpus();
   if (plan_.node_rank == 0) {
-    if (plan_.nnodes > 1) link_port_ = HeldPort::exactly(plan_.master_port, Reach::kNetwork);
+    // Several launchers on one host need no more than its loopback.
+    const std::string& address = plan_.master_addr;
+    const bool here = address == "localhost" || address.rfind("127.", 0) == 0;
+    if (plan_.nnodes > 1)
+      link_port_ = HeldPort::exactly(plan_.master_port, here ? Reach::kLoopback : Reach::kNetwork);
     if (plan_.master_port != 0) port_ = HeldPort::exactly(plan_.master_port, Reach::kLoopback);
     decides_ = std::make_unique<Coordinator>(loop_, plan_, [this](const Message& message) {
       // Before a rank of another node can use it.

@@ -77,6 +77,26 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
             self.assertEqual(sorted(out.splitlines()), wanted)
             self.assertIn("gloo and NCCL use interface lo (127.0.0.1)", err)
 
+    def test_with_a_loopback_master_nothing_listens_beyond_loopback(self):
+        waiting = self.node(0, "true")
+        local = f"0100007F:{self.port:04X}"
+        end = time.monotonic() + BOUND_S
+        while not (listeners := self.listeners()) and time.monotonic() < end:
+            time.sleep(0.02)
+        self.assertEqual(listeners, {local})
+        for code, err in self.ends([waiting, self.node(1, "true")]):
+            self.assertEqual(code, 0, err)
+
+    def listeners(self):
+        """Addresses, in the kernel's notation, at which somebody listens on the master port."""
+        found = set()
+        for name in ("tcp", "tcp6"):
+            with contextlib.suppress(OSError), open(f"/proc/net/{name}", encoding="ascii") as file:
+                for _, address, _, state, *_ in map(str.split, file):
+                    if state == "0A" and address.endswith(f":{self.port:04X}"):
+                        found.add(address)
+        return found
+
     def death_s(self, rank):
         """Seconds from its end to that of both launchers."""
         self.forget_notes()
