@@ -105,10 +105,10 @@ std::optional<OtherLine> find_other_line(World& world, const Check& check,
   const auto all = world.all_gather(mine);
   bool same = true;
   for (const at::Tensor& each : all) {
-    const auto* texts = each.const_data_ptr<std::int64_t>();
-    if (texts[0] != 0) refuse_together(world, check);
+    const auto* entry = each.const_data_ptr<std::int64_t>();
+    if (entry[0] != 0) refuse_together(world, check);
     // Ranks that see two different ones take the same way, whichever is theirs.
-    same &= texts[1] == all[0].const_data_ptr<std::int64_t>()[1];
+    same &= entry[1] == all[0].const_data_ptr<std::int64_t>()[1];
   }
   if (same) return std::nullopt;
   const auto texts = world.all_gather(text);

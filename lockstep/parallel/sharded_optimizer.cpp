@@ -350,10 +350,10 @@ std::vector<double> ShardedImpl::settings() {
 
 // A rank that has run out sets no learning rate any more, but its elements need the others'.
 void ShardedImpl::share_settings(int root) {
-  at::Tensor texts = at::tensor(settings(), at::kDouble);
-  world_.broadcast(texts, root).wait();
+  at::Tensor values = at::tensor(settings(), at::kDouble);
+  world_.broadcast(values, root).wait();
   if (!idle_) return;
-  const double* next = texts.const_data_ptr<double>();
+  const double* next = values.const_data_ptr<double>();
   each_setting([&](const char*, int, double& number) { number = *next++; });
 }
 
@@ -413,15 +413,15 @@ void ShardedImpl::check_gradients() const {
 void ShardedImpl::agree_on_gradients() {
   Check check{.component = kComponent, .what = "this step"};
   if (announced_) {
-    Announced texts = std::move(*announced_);
+    Announced announced = std::move(*announced_);
     announced_.reset();
-    check.refusal = texts.refusal;
-    texts.work.wait();
-    refuse_with(check, std::move(texts.refusals));
+    check.refusal = announced.refusal;
+    announced.work.wait();
+    refuse_with(check, std::move(announced.refusals));
   }
   check.refusal = find_refusal();
-  at::Tensor texts = no_refusal();
-  auto* const refused = texts.mutable_data_ptr<std::uint8_t>();
+  at::Tensor flags = no_refusal();
+  auto* const refused = flags.mutable_data_ptr<std::uint8_t>();
   auto* const hashes = refused + 1;
   auto* const has_gradient = hashes + 2 * kHash;
   const std::vector<double> numbers = settings();
@@ -435,7 +435,7 @@ void ShardedImpl::agree_on_gradients() {
   } else {
     place_gradients(has_gradient);
   }
-  if (world_.size() > 1) world_.all_reduce(texts, ReduceOp::kMax).wait();
+  if (world_.size() > 1) world_.all_reduce(flags, ReduceOp::kMax).wait();
   if (*refused != 0) refuse_together(world_, check);
   // The greatest of the complements is the complement of the least.
   for (std::size_t i = 0; i < kHash; ++i)
@@ -453,10 +453,10 @@ at::Tensor ShardedImpl::no_refusal() const {
 // LOCKSTEP_DEBUG every exchange waits.
 void ShardedImpl::announce(const std::exception_ptr& refusal) {
   if (world_.size() == 1 || announced_ || debug_ || reducer_->joining()) return;
-  const at::Tensor texts = no_refusal();
-  *texts.mutable_data_ptr<std::uint8_t>() = 1;
+  const at::Tensor flags = no_refusal();
+  *flags.mutable_data_ptr<std::uint8_t>() = 1;
   try {
-    Work work = world_.all_reduce(texts, ReduceOp::kMax);
+    Work work = world_.all_reduce(flags, ReduceOp::kMax);
     announced_ = {.refusal = refusal, .work = work, .refusals = gather_refusals(world_, refusal)};
   } catch (const CommError&) {
     // They are gone, and say so themselves; the refusal stands.
