@@ -207,8 +207,8 @@ void WorkState::expire(const std::string& text, Blame blame) noexcept {
 
 std::string WorkState::timeout_text(const std::string& why) const {
   const std::string unknown =
-      ". Another rank has probably not called it (a branch on the rank, fewer batches) or is "
-      "stuck.";
+      ". Another rank has probably not called it (a branch on the rank, fewer batches), is stuck, "
+      "or cannot be reached over the network (several hosts: check firewall and interface).";
   return fmt::format(
       "{} was not finished after {} ms{} Set LOCKSTEP_DEBUG=1 to see the call that differs, or "
       "raise LOCKSTEP_TIMEOUT_S if the ranks are only slow.",
