@@ -29,7 +29,7 @@ import zipfile
 NAME = "lockstep_torch"
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
-CORE = ("cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "pages.cpp")
+CORE = ("cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "memory_limits.cpp", "pages.cpp")
 MEMORY = ("block_cache.cpp", "cpu_cache.cpp", "inplace_gradients.cpp")
 # The engine's vector code by machine; what is not listed uses the compiler's own vectors.
 KERNELS = {

@@ -16,6 +16,7 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
+#include "lockstep/train/train_optimizer.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/trainer_for_test.h"
 
@@ -67,6 +68,18 @@ struct Place {
   int ranks;
   const char* backend;
 };
+
+TEST(TrainerOptimizer, AutoShardsWhereItIsFasterOrNeeded) {
+  const auto why = [](const ShardFacts& facts) { return reason_to_shard("auto", facts); };
+  EXPECT_THAT(why({.ranks = 2, .share_memory = true}), HasSubstr("ranks share memory"));
+  EXPECT_THAT(why({.ranks = 2, .lack_room = true}), HasSubstr("more than half of the free memory"));
+  EXPECT_EQ(why({.ranks = 2}), "");
+  EXPECT_EQ(why({.ranks = 1, .share_memory = true}), "");
+  EXPECT_EQ(why({.ranks = 2, .share_memory = true, .unable = true}), "");
+  EXPECT_EQ(why({.ranks = 2, .lack_room = true, .unable = true}), "");
+  EXPECT_EQ(reason_to_shard("false", {.ranks = 2, .share_memory = true}), "");
+  EXPECT_EQ(reason_to_shard("true", {.ranks = 1}), "shard_optimizer: true");
+}
 
 TEST(TrainerOptimizer, ShardedHasTheBitsOfReplicated) {
   for (const Place& place :

@@ -4,13 +4,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <fstream>
-#include <limits>
+#include <cstdint>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/memory_limits.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 
@@ -40,43 +39,37 @@ std::uint64_t state_bytes(const TrainingArguments& a, const torch::nn::Module& m
   return bytes;
 }
 
-// Bytes that this rank may still take: of its device, or of its part of the host's memory.
-std::uint64_t available_bytes(const World& world) {
+// Whether the state, and as much again for activations and gradients, exceeds what is free.
+bool lacks_room(const World& world, std::uint64_t bytes) {
   const c10::Device device = world.device();
   if (!device.is_cpu())
-    return c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first;
-  std::ifstream file("/proc/meminfo");
-  for (std::string line; std::getline(file, line);) {
-    unsigned long long kib = 0;
-    if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &kib) == 1)
-      return kib * 1024 / static_cast<std::uint64_t>(world.local_size());
-  }
-  return std::numeric_limits<std::uint64_t>::max();
+    return bytes > c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first / 2;
+  const auto ranks = static_cast<std::size_t>(world.local_size());
+  return !lacking_memory({.own_bytes = 2 * bytes,
+                          .host_bytes = 2 * bytes * ranks,
+                          .map_bytes = 2 * bytes,
+                          .groups = std::vector(ranks, memory_groups())})
+              .empty();
 }
 
-// Why the optimizer is sharded, the same on every rank; empty: it is replicated.
-std::string reason_to_shard(RunContext& run, WrappedModel& model) {
-  const std::string& asked = run.arguments.shard_optimizer;
-  if (asked != "auto") return asked == "true" ? "shard_optimizer: true" : "";
-  if (run.world.size() == 1) return "";
+ShardFacts shard_facts(RunContext& run, WrappedModel& model) {
+  if (run.arguments.shard_optimizer != "auto") return {};
+  ShardFacts facts{.ranks = run.world.size()};
+  if (facts.ranks == 1) return facts;
   std::string unable;
   try {
     model.reducer().check_deferrable();
   } catch (const UsageError& e) {
     unable = e.what();
   }
-  const bool shm = run.world.device().is_cpu() && run.world.backend() == "shm";
-  // Activations and gradients need the other half.
-  const bool needs_room = !shm && run.world.any(state_bytes(run.arguments, *run.task.module) >
-                                                available_bytes(run.world) / 2);
-  if (!shm && !needs_room) return "";
-  if (run.world.any(!unable.empty())) {
-    if (run.world.is_leader() && !unable.empty())
-      log::info("trainer", "shard_optimizer: auto cannot shard this model: {}", unable);
-    return "";
-  }
-  return shm ? "ranks share memory: averaging and step are one pass"
-             : "the state of every rank would need more than half of the free memory";
+  facts.share_memory = run.world.device().is_cpu() && run.world.backend() == "shm";
+  facts.lack_room =
+      !facts.share_memory &&
+      run.world.any(lacks_room(run.world, state_bytes(run.arguments, *run.task.module)));
+  facts.unable = run.world.any(!unable.empty());
+  if (run.world.is_leader() && !unable.empty() && (facts.share_memory || facts.lack_room))
+    log::info("trainer", "shard_optimizer: auto cannot shard this model: {}", unable);
+  return facts;
 }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& model) {
@@ -84,7 +77,8 @@ std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& 
   auto groups = run.task.param_groups;
   if (groups.empty())
     groups = optim::decay_groups(*run.task.module, optimizer_options(run.arguments));
-  const std::string reason = reason_to_shard(run, model);
+  const std::string reason =
+      reason_to_shard(run.arguments.shard_optimizer, shard_facts(run, model));
   if (run.world.is_leader())
     log::info("trainer", "optimizer {}: {}",
               run.task.param_groups.empty() ? run.arguments.optim : "of the task",
@@ -96,6 +90,15 @@ std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& 
 }
 
 }  // namespace
+
+std::string reason_to_shard(const std::string& asked, const ShardFacts& facts) {
+  if (asked != "auto") return asked == "true" ? "shard_optimizer: true" : "";
+  if (facts.ranks == 1 || facts.unable) return "";
+  if (facts.share_memory) return "ranks share memory: averaging and step are one pass";
+  if (facts.lack_room)
+    return "the state of every rank would need more than half of the free memory";
+  return "";
+}
 
 TrainOptimizer::TrainOptimizer(RunContext& run, WrappedModel& model)
     : run_(run), optimizer_(make_optimizer(run, model)) {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "lockstep/optim/grad_scaler.h"
@@ -21,6 +22,16 @@
 #include "lockstep/train/step_plan.h"
 
 namespace lockstep::train {
+
+// What `shard_optimizer: auto` decides by, the same on every rank.
+struct ShardFacts {
+  int ranks = 1;
+  bool share_memory = false;
+  bool lack_room = false;  // for the whole state on every rank
+  bool unable = false;     // the model cannot be sharded
+};
+// Why the optimizer is sharded; empty: it is replicated.
+std::string reason_to_shard(const std::string& asked, const ShardFacts& facts);
 
 class TrainOptimizer {
  public:

@@ -13,7 +13,7 @@
 #include <cstring>
 #include <optional>
 
-#include "lockstep/comm/shm/memory_limits.h"
+#include "lockstep/core/memory_limits.h"
 #include "lockstep/comm/shm/segment.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

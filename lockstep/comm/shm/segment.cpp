@@ -12,7 +12,7 @@
 #include <map>
 #include <mutex>
 
-#include "lockstep/comm/shm/memory_limits.h"
+#include "lockstep/core/memory_limits.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/pages.h"
 

@@ -15,7 +15,7 @@
 #include <fstream>
 #include <functional>
 
-#include "lockstep/comm/shm/memory_limits.h"
+#include "lockstep/core/memory_limits.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
 
 namespace lockstep::shm {

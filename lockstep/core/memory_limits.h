@@ -1,5 +1,5 @@
-// Is there room? Asked before a segment is made, because memory that turns out to be missing later
-// is a killed process (the kernel's, or a container's limit) and not an error.
+// Is there room? Asked before a lot of memory is taken, because memory that turns out to be missing
+// later is a killed process (the kernel's, or a container's limit) and not an error.
 //
 //   const std::string lack = lacking_memory({.own_bytes = n, .host_bytes = ranks * n});
 //   if (!lack.empty()) throw UsageError("shm", "{}", lack);
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep::shm {
+namespace lockstep {
 
 struct MemoryNeed {
   std::size_t own_bytes = 0;   // what this process allocates
@@ -30,4 +30,4 @@ std::string memory_groups(const std::string& root = "");
 // host's available memory. What cannot be read does not count. `root` is put before /proc and /sys.
 std::string lacking_memory(const MemoryNeed& need, const std::string& root = "");
 
-}  // namespace lockstep::shm
+}  // namespace lockstep

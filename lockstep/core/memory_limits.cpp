@@ -1,4 +1,4 @@
-#include "lockstep/comm/shm/memory_limits.h"
+#include "lockstep/core/memory_limits.h"
 
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -15,7 +15,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 
-namespace lockstep::shm {
+namespace lockstep {
 namespace {
 
 std::optional<std::string> text_of(const std::string& path) {
@@ -175,4 +175,4 @@ std::string lacking_memory(const MemoryNeed& need, const std::string& root) {
   return lack;
 }
 
-}  // namespace lockstep::shm
+}  // namespace lockstep
