@@ -29,11 +29,11 @@ struct Command {
 
 constexpr Command kCommands[] = {
     {"run", "start a program as the ranks of one world (torchrun's flags)", run_command},
-    {"env", "who am I: rank, device and backend, every variable, and why", env_command},
+    {"env", "show rank, device, backend and every variable, and why", env_command},
     {"train", "train a bundled model as a file says, and resume", train_command},
     {"checkpoint", "verify, show, compare and import checkpoints", checkpoint_command},
-    {"config", "which values a training file gives, from where, and its mistakes", config_command},
-    {"data", "text files into token shards, and a look into them", data_command},
+    {"config", "check training files; show their values and where each comes from", config_command},
+    {"data", "tokenize text files into shards, and inspect them", data_command},
     {"bench", "measure launching, collectives and training against PyTorch", nullptr,
      "lockstep-bench"},
 };

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "cli/commands.h"
+#include "cli/variables.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/rank_env.h"
@@ -55,6 +56,7 @@ int run_command(const Args& args) {
       break;
   }
   for (const std::string& note : parsed.notes) log::warning("run", "{}", note);
+  for (const std::string& line : unread_variables()) log::warning("run", "{}", line);
   return launch::supervise(parsed.plan);
 }
 

@@ -1,4 +1,4 @@
-// Everything a training program needs. See README.md for a 25-line program.
+// Everything a training program needs. See README.md for a complete program.
 #pragma once
 
 #include "lockstep/comm/world.h"                      // IWYU pragma: export

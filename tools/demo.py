@@ -133,7 +133,7 @@ class Demo:
         rows = [
             (f"{folder}/two/", f"metrics.jsonl, checkpoint-{STEPS}/, runs/ (TensorBoard)"),
             (program, "the launcher and its commands: run, train, config, checkpoint, data, env"),
-            ("README.md", "the 30-line program, and the ways to start it"),
+            ("README.md", "a complete program, and the ways to start it"),
             ("examples/", "small programs with their output; ./dev build 03_mlp builds one"),
             ("./dev test", "builds the tests and runs them"),
         ]

@@ -31,6 +31,10 @@ std::string message_of(F&& f) {
 TEST(Error, CarriesComponentAndValues) {
   EXPECT_EQ(message_of<UsageError>([] { throw UsageError("world", "rank {} of {}.", 4, 4); }),
             "[world] rank 4 of 4.");
+  EXPECT_STREQ(SystemError("io", "cannot write a.b. Try another disk.", ENOSPC).what(),
+               "[io] cannot write a.b: No space left on device. Try another disk.");
+  EXPECT_STREQ(SystemError("io", "Nothing was saved.", ENOSPC).what(),
+               "[io] Nothing was saved: No space left on device.");
   EXPECT_THAT(message_of<SystemError>([] { read_file("/no/such/file"); }),
               HasSubstr("No such file"));
 }

@@ -22,12 +22,10 @@ std::int64_t parse_int(std::string_view text, std::string_view what, std::int64_
   const auto [stop, error] = std::from_chars(text.data(), end, value);
   const bool too_long = error == std::errc::result_out_of_range && stop == end;
   if (!too_long && (error != std::errc() || stop != end || text.empty())) {
-    throw UsageError("env", "{}='{}' is not an integer. Set it to a whole number or unset it.",
-                     what, text);
+    throw UsageError("env", "{}='{}' is not an integer. Set it to a whole number.", what, text);
   }
   if (too_long || value < min || value > max) {
-    throw UsageError("env", "{}={} is out of range ({} to {}). Correct it or unset it.", what, text,
-                     min, max);
+    throw UsageError("env", "{}={} is out of range ({} to {}). Correct it.", what, text, min, max);
   }
   return value;
 }

@@ -1,14 +1,14 @@
 // The exceptions, and who throws what:
 //
 //   UsageError     the caller's mistake; thrown before any communication, so all ranks can recover
+//   SystemError    the operating system refused: a file, a socket, memory; holds errno
 //   CommError      the world failed: a peer died, a socket broke, ranks disagreed
 //   TimeoutError   a CommError whose cause is a deadline
 //   InternalError  our own bug; LOCKSTEP_ASSERT stays on in release builds
 //
 // A message reads `[component] what happened (values). Likely cause. What to try.`
 //
-//   throw UsageError("world", "device cuda:{} does not exist ({} visible). Start fewer ranks.", i,
-//   n);
+//   throw UsageError("world", "device cuda:{} does not exist. Start fewer ranks.", index);
 #pragma once
 
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-// Mistakes gathered from a whole input, so that a user mends them in one go instead of one by one.
+// Mistakes gathered from a whole input, so that a user fixes them in one go instead of one by one.
 //
 //   Problems problems;
 //   problems.attempt([&] { batch = as_integer(node, "batch"); });
@@ -40,7 +40,7 @@ class Problems {
   }
 
   bool empty() const { return texts_.empty(); }
-  // Enough to mend: reading on would only make the message longer.
+  // Enough to fix: reading on would only make the message longer.
   bool full() const { return texts_.size() >= kMax; }
 
   void raise() const {

@@ -4,9 +4,8 @@
 // call from several threads at once; a dataset of torch::data, which need not be, is copied once
 // per thread that uses it, as torch's own loader does.
 //
-//   auto mnist = make_dataset(torch::data::datasets::MNIST("data"));           // any of
-//   torch::data auto squares = make_dataset(100, [](std::int64_t i, SampleRandom&) {       // any
-//   callable
+//   auto mnist = make_dataset(torch::data::datasets::MNIST("data"));        // any of torch::data
+//   auto squares = make_dataset(100, [](std::int64_t i, SampleRandom&) {    // any callable
 //     return Example{torch::tensor(float(i)), torch::tensor(float(i * i))};
 //   });
 //   auto in_memory = std::make_shared<TensorDataset>(images, labels);

@@ -1,7 +1,7 @@
 // Where a loader's time goes, and what to do about it.
 //
-//   LoaderProfile profile = profile_loader(loader, {.batches = 100, .step = [&](Batch& b) { ...
-//   }}); fmt::print("{}\n", fmt::join(profile.advice, "\n"));
+//   LoaderProfile profile = profile_loader(loader, {.batches = 100, .step = train_on});
+//   fmt::print("{}\n", fmt::join(profile.advice, "\n"));
 //
 // Rule of thumb: a batch that takes more than 10 ms to reach the device slows training down. What
 // counts in the end is `wait`, the time in which the step could not run.

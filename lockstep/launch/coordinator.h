@@ -6,8 +6,9 @@
 // everywhere.
 //
 //   Coordinator coordinator(loop, plan, [&](const Message& m) { notify_all(m); });
-//   coordinator.begin(nodes);  coordinator.on_message(node, message);  coordinator.on_lost(node,
-//   why);
+//   coordinator.begin(nodes);
+//   coordinator.on_message(node, message);
+//   coordinator.on_lost(node, why);
 //
 // Lives on node 0 only; owned by the supervisor, one thread.
 #pragma once

@@ -18,7 +18,7 @@ constexpr auto kRefused = Treatment::kRefused;
 
 constexpr std::array kFlags = {
     FlagSpec{"config-file", '\0', "FILE", kHonoured,
-             "Accelerate's YAML file; flags, and PET_ variables after them, are stronger", false},
+             "Accelerate's YAML file; flags, then PET_ variables, take precedence", false},
     FlagSpec{"nnodes", '\0', "N", kHonoured, "hosts; N or N:N (a real range is refused)"},
     FlagSpec{"nproc-per-node", '\0', "N|auto|cpu|gpu", kHonoured,
              "ranks on this host; auto: one per GPU, or per core without GPUs"},
@@ -37,7 +37,7 @@ constexpr std::array kFlags = {
     FlagSpec{"master-port", '\0', "PORT", kHonoured,
              "its port (one host: a free one; several: 29500)"},
     FlagSpec{"local-addr", '\0', "ADDR", kHonoured,
-             "this host's address towards the others (default: found by routing)"},
+             "address at which other hosts reach this one (default: found by routing)"},
     FlagSpec{"secret-file", '\0', "FILE", kHonoured,
              "several hosts: only launchers with this secret join, over TLS; mode 0600, the same "
              "contents on every host (default: LOCKSTEP_SECRET_FILE)",
@@ -45,7 +45,7 @@ constexpr std::array kFlags = {
     FlagSpec{
         "max-restarts", '\0', "N", kHonoured,
         "start all ranks again after a failure (0); not after a rank that stopped on request (exit "
-        "code 143) or was used wrongly (2)"},
+        "code 143) or reported a usage error (2)"},
     FlagSpec{"shutdown-timeout", '\0', "SECONDS", kHonoured,
              "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
     FlagSpec{"stopped-timeout", '\0', "SECONDS", kHonoured,
@@ -74,11 +74,10 @@ constexpr std::array kFlags = {
     FlagSpec{"redirects", 'r', "STREAMS", kHonoured,
              "to files only: 1 stdout, 2 stderr, 3 both; or per rank: 0:3,1:2"},
     FlagSpec{"tee", 't', "STREAMS", kHonoured, "to files and the console (same values)"},
-    FlagSpec{
-        "line-prefix", '\0', "rank|role|none", kHonoured,
-        "what stands before each console line: [0], [role0]: or nothing (default: none with one "
-        "local rank, else rank; with --tee the teed lines have [role0]:, the others nothing)",
-        false},
+    FlagSpec{"line-prefix", '\0', "rank|role|none", kHonoured,
+             "prefix of each console line: [0], [role0]: or nothing (default: none with one "
+             "local rank, else rank; with --tee the teed lines have [role0]:, the others nothing)",
+             false},
     FlagSpec{"local-ranks-filter", '\0', "R,...", kHonoured,
              "only these local ranks reach the console"},
     FlagSpec{"duplicate-stdout-filters", '\0', "WORD,...", kHonoured,

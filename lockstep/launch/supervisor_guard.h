@@ -3,12 +3,10 @@
 // supervise() runs as two processes. The one the user started stays in front: it passes signals on
 // and returns the exit code. The supervisor proper is its child and the parent of all ranks, and
 // holds the reading end of a pipe (the lifeline) whose writing end only the front has. So:
-//   - the front is killed (kill -9 of "the launcher"): the lifeline closes and the supervisor,
-//   which
-//     is the subreaper of everything its ranks ever started, kills all of it;
-//   - the supervisor is killed: ranks get their parent-death signal, and the front, a subreaper
-//   too,
-//     inherits and kills what they had started (the sessions written down in RankRegistry).
+//   - the front is killed (kill -9 of "the launcher"): the lifeline closes and the supervisor, the
+//     subreaper of everything its ranks ever started, kills all of it;
+//   - the supervisor is killed: ranks get their parent-death signal, and the front, a subreaper as
+//     well, inherits and kills what they had started (the sessions recorded in RankRegistry).
 // This is the guard of the ranks turned upside down: it owns them, so it needs no list of process
 // numbers that might have been given to others, and a daemonised grandchild cannot hide from it.
 //

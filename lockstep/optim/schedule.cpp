@@ -120,7 +120,7 @@ Factor cosine_with_min_lr(const ScheduleOptions& options) {
   if (lowest.has_value() == rate.has_value())
     throw UsageError(kSchedule,
                      "cosine_with_min_lr needs either min_lr or min_lr_rate, and {} given. Set one "
-                     "of them in lr_scheduler_kwargs.",
+                     "of them in kwargs (lr_scheduler_kwargs in a training file).",
                      rate ? "both are" : "neither is");
   return cosine_down_to(options, kwargs.real("num_cycles").value_or(0.5),
                         rate ? *rate : *lowest / options.lr);
@@ -234,10 +234,11 @@ void check(const ScheduleOptions& options, const Kind& kind) {
   // Stable and decay steps say how long it is; everything else needs the end.
   const bool given = options.kwargs.find("num_stable_steps") != nullptr;
   if (kind.needs_total && options.total_steps <= 0 && !given)
-    throw UsageError(kSchedule,
-                     "{} needs total_steps, and it is {}. The schedule ends there. Set max_steps, "
-                     "or use constant_with_warmup or inverse_sqrt, which have no end.",
-                     options.name, options.total_steps);
+    throw UsageError(
+        kSchedule,
+        "{} needs total_steps, and it is {}. The schedule ends there. Set it (max_steps "
+        "in a training file), or use constant_with_warmup or inverse_sqrt, which have no end.",
+        options.name, options.total_steps);
   if (kind.needs_total && options.total_steps > 0 && options.warmup_steps > options.total_steps)
     throw UsageError(kSchedule,
                      "{} warm-up steps are more than the {} steps of the training. The learning "

@@ -1,7 +1,7 @@
 // Accumulation: several backward passes, one step, weighed by what was really in them.
 //
 //   lockstep::Accumulation accumulation{model, {.steps = 4}};
-//   accumulation.begin_epoch(loader.batches_per_epoch());
+//   accumulation.begin_epoch(loader.batches_left(epoch));
 //   for (auto& batch : loader.epoch(epoch)) {
 //     auto loss = torch::cross_entropy_loss(model(batch.data), batch.target);   // a mean
 //     if (accumulation.backward(loss, {.count = batch.samples()})) {

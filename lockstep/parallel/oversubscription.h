@@ -5,8 +5,8 @@
 // use one each and fill nothing; ranks that may all use the same sixteen share them. So the cores
 // that any rank may use are counted, over all of them.
 //
-//   const bool overlap = !oversubscribed(world.local_size(), at::get_num_threads(),
-//   cores_of_ranks(world));
+//   const int cores = cores_of_ranks(world);
+//   const bool overlap = !oversubscribed(world.local_size(), at::get_num_threads(), cores);
 #pragma once
 
 #include "lockstep/comm/world.h"

@@ -171,8 +171,9 @@ void ReducerImpl::launch_ready() {
     launch(*index);
     if (overlap_ || hook_) continue;
     // Nothing else to do: this thread carries the reduction out.
+    const auto stamp = pass_.stamp_completion(*index);
     pass_.bucket(*index).reduction.work.wait();
-    pass_.stamp_completion (*index)();
+    stamp();
   }
 }
 

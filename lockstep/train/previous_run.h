@@ -6,8 +6,9 @@
 // do the metrics, runs/ and effective_config.json of a run that this one does not continue from: no
 // run's measurements are deleted.
 //
-//   const std::string place = archive_previous_run("out", {.checkpoint = "out/checkpoint-40", .step
-//   = 40}); if (!place.empty()) log::warning("checkpoint", "moved to {}", place);
+//   const std::string folder =
+//       archive_previous_run("out", {.checkpoint = "out/checkpoint-40", .step = 40});
+//   if (!folder.empty()) log::warning("checkpoint", "moved to {}", folder);
 //
 // A function on files; one thread per output_dir, on ranks that write.
 #pragma once

@@ -5,7 +5,7 @@
 // window is a step too), epochs become steps, and intervals below 1 are a share of all steps,
 // rounded up.
 //
-//   const StepPlan plan = plan_steps(arguments, loader.batches_per_epoch(0), accumulation);
+//   const StepPlan plan = plan_steps(arguments, loader.batches_per_epoch(), accumulation);
 //   if (due_after_step(arguments, plan, step).save) ...
 //
 // Pure functions; call from any thread.

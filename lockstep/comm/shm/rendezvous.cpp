@@ -13,10 +13,10 @@
 #include <cstring>
 #include <optional>
 
-#include "lockstep/core/memory_limits.h"
 #include "lockstep/comm/shm/segment.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/memory_limits.h"
 
 namespace lockstep::shm {
 namespace {

@@ -12,8 +12,8 @@
 #include <map>
 #include <mutex>
 
-#include "lockstep/core/memory_limits.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/memory_limits.h"
 #include "lockstep/core/pages.h"
 
 namespace lockstep::shm {

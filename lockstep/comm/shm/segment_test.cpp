@@ -15,8 +15,8 @@
 #include <fstream>
 #include <functional>
 
-#include "lockstep/core/memory_limits.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
+#include "lockstep/core/memory_limits.h"
 
 namespace lockstep::shm {
 namespace {

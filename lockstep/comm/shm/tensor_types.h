@@ -1,7 +1,7 @@
 // Which of the engine's types a tensor has; for adaptors that know tensors.
 //
-//   if (const auto dtype = shm::dtype_of(tensor.scalar_type())) engine.all_reduce(p, n, *dtype,
-//   op);
+//   if (const auto dtype = shm::dtype_of(tensor.scalar_type()))
+//     engine.all_reduce(data, count, *dtype, op);
 #pragma once
 
 #include <c10/core/ScalarType.h>
