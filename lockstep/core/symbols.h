@@ -2,7 +2,7 @@
 // knows static ones and the cold parts that the compiler moves out of a function, where most
 // `throw`s are. Debug information is not needed.
 //
-//   std::string text = symbols::frame_text(return_address);   // "train(World&)+0x1c (a.out+0x2f10)"
+//   std::string text = symbols::frame_text(return_address);   // "train(World&)+0x1c (a+0x2f10)"
 //
 // Free functions without state; they allocate and open files, so not for a signal handler.
 #pragma once
