@@ -284,7 +284,7 @@ class Documentation(unittest.TestCase):
 
     def test_env_knows_every_variable_that_sets_the_rank(self):
         known = set(json.loads(lockstep("env", "--json").stdout)["known"])
-        with open(os.path.join(SOURCE, "lockstep", "core", "rank_env.cpp")) as f:
+        with open(os.path.join(SOURCE, "lockstep", "rendezvous", "rank_env.cpp")) as f:
             read = set(re.findall(r'"([A-Z][A-Z0-9]+_[A-Za-z0-9_]+|RANK)"', f.read()))
         self.assertGreater(len(read), 40)
         self.assertEqual(sorted(read - known), [], "cli/variables.cpp must list these")

@@ -15,9 +15,10 @@
 #include "cli/variables.h"
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/rank_env.h"
 #include "lockstep/launch/flags.h"
 #include "lockstep/launch/host.h"
+#include "lockstep/rendezvous/rank_env.h"
+#include "lockstep/rendezvous/this_host.h"
 #include "lockstep/version.h"
 
 namespace lockstep::cli {
@@ -94,9 +95,7 @@ Findings gather() {
   found.cores = allowed_cores();
   found.cpus = launch::cpu_list_text(allowed_cpus());
   found.quota = cgroup_quota_cores();
-  char name[256] = "";
-  ::gethostname(name, sizeof name - 1);
-  found.host = name;
+  found.host = host_name();
   try {
     found.identity = read_rank_env();
     choose(found);

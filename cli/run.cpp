@@ -10,9 +10,9 @@
 #include "cli/variables.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/rank_env.h"
 #include "lockstep/launch/flags.h"
 #include "lockstep/launch/supervisor.h"
+#include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"
 
 namespace lockstep::cli {

@@ -18,6 +18,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/io/checksum.h"
 #include "lockstep/io/file.h"
+#include "lockstep/rendezvous/this_host.h"
 #include "lockstep/run.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/run_checks.h"
@@ -114,12 +115,6 @@ Prepared read_everything(const Request& request) {
   read.task = read_task(read.config.arguments);
   read.record = train::config_json(read.config);
   return read;
-}
-
-std::string host_name() {
-  char name[256] = "unknown";
-  ::gethostname(name, sizeof name - 1);
-  return name;
 }
 
 // Makes the data and the model, which takes too long to do before the rendezvous. A file that is

@@ -13,14 +13,14 @@
 
 #include "lockstep/comm/connect.h"
 #include "lockstep/comm/device.h"
-#include "lockstep/core/control.h"
 #include "lockstep/core/crash.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/inside.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/rank_env.h"
 #include "lockstep/leave.h"
 #include "lockstep/memory/cpu_cache.h"
+#include "lockstep/rendezvous/control.h"
+#include "lockstep/rendezvous/inside.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep {
 namespace {
@@ -142,7 +142,7 @@ int run(const RankBody& body, const WorldOptions& options) {
 
 int run(const Preparation& prepare, const RankBody& body) {
   const InsideRun inside;
-  crash::install();
+  crash::install(-1, under_lockstep_run());
   int ranks = 1;
   bool one_host = false;
   bool preparing = false;
@@ -151,7 +151,7 @@ int run(const Preparation& prepare, const RankBody& body) {
     const RankEnv env = read_rank_env();
     ranks = env.world_size;
     one_host = env.local_size_known && env.local_world_size == env.world_size;
-    crash::install(env.rank);
+    crash::install(env.rank, under_lockstep_run());
     log::set_rank(env.rank, env.world_size);
     // Lines appear as they are printed, also through the launcher's pipe.
     if (!env.alone()) std::setvbuf(stdout, nullptr, _IOLBF, 0);

@@ -17,10 +17,10 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/rank_env.h"
 #include "lockstep/launch/host.h"
 #include "lockstep/launch/supervisor.h"
 #include "lockstep/leave.h"
+#include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/run.h"
 
 namespace lockstep {

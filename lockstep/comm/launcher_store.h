@@ -1,11 +1,9 @@
-// The store of a run as a c10d store: served by the launcher, reached over the channel
-// that every rank inherits (core/store_channel.h), without a TCP port.
+// The store of a run as a c10d store: served by the launcher, reached over the channel that every
+// rank inherits (rendezvous/store_client.h), without a TCP port.
 //
 //   auto store = detail::open_launcher_store(env.store_channel);
 //
-// May be used by several threads at once: each call has a connection of its own while it lasts, and
-// connections are used again. Every call has a deadline (the store's timeout; zero means none, as
-// in c10d) and ends when the launcher announces a failure, with that failure in its error.
+// Every call has a deadline: the store's timeout; zero means none, as in c10d.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>

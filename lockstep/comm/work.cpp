@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "lockstep/comm/work_state.h"
-#include "lockstep/core/control.h"
 #include "lockstep/core/disagreement.h"
+#include "lockstep/rendezvous/control.h"
 
 namespace lockstep {
 namespace detail {

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <utility>
 
-#include "lockstep/comm/bounded.h"
-#include "lockstep/comm/handshake.h"
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
+#include "lockstep/rendezvous/bounded.h"
+#include "lockstep/rendezvous/handshake.h"
 
 namespace lockstep {
 

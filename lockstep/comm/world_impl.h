@@ -20,7 +20,7 @@
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/work_state.h"
 #include "lockstep/comm/world.h"
-#include "lockstep/core/control.h"
+#include "lockstep/rendezvous/control.h"
 
 namespace lockstep::detail {
 

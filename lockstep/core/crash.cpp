@@ -26,7 +26,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/rank_env.h"
 #include "lockstep/core/symbols.h"
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/core/throw_trace.h"
@@ -50,6 +49,7 @@ std::atomic<bool> g_reported{false};
 std::atomic<long> g_crashed_thread{0};  // the one that reports a signal
 std::atomic<bool> g_crash_reported{false};
 std::atomic<int> g_rank{-1};
+std::atomic<bool> g_under_lockstep_run{false};
 char g_host[256] = "";
 char g_error_file[4096] = "";
 struct sigaction g_before[std::size(kFaultSignals)];
@@ -76,7 +76,7 @@ std::string error_file_text(const Report& report) {
                          {"pid", ::getpid()},
                          {"cpp_stack", report.frames},
                          {"consequence", report.consequence}};
-  if (!report.frames.empty() && !under_lockstep_run()) {
+  if (!report.frames.empty() && !g_under_lockstep_run) {
     // torchrun shows this field where there is one, and nothing else.
     std::string traceback = report.message;
     for (const auto& frame : report.frames) traceback += "\n    at " + frame;
@@ -382,8 +382,9 @@ void install_signal_handlers() {
 
 }  // namespace
 
-void install(int rank) {
+void install(int rank, bool under_lockstep_run) {
   g_rank = rank;
+  g_under_lockstep_run = under_lockstep_run;
   if (g_installed.exchange(true)) return;
   learn_surroundings();
   throw_trace::enable();

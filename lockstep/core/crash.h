@@ -23,8 +23,9 @@ namespace lockstep::crash {
 // From now on fatal signals (SEGV, ABRT, BUS, FPE, ILL, TRAP, SYS) and std::terminate leave a
 // report, and every `throw` remembers where it was. TRAP and SYS stay with a handler that is
 // already there: it belongs to a sandbox or a debugger. Once per process, from the main thread;
-// later calls only change the rank that reports name (-1: unknown).
-void install(int rank = -1);
+// later calls only change the rank that reports name (-1: unknown) and whether `lockstep run` reads
+// them; torchrun needs the stack in a field of its own.
+void install(int rank = -1, bool under_lockstep_run = false);
 
 // Frames of the calling thread, innermost first, without `skip` frames of our own: the demangled
 // function where it is known, and module+offset for addr2line.

@@ -291,7 +291,7 @@ TEST(Crash, StackNamesItsCaller) {
   const auto frames = crash::stack();
   ASSERT_FALSE(frames.empty());
   EXPECT_THAT(frames[0], HasSubstr("StackNamesItsCaller"));
-  EXPECT_THAT(frames[0], HasSubstr("rank_test+0x"));
+  EXPECT_THAT(frames[0], HasSubstr("crash_test+0x"));
   EXPECT_EQ(crash::stack(1)[0], frames[1]);
 }
 

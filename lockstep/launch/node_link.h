@@ -28,8 +28,8 @@
 #include "lockstep/launch/event_loop.h"
 #include "lockstep/launch/node_message.h"
 #include "lockstep/launch/plan.h"
-#include "lockstep/launch/secure_channel.h"
-#include "lockstep/launch/store_streams.h"
+#include "lockstep/rendezvous/secure_channel.h"
+#include "lockstep/rendezvous/store_streams.h"
 
 namespace lockstep::launch {
 

@@ -12,8 +12,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/launch/secure_channel.h"
-#include "lockstep/launch/world_layout.h"
+#include "lockstep/rendezvous/secure_channel.h"
+#include "lockstep/rendezvous/world_layout.h"
 
 namespace lockstep::launch {
 namespace {

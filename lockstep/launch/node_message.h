@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "lockstep/launch/report.h"
-#include "lockstep/launch/world_layout.h"
+#include "lockstep/rendezvous/world_layout.h"
 
 namespace lockstep::launch {
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/rendezvous/unix_socket.h"
 
 namespace lockstep::launch {
 namespace {
@@ -28,32 +29,6 @@ constexpr std::size_t kMaxUnsent = 1u << 20;
 constexpr int kMaxComplaints = 10;
 constexpr std::chrono::milliseconds kAcceptPause{200};
 
-// The descriptors that came with a message; all of them are ours to close.
-std::vector<Fd> receive_descriptors(int channel, ssize_t& received) {
-  char byte = 0;
-  iovec data{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  received = ::recvmsg(channel, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-  std::vector<Fd> fds;
-  if (received < 0) return fds;
-  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
-       header = CMSG_NXTHDR(&message, header)) {
-    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
-    const std::size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    for (std::size_t i = 0; i < count; ++i) {
-      int fd = -1;
-      std::memcpy(&fd, CMSG_DATA(header) + i * sizeof(int), sizeof fd);
-      fds.emplace_back(fd);
-    }
-  }
-  return fds;
-}
-
 // Also gives back the memory that a large command or reply took.
 void remove_front(std::string& text, std::size_t bytes) {
   text.erase(0, bytes);
@@ -65,15 +40,6 @@ constexpr std::size_t kHandshakeBytes = 1 + sizeof store::kMagic;
 bool is_handshake(std::string_view bytes) {
   return bytes[0] == static_cast<char>(store::Command::kValidate) &&
          std::memcmp(bytes.data() + 1, &store::kMagic, sizeof store::kMagic) == 0;
-}
-
-bool is_unix_stream(int fd) {
-  int domain = 0, type = 0;
-  socklen_t length = sizeof domain;
-  if (::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &length) != 0) return false;
-  length = sizeof type;
-  return ::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &length) == 0 && domain == AF_UNIX &&
-         type == SOCK_STREAM;
 }
 
 }  // namespace
@@ -130,8 +96,9 @@ Fd StoreServer::open_channel(int rank) {
 
 void StoreServer::on_channel(int fd, int rank) {
   for (int round = 0; round < kRounds; ++round) {
-    ssize_t received = 0;
-    std::vector<Fd> connections = receive_descriptors(fd, received);
+    char byte = 0;
+    std::vector<Fd> connections;
+    const ssize_t received = receive_with_fds(fd, {&byte, 1}, connections);
     if (received < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (received <= 0) {  // every process that had the other end has ended
       loop_.forget(fd);
@@ -139,7 +106,7 @@ void StoreServer::on_channel(int fd, int rank) {
       return;
     }
     for (Fd& connection : connections) {
-      if (!is_unix_stream(connection.get())) continue;
+      if (!is_unix_socket(connection.get(), SOCK_STREAM)) continue;
       if (count(rank) >= options_.connections_per_rank) {
         say_(
             fmt::format("[store] rank {} has {} connections to the store; one more is refused. A "

@@ -1,8 +1,8 @@
 // The key-value store of a run, served by the launcher in its own event loop.
 //
-// Ranks that use Lockstep reach it over the channel they inherit (core/store_channel.h). Python
-// ranks connect to MASTER_PORT as they do under torchrun, so the server also listens there, on the
-// loopback interface alone. It cannot know which of the two a program will do:
+// Ranks that use Lockstep reach it over the channel they inherit (rendezvous/store_channel.h).
+// Python ranks connect to MASTER_PORT as they do under torchrun, so the server also listens there,
+// on the loopback interface alone. It cannot know which of the two a program will do:
 //   - It begins to listen `listen_after` after the start, unless a rank has a connection over its
 //     channel then, and again when the last such connection has closed.
 //   - It stops listening when a rank opens one before any TCP client has completed a command (the
@@ -39,8 +39,8 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/launch/event_loop.h"
 #include "lockstep/launch/ports.h"
-#include "lockstep/launch/store_streams.h"
-#include "lockstep/launch/store_table.h"
+#include "lockstep/rendezvous/store_streams.h"
+#include "lockstep/rendezvous/store_table.h"
 
 namespace lockstep::launch {
 

@@ -24,6 +24,7 @@
 #include "lockstep/launch/store_server.h"
 #include "lockstep/launch/supervisor_guard.h"
 #include "lockstep/launch/worker_group.h"
+#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
 namespace {
@@ -39,12 +40,6 @@ constexpr int kKillAtRequest = 3;
 // What schedulers announce a limit with and programs give a meaning to. The default action would
 // end the launcher, and with it everything, before any rank could save.
 constexpr int kForwarded[] = {SIGUSR1, SIGUSR2};
-
-std::string host_name() {
-  char name[256] = "";
-  ::gethostname(name, sizeof name - 1);
-  return name;
-}
 
 // Such ranks will connect to MASTER_PORT.
 bool runs_python(const LaunchPlan& plan) {

@@ -10,7 +10,7 @@
 
 #include "lockstep/launch/host.h"
 #include "lockstep/launch/plan.h"
-#include "lockstep/launch/world_layout.h"
+#include "lockstep/rendezvous/world_layout.h"
 
 namespace lockstep::launch {
 

@@ -12,10 +12,10 @@
 #include <map>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/inside.h"
-#include "lockstep/core/store_channel.h"
 #include "lockstep/core/terminal.h"
 #include "lockstep/launch/worker_env.h"
+#include "lockstep/rendezvous/inside.h"
+#include "lockstep/rendezvous/store_channel.h"
 
 namespace lockstep::launch {
 namespace {

@@ -26,7 +26,7 @@
 #include "lockstep/launch/report.h"
 #include "lockstep/launch/store_server.h"
 #include "lockstep/launch/supervisor_guard.h"
-#include "lockstep/launch/world_layout.h"
+#include "lockstep/rendezvous/world_layout.h"
 
 namespace lockstep::launch {
 

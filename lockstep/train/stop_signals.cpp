@@ -15,12 +15,12 @@
 #include <ctime>
 #include <thread>
 
-#include "lockstep/core/control.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/thread_signals.h"
+#include "lockstep/rendezvous/control.h"
 
 namespace lockstep::train {
 namespace {

@@ -13,7 +13,6 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -54,7 +53,7 @@ struct BackendConfig {
 
 // The group's store as the engine's key-value store. A group that is destroyed and initialised
 // again in the same store must not read the keys of the previous one.
-class C10dStore : public shm::KeyValueStore {
+class C10dStore : public KeyValueStore {
  public:
   C10dStore(c10::intrusive_ptr<c10d::Store> store, int rank) : store_(std::move(store)) {
     times_ = std::to_string(store_->add(fmt::format("lockstep/times/{}", rank), 1));
@@ -66,17 +65,12 @@ class C10dStore : public shm::KeyValueStore {
   }
   std::string get(const std::string& key, const Deadline& deadline) override {
     const std::string full = times_ + "/" + key;
-    auto pause = std::chrono::microseconds(100);
-    while (!store_->check({full})) {
-      if (deadline.expired())
-        throw TimeoutError("lockstep_torch",
-                           fmt::format("start-up timed out after {} ms: '{}' was not set. A rank "
-                                       "has probably ended; look at its output.",
-                                       deadline.total().count(), key));
-      std::this_thread::sleep_for(pause);
-      pause = std::min(pause * 2, std::chrono::microseconds(5000));
-    }
-    return store_->get_to_str(full);
+    if (poll_until([&] { return store_->check({full}); }, deadline))
+      return store_->get_to_str(full);
+    throw TimeoutError("lockstep_torch",
+                       fmt::format("start-up timed out after {} ms: '{}' was not set. A rank "
+                                   "has probably ended; look at its output.",
+                                   deadline.total().count(), key));
   }
 
  private:

@@ -2,7 +2,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/rank_env.h"
+#include "lockstep/rendezvous/rank_env.h"
 #include "tests/fuzz/driver.h"
 
 int fuzz_one(const std::uint8_t* data, std::size_t size) {

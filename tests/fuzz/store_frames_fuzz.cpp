@@ -4,14 +4,12 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/launch/store_streams.h"
+#include "lockstep/rendezvous/store_streams.h"
 #include "tests/fuzz/driver.h"
 
 int fuzz_one(const std::uint8_t* data, std::size_t size) {
   using namespace lockstep;
   using fuzz::require;
-  using launch::StoreFrame;
-  using launch::StoreStreams;
   std::string_view bytes(reinterpret_cast<const char*>(data), size);
   std::map<StoreStreams::Id, std::string> streams;  // to be echoed
   StoreStreams* all = nullptr;

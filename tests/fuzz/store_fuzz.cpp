@@ -5,23 +5,23 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/launch/store_table.h"
+#include "lockstep/rendezvous/store_table.h"
 #include "tests/fuzz/driver.h"
 
 int fuzz_one(const std::uint8_t* data, std::size_t size) {
   using namespace lockstep;
   using fuzz::require;
-  const launch::StoreLimits limits{.keys = 16, .bytes = 4096, .command_bytes = 1024};
-  std::map<launch::StoreTable::Client, std::string> inputs;
+  const StoreLimits limits{.keys = 16, .bytes = 4096, .command_bytes = 1024};
+  std::map<StoreTable::Client, std::string> inputs;
   std::size_t replied = 0;
-  launch::StoreTable table(
+  StoreTable table(
       [&](auto client, auto bytes) {
         require(inputs.count(client) != 0, "a reply to a client that is gone");
         replied += bytes.size();
       },
       limits);
   while (size > 0) {
-    const launch::StoreTable::Client client = data[0] & 1u;
+    const StoreTable::Client client = data[0] & 1u;
     const std::size_t count = std::min<std::size_t>(size - 1, data[0] >> 1);
     std::string& input = inputs[client];
     input.append(reinterpret_cast<const char*>(data + 1), count);

@@ -14,8 +14,8 @@
 #include <fstream>
 #include <string>
 
-#include "lockstep/core/control.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/rendezvous/control.h"
 
 namespace {
 

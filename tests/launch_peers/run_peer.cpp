@@ -23,9 +23,9 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/core/control.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/rendezvous/control.h"
 
 namespace {
 

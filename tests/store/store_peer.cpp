@@ -22,8 +22,8 @@
 #include <vector>
 
 #include "lockstep/comm/launcher_store.h"
-#include "lockstep/core/rank_env.h"
 #include "lockstep/lockstep.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 namespace {
 

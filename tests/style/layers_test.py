@@ -17,17 +17,19 @@ from tree import CPP, HEADERS, Violation
 # Layer: the layers it may include besides itself. In dependency order, as in ARCHITECTURE.md.
 LAYERS = {
     "core": [],
+    "rendezvous": ["core"],
     "memory": ["core"],
-    "launch": ["core"],
+    "launch": ["core", "rendezvous"],
     "io": ["core"],
-    "comm": ["core"],
+    "comm": ["core", "rendezvous"],
     "kernels": ["core"],
     "optim": ["core", "kernels", "comm"],
     "parallel": ["core", "memory", "comm", "kernels", "optim"],
     "data": ["core", "io", "comm"],
     "models": ["core", "io", "kernels"],
-    "train": ["core", "io", "comm", "kernels", "optim", "parallel", "data"],
-    "monitor": ["core", "launch", "io", "comm", "kernels", "optim", "parallel", "data", "train"],
+    "train": ["core", "rendezvous", "io", "comm", "kernels", "optim", "parallel", "data"],
+    "monitor": ["core", "rendezvous", "launch", "io", "comm", "kernels", "optim", "parallel",
+                "data", "train"],
 }
 ALL = list(LAYERS)
 # lockstep/*.h wires layers together for programs (run.h: launch and comm); no layer includes it.
@@ -59,8 +61,9 @@ ATEN = {"aten"}
 TORCH = {"aten", "torch"}
 FOREIGN = {
     "core": {"spdlog", "yaml", "json"},
+    "rendezvous": {"json", "openssl"},
     "memory": TORCH,
-    "launch": {"json", "openssl"},
+    "launch": {"json"},
     "io": set(),
     "comm": {"aten", "c10d"},
     "kernels": ATEN | {"cuda"},
@@ -85,7 +88,7 @@ FILE_FOREIGN = {
     "lockstep/io/tensors.h": ATEN,
     "lockstep/io/tensors.cpp": ATEN,
 }
-TORCH_FREE = ("core", "launch")
+TORCH_FREE = ("core", "rendezvous", "launch")
 SOURCE_ONLY = {"spdlog", "yaml", "json", "cli11", "http", "openssl"}
 # A program that includes lockstep.h must compile without the vendors' headers.
 VENDOR = {"nccl", "gloo", "mpi", "cuda"}
@@ -190,11 +193,11 @@ def check_python(path, text):
         if target.startswith(("lockstep/", "python/")):
             if delimiter != '"':
                 yield Violation(path, line, "spelling", f'write "{target}" with quotes')
-            if not target.startswith(("lockstep/core/", "lockstep/memory/", "lockstep/comm/shm/",
-                                      "python/csrc/")) or \
+            if not target.startswith(("lockstep/core/", "lockstep/rendezvous/", "lockstep/memory/",
+                                      "lockstep/comm/shm/", "python/csrc/")) or \
                     target == "lockstep/comm/shm/shm.h":
                 yield Violation(path, line, "layer", f"{path} includes {target}; it may include "
-                                                     "core, memory and the engine")
+                                                     "core, rendezvous, memory and the engine")
         elif delimiter == '"':
             yield Violation(path, line, "spelling",
                             f'"{target}": own headers are named from the root, others in <>')
@@ -286,6 +289,7 @@ def self_test():
             one("lockstep/comm/gloo/gloo.cpp", '"lockstep/comm/world.h"', "<fmt/format.h>",
                 "<torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>"),
             one("lockstep/core/log.cpp", "<spdlog/spdlog.h>", "<sys/socket.h>"),
+            one("lockstep/rendezvous/secure_channel.cpp", "<openssl/ssl.h>"),
             one("lockstep/run.cpp", '"lockstep/launch/plan.h"', '"lockstep/comm/world.h"'),
             one("lockstep/core/env_test.cpp", "<gtest/gtest.h>", '"lockstep/core/env.h"'),
             one("lockstep/parallel/ddp_test.cpp", '"lockstep/models/gpt.h"',
@@ -297,6 +301,9 @@ def self_test():
         ],
         "layer": [
             one("lockstep/core/a.cpp", '"lockstep/launch/plan.h"'),
+            one("lockstep/core/a.cpp", '"lockstep/rendezvous/rank_env.h"'),
+            one("lockstep/rendezvous/a.cpp", '"lockstep/launch/plan.h"'),
+            one("lockstep/rendezvous/a_test.cpp", '"lockstep/comm/world.h"'),
             one("lockstep/launch/a.cpp", '"lockstep/comm/world.h"'),
             one("lockstep/comm/a.h", '"lockstep/parallel/ddp.h"'),
             one("lockstep/models/a.h", '"lockstep/comm/world.h"'),
@@ -315,6 +322,8 @@ def self_test():
         "foreign": [
             one("lockstep/core/a.cpp", "<ATen/core/Tensor.h>"),
             one("lockstep/launch/a.h", "<c10/core/Device.h>"),
+            one("lockstep/launch/a.cpp", "<openssl/ssl.h>"),
+            one("lockstep/rendezvous/a.cpp", "<torch/csrc/distributed/c10d/Store.hpp>"),
             one("lockstep/io/safetensors.cpp", "<ATen/core/Tensor.h>"),
             one("lockstep/launch/a.cpp", "<cuda.h>"),
             one("lockstep/launch/a_test.cpp", "<torch/torch.h>"),

@@ -73,16 +73,15 @@ EngineResult Engine::make(KeyValueStore& kv, const RankInfo& place, const Engine
     layout.construct(segment->data());
     return segment;
   };
-  Rendezvous rendezvous =
-      connect_peers(kv, place, {layout.segment_bytes(), make_segment}, deadline);
+  PeersResult result = connect_peers(kv, place, {layout.segment_bytes(), make_segment}, deadline);
   EngineResult made;
-  made.unavailable_reason = rendezvous.unavailable_reason;
+  made.unavailable_reason = result.unavailable_reason;
   if (made.unavailable_reason.empty())
-    made.unavailable_reason = difference_of_form(layout, rendezvous.peers);
+    made.unavailable_reason = difference_of_form(layout, result.peers);
   if (!made.unavailable_reason.empty()) return made;
-  rendezvous.peers[static_cast<std::size_t>(place.rank)].segment->close_fd();
+  result.peers[static_cast<std::size_t>(place.rank)].segment->close_fd();
   made.engine.reset(new Engine(
-      std::make_shared<EngineCore>(place, layout, std::move(rendezvous.peers), options.policy)));
+      std::make_shared<EngineCore>(place, layout, std::move(result.peers), options.policy)));
   return made;
 }
 

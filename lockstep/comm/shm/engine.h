@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "lockstep/comm/shm/engine_types.h"  // IWYU pragma: export
-#include "lockstep/comm/shm/rendezvous.h"
+#include "lockstep/comm/shm/peers.h"
 #include "lockstep/comm/shm/ticket.h"
 #include "lockstep/comm/shm/types.h"
 #include "lockstep/core/deadline.h"

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "lockstep/comm/shm/layout.h"
-#include "lockstep/comm/shm/rendezvous.h"
+#include "lockstep/comm/shm/peers.h"
 #include "lockstep/comm/shm/symmetric.h"
 
 namespace lockstep::shm {

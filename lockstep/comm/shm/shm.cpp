@@ -5,9 +5,9 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
+#include "lockstep/comm/c10d_store.h"
 #include "lockstep/comm/shm/engine.h"
 #include "lockstep/comm/shm/tensor_types.h"
 #include "lockstep/core/error.h"
@@ -53,33 +53,6 @@ std::vector<ConstPart> const_parts_of(const std::vector<at::Tensor>& tensors) {
   for (const auto& tensor : tensors) parts.push_back({tensor.const_data_ptr(), tensor.nbytes()});
   return parts;
 }
-
-// What ranks write where all can read it: the world's store.
-class C10dStore : public lockstep::shm::KeyValueStore {
- public:
-  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
-
-  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
-  std::string get(const std::string& key, const Deadline& deadline) override {
-    auto pause = std::chrono::microseconds(100);
-    while (!store_->check({key})) {
-      if (deadline.expired()) {
-        throw TimeoutError(
-            "shm",
-            fmt::format("'{}' was not reported within {} ms. A rank has probably ended "
-                        "during start-up; look at its output.",
-                        key, deadline.total().count()),
-            {});
-      }
-      std::this_thread::sleep_for(pause);
-      pause = std::min(pause * 2, std::chrono::microseconds(5000));
-    }
-    return store_->get_to_str(key);
-  }
-
- private:
-  const c10::intrusive_ptr<c10d::Store> store_;
-};
 
 // One operation has one ticket and one or two tensors; a batch of messages has many.
 using Tickets = c10::SmallVector<TicketPtr, 1>;

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "lockstep/comm/shm/engine_types.h"
-#include "lockstep/comm/shm/rendezvous.h"
+#include "lockstep/comm/shm/peers.h"
 
 namespace lockstep::shm {
 

@@ -26,7 +26,7 @@
 #include <unordered_map>
 #include <utility>
 
-namespace lockstep::launch {
+namespace lockstep {
 
 // What goes over the link: 17 bytes (kind, attempt, stream and value, little-endian) and the
 // payload of kData, whose length is the value.
@@ -106,4 +106,4 @@ class StoreStreams {
   std::size_t arrived_ = 0;  // not reported yet
 };
 
-}  // namespace lockstep::launch
+}  // namespace lockstep

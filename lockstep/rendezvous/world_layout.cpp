@@ -1,10 +1,10 @@
-#include "lockstep/launch/world_layout.h"
+#include "lockstep/rendezvous/world_layout.h"
 
 #include <cstdint>
 
 #include "lockstep/core/error.h"
 
-namespace lockstep::launch {
+namespace lockstep {
 
 WorldLayout layout_of(const std::vector<NodeShare>& nodes, int node_rank) {
   const auto own = static_cast<std::size_t>(node_rank);
@@ -27,4 +27,4 @@ WorldLayout layout_of(const std::vector<NodeShare>& nodes, int node_rank) {
   return layout;
 }
 
-}  // namespace lockstep::launch
+}  // namespace lockstep

@@ -1,11 +1,11 @@
-#include "lockstep/launch/store_streams.h"
+#include "lockstep/rendezvous/store_streams.h"
 
 #include <algorithm>
 
 #include "lockstep/core/error.h"
-#include "lockstep/launch/world_layout.h"
+#include "lockstep/rendezvous/world_layout.h"
 
-namespace lockstep::launch {
+namespace lockstep {
 namespace {
 
 using Kind = StoreFrame::Kind;
@@ -204,4 +204,4 @@ void StoreStreams::wake() {
   }
 }
 
-}  // namespace lockstep::launch
+}  // namespace lockstep

@@ -1,11 +1,10 @@
-#include "lockstep/comm/shm/rendezvous.h"
+#include "lockstep/comm/shm/peers.h"
 
 #include <fmt/format.h>
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +16,7 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/memory_limits.h"
+#include "lockstep/rendezvous/unix_socket.h"
 
 namespace lockstep::shm {
 namespace {
@@ -38,15 +38,6 @@ std::string random_name() {
   std::string name = "lockstep-";
   for (const unsigned char byte : bytes) name += fmt::format("{:02x}", byte);
   return name;
-}
-
-sockaddr_un abstract_address(const std::string& name, socklen_t* length) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  LOCKSTEP_ASSERT(name.size() + 1 < sizeof address.sun_path);
-  std::memcpy(address.sun_path + 1, name.data(), name.size());  // a leading zero: no file
-  *length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  return address;
 }
 
 Fd open_socket() {
@@ -302,18 +293,11 @@ class Handshake {
   }
 
  private:
-  static bool same_user(int socket) {
-    ucred peer{};
-    socklen_t length = sizeof peer;
-    return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
-           peer.uid == ::geteuid();
-  }
+  static bool same_user(int socket) { return peer_uid(socket) == ::geteuid(); }
 
   static Fd connect_to(const std::string& name) {
     Fd socket = open_socket();
-    socklen_t length = 0;
-    const sockaddr_un address = abstract_address(name, &length);
-    if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+    if (connect_abstract(socket.get(), name) != 0)
       throw SystemError("shm", "cannot connect to a peer's socket", errno);
     if (!same_user(socket.get())) throw CommError("shm", "a peer's socket belongs to another user");
     return socket;
@@ -372,11 +356,8 @@ PeerInfo prepare(const RankInfo& place, std::size_t segment_bytes, Own* own) {
     info.segment_bytes = std::to_string(segment_bytes);
     info.socket = random_name();
     own->listener = open_socket();
-    socklen_t length = 0;
-    const sockaddr_un address = abstract_address(info.socket, &length);
     const int listener = own->listener.get();
-    if (::bind(listener, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-        ::listen(listener, place.size + 8) != 0)
+    if (bind_abstract(listener, info.socket) != 0 || ::listen(listener, place.size + 8) != 0)
       throw SystemError("shm", "cannot listen on an abstract socket", errno);
     own->pidfd.reset(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
     if (!own->pidfd) throw SystemError("shm", "this kernel has no pidfd", errno);
@@ -400,17 +381,17 @@ std::string plan_of(const std::vector<std::string>& texts) {
 
 }  // namespace
 
-Rendezvous connect_peers(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
-                         const Deadline& deadline) {
+PeersResult connect_peers(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
+                          const Deadline& deadline) {
   Own own;
   const PeerInfo info = prepare(place, wanted.bytes, &own);
   kv.set(fmt::format("shm/info/{}", place.rank), info.text());
   Round round{kv, place, deadline};
   const std::string plan = agree(round, "info", plan_of);
-  Rendezvous rendezvous;
+  PeersResult result;
   if (plan.rfind('!', 0) == 0) {
-    rendezvous.unavailable_reason = plan.substr(1);
-    return rendezvous;
+    result.unavailable_reason = plan.substr(1);
+    return result;
   }
   std::vector<PeerInfo> infos;
   std::vector<std::string> groups;
@@ -421,22 +402,22 @@ Rendezvous connect_peers(KeyValueStore& kv, const RankInfo& place, const Wanted&
   round.watch = Watch(place, infos);
 
   Handshake handshake(place, std::move(own.listener), std::move(own.pidfd));
-  rendezvous.unavailable_reason = agree_that_it_works(round, "connected", [&] {
+  result.unavailable_reason = agree_that_it_works(round, "connected", [&] {
     check_room(wanted.bytes, groups);
     handshake.connect(infos);
   });
-  if (!rendezvous.unavailable_reason.empty()) return rendezvous;
-  rendezvous.unavailable_reason =
+  if (!result.unavailable_reason.empty()) return result;
+  result.unavailable_reason =
       agree_that_it_works(round, "made", [&] { handshake.bring(wanted.make()); });
-  if (!rendezvous.unavailable_reason.empty()) return rendezvous;
-  rendezvous.unavailable_reason = agree_that_it_works(round, "done", [&] {
+  if (!result.unavailable_reason.empty()) return result;
+  result.unavailable_reason = agree_that_it_works(round, "done", [&] {
     const auto limit = std::min<std::chrono::milliseconds>(kHandshakeLimit, deadline.remaining());
-    rendezvous.peers = handshake.exchange(Deadline::after(limit));
+    result.peers = handshake.exchange(Deadline::after(limit));
   });
-  if (!rendezvous.unavailable_reason.empty()) rendezvous.peers.clear();
-  for (std::size_t rank = 0; rank < rendezvous.peers.size(); ++rank)
-    rendezvous.peers[rank].groups = groups[rank];
-  return rendezvous;
+  if (!result.unavailable_reason.empty()) result.peers.clear();
+  for (std::size_t rank = 0; rank < result.peers.size(); ++rank)
+    result.peers[rank].groups = groups[rank];
+  return result;
 }
 
 namespace {
@@ -461,22 +442,7 @@ bool await_socket(int socket, short events, const Deadline& deadline, const Doom
 
 void send_packet(int socket, std::string_view text, int fd, const Deadline& deadline,
                  const Doomed& doomed) {
-  iovec part{const_cast<char*>(text.data()), text.size()};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  if (fd >= 0) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof fd);
-    std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-  }
-  for (;;) {
-    if (::sendmsg(socket, &message, MSG_NOSIGNAL) >= 0) return;
+  while (send_with_fd(socket, text, fd) < 0) {
     if (errno == EINTR) continue;
     if (errno != EAGAIN)
       throw CommError("shm", fmt::format("a peer's socket is closed: {}", std::strerror(errno)));
@@ -490,24 +456,13 @@ Packet receive_packet(int socket, const Deadline& deadline, const Doomed& doomed
     if (!await_socket(socket, POLLIN, deadline, doomed))
       throw TimeoutError("shm", "timed out: a peer did not answer");
     char text[kMaxPacket];
-    iovec part{text, sizeof text};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-    msghdr message{};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-    const ssize_t n = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+    std::vector<Fd> fds;
+    const ssize_t n = receive_with_fds(socket, text, fds);
     if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (n <= 0) throw CommError("shm", "a peer closed its socket");
     Packet packet;
     packet.text.assign(text, static_cast<std::size_t>(n));
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
-      int fd = -1;
-      std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
-      packet.fd.reset(fd);
-    }
+    if (!fds.empty()) packet.fd = std::move(fds.front());
     return packet;
   }
 }

@@ -1,4 +1,4 @@
-#include "lockstep/comm/handshake.h"
+#include "lockstep/rendezvous/handshake.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -49,6 +49,10 @@ std::string list_groups(const Groups& groups, const Phrase& phrase) {
   phrases.pop_back();
   if (phrases.empty()) return last;
   return fmt::format("{} and {}", fmt::join(phrases, ", "), last);
+}
+
+std::string who_and_value(const std::vector<int>& ranks, const std::string& value) {
+  return fmt::format("{} {}", name_ranks(ranks), value);
 }
 
 const Handshake& leader_of(const std::vector<Handshake>& handshakes) {
@@ -102,11 +106,7 @@ std::string unreachable(const std::vector<Handshake>& handshakes) {
   return fmt::format(
       "{}, which the other hosts ({} in all) cannot reach. Set GLOO_SOCKET_IFNAME to the interface "
       "that connects them.",
-      list_groups(deaf,
-                  [](const std::vector<int>& ranks, const std::string& value) {
-                    return fmt::format("{} {}", name_ranks(ranks), value);
-                  }),
-      hosts.size());
+      list_groups(deaf, who_and_value), hosts.size());
 }
 
 std::string shared_gpus(const std::vector<Handshake>& handshakes) {
@@ -121,9 +121,7 @@ std::string shared_gpus(const std::vector<Handshake>& handshakes) {
   return fmt::format(
       "{}. Check LOCAL_RANK and CUDA_VISIBLE_DEVICES, or set LOCKSTEP_SHARE_DEVICE=1 if it is "
       "meant.",
-      list_groups(users, [](const std::vector<int>& ranks, const std::string& value) {
-        return fmt::format("{} {}", name_ranks(ranks), value);
-      }));
+      list_groups(users, who_and_value));
 }
 
 // Local ranks that were set by hand, against the count.

@@ -1,4 +1,4 @@
-#include "lockstep/core/rank_env.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -22,7 +22,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/store_channel.h"
+#include "lockstep/rendezvous/store_channel.h"
 
 namespace lockstep {
 namespace {
@@ -530,6 +530,26 @@ int claim_store_fd(RankEnv& env) {
   if (env.rendezvous_name.empty() && inherited_claimed.exchange(true)) return -1;
   set_cloexec(fd);
   return fd;
+}
+
+int bind_on_loopback(const RankEnv& env) {
+  const bool six = env.master_addr == "::1";
+  if (!is_loopback(env.master_addr)) return -1;
+  sockaddr_in address4{};
+  address4.sin_family = AF_INET;
+  address4.sin_port = htons(static_cast<std::uint16_t>(env.master_port));
+  address4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (!six) ::inet_pton(AF_INET, env.master_addr.c_str(), &address4.sin_addr);  // 127.0.1.1, say
+  sockaddr_in6 address6{};
+  address6.sin6_family = AF_INET6;
+  address6.sin6_port = address4.sin_port;
+  address6.sin6_addr = in6addr_loopback;
+  Fd fd(::socket(six ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  if (!fd || ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0) return -1;
+  const int bound = six ? ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address6), sizeof address6)
+                        : ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address4), sizeof address4);
+  return bound == 0 ? fd.release() : -1;
 }
 
 namespace detail {

@@ -1,4 +1,4 @@
-#include "lockstep/launch/secure_channel.h"
+#include "lockstep/rendezvous/secure_channel.h"
 
 #include <fcntl.h>
 #include <openssl/crypto.h>
@@ -18,7 +18,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 
-namespace lockstep::launch {
+namespace lockstep {
 namespace {
 
 constexpr std::size_t kMinSecretBytes = 16;
@@ -322,4 +322,4 @@ void SecureChannel::send(std::string_view plain, std::string& wire) {
   flush(wire);
 }
 
-}  // namespace lockstep::launch
+}  // namespace lockstep

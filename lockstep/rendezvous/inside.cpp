@@ -1,11 +1,11 @@
-#include "lockstep/core/inside.h"
+#include "lockstep/rendezvous/inside.h"
 
 #include <fcntl.h>
 #include <unistd.h>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/rank_env.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep::inside {
 namespace {

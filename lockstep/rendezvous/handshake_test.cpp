@@ -1,5 +1,5 @@
 // What ranks say of themselves, and what rank 0 makes of it.
-#include "lockstep/comm/handshake.h"
+#include "lockstep/rendezvous/handshake.h"
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-#include "lockstep/core/control.h"
+#include "lockstep/rendezvous/control.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>

@@ -4,14 +4,11 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstddef>
-#include <cstring>
 #include <map>
 #include <optional>
 #include <set>
@@ -24,7 +21,9 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/rank_env.h"
+#include "lockstep/rendezvous/key_value_store.h"
+#include "lockstep/rendezvous/rank_env.h"
+#include "lockstep/rendezvous/unix_socket.h"
 
 namespace lockstep {
 namespace {
@@ -34,32 +33,10 @@ using std::chrono::milliseconds;
 constexpr std::size_t kMessageBytes = 512;
 constexpr milliseconds kProgressInterval{10'000};
 
-struct Address {
-  sockaddr_un data{};
-  socklen_t length = 0;
-};
-
-Address abstract_address(const std::string& name) {
-  Address address;
-  address.data.sun_family = AF_UNIX;
-  LOCKSTEP_ASSERT(name.size() + 1 < sizeof address.data.sun_path);
-  std::memcpy(address.data.sun_path + 1, name.data(), name.size());  // the leading zero: abstract
-  address.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  return address;
-}
-
 Fd unix_socket() {
   Fd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!fd) throw SystemError("rank", "cannot create a local socket", errno);
   return fd;
-}
-
-// Anyone on the host may use an abstract name; only the same user is answered or believed.
-std::optional<uid_t> peer_uid(int fd) {
-  ucred credentials{};
-  socklen_t length = sizeof credentials;
-  if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return std::nullopt;
-  return credentials.uid;
 }
 
 std::optional<std::string> receive(int fd) {
@@ -145,9 +122,7 @@ class Host {
 
   // The name is free unless an earlier program of the same job is still leaving.
   void bind_name() {
-    const Address address = abstract_address(name_);
-    while (::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address.data),
-                  address.length) != 0) {
+    while (bind_abstract(listener_.get(), name_) != 0) {
       const int error = errno;
       if (error == EADDRINUSE && !deadline_.expired()) {
         std::this_thread::sleep_for(milliseconds(20));
@@ -208,13 +183,11 @@ class Host {
 // One attempt: the port, or nothing when rank 0 is not there (yet, or not any more).
 std::optional<int> ask(const RankEnv& env, const std::string& name, const Deadline& deadline) {
   const Fd fd = unix_socket();
-  const Address address = abstract_address(name);
   const int left_ms = std::max(1, deadline.remaining_ms());
   const timeval limit{left_ms / 1000, (left_ms % 1000) * 1000};
   ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
   ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
-  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address.data), address.length) != 0)
-    return std::nullopt;
+  if (connect_abstract(fd.get(), name) != 0) return std::nullopt;
   const auto uid = peer_uid(fd.get());
   if (uid != ::geteuid()) {
     throw CommError(
@@ -239,12 +212,9 @@ std::optional<int> ask(const RankEnv& env, const std::string& name, const Deadli
 }
 
 int find_port(const RankEnv& env, const std::string& name, const Deadline& deadline) {
-  milliseconds pause{1};
-  while (!deadline.expired()) {
-    if (const auto port = ask(env, name, deadline)) return *port;
-    std::this_thread::sleep_for(std::min(pause, deadline.remaining()));
-    pause = std::min(pause * 2, milliseconds(50));
-  }
+  std::optional<int> port;
+  const auto found = [&] { return (port = ask(env, name, deadline)).has_value(); };
+  if (poll_until(found, deadline, milliseconds(50))) return *port;
   throw TimeoutError(
       "rank",
       fmt::format(

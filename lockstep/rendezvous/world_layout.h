@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep::launch {
+namespace lockstep {
 
 constexpr int kMaxWorldSize = 1'000'000;  // far above any real world, far below overflow
 
@@ -32,4 +32,4 @@ struct WorldLayout {
 // or there are more than kMaxWorldSize.
 WorldLayout layout_of(const std::vector<NodeShare>& nodes, int node_rank);
 
-}  // namespace lockstep::launch
+}  // namespace lockstep

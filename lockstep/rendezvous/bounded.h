@@ -16,14 +16,17 @@
 #include <thread>
 #include <utility>
 
-#include "lockstep/core/control.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/rendezvous/control.h"
 
 namespace lockstep::detail {
 
 // Throws CommError when the launcher has announced a failure.
-void throw_if_doomed(const std::string& what);
+inline void throw_if_doomed(const std::string& what) {
+  if (const auto failure = control::failure())
+    throw CommError("world", fmt::format("{} was given up: {}.", what, failure->text()));
+}
 
 template <typename T>
 T bounded(const std::string& what, const Deadline& deadline, std::function<T()> body) {

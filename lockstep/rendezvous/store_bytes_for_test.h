@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <string>
 
-#include "lockstep/core/store_channel.h"
+#include "lockstep/rendezvous/store_channel.h"
 
-namespace lockstep::launch {
+namespace lockstep {
 
 template <typename T>
 std::string number(T value) {
@@ -22,4 +22,4 @@ inline std::string command(store::Command which, const std::string& rest = "") {
 }
 inline const std::string kHandshake = command(store::Command::kValidate, number(store::kMagic));
 
-}  // namespace lockstep::launch
+}  // namespace lockstep

@@ -1,4 +1,4 @@
-#include "lockstep/launch/store_table.h"
+#include "lockstep/rendezvous/store_table.h"
 
 #include <algorithm>
 #include <charconv>
@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/store_channel.h"
+#include "lockstep/rendezvous/store_channel.h"
 
-namespace lockstep::launch {
+namespace lockstep {
 
 using store::Command;
 
@@ -400,4 +400,4 @@ void StoreTable::stop_waiting(Client client) {
   state->second.awaited_bytes = 0;
 }
 
-}  // namespace lockstep::launch
+}  // namespace lockstep

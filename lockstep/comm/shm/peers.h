@@ -1,12 +1,12 @@
-// How the ranks of one host find each other before they share memory.
+// How the ranks of a world that are on one host connect to each other, to share memory.
 //
 // Every rank listens on a random abstract socket and writes its name in a store that all can read
 // (the world's store). Each pair connects once, checks that the other end belongs to the same user,
 // and hands over two descriptors: the rank's control segment and a pidfd of itself. Nothing has a
 // name in a file system, so nothing can be left behind.
 //
-//   Rendezvous rendezvous = connect_peers(kv, place, {bytes, make_segment}, deadline);
-//   if (!rendezvous.unavailable_reason.empty()) use_gloo();
+//   PeersResult result = connect_peers(kv, place, {bytes, make_segment}, deadline);
+//   if (!result.unavailable_reason.empty()) use_gloo();
 //
 // Whatever stops one rank (another host, another user, no memory) must stop all of them
 // identically, so every rank's outcome goes over the store and rank 0's outcome is everybody's. A
@@ -23,19 +23,11 @@
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/rendezvous/key_value_store.h"
 
 namespace lockstep::shm {
 
 class Segment;
-
-// Strings by name, readable by all ranks. Each key is set once, by one rank. get() waits until it
-// is set and throws when the deadline has passed or the store is lost. Called by one thread.
-class KeyValueStore {
- public:
-  virtual ~KeyValueStore() = default;
-  virtual void set(const std::string& key, const std::string& value) = 0;
-  virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
-};
 
 struct RankInfo {
   int rank = 0;
@@ -57,7 +49,7 @@ struct Wanted {
   std::function<std::shared_ptr<Segment>()> make;
 };
 
-struct Rendezvous {
+struct PeersResult {
   std::vector<Peer> peers;         // one per rank
   std::string unavailable_reason;  // not empty: the ranks agreed not to share memory
 };
@@ -66,8 +58,8 @@ struct Rendezvous {
 // any failure of the handshake on any rank become the reason not to share memory. Throws what the
 // kv throws, and CommError naming the rank when a process ends after it has come; ranks in
 // containers with processes of their own cannot see that and wait until the deadline.
-Rendezvous connect_peers(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
-                         const Deadline& deadline);
+PeersResult connect_peers(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
+                          const Deadline& deadline);
 
 // One message and at most one descriptor over a pair's socket; both wait until the deadline and
 // throw CommError when the other end is gone. `doomed` is asked about 50 times a second while they

@@ -1,4 +1,4 @@
-#include "lockstep/core/rank_env.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 #include "lockstep/core/child_for_test.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/store_channel.h"
+#include "lockstep/rendezvous/store_channel.h"
 
 namespace lockstep {
 namespace {

@@ -1,5 +1,5 @@
 // The mark of a rank that is inside its body.
-#include "lockstep/core/inside.h"
+#include "lockstep/rendezvous/inside.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

@@ -20,7 +20,7 @@
 #include <string>
 #include <string_view>
 
-namespace lockstep::launch {
+namespace lockstep {
 
 // 32 bytes derived from the contents of a secret file; erased when it is destroyed.
 class SecretKey {
@@ -93,4 +93,4 @@ class SecureChannel {
   std::string problem_;
 };
 
-}  // namespace lockstep::launch
+}  // namespace lockstep

@@ -9,8 +9,8 @@
 // Values that contradict each other are refused by name before any communication.
 //
 //   RankEnv env = read_rank_env();
-//   rendezvous(env, 300'000);                    // settles master_port where the launcher gave
-//   none int fd = claim_store_fd(env);          // rank 0: a listening socket, or -1: bind the port
+//   rendezvous(env, 300'000);          // settles master_port where the launcher gave none
+//   int fd = claim_store_fd(env);      // rank 0: a listening socket, or -1: bind the port
 #pragma once
 
 #include <string>
@@ -60,6 +60,11 @@ void rendezvous(RankEnv& env, int timeout_ms);
 // rank's own children cannot take it for theirs. A socket that the launcher gave is handed out once
 // per process: a second world binds the port itself. -1 when there is none (left).
 int claim_store_fd(RankEnv& env);
+
+// A socket bound to master_port on loopback, where master_addr is loopback: c10d by itself would
+// listen on every interface. -1 where it is another address or the port is taken (by the store of
+// an earlier world of this process, which c10d finds; or by somebody else, which c10d reports).
+int bind_on_loopback(const RankEnv& env);
 
 // Did `lockstep run` (or spawn) start this process, according to its variables? Its control and
 // store descriptors are then meant for it, unless it is a child of a rank.

@@ -1,5 +1,5 @@
 // The keys and values of a store, and what the commands of its protocol do with them
-// (core/store_channel.h lists the commands).
+// (rendezvous/store_channel.h lists the commands).
 //
 //   StoreTable table([&](auto client, auto bytes) { send(client, bytes); });
 //   input.erase(0, table.feed(client, input));   // carries out the commands that are complete
@@ -21,9 +21,9 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/core/store_channel.h"
+#include "lockstep/rendezvous/store_channel.h"
 
-namespace lockstep::launch {
+namespace lockstep {
 
 struct StoreLimits {
   std::size_t keys = 1u << 20;
@@ -86,4 +86,4 @@ class StoreTable {
   std::unordered_map<std::string, std::deque<Client>> waiters_;
 };
 
-}  // namespace lockstep::launch
+}  // namespace lockstep

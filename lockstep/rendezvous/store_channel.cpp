@@ -1,4 +1,4 @@
-#include "lockstep/core/store_channel.h"
+#include "lockstep/rendezvous/store_channel.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -10,6 +10,7 @@
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/rendezvous/unix_socket.h"
 
 namespace lockstep {
 
@@ -37,14 +38,7 @@ std::string StoreChannel::text() const {
 }
 
 bool StoreChannel::intact() const {
-  int domain = 0, type = 0;
-  socklen_t length = sizeof domain;
-  if (::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &length) != 0 || domain != AF_UNIX)
-    return false;
-  length = sizeof type;
-  if (::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &length) != 0 || type != SOCK_SEQPACKET)
-    return false;
-  return inode != 0 && inode_of(fd) == inode;
+  return is_unix_socket(fd, SOCK_SEQPACKET) && inode != 0 && inode_of(fd) == inode;
 }
 
 Fd open_store_connection(int channel_fd, const Deadline& deadline) {
@@ -55,21 +49,7 @@ Fd open_store_connection(int channel_fd, const Deadline& deadline) {
   Fd mine(ends[0]);
   const Fd theirs(ends[1]);
 
-  char byte = 'c';
-  iovec data{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(header), &ends[1], sizeof(int));
-
-  while (::sendmsg(channel_fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
+  while (send_with_fd(channel_fd, "c", theirs.get()) < 0) {
     if (errno == EINTR) continue;
     if (errno != EAGAIN && errno != ETOOMANYREFS) {
       throw CommError("store", fmt::format("the launcher does not take connections to its store "

@@ -1,0 +1,163 @@
+#include "lockstep/rendezvous/store_client.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "lockstep/core/error.h"
+#include "lockstep/rendezvous/bounded.h"
+#include "lockstep/rendezvous/control.h"
+
+namespace lockstep::detail {
+namespace {
+
+using store::Command;
+
+constexpr std::size_t kMaxIdleConnections = 4;
+// A cut connection is often seen a moment before its cause is announced.
+constexpr std::chrono::milliseconds kCauseWait{1000};
+constexpr std::chrono::milliseconds kAnswerWait{200};
+
+[[noreturn]] void throw_connection_lost(const StoreCall& call) {
+  if (control::failure(kCauseWait)) throw_if_doomed(call.what);
+  throw CommError("store",
+                  fmt::format("{}: the launcher has closed the connection to its store. It was "
+                              "killed, or the call broke a limit of the store, which the "
+                              "launcher's output says (node 0's, where there are several).",
+                              call.what));
+}
+
+// False when the deadline has passed; throws when the launcher announces a failure.
+bool socket_ready(int fd, short events, const StoreCall& call) {
+  constexpr int kSliceMs = 100;
+  for (;;) {
+    pollfd ready{fd, events, 0};
+    const int slice = std::clamp(call.deadline.remaining_ms(), 1, kSliceMs);
+    const int count = ::poll(&ready, 1, slice);
+    if (count > 0) return true;
+    if (count < 0 && errno != EINTR) throw SystemError("store", "poll failed", errno);
+    throw_if_doomed(call.what);
+    if (call.deadline.expired()) return false;
+  }
+}
+
+void await_socket(int fd, short events, const StoreCall& call) {
+  if (socket_ready(fd, events, call)) return;
+  throw TimeoutError("store",
+                     fmt::format("{} timed out after {} ms. The rank that should set it is "
+                                 "late, stuck or on another path. Look at its output.",
+                                 call.what, call.deadline.total().count()),
+                     {-1, -1, "store", 0, call.deadline.elapsed()});
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- requests
+
+StoreRequest& StoreRequest::key(const std::string& key) {
+  if (key.size() > store::kMaxKeyBytes) {
+    throw UsageError("store", "a key of {} bytes is too long: {} are allowed ('{}...').",
+                     key.size(), store::kMaxKeyBytes, key.substr(0, 40));
+  }
+  number<std::uint64_t>(key.size());
+  bytes_ += key;
+  return *this;
+}
+
+StoreRequest& StoreRequest::value(const StoreBytes& value) {
+  if (value.size() > store::kMaxValueBytes) {
+    throw UsageError("store",
+                     "a value of {} bytes is too long: {} are allowed. Send data of this size "
+                     "with World::broadcast.",
+                     value.size(), store::kMaxValueBytes);
+  }
+  number<std::uint64_t>(value.size());
+  bytes_.append(reinterpret_cast<const char*>(value.data()), value.size());
+  return *this;
+}
+
+StoreRequest& StoreRequest::keys(const std::vector<std::string>& keys) {
+  number<std::uint64_t>(keys.size());
+  for (const std::string& each : keys) key(each);
+  return *this;
+}
+
+// ---------------------------------------------------------------- connections
+
+void StoreConnection::send(const std::string& bytes, const StoreCall& call) const {
+  for (std::size_t sent = 0; sent < bytes.size();) {
+    const ssize_t n =
+        ::send(fd_.get(), bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n >= 0) {
+      sent += static_cast<std::size_t>(n);
+    } else if (errno == EAGAIN) {
+      await_socket(fd_.get(), POLLOUT, call);
+    } else if (errno != EINTR) {
+      throw_connection_lost(call);
+    }
+  }
+}
+
+void StoreConnection::receive(void* to, std::size_t size, const StoreCall& call) const {
+  auto* at = static_cast<char*>(to);
+  while (size > 0) {
+    const ssize_t n = ::recv(fd_.get(), at, size, MSG_DONTWAIT);
+    if (n > 0) {
+      at += n;
+      size -= static_cast<std::size_t>(n);
+    } else if (n < 0 && errno == EAGAIN) {
+      await_socket(fd_.get(), POLLIN, call);
+    } else if (n == 0 || errno != EINTR) {
+      throw_connection_lost(call);
+    }
+  }
+}
+
+StoreBytes StoreConnection::receive_value(const StoreCall& call) const {
+  StoreBytes value(static_cast<std::size_t>(receive_number<std::uint64_t>(call)));
+  receive(value.data(), value.size(), call);
+  return value;
+}
+
+void StoreConnection::change(const std::string& request, const StoreCall& call) {
+  send(request + StoreRequest(Command::kPing).number<std::uint32_t>(0).bytes(), call);
+  ++unanswered_;
+  const StoreCall soon{call.what,
+                       Deadline::after(std::min(kAnswerWait, call.deadline.remaining()))};
+  if (socket_ready(fd_.get(), POLLIN, soon)) read_answers(call);
+}
+
+void StoreConnection::read_answers(const StoreCall& call) {
+  for (; unanswered_ > 0; --unanswered_) receive_number<std::uint32_t>(call);
+}
+
+// ---------------------------------------------------------------- the client
+
+StoreConnection StoreClient::take(const StoreCall& call) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!idle_.empty()) {
+      StoreConnection connection = std::move(idle_.back());
+      idle_.pop_back();
+      return connection;
+    }
+  }
+  StoreConnection connection(open_store_connection(channel_, call.deadline));
+  connection.send(StoreRequest(Command::kValidate).number(store::kMagic).bytes(), call);
+  return connection;
+}
+
+void StoreClient::give_back(StoreConnection connection) {
+  const std::lock_guard lock(mutex_);
+  if (idle_.size() < kMaxIdleConnections) idle_.push_back(std::move(connection));
+}
+
+void StoreClient::change(const StoreRequest& request, const StoreCall& call) {
+  StoreConnection connection = take(call);
+  connection.change(request.bytes(), call);
+  give_back(std::move(connection));
+}
+
+}  // namespace lockstep::detail
