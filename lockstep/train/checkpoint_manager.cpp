@@ -22,10 +22,10 @@ constexpr std::chrono::milliseconds kListenEvery{50};
 constexpr const char* kGpu = "cuda";  // its generator's name in a checkpoint
 
 std::string arguments_json(const TrainingArguments& arguments) {
-  std::vector<std::pair<std::string, Node>> members;
+  NodeMembers members;
   for (const KeySpec& key : key_table())
     members.emplace_back(std::string(key.name), value_of(arguments, key));
-  return json_object(members);
+  return to_json(map_node(std::move(members))) + "\n";
 }
 
 // The checkpoint of this name in the folder that holds `checkpoint`. The path that was recorded is

@@ -54,6 +54,7 @@ struct KeySpec {
 std::span<const KeySpec> key_table();
 const KeySpec* find_key(std::string_view name);  // nullptr without one
 std::vector<std::string> key_names();
+std::vector<std::string> training_keys();  // all that a training file may have: old_keys() too
 
 // A spelling of earlier releases, still accepted with one line.
 struct OldKey {

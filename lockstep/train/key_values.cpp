@@ -7,11 +7,34 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"
-#include "lockstep/train/choices.h"
 #include "lockstep/train/config_keys.h"
 
 namespace lockstep::train {
 namespace {
+
+// The table writes the accepted values as "no|steps|epoch".
+std::vector<std::string> split_choices(std::string_view choices) {
+  std::vector<std::string> values(choices.empty() ? 0 : 1);
+  for (const char c : choices) {
+    if (c == '|') {
+      values.emplace_back();
+    } else {
+      values.back() += c;
+    }
+  }
+  return values;
+}
+
+// "no, steps or epoch"
+std::string choices_text(std::string_view choices) {
+  const std::vector<std::string> values = split_choices(choices);
+  std::string text;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (i > 0) text += i + 1 == values.size() ? " or " : ", ";
+    text += values[i];
+  }
+  return text;
+}
 
 template <typename... Args>
 [[noreturn]] void refuse(const Node& node, fmt::format_string<Args...> format, Args&&... args) {

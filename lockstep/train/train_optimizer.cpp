@@ -150,10 +150,11 @@ void TrainOptimizer::load(const Checkpoint& checkpoint) {
 
 void TrainOptimizer::save(CheckpointContents& contents) const {
   const std::string type = run_.task.schedule ? "custom" : run_.arguments.lr_scheduler_type;
-  contents.scheduler = json_object({{"type", text_node(type)},
-                                    {"last_epoch", integer_node(run_.state.global_step)},
-                                    {"base_lr", real_node(peaks_.front())},
-                                    {"last_lr", real_node(optimizer_->lr())}});
+  contents.scheduler = to_json(map_node({{"type", text_node(type)},
+                                         {"last_epoch", integer_node(run_.state.global_step)},
+                                         {"base_lr", real_node(peaks_.front())},
+                                         {"last_lr", real_node(optimizer_->lr())}})) +
+                       "\n";
   if (scaler_) contents.scaler = scaler_text(scaler_->state_dict());
 }
 

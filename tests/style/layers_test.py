@@ -60,7 +60,7 @@ TORCH = {"aten", "torch"}
 FOREIGN = {
     "core": {"spdlog", "yaml", "json"},
     "memory": TORCH,
-    "launch": {"json", "openssl"},
+    "launch": {"openssl"},
     "io": set(),
     "comm": {"aten", "c10d"},
     "kernels": ATEN | {"cuda"},
