@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/io/atomic_dir.h"

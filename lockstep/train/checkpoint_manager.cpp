@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/optim/determinism.h"

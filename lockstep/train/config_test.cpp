@@ -238,11 +238,11 @@ TEST(Config, EveryPathMayBeginAtHome) {
             "of user nobody-has-this-name, which is not known on this machine. Write the whole "
             "path, or ./~nobody-has-this-name/x for a folder of that name.");
   TrainingArguments program{.dataset_dir = "~", .output_dir = "~/x"};  // as the Trainer does
-  program.data = parse_yaml("{path: ~/a}", "");
+  program.data = std::make_shared<const Node>(parse_yaml("{path: ~/a}", ""));
   expand_paths(program);
   EXPECT_EQ(program.dataset_dir, "/srv/ada");
   EXPECT_EQ(program.output_dir, "/srv/ada/x");
-  EXPECT_EQ(to_json(program.data), "{\"path\":\"/srv/ada/a\"}");
+  EXPECT_EQ(to_json(*program.data), "{\"path\":\"/srv/ada/a\"}");
   EXPECT_EQ(program.resume_from_checkpoint, std::nullopt);
   home.empty() ? ::unsetenv("HOME") : ::setenv("HOME", home.c_str(), 1);
 }
@@ -276,7 +276,7 @@ TEST(Config, FlagsInEverySpelling) {
   EXPECT_THAT(config.arguments.report_to, ElementsAre("tensorboard"));
   EXPECT_EQ(shown(config, "lr_scheduler_kwargs"), "{\"num_cycles\":2} from --lr_scheduler_kwargs");
   EXPECT_EQ(config.arguments.save_total_limit, std::nullopt);
-  EXPECT_EQ(config.arguments.model.text, "gpt");
+  EXPECT_EQ(config.arguments.model->text, "gpt");
   EXPECT_EQ(config.arguments.run_name, "42");
 }
 
@@ -294,7 +294,7 @@ TEST(Config, ValuesOfTheFile) {
   EXPECT_EQ(config.arguments.save_strategy, Interval::kBest);
   EXPECT_EQ(config.arguments.resume_from_checkpoint, "auto");
   EXPECT_EQ(config.arguments.output_dir, "2024");
-  EXPECT_EQ(config.arguments.model.find("n_layer")->value.integer, 4);
+  EXPECT_EQ(config.arguments.model->find("n_layer")->value.integer, 4);
   EXPECT_EQ(config.arguments.ddp_bucket_cap_mb, 25.0);
 }
 

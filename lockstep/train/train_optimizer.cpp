@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/memory_limits.h"
@@ -115,11 +116,13 @@ TrainOptimizer::TrainOptimizer(RunContext& run, WrappedModel& model)
 void TrainOptimizer::set_schedule(const StepPlan& plan) {
   factor_ = run_.task.schedule;
   if (!factor_) {
-    factor_ = [schedule = optim::make_schedule({.name = run_.arguments.lr_scheduler_type,
-                                                .warmup_steps = plan.warmup_steps,
-                                                .total_steps = plan.max_steps,
-                                                .lr = peaks_.front(),
-                                                .kwargs = run_.arguments.lr_scheduler_kwargs})](
+    const auto& kwargs = run_.arguments.lr_scheduler_kwargs;
+    factor_ = [schedule = optim::make_schedule(
+                   {.name = run_.arguments.lr_scheduler_type,
+                    .warmup_steps = plan.warmup_steps,
+                    .total_steps = plan.max_steps,
+                    .lr = peaks_.front(),
+                    .kwargs = optim::schedule_kwargs(kwargs ? *kwargs : Node{})})](
                   std::int64_t steps) { return schedule.factor(steps); };
   }
   set_learning_rate();
