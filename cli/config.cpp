@@ -94,8 +94,8 @@ void say_notes(const std::vector<std::string>& notes) {
 int show(const Request& request) {
   if (request.names.size() > 1)
     throw UsageError("config", "show takes one file, and '{}' is a second.", request.names[1]);
-  const train::Config config =
-      train::load_config(request.names.empty() ? "" : request.names[0], request.flags);
+  const train::Config config = train::load_config(request.names.empty() ? "" : request.names[0],
+                                                  request.flags, launch::launcher_keys());
   if (request.json) {
     fmt::print("{}\n", train::config_json(config));
     return 0;
@@ -148,13 +148,14 @@ int check(const Request& request) {
     throw UsageError("config", "check takes one file. Write lockstep config check FILE.");
   const std::string& file = request.names[0];
   if (request.launcher) {
-    const launch::AccelerateLaunch launch = launch::load_accelerate_config(file);
+    const launch::AccelerateLaunch launch =
+        launch::load_accelerate_config(file, train::training_keys());
     say_notes(launch.notes);
     fmt::print("{} can be used: lockstep run {}\n", file, fmt::join(launch.flags, " "));
     for (const auto& [name, value] : launch.environment) fmt::print("  {}={}\n", name, value);
     return 0;
   }
-  const train::Config config = train::load_config(file, request.flags);
+  const train::Config config = train::load_config(file, request.flags, launch::launcher_keys());
   say_notes(config.notes);
   if (config.arguments.compile_model) say_notes({train::kCompileModelNote});
   Problems problems;
@@ -176,7 +177,7 @@ int check(const Request& request) {
 
 // A file, or the defaults with or without a preset. Ignores the environment: files are compared.
 train::Config named(const std::string& name) {
-  train::ConfigSources sources;
+  train::ConfigSources sources{.launcher_keys = launch::launcher_keys()};
   if (name == "standard" || name == "fast") {
     sources.flags = {"--preset", name};
   } else if (name != "defaults") {

@@ -88,8 +88,12 @@ class Config(unittest.TestCase):
                                       "  ACCELERATE_MIXED_PRECISION=bf16\n")
         self.write("acc.yaml", "learning_rate: 1\n")
         done = self.run_config("check", "--launcher", "acc.yaml")
-        self.assertEqual(done.returncode, 2)
-        self.assertIn("acc.yaml:1:1: learning_rate belongs in the training file", done.stderr)
+        started = subprocess.run([LOCKSTEP, "run", "--config-file=acc.yaml", "true"], timeout=60,
+                                 cwd=self.folder, capture_output=True, text=True)
+        for refused in (done, started):
+            self.assertEqual(refused.returncode, 2)
+            self.assertIn("acc.yaml:1:1: learning_rate belongs in the training file",
+                          refused.stderr)
 
     def refusal(self, text, *flags):
         self.write("t.yaml", text)
@@ -329,9 +333,9 @@ class Config(unittest.TestCase):
         self.assertEqual(self.accepted(text), "")
         for name, contents, part in (
                 ("a.jsonl", line + '{"instruction": "say", "outp',
-                 "a.jsonl:2:29: a string without its end"),
+                 "a.jsonl:2:24: A quote that was opened is not closed"),
                 ("a.jsonl", line + '{"instruction": "say", "output": [1]}\n',
-                 "a.jsonl:2:33: expected a text, not a list or an object"),
+                 "a.jsonl:2:34: expected a text, not a list or an object"),
                 ("b.json", f"[{line},\n" + '{"instruction": "say"}]',
                  "b.json:3:23: the object that ends here has no 'output'"),
                 ("b.json", "[]", "b.json: there are no samples. Give a file that has some."),

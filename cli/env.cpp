@@ -8,14 +8,14 @@
 #include <chrono>
 #include <cstdio>
 #include <ctime>
-#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "cli/commands.h"
 #include "cli/variables.h"
 #include "lockstep/core/device_rule.h"
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/launch/flags.h"
+#include "lockstep/core/spelling.h"
 #include "lockstep/launch/host.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/this_host.h"
@@ -199,32 +199,37 @@ std::string as_text(const Findings& found) {
 // ------------------------------------------------------------------ JSON
 
 std::string as_json(const Findings& found) {
-  nlohmann::ordered_json out;
-  out["version"] = LOCKSTEP_VERSION;
-  out["host"] = found.host;
-  out["pid"] = ::getpid();
+  NodeMembers out = {{"version", text_node(LOCKSTEP_VERSION)},
+                     {"host", text_node(found.host)},
+                     {"pid", integer_node(::getpid())}};
   if (found.identity) {
     const RankEnv& me = *found.identity;
-    out["identity"] = {{"rank", me.rank},
-                       {"world_size", me.world_size},
-                       {"local_rank", me.local_rank},
-                       {"local_world_size", me.local_world_size},
-                       {"node", me.node},
-                       {"source", me.source},
-                       {"rendezvous", rendezvous_text(me)}};
+    out.emplace_back("identity", map_node({{"rank", integer_node(me.rank)},
+                                           {"world_size", integer_node(me.world_size)},
+                                           {"local_rank", integer_node(me.local_rank)},
+                                           {"local_world_size", integer_node(me.local_world_size)},
+                                           {"node", integer_node(me.node)},
+                                           {"source", text_node(me.source)},
+                                           {"rendezvous", text_node(rendezvous_text(me))}}));
   }
   if (!found.device.name.empty()) {
-    out["device"] = {{"name", found.device.name}, {"reason", found.device.reason}};
-    out["backend"] = {{"name", found.backend.name}, {"reason", found.backend.reason}};
+    for (const auto& [key, choice] :
+         {std::pair{"device", &found.device}, std::pair{"backend", &found.backend}})
+      out.emplace_back(key, map_node({{"name", text_node(choice->name)},
+                                      {"reason", text_node(choice->reason)}}));
   }
-  out["gpus"] = {{"count", found.gpus.count}, {"reason", found.gpus.reason}};
-  out["cores"] = found.cores;
-  out["warnings"] = found.warnings;
-  if (!found.problem.empty()) out["problem"] = found.problem;
-  out["variables"] = set_variables();
-  for (const KnownVariable& variable : known_variables()) out["known"].push_back(variable.name);
-  // Values of variables may be any bytes.
-  return out.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + '\n';
+  out.emplace_back("gpus", map_node({{"count", integer_node(found.gpus.count)},
+                                     {"reason", text_node(found.gpus.reason)}}));
+  out.emplace_back("cores", integer_node(found.cores));
+  out.emplace_back("warnings", texts_node(found.warnings));
+  if (!found.problem.empty()) out.emplace_back("problem", text_node(found.problem));
+  NodeMembers set;
+  for (const auto& [name, value] : set_variables()) set.emplace_back(name, text_node(value));
+  out.emplace_back("variables", map_node(std::move(set)));
+  std::vector<Node> known;
+  for (const KnownVariable& variable : known_variables()) known.push_back(text_node(variable.name));
+  out.emplace_back("known", list_node(std::move(known)));
+  return to_json(map_node(std::move(out))) + '\n';
 }
 
 }  // namespace
@@ -238,9 +243,8 @@ int env_command(const Args& args) {
     }
     if (arg != "--json") {
       const std::vector<std::string> flags = {"--json", "--help"};
-      const auto near = launch::nearest(arg, flags);
       throw UsageError("env", "there is no flag {}.{} 'lockstep env --help' lists them.", arg,
-                       near ? fmt::format(" Did you mean {}?", *near) : "");
+                       did_you_mean(arg, flags));
     }
     json = true;
   }

@@ -15,7 +15,7 @@
 #include "cli/commands.h"
 #include "cli/guarded.h"
 #include "lockstep/core/error.h"
-#include "lockstep/launch/flags.h"
+#include "lockstep/core/spelling.h"
 
 namespace lockstep::cli {
 namespace {
@@ -78,9 +78,8 @@ namespace {
 [[noreturn]] void unknown_command(const std::string& arg) {
   std::vector<std::string> names;
   for (const Command& command : kCommands) names.push_back(command.name);
-  const auto near = launch::nearest(arg, names);
   throw UsageError("lockstep", "there is no command '{}'.{} 'lockstep --help' lists them.", arg,
-                   near ? fmt::format(" Did you mean {}?", *near) : "");
+                   did_you_mean(arg, names));
 }
 
 int dispatch(const Args& args) {

@@ -44,7 +44,8 @@ void refuse_in_a_rank(const std::string& flag) {
 }  // namespace
 
 int run_command(const Args& args) {
-  const launch::ParsedFlags parsed = launch::parse_flags(args);
+  const launch::ParsedFlags parsed =
+      launch::parse_flags(args, {.training_keys = train::training_keys()});
   switch (parsed.request) {
     case launch::Request::kHelp:
       fmt::print("{}", launch::run_help());

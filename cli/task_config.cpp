@@ -29,7 +29,9 @@ const std::vector<std::string> kMetrics{"eval_loss", "eval_accuracy", "eval_runt
                                         "eval_samples_per_second"};
 
 // `gpt` is short for {name: gpt}. Reports top-level keys that are written inside the map.
-Node map_of(const Node& node, const char* key, const char* fallback, Problems& problems) {
+Node map_of(const train::NodePtr& given, const char* key, const char* fallback,
+            Problems& problems) {
+  const Node node = given ? *given : Node{};
   Node map = node;
   if (!node.is(NodeKind::kMap)) {
     map = Node{};

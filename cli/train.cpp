@@ -18,6 +18,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/io/checksum.h"
 #include "lockstep/io/file.h"
+#include "lockstep/launch/accelerate_config.h"
 #include "lockstep/rendezvous/this_host.h"
 #include "lockstep/run.h"
 #include "lockstep/train/config.h"
@@ -111,7 +112,7 @@ struct Prepared {
 
 Prepared read_everything(const Request& request) {
   Prepared read;
-  read.config = train::load_config(request.file, request.flags);
+  read.config = train::load_config(request.file, request.flags, launch::launcher_keys());
   read.task = read_task(read.config.arguments);
   read.record = train::config_json(read.config);
   return read;

@@ -195,7 +195,7 @@ def build(into, objects):
 
 
 # What CMake needs for the launcher, as Debian and Ubuntu call it.
-PACKAGES = ("cmake ninja-build g++ libfmt-dev libspdlog-dev libyaml-cpp-dev nlohmann-json3-dev "
+PACKAGES = ("cmake ninja-build g++ libfmt-dev libspdlog-dev libyaml-cpp-dev "
             "libcli11-dev libssl-dev")
 
 

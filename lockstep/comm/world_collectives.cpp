@@ -8,22 +8,30 @@
 #include <optional>
 #include <utility>
 
-#include "lockstep/comm/reduction.h"
 #include "lockstep/comm/world_impl.h"
 
 namespace lockstep {
 
 using detail::Backend;
 using detail::OperationInfo;
-using detail::ReductionPlan;
 using detail::WorldImpl;
 using State = std::shared_ptr<detail::WorkState>;
 
 // ---------------------------------------------------------------- reductions
 
-namespace detail {
-
 namespace {
+
+// How a reduction is carried out when a backend does not have it as such. World offers every
+// (dtype, op) pair that has a meaning; backends offer fewer. Integer averages are summed in 64 bits
+// and rounded towards zero; booleans are numbers 0 and 1.
+struct ReductionPlan {
+  at::ScalarType wire;     // what travels
+  ReduceOp op;             // what the backend is asked for
+  bool divide = false;     // by the world's size, afterwards
+  bool by_gather = false;  // the backend has no such reduction: gather all, reduce here, rank order
+  bool reinterpret = false;  // `wire` is the same memory (bool as bytes, complex as real pairs)
+};
+
 bool is_bitwise(ReduceOp op) {
   return op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor;
 }
@@ -38,8 +46,8 @@ bool is_real(at::ScalarType dtype) {
 bool is_complex(at::ScalarType dtype) {
   return dtype == at::kComplexFloat || dtype == at::kComplexDouble;
 }
-}  // namespace
 
+// False for pairs without a meaning: bitwise on floats, averages of booleans.
 bool reduction_exists(at::ScalarType dtype, ReduceOp op) {
   if (dtype == at::kBool) return op != ReduceOp::kAvg;
   if (is_integer(dtype)) return true;
@@ -69,6 +77,7 @@ ReductionPlan plan_reduction(at::ScalarType dtype, ReduceOp op, const Backend& b
   return plan;
 }
 
+// Reduces the rows of `rows` ({n, ...}) in order.
 at::Tensor reduce_rows(const at::Tensor& rows, ReduceOp op) {
   at::Tensor result = rows[0].clone();
   for (int64_t i = 1; i < rows.size(0); ++i) {
@@ -102,7 +111,7 @@ at::Tensor reduce_rows(const at::Tensor& rows, ReduceOp op) {
   return result;
 }
 
-}  // namespace detail
+}  // namespace
 
 // ---------------------------------------------------------------- helpers
 
@@ -229,7 +238,7 @@ void return_to_caller(const State& state, std::vector<Staged> outputs) {
 }
 
 void check_reduction(const at::Tensor& tensor, ReduceOp op, const char* operation) {
-  if (detail::reduction_exists(tensor.scalar_type(), op)) return;
+  if (reduction_exists(tensor.scalar_type(), op)) return;
   throw UsageError(kComponent,
                    "{}: '{}' of {} tensors has no meaning here. Convert the tensor to "
                    "another dtype or choose another reduction.",
@@ -292,7 +301,7 @@ void finish_reduction(const State& state, const ReductionPlan& plan, const Stage
   state->finish_with(
       [=] {
         const at::NoGradGuard no_grad;
-        if (rows.defined()) staged.flat.copy_(detail::reduce_rows(rows, plan.op));
+        if (rows.defined()) staged.flat.copy_(reduce_rows(rows, plan.op));
         if (plan.divide) staged.flat.div_(size, "trunc");
         if (staged.copied()) staged.original.copy_(staged.memory);
       },
@@ -312,7 +321,7 @@ Work World::all_reduce(at::Tensor tensor, ReduceOp op) {
       impl_->start(info_of("all_reduce", tensor), [&] { return fingerprint(tensor, name(op)); });
   if (impl_->alone() || tensor.numel() == 0) return done(state);
   Backend& backend = impl_->backend_for(tensor);
-  const ReductionPlan plan = detail::plan_reduction(tensor.scalar_type(), op, backend);
+  const ReductionPlan plan = plan_reduction(tensor.scalar_type(), op, backend);
   const Staged staged = stage(tensor, backend, plan);
   at::Tensor rows;
   if (plan.by_gather) rows = at::empty({size(), staged.flat.numel()}, staged.flat.options());
@@ -336,7 +345,7 @@ Work World::reduce(at::Tensor tensor, int root, ReduceOp op) {
   });
   if (impl_->alone() || tensor.numel() == 0) return done(state);
   Backend& backend = impl_->backend_for(tensor);
-  const ReductionPlan plan = detail::plan_reduction(tensor.scalar_type(), op, backend);
+  const ReductionPlan plan = plan_reduction(tensor.scalar_type(), op, backend);
   const Staged staged = stage(tensor, backend, plan);
   at::Tensor rows;
   if (plan.by_gather) rows = at::empty({size(), staged.flat.numel()}, staged.flat.options());
@@ -359,7 +368,7 @@ Work World::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op) {
   if (input.numel() == 0) return done(state);
   if (impl_->alone()) return copied(state, output, input);
   Backend& backend = impl_->backend_for(input);
-  const ReductionPlan plan = detail::plan_reduction(input.scalar_type(), op, backend);
+  const ReductionPlan plan = plan_reduction(input.scalar_type(), op, backend);
   const Staged from = stage(input, backend, plan);
   const Staged to = stage(output, backend, plan, /*fill=*/false);
   at::Tensor rows;

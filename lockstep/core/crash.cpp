@@ -20,10 +20,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
-#include <nlohmann/json.hpp>
 #include <span>
 #include <typeinfo>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/symbols.h"
@@ -70,21 +70,20 @@ std::vector<std::string> frame_texts(std::span<void* const> frames) {
 
 std::string error_file_text(const Report& report) {
   const std::time_t timestamp = std::time(nullptr) + (report.consequence ? 1 : 0);
-  nlohmann::json info = {{"timestamp", fmt::to_string(timestamp)},
-                         {"rank", g_rank.load()},
-                         {"host", g_host},
-                         {"pid", ::getpid()},
-                         {"cpp_stack", report.frames},
-                         {"consequence", report.consequence}};
+  NodeMembers info = {{"timestamp", text_node(fmt::to_string(timestamp))},
+                      {"rank", integer_node(g_rank.load())},
+                      {"host", text_node(g_host)},
+                      {"pid", integer_node(::getpid())},
+                      {"cpp_stack", texts_node(report.frames)},
+                      {"consequence", bool_node(report.consequence)}};
   if (!report.frames.empty() && !g_under_lockstep_run) {
     // torchrun shows this field where there is one, and nothing else.
     std::string traceback = report.message;
     for (const auto& frame : report.frames) traceback += "\n    at " + frame;
-    info["py_callstack"] = traceback;
+    info.emplace_back("py_callstack", text_node(traceback));
   }
-  const nlohmann::json file = {
-      {"message", {{"message", report.message}, {"extraInfo", std::move(info)}}}};
-  return file.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return to_json(map_node({{"message", map_node({{"message", text_node(report.message)},
+                                                 {"extraInfo", map_node(std::move(info))}})}}));
 }
 
 std::string stderr_text(const Report& report) {

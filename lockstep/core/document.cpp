@@ -11,6 +11,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/json.h"
 #include "lockstep/core/problems.h"
 
 namespace lockstep {
@@ -33,6 +34,7 @@ std::string lower(std::string_view text) {
 
 // The schema spells its keywords in three ways: "true", "True" and "TRUE".
 bool is_word(std::string_view text, std::string_view word) {
+  if (text.size() != word.size()) return false;
   std::string title(word);
   title[0] = static_cast<char>(title[0] - 'a' + 'A');
   if (text == word || text == title) return true;
@@ -109,26 +111,6 @@ bool set_number(Node& node, std::string_view text) {
   return true;
 }
 
-void append_quoted(std::string& out, std::string_view text) {
-  out += '"';
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (c == '\n') {
-      out += "\\n";
-    } else if (c == '\t') {
-      out += "\\t";
-    } else if (byte < 0x20 || byte == 0x7F) {
-      out += fmt::format("\\u{:04x}", byte);
-    } else {
-      out += c;
-    }
-  }
-  out += '"';
-}
-
 void append_json(std::string& out, const Node& node) {
   const char* separator = "";
   switch (node.kind) {
@@ -145,11 +127,11 @@ void append_json(std::string& out, const Node& node) {
       if (std::isfinite(node.real)) {
         out += real_text(node.real);
       } else {
-        append_quoted(out, real_text(node.real));
+        out += json_quote(real_text(node.real));
       }
       return;
     case NodeKind::kString:
-      append_quoted(out, node.text);
+      out += json_quote(node.text);
       return;
     case NodeKind::kList:
       out += '[';
@@ -163,7 +145,7 @@ void append_json(std::string& out, const Node& node) {
       out += '{';
       for (const Entry& entry : node.entries) {
         out += std::exchange(separator, ",");
-        append_quoted(out, entry.key);
+        out += json_quote(entry.key);
         out += ':';
         append_json(out, entry.value);
       }
@@ -232,6 +214,12 @@ const Entry* Node::find(std::string_view key) const {
   return found == entries.end() ? nullptr : &*found;
 }
 
+const Node& Node::at(std::string_view key) const {
+  const Entry* entry = find(key);
+  if (entry == nullptr) refuse_at(location, "there is no {}. Add it.", key);
+  return entry->value;
+}
+
 Node plain_scalar(std::string_view text, SourceLocation location) {
   Node node;
   node.location = std::move(location);
@@ -265,6 +253,26 @@ Node integer_node(std::int64_t value) {
 
 Node real_node(double value) {
   return plain_scalar(real_text(value), {});
+}
+
+Node list_node(std::vector<Node> items) {
+  Node node;
+  node.kind = NodeKind::kList;
+  node.items = std::move(items);
+  return node;
+}
+
+Node texts_node(const std::vector<std::string>& texts) {
+  std::vector<Node> items;
+  for (const std::string& text : texts) items.push_back(text_node(text));
+  return list_node(std::move(items));
+}
+
+Node map_node(NodeMembers members) {
+  Node node;
+  node.kind = NodeKind::kMap;
+  for (auto& [key, value] : members) node.entries.push_back({std::move(key), {}, std::move(value)});
+  return node;
 }
 
 std::string real_text(double value) {

@@ -18,6 +18,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "lockstep/core/source_location.h"  // IWYU pragma: export
@@ -43,6 +44,7 @@ struct Node {
 
   bool is(NodeKind other) const { return kind == other; }
   const Entry* find(std::string_view key) const;  // nullptr without one
+  const Node& at(std::string_view key) const;     // the value; UsageError without one
 };
 
 struct Entry {
@@ -74,8 +76,13 @@ Node text_node(std::string_view text);
 Node bool_node(bool value);
 Node integer_node(std::int64_t value);
 Node real_node(double value);
+Node list_node(std::vector<Node> items);
+Node texts_node(const std::vector<std::string>& texts);
+using NodeMembers = std::vector<std::pair<std::string, Node>>;
+Node map_node(NodeMembers members);
 
-// One line of JSON. Numbers that JSON cannot write (.inf, .nan) become strings.
+// One line of JSON. Numbers that JSON cannot write (.inf, .nan) become strings, bytes that are not
+// UTF-8 become U+FFFD.
 std::string to_json(const Node& node);
 // The shortest text that reads back as the same number, and as a real: "3.0", "5e-05".
 std::string real_text(double value);

@@ -14,6 +14,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/json.h"
 #include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/spelling.h"
@@ -21,6 +22,7 @@
 namespace lockstep {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
@@ -139,6 +141,8 @@ TEST(Document, JsonIsReadWithPlaces) {
       json("{\n\t\"a\": [1, -2.5e3, true, null],\n  \"b\": {\"c\": \"\\ud83d\\ude00\"}\n}");
   EXPECT_EQ(to_json(root), "{\"a\":[1,-2500.0,true,null],\"b\":{\"c\":\"\360\237\230\200\"}}");
   EXPECT_EQ(root.find("b")->location.text(), "a.json:3:3");
+  // RFC 8259 allows DEL in strings; tokenizers have it as a token.
+  EXPECT_EQ(json("[\"\x7f\"]").items[0].text, "\x7f");
   EXPECT_EQ(root.find("a")->value.items[1].location.text(), "a.json:2:11");
 }
 
@@ -298,7 +302,7 @@ const Mistake kJsonMistakes[] = {
     {"MissingColon", "{\"a\" 1}", "1:6", "a ':' was expected after the key 'a'"},
     {"MissingComma", "{\"a\": 1 \"b\": 2}", "1:9", "a ',' or '}' was expected"},
     {"MissingCommaInList", "[1 2]", "1:4", "a ',' or ']' was expected"},
-    {"End", "{\"a\": [1, 2", "1:12", "the file ends inside a list or map that line 1 opened"},
+    {"End", "{\"a\": [1, 2", "1:12", "the text ends inside a list or map that line 1 opened"},
     {"OpenQuote", "{\"a", "1:2", "A quote that was opened is not closed"},
     {"LineInString", "{\"a\": \"x\ny\"}", "1:9", "a line end stands inside a string. Write \\n."},
     {"Escape", "[\"\\q\"]", "1:3", "\\q is not an escape"},
@@ -313,6 +317,7 @@ const Mistake kJsonMistakes[] = {
     {"Depth", std::string(40, '['), "1:33", "nested deeper than 32"},
     {"Utf8", "[\"\x80\"]", "1:3", "is not valid UTF-8"},
     {"Big", "[1, 1e999]", "1:5", "'1e999' is too large"},
+    {"Control", "[\"\x01\"]", "1:3", "the control character 0x01 stands inside a string"},
 };
 INSTANTIATE_TEST_SUITE_P(Document, JsonMistake, ::testing::ValuesIn(kJsonMistakes),
                          [](const auto& one) { return one.param.name; });
@@ -346,6 +351,120 @@ TEST(Document, OneLongLineIsReadInItsLength) {
     EXPECT_EQ(root.items.back().location.column, is_json ? 75'000 * 4 + 2 : 75'000 * 2 + 2);
     EXPECT_LT(elapsed, std::chrono::seconds(20));
   }
+}
+
+// ------------------------------------------------------------------ the cursor
+
+std::string json_error(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const JsonError& error) {
+    return error.what();
+  }
+  return "(nothing was thrown)";
+}
+
+TEST(JsonReader, ReadsInOrder) {
+  JsonReader json(R"( {"a" : [1, 2 ,18446744073709551615], "b\n\u00e9\ud83d\ude00": "\\\"\/",
+                      "c": {"d": [[], {}, -1.5e-3, true, false, null, "x"]}} )");
+  std::string key;
+  json.enter_object();
+  ASSERT_TRUE(json.next_key(key));
+  EXPECT_EQ(key, "a");
+  std::vector<std::uint64_t> numbers;
+  json.enter_array();
+  while (json.next_element()) numbers.push_back(json.unsigned_integer());
+  EXPECT_THAT(numbers, ElementsAre(1u, 2u, UINT64_MAX));
+  ASSERT_TRUE(json.next_key(key));
+  EXPECT_EQ(key, "b\n\u00e9\U0001f600");
+  EXPECT_EQ(json.string(), "\\\"/");
+  ASSERT_TRUE(json.next_key(key));
+  json.skip();
+  EXPECT_FALSE(json.next_key(key));
+  json.end();
+}
+
+std::string skip_all(const std::string& text) {
+  return json_error([&] {
+    JsonReader json(text);
+    json.skip();
+    json.end();
+  });
+}
+
+TEST(JsonReader, RefusesWhatIsNotJson) {
+  const std::pair<std::string, std::string> cases[] = {
+      {"", "a value is missing"},
+      {"nul", "'nul' is not a JSON value"},
+      {"{\"a\":1,}", "no comma before a closing bracket"},
+      {"[1,]", "no comma before a closing bracket"},
+      {"[1 2]", "',' or ']'"},
+      {"{\"a\":1 \"b\":2}", "',' or '}'"},
+      {"{\"a\" 1}", "a ':' was expected after the key 'a'"},
+      {"01", "'01' is not a JSON number"},
+      {"-", "'-' is not a JSON number"},
+      {"1.", "'1.' is not a JSON number"},
+      {"1e", "'1e' is not a JSON number"},
+      {"\"a", "is not closed"},
+      {"\"\n\"", "a line end stands inside a string"},
+      {"\"\x01\"", "the control character 0x01 stands inside a string. Write \\u0001"},
+      {"\"\\x\"", "\\x is not an escape"},
+      {"\"\\", "is not an escape"},
+      {"\"\\u12\"", "four hexadecimal digits"},
+      {"\"\\u12g4\"", "four hexadecimal digits"},
+      {"\"\\ud800\"", "surrogate"},
+      {"\"\\udc00\"", "surrogate"},
+      {"\"\\ud800\\u0041\"", "surrogate"},
+      {"\"\xff\"", "not valid UTF-8"},
+      {"\"\xc0\x80\"", "not valid UTF-8"},
+      {"\"\xed\xa0\x80\"", "not valid UTF-8"},
+      {"\"\xf4\x90\x80\x80\"", "not valid UTF-8"},
+      {"1 1", "more follows"},
+      {std::string("1\0", 2), "more follows"},
+      {"\x1b[2J", "a value is missing"},
+      {"tr\x1bue", "'tr' is not a JSON value"},
+      {std::string(200, '['), "nested deeper than 128"},
+  };
+  for (const auto& [text, wanted] : cases) EXPECT_THAT(skip_all(text), HasSubstr(wanted)) << text;
+  const auto number = [](const char* text) {
+    return json_error([&] { JsonReader(text).unsigned_integer(); });
+  };
+  EXPECT_THAT(number("-1"), HasSubstr("0 or more"));
+  EXPECT_THAT(number("1.0"), HasSubstr("without a fraction"));
+  EXPECT_THAT(number("1e0"), HasSubstr("without a fraction"));
+  EXPECT_THAT(number("007"), HasSubstr("not a JSON number"));
+  EXPECT_THAT(number("18446744073709551616"), HasSubstr("beyond 64 bits"));
+  EXPECT_THAT(json_error([] { JsonReader("[]").enter_object(); }), HasSubstr("an object"));
+  EXPECT_THAT(json_error([] { JsonReader("{}").enter_array(); }), HasSubstr("a list"));
+  EXPECT_THAT(json_error([] { JsonReader("1").string(); }), HasSubstr("a string"));
+}
+
+TEST(JsonReader, QuotesWhatItReads) {
+  std::string text;
+  for (int c = 1; c < 128; ++c) text.push_back(static_cast<char>(c));
+  text += "\u00e9\U0001f600";
+  const std::string quoted = json_quote(text);
+  EXPECT_EQ(JsonReader(quoted).string(), text);
+  EXPECT_EQ(json_quote("\x01\n"), "\"\\u0001\\n\"");
+  // What is not UTF-8 does not spoil the rest.
+  EXPECT_EQ(json_quote("a\xff\xe2\x82z\u00e9"), "\"a\uFFFD\uFFFD\uFFFDz\u00e9\"");
+}
+
+// Lines of a large text, each read by itself: offsets are those of the whole text.
+TEST(JsonReader, BeginsAnywhere) {
+  const std::string text = "{}\n[1,\n oops]";
+  std::size_t offset = 0;
+  EXPECT_THAT(json_error([&] {
+                try {
+                  JsonReader(text, 3).skip();
+                } catch (const JsonError& error) {
+                  offset = error.offset();
+                  throw;
+                }
+              }),
+              HasSubstr("'oops' is not a JSON value"));
+  EXPECT_EQ(offset, text.find("oops"));
+  EXPECT_THAT(json_error([] { JsonReader("{}\n[1,", 3).skip(); }), HasSubstr("that line 2 opened"));
 }
 
 // ------------------------------------------------------------------ types
@@ -424,7 +543,12 @@ TEST(Spelling, FindsWhatWasMeant) {
   EXPECT_EQ(nearest("wramup_stesp", names), "warmup_steps");
   EXPECT_EQ(nearest("sede", names), "seed");
   EXPECT_EQ(nearest("something_else", names), std::nullopt);
+  const std::vector<std::string> short_names = {"run", "env", "bench"};
+  EXPECT_EQ(nearest("rnu", short_names), "run");
+  EXPECT_EQ(nearest("bnech", short_names), "bench");
+  EXPECT_EQ(nearest("elephant", short_names), std::nullopt);
   EXPECT_EQ(did_you_mean("bf61", names), " Did you mean bf16?");
+  EXPECT_EQ(did_you_mean("sed", names, "--"), " Did you mean --seed?");
   EXPECT_EQ(did_you_mean("zzzzzzz", names), "");
   EXPECT_EQ(edit_distance("abcd", "acbd"), 1u);
 }

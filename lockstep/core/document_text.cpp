@@ -2,35 +2,13 @@
 
 #include <algorithm>
 
+#include "lockstep/core/json.h"
+
 namespace lockstep {
 namespace {
 
 bool is_continuation(char c) {
   return (static_cast<unsigned char>(c) & 0xC0) == 0x80;
-}
-
-// How many bytes the character at the front has; 0 when they are not UTF-8 (Unicode's table 3-7).
-std::size_t character_bytes(std::string_view text) {
-  const auto byte = [&](std::size_t i) {
-    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u;
-  };
-  const unsigned first = byte(0);
-  if (first < 0x80) return 1;
-  const unsigned second = byte(1);
-  const auto rest = [&](std::size_t count, unsigned low, unsigned high) -> std::size_t {
-    if (second < low || second > high) return 0;
-    for (std::size_t i = 2; i < count; ++i)
-      if (byte(i) < 0x80 || byte(i) > 0xBF) return 0;
-    return count;
-  };
-  if (first >= 0xC2 && first <= 0xDF) return rest(2, 0x80, 0xBF);
-  if (first == 0xE0) return rest(3, 0xA0, 0xBF);
-  if (first == 0xED) return rest(3, 0x80, 0x9F);
-  if (first >= 0xE1 && first <= 0xEF) return rest(3, 0x80, 0xBF);
-  if (first == 0xF0) return rest(4, 0x90, 0xBF);
-  if (first >= 0xF1 && first <= 0xF3) return rest(4, 0x80, 0xBF);
-  if (first == 0xF4) return rest(4, 0x80, 0x8F);
-  return 0;
 }
 
 }  // namespace
@@ -47,12 +25,11 @@ DocumentText::DocumentText(std::string_view bytes, const std::string& name,
     text_.remove_prefix(kByteOrderMark.size());
   for (std::size_t i = 0; i < text_.size(); ++i)
     if (text_[i] == '\n') starts_.push_back(i + 1);
-  check_bytes();
 }
 
 void DocumentText::check_bytes() const {
   for (std::size_t i = 0; i < text_.size();) {
-    const std::size_t size = character_bytes(text_.substr(i));
+    const std::size_t size = utf8_size(text_.substr(i));
     const auto byte = static_cast<unsigned char>(text_[i]);
     if (size == 0) {
       refuse_at(at(i), "the byte 0x{:02x} is not valid UTF-8. Save the file as UTF-8.", byte);

@@ -1,7 +1,7 @@
-// The text of a document before it is parsed: checked byte by byte, and offsets turned into places.
+// The text of a document before it is parsed: its limits, and offsets turned into places.
 // Private to this layer; the two readers (document_yaml.cpp, document_json.cpp) share it.
 //
-//   DocumentText text(bytes, "train.yaml", limits);   // UsageError: too large, not UTF-8, controls
+//   DocumentText text(bytes, "train.yaml", limits);   // UsageError: too large
 //   text.refuse(text.at(offset), "the key '{}' is here twice.", key);
 #pragma once
 
@@ -23,6 +23,8 @@ class DocumentText {
   DocumentText(std::string_view bytes, const std::string& name, const DocumentLimits& limits);
 
   std::string_view text() const { return text_; }  // without the byte order mark
+  // Refuses what is not UTF-8, and control characters.
+  void check_bytes() const;
   SourceLocation at(std::size_t offset) const;
   SourceLocation at(int line, int byte_column) const;  // both from 0
   std::size_t offset(int line, int byte_column) const;
@@ -31,8 +33,6 @@ class DocumentText {
   void check_depth(std::size_t depth, const SourceLocation& location) const;
 
  private:
-  void check_bytes() const;
-
   struct Counted {
     std::size_t line = 0;
     std::size_t offset = 0;

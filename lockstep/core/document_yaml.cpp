@@ -277,6 +277,7 @@ void check_lines(const DocumentText& document) {
 Node parse_yaml(std::string_view text, const std::string& name, const DocumentLimits& limits,
                 Problems* problems) {
   DocumentText document(text, name, limits);
+  document.check_bytes();
   check_lines(document);
   std::istringstream stream{std::string(document.text())};
   TreeBuilder builder(document, problems);

@@ -43,9 +43,10 @@ std::optional<std::string> nearest(std::string_view word, std::span<const std::s
   return *best;
 }
 
-std::string did_you_mean(std::string_view word, std::span<const std::string> candidates) {
+std::string did_you_mean(std::string_view word, std::span<const std::string> candidates,
+                         std::string_view prefix) {
   const auto near = nearest(word, candidates);
-  return near ? fmt::format(" Did you mean {}?", *near) : "";
+  return near ? fmt::format(" Did you mean {}{}?", prefix, *near) : "";
 }
 
 }  // namespace lockstep

@@ -19,7 +19,8 @@ std::size_t edit_distance(std::string_view a, std::string_view b);
 // third of its letters, and two for short ones.
 std::optional<std::string> nearest(std::string_view word, std::span<const std::string> candidates);
 
-// " Did you mean warmup_steps?", or nothing.
-std::string did_you_mean(std::string_view word, std::span<const std::string> candidates);
+// " Did you mean warmup_steps?", or nothing. `prefix` stands before the candidate.
+std::string did_you_mean(std::string_view word, std::span<const std::string> candidates,
+                         std::string_view prefix = "");
 
 }  // namespace lockstep

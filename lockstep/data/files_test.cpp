@@ -329,16 +329,20 @@ TEST(Instructions, MistakesHaveAPlace) {
   EXPECT_THAT(refusal("[" + good + ",\n {\"instruction\": \"q\"}]"),
               HasSubstr("f.json:2:22: the object that ends here has no 'output'"));
   EXPECT_THAT(refusal(good + "\n\n" + R"({"instruction": "ä", oops})"),
-              HasSubstr("f.json:3:22: expected a string"));
+              HasSubstr("f.json:3:22: JSON takes double quotes around keys"));
   EXPECT_THAT(refusal(R"([{"output": "a", "output": "b"}])"),
               HasSubstr("f.json:1:27: the key 'output' comes twice"));
   EXPECT_THAT(refusal(R"([{"instruction": ["q"], "output": "b"}])"),
               HasSubstr("expected a text, not a list or an object"));
-  EXPECT_THAT(refusal("[" + good), HasSubstr("f.json:1:37: expected ',' or ']'"));
-  EXPECT_THAT(refusal("[" + good + "] x"), HasSubstr("text after the end"));
-  EXPECT_THAT(refusal(good + " " + good), HasSubstr("f.json:1:37: text after the end"));
+  EXPECT_THAT(refusal("[" + good),
+              HasSubstr("f.json:1:37: the text ends inside a list or map that line 1 opened"));
+  EXPECT_THAT(refusal("[" + good + "] x"), HasSubstr("one value was expected, but more follows"));
+  EXPECT_THAT(refusal(good + " " + good),
+              HasSubstr("f.json:1:37: one value was expected, but more follows"));
+  EXPECT_THAT(refusal(good + "\n{"), HasSubstr("f.json:2:2: the text ends inside a list or map "
+                                               "that line 2 opened"));
   EXPECT_THAT(refusal("7"), HasSubstr("expected an object"));
-  EXPECT_THAT(refusal(good + "\n\xff"), HasSubstr("f.json:2:1: not valid UTF-8"));
+  EXPECT_THAT(refusal(good + "\n\xff"), HasSubstr("f.json:2:1: the byte 0xff is not valid UTF-8"));
   EXPECT_THAT(message_of<SystemError>([] { load_instructions("no/such/file"); }),
               HasSubstr("no/such/file"));
 }

@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/json.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/json_reader.h"
 
 namespace lockstep::data {
 namespace {
@@ -37,18 +37,15 @@ std::string place(std::string_view text, const std::string& name, std::size_t of
 }
 
 // A string; a number or a truth value as it is written; nothing for null.
-std::string value_text(io::JsonReader& json, std::string_view text) {
-  const std::size_t start = text.find_first_not_of(kSpace, json.offset());
-  const char first = start == std::string_view::npos ? '\0' : text[start];
+std::string value_text(JsonReader& json) {
+  const char first = json.peek();
   if (first == '"') return json.string();
   if (first == '{' || first == '[') json.fail("expected a text, not a list or an object");
-  json.skip();
-  const std::string_view written = text.substr(start, json.offset() - start);
+  const std::string_view written = json.scalar();
   return written == "null" ? std::string() : std::string(written);
 }
 
-// `text` is what `json` reads.
-Instruction read_object(io::JsonReader& json, std::string_view text) {
+Instruction read_object(JsonReader& json) {
   Instruction item;
   std::array<bool, kFields.size()> seen{};
   json.enter_object();
@@ -62,7 +59,7 @@ Instruction read_object(io::JsonReader& json, std::string_view text) {
     }
     bool& again = seen[static_cast<std::size_t>(field - kFields.begin())];
     if (std::exchange(again, true)) json.fail(fmt::format("the key '{}' comes twice", key));
-    item.*(field->member) = value_text(json, text);
+    item.*(field->member) = value_text(json);
   }
   for (std::size_t i = 0; i < kFields.size(); ++i)
     if (kFields[i].required && !seen[i])
@@ -90,10 +87,10 @@ class Milestones {
 
 std::vector<Instruction> read_list(std::string_view text, Milestones milestones) {
   std::vector<Instruction> items;
-  io::JsonReader json(text);
+  JsonReader json(text);
   json.enter_array();
   while (json.next_element()) {
-    items.push_back(read_object(json, text));
+    items.push_back(read_object(json));
     milestones.reach(json.offset());
   }
   json.end();
@@ -106,13 +103,9 @@ std::vector<Instruction> read_lines(std::string_view text, Milestones milestones
     const std::size_t end = std::min(text.find('\n', begin), text.size());
     const std::string_view line = text.substr(begin, end - begin);
     if (line.find_first_not_of(kSpace) != std::string_view::npos) {
-      try {
-        io::JsonReader json(line);
-        items.push_back(read_object(json, line));
-        json.end();
-      } catch (const io::JsonError& error) {
-        throw io::JsonError(begin + error.offset(), error.what());
-      }
+      JsonReader json(text.substr(0, end), begin);
+      items.push_back(read_object(json));
+      json.end();
     }
     begin = end + 1;
     milestones.reach(end);
@@ -169,12 +162,12 @@ std::vector<Instruction> parse_instructions(std::string_view text, const std::st
   const std::size_t skipped = text.size() - body.size();
   const std::size_t first = body.find_first_not_of(kSpace);
   try {
-    if (first == std::string_view::npos) throw io::JsonError(body.size(), "there is nothing in it");
+    if (first == std::string_view::npos) throw JsonError(body.size(), "there is nothing in it");
     const Milestones milestones(progress, text.size());
     auto items = body[first] == '[' ? read_list(body, milestones) : read_lines(body, milestones);
     if (progress) progress(text.size(), text.size());
     return items;
-  } catch (const io::JsonError& error) {
+  } catch (const JsonError& error) {
     throw UsageError("instructions",
                      "{}: {}. The file must be a JSON list of objects, or one object per line, "
                      "with the keys instruction, input, output and answer.",

@@ -12,9 +12,9 @@
 #include <optional>
 #include <random>
 
+#include "lockstep/core/json.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/json_reader.h"
 
 namespace lockstep::io {
 namespace {

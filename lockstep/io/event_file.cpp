@@ -9,8 +9,8 @@
 #include <chrono>
 #include <climits>
 
+#include "lockstep/core/json.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/json_reader.h"
 
 namespace lockstep::io {
 namespace {

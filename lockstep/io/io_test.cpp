@@ -1,4 +1,4 @@
-// Checksums, files, the JSON cursor and event records.
+// Checksums, files and event records.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -15,7 +15,6 @@
 #include "lockstep/io/event_file.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/files_for_test.h"
-#include "lockstep/io/json_reader.h"
 
 namespace lockstep::io {
 namespace {
@@ -172,88 +171,6 @@ TEST(File, FreeSpaceOfAPlaceThatIsNotThereYet) {
   EXPECT_EQ(size_text(0), "0 bytes");
   EXPECT_EQ(size_text(1536), "1.5 KiB");
   EXPECT_EQ(size_text(5'000'000'000), "4.7 GiB");
-}
-
-TEST(Json, ReadsInOrder) {
-  JsonReader json(R"( {"a" : [1, 2 ,18446744073709551615], "b\n\u00e9\ud83d\ude00": "\\\"\/",
-                      "c": {"d": [[], {}, -1.5e-3, true, false, null, "x"]}} )");
-  std::string key;
-  json.enter_object();
-  ASSERT_TRUE(json.next_key(key));
-  EXPECT_EQ(key, "a");
-  std::vector<std::uint64_t> numbers;
-  json.enter_array();
-  while (json.next_element()) numbers.push_back(json.unsigned_integer());
-  EXPECT_THAT(numbers, ElementsAre(1u, 2u, UINT64_MAX));
-  ASSERT_TRUE(json.next_key(key));
-  EXPECT_EQ(key, "b\n\u00e9\U0001f600");
-  EXPECT_EQ(json.string(), "\\\"/");
-  ASSERT_TRUE(json.next_key(key));
-  json.skip();
-  EXPECT_FALSE(json.next_key(key));
-  json.end();
-}
-
-std::string skip_all(const std::string& text) {
-  return message_of<JsonError>([&] {
-    JsonReader json(text);
-    json.skip();
-    json.end();
-  });
-}
-
-TEST(Json, RefusesWhatIsNotJson) {
-  const std::pair<std::string, std::string> cases[] = {
-      {"", "expected a value"},
-      {"nul", "expected a value"},
-      {"{\"a\":1,}", "expected a string"},
-      {"[1,]", "expected a value"},
-      {"[1 2]", "',' or ']'"},
-      {"{\"a\":1 \"b\":2}", "',' or '}'"},
-      {"{\"a\" 1}", "expected ':'"},
-      {"01", "leading zero"},
-      {"-", "expected a digit"},
-      {"1.", "expected a digit"},
-      {"1e", "expected a digit"},
-      {"\"a", "without its end"},
-      {"\"\n\"", "control character"},
-      {"\"\\x\"", "unknown escape"},
-      {"\"\\", "cut-off escape"},
-      {"\"\\u12\"", "cut-off escape"},
-      {"\"\\u12g4\"", "not hexadecimal"},
-      {"\"\\ud800\"", "surrogate"},
-      {"\"\\udc00\"", "surrogate"},
-      {"\"\\ud800\\u0041\"", "surrogate"},
-      {"\"\xff\"", "not valid UTF-8"},
-      {"\"\xc0\x80\"", "not valid UTF-8"},
-      {"\"\xed\xa0\x80\"", "not valid UTF-8"},
-      {"\"\xf4\x90\x80\x80\"", "not valid UTF-8"},
-      {"1 1", "after the end"},
-      {std::string("1\0", 2), "after the end"},
-      {std::string(200, '['), "nested too deeply"},
-  };
-  for (const auto& [text, wanted] : cases) EXPECT_THAT(skip_all(text), HasSubstr(wanted)) << text;
-  const auto number = [](const char* text) {
-    return message_of<JsonError>([&] { JsonReader(text).unsigned_integer(); });
-  };
-  EXPECT_THAT(number("-1"), HasSubstr("0 or more"));
-  EXPECT_THAT(number("1.0"), HasSubstr("without a fraction"));
-  EXPECT_THAT(number("1e0"), HasSubstr("without a fraction"));
-  EXPECT_THAT(number("007"), HasSubstr("leading zero"));
-  EXPECT_THAT(number("18446744073709551616"), HasSubstr("beyond 64 bits"));
-  EXPECT_THAT(message_of<JsonError>([] { JsonReader("[]").enter_object(); }),
-              HasSubstr("an object"));
-  EXPECT_THAT(message_of<JsonError>([] { JsonReader("{}").enter_array(); }), HasSubstr("an array"));
-  EXPECT_THAT(message_of<JsonError>([] { JsonReader("1").string(); }), HasSubstr("a string"));
-}
-
-TEST(Json, QuotesWhatItReads) {
-  std::string text;
-  for (int c = 1; c < 128; ++c) text.push_back(static_cast<char>(c));
-  text += "\u00e9\U0001f600";
-  const std::string quoted = json_quote(text);
-  EXPECT_EQ(JsonReader(quoted).string(), text);
-  EXPECT_EQ(json_quote("\x01\n"), "\"\\u0001\\n\"");
 }
 
 // ---------------------------------------------------------------- event records

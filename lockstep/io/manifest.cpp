@@ -10,8 +10,8 @@
 #include <optional>
 #include <set>
 
+#include "lockstep/core/json.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/json_reader.h"
 
 namespace lockstep::io {
 namespace {

@@ -7,7 +7,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "lockstep/io/json_reader.h"
+#include "lockstep/core/json.h"
 
 namespace lockstep::io {
 namespace {

@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "lockstep/io/json_reader.h"
+#include "lockstep/core/json.h"
 
 namespace lockstep::io {
 namespace {

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <optional>
 
-#include "lockstep/core/config_owner.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/spelling.h"
@@ -16,10 +15,30 @@ namespace {
 
 constexpr std::int64_t kMaxRanks = 1'000'000;
 
+constexpr const char* kKeys[] = {"compute_environment",
+                                 "distributed_type",
+                                 "mixed_precision",
+                                 "num_processes",
+                                 "num_machines",
+                                 "machine_rank",
+                                 "main_process_ip",
+                                 "main_process_port",
+                                 "gpu_ids",
+                                 "rdzv_backend",
+                                 "same_network",
+                                 "use_cpu",
+                                 "debug",
+                                 "enable_cpu_affinity",
+                                 "downcast_bf16",
+                                 "main_training_function",
+                                 "tpu_env",
+                                 "tpu_use_cluster",
+                                 "tpu_use_sudo"};
+
 class Translator {
  public:
-  Translator(const Node& document, Problems problems)
-      : document_(document), problems_(std::move(problems)) {}
+  Translator(const Node& document, const std::vector<std::string>& training_keys, Problems problems)
+      : document_(document), training_keys_(training_keys), problems_(std::move(problems)) {}
 
   AccelerateLaunch run() {
     if (document_.is(NodeKind::kMap)) {
@@ -80,14 +99,16 @@ class Translator {
   }
 
   void check_keys() {
-    std::vector<std::string> names;
-    for (const std::string_view name : launcher_keys()) names.emplace_back(name);
+    const std::vector<std::string> names = launcher_keys();
+    const auto has = [](const std::vector<std::string>& keys, const std::string& key) {
+      return std::find(keys.begin(), keys.end(), key) != keys.end();
+    };
     for (const Entry& entry : document_.entries) {
       const std::string& key = entry.key;
-      if (is_launcher_key(key)) continue;
+      if (has(names, key)) continue;
       if (problems_.full()) return;
       std::string why;
-      if (is_training_key(key)) {
+      if (has(training_keys_, key)) {
         why = fmt::format(
             "{} belongs in the training file (`lockstep train FILE`), not in the "
             "launcher's. Move it there.",
@@ -242,6 +263,7 @@ class Translator {
   }
 
   const Node& document_;
+  const std::vector<std::string>& training_keys_;
   std::string type_;
   Problems problems_;
   AccelerateLaunch out_;
@@ -249,14 +271,21 @@ class Translator {
 
 }  // namespace
 
-AccelerateLaunch read_accelerate_config(const Node& document, Problems problems) {
-  return Translator(document, std::move(problems)).run();
+AccelerateLaunch read_accelerate_config(const Node& document,
+                                        const std::vector<std::string>& training_keys,
+                                        Problems problems) {
+  return Translator(document, training_keys, std::move(problems)).run();
 }
 
-AccelerateLaunch load_accelerate_config(const std::string& path) {
+AccelerateLaunch load_accelerate_config(const std::string& path,
+                                        const std::vector<std::string>& training_keys) {
   Problems problems;
   const Node document = load_document(path, {}, &problems);
-  return read_accelerate_config(document, std::move(problems));
+  return read_accelerate_config(document, training_keys, std::move(problems));
+}
+
+std::vector<std::string> launcher_keys() {
+  return {std::begin(kKeys), std::end(kKeys)};
 }
 
 }  // namespace lockstep::launch

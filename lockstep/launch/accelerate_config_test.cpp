@@ -4,7 +4,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "lockstep/core/config_owner.h"
 #include "lockstep/core/error.h"
 #include "lockstep/launch/flags.h"
 
@@ -18,7 +17,8 @@ using ::testing::Pair;
 using ::testing::UnorderedElementsAre;
 
 AccelerateLaunch read(const std::string& text) {
-  return read_accelerate_config(parse_yaml(text, "acc.yaml"));
+  return read_accelerate_config(parse_yaml(text, "acc.yaml"),
+                                {"learning_rate", "ddp_bucket_cap_mb", "seed"});
 }
 
 std::string message_of(const std::string& text) {
@@ -47,9 +47,9 @@ TEST(AccelerateConfig, TheFileThatAccelerateWritesIsRead) {
   EXPECT_THAT(launch.notes, IsEmpty());
 }
 
-TEST(AccelerateConfig, EveryKeyOfTheOwnersListIsRead) {
-  for (const std::string_view key : launcher_keys()) {
-    const std::string message = message_of(std::string(key) + ":\n");
+TEST(AccelerateConfig, EveryKeyOfTheListIsRead) {
+  for (const std::string& key : launcher_keys()) {
+    const std::string message = message_of(key + ":\n");
     EXPECT_EQ(message, "(nothing was thrown)") << key;
   }
 }

@@ -191,8 +191,4 @@ std::string flag_list() {
   return text;
 }
 
-std::optional<std::string> nearest(std::string_view word, std::span<const std::string> candidates) {
-  return lockstep::nearest(word, candidates);
-}
-
 }  // namespace lockstep::launch

@@ -3,7 +3,6 @@
 //   for (const FlagSpec& flag : flag_table()) print(flag.name, flag.help);
 #pragma once
 
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -31,8 +30,5 @@ enum class Request { kRun, kHelp, kListFlags };
 
 std::string run_help();   // for `lockstep run --help`
 std::string flag_list();  // one line a flag, "--name treatment value|switch": for tests and shells
-
-// The candidate with the smallest edit distance, when it is near enough to be what was meant.
-std::optional<std::string> nearest(std::string_view arg, std::span<const std::string> candidates);
 
 }  // namespace lockstep::launch

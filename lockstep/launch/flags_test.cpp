@@ -15,7 +15,6 @@
 #include <regex>
 
 #include "lockstep/core/error.h"
-#include "lockstep/launch/flag_values.h"
 #include "lockstep/launch/program.h"
 
 namespace lockstep::launch {
@@ -43,7 +42,8 @@ Surroundings machine(Environment environment = {}) {
   environment.emplace("PATH", "/usr/bin:/bin");
   return {.variable = variables(environment),
           .cores = [] { return 12; },
-          .gpus = [] { return Gpus{.reason = "no driver here"}; }};
+          .gpus = [] { return Gpus{.reason = "no driver here"}; },
+          .training_keys = {"learning_rate"}};
 }
 
 ParsedFlags parse(Args args, Environment environment = {}) {
@@ -728,13 +728,6 @@ TEST(Texts, TheListSaysWhatBecomesOfEachFlag) {
   EXPECT_THAT(list, HasSubstr("--module honoured switch -m\n"));
   EXPECT_THAT(list, HasSubstr("--start-method ignored value\n"));
   EXPECT_THAT(list, HasSubstr("--logs-specs refused value\n"));
-}
-
-TEST(Texts, NearestIsNearOrNothing) {
-  const std::vector<std::string> names = {"run", "env", "bench"};
-  EXPECT_EQ(nearest("rnu", names), "run");
-  EXPECT_EQ(nearest("bnech", names), "bench");
-  EXPECT_EQ(nearest("elephant", names), std::nullopt);
 }
 
 }  // namespace

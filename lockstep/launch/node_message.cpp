@@ -3,15 +3,13 @@
 #include <algorithm>
 #include <climits>
 #include <csignal>
-#include <nlohmann/json.hpp>
 #include <utility>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::launch {
 namespace {
-
-using Json = nlohmann::json;
 
 constexpr int kProtocol = 3;
 constexpr int kMaxExitCode = 255;
@@ -19,8 +17,7 @@ constexpr std::size_t kMaxHostBytes = 255;
 
 // A real number outside of int's range would be undefined behaviour, and another program may send
 // it.
-int int_of(const Json& json, std::string_view name, int min, int max) {
-  const double value = json.get<double>();
+int int_of(double value, std::string_view name, int min, int max) {
   if (!(value >= min && value <= max)) {
     throw UsageError("launch", "another launcher's '{}' ({}) is not a number from {} to {}.", name,
                      value, min, max);
@@ -28,8 +25,12 @@ int int_of(const Json& json, std::string_view name, int min, int max) {
   return static_cast<int>(value);
 }
 
-int int_at(const Json& json, const char* key, int min = INT_MIN, int max = INT_MAX) {
-  return int_of(json.at(key), key, min, max);
+int int_at(const Node& json, const char* key, int min = INT_MIN, int max = INT_MAX) {
+  return int_of(as_real(json.at(key), key), key, min, max);
+}
+
+std::string text_at(const Node& json, const char* key) {
+  return as_string(json.at(key), key);
 }
 
 const std::pair<Message::Kind, const char*> kKindNames[] = {
@@ -43,15 +44,12 @@ const std::pair<Message::Kind, const char*> kKindNames[] = {
     {Message::Kind::kRestart, "restart"},
     {Message::Kind::kEnd, "end"}};
 
-Json share_to_json(const NodeShare& share) {
-  return Json{{"nproc_per_node", share.nproc}, {"role", share.role}};
+Node share_to_json(const NodeShare& share) {
+  return map_node({{"nproc_per_node", integer_node(share.nproc)}, {"role", text_node(share.role)}});
 }
 
-NodeShare share_from_json(const Json& json) {
-  NodeShare share;
-  share.nproc = int_at(json, "nproc_per_node", 1, kMaxWorldSize);
-  json.at("role").get_to(share.role);
-  return share;
+NodeShare share_from_json(const Node& json) {
+  return {int_at(json, "nproc_per_node", 1, kMaxWorldSize), text_at(json, "role")};
 }
 
 // Without line breaks, which would let a node write lines that look like this launcher's.
@@ -116,23 +114,26 @@ std::string printable(std::string_view text) {
 }
 
 std::string encode(const Message& message) {
-  Json json{{"lockstep", kProtocol},    {"node", message.node}, {"attempt", message.attempt},
-            {"signal", message.signal}, {"code", message.code}, {"text", message.text}};
+  NodeMembers json = {
+      {"lockstep", integer_node(kProtocol)},      {"node", integer_node(message.node)},
+      {"attempt", integer_node(message.attempt)}, {"signal", integer_node(message.signal)},
+      {"code", integer_node(message.code)},       {"text", text_node(message.text)}};
   for (const auto& [kind, name] : kKindNames) {
-    if (kind == message.kind) json["kind"] = name;
+    if (kind == message.kind) json.emplace_back("kind", text_node(name));
   }
-  if (message.failure) json["failure"] = failure_to_json(*message.failure);
+  if (message.failure) json.emplace_back("failure", text_node(failure_to_json(*message.failure)));
   if (message.kind == Message::Kind::kStart) {
-    json["nodes"] = Json::array();
-    for (const NodeShare& share : message.nodes) json["nodes"].push_back(share_to_json(share));
+    std::vector<Node> nodes;
+    for (const NodeShare& share : message.nodes) nodes.push_back(share_to_json(share));
+    json.emplace_back("nodes", list_node(std::move(nodes)));
   }
   if (message.kind == Message::Kind::kHandshake) {
-    json["run_id"] = message.run_id;
-    json["host"] = message.host;
-    json["nnodes"] = message.nnodes;
-    json["share"] = share_to_json(message.share);
+    json.emplace_back("run_id", text_node(message.run_id));
+    json.emplace_back("host", text_node(message.host));
+    json.emplace_back("nnodes", integer_node(message.nnodes));
+    json.emplace_back("share", share_to_json(message.share));
   }
-  return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+  return to_json(map_node(std::move(json))) + "\n";
 }
 
 namespace {
@@ -146,10 +147,10 @@ Message::Kind kind_of(const std::string& wanted) {
 }
 
 // No failure, rejection or stop of another host may end this launcher with exit code 0.
-void read_outcome(const Json& json, Message& message) {
+void read_outcome(const Node& json, Message& message) {
   using Kind = Message::Kind;
-  if (json.contains("failure")) {
-    message.failure = failure_from_json(json["failure"].get<std::string>());
+  if (const Entry* failure = json.find("failure")) {
+    message.failure = failure_from_json(as_string(failure->value, "failure"));
     int_of(message.failure->code, "failure.code", 1, kMaxExitCode);
     make_printable(*message.failure);
   }
@@ -164,7 +165,7 @@ void read_outcome(const Json& json, Message& message) {
 
 Message decode(const std::string& line) {
   try {
-    const Json json = Json::parse(line);
+    const Node json = parse_json(line, "message");
     Message message;
     if (const int theirs = int_at(json, "lockstep"); theirs != kProtocol) {
       message.kind = Message::Kind::kForeign;
@@ -174,17 +175,18 @@ Message decode(const std::string& line) {
           theirs, kProtocol);
       return message;
     }
-    message.kind = kind_of(json.at("kind").get<std::string>());
+    message.kind = kind_of(text_at(json, "kind"));
     message.node = int_at(json, "node", 0);
     message.attempt = int_at(json, "attempt", 0);
-    message.text = printable(json.at("text").get<std::string>());
+    message.text = printable(text_at(json, "text"));
     read_outcome(json, message);
     if (message.kind == Message::Kind::kStart) {
-      for (const Json& share : json.at("nodes")) message.nodes.push_back(share_from_json(share));
+      for (const Node& share : json.at("nodes").items)
+        message.nodes.push_back(share_from_json(share));
     }
     if (message.kind == Message::Kind::kHandshake) {
-      json.at("run_id").get_to(message.run_id);
-      message.host = one_line(json.at("host").get<std::string>());
+      message.run_id = text_at(json, "run_id");
+      message.host = one_line(text_at(json, "host"));
       if (message.host.size() > kMaxHostBytes)
         throw UsageError("launch", "another launcher's 'host' has {} bytes, more than {}.",
                          message.host.size(), kMaxHostBytes);
@@ -192,8 +194,11 @@ Message decode(const std::string& line) {
       message.share = share_from_json(json.at("share"));
     }
     return message;
-  } catch (const Json::exception& error) {
-    throw UsageError("launch", "not a launcher's message ({}).", printable(error.what()));
+  } catch (const UsageError& error) {
+    const std::string text = printable(error.what());
+    constexpr std::string_view kOwn = "[launch] ";
+    if (text.starts_with(kOwn)) throw UsageError("launch", "{}", text.substr(kOwn.size()));
+    throw UsageError("launch", "not a launcher's message ({}).", text);
   }
 }
 

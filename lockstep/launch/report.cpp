@@ -9,18 +9,17 @@
 #include <climits>
 #include <cmath>
 #include <cstdlib>
-#include <nlohmann/json.hpp>
 #include <sstream>
 #include <string_view>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/launch/flag_values.h"
+#include "lockstep/core/problems.h"
+#include "lockstep/launch/flags.h"
 
 namespace lockstep::launch {
 namespace {
-
-using Json = nlohmann::json;
 
 constexpr std::size_t kErrorFileBytes = 4u << 20;
 constexpr std::size_t kMessageBytes = 8u << 10;
@@ -29,11 +28,6 @@ constexpr std::size_t kStackLineBytes = 1000;
 constexpr std::size_t kOtherMessageBytes = 200;   // as worker_group.cpp cuts them
 constexpr std::size_t kControlCauseBytes = 1000;  // the line must fit a pipe in one write
 
-// Output of ranks is not always UTF-8, and it must not stop a report.
-std::string dump(const Json& json) {
-  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
-}
-
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
   std::istringstream stream(text);
@@ -41,37 +35,46 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-std::string text_of(const Json& json) {
-  return json.is_string() ? json.get<std::string>() : dump(json);
+std::string text_of(const Node& json) {
+  return json.is(NodeKind::kString) ? json.text : to_json(json);
+}
+
+// A file of any program: of keys that are there twice the first counts.
+Node parse_error_file(const std::string& text) {
+  Problems twice;
+  return parse_json(text, "error file", {.bytes = kErrorFileBytes, .depth = 128}, &twice);
 }
 
 // Of another launcher, which is believed less than our own: a real would be undefined behaviour.
-int int_of(const Json& json) {
-  const double value = json.get<double>();
+int int_of(const Node& json, std::string_view key) {
+  const double value = as_real(json, key);
   if (!(value >= INT_MIN && value <= INT_MAX))
     throw UsageError("launch", "{} is not a number from {} to {}.", value, INT_MIN, INT_MAX);
   return static_cast<int>(value);
 }
 
+std::vector<std::string> texts_of(const Node& json) {
+  std::vector<std::string> texts;
+  for (const Node& item : json.items) texts.push_back(text_of(item));
+  return texts;
+}
+
 // Seconds since the epoch, or 0 for what cannot be a time: it is cast to an integer later, and
 // JSON, in which it travels to other hosts, has no infinity.
-double time_of(const Json& json) {
+double time_of(const Node& json) {
   constexpr double kYear5000_s = 1e11;
-  double time = 0;
-  if (json.is_number()) time = json.get<double>();
-  if (json.is_string()) time = std::strtod(json.get<std::string>().c_str(), nullptr);
+  const double time =
+      json.is(NodeKind::kString) ? std::strtod(json.text.c_str(), nullptr) : json.real;
   return time > 0 && time < kYear5000_s ? time : 0;
 }
 
-void read_stack(const Json& extra, ErrorFile& file) {
+void read_stack(const Node& extra, ErrorFile& file) {
   for (const char* key : {"cpp_stack", "py_callstack"}) {
-    const auto found = extra.find(key);
-    if (found == extra.end()) continue;
-    if (found->is_array()) {
-      for (const Json& frame : *found) file.stack.push_back(text_of(frame));
-    } else {
-      for (auto& line : lines_of(text_of(*found))) file.stack.push_back(std::move(line));
-    }
+    const Entry* found = extra.find(key);
+    if (found == nullptr) continue;
+    const Node& stack = found->value;
+    for (auto& line : stack.is(NodeKind::kList) ? texts_of(stack) : lines_of(text_of(stack)))
+      file.stack.push_back(std::move(line));
   }
   if (file.stack.size() > kStackLines) file.stack.resize(kStackLines);
   for (std::string& line : file.stack)
@@ -79,28 +82,28 @@ void read_stack(const Json& extra, ErrorFile& file) {
 }
 
 // The two forms torchrun knows, and a bare string.
-void read_forms(const Json& json, ErrorFile& file) {
-  if (json.is_string()) {
-    file.message = json.get<std::string>();
+void read_forms(const Node& json, ErrorFile& file) {
+  const auto read_time = [&file](const Node& map) {
+    if (const Entry* entry = map.find("timestamp")) file.time = time_of(entry->value);
+  };
+  const Entry* message = json.find("message");
+  if (message == nullptr) {
+    file.message = text_of(json);
+    if (!json.is(NodeKind::kString)) file.problem = "has no field \"message\"";
     return;
   }
-  if (!json.is_object() || !json.contains("message")) {
-    file.message = dump(json);
-    file.problem = "has no field \"message\"";
+  if (!message->value.is(NodeKind::kMap)) {
+    file.message = text_of(message->value);
+    read_time(json);
     return;
   }
-  const Json& message = json["message"];
-  if (!message.is_object()) {
-    file.message = text_of(message);
-    if (json.contains("timestamp")) file.time = time_of(json["timestamp"]);
-    return;
-  }
-  if (message.contains("message")) file.message = text_of(message["message"]);
-  const auto extra = message.find("extraInfo");
-  if (extra == message.end() || !extra->is_object()) return;
-  if (extra->contains("timestamp")) file.time = time_of((*extra)["timestamp"]);
-  file.consequence = extra->value("consequence", Json()) == Json(true);
-  read_stack(*extra, file);
+  if (const Entry* text = message->value.find("message")) file.message = text_of(text->value);
+  const Entry* extra = message->value.find("extraInfo");
+  if (extra == nullptr) return;
+  read_time(extra->value);
+  const Entry* consequence = extra->value.find("consequence");
+  file.consequence = consequence != nullptr && consequence->value.boolean;
+  read_stack(extra->value, file);
 }
 
 double modified_at(const std::string& path) {
@@ -181,15 +184,13 @@ ErrorFile read_error_file(const std::string& path) {
   if (::stat(path.c_str(), &info) != 0 || info.st_size == 0) return file;
   file.present = true;
   const double modified = modified_at(path);
-  std::string text;
   try {
-    text = read_file(path, kErrorFileBytes);
-    const Json json = Json::parse(text, nullptr, false);
-    if (json.is_discarded()) {
+    const std::string text = read_file(path, kErrorFileBytes);
+    try {
+      read_forms(parse_error_file(text), file);
+    } catch (const UsageError&) {
       file.problem = "is not valid JSON";
       file.message = text;
-    } else {
-      read_forms(json, file);
     }
   } catch (const std::exception& error) {
     file.problem = fmt::format("cannot be read ({})", error.what());
@@ -256,8 +257,9 @@ std::string control_line(const RankFailure& failure) {
   std::string cause = failure.cause;
   if (!failure.message.empty()) cause += ": " + lines_of(failure.message + "\n").front();
   if (cause.size() > kControlCauseBytes) cause.resize(kControlCauseBytes);
-  return dump(
-             Json{{"failed", {{"rank", failure.rank}, {"host", failure.host}, {"cause", cause}}}}) +
+  return to_json(map_node({{"failed", map_node({{"rank", integer_node(failure.rank)},
+                                                {"host", text_node(failure.host)},
+                                                {"cause", text_node(cause)}})}})) +
          "\n";
 }
 
@@ -291,20 +293,26 @@ std::string failure_report(const RankFailure& failure) {
 std::string pass_on_error_file(const RankFailure& failure, const std::string& rank_file,
                                const std::string& own_file) {
   try {
-    Json json;
+    Node json;
     struct stat info {};
+    Problems unreadable;
     if (!rank_file.empty() && ::stat(rank_file.c_str(), &info) == 0)
-      json = Json::parse(read_file(rank_file, kErrorFileBytes), nullptr, false);
-    if (!json.is_object() || !json.contains("message")) {
-      json = Json{{"message",
-                   {{"message", failure.message.empty() ? failure.headline() : failure.message},
-                    {"extraInfo",
-                     {{"timestamp", std::to_string(static_cast<long long>(failure.time))},
-                      {"rank", failure.rank},
-                      {"cpp_stack", failure.stack}}}}}};
+      unreadable.attempt([&] { json = parse_error_file(read_file(rank_file, kErrorFileBytes)); });
+    if (json.find("message") == nullptr) {
+      const Node extra =
+          map_node({{"timestamp", text_node(std::to_string(static_cast<long long>(failure.time)))},
+                    {"rank", integer_node(failure.rank)},
+                    {"cpp_stack", texts_node(failure.stack)}});
+      const std::string text = failure.message.empty() ? failure.headline() : failure.message;
+      json =
+          map_node({{"message", map_node({{"message", text_node(text)}, {"extraInfo", extra}})}});
     }
-    if (json["message"].is_object()) json["message"]["errorCode"] = failure.code;
-    write_file_atomically(own_file, dump(json));
+    for (Entry& entry : json.entries) {
+      if (entry.key != "message" || !entry.value.is(NodeKind::kMap)) continue;
+      std::erase_if(entry.value.entries, [](const Entry& old) { return old.key == "errorCode"; });
+      entry.value.entries.push_back({"errorCode", {}, integer_node(failure.code)});
+    }
+    write_file_atomically(own_file, to_json(json));
     return {};
   } catch (const std::exception& error) {
     return fmt::format("[launch] {} (TORCHELASTIC_ERROR_FILE) was not written: {}", own_file,
@@ -313,58 +321,61 @@ std::string pass_on_error_file(const RankFailure& failure, const std::string& ra
 }
 
 std::string failure_to_json(const RankFailure& f) {
-  return dump(Json{{"rank", f.rank},
-                   {"local_rank", f.local_rank},
-                   {"node", f.node},
-                   {"pid", f.pid},
-                   {"attempt", f.attempt},
-                   {"host", f.host},
-                   {"cause", f.cause},
-                   {"code", f.code},
-                   {"time", f.time},
-                   {"after_s", f.after_s},
-                   {"message", f.message},
-                   {"restartable", f.restartable},
-                   {"stopped", f.stopped},
-                   {"program", f.program},
-                   {"error_file", f.error_file},
-                   {"stack", f.stack},
-                   {"last_lines", f.last_lines},
-                   {"note", f.note},
-                   {"others", f.others},
-                   {"ended_before", f.ended_before},
-                   {"logs", f.logs}});
+  std::vector<Node> ended_before;
+  for (const int rank : f.ended_before) ended_before.push_back(integer_node(rank));
+  return to_json(map_node({{"rank", integer_node(f.rank)},
+                           {"local_rank", integer_node(f.local_rank)},
+                           {"node", integer_node(f.node)},
+                           {"pid", integer_node(f.pid)},
+                           {"attempt", integer_node(f.attempt)},
+                           {"host", text_node(f.host)},
+                           {"cause", text_node(f.cause)},
+                           {"code", integer_node(f.code)},
+                           {"time", real_node(f.time)},
+                           {"after_s", real_node(f.after_s)},
+                           {"message", text_node(f.message)},
+                           {"restartable", bool_node(f.restartable)},
+                           {"stopped", bool_node(f.stopped)},
+                           {"program", text_node(f.program)},
+                           {"error_file", text_node(f.error_file)},
+                           {"stack", texts_node(f.stack)},
+                           {"last_lines", texts_node(f.last_lines)},
+                           {"note", text_node(f.note)},
+                           {"others", texts_node(f.others)},
+                           {"ended_before", list_node(std::move(ended_before))},
+                           {"logs", text_node(f.logs)}}));
 }
 
 RankFailure failure_from_json(const std::string& text) {
   try {
-    const Json json = Json::parse(text);
+    const Node json = parse_json(text, "failure");
     RankFailure f;
-    f.rank = int_of(json.at("rank"));
-    f.local_rank = int_of(json.at("local_rank"));
-    f.node = int_of(json.at("node"));
-    f.pid = int_of(json.at("pid"));
-    f.attempt = int_of(json.at("attempt"));
-    json.at("host").get_to(f.host);
-    json.at("cause").get_to(f.cause);
-    f.code = int_of(json.at("code"));
+    const std::pair<const char*, int*> integers[] = {
+        {"rank", &f.rank}, {"local_rank", &f.local_rank}, {"node", &f.node},
+        {"pid", &f.pid},   {"attempt", &f.attempt},       {"code", &f.code}};
+    for (const auto& [key, member] : integers) *member = int_of(json.at(key), key);
+    const std::pair<const char*, std::string*> texts[] = {{"host", &f.host},
+                                                          {"cause", &f.cause},
+                                                          {"message", &f.message},
+                                                          {"note", &f.note},
+                                                          {"logs", &f.logs}};
+    for (const auto& [key, member] : texts) *member = as_string(json.at(key), key);
+    if (const Entry* entry = json.find("program")) f.program = text_of(entry->value);
+    if (const Entry* entry = json.find("error_file")) f.error_file = text_of(entry->value);
+    const std::pair<const char*, std::vector<std::string>*> lists[] = {
+        {"stack", &f.stack}, {"last_lines", &f.last_lines}, {"others", &f.others}};
+    for (const auto& [key, member] : lists) *member = texts_of(json.at(key));
     f.time = time_of(json.at("time"));
-    json.at("after_s").get_to(f.after_s);
-    json.at("message").get_to(f.message);
-    json.at("restartable").get_to(f.restartable);
-    f.stopped = json.value("stopped", false);
-    f.program = json.value("program", "");
-    f.error_file = json.value("error_file", "");
-    json.at("stack").get_to(f.stack);
-    json.at("last_lines").get_to(f.last_lines);
-    json.at("note").get_to(f.note);
-    json.at("others").get_to(f.others);
-    for (const Json& rank : json.at("ended_before")) f.ended_before.push_back(int_of(rank));
-    json.at("logs").get_to(f.logs);
+    f.after_s = as_real(json.at("after_s"), "after_s");
+    f.restartable = as_bool(json.at("restartable"), "restartable");
+    if (const Entry* entry = json.find("stopped")) f.stopped = entry->value.boolean;
+    for (const Node& rank : json.at("ended_before").items)
+      f.ended_before.push_back(int_of(rank, "ended_before"));
     return f;
-  } catch (const Json::exception& error) {
-    throw UsageError("launch", "another launcher sent a failure that cannot be read ({}).",
-                     error.what());
+  } catch (const UsageError& error) {
+    const std::string_view what = error.what();
+    if (what.starts_with("[launch] ")) throw;
+    throw UsageError("launch", "another launcher sent a failure that cannot be read ({}).", what);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <numbers>
 #include <optional>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/spelling.h"
 
@@ -21,35 +22,38 @@ class Kwargs {
  public:
   Kwargs(const ScheduleOptions& options, std::vector<std::string> known)
       : options_(options), known_(std::move(known)) {
-    const Node& node = options.kwargs;
-    if (node.is(NodeKind::kNull)) return;
-    for (const Entry& entry : as_map(node, "lr_scheduler_kwargs").entries) {
-      if (std::find(known_.begin(), known_.end(), entry.key) != known_.end()) continue;
+    for (const auto& [key, value] : options.kwargs) {
+      if (std::find(known_.begin(), known_.end(), key) != known_.end()) continue;
       const std::string options_are =
           known_.empty() ? "It has none." : fmt::format("It has {}.", fmt::join(known_, ", "));
       throw UsageError(kSchedule, "{} has no option '{}'.{} {} Remove it from lr_scheduler_kwargs.",
-                       options.name, entry.key, did_you_mean(entry.key, known_), options_are);
+                       options.name, key, did_you_mean(key, known_), options_are);
     }
   }
 
   std::optional<double> real(const char* key) const {
-    const Entry* entry = find(key);
-    return entry ? std::optional(as_real(entry->value, key)) : std::nullopt;
+    const auto found = options_.kwargs.find(key);
+    if (found == options_.kwargs.end()) return std::nullopt;
+    if (const auto* word = std::get_if<std::string>(&found->second)) refuse(key, *word, "a number");
+    return std::get<double>(found->second);
   }
   std::optional<std::int64_t> steps(const char* key) const {
-    const Entry* entry = find(key);
-    if (!entry) return std::nullopt;
-    const std::int64_t value = as_integer(entry->value, key);
-    if (value < 0) refuse(key, fmt::format("{}", value), "a number of steps, at least 0");
-    return value;
+    constexpr double kMax = 1e15;  // every whole number up to here is a double of its own
+    const auto value = real(key);
+    if (!value) return std::nullopt;
+    if (!(*value >= 0 && *value <= kMax && std::floor(*value) == *value))
+      refuse(key, fmt::format("{}", *value), "a whole number of steps, at least 0");
+    return static_cast<std::int64_t>(*value);
   }
   std::string word(const char* key, const char* otherwise,
                    const std::vector<std::string>& choices) const {
-    const Entry* entry = find(key);
-    std::string value = entry ? as_string(entry->value, key) : otherwise;
-    if (std::find(choices.begin(), choices.end(), value) == choices.end())
-      refuse(key, value, fmt::format("{}", fmt::join(choices, ", ")));
-    return value;
+    const auto found = options_.kwargs.find(key);
+    if (found == options_.kwargs.end()) return otherwise;
+    const auto* value = std::get_if<std::string>(&found->second);
+    if (value == nullptr || std::find(choices.begin(), choices.end(), *value) == choices.end())
+      refuse(key, value != nullptr ? *value : fmt::format("{}", std::get<double>(found->second)),
+             fmt::format("{}", fmt::join(choices, ", ")));
+    return *value;
   }
   [[noreturn]] void refuse(const char* key, const std::string& value,
                            const std::string& wanted) const {
@@ -58,12 +62,6 @@ class Kwargs {
   }
 
  private:
-  // A key without a value means its default, as None does in Python.
-  const Entry* find(const char* key) const {
-    const Entry* entry = options_.kwargs.find(key);
-    return entry && !entry->value.is(NodeKind::kNull) ? entry : nullptr;
-  }
-
   const ScheduleOptions& options_;
   std::vector<std::string> known_;
 };
@@ -232,7 +230,7 @@ void check(const ScheduleOptions& options, const Kind& kind) {
                      "the learning rate {} is not a positive number. A schedule scales it.",
                      options.lr);
   // Stable and decay steps say how long it is; everything else needs the end.
-  const bool given = options.kwargs.find("num_stable_steps") != nullptr;
+  const bool given = options.kwargs.contains("num_stable_steps");
   if (kind.needs_total && options.total_steps <= 0 && !given)
     throw UsageError(
         kSchedule,
@@ -255,6 +253,21 @@ const std::vector<std::string>& schedule_names() {
     return all;
   }();
   return names;
+}
+
+ScheduleKwargs schedule_kwargs(const Node& node) {
+  ScheduleKwargs kwargs;
+  if (node.is(NodeKind::kNull)) return kwargs;
+  for (const Entry& entry : as_map(node, "lr_scheduler_kwargs").entries) {
+    const Node& value = entry.value;
+    if (value.is(NodeKind::kNull)) continue;
+    if (value.is(NodeKind::kString)) {
+      kwargs.emplace(entry.key, value.text);
+    } else {
+      kwargs.emplace(entry.key, as_real(value, entry.key));
+    }
+  }
+  return kwargs;
 }
 
 Schedule make_schedule(const ScheduleOptions& options) {

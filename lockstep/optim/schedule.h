@@ -19,19 +19,26 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
+#include <variant>
 #include <vector>
 
-#include "lockstep/core/document.h"
+namespace lockstep {
+struct Node;
+}
 
 namespace lockstep::optim {
+
+// Hugging Face's lr_scheduler_kwargs: {{"num_cycles", 2.0}, {"decay_type", "linear"}}.
+using ScheduleKwargs = std::map<std::string, std::variant<double, std::string>>;
 
 struct ScheduleOptions {
   std::string name = "linear";
   std::int64_t warmup_steps = 0;
   std::int64_t total_steps = 0;  // not needed by the constant ones and inverse_sqrt
   double lr = 1e-3;              // the optimizer's own; polynomial's lr_end and min_lr relate to it
-  Node kwargs{};                 // a map, as in lr_scheduler_kwargs; null for none
+  ScheduleKwargs kwargs{};
 };
 
 class Schedule {
@@ -51,5 +58,8 @@ class Schedule {
 Schedule make_schedule(const ScheduleOptions& options);
 
 const std::vector<std::string>& schedule_names();
+
+// Of a file: a map, or null for none. A key without a value means its default.
+ScheduleKwargs schedule_kwargs(const Node& node);
 
 }  // namespace lockstep::optim

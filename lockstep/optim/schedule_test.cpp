@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::optim {
@@ -20,7 +21,7 @@ Schedule make(const std::string& name, std::int64_t warmup, std::int64_t total,
                         .warmup_steps = warmup,
                         .total_steps = total,
                         .lr = 0.5,
-                        .kwargs = parse_json(kwargs, "kwargs")});
+                        .kwargs = schedule_kwargs(parse_json(kwargs, "kwargs"))});
 }
 
 std::string refusal(const std::string& name, std::int64_t warmup, std::int64_t total,
@@ -105,10 +106,14 @@ TEST(Schedule, RefusesWhatItCannotCompute) {
   EXPECT_THAT(refusal("warmup_stable_decay", 0, 10, R"({"num_decay_steps": -5})"),
               HasSubstr("num_decay_steps = -5"));
   EXPECT_THAT(refusal("inverse_sqrt", 0, 0, R"({"timescale": 0})"), HasSubstr("timescale = 0"));
-  EXPECT_THAT(refusal("cosine", 0, 10, R"({"num_cycles": "two"})"), HasSubstr("num_cycles"));
+  EXPECT_THAT(refusal("cosine", 0, 10, R"({"num_cycles": "two"})"),
+              HasSubstr("num_cycles = two of cosine cannot be used. It must be a number."));
+  EXPECT_THAT(refusal("inverse_sqrt", 0, 0, R"({"timescale": 1.5})"), HasSubstr("timescale = 1.5"));
+  EXPECT_THAT(refusal("warmup_stable_decay", 0, 10, R"({"num_decay_steps": 5, "decay_type": 1})"),
+              HasSubstr("decay_type = 1 of"));
   EXPECT_THAT(refusal("cosine", 0, 10, "[1]"), HasSubstr("lr_scheduler_kwargs"));
   try {
-    make_schedule({.total_steps = 5, .lr = 0});
+    make_schedule({.total_steps = 5, .lr = 0, .kwargs = {{"power", 2.0}, {"decay_type", "x"}}});
     FAIL();
   } catch (const UsageError& e) {
     EXPECT_THAT(e.what(), HasSubstr("the learning rate 0 is not a positive number"));

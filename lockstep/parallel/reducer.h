@@ -21,11 +21,14 @@
 #include <vector>
 
 #include "lockstep/comm/world.h"
-#include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/options.h"
 #include "lockstep/parallel/reducer_types.h"
 
 namespace lockstep {
+
+struct DeferredGradients;
+struct DeferredOwner;
+struct DeferredStep;
 
 namespace parallel {
 class ReducerImpl;

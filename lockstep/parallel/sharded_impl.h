@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/reducer.h"
 #include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_layout.h"

@@ -12,11 +12,11 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
-#include <nlohmann/json.hpp>
 #include <string_view>
 #include <thread>
 
 #include "lockstep/core/deadline.h"
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
@@ -56,15 +56,16 @@ struct Inherited {
 };
 const Inherited g_inherited;
 
-PeerFailure parse_failure(const nlohmann::json& failed) {
+PeerFailure parse_failure(const Node& failed) {
   PeerFailure failure{-1, "", "the launcher did not say why"};
-  if (!failed.is_object()) return failure;
-  if (const auto rank = failed.find("rank"); rank != failed.end() && rank->is_number_integer())
-    failure.rank = rank->get<int>();
-  if (const auto host = failed.find("host"); host != failed.end() && host->is_string())
-    failure.host = host->get<std::string>();
-  if (const auto cause = failed.find("cause"); cause != failed.end() && cause->is_string())
-    failure.cause = cause->get<std::string>();
+  const Entry* rank = failed.find("rank");
+  if (rank != nullptr && rank->value.is(NodeKind::kInteger))
+    failure.rank = static_cast<int>(rank->value.integer);
+  for (const auto& [key, member] :
+       {std::pair{"host", &failure.host}, std::pair{"cause", &failure.cause}}) {
+    const Entry* entry = failed.find(key);
+    if (entry != nullptr && entry->value.is(NodeKind::kString)) *member = entry->value.text;
+  }
   return failure;
 }
 
@@ -166,10 +167,16 @@ class Listener {
   }
 
   void take_line(const std::string& line) {
-    const auto message = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!message.is_object()) return log::warning("control", "cannot read '{}'", line);
-    if (message.contains("failed") && !failure_) return settle(parse_failure(message["failed"]));
-    if (message.contains("done")) {
+    Node message;
+    try {
+      message = parse_json(line, "control");
+    } catch (const UsageError&) {
+      // Not a map: reported below.
+    }
+    if (!message.is(NodeKind::kMap)) return log::warning("control", "cannot read '{}'", line);
+    const Entry* failed = message.find("failed");
+    if (failed != nullptr && !failure_) return settle(parse_failure(failed->value));
+    if (message.find("done") != nullptr) {
       done_ = true;
       changed_.notify_all();
     }

@@ -13,22 +13,24 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "lockstep/core/document.h"
-
 namespace lockstep {
+
+struct Node;
 
 // When something happens during training. kBest is for saving alone.
 enum class Interval { kNo, kSteps, kEpoch, kBest };
 
 // Steps written as reals: below 1 they are a share of all steps, from 1 on a whole number of them.
 struct TrainingArguments {
-  // What is trained. The command that trains reads the two maps; a string alone is a name.
-  Node model{};
-  Node data{};
+  // What is trained, as the file says it. The command that trains reads the two maps; a string
+  // alone is a name.
+  std::shared_ptr<const Node> model{};
+  std::shared_ptr<const Node> data{};
   std::optional<std::string> dataset_dir{};
   std::optional<std::int64_t> max_seq_len{};
   std::optional<std::string> preset{};
@@ -56,7 +58,7 @@ struct TrainingArguments {
   double max_grad_norm = 1.0;  // 0: no clipping
   std::string shard_optimizer = "auto";
   std::string lr_scheduler_type = "linear";
-  Node lr_scheduler_kwargs{};
+  std::shared_ptr<const Node> lr_scheduler_kwargs{};  // optim::schedule_kwargs() reads it
   double warmup_steps = 0;
   double label_smoothing_factor = 0;
   bool gradient_checkpointing = false;

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/io/atomic_dir.h"
@@ -231,11 +232,12 @@ TensorDict unpack_tensors(const std::string& bytes) {
 }
 
 std::string scaler_text(const optim::GradScalerState& state) {
-  return json_object({{"scale", real_node(state.scale)},
-                      {"growth_factor", real_node(state.growth_factor)},
-                      {"backoff_factor", real_node(state.backoff_factor)},
-                      {"growth_interval", integer_node(state.growth_interval)},
-                      {"growth_tracker", integer_node(state.growth_tracker)}});
+  return to_json(map_node({{"scale", real_node(state.scale)},
+                           {"growth_factor", real_node(state.growth_factor)},
+                           {"backoff_factor", real_node(state.backoff_factor)},
+                           {"growth_interval", integer_node(state.growth_interval)},
+                           {"growth_tracker", integer_node(state.growth_tracker)}})) +
+         "\n";
 }
 
 optim::GradScalerState parse_scaler_text(const std::string& text, const std::string& name) {

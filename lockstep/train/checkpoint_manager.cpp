@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/optim/determinism.h"
@@ -22,10 +23,10 @@ constexpr std::chrono::milliseconds kListenEvery{50};
 constexpr const char* kGpu = "cuda";  // its generator's name in a checkpoint
 
 std::string arguments_json(const TrainingArguments& arguments) {
-  std::vector<std::pair<std::string, Node>> members;
+  NodeMembers members;
   for (const KeySpec& key : key_table())
     members.emplace_back(std::string(key.name), value_of(arguments, key));
-  return json_object(members);
+  return to_json(map_node(std::move(members))) + "\n";
 }
 
 // The checkpoint of this name in the folder that holds `checkpoint`. The path that was recorded is

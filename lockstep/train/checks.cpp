@@ -21,7 +21,9 @@ constexpr auto kMaxCount = static_cast<std::int64_t>(kStepLimit);
 class Checker {
  public:
   Checker(const TrainingArguments& arguments, const Where& where)
-      : arguments_(arguments), where_(where) {}
+      : arguments_(arguments),
+        kwargs_(arguments.lr_scheduler_kwargs ? *arguments.lr_scheduler_kwargs : Node{}),
+        where_(where) {}
 
   std::vector<std::string> run() {
     precision();
@@ -175,7 +177,7 @@ class Checker {
     const std::string& type = a.lr_scheduler_type;
     Problems problems;
     problems.attempt([&] {
-      MapReader kwargs(a.lr_scheduler_kwargs, fmt::format("lr_scheduler_kwargs ({})", type));
+      MapReader kwargs(kwargs_, fmt::format("lr_scheduler_kwargs ({})", type));
       if (type == "cosine_with_restarts") {
         kwargs.integer("num_cycles", 1, 1, static_cast<std::int64_t>(kMaxCycles));
       } else if (type.rfind("cosine", 0) == 0 || type == "warmup_stable_decay") {
@@ -242,7 +244,7 @@ class Checker {
 
   // `fallback` also for what scheduler() has refused.
   double option(const char* name, double fallback) const {
-    const Entry* entry = arguments_.lr_scheduler_kwargs.find(name);
+    const Entry* entry = kwargs_.find(name);
     const bool number = entry != nullptr &&
                         (entry->value.is(NodeKind::kInteger) || entry->value.is(NodeKind::kReal)) &&
                         entry->value.real >= 0 && entry->value.real <= kStepLimit;
@@ -261,6 +263,7 @@ class Checker {
   }
 
   const TrainingArguments& arguments_;
+  const Node kwargs_;
   const Where& where_;
   std::vector<std::string> found_;
 };
@@ -375,7 +378,7 @@ std::vector<std::string> advice(const TrainingArguments& arguments, const Where&
 
 void expand_paths(TrainingArguments& arguments) {
   for (const KeySpec& key : key_table())
-    if (key.path || std::holds_alternative<Of<Node>>(key.member))
+    if (key.path || std::holds_alternative<Of<NodePtr>>(key.member))
       assign(arguments, key, value_of(arguments, key));
 }
 

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <set>
 
-#include "lockstep/core/config_owner.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/spelling.h"
@@ -137,8 +136,9 @@ class Resolver {
   }
 
   // Why a key is refused, and where it belongs or what was meant.
-  static std::string unknown(const std::string& key, const Node* value) {
-    if (is_launcher_key(key)) {
+  std::string unknown(const std::string& key, const Node* value) const {
+    const auto& others = sources_.launcher_keys;
+    if (std::find(others.begin(), others.end(), key) != others.end()) {
       if (key == "mixed_precision") {
         return "mixed_precision belongs in the launcher's file (Accelerate's). Here, write bf16: "
                "true or fp16: true.";
@@ -174,8 +174,6 @@ class Resolver {
     }
     if (const std::string meant = did_you_mean_key(key); !meant.empty())
       return fmt::format("there is no key '{}'.{}", key, meant);
-    std::vector<std::string> others;
-    for (const std::string_view name : launcher_keys()) others.emplace_back(name);
     if (const auto near = nearest(key, others)) {
       return fmt::format(
           "there is no key '{}'. Did you mean {}? That belongs in the launcher's "
@@ -346,8 +344,10 @@ Config resolve_config(const ConfigSources& sources) {
   return Resolver(sources).run();
 }
 
-Config load_config(const std::string& path, const std::vector<std::string>& flags) {
-  ConfigSources sources{.environment = process_environment(), .flags = flags};
+Config load_config(const std::string& path, const std::vector<std::string>& flags,
+                   const std::vector<std::string>& launcher_keys) {
+  ConfigSources sources{
+      .environment = process_environment(), .flags = flags, .launcher_keys = launcher_keys};
   if (!path.empty()) sources.file = load_document(path, {}, &sources.problems);
   return resolve_config(sources);
 }
@@ -378,29 +378,14 @@ std::string config_text(const Config& config, bool all) {
 }
 
 std::string config_json(const Config& config) {
-  const auto map = [] {
-    Node node;
-    node.kind = NodeKind::kMap;
-    return node;
-  };
-  const auto list = [](const std::vector<std::string>& texts) {
-    Node node;
-    node.kind = NodeKind::kList;
-    for (const std::string& word : texts) node.items.push_back(text_node(word));
-    return node;
-  };
-  Node settings = map();
+  NodeMembers settings;
   for (const Setting& setting : config.settings) {
-    Node one = map();
-    one.entries.push_back({"value", {}, setting.value});
-    one.entries.push_back({"from", {}, text_node(setting.where)});
-    if (!setting.beaten.empty()) one.entries.push_back({"beats", {}, list(setting.beaten)});
-    settings.entries.push_back({std::string(setting.key->name), {}, std::move(one)});
+    NodeMembers one{{"value", setting.value}, {"from", text_node(setting.where)}};
+    if (!setting.beaten.empty()) one.emplace_back("beats", texts_node(setting.beaten));
+    settings.emplace_back(setting.key->name, map_node(std::move(one)));
   }
-  Node root = map();
-  root.entries.push_back({"settings", {}, std::move(settings)});
-  root.entries.push_back({"notes", {}, list(config.notes)});
-  return to_json(root);
+  return to_json(
+      map_node({{"settings", map_node(std::move(settings))}, {"notes", texts_node(config.notes)}}));
 }
 
 std::vector<std::string> preset_names() {

@@ -49,12 +49,15 @@ struct ConfigSources {
   Problems problems{};         // which that found in the file
   Environment environment{};
   std::vector<std::string> flags{};  // "--key value", "--key=value", "--key" and "--no_key"
+  // Of the launcher's file (launch::launcher_keys()): a message says that a key belongs there.
+  std::vector<std::string> launcher_keys{};
 };
 
 // Throws UsageError with every mistake on a line of its own.
 Config resolve_config(const ConfigSources& sources);
 // The same with the file at `path` ("": none) and this process's environment.
-Config load_config(const std::string& path, const std::vector<std::string>& flags = {});
+Config load_config(const std::string& path, const std::vector<std::string>& flags = {},
+                   const std::vector<std::string>& launcher_keys = {});
 
 // The variables that have a say: LOCKSTEP_* and ACCELERATE_*.
 Environment process_environment();

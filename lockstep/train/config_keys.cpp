@@ -492,4 +492,10 @@ std::vector<std::string> key_names() {
   return names;
 }
 
+std::vector<std::string> training_keys() {
+  std::vector<std::string> names = key_names();
+  for (const OldKey& old : old_keys()) names.emplace_back(old.name);
+  return names;
+}
+
 }  // namespace lockstep::train

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -15,16 +16,18 @@
 #include <variant>
 #include <vector>
 
+#include "lockstep/core/document.h"
 #include "lockstep/train/arguments.h"
 
 namespace lockstep::train {
 
+using NodePtr = std::shared_ptr<const Node>;
 template <typename Type>
 using Of = Type TrainingArguments::*;
 using Member = std::variant<Of<bool>, Of<std::int64_t>, Of<double>, Of<std::string>,
                             Of<std::optional<bool>>, Of<std::optional<std::int64_t>>,
                             Of<std::optional<double>>, Of<std::optional<std::string>>, Of<Interval>,
-                            Of<std::vector<std::string>>, Of<Node>>;
+                            Of<std::vector<std::string>>, Of<NodePtr>>;
 
 // More steps (and tokens of one) than any run takes; far below what an integer holds.
 inline constexpr double kStepLimit = 1e12;
@@ -54,6 +57,7 @@ struct KeySpec {
 std::span<const KeySpec> key_table();
 const KeySpec* find_key(std::string_view name);  // nullptr without one
 std::vector<std::string> key_names();
+std::vector<std::string> training_keys();  // all that a training file may have: old_keys() too
 
 // A spelling of earlier releases, still accepted with one line.
 struct OldKey {

@@ -7,11 +7,34 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"
-#include "lockstep/train/choices.h"
 #include "lockstep/train/config_keys.h"
 
 namespace lockstep::train {
 namespace {
+
+// The table writes the accepted values as "no|steps|epoch".
+std::vector<std::string> split_choices(std::string_view choices) {
+  std::vector<std::string> values(choices.empty() ? 0 : 1);
+  for (const char c : choices) {
+    if (c == '|') {
+      values.emplace_back();
+    } else {
+      values.back() += c;
+    }
+  }
+  return values;
+}
+
+// "no, steps or epoch"
+std::string choices_text(std::string_view choices) {
+  const std::vector<std::string> values = split_choices(choices);
+  std::string text;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (i > 0) text += i + 1 == values.size() ? " or " : ", ";
+    text += values[i];
+  }
+  return text;
+}
 
 template <typename... Args>
 [[noreturn]] void refuse(const Node& node, fmt::format_string<Args...> format, Args&&... args) {
@@ -101,7 +124,7 @@ void read(std::vector<std::string>& out, const KeySpec& key, const Node& node) {
   if (values.empty()) values.push_back("none");
   out = std::move(values);
 }
-void read(Node& out, const KeySpec& key, const Node& node) {
+void read(NodePtr& out, const KeySpec& key, const Node& node) {
   const bool kwargs = key.name == "lr_scheduler_kwargs";
   if (kwargs || !node.is(NodeKind::kString)) {
     if (!node.is(NodeKind::kMap)) {
@@ -109,12 +132,13 @@ void read(Node& out, const KeySpec& key, const Node& node) {
                    kwargs ? "Write {num_cycles: 1} or `key: value` lines." : "");
     }
   }
-  out = node;
-  for (Entry& entry : out.entries) {
+  Node copy = node;
+  for (Entry& entry : copy.entries) {
     Node& inner = entry.value;
     if (is_path_of_section(entry.key) && inner.is(NodeKind::kString))
       inner.text = expand_home(inner.text, label(inner, fmt::format("{}.{}", key.name, entry.key)));
   }
+  out = std::make_shared<const Node>(std::move(copy));
 }
 template <typename Type>
 void read(std::optional<Type>& out, const KeySpec& key, const Node& node) {
@@ -129,8 +153,8 @@ template <typename Type>
 void unset(std::optional<Type>& out) {
   out.reset();
 }
-void unset(Node& out) {
-  out = Node{};
+void unset(NodePtr& out) {
+  out.reset();
 }
 
 Node write(bool value, const KeySpec&) {
@@ -151,13 +175,10 @@ Node write(Interval value, const KeySpec& key) {
   return text_node(index < choices.size() ? choices[index] : "?");
 }
 Node write(const std::vector<std::string>& value, const KeySpec&) {
-  Node node;
-  node.kind = NodeKind::kList;
-  for (const std::string& word : value) node.items.push_back(text_node(word));
-  return node;
+  return texts_node(value);
 }
-Node write(const Node& value, const KeySpec&) {
-  return value;
+Node write(const NodePtr& value, const KeySpec&) {
+  return value ? *value : Node{};
 }
 template <typename Type>
 Node write(const std::optional<Type>& value, const KeySpec& key) {
@@ -182,7 +203,7 @@ std::string_view type_name(const Interval&) {
 std::string_view type_name(const std::vector<std::string>&) {
   return "list";
 }
-std::string_view type_name(const Node&) {
+std::string_view type_name(const NodePtr&) {
   return "name or map";
 }
 template <typename Type>
@@ -204,7 +225,7 @@ bool KeySpec::optional() const {
   return std::visit(
       [](auto pointer) {
         using Type = decltype(member_type(pointer));
-        return IsOptional<Type>::value || std::is_same_v<Type, Node>;
+        return IsOptional<Type>::value || std::is_same_v<Type, NodePtr>;
       },
       member);
 }
@@ -270,7 +291,7 @@ Node node_from_text(const KeySpec& key, const std::string& text, const SourceLoc
       node.items.push_back(std::move(item));
       start = end + 1;
     }
-  } else if (std::holds_alternative<Of<Node>>(key.member) && text.rfind('{', 0) == 0) {
+  } else if (std::holds_alternative<Of<NodePtr>>(key.member) && text.rfind('{', 0) == 0) {
     node = parse_yaml(text, location.text());
   }
   return node;

@@ -55,20 +55,18 @@ void restore_generators(const World& world, const train::Checkpoint& checkpoint)
 }
 
 std::string schedule_text(const CheckpointParts& parts, std::int64_t step) {
-  std::vector<std::pair<std::string, Node>> members;
+  NodeMembers members;
   if (parts.schedule != nullptr) {
     members.emplace_back("type", text_node(parts.schedule->name()));
     members.emplace_back("factor", real_node(parts.schedule->factor(step)));
   }
   members.emplace_back("last_epoch", integer_node(step));
   if (parts.optimizer) {
-    Node rates;
-    rates.kind = NodeKind::kList;
-    for (const double rate : parts.optimizer.learning_rates())
-      rates.items.push_back(real_node(rate));
-    members.emplace_back("last_lr", std::move(rates));
+    std::vector<Node> rates;
+    for (const double rate : parts.optimizer.learning_rates()) rates.push_back(real_node(rate));
+    members.emplace_back("last_lr", list_node(std::move(rates)));
   }
-  return train::json_object(members);
+  return to_json(map_node(std::move(members))) + "\n";
 }
 
 // The Trainer writes one rate for all groups.

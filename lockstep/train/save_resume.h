@@ -33,7 +33,6 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/data/loader.h"
 #include "lockstep/optim/grad_scaler.h"
-#include "lockstep/optim/group.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/train/trainer_state.h"

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/memory_limits.h"
@@ -115,11 +116,13 @@ TrainOptimizer::TrainOptimizer(RunContext& run, WrappedModel& model)
 void TrainOptimizer::set_schedule(const StepPlan& plan) {
   factor_ = run_.task.schedule;
   if (!factor_) {
-    factor_ = [schedule = optim::make_schedule({.name = run_.arguments.lr_scheduler_type,
-                                                .warmup_steps = plan.warmup_steps,
-                                                .total_steps = plan.max_steps,
-                                                .lr = peaks_.front(),
-                                                .kwargs = run_.arguments.lr_scheduler_kwargs})](
+    const auto& kwargs = run_.arguments.lr_scheduler_kwargs;
+    factor_ = [schedule = optim::make_schedule(
+                   {.name = run_.arguments.lr_scheduler_type,
+                    .warmup_steps = plan.warmup_steps,
+                    .total_steps = plan.max_steps,
+                    .lr = peaks_.front(),
+                    .kwargs = optim::schedule_kwargs(kwargs ? *kwargs : Node{})})](
                   std::int64_t steps) { return schedule.factor(steps); };
   }
   set_learning_rate();
@@ -150,10 +153,11 @@ void TrainOptimizer::load(const Checkpoint& checkpoint) {
 
 void TrainOptimizer::save(CheckpointContents& contents) const {
   const std::string type = run_.task.schedule ? "custom" : run_.arguments.lr_scheduler_type;
-  contents.scheduler = json_object({{"type", text_node(type)},
-                                    {"last_epoch", integer_node(run_.state.global_step)},
-                                    {"base_lr", real_node(peaks_.front())},
-                                    {"last_lr", real_node(optimizer_->lr())}});
+  contents.scheduler = to_json(map_node({{"type", text_node(type)},
+                                         {"last_epoch", integer_node(run_.state.global_step)},
+                                         {"base_lr", real_node(peaks_.front())},
+                                         {"last_lr", real_node(optimizer_->lr())}})) +
+                       "\n";
   if (scaler_) contents.scaler = scaler_text(scaler_->state_dict());
 }
 

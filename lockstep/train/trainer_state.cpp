@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::train {
@@ -11,13 +12,6 @@ namespace {
 
 // log_history of a long run is the only thing here that grows.
 constexpr DocumentLimits kLimits{.bytes = 256u << 20, .depth = 32, .nodes = 50'000'000};
-
-Node map_of(const std::vector<std::pair<std::string, Node>>& members) {
-  Node node;
-  node.kind = NodeKind::kMap;
-  for (const auto& [key, value] : members) node.entries.push_back({key, SourceLocation(), value});
-  return node;
-}
 
 Node number(double value) {
   return std::isfinite(value) ? real_node(value) : Node{};
@@ -29,10 +23,9 @@ Node maybe(const std::optional<T>& value, const Make& make) {
 }
 
 Node node_of(const LogEntry& entry) {
-  std::vector<std::pair<std::string, Node>> members{{"step", integer_node(entry.step)},
-                                                    {"epoch", number(entry.epoch)}};
+  NodeMembers members{{"step", integer_node(entry.step)}, {"epoch", number(entry.epoch)}};
   for (const auto& [name, value] : entry.values) members.emplace_back(name, number(value));
-  return map_of(members);
+  return map_node(std::move(members));
 }
 
 const Node* given(const Node& map, std::string_view key) {
@@ -68,8 +61,8 @@ constexpr const char* kStopping = "EarlyStoppingCallback";
 constexpr const char* kCounter = "early_stopping_patience_counter";
 
 Node callbacks_of(const TrainerState& state) {
-  const Node attributes = map_of({{kCounter, integer_node(state.patience_used)}});
-  return map_of({{kStopping, map_of({{"attributes", attributes}})}});
+  const Node attributes = map_node({{kCounter, integer_node(state.patience_used)}});
+  return map_node({{kStopping, map_node({{"attributes", attributes}})}});
 }
 
 std::int64_t patience_of(const Node& root) {
@@ -89,10 +82,6 @@ const double* find_metric(const Metrics& metrics, std::string_view name) {
   return nullptr;
 }
 
-std::string json_object(const std::vector<std::pair<std::string, Node>>& members) {
-  return to_json(map_of(members)) + "\n";
-}
-
 std::string log_entry_json(const LogEntry& entry, const std::string& run_name) {
   Node node = node_of(entry);
   if (!run_name.empty()) node.entries.push_back({"run_name", {}, text_node(run_name)});
@@ -107,31 +96,31 @@ LogEntry parse_log_entry(std::string_view text, const std::string& name) {
 }
 
 std::string trainer_state_text(const TrainerState& state) {
-  Node history;
-  history.kind = NodeKind::kList;
-  for (const LogEntry& entry : state.log_history) history.items.push_back(node_of(entry));
-  return json_object(
-      {{"best_global_step", maybe(state.best_global_step, integer_node)},
-       {"best_metric", maybe(state.best_metric, number)},
-       {"best_model_checkpoint",
-        maybe(state.best_model_checkpoint, [](const std::string& s) { return text_node(s); })},
-       {"epoch", real_node(state.epoch)},
-       {"eval_steps", real_node(state.eval_steps)},
-       {"global_step", integer_node(state.global_step)},
-       {"is_hyper_param_search", bool_node(false)},
-       {"is_local_process_zero", bool_node(true)},
-       {"is_world_process_zero", bool_node(true)},
-       {"log_history", history},
-       {"logging_steps", real_node(state.logging_steps)},
-       {"max_steps", integer_node(state.max_steps)},
-       {"num_input_tokens_seen", integer_node(state.num_input_tokens_seen)},
-       {"num_train_epochs", integer_node(state.num_train_epochs)},
-       {"save_steps", real_node(state.save_steps)},
-       {"stateful_callbacks", callbacks_of(state)},
-       {"total_flos", real_node(0)},
-       {"train_batch_size", integer_node(state.train_batch_size)},
-       {"trial_name", Node{}},
-       {"trial_params", Node{}}});
+  std::vector<Node> history;
+  for (const LogEntry& entry : state.log_history) history.push_back(node_of(entry));
+  return to_json(map_node(
+             {{"best_global_step", maybe(state.best_global_step, integer_node)},
+              {"best_metric", maybe(state.best_metric, number)},
+              {"best_model_checkpoint", maybe(state.best_model_checkpoint,
+                                              [](const std::string& s) { return text_node(s); })},
+              {"epoch", real_node(state.epoch)},
+              {"eval_steps", real_node(state.eval_steps)},
+              {"global_step", integer_node(state.global_step)},
+              {"is_hyper_param_search", bool_node(false)},
+              {"is_local_process_zero", bool_node(true)},
+              {"is_world_process_zero", bool_node(true)},
+              {"log_history", list_node(std::move(history))},
+              {"logging_steps", real_node(state.logging_steps)},
+              {"max_steps", integer_node(state.max_steps)},
+              {"num_input_tokens_seen", integer_node(state.num_input_tokens_seen)},
+              {"num_train_epochs", integer_node(state.num_train_epochs)},
+              {"save_steps", real_node(state.save_steps)},
+              {"stateful_callbacks", callbacks_of(state)},
+              {"total_flos", real_node(0)},
+              {"train_batch_size", integer_node(state.train_batch_size)},
+              {"trial_name", Node{}},
+              {"trial_params", Node{}}})) +
+         "\n";
 }
 
 TrainerState parse_trainer_state(std::string_view text, const std::string& name) {
@@ -161,16 +150,17 @@ TrainerState parse_trainer_state(std::string_view text, const std::string& name)
 }
 
 std::string data_position_text(const DataPosition& position) {
-  return json_object({{"epoch", integer_node(position.epoch)},
-                      {"cursor", integer_node(position.cursor)},
-                      {"seed", integer_node(position.seed)},
-                      {"world_size", integer_node(position.world_size)},
-                      {"batch_size", integer_node(position.batch_size)},
-                      {"accumulation", integer_node(position.accumulation)},
-                      {"dataset_size", integer_node(position.dataset_size)},
-                      {"order", integer_node(position.order)},
-                      {"epoch_ended", integer_node(position.epoch_ended)},
-                      {"evaluation_due", integer_node(position.evaluation_due)}});
+  return to_json(map_node({{"epoch", integer_node(position.epoch)},
+                           {"cursor", integer_node(position.cursor)},
+                           {"seed", integer_node(position.seed)},
+                           {"world_size", integer_node(position.world_size)},
+                           {"batch_size", integer_node(position.batch_size)},
+                           {"accumulation", integer_node(position.accumulation)},
+                           {"dataset_size", integer_node(position.dataset_size)},
+                           {"order", integer_node(position.order)},
+                           {"epoch_ended", integer_node(position.epoch_ended)},
+                           {"evaluation_due", integer_node(position.evaluation_due)}})) +
+         "\n";
 }
 
 DataPosition parse_data_position(std::string_view text, const std::string& name) {

@@ -15,8 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/core/document.h"
-
 namespace lockstep::train {
 
 inline constexpr const char* kCheckpointPrefix = "checkpoint-";  // of folders, before the step
@@ -67,9 +65,6 @@ struct DataPosition {
 };
 std::string data_position_text(const DataPosition& position);
 DataPosition parse_data_position(std::string_view text, const std::string& name);
-
-// The members of a small JSON object of numbers and words, such as scheduler.json and scaler.json.
-std::string json_object(const std::vector<std::pair<std::string, Node>>& members);
 
 // One object on one line: {"step": 41, "epoch": 0.5, "loss": 1.25}. What is not finite is null.
 std::string log_entry_json(const LogEntry& entry, const std::string& run_name = {});

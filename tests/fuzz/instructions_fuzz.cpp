@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/json.h"
 #include "lockstep/data/instruction_file.h"
-#include "lockstep/io/json_reader.h"
 #include "tests/fuzz/driver.h"
 
 namespace {
 
 std::string written(const std::vector<lockstep::data::Instruction>& items) {
-  using lockstep::io::json_quote;
+  using lockstep::json_quote;
   std::string text = "[";
   for (const auto& item : items) {
     if (text.size() > 1) text += ",";

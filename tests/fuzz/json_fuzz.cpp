@@ -1,18 +1,18 @@
-// The strict JSON cursor of lockstep/io, beside a JSON library: it accepts nothing that the library
-// refuses, refuses nothing that the library accepts (but for its bound on nesting), and what
-// json_quote() writes comes back.
+// The strict JSON cursor of lockstep/core, beside a JSON library: it accepts nothing that the
+// library refuses, refuses nothing that the library accepts (but for its bound on nesting), and
+// what json_quote() writes comes back.
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 
-#include "lockstep/io/json_reader.h"
+#include "lockstep/core/json.h"
 #include "tests/fuzz/driver.h"
 
 namespace {
 
+using lockstep::JsonError;
+using lockstep::JsonReader;
 using lockstep::fuzz::require;
-using lockstep::io::JsonError;
-using lockstep::io::JsonReader;
 
 constexpr int kDepth = 100;  // the reader's own bound is a little higher
 
@@ -90,7 +90,7 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
   } catch (const JsonError&) {
     // Refused with an error.
   }
-  if (!lockstep::io::invalid_utf8(text))
-    require(read_string(lockstep::io::json_quote(text)) == text, "quoted, but not brought back");
+  if (!lockstep::invalid_utf8(text))
+    require(read_string(lockstep::json_quote(text)) == text, "quoted, but not brought back");
   return 0;
 }

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/json_reader.h"
+#include "lockstep/core/json.h"
 #include "lockstep/io/manifest.h"
 #include "tests/fuzz/driver.h"
 
@@ -46,7 +46,7 @@ void write_and_read(std::string_view text) {
     const std::size_t end = std::min(text.find('\n'), text.size());
     const std::string_view line = text.substr(0, end);
     text.remove_prefix(std::min(end + 1, text.size()));
-    if (invalid_utf8(line)) continue;
+    if (lockstep::invalid_utf8(line)) continue;
     FileDigest digest;
     std::memcpy(&digest.bytes, line.data(), std::min(line.size(), sizeof digest.bytes));
     digest.checksum = checksum64(bytes_of(line));

@@ -60,11 +60,12 @@ std::vector<at::Tensor> leaves(const Node& question) {
 }
 
 std::string schedule(const Node& question) {
-  const auto made = optim::make_schedule({.name = as_string(field(question, "name"), "name"),
-                                          .warmup_steps = field(question, "warmup").integer,
-                                          .total_steps = field(question, "total").integer,
-                                          .lr = real(question, "lr"),
-                                          .kwargs = field(question, "kwargs")});
+  const auto made =
+      optim::make_schedule({.name = as_string(field(question, "name"), "name"),
+                            .warmup_steps = field(question, "warmup").integer,
+                            .total_steps = field(question, "total").integer,
+                            .lr = real(question, "lr"),
+                            .kwargs = optim::schedule_kwargs(field(question, "kwargs"))});
   std::string text;
   for (std::int64_t step = 0; step < field(question, "steps").integer; ++step)
     text += fmt::format("{}{:.17g}", step == 0 ? "" : " ", made.factor(step));

@@ -123,6 +123,8 @@ class Tasks(TrainCase):
                 ("response: \"{outptu}\"", "outptu")):
             self.config.write_text(text.replace("padding: longest", wrong))
             self.assertIn(message, refused())
+        self.config.write_text(text + "num_processes: 2\n")
+        self.assertIn("num_processes belongs in the launcher's file", refused())
         self.config.write_text(re.sub(r"data: .*", "data: instructions", text))
         self.assertIn("data: instructions needs path", refused())
         nowhere = "data: {name: instructions, path: nope.json}"
@@ -143,7 +145,7 @@ class Tasks(TrainCase):
         self.config.write_text(text)
         samples = self.place / "train.jsonl"
         for wrong, message in (('{"instruction": "say", "output": 1}\n{"instruction": "say", "outp',
-                                "train.jsonl:2:29: a string without its end"),
+                                "train.jsonl:2:24: A quote that was opened is not closed"),
                              ('{"instruction": "say", "outptu": "a"}',
                               "train.jsonl:1:38: the object that ends here has no 'output'"),
                              ("[]", "train.jsonl: there are no samples. Give a file")):

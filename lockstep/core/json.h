@@ -1,0 +1,90 @@
+// JSON, strictly as RFC 8259 has it: the one reader, and the one place that quotes strings.
+//
+// The reader is a cursor whose caller says what comes next; it throws when something else does, at
+// its offset and with a remedy. Valid UTF-8, no duplicates hidden (the caller sees every key),
+// integers exact, nothing after the end, a bound on nesting. It copies only the strings that are
+// asked for, so large files cost little; parse_json() in document.h makes a tree of a small one.
+//
+//   JsonReader json(text);
+//   json.enter_object();
+//   while (json.next_key(key)) sizes[key] = json.unsigned_integer();
+//   json.end();
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep {
+
+// What is wrong and where, without a full stop; whoever knows the file makes a UsageError of it.
+class JsonError : public std::runtime_error {
+ public:
+  JsonError(std::size_t offset, const std::string& what)
+      : std::runtime_error(what), offset_(offset) {}
+  std::size_t offset() const { return offset_; }
+
+ private:
+  std::size_t offset_;
+};
+
+// How many bytes the character at the front has; 0 when they are not well-formed UTF-8.
+std::size_t utf8_size(std::string_view text);
+// The offset of the first byte that is not well-formed UTF-8.
+std::optional<std::size_t> invalid_utf8(std::string_view text);
+
+// The text as a JSON string, quotes included: the shortest escapes, other characters as they are,
+// and U+FFFD for each byte that is not UTF-8.
+std::string json_quote(std::string_view text);
+
+// Used by one thread; the text must outlive it.
+class JsonReader {
+ public:
+  // From the offset `begin` on; offsets count from the front of the text.
+  explicit JsonReader(std::string_view text, std::size_t begin = 0, std::size_t max_depth = 128);
+
+  // The first character of the value that comes next, at offset().
+  char peek();
+  void enter_object();
+  // False at the closing brace, which it consumes. Otherwise the value must be read next.
+  bool next_key(std::string& key);
+  void enter_array();
+  // False at the closing bracket, which it consumes. Otherwise an element must be read next.
+  bool next_element();
+
+  std::string string();
+  std::uint64_t unsigned_integer();
+  std::string_view scalar();  // a number, true, false or null, as it is written
+  void skip();                // any value, checked as strictly
+  void end();                 // only white space is left
+  std::size_t offset() const { return at_; }
+  std::size_t key_offset() const { return key_at_; }  // of the last key
+
+  [[noreturn]] void fail(const std::string& what) const { throw JsonError(at_, what); }
+
+ private:
+  struct Open {
+    std::size_t at;
+    char closing;
+    bool first;  // nothing was read in it yet
+  };
+
+  char skip_space();
+  void enter(char opening, char closing, const char* what);
+  bool next_item(char closing);
+  void append_escape(std::string& out);
+  unsigned hex4(std::size_t escape) const;
+  [[noreturn]] void refuse_string_byte(std::size_t opened) const;
+
+  std::string_view text_;
+  std::size_t at_;
+  std::size_t max_depth_;
+  std::size_t key_at_ = 0;
+  std::vector<Open> open_;
+};
+
+}  // namespace lockstep
