@@ -8,29 +8,17 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "lockstep/models/linear.h"
 
 namespace lockstep::models {
 namespace {
 
 constexpr double kInitialDeviation = 0.02;
 
-// A linear layer whose weight is stored [in, out].
-class Conv1d : public torch::nn::Module {
- public:
-  Conv1d(std::int64_t in, std::int64_t out, double deviation)
-      : weight_(register_parameter("weight", torch::empty({in, out}).normal_(0, deviation))),
-        bias_(register_parameter("bias", torch::zeros({out}))) {}
-
-  at::Tensor forward(const at::Tensor& x) {
-    auto shape = x.sizes().vec();
-    shape.back() = weight_.size(1);
-    return torch::addmm(bias_, x.view({-1, x.size(-1)}), weight_).view(shape);
-  }
-
- private:
-  at::Tensor weight_;
-  at::Tensor bias_;
-};
+// "Conv1D" of a GPT-2 checkpoint: the weight is stored [in, out].
+Linear conv1d(std::int64_t in, std::int64_t out, double deviation) {
+  return Linear(LinearOptions(in, out).layout(WeightLayout::kInOut).deviation(deviation));
+}
 
 // What a block adds to the residual stream starts smaller in a deeper model, so that the stream's
 // size does not grow with depth.
@@ -41,10 +29,8 @@ double residual_deviation(const GptConfig& config) {
 class Attention : public torch::nn::Module {
  public:
   explicit Attention(const GptConfig& c) : heads_(c.n_head) {
-    project_in_ = register_module(
-        "c_attn", std::make_shared<Conv1d>(c.n_embd, 3 * c.n_embd, kInitialDeviation));
-    project_out_ = register_module(
-        "c_proj", std::make_shared<Conv1d>(c.n_embd, c.n_embd, residual_deviation(c)));
+    project_in_ = register_module("c_attn", conv1d(c.n_embd, 3 * c.n_embd, kInitialDeviation));
+    project_out_ = register_module("c_proj", conv1d(c.n_embd, c.n_embd, residual_deviation(c)));
   }
 
   at::Tensor forward(const at::Tensor& x) {
@@ -61,17 +47,15 @@ class Attention : public torch::nn::Module {
 
  private:
   std::int64_t heads_;
-  std::shared_ptr<Conv1d> project_in_;
-  std::shared_ptr<Conv1d> project_out_;
+  Linear project_in_{nullptr};
+  Linear project_out_{nullptr};
 };
 
 class Perceptron : public torch::nn::Module {
  public:
   explicit Perceptron(const GptConfig& c) {
-    widen_ = register_module("c_fc",
-                             std::make_shared<Conv1d>(c.n_embd, 4 * c.n_embd, kInitialDeviation));
-    narrow_ = register_module(
-        "c_proj", std::make_shared<Conv1d>(4 * c.n_embd, c.n_embd, residual_deviation(c)));
+    widen_ = register_module("c_fc", conv1d(c.n_embd, 4 * c.n_embd, kInitialDeviation));
+    narrow_ = register_module("c_proj", conv1d(4 * c.n_embd, c.n_embd, residual_deviation(c)));
   }
 
   at::Tensor forward(const at::Tensor& x) {
@@ -79,8 +63,8 @@ class Perceptron : public torch::nn::Module {
   }
 
  private:
-  std::shared_ptr<Conv1d> widen_;
-  std::shared_ptr<Conv1d> narrow_;
+  Linear widen_{nullptr};
+  Linear narrow_{nullptr};
 };
 
 torch::nn::LayerNorm layer_norm(const GptConfig& config) {
