@@ -31,9 +31,8 @@ at::ScalarType adapter_type(const at::Tensor& weight) {
 
 LinearImpl::LinearImpl(const LinearOptions& given)
     : options(given), weight(register_parameter("weight", initial_weight(given))) {
-  bias = register_parameter("bias", options.bias()
-                                        ? torch::zeros({options.out_features()}, options.tensors())
-                                        : at::Tensor());
+  if (options.bias())
+    bias = register_parameter("bias", torch::zeros({options.out_features()}, options.tensors()));
 }
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
