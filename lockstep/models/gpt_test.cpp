@@ -13,6 +13,7 @@
 #include "lockstep/models/llama.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/models/pretrained.h"
+#include "lockstep/models/resnet.h"
 
 namespace lockstep::models {
 namespace {
@@ -101,6 +102,17 @@ TEST(Shapes, AreThoseOfTheModules) {
       }
     }
   }
+}
+
+TEST(Shapes, AreThoseOfResNets) {
+  for (const std::int64_t depth : {18, 34, 50}) {
+    const ResNetConfig config{.depth = depth, .num_classes = 7};
+    EXPECT_EQ(tensors_of(config), tensors_in(*ResNet{config})) << depth;
+  }
+  EXPECT_THAT(message_of([] { ResNet net{ResNetConfig{.depth = 20}}; }),
+              HasSubstr("[resnet] depth 20 with 1000 classes"));
+  ResNet net{ResNetConfig{.depth = 18}};
+  EXPECT_THAT(message_of([&] { net(torch::zeros({2, 1, 32, 32})); }), HasSubstr("[resnet] input"));
 }
 
 TEST(Gpt, HasTheSizeOfGpt2) {

@@ -19,11 +19,27 @@ void add_pair(Shapes& all, const std::string& name, std::vector<std::int64_t> we
   all.push_back({.name = name + ".bias", .shape = {bias}});
 }
 
+// Of a batch norm.
+void add_statistics(Shapes& buffers, const std::string& norm, std::int64_t width) {
+  buffers.push_back({.name = norm + ".running_mean", .shape = {width}});
+  buffers.push_back({.name = norm + ".running_var", .shape = {width}});
+  buffers.push_back({.name = norm + ".num_batches_tracked", .dtype = io::DType::kI64, .shape = {}});
+}
+
 // A matrix [out, in] and, where there is one, its bias.
 void add_linear(Shapes& all, const std::string& name, std::int64_t in, std::int64_t out,
                 bool bias) {
   all.push_back({.name = name + ".weight", .shape = {out, in}});
   if (bias) all.push_back({.name = name + ".bias", .shape = {out}});
+}
+
+// A convolution without bias and the batch norm after it, whose statistics are buffers.
+void add_convolution(Shapes& all, Shapes& buffers, const std::string& convolution,
+                     const std::string& norm, std::vector<std::int64_t> shape) {
+  const std::int64_t width = shape.front();
+  all.push_back({.name = convolution + ".weight", .shape = std::move(shape)});
+  add_pair(all, norm, {width}, width);
+  add_statistics(buffers, norm, width);
 }
 
 }  // namespace
@@ -131,15 +147,61 @@ Shapes tensors_of(const MlpConfig& c) {
     if (c.batch_norm) {
       const std::string norm = fmt::format("net.{}", place++);
       add_pair(all, norm, {c.hidden}, c.hidden);
-      buffers.push_back({.name = norm + ".running_mean", .shape = {c.hidden}});
-      buffers.push_back({.name = norm + ".running_var", .shape = {c.hidden}});
-      buffers.push_back(
-          {.name = norm + ".num_batches_tracked", .dtype = io::DType::kI64, .shape = {}});
+      add_statistics(buffers, norm, c.hidden);
     }
     place += c.dropout > 0 ? 2 : 1;
     width = c.hidden;
   }
   add_pair(all, fmt::format("net.{}", place), {c.outputs, width}, c.outputs);
+  all.insert(all.end(), buffers.begin(), buffers.end());
+  return all;
+}
+
+std::vector<std::int64_t> ResNetConfig::blocks() const {
+  switch (depth) {
+    case 18:
+      return {2, 2, 2, 2};
+    case 34:
+    case 50:
+      return {3, 4, 6, 3};
+    case 101:
+      return {3, 4, 23, 3};
+    case 152:
+      return {3, 8, 36, 3};
+    default:
+      return {};
+  }
+}
+
+Shapes tensors_of(const ResNetConfig& c) {
+  Shapes all;
+  Shapes buffers;
+  add_convolution(all, buffers, "conv1", "bn1", {64, 3, 7, 7});
+  std::int64_t in = 64;
+  std::int64_t width = 64;
+  const auto stages = c.blocks();
+  for (std::size_t stage = 0; stage < stages.size(); ++stage, width *= 2) {
+    const std::int64_t out = width * c.expansion();
+    for (std::int64_t i = 0; i < stages[stage]; ++i, in = out) {
+      const std::string block = fmt::format("layer{}.{}.", stage + 1, i);
+      const auto add = [&](int number, std::int64_t from, std::int64_t to, std::int64_t size) {
+        add_convolution(all, buffers, fmt::format("{}conv{}", block, number),
+                        fmt::format("{}bn{}", block, number), {to, from, size, size});
+      };
+      if (c.expansion() == 1) {
+        add(1, in, width, 3);
+        add(2, width, width, 3);
+      } else {
+        add(1, in, width, 1);
+        add(2, width, width, 3);
+        add(3, width, out, 1);
+      }
+      if (i == 0 && (stage > 0 || in != out))
+        add_convolution(all, buffers, block + "downsample.0", block + "downsample.1",
+                        {out, in, 1, 1});
+    }
+  }
+  add_linear(all, "fc", in, c.num_classes, true);
   all.insert(all.end(), buffers.begin(), buffers.end());
   return all;
 }

@@ -91,6 +91,16 @@ struct MlpConfig {
   bool batch_norm = false;
 };
 
+struct ResNetConfig {
+  std::int64_t depth = 50;  // 18, 34, 50, 101 or 152 layers
+  std::int64_t num_classes = 1000;
+
+  // From 50 layers on a block narrows, convolves and widens by this factor.
+  std::int64_t expansion() const { return depth >= 50 ? 4 : 1; }
+  // Blocks of the four stages; empty for another depth.
+  std::vector<std::int64_t> blocks() const;
+};
+
 // UsageError when the sizes do not fit together.
 void check_sizes(const GptConfig& config);
 void check_sizes(const LlamaConfig& config);
@@ -99,5 +109,6 @@ void check_sizes(const LlamaConfig& config);
 std::vector<io::TensorShape> tensors_of(const GptConfig& config);
 std::vector<io::TensorShape> tensors_of(const LlamaConfig& config);
 std::vector<io::TensorShape> tensors_of(const MlpConfig& config);
+std::vector<io::TensorShape> tensors_of(const ResNetConfig& config);
 
 }  // namespace lockstep::models

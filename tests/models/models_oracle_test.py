@@ -1,4 +1,5 @@
-"""Our language models beside transformers: tiny random models of every family and option.
+"""Our language models beside transformers, tiny random ones of every family and option; and our
+residual networks beside a plain definition in torch.nn.
 
 Transformers writes each model; one C++ process (models_peer.cpp) loads all of them, computes,
 saves them again and generates. Logits must agree within 1e-5 and gradients within 1e-4, weights
@@ -281,6 +282,83 @@ class ModelsTest(unittest.TestCase):
                 self.assertIn(text, said)
                 self.assertIn(str(self.place / "bad" / name) if "heads" not in name
                               and "groups" not in name else "[", said)
+
+
+class Residual(torch.nn.Module):
+    """A block of the paper's networks, strided in the 3 by 3 convolution, with torchvision's
+    names."""
+
+    def __init__(self, inputs, sizes, stride):
+        super().__init__()
+        strided = next(i for i, (_, size) in enumerate(sizes) if size == 3)
+        self.count = len(sizes)
+        before = inputs
+        for i, (width, size) in enumerate(sizes):
+            setattr(self, f"conv{i + 1}", torch.nn.Conv2d(
+                before, width, size, stride if i == strided else 1, size // 2, bias=False))
+            setattr(self, f"bn{i + 1}", torch.nn.BatchNorm2d(width))
+            before = width
+        self.downsample = None
+        if stride != 1 or before != inputs:
+            self.downsample = torch.nn.Sequential(
+                torch.nn.Conv2d(inputs, before, 1, stride, bias=False),
+                torch.nn.BatchNorm2d(before))
+
+    def forward(self, x):
+        y = x
+        for i in range(1, self.count + 1):
+            y = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(y))
+            y = torch.relu(y) if i < self.count else y
+        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+def residual_network(depth, classes):
+    deep = depth >= 50
+    net = torch.nn.Sequential()
+    net.add_module("conv1", torch.nn.Conv2d(3, 64, 7, 2, 3, bias=False))
+    net.add_module("bn1", torch.nn.BatchNorm2d(64))
+    net.append(torch.nn.ReLU())
+    net.append(torch.nn.MaxPool2d(3, 2, 1))
+    inputs = 64
+    for stage, count in enumerate({18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}[depth]):
+        width = 64 << stage
+        sizes = [(width, 1), (width, 3), (4 * width, 1)] if deep else [(width, 3), (width, 3)]
+        blocks = []
+        for i in range(count):
+            blocks.append(Residual(inputs, sizes, 2 if stage > 0 and i == 0 else 1))
+            inputs = sizes[-1][0]
+        net.add_module(f"layer{stage + 1}", torch.nn.Sequential(*blocks))
+    net.append(torch.nn.AdaptiveAvgPool2d(1))
+    net.append(torch.nn.Flatten())
+    net.add_module("fc", torch.nn.Linear(inputs, classes))
+    return net
+
+
+class ResNetTest(unittest.TestCase):
+    def test_as_in_torch(self):
+        for depth, parameters in ((18, 11_180_103), (50, 23_522_375)):
+            torch.manual_seed(depth)
+            net = residual_network(depth, 7)
+            self.assertEqual(sum(p.numel() for p in net.parameters()), parameters)
+            images, labels = torch.randn(4, 3, 64, 64), torch.tensor([0, 3, 6, 1])
+            with tempfile.TemporaryDirectory(prefix="lockstep-resnet-") as name:
+                folder = pathlib.Path(name)
+                save_file(net.state_dict(), folder / "model.safetensors")
+                save_file({"images": images, "labels": labels}, folder / "inputs.safetensors")
+                subprocess.run([PEER, "resnet", str(depth), folder], timeout=100, check=True)
+                out = load_file(folder / "out.safetensors")
+            evaluated = net.eval()(images)
+            logits = net.train()(images)
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+            loss.backward()
+            expected = {"evaluated": evaluated, "trained": logits, "loss": loss,
+                        **{f"grad.{name}": p.grad for name, p in net.named_parameters()},
+                        **{f"state.{name}": b for name, b in net.named_buffers()}}
+            self.assertEqual(set(out), set(expected))
+            for name, tensor in expected.items():
+                apart = (out[name].double() - tensor.double()).abs().max().item()
+                scale = max(1.0, tensor.abs().max().item())
+                self.assertLessEqual(apart / scale, 1e-4, (depth, name))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 //
 //   models_peer CASES        every folder in CASES/good and CASES/bad: a Hugging Face model, with
 //                            inputs.safetensors beside it
+//   models_peer resnet DEPTH FOLDER   the network of FOLDER/model.safetensors on its inputs: logits
+//                            in training (with loss, gradients, statistics) and in evaluation
 //
 // A good one gives, in the same folder: out.safetensors (logits, loss, gradients, logits in
 // bfloat16 and with a padded vocabulary), generated.txt, and the model saved as saved/, sharded/
@@ -21,6 +23,7 @@
 #include "lockstep/io/tensors.h"
 #include "lockstep/models/generate.h"
 #include "lockstep/models/pretrained.h"
+#include "lockstep/models/resnet.h"
 
 namespace {
 
@@ -96,6 +99,28 @@ void run_good(const fs::path& folder) {
   std::ofstream(folder / "generated.txt") << fmt::format("{}", fmt::join(made, " "));
 }
 
+void run_resnet(std::int64_t depth, const fs::path& folder) {
+  const Tensors inputs = read_tensors(folder / "inputs.safetensors");
+  const Tensors weights = read_tensors(folder / "model.safetensors");
+  ResNet net{ResNetConfig{.depth = depth, .num_classes = 7}};
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& item : net->named_parameters()) item.value().copy_(weights.at(item.key()));
+    for (auto& item : net->named_buffers()) item.value().copy_(weights.at(item.key()));
+  }
+  Tensors out;
+  net->eval();
+  out["evaluated"] = net(inputs.at("images"));
+  net->train();
+  out["trained"] = net(inputs.at("images"));
+  const at::Tensor loss = torch::cross_entropy_loss(out["trained"], inputs.at("labels"));
+  loss.backward();
+  out["loss"] = loss;
+  for (const auto& item : net->named_parameters()) out["grad." + item.key()] = item.value().grad();
+  for (const auto& item : net->named_buffers()) out["state." + item.key()] = item.value();
+  write_tensors(folder / "out.safetensors", out);
+}
+
 std::vector<fs::path> folders(const fs::path& parent) {
   std::vector<fs::path> all;
   for (const auto& entry : fs::directory_iterator(parent)) all.push_back(entry.path());
@@ -106,8 +131,12 @@ std::vector<fs::path> folders(const fs::path& parent) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) return 2;
   torch::set_num_threads(1);
+  if (argc == 4) {
+    run_resnet(std::stoll(argv[2]), argv[3]);
+    return 0;
+  }
+  if (argc != 2) return 2;
   const fs::path cases = argv[1];
   for (const fs::path& folder : folders(cases / "good")) {
     try {
