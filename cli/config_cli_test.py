@@ -106,7 +106,8 @@ class Config(unittest.TestCase):
         os.mkdir(os.path.join(self.folder, "empty"))
         self.write("few.txt", "few bytes")
         for text, part in (
-                ("model: gtp\n", "model.name must be gpt or mlp, and 'gtp' is neither. Did"),
+                ("model: gtp\n", "model.name must be gpt, mlp, resnet18 or resnet50, and 'gtp' is "
+                                  "none of them. Did"),
                 ("model: {name: gpt, n_lyer: 2}\n", "model has no key 'n_lyer'. Did you mean n_l"),
                 ("model: {n_head: 3}\n", "model.n_embd 128 does not divide into 3 heads"),
                 ("model: {n_positions: 8}\n", "model.n_positions 8 is shorter than a sample"),
@@ -429,7 +430,7 @@ class Config(unittest.TestCase):
         said = self.refusal("".join(f"{name}: 1\n" for name in names))
         for name in names:
             self.assertRegex(said, fr": {name} is a key of the (model|data), not of the top level"
-                             fr"\. Write \1: {{name: .*{name}: ")
+                             fr"\. Write \1: {{(name: .*)?{name}: ")
 
     def test_diff(self):
         self.write("a.yaml", "seed: 1\n")

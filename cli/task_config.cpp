@@ -29,16 +29,18 @@ const std::vector<std::string> kMetrics{"eval_loss", "eval_accuracy", "eval_runt
                                         "eval_samples_per_second"};
 
 // `gpt` is short for {name: gpt}. Reports top-level keys that are written inside the map.
-Node map_of(const train::NodePtr& given, const char* key, const char* fallback,
-            Problems& problems) {
+Node map_of(const train::NodePtr& given, const char* key, Problems& problems) {
   const Node node = given ? *given : Node{};
   Node map = node;
   if (!node.is(NodeKind::kMap)) {
     map = Node{};
     map.kind = NodeKind::kMap;
     map.location = node.location;
-    const Node name = node.is(NodeKind::kNull) ? text_node(fallback) : node;
-    map.entries.push_back({"name", node.location, text_node(as_string(name, key))});
+    if (!node.is(NodeKind::kNull)) {
+      Node name = text_node(as_string(node, key));
+      name.location = node.location;
+      map.entries.push_back({"name", node.location, std::move(name)});
+    }
   }
   std::erase_if(map.entries, [&](const Entry& entry) {
     if (train::find_key(entry.key) == nullptr) return false;
@@ -156,12 +158,21 @@ void check_instructions(const DataConfig& data, Problems& problems) {
   });
 }
 
+// Of `random` and `images`.
 void read_random_keys(MapReader& keys, DataConfig& data) {
+  const bool images = data.name == "images";
   data.samples = keys.integer("samples", 10'000, 1, 100'000'000);
   data.eval_samples = keys.integer("eval_samples", 0, 0, 100'000'000);
-  data.features = keys.integer("features", 20, 1, 1'000'000);
-  data.classes = keys.integer("classes", 10, 2, 1'000'000);
+  if (images)
+    data.image_size = keys.integer("image_size", 224, 32, 4096);
+  else
+    data.features = keys.integer("features", 20, 1, 1'000'000);
+  data.classes = keys.integer("classes", images ? 1000 : 10, 2, 1'000'000);
   data.evaluates = data.eval_samples > 0;
+}
+
+bool has_tokens(const DataConfig& data) {
+  return data.name != "random" && data.name != "images";
 }
 
 // Keys of the top level that this data does not read.
@@ -171,8 +182,9 @@ void check_unread_keys(const TrainingArguments& a, const DataConfig& data, Probl
         fmt::format("dataset_dir is a folder of token shards, and data: {} does not read it. "
                     "Delete it, or write data: tokens.",
                     data.name));
-  if (a.max_seq_len && data.name == "random" && !a.tokens_per_update)
-    problems.add("max_seq_len is for samples of tokens, and data: random has none. Delete it.");
+  if (a.max_seq_len && !has_tokens(data) && !a.tokens_per_update)
+    problems.add(fmt::format(
+        "max_seq_len is for samples of tokens, and data: {} has none. Delete it.", data.name));
 }
 
 void note_unused_evaluation(const TrainingArguments& a, TaskConfig& task) {
@@ -181,23 +193,24 @@ void note_unused_evaluation(const TrainingArguments& a, TaskConfig& task) {
   if (data.evaluates)
     task.notes.push_back(
         fmt::format("data.{} is set, and nothing is evaluated. Set eval_strategy, or delete it.",
-                    data.name == "bytes"    ? "eval_bytes"
-                    : data.name == "random" ? "eval_samples"
-                                            : "eval_path"));
+                    data.name == "bytes" ? "eval_bytes"
+                    : !has_tokens(data)  ? "eval_samples"
+                                         : "eval_path"));
 }
 
 void read_data(const TrainingArguments& a, DataConfig& data, Problems& problems) {
   const char* fallback = a.dataset_dir ? "tokens" : "bytes";
-  const Node node = map_of(a.data, "data", fallback, problems);
+  const Node node = map_of(a.data, "data", problems);
   MapReader keys(node, "data");
-  data.name = keys.choice("name", fallback, {"bytes", "tokens", "instructions", "random"});
+  data.name =
+      keys.choice("name", fallback, {"bytes", "tokens", "instructions", "random", "images"});
   data.length = a.max_seq_len.value_or(kDefaultLength);
   check_unread_keys(a, data, problems);
   const bool right = problems.attempt([&] {
     if (data.name == "bytes") read_bytes_keys(keys, data);
     if (data.name == "tokens") read_token_keys(keys, data);
     if (data.name == "instructions") read_instruction_keys(keys, data);
-    if (data.name == "random") read_random_keys(keys, data);
+    if (!has_tokens(data)) read_random_keys(keys, data);
     keys.finish();
   });
   if (!right) return;
@@ -236,13 +249,17 @@ void check_weights(const TaskConfig& task) {
   std::error_code ignored;
   if (!fs::exists(fs::path(model.weights) / "model.safetensors", ignored) &&
       !fs::exists(fs::path(model.weights) / "model.safetensors.index.json", ignored))
-    throw UsageError(
-        "config",
-        "model.weights {} is not a folder with a model.safetensors. Give a checkpoint's "
-        "folder, or one that `lockstep checkpoint import` has made.",
-        model.weights);
+    throw UsageError("config",
+                     "model.{} {} is not a folder with a model.safetensors. Give a checkpoint's "
+                     "folder, or one that `lockstep checkpoint import` has made.",
+                     model.hugging_face ? "path" : "weights", model.weights);
   check_whole(model.weights, io::Depth::kSizes);
-  train::check_weights(model.weights, io::SafetensorsSet(model.weights), model_tensors(task));
+  const io::SafetensorsSet files(model.weights);
+  if (model.hugging_face) {
+    models::find_weights(model.weights, files, *model.hugging_face);
+    return;
+  }
+  train::check_weights(model.weights, files, model_tensors(task));
   if (model.name == "gpt") check_heads(model);
 }
 
@@ -263,12 +280,7 @@ void read_mlp_keys(MapReader& keys, ModelConfig& model) {
   model.batch_norm = keys.boolean("batch_norm", false);
 }
 
-void check_gpt(const ModelConfig& model, const DataConfig& data, Problems& problems) {
-  if (model.n_embd % model.n_head != 0)
-    problems.add(
-        fmt::format("model.n_embd {} does not divide into {} heads of equal width. Choose "
-                    "n_embd as a multiple of n_head.",
-                    model.n_embd, model.n_head));
+void check_length(const ModelConfig& model, const DataConfig& data, Problems& problems) {
   // Rows that are padded to the longest of a batch may all be shorter than they could be.
   const bool capped = data.name == "instructions" && data.padding == "longest";
   if (model.n_positions < data.length && !capped)
@@ -278,31 +290,90 @@ void check_gpt(const ModelConfig& model, const DataConfig& data, Problems& probl
                     model.n_positions, data.length));
 }
 
+void check_gpt(const ModelConfig& model, const DataConfig& data, Problems& problems) {
+  if (model.n_embd % model.n_head != 0)
+    problems.add(
+        fmt::format("model.n_embd {} does not divide into {} heads of equal width. Choose "
+                    "n_embd as a multiple of n_head.",
+                    model.n_embd, model.n_head));
+  check_length(model, data, problems);
+}
+
+// `path` or `config`, of which one is there: what the model is says the config.json.
+void read_hugging_face_keys(MapReader& keys, ModelConfig& model) {
+  model.weights = keys.text("path", "");
+  const std::string config = keys.text("config", "");
+  if (!model.weights.empty() && !config.empty())
+    throw UsageError("config",
+                     "model.path takes the config.json of its own folder. Delete model.config, or "
+                     "delete model.path for random weights.");
+  if (keys.has("name"))
+    throw UsageError("config", "model.name has no meaning beside model.{}. Delete it.",
+                     config.empty() ? "path" : "config");
+  try {
+    model.hugging_face = models::read_config(config.empty() ? model.weights : config);
+  } catch (const SystemError& error) {  // a file that cannot be read
+    throw UsageError("config", "{}", error.what());
+  }
+  model.vocab_size = model.hugging_face->vocab_size();
+  const bool limited = model.hugging_face->gpt() != nullptr;  // rotary positions have no end
+  model.n_positions = limited ? model.hugging_face->max_positions() : INT64_MAX;
+}
+
+void note_length(TaskConfig& task) {
+  const auto& config = task.model.hugging_face;
+  if (!config || config->gpt() != nullptr || task.data.length <= config->max_positions()) return;
+  task.notes.push_back(
+      fmt::format("max_seq_len {} is longer than the model's max_position_embeddings {}: it has "
+                  "not been trained for such texts.",
+                  task.data.length, config->max_positions()));
+}
+
+// The name, where it goes with the data; nothing with a problem otherwise.
+bool read_name(MapReader& keys, TaskConfig& task, Problems& problems) {
+  const std::string& data = task.data.name;
+  const char* fallback = data == "random" ? "mlp" : data == "images" ? "resnet50" : "gpt";
+  std::string& name = task.model.name;
+  if (keys.has("path") || keys.has("config"))
+    name = kHuggingFace;
+  else
+    name = keys.choice("name", fallback, {"gpt", "mlp", "resnet18", "resnet50"});
+  const bool right = name == "mlp"                ? data == "random"
+                     : name.starts_with("resnet") ? data == "images"
+                                                  : has_tokens(task.data);
+  if (right) return true;
+  problems.add(
+      fmt::format("the model {} does not take this data. gpt and Hugging Face's models train on "
+                  "bytes, tokens and instructions, mlp on random, resnet18 and resnet50 on images.",
+                  name == kHuggingFace ? "of a config.json" : name));
+  return false;
+}
+
 void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems) {
   ModelConfig& model = task.model;
-  const bool random = task.data.name == "random";
-  const Node node = map_of(a.model, "model", random ? "mlp" : "gpt", problems);
+  const Node node = map_of(a.model, "model", problems);
   MapReader keys(node, "model");
-  model.name = keys.choice("name", random ? "mlp" : "gpt", {"gpt", "mlp"});
-  if ((model.name == "mlp") != random) {
-    problems.add(
-        fmt::format("the model {} does not take this data. gpt trains on bytes, tokens and "
-                    "instructions, mlp on random.",
-                    model.name));
-    return;
-  }
+  if (!read_name(keys, task, problems)) return;
   const bool right = problems.attempt([&] {
     if (model.name == "gpt") read_gpt_keys(keys, model, task.data);
     if (model.name == "mlp") read_mlp_keys(keys, model);
-    model.weights = keys.text("weights", "");
+    if (model.name == kHuggingFace)
+      read_hugging_face_keys(keys, model);
+    else
+      model.weights = keys.text("weights", "");
     keys.finish();
   });
   if (!right) return;
   if (model.name == "gpt") check_gpt(model, task.data, problems);
-  if (model.name == "mlp" && a.gradient_checkpointing)
-    problems.add(
-        "gradient_checkpointing is for models of blocks, and mlp has none. Delete it, or "
-        "train a gpt.");
+  if (model.hugging_face) {
+    check_length(model, task.data, problems);
+    note_length(task);
+  }
+  if (!has_tokens(task.data) && a.gradient_checkpointing)
+    problems.add(fmt::format(
+        "gradient_checkpointing is for models of blocks, and {} has none. Delete it, or "
+        "train a gpt.",
+        model.name));
   // The weights cannot be checked against an invalid model.
   if (problems.empty()) problems.attempt([&] { check_weights(task); });
 }
@@ -365,9 +436,15 @@ models::MlpConfig mlp_config(const TaskConfig& task) {
           .batch_norm = task.model.batch_norm};
 }
 
+models::ResNetConfig resnet_config(const TaskConfig& task) {
+  return {.depth = task.model.name == "resnet18" ? 18 : 50, .num_classes = task.data.classes};
+}
+
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task) {
-  return task.model.name == "gpt" ? models::tensors_of(gpt_config(task.model))
-                                  : models::tensors_of(mlp_config(task));
+  if (task.model.hugging_face) return models::tensors_of(*task.model.hugging_face);
+  if (task.model.name == "gpt") return models::tensors_of(gpt_config(task.model));
+  if (task.model.name == "mlp") return models::tensors_of(mlp_config(task));
+  return models::tensors_of(resnet_config(task));
 }
 
 TaskConfig read_task(const TrainingArguments& arguments) {
@@ -390,7 +467,8 @@ void check_whole(const std::string& folder, io::Depth depth) {
   auto faults = io::verify(folder, depth);
   std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
   if (!faults.empty())
-    throw UsageError("train", "model.weights {} is damaged: {}", folder, io::describe(faults));
+    throw UsageError("train", "the model's weights in {} are damaged: {}", folder,
+                     io::describe(faults));
 }
 
 }  // namespace lockstep::cli

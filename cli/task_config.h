@@ -7,10 +7,13 @@
 //
 //   const TaskConfig task = read_task(config.arguments);   // UsageError with every mistake
 //
-//   model: gpt | mlp           {name: gpt, n_layer: 4, n_head: 4, n_embd: 128}
+//   model: gpt | mlp | resnet18 | resnet50
+//                              {name: gpt, n_layer: 4, n_head: 4, n_embd: 128}
 //                              {name: mlp, hidden: 64, layers: 1, dropout: 0.1, batch_norm: true}
 //                              {..., weights: FOLDER} begins with a folder's model.safetensors
-//   data:  bytes | tokens | instructions | random
+//                              {path: FOLDER} a Hugging Face model, config.json and weights
+//                              {config: FOLDER or config.json} the same with random weights
+//   data:  bytes | tokens | instructions | random | images
 //                              {name: bytes, path: torch-headers, suffix: .h, max_bytes: 4000000}
 //                              {name: tokens, order: shards}, with dataset_dir (which alone
 //                              means tokens); `windows` shuffles over all shards, as PyTorch's
@@ -20,16 +23,20 @@
 //                               also pad_to_multiple_of, train_on_prompt, prompt,
 //                               prompt_without_input, response
 //                              {name: random, samples: 10000, features: 20, classes: 10}
+//                              {name: images, samples: 10000, image_size: 224, classes: 1000}
+//                              random pixels [3, image_size, image_size]
 //
 // Values and a function that only reads; call from any thread.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/data/instruction_file.h"
 #include "lockstep/io/manifest.h"
+#include "lockstep/models/hugging_face.h"
 #include "lockstep/models/shapes.h"
 #include "lockstep/train/arguments.h"
 
@@ -57,16 +64,22 @@ struct DataConfig {
   bool train_on_prompt = false;
   bool group_by_length = false;
   data::PromptTemplate prompt{};
-  // random
+  // random and images
   std::int64_t samples = 0;
   std::int64_t eval_samples = 0;
-  std::int64_t features = 0;
   std::int64_t classes = 0;
+  std::int64_t features = 0;    // random
+  std::int64_t image_size = 0;  // images
 };
+
+// The model is what a config.json says; there is no name to write for it.
+inline constexpr const char* kHuggingFace = "hugging_face";
 
 struct ModelConfig {
   std::string name;
   std::string weights{};  // a folder; empty: random initial weights
+  // of a Hugging Face folder; `weights` is the folder where its weights are wanted too
+  std::optional<models::CausalLmConfig> hugging_face{};
   // gpt
   std::int64_t n_layer = 0;
   std::int64_t n_head = 0;
@@ -88,9 +101,10 @@ struct TaskConfig {
 
 TaskConfig read_task(const TrainingArguments& arguments);
 
-// The model as its own module takes it, and its tensors.
+// The model as its own module takes it, and its tensors. A resnet's classes are the data's.
 models::GptConfig gpt_config(const ModelConfig& model);
 models::MlpConfig mlp_config(const TaskConfig& task);
+models::ResNetConfig resnet_config(const TaskConfig& task);
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task);
 
 // A file, or a folder's files whose names end in `suffix`, in a fixed order. UsageError without

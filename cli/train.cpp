@@ -31,7 +31,8 @@ namespace {
 constexpr const char* kHelp =
     "usage: lockstep train [--nproc-per-node=N] [FILE] [--KEY VALUE ...]\n"
     "                      [--resume auto|PATH|never]\n\n"
-    "Trains a bundled model (gpt, mlp) as FILE says, on one rank.\n\n"
+    "Trains a bundled model (gpt, mlp, resnet18, resnet50) or one of a Hugging Face folder as\n"
+    "FILE says, on one rank.\n\n"
     "--nproc-per-node=N   on N ranks (or auto, gpu). Every flag of `lockstep run` may be given:\n"
     "                 lockstep train --nproc-per-node=2 FILE is short for\n"
     "                 lockstep run --nproc-per-node=2 lockstep train FILE\n"

@@ -17,8 +17,9 @@
 #include "lockstep/data/instruction.h"
 #include "lockstep/data/text_files.h"
 #include "lockstep/data/token_shards.h"
-#include "lockstep/models/gpt.h"
 #include "lockstep/models/mlp.h"
+#include "lockstep/models/pretrained.h"
+#include "lockstep/models/resnet.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/train/checkpoint.h"
@@ -186,11 +187,33 @@ Data random_data(const DataConfig& config, const TrainingArguments& a) {
   return data;
 }
 
+// Noise around a colour of its class: pictures of any size without a file, the same for an index
+// in every epoch.
+Data image_data(const DataConfig& config, const TrainingArguments& a) {
+  const auto make = [&](std::int64_t count, std::int64_t first) {
+    const auto seed = data_seed(a);
+    return data::make_dataset(count, [=](std::int64_t index, data::SampleRandom&) {
+      data::SampleRandom random({.seed = seed, .epoch = 0}, first + index);
+      const auto label = static_cast<std::int64_t>(random.below(config.classes));
+      data::SampleRandom tint({.seed = seed, .epoch = 1}, label);
+      const at::Tensor colour = torch::tensor(
+          {tint.uniform(-1, 1), tint.uniform(-1, 1), tint.uniform(-1, 1)}, at::kFloat);
+      const at::Tensor pixels =
+          torch::randn({3, config.image_size, config.image_size}, data::generator(random));
+      return data::Example{pixels + colour.view({3, 1, 1}), torch::tensor(label, at::kLong)};
+    });
+  };
+  Data data{.train = make(config.samples, 0)};
+  if (config.evaluates) data.eval = make(config.eval_samples, config.samples);
+  return data;
+}
+
 Data make_data(const TaskConfig& task, const TrainingArguments& a) {
   const DataConfig& config = task.data;
   if (config.name == "bytes") return byte_data(config);
   if (config.name == "tokens") return token_data(config, a);
   if (config.name == "instructions") return instruction_data(task, a);
+  if (config.name == "images") return image_data(config, a);
   return random_data(config, a);
 }
 
@@ -210,38 +233,52 @@ void load_weights(const std::string& folder, torch::nn::Module& module) {
 }
 
 // Loss and accuracy of a model that gives logits.
-template <typename Net>
-void set_loss(TrainerTask& task, Net net, double smoothing) {
-  task.loss = [net, smoothing](const Batch& batch) mutable {
-    const at::Tensor logits = net(batch.data);
+template <typename Module>
+void set_loss(TrainerTask& task, std::shared_ptr<Module> net, double smoothing) {
+  task.loss = [net, smoothing](const Batch& batch) {
+    const at::Tensor logits = net->forward(batch.data);
     return LossOutput(cross_entropy(logits, batch.target, smoothing), logits);
   };
   task.totals = [](const Batch& batch, const at::Tensor& logits) {
     const at::Tensor right = logits.argmax(-1) == batch.target;
     return std::map<std::string, at::Tensor>{{"accuracy", right.sum()}};
   };
-  task.module = net.ptr();
+  task.module = net;
 }
 
-void make_gpt(TrainerTask& task, const ModelConfig& model, const TrainingArguments& a,
-              std::optional<std::int64_t> end_of_text) {
-  const models::GptConfig config = gpt_config(model);
-  models::Gpt net(config);
-  load_weights(model.weights, *net);
+models::CausalLmPtr make_net(const ModelConfig& model, std::optional<std::int64_t> end_of_text) {
+  if (!model.hugging_face) {
+    models::CausalLmConfig config{.model = gpt_config(model)};
+    if (end_of_text) config.eos_token_ids = {*end_of_text};
+    const auto net = models::make_causal_lm(config);
+    load_weights(model.weights, *net);
+    return net;
+  }
+  if (model.weights.empty()) return models::make_causal_lm(*model.hugging_face);
+  check_whole(model.weights, io::Depth::kFull);
+  const auto net = models::load_pretrained(model.weights);
+  net->train();
+  return net;
+}
+
+void make_language_model(TrainerTask& task, const ModelConfig& model, const TrainingArguments& a,
+                         std::optional<std::int64_t> end_of_text) {
+  const models::CausalLmPtr net = make_net(model, end_of_text);
   if (a.gradient_checkpointing)
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
       return lockstep::checkpoint(std::move(block), std::move(inputs));
     });
   set_loss(task, net, a.label_smoothing_factor);
   for (data::DatasetPtr* samples : {&task.train_data, &task.eval_data})
-    if (*samples) *samples = std::make_shared<InVocabulary>(*samples, config.vocab_size);
-  task.model_config = models::hugging_face_config(config, end_of_text);
+    if (*samples) *samples = std::make_shared<InVocabulary>(*samples, net->config().vocab_size());
+  task.model_config = models::config_json(net->config());
 }
 
-void make_mlp(TrainerTask& task, const TaskConfig& wanted, const TrainingArguments& a) {
-  models::Mlp net(mlp_config(wanted));
-  load_weights(wanted.model.weights, *net);
-  set_loss(task, net, a.label_smoothing_factor);
+template <typename Module>
+void make_classifier(TrainerTask& task, std::shared_ptr<Module> net, const std::string& weights,
+                     const TrainingArguments& a) {
+  load_weights(weights, *net);
+  set_loss(task, std::move(net), a.label_smoothing_factor);
 }
 
 }  // namespace
@@ -253,11 +290,13 @@ TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& a) {
   task.eval_data = data.eval;
   task.sampler = data.sampler;
   const optim::WithSeed seeded(static_cast<std::uint64_t>(a.seed));  // the same on every rank
-  if (wanted.model.name == "gpt") {
-    make_gpt(task, wanted.model, a, data.end_of_text);
-  } else {
-    make_mlp(task, wanted, a);
-  }
+  const ModelConfig& model = wanted.model;
+  if (model.name == "gpt" || model.hugging_face)
+    make_language_model(task, model, a, data.end_of_text);
+  else if (model.name == "mlp")
+    make_classifier(task, models::Mlp(mlp_config(wanted)).ptr(), model.weights, a);
+  else
+    make_classifier(task, models::ResNet(resnet_config(wanted)).ptr(), model.weights, a);
   return task;
 }
 

@@ -1,5 +1,5 @@
-// The model alone. That its numbers are those of the same model in Python is checked in
-// tests/parity.
+// The models alone. That their numbers are those of the same models in Python is checked in
+// tests/parity and tests/models.
 #include "lockstep/models/gpt.h"
 
 #include <gmock/gmock.h>
@@ -9,7 +9,11 @@
 #include <cmath>
 
 #include "lockstep/core/error.h"
+#include "lockstep/models/generate.h"
+#include "lockstep/models/llama.h"
 #include "lockstep/models/mlp.h"
+#include "lockstep/models/pretrained.h"
+#include "lockstep/models/resnet.h"
 
 namespace lockstep::models {
 namespace {
@@ -18,6 +22,13 @@ using ::testing::HasSubstr;
 
 const GptConfig kSmall{
     .n_layer = 2, .n_head = 2, .n_embd = 16, .vocab_size = 50, .n_positions = 12};
+
+const LlamaConfig kLlama{.vocab_size = 50,
+                         .hidden_size = 16,
+                         .intermediate_size = 24,
+                         .num_hidden_layers = 2,
+                         .num_attention_heads = 4,
+                         .num_key_value_heads = 2};
 
 template <typename Body>
 std::string message_of(Body body) {
@@ -65,6 +76,19 @@ std::vector<io::TensorShape> tensors_in(const torch::nn::Module& module) {
 
 TEST(Shapes, AreThoseOfTheModules) {
   EXPECT_EQ(tensors_of(kSmall), tensors_in(*Gpt{kSmall}));
+  GptConfig untied = kSmall;
+  untied.tie_word_embeddings = false;
+  untied.n_inner = 20;
+  EXPECT_EQ(tensors_of(untied), tensors_in(*Gpt{untied}));
+  for (const bool fused : {false, true}) {
+    for (const bool bias : {false, true}) {
+      LlamaConfig config = kLlama;
+      config.fused_projections = fused;
+      config.attention_bias = config.mlp_bias = config.tie_word_embeddings = bias;
+      config.head_dim = bias ? 6 : 0;
+      EXPECT_EQ(tensors_of(config), tensors_in(*Llama{config}));
+    }
+  }
   for (const std::int64_t layers : {0, 1, 3}) {
     for (const bool batch_norm : {false, true}) {
       for (const double dropout : {0.0, 0.5}) {
@@ -78,6 +102,17 @@ TEST(Shapes, AreThoseOfTheModules) {
       }
     }
   }
+}
+
+TEST(Shapes, AreThoseOfResNets) {
+  for (const std::int64_t depth : {18, 34, 50}) {
+    const ResNetConfig config{.depth = depth, .num_classes = 7};
+    EXPECT_EQ(tensors_of(config), tensors_in(*ResNet{config})) << depth;
+  }
+  EXPECT_THAT(message_of([] { ResNet net{ResNetConfig{.depth = 20}}; }),
+              HasSubstr("[resnet] depth 20 with 1000 classes"));
+  ResNet net{ResNetConfig{.depth = 18}};
+  EXPECT_THAT(message_of([&] { net(torch::zeros({2, 1, 32, 32})); }), HasSubstr("[resnet] input"));
 }
 
 TEST(Gpt, HasTheSizeOfGpt2) {
@@ -136,6 +171,115 @@ TEST(Gpt, RunsBlocksThroughTheRunner) {
     return block(inputs);
   });
   EXPECT_TRUE(torch::equal(gpt(ids), plain));
+  EXPECT_EQ(calls, 2);
+}
+
+TEST(CausalLm, DropsInTrainingAlone) {
+  torch::manual_seed(5);
+  GptConfig config = kSmall;
+  const auto ids = torch::randint(50, {2, 6}, torch::kLong);
+  for (double* dropout : {&config.embd_pdrop, &config.attn_pdrop, &config.resid_pdrop}) {
+    config.embd_pdrop = config.attn_pdrop = config.resid_pdrop = 0;
+    *dropout = 0.5;
+    Gpt gpt{config};
+    EXPECT_FALSE(torch::equal(gpt(ids), gpt(ids)));
+    gpt->eval();
+    EXPECT_TRUE(torch::equal(gpt(ids), gpt(ids)));
+  }
+  LlamaConfig other = kLlama;
+  other.attention_dropout = 0.5;
+  Llama llama{other};
+  EXPECT_FALSE(torch::equal(llama(ids), llama(ids)));
+  llama->eval();
+  EXPECT_TRUE(torch::equal(llama(ids), llama(ids)));
+}
+
+TEST(CausalLm, IsTheSameOnEveryWayToMakeIt) {
+  const CausalLmConfig config{.model = kLlama};
+  torch::manual_seed(6);
+  Llama direct{kLlama};
+  torch::manual_seed(6);
+  const auto made = make_causal_lm(config, {.pad_vocab_to_multiple_of = 1});
+  torch::manual_seed(6);
+  const auto half = make_causal_lm(config, {.dtype = torch::kBFloat16});
+  const auto names = direct->named_parameters();
+  const auto same = made->named_parameters(), rounded = half->named_parameters();
+  for (const auto& item : names) {
+    EXPECT_TRUE(torch::equal(item.value(), same[item.key()])) << item.key();
+    EXPECT_TRUE(torch::equal(item.value().to(torch::kBFloat16), rounded[item.key()]));
+  }
+  const auto padded = make_causal_lm(config, {.pad_vocab_to_multiple_of = 64});
+  EXPECT_EQ(padded->named_parameters()["lm_head.weight"].size(0), 64);
+  EXPECT_EQ(padded->named_parameters()["lm_head.weight"].slice(0, 50).abs().sum().item<float>(), 0);
+  EXPECT_EQ(padded->forward(torch::zeros({1, 3}, torch::kLong)).size(2), 50);
+}
+
+TEST(CausalLm, WritesAConfigThatItReads) {
+  GptConfig gpt = kSmall;
+  gpt.n_inner = 24;
+  gpt.attn_pdrop = 0.25;
+  gpt.activation_function = Activation::kRelu;
+  const CausalLmConfig back =
+      parse_config(config_json({.model = gpt, .eos_token_ids = {4, 5}}), "config.json");
+  EXPECT_EQ(tensors_of(back), tensors_of(gpt));
+  EXPECT_EQ(back.gpt()->attn_pdrop, 0.25);
+  EXPECT_EQ(back.gpt()->activation_function, Activation::kRelu);
+  EXPECT_EQ(back.eos_token_ids, (std::vector<std::int64_t>{4, 5}));
+  LlamaConfig phi = kLlama;
+  phi.fused_projections = true;
+  phi.sliding_window = 9;
+  phi.rope = {.type = "longrope",
+              .original_max_position_embeddings = 8,
+              .attention_factor = 1.5,
+              .short_factor = {1, 2},
+              .long_factor = {3, 4}};
+  const CausalLmConfig read = parse_config(config_json({.model = phi}), "config.json");
+  EXPECT_EQ(tensors_of(read), tensors_of(phi));
+  EXPECT_EQ(read.llama()->sliding_window, 9);
+  EXPECT_EQ(read.llama()->rope.long_factor, phi.rope.long_factor);
+  EXPECT_EQ(read.llama()->rope.attention_factor, 1.5);
+  EXPECT_EQ(read.llama()->rope.original_max_position_embeddings, 8);
+  // What nothing here uses stays.
+  EXPECT_THAT(config_json(parse_config(
+                  R"({"model_type": "gpt2", "n_head": 2, "n_embd": 8, "task": {"a": 1}})", "c")),
+              HasSubstr(R"("task":{"a":1})"));
+}
+
+TEST(Generate, SamplesBySeedAndTopP) {
+  torch::manual_seed(7);
+  Llama llama{kLlama};
+  const std::vector<std::int64_t> ids{1, 2, 3};
+  const auto likeliest = generate(*llama, ids, {.max_new_tokens = 30});
+  EXPECT_TRUE(llama->is_training());
+  const GenerateOptions warm{.max_new_tokens = 30, .temperature = 1.5, .seed = 1};
+  const auto first = generate(*llama, ids, warm);
+  EXPECT_EQ(generate(*llama, ids, warm), first);
+  EXPECT_NE(first, likeliest);
+  GenerateOptions other = warm;
+  other.seed = 2;
+  EXPECT_NE(generate(*llama, ids, other), first);
+  other.top_p = 1e-9;  // the first token alone
+  EXPECT_EQ(generate(*llama, ids, other), likeliest);
+  EXPECT_THAT(message_of([&] { generate(*llama, {}); }), HasSubstr("[generate] there is no token"));
+  EXPECT_THAT(message_of([&] { generate(*llama, {50}); }), HasSubstr("the token 50 is outside"));
+  EXPECT_THAT(message_of([&] { generate(*llama, {1}, {.top_p = 0}); }), HasSubstr("top_p 0"));
+  Gpt gpt{kSmall};
+  EXPECT_EQ(generate(*gpt, ids, {.max_new_tokens = 10}).size(), 10u);  // the last is not read again
+  EXPECT_THAT(message_of([&] { generate(*gpt, ids, {.max_new_tokens = 11}); }),
+              HasSubstr("3 tokens and 11 new ones are more than the model's n_positions 12"));
+}
+
+TEST(Llama, RunsBlocksThroughTheRunner) {
+  torch::manual_seed(8);
+  Llama llama{kLlama};
+  const auto ids = torch::randint(50, {2, 6}, torch::kLong);
+  const auto plain = llama(ids);
+  int calls = 0;
+  llama->run_blocks_with([&](Block block, std::vector<at::Tensor> inputs) {
+    ++calls;
+    return block(inputs);
+  });
+  EXPECT_TRUE(torch::equal(llama(ids), plain));
   EXPECT_EQ(calls, 2);
 }
 

@@ -4,23 +4,82 @@
 //   for (const io::TensorShape& tensor : tensors_of(GptConfig{.n_layer = 2}))
 //     fmt::print("{} [{}]\n", tensor.name, fmt::join(tensor.shape, ", "));
 //
-// gpt_test.cpp compares them with the modules themselves. Values and functions without state.
+// Fields have Hugging Face's names; hugging_face.h reads them from a config.json. gpt_test.cpp
+// compares the tensors with the modules themselves. Values and functions without state.
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "lockstep/io/safetensors.h"
 
 namespace lockstep::models {
 
-// The defaults are the model of 124 million parameters.
+enum class Activation { kGeluTanh, kGelu, kRelu, kSilu };  // "gelu_new", "gelu", "relu", "silu"
+
+// The defaults are the model of 124 million parameters, without dropout.
 struct GptConfig {
   std::int64_t n_layer = 12;
   std::int64_t n_head = 12;
   std::int64_t n_embd = 768;
   std::int64_t vocab_size = 50257;
   std::int64_t n_positions = 1024;  // the longest sequence
+  std::int64_t n_inner = 0;         // width of the perceptron; 0: 4 * n_embd
+  Activation activation_function = Activation::kGeluTanh;
+  double layer_norm_epsilon = 1e-5;
+  double initializer_range = 0.02;  // standard deviation of the initial weights
+  double embd_pdrop = 0;
+  double attn_pdrop = 0;
+  double resid_pdrop = 0;
+  bool tie_word_embeddings = true;
+
+  std::int64_t inner_width() const { return n_inner > 0 ? n_inner : 4 * n_embd; }
+};
+
+// How positions become angles. `type` is Hugging Face's rope_type.
+struct RopeConfig {
+  std::string type = "default";  // or linear, llama3, longrope
+  double rope_theta = 10'000;
+  double partial_rotary_factor = 1;  // the part of a head that is rotated
+  double factor = 1;                 // linear, llama3
+  double low_freq_factor = 1;        // llama3
+  double high_freq_factor = 4;
+  std::int64_t original_max_position_embeddings = 0;  // llama3, longrope
+  double attention_factor = 1;                        // longrope
+  std::vector<double> short_factor{};                 // longrope: one for each pair of a head
+  std::vector<double> long_factor{};  // for sequences beyond original_max_position_embeddings
+};
+
+// Llama, and with fused_projections Phi-3. The defaults are Llama 2 of 7 billion parameters.
+struct LlamaConfig {
+  std::int64_t vocab_size = 32000;
+  std::int64_t hidden_size = 4096;
+  std::int64_t intermediate_size = 11008;
+  std::int64_t num_hidden_layers = 32;
+  std::int64_t num_attention_heads = 32;
+  std::int64_t num_key_value_heads = 0;  // 0: as many as attention heads
+  std::int64_t head_dim = 0;             // 0: hidden_size / num_attention_heads
+  std::int64_t max_position_embeddings = 4096;
+  std::int64_t sliding_window = 0;  // tokens that a token sees, itself included; 0: all before it
+  std::int64_t pad_token_id = -1;   // its embedding gets no gradient; -1: there is none
+  Activation hidden_act = Activation::kSilu;
+  RopeConfig rope{};
+  double rms_norm_eps = 1e-6;
+  double initializer_range = 0.02;
+  double attention_dropout = 0;
+  double resid_pdrop = 0;
+  bool attention_bias = false;
+  bool mlp_bias = false;
+  bool tie_word_embeddings = false;
+  bool fused_projections = false;  // Phi-3: qkv_proj and gate_up_proj are one matrix each
+
+  std::int64_t key_value_heads() const {
+    return num_key_value_heads > 0 ? num_key_value_heads : num_attention_heads;
+  }
+  std::int64_t head_width() const {
+    return head_dim > 0 ? head_dim : hidden_size / num_attention_heads;
+  }
 };
 
 struct MlpConfig {
@@ -32,8 +91,24 @@ struct MlpConfig {
   bool batch_norm = false;
 };
 
+struct ResNetConfig {
+  std::int64_t depth = 50;  // 18, 34, 50, 101 or 152 layers
+  std::int64_t num_classes = 1000;
+
+  // From 50 layers on a block narrows, convolves and widens by this factor.
+  std::int64_t expansion() const { return depth >= 50 ? 4 : 1; }
+  // Blocks of the four stages; empty for another depth.
+  std::vector<std::int64_t> blocks() const;
+};
+
+// UsageError when the sizes do not fit together.
+void check_sizes(const GptConfig& config);
+void check_sizes(const LlamaConfig& config);
+
 // Parameters, then buffers, each in the module's order.
 std::vector<io::TensorShape> tensors_of(const GptConfig& config);
+std::vector<io::TensorShape> tensors_of(const LlamaConfig& config);
 std::vector<io::TensorShape> tensors_of(const MlpConfig& config);
+std::vector<io::TensorShape> tensors_of(const ResNetConfig& config);
 
 }  // namespace lockstep::models

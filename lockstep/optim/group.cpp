@@ -168,6 +168,9 @@ std::map<std::string, at::Tensor> FusedBase::state_dict(const NamedParameters& n
   StateDict state;
   for_each_named(who(), param_groups_, names,
                  [&](const auto& name, const auto& param, auto& group) {
+                   // What is frozen and was never stepped has none, as in PyTorch.
+                   if (!param.requires_grad() && state_.count(param.unsafeGetTensorImpl()) == 0)
+                     return;
                    State one = state_of(param, group);
                    for (auto& [part, tensor] : one.tensors) state[name + "." + part] = out(tensor);
                    state[name + ".step"] = out(one.step);
@@ -190,6 +193,7 @@ std::vector<std::pair<at::Tensor, FusedBase::State>> FusedBase::read_state(
   std::size_t used = 0;
   for_each_named(who(), param_groups_, names,
                  [&](const auto& name, const auto& param, auto& group) {
+                   if (!param.requires_grad() && !state.contains(name + ".step")) return;
                    State one = state_of(param, group);
                    for (auto& [part, tensor] : one.tensors)
                      tensor = find_state(who(), state, name + "." + part, param.sizes());
@@ -200,6 +204,7 @@ std::vector<std::pair<at::Tensor, FusedBase::State>> FusedBase::read_state(
   if (used != state.size()) {
     std::unordered_set<std::string> wanted;
     for_each_named(who(), param_groups_, names, [&](const auto& name, const auto& p, auto& group) {
+      if (!p.requires_grad() && !state.contains(name + ".step")) return;
       for (const auto& [part, tensor] : state_of(p, group).tensors)
         wanted.insert(name + "." + part);
       wanted.insert(name + ".step");

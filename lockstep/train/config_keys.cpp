@@ -49,7 +49,8 @@ constexpr std::string_view kLevels = "passive|debug|info|warning|error|critical"
 constexpr KeySpec kKeys[] = {
     {.name = "model",
      .member = &A::model,
-     .help = "what is trained: a name, or a map with `name` and the model's own keys",
+     .help = "what is trained: a name, or a map with `name` and the model's own keys, or with "
+             "`path` or `config`",
      .unset = "the program decides",
      .ours = true},
     {.name = "data",
@@ -411,6 +412,7 @@ constexpr MisplacedKey kMisplacedKeys[] = {
     {"vocab_size", "model", "name: gpt, vocab_size: 257"},
     {"n_positions", "model", "name: gpt, n_positions: 128"},
     {"weights", "model", "name: gpt, weights: FOLDER"},
+    {"config", "model", "config: FOLDER"},
     {"hidden", "model", "name: mlp, hidden: 64"},
     {"layers", "model", "name: mlp, layers: 1"},
     {"dropout", "model", "name: mlp, dropout: 0.1"},
@@ -436,6 +438,7 @@ constexpr MisplacedKey kMisplacedKeys[] = {
     {"eval_samples", "data", "name: random, eval_samples: 1000"},
     {"features", "data", "name: random, features: 20"},
     {"classes", "data", "name: random, classes: 10"},
+    {"image_size", "data", "name: images, image_size: 224"},
     {"group_by_length", "data", "name: instructions, path: FILE, group_by_length: true"},
     {"seq_len", "", "max_seq_len"},
     {"seq_length", "", "max_seq_len"},
@@ -465,7 +468,7 @@ std::span<const MisplacedKey> misplaced_keys() {
 }
 
 bool is_path_of_section(std::string_view name) {
-  return name == "path" || name == "eval_path" || name == "weights";
+  return name == "path" || name == "eval_path" || name == "weights" || name == "config";
 }
 
 std::span<const KeySpec> key_table() {

@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "lockstep/lockstep.h"
+#include "lockstep/models/generate.h"
+#include "lockstep/models/pretrained.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/stop_signals.h"

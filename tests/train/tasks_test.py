@@ -335,7 +335,7 @@ class Tasks(TrainCase):
                             f"weights: {imported}}}", code=2).stderr)
         (imported / "model.safetensors").write_bytes(weights(imported)[:-4])
         self.assertRegex(begin(imported, two, code=2).stderr,
-                         r"model\.weights .* is damaged: .*model")
+                         r"the model's weights in .* are damaged: .*model")
 
     def test_a_run_writes_its_effective_configuration(self):
         output = self.place / "out"

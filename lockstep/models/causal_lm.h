@@ -1,0 +1,106 @@
+// A language model of any family: token ids in, logits of the next token out.
+//
+//   auto model = lockstep::models::make_causal_lm(lockstep::models::read_config("gpt2"));
+//   auto logits = model->forward(ids);                          // [batch, time, vocab_size]
+//   auto loss = lockstep::models::next_token_loss(logits, targets);
+//
+// pretrained.h builds it with its weights, generate.h continues a text. Every projection of every
+// family is a Linear (linear.h) under Hugging Face's name. In training mode the configuration's
+// dropout applies; forward never waits for the device. One thread at a time.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "lockstep/models/hugging_face.h"
+
+namespace lockstep::models {
+
+// How to run a block on its input: call it (the default), or keep less and call it again in
+// backward. lockstep::checkpoint has this type.
+using Block = std::function<at::Tensor(const std::vector<at::Tensor>&)>;
+using BlockRunner = std::function<at::Tensor(Block, std::vector<at::Tensor>)>;
+
+// Keys and values of the tokens that a model has seen, so that the next token costs one column of
+// attention instead of all. Belongs to one model and one batch; filled by forward.
+class KvCache {
+ public:
+  // `capacity`: how many tokens are expected. It grows when there are more.
+  explicit KvCache(std::int64_t capacity = 64) : capacity_(capacity) {}
+
+  std::int64_t length() const { return layers_.empty() ? 0 : layers_.front().length; }
+  // Adds keys and values [batch, heads, time, width]; returns those of all tokens.
+  std::pair<at::Tensor, at::Tensor> append(std::size_t layer, const at::Tensor& keys,
+                                           const at::Tensor& values);
+
+ private:
+  struct Layer {
+    at::Tensor keys;
+    at::Tensor values;
+    std::int64_t length = 0;
+  };
+  std::int64_t capacity_;
+  std::vector<Layer> layers_;
+};
+
+class CausalLm : public torch::nn::Module {
+ public:
+  // ids: int64 [batch, time]. With a cache they continue what it holds, and are added to it.
+  // UsageError for another shape or type, and for more tokens than GPT-2 has positions.
+  at::Tensor forward(const at::Tensor& ids, KvCache* cache = nullptr) {
+    return logits(hidden_states(ids, cache));
+  }
+  // The two halves of forward, for losses that never hold all logits: [batch, time, width] after
+  // the last norm, and the head.
+  at::Tensor hidden_states(const at::Tensor& ids, KvCache* cache = nullptr);
+  at::Tensor logits(const at::Tensor& hidden_states);
+
+  // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward. Not used with
+  // a cache.
+  void run_blocks_with(BlockRunner runner) { runner_ = std::move(runner); }
+
+  const CausalLmConfig& config() const { return config_; }
+  std::int64_t parameter_count() const;
+
+ protected:
+  explicit CausalLm(CausalLmConfig config) : config_(std::move(config)) {}
+  virtual at::Tensor run(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) = 0;
+  // May be wider than the vocabulary (ParameterOptions).
+  virtual at::Tensor head(const at::Tensor& hidden_states) = 0;
+
+ private:
+  CausalLmConfig config_;
+  BlockRunner runner_;
+};
+using CausalLmPtr = std::shared_ptr<CausalLm>;
+
+// How a model's parameters are made.
+struct ParameterOptions {
+  c10::ScalarType dtype = c10::kFloat;
+  c10::Device device = c10::kCPU;
+  // Initial weights are drawn on the CPU in float32, from LibTorch's default generator, and are the
+  // same on every device. False: nothing is drawn, because the weights are loaded.
+  bool draw = true;
+  // Rows are added to the vocabulary's matrices, up to a multiple that matrix kernels are faster
+  // with. They are zero, logits() leaves them out, and save_pretrained() does not write them.
+  std::int64_t pad_vocab_to_multiple_of = 1;
+
+  std::int64_t padded(std::int64_t vocab_size) const {
+    const std::int64_t multiple = pad_vocab_to_multiple_of;
+    return (vocab_size + multiple - 1) / multiple * multiple;
+  }
+};
+
+// UsageError when the sizes do not fit together.
+CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions& options = {});
+
+// Mean cross entropy of logits [batch, time, vocab] against the ids that come next [batch, time].
+at::Tensor next_token_loss(const at::Tensor& logits, const at::Tensor& targets);
+
+}  // namespace lockstep::models

@@ -1,0 +1,54 @@
+// What the families of language models share: attention over a cache, how blocks are run, and how
+// parameters are made. Internal; causal_lm.h is what programs use.
+#pragma once
+
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/embedding.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lockstep/models/causal_lm.h"
+#include "lockstep/models/linear.h"
+
+namespace lockstep::models::detail {
+
+// What the blocks of one forward share.
+struct Pass {
+  KvCache* cache = nullptr;
+  bool causal = true;  // false and no mask: every token sees all of the cache
+  at::Tensor mask{};   // bool [time, cache and time], where `causal` does not say it
+  at::Tensor cos{};    // rotary angles [time, rotated width]
+  at::Tensor sin{};
+};
+
+// `window`: how many tokens a token sees; 0: all before it.
+Pass begin_pass(const at::Tensor& ids, KvCache* cache, std::int64_t window);
+
+// [batch, time, heads * width] -> [batch, heads, time, width]
+at::Tensor by_head(const at::Tensor& x, std::int64_t heads);
+
+// Queries [batch, heads, time, width] over keys and values, of which several heads may share one.
+// Returns [batch, time, heads * width].
+at::Tensor attend(const at::Tensor& queries, at::Tensor keys, at::Tensor values, const Pass& pass,
+                  std::size_t layer, double dropout);
+
+at::Tensor activate(Activation activation, const at::Tensor& x);
+
+class DecoderBlock : public torch::nn::Module {
+ public:
+  virtual at::Tensor forward(const at::Tensor& x, const Pass& pass) = 0;
+};
+
+at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, const Pass& pass,
+                      const BlockRunner& runner);
+
+// A Linear whose tensors are drawn or left to be loaded, as `parameters` says.
+Linear make_linear(LinearOptions options, const ParameterOptions& parameters);
+// An embedding with unset weights, or drawn as torch draws them.
+torch::nn::Embedding make_embedding(std::int64_t rows, std::int64_t width,
+                                    const ParameterOptions& parameters);
+// Draws a vocabulary's matrix, whose rows beyond the vocabulary stay zero.
+void draw_rows(at::Tensor weight, std::int64_t vocab_size, double deviation);
+
+}  // namespace lockstep::models::detail

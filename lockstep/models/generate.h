@@ -1,0 +1,31 @@
+// Continues a text, token by token, with a cache of keys and values.
+//
+//   auto model = lockstep::models::load_pretrained("gpt2");
+//   auto next = lockstep::models::generate(*model, {464, 3290}, {.max_new_tokens = 10});
+//
+// Temperature 0 takes the likeliest token each time, as transformers' generate(do_sample=False)
+// does. One thread at a time.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "lockstep/models/causal_lm.h"
+
+namespace lockstep::models {
+
+struct GenerateOptions {
+  std::int64_t max_new_tokens = 20;
+  double temperature = 0;
+  double top_p = 1;        // samples among the likeliest tokens that have this share together
+  std::uint64_t seed = 0;  // the same seed gives the same tokens
+  std::vector<std::int64_t> eos{};  // tokens that end the text; they are part of the result
+};
+
+// The new tokens. The model computes without gradients and in evaluation mode, and is left in the
+// mode it was in. UsageError for no ids, ids outside of the vocabulary, and more tokens than GPT-2
+// has positions.
+std::vector<std::int64_t> generate(CausalLm& model, const std::vector<std::int64_t>& ids,
+                                   const GenerateOptions& options = {});
+
+}  // namespace lockstep::models

@@ -1,0 +1,70 @@
+// Hugging Face's folders without torch: what a config.json says, and which of a folder's tensors is
+// which of the model's. GPT2LMHeadModel, LlamaForCausalLM and Phi3ForCausalLM.
+//
+//   const CausalLmConfig config = read_config("Llama-3.2-1B");       // a folder or a config.json
+//   const io::SafetensorsSet files("Llama-3.2-1B");
+//   for (const FoundWeight& weight : find_weights("Llama-3.2-1B", files, config))
+//     use(weight.name, weight.file.bytes());
+//
+// What the models here do not compute is refused by the field's name and value, with its line.
+// Values and functions that only read; call from any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "lockstep/core/document.h"
+#include "lockstep/io/safetensors_set.h"
+#include "lockstep/models/shapes.h"
+
+namespace lockstep::models {
+
+// A language model: its family's sizes, and what else came with them.
+struct CausalLmConfig {
+  std::variant<GptConfig, LlamaConfig> model{};
+  std::vector<std::int64_t> eos_token_ids{};  // each of them ends a text
+  Node source{};  // the config.json that it was read from; null: it was not read
+
+  std::int64_t vocab_size() const;
+  std::int64_t layers() const;
+  // The longest sequence: a limit of GPT-2's, what it was trained for of Llama's.
+  std::int64_t max_positions() const;
+  bool tied() const;  // the head's weight is the token embedding's
+  const GptConfig* gpt() const { return std::get_if<GptConfig>(&model); }
+  const LlamaConfig* llama() const { return std::get_if<LlamaConfig>(&model); }
+};
+
+// UsageError for a field that is not supported or does not fit the others, SystemError for a file
+// that cannot be read. In a folder, the ids that end a text are those of generation_config.json
+// where there is one.
+CausalLmConfig read_config(const std::string& folder_or_file);
+CausalLmConfig parse_config(std::string_view json, const std::string& name);
+
+// The config.json that transformers reads. What was read is preserved, with the fields that nothing
+// here uses; `dtype` is that of the weights beside it.
+std::string config_json(const CausalLmConfig& config, std::string_view dtype = "float32");
+// The same for a GPT-2. `end_of_text` is the token that ends a text, where there is one.
+std::string hugging_face_config(const GptConfig& config,
+                                std::optional<std::int64_t> end_of_text = std::nullopt);
+
+// UsageError when the sizes do not fit together.
+void check_sizes(const CausalLmConfig& config);
+std::vector<io::TensorShape> tensors_of(const CausalLmConfig& config);
+
+struct FoundWeight {
+  std::string name;  // the model's
+  io::SafetensorsSet::Found file;
+};
+
+// Every tensor of the model, in the model's order. As in transformers, names may lack the prefix of
+// the part without the head ("transformer." of GPT-2, "model." of Llama), a tied head may be there
+// or not, and buffers of earlier versions (causal masks, rotary frequencies) are skipped. What is
+// missing, too much, of another shape or not of floating point is named in a UsageError.
+std::vector<FoundWeight> find_weights(const std::string& folder, const io::SafetensorsSet& files,
+                                      const CausalLmConfig& config);
+
+}  // namespace lockstep::models

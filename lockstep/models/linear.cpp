@@ -1,0 +1,110 @@
+#include "lockstep/models/linear.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/torch.h>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::models {
+namespace {
+
+at::Tensor initial_weight(const LinearOptions& o) {
+  if (o.in_features() < 1 || o.out_features() < 1)
+    throw UsageError("linear", "a layer of {} inputs and {} outputs. Both must be positive.",
+                     o.in_features(), o.out_features());
+  const bool in_first = o.layout() == WeightLayout::kInOut;
+  const auto weight = in_first ? torch::empty({o.in_features(), o.out_features()}, o.tensors())
+                               : torch::empty({o.out_features(), o.in_features()}, o.tensors());
+  return o.deviation() == 0 ? weight.zero_() : weight.normal_(0, o.deviation());
+}
+
+bool autocasts(const at::Tensor& x) {
+  return at::autocast::is_autocast_enabled(x.device().type());
+}
+
+// The type to train an adapter in.
+at::ScalarType adapter_type(const at::Tensor& weight) {
+  return weight.itemsize() < 4 ? at::kFloat : weight.scalar_type();
+}
+
+}  // namespace
+
+LinearImpl::LinearImpl(const LinearOptions& given)
+    : options(given), weight(register_parameter("weight", initial_weight(given))) {
+  if (options.bias())
+    bias = register_parameter("bias", torch::zeros({options.out_features()}, options.tensors()));
+}
+
+at::Tensor LinearImpl::forward(const at::Tensor& x) {
+  const at::Tensor y = base_forward(x);
+  if (!has_lora() || merged()) return y;
+  const bool autocast = autocasts(x);
+  const at::ScalarType type = lora_A->weight.scalar_type();
+  at::Tensor in = autocast ? x : x.to(type);
+  if (lora_.dropout > 0) in = torch::dropout(in, lora_.dropout, is_training());
+  // Scaling the r columns in the middle costs less than scaling the output.
+  const at::Tensor middle = lora_A(in) * lora_.scaling;
+  if (!autocast && y.scalar_type() != type) return (y + lora_B(middle)).to(y.scalar_type());
+  const at::Tensor rows = y.reshape({-1, options.out_features()});
+  return torch::addmm(rows, middle.reshape({-1, lora_.r}), lora_B->weight.t()).view(y.sizes());
+}
+
+at::Tensor LinearImpl::base_forward(at::Tensor x) {
+  at::Tensor own_bias = bias;
+  if (!autocasts(x)) {
+    x = x.to(weight.scalar_type());
+    if (bias.defined()) own_bias = bias.to(weight.scalar_type());
+  }
+  if (options.layout() == WeightLayout::kOutIn) return torch::linear(x, weight, own_bias);
+  auto shape = x.sizes().vec();
+  shape.back() = options.out_features();
+  const auto rows = x.reshape({-1, options.in_features()});
+  const auto y =
+      own_bias.defined() ? torch::addmm(own_bias, rows, weight) : torch::mm(rows, weight);
+  return y.view(shape);
+}
+
+void LinearImpl::attach_lora(const LoraShape& shape) {
+  if (has_lora())
+    throw UsageError("lora",
+                     "the layer has an adapter already. Merge it or remove it before another one "
+                     "is attached.");
+  if (shape.r < 1)
+    throw UsageError("lora", "an adapter of rank {}. The rank is 1 or more.", shape.r);
+  const auto part = [&](std::int64_t in, std::int64_t out) {
+    torch::nn::Linear linear(torch::nn::LinearOptions(in, out).bias(false));
+    linear->to(weight.device(), adapter_type(weight));
+    linear->train(is_training());
+    return linear;
+  };
+  lora_ = shape;
+  lora_A = register_module("lora_A", part(options.in_features(), shape.r));
+  lora_B = register_module("lora_B", part(shape.r, options.out_features()));
+}
+
+void LinearImpl::merge_lora() {
+  if (!has_lora() || merged()) return;
+  const torch::NoGradGuard no_grad;
+  at::Tensor sum = torch::mm(lora_B->weight, lora_A->weight) * lora_.scaling;
+  if (options.layout() == WeightLayout::kInOut) sum = sum.t();
+  unmerged_ = weight.detach().clone();
+  weight.copy_(weight + sum);  // in the wider type of the two, then rounded once
+}
+
+void LinearImpl::unmerge_lora() {
+  if (!merged()) return;
+  const torch::NoGradGuard no_grad;
+  weight.copy_(unmerged_);
+  unmerged_.reset();
+}
+
+void LinearImpl::remove_lora() {
+  if (!has_lora()) return;
+  unregister_module("lora_A");
+  unregister_module("lora_B");
+  lora_A = nullptr;
+  lora_B = nullptr;
+  unmerged_.reset();
+}
+
+}  // namespace lockstep::models

@@ -1,0 +1,77 @@
+// A linear layer that stores its weight as the checkpoint it belongs to does, [out, in] as
+// torch.nn.Linear or [in, out] as GPT-2's "Conv1D", and that can have a LoRA adapter.
+//
+//   lockstep::models::Linear project{
+//       lockstep::models::LinearOptions(768, 2304).layout(WeightLayout::kInOut)};
+//   auto y = project(x);                                   // [..., 768] -> [..., 2304]
+//
+// The weight is drawn from a normal distribution by LibTorch's default generator, the bias is zero.
+// One thread at a time.
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+
+namespace lockstep::models {
+
+enum class WeightLayout { kOutIn, kInOut };
+
+struct LinearOptions {
+  LinearOptions(std::int64_t in, std::int64_t out) : in_features_(in), out_features_(out) {}
+
+  TORCH_ARG(std::int64_t, in_features);
+  TORCH_ARG(std::int64_t, out_features);
+  TORCH_ARG(bool, bias) = true;
+  TORCH_ARG(WeightLayout, layout) = WeightLayout::kOutIn;
+  // Of the initial weights. 0 draws nothing and gives zeros, for weights that are loaded.
+  TORCH_ARG(double, deviation) = 0.02;
+  // Of both tensors: their type and device.
+  TORCH_ARG(at::TensorOptions, tensors);
+};
+
+struct LoraShape {
+  std::int64_t r = 8;
+  double scaling = 1;
+  double dropout = 0;
+};
+
+class LinearImpl : public torch::nn::Module {
+ public:
+  // Throws UsageError for sizes below 1.
+  explicit LinearImpl(const LinearOptions& options);
+
+  // x: [..., in_features], with any leading dimensions. Returns [..., out_features]. A weight of
+  // another type than x (a frozen one in bf16) decides the type of the result.
+  at::Tensor forward(const at::Tensor& x);
+
+  // With an adapter forward adds scaling * lora_B(lora_A(dropout(x))); lora.h attaches them to a
+  // whole model. The adapter is float32 beside a weight in 16 bits, where x is converted for it.
+  void attach_lora(const LoraShape& shape);
+  // The weight becomes W + scaling * B A and forward uses it alone. unmerge_lora() restores W to
+  // the bit, from a copy that is kept until then.
+  void merge_lora();
+  void unmerge_lora();
+  // Without the adapter from here on; a weight that is merged stays as it is.
+  void remove_lora();
+  bool has_lora() const { return !lora_A.is_empty(); }
+  bool merged() const { return unmerged_.defined(); }
+
+  const LinearOptions options;
+  at::Tensor weight;
+  at::Tensor bias;                    // undefined without one
+  torch::nn::Linear lora_A{nullptr};  // [r, in_features]
+  torch::nn::Linear lora_B{nullptr};  // [out_features, r]
+
+ private:
+  at::Tensor base_forward(at::Tensor x);
+
+  LoraShape lora_{};
+  at::Tensor unmerged_;
+};
+TORCH_MODULE(Linear);
+
+}  // namespace lockstep::models

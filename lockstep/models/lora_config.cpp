@@ -1,0 +1,450 @@
+#include "lockstep/models/lora_config.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <set>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/spelling.h"
+
+namespace lockstep::models {
+namespace {
+
+constexpr const char* kOutputHead = "lm_head";
+constexpr std::array<std::string_view, 3> kEmbeddings{"wte", "wpe", "embed_tokens"};
+constexpr std::string_view kWeight = ".weight";
+
+// ---------------------------------------------------------------- reading
+
+std::vector<std::string> strings(const Node& node, const std::string& key) {
+  std::vector<std::string> all;
+  if (!node.is(NodeKind::kList)) refuse_value(node, key, "a list of names", "Write [a, b].");
+  for (const Node& item : node.items) all.push_back(as_string(item, key));
+  return all;
+}
+
+ModuleNames module_names(const Node& node, const std::string& key) {
+  if (node.is(NodeKind::kList)) return strings(node, key);
+  return as_string(node, key);
+}
+
+std::vector<std::int64_t> integers(const Node& node, const std::string& key) {
+  if (!node.is(NodeKind::kList)) return {as_integer(node, key)};
+  std::vector<std::int64_t> all;
+  for (const Node& item : node.items) all.push_back(as_integer(item, key));
+  return all;
+}
+
+LoraBias bias_of(const Node& node, const std::string& key) {
+  const std::string text = as_string(node, key);
+  if (text == "none") return LoraBias::kNone;
+  if (text == "all") return LoraBias::kAll;
+  if (text == "lora_only") return LoraBias::kLoraOnly;
+  refuse_value(node, key, "none, all or lora_only");
+}
+
+LoraInit init_of(const Node& node, const std::string& key) {
+  if (node.is(NodeKind::kBool)) return node.boolean ? LoraInit::kDefault : LoraInit::kRandom;
+  if (node.is(NodeKind::kString) && node.text == "gaussian") return LoraInit::kGaussian;
+  refuse_value(node, key, "true, false or gaussian", "Other initialisations are not supported.");
+}
+
+using Setter = void (*)(LoraConfig&, const Node&, const std::string&);
+
+struct LoraKey {
+  std::string_view name;
+  Setter set;
+};
+
+constexpr LoraKey kLoraKeys[] = {
+    {"r", [](LoraConfig& c, const Node& n, const std::string& k) { c.r = as_integer(n, k); }},
+    {"lora_alpha",
+     [](LoraConfig& c, const Node& n, const std::string& k) { c.lora_alpha = as_real(n, k); }},
+    {"lora_dropout",
+     [](LoraConfig& c, const Node& n, const std::string& k) { c.lora_dropout = as_real(n, k); }},
+    {"target_modules", [](LoraConfig& c, const Node& n,
+                          const std::string& k) { c.target_modules = module_names(n, k); }},
+    {"exclude_modules", [](LoraConfig& c, const Node& n,
+                           const std::string& k) { c.exclude_modules = module_names(n, k); }},
+    {"rank_pattern",
+     [](LoraConfig& c, const Node& n, const std::string& k) {
+       for (const Entry& entry : as_map(n, k).entries)
+         c.rank_pattern.emplace_back(entry.key, as_integer(entry.value, k));
+     }},
+    {"alpha_pattern",
+     [](LoraConfig& c, const Node& n, const std::string& k) {
+       for (const Entry& entry : as_map(n, k).entries)
+         c.alpha_pattern.emplace_back(entry.key, as_real(entry.value, k));
+     }},
+    {"bias", [](LoraConfig& c, const Node& n, const std::string& k) { c.bias = bias_of(n, k); }},
+    {"use_rslora",
+     [](LoraConfig& c, const Node& n, const std::string& k) { c.use_rslora = as_bool(n, k); }},
+    {"init_lora_weights", [](LoraConfig& c, const Node& n,
+                             const std::string& k) { c.init_lora_weights = init_of(n, k); }},
+    {"modules_to_save",
+     [](LoraConfig& c, const Node& n, const std::string& k) { c.modules_to_save = strings(n, k); }},
+    {"layers_to_transform", [](LoraConfig& c, const Node& n,
+                               const std::string& k) { c.layers_to_transform = integers(n, k); }},
+    {"layers_pattern",
+     [](LoraConfig& c, const Node& n, const std::string& k) {
+       c.layers_pattern =
+           n.is(NodeKind::kList) ? strings(n, k) : std::vector<std::string>{as_string(n, k)};
+     }},
+    {"base_model_name_or_path",
+     [](LoraConfig& c, const Node& n, const std::string& k) {
+       c.base_model_name_or_path = as_string(n, k);
+     }},
+    {"task_type",
+     [](LoraConfig& c, const Node& n, const std::string& k) { c.task_type = as_string(n, k); }},
+};
+
+// Fields of an adapter_config.json that say nothing about what the adapter computes here.
+constexpr std::string_view kWithoutEffect[] = {
+    "peft_type",     "peft_version", "auto_mapping",   "inference_mode",    "fan_in_fan_out",
+    "megatron_core", "revision",     "runtime_config", "qalora_group_size",
+};
+
+const LoraKey* find_lora_key(std::string_view name) {
+  const auto found = std::ranges::find(kLoraKeys, name, &LoraKey::name);
+  return found == std::end(kLoraKeys) ? nullptr : found;
+}
+
+// null, false and what is empty turn a field off.
+bool is_off(const Node& node) {
+  switch (node.kind) {
+    case NodeKind::kNull:
+      return true;
+    case NodeKind::kBool:
+      return !node.boolean;
+    case NodeKind::kList:
+      return node.items.empty();
+    case NodeKind::kMap:
+      return node.entries.empty();
+    default:
+      return false;
+  }
+}
+
+[[noreturn]] void refuse_key(const Entry& entry, const std::string& what) {
+  std::vector<std::string> known;
+  for (const LoraKey& key : kLoraKeys) known.emplace_back(key.name);
+  throw UsageError("lora", "{}: {}.{} is not supported.{} Supported are {}.", entry.location.text(),
+                   what, entry.key, did_you_mean(entry.key, known), fmt::join(known, ", "));
+}
+
+LoraConfig read_entries(const Node& map, const std::string& what, bool of_peft) {
+  LoraConfig config;
+  for (const Entry& entry : as_map(map, what).entries) {
+    if (const LoraKey* key = find_lora_key(entry.key)) {
+      if (!entry.value.is(NodeKind::kNull))
+        key->set(config, entry.value, fmt::format("{}.{}", what, entry.key));
+      continue;
+    }
+    const bool ignored =
+        of_peft && (is_off(entry.value) ||
+                    std::ranges::find(kWithoutEffect, entry.key) != std::end(kWithoutEffect));
+    if (!ignored) refuse_key(entry, what);
+  }
+  check_lora_config(config);
+  return config;
+}
+
+// ---------------------------------------------------------------- writing
+
+Node list_node(const std::vector<std::string>& names) {
+  Node node;
+  node.kind = NodeKind::kList;
+  for (const std::string& name : names) node.items.push_back(text_node(name));
+  return node;
+}
+
+Node names_node(const ModuleNames& names) {
+  if (names.empty()) return {};
+  return names.regex.empty() ? list_node(names.suffixes) : text_node(names.regex);
+}
+
+Node number_node(double value) {
+  const bool whole = std::floor(value) == value && std::abs(value) < 1e15;
+  return whole ? integer_node(static_cast<std::int64_t>(value)) : real_node(value);
+}
+
+// A list, or null where there is none.
+Node list_or_null(const std::vector<std::string>& names) {
+  return names.empty() ? Node{} : list_node(names);
+}
+
+template <typename Number>
+Node pattern_node(const std::vector<std::pair<std::string, Number>>& pattern) {
+  Node node;
+  node.kind = NodeKind::kMap;
+  for (const auto& [name, value] : pattern)
+    node.entries.push_back({name, {}, number_node(static_cast<double>(value))});
+  return node;
+}
+
+Node init_node(LoraInit init) {
+  return init == LoraInit::kGaussian ? text_node("gaussian")
+                                     : bool_node(init == LoraInit::kDefault);
+}
+
+// ---------------------------------------------------------------- names
+
+std::regex compile(const std::string& pattern, const char* field) {
+  try {
+    return std::regex(pattern, std::regex::ECMAScript | std::regex::optimize);
+  } catch (const std::regex_error& error) {
+    throw UsageError("lora",
+                     "{}: '{}' is not a regular expression that can be used here ({}). Python's "
+                     "named groups and look-behind are not supported.",
+                     field, pattern, error.what());
+  }
+}
+
+bool ends_with_name(const std::string& name, const std::string& suffix) {
+  return name == suffix || name.ends_with("." + suffix);
+}
+
+bool by_suffix(const std::string& name, const std::vector<std::string>& suffixes) {
+  return std::ranges::any_of(suffixes, [&](const auto& s) { return ends_with_name(name, s); });
+}
+
+std::string last_part(const std::string& name) {
+  return name.substr(name.rfind('.') + 1);  // npos + 1 is 0
+}
+
+std::vector<std::string> parts_of(const std::string& name) {
+  std::vector<std::string> parts;
+  for (std::size_t at = 0; at <= name.size();) {
+    const std::size_t dot = std::min(name.find('.', at), name.size());
+    parts.push_back(name.substr(at, dot - at));
+    at = dot + 1;
+  }
+  return parts;
+}
+
+bool is_number(const std::string& part) {
+  return !part.empty() && part.find_first_not_of("0123456789") == part.npos;
+}
+
+// Blocks differ in their number alone: one line for all of them.
+std::set<std::string> without_numbers(const std::vector<std::string>& names) {
+  std::set<std::string> all;
+  for (const std::string& name : names) {
+    std::vector<std::string> parts = parts_of(name);
+    for (std::string& part : parts)
+      if (is_number(part)) part = "*";
+    all.insert(fmt::format("{}", fmt::join(parts, ".")));
+  }
+  return all;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- files
+
+LoraConfig read_lora_config(const Node& map, const std::string& what) {
+  return read_entries(map, what, /*of_peft=*/false);
+}
+
+LoraConfig parse_adapter_config(std::string_view text, const std::string& file) {
+  const Node root = parse_json(text, file);
+  const Entry* type = as_map(root, file).find("peft_type");
+  const std::string name = type == nullptr ? "none" : as_string(type->value, "peft_type");
+  if (name != "LORA")
+    throw UsageError("lora", "{}: peft_type is {}, and only LORA is supported.", file, name);
+  return read_entries(root, "adapter_config", /*of_peft=*/true);
+}
+
+std::string adapter_config_text(const LoraConfig& c, bool fan_in_fan_out) {
+  const auto text = [](const std::string& value) {
+    return value.empty() ? Node{} : text_node(value);
+  };
+  constexpr const char* kBiases[] = {"none", "all", "lora_only"};
+  Node layers;
+  if (!c.layers_to_transform.empty()) layers.kind = NodeKind::kList;
+  for (const std::int64_t layer : c.layers_to_transform)
+    layers.items.push_back(integer_node(layer));
+  Node root;
+  root.kind = NodeKind::kMap;
+  root.entries = {
+      {"alpha_pattern", {}, pattern_node(c.alpha_pattern)},
+      {"base_model_name_or_path", {}, text(c.base_model_name_or_path)},
+      {"bias", {}, text_node(kBiases[static_cast<int>(c.bias)])},
+      {"exclude_modules", {}, names_node(c.exclude_modules)},
+      {"fan_in_fan_out", {}, bool_node(fan_in_fan_out)},
+      {"inference_mode", {}, bool_node(true)},
+      {"init_lora_weights", {}, init_node(c.init_lora_weights)},
+      {"layers_pattern", {}, list_or_null(c.layers_pattern)},
+      {"layers_to_transform", {}, layers},
+      {"lora_alpha", {}, number_node(c.lora_alpha)},
+      {"lora_dropout", {}, real_node(c.lora_dropout)},
+      {"modules_to_save", {}, list_or_null(c.modules_to_save)},
+      {"peft_type", {}, text_node("LORA")},
+      {"r", {}, integer_node(c.r)},
+      {"rank_pattern", {}, pattern_node(c.rank_pattern)},
+      {"revision", {}, Node{}},
+      {"target_modules", {}, names_node(c.target_modules)},
+      {"task_type", {}, text(c.task_type)},
+      {"use_dora", {}, bool_node(false)},
+      {"use_rslora", {}, bool_node(c.use_rslora)},
+  };
+  return to_json(root) + "\n";
+}
+
+void check_lora_config(const LoraConfig& c) {
+  const auto check_rank = [](std::int64_t rank, const std::string& field) {
+    if (rank < 1)
+      throw UsageError("lora", "{} is {}. The rank of an adapter is 1 or more.", field, rank);
+  };
+  check_rank(c.r, "r");
+  for (const auto& [name, rank] : c.rank_pattern)
+    check_rank(rank, fmt::format("rank_pattern['{}']", name));
+  if (!(c.lora_dropout >= 0 && c.lora_dropout < 1))
+    throw UsageError("lora", "lora_dropout {} must be at least 0 and below 1.", c.lora_dropout);
+  if (!std::isfinite(c.lora_alpha))
+    throw UsageError("lora", "lora_alpha is {}, and must be a number.", c.lora_alpha);
+  if (!c.layers_to_transform.empty() && c.target_modules.suffixes.empty())
+    throw UsageError("lora",
+                     "layers_to_transform is for target_modules by name, and target_modules is "
+                     "'{}'. Write the layers into the regular expression instead.",
+                     c.target_modules.regex);
+}
+
+// ---------------------------------------------------------------- which layers
+
+LoraTargets::LoraTargets(LoraConfig config) : config_(std::move(config)) {
+  check_lora_config(config_);
+  const std::string& target = config_.target_modules.regex;
+  if (!target.empty() && target != kAllLinear) target_.push_back(compile(target, "target_modules"));
+  const std::string& exclude = config_.exclude_modules.regex;
+  if (!exclude.empty()) exclude_.push_back(compile(exclude, "exclude_modules"));
+  const auto ending = [](const std::string& pattern, const char* field) {
+    return compile(fmt::format(R"((.*\.)?({}))", pattern), field);
+  };
+  for (const auto& [name, rank] : config_.rank_pattern)
+    ranks_.push_back(ending(name, "rank_pattern"));
+  for (const auto& [name, alpha] : config_.alpha_pattern)
+    alphas_.push_back(ending(name, "alpha_pattern"));
+}
+
+bool LoraTargets::matches(const std::string& name) const {
+  if (by_suffix(name, config_.exclude_modules.suffixes)) return false;
+  if (!exclude_.empty() && std::regex_match(name, exclude_[0])) return false;
+  if (is_saved_whole(name)) return false;
+  if (!target_.empty()) return std::regex_match(name, target_[0]);
+  if (config_.target_modules.regex == kAllLinear) return last_part(name) != kOutputHead;
+  return by_suffix(name, config_.target_modules.suffixes) && in_layers(name);
+}
+
+// The number that follows the name of the list, the first one of a name.
+bool LoraTargets::in_layers(const std::string& name) const {
+  if (config_.layers_to_transform.empty()) return true;
+  if (std::ranges::find(config_.target_modules.suffixes, name) !=
+      config_.target_modules.suffixes.end())
+    return true;
+  const std::vector<std::string> parts = parts_of(name);
+  const auto& lists = config_.layers_pattern;
+  // Without a pattern the list itself is inside of something, as in PEFT.
+  for (std::size_t i = lists.empty() ? 2 : 1; i + 1 < parts.size(); ++i) {
+    if (!is_number(parts[i])) continue;
+    if (!lists.empty() && std::ranges::find(lists, parts[i - 1]) == lists.end()) continue;
+    const auto& wanted = config_.layers_to_transform;
+    return std::ranges::any_of(
+        wanted, [&](std::int64_t layer) { return fmt::format("{}", layer) == parts[i]; });
+  }
+  return false;
+}
+
+bool LoraTargets::is_saved_whole(const std::string& name) const {
+  // PEFT takes the ends of names as they are, and everything inside such a module belongs to it.
+  for (std::size_t end = name.find('.');; end = name.find('.', end + 1)) {
+    const std::string_view module = std::string_view(name).substr(0, end);
+    for (const std::string& saved : config_.modules_to_save)
+      if (module.ends_with(saved)) return true;
+    if (end == name.npos) return false;
+  }
+}
+
+std::vector<std::string> LoraTargets::select(const std::vector<std::string>& linear) const {
+  std::vector<std::string> chosen;
+  std::ranges::copy_if(linear, std::back_inserter(chosen),
+                       [&](const std::string& name) { return matches(name); });
+  const ModuleNames& wanted = config_.target_modules;
+  if (chosen.empty())
+    throw UsageError(
+        "lora",
+        "{} matches no linear layer of the model. It has {}. Name the ends of these, one regular "
+        "expression for the whole name, or {}.",
+        wanted.empty() ? std::string("target_modules is not set, and so")
+                       : "target_modules " + to_json(names_node(wanted)),
+        fmt::join(without_numbers(linear), ", "), kAllLinear);
+  for (const std::string& suffix : wanted.suffixes)
+    if (std::ranges::none_of(chosen, [&](const auto& n) { return ends_with_name(n, suffix); }))
+      log::warning("lora", "target_modules: no linear layer gets an adapter for '{}'", suffix);
+  return chosen;
+}
+
+std::int64_t LoraTargets::rank(const std::string& name) const {
+  for (std::size_t i = 0; i < ranks_.size(); ++i)
+    if (std::regex_match(name, ranks_[i])) return config_.rank_pattern[i].second;
+  return config_.r;
+}
+
+double LoraTargets::scaling(const std::string& name) const {
+  double alpha = config_.lora_alpha;
+  for (std::size_t i = 0; i < alphas_.size(); ++i) {
+    if (!std::regex_match(name, alphas_[i])) continue;
+    alpha = config_.alpha_pattern[i].second;
+    break;
+  }
+  const auto r = static_cast<double>(rank(name));
+  return alpha / (config_.use_rslora ? std::sqrt(r) : r);
+}
+
+// ---------------------------------------------------------------- tensors
+
+std::string adapter_key(const std::string& parameter, bool adapted) {
+  if (!adapted) return "base_model.model." + parameter;
+  const std::size_t dot = parameter.rfind('.') + 1;
+  return "base_model.model." + parameter.substr(0, dot) + "base_layer." + parameter.substr(dot);
+}
+
+std::vector<std::string> linear_layers(const std::vector<io::TensorShape>& tensors) {
+  std::vector<std::string> names;
+  for (const io::TensorShape& tensor : tensors) {
+    if (tensor.shape.size() != 2 || !tensor.name.ends_with(kWeight)) continue;
+    const std::string module = tensor.name.substr(0, tensor.name.size() - kWeight.size());
+    if (std::ranges::find(kEmbeddings, last_part(module)) == kEmbeddings.end())
+      names.push_back(module);
+  }
+  return names;
+}
+
+std::uint64_t adapter_bytes(const LoraConfig& config, const std::vector<io::TensorShape>& tensors) {
+  const LoraTargets targets(config);
+  const std::vector<std::string> chosen = targets.select(linear_layers(tensors));
+  const std::set<std::string> adapted(chosen.begin(), chosen.end());
+  std::uint64_t bytes = 0;
+  for (const io::TensorShape& tensor : tensors) {
+    const std::string own = last_part(tensor.name);
+    const std::size_t dot = tensor.name.size() - own.size();
+    const std::string module = tensor.name.substr(0, dot == 0 ? 0 : dot - 1);
+    const bool has_adapter = adapted.contains(module);
+    if (has_adapter && own == "weight")
+      bytes +=
+          static_cast<std::uint64_t>(targets.rank(module) * (tensor.shape[0] + tensor.shape[1])) *
+          sizeof(float);
+    const bool bias = own == "bias" && (config.bias == LoraBias::kAll ||
+                                        (config.bias == LoraBias::kLoraOnly && has_adapter));
+    if (bias || targets.is_saved_whole(module))
+      bytes += io::tensor_bytes(tensor.dtype, tensor.shape).value_or(0);
+  }
+  return bytes;
+}
+
+}  // namespace lockstep::models

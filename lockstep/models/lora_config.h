@@ -1,0 +1,112 @@
+// LoraConfig: low-rank adapters (LoRA) as PEFT describes them, without torch: a training file's
+// `lora` and an adapter_config.json are read into the same values, and which layers get an adapter
+// is decided by names alone, as PEFT decides it.
+//
+//   const LoraConfig config{.r = 16, .lora_alpha = 32, .target_modules = {"c_attn", "c_proj"}};
+//   for (const std::string& name : LoraTargets(config).select(linear_layers)) ...
+//
+// lora.h attaches the adapters. Values; call from any thread.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <regex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/document.h"
+#include "lockstep/io/safetensors.h"
+
+namespace lockstep::models {
+
+// Modules by the ends of their names ({"q_proj", "mlp.c_proj"}), or by one regular expression that
+// the whole dotted name matches.
+struct ModuleNames {
+  ModuleNames() = default;
+  ModuleNames(std::initializer_list<std::string> names) : suffixes(names) {}
+  ModuleNames(std::vector<std::string> names) : suffixes(std::move(names)) {}
+  ModuleNames(std::string pattern) : regex(std::move(pattern)) {}
+  ModuleNames(const char* pattern) : regex(pattern) {}
+
+  std::vector<std::string> suffixes{};
+  std::string regex{};
+  bool empty() const { return suffixes.empty() && regex.empty(); }
+};
+
+inline constexpr const char* kAllLinear = "all-linear";
+
+enum class LoraBias { kNone, kAll, kLoraOnly };
+// kDefault: A as torch.nn.Linear begins, B zero. kGaussian: A normal with deviation 1/r, B zero.
+// kRandom: both as torch.nn.Linear begins, so that the adapter changes the model at once.
+enum class LoraInit { kDefault, kGaussian, kRandom };
+
+// PEFT's names and defaults. fan_in_fan_out is not among them: a layer knows how it stores its
+// weight.
+struct LoraConfig {
+  std::int64_t r = 8;
+  double lora_alpha = 8;
+  double lora_dropout = 0;
+  // "all-linear": every linear layer but the output head.
+  ModuleNames target_modules{};
+  ModuleNames exclude_modules{};
+  // By the end of a name, or a regular expression for it; the first that matches counts.
+  std::vector<std::pair<std::string, std::int64_t>> rank_pattern{};
+  std::vector<std::pair<std::string, double>> alpha_pattern{};
+  LoraBias bias = LoraBias::kNone;
+  bool use_rslora = false;  // scale by alpha / sqrt(r) instead of alpha / r
+  LoraInit init_lora_weights = LoraInit::kDefault;
+  std::vector<std::string> modules_to_save{};  // trained whole, and saved with the adapters
+  // Only these blocks of a list of them, with target_modules by suffix; empty: all.
+  std::vector<std::int64_t> layers_to_transform{};
+  std::vector<std::string> layers_pattern{};  // names of that list: "h", "layers"
+  // What the adapter is for, as adapter_config.json says it.
+  std::string base_model_name_or_path{};
+  std::string task_type = "CAUSAL_LM";
+};
+
+// The map of a training file (`what` names it in errors: "lora"). UsageError with the place for a
+// key that is unknown or not supported.
+LoraConfig read_lora_config(const Node& map, const std::string& what);
+// The text of an adapter_config.json. Fields without a meaning here must have the value that turns
+// them off; others are refused by name (use_dora, lora_bias, ...).
+LoraConfig parse_adapter_config(std::string_view text, const std::string& file);
+std::string adapter_config_text(const LoraConfig& config, bool fan_in_fan_out);
+
+// Throws UsageError for values that make no adapter.
+void check_lora_config(const LoraConfig& config);
+
+// The rules of names. Throws UsageError for a regular expression that cannot be read.
+class LoraTargets {
+ public:
+  explicit LoraTargets(LoraConfig config);
+
+  // Whether the module of this full name gets an adapter, if it is a linear layer.
+  bool matches(const std::string& name) const;
+  // The names that match. UsageError when there is none, listing those that are there.
+  std::vector<std::string> select(const std::vector<std::string>& linear_layers) const;
+  std::int64_t rank(const std::string& name) const;
+  double scaling(const std::string& name) const;
+  // Whether the module is one of modules_to_save, or inside one.
+  bool is_saved_whole(const std::string& name) const;
+
+ private:
+  bool in_layers(const std::string& name) const;
+
+  LoraConfig config_;
+  std::vector<std::regex> target_;   // one or none
+  std::vector<std::regex> exclude_;  // one or none
+  std::vector<std::regex> ranks_;
+  std::vector<std::regex> alphas_;
+};
+
+// The linear layers of a model by its tensors: matrices that are not embeddings.
+std::vector<std::string> linear_layers(const std::vector<io::TensorShape>& tensors);
+// Bytes of tensors in the adapter_model.safetensors of such a model.
+std::uint64_t adapter_bytes(const LoraConfig& config, const std::vector<io::TensorShape>& tensors);
+
+// The name of a parameter in adapter_model.safetensors. `adapted`: its module has an adapter.
+std::string adapter_key(const std::string& parameter, bool adapted);
+
+}  // namespace lockstep::models

@@ -1,0 +1,38 @@
+// Hugging Face's folders as models, and models as such folders.
+//
+//   auto model = lockstep::models::load_pretrained("Phi-3-mini", {.dtype = torch::kBFloat16});
+//   lockstep::models::save_pretrained(*model, "out", {.max_shard_bytes = 2'000'000'000});
+//
+// config.json, and model.safetensors or its shards with model.safetensors.index.json: transformers'
+// from_pretrained() reads what save_pretrained() writes. Weights are copied from the mapped files
+// into the model tensor by tensor, so the whole is in memory once. Functions on files; one thread
+// per folder.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "lockstep/models/causal_lm.h"
+
+namespace lockstep::models {
+
+struct PretrainedOptions {
+  c10::ScalarType dtype = c10::kFloat;  // weights of another type are converted
+  c10::Device device = c10::kCPU;
+  std::int64_t pad_vocab_to_multiple_of = 1;  // as in ParameterOptions
+};
+
+// In evaluation mode, as from_pretrained() returns it. UsageError for what config.json or the
+// weights do not support (hugging_face.h), SystemError for what cannot be read.
+CausalLmPtr load_pretrained(const std::string& folder, const PretrainedOptions& options = {});
+
+struct SaveOptions {
+  std::uint64_t max_shard_bytes = 5'000'000'000;
+};
+
+// The model's own tensors under the names that its configuration gives them, each in its type.
+// Durable on return; takes the place of a folder of that name.
+void save_pretrained(const CausalLm& model, const std::string& folder,
+                     const SaveOptions& options = {});
+
+}  // namespace lockstep::models

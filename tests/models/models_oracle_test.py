@@ -1,0 +1,365 @@
+"""Our language models beside transformers, tiny random ones of every family and option; and our
+residual networks beside a plain definition in torch.nn.
+
+Transformers writes each model; one C++ process (models_peer.cpp) loads all of them, computes,
+saves them again and generates. Logits must agree within 1e-5 and gradients within 1e-4, weights
+that went there and back to the bit.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["HF_HUB_OFFLINE"] = "1"
+try:
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+except ImportError as missing:
+    print(f"SKIP 1: {missing}")
+    sys.exit(77)
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+PEER = pathlib.Path(os.environ["LOCKSTEP_BIN"]) / "tests" / "models_peer"
+TIME = 14
+LOGITS = 1e-5
+GRADIENTS = 1e-4
+
+GPT = dict(n_layer=2, n_head=2, n_embd=24, vocab_size=53, n_positions=40, initializer_range=0.2,
+           bos_token_id=None, eos_token_id=None)
+LLAMA = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=44, num_attention_heads=4,
+             num_key_value_heads=2, vocab_size=53, max_position_embeddings=64,
+             initializer_range=0.2, bos_token_id=None, eos_token_id=None)
+PHI = {**LLAMA, "pad_token_id": 7, "original_max_position_embeddings": 64}
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=8)
+
+
+def longrope(pairs):
+    return dict(rope_type="longrope", short_factor=[1.0 + 0.1 * i for i in range(pairs)],
+                long_factor=[2.0 + 0.3 * i for i in range(pairs)])
+
+
+CONFIGS = {
+    "gpt2": lambda: transformers.GPT2Config(**GPT),
+    "gpt2-untied": lambda: transformers.GPT2Config(**GPT, tie_word_embeddings=False),
+    "gpt2-inner": lambda: transformers.GPT2Config(**GPT, n_inner=40, activation_function="gelu",
+                                                  layer_norm_epsilon=1e-3),
+    "llama": lambda: transformers.LlamaConfig(**LLAMA),
+    "llama-tied": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "llama-bias": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True,
+                                                   head_dim=12, pad_token_id=3),
+    "llama-llama3": lambda: transformers.LlamaConfig(
+        **LLAMA, rope_parameters={**LLAMA3, "rope_theta": 50000.0}),
+    "llama-linear": lambda: transformers.LlamaConfig(
+        **LLAMA, rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 1000.0}),
+    "llama-eos": lambda: transformers.LlamaConfig(
+        **{**LLAMA, "eos_token_id": list(range(0, 53, 2))}),
+    "phi3": lambda: transformers.Phi3Config(**PHI),
+    "phi3-window": lambda: transformers.Phi3Config(**PHI, sliding_window=5),
+    "phi3-partial": lambda: transformers.Phi3Config(
+        **PHI, rope_parameters={"rope_type": "default", "rope_theta": 1e4,
+                                "partial_rotary_factor": 0.5}),
+    "phi3-longrope-short": lambda: transformers.Phi3Config(**PHI, rope_parameters=longrope(4)),
+    "phi3-longrope-long": lambda: transformers.Phi3Config(
+        **{**PHI, "original_max_position_embeddings": 10}, rope_parameters=longrope(4)),
+}
+# Files as earlier versions and other programs write them.
+VARIANTS = {"gpt2-old-names": "gpt2", "llama-old-config": "llama-llama3"}
+
+
+def make_model(name):
+    torch.manual_seed(sum(map(ord, name)))
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[VARIANTS.get(name, name)]())
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases that are neither one nor zero
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def edit_json(path, change):
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def to_old_names(folder):
+    """As GPT2Model of transformers 4 wrote them: without the prefix, with the causal masks."""
+    file = folder / "model.safetensors"
+    old = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    for layer in range(GPT["n_layer"]):
+        old[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 40, 40).tril()
+        old[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    old["lm_head.weight"] = old["wte.weight"].clone()
+    save_file(old, file, metadata={"format": "pt"})
+
+
+def to_old_config(config):
+    """As transformers 4 wrote it."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    del config["architectures"], config["head_dim"]
+
+
+def write_good(folder, name, model):
+    model.save_pretrained(folder)
+    if name == "gpt2-old-names":
+        to_old_names(folder)
+    if name == "llama-old-config":
+        edit_json(folder / "config.json", to_old_config)
+    generator = torch.Generator().manual_seed(len(name))
+    ids = torch.randint(0, 53, (3, TIME), generator=generator)
+    ids[0, 2] = model.config.pad_token_id or 0
+    save_file({"ids": ids, "targets": torch.randint(0, 53, (3, TIME), generator=generator),
+               "prompt": ids[1, :5].clone()}, folder / "inputs.safetensors")
+
+
+def change_field(**fields):
+    return lambda folder: edit_json(folder / "config.json", lambda config: config.update(fields))
+
+
+def change_tensors(change):
+    def edit(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+    return edit
+
+
+
+
+NORM = "model.norm.weight"
+# What is changed in a folder that can be loaded, and what the refusal says.
+BAD = {
+    "gpt2-upcast": (change_field(reorder_and_upcast_attn=True),
+                    "reorder_and_upcast_attn is true, which is not supported. It must be false."),
+    "gpt2-inverse": (change_field(scale_attn_by_inverse_layer_idx=True),
+                     "scale_attn_by_inverse_layer_idx is true"),
+    "gpt2-unscaled": (change_field(scale_attn_weights=False), "scale_attn_weights is false"),
+    "gpt2-cross": (change_field(add_cross_attention=True), "add_cross_attention is true"),
+    "gpt2-activation": (change_field(activation_function="mish"), 'activation_function is "mish"'),
+    "gpt2-heads": (change_field(n_head=5), "n_embd 24 does not divide into 5 heads"),
+    "gpt2-text": (change_field(n_layer="two"), "config.n_layer must be"),
+    "llama-yarn": (change_field(rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+                   'rope_parameters.rope_type is "yarn", which is not supported. Known are'),
+    "llama-class": (change_field(architectures=["LlamaForSequenceClassification"]),
+                    'architectures is ["LlamaForSequenceClassification"]'),
+    "llama-type": (change_field(model_type="mistral"), 'model_type is "mistral"'),
+    "llama-quantized": (change_field(quantization_config={"bits": 4}), "quantization_config is"),
+    "llama-groups": (change_field(num_key_value_heads=3),
+                     "4 attention heads cannot share 3 heads of keys and values equally"),
+    "llama-missing": (change_tensors(lambda t: t.pop(NORM)), f"'{NORM}' is missing"),
+    "llama-extra": (change_tensors(lambda t: t.update({"more": torch.ones(2)})),
+                    "'more' is not the model's"),
+    "llama-shape": (change_tensors(lambda t: t.update({NORM: torch.ones(31)})),
+                    f"'{NORM}' is [31] instead of [32]"),
+    "llama-integers": (change_tensors(lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})),
+                       f"'{NORM}' is of type I8"),
+    "llama-no-config": (lambda folder: (folder / "config.json").unlink(), "there is no"),
+    "llama-no-weights": (lambda folder: (folder / "model.safetensors").unlink(),
+                         "has neither model.safetensors nor"),
+    "phi3-factors": (change_field(rope_parameters=longrope(3)),
+                     "rope_parameters.short_factor has 3 numbers, and half of the rotated width"),
+}
+
+
+class ModelsTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        directory = tempfile.TemporaryDirectory(prefix="lockstep-models-")
+        cls.addClassCleanup(directory.cleanup)
+        cls.place = pathlib.Path(directory.name)
+        cls.models = {name: make_model(name) for name in [*CONFIGS, *VARIANTS]}
+        for name, model in cls.models.items():
+            write_good(cls.place / "good" / name, name, model)
+        for name, (change, _) in BAD.items():
+            folder = cls.place / "bad" / name
+            shutil.copytree(cls.place / "good" / name.split("-")[0], folder)
+            change(folder)
+        done = subprocess.run([PEER, cls.place], capture_output=True, text=True, timeout=200,
+                              check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def each(self):
+        for name, model in self.models.items():
+            folder = self.place / "good" / name
+            inputs, out = (load_file(folder / f"{kind}.safetensors") for kind in ("inputs", "out"))
+            yield name, model, folder, inputs, out
+
+    def assert_near(self, ours, theirs, limit, what):
+        self.assertEqual(ours.shape, theirs.shape, what)
+        apart = (ours.double() - theirs.double()).abs().max().item()
+        self.assertLessEqual(apart, limit, f"{what}: {apart}")
+
+    def test_logits_and_gradients(self):
+        for name, model, _, inputs, out in self.each():
+            logits = model(inputs["ids"]).logits
+            self.assertGreater(logits.abs().max().item(), 0.5)  # something to differ in
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1),
+                                                     inputs["targets"].flatten())
+            model.zero_grad()
+            loss.backward()
+            self.assert_near(out["logits"], logits, LOGITS, name)
+            self.assert_near(out["loss"], loss, LOGITS, name)
+            names = {key.removeprefix("grad.") for key in out if key.startswith("grad.")}
+            theirs = dict(model.named_parameters())
+            self.assertEqual(names, set(theirs))
+            for key, parameter in theirs.items():
+                self.assert_near(out[f"grad.{key}"], parameter.grad, GRADIENTS, f"{name} {key}")
+
+    def test_a_cache_gives_the_same_logits(self):
+        for name, model, _, inputs, out in self.each():
+            if name == "phi3-longrope-long":  # its frequencies change on the way, there too
+                with torch.no_grad():
+                    cache = transformers.DynamicCache(config=model.config)
+                    cuts = [0, 4, 5, *range(8, TIME + 1)]
+                    theirs = torch.cat([model(inputs["ids"][:, a:b], past_key_values=cache).logits
+                                        for a, b in zip(cuts, cuts[1:])], 1)
+                self.assert_near(out["pieces"], theirs, LOGITS, name)
+            else:
+                self.assert_near(out["pieces"], out["logits"], LOGITS, name)
+
+    def test_weights_there_and_back(self):
+        for name, model, folder, inputs, out in self.each():
+            for kind in ("saved", "sharded", "padded"):
+                back, said = transformers.AutoModelForCausalLM.from_pretrained(
+                    folder / kind, output_loading_info=True, dtype=torch.float32)
+                self.assertFalse(any(said.values()), (name, kind, said))
+                self.assertIs(type(back), type(model))
+                ours, theirs = back.state_dict(), model.state_dict()
+                self.assertEqual(set(ours), set(theirs))
+                for key, tensor in theirs.items():
+                    self.assertTrue(torch.equal(ours[key], tensor), (name, kind, key))
+                with torch.no_grad():
+                    self.assertTrue(torch.equal(back(inputs["ids"]).logits,
+                                                model(inputs["ids"]).logits), (name, kind))
+            self.assertTrue(list((folder / "sharded").glob("model-00002-of-*.safetensors")))
+            self.assertTrue(torch.equal(out["reloaded"], out["logits"]))
+            self.assert_near(out["padded"], out["logits"], LOGITS, name)
+
+    def test_half_precision(self):
+        for name, _, folder, inputs, out in self.each():
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.bfloat16)
+            self.assertEqual(out["half"].dtype, torch.bfloat16)
+            with torch.no_grad():
+                logits = theirs(inputs["ids"]).logits
+            # A rounding of bfloat16 is 2^-9 of a number; there are two dozen of them in a row.
+            limit = 24 * 2.0 ** -9 * logits.abs().max().item()
+            self.assert_near(out["half"], logits, limit, name)
+            saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "half", dtype="auto")
+            for key, tensor in theirs.state_dict().items():
+                self.assertTrue(torch.equal(saved.state_dict()[key], tensor), (name, key))
+
+    def test_generation(self):
+        ended = 0
+        for name, model, folder, inputs, _ in self.each():
+            ours = [int(word) for word in (folder / "generated.txt").read_text().split()]
+            prompt = inputs["prompt"].unsqueeze(0)
+            theirs = model.generate(prompt, max_new_tokens=16, do_sample=False,
+                                    attention_mask=torch.ones_like(prompt))[0, 5:].tolist()
+            self.assertEqual(ours, theirs, name)
+            ended += len(ours) < 16
+        self.assertEqual(ended, 1)  # the one that has tokens to end with
+
+    def test_what_is_refused(self):
+        for name, (_, text) in BAD.items():
+            with self.subTest(name):
+                said = (self.place / "bad" / name / "error.txt").read_text()
+                self.assertIn(text, said)
+                self.assertIn(str(self.place / "bad" / name) if "heads" not in name
+                              and "groups" not in name else "[", said)
+
+
+class Residual(torch.nn.Module):
+    """A block of the paper's networks, strided in the 3 by 3 convolution, with torchvision's
+    names."""
+
+    def __init__(self, inputs, sizes, stride):
+        super().__init__()
+        strided = next(i for i, (_, size) in enumerate(sizes) if size == 3)
+        self.count = len(sizes)
+        before = inputs
+        for i, (width, size) in enumerate(sizes):
+            setattr(self, f"conv{i + 1}", torch.nn.Conv2d(
+                before, width, size, stride if i == strided else 1, size // 2, bias=False))
+            setattr(self, f"bn{i + 1}", torch.nn.BatchNorm2d(width))
+            before = width
+        self.downsample = None
+        if stride != 1 or before != inputs:
+            self.downsample = torch.nn.Sequential(
+                torch.nn.Conv2d(inputs, before, 1, stride, bias=False),
+                torch.nn.BatchNorm2d(before))
+
+    def forward(self, x):
+        y = x
+        for i in range(1, self.count + 1):
+            y = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(y))
+            y = torch.relu(y) if i < self.count else y
+        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+def residual_network(depth, classes):
+    deep = depth >= 50
+    net = torch.nn.Sequential()
+    net.add_module("conv1", torch.nn.Conv2d(3, 64, 7, 2, 3, bias=False))
+    net.add_module("bn1", torch.nn.BatchNorm2d(64))
+    net.append(torch.nn.ReLU())
+    net.append(torch.nn.MaxPool2d(3, 2, 1))
+    inputs = 64
+    for stage, count in enumerate({18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}[depth]):
+        width = 64 << stage
+        sizes = [(width, 1), (width, 3), (4 * width, 1)] if deep else [(width, 3), (width, 3)]
+        blocks = []
+        for i in range(count):
+            blocks.append(Residual(inputs, sizes, 2 if stage > 0 and i == 0 else 1))
+            inputs = sizes[-1][0]
+        net.add_module(f"layer{stage + 1}", torch.nn.Sequential(*blocks))
+    net.append(torch.nn.AdaptiveAvgPool2d(1))
+    net.append(torch.nn.Flatten())
+    net.add_module("fc", torch.nn.Linear(inputs, classes))
+    return net
+
+
+class ResNetTest(unittest.TestCase):
+    def test_as_in_torch(self):
+        for depth, parameters in ((18, 11_180_103), (50, 23_522_375)):
+            torch.manual_seed(depth)
+            net = residual_network(depth, 7)
+            self.assertEqual(sum(p.numel() for p in net.parameters()), parameters)
+            images, labels = torch.randn(4, 3, 64, 64), torch.tensor([0, 3, 6, 1])
+            with tempfile.TemporaryDirectory(prefix="lockstep-resnet-") as name:
+                folder = pathlib.Path(name)
+                save_file(net.state_dict(), folder / "model.safetensors")
+                save_file({"images": images, "labels": labels}, folder / "inputs.safetensors")
+                subprocess.run([PEER, "resnet", str(depth), folder], timeout=100, check=True)
+                out = load_file(folder / "out.safetensors")
+            evaluated = net.eval()(images)
+            logits = net.train()(images)
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+            loss.backward()
+            expected = {"evaluated": evaluated, "trained": logits, "loss": loss,
+                        **{f"grad.{name}": p.grad for name, p in net.named_parameters()},
+                        **{f"state.{name}": b for name, b in net.named_buffers()}}
+            self.assertEqual(set(out), set(expected))
+            for name, tensor in expected.items():
+                apart = (out[name].double() - tensor.double()).abs().max().item()
+                scale = max(1.0, tensor.abs().max().item())
+                self.assertLessEqual(apart / scale, 1e-4, (depth, name))
+
+
+if __name__ == "__main__":
+    unittest.main()
