@@ -7,9 +7,6 @@
 #include <algorithm>
 
 #include "lockstep/core/error.h"
-#include "lockstep/models/decoder.h"
-#include "lockstep/models/gpt.h"
-#include "lockstep/models/llama.h"
 
 namespace lockstep::models {
 
@@ -65,111 +62,8 @@ std::int64_t CausalLm::parameter_count() const {
   return count;
 }
 
-CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions& options) {
-  if (options.pad_vocab_to_multiple_of < 1)
-    throw UsageError("models", "pad_vocab_to_multiple_of {} must be 1 or more.",
-                     options.pad_vocab_to_multiple_of);
-  CausalLmPtr model;
-  if (config.gpt() != nullptr)
-    model = std::make_shared<GptImpl>(config, options);
-  else
-    model = std::make_shared<LlamaImpl>(config, options);
-  model->to(options.device, options.dtype);
-  return model;
-}
-
 at::Tensor next_token_loss(const at::Tensor& logits, const at::Tensor& targets) {
   return torch::cross_entropy_loss(logits.view({-1, logits.size(-1)}), targets.view({-1}));
 }
 
-// ---------------------------------------------------------------- what families share
-
-namespace detail {
-
-Pass begin_pass(const at::Tensor& ids, KvCache* cache, std::int64_t window) {
-  const std::int64_t past = cache != nullptr ? cache->length() : 0;
-  const std::int64_t total = past + ids.size(1);
-  Pass pass{.cache = cache, .causal = past == 0};
-  const bool cut = window > 0 && total > window;
-  if (!cut && (past == 0 || ids.size(1) == 1)) return pass;
-  pass.causal = false;
-  const at::Tensor seen = torch::arange(total, ids.options());
-  const at::Tensor own = torch::arange(past, total, ids.options()).unsqueeze(1);
-  pass.mask = seen <= own;
-  if (cut) pass.mask = pass.mask.logical_and(seen > own - window);
-  return pass;
-}
-
-at::Tensor by_head(const at::Tensor& x, std::int64_t heads) {
-  return x.view({x.size(0), x.size(1), heads, x.size(2) / heads}).transpose(1, 2);
-}
-
-at::Tensor attend(const at::Tensor& queries, at::Tensor keys, at::Tensor values, const Pass& pass,
-                  std::size_t layer, double dropout) {
-  if (pass.cache != nullptr) std::tie(keys, values) = pass.cache->append(layer, keys, values);
-  const std::optional<at::Tensor> mask =
-      pass.mask.defined() ? std::optional<at::Tensor>(pass.mask) : std::nullopt;
-  const auto y = torch::scaled_dot_product_attention(
-      queries, keys, values, mask, dropout, pass.causal, /*scale=*/std::nullopt,
-      /*enable_gqa=*/queries.size(1) != keys.size(1));
-  return y.transpose(1, 2).reshape({y.size(0), y.size(2), y.size(1) * y.size(3)});
-}
-
-at::Tensor activate(Activation activation, const at::Tensor& x) {
-  switch (activation) {
-    case Activation::kGeluTanh:
-      return torch::gelu(x, "tanh");
-    case Activation::kGelu:
-      return torch::gelu(x);
-    case Activation::kRelu:
-      return torch::relu(x);
-    case Activation::kSilu:
-      break;
-  }
-  return torch::silu(x);
-}
-
-at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, const Pass& pass,
-                      const BlockRunner& runner) {
-  for (const auto& module : blocks) {
-    const auto block = std::dynamic_pointer_cast<DecoderBlock>(module);
-    if (runner) {
-      x = runner([block, pass](
-                     const std::vector<at::Tensor>& in) { return block->forward(in.at(0), pass); },
-                 {x});
-    } else {
-      x = block->forward(x, pass);
-    }
-  }
-  return x;
-}
-
-Linear make_linear(LinearOptions options, const ParameterOptions& parameters) {
-  if (!parameters.draw)
-    options.deviation(0).tensors(
-        at::TensorOptions().dtype(parameters.dtype).device(parameters.device));
-  return Linear(options);
-}
-
-torch::nn::Embedding make_embedding(std::int64_t rows, std::int64_t width,
-                                    const ParameterOptions& parameters) {
-  torch::nn::EmbeddingOptions options(rows, width);
-  if (!parameters.draw)
-    options._weight(torch::zeros(
-        {rows, width}, at::TensorOptions().dtype(parameters.dtype).device(parameters.device)));
-  return torch::nn::Embedding(options);
-}
-
-void draw_rows(at::Tensor weight, std::int64_t vocab_size, double deviation) {
-  const torch::NoGradGuard no_grad;
-  const std::int64_t padding = weight.size(0) - vocab_size;
-  if (padding == 0) {
-    weight.normal_(0, deviation);
-    return;
-  }
-  weight.narrow(0, 0, vocab_size).normal_(0, deviation);
-  weight.narrow(0, vocab_size, padding).zero_();
-}
-
-}  // namespace detail
 }  // namespace lockstep::models

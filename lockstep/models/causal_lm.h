@@ -97,9 +97,6 @@ struct ParameterOptions {
   }
 };
 
-// UsageError when the sizes do not fit together.
-CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions& options = {});
-
 // Mean cross entropy of logits [batch, time, vocab] against the ids that come next [batch, time].
 at::Tensor next_token_loss(const at::Tensor& logits, const at::Tensor& targets);
 

@@ -52,7 +52,7 @@ class LinearImpl : public torch::nn::Module {
   // whole model. The adapter is float32 beside a weight in 16 bits, where x is converted for it.
   void attach_lora(const LoraShape& shape);
   // The weight becomes W + scaling * B A and forward uses it alone. unmerge_lora() restores W to
-  // the bit, from a copy that is kept until then.
+  // the bit, from a copy that it holds until then.
   void merge_lora();
   void unmerge_lora();
   // Without the adapter from here on; a weight that is merged stays as it is.

@@ -16,6 +16,9 @@
 
 namespace lockstep::models {
 
+// A model of any family. UsageError when the sizes do not fit together.
+CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions& options = {});
+
 struct PretrainedOptions {
   c10::ScalarType dtype = c10::kFloat;  // weights of another type are converted
   c10::Device device = c10::kCPU;

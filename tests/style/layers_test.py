@@ -54,6 +54,7 @@ FAMILIES = [
     ("gtest", r"gtest/|gmock/|benchmark/|rapidcheck"),
     ("http", r"microhttpd"),
     ("openssl", r"openssl/"),
+    ("unicode", r"pcre2\.h|utf8proc\.h"),
     ("python", r"pybind11/|Python\.h"),
 ]
 # Which families a layer may use; std, POSIX and fmt are everybody's.
@@ -69,7 +70,7 @@ FOREIGN = {
     "kernels": ATEN | {"cuda"},
     "optim": TORCH,
     "parallel": TORCH,
-    "data": TORCH,
+    "data": TORCH | {"unicode"},
     "models": TORCH,
     "train": TORCH,
     "monitor": TORCH | {"http"},
@@ -90,7 +91,7 @@ FILE_FOREIGN = {
     "lockstep/core/crash_test.cpp": {"json"},
 }
 TORCH_FREE = ("core", "rendezvous", "launch")
-SOURCE_ONLY = {"spdlog", "yaml", "cli11", "http", "openssl"}
+SOURCE_ONLY = {"spdlog", "yaml", "cli11", "http", "openssl", "unicode"}
 # A program that includes lockstep.h must compile without the vendors' headers.
 VENDOR = {"nccl", "gloo", "mpi", "cuda"}
 

@@ -1,0 +1,239 @@
+#include "lockstep/data/chat_template.h"
+
+#include <algorithm>
+#include <array>
+
+#include "lockstep/core/error.h"
+#include "lockstep/data/utf8.h"
+
+namespace lockstep::data {
+namespace {
+
+using Family = ChatTemplate::Family;
+
+struct Known {
+  Family family;
+  std::string_view written;
+};
+
+constexpr std::array<Known, 8> kKnown{{
+    {Family::kPhi3,
+     "<|system|>\n<|end|>\n<|user|>\n<|end|>\n<|assistant|>\n<|end|>\n<|assistant|>\n"},
+    {Family::kPhi3First, "<|user|>\n<|end|>\n<|assistant|>\n<|end|>\n"},
+    {Family::kPhi3Any, "<||>\n<|end|>\n<|assistant|>\n"},
+    {Family::kLlama2, "<<SYS>>\n\n<</SYS>>\n\n[INST]  [/INST]<<SYS>>\n\n<</SYS>>\n\n  "},
+    {Family::kLlama2, "<<SYS>>\n\n<</SYS>>\n\n[INST]  [/INST]  "},
+    {Family::kLlama3,
+     "<|start_header_id|><|end_header_id|>\n\n<|eot_id|>"
+     "<|start_header_id|>assistant<|end_header_id|>\n\n"},
+    {Family::kChatMl, "<|im_start|>\n<|im_end|>\n<|im_start|>assistant\n"},
+    {Family::kChatMl, "<|im_start|>\n<|im_end|>\n"},  // never begins an answer
+}};
+
+bool has(std::string_view text, std::string_view part) {
+  return text.find(part) != text.npos;
+}
+
+bool is_name(std::string_view text) {
+  return std::all_of(text.begin(), text.end(), [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
+  });
+}
+
+// What a template writes besides the messages and variables, in the order of its text. Names of
+// keys and roles ('role', 'user') and texts of exceptions are skipped.
+class WrittenText {
+ public:
+  explicit WrittenText(std::string_view text) : text_(text) {
+    if (text_.ends_with('\n')) text_.remove_suffix(1);  // as Jinja does
+  }
+
+  std::string collect() {
+    std::size_t at = 0;
+    std::string_view before;  // how the tag before ends
+    while (at < text_.size()) {
+      const std::size_t tag = next_tag(at);
+      plain(text_.substr(at, tag - at), before, text_.substr(tag, 3));
+      if (tag == text_.size()) break;
+      const char kind = text_[tag + 1];
+      const std::string_view closing = kind == '{' ? "}}" : kind == '%' ? "%}" : "#}";
+      const std::size_t end = kind == '#' ? text_.find(closing, tag) : tag_end(tag + 2, closing);
+      if (end == text_.npos) break;
+      at = end + 2;
+      before = text_.substr(end - 1, 3);
+    }
+    return out_;
+  }
+
+ private:
+  std::size_t next_tag(std::size_t at) const {
+    for (; at + 1 < text_.size(); ++at)
+      if (text_[at] == '{' && std::string_view("{%#").find(text_[at + 1]) != std::string_view::npos)
+        return at;
+    return text_.size();
+  }
+
+  // Text between two tags, less the white space that transformers' Jinja settings take away.
+  void plain(std::string_view part, std::string_view before, std::string_view after) {
+    constexpr std::string_view kSpace = " \t\r\n";
+    if (before.starts_with('-'))
+      part.remove_prefix(std::min(part.find_first_not_of(kSpace), part.size()));
+    else if (before.ends_with("%}") && part.starts_with('\n'))
+      part.remove_prefix(1);
+    if (after.ends_with('-')) {
+      part = part.substr(0, part.find_last_not_of(kSpace) + 1);
+    } else if (after.starts_with("{%")) {
+      const std::size_t line = part.find_last_not_of(" \t") + 1;
+      if (line == 0 || part[line - 1] == '\n') part = part.substr(0, line);
+    }
+    out_ += part;
+  }
+
+  // Past the string literals of a tag, to its end.
+  std::size_t tag_end(std::size_t at, std::string_view closing) {
+    for (const std::size_t begin = at; at + 1 < text_.size(); ++at) {
+      if (text_.substr(at, 2) == closing) return at;
+      if (text_[at] != '\'' && text_[at] != '"') continue;
+      const bool exception = text_.substr(begin, at - begin).ends_with("raise_exception(");
+      const std::string value = literal(at);
+      if (!exception && !is_name(value)) out_ += value;
+    }
+    return text_.npos;
+  }
+
+  // The value of the literal at `at`, which moves to its closing quote.
+  std::string literal(std::size_t& at) const {
+    const char quote = text_[at];
+    std::string value;
+    for (++at; at < text_.size() && text_[at] != quote; ++at) {
+      if (text_[at] != '\\' || at + 1 >= text_.size()) {
+        value += text_[at];
+        continue;
+      }
+      const char c = text_[++at];
+      value += c == 'n' ? '\n' : c == 't' ? '\t' : c;
+    }
+    return value;
+  }
+
+  std::string_view text_;
+  std::string out_;
+};
+
+// As Python's str.strip(), which also takes the four separators of ASCII for white space.
+std::string trimmed(std::string_view text) {
+  const auto space = [](char32_t c) { return is_white_space(c) || (c >= 0x1C && c <= 0x1F); };
+  std::string storage;
+  text = valid_utf8(text, storage);
+  std::size_t begin = 0;
+  for (std::size_t at = 0; at < text.size() && space(next_character(text, at));) begin = at;
+  std::size_t end = text.size();
+  for (std::size_t at = end; at > begin && space(previous_character(text, at));) end = at;
+  return std::string(text.substr(begin, end - begin));
+}
+
+[[noreturn]] void refuse_message(std::size_t index, const ChatMessage& message,
+                                 std::string_view rule) {
+  throw UsageError("tokenizer", "message {} of the chat is of '{}', and {}.", index, message.role,
+                   rule);
+}
+
+std::string render_llama2(const ChatTemplate& chat, std::span<const ChatMessage> messages,
+                          const ChatTokens& tokens) {
+  const auto content = [&](const std::string& text) { return chat.trims ? trimmed(text) : text; };
+  const bool system = !messages.empty() && messages[0].role == "system";
+  const std::size_t first = system ? 1 : 0;
+  std::string out;
+  for (std::size_t i = first; i < messages.size(); ++i) {
+    const ChatMessage& message = messages[i];
+    if (message.role != ((i - first) % 2 == 0 ? "user" : "assistant"))
+      refuse_message(i, message,
+                     "this template wants user and assistant in turn, after one system message at "
+                     "most");
+    std::string text = message.content;
+    if (system && i == first) text = "<<SYS>>\n" + messages[0].content + "\n<</SYS>>\n\n" + text;
+    if (message.role == "user")
+      out += (chat.writes_bos ? tokens.bos : "") + "[INST] " + content(text) + " [/INST]";
+    else
+      out += " " + content(text) + " " + tokens.eos;
+  }
+  return out;
+}
+
+// One message, without what comes before the first.
+std::string render_turn(Family family, const std::string& role, const std::string& content) {
+  switch (family) {
+    case Family::kPhi3Any:
+      return "<|" + role + "|>\n" + content + "<|end|>\n";
+    case Family::kPhi3:
+      if (role != "system" && role != "user" && role != "assistant") return "";
+      return "<|" + role + "|>\n" + content + "<|end|>\n";
+    case Family::kPhi3First:
+      if (role == "user") return "<|user|>\n" + content + "<|end|>\n<|assistant|>\n";
+      return role == "assistant" ? content + "<|end|>\n" : "";
+    case Family::kLlama3:
+      return "<|start_header_id|>" + role + "<|end_header_id|>\n\n" + content + "<|eot_id|>";
+    default:
+      return "<|im_start|>" + role + "\n" + content + "<|im_end|>\n";
+  }
+}
+
+std::string generation_prompt(Family family) {
+  if (family == Family::kPhi3First) return "";  // a part of the user's turn
+  if (family == Family::kLlama3) return "<|start_header_id|>assistant<|end_header_id|>\n\n";
+  return family == Family::kChatMl ? "<|im_start|>assistant\n" : "<|assistant|>\n";
+}
+
+}  // namespace
+
+std::string ChatTemplate::render(std::span<const ChatMessage> messages, bool add_generation_prompt,
+                                 const ChatTokens& tokens) const {
+  if (family == Family::kLlama2) return render_llama2(*this, messages, tokens);
+  std::string out;
+  if (writes_bos) out += tokens.bos;
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    const ChatMessage& message = messages[i];
+    if (skips_empty_system && message.role == "system" && message.content.empty()) continue;
+    const std::string turn =
+        render_turn(family, message.role, trims ? trimmed(message.content) : message.content);
+    if (turn.empty())
+      refuse_message(i, message, "this template would leave it out. Put its text into a user's");
+    out += turn;
+  }
+  const bool prompts = add_generation_prompt || !asks_for_prompt;
+  if (prompts) out += begins_answer ? generation_prompt(family) : "";
+  if (!prompts && writes_eos) out += tokens.eos;
+  return out;
+}
+
+ChatTemplate recognise_chat_template(std::string_view text, const std::string& where) {
+  const std::string written = WrittenText(text).collect();
+  const auto known = std::find_if(kKnown.begin(), kKnown.end(),
+                                  [&](const Known& other) { return other.written == written; });
+  const auto refuse = [&](std::string_view why) {
+    throw UsageError("tokenizer",
+                     "{}: the chat template is not supported: {}. Supported are the templates of "
+                     "Phi-3, Llama 2 and Llama 3 and plain ChatML. Write the text of the chat "
+                     "yourself and encode it without special tokens.",
+                     where, why);
+  };
+  if (known == kKnown.end())
+    refuse(
+        fmt::format("it writes '{}{}'", written.substr(0, 120), written.size() > 120 ? "..." : ""));
+  ChatTemplate chat{.family = known->family};
+  chat.writes_bos = has(text, "bos_token");
+  chat.writes_eos = has(text, "eos_token");
+  chat.asks_for_prompt = has(text, "add_generation_prompt");
+  chat.trims = has(text, "trim") || has(text, ".strip()");
+  chat.skips_empty_system = has(text, "'system' and message['content']");
+  chat.begins_answer = known->written.ends_with("assistant\n") ||
+                       known->written.ends_with("<|assistant|>\n") ||
+                       known->family == Family::kLlama3;
+  const bool phi = chat.family == Family::kPhi3 || chat.family == Family::kPhi3Any;
+  const bool at_end = phi && chat.asks_for_prompt && text.rfind("else") < text.find("eos_token");
+  if (chat.writes_eos && chat.family != Family::kLlama2 && !at_end)
+    refuse("it writes eos_token in another place");
+  return chat;
+}
+
+}  // namespace lockstep::data

@@ -1,0 +1,297 @@
+#include "lockstep/data/tokenizer.h"
+
+#include <filesystem>
+#include <limits>
+#include <mutex>
+#include <utility>
+
+#include "lockstep/core/document.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/data/chat_template.h"
+#include "lockstep/data/tokenizer_parts.h"
+#include "lockstep/data/utf8.h"
+
+namespace lockstep::data {
+namespace {
+
+namespace fs = std::filesystem;
+using Ids = std::vector<std::int64_t>;
+
+bool is_file(const std::string& path) {
+  std::error_code unknown;
+  return fs::is_regular_file(path, unknown);
+}
+
+// The steps of encoding one text, up to its special tokens.
+class Encoding {
+ public:
+  Encoding(const TokenizerParts& parts, BpeScratch& scratch, Ids& ids)
+      : parts_(parts), scratch_(scratch), ids_(ids) {}
+
+  void run(std::string_view text) {
+    parts_.added.split(text, parts_.added.raw, [&](std::string_view part, const AddedToken* token) {
+      if (token != nullptr)
+        ids_.push_back(token->id);
+      else
+        normalize(part, part.data() == text.data());
+    });
+  }
+
+ private:
+  // `at_start`: of the whole text.
+  void normalize(std::string_view part, bool at_start) {
+    std::string storage;
+    if (!parts_.normalizers.empty()) {
+      storage = parts_.normalize(part);
+      part = storage;
+    }
+    parts_.added.split(part, parts_.added.normalized,
+                       [&](std::string_view piece, const AddedToken* token) {
+                         if (token != nullptr)
+                           ids_.push_back(token->id);
+                         else
+                           pre_tokenize(piece, at_start && piece.data() == part.data(), 0);
+                       });
+  }
+
+  void pre_tokenize(std::string_view part, bool at_start, std::size_t step) {
+    if (part.empty()) return;
+    if (step == parts_.pre_tokenizers.size()) return parts_.model.encode(part, scratch_, ids_);
+    const PreTokenizer& rule = parts_.pre_tokenizers[step];
+    const auto next = [&](std::string_view whole, std::size_t begin, std::size_t end) {
+      pre_tokenize(whole.substr(begin, end - begin), at_start && begin == 0, step + 1);
+    };
+    switch (rule.kind) {
+      case PreTokenizer::Kind::kSplit:
+        return rule.pattern.split(part, [&](std::size_t begin, std::size_t end, bool match) {
+          if (rule.removes != match) next(part, begin, end);
+        });
+      case PreTokenizer::Kind::kMetaspace:
+        return split_at_marks(rule, part, at_start, next);
+      case PreTokenizer::Kind::kByteLevel:
+        break;
+    }
+    std::string storage;
+    if (rule.prepend == PreTokenizer::Prepend::kAlways && !part.starts_with(' ')) {
+      storage.append(" ").append(part);
+      part = storage;
+    }
+    if (!rule.splits) return next(part, 0, part.size());
+    rule.pattern.split(part,
+                       [&](std::size_t begin, std::size_t end, bool) { next(part, begin, end); });
+  }
+
+  // Each mark begins a piece.
+  template <typename Next>
+  void split_at_marks(const PreTokenizer& rule, std::string_view part, bool at_start,
+                      const Next& next) {
+    using Prepend = PreTokenizer::Prepend;
+    std::string text = Pattern{.literal = " "}.replaced(part, rule.mark);
+    const bool prepends =
+        rule.prepend == Prepend::kAlways || (rule.prepend == Prepend::kFirst && at_start);
+    if (prepends && !text.starts_with(rule.mark)) text.insert(0, rule.mark);
+    if (!rule.splits) return next(text, 0, text.size());
+    for (std::size_t begin = 0; begin < text.size();) {
+      const std::size_t end = std::min(text.find(rule.mark, begin + 1), text.size());
+      next(text, begin, end);
+      begin = end;
+    }
+  }
+
+  const TokenizerParts& parts_;
+  BpeScratch& scratch_;
+  Ids& ids_;
+};
+
+// tokenizer_config.json, special_tokens_map.json and chat_template.jinja beside a tokenizer.json.
+struct Companions {
+  std::string bos{};
+  std::string eos{};
+  std::string chat_template{};
+  std::string chat_template_file{};
+};
+
+// "<s>", or {"content": "<s>", ...}
+std::string token_text(const Node& root, std::string_view key) {
+  const Entry* entry = root.find(key);
+  if (entry == nullptr) return {};
+  if (entry->value.is(NodeKind::kString)) return entry->value.text;
+  const Entry* content = entry->value.find("content");
+  return content != nullptr && content->value.is(NodeKind::kString) ? content->value.text : "";
+}
+
+// One template, or several with names.
+std::string template_text(const Node& root) {
+  const Entry* entry = root.find("chat_template");
+  if (entry == nullptr) return {};
+  if (entry->value.is(NodeKind::kString)) return entry->value.text;
+  for (const Node& item : entry->value.items)
+    if (token_text(item, "name") == "default") return token_text(item, "template");
+  return {};
+}
+
+Companions read_companions(const std::string& tokenizer_file) {
+  const std::string folder = (fs::path(tokenizer_file).parent_path() / "").string();
+  Companions found;
+  for (const char* name : {"tokenizer_config.json", "special_tokens_map.json"}) {
+    const std::string path = folder + name;
+    if (!is_file(path)) continue;
+    const Node root =
+        parse_json(read_file(path), path, {.bytes = 64u << 20, .depth = 64, .nodes = 10'000'000});
+    if (found.bos.empty()) found.bos = token_text(root, "bos_token");
+    if (found.eos.empty()) found.eos = token_text(root, "eos_token");
+    if (!found.chat_template.empty()) continue;
+    found.chat_template = template_text(root);
+    found.chat_template_file = path;
+  }
+  const std::string jinja = folder + "chat_template.jinja";
+  if (is_file(jinja)) {
+    found.chat_template = read_file(jinja);
+    found.chat_template_file = jinja;
+  }
+  return found;
+}
+
+}  // namespace
+
+struct Tokenizer::Impl {
+  std::string path;
+  TokenizerParts parts;
+  Companions companions;
+  // Memory of calls that have ended, for those that begin: their caches stay warm.
+  mutable std::mutex mutex;
+  mutable std::vector<std::unique_ptr<BpeScratch>> idle;
+
+  std::unique_ptr<BpeScratch> take() const {
+    const std::lock_guard lock(mutex);
+    if (idle.empty()) return std::make_unique<BpeScratch>();
+    std::unique_ptr<BpeScratch> scratch = std::move(idle.back());
+    idle.pop_back();
+    return scratch;
+  }
+  void give_back(std::unique_ptr<BpeScratch> scratch) const {
+    const std::lock_guard lock(mutex);
+    idle.push_back(std::move(scratch));
+  }
+};
+
+Tokenizer::Tokenizer(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+
+Tokenizer Tokenizer::from_file(const std::string& path_or_folder) {
+  auto impl = std::make_shared<Impl>();
+  std::error_code unknown;
+  impl->path = fs::is_directory(path_or_folder, unknown)
+                   ? (fs::path(path_or_folder) / "tokenizer.json").string()
+                   : path_or_folder;
+  if (!is_file(impl->path))
+    throw UsageError("tokenizer",
+                     "there is no {}. Name a tokenizer.json or the folder of a model that has one "
+                     "(transformers' save_pretrained() writes it).",
+                     impl->path);
+  impl->parts = read_tokenizer_file(impl->path);
+  impl->companions = read_companions(impl->path);
+  return Tokenizer(std::move(impl));
+}
+
+Ids Tokenizer::encode(std::string_view text, EncodeOptions options) const {
+  if (text.size() >= std::numeric_limits<std::int32_t>::max())
+    throw UsageError("tokenizer",
+                     "a text of {} bytes is too long. Encode it in pieces below 2 GiB.",
+                     text.size());
+  std::string storage;
+  text = valid_utf8(text, storage);
+  const TokenizerParts& parts = impl_->parts;
+  Ids ids;
+  ids.reserve(text.size() / 3 + 8);
+  if (options.add_special_tokens) ids = parts.prefix;
+  std::unique_ptr<BpeScratch> scratch = impl_->take();
+  Encoding(parts, *scratch, ids).run(text);
+  impl_->give_back(std::move(scratch));
+  if (options.add_special_tokens) ids.insert(ids.end(), parts.suffix.begin(), parts.suffix.end());
+  return ids;
+}
+
+std::string Tokenizer::decode(std::span<const std::int64_t> ids, DecodeOptions options) const {
+  const TokenizerParts& parts = impl_->parts;
+  std::vector<std::string> tokens;
+  tokens.reserve(ids.size());
+  for (const std::int64_t id : ids) {
+    if (const auto added = parts.added.by_id.find(id); added != parts.added.by_id.end()) {
+      const std::string& token = parts.added.tokens[added->second].text;
+      if (!options.skip_special_tokens || !parts.added.is_special(token)) tokens.push_back(token);
+    } else if (const std::string_view token = parts.model.text_of(id); !token.empty()) {
+      tokens.emplace_back(token);
+    }
+  }
+  std::string text;
+  if (!parts.decoders) {
+    for (const std::string& token : tokens) text.append(text.empty() ? "" : " ").append(token);
+    return text;
+  }
+  for (const Decoder& step : *parts.decoders) step.apply(tokens);
+  for (const std::string& token : tokens) text += token;
+  return text;
+}
+
+std::optional<std::int64_t> Tokenizer::token_to_id(std::string_view token) const {
+  const AddedTokens& added = impl_->parts.added;
+  if (const auto found = added.by_content.find(std::string(token)); found != added.by_content.end())
+    return added.tokens[found->second].id;
+  const std::int32_t id = impl_->parts.model.id_of(token);
+  return id < 0 ? std::optional<std::int64_t>() : id;
+}
+
+std::optional<std::string> Tokenizer::id_to_token(std::int64_t id) const {
+  const AddedTokens& added = impl_->parts.added;
+  if (const auto found = added.by_id.find(id); found != added.by_id.end())
+    return added.tokens[found->second].text;
+  const std::string_view token = impl_->parts.model.text_of(id);
+  return token.empty() ? std::optional<std::string>() : std::string(token);
+}
+
+std::int64_t Tokenizer::vocab_size() const {
+  auto size = static_cast<std::int64_t>(impl_->parts.model.size());
+  for (const AddedToken& token : impl_->parts.added.tokens)
+    if (impl_->parts.model.id_of(token.content) < 0) ++size;
+  return size;
+}
+
+std::int64_t Tokenizer::max_id() const {
+  std::int64_t largest = impl_->parts.model.max_id();
+  for (const AddedToken& token : impl_->parts.added.tokens) largest = std::max(largest, token.id);
+  return largest;
+}
+
+std::optional<std::int64_t> Tokenizer::bos_token_id() const {
+  return token_to_id(impl_->companions.bos);
+}
+
+std::optional<std::int64_t> Tokenizer::eos_token_id() const {
+  return token_to_id(impl_->companions.eos);
+}
+
+std::string Tokenizer::apply_chat_template(std::span<const ChatMessage> messages,
+                                           ChatOptions options) const {
+  const Companions& files = impl_->companions;
+  if (files.chat_template.empty())
+    throw UsageError("tokenizer",
+                     "{} has no chat template: neither chat_template.jinja nor the key "
+                     "chat_template of tokenizer_config.json is beside it. Write the text of the "
+                     "chat yourself and encode it.",
+                     impl_->path);
+  return recognise_chat_template(files.chat_template, files.chat_template_file)
+      .render(messages, options.add_generation_prompt, {.bos = files.bos, .eos = files.eos});
+}
+
+std::string Tokenizer::apply_chat_template(std::initializer_list<ChatMessage> messages,
+                                           ChatOptions options) const {
+  return apply_chat_template(std::span<const ChatMessage>(messages.begin(), messages.size()),
+                             options);
+}
+
+const std::string& Tokenizer::path() const {
+  return impl_->path;
+}
+
+}  // namespace lockstep::data

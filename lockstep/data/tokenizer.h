@@ -1,0 +1,85 @@
+// The tokenizer of a Hugging Face model, read from its tokenizer.json: text to the ids that the
+// model was trained with, and back.
+//
+//   const auto tokenizer = data::Tokenizer::from_file("Phi-3-mini-4k-instruct");
+//   const std::vector<std::int64_t> ids = tokenizer.encode("The text of a document");
+//   const std::string text = tokenizer.decode(ids);
+//
+// BPE in its two shapes: over bytes (GPT-2, Llama 3) and over characters with byte fallback (Llama
+// 2, Phi-3). Ids and texts are those of the `tokenizers` package. What a file asks for and is not
+// here is refused when it is read, with the file, the field and its value. A file's truncation and
+// padding are not applied; transformers replaces them at each call too.
+//
+// A chat is text first. Its template brings the special tokens, so none are added afterwards:
+//
+//   const std::string chat = tokenizer.apply_chat_template({{"user", "Why?"}},
+//                                                          {.add_generation_prompt = true});
+//   const auto prompt = tokenizer.encode(chat, {.add_special_tokens = false});
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/data/chat_message.h"  // IWYU pragma: export
+
+namespace lockstep::data {
+
+struct EncodeOptions {
+  bool add_special_tokens = true;  // what the post-processor adds: <s> before a text of Llama
+};
+
+struct DecodeOptions {
+  bool skip_special_tokens = true;
+};
+
+struct ChatOptions {
+  bool add_generation_prompt = false;  // ends with the beginning of an answer
+};
+
+// A handle: copies share one read-only tokenizer. Any thread may call any function at any time.
+class Tokenizer {
+ public:
+  // A tokenizer.json, or a folder with one. Beside it tokenizer_config.json,
+  // special_tokens_map.json and chat_template.jinja are read where they are there. UsageError for a
+  // file that is not a tokenizer or needs what is not supported.
+  static Tokenizer from_file(const std::string& path_or_folder);
+
+  // Special tokens in the text become their ids. Bytes that are not UTF-8 are read as U+FFFD, as
+  // Python's errors="replace" does it.
+  std::vector<std::int64_t> encode(std::string_view text, EncodeOptions options = {}) const;
+  // Ids without a token give nothing, as in `tokenizers`. Always valid UTF-8.
+  std::string decode(std::span<const std::int64_t> ids, DecodeOptions options = {}) const;
+
+  std::optional<std::int64_t> token_to_id(std::string_view token) const;
+  std::optional<std::string> id_to_token(std::int64_t id) const;
+  std::int64_t vocab_size() const;  // tokens, the added ones included
+  std::int64_t max_id() const;      // a model needs max_id() + 1 rows; ids may have gaps
+
+  // As tokenizer_config.json or special_tokens_map.json names them.
+  std::optional<std::int64_t> bos_token_id() const;
+  std::optional<std::int64_t> eos_token_id() const;
+
+  // The text of a chat by the model's own template. Known are the templates of Phi-3, Llama 2 and
+  // Llama 3 and plain ChatML, recognised by the special tokens that the template's text uses
+  // (chat_template.h); any other is a UsageError with what is supported.
+  std::string apply_chat_template(std::span<const ChatMessage> messages,
+                                  ChatOptions options = {}) const;
+  std::string apply_chat_template(std::initializer_list<ChatMessage> messages,
+                                  ChatOptions options = {}) const;
+
+  const std::string& path() const;  // of the tokenizer.json
+
+ private:
+  struct Impl;
+  explicit Tokenizer(std::shared_ptr<const Impl> impl);
+
+  std::shared_ptr<const Impl> impl_;
+};
+
+}  // namespace lockstep::data

@@ -1,0 +1,349 @@
+// tokenizer.json, read strictly: what is not supported is refused with its field and value.
+#include <algorithm>
+#include <initializer_list>
+#include <utility>
+
+#include "lockstep/core/document.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/data/tokenizer_parts.h"
+#include "lockstep/data/utf8.h"
+
+namespace lockstep::data {
+namespace {
+
+// Of ByteLevel with use_regex, as GPT-2's tokenizer splits.
+constexpr const char* kGpt2Words =
+    R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+
+// A map of the file with the path of its place in it: "pre_tokenizer.pretokenizers[1]".
+class Field {
+ public:
+  Field(const Node& node, const std::string& file, std::string name)
+      : node_(&node), file_(&file), name_(std::move(name)) {}
+
+  const Node& node() const { return *node_; }
+  const std::string& name() const { return name_; }
+  bool is_null() const { return node_->is(NodeKind::kNull); }
+
+  // A null where there is no such key.
+  Field at(std::string_view key) const {
+    static const Node nothing;
+    if (!node_->is(NodeKind::kMap)) refuse("a map was expected");
+    const Entry* entry = node_->find(key);
+    return {entry == nullptr ? nothing : entry->value, *file_,
+            name_.empty() ? std::string(key) : fmt::format("{}.{}", name_, key)};
+  }
+  std::vector<Field> items() const {
+    if (!node_->is(NodeKind::kList)) refuse("a list was expected");
+    std::vector<Field> all;
+    for (const Node& item : node_->items)
+      all.emplace_back(item, *file_, fmt::format("{}[{}]", name_, all.size()));
+    return all;
+  }
+
+  const std::string& text() const {
+    if (!node_->is(NodeKind::kString)) refuse("a string was expected");
+    return node_->text;
+  }
+  bool boolean(std::optional<bool> fallback = {}) const {
+    if (is_null() && fallback) return *fallback;
+    if (!node_->is(NodeKind::kBool)) refuse("true or false was expected");
+    return node_->boolean;
+  }
+  std::int64_t integer(std::optional<std::int64_t> fallback = {}) const {
+    if (is_null() && fallback) return *fallback;
+    if (!node_->is(NodeKind::kInteger)) refuse("a whole number was expected");
+    return node_->integer;
+  }
+
+  [[noreturn]] void refuse(std::string_view why) const {
+    std::string value = to_json(*node_);
+    if (value.size() > 100) value = value.substr(0, 100) + "...";
+    std::string storage;
+    throw UsageError("tokenizer", "{}: {} is {}: {}.", *file_, name_, valid_utf8(value, storage),
+                     why);
+  }
+  [[noreturn]] void refuse_kind(std::string_view supported) const {
+    at("type").refuse(fmt::format("it is not supported; {} are", supported));
+  }
+
+ private:
+  const Node* node_;
+  const std::string* file_;
+  std::string name_;
+};
+
+Node read_json(const std::string& path) {
+  std::string text = read_file(path, std::size_t{1} << 30);
+  // DEL stands in vocabularies as it is, which JSON allows and parse_json() takes for a mistake.
+  for (std::size_t at = text.find('\x7F'); at != text.npos; at = text.find('\x7F', at))
+    text.replace(at, 1, "\\u007f");
+  return parse_json(text, path, {.bytes = text.size(), .depth = 64, .nodes = 100'000'000});
+}
+
+// The steps of a Sequence, or the one step that there is; none for null.
+std::vector<Field> steps_of(const Field& field, std::string_view list) {
+  if (field.is_null()) return {};
+  if (field.at("type").text() != "Sequence") return {field};
+  std::vector<Field> steps;
+  for (const Field& item : field.at(list).items())
+    for (Field& step : steps_of(item, list)) steps.push_back(std::move(step));
+  return steps;
+}
+
+Pattern read_pattern(const Field& field) {
+  if (const Field literal = field.at("String"); !literal.is_null()) {
+    if (literal.text().empty()) literal.refuse("an empty text is everywhere");
+    return {.literal = literal.text()};
+  }
+  return {.regex = Regex(field.at("Regex").text())};
+}
+
+Normalizer read_normalizer(const Field& field) {
+  using Kind = Normalizer::Kind;
+  const std::string& type = field.at("type").text();
+  for (const auto& [name, form] :
+       {std::pair{"NFC", NormalForm::kNfc}, std::pair{"NFD", NormalForm::kNfd},
+        std::pair{"NFKC", NormalForm::kNfkc}, std::pair{"NFKD", NormalForm::kNfkd}}) {
+    if (type != name) continue;
+    require_unicode("the normalizer " + type);
+    return {.kind = Kind::kUnicode, .form = form};
+  }
+  if (type == "Lowercase") {
+    require_unicode("the normalizer Lowercase");
+    return {.kind = Kind::kLowercase};
+  }
+  if (type == "Strip")
+    return {.kind = Kind::kStrip,
+            .left = field.at("strip_left").boolean(),
+            .right = field.at("strip_right").boolean()};
+  if (type == "Prepend") return {.kind = Kind::kPrepend, .content = field.at("prepend").text()};
+  if (type == "Replace")
+    return {.kind = Kind::kReplace,
+            .pattern = read_pattern(field.at("pattern")),
+            .content = field.at("content").text()};
+  field.refuse_kind("Sequence, NFC, NFD, NFKC, NFKD, Lowercase, Strip, Prepend and Replace");
+}
+
+std::string one_character(const Field& field) {
+  const std::string& text = field.text();
+  if (text.empty() || character_size(text[0]) != text.size())
+    field.refuse("one character was expected");
+  return text;
+}
+
+// Older files have add_prefix_space in place of prepend_scheme.
+PreTokenizer::Prepend read_prepend(const Field& field) {
+  using Prepend = PreTokenizer::Prepend;
+  const Field scheme = field.at("prepend_scheme");
+  if (scheme.is_null())
+    return field.at("add_prefix_space").boolean(true) ? Prepend::kAlways : Prepend::kNever;
+  if (scheme.text() == "always") return Prepend::kAlways;
+  if (scheme.text() == "first") return Prepend::kFirst;
+  if (scheme.text() == "never") return Prepend::kNever;
+  scheme.refuse("it is not supported; always, first and never are");
+}
+
+PreTokenizer read_split(const Field& field) {
+  PreTokenizer step{.kind = PreTokenizer::Kind::kSplit,
+                    .pattern = read_pattern(field.at("pattern"))};
+  const bool invert = field.at("invert").boolean(false);
+  const Field behavior = field.at("behavior");
+  if (behavior.text() == "Removed")
+    step.removes = !invert;
+  else if (behavior.text() != "Isolated")
+    behavior.refuse("it is not supported; Isolated and Removed are");
+  return step;
+}
+
+PreTokenizer read_pre_tokenizer(const Field& field) {
+  using Kind = PreTokenizer::Kind;
+  using Prepend = PreTokenizer::Prepend;
+  const std::string& type = field.at("type").text();
+  if (type == "Split") return read_split(field);
+  if (type == "Metaspace")
+    return {.kind = Kind::kMetaspace,
+            .splits = field.at("split").boolean(true),
+            .mark = one_character(field.at("replacement")),
+            .prepend = read_prepend(field)};
+  if (type != "ByteLevel") field.refuse_kind("Sequence, Split, Metaspace and ByteLevel");
+  PreTokenizer step{.kind = Kind::kByteLevel, .splits = field.at("use_regex").boolean(true)};
+  if (step.splits) step.pattern.regex = Regex(kGpt2Words);
+  if (field.at("add_prefix_space").boolean()) step.prepend = Prepend::kAlways;
+  return step;
+}
+
+std::vector<PreTokenizer> read_pre_tokenizers(const Field& field) {
+  std::vector<PreTokenizer> steps;
+  for (const Field& item : steps_of(field, "pretokenizers")) {
+    if (!steps.empty() && steps.back().kind == PreTokenizer::Kind::kByteLevel)
+      item.refuse("a step after ByteLevel is not supported");
+    steps.push_back(read_pre_tokenizer(item));
+  }
+  return steps;
+}
+
+Decoder read_decoder(const Field& field) {
+  using Kind = Decoder::Kind;
+  const std::string& type = field.at("type").text();
+  if (type == "ByteLevel") return {.kind = Kind::kByteLevel};
+  if (type == "ByteFallback") return {.kind = Kind::kByteFallback};
+  if (type == "Fuse") return {.kind = Kind::kFuse};
+  if (type == "Strip")
+    return {.kind = Kind::kStrip,
+            .content = one_character(field.at("content")),
+            .start = field.at("start").integer(),
+            .stop = field.at("stop").integer()};
+  if (type == "Replace")
+    return {.kind = Kind::kReplace,
+            .pattern = read_pattern(field.at("pattern")),
+            .content = field.at("content").text()};
+  if (type == "Metaspace")
+    return {.kind = Kind::kMetaspace,
+            .content = one_character(field.at("replacement")),
+            .drops_first = read_prepend(field) != PreTokenizer::Prepend::kNever};
+  field.refuse_kind("Sequence, ByteLevel, ByteFallback, Fuse, Strip, Replace and Metaspace");
+}
+
+// The special tokens of a template's piece.
+std::vector<std::int64_t> read_piece(const Field& piece, const Field& special_tokens) {
+  const std::string& name = piece.at("id").text();
+  std::vector<std::int64_t> ids;
+  for (const Field& id : special_tokens.at(name).at("ids").items()) ids.push_back(id.integer());
+  return ids;
+}
+
+// Each processor puts its tokens around what the one before it gave.
+void read_post_processor(const Field& field, TokenizerParts& parts) {
+  for (const Field& step : steps_of(field, "processors")) {
+    const std::string& type = step.at("type").text();
+    if (type == "ByteLevel") continue;  // it changes offsets alone
+    if (type != "TemplateProcessing")
+      step.refuse_kind("Sequence, ByteLevel and TemplateProcessing");
+    std::vector<std::int64_t> before;
+    int texts = 0;
+    const Field single = step.at("single");
+    for (const Field& item : single.items()) {
+      if (const Field piece = item.at("SpecialToken"); !piece.is_null()) {
+        const auto ids = read_piece(piece, step.at("special_tokens"));
+        auto& side = texts == 0 ? before : parts.suffix;
+        side.insert(side.end(), ids.begin(), ids.end());
+      } else if (item.at("Sequence").at("id").text() == "A") {
+        ++texts;
+      } else {
+        item.refuse("a template for one text has the sequence A alone");
+      }
+    }
+    if (texts != 1) single.refuse("the sequence A was expected once");
+    parts.prefix.insert(parts.prefix.begin(), before.begin(), before.end());
+  }
+}
+
+// "a b", or ["a", "b"]
+void read_merge(const Node& node, Bpe& model, const Field& merges, std::size_t index) {
+  std::string_view left;
+  std::string_view right;
+  if (node.is(NodeKind::kString)) {
+    const std::string_view text = node.text;
+    if (text.starts_with("#version")) return;
+    const std::size_t space = text.find(' ');
+    if (space != text.npos && text.find(' ', space + 1) == text.npos) {
+      left = text.substr(0, space);
+      right = text.substr(space + 1);
+    }
+  } else if (node.items.size() == 2 && node.items[0].is(NodeKind::kString) &&
+             node.items[1].is(NodeKind::kString)) {
+    left = node.items[0].text;
+    right = node.items[1].text;
+  }
+  if (!model.add_merge(left, right))
+    merges.items()[index].refuse("it is not two tokens of the vocabulary that make a third");
+}
+
+Bpe read_model(const Field& field, bool byte_level) {
+  if (field.at("type").text() != "BPE") field.refuse_kind("BPE models, and no others,");
+  const Field dropout = field.at("dropout");
+  if (!dropout.is_null() && dropout.node().real != 0)
+    dropout.refuse("encoding would be random; set it to null");
+  for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix"})
+    if (const Field affix = field.at(key); !affix.is_null() && !affix.text().empty())
+      affix.refuse("it is not supported");
+  BpeOptions options{.byte_level = byte_level,
+                     .fuse_unk = field.at("fuse_unk").boolean(false),
+                     .byte_fallback = field.at("byte_fallback").boolean(false),
+                     .ignore_merges = field.at("ignore_merges").boolean(false)};
+  const Field unk = field.at("unk_token");
+  if (!unk.is_null()) options.unk_token = unk.text();
+  Bpe model(std::move(options));
+  const Field vocab = field.at("vocab");
+  const Field merges = field.at("merges");
+  if (!vocab.node().is(NodeKind::kMap)) vocab.refuse("a map was expected");
+  if (!merges.node().is(NodeKind::kList)) merges.refuse("a list was expected");
+  model.reserve(vocab.node().entries.size(), merges.node().items.size());
+  for (const Entry& entry : vocab.node().entries)
+    if (!entry.value.is(NodeKind::kInteger) || !model.add_token(entry.key, entry.value.integer))
+      vocab.at(entry.key).refuse(
+          fmt::format("an id of 0 to {} that no other token has was expected", Bpe::kMaxId));
+  if (!unk.is_null() && !byte_level && model.id_of(unk.text()) < 0)
+    unk.refuse("it is not in the vocabulary");
+  for (std::size_t i = 0; i < merges.node().items.size(); ++i)
+    read_merge(merges.node().items[i], model, merges, i);
+  model.finish();
+  return model;
+}
+
+// A token of the model's vocabulary keeps its id; others follow the largest, in their order.
+void read_added_tokens(const Field& field, TokenizerParts& parts) {
+  if (field.is_null()) return;
+  AddedTokens& added = parts.added;
+  std::int64_t next = static_cast<std::int64_t>(parts.model.size());
+  for (const Field& item : field.items()) {
+    AddedToken token{.content = item.at("content").text(),
+                     .id = item.at("id").integer(),
+                     .special = item.at("special").boolean(false),
+                     .normalized = item.at("normalized").boolean(true),
+                     .single_word = item.at("single_word").boolean(false),
+                     .lstrip = item.at("lstrip").boolean(false),
+                     .rstrip = item.at("rstrip").boolean(false)};
+    if (token.content.empty()) continue;
+    if (token.single_word) require_unicode("an added token with single_word");
+    const std::int32_t known = parts.model.id_of(token.content);
+    const std::int64_t expected = known >= 0 ? known : next;
+    if (token.id != expected)
+      item.refuse(fmt::format("its id would be {} to the tokenizers package", expected));
+    if (!added.by_content.emplace(token.content, added.tokens.size()).second)
+      item.refuse("it is there twice");
+    next = std::max(next, token.id + 1);
+    added.by_id[token.id] = added.tokens.size();
+    token.text = token.normalized ? parts.normalize(token.content) : token.content;
+    (token.normalized ? added.normalized : added.raw).add(token.text, added.tokens.size());
+    added.tokens.push_back(std::move(token));
+  }
+}
+
+}  // namespace
+
+TokenizerParts read_tokenizer_file(const std::string& path) {
+  const Node root = read_json(path);
+  const Field file(root, path, "");
+  if (!root.is(NodeKind::kMap) || file.at("model").is_null())
+    throw UsageError("tokenizer", "{} is not a tokenizer.json: it has no model.", path);
+  TokenizerParts parts;
+  for (const Field& step : steps_of(file.at("normalizer"), "normalizers"))
+    parts.normalizers.push_back(read_normalizer(step));
+  parts.pre_tokenizers = read_pre_tokenizers(file.at("pre_tokenizer"));
+  const bool byte_level = !parts.pre_tokenizers.empty() &&
+                          parts.pre_tokenizers.back().kind == PreTokenizer::Kind::kByteLevel;
+  parts.model = read_model(file.at("model"), byte_level);
+  read_added_tokens(file.at("added_tokens"), parts);
+  read_post_processor(file.at("post_processor"), parts);
+  if (const Field decoder = file.at("decoder"); !decoder.is_null()) {
+    parts.decoders.emplace();
+    for (const Field& step : steps_of(decoder, "decoders"))
+      parts.decoders->push_back(read_decoder(step));
+  }
+  return parts;
+}
+
+}  // namespace lockstep::data

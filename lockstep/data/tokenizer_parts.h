@@ -1,0 +1,143 @@
+// The steps of a tokenizer as its tokenizer.json lists them, and what each does to a text. Private
+// to this layer: tokenizer_file.cpp reads them, tokenizer.cpp runs them.
+//
+//   for (const Normalizer& step : parts.normalizers) text = step.apply(std::move(text));
+//
+// Values, read-only once they are read; any thread.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "lockstep/data/bpe.h"
+#include "lockstep/data/unicode.h"
+
+namespace lockstep::data {
+
+// {"String": ...} or {"Regex": ...}
+struct Pattern {
+  std::string literal{};
+  std::optional<Regex> regex{};
+
+  // Every part of the text in order: matches, and what is between them.
+  void split(std::string_view text,
+             const std::function<void(std::size_t begin, std::size_t end, bool match)>& use) const;
+  std::string replaced(std::string_view text, std::string_view content) const;
+
+ private:
+  bool find(std::string_view text, std::size_t from, Regex::Match& match) const;
+};
+
+struct Normalizer {
+  enum class Kind { kUnicode, kLowercase, kStrip, kPrepend, kReplace };
+
+  Kind kind = Kind::kUnicode;
+  NormalForm form = NormalForm::kNfc;
+  Pattern pattern{};      // Replace
+  std::string content{};  // Replace, Prepend
+  bool left = false;      // Strip
+  bool right = false;
+
+  std::string apply(std::string text) const;
+};
+
+struct PreTokenizer {
+  enum class Kind { kSplit, kMetaspace, kByteLevel };
+  enum class Prepend { kAlways, kFirst, kNever };
+
+  Kind kind = Kind::kSplit;
+  Pattern pattern{};              // Split, and ByteLevel with use_regex
+  bool splits = true;             // Metaspace and ByteLevel may leave a text whole
+  std::optional<bool> removes{};  // Split: matches (true) or what is between them (false)
+  std::string mark{};             // Metaspace: what stands for a space
+  Prepend prepend = Prepend::kNever;
+};
+
+struct Decoder {
+  enum class Kind { kByteLevel, kByteFallback, kFuse, kStrip, kReplace, kMetaspace };
+
+  Kind kind = Kind::kFuse;
+  Pattern pattern{};       // Replace
+  std::string content{};   // Replace; of Strip and Metaspace the one character
+  std::int64_t start = 0;  // Strip: at most so many
+  std::int64_t stop = 0;
+  bool drops_first = false;  // Metaspace: the marks of the first token
+
+  void apply(std::vector<std::string>& tokens) const;
+};
+
+struct AddedToken {
+  std::string content{};
+  std::string text{};  // normalized, where the token is: what it decodes to
+  std::int64_t id = 0;
+  bool special = false;
+  bool normalized = false;
+  bool single_word = false;
+  bool lstrip = false;
+  bool rstrip = false;
+};
+
+// Texts to look for at once: at each place the longest, from left to right.
+class TextSet {
+ public:
+  TextSet() { first_.fill(kNone); }
+
+  void add(std::string_view text, std::size_t value);
+  struct Match {
+    std::size_t begin = 0;
+    std::size_t end = 0;
+    std::size_t value = 0;
+  };
+  bool find(std::string_view text, std::size_t from, Match& match) const;
+
+ private:
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+  struct Node {
+    char byte;
+    std::size_t child = kNone;
+    std::size_t sibling = kNone;
+    std::size_t value = kNone;  // of the text that ends here
+  };
+
+  std::vector<Node> nodes_;
+  std::array<std::size_t, 256> first_;
+};
+
+struct AddedTokens {
+  std::vector<AddedToken> tokens{};
+  std::unordered_map<std::int64_t, std::size_t> by_id{};
+  std::unordered_map<std::string, std::size_t> by_content{};
+  TextSet raw{};         // looked for in the text as it is
+  TextSet normalized{};  // looked for when it is normalized
+
+  // By its content, as in `tokenizers`: one that normalization changes is never skipped.
+  bool is_special(const std::string& content) const;
+  // Every part of the text in order, with the added token that it is or nullptr.
+  void split(std::string_view text, const TextSet& set,
+             const std::function<void(std::string_view part, const AddedToken* token)>& use) const;
+};
+
+struct TokenizerParts {
+  Bpe model{BpeOptions{}};
+  AddedTokens added{};
+  std::vector<Normalizer> normalizers{};
+  std::vector<PreTokenizer> pre_tokenizers{};
+  std::vector<std::int64_t> prefix{};  // special tokens around a text
+  std::vector<std::int64_t> suffix{};
+  std::optional<std::vector<Decoder>> decoders{};  // none: tokens with spaces between them
+
+  std::string normalize(std::string_view text) const;
+};
+
+// UsageError `[tokenizer] FILE: FIELD is VALUE, ...` for what is not supported.
+TokenizerParts read_tokenizer_file(const std::string& path);
+
+}  // namespace lockstep::data

@@ -1,0 +1,340 @@
+"""lockstep::data::Tokenizer against the packages `tokenizers` and `transformers`.
+
+Ids and decoded texts of 10 000 hard strings for each family of tokenizer.json, and chats by their
+templates. Without the packages (requirements-oracles.txt) the test is skipped.
+"""
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+try:
+    import families
+    from tokenizers import Tokenizer
+except ImportError as missing:
+    if __name__ != "__main__":
+        raise
+    print(f"SKIP 1: the package tokenizers is not here ({missing})")
+    sys.exit(77)
+
+PEER = os.path.join(os.environ["LOCKSTEP_BIN"], "tests", "tokenizer_peer")
+STRINGS = 10_000
+BOUND_S = 120
+
+
+def peer(*args):
+    return subprocess.run([PEER, *map(str, args)], capture_output=True, text=True, timeout=BOUND_S,
+                          check=False)
+
+
+def numbers(values):
+    return struct.pack(f"<{len(values) + 1}q", len(values), *values)
+
+
+def sized(data):
+    return struct.pack("<q", len(data)) + data
+
+
+class Answers:
+    def __init__(self, data):
+        self.data, self.at = data, 0
+
+    def bytes(self, unit=1):
+        (count,) = struct.unpack_from("<q", self.data, self.at)
+        begin, self.at = self.at + 8, self.at + 8 + count * unit
+        return self.data[begin:self.at]
+
+    def ids(self):
+        return [n for (n,) in struct.iter_unpack("<q", self.bytes(8))]
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def write(self, file, **others):
+        for name, content in {"tokenizer.json": file, **others}.items():
+            with open(os.path.join(self.folder, name), "w", encoding="utf-8") as out:
+                out.write(content if isinstance(content, str) else
+                          json.dumps(content, ensure_ascii=False))
+
+    def ask(self, requests):
+        path = os.path.join(self.folder, "requests")
+        with open(path, "wb") as file:
+            file.write(b"".join(requests))
+        result = peer("run", self.folder, path, path + ".answers")
+        if result.returncode == 2 and "built without them" in result.stderr:
+            self.skipTest(result.stderr)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        with open(path + ".answers", "rb") as file:
+            return Answers(file.read())
+
+    def oracle(self):
+        tokenizer = Tokenizer.from_file(os.path.join(self.folder, "tokenizer.json"))
+        tokenizer.no_truncation()
+        return tokenizer
+
+    def encoded(self, texts):
+        """Ours with special tokens and without, for each text."""
+        answers = self.ask(b"e" + sized(t if isinstance(t, bytes) else t.encode()) for t in texts)
+        return [(answers.ids(), answers.ids()) for _ in texts]
+
+    def compare(self, file, texts):
+        self.write(file)
+        oracle = self.oracle()
+        ours = self.encoded(texts)
+        for text, (special, plain) in zip(texts, ours):
+            self.assertEqual(special, oracle.encode(text).ids, repr(text))
+            self.assertEqual(plain, oracle.encode(text, add_special_tokens=False).ids, repr(text))
+        rng = random.Random(len(texts))
+        top = oracle.get_vocab_size() + 3
+        lists = [special for special, _ in ours]
+        lists += [[rng.randrange(top) for _ in range(rng.randrange(12))] for _ in range(2000)]
+        # The characters of broken UTF-8: bytes in any order.
+        lists += [[rng.randrange(3, 259) for _ in range(rng.randrange(9))] for _ in range(2000)]
+        answers = self.ask(b"d" + numbers(ids) for ids in lists)
+        for ids in lists:
+            for skip in (True, False):
+                self.assertEqual(answers.bytes().decode(),
+                                 oracle.decode(ids, skip_special_tokens=skip), ids)
+
+
+class Encoding(Case):
+    def test_gpt2(self):
+        self.compare(families.gpt2(), families.hard_strings(STRINGS))
+
+    def test_gpt2_with_added_tokens(self):
+        self.compare(families.gpt2_with_added_tokens(),
+                     [families.without_newer_characters(s) for s in families.hard_strings(STRINGS)])
+
+    def test_llama3(self):
+        self.compare(families.llama3(), families.hard_strings(STRINGS))
+
+    def test_llama2(self):
+        self.compare(families.llama2(), families.hard_strings(STRINGS))
+
+    def test_phi3(self):
+        self.compare(families.phi3(), families.hard_strings(STRINGS))
+
+    def test_metaspace(self):
+        for scheme in ("first", "always", "never"):
+            for split in (False, True):
+                with self.subTest(scheme=scheme, split=split):
+                    self.compare(families.llama2_metaspace(scheme, split),
+                                 families.hard_strings(STRINGS if scheme == "first" else 2000))
+
+    def test_tokens_that_cross_spaces(self):
+        self.compare(families.crossing_spaces(), families.hard_strings(STRINGS))
+
+    def test_unknown_characters(self):
+        for fuse in (False, True):
+            with self.subTest(fuse=fuse):
+                self.compare(families.unknown(fuse), families.hard_strings(3000))
+
+    def test_normalizers(self):
+        texts = [families.without_newer_characters(s) for s in families.hard_strings(3000)]
+        for steps in ([{"type": "NFC"}], [{"type": "NFD"}], [{"type": "NFKC"}], [{"type": "NFKD"}],
+                      [{"type": "Lowercase"}],
+                      [{"type": "Strip", "strip_left": True, "strip_right": False},
+                       {"type": "Strip", "strip_left": False, "strip_right": True}],
+                      [{"type": "Replace", "pattern": {"Regex": r" {2,}|\n+"}, "content": "\n"},
+                       {"type": "Replace", "pattern": {"String": "e"}, "content": ""}]):
+            with self.subTest(steps=steps):
+                self.compare(families.normalized(*steps), texts)
+
+    def test_split_behaviors(self):
+        for pattern in ({"Regex": r"\s+|\p{N}"}, {"Regex": r"[^\s]+"}, {"String": "e"}):
+            for behavior in ("Isolated", "Removed"):
+                for invert in (False, True):
+                    file = families.gpt2()
+                    file["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+                        {"type": "Split", "pattern": pattern, "behavior": behavior,
+                         "invert": invert}, file["pre_tokenizer"]]}
+                    with self.subTest(pattern=pattern, behavior=behavior, invert=invert):
+                        self.compare(file, families.hard_strings(1000))
+
+    def test_every_character_by_itself(self):
+        """Letters, numbers and white space as the package has them, in any Unicode version."""
+        self.write(families.llama3())
+        oracle = self.oracle()
+        texts = ["".join(f"{chr(c)}a {chr(c)} " for c in range(low, low + 128))
+                 for low in range(0, 0x34000, 128) if not 0xD800 <= low < 0xE000]
+        for text, (_, plain) in zip(texts, self.encoded(texts)):
+            self.assertEqual(plain, oracle.encode(text, add_special_tokens=False).ids,
+                             f"U+{ord(text[0]):04X}")
+
+    def test_patterns_that_pcre2_reads_otherwise_are_refused(self):
+        for pattern in (r"\w+", r"\bx", r"\h", r"^a", r"a$", r"[a[b]]", r"[a&&b]", r"[\S\n]",
+                        r"\p{N}{1,3}+", r"[\P{L}]", r"(a", "a\\"):
+            file = families.gpt2()
+            file["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": pattern},
+                                     "behavior": "Isolated", "invert": False}
+            self.write(file)
+            result = peer("load", self.folder)
+            self.assertEqual(result.returncode, 2, pattern)
+            self.assertIn(f"the regular expression '{pattern}'", result.stderr)
+
+    def test_bytes_that_are_not_utf8(self):
+        rng = random.Random(1)
+        pieces = [b"a", "é".encode(), "日".encode(), "😀".encode(), b"\xff", b"\xc0\x80",
+                  b"\xe2\x82", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\x80",
+                  b"\xf4\x90\x80\x80", b"\xe0\x9f\xbf"]
+        texts = [b"".join(rng.choice(pieces) for _ in range(rng.randrange(1, 12)))
+                 for _ in range(3000)]
+        self.write(families.gpt2())
+        oracle = self.oracle()
+        for text, (_, plain) in zip(texts, self.encoded(texts)):
+            self.assertEqual(plain, oracle.encode(text.decode(errors="replace")).ids, text)
+
+    def test_very_long_words(self):
+        """100 KB without a place to split: seconds would be quadratic."""
+        texts = ["a" * 100_000, "日本" * 20_000, " " * 100_000, "\n" * 100_000, "ab" * 50_000,
+                 "!" * 100_000, "1" * 100_000, "<" * 100_000, "'" * 100_000]
+        for family in (families.gpt2, families.llama3, families.llama2, families.crossing_spaces):
+            with self.subTest(family=family.__name__):
+                self.write(family())
+                oracle = self.oracle()
+                for text, (_, plain) in zip(texts, self.encoded(texts)):
+                    self.assertEqual(plain, oracle.encode(text, add_special_tokens=False).ids)
+
+
+CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+# Written here from the formats that the families document.
+TEMPLATES = {
+    "phi3": (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ '<|system|>\n' + m['content'] +"
+        " '<|end|>\n' }}{% elif m['role'] == 'user' %}{{ '<|user|>\n' + m['content'] + '<|end|>"
+        "\n' }}{% elif m['role'] == 'assistant' %}{{ '<|assistant|>\n' + m['content'] +"
+        " '<|end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"),
+    "phi3 with blocks": (
+        "{%- for m in messages %}\n  {%- if m.role == 'system' %}\n<|system|>\n{{ m.content }}"
+        "<|end|>\n  {% elif m.role == 'user' %}\n<|user|>\n{{ m.content }}<|end|>\n"
+        "  {% elif m.role == 'assistant' %}\n<|assistant|>\n{{ m.content }}<|end|>\n"
+        "  {% endif %}\n{%- endfor %}\n{%- if add_generation_prompt %}\n"
+        "{{- '<|assistant|>\\n' }}\n{%- endif %}\n"),
+    "phi3 of any role": (
+        "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + '\\n' + m['content']"
+        " + '<|end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}"
+        "{% else %}{{ eos_token }}{% endif %}"),
+    "phi3 first": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|user|>' + '\\n' +"
+        " m['content'] + '<|end|>' + '\\n' + '<|assistant|>' + '\\n' }}"
+        "{% elif m['role'] == 'assistant' %}{{ m['content'] + '<|end|>' + '\\n' }}{% endif %}"
+        "{% endfor %}"),
+    "phi3.5": (
+        "{% for message in messages %}{% if message['role'] == 'system' and message['content'] %}"
+        "{{ '<|system|>\n' + message['content'] + '<|end|>\n' }}"
+        "{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '<|end|>\n' }}"
+        "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] +"
+        " '<|end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"),
+    "llama2": (
+        "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system ="
+        " messages[0]['content'] %}{% else %}{% set rest = messages %}{% set system = false %}"
+        "{% endif %}{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('user and assistant must take turns') }}{% endif %}"
+        "{% if loop.index0 == 0 and system != false %}{% set text = '<<SYS>>\\n' + system +"
+        " '\\n<</SYS>>\\n\\n' + m['content'] %}{% else %}{% set text = m['content'] %}"
+        "{% endif %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + text.strip() +"
+        " ' [/INST]' }}{% elif m['role'] == 'assistant' %}{{ ' ' + text.strip() + ' ' +"
+        " eos_token }}{% endif %}{% endfor %}"),
+    "llama3": (
+        "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] +"
+        " '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' %}"
+        "{% if loop.index0 == 0 %}{% set text = bos_token + text %}{% endif %}{{ text }}"
+        "{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"),
+    "llama3 always": (
+        '{{ bos_token }}{% for m in messages %}{{ "<|start_header_id|>" + m.role +'
+        ' "<|end_header_id|>\\n\\n" + m.content | trim + "<|eot_id|>" }}{% endfor %}'
+        '{{ "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}'),
+    "chatml": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] +"
+        " '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|im_start|>assistant\\n' }}{% endif %}"),
+    "chatml as text": (
+        "{% for m in messages %}\n<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}\n{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}"),
+}
+CHATS = [
+    [("user", "Why?")],
+    [("user", " two  \nlines\u3000"), ("assistant", "\x1canswer "),
+     ("user", "\u00a0more 日本 <|end|>")],
+    [("system", " Be brief.\n"), ("user", "Why?"), ("assistant", "Because."), ("user", "Oh")],
+    [("system", ""), ("user", "")],
+]
+
+
+class Chats(Case):
+    @classmethod
+    def setUpClass(cls):
+        try:
+            from transformers import PreTrainedTokenizerFast
+        except ImportError as missing:
+            raise unittest.SkipTest(f"the package transformers is not here ({missing})")
+        cls.make = staticmethod(PreTrainedTokenizerFast)
+
+    def ask_chats(self, chats):
+        requests = []
+        for chat in chats:
+            for letter in (b"c", b"C"):
+                texts = b"".join(sized(t.encode()) for message in chat for t in message)
+                requests.append(letter + struct.pack("<q", len(chat)) + texts)
+        answers = self.ask(requests)
+        return [answers.bytes().decode() for _ in requests]
+
+    def test_templates_of_the_families(self):
+        for name, template in TEMPLATES.items():
+            for place in ("tokenizer_config.json", "chat_template.jinja"):
+                with self.subTest(name=name, place=place):
+                    if place == "chat_template.jinja":
+                        others = {"chat_template.jinja": template, "tokenizer_config.json": CONFIG}
+                    else:
+                        others = {"tokenizer_config.json": {**CONFIG, "chat_template": template}}
+                    self.write(families.llama2(), **others)
+                    oracle = self.make(tokenizer_file=os.path.join(self.folder, "tokenizer.json"),
+                                       bos_token="<s>", eos_token="</s>", chat_template=template)
+                    chats = CHATS[:2] if name == "phi3 first" else CHATS
+                    ours = iter(self.ask_chats(chats))
+                    for chat in chats:
+                        messages = [{"role": r, "content": c} for r, c in chat]
+                        for prompt in (False, True):
+                            self.assertEqual(next(ours), oracle.apply_chat_template(
+                                messages, tokenize=False, add_generation_prompt=prompt))
+                    if place == "chat_template.jinja":
+                        os.remove(os.path.join(self.folder, place))
+
+    def refused(self, template, chat=CHATS[0]):
+        self.write(families.llama2(), **{"tokenizer_config.json": {**CONFIG,
+                                                                    "chat_template": template}})
+        return self.ask_chats([chat])[0]
+
+    def test_other_templates_are_refused(self):
+        self.assertIn("Supported are the templates of Phi-3, Llama 2 and Llama 3 and plain ChatML",
+                      self.refused("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"))
+        other = TEMPLATES["chatml"].replace("'<|im_start|>'", "'<|im_start|> '", 1)
+        self.assertRegex(self.refused(other), r"tokenizer_config.json: the chat template is not "
+                         r"supported: it writes '<\|im_start\|> ")
+        default = "{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}" + TEMPLATES["chatml"]
+        self.assertIn("it writes '<|im_start|>system", self.refused(default))
+        self.assertIn("eos_token in another place",
+                      self.refused(TEMPLATES["chatml"] + "{{ eos_token }}"))
+
+    def test_messages_without_a_place_are_refused(self):
+        self.assertIn("message 0 of the chat is of 'system'",
+                      self.refused(TEMPLATES["phi3 first"], CHATS[2]))
+        self.assertIn("user and assistant in turn",
+                      self.refused(TEMPLATES["llama2"], [("user", "a"), ("user", "b")]))
+
+
+if __name__ == "__main__":
+    unittest.main()

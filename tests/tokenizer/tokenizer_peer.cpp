@@ -1,0 +1,138 @@
+// Encodes, decodes and renders chats for tokenizer_oracle_test.py; measures speed.
+//
+//   tokenizer_peer run FOLDER REQUESTS ANSWERS
+//   tokenizer_peer speed FOLDER TEXT ROUNDS       MB/s of each round; one thread
+//   tokenizer_peer load FOLDER                    seconds
+//
+// Requests and answers are records: a count in 8 bytes and that many bytes or int64. A request is a
+// letter and what follows: 'e' a text (answer: ids with and without special tokens), 'd' ids
+// (answer: text without and with special tokens), 'c' and 'C' a number of texts, roles and contents
+// by turns (answer: the chat without and with a generation prompt, or what the error says).
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/data/tokenizer.h"
+
+namespace {
+
+using lockstep::data::Tokenizer;
+using Ids = std::vector<std::int64_t>;
+using Clock = std::chrono::steady_clock;
+
+class Requests {
+ public:
+  explicit Requests(std::string bytes) : bytes_(std::move(bytes)) {}
+
+  bool next(char& kind) {
+    if (at_ == bytes_.size()) return false;
+    kind = bytes_[at_++];
+    return true;
+  }
+  std::int64_t number() {
+    std::int64_t value = 0;
+    std::memcpy(&value, bytes_.data() + at_, sizeof value);
+    at_ += sizeof value;
+    return value;
+  }
+  std::string text() {
+    const auto size = static_cast<std::size_t>(number());
+    at_ += size;
+    return bytes_.substr(at_ - size, size);
+  }
+  Ids ids() {
+    Ids all(static_cast<std::size_t>(number()));
+    for (std::int64_t& id : all) id = number();
+    return all;
+  }
+
+ private:
+  std::string bytes_;
+  std::size_t at_ = 0;
+};
+
+class Answers {
+ public:
+  explicit Answers(const char* path) : file_(path, std::ios::binary) {}
+
+  void put(const Ids& ids) {
+    put(static_cast<std::int64_t>(ids.size()));
+    for (const std::int64_t id : ids) put(id);
+  }
+  void put(const std::string& text) {
+    put(static_cast<std::int64_t>(text.size()));
+    file_ << text;
+  }
+
+ private:
+  void put(std::int64_t value) { file_.write(reinterpret_cast<const char*>(&value), sizeof value); }
+
+  std::ofstream file_;
+};
+
+std::string chat(const Tokenizer& tokenizer, Requests& requests, bool prompt) {
+  std::vector<lockstep::data::ChatMessage> messages(static_cast<std::size_t>(requests.number()));
+  for (auto& message : messages) {
+    message.role = requests.text();
+    message.content = requests.text();
+  }
+  try {
+    return tokenizer.apply_chat_template(messages, {.add_generation_prompt = prompt});
+  } catch (const lockstep::UsageError& error) {
+    return error.what();
+  }
+}
+
+void run(const Tokenizer& tokenizer, Requests requests, Answers answers) {
+  for (char kind = 0; requests.next(kind);) {
+    if (kind == 'e') {
+      const std::string text = requests.text();
+      answers.put(tokenizer.encode(text));
+      answers.put(tokenizer.encode(text, {.add_special_tokens = false}));
+    } else if (kind == 'd') {
+      const Ids ids = requests.ids();
+      answers.put(tokenizer.decode(ids));
+      answers.put(tokenizer.decode(ids, {.skip_special_tokens = false}));
+    } else {
+      answers.put(chat(tokenizer, requests, kind == 'C'));
+    }
+  }
+}
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const auto start = Clock::now();
+    const Tokenizer tokenizer = Tokenizer::from_file(argc > 2 ? argv[2] : "");
+    const std::string what = argv[1];
+    if (what == "load") {
+      fmt::print("{:.3f}\n", seconds_since(start));
+    } else if (what == "speed" && argc == 5) {
+      const std::string text = lockstep::read_file(argv[3]);
+      for (int round = std::stoi(argv[4]); round > 0; --round) {
+        const auto begin = Clock::now();
+        const std::size_t count = tokenizer.encode(text).size();
+        fmt::print("{:.2f} {}\n", static_cast<double>(text.size()) / 1e6 / seconds_since(begin),
+                   count);
+      }
+    } else if (what == "run" && argc == 5) {
+      run(tokenizer, Requests(lockstep::read_file(argv[3], std::size_t{1} << 30)),
+          Answers(argv[4]));
+    }
+  } catch (const lockstep::Error& error) {
+    fmt::print(stderr, "{}\n", error.what());
+    return 2;
+  }
+  return 0;
+}
