@@ -226,13 +226,6 @@ void set(Node& map, const std::string& key, Node value) {
     map.entries.push_back({key, {}, std::move(value)});
 }
 
-Node list_node(std::vector<Node> items) {
-  Node list;
-  list.kind = NodeKind::kList;
-  list.items = std::move(items);
-  return list;
-}
-
 Node ids_node(const std::vector<std::int64_t>& ids) {
   if (ids.empty()) return {};
   if (ids.size() == 1) return integer_node(ids.front());
@@ -247,15 +240,9 @@ Node reals_node(const std::vector<double>& values) {
   return list_node(std::move(items));
 }
 
-Node map_node() {
-  Node map;
-  map.kind = NodeKind::kMap;
-  return map;
-}
-
 Node source_of(const GptConfig& c) {
-  Node all = map_node();
-  set(all, "architectures", list_node({text_node("GPT2LMHeadModel")}));
+  Node all = map_node({});
+  set(all, "architectures", texts_node({"GPT2LMHeadModel"}));
   set(all, "model_type", text_node("gpt2"));
   set(all, "n_layer", integer_node(c.n_layer));
   set(all, "n_head", integer_node(c.n_head));
@@ -276,7 +263,7 @@ Node source_of(const GptConfig& c) {
 }
 
 Node rope_node(const RopeConfig& rope) {
-  Node map = map_node();
+  Node map = map_node({});
   set(map, "rope_type", text_node(rope.type));
   set(map, "rope_theta", real_node(rope.rope_theta));
   if (rope.partial_rotary_factor != 1)
@@ -299,8 +286,8 @@ Node rope_node(const RopeConfig& rope) {
 
 Node source_of(const LlamaConfig& c) {
   const bool phi3 = c.fused_projections;
-  Node all = map_node();
-  set(all, "architectures", list_node({text_node(phi3 ? "Phi3ForCausalLM" : "LlamaForCausalLM")}));
+  Node all = map_node({});
+  set(all, "architectures", texts_node({phi3 ? "Phi3ForCausalLM" : "LlamaForCausalLM"}));
   set(all, "model_type", text_node(phi3 ? "phi3" : "llama"));
   set(all, "vocab_size", integer_node(c.vocab_size));
   set(all, "hidden_size", integer_node(c.hidden_size));

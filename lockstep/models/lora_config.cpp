@@ -156,16 +156,9 @@ LoraConfig read_entries(const Node& map, const std::string& what, bool of_peft) 
 
 // ---------------------------------------------------------------- writing
 
-Node list_node(const std::vector<std::string>& names) {
-  Node node;
-  node.kind = NodeKind::kList;
-  for (const std::string& name : names) node.items.push_back(text_node(name));
-  return node;
-}
-
 Node names_node(const ModuleNames& names) {
   if (names.empty()) return {};
-  return names.regex.empty() ? list_node(names.suffixes) : text_node(names.regex);
+  return names.regex.empty() ? texts_node(names.suffixes) : text_node(names.regex);
 }
 
 Node number_node(double value) {
@@ -175,7 +168,7 @@ Node number_node(double value) {
 
 // A list, or null where there is none.
 Node list_or_null(const std::vector<std::string>& names) {
-  return names.empty() ? Node{} : list_node(names);
+  return names.empty() ? Node{} : texts_node(names);
 }
 
 template <typename Number>
