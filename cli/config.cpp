@@ -10,6 +10,7 @@
 #include "cli/reading_progress.h"
 #include "cli/task_config.h"
 #include "cli/task_contents.h"
+#include "cli/task_keys.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
@@ -214,11 +215,14 @@ int keys(const Request& request) {
   if (!request.flags.empty() || (request.markdown && !request.names.empty()))
     throw UsageError("config", "keys takes names of keys or parts of them, and --markdown alone.");
   if (request.markdown || request.names.empty()) {
-    fmt::print("{}", request.markdown ? train::keys_markdown() : train::keys_help());
+    if (request.markdown)
+      fmt::print("{}\n{}", train::keys_markdown(), task_keys_markdown());
+    else
+      fmt::print("{}\nof `lockstep train`:\n{}", train::keys_help(), task_keys_help());
     return 0;
   }
   for (const std::string& name : request.names) {
-    const std::string text = train::keys_help(name);
+    const std::string text = train::keys_help(name) + task_keys_help(name);
     if (text.empty())
       throw UsageError("config",
                        "there is no key with '{}' in its name.{} 'lockstep config keys' "

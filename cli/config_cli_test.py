@@ -1,6 +1,7 @@
 """`lockstep config`: output, exit codes, and that docs/configuration.md is up to date."""
 import json
 import os
+import pathlib
 import re
 import shutil
 import struct
@@ -216,6 +217,22 @@ class Config(unittest.TestCase):
                        .replace("evaluation_strategy: true", "evaluation_strategy: no"))
             self.assertIn(f"note: t.yaml:1:1: {old} is an older spelling",
                           self.run_config("check", "t.yaml").stderr)
+
+    def test_the_keys_of_model_and_data_are_listed(self):
+        root = pathlib.Path(__file__).resolve().parents[1]
+        rows = self.run_config("keys", "--markdown").stdout.split("\n\n")[-1]
+        self.assertIn(rows.strip(), (root / "docs/configuration.md").read_text())
+        listed = set(re.findall(r"^\| `(\w+\.\w+)`", rows, re.MULTILINE))
+        readers = (root / "cli/task_config.cpp").read_text()
+        read = set()
+        for part in readers.split("\nvoid "):
+            of_model = re.search(r"ModelConfig& model|TaskConfig& task", part.split(")")[0])
+            map_name = "model" if of_model else "data"
+            kinds = "integer|real|text|boolean|choice|node"
+            for key in re.findall(rf'keys\.(?:{kinds})\(\s*"(\w+)"', part):
+                read.add(f"{map_name}.{key}")
+        self.assertEqual(listed, read)
+        self.assertIn("model.n_layer", self.run_config("keys", "n_layer").stdout)
 
     def test_unused_evaluation_data_is_noted(self):
         for data, key in (("{eval_bytes: 4000}", "eval_bytes"),

@@ -31,6 +31,7 @@ constexpr Command kCommands[] = {
     {"run", "start a program as the ranks of one world (torchrun's flags)", run_command},
     {"env", "show rank, device, backend and every variable, and why", env_command},
     {"train", "train a bundled model as a file says, and resume", train_command},
+    {"generate", "continue a text with a trained model", nullptr, "lockstep-train"},
     {"checkpoint", "verify, show, compare and import checkpoints", checkpoint_command},
     {"config", "check training files; show their values and where each comes from", config_command},
     {"data", "tokenize text files into shards, and inspect them", data_command},

@@ -70,15 +70,6 @@ Request parse_arguments(int argc, char** argv) {
   return request;
 }
 
-WorldOptions world_options(const TrainingArguments& a, const std::string& digest) {
-  WorldOptions options;
-  options.backend = a.ddp_backend.value_or("auto");
-  options.timeout = std::chrono::seconds(a.ddp_timeout);
-  if (a.use_cpu) options.device = c10::Device(c10::kCPU);
-  options.options_hash = digest;  // ranks that were given different files do not train together
-  return options;
-}
-
 // Writes effective_config.json to output_dir: each value, its source and what it overrides. Done
 // when the run begins, because an earlier run's files have been archived by then.
 struct KeepRecord : Observer {
@@ -161,7 +152,9 @@ int train_main(int argc, char** argv) {
   const auto prepare = [&] {
     read = read_everything(request);
     const std::string digest = io::checksum_text(io::checksum64(io::bytes_of(read.record)));
-    return world_options(read.config.arguments, digest);
+    WorldOptions options = world_options(read.config.arguments);
+    options.options_hash = digest;  // ranks that were given different files do not train together
+    return options;
   };
   const auto body = [&](World& world) {
     const train::Config& config = read.config;

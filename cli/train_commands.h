@@ -4,6 +4,7 @@
 namespace lockstep::cli {
 
 int train_main(int argc, char** argv);              // train.cpp
+int generate_main(int argc, char** argv);           // generate.cpp
 int checkpoint_import_main(int argc, char** argv);  // checkpoint_import.cpp
 
 }  // namespace lockstep::cli

@@ -1,4 +1,4 @@
-// lockstep-train: `lockstep train` and `lockstep checkpoint import`, which need LibTorch.
+// lockstep-train: `lockstep train`, `generate` and `checkpoint import`, which need LibTorch.
 // `lockstep` executes it, so that everything else starts in milliseconds.
 #include <fmt/format.h>
 
@@ -12,6 +12,7 @@ int main(int argc, char** argv) {
   return lockstep::cli::end_at_once(lockstep::cli::guarded([&] {
     const std::string command = argc >= 2 ? argv[1] : "";
     if (command == "train") return lockstep::cli::train_main(argc - 1, argv + 1);
+    if (command == "generate") return lockstep::cli::generate_main(argc - 1, argv + 1);
     if (command == "checkpoint" && argc >= 3 && std::string(argv[2]) == "import")
       return lockstep::cli::checkpoint_import_main(argc - 2, argv + 2);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);

@@ -7,8 +7,8 @@
 // ACCELERATE_USE_CPU stands just above the presets, as in Hugging Face.
 //
 //   Config config = load_config("train.yaml", {"--learning_rate=1e-4", "--bf16"});
-//   for (const std::string& note : config.notes) log::warning("config", "{}", note);
-//   fmt::print("{}", config_text(config, false));
+//   for (const std::string& note : config.notes) std::cerr << note << "\n";
+//   lockstep::Trainer trainer{world, task, config.arguments};
 //
 // Functions without state; call from any thread.
 #pragma once

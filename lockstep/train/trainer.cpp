@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cmath>
 #include <optional>
 
@@ -203,6 +204,14 @@ Metrics TrainerImpl::evaluate() {
 }
 
 }  // namespace train
+
+WorldOptions world_options(const TrainingArguments& arguments) {
+  WorldOptions options;
+  options.backend = arguments.ddp_backend.value_or("auto");
+  options.timeout = std::chrono::seconds(arguments.ddp_timeout);
+  if (arguments.use_cpu) options.device = c10::Device(c10::kCPU);
+  return options;
+}
 
 Trainer::Trainer(World world, TrainerTask task, TrainingArguments arguments)
     : impl_(std::make_unique<train::TrainerImpl>(std::move(world), std::move(task),

@@ -36,6 +36,9 @@ namespace train {
 class TrainerImpl;
 }
 
+// What the arguments say of the world: ddp_backend, ddp_timeout, use_cpu.
+WorldOptions world_options(const TrainingArguments& arguments);
+
 class Trainer {
  public:
   // Throws UsageError for arguments that contradict each other and a task without a module, a loss
