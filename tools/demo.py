@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""What Lockstep does, in four short scenes: ./dev demo builds what they need and starts this.
+"""What Lockstep does, in five short scenes: ./dev demo builds what they need and starts this.
 
     python3 tools/demo.py build          (the build tree)
 
-One rank against two, a rank that is killed, the run resumed to the same bits. Everything is run by
-the commands that it prints; nothing is staged but the kill.
+One rank against two, a rank that is killed, the run resumed to the same bits, a text by the
+model. Everything is run by the commands that it prints; nothing is staged but the kill.
 """
 
 import argparse
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 import statistics
@@ -44,7 +45,7 @@ class Demo:
                 "--save_steps", str(SAVE), "--max_steps", str(STEPS), *more]
 
     def show(self, command):
-        text = " ".join(command).replace(str(self.lockstep), "lockstep")
+        text = shlex.join(command).replace(str(self.lockstep), "lockstep")
         print("   $ " + text.replace(f"{os.getcwd()}/", ""), flush=True)
 
     def start(self, command):
@@ -126,13 +127,24 @@ class Demo:
             sys.exit("demo: the resumed run differs from the one that was not killed")
         print("   the killed and resumed run has the bits of the one that never stopped")
 
+    def sample(self):
+        self.title(4, f"What the model has learned of C++ in {STEPS} steps")
+        command = [str(self.lockstep), "generate", "--model", str(self.folder / "killed"),
+                   "--prompt", "#include <", "--max_new_tokens", "54", "--temperature", "0.5"]
+        self.show(command)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S,
+                              check=False)
+        if done.returncode != 0:
+            sys.exit(f"{done.stderr}\ndemo: that ended with exit code {done.returncode}")
+        print("\n".join("   " + line for line in done.stdout.splitlines()))
+
     def end(self):
-        self.title(4, "Where things are, and what to try next")
+        self.title(5, "Where things are, and what to try next")
         here = f"{os.getcwd()}/"
         folder, program = (str(path).replace(here, "") for path in (self.folder, self.lockstep))
         rows = [
             (f"{folder}/two/", f"metrics.jsonl, checkpoint-{STEPS}/, runs/ (TensorBoard)"),
-            (program, "the launcher and its commands: run, train, config, checkpoint, data, env"),
+            (program, "the launcher and its commands: run, train, generate, config and more"),
             ("README.md", "a complete program, and the ways to start it"),
             ("examples/", "small programs with their output; ./dev build 03_mlp builds one"),
             ("./dev test", "builds the tests and runs them"),
@@ -176,6 +188,7 @@ def main():
     demo.speed_up()
     demo.kill()
     demo.resume()
+    demo.sample()
     demo.end()
 
 
