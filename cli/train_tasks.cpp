@@ -86,7 +86,9 @@ class Windows : public data::Dataset {
 // would end the process somewhere else.
 class InVocabulary : public data::Dataset {
  public:
-  InVocabulary(data::DatasetPtr inner, std::int64_t size) : inner_(std::move(inner)), max_(size) {}
+  // `settable`: the vocabulary is the training file's, not a given model's.
+  InVocabulary(data::DatasetPtr inner, std::int64_t size, bool settable)
+      : inner_(std::move(inner)), max_(size), settable_(settable) {}
   std::int64_t size() const override { return inner_->size(); }
   data::Example get(std::int64_t index, data::SampleRandom& random) const override {
     data::Example example = inner_->get(index, random);
@@ -112,12 +114,15 @@ class InVocabulary : public data::Dataset {
     if (largest < max_) return;
     throw UsageError("train",
                      "the data has the token {}, and the model's vocabulary ends at {}. It was "
-                     "probably made for another one. Set model.vocab_size to {} or more.",
-                     largest, max_ - 1, largest + 1);
+                     "probably made for another one. {}",
+                     largest, max_ - 1,
+                     settable_ ? fmt::format("Set model.vocab_size to {} or more.", largest + 1)
+                               : "Make the data with the tokenizer of this model.");
   }
 
   data::DatasetPtr inner_;
   std::int64_t max_;
+  bool settable_;
 };
 
 struct Data {
@@ -270,7 +275,9 @@ void make_language_model(TrainerTask& task, const ModelConfig& model, const Trai
     });
   set_loss(task, net, a.label_smoothing_factor);
   for (data::DatasetPtr* samples : {&task.train_data, &task.eval_data})
-    if (*samples) *samples = std::make_shared<InVocabulary>(*samples, net->config().vocab_size());
+    if (*samples)
+      *samples = std::make_shared<InVocabulary>(*samples, net->config().vocab_size(),
+                                                !model.hugging_face.has_value());
   task.model_config = models::config_json(net->config());
 }
 

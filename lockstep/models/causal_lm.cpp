@@ -14,6 +14,7 @@ namespace lockstep::models {
 
 std::pair<at::Tensor, at::Tensor> KvCache::append(std::size_t layer, const at::Tensor& keys,
                                                   const at::Tensor& values) {
+  const torch::NoGradGuard no_grad;
   if (layers_.size() <= layer) layers_.resize(layer + 1);
   Layer& held = layers_[layer];
   const std::int64_t time = keys.size(2);

@@ -28,7 +28,8 @@ using Block = std::function<at::Tensor(const std::vector<at::Tensor>&)>;
 using BlockRunner = std::function<at::Tensor(Block, std::vector<at::Tensor>)>;
 
 // Keys and values of the tokens that a model has seen, so that the next token costs one column of
-// attention instead of all. Belongs to one model and one batch; filled by forward.
+// attention instead of all. Belongs to one model and one batch; filled by forward. No gradient
+// flows through it.
 class KvCache {
  public:
   // `capacity`: how many tokens are expected. It grows when there are more.
