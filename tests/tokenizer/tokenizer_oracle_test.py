@@ -288,6 +288,73 @@ class Shards(Case):
         self.assertEqual(self.tokenize("--format=llmc32"), self.expected(2))
 
 
+class Instructions(Case):
+    """data: {name: instructions, tokenizer: DIR}"""
+
+    def rows(self, file, pairs):
+        self.write(file, **{"tokenizer_config.json": CONFIG})
+        answers = self.ask(b"i" + sized(a.encode()) + sized(b.encode()) for a, b in pairs)
+        return [(answers.ids(), answers.ids()[0]) for _ in pairs]
+
+    def test_rows_are_encoded_as_one_text(self):
+        texts = [t for t in families.hard_strings(3000) if t]
+        pairs = list(zip(texts[::2], texts[1::2])) + [("a", " b"), ("a", "")]
+        for family in (families.phi3, families.llama2, families.llama2_metaspace):
+            with self.subTest(family=family.__name__):
+                ours = self.rows(family(), pairs)
+                oracle = self.oracle()
+                for (instruction, output), (ids, prompt) in zip(pairs, ours):
+                    text = f"### Instruction:\n{instruction}\n\n### Response:\n"
+                    whole = oracle.encode(text + output).ids
+                    if whole[-1] != 2:
+                        whole.append(2)
+                    first = oracle.encode(text).ids
+                    if first[-1] == 2:
+                        first.pop()
+                    same = [a == b for a, b in zip(first, whole)] + [False]
+                    self.assertEqual((ids, prompt), (whole, same.index(False)), instruction)
+
+    def lockstep(self, *args):
+        return subprocess.run([os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep"), *args],
+                              capture_output=True, text=True, timeout=BOUND_S, check=False,
+                              cwd=self.folder)
+
+    def test_training_file(self):
+        self.write(families.phi3(), **{"tokenizer_config.json": CONFIG})
+        with open(os.path.join(self.folder, "train.jsonl"), "w", encoding="utf-8") as out:
+            for number in range(20):
+                out.write(json.dumps({"instruction": f"Say {number}.", "output": "Ja! " * number})
+                          + "\n")
+        def config(more="", data=""):
+            with open(os.path.join(self.folder, "train.yaml"), "w", encoding="utf-8") as out:
+                out.write("output_dir: out\nmax_steps: 2\nper_device_train_batch_size: 2\n"
+                          "max_seq_len: 64\nmodel: {name: gpt, n_layer: 1, n_head: 2, n_embd: 16"
+                          f"{more}}}\n"
+                          f"data: {{name: instructions, path: train.jsonl, tokenizer: .{data}}}\n")
+            return self.lockstep("config", "check", "train.yaml")
+        self.assertEqual(config().returncode, 0, config().stderr)
+        small = config(", vocab_size: 300")
+        self.assertEqual(small.returncode, 2)
+        top = self.oracle().get_vocab_size() - 1
+        self.assertRegex(small.stdout + small.stderr,
+                         r"the model's vocabulary of 300 is too small for data.tokenizer \S*"
+                         rf"tokenizer.json, whose ids go up to {top}. Set model.vocab_size: "
+                         rf"{top + 1}")
+        missing = config(data="/nowhere")
+        self.assertIn("there is no ./nowhere", missing.stdout + missing.stderr)
+        program = os.path.join(os.environ["LOCKSTEP_BIN"], "..", "libexec", "lockstep-train")
+        if not os.path.exists(program):
+            self.skipTest("this build has no lockstep-train")
+        config()
+        result = self.lockstep("train", "train.yaml")
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        newest = os.path.join(self.folder, "out", "checkpoint-2", "config.json")
+        with open(newest, encoding="utf-8") as file:
+            written = json.load(file)
+        self.assertEqual(written["vocab_size"], top + 1)
+        self.assertEqual(written["eos_token_id"], 2)
+
+
 CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
 # Written here from the formats that the families document.
 TEMPLATES = {
