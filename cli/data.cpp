@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "cli/commands.h"
@@ -19,6 +20,7 @@
 #include "lockstep/data/instruction_file.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/tokenize.h"
+#include "lockstep/data/tokenizer.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::cli {
@@ -29,9 +31,11 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kHelp =
     "usage: lockstep data tokenize --output FOLDER [OPTIONS] FILE|FOLDER...\n"
     "       lockstep data inspect [--format FORMAT] [--show N] FILE|FOLDER...\n\n"
-    "tokenize  text files, byte by byte, into shards of tokens (256 ends a document); several\n"
-    "          shards at a time. The folder appears when all of it is on the disk.\n"
+    "tokenize  text files into shards of tokens: byte by byte (256 ends a document), or with the\n"
+    "          tokenizer of a model. The folder appears when all of it is on the disk.\n"
     "  --output FOLDER      the folder to write\n"
+    "  --tokenizer PATH     a tokenizer.json of Hugging Face, or the folder of a model with one\n"
+    "  --end-of-text TOKEN  what stands before each document (default: the eos_token)\n"
     "  --format FORMAT      llmc16 (default), llmc32 or nanogpt (train.bin and val.bin)\n"
     "  --suffix .TXT        which files of a folder; may be given several times (default: all)\n"
     "  --name NAME          shards are NAME_train_000001.bin (default: text)\n"
@@ -42,7 +46,8 @@ constexpr const char* kHelp =
     "inspect   what a token file holds, or a .json or .jsonl file of instructions; 2 when it is\n"
     "          not what its header says\n"
     "  --format FORMAT      for files without a header: nanogpt\n"
-    "  --show N             the first N tokens (default: 64)\n";
+    "  --show N             the first N tokens (default: 64)\n"
+    "  --tokenizer PATH     shows them as text, by this tokenizer\n";
 
 // Flags with and without a value; other arguments are names. --flag VALUE and --flag=VALUE.
 struct Flags {
@@ -89,21 +94,23 @@ std::string count_text(double count) {
 // A progress bar on a terminal, nothing elsewhere.
 class ProgressBar {
  public:
+  explicit ProgressBar(const char* unit) : unit_(unit) {}
+
   void operator()(std::uint64_t done, std::uint64_t total) {
     if (!terminal_) return;
     constexpr std::size_t kWidth = 30;
     const double part = total == 0 ? 1.0 : static_cast<double>(done) / static_cast<double>(total);
     const auto filled = static_cast<std::size_t>(part * kWidth);
     const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-    fmt::print(stderr, "\r[{}{}] {:3.0f} %  {} tokens, {} a second \033[K",
-               std::string(filled, '#'), std::string(kWidth - filled, '.'), 100 * part,
-               count_text(static_cast<double>(done)),
-               count_text(seconds > 0 ? static_cast<double>(done) / seconds : 0.0));
+    fmt::print(stderr, "\r[{}{}] {:3.0f} %  {} {}, {} a second \033[K", std::string(filled, '#'),
+               std::string(kWidth - filled, '.'), 100 * part, count_text(static_cast<double>(done)),
+               unit_, count_text(seconds > 0 ? static_cast<double>(done) / seconds : 0.0));
     if (done == total) fmt::print(stderr, "\n");
     std::fflush(stderr);
   }
 
  private:
+  const char* unit_;
   bool terminal_ = ::isatty(STDERR_FILENO) == 1;
   Clock::time_point start_ = Clock::now();
 };
@@ -112,11 +119,24 @@ std::uint64_t count_of(const std::string& text, const char* flag) {
   return static_cast<std::uint64_t>(env::parse_int(text, flag, 0));
 }
 
+// The id of the token that --end-of-text names.
+std::optional<std::int64_t> end_of_text(const std::string& token,
+                                        const std::optional<data::Tokenizer>& tokenizer) {
+  if (token.empty()) return std::nullopt;
+  if (!tokenizer)
+    throw UsageError("data", "--end-of-text is for --tokenizer; bytes have 256. Delete it.");
+  if (const auto id = tokenizer->token_to_id(token)) return id;
+  throw UsageError("data", "--end-of-text: {} has no token '{}'.", tokenizer->path(), token);
+}
+
 int tokenize(const Args& args) {
   data::TokenizeOptions options;
+  std::string tokenizer, end;
   Flags flags;
   flags.values = {
       {"--output", [&](const auto& v) { options.output = expand_home(v, "--output"); }},
+      {"--tokenizer", [&](const auto& v) { tokenizer = expand_home(v, "--tokenizer"); }},
+      {"--end-of-text", [&](const auto& v) { end = v; }},
       {"--format", [&](const auto& v) { options.format = data::token_format(v); }},
       {"--suffix", [&](const auto& v) { options.suffixes.push_back(v); }},
       {"--name", [&](const auto& v) { options.name = v; }},
@@ -139,7 +159,9 @@ int tokenize(const Args& args) {
                      "--force.",
                      options.output);
   options.inputs = flags.names;
-  options.progress = ProgressBar{};
+  if (!tokenizer.empty()) options.tokenizer = data::Tokenizer::from_file(tokenizer);
+  options.end_of_text = end_of_text(end, options.tokenizer);
+  options.progress = ProgressBar(options.tokenizer ? "bytes" : "tokens");
   const auto start = Clock::now();
   const data::TokenizeResult result = data::tokenize(options);
   const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
@@ -167,8 +189,29 @@ std::string readable(const std::vector<std::uint32_t>& tokens) {
   return text;
 }
 
-void inspect_tokens(const std::string& path, data::TokenFormat format, std::uint64_t show) {
-  const data::TokenFile file(path, format);
+// Text that is fit for a terminal: control characters as escapes.
+std::string printable(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '\n')
+      out += "\\n";
+    else if (byte < 32 || byte == 127)
+      out += fmt::format("\\x{:02x}", byte);
+    else
+      out += c;
+  }
+  return out;
+}
+
+struct Inspection {
+  data::TokenFormat format = data::TokenFormat::kAuto;
+  std::uint64_t show = 64;
+  std::optional<data::Tokenizer> tokenizer{};
+};
+
+void inspect_tokens(const std::string& path, const Inspection& how) {
+  const data::TokenFile file(path, how.format);
   const std::uint64_t bytes = file.layout().data_offset + file.size() * file.layout().token_bytes;
   fmt::print("{}: {}, {} tokens of {} bytes ({})\n", path, data::name(file.layout().format),
              file.size(), file.layout().token_bytes, io::size_text(bytes));
@@ -177,10 +220,14 @@ void inspect_tokens(const std::string& path, data::TokenFormat format, std::uint
   fmt::print("  largest token {}: a vocabulary of {} or more\n", largest,
              std::uint64_t{largest} + 1);
   std::vector<std::uint32_t> first;
-  for (std::uint64_t i = 0; i < std::min(show, file.size()); ++i) first.push_back(file[i]);
+  for (std::uint64_t i = 0; i < std::min(how.show, file.size()); ++i) first.push_back(file[i]);
   if (first.empty()) return;
   fmt::print("  begins with {}\n", fmt::join(first, " "));
-  if (largest <= static_cast<std::uint32_t>(data::ByteTokenizer::kEndOfText))
+  if (how.tokenizer)
+    fmt::print("  as text: {}\n", printable(how.tokenizer->decode(
+                                      std::vector<std::int64_t>(first.begin(), first.end()),
+                                      {.skip_special_tokens = false})));
+  else if (largest <= static_cast<std::uint32_t>(data::ByteTokenizer::kEndOfText))
     fmt::print("  as bytes: {}\n", readable(first));
 }
 
@@ -201,11 +248,13 @@ void inspect_instructions(const std::string& path) {
 }
 
 int inspect(const Args& args) {
-  data::TokenFormat format = data::TokenFormat::kAuto;
-  std::uint64_t show = 64;
+  Inspection how;
   Flags flags;
-  flags.values = {{"--format", [&](const auto& v) { format = data::token_format(v); }},
-                  {"--show", [&](const auto& v) { show = count_of(v, "--show"); }}};
+  flags.values = {{"--format", [&](const auto& v) { how.format = data::token_format(v); }},
+                  {"--show", [&](const auto& v) { how.show = count_of(v, "--show"); }},
+                  {"--tokenizer", [&](const auto& v) {
+                     how.tokenizer = data::Tokenizer::from_file(expand_home(v, "--tokenizer"));
+                   }}};
   flags.read(args);
   if (flags.names.empty())
     throw UsageError("data", "inspect needs a file or a folder of token files.");
@@ -213,10 +262,9 @@ int inspect(const Args& args) {
     if (name.ends_with(".json") || name.ends_with(".jsonl")) {
       inspect_instructions(name);
     } else if (std::error_code unknown; std::filesystem::is_directory(name, unknown)) {
-      for (const std::string& file : data::token_files(name, ""))
-        inspect_tokens(file, format, show);
+      for (const std::string& file : data::token_files(name, "")) inspect_tokens(file, how);
     } else {
-      inspect_tokens(name, format, show);
+      inspect_tokens(name, how);
     }
   }
   return 0;

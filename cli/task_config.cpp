@@ -129,6 +129,10 @@ void check_tokens(DataConfig& data, const TrainingArguments& a) {
 void read_instruction_keys(MapReader& keys, DataConfig& data) {
   data.path = keys.text("path", "");
   data.eval_path = keys.text("eval_path", "");
+  if (const std::string tokenizer = keys.text("tokenizer", ""); !tokenizer.empty()) {
+    data.tokenizer = data::Tokenizer::from_file(tokenizer);
+    data.tokenizer->text_encoder();  // or says what is missing
+  }
   data.padding = keys.choice("padding", "longest", {"longest", "max_length", "packed"});
   data.pad_to_multiple_of = keys.integer("pad_to_multiple_of", 1, 1, data.length);
   data.train_on_prompt = keys.boolean("train_on_prompt", false);
@@ -264,8 +268,9 @@ void check_weights(const TaskConfig& task) {
 }
 
 void read_gpt_keys(MapReader& keys, ModelConfig& model, const DataConfig& data) {
-  const std::int64_t vocabulary =
-      data.name == "tokens" ? kGpt2Vocabulary : std::int64_t{data::ByteTokenizer::kVocabSize};
+  const std::int64_t vocabulary = data.tokenizer          ? data.tokenizer->max_id() + 1
+                                  : data.name == "tokens" ? kGpt2Vocabulary
+                                                          : data::ByteTokenizer::kVocabSize;
   model.n_layer = keys.integer("n_layer", 4, 1, 1'000);
   model.n_head = keys.integer("n_head", 4, 1, 1'000);
   model.n_embd = keys.integer("n_embd", 128, 1, 100'000);
@@ -278,6 +283,16 @@ void read_mlp_keys(MapReader& keys, ModelConfig& model) {
   model.layers = keys.integer("layers", 1, 0, 1'000);
   model.dropout = keys.real("dropout", 0, 0, 0.999);
   model.batch_norm = keys.boolean("batch_norm", false);
+}
+
+void check_vocabulary(const ModelConfig& model, const DataConfig& data, Problems& problems) {
+  if (!data.tokenizer || data.tokenizer->max_id() < model.vocab_size) return;
+  const std::int64_t largest = data.tokenizer->max_id();
+  problems.add(fmt::format(
+      "the model's vocabulary of {} is too small for data.tokenizer {}, whose ids go up to {}. {}",
+      model.vocab_size, data.tokenizer->path(), largest,
+      model.hugging_face ? "Name the tokenizer of this model."
+                         : fmt::format("Set model.vocab_size: {}, or delete it.", largest + 1)));
 }
 
 void check_length(const ModelConfig& model, const DataConfig& data, Problems& problems) {
@@ -297,6 +312,7 @@ void check_gpt(const ModelConfig& model, const DataConfig& data, Problems& probl
                     "n_embd as a multiple of n_head.",
                     model.n_embd, model.n_head));
   check_length(model, data, problems);
+  check_vocabulary(model, data, problems);
 }
 
 // `path` or `config`, of which one is there: what the model is says the config.json.
@@ -367,6 +383,7 @@ void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems
   if (model.name == "gpt") check_gpt(model, task.data, problems);
   if (model.hugging_face) {
     check_length(model, task.data, problems);
+    check_vocabulary(model, task.data, problems);
     note_length(task);
   }
   if (!has_tokens(task.data) && a.gradient_checkpointing)

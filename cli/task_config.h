@@ -21,7 +21,8 @@
 //                              {name: instructions, path: train.json, eval_path: val.json,
 //                               padding: longest | max_length | packed, group_by_length: true};
 //                               also pad_to_multiple_of, train_on_prompt, prompt,
-//                               prompt_without_input, response
+//                               prompt_without_input, response, tokenizer: the folder of a model
+//                               with a tokenizer.json (without it, bytes)
 //                              {name: random, samples: 10000, features: 20, classes: 10}
 //                              {name: images, samples: 10000, image_size: 224, classes: 1000}
 //                              random pixels [3, image_size, image_size]
@@ -35,6 +36,7 @@
 #include <vector>
 
 #include "lockstep/data/instruction_file.h"
+#include "lockstep/data/tokenizer.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/models/hugging_face.h"
 #include "lockstep/models/shapes.h"
@@ -59,6 +61,7 @@ struct DataConfig {
   std::vector<std::string> eval_files{};
   // instructions
   std::string eval_path{};
+  std::optional<data::Tokenizer> tokenizer{};  // none: bytes
   std::string padding{};
   std::int64_t pad_to_multiple_of = 1;
   bool train_on_prompt = false;

@@ -163,13 +163,14 @@ Data token_data(const DataConfig& config, const TrainingArguments& a) {
   return data;
 }
 
-// Prompts and responses, byte by byte; only responses are learned from.
+// Prompts and responses as tokens; only responses are learned from.
 Data instruction_data(const TaskConfig& task, const TrainingArguments& a) {
   const DataConfig& config = task.data;
   data::InstructionRows rows = read_instructions(task, config.path);
   if (const std::string cut = what_was_cut(rows); !cut.empty()) log::warning("train", "{}", cut);
+  const std::int64_t end_of_text = rows.options().encoder.end_of_text;
   const auto train = std::make_shared<data::InstructionDataset>(std::move(rows));
-  Data data{.train = train, .end_of_text = data::ByteTokenizer::kEndOfText};
+  Data data{.train = train, .end_of_text = end_of_text};
   if (config.group_by_length)
     data.sampler = train->length_grouped(
         a.per_device_train_batch_size * a.gradient_accumulation_steps, data_seed(a));

@@ -37,15 +37,20 @@ InstructionRows::InstructionRows(const std::vector<Instruction>& items, Instruct
 
 void InstructionRows::add(const Instruction& item) {
   const PromptAndResponse texts = apply(options_.prompt, item);
-  const Tokens prompt = options_.encoder.encode(texts.prompt);
-  Tokens response = options_.encoder.encode(texts.response);
-  response.push_back(options_.encoder.end_of_text);
+  // Encoded as the one text that a model will see. A token that has characters of both is the
+  // first of the response.
+  const std::int32_t end = options_.encoder.end_of_text;
+  Tokens prompt = options_.encoder.encode(texts.prompt);
+  if (!prompt.empty() && prompt.back() == end) prompt.pop_back();  // the encoder's own
+  Tokens tokens = options_.encoder.encode(texts.prompt + texts.response);
+  const auto border = std::mismatch(prompt.begin(), prompt.end(), tokens.begin(), tokens.end());
+  if (tokens.empty() || tokens.back() != end) tokens.push_back(end);
   ++counts_.read;
   // A row of its own gives one token away, since the last is only a target; a packed sample keeps
   // it, as the mark that the next one begins.
   const std::int64_t most = options_.max_length + (options_.padding == Padding::kPacked ? 0 : 1);
-  const auto prompt_size = static_cast<std::int64_t>(prompt.size());
-  const std::int64_t whole = prompt_size + static_cast<std::int64_t>(response.size());
+  const auto prompt_size = static_cast<std::int64_t>(border.first - prompt.begin());
+  const auto whole = static_cast<std::int64_t>(tokens.size());
   const std::int64_t length = std::min(whole, most);
   if (prompt_size >= length || length < 2) {
     ++counts_.dropped;
@@ -54,9 +59,8 @@ void InstructionRows::add(const Instruction& item) {
   if (length < whole) ++counts_.truncated;
   samples_.push_back({static_cast<std::int64_t>(tokens_.size()), prompt_size, length});
   counts_.tokens += length;
-  tokens_.insert(tokens_.end(), prompt.begin(), prompt.end());
-  tokens_.insert(tokens_.end(), response.begin(),
-                 response.begin() + static_cast<std::ptrdiff_t>(length - prompt_size));
+  tokens_.insert(tokens_.end(), tokens.begin(),
+                 tokens.begin() + static_cast<std::ptrdiff_t>(length));
 }
 
 // Best fit, longest first: each sample goes into the fullest row that still has room.

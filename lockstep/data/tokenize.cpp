@@ -6,6 +6,8 @@
 #include <condition_variable>
 #include <exception>
 #include <filesystem>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -25,8 +27,12 @@ namespace fs = std::filesystem;
 
 struct Document {
   std::string path;
-  std::uint64_t begin;  // of its end-of-text token, in the stream of all documents
   std::uint64_t bytes;
+  std::uint64_t begin = 0;   // of its end-of-text token, in the stream of all documents
+  std::uint64_t tokens = 0;  // after that one
+  // Where its tokens stand: bytes of the file itself, or 4 bytes each in a temporary one.
+  std::string source{};
+  std::uint64_t offset = 0;
 };
 
 struct Shard {
@@ -136,7 +142,6 @@ std::vector<Document> list_documents(const TokenizeOptions& options) {
       paths.push_back(input);
   }
   std::vector<Document> documents;
-  std::uint64_t at = 0;
   for (const std::string& path : paths) {
     check_text_file(path);
     refuse_inside(path, output);
@@ -144,8 +149,7 @@ std::vector<Document> list_documents(const TokenizeOptions& options) {
     const std::uint64_t bytes = fs::file_size(path, error);
     if (error) refuse_text_file(path, error.value());
     if (bytes == 0) continue;
-    documents.push_back({path, at, bytes});
-    at += bytes + 1;
+    documents.push_back({.path = path, .bytes = bytes, .tokens = bytes, .source = path});
   }
   if (documents.empty())
     throw UsageError("tokenize", "no text: {} files were found, and none has a byte in it.{}",
@@ -176,87 +180,47 @@ std::vector<Shard> plan_shards(const TokenizeOptions& options, std::uint64_t tot
   return shards;
 }
 
-// Writes one shard; can be stopped between blocks.
-class ShardMaker {
+// Gives each document its place in the stream; how many tokens there are.
+std::uint64_t place(std::vector<Document>& documents) {
+  std::uint64_t at = 0;
+  for (Document& document : documents) {
+    document.begin = at;
+    at += document.tokens + 1;
+  }
+  return at;
+}
+
+// Some of the work of a thread, by the number of the job.
+class Worker {
  public:
-  ShardMaker(const std::vector<Document>& documents, TokenFormat format,
-             std::atomic<std::uint64_t>& done, const std::atomic<bool>& stop)
-      : documents_(documents), format_(format), done_(done), stop_(stop) {}
-
-  void make(const std::string& folder, const Shard& shard) {
-    io::FileWriter file(folder + "/" + shard.name);
-    file.append(token_header(format_, shard.count));
-    auto document =
-        std::upper_bound(documents_.begin(), documents_.end(), shard.begin,
-                         [](std::uint64_t at, const Document& other) { return at < other.begin; });
-    --document;
-    const std::uint64_t end = shard.begin + shard.count;
-    for (std::uint64_t at = shard.begin; at < end && !stop_; ++document) {
-      const std::uint64_t until = std::min(end, document->begin + 1 + document->bytes);
-      append(file, *document, at - document->begin, until - document->begin);
-      at = until;
-    }
-    flush(file);
-    if (!stop_) file.finish();
-  }
-
- private:
-  // Tokens [from, to) of a document; its first is the end-of-text token.
-  void append(io::FileWriter& file, const Document& document, std::uint64_t from,
-              std::uint64_t to) {
-    if (from == 0) {
-      put(ByteTokenizer::kEndOfText);
-      ++from;
-    }
-    if (from >= to) return;
-    const io::MappedFile map(document.path);
-    if (map.bytes().size() != document.bytes)
-      throw UsageError("tokenize",
-                       "{} had {} bytes at the start and has {} now. Somebody writes to it; try "
-                       "again when it is finished.",
-                       document.path, document.bytes, map.bytes().size());
-    for (std::uint64_t at = from; at < to; ++at) {
-      put(static_cast<std::uint32_t>(map.bytes()[at - 1]));
-      if (buffer_.size() >= kBlock) flush(file);
-      if (stop_) return;
-    }
-  }
-
-  void put(std::uint32_t token) {
-    const std::size_t bytes = format_ == TokenFormat::kLlmc32 ? 4 : 2;
-    for (std::size_t i = 0; i < bytes; ++i)
-      buffer_.push_back(static_cast<char>((token >> (8 * i)) & 0xffu));
-    ++pending_;
-  }
-
-  void flush(io::FileWriter& file) {
-    file.append(buffer_);
-    buffer_.clear();
-    done_ += std::exchange(pending_, 0);
-  }
-
-  static constexpr std::size_t kBlock = 1u << 18;
-  const std::vector<Document>& documents_;
-  TokenFormat format_;
-  std::atomic<std::uint64_t>& done_;
-  const std::atomic<bool>& stop_;
-  std::string buffer_;
-  std::uint64_t pending_ = 0;
+  Worker() = default;
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+  virtual ~Worker() = default;
+  virtual void run(std::size_t job) = 0;
+  virtual void finish() {}
 };
 
-// All shards, by several threads, while this one reports.
+// Jobs for several threads, while this one reports.
 class Crew {
  public:
-  Crew(const TokenizeOptions& options, const std::vector<Document>& documents,
-       const std::vector<Shard>& shards, std::uint64_t total)
-      : options_(options), documents_(documents), shards_(shards), total_(total) {}
+  using NewWorker = std::function<std::unique_ptr<Worker>(std::size_t thread)>;
+  using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 
-  void run(const std::string& folder) {
-    const int wanted = options_.workers > 0 ? options_.workers : allowed_cores();
-    const auto count = std::min(static_cast<std::size_t>(wanted), shards_.size());
+  Crew(int workers, Progress progress, std::uint64_t total)
+      : workers_(workers > 0 ? workers : allowed_cores()),
+        progress_(std::move(progress)),
+        total_(total) {}
+
+  std::atomic<std::uint64_t> done{0};
+  std::atomic<bool> stop{false};  // an error somewhere
+
+  void run(std::size_t jobs, const NewWorker& new_worker) {
+    const auto count = std::min(static_cast<std::size_t>(workers_), jobs);
     std::vector<std::jthread> threads;
     running_ = count;
-    for (std::size_t i = 0; i < count; ++i) threads.emplace_back([this, &folder] { work(folder); });
+    for (std::size_t i = 0; i < count; ++i)
+      threads.emplace_back([&, i] { work(i, jobs, new_worker); });
     std::unique_lock lock(mutex_);
     while (!ended_.wait_for(lock, std::chrono::milliseconds(200), [this] { return running_ == 0; }))
       report();
@@ -266,36 +230,194 @@ class Crew {
 
  private:
   void report() {
-    if (options_.progress) options_.progress(done_, total_);
+    if (progress_) progress_(done, total_);
   }
 
-  void work(const std::string& folder) {
+  void work(std::size_t thread, std::size_t jobs, const NewWorker& new_worker) {
     std::exception_ptr error;
     try {
-      ShardMaker maker(documents_, options_.format, done_, stop_);
-      for (std::size_t i = next_++; i < shards_.size() && !stop_; i = next_++)
-        maker.make(folder, shards_[i]);
+      const std::unique_ptr<Worker> worker = new_worker(thread);
+      for (std::size_t i = next_++; i < jobs && !stop; i = next_++) worker->run(i);
+      if (!stop) worker->finish();
     } catch (...) {
       error = std::current_exception();
-      stop_ = true;
+      stop = true;
     }
     const std::lock_guard lock(mutex_);
     if (error && !error_) error_ = error;
     if (--running_ == 0) ended_.notify_all();
   }
 
-  const TokenizeOptions& options_;
-  const std::vector<Document>& documents_;
-  const std::vector<Shard>& shards_;
+  int workers_;
+  Progress progress_;
   std::uint64_t total_;
   std::mutex mutex_;
   std::condition_variable ended_;
   std::size_t running_ = 0;
   std::exception_ptr error_;
   std::atomic<std::size_t> next_{0};
-  std::atomic<std::uint64_t> done_{0};
-  std::atomic<bool> stop_{false};
 };
+
+// The text of a document, as long as it was when it was listed.
+io::MappedFile map_text(const Document& document) {
+  io::MappedFile map(document.path);
+  if (map.bytes().size() != document.bytes)
+    throw UsageError("tokenize",
+                     "{} had {} bytes at the start and has {} now. Somebody writes to it; try "
+                     "again when it is finished.",
+                     document.path, document.bytes, map.bytes().size());
+  return map;
+}
+
+void append_token(std::string& out, std::uint32_t token, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; ++i)
+    out.push_back(static_cast<char>((token >> (8 * i)) & 0xffu));
+}
+
+// Encodes documents into one temporary file.
+class Encoder : public Worker {
+ public:
+  Encoder(const Tokenizer& tokenizer, std::vector<Document>& documents, const std::string& path,
+          Crew& crew)
+      : tokenizer_(tokenizer), documents_(documents), file_(path), crew_(crew) {}
+
+  void run(std::size_t job) override {
+    Document& document = documents_[job];  // this thread's alone
+    const io::MappedFile map = map_text(document);
+    const std::string_view text(reinterpret_cast<const char*>(map.bytes().data()),
+                                map.bytes().size());
+    document.source = file_.path();
+    document.offset = file_.bytes();
+    buffer_.clear();
+    const auto ids = tokenizer_.encode(text, {.add_special_tokens = false});
+    for (const std::int64_t id : ids) append_token(buffer_, static_cast<std::uint32_t>(id), 4);
+    document.tokens = ids.size();
+    file_.append(buffer_);
+    crew_.done += document.bytes;
+  }
+  void finish() override { file_.finish(); }
+
+ private:
+  const Tokenizer& tokenizer_;
+  std::vector<Document>& documents_;
+  io::FileWriter file_;
+  Crew& crew_;
+  std::string buffer_;
+};
+
+struct ShardPlan {
+  std::string folder{};
+  std::vector<Shard> shards{};
+  TokenFormat format;
+  std::uint32_t end_of_text;
+  std::size_t source_bytes;  // of a token: 1 in a text, 4 in what an Encoder wrote
+};
+
+// Writes shards; can be stopped between blocks.
+class ShardMaker : public Worker {
+ public:
+  ShardMaker(const ShardPlan& plan, const std::vector<Document>& documents, Crew& crew)
+      : plan_(plan), documents_(documents), crew_(crew) {}
+
+  void run(std::size_t job) override {
+    const Shard& shard = plan_.shards[job];
+    io::FileWriter file(plan_.folder + "/" + shard.name);
+    file.append(token_header(plan_.format, shard.count));
+    auto document =
+        std::upper_bound(documents_.begin(), documents_.end(), shard.begin,
+                         [](std::uint64_t at, const Document& other) { return at < other.begin; });
+    --document;
+    const std::uint64_t end = shard.begin + shard.count;
+    for (std::uint64_t at = shard.begin; at < end && !crew_.stop; ++document) {
+      const std::uint64_t until = std::min(end, document->begin + 1 + document->tokens);
+      append(file, *document, at - document->begin, until - document->begin);
+      at = until;
+    }
+    flush(file);
+    if (!crew_.stop) file.finish();
+  }
+
+ private:
+  // Tokens [from, to) of a document; its first is the end-of-text token.
+  void append(io::FileWriter& file, const Document& document, std::uint64_t from,
+              std::uint64_t to) {
+    if (from == 0) {
+      put(plan_.end_of_text);
+      ++from;
+    }
+    if (from >= to) return;
+    const io::MappedFile map =
+        plan_.source_bytes == 1 ? map_text(document) : io::MappedFile(document.source);
+    for (std::uint64_t at = from; at < to; ++at) {
+      put(token_at(map, document.offset + (at - 1) * plan_.source_bytes));
+      if (buffer_.size() >= kBlock) flush(file);
+      if (crew_.stop) return;
+    }
+  }
+
+  std::uint32_t token_at(const io::MappedFile& map, std::uint64_t offset) const {
+    std::uint32_t token = 0;
+    for (std::size_t i = 0; i < plan_.source_bytes; ++i)
+      token |= static_cast<std::uint32_t>(map.bytes()[offset + i]) << (8 * i);
+    return token;
+  }
+
+  void put(std::uint32_t token) {
+    append_token(buffer_, token, plan_.format == TokenFormat::kLlmc32 ? 4 : 2);
+    ++pending_;
+  }
+
+  void flush(io::FileWriter& file) {
+    file.append(buffer_);
+    buffer_.clear();
+    crew_.done += std::exchange(pending_, 0);
+  }
+
+  static constexpr std::size_t kBlock = 1u << 18;
+  const ShardPlan& plan_;
+  const std::vector<Document>& documents_;
+  Crew& crew_;
+  std::string buffer_;
+  std::uint64_t pending_ = 0;
+};
+
+// The token before each document, checked with the vocabulary against the format.
+std::uint32_t end_of_text(const TokenizeOptions& options) {
+  if (!options.tokenizer) return static_cast<std::uint32_t>(ByteTokenizer::kEndOfText);
+  const Tokenizer& tokenizer = *options.tokenizer;
+  if (options.format != TokenFormat::kLlmc32 && tokenizer.max_id() > 0xFFFF)
+    throw UsageError("tokenize",
+                     "{} has ids up to {}, and this format has 2 bytes for each. Write the format "
+                     "llmc32.",
+                     tokenizer.path(), tokenizer.max_id());
+  const std::optional<std::int64_t> token =
+      options.end_of_text ? options.end_of_text : tokenizer.eos_token_id();
+  if (!token)
+    throw UsageError("tokenize",
+                     "{} does not say which token ends a text: there is no eos_token in a "
+                     "tokenizer_config.json beside it. Name one with --end-of-text.",
+                     tokenizer.path());
+  return static_cast<std::uint32_t>(*token);
+}
+
+// Every document's tokens into temporary files in the folder; their names.
+std::vector<std::string> encode_documents(const TokenizeOptions& options,
+                                          std::vector<Document>& documents,
+                                          const std::string& folder) {
+  std::uint64_t bytes = 0;
+  for (const Document& document : documents) bytes += document.bytes;
+  Crew crew(options.workers, options.progress, bytes);
+  std::vector<std::string> files;
+  std::mutex mutex;
+  crew.run(documents.size(), [&](std::size_t thread) {
+    const std::string path = fmt::format("{}/encoded-{}", folder, thread);
+    auto worker = std::make_unique<Encoder>(*options.tokenizer, documents, path, crew);
+    const std::lock_guard lock(mutex);
+    files.push_back(path);
+    return worker;
+  });
+  return files;
+}
 
 }  // namespace
 
@@ -311,16 +433,35 @@ TokenizeResult tokenize(const TokenizeOptions& options) {
                      options.name);
   if (options.format == TokenFormat::kAuto)
     throw UsageError("tokenize", "choose a format to write: llmc16, llmc32 or nanogpt.");
-  const std::vector<Document> documents = list_documents(options);
+  const std::uint32_t end = end_of_text(options);
+  std::vector<Document> documents = list_documents(options);
   if (options.replace) check_replaceable(options.output);
-  const std::uint64_t total = documents.back().begin + 1 + documents.back().bytes;
-  const std::vector<Shard> shards = plan_shards(options, total);
   const std::uint64_t width = options.format == TokenFormat::kLlmc32 ? 4 : 2;
-  io::AtomicDir folder(options.output, {.expected_bytes = total * width + shards.size() * 1024,
-                                        .replace = options.replace});
-  Crew(options, documents, shards, total).run(folder.path());
+  // With a tokenizer a guess: three bytes of text or more are a token.
+  std::uint64_t total = place(documents);
+  ShardPlan plan{.shards = options.tokenizer ? std::vector<Shard>() : plan_shards(options, total),
+                 .format = options.format,
+                 .end_of_text = end,
+                 .source_bytes = options.tokenizer ? 4u : 1u};
+  io::AtomicDir folder(
+      options.output,
+      {.expected_bytes =
+           options.tokenizer ? total / 3 * (width + 4) : total * width + plan.shards.size() * 1024,
+       .replace = options.replace});
+  plan.folder = folder.path();
+  std::vector<std::string> encoded;
+  if (options.tokenizer) {
+    encoded = encode_documents(options, documents, folder.path());
+    total = place(documents);
+    plan.shards = plan_shards(options, total);
+  }
+  Crew crew(options.workers, options.tokenizer ? nullptr : options.progress, total);
+  crew.run(plan.shards.size(), [&](std::size_t) -> std::unique_ptr<Worker> {
+    return std::make_unique<ShardMaker>(plan, documents, crew);
+  });
+  for (const std::string& file : encoded) fs::remove(file);
   TokenizeResult result{.documents = documents.size(), .tokens = total};
-  for (const Shard& shard : shards) {
+  for (const Shard& shard : plan.shards) {
     folder.adopt(shard.name);
     result.shards.emplace_back(shard.name, shard.count);
   }

@@ -1,20 +1,22 @@
-// Text files into token shards, byte by byte, in parallel and all or nothing.
-//
-// One byte is one token, so where each file's tokens go is known from the files' sizes alone. Every
-// shard is then made by itself, and the result does not depend on how many threads there were.
+// Text files into token shards, in parallel and all or nothing.
 //
 //   TokenizeResult result = tokenize({.inputs = {"docs"}, .suffixes = {".md"}, .output = "data"});
 //
-// A document is an end-of-text token and the file's bytes. Without torch.
+// A document is an end-of-text token and the file's tokens. Without a tokenizer one byte is one
+// token, so where each file's tokens go is known from the files' sizes alone. With one the files
+// are encoded first, to temporary files in the folder. Every shard is then made by itself, and the
+// result does not depend on how many threads there were. Without torch.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "lockstep/data/shard_format.h"
+#include "lockstep/data/tokenizer.h"
 
 namespace lockstep::data {
 
@@ -24,11 +26,14 @@ struct TokenizeOptions {
   std::string output{};                 // the folder to make
   std::string name = "text";            // shards are <name>_train_000001.bin; nanogpt: train.bin
   TokenFormat format = TokenFormat::kLlmc16;
-  std::uint64_t shard_tokens = 100'000'000;  // nanogpt has one shard, of any size
-  std::uint64_t val_tokens = 0;              // the first so many are for validation
-  int workers = 0;                           // 0: one per processor
-  bool replace = false;                      // a folder that tokenize() made before
-  // Called from the caller's thread some times a second, and at the end.
+  std::optional<Tokenizer> tokenizer{};       // none: bytes, and 256 for the end of text
+  std::optional<std::int64_t> end_of_text{};  // of a tokenizer; none: its eos_token
+  std::uint64_t shard_tokens = 100'000'000;   // nanogpt has one shard, of any size
+  std::uint64_t val_tokens = 0;               // the first so many are for validation
+  int workers = 0;                            // 0: one per processor
+  bool replace = false;                       // a folder that tokenize() made before
+  // Called from the caller's thread some times a second, and at the end. Counts tokens, or with a
+  // tokenizer the bytes of the text.
   std::function<void(std::uint64_t done, std::uint64_t total)> progress{};
 };
 
@@ -39,6 +44,7 @@ struct TokenizeResult {
 };
 
 // Throws UsageError for inputs that are not there, unreadable, empty or inside the output, and for
+// for a tokenizer without an end-of-text token or with ids that the format has no room for, for
 // an output that exists (with `replace`: and is anything else than a folder of an earlier call);
 // SystemError when the disk says no. `output` is then what it was before.
 TokenizeResult tokenize(const TokenizeOptions& options);

@@ -290,6 +290,21 @@ std::string Tokenizer::apply_chat_template(std::initializer_list<ChatMessage> me
                              options);
 }
 
+TextEncoder Tokenizer::text_encoder() const {
+  const std::optional<std::int64_t> end = eos_token_id();
+  if (!end)
+    throw UsageError("tokenizer",
+                     "{} does not say which token ends an answer: there is no eos_token in a "
+                     "tokenizer_config.json beside it. Add one.",
+                     impl_->path);
+  return {.encode =
+              [tokenizer = *this](std::string_view text) {
+                const Ids ids = tokenizer.encode(text);
+                return Tokens(ids.begin(), ids.end());
+              },
+          .end_of_text = static_cast<std::int32_t>(*end)};
+}
+
 const std::string& Tokenizer::path() const {
   return impl_->path;
 }

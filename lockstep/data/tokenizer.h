@@ -26,6 +26,7 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/chat_message.h"  // IWYU pragma: export
 
 namespace lockstep::data {
@@ -72,6 +73,9 @@ class Tokenizer {
                                   ChatOptions options = {}) const;
   std::string apply_chat_template(std::initializer_list<ChatMessage> messages,
                                   ChatOptions options = {}) const;
+
+  // For InstructionOptions::encoder, with special tokens. UsageError without an eos_token.
+  TextEncoder text_encoder() const;
 
   const std::string& path() const;  // of the tokenizer.json
 

@@ -125,6 +125,17 @@ def gpt2_with_added_tokens():
     return file
 
 
+def joining_first_bytes():
+    """Merges x, 1 and a line feed with whatever byte follows within a word."""
+    file = gpt2()
+    file["added_tokens"] = []
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [[first, byte] for first in ("x", "1", "Ċ") for byte in alphabet]
+    tokens = alphabet + [first + byte for first, byte in merges]
+    file["model"].update(vocab={t: n for n, t in enumerate(tokens)}, merges=merges)
+    return file
+
+
 def llama3():
     file = byte_level(LLAMA3_WORDS)
     file["model"]["ignore_merges"] = True

@@ -162,14 +162,17 @@ class Encoding(Case):
                         self.compare(file, families.hard_strings(1000))
 
     def test_every_character_by_itself(self):
-        """Letters, numbers and white space as the package has them, in any Unicode version."""
-        self.write(families.llama3())
+        """Letters, numbers and white space as the package has them, in any Unicode version.
+
+        A letter, a number or white space stays in the word of the one before it, and merges with
+        it there."""
+        self.write(families.joining_first_bytes())
         oracle = self.oracle()
-        texts = ["".join(f"{chr(c)}a {chr(c)} " for c in range(low, low + 128))
+        texts = ["".join(f"x{chr(c)} 1{chr(c)} \n{chr(c)} " for c in range(low, low + 128))
                  for low in range(0, 0x34000, 128) if not 0xD800 <= low < 0xE000]
         for text, (_, plain) in zip(texts, self.encoded(texts)):
             self.assertEqual(plain, oracle.encode(text, add_special_tokens=False).ids,
-                             f"U+{ord(text[0]):04X}")
+                             f"U+{ord(text[1]):04X}")
 
     def test_patterns_that_pcre2_reads_otherwise_are_refused(self):
         for pattern in (r"\w+", r"\bx", r"\h", r"^a", r"a$", r"[a[b]]", r"[a&&b]", r"[\S\n]",
@@ -204,6 +207,152 @@ class Encoding(Case):
                 oracle = self.oracle()
                 for text, (_, plain) in zip(texts, self.encoded(texts)):
                     self.assertEqual(plain, oracle.encode(text, add_special_tokens=False).ids)
+
+
+class Shards(Case):
+    """`lockstep data tokenize --tokenizer`: shards as llm.c reads them."""
+
+    def setUp(self):
+        super().setUp()
+        self.texts = {}
+        os.mkdir(os.path.join(self.folder, "in"))
+        rng = random.Random(7)
+        for number in range(12):
+            name = os.path.join(self.folder, "in", f"{number:02}.txt")
+            self.texts[name] = "".join("".join(families.hard_string(rng))
+                                       for _ in range(40 * number))
+            with open(name, "wb") as file:
+                file.write(self.texts[name].encode())
+
+    def lockstep(self, *args):
+        return subprocess.run([os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep"), "data", *args],
+                              capture_output=True, text=True, timeout=BOUND_S, check=False)
+
+    def tokenize(self, *args):
+        out = os.path.join(self.folder, "out")
+        result = self.lockstep("tokenize", os.path.join(self.folder, "in"), "--force", "--output",
+                               out, "--tokenizer", self.folder, *args)
+        if "built without them" in result.stderr:
+            self.skipTest(result.stderr)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        tokens = []
+        names = sorted(n for n in os.listdir(out) if n.endswith(".bin"))
+        self.assertEqual(sorted(os.listdir(out)), sorted(names + ["MANIFEST.json"]))
+        for name in sorted(names, key=lambda n: "_train_" in n):
+            with open(os.path.join(out, name), "rb") as file:
+                header = struct.unpack("<256i", file.read(1024))
+                unit = {1: "H", 7: "I"}[header[1]]
+                shard = [n for (n,) in struct.iter_unpack("<" + unit, file.read())]
+            self.assertEqual(header[2], len(shard))
+            tokens += shard
+        return tokens
+
+    def expected(self, end):
+        oracle = self.oracle()
+        return [n for text in self.texts.values() if text
+                for n in [end, *oracle.encode(text, add_special_tokens=False).ids]]
+
+    def test_ids_of_the_package(self):
+        self.write(families.llama2(), **{"tokenizer_config.json": CONFIG})
+        for args in (["--workers", "1"],
+                     ["--workers=3", "--shard-tokens", "999", "--val-tokens=77"],
+                     ["--format", "llmc32", "--shard-tokens=100000"]):
+            self.assertEqual(self.tokenize(*args), self.expected(2), args)
+        result = self.lockstep("inspect", "--tokenizer", self.folder, "--show=3",
+                               os.path.join(self.folder, "out"))
+        self.assertIn("as text: </s>", result.stdout)
+
+    def test_end_of_text(self):
+        self.write(families.gpt2())
+        refused = self.lockstep("tokenize", "in", "--output", "x", "--tokenizer", self.folder)
+        if "built without them" in refused.stderr:
+            self.skipTest(refused.stderr)
+        self.assertIn("does not say which token ends a text", refused.stderr)
+        self.assertEqual(refused.returncode, 2)
+        end = self.oracle().token_to_id("<|endoftext|>")
+        self.assertEqual(self.tokenize("--end-of-text", "<|endoftext|>"), self.expected(end))
+        for args, said in ((["--tokenizer", self.folder, "--end-of-text", "<no>"],
+                            "has no token '<no>'"),
+                           (["--end-of-text", "<no>"], "--end-of-text is for --tokenizer"),
+                           (["--tokenizer", self.folder + "/in"], "there is no ")):
+            self.assertIn(said, self.lockstep("tokenize", "in", "--output", "x", *args).stderr)
+
+    def test_ids_need_room(self):
+        file = families.llama2()
+        for number in range(len(file["model"]["vocab"]), 70_000):
+            file["model"]["vocab"][f"<{number}>"] = number
+        self.write(file, **{"tokenizer_config.json": CONFIG})
+        refused = self.lockstep("tokenize", "in", "--output", "x", "--tokenizer", self.folder)
+        self.assertIn("has ids up to 69999, and this format has 2 bytes for each. Write the format "
+                      "llmc32", refused.stderr)
+        self.assertEqual(self.tokenize("--format=llmc32"), self.expected(2))
+
+
+class Instructions(Case):
+    """data: {name: instructions, tokenizer: DIR}"""
+
+    def rows(self, file, pairs):
+        self.write(file, **{"tokenizer_config.json": CONFIG})
+        answers = self.ask(b"i" + sized(a.encode()) + sized(b.encode()) for a, b in pairs)
+        return [(answers.ids(), answers.ids()[0]) for _ in pairs]
+
+    def test_rows_are_encoded_as_one_text(self):
+        texts = [t for t in families.hard_strings(3000) if t]
+        pairs = list(zip(texts[::2], texts[1::2])) + [("a", " b"), ("a", "")]
+        for family in (families.phi3, families.llama2, families.llama2_metaspace):
+            with self.subTest(family=family.__name__):
+                ours = self.rows(family(), pairs)
+                oracle = self.oracle()
+                for (instruction, output), (ids, prompt) in zip(pairs, ours):
+                    text = f"### Instruction:\n{instruction}\n\n### Response:\n"
+                    whole = oracle.encode(text + output).ids
+                    if whole[-1] != 2:
+                        whole.append(2)
+                    first = oracle.encode(text).ids
+                    if first[-1] == 2:
+                        first.pop()
+                    same = [a == b for a, b in zip(first, whole)] + [False]
+                    self.assertEqual((ids, prompt), (whole, same.index(False)), instruction)
+
+    def lockstep(self, *args):
+        return subprocess.run([os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep"), *args],
+                              capture_output=True, text=True, timeout=BOUND_S, check=False,
+                              cwd=self.folder)
+
+    def test_training_file(self):
+        self.write(families.phi3(), **{"tokenizer_config.json": CONFIG})
+        with open(os.path.join(self.folder, "train.jsonl"), "w", encoding="utf-8") as out:
+            for number in range(20):
+                out.write(json.dumps({"instruction": f"Say {number}.", "output": "Ja! " * number})
+                          + "\n")
+        def config(more="", data=""):
+            with open(os.path.join(self.folder, "train.yaml"), "w", encoding="utf-8") as out:
+                out.write("output_dir: out\nmax_steps: 2\nper_device_train_batch_size: 2\n"
+                          "max_seq_len: 64\nmodel: {name: gpt, n_layer: 1, n_head: 2, n_embd: 16"
+                          f"{more}}}\n"
+                          f"data: {{name: instructions, path: train.jsonl, tokenizer: .{data}}}\n")
+            return self.lockstep("config", "check", "train.yaml")
+        self.assertEqual(config().returncode, 0, config().stderr)
+        small = config(", vocab_size: 300")
+        self.assertEqual(small.returncode, 2)
+        top = self.oracle().get_vocab_size() - 1
+        self.assertRegex(small.stdout + small.stderr,
+                         r"the model's vocabulary of 300 is too small for data.tokenizer \S*"
+                         rf"tokenizer.json, whose ids go up to {top}. Set model.vocab_size: "
+                         rf"{top + 1}")
+        missing = config(data="/nowhere")
+        self.assertIn("there is no ./nowhere", missing.stdout + missing.stderr)
+        program = os.path.join(os.environ["LOCKSTEP_BIN"], "..", "libexec", "lockstep-train")
+        if not os.path.exists(program):
+            self.skipTest("this build has no lockstep-train")
+        config()
+        result = self.lockstep("train", "train.yaml")
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        newest = os.path.join(self.folder, "out", "checkpoint-2", "config.json")
+        with open(newest, encoding="utf-8") as file:
+            written = json.load(file)
+        self.assertEqual(written["vocab_size"], top + 1)
+        self.assertEqual(written["eos_token_id"], 2)
 
 
 CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}

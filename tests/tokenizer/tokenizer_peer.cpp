@@ -6,8 +6,10 @@
 //
 // Requests and answers are records: a count in 8 bytes and that many bytes or int64. A request is a
 // letter and what follows: 'e' a text (answer: ids with and without special tokens), 'd' ids
-// (answer: text without and with special tokens), 'c' and 'C' a number of texts, roles and contents
-// by turns (answer: the chat without and with a generation prompt, or what the error says).
+// (answer: text without and with special tokens), 'i' an instruction and its output
+// (answer: the ids of the row, and the length of its prompt), 'c' and 'C' a number of texts, roles
+// and contents by turns (answer: the chat without and with a generation prompt, or what the error
+// says).
 #include <fmt/format.h>
 
 #include <chrono>
@@ -18,6 +20,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/data/instruction_rows.h"
 #include "lockstep/data/tokenizer.h"
 
 namespace {
@@ -89,6 +92,18 @@ std::string chat(const Tokenizer& tokenizer, Requests& requests, bool prompt) {
   }
 }
 
+void put_row(const Tokenizer& tokenizer, Requests& requests, Answers& answers) {
+  lockstep::data::Instruction item;
+  item.instruction = requests.text();
+  item.output = requests.text();
+  const lockstep::data::InstructionRows rows(
+      {item}, {.max_length = 1'000'000, .encoder = tokenizer.text_encoder()});
+  const auto sample = rows.row(0).at(0);
+  const auto tokens = rows.tokens(sample);
+  answers.put(Ids(tokens.begin(), tokens.end()));
+  answers.put(Ids{sample.prompt});
+}
+
 void run(const Tokenizer& tokenizer, Requests requests, Answers answers) {
   for (char kind = 0; requests.next(kind);) {
     if (kind == 'e') {
@@ -99,6 +114,8 @@ void run(const Tokenizer& tokenizer, Requests requests, Answers answers) {
       const Ids ids = requests.ids();
       answers.put(tokenizer.decode(ids));
       answers.put(tokenizer.decode(ids, {.skip_special_tokens = false}));
+    } else if (kind == 'i') {
+      put_row(tokenizer, requests, answers);
     } else {
       answers.put(chat(tokenizer, requests, kind == 'C'));
     }
