@@ -16,10 +16,9 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/io/tensors.h"
-#include "lockstep/models/gpt.h"
 #include "lockstep/models/lora.h"
+#include "lockstep/models/pretrained.h"
 #include "lockstep/optim/adamw.h"
-#include "lockstep/train/checkpoint.h"
 
 namespace {
 
@@ -45,21 +44,6 @@ class Job {
   Node root_;
 };
 
-std::int64_t size_of(const Node& config, const char* key) {
-  return as_integer(config.find(key)->value, key);
-}
-
-models::Gpt load_model(const std::string& folder) {
-  const Node config = load_document(folder + "/config.json");
-  models::Gpt gpt(models::GptConfig{.n_layer = size_of(config, "n_layer"),
-                                    .n_head = size_of(config, "n_head"),
-                                    .n_embd = size_of(config, "n_embd"),
-                                    .vocab_size = size_of(config, "vocab_size"),
-                                    .n_positions = size_of(config, "n_positions")});
-  train::load_weights(folder, *gpt);
-  return gpt;
-}
-
 void write(const std::string& path, const at::Tensor& losses, const at::Tensor& logits) {
   io::FileWriter file(path);
   io::write_safetensors(
@@ -68,14 +52,16 @@ void write(const std::string& path, const at::Tensor& losses, const at::Tensor& 
 }
 
 void run(const Job& job) {
-  auto model = load_model(job.text("model"));
-  if (job.text("dtype") == "bfloat16") model->to(at::kBFloat16);
+  const bool half = job.text("dtype") == "bfloat16";
+  const models::CausalLmPtr model =
+      models::load_pretrained(job.text("model"), {.dtype = half ? at::kBFloat16 : at::kFloat});
   const models::LoraConfig config = models::load_adapter(*model, job.text("adapter"));
   const io::SafetensorsFile file(job.text("ids"));
   const at::Tensor ids = io::tensor_of(file, file.at("ids"));
   const auto steps = static_cast<std::int64_t>(job.real("steps"));
   optim::AdamW optimizer(model->parameters(), {.lr = job.real("lr"), .weight_decay = 0.01});
   at::Tensor losses = torch::zeros({steps});
+  model->train();
   for (std::int64_t step = 0; step < steps; ++step) {
     const at::Tensor batch = ids[step];
     const at::Tensor logits = model->forward(batch.slice(1, 0, -1)).to(at::kFloat);
