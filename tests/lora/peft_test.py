@@ -1,9 +1,9 @@
 """LoRA beside PEFT, on tiny models with random weights.
 
-Both sides begin with the same base and the same adapter, take 20 steps of AdamW on the same batches,
-and must see the same losses within 1e-4; each loads the adapter that the other wrote, and computes
-the same logits with it within 1e-5. The tolerances are those of float32 sums in another order: a
-loss differs by about 1e-7, and twenty steps enlarge that less than a hundred times.
+Both sides begin with the same base and the same adapter, take 20 steps of AdamW on the same
+batches, and must see the same losses within 1e-4; each loads the adapter that the other wrote, and
+computes the same logits with it within 1e-5. The tolerances are those of float32 sums in another
+order: a loss differs by about 1e-7, and twenty steps enlarge that less than a hundred times.
 """
 
 import dataclasses
