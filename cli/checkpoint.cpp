@@ -83,8 +83,8 @@ void show_tensors(const std::string& folder, const std::string& stem, bool all) 
   }
   std::string types;
   for (const auto& [type, count] : by_type) types += fmt::format(" {} {}", count, type);
-  fmt::print("  {:<12}{} tensors, {} elements ({}),{}\n", stem, set.names().size(), elements,
-             io::size_text(bytes), types);
+  fmt::print("  {:<12}{} tensors, {} elements ({}),{}\n", stem.substr(0, stem.find('_')),
+             set.names().size(), elements, io::size_text(bytes), types);
 }
 
 int show(const Args& args) {
@@ -125,7 +125,8 @@ int show(const Args& args) {
         "data", at.epoch, at.cursor, at.dataset_size, at.seed, at.world_size, at.batch_size,
         at.accumulation);
   }
-  show_tensors(folder, "model", all);
+  const bool adapters = fs::exists(folder + "/adapter_model.safetensors");
+  show_tensors(folder, adapters ? "adapter_model" : "model", all);
   if (fs::exists(folder + "/optimizer.safetensors")) show_tensors(folder, "optimizer", all);
   return 0;
 }
@@ -239,7 +240,8 @@ int diff(const Args& args) {
   Args folders;
   for (const std::string& arg : args) folders.push_back(folders_of(arg).front());
   int differing = 0;
-  for (const char* stem : {"model", "optimizer", "rng_state"}) differing += diff_set(folders, stem);
+  for (const char* stem : {"model", "adapter_model", "optimizer", "rng_state"})
+    differing += diff_set(folders, stem);
   for (const char* stem : {"trainer_state", "sampler", "scheduler", "scaler"})
     differing += diff_members(folders, stem);
   return differing == 0 ? 0 : 1;

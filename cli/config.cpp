@@ -138,9 +138,7 @@ void check_contents(const TaskConfig& task, const TrainingArguments& arguments,
     });
     if (data.eval_path == data.path) break;
   }
-  std::uint64_t bytes = 0;
-  for (const io::TensorShape& tensor : model_tensors(task))
-    bytes += io::tensor_bytes(tensor.dtype, tensor.shape).value_or(0);
+  const std::uint64_t bytes = checkpoint_bytes(task);
   attempt([&] { train::check_room(arguments, bytes, /*two=*/false); });
 }
 

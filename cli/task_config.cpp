@@ -395,6 +395,24 @@ void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems
   if (problems.empty()) problems.attempt([&] { check_weights(task); });
 }
 
+// ---------------------------------------------------------------- adapters
+
+void read_lora(const TrainingArguments& a, TaskConfig& task) {
+  if (!a.lora) return;
+  models::LoraConfig lora = models::read_lora_config(*a.lora, "lora");
+  if (task.model.name != "gpt" && !task.model.hugging_face)
+    throw UsageError("config", "lora is for language models, and {} is none. Delete it.",
+                     task.model.name);
+  // That there are some.
+  models::LoraTargets(lora).select(models::linear_layers(model_tensors(task)));
+  if (lora.base_model_name_or_path.empty()) lora.base_model_name_or_path = task.model.weights;
+  if (task.model.weights.empty())
+    task.notes.push_back(
+        "lora trains adapters of a frozen model, and this one has random weights. Name a folder "
+        "with weights in model.");
+  task.lora = std::move(lora);
+}
+
 }  // namespace
 
 std::vector<std::string> text_files(const std::string& path, const std::string& suffix) {
@@ -464,11 +482,21 @@ std::vector<io::TensorShape> model_tensors(const TaskConfig& task) {
   return models::tensors_of(resnet_config(task));
 }
 
+std::uint64_t checkpoint_bytes(const TaskConfig& task) {
+  const std::vector<io::TensorShape> tensors = model_tensors(task);
+  if (task.lora) return models::adapter_bytes(*task.lora, tensors);
+  std::uint64_t bytes = 0;
+  for (const io::TensorShape& tensor : tensors)
+    bytes += io::tensor_bytes(tensor.dtype, tensor.shape).value_or(0);
+  return bytes;
+}
+
 TaskConfig read_task(const TrainingArguments& arguments) {
   TaskConfig task;
   Problems problems;
   const bool known = problems.attempt([&] { read_data(arguments, task.data, problems); });
   if (known) problems.attempt([&] { read_model(arguments, task, problems); });
+  if (problems.empty()) problems.attempt([&] { read_lora(arguments, task); });
   if (problems.empty()) {
     problems.attempt([&] { train::check_evaluation(arguments, task.data.evaluates); });
     problems.attempt([&] { train::check_metric(arguments, kMetrics); });

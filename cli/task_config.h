@@ -26,6 +26,8 @@
 //                              {name: random, samples: 10000, features: 20, classes: 10}
 //                              {name: images, samples: 10000, image_size: 224, classes: 1000}
 //                              random pixels [3, image_size, image_size]
+//   lora:  {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: [c_attn, c_proj]}; all of
+//                              lockstep/models/lora_config.h. Checkpoints hold the adapters alone
 //
 // Values and a function that only reads; call from any thread.
 #pragma once
@@ -39,6 +41,7 @@
 #include "lockstep/data/tokenizer.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/models/hugging_face.h"
+#include "lockstep/models/lora_config.h"
 #include "lockstep/models/shapes.h"
 #include "lockstep/train/arguments.h"
 
@@ -99,6 +102,7 @@ struct ModelConfig {
 struct TaskConfig {
   DataConfig data;
   ModelConfig model;
+  std::optional<models::LoraConfig> lora{};
   std::vector<std::string> notes{};  // what is allowed and has no effect
 };
 
@@ -109,6 +113,8 @@ models::GptConfig gpt_config(const ModelConfig& model);
 models::MlpConfig mlp_config(const TaskConfig& task);
 models::ResNetConfig resnet_config(const TaskConfig& task);
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task);
+// Bytes of the tensors that a checkpoint holds of the model, or of its adapters alone.
+std::uint64_t checkpoint_bytes(const TaskConfig& task);
 
 // A file, or a folder's files whose names end in `suffix`, in a fixed order. UsageError without
 // one, or when one of them cannot be read.

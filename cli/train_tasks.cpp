@@ -17,6 +17,7 @@
 #include "lockstep/data/instruction.h"
 #include "lockstep/data/text_files.h"
 #include "lockstep/data/token_shards.h"
+#include "lockstep/models/lora.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"
@@ -289,6 +290,22 @@ void make_classifier(TrainerTask& task, std::shared_ptr<Module> net, const std::
   set_loss(task, std::move(net), a.label_smoothing_factor);
 }
 
+// ---------------------------------------------------------------- adapters
+
+// After the model has its weights. Checkpoints then hold the adapters alone.
+void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const TrainingArguments& a) {
+  torch::nn::Module& module = *task.module;
+  models::add_lora(module, lora);
+  // Autocasting computes with these bits anyway, and then holds the base twice.
+  if (a.bf16) models::convert_frozen_weights(module, at::kBFloat16);
+  if (a.fp16) models::convert_frozen_weights(module, at::kHalf);
+  task.model_config = models::adapter_config_text(module, lora);
+  task.model_files = {
+      .stem = models::kAdapterStem,
+      .config = models::kAdapterConfig,
+      .tensors = [net = task.module, lora] { return models::lora_tensors(*net, lora); }};
+}
+
 }  // namespace
 
 TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& a) {
@@ -305,6 +322,7 @@ TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& a) {
     make_classifier(task, models::Mlp(mlp_config(wanted)).ptr(), model.weights, a);
   else
     make_classifier(task, models::ResNet(resnet_config(wanted)).ptr(), model.weights, a);
+  if (wanted.lora) add_adapters(task, *wanted.lora, a);
   return task;
 }
 

@@ -13,6 +13,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/tensors.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/linear.h"
 
 namespace lockstep::models {
@@ -44,6 +45,22 @@ void refuse_other_modules(torch::nn::Module& module, const LoraTargets& targets,
                        "target_modules matches {}, which is no linear layer. Adapters for other "
                        "modules are not supported; name linear layers alone.",
                        item.key());
+}
+
+// PEFT trains a copy, which a head that shares the weight does not use.
+void refuse_tied(torch::nn::Module& module, const LoraTargets& targets) {
+  const auto* model = module.as<CausalLm>();
+  if (model == nullptr || !model->config().tied()) return;
+  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
+    const std::string& name = item.key();
+    if (!name.ends_with(".wte") && !name.ends_with(".embed_tokens")) continue;
+    if (targets.is_saved_whole(name))
+      throw UsageError("lora",
+                       "modules_to_save names {}, whose weight is the output head's, too "
+                       "(tie_word_embeddings). PEFT would train a copy for the input alone, and "
+                       "that is not supported. Delete it from modules_to_save.",
+                       name);
+  }
 }
 
 void check_saved_whole(torch::nn::Module& module, const LoraConfig& config) {
@@ -114,30 +131,47 @@ bool holds_adapter_alone(const std::string& folder) {
   return !error;
 }
 
-void check_fits(const std::string& file, const io::SafetensorsFile& found,
-                const std::vector<std::pair<std::string, at::Tensor>>& wanted) {
-  std::set<std::string> known;
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+// Beside an adapter of the output head PEFT writes the head's own weight.
+NamedTensors base_weights(torch::nn::Module& module) {
+  NamedTensors all;
+  for (const auto& [name, linear] : adapted_of(module))
+    all.emplace_back(adapter_key(name + ".weight", /*adapted=*/true), linear->weight.detach());
+  return all;
+}
+
+// Copies the file's tensors. All of `required` must be there, and nothing that is in neither list.
+void copy_tensors(const io::SafetensorsFile& file, const NamedTensors& required,
+                  const NamedTensors& optional) {
+  std::map<std::string, at::Tensor> known(optional.begin(), optional.end());
   std::vector<std::string> missing, unknown;
-  for (const auto& [name, tensor] : wanted) {
-    known.insert(name);
-    const io::TensorEntry* entry = found.find(name);
-    if (entry == nullptr) {
-      missing.push_back(name);
-    } else if (entry->shape != tensor.sizes().vec()) {
-      throw UsageError("lora",
-                       "{}: '{}' is [{}] and the model's is [{}]. The adapter belongs to another "
-                       "model, or r and rank_pattern are others.",
-                       file, name, fmt::join(entry->shape, ", "), fmt::join(tensor.sizes(), ", "));
+  for (const auto& [name, tensor] : required) {
+    known[name] = tensor;
+    if (file.find(name) == nullptr) missing.push_back(name);
+  }
+  for (const io::TensorEntry& entry : file.tensors()) {
+    const auto found = known.find(entry.name);
+    if (found == known.end()) {
+      unknown.push_back(entry.name);
+    } else if (entry.shape != found->second.sizes().vec()) {
+      throw UsageError(
+          "lora",
+          "{}: '{}' is [{}] and the model's is [{}]. The adapter belongs to another model, or r "
+          "and rank_pattern are others.",
+          file.path(), entry.name, fmt::join(entry.shape, ", "),
+          fmt::join(found->second.sizes(), ", "));
     }
   }
-  for (const io::TensorEntry& entry : found.tensors())
-    if (!known.contains(entry.name)) unknown.push_back(entry.name);
   if (!missing.empty() || !unknown.empty())
     throw UsageError("lora",
                      "{} does not fit the model: {} of its tensors are missing ({}), {} are not "
                      "the model's ({}). The adapter belongs to another model.",
-                     file, missing.size(), fmt::join(missing, ", "), unknown.size(),
+                     file.path(), missing.size(), fmt::join(missing, ", "), unknown.size(),
                      fmt::join(unknown, ", "));
+  const torch::NoGradGuard no_grad;
+  for (const io::TensorEntry& entry : file.tensors())
+    known[entry.name].copy_(io::tensor_of(file, entry));
 }
 
 }  // namespace
@@ -150,6 +184,7 @@ std::vector<std::string> add_lora(torch::nn::Module& module, const LoraConfig& c
                      "unload_lora() first.",
                      before.front().first);
   check_saved_whole(module, config);
+  refuse_tied(module, targets);
   refuse_other_modules(module, targets, config);
   const NamedLinears linears = linears_of(module);
   std::vector<std::string> names;
@@ -186,10 +221,9 @@ void unload_lora(torch::nn::Module& module) {
   for (const auto& [name, linear] : adapted_of(module)) linear->remove_lora();
 }
 
-std::vector<std::pair<std::string, at::Tensor>> lora_tensors(const torch::nn::Module& module,
-                                                             const LoraConfig& config) {
+NamedTensors lora_tensors(const torch::nn::Module& module, const LoraConfig& config) {
   const Trained trained(module, config);
-  std::vector<std::pair<std::string, at::Tensor>> all;
+  NamedTensors all;
   for (const auto& item : module.named_parameters())
     if (trained.contains(item.key()))
       all.emplace_back(trained.key(item.key()), item.value().detach());
@@ -236,14 +270,7 @@ LoraConfig load_adapter(torch::nn::Module& module, const std::string& folder) {
   const LoraConfig config = parse_adapter_config(read_file(config_file), config_file);
   if (adapted_of(module).empty()) add_lora(module, config);
   unmerge_lora(module);
-  const auto wanted = lora_tensors(module, config);
-  const io::SafetensorsFile found(file);
-  check_fits(file, found, wanted);
-  const torch::NoGradGuard no_grad;
-  for (const auto& [name, tensor] : wanted) {
-    at::Tensor target = tensor;
-    target.copy_(io::tensor_of(found, found.at(name)));
-  }
+  copy_tensors(io::SafetensorsFile(file), lora_tensors(module, config), base_weights(module));
   return config;
 }
 

@@ -38,8 +38,8 @@ std::vector<std::string> add_lora(torch::nn::Module& module, const LoraConfig& c
 void convert_frozen_weights(torch::nn::Module& module, at::ScalarType type);
 
 // Between W and W + scaling * B A in all layers. unmerge_lora() restores W to the bit; until then
-// a copy of it is held. unload_lora() merges and removes the adapters: what is left has the base
-// model's names, to be saved as one.
+// each layer holds a copy of it. unload_lora() merges and removes the adapters: what is left has
+// the base model's names, to be saved as one.
 void merge_lora(torch::nn::Module& module);
 void unmerge_lora(torch::nn::Module& module);
 void unload_lora(torch::nn::Module& module);

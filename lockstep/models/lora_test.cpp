@@ -246,6 +246,8 @@ TEST(Lora, SaysWhatItCannotDo) {
               HasSubstr("lora_dropout 1 must be"));
   EXPECT_THAT(adding({.target_modules = {"c_attn"}, .modules_to_save = {"score"}}),
               HasSubstr("modules_to_save names 'score'"));
+  EXPECT_THAT(adding({.target_modules = {"c_attn"}, .modules_to_save = {"wte"}}),
+              HasSubstr("modules_to_save names transformer.wte, whose weight is the output"));
   EXPECT_THAT(adding({.target_modules = ".*c_attn", .layers_to_transform = {1}}),
               HasSubstr("layers_to_transform is for target_modules by name"));
   EXPECT_TRUE(trained_names(*gpt).contains("transformer.wte.weight"));  // nothing has changed yet

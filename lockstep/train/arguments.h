@@ -27,10 +27,11 @@ enum class Interval { kNo, kSteps, kEpoch, kBest };
 
 // Steps written as reals: below 1 they are a share of all steps, from 1 on a whole number of them.
 struct TrainingArguments {
-  // What is trained, as the file says it. The command that trains reads the two maps; a string
+  // What is trained, as the file says it. The command that trains reads the maps; a string
   // alone is a name.
   std::shared_ptr<const Node> model{};
   std::shared_ptr<const Node> data{};
+  std::shared_ptr<const Node> lora{};
   std::optional<std::string> dataset_dir{};
   std::optional<std::int64_t> max_seq_len{};
   std::optional<std::string> preset{};

@@ -70,6 +70,24 @@ TensorDict read_tensors(const std::string& path) {
   return dict;
 }
 
+bool has_tensors(const std::string& folder, const std::string& stem) {
+  std::error_code ignored;
+  return std::filesystem::exists(folder + "/" + stem + ".safetensors", ignored) ||
+         std::filesystem::exists(folder + "/" + stem + ".safetensors.index.json", ignored);
+}
+
+// Adapters where the whole model is wanted, or the other way round.
+void refuse_other_files(const std::string& folder, const ModelFiles& files) {
+  if (has_tensors(folder, files.stem)) return;
+  for (const char* other : {"model", "adapter_model"})
+    if (has_tensors(folder, other))
+      throw UsageError("checkpoint",
+                       "{} holds {}.safetensors, and {}.safetensors is wanted. It was saved by a "
+                       "run {} adapters (lora). Train as that run did, or choose another folder.",
+                       folder, other, files.stem,
+                       std::string_view(other) == "model" ? "without" : "with");
+}
+
 // A generator's state for a rank that was not there. Undefined for a device whose format is not
 // known: its generator stays as it is.
 at::Tensor derived_state(const std::string& device, const at::Tensor& state, int rank) {
@@ -101,11 +119,12 @@ void write_checkpoint(const std::string& path, const CheckpointContents& content
                            .progress = options.progress});
   {
     std::vector<at::Tensor> alive;
-    io::write_safetensors_set(dir, bytes_of_all(contents.model, alive), {{"format", kModelFormat}},
-                              {.max_shard_bytes = options.max_shard_bytes});
+    io::write_safetensors_set(
+        dir, bytes_of_all(contents.model, alive), {{"format", kModelFormat}},
+        {.stem = contents.files.stem, .max_shard_bytes = options.max_shard_bytes});
   }
   dir.write("trainer_state.json", trainer_state_text(contents.state));
-  if (!contents.model_config.empty()) dir.write("config.json", contents.model_config);
+  if (!contents.model_config.empty()) dir.write(contents.files.config, contents.model_config);
   if (!contents.arguments.empty()) dir.write("training_args.json", contents.arguments);
   if (!contents.only_model) {
     write_tensors(dir, "optimizer.safetensors", list_of(contents.optimizer));
@@ -127,6 +146,11 @@ NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers) {
     all.emplace_back(item.key(), copy_buffers ? buffer.clone() : buffer);
   }
   return all;
+}
+
+NamedTensors saved_tensors(const torch::nn::Module& module, const ModelFiles& files,
+                           bool copy_buffers) {
+  return files.tensors ? files.tensors() : model_tensors(module, copy_buffers);
 }
 
 io::Newest find_checkpoint(const std::string& output_dir, const std::string& flag) {
@@ -154,14 +178,15 @@ Checkpoint::Checkpoint(std::string path) : path_(std::move(path)) {
   if (resumable_) position_ = parse_data_position(read_file(sampler), sampler);
 }
 
-void Checkpoint::load_model(torch::nn::Module& module) const {
-  load_weights(path_, module);
+void Checkpoint::load_model(torch::nn::Module& module, const ModelFiles& files) const {
+  load_weights(path_, module, files);
 }
 
-void load_weights(const std::string& folder, torch::nn::Module& module) {
+void load_weights(const std::string& folder, torch::nn::Module& module, const ModelFiles& files) {
   const torch::NoGradGuard no_grad;
-  const io::SafetensorsSet set(folder);
-  const NamedTensors wanted = model_tensors(module, /*copy_buffers=*/false);
+  refuse_other_files(folder, files);
+  const io::SafetensorsSet set(folder, files.stem);
+  const NamedTensors wanted = saved_tensors(module, files, /*copy_buffers=*/false);
   std::vector<io::TensorShape> shapes;
   for (const auto& [name, tensor] : wanted)
     shapes.push_back({.name = name, .shape = tensor.sizes().vec()});

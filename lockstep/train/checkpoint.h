@@ -3,6 +3,8 @@
 //   model.safetensors        weights and buffers, Hugging Face's names (sharded with an index above
 //                            5 GB); transformers loads them
 //   config.json              what the model is, where the task says so (TrainerTask::model_config)
+//                            With adapters (model_files.h) adapter_model.safetensors and
+//                            adapter_config.json instead of these two; PEFT loads them
 //   trainer_state.json       step, epoch, best metric, log history: Hugging Face's fields
 //   optimizer.safetensors    by parameter name: "h.0.attn.weight.exp_avg"
 //   scheduler.json, scaler.json, training_args.json
@@ -34,6 +36,7 @@
 #include "lockstep/io/file.h"
 #include "lockstep/io/numbered_dirs.h"
 #include "lockstep/optim/grad_scaler.h"
+#include "lockstep/train/model_files.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep::train {
@@ -54,6 +57,7 @@ struct CheckpointContents {
   std::string scaler{};
   std::string arguments{};
   std::string model_config{};
+  ModelFiles files{};
   bool only_model = false;  // weights and trainer_state.json alone: cannot be resumed from
 };
 
@@ -73,13 +77,19 @@ std::uint64_t checkpoint_bytes(const CheckpointContents& contents);
 // the next forward changes them; parameters change in step() alone.
 NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers);
 
+// The same, or what `files` has instead.
+NamedTensors saved_tensors(const torch::nn::Module& module, const ModelFiles& files,
+                           bool copy_buffers);
+
 // The folder that `flag` stands for: "auto" is the newest in output_dir that verifies (step -1:
 // there is none), anything else a folder that must verify (UsageError). Reads every byte.
 io::Newest find_checkpoint(const std::string& output_dir, const std::string& flag);
 
 // The weights of a folder with model.safetensors, whoever wrote it. Every parameter and buffer must
-// be there, in its shape, and nothing else (UsageError). Copied in place.
-void load_weights(const std::string& folder, torch::nn::Module& module);
+// be there, in its shape, and nothing else (UsageError). Copied in place. With `files` the same of
+// what they name.
+void load_weights(const std::string& folder, torch::nn::Module& module,
+                  const ModelFiles& files = {});
 
 // Opened folder; reads files as they are asked for. UsageError names file and tensor.
 class Checkpoint {
@@ -91,7 +101,7 @@ class Checkpoint {
   const DataPosition& position() const { return position_; }
   bool resumable() const { return resumable_; }
 
-  void load_model(torch::nn::Module& module) const;
+  void load_model(torch::nn::Module& module, const ModelFiles& files = {}) const;
   TensorDict optimizer() const;
   // The generators of this rank, for optim::set_rng_state; empty when none were saved. A rank that
   // the saved run did not have gets generators seeded with a checksum of its own number and of the

@@ -76,7 +76,8 @@ void CheckpointManager::open(const std::string& resumed_from, bool only_last) {
   saver_ = std::make_unique<AsyncSaver>(SaverOptions{
       .output_dir = a.output_dir, .limit = static_cast<int>(a.save_total_limit.value_or(0))});
   std::uint64_t bytes = 0;
-  for (const auto& [name, tensor] : model_tensors(*run_.task.module, /*copy_buffers=*/false))
+  for (const auto& [name, tensor] :
+       saved_tensors(*run_.task.module, run_.task.model_files, /*copy_buffers=*/false))
     bytes += tensor.nbytes();
   // Older checkpoints are deleted after the new one is durable, so with a limit two stand side by
   // side; without one nobody can say how many.
@@ -122,7 +123,8 @@ CheckpointContents CheckpointManager::contents(const DataPosition& position,
                                                TrainOptimizer& optimizer,
                                                const std::vector<std::string>& random) {
   CheckpointContents all;
-  all.model = model_tensors(*run_.task.module, /*copy_buffers=*/true);
+  all.files = run_.task.model_files;
+  all.model = saved_tensors(*run_.task.module, all.files, /*copy_buffers=*/true);
   all.state = run_.state;
   all.arguments = arguments_json(run_.arguments);
   all.model_config = run_.task.model_config;
@@ -217,7 +219,7 @@ void CheckpointManager::load_best() {
     return;
   }
   const Checkpoint best(path);
-  best.load_model(*run_.task.module);
+  best.load_model(*run_.task.module, run_.task.model_files);
   if (!leader) return;
   const std::string& metric = run_.arguments.metric_for_best_model;
   if (best.state().global_step != *state.best_global_step) {

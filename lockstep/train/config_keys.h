@@ -77,7 +77,7 @@ std::span<const ForeignKey> foreign_keys();
 // A key that belongs elsewhere than at the top level, or has another name here.
 struct MisplacedKey {
   std::string_view name;
-  std::string_view section;  // "model" or "data"; empty: `use` is a key of the top level
+  std::string_view section;  // "model", "data" or "lora"; empty: `use` is a key of the top level
   std::string_view use;      // with a section: what to write there
 };
 std::span<const MisplacedKey> misplaced_keys();

@@ -125,11 +125,15 @@ void read(std::vector<std::string>& out, const KeySpec& key, const Node& node) {
   out = std::move(values);
 }
 void read(NodePtr& out, const KeySpec& key, const Node& node) {
-  const bool kwargs = key.name == "lr_scheduler_kwargs";
-  if (kwargs || !node.is(NodeKind::kString)) {
+  const std::string_view example = key.name == "lr_scheduler_kwargs" ? "{num_cycles: 1}"
+                                   : key.name == "lora"
+                                       ? "{r: 16, lora_alpha: 32, target_modules: [c_attn]}"
+                                       : "";
+  if (!example.empty() || !node.is(NodeKind::kString)) {
     if (!node.is(NodeKind::kMap)) {
-      refuse_value(node, key.name, kwargs ? "a map" : "a name or a map",
-                   kwargs ? "Write {num_cycles: 1} or `key: value` lines." : "");
+      refuse_value(node, key.name, example.empty() ? "a name or a map" : "a map",
+                   example.empty() ? std::string()
+                                   : fmt::format("Write {} or `key: value` lines.", example));
     }
   }
   Node copy = node;

@@ -156,7 +156,8 @@ double epoch_progress(const train::DataPosition& position) {
 train::CheckpointContents contents_of(const CheckpointParts& parts, const World& world,
                                       const SaveOptions& options) {
   train::CheckpointContents all;
-  all.model = train::model_tensors(*parts.module, /*copy_buffers=*/false);
+  all.files = parts.model_files;
+  all.model = train::saved_tensors(*parts.module, all.files, /*copy_buffers=*/false);
   all.position = position_of(parts, world, options.epoch);
   all.state.global_step = options.step;
   all.state.epoch = epoch_progress(all.position);
@@ -324,7 +325,7 @@ std::optional<Resumed> resume(const std::string& directory, World world,
   }));
   TensorDict state;
   world.agree([&] {
-    checkpoint->load_model(*parts.module);
+    checkpoint->load_model(*parts.module, parts.model_files);
     if (parts.optimizer) state = checkpoint->optimizer();
     if (parts.optimizer && !parts.optimizer.collective())
       parts.optimizer.load_state_dict(*parts.module, state);

@@ -35,6 +35,7 @@
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/schedule.h"
+#include "lockstep/train/model_files.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep {
@@ -69,7 +70,8 @@ struct CheckpointParts {
   // A schedule has no state; it is compared, and another one than was saved with is a warning.
   const optim::Schedule* schedule = nullptr;
   optim::GradScaler* scaler = nullptr;
-  bool rng = true;  // the generators of every rank
+  bool rng = true;           // the generators of every rank
+  ModelFiles model_files{};  // where a part of the module is saved: adapters
 };
 
 struct SaveOptions {

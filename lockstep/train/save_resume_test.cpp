@@ -107,6 +107,53 @@ at::Tensor buffers(const torch::nn::Module& module) {
   return at::cat(all);
 }
 
+// A model of which one layer is trained and saved, under a name of its own.
+TEST(OwnLoop, SavesAPartOfTheModel) {
+  const io::TemporaryDirectory out;
+  testing::run_threads(2, [&](World& world) {
+    const auto make = [] {
+      torch::nn::Sequential net = train::network();
+      for (auto& parameter : net->parameters()) parameter.requires_grad_(false);
+      net->parameters()[0].requires_grad_(true);
+      return net;
+    };
+    torch::nn::Sequential net = make(), other = make();
+    const auto parts_of = [](torch::nn::Sequential& module, optim::AdamW& optimizer) {
+      return CheckpointParts{
+          .module = module.get(),
+          .optimizer = &optimizer,
+          .rng = false,
+          .model_files = {.stem = "adapter_model", .config = "adapter_config.json", .tensors = [&] {
+                            return train::NamedTensors{{"first", module->parameters()[0]}};
+                          }}};
+    };
+    {
+      const torch::NoGradGuard no_grad;
+      net->parameters()[0].fill_(2 + world.rank());
+      other->parameters()[1].fill_(5);
+    }
+    optim::AdamW optimizer{net->parameters(), {.lr = 0.1}};
+    optim::AdamW again{other->parameters(), {.lr = 0.1}};
+    const std::string path = save_checkpoint(out.path(), world, parts_of(net, optimizer),
+                                             {.step = 3, .model_config = "{}"});
+    EXPECT_TRUE(std::filesystem::exists(path + "/adapter_model.safetensors"));
+    EXPECT_TRUE(std::filesystem::exists(path + "/adapter_config.json"));
+    EXPECT_FALSE(std::filesystem::exists(path + "/model.safetensors"));
+    ASSERT_TRUE(resume(out.path(), world, parts_of(other, again)));
+    EXPECT_EQ(other->parameters()[0].min().item<float>(), 2);  // rank 0's
+    EXPECT_EQ(other->parameters()[1].min().item<float>(), 5);
+    CheckpointParts whole = parts_of(other, again);
+    whole.model_files = {};
+    try {
+      resume(out.path(), world, whole);
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("holds adapter_model.safetensors, and model.safetensors "
+                                          "is wanted. It was saved by a run with adapters"));
+    }
+  });
+}
+
 // ---------------------------------------------------------------- resuming
 
 class SaveResume : public ::testing::TestWithParam<int> {};

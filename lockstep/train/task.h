@@ -27,6 +27,7 @@
 #include "lockstep/data/sampler.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/train/model_files.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep {
@@ -67,6 +68,8 @@ struct TrainerTask {
   // JSON, the config.json of every checkpoint: what the model is, for those who load it elsewhere
   // (models::hugging_face_config). Empty: no such file.
   std::string model_config{};
+  // Where checkpoints hold a part of the module, such as its adapters.
+  ModelFiles model_files{};
 };
 
 struct TrainResult {

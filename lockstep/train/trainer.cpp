@@ -95,7 +95,7 @@ void TrainerImpl::prepare() {
   std::optional<Checkpoint> checkpoint;
   if (!path.empty()) {
     checkpoint.emplace(path);
-    checkpoint->load_model(*run_.task.module);
+    checkpoint->load_model(*run_.task.module, run_.task.model_files);
   }
   if (run_.arguments.auto_find_batch_size || run_.arguments.elastic_gpu)
     find_batch_size(run_, control_);
