@@ -37,7 +37,7 @@ class KeyValueStore {
   virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
 };
 
-struct RankInfo {
+struct RankAndSize {
   int rank = 0;
   int size = 1;
 };
@@ -66,7 +66,7 @@ struct Rendezvous {
 // any failure of the handshake on any rank become the reason not to share memory. Throws what the
 // kv throws, and CommError naming the rank when a process ends after it has come; ranks in
 // containers with processes of their own cannot see that and wait until the deadline.
-Rendezvous connect_peers(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
+Rendezvous connect_peers(KeyValueStore& kv, const RankAndSize& place, const Wanted& wanted,
                          const Deadline& deadline);
 
 // One message and at most one descriptor over a pair's socket; both wait until the deadline and
