@@ -16,6 +16,7 @@
 #include "cli/train_tasks.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/rank_env.h"
 #include "lockstep/io/checksum.h"
 #include "lockstep/io/file.h"
 #include "lockstep/launch/accelerate_config.h"
@@ -149,8 +150,11 @@ int train_main(int argc, char** argv) {
   }
   const Request request = parse_arguments(argc, argv);
   Prepared read;
+  // Alone, a mistake in the files is reported as every command reports its mistakes.
+  const bool alone = read_rank_env().alone();
+  if (alone) read = read_everything(request);
   const auto prepare = [&] {
-    read = read_everything(request);
+    if (!alone) read = read_everything(request);
     const std::string digest = io::checksum_text(io::checksum64(io::bytes_of(read.record)));
     WorldOptions options = world_options(read.config.arguments);
     options.options_hash = digest;  // ranks that were given different files do not train together

@@ -16,6 +16,7 @@
 #include "lockstep/core/crash.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/peer_error.h"
 #include "lockstep/leave.h"
 #include "lockstep/memory/cpu_cache.h"
 #include "lockstep/rendezvous/control.h"
@@ -30,6 +31,9 @@ constexpr int kUsage = 2;
 
 // A broken connection is often noticed a moment before the launcher has said whose fault it is.
 constexpr std::chrono::milliseconds kLauncherReport{1500};
+// For the rank that threw first to report it, after which the launcher names it. A stack takes a
+// while on a busy machine.
+constexpr std::chrono::seconds kPeerReport{10};
 // For flushing into a pipe that nobody may be reading.
 constexpr std::chrono::seconds kFlushLimit{5};
 
@@ -59,26 +63,38 @@ Outcome fallen_with(const control::PeerFailure& failure) {
   return {kFailed, {fmt::format("ends because {}", who), {}, true}};
 }
 
-bool is_usage_error(const std::exception_ptr& thrown) {
+template <typename Kind>
+bool is(const std::exception_ptr& thrown) {
   try {
     std::rethrow_exception(thrown);
-  } catch (const UsageError&) {
+  } catch (const Kind&) {
     return true;
   } catch (...) {
     return false;
   }
 }
 
+// Another rank threw it first, reports it with its stack, and is named by the launcher.
+Outcome thrown_by_peer(const std::exception& e, int code, bool launcher_prints) {
+  if (!launcher_prints)
+    if (const auto failure = control::failure()) return fallen_with(*failure);
+  const std::string message = fmt::format("ends because another rank failed: {}", e.what());
+  return {code, {message, {}, true, launcher_prints}};
+}
+
 // What an exception that left the body means for this process. All ranks of one host usually make
 // the same mistake, so there a UsageError is printed once, in the launcher's report, also by ranks
 // that hear of another's first.
 Outcome judge(const std::exception_ptr& thrown, bool one_host) {
-  const bool launcher_prints = one_host && control::connected() && is_usage_error(thrown);
+  const bool launcher_prints = one_host && control::connected() && is<UsageError>(thrown);
+  const bool of_peer = is<detail::FromPeer>(thrown);
+  if (of_peer) control::failure(kPeerReport);
   if (const auto failure = control::failure(); failure && !launcher_prints)
     return fallen_with(*failure);
   try {
     std::rethrow_exception(thrown);
   } catch (const UsageError& e) {
+    if (of_peer) return thrown_by_peer(e, kUsage, launcher_prints);
     return {kUsage, {crash::describe(e), {}, false, launcher_prints}};
   } catch (const TimeoutError& e) {
     if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
@@ -93,6 +109,7 @@ Outcome judge(const std::exception_ptr& thrown, bool one_host) {
         kFailed,
         {fmt::format("c10::Error: {}", e.what_without_backtrace()), crash::thrown_at(e), false}};
   } catch (const std::exception& e) {
+    if (of_peer) return thrown_by_peer(e, kFailed, false);
     return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
   } catch (...) {
     return {kFailed, {"an exception that is not a std::exception left the body", {}, false}};
@@ -167,7 +184,6 @@ int run(const Preparation& prepare, const RankBody& body) {
     inside::leave();
     return code;
   } catch (...) {
-    if (preparing && ranks == 1) throw;
     const Outcome outcome = judge(std::current_exception(), one_host);
     crash::report(outcome.report);
     if (preparing) report_startup_failure(outcome.report.message);

@@ -60,7 +60,7 @@ int run(const RankBody& body, const WorldOptions& options = {});
 // For a program whose options stand in files: `prepare` reads what a rank needs before the
 // rendezvous. What it throws on one rank ends all of them at the rendezvous, with its message, that
 // rank and its host. They learn it when they get there: keep it short, and about as long on every
-// rank. In a world of one what it throws leaves run().
+// rank.
 using Preparation = std::function<WorldOptions()>;
 int run(const Preparation& prepare, const RankBody& body);
 

@@ -34,7 +34,11 @@ class Backend {
   // A call takes a tensor's address and storage and looks at the tensor no more: it may then get
   // the caller's own, which the caller may change (set_data, requires_grad) before the end.
   virtual bool takes_memory() const { return false; }
+  // It works in memory that all ranks map, and symmetric() gives such memory.
+  virtual bool shares_memory() const { return false; }
 
+  // False: it has none, and the world reduces a byte instead. `last`: nothing follows on this rank.
+  virtual bool barrier(const State& /*state*/, bool /*last*/) { return false; }
   virtual void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) = 0;
   virtual void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) = 0;
   virtual void broadcast(const State& state, at::Tensor tensor, int root) = 0;
@@ -60,7 +64,7 @@ class Backend {
   }
 
   // Breaks what is under way as far as it can, so that peers notice too; never blocks for long.
-  // `culprit`: the rank it is laid to, or -1.
+  // `culprit`: the rank it is attributed to, or -1.
   virtual void abort(int culprit) noexcept = 0;
 };
 

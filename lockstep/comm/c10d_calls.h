@@ -1,15 +1,16 @@
-// The operations as c10d's process groups want them: lists of one tensor and a struct of options.
-// For the backends that stand on c10d; what differs between them stays in their own files.
+// What the backends on c10d's process groups share; what differs between them stays in their files.
 //
-//   follow(state, c10d_calls::all_reduce(*group, std::move(tensor), op));
+//   class GlooBackend : public C10dBackend { ... };
 //
-// Free functions; they start the operation and return without waiting.
+// The free functions call an operation as c10d wants it, with lists of one tensor and a struct of
+// options; they start it and return without waiting.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/backend.h"
 #include "lockstep/comm/types.h"
 #include "lockstep/core/error.h"
 
@@ -84,3 +85,36 @@ inline C10dWork scatter(c10d::Backend& group, at::Tensor output, std::vector<at:
 }
 
 }  // namespace lockstep::detail::c10d_calls
+
+namespace lockstep::detail {
+
+class C10dBackend : public Backend {
+ public:
+  void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
+    follow(state, c10d_calls::all_reduce(group(), std::move(tensor), op));
+  }
+  void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {
+    follow(state, c10d_calls::reduce(group(), std::move(tensor), root, op));
+  }
+  void broadcast(const State& state, at::Tensor tensor, int root) override {
+    follow(state, c10d_calls::broadcast(group(), std::move(tensor), root));
+  }
+  void all_gather(const State& state, at::Tensor output, at::Tensor input) override {
+    follow(state, group()._allgather_base(output, input));
+  }
+  void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
+              int root) override {
+    follow(state, c10d_calls::gather(group(), std::move(outputs), std::move(input), root));
+  }
+  void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
+               int root) override {
+    follow(state, c10d_calls::scatter(group(), std::move(output), std::move(inputs), root));
+  }
+
+ protected:
+  virtual c10d::Backend& group() = 0;
+  // Has the state completed when the work is.
+  virtual void follow(const State& state, c10d_calls::C10dWork work) = 0;
+};
+
+}  // namespace lockstep::detail

@@ -7,6 +7,7 @@
 
 #include "lockstep/comm/work_state.h"
 #include "lockstep/core/disagreement.h"
+#include "lockstep/core/late_operation.h"
 #include "lockstep/rendezvous/control.h"
 
 namespace lockstep {
@@ -17,6 +18,8 @@ namespace {
 // A broken connection is often the first sign of a rank whose death the launcher is about to
 // explain; its report is worth a short wait, because it names the cause and not the symptom.
 constexpr std::chrono::milliseconds kLauncherReport{1500};
+// For the thread that ends an operation to store its result.
+constexpr std::chrono::seconds kOutcomeLimit{30};
 
 std::string launcher_cause() {
   const auto failure = control::failure(kLauncherReport);
@@ -26,13 +29,6 @@ std::string launcher_cause() {
 std::string first_line(const char* text) {
   const std::string all(text);
   return all.substr(0, all.find('\n'));
-}
-
-// What follows "... timed out after 300 ms" in the message of who carried it out.
-std::string after_the_time(const std::string& text) {
-  constexpr std::string_view kTime = " ms";
-  const std::size_t at = text.find(kTime);
-  return at == std::string::npos ? "" : text.substr(at + kTime.size());
 }
 
 std::string error_text(const std::exception_ptr& error) {
@@ -252,7 +248,8 @@ bool WorkState::poll() noexcept {
 // of this one.
 void WorkState::end_late(const TimeoutError& error, const Deadline& deadline) noexcept {
   if (!deadline.expired()) return complete(std::current_exception());
-  expire(timeout_text(after_the_time(first_line(error.what()))), {error.context().peer, false});
+  const auto* late = dynamic_cast<const LateOperation*>(&error);
+  expire(timeout_text(late != nullptr ? late->why() : ""), {error.context().peer, false});
 }
 
 void WorkState::carry_out(const Deadline& deadline) noexcept {
@@ -298,7 +295,14 @@ void WorkState::wait_host(std::optional<std::chrono::milliseconds> timeout) {
     // Whoever was first to end the operation (it may have been another thread, at the very
     // deadline) is about to say how it ended.
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, std::chrono::seconds(30), [this] { return done_.load(); });
+    if (!changed_.wait_for(lock, kOutcomeLimit, [this] { return done_.load(); })) {
+      throw CommError(
+          "world",
+          fmt::format("rank {}: {} ended on another thread, which has not stored its result within "
+                      "{} s. The copy into the caller's tensor is stuck; end this rank.",
+                      failure_state_->rank(), describe(), kOutcomeLimit.count()),
+          {failure_state_->rank(), info_.peer, info_.name, info_.sequence, deadline_.elapsed()});
+    }
     // The last step of a device operation goes to the current stream, which the host waits for.
     device_step = device_ != nullptr && finish_ != nullptr;
   }
@@ -349,8 +353,7 @@ void WorkState::throw_error(const std::string& error, Blame blame) {
   throw CommError(
       "world",
       fmt::format("rank {}: {} failed after {} ms: {} This world cannot be used any "
-                  "more. End this rank; its error is a consequence if another rank "
-                  "reports one.",
+                  "more. End this rank; if another rank reports an error, that is the cause.",
                   failure_state_->rank(), describe(), deadline_.elapsed().count(), cause),
       context());
 }
@@ -370,9 +373,10 @@ void WorkState::on_completion(std::function<void()> callback) {
 }
 
 std::string WorkState::describe() const {
-  std::string text =
-      fmt::format("{} #{} ({}, {} element{}", info_.name, info_.sequence,
-                  c10::toString(info_.dtype), info_.elements, info_.elements == 1 ? "" : "s");
+  std::string text = fmt::format("{} #{}", info_.name, info_.sequence);
+  if (info_.elements < 0) return text;
+  text += fmt::format(" ({}, {} element{}", c10::toString(info_.dtype), info_.elements,
+                      info_.elements == 1 ? "" : "s");
   if (info_.peer >= 0) text += fmt::format(", peer {}", info_.peer);
   return text + ")";
 }

@@ -8,12 +8,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <future>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "lockstep/comm/work_state.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {
@@ -63,6 +66,31 @@ bool becomes(const std::function<bool()>& condition) {
   while (!condition() && !limit.expired())
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return condition();
+}
+
+// ---------------------------------------------------------------- an outcome that does not come
+
+TEST(WorkState, AnOutcomeThatIsNotReportedIsAFailure) {
+  const char* soak = std::getenv("LOCKSTEP_SOAK");
+  if (soak == nullptr || std::string(soak) != "1") GTEST_SKIP() << "30 s; with LOCKSTEP_SOAK=1";
+  const auto failure_state = std::make_shared<detail::FailureState>(0);
+  const auto state =
+      std::make_shared<detail::WorkState>(detail::OperationInfo{"all_reduce", 1},
+                                          Deadline::after(std::chrono::seconds(1)), failure_state);
+  std::promise<void> release;
+  std::promise<void> begun;
+  state->finish_with(
+      [&] {
+        begun.set_value();
+        release.get_future().wait();
+      },
+      std::nullopt);
+  std::thread ending([&] { state->complete(); });
+  begun.get_future().wait();
+  EXPECT_THROW(state->wait_host(std::chrono::milliseconds(10)), CommError);
+  release.set_value();
+  ending.join();
+  state->wait_host(std::nullopt);
 }
 
 // ---------------------------------------------------------------- dropped handles

@@ -34,7 +34,7 @@ namespace lockstep::detail {
 
 struct WorkState;
 
-// Whom a failure is laid to.
+// Whom a failure is attributed to.
 struct Blame {
   int rank = -1;      // of the same world; -1: nobody, or not known
   bool death = true;  // may be a process's end, which a launcher would explain
@@ -95,7 +95,7 @@ struct OperationInfo {
   const char* name = "";
   std::uint64_t sequence = 0;
   at::ScalarType dtype = at::ScalarType::Byte;
-  std::int64_t elements = 0;
+  std::int64_t elements = 0;  // -1: it has no tensor
   int peer = -1;
 };
 
@@ -134,9 +134,9 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
 
   // Blocks until completed or the deadline; true when completed. Throws nothing.
   bool await(const Deadline& deadline) noexcept;
-  // "all_reduce #7 (float32, 12 elements)"
+  // "all_reduce #7 (float32, 12 elements)", "barrier #8"
   std::string describe() const;
-  // The peer is whom the failure is laid to, else the other end of a message.
+  // The peer is whom the failure is attributed to, else the other end of a message.
   CommContext context();
   // Empty before completion and after success.
   std::string error();

@@ -9,6 +9,7 @@
 
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
+#include "lockstep/core/peer_error.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/handshake.h"
 
@@ -142,6 +143,38 @@ void WorldImpl::compare_fingerprints(const OperationInfo& info, const std::strin
   }
 }
 
+void WorldImpl::barrier(std::optional<std::chrono::milliseconds> timeout, bool last) {
+  const OperationInfo info{last ? "finish" : "barrier", 0, at::kByte, -1, -1};
+  const auto state = start(info, [] { return std::string(); }, timeout);
+  const std::uint64_t count = ++barriers;
+  if (alone()) {
+    state->complete();
+    return;
+  }
+  // Only to name those who are missing; the barrier itself does not need the store, and the rank
+  // that hosts it may be gone at the end of a run.
+  try {
+    store->set(fmt::format("barrier/{}", identity.rank), std::to_string(count));
+  } catch (const std::exception&) {
+  }
+  at::Tensor token = at::zeros({1}, at::kByte);
+  launch(state, [&] {
+    if (!host->barrier(state, last)) host->all_reduce(state, token, ReduceOp::kSum);
+  });
+  if (state->await(state->deadline())) return state->wait_host(std::nullopt);
+  const std::vector<int> absent = absent_from_barrier(count);
+  std::string who = "which ranks did not arrive is not known, because the store does not answer";
+  if (!absent.empty()) who = fmt::format("{} did not arrive", name_ranks(absent));
+  state->expire(
+      fmt::format("{}{}: {} within {} ms (world of {}). They are stuck or on another path. "
+                  "Look at their output, set LOCKSTEP_DEBUG=1 to see the call that differs, or "
+                  "give the barrier a longer deadline.",
+                  state->describe(), last ? " (this rank has returned from its body)" : "", who,
+                  state->deadline().total().count(), identity.size),
+      {absent.empty() ? -1 : absent.front()});
+  state->wait_host(std::nullopt);  // throws it
+}
+
 std::vector<int> WorldImpl::absent_from_barrier(std::uint64_t count) {
   using Absent = std::vector<int>;
   const auto ask = [store = store, size = identity.size, count]() -> Absent {
@@ -189,6 +222,9 @@ c10::Device World::device() const {
 const std::string& World::backend() const {
   return impl_->backend_name;
 }
+bool World::shares_memory() const {
+  return !impl_->accelerator && impl_->host && impl_->host->shares_memory();
+}
 std::chrono::milliseconds World::timeout() const {
   return impl_->options.timeout;
 }
@@ -229,33 +265,7 @@ std::vector<at::Tensor> World::all_gather_v(const at::Tensor& input) {
 }
 
 void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
-  const OperationInfo info{"barrier", 0, at::kByte, 0, -1};
-  const auto state = impl_->start(info, [] { return std::string(); }, timeout);
-  const std::uint64_t count = ++impl_->barriers;
-  if (impl_->alone()) {
-    state->complete();
-    return;
-  }
-  // Only to name those who are missing; the barrier itself does not need the store, and the rank
-  // that hosts it may be gone at the end of a run.
-  try {
-    impl_->store->set(fmt::format("barrier/{}", rank()), std::to_string(count));
-  } catch (const std::exception&) {
-  }
-  at::Tensor token = at::zeros({1}, at::kByte);
-  impl_->launch(state, [&] { impl_->host->all_reduce(state, token, ReduceOp::kSum); });
-  if (state->await(state->deadline())) return state->wait_host(std::nullopt);
-  const std::vector<int> absent = impl_->absent_from_barrier(count);
-  std::string who = "which ranks did not arrive is not known, because the store does not answer";
-  if (!absent.empty()) who = fmt::format("{} did not arrive", detail::name_ranks(absent));
-  state->expire(
-      fmt::format(
-          "barrier #{}: {} within {} ms (world of {}). They are stuck or on another path. "
-          "Look at their output, set LOCKSTEP_DEBUG=1 to see the call that differs, or give "
-          "the barrier a longer deadline.",
-          state->info().sequence, who, state->deadline().total().count(), size()),
-      {absent.empty() ? -1 : absent.front()});
-  state->wait_host(std::nullopt);  // throws it
+  impl_->barrier(timeout, /*last=*/false);
 }
 
 void World::finish(std::optional<std::chrono::milliseconds> timeout) {
@@ -264,7 +274,7 @@ void World::finish(std::optional<std::chrono::milliseconds> timeout) {
     const c10::impl::VirtualGuardImpl accelerator(device().type());
     accelerator.synchronizeDevice(device().index());
   }
-  barrier(timeout);
+  impl_->barrier(timeout, /*last=*/true);
 }
 
 // ---------------------------------------------------------------- numbers and bytes
@@ -325,27 +335,70 @@ std::vector<std::string> World::all_gather(const std::string& bytes) {
 
 // ---------------------------------------------------------------- structure
 
+namespace {
+
+// What a rank threw, as it goes to the others: a letter for the kind, errno, the message.
+std::string packed(const std::exception_ptr& error) {
+  const auto pack = [](char kind, const std::exception& e, int number = 0) {
+    return fmt::format("{}{} {}", kind, number, e.what());
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const UsageError& e) {
+    return pack('u', e);
+  } catch (const SystemError& e) {
+    return pack('s', e, e.error_number());
+  } catch (const TimeoutError& e) {
+    return pack('t', e);
+  } catch (const CommError& e) {
+    return pack('c', e);
+  } catch (const InternalError& e) {
+    return pack('i', e);
+  } catch (const std::exception& e) {
+    return pack('e', e);
+  } catch (...) {
+    return "e0 an exception of unknown type";
+  }
+}
+
+[[noreturn]] void throw_packed(const std::string& packed, int rank) {
+  using detail::PeerError;
+  const std::size_t space = packed.find(' ');
+  const std::string text = fmt::format("rank {}: {}", rank, packed.substr(space + 1));
+  const CommContext context{.peer = rank};
+  switch (packed.front()) {
+    case 'u':
+      throw PeerError(UsageError("world", "{}", text), rank);
+    case 's':
+      throw PeerError(SystemError::described("world", text, std::stoi(packed.substr(1, space - 1))),
+                      rank);
+    case 't':
+      throw PeerError(TimeoutError("world", text, context), rank);
+    case 'c':
+      throw PeerError(CommError("world", text, context), rank);
+    case 'i':
+      throw PeerError(InternalError("world", text), rank);
+    default:
+      throw PeerError(Error("world", text), rank);
+  }
+}
+
+}  // namespace
+
 void World::leader_first(const std::function<void()>& body) {
   std::string trouble;
   std::exception_ptr error;
   if (is_leader()) {
     try {
       body();
-    } catch (const std::exception& e) {
-      error = std::current_exception();
-      trouble = fmt::format("{} ", e.what());
     } catch (...) {
       error = std::current_exception();
-      trouble = "an exception of unknown type ";
+      trouble = packed(error);
     }
   }
   trouble = broadcast(trouble, 0);
   if (error) std::rethrow_exception(error);
-  if (!trouble.empty()) {
-    throw CommError("world",
-                    fmt::format("rank {}: the leader failed in leader_first: {}", rank(), trouble),
-                    {rank(), 0, "leader_first", 0, {}});
-  }
+  if (!trouble.empty()) throw_packed(trouble, 0);
   if (!is_leader()) body();
 }
 
@@ -356,12 +409,9 @@ std::vector<std::string> World::agree_on_texts(const std::function<std::string()
   std::exception_ptr error;
   try {
     mine = "+" + body();
-  } catch (const std::exception& e) {
-    error = std::current_exception();
-    mine = std::string("-") + e.what();
   } catch (...) {
     error = std::current_exception();
-    mine = "-an exception of unknown type";
+    mine = "-" + packed(error);
   }
   std::vector<std::string> all;
   try {
@@ -382,7 +432,7 @@ std::vector<std::string> World::agree_on_texts(const std::function<std::string()
     // A rank that is gone by now had the message.
   }
   if (error) std::rethrow_exception(error);
-  throw UsageError("world", "rank {}: {}", failed - all.begin(), failed->substr(1));
+  throw_packed(failed->substr(1), static_cast<int>(failed - all.begin()));
 }
 
 std::optional<World> World::split(int color, int key) {

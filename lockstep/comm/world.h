@@ -53,6 +53,7 @@ class World {
   const std::string& backend() const;  // "single", "shm", "gloo", "nccl"
   bool is_leader() const { return rank() == 0; }
   std::chrono::milliseconds timeout() const;
+  bool shares_memory() const;  // collectives go through memory that all ranks map
 
   // Collectives on tensors, in place where there is one tensor. Non-contiguous and empty tensors
   // are fine. Shapes and dtypes must agree over ranks.
@@ -102,13 +103,14 @@ class World {
   std::optional<World> split(int color, int key = 0);
 
   // The leader runs `body` first, the others after it has finished (download once, read cached).
-  // A leader that throws releases the others with its message.
+  // A leader that throws releases the others, which throw as in agree().
   void leader_first(const std::function<void()>& body);
 
   // Runs `body` on every rank, for what can fail on one of them alone: a file, memory, a setting.
-  // When it throws anywhere, all ranks throw: that rank what it threw, the others UsageError with
-  // its rank and message. Returns what the ranks' bodies
-  // returned (a string or nothing), in rank order. Collective.
+  // When it throws anywhere, all ranks throw: that rank what it threw, the others an error of the
+  // same kind (UsageError, SystemError, CommError, TimeoutError, InternalError; Error for any other
+  // exception) with its rank and message. A report names that rank as the cause. Returns what the
+  // ranks' bodies returned (a string or nothing), in rank order. Collective.
   template <typename Body>
   auto agree(const Body& body) {
     if constexpr (std::is_void_v<std::invoke_result_t<Body>>)

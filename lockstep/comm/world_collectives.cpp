@@ -163,6 +163,20 @@ void check_list(const std::vector<at::Tensor>& list, const at::Tensor& like, int
   for (const auto& tensor : list) check_pair(tensor, like, 1, operation);
 }
 
+// Of gather and scatter: the root gives one tensor per rank, and nobody else a list.
+void check_root_list(const WorldImpl& impl, const std::vector<at::Tensor>& list,
+                     const at::Tensor& like, int root, bool gathers) {
+  const char* const operation = gathers ? "gather" : "scatter";
+  check_rank(impl, root, operation);
+  check_tensor(like, operation);
+  if (impl.identity.rank == root) return check_list(list, like, impl.identity.size, operation);
+  if (list.empty()) return;
+  throw UsageError(kComponent,
+                   "{}: rank {} gave {} {}, but only root {} {}. Pass an empty list elsewhere.",
+                   operation, impl.identity.rank, list.size(), gathers ? "outputs" : "inputs", root,
+                   gathers ? "receives" : "sends");
+}
+
 // Memory as a backend wants it (flat, contiguous, where the backend works), and the way back.
 struct Staged {
   at::Tensor original;
@@ -421,16 +435,7 @@ Work World::all_gather(at::Tensor output, at::Tensor input) {
 }
 
 Work World::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root) {
-  check_rank(*impl_, root, "gather");
-  check_tensor(input, "gather");
-  if (rank() == root) {
-    check_list(outputs, input, size(), "gather");
-  } else if (!outputs.empty()) {
-    throw UsageError(kComponent,
-                     "gather: rank {} gave {} outputs, but only root {} receives. Pass "
-                     "an empty list elsewhere.",
-                     rank(), outputs.size(), root);
-  }
+  check_root_list(*impl_, outputs, input, root, /*gathers=*/true);
   const State state = impl_->start(info_of("gather", input, root), [&] {
     return fingerprint(input, fmt::format("root {}", root));
   });
@@ -446,16 +451,7 @@ Work World::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root) 
 }
 
 Work World::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root) {
-  check_rank(*impl_, root, "scatter");
-  check_tensor(output, "scatter");
-  if (rank() == root) {
-    check_list(inputs, output, size(), "scatter");
-  } else if (!inputs.empty()) {
-    throw UsageError(kComponent,
-                     "scatter: rank {} gave {} inputs, but only root {} sends. Pass an "
-                     "empty list elsewhere.",
-                     rank(), inputs.size(), root);
-  }
+  check_root_list(*impl_, inputs, output, root, /*gathers=*/false);
   const State state = impl_->start(info_of("scatter", output, root), [&] {
     return fingerprint(output, fmt::format("root {}", root));
   });

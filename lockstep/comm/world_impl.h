@@ -1,8 +1,8 @@
-// The inside of a World: who it is, its backends, its store and its failure_state.
+// The inside of a World: who it is, its backends, its store and how it failed.
 //
-// Two backends at most: `host` moves CPU tensors (shm or gloo), `device` moves CUDA tensors (nccl).
-// A CUDA world has both, so that numbers, strings and barriers never touch the GPU; a CPU world has
-// host only and stages CUDA tensors through it. A world of one has neither.
+// Two backends at most: `host` moves CPU tensors (shm or gloo), `accelerator` moves CUDA tensors
+// (nccl). A CUDA world has both, so that numbers, strings and barriers never touch the GPU; a CPU
+// world has host only and stages CUDA tensors through it. A world of one has neither.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -57,6 +57,8 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   // The backend that serves a tensor's device, in a world of two or more.
   Backend& backend_for(const at::Tensor& tensor) const;
   bool alone() const { return identity.size == 1; }
+  // Returns when all ranks have called it. `last`: this rank has nothing more to do.
+  void barrier(std::optional<std::chrono::milliseconds> timeout, bool last);
   // Ranks whose count of barriers entered, as the store knows it, is below `count`.
   std::vector<int> absent_from_barrier(std::uint64_t count);
 

@@ -20,6 +20,11 @@ SystemError::SystemError(std::string_view component, std::string_view text, int 
     : Error(component, with_cause(text, std::strerror(error_number))),
       error_number_(error_number) {}
 
+SystemError SystemError::described(std::string_view component, std::string_view text,
+                                   int error_number) {
+  return {Error(component, text), error_number};
+}
+
 namespace detail {
 
 void assertion_failed(const char* expression, const char* file, int line) {

@@ -70,8 +70,11 @@ class SystemError : public Error {
  public:
   SystemError(std::string_view component, std::string_view text, int error_number);
   int error_number() const { return error_number_; }
+  // With a text that has errno's message already.
+  static SystemError described(std::string_view component, std::string_view text, int error_number);
 
  private:
+  SystemError(const Error& error, int error_number) : Error(error), error_number_(error_number) {}
   int error_number_;
 };
 

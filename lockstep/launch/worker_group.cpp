@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <limits>
 #include <map>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/terminal.h"
@@ -558,9 +559,10 @@ bool WorkerGroup::counts_as_failed(const Worker& worker) const {
 
 constexpr double kHeardLate = 0.25;  // seconds; what a busy launcher may hear later than it was
 
+// A rank that says itself that another one failed first is the cause only where no other is known.
 const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
   const Worker* first = nullptr;
-  double first_time = 0;
+  std::pair<bool, double> first_order;  // a consequence, and when
   for (const auto& worker : workers_) {
     if (!counts_as_failed(*worker)) continue;
     const ErrorFile file = read_error_file(worker->error_file);
@@ -571,9 +573,10 @@ const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
     const bool killed =
         worker->ending && worker->ending->by_signal && worker->ending->number == SIGKILL;
     if (!file.present && !forced && (killed || worker->left_early)) time -= kHeardLate;
-    if (first != nullptr && time >= first_time) continue;
+    const std::pair order(file.consequence && !forced, time);
+    if (first != nullptr && order >= first_order) continue;
     first = worker.get();
-    first_time = time;
+    first_order = order;
   }
   return first;
 }

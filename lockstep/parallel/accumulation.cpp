@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep {
@@ -190,7 +191,7 @@ struct Accumulation::Impl {
 
   // A sharded optimizer averages in its step, and rounds like this only if it multiplies after.
   void scale_averages(double factor) {
-    if (!reducer->scale_deferred(factor)) scale_gradients(factor);
+    if (!parallel::Deferral(*reducer).scale(factor)) scale_gradients(factor);
   }
 
   template <typename Factor>

@@ -1,18 +1,27 @@
-// What a reducer and a ShardedOptimizer exchange. The functions are the group "For
-// ShardedOptimizer" of reducer.h, which is all that the optimizer calls on a reducer:
+// Between a Reducer and the ShardedOptimizer that reduces in its place, in its step. Internal.
 //
-//   defer, resume, begin_deferred_step, end_deferred_step, joining, check_unchanged,
-//   check_all_used, check_own_memory, check_deferrable, scale_deferred, world
+//   Deferral deferral(*reducer);
+//   gradients = deferral.defer({.idle_step = ..., .scale = ...});   // backward leaves them local
+//   const DeferredStep step = deferral.begin_step(/*has_inputs=*/true);
+//   ...
+//   deferral.end_step();
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 namespace lockstep {
+class Reducer;
+}
+
+namespace lockstep::parallel {
+
+class ReducerImpl;
 
 // Where the gradients of a deferred reducer lie. `parts` is every rank's memory as this process
 // sees it, and empty where ranks share none.
@@ -45,4 +54,34 @@ struct DeferredStep {
   bool joining = false;  // ranks may have run out of inputs
 };
 
-}  // namespace lockstep
+// A Reducer as an optimizer sees it; shares its state. For the thread that trains.
+class Deferral {
+ public:
+  explicit Deferral(Reducer& reducer);
+
+  // From now on backward leaves gradients local, in their buckets, and the plan stays as it is;
+  // resume() takes it back.
+  DeferredGradients defer(DeferredOwner owner);
+  void resume();
+  // Every step begins and ends here; in a join, a rank that has run out takes `idle_step` for each
+  // step of the others.
+  DeferredStep begin_step(bool has_inputs);
+  void end_step();
+  bool joining() const;
+  // The step that follows multiplies its averages by it. False: backward has averaged already.
+  bool scale(double factor);
+
+  // Each throws UsageError. Where defer() would, because of the model:
+  void check_deferrable() const;
+  // A parameter is not as it was when the buckets were laid out.
+  void check_unchanged() const;
+  // A trained parameter has no gradient, where that is not allowed.
+  void check_all_used() const;
+  // A trained parameter shares memory with something.
+  void check_own_memory() const;
+
+ private:
+  std::shared_ptr<ReducerImpl> impl_;
+};
+
+}  // namespace lockstep::parallel

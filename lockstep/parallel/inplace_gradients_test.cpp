@@ -280,11 +280,13 @@ TEST(InplaceGradients, ABackwardOnTheWayIsRightOrRefused) {
     run_threads(2, [&](World& world) {
       const at::Tensor weight = (at::arange(24, at::kFloat) / 24).view({6, 4}).clone();
       weight.set_requires_grad(true);
-      Reducer reducer({{"weight", weight}}, {}, world, {.overlap = false});
+      const std::vector<NamedTensor> parameters{{"weight", weight}};
+      const auto reducer = std::make_shared<Reducer>(parameters, std::vector<NamedTensor>{}, world,
+                                                     DdpOptions{.overlap = false});
       const at::Tensor turned = weight.t();  // its node waits until all later ones have run
       Detour::go = [&] { at::ones({3, 6}).matmul(weight).square().sum().backward(); };
       try {
-        reducer.set_sync(false);
+        const NoSync no_sync(reducer);
         Detour::apply(at::ones({5, 4}).set_requires_grad(true)).matmul(turned).sum().backward();
       } catch (const UsageError& e) {
         std::lock_guard<std::mutex> lock(guard);

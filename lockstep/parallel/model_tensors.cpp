@@ -117,12 +117,12 @@ std::string ModelTensors::describe_buffers() const {
   return text;
 }
 
-Prints ModelTensors::prints() const {
-  Prints prints;
-  for (const auto& p : parameters_) prints.add(p.name, p.tensor);
+Fingerprints ModelTensors::fingerprints() const {
+  Fingerprints fingerprints;
+  for (const auto& p : parameters_) fingerprints.add(p.name, p.tensor);
   for (const auto& b : buffers_)
-    if (b.tensor.defined()) prints.add(b.name, b.tensor);
-  return prints;
+    if (b.tensor.defined()) fingerprints.add(b.name, b.tensor);
+  return fingerprints;
 }
 
 // The optimizer gives every parameter that it steps memory of its own: what shares memory with one

@@ -51,7 +51,7 @@ class ModelTensors {
   void broadcast_buffers(World& world, int root);
 
   std::string describe_buffers() const;  // a line each
-  Prints prints() const;
+  Fingerprints fingerprints() const;
   // Throws UsageError naming a trained parameter and what it shares memory with, if anything.
   void check_own_memory() const;
 

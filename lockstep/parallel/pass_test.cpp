@@ -16,6 +16,12 @@ using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_threads;
 
+// A call too many turned synchronisation off for good; only the guard NoSync, which pairs the
+// calls, can make them.
+template <typename T>
+concept SetsSync = requires(T& reducer) { reducer.set_sync(true); };
+static_assert(!SetsSync<Reducer>);
+
 class PassAtSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Worlds, PassAtSize, ::testing::Values(2, 3));
 

@@ -54,7 +54,7 @@ void ReducerImpl::start(std::vector<NamedTensor> parameters, std::vector<NamedTe
 // fill the cores would only take turns, and there large buckets are faster than small ones.
 void ReducerImpl::choose_overlap() {
   constexpr std::int64_t kMinBytes = 4 << 20;
-  overlap_ = options_.overlap.value_or(world_.backend() != "shm");
+  overlap_ = options_.overlap.value_or(!world_.shares_memory());
   if (!options_.overlap && !overlap_) {
     const int cores = cores_of_ranks(world_);
     overlap_ = !world_.all(oversubscribed(world_.local_size(), at::get_num_threads(), cores));
@@ -359,6 +359,84 @@ void ReducerImpl::shadow_pass() {
   }
 }
 
+// ---------------------------------------------------------------- in an optimizer's step
+
+Deferral::Deferral(Reducer& reducer) : impl_(reducer.impl_) {}
+
+DeferredGradients Deferral::defer(DeferredOwner owner) {
+  if (impl_->owner_)
+    throw UsageError("ShardedOptimizer",
+                     "this model already has a ShardedOptimizer. One per model; use groups for "
+                     "different options.");
+  if (impl_->hook_)
+    throw UsageError("ShardedOptimizer",
+                     "this model has a communication hook, which would never run: gradients are "
+                     "reduced in step(). Leave the hook out, or use a replicated optimizer.");
+  if (impl_->join_.active())
+    throw UsageError("ShardedOptimizer",
+                     "it was made inside join(). Make it before, so that ranks that have run out "
+                     "know of it.");
+  check_deferrable();
+  // A world of one has no buckets yet; the optimizer's pass needs them all the same.
+  if (impl_->passive_) impl_->plan_first();
+  impl_->passive_ = false;
+  impl_->owner_ = std::move(owner);
+  return impl_->buckets_.for_optimizer();
+}
+
+void Deferral::check_deferrable() const {
+  for (const auto& p : impl_->model_.parameters()) {
+    if (p.sparse)
+      throw UsageError("ShardedOptimizer",
+                       "parameter '{}' has sparse gradients, which are not summed in step(). Make "
+                       "the embedding dense, or use a replicated optimizer.",
+                       p.name);
+  }
+  impl_->change_.check_unchanged("the model was wrapped");
+  check_own_memory();
+}
+
+bool Deferral::scale(double factor) {
+  if (impl_->owner_) impl_->owner_->scale(factor);
+  return impl_->owner_.has_value();
+}
+
+void Deferral::resume() {
+  impl_->owner_.reset();
+  impl_->pass_.drop_used();
+}
+
+DeferredStep Deferral::begin_step(bool has_inputs) {
+  // A rank without inputs has exchanged already, to learn that there is a step.
+  if (impl_->join_.active() && has_inputs) impl_->join_.exchange(true);
+  return {impl_->join_.divisor(), impl_->join_.root(), impl_->join_.active()};
+}
+
+void Deferral::end_step() {
+  if (impl_->options_.broadcast_buffers)
+    impl_->model_.broadcast_buffers(impl_->world_, impl_->join_.root());
+  impl_->pass_.drop_used();
+  ++impl_->pass_.step;
+}
+
+bool Deferral::joining() const {
+  return impl_->join_.active();
+}
+void Deferral::check_unchanged() const {
+  impl_->change_.check_unchanged("the optimizer was made");
+}
+void Deferral::check_all_used() const {
+  const ReducerImpl& impl = *impl_;
+  if (impl.options_.find_unused_parameters || impl.options_.static_graph) return;
+  std::vector<std::size_t> without;
+  for (std::size_t i = 0; i < impl.model_.size(); ++i)
+    if (impl.change_.trained(i) && !impl.model_[i].tensor.grad().defined()) without.push_back(i);
+  if (!without.empty()) impl.pass_.refuse_missing(impl.world_.rank(), without);
+}
+void Deferral::check_own_memory() const {
+  impl_->model_.check_own_memory();
+}
+
 }  // namespace parallel
 
 Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers, World world,
@@ -425,7 +503,8 @@ void Reducer::verify_replicas() {
   // Memory that all ranks map is always equal, whoever wrote it.
   if (impl_->owner_ && impl_->owner_->check_written)
     check.refusal = parallel::refusal_of(impl_->owner_->check_written);
-  const auto difference = parallel::find_difference(impl_->world_, check, impl_->model_.prints());
+  const auto difference =
+      parallel::find_difference(impl_->world_, check, impl_->model_.fingerprints());
   if (!difference) return;
   throw CommError(
       "ddp",
@@ -433,80 +512,6 @@ void Reducer::verify_replicas() {
                   "outside the synchronised step, or ranks took different steps.",
                   difference->name, parallel::show_ranks(difference->ranks)),
       {.rank = impl_->world_.rank(), .peer = difference->ranks[0], .operation = "verify_replicas"});
-}
-
-DeferredGradients Reducer::defer(DeferredOwner owner) {
-  if (impl_->owner_)
-    throw UsageError("ShardedOptimizer",
-                     "this model already has a ShardedOptimizer. One per model; use groups for "
-                     "different options.");
-  if (impl_->hook_)
-    throw UsageError("ShardedOptimizer",
-                     "this model has a communication hook, which would never run: gradients are "
-                     "reduced in step(). Leave the hook out, or use a replicated optimizer.");
-  if (impl_->join_.active())
-    throw UsageError("ShardedOptimizer",
-                     "it was made inside join(). Make it before, so that ranks that have run out "
-                     "know of it.");
-  check_deferrable();
-  // A world of one has no buckets yet; the optimizer's pass needs them all the same.
-  if (impl_->passive_) impl_->plan_first();
-  impl_->passive_ = false;
-  impl_->owner_ = std::move(owner);
-  return impl_->buckets_.for_optimizer();
-}
-
-void Reducer::check_deferrable() const {
-  for (const auto& p : impl_->model_.parameters()) {
-    if (p.sparse)
-      throw UsageError("ShardedOptimizer",
-                       "parameter '{}' has sparse gradients, which are not summed in step(). Make "
-                       "the embedding dense, or use a replicated optimizer.",
-                       p.name);
-  }
-  impl_->change_.check_unchanged("the model was wrapped");
-  check_own_memory();
-}
-
-bool Reducer::scale_deferred(double factor) {
-  if (impl_->owner_) impl_->owner_->scale(factor);
-  return impl_->owner_.has_value();
-}
-
-void Reducer::resume() {
-  impl_->owner_.reset();
-  impl_->pass_.drop_used();
-}
-
-DeferredStep Reducer::begin_deferred_step(bool has_inputs) {
-  // A rank without inputs has exchanged already, to learn that there is a step.
-  if (impl_->join_.active() && has_inputs) impl_->join_.exchange(true);
-  return {impl_->join_.divisor(), impl_->join_.root(), impl_->join_.active()};
-}
-
-void Reducer::end_deferred_step() {
-  if (impl_->options_.broadcast_buffers)
-    impl_->model_.broadcast_buffers(impl_->world_, impl_->join_.root());
-  impl_->pass_.drop_used();
-  ++impl_->pass_.step;
-}
-
-bool Reducer::joining() const {
-  return impl_->join_.active();
-}
-void Reducer::check_unchanged() const {
-  impl_->change_.check_unchanged("the optimizer was made");
-}
-void Reducer::check_all_used() const {
-  const parallel::ReducerImpl& impl = *impl_;
-  if (impl.options_.find_unused_parameters || impl.options_.static_graph) return;
-  std::vector<std::size_t> without;
-  for (std::size_t i = 0; i < impl.model_.size(); ++i)
-    if (impl.change_.trained(i) && !impl.model_[i].tensor.grad().defined()) without.push_back(i);
-  if (!without.empty()) impl.pass_.refuse_missing(impl.world_.rank(), without);
-}
-void Reducer::check_own_memory() const {
-  impl_->model_.check_own_memory();
 }
 
 NoSync::NoSync(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {

@@ -31,8 +31,9 @@ struct DeferredOwner;
 struct DeferredStep;
 
 namespace parallel {
+class Deferral;
 class ReducerImpl;
-}
+}  // namespace parallel
 
 class Reducer {
  public:
@@ -45,35 +46,19 @@ class Reducer {
   // The wrapper calls this; a user of a plain parameter list may.
   at::Tensor watch(at::Tensor output);  // see find_unused_parameters in docs/ddp.md
 
-  void set_sync(bool on);  // no_sync() is the guard for this
   void join(const std::function<void()>& body, const JoinOptions& options);
   void register_comm_hook(CommHook hook);
   void verify_replicas();
-
-  // For ShardedOptimizer: from now on backward leaves gradients local, in their buckets, and the
-  // plan stays as it is; resume() takes it back. Every step begins and ends here; in a join, a rank
-  // that has run out takes `idle_step` for each step of the others.
-  DeferredGradients defer(DeferredOwner owner);
-  void resume();
-  DeferredStep begin_deferred_step(bool has_inputs);
-  void end_deferred_step();
-  bool joining() const;
-  // Throws UsageError where defer() would because of the model.
-  void check_deferrable() const;
-  // The step that follows multiplies its averages by it. False: backward has averaged already.
-  bool scale_deferred(double factor);
-  // Throws UsageError naming a parameter that is not as it was when the buckets were laid out.
-  void check_unchanged() const;
-  // Throws UsageError naming trained parameters without a gradient, where that is not allowed.
-  void check_all_used() const;
-  // Throws UsageError naming a trained parameter and what it shares memory with, if anything.
-  void check_own_memory() const;
 
   const StepTiming& last_timing() const;
   std::size_t bucket_count() const;
   World& world();
 
  private:
+  friend class NoSync;
+  friend class parallel::Deferral;
+  void set_sync(bool on);
+
   std::shared_ptr<parallel::ReducerImpl> impl_;
 };
 

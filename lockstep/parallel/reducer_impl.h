@@ -18,6 +18,7 @@
 
 #include "lockstep/parallel/bucket_set.h"
 #include "lockstep/parallel/change_detector.h"
+#include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/hook_set.h"
 #include "lockstep/parallel/join_session.h"
 #include "lockstep/parallel/model_tensors.h"
@@ -45,6 +46,7 @@ class ReducerImpl final : public BackwardListener,
 
  private:
   friend class lockstep::Reducer;
+  friend class Deferral;
   void choose_overlap();
   std::vector<std::size_t> reverse_dense_order() const;
   void plan(const std::vector<std::size_t>& order);

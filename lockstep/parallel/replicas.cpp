@@ -52,7 +52,7 @@ std::uint64_t fingerprint(const at::Tensor& tensor) {
   return fingerprint(host.const_data_ptr(), host.nbytes());
 }
 
-void Prints::add(std::string name, const at::Tensor& tensor) {
+void Fingerprints::add(std::string name, const at::Tensor& tensor) {
   names.push_back(std::move(name));
   values.push_back(fingerprint(tensor));
 }
@@ -96,8 +96,8 @@ void refuse_together(World& world, const Check& check) {
   refuse_with(check, gather_refusals(world, check.refusal));
 }
 
-std::optional<OtherLine> find_other_line(World& world, const Check& check,
-                                         const std::string& text) {
+std::optional<LineDifference> find_other_line(World& world, const Check& check,
+                                              const std::string& text) {
   const std::uint64_t hash = fingerprint(text.data(), text.size());
   at::Tensor mine = at::empty({2}, at::kLong);
   mine.mutable_data_ptr<std::int64_t>()[0] = check.refusal ? 1 : 0;
@@ -118,30 +118,31 @@ std::optional<OtherLine> find_other_line(World& world, const Check& check,
     for (std::size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
       const std::string a = i < first.size() ? first[i] : "";
       const std::string b = i < other.size() ? other[i] : "";
-      if (a != b) return OtherLine{static_cast<int>(rank), b, a};
+      if (a != b) return LineDifference{static_cast<int>(rank), b, a};
     }
   }
   LOCKSTEP_ASSERT(false && "texts differ in fingerprint only");
   return std::nullopt;
 }
 
-std::optional<Difference> find_difference(World& world, const Check& check, const Prints& prints) {
+std::optional<Difference> find_difference(World& world, const Check& check,
+                                          const Fingerprints& fingerprints) {
   const auto bytes_of = [](std::uint64_t value) {
     return std::string(reinterpret_cast<const char*>(&value), sizeof value);
   };
   std::string mine(1, check.refusal ? 1 : 0);
-  for (const std::uint64_t value : prints.values) mine += bytes_of(value);
+  for (const std::uint64_t value : fingerprints.values) mine += bytes_of(value);
   const auto all = world.all_gather(mine);
   for (const std::string& each : all)
     if (each.front() != 0) refuse_together(world, check);
-  // A rank with other names has other prints, or another number of them.
+  // A rank with other names has other fingerprints, or another number of them.
   const auto print_at = [&](std::size_t rank, std::size_t i) {
     const std::size_t begin = 1 + i * sizeof(std::uint64_t);
     return begin < all[rank].size() ? all[rank].substr(begin, sizeof(std::uint64_t)) : "";
   };
   Difference found;
-  for (std::size_t i = 0; i < prints.names.size() && found.ranks.empty(); ++i) {
-    found.name = prints.names[i];
+  for (std::size_t i = 0; i < fingerprints.names.size() && found.ranks.empty(); ++i) {
+    found.name = fingerprints.names[i];
     for (std::size_t rank = 1; rank < all.size(); ++rank)
       if (print_at(rank, i) != print_at(0, i)) found.ranks.push_back(static_cast<int>(rank));
   }

@@ -20,7 +20,7 @@ std::uint64_t fingerprint(const at::Tensor& tensor);
 std::uint64_t fingerprint(const void* data, std::size_t bytes);
 
 // Tensors by name, as 64 bits each.
-struct Prints {
+struct Fingerprints {
   std::vector<std::string> names;
   std::vector<std::uint64_t> values;
   void add(std::string name, const at::Tensor& tensor);
@@ -59,11 +59,12 @@ RefusalTexts gather_refusals(World& world, const std::exception_ptr& refusal);
 // What must be identical, line by line: the first line that a rank has otherwise than rank 0;
 // nothing when all are equal. Where a rank refuses, all do. Collective: one small exchange while
 // all is well.
-struct OtherLine {
+struct LineDifference {
   int rank = 0;
   std::string here, first;  // on that rank and on rank 0; empty where there is no such line
 };
-std::optional<OtherLine> find_other_line(World& world, const Check& check, const std::string& text);
+std::optional<LineDifference> find_other_line(World& world, const Check& check,
+                                              const std::string& text);
 
 // The first name whose tensor is on some ranks not what it is on rank 0; nothing when all are
 // equal. Where a rank refuses, all do. Collective.
@@ -71,7 +72,8 @@ struct Difference {
   std::string name;
   std::vector<int> ranks;
 };
-std::optional<Difference> find_difference(World& world, const Check& check, const Prints& prints);
+std::optional<Difference> find_difference(World& world, const Check& check,
+                                          const Fingerprints& fingerprints);
 
 // "rank 1", "ranks 1, 2"
 std::string show_ranks(const std::vector<int>& ranks);

@@ -158,6 +158,7 @@ class ShardedImpl {
   void exchange_pieces(const Domain& domain, const Pieces& pieces, const std::vector<bool>& to);
 
   std::shared_ptr<Reducer> reducer_;
+  Deferral deferral_{*reducer_};
   World world_;
   std::vector<optim::OptimizerOptions>& options_;  // by group
   Settings settings_;

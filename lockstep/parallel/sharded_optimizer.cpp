@@ -80,7 +80,7 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer,
   try {
     agree_on_making(refusal_of([&] {
       check_options();
-      deferred_ = reducer_->defer({.idle_step = [this] { idle_step(); },
+      deferred_ = deferral_.defer({.idle_step = [this] { idle_step(); },
                                    .on_backward = [this] { on_backward(); },
                                    .check_written =
                                        [this] {
@@ -97,7 +97,7 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer,
     remember_parameters();
     take_prints();
   } catch (...) {
-    if (deferring) reducer_->resume();  // it may be another optimizer's
+    if (deferring) deferral_.resume();  // it may be another optimizer's
     throw;
   }
 }
@@ -141,7 +141,7 @@ void ShardedImpl::refuse_difference(const Check& check, const std::string& text)
 
 ShardedImpl::~ShardedImpl() {
   try {
-    reducer_->resume();  // before anything that can fail: it would continue asking this one
+    deferral_.resume();  // before anything that can fail: it would continue asking this one
     const torch::NoGradGuard no_grad;
     for (auto& member : members_)
       if (shared_ && member.tensor.const_data_ptr() == member.data)
@@ -305,7 +305,7 @@ optim::StepResult ShardedImpl::step(const optim::StepOptions& wanted) {
                .window_scale = window_scale_,
                .want_grad_norm = wanted.want_grad_norm,
                .skip_non_finite = wanted.skip_non_finite || scaler != nullptr};
-  const Outcome outcome = take_step(reducer_->begin_deferred_step(/*has_inputs=*/true));
+  const Outcome outcome = take_step(deferral_.begin_step(/*has_inputs=*/true));
   if (scaler != nullptr) {
     scaler->record_step(this, outcome.skipped);
     scaler->update();
@@ -321,7 +321,7 @@ optim::StepResult ShardedImpl::step(const optim::StepOptions& wanted) {
 void ShardedImpl::idle_step() {
   idle_ = true;  // the settings are the others' from here on
   zero_grad();   // what a backward without a step has left is not theirs
-  take_step(reducer_->begin_deferred_step(/*has_inputs=*/false));
+  take_step(deferral_.begin_step(/*has_inputs=*/false));
 }
 
 // Every setting, of the step (group -1) and of each group's options, in one order on all ranks.
@@ -390,7 +390,7 @@ ShardedImpl::Outcome ShardedImpl::take_step(const DeferredStep& how) {
   window_scale_ = 1;
   for (auto& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();
   remember_parameters();
-  reducer_->end_deferred_step();
+  deferral_.end_step();
   return outcome;
 }
 
@@ -452,7 +452,7 @@ at::Tensor ShardedImpl::no_refusal() const {
 // there in their step(), and learn it. In a join other exchanges come before, and under
 // LOCKSTEP_DEBUG every exchange waits.
 void ShardedImpl::announce(const std::exception_ptr& refusal) {
-  if (world_.size() == 1 || announced_ || debug_ || reducer_->joining()) return;
+  if (world_.size() == 1 || announced_ || debug_ || deferral_.joining()) return;
   const at::Tensor flags = no_refusal();
   *flags.mutable_data_ptr<std::uint8_t>() = 1;
   try {
@@ -466,11 +466,11 @@ void ShardedImpl::announce(const std::exception_ptr& refusal) {
 std::exception_ptr ShardedImpl::find_refusal() const {
   return refusal_of([this] {
     check_options();
-    reducer_->check_unchanged();
+    deferral_.check_unchanged();
     check_parameters();
     check_prints();
     check_gradients();
-    if (world_.size() > 1 && !idle_) reducer_->check_all_used();
+    if (world_.size() > 1 && !idle_) deferral_.check_all_used();
   });
 }
 
@@ -500,7 +500,7 @@ void ShardedImpl::zero_grad() {
 void ShardedImpl::reduce_now() {
   const torch::NoGradGuard no_grad;
   if (reduced_) return;
-  if (reducer_->joining())
+  if (deferral_.joining())
     throw UsageError(kComponent,
                      "reduce_now() was called inside join(), where ranks that have run out follow "
                      "step() alone. Look at averaged gradients outside of it.");

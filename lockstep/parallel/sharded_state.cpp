@@ -135,12 +135,12 @@ void ShardedImpl::sync_from_model() {
   synchronize_ranks();  // what is shared has been written by now
   const Check check{
       .component = kComponent, .what = "sync_from_model()", .refusal = refusal_of([this] {
-                                                              reducer_->check_unchanged();
-                                                              reducer_->check_own_memory();
+                                                              deferral_.check_unchanged();
+                                                              deferral_.check_own_memory();
                                                             })};
-  Prints prints;
-  for (const auto& member : members_) prints.add(member.name, member.tensor);
-  if (const auto difference = find_difference(world_, check, prints))
+  Fingerprints fingerprints;
+  for (const auto& member : members_) fingerprints.add(member.name, member.tensor);
+  if (const auto difference = find_difference(world_, check, fingerprints))
     throw UsageError(kComponent,
                      "sync_from_model(): parameter '{}' on {} is not what it is on rank 0. Perhaps "
                      "weights were loaded on some ranks only, or from different files. Load the "
@@ -252,21 +252,21 @@ void ShardedImpl::check_state(const optim::TensorDict& state) const {
 
 void ShardedImpl::load_state_dict(const optim::TensorDict& state) {
   const torch::NoGradGuard no_grad;
-  Prints prints;
+  Fingerprints fingerprints;
   const auto look = [&] {
     check_state(state);
     for (const Member& member : members_) {
       for (const auto& part : state_names_of(member)) {
         const std::string name = member.name + "." + part;
-        prints.add(name, find_state(state, name).to(member.tensor.scalar_type()));
+        fingerprints.add(name, find_state(state, name).to(member.tensor.scalar_type()));
       }
       const std::string step = member.name + ".step";
-      prints.add(step, find_state(state, step).to(at::kDouble));
+      fingerprints.add(step, find_state(state, step).to(at::kDouble));
     }
   };
   const Check check{
       .component = kComponent, .what = "load_state_dict()", .refusal = refusal_of(look)};
-  if (const auto difference = find_difference(world_, check, prints))
+  if (const auto difference = find_difference(world_, check, fingerprints))
     throw UsageError(
         kComponent,
         "load_state_dict(): '{}' on {} is not what it is on rank 0. Perhaps a rank has "

@@ -12,6 +12,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/memory_limits.h"
 #include "lockstep/optim/schedule.h"
+#include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 
 namespace lockstep::train {
@@ -59,11 +60,11 @@ ShardFacts shard_facts(RunContext& run, WrappedModel& model) {
   if (facts.ranks == 1) return facts;
   std::string unable;
   try {
-    model.reducer().check_deferrable();
+    parallel::Deferral(model.reducer()).check_deferrable();
   } catch (const UsageError& e) {
     unable = e.what();
   }
-  facts.share_memory = run.world.device().is_cpu() && run.world.backend() == "shm";
+  facts.share_memory = run.world.device().is_cpu() && run.world.shares_memory();
   facts.lack_room =
       !facts.share_memory &&
       run.world.any(lacks_room(run.world, state_bytes(run.arguments, *run.task.module)));

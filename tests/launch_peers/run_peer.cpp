@@ -2,6 +2,10 @@
 //
 //   run_peer throw RANK    that rank throws, the others are in an all-reduce
 //   run_peer code N        the body of every rank returns N
+//   run_peer agree RANK    that rank's part of an agreement fails with a system error
+//   run_peer caught RANK   the same, and every rank catches SystemError and continues
+//   run_peer prepare RANK  what that rank needs before the rendezvous is missing
+//   run_peer leave RANK    that rank's body returns before the others'
 //   run_peer spawn N       spawn() of N ranks, twice, and what the calls returned
 //   run_peer spawn-CASE    spawn() in a situation that it must refuse, or that a signal ends
 #include <ATen/ATen.h>
@@ -72,6 +76,45 @@ int fails(const std::string& how, int who) {
     all_reduce(world);
     world.barrier();
     say("not reached");
+  });
+}
+
+void agree(World& world, int who) {
+  world.agree([&] {
+    if (world.rank() == who) throw lockstep::SystemError("peer", "cannot write", ENOSPC);
+  });
+}
+
+int fails_to_agree(int who) {
+  return lockstep::run([&](World& world) { agree(world, who); });
+}
+
+int catches(int who) {
+  return lockstep::run([&](World& world) {
+    try {
+      agree(world, who);
+    } catch (const lockstep::SystemError& error) {
+      say(fmt::format("rank {} caught {}: {}", world.rank(), error.error_number(), error.what()));
+    }
+    all_reduce(world);
+  });
+}
+
+int fails_to_prepare(int who) {
+  const auto prepare = [who]() -> lockstep::WorldOptions {
+    const char* rank = std::getenv("RANK");
+    if (std::atoi(rank == nullptr ? "0" : rank) == who)
+      throw lockstep::UsageError("peer", "the file is missing.");
+    return {};
+  };
+  return lockstep::run(prepare, [](World& world) { all_reduce(world); });
+}
+
+int leaves_early(int who) {
+  return lockstep::run([&](World& world) {
+    world.all_reduce(at::empty({0})).wait();  // counted, though it moves nothing
+    all_reduce(world);
+    if (world.rank() != who) all_reduce(world);
   });
 }
 
@@ -170,6 +213,10 @@ int main(int argc, char** argv) {
   const std::string mode = args.empty() ? "" : args[0];
   const int number = args.size() > 1 ? std::atoi(args[1].c_str()) : 0;
   if (mode == "code") return returns(number);
+  if (mode == "agree") return fails_to_agree(number);
+  if (mode == "caught") return catches(number);
+  if (mode == "prepare") return fails_to_prepare(number);
+  if (mode == "leave") return leaves_early(number);
   if (mode == "spawn") return spawns(number);
   if (mode == "spawn-inside") return spawns_inside();
   if (mode == "spawn-sleep") return spawns_sleepers();

@@ -104,6 +104,41 @@ class Run(Case):
         self.assertIn("std::runtime_error: the reason\n    at ", done.err)
         self.assertEqual(run([RUN_PEER, "usage", "0"]).code, 2)
 
+    def test_a_system_error_in_an_agreement_is_the_failure_of_its_rank(self):
+        for who in (0, 1):
+            done = run(ranks(2, "--max-restarts=1", RUN_PEER, "agree", str(who)))
+            self.assertEqual(done.code, 1, done.text())
+            self.assertRegex(done.err, rf"rank {who} .*failed", done.text())
+            self.assertNotIn("UsageError", done.err, done.text())
+            self.assertIn("lockstep::SystemError: [peer] cannot write: No space left on device",
+                          done.err, done.text())
+            # The first attempt was restarted, and in neither did the peer count as the cause.
+            self.assertIn("restart", done.err, done.text())
+            self.assertNotRegex(done.err, rf"\[launch\] rank {1 - who} ", done.text())
+
+    def test_all_ranks_catch_the_same_kind_of_error(self):
+        done = run(ranks(3, RUN_PEER, "caught", "1"))
+        self.assertEqual(done.code, 0, done.text())
+        self.assertIn("rank 1 caught 28: [peer] cannot write: No space left on device", done.out)
+        for rank in (0, 2):
+            self.assertIn(f"rank {rank} caught 28: [world] rank 1: [peer] cannot write: No space "
+                          "left on device\n", done.out, done.text())
+        self.assertEqual(done.out.count("of 3: sum 3"), 3, done.text())
+
+    def test_a_failed_preparation_has_the_same_code_alone_and_among_others(self):
+        for command in ([RUN_PEER, "prepare", "0"], ranks(2, RUN_PEER, "prepare", "0")):
+            done = run(command)
+            self.assertEqual(done.code, 2, done.text())
+            self.assertIn("lockstep::UsageError: [peer] the file is missing.", done.err)
+
+    def test_a_body_that_returns_early_is_named(self):
+        done = run(ranks(2, RUN_PEER, "leave", "0"))
+        self.assertEqual(done.code, 1, done.text())
+        self.assertRegex(done.err, "ranks disagree on collective #3: rank ", done.text())
+        self.assertIn("rank 0 has returned from its body", done.err)
+        self.assertIn("rank 1 called all_reduce(float32 x 4, sum)", done.err)
+        self.assertNotIn("uint8", done.err, done.text())
+
     def test_the_code_that_a_body_returns(self):
         for code in (0, 7):
             done = run([RUN_PEER, "code", str(code)])

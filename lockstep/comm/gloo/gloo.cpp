@@ -120,7 +120,7 @@ void leave_behind(c10::intrusive_ptr<Group> group, std::list<Waiter> waiters) {
   all.push_back({std::move(group), std::move(waiters)});
 }
 
-class GlooBackend : public Backend {
+class GlooBackend : public C10dBackend {
  public:
   explicit GlooBackend(const Options& options)
       : rank_(options.rank),
@@ -166,22 +166,6 @@ class GlooBackend : public Backend {
     }
   }
 
-  void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
-    follow(state, c10d_calls::all_reduce(*group_, std::move(tensor), op));
-  }
-
-  void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {
-    follow(state, c10d_calls::reduce(*group_, std::move(tensor), root, op));
-  }
-
-  void broadcast(const State& state, at::Tensor tensor, int root) override {
-    follow(state, c10d_calls::broadcast(*group_, std::move(tensor), root));
-  }
-
-  void all_gather(const State& state, at::Tensor output, at::Tensor input) override {
-    follow(state, group_->_allgather_base(output, input));
-  }
-
   // LibTorch's own reduce_scatter over gloo is an all_reduce too, but without a completion
   // callback; so it is implemented here.
   void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
@@ -190,16 +174,6 @@ class GlooBackend : public Backend {
     const int64_t mine = rank_ * output.numel();
     follow(state, c10d_calls::all_reduce(*group_, all, op),
            [all, output, mine] { output.copy_(all.narrow(0, mine, output.numel())); });
-  }
-
-  void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
-              int root) override {
-    follow(state, c10d_calls::gather(*group_, std::move(outputs), std::move(input), root));
-  }
-
-  void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
-               int root) override {
-    follow(state, c10d_calls::scatter(*group_, std::move(output), std::move(inputs), root));
   }
 
   // Gloo has all_to_all on one buffer with counts only: pack, exchange, unpack at the end.
@@ -266,7 +240,9 @@ class GlooBackend : public Backend {
     return group;
   }
 
-  void follow(const State& state, const C10dWork& work, std::function<void()> unpack = {}) {
+  c10d::Backend& group() override { return *group_; }
+  void follow(const State& state, C10dWork work) override { follow(state, work, {}); }
+  void follow(const State& state, const C10dWork& work, std::function<void()> unpack) {
     ++*pending_;
     work->getFuture()->addCallback(
         [state, unpack = std::move(unpack), pending = pending_](c10::ivalue::Future& future) {

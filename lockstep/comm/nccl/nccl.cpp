@@ -214,7 +214,7 @@ void leave_behind(Group group) {
   all.push_back(std::move(group));
 }
 
-class NcclBackend : public Backend {
+class NcclBackend : public C10dBackend {
  public:
   explicit NcclBackend(Group group)
       : group_(std::move(group)), watcher_(std::make_shared<Watcher>()) {}
@@ -254,37 +254,11 @@ class NcclBackend : public Backend {
     }
   }
 
-  void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
-    follow(state, c10d_calls::all_reduce(*group_, std::move(tensor), op));
-  }
-
-  void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {
-    follow(state, c10d_calls::reduce(*group_, std::move(tensor), root, op));
-  }
-
-  void broadcast(const State& state, at::Tensor tensor, int root) override {
-    follow(state, c10d_calls::broadcast(*group_, std::move(tensor), root));
-  }
-
-  void all_gather(const State& state, at::Tensor output, at::Tensor input) override {
-    follow(state, group_->_allgather_base(output, input));
-  }
-
   void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,
                       ReduceOp op) override {
     c10d::ReduceScatterOptions options;
     options.reduceOp = c10d_calls::translate(op);
     follow(state, group_->_reduce_scatter_base(output, input, options));
-  }
-
-  void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
-              int root) override {
-    follow(state, c10d_calls::gather(*group_, std::move(outputs), std::move(input), root));
-  }
-
-  void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
-               int root) override {
-    follow(state, c10d_calls::scatter(*group_, std::move(output), std::move(inputs), root));
   }
 
   void all_to_all(const State& state, std::vector<at::Tensor> outputs,
@@ -321,7 +295,8 @@ class NcclBackend : public Backend {
   }
 
  private:
-  void follow(const State& state, C10dWork work) {
+  c10d::Backend& group() override { return *group_; }
+  void follow(const State& state, C10dWork work) override {
     const std::weak_ptr<Watcher> watcher = watcher_;
     state->attach(std::make_unique<NcclOperation>(std::move(work), [watcher] {
       if (const auto there = watcher.lock()) there->request_progress();

@@ -42,7 +42,7 @@ class Alone {
     }
     peers.back().pidfd = std::move(pidfd_of_last);
     peers.back().socket = std::move(socket_of_last);
-    core_ = std::make_shared<EngineCore>(RankInfo{0, size}, layout_, std::move(peers),
+    core_ = std::make_shared<EngineCore>(RankAndSize{0, size}, layout_, std::move(peers),
                                          policy_under_test());
   }
   ~Alone() { core_->close(); }
@@ -70,7 +70,7 @@ class Alone {
     return all;
   }
   std::shared_ptr<Collective> barrier() {
-    auto ticket = std::make_shared<Barrier>(core_->group(), soon());
+    auto ticket = std::make_shared<Barrier>(core_->group(), soon(), Kind::kBarrier);
     core_->start(ticket, /*caller_waits=*/true);
     return ticket;
   }

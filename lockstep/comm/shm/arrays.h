@@ -18,7 +18,7 @@ struct Arrays {
   std::byte* const* outputs;
   int m;
   std::size_t count;
-  // Copied by the way: as many bytes each as the sum has. They touch none of its arrays.
+  // Copied in the same pass: as many bytes each as the sum has. They touch none of its arrays.
   const Move* moves = nullptr;
   int moved = 0;
   // The last output is for another processor: it need not stay in this one's cache.

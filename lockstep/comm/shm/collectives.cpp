@@ -36,8 +36,8 @@ std::size_t slice_begin(std::size_t bytes, int rank, int size) {
 
 }  // namespace
 
-Barrier::Barrier(const Group&, const Deadline& deadline) : Collective(deadline) {
-  what.kind = Kind::kBarrier;
+Barrier::Barrier(const Group&, const Deadline& deadline, Kind kind) : Collective(deadline) {
+  what.kind = kind;
   quick = one_round = true;
 }
 

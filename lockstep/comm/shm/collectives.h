@@ -30,7 +30,7 @@ namespace lockstep::shm {
 
 class Barrier final : public Collective {
  public:
-  Barrier(const Group& group, const Deadline& deadline);
+  Barrier(const Group& group, const Deadline& deadline, Kind kind);
   void fill(const Group&, int) override {}
   Next take(const Group&, int) override { return Next::kDone; }
 };

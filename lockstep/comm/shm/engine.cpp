@@ -2,6 +2,8 @@
 
 #include <poll.h>
 
+#include <type_traits>
+
 #include "lockstep/comm/shm/collectives.h"
 #include "lockstep/comm/shm/engine_core.h"
 #include "lockstep/comm/shm/layout.h"
@@ -56,13 +58,15 @@ template <typename Operation, typename... Args>
 TicketPtr start(EngineCore& core, const StartOptions& options, Args&&... args) {
   auto operation =
       std::make_shared<Operation>(core.group(), options.deadline, std::forward<Args>(args)...);
+  if constexpr (std::is_base_of_v<Collective, Operation>)
+    operation->what.number = static_cast<std::uint32_t>(options.number);
   core.start(operation, options.caller_waits);
   return operation;
 }
 
 }  // namespace
 
-EngineResult Engine::make(KeyValueStore& kv, const RankInfo& place, const EngineOptions& options,
+EngineResult Engine::make(KeyValueStore& kv, const RankAndSize& place, const EngineOptions& options,
                           const Deadline& deadline) {
   if (place.size < 1 || place.size > kMaxRanks || place.rank < 0 || place.rank >= place.size)
     throw UsageError("shm", "rank {} of {} makes no sense: an engine has 1 to {} ranks.",
@@ -179,7 +183,11 @@ TicketPtr Engine::all_to_all(std::vector<Part> outputs, std::vector<ConstPart> i
 }
 
 TicketPtr Engine::barrier(const StartOptions& options) {
-  return start<Barrier>(*core_, options);
+  return start<Barrier>(*core_, options, Kind::kBarrier);
+}
+
+TicketPtr Engine::finish(const StartOptions& options) {
+  return start<Barrier>(*core_, options, Kind::kFinish);
 }
 
 TicketPtr Engine::send(const void* data, std::size_t bytes, int peer, const StartOptions& options) {
@@ -211,10 +219,6 @@ Probe Engine::probe(int peer) const {
 std::shared_ptr<SymmetricBlock> Engine::symmetric(std::size_t bytes, const Deadline& deadline) {
   const auto core = core_;  // this thread may be the last to know of it
   return core->make_symmetric(bytes, deadline);
-}
-
-bool Engine::is_symmetric(const void* data, std::size_t bytes) const {
-  return core_->group().blocks().find(data, bytes).block != nullptr;
 }
 
 void Engine::abort(const std::string& cause, int culprit) noexcept {

@@ -2,8 +2,8 @@
 //
 // The key idea is the round: every rank writes what the others need into its own segment,
 // posts the round's number, waits until all have posted it, and reads theirs. Posting a round says
-// that the one before has been read, so two buffers by turns and one synchronisation a round are
-// enough. Small operations are one round; a large all-reduce is one per chunk (a rank sums its
+// that the one before has been read, so two alternating buffers and one synchronisation a round
+// are enough. Small operations are one round; a large all-reduce is one per chunk (a rank sums its
 // slice of it and takes the others' sums of the chunk before), or two in all and no copy where the
 // arrays lie in symmetric memory.
 //
@@ -55,8 +55,8 @@ class Engine {
   // Collective. Throws what the store throws, CommError when a rank's process ends meanwhile, and
   // UsageError for a place or options that make no sense; what else goes wrong is reported in
   // unavailable_reason.
-  static EngineResult make(KeyValueStore& kv, const RankInfo& place, const EngineOptions& options,
-                           const Deadline& deadline);
+  static EngineResult make(KeyValueStore& kv, const RankAndSize& place,
+                           const EngineOptions& options, const Deadline& deadline);
   ~Engine();
 
   int rank() const;
@@ -88,6 +88,8 @@ class Engine {
   TicketPtr all_to_all(std::vector<Part> outputs, std::vector<ConstPart> inputs,
                        const StartOptions& options = {});
   TicketPtr barrier(const StartOptions& options = {});
+  // The barrier at the end of a program, which no other operation matches.
+  TicketPtr finish(const StartOptions& options = {});
 
   // Messages between two ranks arrive in the order of the calls, independently of collectives. A
   // send is done when its bytes have left the array, which may be before the other rank has asked.
@@ -100,8 +102,6 @@ class Engine {
   // Collective and blocking. Throws UsageError, on all ranks identically, when one of them has not
   // got the memory (the engine stays usable), CommError or TimeoutError when a peer is gone.
   std::shared_ptr<SymmetricBlock> symmetric(std::size_t bytes, const Deadline& deadline);
-  // True when these bytes lie in a symmetric block of this engine that is still held.
-  bool is_symmetric(const void* data, std::size_t bytes) const;
 
   // Breaks the engine on this rank and, as soon as they look, on its peers.
   void abort(const std::string& cause, int culprit = -1) noexcept;

@@ -40,7 +40,7 @@ CommContext context_of(const Ticket& ticket) {
 
 // ---------------------------------------------------------------- life
 
-EngineCore::EngineCore(const RankInfo& info, const Layout& layout, std::vector<Peer> peers,
+EngineCore::EngineCore(const RankAndSize& info, const Layout& layout, std::vector<Peer> peers,
                        PolicyFactory policy)
     : group_(info, layout, std::move(peers)),
       failure_(group_),
@@ -53,12 +53,16 @@ bool EngineCore::inherited() const {
   return forks.load(std::memory_order_relaxed) != forks_;
 }
 
-void EngineCore::throw_if_broken() const {
+void EngineCore::throw_if_inherited() const {
   if (inherited())
     throw UsageError("shm",
                      "this process was forked off rank {}, whose engine this is. Communicate from "
                      "the rank itself, or start the child as a new process.",
                      group_.rank());
+}
+
+void EngineCore::throw_if_broken() const {
+  throw_if_inherited();
   if (failure_.broken()) std::rethrow_exception(failure_.as_exception());
 }
 
@@ -124,7 +128,7 @@ std::shared_ptr<SymmetricBlock> EngineCore::make_symmetric(std::size_t bytes,
                                deadline);
   } catch (const CommError& error) {
     // The ranks may no longer agree on what has been said: nothing can follow.
-    fail(failure_from(error));
+    fail(failure_from("making a symmetric block", error));
     throw;
   }
 }
@@ -171,7 +175,9 @@ bool EngineCore::peers_can_finish(const Ticket& ticket) const {
 }
 
 void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
-  if (!inherited()) policy_->waited_for(ticket, mutex_);
+  if (ticket.done() && inherited()) return;
+  throw_if_inherited();
+  policy_->waited_for(ticket, mutex_);
   if (ticket.done()) return;
   std::unique_lock lock(mutex_);
   waiters_.fetch_add(1);
@@ -200,6 +206,7 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
 }
 
 bool EngineCore::poll(Ticket& ticket) {
+  throw_if_inherited();
   std::unique_lock lock(mutex_);
   if (!driven_) drive(lock, {Mode::kPoll, &ticket, nullptr});
   // Who only asks does not do the large pieces of work; someone must.
@@ -294,8 +301,10 @@ void EngineCore::fail_all() {
 void EngineCore::work(const Task& task) noexcept {
   try {
     work_until(task);
+  } catch (const EngineFailure& failure) {
+    failure_.set(failure);
   } catch (const std::exception& error) {
-    failure_.set(failure_from(error));
+    failure_.set(failure_from("an operation", error));
   }
   if (failure_.broken()) fail_all();
 }
@@ -448,6 +457,7 @@ void EngineCore::time_out(const Ticket& ticket, const Deadline& deadline) {
     missing = rounds_.behind();
   std::string text = fmt::format("rank {}: {} timed out after {} ms", group_.rank(), ticket.text(),
                                  deadline.total().count());
+  const std::size_t why_at = text.size();
   if (!missing.empty()) {
     text += fmt::format(": {} {} did not arrive", missing.size() == 1 ? "rank" : "ranks",
                         fmt::join(missing, ", "));
@@ -457,6 +467,7 @@ void EngineCore::time_out(const Ticket& ticket, const Deadline& deadline) {
   text += ". It is stopped, slower than the limit, or took another way through the program.";
   failure_.set({.timeout = true,
                 .text = std::move(text),
+                .why_at = why_at,
                 .culprit = missing.empty() ? -1 : missing.front(),
                 .context = context_of(ticket)});
 }

@@ -8,7 +8,7 @@
 // driver. How the driver waits, and when the engine's own thread drives, is ProgressPolicy's
 // decision.
 //
-//   core->start(std::make_shared<Barrier>(core->group(), deadline), /*caller_waits=*/false);
+//   core->start(std::make_shared<Barrier>(group, deadline, Kind::kBarrier), /*caller_waits=*/false);
 #pragma once
 
 #include <atomic>
@@ -33,7 +33,7 @@ class EngineCore final : public Executor,
                          public std::enable_shared_from_this<EngineCore> {
  public:
   // `policy`: null for the adaptive one.
-  EngineCore(const RankInfo& info, const Layout& layout, std::vector<Peer> peers,
+  EngineCore(const RankAndSize& info, const Layout& layout, std::vector<Peer> peers,
              PolicyFactory policy = nullptr);
 
   const Group& group() const { return group_; }
@@ -50,6 +50,7 @@ class EngineCore final : public Executor,
   // Any thread. See Engine::symmetric.
   std::shared_ptr<SymmetricBlock> make_symmetric(std::size_t bytes, const Deadline& deadline);
   void throw_if_broken() const;
+  void throw_if_inherited() const;
   // Breaks the engine, and ends what is pending unless the driver does.
   void fail(EngineFailure failure) noexcept;
   // Fails what is pending, informs the peers, joins the thread, and returns when no thread touches

@@ -135,7 +135,6 @@ TEST(Engine, AllReduceInSymmetricMemory) {
             std::byte* const data = block->data() + 64 + count % 3;
             const Bytes mine = contribution(dtype, count, engine.rank());
             put(data, mine);
-            ASSERT_TRUE(engine.is_symmetric(data, mine.size()));
             engine.all_reduce(data, count, dtype, op)->wait(soon());
             const Bytes want = combined(dtype, op, count, size);
             ASSERT_TRUE(holds(data, want))
@@ -161,8 +160,6 @@ TEST(Engine, LargeSymmetricArraysAreStaggered) {
     }
     EXPECT_EQ(places.size(), 16u);  // rank 16 begins where rank 0 does
     put(block->data(), contribution(DType::kF32, kCount, engine.rank()));
-    ASSERT_TRUE(engine.is_symmetric(block->data(), kBytes));
-    ASSERT_FALSE(engine.is_symmetric(block->data(), kBytes + 1));
     engine.all_reduce(block->data(), kCount, DType::kF32, Op::kSum)->wait(soon());
     ASSERT_TRUE(holds(block->data(), combined(DType::kF32, Op::kSum, kCount, kRanks)));
   });

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -26,6 +27,8 @@ struct StartOptions {
   Deadline deadline = Deadline::after(std::chrono::minutes(30));
   // The caller waits for the ticket next: the engine's own thread need not be woken for it.
   bool caller_waits = false;
+  // The caller's own number of this collective, for messages; 0: the engine's.
+  std::uint64_t number = 0;
 };
 
 struct Part {

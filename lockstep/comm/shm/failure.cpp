@@ -2,19 +2,19 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <cstring>
 #include <iterator>
 #include <utility>
 
 #include "lockstep/core/disagreement.h"
+#include "lockstep/core/late_operation.h"
 
 namespace lockstep::shm {
 
-EngineFailure failure_from(const std::exception& error) {
+EngineFailure failure_from(std::string_view doing, const std::exception& error) {
   EngineFailure failure;
-  failure.text = error.what();
-  const std::string component = "[shm] ";
-  if (failure.text.rfind(component, 0) == 0) failure.text.erase(0, component.size());
+  failure.text = fmt::format("{} failed: {}", doing, error.what());
   failure.timeout = dynamic_cast<const TimeoutError*>(&error) != nullptr;
   failure.disagreement = dynamic_cast<const Disagreement*>(&error) != nullptr;
   if (const auto* comm = dynamic_cast<const CommError*>(&error)) {
@@ -36,6 +36,7 @@ void FailureRecord::set(EngineFailure failure) noexcept {
     own.trouble.culprit = failure_.culprit;
     own.trouble.timeout = failure_.timeout ? 1 : 0;
     own.trouble.disagreement = failure_.disagreement ? 1 : 0;
+    own.trouble.why_at = static_cast<std::uint32_t>(failure_.why_at);
     failure_.text.copy(own.trouble.text, sizeof own.trouble.text - 1);
     own.state.store(State::kBroken);
   }
@@ -63,7 +64,9 @@ std::exception_ptr FailureRecord::as_exception(const EngineFailure& failure) con
   context.rank = group_.rank();
   context.peer = failure.culprit;
   if (failure.timeout)
-    return std::make_exception_ptr(TimeoutError("shm", composed(failure), std::move(context)));
+    return std::make_exception_ptr(
+        LateOperation({"shm", composed(failure), std::move(context)},
+                      failure.why_at == 0 ? "" : failure.text.substr(failure.why_at)));
   if (failure.disagreement)
     return std::make_exception_ptr(Disagreement("shm", composed(failure), std::move(context)));
   return std::make_exception_ptr(CommError("shm", composed(failure), std::move(context)));
@@ -71,9 +74,11 @@ std::exception_ptr FailureRecord::as_exception(const EngineFailure& failure) con
 
 EngineFailure FailureRecord::published_by(int rank) const {
   const Trouble& reported = group_.view(rank).header->trouble;
+  const std::size_t length = ::strnlen(reported.text, sizeof reported.text);
   return {.timeout = reported.timeout != 0,
           .disagreement = reported.disagreement != 0,
-          .text = {reported.text, ::strnlen(reported.text, sizeof reported.text)},
+          .text = {reported.text, length},
+          .why_at = std::min<std::size_t>(reported.why_at, length),
           .culprit = reported.culprit,
           .origin = reported.origin};
 }

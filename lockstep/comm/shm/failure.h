@@ -10,9 +10,11 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <exception>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "lockstep/comm/shm/group.h"
@@ -20,17 +22,19 @@
 
 namespace lockstep::shm {
 
+// Thrown by what the driver does, and nowhere else.
 struct EngineFailure {
   bool timeout = false;
   bool disagreement = false;  // of ranks that are all alive
   std::string text{};
-  int culprit = -1;  // the rank to blame, if one is known
-  int origin = -1;   // the rank that found it
+  std::size_t why_at = 0;  // where in `text` the reason of a timeout begins; 0: nowhere
+  int culprit = -1;        // the rank to blame, if one is known
+  int origin = -1;         // the rank that found it
   CommContext context{};
 };
 
-// As the failure of an engine: its kind, its text without the component's name, the rank it names.
-EngineFailure failure_from(const std::exception& error);
+// What `doing` failed with: its kind, its text, the rank it names.
+EngineFailure failure_from(std::string_view doing, const std::exception& error);
 
 class FailureRecord {
  public:
@@ -42,7 +46,7 @@ class FailureRecord {
   std::string text() const;                 // empty while nothing has failed
   std::exception_ptr as_exception() const;  // of the failure that was set
   std::exception_ptr as_exception(const EngineFailure& failure) const;
-  // Peers that are dead, broken or closed, the gravest first.
+  // Peers that are dead, broken or closed, most severe first.
   std::vector<EngineFailure> of_peers() const;
 
  private:

@@ -31,7 +31,7 @@ void wake(Header& header) {
 
 }  // namespace
 
-Group::Group(const RankInfo& info, const Layout& layout, std::vector<Peer> peers)
+Group::Group(const RankAndSize& info, const Layout& layout, std::vector<Peer> peers)
     : info_(info), layout_(layout), peers_(std::move(peers)) {
   for (const Peer& peer : peers_) views_.push_back(layout_.view(peer.segment->data()));
 }

@@ -26,13 +26,13 @@ inline constexpr std::chrono::milliseconds kLongestSleep{20};
 
 class Group {
  public:
-  Group(const RankInfo& info, const Layout& layout, std::vector<Peer> peers);
+  Group(const RankAndSize& info, const Layout& layout, std::vector<Peer> peers);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
   int rank() const { return info_.rank; }
   int size() const { return info_.size; }
-  const RankInfo& info() const { return info_; }
+  const RankAndSize& info() const { return info_; }
   const Layout& layout() const { return layout_; }
   const std::vector<Peer>& peers() const { return peers_; }
   // Where this process sees that rank's segment.
@@ -51,7 +51,7 @@ class Group {
   void sleep_while(std::uint32_t code, const std::function<bool()>& still) const;
 
  private:
-  const RankInfo info_;
+  const RankAndSize info_;
   const Layout layout_;
   const std::vector<Peer> peers_;
   std::vector<View> views_;

@@ -11,7 +11,7 @@ namespace {
 constexpr std::size_t kPage = 4096;
 constexpr const char* kKindNames[] = {"barrier",    "all_reduce",     "reduce", "broadcast",
                                       "all_gather", "reduce_scatter", "gather", "scatter",
-                                      "all_to_all", "all_gather_v"};
+                                      "all_to_all", "all_gather_v",   "finish"};
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
@@ -59,6 +59,7 @@ const char* name(Kind kind) {
 std::string Descriptor::text() const {
   switch (kind) {
     case Kind::kBarrier:
+    case Kind::kFinish:
     case Kind::kAllToAll:
     case Kind::kAllGatherV:
       return fmt::format("{}()", name(kind));
@@ -78,6 +79,10 @@ std::string Descriptor::text() const {
       return fmt::format("{}(root {})", name(kind), root);
   }
   return "unknown";
+}
+
+std::string Descriptor::deed() const {
+  return kind == Kind::kFinish ? "has returned from its body" : "called " + text();
 }
 
 Layout::Layout(int size, const EngineOptions& options)

@@ -33,7 +33,8 @@ enum class Kind : std::uint8_t {
   kGather,
   kScatter,
   kAllToAll,
-  kAllGatherV
+  kAllGatherV,
+  kFinish  // the barrier of a rank that has nothing more to do
 };
 const char* name(Kind kind);
 
@@ -47,6 +48,7 @@ struct Descriptor {
   DType dtype = DType::kU8;
   Op op = Op::kSum;
   std::uint32_t block = 0;
+  std::uint32_t number = 0;  // the caller's, for messages only
   std::uint64_t offset = 0;
 
   bool agrees(const Descriptor& other) const {
@@ -55,6 +57,8 @@ struct Descriptor {
   }
   // "all_reduce(float32 x 12, sum)"
   std::string text() const;
+  // "called all_reduce(float32 x 12, sum)", "has returned from its body"
+  std::string deed() const;
 };
 
 // One line: who waits for a post reads the description with it.
@@ -73,13 +77,14 @@ struct Trouble {
   std::int32_t culprit = -1;  // the rank it blames, if any
   std::uint32_t timeout = 0;
   std::uint32_t disagreement = 0;
+  std::uint32_t why_at = 0;  // where in `text` the reason of a timeout begins; 0: nowhere
   char text[1024] = {};
 };
 
 // How a segment is divided. Two sizes that differ can make up the same sum, so all are compared; a
-// build whose operations write other things there counts kVersion up.
+// build whose operations write other things there increments kVersion.
 struct Form {
-  static constexpr std::uint64_t kVersion = 2;
+  static constexpr std::uint64_t kVersion = 3;
   std::uint64_t version = kVersion;
   std::uint64_t header_bytes = 0;
   std::uint64_t small_bytes = 0;
@@ -107,8 +112,8 @@ inline constexpr std::uint32_t kAnyone = 0xffff;
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<State>::is_always_lock_free);
 
-// Bytes from one rank to one other. Both counters only grow; the place in the ring is the rest of
-// the division by its size.
+// Bytes from one rank to one other. Both counters only grow; the place in the ring is the
+// remainder of the division by its size.
 struct Ring {
   alignas(kApart) std::atomic<std::uint64_t> written{0};
   alignas(kApart) std::atomic<std::uint64_t> taken{0};

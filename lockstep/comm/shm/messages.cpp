@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "lockstep/core/disagreement.h"
+#include "lockstep/comm/shm/failure.h"
 
 namespace lockstep::shm {
 namespace {
@@ -80,10 +80,11 @@ void Messages::announce(Message& message, std::byte* in_ring) const {
   else
     std::memcpy(&bytes, in_ring, sizeof bytes);
   if (bytes != message.ends.bytes)
-    throw Disagreement("shm",
-                       fmt::format("rank {} sent {} bytes to rank {}, which expects {}. Both "
-                                   "sides of a message must name the same size.",
-                                   message.ends.peer, bytes, group_.rank(), message.ends.bytes));
+    throw EngineFailure{
+        .disagreement = true,
+        .text = fmt::format("rank {} sent {} bytes to rank {}, which expects {}. Both sides of a "
+                            "message must name the same size.",
+                            message.ends.peer, bytes, group_.rank(), message.ends.bytes)};
   message.announced = true;
 }
 

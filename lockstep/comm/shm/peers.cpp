@@ -135,7 +135,7 @@ struct Gone {
 class Watch {
  public:
   Watch() = default;
-  Watch(const RankInfo& place, const std::vector<PeerInfo>& infos) {
+  Watch(const RankAndSize& place, const std::vector<PeerInfo>& infos) {
     const PeerInfo& own = infos[static_cast<std::size_t>(place.rank)];
     for (int rank = 0; rank < place.size; ++rank) {
       const PeerInfo& info = infos[static_cast<std::size_t>(rank)];
@@ -168,7 +168,7 @@ class Watch {
 // What the ranks agree by.
 struct Round {
   KeyValueStore& kv;
-  const RankInfo place;
+  const RankAndSize place;
   const Deadline deadline;
   Watch watch{};
 };
@@ -258,7 +258,7 @@ std::string agree_that_it_works(Round& round, const std::string& name,
 
 class Handshake {
  public:
-  Handshake(RankInfo place, Fd listener, Fd pidfd)
+  Handshake(RankAndSize place, Fd listener, Fd pidfd)
       : place_(place),
         listener_(std::move(listener)),
         pidfd_(std::move(pidfd)),
@@ -331,7 +331,7 @@ class Handshake {
     peer.segment = Segment::open(packet.fd.get(), segment_->bytes());
   }
 
-  RankInfo place_;
+  RankAndSize place_;
   std::shared_ptr<Segment> segment_;
   Fd listener_;
   Fd pidfd_;
@@ -344,7 +344,7 @@ struct Own {
 };
 
 // What this rank brings to the rendezvous; what fails is reported in the info.
-PeerInfo prepare(const RankInfo& place, std::size_t segment_bytes, Own* own) {
+PeerInfo prepare(const RankAndSize& place, std::size_t segment_bytes, Own* own) {
   PeerInfo info;
   try {
     info.boot_id = first_line_of("/proc/sys/kernel/random/boot_id");
@@ -381,7 +381,7 @@ std::string plan_of(const std::vector<std::string>& texts) {
 
 }  // namespace
 
-PeersResult connect_peers(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
+PeersResult connect_peers(KeyValueStore& kv, const RankAndSize& place, const Wanted& wanted,
                           const Deadline& deadline) {
   Own own;
   const PeerInfo info = prepare(place, wanted.bytes, &own);

@@ -29,7 +29,7 @@ namespace lockstep::shm {
 
 class Segment;
 
-struct RankInfo {
+struct RankAndSize {
   int rank = 0;
   int size = 1;
 };
@@ -58,7 +58,7 @@ struct PeersResult {
 // any failure of the handshake on any rank become the reason not to share memory. Throws what the
 // kv throws, and CommError naming the rank when a process ends after it has come; ranks in
 // containers with processes of their own cannot see that and wait until the deadline.
-PeersResult connect_peers(KeyValueStore& kv, const RankInfo& place, const Wanted& wanted,
+PeersResult connect_peers(KeyValueStore& kv, const RankAndSize& place, const Wanted& wanted,
                           const Deadline& deadline);
 
 // One message and at most one descriptor over a pair's socket; both wait until the deadline and

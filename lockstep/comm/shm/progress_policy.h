@@ -62,8 +62,8 @@ class ProgressPolicy {
   // The thread has nothing to do. Returns when it may have, at any time.
   virtual void park_thread(std::unique_lock<std::mutex>& lock, ProgressHost& host) = 0;
 
-  // Any thread, without the engine's mutex, which this is: someone has come to wait for the ticket,
-  // done or not.
+  // Someone has come to wait for the ticket, done or not. Any thread; `mutex` is the engine's,
+  // which the caller does not hold.
   virtual void waited_for(const Ticket& ticket, std::mutex& mutex) = 0;
 };
 

@@ -75,8 +75,4 @@ void combine(DType dtype, Op op, const Arrays& arrays) {
   kernel(call);
 }
 
-const char* instruction_set() {
-  return sum_kernels().name;
-}
-
 }  // namespace lockstep::shm

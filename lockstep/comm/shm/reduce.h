@@ -10,8 +10,8 @@
 //
 //   combine(DType::kF32, Op::kSum, {inputs, 2, outputs, 2, count});
 //
-// Memory is slow to answer and quick to deliver: who has to copy something else as well gives it
-// along (`moves`), so that its loads are under way together with those of the sum.
+// The sum is bound by memory latency, so copies of other arrays (`moves`) are interleaved with it:
+// their loads are then outstanding together with those of the sum.
 //
 // Sums and averages of float, half and bfloat16 are vectorised for the processor at hand; the rest
 // are plain loops. Pure functions: any thread may call them.
@@ -24,8 +24,5 @@ namespace lockstep::shm {
 
 // The pair must be supported.
 void combine(DType dtype, Op op, const Arrays& arrays);
-
-// Which vector code is in use: "avx512", "avx2", "sse2", "neon", "generic".
-const char* instruction_set();
 
 }  // namespace lockstep::shm

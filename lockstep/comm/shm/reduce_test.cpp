@@ -259,7 +259,7 @@ TEST(Reduce, EveryTypeAndOperationAgreesWithTheDefinition) {
           for (std::size_t i = 0; i < count; ++i)
             expect_at(dtype, op, got.inputs, i, got.result.data());
           ASSERT_FALSE(HasFailure()) << name(dtype) << " " << name(op) << " of " << n << " x "
-                                     << count << " with " << instruction_set();
+                                     << count << " with " << sum_kernels().name;
         }
       }
     }

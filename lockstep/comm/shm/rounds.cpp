@@ -4,10 +4,17 @@
 #include <sched.h>
 
 #include <string>
-
-#include "lockstep/core/disagreement.h"
+#include <utility>
 
 namespace lockstep::shm {
+namespace {
+
+// As the caller counts, if it does.
+std::uint64_t number(const Descriptor& what) {
+  return what.number != 0 ? what.number : what.sequence;
+}
+
+}  // namespace
 
 Rounds::Step Rounds::step(Collective& collective) {
   bool moved = false;
@@ -76,18 +83,19 @@ void Rounds::check_agreement(Collective& collective) const {
     const Descriptor& theirs = group_.view(rank).header->posts[parity].what;
     if (what.agrees(theirs)) continue;
     other = rank;
-    text = fmt::format("ranks disagree on collective #{}: rank {} called {}, rank {} called {}",
-                       what.sequence, group_.rank(), what.text(), rank, theirs.text());
+    text = fmt::format("ranks disagree on collective #{}: rank {} {}, rank {} {}", number(what),
+                       group_.rank(), what.deed(), rank, theirs.deed());
+    if (number(theirs) != number(what)) text += fmt::format(" as its #{}", number(theirs));
   }
   if (text.empty()) text = collective.disagreement(group_, parity);
   if (text.empty()) return;
-  throw Disagreement(
-      "shm",
-      text + ". Every rank must call the same operations with the same sizes in the same order.",
-      {.peer = other,
-       .operation = what.text(),
-       .sequence = what.sequence,
-       .elapsed = collective.deadline().elapsed()});
+  text += ". Every rank must call the same operations with the same sizes in the same order.";
+  throw EngineFailure{.disagreement = true,
+                      .text = std::move(text),
+                      .culprit = other,
+                      .context = {.operation = what.text(),
+                                  .sequence = number(what),
+                                  .elapsed = collective.deadline().elapsed()}};
 }
 
 }  // namespace lockstep::shm

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/shm/failure.h"
 #include "lockstep/comm/shm/group.h"
 #include "lockstep/comm/shm/layout.h"
 #include "lockstep/comm/shm/ticket.h"
@@ -42,7 +43,7 @@ class Rounds {
 
   enum class Step { kBlocked, kMoved, kDone };
   // Does for a collective what can be done without waiting. The same one is given until it is done.
-  // Throws Disagreement when the ranks have called different operations.
+  // Throws EngineFailure when the ranks have called different operations.
   Step step(Collective& collective);
   // Forgets the collective that is not done.
   void drop();

@@ -15,6 +15,7 @@
 #include <fstream>
 #include <functional>
 
+#include "lockstep/comm/shm/symmetric.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
 #include "lockstep/core/memory_limits.h"
 
@@ -29,6 +30,21 @@ int open_descriptors() {
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
     ++count;
   return count;
+}
+
+TEST(SymmetricBlocks, FindsWhatIsHeldAndNothingElse) {
+  SymmetricBlocks blocks;
+  const auto make = [&] {
+    return std::make_shared<MappedBlock>(
+        blocks.next_id(), 0, 8192, std::vector<std::shared_ptr<Segment>>{Segment::make(8192)});
+  };
+  auto block = make();
+  blocks.add(block);
+  const void* const address = block->data();
+  EXPECT_EQ(blocks.find(address, 8192).block, block);
+  EXPECT_EQ(blocks.find(address, 8193).block, nullptr);
+  block.reset();
+  EXPECT_EQ(blocks.find(address, 8).block, nullptr) << "a freed block is private memory";
 }
 
 TEST(Segment, IsZeroSealedAndReallyThere) {

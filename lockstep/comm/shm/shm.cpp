@@ -128,6 +128,13 @@ class ShmBackend : public Backend {
     return translated && lockstep::shm::supports(*translated, translate(op));
   }
 
+  bool shares_memory() const override { return true; }
+
+  bool barrier(const State& state, bool last) override {
+    follow(state, {last ? engine_->finish(started(state)) : engine_->barrier(started(state))}, {});
+    return true;
+  }
+
   void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
     follow(state,
            {engine_->all_reduce(tensor.mutable_data_ptr(), count_of(tensor), dtype_of(tensor),
@@ -218,7 +225,9 @@ class ShmBackend : public Backend {
   void abort(int culprit) noexcept override { engine_->abort("this rank gave up", culprit); }
 
  private:
-  static StartOptions started(const State& state) { return {.deadline = state->deadline()}; }
+  static StartOptions started(const State& state) {
+    return {.deadline = state->deadline(), .number = state->info().sequence};
+  }
 
   void follow(const State& state, Tickets tickets, Memory memory) {
     // Where all others were there before, it has ended already.

@@ -58,7 +58,7 @@ using DoomOf = std::function<std::exception_ptr(int awaited)>;
 // The ranks that make a block together: who this one is, its ends of the pairs' sockets, and what
 // keeps another from answering.
 struct BlockMakers {
-  const RankInfo& info;
+  const RankAndSize& info;
   const std::vector<Peer>& peers;
   DoomOf doom_of;
 };

@@ -67,7 +67,7 @@ template <typename Format, Scale kScale, int kStep, bool kLastLeaves = false>
   }
 }
 
-// Whole lines, together with what is moved by the way.
+// Whole lines, together with what is moved in the same pass.
 constexpr std::size_t kMoveBytes = 256;
 template <typename Format, Scale kScale, bool kLastLeaves>
 [[gnu::always_inline]] inline std::size_t sum_and_move(const Arrays& arrays,
