@@ -48,6 +48,8 @@ constexpr TaskKey kKeys[] = {
     {"data", "instructions", "eval_path", "file", "", "records for evaluations"},
     {"data", "instructions", "tokenizer", "folder", "bytes",
      "of a model with a tokenizer.json; or the file"},
+    {"data", "instructions", "tokenizer", "folder or file", "bytes",
+     "a Hugging Face tokenizer.json; model.vocab_size must reach its last id"},
     {"data", "instructions", "padding", "longest, max_length or packed", "longest",
      "rows as long as the batch's longest, as max_seq_len, or several samples in a row"},
     {"data", "instructions", "pad_to_multiple_of", "integer, from 1", "1",

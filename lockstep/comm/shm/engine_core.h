@@ -8,7 +8,8 @@
 // driver. How the driver waits, and when the engine's own thread drives, is ProgressPolicy's
 // decision.
 //
-//   core->start(std::make_shared<Barrier>(group, deadline, Kind::kBarrier), /*caller_waits=*/false);
+//   const auto barrier = std::make_shared<Barrier>(group, deadline, Kind::kBarrier);
+//   core->start(barrier, /*caller_waits=*/false);
 #pragma once
 
 #include <atomic>
