@@ -27,6 +27,13 @@ namespace lockstep::launch {
 
 namespace {
 
+// What mpirun, mp.spawn and accelerate call the number of ranks is too far from our name for it.
+std::string meant_flag(const std::string& name, const std::vector<std::string>& names) {
+  for (const std::string_view count : {"n", "np", "nprocs", "num-processes"})
+    if (name == count) return " Did you mean --nproc-per-node?";
+  return name.size() > 1 ? did_you_mean(name, names, "--") : "";
+}
+
 std::vector<std::string> split(std::string_view text, char separator) {
   std::vector<std::string> parts(1);
   for (const char c : text) {
@@ -119,7 +126,7 @@ class ArgumentReader {
       throw UsageError("run",
                        "there is no flag {}.{} Flags of the program go after the program; "
                        "'lockstep run --help' lists ours.",
-                       arg.substr(0, arg.find('=')), did_you_mean(name, names, "--"));
+                       arg.substr(0, arg.find('=')), meant_flag(name, names));
     }
     std::vector<std::string> meanings;
     for (const FlagSpec* flag : found) meanings.push_back(fmt::format("--{}", flag->name));
@@ -156,7 +163,7 @@ class ArgumentReader {
     throw UsageError("run",
                      "there is no flag {}.{} Flags of the program go after the program; "
                      "'lockstep run --help' lists ours.",
-                     arg, name.size() > 1 ? did_you_mean(name, names, "--") : "");
+                     arg, meant_flag(name, names));
   }
 
   // The next arg, unless it is plainly another flag.

@@ -163,6 +163,8 @@ TEST(Spelling, WhatTorchrunUnderstandsMeansTheSameHere) {
 TEST(Spelling, ATypoNamesTheNearestFlag) {
   EXPECT_THAT(refusal_of({"--nproc-per-mode=2"}),
               HasSubstr("[run] there is no flag --nproc-per-mode. Did you mean --nproc-per-node?"));
+  for (const char* flag : {"--nprocs=2", "--num_processes=2", "-n", "-np"})
+    EXPECT_THAT(refusal_of({flag, "2"}), HasSubstr("Did you mean --nproc-per-node?"));
   EXPECT_THAT(refusal_of({"--max-restart_s=2"}), HasSubstr("Did you mean --max-restarts?"));
   EXPECT_THAT(refusal_of({"-nproc_per_node=2"}), HasSubstr("Did you mean --nproc-per-node?"));
   EXPECT_THAT(refusal_of({"-x"}), HasSubstr("there is no flag -x. Flags of the program go after"));
