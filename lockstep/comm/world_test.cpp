@@ -371,8 +371,8 @@ void expect_same_kind(const Kind& error) {
       } catch (const Kind& caught) {
         const auto* of_peer = dynamic_cast<const detail::FromPeer*>(&caught);
         ASSERT_EQ(of_peer == nullptr ? world.rank() : of_peer->rank(), who);
-        if (of_peer != nullptr)
-          EXPECT_EQ(caught.what(), fmt::format("[world] rank {}: {}", who, error.what()));
+        const std::string want = fmt::format("[world] rank {}: {}", who, error.what());
+        EXPECT_EQ(caught.what(), of_peer == nullptr ? error.what() : want);
       }
     }
   });
