@@ -46,8 +46,6 @@ constexpr TaskKey kKeys[] = {
      "shuffles inside shards, or over all windows as PyTorch's DistributedSampler"},
     {"data", "instructions", "path", "file", "needed", "a .json or .jsonl file of records"},
     {"data", "instructions", "eval_path", "file", "", "records for evaluations"},
-    {"data", "instructions", "tokenizer", "folder", "bytes",
-     "of a model with a tokenizer.json; or the file"},
     {"data", "instructions", "tokenizer", "folder or file", "bytes",
      "a Hugging Face tokenizer.json; model.vocab_size must reach its last id"},
     {"data", "instructions", "padding", "longest, max_length or packed", "longest",
