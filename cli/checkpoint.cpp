@@ -31,11 +31,11 @@ constexpr const char* kHelp =
     "       lockstep checkpoint show PATH [--tensors]\n"
     "       lockstep checkpoint diff A B\n"
     "       lockstep checkpoint import ARCHIVE FOLDER\n\n"
-    "verify  reads every byte against the manifest: 0 when all is whole, 1 with what is wrong. A\n"
+    "verify  reads every byte against the manifest: 0 when all is ok, 1 with what is wrong. A\n"
     "        folder of checkpoints (an output_dir) stands for all of them\n"
     "show    step, position in the data, files, and with --tensors every tensor\n"
-    "diff    tensors that differ, and by how much at most; what else differs of how far the runs\n"
-    "        are, their logs apart: 0 when nothing does, 1 otherwise\n"
+    "diff    tensors that differ, and by how much at most; other differences in progress, except\n"
+    "        logs: 0 when nothing differs, 1 otherwise\n"
     "import  an archive that C++'s torch::save wrote becomes a folder of safetensors\n";
 
 std::vector<std::string> folders_of(const std::string& path) {
@@ -60,7 +60,7 @@ int verify(const Args& args) {
         lines += fmt::format("  {}\n", fault.text);
       }
       whole &= !damaged;
-      fmt::print("{:<8}{}\n{}", damaged ? "damaged" : "whole", folder, lines);
+      fmt::print("{:<8}{}\n{}", damaged ? "damaged" : "ok", folder, lines);
     }
   }
   return whole ? 0 : 1;
@@ -173,6 +173,7 @@ int diff_set(const Args& args, const std::string& stem) {
   }
   const io::SafetensorsSet a(args[0], stem), b(args[1], stem);
   int differing = 0;
+  std::size_t all = a.names().size();
   for (const std::string& name : a.names()) {
     const auto other = b.find(name);
     const auto text = other.entry == nullptr
@@ -186,8 +187,9 @@ int diff_set(const Args& args, const std::string& stem) {
     if (a.find(name).entry != nullptr) continue;
     fmt::print("{}: {} only in {}\n", stem, name, args[1]);
     ++differing;
+    ++all;
   }
-  fmt::print("{}: {} of {} tensors differ\n", stem, differing, a.names().size());
+  fmt::print("{}: {} of {} tensors differ\n", stem, differing, all);
   return differing;
 }
 

@@ -134,9 +134,11 @@ TrainerTask make_task_everywhere(World& world, const Prepared& read) {
 
 // The Trainer has reported every other end.
 void say_result(const TrainResult& result, const TrainingArguments& arguments) {
-  if (result.exit_code() == 0 && result.global_step > result.first_step)
-    fmt::print("trained {} steps, mean loss {:.4f}; {}\n", result.global_step, result.train_loss,
-               arguments.output_dir);
+  if (result.exit_code() != 0 || result.global_step <= result.first_step) return;
+  const std::string since =
+      result.first_step > 0 ? fmt::format(" since step {}", result.first_step) : "";
+  fmt::print("trained {} steps, mean loss{} {:.4f}; {}\n", result.global_step, since,
+             result.train_loss, arguments.output_dir);
 }
 
 }  // namespace

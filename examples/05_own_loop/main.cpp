@@ -51,20 +51,21 @@ int train(lockstep::World& world, const Flags& flags) {
   auto loader = data::loader(
       dataset, world, {.batch_size = kBatch, .shuffle = true, .seed = kSeed, .num_workers = 1});
   lockstep::Accumulation accumulation{model, {.steps = kAccumulate, .expected_count = kBatch}};
-  const auto per_epoch = (loader.batches_per_epoch() + kAccumulate - 1) / kAccumulate;
-  const auto schedule = optim::make_schedule({.name = "cosine",
-                                              .warmup_steps = kWarmup,
-                                              .total_steps = flags.epochs * per_epoch,
-                                              .lr = kLr});
 
-  const lockstep::CheckpointParts parts{
-      .module = net.get(), .optimizer = &optimizer, .loader = &loader, .schedule = &schedule};
+  lockstep::CheckpointParts parts{.module = net.get(),
+                                  .optimizer = &optimizer,
+                                  .loader = &loader,
+                                  .accumulation = &accumulation};
   std::int64_t step = 0, epoch = 0;
   if (const auto resumed = lockstep::resume(flags.output_dir, world, parts)) {
     step = resumed->step;
     epoch = resumed->epoch;
     if (world.is_leader()) std::printf("resumed at step %lld\n", static_cast<long long>(step));
   }
+  const auto left = lockstep::steps_left(parts, epoch, flags.epochs);
+  const auto schedule = optim::make_schedule(
+      {.name = "cosine", .warmup_steps = kWarmup, .total_steps = step + left, .lr = kLr});
+  parts.schedule = &schedule;
 
   lockstep::StopRequest stop{world};
   for (; epoch < flags.epochs; ++epoch) {

@@ -1,6 +1,7 @@
 """Example 05, stopped by signals and killed, and resumed: it ends with the bits of a run that was
 never interrupted; on another number of ranks it ends as well."""
 
+import json
 import os
 import pathlib
 import re
@@ -53,11 +54,12 @@ def ranks_of(output):
     return sorted(found)
 
 
-def interrupted(ranks, output, interrupt):
+def interrupted(ranks, output, interrupt, epochs=EPOCHS):
     """Starts a run, interrupts it after its first checkpoint, and returns exit code and output."""
     with open(f"{output}.log", "w+", encoding="utf-8") as log:
-        process = subprocess.Popen(command(ranks, output), stdout=log, stderr=subprocess.STDOUT,
-                                   env=environment(), stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command(ranks, output, epochs), stdout=log,
+                                   stderr=subprocess.STDOUT, env=environment(),
+                                   stdin=subprocess.DEVNULL)
         try:
             end = time.monotonic() + LIMIT_S
             while not (output / "checkpoint-50").exists():
@@ -86,6 +88,26 @@ def one_rank(number, sent):
     return interrupt
 
 
+def refused_beside(ranks, output):
+    """A second run in the directory of one that trains ends at once, and says who is there."""
+    def interrupt(process, _):
+        done = subprocess.run(command(ranks, output), capture_output=True, text=True,
+                              timeout=LIMIT_S, check=False, env=environment(),
+                              stdin=subprocess.DEVNULL)
+        text = done.stdout + done.stderr
+        assert done.returncode not in (0, 143), text
+        assert f"another run trains in output_dir {output}: pid " in text, text
+        assert process.poll() is None, "the first run was over by then"
+        process.send_signal(signal.SIGTERM)
+    return interrupt
+
+
+def last_factor(output):
+    """The schedule's factor after the last step."""
+    newest = output / f"checkpoint-{steps(output)[-1]}" / "scheduler.json"
+    return json.loads(newest.read_text(encoding="utf-8"))["factor"]
+
+
 def main():
     with tempfile.TemporaryDirectory(prefix="lockstep-own-loop-") as name:
         place = pathlib.Path(name)
@@ -96,6 +118,8 @@ def main():
         check("verify", whole)
         shown = check("show", whole / f"checkpoint-{last}")
         assert re.search(rf"step +{last}, epoch {EPOCHS}\.0000", shown), shown
+        assert "2 ranks x batch 16 x accumulation 2" in shown, shown
+        assert last_factor(whole) < 1e-9, last_factor(whole)
 
         ways = {"launcher": (143, lambda process, _: process.send_signal(signal.SIGTERM)),
                 "rank": (143, one_rank(1, signal.SIGUSR1)),
@@ -113,14 +137,20 @@ def main():
             check("diff", whole / f"checkpoint-{last}", output / f"checkpoint-{last}")
             print(f"{way}: stopped at step {stopped}, the same bits at step {last}")
 
-        # Other numbers of ranks take other numbers of steps per epoch.
+        # Other numbers of ranks take other numbers of steps per epoch: the schedule ends with them.
         output = place / "other"
         interrupted(2, output, ways["launcher"][1])
         for ranks in (3, 1):
             text = finish(ranks, output, epochs=EPOCHS)
             assert "resumed at step" in text, text
+            assert last_factor(output) < 1e-9, (ranks, last_factor(output))
         check("verify", output)
         print("resumed on three ranks and on one")
+
+        output = place / "beside"
+        code, text = interrupted(2, output, refused_beside(2, output), epochs=100 * EPOCHS)
+        assert code == 143, text
+        print("a second run was refused")
 
 
 if __name__ == "__main__":

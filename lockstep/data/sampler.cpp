@@ -157,10 +157,12 @@ void check_state(const SamplerState& state, std::int64_t size, std::uint64_t see
                      "be another one. Set the seed to {} to resume.",
                      state.seed, seed, state.seed);
   if (state.size != 0 && state.size != size)
-    throw UsageError("sampler",
-                     "the state was saved with {} samples per epoch, and now there are {}. Resume "
-                     "with the same dataset, or start at the next epoch with a cursor of 0.",
-                     state.size, size);
+    throw UsageError(
+        "sampler",
+        "the state was saved with {} samples per epoch, and now there are {}. Resume "
+        "with the same dataset, or without the position in it: leave the loader out of "
+        "the parts of resume() (Trainer: ignore_data_skip: true).",
+        state.size, size);
   check_share(size, state.cursor, {});
   if (state.epoch < 0) throw UsageError("sampler", "a state of epoch {}.", state.epoch);
 }

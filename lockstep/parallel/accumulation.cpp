@@ -65,8 +65,10 @@ void check_options(const AccumulationOptions& options) {
   if (options.steps < 1)
     throw UsageError(kWho, "steps = {} is not a window. Use 1 for a step after each backward.",
                      options.steps);
-  if (!(options.expected_count >= 0))
-    throw UsageError(kWho, "expected_count = {} is not a count. Use 0 to take the first one.",
+  if (options.expected_count != 0 && !(options.expected_count >= 1))
+    throw UsageError(kWho,
+                     "expected_count = {} is not a count. Give the samples or tokens of a usual "
+                     "micro-batch, at least 1, or 0 to take the first one.",
                      options.expected_count);
 }
 
@@ -303,6 +305,10 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   }
   self.done = 0;
   return true;
+}
+
+std::int64_t Accumulation::steps() const {
+  return impl_->options.steps;
 }
 
 bool Accumulation::at_boundary() const {

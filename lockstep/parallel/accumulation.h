@@ -51,9 +51,9 @@ struct AccumulationOptions {
   std::int64_t steps = 1;
   WindowWeights weights = WindowWeights::kCounts;
   // The usual count of a micro-batch, the same on every rank: one of that size is weighed by
-  // exactly 1 / steps. 0 takes the largest of the ranks' first ones (kOwnCounts: its own); a run
-  // that is to have the same bits after resuming gives it (batch size, or batch size x sequence
-  // length).
+  // exactly 1 / steps. At least 1; 0 takes the largest of the ranks' first ones (kOwnCounts: its
+  // own); a run that is to have the same bits after resuming gives it (batch size, or batch size x
+  // sequence length).
   double expected_count = 0;
 };
 
@@ -92,7 +92,8 @@ class Accumulation {
   // other ranks wait for it, that backward is run all the same.
   bool backward(const at::Tensor& loss, const MicroBatch& micro = {});
 
-  bool at_boundary() const;  // nothing is accumulated
+  std::int64_t steps() const;  // of the options
+  bool at_boundary() const;    // nothing is accumulated
   // Forgets a window that was begun (after an exception); call zero_grad() too.
   void abandon();
   const Window& last_window() const;

@@ -424,6 +424,9 @@ TEST(Accumulation, RefusesWhatItCannotWeigh) {
               HasSubstr("[Accumulation] steps = 0 is not a window"));
   EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model, {.expected_count = -1}); }),
               HasSubstr("expected_count = -1"));
+  // Losses and totals would be weighed against different numbers.
+  EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model, {.expected_count = 0.5}); }),
+              HasSubstr("expected_count = 0.5 is not a count"));
   EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model.reducer_ptr(), {}); }),
               HasSubstr("there are no parameters"));
   Accumulation accumulation{model};

@@ -117,9 +117,14 @@ std::string ModelTensors::describe_buffers() const {
   return text;
 }
 
-Fingerprints ModelTensors::fingerprints() const {
+Fingerprints ModelTensors::parameter_fingerprints() const {
   Fingerprints fingerprints;
   for (const auto& p : parameters_) fingerprints.add(p.name, p.tensor);
+  return fingerprints;
+}
+
+Fingerprints ModelTensors::buffer_fingerprints() const {
+  Fingerprints fingerprints;
   for (const auto& b : buffers_)
     if (b.tensor.defined()) fingerprints.add(b.name, b.tensor);
   return fingerprints;

@@ -51,7 +51,8 @@ class ModelTensors {
   void broadcast_buffers(World& world, int root);
 
   std::string describe_buffers() const;  // a line each
-  Fingerprints fingerprints() const;
+  Fingerprints parameter_fingerprints() const;
+  Fingerprints buffer_fingerprints() const;
   // Throws UsageError naming a trained parameter and what it shares memory with, if anything.
   void check_own_memory() const;
 

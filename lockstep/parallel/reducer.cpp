@@ -26,6 +26,18 @@ BucketLimits limits_of(const DdpOptions& options) {
   return limits;
 }
 
+void require_same(World& world, const Check& check, const char* kind,
+                  const Fingerprints& fingerprints) {
+  const auto difference = find_difference(world, check, fingerprints);
+  if (!difference) return;
+  throw CommError(
+      "ddp",
+      fmt::format("replicas differ: {} '{}' on {} is not what it is on rank 0. Something changed "
+                  "it outside the synchronised step, or ranks took different steps.",
+                  kind, difference->name, show_ranks(difference->ranks)),
+      {.rank = world.rank(), .peer = difference->ranks[0], .operation = "verify_replicas"});
+}
+
 }  // namespace
 
 void ReducerImpl::start(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers) {
@@ -499,19 +511,21 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
 }
 
 void Reducer::verify_replicas() {
+  verify_parameters();
+  verify_buffers();
+}
+
+void Reducer::verify_parameters() {
   parallel::Check check{.component = "ddp", .what = "verify_replicas()"};
   // Memory that all ranks map is always equal, whoever wrote it.
   if (impl_->owner_ && impl_->owner_->check_written)
     check.refusal = parallel::refusal_of(impl_->owner_->check_written);
-  const auto difference =
-      parallel::find_difference(impl_->world_, check, impl_->model_.fingerprints());
-  if (!difference) return;
-  throw CommError(
-      "ddp",
-      fmt::format("replicas differ: '{}' on {} is not what it is on rank 0. Something changed it "
-                  "outside the synchronised step, or ranks took different steps.",
-                  difference->name, parallel::show_ranks(difference->ranks)),
-      {.rank = impl_->world_.rank(), .peer = difference->ranks[0], .operation = "verify_replicas"});
+  parallel::require_same(impl_->world_, check, "parameter", impl_->model_.parameter_fingerprints());
+}
+
+void Reducer::verify_buffers() {
+  parallel::require_same(impl_->world_, {.component = "ddp", .what = "verify_replicas()"}, "buffer",
+                         impl_->model_.buffer_fingerprints());
 }
 
 NoSync::NoSync(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {

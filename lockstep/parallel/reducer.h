@@ -48,7 +48,9 @@ class Reducer {
 
   void join(const std::function<void()>& body, const JoinOptions& options);
   void register_comm_hook(CommHook hook);
-  void verify_replicas();
+  void verify_replicas();  // both of these
+  void verify_parameters();
+  void verify_buffers();
 
   const StepTiming& last_timing() const;
   std::size_t bucket_count() const;

@@ -6,6 +6,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <exception>
@@ -94,9 +95,9 @@ void AsyncSaver::check_progress() {
   shared_ = std::make_shared<Shared>(Shared{shared_->options, {}});
   throw Error(
       "checkpoint",
-      fmt::format("{} was not saved: its writer has made no progress for {:.1f} s. The disk "
-                  "or the network file system is probably stuck. Resume from the newest "
-                  "checkpoint when it works again.",
+      fmt::format("{} was not saved: its writer has made no progress for {:.1f} s. The disk, "
+                  "the device that it copies from or the network file system is probably stuck. "
+                  "Resume from the newest checkpoint when it works again.",
                   path, std::chrono::duration<double>(stalled).count()));
 }
 
@@ -136,8 +137,7 @@ void AsyncSaver::copy_beside(Shared& shared, Job& job) {
   if (trouble) std::rethrow_exception(trouble);
 }
 
-void AsyncSaver::run(Shared& shared, Job& job) {
-  const at::NoGradGuard no_grad;
+void AsyncSaver::copy_everything(Shared& shared, Job& job) {
   const auto start = Clock::now();
   try {
     if (job.device) {
@@ -152,8 +152,17 @@ void AsyncSaver::run(Shared& shared, Job& job) {
   job.sources.clear();
   job.outcome.copy_ms = ms_since(start);
   job.copied.set_value();
-  const auto writing = Clock::now();
+}
+
+void AsyncSaver::run(Shared& shared, Job& job) {
+  const at::NoGradGuard no_grad;
   const SaverOptions& options = shared.options;
+  if (options.copy) {
+    copy_everything(shared, job);
+  } else if (job.boundary) {
+    job.boundary->synchronize();
+  }
+  const auto writing = Clock::now();
   WriteOptions write = options.write;
   write.progress = &job.progress;
   write_checkpoint(job.outcome.path, job.contents, write);
@@ -200,7 +209,13 @@ void AsyncSaver::begin(CheckpointContents contents, std::string keep) {
 }
 
 void AsyncSaver::wait_copied() {
-  if (job_) job_->copied_future.wait();
+  const SaverOptions& options = shared_->options;
+  const auto look = std::min<std::chrono::milliseconds>(kLook, options.stall_limit);
+  while (job_) {
+    const std::future<void>& until = options.copy ? job_->copied_future : job_->done;
+    if (until.wait_for(look) == std::future_status::ready) return;
+    check_progress();
+  }
 }
 
 void AsyncSaver::wait_a_while(std::chrono::milliseconds time) {

@@ -32,6 +32,9 @@ namespace lockstep::train {
 struct SaverOptions {
   std::string output_dir{};
   int limit = 0;  // checkpoints to keep; 0: all
+  // False: nothing changes the tensors before the save has ended, and they are written from where
+  // they are.
+  bool copy = true;
   // A single fsync of a large file on a loaded network file system may take minutes.
   std::chrono::milliseconds stall_limit{std::chrono::minutes(30)};
   WriteOptions write{};
@@ -57,7 +60,7 @@ class AsyncSaver {
   // The folder is checkpoint-<contents.state.global_step>. `keep` is not deleted by the limit.
   // Throws what the save before has thrown.
   void begin(CheckpointContents contents, std::string keep = {});
-  // Parameters and optimizer state may change from here on.
+  // Parameters and optimizer state may change from here on. Error when the copy is stuck.
   void wait_copied();
   // What has ended since the last call; wait() waits for it. Throw the save's error, except a full
   // disk, which is an alert.
@@ -73,6 +76,7 @@ class AsyncSaver {
   static void run(Shared& shared, Job& job);
   static void copy(Shared& shared, Job& job);
   static void copy_beside(Shared& shared, Job& job);
+  static void copy_everything(Shared& shared, Job& job);
   bool ended() const;
   void check_progress();
 

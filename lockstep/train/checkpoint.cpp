@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "lockstep/comm/world.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -16,11 +17,13 @@
 #include "lockstep/io/checksum.h"
 #include "lockstep/io/safetensors_set.h"
 #include "lockstep/io/tensors.h"
+#include "lockstep/optim/determinism.h"
 #include "lockstep/train/run_checks.h"
 
 namespace lockstep::train {
 namespace {
 
+constexpr const char* kOwnGpu = "cuda";     // its generator's name, whatever its number
 constexpr const char* kModelFormat = "pt";  // what transformers looks for before it loads
 
 // Dense and on the CPU. What is both already is the same memory.
@@ -254,6 +257,38 @@ TensorDict unpack_tensors(const std::string& bytes) {
     at = line + 1 + size;
   }
   return tensors;
+}
+
+TensorDict random_state(const World& world) {
+  const optim::RngState all = optim::rng_state();
+  TensorDict mine{{"cpu", all.at("cpu")}};
+  if (!world.device().is_cpu()) mine.emplace(kOwnGpu, all.at(world.device().str()));
+  return mine;
+}
+
+void restore_random_state(const World& world, const Checkpoint& checkpoint) {
+  TensorDict mine = checkpoint.rng(world.rank());
+  if (auto gpu = mine.extract(kOwnGpu); gpu && !world.device().is_cpu()) {
+    gpu.key() = world.device().str();
+    mine.insert(std::move(gpu));
+  }
+  if (!mine.empty()) optim::set_rng_state(mine);
+}
+
+std::string scheduler_text(const std::string& type, double factor, std::int64_t step,
+                           const std::vector<double>& rates) {
+  NodeMembers members;
+  if (!type.empty()) {
+    members.emplace_back("type", text_node(type));
+    members.emplace_back("factor", real_node(factor));
+  }
+  members.emplace_back("last_epoch", integer_node(step));
+  if (!rates.empty()) {
+    std::vector<Node> list;
+    for (const double rate : rates) list.push_back(real_node(rate));
+    members.emplace_back("last_lr", list_node(std::move(list)));
+  }
+  return to_json(map_node(std::move(members))) + "\n";
 }
 
 std::string scaler_text(const optim::GradScalerState& state) {

@@ -39,6 +39,10 @@
 #include "lockstep/train/model_files.h"
 #include "lockstep/train/trainer_state.h"
 
+namespace lockstep {
+class World;
+}
+
 namespace lockstep::train {
 
 std::string checkpoint_path(const std::string& output_dir, std::int64_t step);
@@ -122,6 +126,16 @@ class Checkpoint {
 // Generators' states as bytes to be sent to the rank that writes, and back.
 std::string pack_tensors(const TensorDict& tensors);
 TensorDict unpack_tensors(const std::string& bytes);
+
+// This rank's generators as a checkpoint has them: "cpu", and "cuda" for its own GPU, which may
+// have another number when the run continues.
+TensorDict random_state(const World& world);
+void restore_random_state(const World& world, const Checkpoint& checkpoint);
+
+// scheduler.json: the schedule's name and factor after `step` steps (empty: none), and the learning
+// rate of every parameter group.
+std::string scheduler_text(const std::string& type, double factor, std::int64_t step,
+                           const std::vector<double>& rates);
 
 // scaler.json. `name` stands for the file in errors.
 std::string scaler_text(const optim::GradScalerState& state);

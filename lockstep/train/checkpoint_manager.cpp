@@ -10,7 +10,6 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/optim/determinism.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/run_checks.h"
 
@@ -20,7 +19,6 @@ namespace {
 // Long for a training that waits, short for a signal.
 constexpr std::chrono::seconds kLongWait{1};
 constexpr std::chrono::milliseconds kListenEvery{50};
-constexpr const char* kGpu = "cuda";  // its generator's name in a checkpoint
 
 std::string arguments_json(const TrainingArguments& arguments) {
   NodeMembers members;
@@ -40,14 +38,6 @@ std::string beside(const std::string& checkpoint, const std::string& recorded) {
   return fs::is_directory(here, error) ? here.string() : recorded;
 }
 
-// Of the CPU and of this rank's own GPU, which may have another number when the run continues.
-TensorDict random_state(const World& world) {
-  const optim::RngState all = optim::rng_state();
-  TensorDict mine{{"cpu", all.at("cpu")}};
-  if (!world.device().is_cpu()) mine.emplace(kGpu, all.at(world.device().str()));
-  return mine;
-}
-
 }  // namespace
 
 // ---------------------------------------------------------------- before the first step
@@ -59,15 +49,6 @@ void CheckpointManager::resume(const Checkpoint& checkpoint) {
   durable_best_ = best.value_or("");
   newest_ = checkpoint.path();
   saved_step_ = run_.result.durable_step = run_.state.global_step;
-}
-
-void CheckpointManager::restore_random(const Checkpoint& checkpoint) const {
-  TensorDict mine = checkpoint.rng(run_.world.rank());
-  if (auto gpu = mine.extract(kGpu); gpu && !run_.world.device().is_cpu()) {
-    gpu.key() = run_.world.device().str();
-    mine.insert(std::move(gpu));
-  }
-  if (!mine.empty()) optim::set_rng_state(mine);
 }
 
 void CheckpointManager::open(const std::string& resumed_from, bool only_last) {

@@ -39,8 +39,6 @@ class CheckpointManager {
   std::string choose();
   // Takes state, best model and durable step over. The position in the data is the caller's.
   void resume(const Checkpoint& checkpoint);
-  // This rank's generators, as they were.
-  void restore_random(const Checkpoint& checkpoint) const;
   // Begins to write into output_dir. `only_last`: nothing is saved before the run's end.
   void open(const std::string& resumed_from, bool only_last);
 

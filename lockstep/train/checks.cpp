@@ -6,6 +6,7 @@
 #include <cmath>
 #include <initializer_list>
 
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
@@ -152,8 +153,16 @@ class Checker {
           fmt::format("{} decides the accumulation. Delete gradient_accumulation_steps, or {}.",
                       size->key, size->key));
     }
-    if (const std::string uneven = uneven_text(*size, 1); !uneven.empty())
-      add({size->key, "per_device_train_batch_size", "max_seq_len"}, uneven);
+    // What does not suit one rank suits no number of them; the values to choose are those for the
+    // ranks of this run, where a launcher has said how many.
+    if (!uneven_text(*size, 1).empty())
+      add({size->key, "per_device_train_batch_size", "max_seq_len"},
+          uneven_text(*size, ranks_of_launcher()));
+  }
+
+  static int ranks_of_launcher() {
+    const std::int64_t ranks = env::get_int("WORLD_SIZE").value_or(1);
+    return static_cast<int>(std::clamp<std::int64_t>(ranks, 1, 1'000'000));
   }
 
   void reports() {

@@ -684,6 +684,12 @@ TEST(EffectiveBatch, SamplesDecideTheAccumulation) {
       message_of([&] { accumulation_steps(arguments, 3); }),
       "[config] global_batch_size 32 is not a multiple of 12 (batch 4 x 3 ranks). The nearest "
       "that are: 24 and 36.");
+  // What is proposed suits the ranks that a launcher has started, and not one alone.
+  ::setenv("WORLD_SIZE", "2", 1);
+  EXPECT_THAT(message_of([] { check_arguments({.global_batch_size = 100}); }),
+              HasSubstr("global_batch_size 100 is not a multiple of 16 (batch 8 x 2 ranks). The "
+                        "nearest that are: 96 and 112."));
+  ::unsetenv("WORLD_SIZE");
   EXPECT_THAT(out_of_memory_advice(arguments, 2),
               HasSubstr("per_device_train_batch_size: 2: global_batch_size makes the accumulation "
                         "8 (effective batch stays 32)."));

@@ -254,6 +254,7 @@ void Loop::evaluate(Due& due) {
 
 void Loop::save() {
   const bool was_stopping = control_.stop_signal() != 0;
+  if (!was_stopping && control_.over()) compare_replicas();
   checkpoints_.end_previous();  // which is the best depends on whether that one is durable
   // A run that continues from the last step comes to no epoch's end.
   const bool stopping = !was_stopping && control_.stop_signal() != 0;
@@ -313,15 +314,17 @@ void Loop::run() {
     if (due.save && !checkpoints_.saved()) save();  // it was the best
   }
   for (std::int64_t epoch = epoch_; !control_.over(); ++epoch) run_epoch(epoch);
-  if (control_.stop_signal() == 0 && run_.world.size() > 1) compare_replicas();
+  if (control_.stop_signal() == 0) compare_replicas();
 }
 
-// What DDP promises, looked at once at the end. Only reported: buffers of a model may differ on
-// purpose.
+// What DDP promises, looked at once at the end and before the last save: parameters that differ end
+// the run on every rank. Buffers of a model may differ on purpose and are only reported.
 void Loop::compare_replicas() {
+  if (std::exchange(compared_, true) || run_.world.size() == 1) return;
+  model_.reducer().verify_parameters();
   std::string difference;
   try {
-    model_.verify_replicas();
+    model_.reducer().verify_buffers();
   } catch (const CommError& e) {
     difference = e.what();
   }

@@ -78,6 +78,7 @@ class Loop {
   bool epoch_ending_ = false;    // its last step is done, and what is due after it
   bool epoch_ended_ = false;     // everything that is due after the epoch has been done
   bool evaluation_due_ = false;  // a stop signal came before it, or in it
+  bool compared_ = false;        // the replicas, at the end
 };
 
 }  // namespace lockstep::train

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "lockstep/io/file.h"
-#include "lockstep/io/numbered_dirs.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep::train {
@@ -57,13 +56,16 @@ std::string move_away(const std::string& output_dir, const std::vector<fs::path>
 
 }  // namespace
 
+bool is_before(const io::NumberedDir& dir, const std::string& output_dir, const RunStart& start) {
+  const bool continues = !start.checkpoint.empty() && stands_in(start.checkpoint, output_dir);
+  return continues && (dir.step <= start.step || same_place(dir.path, start.checkpoint));
+}
+
 std::string archive_previous_run(const std::string& output_dir, const RunStart& start) {
   const bool continues = !start.checkpoint.empty() && stands_in(start.checkpoint, output_dir);
   std::vector<fs::path> others;
-  for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix)) {
-    if (continues && (dir.step <= start.step || same_place(dir.path, start.checkpoint))) continue;
-    others.emplace_back(dir.path);
-  }
+  for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix))
+    if (!is_before(dir, output_dir, start)) others.emplace_back(dir.path);
   for (const char* name :
        {"metrics.jsonl", "metrics.superseded.jsonl", "runs", "effective_config.json"}) {
     const fs::path path = fs::path(output_dir) / name;
@@ -72,10 +74,11 @@ std::string archive_previous_run(const std::string& output_dir, const RunStart& 
   return move_away(output_dir, others);
 }
 
-std::string archive_checkpoints_above(const std::string& output_dir, std::int64_t step) {
+std::string archive_checkpoints(const std::string& output_dir,
+                                const std::function<bool(const io::NumberedDir&)>& is_other) {
   std::vector<fs::path> others;
   for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix))
-    if (dir.step > step) others.emplace_back(dir.path);
+    if (is_other(dir)) others.emplace_back(dir.path);
   return move_away(output_dir, others);
 }
 

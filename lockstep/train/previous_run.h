@@ -14,7 +14,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
+
+#include "lockstep/io/numbered_dirs.h"
 
 namespace lockstep::train {
 
@@ -28,7 +31,13 @@ struct RunStart {
 // SystemError.
 std::string archive_previous_run(const std::string& output_dir, const RunStart& start);
 
-// The same with the checkpoints above `step` alone, whoever continues from what.
-std::string archive_checkpoints_above(const std::string& output_dir, std::int64_t step);
+// A checkpoint in output_dir that a run with this start has behind it: the one that it continues
+// from, and lower steps.
+bool is_before(const io::NumberedDir& dir, const std::string& output_dir, const RunStart& start);
+
+// Moves the checkpoints for which `is_other` is true, and nothing else: the files of a loop of the
+// user's own are the user's.
+std::string archive_checkpoints(const std::string& output_dir,
+                                const std::function<bool(const io::NumberedDir&)>& is_other);
 
 }  // namespace lockstep::train

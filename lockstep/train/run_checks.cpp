@@ -12,6 +12,9 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/spelling.h"
 #include "lockstep/io/file.h"
+#include "lockstep/io/manifest.h"
+#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/train/trainer_state.h"
 
 namespace lockstep::train {
 
@@ -52,7 +55,18 @@ void check_precision(const TrainingArguments& arguments, bool on_cpu) {
 
 void check_resume(const std::string& flag) {
   std::error_code ignored;
-  if (flag == "auto" || flag == "never" || std::filesystem::is_directory(flag, ignored)) return;
+  if (flag == "auto" || flag == "never") return;
+  if (std::filesystem::is_directory(flag, ignored)) {
+    const std::string manifest = flag + "/" + std::string(io::kManifestName);
+    if (std::filesystem::exists(manifest, ignored)) return;
+    const auto inside = io::list_numbered(flag, kCheckpointPrefix);
+    if (inside.empty()) return;  // reading it reports what is missing
+    throw UsageError("checkpoint",
+                     "{} is an output_dir and not a checkpoint. Its newest checkpoint is {}. Give "
+                     "that folder, or set output_dir to {} and resume_from_checkpoint (--resume) "
+                     "to auto.",
+                     flag, inside.front().path, flag);
+  }
   throw UsageError(
       "checkpoint",
       "{} cannot be used: there is no such folder.{} resume_from_checkpoint (--resume) "
@@ -73,9 +87,12 @@ void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
     } else if (found.entry->shape != tensor.shape) {
       throw UsageError("checkpoint",
                        "{}: '{}' is [{}] and the model's is [{}]. The checkpoint belongs to "
-                       "another model; compare `model` in its training_args.json.",
+                       "another model{}.",
                        folder, tensor.name, fmt::join(found.entry->shape, ", "),
-                       fmt::join(tensor.shape, ", "));
+                       fmt::join(tensor.shape, ", "),
+                       std::filesystem::exists(folder + "/training_args.json")
+                           ? "; compare `model` in its training_args.json"
+                           : "");
     }
   }
   std::vector<std::string> unknown;

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
 #include <vector>
 
@@ -14,14 +13,12 @@
 #include "lockstep/core/log.h"
 #include "lockstep/io/file.h"
 #include "lockstep/train/checkpoint_manager.h"
+#include "lockstep/train/folder_owner.h"
 #include "lockstep/train/previous_run.h"
 #include "lockstep/train/run_checks.h"
 
 namespace lockstep::train {
 namespace {
-
-// For a run that was killed a moment ago and is not gone yet.
-constexpr std::chrono::seconds kLockTimeout{3};
 
 // Names the run whose attempt has begun in output_dir.
 std::string run_file(const TrainingArguments& a) {
@@ -30,28 +27,6 @@ std::string run_file(const TrainingArguments& a) {
 
 std::string launchers_run() {
   return env::get("TORCHELASTIC_RUN_ID").value_or("");
-}
-
-io::FolderLock lock_folder(const std::string& folder, const std::string& token) {
-  check_output_dir(folder);
-  io::FolderLock lock(folder, token, std::chrono::milliseconds(0));
-  if (!lock.holder().empty()) {
-    log::info("trainer", "{} is in use by {}: waiting for {} s in case it is ending", folder,
-              lock.holder(), kLockTimeout.count());
-    lock = io::FolderLock(folder, token, kLockTimeout);
-  }
-  if (!lock.holder().empty())
-    throw UsageError("trainer",
-                     "another run trains in output_dir {}: {} holds {}/{}. Two would take each "
-                     "other's checkpoints for their own. Wait for its end or stop it, or choose "
-                     "another output_dir. If its host is gone, delete that file.",
-                     folder, lock.holder(), folder, io::kFolderLockName);
-  if (!lock.problem().empty())
-    log::warning("trainer",
-                 "{}. Nothing keeps a second run out of {}: take care that each run has an "
-                 "output_dir of its own.",
-                 lock.problem(), folder);
-  return lock;
 }
 
 // That attempt may have died before it put the checkpoints of an earlier run aside: then no file
@@ -105,7 +80,7 @@ std::string newest_on_all(RunContext& run) {
     const auto [lowest, highest] = std::ranges::minmax(steps);
     if (lowest < 0) {
       if (run.world.is_leader())
-        log::info("checkpoint", "{} holds none{}: a new run", folder,
+        log::info("checkpoint", "{} has no checkpoint{}: a new run", folder,
                   run.arguments.save_on_each_node ? " that is whole on every host" : "");
       return {};
     }
@@ -133,14 +108,13 @@ io::FolderLock CheckpointManager::lock() {
   const std::string& folder = run_.arguments.output_dir;
   const auto tokens = world.agree([&]() -> std::string {
     if (!world.is_leader()) return {};
-    const auto now = std::chrono::system_clock::now().time_since_epoch().count();
-    const std::string token = fmt::format("run {}-{}", ::getpid(), now);
-    lock = lock_folder(folder, token);
+    const std::string token = new_lock_token();
+    lock = lock_output_dir(folder, token);
     return token;
   });
   if (!run_.arguments.save_on_each_node) return lock;
   world.agree([&] {
-    if (run_.writes() && !world.is_leader()) lock = lock_folder(folder, tokens[0]);
+    if (run_.writes() && !world.is_leader()) lock = lock_output_dir(folder, tokens[0]);
   });
   return lock;
 }

@@ -14,10 +14,10 @@
 #include "lockstep/io/checksum.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/io/numbered_dirs.h"
-#include "lockstep/optim/determinism.h"
+#include "lockstep/parallel/accumulation.h"
 #include "lockstep/train/async_saver.h"
 #include "lockstep/train/checkpoint.h"
-#include "lockstep/train/previous_run.h"
+#include "lockstep/train/folder_owner.h"
 
 namespace lockstep {
 namespace {
@@ -25,7 +25,6 @@ namespace {
 using train::TensorDict;
 
 constexpr std::chrono::milliseconds kSavePoll{50};
-constexpr const char* kDeviceRng = "cuda";  // the rank's own device, whatever its number
 
 void check_parts(const CheckpointParts& parts) {
   if (parts.module == nullptr)
@@ -38,38 +37,23 @@ optim::NamedParameters names_of(const torch::nn::Module& module) {
   return module.named_parameters().pairs();
 }
 
-TensorDict generators_of(const World& world) {
-  const optim::RngState all = optim::rng_state();
-  TensorDict mine{{"cpu", all.at("cpu")}};
-  if (!world.device().is_cpu()) mine.emplace(kDeviceRng, all.at(world.device().str()));
-  return mine;
-}
-
-void restore_generators(const World& world, const train::Checkpoint& checkpoint) {
-  TensorDict mine = checkpoint.rng(world.rank());
-  if (auto device = mine.extract(kDeviceRng); device && !world.device().is_cpu()) {
-    device.key() = world.device().str();
-    mine.insert(std::move(device));
-  }
-  if (!mine.empty()) optim::set_rng_state(mine);
-}
-
 std::string schedule_text(const CheckpointParts& parts, std::int64_t step) {
-  NodeMembers members;
-  if (parts.schedule != nullptr) {
-    members.emplace_back("type", text_node(parts.schedule->name()));
-    members.emplace_back("factor", real_node(parts.schedule->factor(step)));
-  }
-  members.emplace_back("last_epoch", integer_node(step));
-  if (parts.optimizer) {
-    std::vector<Node> rates;
-    for (const double rate : parts.optimizer.learning_rates()) rates.push_back(real_node(rate));
-    members.emplace_back("last_lr", list_node(std::move(rates)));
-  }
-  return to_json(map_node(std::move(members))) + "\n";
+  const std::vector<double> rates = parts.optimizer.learning_rates();
+  if (parts.schedule == nullptr) return train::scheduler_text("", 0, step, rates);
+  return train::scheduler_text(parts.schedule->name(), parts.schedule->factor(step), step, rates);
 }
 
-// The Trainer writes one rate for all groups.
+// Older files of a Trainer have one rate for all groups. Another number of groups takes over what
+// is the same for all of the saved ones.
+std::vector<double> saved_rates(const Node& saved, std::size_t groups) {
+  if (!saved.is(NodeKind::kList)) return std::vector<double>(groups, as_real(saved, "last_lr"));
+  std::vector<double> rates;
+  for (const Node& rate : saved.items) rates.push_back(as_real(rate, "last_lr"));
+  const bool same = std::ranges::all_of(rates, [&](double rate) { return rate == rates[0]; });
+  if (same && !rates.empty()) rates.resize(groups, rates[0]);
+  return rates;
+}
+
 void restore_schedule(const CheckpointParts& parts, const train::Checkpoint& checkpoint,
                       bool is_leader) {
   const std::string name = checkpoint.path() + "/scheduler.json";
@@ -77,18 +61,13 @@ void restore_schedule(const CheckpointParts& parts, const train::Checkpoint& che
   if (text.empty()) return;
   const Node root = parse_json(text, name);
   if (const Entry* saved = root.find("last_lr"); saved != nullptr && parts.optimizer) {
-    std::vector<double> rates = parts.optimizer.learning_rates();
-    if (!saved->value.is(NodeKind::kList)) {
-      std::fill(rates.begin(), rates.end(), as_real(saved->value, "last_lr"));
-    } else {
-      if (saved->value.items.size() != rates.size())
-        throw UsageError("checkpoint",
-                         "{} has learning rates for {} parameter groups, and the optimizer has {}. "
-                         "Make the groups that the saved run had.",
-                         name, saved->value.items.size(), rates.size());
-      for (std::size_t i = 0; i < rates.size(); ++i)
-        rates[i] = as_real(saved->value.items[i], "last_lr");
-    }
+    const std::size_t groups = parts.optimizer.learning_rates().size();
+    const std::vector<double> rates = saved_rates(saved->value, groups);
+    if (rates.size() != groups)
+      throw UsageError("checkpoint",
+                       "{} has learning rates for {} parameter groups, and the optimizer has {}. "
+                       "Make the groups that the saved run had.",
+                       name, rates.size(), groups);
     parts.optimizer.set_learning_rates(rates);
   }
   const Entry* type = root.find("type");
@@ -105,6 +84,10 @@ void restore_schedule(const CheckpointParts& parts, const train::Checkpoint& che
                  parts.schedule->factor(step), step);
 }
 
+std::int64_t accumulation_of(const CheckpointParts& parts) {
+  return parts.accumulation != nullptr ? parts.accumulation->steps() : 1;
+}
+
 train::DataPosition position_of(const CheckpointParts& parts, const World& world,
                                 std::int64_t epoch) {
   train::DataPosition position{.epoch = epoch, .world_size = world.size()};
@@ -114,6 +97,7 @@ train::DataPosition position_of(const CheckpointParts& parts, const World& world
   position.cursor = at.cursor;
   position.seed = static_cast<std::int64_t>(at.seed);
   position.batch_size = parts.loader->options().batch_size;
+  position.accumulation = accumulation_of(parts);
   position.dataset_size = at.size;
   position.order = at.order;
   return position;
@@ -133,17 +117,21 @@ void restore_loader(data::Loader& loader, const train::Checkpoint& checkpoint) {
                      .order = saved.order});
 }
 
-void note_other_ranks(const CheckpointParts& parts, const World& world,
+void note_other_batch(const CheckpointParts& parts, const World& world,
                       const train::DataPosition& saved) {
   if (parts.loader == nullptr || !world.is_leader()) return;
   const std::int64_t batch = parts.loader->options().batch_size;
-  if (saved.world_size == world.size() && saved.batch_size == batch) return;
+  const std::int64_t accumulation = accumulation_of(parts);
+  if (saved.world_size == world.size() && saved.batch_size == batch &&
+      saved.accumulation == accumulation)
+    return;
   log::warning("checkpoint",
-               "saved by {} ranks with batches of {}, resumed by {} with {}: the samples come in "
-               "the same order, each once per epoch; a batch over all ranks has {} samples instead "
-               "of {}.",
-               saved.world_size, saved.batch_size, world.size(), batch, world.size() * batch,
-               saved.world_size * saved.batch_size);
+               "the checkpoint was made with {} ranks x batch {} x accumulation {}, now {} x {} x "
+               "{}: the samples come in the same order, each once per epoch; the effective batch "
+               "is {} instead of {}.",
+               saved.world_size, saved.batch_size, saved.accumulation, world.size(), batch,
+               accumulation, world.size() * batch * accumulation,
+               saved.world_size * saved.batch_size * saved.accumulation);
 }
 
 // Epochs that are done, with the share of the one under way.
@@ -178,7 +166,7 @@ std::string contribution_of(const CheckpointParts& parts, const World& world,
   if (options.step < 0)
     throw UsageError("checkpoint", "step is {}, and must not be negative.", options.step);
   std::string text = fmt::format("{}\n", options.step);
-  if (parts.rng) text += train::pack_tensors(generators_of(world));
+  if (parts.rng) text += train::pack_tensors(train::random_state(world));
   return text;
 }
 
@@ -194,14 +182,16 @@ void check_same_step(const std::vector<std::string>& all) {
 }
 
 void clear_way(const std::string& directory, const std::string& path, std::int64_t step) {
+  train::LoopDirectory& own = train::LoopDirectory::hold(directory);
   for (const std::string& left : io::sweep(directory).removed)
     log::info("checkpoint", "removed {}, which a writer that was killed left behind", left);
-  const std::string place = train::archive_checkpoints_above(directory, step);
+  const std::string place = own.archive_others(step);
   if (place.empty()) return;
   log::warning("checkpoint",
-               "{} had checkpoints above step {}, of another run or of steps that are repeated. "
-               "They were moved to {}, because resuming takes the highest step; {} is saved now.",
-               directory, step, place, path);
+               "{} had checkpoints that this run neither wrote nor resumed from, or of steps that "
+               "it repeats. They were moved to {}, and {} is saved now. To continue from one of "
+               "them: resume() with {{.checkpoint = \"{}/checkpoint-<step>\"}}.",
+               directory, place, path, place);
 }
 
 std::string chosen_path(const std::string& directory, const ResumeOptions& options) {
@@ -292,14 +282,15 @@ std::string save_checkpoint(const std::string& directory, World world, const Che
                                                    : parts.optimizer.state_dict(*parts.module);
       for (const std::string& rank : ranks)
         all.rng.push_back(train::unpack_tensors(rank.substr(rank.find('\n') + 1)));
-      saver.emplace(
-          train::SaverOptions{.output_dir = directory, .limit = options.save_total_limit});
+      saver.emplace(train::SaverOptions{
+          .output_dir = directory, .limit = options.save_total_limit, .copy = false});
       saver->begin(std::move(all), options.retain);
     }
     saver->wait_a_while(kSavePoll);
     const std::optional<train::SaveOutcome> outcome = saver->poll();
     if (!outcome) return "busy";
     if (!outcome->committed) throw Error("checkpoint", outcome->alert + ".");
+    train::LoopDirectory::hold(directory).saved(options.step);
     if (!outcome->alert.empty()) log::warning("checkpoint", "{}", outcome->alert);
     log::info("checkpoint", "{} is durable (written in {:.0f} ms)", path, outcome->write_ms);
     return {};
@@ -313,7 +304,11 @@ std::optional<Resumed> resume(const std::string& directory, World world,
                               const CheckpointParts& parts, const ResumeOptions& options) {
   const std::string path = world.agree([&]() -> std::string {
     check_parts(parts);
-    return world.is_leader() ? chosen_path(directory, options) : std::string();
+    if (!world.is_leader()) return {};
+    train::LoopDirectory& own = train::LoopDirectory::hold(directory);
+    std::string chosen = chosen_path(directory, options);
+    if (chosen.empty()) own.resumed({});
+    return chosen;
   })[0];
   if (path.empty()) return std::nullopt;
 
@@ -339,15 +334,17 @@ std::optional<Resumed> resume(const std::string& directory, World world,
       if (!text.empty())
         parts.scaler->load_state_dict(train::parse_scaler_text(text, path + "/scaler.json"));
     }
-    if (parts.rng && checkpoint->resumable()) restore_generators(world, *checkpoint);
+    if (parts.rng && checkpoint->resumable()) train::restore_random_state(world, *checkpoint);
   });
 
   const train::DataPosition& position = checkpoint->position();
   const train::TrainerState& saved = checkpoint->state();
-  note_other_ranks(parts, world, position);
-  if (world.is_leader())
+  note_other_batch(parts, world, position);
+  if (world.is_leader()) {
+    train::LoopDirectory::hold(directory).resumed({.checkpoint = path, .step = saved.global_step});
     log::info("checkpoint", "resumed from {} at step {}, epoch {:.2f}", path, saved.global_step,
               saved.epoch);
+  }
   Resumed resumed{.path = path,
                   .step = saved.global_step,
                   .epoch = position.epoch,
@@ -356,6 +353,18 @@ std::optional<Resumed> resume(const std::string& directory, World world,
   if (!saved.log_history.empty() && saved.log_history.back().step == saved.global_step)
     resumed.metrics = saved.log_history.back().values;
   return resumed;
+}
+
+std::int64_t steps_left(const CheckpointParts& parts, std::int64_t epoch, std::int64_t epochs) {
+  if (parts.loader == nullptr)
+    throw UsageError("checkpoint",
+                     "the parts have no loader, which says how many batches are left. Name the one "
+                     "that the loop reads: {{.loader = &loader}}.");
+  if (epoch >= epochs) return 0;
+  const std::int64_t window = accumulation_of(parts);
+  const auto steps = [&](std::int64_t batches) { return (batches + window - 1) / window; };
+  return steps(parts.loader->batches_left(epoch)) +
+         (epochs - epoch - 1) * steps(parts.loader->batches_per_epoch());
 }
 
 }  // namespace lockstep

@@ -1,7 +1,8 @@
 // Checkpoints of a training loop of your own: one call saves, one call resumes.
 //
 //   const lockstep::CheckpointParts parts{
-//       .module = net.get(), .optimizer = &optimizer, .loader = &loader};
+//       .module = net.get(), .optimizer = &optimizer, .loader = &loader,
+//       .accumulation = &accumulation};
 //   std::int64_t step = 0, epoch = 0;
 //   if (const auto resumed = lockstep::resume("out", world, parts)) {
 //     step = resumed->step;
@@ -14,6 +15,10 @@
 // its name when it is complete and on the disk, `lockstep checkpoint verify|show|diff` read it, and
 // any number of ranks resumes from it. Rank 0 writes, all ranks read: on several hosts `directory`
 // is on a shared file system.
+//
+// One run at a time: from its first save_checkpoint() or resume() on, the process of rank 0 holds
+// `directory` until it ends, and another run there is refused (UsageError). The process is the run:
+// what it has saved there is its own.
 //
 // Collective, also in failure: what one rank throws, all ranks throw with its message, and the
 // world can still be used. One thread per directory. Nothing is owned: parts point to what the loop
@@ -39,6 +44,8 @@
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep {
+
+class Accumulation;
 
 // The optimizer of a checkpoint: AdamW, Adam or SGD of lockstep::optim, ReplicatedOptimizer or
 // ShardedOptimizer. Their state is named after parameters, so that each resumes what another saved.
@@ -67,7 +74,10 @@ struct CheckpointParts {
   torch::nn::Module* module = nullptr;  // required; the one that was wrapped, not the wrapper
   OptimizerPart optimizer{};            // state and learning rates
   data::Loader* loader = nullptr;       // the position in the epoch
-  // A schedule has no state; it is compared, and another one than was saved with is a warning.
+  // Its steps are recorded, and compared: another effective batch than was saved with is a warning.
+  const Accumulation* accumulation = nullptr;
+  // A schedule has no state; it is compared, and another one than was saved with is a warning. One
+  // that needs the number of steps is made after resume() (see steps_left) and set then.
   const optim::Schedule* schedule = nullptr;
   optim::GradScaler* scaler = nullptr;
   bool rng = true;           // the generators of every rank
@@ -84,9 +94,10 @@ struct SaveOptions {
 };
 
 // Saves after an optimizer step, when no gradients are accumulated: those are not part of it.
-// Durable on return, on every rank; returns the folder. Checkpoints in `directory` of a higher step
-// are another run's: they are moved to <directory>/earlier-<n>/, because the highest step is the
-// one that is resumed from. Throws for a full disk, too; the older checkpoints are unharmed.
+// Durable on return, on every rank; returns the folder. Checkpoints in `directory` that this run
+// neither wrote nor resumed from, and those of higher steps, are moved to <directory>/earlier-<n>/:
+// none is replaced or deleted, and the highest step is the one that is resumed from. Throws for a
+// full disk, too; the older checkpoints are unharmed.
 std::string save_checkpoint(const std::string& directory, World world, const CheckpointParts& parts,
                             const SaveOptions& options);
 
@@ -109,5 +120,10 @@ struct Resumed {
 // dataset or optimizer; some parts may be restored by then.
 std::optional<Resumed> resume(const std::string& directory, World world,
                               const CheckpointParts& parts, const ResumeOptions& options = {});
+
+// Optimizer steps from here to the end of a run of `epochs` epochs, of which `epoch` is under way.
+// On another number of ranks an epoch has another number of steps, so a schedule's total_steps is
+// step + steps_left(parts, epoch, epochs), after resume(). UsageError for parts without a loader.
+std::int64_t steps_left(const CheckpointParts& parts, std::int64_t epoch, std::int64_t epochs);
 
 }  // namespace lockstep

@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
@@ -15,9 +16,12 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/core/fd.h"
 #include "lockstep/io/files_for_test.h"
+#include "lockstep/io/folder_lock.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/optim/adamw.h"
+#include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/testing/worlds.h"
@@ -27,9 +31,11 @@
 namespace lockstep {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using train::flat;
 
 // What a user's loop has: a model with buffers, two parameter groups, a schedule, a loader.
@@ -392,6 +398,165 @@ TEST(SaveResume, TheTrainerContinuesFromALoopAndALoopFromTheTrainer) {
   EXPECT_EQ(result.global_step, 9);
 }
 
+TEST(SaveResume, TheEffectiveBatchCountsTheAccumulation) {
+  io::TemporaryDirectory dir;
+  OwnLoop loop(World{});
+  Accumulation four{loop.model, {.steps = 4}}, two{loop.model, {.steps = 2}};
+  CheckpointParts parts = loop.parts();
+  parts.accumulation = &four;
+  save_checkpoint(dir.path(), World{}, parts, {.step = 1});
+  EXPECT_EQ(train::Checkpoint(dir / "checkpoint-1").position().accumulation, 4);
+  const auto said = [&] {
+    ::testing::internal::CaptureStderr();
+    EXPECT_TRUE(resume(dir.path(), World{}, parts));
+    return ::testing::internal::GetCapturedStderr();
+  };
+  EXPECT_THAT(said(), Not(HasSubstr("effective batch")));
+  parts.accumulation = &two;
+  EXPECT_THAT(said(), HasSubstr("made with 1 ranks x batch 3 x accumulation 4, now 1 x 3 x 2: the "
+                                "samples come in the same order, each once per epoch; the "
+                                "effective batch is 6 instead of 12."));
+}
+
+// On 2 ranks and then on 3: as many steps as were foretold when the run was resumed.
+TEST(SaveResume, TheStepsThatAreLeftAreThoseOfTheRanksOfToday) {
+  io::TemporaryDirectory dir;
+  constexpr std::int64_t kEpochs = 3;
+  const auto train = [&](World& world, std::int64_t stop) {
+    OwnLoop loop(world);
+    Accumulation accumulation{loop.model, {.steps = 3}};
+    CheckpointParts parts = loop.parts();
+    parts.accumulation = &accumulation;
+    if (const auto resumed = loop.resume_from(dir.path())) {
+      EXPECT_EQ(resumed->step, 5);
+    }
+    const std::int64_t total = loop.step + steps_left(parts, loop.epoch, kEpochs);
+    for (; loop.epoch < kEpochs; ++loop.epoch) {
+      accumulation.begin_epoch(loop.loader.batches_left(loop.epoch));
+      for (auto& batch : loop.loader.epoch(loop.epoch)) {
+        const at::Tensor loss = torch::cross_entropy_loss(loop.model(batch.data), batch.target);
+        if (!accumulation.backward(loss, {.count = batch.samples()})) continue;
+        loop.optimizer.step();
+        loop.optimizer.zero_grad();
+        if (++loop.step != stop) continue;
+        save_checkpoint(dir.path(), world, parts, {.step = stop});
+        return;
+      }
+    }
+    EXPECT_EQ(loop.step, total) << world.size() << " ranks";
+    EXPECT_EQ(steps_left(parts, kEpochs, kEpochs), 0);
+  };
+  testing::run_threads(2, [&](World& world) { train(world, -1); });
+  testing::run_threads(2, [&](World& world) { train(world, 5); });
+  testing::run_threads(3, [&](World& world) { train(world, -1); });
+  EXPECT_THAT(io::message_of<UsageError>([] { steps_left({}, 0, 1); }),
+              HasSubstr("the parts have no loader"));
+}
+
+// In KiB, the most that was resident since it was last reset.
+std::int64_t peak_memory() {
+  const std::string status = read_file("/proc/self/status");
+  return std::stoll(status.substr(status.find("VmHWM:") + 6));
+}
+
+TEST(SaveResume, ASaveThatIsWaitedForCopiesNothing) {
+  io::TemporaryDirectory dir;
+  torch::nn::Linear large(4096, 4096);  // 64 MiB
+  io::put("/proc/self/clear_refs", "5");
+  const std::int64_t before = peak_memory();
+  save_checkpoint(dir.path(), World{}, {.module = large.get(), .rng = false}, {.step = 1});
+  EXPECT_LT(peak_memory() - before, 32 << 10);
+}
+
+// ---------------------------------------------------------------- whose directory it is
+
+// A used directory as a run finds it that another process has left: this process has no part in it.
+void leave_run_in(const std::string& directory, const std::vector<std::int64_t>& steps) {
+  io::TemporaryDirectory place;
+  OwnLoop loop(World{});
+  for (const std::int64_t step : steps) {
+    loop.train_to(step);
+    loop.save(place.path());
+  }
+  std::filesystem::copy(place.path(), directory, std::filesystem::copy_options::recursive);
+}
+
+TEST(SaveResumeFolder, AForeignFolderOfTheStepIsMovedAndNotReplaced) {
+  io::TemporaryDirectory dir;
+  std::filesystem::create_directory(dir / "checkpoint-2");
+  io::put(dir / "checkpoint-2/pytorch_model.bin", "somebody's");
+  OwnLoop loop(World{});
+  loop.train_to(2);
+  loop.save(dir.path());
+  EXPECT_EQ(io::get(dir / "earlier-1/checkpoint-2/pytorch_model.bin"), "somebody's");
+  EXPECT_THAT(io::verify(dir / "checkpoint-2"), ::testing::IsEmpty());
+  // Also one that is put there while the run is under way.
+  std::filesystem::create_directory(dir / "checkpoint-3");
+  io::put(dir / "checkpoint-3/pytorch_model.bin", "another's");
+  loop.train_to(3);
+  loop.save(dir.path(), {.save_total_limit = 1});
+  EXPECT_EQ(io::get(dir / "earlier-2/checkpoint-3/pytorch_model.bin"), "another's");
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(3));
+}
+
+TEST(SaveResumeFolder, AFreshRunMovesTheCheckpointsOfTheOneBefore) {
+  io::TemporaryDirectory dir;
+  leave_run_in(dir.path(), {2, 3, 5});
+  const std::string before = io::get(dir / "checkpoint-3/MANIFEST.json");
+  OwnLoop loop(World{});
+  loop.train_to(3);
+  loop.step = 3;
+  loop.save(dir.path(), {.save_total_limit = 1, .metrics = {{"run", 2}}});
+  EXPECT_THAT(train::steps_in(dir / "earlier-1"), ElementsAre(5, 3, 2));
+  EXPECT_EQ(io::get(dir / "earlier-1/checkpoint-3/MANIFEST.json"), before);
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(3));
+  // What this run has written is its own: saved again it is replaced, later its limit deletes it.
+  loop.save(dir.path());
+  loop.train_to(4);
+  loop.save(dir.path(), {.save_total_limit = 1});
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(4));
+  EXPECT_FALSE(std::filesystem::exists(dir / "earlier-2"));
+  // The same process begins again, without resume().
+  OwnLoop again(World{});
+  again.train_to(4);
+  again.step = 2;
+  again.save(dir.path());
+  EXPECT_THAT(train::steps_in(dir / "earlier-2"), ElementsAre(4));
+}
+
+TEST(SaveResumeFolder, ARunThatContinuesHasWhatIsBelowItsStart) {
+  io::TemporaryDirectory dir;
+  leave_run_in(dir.path(), {2, 3, 5});
+  OwnLoop loop(World{});
+  const auto resumed =
+      resume(dir.path(), World{}, loop.parts(), {.checkpoint = dir / "checkpoint-3"});
+  ASSERT_TRUE(resumed);
+  loop.step = 6;
+  loop.save(dir.path());
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(6, 3, 2));
+  EXPECT_THAT(train::steps_in(dir / "earlier-1"), ElementsAre(5));
+}
+
+TEST(SaveResumeFolder, IsRefusedOnAllRanksWhileAnotherRunHasIt) {
+  io::TemporaryDirectory dir;
+  io::FolderLock other(dir.path(), "another run", std::chrono::milliseconds(0));
+  const auto expected = AllOf(HasSubstr("another run trains in output_dir " + dir.path()),
+                              HasSubstr(": pid " + std::to_string(::getpid()) + " on "),
+                              HasSubstr("or choose another output_dir."));
+  testing::run_threads(2, [&](World& world) {
+    OwnLoop loop(world);
+    EXPECT_THAT(io::message_of<UsageError>([&] { loop.save(dir.path()); }), expected);
+    EXPECT_THAT(io::message_of<UsageError>([&] { loop.resume_from(dir.path()); }), expected);
+    world.leader_first([&] {
+      if (world.is_leader()) other = io::FolderLock();
+    });
+    EXPECT_FALSE(loop.resume_from(dir.path()));
+  });
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre());
+  EXPECT_THAT(io::FolderLock(dir.path(), "a third", std::chrono::milliseconds(0)).holder(),
+              HasSubstr("pid " + std::to_string(::getpid())));
+}
+
 // ---------------------------------------------------------------- failures
 
 TEST(SaveResume, WhatOneRankCannotDoFailsOnAll) {
@@ -406,6 +571,7 @@ TEST(SaveResume, WhatOneRankCannotDoFailsOnAll) {
     if (world.rank() == 1) parts.module = other.get();
     const std::string text = io::message_of<UsageError>([&] { resume(dir.path(), world, parts); });
     EXPECT_THAT(text, HasSubstr(world.rank() == 1 ? "'0.weight' is [8, 6]" : "rank 1: "));
+    EXPECT_THAT(text, Not(HasSubstr("training_args.json")));  // which only a Trainer writes
 
     if (world.rank() == 2) parts.module = nullptr;
     if (world.rank() == 1) parts.module = loop.net.get();
@@ -472,7 +638,8 @@ TEST(StopRequest, ASignalIsHeardAtTheNextStepAndHandlersComeBack) {
     StopRequest stop{World{}};
     EXPECT_FALSE(stop.received());
     EXPECT_EQ(stop.exit_code(), 0);
-    EXPECT_THROW(StopRequest{World{}}, UsageError);
+    EXPECT_THAT(io::message_of<UsageError>([] { StopRequest{World{}}; }),
+                HasSubstr("two wait for stop signals in one process (StopRequest, or a Trainer)"));
     ::raise(SIGUSR1);
     EXPECT_TRUE(stop.received());
     EXPECT_TRUE(stop.received());

@@ -78,9 +78,11 @@ struct StopSignals::Watch {
 StopSignals::StopSignals(StopSignalOptions options) {
   if (!options.install) return;
   if (g_installed.exchange(true)) {
-    throw UsageError("trainer",
-                     "two trainers wait for stop signals in one process. Train one after the "
-                     "other, or set enable_jit_checkpoint to false for one of them.");
+    throw UsageError(
+        "stop",
+        "two wait for stop signals in one process (StopRequest, or a Trainer). Use one "
+        "after the other. Of two Trainers, set enable_jit_checkpoint to false for "
+        "one; a loop inside a Trainer's process needs no StopRequest.");
   }
   watch_ = std::make_unique<Watch>();
   watch_->options = std::move(options);

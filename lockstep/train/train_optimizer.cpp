@@ -154,11 +154,11 @@ void TrainOptimizer::load(const Checkpoint& checkpoint) {
 
 void TrainOptimizer::save(CheckpointContents& contents) const {
   const std::string type = run_.task.schedule ? "custom" : run_.arguments.lr_scheduler_type;
-  contents.scheduler = to_json(map_node({{"type", text_node(type)},
-                                         {"last_epoch", integer_node(run_.state.global_step)},
-                                         {"base_lr", real_node(peaks_.front())},
-                                         {"last_lr", real_node(optimizer_->lr())}})) +
-                       "\n";
+  std::vector<double> rates;
+  for (std::size_t group = 0; group < optimizer_->groups(); ++group)
+    rates.push_back(optimizer_->lr(group));
+  const std::int64_t step = run_.state.global_step;
+  contents.scheduler = scheduler_text(type, factor_(step), step, rates);
   if (scaler_) contents.scaler = scaler_text(scaler_->state_dict());
 }
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/io/files_for_test.h"
+#include "lockstep/train/folder_owner.h"
 #include "lockstep/train/metrics_log.h"
 #include "lockstep/train/previous_run.h"
 #include "lockstep/train/progress.h"
@@ -314,6 +316,61 @@ TEST_F(ArchivePreviousRun, FromAnotherPlaceNothingHereIsItsOwn) {
   EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("checkpoint-3"));
 }
 
+using LoopDirectoryOf = ArchivePreviousRun;  // of a loop of the user's own
+
+TEST_F(LoopDirectoryOf, ANewRunMovesEveryCheckpointAndNoOtherFile) {
+  LoopDirectory& own = LoopDirectory::hold(dir_.path());
+  EXPECT_EQ(own.archive_others(20), dir_ / "earlier-1");
+  EXPECT_THAT(names(dir_ / "earlier-1"),
+              ElementsAre("checkpoint-10", "checkpoint-15", "checkpoint-5"));
+  EXPECT_THAT(names(dir_.path()),
+              ElementsAre(".lockstep.lock", "earlier-1", "metrics.jsonl", "notes.txt", "runs"));
+  // What it has saved is its own, also when it saves the same step again.
+  std::filesystem::create_directory(dir_ / "checkpoint-20");
+  own.saved(20);
+  EXPECT_EQ(LoopDirectory::hold(dir_ / ".").archive_others(20), "");
+  EXPECT_EQ(own.archive_others(30), "");
+  // Somebody else's folder of that step is not.
+  std::filesystem::create_directory(dir_ / "checkpoint-30");
+  EXPECT_EQ(own.archive_others(30), dir_ / "earlier-2");
+  // Steps are repeated.
+  EXPECT_EQ(own.archive_others(19), dir_ / "earlier-3");
+  EXPECT_THAT(names(dir_ / "earlier-3"), ElementsAre("checkpoint-20"));
+}
+
+TEST_F(LoopDirectoryOf, ARunThatContinuesHasWhatIsBelowItsStart) {
+  LoopDirectory& own = LoopDirectory::hold(dir_.path());
+  own.resumed({.checkpoint = dir_ / "checkpoint-10", .step = 10});
+  EXPECT_EQ(own.archive_others(20), dir_ / "earlier-1");
+  EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-15"));
+  EXPECT_EQ(own.archive_others(10), "") << "saved again where it was resumed";
+  // A step before its start: that folder is not to be replaced.
+  EXPECT_EQ(own.archive_others(5), dir_ / "earlier-2");
+  EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("checkpoint-10", "checkpoint-5"));
+}
+
+TEST_F(LoopDirectoryOf, IsAnotherProcessesUntilThatEnds) {
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    LoopDirectory::hold(dir_.path());
+    const bool ready_sent = ::write(ready[1], "x", 1) == 1;
+    for (int i = 0; ready_sent && i < 60; ++i) ::sleep(1);
+    ::_exit(0);
+  }
+  char byte = 0;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  EXPECT_THAT(io::message_of<UsageError>([&] { LoopDirectory::hold(dir_.path()); }),
+              HasSubstr("another run trains in output_dir " + dir_.path() + ": pid " +
+                        std::to_string(child) + " on "));
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  LoopDirectory::hold(dir_.path());
+  // A Trainer in this process takes it over.
+  EXPECT_TRUE(lock_output_dir(dir_.path(), new_lock_token()).held());
+}
+
 TEST(Progress, OneLineSaysEverything) {
   const LogEntry entry{.step = 50,
                        .epoch = 0.5,
@@ -388,7 +445,7 @@ TEST(StopSignals, HandlersComeBackAndTwoAreRefused) {
   {
     StopSignals signals;
     EXPECT_THAT(io::message_of<UsageError>([] { StopSignals second; }),
-                HasSubstr("two trainers wait for stop signals in one process"));
+                HasSubstr("two wait for stop signals in one process (StopRequest, or a Trainer)"));
     StopSignals none({.install = false});
     EXPECT_EQ(none.requested(), 0);
   }

@@ -102,7 +102,7 @@ void TrainerImpl::prepare() {
   loop_.emplace(LoopParts{run_, control_, metrics_, checkpoints_, evaluator_});
   if (checkpoint) loop_->resume(*checkpoint);
   loop_->open(path);
-  if (checkpoint) checkpoints_.restore_random(*checkpoint);
+  if (checkpoint) restore_random_state(run_.world, *checkpoint);
 }
 
 TrainResult TrainerImpl::train() {

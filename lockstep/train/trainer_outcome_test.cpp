@@ -28,6 +28,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::Contains;
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -259,6 +260,54 @@ TEST(Alert, ARankThatIsLateIsNoSlowDisk) {
   run.train();
   for (const int rank : {0, 1}) EXPECT_THAT(run.alerts[rank], ElementsAre());
   EXPECT_THAT(steps_in(dir.path()), ElementsAre(3, 2));
+}
+
+// ---------------------------------------------------------------- replicas
+
+// Writes a tensor of the model on rank 1 alone, after the second step.
+struct Writer : Observer {
+  Writer(World ranks, at::Tensor tensor) : world(std::move(ranks)), target(std::move(tensor)) {}
+  void on_step_end(Event& event) override {
+    const torch::NoGradGuard no_grad;
+    if (world.rank() == 1 && event.state.global_step == 2) target.add_(1);
+  }
+  World world;
+  at::Tensor target;
+};
+
+std::vector<std::string> train_with_a_write(const std::string& output_dir, bool buffer) {
+  return testing::run_threads_collecting(3, [&](World& world) {
+    auto a = arguments(output_dir);
+    a.max_steps = 3;
+    a.save_strategy = Interval::kSteps;
+    a.save_steps = 3;
+    a.shard_optimizer = "false";
+    auto net = network();
+    net->push_back(torch::nn::BatchNorm1d(kClasses));
+    // Buffers that the next forward does not broadcast again.
+    a.ddp_broadcast_buffers = false;
+    Trainer trainer(world, task_for(net, dataset(96, 1)), a);
+    trainer.add(std::make_shared<Writer>(
+        world, buffer ? net->named_buffers()["3.running_mean"] : net->parameters()[2]));
+    trainer.train();
+  });
+}
+
+TEST(Replicas, ThatDifferInAParameterAreAnErrorOnEveryRankAndAreNotSaved) {
+  io::TemporaryDirectory dir;
+  const std::vector<std::string> said = train_with_a_write(dir.path(), /*buffer=*/false);
+  EXPECT_THAT(said, Each(HasSubstr("replicas differ: parameter '2.weight' on rank 1 is not")));
+  EXPECT_THAT(steps_in(dir.path()), ElementsAre());
+}
+
+TEST(Replicas, ThatDifferInABufferAreAWarning) {
+  io::TemporaryDirectory dir;
+  ::testing::internal::CaptureStderr();
+  const std::vector<std::string> said = train_with_a_write(dir.path(), /*buffer=*/true);
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(said, Each(""));
+  EXPECT_THAT(log, HasSubstr("replicas differ: buffer '3.running_mean' on rank"));
+  EXPECT_THAT(steps_in(dir.path()), ElementsAre(3));
 }
 
 }  // namespace

@@ -574,6 +574,11 @@ TEST(Checkpoint, TheNewestThatVerifiesWins) {
   EXPECT_THAT(found.passed_over[0].reason, HasSubstr("sampler.json"));
   EXPECT_THAT(io::message_of<UsageError>([&] { train::find_checkpoint("", dir / "checkpoint-6"); }),
               HasSubstr("cannot be used: "));
+  EXPECT_THAT(io::message_of<UsageError>([&] { train::find_checkpoint("", dir.path()); }),
+              HasSubstr(dir.path() +
+                        " is an output_dir and not a checkpoint. Its newest checkpoint "
+                        "is " +
+                        (dir / "checkpoint-6")));
 }
 
 // ---------------------------------------------------------------- the saver
@@ -619,6 +624,28 @@ TEST(AsyncSaver, AnOldOneThatCannotBeDeletedIsAnAlert) {
   EXPECT_THAT(outcome->alert, HasSubstr("checkpoint-5 is durable, but older ones were not deleted: "
                                         "[io] cannot remove"));
   EXPECT_TRUE(io::verify(dir / "checkpoint-5").empty());
+}
+
+// From the tensors themselves: nothing is copied, and what they hold when it ends is what counts.
+TEST(AsyncSaver, WithoutACopyAStuckSaveEndsTheWaitForIt) {
+  io::TemporaryDirectory dir;
+  auto net = network();
+  {
+    train::AsyncSaver saver(
+        {.output_dir = dir.path(), .copy = false, .stall_limit = std::chrono::milliseconds(300)});
+    saver.begin(contents_of(net));
+    saver.wait_copied();  // until it is written
+    ASSERT_TRUE(saver.wait()->committed);
+    EXPECT_TRUE(io::verify(dir / "checkpoint-5").empty());
+    disk().slow_ms = 3000;
+    disk().slow_for = "/model.safetensors";
+    saver.begin(contents_of(net));
+    EXPECT_THAT(io::message_of<Error>([&] { saver.wait_copied(); }),
+                HasSubstr("was not saved: its writer has made no progress for "));
+    EXPECT_FALSE(saver.busy());
+  }
+  disk().slow_for = nullptr;
+  std::this_thread::sleep_for(std::chrono::milliseconds(4000));  // its thread ends by itself
 }
 
 // A call of the disk that does not return for 3 s, where 0.3 s without progress are stuck.

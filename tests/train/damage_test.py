@@ -58,7 +58,7 @@ class Damage(TrainCase):
                                   capture_output=True, text=True, timeout=BOUND_S, check=False)
             self.assertEqual(done.returncode, 1, f"{what}: {done.stdout}")
             self.assertIn(f"damaged {victim}", done.stdout, what)
-            self.assertIn(f"whole   {output}/checkpoint-5", done.stdout, what)
+            self.assertIn(f"ok      {output}/checkpoint-5", done.stdout, what)
             shutil.rmtree(victim)
             shutil.copytree(whole, victim)
         damage(victim, rng)
@@ -84,7 +84,7 @@ class Damage(TrainCase):
         self.assertIn("code 1", done.stdout, done.stderr)
         self.assertIn("trained until step 20, but the last checkpoint (step 20) could not be "
                       "written", done.stderr)
-        self.assertIn(f"whole   {place}/out/checkpoint-5", done.stdout)
+        self.assertIn(f"ok      {place}/out/checkpoint-5", done.stdout)
         self.assertNotIn("damaged", done.stdout)
         self.assertNotIn(".tmp-", done.stdout)
         self.assertRegex(done.stderr, r"checkpoint-\d+ was not saved; training continues\.")

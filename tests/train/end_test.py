@@ -55,7 +55,7 @@ class End(TrainCase):
                 if done.returncode == 99 or "unshare" in done.stderr:
                     self.skipTest("no file system can be mounted here")
                 self.assertIn("code 1\n", done.stdout, done.stderr)
-                self.assertIn(f"whole   {place}/out/checkpoint-5", done.stdout)
+                self.assertIn(f"ok      {place}/out/checkpoint-5", done.stdout)
                 self.assertIn("again 0", done.stdout, done.stderr)
                 first = self.log()
                 said = (r"\[trainer\] trained until step 10, but the last checkpoint \(step 10\) "

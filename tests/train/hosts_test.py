@@ -78,7 +78,7 @@ class Hosts(TrainCase):
         self.train_both("--max_steps", 5)
         shutil.rmtree(self.hosts[0] / "out" / "checkpoint-5")
         text = self.train_both("--max_steps", 5, "--resume", "auto")[0]
-        self.assertIn("out holds none that is whole on every host: a new run", text)
+        self.assertIn("out has no checkpoint that is whole on every host: a new run", text)
 
 
 # Far below the 300 s that ranks wait for one that does not come, and far above the few that a

@@ -1,0 +1,49 @@
+// Whose output_dir it is: one run at a time trains there, and nothing of another run is replaced or
+// deleted.
+//
+// A Trainer holds its lock from train()'s begin to its end. save_checkpoint() and resume() are
+// functions without an object that lives as long as the run, so the process remembers for them
+// which directories it holds and which checkpoints there are its own:
+//
+//   LoopDirectory& own = LoopDirectory::hold("out");          // UsageError: another run has it
+//   const std::string place = own.archive_others(40);         // before step 40 is saved
+//   own.saved(40);
+//
+// On the rank that writes. One thread per directory.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <string>
+
+#include "lockstep/io/folder_lock.h"
+#include "lockstep/train/previous_run.h"
+
+namespace lockstep::train {
+
+// Waits a few seconds for a run that is ending. UsageError: another run trains there. `token` names
+// those who may share it. A directory that an own loop of this process holds is taken over.
+io::FolderLock lock_output_dir(const std::string& folder, const std::string& token);
+// Of this process, and of no other.
+std::string new_lock_token();
+
+class LoopDirectory {
+ public:
+  // Locked until the process ends, or until a Trainer in it takes the directory over.
+  static LoopDirectory& hold(const std::string& directory);
+
+  // `start.checkpoint` is empty where there was nothing to resume from.
+  void resumed(const RunStart& start) { start_ = start; }
+  // Moves the checkpoints that this run neither wrote nor has below its start, and those of the
+  // steps that it repeats. Says where to; empty: nothing was there. SystemError.
+  std::string archive_others(std::int64_t step);
+  void saved(std::int64_t step) { written_.insert(step); }
+
+ private:
+  std::string directory_;
+  io::FolderLock lock_;
+  RunStart start_;
+  std::set<std::int64_t> written_;  // steps
+};
+
+}  // namespace lockstep::train
