@@ -318,7 +318,7 @@ TEST_F(ArchivePreviousRun, FromAnotherPlaceNothingHereIsItsOwn) {
 
 using LoopDirectoryOf = ArchivePreviousRun;  // of a loop of the user's own
 
-TEST_F(LoopDirectoryOf, ANewRunMovesEveryCheckpointAndNoOtherFile) {
+TEST_F(LoopDirectoryOf, AFreshRunMovesEveryCheckpointAndNoOtherFile) {
   LoopDirectory& own = LoopDirectory::hold(dir_.path());
   EXPECT_EQ(own.archive_others(20), dir_ / "earlier-1");
   EXPECT_THAT(names(dir_ / "earlier-1"),
