@@ -119,7 +119,7 @@ class Pretrained(TrainCase):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 100}))
         self.assertIn("the model's vocabulary ends at 99. It was probably made for another one. "
                       "Make the data with the tokenizer of this model.",
-                      self.train(0, self.place / "small", code=1).stderr)
+                      self.train(0, self.place / "small", code=2).stderr)
 
     def test_what_is_refused(self):
         """By `config check`, which has no torch, as by `train`."""
