@@ -437,6 +437,7 @@ constexpr MisplacedKey kMisplacedKeys[] = {
     {"eval_bytes", "data", "name: bytes, eval_bytes: 40000"},
     {"order", "data", "name: tokens, order: windows"},
     {"eval_path", "data", "name: instructions, path: FILE, eval_path: FILE"},
+    {"tokenizer", "data", "name: instructions, path: FILE, tokenizer: FOLDER"},
     {"padding", "data", "name: instructions, path: FILE, padding: longest"},
     {"pad_to_multiple_of", "data", "name: instructions, path: FILE, pad_to_multiple_of: 8"},
     {"train_on_prompt", "data", "name: instructions, path: FILE, train_on_prompt: true"},

@@ -132,7 +132,7 @@ class KillAtEveryCall(unittest.TestCase):
                     "-o", "/dev/null", "-e", f"trace={call.name}",
                     "-e", f"inject={call.name}:error={error}:when={call.count}"))
                 self.assertEqual(outcome.returncode, 1, outcome.stdout + outcome.stderr)
-                self.assertRegex(outcome.stderr, r"^\[io\] cannot .*checkpoint-3.*\. .*: ")
+                self.assertRegex(outcome.stderr, r"^\[io\] cannot .*checkpoint-3.*: .*\. ")
                 if error == "ENOSPC":
                     self.assertRegex(outcome.stderr, r"iB free|bytes free")
                 self.newest(work, [2])
@@ -152,7 +152,8 @@ class KillAtEveryCall(unittest.TestCase):
         if outcome.returncode == 99 or "unshare" in outcome.stderr:
             self.skipTest("no file system can be mounted here")
         self.assertIn("code 1", outcome.stdout, outcome.stderr)
-        self.assertRegex(outcome.stderr, r"cannot write to .* needed, .* free\)\. Free some space")
+        self.assertRegex(outcome.stderr,
+                         r"cannot write to .* needed, .* free\): .*\. Free some space")
         self.assertIn("newest 2", outcome.stdout)
         self.assertNotIn(".tmp-", outcome.stdout)
 
