@@ -10,7 +10,28 @@ if(NOT LOCKSTEP_NCCL_INCLUDE)
   find_path(LOCKSTEP_NCCL_INCLUDE nccl.h REQUIRED)
 endif()
 
-add_library(lockstep_cuda SHARED ${CMAKE_SOURCE_DIR}/lockstep/comm/nccl/plugin.cpp)
+# Kernels: machine code for Hopper, and PTX that the driver compiles for every later or other GPU
+# from compute capability 8.0 on. One needs instructions of 9.0 and is launched there only.
+set(kernels ${CMAKE_SOURCE_DIR}/lockstep/kernels/cuda)
+add_library(lockstep_cuda_kernels OBJECT
+  ${kernels}/norm_forward.cu ${kernels}/norm_backward.cu ${kernels}/cross_entropy.cu
+  ${kernels}/column_sum.cu ${kernels}/elementwise.cu ${kernels}/adamw.cu)
+add_library(lockstep_cuda_kernels_90 OBJECT ${kernels}/cross_entropy_pipelined.cu)
+set_target_properties(lockstep_cuda_kernels PROPERTIES CUDA_ARCHITECTURES "80-virtual;90a-real")
+set_target_properties(lockstep_cuda_kernels_90 PROPERTIES
+  CUDA_ARCHITECTURES "90-virtual;90a-real")
+foreach(objects lockstep_cuda_kernels lockstep_cuda_kernels_90)
+  # CMake 3.25 does not know that nvcc 13 has C++20.
+  set_target_properties(${objects} PROPERTIES CUDA_STANDARD 17 POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(${objects} PRIVATE ${CMAKE_SOURCE_DIR})
+endforeach()
+
+add_library(lockstep_cuda SHARED ${CMAKE_SOURCE_DIR}/lockstep/comm/nccl/plugin.cpp
+  ${kernels}/plugin.cpp ${kernels}/gemm.cpp
+  $<TARGET_OBJECTS:lockstep_cuda_kernels> $<TARGET_OBJECTS:lockstep_cuda_kernels_90>)
+# libcudart and libcublasLt are those that libtorch_cuda has brought: naming them here could load
+# the system's beside them.
+set_target_properties(lockstep_cuda PROPERTIES LINKER_LANGUAGE CXX)
 target_include_directories(lockstep_cuda PRIVATE ${CMAKE_SOURCE_DIR})
 target_include_directories(lockstep_cuda SYSTEM PRIVATE
   ${LOCKSTEP_NCCL_INCLUDE} ${CUDAToolkit_INCLUDE_DIRS})

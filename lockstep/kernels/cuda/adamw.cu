@@ -1,0 +1,138 @@
+// One AdamW step over many tensors: the norm of all gradients, then parameters, both averages and
+// the bf16 copy in one pass. Learning rate, loss scale and step number are on the device, so a CUDA
+// graph can hold it.
+//
+//   grad_norm_kernel   the sum of squares of each chunk of gradients
+//   factors_kernel     the norm and what follows from it; a step that is not finite is skipped
+//   adamw_kernel       the update
+//
+// The tensors are cut into chunks; a block takes one chunk. Every sum has a fixed order.
+#include "lockstep/kernels/cuda/launch.h"
+#include "lockstep/kernels/cuda/vector.cuh"
+
+namespace lockstep::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+
+__global__ void __launch_bounds__(kThreads)
+    grad_norm_kernel(const AdamTensor* tensors, const AdamChunk* chunks, float* partials) {
+  __shared__ float sums[kThreads / kWarpSize];
+  const AdamChunk chunk = chunks[blockIdx.x];
+  const AdamTensor tensor = tensors[chunk.tensor];
+  const std::int64_t first = chunk.first * kAdamChunk;
+  const std::int64_t end = min(tensor.size, first + kAdamChunk);
+  const std::int64_t vectors_end = tensor.aligned ? end / 4 : first / 4;
+  const auto* const vectors = reinterpret_cast<const float4*>(tensor.grad);
+  float sum = 0;
+#pragma unroll 8
+  for (std::int64_t i = first / 4 + threadIdx.x; i < vectors_end; i += kThreads) {
+    const float4 g = vectors[i];
+    sum += g.x * g.x + g.y * g.y + g.z * g.z + g.w * g.w;
+  }
+  for (std::int64_t i = 4 * vectors_end + threadIdx.x; i < end; i += kThreads) {
+    sum += tensor.grad[i] * tensor.grad[i];
+  }
+  sum = warp_sum(sum);
+  if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = sum;
+  __syncthreads();
+  if (threadIdx.x < kWarpSize) {
+    sum = warp_sum(threadIdx.x < kThreads / kWarpSize ? sums[threadIdx.x] : 0.0f);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+  }
+}
+
+// One block of 1024 threads.
+__global__ void factors_kernel(AdamStep args) {
+  __shared__ double sums[1024];
+  double sum = 0;
+  for (int i = threadIdx.x; i < args.chunk_count; i += 1024) sum += args.partials[i];
+  sums[threadIdx.x] = sum;
+  for (int half = 512; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  __syncthreads();
+  const float grad_scale = args.grad_scale != nullptr ? *args.grad_scale : 1.0f;
+  const float norm = static_cast<float>(sqrt(sums[0]) / grad_scale);
+  const bool finite = isfinite(norm);
+  if (threadIdx.x == 0) {
+    const float max_norm = args.max_norm != nullptr ? *args.max_norm : 0.0f;
+    const float bound = max_norm > 0 ? fminf(1.0f, max_norm / (norm + 1e-6f)) : 1.0f;
+    *args.norm = norm;
+    *args.found_inf = finite ? 0.0f : 1.0f;
+    *args.clip = bound / grad_scale;
+  }
+  if (!finite) return;
+  for (int i = threadIdx.x; i < args.tensor_count; i += 1024) {
+    const AdamGroup group = args.groups[args.tensors[i].group];
+    const float step = *args.tensors[i].step += 1;
+    args.factors[i] = {
+        static_cast<float>(group.lr / (1 - pow(static_cast<double>(group.beta1), step))),
+        static_cast<float>(1 / sqrt(1 - pow(static_cast<double>(group.beta2), step))),
+        1 - group.lr * group.weight_decay};
+  }
+}
+
+struct Element {
+  AdamGroup group;
+  AdamFactors factors;
+  float clip;
+
+  __device__ __forceinline__ void operator()(float& param, float grad, float& m, float& v) const {
+    grad *= clip;
+    m = fmaf(1 - group.beta1, grad - m, m);
+    v = fmaf(group.beta2, v, (1 - group.beta2) * grad * grad);
+    const float denominator = sqrtf(v) * factors.root_correction2 + group.eps;
+    param = param * factors.decay - factors.step_size * m / denominator;
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) adamw_kernel(AdamStep args) {
+  if (*args.found_inf != 0) return;
+  const AdamChunk chunk = args.chunks[blockIdx.x];
+  const AdamTensor tensor = args.tensors[chunk.tensor];
+  const Element update{args.groups[tensor.group], args.factors[chunk.tensor], *args.clip};
+  const std::int64_t first = chunk.first * kAdamChunk;
+  const std::int64_t end = min(tensor.size, first + kAdamChunk);
+  const std::int64_t vectors_end = tensor.aligned ? end / 4 : first / 4;
+  auto* const params = reinterpret_cast<float4*>(tensor.param);
+  auto* const averages = reinterpret_cast<float4*>(tensor.exp_avg);
+  auto* const squares = reinterpret_cast<float4*>(tensor.exp_avg_sq);
+  const auto* const grads = reinterpret_cast<const float4*>(tensor.grad);
+  auto* const shadow = static_cast<__nv_bfloat16*>(tensor.shadow);
+  auto* const shadow_pairs = static_cast<__nv_bfloat162*>(tensor.shadow);
+#pragma unroll 2
+  for (std::int64_t i = first / 4 + threadIdx.x; i < vectors_end; i += kThreads) {
+    float4 p = params[i], m = averages[i], v = squares[i];
+    const float4 g = grads[i];
+    update(p.x, g.x, m.x, v.x);
+    update(p.y, g.y, m.y, v.y);
+    update(p.z, g.z, m.z, v.z);
+    update(p.w, g.w, m.w, v.w);
+    params[i] = p;
+    averages[i] = m;
+    squares[i] = v;
+    if (shadow != nullptr) {
+      shadow_pairs[2 * i] = __floats2bfloat162_rn(p.x, p.y);
+      shadow_pairs[2 * i + 1] = __floats2bfloat162_rn(p.z, p.w);
+    }
+  }
+  for (std::int64_t i = 4 * vectors_end + threadIdx.x; i < end; i += kThreads) {
+    update(tensor.param[i], tensor.grad[i], tensor.exp_avg[i], tensor.exp_avg_sq[i]);
+    if (shadow != nullptr) shadow[i] = __float2bfloat16_rn(tensor.param[i]);
+  }
+}
+
+}  // namespace
+
+cudaError_t adamw(const AdamStep& args, cudaStream_t stream) {
+  if (args.chunk_count == 0) return cudaSuccess;
+  grad_norm_kernel<<<args.chunk_count, kThreads, 0, stream>>>(args.tensors, args.chunks,
+                                                              args.partials);
+  factors_kernel<<<1, 1024, 0, stream>>>(args);
+  adamw_kernel<<<args.chunk_count, kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace lockstep::kernels::cuda

@@ -1,0 +1,166 @@
+// What the CUDA kernels take: pointers and sizes, without CUDA's own headers.
+//
+// Every tensor is contiguous, begins at a multiple of 16 bytes and is not empty, unless a comment
+// says otherwise. table.h has the functions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace lockstep::kernels::cuda {
+
+enum class Type : int { kBfloat16, kHalf, kFloat };
+
+// residual + delta, then LayerNorm or RMSNorm (without mean and bias).
+struct NormForward {
+  const void* residual;    // [rows, columns]
+  const void* delta;       // the same, or null: x is the residual itself
+  const void* delta_bias;  // [columns], in weight_type, or null
+  const void* weight;      // [columns], in weight_type
+  const void* bias;        // the same, or null
+  void* x;                 // [rows, columns]: the sum; not written when delta is null
+  void* normed;            // [rows, columns]
+  float* mean;             // [rows]; not written by RMSNorm
+  float* rstd;             // [rows]
+  std::int64_t rows;
+  int columns;  // see norm_covers()
+  float eps;
+  Type type, weight_type;
+  bool rms;
+};
+
+struct NormBackward {
+  const void* dnormed;    // [rows, columns]
+  const void* dresidual;  // the same, what reaches x past the norm; or null
+  const void* x;
+  const void* weight;
+  const float* mean;
+  const float* rstd;
+  void* dx;  // [rows, columns]: the gradient of residual and of delta; may be dresidual
+  float* dweight;
+  float* dbias;        // not written by RMSNorm
+  float* ddelta_bias;  // [columns]: the sum of dx over the rows; or null
+  float* partials;     // norm_partials() floats
+  std::int64_t rows;
+  int columns;
+  Type type, weight_type;
+  bool rms;
+};
+
+// Loss and gradient in one pass over the logits.
+struct CrossEntropy {
+  void* logits;                 // [rows, columns]; replaced by the gradient
+  const std::int64_t* targets;  // [rows]; ignore_index, or in [0, classes)
+  float* losses;                // [rows]; 0 where ignored, NaN where the target is out of range
+  const float* scale;           // on the device: the gradient of each row's loss
+  unsigned* next_row;           // on the device, scratch
+  std::int64_t rows, ignore_index;
+  int columns;  // a multiple of 8
+  int classes;  // at most columns; the columns after them are padding
+  Type type;
+};
+
+// The sum of [rows, columns] over the rows, columns a multiple of 8.
+struct ColumnSum {
+  const void* from;
+  float* to;
+  float* partials;  // column_sum_partials() floats
+  std::int64_t rows;
+  int columns;
+  Type type;
+};
+
+// out [rows, width] = silu(gate) up of gate_up [rows, 2 width], width a multiple of 8.
+struct Swiglu {
+  const void* gate_up;
+  const void* dout;  // backward alone
+  void* out;         // backward: the gradient of gate_up
+  std::int64_t rows;
+  int width;
+  Type type;
+};
+
+// One of query and key. Strides in elements; the elements of a head lie side by side.
+struct RopePart {
+  const void* from;
+  void* to;
+  std::int64_t heads;
+  std::int64_t from_batch, from_head, from_time, to_batch, to_head, to_time;
+};
+struct Rope {
+  RopePart query, key;
+  const float* cos;  // [batch or 1, time, half]
+  const float* sin;
+  std::int64_t angles_batch;  // elements from one batch to the next; 0: the same for all
+  std::int64_t batch, time;
+  int half, width;  // multiples of 8; 2 half <= width
+  bool inverse;     // the gradient
+  Type type;
+};
+
+enum class Epilogue : int {
+  kNone,
+  kGeluAuxBias,  // gelu(. + bias), and . + bias to aux
+  kDGelu,        // . * gelu'(aux)
+};
+
+// A row-major matrix; `transposed` when the memory holds the transpose.
+struct GemmMatrix {
+  const void* data;
+  std::int64_t stride;  // from one row in memory to the next
+  bool transposed;
+};
+// d [m, n] = a [m, k] b [k, n] + beta d, summed in float.
+struct Gemm {
+  GemmMatrix a, b;
+  void* d;
+  const void* bias;  // [n]
+  void* aux;         // [m, n]
+  void* workspace;
+  std::size_t workspace_bytes;
+  std::int64_t m, n, k;
+  float beta;
+  Epilogue epilogue;
+  Type type;    // of a, b, bias and aux
+  Type d_type;  // the same or float
+};
+
+// One AdamW step over many float tensors in one pass, after the norm of their gradients.
+struct AdamTensor {
+  float* param;
+  const float* grad;
+  float* exp_avg;
+  float* exp_avg_sq;
+  void* shadow;  // bfloat16: a copy of the parameter; or null
+  float* step;   // this parameter's step number
+  std::int64_t size;
+  std::int32_t group;
+  std::int32_t aligned;  // 1: every pointer is a multiple of 16
+};
+struct AdamGroup {
+  float lr, beta1, beta2, eps, weight_decay;
+};
+struct AdamChunk {
+  std::int32_t tensor;
+  std::int32_t first;  // in units of kAdamChunk
+};
+constexpr std::int64_t kAdamChunk = 16384;
+struct AdamFactors {
+  float step_size, root_correction2, decay;
+};
+// All pointers are of the device.
+struct AdamStep {
+  const AdamTensor* tensors;
+  const AdamGroup* groups;
+  const AdamChunk* chunks;
+  float* partials;          // [chunk_count]
+  AdamFactors* factors;     // [tensor_count]
+  const float* grad_scale;  // gradients are divided by it; null: 1
+  const float* max_norm;    // null, or not above zero: no clipping
+  float* norm;              // written: the norm of the unscaled gradients
+  float* found_inf;         // written: 1 when the norm is not finite; the step is then skipped
+  float* clip;              // scratch
+  int tensor_count, chunk_count;
+};
+
+}  // namespace lockstep::kernels::cuda

@@ -1,0 +1,59 @@
+// The kernels' part of the CUDA plug-in: the table that library.cpp looks for.
+#include <c10/cuda/CUDAStream.h>
+
+#include "lockstep/kernels/cuda/launch.h"
+#include "lockstep/kernels/cuda/table.h"
+
+namespace lockstep::kernels::cuda {
+namespace {
+
+// launch.h has CUDA's types, table.h has none.
+cudaStream_t stream_of(void* stream) {
+  return static_cast<cudaStream_t>(stream);
+}
+
+template <typename Args, cudaError_t (*kFunction)(const Args&, cudaStream_t)>
+int call(const Args& args, void* stream) {
+  return kFunction(args, stream_of(stream));
+}
+
+const Table kTable{
+    .version = kTableVersion,
+    .error_text = [](int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); },
+    .current_stream =
+        [](int device) {
+          const auto index = static_cast<c10::DeviceIndex>(device);
+          return static_cast<void*>(c10::cuda::getCurrentCUDAStream(index).stream());
+        },
+    .norm_covers = norm_covers,
+    .norm_partials = norm_partials,
+    .norm_forward = call<NormForward, norm_forward>,
+    .norm_backward = call<NormBackward, norm_backward>,
+    .count_targets = [](const std::int64_t* targets, std::int64_t rows, std::int64_t ignore_index,
+                        float* to, void* stream) -> int {
+      return count_targets(targets, rows, ignore_index, to, stream_of(stream));
+    },
+    .cross_entropy = call<CrossEntropy, cross_entropy>,
+    .column_sum_partials = column_sum_partials,
+    .column_sum = call<ColumnSum, column_sum>,
+    .swiglu_forward = call<Swiglu, swiglu_forward>,
+    .swiglu_backward = call<Swiglu, swiglu_backward>,
+    .rope = call<Rope, rope>,
+    .scale = [](void* data, std::int64_t size, Type type, const float* factor,
+                void* stream) -> int { return scale(data, size, type, factor, stream_of(stream)); },
+    .gemm =
+        [](const Gemm& args, void* stream, int* status) {
+          cudaError_t result = cudaSuccess;
+          const bool covered = gemm(args, stream_of(stream), &result);
+          *status = result;
+          return covered;
+        },
+    .adamw = call<AdamStep, adamw>,
+};
+
+}  // namespace
+}  // namespace lockstep::kernels::cuda
+
+extern "C" const lockstep::kernels::cuda::Table* lockstep_cuda_kernels() {
+  return &lockstep::kernels::cuda::kTable;
+}

@@ -1,0 +1,49 @@
+// The CUDA kernels, as a table of functions that the CUDA plug-in brings (docs/adr/0002). They take
+// pointers and sizes, know no tensors, allocate nothing, wait for nothing and can be captured in a
+// CUDA graph. This header needs no CUDA.
+//
+//   const Table* table = cuda::table();               // null: no plug-in is loaded
+//   const int status = table->swiglu_forward(args, stream);
+//
+// A status is 0 or a cudaError_t; error_text() names it. Sums have a fixed order on one GPU model:
+// the same bits in every run.
+#pragma once
+
+#include <cstdint>
+
+#include "lockstep/kernels/cuda/arguments.h"
+
+namespace lockstep::kernels::cuda {
+
+constexpr int kTableVersion = 1;
+constexpr const char* kTableEntry = "lockstep_cuda_kernels";
+
+struct Table {
+  int version;
+  const char* (*error_text)(int status);
+  void* (*current_stream)(int device);
+  bool (*norm_covers)(int columns);
+  std::int64_t (*norm_partials)(std::int64_t rows, int columns);
+  int (*norm_forward)(const NormForward&, void* stream);
+  int (*norm_backward)(const NormBackward&, void* stream);
+  // to[0] = how many targets are not ignored, to[1] = 1 / that, 1 where there is none.
+  int (*count_targets)(const std::int64_t* targets, std::int64_t rows, std::int64_t ignore_index,
+                       float* to, void* stream);
+  int (*cross_entropy)(const CrossEntropy&, void* stream);
+  std::int64_t (*column_sum_partials)(std::int64_t rows, int columns);
+  int (*column_sum)(const ColumnSum&, void* stream);
+  int (*swiglu_forward)(const Swiglu&, void* stream);
+  int (*swiglu_backward)(const Swiglu&, void* stream);
+  int (*rope)(const Rope&, void* stream);
+  // data *= *factor, and nothing where that is 1.
+  int (*scale)(void* data, std::int64_t size, Type type, const float* factor, void* stream);
+  // False where the library has no algorithm for these types and shapes; sets *status otherwise.
+  bool (*gemm)(const Gemm&, void* stream, int* status);
+  int (*adamw)(const AdamStep&, void* stream);
+};
+
+// Of the loaded plug-in; null without one. unavailable_reason() then says it.
+const Table* table();
+const char* unavailable_reason();
+
+}  // namespace lockstep::kernels::cuda
