@@ -1,0 +1,179 @@
+// SwiGLU and rotary embeddings.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "lockstep/nn/functional.h"
+#include "lockstep/nn/on_cuda.h"
+
+namespace lockstep::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor swiglu_forward(const at::Tensor& gate_up) {
+  const std::int64_t width = gate_up.size(1) / 2;
+  if (const auto cuda = detail::OnCuda::with({gate_up}); cuda && width % 8 == 0) {
+    const at::Tensor out = at::empty({gate_up.size(0), width}, gate_up.options());
+    cuda->check(cuda->table().swiglu_forward({.gate_up = detail::data(gate_up),
+                                              .dout = nullptr,
+                                              .out = detail::mutable_data(out),
+                                              .rows = gate_up.size(0),
+                                              .width = static_cast<int>(width),
+                                              .type = detail::type_of(gate_up)},
+                                             cuda->stream()),
+                "swiglu");
+    return out;
+  }
+  const auto halves = gate_up.to(detail::sum_type(gate_up)).chunk(2, 1);
+  return (at::silu(halves[0]) * halves[1]).to(gate_up.scalar_type());
+}
+
+at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& dout) {
+  const std::int64_t width = gate_up.size(1) / 2;
+  if (const auto cuda = detail::OnCuda::with({gate_up, dout}); cuda && width % 8 == 0) {
+    const at::Tensor out = at::empty_like(gate_up);
+    cuda->check(cuda->table().swiglu_backward({.gate_up = detail::data(gate_up),
+                                               .dout = detail::data(dout),
+                                               .out = detail::mutable_data(out),
+                                               .rows = gate_up.size(0),
+                                               .width = static_cast<int>(width),
+                                               .type = detail::type_of(gate_up)},
+                                              cuda->stream()),
+                "swiglu backward");
+    return out;
+  }
+  const auto type = detail::sum_type(gate_up);
+  const auto halves = gate_up.to(type).chunk(2, 1);
+  const at::Tensor dy = dout.to(type);
+  return at::cat({at::silu_backward(dy * halves[1], halves[0]), dy * at::silu(halves[0])}, 1)
+      .to(gate_up.scalar_type());
+}
+
+class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate_up) {
+    const detail::NoAutocast no_autocast;
+    ctx->save_for_backward({gate_up});
+    auto shape = gate_up.sizes().vec();
+    shape.back() /= 2;
+    return swiglu_forward(detail::flat(gate_up).contiguous()).view(shape);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const detail::NoAutocast no_autocast;
+    const at::Tensor gate_up = ctx->get_saved_variables()[0];
+    return {swiglu_backward(detail::flat(gate_up).contiguous(), detail::flat(grads[0]).contiguous())
+                .view(gate_up.sizes())};
+  }
+};
+
+// ---------------------------------------------------------------- rotary embeddings
+
+at::Tensor rotate_aten(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+                       bool inverse) {
+  const std::int64_t half = cos.size(-1);
+  const auto type = detail::sum_type(x);
+  // [batch or 1, 1, time, half]: the same for all heads.
+  const at::Tensor c = (cos.dim() == 2 ? cos.unsqueeze(0) : cos).unsqueeze(1).to(type);
+  at::Tensor s = (sin.dim() == 2 ? sin.unsqueeze(0) : sin).unsqueeze(1).to(type);
+  if (inverse) s = -s;
+  const at::Tensor low = x.narrow(3, 0, half).to(type), high = x.narrow(3, half, half).to(type);
+  return at::cat(
+      {(low * c - high * s).to(x.scalar_type()), (high * c + low * s).to(x.scalar_type()),
+       x.narrow(3, 2 * half, x.size(3) - 2 * half)},
+      3);
+}
+
+// In memory as x is: heads side by side, as a projection gives them, or one after the other.
+at::Tensor empty_for(const at::Tensor& x) {
+  if (x.stride(1) >= x.stride(2)) return at::empty(x.sizes(), x.options());
+  return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);
+}
+
+// May be a slice, but its vectors of eight begin at multiples of 16 bytes.
+bool has_vectors(const at::Tensor& x) {
+  const auto stride_fits = [&](int i) { return x.size(i) == 1 || x.stride(i) % 8 == 0; };
+  return x.stride(3) == 1 && x.size(3) % 8 == 0 && stride_fits(0) && stride_fits(1) &&
+         stride_fits(2) && reinterpret_cast<std::uintptr_t>(x.const_data_ptr()) % 16 == 0;
+}
+
+kernels::cuda::RopePart rope_part(const at::Tensor& from, const at::Tensor& to) {
+  return {detail::data(from), detail::mutable_data(to), from.size(1), from.stride(0),
+          from.stride(1),     from.stride(2),           to.stride(0), to.stride(1),
+          to.stride(2)};
+}
+
+std::pair<at::Tensor, at::Tensor> rotate(const at::Tensor& query, const at::Tensor& key,
+                                         const at::Tensor& cos, const at::Tensor& sin,
+                                         bool inverse) {
+  const auto cuda = detail::OnCuda::with({cos, sin});
+  if (!cuda || !query.is_cuda() || !key.is_cuda() || query.numel() == 0 || key.numel() == 0 ||
+      query.scalar_type() == at::kDouble || cos.size(-1) % 8 != 0 || !has_vectors(query) ||
+      !has_vectors(key))
+    return {rotate_aten(query, cos, sin, inverse), rotate_aten(key, cos, sin, inverse)};
+  const at::Tensor to_query = empty_for(query), to_key = empty_for(key);
+  const std::int64_t half = cos.size(-1);
+  cuda->check(
+      cuda->table().rope({.query = rope_part(query, to_query),
+                          .key = rope_part(key, to_key),
+                          .cos = cos.const_data_ptr<float>(),
+                          .sin = sin.const_data_ptr<float>(),
+                          .angles_batch = cos.dim() == 3 && cos.size(0) > 1 ? cos.stride(0) : 0,
+                          .batch = query.size(0),
+                          .time = query.size(2),
+                          .half = static_cast<int>(half),
+                          .width = static_cast<int>(query.size(3)),
+                          .inverse = inverse,
+                          .type = detail::type_of(query)},
+                         cuda->stream()),
+      "rope");
+  return {to_query, to_key};
+}
+
+class RopeFunction : public torch::autograd::Function<RopeFunction> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& cos, const at::Tensor& sin) {
+    const detail::NoAutocast no_autocast;
+    ctx->save_for_backward({cos, sin});
+    auto [q, k] = rotate(query, key, cos, sin, false);
+    return {q, k};
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const detail::NoAutocast no_autocast;
+    const auto saved = ctx->get_saved_variables();
+    auto [q, k] = rotate(grads[0], grads[1], saved[0], saved[1], true);
+    return {q, k, at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor swiglu(const at::Tensor& gate_up) {
+  detail::require(
+      gate_up.defined() && gate_up.dim() > 0 && gate_up.size(-1) % 2 == 0 && gate_up.size(-1) > 0,
+      "swiglu", "the last dimension must have two halves", gate_up);
+  return SwigluFunction::apply(gate_up);
+}
+
+std::pair<at::Tensor, at::Tensor> rope(const at::Tensor& query, const at::Tensor& key,
+                                       const at::Tensor& cos, const at::Tensor& sin) {
+  constexpr const char* kWho = "rope";
+  detail::require(query.defined() && key.defined() && query.dim() == 4 && key.dim() == 4 &&
+                      query.size(0) == key.size(0) && query.size(2) == key.size(2) &&
+                      query.size(3) == key.size(3) && query.scalar_type() == key.scalar_type(),
+                  kWho, "query and key must be [batch, heads, time, width]", query, key);
+  detail::require(cos.defined() && sin.defined() && cos.sizes() == sin.sizes() &&
+                      (cos.dim() == 2 || cos.dim() == 3) && cos.size(-2) == query.size(2) &&
+                      (cos.dim() == 2 || cos.size(0) == 1 || cos.size(0) == query.size(0)) &&
+                      2 * cos.size(-1) <= query.size(3),
+                  kWho, "cos and sin must be [time, w] or [batch, time, w] with 2w <= width", query,
+                  cos);
+  const auto angles = [](const at::Tensor& t) {
+    return (t.scalar_type() == at::kDouble ? t : t.to(at::kFloat)).contiguous().detach();
+  };
+  auto out = RopeFunction::apply(query, key, angles(cos), angles(sin));
+  return {out[0], out[1]};
+}
+
+}  // namespace lockstep::nn

@@ -1,0 +1,129 @@
+// Fused operations for the modules of a model. Each is differentiable, runs on the CPU and on CUDA,
+// and takes float, bfloat16 and float16 tensors of any shape that the text allows.
+//
+//   auto [x, y] = nn::add_layer_norm(residual, delta, proj_bias, weight, bias);
+//   const auto h = nn::gelu_mlp(y, fc_weight, fc_bias, out_weight, out_bias);
+//   const auto loss = nn::linear_cross_entropy(h, head_weight, targets, {.columns = 50257});
+//
+// On CUDA our kernels are used where they apply (see docs/kernels.md) and ATen's operations
+// elsewhere; results agree within the rounding of the dtype. Sums are in float, or double for
+// double tensors. An optional tensor that is not there is at::Tensor(). Autocast does not reach
+// inside: pass tensors in the dtype to compute in. Wrong shapes are a UsageError.
+//
+// Stateless; callable from any thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+namespace lockstep::nn {
+
+// ---------------------------------------------------------------- norms over the last dimension
+
+struct NormedSum {
+  at::Tensor sum;     // residual + delta + delta_bias: the next residual
+  at::Tensor normed;  // its norm
+};
+
+// `delta_bias` [columns] is the bias of the linear layer that made delta without it; optional.
+// Weights may be float where the rest is bfloat16 or float16; layer_norm's bias is optional.
+NormedSum add_layer_norm(const at::Tensor& residual, const at::Tensor& delta,
+                         const at::Tensor& delta_bias, const at::Tensor& weight,
+                         const at::Tensor& bias, double eps = 1e-5);
+NormedSum add_rms_norm(const at::Tensor& residual, const at::Tensor& delta,
+                       const at::Tensor& delta_bias, const at::Tensor& weight, double eps = 1e-6);
+at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                      double eps = 1e-5);
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps = 1e-6);
+
+// ---------------------------------------------------------------- losses
+
+struct CrossEntropyOptions {
+  std::int64_t ignore_index = -100;
+  std::int64_t columns = 0;  // the real vocabulary, where the last dimension is padded; 0: all
+};
+
+// The mean over the targets that are not ignored: nan where all are, as PyTorch's. With a gradient
+// to compute, the logits [..., vocabulary] are consumed: their memory then holds the gradient. So
+// backward runs once, and what else reads the logits must have read them before.
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets,
+                         const CrossEntropyOptions& options = {});
+
+struct LinearCrossEntropyOptions {
+  std::int64_t ignore_index = -100;
+  std::int64_t columns = 0;
+  std::int64_t chunk_rows = 0;   // 0: chosen so that the logits of a chunk take about 512 MiB
+  at::Tensor weight_copy{};      // as in LinearOptions
+  at::Tensor weight_gradient{};  // as in LinearOptions
+};
+
+// cross_entropy(hidden weight^T): the head and the loss of a language model. At most chunk_rows
+// rows of logits exist at a time, in hidden's dtype; the gradients are computed with them in
+// forward, so backward only hands them over and runs once.
+at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                                const at::Tensor& targets,
+                                const LinearCrossEntropyOptions& options = {});
+
+// ---------------------------------------------------------------- linear layers
+
+// A float weight with an input in bfloat16 or float16 is multiplied as a copy in the input's dtype,
+// and its gradient is computed in float.
+struct LinearOptions {
+  // That copy, where the caller keeps one (an optimizer may write it); otherwise made in each call.
+  at::Tensor weight_copy{};
+  // Float, of the weight's shape: backward adds the weight's gradient to it, inside the matrix
+  // product where it can, and autograd gets none. The caller then counts the weight as done.
+  at::Tensor weight_gradient{};
+};
+
+// x weight^T + bias, weight [out, in]; pass weight.t() for one that is stored [in, out].
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                  const LinearOptions& options = {});
+
+struct GeluMlpOptions {
+  LinearOptions fc{};
+  LinearOptions out{};
+};
+
+// gelu(x fc_weight^T + fc_bias) out_weight^T + out_bias with the tanh form of GELU. `out_bias` is
+// optional: add_layer_norm can add it.
+at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::Tensor& fc_bias,
+                    const at::Tensor& out_weight, const at::Tensor& out_bias,
+                    const GeluMlpOptions& options = {});
+
+// silu(gate) * up, where gate and up are the halves of the last dimension.
+at::Tensor swiglu(const at::Tensor& gate_up);
+
+struct LoraOptions {
+  double scaling = 1;  // lora_alpha / r
+  double dropout = 0;  // of the adapter's input; 0 in evaluation
+};
+
+// x weight^T + bias + scaling dropout(x) a^T b^T with a [r, in] and b [out, r]: the second product
+// is added into the first. The adapter may be float where the rest is bfloat16 or float16.
+at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                       const at::Tensor& a, const at::Tensor& b, const LoraOptions& options = {});
+
+// ---------------------------------------------------------------- attention
+
+// Rotates query and key [batch, heads, time, width] by the angles of their positions, as Llama
+// does: element i is paired with i + w, where cos and sin are float [time, w] or [batch, time, w];
+// elements from 2w on stay.
+std::pair<at::Tensor, at::Tensor> rope(const at::Tensor& query, const at::Tensor& key,
+                                       const at::Tensor& cos, const at::Tensor& sin);
+
+struct AttentionOptions {
+  bool causal = true;
+  double dropout = 0;
+  std::optional<double> scale{};  // default: 1 / sqrt(width)
+};
+
+// softmax(query key^T) value, [batch, heads, time, width]. Key and value may have fewer heads, a
+// divisor of the query's (grouped-query attention).
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const AttentionOptions& options = {});
+
+}  // namespace lockstep::nn

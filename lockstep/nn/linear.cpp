@@ -1,0 +1,363 @@
+// Linear layers, the GELU perceptron and LoRA.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <optional>
+
+#include "lockstep/nn/functional.h"
+#include "lockstep/nn/on_cuda.h"
+#include "lockstep/nn/products.h"
+
+namespace lockstep::nn {
+namespace {
+
+using kernels::cuda::Epilogue;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr std::int64_t kWorkspaceBytes = std::int64_t{32} << 20;
+
+// Row-major or its transpose, with rows that begin at multiples of 16 bytes.
+std::optional<kernels::cuda::GemmMatrix> gemm_matrix(const at::Tensor& m) {
+  const std::int64_t unit = 16 / static_cast<std::int64_t>(m.element_size());
+  const bool aligned = reinterpret_cast<std::uintptr_t>(m.const_data_ptr()) % 16 == 0;
+  const auto fits = [&](std::int64_t stride, std::int64_t width) {
+    return stride >= width && stride % unit == 0 && aligned;
+  };
+  if (m.stride(1) == 1 && fits(m.stride(0), m.size(1)))
+    return kernels::cuda::GemmMatrix{m.const_data_ptr(), m.stride(0), false};
+  if (m.stride(0) == 1 && fits(m.stride(1), m.size(0)))
+    return kernels::cuda::GemmMatrix{m.const_data_ptr(), m.stride(1), true};
+  return std::nullopt;
+}
+
+struct GemmExtras {
+  float beta = 0;
+  Epilogue epilogue = Epilogue::kNone;
+  at::Tensor bias{}, aux{};
+};
+
+// d = a b with extras through cuBLASLt; false where it does not apply, and nothing is written.
+bool try_gemm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& d,
+              const GemmExtras& extras) {
+  const auto type = a.scalar_type();
+  if (!(type == at::kBFloat16 || type == at::kHalf) || b.scalar_type() != type || a.numel() == 0 ||
+      b.numel() == 0)
+    return false;
+  const auto cuda = detail::OnCuda::with({d, extras.bias, extras.aux});
+  if (!cuda || d.size(1) % 8 != 0 || !a.is_cuda() || !b.is_cuda()) return false;
+  const auto left = gemm_matrix(a), right = gemm_matrix(b);
+  if (!left || !right) return false;
+  const at::Tensor workspace = cuda->bytes(kWorkspaceBytes);
+  int status = 0;
+  const bool covered =
+      cuda->table().gemm({.a = *left,
+                          .b = *right,
+                          .d = detail::mutable_data(d),
+                          .bias = detail::data(extras.bias),
+                          .aux = detail::mutable_data(extras.aux),
+                          .workspace = detail::mutable_data(workspace),
+                          .workspace_bytes = static_cast<std::size_t>(kWorkspaceBytes),
+                          .m = a.size(0),
+                          .n = b.size(1),
+                          .k = a.size(1),
+                          .beta = extras.beta,
+                          .epilogue = extras.epilogue,
+                          .type = detail::type_of(a),
+                          .d_type = detail::type_of(d)},
+                         cuda->stream(), &status);
+  if (covered) cuda->check(status, "a matrix product");
+  return covered;
+}
+
+}  // namespace
+
+namespace detail {
+
+void sum_product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& into, bool add) {
+  if (try_gemm(a, b, into, {.beta = add ? 1.0f : 0.0f})) return;
+  const auto type = into.scalar_type();
+  at::Tensor to = into;
+  if (add) {
+    to.addmm_(a.to(type), b.to(type));
+  } else {
+    at::mm_out(to, a.to(type), b.to(type));
+  }
+}
+
+at::Tensor weight_for(const char* who, const at::Tensor& x, const at::Tensor& weight,
+                      const at::Tensor& copy) {
+  require(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat, who,
+          "a weight must have the input's dtype or be float", x, weight);
+  if (!copy.defined()) return weight.detach().to(x.scalar_type());
+  require(copy.sizes() == weight.sizes() && copy.scalar_type() == x.scalar_type(), who,
+          "weight_copy must have the weight's shape and the input's dtype", weight, copy);
+  return copy.detach();
+}
+
+void check_accumulated(const char* who, const at::Tensor& weight, const at::Tensor& accumulated) {
+  if (!accumulated.defined()) return;
+  require(accumulated.sizes() == weight.sizes() && accumulated.scalar_type() == at::kFloat &&
+              accumulated.device() == weight.device() && !accumulated.requires_grad(),
+          who, "weight_gradient must be float, of the weight's shape and device", weight,
+          accumulated);
+}
+
+// A weight that is stored transposed gets a gradient that is.
+at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight_used,
+                           at::ScalarType wanted, const at::Tensor& accumulated) {
+  const at::Tensor& pattern = accumulated.defined() ? accumulated : weight_used;
+  const bool transposed = !pattern.is_contiguous() && pattern.t().is_contiguous();
+  const at::Tensor a = transposed ? x.t() : dy.t(), b = transposed ? dy : x;
+  const auto placed = [&](const at::Tensor& t) { return transposed ? t.t() : t; };
+  if (accumulated.defined() && placed(accumulated).is_contiguous()) {
+    sum_product(a, b, placed(accumulated), true);
+    return {};
+  }
+  if (accumulated.defined() || wanted != x.scalar_type()) {
+    const auto type = accumulated.defined() ? accumulated.scalar_type() : wanted;
+    at::Tensor fresh = at::empty({a.size(0), b.size(1)}, x.options().dtype(type));
+    sum_product(a, b, fresh, false);
+    if (!accumulated.defined()) return placed(fresh);
+    at::Tensor to = accumulated;
+    to.add_(placed(fresh));
+    return {};
+  }
+  return placed(at::mm(a, b));
+}
+
+}  // namespace detail
+
+namespace {
+
+at::Tensor bias_gradient(const at::Tensor& dy, at::ScalarType type) {
+  return detail::column_sum(dy).to(type);
+}
+
+at::ScalarType type_from(AutogradContext* ctx, const char* name) {
+  return static_cast<at::ScalarType>(ctx->saved_data[name].toInt());
+}
+
+void save_type(AutogradContext* ctx, const char* name, const at::Tensor& tensor) {
+  ctx->saved_data[name] =
+      static_cast<std::int64_t>(tensor.defined() ? tensor.scalar_type() : at::kFloat);
+}
+
+at::Tensor with_last(const at::Tensor& matrix, const at::Tensor& like) {
+  auto shape = like.sizes().vec();
+  shape.back() = matrix.size(1);
+  return matrix.view(shape);
+}
+
+// x w^T + bias of a matrix; the bias in x's dtype.
+at::Tensor affine(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  return bias.defined() ? at::addmm(bias.to(x.scalar_type()), x, weight.t())
+                        : at::mm(x, weight.t());
+}
+
+class LinearFunction : public torch::autograd::Function<LinearFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+                            const at::Tensor& bias_or_none, const at::Tensor& weight_used,
+                            const at::Tensor& accumulated) {
+    const detail::NoAutocast no_autocast;
+    const at::Tensor bias = detail::from_none(bias_or_none);
+    ctx->save_for_backward({x, weight_used});
+    ctx->saved_data["accumulated"] = detail::from_none(accumulated);
+    save_type(ctx, "weight_type", weight);
+    save_type(ctx, "bias_type", bias);
+    return with_last(affine(detail::flat(x), weight_used, bias), x);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const detail::NoAutocast no_autocast;
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor x = detail::flat(saved[0]), dy = detail::flat(grads[0]).contiguous();
+    at::Tensor dx, dweight, dbias;
+    if (ctx->needs_input_grad(0)) dx = at::mm(dy, saved[1]).view(saved[0].sizes());
+    if (ctx->needs_input_grad(1)) {
+      dweight = detail::weight_gradient(dy, x, saved[1], type_from(ctx, "weight_type"),
+                                        ctx->saved_data["accumulated"].toTensor());
+    }
+    if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, type_from(ctx, "bias_type"));
+    return {dx, dweight, dbias, {}, {}};
+  }
+};
+
+// ---------------------------------------------------------------- the GELU perceptron
+
+class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& fc_weight,
+                            const at::Tensor& fc_bias, const at::Tensor& out_weight,
+                            const at::Tensor& out_bias_or_none, const at::Tensor& fc_used,
+                            const at::Tensor& out_used, const at::Tensor& fc_accumulated,
+                            const at::Tensor& out_accumulated) {
+    const detail::NoAutocast no_autocast;
+    const at::Tensor out_bias = detail::from_none(out_bias_or_none);
+    const at::Tensor rows = detail::flat(x).contiguous();
+    const at::Tensor bias = fc_bias.to(x.scalar_type());
+    at::Tensor before = at::empty({rows.size(0), fc_used.size(0)}, x.options());
+    at::Tensor hidden = at::empty_like(before);
+    if (!try_gemm(rows, fc_used.t(), hidden,
+                  {.epilogue = Epilogue::kGeluAuxBias, .bias = bias, .aux = before})) {
+      before = at::addmm(bias, rows, fc_used.t());
+      hidden = at::gelu(before, "tanh");
+    }
+    ctx->save_for_backward({x, before, hidden, fc_used, out_used});
+    ctx->saved_data["fc_accumulated"] = detail::from_none(fc_accumulated);
+    ctx->saved_data["out_accumulated"] = detail::from_none(out_accumulated);
+    save_type(ctx, "fc_type", fc_weight);
+    save_type(ctx, "fc_bias_type", fc_bias);
+    save_type(ctx, "out_type", out_weight);
+    save_type(ctx, "out_bias_type", out_bias);
+    return with_last(affine(hidden, out_used, out_bias), x);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const detail::NoAutocast no_autocast;
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor x = detail::flat(saved[0]).contiguous();
+    const at::Tensor dy = detail::flat(grads[0]).contiguous();
+    const at::Tensor &before = saved[1], &hidden = saved[2], &fc = saved[3], &out = saved[4];
+    at::Tensor dx, dfc, dfc_bias, dout, dout_bias;
+    if (ctx->needs_input_grad(3)) {
+      dout = detail::weight_gradient(dy, hidden, out, type_from(ctx, "out_type"),
+                                     ctx->saved_data["out_accumulated"].toTensor());
+    }
+    if (ctx->needs_input_grad(4)) dout_bias = bias_gradient(dy, type_from(ctx, "out_bias_type"));
+    if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1) || ctx->needs_input_grad(2)) {
+      at::Tensor dbefore = at::empty_like(before);
+      if (!try_gemm(dy, out, dbefore, {.epilogue = Epilogue::kDGelu, .aux = before}))
+        dbefore = at::gelu_backward(at::mm(dy, out), before, "tanh");
+      if (ctx->needs_input_grad(2))
+        dfc_bias = bias_gradient(dbefore, type_from(ctx, "fc_bias_type"));
+      if (ctx->needs_input_grad(1)) {
+        dfc = detail::weight_gradient(dbefore, x, fc, type_from(ctx, "fc_type"),
+                                      ctx->saved_data["fc_accumulated"].toTensor());
+      }
+      if (ctx->needs_input_grad(0)) dx = at::mm(dbefore, fc).view(saved[0].sizes());
+    }
+    return {dx, dfc, dfc_bias, dout, dout_bias, {}, {}, {}, {}};
+  }
+};
+
+// ---------------------------------------------------------------- LoRA
+
+class LoraFunction : public torch::autograd::Function<LoraFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+                            const at::Tensor& bias_or_none, const at::Tensor& a,
+                            const at::Tensor& b, double scaling, double dropout) {
+    const detail::NoAutocast no_autocast;
+    const at::Tensor bias = detail::from_none(bias_or_none);
+    const at::Tensor rows = detail::flat(x);
+    const at::Tensor low = a.to(x.scalar_type()), high = b.to(x.scalar_type());
+    at::Tensor dropped = rows, mask;
+    if (dropout > 0) std::tie(dropped, mask) = at::native_dropout(rows, dropout, true);
+    const at::Tensor narrow = at::mm(dropped, low.t());
+    at::Tensor y = affine(rows, weight, bias);
+    y.addmm_(narrow, high.t(), 1, scaling);
+    ctx->save_for_backward({x, weight, low, high, narrow, mask});
+    ctx->saved_data["scaling"] = scaling;
+    ctx->saved_data["dropout"] = dropout;
+    save_type(ctx, "bias_type", bias);
+    save_type(ctx, "a_type", a);
+    save_type(ctx, "b_type", b);
+    return with_last(y, x);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const detail::NoAutocast no_autocast;
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor x = detail::flat(saved[0]), dy = detail::flat(grads[0]).contiguous();
+    const at::Tensor &weight = saved[1], &low = saved[2], &high = saved[3], &mask = saved[5];
+    const double scaling = ctx->saved_data["scaling"].toDouble();
+    const double keep = 1 / (1 - ctx->saved_data["dropout"].toDouble());
+    const auto drop = [&](const at::Tensor& t) {
+      return mask.defined() ? at::native_dropout_backward(t, mask, keep) : t;
+    };
+    at::Tensor dx, dweight, dbias, da, db;
+    const at::Tensor dnarrow = at::mm(dy, high).mul_(scaling);
+    if (ctx->needs_input_grad(0)) {
+      dx = at::mm(dy, weight);
+      if (mask.defined()) {
+        dx += drop(at::mm(dnarrow, low));
+      } else {
+        dx.addmm_(dnarrow, low);
+      }
+      dx = dx.view(saved[0].sizes());
+    }
+    if (ctx->needs_input_grad(1)) dweight = at::mm(dy.t(), x);
+    if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, type_from(ctx, "bias_type"));
+    const auto adapter = [](const at::Tensor& left, const at::Tensor& right, at::ScalarType type) {
+      const at::Tensor to =
+          at::empty({left.size(0), right.size(1)}, left.options().dtype(detail::sum_type(left)));
+      detail::sum_product(left, right, to, false);
+      return to.to(type);
+    };
+    if (ctx->needs_input_grad(3)) da = adapter(dnarrow.t(), drop(x), type_from(ctx, "a_type"));
+    if (ctx->needs_input_grad(4))
+      db = adapter(dy.t(), saved[4], type_from(ctx, "b_type")).mul_(scaling);
+    return {dx, dweight, dbias, da, db, {}, {}};
+  }
+};
+
+void check_linear(const char* who, const at::Tensor& x, std::int64_t in, const at::Tensor& weight,
+                  const at::Tensor& bias) {
+  detail::require(
+      x.defined() && weight.defined() && x.dim() > 0 && weight.dim() == 2 && in == weight.size(1),
+      who, "weight must be [out, in], where in is the input's last dimension", x, weight);
+  detail::require(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), who,
+                  "bias must be [out] of weight [out, in]", weight, bias);
+}
+
+std::int64_t last_of(const at::Tensor& x) {
+  return x.defined() && x.dim() > 0 ? x.size(-1) : -1;
+}
+
+}  // namespace
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                  const LinearOptions& options) {
+  constexpr const char* kWho = "linear";
+  check_linear(kWho, x, last_of(x), weight, bias);
+  detail::check_accumulated(kWho, weight, options.weight_gradient);
+  return LinearFunction::apply(x, weight, detail::or_none(bias),
+                               detail::weight_for(kWho, x, weight, options.weight_copy),
+                               detail::or_none(options.weight_gradient));
+}
+
+at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::Tensor& fc_bias,
+                    const at::Tensor& out_weight, const at::Tensor& out_bias,
+                    const GeluMlpOptions& options) {
+  constexpr const char* kWho = "gelu_mlp";
+  check_linear(kWho, x, last_of(x), fc_weight, fc_bias);
+  detail::require(fc_bias.defined(), kWho, "fc_bias must be given", fc_weight, fc_bias);
+  check_linear(kWho, fc_weight, fc_weight.size(0), out_weight, out_bias);
+  detail::check_accumulated(kWho, fc_weight, options.fc.weight_gradient);
+  detail::check_accumulated(kWho, out_weight, options.out.weight_gradient);
+  using detail::or_none;
+  return GeluMlpFunction::apply(x, fc_weight, fc_bias, out_weight, or_none(out_bias),
+                                detail::weight_for(kWho, x, fc_weight, options.fc.weight_copy),
+                                detail::weight_for(kWho, x, out_weight, options.out.weight_copy),
+                                or_none(options.fc.weight_gradient),
+                                or_none(options.out.weight_gradient));
+}
+
+at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                       const at::Tensor& a, const at::Tensor& b, const LoraOptions& options) {
+  constexpr const char* kWho = "lora_linear";
+  check_linear(kWho, x, last_of(x), weight, bias);
+  detail::require(weight.scalar_type() == x.scalar_type(), kWho,
+                  "the base weight must have the input's dtype", x, weight);
+  detail::require(a.dim() == 2 && b.dim() == 2 && a.size(1) == weight.size(1) &&
+                      b.size(0) == weight.size(0) && a.size(0) == b.size(1),
+                  kWho, "a must be [r, in] and b [out, r]", a, b);
+  detail::require(options.dropout >= 0 && options.dropout < 1, kWho,
+                  "dropout must be at least 0 and below 1", x);
+  return LoraFunction::apply(x, weight, detail::or_none(bias), a, b, options.scaling,
+                             options.dropout);
+}
+
+}  // namespace lockstep::nn
