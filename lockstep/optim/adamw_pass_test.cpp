@@ -1,0 +1,126 @@
+// AdamWPass against the rule in double precision, on the CPU and, with LOCKSTEP_DEVICE=cuda, with
+// the kernels.
+#include "lockstep/optim/adamw_pass.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+
+#include "lockstep/core/error.h"
+#include "lockstep/nn/device_for_test.h"
+
+namespace lockstep::optim {
+namespace {
+
+at::TensorOptions on_device() {
+  return at::TensorOptions(nn::test_device()).dtype(at::kFloat);
+}
+
+// Sizes around the kernels' vectors and chunks; the fourth begins at an address that is no multiple
+// of 16 bytes.
+std::vector<AdamWItem> some_items(bool shadows) {
+  torch::manual_seed(3);
+  std::vector<AdamWItem> items;
+  for (const std::int64_t size : {1, 7, 64, 1003, 16384, 50001}) {
+    const auto make = [&](double scale) {
+      const at::Tensor whole = torch::randn({size + 1}).mul(scale).to(nn::test_device());
+      return whole.narrow(0, size == 1003 ? 1 : 0, size);
+    };
+    AdamWItem item{make(1), make(0.1), torch::zeros({size}, on_device()),
+                   torch::zeros({size}, on_device()), torch::zeros({}, on_device())};
+    if (shadows) item.shadow = torch::zeros({size}, on_device().dtype(at::kBFloat16));
+    item.group = items.size() % 2;
+    items.push_back(item);
+  }
+  return items;
+}
+
+struct Reference {
+  at::Tensor param, m, v;
+};
+
+TEST(AdamWPass, FollowsTheRuleWithClippingAndUnscaling) {
+  const std::vector<AdamWOptions> groups{
+      {.lr = 1e-2, .betas = {0.9, 0.95}, .weight_decay = 0.1},
+      {.lr = 3e-3, .betas = {0.8, 0.99}, .eps = 1e-6, .weight_decay = 0}};
+  for (const double max_norm : {0.0, 1.0, 1e6}) {
+    for (const double scale : {1.0, 1024.0}) {
+      const auto items = some_items(true);
+      std::vector<Reference> reference;
+      double squares = 0;
+      for (const auto& item : items) {
+        reference.push_back({item.param.to(at::kDouble), torch::zeros_like(item.param, at::kDouble),
+                             torch::zeros_like(item.param, at::kDouble)});
+        squares += item.grad.to(at::kDouble).square().sum().item<double>();
+      }
+      const double norm = std::sqrt(squares) / scale;
+      AdamWPass pass{items, groups};
+      pass.set_max_norm(max_norm);
+      const at::Tensor on_scale = scale == 1 ? at::Tensor() : torch::full({1}, scale, on_device());
+      double lr = groups[1].lr;
+      for (int step = 1; step <= 3; ++step) {
+        if (step == 3) {
+          auto changed = groups[1];
+          changed.lr = lr = 1e-3;
+          pass.set_options(1, changed);
+        }
+        pass.step(on_scale);
+        EXPECT_NEAR(pass.norm().item<double>(), norm, 1e-6 * norm);
+        const double clip = (max_norm > 0 ? std::min(1.0, max_norm / (norm + 1e-6)) : 1.0) / scale;
+        for (std::size_t i = 0; i < items.size(); ++i) {
+          const auto& o = groups[items[i].group];
+          const double rate = items[i].group == 0 ? o.lr : lr;
+          auto& r = reference[i];
+          const auto g = items[i].grad.to(at::kDouble) * clip;
+          r.m = r.m + (1 - o.betas.first) * (g - r.m);
+          r.v = o.betas.second * r.v + (1 - o.betas.second) * g * g;
+          const auto denominator = (r.v / (1 - std::pow(o.betas.second, step))).sqrt() + o.eps;
+          r.param = r.param * (1 - rate * o.weight_decay) -
+                    rate * (r.m / (1 - std::pow(o.betas.first, step))) / denominator;
+          // Two roundings of the parameter a step, and an update of at most lr that is right to
+          // 1e-5 where eps does not decide it.
+          const auto bound = 2 * step * 0x1p-24 * r.param.abs() + step * 1e-4 * rate;
+          const auto error = (items[i].param.to(at::kDouble) - r.param).abs();
+          EXPECT_TRUE((error <= bound).all().item<bool>()) << "size " << items[i].param.numel();
+          EXPECT_TRUE(items[i].shadow.equal(items[i].param.to(at::kBFloat16)));
+          EXPECT_EQ(items[i].step.item<double>(), step);
+        }
+      }
+    }
+  }
+}
+
+TEST(AdamWPass, AStepThatIsNotFiniteChangesNothing) {
+  const auto items = some_items(false);
+  AdamWPass pass{items, {{}, {}}};
+  pass.step();
+  std::vector<at::Tensor> before;
+  for (const auto& item : items) before.push_back(item.param.clone());
+  items[2].grad[3].fill_(INFINITY);
+  pass.step();
+  EXPECT_EQ(pass.found_inf().item<double>(), 1);
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    EXPECT_TRUE(items[i].param.equal(before[i]));
+    EXPECT_EQ(items[i].step.item<double>(), 1);
+  }
+  items[2].grad[3].fill_(0);
+  pass.step();
+  EXPECT_EQ(pass.found_inf().item<double>(), 0);
+  EXPECT_EQ(items[0].step.item<double>(), 2);
+}
+
+TEST(AdamWPass, RefusesWhatDoesNotFit) {
+  auto items = some_items(false);
+  items[1].exp_avg = torch::zeros({3}, on_device());
+  EXPECT_THROW((AdamWPass{items, {{}, {}}}), UsageError);
+  EXPECT_THROW((AdamWPass{some_items(false), {{}}}), UsageError);
+  items = some_items(false);
+  items[0].grad = at::Tensor();
+  AdamWPass pass{items, {{}, {}}};
+  EXPECT_THROW(pass.step(), UsageError);
+  EXPECT_THROW(pass.set_max_norm(-1), UsageError);
+}
+
+}  // namespace
+}  // namespace lockstep::optim
