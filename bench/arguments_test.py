@@ -12,6 +12,7 @@ DEFAULTS = {
     "ddp": ("--blocks", "--steps", "--batch", "--time", "--threads", "--device", "--require-ratio"),
     "overlap": ("--ranks", "--steps", "--delay-ms", "--bucket-mb", "--require-hidden"),
     "allreduce": ("--ranks", "--rounds", "--backends", "--sizes"),
+    "kernels": ("--device", "--rows", "--rounds"),
 }
 
 

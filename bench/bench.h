@@ -17,6 +17,7 @@ int allreduce_main(int argc, char** argv);
 int step_main(int argc, char** argv);
 int train_main(int argc, char** argv);
 int loader_main(int argc, char** argv);
+int kernels_main(int argc, char** argv);
 
 // The rank's side of `launch`: one all-reduce, printed by rank 0.
 int allreduce_once_main();

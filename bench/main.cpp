@@ -20,7 +20,7 @@ const std::map<std::string, Command>& benchmarks() {
       {"launch", lockstep::bench::launch_main},   {"ddp", lockstep::bench::ddp_main},
       {"overlap", lockstep::bench::overlap_main}, {"allreduce", lockstep::bench::allreduce_main},
       {"step", lockstep::bench::step_main},       {"train", lockstep::bench::train_main},
-      {"loader", lockstep::bench::loader_main},
+      {"loader", lockstep::bench::loader_main},   {"kernels", lockstep::bench::kernels_main},
   };
   return table;
 }
@@ -41,7 +41,8 @@ int bench(int argc, char** argv) {
              "  allreduce  shared memory beside gloo and Open MPI, over size\n"
              "  step       gradient synchronisation and optimizer in one pass, beside two\n"
              "  train      a small GPT on the CPU, beside PyTorch's DDP over gloo\n"
-             "  loader     load, collate, copy and wait times of a batch, beside PyTorch's\n");
+             "  loader     load, collate, copy and wait times of a batch, beside PyTorch's\n"
+             "  kernels    fused operations beside ATen's and beside a copy of as many bytes\n");
   return asked ? 0 : 2;
 }
 
