@@ -156,7 +156,6 @@ int check(const Request& request) {
   }
   const train::Config config = train::load_config(file, request.flags, launch::launcher_keys());
   say_notes(config.notes);
-  if (config.arguments.compile_model) say_notes({train::kCompileModelNote});
   Problems problems;
   if (!request.own_program)
     problems.attempt([&] {

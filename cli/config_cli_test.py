@@ -168,8 +168,7 @@ class Config(unittest.TestCase):
         shard = os.path.join(self.folder, "shards", "x_train_000000.bin")
         with open(shard, "wb") as f:
             f.write(header + bytes(800))
-        self.assertRegex(self.accepted(text % "shards"), r"^note: compile_model has no effect yet: "
-                         r"[^\n]*\n$")
+        self.assertEqual(self.accepted(text % "shards"), "")
         # Windows are cut from shards, and not from whatever else `data` would be.
         self.accepted(text % "shards" + "data: {order: windows}\n")
         for data in ("bytes", "{name: bytes, path: t.yaml}", "random"):
@@ -204,12 +203,9 @@ class Config(unittest.TestCase):
         page = self.run_config("keys", "--markdown").stdout.split("older spelling")[0]
         keys = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
         self.assertGreater(len(keys), 60)
-        # `preset` sets other keys. `compile_model` is read to say that it has no effect.
+        # `preset` sets other keys.
         silent = [key for key in keys if not re.search(rf"[.>]{key}\b", text) and key != "preset"]
         self.assertEqual(silent, [], "these have no effect")
-        self.write("t.yaml", "compile_model: true\n")
-        self.assertIn("note: compile_model has no effect yet",
-                      self.run_config("check", "t.yaml").stderr)
         for old in re.findall(r"^\| `(\w+)`",
                               self.run_config("keys", "--markdown").stdout.split("older sp")[1],
                               re.MULTILINE):

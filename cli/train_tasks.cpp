@@ -253,6 +253,17 @@ void set_loss(TrainerTask& task, std::shared_ptr<Module> net, double smoothing) 
   task.module = net;
 }
 
+// Training needs the loss alone, which a language model has without holding all logits; an
+// evaluation computes the accuracy from them.
+void set_language_loss(TrainerTask& task, const models::CausalLmPtr& net, double smoothing) {
+  set_loss(task, net, smoothing);
+  if (smoothing != 0) return;
+  task.loss = [net, with_logits = task.loss](const Batch& batch) {
+    if (!torch::GradMode::is_enabled()) return with_logits(batch);
+    return LossOutput(net->loss(batch.data, batch.target));
+  };
+}
+
 models::CausalLmPtr make_net(const ModelConfig& model, std::optional<std::int64_t> end_of_text) {
   if (!model.hugging_face) {
     models::CausalLmConfig config{.model = gpt_config(model)};
@@ -275,7 +286,7 @@ void make_language_model(TrainerTask& task, const ModelConfig& model, const Trai
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
       return lockstep::checkpoint(std::move(block), std::move(inputs));
     });
-  set_loss(task, net, a.label_smoothing_factor);
+  set_language_loss(task, net, a.label_smoothing_factor);
   for (data::DatasetPtr* samples : {&task.train_data, &task.eval_data})
     if (*samples)
       *samples = std::make_shared<InVocabulary>(*samples, net->config().vocab_size(),

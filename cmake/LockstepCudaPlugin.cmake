@@ -27,7 +27,7 @@ foreach(objects lockstep_cuda_kernels lockstep_cuda_kernels_90)
 endforeach()
 
 add_library(lockstep_cuda SHARED ${CMAKE_SOURCE_DIR}/lockstep/comm/nccl/plugin.cpp
-  ${kernels}/plugin.cpp ${kernels}/gemm.cpp
+  ${kernels}/plugin.cpp ${kernels}/gemm.cpp ${kernels}/graph_plugin.cpp
   $<TARGET_OBJECTS:lockstep_cuda_kernels> $<TARGET_OBJECTS:lockstep_cuda_kernels_90>)
 # libcudart and libcublasLt are those that libtorch_cuda has brought: naming them here could load
 # the system's beside them.

@@ -7,6 +7,9 @@
 #include <algorithm>
 
 #include "lockstep/core/error.h"
+#include "lockstep/kernels/cuda/table.h"
+#include "lockstep/nn/functional.h"
+#include "lockstep/nn/weight_copy.h"
 
 namespace lockstep::models {
 
@@ -48,7 +51,21 @@ at::Tensor CausalLm::hidden_states(const at::Tensor& ids, KvCache* cache) {
                      past > 0 ? fmt::format(" after {} tokens in the cache", past) : "",
                      limited ? fmt::format(", with time at most n_positions = {}", most) : "");
   }
+  if (cache == nullptr && fused_on(ids.device())) return run_fused(ids, runner_);
   return run(ids, cache, cache != nullptr ? BlockRunner() : runner_);
+}
+
+bool CausalLm::fused_on(c10::Device device) const {
+  return fused_.value_or(device.is_cuda() && kernels::cuda::table() != nullptr);
+}
+
+at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
+  const at::Tensor hidden = hidden_states(ids);
+  const at::Tensor* const weight = head_weight();
+  if (!fused_on(ids.device()) || weight == nullptr) return next_token_loss(logits(hidden), targets);
+  return nn::linear_cross_entropy(hidden, *weight, targets,
+                                  {.columns = config_.vocab_size(),
+                                   .weight_copy = nn::weight_copy(*weight, hidden.scalar_type())});
 }
 
 at::Tensor CausalLm::logits(const at::Tensor& hidden_states) {
@@ -64,7 +81,7 @@ std::int64_t CausalLm::parameter_count() const {
 }
 
 at::Tensor next_token_loss(const at::Tensor& logits, const at::Tensor& targets) {
-  return torch::cross_entropy_loss(logits.view({-1, logits.size(-1)}), targets.view({-1}));
+  return torch::cross_entropy_loss(logits.flatten(0, -2), targets.flatten());
 }
 
 }  // namespace lockstep::models

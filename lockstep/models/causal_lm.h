@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -61,6 +62,13 @@ class CausalLm : public torch::nn::Module {
   // the last norm, and the head.
   at::Tensor hidden_states(const at::Tensor& ids, KvCache* cache = nullptr);
   at::Tensor logits(const at::Tensor& hidden_states);
+  // The mean cross entropy against the ids that come next [batch, time]; those that are -100 do not
+  // count. On a GPU head and loss are one, and the logits of all tokens never exist at once.
+  at::Tensor loss(const at::Tensor& ids, const at::Tensor& targets);
+
+  // Whether blocks run by lockstep::nn (fused norms, activations, loss; docs/kernels.md) or by
+  // ATen's operations alone. Unset: on a GPU with our kernels. Never with a cache.
+  void use_fused(std::optional<bool> on) { fused_ = on; }
 
   // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward. Not used with
   // a cache.
@@ -72,10 +80,16 @@ class CausalLm : public torch::nn::Module {
  protected:
   explicit CausalLm(CausalLmConfig config) : config_(std::move(config)) {}
   virtual at::Tensor run(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) = 0;
+  virtual at::Tensor run_fused(const at::Tensor& ids, const BlockRunner& runner) = 0;
   // May be wider than the vocabulary (ParameterOptions).
   virtual at::Tensor head(const at::Tensor& hidden_states) = 0;
+  // [vocabulary, width]; null where the head is more than a product with it.
+  virtual const at::Tensor* head_weight() const = 0;
 
  private:
+  bool fused_on(c10::Device device) const;
+
+  std::optional<bool> fused_;
   CausalLmConfig config_;
   BlockRunner runner_;
 };

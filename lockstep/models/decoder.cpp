@@ -1,9 +1,12 @@
 #include "lockstep/models/decoder.h"
 
+#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
 #include <optional>
 #include <tuple>
+
+#include "lockstep/nn/functional.h"
 
 namespace lockstep::models::detail {
 
@@ -36,6 +39,24 @@ at::Tensor attend(const at::Tensor& queries, at::Tensor keys, at::Tensor values,
   return y.transpose(1, 2).reshape({y.size(0), y.size(2), y.size(1) * y.size(3)});
 }
 
+at::Tensor attend_fused(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                        const Pass& pass, double dropout) {
+  if (!pass.causal) return attend(queries, keys, values, pass, 0, dropout);
+  const auto y = nn::attention(queries, keys, values, {.causal = true, .dropout = dropout});
+  return y.transpose(1, 2).reshape({y.size(0), y.size(2), y.size(1) * y.size(3)});
+}
+
+at::Tensor Residual::total() const {
+  if (!delta.defined()) return sum;
+  return delta_bias.defined() ? sum + (delta + delta_bias.to(delta.scalar_type())) : sum + delta;
+}
+
+at::ScalarType compute_type(c10::Device device, const at::Tensor& weight) {
+  return at::autocast::is_autocast_enabled(device.type())
+             ? at::autocast::get_autocast_dtype(device.type())
+             : weight.scalar_type();
+}
+
 at::Tensor activate(Activation activation, const at::Tensor& x) {
   switch (activation) {
     case Activation::kGeluTanh:
@@ -63,6 +84,25 @@ at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, con
     }
   }
   return x;
+}
+
+Residual run_blocks_fused(const torch::nn::ModuleListImpl& blocks, at::Tensor x, const Pass& pass,
+                          const BlockRunner& runner) {
+  Residual residual{.sum = std::move(x)};
+  for (const auto& module : blocks) {
+    const auto block = std::dynamic_pointer_cast<DecoderBlock>(module);
+    if (!runner) {
+      block->forward_fused(residual, pass);
+      continue;
+    }
+    const auto whole = [block, pass](const std::vector<at::Tensor>& in) {
+      Residual part{.sum = in.at(0)};
+      block->forward_fused(part, pass);
+      return part.total();
+    };
+    residual = {.sum = runner(whole, {residual.sum})};
+  }
+  return residual;
 }
 
 Linear make_linear(LinearOptions options, const ParameterOptions& parameters) {

@@ -22,6 +22,19 @@ struct Pass {
   at::Tensor sin{};
 };
 
+// The stream between blocks of the fused path: what a block adds last is added by the next norm.
+struct Residual {
+  at::Tensor sum;
+  at::Tensor delta{};       // undefined: nothing is left to add
+  at::Tensor delta_bias{};  // of the layer that made delta; optional
+
+  // With everything added.
+  at::Tensor total() const;
+};
+
+// The type in which blocks compute on `device`: that of autocasting, otherwise `weight`'s.
+at::ScalarType compute_type(c10::Device device, const at::Tensor& weight);
+
 // `window`: how many tokens a token sees; 0: all before it.
 Pass begin_pass(const at::Tensor& ids, KvCache* cache, std::int64_t window);
 
@@ -32,16 +45,22 @@ at::Tensor by_head(const at::Tensor& x, std::int64_t heads);
 // Returns [batch, time, heads * width].
 at::Tensor attend(const at::Tensor& queries, at::Tensor keys, at::Tensor values, const Pass& pass,
                   std::size_t layer, double dropout);
+// Without a cache, by lockstep::nn where there is no mask.
+at::Tensor attend_fused(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                        const Pass& pass, double dropout);
 
 at::Tensor activate(Activation activation, const at::Tensor& x);
 
 class DecoderBlock : public torch::nn::Module {
  public:
   virtual at::Tensor forward(const at::Tensor& x, const Pass& pass) = 0;
+  virtual void forward_fused(Residual& x, const Pass& pass) = 0;
 };
 
 at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, const Pass& pass,
                       const BlockRunner& runner);
+Residual run_blocks_fused(const torch::nn::ModuleListImpl& blocks, at::Tensor x, const Pass& pass,
+                          const BlockRunner& runner);
 
 // A Linear whose tensors are drawn or left to be loaded, as `parameters` says.
 Linear make_linear(LinearOptions options, const ParameterOptions& parameters);

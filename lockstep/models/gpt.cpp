@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "lockstep/models/decoder.h"
+#include "lockstep/nn/functional.h"
+#include "lockstep/nn/weight_copy.h"
 
 namespace lockstep::models {
 namespace {
@@ -42,6 +44,16 @@ class GptAttention : public torch::nn::Module {
     return project_out_->forward(y);
   }
 
+  // Without the bias of the last layer.
+  at::Tensor forward_fused(const at::Tensor& x, const Pass& pass) {
+    const auto parts = project_in_->forward_fused(x).split(x.size(2), 2);
+    const auto y =
+        detail::attend_fused(detail::by_head(parts[0], heads_), detail::by_head(parts[1], heads_),
+                             detail::by_head(parts[2], heads_), pass, is_training() ? dropout_ : 0);
+    return project_out_->forward_fused(y, /*with_bias=*/false);
+  }
+  const at::Tensor& last_bias() const { return project_out_->bias; }
+
  private:
   std::int64_t heads_;
   std::size_t layer_;
@@ -64,6 +76,17 @@ class GptPerceptron : public torch::nn::Module {
     return narrow_->forward(detail::activate(activation_, widen_->forward(x)));
   }
 
+  // Without the bias of the last layer.
+  at::Tensor forward_fused(const at::Tensor& x) {
+    if (activation_ != Activation::kGeluTanh || widen_->has_lora() || narrow_->has_lora())
+      return narrow_->forward_fused(detail::activate(activation_, widen_->forward_fused(x)),
+                                    /*with_bias=*/false);
+    const auto type = x.scalar_type();
+    return nn::gelu_mlp(x, widen_->out_in(), widen_->bias, narrow_->out_in(), {},
+                        {.fc = widen_->fused_options(type), .out = narrow_->fused_options(type)});
+  }
+  const at::Tensor& last_bias() const { return narrow_->bias; }
+
  private:
   Activation activation_;
   Linear widen_{nullptr};
@@ -73,6 +96,16 @@ class GptPerceptron : public torch::nn::Module {
 torch::nn::LayerNorm layer_norm(const GptConfig& config) {
   return torch::nn::LayerNorm(
       torch::nn::LayerNormOptions({config.n_embd}).eps(config.layer_norm_epsilon));
+}
+
+// The norm of the stream with what is left to add to it.
+at::Tensor add_norm(detail::Residual& x, const torch::nn::LayerNorm& norm) {
+  const double epsilon = norm->options.eps();
+  if (!x.delta.defined()) return nn::layer_norm(x.sum, norm->weight, norm->bias, epsilon);
+  auto [sum, normed] =
+      nn::add_layer_norm(x.sum, x.delta, x.delta_bias, norm->weight, norm->bias, epsilon);
+  x = {.sum = sum};
+  return normed;
 }
 
 class GptBlock : public detail::DecoderBlock {
@@ -90,7 +123,19 @@ class GptBlock : public detail::DecoderBlock {
     return y + dropped(perceptron_->forward(norm_2_->forward(y)));
   }
 
+  void forward_fused(detail::Residual& x, const Pass& pass) override {
+    leave(x, attention_->forward_fused(add_norm(x, norm_1_), pass), attention_->last_bias());
+    leave(x, perceptron_->forward_fused(add_norm(x, norm_2_)), perceptron_->last_bias());
+  }
+
  private:
+  // Dropout is of the sum of both, so there is nothing to fuse then.
+  void leave(detail::Residual& x, const at::Tensor& delta, const at::Tensor& bias) const {
+    const bool drops = dropout_ > 0 && is_training();
+    x.delta = drops ? dropped(delta + bias.to(delta.scalar_type())) : delta;
+    x.delta_bias = drops ? at::Tensor() : bias;
+  }
+
   at::Tensor dropped(const at::Tensor& x) const {
     return dropout_ > 0 ? torch::dropout(x, dropout_, is_training()) : x;
   }
@@ -119,6 +164,18 @@ class GptTransformer : public torch::nn::Module {
     if (!parameters.draw) return;
     detail::draw_rows(tokens_->weight, c.vocab_size, c.initializer_range);
     detail::draw_rows(positions_->weight, c.n_positions, c.initializer_range);
+  }
+
+  at::Tensor forward_fused(const at::Tensor& ids, const BlockRunner& runner) {
+    const at::ScalarType type = detail::compute_type(ids.device(), tokens_->weight);
+    auto x = nn::embedding(ids, tokens_->weight, positions_->weight,
+                           {.dtype = type,
+                            .tokens_copy = nn::weight_copy(tokens_->weight, type),
+                            .positions_copy = nn::weight_copy(positions_->weight, type)});
+    if (dropout_ > 0) x = torch::dropout(x, dropout_, is_training());
+    const Pass pass = detail::begin_pass(ids, nullptr, /*window=*/0);
+    detail::Residual residual = detail::run_blocks_fused(*blocks_, x, pass, runner);
+    return add_norm(residual, last_norm_);
   }
 
   at::Tensor forward(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) {
@@ -152,6 +209,15 @@ GptImpl::GptImpl(CausalLmConfig whole, const ParameterOptions& options)
                                          .deviation(c.initializer_range),
                                      options));
   if (options.draw) detail::draw_rows(lm_head_->weight, c.vocab_size, c.initializer_range);
+}
+
+at::Tensor GptImpl::run_fused(const at::Tensor& ids, const BlockRunner& runner) {
+  return transformer_->forward_fused(ids, runner);
+}
+
+const at::Tensor* GptImpl::head_weight() const {
+  if (!lm_head_) return &transformer_->token_weight();
+  return lm_head_->has_lora() ? nullptr : &lm_head_->weight;
 }
 
 at::Tensor GptImpl::run(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) {

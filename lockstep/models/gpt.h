@@ -35,7 +35,9 @@ class GptImpl : public CausalLm {
 
  protected:
   at::Tensor run(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) override;
+  at::Tensor run_fused(const at::Tensor& ids, const BlockRunner& runner) override;
   at::Tensor head(const at::Tensor& hidden_states) override;
+  const at::Tensor* head_weight() const override;
 
  private:
   std::shared_ptr<GptTransformer> transformer_;

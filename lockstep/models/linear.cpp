@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include "lockstep/core/error.h"
+#include "lockstep/nn/weight_copy.h"
 
 namespace lockstep::models {
 namespace {
@@ -62,6 +63,23 @@ at::Tensor LinearImpl::base_forward(at::Tensor x) {
   const auto y =
       own_bias.defined() ? torch::addmm(own_bias, rows, weight) : torch::mm(rows, weight);
   return y.view(shape);
+}
+
+nn::LinearOptions LinearImpl::fused_options(at::ScalarType type) const {
+  nn::LinearOptions copies{.weight_copy = oriented(nn::weight_copy(weight, type))};
+  if (bias.defined()) copies.bias_copy = nn::weight_copy(bias, type);
+  return copies;
+}
+
+at::Tensor LinearImpl::forward_fused(const at::Tensor& x, bool with_bias) {
+  const at::Tensor own_bias = with_bias ? bias : at::Tensor();
+  if (!has_lora() || merged())
+    return nn::linear(x, out_in(), own_bias, fused_options(x.scalar_type()));
+  // The base of an adapter is frozen: its copy may stand for it.
+  if (weight.requires_grad()) return forward(x).to(x.scalar_type());
+  return nn::lora_linear(x, oriented(nn::weight_copy(weight, x.scalar_type())), own_bias,
+                         lora_A->weight, lora_B->weight,
+                         {.scaling = lora_.scaling, .dropout = is_training() ? lora_.dropout : 0});
 }
 
 void LinearImpl::attach_lora(const LoraShape& shape) {

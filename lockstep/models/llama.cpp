@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "lockstep/models/decoder.h"
+#include "lockstep/nn/functional.h"
+#include "lockstep/nn/weight_copy.h"
 
 namespace lockstep::models {
 namespace {
@@ -69,6 +71,19 @@ class RotaryAngles {
     pass.cos = cos_;
     pass.sin = sin_;
   }
+  // In float32 and once for the two halves, as nn::rope takes them.
+  void fill_fused(Pass& pass, std::int64_t time, c10::Device device) {
+    fill(pass, 0, time, torch::empty({0}, at::TensorOptions(device).dtype(at::kFloat)));
+    pass.cos = pass.cos.narrow(1, 0, pass.cos.size(1) / 2);
+    pass.sin = pass.sin.narrow(1, 0, pass.sin.size(1) / 2);
+    if (!half_cos_.defined() || half_cos_.sizes() != pass.cos.sizes() ||
+        half_cos_.device() != device) {
+      half_cos_ = pass.cos.contiguous();
+      half_sin_ = pass.sin.contiguous();
+    }
+    pass.cos = half_cos_;
+    pass.sin = half_sin_;
+  }
 
  private:
   RopeConfig rope_;
@@ -76,6 +91,8 @@ class RotaryAngles {
   at::Tensor long_frequencies_;  // of longrope
   at::Tensor cos_;
   at::Tensor sin_;
+  at::Tensor half_cos_;
+  at::Tensor half_sin_;
   std::int64_t past_ = 0;
 };
 
@@ -100,6 +117,19 @@ class RmsNorm : public torch::nn::Module {
     const at::Tensor wide = x.to(at::kFloat);
     const at::Tensor variance = wide.pow(2).mean(-1, /*keepdim=*/true);
     return weight_ * (wide * torch::rsqrt(variance + epsilon_)).to(x.scalar_type());
+  }
+
+  // The norm of the stream with what is left to add to it.
+  at::Tensor forward_fused(detail::Residual& x) {
+    // The kernels take a weight that is float or has the stream's type.
+    const at::Tensor weight =
+        weight_.scalar_type() == at::kFloat || weight_.scalar_type() == x.sum.scalar_type()
+            ? weight_
+            : weight_.to(x.sum.scalar_type());
+    if (!x.delta.defined()) return nn::rms_norm(x.sum, weight, epsilon_);
+    auto [sum, normed] = nn::add_rms_norm(x.sum, x.delta, x.delta_bias, weight, epsilon_);
+    x = {.sum = sum};
+    return normed;
   }
 
  private:
@@ -146,6 +176,21 @@ class LlamaAttention : public torch::nn::Module {
         detail::by_head(v, shared_heads_), pass, layer_, is_training() ? dropout_ : 0));
   }
 
+  at::Tensor forward_fused(const at::Tensor& x, const Pass& pass) {
+    at::Tensor q, k, v;
+    if (qkv_) {
+      const std::int64_t keys = shared_heads_ * width_;
+      const auto parts = qkv_->forward_fused(x).split_with_sizes({heads_ * width_, keys, keys}, 2);
+      q = parts[0], k = parts[1], v = parts[2];
+    } else {
+      q = q_->forward_fused(x), k = k_->forward_fused(x), v = v_->forward_fused(x);
+    }
+    const auto [turned_q, turned_k] =
+        nn::rope(detail::by_head(q, heads_), detail::by_head(k, shared_heads_), pass.cos, pass.sin);
+    return o_->forward_fused(detail::attend_fused(
+        turned_q, turned_k, detail::by_head(v, shared_heads_), pass, is_training() ? dropout_ : 0));
+  }
+
  private:
   std::int64_t heads_;
   std::int64_t shared_heads_;
@@ -185,6 +230,19 @@ class LlamaPerceptron : public torch::nn::Module {
     return down_->forward(detail::activate(activation_, gate) * up);
   }
 
+  at::Tensor forward_fused(const at::Tensor& x) {
+    if (gate_up_ && activation_ == Activation::kSilu)
+      return down_->forward_fused(nn::swiglu(gate_up_->forward_fused(x)));
+    at::Tensor gate, up;
+    if (gate_up_) {
+      const auto parts = gate_up_->forward_fused(x).chunk(2, -1);
+      gate = parts[0], up = parts[1];
+    } else {
+      gate = gate_->forward_fused(x), up = up_->forward_fused(x);
+    }
+    return down_->forward_fused(detail::activate(activation_, gate) * up);
+  }
+
  private:
   Activation activation_;
   Linear gate_{nullptr}, up_{nullptr}, gate_up_{nullptr}, down_{nullptr};
@@ -206,6 +264,11 @@ class LlamaBlock : public detail::DecoderBlock {
   at::Tensor forward(const at::Tensor& x, const Pass& pass) override {
     const auto y = x + dropped(attention_->forward(norm_1_->forward(x), pass));
     return y + dropped(perceptron_->forward(norm_2_->forward(y)));
+  }
+
+  void forward_fused(detail::Residual& x, const Pass& pass) override {
+    x.delta = dropped(attention_->forward_fused(norm_1_->forward_fused(x), pass));
+    x.delta = dropped(perceptron_->forward_fused(norm_2_->forward_fused(x)));
   }
 
  private:
@@ -235,6 +298,18 @@ class LlamaModel : public torch::nn::Module {
     for (std::int64_t i = 0; i < c.num_hidden_layers; ++i)
       blocks_->push_back(std::make_shared<LlamaBlock>(c, static_cast<std::size_t>(i), parameters));
     last_norm_ = register_module("norm", std::make_shared<RmsNorm>(c.hidden_size, c.rms_norm_eps));
+  }
+
+  at::Tensor forward_fused(const at::Tensor& ids, const BlockRunner& runner) {
+    const at::ScalarType type = detail::compute_type(ids.device(), tokens_->weight);
+    const at::Tensor x = nn::embedding(ids, tokens_->weight, {},
+                                       {.dtype = type,
+                                        .padding_index = padding_,
+                                        .tokens_copy = nn::weight_copy(tokens_->weight, type)});
+    Pass pass = detail::begin_pass(ids, nullptr, window_);
+    angles_.fill_fused(pass, ids.size(1), ids.device());
+    detail::Residual residual = detail::run_blocks_fused(*blocks_, x, pass, runner);
+    return last_norm_->forward_fused(residual);
   }
 
   at::Tensor forward(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) {
@@ -268,6 +343,15 @@ LlamaImpl::LlamaImpl(CausalLmConfig whole, const ParameterOptions& options)
                                          .deviation(c.initializer_range),
                                      options));
   if (options.draw) detail::draw_rows(lm_head_->weight, c.vocab_size, c.initializer_range);
+}
+
+at::Tensor LlamaImpl::run_fused(const at::Tensor& ids, const BlockRunner& runner) {
+  return model_->forward_fused(ids, runner);
+}
+
+const at::Tensor* LlamaImpl::head_weight() const {
+  if (!lm_head_) return &model_->token_weight();
+  return lm_head_->has_lora() ? nullptr : &lm_head_->weight;
 }
 
 at::Tensor LlamaImpl::run(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) {

@@ -30,7 +30,9 @@ class LlamaImpl : public CausalLm {
 
  protected:
   at::Tensor run(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) override;
+  at::Tensor run_fused(const at::Tensor& ids, const BlockRunner& runner) override;
   at::Tensor head(const at::Tensor& hidden_states) override;
+  const at::Tensor* head_weight() const override;
 
  private:
   std::shared_ptr<LlamaModel> model_;

@@ -23,7 +23,7 @@ struct TargetCount {
 
 TargetCount count_targets(const at::Tensor& targets, std::int64_t ignore_index,
                           at::ScalarType type) {
-  if (targets.is_cuda() && targets.numel() > 0) {
+  if (targets.is_cuda() && targets.numel() > 0 && type == at::kFloat) {
     const at::Tensor both = at::empty({2}, targets.options().dtype(at::kFloat));
     if (const auto cuda = detail::OnCuda::with({both})) {
       cuda->check(
@@ -162,7 +162,7 @@ struct HeadCall {
   at::Tensor hidden, weight, targets;  // matrices and a vector; weight in hidden's dtype
   CrossEntropyOptions options;
   std::int64_t chunk_rows;
-  at::Tensor dhidden, dweight;  // undefined where they are not wanted; dweight in float, zeroed
+  at::Tensor dhidden, dweight;  // undefined where they are not wanted; dweight in float
 };
 
 // The loss; fills the gradients.
@@ -170,20 +170,23 @@ at::Tensor run_head(const HeadCall& call, const TargetCount& total, bool late) {
   const std::int64_t rows = call.hidden.size(0), vocabulary = call.weight.size(0);
   const std::int64_t chunk = std::min(rows_of_chunk(call.chunk_rows, call.hidden, vocabulary),
                                       std::max<std::int64_t>(rows, 1));
-  const at::Tensor buffer = at::empty({chunk, vocabulary}, call.hidden.options());
+  // Rows that the kernels can read in vectors, whatever the vocabulary is.
+  const std::int64_t columns = (vocabulary + 63) / 64 * 64;
+  const at::Tensor buffer = at::empty({chunk, columns}, call.hidden.options());
   const at::Tensor scale = early_scale(total, late);
   at::Tensor sum = at::zeros({}, call.hidden.options().dtype(detail::sum_type(call.hidden)));
   for (std::int64_t first = 0; first < rows; first += chunk) {
     const std::int64_t count = std::min(chunk, rows - first);
-    at::Tensor logits = buffer.narrow(0, 0, count);
+    const at::Tensor padded = buffer.narrow(0, 0, count);
+    at::Tensor logits = padded.narrow(1, 0, vocabulary);
     const at::Tensor hidden = call.hidden.narrow(0, first, count);
     at::mm_out(logits, hidden, call.weight.t());
-    sum += consume(logits, call.targets.narrow(0, first, count), scale, call.options).sum();
+    sum += consume(padded, call.targets.narrow(0, first, count), scale, call.options).sum();
     if (call.dhidden.defined()) {
       at::Tensor to = call.dhidden.narrow(0, first, count);
       at::mm_out(to, logits, call.weight);
     }
-    if (call.dweight.defined()) detail::sum_product(logits.t(), hidden, call.dweight, true);
+    if (call.dweight.defined()) detail::sum_product(logits.t(), hidden, call.dweight, first > 0);
   }
   return sum / total.count;
 }
@@ -205,7 +208,11 @@ class HeadFunction : public torch::autograd::Function<HeadFunction> {
                   {},
                   {}};
     if (wants_hidden) call.dhidden = at::empty_like(call.hidden);
-    if (wants_weight) call.dweight = at::zeros(weight.sizes(), hidden.options().dtype(type));
+    if (wants_weight) {
+      const auto options = hidden.options().dtype(type);
+      const bool any = call.hidden.numel() > 0;
+      call.dweight = any ? at::empty(weight.sizes(), options) : at::zeros(weight.sizes(), options);
+    }
     const bool late = scales_late(hidden);
     const TargetCount total = count_targets(targets, ignore_index, type);
     const at::Tensor loss = run_head(call, total, late);

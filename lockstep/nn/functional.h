@@ -74,6 +74,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
 struct LinearOptions {
   // That copy, where the caller keeps one (an optimizer may write it); otherwise made in each call.
   at::Tensor weight_copy{};
+  at::Tensor bias_copy{};  // likewise
   // Float, of the weight's shape: backward adds the weight's gradient to it, inside the matrix
   // product where it can, and autograd gets none. The caller then counts the weight as done.
   at::Tensor weight_gradient{};
@@ -106,6 +107,20 @@ struct LoraOptions {
 // is added into the first. The adapter may be float where the rest is bfloat16 or float16.
 at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                        const at::Tensor& a, const at::Tensor& b, const LoraOptions& options = {});
+
+// ---------------------------------------------------------------- embeddings
+
+struct EmbeddingOptions {
+  std::optional<at::ScalarType> dtype{};  // of the result; default: that of `tokens`
+  std::int64_t padding_index = -1;        // a token without a gradient; -1: none
+  at::Tensor tokens_copy{};               // as weight_copy in LinearOptions, in `dtype`
+  at::Tensor positions_copy{};
+};
+
+// Rows of `tokens` [vocabulary, width] for ids [batch, time], plus the first rows of `positions`
+// [time or more, width]; optional. Gradients are summed in float.
+at::Tensor embedding(const at::Tensor& ids, const at::Tensor& tokens,
+                     const at::Tensor& positions = {}, const EmbeddingOptions& options = {});
 
 // ---------------------------------------------------------------- attention
 

@@ -159,14 +159,14 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& bias_or_none, const at::Tensor& weight_used,
-                            const at::Tensor& accumulated) {
+                            const at::Tensor& bias_used, const at::Tensor& accumulated) {
     const detail::NoAutocast no_autocast;
     const at::Tensor bias = detail::from_none(bias_or_none);
     ctx->save_for_backward({x, weight_used});
     ctx->saved_data["accumulated"] = detail::from_none(accumulated);
     save_type(ctx, "weight_type", weight);
     save_type(ctx, "bias_type", bias);
-    return with_last(affine(detail::flat(x), weight_used, bias), x);
+    return with_last(affine(detail::flat(x), weight_used, detail::from_none(bias_used)), x);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -180,7 +180,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
                                         ctx->saved_data["accumulated"].toTensor());
     }
     if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, type_from(ctx, "bias_type"));
-    return {dx, dweight, dbias, {}, {}};
+    return {dx, dweight, dbias, {}, {}, {}};
   }
 };
 
@@ -191,12 +191,11 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& fc_weight,
                             const at::Tensor& fc_bias, const at::Tensor& out_weight,
                             const at::Tensor& out_bias_or_none, const at::Tensor& fc_used,
-                            const at::Tensor& out_used, const at::Tensor& fc_accumulated,
-                            const at::Tensor& out_accumulated) {
+                            const at::Tensor& bias, const at::Tensor& out_used,
+                            const at::Tensor& fc_accumulated, const at::Tensor& out_accumulated) {
     const detail::NoAutocast no_autocast;
     const at::Tensor out_bias = detail::from_none(out_bias_or_none);
     const at::Tensor rows = detail::flat(x).contiguous();
-    const at::Tensor bias = fc_bias.to(x.scalar_type());
     at::Tensor before = at::empty({rows.size(0), fc_used.size(0)}, x.options());
     at::Tensor hidden = at::empty_like(before);
     if (!try_gemm(rows, fc_used.t(), hidden,
@@ -228,7 +227,10 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
     if (ctx->needs_input_grad(4)) dout_bias = bias_gradient(dy, type_from(ctx, "out_bias_type"));
     if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1) || ctx->needs_input_grad(2)) {
       at::Tensor dbefore = at::empty_like(before);
-      if (!try_gemm(dy, out, dbefore, {.epilogue = Epilogue::kDGelu, .aux = before}))
+      // With few rows the library's kernel for it is slower than two.
+      constexpr std::int64_t kMinRows = 4096;
+      if (dy.size(0) < kMinRows ||
+          !try_gemm(dy, out, dbefore, {.epilogue = Epilogue::kDGelu, .aux = before}))
         dbefore = at::gelu_backward(at::mm(dy, out), before, "tanh");
       if (ctx->needs_input_grad(2))
         dfc_bias = bias_gradient(dbefore, type_from(ctx, "fc_bias_type"));
@@ -238,7 +240,7 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
       }
       if (ctx->needs_input_grad(0)) dx = at::mm(dbefore, fc).view(saved[0].sizes());
     }
-    return {dx, dfc, dfc_bias, dout, dout_bias, {}, {}, {}, {}};
+    return {dx, dfc, dfc_bias, dout, dout_bias, {}, {}, {}, {}, {}};
   }
 };
 
@@ -312,6 +314,12 @@ void check_linear(const char* who, const at::Tensor& x, std::int64_t in, const a
                   "bias must be [out] of weight [out, in]", weight, bias);
 }
 
+// In the input's dtype.
+at::Tensor bias_for(const at::Tensor& x, const at::Tensor& bias, const LinearOptions& options) {
+  if (!bias.defined()) return bias;
+  return options.bias_copy.defined() ? options.bias_copy : bias.detach().to(x.scalar_type());
+}
+
 std::int64_t last_of(const at::Tensor& x) {
   return x.defined() && x.dim() > 0 ? x.size(-1) : -1;
 }
@@ -323,9 +331,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   constexpr const char* kWho = "linear";
   check_linear(kWho, x, last_of(x), weight, bias);
   detail::check_accumulated(kWho, weight, options.weight_gradient);
-  return LinearFunction::apply(x, weight, detail::or_none(bias),
-                               detail::weight_for(kWho, x, weight, options.weight_copy),
-                               detail::or_none(options.weight_gradient));
+  return LinearFunction::apply(
+      x, weight, detail::or_none(bias), detail::weight_for(kWho, x, weight, options.weight_copy),
+      detail::or_none(bias_for(x, bias, options)), detail::or_none(options.weight_gradient));
 }
 
 at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::Tensor& fc_bias,
@@ -340,6 +348,7 @@ at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::
   using detail::or_none;
   return GeluMlpFunction::apply(x, fc_weight, fc_bias, out_weight, or_none(out_bias),
                                 detail::weight_for(kWho, x, fc_weight, options.fc.weight_copy),
+                                bias_for(x, fc_bias, options.fc),
                                 detail::weight_for(kWho, x, out_weight, options.out.weight_copy),
                                 or_none(options.fc.weight_gradient),
                                 or_none(options.out.weight_gradient));

@@ -313,8 +313,8 @@ TEST(Linear, FloatWeightsWithBfloat16InputsAndGradientsAddedToABuffer) {
   expect_close(w.grad(), want, 1e-6, "float gradient of bfloat16 tensors");
 
   for (const bool transposed : {false, true}) {
-    auto buffer =
-        torch::ones(transposed ? std::vector<std::int64_t>{6, 4} : std::vector<std::int64_t>{4, 6});
+    auto buffer = torch::ones(
+        transposed ? std::vector<std::int64_t>{6, 4} : std::vector<std::int64_t>{4, 6}, floats());
     if (transposed) buffer = buffer.t();
     w.mutable_grad() = at::Tensor();
     nn::linear(x, w, {}, {.weight_copy = w.detach().to(at::kBFloat16), .weight_gradient = buffer})

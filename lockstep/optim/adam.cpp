@@ -123,10 +123,8 @@ void FusedAdam<Options>::step_batch(const detail::Batch& batch, const Options& o
   const bool skipped = detail::skipped(batch);
   for (std::size_t i = 0; i < batch.params.size(); ++i) {
     const auto& param = batch.params[i];
-    auto& slot = this->state_[param.unsafeGetTensorImpl()];
-    if (!slot) slot = fresh_state(param);
+    const AdamState& state = ensure_state(param);
     if (skipped) continue;
-    const auto& state = static_cast<const AdamState&>(*slot);
     if (is_counter(state.step) &&
         detail::covered({param, batch.grads[i], state.exp_avg, state.exp_avg_sq})) {
       const double steps = ++*state.step.template mutable_data_ptr<float>();
@@ -145,6 +143,13 @@ void FusedAdam<Options>::step_batch(const detail::Batch& batch, const Options& o
 }
 
 template <typename Options>
+const AdamState& FusedAdam<Options>::ensure_state(const at::Tensor& param) {
+  auto& slot = this->state_[param.unsafeGetTensorImpl()];
+  if (!slot) slot = fresh_state(param);
+  return static_cast<const AdamState&>(*slot);
+}
+
+template <typename Options>
 typename FusedAdam<Options>::State FusedAdam<Options>::state_of(
     const at::Tensor& param, torch::optim::OptimizerParamGroup&) {
   const auto slot = this->state_.find(param.unsafeGetTensorImpl());
@@ -160,15 +165,15 @@ typename FusedAdam<Options>::State FusedAdam<Options>::state_of(
 template <typename Options>
 void FusedAdam<Options>::set_state(const at::Tensor& param, State state) {
   const auto steps = state.step.template item<double>();
-  if (steps == 0) {
+  if (steps == 0 && !param.is_cuda()) {
     this->state_.erase(param.unsafeGetTensorImpl());
     return;
   }
-  auto fresh = fresh_state(param);
-  fresh->step.fill_(steps);
-  fresh->exp_avg.copy_(state.tensors[0].second);
-  fresh->exp_avg_sq.copy_(state.tensors[1].second);
-  this->state_[param.unsafeGetTensorImpl()] = std::move(fresh);
+  // In place: a CUDA graph may read it there.
+  AdamState held = ensure_state(param);
+  held.step.fill_(steps);
+  held.exp_avg.copy_(state.tensors[0].second);
+  held.exp_avg_sq.copy_(state.tensors[1].second);
 }
 
 template <typename Options>

@@ -37,6 +37,9 @@ class FusedAdam : public FusedOptimizer<Options> {
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
+  // The state of a parameter, made where there is none; it stays where it is when one is loaded.
+  const AdamState& ensure_state(const at::Tensor& param);
+
  private:
   using State = FusedBase::State;
   State state_of(const at::Tensor& param, torch::optim::OptimizerParamGroup& group) override;

@@ -2,13 +2,18 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 
 #include "lockstep/core/error.h"
+#include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
+#include "lockstep/nn/weight_copy.h"
 #include "lockstep/optim/group.h"
 
 namespace lockstep::optim {
@@ -17,7 +22,12 @@ namespace {
 namespace cuda = kernels::cuda;
 
 constexpr const char* kAdamWPass = "AdamWPass";
-constexpr std::int64_t kGroupValues = sizeof(cuda::AdamGroup) / sizeof(float);
+constexpr std::size_t kGroupValues = sizeof(cuda::AdamGroup) / sizeof(float);
+
+// In the order of AdamGroup.
+std::array<double, kGroupValues> values_of(const AdamWOptions& o) {
+  return {o.lr, o.betas.first, o.betas.second, o.eps, o.weight_decay};
+}
 
 void check_item(const AdamWItem& item, c10::Device device, std::size_t groups) {
   const auto fits = [&](const at::Tensor& t, at::ScalarType type) {
@@ -50,14 +60,35 @@ const at::Tensor& grad_of(const AdamWItem& item) {
   return grad;
 }
 
-// The bytes of an array, on a device.
+// Memory that no graph writes to. What is allocated on a stream that is being captured is the
+// graph's, which may have used the same memory for something before.
+at::Tensor empty_outside_graphs(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const c10::impl::VirtualGuardImpl device(options.device().type());
+  const c10::StreamGuard other(device.getStreamFromGlobalPool(options.device()));
+  return at::empty(sizes, options);
+}
+
+// The bytes of an array, where `like` is. A graph that is being captured reads them in its replays.
 template <typename T>
-at::Tensor upload(const std::vector<T>& values, c10::Device device) {
-  const at::Tensor host =
-      at::empty({static_cast<std::int64_t>(values.size() * sizeof(T))}, at::kByte);
+at::Tensor upload(const std::vector<T>& values, const at::Tensor& like) {
+  // Pinned, so that the host does not wait for the copy; a capture allows no such allocation.
+  const bool pinned = like.is_cuda() && !cuda::capturing();
+  const at::Tensor host = at::empty({static_cast<std::int64_t>(values.size() * sizeof(T))},
+                                    at::TensorOptions(at::kByte).pinned_memory(pinned));
   if (!values.empty())
     std::memcpy(host.mutable_data_ptr(), values.data(), values.size() * sizeof(T));
-  return host.to(device);
+  if (!cuda::capturing()) return host.to(like.device(), /*non_blocking=*/true);
+  const at::Tensor there = empty_outside_graphs(host.sizes(), like.options().dtype(at::kByte));
+  cuda::after_capture([there, host] { at::Tensor(there).copy_(host); });
+  return there;
+}
+
+at::Tensor shadow_of(const AdamWItem& item) {
+  if (item.shadow.defined()) return item.shadow;
+  const at::Tensor copy = nn::find_weight_copy(item.param);
+  return copy.defined() && copy.scalar_type() == at::kBFloat16 && copy.is_contiguous()
+             ? copy
+             : at::Tensor();
 }
 
 bool aligned(const void* pointer) {
@@ -78,8 +109,12 @@ AdamWPass::AdamWPass(std::vector<AdamWItem> items, std::vector<AdamWOptions> gro
                                  : items_[0].param.device();
   for (const auto& item : items_) check_item(item, device, groups_.size());
   const auto floats = at::TensorOptions(device).dtype(at::kFloat);
-  group_values_ = at::zeros({static_cast<std::int64_t>(groups_.size()), kGroupValues}, floats);
-  for (std::size_t g = 0; g < groups_.size(); ++g) set_options(g, groups_[g]);
+  std::vector<float> values;
+  for (const auto& group : groups_) {
+    check(group);
+    for (const double value : values_of(group)) values.push_back(static_cast<float>(value));
+  }
+  group_values_ = at::tensor(values).view({-1, kGroupValues}).to(device);
   max_norm_ = at::zeros({1}, floats);
   norm_ = at::zeros({1}, floats);
   found_inf_ = at::zeros({1}, floats);
@@ -89,42 +124,81 @@ AdamWPass::AdamWPass(std::vector<AdamWItem> items, std::vector<AdamWOptions> gro
 void AdamWPass::set_options(std::size_t group, const AdamWOptions& options) {
   detail::check_group(kAdamWPass, group, groups_.size());
   check(options);
+  const std::array<double, kGroupValues> before = values_of(groups_[group]);
+  const std::array<double, kGroupValues> now = values_of(options);
   groups_[group] = options;
-  // In the order of AdamGroup.
-  const auto value = [](double v) { return static_cast<float>(v); };
-  const std::vector<float> values{value(options.lr), value(options.betas.first),
-                                  value(options.betas.second), value(options.eps),
-                                  value(options.weight_decay)};
-  group_values_[static_cast<std::int64_t>(group)].copy_(at::tensor(values));
+  // A number that a kernel carries: a copy from the host's memory would wait for the device.
+  const at::Tensor there = group_values_[static_cast<std::int64_t>(group)];
+  for (std::size_t i = 0; i < now.size(); ++i)
+    if (now[i] != before[i]) there[static_cast<std::int64_t>(i)].fill_(now[i]);
 }
 
 void AdamWPass::set_max_norm(double max_norm) {
   if (!(max_norm >= 0))
     throw UsageError(kAdamWPass, "max_norm = {} must be positive, or 0 for no clipping.", max_norm);
-  max_norm_.fill_(max_norm);
+  if (max_norm != bound_) max_norm_.fill_(max_norm);
+  bound_ = max_norm;
 }
 
 void AdamWPass::step(const at::Tensor& grad_scale) {
+  measure(grad_scale);
+  update(found_inf_);
+}
+
+void AdamWPass::measure(const at::Tensor& grad_scale) {
   const at::NoGradGuard no_grad;
   if (items_.empty()) return;
-  if (!step_with_kernels(grad_scale)) step_with_aten(grad_scale);
+  const cuda::Table* const table = norm_.is_cuda() ? cuda::table() : nullptr;
+  if (table == nullptr) {
+    measure_with_aten(grad_scale);
+    return;
+  }
+  if (grad_scale.defined() && (grad_scale.scalar_type() != at::kFloat || !grad_scale.is_cuda()))
+    throw UsageError(kAdamWPass, "grad_scale must be one float on {}.", norm_.device().str());
+  const c10::DeviceGuard guard(norm_.device());
+  measured_ = &tables_for_gradients();
+  cuda::AdamStep args = arguments(*measured_);
+  args.grad_scale = pointer<const float>(grad_scale);
+  check_status(table->adamw_norm(args, table->current_stream(norm_.device().index())));
+}
+
+void AdamWPass::update(const at::Tensor& skip) {
+  const at::NoGradGuard no_grad;
+  if (items_.empty()) return;
+  const cuda::Table* const table = norm_.is_cuda() ? cuda::table() : nullptr;
+  if (table == nullptr) {
+    update_with_aten(skip);
+  } else {
+    const c10::DeviceGuard guard(norm_.device());
+    cuda::AdamStep args = arguments(*measured_);
+    args.skip = pointer<const float>(skip);
+    check_status(table->adamw_update(args, table->current_stream(norm_.device().index())));
+  }
   for (const auto& item : items_) {
     item.param.unsafeGetTensorImpl()->bump_version();
-    if (item.shadow.defined()) item.shadow.unsafeGetTensorImpl()->bump_version();
+    const at::Tensor shadow = shadow_of(item);
+    if (!shadow.defined()) continue;
+    shadow.unsafeGetTensorImpl()->bump_version();
+    if (!item.shadow.defined()) nn::weight_copy_is_current(item.param);
   }
 }
 
-void AdamWPass::step_with_aten(const at::Tensor& grad_scale) {
+// ---------------------------------------------------------------- with ATen
+
+void AdamWPass::measure_with_aten(const at::Tensor& grad_scale) {
   at::Tensor squares = at::zeros({1}, norm_.options().dtype(at::kDouble));
   for (const auto& item : items_) squares += grad_of(item).to(at::kDouble).square().sum();
   const at::Tensor scale =
       grad_scale.defined() ? grad_scale.to(at::kFloat).view({1}) : at::ones({1}, norm_.options());
   norm_.copy_(squares.sqrt() / scale);
   found_inf_.copy_(at::isfinite(norm_).logical_not());
-  if (found_inf_.item<float>() != 0) return;
   const at::Tensor bound = at::where(max_norm_ > 0, at::clamp_max(max_norm_ / (norm_ + 1e-6), 1.0),
                                      at::ones_like(max_norm_));
   clip_.copy_(bound / scale);
+}
+
+void AdamWPass::update_with_aten(const at::Tensor& skip) {
+  if (skip.defined() && skip.item<float>() != 0) return;
   for (const auto& item : items_) {
     const AdamWOptions& o = groups_[item.group];
     const auto [beta1, beta2] = o.betas;
@@ -138,22 +212,21 @@ void AdamWPass::step_with_aten(const at::Tensor& grad_scale) {
         v.sqrt().mul_(1 / std::sqrt(1 - std::pow(beta2, step))).add_(o.eps);
     param.mul_(1 - o.lr * o.weight_decay);
     param.addcdiv_(m, denominator, -o.lr / (1 - std::pow(beta1, step)));
-    if (item.shadow.defined()) at::Tensor(item.shadow).copy_(param);
+    if (at::Tensor shadow = shadow_of(item); shadow.defined()) shadow.copy_(param);
   }
 }
 
-void AdamWPass::build_tables() {
+// ---------------------------------------------------------------- with kernels
+
+AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) const {
   std::vector<cuda::AdamTensor> tensors;
   std::vector<cuda::AdamChunk> chunks;
-  built_for_.clear();
   for (const auto& item : items_) {
-    const at::Tensor& grad = grad_of(item);
-    built_for_.push_back(grad.const_data_ptr());
     cuda::AdamTensor t{.param = pointer<float>(item.param),
-                       .grad = grad.const_data_ptr<float>(),
+                       .grad = grad_of(item).const_data_ptr<float>(),
                        .exp_avg = pointer<float>(item.exp_avg),
                        .exp_avg_sq = pointer<float>(item.exp_avg_sq),
-                       .shadow = pointer<void>(item.shadow),
+                       .shadow = pointer<void>(shadow_of(item)),
                        .step = pointer<float>(item.step),
                        .size = item.param.numel(),
                        .group = static_cast<std::int32_t>(item.group),
@@ -164,43 +237,48 @@ void AdamWPass::build_tables() {
       chunks.push_back({static_cast<std::int32_t>(tensors.size()), i});
     tensors.push_back(t);
   }
-  const c10::Device device = norm_.device();
-  tensors_ = upload(tensors, device);
-  chunks_ = upload(chunks, device);
-  partials_ = at::empty({static_cast<std::int64_t>(chunks.size())}, norm_.options());
-  factors_ = at::empty({static_cast<std::int64_t>(tensors.size() * sizeof(cuda::AdamFactors))},
-                       norm_.options().dtype(at::kByte));
+  return {
+      .tensors = upload(tensors, norm_),
+      .chunks = upload(chunks, norm_),
+      .partials = at::empty({static_cast<std::int64_t>(chunks.size())}, norm_.options()),
+      .factors = at::empty({static_cast<std::int64_t>(tensors.size() * sizeof(cuda::AdamFactors))},
+                           norm_.options().dtype(at::kByte)),
+      .made_for = std::move(made_for)};
 }
 
-bool AdamWPass::step_with_kernels(const at::Tensor& grad_scale) {
-  const cuda::Table* const table = norm_.is_cuda() ? cuda::table() : nullptr;
-  if (table == nullptr) return false;
-  bool same = built_for_.size() == items_.size();
-  for (std::size_t i = 0; same && i < items_.size(); ++i)
-    same = grad_of(items_[i]).const_data_ptr() == built_for_[i];
-  if (!same) build_tables();
-  if (grad_scale.defined() && (grad_scale.scalar_type() != at::kFloat || !grad_scale.is_cuda()))
-    throw UsageError(kAdamWPass, "grad_scale must be one float on {}.", norm_.device().str());
-  const c10::DeviceGuard guard(norm_.device());
-  const int status = table->adamw({.tensors = pointer<const cuda::AdamTensor>(tensors_),
-                                   .groups = pointer<const cuda::AdamGroup>(group_values_),
-                                   .chunks = pointer<const cuda::AdamChunk>(chunks_),
-                                   .partials = pointer<float>(partials_),
-                                   .factors = pointer<cuda::AdamFactors>(factors_),
-                                   .grad_scale = pointer<const float>(grad_scale),
-                                   .max_norm = pointer<const float>(max_norm_),
-                                   .norm = pointer<float>(norm_),
-                                   .found_inf = pointer<float>(found_inf_),
-                                   .clip = pointer<float>(clip_),
-                                   .tensor_count = static_cast<int>(items_.size()),
-                                   .chunk_count = static_cast<int>(partials_.numel())},
-                                  table->current_stream(norm_.device().index()));
-  if (status != 0)
-    throw Error(kAdamWPass, fmt::format("the CUDA kernel failed on {} ({}). An earlier operation "
-                                        "on this device has probably failed. Run with "
-                                        "CUDA_LAUNCH_BLOCKING=1.",
-                                        norm_.device().str(), table->error_text(status)));
-  return true;
+AdamWPass::Tables& AdamWPass::tables_for_gradients() {
+  std::vector<const void*> wanted;
+  for (const auto& item : items_) {
+    wanted.push_back(grad_of(item).const_data_ptr());
+    wanted.push_back(pointer<void>(shadow_of(item)));
+  }
+  if (cuda::capturing()) return captured_.emplace_back(make_tables(std::move(wanted)));
+  if (wanted != tables_.made_for) tables_ = make_tables(std::move(wanted));
+  return tables_;
+}
+
+cuda::AdamStep AdamWPass::arguments(const Tables& tables) const {
+  return {.tensors = pointer<const cuda::AdamTensor>(tables.tensors),
+          .groups = pointer<const cuda::AdamGroup>(group_values_),
+          .chunks = pointer<const cuda::AdamChunk>(tables.chunks),
+          .partials = pointer<float>(tables.partials),
+          .factors = pointer<cuda::AdamFactors>(tables.factors),
+          .grad_scale = nullptr,
+          .max_norm = pointer<const float>(max_norm_),
+          .norm = pointer<float>(norm_),
+          .found_inf = pointer<float>(found_inf_),
+          .skip = nullptr,
+          .clip = pointer<float>(clip_),
+          .tensor_count = static_cast<int>(items_.size()),
+          .chunk_count = static_cast<int>(tables.partials.numel())};
+}
+
+void AdamWPass::check_status(int status) const {
+  if (status == 0) return;
+  throw Error(kAdamWPass, fmt::format("the CUDA kernel failed on {} ({}). An earlier operation "
+                                      "on this device has probably failed. Run with "
+                                      "CUDA_LAUNCH_BLOCKING=1.",
+                                      norm_.device().str(), cuda::table()->error_text(status)));
 }
 
 }  // namespace lockstep::optim

@@ -6,9 +6,12 @@
 //   pass.step();                        // or step(scaler's scale, on the device)
 //   const double norm = pass.norm().item<double>();
 //
+// step() is measure() and update(found_inf()): a step whose norm is not finite changes nothing.
+// Whoever decides that otherwise (ranks that agree) calls the two.
+//
 // On CUDA, everything that changes from step to step (learning rate, loss scale, bound, step
 // number) is on the device, so a captured CUDA graph may hold step(): set_options() and
-// set_max_norm() write there, between replays. A step whose norm is not finite changes nothing.
+// set_max_norm() write there, between replays.
 // The arithmetic is AdamW's in float, not the bits of ATen's fused kernel, which computes in
 // double.
 //
@@ -18,8 +21,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <list>
 #include <vector>
 
+#include "lockstep/kernels/cuda/arguments.h"
 #include "lockstep/optim/options.h"
 
 namespace lockstep::optim {
@@ -30,7 +35,7 @@ struct AdamWItem {
   at::Tensor exp_avg;     // float
   at::Tensor exp_avg_sq;  // float
   at::Tensor step;        // one float on param's device: how many steps were taken
-  at::Tensor shadow{};    // bfloat16: written with the parameter; optional
+  at::Tensor shadow{};    // bfloat16: written with the parameter; undefined: nn::weight_copy's
   std::size_t group = 0;
 };
 
@@ -44,24 +49,36 @@ class AdamWPass {
 
   // `grad_scale`, one float on the device: gradients are divided by it.
   void step(const at::Tensor& grad_scale = {});
+  void measure(const at::Tensor& grad_scale = {});
+  // `skip`, one float on the device: not 0 leaves the step out.
+  void update(const at::Tensor& skip = {});
 
-  // Of the last step, one float each on the device: the norm before clipping, and 1 when it was not
-  // finite.
+  // Of the last measure(), one float each on the device: the norm before clipping, and 1 when it
+  // was not finite.
   const at::Tensor& norm() const { return norm_; }
   const at::Tensor& found_inf() const { return found_inf_; }
 
  private:
-  void step_with_aten(const at::Tensor& grad_scale);
-  bool step_with_kernels(const at::Tensor& grad_scale);
-  void build_tables();
+  // What the kernels read of the tensors, and which gradients and copies it was made for.
+  struct Tables {
+    at::Tensor tensors, chunks, partials, factors;
+    std::vector<const void*> made_for;
+  };
+  void measure_with_aten(const at::Tensor& grad_scale);
+  void update_with_aten(const at::Tensor& skip);
+  Tables make_tables(std::vector<const void*> made_for) const;
+  Tables& tables_for_gradients();
+  kernels::cuda::AdamStep arguments(const Tables& tables) const;
+  void check_status(int status) const;
 
   std::vector<AdamWItem> items_;
   std::vector<AdamWOptions> groups_;
   at::Tensor group_values_;  // [groups, 5]
+  double bound_ = 0;         // of the norm
   at::Tensor max_norm_, norm_, found_inf_, clip_;
-  // The kernels' tables, and the gradients they were built for.
-  at::Tensor tensors_, chunks_, partials_, factors_;
-  std::vector<const void*> built_for_;
+  Tables tables_;
+  std::list<Tables> captured_;  // of graphs, which read them in replays
+  Tables* measured_ = nullptr;  // by the last measure()
 };
 
 }  // namespace lockstep::optim

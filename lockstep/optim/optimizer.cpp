@@ -11,8 +11,12 @@
 #include <unordered_set>
 
 #include "lockstep/core/error.h"
+#include "lockstep/kernels/cuda/graph.h"
+#include "lockstep/kernels/cuda/table.h"
+#include "lockstep/optim/adamw_pass.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/cpu_step.h"
+#include "lockstep/optim/local_gradients.h"
 
 namespace lockstep::optim {
 namespace {
@@ -116,6 +120,8 @@ ReplicatedOptimizer::ReplicatedOptimizer(NamedParameters names, std::vector<Para
                      grouped.size() - params_.size(), grouped.size(), names_.size());
 }
 
+ReplicatedOptimizer::~ReplicatedOptimizer() = default;
+
 void ReplicatedOptimizer::apply_options() {
   for (std::size_t g = 0; g < parts_.size(); ++g) {
     std::visit(
@@ -133,6 +139,7 @@ StepResult ReplicatedOptimizer::step(const StepOptions& options) {
   apply_options();
   GradScaler* const scaler =
       options.scaler != nullptr && options.scaler->enabled() ? options.scaler : nullptr;
+  if (has_pass()) return step_in_one_pass(options, scaler);
   if (scaler != nullptr) scaler->unscale_(this, params_);
   // Where kernels sum blocks, the norm has the bits of ShardedOptimizer's.
   const ClipOptions how{.by_blocks = std::all_of(params_.begin(), params_.end(), [](const auto& p) {
@@ -154,6 +161,78 @@ StepResult ReplicatedOptimizer::step(const StepOptions& options) {
       part->step();
     }
   }
+  if (scaler != nullptr) scaler->update();
+  return result;
+}
+
+// ---------------------------------------------------------------- in one pass, on a GPU
+
+// Decided at the first step, when the model is where it is trained.
+bool ReplicatedOptimizer::has_pass() {
+  const bool all_have_gradients = std::all_of(
+      params_.begin(), params_.end(), [](const auto& param) { return param.grad().defined(); });
+  if (pass_ || !no_pass_.empty()) return pass_ != nullptr && all_have_gradients;
+  const c10::Device device = params_.empty() ? c10::Device(c10::kCPU) : params_[0].device();
+  const bool adamw = std::all_of(groups_.begin(), groups_.end(), [](const auto& options) {
+    return std::holds_alternative<AdamWOptions>(options);
+  });
+  const bool fits = std::all_of(params_.begin(), params_.end(), [&](const auto& param) {
+    return param.device() == device && param.scalar_type() == at::kFloat && param.is_contiguous();
+  });
+  if (!adamw) no_pass_ = "the optimizer is not AdamW";
+  if (!fits) no_pass_ = "parameters are not contiguous float tensors of one device";
+  if (!device.is_cuda()) no_pass_ = "the parameters are not on a GPU";
+  if (no_pass_.empty() && kernels::cuda::table() == nullptr)
+    no_pass_ = kernels::cuda::unavailable_reason();
+  if (!no_pass_.empty()) return false;
+  std::vector<AdamWItem> items;
+  std::vector<AdamWOptions> groups;
+  std::unordered_map<at::TensorImpl*, std::size_t> group_of;
+  for (std::size_t g = 0; g < parts_.size(); ++g) {
+    groups.push_back(std::get<AdamWOptions>(groups_[g]));
+    for (const auto& param : parts_[g]->param_groups()[0].params())
+      group_of[param.unsafeGetTensorImpl()] = g;
+  }
+  for (const auto& param : params_) {
+    const std::size_t g = group_of.at(param.unsafeGetTensorImpl());
+    const AdamState& state = static_cast<AdamW&>(*parts_[g]).ensure_state(param);
+    items.push_back({.param = param,
+                     .grad = {},
+                     .exp_avg = state.exp_avg,
+                     .exp_avg_sq = state.exp_avg_sq,
+                     .step = state.step,
+                     .group = g});
+  }
+  pass_ = std::make_unique<AdamWPass>(std::move(items), std::move(groups));
+  return all_have_gradients;
+}
+
+void ReplicatedOptimizer::publish_options(const StepOptions& options) {
+  if (!pass_) return;
+  for (std::size_t g = 0; g < groups_.size(); ++g)
+    pass_->set_options(g, std::get<AdamWOptions>(groups_[g]));
+  pass_->set_max_norm(options.max_grad_norm);
+}
+
+std::string ReplicatedOptimizer::unavailable_for_capture(const StepOptions&) {
+  return has_pass() || pass_ ? "" : no_pass_;
+}
+
+StepResult ReplicatedOptimizer::step_in_one_pass(const StepOptions& options, GradScaler* scaler) {
+  refuse_local_gradients(params_, kOptimizer);
+  // What a graph would write in every replay is written before it.
+  if (!kernels::cuda::capturing()) publish_options(options);
+  if (scaler != nullptr) scaler->unscale_(this, params_);
+  pass_->measure();
+  StepResult result;
+  if (options.max_grad_norm > 0 || options.want_grad_norm) result.grad_norm = pass_->norm().clone();
+  if (scaler != nullptr) {
+    result.skipped = scaler->found_inf(this);
+  } else if (options.skip_non_finite) {
+    result.skipped = pass_->found_inf().clone();
+    if (world_.size() > 1) world_.all_reduce(result.skipped, ReduceOp::kMax).wait();
+  }
+  pass_->update(result.skipped);
   if (scaler != nullptr) scaler->update();
   return result;
 }

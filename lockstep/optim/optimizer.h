@@ -35,6 +35,8 @@
 
 namespace lockstep::optim {
 
+class AdamWPass;
+
 using TensorDict = std::map<std::string, at::Tensor>;
 using OptimizerOptions = std::variant<AdamWOptions, AdamOptions, SGDOptions>;
 
@@ -90,6 +92,11 @@ class Optimizer {
   // Call it after writing or loading the model's parameters, with the same values on every rank.
   virtual void sync_from_model() {}
 
+  // For steps in a CUDA graph (lockstep/train/captured_step.h): why step() cannot be captured,
+  // empty where it can; and what replays read of the options, written to the device.
+  virtual std::string unavailable_for_capture(const StepOptions&) { return "it is not AdamW"; }
+  virtual void publish_options(const StepOptions&) {}
+
  protected:
   explicit Optimizer(const std::vector<ParamGroup>& groups);
 
@@ -101,7 +108,9 @@ void check(const StepOptions& options);
 
 NamedParameters named(const torch::nn::Module& module);
 
-// Every rank holds the whole state and takes the same step with averaged gradients.
+// Every rank holds the whole state and takes the same step with averaged gradients. AdamW over
+// float parameters on a GPU is one pass (adamw_pass.h), in float; elsewhere it has the bits of
+// PyTorch's fused optimizers.
 class ReplicatedOptimizer final : public Optimizer {
  public:
   // A DistributedDataParallel model; without groups all trainable parameters are one.
@@ -116,14 +125,19 @@ class ReplicatedOptimizer final : public Optimizer {
   // Parameters with their names, in the model's order. `world` agrees on steps that are skipped.
   ReplicatedOptimizer(NamedParameters names, OptimizerOptions options, World world = {});
   ReplicatedOptimizer(NamedParameters names, std::vector<ParamGroup> groups, World world = {});
+  ~ReplicatedOptimizer() override;
 
   StepResult step(const StepOptions& options = {}) override;
   void zero_grad() override;
   TensorDict state_dict(const StateDictOptions& options = {}) override;
   void load_state_dict(const TensorDict& state) override;
+  std::string unavailable_for_capture(const StepOptions& options) override;
+  void publish_options(const StepOptions& options) override;
 
  private:
   void apply_options();
+  bool has_pass();
+  StepResult step_in_one_pass(const StepOptions& options, GradScaler* scaler);
   at::Tensor any_rank_not_finite(const at::Tensor& norm);
 
   NamedParameters names_;
@@ -131,6 +145,8 @@ class ReplicatedOptimizer final : public Optimizer {
   std::vector<at::Tensor> params_;  // each once, in the order of the names
   std::map<std::string, std::size_t> group_of_;
   std::vector<std::unique_ptr<FusedBase>> parts_;  // one for each group
+  std::unique_ptr<AdamWPass> pass_;                // over the state of parts_
+  std::string no_pass_;                            // why there is none
 };
 
 // Two groups as Hugging Face's Trainer makes them: the second, without weight decay, has the

@@ -105,8 +105,12 @@ struct Accumulation::Impl {
   std::int64_t count = 0;
   at::Tensor loss_sum;
 
+  std::int64_t next_length() const {
+    return epoch_known ? std::min(options.steps, remaining) : options.steps;
+  }
+
   void plan_window() {
-    length = epoch_known ? std::min(options.steps, remaining) : options.steps;
+    length = next_length();
     count = 0;
     // Of a rank's own, which may have no target yet.
     planned = std::max(1.0, expected) * static_cast<double>(length);
@@ -181,8 +185,8 @@ struct Accumulation::Impl {
     last.batches = done;
     last.count = totals[0].to(at::kLong);
     last.loss = totals[1] / totals[0].clamp_min(1);  // of nothing: 0
-    if (totals.is_cpu()) {
-      const double seen = totals[0].item<double>();
+    if (totals.is_cpu() || reducer->world().size() == 1) {
+      const double seen = totals.is_cpu() ? totals[0].item<double>() : static_cast<double>(count);
       if (seen > 0 && seen != wanted) scale_averages(wanted / seen);
       return;
     }
@@ -290,7 +294,12 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
     totals = at::stack({at::scalar_tensor(self.count, self.loss_sum.options()), self.loss_sum});
     if (self.reducer->world().size() > 1) exchange = self.reducer->world().all_reduce(totals);
   }
-  self.run_backward(loss, micro, ends);
+  try {
+    self.run_backward(loss, micro, ends);
+  } catch (...) {
+    self.count -= micro.count;  // it may be repeated
+    throw;
+  }
   ++self.done;
   if (self.epoch_known) --self.remaining;
   if (!ends) return false;
@@ -305,6 +314,31 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   }
   self.done = 0;
   return true;
+}
+
+Accumulation::Next Accumulation::next(const MicroBatch& micro) const {
+  const Impl& self = *impl_;
+  const bool begins = self.done == 0;
+  const std::int64_t length = begins ? self.next_length() : self.length;
+  const bool ends = micro.last || self.done + 1 == length;
+  const std::int64_t before = begins ? 0 : self.count;
+  return {.begins = begins,
+          .ends = ends,
+          .numbers = {begins, ends, length, micro.count, ends ? before : -1}};
+}
+
+bool Accumulation::replayed(const MicroBatch& micro) {
+  Impl& self = *impl_;
+  const Next now = next(micro);
+  if (now.begins) {
+    self.length = self.next_length();
+    self.count = 0;
+  }
+  self.count += micro.count;
+  ++self.done;
+  if (self.epoch_known) --self.remaining;
+  if (now.ends) self.done = 0;
+  return now.ends;
 }
 
 std::int64_t Accumulation::steps() const {

@@ -92,6 +92,17 @@ class Accumulation {
   // other ranks wait for it, that backward is run all the same.
   bool backward(const at::Tensor& loss, const MicroBatch& micro = {});
 
+  // What backward() will do with the next micro-batch.
+  struct Next {
+    bool begins = false;  // a window
+    bool ends = false;
+    std::vector<std::int64_t> numbers{};  // on which its arithmetic depends, of this rank
+  };
+  Next next(const MicroBatch& micro) const;
+  // Counts a micro-batch whose backward() a CUDA graph has replayed: it was recorded with the same
+  // numbers. True when it ended the window; last_window() is not of it.
+  bool replayed(const MicroBatch& micro);
+
   std::int64_t steps() const;  // of the options
   bool at_boundary() const;    // nothing is accumulated
   // Forgets a window that was begun (after an exception); call zero_grad() too.

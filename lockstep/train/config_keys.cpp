@@ -182,7 +182,7 @@ constexpr KeySpec kKeys[] = {
      .help = "compute activations again in backward: less memory, more time"},
     {.name = "compile_model",
      .member = &A::compile_model,
-     .help = "no effect yet: capture the training step as one CUDA graph and replay it",
+     .help = "capture the training step as one CUDA graph and replay it, on a GPU",
      .ours = true},
 
     {.name = "bf16", .member = &A::bf16, .help = "bfloat16 autocast, without loss scaling"},
@@ -369,8 +369,8 @@ constexpr OldKey kOldKeys[] = {
     {"evaluation_strategy", "eval_strategy", "its name is eval_strategy now"},
     {"no_cuda", "use_cpu", "its name is use_cpu now"},
     {"torch_compile", "compile_model",
-     "there is no Python compiler here; it sets compile_model, which is to capture the step as one "
-     "CUDA graph and has no effect yet"},
+     "there is no Python compiler here; it sets compile_model, which captures the step as one "
+     "CUDA graph"},
     {"logging_dir", "", "it has no effect: event files are in output_dir/runs"},
     {"save_safetensors", "", "it has no effect: checkpoints are always safetensors"},
     {"local_rank", "", "it has no effect: the launcher says which rank this is"},

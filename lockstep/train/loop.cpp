@@ -74,7 +74,14 @@ Loop::Loop(const LoopParts& parts)
       plan_(plan_steps(run_.arguments, loader_.batches_per_epoch(), accumulation_steps_)),
       model_(run_.task.module, run_.world, ddp_options(run_.arguments)),
       accumulation_(model_, accumulation_options(run_, accumulation_steps_)),
-      optimizer_(run_, model_) {}
+      optimizer_(run_, model_) {
+  if (!run_.arguments.compile_model) return;
+  captured_ = std::make_unique<CapturedStep>(
+      optimizer_.optimizer(),
+      CapturedStepOptions{.step = optimizer_.step_options(/*want_grad_norm=*/true),
+                          .parameters = run_.task.module->parameters()},
+      [this](const CapturedStep::Tensors& inputs, int) { return compute_captured(inputs); });
+}
 
 void Loop::resume(const Checkpoint& checkpoint) {
   optimizer_.load(checkpoint);
@@ -201,22 +208,70 @@ DataPosition Loop::position() const {
 // True when it ended the window: the gradients are averaged, the step may be taken.
 bool Loop::micro_batch(const data::Batch& batch) {
   metrics_.count_samples(batch.samples());
-  return run_.with_memory_advice([&] {
-    const at::Tensor loss = model_.reducer().watch(run_.forward(batch).loss);
-    return accumulation_.backward(loss, {.count = batch.tokens, .scaler = optimizer_.scaler()});
-  });
+  return run_.with_memory_advice(
+      [&] { return captured_ ? captured_micro_batch(batch) : backward(batch); });
 }
 
-void Loop::optimizer_step() {
+MicroBatch Loop::micro_of(const data::Batch& batch) const {
+  return {.count = batch.tokens, .scaler = optimizer_.scaler()};
+}
+
+bool Loop::backward(const data::Batch& batch) {
+  const at::Tensor loss = model_.reducer().watch(run_.forward(batch).loss);
+  return accumulation_.backward(loss, micro_of(batch));
+}
+
+void Loop::before_step() {
   checkpoints_.wait_copied();  // before the exchange: with it every rank has waited
   control_.exchange();
   control_.notify(&Observer::on_optimizer_step);
-  const bool will_log = due_after_step(run_.arguments, plan_, run_.state.global_step + 1).log;
-  const optim::StepResult result = run_.with_memory_advice(
-      [&] { return optimizer_.step(will_log); });  // the first one makes Adam's state
+  optimizer_.begin_step();
+}
+
+void Loop::optimizer_step() {
+  if (!captured_) {
+    before_step();
+    const bool will_log = due_after_step(run_.arguments, plan_, run_.state.global_step + 1).log;
+    step_result_ = run_.with_memory_advice(
+        [&] { return optimizer_.step(will_log); });  // the first one makes Adam's state
+    window_ = accumulation_.last_window();
+  }
   ++run_.state.global_step;
   optimizer_.set_learning_rate();
-  metrics_.count(accumulation_.last_window(), result);
+  metrics_.count(window_, step_result_);
+}
+
+// ---------------------------------------------------------------- a step in a CUDA graph
+
+// The micro-batch that ends a window takes the step with it, so what goes before a step comes
+// first.
+bool Loop::captured_micro_batch(const data::Batch& batch) {
+  const MicroBatch micro = micro_of(batch);
+  const Accumulation::Next next = accumulation_.next(micro);
+  if (next.ends) before_step();
+  const int variant =
+      variants_.try_emplace(next.numbers, static_cast<int>(variants_.size())).first->second;
+  CapturedStep::Tensors inputs{batch.data};
+  if (batch.target.defined()) inputs.push_back(batch.target);
+  captured_tokens_ = batch.tokens;
+  const bool replays = captured_->replays(inputs, variant);
+  const CapturedStep::Tensors outputs = captured_->run(inputs, variant);
+  if (replays) accumulation_.replayed(micro);
+  if (!next.ends) return false;
+  window_ = {
+      .batches = accumulation_.last_window().batches, .count = outputs[0], .loss = outputs[1]};
+  step_result_ = {.grad_norm = outputs[2], .skipped = outputs[3]};
+  return true;
+}
+
+CapturedStep::Tensors Loop::compute_captured(const CapturedStep::Tensors& inputs) {
+  data::Batch batch{.data = inputs[0]};
+  if (inputs.size() > 1) batch.target = inputs[1];
+  batch.tokens = captured_tokens_;
+  if (!backward(batch)) return {};
+  const optim::StepResult result = optimizer_.step(/*want_grad_norm=*/true);
+  const Window& window = accumulation_.last_window();
+  return {window.count, window.loss, result.grad_norm, result.skipped};
 }
 
 // What is due, in Hugging Face's order: log, evaluate, save. All ranks come here identically.

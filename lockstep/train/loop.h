@@ -10,12 +10,15 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/train/captured_step.h"
 #include "lockstep/train/checkpoint_manager.h"
 #include "lockstep/train/evaluator.h"
 #include "lockstep/train/metrics_reporter.h"
@@ -57,6 +60,11 @@ class Loop {
 
   void run_epoch(std::int64_t epoch);
   bool micro_batch(const data::Batch& batch);
+  bool captured_micro_batch(const data::Batch& batch);
+  CapturedStep::Tensors compute_captured(const CapturedStep::Tensors& inputs);
+  bool backward(const data::Batch& batch);
+  MicroBatch micro_of(const data::Batch& batch) const;
+  void before_step();
   void optimizer_step();
   void after_step(Due due);
   void evaluate(Due& due);
@@ -74,6 +82,11 @@ class Loop {
   WrappedModel model_;
   Accumulation accumulation_;
   TrainOptimizer optimizer_;
+  std::unique_ptr<CapturedStep> captured_;  // compile_model
+  std::map<std::vector<std::int64_t>, int> variants_;
+  std::int64_t captured_tokens_ = 0;  // of the batch that it computes
+  Window window_;                     // the last one and its step, where it is captured
+  optim::StepResult step_result_;
   std::int64_t epoch_ = 0;
   bool epoch_ending_ = false;    // its last step is done, and what is due after it
   bool epoch_ended_ = false;     // everything that is due after the epoch has been done

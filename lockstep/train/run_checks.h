@@ -21,11 +21,6 @@
 
 namespace lockstep::train {
 
-// For a warning: the key is accepted so that files of other trainers can be used as they are.
-inline constexpr const char* kCompileModelNote =
-    "compile_model has no effect yet: there is no compiler of models in C++, and steps are not "
-    "captured as CUDA graphs. They run as they are written.";
-
 // An evaluation that is silently skipped would take early stopping and the best model with it.
 void check_evaluation(const TrainingArguments& arguments, bool has_eval_data);
 

@@ -135,12 +135,15 @@ void TrainOptimizer::set_learning_rate() {
     optimizer_->set_lr(group, peaks_[group] * factor);
 }
 
+optim::StepOptions TrainOptimizer::step_options(bool want_grad_norm) const {
+  return {.max_grad_norm = run_.arguments.max_grad_norm,
+          .want_grad_norm = want_grad_norm,
+          .scaler = scaler_.get(),
+          .skip_non_finite = true};
+}
+
 optim::StepResult TrainOptimizer::step(bool want_grad_norm) {
-  learning_rate_ = optimizer_->lr();
-  const optim::StepResult result = optimizer_->step({.max_grad_norm = run_.arguments.max_grad_norm,
-                                                     .want_grad_norm = want_grad_norm,
-                                                     .scaler = scaler_.get(),
-                                                     .skip_non_finite = true});
+  const optim::StepResult result = optimizer_->step(step_options(want_grad_norm));
   optimizer_->zero_grad();
   return result;
 }

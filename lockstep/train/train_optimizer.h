@@ -42,8 +42,12 @@ class TrainOptimizer {
   // For the next step. As Hugging Face: the schedule counts the steps taken.
   void set_learning_rate();
 
+  // Before every step: which learning rate it has.
+  void begin_step() { learning_rate_ = optimizer_->lr(); }
   // Clips, steps (unless a gradient is not finite) and clears the gradients.
   optim::StepResult step(bool want_grad_norm);
+  optim::StepOptions step_options(bool want_grad_norm) const;
+  optim::Optimizer& optimizer() { return *optimizer_; }
   // Of the first group, in the step that was taken last.
   double learning_rate() const { return learning_rate_; }
   optim::GradScaler* scaler() const { return scaler_.get(); }

@@ -51,7 +51,6 @@ void set_switches(const TrainingArguments& a, const World& world) {
     optim::seed_everything(seed, world.rank());
   }
   if (a.tf32) optim::set_tf32(*a.tf32);
-  if (a.compile_model && world.is_leader()) log::warning("trainer", "{}", kCompileModelNote);
 }
 
 }  // namespace

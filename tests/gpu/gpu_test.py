@@ -43,6 +43,8 @@ def main():
         run("kernels beside double precision", 1, [f"{BIN}/tests/nn_test"], ["PASSED"],
             timeout=600),
         run("AdamW in one pass", 1, [f"{BIN}/tests/adamw_pass_test"], ["PASSED"]),
+        run("fused models beside plain ones", 1, [f"{BIN}/tests/fused_test"], ["PASSED"]),
+        run("captured steps", 1, [f"{BIN}/tests/captured_step_test"], ["PASSED"]),
         run("example 03, one rank", 1, [f"{BIN}/examples/03_mlp"], ["replicas identical", "nccl"]),
         run("DDP on CUDA, one rank", 1, [f"{BIN}/tests/gpu_ddp"], ["all checks passed"]),
         run("DDP on CUDA, two ranks on one GPU", 2, [f"{BIN}/tests/gpu_ddp"],

@@ -24,11 +24,11 @@ LAYERS = {
     "comm": ["core", "rendezvous"],
     "kernels": ["core"],
     "nn": ["core", "kernels"],
-    "optim": ["core", "kernels", "comm"],
+    "optim": ["core", "kernels", "nn", "comm"],
     "parallel": ["core", "memory", "comm", "kernels", "optim"],
     "data": ["core", "io", "comm"],
     "models": ["core", "io", "kernels", "nn"],
-    "train": ["core", "rendezvous", "io", "comm", "kernels", "optim", "parallel", "data"],
+    "train": ["core", "rendezvous", "io", "comm", "kernels", "nn", "optim", "parallel", "data"],
     "monitor": ["core", "rendezvous", "launch", "io", "comm", "kernels", "optim", "parallel",
                 "data", "train"],
 }

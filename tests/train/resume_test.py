@@ -152,7 +152,7 @@ class Resume(TrainCase):
                           "tensorboard", "--compile_model")
         self.assertIn(f"what an earlier one has left has been moved to {archive}.", done.stderr)
         self.assertIn("[trainer] again: 5 steps of effective batch 12", done.stderr)
-        self.assertIn("compile_model has no effect yet: there is no compiler", done.stderr)
+        self.assertIn("steps run without a CUDA graph: the model is on cpu", done.stderr)
         lines = (output / "metrics.jsonl").read_text().splitlines()
         self.assertEqual({json.loads(line)["run_name"] for line in lines}, {"again"})
         self.assertTrue(list((output / "runs" / "again").glob("events.out.tfevents.*")))

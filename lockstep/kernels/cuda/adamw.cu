@@ -3,8 +3,11 @@
 // graph can hold it.
 //
 //   grad_norm_kernel   the sum of squares of each chunk of gradients
-//   factors_kernel     the norm and what follows from it; a step that is not finite is skipped
+//   total_kernel       the norm, and whether it is finite
+//   factors_kernel     step numbers and what follows from them
 //   adamw_kernel       the update
+//
+// Between the second and the third, ranks may agree on leaving the step out.
 //
 // The tensors are cut into chunks; a block takes one chunk. Every sum has a fixed order.
 #include "lockstep/kernels/cuda/launch.h"
@@ -43,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One block of 1024 threads.
-__global__ void factors_kernel(AdamStep args) {
+__global__ void total_kernel(AdamStep args) {
   __shared__ double sums[1024];
   double sum = 0;
   for (int i = threadIdx.x; i < args.chunk_count; i += 1024) sum += args.partials[i];
@@ -52,18 +55,23 @@ __global__ void factors_kernel(AdamStep args) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  __syncthreads();
+  if (threadIdx.x != 0) return;
   const float grad_scale = args.grad_scale != nullptr ? *args.grad_scale : 1.0f;
   const float norm = static_cast<float>(sqrt(sums[0]) / grad_scale);
-  const bool finite = isfinite(norm);
-  if (threadIdx.x == 0) {
-    const float max_norm = args.max_norm != nullptr ? *args.max_norm : 0.0f;
-    const float bound = max_norm > 0 ? fminf(1.0f, max_norm / (norm + 1e-6f)) : 1.0f;
-    *args.norm = norm;
-    *args.found_inf = finite ? 0.0f : 1.0f;
-    *args.clip = bound / grad_scale;
-  }
-  if (!finite) return;
+  const float max_norm = args.max_norm != nullptr ? *args.max_norm : 0.0f;
+  const float bound = max_norm > 0 ? fminf(1.0f, max_norm / (norm + 1e-6f)) : 1.0f;
+  *args.norm = norm;
+  *args.found_inf = isfinite(norm) ? 0.0f : 1.0f;
+  *args.clip = bound / grad_scale;
+}
+
+__device__ __forceinline__ bool skips(const AdamStep& args) {
+  return args.skip != nullptr && *args.skip != 0;
+}
+
+// One block of 1024 threads.
+__global__ void factors_kernel(AdamStep args) {
+  if (skips(args)) return;
   for (int i = threadIdx.x; i < args.tensor_count; i += 1024) {
     const AdamGroup group = args.groups[args.tensors[i].group];
     const float step = *args.tensors[i].step += 1;
@@ -89,7 +97,7 @@ struct Element {
 };
 
 __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamStep args) {
-  if (*args.found_inf != 0) return;
+  if (skips(args)) return;
   const AdamChunk chunk = args.chunks[blockIdx.x];
   const AdamTensor tensor = args.tensors[chunk.tensor];
   const Element update{args.groups[tensor.group], args.factors[chunk.tensor], *args.clip};
@@ -126,10 +134,16 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamStep args) {
 
 }  // namespace
 
-cudaError_t adamw(const AdamStep& args, cudaStream_t stream) {
+cudaError_t adamw_norm(const AdamStep& args, cudaStream_t stream) {
   if (args.chunk_count == 0) return cudaSuccess;
   grad_norm_kernel<<<args.chunk_count, kThreads, 0, stream>>>(args.tensors, args.chunks,
                                                               args.partials);
+  total_kernel<<<1, 1024, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t adamw_update(const AdamStep& args, cudaStream_t stream) {
+  if (args.chunk_count == 0) return cudaSuccess;
   factors_kernel<<<1, 1024, 0, stream>>>(args);
   adamw_kernel<<<args.chunk_count, kThreads, 0, stream>>>(args);
   return cudaGetLastError();

@@ -158,7 +158,8 @@ struct AdamStep {
   const float* grad_scale;  // gradients are divided by it; null: 1
   const float* max_norm;    // null, or not above zero: no clipping
   float* norm;              // written: the norm of the unscaled gradients
-  float* found_inf;         // written: 1 when the norm is not finite; the step is then skipped
+  float* found_inf;         // written: 1 when the norm is not finite
+  const float* skip;        // of adamw_update: nothing is changed where it is not 0; or null
   float* clip;              // scratch
   int tensor_count, chunk_count;
 };

@@ -1,11 +1,13 @@
 // The sum of a matrix over its rows: the bias gradient of a linear layer. One read of the matrix.
+#include <algorithm>
+
 #include "lockstep/kernels/cuda/launch.h"
 #include "lockstep/kernels/cuda/vector.cuh"
 
 namespace lockstep::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 128, kUnroll = 8, kRowsPerBlock = 256;
+constexpr int kThreads = 128, kUnroll = 8;
 
 // A thread keeps the sums of its eight columns over a block's rows.
 template <typename T>
@@ -38,10 +40,12 @@ __global__ void __launch_bounds__(kThreads) column_sum_kernel(ColumnSum args, in
   }
 }
 
-// The grid's second dimension ends at 65535 blocks.
+// Few rows are cut finer, so that all of the GPU reads them. The grid's second dimension ends at
+// 65535 blocks.
 int rows_per_block(std::int64_t rows) {
-  const std::int64_t least = (rows + 32767) / 32768;
-  return static_cast<int>(least > kRowsPerBlock ? least : kRowsPerBlock);
+  constexpr std::int64_t kMin = 16, kUsual = 256, kParts = 64;
+  const std::int64_t fine = std::clamp(rows / kParts, kMin, kUsual);
+  return static_cast<int>(std::max(fine, (rows + 32767) / 32768));
 }
 
 int blocks_of(std::int64_t rows) {

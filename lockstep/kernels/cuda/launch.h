@@ -29,6 +29,10 @@ cudaError_t scale(void* data, std::int64_t size, Type type, const float* factor,
 
 bool gemm(const Gemm& args, cudaStream_t stream, cudaError_t* status);
 
-cudaError_t adamw(const AdamStep& args, cudaStream_t stream);
+cudaError_t adamw_norm(const AdamStep& args, cudaStream_t stream);
+cudaError_t adamw_update(const AdamStep& args, cudaStream_t stream);
+
+class Graph;
+Graph* make_torch_graph(const Graph* other);
 
 }  // namespace lockstep::kernels::cuda

@@ -48,7 +48,9 @@ const Table kTable{
           *status = result;
           return covered;
         },
-    .adamw = call<AdamStep, adamw>,
+    .adamw_norm = call<AdamStep, adamw_norm>,
+    .adamw_update = call<AdamStep, adamw_update>,
+    .make_graph = make_torch_graph,
 };
 
 }  // namespace

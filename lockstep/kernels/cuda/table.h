@@ -15,7 +15,9 @@
 
 namespace lockstep::kernels::cuda {
 
-constexpr int kTableVersion = 1;
+class Graph;  // graph.h
+
+constexpr int kTableVersion = 2;
 constexpr const char* kTableEntry = "lockstep_cuda_kernels";
 
 struct Table {
@@ -39,7 +41,10 @@ struct Table {
   int (*scale)(void* data, std::int64_t size, Type type, const float* factor, void* stream);
   // False where the library has no algorithm for these types and shapes; sets *status otherwise.
   bool (*gemm)(const Gemm&, void* stream, int* status);
-  int (*adamw)(const AdamStep&, void* stream);
+  // The norm of all gradients, then the update with it.
+  int (*adamw_norm)(const AdamStep&, void* stream);
+  int (*adamw_update)(const AdamStep&, void* stream);
+  Graph* (*make_graph)(const Graph* other);  // the caller's
 };
 
 // Of the loaded plug-in; null without one. unavailable_reason() then says it.

@@ -1,0 +1,70 @@
+// CapturedStep: a whole training step (forward, backward, gradient synchronisation, clipping,
+// optimizer) as one CUDA graph. Small steps are then bound by the GPU and not by the host, which
+// launches one graph instead of a thousand kernels.
+//
+//   const lockstep::optim::StepOptions how{.max_grad_norm = 1.0};
+//   lockstep::CapturedStep step{optimizer, {how, model.parameters()}, [&](const auto& in, int) {
+//     const at::Tensor loss = net->loss(in[0], in[1]);
+//     loss.backward();
+//     optimizer.step(how);
+//     optimizer.zero_grad();
+//     return std::vector<at::Tensor>{loss.detach()};
+//   }};
+//   for (auto& batch : loader.epoch(epoch)) losses += step.run({batch.data, batch.target})[0];
+//
+// The function runs as it is for the first calls, is then recorded, and replayed from there on: the
+// inputs are copied to where the graph reads them, learning rates and the clipping bound are on the
+// device, and the tensors it returned are written again by every replay. The results have the bits
+// of the function itself. Inputs of other shapes, such as an epoch's last batch, get a graph of
+// their own when they come often enough, and run as they are until then.
+//
+// The function must do the same whenever it is called with the same shapes and variant; its host
+// code runs only while there is no graph. Where it cannot be captured (it waits for the device, or
+// the optimizer cannot be captured), a log line names the operation and it continues without.
+//
+// Shares optimizer and parameters. One thread; with several ranks on all of them identically.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/optim/optimizer.h"
+
+namespace lockstep {
+
+struct CapturedStepOptions {
+  optim::StepOptions step{};             // what the function passes to optimizer.step()
+  std::vector<at::Tensor> parameters{};  // of the model
+  int warmup_steps = 3;  // calls with the same shapes before one is recorded, at least 1
+};
+
+class CapturedStep {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  // `variant`: what one function does with the same shapes may differ. The micro-batches that begin
+  // an accumulation window, continue it, and end it with a step are three variants.
+  using Work = std::function<Tensors(const Tensors& inputs, int variant)>;
+
+  CapturedStep(optim::Optimizer& optimizer, CapturedStepOptions options, Work work);
+  ~CapturedStep();
+  CapturedStep(const CapturedStep&) = delete;
+  CapturedStep& operator=(const CapturedStep&) = delete;
+
+  Tensors run(const Tensors& inputs, int variant = 0);
+
+  // Whether run() with these would replay a graph, so that no host code of the function runs.
+  bool replays(const Tensors& inputs, int variant = 0) const;
+  // Why there are no graphs; empty: there are, or will be.
+  const std::string& unavailable_reason() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep

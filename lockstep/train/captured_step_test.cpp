@@ -1,0 +1,199 @@
+// Captured steps beside the same steps as they are: the same bits. On the CPU nothing is captured;
+// with LOCKSTEP_DEVICE=cuda everything is.
+#include "lockstep/train/captured_step.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "lockstep/core/error.h"
+#include "lockstep/models/gpt.h"
+#include "lockstep/nn/device_for_test.h"
+#include "lockstep/optim/autocast.h"
+
+namespace lockstep {
+namespace {
+
+using Tensors = CapturedStep::Tensors;
+
+bool on_cuda() {
+  return nn::test_device().is_cuda();
+}
+
+models::GptConfig small_gpt(double dropout = 0) {
+  return {.n_layer = 2,
+          .n_head = 2,
+          .n_embd = 64,
+          .vocab_size = 128,
+          .n_positions = 64,
+          .embd_pdrop = dropout,
+          .resid_pdrop = dropout};
+}
+
+// A model with its optimizer, and the function that is captured.
+struct Training {
+  explicit Training(double dropout = 0) {
+    torch::manual_seed(4);
+    model = std::make_shared<models::GptImpl>(small_gpt(dropout));
+    model->to(nn::test_device());
+    optimizer = std::make_unique<optim::ReplicatedOptimizer>(
+        optim::NamedParameters(model->named_parameters().pairs()), optim::AdamWOptions{.lr = 1e-3});
+  }
+
+  at::Tensor backward(const Tensors& inputs, double weight = 1) {
+    at::Tensor loss;
+    {
+      const optim::Autocast autocast(nn::test_device(), at::kBFloat16);
+      loss = model->loss(inputs[0], inputs[1]);
+    }
+    (loss * weight).backward();
+    return loss.detach();
+  }
+  Tensors step(const Tensors& inputs) {
+    const at::Tensor loss = backward(inputs);
+    const auto result = optimizer->step(how);
+    optimizer->zero_grad();
+    return {loss, result.grad_norm};
+  }
+
+  std::vector<at::Tensor> parameters() { return model->parameters(); }
+
+  optim::StepOptions how{.max_grad_norm = 1.0, .want_grad_norm = true, .skip_non_finite = true};
+  std::shared_ptr<models::GptImpl> model;
+  std::unique_ptr<optim::ReplicatedOptimizer> optimizer;
+};
+
+Tensors batch(int index, std::int64_t rows = 2) {
+  torch::manual_seed(100 + static_cast<std::uint64_t>(index));
+  const auto ids = torch::randint(0, 128, {rows, 17}, at::kLong).to(nn::test_device());
+  return {ids.slice(1, 0, -1).contiguous(), ids.slice(1, 1).contiguous()};
+}
+
+void expect_same_weights(Training& a, Training& b) {
+  const auto left = a.parameters(), right = b.parameters();
+  for (std::size_t i = 0; i < left.size(); ++i) EXPECT_TRUE(left[i].equal(right[i])) << i;
+}
+
+TEST(CapturedStep, HasTheBitsOfStepsAsTheyAre) {
+  Training plain, captured;
+  CapturedStep step(*captured.optimizer, {captured.how, captured.parameters()},
+                    [&](const Tensors& inputs, int) { return captured.step(inputs); });
+  for (int i = 0; i < 12; ++i) {
+    const double lr = 1e-3 / (1 + i);  // a schedule
+    plain.optimizer->set_lr(lr);
+    captured.optimizer->set_lr(lr);
+    // Every fifth batch is short; somebody loads other weights once.
+    const Tensors inputs = batch(i, i % 5 == 4 ? 1 : 2);
+    if (i == 8) {
+      const torch::NoGradGuard no_grad;
+      plain.parameters()[0].mul_(0.5);
+      captured.parameters()[0].mul_(0.5);
+    }
+    const Tensors want = plain.step(inputs);
+    const bool replays = step.replays(inputs);
+    const Tensors got = step.run(inputs);
+    EXPECT_TRUE(got[0].equal(want[0])) << i;
+    EXPECT_TRUE(got[1].equal(want[1])) << i;
+    EXPECT_EQ(replays, on_cuda() && i > 3 && i % 5 != 4) << i;
+  }
+  expect_same_weights(plain, captured);
+  EXPECT_EQ(step.unavailable_reason().empty(), on_cuda());
+}
+
+TEST(CapturedStep, WindowsOfSeveralMicroBatches) {
+  Training plain, captured;
+  const auto work = [](Training& training, const Tensors& inputs, bool last) -> Tensors {
+    const at::Tensor loss = training.backward(inputs, 1.0 / 3);
+    if (!last) return {loss};
+    training.optimizer->step(training.how);
+    training.optimizer->zero_grad();
+    return {loss};
+  };
+  CapturedStep step(
+      *captured.optimizer, {captured.how, captured.parameters()},
+      [&](const Tensors& inputs, int variant) { return work(captured, inputs, variant == 2); });
+  for (int i = 0; i < 24; ++i) {
+    const int variant = i % 3;
+    // The last window ends with a short batch, which no graph is for.
+    const Tensors inputs = batch(i, i == 23 ? 1 : 2);
+    const Tensors want = work(plain, inputs, variant == 2);
+    const Tensors got = step.run(inputs, variant);
+    EXPECT_TRUE(got[0].equal(want[0])) << i;
+  }
+  expect_same_weights(plain, captured);
+}
+
+TEST(CapturedStep, LoadedStateIsWhatReplaysContinueFrom) {
+  Training plain, captured;
+  CapturedStep step(*captured.optimizer, {captured.how, captured.parameters()},
+                    [&](const Tensors& inputs, int) { return captured.step(inputs); });
+  for (int i = 0; i < 6; ++i) {
+    plain.step(batch(i));
+    step.run(batch(i));
+  }
+  const auto state = plain.optimizer->state_dict();
+  for (int i = 6; i < 8; ++i) step.run(batch(i));  // away from it
+  captured.optimizer->load_state_dict(state);
+  {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < plain.parameters().size(); ++i)
+      captured.parameters()[i].copy_(plain.parameters()[i]);
+  }
+  plain.step(batch(9));
+  step.run(batch(9));
+  expect_same_weights(plain, captured);
+}
+
+TEST(CapturedStep, AStepThatIsNotFiniteIsSkippedInReplays) {
+  Training plain, captured;
+  const auto poisoned = [](Training& training, const Tensors& inputs) -> Tensors {
+    at::Tensor loss;
+    {
+      const optim::Autocast autocast(nn::test_device(), at::kBFloat16);
+      loss = training.model->loss(inputs[0], inputs[1]) * inputs[2].reshape({});
+    }
+    loss.backward();
+    const auto result = training.optimizer->step(training.how);
+    training.optimizer->zero_grad();
+    return {result.skipped};
+  };
+  CapturedStep step(*captured.optimizer, {captured.how, captured.parameters()},
+                    [&](const Tensors& inputs, int) { return poisoned(captured, inputs); });
+  for (int i = 0; i < 8; ++i) {
+    Tensors inputs = batch(i);
+    inputs.push_back(torch::full({1}, i % 3 == 2 ? INFINITY : 1.0f).to(nn::test_device()));
+    EXPECT_EQ(poisoned(plain, inputs)[0].item<double>(), i % 3 == 2 ? 1 : 0) << i;
+    EXPECT_EQ(step.run(inputs)[0].item<double>(), i % 3 == 2 ? 1 : 0) << i;
+  }
+  expect_same_weights(plain, captured);
+}
+
+TEST(CapturedStep, WhatWaitsForTheDeviceIsNamedAndRunsAsItIs) {
+  Training plain, captured;
+  CapturedStep step(*captured.optimizer, {captured.how, captured.parameters()},
+                    [&](const Tensors& inputs, int) {
+                      const at::Tensor loss = captured.backward(inputs);
+                      static_cast<void>(loss.item<double>());
+                      captured.optimizer->step(captured.how);
+                      captured.optimizer->zero_grad();
+                      return Tensors{loss};
+                    });
+  for (int i = 0; i < 6; ++i) {
+    plain.step(batch(i));
+    step.run(batch(i));
+  }
+  expect_same_weights(plain, captured);
+  EXPECT_NE(step.unavailable_reason().find(on_cuda() ? "_local_scalar_dense" : "not on a GPU"),
+            std::string::npos)
+      << step.unavailable_reason();
+}
+
+TEST(CapturedStep, RefusesWhatItCannotDo) {
+  Training training;
+  const auto work = [](const Tensors&, int) { return Tensors(); };
+  EXPECT_THROW(CapturedStep(*training.optimizer, {training.how, {}}, work), UsageError);
+  EXPECT_THROW(CapturedStep(*training.optimizer, {training.how, training.parameters(), 0}, work),
+               UsageError);
+}
+
+}  // namespace
+}  // namespace lockstep
