@@ -13,6 +13,9 @@ DEFAULTS = {
     "overlap": ("--ranks", "--steps", "--delay-ms", "--bucket-mb", "--require-hidden"),
     "allreduce": ("--ranks", "--rounds", "--backends", "--sizes"),
     "kernels": ("--device", "--rows", "--rounds"),
+    "gpt": ("--model", "--dtype", "--mode", "--device", "--steps", "--rounds", "--peer-modes"),
+    "lora": ("--model", "--dtype", "--lora_dropout"),
+    "resnet": ("--model", "--dtype", "--image_size"),
 }
 
 

@@ -18,6 +18,9 @@ int step_main(int argc, char** argv);
 int train_main(int argc, char** argv);
 int loader_main(int argc, char** argv);
 int kernels_main(int argc, char** argv);
+int gpt_main(int argc, char** argv);
+int lora_main(int argc, char** argv);
+int resnet_main(int argc, char** argv);
 
 // The rank's side of `launch`: one all-reduce, printed by rank 0.
 int allreduce_once_main();
@@ -27,6 +30,8 @@ int allreduce_rank_main(int argc, char** argv);
 int step_rank_main(int argc, char** argv);
 // A rank of `train` that is not Python's.
 int train_rank_main(int argc, char** argv);
+// Our side of `gpt`, `lora` and `resnet`.
+int model_rank_main(int argc, char** argv);
 
 // Parses the arguments of a benchmark, whose name is argv[0]. Returns an exit code when the program
 // must end: 0 after --help, which shows every option with its default, 2 after a usage error, which

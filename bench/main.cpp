@@ -21,6 +21,8 @@ const std::map<std::string, Command>& benchmarks() {
       {"overlap", lockstep::bench::overlap_main}, {"allreduce", lockstep::bench::allreduce_main},
       {"step", lockstep::bench::step_main},       {"train", lockstep::bench::train_main},
       {"loader", lockstep::bench::loader_main},   {"kernels", lockstep::bench::kernels_main},
+      {"gpt", lockstep::bench::gpt_main},         {"lora", lockstep::bench::lora_main},
+      {"resnet", lockstep::bench::resnet_main},
   };
   return table;
 }
@@ -42,7 +44,10 @@ int bench(int argc, char** argv) {
              "  step       gradient synchronisation and optimizer in one pass, beside two\n"
              "  train      a small GPT on the CPU, beside PyTorch's DDP over gloo\n"
              "  loader     load, collate, copy and wait times of a batch, beside PyTorch's\n"
-             "  kernels    fused operations beside ATen's and beside a copy of as many bytes\n");
+             "  kernels    fused operations beside ATen's and beside a copy of as many bytes\n"
+             "  gpt        training a GPT-2 of 124 M to 1.3 B parameters, beside PyTorch\n"
+             "  lora       fine-tuning Phi-3 with LoRA, beside PyTorch\n"
+             "  resnet     training a ResNet on images, beside PyTorch\n");
   return asked ? 0 : 2;
 }
 
@@ -57,6 +62,7 @@ int main(int argc, char** argv) {
       return lockstep::bench::allreduce_rank_main(argc - 1, argv + 1);
     if (command == "_step-rank") return lockstep::bench::step_rank_main(argc - 1, argv + 1);
     if (command == "_train-rank") return lockstep::bench::train_rank_main(argc - 1, argv + 1);
+    if (command == "_model-rank") return lockstep::bench::model_rank_main(argc - 1, argv + 1);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
   }));

@@ -1,0 +1,64 @@
+// What the sides of `lockstep bench gpt|lora|resnet` agree on. The parent starts ours and PyTorch's
+// as ranks (crew.h), each with a file of these settings as JSON, and gives them orders by turns, an
+// object in a line each. The answer is an object; {"error": TEXT} from a peer that cannot continue.
+//
+//   {"do": "write"}                        ours: draws the initial weights and writes them to
+//                                          `start`, from where all sides load them
+//   {"do": "new", "dtype", "mode", "lr", "tf32"}   a model with those weights and its optimizer:
+//                                          {"parameters", "trainable", "flops", "device"}, flops
+//                                          being those of a step
+//   {"do": "train", "first", "steps", "batch_size"}   {"losses"}: of steps `first` and following
+//   {"do": "time", "warmup", "steps"}      {"ms"} of each step, {"peak_bytes", "reserved_bytes"}
+//                                          since "new"
+//   {"do": "breakdown", "steps"}           {"forward_ms", "backward_ms", "optimizer_ms"}
+//   {"do": "save", "folder", "saves"}      {"stalls"}: of asynchronous saves during steps
+//
+// What step k trains on is a function of k (model_step.h, peers/peer_loop.py).
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace lockstep::bench {
+
+struct ModelSettings {
+  std::string kind;   // gpt, lora or resnet
+  std::string model;  // a preset's name
+  std::string device = "cpu";
+  std::string mode = "eager";  // a step of ours: one of kModes
+  std::string dtype = "bf16";  // or fp32
+  std::int64_t batch_size = 0;
+  std::int64_t sequence_length = 0;  // of resnet: the height and width of an image
+  bool ddp = true;
+  bool force_reducer = false;
+  double lr = 3e-4;
+  double lora_dropout = 0.05;
+  bool peft = true;   // the peer of lora may use transformers and PEFT
+  std::string start;  // folder of the initial weights; empty: they are drawn
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModelSettings, kind, model, device, mode, dtype, batch_size,
+                                   sequence_length, ddp, force_reducer, lr, lora_dropout, peft,
+                                   start)
+
+// How our side takes a step; ModelStep's constructor is where they differ.
+inline constexpr const char* kModes[] = {"eager"};
+
+struct ModelPreset {
+  const char* kind;
+  const char* name;
+  std::int64_t batch_size, sequence_length;
+};
+// The first of a kind is the default on a GPU, `tiny` on a CPU.
+inline constexpr ModelPreset kPresets[] = {
+    {"gpt", "124m", 64, 1024}, {"gpt", "350m", 32, 1024},        {"gpt", "774m", 16, 1024},
+    {"gpt", "1.3b", 8, 2048},  {"gpt", "tiny", 4, 32},           {"lora", "phi3-mini", 16, 512},
+    {"lora", "tiny", 4, 32},   {"resnet", "resnet50", 256, 224}, {"resnet", "resnet18", 256, 224},
+    {"resnet", "tiny", 8, 64},
+};
+
+// Of AdamW, on all sides.
+inline constexpr double kBeta1 = 0.9, kBeta2 = 0.95, kWeightDecay = 0.1;
+inline constexpr double kMaxGradNorm = 1;
+
+}  // namespace lockstep::bench

@@ -1,0 +1,154 @@
+"""`lockstep bench gpt`, `lora` and `resnet` on tiny models on the CPU, beside PyTorch."""
+
+import csv
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import tempfile
+import unittest
+
+LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+SHORT = ["--model", "tiny", "--device", "cpu", "--steps", "3", "--rounds", "2"]
+PEER = ["--peer", "pytorch", "--peer-modes", "eager"]
+
+
+def bench(*arguments, **env):
+    return subprocess.run([LOCKSTEP, "bench", *arguments], capture_output=True, text=True,
+                          timeout=120, env=os.environ | env)
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def passes(self, *arguments):
+        table, document = self.folder / "a.csv", self.folder / "a.json"
+        result = bench(*arguments, "--csv", str(table), "--json", str(document))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        with open(table, newline="") as file:
+            rows = list(csv.DictReader(file))
+        return result, rows, json.loads(document.read_text())
+
+    def fails(self, code, message, *arguments, **env):
+        result = bench(*arguments, **env)
+        self.assertEqual(result.returncode, code, result.stderr)
+        self.assertIn(message, result.stderr)
+        return result
+
+
+class BesidePyTorch(Case):
+    def check(self, kind, unit, per_step, *arguments):
+        result, rows, document = self.passes(kind, *SHORT, *PEER, *arguments,
+                                             "--require", "eager:0.0001")
+        self.assertIn("verified: lockstep and pytorch train the same in fp32", result.stderr)
+        self.assertIn("ours / eager is ", result.stderr)
+        self.assertEqual(document["benchmark"], kind)
+        self.assertGreater(document["flops"], 0)
+        ours, eager = document["rows"]
+        self.assertEqual((ours["contender"], eager["contender"]), ("lockstep", "eager"))
+        for row in ours, eager:
+            self.assertEqual([len(block) for block in row["ms"]], [3, 3])
+            p50 = statistics.median(sum(row["ms"], []))
+            self.assertAlmostEqual(row["p50_ms"], p50)
+            rate = row[unit.replace("/", "_per_")]
+            self.assertAlmostEqual(rate, per_step / p50 * 1e3, delta=1e-6 * rate)
+            for part in ("forward_ms", "backward_ms", "optimizer_ms"):
+                self.assertGreater(row[part], 0)
+            self.assertNotIn("mfu", row)  # a CPU has no such peak
+        for a, b in zip(ours["first_losses"], eager["first_losses"], strict=True):
+            self.assertAlmostEqual(a, b, delta=5e-3 * a)
+        ratios = [statistics.median(b) / statistics.median(a)
+                  for a, b in zip(ours["ms"], eager["ms"])]
+        self.assertAlmostEqual(eager["ours_times_this"], statistics.median(ratios))
+        self.assertEqual(ours["ours_times_this"], 1)
+        self.assertEqual([row["ours / this"] for row in rows],
+                         ["1.000", f"{eager['ours_times_this']:.3f}"])
+        for row in rows:
+            self.assertEqual((row["steps"], row["MFU %"], row["peak GiB"]), ("6", "-", "-"))
+            self.assertIn(unit, row)
+        return document
+
+    def test_gpt(self):
+        document = self.check("gpt", "tokens/s", 4 * 32)
+        # 6 N + 12 L T C for each of the 4 x 32 tokens; every parameter is trained.
+        self.assertEqual(document["parameters"], document["trainable"])
+        self.assertEqual(document["flops"],
+                         4 * 32 * (6 * document["parameters"] + 12 * 2 * 32 * 32))
+
+    def test_lora(self):
+        document = self.check("lora", "tokens/s", 2 * 32, "--batch_size", "2")
+        frozen = document["parameters"] - document["trainable"]
+        self.assertEqual(document["flops"],
+                         2 * 32 * (4 * frozen + 6 * document["trainable"] + 12 * 2 * 32 * 32))
+
+    def test_resnet(self):
+        document = self.check("resnet", "samples/s", 8, "--dtype", "fp32", "--no-ddp")
+        # Of ResNet-18 at 64 pixels: 148.0 million multiplications in a forward.
+        self.assertAlmostEqual(document["flops"], 8 * 6 * 148.0e6, delta=1e-3 * 8 * 6 * 148.0e6)
+
+
+class Losses(Case):
+    def test_of_every_step_and_beside_fp32(self):
+        file = self.folder / "losses.csv"
+        result = bench("lora", *SHORT, *PEER, "--no-peft", "--lora_dropout", "0", "--steps", "12",
+                       "--losses", str(file))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        with open(file, newline="") as rows:
+            rows = list(csv.DictReader(rows))
+        self.assertEqual(list(rows[0]), ["step", "lockstep", "eager", "eager again", "fp32"])
+        self.assertEqual([int(row["step"]) for row in rows], list(range(1, 13)))
+        for row in rows:
+            for name in ("lockstep", "eager", "eager again"):
+                self.assertAlmostEqual(float(row[name]), float(row["fp32"]), delta=0.05)
+        self.assertEqual([row["eager"] for row in rows], [row["eager again"] for row in rows])
+        self.assertIn("max |this - fp32|", result.stdout)
+
+
+class Refuses(Case):
+    def test_a_side_that_trains_differently(self):
+        result = self.fails(1, "lockstep and eager do not train the same: the loss of step 2",
+                            "gpt", *SHORT, *PEER, "--corrupt", "eager")
+        self.assertNotIn("round", result.stderr)
+
+    def test_a_peer_that_fails_is_reported_and_the_others_are_measured(self):
+        result = self.fails(1, "compile is skipped: ", "gpt", *SHORT, "--peer", "pytorch",
+                            "--peer-modes", "eager,compile", CXX="/bin/false",
+                            TORCHINDUCTOR_CACHE_DIR=str(self.folder))
+        self.assertIn("PyTorch, DDP, eager", result.stdout)
+        self.assertNotIn("PyTorch, DDP, compile", result.stdout)
+
+    def test_nonsense(self):
+        for arguments, part in ((("gpt", "--mode", "fast"), "--mode"),
+                                (("gpt", "--model", "7b"), "--model"),
+                                (("lora", "--model", "124m"), "--model"),
+                                (("resnet", "--dtype", "fp8"), "--dtype"),
+                                (("gpt", "--peer", "jax"), "--peer"),
+                                (("gpt", "--peer-modes", "eager,fast"), "--peer-modes"),
+                                (("gpt", "--device", "tpu"), "--device"),
+                                (("gpt", "--batch_size", "-1"), "--batch_size"),
+                                (("resnet", "--sequence_length", "8"), "--sequence_length"),
+                                (("gpt", "--require", "compile"), "is not MODE:RATIO"),
+                                (("gpt", "--require", "compile:1.05"), "required but not measured"),
+                                (("gpt", "--no-ddp", "--force-reducer"), "Drop --no-ddp")):
+            with self.subTest(arguments):
+                self.fails(2, part, *arguments)
+
+
+class Alone(Case):
+    def test_stall_of_asynchronous_saves(self):
+        result, rows, document = self.passes("gpt", *SHORT, "--save-stall", "--force-reducer")
+        self.assertEqual(len(rows), 1)
+        stalls = document["rows"][0]["save_stalls"]
+        self.assertEqual(len(stalls), 4)
+        for stall in stalls:
+            self.assertGreater(stall["blocked_ms"], 0)
+            self.assertGreater(stall["write_ms"], 0)
+        self.assertIn("lockstep, asynchronous save 1: stall ", result.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()

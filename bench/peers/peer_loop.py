@@ -1,0 +1,268 @@
+"""What the PyTorch peers of `lockstep bench gpt`, `lora` and `resnet` share.
+
+A peer defines `build(settings, dtype, device)`, which returns a module that computes a loss from a
+batch, and calls `main(build)`. It reads the settings from the file of --settings and takes orders
+as bench/models.h lists them, from the Unix socket of --orders or, without it, from stdin. Answers
+are JSON objects, one in a line.
+"""
+import argparse
+import gc
+import json
+import math
+import os
+import pathlib
+import socket
+import statistics
+import struct
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.95), 0.1, 1.0
+DISTINCT_BATCHES = 4
+STEPS_AROUND_SAVE = 8
+MASK = 0x7fffffff
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+
+
+# ---------------------------------------------------------------- files
+
+def read_safetensors(folder):
+    """{name: tensor} of all *.safetensors in a folder; the package may not be installed."""
+    tensors = {}
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        with open(path, "rb") as file:
+            size, = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)[8 + size:]
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            # A copy: what is in the file may not be aligned.
+            values = data[begin:end].clone().view(DTYPES[entry["dtype"]])
+            tensors[name] = values.view(entry["shape"])
+    return tensors
+
+
+def read_config(folder):
+    return json.loads(pathlib.Path(folder, "config.json").read_text())
+
+
+# ---------------------------------------------------------------- data, as bench/model_step.cpp
+
+def hashed(position):
+    x = position & MASK
+    for factor in (0x2c1b3c6d, 0x297a2d39):
+        x = x ^ (x >> 15)
+        x = (x * factor) & MASK
+    return x ^ (x >> 15)
+
+
+def token_batch(step, shape, vocabulary, device):
+    rows, columns = shape[0], shape[1] + 1
+    count = rows * columns
+    places = torch.arange(step * count, (step + 1) * count, device=device) * 3
+    share = (hashed(places) * (hashed(places + 1) >> 16)) >> 15
+    drawn = ((share * vocabulary) >> 31).view(rows, columns)
+    before = torch.cat([drawn[:, :1], drawn[:, :-1]], 1)
+    follows = (hashed(places + 2) & 1).bool().view(rows, columns)
+    ids = torch.where(follows, (before * 31 + 7) % vocabulary, drawn)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def image_batch(step, shape, classes, device):
+    rows, side = shape
+    count = rows * 3 * side * side
+    places = torch.arange(step * count, (step + 1) * count, device=device)
+    images = (hashed(places).float() * 2.0**-30 - 1).view(rows, 3, side, side)
+    if images.is_cuda:
+        images = images.contiguous(memory_format=torch.channels_last)
+    return images, hashed(torch.arange(step * rows, (step + 1) * rows, device=device)) % classes
+
+
+# ---------------------------------------------------------------- a model in training
+
+class Marks:
+    """Times between points: in the device's stream, or on the clock."""
+
+    def __init__(self, device):
+        self.cuda, self.marks = device.type == "cuda", []
+
+    def add(self):
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def between(self):
+        pairs = list(zip(self.marks, self.marks[1:]))
+        if not self.cuda:
+            return [(b - a) * 1e3 for a, b in pairs]
+        self.marks[-1].synchronize()
+        return [a.elapsed_time(b) for a, b in pairs]
+
+
+class Trainee:
+    """The orders are its methods."""
+
+    def __init__(self, settings, build):
+        self.settings, self.build = settings, build
+        self.device = torch.device(settings["device"])
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.net = self.model = self.optimizer = None
+
+    def release(self):
+        """Others need the memory while they are timed."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def new(self, order):
+        self.net = self.model = self.optimizer = None
+        torch._dynamo.reset()
+        self.release()
+        torch.set_float32_matmul_precision("high" if order["tf32"] else "highest")
+        torch.backends.cudnn.allow_tf32 = order["tf32"]
+        torch.manual_seed(42)
+        self.dtype = torch.bfloat16 if order["dtype"] == "bf16" else torch.float32
+        self.net = self.build(self.settings, self.dtype, self.device).train()
+        self.model = self.net
+        if self.settings["ddp"]:
+            self.model = DistributedDataParallel(self.net, gradient_as_bucket_view=True)
+        if order["mode"] != "eager":
+            self.model = torch.compile(
+                self.model, mode="reduce-overhead" if order["mode"] == "graphs" else None)
+        self.trained = [p for p in self.net.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=order["lr"], betas=BETAS,
+                                           weight_decay=WEIGHT_DECAY, fused=True)
+        self.count = 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        return {"parameters": sum(p.numel() for p in self.net.parameters()),
+                "trainable": sum(p.numel() for p in self.trained)}
+
+    def batch(self, step, rows=None):
+        shape = (rows or self.settings["batch_size"], self.settings["sequence_length"])
+        make = image_batch if self.settings["kind"] == "resnet" else token_batch
+        return make(step, shape, self.net.classes, self.device)
+
+    def step(self, batch, reached=lambda: None):
+        with torch.autocast(self.device.type, torch.bfloat16,
+                            enabled=self.dtype == torch.bfloat16):
+            loss = self.model(*batch)
+        reached()
+        loss.backward()
+        reached()
+        torch.nn.utils.clip_grad_norm_(self.trained, MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        reached()
+        self.count += 1
+        # The next step of a captured graph writes to the same memory.
+        return loss.detach().clone()
+
+    def train(self, order):
+        steps = range(order["first"], order["first"] + order["steps"])
+        losses = [self.step(self.batch(step, order["batch_size"])) for step in steps]
+        losses = [loss.item() for loss in losses]
+        self.release()
+        return {"losses": [loss if math.isfinite(loss) else None for loss in losses]}
+
+    def batches(self):
+        return [self.batch(step) for step in range(DISTINCT_BATCHES)]
+
+    def time(self, order):
+        batches = self.batches()
+        marks = Marks(self.device)
+        for i in range(order["warmup"] + order["steps"]):
+            if i == order["warmup"]:
+                marks.add()
+            loss = self.step(batches[self.count % len(batches)])
+            if i >= order["warmup"]:
+                marks.add()
+        ms, loss, peak, reserved = marks.between(), loss.item(), 0, 0
+        if self.device.type == "cuda":
+            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        del batches
+        self.release()
+        return {"ms": ms, "p50_ms": statistics.median(ms), "peak_bytes": peak,
+                "reserved_bytes": reserved, "loss": loss if math.isfinite(loss) else None}
+
+    def breakdown(self, order):
+        batches = self.batches()
+        self.step(batches[0])
+        parts = []
+        for i in range(order["steps"]):
+            marks = Marks(self.device)
+            marks.add()
+            self.step(batches[i % len(batches)], marks.add)
+            parts.append(marks.between())
+        del batches
+        self.release()
+        names = ("forward_ms", "backward_ms", "optimizer_ms")
+        return {name: statistics.median(times) for name, times in zip(names, zip(*parts))}
+
+    def save(self, order):
+        """torch.distributed.checkpoint's asynchronous save, between two steps."""
+        import torch.distributed.checkpoint as checkpoint
+        batches, stalls = self.batches(), []
+        for number in range(order["saves"]):
+            marks = Marks(self.device)
+            marks.add()
+            for i in range(STEPS_AROUND_SAVE):
+                self.step(batches[i % len(batches)])
+                marks.add()
+            state = {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+            begin = time.perf_counter()
+            written = checkpoint.async_save(
+                state, checkpoint_id=os.path.join(order["folder"], str(number)))
+            blocked = time.perf_counter() - begin
+            self.step(batches[0])
+            marks.add()
+            *before, after = marks.between()
+            written.result()
+            stalls.append({"stall_ms": after - statistics.median(before),
+                           "blocked_ms": blocked * 1e3,
+                           "write_ms": (time.perf_counter() - begin) * 1e3})
+        return {"stalls": stalls}
+
+
+# ---------------------------------------------------------------- orders
+
+def serve(trainee, lines, answers):
+    for line in lines:
+        order = json.loads(line)
+        try:
+            answer = getattr(trainee, order["do"])(order)
+        except Exception as error:  # out of memory, or what the compiler could not do
+            answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main(build):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings", required=True)
+    parser.add_argument("--orders")
+    args = parser.parse_args()
+    settings = json.loads(pathlib.Path(args.settings).read_text())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "gloo" if settings["device"] == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    trainee = Trainee(settings, build)
+    if args.orders is None:
+        serve(trainee, sys.stdin, sys.stdout)
+    else:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(args.orders)
+            with connection.makefile("rw", encoding="utf-8") as stream:
+                stream.write("rank 0\n")
+                stream.flush()
+                serve(trainee, stream, stream)
+    dist.destroy_process_group()
