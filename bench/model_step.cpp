@@ -146,6 +146,15 @@ ModelStep::Net net_of(std::shared_ptr<Module> module) {
           {}};
 }
 
+// Head and loss are one where the model can; "plain" is ATen's operations alone.
+ModelStep::Net lm_of(const models::CausalLmPtr& module, const ModelSettings& settings) {
+  module->train();
+  if (settings.mode == "plain") module->use_fused(false);
+  return {module,
+          [module](const ModelBatch& batch) { return module->loss(batch.data, batch.target); },
+          {}};
+}
+
 // Billions of weights that are not trained are drawn where they are.
 models::CausalLmPtr drawn_base(const ModelSettings& settings, at::ScalarType type,
                                c10::Device device) {
@@ -172,7 +181,7 @@ ModelStep::Net make_lm(const ModelSettings& settings, at::ScalarType type, c10::
   else
     made = models::make_causal_lm(lm_config(settings));
   made->to(device);
-  ModelStep::Net net = net_of(made);
+  ModelStep::Net net = lm_of(made, settings);
   if (!lora) return net;
   if (settings.start.empty()) {
     net.lora = lora_config(settings);
@@ -267,11 +276,18 @@ ModelStep::ModelStep(const ModelSettings& settings, World world)
   } else {
     optimizer_ = std::make_unique<optim::ReplicatedOptimizer>(optim::named(*net_.module), options);
   }
-  // Where the modes differ.
-  if (settings.mode == "eager")
-    step_ = [this](const ModelBatch& batch) { return eager_step(batch); };
-  else
-    throw UsageError("bench", "there is no mode '{}'.", settings.mode);
+  if (settings.mode != "captured") return;
+  captured_ = std::make_unique<CapturedStep>(
+      *optimizer_, CapturedStepOptions{{.max_grad_norm = kMaxGradNorm}, net_.module->parameters()},
+      [this](const CapturedStep::Tensors& inputs, int) {
+        return CapturedStep::Tensors{eager_step({inputs[0], inputs[1]})};
+      });
+}
+
+at::Tensor ModelStep::step(const ModelBatch& batch) {
+  if (!captured_) return eager_step(batch);
+  if (before_update_) before_update_();
+  return captured_->run({batch.data, batch.target})[0];
 }
 
 at::Tensor ModelStep::eager_step(const ModelBatch& batch) {
@@ -287,7 +303,7 @@ at::Tensor ModelStep::eager_step(const ModelBatch& batch) {
   reached(Phase::kForward);
   loss.backward();
   reached(Phase::kBackward);
-  if (before_update_) before_update_();
+  if (before_update_ && !captured_) before_update_();
   optimizer_->step({.max_grad_norm = kMaxGradNorm});
   optimizer_->zero_grad();
   reached(Phase::kOptimizer);

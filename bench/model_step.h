@@ -19,6 +19,7 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/models/lora_config.h"
 #include "lockstep/optim/optimizer.h"
+#include "lockstep/train/captured_step.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/task.h"
 
@@ -51,7 +52,7 @@ class ModelStep {
   ModelStep& operator=(const ModelStep&) = delete;
 
   // Forward, backward, clipping and AdamW. Returns the loss.
-  at::Tensor step(const ModelBatch& batch) { return step_(batch); }
+  at::Tensor step(const ModelBatch& batch);
 
   // Called after each part of an eager step has been launched.
   void on_phase(std::function<void(Phase)> called) { on_phase_ = std::move(called); }
@@ -77,7 +78,7 @@ class ModelStep {
   Net net_;
   std::optional<WrappedModel> wrapped_;
   std::unique_ptr<optim::Optimizer> optimizer_;
-  std::function<at::Tensor(const ModelBatch&)> step_;
+  std::unique_ptr<CapturedStep> captured_;
   std::function<void(Phase)> on_phase_;
   std::function<void()> before_update_;
 };

@@ -453,7 +453,9 @@ void add_model_options(CLI::App& app, ModelSettings& s) {
   app.add_option("--dtype", s.dtype, "of matrix products, by autocast; fp32 may use TF32")
       ->check(CLI::IsMember(std::vector<std::string>{"bf16", "fp32"}));
   app.add_option("--device", s.device, "cpu, cuda or cuda:N")->check(device_problem);
-  app.add_option("--mode", s.mode, "how our steps are taken")
+  app.add_option(
+         "--mode", s.mode,
+         "how our steps are taken: as one CUDA graph, as written, or without fused operations")
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(kModes), std::end(kModes))));
   app.add_flag("!--no-ddp", s.ddp, "the bare model on all sides, without DistributedDataParallel");
   app.add_flag("--force-reducer", s.force_reducer,
@@ -493,6 +495,7 @@ int model_main(const std::string& kind, int argc, char** argv) {
   Options options;
   options.settings.kind = kind;
   options.settings.device = gpu ? "cuda" : "cpu";
+  options.settings.mode = gpu ? "captured" : "eager";
   options.settings.model = gpu ? preset_names(kind).front() : "tiny";
   options.peer_modes = gpu ? std::vector<std::string>{"eager", "compile", "graphs"}
                            : std::vector<std::string>{"eager"};

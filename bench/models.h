@@ -41,8 +41,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModelSettings, kind, model, device, mode, dty
                                    sequence_length, ddp, force_reducer, lr, lora_dropout, peft,
                                    start)
 
-// How our side takes a step; ModelStep's constructor is where they differ.
-inline constexpr const char* kModes[] = {"eager"};
+// How our side takes a step: as one CUDA graph, as it is written, or without fused operations.
+inline constexpr const char* kModes[] = {"captured", "eager", "plain"};
 
 struct ModelPreset {
   const char* kind;

@@ -114,6 +114,7 @@ class Trainee:
         self.settings, self.build = settings, build
         self.device = torch.device(settings["device"])
         if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
         self.net = self.model = self.optimizer = None
 

@@ -2,13 +2,12 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/cuda/graph.h"
@@ -60,27 +59,14 @@ const at::Tensor& grad_of(const AdamWItem& item) {
   return grad;
 }
 
-// Memory that no graph writes to. What is allocated on a stream that is being captured is the
-// graph's, which may have used the same memory for something before.
-at::Tensor empty_outside_graphs(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const c10::impl::VirtualGuardImpl device(options.device().type());
-  const c10::StreamGuard other(device.getStreamFromGlobalPool(options.device()));
-  return at::empty(sizes, options);
-}
-
-// The bytes of an array, where `like` is. A graph that is being captured reads them in its replays.
+// The bytes of an array on the host; pinned where a copy from there must not wait.
 template <typename T>
-at::Tensor upload(const std::vector<T>& values, const at::Tensor& like) {
-  // Pinned, so that the host does not wait for the copy; a capture allows no such allocation.
-  const bool pinned = like.is_cuda() && !cuda::capturing();
+at::Tensor bytes_of(const std::vector<T>& values, bool pinned) {
   const at::Tensor host = at::empty({static_cast<std::int64_t>(values.size() * sizeof(T))},
                                     at::TensorOptions(at::kByte).pinned_memory(pinned));
   if (!values.empty())
     std::memcpy(host.mutable_data_ptr(), values.data(), values.size() * sizeof(T));
-  if (!cuda::capturing()) return host.to(like.device(), /*non_blocking=*/true);
-  const at::Tensor there = empty_outside_graphs(host.sizes(), like.options().dtype(at::kByte));
-  cuda::after_capture([there, host] { at::Tensor(there).copy_(host); });
-  return there;
+  return host;
 }
 
 at::Tensor shadow_of(const AdamWItem& item) {
@@ -218,6 +204,7 @@ void AdamWPass::update_with_aten(const at::Tensor& skip) {
 
 // ---------------------------------------------------------------- with kernels
 
+// With its arrays on the host.
 AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) const {
   std::vector<cuda::AdamTensor> tensors;
   std::vector<cuda::AdamChunk> chunks;
@@ -238,8 +225,8 @@ AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) cons
     tensors.push_back(t);
   }
   return {
-      .tensors = upload(tensors, norm_),
-      .chunks = upload(chunks, norm_),
+      .tensors = bytes_of(tensors, !cuda::capturing()),
+      .chunks = bytes_of(chunks, !cuda::capturing()),
       .partials = at::empty({static_cast<std::int64_t>(chunks.size())}, norm_.options()),
       .factors = at::empty({static_cast<std::int64_t>(tensors.size() * sizeof(cuda::AdamFactors))},
                            norm_.options().dtype(at::kByte)),
@@ -252,9 +239,35 @@ AdamWPass::Tables& AdamWPass::tables_for_gradients() {
     wanted.push_back(grad_of(item).const_data_ptr());
     wanted.push_back(pointer<void>(shadow_of(item)));
   }
-  if (cuda::capturing()) return captured_.emplace_back(make_tables(std::move(wanted)));
-  if (wanted != tables_.made_for) tables_ = make_tables(std::move(wanted));
-  return tables_;
+  if (!cuda::capturing()) {
+    if (wanted == tables_.made_for) return tables_;
+    tables_ = make_tables(std::move(wanted));
+    tables_.tensors = tables_.tensors.to(norm_.device(), /*non_blocking=*/true);
+    tables_.chunks = tables_.chunks.to(norm_.device(), /*non_blocking=*/true);
+    return tables_;
+  }
+  LOCKSTEP_ASSERT(spare_.tensors.defined());
+  Tables& tables = captured_.emplace_back(make_tables(std::move(wanted)));
+  const Tables there = std::exchange(spare_, {});
+  cuda::after_capture([there, tensors = tables.tensors, chunks = tables.chunks] {
+    at::Tensor(there.tensors).copy_(tensors);
+    at::Tensor(there.chunks).copy_(chunks);
+  });
+  tables.tensors = there.tensors;
+  tables.chunks = there.chunks;
+  return tables;
+}
+
+void AdamWPass::prepare_capture() {
+  if (spare_.tensors.defined() || !norm_.is_cuda()) return;
+  std::int64_t chunks = 0;
+  for (const auto& item : items_)
+    chunks += (item.param.numel() + cuda::kAdamChunk - 1) / cuda::kAdamChunk;
+  const auto bytes = [&](std::int64_t count, std::size_t size) {
+    return at::empty({count * static_cast<std::int64_t>(size)}, norm_.options().dtype(at::kByte));
+  };
+  spare_.tensors = bytes(static_cast<std::int64_t>(items_.size()), sizeof(cuda::AdamTensor));
+  spare_.chunks = bytes(chunks, sizeof(cuda::AdamChunk));
 }
 
 cuda::AdamStep AdamWPass::arguments(const Tables& tables) const {

@@ -47,6 +47,10 @@ class AdamWPass {
   void set_options(std::size_t group, const AdamWOptions& options);
   void set_max_norm(double max_norm);  // 0: no clipping
 
+  // Before a capture that holds a step: memory for what its replays read. What is allocated
+  // during the capture is the graph's, which may use it for something else before.
+  void prepare_capture();
+
   // `grad_scale`, one float on the device: gradients are divided by it.
   void step(const at::Tensor& grad_scale = {});
   void measure(const at::Tensor& grad_scale = {});
@@ -78,6 +82,7 @@ class AdamWPass {
   at::Tensor max_norm_, norm_, found_inf_, clip_;
   Tables tables_;
   std::list<Tables> captured_;  // of graphs, which read them in replays
+  Tables spare_;                // for the next of them
   Tables* measured_ = nullptr;  // by the last measure()
 };
 

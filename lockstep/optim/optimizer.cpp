@@ -212,6 +212,7 @@ void ReplicatedOptimizer::publish_options(const StepOptions& options) {
   for (std::size_t g = 0; g < groups_.size(); ++g)
     pass_->set_options(g, std::get<AdamWOptions>(groups_[g]));
   pass_->set_max_norm(options.max_grad_norm);
+  pass_->prepare_capture();
 }
 
 std::string ReplicatedOptimizer::unavailable_for_capture(const StepOptions&) {

@@ -1,6 +1,7 @@
 #include "lockstep/train/async_saver.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -11,6 +12,7 @@
 #include <chrono>
 #include <exception>
 #include <future>
+#include <map>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -39,6 +41,47 @@ std::optional<c10::Device> device_of(const CheckpointContents& contents) {
   return std::nullopt;
 }
 
+std::vector<at::Tensor*> tensors_of(CheckpointContents& contents) {
+  std::vector<at::Tensor*> all;
+  for (auto& [name, tensor] : contents.model) all.push_back(&tensor);
+  for (auto& [name, tensor] : contents.optimizer) all.push_back(&tensor);
+  return all;
+}
+
+// Replaces the contents' tensors by copies in one piece of the device's memory, on the current
+// stream. False where that would need more than half of what is free.
+bool copy_on_device(CheckpointContents& contents, c10::Device device) {
+  constexpr std::size_t kAlignment = 256;
+  std::vector<at::Tensor*> there;
+  std::vector<std::size_t> begins;
+  std::size_t bytes = 0;
+  for (at::Tensor* tensor : tensors_of(contents)) {
+    if (tensor->device() != device || !tensor->is_contiguous()) continue;
+    there.push_back(tensor);
+    begins.push_back(bytes);
+    bytes += (tensor->nbytes() + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  if (bytes > c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first / 2)
+    return false;
+  const at::NoGradGuard no_grad;
+  const at::Tensor memory =
+      at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(device).dtype(at::kByte));
+  std::map<at::ScalarType, std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>> copies;
+  for (std::size_t i = 0; i < there.size(); ++i) {
+    at::Tensor& tensor = *there[i];
+    const at::Tensor copy = memory
+                                .narrow(0, static_cast<std::int64_t>(begins[i]),
+                                        static_cast<std::int64_t>(tensor.nbytes()))
+                                .view(tensor.scalar_type())
+                                .view(tensor.sizes());
+    auto& [to, from] = copies[tensor.scalar_type()];
+    to.push_back(copy);
+    from.push_back(std::exchange(tensor, copy));
+  }
+  for (auto& [type, lists] : copies) at::_foreach_copy_(lists.first, lists.second);
+  return true;
+}
+
 }  // namespace
 
 struct AsyncSaver::Shared {
@@ -54,6 +97,7 @@ struct AsyncSaver::Job {
   SaveOutcome outcome;
   std::unique_ptr<c10::Event> boundary;  // the device had come this far when the save began
   std::optional<c10::Device> device;
+  bool on_device = false;  // the contents are copies already
   std::promise<void> copied;
   std::future<void> copied_future = copied.get_future();
   std::promise<void> finished;
@@ -108,9 +152,11 @@ void AsyncSaver::copy(Shared& shared, Job& job) {
     const bool fits = stage.defined() && stage.scalar_type() == tensor.scalar_type() &&
                       stage.sizes() == tensor.sizes();
     if (!fits) {
-      stage = at::empty(
-          tensor.sizes(),
-          at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(job.device.has_value()));
+      // Pinning takes a second per gigabyte, in which nothing can be launched: only where a step
+      // waits for the copy.
+      const bool pinned = job.device.has_value() && !job.on_device;
+      stage = at::empty(tensor.sizes(),
+                        at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(pinned));
     }
     stage.copy_(tensor, /*non_blocking=*/true);
     job.sources.push_back(std::exchange(tensor, stage));
@@ -146,12 +192,12 @@ void AsyncSaver::copy_everything(Shared& shared, Job& job) {
       copy(shared, job);
     }
   } catch (...) {
-    job.copied.set_value();
+    if (!job.on_device) job.copied.set_value();
     throw;
   }
   job.sources.clear();
   job.outcome.copy_ms = ms_since(start);
-  job.copied.set_value();
+  if (!job.on_device) job.copied.set_value();
 }
 
 void AsyncSaver::run(Shared& shared, Job& job) {
@@ -192,6 +238,9 @@ void AsyncSaver::begin(CheckpointContents contents, std::string keep) {
   job->outcome.step = job->contents.state.global_step;
   job->outcome.path = checkpoint_path(shared_->options.output_dir, job->outcome.step);
   job->device = device_of(job->contents);
+  if (job->device && shared_->options.copy)
+    job->on_device = copy_on_device(job->contents, *job->device);
+  if (job->on_device) job->copied.set_value();
   if (job->device) {
     const c10::impl::VirtualGuardImpl guard(job->device->type());
     job->boundary = std::make_unique<c10::Event>(job->device->type());
