@@ -77,6 +77,8 @@ class Trainee {
     settings_.dtype = order.at("dtype").get<std::string>();
     settings_.mode = order.at("mode").get<std::string>();
     settings_.lr = order.at("lr");
+    settings_.ddp = order.at("ddp");
+    settings_.exact = order.at("exact");
     optim::set_tf32(order.at("tf32"));
     model_ = std::make_unique<ModelStep>(settings_, world_);
     trained_ = 0;

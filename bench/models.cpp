@@ -31,6 +31,7 @@ using nlohmann::json;
 using std::chrono::minutes;
 
 constexpr const char* kUs = "lockstep";
+constexpr const char* kBare = "bare";  // ours without the wrapper
 constexpr const char* kPeerModes[] = {"eager", "compile", "graphs"};
 
 constexpr int kVerifiedSteps = 3;
@@ -50,6 +51,7 @@ struct Options {
   int warmup = 3;
   std::string peer;
   std::vector<std::string> peer_modes;
+  bool bare = false;
   bool save_stall = false;
   std::string corrupt, require, losses, csv, json;
 };
@@ -59,7 +61,7 @@ struct Side {
   Side(CrewOptions crew_options, const std::string& socket)
       : name(crew_options.name), crew(crew_options, socket) {}
 
-  bool ours() const { return name == kUs; }
+  bool ours() const { return name == kUs || name == kBare; }
   // Throws Error when it cannot do it.
   json ask(const json& order, minutes limit) {
     const json answer = json::parse(crew.request(order.dump(), limit).at(0));
@@ -106,21 +108,37 @@ void for_each(Sides& sides, const std::function<void(Side&)>& body, std::size_t 
   }
 }
 
+// The first of PyTorch's sides that works.
+Side* peer_of(Sides& sides) {
+  for (Side& side : sides)
+    if (!side.ours() && !side.failed) return &side;
+  return nullptr;
+}
+
 // ---------------------------------------------------------------- start and verification
 
 json new_order(const Options& options, const Side& side) {
   const ModelSettings& s = options.settings;
   return {{"do", "new"},
           {"dtype", s.dtype},
+          {"tf32", true},
           {"mode", side.ours() ? s.mode : side.name},
           {"lr", s.lr * (options.corrupt == side.name ? 2 : 1)},
-          {"tf32", true}};
+          {"ddp", s.ddp && side.name != kBare},
+          {"exact", false}};
 }
 
-// The same model without the arithmetic that is allowed to differ.
-json exact_order(const Options& options, const Side& side) {
+// What a run in bf16 is compared with.
+json fp32_order(const Options& options, const Side& side) {
   json order = new_order(options, side);
-  order.update({{"dtype", "fp32"}, {"mode", "eager"}, {"tf32", false}});
+  order.update({{"dtype", "fp32"}, {"tf32", false}, {"mode", "eager"}});
+  return order;
+}
+
+// The same model without anything that is allowed to differ.
+json exact_order(const Options& options, const Side& side) {
+  json order = fp32_order(options, side);
+  order["exact"] = true;
   return order;
 }
 
@@ -251,7 +269,7 @@ const char* unit_of(const ModelSettings& s) {
 }
 
 std::string long_name(const Side& side, const ModelSettings& s) {
-  const char* wrapper = s.ddp ? "DDP" : "no DDP";
+  const char* wrapper = s.ddp && side.name != kBare ? "DDP" : "no DDP";
   if (side.ours()) return fmt::format("Lockstep, {}, {}", wrapper, s.mode);
   const std::string mode = side.name == "graphs" ? "compile with CUDA graphs" : side.name;
   return fmt::format("PyTorch, {}, {}", wrapper, mode);
@@ -333,8 +351,9 @@ void write_losses(Sides& sides, const Options& options) {
     add(side, side.name, new_order(options, side));
     if (!side.ours() && side.name == "eager") add(side, "eager again", new_order(options, side));
   });
-  Side& reference = sides.back().failed ? sides.front() : sides.back();
-  add(reference, "fp32", exact_order(options, reference));
+  Side* peer = peer_of(sides);
+  Side& reference = peer != nullptr ? *peer : sides.front();
+  add(reference, "fp32", fp32_order(options, reference));
 
   std::vector<std::string> heads{"step"};
   heads.insert(heads.end(), names.begin(), names.end());
@@ -368,7 +387,8 @@ void write_losses(Sides& sides, const Options& options) {
 int run_sides(const Options& options, const std::map<std::string, double>& wanted) {
   const Scratch scratch;
   ModelSettings settings = options.settings;
-  if (!options.peer.empty() || !options.losses.empty()) settings.start = scratch.file("start");
+  if (options.bare || !options.peer.empty() || !options.losses.empty())
+    settings.start = scratch.file("start");
   write_file_atomically(scratch.file("settings"), json(settings).dump());
   Sides sides;
   const auto start = [&](const std::string& name, std::vector<std::string> command) {
@@ -376,6 +396,7 @@ int run_sides(const Options& options, const std::map<std::string, double>& wante
     sides.emplace_back(CrewOptions{name, 1, std::move(command)}, scratch.file("orders-" + name));
   };
   start(kUs, {program_beside("lockstep-bench"), "_model-rank"});
+  if (options.bare) start(kBare, {program_beside("lockstep-bench"), "_model-rank"});
   if (!options.peer.empty())
     for (const std::string& mode : options.peer_modes)
       start(mode, {env::get("LOCKSTEP_PYTHON").value_or(default_python()),
@@ -481,6 +502,7 @@ void add_run_options(CLI::App& app, Options& o) {
       ->delimiter(',')
       ->check(
           CLI::IsMember(std::vector<std::string>(std::begin(kPeerModes), std::end(kPeerModes))));
+  app.add_flag("--bare", o.bare, "also our model without DistributedDataParallel, by turns");
   app.add_flag("--save-stall", o.save_stall,
                "also what asynchronous checkpoints cost the step after them, the first included");
   app.add_option("--losses", o.losses,
@@ -515,8 +537,8 @@ int model_main(const std::string& kind, int argc, char** argv) {
   add_run_options(app, options);
   if (const auto code = parse_arguments(app, argc, argv)) return *code;
   complete(options.settings);
-  if (!options.settings.ddp && options.settings.force_reducer)
-    throw UsageError("bench", "--force-reducer needs the wrapper. Drop --no-ddp.");
+  if (!options.settings.ddp && (options.settings.force_reducer || options.bare))
+    throw UsageError("bench", "--force-reducer and --bare need the wrapper. Drop --no-ddp.");
   const auto wanted = parse_wanted(options);
   prepare_device(options.settings.device);
   return run_sides(options, wanted);

@@ -4,9 +4,9 @@
 //
 //   {"do": "write"}                        ours: draws the initial weights and writes them to
 //                                          `start`, from where all sides load them
-//   {"do": "new", "dtype", "mode", "lr", "tf32"}   a model with those weights and its optimizer:
-//                                          {"parameters", "trainable", "flops", "device"}, flops
-//                                          being those of a step
+//   {"do": "new", "dtype", "tf32", "mode", "lr", "ddp", "exact"}   a model with them and its
+//                                          optimizer: {"parameters", "trainable", "flops",
+//                                          "device"}, flops being those of a step
 //   {"do": "train", "first", "steps", "batch_size"}   {"losses"}: of steps `first` and following
 //   {"do": "time", "warmup", "steps"}      {"ms"} of each step, {"peak_bytes", "reserved_bytes"}
 //                                          since "new"
@@ -32,14 +32,16 @@ struct ModelSettings {
   std::int64_t sequence_length = 0;  // of resnet: the height and width of an image
   bool ddp = true;
   bool force_reducer = false;
+  // To be compared, not timed: no dropout, and adapters that change the model at once.
+  bool exact = false;
   double lr = 3e-4;
   double lora_dropout = 0.05;
   bool peft = true;   // the peer of lora may use transformers and PEFT
   std::string start;  // folder of the initial weights; empty: they are drawn
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModelSettings, kind, model, device, mode, dtype, batch_size,
-                                   sequence_length, ddp, force_reducer, lr, lora_dropout, peft,
-                                   start)
+                                   sequence_length, ddp, force_reducer, exact, lr, lora_dropout,
+                                   peft, start)
 
 // How our side takes a step: as one CUDA graph, as it is written, or without fused operations.
 inline constexpr const char* kModes[] = {"captured", "eager", "plain"};

@@ -140,15 +140,20 @@ class Refuses(Case):
                                 (("resnet", "--sequence_length", "8"), "--sequence_length"),
                                 (("gpt", "--require", "compile"), "is not MODE:RATIO"),
                                 (("gpt", "--require", "compile:1.05"), "required but not measured"),
-                                (("gpt", "--no-ddp", "--force-reducer"), "Drop --no-ddp")):
+                                (("gpt", "--no-ddp", "--force-reducer"), "Drop --no-ddp"),
+                                (("gpt", "--no-ddp", "--bare"), "Drop --no-ddp")):
             with self.subTest(arguments):
                 self.fails(2, part, *arguments)
 
 
 class Alone(Case):
-    def test_stall_of_asynchronous_saves(self):
-        result, rows, document = self.passes("gpt", *SHORT, "--save-stall", "--force-reducer")
-        self.assertEqual(len(rows), 1)
+    def test_stall_of_asynchronous_saves_and_cost_of_the_wrapper(self):
+        result, rows, document = self.passes("gpt", *SHORT, "--save-stall", "--bare",
+                                             "--force-reducer")
+        self.assertEqual([row["gpt tiny, 4 x 32, bf16"] for row in rows],
+                         ["Lockstep, DDP, eager", "Lockstep, no DDP, eager"])
+        ours, bare = document["rows"]
+        self.assertEqual(ours["first_losses"], bare["first_losses"])
         stalls = document["rows"][0]["save_stalls"]
         self.assertEqual(len(stalls), 4)
         for stall in stalls:

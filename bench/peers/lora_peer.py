@@ -30,6 +30,7 @@ class Pretrained(nn.Module):
 def with_peft(settings, dtype, device):
     import peft
     import transformers
+    transformers.logging.disable_progress_bar()
     start = settings["start"]
     base = transformers.AutoModelForCausalLM.from_pretrained(
         os.path.join(start, "model"), dtype=dtype, attn_implementation="sdpa")
