@@ -22,9 +22,21 @@ def run(label, ranks, program, expect, env=None, timeout=300):
     shared = {"LOCKSTEP_DEVICE": "cuda:0", "LOCKSTEP_BACKEND": "nccl"}
     if ranks > 1:
         shared.update({"LOCKSTEP_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo"})
+    return check(label, command, expect, {**shared, **(env or {})}, timeout)
+
+
+def bench(kind, *options):
+    """A tiny model beside PyTorch's: the same losses, and a table."""
+    command = [f"{BIN}/lockstep", "bench", kind, "--model", "tiny", "--device", "cuda", "--steps",
+               "2", "--rounds", "1", "--peer", "pytorch", "--peer-modes", "eager", *options]
+    return check(f"bench {kind}", command, ["train the same in fp32", "ours / this"],
+                 {"LOCKSTEP_DEVICE": "cuda:0"}, 300)
+
+
+def check(label, command, expect, env, timeout):
     start = time.monotonic()
-    done = subprocess.run(command, env=dict(os.environ, **shared, **(env or {})),
-                          capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, env=dict(os.environ, **env), capture_output=True, text=True,
+                          timeout=timeout)
     seconds = time.monotonic() - start
     output = done.stdout + done.stderr
     ok = done.returncode == 0 and all(text in output for text in expect)
@@ -55,6 +67,7 @@ def main():
             {"LOCKSTEP_TIMEOUT_S": "5"}),
         run("desync with the host in the stream", 2, [f"{BIN}/tests/desync", "stream"],
             ["TimeoutError"], {"LOCKSTEP_TIMEOUT_S": "5"}),
+        bench("gpt", "--save-stall", "--bare"), bench("lora"), bench("resnet"),
     ]
     return 0 if all(results) else 1
 
