@@ -24,6 +24,7 @@
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/train/checkpoint.h"
+#include "lockstep/train/effective_batch.h"
 
 namespace lockstep::cli {
 namespace {
@@ -172,9 +173,10 @@ Data instruction_data(const TaskConfig& task, const TrainingArguments& a) {
   const std::int64_t end_of_text = rows.options().encoder.end_of_text;
   const auto train = std::make_shared<data::InstructionDataset>(std::move(rows));
   Data data{.train = train, .end_of_text = end_of_text};
+  // As Hugging Face: what one rank takes for an update; where the update's size is given, all of
+  // it. So the order does not depend on the number of ranks.
   if (config.group_by_length)
-    data.sampler = train->length_grouped(
-        a.per_device_train_batch_size * a.gradient_accumulation_steps, data_seed(a));
+    data.sampler = train->length_grouped(train::effective_batch(a, 1), data_seed(a));
   if (config.evaluates)
     data.eval =
         std::make_shared<data::InstructionDataset>(read_instructions(task, config.eval_path));

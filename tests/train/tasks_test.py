@@ -95,6 +95,25 @@ class Tasks(TrainCase):
                              "--gradient_accumulation_steps", 3, code=2)
         self.assertIn("the state was saved in another order of epoch", refused.stderr)
 
+    def test_length_groups_are_those_of_the_update_whatever_decides_its_size(self):
+        """And the same at every number of ranks: a run may be continued with another one."""
+        self.instructions("group_by_length: true")
+        outputs = []
+        for more in ("gradient_accumulation_steps: 4", "tokens_per_update: 1536",
+                     "global_batch_size: 16"):
+            outputs.append(self.place / more.split(":")[0])
+            text = self.config.read_text()
+            self.config.write_text(re.sub(r"gradient_accumulation.*|tokens_per.*|global_batch.*",
+                                          more, text))
+            self.train(0, outputs[-1], "--max_steps", 6, "--save_steps", 3)
+        for output in outputs[1:]:  # 16 samples of up to 96 tokens an update, in the same order
+            self.assertEqual(losses(output), losses(outputs[0]))
+        again = self.place / "again"
+        copy_until(outputs[-1], again, 3)  # the first epoch has four steps
+        self.train(2, again, "--max_steps", 6, "--save_steps", 3, "--resume", "auto")
+        for step in range(4, 7):
+            self.assertAlmostEqual(losses(again)[step], losses(outputs[0])[step], delta=1e-4)
+
     def test_packed_rows_and_a_custom_template(self):
         self.instructions("padding: packed, response: \"{output}: {answer}\"")
         output = self.place / "out"
