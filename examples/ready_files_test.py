@@ -1,6 +1,7 @@
 """The files that examples/ offers to copy work: training files are checked and trained for two
 steps, Accelerate's file and the launch scripts start ranks."""
 
+import json
 import os
 import pathlib
 import re
@@ -30,14 +31,17 @@ def run(*command, code=0, **more):
     return done.stdout
 
 
+SMALL = ["fast.yaml", "llm_tokens.yaml", "mlp.yaml", "standard.yaml", "tiny_gpt.yaml"]
+WORKLOADS = ["gpt2_124m.yaml", "gpt_1.3b.yaml", "phi3_lora_170k.yaml", "resnet50_synthetic.yaml"]
+
+
 def check_configs(place):
     tokens = place / "tokens"
     run(LOCKSTEP, "data", "tokenize", "--output", tokens, "--suffix", ".md", "--val-tokens", 5000,
         SOURCE / "docs")
     found = sorted(p.name for p in (EXAMPLES / "configs").glob("*.yaml"))
-    assert found == ["fast.yaml", "llm_tokens.yaml", "mlp.yaml", "standard.yaml",
-                     "tiny_gpt.yaml"], found
-    for name in found:
+    assert found == sorted(SMALL + WORKLOADS), found
+    for name in SMALL:
         config = EXAMPLES / "configs" / name
         flags = ["--output_dir", place / name, "--use_cpu"]
         if name == "llm_tokens.yaml":
@@ -53,11 +57,73 @@ def check_configs(place):
         assert re.search(r"effective batch.*\b16\b", shown), shown
 
 
+def write_instructions(path):
+    """In the form of commonsense_170k.json."""
+    path.write_text(json.dumps([
+        {"instruction": f"Please answer the following question with true or false, question: is "
+                        f"{i} an even number?\n\nAnswer format: true/false", "input": "",
+         "output": f"the correct answer is {str(i % 2 == 0).lower()}",
+         "answer": str(i % 2 == 0).lower()} for i in range(40)]))
+
+
+def check_workloads(place):
+    """The shapes and keys as they are, without a step; then two steps of something small."""
+    tokens, instructions = place / "tokens", place / "commonsense_170k.json"
+    write_instructions(instructions)
+    phi = json.loads((EXAMPLES / "configs" / "phi3_mini" / "config.json").read_text())
+    tiny_phi = place / "phi3.json"
+    tiny_phi.write_text(json.dumps(phi | {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4}))
+    tiny_gpt = "{name: gpt, n_layer: 2, n_head: 2, n_embd: 32, vocab_size: 257}"
+    of_tokens = ["--dataset_dir", tokens]
+    small_tokens = ["--model", tiny_gpt, "--max_seq_len", 32, "--per_device_train_batch_size", 2,
+                    "--tokens_per_update", 256]
+    of_phi = ["--data", f"{{name: instructions, path: {instructions}}}"]
+    small = {
+        "gpt2_124m.yaml": (of_tokens, small_tokens),
+        "gpt_1.3b.yaml": (of_tokens, small_tokens),
+        "phi3_lora_170k.yaml": (of_phi, ["--model", f"{{config: {tiny_phi}}}",
+                                         "--per_device_train_batch_size", 2]),
+        "resnet50_synthetic.yaml": ([], [
+            "--data", "{name: images, samples: 32, image_size: 32, classes: 4}",
+            "--per_device_train_batch_size", 2, "--dataloader_num_workers", 1]),
+    }
+    assert sorted(small) == sorted(WORKLOADS)
+    for name, (data, tiny) in small.items():
+        config = EXAMPLES / "configs" / name
+        run(LOCKSTEP, "config", "check", config, *data, "--save_strategy", "no",
+            "--output_dir", place / "unused", "--eval_strategy", "no")
+        flags = [*data, *tiny, "--output_dir", place / name, "--use_cpu", "--no_bf16",
+                 "--max_steps", 2, "--warmup_steps", 0, "--eval_strategy", "no",
+                 "--save_strategy", "steps", "--save_steps", 2, "--report_to", "none"]
+        script, ranks = ("one_gpu.sh", 1) if name == "gpt2_124m.yaml" else ("many_gpus.sh", 2)
+        said = run(EXAMPLES / "launch" / script, config, *flags, NPROC_PER_NODE=str(ranks))
+        assert "trained 2 steps" in said, said
+        run(LOCKSTEP, "checkpoint", "verify", place / name)
+    # 2^19 tokens in batches of 4 x 2048: 64 forward passes, over 4 ranks 16.
+    for ranks, passes in ((1, 64), (4, 16), (8, 8)):
+        shown = run(LOCKSTEP, "config", "show", EXAMPLES / "configs" / "gpt_1.3b.yaml",
+                    "--world-size", ranks)
+        assert f"256 = 4 per device x {passes} accumulation x {ranks} rank" in shown, shown
+    # Without its data a file says what is missing and where it comes from.
+    (place / "examples").symlink_to(EXAMPLES)
+    for name, missing, where in (("gpt2_124m.yaml", "data/tokens", "lockstep data tokenize"),
+                                 ("phi3_lora_170k.yaml", "data/commonsense_170k.json",
+                                  "docs/data.md")):
+        done = subprocess.run([LOCKSTEP, "train", f"examples/configs/{name}"], cwd=place,
+                              capture_output=True, text=True, check=False, timeout=LIMIT_S,
+                              env=environment(), stdin=subprocess.DEVNULL)
+        assert done.returncode == 2 and missing in done.stderr and where in done.stderr, done
+
+
 def hellos(text):
     return sorted(re.findall(r"hello from rank (\d) of (\d)", text))
 
 
 def check_launches():
+    for script in sorted((EXAMPLES / "launch").glob("*.sh")):
+        run("bash", "-n", script)
     accelerate = EXAMPLES / "accelerate" / "ddp_config.yaml"
     run(LOCKSTEP, "config", "check", "--launcher", accelerate)
     assert hellos(run(LOCKSTEP, "run", "--config-file", accelerate, HELLO)) == [
@@ -88,6 +154,7 @@ def check_launches():
 def main():
     with tempfile.TemporaryDirectory(prefix="lockstep-ready-") as name:
         check_configs(pathlib.Path(name))
+        check_workloads(pathlib.Path(name))
     check_launches()
     print("configurations are checked and train; launch files start ranks")
 

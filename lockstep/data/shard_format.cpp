@@ -236,8 +236,10 @@ std::vector<std::string> token_files(const std::string& folder, const std::strin
       files.push_back(entries->path().string());
   }
   if (error)
-    throw UsageError("shards", "{} cannot be listed ({}). Name a folder of token files.", folder,
-                     error.message());
+    throw UsageError("shards",
+                     "{} cannot be listed ({}). Name a folder of token files; 'lockstep data "
+                     "tokenize --output {} TEXT...' makes one.",
+                     folder, error.message(), folder);
   if (files.empty())
     throw UsageError("shards",
                      "{} has no file whose name ends in .bin{}. Make some with 'lockstep data "
