@@ -296,6 +296,13 @@ void check_vocabulary(const ModelConfig& model, const DataConfig& data, Problems
                          : fmt::format("Set model.vocab_size: {}, or delete it.", largest + 1)));
 }
 
+void read_device_map(MapReader& keys, ModelConfig& model) {
+  const Node* const map = keys.node("device_map");
+  if (map == nullptr) return;
+  models::read_device_map(*map, causal_lm_config(model), {"cpu"});  // or says what is wrong
+  model.device_map = *map;
+}
+
 void check_length(const ModelConfig& model, const DataConfig& data, Problems& problems) {
   // Rows that are padded to the longest of a batch may all be shorter than they could be.
   const bool capped = data.name == "instructions" && data.padding == "longest";
@@ -378,6 +385,7 @@ void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems
       read_hugging_face_keys(keys, model);
     else
       model.weights = keys.text("weights", "");
+    if (model.name == "gpt" || model.hugging_face) read_device_map(keys, model);
     keys.finish();
   });
   if (!right) return;
@@ -461,6 +469,11 @@ models::GptConfig gpt_config(const ModelConfig& model) {
           .n_embd = model.n_embd,
           .vocab_size = model.vocab_size,
           .n_positions = model.n_positions};
+}
+
+models::CausalLmConfig causal_lm_config(const ModelConfig& model) {
+  return model.hugging_face ? *model.hugging_face
+                            : models::CausalLmConfig{.model = gpt_config(model)};
 }
 
 models::MlpConfig mlp_config(const TaskConfig& task) {

@@ -13,6 +13,8 @@
 //                              {..., weights: FOLDER} begins with a folder's model.safetensors
 //                              {path: FOLDER} a Hugging Face model, config.json and weights
 //                              {config: FOLDER or config.json} the same with random weights
+//                              {..., device_map: balanced} splits a language model over devices;
+//                              lockstep/models/device_map.h has the maps
 //   data:  bytes | tokens | instructions | random | images
 //                              {name: bytes, path: torch-headers, suffix: .h, max_bytes: 4000000}
 //                              {name: tokens, order: shards}, with dataset_dir (which alone
@@ -40,6 +42,7 @@
 #include "lockstep/data/instruction_file.h"
 #include "lockstep/data/tokenizer.h"
 #include "lockstep/io/manifest.h"
+#include "lockstep/models/device_map.h"
 #include "lockstep/models/hugging_face.h"
 #include "lockstep/models/lora_config.h"
 #include "lockstep/models/shapes.h"
@@ -86,6 +89,7 @@ struct ModelConfig {
   std::string weights{};  // a folder; empty: random initial weights
   // of a Hugging Face folder; `weights` is the folder where its weights are wanted too
   std::optional<models::CausalLmConfig> hugging_face{};
+  std::optional<Node> device_map{};  // of a language model; where the GPUs are is not known yet
   // gpt
   std::int64_t n_layer = 0;
   std::int64_t n_head = 0;
@@ -110,6 +114,7 @@ TaskConfig read_task(const TrainingArguments& arguments);
 
 // The model as its own module takes it, and its tensors. A resnet's classes are the data's.
 models::GptConfig gpt_config(const ModelConfig& model);
+models::CausalLmConfig causal_lm_config(const ModelConfig& model);
 models::MlpConfig mlp_config(const TaskConfig& task);
 models::ResNetConfig resnet_config(const TaskConfig& task);
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task);

@@ -24,6 +24,8 @@ constexpr TaskKey kKeys[] = {
      "a config.json: random weights in the shape that it describes"},
     {"model", "gpt, mlp, resnet", "weights", "folder", "",
      "begins with the weights in a folder's model.safetensors"},
+    {"model", "language models", "device_map", "auto, balanced or {name: device}", "one device",
+     "splits the model over devices, in a process of one rank (docs/models.md)"},
     {"model", "gpt", "n_layer", "integer, from 1", "4", "blocks"},
     {"model", "gpt", "n_head", "integer, from 1", "4", "attention heads of a block"},
     {"model", "gpt", "n_embd", "integer, a multiple of n_head", "128", "width"},

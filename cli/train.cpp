@@ -120,7 +120,7 @@ TrainerTask make_task_everywhere(World& world, const Prepared& read) {
   std::string said;
   try {
     train::check_precision(read.config.arguments, world.device().is_cpu());
-    task = make_task(read.task, read.config.arguments);
+    task = make_task(read.task, read.config.arguments, world);
   } catch (const std::exception& e) {
     mine = std::current_exception();
     said = fmt::format("on {} cannot begin: {}", host_name(), e.what());

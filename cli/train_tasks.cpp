@@ -19,6 +19,7 @@
 #include "lockstep/data/token_shards.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/mlp.h"
+#include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"
 #include "lockstep/optim/determinism.h"
@@ -244,13 +245,15 @@ void load_weights(const std::string& folder, torch::nn::Module& module) {
 // Loss and accuracy of a model that gives logits.
 template <typename Module>
 void set_loss(TrainerTask& task, std::shared_ptr<Module> net, double smoothing) {
+  // With a device map the logits are where the head is, and losses go back to the rank's device.
   task.loss = [net, smoothing](const Batch& batch) {
     const at::Tensor logits = net->forward(batch.data);
-    return LossOutput(cross_entropy(logits, batch.target, smoothing), logits);
+    const at::Tensor target = batch.target.to(logits.device());
+    return LossOutput(cross_entropy(logits, target, smoothing).to(batch.target.device()), logits);
   };
   task.totals = [](const Batch& batch, const at::Tensor& logits) {
-    const at::Tensor right = logits.argmax(-1) == batch.target;
-    return std::map<std::string, at::Tensor>{{"accuracy", right.sum()}};
+    const at::Tensor right = logits.argmax(-1) == batch.target.to(logits.device());
+    return std::map<std::string, at::Tensor>{{"accuracy", right.sum().to(batch.target.device())}};
   };
   task.module = net;
 }
@@ -262,7 +265,7 @@ void set_language_loss(TrainerTask& task, const models::CausalLmPtr& net, double
   if (smoothing != 0) return;
   task.loss = [net, with_logits = task.loss](const Batch& batch) {
     if (!torch::GradMode::is_enabled()) return with_logits(batch);
-    return LossOutput(net->loss(batch.data, batch.target));
+    return LossOutput(net->loss(batch.data, batch.target).to(batch.target.device()));
   };
 }
 
@@ -281,9 +284,41 @@ models::CausalLmPtr make_net(const ModelConfig& model, std::optional<std::int64_
   return net;
 }
 
+// What auto and balanced spread a model over.
+std::vector<std::string> devices_of(const World& world) {
+  if (world.device().is_cpu()) return {"cpu"};
+  std::vector<std::string> all;
+  const auto gpus = static_cast<int>(torch::cuda::device_count());
+  for (int i = 0; i < gpus; ++i) all.push_back(fmt::format("cuda:{}", i));
+  return all;
+}
+
+void place_parts(models::CausalLm& net, const ModelConfig& model, const World& world) {
+  if (!model.device_map) return;
+  const std::string own = world.device().str();
+  const auto map =
+      models::read_device_map(*model.device_map, net.config(),
+                              world.size() > 1 ? std::vector<std::string>{own} : devices_of(world));
+  for (const models::DeviceMap::Part& part : map.parts) {
+    const bool on_own =
+        world.device().is_cpu() ? part.device.starts_with("cpu") : part.device == own;
+    if (world.size() > 1 && !on_own)
+      throw UsageError("train",
+                       "model.device_map puts {} on {}, and each of the {} ranks has one device, "
+                       "{}. A device map is for one process that uses several devices. Start one "
+                       "rank, or delete device_map: if the model fits one GPU, ranks are faster.",
+                       part.name, part.device, world.size(), own);
+  }
+  models::place(net, map);
+  if (map.devices().size() > 1)
+    log::info("train", "the model is split over {}, which work one after the other",
+              fmt::join(map.devices(), ", "));
+}
+
 void make_language_model(TrainerTask& task, const ModelConfig& model, const TrainingArguments& a,
-                         std::optional<std::int64_t> end_of_text) {
+                         const World& world, std::optional<std::int64_t> end_of_text) {
   const models::CausalLmPtr net = make_net(model, end_of_text);
+  place_parts(*net, model, world);
   if (a.gradient_checkpointing)
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
       return lockstep::checkpoint(std::move(block), std::move(inputs));
@@ -321,7 +356,7 @@ void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const Train
 
 }  // namespace
 
-TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& a) {
+TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& a, const World& world) {
   const Data data = make_data(wanted, a);
   TrainerTask task;
   task.train_data = data.train;
@@ -330,7 +365,7 @@ TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& a) {
   const optim::WithSeed seeded(static_cast<std::uint64_t>(a.seed));  // the same on every rank
   const ModelConfig& model = wanted.model;
   if (model.name == "gpt" || model.hugging_face)
-    make_language_model(task, model, a, data.end_of_text);
+    make_language_model(task, model, a, world, data.end_of_text);
   else if (model.name == "mlp")
     make_classifier(task, models::Mlp(mlp_config(wanted)).ptr(), model.weights, a);
   else

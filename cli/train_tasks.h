@@ -1,7 +1,7 @@
 // The models and datasets that `lockstep train` brings along, as a training file asks for them
 // (task_config.h lists the keys).
 //
-//   TrainerTask task = make_task(read_task(arguments), arguments);
+//   TrainerTask task = make_task(read_task(arguments), arguments, world);
 //
 // UsageError for what only the files' contents show. Each rank calls it; the same on all.
 #pragma once
@@ -11,6 +11,7 @@
 
 namespace lockstep::cli {
 
-TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& arguments);
+TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& arguments,
+                      const World& world);
 
 }  // namespace lockstep::cli

@@ -52,10 +52,12 @@ at::Tensor CausalLm::hidden_states(const at::Tensor& ids, KvCache* cache) {
                      limited ? fmt::format(", with time at most n_positions = {}", most) : "");
   }
   if (cache == nullptr && fused_on(ids.device())) return run_fused(ids, runner_);
-  return run(ids, cache, cache != nullptr ? BlockRunner() : runner_);
+  return run(placement_ ? ids.to(placement_->input) : ids, cache,
+             cache != nullptr ? BlockRunner() : runner_);
 }
 
 bool CausalLm::fused_on(c10::Device device) const {
+  if (placement_) return false;  // activations move between its devices
   return fused_.value_or(device.is_cuda() && kernels::cuda::table() != nullptr);
 }
 
@@ -69,9 +71,24 @@ at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
 }
 
 at::Tensor CausalLm::logits(const at::Tensor& hidden_states) {
-  const at::Tensor all = head(hidden_states);
+  at::Tensor in = hidden_states;
+  if (placement_ && placement_->copy_to_head)
+    in = in.to(in.options().device(*placement_->copy_to_head), /*non_blocking=*/false,
+               /*copy=*/true);
+  const at::Tensor all = head(in);
   const std::int64_t size = config_.vocab_size();
   return all.size(-1) == size ? all : all.narrow(-1, 0, size);
+}
+
+void CausalLm::to(c10::Device device, c10::ScalarType dtype, bool non_blocking) {
+  if (placement_)
+    to(dtype, non_blocking);
+  else
+    Module::to(device, dtype, non_blocking);
+}
+
+void CausalLm::to(c10::Device device, bool non_blocking) {
+  if (!placement_) Module::to(device, non_blocking);
 }
 
 std::int64_t CausalLm::parameter_count() const {
@@ -81,7 +98,7 @@ std::int64_t CausalLm::parameter_count() const {
 }
 
 at::Tensor next_token_loss(const at::Tensor& logits, const at::Tensor& targets) {
-  return torch::cross_entropy_loss(logits.flatten(0, -2), targets.flatten());
+  return torch::cross_entropy_loss(logits.flatten(0, -2), targets.to(logits.device()).flatten());
 }
 
 }  // namespace lockstep::models

@@ -51,6 +51,10 @@ class KvCache {
   std::vector<Layer> layers_;
 };
 
+class CausalLm;
+struct DeviceMap;
+void place(CausalLm& model, const DeviceMap& map);
+
 class CausalLm : public torch::nn::Module {
  public:
   // ids: int64 [batch, time]. With a cache they continue what it holds, and are added to it.
@@ -74,6 +78,11 @@ class CausalLm : public torch::nn::Module {
   // a cache.
   void run_blocks_with(BlockRunner runner) { runner_ = std::move(runner); }
 
+  // A model that place() has split over devices stays where it is; its type is converted.
+  using torch::nn::Module::to;
+  void to(c10::Device device, c10::ScalarType dtype, bool non_blocking = false) override;
+  void to(c10::Device device, bool non_blocking = false) override;
+
   const CausalLmConfig& config() const { return config_; }
   std::int64_t parameter_count() const;
 
@@ -89,9 +98,16 @@ class CausalLm : public torch::nn::Module {
  private:
   bool fused_on(c10::Device device) const;
 
+  friend void place(CausalLm& model, const DeviceMap& map);
+  struct Placement {
+    c10::Device input;                          // of the embeddings
+    std::optional<c10::Device> copy_to_head{};  // where the head is on another device than the norm
+  };
+
   std::optional<bool> fused_;
   CausalLmConfig config_;
   BlockRunner runner_;
+  std::optional<Placement> placement_;
 };
 using CausalLmPtr = std::shared_ptr<CausalLm>;
 
@@ -112,7 +128,8 @@ struct ParameterOptions {
   }
 };
 
-// Mean cross entropy of logits [batch, time, vocab] against the ids that come next [batch, time].
+// Mean cross entropy of logits [batch, time, vocab] against the ids that come next [batch, time],
+// which may be on another device.
 at::Tensor next_token_loss(const at::Tensor& logits, const at::Tensor& targets);
 
 }  // namespace lockstep::models

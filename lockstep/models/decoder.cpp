@@ -9,6 +9,14 @@
 #include "lockstep/nn/functional.h"
 
 namespace lockstep::models::detail {
+namespace {
+
+// In memory of its own, also where two stages are on one device; gradients take the same way back.
+at::Tensor copied(const at::Tensor& x, c10::Device device) {
+  return x.to(x.options().device(device), /*non_blocking=*/false, /*copy=*/true);
+}
+
+}  // namespace
 
 Pass begin_pass(const at::Tensor& ids, KvCache* cache, std::int64_t window) {
   const std::int64_t past = cache != nullptr ? cache->length() : 0;
@@ -71,10 +79,15 @@ at::Tensor activate(Activation activation, const at::Tensor& x) {
   return torch::silu(x);
 }
 
-at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, const Pass& pass,
+at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, Pass pass,
                       const BlockRunner& runner) {
   for (const auto& module : blocks) {
     const auto block = std::dynamic_pointer_cast<DecoderBlock>(module);
+    if (block->copy_input_to) {
+      x = copied(x, *block->copy_input_to);
+      for (at::Tensor* shared : {&pass.mask, &pass.cos, &pass.sin})
+        if (shared->defined()) *shared = shared->to(*block->copy_input_to);
+    }
     if (runner) {
       x = runner([block, pass](
                      const std::vector<at::Tensor>& in) { return block->forward(in.at(0), pass); },
@@ -82,6 +95,7 @@ at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, con
     } else {
       x = block->forward(x, pass);
     }
+    if (block->copy_output_to) x = copied(x, *block->copy_output_to);
   }
   return x;
 }

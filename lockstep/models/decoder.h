@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "lockstep/models/causal_lm.h"
 #include "lockstep/models/linear.h"
@@ -55,9 +56,14 @@ class DecoderBlock : public torch::nn::Module {
  public:
   virtual at::Tensor forward(const at::Tensor& x, const Pass& pass) = 0;
   virtual void forward_fused(Residual& x, const Pass& pass) = 0;
+
+  // Set by place(), where another stage of a device map begins: what run_blocks copies the input
+  // to, and the output of the last block.
+  std::optional<c10::Device> copy_input_to;
+  std::optional<c10::Device> copy_output_to;
 };
 
-at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, const Pass& pass,
+at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, Pass pass,
                       const BlockRunner& runner);
 Residual run_blocks_fused(const torch::nn::ModuleListImpl& blocks, at::Tensor x, const Pass& pass,
                           const BlockRunner& runner);

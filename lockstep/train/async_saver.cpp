@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <exception>
 #include <future>
 #include <map>
@@ -34,11 +35,14 @@ bool is_full(const SystemError& error) {
   return error.error_number() == ENOSPC || error.error_number() == EDQUOT;
 }
 
-// The first device that is not the CPU; tensors of one model are on one.
-std::optional<c10::Device> device_of(const CheckpointContents& contents) {
+// Those that are not the CPU: one, or several with a device map. A parameter's state in the
+// optimizer is on the parameter's device.
+std::vector<c10::Device> devices_of(const CheckpointContents& contents) {
+  std::vector<c10::Device> devices;
   for (const auto& [name, tensor] : contents.model)
-    if (!tensor.device().is_cpu()) return tensor.device();
-  return std::nullopt;
+    if (!tensor.device().is_cpu() && std::ranges::find(devices, tensor.device()) == devices.end())
+      devices.push_back(tensor.device());
+  return devices;
 }
 
 std::vector<at::Tensor*> tensors_of(CheckpointContents& contents) {
@@ -48,45 +52,13 @@ std::vector<at::Tensor*> tensors_of(CheckpointContents& contents) {
   return all;
 }
 
-// Replaces the contents' tensors by copies in one piece of the device's memory, on the current
-// stream. False where that would need more than half of what is free.
-bool copy_on_device(CheckpointContents& contents, c10::Device device) {
-  constexpr std::size_t kAlignment = 256;
-  std::vector<at::Tensor*> there;
-  std::vector<std::size_t> begins;
-  std::size_t bytes = 0;
-  for (at::Tensor* tensor : tensors_of(contents)) {
-    if (tensor->device() != device || !tensor->is_contiguous()) continue;
-    there.push_back(tensor);
-    begins.push_back(bytes);
-    bytes += (tensor->nbytes() + kAlignment - 1) / kAlignment * kAlignment;
-  }
-  if (bytes > c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first / 2)
-    return false;
-  const at::NoGradGuard no_grad;
-  const at::Tensor memory =
-      at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(device).dtype(at::kByte));
-  std::map<at::ScalarType, std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>> copies;
-  for (std::size_t i = 0; i < there.size(); ++i) {
-    at::Tensor& tensor = *there[i];
-    const at::Tensor copy = memory
-                                .narrow(0, static_cast<std::int64_t>(begins[i]),
-                                        static_cast<std::int64_t>(tensor.nbytes()))
-                                .view(tensor.scalar_type())
-                                .view(tensor.sizes());
-    auto& [to, from] = copies[tensor.scalar_type()];
-    to.push_back(copy);
-    from.push_back(std::exchange(tensor, copy));
-  }
-  for (auto& [type, lists] : copies) at::_foreach_copy_(lists.first, lists.second);
-  return true;
-}
-
 }  // namespace
 
 struct AsyncSaver::Shared {
   SaverOptions options;
   TensorDict staging;
+  std::optional<std::size_t> room{};  // bytes of device memory that copies may take
+  at::Tensor bounce{};                // pinned
 };
 
 struct AsyncSaver::Job {
@@ -95,9 +67,9 @@ struct AsyncSaver::Job {
   std::vector<at::Tensor> sources;
   std::string keep;
   SaveOutcome outcome;
-  std::unique_ptr<c10::Event> boundary;  // the device had come this far when the save began
-  std::optional<c10::Device> device;
-  bool on_device = false;  // the contents are copies already
+  std::vector<c10::Device> devices;
+  std::vector<c10::Event> boundaries;  // each device had come this far when the save began
+  bool on_device = false;              // the contents are copies already
   std::promise<void> copied;
   std::future<void> copied_future = copied.get_future();
   std::promise<void> finished;
@@ -145,6 +117,61 @@ void AsyncSaver::check_progress() {
                   path, std::chrono::duration<double>(stalled).count()));
 }
 
+// Replaces the contents' tensors by copies in one piece of the device's memory, on the current
+// stream. False where that would have needed more than half of what was free at the first save:
+// asking waits for the device.
+bool AsyncSaver::copy_on_device(Shared& shared, CheckpointContents& contents, c10::Device device) {
+  constexpr std::size_t kAlignment = 256;
+  std::vector<at::Tensor*> there;
+  std::vector<std::size_t> begins;
+  std::size_t bytes = 0;
+  for (at::Tensor* tensor : tensors_of(contents)) {
+    if (tensor->device() != device) continue;
+    if (!tensor->is_contiguous()) return false;
+    there.push_back(tensor);
+    begins.push_back(bytes);
+    bytes += (tensor->nbytes() + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  if (!shared.room)
+    shared.room = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first / 2;
+  if (bytes > *shared.room) return false;
+  const at::NoGradGuard no_grad;
+  const at::Tensor memory =
+      at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(device).dtype(at::kByte));
+  std::map<at::ScalarType, std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>> copies;
+  for (std::size_t i = 0; i < there.size(); ++i) {
+    at::Tensor& tensor = *there[i];
+    const at::Tensor copy = memory
+                                .narrow(0, static_cast<std::int64_t>(begins[i]),
+                                        static_cast<std::int64_t>(tensor.nbytes()))
+                                .view(tensor.scalar_type())
+                                .view(tensor.sizes());
+    auto& [to, from] = copies[tensor.scalar_type()];
+    to.push_back(copy);
+    from.push_back(std::exchange(tensor, copy));
+  }
+  for (auto& [type, lists] : copies) at::_foreach_copy_(lists.first, lists.second);
+  return true;
+}
+
+// From the device to memory that is not pinned, in pieces: the driver would hold its lock while it
+// copies a whole tensor there, and training could launch nothing.
+void AsyncSaver::bring(Shared& shared, const at::Tensor& from, const at::Tensor& to) {
+  constexpr std::int64_t kPiece = 4 << 20;
+  if (!shared.bounce.defined())
+    shared.bounce = at::empty({kPiece}, at::TensorOptions(at::kByte).pinned_memory(true));
+  const at::Tensor bytes = from.reshape({-1}).view(at::kByte);
+  const c10::Stream side =
+      c10::impl::VirtualGuardImpl(from.device().type()).getStream(from.device());
+  auto* const target = static_cast<char*>(to.mutable_data_ptr());
+  for (std::int64_t begin = 0; begin < bytes.numel(); begin += kPiece) {
+    const std::int64_t count = std::min(kPiece, bytes.numel() - begin);
+    shared.bounce.narrow(0, 0, count).copy_(bytes.narrow(0, begin, count), /*non_blocking=*/true);
+    side.synchronize();
+    std::memcpy(target + begin, shared.bounce.const_data_ptr(), static_cast<std::size_t>(count));
+  }
+}
+
 // Into memory that is reused from save to save: fresh memory costs more than copying into it.
 void AsyncSaver::copy(Shared& shared, Job& job) {
   const auto place = [&](const std::string& name, at::Tensor& tensor) {
@@ -154,11 +181,15 @@ void AsyncSaver::copy(Shared& shared, Job& job) {
     if (!fits) {
       // Pinning takes a second per gigabyte, in which nothing can be launched: only where a step
       // waits for the copy.
-      const bool pinned = job.device.has_value() && !job.on_device;
+      const bool pinned = !job.devices.empty() && !job.on_device;
       stage = at::empty(tensor.sizes(),
                         at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(pinned));
     }
-    stage.copy_(tensor, /*non_blocking=*/true);
+    if (job.on_device && !tensor.is_cpu()) {
+      bring(shared, tensor, stage);
+    } else {
+      stage.copy_(tensor, /*non_blocking=*/true);
+    }
     job.sources.push_back(std::exchange(tensor, stage));
     ++job.progress;
   };
@@ -166,27 +197,29 @@ void AsyncSaver::copy(Shared& shared, Job& job) {
   for (auto& [name, tensor] : job.contents.optimizer) place("optimizer." + name, tensor);
 }
 
-// On a stream of its own, so that the device computes meanwhile. Also after an error nothing is
+// On streams of its own, so that the devices compute meanwhile. Also after an error nothing is
 // left queued: its memory is used again by the next save, and its sources are given back.
 void AsyncSaver::copy_beside(Shared& shared, Job& job) {
-  const c10::impl::VirtualGuardImpl device(job.device->type());
-  const c10::StreamGuard guard(device.getStreamFromGlobalPool(*job.device));
-  const c10::Stream side = guard.current_stream();
-  job.boundary->block(side);
+  std::vector<c10::Stream> sides;
+  for (const c10::Device device : job.devices)
+    sides.push_back(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+  const c10::StreamGuard guard(sides.front());  // also makes its device the thread's own
+  const c10::MultiStreamGuard all(sides);
+  for (std::size_t i = 0; i < sides.size(); ++i) job.boundaries[i].block(sides[i]);
   std::exception_ptr trouble;
   try {
     copy(shared, job);
   } catch (...) {
     trouble = std::current_exception();
   }
-  side.synchronize();
+  for (const c10::Stream& side : sides) side.synchronize();
   if (trouble) std::rethrow_exception(trouble);
 }
 
 void AsyncSaver::copy_everything(Shared& shared, Job& job) {
   const auto start = Clock::now();
   try {
-    if (job.device) {
+    if (!job.devices.empty()) {
       copy_beside(shared, job);
     } else {
       copy(shared, job);
@@ -205,8 +238,8 @@ void AsyncSaver::run(Shared& shared, Job& job) {
   const SaverOptions& options = shared.options;
   if (options.copy) {
     copy_everything(shared, job);
-  } else if (job.boundary) {
-    job.boundary->synchronize();
+  } else {
+    for (const c10::Event& boundary : job.boundaries) boundary.synchronize();
   }
   const auto writing = Clock::now();
   WriteOptions write = options.write;
@@ -237,14 +270,13 @@ void AsyncSaver::begin(CheckpointContents contents, std::string keep) {
   job->keep = std::move(keep);
   job->outcome.step = job->contents.state.global_step;
   job->outcome.path = checkpoint_path(shared_->options.output_dir, job->outcome.step);
-  job->device = device_of(job->contents);
-  if (job->device && shared_->options.copy)
-    job->on_device = copy_on_device(job->contents, *job->device);
+  job->devices = devices_of(job->contents);
+  if (job->devices.size() == 1 && shared_->options.copy)
+    job->on_device = copy_on_device(*shared_, job->contents, job->devices.front());
   if (job->on_device) job->copied.set_value();
-  if (job->device) {
-    const c10::impl::VirtualGuardImpl guard(job->device->type());
-    job->boundary = std::make_unique<c10::Event>(job->device->type());
-    job->boundary->record(guard.getStream(*job->device));
+  for (const c10::Device device : job->devices) {
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    job->boundaries.emplace_back(device.type()).record(guard.getStream(device));
   }
   job->thread = std::thread([shared = shared_, job] {
     try {

@@ -75,6 +75,8 @@ class AsyncSaver {
   struct Job;
   struct Shared;  // used by the thread, also by one that is stuck and outlives the saver
   static void run(Shared& shared, Job& job);
+  static bool copy_on_device(Shared& shared, CheckpointContents& contents, c10::Device device);
+  static void bring(Shared& shared, const at::Tensor& from, const at::Tensor& to);
   static void copy(Shared& shared, Job& job);
   static void copy_beside(Shared& shared, Job& job);
   static void copy_everything(Shared& shared, Job& job);

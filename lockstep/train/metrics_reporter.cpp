@@ -41,11 +41,12 @@ void MetricsReporter::start() {
   last_log_step_ = run_.state.global_step;
 }
 
-// Everything stays on the device.
+// Everything stays on the device. The first parameters, and with them the window's sums, may be on
+// another one of a device map.
 void MetricsReporter::count(const Window& window, const optim::StepResult& result) {
   const torch::NoGradGuard no_grad;
-  at::Tensor loss = window.loss.to(at::kDouble);
-  const at::Tensor tokens = window.count.to(at::kDouble);
+  at::Tensor loss = window.loss.to(since_log_.device(), at::kDouble);
+  const at::Tensor tokens = window.count.to(since_log_.device(), at::kDouble);
   if (run_.arguments.logging_nan_inf_filter) {
     // A loss that is not a number is counted as the mean so far, so that the log stays readable.
     const at::Tensor mean = since_log_[0] / since_log_[1].clamp_min(1);
@@ -54,7 +55,8 @@ void MetricsReporter::count(const Window& window, const optim::StepResult& resul
   const at::Tensor sums = at::stack({(loss * tokens).reshape({}), tokens.reshape({})});
   since_log_ += sums;
   since_start_ += sums;
-  if (result.skipped.defined()) skipped_ += result.skipped.reshape({}).to(at::kDouble);
+  if (result.skipped.defined())
+    skipped_ += result.skipped.reshape({}).to(skipped_.device(), at::kDouble);
   if (result.grad_norm.defined()) grad_norm_ = result.grad_norm;
 }
 

@@ -233,6 +233,21 @@ def fp16(place):
     return f"{learned}, {scale}, stopped and resumed: the same bits"
 
 
+def split(place):
+    """A block on the CPU, the rest on the GPU."""
+    device_map = "device_map: {'': 0, transformer.h.1: cpu}"
+    model = f"{{name: gpt, n_layer: 2, n_head: 4, n_embd: 64, {device_map}}}"
+    flags = GPT_FLAGS + ["--bf16", "true", "--model", model]
+    whole = Run(place / "whole", GPT, flags).train()
+    learned = expect_learned(whole, LEAST)
+    expect("the model is split over cuda:0, cpu" in whole.log(), "it is not split")
+    again = Run(place / "again", GPT, flags)
+    copy_until(whole.output, again.output, STEPS // 2)
+    again.train("--resume", "auto")
+    expect_same(whole, again)
+    return learned + ", resumed: the same bits"
+
+
 def dropout(place):
     flags = ["--num_train_epochs", str(MLP_STEPS // 13), "--save_steps", "20",
              "--save_total_limit", "3"]
@@ -311,6 +326,8 @@ def main():
     if ON_GPU or "--all" in sys.argv:  # tests/train has these on the CPU
         checks += [("tiny GPT in fp32", fp32), ("MLP with dropout", dropout),
                    ("two ranks of lockstep train", two_ranks)]
+    if ON_GPU:
+        checks += [("tiny GPT on a GPU and the CPU", split)]
     checks += [("Trainer's parts, two ranks", program(2))]
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
         results = [attempt(label, check, pathlib.Path(folder) / str(i))

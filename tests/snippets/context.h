@@ -15,6 +15,7 @@
 #include "lockstep/lockstep.h"
 #include "lockstep/models/generate.h"
 #include "lockstep/models/lora.h"
+#include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/config.h"
