@@ -54,6 +54,7 @@ def main():
     results = [
         run("kernels beside double precision", 1, [f"{BIN}/tests/nn_test"], ["PASSED"],
             timeout=600),
+        run("models on a GPU and the CPU", 1, [f"{BIN}/tests/device_map_test"], ["PASSED"]),
         run("AdamW in one pass", 1, [f"{BIN}/tests/adamw_pass_test"], ["PASSED"]),
         run("fused models beside plain ones", 1, [f"{BIN}/tests/fused_test"], ["PASSED"]),
         run("captured steps", 1, [f"{BIN}/tests/captured_step_test"], ["PASSED"]),
