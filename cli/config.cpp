@@ -32,7 +32,7 @@ constexpr const char* kHelp =
     "show    the values a run would use and where each comes from; without --all, those that are\n"
     "        not defaults\n"
     "check   0 when `lockstep train` can use the file, 2 with every mistake otherwise, also in\n"
-    "        model: and data:, the files they name and what stands in them; --own-program: those\n"
+    "        model: and data:, the files they name and their contents; --own-program: those\n"
     "        are another program's, and not looked at; --launcher: Accelerate's file, and the "
     "flags\n"
     "        it stands for\n"

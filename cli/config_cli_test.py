@@ -70,14 +70,14 @@ class Config(unittest.TestCase):
             self.write(name, text)
             done = self.run_config("check", name)
             self.assertEqual(done.returncode, 2)
-            for part in ("4 mistakes", f"{name}:2:1: the key 'seed' is here twice (first at line 1",
-                         f"{name}:4:1: the key 'bf16' is here twice", "bf16 must be",
+            for part in ("4 mistakes", f"{name}:2:1: the key 'seed' appears twice (first at line 1",
+                         f"{name}:4:1: the key 'bf16' appears twice", "bf16 must be",
                          f"{name}:5:1: there is no key 'sed'. Did you mean seed?"):
                 self.assertIn(part, done.stderr)
         self.write("acc.yaml", "num_processes: 2\nnum_processes: 3\nnum_machine: 1\n")
         done = self.run_config("check", "--launcher", "acc.yaml")
         self.assertEqual(done.returncode, 2)
-        for part in ("2 mistakes", "acc.yaml:2:1: the key 'num_processes' is here twice",
+        for part in ("2 mistakes", "acc.yaml:2:1: the key 'num_processes' appears twice",
                      "acc.yaml:3:1: there is no key 'num_machine'"):
             self.assertIn(part, done.stderr)
 

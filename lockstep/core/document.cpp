@@ -13,6 +13,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/json.h"
 #include "lockstep/core/problems.h"
+#include "lockstep/core/utf8.h"
 
 namespace lockstep {
 namespace {
@@ -158,9 +159,7 @@ void append_json(std::string& out, const Node& node) {
 std::string shortened(const std::string& text) {
   constexpr std::size_t kLongest = 60;
   if (text.size() <= kLongest) return text;
-  std::size_t end = kLongest;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
-  return text.substr(0, end) + "...";
+  return std::string(utf8_prefix(text, kLongest)) + "...";
 }
 
 bool is_number(const Node& node) {
@@ -289,6 +288,10 @@ std::string to_json(const Node& node) {
   return out;
 }
 
+std::string plain_text(const Node& node) {
+  return node.is(NodeKind::kString) ? node.text : to_json(node);
+}
+
 bool same_value(const Node& a, const Node& b) {
   if (a.kind != b.kind) return false;
   switch (a.kind) {
@@ -322,13 +325,13 @@ void refuse_value(const Node& node, std::string_view key, std::string_view wante
   std::string there;
   switch (node.kind) {
     case NodeKind::kNull:
-      there = "but nothing stands here";
+      there = "but there is nothing here";
       break;
     case NodeKind::kList:
-      there = "but a list stands here";
+      there = "but this is a list";
       break;
     case NodeKind::kMap:
-      there = "but a map stands here";
+      there = "but this is a map";
       break;
     case NodeKind::kBool:
       there = fmt::format("and {} is a boolean", text);

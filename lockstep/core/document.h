@@ -84,6 +84,8 @@ Node map_node(NodeMembers members);
 // One line of JSON. Numbers that JSON cannot write (.inf, .nan) become strings, bytes that are not
 // UTF-8 become U+FFFD.
 std::string to_json(const Node& node);
+// A string as it is, every other value as JSON.
+std::string plain_text(const Node& node);
 // The shortest text that reads back as the same number, and as a real: "3.0", "5e-05".
 std::string real_text(double value);
 // Equal in kind and value, whatever the places, the quotes and the order of keys.

@@ -242,10 +242,10 @@ std::string doubling_aliases() {
 
 const Mistake kYamlMistakes[] = {
     {"DuplicateKey", "seed: 1\nbf16: true\nseed: 2\n", "3:1",
-     "the key 'seed' is here twice (first at line 1, column 1). Delete one of them."},
-    {"DuplicateInFlow", "m: {a: 1, a: 2}\n", "1:11", "the key 'a' is here twice"},
-    {"Tab", "model:\n\tname: gpt\n", "2:1", "a tab stands in the indentation. Use spaces."},
-    {"TabAfterSpaces", "model:\n  \tname: gpt\n", "2:3", "a tab stands in the indentation."},
+     "the key 'seed' appears twice (first at line 1, column 1). Delete one of them."},
+    {"DuplicateInFlow", "m: {a: 1, a: 2}\n", "1:11", "the key 'a' appears twice"},
+    {"Tab", "model:\n\tname: gpt\n", "2:1", "there is a tab in the indentation. Use spaces."},
+    {"TabAfterSpaces", "model:\n  \tname: gpt\n", "2:3", "there is a tab in the indentation."},
     {"SecondDocument", "a: 1\n---\nb: 2\n", "2:1",
      "a second document begins. One file holds one: delete the '---' or split the file."},
     {"NumberAsKey", "a: 1\n3: x\n", "2:1", "the key 3 is a number. Keys are strings: quote it"},
@@ -260,7 +260,7 @@ const Mistake kYamlMistakes[] = {
     {"MapTag", "a: !!set {x}\n", "1:4", "tags ('!') are not read."},
     {"AliasBomb", doubling_aliases(), "5:45",
      "more than 100000 values, counting what aliases repeat."},
-    {"SelfAlias", "a: &x [1, *x]\n", "1:11", "an alias stands inside the value that it names"},
+    {"SelfAlias", "a: &x [1, *x]\n", "1:11", "an alias is inside the value that it names"},
     {"UnknownAlias", "a: *nowhere\n", "1:4", "the referenced anchor is not defined"},
     {"Depth", std::string("a: ") + std::string(40, '[') + std::string(40, ']') + "\n", "1:35",
      "nested deeper than 32. Is it the right file?"},
@@ -272,7 +272,7 @@ const Mistake kYamlMistakes[] = {
     {"Control", std::string("a: x\0y\n", 7), "1:5", "the control character 0x00 is not allowed"},
     {"CarriageReturn", "a: 1\rb: 2\n", "1:5", "the control character 0x0d is not allowed"},
     {"OpenBracket", "a: [1, 2\nb: 3\n", "2:2", "A bracket that was opened is not closed"},
-    {"MapAfterList", "- a\nb: 1\n", "2:1", "does not continue what stands above."},
+    {"MapAfterList", "- a\nb: 1\n", "2:1", "does not continue the lines above."},
     {"OpenSingleQuote", "a: &n 'it''s\nb: 3\n", "1:7", "A quote that was opened is not closed"},
     {"OpenQuote", "a: \"x\nb: 3\n", "1:4", "A quote that was opened is not closed"},
     {"Indentation", "a: 1\n  b: 2\n", "2:4", "Check the indentation"},
@@ -292,7 +292,7 @@ TEST_P(JsonMistake, IsNamedWithPlaceAndRemedy) {
 }
 
 const Mistake kJsonMistakes[] = {
-    {"DuplicateKey", "{\"a\": 1,\n \"a\": 2}", "2:2", "the key 'a' is here twice (first at line 1"},
+    {"DuplicateKey", "{\"a\": 1,\n \"a\": 2}", "2:2", "the key 'a' appears twice (first at line 1"},
     {"TrailingComma", "{\"a\": 1,\n}", "2:1", "JSON has no comma before a closing bracket"},
     {"TrailingCommaInList", "[1, 2,]", "1:7", "JSON has no comma before a closing bracket"},
     {"Comment", "{ // x\n}", "1:3", "JSON has no comments. Delete it, or write YAML."},
@@ -304,7 +304,7 @@ const Mistake kJsonMistakes[] = {
     {"MissingCommaInList", "[1 2]", "1:4", "a ',' or ']' was expected"},
     {"End", "{\"a\": [1, 2", "1:12", "the text ends inside a list or map that line 1 opened"},
     {"OpenQuote", "{\"a", "1:2", "A quote that was opened is not closed"},
-    {"LineInString", "{\"a\": \"x\ny\"}", "1:9", "a line end stands inside a string. Write \\n."},
+    {"LineInString", "{\"a\": \"x\ny\"}", "1:9", "a string contains a line break. Write \\n."},
     {"Escape", "[\"\\q\"]", "1:3", "\\q is not an escape"},
     {"LoneSurrogate", "[\"\\ud83d\"]", "1:3", "half of a surrogate pair"},
     {"BadHex", "[\"\\u12g4\"]", "1:3", "\\u takes four hexadecimal digits"},
@@ -317,7 +317,7 @@ const Mistake kJsonMistakes[] = {
     {"Depth", std::string(40, '['), "1:33", "nested deeper than 32"},
     {"Utf8", "[\"\x80\"]", "1:3", "is not valid UTF-8"},
     {"Big", "[1, 1e999]", "1:5", "'1e999' is too large"},
-    {"Control", "[\"\x01\"]", "1:3", "the control character 0x01 stands inside a string"},
+    {"Control", "[\"\x01\"]", "1:3", "a string contains the control character 0x01"},
 };
 INSTANTIATE_TEST_SUITE_P(Document, JsonMistake, ::testing::ValuesIn(kJsonMistakes),
                          [](const auto& one) { return one.param.name; });
@@ -406,8 +406,8 @@ TEST(JsonReader, RefusesWhatIsNotJson) {
       {"1.", "'1.' is not a JSON number"},
       {"1e", "'1e' is not a JSON number"},
       {"\"a", "is not closed"},
-      {"\"\n\"", "a line end stands inside a string"},
-      {"\"\x01\"", "the control character 0x01 stands inside a string. Write \\u0001"},
+      {"\"\n\"", "a string contains a line break"},
+      {"\"\x01\"", "a string contains the control character 0x01. Write \\u0001"},
       {"\"\\x\"", "\\x is not an escape"},
       {"\"\\", "is not an escape"},
       {"\"\\u12\"", "four hexadecimal digits"},
@@ -490,12 +490,12 @@ TEST(Document, TypesAreDistinguished) {
   EXPECT_THAT(refused(as_integer, "big"), HasSubstr("must be a whole number"));
   EXPECT_THAT(refused(as_real, "word"), HasSubstr("must be a number, and 'abc' is a string"));
   EXPECT_THAT(refused(as_real, "comma"), HasSubstr("Write 1.5."));
-  EXPECT_THAT(refused(as_real, "list"), HasSubstr("must be a number, but a list stands here"));
+  EXPECT_THAT(refused(as_real, "list"), HasSubstr("must be a number, but this is a list"));
   EXPECT_THAT(refused(as_real, "bool"), HasSubstr("and true is a boolean"));
   EXPECT_THAT(refused(as_string, "bool"), HasSubstr("Quote it: \"true\"."));
-  EXPECT_THAT(refused(as_string, "list"), HasSubstr("must be a string, but a list stands here"));
+  EXPECT_THAT(refused(as_string, "list"), HasSubstr("must be a string, but this is a list"));
   EXPECT_THAT(refused(as_map, "one"), HasSubstr("must be a map, and 1 is a number"));
-  EXPECT_THAT(refused(as_real, "empty"), HasSubstr("must be a number, but nothing stands here"));
+  EXPECT_THAT(refused(as_real, "empty"), HasSubstr("must be a number, but there is nothing here"));
   EXPECT_EQ(as_integer(at("whole"), "k"), 10000);
   EXPECT_EQ(as_string(at("under"), "k"), "1_000");
   EXPECT_EQ(as_string(at("one"), "k"), "1");

@@ -2,16 +2,9 @@
 
 #include <algorithm>
 
-#include "lockstep/core/json.h"
+#include "lockstep/core/utf8.h"
 
 namespace lockstep {
-namespace {
-
-bool is_continuation(char c) {
-  return (static_cast<unsigned char>(c) & 0xC0) == 0x80;
-}
-
-}  // namespace
 
 DocumentText::DocumentText(std::string_view bytes, const std::string& name,
                            const DocumentLimits& limits)
@@ -53,9 +46,7 @@ SourceLocation DocumentText::at(std::size_t offset) const {
   // square of its length.
   if (line != last_.line || offset < last_.offset) last_ = {line, starts_[line - 1], 0};
   const std::string_view more = text_.substr(last_.offset, offset - last_.offset);
-  const auto characters =
-      std::count_if(more.begin(), more.end(), [](char c) { return !is_continuation(c); });
-  last_ = {line, offset, last_.characters + static_cast<std::size_t>(characters)};
+  last_ = {line, offset, last_.characters + character_count(more)};
   return {name_, static_cast<int>(line), static_cast<int>(last_.characters) + 1};
 }
 
@@ -87,7 +78,7 @@ void refuse_duplicate(const Entry& first, const std::string& key, const SourceLo
                       Problems* problems) {
   const auto refuse = [&] {
     refuse_at(location,
-              "the key '{}' is here twice (first at line {}, column {}). Delete one of them.", key,
+              "the key '{}' appears twice (first at line {}, column {}). Delete one of them.", key,
               first.location.line, first.location.column);
   };
   if (problems == nullptr) refuse();

@@ -2,7 +2,7 @@
 // Private to this layer; the two readers (document_yaml.cpp, document_json.cpp) share it.
 //
 //   DocumentText text(bytes, "train.yaml", limits);   // UsageError: too large
-//   text.refuse(text.at(offset), "the key '{}' is here twice.", key);
+//   text.refuse(text.at(offset), "the key '{}' appears twice.", key);
 #pragma once
 
 #include <cstddef>

@@ -59,7 +59,7 @@ class TreeBuilder : public YAML::EventHandler {
       refuse_at(at(mark), "{}",
                 marked ? "a second document begins. One file holds one: delete the '---' or split "
                          "the file."
-                       : "this does not continue what stands above. Check the indentation.");
+                       : "this does not continue the lines above. Check the indentation.");
     }
     root_.location = text_.at(std::size_t{0});
   }
@@ -79,7 +79,7 @@ class TreeBuilder : public YAML::EventHandler {
     if (wants_key()) refuse_at(location, "an alias cannot be a key. Write the key itself.");
     const auto found = anchored_.find(anchor);
     if (found == anchored_.end())
-      refuse_at(location, "an alias stands inside the value that it names. Write the value out.");
+      refuse_at(location, "an alias is inside the value that it names. Write the value out.");
     text_.count(found->second.nodes, location);
     text_.check_depth(stack_.size() + found->second.depth, location);
     add(found->second.node, 0);
@@ -264,7 +264,7 @@ void check_lines(const DocumentText& document) {
     if (text[content] == '\t') {
       const std::size_t after = text.find_first_not_of(" \t\r", content);
       if (after != text.npos && text[after] != '\n')
-        refuse_at(document.at(content), "a tab stands in the indentation. Use spaces.");
+        refuse_at(document.at(content), "there is a tab in the indentation. Use spaces.");
     }
     const std::size_t end = text.find('\n', content);
     if (end == text.npos) return;

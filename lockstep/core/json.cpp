@@ -8,6 +8,8 @@
 #include <charconv>
 #include <utility>
 
+#include "lockstep/core/utf8.h"
+
 namespace lockstep {
 namespace {
 
@@ -50,60 +52,10 @@ bool is_number(std::string_view text) {
   return text.empty();
 }
 
-void append_utf8(std::string& out, unsigned code) {
-  const auto put = [&](unsigned byte) { out += static_cast<char>(byte); };
-  if (code < 0x80) {
-    put(code);
-  } else if (code < 0x800) {
-    put(0xC0 | code >> 6), put(0x80 | (code & 0x3F));
-  } else if (code < 0x10000) {
-    put(0xE0 | code >> 12), put(0x80 | (code >> 6 & 0x3F)), put(0x80 | (code & 0x3F));
-  } else {
-    put(0xF0 | code >> 18), put(0x80 | (code >> 12 & 0x3F));
-    put(0x80 | (code >> 6 & 0x3F)), put(0x80 | (code & 0x3F));
-  }
-}
-
 constexpr std::string_view kEscapeLetters = "\"\\/bfnrt";
 constexpr std::string_view kEscapeMeanings = "\"\\/\b\f\n\r\t";
 
 }  // namespace
-
-// Unicode's table 3-7.
-std::size_t utf8_size(std::string_view text) {
-  const auto byte = [&](std::size_t i) {
-    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u;
-  };
-  const unsigned first = byte(0);
-  if (first < 0x80) return text.empty() ? 0 : 1;
-  const auto rest = [&](std::size_t count, unsigned low, unsigned high) -> std::size_t {
-    if (byte(1) < low || byte(1) > high) return 0;
-    for (std::size_t i = 2; i < count; ++i)
-      if (byte(i) < 0x80 || byte(i) > 0xBF) return 0;
-    return count;
-  };
-  if (first >= 0xC2 && first <= 0xDF) return rest(2, 0x80, 0xBF);
-  if (first == 0xE0) return rest(3, 0xA0, 0xBF);
-  if (first == 0xED) return rest(3, 0x80, 0x9F);
-  if (first >= 0xE1 && first <= 0xEF) return rest(3, 0x80, 0xBF);
-  if (first == 0xF0) return rest(4, 0x90, 0xBF);
-  if (first >= 0xF1 && first <= 0xF3) return rest(4, 0x80, 0xBF);
-  if (first == 0xF4) return rest(4, 0x80, 0x8F);
-  return 0;
-}
-
-std::optional<std::size_t> invalid_utf8(std::string_view text) {
-  for (std::size_t at = 0; at < text.size();) {
-    if (static_cast<unsigned char>(text[at]) < 0x80) {  // nearly all of it
-      ++at;
-      continue;
-    }
-    const std::size_t size = utf8_size(text.substr(at));
-    if (size == 0) return at;
-    at += size;
-  }
-  return std::nullopt;
-}
 
 std::string json_quote(std::string_view text) {
   std::string out = "\"";
@@ -230,9 +182,9 @@ std::string JsonReader::string() {
 void JsonReader::refuse_string_byte(std::size_t opened) const {
   if (at_ >= text_.size()) throw JsonError(opened, "A quote that was opened is not closed");
   const char c = text_[at_];
-  if (c == '\n' || c == '\r') fail("a line end stands inside a string. Write \\n");
-  if (c == '\t') fail("a tab stands inside a string. Write \\t");
-  fail(fmt::format("the control character 0x{:02x} stands inside a string. Write \\u{:04x}",
+  if (c == '\n' || c == '\r') fail("a string contains a line break. Write \\n");
+  if (c == '\t') fail("a string contains a tab. Write \\t");
+  fail(fmt::format("a string contains the control character 0x{:02x}. Write \\u{:04x}",
                    static_cast<unsigned>(c), static_cast<unsigned>(c)));
 }
 
@@ -279,10 +231,7 @@ std::string_view JsonReader::scalar() {
   while (end < text_.size() && !ends_scalar(text_[end])) ++end;
   const std::string_view text = text_.substr(at_, end - at_);
   const auto refuse = [&](std::string_view why) {
-    // Not a part of a character, which would not be UTF-8.
-    std::size_t size = std::min<std::size_t>(text.size(), 40);
-    while (size < text.size() && (static_cast<unsigned char>(text[size]) & 0xC0) == 0x80) --size;
-    fail(fmt::format("'{}' is not a JSON {}", text.substr(0, size), why));
+    fail(fmt::format("'{}' is not a JSON {}", utf8_prefix(text, 40), why));
   };
   if (text.empty()) fail("a value is missing");
   if (is_digit(first) || first == '-') {

@@ -13,7 +13,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -31,11 +30,6 @@ class JsonError : public std::runtime_error {
  private:
   std::size_t offset_;
 };
-
-// How many bytes the character at the front has; 0 when they are not well-formed UTF-8.
-std::size_t utf8_size(std::string_view text);
-// The offset of the first byte that is not well-formed UTF-8.
-std::optional<std::size_t> invalid_utf8(std::string_view text);
 
 // The text as a JSON string, quotes included: the shortest escapes, other characters as they are,
 // and U+FFFD for each byte that is not UTF-8.

@@ -4,7 +4,7 @@
 #include <array>
 
 #include "lockstep/core/error.h"
-#include "lockstep/data/utf8.h"
+#include "lockstep/core/utf8.h"
 
 namespace lockstep::data {
 namespace {

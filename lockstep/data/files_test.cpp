@@ -331,7 +331,7 @@ TEST(Instructions, MistakesHaveAPlace) {
   EXPECT_THAT(refusal(good + "\n\n" + R"({"instruction": "ä", oops})"),
               HasSubstr("f.json:3:22: JSON takes double quotes around keys"));
   EXPECT_THAT(refusal(R"([{"output": "a", "output": "b"}])"),
-              HasSubstr("f.json:1:27: the key 'output' comes twice"));
+              HasSubstr("f.json:1:27: the key 'output' appears twice"));
   EXPECT_THAT(refusal(R"([{"instruction": ["q"], "output": "b"}])"),
               HasSubstr("expected a text, not a list or an object"));
   EXPECT_THAT(refusal("[" + good),

@@ -7,6 +7,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/json.h"
+#include "lockstep/core/utf8.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::data {
@@ -29,11 +30,7 @@ std::string place(std::string_view text, const std::string& name, std::size_t of
   const std::string_view before = text.substr(0, offset);
   const auto line = std::count(before.begin(), before.end(), '\n') + 1;
   const std::size_t start = before.rfind('\n') + 1;  // npos + 1 is 0
-  const auto column =
-      std::count_if(before.begin() + static_cast<std::ptrdiff_t>(start), before.end(),
-                    [](char c) { return (static_cast<unsigned char>(c) & 0xc0u) != 0x80u; }) +
-      1;
-  return fmt::format("{}:{}:{}", name, line, column);
+  return fmt::format("{}:{}:{}", name, line, character_count(before.substr(start)) + 1);
 }
 
 // A string; a number or a truth value as it is written; nothing for null.
@@ -58,7 +55,7 @@ Instruction read_object(JsonReader& json) {
       continue;
     }
     bool& again = seen[static_cast<std::size_t>(field - kFields.begin())];
-    if (std::exchange(again, true)) json.fail(fmt::format("the key '{}' comes twice", key));
+    if (std::exchange(again, true)) json.fail(fmt::format("the key '{}' appears twice", key));
     item.*(field->member) = value_text(json);
   }
   for (std::size_t i = 0; i < kFields.size(); ++i)

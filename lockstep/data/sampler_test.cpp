@@ -156,7 +156,7 @@ TEST(Samplers, AnEpochSplitOverOtherWorldSizesHasEachSampleOnce) {
     int repeats = 0;
     for (const auto& [index, times] : padded) repeats += times - 1;
     EXPECT_LE(repeats, 2);
-    // Dropped: none comes twice, and at most the largest world's size - 1 are missing.
+    // Dropped: none appears twice, and at most the largest world's size - 1 are missing.
     const auto dropped = epoch_over(n, worlds, true, random);
     for (const auto& [index, times] : dropped) EXPECT_EQ(times, 1) << index;
     EXPECT_GE(static_cast<std::int64_t>(dropped.size()), n - 3);

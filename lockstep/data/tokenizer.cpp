@@ -8,9 +8,9 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/utf8.h"
 #include "lockstep/data/chat_template.h"
 #include "lockstep/data/tokenizer_parts.h"
-#include "lockstep/data/utf8.h"
 
 namespace lockstep::data {
 namespace {

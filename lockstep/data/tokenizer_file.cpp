@@ -6,8 +6,8 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/utf8.h"
 #include "lockstep/data/tokenizer_parts.h"
-#include "lockstep/data/utf8.h"
 
 namespace lockstep::data {
 namespace {
@@ -310,7 +310,7 @@ void read_added_tokens(const Field& field, TokenizerParts& parts) {
     if (token.id != expected)
       item.refuse(fmt::format("its id would be {} to the tokenizers package", expected));
     if (!added.by_content.emplace(token.content, added.tokens.size()).second)
-      item.refuse("it is there twice");
+      item.refuse("it appears twice");
     next = std::max(next, token.id + 1);
     added.by_id[token.id] = added.tokens.size();
     token.text = token.normalized ? parts.normalize(token.content) : token.content;

@@ -12,8 +12,8 @@
 #include <thread>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/utf8.h"
 #include "lockstep/data/bpe.h"
-#include "lockstep/data/utf8.h"
 
 namespace lockstep::data {
 namespace {

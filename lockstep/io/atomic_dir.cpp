@@ -12,8 +12,8 @@
 #include <optional>
 #include <random>
 
-#include "lockstep/core/json.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/utf8.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::io {

@@ -9,7 +9,7 @@
 #include <chrono>
 #include <climits>
 
-#include "lockstep/core/json.h"
+#include "lockstep/core/utf8.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::io {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/core/json.h"
+#include "lockstep/core/utf8.h"
 
 namespace lockstep::io {
 namespace {
@@ -58,7 +59,7 @@ class HeaderParser {
     std::unordered_set<std::string> seen;
     std::string key;
     while (json_.next_key(key)) {
-      if (!seen.insert(key).second) damaged(file_, fmt::format("{} stands twice", shown(key)));
+      if (!seen.insert(key).second) damaged(file_, fmt::format("{} appears twice", shown(key)));
       if (key == kMetadataKey)
         metadata(header.metadata);
       else
@@ -73,7 +74,7 @@ class HeaderParser {
     std::string key;
     while (json_.next_key(key))
       if (!values.emplace(key, json_.string()).second)
-        damaged(file_, fmt::format("{} stands twice in {}", shown(key), kMetadataKey));
+        damaged(file_, fmt::format("{} appears twice in {}", shown(key), kMetadataKey));
   }
 
   TensorEntry tensor(const std::string& name) {
@@ -184,7 +185,7 @@ void check_tensors(const std::vector<TensorBytes>& tensors) {
     };
     if (tensor.name == kMetadataKey) refuse("the format keeps that name for itself");
     if (invalid_utf8(tensor.name)) refuse("its name is not valid UTF-8");
-    if (!seen.insert(tensor.name).second) refuse("the name stands twice");
+    if (!seen.insert(tensor.name).second) refuse("the name appears twice");
     const auto bytes = tensor_bytes(tensor.dtype, tensor.shape);
     if (!bytes || *bytes != tensor.bytes.size())
       refuse(fmt::format("it has {} bytes, which is not {} of {}", tensor.bytes.size(),

@@ -1,6 +1,6 @@
 // safetensors files: tensors by name, as 8 bytes of header length, a JSON header and raw bytes.
 // Read as strictly as the format's own package does, and stricter where its text says so: the
-// header is at most 100 MB of valid UTF-8 that starts with '{', no key stands twice, and the
+// header is at most 100 MB of valid UTF-8 that starts with '{', no key appears twice, and the
 // tensors cover the rest of the file without a hole, an overlap or a byte too many. Written byte
 // for byte as that package writes. No torch in here: a tensor is (name, dtype, shape, bytes);
 // tensors.h is the bridge.
@@ -116,7 +116,7 @@ struct TensorBytes {
 };
 
 // Puts the tensors into the format's order. UsageError, before a byte is written, for a name that
-// stands twice or is not UTF-8, and for bytes that do not fit dtype and shape.
+// appears twice or is not UTF-8, and for bytes that do not fit dtype and shape.
 void write_safetensors(FileWriter& file, std::vector<TensorBytes> tensors,
                        const Metadata& metadata = {});
 

@@ -20,7 +20,11 @@ std::string index_name(const std::string& stem) {
   return stem + ".safetensors.index.json";
 }
 
-bool exists(const std::string& path) {
+std::string single_name(const std::string& stem) {
+  return stem + ".safetensors";
+}
+
+bool file_exists(const std::string& path) {
   struct stat info {};
   return ::stat(path.c_str(), &info) == 0;
 }
@@ -38,7 +42,7 @@ WeightMap parse_weight_map(JsonReader& json, const std::string& index) {
   json.enter_object();
   while (json.next_key(name))
     if (!map.emplace(name, json.string()).second)
-      bad_index(index, fmt::format("tensor {} stands twice", json_quote(name)));
+      bad_index(index, fmt::format("tensor {} appears twice", json_quote(name)));
   return map;
 }
 
@@ -55,7 +59,7 @@ WeightMap parse_index(const std::string& text, const std::string& index) {
         json.skip();
         continue;
       }
-      if (std::exchange(found, true)) bad_index(index, "weight_map stands twice");
+      if (std::exchange(found, true)) bad_index(index, "weight_map appears twice");
       map = parse_weight_map(json, index);
     }
     json.end();
@@ -116,7 +120,7 @@ std::vector<std::string> write_safetensors_set(AtomicDir& dir, std::vector<Tenso
         fmt::format("{}-{:05}-of-{:05}.safetensors", options.stem, i + 1, shards.size()));
     for (const TensorBytes& tensor : shards[i])
       if (!map.emplace(tensor.name, names.back()).second)
-        throw UsageError("safetensors", "tensor {} cannot be written: the name stands twice.",
+        throw UsageError("safetensors", "tensor {} cannot be written: the name appears twice.",
                          json_quote(tensor.name));
   }
   for (std::size_t i = 0; i < shards.size(); ++i)
@@ -128,15 +132,20 @@ std::vector<std::string> write_safetensors_set(AtomicDir& dir, std::vector<Tenso
   return names;
 }
 
+bool SafetensorsSet::exists(const std::string& directory, const std::string& stem) {
+  return file_exists(directory + "/" + single_name(stem)) ||
+         file_exists(directory + "/" + index_name(stem));
+}
+
 SafetensorsSet::SafetensorsSet(const std::string& directory, const std::string& stem)
     : place_(directory) {
   const std::string index = directory + "/" + index_name(stem);
-  const std::string single = directory + "/" + stem + ".safetensors";
-  if (exists(index)) {
+  const std::string single = directory + "/" + single_name(stem);
+  if (file_exists(index)) {
     read_index(directory, index);
     return;
   }
-  if (!exists(single))
+  if (!file_exists(single))
     throw UsageError("safetensors",
                      "{} has neither {}.safetensors nor {}. Is it the directory of a model?",
                      directory, stem, index_name(stem));
@@ -156,7 +165,7 @@ void SafetensorsSet::read_index(const std::string& directory, const std::string&
     const SafetensorsFile*& shard = open[file];
     if (shard == nullptr) {
       const std::string path = directory + "/" + file;
-      if (!exists(path))
+      if (!file_exists(path))
         bad_index(index, fmt::format("it names {}, which is not there", json_quote(file)));
       files_.push_back(std::make_unique<SafetensorsFile>(path));
       shard = files_.back().get();

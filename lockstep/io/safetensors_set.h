@@ -43,6 +43,8 @@ class SafetensorsSet {
   // a tensor that is not there, or a file outside of the directory.
   explicit SafetensorsSet(const std::string& directory, const std::string& stem = "model");
 
+  static bool exists(const std::string& directory, const std::string& stem = "model");
+
   const std::vector<std::string>& names() const { return names_; }  // sorted
   Found find(std::string_view name) const;  // null pointers when it is not there
   Found at(std::string_view name) const;    // UsageError

@@ -127,8 +127,8 @@ TEST(Safetensors, RefusesByName) {
       {framed("{\"a\":}"), "at byte 13: expected an object"},
       {framed("{} x"), "one value was expected, but more follows"},
       {framed(std::string("{}\0", 3)), "one value was expected, but more follows"},
-      {framed("{" + a + "," + a + "}", "xxxx"), "\"a\" stands twice"},
-      {framed(R"({"__metadata__":{"k":"1","k":"2"}})"), "\"k\" stands twice in __metadata__"},
+      {framed("{" + a + "," + a + "}", "xxxx"), "\"a\" appears twice"},
+      {framed(R"({"__metadata__":{"k":"1","k":"2"}})"), "\"k\" appears twice in __metadata__"},
       {framed(R"({"__metadata__":{"k":1}})"), "expected a string"},
       {framed(R"({"__metadata__":null})"), "expected an object"},
       {framed(R"({"w":["U8",[1],[0,1]]})", "x"), "expected an object"},
@@ -169,7 +169,7 @@ TEST(Safetensors, RefusesToWrite) {
   EXPECT_THAT(refused({{"\xff", DType::kU8, {1}, bytes_of("x")}}), HasSubstr("not valid UTF-8"));
   EXPECT_THAT(
       refused({{"a", DType::kU8, {1}, bytes_of("x")}, {"a", DType::kU8, {1}, bytes_of("x")}}),
-      HasSubstr("tensor \"a\" cannot be written: the name stands twice"));
+      HasSubstr("tensor \"a\" cannot be written: the name appears twice"));
   EXPECT_THAT(refused({{"a", DType::kF32, {2}, bytes_of("x")}}),
               HasSubstr("it has 1 bytes, which is not F32 of [2]"));
   EXPECT_THAT(refused({{"a", DType::kF32, {-1}, {}}}), HasSubstr("not F32 of [-1]"));
@@ -224,7 +224,7 @@ TEST(SafetensorsSet, SeveralFilesAndAnIndexAboveIt) {
   tensors.back().name = "t0";
   EXPECT_THAT(message_of<UsageError>(
                   [&] { write_safetensors_set(twice, tensors, {}, {.max_shard_bytes = 80}); }),
-              HasSubstr("the name stands twice"));
+              HasSubstr("the name appears twice"));
 }
 
 TEST(SafetensorsSet, RefusesAnIndexThatDoesNotFit) {
@@ -241,9 +241,9 @@ TEST(SafetensorsSet, RefusesAnIndexThatDoesNotFit) {
   EXPECT_THAT(refused("{}"), AllOf(HasSubstr("it has no weight_map"), HasSubstr("index.json")));
   EXPECT_THAT(refused("{"), HasSubstr("not what it should be at byte 1"));
   EXPECT_THAT(refused(R"({"weight_map":{},"weight_map":{}})"),
-              HasSubstr("weight_map stands twice"));
+              HasSubstr("weight_map appears twice"));
   EXPECT_THAT(refused(R"({"weight_map":{"a":"a.safetensors","a":"a.safetensors"}})"),
-              HasSubstr("tensor \"a\" stands twice"));
+              HasSubstr("tensor \"a\" appears twice"));
   EXPECT_THAT(refused(R"({"weight_map":{"b":"a.safetensors"}})"),
               HasSubstr("tensor \"b\" is not in a.safetensors"));
   EXPECT_THAT(refused(R"({"weight_map":{"a":"b.safetensors"}})"),

@@ -135,7 +135,7 @@ const Mistake kMistakes[] = {
     {"GpuIds", "gpu_ids: a,b\n", "1:10: gpu_ids must be all or numbers such as 0,1"},
     {"Tpu", "tpu_use_sudo: true\n", "1:15: tpu_use_sudo is for TPUs, which are not supported."},
     {"TpuEnv", "tpu_env: [a]\n", "1:10: tpu_env is for TPUs, which are not supported."},
-    {"NotAMap", "- a\n", "1:1: the launcher's file must be a map, but a list stands here."},
+    {"NotAMap", "- a\n", "1:1: the launcher's file must be a map, but this is a list."},
 };
 INSTANTIATE_TEST_SUITE_P(AccelerateConfig, AccelerateMistake, ::testing::ValuesIn(kMistakes),
                          [](const auto& one) { return one.param.name; });

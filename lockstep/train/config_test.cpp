@@ -441,7 +441,7 @@ const Mistake kMistakes[] = {
     {"Quoted", "learning_rate: '1e-4'\n",
      "t.yaml:1:16: learning_rate must be a number, and '1e-4' is a string. Write 1e-4, without "
      "quotes."},
-    {"Text", "output_dir: [a]\n", "t.yaml:1:13: output_dir must be a string, but a list stands"},
+    {"Text", "output_dir: [a]\n", "t.yaml:1:13: output_dir must be a string, but this is a list"},
     {"TextBool", "run_name: true\n",
      "t.yaml:1:11: run_name must be a string, and true is a boolean. "
      "Quote it: \"true\"."},
@@ -490,7 +490,7 @@ const Mistake kMistakes[] = {
      "t.yaml:1:26: report_to must be none, tensorboard or all, and 'wandb' is none of them. "
      "Event files of TensorBoard are what is supported, beside metrics.jsonl, which every run "
      "writes."},
-    {"Model", "model: [gpt]\n", "t.yaml:1:8: model must be a name or a map, but a list stands"},
+    {"Model", "model: [gpt]\n", "t.yaml:1:8: model must be a name or a map, but this is a list"},
     {"Kwargs", "lr_scheduler_kwargs: 3\n",
      "t.yaml:1:22: lr_scheduler_kwargs must be a map, and 3 is a number."},
     {"KwargsKey", "lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {powr: 2}\n",
@@ -519,7 +519,7 @@ const Mistake kMistakes[] = {
      "FOLDER}. A folder of token shards is dataset_dir."},
     {"OtherWord", "seq_len: 4\n",
      "t.yaml:1:1: there is no key 'seq_len'. Did you mean max_seq_len?"},
-    {"NotAMap", "- seed\n", "t.yaml:1:1: the file must be a map, but a list stands here."},
+    {"NotAMap", "- seed\n", "t.yaml:1:1: the file must be a map, but this is a list."},
     {"NoSpace", "seed:1\n",
      "t.yaml:1:1: the file must be a map, and 'seed:1' is a string. Write "
      "`key: value` lines, with a space after the colon."},

@@ -22,9 +22,9 @@ void check_evaluation(const TrainingArguments& arguments, bool has_eval_data) {
   const bool by_strategy = arguments.eval_strategy != Interval::kNo;
   if (has_eval_data || (!by_strategy && !arguments.eval_on_start)) return;
   throw UsageError("trainer",
-                   "{} asks for evaluations, and the task has no eval_data. Set it (in a training "
-                   "file: data.eval_bytes, longer than max_seq_len, data.eval_samples, "
-                   "data.eval_path, or token shards of the split val), or {}.",
+                   "{} asks for evaluations, and the task has no eval_data, or an empty one. Set "
+                   "it (in a training file: data.eval_bytes, longer than max_seq_len, "
+                   "data.eval_samples, data.eval_path, or token shards of the split val), or {}.",
                    by_strategy ? "eval_strategy" : "eval_on_start",
                    by_strategy ? "eval_strategy: no" : "eval_on_start: false");
 }
@@ -141,7 +141,7 @@ void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, b
   throw UsageError("trainer",
                    "{}{}. Free some space, choose another output_dir, or set save_strategy: no.",
                    found,
-                   two ? "; two stand side by side until the older one is deleted "
+                   two ? "; two exist side by side until the older one is deleted "
                          "(save_total_limit)"
                        : "");
 }

@@ -124,7 +124,7 @@ class Damage(TrainCase):
             "$train --max_steps 5 --save_strategy no; echo none $?\n")
         self.assertEqual(re.findall(r"^(?:limit|once|none) \d+$", done.stdout, re.M),
                          ["limit 2", "once 0", "none 0"], done.stderr)
-        self.assertRegex(done.stderr, r"one checkpoint takes about .*; two stand side by side "
+        self.assertRegex(done.stderr, r"one checkpoint takes about .*; two exist side by side "
                                       r"until the older one is deleted \(save_total_limit\)\.")
         # The first one has taken the room, and a stop would save although nothing else does.
         self.assertRegex(done.stderr, r"one checkpoint takes about .*: a stop signal will not be "

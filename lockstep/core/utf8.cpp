@@ -1,10 +1,15 @@
-#include "lockstep/data/utf8.h"
+#include "lockstep/core/utf8.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
-namespace lockstep::data {
+namespace lockstep {
 namespace {
+
+bool is_continuation(char byte) {
+  return (static_cast<unsigned char>(byte) & 0xC0u) == 0x80u;
+}
 
 struct Part {
   std::size_t size;
@@ -42,6 +47,21 @@ std::size_t skip_ascii(std::string_view text, std::size_t at) {
 
 }  // namespace
 
+std::size_t utf8_size(std::string_view text) {
+  if (text.empty()) return 0;
+  const Part part = part_at(text, 0);
+  return part.valid ? part.size : 0;
+}
+
+std::optional<std::size_t> invalid_utf8(std::string_view text) {
+  for (std::size_t at = skip_ascii(text, 0); at < text.size();) {
+    const Part part = part_at(text, at);
+    if (!part.valid) return at;
+    at = skip_ascii(text, at + part.size);
+  }
+  return std::nullopt;
+}
+
 std::string_view valid_utf8(std::string_view text, std::string& storage) {
   std::size_t copied = 0;
   storage.clear();
@@ -57,6 +77,18 @@ std::string_view valid_utf8(std::string_view text, std::string& storage) {
   if (copied == 0) return text;
   storage.append(text.substr(copied));
   return storage;
+}
+
+std::string_view utf8_prefix(std::string_view text, std::size_t max_bytes) {
+  if (text.size() <= max_bytes) return text;
+  std::size_t end = max_bytes;
+  while (end > 0 && is_continuation(text[end])) --end;
+  return text.substr(0, end);
+}
+
+std::size_t character_count(std::string_view text) {
+  return text.size() -
+         static_cast<std::size_t>(std::count_if(text.begin(), text.end(), is_continuation));
 }
 
 std::size_t character_size(char first) {
@@ -76,7 +108,7 @@ char32_t next_character(std::string_view text, std::size_t& at) {
 
 char32_t previous_character(std::string_view text, std::size_t& at) {
   do --at;
-  while ((static_cast<unsigned char>(text[at]) & 0xC0u) == 0x80u);
+  while (is_continuation(text[at]));
   std::size_t forward = at;
   return next_character(text, forward);
 }
@@ -102,4 +134,4 @@ bool is_white_space(char32_t c) {
          c == 0x3000;
 }
 
-}  // namespace lockstep::data
+}  // namespace lockstep
