@@ -162,10 +162,8 @@ std::optional<std::string> difference(const io::SafetensorsSet::Found& a,
 }
 
 int diff_set(const Args& args, const std::string& stem) {
-  const bool there[] = {fs::exists(args[0] + "/" + stem + ".safetensors") ||
-                            fs::exists(args[0] + "/" + stem + ".safetensors.index.json"),
-                        fs::exists(args[1] + "/" + stem + ".safetensors") ||
-                            fs::exists(args[1] + "/" + stem + ".safetensors.index.json")};
+  const bool there[] = {io::SafetensorsSet::exists(args[0], stem),
+                        io::SafetensorsSet::exists(args[1], stem)};
   if (!there[0] && !there[1]) return 0;
   if (there[0] != there[1]) {
     fmt::print("{}: only in {}\n", stem, args[there[0] ? 0 : 1]);

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "cli/commands.h"
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
@@ -35,7 +36,7 @@ constexpr const char* kHelp =
     "          tokenizer of a model. The folder appears when all of it is on the disk.\n"
     "  --output FOLDER      the folder to write\n"
     "  --tokenizer PATH     a tokenizer.json of Hugging Face, or the folder of a model with one\n"
-    "  --end-of-text TOKEN  what stands before each document (default: the eos_token)\n"
+    "  --end-of-text TOKEN  written before each document (default: the eos_token)\n"
     "  --format FORMAT      llmc16 (default), llmc32 or nanogpt (train.bin and val.bin)\n"
     "  --suffix .TXT        which files of a folder; may be given several times (default: all)\n"
     "  --name NAME          shards are NAME_train_000001.bin (default: text)\n"
@@ -101,7 +102,7 @@ class ProgressBar {
     constexpr std::size_t kWidth = 30;
     const double part = total == 0 ? 1.0 : static_cast<double>(done) / static_cast<double>(total);
     const auto filled = static_cast<std::size_t>(part * kWidth);
-    const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+    const double seconds = seconds_since(start_);
     fmt::print(stderr, "\r[{}{}] {:3.0f} %  {} {}, {} a second \033[K", std::string(filled, '#'),
                std::string(kWidth - filled, '.'), 100 * part, count_text(static_cast<double>(done)),
                unit_, count_text(seconds > 0 ? static_cast<double>(done) / seconds : 0.0));
@@ -164,7 +165,7 @@ int tokenize(const Args& args) {
   options.progress = ProgressBar(options.tokenizer ? "bytes" : "tokens");
   const auto start = Clock::now();
   const data::TokenizeResult result = data::tokenize(options);
-  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  const double seconds = seconds_since(start);
   fmt::print("{}: {} tokens of {} documents in {} shards, {:.1f} s\n", options.output,
              result.tokens, result.documents, result.shards.size(), seconds);
   for (const auto& [name, count] : result.shards) fmt::print("  {}  {} tokens\n", name, count);

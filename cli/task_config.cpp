@@ -251,9 +251,7 @@ void check_heads(const ModelConfig& model) {
 void check_weights(const TaskConfig& task) {
   const ModelConfig& model = task.model;
   if (model.weights.empty()) return;
-  std::error_code ignored;
-  if (!fs::exists(fs::path(model.weights) / "model.safetensors", ignored) &&
-      !fs::exists(fs::path(model.weights) / "model.safetensors.index.json", ignored))
+  if (!io::SafetensorsSet::exists(model.weights))
     throw UsageError("config",
                      "model.{} {} is not a folder with a model.safetensors. Give a checkpoint's "
                      "folder, or one that `lockstep checkpoint import` has made.",

@@ -26,6 +26,7 @@
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/effective_batch.h"
+#include "lockstep/train/run_context.h"
 
 namespace lockstep::cli {
 namespace {
@@ -152,15 +153,11 @@ Data byte_data(const DataConfig& config) {
   return data;
 }
 
-std::uint64_t data_seed(const TrainingArguments& a) {
-  return static_cast<std::uint64_t>(a.data_seed.value_or(a.seed));
-}
-
 Data token_data(const DataConfig& config, const TrainingArguments& a) {
   const auto shards = std::make_shared<data::TokenShards>(config.train_files, config.length);
   Data data{.train = shards};
   // Without it one shuffle goes over all windows, as PyTorch's DistributedSampler would.
-  if (config.order == "shards") data.sampler = shards->sampler(data_seed(a));
+  if (config.order == "shards") data.sampler = shards->sampler(train::data_seed(a));
   if (config.evaluates)
     data.eval = std::make_shared<data::TokenShards>(config.eval_files, config.length);
   return data;
@@ -177,7 +174,7 @@ Data instruction_data(const TaskConfig& task, const TrainingArguments& a) {
   // As Hugging Face: what one rank takes for an update; where the update's size is given, all of
   // it. So the order does not depend on the number of ranks.
   if (config.group_by_length)
-    data.sampler = train->length_grouped(train::effective_batch(a, 1), data_seed(a));
+    data.sampler = train->length_grouped(train::effective_batch(a, 1), train::data_seed(a));
   if (config.evaluates)
     data.eval =
         std::make_shared<data::InstructionDataset>(read_instructions(task, config.eval_path));
@@ -186,7 +183,7 @@ Data instruction_data(const TaskConfig& task, const TrainingArguments& a) {
 
 // Noise, and the class that a random linear map of it gives: something to learn.
 Data random_data(const DataConfig& config, const TrainingArguments& a) {
-  const optim::WithSeed seeded(data_seed(a));
+  const optim::WithSeed seeded(train::data_seed(a));
   const at::Tensor teacher = torch::randn({config.features, config.classes});
   const auto make = [&](std::int64_t count) {
     const at::Tensor x = torch::randn({count, config.features});
@@ -201,7 +198,7 @@ Data random_data(const DataConfig& config, const TrainingArguments& a) {
 // in every epoch.
 Data image_data(const DataConfig& config, const TrainingArguments& a) {
   const auto make = [&](std::int64_t count, std::int64_t first) {
-    const auto seed = data_seed(a);
+    const auto seed = train::data_seed(a);
     return data::make_dataset(count, [=](std::int64_t index, data::SampleRandom&) {
       data::SampleRandom random({.seed = seed, .epoch = 0}, first + index);
       const auto label = static_cast<std::int64_t>(random.below(config.classes));

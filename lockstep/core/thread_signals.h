@@ -9,8 +9,17 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <string.h>
+
+#include <string>
 
 namespace lockstep {
+
+// "SIGTERM" for 15, "signal 64" for a number without a name.
+inline std::string signal_name(int number) {
+  const char* name = ::sigabbrev_np(number);
+  return name != nullptr ? std::string("SIG") + name : "signal " + std::to_string(number);
+}
 
 // Those of the crash report (crash.h).
 inline constexpr int kFaultSignals[] = {SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};

@@ -149,4 +149,29 @@ LOCKSTEP_INLINE void sgd_loop(const SgdSpan<T>& span, const SgdConstants<T>& c) 
   }
 }
 
+// The loops in the compiler's own instruction set. A machine with a wider one compiles them again.
+template <Rounding R, typename T>
+void adam(const AdamSpan<T>& span, const AdamConstants<T>& c) {
+  adam_loop<R>(span, c);
+}
+
+template <Rounding R, typename T>
+void sgd(const SgdSpan<T>& span, const SgdConstants<T>& c) {
+  sgd_loop<R>(span, c);
+}
+
+template <typename T>
+void mean_squares(const Mean<T>& mean, T* out, std::int64_t count, double* lanes) {
+  mean_squares_loop(mean, out, count, lanes);
+}
+
+template <typename T>
+void squares(const T* values, std::int64_t count, double* lanes) {
+  squares_loop(values, count, lanes);
+}
+
+template <Rounding R, Rounding Last, typename T>
+constexpr Loops<T> kPlainLoops{adam<R, T>,   adam<Last, T>,   sgd<R, T>,
+                               sgd<Last, T>, mean_squares<T>, squares<T>};
+
 }  // namespace lockstep::kernels::detail

@@ -11,29 +11,7 @@ namespace lockstep::kernels::detail {
 namespace {
 
 template <Rounding R, typename T>
-void adam(const AdamSpan<T>& span, const AdamConstants<T>& c) {
-  adam_loop<R>(span, c);
-}
-
-template <Rounding R, typename T>
-void sgd(const SgdSpan<T>& span, const SgdConstants<T>& c) {
-  sgd_loop<R>(span, c);
-}
-
-template <typename T>
-void mean_squares(const Mean<T>& mean, T* out, std::int64_t count, double* lanes) {
-  mean_squares_loop(mean, out, count, lanes);
-}
-
-template <typename T>
-void squares(const T* values, std::int64_t count, double* lanes) {
-  squares_loop(values, count, lanes);
-}
-
-template <Rounding R, typename T>
-constexpr Loops<T> kLoops{adam<R, T>,      adam<kLastElements, T>,
-                          sgd<R, T>,       sgd<kLastElements, T>,
-                          mean_squares<T>, squares<T>};
+constexpr Loops<T> kLoops = kPlainLoops<R, kLastElements, T>;
 
 constexpr Machine kMachineSve256{"sve256", 32, true, kLoops<kSve256, float>,
                                  kLoops<kSve256, double>};

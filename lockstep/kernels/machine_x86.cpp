@@ -31,32 +31,11 @@ LOCKSTEP_AVX2 void squares_avx2(const T* values, std::int64_t count, double* lan
 }
 
 template <typename T>
-void adam_any(const AdamSpan<T>& span, const AdamConstants<T>& c) {
-  adam_loop<kRoundAll>(span, c);
-}
-
-template <typename T>
-void sgd_any(const SgdSpan<T>& span, const SgdConstants<T>& c) {
-  sgd_loop<kRoundAll>(span, c);
-}
-
-template <typename T>
-void mean_squares_any(const Mean<T>& mean, T* out, std::int64_t count, double* lanes) {
-  mean_squares_loop(mean, out, count, lanes);
-}
-
-template <typename T>
-void squares_any(const T* values, std::int64_t count, double* lanes) {
-  squares_loop(values, count, lanes);
-}
-
-template <typename T>
 constexpr Loops<T> kLoopsAvx2{adam_avx2<kAvx2, T>,  adam_avx2<kLastElements, T>,
                               sgd_avx2<kAvx2, T>,   sgd_avx2<kLastElements, T>,
                               mean_squares_avx2<T>, squares_avx2<T>};
 template <typename T>
-constexpr Loops<T> kLoopsAny{adam_any<T>, adam_any<T>,         sgd_any<T>,
-                             sgd_any<T>,  mean_squares_any<T>, squares_any<T>};
+constexpr Loops<T> kLoopsAny = kPlainLoops<kRoundAll, kRoundAll, T>;
 
 constexpr Machine kMachineAvx2{"avx2", 32, true, kLoopsAvx2<float>, kLoopsAvx2<double>};
 constexpr Machine kMachineAny{"any", 32, false, kLoopsAny<float>, kLoopsAny<double>};

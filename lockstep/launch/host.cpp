@@ -232,11 +232,6 @@ Interface interface_towards(const std::string& host) {
   throw SystemError("host", fmt::format("there is no network route to '{}'", host), error);
 }
 
-std::string signal_name(int number) {
-  const char* name = ::sigabbrev_np(number);
-  return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", number);
-}
-
 std::optional<int> signal_number(std::string_view name) {
   std::string upper(name);
   std::transform(upper.begin(), upper.end(), upper.begin(),

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "lockstep/core/cores.h"
+#include "lockstep/core/thread_signals.h"  // IWYU pragma: export
 #include "lockstep/launch/plan.h"
 
 namespace lockstep::launch {
@@ -61,8 +62,7 @@ struct NumaRequest {
 };
 std::vector<int> cpus_for_rank(const NumaRequest& request, const HostFiles& files = {});
 
-// "SIGTERM" for 15, "signal 64" for a number without a name; and 15 for "SIGTERM" or "TERM".
-std::string signal_name(int number);
+// 15 for "SIGTERM" or "TERM": signal_name() the other way round.
 std::optional<int> signal_number(std::string_view name);
 
 // "0-3,8" for a message, and back (sysfs's own notation).

@@ -15,7 +15,9 @@
 #include <cstring>
 #include <utility>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
 namespace {
@@ -89,14 +91,6 @@ bool met_itself(int fd) {
   return ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
          ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_size) == 0 &&
          own_size == peer_size && std::memcmp(&own, &peer, own_size) == 0;
-}
-
-bool is_loopback(const std::string& address) {
-  return address.rfind("127.", 0) == 0 || address == "::1";
-}
-
-double seconds_since(EventLoop::Clock::time_point start) {
-  return std::chrono::duration<double>(EventLoop::Clock::now() - start).count();
 }
 
 bool is_member(const std::vector<int>& numbers, int number) {

@@ -23,6 +23,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
 #include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep {
 namespace {
@@ -77,10 +78,6 @@ void check(const RankInfo& info) {
                      info.local_rank_name, *info.local_rank,
                      info.local_size ? info.local_size_name : info.size_name, most);
   }
-}
-
-bool is_loopback(const std::string& host) {
-  return host == "localhost" || host == "::1" || host.rfind("127.", 0) == 0;
 }
 
 RankEnv to_env(const RankInfo& info) {

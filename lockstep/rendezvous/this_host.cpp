@@ -58,6 +58,10 @@ std::string build_id() {
                                                 : "unknown";
 }
 
+bool is_loopback(const std::string& host) {
+  return host == "localhost" || host == "::1" || host.starts_with("127.");
+}
+
 std::string address_towards(const std::string& host, int port) {
   addrinfo hints{};
   hints.ai_family = AF_INET;

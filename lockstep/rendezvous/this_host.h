@@ -13,6 +13,8 @@ std::string machine_of(const std::string& host);
 // The linker's build id of the running program: equal exactly for equal builds.
 std::string build_id();
 
+bool is_loopback(const std::string& host);
+
 // The address of this host on the way to `host`: asking the kernel for a route sends nothing.
 std::string address_towards(const std::string& host, int port);
 

@@ -73,17 +73,11 @@ TensorDict read_tensors(const std::string& path) {
   return dict;
 }
 
-bool has_tensors(const std::string& folder, const std::string& stem) {
-  std::error_code ignored;
-  return std::filesystem::exists(folder + "/" + stem + ".safetensors", ignored) ||
-         std::filesystem::exists(folder + "/" + stem + ".safetensors.index.json", ignored);
-}
-
 // Adapters where the whole model is wanted, or the other way round.
 void refuse_other_files(const std::string& folder, const ModelFiles& files) {
-  if (has_tensors(folder, files.stem)) return;
+  if (io::SafetensorsSet::exists(folder, files.stem)) return;
   for (const char* other : {"model", "adapter_model"})
-    if (has_tensors(folder, other))
+    if (io::SafetensorsSet::exists(folder, other))
       throw UsageError("checkpoint",
                        "{} holds {}.safetensors, and {}.safetensors is wanted. It was saved by a "
                        "run {} adapters (lora). Train as that run did, or choose another folder.",

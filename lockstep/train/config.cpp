@@ -50,10 +50,6 @@ std::string did_you_mean_key(const std::string& word) {
   return fmt::format(" Did you mean {}?", *near);
 }
 
-std::string value_text(const Node& node) {
-  return node.is(NodeKind::kString) ? node.text : to_json(node);
-}
-
 class Resolver {
  public:
   explicit Resolver(const ConfigSources& sources)
@@ -314,7 +310,7 @@ class Resolver {
         if (!problems_.attempt([&] { assign(config_.arguments, key, candidate.value); })) continue;
         if (setting.origin != Origin::kDefault) {
           setting.beaten.insert(setting.beaten.begin(),
-                                fmt::format("{} ({})", setting.where, value_text(setting.value)));
+                                fmt::format("{} ({})", setting.where, plain_text(setting.value)));
         }
         setting.origin = candidate.origin;
         setting.where = candidate.where;
@@ -370,7 +366,7 @@ std::string config_text(const Config& config, bool all) {
     if (!all && setting.origin == Origin::kDefault) continue;
     const Node& value = setting.value;
     text += fmt::format("{:<30} {:<21} {}", setting.key->name,
-                        value.is(NodeKind::kNull) ? "(unset)" : value_text(value), setting.where);
+                        value.is(NodeKind::kNull) ? "(unset)" : plain_text(value), setting.where);
     if (!setting.beaten.empty()) text += fmt::format(", beats {}", fmt::join(setting.beaten, ", "));
     text += '\n';
   }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdio>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/terminal.h"
 
 namespace lockstep::train {
@@ -15,10 +16,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kRedraw{100};
 constexpr std::size_t kMinBar = 4, kMaxBar = 24;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 std::string value_text(const std::string& name, double value) {
   if (name == "learning_rate") return fmt::format("lr {:.3e}", value);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lockstep/core/log.h"
+#include "lockstep/core/thread_signals.h"
 
 namespace lockstep::train {
 
@@ -64,7 +65,7 @@ void RunControl::obey(int signal) {
   signals_->agreed();
   if (run_.world.is_leader())
     log::warning("trainer", "step {}: stop requested by {}: saving, then leaving",
-                 run_.state.global_step, stop_signal_name(signal));
+                 run_.state.global_step, signal_name(signal));
 }
 
 bool RunControl::stop_heard() {
@@ -119,7 +120,7 @@ std::string RunControl::stopped_by() {
   const auto signals = run_.world.all_gather(std::to_string(signals_->requested()));
   for (std::size_t rank = 0; rank < signals.size(); ++rank)
     if (signals[rank] != "0") ranks.push_back(static_cast<int>(rank));
-  std::string text = stop_signal_name(stop_signal_);
+  std::string text = signal_name(stop_signal_);
   if (ranks.empty() || ranks.size() == signals.size()) return text;
   return text + fmt::format(" (received by rank{} {})", ranks.size() > 1 ? "s" : "",
                             fmt::join(ranks, ", "));

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lockstep/core/log.h"
+#include "lockstep/core/thread_signals.h"
 #include "lockstep/train/agreement.h"
 #include "lockstep/train/stop_signals.h"
 
@@ -53,9 +54,9 @@ bool StopRequest::received() {
   i.asked = now;
   if (i.agreed == 0) return false;
   i.signals.agreed();
-  const std::string name = train::stop_signal_name(i.agreed);
+  const std::string name = signal_name(i.agreed);
   if (i.world.is_leader()) log::warning("stop", "{} asks the run to stop", name);
-  if (mine != 0) train::report_stop(fmt::format("stopped by {}", train::stop_signal_name(mine)));
+  if (mine != 0) train::report_stop(fmt::format("stopped by {}", signal_name(mine)));
   return true;
 }
 

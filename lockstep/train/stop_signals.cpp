@@ -47,11 +47,6 @@ void on_signal(int number) {
 
 }  // namespace
 
-std::string stop_signal_name(int number) {
-  const char* name = ::sigabbrev_np(number);
-  return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", number);
-}
-
 void report_stop(const std::string& text) noexcept {
   try {
     const auto file = env::get("TORCHELASTIC_ERROR_FILE");
@@ -161,8 +156,8 @@ void StopSignals::watch() {
   if (w.over || w.agreed) return;
   const std::string why = fmt::format(
       "stop requested by {} was not agreed by all ranks within {:.1f} s. Another rank is "
-      "probably stuck. No checkpoint is written now; the newest one stands.",
-      stop_signal_name(g_signal.load()), static_cast<double>(bound.count()) / 1000);
+      "probably stuck. No checkpoint is written now; the newest one remains.",
+      signal_name(g_signal.load()), static_cast<double>(bound.count()) / 1000);
   log::error("trainer", "{}", why);
   if (w.options.give_up) w.options.give_up("[trainer] " + why);
 }

@@ -30,9 +30,6 @@ struct StopSignalOptions {
   std::function<void(const std::string& why)> give_up{};
 };
 
-// "SIGTERM"
-std::string stop_signal_name(int number);
-
 // Writes `text` into this rank's error file (TORCHELASTIC_ERROR_FILE), if it has one: all ranks end
 // with the same code, and the launcher names the one that was signalled. Never throws.
 void report_stop(const std::string& text) noexcept;

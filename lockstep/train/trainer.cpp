@@ -9,6 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/thread_signals.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/loop.h"
@@ -111,7 +112,7 @@ TrainResult TrainerImpl::train() {
     throw UsageError("trainer",
                      "train() was called a second time, and a Trainer trains once. Make another "
                      "one; the module keeps its weights.");
-  check_evaluation(run_.arguments, run_.task.eval_data != nullptr);
+  check_evaluation(run_.arguments, run_.task.eval_data && run_.task.eval_data->size() > 0);
   const io::FolderLock alone = checkpoints_.lock();  // to the end of the run, however it ends
   try {
     prepare();
@@ -133,9 +134,9 @@ void TrainerImpl::finish() {
   control_.ignore_signals();  // the run ends by itself
   checkpoints_.finish();
   if (result.stop_signal != 0 && control_.received_signal() != 0)
-    report_stop(fmt::format(
-        "stopped by {}, {}saved at step {}", stop_signal_name(control_.received_signal()),
-        result.durable_step == state.global_step ? "" : "not ", state.global_step));
+    report_stop(
+        fmt::format("stopped by {}, {}saved at step {}", signal_name(control_.received_signal()),
+                    result.durable_step == state.global_step ? "" : "not ", state.global_step));
   const bool complete = result.stop_signal == 0;
   if (complete && run_.arguments.load_best_model_at_end && state.best_model_checkpoint) load_best();
   metrics_.summarize();
