@@ -81,7 +81,7 @@ void Coordinator::on_failed(const RankFailure& failure) {
   // Whose connection broke fails after the rank that broke it.
   if (left_ && failure.rank >= 0) {
     failure_ = left_;
-    failure_->others.push_back(failure.headline());
+    failure_->others.push_back(with_message(failure.headline(), failure.message));
   }
   Message message = message_of(Message::Kind::kFailed, attempt_);
   message.failure = failure_;

@@ -102,7 +102,7 @@ TEST(NodeMessage, TextOfOthersCannotCommandATerminal) {
                       "cba"),
             R"(\u202ecba)");                                // right to left
   EXPECT_EQ(printable("\x9b\xff\xc3"), R"(\x9b\xff\xc3)");  // not UTF-8
-  EXPECT_EQ(printable("\xe0\x82\x9b"), R"(\u009b)");        // written too long
+  EXPECT_EQ(printable("\xe0\x82\x9b"), R"(\xe0\x82\x9b)");  // written too long
   EXPECT_EQ(printable(printable("\x1b\xc2\x9b\xff")), printable("\x1b\xc2\x9b\xff"));
   Message message;
   message.text = "\x1b";

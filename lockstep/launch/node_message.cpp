@@ -7,6 +7,7 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/utf8.h"
 
 namespace lockstep::launch {
 namespace {
@@ -14,16 +15,6 @@ namespace {
 constexpr int kProtocol = 3;
 constexpr int kMaxExitCode = 255;
 constexpr std::size_t kMaxHostBytes = 255;
-
-// A real number outside of int's range would be undefined behaviour, and another program may send
-// it.
-int int_of(double value, std::string_view name, int min, int max) {
-  if (!(value >= min && value <= max)) {
-    throw UsageError("launch", "another launcher's '{}' ({}) is not a number from {} to {}.", name,
-                     value, min, max);
-  }
-  return static_cast<int>(value);
-}
 
 int int_at(const Node& json, const char* key, int min = INT_MIN, int max = INT_MAX) {
   return int_of(as_real(json.at(key), key), key, min, max);
@@ -68,25 +59,6 @@ void make_printable(RankFailure& failure) {
     for (std::string& line : *lines) line = one_line(line);
 }
 
-// The code point that begins at `at` and its length in bytes; length 1 and none for what is not
-// UTF-8.
-std::pair<std::optional<char32_t>, std::size_t> code_point(std::string_view text, std::size_t at) {
-  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned char lead = byte(at);
-  if (lead < 0x80) return {lead, 1};
-  const std::size_t size = lead >= 0xf0 && lead < 0xf5   ? 4
-                           : lead >= 0xe0 && lead < 0xf0 ? 3
-                           : lead >= 0xc2 && lead < 0xe0 ? 2
-                                                         : 0;
-  if (size == 0 || at + size > text.size()) return {std::nullopt, 1};
-  char32_t value = lead & (0x7fu >> size);
-  for (std::size_t i = 1; i < size; ++i) {
-    if ((byte(at + i) & 0xc0) != 0x80) return {std::nullopt, 1};
-    value = (value << 6) | (byte(at + i) & 0x3fu);
-  }
-  return {value, size};
-}
-
 bool is_printable(char32_t c) {
   if (c < 0x20) return c == '\n' || c == '\t';
   const bool control = c >= 0x7f && c < 0xa0;
@@ -100,15 +72,17 @@ bool is_printable(char32_t c) {
 std::string printable(std::string_view text) {
   std::string result;
   for (std::size_t at = 0; at < text.size();) {
-    const auto [c, size] = code_point(text, at);
-    if (c && is_printable(*c)) {
-      result += text.substr(at, size);
-    } else if (size == 1) {
-      result += fmt::format("\\x{:02x}", static_cast<unsigned char>(text[at]));
+    const std::size_t begin = at;
+    const std::size_t size = utf8_size(text.substr(at));
+    const char32_t c = size == 0 ? 0 : next_character(text, at);
+    if (size > 0 && is_printable(c)) {
+      result += text.substr(begin, size);
+    } else if (size > 1) {
+      result += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
     } else {
-      result += fmt::format("\\u{:04x}", static_cast<unsigned>(*c));
+      result += fmt::format("\\x{:02x}", static_cast<unsigned char>(text[begin]));
+      at = begin + 1;
     }
-    at += size;
   }
   return result;
 }

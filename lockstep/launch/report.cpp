@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <climits>
 #include <cmath>
 #include <cstdlib>
 #include <sstream>
@@ -16,6 +15,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/problems.h"
+#include "lockstep/core/utf8.h"
 #include "lockstep/launch/flags.h"
 
 namespace lockstep::launch {
@@ -25,8 +25,9 @@ constexpr std::size_t kErrorFileBytes = 4u << 20;
 constexpr std::size_t kMessageBytes = 8u << 10;
 constexpr std::size_t kStackLines = 100;
 constexpr std::size_t kStackLineBytes = 1000;
-constexpr std::size_t kOtherMessageBytes = 200;   // as worker_group.cpp cuts them
-constexpr std::size_t kControlCauseBytes = 1000;  // the line must fit a pipe in one write
+// A message with its remedy fits. The line for a control descriptor must fit a pipe in one write,
+// and those of all ranks one message to another host.
+constexpr std::size_t kLineBytes = 1000;
 
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
@@ -35,8 +36,13 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-std::string text_of(const Node& json) {
-  return json.is(NodeKind::kString) ? json.text : to_json(json);
+std::string shortened(std::string_view text, std::size_t max_bytes) {
+  if (text.size() <= max_bytes) return std::string(text);
+  return std::string(utf8_prefix(text, max_bytes)) + " ...";
+}
+
+std::string first_line(const std::string& message) {
+  return shortened(std::string_view(message).substr(0, message.find('\n')), kLineBytes);
 }
 
 // A file of any program: of keys that are there twice the first counts.
@@ -45,17 +51,9 @@ Node parse_error_file(const std::string& text) {
   return parse_json(text, "error file", {.bytes = kErrorFileBytes, .depth = 128}, &twice);
 }
 
-// Of another launcher, which is believed less than our own: a real would be undefined behaviour.
-int int_of(const Node& json, std::string_view key) {
-  const double value = as_real(json, key);
-  if (!(value >= INT_MIN && value <= INT_MAX))
-    throw UsageError("launch", "{} is not a number from {} to {}.", value, INT_MIN, INT_MAX);
-  return static_cast<int>(value);
-}
-
 std::vector<std::string> texts_of(const Node& json) {
   std::vector<std::string> texts;
-  for (const Node& item : json.items) texts.push_back(text_of(item));
+  for (const Node& item : json.items) texts.push_back(plain_text(item));
   return texts;
 }
 
@@ -73,7 +71,7 @@ void read_stack(const Node& extra, ErrorFile& file) {
     const Entry* found = extra.find(key);
     if (found == nullptr) continue;
     const Node& stack = found->value;
-    for (auto& line : stack.is(NodeKind::kList) ? texts_of(stack) : lines_of(text_of(stack)))
+    for (auto& line : stack.is(NodeKind::kList) ? texts_of(stack) : lines_of(plain_text(stack)))
       file.stack.push_back(std::move(line));
   }
   if (file.stack.size() > kStackLines) file.stack.resize(kStackLines);
@@ -88,16 +86,16 @@ void read_forms(const Node& json, ErrorFile& file) {
   };
   const Entry* message = json.find("message");
   if (message == nullptr) {
-    file.message = text_of(json);
+    file.message = plain_text(json);
     if (!json.is(NodeKind::kString)) file.problem = "has no field \"message\"";
     return;
   }
   if (!message->value.is(NodeKind::kMap)) {
-    file.message = text_of(message->value);
+    file.message = plain_text(message->value);
     read_time(json);
     return;
   }
-  if (const Entry* text = message->value.find("message")) file.message = text_of(text->value);
+  if (const Entry* text = message->value.find("message")) file.message = plain_text(text->value);
   const Entry* extra = message->value.find("extraInfo");
   if (extra == nullptr) return;
   read_time(extra->value);
@@ -168,9 +166,8 @@ void add_block(std::string& text, const char* title, const std::vector<std::stri
 // The others without the first cause's message, which all ranks have when all make one mistake.
 std::vector<std::string> others_of(const RankFailure& failure) {
   std::vector<std::string> others = failure.others;
-  const auto message = lines_of(failure.message);
-  if (message.empty()) return others;
-  const std::string same = ": " + message.front().substr(0, kOtherMessageBytes);
+  if (failure.message.empty()) return others;
+  const std::string same = ": " + first_line(failure.message);
   for (std::string& other : others)
     if (other.ends_with(same)) other.replace(other.size() - same.size(), same.size(), ": the same");
   return others;
@@ -209,6 +206,10 @@ std::string RankFailure::headline() const {
                      cause);
 }
 
+std::string with_message(const std::string& text, const std::string& message) {
+  return message.empty() ? text : text + ": " + first_line(message);
+}
+
 std::string shell_text(const std::vector<std::string>& command) {
   constexpr std::size_t kMaxBytes = 300;
   constexpr std::string_view kPlain = "_./-=:,+@%";
@@ -229,10 +230,7 @@ std::string shell_text(const std::vector<std::string>& command) {
     }
     text += '\'';
   }
-  if (text.size() <= kMaxBytes) return text;
-  std::size_t end = kMaxBytes;  // not inside a character of UTF-8
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
-  return text.substr(0, end) + " ...";
+  return shortened(text, kMaxBytes);
 }
 
 void add_error_file(RankFailure& failure, const ErrorFile& file) {
@@ -254,9 +252,7 @@ void add_last_lines(RankFailure& failure, const std::vector<std::string>& lines,
 }
 
 std::string control_line(const RankFailure& failure) {
-  std::string cause = failure.cause;
-  if (!failure.message.empty()) cause += ": " + lines_of(failure.message + "\n").front();
-  if (cause.size() > kControlCauseBytes) cause.resize(kControlCauseBytes);
+  const std::string cause = shortened(with_message(failure.cause, failure.message), kLineBytes);
   return to_json(map_node({{"failed", map_node({{"rank", integer_node(failure.rank)},
                                                 {"host", text_node(failure.host)},
                                                 {"cause", text_node(cause)}})}})) +
@@ -320,6 +316,14 @@ std::string pass_on_error_file(const RankFailure& failure, const std::string& ra
   }
 }
 
+int int_of(double value, std::string_view name, int min, int max) {
+  if (!(value >= min && value <= max)) {
+    throw UsageError("launch", "another launcher's '{}' ({}) is not a number from {} to {}.", name,
+                     value, min, max);
+  }
+  return static_cast<int>(value);
+}
+
 std::string failure_to_json(const RankFailure& f) {
   std::vector<Node> ended_before;
   for (const int rank : f.ended_before) ended_before.push_back(integer_node(rank));
@@ -353,15 +357,15 @@ RankFailure failure_from_json(const std::string& text) {
     const std::pair<const char*, int*> integers[] = {
         {"rank", &f.rank}, {"local_rank", &f.local_rank}, {"node", &f.node},
         {"pid", &f.pid},   {"attempt", &f.attempt},       {"code", &f.code}};
-    for (const auto& [key, member] : integers) *member = int_of(json.at(key), key);
+    for (const auto& [key, member] : integers) *member = int_of(as_real(json.at(key), key), key);
     const std::pair<const char*, std::string*> texts[] = {{"host", &f.host},
                                                           {"cause", &f.cause},
                                                           {"message", &f.message},
                                                           {"note", &f.note},
                                                           {"logs", &f.logs}};
     for (const auto& [key, member] : texts) *member = as_string(json.at(key), key);
-    if (const Entry* entry = json.find("program")) f.program = text_of(entry->value);
-    if (const Entry* entry = json.find("error_file")) f.error_file = text_of(entry->value);
+    if (const Entry* entry = json.find("program")) f.program = plain_text(entry->value);
+    if (const Entry* entry = json.find("error_file")) f.error_file = plain_text(entry->value);
     const std::pair<const char*, std::vector<std::string>*> lists[] = {
         {"stack", &f.stack}, {"last_lines", &f.last_lines}, {"others", &f.others}};
     for (const auto& [key, member] : lists) *member = texts_of(json.at(key));
@@ -370,7 +374,7 @@ RankFailure failure_from_json(const std::string& text) {
     f.restartable = as_bool(json.at("restartable"), "restartable");
     if (const Entry* entry = json.find("stopped")) f.stopped = entry->value.boolean;
     for (const Node& rank : json.at("ended_before").items)
-      f.ended_before.push_back(int_of(rank, "ended_before"));
+      f.ended_before.push_back(int_of(as_real(rank, "ended_before"), "ended_before"));
     return f;
   } catch (const UsageError& error) {
     const std::string_view what = error.what();

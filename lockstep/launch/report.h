@@ -11,7 +11,9 @@
 // Plain values and free functions; nothing is owned.
 #pragma once
 
+#include <climits>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "lockstep/launch/process.h"
@@ -65,6 +67,9 @@ struct RankFailure {
   std::string headline() const;
 };
 
+// "exited with code 3: No space left on device": with the message's first line, where there is one.
+std::string with_message(const std::string& text, const std::string& message);
+
 // A command on one line, as a shell would read it; cut where it is long.
 std::string shell_text(const std::vector<std::string>& command);
 
@@ -84,6 +89,10 @@ std::string failure_report(const RankFailure& failure);
 // or, where it wrote none, one made from `failure`. Never throws; a problem is returned as text.
 std::string pass_on_error_file(const RankFailure& failure, const std::string& rank_file,
                                const std::string& own_file);
+
+// A number of another launcher. Outside of int's range a cast would be undefined behaviour, so
+// that throws UsageError.
+int int_of(double value, std::string_view name, int min = INT_MIN, int max = INT_MAX);
 
 std::string failure_to_json(const RankFailure& failure);
 RankFailure failure_from_json(const std::string& text);  // throws UsageError when it is not one

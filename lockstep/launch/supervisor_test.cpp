@@ -15,6 +15,7 @@
 #include <map>
 #include <set>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/launch/console.h"
 #include "lockstep/launch/coordinator.h"
@@ -441,15 +442,28 @@ TEST(Report, WhatTheMessageAndTheStackSayIsNotRepeated) {
 TEST(Report, AMistakeOfAllRanksIsPrintedOnce) {
   RankFailure failure;
   failure.rank = 0;
-  for (const std::string& first : {std::string("[config] no key 'x'."), std::string(300, 'x')}) {
+  for (const std::string& first : {std::string("[config] no key 'x'."), std::string(3000, 'x')}) {
     failure.message = first + "\nmore";
-    failure.others = {"rank 1 exited with code 2, 0.08 s later: " + first.substr(0, 200),
+    failure.others = {with_message("rank 1 exited with code 2, 0.08 s later", failure.message),
                       "rank 2 exited with code 1, 0.09 s later: another reason"};
     EXPECT_THAT(
         failure_report(failure),
         HasSubstr("\n    rank 1 exited with code 2, 0.08 s later: the same\n    rank 2 exited "
                   "with code 1, 0.09 s later: another reason"));
   }
+}
+
+TEST(Report, OneLineOfAMessageKeepsItsRemedy) {
+  const std::string line = "[data] " + std::string(600, 'x') + ". Free some space.";
+  EXPECT_EQ(with_message("exited with code 1", line + "\nmore"), "exited with code 1: " + line);
+  EXPECT_EQ(with_message("exited with code 1", ""), "exited with code 1");
+  RankFailure failure;
+  failure.rank = 1;
+  failure.cause = "exited with code 1";
+  for (int i = 0; i < 600; ++i) failure.message += "\u00e9";  // two bytes
+  const auto heard = parse_json(control_line(failure), "line").at("failed").at("cause").text;
+  EXPECT_THAT(heard, ::testing::EndsWith("\u00e9 ..."));
+  EXPECT_LT(heard.size(), 1010u);
 }
 
 TEST(Report, AMismatchThatGlooNoticedPointsToTheDebugMode) {

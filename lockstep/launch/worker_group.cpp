@@ -12,6 +12,7 @@
 #include <map>
 #include <utility>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/terminal.h"
 #include "lockstep/launch/worker_env.h"
@@ -618,7 +619,7 @@ RankFailure WorkerGroup::describe(const Worker& worker) const {
   failure.host = setup_.host;
   failure.time = worker.ended_at > 0 ? worker.ended_at : wall_clock();
   const double now = wall_clock();
-  const double age = std::chrono::duration<double>(EventLoop::Clock::now() - started_).count();
+  const double age = seconds_since(started_);
   if (!worker.forced_cause.empty()) {
     failure.cause = worker.forced_cause;
     failure.code = worker.forced_code;
@@ -670,10 +671,10 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
       continue;
     const ErrorFile file = read_error_file(worker->error_file);
     if (file.consequence) continue;
-    failure.others.push_back(fmt::format(
-        "rank {} {}, {:.2f} s later{}{}", rank_of(*worker), worker->ending->text(),
-        std::max(0.0, worker->ended_at - failure.time), file.message.empty() ? "" : ": ",
-        file.message.substr(0, std::min<std::size_t>(file.message.find('\n'), 200))));
+    failure.others.push_back(with_message(
+        fmt::format("rank {} {}, {:.2f} s later", rank_of(*worker), worker->ending->text(),
+                    std::max(0.0, worker->ended_at - failure.time)),
+        file.message));
   }
   return failure;
 }

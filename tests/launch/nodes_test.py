@@ -138,12 +138,14 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
         script = WAITS + (
             'touch $TORCHELASTIC_ERROR_FILE.inside; echo $$ > $NOTES/up.$RANK; '
             'if [ $GROUP_RANK = 1 ]; then exit 0; fi; '
-            'if [ $RANK = 0 ]; then until_gone up.2; until_gone up.3; sleep 3; exit 9; fi; '
+            'if [ $RANK = 0 ]; then until_gone up.2; until_gone up.3; sleep 3; '
+            'echo \'"Connection closed"\' > $TORCHELASTIC_ERROR_FILE; exit 9; fi; '
             'sleep 300')
         for code, err in self.ends(self.both(script, "--monitor-interval=60")):
             self.assertEqual(code, 1, err)
             self.assertRegex(err, r"rank [23] on \S+ failed: exited with code 0 in the middle")
-            self.assertRegex(err, r"failed after it:\n    rank 0 on \S+ failed: exited with code 9")
+            self.assertRegex(err, r"failed after it:\n    rank 0 on \S+ failed: "
+                                  r"exited with code 9: Connection closed\n")
         self.port = free_port()
         script = 'touch $TORCHELASTIC_ERROR_FILE.inside; sleep 0.$RANK; exit 0'
         for code, err in self.ends(self.both(script, "--monitor-interval=60")):

@@ -56,12 +56,13 @@ class Failures(Case):
         code, _, err = self.bash(
             3, WAITS + self.INSIDE + 'echo $$ > $NOTES/up.$RANK; '
             'if [ $RANK = 1 ]; then exit 0; fi; '
-            'if [ $RANK = 2 ]; then until_gone up.1; echo \'"Connection closed"\' > '
-            '$TORCHELASTIC_ERROR_FILE; exit 9; fi; sleep 300', flags=("--monitor-interval=60",))
+            'if [ $RANK = 2 ]; then until_gone up.1; printf \'"Connection closed %0600d. Look at '
+            'rank 1."\' 0 > $TORCHELASTIC_ERROR_FILE; exit 9; fi; sleep 300',
+            flags=("--monitor-interval=60",))
         self.assertEqual(code, 1, err)
         self.assertRegex(err, r"\[launch\] rank 1 on \S+ failed: exited with code 0 in the middle")
         self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 9, \S+ s later: "
-                              r"Connection closed")
+                              r"Connection closed 0{600}\. Look at rank 1\.\n")
 
     def test_ranks_that_all_leave_have_ended(self):
         code, _, err = self.bash(3, self.INSIDE + 'sleep 0.$RANK; exit 0',
