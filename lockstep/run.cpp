@@ -116,10 +116,7 @@ Outcome judge(const std::exception_ptr& thrown, bool one_host) {
   }
 }
 
-// The line that answers "did the launcher's variables arrive?", and the loudest wrong answer.
 void log_start(const World& world, const WorldOptions& options) {
-  log::info("run", "WORLD_SIZE={} RANK={} LOCAL_RANK={} device={} backend={}", world.size(),
-            world.rank(), world.local_rank(), world.device().str(), world.backend());
   if (is_cpu_memory_cached())
     log::info("run",
               "memory of CPU tensors of 1 MiB and more is cached in this process "
@@ -128,7 +125,7 @@ void log_start(const World& world, const WorldOptions& options) {
   const int gpus = cuda_device_count();
   if (gpus < 2) return;
   log::warning("run",
-               "{} GPUs are visible but this is a world of one: {} will stand idle. Start it with "
+               "{} GPUs are visible but this is a world of one: {} will be idle. Start it with "
                "lockstep run --nproc-per-node={} <program>, or set CUDA_VISIBLE_DEVICES.",
                gpus, gpus - 1, gpus);
 }

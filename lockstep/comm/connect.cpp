@@ -343,12 +343,12 @@ WorldOptions with_environment(WorldOptions options) {
 // first one's keys. All ranks make them in the same order, like every other collective.
 std::atomic<int> worlds_made{0};
 
-// What was chosen and why, in one line.
+// Answers in one line whether the launcher's variables arrived, what was chosen, and why.
 World explained(World world, const RankEnv& env, const detail::DeviceChoice& choice) {
   const std::string& shm_unavailable_reason = detail::Access::impl(world)->shm_unavailable_reason;
-  log::info(kWorld, "{} rank{} ({}), device {} ({}), backend {}{}", env.world_size,
-            env.world_size == 1 ? "" : "s", env.source, choice.device.str(), choice.reason,
-            world.backend(),
+  log::info(kWorld, "WORLD_SIZE={} RANK={} LOCAL_RANK={} device={} backend={} ({}; {}{})",
+            world.size(), world.rank(), world.local_rank(), choice.device.str(), world.backend(),
+            env.source, choice.reason,
             shm_unavailable_reason.empty() ? "" : "; not shm, because " + shm_unavailable_reason);
   return world;
 }

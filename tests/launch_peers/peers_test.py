@@ -19,13 +19,16 @@ class Peers(unittest.TestCase):
         done = run([HELLO])
         self.assertEqual(done.code, 0, done.text())
         self.assertEqual(hello_lines(done.out), [(0, 1, 0, "cpu", "single")], done.text())
-        self.assertIn("WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 device=cpu backend=single", done.err)
+        self.assertIn("[world] WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 device=cpu backend=single (alone; ",
+                      done.err)
 
     def test_lockstep_run(self):
         done = run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", HELLO])
         self.check(done, 2)
         # The start-up line is INFO, which is rank 0's; with debug every rank says its own.
-        self.assertIn("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 device=cpu backend=shm", done.err)
+        self.assertIn("[world] WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 device=cpu backend=shm "
+                      "(lockstep run; ", done.err)
+        self.assertEqual(done.err.count("shm"), 1, "said twice:\n" + done.err)
         self.assertNotIn("RANK=1 LOCAL_RANK=1", done.err)
         done = run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=3", HELLO],
                    LOCKSTEP_LOG="debug")
