@@ -90,6 +90,22 @@ namespace lockstep::detail {
 
 class C10dBackend : public Backend {
  public:
+  bool reduces(at::ScalarType dtype, ReduceOp op) const override {
+    switch (dtype) {
+      case at::kByte:
+      case at::kChar:
+      case at::kInt:
+      case at::kLong:
+        return op != ReduceOp::kAvg;
+      case at::kHalf:
+      case at::kBFloat16:
+      case at::kFloat:
+      case at::kDouble:
+        return !is_bitwise(op);
+      default:
+        return false;
+    }
+  }
   void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) override {
     follow(state, c10d_calls::all_reduce(group(), std::move(tensor), op));
   }

@@ -4,7 +4,7 @@
 
 namespace lockstep {
 
-const char* name(ReduceOp op) {
+const char* detail::name(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
       return "sum";
@@ -24,6 +24,10 @@ const char* name(ReduceOp op) {
       return "xor";
   }
   return "?";
+}
+
+bool detail::is_bitwise(ReduceOp op) {
+  return op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor;
 }
 
 }  // namespace lockstep

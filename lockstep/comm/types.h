@@ -11,7 +11,11 @@
 namespace lockstep {
 
 enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct, kAnd, kOr, kXor };
+
+namespace detail {
 const char* name(ReduceOp op);
+bool is_bitwise(ReduceOp op);
+}  // namespace detail
 
 struct WorldOptions {
   std::string backend = "auto";         // auto, shm, gloo, nccl (LOCKSTEP_BACKEND overrides auto)

@@ -32,9 +32,6 @@ struct ReductionPlan {
   bool reinterpret = false;  // `wire` is the same memory (bool as bytes, complex as real pairs)
 };
 
-bool is_bitwise(ReduceOp op) {
-  return op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor;
-}
 bool is_integer(at::ScalarType dtype) {
   return dtype == at::kByte || dtype == at::kChar || dtype == at::kShort || dtype == at::kInt ||
          dtype == at::kLong;
@@ -51,7 +48,7 @@ bool is_complex(at::ScalarType dtype) {
 bool reduction_exists(at::ScalarType dtype, ReduceOp op) {
   if (dtype == at::kBool) return op != ReduceOp::kAvg;
   if (is_integer(dtype)) return true;
-  if (is_real(dtype)) return !is_bitwise(op);
+  if (is_real(dtype)) return !detail::is_bitwise(op);
   return is_complex(dtype) && (op == ReduceOp::kSum || op == ReduceOp::kAvg);
 }
 
@@ -256,7 +253,7 @@ void check_reduction(const at::Tensor& tensor, ReduceOp op, const char* operatio
   throw UsageError(kComponent,
                    "{}: '{}' of {} tensors has no meaning here. Convert the tensor to "
                    "another dtype or choose another reduction.",
-                   operation, name(op), c10::toString(tensor.scalar_type()));
+                   operation, detail::name(op), c10::toString(tensor.scalar_type()));
 }
 
 // Operations that need no communication: nothing to do, or a copy in a world of one.
@@ -331,8 +328,8 @@ at::Tensor bytes_of(const at::Tensor& flat) {
 Work World::all_reduce(at::Tensor tensor, ReduceOp op) {
   check_tensor(tensor, "all_reduce");
   check_reduction(tensor, op, "all_reduce");
-  const State state =
-      impl_->start(info_of("all_reduce", tensor), [&] { return fingerprint(tensor, name(op)); });
+  const State state = impl_->start(info_of("all_reduce", tensor),
+                                   [&] { return fingerprint(tensor, detail::name(op)); });
   if (impl_->alone() || tensor.numel() == 0) return done(state);
   Backend& backend = impl_->backend_for(tensor);
   const ReductionPlan plan = plan_reduction(tensor.scalar_type(), op, backend);
@@ -355,7 +352,7 @@ Work World::reduce(at::Tensor tensor, int root, ReduceOp op) {
   check_tensor(tensor, "reduce");
   check_reduction(tensor, op, "reduce");
   const State state = impl_->start(info_of("reduce", tensor, root), [&] {
-    return fingerprint(tensor, fmt::format("{} root {}", name(op), root));
+    return fingerprint(tensor, fmt::format("{} root {}", detail::name(op), root));
   });
   if (impl_->alone() || tensor.numel() == 0) return done(state);
   Backend& backend = impl_->backend_for(tensor);
@@ -377,8 +374,8 @@ Work World::reduce(at::Tensor tensor, int root, ReduceOp op) {
 Work World::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op) {
   check_pair(input, output, size(), "reduce_scatter");
   check_reduction(input, op, "reduce_scatter");
-  const State state =
-      impl_->start(info_of("reduce_scatter", input), [&] { return fingerprint(input, name(op)); });
+  const State state = impl_->start(info_of("reduce_scatter", input),
+                                   [&] { return fingerprint(input, detail::name(op)); });
   if (input.numel() == 0) return done(state);
   if (impl_->alone()) return copied(state, output, input);
   Backend& backend = impl_->backend_for(input);

@@ -19,6 +19,20 @@
 #include "lockstep/optim/cpu_step.h"
 
 namespace lockstep::optim {
+
+void AdamState::serialize(torch::serialize::InputArchive& archive) {
+  archive.read("step", step);
+  archive.read("exp_avg", exp_avg);
+  archive.read("exp_avg_sq", exp_avg_sq);
+}
+
+void AdamState::serialize(torch::serialize::OutputArchive& archive) const {
+  archive.write("step", step);
+  archive.write("exp_avg", exp_avg);
+  archive.write("exp_avg_sq", exp_avg_sq);
+}
+
+namespace detail {
 namespace {
 
 std::unique_ptr<AdamState> fresh_state(const at::Tensor& param) {
@@ -33,11 +47,11 @@ template <typename Options>
 void check_adam(const Options& options) {
   constexpr std::string_view kName = Options::kName;
   const auto [beta1, beta2] = options.betas;
-  detail::check_option(options.lr >= 0, kName, "lr", options.lr);
-  detail::check_option(options.eps >= 0, kName, "eps", options.eps);
-  detail::check_option(beta1 >= 0 && beta1 < 1, kName, "betas.first", beta1);
-  detail::check_option(beta2 >= 0 && beta2 < 1, kName, "betas.second", beta2);
-  detail::check_option(options.weight_decay >= 0, kName, "weight_decay", options.weight_decay);
+  check_option(options.lr >= 0, kName, "lr", options.lr);
+  check_option(options.eps >= 0, kName, "eps", options.eps);
+  check_option(beta1 >= 0 && beta1 < 1, kName, "betas.first", beta1);
+  check_option(beta2 >= 0 && beta2 < 1, kName, "betas.second", beta2);
+  check_option(options.weight_decay >= 0, kName, "weight_decay", options.weight_decay);
 }
 
 template <typename Options>
@@ -117,8 +131,8 @@ void write(torch::serialize::OutputArchive& archive, const AdamWOptions& options
 }
 
 template <typename Options>
-void FusedAdam<Options>::step_batch(const detail::Batch& batch, const Options& options) {
-  std::vector<detail::CpuItem> here;
+void FusedAdam<Options>::step_batch(const Batch& batch, const Options& options) {
+  std::vector<CpuItem> here;
   AtenCall rest;
   const bool skipped = detail::skipped(batch);
   for (std::size_t i = 0; i < batch.params.size(); ++i) {
@@ -126,7 +140,7 @@ void FusedAdam<Options>::step_batch(const detail::Batch& batch, const Options& o
     const AdamState& state = ensure_state(param);
     if (skipped) continue;
     if (is_counter(state.step) &&
-        detail::covered({param, batch.grads[i], state.exp_avg, state.exp_avg_sq})) {
+        covered({param, batch.grads[i], state.exp_avg, state.exp_avg_sq})) {
       const double steps = ++*state.step.template mutable_data_ptr<float>();
       here.push_back({param, batch.grads[i], state.exp_avg, state.exp_avg_sq, steps});
     } else {
@@ -137,9 +151,9 @@ void FusedAdam<Options>::step_batch(const detail::Batch& batch, const Options& o
       rest.steps.push_back(state.step);
     }
   }
-  detail::step_on_cpu(here, options);
+  step_on_cpu(here, options);
   if (!rest.params.empty()) step_with_aten(rest, batch.found_inf, options);
-  if (!skipped) detail::count_versions(batch);
+  if (!skipped) count_versions(batch);
 }
 
 template <typename Options>
@@ -189,25 +203,14 @@ void FusedAdam<Options>::load(torch::serialize::InputArchive& archive) {
       const auto slot = this->state_.find(param.unsafeGetTensorImpl());
       if (slot == this->state_.end()) continue;
       const auto& state = static_cast<const AdamState&>(*slot->second);
-      detail::check_loaded(Options::kName, param, state.exp_avg);
-      detail::check_loaded(Options::kName, param, state.exp_avg_sq);
+      check_loaded(Options::kName, param, state.exp_avg);
+      check_loaded(Options::kName, param, state.exp_avg_sq);
     }
   }
-}
-
-void AdamState::serialize(torch::serialize::InputArchive& archive) {
-  archive.read("step", step);
-  archive.read("exp_avg", exp_avg);
-  archive.read("exp_avg_sq", exp_avg_sq);
-}
-
-void AdamState::serialize(torch::serialize::OutputArchive& archive) const {
-  archive.write("step", step);
-  archive.write("exp_avg", exp_avg);
-  archive.write("exp_avg_sq", exp_avg_sq);
 }
 
 template class FusedAdam<AdamOptions>;
 template class FusedAdam<AdamWOptions>;
 
+}  // namespace detail
 }  // namespace lockstep::optim

@@ -28,6 +28,8 @@ struct AdamState : torch::optim::OptimizerCloneableParamState<AdamState> {
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
+namespace detail {
+
 // What Adam and AdamW share; they differ in the kernel that `Options` chooses.
 template <typename Options>
 class FusedAdam : public FusedOptimizer<Options> {
@@ -44,17 +46,14 @@ class FusedAdam : public FusedOptimizer<Options> {
   using State = FusedBase::State;
   State state_of(const at::Tensor& param, torch::optim::OptimizerParamGroup& group) override;
   void set_state(const at::Tensor& param, State state) override;
-  void step_batch(const detail::Batch& batch, const Options& options) override;
+  void step_batch(const Batch& batch, const Options& options) override;
 };
 
-class Adam : public FusedAdam<AdamOptions> {
+}  // namespace detail
+
+class Adam : public detail::FusedAdam<AdamOptions> {
  public:
   using FusedAdam::FusedAdam;
 };
-
-void read(torch::serialize::InputArchive& archive, AdamOptions& options);
-void read(torch::serialize::InputArchive& archive, AdamWOptions& options);
-void write(torch::serialize::OutputArchive& archive, const AdamOptions& options);
-void write(torch::serialize::OutputArchive& archive, const AdamWOptions& options);
 
 }  // namespace lockstep::optim

@@ -21,7 +21,7 @@ namespace lockstep::optim {
 
 using AdamWState = AdamState;
 
-class AdamW : public FusedAdam<AdamWOptions> {
+class AdamW : public detail::FusedAdam<AdamWOptions> {
  public:
   using FusedAdam::FusedAdam;
 };

@@ -9,8 +9,7 @@
 
 #include "lockstep/optim/local_gradients.h"
 
-namespace lockstep::optim {
-namespace detail {
+namespace lockstep::optim::detail {
 namespace {
 
 std::string shape_of(const at::Tensor& tensor) {
@@ -92,8 +91,6 @@ void check_loaded(std::string_view who, const at::Tensor& param, const at::Tenso
                    shape_of(loaded), shape_of(param));
 }
 
-}  // namespace detail
-
 namespace {
 
 using StateDict = std::map<std::string, at::Tensor>;
@@ -105,7 +102,7 @@ void for_each_named(std::string_view who, std::vector<Group>& groups, const Name
                     Visit&& visit) {
   std::unordered_map<at::TensorImpl*, const std::string*> known;
   for (const auto& [name, tensor] : names) known.try_emplace(tensor.unsafeGetTensorImpl(), &name);
-  detail::Seen seen;
+  Seen seen;
   for (auto& group : groups) {
     for (const auto& param : group.params()) {
       if (!seen.insert(param.unsafeGetTensorImpl()).second) continue;
@@ -114,7 +111,7 @@ void for_each_named(std::string_view who, std::vector<Group>& groups, const Name
         throw UsageError(who,
                          "a parameter of shape {} has no name. It is probably not a parameter of "
                          "the module whose names were given. Give the names of all.",
-                         detail::shape_of(param));
+                         shape_of(param));
       visit(*name->second, param, group);
     }
   }
@@ -130,7 +127,7 @@ const at::Tensor& find_state(std::string_view who, const StateDict& state, const
     throw UsageError(who,
                      "'{}' has shape {} in the state, but [{}] is wanted. The state belongs to "
                      "another model.",
-                     name, detail::shape_of(found->second), fmt::join(sizes, ", "));
+                     name, shape_of(found->second), fmt::join(sizes, ", "));
   return found->second;
 }
 
@@ -145,7 +142,7 @@ void FusedBase::step_unless(const at::Tensor& found_inf) {
 }
 
 double FusedBase::lr(std::size_t group) const {
-  detail::check_group(who(), group, param_groups_.size());
+  check_group(who(), group, param_groups_.size());
   return param_groups_[group].options().get_lr();
 }
 
@@ -154,7 +151,7 @@ void FusedBase::set_lr(double lr) {
 }
 
 void FusedBase::set_lr(std::size_t group, double lr) {
-  detail::check_group(who(), group, param_groups_.size());
+  check_group(who(), group, param_groups_.size());
   param_groups_[group].options().set_lr(lr);
 }
 
@@ -219,4 +216,4 @@ std::vector<std::pair<at::Tensor, FusedBase::State>> FusedBase::read_state(
   return loaded;
 }
 
-}  // namespace lockstep::optim
+}  // namespace lockstep::optim::detail

@@ -24,12 +24,28 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/optim/options.h"
 
 namespace lockstep::optim {
 
+// As module->named_parameters().pairs() gives them. The first name of a tensor counts.
+using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
+
+namespace detail {
+
+// Throws UsageError naming an option out of range.
+void check(const AdamWOptions& options);
+void check(const AdamOptions& options);
+void check(const SGDOptions& options);
+
+void read(torch::serialize::InputArchive& archive, AdamWOptions& options);
+void read(torch::serialize::InputArchive& archive, AdamOptions& options);
+void read(torch::serialize::InputArchive& archive, SGDOptions& options);
+void write(torch::serialize::OutputArchive& archive, const AdamWOptions& options);
+void write(torch::serialize::OutputArchive& archive, const AdamOptions& options);
+void write(torch::serialize::OutputArchive& archive, const SGDOptions& options);
+
 // An aggregate (so that {.lr = 3e-4} works) inside the class that schedulers and archives expect.
-// Each options struct provides read() and write() for its fields, check(), which throws UsageError
-// for a value out of range, and kName, the optimizer's name in messages.
 template <typename Options>
 class GroupOptions final : public torch::optim::OptimizerCloneableOptions<GroupOptions<Options>> {
  public:
@@ -45,8 +61,6 @@ class GroupOptions final : public torch::optim::OptimizerCloneableOptions<GroupO
 
   Options values;
 };
-
-namespace detail {
 
 // Tensors of one device and dtype, which a fused kernel steps in one call.
 struct Batch {
@@ -83,11 +97,6 @@ void check_group(std::string_view who, std::size_t group, std::size_t count);
 
 // What the archive held for a parameter must have that parameter's shape.
 void check_loaded(std::string_view who, const at::Tensor& param, const at::Tensor& loaded);
-
-}  // namespace detail
-
-// As module->named_parameters().pairs() gives them. The first name of a tensor counts.
-using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 
 class FusedBase : public torch::optim::Optimizer {
  public:
@@ -147,7 +156,7 @@ class FusedOptimizer : public FusedBase {
 
   // A group's options, to read or to change between steps.
   Options& options(std::size_t group = 0) {
-    return detail::values_of<Options>(Options::kName, param_groups_.at(group));
+    return values_of<Options>(Options::kName, param_groups_.at(group));
   }
 
   at::Tensor step(LossClosure closure = nullptr) override {
@@ -161,15 +170,15 @@ class FusedOptimizer : public FusedBase {
   }
 
  protected:
-  virtual void step_batch(const detail::Batch& batch, const Options& options) = 0;
+  virtual void step_batch(const Batch& batch, const Options& options) = 0;
 
   std::string_view who() const override { return Options::kName; }
   void step_groups(const at::Tensor& found_inf) override {
     const torch::NoGradGuard no_grad;
-    detail::Seen seen;
+    Seen seen;
     for (auto& group : param_groups_) {
-      const auto& options = detail::values_of<Options>(Options::kName, group);
-      for (auto& batch : detail::gather(Options::kName, group.params(), seen)) {
+      const auto& options = values_of<Options>(Options::kName, group);
+      for (auto& batch : gather(Options::kName, group.params(), seen)) {
         if (found_inf.defined()) batch.found_inf = found_inf.to(batch.params[0].device());
         step_batch(batch, options);
       }
@@ -183,4 +192,5 @@ class FusedOptimizer : public FusedBase {
   }
 };
 
+}  // namespace detail
 }  // namespace lockstep::optim

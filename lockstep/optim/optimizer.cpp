@@ -30,7 +30,7 @@ std::vector<at::Tensor> trainable(const NamedParameters& names) {
   return params;
 }
 
-std::unique_ptr<FusedBase> make_fused(const ParamGroup& group) {
+std::unique_ptr<detail::FusedBase> make_fused(const ParamGroup& group) {
   if (const auto* adamw = std::get_if<AdamWOptions>(&group.options))
     return std::make_unique<AdamW>(group.params, *adamw);
   if (const auto* adam = std::get_if<AdamOptions>(&group.options))
@@ -58,7 +58,7 @@ bool is_named_as_norm_or_bias(std::string name) {
 
 }  // namespace
 
-void check(const StepOptions& options) {
+void detail::check(const StepOptions& options) {
   if (!(options.max_grad_norm >= 0))
     throw UsageError(kOptimizer, "max_grad_norm = {} must be positive, or 0 for no clipping.",
                      options.max_grad_norm);
@@ -116,7 +116,8 @@ ReplicatedOptimizer::ReplicatedOptimizer(NamedParameters names, std::vector<Para
   if (params_.size() != grouped.size())
     throw UsageError(kOptimizer,
                      "{} of {} parameters in the groups have none of the {} names. They are "
-                     "probably of another module. Pass named(module) of the one that is trained.",
+                     "probably of another module. Pass module->named_parameters().pairs() of the "
+                     "one that is trained.",
                      grouped.size() - params_.size(), grouped.size(), names_.size());
 }
 
@@ -127,7 +128,7 @@ void ReplicatedOptimizer::apply_options() {
     std::visit(
         [&](const auto& options) {
           using Options = std::decay_t<decltype(options)>;
-          check(options);
+          detail::check(options);
           detail::values_of<Options>(Options::kName, parts_[g]->param_groups()[0]) = options;
         },
         groups_[g]);
@@ -135,7 +136,7 @@ void ReplicatedOptimizer::apply_options() {
 }
 
 StepResult ReplicatedOptimizer::step(const StepOptions& options) {
-  check(options);
+  detail::check(options);
   apply_options();
   GradScaler* const scaler =
       options.scaler != nullptr && options.scaler->enabled() ? options.scaler : nullptr;
@@ -270,10 +271,6 @@ void ReplicatedOptimizer::load_state_dict(const TensorDict& state) {
 }
 
 // ---------------------------------------------------------------- groups
-
-NamedParameters named(const torch::nn::Module& module) {
-  return module.named_parameters().pairs();
-}
 
 std::vector<ParamGroup> decay_groups(const torch::nn::Module& module,
                                      const OptimizerOptions& options) {

@@ -103,10 +103,10 @@ class Optimizer {
   std::vector<OptimizerOptions> groups_;
 };
 
+namespace detail {
 // Throws UsageError for a max_grad_norm that is not a bound.
 void check(const StepOptions& options);
-
-NamedParameters named(const torch::nn::Module& module);
+}  // namespace detail
 
 // Every rank holds the whole state and takes the same step with averaged gradients. AdamW over
 // float parameters on a GPU is one pass (adamw_pass.h), in float; elsewhere it has the bits of
@@ -117,11 +117,13 @@ class ReplicatedOptimizer final : public Optimizer {
   template <typename Model>
     requires requires(Model& model) { *model.module(), model.world(); }
   ReplicatedOptimizer(Model& model, OptimizerOptions options)
-      : ReplicatedOptimizer(named(*model.module()), std::move(options), model.world()) {}
+      : ReplicatedOptimizer(model.module()->named_parameters().pairs(), std::move(options),
+                            model.world()) {}
   template <typename Model>
     requires requires(Model& model) { *model.module(), model.world(); }
   ReplicatedOptimizer(Model& model, std::vector<ParamGroup> groups)
-      : ReplicatedOptimizer(named(*model.module()), std::move(groups), model.world()) {}
+      : ReplicatedOptimizer(model.module()->named_parameters().pairs(), std::move(groups),
+                            model.world()) {}
   // Parameters with their names, in the model's order. `world` agrees on steps that are skipped.
   ReplicatedOptimizer(NamedParameters names, OptimizerOptions options, World world = {});
   ReplicatedOptimizer(NamedParameters names, std::vector<ParamGroup> groups, World world = {});
@@ -144,9 +146,9 @@ class ReplicatedOptimizer final : public Optimizer {
   World world_;
   std::vector<at::Tensor> params_;  // each once, in the order of the names
   std::map<std::string, std::size_t> group_of_;
-  std::vector<std::unique_ptr<FusedBase>> parts_;  // one for each group
-  std::unique_ptr<AdamWPass> pass_;                // over the state of parts_
-  std::string no_pass_;                            // why there is none
+  std::vector<std::unique_ptr<detail::FusedBase>> parts_;  // one for each group
+  std::unique_ptr<AdamWPass> pass_;                        // over the state of parts_
+  std::string no_pass_;                                    // why there is none
 };
 
 // Two groups as Hugging Face's Trainer makes them: the second, without weight decay, has the

@@ -1,7 +1,7 @@
 // What AdamW, Adam and SGD are made with, as plain values with PyTorch's names and defaults.
 //
 //   AdamWOptions options{.lr = 3e-4, .weight_decay = 0.1};
-//   check(options);                        // throws UsageError naming an option out of range
+//   AdamW optimizer{model.parameters(), options};   // UsageError names an option out of range
 #pragma once
 
 #include <string_view>
@@ -33,9 +33,5 @@ struct SGDOptions {
   double weight_decay = 0;
   bool nesterov = false;
 };
-
-void check(const AdamWOptions& options);
-void check(const AdamOptions& options);
-void check(const SGDOptions& options);
 
 }  // namespace lockstep::optim

@@ -447,7 +447,7 @@ torch::nn::Linear make_linear() {
 TEST(ReplicatedOptimizer, ClipsScalesAndSkipsAsByHand) {
   auto by_hand = make_linear(), stepped = make_linear();
   AdamW optimizer{by_hand->parameters(), {.lr = 0.1}};
-  ReplicatedOptimizer ours{named(*stepped), AdamWOptions{.lr = 0.1}};
+  ReplicatedOptimizer ours{stepped->named_parameters().pairs(), AdamWOptions{.lr = 0.1}};
   GradScaler first, second;
   for (const double by : {1.0, kInf, 2.0}) {
     const auto x = at::full({4, 3}, 3.0);

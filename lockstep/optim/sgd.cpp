@@ -17,7 +17,7 @@ namespace lockstep::optim {
 namespace {
 
 constexpr std::string_view kName = SGDOptions::kName;
-using SgdGroup = GroupOptions<SGDOptions>;
+using SgdGroup = detail::GroupOptions<SGDOptions>;
 
 // What one call of ATen's kernel takes; it cannot mix first steps with later ones.
 struct SgdCall {
@@ -36,10 +36,12 @@ void step_with_aten(const SgdCall& call, const at::Tensor& skipped, const SGDOpt
 
 }  // namespace
 
+namespace detail {
+
 void check(const SGDOptions& options) {
-  detail::check_option(options.lr >= 0, kName, "lr", options.lr);
-  detail::check_option(options.momentum >= 0, kName, "momentum", options.momentum);
-  detail::check_option(options.weight_decay >= 0, kName, "weight_decay", options.weight_decay);
+  check_option(options.lr >= 0, kName, "lr", options.lr);
+  check_option(options.momentum >= 0, kName, "momentum", options.momentum);
+  check_option(options.weight_decay >= 0, kName, "weight_decay", options.weight_decay);
   if (options.nesterov && (options.momentum <= 0 || options.dampening != 0)) {
     throw UsageError(kName,
                      "nesterov with momentum {} and dampening {}. Nesterov momentum needs momentum "
@@ -47,6 +49,30 @@ void check(const SGDOptions& options) {
                      options.momentum, options.dampening);
   }
 }
+
+void read(torch::serialize::InputArchive& archive, SGDOptions& options) {
+  c10::IValue value;
+  archive.read("lr", value);
+  options.lr = value.toDouble();
+  archive.read("momentum", value);
+  options.momentum = value.toDouble();
+  archive.read("dampening", value);
+  options.dampening = value.toDouble();
+  archive.read("weight_decay", value);
+  options.weight_decay = value.toDouble();
+  archive.read("nesterov", value);
+  options.nesterov = value.toBool();
+}
+
+void write(torch::serialize::OutputArchive& archive, const SGDOptions& options) {
+  archive.write("lr", c10::IValue(options.lr));
+  archive.write("momentum", c10::IValue(options.momentum));
+  archive.write("dampening", c10::IValue(options.dampening));
+  archive.write("weight_decay", c10::IValue(options.weight_decay));
+  archive.write("nesterov", c10::IValue(options.nesterov));
+}
+
+}  // namespace detail
 
 void SGD::step_batch(const detail::Batch& batch, const SGDOptions& options) {
   if (detail::skipped(batch)) return;
@@ -132,28 +158,6 @@ void SGDState::serialize(torch::serialize::InputArchive& archive) {
 
 void SGDState::serialize(torch::serialize::OutputArchive& archive) const {
   archive.write("momentum_buffer", momentum_buffer);
-}
-
-void read(torch::serialize::InputArchive& archive, SGDOptions& options) {
-  c10::IValue value;
-  archive.read("lr", value);
-  options.lr = value.toDouble();
-  archive.read("momentum", value);
-  options.momentum = value.toDouble();
-  archive.read("dampening", value);
-  options.dampening = value.toDouble();
-  archive.read("weight_decay", value);
-  options.weight_decay = value.toDouble();
-  archive.read("nesterov", value);
-  options.nesterov = value.toBool();
-}
-
-void write(torch::serialize::OutputArchive& archive, const SGDOptions& options) {
-  archive.write("lr", c10::IValue(options.lr));
-  archive.write("momentum", c10::IValue(options.momentum));
-  archive.write("dampening", c10::IValue(options.dampening));
-  archive.write("weight_decay", c10::IValue(options.weight_decay));
-  archive.write("nesterov", c10::IValue(options.nesterov));
 }
 
 }  // namespace lockstep::optim

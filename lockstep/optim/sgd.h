@@ -27,7 +27,7 @@ struct SGDState : torch::optim::OptimizerCloneableParamState<SGDState> {
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-class SGD : public FusedOptimizer<SGDOptions> {
+class SGD : public detail::FusedOptimizer<SGDOptions> {
  public:
   using FusedOptimizer::FusedOptimizer;
 
@@ -39,8 +39,5 @@ class SGD : public FusedOptimizer<SGDOptions> {
   void set_state(const at::Tensor& param, State state) override;
   void step_batch(const detail::Batch& batch, const SGDOptions& options) override;
 };
-
-void read(torch::serialize::InputArchive& archive, SGDOptions& options);
-void write(torch::serialize::OutputArchive& archive, const SGDOptions& options);
 
 }  // namespace lockstep::optim

@@ -26,10 +26,6 @@
 
 namespace lockstep {
 
-struct DeferredGradients;
-struct DeferredOwner;
-struct DeferredStep;
-
 namespace parallel {
 class Deferral;
 class ReducerImpl;

@@ -153,8 +153,8 @@ ShardedImpl::~ShardedImpl() {
 
 void ShardedImpl::check_options() const {
   for (const auto& options : options_)
-    std::visit([](const auto& values) { optim::check(values); }, options);
-  optim::check(optim::StepOptions{.max_grad_norm = settings_.max_grad_norm});
+    std::visit([](const auto& values) { optim::detail::check(values); }, options);
+  optim::detail::check(optim::StepOptions{.max_grad_norm = settings_.max_grad_norm});
 }
 
 void ShardedImpl::collect_members(const std::vector<optim::ParamGroup>& groups) {

@@ -66,7 +66,7 @@ class OptimizerPart {
   void set_learning_rates(const std::vector<double>& rates) const;
 
  private:
-  optim::FusedBase* stock_ = nullptr;
+  optim::detail::FusedBase* stock_ = nullptr;
   optim::Optimizer* optimizer_ = nullptr;
 };
 

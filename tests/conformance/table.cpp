@@ -80,7 +80,7 @@ bool supported(Operation operation, at::ScalarType dtype, ReduceOp op) {
 
 std::string Case::text() const {
   return fmt::format("{}{}{} {} {}", name(operation), reduces(operation) ? " " : "",
-                     reduces(operation) ? lockstep::name(op) : "", c10::toString(dtype),
+                     reduces(operation) ? lockstep::detail::name(op) : "", c10::toString(dtype),
                      name(shape));
 }
 

@@ -148,24 +148,6 @@ class GlooBackend : public C10dBackend {
 
   c10::DeviceType device_type() const override { return c10::kCPU; }
 
-  bool reduces(at::ScalarType dtype, ReduceOp op) const override {
-    const bool bits = op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor;
-    switch (dtype) {
-      case at::kByte:
-      case at::kChar:
-      case at::kInt:
-      case at::kLong:
-        return op != ReduceOp::kAvg;
-      case at::kHalf:
-      case at::kBFloat16:
-      case at::kFloat:
-      case at::kDouble:
-        return !bits;
-      default:
-        return false;
-    }
-  }
-
   // LibTorch's own reduce_scatter over gloo is an all_reduce too, but without a completion
   // callback; so it is implemented here.
   void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,

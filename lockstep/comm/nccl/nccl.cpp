@@ -237,21 +237,7 @@ class NcclBackend : public C10dBackend {
   c10::DeviceType device_type() const override { return c10::kCUDA; }
 
   bool reduces(at::ScalarType dtype, ReduceOp op) const override {
-    if (op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor) return false;
-    switch (dtype) {
-      case at::kByte:
-      case at::kChar:
-      case at::kInt:
-      case at::kLong:
-        return op != ReduceOp::kAvg;
-      case at::kHalf:
-      case at::kBFloat16:
-      case at::kFloat:
-      case at::kDouble:
-        return true;
-      default:
-        return false;
-    }
+    return !is_bitwise(op) && C10dBackend::reduces(dtype, op);
   }
 
   void reduce_scatter(const State& state, at::Tensor output, at::Tensor input,

@@ -20,8 +20,6 @@
 
 namespace lockstep::shm {
 
-class EngineCore;
-
 class Segment;
 
 class MappedBlock final : public SymmetricBlock {
