@@ -18,6 +18,13 @@ std::string shape_text(const at::Tensor& tensor) {
   return text.str();
 }
 
+// By the dataset's indices where they are known, else by their positions in the batch.
+std::string names_of(const std::vector<Example>& examples, std::size_t other) {
+  const std::int64_t index = examples[other].index;
+  if (index < 0) return fmt::format("samples 0 and {} of a batch", other);
+  return fmt::format("samples {} and {} of the dataset", examples.front().index, index);
+}
+
 at::Tensor stack_one(const std::vector<Example>& examples, at::Tensor Example::*member,
                      const char* what) {
   const at::Tensor& first = examples.front().*member;
@@ -30,10 +37,9 @@ at::Tensor stack_one(const std::vector<Example>& examples, at::Tensor Example::*
                                             tensor.scalar_type() == first.scalar_type()));
     if (!fits)
       throw UsageError("data",
-                       "samples 0 and {} of a batch cannot be stacked: their {} differ ({} and "
-                       "{}). Make them equal in the dataset, or give LoaderOptions::collate a "
-                       "function that pads.",
-                       i, what, shape_text(first), shape_text(tensor));
+                       "{} cannot be stacked: their {} differ ({} and {}). Make them equal in the "
+                       "dataset, or give LoaderOptions::collate a function that pads.",
+                       names_of(examples, i), what, shape_text(first), shape_text(tensor));
     tensors.push_back(tensor);
   }
   return first.defined() ? at::stack(tensors) : at::Tensor();

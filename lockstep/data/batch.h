@@ -27,6 +27,7 @@ constexpr std::int64_t kIgnoredTarget = -100;
 struct Example {
   at::Tensor data{};
   at::Tensor target{};
+  std::int64_t index = -1;  // in the dataset; the loader sets it before it collates
 };
 
 struct Batch {
@@ -43,7 +44,7 @@ struct Batch {
 };
 
 // Stacks samples of one shape along a new first dimension, and counts tokens; `indices` stays
-// empty. Throws UsageError naming the first two shapes that differ.
+// empty. Throws UsageError naming the first two samples whose shapes differ.
 Batch stack(const std::vector<Example>& examples);
 
 // How many tokens a batch of `samples` with this target holds, as `Batch::tokens` says. The target

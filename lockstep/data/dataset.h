@@ -85,9 +85,9 @@ concept TorchDataset = requires(T dataset, const std::vector<std::size_t>& indic
 template <typename T>
 Example to_example(T&& example) {
   if constexpr (requires { example.target; })
-    return {example.data, example.target};
+    return {.data = example.data, .target = example.target};
   else
-    return {example.data, {}};
+    return {.data = example.data};
 }
 
 // A batch that a dataset has stacked itself; and the only sample of one.
@@ -118,7 +118,10 @@ class TorchDatasetAdapter : public Dataset {
       auto got = dataset.get_batch(wanted);
       if constexpr (requires { got.front(); }) {
         std::vector<Example> examples;
-        for (auto& example : got) examples.push_back(to_example(example));
+        for (auto& example : got) {
+          examples.push_back(to_example(example));
+          examples.back().index = indices[examples.size() - 1];
+        }
         return collate(std::move(examples));
       } else {
         return batch_of(to_example(got), static_cast<std::int64_t>(indices.size()));

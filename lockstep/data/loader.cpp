@@ -16,10 +16,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
 std::string words_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -47,9 +43,9 @@ std::string words_of(const std::exception_ptr& error) {
     }
   }
   throw SampleError(-1,
-                    fmt::format("a batch of {} samples could not be loaded, though each of them "
-                                "can: {}. The first is sample {}.",
-                                indices.size(), words_of(cause), indices.front()),
+                    fmt::format("the batch of {} samples that begins with sample {} could not be "
+                                "loaded, though each of them can: {}",
+                                indices.size(), indices.front(), words_of(cause)),
                     cause);
 }
 
@@ -116,6 +112,7 @@ Batch BatchMaker::load(Indices indices, const RandomKey& key, BatchTiming& timin
     try {
       SampleRandom random(key, index);
       examples.push_back(dataset_->get(index, random));
+      examples.back().index = index;
     } catch (...) {
       throw_sample_error(index, std::current_exception());
     }
@@ -193,6 +190,25 @@ LoaderImpl::LoaderImpl(DatasetPtr dataset, RankInfo info, LoaderOptions options)
   maker_ = std::make_shared<BatchMaker>(dataset_, options_, info_.device);
   state_ = {.epoch = 0, .cursor = 0, .seed = options_.seed, .size = sampler_->size()};
   share_size(sampler_->size(), 0, {info_.rank, info_.ranks});  // refuses a rank that is not there
+  check_not_empty();
+}
+
+// A loop over nothing ends at once, and looks like a run that was successful. A rank alone may have
+// no batch (evaluation of fewer samples than ranks); rank 0 has as many as any.
+void LoaderImpl::check_not_empty() const {
+  if (sampler_->size() == 0)
+    throw UsageError("loader",
+                     "there is nothing to load: {}. Check the path, split or filter that it was "
+                     "made with.",
+                     dataset_->size() == 0 ? "the dataset has no samples"
+                                           : "the sampler's order has no samples");
+  if (batches(0, 0) > 0) return;
+  throw UsageError("loader",
+                   "an epoch has no batch: {} samples over {} rank{} are {} per rank, fewer than "
+                   "batch_size {}, and drop_last skips incomplete batches. Lower the batch size, "
+                   "use fewer ranks, or set drop_last (Trainer: dataloader_drop_last) to false.",
+                   sampler_->size(), info_.ranks, info_.ranks == 1 ? "" : "s",
+                   sampler_->size() / info_.ranks, options_.batch_size);
 }
 
 std::int64_t LoaderImpl::batches(std::int64_t cursor, int rank) const {

@@ -162,7 +162,8 @@ class Epoch {
 };
 
 // With options.check_ranks every rank must call it, and UsageError names the rank that differs. A
-// loader for one rank alone is given a world of one: loader(dataset, World{}, ...).
+// loader for one rank alone is given a world of one: loader(dataset, World{}, ...). UsageError also
+// for a dataset without samples, and one that drop_last leaves no batch of.
 Loader loader(DatasetPtr dataset, World world, LoaderOptions options = {});
 
 // A dataset of torch::data as it is.

@@ -72,6 +72,7 @@ class LoaderImpl {
 
  private:
   struct Round;
+  void check_not_empty() const;
   Loaded take();
   void finish_round();
 

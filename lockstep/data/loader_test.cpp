@@ -85,10 +85,11 @@ TEST(Loader, GivesTheSamplersIndicesInBatches) {
 }
 
 TEST(Loader, AllRanksHaveTheSameNumberOfBatches) {
-  for (const std::int64_t n : {0, 1, 5, 16, 31, 64, 100})
+  for (const std::int64_t n : {1, 5, 16, 31, 64, 100})
     for (const int ranks : {1, 2, 3, 4, 7})
       for (const std::int64_t batch : {1, 3, 8})
         for (const bool drop : {false, true}) {
+          if (drop && n < ranks * batch) continue;  // refused, as below
           std::vector<std::size_t> counts;
           List seen;
           for (int rank = 0; rank < ranks; ++rank) {
@@ -111,6 +112,35 @@ TEST(Loader, AllRanksHaveTheSameNumberOfBatches) {
             EXPECT_EQ(repeat - seen.begin(), n) << "not every sample came";
           }
         }
+}
+
+// A loop over nothing would look like a run that was successful.
+TEST(Loader, AnEpochWithoutABatchIsRefused) {
+  const auto refusal = [](std::int64_t n, int rank, int ranks, LoaderOptions options) {
+    return message_of<UsageError>([&] { one_of(numbers(n), rank, ranks, std::move(options)); });
+  };
+  for (const int ranks : {1, 2, 3, 4, 7})
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (const bool evaluation : {false, true})
+        EXPECT_THAT(refusal(0, rank, ranks, {.evaluation = evaluation}),
+                    AllOf(HasSubstr("[loader] there is nothing to load: the dataset has no "
+                                    "samples."),
+                          HasSubstr("Check the path, split or filter")));
+      EXPECT_THAT(
+          refusal(5 * ranks - 1, rank, ranks, {.batch_size = 5, .drop_last = true}),
+          HasSubstr(fmt::format("an epoch has no batch: {} samples over {} rank{} are 4 per "
+                                "rank, fewer than batch_size 5, and drop_last skips",
+                                5 * ranks - 1, ranks, ranks == 1 ? "" : "s")));
+      Loader enough = one_of(numbers(5 * ranks), rank, ranks, {.batch_size = 5, .drop_last = true});
+      EXPECT_EQ(epoch_of(enough, 0).size(), 1u);
+      // In evaluation a rank alone may have no batch.
+      Loader share = one_of(numbers(1), rank, ranks, {.batch_size = 5, .evaluation = true});
+      EXPECT_EQ(epoch_of(share, 0).size(), rank == 0 ? 1u : 0u);
+    }
+  EXPECT_THAT(refusal(3, 0, 1, {.sampler = std::make_shared<SequentialSampler>(0)}),
+              HasSubstr("the sampler's order has no samples"));
+  EXPECT_THAT(refusal(0, 0, 1, {.sampler = std::make_shared<SequentialSampler>(0)}),
+              HasSubstr("the dataset has no samples"));
 }
 
 TEST(Loader, EvaluationHasEachSampleOnceOverAllRanks) {
@@ -290,7 +320,9 @@ TEST(Loader, AnErrorOfABatchIsTracedToItsSample) {
     return message_of<SampleError>([&] { epoch_of(loader, 0); });
   };
   EXPECT_EQ(failure(8, 0), "[loader] sample 6 could not be loaded: the batch is broken");
-  EXPECT_THAT(failure(4, 0), HasSubstr("a batch of 4 samples could not be loaded, though each of"));
+  EXPECT_EQ(failure(4, 0),
+            "[loader] the batch of 4 samples that begins with sample 0 could not be loaded, though "
+            "each of them can: the batch is broken");
 }
 
 TEST(Loader, WaitsNoLongerThanItsTimeout) {
@@ -354,6 +386,13 @@ struct TorchNumbers : torch::data::datasets::Dataset<TorchNumbers> {
   std::size_t scratch_ = 0;
 };
 
+struct RaggedNumbers : torch::data::datasets::Dataset<RaggedNumbers> {
+  torch::data::Example<> get(std::size_t i) override {
+    return {torch::zeros({static_cast<std::int64_t>(i) + 1}), torch::tensor(0)};
+  }
+  torch::optional<std::size_t> size() const override { return 4; }
+};
+
 struct UnsizedNumbers : TorchNumbers {
   using TorchNumbers::TorchNumbers;
   torch::optional<std::size_t> size() const override { return {}; }
@@ -412,10 +451,17 @@ TEST(Loader, CollateAndTokens) {
   const auto ragged = make_dataset(4, [](std::int64_t i, SampleRandom&) {
     return Example{torch::zeros({i + 1}), torch::tensor(0)};
   });
-  Loader refused = one_of(ragged, 0, 1, {.batch_size = 2, .num_workers = 1});
+  Loader refused = one_of(ragged, 1, 2, {.batch_size = 2, .num_workers = 1});
   EXPECT_THAT(message_of<SampleError>([&] { epoch_of(refused, 0); }),
-              AllOf(HasSubstr("the batch that begins with sample 0 could not be collated"),
-                    HasSubstr("samples 0 and 1 of a batch cannot be stacked: their data differ")));
+              AllOf(HasSubstr("the batch that begins with sample 1 could not be collated"),
+                    HasSubstr("samples 1 and 3 of the dataset cannot be stacked: their data "
+                              "differ ([2] Float and [4] Float)")));
+  Loader of_torch = one_of(make_dataset(RaggedNumbers()), 1, 2, {.batch_size = 2});
+  EXPECT_THAT(message_of<SampleError>([&] { epoch_of(of_torch, 0); }),
+              HasSubstr("samples 1 and 3 of the dataset cannot be stacked"));
+  EXPECT_THAT(message_of<UsageError>(
+                  [] { stack({Example{torch::zeros({1}), {}}, Example{torch::zeros({2}), {}}}); }),
+              HasSubstr("samples 0 and 1 of a batch cannot be stacked"));
   Loader padded =
       one_of(ragged, 0, 1, {.batch_size = 4, .collate = [](std::vector<Example> examples) {
                               Batch batch;
@@ -658,8 +704,8 @@ TEST(Profile, SaysWhereTheTimeGoesAndWhatToDo) {
   EXPECT_GE(profile.wait_p99_ms, 4);
   EXPECT_GE(profile.wait_percent, 50);
   EXPECT_THAT(profile.advice.front(), HasSubstr("set num_workers"));
-  Loader empty = one_of(numbers(0), 0, 1, {});
-  EXPECT_THAT(message_of<UsageError>([&] { profile_loader(empty); }), HasSubstr("no batch"));
+  Loader none = one_of(numbers(1), 1, 2, {.evaluation = true});
+  EXPECT_THAT(message_of<UsageError>([&] { profile_loader(none); }), HasSubstr("no batch"));
   EXPECT_THAT(message_of<UsageError>([&] { profile_loader(loader, {.batches = 0}); }),
               HasSubstr("a profile of 0 batches"));
 }

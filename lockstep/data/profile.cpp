@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::data {
@@ -75,8 +76,10 @@ std::vector<std::string> loader_advice(const LoaderFigures& f) {
 LoaderProfile profile_loader(Loader& loader, const ProfileOptions& options) {
   if (options.batches < 1)
     throw UsageError("loader", "a profile of {} batches says nothing.", options.batches);
-  if (loader.batches_per_epoch() == 0)
-    throw UsageError("loader", "this loader has no batch to profile.");
+  if (loader.batches_left(options.epoch + 1) == 0)
+    throw UsageError("loader",
+                     "this rank has no batch to profile: with evaluation, more ranks than samples "
+                     "leave some without. Profile rank 0, or use fewer ranks.");
   LoaderProfile profile;
   double step_seconds = 0;
   auto start = Clock::now();
@@ -87,11 +90,11 @@ LoaderProfile profile_loader(Loader& loader, const ProfileOptions& options) {
       if (profile.batches.size() == 1) start = Clock::now();
       const auto began = Clock::now();
       if (options.step) options.step(batch);
-      step_seconds += std::chrono::duration<double>(Clock::now() - began).count();
+      step_seconds += seconds_since(began);
       if (profile.batches.size() == wanted) break;
     }
   }
-  profile.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  profile.seconds = seconds_since(start);
   const std::vector<BatchTiming> later(profile.batches.begin() + (wanted > 1 ? 1 : 0),
                                        profile.batches.end());
   std::vector<double> waits;

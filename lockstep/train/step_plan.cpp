@@ -34,12 +34,7 @@ bool every(std::int64_t steps, std::int64_t step) {
 
 StepPlan plan_steps(const TrainingArguments& arguments, std::int64_t batches_per_epoch,
                     std::int64_t accumulation) {
-  if (batches_per_epoch < 1) {
-    throw UsageError("trainer",
-                     "an epoch holds no batch. The dataset is empty, or smaller than one batch of "
-                     "every rank while dataloader_drop_last is true. Use a smaller batch or fewer "
-                     "ranks.");
-  }
+  LOCKSTEP_ASSERT(batches_per_epoch > 0);  // a loader has one
   StepPlan plan;
   plan.steps_per_epoch = (batches_per_epoch + accumulation - 1) / accumulation;
   if (arguments.max_steps > 0) {

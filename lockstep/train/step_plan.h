@@ -27,7 +27,6 @@ struct StepPlan {
   std::int64_t warmup_steps = 0;
 };
 
-// Throws UsageError when an epoch holds no batch.
 StepPlan plan_steps(const TrainingArguments& arguments, std::int64_t batches_per_epoch,
                     std::int64_t accumulation);
 

@@ -57,11 +57,6 @@ TEST(StepPlan, MaxStepsWinsAndRatiosAreRoundedUp) {
   EXPECT_EQ(plan.warmup_steps, 2);
 }
 
-TEST(StepPlan, AnEpochWithoutABatchIsRefused) {
-  const auto message = io::message_of<UsageError>([] { plan_steps(TrainingArguments{}, 0, 1); });
-  EXPECT_THAT(message, HasSubstr("[trainer] an epoch holds no batch."));
-}
-
 // The products of values that are right by themselves, and what a checkpoint says, are not cast
 // unseen.
 TEST(StepPlan, MoreStepsThanARunCanTakeAreRefused) {

@@ -65,15 +65,17 @@ TEST(Best, IsNeverAValueThatIsNotFinite) {
 TEST(Evaluation, ThatIsAskedForAndImpossibleIsRefused) {
   io::TemporaryDirectory dir;
   auto a = arguments(dir.path());
-  const auto refusal = [&] {
-    Trainer trainer(World{}, task_for(network(), dataset(8, 1)), a);
+  const auto refusal = [&](data::DatasetPtr eval_data = nullptr) {
+    Trainer trainer(World{}, task_for(network(), dataset(8, 1), std::move(eval_data)), a);
     return io::message_of<UsageError>([&] { trainer.train(); });
   };
   a.eval_on_start = true;
   EXPECT_THAT(refusal(), HasSubstr("[trainer] eval_on_start asks for evaluations, and the task has "
-                                   "no eval_data. Set it (in a training file: data.eval_bytes"));
+                                   "no eval_data, or an empty one. Set it (in a training file: "
+                                   "data.eval_bytes"));
   a.eval_strategy = Interval::kEpoch;
   EXPECT_THAT(refusal(), AllOf(HasSubstr("eval_strategy asks"), HasSubstr("eval_strategy: no.")));
+  EXPECT_THAT(refusal(dataset(0, 1)), HasSubstr("eval_strategy asks for evaluations"));
   EXPECT_THAT(steps_in(dir.path()), ElementsAre());
 }
 

@@ -500,6 +500,15 @@ TEST(Trainer, RefusesATaskThatCannotBeTrained) {
   Trainer trainer(World{}, none, arguments(dir.path()));
   EXPECT_THAT(io::message_of<UsageError>([&] { trainer.train(); }),
               HasSubstr("the task has no train_data"));
+  Trainer empty(World{}, task_for(network(), dataset(0, 1)), arguments(dir.path()));
+  EXPECT_THAT(io::message_of<UsageError>([&] { empty.train(); }),
+              HasSubstr("[loader] there is nothing to load: the dataset has no samples"));
+  TrainingArguments drops = arguments(dir.path());
+  drops.dataloader_drop_last = true;
+  Trainer few(World{}, task_for(network(), dataset(3, 1)), drops);
+  EXPECT_THAT(io::message_of<UsageError>([&] { few.train(); }),
+              HasSubstr("3 samples over 1 rank are 3 per rank, fewer than batch_size 4, and "
+                        "drop_last skips incomplete batches"));
   TrainerTask blind = task_for(network(), dataset(8, 1));
   Trainer other(World{}, blind, arguments(dir.path()));
   EXPECT_THAT(io::message_of<UsageError>([&] { other.evaluate(); }),
