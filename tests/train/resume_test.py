@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 import subprocess
 import unittest
 
@@ -101,13 +102,36 @@ class Resume(TrainCase):
         self.assertEqual(done.returncode, 1)
         self.assertIn(f"scaler: only in {one}\n", done.stdout)
 
+    def test_diff_counts_the_tensors_of_both(self):
+        folders = self.place / "one", self.place / "other"
+        for folder, tensors in zip(folders, ({"mine": 1, "same": 2, "moved": 3},
+                                             {"same": 2, "moved": 3.5, "theirs": 4, "too": 5})):
+            header, data = {}, b""
+            for name, value in tensors.items():
+                header[name] = {"dtype": "F32", "shape": [1],
+                                "data_offsets": [len(data), len(data) + 4]}
+                data += struct.pack("<f", value)
+            text = json.dumps(header).encode()
+            folder.mkdir()
+            (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+        for one, other in (folders, folders[::-1]):
+            done = subprocess.run([LOCKSTEP, "checkpoint", "diff", one, other], text=True,
+                                  capture_output=True, timeout=BOUND_S, check=False)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertEqual(set(done.stdout.splitlines()), {
+                f"model: mine only in {folders[0]}", "model: moved differs by at most 0.5",
+                f"model: theirs only in {folders[1]}", f"model: too only in {folders[1]}",
+                "model: 4 of 5 tensors differ"})
+
     def test_three_ranks(self):
         self.check_exact(3)
 
     def test_another_number_of_ranks_is_reported(self):
         output = self.place / "out"
-        self.train(2, output, "--max_steps", 5)
+        done = self.train(2, output, "--max_steps", 5)
+        self.assertRegex(done.stdout, r"trained 5 steps, mean loss \d+\.\d{4}; ")
         done = self.train(1, output, "--resume", "auto", "--max_steps", 8)
+        self.assertRegex(done.stdout, r"trained 8 steps, mean loss since step 5 \d+\.\d{4}; ")
         self.assertIn("the checkpoint was made with 2 ranks x batch 4 x accumulation 3, now 1 x 4 "
                       "x 3: the samples come in the same order", done.stderr)
         self.assertIn("the effective batch is 12 instead of 24", done.stderr)
