@@ -286,7 +286,8 @@ ModelStep::ModelStep(const ModelSettings& settings, World world)
                      DdpOptions{.force_reducer = settings.force_reducer});
     optimizer_ = std::make_unique<optim::ReplicatedOptimizer>(*wrapped_, options);
   } else {
-    optimizer_ = std::make_unique<optim::ReplicatedOptimizer>(optim::named(*net_.module), options);
+    optimizer_ = std::make_unique<optim::ReplicatedOptimizer>(
+        optim::NamedParameters(net_.module->named_parameters().pairs()), options);
   }
   if (settings.mode != "captured") return;
   captured_ = std::make_unique<CapturedStep>(
