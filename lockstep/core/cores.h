@@ -7,16 +7,11 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <vector>
 
-namespace lockstep {
+#include "lockstep/core/host_files.h"  // IWYU pragma: export
 
-// Where the kernel's files are; tests put a made-up machine elsewhere.
-struct HostFiles {
-  std::string proc = "/proc";
-  std::string sys = "/sys";
-};
+namespace lockstep {
 
 // The CPUs this process may run on (sched_getaffinity), ascending.
 std::vector<int> allowed_cpus();
