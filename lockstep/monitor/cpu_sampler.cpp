@@ -1,0 +1,242 @@
+#include "lockstep/monitor/cpu_sampler.h"
+
+#include <dirent.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/core/cgroup.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/pages.h"
+
+namespace lockstep::monitor {
+namespace {
+
+using Count = std::optional<std::uint64_t>;
+
+// "" for a file that is not there: processes end and groups vanish while they are read.
+std::string text_of(const std::string& path) {
+  try {
+    return read_file(path, 16u << 20);
+  } catch (const Error&) {
+    return "";
+  }
+}
+
+std::string_view trimmed(std::string_view text) {
+  const std::size_t begin = text.find_first_not_of(" \t");
+  return begin == std::string_view::npos ? std::string_view{} : text.substr(begin);
+}
+
+// The number that the text begins with. "max" is none.
+Count number_in(std::string_view text) {
+  text = trimmed(text);
+  std::uint64_t value = 0;
+  if (std::from_chars(text.data(), text.data() + text.size(), value).ec != std::errc())
+    return std::nullopt;
+  return value;
+}
+
+// The rest of the line "key value" or "key: value".
+std::string_view field(std::string_view text, std::string_view key) {
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    const std::string_view line = text.substr(begin, end - begin);
+    const bool here = line.size() > key.size() && line.substr(0, key.size()) == key;
+    if (here && (line[key.size()] == ':' || line[key.size()] == ' '))
+      return trimmed(line.substr(key.size() + 1));
+    begin = end + 1;
+  }
+  return {};
+}
+
+Count count_of(std::string_view text, std::string_view key) {
+  return number_in(field(text, key));
+}
+
+Count number_of(const std::string& path) {
+  return number_in(text_of(path));
+}
+
+// ------------------------------------------------------------------ one process
+
+// The fields of /proc/PID/stat from the third on. The second is the name, which may hold anything.
+std::vector<std::string_view> stat_fields(std::string_view text) {
+  std::vector<std::string_view> fields;
+  const std::size_t name_end = text.rfind(')');
+  if (name_end == std::string_view::npos) return fields;
+  for (std::size_t begin = name_end + 1; begin < text.size();) {
+    const std::size_t end = std::min(text.find_first_of(" \n", begin), text.size());
+    if (end > begin) fields.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return fields;
+}
+
+// Numbers of proc_pid_stat(5), which counts from 1 and begins with the pid and the name.
+constexpr std::size_t kState = 3, kMinorFaults = 10, kMajorFaults = 12, kUser = 14, kSystem = 15,
+                      kThreads = 20, kStart = 22, kResident = 24;
+
+// The switches and states of every thread: /proc/PID/status has those of the main thread alone.
+void add_threads(const std::string& folder, ProcessSample& sample) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> tasks(::opendir((folder + "/task").c_str()),
+                                                  &::closedir);
+  if (!tasks) return;
+  while (const dirent* entry = ::readdir(tasks.get())) {
+    if (std::isdigit(static_cast<unsigned char>(entry->d_name[0])) == 0) continue;
+    const std::string text = text_of(folder + "/task/" + entry->d_name + "/status");
+    sample.voluntary_switches += count_of(text, "voluntary_ctxt_switches").value_or(0);
+    sample.involuntary_switches += count_of(text, "nonvoluntary_ctxt_switches").value_or(0);
+    const std::string_view state = field(text, "State");
+    sample.threads_running += state.substr(0, 1) == "R" ? 1 : 0;
+    sample.threads_blocked += state.substr(0, 1) == "D" ? 1 : 0;
+  }
+}
+
+double per_second(std::uint64_t before, std::uint64_t after, double seconds) {
+  // The switches of a thread that has ended are no longer counted.
+  return after > before ? static_cast<double>(after - before) / seconds : 0;
+}
+
+std::optional<double> per_second(const Count& before, const Count& after, double seconds) {
+  if (!before || !after) return std::nullopt;
+  return per_second(*before, *after, seconds);
+}
+
+// ------------------------------------------------------------------ control groups
+
+Count memory_limit_in(const CgroupDirectory& group) {
+  const Count limit =
+      number_of(group.path + (group.unified ? "/memory.max" : "/memory.limit_in_bytes"));
+  // Version 1 says "none" with a number near the end of the address space.
+  if (limit && *limit > (std::uint64_t{1} << 60)) return std::nullopt;
+  return limit;
+}
+
+// The group with the smallest limit; without one the first that has the controller's counters.
+template <typename Limit>
+const CgroupDirectory* binding_group(const std::vector<CgroupDirectory>& groups, Limit limit_in,
+                                     const char* version1, const char* version2) {
+  const CgroupDirectory* binding = nullptr;
+  decltype(limit_in(groups[0])) smallest;
+  for (const CgroupDirectory& group : groups) {
+    const auto limit = limit_in(group);
+    if (limit && (!smallest || *limit < *smallest)) {
+      smallest = limit;
+      binding = &group;
+    }
+  }
+  if (binding != nullptr) return binding;
+  for (const CgroupDirectory& group : groups) {
+    if (!text_of(group.path + (group.unified ? version2 : version1)).empty()) return &group;
+  }
+  return nullptr;
+}
+
+void add_cpu(const CgroupDirectory& group, CgroupSample& sample) {
+  sample.cpu_limit_cores = cpu_quota_cores(group);
+  const std::string stat = text_of(group.path + "/cpu.stat");
+  sample.periods = count_of(stat, "nr_periods");
+  sample.throttled_periods = count_of(stat, "nr_throttled");
+  if (const Count us = count_of(stat, "throttled_usec"); us && group.unified)
+    sample.throttled_s = static_cast<double>(*us) / 1e6;
+  if (const Count ns = count_of(stat, "throttled_time"); ns && !group.unified)
+    sample.throttled_s = static_cast<double>(*ns) / 1e9;
+}
+
+void add_memory(const CgroupDirectory& group, CgroupSample& sample) {
+  sample.memory_limit_bytes = memory_limit_in(group);
+  sample.memory_used_bytes =
+      number_of(group.path + (group.unified ? "/memory.current" : "/memory.usage_in_bytes"));
+  const std::string stat = text_of(group.path + "/memory.stat");
+  const std::string prefix = group.unified ? "" : "total_";
+  const Count inactive = count_of(stat, prefix + "inactive_file");
+  const Count active = count_of(stat, prefix + "active_file");
+  if (inactive || active) sample.memory_cache_bytes = inactive.value_or(0) + active.value_or(0);
+}
+
+}  // namespace
+
+std::optional<ProcessSample> read_process(pid_t pid, const HostFiles& files) {
+  const std::string folder = files.proc + "/" + std::to_string(pid);
+  ProcessSample sample{.pid = pid, .time = std::chrono::steady_clock::now()};
+  const std::string stat = text_of(folder + "/stat");
+  const auto fields = stat_fields(stat);
+  if (fields.size() <= kResident - 3) return std::nullopt;
+  const auto number = [&](std::size_t which) { return number_in(fields[which - 3]).value_or(0); };
+  const double tick_s = 1.0 / static_cast<double>(::sysconf(_SC_CLK_TCK));
+  sample.state = fields[kState - 3].front();
+  sample.minor_faults = number(kMinorFaults);
+  sample.major_faults = number(kMajorFaults);
+  sample.user_s = static_cast<double>(number(kUser)) * tick_s;
+  sample.system_s = static_cast<double>(number(kSystem)) * tick_s;
+  sample.threads = static_cast<int>(number(kThreads));
+  sample.start_ticks = number(kStart);
+  sample.resident_bytes = number(kResident) * page_bytes();
+  add_threads(folder, sample);
+  const std::string io = text_of(folder + "/io");
+  sample.read_chars = count_of(io, "rchar");
+  sample.written_chars = count_of(io, "wchar");
+  sample.read_bytes = count_of(io, "read_bytes");
+  sample.written_bytes = count_of(io, "write_bytes");
+  return sample;
+}
+
+std::optional<ProcessRates> rates(const ProcessSample& before, const ProcessSample& after) {
+  const double seconds = std::chrono::duration<double>(after.time - before.time).count();
+  if (before.pid != after.pid || before.start_ticks != after.start_ticks || seconds <= 0)
+    return std::nullopt;
+  ProcessRates result{.seconds = seconds};
+  result.user_cores = (after.user_s - before.user_s) / seconds;
+  result.system_cores = (after.system_s - before.system_s) / seconds;
+  result.cores = result.user_cores + result.system_cores;
+  const auto rate = [&](auto member) { return per_second(before.*member, after.*member, seconds); };
+  result.minor_faults_per_s = rate(&ProcessSample::minor_faults);
+  result.major_faults_per_s = rate(&ProcessSample::major_faults);
+  result.voluntary_switches_per_s = rate(&ProcessSample::voluntary_switches);
+  result.involuntary_switches_per_s = rate(&ProcessSample::involuntary_switches);
+  result.read_chars_per_s = rate(&ProcessSample::read_chars);
+  result.written_chars_per_s = rate(&ProcessSample::written_chars);
+  result.read_bytes_per_s = rate(&ProcessSample::read_bytes);
+  result.written_bytes_per_s = rate(&ProcessSample::written_bytes);
+  return result;
+}
+
+CgroupSample read_cgroup(pid_t pid, const HostFiles& files) {
+  CgroupSample sample;
+  const auto cpu = cgroup_directories("cpu", files, pid);
+  if (const auto* group = binding_group(cpu, cpu_quota_cores, "/cpu.stat", "/cpu.stat"))
+    add_cpu(*group, sample);
+  const auto memory = cgroup_directories("memory", files, pid);
+  if (const auto* group =
+          binding_group(memory, memory_limit_in, "/memory.usage_in_bytes", "/memory.current"))
+    add_memory(*group, sample);
+  return sample;
+}
+
+HostSample read_host(const HostFiles& files) {
+  HostSample sample;
+  const std::string load = text_of(files.proc + "/loadavg");
+  char* end = nullptr;
+  sample.load_1m = std::strtod(load.c_str(), &end);
+  sample.load_5m = std::strtod(end, &end);
+  sample.load_15m = std::strtod(end, nullptr);
+  const std::string stat = text_of(files.proc + "/stat");
+  for (std::size_t at = stat.find("\ncpu"); at != std::string::npos;
+       at = stat.find("\ncpu", at + 1))
+    ++sample.cores;
+  const std::string memory = text_of(files.proc + "/meminfo");
+  sample.memory_total_bytes = count_of(memory, "MemTotal").value_or(0) * 1024;
+  sample.memory_available_bytes = count_of(memory, "MemAvailable").value_or(0) * 1024;
+  return sample;
+}
+
+}  // namespace lockstep::monitor

@@ -1,0 +1,94 @@
+// What a process, its control group and the host do, from /proc and cgroup v1 or v2. The process
+// need not be ours: a rank in any language is sampled from outside, by its pid.
+//
+// Counters grow from the start of the process; rates() makes figures per second of two samples.
+//
+//   const auto before = read_process(pid);
+//   ... a second later ...
+//   const auto now = read_process(pid);
+//   if (before && now) use(rates(*before, *now));      // nothing when the pid is another process
+//
+// Free functions without state; any thread may call them. Reading costs some 10 us a thread of the
+// process.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+
+#include "lockstep/core/host_files.h"
+
+namespace lockstep::monitor {
+
+struct ProcessSample {
+  pid_t pid = 0;
+  std::chrono::steady_clock::time_point time{};
+  std::uint64_t start_ticks = 0;  // after boot; another value is another process
+  // Of its main thread: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
+  char state = '?';
+  double user_s = 0;
+  double system_s = 0;
+  std::uint64_t resident_bytes = 0;
+  std::uint64_t minor_faults = 0;
+  std::uint64_t major_faults = 0;
+  int threads = 0;
+  int threads_running = 0;
+  int threads_blocked = 0;  // in state D
+  // Of the threads that are there.
+  std::uint64_t voluntary_switches = 0;
+  std::uint64_t involuntary_switches = 0;
+  // What read() and write() moved, and what of it came from and went to a device. Empty where the
+  // kernel does not count, or the process is another user's.
+  std::optional<std::uint64_t> read_chars{};
+  std::optional<std::uint64_t> written_chars{};
+  std::optional<std::uint64_t> read_bytes{};
+  std::optional<std::uint64_t> written_bytes{};
+};
+
+// Nothing when there is no such process.
+std::optional<ProcessSample> read_process(pid_t pid, const HostFiles& files = {});
+
+struct ProcessRates {
+  double seconds = 0;  // between the samples
+  double cores = 0;    // 1.5: one and a half cores busy
+  double user_cores = 0;
+  double system_cores = 0;
+  double minor_faults_per_s = 0;
+  double major_faults_per_s = 0;
+  double voluntary_switches_per_s = 0;
+  double involuntary_switches_per_s = 0;
+  std::optional<double> read_chars_per_s{};
+  std::optional<double> written_chars_per_s{};
+  std::optional<double> read_bytes_per_s{};
+  std::optional<double> written_bytes_per_s{};
+};
+
+// Nothing when they are of different processes, or no time lies between them.
+std::optional<ProcessRates> rates(const ProcessSample& before, const ProcessSample& after);
+
+// Of the groups that a process is in, the one that limits most: its own or one above it. Without a
+// limit the counters are those of its own group.
+struct CgroupSample {
+  std::optional<double> cpu_limit_cores{};
+  std::optional<std::uint64_t> periods{};
+  std::optional<std::uint64_t> throttled_periods{};
+  std::optional<double> throttled_s{};  // summed over its CPUs
+  std::optional<std::uint64_t> memory_limit_bytes{};
+  std::optional<std::uint64_t> memory_used_bytes{};
+  std::optional<std::uint64_t> memory_cache_bytes{};  // part of it that the kernel can take back
+};
+CgroupSample read_cgroup(pid_t pid, const HostFiles& files = {});
+
+struct HostSample {
+  double load_1m = 0;
+  double load_5m = 0;
+  double load_15m = 0;
+  int cores = 0;  // online
+  std::uint64_t memory_total_bytes = 0;
+  std::uint64_t memory_available_bytes = 0;
+};
+HostSample read_host(const HostFiles& files = {});
+
+}  // namespace lockstep::monitor
