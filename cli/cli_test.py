@@ -207,6 +207,36 @@ class Env(unittest.TestCase):
         shared = self.fake_gpus(**four, LOCKSTEP_SHARE_DEVICE="1")
         self.assertEqual(shared["device"]["name"], "cuda:1")
 
+    def test_gpus_are_listed_with_what_they_do(self):
+        fake = os.path.join(os.path.dirname(os.environ["LOCKSTEP_BIN"]), "lib", "fake_nvml_new",
+                            "libnvidia-ml.so.1")
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as script:
+            script.write("devices 2\n0 name Fake H200\n0 pci 00000000:1A:00.0\n0 utilisation 97\n"
+                         "0 used 33554432000\n0 total 85899345920\n0 power 412000\n"
+                         "0 temperature 61\n0 processes 17:1024\n1 name Fake H200\n"
+                         "1 pci 00000000:2A:00.0\n1 utilisation lost\n")
+            script.flush()
+            variables = dict(LOCKSTEP_NVML=fake, FAKE_NVML_SCRIPT=script.name)
+            text = lockstep("env", **variables).stdout
+            found = json.loads(lockstep("env", "--json", **variables).stdout)["nvml"]
+        self.assertIn("\n  GPU 0     Fake H200 at 0000:1a:00.0: 97 %, 31.2 of 80.0 GiB, 412 W, "
+                      "61 C\n", text)
+        self.assertIn("\n  GPU 1     Fake H200 at 0000:2a:00.0: GPU is lost", text)
+        self.assertEqual(found["driver_version"], "999.1")
+        first, second = found["devices"]
+        self.assertEqual((first["utilisation_percent"], first["memory_used_bytes"],
+                          first["power_w"], first["sm_clock_mhz"]), (97, 33554432000, 412.0, None))
+        self.assertEqual(first["processes"], [{"pid": 17, "memory_bytes": 1024}])
+        self.assertIn("GPU is lost", second["problem"])
+        self.assertIsNone(second["utilisation_percent"])
+
+    def test_without_nvml_nothing_is_listed(self):
+        variables = dict(LOCKSTEP_NVML="/nowhere/libnvidia-ml.so.1")
+        self.assertNotIn("NVML", lockstep("env", **variables).stdout.split("variables")[0])
+        found = json.loads(lockstep("env", "--json", **variables).stdout)["nvml"]
+        self.assertEqual(found["devices"], [])
+        self.assertIn("is not there", found["problem"])
+
     def test_idle_gpus_are_warned_about(self):
         warnings = " ".join(self.fake_gpus()["warnings"])
         self.assertIn("2 GPUs are visible but there is one rank: the others stay idle. Use "

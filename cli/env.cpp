@@ -17,6 +17,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/spelling.h"
 #include "lockstep/launch/host.h"
+#include "lockstep/monitor/gpu_sampler.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/this_host.h"
 #include "lockstep/version.h"
@@ -27,9 +28,12 @@ namespace {
 constexpr const char* kHelp =
     "usage: lockstep env [--json]\n\n"
     "Prints who this process would be as a rank (and which launcher says so), which device and\n"
-    "backend a program would choose and why, and the environment variables that are set.\n"
+    "backend a program would choose and why, what each GPU of the host does (utilisation, memory,\n"
+    "power, temperature, clock), and the environment variables that are set.\n"
     "Under a launcher each rank prints its own: lockstep run --nproc-per-node=2 lockstep env\n\n"
     "  --json    the same as one line of JSON, with the variables that are not set\n";
+
+constexpr std::chrono::seconds kDriverWait{10};  // without its daemon a driver starts in seconds
 
 struct Choice {
   std::string name;
@@ -41,6 +45,7 @@ struct Findings {
   std::optional<RankEnv> identity;
   std::string problem;  // why there is no identity, or why the world would refuse to start
   launch::Gpus gpus;
+  monitor::GpuSnapshot nvml;
   Choice device;
   Choice backend;
   int cores = 0;
@@ -91,7 +96,8 @@ void warn(Findings& found) {
 
 Findings gather() {
   Findings found;
-  found.gpus = launch::find_gpus();
+  found.gpus = launch::find_gpus();  // forks, and so comes before the sampler's thread
+  const monitor::GpuSampler sampler;
   found.cores = allowed_cores();
   found.cpus = launch::cpu_list_text(allowed_cpus());
   found.quota = cgroup_quota_cores();
@@ -103,6 +109,8 @@ Findings gather() {
     found.problem = error.what();
   }
   warn(found);
+  sampler.wait_for_samples(1, kDriverWait);
+  found.nvml = sampler.snapshot();
   return found;
 }
 
@@ -139,6 +147,22 @@ std::string row(const char* name, const std::string& text) {
   return fmt::format("{:<12}{}\n", name, text);
 }
 
+// All GPUs of the host by NVML's numbers, whatever CUDA_VISIBLE_DEVICES says.
+std::string nvml_text(const Findings& found) {
+  std::string text;
+  for (const monitor::GpuIdentity& gpu : found.nvml.gpus) {
+    const std::string values =
+        found.nvml.newest
+            ? monitor::reading_text(found.nvml.newest->gpus.at(static_cast<std::size_t>(gpu.index)))
+            : "no sample";
+    text += row(fmt::format("  GPU {}", gpu.index).c_str(),
+                fmt::format("{} at {}: {}", gpu.name, gpu.pci_bus_id, values));
+  }
+  if (!found.nvml.problem.empty() && (found.gpus.count > 0 || !found.nvml.gpus.empty()))
+    text += row("  NVML", found.nvml.problem);
+  return text;
+}
+
 std::string facts_text(const Findings& found) {
   std::string text;
   if (found.identity) {
@@ -154,6 +178,7 @@ std::string facts_text(const Findings& found) {
   }
   text += row("gpus", found.gpus.count > 0 ? std::to_string(found.gpus.count)
                                            : fmt::format("0 ({})", found.gpus.reason));
+  text += nvml_text(found);
   text += row("cores", fmt::format("{} (affinity {}, cgroup quota {})", found.cores, found.cpus,
                                    found.quota ? fmt::format("{:.2f}", *found.quota) : "none"));
   text +=
@@ -220,6 +245,7 @@ std::string as_json(const Findings& found) {
   }
   out.emplace_back("gpus", map_node({{"count", integer_node(found.gpus.count)},
                                      {"reason", text_node(found.gpus.reason)}}));
+  out.emplace_back("nvml", monitor::gpu_node(found.nvml));
   out.emplace_back("cores", integer_node(found.cores));
   out.emplace_back("warnings", texts_node(found.warnings));
   if (!found.problem.empty()) out.emplace_back("problem", text_node(found.problem));

@@ -10,6 +10,7 @@
 #include "lockstep/data/sampler.h"                    // IWYU pragma: export
 #include "lockstep/data/token_shards.h"               // IWYU pragma: export
 #include "lockstep/memory/cpu_cache.h"                // IWYU pragma: export
+#include "lockstep/monitor/gpu_memory.h"              // IWYU pragma: export
 #include "lockstep/optim/adam.h"                      // IWYU pragma: export
 #include "lockstep/optim/adamw.h"                     // IWYU pragma: export
 #include "lockstep/optim/autocast.h"                  // IWYU pragma: export
