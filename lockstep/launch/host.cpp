@@ -39,6 +39,9 @@ struct Driver {
   int (*device)(int*, int) = nullptr;
   int (*pci)(char*, int, int) = nullptr;
   int (*error_name)(int, const char**) = nullptr;
+  int (*name)(char*, int, int) = nullptr;
+  int (*memory)(std::size_t*, int) = nullptr;
+  int (*attribute)(int*, int, int) = nullptr;
 };
 
 template <typename Function>
@@ -54,7 +57,22 @@ std::string error_text(const Driver& driver, const char* call, int code) {
   return fmt::format("{} failed with {}", call, name);
 }
 
-// One line of text: "<count> <pci address>..." or "! reason".
+// A line "<memory> <multiprocessors> <clock> <major> <minor> <name>"; "" when the driver refuses.
+std::string model_line(const Driver& driver, int device) {
+  constexpr int kAttributes[] = {16, 13, 75, 76};  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ...
+  std::size_t memory = 0;
+  char name[256] = "";
+  if (driver.memory(&memory, device) != 0 || driver.name(name, sizeof name, device) != 0) return "";
+  std::string line = fmt::format("\n{}", memory);
+  for (const int attribute : kAttributes) {
+    int value = 0;
+    if (driver.attribute(&value, attribute, device) != 0) return "";
+    line += fmt::format(" {}", value);
+  }
+  return fmt::format("{} {}", line, name);
+}
+
+// "<count> <pci address>..." and a line for each device's model, or "! reason".
 std::string ask_driver(const std::string& path) {
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return fmt::format("! {} is not there (no NVIDIA driver)", path);
@@ -64,19 +82,25 @@ std::string ask_driver(const std::string& path) {
       !load(library, "cuDeviceGetPCIBusId", driver.pci))
     return fmt::format("! {} is not a CUDA driver", path);
   load(library, "cuGetErrorName", driver.error_name);
+  const bool knows_models = load(library, "cuDeviceGetName", driver.name) &&
+                            load(library, "cuDeviceTotalMem_v2", driver.memory) &&
+                            load(library, "cuDeviceGetAttribute", driver.attribute);
   if (const int code = driver.init(0); code != 0) return "! " + error_text(driver, "cuInit", code);
   int count = 0;
   if (const int code = driver.count(&count); code != 0)
     return "! " + error_text(driver, "cuDeviceGetCount", code);
   if (count == 0) return "! the driver shows no device";
   std::string answer = fmt::format("{}", count);
+  std::string models;
   for (int i = 0; i < count; ++i) {
     int device = 0;
     char address[64] = "";
-    if (driver.device(&device, i) == 0) driver.pci(address, sizeof address, device);
+    const bool known = driver.device(&device, i) == 0;
+    if (known) driver.pci(address, sizeof address, device);
+    if (known && knows_models) models += model_line(driver, device);
     answer += fmt::format(" {}", *address != '\0' ? address : "?");
   }
-  return answer;
+  return answer + models;
 }
 
 // Everything the child wrote until it closed its end; nothing when the deadline came first.
@@ -111,13 +135,26 @@ Gpus parse_answer(const std::string& answer) {
     gpus.reason = answer.size() > 2 ? answer.substr(2) : "the CUDA driver ended the process";
     return gpus;
   }
-  std::istringstream stream(answer);
+  std::istringstream lines(answer);
+  std::string line;
+  std::getline(lines, line);
+  std::istringstream stream(line);
   stream >> gpus.count;
   for (std::string address; stream >> address;) {
     std::transform(address.begin(), address.end(), address.begin(),
                    [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
     gpus.pci_addresses.push_back(address);
   }
+  while (std::getline(lines, line)) {
+    std::istringstream words(line);
+    GpuModel model;
+    words >> model.memory_bytes >> model.multiprocessors >> model.clock_khz >>
+        model.capability_major >> model.capability_minor >> std::ws;
+    std::getline(words, model.name);
+    gpus.models.push_back(std::move(model));
+  }
+  // Of some of them is of no use: which would they be?
+  if (gpus.models.size() != static_cast<std::size_t>(gpus.count)) gpus.models.clear();
   return gpus;
 }
 

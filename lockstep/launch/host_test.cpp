@@ -139,6 +139,20 @@ TEST_F(FakeCuda, CountsDevicesAndTheirPlaces) {
   EXPECT_EQ(gpus.reason, "");
 }
 
+TEST_F(FakeCuda, SaysWhatEachIs) {
+  const Gpus gpus = ask("");
+  ASSERT_EQ(gpus.models.size(), 2u);
+  EXPECT_EQ(gpus.models[1].name, "NVIDIA H100 80GB HBM3");
+  EXPECT_EQ(gpus.models[1].memory_bytes, (std::uint64_t{79} << 30) + 1);
+  EXPECT_EQ(gpus.models[1].multiprocessors, 132);
+  EXPECT_EQ(gpus.models[1].clock_khz, 1'830'000);
+  EXPECT_EQ(gpus.models[1].capability_major, 9);
+  EXPECT_EQ(gpus.models[1].capability_minor, 0);
+  const Gpus partly = ask("one without memory");
+  EXPECT_EQ(partly.count, 2);
+  EXPECT_TRUE(partly.models.empty());
+}
+
 TEST_F(FakeCuda, SaysWhyThereAreNone) {
   EXPECT_EQ(ask("none").count, 0);
   EXPECT_EQ(ask("none").reason, "the driver shows no device");
