@@ -28,6 +28,7 @@ LAYERS = {
     "parallel": ["core", "memory", "comm", "kernels", "optim"],
     "data": ["core", "io", "comm"],
     "models": ["core", "io", "kernels", "nn"],
+    "plan": ["core", "io", "models"],
     "train": ["core", "rendezvous", "io", "comm", "kernels", "nn", "optim", "parallel", "data"],
     "monitor": ["core", "rendezvous", "launch", "io", "comm", "kernels", "optim", "parallel",
                 "data", "train"],
@@ -74,6 +75,7 @@ FOREIGN = {
     "parallel": TORCH,
     "data": TORCH | {"unicode"},
     "models": TORCH,
+    "plan": set(),
     "train": TORCH,
     "monitor": TORCH | {"http"},
     ROOT: TORCH,
@@ -92,7 +94,7 @@ FILE_FOREIGN = {
     "lockstep/io/tensors.cpp": ATEN,
     "lockstep/core/crash_test.cpp": {"json"},
 }
-TORCH_FREE = ("core", "rendezvous", "launch")
+TORCH_FREE = ("core", "rendezvous", "launch", "plan")
 SOURCE_ONLY = {"spdlog", "yaml", "cli11", "http", "openssl", "unicode"}
 # A program that includes lockstep.h must compile without the vendors' headers.
 VENDOR = {"nccl", "gloo", "mpi", "cuda"}

@@ -1,0 +1,409 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "lockstep/core/error.h"
+#include "lockstep/plan/cards.h"
+#include "lockstep/plan/memory.h"
+#include "lockstep/plan/model_shape.h"
+#include "lockstep/plan/strategy.h"
+
+namespace lockstep::plan {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr std::uint64_t kGiB = std::uint64_t{1} << 30;
+
+Model gpt2() {
+  return {.config = models::CausalLmConfig{.model = models::GptConfig{}}, .length = 1024};
+}
+
+Model gpt_1b3() {
+  const models::GptConfig sizes{.n_layer = 24, .n_head = 16, .n_embd = 2048, .n_positions = 2048};
+  return {.config = models::CausalLmConfig{.model = sizes}, .length = 2048};
+}
+
+Model phi3() {
+  const models::LlamaConfig sizes{.vocab_size = 32064,
+                                  .hidden_size = 3072,
+                                  .intermediate_size = 8192,
+                                  .fused_projections = true};
+  return {.config = models::CausalLmConfig{.model = sizes}, .length = 512};
+}
+
+models::LoraConfig lora(std::int64_t r, models::ModuleNames targets) {
+  models::LoraConfig config{.r = r, .lora_alpha = 2.0 * static_cast<double>(r)};
+  config.target_modules = std::move(targets);
+  return config;
+}
+
+template <typename Body>
+std::string refusal(const Body& body) {
+  try {
+    body();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "nothing was refused";
+}
+
+// ---------------------------------------------------------------- parameters and operations
+
+TEST(Parameters, OfGpt2WithItsTiedHead) {
+  const Parameters all = parameters_of(gpt2());
+  EXPECT_EQ(all.trainable, 124'439'808);
+  EXPECT_EQ(all.frozen, 0);
+  // 12 blocks of 12 x 768^2, and the embedding as the head.
+  EXPECT_EQ(all.trainable_matrices, 12 * 12 * 768 * 768 + 50257 * 768);
+  EXPECT_EQ(all.head, 50257 * 768);
+  EXPECT_EQ(all.tensors, 2 + 12 * 12 + 2);
+}
+
+TEST(Parameters, OfPhi3Mini) {
+  const Parameters all = parameters_of(phi3());
+  EXPECT_EQ(all.trainable, 3'821'079'552);
+  EXPECT_EQ(all.head, 32064 * 3072);
+}
+
+TEST(Parameters, OfResNetAndMlp) {
+  const Model resnet{.config = models::ResNetConfig{}, .image_size = 224};
+  EXPECT_EQ(parameters_of(resnet).trainable, 25'557'032);  // torchvision's resnet50
+  const Model mlp{.config = models::MlpConfig{}};
+  EXPECT_EQ(parameters_of(mlp).trainable, 20 * 64 + 64 + 64 * 10 + 10);
+}
+
+TEST(Parameters, OfAdapters) {
+  Model model = phi3();
+  model.lora = lora(16, {"qkv_proj", "o_proj"});
+  // 32 blocks of 16 x (3072 + 9216) and 16 x (3072 + 3072).
+  EXPECT_EQ(parameters_of(model).trainable, 9'437'184);
+  EXPECT_EQ(parameters_of(model).frozen, 3'821'079'552);
+  EXPECT_EQ(parameters_of(model).tensors, 2 * 2 * 32);
+  model.lora = lora(16, models::ModuleNames(models::kAllLinear));
+  EXPECT_EQ(parameters_of(model).trainable, 25'165'824);
+  Model small = gpt2();
+  small.lora = lora(8, {"c_attn"});
+  EXPECT_EQ(parameters_of(small).trainable, 294'912);
+  // The same as the file that checkpoints hold.
+  EXPECT_EQ(models::adapter_bytes(*small.lora, small.tensors()), 4u * 294'912u);
+  small.lora = lora(8, {"c_attn"});
+  small.lora->bias = models::LoraBias::kLoraOnly;
+  EXPECT_EQ(parameters_of(small).trainable, 294'912 + 12 * 2304);
+  small.lora->modules_to_save = {"wpe"};
+  EXPECT_EQ(parameters_of(small).trainable, 294'912 + 12 * 2304 + 1024 * 768);
+  EXPECT_EQ(parameters_of(small).total(), 124'439'808 + 294'912);
+}
+
+TEST(Parameters, AdaptersOfNoLayerAreRefused) {
+  Model model = gpt2();
+  model.lora = lora(8, {"q_proj"});
+  EXPECT_THAT(refusal([&] { parameters_of(model); }), HasSubstr("c_attn"));
+}
+
+TEST(Operations, OfATokenAreThreeForwards) {
+  // 2 for each weight of a product, 4 x layers x width x length for attention.
+  EXPECT_DOUBLE_EQ(forward_flops_per_token(gpt2()),
+                   2.0 * (12 * 12 * 768 * 768 + 50257 * 768) + 4.0 * 12 * 768 * 1024);
+  EXPECT_DOUBLE_EQ(flops_per_token(gpt2()), 854'438'400);
+  // 4.09 G multiply-adds for an image, as torchvision says.
+  const Model resnet{.config = models::ResNetConfig{}, .image_size = 224};
+  EXPECT_NEAR(forward_flops_per_token(resnet), 2 * 4.09e9, 0.01 * 8.18e9);
+}
+
+TEST(Operations, AFrozenWeightNeedsNoGradient) {
+  Model model = phi3();
+  const double attention = 4.0 * 32 * 3072 * 512;
+  const double whole = forward_flops_per_token(model) - attention;
+  model.lora = lora(16, {"qkv_proj", "o_proj"});
+  const double adapters = 2.0 * 9'437'184;
+  EXPECT_DOUBLE_EQ(forward_flops_per_token(model), whole + adapters + attention);
+  EXPECT_DOUBLE_EQ(flops_per_token(model), 2 * whole + 3 * adapters + 3 * attention);
+}
+
+TEST(Gradients, ComeInTheOrderOfBackward) {
+  const auto bytes = gradients_of(gpt2());
+  EXPECT_EQ(bytes.size(), 148u);
+  EXPECT_EQ(bytes.front(), 4 * 768);         // ln_f.bias
+  EXPECT_EQ(bytes.back(), 4 * 50257 * 768);  // wte, tied to the head: the last one ready
+  std::int64_t all = 0;
+  for (const std::int64_t one : bytes) all += one;
+  EXPECT_EQ(all, 4 * 124'439'808);
+  Model model = gpt2();
+  model.lora = lora(8, {"c_attn"});
+  EXPECT_EQ(gradients_of(model).size(), 12u);
+}
+
+// ---------------------------------------------------------------- activations
+
+TEST(ActivationBytes, OfGpt2UnderAutocast) {
+  // A token of a block: two norms' inputs 8C, their copies 4C, queries, keys and values 6C, the
+  // result 2C, before and after the activation 16C; 12 sums of softmax, two pairs of statistics.
+  const std::int64_t block = 36 * 768 + 4 * 12 + 16;
+  const std::int64_t last = 6 * 768;
+  const Activations a = activations_of(gpt2(), {.batch = 4, .half = true});
+  EXPECT_EQ(a.saved, static_cast<std::uint64_t>(4096 * (12 * block + last)));
+  EXPECT_EQ(a.one_block, static_cast<std::uint64_t>(4096 * block));
+  EXPECT_EQ(a.head_forward, std::uint64_t{10} * 50257 * 4096);
+  EXPECT_EQ(a.head_backward, std::uint64_t{12} * 50257 * 4096);
+}
+
+TEST(ActivationBytes, InFloat) {
+  const std::int64_t block = 64 * 768 + 4 * 12 + 16;
+  const Activations a = activations_of(gpt2(), {.batch = 1, .half = false});
+  EXPECT_EQ(a.saved, static_cast<std::uint64_t>(1024 * (12 * block + 8 * 768)));
+}
+
+TEST(ActivationBytes, CheckpointedBlocksSaveTheirInput) {
+  const Activations a = activations_of(gpt2(), {.batch = 1, .half = true, .checkpointing = true});
+  EXPECT_EQ(a.saved, static_cast<std::uint64_t>(1024 * (12 * 4 * 768 + 6 * 768)));
+  EXPECT_EQ(a.one_block, static_cast<std::uint64_t>(1024 * (36 * 768 + 64)));
+}
+
+TEST(ActivationBytes, ChunkedLogitsAreBounded) {
+  const Activations a = activations_of(gpt2(), {.batch = 64, .half = true, .chunked_head = true});
+  const std::uint64_t gradients = 65536ull * 2 * 768 + 4ull * 50257 * 768;
+  EXPECT_EQ(a.head_forward, kChunkBytes + gradients);
+  EXPECT_EQ(a.head_backward, gradients);
+}
+
+TEST(ActivationBytes, OfPhi3WithAdapters) {
+  Model model = phi3();
+  model.lora = lora(16, {"qkv_proj", "o_proj"});
+  // Norms 8C + 8; rotated queries and keys 4C, the fused projection 6C, the result 2C, 32 sums;
+  // gate, up and the activated gate 6I; the adapters' inputs 2C (the result is saved already) and
+  // their middles 2 x 2r.
+  const std::int64_t block = 22 * 3072 + 8 + 4 * 32 + 6 * 8192 + 4 * 16;
+  const Activations a = activations_of(model, {.batch = 1, .half = true});
+  // The first norm saves nothing, the last one as much as the others' halves.
+  EXPECT_EQ(a.saved, static_cast<std::uint64_t>(512 * (32 * block - 4 * 3072 + 4 * 3072)));
+  model.lora->lora_dropout = 0.05;  // masks, and inputs of their own
+  const Activations dropped = activations_of(model, {.batch = 1, .half = true});
+  EXPECT_EQ(dropped.saved - a.saved, static_cast<std::uint64_t>(512 * 32 * (3072 + 3 * 3072)));
+}
+
+// ---------------------------------------------------------------- memory
+
+TEST(MemoryBytes, OfGpt2OnOneGpuPeakAtTheLoss) {
+  const Memory m = memory_of(gpt2(), {.batch = 1, .half = true});
+  EXPECT_EQ(m.parameters, 4u * 124'439'808u);
+  EXPECT_EQ(m.optimizer, 8u * 124'439'808u);
+  EXPECT_EQ(m.copies, 2u * 123'532'032u);
+  EXPECT_EQ(m.gradients, 0u);  // backward has not begun
+  EXPECT_EQ(m.allocated(), 2'703'143'424u);
+}
+
+TEST(MemoryBytes, GradientsStayWithBucketsAndAccumulation) {
+  const MemoryOptions one{.batch = 1, .half = true};
+  const std::uint64_t alone = memory_of(gpt2(), one).allocated();
+  MemoryOptions more = one;
+  more.ranks = 2;
+  EXPECT_EQ(memory_of(gpt2(), more).allocated() - alone, 4u * 124'439'808u);
+  more = one;
+  more.accumulation = 2;
+  EXPECT_EQ(memory_of(gpt2(), more).allocated() - alone, 4u * 124'439'808u);
+}
+
+TEST(MemoryBytes, ASmallBatchOfALargeModelPeaksAtTheEndOfBackward) {
+  const Memory m = memory_of(gpt_1b3(), {.batch = 1, .half = true, .checkpointing = true});
+  EXPECT_EQ(m.gradients, 4u * static_cast<std::uint64_t>(parameters_of(gpt_1b3()).trainable));
+  EXPECT_EQ(m.head, 0u);
+}
+
+TEST(MemoryBytes, AShardedOptimizerDividesItsState) {
+  MemoryOptions options{.batch = 1, .half = true, .ranks = 4, .sharded_optimizer = true};
+  EXPECT_EQ(memory_of(gpt2(), options).optimizer, 2u * 124'439'808u);
+  options.state_copies = 0;  // SGD without momentum
+  EXPECT_EQ(memory_of(gpt2(), options).optimizer, 0u);
+}
+
+TEST(MemoryBytes, AFrozenBaseIsConverted) {
+  Model model = phi3();
+  model.lora = lora(16, {"qkv_proj", "o_proj"});
+  const Memory m = memory_of(model, {.batch = 1, .half = true});
+  // 4 bytes for embedding, norms and adapters, 2 for the frozen matrices.
+  const std::uint64_t matrices = 3'821'079'552ull - 32064 * 3072 - 65 * 3072;
+  EXPECT_EQ(m.parameters, 2 * matrices + 4 * (32064ull * 3072 + 65 * 3072 + 9'437'184));
+  EXPECT_EQ(m.optimizer, 8u * 9'437'184u);
+}
+
+// ---------------------------------------------------------------- cards
+
+TEST(Cards, AreParsed) {
+  const Devices four = parse_devices("4xH100-80GB");
+  EXPECT_EQ(four.count, 4);
+  EXPECT_EQ(four.card.name, "H100-80GB");
+  EXPECT_EQ(parse_devices("h100").card.name, "H100-80GB");
+  EXPECT_EQ(parse_devices("2xRTX 4090").card.memory_bytes, 24'564ull << 20);
+  EXPECT_EQ(parse_devices("8xa100-40gb").card.name, "A100-40GB");
+  EXPECT_TRUE(parse_devices("4xcpu").card.cpu);
+  EXPECT_GE(known_cards().size(), 8u);
+}
+
+TEST(Cards, ThatAreNotKnownAreRefused) {
+  EXPECT_THAT(refusal([] { parse_devices("2xA100"); }),
+              HasSubstr("[plan] A100 comes with several sizes of memory. Write A100-80GB or "
+                        "A100-40GB."));
+  EXPECT_THAT(refusal([] { parse_devices("4xB900"); }), HasSubstr("the card 'B900' is not known."));
+  EXPECT_THAT(refusal([] { parse_devices("4xH100-81GB"); }), HasSubstr("is not known"));
+  EXPECT_THAT(refusal([] { parse_devices("0xH100"); }), HasSubstr("names 0 devices"));
+  EXPECT_THAT(refusal([] { parse_devices("4x"); }), HasSubstr("names no card"));
+  EXPECT_THAT(refusal([] { detected_devices({}, "no driver"); }),
+              HasSubstr("there is no GPU to plan for (no driver)"));
+}
+
+TEST(Cards, ThatWereFoundHaveTheirOwnMemory) {
+  const FoundGpu h100{.name = "NVIDIA H100 80GB HBM3", .memory_bytes = 79 * kGiB};
+  const Devices two = detected_devices({h100, h100});
+  EXPECT_EQ(two.count, 2);
+  EXPECT_EQ(two.card.name, "H100-80GB");
+  EXPECT_EQ(two.card.memory_bytes, 79 * kGiB);
+  const FoundGpu a100{.name = "NVIDIA A100-SXM4-40GB", .memory_bytes = 39 * kGiB};
+  EXPECT_EQ(detected_devices({a100}).card.name, "A100-40GB");
+  // The slowest and smallest of a mixed set.
+  EXPECT_EQ(detected_devices({h100, a100}).card.name, "A100-40GB");
+  EXPECT_EQ(detected_devices({h100, a100}).card.memory_bytes, 39 * kGiB);
+}
+
+TEST(Cards, OutsideTheTableAreEstimated) {
+  const FoundGpu other{.name = "NVIDIA Something",
+                       .memory_bytes = 48 * kGiB,
+                       .multiprocessors = 132,
+                       .clock_khz = 1'830'000,
+                       .capability_major = 9};
+  const Card card = detected_devices({other}).card;
+  EXPECT_EQ(card.name, "NVIDIA Something");
+  EXPECT_NEAR(card.flops, 989e12, 0.01 * 989e12);  // that is an H100's
+  EXPECT_NEAR(card.float_flops, 67e12, 0.1 * 67e12);
+}
+
+// ---------------------------------------------------------------- strategies
+
+Card card_of(double gib) {
+  Card card = parse_devices("H100").card;
+  card.memory_bytes = static_cast<std::uint64_t>(gib * kGiB);
+  return card;
+}
+
+TEST(Strategies, AreChosenByFit) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true};
+  t.global_batch = 8;
+  // Weights, copies, gradients and optimizer of 1.3 billion parameters take 24 GB.
+  EXPECT_EQ(choose(t, card_of(80), 1).strategy, Strategy::kSingle);
+  EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kDdp);
+  EXPECT_FALSE(choose(t, card_of(20), 1).fits);
+  const Choice sharded = choose(t, card_of(24), 4);
+  EXPECT_TRUE(sharded.fits);
+  EXPECT_EQ(sharded.strategy, Strategy::kShardedOptimizer);
+  const Choice hybrid = choose(t, card_of(16), 4);
+  EXPECT_TRUE(hybrid.fits);
+  EXPECT_EQ(hybrid.strategy, Strategy::kHybrid);
+  EXPECT_EQ(hybrid.stages, 2);
+  EXPECT_EQ(strategy_text(hybrid.strategy, 4, 2), "DDP of 2 x model split over 2");
+  const Choice split = choose(t, card_of(16), 2);
+  EXPECT_TRUE(split.fits);
+  EXPECT_EQ(split.strategy, Strategy::kSplit);
+}
+
+TEST(Strategies, PreserveTheGlobalBatch) {
+  Training t{.model = gpt2(), .batch = 8, .half = true};
+  t.global_batch = 64;
+  for (const int gpus : {1, 2, 4, 8}) {
+    const Choice c = choose(t, card_of(80), gpus);
+    EXPECT_EQ(c.batch * c.accumulation * gpus, 64) << gpus;
+    EXPECT_EQ(c.batch, 8) << gpus;
+    EXPECT_TRUE(c.same_global_batch);
+  }
+  const Choice sixteen = choose(t, card_of(80), 16);
+  EXPECT_EQ(sixteen.batch, 4);
+  EXPECT_EQ(sixteen.accumulation, 1);
+  const Choice three = choose(t, card_of(80), 3);
+  EXPECT_FALSE(three.same_global_batch);
+  EXPECT_EQ(three.global_batch, 63);
+  EXPECT_EQ(three.batch * three.accumulation, 21);
+  EXPECT_EQ(three.batch, 7);
+  EXPECT_THAT(refusal([&] { choose(t, card_of(80), 65); }),
+              HasSubstr("a global batch of 64 samples is less than one for each of 65 GPUs"));
+}
+
+TEST(Strategies, WithoutAGlobalBatchItGrows) {
+  const Training t{.model = gpt2(), .batch = 4, .accumulation = 2, .half = true};
+  EXPECT_EQ(choose(t, card_of(80), 2).global_batch, 16);
+  EXPECT_EQ(choose(t, card_of(80), 4).global_batch, 32);
+}
+
+TEST(Strategies, SmallerMicroBatchesComeFirst) {
+  Training t{.model = gpt2(), .batch = 64, .half = true};
+  t.global_batch = 64;
+  const Choice c = choose(t, card_of(24), 1);
+  EXPECT_TRUE(c.fits);
+  EXPECT_LT(c.batch, 64);
+  EXPECT_EQ(c.batch * c.accumulation, 64);
+  // The next larger one does not fit.
+  MemoryOptions larger{.batch = 2 * c.batch, .accumulation = 2, .half = true};
+  EXPECT_FALSE(fits(memory_of(gpt2(), larger), card_of(24)));
+}
+
+TEST(ChangesToFit, AreOrderedByCost) {
+  Training t{.model = gpt_1b3(), .batch = 8};
+  const std::vector<Change> all = changes(t, card_of(18), 4);
+  ASSERT_GE(all.size(), 3u);
+  EXPECT_EQ(all[0].text, "gradient_checkpointing: true");
+  EXPECT_THAT(all[1].text, HasSubstr("per_device_train_batch_size: 1 with accumulation 8"));
+  EXPECT_EQ(all[2].text, "shard_optimizer: true");
+  for (std::size_t i = 1; i < all.size(); ++i)
+    EXPECT_LE(all[i].together_bytes, all[i - 1].together_bytes) << all[i].text;
+  EXPECT_TRUE(all.back().together_fits);
+  for (std::size_t i = 0; i + 1 < all.size(); ++i) EXPECT_FALSE(all[i].together_fits);
+}
+
+TEST(ChangesToFit, EndWithASplit) {
+  Training t{.model = phi3(), .batch = 1};
+  const std::vector<Change> all = changes(t, card_of(6), 4);
+  std::vector<std::string> texts;
+  for (const Change& change : all) texts.push_back(change.text);
+  // bf16 alone saves next to nothing of 3.8 billion weights and one sample.
+  EXPECT_THAT(texts, ElementsAre("gradient_checkpointing: true", "shard_optimizer: true",
+                                 "bf16: true and lora: {r: 16, target_modules: all-linear}",
+                                 "a model split over 2 GPUs"));
+}
+
+TEST(ChangesToFit, ThatSaveNothingAreNotNamed) {
+  // The weights of this model are nearly all of its memory, and bf16 adds copies of them.
+  const Model mlp{.config = models::MlpConfig{.hidden = 16384, .layers = 4}};
+  const Training t{.model = mlp, .batch = 1};
+  EXPECT_TRUE(changes(t, card_of(6), 1).empty());
+  EXPECT_FALSE(choose(t, card_of(6), 1).fits);
+}
+
+// ---------------------------------------------------------------- time
+
+TEST(StepWork, IsOperationsOverPeakAndAssumption) {
+  Training t{.model = gpt2(), .batch = 64, .half = true};
+  const Card card = parse_devices("H200").card;
+  const auto work = work_of(t, choose(t, card, 1), card, {.utilisation = 0.36});
+  ASSERT_TRUE(work.has_value());
+  // 65536 tokens: 0.157 s, as the H200 needs for it.
+  EXPECT_NEAR(work->compute_s(), 65536 * 854'438'400.0 / (0.36 * 989e12), 1e-9);
+  EXPECT_NEAR(work->backward_s, 2 * work->forward_s, 1e-9);
+  EXPECT_NEAR(work->optimizer_s, 28 * 124'439'808.0 / 4.8e12, 1e-9);
+  // A small batch is bound by the host that launches it.
+  t.batch = 1;
+  EXPECT_NEAR(work_of(t, choose(t, card, 1), card, {})->compute_s(), 16.4e-3, 1e-9);
+}
+
+TEST(StepWork, AMeasurementWins) {
+  const Training t{.model = gpt2(), .batch = 8, .half = true};
+  const Card card = parse_devices("H200").card;
+  const auto work = work_of(t, choose(t, card, 1), card, {.tokens_per_second = 8192});
+  EXPECT_NEAR(work->compute_s(), 1, 1e-12);
+  EXPECT_EQ(work->optimizer_s, 0);
+  const Card cpu = parse_devices("cpu").card;
+  EXPECT_FALSE(work_of(t, choose(t, cpu, 1), cpu, {}).has_value());
+  EXPECT_TRUE(work_of(t, choose(t, cpu, 1), cpu, {.tokens_per_second = 100}).has_value());
+}
+
+}  // namespace
+}  // namespace lockstep::plan

@@ -1,0 +1,198 @@
+// The bytes that lockstep/plan computes beside those that the models allocate on the CPU, where the
+// same operations save the same tensors as on a GPU.
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <mutex>
+#include <unordered_map>
+
+#include "lockstep/models/lora.h"
+#include "lockstep/models/pretrained.h"
+#include "lockstep/optim/autocast.h"
+#include "lockstep/parallel/activation_checkpoint.h"
+#include "lockstep/plan/memory.h"
+
+namespace lockstep::plan {
+namespace {
+
+// Counts what LibTorch allocates for CPU tensors.
+class Counting : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    void* const data = c10::alloc_cpu(bytes);
+    const std::lock_guard lock(mutex_);
+    if (data != nullptr) sizes_[data] = bytes;
+    live_ += bytes;
+    peak_ = std::max(peak_, live_);
+    return {data, data, &Counting::release, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &Counting::release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  std::uint64_t live() {
+    const std::lock_guard lock(mutex_);
+    return live_;
+  }
+  std::uint64_t peak() {
+    const std::lock_guard lock(mutex_);
+    return peak_;
+  }
+  void reset_peak() {
+    const std::lock_guard lock(mutex_);
+    peak_ = live_;
+  }
+  static Counting& instance() {
+    static Counting& counting = *new Counting;  // tensors may outlive main()
+    return counting;
+  }
+
+ private:
+  static void release(void* data) {
+    Counting& self = instance();
+    {
+      const std::lock_guard lock(self.mutex_);
+      if (const auto found = self.sizes_.find(data); found != self.sizes_.end()) {
+        self.live_ -= found->second;
+        self.sizes_.erase(found);
+      }
+    }
+    c10::free_cpu(data);
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<void*, std::size_t> sizes_;
+  std::uint64_t live_ = 0;
+  std::uint64_t peak_ = 0;
+};
+
+struct Case {
+  const char* name;
+  Model model;
+  bool half = false;
+  bool checkpointing = false;
+};
+
+// Dropout is not among them: its mask is a float on CPUs and a byte on GPUs.
+Model gpt(std::int64_t vocabulary) {
+  const models::GptConfig c{
+      .n_layer = 3, .n_head = 4, .n_embd = 128, .vocab_size = vocabulary, .n_positions = 64};
+  return {.config = models::CausalLmConfig{.model = c}, .length = 64};
+}
+
+Model llama(bool fused, bool adapters) {
+  models::LlamaConfig c{.vocab_size = 256,
+                        .hidden_size = 128,
+                        .intermediate_size = 352,
+                        .num_hidden_layers = 3,
+                        .num_attention_heads = 4,
+                        .num_key_value_heads = fused ? 4 : 2,
+                        .max_position_embeddings = 64};
+  c.fused_projections = fused;
+  Model model{.config = models::CausalLmConfig{.model = c}, .length = 64};
+  if (adapters) {
+    model.lora = models::LoraConfig{.r = 8, .lora_alpha = 16};
+    model.lora->target_modules = fused ? models::ModuleNames{"qkv_proj", "o_proj", "down_proj"}
+                                       : models::ModuleNames{"q_proj", "v_proj"};
+  }
+  return model;
+}
+
+constexpr std::int64_t kBatch = 4;
+
+class Activation : public ::testing::TestWithParam<Case> {
+ protected:
+  static void SetUpTestSuite() {
+    c10::SetCPUAllocator(&Counting::instance(), 255);
+    torch::set_num_threads(1);
+  }
+
+  Activation() {
+    const Case& c = GetParam();
+    net_ = models::make_causal_lm(*c.model.causal_lm());
+    if (c.model.lora) {
+      models::add_lora(*net_, *c.model.lora);
+      if (c.half) models::convert_frozen_weights(*net_, at::kBFloat16);
+    }
+    if (c.checkpointing)
+      net_->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
+        return lockstep::checkpoint(std::move(block), std::move(inputs));
+      });
+    net_->train();
+    ids_ = torch::randint(0, 256, {kBatch, c.model.length}, at::kLong);
+    const optim::Autocast autocast(at::kCPU, c.half ? at::kBFloat16 : at::kFloat);
+    net_->hidden_states(ids_);  // makes what is made once: angles
+  }
+
+  void step() {
+    at::Tensor loss;
+    {
+      const optim::Autocast autocast(at::kCPU, GetParam().half ? at::kBFloat16 : at::kFloat);
+      const at::Tensor logits = net_->forward(ids_);
+      loss = models::next_token_loss(logits, ids_);
+    }
+    loss.backward();
+  }
+
+  models::CausalLmPtr net_;
+  at::Tensor ids_;
+};
+
+TEST_P(Activation, SavedByTheBlocksIsAsPlanned) {
+  const Case& c = GetParam();
+  const std::uint64_t before = Counting::instance().live();
+  std::uint64_t measured = 0;
+  {
+    const optim::Autocast autocast(at::kCPU, c.half ? at::kBFloat16 : at::kFloat);
+    const at::Tensor hidden = net_->hidden_states(ids_);
+    measured = Counting::instance().live() - before;
+  }
+  const Parameters p = parameters_of(c.model);
+  const std::uint64_t tokens = static_cast<std::uint64_t>(kBatch * c.model.length);
+  const auto width = static_cast<std::uint64_t>(p.head / c.model.causal_lm()->vocab_size());
+  const ActivationOptions options{
+      .batch = kBatch, .half = c.half, .checkpointing = c.checkpointing};
+  std::uint64_t planned = activations_of(c.model, options).saved;
+  // The head's input is still in float, and not yet copied; weights of the blocks have copies.
+  if (!c.model.lora) planned -= tokens * (c.half ? 2 : 4) * width;
+  planned += tokens * 4 * width;
+  if (c.half && !c.checkpointing)
+    planned += 2 * static_cast<std::uint64_t>(p.trainable_matrices - (c.model.lora ? 0 : p.head));
+  EXPECT_NEAR(static_cast<double>(measured), static_cast<double>(planned), 0.03 * measured)
+      << "planned/measured " << static_cast<double>(planned) / static_cast<double>(measured);
+}
+
+TEST_P(Activation, PeakOfAStepIsAsPlanned) {
+  const Case& c = GetParam();
+  if (c.half) GTEST_SKIP() << "on CPUs autocast computes the loss in bfloat16, on GPUs in float";
+  const std::uint64_t before = Counting::instance().live();
+  Counting::instance().reset_peak();
+  step();
+  const auto measured = static_cast<double>(Counting::instance().peak() - before);
+  const Memory memory = memory_of(
+      c.model,
+      {.batch = kBatch, .half = c.half, .checkpointing = c.checkpointing, .state_copies = 0});
+  const auto planned = static_cast<double>(memory.allocated() - memory.parameters);
+  EXPECT_NEAR(measured, planned, 0.1 * measured) << "planned/measured " << planned / measured;
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Activation,
+                         ::testing::Values(Case{"gpt", gpt(256)},
+                                           Case{"gpt_large_vocabulary", gpt(4096)},
+                                           Case{"gpt_half", gpt(256), true},
+                                           Case{"gpt_checkpointed", gpt(256), false, true},
+                                           Case{"gpt_checkpointed_half", gpt(256), true, true},
+                                           Case{"llama", llama(false, false)},
+                                           Case{"llama_half", llama(false, false), true},
+                                           Case{"phi3", llama(true, false)},
+                                           Case{"phi3_half", llama(true, false), true},
+                                           Case{"phi3_lora", llama(true, true)},
+                                           Case{"phi3_lora_half", llama(true, true), true},
+                                           Case{"llama_lora_half", llama(false, true), true}),
+                         [](const auto& one) { return std::string(one.param.name); });
+
+}  // namespace
+}  // namespace lockstep::plan
