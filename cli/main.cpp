@@ -34,6 +34,8 @@ constexpr Command kCommands[] = {
     {"generate", "continue a text with a trained model", nullptr, "lockstep-train"},
     {"checkpoint", "verify, show, compare and import checkpoints", checkpoint_command},
     {"config", "check training files; show their values and where each comes from", config_command},
+    {"plan", "memory, strategy, step time and scaling of a training file, before it runs",
+     plan_command},
     {"data", "tokenize text files into shards, and inspect them", data_command},
     {"bench", "measure launching, collectives and training against PyTorch", nullptr,
      "lockstep-bench"},

@@ -127,10 +127,11 @@ void check_tokens(DataConfig& data, const TrainingArguments& a) {
   }
 }
 
-void read_instruction_keys(MapReader& keys, DataConfig& data) {
+void read_instruction_keys(MapReader& keys, DataConfig& data, TaskFiles files) {
   data.path = keys.text("path", "");
   data.eval_path = keys.text("eval_path", "");
-  if (const std::string tokenizer = keys.text("tokenizer", ""); !tokenizer.empty()) {
+  const std::string tokenizer = keys.text("tokenizer", "");
+  if (!tokenizer.empty() && (files == TaskFiles::kChecked || !missing(tokenizer))) {
     data.tokenizer = data::Tokenizer::from_file(tokenizer);
     data.tokenizer->text_encoder();  // or says what is missing
   }
@@ -203,7 +204,7 @@ void note_unused_evaluation(const TrainingArguments& a, TaskConfig& task) {
                                          : "eval_path"));
 }
 
-void read_data(const TrainingArguments& a, DataConfig& data, Problems& problems) {
+void read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Problems& problems) {
   const char* fallback = a.dataset_dir ? "tokens" : "bytes";
   const Node node = map_of(a.data, "data", problems);
   MapReader keys(node, "data");
@@ -214,11 +215,11 @@ void read_data(const TrainingArguments& a, DataConfig& data, Problems& problems)
   const bool right = problems.attempt([&] {
     if (data.name == "bytes") read_bytes_keys(keys, data);
     if (data.name == "tokens") read_token_keys(keys, data);
-    if (data.name == "instructions") read_instruction_keys(keys, data);
+    if (data.name == "instructions") read_instruction_keys(keys, data, files);
     if (!has_tokens(data)) read_random_keys(keys, data);
     keys.finish();
   });
-  if (!right) return;
+  if (!right || files == TaskFiles::kUnread) return;
   if (data.name == "instructions") return check_instructions(data, problems);
   try {
     problems.attempt([&] {
@@ -371,7 +372,7 @@ bool read_name(MapReader& keys, TaskConfig& task, Problems& problems) {
   return false;
 }
 
-void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems) {
+void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, Problems& problems) {
   ModelConfig& model = task.model;
   const Node node = map_of(a.model, "model", problems);
   MapReader keys(node, "model");
@@ -399,7 +400,8 @@ void read_model(const TrainingArguments& a, TaskConfig& task, Problems& problems
         "train a gpt.",
         model.name));
   // The weights cannot be checked against an invalid model.
-  if (problems.empty()) problems.attempt([&] { check_weights(task); });
+  if (problems.empty() && files == TaskFiles::kChecked)
+    problems.attempt([&] { check_weights(task); });
 }
 
 // ---------------------------------------------------------------- adapters
@@ -503,13 +505,13 @@ std::uint64_t checkpoint_bytes(const TaskConfig& task) {
   return bytes;
 }
 
-TaskConfig read_task(const TrainingArguments& arguments) {
+TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files) {
   TaskConfig task;
   Problems problems;
-  const bool known = problems.attempt([&] { read_data(arguments, task.data, problems); });
-  if (known) problems.attempt([&] { read_model(arguments, task, problems); });
+  const bool known = problems.attempt([&] { read_data(arguments, files, task.data, problems); });
+  if (known) problems.attempt([&] { read_model(arguments, files, task, problems); });
   if (problems.empty()) problems.attempt([&] { read_lora(arguments, task); });
-  if (problems.empty()) {
+  if (problems.empty() && files == TaskFiles::kChecked) {
     problems.attempt([&] { train::check_evaluation(arguments, task.data.evaluates); });
     problems.attempt([&] { train::check_metric(arguments, kMetrics); });
     note_unused_evaluation(arguments, task);

@@ -110,7 +110,9 @@ struct TaskConfig {
   std::vector<std::string> notes{};  // what is allowed and has no effect
 };
 
-TaskConfig read_task(const TrainingArguments& arguments);
+// kUnread: the data and the weights need not be there; a config.json must be. A plan needs no more.
+enum class TaskFiles { kChecked, kUnread };
+TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files = TaskFiles::kChecked);
 
 // The model as its own module takes it, and its tensors. A resnet's classes are the data's.
 models::GptConfig gpt_config(const ModelConfig& model);

@@ -1,0 +1,521 @@
+// `lockstep plan`: what a training file costs on given GPUs, before a GPU is booked.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <optional>
+#include <sstream>
+
+#include "cli/commands.h"
+#include "cli/plan_training.h"
+#include "cli/task_config.h"
+#include "lockstep/core/cores.h"
+#include "lockstep/core/document.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/launch/accelerate_config.h"
+#include "lockstep/launch/host.h"
+#include "lockstep/plan/cards.h"
+#include "lockstep/plan/scaling.h"
+#include "lockstep/plan/strategy.h"
+#include "lockstep/train/config.h"
+
+namespace lockstep::cli {
+namespace {
+
+constexpr const char* kHelp =
+    "usage: lockstep plan FILE [--gpus 4xH100-80GB | detected | cpu] [--tokens N]\n"
+    "                     [--scale 8,64,512] [--link nvlink+ib400] [--gpus-per-node N]\n"
+    "                     [--mfu SHARE | --tokens-per-second N] [--chunked-head] [--json]\n"
+    "                     [--KEY VALUE ...]\n\n"
+    "What training as FILE says costs: parameters, memory of each GPU, whether it fits, the\n"
+    "strategy, batch and accumulation for 1, 2, 3, 4, ... GPUs, step time and speed-up. Reads\n"
+    "no data and no weights. Ends with 1 when it does not fit, and says what to change.\n\n"
+    "--gpus               cards and how many; without it those of this machine\n"
+    "--tokens N           time to train on so many tokens (50e9)\n"
+    "--scale N,N,...      step time and efficiency on so many GPUs, every one with the same work\n"
+    "--link A[+B]         A inside a node: nvlink or pcie; B between nodes: ib400 (a port of 400\n"
+    "                     Gbit/s for each GPU), ib1600/node, eth25/node; loopback: CPU ranks\n"
+    "--gpus-per-node N    default 8\n"
+    "--mfu SHARE          of the card's peak that training reaches (default 0.4)\n"
+    "--tokens-per-second N   measured on one GPU with this file; wins over --mfu\n"
+    "--chunked-head       the loss never holds all logits (lockstep::nn::linear_cross_entropy)\n"
+    "docs/plan.md says how the figures are made and how far they can be trusted.\n";
+
+constexpr double kGiB = 1u << 30;
+constexpr double kFloor = 0.8;  // below this efficiency a run counts as one that stops scaling
+
+struct Request {
+  std::string file{};
+  Args flags{};
+  std::string gpus{};
+  std::optional<double> tokens{};
+  std::vector<int> scale{};
+  std::string link{};
+  int per_node = 8;
+  plan::Speed speed{};
+  bool chunked_head = false;
+  bool json = false;
+};
+
+double parse_number(const std::string& text, const std::string& flag, double min, double max) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size() || !(value >= min) ||
+      !(value <= max))
+    throw UsageError("plan", "{} needs a number from {} to {}, and got '{}'.", flag, min, max,
+                     text);
+  return value;
+}
+
+std::vector<int> parse_counts(const std::string& text) {
+  std::vector<int> counts;
+  std::istringstream parts(text);
+  for (std::string part; std::getline(parts, part, ',');)
+    counts.push_back(static_cast<int>(env::parse_int(part, "--scale", 1, 1'000'000)));
+  if (counts.empty()) throw UsageError("plan", "--scale needs counts of GPUs: --scale 8,64,512.");
+  return counts;
+}
+
+// Whether it was one of ours.
+bool set_option(Request& request, const std::string& name, const std::string& value) {
+  if (name == "--gpus") {
+    request.gpus = value;
+  } else if (name == "--tokens") {
+    request.tokens = parse_number(value, name, 1, 1e18);
+  } else if (name == "--scale") {
+    request.scale = parse_counts(value);
+  } else if (name == "--link") {
+    request.link = value;
+  } else if (name == "--gpus-per-node") {
+    request.per_node = static_cast<int>(env::parse_int(value, name, 1, 1024));
+  } else if (name == "--mfu") {
+    request.speed.utilisation = parse_number(value, name, 0.001, 1);
+  } else if (name == "--tokens-per-second") {
+    request.speed.tokens_per_second = parse_number(value, name, 1e-3, 1e12);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+bool takes_value(const std::string& name) {
+  Request ignored;
+  try {
+    return set_option(ignored, name, "1");
+  } catch (const UsageError&) {
+    return true;
+  }
+}
+
+Request parse_arguments(const Args& args) {
+  Request request;
+  for (std::size_t i = 0; i < args.size(); ++i) {
+    const std::string& arg = args[i];
+    const std::size_t equals = arg.find('=');
+    const std::string name = arg.substr(0, equals);
+    if (arg == "--json") {
+      request.json = true;
+    } else if (arg == "--chunked-head") {
+      request.chunked_head = true;
+    } else if (takes_value(name)) {
+      if (equals == std::string::npos && i + 1 == args.size())
+        throw UsageError("plan", "{} needs a value. `lockstep plan --help` has examples.", name);
+      set_option(request, name, equals == std::string::npos ? args[++i] : arg.substr(equals + 1));
+    } else if (arg.rfind("--", 0) != 0 && request.flags.empty() && request.file.empty()) {
+      request.file = arg;
+    } else {
+      request.flags.push_back(arg);
+    }
+  }
+  if (request.file.empty())
+    throw UsageError("plan", "which training file? Write lockstep plan FILE.");
+  return request;
+}
+
+// ---------------------------------------------------------------- the machine
+
+plan::Devices find_devices(const launch::Gpus& gpus) {
+  std::vector<plan::FoundGpu> found;
+  for (const launch::GpuModel& gpu : gpus.models)
+    found.push_back({gpu.name, gpu.memory_bytes, gpu.multiprocessors, gpu.clock_khz,
+                     gpu.capability_major, gpu.capability_minor});
+  return plan::detected_devices(
+      found, gpus.count > 0 ? "the driver does not say what they are" : gpus.reason);
+}
+
+std::uint64_t host_memory() {
+  const long pages = ::sysconf(_SC_PHYS_PAGES);
+  const long size = ::sysconf(_SC_PAGESIZE);
+  return pages > 0 && size > 0
+             ? static_cast<std::uint64_t>(pages) * static_cast<std::uint64_t>(size)
+             : 0;
+}
+
+plan::Devices devices_of(const Request& request) {
+  std::string text = request.gpus;
+  if (text.empty() || text == "detected") {
+    const bool cpu = text.empty() && env::get("LOCKSTEP_DEVICE") == "cpu";
+    const launch::Gpus gpus = cpu ? launch::Gpus{} : launch::find_gpus();
+    if (gpus.count > 0 || text == "detected") return find_devices(gpus);
+    text = "cpu";
+  }
+  plan::Devices devices = plan::parse_devices(text);
+  if (devices.card.cpu)
+    devices.card.memory_bytes = host_memory() / static_cast<std::uint64_t>(devices.count);
+  return devices;
+}
+
+plan::Cluster cluster_of(const Request& request, const plan::Card& card) {
+  const char* usual = card.cpu ? "loopback" : card.nvlink > 0 ? "nvlink+ib400" : "pcie+eth100/node";
+  plan::Cluster cluster =
+      plan::parse_link(request.link.empty() ? usual : request.link, card, request.per_node);
+  if (card.cpu) cluster.cores = allowed_cores();
+  return cluster;
+}
+
+// ---------------------------------------------------------------- the plan
+
+struct Row {
+  plan::Choice choice;
+  std::optional<plan::StepTime> step{};
+  double tokens_per_second = 0;
+  double speedup = 0;
+};
+
+struct Report {
+  Request request;
+  plan::Training training;
+  plan::Devices devices;
+  plan::Cluster cluster;
+  plan::Parameters parameters;
+  std::vector<std::string> notes{};
+  std::vector<Row> rows{};
+  std::vector<plan::ScalePoint> points{};
+  double scale_tokens = 0;  // of one rank's step in `points`
+  int stops_at = 0;
+  std::vector<plan::Change> changes{};
+
+  const char* devices_text() const { return devices.card.cpu ? "ranks" : "GPUs"; }
+  std::string strategy(const plan::Choice& choice) const {
+    if (devices.card.cpu && choice.strategy == plan::Strategy::kSingle) return "single rank";
+    return plan::strategy_text(choice.strategy, choice.gpus, choice.stages);
+  }
+  const char* unit() const { return training.model.causal_lm() != nullptr ? "token" : "sample"; }
+};
+
+// 1, 2, 3, 4, then powers of two, and the count itself.
+std::vector<int> counts_up_to(int count) {
+  std::vector<int> counts;
+  for (int n = 1; n < count; n = n < 4 ? n + 1 : 2 * n) counts.push_back(n);
+  counts.push_back(count);
+  return counts;
+}
+
+Row row_of(const Report& report, int gpus) {
+  const plan::Card& card = report.devices.card;
+  Row row{.choice = plan::choose(report.training, card, gpus)};
+  const auto work = plan::work_of(report.training, row.choice, card, report.request.speed);
+  if (!work) return row;
+  row.step = plan::step_time(*work, report.cluster, row.choice.replicas());
+  row.tokens_per_second =
+      static_cast<double>(row.choice.global_batch * report.training.model.length) /
+      row.step->total_s();
+  return row;
+}
+
+void add_rows(Report& report) {
+  for (const int gpus : counts_up_to(report.devices.count)) {
+    if (report.training.global_batch && *report.training.global_batch < gpus) {
+      report.notes.push_back(fmt::format(
+          "the global batch of {} samples has not one for each of {} GPUs: more do not help",
+          *report.training.global_batch, gpus));
+      break;
+    }
+    report.rows.push_back(row_of(report, gpus));
+    Row& row = report.rows.back();
+    if (row.step) row.speedup = row.tokens_per_second / report.rows.front().tokens_per_second;
+    if (!row.choice.same_global_batch)
+      report.notes.push_back(
+          fmt::format("{} GPUs cannot share a global batch of {}: {} is the nearest below", gpus,
+                      *report.training.global_batch, row.choice.global_batch));
+  }
+  if (!report.training.global_batch && report.devices.count > 1)
+    report.notes.push_back(
+        "the global batch grows with the GPUs; global_batch_size (or tokens_per_update) in the "
+        "file holds it");
+}
+
+void add_scale(Report& report) {
+  if (report.request.scale.empty()) return;
+  // Every rank works as in the row of the most GPUs.
+  const plan::Choice& choice = report.rows.back().choice;
+  const auto work =
+      plan::work_of(report.training, choice, report.devices.card, report.request.speed);
+  if (!work)
+    throw UsageError("plan",
+                     "how fast {} computes is not known. Measure, and give --tokens-per-second.",
+                     report.devices.card.name);
+  report.points = plan::scale(*work, report.cluster, report.request.scale);
+  report.stops_at = plan::stops_at(*work, report.cluster, kFloor);
+  report.scale_tokens =
+      static_cast<double>(choice.batch * choice.accumulation * report.training.model.length);
+}
+
+Report make_report(const Request& request) {
+  const train::Config config =
+      train::load_config(request.file, request.flags, launch::launcher_keys());
+  const TaskConfig task = read_task(config.arguments, TaskFiles::kUnread);
+  Report report{.request = request,
+                .training = training_of(config.arguments, task),
+                .devices = devices_of(request),
+                .cluster = {},
+                .parameters = {}};
+  report.training.chunked_head = request.chunked_head;
+  report.cluster = cluster_of(request, report.devices.card);
+  report.parameters = plan::parameters_of(report.training.model);
+  add_rows(report);
+  add_scale(report);
+  if (!report.rows.back().choice.fits)
+    report.changes =
+        plan::changes(report.training, report.devices.card, report.rows.back().choice.gpus);
+  return report;
+}
+
+// ---------------------------------------------------------------- text
+
+std::string gib(std::uint64_t bytes) {
+  return fmt::format("{:.2f}", static_cast<double>(bytes) / kGiB);
+}
+
+std::string duration(double seconds) {
+  if (seconds < 120) return fmt::format("{:.1f} s", seconds);
+  if (seconds < 2 * 3600) return fmt::format("{:.0f} min", seconds / 60);
+  if (seconds < 48 * 3600) return fmt::format("{:.1f} h", seconds / 3600);
+  return fmt::format("{:.1f} days", seconds / 86400);
+}
+
+std::string large(double value) {
+  if (value >= 1e9) return fmt::format("{:.2f} B", value / 1e9);
+  if (value >= 1e6) return fmt::format("{:.1f} M", value / 1e6);
+  return fmt::format("{:.0f}", value);
+}
+
+std::string head_text(const Report& r) {
+  const plan::Training& t = r.training;
+  const plan::Card& card = r.devices.card;
+  const auto total = static_cast<double>(r.parameters.total());
+  std::string text = fmt::format(
+      "model     {} parameters, {} trained; {:.3g} GFLOP a {}\n", large(total),
+      r.parameters.frozen == 0 ? "all" : large(static_cast<double>(r.parameters.trainable)),
+      plan::flops_per_token(t.model) / 1e9, r.unit());
+  text += fmt::format("training  {}{}, gradient checkpointing {}, {}\n",
+                      t.model.length > 1 ? fmt::format("{} tokens a sample, ", t.model.length) : "",
+                      t.half ? "16-bit autocast" : "float32", t.checkpointing ? "on" : "off",
+                      t.chunked_head ? "logits in chunks" : "logits as a whole");
+  text += fmt::format("devices   {} x {}, {} GiB each\n", r.devices.count, card.name,
+                      card.memory_bytes > 0 ? gib(card.memory_bytes) : "unknown");
+  std::string speed = "speed not known: give --tokens-per-second";
+  if (r.request.speed.tokens_per_second)
+    speed =
+        fmt::format("{:.0f} {}s/s measured on one", *r.request.speed.tokens_per_second, r.unit());
+  else if (card.flops > 0)
+    speed = fmt::format("{:.0f} % of {:.0f} TFLOP/s", 100 * r.request.speed.utilisation,
+                        (t.half   ? card.flops
+                         : t.tf32 ? card.flops / 2
+                                  : card.float_flops) /
+                            1e12);
+  return text + fmt::format("assumed   {}; {}\n", speed, r.cluster.text);
+}
+
+std::string rows_text(const Report& r) {
+  const bool timed = r.rows.front().step.has_value();
+  std::string text = fmt::format("\n{:>5}  {:<32}{:>14}{:>8}{:>10}  {:<5}", r.devices_text(),
+                                 "strategy", "batch x accum", "global", "GiB each", "fits");
+  if (timed)
+    text += fmt::format("{:>11}{:>12}{:>10}", "ms/step", r.unit() + std::string("s/s"), "speed-up");
+  if (timed && r.request.tokens)
+    text += fmt::format("{:>18}", large(*r.request.tokens) + " " + r.unit() + "s");
+  text += "\n";
+  for (const Row& row : r.rows) {
+    const plan::Choice& c = row.choice;
+    text += fmt::format("{:>5}  {:<32}{:>14}{:>8}{:>10}  {:<5}", c.gpus, r.strategy(c),
+                        fmt::format("{} x {}", c.batch, c.accumulation), c.global_batch,
+                        gib(c.memory.total()), c.fits ? "yes" : "no");
+    if (row.step)
+      text += fmt::format("{:>11.1f}{:>12.0f}{:>9.2f}x", 1e3 * row.step->total_s(),
+                          row.tokens_per_second, row.speedup);
+    if (row.step && r.request.tokens)
+      text += fmt::format("{:>18}", duration(*r.request.tokens / row.tokens_per_second));
+    text += "\n";
+  }
+  return text;
+}
+
+std::string memory_text(const Report& r) {
+  const plan::Choice& c = r.rows.back().choice;
+  const plan::Memory& m = c.memory;
+  std::string text = fmt::format("\nmemory of a GPU at its peak, {} GPU{}, GiB:\n", c.gpus,
+                                 c.gpus == 1 ? "" : "s");
+  const auto line = [&](const char* name, std::uint64_t bytes) {
+    text += fmt::format("  {:<34}{:>9}\n", name, gib(bytes));
+  };
+  line("parameters", m.parameters);
+  line("16-bit copies of weights", m.copies);
+  line("gradients", m.gradients);
+  line("optimizer state", m.optimizer);
+  line("activations", m.activations);
+  line("logits and their gradients", m.head);
+  line("workspace and fragmentation", m.workspace);
+  line(c.replicas() > 1 ? "CUDA and NCCL" : "CUDA", m.context);
+  line("together", m.total());
+  return text;
+}
+
+std::string scale_text(const Report& r) {
+  if (r.points.empty()) return "";
+  std::string text =
+      fmt::format("\nscaling, {} x {} samples on every GPU, {}:\n", r.rows.back().choice.batch,
+                  r.rows.back().choice.accumulation, r.cluster.text);
+  text += fmt::format("{:>7}{:>11}{:>11}{:>15}{:>11}{:>12}{:>14}\n", "GPUs", "ms/step", "compute",
+                      "communication", "exposed", "efficiency", r.unit() + std::string("s/s"));
+  for (const plan::ScalePoint& p : r.points)
+    text += fmt::format("{:>7}{:>11.1f}{:>11.1f}{:>15.1f}{:>11.1f}{:>11.1f}%{:>14.0f}\n", p.ranks,
+                        1e3 * p.step.total_s(), 1e3 * p.step.compute_s,
+                        1e3 * p.step.communication_s, 1e3 * p.step.exposed_s, 100 * p.efficiency,
+                        r.scale_tokens * p.ranks / p.step.total_s());
+  return text + (r.stops_at > 0 ? fmt::format("efficiency falls below {:.0f} % at {} GPUs\n",
+                                              100 * kFloor, r.stops_at)
+                                : fmt::format("efficiency stays above {:.0f} % up to 65536 GPUs\n",
+                                              100 * kFloor));
+}
+
+std::string changes_text(const Report& r) {
+  if (r.rows.back().choice.fits) return "";
+  std::string text = fmt::format("\nIt does not fit ({} GiB are usable).",
+                                 gib(plan::usable_bytes(r.devices.card)));
+  if (!r.changes.empty())
+    text += fmt::format(" What to change, cheapest first, GiB:\n  {:<58}{:>8}{:>10}  {}\n", "",
+                        "alone", "together", "cost");
+  for (const plan::Change& c : r.changes)
+    text += fmt::format("  {:<58}{:>8}{:>10}{} {}\n", c.text,
+                        gib(c.alone_bytes) + (c.alone_fits ? "*" : " "), gib(c.together_bytes),
+                        c.together_fits ? "*" : " ", c.cost);
+  if (!r.changes.empty() && r.changes.back().together_fits) return text + "  * fits\n";
+  return text + fmt::format("{}Use a card with more memory, more GPUs, or a smaller model.\n",
+                            r.changes.empty() ? " " : "Even together they do not suffice. ");
+}
+
+// ---------------------------------------------------------------- JSON
+
+Node number(std::uint64_t value) {
+  return integer_node(static_cast<std::int64_t>(value));
+}
+
+Node memory_node(const plan::Memory& m) {
+  return map_node({{"parameters", number(m.parameters)},
+                   {"copies", number(m.copies)},
+                   {"gradients", number(m.gradients)},
+                   {"optimizer", number(m.optimizer)},
+                   {"activations", number(m.activations)},
+                   {"logits", number(m.head)},
+                   {"workspace", number(m.workspace)},
+                   {"context", number(m.context)},
+                   {"allocated", number(m.allocated())},
+                   {"total", number(m.total())}});
+}
+
+NodeMembers step_members(const plan::StepTime& step) {
+  return {{"step_s", real_node(step.total_s())},
+          {"compute_s", real_node(step.compute_s)},
+          {"communication_s", real_node(step.communication_s)},
+          {"exposed_s", real_node(step.exposed_s)},
+          {"optimizer_s", real_node(step.optimizer_s)}};
+}
+
+Node row_node(const Report& r, const Row& row) {
+  const plan::Choice& c = row.choice;
+  NodeMembers members{{"gpus", integer_node(c.gpus)},
+                      {"strategy", text_node(r.strategy(c))},
+                      {"replicas", integer_node(c.replicas())},
+                      {"gpus_per_replica", integer_node(c.stages)},
+                      {"per_device_train_batch_size", integer_node(c.batch)},
+                      {"gradient_accumulation_steps", integer_node(c.accumulation)},
+                      {"global_batch", integer_node(c.global_batch)},
+                      {"fits", bool_node(c.fits)},
+                      {"memory_bytes", memory_node(c.memory)}};
+  if (row.step) {
+    for (auto& member : step_members(*row.step)) members.push_back(std::move(member));
+    members.push_back({"tokens_per_second", real_node(row.tokens_per_second)});
+    members.push_back({"speedup", real_node(row.speedup)});
+    if (r.request.tokens)
+      members.push_back({"training_s", real_node(*r.request.tokens / row.tokens_per_second)});
+  }
+  return map_node(std::move(members));
+}
+
+Node report_node(const Report& r) {
+  std::vector<Node> rows, points, changes;
+  for (const Row& row : r.rows) rows.push_back(row_node(r, row));
+  for (const plan::ScalePoint& p : r.points) {
+    NodeMembers members{{"gpus", integer_node(p.ranks)}};
+    for (auto& member : step_members(p.step)) members.push_back(std::move(member));
+    members.push_back({"efficiency", real_node(p.efficiency)});
+    members.push_back(
+        {"tokens_per_second", real_node(r.scale_tokens * p.ranks / p.step.total_s())});
+    points.push_back(map_node(std::move(members)));
+  }
+  for (const plan::Change& c : r.changes)
+    changes.push_back(map_node({{"change", text_node(c.text)},
+                                {"cost", text_node(c.cost)},
+                                {"alone_bytes", number(c.alone_bytes)},
+                                {"alone_fits", bool_node(c.alone_fits)},
+                                {"together_bytes", number(c.together_bytes)},
+                                {"together_fits", bool_node(c.together_fits)}}));
+  const plan::Card& card = r.devices.card;
+  return map_node(
+      {{"parameters", integer_node(r.parameters.total())},
+       {"trainable_parameters", integer_node(r.parameters.trainable)},
+       {"flops_per_token", real_node(plan::flops_per_token(r.training.model))},
+       {"card",
+        map_node({{"name", text_node(card.name)},
+                  {"count", integer_node(r.devices.count)},
+                  {"memory_bytes", number(card.memory_bytes)},
+                  {"usable_bytes", number(card.memory_bytes > 0 ? plan::usable_bytes(card) : 0)}})},
+       {"link", text_node(r.cluster.text)},
+       {"utilisation", real_node(r.request.speed.utilisation)},
+       {"fits", bool_node(r.rows.back().choice.fits)},
+       {"rows", list_node(std::move(rows))},
+       {"scale", list_node(std::move(points))},
+       {"stops_scaling_at", integer_node(r.stops_at)},
+       {"changes", list_node(std::move(changes))},
+       {"notes", texts_node(r.notes)}});
+}
+
+}  // namespace
+
+int plan_command(const Args& args) {
+  for (const std::string& arg : args) {
+    if (arg == "--help" || arg == "-h") {
+      fmt::print("{}", kHelp);
+      return 0;
+    }
+  }
+  if (args.empty()) {
+    fmt::print(stderr, "{}", kHelp);
+    return 2;
+  }
+  const Report report = make_report(parse_arguments(args));
+  if (report.request.json) {
+    fmt::print("{}\n", to_json(report_node(report)));
+  } else {
+    for (const std::string& note : report.notes) fmt::print(stderr, "note: {}\n", note);
+    fmt::print("{}{}{}{}{}", head_text(report), rows_text(report), memory_text(report),
+               scale_text(report), changes_text(report));
+  }
+  return report.rows.back().choice.fits ? 0 : 1;
+}
+
+}  // namespace lockstep::cli

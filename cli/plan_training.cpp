@@ -1,0 +1,66 @@
+#include "cli/plan_training.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "lockstep/train/run_checks.h"
+
+namespace lockstep::cli {
+
+plan::Training training_of(const TrainingArguments& arguments, const TaskConfig& task) {
+  plan::Training training;
+  plan::Model& model = training.model;
+  if (task.model.hugging_face) {
+    model.config = *task.model.hugging_face;
+  } else if (task.model.name == "gpt") {
+    model.config = models::CausalLmConfig{.model = gpt_config(task.model)};
+  } else if (task.model.name == "mlp") {
+    model.config = mlp_config(task);
+  } else {
+    model.config = resnet_config(task);
+  }
+  model.lora = task.lora;
+  model.image_size = task.data.image_size;
+  if (model.causal_lm() != nullptr) model.length = task.data.length;
+  training.batch = arguments.per_device_train_batch_size;
+  training.accumulation = arguments.gradient_accumulation_steps;
+  training.global_batch = arguments.global_batch_size;
+  if (arguments.tokens_per_update)
+    training.global_batch = std::max<std::int64_t>(
+        1, *arguments.tokens_per_update / arguments.max_seq_len.value_or(model.length));
+  training.half = arguments.bf16 || arguments.fp16;
+  training.tf32 = arguments.tf32.value_or(false);
+  training.checkpointing = arguments.gradient_checkpointing;
+  training.sharded_optimizer = arguments.shard_optimizer == "true";
+  training.state_copies = train::state_copies(arguments);
+  return training;
+}
+
+std::string apply_plan(TrainingArguments& arguments, const plan::Training& training,
+                       const plan::Card& card, int ranks) {
+  if (training.global_batch && *training.global_batch % ranks != 0) return {};
+  const plan::Choice choice = plan::choose(training, card, ranks);
+  const bool split = choice.stages > 1;
+  const bool sharded = choice.strategy == plan::Strategy::kShardedOptimizer;
+  if (!split) {
+    arguments.per_device_train_batch_size = choice.batch;
+    // With global_batch_size or tokens_per_update the accumulation follows from the batch.
+    if (!training.global_batch) arguments.gradient_accumulation_steps = choice.accumulation;
+    if (sharded && arguments.shard_optimizer == "auto") arguments.shard_optimizer = "true";
+  }
+  std::string text = fmt::format(
+      "elastic_gpu: {} on {} {}: {} per device x {} accumulation x {} rank{} = global batch {}, "
+      "about {:.1f} GiB each",
+      strategy_text(choice.strategy, choice.gpus, choice.stages), ranks,
+      card.cpu ? "CPU ranks" : card.name, choice.batch, choice.accumulation, choice.replicas(),
+      choice.replicas() == 1 ? "" : "s", choice.global_batch,
+      static_cast<double>(choice.memory.total()) / (1u << 30));
+  if (!choice.fits)
+    text += fmt::format(" of {:.1f}: it may not fit (`lockstep plan` says what to change)",
+                        static_cast<double>(card.memory_bytes) / (1u << 30));
+  if (split) text += ". Ranks cannot split a model; training stays data parallel as it is written";
+  return text;
+}
+
+}  // namespace lockstep::cli

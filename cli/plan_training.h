@@ -1,0 +1,28 @@
+// A training file as lockstep/plan takes it: `lockstep plan` reports on it, and `lockstep train`
+// follows it with elastic_gpu.
+//
+//   const plan::Training training = training_of(config.arguments, task);
+//   const std::string said = apply_plan(arguments, training, card, world.size());
+//
+// Functions without state; call from any thread.
+#pragma once
+
+#include <string>
+
+#include "cli/task_config.h"
+#include "lockstep/plan/strategy.h"
+#include "lockstep/train/arguments.h"
+
+namespace lockstep::cli {
+
+plan::Training training_of(const TrainingArguments& arguments, const TaskConfig& task);
+
+// elastic_gpu: the batch per device, the accumulation and the sharding of the optimizer that fit
+// this card at this number of ranks and preserve the global batch. Returns a line that says what
+// was chosen. Where global_batch_size or tokens_per_update is not a multiple of the ranks, nothing
+// is changed and the line is empty: the Trainer names the nearest values. Every rank must pass the
+// same card.
+std::string apply_plan(TrainingArguments& arguments, const plan::Training& training,
+                       const plan::Card& card, int ranks);
+
+}  // namespace lockstep::cli
