@@ -1,9 +1,11 @@
 // `lockstep train`: a bundled model, trained as a file says.
+#include <c10/core/CachingDeviceAllocator.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <memory>
@@ -12,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "cli/plan_training.h"
 #include "cli/train_commands.h"
 #include "cli/train_tasks.h"
 #include "lockstep/core/error.h"
@@ -132,6 +135,24 @@ TrainerTask make_task_everywhere(World& world, const Prepared& read) {
   return std::move(*task);
 }
 
+// elastic_gpu: batch, accumulation and sharding that fit the smallest device. Before anything is
+// made of the arguments.
+void follow_plan(World& world, Prepared& read) {
+  TrainingArguments& arguments = read.config.arguments;
+  if (!arguments.elastic_gpu) return;
+  const c10::Device device = world.device();
+  plan::Card card{.name = device.is_cpu() ? "cpu" : "GPU", .cpu = device.is_cpu()};
+  const auto free_bytes =
+      device.is_cpu()
+          ? 0.0
+          : static_cast<double>(
+                c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first);
+  card.memory_bytes = static_cast<std::uint64_t>(world.min(free_bytes));
+  const std::string chosen =
+      apply_plan(arguments, training_of(arguments, read.task), card, world.size());
+  if (world.is_leader() && !chosen.empty()) log::info("train", "{}", chosen);
+}
+
 // The Trainer has reported every other end.
 void say_result(const TrainResult& result, const TrainingArguments& arguments) {
   if (result.exit_code() != 0 || result.global_step <= result.first_step) return;
@@ -167,6 +188,7 @@ int train_main(int argc, char** argv) {
     if (world.is_leader())
       for (const auto& notes : {config.notes, read.task.notes})
         for (const std::string& note : notes) log::warning("config", "{}", note);
+    follow_plan(world, read);
     Trainer trainer(world, make_task_everywhere(world, read), config.arguments);
     trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, read.record));
     const TrainResult result = trainer.train();

@@ -208,7 +208,8 @@ constexpr KeySpec kKeys[] = {
      .help = "deterministic kernels only: the same bits in every run"},
     {.name = "elastic_gpu",
      .member = &A::elastic_gpu,
-     .help = "halve the batch until it fits the GPUs found, as auto_find_batch_size",
+     .help = "lockstep train plans batch, accumulation and sharding for the GPUs found "
+             "(docs/plan.md); then as auto_find_batch_size",
      .ours = true},
 
     {.name = "logging_strategy",
