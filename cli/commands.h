@@ -16,6 +16,7 @@ int config_command(const Args& args);      // config.cpp
 int data_command(const Args& args);        // data.cpp
 int checkpoint_command(const Args& args);  // checkpoint.cpp
 int plan_command(const Args& args);        // plan.cpp
+int ledger_command(const Args& args);      // ledger.cpp
 
 // What `lockstep --version` prints, and where a page of the documentation is: beside an installed
 // program, in the source tree of a build, or its name alone. In version.cpp.

@@ -15,6 +15,7 @@
 #include "lockstep/comm/device.h"
 #include "lockstep/core/crash.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/peer_error.h"
 #include "lockstep/leave.h"
@@ -179,6 +180,7 @@ int run(const Preparation& prepare, const RankBody& body) {
     const int code = body(*world);
     world->finish();  // a rank that leaves early must not take its peers' last operation along
     inside::leave();
+    ledger::set_phase(ledger::Phase::kEnded);
     return code;
   } catch (...) {
     const Outcome outcome = judge(std::current_exception(), one_host);

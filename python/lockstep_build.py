@@ -29,7 +29,8 @@ import zipfile
 NAME = "lockstep_torch"
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
-CORE = ("cgroup.cpp", "cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "memory_limits.cpp",
+CORE = ("cgroup.cpp", "cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "ledger.cpp",
+        "memory_limits.cpp",
         "pages.cpp")
 RENDEZVOUS = ("unix_socket.cpp",)
 MEMORY = ("block_cache.cpp", "cpu_cache.cpp", "inplace_gradients.cpp")

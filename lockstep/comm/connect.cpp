@@ -17,6 +17,7 @@
 #include "lockstep/comm/shm/shm.h"
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/control.h"
@@ -175,7 +176,7 @@ BackendPtr connect_host(const StorePtr& store, detail::WorldImpl& impl,
 }
 
 World open_world(const StorePtr& store, const Identity& identity, const WorldOptions& options,
-                 const detail::DeviceChoice& choice) {
+                 const detail::DeviceChoice& choice, std::string group = {}) {
   auto impl = std::make_shared<detail::WorldImpl>(identity, options, choice.device);
   const auto deadline = Deadline::after(options.startup_timeout + std::chrono::seconds(2));
   BackendPtr host_backend = connect_host(store, *impl, choice);
@@ -190,6 +191,10 @@ World open_world(const StorePtr& store, const Identity& identity, const WorldOpt
                                                  [gpu] { return detail::nccl::make(gpu); });
   }
   impl->open(store, std::move(host_backend), std::move(device_backend));
+  impl->group = std::move(group);
+  // So that the launcher knows its members.
+  if (identity.size > 1)
+    ledger::ended(ledger::post({.name = "connect", .group = impl->group}), ledger::End::kFinished);
   return World(impl);
 }
 
@@ -223,7 +228,8 @@ World connect_child(WorldImpl& parent, Identity identity, const std::string& pre
   const DeviceChoice choice{parent.device, parent.automatic ? "shm" : likewise.name(), "",
                             parent.automatic};
   World child = open_world(c10::make_intrusive<c10d::PrefixStore>(prefix, parent.store), identity,
-                           parent.options, choice);
+                           parent.options, choice,
+                           parent.group.empty() ? prefix : parent.group + "/" + prefix);
   parent.adopt(Access::impl(child)->failure_state);
   return child;
 }
@@ -400,6 +406,8 @@ World World::from_env(const WorldOptions& asked) {
   const WorldOptions options = with_environment(asked);
   RankEnv env = read_rank_env();
   log::set_rank(env.rank, env.world_size);
+  if (!env.alone() && under_lockstep_run()) ledger::open();
+  const ledger::PhaseScope startup(ledger::Phase::kStartup);
   Identity identity = identity_of(env);
   const detail::DeviceChoice choice = detail::choose_device(identity, options);
   const bool forced =

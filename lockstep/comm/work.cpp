@@ -126,6 +126,7 @@ WorkState::WorkState(OperationInfo info, Deadline deadline,
 
 WorkState::~WorkState() {
   failure_state_->remove(*this);
+  if (!done_) ledger::ended(info_.ledger, ledger::End::kReleased);
   if (finish_ && finish_stream_ && error_.empty() && (done_ || device_)) finish_dropped();
 }
 
@@ -220,6 +221,7 @@ void WorkState::settle(std::string error, Blame blame) noexcept {
     blame_ = blame;
     callbacks.swap(callbacks_);
     if (error_.empty()) alive.swap(alive_);  // after a failure a backend may still touch them
+    ledger::ended(info_.ledger, error_.empty() ? ledger::End::kFinished : ledger::End::kFailed);
     done_.store(true, std::memory_order_release);
   }
   failure_state_->remove(*this);

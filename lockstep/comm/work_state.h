@@ -29,6 +29,7 @@
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 
 namespace lockstep::detail {
 
@@ -97,6 +98,7 @@ struct OperationInfo {
   at::ScalarType dtype = at::ScalarType::Byte;
   std::int64_t elements = 0;  // -1: it has no tensor
   int peer = -1;
+  ledger::Ticket ledger = 0;
 };
 
 struct WorkState : std::enable_shared_from_this<WorkState> {

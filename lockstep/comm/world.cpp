@@ -91,9 +91,14 @@ std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
                                             std::optional<std::chrono::milliseconds> timeout) {
   info.sequence = ++sequence;
   throw_if_failed(info);
-  if (debug && !alone()) compare_fingerprints(info, what());
-  auto state = std::make_shared<WorkState>(info, Deadline::after(timeout.value_or(options.timeout)),
-                                           failure_state);
+  const auto limit = timeout.value_or(options.timeout);
+  auto deadline = Deadline::after(limit);
+  info.ledger = post(info, deadline, /*message=*/false);
+  if (debug && !alone()) {
+    compare_fingerprints(info, what());
+    deadline = Deadline::after(limit);
+  }
+  auto state = std::make_shared<WorkState>(info, deadline, failure_state);
   failure_state->add(state);
   return state;
 }
@@ -101,9 +106,29 @@ std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
 std::shared_ptr<WorkState> WorldImpl::start_message(OperationInfo info) {
   info.sequence = ++messages;
   throw_if_failed(info);
-  auto state = std::make_shared<WorkState>(info, Deadline::after(options.timeout), failure_state);
+  const auto deadline = Deadline::after(options.timeout);
+  info.ledger = post(info, deadline, /*message=*/true);
+  auto state = std::make_shared<WorkState>(info, deadline, failure_state);
   failure_state->add(state);
   return state;
+}
+
+// Of a world of one nobody waits for anybody. The deadline has read the clock.
+ledger::Ticket WorldImpl::post(const OperationInfo& info, const Deadline& deadline,
+                               bool message) const {
+  if (alone()) return 0;
+  const auto began = (deadline.time() - deadline.total()).time_since_epoch();
+  const bool sized = info.elements >= 0;
+  return ledger::post(
+      {.name = info.name,
+       .dtype = sized ? c10::toString(info.dtype) : "",
+       .group = group,
+       .sequence = info.sequence,
+       .bytes =
+           sized ? static_cast<std::uint64_t>(info.elements) * c10::elementSize(info.dtype) : 0,
+       .peer = info.peer,
+       .message = message,
+       .time_ns = static_cast<std::uint64_t>(began / std::chrono::nanoseconds(1))});
 }
 
 Backend& WorldImpl::backend_for(const at::Tensor& tensor) const {
@@ -119,7 +144,8 @@ Backend& WorldImpl::backend_for(const at::Tensor& tensor) const {
   return accelerator ? *accelerator : *host;
 }
 
-void WorldImpl::compare_fingerprints(const OperationInfo& info, const std::string& what) {
+void WorldImpl::compare_fingerprints(OperationInfo info, const std::string& what) {
+  info.ledger = 0;  // the comparison is not the operation
   std::string mine = fmt::format("#{} {} {}", info.sequence, info.name, what);
   mine.resize(kFingerprintBytes, '\0');
   const at::Tensor input =
@@ -235,6 +261,7 @@ void World::abort(const std::string& cause) {
 // ---------------------------------------------------------------- blocking conveniences
 
 std::vector<at::Tensor> World::all_gather(const at::Tensor& input) {
+  const ledger::CallSite here;
   std::vector<int64_t> shape = input.sizes().vec();
   shape.insert(shape.begin(), size());
   at::Tensor output = at::empty(shape, input.options().requires_grad(false));
@@ -243,6 +270,7 @@ std::vector<at::Tensor> World::all_gather(const at::Tensor& input) {
 }
 
 std::vector<at::Tensor> World::all_gather_v(const at::Tensor& input) {
+  const ledger::CallSite here;
   if (!input.defined() || input.dim() == 0) {
     throw UsageError("world",
                      "all_gather_v: the tensor needs a first dimension, which may "
@@ -265,10 +293,12 @@ std::vector<at::Tensor> World::all_gather_v(const at::Tensor& input) {
 }
 
 void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
+  const ledger::CallSite here;
   impl_->barrier(timeout, /*last=*/false);
 }
 
 void World::finish(std::optional<std::chrono::milliseconds> timeout) {
+  const ledger::CallSite here;
   // What was only enqueued must reach the peers before the communicator is freed.
   if (impl_->accelerator) {
     const c10::impl::VirtualGuardImpl accelerator(device().type());
@@ -288,21 +318,27 @@ double reduce_number(World& world, double value, ReduceOp op) {
 }  // namespace
 
 double World::sum(double value) {
+  const ledger::CallSite here;
   return reduce_number(*this, value, ReduceOp::kSum);
 }
 double World::mean(double value) {
+  const ledger::CallSite here;
   return sum(value) / size();
 }
 double World::min(double value) {
+  const ledger::CallSite here;
   return reduce_number(*this, value, ReduceOp::kMin);
 }
 double World::max(double value) {
+  const ledger::CallSite here;
   return reduce_number(*this, value, ReduceOp::kMax);
 }
 bool World::any(bool value) {
+  const ledger::CallSite here;
   return reduce_number(*this, value ? 1 : 0, ReduceOp::kMax) != 0;
 }
 bool World::all(bool value) {
+  const ledger::CallSite here;
   return reduce_number(*this, value ? 1 : 0, ReduceOp::kMin) != 0;
 }
 
@@ -319,6 +355,7 @@ std::string string_of(const at::Tensor& tensor) {
 }  // namespace
 
 std::string World::broadcast(const std::string& bytes, int root) {
+  const ledger::CallSite here;
   at::Tensor length = at::scalar_tensor(static_cast<int64_t>(bytes.size()), at::kLong);
   broadcast(length, root).wait();
   at::Tensor data =
@@ -328,6 +365,7 @@ std::string World::broadcast(const std::string& bytes, int root) {
 }
 
 std::vector<std::string> World::all_gather(const std::string& bytes) {
+  const ledger::CallSite here;
   std::vector<std::string> result;
   for (const auto& each : all_gather_v(bytes_tensor(bytes))) result.push_back(string_of(each));
   return result;
@@ -436,6 +474,7 @@ std::vector<std::string> World::agree_on_texts(const std::function<std::string()
 }
 
 std::optional<World> World::split(int color, int key) {
+  const ledger::CallSite here;
   const at::Tensor mine = at::tensor({color, key}, at::kInt);
   const std::vector<at::Tensor> all = all_gather(mine);
   const int round = impl_->splits++;

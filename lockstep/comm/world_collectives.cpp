@@ -326,6 +326,7 @@ at::Tensor bytes_of(const at::Tensor& flat) {
 }  // namespace
 
 Work World::all_reduce(at::Tensor tensor, ReduceOp op) {
+  const ledger::CallSite here;
   check_tensor(tensor, "all_reduce");
   check_reduction(tensor, op, "all_reduce");
   const State state = impl_->start(info_of("all_reduce", tensor),
@@ -348,6 +349,7 @@ Work World::all_reduce(at::Tensor tensor, ReduceOp op) {
 }
 
 Work World::reduce(at::Tensor tensor, int root, ReduceOp op) {
+  const ledger::CallSite here;
   check_rank(*impl_, root, "reduce");
   check_tensor(tensor, "reduce");
   check_reduction(tensor, op, "reduce");
@@ -372,6 +374,7 @@ Work World::reduce(at::Tensor tensor, int root, ReduceOp op) {
 }
 
 Work World::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op) {
+  const ledger::CallSite here;
   check_pair(input, output, size(), "reduce_scatter");
   check_reduction(input, op, "reduce_scatter");
   const State state = impl_->start(info_of("reduce_scatter", input),
@@ -403,6 +406,7 @@ Work World::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op) {
 // ---------------------------------------------------------------- moving bytes
 
 Work World::broadcast(at::Tensor tensor, int root) {
+  const ledger::CallSite here;
   check_rank(*impl_, root, "broadcast");
   check_tensor(tensor, "broadcast");
   const State state = impl_->start(info_of("broadcast", tensor, root), [&] {
@@ -417,6 +421,7 @@ Work World::broadcast(at::Tensor tensor, int root) {
 }
 
 Work World::all_gather(at::Tensor output, at::Tensor input) {
+  const ledger::CallSite here;
   check_pair(output, input, size(), "all_gather");
   const State state =
       impl_->start(info_of("all_gather", input), [&] { return fingerprint(input); });
@@ -432,6 +437,7 @@ Work World::all_gather(at::Tensor output, at::Tensor input) {
 }
 
 Work World::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root) {
+  const ledger::CallSite here;
   check_root_list(*impl_, outputs, input, root, /*gathers=*/true);
   const State state = impl_->start(info_of("gather", input, root), [&] {
     return fingerprint(input, fmt::format("root {}", root));
@@ -448,6 +454,7 @@ Work World::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root) 
 }
 
 Work World::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root) {
+  const ledger::CallSite here;
   check_root_list(*impl_, inputs, output, root, /*gathers=*/false);
   const State state = impl_->start(info_of("scatter", output, root), [&] {
     return fingerprint(output, fmt::format("root {}", root));
@@ -464,6 +471,7 @@ Work World::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root)
 }
 
 Work World::all_to_all(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
+  const ledger::CallSite here;
   const auto size_of = static_cast<std::size_t>(size());
   if (outputs.size() != size_of || inputs.size() != size_of) {
     throw UsageError(kComponent,
@@ -492,6 +500,7 @@ Work World::all_to_all(std::vector<at::Tensor> outputs, std::vector<at::Tensor> 
 // ---------------------------------------------------------------- shared memory
 
 std::vector<at::Tensor> World::symmetric(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const ledger::CallSite here;
   const int64_t bytes =
       c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
   const OperationInfo info{"symmetric", 0, dtype, c10::multiply_integers(sizes), -1};
@@ -505,6 +514,7 @@ std::vector<at::Tensor> World::symmetric(at::IntArrayRef sizes, at::ScalarType d
 }
 
 at::Tensor World::symmetric_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const ledger::CallSite here;
   if (device().is_cpu()) {
     if (const auto parts = symmetric(sizes, dtype); !parts.empty())
       return parts[static_cast<std::size_t>(rank())];
@@ -515,14 +525,17 @@ at::Tensor World::symmetric_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
 // ---------------------------------------------------------------- messages
 
 Work World::send(at::Tensor tensor, int peer) {
+  const ledger::CallSite here;
   return batch_isend_irecv({{P2p::Kind::kSend, std::move(tensor), peer}});
 }
 
 Work World::recv(at::Tensor tensor, int peer) {
+  const ledger::CallSite here;
   return batch_isend_irecv({{P2p::Kind::kRecv, std::move(tensor), peer}});
 }
 
 Work World::batch_isend_irecv(std::vector<P2p> messages) {
+  const ledger::CallSite here;
   const bool single = messages.size() == 1;
   const char* operation = !single                                ? "batch"
                           : messages[0].kind == P2p::Kind::kSend ? "send"

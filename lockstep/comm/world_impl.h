@@ -46,6 +46,7 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
     if (failure_state->failed()) return;
     try {
       body();
+      ledger::started(state->info().ledger);
     } catch (...) {
       state->complete(std::current_exception());
     }
@@ -67,6 +68,7 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   const c10::Device device;
   const std::shared_ptr<FailureState> failure_state;
   std::string backend_name = "single";
+  std::string group;                   // what the ledger calls it; empty: the world itself
   bool automatic = false;              // shm was tried because nobody asked for a backend by name
   std::string shm_unavailable_reason;  // a sentence, where it was tried and gloo took over
   bool debug = false;
@@ -83,7 +85,8 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   std::deque<at::Tensor> self_messages;
 
  private:
-  void compare_fingerprints(const OperationInfo& info, const std::string& what);
+  void compare_fingerprints(OperationInfo info, const std::string& what);
+  ledger::Ticket post(const OperationInfo& info, const Deadline& deadline, bool message) const;
 
   std::mutex children_mutex_;
   std::vector<std::weak_ptr<FailureState>> children_;

@@ -31,7 +31,7 @@ struct Symbol {
 class MappedFile {
  public:
   explicit MappedFile(const char* path) {
-    const Fd fd(::open(path, O_RDONLY | O_CLOEXEC));
+    const Fd fd(::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // of a fifo: no wait
     struct stat status {};
     if (!fd || ::fstat(fd.get(), &status) != 0 || status.st_size <= 0) return;
     const auto size = static_cast<std::size_t>(status.st_size);
@@ -73,13 +73,14 @@ std::optional<Symbol> search(const MappedFile& file, const ElfW(Shdr) & table,
 }
 
 // `address` as the file counts, that is, without where it was loaded.
-std::optional<Symbol> find_in_file(const char* path, std::uint64_t address) {
+std::optional<Symbol> find_in_file(const char* path, std::uint64_t address,
+                                   ElfW(Word) table = SHT_SYMTAB) {
   const MappedFile file(path);
   const auto header = file.at<ElfW(Ehdr)>(0, 1);
   if (header.empty() || std::memcmp(header[0].e_ident, ELFMAG, SELFMAG) != 0) return std::nullopt;
   const auto sections = file.at<ElfW(Shdr)>(header[0].e_shoff, header[0].e_shnum);
   for (const auto& section : sections) {
-    if (section.sh_type != SHT_SYMTAB) continue;
+    if (section.sh_type != table) continue;
     if (auto found = search(file, section, sections, address)) return found;
   }
   return std::nullopt;
@@ -128,6 +129,16 @@ std::string frame_text(void* return_address) {
   if (info.dli_sname == nullptr) return where;
   return fmt::format("{}+{:#x} {}", readable(info.dli_sname),
                      value - reinterpret_cast<std::uintptr_t>(info.dli_saddr), where);
+}
+
+std::string frame_text(const std::string& file, std::uint64_t return_address, std::uint64_t bias) {
+  const std::uint64_t address = return_address - bias;
+  const std::string where = fmt::format("({}+{:#x})", file.substr(file.rfind('/') + 1), address);
+  auto symbol = find_in_file(file.c_str(), address - 1);
+  // All that a stripped file has; in its own process dladdr() reads that.
+  if (!symbol) symbol = find_in_file(file.c_str(), address - 1, SHT_DYNSYM);
+  if (!symbol) return where;
+  return fmt::format("{}+{:#x} {}", readable(symbol->name.c_str()), symbol->offset + 1, where);
 }
 
 }  // namespace lockstep::symbols

@@ -7,6 +7,7 @@
 // Free functions without state; they allocate and open files, so not for a signal handler.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace lockstep::symbols {
@@ -16,5 +17,9 @@ std::string demangle(const char* name);
 // For a return address as backtrace() gives it: function+offset where known, and (module+offset),
 // which addr2line understands.
 std::string frame_text(void* return_address);
+
+// The same for an address of another process, or of one that has ended: `bias` is how far from its
+// own addresses the file was loaded there.
+std::string frame_text(const std::string& file, std::uint64_t return_address, std::uint64_t bias);
 
 }  // namespace lockstep::symbols

@@ -50,6 +50,12 @@ constexpr std::array kFlags = {
              "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
     FlagSpec{"stopped-timeout", '\0', "SECONDS", kHonoured,
              "a rank stopped by SIGSTOP is failed after this (30)", false},
+    FlagSpec{"stall-timeout", '\0', "SECONDS", kHonoured,
+             "when no rank moves for this, and for ten median steps, a table says where each rank "
+             "stands and who is behind (30); 0: no ledgers, no table",
+             false},
+    FlagSpec{"stall-action", '\0', "warn|stop", kHonoured,
+             "after that table: continue, or fail the run (warn)", false},
     FlagSpec{
         "monitor-interval", '\0', "SECONDS", kHonoured,
         "ranks are watched by events, not polled; this is when one that left with exit code 0 in "

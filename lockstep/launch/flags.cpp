@@ -377,6 +377,13 @@ NumaBinding parse_numa(const Given& given) {
                    given.text);
 }
 
+StallAction parse_stall_action(const Given& given) {
+  if (given.text == "warn") return StallAction::kWarn;
+  if (given.text == "stop") return StallAction::kStop;
+  throw UsageError("run", "{}='{}' is not warn or stop.{}", given.origin, given.text,
+                   did_you_mean(given.text, std::vector<std::string>{"warn", "stop"}));
+}
+
 int parse_nnodes(const Values& values) {
   const Given* given = values.find("nnodes");
   if (given == nullptr) return 1;
@@ -738,6 +745,9 @@ void settle_supervision(const Values& values, LaunchPlan& plan) {
   plan.monitor_interval = values.seconds("monitor-interval", plan.monitor_interval, 0.001);
   plan.shutdown_timeout = values.seconds("shutdown-timeout", plan.shutdown_timeout, 0);
   plan.stopped_timeout = values.seconds("stopped-timeout", plan.stopped_timeout, 0);
+  plan.stall_timeout = values.seconds("stall-timeout", plan.stall_timeout, 0);
+  if (const Given* given = values.find("stall-action"))
+    plan.stall_action = parse_stall_action(*given);
   plan.timeout = std::chrono::seconds(values.number("timeout", 0, 1, kYear_s));
   plan.startup_timeout = std::chrono::seconds(values.number("startup-timeout", 0, 1, kYear_s));
   plan.virtual_local_rank = values.is_on("virtual-local-rank");

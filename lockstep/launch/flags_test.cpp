@@ -521,6 +521,10 @@ TEST(Supervision, NumbersAndSecondsAreChecked) {
   EXPECT_EQ(plan_of({"--shutdown-timeout=1.5"}).shutdown_timeout, milliseconds(1500));
   EXPECT_EQ(plan_of({"--shutdown_timeout", "0"}).shutdown_timeout, milliseconds(0));
   EXPECT_EQ(plan_of({"--stopped-timeout=4"}).stopped_timeout, milliseconds(4000));
+  EXPECT_EQ(plan_of({}).stall_timeout, milliseconds(30'000));
+  EXPECT_EQ(plan_of({"--stall-timeout=0"}).stall_timeout, milliseconds(0));
+  EXPECT_EQ(plan_of({}).stall_action, StallAction::kWarn);
+  EXPECT_EQ(plan_of({"--stall-action=stop"}).stall_action, StallAction::kStop);
   EXPECT_THAT(refusal_of({"--max-restarts=-1"}), HasSubstr("is not a whole number from 0"));
   EXPECT_THAT(refusal_of({"--monitor-interval=0"}), HasSubstr("is not a number of seconds of at"));
   EXPECT_THAT(refusal_of({"--shutdown-timeout=nan"}), HasSubstr("is not a number of seconds"));

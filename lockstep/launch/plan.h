@@ -30,6 +30,9 @@ struct StreamMap {
 // What stands before a line of a rank on the console: "[3] ", torchrun's "[role0]:", or nothing.
 enum class LinePrefix { kRank, kRole, kNone };
 
+// What is done when no rank moves any more, after the table is printed.
+enum class StallAction { kWarn, kStop };
+
 enum class NumaBinding { kNone, kNode, kSocket, kExclusive, kCoreComplex };
 
 struct LaunchPlan {
@@ -56,6 +59,9 @@ struct LaunchPlan {
   int max_restarts = 0;
   std::chrono::milliseconds shutdown_timeout{30'000};  // from SIGTERM to SIGKILL
   std::chrono::milliseconds stopped_timeout{30'000};   // a SIGSTOPped rank is failed after this
+  // No rank moves for this and for ten median steps: a table says who is behind. 0: no ledgers.
+  std::chrono::milliseconds stall_timeout{30'000};
+  StallAction stall_action = StallAction::kWarn;
   // A rank that left with code 0 in the middle of its world is looked at again after this: the
   // others may do the same, but while some still run it has failed.
   std::chrono::milliseconds monitor_interval{1000};

@@ -236,11 +236,18 @@ bool signal_below(pid_t root, pid_t pid, int number) {
   // The descriptor fixes the process; the look at its ancestors comes after, so it is about that
   // one.
   Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
-  if (!pidfd) return false;
+  if (!pidfd || !is_below(root, pid)) return false;
+  return ::syscall(SYS_pidfd_send_signal, pidfd.get(), number, nullptr, 0) == 0;
+}
+
+bool is_below(pid_t root, pid_t pid) {
   pid_t above = read_stat(pid).parent;
   while (above > 1 && above != root) above = read_stat(above).parent;
-  if (above != root) return false;
-  return ::syscall(SYS_pidfd_send_signal, pidfd.get(), number, nullptr, 0) == 0;
+  return above == root;
+}
+
+bool signal_thread_below(pid_t root, pid_t pid, pid_t thread, int number) {
+  return is_below(root, pid) && ::syscall(SYS_tgkill, pid, thread, number) == 0;
 }
 
 bool handles_signal(pid_t pid, int number) {

@@ -88,6 +88,9 @@ std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except = {}
 // Signals `pid` only if it is (still) below `root`: a number that has meanwhile been given to
 // somebody else's process is left alone. False when nothing was signalled.
 bool signal_below(pid_t root, pid_t pid, int number);
+// The same to one of its threads.
+bool signal_thread_below(pid_t root, pid_t pid, pid_t thread, int number);
+bool is_below(pid_t root, pid_t pid);
 pid_t group_of(pid_t pid);  // -1 when it is gone
 // Does it catch, block or ignore the signal? If not, the signal's default action would end it.
 bool handles_signal(pid_t pid, int number);

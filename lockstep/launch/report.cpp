@@ -273,6 +273,7 @@ std::string failure_report(const RankFailure& failure) {
   add_block(text, "message", lines_of(failure.message));
   add_block(text, "stack", failure.stack);
   add_block(text, "last lines of its stderr", failure.last_lines);
+  add_block(text, "where it was", failure.standing);
   add_block(text, "failed after it", others_of(failure));
   if (!failure.ended_before.empty()) {
     const bool one = failure.ended_before.size() == 1;
@@ -344,6 +345,7 @@ std::string failure_to_json(const RankFailure& f) {
                            {"error_file", text_node(f.error_file)},
                            {"stack", texts_node(f.stack)},
                            {"last_lines", texts_node(f.last_lines)},
+                           {"standing", texts_node(f.standing)},
                            {"note", text_node(f.note)},
                            {"others", texts_node(f.others)},
                            {"ended_before", list_node(std::move(ended_before))},
@@ -369,6 +371,7 @@ RankFailure failure_from_json(const std::string& text) {
     const std::pair<const char*, std::vector<std::string>*> lists[] = {
         {"stack", &f.stack}, {"last_lines", &f.last_lines}, {"others", &f.others}};
     for (const auto& [key, member] : lists) *member = texts_of(json.at(key));
+    if (const Entry* entry = json.find("standing")) f.standing = texts_of(entry->value);
     f.time = time_of(json.at("time"));
     f.after_s = as_real(json.at("after_s"), "after_s");
     f.restartable = as_bool(json.at("restartable"), "restartable");

@@ -57,10 +57,11 @@ struct RankFailure {
   std::string message;
   std::vector<std::string> stack;
   std::vector<std::string> last_lines;
-  std::string note;                 // about the error file
-  std::vector<std::string> others;  // later failures, one line each
-  std::vector<int> ended_before;    // ranks that had ended with code 0
-  std::string logs;                 // where more can be read; empty: nowhere
+  std::vector<std::string> standing;  // as its ledger shows it: step, phase, last operation
+  std::string note;                   // about the error file
+  std::vector<std::string> others;    // later failures, one line each
+  std::vector<int> ended_before;      // ranks that had ended with code 0
+  std::string logs;                   // where more can be read; empty: nowhere
 
   // "rank 1 on n2 failed: killed by SIGKILL", "rank 1 on n2 stopped on request: exited with code
   // 143"

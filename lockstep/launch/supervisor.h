@@ -1,9 +1,9 @@
 // Starts the ranks of a plan, watches them, and reports how they ended.
 //
-// One epoll loop over pidfds, output pipes, a signalfd and the connections to other launchers; no
-// polling, no wait without an end. It runs in a child process that owns the ranks (see
-// supervisor_guard.h), so that nothing is left behind whichever of the two is killed. Only
-// processes started here are ever signalled.
+// One epoll loop over pidfds, output pipes, a signalfd and the connections to other launchers, and
+// a look at the ranks' ledgers a few times a second (stall_watch.h); no wait without an end. It
+// runs in a child process that owns the ranks (see supervisor_guard.h), so that nothing is left
+// behind whichever of the two is killed. Only processes started here are ever signalled.
 //
 //   LaunchPlan plan;
 //   plan.nproc_per_node = 4;
@@ -11,6 +11,7 @@
 //   return supervise(plan);
 //
 // Files: <log_dir>/<run_id>_<random>/attempt_<k>/<local_rank>/{stdout.log,stderr.log,error.json};
+// of a rank that failed or stalled its ledger (core/ledger_file.h); attempt_<k>/stall.log;
 // with more than one node each makes <log_dir>/<run_id>_<random>/node_<n>/attempt_<k>/...
 // Call it from a process without threads that mind signals being blocked.
 #pragma once

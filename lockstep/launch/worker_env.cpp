@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/terminal.h"
 
 namespace lockstep::launch {
@@ -81,6 +82,7 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerInfo& place,
   set["LOCKSTEP_CONTROL_FD"] = place.control_fd >= 0 ? std::to_string(place.control_fd) : "";
   set["LOCKSTEP_STORE_FD"] = "";  // a socket of another launcher's rank 0
   set[terminal::kVariable] = place.terminal;
+  set[ledger::kVariable] = place.ledger;
   set["LOCKSTEP_STORE_CHANNEL"] = place.store_channel;
 
   if (plan.timeout.count() > 0) set["LOCKSTEP_TIMEOUT_S"] = std::to_string(plan.timeout.count());

@@ -48,6 +48,7 @@ WorkerInfo third() {
   place.store_channel = "9:123:2:4:1234";
   place.interface = "eth0";
   place.threads = 6;
+  place.ledger = "11:456";
   return place;
 }
 
@@ -96,6 +97,7 @@ TEST(WorkerEnvironment, IsTorchrunsAndTheLauncherHostsTheStore) {
                                 {"LOCKSTEP_CONTROL_FD", "7"},
                                 {"LOCKSTEP_STORE_FD", ""},
                                 {"LOCKSTEP_TERMINAL", ""},
+                                {"LOCKSTEP_LEDGER", "11:456"},
                                 {"LOCKSTEP_STORE_CHANNEL", "9:123:2:4:1234"}};
   EXPECT_EQ(set, expected);
 }
@@ -123,11 +125,13 @@ TEST(WorkerEnvironment, KeepsWhatTheCallerChose) {
 TEST(WorkerEnvironment, WithoutDescriptorsTheirVariablesAreRemoved) {
   WorkerInfo place = third();
   place.control_fd = -1;
+  place.ledger = "";
   place.interface = "";
   place.threads = 0;
   const Environment set = worker_environment(two_by_four(), place, variables({}));
   EXPECT_THAT(set, Contains(Pair("LOCKSTEP_CONTROL_FD", "")));
   EXPECT_THAT(set, Contains(Pair("LOCKSTEP_STORE_FD", "")));
+  EXPECT_THAT(set, Contains(Pair("LOCKSTEP_LEDGER", "")));
   EXPECT_THAT(set, Not(Contains(Key("GLOO_SOCKET_IFNAME"))));
   EXPECT_THAT(set, Not(Contains(Key("OMP_NUM_THREADS"))));
 }

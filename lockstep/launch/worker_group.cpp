@@ -8,12 +8,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 #include <map>
 #include <utility>
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
 #include "lockstep/core/terminal.h"
 #include "lockstep/launch/worker_env.h"
 #include "lockstep/rendezvous/inside.h"
@@ -71,6 +73,7 @@ struct WorkerGroup::Worker {
   std::string error_file;
   std::unique_ptr<RankOutput> output;
   Fd control;  // writing end
+  ledger::File ledger;
   Process process;
   std::optional<Ending> ending;
   double ended_at = 0;
@@ -118,6 +121,15 @@ void WorkerGroup::start() {
   started_ = EventLoop::Clock::now();
   setup_.guard.registry->clear();
   const LaunchPlan& plan = setup_.plan;
+  if (plan.stall_timeout.count() > 0) {
+    stalls_ = std::make_unique<StallWatch>(
+        setup_.loop,
+        StallOptions{plan.stall_timeout, setup_.layout.world_size > plan.nproc_per_node},
+        StallEvents{[this](const StallReport& stall) { on_stall(stall); },
+                    [this](const std::string& line) {
+                      if (log::enabled(log::Level::kInfo)) setup_.console.say(line);
+                    }});
+  }
   std::filesystem::create_directories(place_.directory);
   const auto open_filtered = [this](const char* name) {
     const std::string path = place_.directory + "/" + name;
@@ -166,6 +178,7 @@ std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int 
   place.interface = setup_.interface;
   place.threads = setup_.threads;
   place.terminal = terminal_for(worker);
+  if (worker.ledger) place.ledger = worker.ledger.variable();
   std::map<std::string, std::string> all;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry;
@@ -205,21 +218,64 @@ void WorkerGroup::start_worker(Worker& worker) {
   Pipe control = make_pipe();
   set_nonblocking(control.write.get());
   const Fd store = place_.store->open_channel(rank_of(worker));
+  make_ledger(worker);
   ProcessRequest request;
   request.argv = plan.command;
   request.environment = environment_for(worker, control.read.get(), store.get());
   request.stdout_fd = worker.output->child_out();
   request.stderr_fd = worker.output->child_err();
   request.pass_fds = {control.read.get(), store.get()};
+  if (worker.ledger) request.pass_fds.push_back(worker.ledger.fd());
   if (!setup_.cpus.empty()) request.cpus = &setup_.cpus[static_cast<std::size_t>(local_rank)];
   request.signal_mask = setup_.guard.callers_mask;
   request.files = setup_.guard.callers_files;
   worker.process = start_process(request);
   worker.output->close_child_ends();
   worker.control = std::move(control.write);
+  worker.ledger.close_fd();
+  if (stalls_ && worker.ledger)
+    stalls_->add({rank, worker.process.pid(), &worker.ledger, worker.error_file + ".stack"});
   setup_.guard.registry->add(worker.process.pid());
   setup_.loop.watch(worker.process.pidfd(), EPOLLIN,
                     [this, &worker](std::uint32_t) { on_exit(worker); });
+}
+
+// ---------------------------------------------------------------- ledgers
+
+void WorkerGroup::make_ledger(Worker& worker) const {
+  if (!stalls_) return;
+  try {
+    worker.ledger =
+        ledger::File::create({rank_of(worker), setup_.layout.world_size, place_.attempt});
+  } catch (const SystemError& error) {  // the run needs none
+    setup_.console.say(
+        fmt::format("{} Stalls of rank {} will not be explained.", error.what(), rank_of(worker)));
+  }
+}
+
+void WorkerGroup::save_ledger(const Worker& worker) const {
+  if (!worker.ledger.opened()) return;
+  try {
+    worker.ledger.save(
+        fmt::format("{}/{}/{}", place_.directory, worker.local_rank, ledger::kFileName));
+  } catch (const std::exception& error) {
+    setup_.console.say(
+        fmt::format("[launch] the ledger of rank {} is lost: {}", rank_of(worker), error.what()));
+  }
+}
+
+void WorkerGroup::on_stall(const StallReport& stall) {
+  setup_.console.say(stall.text);
+  std::ofstream(place_.directory + "/stall.log", std::ios::app) << stall.text << '\n';
+  for (const auto& worker : workers_) save_ledger(*worker);
+  if (setup_.plan.stall_action != StallAction::kStop) return;
+  if (phase_ != Phase::kRunning || failure_) return;
+  const int behind = stall.behind.empty() ? rank_of(*workers_.front()) : stall.behind.front();
+  Worker& worker = *workers_.at(static_cast<std::size_t>(behind - setup_.layout.first_rank));
+  worker.forced_cause = "stalled. " + stall.cause;
+  worker.forced_code = 1;
+  worker.ended_at = wall_clock();
+  fail(describe(worker));
 }
 
 // ---------------------------------------------------------------- watch
@@ -235,6 +291,8 @@ void WorkerGroup::on_exit(Worker& worker) {
   worker.control.reset();
   setup_.loop.forget(worker.process.pidfd());
   setup_.loop.cancel(worker.stopped_timer);
+  if (stalls_) stalls_->remove(rank_of(worker));
+  if (!ending->ok()) save_ledger(worker);
   worker.left_early = inside::take_mark(worker.error_file) && ending->ok();
   if (worker.left_early) on_left(worker);
   if (!ending->ok() && phase_ == Phase::kRunning && !failure_) fail(describe(*first_to_fail()));
@@ -319,6 +377,7 @@ void WorkerGroup::fail(RankFailure failure) {
 
 void WorkerGroup::begin_stopping(milliseconds pause) {
   phase_ = Phase::kStopping;
+  stalls_.reset();
   for (const auto& worker : workers_) setup_.loop.cancel(worker->stopped_timer);
   const auto grace = pause + setup_.plan.shutdown_timeout;
   kill_time_ = EventLoop::Clock::now() + grace;
@@ -658,6 +717,13 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
     failure.code = stopping->ending->exit_code();
     failure.restartable = false;
   }
+  std::vector<RankView> views;
+  for (const auto& worker : workers_) {
+    if (!worker->ledger.opened()) continue;
+    views.push_back({.ledger = worker->ledger.read()});
+    views.back().ledger.rank = rank_of(*worker);
+  }
+  failure.standing = standing_of(views, failure.rank, ledger::monotonic_ns());
   const std::size_t index = static_cast<std::size_t>(failure.local_rank);
   if (index < workers_.size() && workers_[index]->output && !failure.stopped)
     add_last_lines(failure, workers_[index]->output->last_error_lines(kTailLines), kLastLines);

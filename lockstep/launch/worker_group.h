@@ -24,6 +24,7 @@
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/plan.h"
 #include "lockstep/launch/report.h"
+#include "lockstep/launch/stall_watch.h"
 #include "lockstep/launch/store_server.h"
 #include "lockstep/launch/supervisor_guard.h"
 #include "lockstep/rendezvous/world_layout.h"
@@ -95,6 +96,9 @@ class WorkerGroup {
   void on_exit(Worker& worker);
   void on_pause(Worker& worker, const Pause& pause);
   void on_left(const Worker& worker);
+  void make_ledger(Worker& worker) const;
+  void save_ledger(const Worker& worker) const;
+  void on_stall(const StallReport& stall);
   void fail(RankFailure failure);
   // `pause`: until SIGTERM, from which the grace is counted.
   void begin_stopping(std::chrono::milliseconds pause = {});
@@ -123,6 +127,7 @@ class WorkerGroup {
   GroupEvents events_;
   Phase phase_ = Phase::kRunning;
   std::vector<std::unique_ptr<Worker>> workers_;
+  std::unique_ptr<StallWatch> stalls_;  // while the ranks run
   Fd filtered_[2];
   std::optional<RankFailure> failure_;  // of this host
   std::chrono::milliseconds sweep_grace_{1000};

@@ -11,6 +11,7 @@
 #include <unordered_set>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/optim/adamw_pass.h"
@@ -136,6 +137,7 @@ void ReplicatedOptimizer::apply_options() {
 }
 
 StepResult ReplicatedOptimizer::step(const StepOptions& options) {
+  const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
   detail::check(options);
   apply_options();
   GradScaler* const scaler =

@@ -144,6 +144,7 @@ void ReducerImpl::start_pass() {
   }
   // A pass that would not have synchronised is one of several before a step.
   if (owner_ && owner_->on_backward && no_sync_depth_ == 0) owner_->on_backward();
+  phase_before_ = ledger::set_phase(ledger::Phase::kBackward);
   pass_.begin(/*synchronised=*/no_sync_depth_ == 0 && !owner_);
   if (pass_.sync && join_.active()) join_.exchange(true);
   if (change_.look() && pass_.sync) plan_again();
@@ -260,6 +261,7 @@ void ReducerImpl::finalize() {
   launch_ready();
   LOCKSTEP_ASSERT(pass_.launched == buckets_.size());
   if (buckets_.empty()) change_.send_flag({});
+  ledger::set_phase(ledger::Phase::kCommunication);
   if (received_flag().ne(0).item<bool>()) refuse_change_of_another();
   const std::vector<bool> used = pass_.used_anywhere(world_);
   pass_.wait_for_buckets(/*finish=*/true);
@@ -273,6 +275,7 @@ void ReducerImpl::finalize() {
   pass_.drop_used();
   ++pass_.step;
   close_pass();
+  ledger::count_step();
 }
 
 void ReducerImpl::reduce_sparse(const std::vector<bool>& used) {
@@ -301,6 +304,7 @@ void ReducerImpl::rebuild_from_observed_order() {
 }
 
 void ReducerImpl::close_pass() {
+  ledger::set_phase(phase_before_);
   end_.forget();
   buckets_.drop_saved();
   pass_.reset();

@@ -16,6 +16,7 @@
 #include <optional>
 #include <vector>
 
+#include "lockstep/core/ledger.h"
 #include "lockstep/parallel/bucket_set.h"
 #include "lockstep/parallel/change_detector.h"
 #include "lockstep/parallel/deferred.h"
@@ -81,6 +82,7 @@ class ReducerImpl final : public BackwardListener,
   bool overlap_ = true;   // buckets are sent while backward runs
   bool rebuilt_ = false;  // the plan follows the observed order
   int no_sync_depth_ = 0;
+  ledger::Phase phase_before_ = ledger::Phase::kNone;  // the pass
   BucketLimits limits_;
   CommHook hook_;
   std::optional<DeferredOwner> owner_;  // a ShardedOptimizer, which reduces in its step

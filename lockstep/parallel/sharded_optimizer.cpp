@@ -9,6 +9,7 @@
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_impl.h"
@@ -529,7 +530,10 @@ ShardedOptimizer::ShardedOptimizer(std::shared_ptr<Reducer> reducer,
 ShardedOptimizer::~ShardedOptimizer() = default;
 
 optim::StepResult ShardedOptimizer::step(const optim::StepOptions& options) {
-  return impl_->step(options);
+  const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
+  optim::StepResult result = impl_->step(options);
+  ledger::count_step();
+  return result;
 }
 void ShardedOptimizer::zero_grad() {
   impl_->zero_grad();

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <vector>
 
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/train/run_checks.h"
 
@@ -51,6 +52,7 @@ Evaluator::Sums Evaluator::sum_up() {
 }
 
 Metrics Evaluator::evaluate() {
+  const ledger::PhaseScope evaluation(ledger::Phase::kEvaluation);
   const auto start = std::chrono::steady_clock::now();
   World& world = run_.world;
   const TrainingArguments& a = run_.arguments;

@@ -10,6 +10,7 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
@@ -217,11 +218,14 @@ MicroBatch Loop::micro_of(const data::Batch& batch) const {
 }
 
 bool Loop::backward(const data::Batch& batch) {
+  const ledger::PhaseScope forward(ledger::Phase::kForward);
   const at::Tensor loss = model_.reducer().watch(run_.forward(batch).loss);
+  ledger::set_phase(ledger::Phase::kBackward);
   return accumulation_.backward(loss, micro_of(batch));
 }
 
 void Loop::before_step() {
+  const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
   checkpoints_.wait_copied();  // before the exchange: with it every rank has waited
   control_.exchange();
   control_.notify(&Observer::on_optimizer_step);
@@ -236,7 +240,7 @@ void Loop::optimizer_step() {
         [&] { return optimizer_.step(will_log); });  // the first one makes Adam's state
     window_ = accumulation_.last_window();
   }
-  ++run_.state.global_step;
+  ledger::set_step(++run_.state.global_step);
   optimizer_.set_learning_rate();
   metrics_.count(window_, step_result_);
 }
@@ -287,7 +291,10 @@ void Loop::after_step(Due due) {
     due = {.log = due.log, .evaluate = false, .save = true};
   }
   checkpoints_.collect();
-  if (due.log) metrics_.log(optimizer_.learning_rate());
+  if (due.log) {
+    const ledger::PhaseScope logging(ledger::Phase::kLogging);
+    metrics_.log(optimizer_.learning_rate());
+  }
   if (due.evaluate && run_.task.eval_data) evaluate(due);
   if (due.save && !checkpoints_.saved()) save();
 }
@@ -308,6 +315,7 @@ void Loop::evaluate(Due& due) {
 }
 
 void Loop::save() {
+  const ledger::PhaseScope saving(ledger::Phase::kSaving);
   const bool was_stopping = control_.stop_signal() != 0;
   if (!was_stopping && control_.over()) compare_replicas();
   checkpoints_.end_previous();  // which is the best depends on whether that one is durable
@@ -330,7 +338,10 @@ void Loop::run_epoch(std::int64_t epoch) {
   accumulation_.begin_epoch(left);
   bool begun = false;
   while (left > 0 && !control_.over()) {
-    auto batch = run_.with_memory_advice([&] { return batches.next(); });
+    auto batch = run_.with_memory_advice([&] {
+      const ledger::PhaseScope data(ledger::Phase::kData);
+      return batches.next();
+    });
     LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
     --left;
     if (!begun) control_.notify(&Observer::on_step_begin);
@@ -354,6 +365,7 @@ void Loop::run_epoch(std::int64_t epoch) {
 }
 
 void Loop::run() {
+  ledger::set_step(run_.state.global_step);
   metrics_.start();
   run_.task.module->train();
   if (run_.arguments.eval_on_start && run_.state.global_step == 0 && run_.task.eval_data) {

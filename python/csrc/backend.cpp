@@ -18,6 +18,7 @@
 
 #include "lockstep/comm/shm/engine.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/memory/cpu_cache.h"
 #include "python/csrc/arrays.h"
 #include "python/csrc/deferral.h"
@@ -116,6 +117,8 @@ class LockstepBackend : public c10d::Backend {
         monitored_(config.store, config.times + "/monitored/", config.rank, config.size) {
     options_->group_name = config.group_name;
     options_->global_ranks_in_group.assign(config.global_ranks.begin(), config.global_ranks.end());
+    ledger::ended(ledger::post({.name = "connect", .group = config.group_name}),
+                  ledger::End::kFinished);
     init();
   }
   ~LockstepBackend() override {
@@ -227,7 +230,7 @@ class LockstepBackend : public c10d::Backend {
     const PlainTensors plain;
     check_single("reduce", tensors);
     const int root = rank_in_group("reduce", opts.rootRank);
-    Call call = call_of(OpType::REDUCE, "lockstep:reduce", tensors, {tensors});
+    Call call = call_of(OpType::REDUCE, "lockstep:reduce", tensors, {tensors}, root);
     Outputs outputs;
     const at::Tensor data = outputs.stage(as_reals("reduce", tensors[0], opts.reduceOp), true);
     if (rank_ != root) outputs.pairs.clear();
@@ -245,7 +248,7 @@ class LockstepBackend : public c10d::Backend {
     const int root = rank_in_group("broadcast", opts.rootRank);
     const auto index = static_cast<std::size_t>(opts.rootTensor);
     TORCH_CHECK(index < tensors.size(), "[lockstep_torch] broadcast: there is no tensor ", index);
-    Call call = call_of(OpType::BROADCAST, "lockstep:broadcast", tensors, {tensors});
+    Call call = call_of(OpType::BROADCAST, "lockstep:broadcast", tensors, {tensors}, root);
     Outputs outputs;
     const at::Tensor data = outputs.stage(tensors[index], true);
     for (std::size_t i = 0; i < tensors.size(); ++i)
@@ -311,7 +314,7 @@ class LockstepBackend : public c10d::Backend {
     TORCH_CHECK(rank_ == root ? lists.size() == 1 && lists[0].size() == ranks() : lists.empty(),
                 "[lockstep_torch] gather: the root gives one list of ", size_,
                 " tensors, the other ranks none.");
-    Call call = call_of(OpType::GATHER, "lockstep:gather", inputs, lists);
+    Call call = call_of(OpType::GATHER, "lockstep:gather", inputs, lists, root);
     Outputs outputs;
     std::vector<Part> parts;
     if (rank_ == root) {
@@ -334,7 +337,7 @@ class LockstepBackend : public c10d::Backend {
                 "[lockstep_torch] scatter: the root gives one list of ", size_,
                 " tensors, the other ranks none.");
     Call call = call_of(OpType::SCATTER, "lockstep:scatter", lists.empty() ? Tensors{} : lists[0],
-                        {results});
+                        {results}, root);
     Outputs outputs;
     std::vector<ConstPart> parts;
     if (rank_ == root) {
@@ -420,7 +423,7 @@ class LockstepBackend : public c10d::Backend {
     const PlainTensors plain;
     check_single("send", tensors);
     rank_in_group("send", peer);
-    Call call = call_of(OpType::SEND, "lockstep:send", tensors, {});
+    Call call = call_of(OpType::SEND, "lockstep:send", tensors, {}, peer);
     Outputs outputs;
     const at::Tensor data = tensors[0].contiguous();
     outputs.held.push_back(data);
@@ -452,8 +455,10 @@ class LockstepBackend : public c10d::Backend {
     return {.deadline = Deadline::after(timeout), .caller_waits = !opts.asyncOp};
   }
 
-  Call call_of(OpType type, const char* title, Tensors inputs, std::vector<Tensors> outputs) {
+  Call call_of(OpType type, const char* title, Tensors inputs, std::vector<Tensors> outputs,
+               int peer = -1) {
     Call call;
+    call.peer = peer;
     call.type = type;
     call.title = title;
     call.inputs = std::move(inputs);
@@ -481,6 +486,8 @@ class LockstepBackend : public c10d::Backend {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(engine_, "[lockstep_torch] the process group was destroyed.");
     call.sequence = collective ? ++sequence_ : sequence_.load();
+    note(call, collective);
+    const ledger::Ticket ticket = call.ticket;
     auto work = c10::make_intrusive<EngineWork>(rank_, std::move(call));
     Tickets tickets;
     try {
@@ -490,7 +497,24 @@ class LockstepBackend : public c10d::Backend {
       std::rethrow_exception(explain_(std::current_exception()));
     }
     work->attach(std::move(tickets));
+    ledger::started(ticket);
     return work;
+  }
+
+  // On the ledger, under the name without its prefix.
+  void note(Call& call, bool collective) {
+    std::uint64_t bytes = 0;
+    const Tensors& tensors =
+        call.inputs.empty() && !call.outputs.empty() ? call.outputs[0] : call.inputs;
+    for (const at::Tensor& tensor : tensors) bytes += tensor.is_sparse() ? 0 : tensor.nbytes();
+    call.ticket =
+        ledger::post({.name = call.title + std::string_view("lockstep:").size(),
+                      .dtype = tensors.empty() ? "" : c10::toString(tensors[0].scalar_type()),
+                      .group = options_->group_name,
+                      .sequence = collective ? call.sequence : ++messages_,
+                      .bytes = bytes,
+                      .peer = call.peer,
+                      .message = !collective});
   }
 
   WorkPtr receive(OpType type, Tensors& tensors, int source, int tag) {
@@ -498,11 +522,13 @@ class LockstepBackend : public c10d::Backend {
     check_single("recv", tensors);
     const bool any = source == MessageMatcher::kAnyone;
     TORCH_CHECK(source != rank_, "[lockstep_torch] recv: a rank cannot receive from itself.");
-    Call call = call_of(type, any ? "lockstep:recv_any_source" : "lockstep:recv", {}, {tensors});
+    Call call = call_of(type, any ? "lockstep:recv_any_source" : "lockstep:recv", {}, {tensors},
+                        any ? -1 : source);
     Outputs outputs;
     const at::Tensor data = outputs.stage(tensors[0]);
     call.finish = outputs.finish();
     call.sequence = sequence_.load();
+    note(call, /*collective=*/false);
     auto work = c10::make_intrusive<ReceiveWork>(rank_, std::move(call), matcher_);
     try {
       work->attach(matcher_->receive({data.mutable_data_ptr(), data.nbytes(), source, tag,
@@ -602,6 +628,7 @@ class LockstepBackend : public c10d::Backend {
   const pid_t process_ = ::getpid();
   const std::shared_ptr<MessageMatcher> matcher_;
   std::atomic<std::uint64_t> sequence_{0};  // of collectives; messages do not count
+  std::atomic<std::uint64_t> messages_{0};
   std::mutex mutex_;  // the order of operations, and the engine, which is gone after shutdown()
   std::unique_ptr<shm::Engine> engine_;
   MonitoredBarrier monitored_;
@@ -646,6 +673,8 @@ PYBIND11_MODULE(_C, module) {
                              global_ranks, ""});
       },
       pybind11::call_guard<pybind11::gil_scoped_release>());
+  // The signal by which the launcher asks for stacks; 0: there is no ledger.
+  module.def("open_ledger", [] { return ledger::open() ? ledger::stack_signal() : 0; });
   module.def("cache_cpu_memory", &cache_cpu_memory);
   module.def("empty_cpu_cache", &empty_cpu_cache,
              pybind11::call_guard<pybind11::gil_scoped_release>());

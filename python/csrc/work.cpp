@@ -21,6 +21,10 @@ void throw_timeout(std::chrono::milliseconds timeout, const char* title) {
                            " ms. It continues; wait again, or raise the timeout."));
 }
 
+void note_end(const Call& call, const std::exception_ptr& error) {
+  ledger::ended(call.ticket, error ? ledger::End::kFailed : ledger::End::kFinished);
+}
+
 std::vector<at::Tensor> flattened(const std::vector<std::vector<at::Tensor>>& lists) {
   std::vector<at::Tensor> all;
   for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
@@ -40,6 +44,7 @@ EngineWork::~EngineWork() {
   const auto finish_call = [call, last = tickets_.back()] {
     try {
       if (call->finish && !last->error()) call->finish();
+      note_end(*call, last->error());
     } catch (const std::exception&) {
       // Nobody is left to report it to.
     }
@@ -83,6 +88,7 @@ void EngineWork::settle() noexcept {
       }
       call_.finish = nullptr;
       call_.held.clear();
+      note_end(call_, error_);
       settled_ = true;
       future = future_;
     }
@@ -210,6 +216,7 @@ void ReceiveWork::settle() noexcept {
     error = std::current_exception();
   }
   call_.finish = nullptr;
+  note_end(call_, error);
   finish(error);
 }
 

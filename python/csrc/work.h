@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/core/ledger.h"
 #include "python/csrc/deferral.h"
 #include "python/csrc/message_matcher.h"
 
@@ -39,6 +40,8 @@ struct Call {
   std::vector<at::Tensor> held;                  // staging memory
   std::function<void()> finish;                  // copies back; run once, after success
   std::uint64_t sequence = 0;
+  int peer = -1;  // root, or the other end of a message
+  ledger::Ticket ticket = 0;
   Explain explain;
 };
 

@@ -1,8 +1,28 @@
 """The compiled part, imported on first use."""
 
+import faulthandler
+import os
 from datetime import timedelta
 
 import torch
+
+_stacks = None  # where faulthandler writes; open until the end
+
+
+def open_ledger():
+    """Under `lockstep run`: notes collectives where the launcher reads them, and leaves the Python
+    stack in a file when a signal of the launcher asks for it."""
+    global _stacks  # pylint: disable=global-statement
+    number = extension().open_ledger()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not number or not path or _stacks is not None:
+        return
+    try:
+        # pylint: disable-next=consider-using-with
+        _stacks = open(path + ".stack", "a", encoding="utf-8")
+    except OSError:
+        return  # the launcher then prints the stack of the C++ functions
+    faulthandler.register(number, _stacks, all_threads=False, chain=True)
 
 
 def extension():
@@ -26,6 +46,7 @@ def make(store, rank, size, timeout, name, global_ranks):
     """(backend, ""), or (None, why these ranks cannot share memory); the same on all of them."""
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
+    open_ledger()
     return extension().create(store, rank, size, timeout, str(name), list(global_ranks))
 
 

@@ -1,0 +1,128 @@
+// `lockstep ledger`: what the ranks did last, from the files that a failed or stalled run left.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <map>
+
+#include "cli/commands.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/ledger_file.h"
+#include "lockstep/launch/stall_table.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::size_t kRecords = 5;
+constexpr const char* kHelp =
+    "usage: lockstep ledger [--records N] FILE|DIR...\n\n"
+    "Prints where each rank was: step, phase, its last operations with their call sites, and the\n"
+    "first call that differs between ranks. `lockstep run` writes a ledger for each rank that\n"
+    "failed or stalled, as DIR/<run id>_<random>/attempt_<k>/<local rank>/ledger with\n"
+    "--log-dir DIR. A directory stands for all ledgers below it.\n\n"
+    "  --records N   how many operations of each rank (5)\n";
+
+struct Request {
+  std::vector<std::string> paths;
+  std::size_t records = kRecords;
+};
+
+Request parse(const Args& args) {
+  Request request;
+  for (std::size_t i = 0; i < args.size(); ++i) {
+    const std::string& arg = args[i];
+    if (arg == "--records" || arg.starts_with("--records=")) {
+      const bool apart = arg == "--records";
+      if (apart && i + 1 == args.size()) throw UsageError("ledger", "--records needs a number.");
+      request.records = static_cast<std::size_t>(
+          env::parse_int(apart ? args[++i] : arg.substr(arg.find('=') + 1), "--records", 0, 1024));
+    } else if (arg.starts_with("-")) {
+      throw UsageError("ledger", "there is no flag {}. 'lockstep ledger --help' lists them.", arg);
+    } else {
+      request.paths.push_back(arg);
+    }
+  }
+  if (request.paths.empty())
+    throw UsageError("ledger", "no file or directory was given. Name a log directory of a run.");
+  return request;
+}
+
+// Of one attempt on one host belong together.
+using Attempts = std::map<std::string, std::vector<std::string>>;
+
+void add(Attempts& attempts, const fs::path& file) {
+  attempts[file.parent_path().parent_path().string()].push_back(file.string());
+}
+
+Attempts find_ledgers(const std::vector<std::string>& paths) {
+  Attempts attempts;
+  for (const std::string& path : paths) {
+    if (!fs::is_directory(path)) {
+      add(attempts, path);
+      continue;
+    }
+    const std::size_t before = attempts.size();
+    for (const auto& entry : fs::recursive_directory_iterator(path))
+      if (entry.is_regular_file() && entry.path().filename() == ledger::kFileName)
+        add(attempts, entry.path());
+    if (attempts.size() == before)
+      throw UsageError("ledger",
+                       "there is no ledger below {}. Only ranks that failed or stalled leave one, "
+                       "and only where --log-dir was given.",
+                       path);
+  }
+  return attempts;
+}
+
+std::string record_line(const ledger::Snapshot& seen, const ledger::Record& record) {
+  std::string text = fmt::format("{} {}", launch::operation_text(record), name(record.state));
+  if (!record.under_way() && record.ended_ns >= record.posted_ns)
+    text += fmt::format(" after {:.3f} ms",
+                        static_cast<double>(record.ended_ns - record.posted_ns) / 1e6);
+  if (record.step >= 0) text += fmt::format(", step {}", record.step);
+  if (*name(record.phase) != '\0') text += fmt::format(", {}", name(record.phase));
+  const std::string place = seen.place(record.call_site);
+  return text + (place.empty() ? "" : ", at " + place);
+}
+
+void print(const std::string& attempt, const std::vector<std::string>& files, std::size_t records) {
+  std::vector<launch::RankView> ranks;
+  std::uint64_t saved_ns = 0;
+  for (const std::string& file : files) {
+    ranks.push_back({.ledger = ledger::read(read_file(file), file)});
+    saved_ns = std::max(saved_ns, ranks.back().ledger.saved_ns);
+  }
+  std::sort(ranks.begin(), ranks.end(),
+            [](const auto& a, const auto& b) { return a.ledger.rank < b.ledger.rank; });
+  fmt::print("{}: {} of {} ranks, attempt {}{}\n", attempt, ranks.size(),
+             ranks.front().ledger.world_size, ranks.front().ledger.attempt,
+             launch::ledger_table(ranks, saved_ns));
+  for (const launch::RankView& rank : ranks) {
+    const auto& all = rank.ledger.records;
+    const std::size_t shown = std::min(records, all.size());
+    if (shown == 0) continue;
+    fmt::print("  last operations of rank {}:\n", rank.ledger.rank);
+    for (std::size_t i = all.size() - shown; i < all.size(); ++i)
+      fmt::print("    {}\n", record_line(rank.ledger, all[i]));
+  }
+}
+
+}  // namespace
+
+int ledger_command(const Args& args) {
+  if (std::ranges::any_of(args, [](const auto& arg) { return arg == "--help" || arg == "-h"; })) {
+    fmt::print("{}", kHelp);
+    return 0;
+  }
+  const Request request = parse(args);
+  for (const auto& [attempt, files] : find_ledgers(request.paths))
+    print(attempt, files, request.records);
+  return 0;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,306 @@
+#include "lockstep/core/ledger.h"
+
+#include <execinfo.h>
+#include <fcntl.h>
+#include <link.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <mutex>
+
+#include "lockstep/core/ledger_layout.h"
+
+namespace lockstep::ledger {
+namespace {
+
+// Above those that glibc takes for itself, and free in Python, CUDA and MPI.
+constexpr int kStackSignalOffset = 7;
+
+std::atomic<LedgerMemory*> g_ledger{nullptr};
+std::atomic<bool> g_steps_are_set{false};
+std::atomic<bool> g_taking_stack{false};
+std::atomic<std::uint64_t> g_step_began_ns{0};
+
+LedgerMemory* memory() {
+  return g_ledger.load(std::memory_order_acquire);
+}
+
+std::uint64_t now_ns() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000u +
+         static_cast<std::uint64_t>(now.tv_nsec);
+}
+
+std::uint64_t this_thread() {
+  thread_local const auto id = static_cast<std::uint64_t>(::syscall(SYS_gettid));
+  return id;
+}
+
+void moved(LedgerMemory& ledger) {
+  ledger.heartbeat.fetch_add(1, std::memory_order_release);
+}
+
+void set(Word& word, std::uint64_t value) {
+  word.store(value, std::memory_order_release);
+}
+
+// Inside a record, whose version orders it.
+void fill(Word& word, std::uint64_t value) {
+  word.store(value, std::memory_order_relaxed);
+}
+
+template <std::size_t Words>
+void fill(Word (&words)[Words], std::string_view text) {
+  std::uint64_t packed[Words] = {};
+  std::memcpy(packed, text.data(), std::min(text.size(), sizeof packed));
+  for (std::size_t i = 0; i < Words; ++i) fill(words[i], packed[i]);
+}
+
+RecordMemory& slot_of(LedgerMemory& ledger, Ticket ticket) {
+  return ledger.ring[ticket % kRecords];
+}
+
+// ---------------------------------------------------------------- opening
+
+// The descriptor that the variable names, unless its number belongs to something else here.
+int ledger_descriptor() {
+  const char* text = std::getenv(kVariable);
+  int fd = -1;
+  std::uint64_t inode = 0;
+  if (text == nullptr || std::sscanf(text, "%d:%" SCNu64, &fd, &inode) != 2) return -1;
+  struct stat info {};
+  if (fd < 0 || ::fstat(fd, &info) != 0 || info.st_ino != inode) return -1;
+  return info.st_size >= static_cast<off_t>(sizeof(LedgerMemory)) ? fd : -1;
+}
+
+bool is_in_environment(const char* name, int value) {
+  const char* text = std::getenv(name);
+  return text != nullptr && std::atoi(text) == value;
+}
+
+bool belongs_to_this_rank(const LedgerMemory& ledger) {
+  return std::memcmp(ledger.magic, kMagic, sizeof kMagic) == 0 && ledger.version == kVersion &&
+         is_in_environment("RANK", ledger.rank) &&
+         is_in_environment("WORLD_SIZE", ledger.world_size);
+}
+
+// Of a rank that is several processes the first one that communicates is the one that counts.
+bool claim(LedgerMemory& ledger) {
+  std::uint64_t owner = 0;
+  const auto self = static_cast<std::uint64_t>(::getpid());
+  while (!ledger.pid.compare_exchange_strong(owner, self)) {
+    const bool alive = owner != self && ::kill(static_cast<pid_t>(owner), 0) == 0;
+    if (alive) return false;
+  }
+  return true;
+}
+
+struct ModuleList {
+  char* text;
+  std::size_t bytes;
+  std::size_t used = 0;
+};
+
+int add_module(dl_phdr_info* info, std::size_t, void* data) {
+  auto& list = *static_cast<ModuleList*>(data);
+  std::uint64_t first = UINT64_MAX;
+  std::uint64_t end = 0;
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const auto& segment = info->dlpi_phdr[i];
+    if (segment.p_type != PT_LOAD) continue;
+    first = std::min<std::uint64_t>(first, info->dlpi_addr + segment.p_vaddr);
+    end = std::max<std::uint64_t>(end, info->dlpi_addr + segment.p_vaddr + segment.p_memsz);
+  }
+  char program[4096] = "";
+  const char* path = info->dlpi_name;
+  if (path == nullptr || *path == '\0') {  // the program itself
+    const ssize_t n = ::readlink("/proc/self/exe", program, sizeof program - 1);
+    if (list.used > 0 || n <= 0) return 0;
+    path = program;
+  }
+  const std::size_t left = list.bytes - list.used;
+  const int written =
+      std::snprintf(list.text + list.used, left, "%" PRIx64 " %" PRIx64 " %" PRIx64 " %s\n",
+                    static_cast<std::uint64_t>(info->dlpi_addr), first, end, path);
+  if (written < 0 || static_cast<std::size_t>(written) >= left) {
+    list.text[list.used] = '\0';
+    return 1;
+  }
+  list.used += static_cast<std::size_t>(written);
+  return 0;
+}
+
+// ---------------------------------------------------------------- stacks
+
+// In a signal handler: addresses alone, which the launcher turns into names.
+void on_stack_request(int, siginfo_t*, void*) {
+  const int saved_errno = errno;
+  LedgerMemory* const ledger = memory();
+  if (ledger != nullptr && !g_taking_stack.exchange(true)) {
+    constexpr int kOwn = 2;  // this function and the kernel's trampoline
+    void* frames[kStackFrames + kOwn];
+    const int depth = ::backtrace(frames, static_cast<int>(std::size(frames)));
+    for (int i = kOwn; i < depth; ++i) {
+      auto address = reinterpret_cast<std::uintptr_t>(frames[i]);
+      if (i == kOwn) ++address;  // the others are behind the call that counts
+      set(ledger->stack[i - kOwn], address);
+    }
+    set(ledger->stack_depth, static_cast<std::uint64_t>(std::max(0, depth - kOwn)));
+    ledger->stacks_taken.fetch_add(1, std::memory_order_release);
+    g_taking_stack = false;
+  }
+  errno = saved_errno;
+}
+
+void install_stack_handler(LedgerMemory& ledger) {
+  void* frame = nullptr;
+  ::backtrace(&frame, 1);  // loads the unwinder, which a handler must not do
+  const int number = SIGRTMIN + kStackSignalOffset;
+  struct sigaction before {};
+  if (::sigaction(number, nullptr, &before) != 0 || before.sa_handler != SIG_DFL) return;
+  struct sigaction action {};
+  action.sa_sigaction = on_stack_request;
+  action.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
+  ::sigemptyset(&action.sa_mask);
+  if (::sigaction(number, &action, nullptr) == 0)
+    set(ledger.stack_signal, static_cast<std::uint64_t>(number));
+}
+
+}  // namespace
+
+const char* name(Phase phase) {
+  constexpr const char* kNames[] = {"",         "startup",       "data",      "forward",
+                                    "backward", "communication", "optimizer", "evaluation",
+                                    "logging",  "saving",        "ended"};
+  const auto index = static_cast<std::size_t>(phase);
+  return index < std::size(kNames) ? kNames[index] : "?";
+}
+
+bool open() noexcept {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  if (memory() != nullptr) return true;
+  const int fd = ledger_descriptor();
+  if (fd < 0) return false;
+  void* const place =
+      ::mmap(nullptr, sizeof(LedgerMemory), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (place == MAP_FAILED) return false;
+  auto* const ledger = static_cast<LedgerMemory*>(place);
+  if (!belongs_to_this_rank(*ledger) || !claim(*ledger)) {
+    ::munmap(place, sizeof(LedgerMemory));
+    return false;
+  }
+  ::fcntl(fd, F_SETFD, FD_CLOEXEC);  // what this process starts is not this rank
+  ModuleList modules{ledger->modules, kModuleBytes};
+  ::dl_iterate_phdr(add_module, &modules);
+  set(ledger->thread, this_thread());
+  set(ledger->phase_since_ns, now_ns());
+  g_ledger.store(ledger, std::memory_order_release);
+  install_stack_handler(*ledger);
+  // A child that was forked off is not this rank either. The memory stays mapped until the end.
+  [[maybe_unused]] static const int forgotten = ::pthread_atfork(
+      nullptr, nullptr, [] { g_ledger.store(nullptr, std::memory_order_release); });
+  moved(*ledger);
+  return true;
+}
+
+int stack_signal() noexcept {
+  const LedgerMemory* const ledger = memory();
+  return ledger == nullptr ? 0 : static_cast<int>(ledger->stack_signal.load());
+}
+
+// ---------------------------------------------------------------- notes
+
+Ticket post(const Operation& operation) noexcept {
+  LedgerMemory* const ledger = memory();
+  if (ledger == nullptr) return 0;
+  const Ticket ticket = ledger->next.fetch_add(1, std::memory_order_relaxed) + 1;
+  RecordMemory& slot = slot_of(*ledger, ticket);
+  // One writer per slot: a thread that is still at the record of the round before loses ours.
+  std::uint64_t before = slot.version.load(std::memory_order_relaxed);
+  if (before % 2 == 1 ||
+      !slot.version.compare_exchange_strong(before, 2 * ticket - 1, std::memory_order_relaxed))
+    return 0;
+  std::atomic_thread_fence(std::memory_order_release);
+  fill(slot.operation, operation.name);
+  fill(slot.group, operation.group);
+  std::uint64_t dtype = 0;
+  std::memcpy(&dtype, operation.dtype, std::min(std::strlen(operation.dtype), sizeof dtype));
+  fill(slot.dtype, dtype);
+  fill(slot.sequence, operation.sequence);
+  fill(slot.bytes, operation.bytes);
+  const auto peer = static_cast<std::uint64_t>(std::max(operation.peer, -1) + 1);
+  fill(slot.kind, peer << 16 | static_cast<std::uint64_t>(operation.message) << 8 |
+                      (ledger->phase.load(std::memory_order_relaxed) & 0xff));
+  fill(slot.call_site, reinterpret_cast<std::uintptr_t>(detail::call_site));
+  fill(slot.posted_ns, operation.time_ns != 0 ? operation.time_ns : now_ns());
+  fill(slot.end, ticket << 2);
+  fill(slot.step, ledger->step.load(std::memory_order_relaxed));
+  set(slot.version, 2 * ticket);
+  return ticket;
+}
+
+void started(Ticket ticket) noexcept {
+  LedgerMemory* const ledger = ticket != 0 ? memory() : nullptr;
+  // A record that has taken the slot has another ticket and takes this for "not yet".
+  if (ledger != nullptr) set(slot_of(*ledger, ticket).started, ticket);
+}
+
+void ended(Ticket ticket, End end) noexcept {
+  LedgerMemory* const ledger = ticket != 0 ? memory() : nullptr;
+  if (ledger == nullptr) return;
+  std::uint64_t under_way = ticket << 2;
+  const std::uint64_t value = now_ns() << 2 | static_cast<std::uint64_t>(end);
+  slot_of(*ledger, ticket).end.compare_exchange_strong(under_way, value, std::memory_order_relaxed);
+  moved(*ledger);
+}
+
+namespace {
+void publish_step(LedgerMemory& ledger, std::uint64_t step) {
+  if (ledger.step.load(std::memory_order_relaxed) == step + 1) return;
+  const std::uint64_t now = now_ns();
+  const std::uint64_t began = g_step_began_ns.exchange(now);
+  if (began != 0) set(ledger.step_ns, now - began);
+  set(ledger.step, step + 1);
+  moved(ledger);
+}
+}  // namespace
+
+void set_step(std::int64_t step) noexcept {
+  g_steps_are_set = true;
+  LedgerMemory* const ledger = memory();
+  if (ledger != nullptr && step >= 0) publish_step(*ledger, static_cast<std::uint64_t>(step));
+}
+
+void count_step() noexcept {
+  LedgerMemory* const ledger = memory();
+  if (ledger == nullptr || g_steps_are_set) return;
+  const std::uint64_t before = ledger->step.load(std::memory_order_relaxed);
+  publish_step(*ledger, before == 0 ? 1 : before);
+}
+
+Phase set_phase(Phase phase) noexcept {
+  LedgerMemory* const ledger = memory();
+  if (ledger == nullptr) return Phase::kNone;
+  const auto before = static_cast<Phase>(
+      ledger->phase.exchange(static_cast<std::uint64_t>(phase), std::memory_order_acq_rel));
+  if (before == phase) return before;
+  fill(ledger->thread, this_thread());
+  set(ledger->phase_since_ns, now_ns());
+  moved(*ledger);
+  return before;
+}
+
+}  // namespace lockstep::ledger

@@ -1,0 +1,110 @@
+// The ledger: where a rank stands, in memory that its launcher reads whatever the rank does.
+//
+// `lockstep run` gives each rank a piece of shared memory (LOCKSTEP_LEDGER). The rank notes there
+// its step, its phase and each collective, so that a rank that is stopped, loops forever or has
+// crashed can still be asked what it did last (ledger_file.h). Without a launcher of ours nothing
+// is noted, and each call costs one load.
+//
+//   ledger::open();
+//   const ledger::PhaseScope saving(ledger::Phase::kSaving);
+//   const ledger::Ticket ticket = ledger::post({.name = "all_reduce", .sequence = 7});
+//   ledger::ended(ticket, ledger::End::kFinished);
+//
+// Any thread may call any function; none of them waits, allocates (but open) or throws.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace lockstep::ledger {
+
+// "<descriptor>:<inode>": a process that inherits the variable alone does not write elsewhere.
+inline constexpr const char* kVariable = "LOCKSTEP_LEDGER";
+
+enum class Phase : std::uint8_t {
+  kNone,
+  kStartup,
+  kData,
+  kForward,
+  kBackward,
+  kCommunication,  // waits for the gradients' reduction
+  kOptimizer,
+  kEvaluation,
+  kLogging,
+  kSaving,
+  kEnded,  // all ranks have returned from their bodies
+};
+const char* name(Phase phase);
+
+// Once, when a rank knows that it is one: maps the memory, lists the loaded files and installs a
+// handler that leaves the stack where the launcher asks for it. False: there is no ledger, it is
+// another rank's, or another process of this rank writes it. Later calls do nothing.
+bool open() noexcept;
+// The signal of that handler; 0: none.
+int stack_signal() noexcept;
+
+using Ticket = std::uint64_t;  // 0: not on the ledger
+
+struct Operation {
+  const char* name = "";
+  const char* dtype = "";
+  std::string_view group = {};  // empty: the world; the same text on all ranks
+  std::uint64_t sequence = 0;   // in the group
+  std::uint64_t bytes = 0;
+  int peer = -1;              // root, or the other end of a message
+  bool message = false;       // has a number of its own, which peers do not share
+  std::uint64_t time_ns = 0;  // of the steady clock, where the caller has it; 0: now
+};
+
+enum class End : std::uint8_t {
+  kFinished = 1,
+  kFailed = 2,
+  kReleased = 3,  // nobody looks any more: it is on a device's stream
+};
+
+Ticket post(const Operation& operation) noexcept;
+void started(Ticket ticket) noexcept;  // the backend has it
+void ended(Ticket ticket, End end) noexcept;
+
+// The Trainer counts its steps. A loop of the user's own does not: there the end of each
+// synchronised backward, or of a sharded step, is one.
+void set_step(std::int64_t step) noexcept;
+void count_step() noexcept;
+
+// Returns the phase before.
+Phase set_phase(Phase phase) noexcept;
+
+class PhaseScope {
+ public:
+  explicit PhaseScope(Phase phase) noexcept : before_(set_phase(phase)) {}
+  ~PhaseScope() { set_phase(before_); }
+  PhaseScope(const PhaseScope&) = delete;
+  PhaseScope& operator=(const PhaseScope&) = delete;
+
+ private:
+  const Phase before_;
+};
+
+namespace detail {
+// What the calling thread's next records name as their place in the program.
+inline thread_local const void* call_site = nullptr;
+}  // namespace detail
+
+// At the top of a public function: operations inside are noted with its return address. Of several
+// that are nested the outermost counts, which is the one that the program called.
+class CallSite {
+ public:
+  [[gnu::always_inline]] CallSite() noexcept : outermost_(detail::call_site == nullptr) {
+    if (outermost_) detail::call_site = __builtin_return_address(0);
+  }
+  ~CallSite() {
+    if (outermost_) detail::call_site = nullptr;
+  }
+  CallSite(const CallSite&) = delete;
+  CallSite& operator=(const CallSite&) = delete;
+
+ private:
+  const bool outermost_;
+};
+
+}  // namespace lockstep::ledger

@@ -1,0 +1,357 @@
+// The ledger between processes: what a rank notes is what its launcher reads, at any moment.
+#include "lockstep/core/ledger.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <thread>
+
+#include "lockstep/core/child_for_test.h"
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/ledger_file.h"
+#include "lockstep/core/ledger_layout.h"
+
+namespace lockstep::ledger {
+namespace {
+
+using child_for_test::Child;
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
+std::map<std::string, std::string> environment_of(const File& file, int rank = 1, int size = 3) {
+  return {{kVariable, file.variable()},
+          {"RANK", std::to_string(rank)},
+          {"WORLD_SIZE", std::to_string(size)}};
+}
+
+File three() {
+  return File::create({.rank = 1, .world_size = 3, .attempt = 2});
+}
+
+bool wait_until(const std::function<bool()>& there) {
+  const auto deadline = Deadline::after(std::chrono::seconds(30));
+  while (!there()) {
+    if (deadline.expired()) return false;
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  return true;
+}
+
+[[gnu::noinline]] Ticket post_from_here(const Operation& operation) {
+  const CallSite here;
+  return post(operation);
+}
+
+[[gnu::noinline]] Ticket outer_call(const Operation& operation) {
+  const CallSite here;
+  const Ticket ticket = post_from_here(operation);
+  return ticket + 0;
+}
+
+// ---------------------------------------------------------------- ranks
+
+CHILD(notes) {
+  if (!open()) return 3;
+  set_step(41);
+  set_phase(Phase::kBackward);
+  const Ticket first = outer_call(
+      {.name = "all_reduce", .dtype = "Float", .sequence = 7, .bytes = 4096, .peer = -1});
+  started(first);
+  ended(first, End::kFinished);
+  started(post({.name = "send",
+                .dtype = "BFloat16",
+                .group = "split/0/1",
+                .sequence = 1,
+                .bytes = 12,
+                .peer = 2,
+                .message = true}));
+  post({.name = "a_name_that_is_longer_than_its_place", .sequence = 8});
+  ::raise(SIGKILL);
+  return 0;
+}
+
+CHILD(refuses) {
+  return open() ? 0 : 7;
+}
+
+// Numbers that belong together: whoever mixes two records sees it.
+CHILD(floods) {
+  if (!open()) return 3;
+  for (std::uint64_t i = 1;; ++i) {
+    const std::string name = "op" + std::to_string(i);
+    ended(post({.name = name.c_str(),
+                .group = name,
+                .sequence = i,
+                .bytes = i,
+                .peer = static_cast<int>(i % 1000)}),
+          End::kFinished);
+  }
+}
+
+CHILD(loops) {
+  if (!open()) return 3;
+  volatile bool forever = true;
+  while (forever) {
+  }
+  return 0;
+}
+
+CHILD(forks) {
+  if (!open()) return 3;
+  post({.name = "mine"});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    post({.name = "of_the_child"});
+    ::_exit(0);
+  }
+  ::waitpid(child, nullptr, 0);
+  return 0;
+}
+
+// ---------------------------------------------------------------- tests
+
+TEST(Ledger, ShowsWhatAKilledRankDid) {
+  const File file = three();
+  EXPECT_FALSE(file.opened());
+  Child child("notes", environment_of(file), {file.fd()});
+  child.wait();
+  const Snapshot seen = file.read();
+  EXPECT_TRUE(file.opened());
+  EXPECT_EQ(seen.rank, 1);
+  EXPECT_EQ(seen.world_size, 3);
+  EXPECT_EQ(seen.attempt, 2);
+  EXPECT_EQ(seen.step, 41);
+  EXPECT_EQ(seen.phase, Phase::kBackward);
+  ASSERT_EQ(seen.records.size(), 3u);
+  const Record& first = seen.records[0];
+  EXPECT_EQ(first.operation, "all_reduce");
+  EXPECT_EQ(first.dtype, "Float");
+  EXPECT_EQ(first.group, "");
+  EXPECT_EQ(first.sequence, 7u);
+  EXPECT_EQ(first.bytes, 4096u);
+  EXPECT_EQ(first.peer, -1);
+  EXPECT_EQ(first.step, 41);
+  EXPECT_EQ(first.phase, Phase::kBackward);
+  EXPECT_EQ(first.state, State::kFinished);
+  EXPECT_GE(first.ended_ns, first.posted_ns);
+  const Record& second = seen.records[1];
+  EXPECT_EQ(second.dtype, "BFloat16");
+  EXPECT_EQ(second.group, "split/0/1");
+  EXPECT_EQ(second.peer, 2);
+  EXPECT_TRUE(second.message);
+  EXPECT_EQ(second.state, State::kStarted);
+  EXPECT_EQ(second.ended_ns, 0u);
+  EXPECT_EQ(seen.records[2].operation, "a_name_that_is_longer_th");
+  EXPECT_EQ(seen.records[2].state, State::kPosted);
+}
+
+// The outermost of nested calls, also when its process has gone.
+TEST(Ledger, NamesTheCallSite) {
+  const File file = three();
+  Child child("notes", environment_of(file), {file.fd()});
+  child.wait();
+  const Snapshot seen = file.read();
+  ASSERT_FALSE(seen.records.empty());
+  const std::string place = seen.place(seen.records[0].call_site);
+  EXPECT_THAT(place, testing::Not(HasSubstr("outer_call"))) << "its caller is meant";
+  EXPECT_THAT(place, HasSubstr("(ledger_test+0x"));
+  EXPECT_THAT(place, HasSubstr("child_notes"));
+  EXPECT_EQ(seen.place(0), "");
+}
+
+TEST(Ledger, IsNotWrittenByOtherRanksOrProcesses) {
+  const File file = three();
+  Child other("refuses", environment_of(file, 2), {file.fd()});
+  EXPECT_EQ(other.wait(), 7);
+  Child bigger("refuses", environment_of(file, 1, 4), {file.fd()});
+  EXPECT_EQ(bigger.wait(), 7);
+  Child without_descriptor("refuses", environment_of(file));
+  EXPECT_EQ(without_descriptor.wait(), 7);
+  EXPECT_FALSE(file.opened());
+
+  Child owner("loops", environment_of(file), {file.fd()});
+  ASSERT_TRUE(wait_until([&] { return file.opened(); }));
+  Child second("refuses", environment_of(file), {file.fd()});
+  EXPECT_EQ(second.wait(), 7) << "the first process of the rank is alive";
+  ::kill(owner.pid(), SIGKILL);
+  owner.wait();
+  Child heir("refuses", environment_of(file), {file.fd()});
+  EXPECT_EQ(heir.wait(), 0);
+}
+
+TEST(Ledger, IsTheParentsAloneAfterAFork) {
+  const File file = three();
+  Child child("forks", environment_of(file), {file.fd()});
+  EXPECT_EQ(child.wait(), 0);
+  const Snapshot seen = file.read();
+  ASSERT_EQ(seen.records.size(), 1u);
+  EXPECT_EQ(seen.records[0].operation, "mine");
+}
+
+// Every record that is read is one that was written, whole.
+TEST(Ledger, IsReadWhileItIsWritten) {
+  const File file = three();
+  Child child("floods", environment_of(file), {file.fd()});
+  ASSERT_TRUE(wait_until([&] { return file.opened() && file.heartbeat() > 10 * kRecords; }));
+  std::size_t seen_records = 0;
+  for (int round = 0; round < (kSanitized ? 20 : 200); ++round) {
+    const Snapshot seen = file.read();
+    EXPECT_GT(seen.records.size(), kRecords / 2);
+    seen_records += seen.records.size();
+    for (const Record& record : seen.records) {
+      const std::string name = "op" + std::to_string(record.sequence);
+      ASSERT_EQ(record.operation, name);
+      ASSERT_EQ(record.group, name);
+      ASSERT_EQ(record.bytes, record.sequence);
+      ASSERT_EQ(record.ticket, record.sequence);
+      ASSERT_EQ(record.peer, static_cast<int>(record.sequence % 1000));
+    }
+  }
+  EXPECT_GT(seen_records, 0u);
+}
+
+TEST(Ledger, LeavesTheStackOfALoopThatIsAsked) {
+  const File file = three();
+  Child child("loops", environment_of(file), {file.fd()});
+  ASSERT_TRUE(wait_until([&] { return file.opened() && file.read().stack_signal != 0; }));
+  ASSERT_EQ(::kill(file.read().pid, file.read().stack_signal), 0);
+  ASSERT_TRUE(wait_until([&] { return file.stacks_taken() == 1; }));
+  const Snapshot seen = file.read();
+  ASSERT_FALSE(seen.stack.empty());
+  std::string all;
+  for (const std::uint64_t frame : seen.stack) all += seen.place(frame) + "\n";
+  EXPECT_THAT(all, HasSubstr("child_loops")) << all;
+  EXPECT_THAT(all, testing::Not(HasSubstr("on_stack_request"))) << all;
+  EXPECT_THAT(all, HasSubstr("main")) << all;
+}
+
+TEST(Ledger, IsAFileAfterwards) {
+  const File file = three();
+  Child child("notes", environment_of(file), {file.fd()});
+  child.wait();
+  const std::string path = testing::TempDir() + "ledger_test_file_" + std::to_string(::getpid());
+  file.save(path);
+  const std::string bytes = read_file(path);
+  ::unlink(path.c_str());
+  const Snapshot seen = read(bytes, path);
+  EXPECT_EQ(seen.records.size(), 3u);
+  EXPECT_GT(seen.saved_ns, seen.records[0].posted_ns);
+  EXPECT_EQ(seen.place(seen.records[0].call_site),
+            file.read().place(file.read().records[0].call_site));
+}
+
+TEST(Ledger, RefusesWhatIsNotOne) {
+  const auto refusal = [](const std::string& bytes) {
+    try {
+      read(bytes, "x/ledger");
+    } catch (const UsageError& e) {
+      return std::string(e.what());
+    }
+    return std::string("accepted");
+  };
+  EXPECT_THAT(refusal(""),
+              HasSubstr("[ledger] x/ledger is not a rank's ledger: it does not begin"));
+  EXPECT_THAT(refusal(std::string(kMagic, sizeof kMagic)), HasSubstr("it has 8 bytes, not "));
+  std::string whole(sizeof(LedgerMemory), '\xff');
+  std::copy(std::begin(kMagic), std::end(kMagic), whole.begin());
+  EXPECT_THAT(refusal(whole), HasSubstr("it has version 4294967295, not 1"));
+  const std::uint32_t numbers[] = {kVersion, kRecords};
+  std::memcpy(whole.data() + sizeof kMagic, numbers, sizeof numbers);
+  EXPECT_EQ(refusal(whole), "accepted");  // nonsense in it, and nothing breaks
+}
+
+// In this process: the ring, tickets that are too late, and the cost.
+class OwnLedger : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    static File file = File::create({.rank = 0, .world_size = 1});
+    file_ = &file;
+    ::setenv(kVariable, file.variable().c_str(), 1);
+    ::setenv("RANK", "0", 1);
+    ::setenv("WORLD_SIZE", "1", 1);
+    ASSERT_TRUE(open());
+    ASSERT_TRUE(open()) << "a second time";
+  }
+  static File* file_;
+};
+File* OwnLedger::file_ = nullptr;
+
+TEST_F(OwnLedger, TheRingHasTheNewestRecords) {
+  for (std::uint64_t i = 1; i <= 3 * kRecords; ++i) post({.name = "x", .sequence = i});
+  const Snapshot seen = file_->read();
+  ASSERT_EQ(seen.records.size(), kRecords);
+  EXPECT_EQ(seen.records.front().sequence, 2 * kRecords + 1);
+  EXPECT_EQ(seen.records.back().sequence, 3 * kRecords);
+}
+
+TEST_F(OwnLedger, ALateEndTouchesNoOtherRecord) {
+  const Ticket old = post({.name = "old"});
+  for (std::size_t i = 0; i < kRecords; ++i) post({.name = "new"});
+  started(old);
+  ended(old, End::kFinished);
+  for (const Record& record : file_->read().records) {
+    EXPECT_EQ(record.operation, "new");
+    EXPECT_EQ(record.state, State::kPosted);
+  }
+}
+
+TEST_F(OwnLedger, StepsAreCountedUntilTheyAreSet) {
+  count_step();
+  count_step();
+  EXPECT_EQ(file_->step(), 2);
+  set_step(100);
+  count_step();
+  EXPECT_EQ(file_->step(), 100);
+  {
+    const PhaseScope saving(Phase::kSaving);
+    EXPECT_EQ(file_->read().phase, Phase::kSaving);
+  }
+  EXPECT_EQ(file_->read().phase, Phase::kNone);
+}
+
+TEST_F(OwnLedger, ARecordCostsLittle) {
+  using Clock = std::chrono::steady_clock;
+  constexpr int kCalls = 20'000;
+  double best_ns = 1e9;  // other processes of a busy machine only make it slower
+  for (int round = 0; round < 20; ++round) {
+    const auto begin = Clock::now();
+    for (int i = 0; i < kCalls; ++i) {
+      const CallSite here;
+      // As World does it, whose deadline has read the clock.
+      const Ticket ticket = post({.name = "all_reduce",
+                                  .dtype = "Float",
+                                  .bytes = 4096,
+                                  .time_ns = 1 + static_cast<std::uint64_t>(i)});
+      started(ticket);
+      ended(ticket, End::kFinished);
+    }
+    const std::chrono::duration<double, std::nano> took = Clock::now() - begin;
+    best_ns = std::min(best_ns, took.count() / kCalls);
+  }
+  std::printf("a record, from post() to ended(): %.1f ns\n", best_ns);
+  RecordProperty("ns", std::to_string(best_ns));
+  EXPECT_LT(best_ns, kSanitized ? 10'000 : 200);
+}
+
+}  // namespace
+}  // namespace lockstep::ledger

@@ -1,0 +1,72 @@
+// Who is behind, and the table that says so: what the ranks' ledgers show, side by side.
+//
+// Collectives of one group have the same numbers on all of its ranks. So the rank that others wait
+// for lacks a number that they have; and where all have it, the first number under which the ranks
+// called different operations, or the same one from different places of the program, shows where
+// their ways parted.
+//
+//   const StallReport report = describe_stall(views, {.quiet_s = 30.4, .stall_s = 30});
+//   console.say(report.text);
+//
+// Plain values and free functions; nothing is owned.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/ledger_file.h"
+#include "lockstep/launch/rank_state.h"
+
+namespace lockstep::launch {
+
+// A rank as the launcher sees it from outside.
+struct RankView {
+  ledger::Snapshot ledger;
+  RankState process = {};  // unknown: of a file
+  double cpu_share = 0;    // of a core, since the last movement
+  std::vector<std::string> stack = {};
+  std::string no_stack = {};  // why there is none
+
+  bool waits() const;  // an operation of it is under way
+  bool busy() const;   // its CPU time grows, and it waits for nobody
+};
+
+// The first call of a group that is not the same on all ranks.
+struct Difference {
+  enum class Kind { kOperation, kMissing, kPlace };
+  Kind kind = Kind::kOperation;
+  std::string group;
+  std::uint64_t sequence = 0;
+  std::vector<int> odd;  // the fewer of those that do not agree, by rank
+};
+
+std::optional<Difference> first_difference(const std::vector<RankView>& ranks,
+                                           Difference::Kind kind);
+// Whom the others wait for; empty where it cannot be seen from here.
+std::vector<int> ranks_behind(const std::vector<RankView>& ranks);
+
+struct StallInfo {
+  double quiet_s = 0;
+  double stall_s = 0;
+  std::uint64_t now_ns = 0;  // as in the ledgers
+  bool other_hosts = false;  // the world has ranks elsewhere
+};
+
+struct StallReport {
+  std::vector<int> behind;
+  std::string cause;  // one sentence
+  std::string text;   // many lines, ready to print
+};
+StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& info);
+
+// The table alone, and the calls that differ: of ranks that have ended, too.
+std::string ledger_table(const std::vector<RankView>& ranks, std::uint64_t now_ns);
+// For a failure report: step, phase and last operation of a rank, and the call that differs.
+std::vector<std::string> standing_of(const std::vector<RankView>& ranks, int rank,
+                                     std::uint64_t now_ns);
+// "#31 all_reduce (Float, 4.0 KiB)"
+std::string operation_text(const ledger::Record& record);
+
+}  // namespace lockstep::launch

@@ -1,0 +1,181 @@
+// Who is behind, from ledgers alone: the cases in which sequence numbers say it, and those in which
+// they do not. Real processes that stall are in tests/ledger.
+#include "lockstep/launch/stall_table.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <string>
+#include <vector>
+
+namespace lockstep::launch {
+namespace {
+
+using ledger::Record;
+using ledger::State;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Not;
+
+// "all_reduce:4096", "broadcast:16@0" (root), "all_reduce:8 of g"; the last one is under way.
+struct Calls {
+  std::vector<Record> records;
+
+  Calls& add(const std::string& operation, std::uint64_t bytes, const std::string& group = "",
+             std::uint64_t call_site = 0x1100) {
+    Record record;
+    record.ticket = records.size() + 1;
+    record.operation = operation;
+    record.group = group;
+    record.dtype = "Float";
+    record.bytes = bytes;
+    record.state = State::kFinished;
+    record.call_site = call_site;
+    record.sequence = 1;
+    for (const Record& other : records)
+      if (other.group == group) record.sequence = other.sequence + 1;
+    records.push_back(record);
+    return *this;
+  }
+  Calls& open(State state = State::kStarted) {
+    records.back().state = state;
+    return *this;
+  }
+};
+
+RankView rank_with(int rank, const Calls& calls, char state = 'S') {
+  RankView view;
+  view.ledger.rank = rank;
+  view.ledger.pid = 100 + rank;
+  view.ledger.records = calls.records;
+  view.ledger.modules = {{0x1000, 0x1000, 0x2000, "/none"}};
+  view.process.state = state;
+  return view;
+}
+
+TEST(StallTable, WhoLacksACallIsBehind) {
+  const std::vector<RankView> ranks = {
+      rank_with(0, Calls().add("all_reduce", 8).add("all_reduce", 8).open()),
+      rank_with(1, Calls().add("all_reduce", 8)),
+      rank_with(2, Calls().add("all_reduce", 8).add("all_reduce", 8).open())};
+  EXPECT_THAT(ranks_behind(ranks), ElementsAre(1));
+  const auto missing = first_difference(ranks, Difference::Kind::kMissing);
+  ASSERT_TRUE(missing);
+  EXPECT_EQ(missing->sequence, 2u);
+  EXPECT_FALSE(first_difference(ranks, Difference::Kind::kOperation));
+}
+
+TEST(StallTable, NobodyIsBehindWhereNobodyWaits) {
+  const std::vector<RankView> ranks = {
+      rank_with(0, Calls().add("all_reduce", 8).add("all_reduce", 8)),
+      rank_with(1, Calls().add("all_reduce", 8))};
+  EXPECT_FALSE(first_difference(ranks, Difference::Kind::kMissing));
+}
+
+TEST(StallTable, TheFewerAreTheOddOnes) {
+  const std::vector<RankView> ranks = {
+      rank_with(0, Calls().add("all_reduce", 8).add("all_reduce", 64).open()),
+      rank_with(1, Calls().add("all_reduce", 8).add("all_reduce", 32).open()),
+      rank_with(2, Calls().add("all_reduce", 8).add("all_reduce", 64).open())};
+  EXPECT_THAT(ranks_behind(ranks), ElementsAre(1));
+  EXPECT_EQ(first_difference(ranks, Difference::Kind::kOperation)->sequence, 2u);
+}
+
+TEST(StallTable, SizesThatMayDifferAreNotCompared) {
+  const std::vector<RankView> ranks = {rank_with(0, Calls().add("all_to_all", 8).open()),
+                                       rank_with(1, Calls().add("all_to_all", 9).open())};
+  EXPECT_FALSE(first_difference(ranks, Difference::Kind::kOperation));
+  EXPECT_THAT(ranks_behind(ranks), IsEmpty());
+}
+
+// Two worlds in two orders: all wait, each in a call that others have not made.
+TEST(StallTable, TheRankThatMostOthersWaitForIsBehind) {
+  const auto member = [] { return Calls().add("connect", 0, "a").add("connect", 0, "b"); };
+  const std::vector<RankView> ranks = {rank_with(0, member().add("all_reduce", 8, "b").open()),
+                                       rank_with(1, member().add("all_reduce", 8, "a").open()),
+                                       rank_with(2, member().add("all_reduce", 8, "a").open())};
+  EXPECT_THAT(ranks_behind(ranks), ElementsAre(0));
+}
+
+TEST(StallTable, AStoppedRankExplainsEverything) {
+  const Calls all = Calls().add("all_reduce", 8).open();
+  const std::vector<RankView> ranks = {rank_with(0, all), rank_with(1, all, 'T')};
+  const StallReport report = describe_stall(ranks, {.quiet_s = 2.5, .stall_s = 2});
+  EXPECT_THAT(report.behind, ElementsAre(1));
+  EXPECT_THAT(report.text,
+              HasSubstr("[launch] stall: no rank has moved for 2.5 s (stall time 2.0 s). Rank 1 is "
+                        "behind: it is stopped (kill -CONT 101 continues it)."));
+}
+
+TEST(StallTable, ARankWithoutAWorldIsBehind) {
+  std::vector<RankView> ranks = {rank_with(0, {}), rank_with(1, {})};
+  ranks[1].ledger.pid = 0;
+  EXPECT_THAT(describe_stall(ranks, {}).cause,
+              HasSubstr("Rank 1 is behind: it has not created its world yet."));
+}
+
+TEST(StallTable, TheOneThatIsBehindMayBeElsewhere) {
+  const Calls all = Calls().add("all_reduce", 8).open();
+  const std::vector<RankView> ranks = {rank_with(0, all), rank_with(1, all)};
+  EXPECT_THAT(describe_stall(ranks, {.other_hosts = true}).text,
+              HasSubstr("no rank of this host has moved"));
+  EXPECT_THAT(describe_stall(ranks, {.other_hosts = true}).cause, HasSubstr("on another host"));
+  EXPECT_THAT(describe_stall(ranks, {}).cause, HasSubstr("all wait in the same call"));
+}
+
+// A skipped call shifts the numbers: the operations are the same, but their places are not.
+TEST(StallTable, ASkippedCallShowsInThePlaces) {
+  const std::vector<RankView> ranks = {rank_with(0, Calls()
+                                                        .add("all_reduce", 8, "", 0x1100)
+                                                        .add("all_reduce", 8, "", 0x1200)
+                                                        .add("all_reduce", 8, "", 0x1300)
+                                                        .open()),
+                                       rank_with(1, Calls()
+                                                        .add("all_reduce", 8, "", 0x1200)
+                                                        .add("all_reduce", 8, "", 0x1300)
+                                                        .add("finish", 0, "", 0x1400)
+                                                        .open()),
+                                       rank_with(2, Calls()
+                                                        .add("all_reduce", 8, "", 0x1100)
+                                                        .add("all_reduce", 8, "", 0x1200)
+                                                        .add("all_reduce", 8, "", 0x1300)
+                                                        .open())};
+  const std::string text = ledger_table(ranks, 0);
+  EXPECT_THAT(text, HasSubstr("first call that differs: #3"));
+  EXPECT_THAT(text, HasSubstr("first call from another place of the program: #1\n"
+                              "    ranks 0, 2: #1 all_reduce (Float, 8 B) at (none+0x100)\n"
+                              "    rank 1: #1 all_reduce (Float, 8 B) at (none+0x200)"));
+}
+
+TEST(StallTable, OnlyARankThatWaitsForNobodyIsBusy) {
+  RankView view = rank_with(0, Calls().add("all_reduce", 8));
+  view.cpu_share = 0.9;
+  EXPECT_TRUE(view.busy());
+  view.ledger.records.back().state = State::kStarted;
+  EXPECT_FALSE(view.busy()) << "it spins in a collective";
+  view.ledger.records.back().state = State::kReleased;
+  EXPECT_FALSE(view.busy()) << "it waits for a device";
+}
+
+TEST(StallTable, AFailureReportHasThePosition) {
+  RankView view = rank_with(3, Calls().add("all_reduce", 5u << 20).open());
+  view.ledger.step = 41;
+  view.ledger.phase = ledger::Phase::kBackward;
+  EXPECT_THAT(standing_of({view}, 3, 0),
+              ElementsAre("step 41, backward", HasSubstr("operation #1 all_reduce (Float, 5.0 MiB)"
+                                                         ": waits for 0.0 s at (none+0x100)")));
+  EXPECT_THAT(standing_of({view}, 2, 0), IsEmpty());
+}
+
+TEST(RankState, KnowsThisProcess) {
+  const RankState state = read_rank_state(::getpid(), ::getpid());
+  EXPECT_EQ(state.state, 'R');
+  EXPECT_EQ(state.text(), "R running");
+  EXPECT_FALSE(state.stopped());
+  EXPECT_FALSE(read_rank_state(-1, -1).known());
+}
+
+}  // namespace
+}  // namespace lockstep::launch

@@ -1,0 +1,295 @@
+"""Ranks that stop taking part: the launcher says who is behind, where and why, in time."""
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import unittest
+
+sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "tests", "launch"))
+# pylint: disable-next=wrong-import-position
+from launch_case import LAUNCHER, SOAK, Case, marked  # noqa: E402
+
+BIN = os.environ["LOCKSTEP_BIN"]
+PEER = os.path.join(BIN, "tests", "stall_peer")
+PACKAGE = os.path.join(os.path.dirname(BIN), "python")
+STALL_S = 2
+REPEAT = 20 if SOAK else 2
+TITLE = "[launch] stall: "
+
+
+class LedgerCase(Case):
+    def start_peer(self, kind, guilty, *flags, backend="shm", ranks=3, **env):
+        return self.start("--standalone", f"--nproc-per-node={ranks}", f"--stall-timeout={STALL_S}",
+                          "--stopped-timeout=100", "--shutdown-timeout=5", *flags, PEER, kind,
+                          str(guilty), env={"LOCKSTEP_BACKEND": backend, **env})
+
+    def table(self, process, ranks=3):
+        """The table, its rows by rank, and when it came."""
+        self.wait_line(process.stderr, TITLE)
+        came = time.monotonic()
+        self.wait_line(process.stderr, f"stack of rank {ranks - 1}:")
+        text = self.heard[process.stderr]
+        text = text[text.index(TITLE):]
+        rows = {int(rank): row for rank, row in re.findall(r"^  (\d+)  (.*)$", text, re.MULTILINE)}
+        self.assertEqual(sorted(rows), list(range(ranks)), text)
+        return text, rows, came
+
+    def end(self, process):
+        process.terminate()
+        _, out, err = self.finish(process)
+        self.assertEqual(err.count(TITLE), 1, err)
+        return out, err
+
+
+class Stalls(LedgerCase):
+    def stall(self, kind, guilty, **options):
+        """Starts it and checks what is the same for all kinds."""
+        process = self.start_peer(kind, guilty, **options)
+        self.wait_line(process.stdout, f"{kind} at ")
+        text, rows, came = self.table(process)
+        out, err = self.end(process)
+        text = err[err.index(TITLE):]
+        began = float(re.search(rf"{kind} at ([\d.]+)", out).group(1))
+        # What the launcher has measured is strict; a busy machine may hold up the rest.
+        quiet = float(re.search(r"has moved for ([\d.]+) s \(stall time 2\.0 s\)", text).group(1))
+        self.assertGreaterEqual(quiet, STALL_S, text)
+        self.assertLessEqual(quiet, STALL_S + 1, text)
+        self.assertLess(came - began, STALL_S + 4, text)
+        self.assertRegex(text, rf"Rank {guilty} is behind: ")
+        self.assertEqual(len(re.findall("is behind", text)), 1, text)
+        others = [row for rank, row in rows.items() if rank != guilty]
+        for row in others:
+            self.assertRegex(row, r"waits for [\d.]+ s at ", text)
+        return text, rows[guilty], others, err
+
+    def stack(self, text, rank):
+        return re.search(rf"stack of rank {rank}:(.*(?:\n    .*)*)", text).group(1)
+
+    def test_sigstop(self):
+        for i in range(REPEAT):
+            guilty = i % 3
+            text, row, others, _ = self.stall("sigstop", guilty)
+            self.assertIn(f"Rank {guilty} is behind: it is stopped (kill -CONT ", text)
+            self.assertIn("T stopped", row)
+            self.assertIn("finished", row)
+            self.assertRegex(row, r"#5 all_reduce \(Float, 1\.0 KiB\).* at common_step\(")
+            for other in others:
+                self.assertRegex(other, r"#6 all_reduce \(Float, 1\.0 KiB\).* at common_step\(")
+            self.assertIn("stopped and cannot be asked", self.stack(text, guilty))
+            self.assertIn("common_step", self.stack(text, (guilty + 1) % 3))
+
+    def test_endless_loop(self):
+        for i in range(REPEAT):
+            guilty = i % 3
+            text, row, others, _ = self.stall("loop", guilty)
+            self.assertRegex(text, rf"Rank {guilty} is behind: it is busy: its CPU time grows")
+            self.assertIn("R running, busy", row)
+            self.assertIn("endless_loop()", self.stack(text, guilty))
+            for other in others:
+                self.assertRegex(other, r"#6 all_reduce .* at common_step\(")
+
+    def test_blocked_on_a_file(self):
+        fifo = os.path.join(self.dir.name, "fifo")
+        os.mkfifo(fifo)
+        for i in range(REPEAT):
+            guilty = i % 3
+            text, row, _, _ = self.stall("fifo", guilty, FIFO=fifo)
+            self.assertIn(f"Rank {guilty} is behind: it waits in read of {fifo} for ", text)
+            self.assertIn(f"S waiting in read of {fifo}", row)
+            self.assertIn("read_fifo()", self.stack(text, guilty))
+
+    def test_skipped_collective(self):
+        for i in range(REPEAT):
+            guilty = 1 + i % 2  # a message of rank 0 is what it waits for instead
+            text, row, others, _ = self.stall("skip", guilty)
+            self.assertRegex(text, rf"Rank {guilty} is behind: it waits in #1 recv \(Float, 16 B, "
+                             r"peer 0\) at message_instead\(")
+            self.assertIn("#1 recv", row)
+            for other in others:
+                self.assertRegex(other, r"#6 all_reduce \(Float, 4\.0 KiB\).* at "
+                                 r"call_that_is_skipped\(")
+            both = ", ".join(str(rank) for rank in range(3) if rank != guilty)
+            self.assertRegex(text, r"first call that is missing: #6\n    ranks " + both +
+                             r": #6 all_reduce \(Float, 4\.0 KiB\) at call_that_is_skipped\(")
+            self.assertRegex(text, rf"rank {guilty}: has not called it; its last one is #5 "
+                             r"all_reduce .* at common_step\(")
+
+    def test_swapped_collectives_of_two_worlds(self):
+        for i in range(REPEAT):
+            guilty = i % 3
+            text, row, others, _ = self.stall("swap_worlds", guilty)
+            self.assertRegex(text, rf"Rank {guilty} is behind: it waits in #1 broadcast \(Float, "
+                             r"128 B, root 0\) of split/1/0 at second_of_two\(")
+            self.assertIn("second_of_two(", row)
+            for other in others:
+                self.assertRegex(other, r"#1 all_reduce .* of split/0/0.* at first_of_two\(")
+
+    def test_swapped_collectives_of_one_world(self):
+        # Over gloo, which does not see it. Shared memory refuses such calls at once.
+        for i in range(REPEAT):
+            guilty = i % 3
+            text, row, others, _ = self.stall("swap", guilty, backend="gloo")
+            both = ", ".join(str(rank) for rank in range(3) if rank != guilty)
+            self.assertRegex(text, rf"first call that differs: #6\n(?:.*\n)*?    ranks {both}: "
+                             r"#6 all_reduce \(Float, 256 B\) at first_of_two\(")
+            self.assertRegex(text, rf"    rank {guilty}: #6 broadcast \(Float, 128 B, root 0\) at "
+                             r"second_of_two\(")
+            self.assertIn("second_of_two(", row)
+            for other in others:
+                self.assertIn("first_of_two(", other)
+
+
+class Others(LedgerCase):
+    def test_shared_memory_refuses_swapped_calls_and_the_report_names_their_places(self):
+        code, _, err = self.finish(self.start_peer("swap", 1))
+        self.assertEqual(code, 1, err)
+        self.assertNotIn(TITLE, err)
+        self.assertRegex(err, r"first call that differs: #6\n +ranks 0, 2: #6 all_reduce .* at "
+                         r"first_of_two\(.*\n +rank 1: #6 broadcast .* at second_of_two\(")
+
+    def test_a_rank_that_continues_ends_the_stall(self):
+        process = self.start_peer("sigstop", 1)
+        text, _, _ = self.table(process)
+        os.kill(int(re.search(r"kill -CONT (\d+)", text).group(1)), signal.SIGCONT)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 0, err)
+        self.assertEqual(err.count(TITLE), 1, err)
+
+    def test_one_table_for_one_stall(self):
+        process = self.start_peer("loop", 1)
+        self.table(process)
+        time.sleep(2 * STALL_S)
+        self.end(process)
+
+    def test_a_stalled_run_can_be_stopped(self):
+        logs = os.path.join(self.dir.name, "logs")
+        code, _, err = self.finish(
+            self.start_peer("loop", 2, "--stall-action=stop", f"--log-dir={logs}"))
+        self.assertEqual(code, 1, err)
+        self.assertIn(TITLE, err)
+        self.assertRegex(err, r"\[launch\] rank 2 on \S+ failed: stalled\. Rank 2 is behind: it is "
+                         r"busy")
+        (run,) = os.listdir(logs)
+        with open(os.path.join(logs, run, "attempt_0", "stall.log"), encoding="utf-8") as f:
+            self.assertIn("endless_loop()", f.read())
+
+    def test_ranks_that_compute_are_busy(self):
+        code, _, err = self.finish(self.start_peer("busy", 0))
+        self.assertEqual(code, 0, err)
+        self.assertNotIn(TITLE, err)
+        self.assertRegex(err, r"\[launch\] no rank has begun or ended an operation or a step for "
+                         r"[\d.]+ s; they are busy")
+
+    def test_a_healthy_run_says_nothing(self):
+        code, _, err = self.finish(self.start_peer("none", 0))
+        self.assertEqual(code, 0, err)
+        self.assertNotIn(TITLE, err)
+        self.assertNotIn("busy", err)
+
+    def test_programs_without_a_ledger_are_left_alone(self):
+        code, out, err = self.bash(2, "echo ledger=$LOCKSTEP_LEDGER; sleep 1.5",
+                                   flags=("--stall-timeout=0.3",))
+        self.assertEqual((code, err.count("stall")), (0, 0), err)
+        self.assertRegex(out, r"ledger=\d+:\d+\n")
+        _, out, _ = self.bash(1, "echo ledger=$LOCKSTEP_LEDGER", flags=("--stall-timeout=0",))
+        self.assertEqual(out, "ledger=\n")
+
+    def test_a_crash_leaves_the_ledgers(self):
+        logs = os.path.join(self.dir.name, "logs")
+        code, _, err = self.finish(self.start_peer("crash", 1, f"--log-dir={logs}"))
+        self.assertEqual(code, 137, err)
+        report = err[err.index("[launch] rank 1 on"):]
+        self.assertRegex(report, r"where it was:\n +operation #5 all_reduce \(Float, 1\.0 KiB\): "
+                         r"finished [\d.]+ s ago at common_step\(")
+        shown = subprocess.run([LAUNCHER, "ledger", logs], capture_output=True, text=True,
+                               timeout=60, check=True).stdout
+        self.assertRegex(shown, r"attempt_0: [123] of 3 ranks, attempt 0\n  rank ")
+        self.assertRegex(shown, r"\n  1 +\d+ +- +- +#5 all_reduce .*finished")
+        self.assertRegex(shown, r"last operations of rank 1:\n(?:    .*\n)*    #5 all_reduce "
+                         r"\(Float, 1\.0 KiB\) finished after [\d.]+ ms, at common_step\(")
+        missing = subprocess.run([LAUNCHER, "ledger", self.notes], capture_output=True, text=True,
+                                 timeout=60, check=False)
+        self.assertEqual(missing.returncode, 2)
+        self.assertIn("[ledger] there is no ledger below", missing.stderr)
+
+    def test_the_trainer_publishes_step_and_phase(self):
+        config = os.path.join(self.dir.name, "train.yaml")
+        with open(config, "w", encoding="utf-8") as f:
+            f.write("model: {name: mlp, hidden: 32, layers: 2}\n"
+                    "data: {name: random, samples: 150, features: 12, classes: 5}\n"
+                    "num_train_epochs: 1000000\nlogging_steps: 1\nsave_strategy: no\n"
+                    f"disable_tqdm: true\nuse_cpu: true\noutput_dir: {self.dir.name}/out\n")
+        process = self.start("--standalone", "--nproc-per-node=2", f"--stall-timeout={STALL_S}",
+                             "--stopped-timeout=100", "--shutdown-timeout=5", LAUNCHER, "train",
+                             config)
+        self.wait_line(process.stdout, "loss")
+        time.sleep(1)
+        (rank_1,) = [pid for pid in marked(self.marker) if self.is_rank(pid, 1)]
+        os.kill(rank_1, signal.SIGSTOP)
+        text, rows, _ = self.table(process, ranks=2)
+        self.assertIn("Rank 1 is behind: it is stopped", text)
+        steps = [int(re.match(r" *\d+ +(\d+) +[a-z]+ ", rows[rank]).group(1)) for rank in (0, 1)]
+        self.assertGreater(min(steps), 0, text)
+        self.assertLessEqual(abs(steps[0] - steps[1]), 1, text)
+        os.kill(rank_1, signal.SIGCONT)
+        self.end(process)
+
+    @staticmethod
+    def is_rank(pid, rank):
+        with open(f"/proc/{pid}/environ", "rb") as f:
+            return b"RANK=%d" % rank in f.read().split(b"\0")
+
+    @unittest.skipUnless(os.path.exists(os.path.join(PACKAGE, "lockstep_torch")),
+                         "needs the Python package")
+    def test_python_ranks(self):
+        program = os.path.join(self.dir.name, "program.py")
+        with open(program, "w", encoding="utf-8") as f:
+            f.write("""
+import torch, torch.distributed as dist, lockstep_torch
+dist.init_process_group("lockstep")
+def an_endless_loop():
+    while True:
+        pass
+def a_call_that_waits():
+    dist.all_reduce(torch.ones(8))
+for _ in range(3):
+    dist.broadcast(torch.ones(4), 0)
+if dist.get_rank() == 1:
+    an_endless_loop()
+a_call_that_waits()
+""")
+        process = self.start("--standalone", "--nproc-per-node=3", f"--stall-timeout={STALL_S}",
+                             "--shutdown-timeout=5", program,
+                             env={"PYTHON_EXEC": sys.executable, "PYTHONPATH": PACKAGE})
+        text, rows, _ = self.table(process)
+        self.end(process)
+        self.assertIn("Rank 1 is behind: it is busy", text)
+        self.assertRegex(rows[0], r"#4 all_reduce \(Float, 32 B\) of \S+: waits for")
+        self.assertRegex(rows[1], r"#3 broadcast \(Float, 16 B, root 0\) of \S+: finished")
+        self.assertIn("in an_endless_loop", text)
+        self.assertEqual(text.count("in a_call_that_waits"), 2, text)
+
+
+class Cost(LedgerCase):
+    def median_ms(self, *flags):
+        code, out, err = self.run_ranks(2, PEER, "steps", "400", "5", flags=flags)
+        self.assertEqual(code, 0, err)
+        return float(re.search(r"median ([\d.]+) ms", out).group(1))
+
+    def test_at_most_one_percent_of_a_step(self):
+        """On against off, alternating. Other work on the machine only adds to either."""
+        for attempt in range(4):
+            pairs = [(self.median_ms("--stall-timeout=30"), self.median_ms("--stall-timeout=0"))
+                     for _ in range(3)]
+            ratio = statistics.median(on / off for on, off in pairs)
+            print(f"steps of 5 ms with 8 all-reduces, on / off: {ratio:.4f} {pairs}", flush=True)
+            if ratio <= 1.01:
+                return
+        self.fail(f"the instruments cost {100 * (ratio - 1):.2f} % (attempt {attempt})")
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)  # a skipped test says why
