@@ -149,15 +149,18 @@ void on_stack_request(int, siginfo_t*, void*) {
   const int saved_errno = errno;
   LedgerMemory* const ledger = memory();
   if (ledger != nullptr && !g_taking_stack.exchange(true)) {
-    constexpr int kOwn = 2;  // this function and the kernel's trampoline
-    void* frames[kStackFrames + kOwn];
+    void* frames[kStackFrames];
     const int depth = ::backtrace(frames, static_cast<int>(std::size(frames)));
-    for (int i = kOwn; i < depth; ++i) {
+    // This function and the kernel's trampoline come first, and with a sanitizer a frame more.
+    int own = 2;
+    for (int i = 0; i < std::min(depth, 4); ++i)
+      if (frames[i] == __builtin_return_address(0)) own = i + 1;
+    for (int i = own; i < depth; ++i) {
       auto address = reinterpret_cast<std::uintptr_t>(frames[i]);
-      if (i == kOwn) ++address;  // the others are behind the call that counts
-      set(ledger->stack[i - kOwn], address);
+      if (i == own) ++address;  // the others are behind the call that counts
+      set(ledger->stack[i - own], address);
     }
-    set(ledger->stack_depth, static_cast<std::uint64_t>(std::max(0, depth - kOwn)));
+    set(ledger->stack_depth, static_cast<std::uint64_t>(std::max(0, depth - own)));
     ledger->stacks_taken.fetch_add(1, std::memory_order_release);
     g_taking_stack = false;
   }

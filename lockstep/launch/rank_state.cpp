@@ -55,6 +55,12 @@ constexpr SystemCall kCalls[] = {
     {SYS_fcntl, "fcntl"},
     {SYS_ioctl, "ioctl"},
     {SYS_openat, "open", false},
+#ifdef SYS_poll  // older calls, which new architectures do not have
+    {SYS_open, "open", false},
+    {SYS_poll, "poll", false},
+    {SYS_select, "select", false},
+    {SYS_epoll_wait, "epoll_wait", false},
+#endif
     {SYS_futex, "futex", false},
     {SYS_ppoll, "poll", false},
     {SYS_pselect6, "select", false},

@@ -308,8 +308,9 @@ bool RankView::waits() const {
 }
 
 bool RankView::busy() const {
-  constexpr double kShare = 0.1;
-  return !waits() && !process.stopped() && cpu_share > kShare;
+  constexpr double kShare = 0.05;  // on a machine with many others
+  const bool runs = process.state == 'R' || cpu_share > kShare;
+  return runs && !waits() && !process.stopped();
 }
 
 std::string operation_text(const Record& record) {

@@ -30,7 +30,7 @@ struct RankView {
   std::string no_stack = {};  // why there is none
 
   bool waits() const;  // an operation of it is under way
-  bool busy() const;   // its CPU time grows, and it waits for nobody
+  bool busy() const;   // it runs or its CPU time grows, and it waits for nobody
 };
 
 // The first call of a group that is not the same on all ranks.

@@ -153,6 +153,10 @@ TEST(StallTable, OnlyARankThatWaitsForNobodyIsBusy) {
   RankView view = rank_with(0, Calls().add("all_reduce", 8));
   view.cpu_share = 0.9;
   EXPECT_TRUE(view.busy());
+  view.cpu_share = 0;
+  EXPECT_FALSE(view.busy());
+  view.process.state = 'R';
+  EXPECT_TRUE(view.busy()) << "it would run if the machine had a core for it";
   view.ledger.records.back().state = State::kStarted;
   EXPECT_FALSE(view.busy()) << "it spins in a collective";
   view.ledger.records.back().state = State::kReleased;
