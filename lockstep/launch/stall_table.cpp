@@ -189,7 +189,7 @@ std::string columns(const std::vector<std::vector<std::string>>& rows) {
 
 std::string number(const Difference& difference) {
   return fmt::format("#{}{}", difference.sequence,
-                     difference.group.empty() ? "" : " of " + difference.group);
+                     difference.group.empty() ? "" : " of group " + difference.group);
 }
 
 // What each rank called under that number; ranks with the same answer share a line.
@@ -284,17 +284,29 @@ std::string cause_of(const std::vector<RankView>& ranks, const std::vector<int>&
   return text;
 }
 
-std::string stack_lines(const RankView& rank) {
-  constexpr std::size_t kShown = 16;
-  if (rank.stack.empty())
-    return rank.no_stack.empty()
-               ? ""
-               : fmt::format("\n  stack of rank {}: {}", rank.ledger.rank, rank.no_stack);
-  std::string text = fmt::format("\n  stack of rank {}:", rank.ledger.rank);
-  for (std::size_t i = 0; i < rank.stack.size() && i < kShown; ++i)
-    text += "\n    " + rank.stack[i];
-  if (rank.stack.size() > kShown)
-    text += fmt::format("\n    ... {} more frames", rank.stack.size() - kShown);
+// Ranks that wait in the same place share one stack.
+std::string stack_lines(const std::vector<RankView>& ranks) {
+  constexpr std::size_t kShown = 32;
+  std::vector<std::pair<const RankView*, std::vector<int>>> stacks;
+  for (const RankView& rank : ranks) {
+    if (rank.stack.empty() && rank.no_stack.empty()) continue;
+    const auto same = std::find_if(stacks.begin(), stacks.end(), [&](const auto& other) {
+      return other.first->stack == rank.stack && other.first->no_stack == rank.no_stack;
+    });
+    if (same == stacks.end())
+      stacks.push_back({&rank, {rank.ledger.rank}});
+    else
+      same->second.push_back(rank.ledger.rank);
+  }
+  std::string text;
+  for (const auto& [rank, who] : stacks) {
+    text += fmt::format("\n  stack of {}:{}{}", rank_names(who), rank->stack.empty() ? " " : "",
+                        rank->stack.empty() ? rank->no_stack : "");
+    for (std::size_t i = 0; i < rank->stack.size() && i < kShown; ++i)
+      text += "\n    " + rank->stack[i];
+    if (rank->stack.size() > kShown)
+      text += fmt::format("\n    ... {} more frames", rank->stack.size() - kShown);
+  }
   return text;
 }
 
@@ -321,7 +333,7 @@ std::string operation_text(const Record& record) {
     details.push_back(fmt::format("{} {}", record.message ? "peer" : "root", record.peer));
   std::string text = fmt::format("#{} {}", record.sequence, record.operation);
   if (!details.empty()) text += fmt::format(" ({})", fmt::join(details, ", "));
-  if (!record.group.empty()) text += " of " + record.group;
+  if (!record.group.empty()) text += " of group " + record.group;
   return text;
 }
 
@@ -387,7 +399,7 @@ StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& 
       "s). {}",
       info.other_hosts ? " of this host" : "", info.quiet_s, info.stall_s, report.cause);
   report.text += ledger_table(ranks, info.now_ns);
-  for (const RankView& rank : ranks) report.text += stack_lines(rank);
+  report.text += stack_lines(ranks);
   return report;
 }
 

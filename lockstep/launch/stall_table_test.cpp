@@ -149,6 +149,15 @@ TEST(StallTable, ASkippedCallShowsInThePlaces) {
                               "    rank 1: #1 all_reduce (Float, 8 B) at (none+0x200)"));
 }
 
+TEST(StallTable, RanksInTheSamePlaceShareAStack) {
+  std::vector<RankView> ranks = {rank_with(0, {}), rank_with(1, {}), rank_with(2, {})};
+  ranks[0].stack = ranks[2].stack = {"here", "main"};
+  ranks[1].no_stack = "none, because it is stopped";
+  EXPECT_THAT(describe_stall(ranks, {}).text,
+              HasSubstr("\n  stack of ranks 0, 2:\n    here\n    main"
+                        "\n  stack of rank 1: none, because it is stopped"));
+}
+
 TEST(StallTable, OnlyARankThatWaitsForNobodyIsBusy) {
   RankView view = rank_with(0, Calls().add("all_reduce", 8));
   view.cpu_share = 0.9;
