@@ -64,7 +64,7 @@ void fill(Word& word, std::uint64_t value) {
 template <std::size_t Words>
 void fill(Word (&words)[Words], std::string_view text) {
   std::uint64_t packed[Words] = {};
-  std::memcpy(packed, text.data(), std::min(text.size(), sizeof packed));
+  if (!text.empty()) std::memcpy(packed, text.data(), std::min(text.size(), sizeof packed));
   for (std::size_t i = 0; i < Words; ++i) fill(words[i], packed[i]);
 }
 

@@ -112,6 +112,9 @@ CHILD(loops) {
   if (!open()) return 3;
   volatile bool forever = true;
   while (forever) {
+#if defined(__SANITIZE_THREAD__)
+    ::usleep(100);  // where it delivers signals
+#endif
   }
   return 0;
 }
