@@ -94,7 +94,9 @@ class Optimizer {
 
   // For steps in a CUDA graph (lockstep/train/captured_step.h): why step() cannot be captured,
   // empty where it can; and what replays read of the options, written to the device.
-  virtual std::string unavailable_for_capture(const StepOptions&) { return "it is not AdamW"; }
+  virtual std::string unavailable_for_capture(const StepOptions&) {
+    return "this optimizer cannot be captured";
+  }
   virtual void publish_options(const StepOptions&) {}
 
  protected:
