@@ -119,18 +119,18 @@ struct DatasetLoader::Impl {
 DatasetLoader::DatasetLoader(DatasetLoaderOptions options) {
   auto shards = std::make_shared<TokenShards>(token_files(options.dataset_dir, options.split),
                                               options.seq_len);
+  if (options.num_processes > 0 && shards->size() / options.num_processes < options.batch)
+    throw UsageError("shards",
+                     "{} has {} windows of {} tokens, too few for one batch of {} on each of {} "
+                     "processes. Use a smaller batch or more text.",
+                     options.dataset_dir, shards->size(), options.seq_len, options.batch,
+                     options.num_processes);
   LoaderOptions loader{.batch_size = options.batch, .drop_last = true, .seed = options.seed};
   if (options.shuffle) loader.sampler = shards->sampler(options.seed);
   loader.num_workers = options.device.is_cpu() ? 0 : 1;  // a thread to copy beside the computation
   loader.pin_memory = !options.device.is_cpu();
   impl_ = std::make_unique<Impl>(detail::make_loader(
       shards, {options.process_rank, options.num_processes, options.device}, std::move(loader)));
-  if (batches_per_epoch() == 0)
-    throw UsageError("shards",
-                     "{} has {} windows of {} tokens, too few for one batch of {} on each of {} "
-                     "processes. Use a smaller batch or more text.",
-                     options.dataset_dir, shards->size(), options.seq_len, options.batch,
-                     options.num_processes);
 }
 
 DatasetLoader::~DatasetLoader() = default;
