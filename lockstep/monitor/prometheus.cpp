@@ -11,6 +11,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/json.h"
+#include "lockstep/core/utf8.h"
 #include "lockstep/monitor/sink_queue.h"
 
 namespace lockstep::monitor {

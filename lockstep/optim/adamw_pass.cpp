@@ -97,7 +97,7 @@ AdamWPass::AdamWPass(std::vector<AdamWItem> items, std::vector<AdamWOptions> gro
   const auto floats = at::TensorOptions(device).dtype(at::kFloat);
   std::vector<float> values;
   for (const auto& group : groups_) {
-    check(group);
+    detail::check(group);
     for (const double value : values_of(group)) values.push_back(static_cast<float>(value));
   }
   group_values_ = at::tensor(values).view({-1, kGroupValues}).to(device);
@@ -109,7 +109,7 @@ AdamWPass::AdamWPass(std::vector<AdamWItem> items, std::vector<AdamWOptions> gro
 
 void AdamWPass::set_options(std::size_t group, const AdamWOptions& options) {
   detail::check_group(kAdamWPass, group, groups_.size());
-  check(options);
+  detail::check(options);
   const std::array<double, kGroupValues> before = values_of(groups_[group]);
   const std::array<double, kGroupValues> now = values_of(options);
   groups_[group] = options;
