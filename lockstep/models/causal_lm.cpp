@@ -65,7 +65,7 @@ at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
   const at::Tensor hidden = hidden_states(ids);
   const at::Tensor* const weight = head_weight();
   if (!fused_on(ids.device()) || weight == nullptr) return next_token_loss(logits(hidden), targets);
-  return nn::linear_cross_entropy(hidden, *weight, targets,
+  return nn::linear_cross_entropy(hidden, *weight, targets.to(hidden.device()),
                                   {.columns = config_.vocab_size(),
                                    .weight_copy = nn::weight_copy(*weight, hidden.scalar_type())});
 }

@@ -126,6 +126,25 @@ TEST(FusedModels, AdaptersTrainBesideAFrozenBase) {
     const Result fused = run(*model, true, ids, targets);
     EXPECT_EQ(fused.gradients.size(), 8u) << family.name;
     expect_same(fused, run(*model, false, ids, targets), family.name);
+    // And with a base that is trained too.
+    for (auto& parameter : model->parameters()) parameter.set_requires_grad(true);
+    expect_same(run(*model, true, ids, targets), run(*model, false, ids, targets), family.name);
+  }
+}
+
+TEST(FusedModels, LengthsComeInAnyOrderAndTargetsFromAnyDevice) {
+  for (const Family& family : families()) {
+    torch::manual_seed(5);
+    const CausalLmPtr model = make_causal_lm(family.config);
+    model->to(nn::test_device());
+    const auto [ids, targets] = sample();
+    for (const std::int64_t time : {24, 7, 24, 16}) {
+      const auto part = [&](const at::Tensor& t) { return t.slice(1, 0, time).contiguous(); };
+      expect_same(run(*model, true, part(ids), part(targets)),
+                  run(*model, false, part(ids), part(targets)), family.name);
+    }
+    model->use_fused(true);
+    EXPECT_NO_THROW(model->loss(ids, targets.cpu())) << family.name;
   }
 }
 

@@ -75,8 +75,15 @@ at::Tensor LinearImpl::forward_fused(const at::Tensor& x, bool with_bias) {
   const at::Tensor own_bias = with_bias ? bias : at::Tensor();
   if (!has_lora() || merged())
     return nn::linear(x, out_in(), own_bias, fused_options(x.scalar_type()));
-  // The base of an adapter is frozen: its copy may stand for it.
-  if (weight.requires_grad()) return forward(x).to(x.scalar_type());
+  // The base of an adapter is frozen, so its copy may stand for it; one that is trained has a
+  // gradient.
+  if (weight.requires_grad()) {
+    const auto type = x.scalar_type();
+    const at::Tensor y = nn::linear(x, out_in(), own_bias, fused_options(type));
+    const at::Tensor in = torch::dropout(x, lora_.dropout, is_training());
+    const at::Tensor low = nn::linear(in, lora_A->weight, {}) * lora_.scaling;
+    return y + nn::linear(low, lora_B->weight, {});
+  }
   return nn::lora_linear(x, oriented(nn::weight_copy(weight, x.scalar_type())), own_bias,
                          lora_A->weight, lora_B->weight,
                          {.scaling = lora_.scaling, .dropout = is_training() ? lora_.dropout : 0});

@@ -2,7 +2,10 @@
 
 #include <torch/torch.h>
 
+#include <bit>
+#include <map>
 #include <numbers>
+#include <tuple>
 #include <utility>
 
 #include "lockstep/models/decoder.h"
@@ -73,16 +76,20 @@ class RotaryAngles {
   }
   // In float32 and once for the two halves, as nn::rope takes them.
   void fill_fused(Pass& pass, std::int64_t time, c10::Device device) {
-    fill(pass, 0, time, torch::empty({0}, at::TensorOptions(device).dtype(at::kFloat)));
-    pass.cos = pass.cos.narrow(1, 0, pass.cos.size(1) / 2);
-    pass.sin = pass.sin.narrow(1, 0, pass.sin.size(1) / 2);
-    if (!half_cos_.defined() || half_cos_.sizes() != pass.cos.sizes() ||
-        half_cos_.device() != device) {
-      half_cos_ = pass.cos.contiguous();
-      half_sin_ = pass.sin.contiguous();
+    // Of lengths up to a power of two, which are few: a CUDA graph reads them in its replays.
+    const bool beyond = time > rope_.original_max_position_embeddings;
+    const auto length = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(time)));
+    auto& [cos, sin] = halves_[{device.str(), length, beyond}];
+    if (!cos.defined()) {
+      const torch::NoGradGuard no_grad;
+      const bool is_long = long_frequencies_.defined() && beyond;
+      const at::Tensor chosen = (is_long ? long_frequencies_ : frequencies_).to(device);
+      const at::Tensor angles = torch::arange(length, chosen.options()).unsqueeze(1) * chosen;
+      cos = angles.cos() * rope_.attention_factor;
+      sin = angles.sin() * rope_.attention_factor;
     }
-    pass.cos = half_cos_;
-    pass.sin = half_sin_;
+    pass.cos = cos.narrow(0, 0, time);
+    pass.sin = sin.narrow(0, 0, time);
   }
 
  private:
@@ -91,8 +98,8 @@ class RotaryAngles {
   at::Tensor long_frequencies_;  // of longrope
   at::Tensor cos_;
   at::Tensor sin_;
-  at::Tensor half_cos_;
-  at::Tensor half_sin_;
+  // By device, length and whether it is beyond the original positions.
+  std::map<std::tuple<std::string, std::int64_t, bool>, std::pair<at::Tensor, at::Tensor>> halves_;
   std::int64_t past_ = 0;
 };
 

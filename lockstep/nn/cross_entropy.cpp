@@ -259,6 +259,8 @@ std::int64_t checked_columns(const char* who, const at::Tensor& logits, std::int
   detail::require(targets.defined() && !targets.is_floating_point() &&
                       targets.sizes() == logits.sizes().slice(0, logits.dim() - 1),
                   who, "targets must be integers, one for each row", logits, targets);
+  detail::require(targets.device() == logits.device(), who,
+                  "targets must be on the device of the first argument", logits, targets);
   if (vocabulary < 1 || columns < 0 || columns > vocabulary)
     throw UsageError(who,
                      "columns = {} is not within the {} columns of the logits. Set it to the "

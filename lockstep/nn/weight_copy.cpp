@@ -31,6 +31,7 @@ class Copies {
 
   Copy& make(const at::Tensor& parameter, at::ScalarType dtype) {
     std::erase_if(copies_, [](const auto& item) { return item.second.of.expired(); });
+    const c10::InferenceMode no_inference(false);  // training uses it too
     Copy copy{.of = WeakTensor(parameter.getIntrusivePtr()),
               .tensor = at::empty_like(parameter, parameter.options().dtype(dtype))};
     return copies_.insert_or_assign(parameter.unsafeGetTensorImpl(), std::move(copy)).first->second;
@@ -85,9 +86,20 @@ at::Tensor find_weight_copy(const at::Tensor& parameter) {
   return copy != nullptr ? copy->tensor : at::Tensor();
 }
 
-void weight_copy_is_current(const at::Tensor& parameter) {
+bool weight_copy_is_current(const at::Tensor& parameter) {
+  const std::lock_guard lock(copies().mutex);
+  const Copy* const copy = copies().find(parameter);
+  return copy != nullptr && current(*copy, parameter);
+}
+
+void mark_weight_copy_current(const at::Tensor& parameter) {
   const std::lock_guard lock(copies().mutex);
   if (Copy* const copy = copies().find(parameter)) mark(*copy, parameter);
+}
+
+void expire_weight_copy(const at::Tensor& parameter) {
+  const std::lock_guard lock(copies().mutex);
+  if (Copy* const copy = copies().find(parameter)) copy->memory = nullptr;
 }
 
 void refresh_weight_copies(const std::vector<at::Tensor>& parameters) {

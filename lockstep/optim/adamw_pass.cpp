@@ -152,6 +152,7 @@ void AdamWPass::update(const at::Tensor& skip) {
   const at::NoGradGuard no_grad;
   if (items_.empty()) return;
   const cuda::Table* const table = norm_.is_cuda() ? cuda::table() : nullptr;
+  LOCKSTEP_ASSERT(table == nullptr || measured_ != nullptr);
   if (table == nullptr) {
     update_with_aten(skip);
   } else {
@@ -165,7 +166,7 @@ void AdamWPass::update(const at::Tensor& skip) {
     const at::Tensor shadow = shadow_of(item);
     if (!shadow.defined()) continue;
     shadow.unsafeGetTensorImpl()->bump_version();
-    if (!item.shadow.defined()) nn::weight_copy_is_current(item.param);
+    if (!item.shadow.defined()) nn::mark_weight_copy_current(item.param);
   }
 }
 
@@ -248,6 +249,7 @@ AdamWPass::Tables& AdamWPass::tables_for_gradients() {
   }
   LOCKSTEP_ASSERT(spare_.tensors.defined());
   Tables& tables = captured_.emplace_back(make_tables(std::move(wanted)));
+  for (const auto& item : items_) tables.shadows.push_back(shadow_of(item));
   const Tables there = std::exchange(spare_, {});
   cuda::after_capture([there, tensors = tables.tensors, chunks = tables.chunks] {
     at::Tensor(there.tensors).copy_(tensors);
@@ -259,6 +261,9 @@ AdamWPass::Tables& AdamWPass::tables_for_gradients() {
 }
 
 void AdamWPass::prepare_capture() {
+  // Copies that update() does not write are converted by the graph, in every replay.
+  for (const auto& item : items_)
+    if (!shadow_of(item).defined()) nn::expire_weight_copy(item.param);
   if (spare_.tensors.defined() || !norm_.is_cuda()) return;
   std::int64_t chunks = 0;
   for (const auto& item : items_)

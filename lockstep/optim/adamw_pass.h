@@ -67,6 +67,7 @@ class AdamWPass {
   struct Tables {
     at::Tensor tensors, chunks, partials, factors;
     std::vector<const void*> made_for;
+    std::vector<at::Tensor> shadows{};  // of a graph: their memory stays
   };
   void measure_with_aten(const at::Tensor& grad_scale);
   void update_with_aten(const at::Tensor& skip);

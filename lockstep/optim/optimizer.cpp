@@ -143,6 +143,9 @@ StepResult ReplicatedOptimizer::step(const StepOptions& options) {
   GradScaler* const scaler =
       options.scaler != nullptr && options.scaler->enabled() ? options.scaler : nullptr;
   if (has_pass()) return step_in_one_pass(options, scaler);
+  if (kernels::cuda::capturing())
+    throw Error(kOptimizer,
+                "a parameter has no gradient, so that the step would have a fixed learning rate");
   if (scaler != nullptr) scaler->unscale_(this, params_);
   // Where kernels sum blocks, the norm has the bits of ShardedOptimizer's.
   const ClipOptions how{.by_blocks = std::all_of(params_.begin(), params_.end(), [](const auto& p) {

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/replicas.h"
 
@@ -159,10 +160,14 @@ struct Accumulation::Impl {
   void add_to_window(const at::Tensor& loss, const MicroBatch& micro) {
     if (micro.count == 0) return;
     const at::NoGradGuard no_grad;
-    const bool counts = options.weights != WindowWeights::kBatches;
     count += micro.count;
+    sum_loss(loss, micro, 1);
+  }
+
+  void sum_loss(const at::Tensor& loss, const MicroBatch& micro, double sign) {
+    const bool by_batches = options.weights == WindowWeights::kBatches;
     loss_sum.add_(loss.detach().to(loss_sum.device(), at::kDouble).reshape({}),
-                  counts ? static_cast<double>(micro.count) : 1.0);
+                  sign * (by_batches ? 1.0 : static_cast<double>(micro.count)));
   }
 
   // With batches as weights, every rank's window is as long as planned, or all are equally short.
@@ -298,6 +303,8 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
     self.run_backward(loss, micro, ends);
   } catch (...) {
     self.count -= micro.count;  // it may be repeated
+    const at::NoGradGuard no_grad;
+    if (micro.count > 0 && !kernels::cuda::capturing()) self.sum_loss(loss, micro, -1);
     throw;
   }
   ++self.done;
@@ -314,6 +321,18 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   }
   self.done = 0;
   return true;
+}
+
+Accumulation::Progress Accumulation::progress() const {
+  return {impl_->length, impl_->done, impl_->remaining, impl_->count, impl_->planned};
+}
+
+void Accumulation::restore(const Progress& progress) {
+  impl_->length = progress.length;
+  impl_->done = progress.done;
+  impl_->remaining = progress.remaining;
+  impl_->count = progress.count;
+  impl_->planned = progress.planned;
 }
 
 Accumulation::Next Accumulation::next(const MicroBatch& micro) const {

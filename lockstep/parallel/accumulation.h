@@ -92,6 +92,14 @@ class Accumulation {
   // other ranks wait for it, that backward is run all the same.
   bool backward(const at::Tensor& loss, const MicroBatch& micro = {});
 
+  // For the Trainer's steps in a CUDA graph: where in the window and the epoch this is, and back to
+  // it when a micro-batch is repeated.
+  struct Progress {
+    std::int64_t length = 0, done = 0, remaining = 0, count = 0;
+    double planned = 0;
+  };
+  Progress progress() const;
+  void restore(const Progress& progress);
   // What backward() will do with the next micro-batch.
   struct Next {
     bool begins = false;  // a window

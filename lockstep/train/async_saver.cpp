@@ -136,8 +136,14 @@ bool AsyncSaver::copy_on_device(Shared& shared, CheckpointContents& contents, c1
     shared.room = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first / 2;
   if (bytes > *shared.room) return false;
   const at::NoGradGuard no_grad;
-  const at::Tensor memory =
-      at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(device).dtype(at::kByte));
+  at::Tensor memory;
+  try {
+    memory =
+        at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(device).dtype(at::kByte));
+  } catch (const c10::OutOfMemoryError&) {
+    shared.room = 0;
+    return false;
+  }
   std::map<at::ScalarType, std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>> copies;
   for (std::size_t i = 0; i < there.size(); ++i) {
     at::Tensor& tensor = *there[i];

@@ -35,6 +35,7 @@ Key key_of(const Tensors& inputs, int variant) {
   for (const at::Tensor& input : inputs) {
     key.push_back(static_cast<std::int64_t>(input.scalar_type()));
     key.insert(key.end(), input.sizes().begin(), input.sizes().end());
+    key.insert(key.end(), input.strides().begin(), input.strides().end());
     key.push_back(-1);
   }
   return key;
@@ -90,7 +91,9 @@ struct CapturedStep::Impl {
     int runs = 0;
     std::unique_ptr<cuda::Graph> graph{};
     Tensors inputs{}, outputs{};
-    Tensors gradients{};  // of the parameters, as the function leaves them
+    Tensors gradients{};                     // of the parameters, as the function leaves them
+    std::vector<const void*> begins_with{};  // where they were before it; null: nowhere
+    std::vector<bool> writes_copy{};         // current after it: of the parameters' copies
   };
 
   optim::Optimizer& optimizer;
@@ -135,7 +138,7 @@ struct CapturedStep::Impl {
   void fill(Entry& entry, const Tensors& from) const {
     if (entry.inputs.empty())
       for (const at::Tensor& input : from)
-        entry.inputs.push_back(at::empty(input.sizes(), input.options().device(device())));
+        entry.inputs.push_back(at::empty_like(input, input.options().device(device())));
     for (std::size_t i = 0; i < from.size(); ++i)
       entry.inputs[i].copy_(from[i], /*non_blocking=*/true);
   }
@@ -153,9 +156,11 @@ struct CapturedStep::Impl {
       say(unavailable);
       return false;
     }
-    optimizer.publish_options(options.step);
     nn::refresh_weight_copies(parameters);
+    optimizer.publish_options(options.step);
     const Tensors gradients = gradients_now();
+    for (const at::Tensor& gradient : gradients)
+      entry.begins_with.push_back(gradient.defined() ? gradient.const_data_ptr() : nullptr);
     // What the calls before have left in the cache cannot serve the graph.
     const c10::impl::VirtualGuardImpl guard(device().type());
     guard.synchronizeDevice(device().index());
@@ -168,8 +173,6 @@ struct CapturedStep::Impl {
         entry.outputs = work(entry.inputs, variant);
         capture.end();
       });
-    } catch (const UsageError&) {
-      throw;
     } catch (const std::exception& e) {
       unavailable =
           "'" + LastOperation::get() + "' cannot be captured (" + first_line(e.what()) + ")";
@@ -181,10 +184,13 @@ struct CapturedStep::Impl {
         // What was recorded of copies has not run: they are made again.
         parameters[i].unsafeGetTensorImpl()->bump_version();
       }
+      if (options.after_failed_capture) options.after_failed_capture();
       return false;
     }
     if (first_graph == nullptr) first_graph = entry.graph.get();
     entry.gradients = gradients_now();
+    for (const at::Tensor& parameter : parameters)
+      entry.writes_copy.push_back(nn::weight_copy_is_current(parameter));
     versions = sum_of_versions();
     return true;
   }
@@ -202,6 +208,16 @@ struct CapturedStep::Impl {
     return gradients;
   }
 
+  // A graph that continues a window adds to gradients where they were when it was recorded.
+  bool continues_from_here(const Entry& entry) const {
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& gradient = parameters[i].grad();
+      if ((gradient.defined() ? gradient.const_data_ptr() : nullptr) != entry.begins_with[i])
+        return false;
+    }
+    return true;
+  }
+
   Tensors replay(Entry& entry) {
     optimizer.publish_options(options.step);
     // Somebody has loaded other weights: the graph does not convert them where the optimizer does.
@@ -210,8 +226,13 @@ struct CapturedStep::Impl {
       versions = now;
     }
     entry.graph->replay();
-    for (std::size_t i = 0; i < parameters.size(); ++i)
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
       parameters[i].mutable_grad() = entry.gradients[i];
+      if (!parameters[i].requires_grad()) continue;
+      parameters[i].unsafeGetTensorImpl()->bump_version();
+      if (entry.writes_copy[i]) nn::mark_weight_copy_current(parameters[i]);
+    }
+    versions = sum_of_versions();
     return entry.outputs;
   }
 };
@@ -241,7 +262,8 @@ CapturedStep::Tensors CapturedStep::run(const Tensors& inputs, int variant) {
   if (impl_->entries.size() >= kMaxEntries && !impl_->entries.contains(key))
     return impl_->work(inputs, variant);
   Impl::Entry& entry = impl_->entries[key];
-  if (!entry.graph && entry.runs < impl_->options.warmup_steps)
+  const bool warms_up = !entry.graph && entry.runs < impl_->options.warmup_steps;
+  if (warms_up || (entry.graph && !impl_->continues_from_here(entry)))
     return impl_->run_as_it_is(entry, inputs, variant);
   impl_->fill(entry, inputs);
   if (!entry.graph && !impl_->capture(entry, variant)) return impl_->work(inputs, variant);
@@ -250,7 +272,8 @@ CapturedStep::Tensors CapturedStep::run(const Tensors& inputs, int variant) {
 
 bool CapturedStep::replays(const Tensors& inputs, int variant) const {
   const auto at = impl_->entries.find(key_of(inputs, variant));
-  return impl_->unavailable.empty() && at != impl_->entries.end() && at->second.graph != nullptr;
+  return impl_->unavailable.empty() && at != impl_->entries.end() && at->second.graph != nullptr &&
+         impl_->continues_from_here(at->second);
 }
 
 const std::string& CapturedStep::unavailable_reason() const {

@@ -14,13 +14,14 @@
 //
 // The function runs as it is for the first calls, is then recorded, and replayed from there on: the
 // inputs are copied to where the graph reads them, learning rates and the clipping bound are on the
-// device, and the tensors it returned are written again by every replay. The results have the bits
-// of the function itself. Inputs of other shapes, such as an epoch's last batch, get a graph of
-// their own when they come often enough, and run as they are until then.
+// device, and the tensors it returned are written again by every replay (clone what must stay). The
+// results have the bits of the function itself. Inputs of other shapes, such as an epoch's last
+// batch, get a graph of their own when they come often enough, and run as they are until then.
 //
-// The function must do the same whenever it is called with the same shapes and variant; its host
-// code runs only while there is no graph. Where it cannot be captured (it waits for the device, or
-// the optimizer cannot be captured), a log line names the operation and it continues without.
+// The function must do the same whenever it is called with the same shapes and variant, and what it
+// reads must stay where it is; its host code runs only while there is no graph. Where it cannot be
+// captured (it waits for the device, or the optimizer cannot be captured), a log line names the
+// operation and it continues without.
 //
 // Shares optimizer and parameters. One thread; with several ranks on all of them identically.
 #pragma once
@@ -41,6 +42,9 @@ struct CapturedStepOptions {
   optim::StepOptions step{};             // what the function passes to optimizer.step()
   std::vector<at::Tensor> parameters{};  // of the model
   int warmup_steps = 3;  // calls with the same shapes before one is recorded, at least 1
+  // When recording has failed, before the function runs again: takes back what its host code has
+  // counted.
+  std::function<void()> after_failed_capture{};
 };
 
 class CapturedStep {

@@ -319,7 +319,7 @@ TEST(Config, OlderSpellingsAreAcceptedWithALine) {
   EXPECT_EQ(config.notes.size(), 7u);
   EXPECT_EQ(config.notes[1],
             "t.yaml:2:1: evaluation_strategy is an older spelling: its name is eval_strategy now.");
-  EXPECT_THAT(config.notes[6], HasSubstr("is to capture the step as one CUDA graph"));
+  EXPECT_THAT(config.notes[6], HasSubstr("which captures the step as one CUDA graph"));
   EXPECT_TRUE(resolve("", {"--no_cuda"}).arguments.use_cpu);
 }
 

@@ -76,12 +76,27 @@ Loop::Loop(const LoopParts& parts)
       model_(run_.task.module, run_.world, ddp_options(run_.arguments)),
       accumulation_(model_, accumulation_options(run_, accumulation_steps_)),
       optimizer_(run_, model_) {
-  if (!run_.arguments.compile_model) return;
+  if (run_.arguments.compile_model) capture_steps();
+}
+
+// Where ranks, or micro-batches of a window, would have to choose between a graph and the function
+// in the same way, steps run as they are.
+void Loop::capture_steps() {
+  const char* reason = nullptr;
+  if (run_.world.size() > 1) reason = "there are several ranks";
+  if (accumulation_steps_ > 1) reason = "gradients are accumulated over several batches";
+  if (reason != nullptr) {
+    if (run_.world.is_leader())
+      log::warning("trainer", "compile_model: steps run without a CUDA graph: {}.", reason);
+    return;
+  }
   captured_ = std::make_unique<CapturedStep>(
       optimizer_.optimizer(),
       CapturedStepOptions{.step = optimizer_.step_options(/*want_grad_norm=*/true),
-                          .parameters = run_.task.module->parameters()},
+                          .parameters = run_.task.module->parameters(),
+                          .after_failed_capture = [this] { accumulation_.restore(before_); }},
       [this](const CapturedStep::Tensors& inputs, int) { return compute_captured(inputs); });
+  if (!captured_->unavailable_reason().empty()) captured_.reset();
 }
 
 void Loop::resume(const Checkpoint& checkpoint) {
@@ -257,7 +272,8 @@ bool Loop::captured_micro_batch(const data::Batch& batch) {
       variants_.try_emplace(next.numbers, static_cast<int>(variants_.size())).first->second;
   CapturedStep::Tensors inputs{batch.data};
   if (batch.target.defined()) inputs.push_back(batch.target);
-  captured_tokens_ = batch.tokens;
+  captured_batch_ = &batch;
+  before_ = accumulation_.progress();
   const bool replays = captured_->replays(inputs, variant);
   const CapturedStep::Tensors outputs = captured_->run(inputs, variant);
   if (replays) accumulation_.replayed(micro);
@@ -269,9 +285,9 @@ bool Loop::captured_micro_batch(const data::Batch& batch) {
 }
 
 CapturedStep::Tensors Loop::compute_captured(const CapturedStep::Tensors& inputs) {
-  data::Batch batch{.data = inputs[0]};
+  data::Batch batch = *captured_batch_;
+  batch.data = inputs[0];
   if (inputs.size() > 1) batch.target = inputs[1];
-  batch.tokens = captured_tokens_;
   if (!backward(batch)) return {};
   const optim::StepResult result = optimizer_.step(/*want_grad_norm=*/true);
   const Window& window = accumulation_.last_window();

@@ -60,6 +60,7 @@ class Loop {
 
   void run_epoch(std::int64_t epoch);
   bool micro_batch(const data::Batch& batch);
+  void capture_steps();
   bool captured_micro_batch(const data::Batch& batch);
   CapturedStep::Tensors compute_captured(const CapturedStep::Tensors& inputs);
   bool backward(const data::Batch& batch);
@@ -84,8 +85,9 @@ class Loop {
   TrainOptimizer optimizer_;
   std::unique_ptr<CapturedStep> captured_;  // compile_model
   std::map<std::vector<std::int64_t>, int> variants_;
-  std::int64_t captured_tokens_ = 0;  // of the batch that it computes
-  Window window_;                     // the last one and its step, where it is captured
+  const data::Batch* captured_batch_ = nullptr;  // that it computes
+  Accumulation::Progress before_;                // and the accumulation before it
+  Window window_;                                // the last one and its step, where it is captured
   optim::StepResult step_result_;
   std::int64_t epoch_ = 0;
   bool epoch_ending_ = false;    // its last step is done, and what is due after it

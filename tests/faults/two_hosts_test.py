@@ -62,7 +62,7 @@ def training_works():
     outputs = [run.communicate(timeout=120)[0] for run in runs]
     for run, output in zip(runs, outputs):
         require(run.returncode == 0, output)
-    require("replicas identical" in outputs[0] and "4 ranks" in outputs[0], outputs[0])
+    require("replicas identical" in outputs[0] and "WORLD_SIZE=4 " in outputs[0], outputs[0])
     require(re.search("backend=gloo .*; not shm, because rank 2 has another network namespace",
                       outputs[0]), outputs[0])
     for link, output in zip(LINKS, outputs):
@@ -80,7 +80,7 @@ def uneven_training_works():
     for run, output in zip(runs, outputs):
         require(run.returncode == 0, output)
         require("can join this run" not in output, output)
-    require("replicas identical" in outputs[0] and "5 ranks" in outputs[0], outputs[0])
+    require("replicas identical" in outputs[0] and "WORLD_SIZE=5 " in outputs[0], outputs[0])
     print("training with two ranks and three: replicas identical")
 
 

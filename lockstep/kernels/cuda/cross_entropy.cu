@@ -75,14 +75,17 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) two_reads_kernel(CrossEntro
   }
 }
 
-bool has_bulk_copies() {
-  int device = 0, major = 0;
+// Compute capability 9 has bulk copies; two rows must fit a block's shared memory.
+constexpr int kPipelinedColumns = 51200;
+
+bool can_pipeline(int columns) {
+  int device = 0, major = 0, shared = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major >= 9;
+  cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  constexpr int kOwn = 2048;  // barriers and partial sums
+  return major >= 9 && columns <= kPipelinedColumns && 4 * columns + kOwn <= shared;
 }
-
-constexpr int kPipelinedColumns = 51200;  // two rows in shared memory: compute capability 9 has it
 
 }  // namespace
 
@@ -97,7 +100,7 @@ cudaError_t cross_entropy(const CrossEntropy& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (args.rows == 0) return cudaSuccess;
-  if (args.type == Type::kBfloat16 && args.columns <= kPipelinedColumns && has_bulk_copies()) {
+  if (args.type == Type::kBfloat16 && can_pipeline(args.columns)) {
     return cross_entropy_pipelined(args, stream);
   }
   return with_type(args.type, [&](auto type) {

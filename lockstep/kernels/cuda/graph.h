@@ -26,8 +26,8 @@ class Graph {
   virtual void replay() = 0;
 };
 
-// `other`: a graph whose memory is shared. Then both are replayed in the order of their captures,
-// and what one leaves for the other is held by tensors.
+// `other`: a graph whose memory is shared. What one leaves for the other, or for the caller, must
+// be held by tensors from its capture on; the rest may be overwritten by either.
 std::unique_ptr<Graph> make_graph(const Graph* other = nullptr);
 
 class Capture {
