@@ -82,10 +82,12 @@ Loop::Loop(const LoopParts& parts)
 // Where ranks, or micro-batches of a window, would have to choose between a graph and the function
 // in the same way, steps run as they are.
 void Loop::capture_steps() {
-  const char* reason = nullptr;
-  if (run_.world.size() > 1) reason = "there are several ranks";
+  std::string reason;
   if (accumulation_steps_ > 1) reason = "gradients are accumulated over several batches";
-  if (reason != nullptr) {
+  if (run_.world.size() > 1) reason = "there are several ranks";
+  if (!run_.world.device().is_cuda())
+    reason = fmt::format("the model is on {}, not on a GPU", run_.world.device().str());
+  if (!reason.empty()) {
     if (run_.world.is_leader())
       log::warning("trainer", "compile_model: steps run without a CUDA graph: {}.", reason);
     return;
