@@ -47,7 +47,7 @@ class Observer {
   virtual void on_epoch_end(Event&) {}
   virtual void on_step_begin(Event&) {}
   virtual void on_substep_end(Event&) {}     // a micro-batch that was not the window's last
-  virtual void on_optimizer_step(Event&) {}  // gradients are averaged; clipping and the step follow
+  virtual void on_optimizer_step(Event&) {}  // with averaged gradients; captured steps: before all
   virtual void on_step_end(Event&) {}
   virtual void on_log(Event&) {}
   virtual void on_evaluate(Event&) {}
