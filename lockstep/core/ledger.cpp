@@ -28,6 +28,8 @@ namespace {
 constexpr int kStackSignalOffset = 7;
 
 std::atomic<LedgerMemory*> g_ledger{nullptr};
+ProgressMemory g_own_progress{};  // of a process that has no ledger
+std::atomic<ProgressMemory*> g_progress{&g_own_progress};
 std::atomic<bool> g_steps_are_set{false};
 std::atomic<bool> g_taking_stack{false};
 std::atomic<std::uint64_t> g_step_began_ns{0};
@@ -181,7 +183,28 @@ void install_stack_handler(LedgerMemory& ledger) {
     set(ledger.stack_signal, static_cast<std::uint64_t>(number));
 }
 
+// What was counted before the ledger was there belongs to the rank too.
+void take_progress(ProgressMemory& memory) {
+  const auto take = [](Word& to, const Word& from) {
+    to.store(from.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  };
+  for (std::size_t i = 0; i < kMaxPhases; ++i) {
+    take(memory.host_ns[i], g_own_progress.host_ns[i]);
+    take(memory.device_ns[i], g_own_progress.device_ns[i]);
+  }
+  for (std::size_t i = 0; i < kMaxCounters; ++i) take(memory.counts[i], g_own_progress.counts[i]);
+  take(memory.steps, g_own_progress.steps);
+  take(memory.phase, g_own_progress.phase);
+  const std::uint64_t began = g_own_progress.phase_since_ns.load(std::memory_order_relaxed);
+  set(memory.phase_since_ns, began != 0 ? began : now_ns());
+  g_progress.store(&memory, std::memory_order_release);
+}
+
 }  // namespace
+
+ProgressMemory& progress() noexcept {
+  return *g_progress.load(std::memory_order_acquire);
+}
 
 const char* name(Phase phase) {
   constexpr const char* kNames[] = {"",         "startup",       "data",      "forward",
@@ -209,12 +232,14 @@ bool open() noexcept {
   ModuleList modules{ledger->modules, kModuleBytes};
   ::dl_iterate_phdr(add_module, &modules);
   set(ledger->thread, this_thread());
-  set(ledger->phase_since_ns, now_ns());
+  take_progress(ledger->progress);
   g_ledger.store(ledger, std::memory_order_release);
   install_stack_handler(*ledger);
   // A child that was forked off is not this rank either. The memory stays mapped until the end.
-  [[maybe_unused]] static const int forgotten = ::pthread_atfork(
-      nullptr, nullptr, [] { g_ledger.store(nullptr, std::memory_order_release); });
+  [[maybe_unused]] static const int forgotten = ::pthread_atfork(nullptr, nullptr, [] {
+    g_ledger.store(nullptr, std::memory_order_release);
+    g_progress.store(&g_own_progress, std::memory_order_release);
+  });
   moved(*ledger);
   return true;
 }
@@ -246,11 +271,11 @@ Ticket post(const Operation& operation) noexcept {
   fill(slot.bytes, operation.bytes);
   const auto peer = static_cast<std::uint64_t>(std::max(operation.peer, -1) + 1);
   fill(slot.kind, peer << 16 | static_cast<std::uint64_t>(operation.message) << 8 |
-                      (ledger->phase.load(std::memory_order_relaxed) & 0xff));
+                      (ledger->progress.phase.load(std::memory_order_relaxed) & 0xff));
   fill(slot.call_site, reinterpret_cast<std::uintptr_t>(detail::call_site));
   fill(slot.posted_ns, operation.time_ns != 0 ? operation.time_ns : now_ns());
   fill(slot.end, ticket << 2);
-  fill(slot.step, ledger->step.load(std::memory_order_relaxed));
+  fill(slot.step, ledger->progress.step.load(std::memory_order_relaxed));
   set(slot.version, 2 * ticket);
   return ticket;
 }
@@ -271,37 +296,46 @@ void ended(Ticket ticket, End end) noexcept {
 }
 
 namespace {
-void publish_step(LedgerMemory& ledger, std::uint64_t step) {
-  if (ledger.step.load(std::memory_order_relaxed) == step + 1) return;
+void publish_step(std::uint64_t step) {
+  ProgressMemory& at = progress();
+  const std::uint64_t before = at.step.load(std::memory_order_relaxed);
+  if (before == step + 1) return;
   const std::uint64_t now = now_ns();
   const std::uint64_t began = g_step_began_ns.exchange(now);
-  if (began != 0) set(ledger.step_ns, now - began);
-  set(ledger.step, step + 1);
-  moved(ledger);
+  if (began != 0) set(at.step_ns, now - began);
+  // The first step that is set is where a run begins; nothing has ended there.
+  if (before != 0 || step == 1) at.steps.fetch_add(1, std::memory_order_relaxed);
+  set(at.step, step + 1);
+  if (LedgerMemory* const ledger = memory()) moved(*ledger);
 }
 }  // namespace
 
 void set_step(std::int64_t step) noexcept {
   g_steps_are_set = true;
-  LedgerMemory* const ledger = memory();
-  if (ledger != nullptr && step >= 0) publish_step(*ledger, static_cast<std::uint64_t>(step));
+  if (step >= 0) publish_step(static_cast<std::uint64_t>(step));
 }
 
 void count_step() noexcept {
-  LedgerMemory* const ledger = memory();
-  if (ledger == nullptr || g_steps_are_set) return;
-  const std::uint64_t before = ledger->step.load(std::memory_order_relaxed);
-  publish_step(*ledger, before == 0 ? 1 : before);
+  if (g_steps_are_set) return;
+  const std::uint64_t before = progress().step.load(std::memory_order_relaxed);
+  publish_step(before == 0 ? 1 : before);
 }
 
 Phase set_phase(Phase phase) noexcept {
-  LedgerMemory* const ledger = memory();
-  if (ledger == nullptr) return Phase::kNone;
+  ProgressMemory& at = progress();
+  if (static_cast<Phase>(at.phase.load(std::memory_order_relaxed)) == phase) return phase;
+  at.changes.fetch_add(1, std::memory_order_acq_rel);
   const auto before = static_cast<Phase>(
-      ledger->phase.exchange(static_cast<std::uint64_t>(phase), std::memory_order_acq_rel));
-  if (before == phase) return before;
+      at.phase.exchange(static_cast<std::uint64_t>(phase), std::memory_order_acq_rel));
+  const std::uint64_t now = now_ns();
+  const std::uint64_t began = at.phase_since_ns.exchange(now, std::memory_order_acq_rel);
+  if (began != 0 && now > began)
+    at.host_ns[static_cast<std::size_t>(before) % kMaxPhases].fetch_add(now - began,
+                                                                        std::memory_order_relaxed);
+  at.changes.fetch_add(1, std::memory_order_release);
+  LedgerMemory* const ledger = memory();
+  if (ledger == nullptr) return before;
   fill(ledger->thread, this_thread());
-  set(ledger->phase_since_ns, now_ns());
   moved(*ledger);
   return before;
 }

@@ -113,10 +113,10 @@ Snapshot snapshot_of(const LedgerMemory& ledger) {
   seen.thread = small(get(ledger.thread));
   seen.stack_signal = small(get(ledger.stack_signal));
   seen.heartbeat = get(ledger.heartbeat) + get(ledger.next);
-  seen.step = step_of(get(ledger.step));
-  seen.step_ns = get(ledger.step_ns);
-  seen.phase = phase_of(get(ledger.phase));
-  seen.phase_since_ns = get(ledger.phase_since_ns);
+  seen.step = step_of(get(ledger.progress.step));
+  seen.step_ns = get(ledger.progress.step_ns);
+  seen.phase = phase_of(get(ledger.progress.phase));
+  seen.phase_since_ns = get(ledger.progress.phase_since_ns);
   seen.saved_ns = get(ledger.saved_ns);
   seen.stacks_taken = get(ledger.stacks_taken);
   const auto depth = std::min<std::uint64_t>(get(ledger.stack_depth), kStackFrames);
@@ -137,11 +137,6 @@ Snapshot snapshot_of(const LedgerMemory& ledger) {
 const char* name(State state) {
   constexpr const char* kNames[] = {"posted", "started", "finished", "failed", "enqueued"};
   return kNames[static_cast<std::size_t>(state)];
-}
-
-std::uint64_t monotonic_ns() {
-  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() /
-                                    std::chrono::nanoseconds(1));
 }
 
 std::string Snapshot::place(std::uint64_t address) const {
@@ -200,7 +195,7 @@ int File::pid() const {
 }
 
 Phase File::phase() const {
-  return phase_of(get(memory_->phase));
+  return phase_of(get(memory_->progress.phase));
 }
 
 std::uint64_t File::heartbeat() const {
@@ -208,11 +203,15 @@ std::uint64_t File::heartbeat() const {
 }
 
 std::int64_t File::step() const {
-  return step_of(get(memory_->step));
+  return step_of(get(memory_->progress.step));
 }
 
 std::uint64_t File::step_ns() const {
-  return get(memory_->step_ns);
+  return get(memory_->progress.step_ns);
+}
+
+Totals File::totals() const {
+  return memory_ == nullptr ? Totals{} : totals_of(memory_->progress);
 }
 
 std::uint64_t File::stacks_taken() const {

@@ -18,6 +18,7 @@
 
 #include "lockstep/core/fd.h"
 #include "lockstep/core/ledger.h"
+#include "lockstep/core/step_totals.h"
 
 namespace lockstep::ledger {
 
@@ -106,6 +107,7 @@ class File {
   std::int64_t step() const;
   std::uint64_t step_ns() const;
   std::uint64_t stacks_taken() const;
+  Totals totals() const;  // where the rank's time went (step_totals.h)
 
   Snapshot read() const;
   void save(const std::string& path) const;  // throws SystemError
@@ -117,7 +119,5 @@ class File {
 
 // What save() has written. Throws UsageError for what is not a ledger; `name` names it.
 Snapshot read(std::string_view bytes, const std::string& name);
-
-std::uint64_t monotonic_ns();
 
 }  // namespace lockstep::ledger

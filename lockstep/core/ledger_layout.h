@@ -6,7 +6,7 @@
 // version, make sure that a reader that sees a field of a newer record also sees a newer version,
 // and drops what it has read. A reader never writes.
 //
-// For ledger.cpp and ledger_file.cpp alone.
+// For ledger.cpp, step_totals.cpp and ledger_file.cpp alone.
 #pragma once
 
 #include <atomic>
@@ -16,10 +16,12 @@
 namespace lockstep::ledger {
 
 inline constexpr char kMagic[8] = {'L', 'S', 'L', 'E', 'D', 'G', 'R', '\n'};
-inline constexpr std::uint32_t kVersion = 1;
+inline constexpr std::uint32_t kVersion = 2;
 inline constexpr std::size_t kRecords = 1024;  // of a ring; a power of two
 inline constexpr std::size_t kModuleBytes = 32u << 10;
 inline constexpr std::size_t kStackFrames = 48;
+inline constexpr std::size_t kMaxPhases = 16;
+inline constexpr std::size_t kMaxCounters = 32;
 inline constexpr std::size_t kNameWords = 3;  // 24 characters: "reduce_scatter", "split/0/1"
 
 using Word = std::atomic<std::uint64_t>;
@@ -43,6 +45,21 @@ struct RecordMemory {
 };
 static_assert(sizeof(RecordMemory) == 128);
 
+// Where the training thread is and where its time went. A rank without a launcher has one too.
+struct ProgressMemory {
+  Word step;     // + 1; 0: not known
+  Word step_ns;  // how long the last one took
+  Word steps;    // that ended
+  Word phase;
+  Word phase_since_ns;
+  Word changes;  // of the phase: odd while one is made
+  Word host_ns[kMaxPhases];
+  Word device_ns[kMaxPhases];
+  Word counts[kMaxCounters];
+};
+
+ProgressMemory& progress() noexcept;  // of this process
+
 struct LedgerMemory {
   // By the launcher, before the rank starts.
   char magic[8];
@@ -60,10 +77,7 @@ struct LedgerMemory {
   Word stack_signal;  // leaves the stack of `thread` below; 0: there is no handler
   Word heartbeat;     // counts movements but posts
   Word next;          // tickets given out
-  Word step;          // + 1; 0: not known
-  Word step_ns;       // how long the last one took
-  Word phase;
-  Word phase_since_ns;
+  ProgressMemory progress;
   Word stacks_taken;
   Word stack_depth;
   Word stack[kStackFrames];

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -132,6 +133,67 @@ CHILD(forks) {
 }
 
 // ---------------------------------------------------------------- tests
+
+// ---------------------------------------------------------------- totals
+
+CHILD(spends_its_time) {
+  add(Counter::kHostSyncs, 2);  // before there is a ledger
+  if (!open()) return 3;
+  set_step(10);  // resumed there
+  for (int step = 11; step <= 13; ++step) {
+    const PhaseScope data(Phase::kData);
+    std::this_thread::sleep_for(milliseconds(20));
+    {
+      const PhaseScope forward(Phase::kForward);
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    set_step(step);
+    add(Counter::kHostSyncs);
+  }
+  add_device_time(Phase::kForward, 7);
+  set_phase(Phase::kSaving);
+  std::this_thread::sleep_for(std::chrono::seconds(30));
+  return 0;
+}
+
+TEST(Totals, ALauncherReadsWhereTheTimeWent) {
+  const File file = three();
+  const Child rank("spends_its_time", environment_of(file), {file.fd()});
+  ASSERT_TRUE(wait_until([&] { return file.phase() == Phase::kSaving; }));
+  const Totals first = file.totals();
+  EXPECT_EQ(first.steps, 3u);
+  EXPECT_EQ(first.counts[index(Counter::kHostSyncs)], 5u);
+  EXPECT_EQ(first.device_ns[index(Phase::kForward)], 7u);
+  EXPECT_GE(first.host_ns[index(Phase::kData)], 60'000'000u);
+  EXPECT_GE(first.host_ns[index(Phase::kForward)], 30'000'000u);
+  std::this_thread::sleep_for(milliseconds(30));
+  const Totals spent = since(first, file.totals());
+  // The present phase counts until now, and the others stand.
+  EXPECT_EQ(spent.host_ns[index(Phase::kSaving)], spent.time_ns);
+  EXPECT_EQ(spent.host_ns[index(Phase::kData)], 0u);
+  EXPECT_EQ(spent.steps, 0u);
+}
+
+TEST(Totals, AreCountedWithoutALauncherAndAddUpToTheClock) {
+  set_phase(Phase::kForward);
+  const Totals before = totals();
+  std::atomic<bool> stop{false};
+  std::thread trains([&] {
+    while (!stop) {
+      set_phase(Phase::kBackward);
+      set_phase(Phase::kOptimizer);
+    }
+  });
+  for (int i = 0; i < 2000; ++i) {
+    const Totals spent = since(before, totals());
+    std::uint64_t sum = 0;
+    for (const std::uint64_t ns : spent.host_ns) sum += ns;
+    ASSERT_EQ(sum, spent.time_ns);
+  }
+  stop = true;
+  trains.join();
+  set_phase(Phase::kNone);
+}
 
 TEST(Ledger, ShowsWhatAKilledRankDid) {
   const File file = three();
@@ -277,7 +339,7 @@ TEST(Ledger, RefusesWhatIsNotOne) {
   EXPECT_THAT(refusal(std::string(kMagic, sizeof kMagic)), HasSubstr("it has 8 bytes, not "));
   std::string whole(sizeof(LedgerMemory), '\xff');
   std::copy(std::begin(kMagic), std::end(kMagic), whole.begin());
-  EXPECT_THAT(refusal(whole), HasSubstr("it has version 4294967295, not 1"));
+  EXPECT_THAT(refusal(whole), HasSubstr("it has version 4294967295, not 2"));
   const std::uint32_t numbers[] = {kVersion, kRecords};
   std::memcpy(whole.data() + sizeof kMagic, numbers, sizeof numbers);
   EXPECT_EQ(refusal(whole), "accepted");  // nonsense in it, and nothing breaks

@@ -29,9 +29,10 @@ LAYERS = {
     "data": ["core", "io", "comm"],
     "models": ["core", "io", "kernels", "nn"],
     "plan": ["core", "io", "models"],
-    "train": ["core", "rendezvous", "io", "comm", "kernels", "nn", "optim", "parallel", "data"],
-    "monitor": ["core", "rendezvous", "launch", "io", "comm", "kernels", "optim", "parallel",
-                "data", "train"],
+    "monitor": ["core", "io", "comm"],
+    "train": ["core", "rendezvous", "io", "comm", "kernels", "nn", "optim", "parallel", "data",
+              "monitor"],
+    "dashboard": ["core", "rendezvous", "launch", "io", "monitor"],
 }
 ALL = list(LAYERS)
 # lockstep/*.h wires layers together for programs (run.h: launch and comm); no layer includes it.
@@ -77,7 +78,8 @@ FOREIGN = {
     "models": TORCH,
     "plan": set(),
     "train": TORCH,
-    "monitor": TORCH | {"http"},
+    "monitor": TORCH,
+    "dashboard": {"http"},
     ROOT: TORCH,
 }
 BACKEND_FOREIGN = {
@@ -94,7 +96,7 @@ FILE_FOREIGN = {
     "lockstep/io/tensors.cpp": ATEN,
     "lockstep/core/crash_test.cpp": {"json"},
 }
-TORCH_FREE = ("core", "rendezvous", "launch", "plan")
+TORCH_FREE = ("core", "rendezvous", "launch", "plan", "dashboard")
 SOURCE_ONLY = {"spdlog", "yaml", "cli11", "http", "openssl", "unicode"}
 # A program that includes lockstep.h must compile without the vendors' headers.
 VENDOR = {"nccl", "gloo", "mpi", "cuda"}

@@ -1,0 +1,113 @@
+// What is recorded of a run, for whoever explains it: doctor, report, dashboard, bench scale.
+//
+//   DIR/monitor/run.json           facts that do not change (RunFacts)
+//   DIR/monitor/rank_<r>.jsonl     one line per interval of about a second (Interval)
+//   DIR/monitor/gpus_<host>.jsonl  one line per sample of a host's GPUs
+//
+// The Trainer records into its output_dir; `lockstep run --record DIR` records any program from
+// outside, with what the ranks' ledgers have. A run that is resumed, or started again, appends.
+//
+//   const RunRecord run = read_run("out");
+//   for (const RankRecord& rank : run.ranks) use(budget_of(rank).host_s);
+//
+// Reading takes nothing for granted: a torn last line is skipped, anything else that is wrong is a
+// UsageError that names file and line.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/document.h"
+#include "lockstep/core/step_totals.h"
+#include "lockstep/monitor/cpu_sampler.h"
+#include "lockstep/monitor/gpu_sampler.h"
+
+namespace lockstep::monitor {
+
+inline constexpr const char* kRecordFolder = "monitor";
+
+using PhaseSeconds = std::array<double, ledger::kPhases>;     // by ledger::Phase
+using Counts = std::array<std::uint64_t, ledger::kCounters>;  // by ledger::Counter
+
+// A stretch of one rank's time. Sums and counts are of the interval alone.
+struct Interval {
+  double unix_time_s = 0;  // its end
+  double seconds = 0;
+  std::int64_t step = -1;  // at its end; -1: not known
+  std::int64_t steps = 0;  // that ended in it
+  PhaseSeconds host_s{};   // what the training thread did; they add up to `seconds`
+  PhaseSeconds device_s{};
+  Counts counts{};
+  std::optional<ProcessRates> process{};
+  std::uint64_t resident_bytes = 0;
+  int threads = 0;
+  std::optional<double> cpu_limit_cores{};  // of its control group
+  std::optional<double> throttled_share{};  // of the group's periods, in which it was stopped
+};
+
+struct RunFacts {
+  int world_size = 1;
+  int hosts = 1;
+  std::string device{};   // "cpu", "cuda"; empty: not known (a program that is not ours)
+  std::string backend{};  // "shm", "gloo", "nccl"; empty: not known
+  std::string program{};  // "trainer", or the command line that was launched
+  double started_unix_s = 0;
+  int cores = 0;  // that this host's ranks may use
+  int ranks_on_host = 1;
+  int gpus_visible = 0;
+  std::int64_t parameters = 0;  // 0: not known, as everything below
+  std::int64_t trainable_parameters = 0;
+  std::int64_t gradient_bytes = 0;
+  std::int64_t per_device_batch = 0;
+  std::int64_t accumulation = 0;
+  std::string optimizer{};  // "replicated" or "sharded", and "fused" or not: "sharded fused adamw"
+  Node arguments{};         // training_args, as in a checkpoint
+};
+
+struct RankRecord {
+  int rank = 0;
+  std::vector<Interval> intervals{};  // oldest first
+};
+
+struct HostGpus {
+  int host = 0;
+  std::vector<GpuIdentity> gpus{};
+  std::vector<GpuSample> samples{};  // oldest first
+};
+
+struct RunRecord {
+  RunFacts facts{};
+  std::vector<RankRecord> ranks{};  // by rank; a rank that left nothing is not there
+  std::vector<HostGpus> gpus{};
+};
+
+// UsageError when DIR has no record, with what would make one.
+RunRecord read_run(const std::string& directory);
+
+// The sum of the intervals in which steps ended, without the first `skip_s` seconds: loading,
+// warm-up and the first allocations are nobody's habit.
+struct Budget {
+  double seconds = 0;
+  std::int64_t steps = 0;
+  PhaseSeconds host_s{};
+  PhaseSeconds device_s{};
+  Counts counts{};
+  double step_s() const { return steps > 0 ? seconds / static_cast<double>(steps) : 0; }
+  double share(ledger::Phase phase) const {
+    return seconds > 0 ? host_s[ledger::index(phase)] / seconds : 0;
+  }
+};
+Budget budget_of(const RankRecord& rank, double skip_s = 0);
+
+// One line of a rank's file, and back. The document's names are those of the fields; phases and
+// counters by their names, those that are zero left away.
+std::string interval_json(const Interval& interval);
+Interval parse_interval(const std::string& line, const std::string& file);
+std::string facts_json(const RunFacts& facts);
+RunFacts parse_facts(const std::string& text, const std::string& file);
+std::string gpu_sample_json(const GpuSample& sample, const std::vector<GpuIdentity>& gpus);
+
+}  // namespace lockstep::monitor
