@@ -366,17 +366,19 @@ void write_losses(Sides& sides, const Options& options) {
   }
   write_file_atomically(options.losses, all.csv());
   Table table({fmt::format("losses of {} steps", options.steps), "first", "last",
-               "mean |this - fp32|", "max |this - fp32|"});
+               "mean |this - fp32|", "max |this - fp32|", "at step"});
   for (std::size_t k = 0; k < names.size(); ++k) {
     double sum = 0, most = 0;
+    std::size_t worst = 0;
     for (std::size_t i = 0; i < columns[k].size(); ++i) {
       const double difference = std::abs(columns[k][i] - columns.back()[i]);
       sum += difference;
+      if (difference > most) worst = i;
       most = std::max(most, difference);
     }
     table.add({names[k], fmt::format("{:.4f}", columns[k].front()),
                fmt::format("{:.4f}", columns[k].back()), fmt::format("{:.5f}", sum / options.steps),
-               fmt::format("{:.5f}", most)});
+               fmt::format("{:.5f}", most), fmt::format("{}", worst + 1)});
   }
   publish(table, "");
   fmt::print("every loss is in {}\n", options.losses);
