@@ -161,7 +161,8 @@ class Trainee {
   }
 
   // The step after a save begins waits for the copy before it changes anything. What it takes
-  // longer than the median of the steps before it is the stall; blocked_ms is the host's share.
+  // longer than the median of the steps around it is the stall; blocked_ms is the host's share.
+  // Steps before those bring a GPU that was idle to its usual clocks.
   json save(const std::string& folder, int saves) {
     using Clock = std::chrono::steady_clock;
     const auto ms_since = [](Clock::time_point start) {
@@ -171,12 +172,16 @@ class Trainee {
     const auto inputs = batches();
     json stalls = json::array();
     for (int number = 0; number < saves; ++number) {
+      for (int i = 0; i < kStepsAroundSave; ++i) step(inputs);
       Marks marks(device_);
       marks.add();
-      for (int i = 0; i < kStepsAroundSave; ++i) {
-        step(inputs);
-        marks.add();
-      }
+      const auto train = [&] {
+        for (int i = 0; i < kStepsAroundSave; ++i) {
+          step(inputs);
+          marks.add();
+        }
+      };
+      train();
       auto start = Clock::now();
       saver.begin(model_->contents(trained_));
       double blocked_ms = ms_since(start);
@@ -188,9 +193,10 @@ class Trainee {
       step(inputs);
       model_->before_update({});
       marks.add();
+      train();
       std::vector<double> ms = marks.between();
-      const double with_save = ms.back();
-      ms.pop_back();
+      const double with_save = ms[kStepsAroundSave];
+      ms.erase(ms.begin() + kStepsAroundSave);
       const auto outcome = saver.wait();
       LOCKSTEP_ASSERT(outcome.has_value());
       if (!outcome->committed) throw Error("bench", outcome->alert);

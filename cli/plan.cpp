@@ -28,7 +28,7 @@ namespace {
 constexpr const char* kHelp =
     "usage: lockstep plan FILE [--gpus 4xH100-80GB | detected | cpu] [--tokens N]\n"
     "                     [--scale 8,64,512] [--link nvlink+ib400] [--gpus-per-node N]\n"
-    "                     [--mfu SHARE | --tokens-per-second N] [--chunked-head] [--json]\n"
+    "                     [--mfu SHARE | --tokens-per-second N] [--unfused] [--json]\n"
     "                     [--KEY VALUE ...]\n\n"
     "What training as FILE says costs: parameters, memory of each GPU, whether it fits, the\n"
     "strategy, batch and accumulation for 1, 2, 3, 4, ... GPUs, step time and speed-up. Reads\n"
@@ -41,7 +41,7 @@ constexpr const char* kHelp =
     "--gpus-per-node N    default 8\n"
     "--mfu SHARE          of the card's peak that training reaches (default 0.4)\n"
     "--tokens-per-second N   measured on one GPU with this file; wins over --mfu\n"
-    "--chunked-head       the loss never holds all logits (lockstep::nn::linear_cross_entropy)\n"
+    "--unfused            a language model of ATen's operations, which needs more memory\n"
     "docs/plan.md says how the figures are made and how far they can be trusted.\n";
 
 constexpr double kGiB = 1u << 30;
@@ -56,7 +56,7 @@ struct Request {
   std::string link{};
   int per_node = 8;
   plan::Speed speed{};
-  bool chunked_head = false;
+  bool unfused = false;
   bool json = false;
 };
 
@@ -118,8 +118,8 @@ Request parse_arguments(const Args& args) {
     const std::string name = arg.substr(0, equals);
     if (arg == "--json") {
       request.json = true;
-    } else if (arg == "--chunked-head") {
-      request.chunked_head = true;
+    } else if (arg == "--unfused") {
+      request.unfused = true;
     } else if (takes_value(name)) {
       if (equals == std::string::npos && i + 1 == args.size())
         throw UsageError("plan", "{} needs a value. `lockstep plan --help` has examples.", name);
@@ -273,7 +273,7 @@ Report make_report(const Request& request) {
                 .devices = devices_of(request),
                 .cluster = {},
                 .parameters = {}};
-  report.training.chunked_head = request.chunked_head;
+  report.training.unfused = request.unfused;
   report.cluster = cluster_of(request, report.devices.card);
   report.parameters = plan::parameters_of(report.training.model);
   add_rows(report);
@@ -314,7 +314,7 @@ std::string head_text(const Report& r) {
   text += fmt::format("training  {}{}, gradient checkpointing {}, {}\n",
                       t.model.length > 1 ? fmt::format("{} tokens a sample, ", t.model.length) : "",
                       t.half ? "16-bit autocast" : "float32", t.checkpointing ? "on" : "off",
-                      t.chunked_head ? "logits in chunks" : "logits as a whole");
+                      t.unfused || card.cpu ? "logits as a whole" : "fused, logits in chunks");
   text += fmt::format("devices   {} x {}, {} GiB each\n", r.devices.count, card.name,
                       card.memory_bytes > 0 ? gib(card.memory_bytes) : "unknown");
   std::string speed = "speed not known: give --tokens-per-second";

@@ -165,8 +165,8 @@ class Plan(unittest.TestCase):
     def test_keys_of_the_command_line_count(self):
         small = self.json(self.gpt2(), "--gpus", "H100", "--per_device_train_batch_size", "1")
         self.assertEqual(small["rows"][0]["per_device_train_batch_size"], 1)
-        chunked = self.json(self.gpt2(), "--gpus", "H100", "--chunked-head")
-        whole = self.json(self.gpt2(), "--gpus", "H100")
+        chunked = self.json(self.gpt2(), "--gpus", "H100")
+        whole = self.json(self.gpt2(), "--gpus", "H100", "--unfused")
         self.assertLess(chunked["rows"][0]["memory_bytes"]["logits"],
                         whole["rows"][0]["memory_bytes"]["logits"])
 

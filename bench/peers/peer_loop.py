@@ -229,11 +229,16 @@ class Trainee:
         import torch.distributed.checkpoint as checkpoint
         batches, stalls = self.batches(), []
         for number in range(order["saves"]):
+            def train(marks=None):
+                for i in range(STEPS_AROUND_SAVE):
+                    self.step(batches[i % len(batches)])
+                    if marks:
+                        marks.add()
+
+            train()
             marks = Marks(self.device)
             marks.add()
-            for i in range(STEPS_AROUND_SAVE):
-                self.step(batches[i % len(batches)])
-                marks.add()
+            train(marks)
             state = {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
             begin = time.perf_counter()
             written = checkpoint.async_save(
@@ -241,9 +246,11 @@ class Trainee:
             blocked = time.perf_counter() - begin
             self.step(batches[0])
             marks.add()
-            *before, after = marks.between()
+            train(marks)
+            around = marks.between()
+            after = around.pop(STEPS_AROUND_SAVE)
             written.result()
-            stalls.append({"stall_ms": after - statistics.median(before),
+            stalls.append({"stall_ms": after - statistics.median(around),
                            "blocked_ms": blocked * 1e3,
                            "write_ms": (time.perf_counter() - begin) * 1e3})
         return {"stalls": stalls}

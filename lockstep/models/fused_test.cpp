@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
 #include <map>
 #include <memory>
 
@@ -12,6 +15,7 @@
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/nn/weight_copy.h"
+#include "lockstep/optim/autocast.h"
 
 namespace lockstep::models {
 namespace {
@@ -129,6 +133,46 @@ TEST(FusedModels, AdaptersTrainBesideAFrozenBase) {
     // And with a base that is trained too.
     for (auto& parameter : model->parameters()) parameter.set_requires_grad(true);
     expect_same(run(*model, true, ids, targets), run(*model, false, ids, targets), family.name);
+  }
+}
+
+// In bfloat16 both sides round, at other places: neither may be farther from float32 than the other.
+TEST(FusedModels, InBfloat16GradientsAreAsCloseToFloatAsAutocasts) {
+  const c10::Device device = nn::test_device();
+  std::vector<Family> all = families();
+  std::int64_t length = 24;
+  if (device.is_cuda()) {  // the sizes at which other kernels and more chunks are chosen
+    length = 1024;
+    const GptConfig gpt{.n_layer = 12, .n_head = 12, .n_embd = 768, .vocab_size = 50304};
+    all = {{"GPT-2 124M", {.model = gpt}}};
+  }
+  for (const Family& family : all) {
+    torch::manual_seed(7);
+    const CausalLmPtr model = make_causal_lm(family.config);
+    model->to(device);
+    const auto options = at::TensorOptions(device).dtype(at::kLong);
+    const at::Tensor ids = torch::randint(0, 100, {8, length}, options);
+    const at::Tensor targets = torch::randint(0, 100, {8, length}, options);
+    const Result exact = run(*model, false, ids, targets);
+    const auto in_half = [&](bool fused) {
+      const optim::Autocast autocast(device, at::kBFloat16);
+      return run(*model, fused, ids, targets);
+    };
+    const Result ours = in_half(true), plain = in_half(false);
+    double our_sum = 0, plain_sum = 0, worst = 0;
+    for (const auto& [name, gradient] : exact.gradients) {
+      const double ours_off = relative(ours.gradients.at(name), gradient);
+      const double plain_off = relative(plain.gradients.at(name), gradient);
+      our_sum += ours_off * ours_off;
+      plain_sum += plain_off * plain_off;
+      worst = std::max(worst, ours_off / plain_off);
+      // A sum over few elements may be rounded luckily on one side.
+      EXPECT_LT(ours_off, 2 * plain_off + 1e-3) << family.name << ": " << name;
+    }
+    std::printf("%s: gradients off by %.4f (autocast %.4f), largest ratio of a tensor %.2f\n",
+                family.name, std::sqrt(our_sum / exact.gradients.size()),
+                std::sqrt(plain_sum / exact.gradients.size()), worst);
+    EXPECT_LT(our_sum, 1.5 * plain_sum) << family.name;
   }
 }
 

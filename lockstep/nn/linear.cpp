@@ -246,6 +246,69 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
 
 // ---------------------------------------------------------------- LoRA
 
+// Of an adapter's input: which elements stay, and what they are multiplied by.
+struct Dropout {
+  at::Tensor mask{};  // undefined: all, as they are
+  double keep = 1;
+};
+
+// (narrow low), dropped out.
+at::Tensor dropped_product(const at::Tensor& narrow, const at::Tensor& low,
+                           const Dropout& dropout) {
+  if (!dropout.mask.defined()) return at::mm(narrow, low);
+  const auto rank = static_cast<int>(narrow.size(1));
+  const auto cuda = detail::OnCuda::with({narrow, low});
+  if (!cuda || !dropout.mask.is_contiguous() || !cuda->table().lora_covers(low.size(1), rank))
+    return at::native_dropout_backward(at::mm(narrow, low), dropout.mask, dropout.keep);
+  const at::Tensor to = at::empty({narrow.size(0), low.size(1)}, narrow.options());
+  cuda->check(cuda->table().dropped_product(
+                  {.narrow = detail::data(narrow),
+                   .low = detail::data(low),
+                   .mask = static_cast<const std::uint8_t*>(detail::data(dropout.mask)),
+                   .to = detail::mutable_data(to),
+                   .rows = narrow.size(0),
+                   .columns = static_cast<int>(low.size(1)),
+                   .rank = rank,
+                   .scale = static_cast<float>(dropout.keep),
+                   .type = detail::type_of(narrow)},
+                  cuda->stream()),
+              "dropped_product");
+  return to;
+}
+
+// The transpose of `narrow` times x, which is dropped out; in sum_type().
+at::Tensor dropped_gradient(const at::Tensor& narrow, const at::Tensor& x, const Dropout& dropout) {
+  const auto rank = static_cast<int>(narrow.size(1));
+  const at::Tensor to =
+      at::empty({rank, x.size(1)}, narrow.options().dtype(detail::sum_type(narrow)));
+  const auto cuda = dropout.mask.defined() ? detail::OnCuda::with({narrow, x}) : nullptr;
+  if (!cuda || !dropout.mask.is_contiguous() || !cuda->table().lora_covers(x.size(1), rank)) {
+    const at::Tensor in =
+        dropout.mask.defined() ? at::native_dropout_backward(x, dropout.mask, dropout.keep) : x;
+    detail::sum_product(narrow.t(), in, to, false);
+    return to;
+  }
+  const auto columns = static_cast<int>(x.size(1));
+  const at::Tensor partials =
+      cuda->floats(cuda->table().dropped_gradient_partials(x.size(0), columns, rank));
+  cuda->check(cuda->table().dropped_gradient(
+                  {.narrow = detail::data(narrow),
+                   .x = detail::data(x),
+                   .mask = static_cast<const std::uint8_t*>(detail::data(dropout.mask)),
+                   .to = to.mutable_data_ptr<float>(),
+                   .partials = partials.mutable_data_ptr<float>(),
+                   .rows = x.size(0),
+                   .columns = columns,
+                   .rank = rank,
+                   .scale = static_cast<float>(dropout.keep),
+                   .type = detail::type_of(narrow)},
+                  cuda->stream()),
+              "dropped_gradient");
+  return to;
+}
+
+// The narrow product is written first and the wide one adds to it: a wide one reads what it adds to
+// while it computes, where a narrow one would wait for memory.
 class LoraFunction : public torch::autograd::Function<LoraFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
@@ -258,8 +321,14 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
     at::Tensor dropped = rows, mask;
     if (dropout > 0) std::tie(dropped, mask) = at::native_dropout(rows, dropout, true);
     const at::Tensor narrow = at::mm(dropped, low.t());
-    at::Tensor y = affine(rows, weight, bias);
-    y.addmm_(narrow, high.t(), 1, scaling);
+    at::Tensor y;
+    if (bias.defined()) {
+      y = affine(rows, weight, bias).addmm_(narrow, high.t(), 1, scaling);
+    } else {
+      y = at::empty({rows.size(0), weight.size(0)}, rows.options());
+      at::addmm_out(y, y, narrow, high.t(), /*beta=*/0, scaling);
+      y.addmm_(rows, weight.t());
+    }
     ctx->save_for_backward({x, weight, low, high, narrow, mask});
     ctx->saved_data["scaling"] = scaling;
     ctx->saved_data["dropout"] = dropout;
@@ -275,32 +344,17 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
     const at::Tensor x = detail::flat(saved[0]), dy = detail::flat(grads[0]).contiguous();
     const at::Tensor &weight = saved[1], &low = saved[2], &high = saved[3], &mask = saved[5];
     const double scaling = ctx->saved_data["scaling"].toDouble();
-    const double keep = 1 / (1 - ctx->saved_data["dropout"].toDouble());
-    const auto drop = [&](const at::Tensor& t) {
-      return mask.defined() ? at::native_dropout_backward(t, mask, keep) : t;
-    };
+    const Dropout dropout{mask, 1 / (1 - ctx->saved_data["dropout"].toDouble())};
     at::Tensor dx, dweight, dbias, da, db;
     const at::Tensor dnarrow = at::mm(dy, high).mul_(scaling);
-    if (ctx->needs_input_grad(0)) {
-      dx = at::mm(dy, weight);
-      if (mask.defined()) {
-        dx += drop(at::mm(dnarrow, low));
-      } else {
-        dx.addmm_(dnarrow, low);
-      }
-      dx = dx.view(saved[0].sizes());
-    }
+    if (ctx->needs_input_grad(0))
+      dx = dropped_product(dnarrow, low, dropout).addmm_(dy, weight).view(saved[0].sizes());
     if (ctx->needs_input_grad(1)) dweight = at::mm(dy.t(), x);
     if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, type_from(ctx, "bias_type"));
-    const auto adapter = [](const at::Tensor& left, const at::Tensor& right, at::ScalarType type) {
-      const at::Tensor to =
-          at::empty({left.size(0), right.size(1)}, left.options().dtype(detail::sum_type(left)));
-      detail::sum_product(left, right, to, false);
-      return to.to(type);
-    };
-    if (ctx->needs_input_grad(3)) da = adapter(dnarrow.t(), drop(x), type_from(ctx, "a_type"));
+    if (ctx->needs_input_grad(3))
+      da = dropped_gradient(dnarrow, x, dropout).to(type_from(ctx, "a_type"));
     if (ctx->needs_input_grad(4))
-      db = adapter(dy.t(), saved[4], type_from(ctx, "b_type")).mul_(scaling);
+      db = dropped_gradient(dy, saved[4], {}).to(type_from(ctx, "b_type")).mul_(scaling);
     return {dx, dweight, dbias, da, db, {}, {}};
   }
 };

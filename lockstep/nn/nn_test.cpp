@@ -530,6 +530,36 @@ TEST_F(Kernels, CrossEntropy) {
   }
 }
 
+// The same seed drops the same elements of a tensor of the same type on both sides.
+TEST_F(Kernels, AdaptersWithDropout) {
+  constexpr double kDropout = 0.25;
+  for (const auto type : kKernelTypes) {
+    for (const std::int64_t rank : {8, 16}) {
+      for (const std::int64_t in : {64, 1028, 3072}) {
+        const auto grid = [&](at::IntArrayRef sizes) { return random(sizes, type) * 0.125; };
+        check_kernels(
+            [](auto& i) {
+              torch::manual_seed(99);
+              return Tensors{
+                  nn::lora_linear(i[0], i[1], {}, i[2], i[3], {.scaling = 2, .dropout = kDropout})};
+            },
+            [&](auto& i) {
+              torch::manual_seed(99);
+              const auto mask =
+                  std::get<1>(at::native_dropout(i[0].detach().to(type), kDropout, true));
+              const auto dropped = i[0] * mask / (1 - kDropout);
+              return Tensors{torch::linear(i[0], i[1]) +
+                             2 * torch::linear(torch::linear(dropped, i[2]), i[3])};
+            },
+            {grid({1001, in}), grid({40, in}), grid({rank, in}), grid({40, rank})},
+            8 * tolerance(type),
+            std::to_string(in) + " to 40, rank " + std::to_string(rank) + " of " +
+                c10::toString(type));
+      }
+    }
+  }
+}
+
 TEST_F(Kernels, ProductsWithEpilogues) {
   for (const auto type : {at::kBFloat16, at::kHalf}) {
     const auto x = random({1000, 768}, type), fc = random({3072, 768}, type) * 0.03;

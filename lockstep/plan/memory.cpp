@@ -38,12 +38,13 @@ Memory resident(const Parameters& p, const MemoryOptions& o) {
 
 }  // namespace
 
-Memory memory_of(const Model& model, const MemoryOptions& o) {
+Memory memory_of(const Model& model, const MemoryOptions& options) {
+  MemoryOptions o = options;
+  o.fused &= model.causal_lm() != nullptr;
   const Parameters p = parameters_of(model);
-  const Activations a = activations_of(model, {.batch = o.batch,
-                                               .half = o.half,
-                                               .checkpointing = o.checkpointing,
-                                               .chunked_head = o.chunked_head});
+  const Activations a = activations_of(
+      model,
+      {.batch = o.batch, .half = o.half, .checkpointing = o.checkpointing, .fused = o.fused});
   const std::uint64_t gradients = divided(floats(p.trainable), o.stages);
   const bool persistent = o.ranks > 1 || o.accumulation > 1;
   const auto copied = [&](std::int64_t weights) {
@@ -51,8 +52,13 @@ Memory memory_of(const Model& model, const MemoryOptions& o) {
   };
   // A frozen embedding that is the head too is copied for it.
   const bool tied = model.lora && model.causal_lm() != nullptr && model.causal_lm()->tied();
-  const std::uint64_t copies =
-      divided(copied(p.trainable_matrices + (tied ? p.head : 0)), o.stages);
+  // Fused operations have copies that stay: of everything that is trained, and of a frozen
+  // embedding.
+  const std::int64_t copied_weights = o.fused ? p.trainable + (model.lora ? p.head : 0)
+                                              : p.trainable_matrices + (tied ? p.head : 0);
+  const std::uint64_t copies = divided(copied(copied_weights), o.stages);
+  // A tied embedding's two gradients are made apart, then added.
+  const bool added = o.fused && !model.lora && model.causal_lm()->tied();
   const std::uint64_t saved = divided(a.saved, o.stages);
   const std::uint64_t block = o.checkpointing ? a.one_block : 0;
 
@@ -69,12 +75,13 @@ Memory memory_of(const Model& model, const MemoryOptions& o) {
   // A checkpointed block frees its copies at once; those of the head stay until backward. The head
   // and its loss are on the last stage, which holds no more activations than the others.
   const std::uint64_t at_loss =
-      o.checkpointing ? std::min(copies, copied(model.lora ? 0 : p.head)) : copies;
+      o.checkpointing && !o.fused ? std::min(copies, copied(model.lora ? 0 : p.head)) : copies;
   const Memory moments[] = {
       moment(persistent, at_loss, saved, a.head_forward),
       moment(persistent, at_loss, saved, a.head_backward),
-      moment(persistent, at_loss, saved + block + a.working, 0),
-      moment(true, 0, std::min(a.one_block, saved) + a.working, 0),
+      moment(persistent, at_loss, saved + block + a.working, o.fused ? a.head_backward : 0),
+      moment(true, o.fused ? copies : 0, std::min(a.one_block, saved) + a.working,
+             added ? divided(floats(p.head), o.stages) : 0),
   };
   Memory peak = *std::ranges::max_element(moments, {}, &Memory::allocated);
   if (o.cpu) return peak;

@@ -25,7 +25,7 @@ struct MemoryOptions {
   std::int64_t accumulation = 1;
   bool half = false;  // bf16 or fp16
   bool checkpointing = false;
-  bool chunked_head = false;
+  bool fused = false;              // as in ActivationOptions
   int ranks = 1;                   // data parallel
   bool sharded_optimizer = false;  // its state is divided over the ranks
   int state_copies = 2;            // tensors of the optimizer for each parameter: 2 of Adam

@@ -143,6 +143,60 @@ std::int64_t input_bytes(const Trained& trained, std::string_view layer, std::in
   return middle + (shared ? 0 : h * width);
 }
 
+// What an adapter saves beside its layer's input, in one operation with it.
+std::int64_t adapter_bytes(const Trained& trained, std::string_view layer, std::int64_t width,
+                           std::int64_t h) {
+  const std::int64_t rank = trained.rank_of(layer);
+  return rank == 0 ? 0 : h * rank + (trained.dropout() > 0 ? width : 0);
+}
+
+// Every layer's input is saved, trained or not, and a norm's input and output are of the half type.
+BlockBytes fused_block_bytes(const GptConfig& c, const Trained& trained, std::int64_t h) {
+  const std::int64_t width = c.n_embd;
+  const std::int64_t inner = c.inner_width();
+  constexpr std::int64_t kStatistics = 8;
+  BlockBytes bytes{.stream = h * width};
+  bytes.saved = 2 * (2 * h * width + kStatistics);
+  bytes.saved += 3 * h * width + h * width + 4 * c.n_head;
+  bytes.saved += 2 * h * inner;  // before and after the activation
+  bytes.saved += adapter_bytes(trained, "attn.c_attn", width, h);
+  bytes.saved += adapter_bytes(trained, "attn.c_proj", width, h);
+  bytes.saved += adapter_bytes(trained, "mlp.c_fc", width, h);
+  bytes.saved += adapter_bytes(trained, "mlp.c_proj", inner, h);
+  if (c.resid_pdrop > 0) bytes.saved += 2 * width;
+  bytes.working = 3 * h * width + h * inner;
+  return bytes;
+}
+
+BlockBytes fused_block_bytes(const LlamaConfig& c, const Trained& trained, std::int64_t h) {
+  const std::int64_t width = c.hidden_size;
+  const std::int64_t queries = c.num_attention_heads * c.head_width();
+  const std::int64_t keys = c.key_value_heads() * c.head_width();
+  const std::int64_t inner = c.intermediate_size;
+  BlockBytes bytes{.stream = h * width};
+  bytes.saved = 2 * (2 * h * width + 4);
+  bytes.saved += h * (queries + keys) + h * (c.fused_projections ? queries + 2 * keys : keys);
+  bytes.saved += h * queries + 4 * c.num_attention_heads;
+  // Gate, up and their product; the activated gate where that is an operation of its own.
+  bytes.saved += (c.fused_projections ? 3 : 4) * h * inner;
+  const auto add = [&](std::string_view layer, std::int64_t in) {
+    bytes.saved += adapter_bytes(trained, layer, in, h);
+  };
+  if (c.fused_projections) {
+    add("self_attn.qkv_proj", width);
+    add("mlp.gate_up_proj", width);
+  } else {
+    for (const char* layer : {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+                              "mlp.gate_proj", "mlp.up_proj"})
+      add(layer, width);
+  }
+  add("self_attn.o_proj", queries);
+  add("mlp.down_proj", inner);
+  if (c.resid_pdrop > 0) bytes.saved += 2 * width;
+  bytes.working = 3 * h * width + 3 * h * inner;
+  return bytes;
+}
+
 BlockBytes block_bytes(const GptConfig& c, const Trained& trained, std::int64_t h) {
   const std::int64_t width = c.n_embd;
   const std::int64_t inner = c.inner_width();
@@ -213,14 +267,15 @@ void add_head(const Model& model, const Parameters& parameters, const Activation
   const std::int64_t h = options.half ? 2 : 4;
   const bool trained = !model.lora.has_value();
   const std::int64_t normed = trained && lm.llama() != nullptr ? 4 : 0;
-  // The last norm's input and what its weight multiplies; the head's input.
-  all.saved += bytes_of(tokens * (4 + normed + (trained ? h : 0)) * width);
-  if (options.chunked_head) {
+  if (options.fused) {
+    all.saved += bytes_of(tokens * 2 * h * width);  // the last norm's input and output
     const std::int64_t gradients = tokens * h * width + (trained ? 4 * parameters.head : 0);
     all.head_forward = std::min(bytes_of(logits * h), kChunkBytes) + bytes_of(gradients);
     all.head_backward = bytes_of(gradients);
     return;
   }
+  // The last norm's input and what its weight multiplies; the head's input.
+  all.saved += bytes_of(tokens * (4 + normed + (trained ? h : 0)) * width);
   all.head_forward = bytes_of(options.half ? logits * (2 + 4 + 4) : logits * 8);
   const std::int64_t products = logits * h + (trained ? (h + 4) * parameters.head : 0);
   all.head_backward = bytes_of(std::max(12 * logits, products));
@@ -231,8 +286,10 @@ Activations language_activations(const Model& model, const ActivationOptions& op
   const Trained trained(model, tensors);
   const CausalLmConfig& lm = *model.causal_lm();
   const std::int64_t h = options.half ? 2 : 4;
-  const BlockBytes block = lm.gpt() != nullptr ? block_bytes(*lm.gpt(), trained, h)
-                                               : block_bytes(*lm.llama(), trained, h);
+  const auto bytes = [&](const auto& config) {
+    return options.fused ? fused_block_bytes(config, trained, h) : block_bytes(config, trained, h);
+  };
+  const BlockBytes block = lm.gpt() != nullptr ? bytes(*lm.gpt()) : bytes(*lm.llama());
   const std::int64_t tokens = options.batch * model.length;
   const std::int64_t embedding =
       lm.gpt() != nullptr && lm.gpt()->embd_pdrop > 0 ? lm.gpt()->n_embd : 0;  // a mask

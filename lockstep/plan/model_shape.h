@@ -68,9 +68,10 @@ struct ActivationOptions {
   std::int64_t batch = 8;      // samples of the micro-batch
   bool half = false;           // autocast to bfloat16 or float16
   bool checkpointing = false;  // gradient checkpointing: blocks run a second time in backward
-  // The loss is computed in chunks of rows, as lockstep::nn::linear_cross_entropy does, so that the
-  // logits never exist as a whole.
-  bool chunked_head = false;
+  // Language models as they compute on a GPU by default (docs/kernels.md): the residual stream is in
+  // the half type, and the loss is computed in chunks of rows, so that the logits never exist as a
+  // whole.
+  bool fused = false;
 };
 
 // Bytes at the moments that can be the peak.

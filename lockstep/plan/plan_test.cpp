@@ -163,7 +163,7 @@ TEST(ActivationBytes, CheckpointedBlocksSaveTheirInput) {
 }
 
 TEST(ActivationBytes, ChunkedLogitsAreBounded) {
-  const Activations a = activations_of(gpt2(), {.batch = 64, .half = true, .chunked_head = true});
+  const Activations a = activations_of(gpt2(), {.batch = 64, .half = true, .fused = true});
   const std::uint64_t gradients = 65536ull * 2 * 768 + 4ull * 50257 * 768;
   EXPECT_EQ(a.head_forward, kChunkBytes + gradients);
   EXPECT_EQ(a.head_backward, gradients);
@@ -337,13 +337,13 @@ TEST(Strategies, WithoutAGlobalBatchItGrows) {
 TEST(Strategies, SmallerMicroBatchesComeFirst) {
   Training t{.model = gpt2(), .batch = 64, .half = true};
   t.global_batch = 64;
-  const Choice c = choose(t, card_of(24), 1);
+  const Choice c = choose(t, card_of(16), 1);
   EXPECT_TRUE(c.fits);
   EXPECT_LT(c.batch, 64);
   EXPECT_EQ(c.batch * c.accumulation, 64);
   // The next larger one does not fit.
-  MemoryOptions larger{.batch = 2 * c.batch, .accumulation = 2, .half = true};
-  EXPECT_FALSE(fits(memory_of(gpt2(), larger), card_of(24)));
+  MemoryOptions larger{.batch = 2 * c.batch, .accumulation = 2, .half = true, .fused = true};
+  EXPECT_FALSE(fits(memory_of(gpt2(), larger), card_of(16)));
 }
 
 TEST(ChangesToFit, AreOrderedByCost) {

@@ -67,7 +67,7 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
                                       .accumulation = batches.accumulation,
                                       .half = t.half,
                                       .checkpointing = t.checkpointing,
-                                      .chunked_head = t.chunked_head,
+                                      .fused = !t.unfused && !card.cpu && stages == 1,
                                       .ranks = replicas,
                                       .sharded_optimizer = sharded && replicas > 1,
                                       .state_copies = t.state_copies,

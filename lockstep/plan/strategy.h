@@ -36,7 +36,7 @@ struct Training {
   bool half = false;
   bool tf32 = false;
   bool checkpointing = false;
-  bool chunked_head = false;
+  bool unfused = false;            // a language model of ATen's operations alone
   bool sharded_optimizer = false;  // demanded; otherwise where it helps
   int state_copies = 2;
 };

@@ -125,6 +125,30 @@ struct Gemm {
   Type d_type;  // the same or float
 };
 
+// An adapter's input is dropped out: mask [rows, columns] is 1 where an element stays, and is
+// multiplied by `scale` then. Columns are a multiple of 4, the rank is 8 or 16 (lora_covers()).
+struct DroppedProduct {
+  const void* narrow;  // [rows, rank]
+  const void* low;     // [rank, columns]
+  const std::uint8_t* mask;
+  void* to;  // [rows, columns] = mask scale (narrow low)
+  std::int64_t rows;
+  int columns, rank;
+  float scale;
+  Type type;
+};
+struct DroppedGradient {
+  const void* narrow;  // [rows, rank]
+  const void* x;       // [rows, columns]
+  const std::uint8_t* mask;
+  float* to;        // [rank, columns] = the transpose of narrow times (mask scale x)
+  float* partials;  // dropped_gradient_partials() floats
+  std::int64_t rows;
+  int columns, rank;
+  float scale;
+  Type type;
+};
+
 // One AdamW step over many float tensors in one pass, after the norm of their gradients.
 struct AdamTensor {
   float* param;

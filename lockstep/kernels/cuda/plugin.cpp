@@ -41,6 +41,10 @@ const Table kTable{
     .rope = call<Rope, rope>,
     .scale = [](void* data, std::int64_t size, Type type, const float* factor,
                 void* stream) -> int { return scale(data, size, type, factor, stream_of(stream)); },
+    .lora_covers = lora_covers,
+    .dropped_product = call<DroppedProduct, dropped_product>,
+    .dropped_gradient_partials = dropped_gradient_partials,
+    .dropped_gradient = call<DroppedGradient, dropped_gradient>,
     .gemm =
         [](const Gemm& args, void* stream, int* status) {
           cudaError_t result = cudaSuccess;

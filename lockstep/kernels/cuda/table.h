@@ -17,7 +17,7 @@ namespace lockstep::kernels::cuda {
 
 class Graph;  // graph.h
 
-constexpr int kTableVersion = 2;
+constexpr int kTableVersion = 3;
 constexpr const char* kTableEntry = "lockstep_cuda_kernels";
 
 struct Table {
@@ -39,6 +39,10 @@ struct Table {
   int (*rope)(const Rope&, void* stream);
   // data *= *factor, and nothing where that is 1.
   int (*scale)(void* data, std::int64_t size, Type type, const float* factor, void* stream);
+  bool (*lora_covers)(std::int64_t columns, int rank);
+  int (*dropped_product)(const DroppedProduct&, void* stream);
+  std::int64_t (*dropped_gradient_partials)(std::int64_t rows, int columns, int rank);
+  int (*dropped_gradient)(const DroppedGradient&, void* stream);
   // False where the library has no algorithm for these types and shapes; sets *status otherwise.
   bool (*gemm)(const Gemm&, void* stream, int* status);
   // The norm of all gradients, then the update with it.
