@@ -485,6 +485,7 @@ void add_model_options(CLI::App& app, ModelSettings& s) {
   app.add_flag("!--no-ddp", s.ddp, "the bare model on all sides, without DistributedDataParallel");
   app.add_flag("--force-reducer", s.force_reducer,
                "our wrapper works as with several ranks, although there is one");
+  app.add_option("--lr", s.lr, "AdamW's learning rate, on all sides")->check(CLI::PositiveNumber);
   if (s.kind != "lora") return;
   app.add_option("--lora_dropout", s.lora_dropout, "of the adapters, on all sides")
       ->check(CLI::Range(0.0, 0.99));
