@@ -136,7 +136,7 @@ TEST(FusedModels, AdaptersTrainBesideAFrozenBase) {
   }
 }
 
-// In bfloat16 both sides round, at other places: neither may be farther from float32 than the other.
+// In bfloat16 both sides round, at other places: ours may not be farther from float32 than ATen's.
 TEST(FusedModels, InBfloat16GradientsAreAsCloseToFloatAsAutocasts) {
   const c10::Device device = nn::test_device();
   std::vector<Family> all = families();
