@@ -233,6 +233,25 @@ def fp16(place):
     return f"{learned}, {scale}, stopped and resumed: the same bits"
 
 
+def captured(place):
+    """compile_model: steps as one CUDA graph, with evaluations between them, killed and resumed."""
+    shape = ["--gradient_accumulation_steps", "1", "--eval_strategy", "steps", "--eval_steps",
+             str(EVERY), "--per_device_eval_batch_size", "3"]
+    said = []
+    for half in ("bf16", "fp16"):
+        flags = GPT_FLAGS + shape + [f"--{half}", "true"]
+        eager = Run(place / f"eager-{half}", GPT, flags).train()
+        learned = expect_learned(eager, LEAST)
+        graph = Run(place / f"graph-{half}", GPT, flags + ["--compile_model", "true"])
+        code = graph.broken(signal.SIGKILL, BREAK_AT)
+        expect(code == -signal.SIGKILL, f"exit code {code}")
+        graph.train("--resume", "auto")
+        expect("without a CUDA graph" not in graph.log(), "steps were not captured")
+        expect_same(eager, graph)
+        said.append(f"{half} {learned}")
+    return ", ".join(said) + ": the bits of steps without a graph"
+
+
 def split(place):
     """A block on the CPU, the rest on the GPU."""
     device_map = "device_map: {'': 0, transformer.h.1: cpu}"
@@ -327,7 +346,7 @@ def main():
         checks += [("tiny GPT in fp32", fp32), ("MLP with dropout", dropout),
                    ("two ranks of lockstep train", two_ranks)]
     if ON_GPU:
-        checks += [("tiny GPT on a GPU and the CPU", split)]
+        checks += [("tiny GPT on a GPU and the CPU", split), ("tiny GPT, captured", captured)]
     checks += [("Trainer's parts, two ranks", program(2))]
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
         results = [attempt(label, check, pathlib.Path(folder) / str(i))
