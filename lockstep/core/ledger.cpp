@@ -321,6 +321,18 @@ void count_step() noexcept {
   publish_step(before == 0 ? 1 : before);
 }
 
+void set_output_dir(std::string_view path) noexcept {
+  LedgerMemory* const ledger = memory();
+  if (ledger == nullptr || path.size() >= sizeof ledger->output_dir) return;
+  std::uint64_t before = ledger->output_dir_version.load(std::memory_order_relaxed);
+  if (before % 2 == 1 || !ledger->output_dir_version.compare_exchange_strong(
+                             before, before + 1, std::memory_order_relaxed))
+    return;
+  std::atomic_thread_fence(std::memory_order_release);
+  fill(ledger->output_dir, path);
+  set(ledger->output_dir_version, before + 2);
+}
+
 Phase set_phase(Phase phase) noexcept {
   ProgressMemory& at = progress();
   if (static_cast<Phase>(at.phase.load(std::memory_order_relaxed)) == phase) return phase;

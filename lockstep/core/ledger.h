@@ -71,6 +71,10 @@ void ended(Ticket ticket, End end) noexcept;
 void set_step(std::int64_t step) noexcept;
 void count_step() noexcept;
 
+// Where the run writes its metrics and checkpoints, for the launcher. An absolute path; one that
+// does not fit (4 KiB) is not noted, since a shortened one would be another folder.
+void set_output_dir(std::string_view path) noexcept;
+
 // Returns the phase before.
 Phase set_phase(Phase phase) noexcept;
 

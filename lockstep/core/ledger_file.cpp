@@ -214,6 +214,22 @@ Totals File::totals() const {
   return memory_ == nullptr ? Totals{} : totals_of(memory_->progress);
 }
 
+std::string File::output_dir() const {
+  if (memory_ == nullptr) return {};
+  const std::uint64_t version = get(memory_->output_dir_version);
+  std::uint64_t packed[kPathWords];
+  for (std::size_t i = 0; i < kPathWords; ++i)
+    packed[i] = memory_->output_dir[i].load(std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (version % 2 == 1 || memory_->output_dir_version.load(std::memory_order_relaxed) != version)
+    return {};
+  const char* const text = reinterpret_cast<const char*>(packed);
+  std::string path(text, ::strnlen(text, sizeof packed));
+  const bool absolute = path.starts_with('/');
+  const auto control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; };
+  return absolute && std::none_of(path.begin(), path.end(), control) ? path : std::string();
+}
+
 std::uint64_t File::stacks_taken() const {
   return get(memory_->stacks_taken);
 }

@@ -108,6 +108,8 @@ class File {
   std::uint64_t step_ns() const;
   std::uint64_t stacks_taken() const;
   Totals totals() const;  // where the rank's time went (step_totals.h)
+  // Where the rank's run writes; empty: not known. Bytes of a path, for no terminal.
+  std::string output_dir() const;
 
   Snapshot read() const;
   void save(const std::string& path) const;  // throws SystemError

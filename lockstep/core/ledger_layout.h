@@ -16,13 +16,14 @@
 namespace lockstep::ledger {
 
 inline constexpr char kMagic[8] = {'L', 'S', 'L', 'E', 'D', 'G', 'R', '\n'};
-inline constexpr std::uint32_t kVersion = 2;
+inline constexpr std::uint32_t kVersion = 3;
 inline constexpr std::size_t kRecords = 1024;  // of a ring; a power of two
 inline constexpr std::size_t kModuleBytes = 32u << 10;
 inline constexpr std::size_t kStackFrames = 48;
 inline constexpr std::size_t kMaxPhases = 16;
 inline constexpr std::size_t kMaxCounters = 32;
-inline constexpr std::size_t kNameWords = 3;  // 24 characters: "reduce_scatter", "split/0/1"
+inline constexpr std::size_t kPathWords = 512;  // PATH_MAX
+inline constexpr std::size_t kNameWords = 3;    // 24 characters: "reduce_scatter", "split/0/1"
 
 using Word = std::atomic<std::uint64_t>;
 static_assert(Word::is_always_lock_free);
@@ -81,6 +82,8 @@ struct LedgerMemory {
   Word stacks_taken;
   Word stack_depth;
   Word stack[kStackFrames];
+  Word output_dir_version;  // odd while it is written, as of a record
+  Word output_dir[kPathWords];
   // "<bias> <first> <end> <path>\n" in hexadecimal for each loaded file, terminated by zero.
   char modules[kModuleBytes];
   RecordMemory ring[kRecords];

@@ -195,6 +195,46 @@ TEST(Totals, AreCountedWithoutALauncherAndAddUpToTheClock) {
   set_phase(Phase::kNone);
 }
 
+// ---------------------------------------------------------------- where it writes
+
+CHILD(names_its_folder) {
+  set_output_dir("/before/there/is/a/ledger");
+  if (!open()) return 3;
+  set_output_dir("/data/an \xc3\xa4 folder");
+  set_output_dir("/" + std::string(4095, 'x'));  // too long to be one
+  set_phase(Phase::kSaving);
+  std::this_thread::sleep_for(std::chrono::seconds(30));
+  return 0;
+}
+
+TEST(OutputDir, IsReadByTheLauncher) {
+  const File file = three();
+  EXPECT_EQ(file.output_dir(), "");
+  const Child rank("names_its_folder", environment_of(file), {file.fd()});
+  ASSERT_TRUE(wait_until([&] { return file.phase() == Phase::kSaving; }));
+  EXPECT_EQ(file.output_dir(), "/data/an \xc3\xa4 folder");
+}
+
+TEST(OutputDir, IsNotTakenFromARankThatWritesNonsense) {
+  const File file = three();
+  void* const place =
+      ::mmap(nullptr, sizeof(LedgerMemory), PROT_READ | PROT_WRITE, MAP_SHARED, file.fd(), 0);
+  ASSERT_NE(place, MAP_FAILED);
+  auto& memory = *static_cast<LedgerMemory*>(place);
+  const auto says = [&](const std::string& text) {
+    std::memset(static_cast<void*>(memory.output_dir), 0, sizeof memory.output_dir);
+    std::memcpy(static_cast<void*>(memory.output_dir), text.data(), text.size());
+    return file.output_dir();
+  };
+  EXPECT_EQ(says("/fine"), "/fine");
+  EXPECT_EQ(says("relative"), "");
+  EXPECT_EQ(says("/a\x1b[2J"), "");
+  EXPECT_EQ(says(std::string(sizeof memory.output_dir, '/')).size(), sizeof memory.output_dir);
+  memory.output_dir_version = 1;  // it is being written
+  EXPECT_EQ(says("/fine"), "");
+  ::munmap(place, sizeof(LedgerMemory));
+}
+
 TEST(Ledger, ShowsWhatAKilledRankDid) {
   const File file = three();
   EXPECT_FALSE(file.opened());

@@ -87,8 +87,8 @@ struct RunRecord {
 // UsageError when DIR has no record, with what would make one.
 RunRecord read_run(const std::string& directory);
 
-// The sum of the intervals in which steps ended, without the first `skip_s` seconds: loading,
-// warm-up and the first allocations are nobody's habit.
+// The sum of the intervals from the first in which a step ended to the last, without the first
+// `skip_s` seconds: loading, warm-up and the first allocations are nobody's habit.
 struct Budget {
   double seconds = 0;
   std::int64_t steps = 0;
@@ -103,11 +103,13 @@ struct Budget {
 Budget budget_of(const RankRecord& rank, double skip_s = 0);
 
 // One line of a rank's file, and back. The document's names are those of the fields; phases and
-// counters by their names, those that are zero left away.
+// counters by their names, those that are zero left away. UsageError for what is not one.
 std::string interval_json(const Interval& interval);
 Interval parse_interval(const std::string& line, const std::string& file);
 std::string facts_json(const RunFacts& facts);
 RunFacts parse_facts(const std::string& text, const std::string& file);
 std::string gpu_sample_json(const GpuSample& sample, const std::vector<GpuIdentity>& gpus);
+// A phase as documents name it: "other" for Phase::kNone, whose own name is empty.
+const char* phase_key(ledger::Phase phase);
 
 }  // namespace lockstep::monitor

@@ -1,0 +1,461 @@
+#include "lockstep/monitor/run_record.h"
+
+#include <algorithm>
+#include <charconv>
+#include <climits>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <map>
+#include <string_view>
+#include <system_error>
+#include <type_traits>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep::monitor {
+namespace {
+
+namespace fs = std::filesystem;
+
+// The fields of a document, named once for both directions.
+
+template <typename Rates, typename Visit>
+void visit_rates(Rates& rates, Visit& visit) {
+  visit("seconds", rates.seconds);
+  visit("cores", rates.cores);
+  visit("user_cores", rates.user_cores);
+  visit("system_cores", rates.system_cores);
+  visit("minor_faults_per_s", rates.minor_faults_per_s);
+  visit("major_faults_per_s", rates.major_faults_per_s);
+  visit("voluntary_switches_per_s", rates.voluntary_switches_per_s);
+  visit("involuntary_switches_per_s", rates.involuntary_switches_per_s);
+  visit("read_chars_per_s", rates.read_chars_per_s);
+  visit("written_chars_per_s", rates.written_chars_per_s);
+  visit("read_bytes_per_s", rates.read_bytes_per_s);
+  visit("written_bytes_per_s", rates.written_bytes_per_s);
+}
+
+template <typename IntervalType, typename Visit>
+void visit_interval(IntervalType& interval, Visit& visit) {
+  visit("unix_time_s", interval.unix_time_s);
+  visit("seconds", interval.seconds);
+  visit("step", interval.step);
+  visit("steps", interval.steps);
+  visit("host_s", interval.host_s);
+  visit("device_s", interval.device_s);
+  visit("counts", interval.counts);
+  visit("process", interval.process);
+  visit("resident_bytes", interval.resident_bytes);
+  visit("threads", interval.threads);
+  visit("cpu_limit_cores", interval.cpu_limit_cores);
+  visit("throttled_share", interval.throttled_share);
+}
+
+template <typename Facts, typename Visit>
+void visit_facts(Facts& facts, Visit& visit) {
+  visit("world_size", facts.world_size);
+  visit("hosts", facts.hosts);
+  visit("device", facts.device);
+  visit("backend", facts.backend);
+  visit("program", facts.program);
+  visit("started_unix_s", facts.started_unix_s);
+  visit("cores", facts.cores);
+  visit("ranks_on_host", facts.ranks_on_host);
+  visit("gpus_visible", facts.gpus_visible);
+  visit("parameters", facts.parameters);
+  visit("trainable_parameters", facts.trainable_parameters);
+  visit("gradient_bytes", facts.gradient_bytes);
+  visit("per_device_batch", facts.per_device_batch);
+  visit("accumulation", facts.accumulation);
+  visit("optimizer", facts.optimizer);
+  visit("arguments", facts.arguments);
+}
+
+template <typename Identity, typename Visit>
+void visit_identity(Identity& gpu, Visit& visit) {
+  visit("index", gpu.index);
+  visit("name", gpu.name);
+  visit("uuid", gpu.uuid);
+  visit("pci_bus_id", gpu.pci_bus_id);
+}
+
+template <typename Reading, typename Visit>
+void visit_reading(Reading& reading, Visit& visit) {
+  visit("problem", reading.problem);
+  visit("utilisation_percent", reading.utilisation_percent);
+  visit("memory_utilisation_percent", reading.memory_utilisation_percent);
+  visit("memory_used_bytes", reading.memory_used_bytes);
+  visit("memory_total_bytes", reading.memory_total_bytes);
+  visit("power_w", reading.power_w);
+  visit("power_limit_w", reading.power_limit_w);
+  visit("temperature_c", reading.temperature_c);
+  visit("sm_clock_mhz", reading.sm_clock_mhz);
+  visit("memory_clock_mhz", reading.memory_clock_mhz);
+  visit("clock_reasons", reading.clock_reasons);
+  visit("ecc_corrected", reading.ecc_corrected);
+  visit("ecc_uncorrected", reading.ecc_uncorrected);
+}
+
+// ------------------------------------------------------------------ writing
+
+class Writer {
+ public:
+  // What is not known is left away, and so is an empty text.
+  template <typename T>
+  void operator()(const char* name, const std::optional<T>& value) {
+    if (value) (*this)(name, *value);
+  }
+  template <typename T>
+    requires std::is_integral_v<T>
+  void operator()(const char* name, T value) {
+    const auto most = static_cast<std::uint64_t>(INT64_MAX);
+    put(name, integer_node(value > 0 ? static_cast<std::int64_t>(
+                                           std::min(static_cast<std::uint64_t>(value), most))
+                                     : static_cast<std::int64_t>(value)));
+  }
+  // JSON has no infinity, and no reader of a record takes less than nothing.
+  void operator()(const char* name, double value) {
+    put(name, real_node(std::isfinite(value) && value > 0 ? value : 0));
+  }
+  void operator()(const char* name, const std::string& text) {
+    if (!text.empty()) put(name, text_node(text));
+  }
+  void operator()(const char* name, const Node& node) {
+    if (!node.is(NodeKind::kNull)) put(name, node);
+  }
+  void operator()(const char* name, const PhaseSeconds& seconds) {
+    Writer phases;
+    for (std::size_t i = 0; i < seconds.size(); ++i)
+      if (seconds[i] > 0) phases(phase_key(static_cast<ledger::Phase>(i)), seconds[i]);
+    if (!phases.members_.empty()) put(name, phases.take());
+  }
+  void operator()(const char* name, const Counts& counts) {
+    Writer counters;
+    for (std::size_t i = 0; i < counts.size(); ++i)
+      if (counts[i] > 0) counters(ledger::name(static_cast<ledger::Counter>(i)), counts[i]);
+    if (!counters.members_.empty()) put(name, counters.take());
+  }
+  void operator()(const char* name, const ProcessRates& rates) {
+    Writer fields;
+    visit_rates(rates, fields);
+    put(name, fields.take());
+  }
+
+  void put(const char* name, Node node) { members_.emplace_back(name, std::move(node)); }
+  Node take() { return map_node(std::move(members_)); }
+
+ private:
+  NodeMembers members_;
+};
+
+// ------------------------------------------------------------------ reading
+
+// Of the keys that are there; those of a newer version are passed over.
+class Reader {
+ public:
+  explicit Reader(const Node& map) : map_(map) {}
+
+  template <typename T>
+  void operator()(const char* name, std::optional<T>& value) {
+    if (map_.find(name) != nullptr) (*this)(name, value.emplace());
+  }
+  template <typename T>
+    requires std::is_integral_v<T>
+  void operator()(const char* name, T& value) {
+    const Node* node = find(name);
+    if (node == nullptr) return;
+    // Where nothing is known the field has -1; nothing else is below zero.
+    const std::int64_t least = std::is_signed_v<T> && value < T{0} ? -1 : 0;
+    std::int64_t most = INT64_MAX;
+    if constexpr (sizeof(T) < sizeof most)
+      most = static_cast<std::int64_t>(std::numeric_limits<T>::max());
+    const std::int64_t read = as_integer(*node, name);
+    if (read < least || read > most)
+      refuse_at(node->location, "{} must be from {} to {}, and {} is not.", name, least, most,
+                read);
+    value = static_cast<T>(read);
+  }
+  void operator()(const char* name, double& value) {
+    const Node* node = find(name);
+    if (node == nullptr) return;
+    value = as_real(*node, name);
+    if (!(value >= 0)) refuse_at(node->location, "{} must be 0 or more.", name);
+  }
+  void operator()(const char* name, std::string& text) {
+    if (const Node* node = find(name)) text = as_string(*node, name);
+  }
+  void operator()(const char* name, Node& value) {
+    if (const Node* node = find(name)) value = as_map(*node, name);
+  }
+  void operator()(const char* name, PhaseSeconds& seconds) {
+    const Node* node = find(name);
+    if (node == nullptr) return;
+    Reader phases(as_map(*node, name));
+    for (std::size_t i = 0; i < seconds.size(); ++i)
+      phases(phase_key(static_cast<ledger::Phase>(i)), seconds[i]);
+  }
+  void operator()(const char* name, Counts& counts) {
+    const Node* node = find(name);
+    if (node == nullptr) return;
+    Reader counters(as_map(*node, name));
+    for (std::size_t i = 0; i < counts.size(); ++i)
+      counters(ledger::name(static_cast<ledger::Counter>(i)), counts[i]);
+  }
+  void operator()(const char* name, ProcessRates& rates) {
+    const Node* node = find(name);
+    if (node == nullptr) return;
+    Reader fields(as_map(*node, name));
+    visit_rates(rates, fields);
+  }
+
+  const Node* find(const char* name) const {
+    const Entry* entry = map_.find(name);
+    return entry == nullptr ? nullptr : &entry->value;
+  }
+
+ private:
+  const Node& map_;
+};
+
+GpuSample parse_gpu_sample(const std::string& line, const std::string& file,
+                           std::vector<GpuIdentity>& identities) {
+  const Node root = parse_json(line, file);
+  as_map(root, "a sample");
+  GpuSample sample;
+  root.at("unix_time_s");
+  Reader fields_of_line(root);
+  fields_of_line("unix_time_s", sample.unix_time_s);
+  const Node& gpus = root.at("gpus");
+  if (!gpus.is(NodeKind::kList)) refuse_value(gpus, "gpus", "a list");
+  identities.clear();
+  for (const Node& item : gpus.items) {
+    Reader fields(as_map(item, "a GPU"));
+    GpuIdentity gpu;
+    visit_identity(gpu, fields);
+    if (gpu.index != static_cast<int>(sample.gpus.size()))
+      refuse_at(item.location, "GPU {} stands where GPU {} is expected.", gpu.index,
+                sample.gpus.size());
+    identities.push_back(std::move(gpu));
+    visit_reading(sample.gpus.emplace_back(), fields);
+    const Node* processes = fields.find("processes");
+    if (processes == nullptr) continue;
+    if (!processes->is(NodeKind::kList)) refuse_value(*processes, "processes", "a list");
+    for (const Node& one : processes->items) {
+      Reader process(as_map(one, "a process"));
+      GpuProcess& read = sample.gpus.back().processes.emplace_back();
+      process("pid", read.pid);
+      process("memory_bytes", read.memory_bytes);
+    }
+  }
+  return sample;
+}
+
+// ------------------------------------------------------------------ files
+
+constexpr std::size_t kMaxBytes = std::size_t{1} << 30;
+
+std::string text_of_file(const std::string& path) {
+  try {
+    return read_file(path, kMaxBytes);
+  } catch (const SystemError& error) {
+    throw UsageError("record", "{} cannot be read: {}. Check who owns it.", path,
+                     std::strerror(error.error_number()));
+  }
+}
+
+// A line is a document of its own, in which its errors are on line 1.
+[[noreturn]] void refuse_line(const UsageError& error, const std::string& path, std::size_t line) {
+  std::string text = error.what();
+  if (const std::size_t end = text.find("] "); end != text.npos) text.erase(0, end + 2);
+  const std::string place = path + ":1:";
+  if (text.starts_with(place)) text.erase(0, place.size());
+  throw UsageError("record",
+                   "{}:{}:{} The file was changed by hand or by a fault of the disk; delete the "
+                   "line to read the rest.",
+                   path, line, text);
+}
+
+void for_each_line(const std::string& path, const std::function<void(const std::string&)>& use) {
+  const std::string text = text_of_file(path);
+  std::size_t number = 0;
+  for (std::size_t begin = 0; begin < text.size();) {
+    ++number;
+    const std::size_t end = text.find('\n', begin);
+    const bool torn = end == text.npos;  // the run was killed while it wrote, or writes now
+    const std::string line = text.substr(begin, torn ? end : end - begin);
+    try {
+      use(line);
+    } catch (const UsageError& error) {
+      if (!torn) refuse_line(error, path, number);
+    }
+    begin = torn ? text.size() : end + 1;
+  }
+}
+
+// 7 of "rank_7.jsonl"; nothing for other names.
+std::optional<int> number_in(const std::string& name, std::string_view prefix) {
+  constexpr std::string_view kSuffix = ".jsonl";
+  const std::string_view all = name;
+  if (!all.starts_with(prefix) || !all.ends_with(kSuffix) ||
+      all.size() <= prefix.size() + kSuffix.size())
+    return std::nullopt;
+  const std::string_view digits =
+      all.substr(prefix.size(), all.size() - prefix.size() - kSuffix.size());
+  int number = 0;
+  const auto [stop, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  const bool whole = error == std::errc() && stop == digits.data() + digits.size();
+  return whole && number >= 0 ? std::optional(number) : std::nullopt;
+}
+
+std::map<int, std::string> numbered_files(const std::string& folder, std::string_view prefix) {
+  std::map<int, std::string> files;
+  std::error_code error;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))
+    if (const auto number = number_in(at->path().filename().string(), prefix))
+      files[*number] = at->path().string();
+  return files;
+}
+
+// Of an interval, or of several.
+template <typename Part>
+void add(Budget& to, const Part& from) {
+  const auto sum = [](auto& all, const auto& more) {
+    std::transform(all.begin(), all.end(), more.begin(), all.begin(), std::plus<>());
+  };
+  to.seconds += from.seconds;
+  to.steps += from.steps;
+  sum(to.host_s, from.host_s);
+  sum(to.device_s, from.device_s);
+  sum(to.counts, from.counts);
+}
+
+}  // namespace
+
+const char* phase_key(ledger::Phase phase) {
+  return phase == ledger::Phase::kNone ? "other" : ledger::name(phase);
+}
+
+std::string interval_json(const Interval& interval) {
+  Writer fields;
+  visit_interval(interval, fields);
+  return to_json(fields.take());
+}
+
+Interval parse_interval(const std::string& line, const std::string& file) {
+  const Node root = parse_json(line, file);
+  as_map(root, "an interval");
+  root.at("unix_time_s");
+  root.at("seconds");
+  Interval interval;
+  Reader fields(root);
+  visit_interval(interval, fields);
+  return interval;
+}
+
+std::string facts_json(const RunFacts& facts) {
+  Writer fields;
+  visit_facts(facts, fields);
+  return to_json(fields.take());
+}
+
+RunFacts parse_facts(const std::string& text, const std::string& file) {
+  const Node root = parse_json(text, file);
+  as_map(root, "a run's facts");
+  root.at("world_size");
+  RunFacts facts;
+  Reader fields(root);
+  visit_facts(facts, fields);
+  return facts;
+}
+
+std::string gpu_sample_json(const GpuSample& sample, const std::vector<GpuIdentity>& gpus) {
+  std::vector<Node> items;
+  for (std::size_t i = 0; i < sample.gpus.size(); ++i) {
+    Writer gpu;
+    GpuIdentity identity = i < gpus.size() ? gpus[i] : GpuIdentity{};
+    identity.index = static_cast<int>(i);
+    visit_identity(identity, gpu);
+    visit_reading(sample.gpus[i], gpu);
+    std::vector<Node> processes;
+    for (const GpuProcess& process : sample.gpus[i].processes) {
+      Writer one;
+      one("pid", process.pid);
+      one("memory_bytes", process.memory_bytes);
+      processes.push_back(one.take());
+    }
+    if (!processes.empty()) gpu.put("processes", list_node(std::move(processes)));
+    items.push_back(gpu.take());
+  }
+  Writer fields;
+  fields("unix_time_s", sample.unix_time_s);
+  fields.put("gpus", list_node(std::move(items)));
+  return to_json(fields.take());
+}
+
+RunRecord read_run(const std::string& directory) {
+  const std::string folder = directory + "/" + kRecordFolder;
+  const std::string facts = folder + "/run.json";
+  std::error_code error;
+  if (!fs::exists(facts, error)) {
+    const bool others = !numbered_files(folder, "rank_").empty();
+    throw UsageError("record", "{} has no record of a run: {} is not there. {}", directory, facts,
+                     others ? "The ranks' files are; rank 0's host has that file."
+                            : "Name the output_dir of a Trainer, which records unless record_run "
+                              "is false, or record a program with `lockstep run --record DIR`.");
+  }
+  RunRecord run;
+  run.facts = parse_facts(text_of_file(facts), facts);
+  for (const auto& [rank, path] : numbered_files(folder, "rank_")) {
+    RankRecord& record = run.ranks.emplace_back();
+    record.rank = rank;
+    for_each_line(path, [&](const std::string& line) {
+      record.intervals.push_back(parse_interval(line, path));
+    });
+    if (record.intervals.empty()) run.ranks.pop_back();
+  }
+  for (const auto& [host, path] : numbered_files(folder, "gpus_")) {
+    HostGpus& gpus = run.gpus.emplace_back();
+    gpus.host = host;
+    for_each_line(path, [&](const std::string& line) {
+      std::vector<GpuIdentity> identities;
+      gpus.samples.push_back(parse_gpu_sample(line, path, identities));
+      gpus.gpus = std::move(identities);
+    });
+    if (gpus.samples.empty()) run.gpus.pop_back();
+  }
+  return run;
+}
+
+// A step may last for several intervals, which count once it has ended. What lies before the first
+// step of a start does not: a run that is started again leaves a gap between two intervals. Nor
+// does an interval in which that first step alone ended, since it may have begun long before.
+Budget budget_of(const RankRecord& rank, double skip_s) {
+  constexpr double kGap = 0.2;
+  Budget sum;
+  Budget pending;
+  Budget first_alone;
+  bool stepping = false;
+  double elapsed = 0;
+  double end = 0;
+  for (const Interval& interval : rank.intervals) {
+    const double before = elapsed;
+    elapsed += interval.seconds;
+    if (interval.unix_time_s - interval.seconds > end + kGap) stepping = false;
+    end = interval.unix_time_s;
+    if (before < skip_s || (interval.steps == 0 && !stepping)) continue;
+    if (!stepping) pending = {};
+    const bool began = std::exchange(stepping, true);
+    add(pending, interval);
+    if (interval.steps == 0) continue;
+    add(!began && interval.steps == 1 ? first_alone : sum, std::exchange(pending, {}));
+  }
+  if (sum.steps == 0) add(sum, first_alone);
+  return sum;
+}
+
+}  // namespace lockstep::monitor

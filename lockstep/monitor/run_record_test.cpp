@@ -1,0 +1,335 @@
+// The record of a run: what is written is what is read, and nothing else is taken for a record.
+#include "lockstep/monitor/run_record.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <string>
+
+#include "lockstep/core/error.h"
+#include "lockstep/io/files_for_test.h"
+
+namespace lockstep::monitor {
+namespace {
+
+using ledger::Counter;
+using ledger::Phase;
+using testing::HasSubstr;
+using testing::StartsWith;
+
+constexpr const char* kFacts = R"({"world_size":2,"program":"trainer"})";
+
+double& of(PhaseSeconds& seconds, Phase phase) {
+  return seconds[ledger::index(phase)];
+}
+
+Interval whole_interval() {
+  Interval interval{.unix_time_s = 1763300000.25,
+                    .seconds = 1.000000125,
+                    .step = 41,
+                    .steps = 7,
+                    .resident_bytes = 5'000'000'000,
+                    .threads = 9,
+                    .cpu_limit_cores = 1.5,
+                    .throttled_share = 0.25};
+  of(interval.host_s, Phase::kNone) = 0.1;
+  of(interval.host_s, Phase::kBackward) = 0.900000125;
+  of(interval.device_s, Phase::kForward) = 0.3;
+  interval.counts[ledger::index(Counter::kMicroBatches)] = 14;
+  interval.counts[ledger::index(Counter::kCopyNs)] = 1ull << 40;
+  interval.process = ProcessRates{.seconds = 1,
+                                  .cores = 1.02,
+                                  .user_cores = 1,
+                                  .system_cores = 0.02,
+                                  .minor_faults_per_s = 1e5,
+                                  .read_chars_per_s = 12.5};
+  return interval;
+}
+
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// A folder with a record of these lines of rank 0.
+class Folder {
+ public:
+  explicit Folder(const std::string& rank_0, const std::string& facts = kFacts) {
+    std::filesystem::create_directories(path() + "/monitor");
+    if (!facts.empty()) put("run.json", facts);
+    put("rank_0.jsonl", rank_0);
+  }
+  void put(const std::string& name, const std::string& text) const {
+    io::put(path() + "/monitor/" + name, text);
+  }
+  const std::string& path() const { return dir_.path(); }
+
+ private:
+  io::TemporaryDirectory dir_;
+};
+
+TEST(RunRecord, AnIntervalReadsBackAsItWasWritten) {
+  const Interval before = whole_interval();
+  const std::string line = interval_json(before);
+  EXPECT_EQ(line.find('\n'), line.npos);
+  const Interval after = parse_interval(line, "x");
+  EXPECT_EQ(after.unix_time_s, before.unix_time_s);
+  EXPECT_EQ(after.seconds, before.seconds);
+  EXPECT_EQ(after.step, 41);
+  EXPECT_EQ(after.steps, 7);
+  EXPECT_EQ(after.host_s, before.host_s);
+  EXPECT_EQ(after.device_s, before.device_s);
+  EXPECT_EQ(after.counts, before.counts);
+  ASSERT_TRUE(after.process.has_value());
+  EXPECT_EQ(after.process->cores, 1.02);
+  EXPECT_EQ(after.process->minor_faults_per_s, 1e5);
+  EXPECT_EQ(after.process->read_chars_per_s, 12.5);
+  EXPECT_FALSE(after.process->written_bytes_per_s.has_value());
+  EXPECT_EQ(after.resident_bytes, before.resident_bytes);
+  EXPECT_EQ(after.threads, 9);
+  EXPECT_EQ(after.cpu_limit_cores, 1.5);
+  EXPECT_EQ(after.throttled_share, 0.25);
+  EXPECT_EQ(interval_json(after), line);
+}
+
+TEST(RunRecord, WhatIsZeroOrNotKnownIsLeftAway) {
+  const std::string line = interval_json({.unix_time_s = 5, .seconds = 1});
+  EXPECT_EQ(
+      line,
+      R"({"unix_time_s":5.0,"seconds":1.0,"step":-1,"steps":0,"resident_bytes":0,"threads":0})");
+  const Interval read = parse_interval(line, "x");
+  EXPECT_EQ(read.step, -1);
+  EXPECT_FALSE(read.process || read.cpu_limit_cores || read.throttled_share);
+  EXPECT_THAT(interval_json(whole_interval()), HasSubstr(R"("host_s":{"other":0.1,"backward")"));
+}
+
+TEST(RunRecord, NumbersThatJsonDoesNotHaveAreNotWritten) {
+  Interval interval = whole_interval();
+  interval.process->cores = std::numeric_limits<double>::infinity();
+  interval.process->user_cores = std::numeric_limits<double>::quiet_NaN();
+  interval.process->system_cores = -0.5;
+  interval.resident_bytes = UINT64_MAX;
+  const Interval read = parse_interval(interval_json(interval), "x");
+  EXPECT_EQ(read.process->cores, 0);
+  EXPECT_EQ(read.process->user_cores, 0);
+  EXPECT_EQ(read.process->system_cores, 0);
+  EXPECT_EQ(read.resident_bytes, static_cast<std::uint64_t>(INT64_MAX));
+}
+
+TEST(RunRecord, FactsReadBackAsTheyWereWritten) {
+  const RunFacts before{.world_size = 4,
+                        .hosts = 2,
+                        .device = "cuda",
+                        .backend = "nccl",
+                        .program = "a \"b\" \x01 \xc3\xa4",
+                        .started_unix_s = 1763300000.5,
+                        .cores = 16,
+                        .ranks_on_host = 2,
+                        .gpus_visible = 2,
+                        .parameters = 124'000'000,
+                        .trainable_parameters = 123'000'000,
+                        .gradient_bytes = 496'000'000,
+                        .per_device_batch = 8,
+                        .accumulation = 4,
+                        .optimizer = "sharded fused adamw",
+                        .arguments = map_node({{"bf16", bool_node(true)}})};
+  const std::string text = facts_json(before);
+  const RunFacts after = parse_facts(text, "run.json");
+  EXPECT_EQ(facts_json(after), text);
+  EXPECT_EQ(after.program, before.program);
+  EXPECT_EQ(after.trainable_parameters, 123'000'000);
+  EXPECT_TRUE(same_value(after.arguments, before.arguments));
+}
+
+TEST(RunRecord, SamplesOfGpusReadBackAsTheyWereWritten) {
+  const std::vector<GpuIdentity> gpus = {{.index = 0, .name = "H200", .uuid = "GPU-1"},
+                                         {.index = 1, .name = "H200", .uuid = "GPU-2"}};
+  GpuSample sample{.unix_time_s = 7.5, .gpus = std::vector<GpuReading>(2)};
+  sample.gpus[0] = {.utilisation_percent = 97,
+                    .memory_used_bytes = 1ull << 36,
+                    .power_w = 412.5,
+                    .clock_reasons = 0x24,
+                    .processes = {{.pid = 12, .memory_bytes = 34}, {.pid = 13}}};
+  sample.gpus[1].problem = "GPU is lost";
+  const Folder folder("");
+  folder.put("gpus_1.jsonl", gpu_sample_json(sample, gpus) + "\n");
+  const RunRecord run = read_run(folder.path());
+  ASSERT_EQ(run.gpus.size(), 1u);
+  EXPECT_EQ(run.gpus[0].host, 1);
+  ASSERT_EQ(run.gpus[0].gpus.size(), 2u);
+  EXPECT_EQ(run.gpus[0].gpus[1].uuid, "GPU-2");
+  ASSERT_EQ(run.gpus[0].samples.size(), 1u);
+  const GpuSample& read = run.gpus[0].samples[0];
+  EXPECT_EQ(read.unix_time_s, 7.5);
+  ASSERT_EQ(read.gpus.size(), 2u);
+  EXPECT_EQ(read.gpus[0].utilisation_percent, 97u);
+  EXPECT_EQ(read.gpus[0].memory_used_bytes, 1ull << 36);
+  EXPECT_EQ(read.gpus[0].power_w, 412.5);
+  EXPECT_EQ(read.gpus[0].clock_reasons, 0x24u);
+  ASSERT_EQ(read.gpus[0].processes.size(), 2u);
+  EXPECT_EQ(read.gpus[0].processes[0].memory_bytes, 34u);
+  EXPECT_FALSE(read.gpus[0].processes[1].memory_bytes.has_value());
+  EXPECT_EQ(read.gpus[1].problem, "GPU is lost");
+  EXPECT_FALSE(read.gpus[1].utilisation_percent.has_value());
+}
+
+// ------------------------------------------------------------------ folders
+
+TEST(RunRecord, RanksComeInOrderAndATornLastLineIsSkipped) {
+  const std::string line = interval_json(whole_interval());
+  const Folder folder(line + "\n" + line + "\n" + line.substr(0, line.size() / 2));
+  folder.put("rank_10.jsonl", line);  // whole, but for its line break
+  folder.put("rank_2.jsonl", line + "\n");
+  folder.put("rank_3.jsonl", "");
+  folder.put("rank_4.jsonl", line.substr(0, 5));
+  folder.put("rank_-1.jsonl", "not one of ours");
+  folder.put("rank_x.jsonl", "not one of ours");
+  const RunRecord run = read_run(folder.path());
+  EXPECT_EQ(run.facts.world_size, 2);
+  ASSERT_EQ(run.ranks.size(), 3u);
+  EXPECT_EQ(run.ranks[0].rank, 0);
+  EXPECT_EQ(run.ranks[0].intervals.size(), 2u);
+  EXPECT_EQ(run.ranks[1].rank, 2);
+  EXPECT_EQ(run.ranks[2].rank, 10);
+  EXPECT_EQ(run.ranks[2].intervals.size(), 1u);
+}
+
+TEST(RunRecord, EverythingElseIsRefusedWithFileAndLine) {
+  const std::string good = interval_json(whole_interval());
+  const std::pair<std::string, const char*> cases[] = {
+      {"{\"unix_time_s\":1", "ends inside"},
+      {"", "empty"},
+      {"[]", "a list"},
+      {R"({"seconds":1})", "unix_time_s"},
+      {R"({"unix_time_s":1})", "seconds"},
+      {R"({"unix_time_s":1,"seconds":-1})", "0 or more"},
+      {R"({"unix_time_s":1,"seconds":"1"})", "a string"},
+      {R"({"unix_time_s":1,"seconds":1e999})", "too large"},
+      {R"({"unix_time_s":1,"seconds":1,"step":-2})", "from -1"},
+      {R"({"unix_time_s":1,"seconds":1,"steps":-1})", "from 0"},
+      {R"({"unix_time_s":1,"seconds":1,"steps":1.5})", "whole number"},
+      {R"({"unix_time_s":1,"seconds":1,"threads":4294967296})", "from 0 to 2147483647"},
+      {R"({"unix_time_s":1,"seconds":1,"host_s":[1]})", "host_s must be a map"},
+      {R"({"unix_time_s":1,"seconds":1,"host_s":{"data":null}})", "data must be a number"},
+      {R"({"unix_time_s":1,"seconds":1,"counts":{"logs":-1}})", "logs must be from 0"},
+      {R"({"unix_time_s":1,"seconds":1,"process":7})", "process must be a map"},
+      {R"({"unix_time_s":1,"seconds":1} {})", "more follows"},
+      {"{\"unix_time_s\":1,\"seconds\":1,\"\xff\":1}", "UTF-8"},
+      {std::string(100'000, '['), "nested"},
+      {std::string("\0\0\0\0", 4), "value"},
+  };
+  for (const auto& [bad, words] : cases) {
+    const Folder folder(good + "\n" + bad + "\n" + good + "\n");
+    const std::string text = error_of([&] { read_run(folder.path()); });
+    EXPECT_THAT(text, StartsWith("[record] " + folder.path() + "/monitor/rank_0.jsonl:2:")) << bad;
+    EXPECT_THAT(text, HasSubstr(words)) << bad;
+  }
+}
+
+TEST(RunRecord, SamplesOfGpusAreReadAsStrictly) {
+  for (const char* bad :
+       {R"({"gpus":[]})", R"({"unix_time_s":1})", R"({"unix_time_s":1,"gpus":1})",
+        R"({"unix_time_s":1,"gpus":[1]})", R"({"unix_time_s":1,"gpus":[{"index":1}]})",
+        R"({"unix_time_s":1,"gpus":[{"index":0,"utilisation_percent":-1}]})",
+        R"({"unix_time_s":1,"gpus":[{"index":0,"processes":[{"pid":-1}]}]})"}) {
+    const Folder folder("");
+    folder.put("gpus_0.jsonl", std::string(bad) + "\n");
+    EXPECT_THAT(error_of([&] { read_run(folder.path()); }), HasSubstr("gpus_0.jsonl:1:")) << bad;
+  }
+}
+
+TEST(RunRecord, KeysOfANewerVersionArePassedOver) {
+  const Interval read = parse_interval(
+      R"({"unix_time_s":1,"seconds":1,"new":{},"host_s":{"dreaming":1},"counts":{"sheep":2}})",
+      "x");
+  EXPECT_EQ(read.host_s, PhaseSeconds{});
+}
+
+TEST(RunRecord, AFolderWithoutOneSaysWhatWouldMakeOne) {
+  const io::TemporaryDirectory empty;
+  EXPECT_THAT(error_of([&] { read_run(empty.path()); }),
+              testing::AllOf(HasSubstr("has no record"), HasSubstr("--record")));
+  EXPECT_THAT(error_of([] { read_run("/nowhere"); }), HasSubstr("has no record"));
+  const Folder ranks_alone("", "");
+  EXPECT_THAT(error_of([&] { read_run(ranks_alone.path()); }), HasSubstr("rank 0's host"));
+  const Folder not_facts("", "{}");
+  EXPECT_THAT(error_of([&] { read_run(not_facts.path()); }), HasSubstr("world_size"));
+  std::filesystem::create_directory(ranks_alone.path() + "/monitor/run.json");
+  EXPECT_NE(error_of([&] { read_run(ranks_alone.path()); }), "");
+}
+
+// ------------------------------------------------------------------ budgets
+
+// One second each; `restarted` after a minute in which nobody recorded.
+class Seconds {
+ public:
+  Seconds& steps(std::int64_t steps, Phase phase, bool restarted = false) {
+    now_ += restarted ? 60 : 1;
+    Interval interval{.unix_time_s = now_, .seconds = 1, .steps = steps};
+    of(interval.host_s, phase) = 1;
+    interval.counts[ledger::index(Counter::kMicroBatches)] = static_cast<std::uint64_t>(steps);
+    record_.intervals.push_back(interval);
+    return *this;
+  }
+  Budget budget(double skip_s = 0) const { return budget_of(record_, skip_s); }
+
+ private:
+  double now_ = 1e9;
+  RankRecord record_;
+};
+
+TEST(RunBudget, SumsWhatStepsTookAndNotWhatSurroundsThem) {
+  Seconds run;
+  run.steps(0, Phase::kStartup).steps(10, Phase::kForward).steps(10, Phase::kData);
+  run.steps(0, Phase::kSaving);
+  const Budget budget = run.budget();
+  EXPECT_EQ(budget.seconds, 2);
+  EXPECT_EQ(budget.steps, 20);
+  EXPECT_EQ(budget.step_s(), 0.1);
+  EXPECT_EQ(budget.share(Phase::kData), 0.5);
+  EXPECT_EQ(budget.share(Phase::kStartup), 0);
+  EXPECT_EQ(budget.counts[ledger::index(Counter::kMicroBatches)], 20u);
+}
+
+TEST(RunBudget, StepsThatLastForSeveralIntervalsHaveTheirTime) {
+  Seconds run;
+  for (int step = 0; step < 4; ++step)
+    run.steps(0, Phase::kForward).steps(0, Phase::kBackward).steps(1, Phase::kOptimizer);
+  const Budget budget = run.budget();
+  EXPECT_EQ(budget.steps, 3);  // the first has begun before there was a step to count from
+  EXPECT_EQ(budget.step_s(), 3);
+  EXPECT_DOUBLE_EQ(budget.share(Phase::kForward), 1.0 / 3);
+}
+
+TEST(RunBudget, ARunThatIsStartedAgainDoesNotCountItsStart) {
+  Seconds run;
+  run.steps(10, Phase::kForward).steps(10, Phase::kForward).steps(0, Phase::kForward);
+  run.steps(0, Phase::kStartup, /*restarted=*/true).steps(0, Phase::kStartup);
+  run.steps(10, Phase::kForward);
+  EXPECT_EQ(run.budget().seconds, 3);
+  EXPECT_EQ(run.budget().share(Phase::kStartup), 0);
+}
+
+TEST(RunBudget, TheFirstSecondsCanBeSkipped) {
+  Seconds run;
+  for (int i = 0; i < 5; ++i) run.steps(i < 2 ? 2 : 10, Phase::kForward);
+  EXPECT_EQ(run.budget(2).steps, 30);
+  EXPECT_EQ(run.budget(2).seconds, 3);
+  EXPECT_EQ(run.budget(100).seconds, 0);
+  EXPECT_EQ(run.budget(100).step_s(), 0);
+}
+
+TEST(RunBudget, OneStepIsBetterThanNone) {
+  EXPECT_EQ(Seconds().steps(1, Phase::kForward).budget().steps, 1);
+  EXPECT_EQ(Seconds().budget().steps, 0);
+}
+
+}  // namespace
+}  // namespace lockstep::monitor
