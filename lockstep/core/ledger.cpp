@@ -321,6 +321,10 @@ void count_step() noexcept {
   publish_step(before == 0 ? 1 : before);
 }
 
+std::int64_t step() noexcept {
+  return static_cast<std::int64_t>(progress().step.load(std::memory_order_relaxed)) - 1;
+}
+
 void set_output_dir(std::string_view path) noexcept {
   LedgerMemory* const ledger = memory();
   if (ledger == nullptr || path.size() >= sizeof ledger->output_dir) return;

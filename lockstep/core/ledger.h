@@ -70,6 +70,7 @@ void ended(Ticket ticket, End end) noexcept;
 // synchronised backward, or of a sharded step, is one.
 void set_step(std::int64_t step) noexcept;
 void count_step() noexcept;
+std::int64_t step() noexcept;  // that ended last; -1: not known
 
 // Where the run writes its metrics and checkpoints, for the launcher. An absolute path; one that
 // does not fit (4 KiB) is not noted, since a shortened one would be another folder.

@@ -379,7 +379,7 @@ TEST(Ledger, RefusesWhatIsNotOne) {
   EXPECT_THAT(refusal(std::string(kMagic, sizeof kMagic)), HasSubstr("it has 8 bytes, not "));
   std::string whole(sizeof(LedgerMemory), '\xff');
   std::copy(std::begin(kMagic), std::end(kMagic), whole.begin());
-  EXPECT_THAT(refusal(whole), HasSubstr("it has version 4294967295, not 2"));
+  EXPECT_THAT(refusal(whole), HasSubstr("it has version 4294967295, not 3"));
   const std::uint32_t numbers[] = {kVersion, kRecords};
   std::memcpy(whole.data() + sizeof kMagic, numbers, sizeof numbers);
   EXPECT_EQ(refusal(whole), "accepted");  // nonsense in it, and nothing breaks

@@ -1,0 +1,245 @@
+#include "lockstep/monitor/rank_recorder.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/thread_signals.h"
+#include "lockstep/io/file.h"
+
+namespace lockstep::monitor {
+namespace {
+
+constexpr int kCoarser = 10;
+
+double unix_time_s() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(now).count();
+}
+
+double seconds(std::uint64_t ns) {
+  return static_cast<double>(ns) / 1e9;
+}
+
+// A run that was killed may have left half a line, which only the last one may be.
+void cut_torn_line(int fd) {
+  constexpr off_t kBlock = 4096;
+  char block[kBlock];
+  const off_t size = ::lseek(fd, 0, SEEK_END);
+  for (off_t end = size; end > 0;) {
+    const off_t begin = end > kBlock ? end - kBlock : 0;
+    const ssize_t n = ::pread(fd, block, static_cast<std::size_t>(end - begin), begin);
+    if (n != static_cast<ssize_t>(end - begin)) return;
+    const std::size_t last = std::string_view(block, static_cast<std::size_t>(n)).rfind('\n');
+    const bool found = last != std::string_view::npos;
+    end = found ? begin + static_cast<off_t>(last) + 1 : begin;
+    if (!found && end > 0) continue;
+    if (end < size && ::ftruncate(fd, end) != 0)
+      throw SystemError("record", "cannot cut a torn line off", errno);
+    return;
+  }
+}
+
+// Appends whole lines to a file that is made when the first one comes.
+class LineFile {
+ public:
+  explicit LineFile(std::string path) : path_(std::move(path)) {}
+
+  // Throws SystemError, and leaves the file without this line.
+  void append(const std::string& line) {
+    if (!fd_) open();
+    struct stat info {};
+    if (::fstat(fd_.get(), &info) == 0 && info.st_nlink == 0)
+      throw io::file_error("write to", path_, ENOENT);  // somebody has deleted it
+    const std::string text = line + "\n";
+    const off_t end = ::lseek(fd_.get(), 0, SEEK_END);
+    try {
+      write_all(fd_.get(), text);
+    } catch (const SystemError& error) {
+      [[maybe_unused]] const int cut = ::ftruncate(fd_.get(), end);
+      throw io::file_error("write to", path_, error.error_number(), text.size());
+    }
+  }
+
+ private:
+  void open() {
+    Fd fd(::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
+    if (!fd) throw io::file_error("open", path_, errno);
+    cut_torn_line(fd.get());
+    fd_ = std::move(fd);
+  }
+
+  const std::string path_;
+  Fd fd_;
+};
+
+}  // namespace
+
+Interval interval_of(const ledger::Totals& spent) {
+  Interval interval{.unix_time_s = unix_time_s(), .seconds = seconds(spent.time_ns)};
+  interval.step = ledger::step();
+  interval.steps = static_cast<std::int64_t>(spent.steps);
+  std::uint64_t known = 0;
+  for (std::size_t i = 0; i < ledger::kPhases; ++i) {
+    known += spent.host_ns[i];
+    interval.host_s[i] = seconds(spent.host_ns[i]);
+    interval.device_s[i] = seconds(spent.device_ns[i]);
+  }
+  if (known < spent.time_ns)
+    interval.host_s[ledger::index(ledger::Phase::kNone)] += seconds(spent.time_ns - known);
+  interval.counts = spent.counts;
+  return interval;
+}
+
+std::optional<double> throttled_share(const CgroupSample& before, const CgroupSample& after) {
+  if (!before.periods || !after.periods || !before.throttled_periods || !after.throttled_periods)
+    return std::nullopt;
+  if (*after.periods <= *before.periods || *after.throttled_periods < *before.throttled_periods)
+    return std::nullopt;
+  return static_cast<double>(*after.throttled_periods - *before.throttled_periods) /
+         static_cast<double>(*after.periods - *before.periods);
+}
+
+void write_facts(const std::string& directory, const RunFacts& facts) {
+  const std::string folder = directory + "/" + kRecordFolder;
+  io::make_directories(folder);
+  write_file_atomically(folder + "/run.json", facts_json(facts) + "\n");
+}
+
+struct RankRecorder::State {
+  explicit State(const RankRecorderOptions& chosen)
+      : options(chosen),
+        folder(chosen.directory + "/" + kRecordFolder),
+        rank_file(folder + "/rank_" + std::to_string(chosen.rank) + ".jsonl"),
+        gpu_file(folder + "/gpus_" + std::to_string(chosen.host) + ".jsonl"),
+        totals(ledger::totals()) {}
+
+  // On the recorder's thread, as everything below.
+  void work() {
+    std::optional<GpuSampler> sampler;
+    if (options.gpus)
+      sampler.emplace(GpuSamplerOptions{.library = options.nvml, .interval = options.interval});
+    process = read_process(::getpid(), options.files);
+    group = read_cgroup(::getpid(), options.files);
+    for (bool last = false; !last;) {
+      last = wait();
+      attempt([&] { record_rank(); });
+      if (sampler) attempt([&] { record_gpus(*sampler); });
+    }
+    sampler.reset();  // may wait for a driver that does not answer
+    const std::lock_guard lock(mutex);
+    ended = true;
+    changed.notify_all();
+  }
+
+  // True when it is time to end.
+  bool wait() {
+    const auto interval = options.interval * (lines < options.fine_lines ? 1 : kCoarser);
+    std::unique_lock lock(mutex);
+    return changed.wait_for(lock, interval, [&] { return stop; });
+  }
+
+  template <typename Body>
+  void attempt(const Body& body) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      if (std::exchange(reported, true)) return;
+      log::warning("record",
+                   "{} Training continues; the record of this rank has a gap until it can be "
+                   "written. record_run: false switches it off.",
+                   error.what());
+    }
+  }
+
+  void record_rank() {
+    const ledger::Totals now = ledger::totals();
+    const ledger::Totals spent = ledger::since(totals, now);
+    if (spent.time_ns == 0) return;
+    Interval interval = interval_of(spent);
+    const auto process_now = read_process(::getpid(), options.files);
+    if (process && process_now) interval.process = rates(*process, *process_now);
+    if (process_now) {
+      interval.resident_bytes = process_now->resident_bytes;
+      interval.threads = process_now->threads;
+    }
+    const CgroupSample group_now = read_cgroup(::getpid(), options.files);
+    interval.cpu_limit_cores = group_now.cpu_limit_cores;
+    interval.throttled_share = throttled_share(group, group_now);
+    if (lines == 0) io::make_directories(folder);
+    rank_file.append(interval_json(interval));
+    ++lines;
+    // Only now: an interval that could not be written is part of the next.
+    totals = now;
+    process = process_now;
+    group = group_now;
+  }
+
+  void record_gpus(const GpuSampler& sampler) {
+    constexpr std::size_t kMost = 16;  // of an interval of this recorder
+    const GpuSnapshot snapshot = sampler.snapshot();
+    for (const GpuSamplePtr& sample : sampler.history(kMost)) {
+      if (sample->gpus.empty() || sample->unix_time_s <= gpu_time_s) continue;
+      const bool coarse = lines >= options.fine_lines && sample != snapshot.newest;
+      if (!coarse) gpu_file.append(gpu_sample_json(*sample, snapshot.gpus));
+      gpu_time_s = sample->unix_time_s;
+    }
+  }
+
+  const RankRecorderOptions options;
+  const std::string folder;
+  LineFile rank_file;
+  LineFile gpu_file;
+  ledger::Totals totals;
+  std::optional<ProcessSample> process;
+  CgroupSample group;
+  double gpu_time_s = 0;
+  int lines = 0;
+  bool reported = false;
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool stop = false;
+  bool ended = false;
+};
+
+RankRecorder::RankRecorder(const RankRecorderOptions& options)
+    : state_(std::make_shared<State>(options)) {
+  const SignalsBlocked blocked;
+  try {
+    thread_ = std::thread([state = state_] { state->work(); });
+  } catch (const std::system_error& error) {
+    log::warning("record",
+                 "rank {} is not recorded: no thread could be started ({}). Training continues; "
+                 "see `ulimit -u`.",
+                 options.rank, error.what());
+  }
+}
+
+RankRecorder::~RankRecorder() {
+  if (!thread_.joinable()) return;
+  std::unique_lock lock(state_->mutex);
+  state_->stop = true;
+  state_->changed.notify_all();
+  const bool ended =
+      state_->changed.wait_for(lock, state_->options.end_limit, [&] { return state_->ended; });
+  lock.unlock();
+  if (ended) {
+    thread_.join();
+  } else {
+    thread_.detach();
+  }
+}
+
+}  // namespace lockstep::monitor
