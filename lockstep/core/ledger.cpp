@@ -303,8 +303,9 @@ void publish_step(std::uint64_t step) {
   const std::uint64_t now = now_ns();
   const std::uint64_t began = g_step_began_ns.exchange(now);
   if (began != 0) set(at.step_ns, now - began);
-  // The first step that is set is where a run begins; nothing has ended there.
-  if (before != 0 || step == 1) at.steps.fetch_add(1, std::memory_order_relaxed);
+  // A step has ended if the one before it was set. Any other number is where a run begins: the
+  // first of this process, or one that continues from a checkpoint.
+  if (step == std::max<std::uint64_t>(before, 1)) at.steps.fetch_add(1, std::memory_order_relaxed);
   set(at.step, step + 1);
   if (LedgerMemory* const ledger = memory()) moved(*ledger);
 }

@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <thread>
@@ -193,6 +194,20 @@ TEST(Totals, AreCountedWithoutALauncherAndAddUpToTheClock) {
   stop = true;
   trains.join();
   set_phase(Phase::kNone);
+}
+
+TEST(Totals, ARunThatBeginsElsewhereHasEndedNoStep) {
+  const auto ended = [](std::initializer_list<std::int64_t> steps) {
+    const Totals before = totals();
+    for (const std::int64_t step : steps) set_step(step);
+    return since(before, totals()).steps;
+  };
+  set_step(1000);
+  EXPECT_EQ(ended({0}), 0u);
+  EXPECT_EQ(ended({1, 2, 3}), 3u);
+  EXPECT_EQ(ended({40, 41, 41, 42}), 2u);
+  EXPECT_EQ(ended({7}), 0u);
+  EXPECT_EQ(step(), 7);
 }
 
 // ---------------------------------------------------------------- where it writes

@@ -7,7 +7,9 @@
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/step_totals.h"
 #include "lockstep/data/loader_impl.h"
 
 namespace lockstep::data {
@@ -88,6 +90,9 @@ Loaded BatchMaker::make(Indices indices, const RandomKey& key) const {
   if (side_) stream.reset_stream(*side_);
   Loaded loaded;
   loaded.batch = load(indices, key, loaded.timing);
+  ledger::add(ledger::Counter::kBatches);
+  ledger::add(ledger::Counter::kLoadNs,
+              static_cast<std::uint64_t>((loaded.timing.load + loaded.timing.collate) * 1e9));
   check(loaded.batch, indices);
   loaded.batch.indices.assign(indices.begin(), indices.end());
   if (side_) copy(loaded);
@@ -274,8 +279,10 @@ namespace {
 // Makes the caller's stream wait for the copy; the caller itself does not.
 void hand_over(Loaded& loaded, c10::Device device) {
   const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  if (loaded.copied->query())
+  if (loaded.copied->query()) {
     loaded.timing.transfer = loaded.copy_began->elapsedTime(*loaded.copied) / 1000;
+    ledger::add(ledger::Counter::kCopyNs, static_cast<std::uint64_t>(loaded.timing.transfer * 1e9));
+  }
   loaded.copied->block(current);
   // The memory came from the side stream's pool: it must not go back before this one is done.
   loaded.batch.data.record_stream(current);
@@ -296,6 +303,8 @@ std::optional<Batch> LoaderImpl::next(std::uint64_t ticket) {
     finish_round();
     return std::nullopt;
   }
+  const ledger::PhaseScope waiting(options_.evaluation ? ledger::Phase::kEvaluation
+                                                       : ledger::Phase::kData);
   const auto start = Clock::now();
   Loaded loaded;
   try {

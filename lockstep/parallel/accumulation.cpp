@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/replicas.h"
@@ -282,6 +283,14 @@ void Accumulation::begin_epoch(std::int64_t batches) {
   impl_->remaining = batches;
 }
 
+namespace {
+// Where a sharded optimizer reduces in its step, this is the first wait for the other ranks.
+void wait_for_others(Work& exchange) {
+  const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+  exchange.wait();
+}
+}  // namespace
+
 bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   Impl& self = *impl_;
   self.check(loss, micro);
@@ -312,7 +321,7 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   if (!ends) return false;
   const at::NoGradGuard no_grad;
   if (counts) {
-    exchange.wait();
+    wait_for_others(exchange);
     self.finish_counts(totals);
   } else if (own) {
     self.finish_own_counts();

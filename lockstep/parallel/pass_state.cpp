@@ -6,6 +6,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/step_totals.h"
 
 namespace lockstep::parallel {
 
@@ -197,8 +198,14 @@ void PassState::record_timing() {
   for (std::size_t i = 0; i < progress_.size(); ++i) {
     const std::int64_t ns = (*completed_ns_)[i];
     const auto completed = ns != 0 ? Clock::time_point(Clock::duration(ns)) : now;
+    const at::Tensor& flat = buckets_[i].flat;
     timing.buckets.push_back({ms(progress_[i].ready), ms(progress_[i].launched), ms(completed),
-                              static_cast<std::int64_t>(buckets_[i].flat.nbytes())});
+                              static_cast<std::int64_t>(flat.nbytes())});
+    ledger::add(ledger::Counter::kBuckets);
+    ledger::add(ledger::Counter::kReducedBytes, flat.nbytes());
+    const auto took = std::chrono::nanoseconds(completed - progress_[i].launched).count();
+    if (flat.is_cpu() && took > 0)
+      ledger::add(ledger::Counter::kReduceNs, static_cast<std::uint64_t>(took));
   }
 }
 

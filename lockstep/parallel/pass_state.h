@@ -61,6 +61,7 @@ class PassState {
   [[noreturn]] void refuse_missing(int rank, const std::vector<std::size_t>& without) const;
   bool complete() const { return waiting_for_.load() == 0; }
   Gradient& operator[](std::size_t parameter) { return gradients_[parameter]; }
+  const Gradient& operator[](std::size_t parameter) const { return gradients_[parameter]; }
   void drop_used();
 
   // The next bucket in plan order, if it is ready; it counts as launched.

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "lockstep/comm/device_times.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/step_totals.h"
 #include "lockstep/parallel/oversubscription.h"
 #include "lockstep/parallel/reducer_impl.h"
 #include "lockstep/parallel/replicas.h"
@@ -145,6 +147,7 @@ void ReducerImpl::start_pass() {
   // A pass that would not have synchronised is one of several before a step.
   if (owner_ && owner_->on_backward && no_sync_depth_ == 0) owner_->on_backward();
   phase_before_ = ledger::set_phase(ledger::Phase::kBackward);
+  ledger::add(ledger::Counter::kMicroBatches);
   pass_.begin(/*synchronised=*/no_sync_depth_ == 0 && !owner_);
   if (pass_.sync && join_.active()) join_.exchange(true);
   if (change_.look() && pass_.sync) plan_again();
@@ -258,13 +261,17 @@ void ReducerImpl::on_backward_end() {
 
 void ReducerImpl::finalize() {
   torch::NoGradGuard no_grad;
+  // This rank's gradients are there. What is still to be sent is not hidden behind backward.
+  ledger::set_phase(ledger::Phase::kCommunication);
+  mark_device_phase(ledger::Phase::kCommunication, world_.device());
   launch_ready();
   LOCKSTEP_ASSERT(pass_.launched == buckets_.size());
   if (buckets_.empty()) change_.send_flag({});
-  ledger::set_phase(ledger::Phase::kCommunication);
   if (received_flag().ne(0).item<bool>()) refuse_change_of_another();
   const std::vector<bool> used = pass_.used_anywhere(world_);
   pass_.wait_for_buckets(/*finish=*/true);
+  mark_device_phase(ledger::Phase::kNone, world_.device());
+  count_pass();
   if (!pass_.shadow) buckets_.publish(used);
   reduce_sparse(used);
   if (options_.broadcast_buffers) model_.broadcast_buffers(world_, join_.root());
@@ -276,6 +283,17 @@ void ReducerImpl::finalize() {
   ++pass_.step;
   close_pass();
   ledger::count_step();
+}
+
+void ReducerImpl::count_pass() const {
+  if (pass_.shadow) return;
+  ledger::add(ledger::Counter::kSynchronisedPasses);
+  if (!options_.find_unused_parameters) return;
+  ledger::add(ledger::Counter::kUnusedSearches);
+  for (std::size_t i = 0; i < model_.size(); ++i) {
+    if (!change_.trained(i) || pass_[i].used) continue;
+    return ledger::add(ledger::Counter::kUnusedFound);
+  }
 }
 
 void ReducerImpl::reduce_sparse(const std::vector<bool>& used) {
@@ -433,6 +451,11 @@ void Deferral::end_step() {
     impl_->model_.broadcast_buffers(impl_->world_, impl_->join_.root());
   impl_->pass_.drop_used();
   ++impl_->pass_.step;
+  if (impl_->world_.size() == 1) return;
+  ledger::add(ledger::Counter::kSynchronisedPasses);
+  ledger::add(ledger::Counter::kBuckets, impl_->buckets_.size());
+  for (std::size_t i = 0; i < impl_->buckets_.size(); ++i)
+    ledger::add(ledger::Counter::kReducedBytes, impl_->buckets_[i].flat.nbytes());
 }
 
 bool Deferral::joining() const {

@@ -59,6 +59,7 @@ class ReducerImpl final : public BackwardListener,
   void launch_ready();
   void launch(std::size_t index);
   void finalize();
+  void count_pass() const;
   void reduce_sparse(const std::vector<bool>& used);
   void rebuild_from_observed_order();
   void plan_again();

@@ -291,6 +291,7 @@ void ShardedImpl::bind_parameters() {
 // A tiny exchange that every rank passes only when all have come.
 void ShardedImpl::synchronize_ranks() {
   if (world_.size() == 1) return;
+  const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   at::Tensor token = at::zeros({1}, at::kByte);
   world_.all_reduce(token, ReduceOp::kMax).wait();
 }
@@ -436,7 +437,10 @@ void ShardedImpl::agree_on_gradients() {
   } else {
     place_gradients(has_gradient);
   }
-  if (world_.size() > 1) world_.all_reduce(flags, ReduceOp::kMax).wait();
+  if (world_.size() > 1) {
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+    world_.all_reduce(flags, ReduceOp::kMax).wait();
+  }
   if (*refused != 0) refuse_together(world_, check);
   // The greatest of the complements is the complement of the least.
   for (std::size_t i = 0; i < kHash; ++i)

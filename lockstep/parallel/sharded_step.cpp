@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/kernels/norm.h"
 #include "lockstep/kernels/step.h"
 #include "lockstep/optim/cpu_step.h"
@@ -164,6 +165,7 @@ void ShardedImpl::find_pieces() {
 // Without shared memory: every owner gets its share of everybody's gradients.
 void ShardedImpl::bring_gradients(Domain& domain) {
   if (shared_ || reduced_ || world_.size() == 1) return;
+  const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   std::vector<at::Tensor> outgoing;
   for (const auto& share : domain.shares) {
     std::vector<at::Tensor> pieces{at::empty({0}, at::dtype(domain.dtype).device(domain.device))};
@@ -240,7 +242,10 @@ ShardedImpl::Norm ShardedImpl::reduce_owned() {
     }
   }
   sum[blocks_] = finite ? 0 : 1;
-  if (world_.size() > 1) world_.all_reduce(sums).wait();
+  if (world_.size() > 1) {
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+    world_.all_reduce(sums).wait();
+  }
   return {std::sqrt(kernels::add_blocks(sum, blocks_)), sum[blocks_] == 0};
 }
 
@@ -276,6 +281,7 @@ void ShardedImpl::update(Domain& domain, Owned& owned, double clip) {
 
 // Without shared memory: every rank hands its new parameters to all others.
 void ShardedImpl::publish(const Domain& domain) {
+  const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   const Pieces parameters{
       .device = domain.device,
       .includes = [](const Member&) { return true; },

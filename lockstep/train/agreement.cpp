@@ -9,12 +9,12 @@
 namespace lockstep::train {
 namespace {
 
-constexpr std::size_t kStepFlags = 7;
+constexpr std::size_t kStepFlags = 9;
 using Numbers = std::array<std::int32_t, kStepFlags>;
 
 Numbers numbers_of(const StepFlags& flags) {
-  return {flags.stop_signal,   flags.stop,  flags.save,  flags.evaluate,
-          flags.out_of_memory, flags.alert, flags.saving};
+  return {flags.stop_signal, flags.stop,   flags.save,      flags.evaluate,     flags.out_of_memory,
+          flags.alert,       flags.saving, flags.data_wait, flags.communication};
 }
 
 StepFlags flags_of(const at::Tensor& numbers) {
@@ -25,7 +25,9 @@ StepFlags flags_of(const at::Tensor& numbers) {
           .evaluate = n[3] != 0,
           .out_of_memory = n[4] != 0,
           .alert = n[5] != 0,
-          .saving = n[6] != 0};
+          .saving = n[6] != 0,
+          .data_wait = n[7],
+          .communication = n[8]};
 }
 
 at::Tensor tensor_of(const StepFlags& flags) {

@@ -28,6 +28,9 @@ struct StepFlags {
   bool out_of_memory = false;
   bool alert = false;   // there is one to report to all
   bool saving = false;  // a save is being written
+  // Shares of a rank's time since the last log, in 1/100 %; the largest of all ranks. -1: not said.
+  int data_wait = -1;
+  int communication = -1;
 };
 
 class Agreement {

@@ -86,6 +86,7 @@ struct TrainingArguments {
   bool disable_tqdm = false;
   std::vector<std::string> report_to{"none"};
   std::optional<std::string> run_name{};
+  bool record_run = true;
 
   // Evaluation.
   Interval eval_strategy = Interval::kNo;

@@ -14,6 +14,7 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/comm/device_times.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/kernels/cuda/graph.h"
@@ -169,6 +170,7 @@ struct CapturedStep::Impl {
     const LastOperation operation;
     try {
       on_side_stream([&] {
+        const DeviceMarksOff marks_off;
         cuda::Capture capture(*entry.graph);
         entry.outputs = work(entry.inputs, variant);
         capture.end();

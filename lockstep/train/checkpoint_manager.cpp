@@ -20,13 +20,6 @@ namespace {
 constexpr std::chrono::seconds kLongWait{1};
 constexpr std::chrono::milliseconds kListenEvery{50};
 
-std::string arguments_json(const TrainingArguments& arguments) {
-  NodeMembers members;
-  for (const KeySpec& key : key_table())
-    members.emplace_back(std::string(key.name), value_of(arguments, key));
-  return to_json(map_node(std::move(members))) + "\n";
-}
-
 // The checkpoint of this name in the folder that holds `checkpoint`. The path that was recorded is
 // used only where there is none: the run's folder may have been renamed or copied since.
 std::string beside(const std::string& checkpoint, const std::string& recorded) {
@@ -107,7 +100,7 @@ CheckpointContents CheckpointManager::contents(const DataPosition& position,
   all.files = run_.task.model_files;
   all.model = saved_tensors(*run_.task.module, all.files, /*copy_buffers=*/true);
   all.state = run_.state;
-  all.arguments = arguments_json(run_.arguments);
+  all.arguments = to_json(arguments_node(run_.arguments)) + "\n";
   all.model_config = run_.task.model_config;
   all.only_model = run_.arguments.save_only_model;
   if (all.only_model) return all;

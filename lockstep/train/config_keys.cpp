@@ -244,6 +244,10 @@ constexpr KeySpec kKeys[] = {
      .member = &A::run_name,
      .help = "name of the run in the log, metrics.jsonl and TensorBoard",
      .unset = "no name"},
+    {.name = "record_run",
+     .member = &A::record_run,
+     .help = "record where every rank's time goes, into output_dir/monitor (docs/monitor.md)",
+     .ours = true},
 
     {.name = "eval_strategy",
      .member = &A::eval_strategy,

@@ -91,6 +91,8 @@ void assign(TrainingArguments& arguments, const KeySpec& key, const Node& value)
 Node node_from_text(const KeySpec& key, const std::string& text, const SourceLocation& location);
 // The member as a node without a place; null when it is unset.
 Node value_of(const TrainingArguments& arguments, const KeySpec& key);
+// All of them, by name.
+Node arguments_node(const TrainingArguments& arguments);
 
 // For `lockstep config keys` (of keys with `part` in their name) and docs/configuration.md.
 std::string keys_help(std::string_view part = {});

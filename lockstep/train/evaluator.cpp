@@ -9,6 +9,7 @@
 
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/step_totals.h"
 #include "lockstep/train/run_checks.h"
 
 namespace lockstep::train {
@@ -53,6 +54,7 @@ Evaluator::Sums Evaluator::sum_up() {
 
 Metrics Evaluator::evaluate() {
   const ledger::PhaseScope evaluation(ledger::Phase::kEvaluation);
+  ledger::add(ledger::Counter::kEvaluations);
   const auto start = std::chrono::steady_clock::now();
   World& world = run_.world;
   const TrainingArguments& a = run_.arguments;

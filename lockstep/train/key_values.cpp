@@ -271,6 +271,13 @@ Node value_of(const TrainingArguments& arguments, const KeySpec& key) {
   return std::visit([&](auto pointer) { return write(arguments.*pointer, key); }, key.member);
 }
 
+Node arguments_node(const TrainingArguments& arguments) {
+  NodeMembers members;
+  for (const KeySpec& key : key_table())
+    members.emplace_back(std::string(key.name), value_of(arguments, key));
+  return map_node(std::move(members));
+}
+
 Node node_from_text(const KeySpec& key, const std::string& text, const SourceLocation& location) {
   const auto holds = [&](auto sample) {
     using Type = decltype(sample);

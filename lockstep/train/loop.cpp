@@ -8,10 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/device_times.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/step_totals.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
 
@@ -235,27 +237,39 @@ MicroBatch Loop::micro_of(const data::Batch& batch) const {
 }
 
 bool Loop::backward(const data::Batch& batch) {
+  const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
+  mark_device_phase(ledger::Phase::kForward, device);
   const at::Tensor loss = model_.reducer().watch(run_.forward(batch).loss);
   ledger::set_phase(ledger::Phase::kBackward);
-  return accumulation_.backward(loss, micro_of(batch));
+  mark_device_phase(ledger::Phase::kBackward, device);
+  // Without buckets the reducer sees no gradients: a world of one.
+  if (model_.reducer().bucket_count() == 0) ledger::add(ledger::Counter::kMicroBatches);
+  const bool ended = accumulation_.backward(loss, micro_of(batch));
+  mark_device_phase(ledger::Phase::kNone, device);
+  return ended;
 }
 
 void Loop::before_step() {
   const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
   checkpoints_.wait_copied();  // before the exchange: with it every rank has waited
-  control_.exchange();
+  {
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+    control_.exchange(metrics_.waits());
+  }
   control_.notify(&Observer::on_optimizer_step);
   optimizer_.begin_step();
 }
 
 void Loop::optimizer_step() {
   if (!captured_) {
+    mark_device_phase(ledger::Phase::kOptimizer, run_.world.device());
     before_step();
     const bool will_log = due_after_step(run_.arguments, plan_, run_.state.global_step + 1).log;
     step_result_ = run_.with_memory_advice(
         [&] { return optimizer_.step(will_log); });  // the first one makes Adam's state
     window_ = accumulation_.last_window();
+    mark_device_phase(ledger::Phase::kNone, run_.world.device());
   }
   ledger::set_step(++run_.state.global_step);
   optimizer_.set_learning_rate();
@@ -278,7 +292,10 @@ bool Loop::captured_micro_batch(const data::Batch& batch) {
   before_ = accumulation_.progress();
   const bool replays = captured_->replays(inputs, variant);
   const CapturedStep::Tensors outputs = captured_->run(inputs, variant);
-  if (replays) accumulation_.replayed(micro);
+  if (replays) {
+    accumulation_.replayed(micro);
+    ledger::add(ledger::Counter::kMicroBatches);
+  }
   if (!next.ends) return false;
   window_ = {
       .batches = accumulation_.last_window().batches, .count = outputs[0], .loss = outputs[1]};
@@ -334,6 +351,7 @@ void Loop::evaluate(Due& due) {
 
 void Loop::save() {
   const ledger::PhaseScope saving(ledger::Phase::kSaving);
+  ledger::add(ledger::Counter::kSaves);
   const bool was_stopping = control_.stop_signal() != 0;
   if (!was_stopping && control_.over()) compare_replicas();
   checkpoints_.end_previous();  // which is the best depends on whether that one is durable
@@ -356,10 +374,7 @@ void Loop::run_epoch(std::int64_t epoch) {
   accumulation_.begin_epoch(left);
   bool begun = false;
   while (left > 0 && !control_.over()) {
-    auto batch = run_.with_memory_advice([&] {
-      const ledger::PhaseScope data(ledger::Phase::kData);
-      return batches.next();
-    });
+    auto batch = run_.with_memory_advice([&] { return batches.next(); });
     LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
     --left;
     if (!begun) control_.notify(&Observer::on_step_begin);

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/monitor/run_record.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/train/captured_step.h"
@@ -47,6 +48,8 @@ class Loop {
   // Everything that is left to do before the first step.
   void open(const std::string& resumed_from);
   void run();
+  // For the record of the run (run_recording.cpp).
+  monitor::RunFacts facts() const;
   // The best weights were loaded.
   void sync_from_model() { optimizer_.sync_from_model(); }
   // The end: the parameters are this process's own again.

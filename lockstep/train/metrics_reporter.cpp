@@ -6,12 +6,27 @@
 #include <cmath>
 #include <utility>
 
+#include "lockstep/core/cores.h"
 #include "lockstep/core/log.h"
 
 namespace lockstep::train {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// The host waits until the device has come that far.
+double read_value(const at::Tensor& tensor) {
+  ledger::add(ledger::Counter::kHostSyncs);
+  return tensor.item<double>();
+}
+
+// In 1/100 %.
+int share_of(std::uint64_t part, std::uint64_t whole) {
+  constexpr double kAll = 10000;
+  if (whole == 0) return 0;
+  return static_cast<int>(
+      std::min(kAll, kAll * static_cast<double>(part) / static_cast<double>(whole)));
+}
 
 double seconds_between(Clock::time_point start, Clock::time_point end) {
   return std::chrono::duration<double>(end - start).count();
@@ -38,6 +53,7 @@ void MetricsReporter::open() {
 
 void MetricsReporter::start() {
   start_time_ = log_time_ = Clock::now();
+  log_totals_ = ledger::totals();
   last_log_step_ = run_.state.global_step;
 }
 
@@ -60,6 +76,52 @@ void MetricsReporter::count(const Window& window, const optim::StepResult& resul
   if (result.grad_norm.defined()) grad_norm_ = result.grad_norm;
 }
 
+// Evaluations and saves are not part of a step. On a GPU the host hardly waits for gradients: there
+// the share of communication is that of the device's stream.
+Waits MetricsReporter::waits() const {
+  using ledger::Phase;
+  const ledger::Totals spent = ledger::since(log_totals_, ledger::totals());
+  const auto steps_of = [](const auto& by_phase) {
+    std::uint64_t sum = 0;
+    for (const Phase phase : {Phase::kNone, Phase::kData, Phase::kForward, Phase::kBackward,
+                              Phase::kCommunication, Phase::kOptimizer})
+      sum += by_phase[ledger::index(phase)];
+    return sum;
+  };
+  const auto& by_phase = steps_of(spent.device_ns) > 0 ? spent.device_ns : spent.host_ns;
+  return {.data = share_of(spent.host_ns[ledger::index(Phase::kData)], steps_of(spent.host_ns)),
+          .communication =
+              share_of(by_phase[ledger::index(Phase::kCommunication)], steps_of(by_phase))};
+}
+
+// Once in a run, and not for its beginning.
+void MetricsReporter::advise(std::int64_t steps) {
+  constexpr int kMuch = 1000;  // 10 %
+  constexpr std::int64_t kFewSteps = 5;
+  const Waits& waits = control_.waits();
+  if (advised_ || steps < kFewSteps || !run_.world.is_leader()) return;
+  const TrainingArguments& a = run_.arguments;
+  const auto percent = [](int share) { return static_cast<double>(share) / 100; };
+  if (waits.data > kMuch) {
+    advised_ = true;
+    log::info("trainer",
+              "step {}: {:.0f} % of the last {} steps went to waiting for data, on the rank that "
+              "waits most. Raise dataloader_num_workers (now {}; {} cores for {} ranks here), or "
+              "make a sample cheaper to load.",
+              run_.state.global_step, percent(waits.data), steps, a.dataloader_num_workers,
+              allowed_cores(), run_.world.local_size());
+  } else if (waits.communication > kMuch) {
+    advised_ = true;
+    log::info("trainer",
+              "step {}: {:.0f} % of the last {} steps went to waiting for gradients of other "
+              "ranks, on the rank that waits most. Let them synchronise less often: a larger "
+              "per_device_train_batch_size (now {}) or gradient_accumulation_steps (now {}). A "
+              "rank that is slower than the others makes them wait, too.",
+              run_.state.global_step, percent(waits.communication), steps,
+              a.per_device_train_batch_size, a.gradient_accumulation_steps);
+  }
+}
+
 void MetricsReporter::show_step() {
   if (progress_) progress_->step(run_.state.global_step);
 }
@@ -71,6 +133,7 @@ MetricsReporter::Totals MetricsReporter::totals_of(const at::Tensor& sums) {
     all = sums.clone();
     run_.world.all_reduce(all).wait();
   }
+  ledger::add(ledger::Counter::kHostSyncs);
   all = all.cpu();
   const double tokens = all[1].item<double>();
   return {.tokens = tokens, .mean_loss = all[0].item<double>() / std::max(1.0, tokens)};
@@ -86,12 +149,17 @@ void MetricsReporter::log(double learning_rate) {
   const double seconds = seconds_between(std::exchange(log_time_, now), now);
   state.num_input_tokens_seen += static_cast<std::int64_t>(tokens);
   Metrics values{{"loss", loss}};
-  if (grad_norm_.defined()) values.emplace_back("grad_norm", grad_norm_.item<double>());
+  if (grad_norm_.defined()) values.emplace_back("grad_norm", read_value(grad_norm_));
   values.emplace_back("learning_rate", learning_rate);
   const double samples = static_cast<double>(std::exchange(samples_, 0)) * run_.world.size();
   values.emplace_back("samples_per_second", samples / seconds);
   if (tokens > samples * 1.5) values.emplace_back("tokens_per_second", tokens / seconds);
-  const double skipped = skipped_.item<double>();
+  if (const Waits& waits = control_.waits(); waits.data >= 0) {
+    values.emplace_back("data_wait_percent", waits.data / 100.0);
+    if (run_.world.size() > 1)
+      values.emplace_back("communication_percent", waits.communication / 100.0);
+  }
+  const double skipped = read_value(skipped_);
   if (skipped > 0) {
     values.emplace_back("skipped_steps", skipped);
     if (run_.world.is_leader() && !run_.arguments.fp16)
@@ -103,6 +171,9 @@ void MetricsReporter::log(double learning_rate) {
   since_log_.zero_();
   skipped_.zero_();
   report(std::move(values));
+  if (std::exchange(logged_, true)) advise(steps);
+  ledger::add(ledger::Counter::kLogs);
+  log_totals_ = ledger::totals();
 }
 
 void MetricsReporter::report(Metrics values) {

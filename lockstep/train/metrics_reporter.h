@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "lockstep/core/step_totals.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/train/metrics_log.h"
@@ -34,6 +35,9 @@ class MetricsReporter {
   void count_samples(std::int64_t samples) { samples_ += samples; }
   void count(const Window& window, const optim::StepResult& result);
   void show_step();
+
+  // What of this rank's steps since the last log was spent in waits, for the step's exchange.
+  Waits waits() const;
 
   // Of all ranks.
   std::int64_t tokens_since_log() {
@@ -54,6 +58,7 @@ class MetricsReporter {
     double mean_loss = 0;
   };
   Totals totals_of(const at::Tensor& sums);
+  void advise(std::int64_t steps);
   Metrics recorded_summary();
 
   RunContext& run_;
@@ -67,6 +72,9 @@ class MetricsReporter {
   at::Tensor grad_norm_;
   std::int64_t samples_ = 0;  // of this rank since the last log; every rank has as many
   std::int64_t last_log_step_ = 0;
+  ledger::Totals log_totals_;  // at the last log
+  bool logged_ = false;
+  bool advised_ = false;
   std::chrono::steady_clock::time_point log_time_;
   std::chrono::steady_clock::time_point start_time_;
 };

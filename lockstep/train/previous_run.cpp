@@ -67,7 +67,7 @@ std::string archive_previous_run(const std::string& output_dir, const RunStart& 
   for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix))
     if (!is_before(dir, output_dir, start)) others.emplace_back(dir.path);
   for (const char* name :
-       {"metrics.jsonl", "metrics.superseded.jsonl", "runs", "effective_config.json"}) {
+       {"metrics.jsonl", "metrics.superseded.jsonl", "runs", "effective_config.json", "monitor"}) {
     const fs::path path = fs::path(output_dir) / name;
     if (!continues && holds_something(path)) others.push_back(path);
   }

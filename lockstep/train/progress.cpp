@@ -21,6 +21,8 @@ std::string value_text(const std::string& name, double value) {
   if (name == "learning_rate") return fmt::format("lr {:.3e}", value);
   if (name == "grad_norm") return fmt::format("|g| {:.3f}", value);
   if (name == "samples_per_second") return fmt::format("{:.0f} samples/s", value);
+  if (name == "data_wait_percent") return fmt::format("data {:.0f} %", value);
+  if (name == "communication_percent") return fmt::format("communication {:.0f} %", value);
   if (name == "tokens_per_second") return fmt::format("{:.0f} tokens/s", value);
   return fmt::format("{} {:.4f}", name, value);
 }

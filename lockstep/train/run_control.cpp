@@ -38,9 +38,12 @@ void RunControl::listen() {
   signals_ = std::make_unique<StopSignals>(std::move(stop));
 }
 
-void RunControl::exchange() {
+void RunControl::exchange(const Waits& mine) {
   flags_.stop_signal = signals_->requested();
+  flags_.data_wait = mine.data;
+  flags_.communication = mine.communication;
   agreed_ = agreement_->exchange(std::exchange(flags_, {}));
+  if (agreed_.data_wait >= 0) waits_ = {agreed_.data_wait, agreed_.communication};
   note_exchange();
 }
 

@@ -4,7 +4,7 @@
 //   RunControl control(run);
 //   control.connect();
 //   control.notify(&Observer::on_step_begin);     // what they ask for is remembered,
-//   control.exchange();                           // agreed on with the step's own exchange
+//   control.exchange(metrics.waits());            // agreed on with the step's own exchange
 //   const StepFlags agreed = control.take_agreed();   // and done by all ranks after the step
 //
 // Functions named collective are called on all ranks identically. One thread.
@@ -29,6 +29,12 @@ struct Notice {
   const std::string* text = nullptr;
 };
 
+// Shares of the time since the last log, in 1/100 %, as StepFlags has them.
+struct Waits {
+  int data = -1;
+  int communication = -1;
+};
+
 class RunControl {
  public:
   explicit RunControl(RunContext& run) : run_(run) {}
@@ -42,7 +48,9 @@ class RunControl {
   void listen();
 
   // Collective, once per step, before its update.
-  void exchange();
+  void exchange(const Waits& mine);
+  // Of the rank that waits most, as of the last exchange that has answered.
+  const Waits& waits() const { return waits_; }
   // What the last exchange agreed on, once. A stop in it is obeyed.
   StepFlags take_agreed();
   // Collective, between two batches of an evaluation: whether to cut it short.
@@ -82,6 +90,7 @@ class RunControl {
   std::unique_ptr<StopSignals> signals_;
   StepFlags flags_;   // this rank's, for the next exchange
   StepFlags agreed_;  // everybody's
+  Waits waits_;       // everybody's
   int stop_signal_ = 0;
   bool stop_ = false;
   std::vector<std::string> alerts_;  // of this rank, not yet reported to all

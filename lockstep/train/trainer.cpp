@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <memory>
 #include <optional>
 
 #include "lockstep/core/error.h"
@@ -14,6 +15,7 @@
 #include "lockstep/train/checks.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/run_checks.h"
+#include "lockstep/train/run_recording.h"
 
 namespace lockstep {
 namespace train {
@@ -114,8 +116,10 @@ TrainResult TrainerImpl::train() {
                      "one; the module keeps its weights.");
   check_evaluation(run_.arguments, run_.task.eval_data && run_.task.eval_data->size() > 0);
   const io::FolderLock alone = checkpoints_.lock();  // to the end of the run, however it ends
+  std::unique_ptr<monitor::RankRecorder> recorder;
   try {
     prepare();
+    recorder = start_recording(run_, *loop_);
     control_.notify(&Observer::on_train_begin);
     loop_->run();
     finish();

@@ -2,9 +2,14 @@
 // Prints one line per check and ends with "gpu: all checks passed" on rank 0.
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
+#include <memory>
 
+#include "lockstep/comm/device_times.h"
+#include "lockstep/core/step_totals.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
 
@@ -218,6 +223,82 @@ void loader(World& world) {
   said(world, "loader copies on a side stream");
 }
 
+double device_ms(const lockstep::ledger::Totals& spent, lockstep::ledger::Phase phase) {
+  return static_cast<double>(spent.device_ns[lockstep::ledger::index(phase)]) / 1e6;
+}
+
+// Phases by the device's clock, while the host only enqueues.
+void device_times(World& world) {
+  using lockstep::ledger::Phase;
+  using Clock = std::chrono::steady_clock;
+  const auto milliseconds = [](Clock::duration time) {
+    return std::chrono::duration<double, std::milli>(time).count();
+  };
+  const auto a = torch::randn({4096, 4096}, world.device());
+  const auto multiply = [&](int times) {
+    for (int i = 0; i < times; ++i) at::mm(a, a);
+  };
+  multiply(2);
+  torch::cuda::synchronize();
+  lockstep::mark_device_phase(Phase::kNone, world.device());
+  const auto before = lockstep::ledger::totals();
+  const auto start = Clock::now();
+  for (int step = 0; step < 10; ++step) {
+    lockstep::mark_device_phase(Phase::kForward, world.device());
+    multiply(6);
+    lockstep::mark_device_phase(Phase::kBackward, world.device());
+    multiply(2);
+  }
+  lockstep::mark_device_phase(Phase::kNone, world.device());
+  const double host = milliseconds(Clock::now() - start);
+  torch::cuda::synchronize();
+  const double whole = milliseconds(Clock::now() - start);
+  lockstep::mark_device_phase(Phase::kNone, world.device());  // reads those that are passed
+  const auto spent = lockstep::ledger::since(before, lockstep::ledger::totals());
+  const double forward = device_ms(spent, Phase::kForward);
+  const double backward = device_ms(spent, Phase::kBackward);
+  std::printf("gpu: device times: forward %.2f, backward %.2f of %.2f ms; enqueued in %.2f ms\n",
+              forward, backward, whole, host);
+  require(forward + backward < whole * 1.05 && forward + backward > whole * 0.8,
+          "marks add up to the time that the device took");
+  require(forward > 2 * backward && forward < 4 * backward, "phases have their own time");
+  require(host < 0.5 * whole, "marks do not wait for the device");
+  said(world, "device times without host syncs");
+}
+
+void trainer_times(World& world) {
+  using lockstep::ledger::Phase;
+  lockstep::TrainerTask task;
+  torch::nn::Sequential net(torch::nn::Linear(1024, 4096), torch::nn::ReLU(),
+                            torch::nn::Linear(4096, 1024));
+  task.module = net.ptr();
+  task.loss = [&](const lockstep::data::Batch& batch) {
+    return net->forward(batch.data).square().mean();
+  };
+  task.train_data = std::make_shared<lockstep::data::TensorDataset>(torch::randn({512, 1024}));
+  lockstep::TrainingArguments a;
+  a.output_dir = std::filesystem::temp_directory_path() / "lockstep_gpu_trainer_times";
+  a.max_steps = 40;
+  a.per_device_train_batch_size = 64;
+  a.logging_steps = 20;
+  a.save_strategy = lockstep::Interval::kNo;
+  a.disable_tqdm = true;
+  const auto before = lockstep::ledger::totals();
+  lockstep::Trainer trainer(world, std::move(task), a);
+  trainer.train();
+  const auto spent = lockstep::ledger::since(before, lockstep::ledger::totals());
+  for (const Phase phase : {Phase::kForward, Phase::kBackward, Phase::kOptimizer})
+    require(device_ms(spent, phase) > 0, "every phase of a step has device time");
+  require(world.size() == 1 || device_ms(spent, Phase::kCommunication) > 0,
+          "waiting for the buckets has device time");
+  double sum = 0;
+  for (const std::uint64_t ns : spent.device_ns) sum += static_cast<double>(ns);
+  require(sum < 1.05 * static_cast<double>(spent.time_ns), "and no more than passed");
+  world.barrier();
+  if (world.is_leader()) std::filesystem::remove_all(a.output_dir);
+  said(world, "a Trainer's device times");
+}
+
 }  // namespace
 
 int main() {
@@ -231,6 +312,8 @@ int main() {
     sharded_optimizer(world, torch::kFloat);
     sharded_optimizer(world, torch::kBFloat16);
     loader(world);
+    device_times(world);
+    trainer_times(world);
     said(world, "all checks passed");
   });
 }

@@ -300,6 +300,34 @@ class Cost(LedgerCase):
                 return
         self.fail(f"the instruments cost {100 * (ratio - 1):.2f} % (attempt {attempt})")
 
+    def trainer_ms(self, record):
+        """Of a Trainer's steps of 5 ms, with ledger and record or without."""
+        code, out, err = self.run_ranks(2, PEER, "train", "300", "5", self.dir.name, str(record),
+                                        flags=(f"--stall-timeout={30 * record}",))
+        self.assertEqual(code, 0, err)
+        return float(re.search(r"median ([\d.]+) ms", out).group(1))
+
+    def always_share(self):
+        """Of a step of 5 ms, for what is noted in any case, and the recorder's own CPU time."""
+        code, out, err = self.run_ranks(2, PEER, "calls", self.dir.name)
+        self.assertEqual(code, 0, err)
+        scope, sums, line = map(float, re.search(
+            r"scope ([\d.]+) ms, sums ([\d.]+) ms, line ([\d.]+) ms", out).groups())
+        # A step has about a dozen phases and reads its own sums once; a second has one line.
+        return (12 * scope + 2 * sums) / 5 + line / 1000, out.strip()
+
+    def test_a_recorded_trainer_is_at_most_one_percent_slower(self):
+        always, parts = self.always_share()
+        for attempt in range(2):
+            pairs = [(self.trainer_ms(1), self.trainer_ms(0)) for _ in range(3)]
+            ratio = statistics.median(on / off for on, off in pairs)
+            cost = ratio - 1 + always
+            print(f"Trainer with steps of 5 ms, recorded / not: {ratio:.4f} {pairs}; always on: "
+                  f"{100 * always:.3f} % ({parts})", flush=True)
+            if cost <= 0.01:
+                return
+        self.fail(f"the instruments cost {100 * cost:.2f} % (attempt {attempt})")
+
 
 if __name__ == "__main__":
     unittest.main(verbosity=2)  # a skipped test says why

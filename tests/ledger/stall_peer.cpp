@@ -1,7 +1,9 @@
 // A small program of several ranks in which one stops taking part: stall_peer KIND RANK.
 //
 // KIND: none, busy, sigstop, loop, fifo (reads the file of $FIFO), skip, swap_worlds, swap, crash;
-// steps N MS prints how long N steps of MS milliseconds took, for the cost of the instruments.
+// steps N MS prints how long N steps of MS milliseconds took, for the cost of the instruments;
+// train N MS DIR 0|1 does the same with a Trainer, which records into DIR or does not; calls DIR
+// what the parts of the instruments take that cannot be switched off, and a line of the record.
 // Prints "<kind> at <seconds>" (CLOCK_MONOTONIC) when the rank begins to be bad.
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -12,10 +14,16 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <functional>
+#include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "lockstep/core/fd.h"
+#include "lockstep/core/step_totals.h"
 #include "lockstep/lockstep.h"
+#include "lockstep/monitor/rank_recorder.h"
 
 using lockstep::World;
 
@@ -116,6 +124,11 @@ void train(World& world) {
   for (int step = 0; step < 3; ++step) common_step(world);
 }
 
+void print_median(World& world, std::vector<double> times) {
+  std::sort(times.begin(), times.end());
+  if (world.is_leader()) fmt::print("median {:.4f} ms\n", times[times.size() / 2]);
+}
+
 // The median of steps that compute and then reduce as many buckets as a middling model has.
 void measure(World& world, int steps, std::chrono::milliseconds compute) {
   constexpr int kBuckets = 8;
@@ -129,8 +142,92 @@ void measure(World& world, int steps, std::chrono::milliseconds compute) {
         std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin)
             .count());
   }
-  std::sort(times.begin(), times.end());
-  if (world.is_leader()) fmt::print("median {:.4f} ms\n", times[times.size() / 2]);
+  print_median(world, std::move(times));
+}
+
+class StepTimes : public lockstep::Observer {
+ public:
+  void on_step_end(lockstep::Event&) override {
+    const auto now = std::chrono::steady_clock::now();
+    if (before_.time_since_epoch().count() != 0)
+      times.push_back(std::chrono::duration<double, std::milli>(now - before_).count());
+    before_ = now;
+  }
+  std::vector<double> times;
+
+ private:
+  std::chrono::steady_clock::time_point before_{};
+};
+
+// A Trainer whose forward takes as long, with the exchanges, phases and logs of a real step.
+void measure_trainer(World& world, char** argv) {
+  const std::chrono::milliseconds compute(std::atoi(argv[3]));
+  torch::nn::Sequential net(torch::nn::Linear(16, 64), torch::nn::Linear(64, 4));
+  lockstep::TrainerTask task;
+  task.module = net.ptr();
+  task.loss = [&](const lockstep::data::Batch& batch) {
+    burn(compute);
+    return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
+  };
+  task.train_data = std::make_shared<lockstep::data::TensorDataset>(
+      torch::randn({256, 16}), torch::randint(4, {256}, torch::kLong));
+  lockstep::TrainingArguments a;
+  a.output_dir = argv[4];
+  a.max_steps = std::atoi(argv[2]);
+  a.logging_steps = 20;
+  a.save_strategy = lockstep::Interval::kNo;
+  a.disable_tqdm = true;
+  a.use_cpu = true;
+  a.record_run = std::atoi(argv[5]) != 0;
+  const auto times = std::make_shared<StepTimes>();
+  lockstep::Trainer trainer(world, std::move(task), a);
+  trainer.add(times);
+  trainer.train();
+  print_median(world, times->times);
+}
+
+double milliseconds_of(const std::function<void()>& body) {
+  const auto begin = std::chrono::steady_clock::now();
+  body();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin)
+      .count();
+}
+
+void measure_calls(World& world, const std::string& folder) {
+  namespace ledger = lockstep::ledger;
+  constexpr int kCalls = 20'000;
+  const auto phases = [] {
+    for (int i = 0; i < kCalls; ++i) {
+      const ledger::PhaseScope forward(ledger::Phase::kForward);
+      ledger::add(ledger::Counter::kMicroBatches);
+    }
+  };
+  const auto sums = [] {
+    std::uint64_t steps = 0;
+    for (int i = 0; i < kCalls; ++i) steps += ledger::totals().steps;
+    if (steps != 0) fmt::print("\n");
+  };
+  double scope_ms = 1e9;
+  double sums_ms = 1e9;
+  for (int i = 0; i < 10; ++i) {
+    scope_ms = std::min(scope_ms, milliseconds_of(phases) / kCalls);
+    sums_ms = std::min(sums_ms, milliseconds_of(sums) / kCalls);
+  }
+  // As fast as it can: the CPU time of the process is that of its lines.
+  const auto before = lockstep::monitor::read_process(::getpid());
+  {
+    const lockstep::monitor::RankRecorder recorder(
+        {.directory = folder, .rank = world.rank(), .interval = std::chrono::milliseconds(1)});
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+  }
+  const auto after = lockstep::monitor::read_process(::getpid());
+  const std::string file = fmt::format("{}/monitor/rank_{}.jsonl", folder, world.rank());
+  const std::string text = lockstep::read_file(file);
+  const double cpu_ms = 1e3 * (after->user_s + after->system_s - before->user_s - before->system_s);
+  const auto lines = static_cast<double>(std::count(text.begin(), text.end(), '\n'));
+  if (world.is_leader())
+    fmt::print("scope {:.7f} ms, sums {:.7f} ms, line {:.4f} ms\n", scope_ms, sums_ms,
+               cpu_ms / lines);
 }
 
 }  // namespace
@@ -142,6 +239,8 @@ int main(int argc, char** argv) {
     return lockstep::run([&](World& world) {
       measure(world, std::atoi(argv[2]), std::chrono::milliseconds(std::atoi(argv[3])));
     });
+  if (kind == "train") return lockstep::run([&](World& world) { measure_trainer(world, argv); });
+  if (kind == "calls") return lockstep::run([&](World& world) { measure_calls(world, argv[2]); });
   guilty = std::atoi(argv[2]);
   return lockstep::run(train);
 }

@@ -12,7 +12,9 @@ import unittest
 from train_case import BIN, BOUND_S, SOAK, TrainCase, checkpoints, command, environment
 
 STRIKE = BIN / "tests" / "lockstep_strike.so"
-SAVING = ("--save_steps", "1", "--save_total_limit", "2", "--warmup_steps", "1")
+# The recorder writes by the clock, into the same folder.
+SAVING = ("--save_steps", "1", "--save_total_limit", "2", "--warmup_steps", "1", "--record_run",
+          "false")
 
 
 class KillAtEveryCall(TrainCase):

@@ -1,0 +1,100 @@
+// What backward passes count for the record of a run (core/step_totals.h). Ranks are threads here,
+// so the sums are those of all of them.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "lockstep/core/step_totals.h"
+#include "lockstep/parallel/accumulation.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/sharded_optimizer.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep {
+namespace {
+
+using ledger::Counter;
+
+constexpr int kRanks = 2;
+constexpr int kSteps = 3;
+
+struct Gate : torch::nn::Module {
+  Gate() {
+    left = register_module("left", torch::nn::Linear(4, 4));
+    right = register_module("right", torch::nn::Linear(4, 4));
+  }
+  at::Tensor forward(const at::Tensor& x, bool both) { return both ? left(x) + right(x) : left(x); }
+  torch::nn::Linear left{nullptr}, right{nullptr};
+};
+
+std::uint64_t of(const ledger::Totals& spent, Counter counter) {
+  return spent.counts[ledger::index(counter)];
+}
+
+ledger::Totals spent_by(const std::function<void(World&)>& body) {
+  const ledger::Totals before = ledger::totals();
+  testing::run_threads(kRanks, body);
+  return ledger::since(before, ledger::totals());
+}
+
+TEST(PassCounts, PassesBucketsAndBytes) {
+  std::atomic<std::uint64_t> buckets{0};
+  std::atomic<std::uint64_t> bytes{0};
+  const ledger::Totals spent = spent_by([&](World& world) {
+    DistributedDataParallel model{std::make_shared<Gate>(), world};
+    const auto x = torch::ones({2, 4});
+    for (int step = 0; step < kSteps; ++step) {
+      {
+        const auto local = model.no_sync();
+        model(x, true).sum().backward();
+      }
+      model(x, true).sum().backward();
+      for (const auto& bucket : model.last_timing().buckets) {
+        ++buckets;
+        bytes += static_cast<std::uint64_t>(bucket.bytes);
+      }
+    }
+  });
+  EXPECT_EQ(of(spent, Counter::kMicroBatches), kRanks * kSteps * 2u);
+  EXPECT_EQ(of(spent, Counter::kSynchronisedPasses), kRanks * kSteps * 1u);
+  EXPECT_GT(buckets, 0u);
+  EXPECT_EQ(of(spent, Counter::kBuckets), buckets);
+  EXPECT_EQ(of(spent, Counter::kReducedBytes), bytes);
+  EXPECT_GE(bytes, kRanks * kSteps * 40u * sizeof(float));
+  EXPECT_GT(of(spent, Counter::kReduceNs), 0u);
+  EXPECT_EQ(of(spent, Counter::kUnusedSearches), 0u);
+}
+
+TEST(PassCounts, SearchesForUnusedParametersAndWhatTheyFound) {
+  for (const bool both : {true, false}) {
+    const ledger::Totals spent = spent_by([&](World& world) {
+      DistributedDataParallel model{
+          std::make_shared<Gate>(), world, {.find_unused_parameters = true}};
+      for (int step = 0; step < kSteps; ++step) model(torch::ones({2, 4}), both).sum().backward();
+    });
+    EXPECT_EQ(of(spent, Counter::kUnusedSearches), kRanks * kSteps * 1u);
+    EXPECT_EQ(of(spent, Counter::kUnusedFound), both ? 0u : kRanks * kSteps * 1u);
+  }
+}
+
+TEST(PassCounts, AShardedOptimizerSynchronisesOnceAStep) {
+  const ledger::Totals spent = spent_by([&](World& world) {
+    DistributedDataParallel model{std::make_shared<Gate>(), world};
+    ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.01}};
+    for (int step = 0; step < kSteps; ++step) {
+      for (int micro = 0; micro < 2; ++micro) model(torch::ones({2, 4}), true).sum().backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  });
+  EXPECT_EQ(of(spent, Counter::kMicroBatches), kRanks * kSteps * 2u);
+  EXPECT_EQ(of(spent, Counter::kSynchronisedPasses), kRanks * kSteps * 1u);
+  EXPECT_GE(of(spent, Counter::kReducedBytes), kRanks * kSteps * 40u * sizeof(float));
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,79 @@
+#include "lockstep/train/run_recording.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <system_error>
+
+#include "lockstep/core/cores.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
+#include "lockstep/core/log.h"
+#include "lockstep/parallel/sharded_optimizer.h"
+#include "lockstep/train/config_keys.h"
+
+namespace lockstep::train {
+namespace {
+
+// "sharded fused adamw"; "custom" for one that the task brought along, of which nothing is known.
+std::string optimizer_text(const RunContext& run) {
+  const bool ours = !run.task.make_optimizer;
+  const bool sharded = dynamic_cast<const ShardedOptimizer*>(run.optimizer) != nullptr;
+  return std::string(sharded ? "sharded" : "replicated") +
+         (ours ? " fused " + run.arguments.optim : " custom");
+}
+
+}  // namespace
+
+monitor::RunFacts Loop::facts() const {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  const World& world = run_.world;
+  const int local = std::max(1, world.local_size());
+  monitor::RunFacts facts;
+  facts.world_size = world.size();
+  facts.hosts = (world.size() + local - 1) / local;
+  facts.device = c10::DeviceTypeName(world.device().type(), /*lower_case=*/true);
+  facts.backend = world.backend();
+  facts.program = "trainer";
+  facts.started_unix_s = std::chrono::duration<double>(now).count();
+  facts.cores = allowed_cores();
+  facts.ranks_on_host = local;
+  facts.gpus_visible = static_cast<int>(torch::cuda::device_count());
+  for (const at::Tensor& parameter : run_.task.module->parameters()) {
+    facts.parameters += parameter.numel();
+    if (!parameter.requires_grad()) continue;
+    facts.trainable_parameters += parameter.numel();
+    facts.gradient_bytes += static_cast<std::int64_t>(parameter.nbytes());
+  }
+  facts.per_device_batch = run_.arguments.per_device_train_batch_size;
+  facts.accumulation = accumulation_steps_;
+  facts.optimizer = optimizer_text(run_);
+  facts.arguments = arguments_node(run_.arguments);
+  return facts;
+}
+
+std::unique_ptr<monitor::RankRecorder> start_recording(RunContext& run, const Loop& loop) {
+  const std::string& folder = run.arguments.output_dir;
+  std::error_code unknown;
+  ledger::set_output_dir(std::filesystem::absolute(folder, unknown).string());
+  if (!run.arguments.record_run) return nullptr;
+  // With this exchange the folder is this run's on every rank: what an earlier one left there has
+  // been moved away by those that write.
+  run.world.agree([&] {
+    if (!run.world.is_leader()) return;
+    try {
+      monitor::write_facts(folder, loop.facts());
+    } catch (const SystemError& error) {
+      log::warning("record", "{} Training continues without a record.", error.what());
+    }
+  });
+  return std::make_unique<monitor::RankRecorder>(
+      monitor::RankRecorderOptions{.directory = folder,
+                                   .rank = run.world.rank(),
+                                   .host = run.world.node_rank(),
+                                   .gpus = run.world.local_rank() == 0});
+}
+
+}  // namespace lockstep::train
