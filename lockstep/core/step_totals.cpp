@@ -22,7 +22,8 @@ const char* name(Counter counter) {
                                     "unused_searches", "unused_found",
                                     "buckets",         "reduced_bytes",
                                     "reduce_ns",       "batches",
-                                    "load_ns",         "copy_ns"};
+                                    "load_ns",         "copy_ns",
+                                    "updates"};
   static_assert(std::size(kNames) == kCounters);
   return kNames[index(counter)];
 }

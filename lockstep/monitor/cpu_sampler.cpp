@@ -187,6 +187,11 @@ std::optional<ProcessSample> read_process(pid_t pid, const HostFiles& files) {
   sample.written_chars = count_of(io, "wchar");
   sample.read_bytes = count_of(io, "read_bytes");
   sample.written_bytes = count_of(io, "write_bytes");
+  // "<ns on a core> <ns waiting for one> <turns>" of the main thread.
+  const std::string schedule = text_of(folder + "/schedstat");
+  if (const std::size_t second = schedule.find(' '); second != std::string::npos)
+    if (const Count ns = number_in(std::string_view(schedule).substr(second)))
+      sample.run_delay_s = static_cast<double>(*ns) / 1e9;
   return sample;
 }
 
@@ -207,6 +212,9 @@ std::optional<ProcessRates> rates(const ProcessSample& before, const ProcessSamp
   result.written_chars_per_s = rate(&ProcessSample::written_chars);
   result.read_bytes_per_s = rate(&ProcessSample::read_bytes);
   result.written_bytes_per_s = rate(&ProcessSample::written_bytes);
+  if (before.run_delay_s && after.run_delay_s)
+    result.run_delay_share =
+        std::clamp((*after.run_delay_s - *before.run_delay_s) / seconds, 0.0, 1.0);
   return result;
 }
 

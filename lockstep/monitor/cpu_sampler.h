@@ -45,6 +45,8 @@ struct ProcessSample {
   std::optional<std::uint64_t> written_chars{};
   std::optional<std::uint64_t> read_bytes{};
   std::optional<std::uint64_t> written_bytes{};
+  // In which its main thread could run and had no core. Empty where the kernel does not count.
+  std::optional<double> run_delay_s{};
 };
 
 // Nothing when there is no such process.
@@ -63,6 +65,7 @@ struct ProcessRates {
   std::optional<double> written_chars_per_s{};
   std::optional<double> read_bytes_per_s{};
   std::optional<double> written_bytes_per_s{};
+  std::optional<double> run_delay_share{};  // of the time, in which the main thread had no core
 };
 
 // Nothing when they are of different processes, or no time lies between them.

@@ -2,6 +2,7 @@
 #include "lockstep/monitor/cpu_sampler.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -16,6 +17,7 @@
 #include <thread>
 
 #include "lockstep/core/child_for_test.h"
+#include "lockstep/core/cores.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/pages.h"
@@ -43,6 +45,16 @@ CHILD(busy) {
 
 CHILD(idle) {
   return say("ready");
+}
+
+// On the first CPU that it may use, which others like it use as well.
+CHILD(busy_on_one_core) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(static_cast<std::size_t>(allowed_cpus().front()), &set);
+  if (::sched_setaffinity(0, sizeof set, &set) != 0) return 1;
+  write_all(STDOUT_FILENO, "ready\n");
+  for (std::atomic<unsigned> i{0};;) i.fetch_add(1);
 }
 
 constexpr std::size_t kTouched = 64u << 20;
@@ -101,6 +113,20 @@ TEST(CpuSampler, ABusyProcessUsesCpuTime) {
   EXPECT_GT(after.involuntary_switches + after.voluntary_switches, 0u);
 }
 
+TEST(CpuSampler, ProcessesThatShareACoreWaitForIt) {
+  const Process process("busy_on_one_core");
+  const Process second("busy_on_one_core");
+  const Process third("busy_on_one_core");
+  const ProcessSample before = process.sample();
+  if (!before.run_delay_s) GTEST_SKIP() << "this kernel does not count it";
+  std::this_thread::sleep_for(1500ms);
+  const auto change = rates(before, process.sample());
+  ASSERT_TRUE(change && change->run_delay_share);
+  EXPECT_GT(*change->run_delay_share, 0.4);
+  EXPECT_LE(*change->run_delay_share, 1);
+  EXPECT_LT(change->cores, 0.6);
+}
+
 TEST(CpuSampler, AStoppedProcessDiffersFromOneThatSleeps) {
   const Process process("idle");
   EXPECT_EQ(process.until([](const auto& s) { return s.state == 'S'; }).state, 'S');
@@ -108,7 +134,9 @@ TEST(CpuSampler, AStoppedProcessDiffersFromOneThatSleeps) {
   EXPECT_EQ(process.until([](const auto& s) { return s.state == 'T'; }).state, 'T');
   const ProcessSample before = process.sample();
   std::this_thread::sleep_for(50ms);
-  EXPECT_EQ(rates(before, process.sample())->cores, 0);
+  const auto change = rates(before, process.sample());
+  EXPECT_EQ(change->cores, 0);
+  EXPECT_LT(change->run_delay_share.value_or(0), 0.1);
 }
 
 TEST(CpuSampler, MemoryThatIsTouchedFaultsAndStaysResident) {

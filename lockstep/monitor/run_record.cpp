@@ -38,6 +38,7 @@ void visit_rates(Rates& rates, Visit& visit) {
   visit("written_chars_per_s", rates.written_chars_per_s);
   visit("read_bytes_per_s", rates.read_bytes_per_s);
   visit("written_bytes_per_s", rates.written_bytes_per_s);
+  visit("run_delay_share", rates.run_delay_share);
 }
 
 template <typename IntervalType, typename Visit>
@@ -74,6 +75,7 @@ void visit_facts(Facts& facts, Visit& visit) {
   visit("accumulation", facts.accumulation);
   visit("optimizer", facts.optimizer);
   visit("arguments", facts.arguments);
+  visit("threads_per_rank", facts.threads_per_rank);
 }
 
 template <typename Identity, typename Visit>

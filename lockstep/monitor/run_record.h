@@ -63,8 +63,9 @@ struct RunFacts {
   std::int64_t gradient_bytes = 0;
   std::int64_t per_device_batch = 0;
   std::int64_t accumulation = 0;
-  std::string optimizer{};  // "replicated" or "sharded", and "fused" or not: "sharded fused adamw"
-  Node arguments{};         // training_args, as in a checkpoint
+  std::string optimizer{};   // "replicated" or "sharded", and "fused" or not: "sharded fused adamw"
+  Node arguments{};          // training_args, as in a checkpoint
+  int threads_per_rank = 0;  // that compute (OpenMP's), not those that only wait
 };
 
 struct RankRecord {

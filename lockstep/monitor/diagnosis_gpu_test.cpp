@@ -1,0 +1,207 @@
+// The rules that read the samples of GPUs.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "lockstep/monitor/diagnosis.h"
+#include "lockstep/monitor/record_for_test.h"
+
+namespace lockstep::monitor {
+namespace {
+
+using namespace for_test;
+using ::testing::HasSubstr;
+
+using ledger::Counter;
+using ledger::Phase;
+
+// A GPU that has no work for that share of each step.
+RunRecord on_gpus(double idle, int gpus = 2) {
+  RunRecord run = run_of(std::vector<Shape>(static_cast<std::size_t>(gpus), Shape{}));
+  run.facts.device = "cuda";
+  run.facts.backend = "nccl";
+  run.facts.gpus_visible = gpus;
+  run.facts.arguments = map_node({{"bf16", bool_node(true)}, {"fp16", bool_node(false)}});
+  change(run, [&](Interval& interval) {
+    const double busy = interval.seconds * (1 - idle);
+    at(interval.device_s, Phase::kForward) = 0.3 * busy;
+    at(interval.device_s, Phase::kBackward) = 0.6 * busy;
+    at(interval.device_s, Phase::kCommunication) = 0.03 * busy;
+    at(interval.device_s, Phase::kOptimizer) = 0.07 * busy;
+  });
+  return run;
+}
+
+GpuReading reading(unsigned utilisation, double gib = 60, double power = 600) {
+  GpuReading gpu;
+  gpu.utilisation_percent = utilisation;
+  gpu.memory_used_bytes = static_cast<std::uint64_t>(gib * (1u << 30));
+  gpu.memory_total_bytes = std::uint64_t{80} << 30;
+  gpu.power_w = power;
+  gpu.clock_reasons = 0;
+  return gpu;
+}
+
+HostGpus gpus_of(int samples, const std::function<std::vector<GpuReading>(int)>& readings) {
+  HostGpus host;
+  for (int i = 0; i < samples; ++i)
+    host.samples.push_back({.unix_time_s = 1e9 + i, .gpus = readings(i)});
+  for (std::size_t g = 0; g < host.samples.front().gpus.size(); ++g)
+    host.gpus.push_back({.index = static_cast<int>(g), .name = "NVIDIA H100 80GB HBM3"});
+  return host;
+}
+
+RunRecord alone(int gpus) {
+  RunRecord run;
+  run.facts.device = "cuda";
+  run.facts.program = "./train --batch_size 16";
+  run.facts.gpus_visible = gpus;
+  return run;
+}
+
+TEST(NotLaunched, OneProcessWithManyGpus) {
+  const Finding finding = only(alone(4), "not-launched");
+  EXPECT_EQ(finding.cause, "one-process");
+  EXPECT_THAT(finding.remedy,
+              HasSubstr("lockstep run --standalone --nproc-per-node=4 ./train --batch_size 16"));
+  EXPECT_DOUBLE_EQ(finding.gain, 0.75);
+  expect_silence(alone(1));
+  RunRecord cpu = alone(4);
+  cpu.facts.device = "cpu";
+  expect_silence(cpu);
+}
+
+TEST(NotLaunched, AlternatingGpusWithinThirtySamples) {
+  const auto turns = [](int i) {
+    return std::vector<GpuReading>{reading(i % 2 == 0 ? 100 : 0), reading(i % 2 == 0 ? 0 : 100)};
+  };
+  for (const int samples : {10, 30}) {
+    RunRecord run = alone(2);
+    run.gpus = {gpus_of(samples, turns)};
+    const Finding finding = only(run, "not-launched");
+    EXPECT_EQ(finding.cause, "alternating");
+    EXPECT_THAT(finding.what, HasSubstr("take turns"));
+    EXPECT_THAT(finding.evidence, HasSubstr("0/100"));
+    EXPECT_THAT(finding.remedy, HasSubstr("lockstep run --standalone --nproc-per-node=2 ./train"));
+    EXPECT_DOUBLE_EQ(finding.gain, 0.5);
+    EXPECT_EQ(busy_together_share(run.gpus[0]), 0);
+  }
+  RunRecord early = alone(1);
+  early.gpus = {gpus_of(9, turns)};
+  expect_silence(early);
+}
+
+TEST(NotLaunched, FourGpusThatTakeTurnsForSeconds) {
+  RunRecord run = alone(4);
+  run.gpus = {gpus_of(30, [](int i) {
+    std::vector<GpuReading> gpus(4, reading(3));
+    gpus[static_cast<std::size_t>(i / 3 % 4)] = reading(97);
+    return gpus;
+  })};
+  EXPECT_EQ(only(run, "not-launched").cause, "alternating");
+}
+
+TEST(NotLaunched, IsNotSaidOfGpusThatWorkTogether) {
+  std::mt19937 random(5);
+  for (const unsigned noise : {0u, 5u, 9u}) {
+    RunRecord run = on_gpus(0.05);
+    run.gpus = {gpus_of(30, [&](int) {
+      std::uniform_int_distribution<unsigned> more(0, 2 * noise);
+      return std::vector<GpuReading>{reading(std::min(100u, 92 - noise + more(random))),
+                                     reading(std::min(100u, 91 - noise + more(random)))};
+    })};
+    expect_silence(run);
+    if (noise <= 5) {
+      EXPECT_EQ(busy_together_share(run.gpus[0]), 1);
+    }
+  }
+  // A process that drives both by itself.
+  RunRecord run = alone(2);
+  run.gpus = {gpus_of(30, [](int) { return std::vector<GpuReading>{reading(92), reading(91)}; })};
+  expect_silence(run);
+}
+
+TEST(Unbalanced, MemoryPowerAndIdleGpus) {
+  RunRecord run = on_gpus(0.05);
+  const auto with = [&](const GpuReading& a, const GpuReading& b) {
+    run.gpus = {gpus_of(20, [&](int) { return std::vector<GpuReading>{a, b}; })};
+    return run;
+  };
+  EXPECT_EQ(only(with(reading(92, 40), reading(91, 20)), "unbalanced").cause, "memory");
+  EXPECT_EQ(only(with(reading(92, 40), reading(91, 29)), "unbalanced").cause, "memory");
+  expect_silence(with(reading(92, 40), reading(91, 31)));
+  expect_silence(with(reading(92, 1.0), reading(91, 0.5)));
+  EXPECT_EQ(only(with(reading(92, 40, 600), reading(91, 40, 440)), "unbalanced").cause, "power");
+  expect_silence(with(reading(92, 40, 600), reading(91, 40, 460)));
+  const Finding idle = only(with(reading(98), reading(0, 1, 80)), "unbalanced");
+  EXPECT_EQ(idle.cause, "idle");
+  EXPECT_DOUBLE_EQ(idle.gain, 0.5);
+}
+
+TEST(Float32, WhereBf16Serves) {
+  RunRecord run = on_gpus(0.05);
+  run.gpus = {gpus_of(20, [](int) { return std::vector<GpuReading>{reading(92), reading(91)}; })};
+  expect_silence(run);
+  run.facts.arguments = map_node({{"bf16", bool_node(false)}, {"fp16", bool_node(false)}});
+  const Finding finding = only(run, "float32");
+  EXPECT_THAT(finding.evidence, HasSubstr("H100"));
+  EXPECT_THAT(finding.remedy, HasSubstr("bf16: true"));
+  EXPECT_LE(finding.gain, 0.3);
+  RunRecord old = run;
+  for (GpuIdentity& gpu : old.gpus[0].gpus) gpu.name = "Tesla V100-SXM2-16GB";
+  expect_silence(old);
+  RunRecord small = run;
+  small.facts.parameters = 1'000'000;
+  expect_silence(small);
+  run.gpus.clear();
+  expect_silence(run);
+}
+
+TEST(MicroBatch, LeavesTheGpuWithoutWork) {
+  const Finding finding = only(on_gpus(0.5), "micro-batch-too-small");
+  EXPECT_EQ(finding.cause, "launch");
+  EXPECT_THAT(finding.remedy, HasSubstr("compile_model"));
+  EXPECT_LE(finding.gain, 0.5);
+  only(on_gpus(0.35), "micro-batch-too-small");
+  expect_silence(on_gpus(0.25));
+}
+
+TEST(MicroBatch, AccumulatesAlthoughLargerOnesFit) {
+  RunRecord run = on_gpus(0.2);
+  change(run, [](Interval& interval) { at(interval.counts, Counter::kMicroBatches) *= 8; });
+  const auto filled = [&](double gib) {
+    run.gpus = {gpus_of(
+        20, [&](int) { return std::vector<GpuReading>{reading(80, gib), reading(80, gib)}; })};
+    return run;
+  };
+  const Finding finding = only(filled(15), "accumulation-too-high");
+  EXPECT_THAT(finding.remedy, HasSubstr("multiply per_device_train_batch_size by 4"));
+  EXPECT_NEAR(finding.gain, (0.2 - 0.02) * 0.75, 0.001);
+  only(filled(33), "accumulation-too-high");
+  expect_silence(filled(35));
+}
+
+TEST(Straggler, OnAThrottledGpu) {
+  RunRecord run = on_gpus(0.02, 3);
+  const RunRecord slow = with_slow_rank(10, 20);
+  for (std::size_t r = 0; r < 3; ++r) {
+    run.ranks[r] = slow.ranks[r];
+    for (Interval& interval : run.ranks[r].intervals) interval.device_s = interval.host_s;
+  }
+  run.gpus = {gpus_of(20, [](int) {
+    std::vector<GpuReading> gpus{reading(95), reading(99), reading(95)};
+    gpus[1].clock_reasons = 0x40;  // hardware thermal slowdown
+    return gpus;
+  })};
+  EXPECT_EQ(only(run, "straggler").cause, "throttled");
+  run.gpus = {gpus_of(20, [](int) {
+    std::vector<GpuReading> gpus{reading(95), reading(99), reading(95)};
+    for (GpuReading& gpu : gpus) gpu.clock_reasons = 0x40;
+    return gpus;
+  })};
+  EXPECT_EQ(only(run, "straggler").cause, "compute");
+}
+
+}  // namespace
+}  // namespace lockstep::monitor

@@ -1,0 +1,512 @@
+// Every rule on records that are made up: with its cause, without it, and near its limit.
+#include "lockstep/monitor/diagnosis.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "lockstep/monitor/record_for_test.h"
+
+namespace lockstep::monitor {
+namespace {
+
+using namespace for_test;
+using ledger::Counter;
+using ledger::Phase;
+using ::testing::HasSubstr;
+
+// ---------------------------------------------------------------- silence
+
+TEST(Healthy, SaysNothing) {
+  expect_silence(healthy());
+  expect_silence(run_of({Shape{}}));
+  EXPECT_TRUE(enough_to_judge(healthy()));
+  expect_silence(RunRecord{});
+  EXPECT_FALSE(enough_to_judge(RunRecord{}));
+}
+
+// Parts of a step that vary by 10 % from second to second, in runs of all lengths and sizes.
+TEST(Healthy, SaysNothingWhenItsTimesVary) {
+  std::mt19937 random(20261116);
+  const auto between = [&](double a, double b) {
+    return std::uniform_real_distribution<double>(a, b)(random);
+  };
+  for (int trial = 0; trial < 400; ++trial) {
+    SCOPED_TRACE(trial);
+    const Shape shape{.step_ms = between(2, 90),
+                      .data = between(0, 0.05),
+                      .forward = between(0.25, 0.35),
+                      .backward = between(0.40, 0.50),
+                      .communication = between(0, 0.10),
+                      .optimizer = between(0.01, 0.09),
+                      .logging = between(0, 0.01),
+                      .saving = between(0, 0.02)};
+    const std::vector<Shape> ranks(std::uniform_int_distribution<std::size_t>(1, 8)(random), shape);
+    const int intervals = std::uniform_int_distribution<int>(1, 80)(random);
+    RunRecord run = run_of(ranks, intervals, [&] { return between(0.9, 1.1); });
+    change(run, [&](Interval& interval) {
+      interval.process->cores *= between(0.9, 1.1);
+      interval.process->run_delay_share = between(0, 0.1);
+      interval.process->involuntary_switches_per_s = between(0, 200);
+      at(interval.counts, Counter::kSaves) = 1;
+    });
+    expect_silence(run);
+    if (HasFailure()) return;
+  }
+}
+
+// Ranks that always differ by 10 % up and down are no straggler in a short record.
+TEST(Healthy, SaysNothingOfRanksThatDifferALittle) {
+  Shape slow;
+  slow.step_ms = 22;
+  Shape fast;
+  fast.step_ms = 18;
+  expect_silence(run_of({slow, fast}, 8));
+}
+
+TEST(Healthy, IsNotJudgedByItsStart) {
+  RunRecord run = healthy();
+  for (RankRecord& rank : run.ranks) {
+    Interval start = rank.intervals.front();
+    start.unix_time_s -= 1;
+    start.steps = 1;
+    start.host_s = {};
+    at(start.host_s, Phase::kData) = 0.9 * start.seconds;
+    at(start.host_s, Phase::kStartup) = 0.1 * start.seconds;
+    rank.intervals.insert(rank.intervals.begin(), 1, start);
+  }
+  expect_silence(run);
+}
+
+TEST(Healthy, StepsMayTakeManyIntervals) {
+  RunRecord run = healthy(60);
+  int n = 0;
+  change(run, [&](Interval& interval) {
+    interval.steps = n++ % 5 == 4 ? 1 : 0;
+    const double last = at(interval.host_s, Phase::kData);
+    at(interval.host_s, Phase::kForward) += last;
+    at(interval.host_s, Phase::kData) = 0;
+    if (interval.steps == 1) {  // the only interval of five that waits at all
+      at(interval.host_s, Phase::kData) = 0.3 * interval.seconds;
+      at(interval.host_s, Phase::kForward) -= 0.28 * interval.seconds;
+    }
+  });
+  expect_silence(run);
+}
+
+TEST(Healthy, AFewStepsAreNotJudged) {
+  RunRecord run = run_of({Shape{.data = 0.5, .forward = 0.1, .backward = 0.2}});
+  run.ranks[0].intervals.resize(1);
+  run.ranks[0].intervals[0].steps = 9;
+  expect_silence(run);
+  EXPECT_FALSE(enough_to_judge(run));
+  run.ranks[0].intervals[0].steps = 10;
+  EXPECT_NE(find(diagnose(run), "loader-bound"), nullptr);
+}
+
+// ---------------------------------------------------------------- data
+
+Shape waiting_for_data(double share) {
+  Shape shape;
+  shape.data = share;
+  shape.forward = 0.85 - share - shape.backward / 2;
+  shape.backward /= 2;
+  return shape;
+}
+
+TEST(LoaderBound, NamesTheWorkersThatSuffice) {
+  RunRecord run = run_of({waiting_for_data(0.4), waiting_for_data(0.4)});
+  change(run, [](Interval& interval) {  // 30 ms for a batch, 12 ms of a step without the wait
+    at(interval.counts, Counter::kLoadNs) =
+        at(interval.counts, Counter::kBatches) * std::uint64_t{30'000'000};
+  });
+  const Finding finding = only(run, "loader-bound");
+  EXPECT_THAT(finding.remedy, HasSubstr("set dataloader_num_workers to 3 (now 1)"));
+  EXPECT_THAT(finding.evidence, HasSubstr("40 %"));
+  EXPECT_THAT(finding.evidence, HasSubstr("30.0 ms"));
+  EXPECT_NEAR(finding.gain, 0.4, 1e-9);
+}
+
+TEST(LoaderBound, SaysWhenCoresAreMissing) {
+  RunRecord run = run_of({waiting_for_data(0.4), waiting_for_data(0.4)});
+  run.facts.cores = 2;
+  run.facts.arguments = {};
+  change(run, [](Interval& interval) {
+    at(interval.counts, Counter::kLoadNs) =
+        at(interval.counts, Counter::kBatches) * std::uint64_t{30'000'000};
+  });
+  EXPECT_THAT(only(run, "loader-bound").remedy, HasSubstr("6 threads on 2 cores"));
+  run.facts.arguments = map_node({{"dataloader_num_workers", integer_node(8)}});
+  EXPECT_THAT(only(run, "loader-bound").remedy, HasSubstr("3 workers would suffice and 8 are"));
+  change(run, [](Interval& interval) { at(interval.counts, Counter::kBatches) = 0; });
+  EXPECT_THAT(only(run, "loader-bound").remedy, HasSubstr("load batches ahead"));
+}
+
+TEST(LoaderBound, HasALimit) {
+  only(run_of({waiting_for_data(0.105), waiting_for_data(0.105)}), "loader-bound");
+  expect_silence(run_of({waiting_for_data(0.095), waiting_for_data(0.095)}));
+}
+
+Shape logging(double share) {
+  Shape shape;
+  shape.logging = share;
+  shape.forward -= share;
+  return shape;
+}
+
+TEST(Logging, CostsTooMuch) {
+  RunRecord run = run_of({logging(0.15), logging(0.02)});
+  run.ranks[1] = rank_of(1, Shape{.forward = 0.2, .communication = 0.15}, 40, [] { return 1.0; });
+  change(run, [](Interval& interval) {
+    at(interval.counts, Counter::kLogs) = static_cast<std::uint64_t>(interval.steps);
+    at(interval.counts, Counter::kHostSyncs) = static_cast<std::uint64_t>(interval.steps);
+  });
+  const Finding finding = only(run, "logging-too-often");
+  EXPECT_THAT(finding.remedy, HasSubstr("logging_steps to 20"));
+  EXPECT_THAT(finding.evidence, HasSubstr("every 1.0 steps; 1.0 waits"));
+  EXPECT_NEAR(finding.gain, 0.15 * 0.95, 0.005);
+}
+
+TEST(Logging, HasALimit) {
+  only(run_of({logging(0.032), logging(0.032)}), "logging-too-often");
+  expect_silence(run_of({logging(0.028), logging(0.028)}));
+  RunRecord once = run_of({logging(0.2), logging(0.2)});
+  change(once, [](Interval& interval) { at(interval.counts, Counter::kLogs) = 0; });
+  at(once.ranks[0].intervals[9].counts, Counter::kLogs) = 2;
+  expect_silence(once);
+}
+
+Shape saving(double share) {
+  Shape shape;
+  shape.saving = share;
+  shape.forward -= share;
+  return shape;
+}
+
+TEST(Saving, CostsTooMuch) {
+  RunRecord run = run_of({saving(0.2), saving(0.2)});
+  change(run, [](Interval& interval) { at(interval.counts, Counter::kSaves) = 5; });
+  const Finding finding = only(run, "saving-too-often");
+  EXPECT_THAT(finding.remedy, HasSubstr("save_steps to 100"));
+  EXPECT_NEAR(finding.gain, 0.2 * 0.9, 1e-6);
+}
+
+TEST(Saving, HasALimit) {
+  for (const auto& [share, fires] : {std::pair{0.052, true}, std::pair{0.048, false}}) {
+    RunRecord run = run_of({saving(share), saving(share)});
+    change(run, [](Interval& interval) { at(interval.counts, Counter::kSaves) = 1; });
+    EXPECT_EQ(find(diagnose(run), "saving-too-often") != nullptr, fires) << share;
+  }
+  // The checkpoints at the end of a run, and of the one before.
+  RunRecord twice = run_of({saving(0.2), saving(0.2)});
+  at(twice.ranks[0].intervals[39].counts, Counter::kSaves) = 2;
+  expect_silence(twice);
+}
+
+// ---------------------------------------------------------------- batches
+
+Shape updating(double optimizer, double communication) {
+  Shape shape;
+  shape.optimizer = optimizer;
+  shape.communication = communication;
+  shape.forward = (0.95 - optimizer - communication) / 3;
+  shape.backward = 2 * shape.forward;
+  return shape;
+}
+
+TEST(MicroBatch, IsTooSmallForItsUpdate) {
+  const Finding finding =
+      only(run_of({updating(0.45, 0.05), updating(0.45, 0.05)}), "micro-batch-too-small");
+  EXPECT_EQ(finding.cause, "update");
+  EXPECT_THAT(finding.remedy, HasSubstr("per_device_train_batch_size from 8 to 16"));
+  EXPECT_NEAR(finding.gain, 0.25, 0.01);
+  expect_silence(run_of({updating(0.34, 0.05), updating(0.34, 0.05)}));
+}
+
+TEST(Accumulation, SynchronisesEveryMicroStep) {
+  RunRecord run = run_of({updating(0.05, 0.12), updating(0.05, 0.12)});
+  expect_silence(run);
+  change(run, [](Interval& interval) { at(interval.counts, Counter::kUpdates) /= 4; });
+  const Finding finding = only(run, "accumulation-synchronises");
+  EXPECT_THAT(finding.remedy, HasSubstr("no_sync()"));
+  EXPECT_THAT(finding.evidence, HasSubstr("4."));
+  EXPECT_LE(finding.gain, 0.12);
+  EXPECT_GT(finding.gain, 0.08);
+  // Accumulation as it should be.
+  change(run, [](Interval& interval) {
+    at(interval.counts, Counter::kSynchronisedPasses) = at(interval.counts, Counter::kUpdates);
+  });
+  expect_silence(run);
+}
+
+// ---------------------------------------------------------------- communication
+
+RunRecord communicating(double share, double bucket_mib, double buckets, double reduce_ms) {
+  RunRecord run = run_of({updating(0.05, share), updating(0.05, share)});
+  change(run, [&](Interval& interval) {
+    const auto steps = static_cast<double>(interval.steps);
+    at(interval.counts, Counter::kBuckets) = static_cast<std::uint64_t>(steps * buckets);
+    at(interval.counts, Counter::kReducedBytes) =
+        static_cast<std::uint64_t>(steps * buckets * bucket_mib * (1u << 20));
+    at(interval.counts, Counter::kReduceNs) = static_cast<std::uint64_t>(steps * reduce_ms * 1e6);
+  });
+  return run;
+}
+
+TEST(CommunicationBound, NamesTheBucketsThatSuffice) {
+  // 100 MiB in one bucket that takes 7 of 20 ms, of which backward could hide all but the last.
+  Finding finding = only(communicating(0.35, 100, 1, 7), "communication-bound");
+  EXPECT_THAT(finding.remedy, HasSubstr("lower ddp_bucket_cap_mb to 14"));
+  EXPECT_NEAR(finding.gain, 0.30, 0.01);
+  finding = only(communicating(0.35, 0.5, 40, 8), "communication-bound");
+  EXPECT_THAT(finding.remedy, HasSubstr("raise ddp_bucket_cap_mb to 25"));
+  EXPECT_LE(finding.gain, 0.35);
+  finding = only(communicating(0.35, 25, 8, 18), "communication-bound");
+  EXPECT_THAT(finding.remedy, HasSubstr("gradient_accumulation_steps"));
+  EXPECT_NEAR(finding.gain, 0.175, 0.01);
+}
+
+TEST(CommunicationBound, HasALimit) {
+  only(communicating(0.21, 25, 4, 8), "communication-bound");
+  expect_silence(communicating(0.19, 25, 4, 8));
+}
+
+TEST(Straggler, ThatComputesSlowly) {
+  const Finding finding = only(with_slow_rank(10, 20), "straggler");
+  EXPECT_EQ(finding.rank, 1);
+  EXPECT_EQ(finding.cause, "compute");
+  EXPECT_NEAR(finding.gain, 10.0 / 21, 0.01);
+  EXPECT_THAT(finding.evidence, HasSubstr("20.0 ms of its own work in a step, 10.0 ms"));
+}
+
+TEST(Straggler, HasALimitThatDependsOnTheLengthOfTheRecord) {
+  only(with_slow_rank(10, 11.5), "straggler");
+  expect_silence(with_slow_rank(10, 11.0));
+  expect_silence(with_slow_rank(10, 11.5, 10));
+  only(with_slow_rank(10, 13.5, 10), "straggler");
+}
+
+TEST(Straggler, IsSlowAllTheTime) {
+  RunRecord run = with_slow_rank(10, 20);
+  const RunRecord even = with_slow_rank(10, 10.001);
+  for (std::size_t i = 0; i < 40; i += 3) run.ranks[1].intervals[i] = even.ranks[1].intervals[i];
+  EXPECT_EQ(find(diagnose(run), "straggler"), nullptr);
+}
+
+TEST(Straggler, ThatWaitsForData) {
+  RunRecord run = with_slow_rank(10, 30, 2);
+  change(
+      run,
+      [](Interval& interval) {
+        const double moved = 20.0 / 30 * at(interval.host_s, Phase::kBackward);
+        at(interval.host_s, Phase::kBackward) -= moved;
+        at(interval.host_s, Phase::kForward) /= 3;
+        at(interval.host_s, Phase::kData) = 20e-3 * static_cast<double>(interval.steps);
+        interval.process->cores = 0.4;
+      },
+      1);
+  const Finding finding = only(run, "straggler");
+  EXPECT_EQ(finding.rank, 1);
+  EXPECT_EQ(finding.cause, "data");
+  EXPECT_THAT(finding.remedy, HasSubstr("rank 1"));
+}
+
+TEST(Straggler, WithoutACore) {
+  RunRecord run = with_slow_rank(10, 30);
+  change(
+      run,
+      [](Interval& interval) {
+        interval.process->cores = 0.34;
+        interval.process->run_delay_share = 0.64;
+        interval.process->involuntary_switches_per_s = 110;
+      },
+      1);
+  Finding finding = only(run, "straggler");
+  EXPECT_EQ(finding.cause, "cpu-starved");
+  EXPECT_EQ(finding.rank, 1);
+  EXPECT_THAT(finding.evidence, HasSubstr("0.34 cores"));
+  // A kernel that does not count the wait.
+  change(run, [](Interval& interval) { interval.process->run_delay_share.reset(); });
+  EXPECT_EQ(only(run, "straggler").cause, "cpu-starved");
+  change(run, [](Interval& interval) { interval.process->involuntary_switches_per_s = 3; });
+  EXPECT_EQ(only(run, "straggler").cause, "compute");
+  change(run, [](Interval& interval) { interval.throttled_share = 0.5; }, 1);
+  EXPECT_EQ(only(run, "straggler").cause, "cpu-starved");
+}
+
+TEST(FindUnused, SearchesForNothing) {
+  RunRecord run = healthy();
+  change(run, [](Interval& interval) {
+    at(interval.counts, Counter::kUnusedSearches) = static_cast<std::uint64_t>(interval.steps);
+  });
+  const Finding finding = only(run, "find-unused-parameters");
+  EXPECT_THAT(finding.remedy, HasSubstr("ddp_find_unused_parameters: false"));
+  EXPECT_THAT(finding_text(finding), HasSubstr("Expected gain: not known."));
+  at(run.ranks[1].intervals[20].counts, Counter::kUnusedFound) = 1;
+  expect_silence(run);
+}
+
+// ---------------------------------------------------------------- optimizers
+
+TEST(Optimizer, IsNotFused) {
+  RunRecord run = run_of({updating(0.2, 0.03), updating(0.2, 0.03)});
+  run.facts.backend = "nccl";
+  expect_silence(run);
+  run.facts.optimizer = "replicated adamw";
+  const Finding finding = only(run, "unfused-optimizer");
+  EXPECT_NEAR(finding.gain, 0.1, 0.005);
+  run = run_of({updating(0.095, 0.03), updating(0.095, 0.03)});
+  run.facts.backend = "nccl";
+  run.facts.optimizer = "replicated adamw";
+  expect_silence(run);
+}
+
+TEST(Optimizer, IsReplicatedInSharedMemory) {
+  for (const auto& [share, fires] : {std::pair{0.105, true}, std::pair{0.095, false}}) {
+    RunRecord run = run_of({updating(share, 0.03), updating(share, 0.03)});
+    run.facts.optimizer = "replicated fused adamw";
+    const auto findings = diagnose(run);
+    const Finding* finding = find(findings, "replicated-optimizer");
+    ASSERT_EQ(finding != nullptr, fires) << share;
+    if (finding != nullptr) {
+      EXPECT_NEAR(finding->gain, share / 2, 0.005);
+      EXPECT_THAT(finding->remedy, HasSubstr("shard_optimizer: true"));
+    }
+    run.facts.backend = "gloo";
+    expect_silence(run);
+  }
+}
+
+// ---------------------------------------------------------------- processes
+
+TEST(PageFaults, EveryStep) {
+  RunRecord run = healthy();
+  const auto faults = [&](double per_s, double system) {
+    change(run, [&](Interval& interval) {
+      interval.process->minor_faults_per_s = per_s;
+      interval.process->system_cores = system;
+    });
+  };
+  faults(250'000, 0.2);  // 5000 in each step
+  const Finding finding = only(run, "page-faults");
+  EXPECT_THAT(finding.evidence, HasSubstr("5000 minor page faults in a step"));
+  EXPECT_THAT(finding.remedy, HasSubstr("MALLOC_TRIM_THRESHOLD_"));
+  EXPECT_NEAR(finding.gain, 0.125, 0.001);
+  faults(250'000, 0.05);
+  EXPECT_LT(only(run, "page-faults").gain, 0.052);
+  faults(65'000, 0.2);
+  only(run, "page-faults");
+  faults(55'000, 0.2);
+  expect_silence(run);
+}
+
+TEST(PageFaults, OfMemoryThatStaysAreFine) {
+  RunRecord run = healthy();
+  change(run, [resident = std::uint64_t{500} << 20](Interval& interval) mutable {
+    interval.process->minor_faults_per_s = 100'000;
+    interval.process->system_cores = 0.2;
+    interval.resident_bytes = resident += 350u << 20;
+  });
+  expect_silence(run);
+}
+
+TEST(Threads, MoreThanCores) {
+  RunRecord run = healthy();
+  run.facts.cores = 2;
+  expect_silence(run);
+  run.facts.threads_per_rank = 2;
+  Finding finding = only(run, "too-many-threads");
+  EXPECT_EQ(finding.cause, "threads");
+  EXPECT_THAT(finding.remedy, HasSubstr("OMP_NUM_THREADS=1"));
+  change(run, [](Interval& interval) { interval.process->cores = 0.7; });
+  expect_silence(run);
+  RunRecord four = run_of({Shape{}, Shape{}, Shape{}, Shape{}});
+  four.facts.cores = 2;
+  change(four, [](Interval& interval) { interval.process->cores = 0.5; });
+  finding = only(four, "too-many-threads");
+  EXPECT_EQ(finding.cause, "ranks");
+  EXPECT_THAT(finding.remedy, HasSubstr("at most 2 ranks"));
+}
+
+// ---------------------------------------------------------------- all together
+
+// Whatever a record holds: gains are shares, and none is above what its rule rests on.
+TEST(Findings, NeverPromiseMoreThanTheirShare) {
+  std::mt19937 random(7);
+  const auto between = [&](double a, double b) {
+    return std::uniform_real_distribution<double>(a, b)(random);
+  };
+  int found = 0;
+  for (int trial = 0; trial < 500; ++trial) {
+    SCOPED_TRACE(trial);
+    std::vector<Shape> shapes(std::uniform_int_distribution<std::size_t>(1, 4)(random));
+    double data = 0, communication = 0, logs = 0, saves = 0, optimizer = 0;
+    for (Shape& shape : shapes) {
+      shape = {.step_ms = between(2, 90)};
+      double rest = 1;
+      for (double* part : {&shape.data, &shape.communication, &shape.optimizer, &shape.logging,
+                           &shape.saving, &shape.forward})
+        rest -= * part = between(0, rest);
+      data = std::max(data, shape.data);
+      communication = std::max(communication, shape.communication);
+      logs = std::max(logs, shape.logging);
+      saves = std::max(saves, shape.saving);
+      optimizer = std::max(optimizer, shape.optimizer);
+    }
+    RunRecord run = run_of(shapes, std::uniform_int_distribution<int>(1, 50)(random));
+    run.facts.optimizer = trial % 2 == 0 ? "replicated adamw" : "replicated fused adamw";
+    const double faults = between(0, 4e5), system = between(0, 1);
+    change(run, [&](Interval& interval) {
+      at(interval.counts, Counter::kSaves) = 1;
+      at(interval.counts, Counter::kUpdates) /= 3;
+      interval.process->minor_faults_per_s = faults;
+      interval.process->system_cores = system;
+    });
+    const auto findings = diagnose(run);
+    const std::pair<const char*, double> limits[] = {
+        {"loader-bound", data},
+        {"communication-bound", communication},
+        {"logging-too-often", logs},
+        {"saving-too-often", saves},
+        {"unfused-optimizer", optimizer},
+        {"replicated-optimizer", optimizer},
+        {"accumulation-synchronises", communication},
+        {"micro-batch-too-small", optimizer + communication},
+        {"page-faults", system / 0.98},
+        {"straggler", 1}};
+    for (const Finding& finding : findings) {
+      ++found;
+      EXPECT_GE(finding.gain, 0) << finding_text(finding);
+      EXPECT_LE(finding.gain, 1) << finding_text(finding);
+      for (const auto& [rule, limit] : limits)
+        if (finding.rule == rule) {
+          EXPECT_LE(finding.gain, limit + 1e-9) << finding_text(finding);
+        }
+    }
+    EXPECT_TRUE(std::is_sorted(findings.begin(), findings.end(),
+                               [](const auto& a, const auto& b) { return a.gain > b.gain; }));
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(found, 500);
+}
+
+TEST(Findings, AsTextAndJson) {
+  const Finding finding{.rule = "straggler",
+                        .rank = 1,
+                        .cause = "data",
+                        .what = "What.",
+                        .evidence = "20 ms.",
+                        .remedy = "this.",
+                        .gain = 0.154};
+  EXPECT_EQ(finding_text(finding),
+            "straggler (rank 1, data): What. Evidence: 20 ms. Change: this. Expected gain: about "
+            "15 %.");
+  EXPECT_EQ(to_json(findings_node({finding})),
+            R"([{"rule":"straggler","rank":1,"cause":"data","what":"What.","evidence":"20 ms.",)"
+            R"("remedy":"this.","gain":0.154}])");
+  EXPECT_EQ(to_json(findings_node({})), "[]");
+}
+
+}  // namespace
+}  // namespace lockstep::monitor

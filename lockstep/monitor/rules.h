@@ -1,0 +1,109 @@
+// The rules of diagnose() and what they share. Internal to diagnosis.cpp and rules_*.cpp.
+//
+// A rule looks at a View and returns a finding or nothing. It reads medians over windows, not sums,
+// wherever something happens in every step, so that one slow second is nobody's habit.
+//
+//   const View view = make_view(run);
+//   if (const auto finding = loader_bound(view)) use(*finding);
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/monitor/diagnosis.h"
+
+namespace lockstep::monitor::detail {
+
+// Of the whole record; a run that is looked at earlier is not judged. Twenty steps are enough to
+// name a rank that waits for its data, so the limit is below that.
+inline constexpr std::int64_t kMinSteps = 10;
+// With fewer windows a difference between ranks must be larger to count.
+inline constexpr std::size_t kManyWindows = 30;
+
+struct RankView {
+  int rank = 0;
+  // Intervals joined until a step ended in each, without start-up and evaluation in `seconds`, and
+  // without the first where there are enough: it holds warm-up and the first allocations.
+  std::vector<Interval> windows{};
+  Interval sum{};          // of the windows
+  bool on_device = false;  // the device's clock is there
+};
+
+struct View {
+  const RunRecord& run;
+  std::vector<RankView> ranks{};
+  bool enough = false;  // steps on every rank
+};
+
+View make_view(const RunRecord& run);
+
+using Rule = std::optional<Finding> (*)(const View&);
+
+std::optional<Finding> not_launched(const View& view);
+std::optional<Finding> unbalanced_gpus(const View& view);
+std::optional<Finding> logging_too_often(const View& view);
+std::optional<Finding> saving_too_often(const View& view);
+std::optional<Finding> micro_batch_too_small(const View& view);
+std::optional<Finding> accumulation_synchronises(const View& view);
+std::optional<Finding> loader_bound(const View& view);
+std::optional<Finding> communication_bound(const View& view);
+std::optional<Finding> straggler(const View& view);
+std::optional<Finding> find_unused_parameters(const View& view);
+std::optional<Finding> float32(const View& view);
+std::optional<Finding> unfused_optimizer(const View& view);
+std::optional<Finding> replicated_optimizer(const View& view);
+std::optional<Finding> page_faults(const View& view);
+std::optional<Finding> too_many_threads(const View& view);
+
+// ------------------------------------------------------------------ figures
+
+double median(std::vector<double> values);        // 0 of none
+double lower_median(std::vector<double> values);  // of two the smaller: what half of them have
+
+std::uint64_t count(const RankView& rank, ledger::Counter counter);
+// Seconds of a window that a step is charged with: by the device's clock for what the device does.
+double spent_s(const RankView& rank, const Interval& window, ledger::Phase phase);
+// Time in which the device had nothing to do although no batch was awaited; 0 on CPUs.
+double idle_s(const RankView& rank, const Interval& window);
+
+template <typename Figure>
+double median_of(const RankView& rank, Figure figure) {
+  std::vector<double> values;
+  for (const Interval& window : rank.windows) values.push_back(figure(window));
+  return median(std::move(values));
+}
+double step_s(const RankView& rank);  // median
+double share(const RankView& rank, ledger::Phase phase);
+double idle_share(const RankView& rank);
+
+template <typename Figure>
+std::vector<double> of_ranks(const View& view, Figure figure) {
+  std::vector<double> values;
+  for (const RankView& rank : view.ranks) values.push_back(figure(rank));
+  return values;
+}
+// What every rank has at least. A rank that is ahead waits in communication, so the smallest share
+// is what communication itself costs.
+double least_share(const View& view, ledger::Phase phase);
+double usual_share(const View& view, ledger::Phase phase);  // lower median over ranks
+// Forward and backward passes of one optimizer step.
+double passes_per_update(const View& view);
+
+// ------------------------------------------------------------------ facts and GPUs
+
+// Of the training arguments; empty where there are none, or the key is not there.
+std::optional<std::int64_t> integer_argument(const View& view, std::string_view key);
+std::optional<bool> flag_argument(const View& view, std::string_view key);
+bool on_cuda(const View& view);
+// 7 -> 10, 23 -> 50: what a person would write, not below the value.
+std::int64_t round_up(double value);
+
+// Of the GPU that a rank uses: ranks of a host take its GPUs in order.
+std::optional<GpuFigures> gpu_of_rank(const View& view, int rank);
+// The most of a GPU's memory that is used on any of those that work.
+std::optional<double> memory_share(const View& view);
+
+}  // namespace lockstep::monitor::detail

@@ -1,0 +1,321 @@
+// Rules about ranks that wait for each other.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "lockstep/monitor/rules.h"
+
+namespace lockstep::monitor::detail {
+namespace {
+
+using ledger::Counter;
+using ledger::index;
+using ledger::Phase;
+
+constexpr double kMiB = 1u << 20;
+
+// Ranks that differ by some percent wait for each other a little in every step. Beyond a fifth of
+// the step it is the reduction itself.
+constexpr double kCommunicationShare = 0.20;
+// Smaller buckets cost more for each byte than they hide (docs/benchmarks.md).
+constexpr double kSmallBucketMiB = 4;
+constexpr double kUsualBucketMiB = 25;
+// What cannot hide behind backward is the last bucket: so much of a step may be exposed.
+constexpr double kExposedTarget = 0.05;
+// Larger buckets instead of small ones save at least this share of the reduction's time.
+constexpr double kSmallBucketCost = 0.10;
+
+// By how much of a step a rank must be slower than the others. Ranks that vary by 10 % each differ
+// by 20 % at most; over many windows such variation averages out.
+constexpr double kStragglerShare = 0.20;
+constexpr double kStragglerShareOfMany = 0.10;
+// In so many of its windows it must be slower than the others usually are.
+constexpr double kSteadyShare = 0.80;
+// The part of the delay that a cause must explain.
+constexpr double kMainPart = 0.5;
+constexpr double kThrottledGroupShare = 0.2;  // of the periods of its control group
+constexpr double kThrottledGpuShare = 0.5;    // of the samples
+// Where the kernel does not say how long a thread waits for a core: CPU time for each second in
+// which the rank computed, and how often it was interrupted in a second.
+constexpr double kStarvedYield = 0.7;
+constexpr double kStarvedSwitches = 50;
+
+// Parts of the optimizer that a sharded one divides over the ranks.
+constexpr double kShardingGain = 0.05;
+
+struct Reduction {
+  double bytes_per_s = 0;
+  double bucket_bytes = 0;
+  double buckets_per_step = 0;
+  double step_share = 0;      // of the time from launch to completion, also behind backward
+  double backward_share = 0;  // in which it can hide
+};
+
+Reduction reduction_of(const RankView& rank) {
+  const auto buckets = static_cast<double>(count(rank, Counter::kBuckets));
+  const double seconds = static_cast<double>(count(rank, Counter::kReduceNs)) / 1e9;
+  const auto bytes = static_cast<double>(count(rank, Counter::kReducedBytes));
+  Reduction reduction;
+  if (buckets == 0 || bytes == 0 || rank.sum.seconds <= 0) return reduction;
+  reduction.bucket_bytes = bytes / buckets;
+  reduction.buckets_per_step = buckets / static_cast<double>(rank.sum.steps);
+  reduction.bytes_per_s = seconds > 0 ? bytes / seconds : 0;
+  reduction.step_share = seconds / rank.sum.seconds;
+  reduction.backward_share = share(rank, Phase::kBackward);
+  return reduction;
+}
+
+// The rank that waits least sees what the reduction itself takes.
+const RankView& least_waiting(const View& view) {
+  return *std::min_element(view.ranks.begin(), view.ranks.end(), [](const auto& a, const auto& b) {
+    return share(a, Phase::kCommunication) < share(b, Phase::kCommunication);
+  });
+}
+
+struct Advice {
+  std::string remedy;
+  double gain = 0;
+};
+
+Advice bucket_advice(const RankView& rank, double exposed) {
+  const Reduction r = reduction_of(rank);
+  const double bucket_mib = r.bucket_bytes / kMiB;
+  if (r.bucket_bytes > 0 && bucket_mib < kSmallBucketMiB && r.buckets_per_step >= 2)
+    return {
+        fmt::format("raise ddp_bucket_cap_mb to {:.0f}: buckets hold {:.1f} MiB, {:.0f} of them "
+                    "in a step.",
+                    kUsualBucketMiB, bucket_mib, r.buckets_per_step),
+        exposed * kSmallBucketCost};
+  // What one bucket may hold so that its time is the exposed part that is accepted.
+  const double hidden_mib =
+      std::max(r.bytes_per_s * kExposedTarget * step_s(rank) / kMiB, kSmallBucketMiB);
+  if (r.bytes_per_s > 0 && r.step_share <= r.backward_share && hidden_mib < bucket_mib / 2)
+    return {fmt::format("lower ddp_bucket_cap_mb to {:.0f}: the reduction of {:.1f} ms in a step "
+                        "would fit behind backward, and a bucket of {:.0f} MiB begins too late.",
+                        std::floor(hidden_mib), 1e3 * r.step_share * step_s(rank), bucket_mib),
+            std::max(0.0, exposed - kExposedTarget)};
+  return {
+      "reduce less often: raise per_device_train_batch_size or gradient_accumulation_steps (the "
+      "global batch grows with them); between hosts look at the interface (`lockstep doctor`).",
+      exposed / 2};
+}
+
+// ------------------------------------------------------------------ stragglers
+
+// What a rank does by itself in a step. The others' reduction makes all steps equally long, and
+// the sharded optimizer reduces within its step.
+double own_s(const RankView& rank, const Interval& window) {
+  double shared = 0;
+  for (const Phase phase :
+       {Phase::kCommunication, Phase::kOptimizer, Phase::kLogging, Phase::kSaving})
+    shared += spent_s(rank, window, phase);
+  return std::max(0.0, window.seconds - shared) / static_cast<double>(window.steps);
+}
+
+double own_s(const RankView& rank) {
+  return median_of(rank, [&](const Interval& window) { return own_s(rank, window); });
+}
+
+double data_s(const RankView& rank) {
+  return median_of(rank, [&](const Interval& window) {
+    return spent_s(rank, window, Phase::kData) / static_cast<double>(window.steps);
+  });
+}
+
+// Seconds of a step in which its main thread could run and had no core; nothing: not counted.
+std::optional<double> delayed_s(const RankView& rank) {
+  for (const Interval& window : rank.windows)
+    if (!window.process || !window.process->run_delay_share) return std::nullopt;
+  return median_of(rank, [](const Interval& window) {
+    return *window.process->run_delay_share * window.seconds / static_cast<double>(window.steps);
+  });
+}
+
+double rate_of(const RankView& rank, double ProcessRates::*rate) {
+  return median_of(
+      rank, [&](const Interval& window) { return window.process ? (*window.process).*rate : 0; });
+}
+
+template <typename Figure>
+double median_of_others(const View& view, const RankView& rank, Figure figure) {
+  std::vector<double> values;
+  for (const RankView& other : view.ranks)
+    if (other.rank != rank.rank) values.push_back(figure(other));
+  return median(std::move(values));
+}
+
+struct Slow {
+  const RankView* rank = nullptr;
+  double excess_s = 0;  // of a step, above the others
+  double others_s = 0;
+};
+
+Slow slowest(const View& view) {
+  Slow slow;
+  for (const RankView& rank : view.ranks) {
+    const double others = median_of_others(view, rank, [](const RankView& r) { return own_s(r); });
+    const double excess = own_s(rank) - others;
+    if (slow.rank == nullptr || excess > slow.excess_s)
+      slow = {.rank = &rank, .excess_s = excess, .others_s = others};
+  }
+  return slow;
+}
+
+bool is_steady(const Slow& slow) {
+  const auto& windows = slow.rank->windows;
+  const auto slower = std::count_if(windows.begin(), windows.end(), [&](const Interval& window) {
+    return own_s(*slow.rank, window) > slow.others_s + slow.excess_s / 2;
+  });
+  return static_cast<double>(slower) >= kSteadyShare * static_cast<double>(windows.size());
+}
+
+bool is_cpu_starved(const View& view, const Slow& slow) {
+  const RankView& rank = *slow.rank;
+  if (rank.sum.throttled_share.value_or(0) >= kThrottledGroupShare) return true;
+  if (const auto delayed = delayed_s(rank)) {
+    const double others = median_of_others(
+        view, rank, [](const RankView& other) { return delayed_s(other).value_or(0); });
+    return *delayed - others >= kMainPart * slow.excess_s;
+  }
+  const double busy = own_s(rank) / step_s(rank);
+  const double switches = rate_of(rank, &ProcessRates::involuntary_switches_per_s);
+  return rank.sum.process && rate_of(rank, &ProcessRates::cores) < kStarvedYield * busy &&
+         switches >= kStarvedSwitches;
+}
+
+bool is_gpu_throttled(const View& view, const RankView& rank) {
+  const auto gpu = gpu_of_rank(view, rank.rank);
+  if (!gpu || gpu->throttled_share < kThrottledGpuShare) return false;
+  // A limit that holds for all of them does not explain one.
+  return median_of_others(view, rank, [&](const RankView& other) {
+           const auto theirs = gpu_of_rank(view, other.rank);
+           return theirs ? theirs->throttled_share : 0;
+         }) < kThrottledGpuShare;
+}
+
+std::string cause_of(const View& view, const Slow& slow) {
+  if (is_cpu_starved(view, slow)) return "cpu-starved";
+  const double others = median_of_others(view, *slow.rank, data_s);
+  if (data_s(*slow.rank) - others >= kMainPart * slow.excess_s) return "data";
+  return is_gpu_throttled(view, *slow.rank) ? "throttled" : "compute";
+}
+
+std::string straggler_remedy(const std::string& cause, int rank) {
+  if (cause == "data")
+    return fmt::format(
+        "look at what rank {} loads from (disk, network, larger samples); more "
+        "dataloader_num_workers hide it while its cores suffice.",
+        rank);
+  if (cause == "cpu-starved")
+    return "give it the cores that the others have: stop what else runs on them, raise the limit "
+           "of "
+           "its control group, or start fewer ranks or threads (OMP_NUM_THREADS).";
+  if (cause == "throttled")
+    return "its GPU lowers its clock for heat or power: look at `nvidia-smi -q -d PERFORMANCE`, "
+           "its "
+           "cooling and its power limit.";
+  return "compare its device with the others' (`lockstep doctor`), and the sizes of its batches: "
+         "group samples by length where they differ.";
+}
+
+std::string straggler_evidence(const Slow& slow, const std::string& cause, double others_data) {
+  const RankView& rank = *slow.rank;
+  std::string text = fmt::format("{:.1f} ms of its own work in a step, {:.1f} ms on the others",
+                                 1e3 * own_s(rank), 1e3 * slow.others_s);
+  if (cause == "data")
+    text += fmt::format("; {:.1f} ms of it waiting for data, {:.1f} ms on the others",
+                        1e3 * data_s(rank), 1e3 * others_data);
+  if (rank.sum.process)
+    text += fmt::format("; {:.2f} cores in use", rate_of(rank, &ProcessRates::cores));
+  if (const auto delayed = delayed_s(rank); delayed && cause == "cpu-starved")
+    text += fmt::format(", {:.1f} ms of a step ready to run without one", 1e3 * *delayed);
+  if (rank.sum.throttled_share.value_or(0) > 0)
+    text += fmt::format(", its group stopped in {:.0f} % of its periods",
+                        100 * *rank.sum.throttled_share);
+  return text + ".";
+}
+
+}  // namespace
+
+std::optional<Finding> communication_bound(const View& view) {
+  if (!view.enough || view.run.facts.world_size < 2) return std::nullopt;
+  const RankView& rank = least_waiting(view);
+  const double exposed = share(rank, Phase::kCommunication);
+  if (exposed < kCommunicationShare) return std::nullopt;
+  const Advice advice = bucket_advice(rank, exposed);
+  const Reduction reduction = reduction_of(rank);
+  std::string evidence = fmt::format(
+      "every rank waits for reductions for {:.0f} % of a step of "
+      "{:.1f} ms or more",
+      100 * exposed, 1e3 * step_s(rank));
+  if (reduction.bytes_per_s > 0)
+    evidence += fmt::format("; {:.1f} MiB in {:.0f} buckets of a step at {:.2f} GB/s",
+                            reduction.bucket_bytes * reduction.buckets_per_step / kMiB,
+                            reduction.buckets_per_step, reduction.bytes_per_s / 1e9);
+  return Finding{.rule = "communication-bound",
+                 .what = "The ranks wait for the gradients' reduction.",
+                 .evidence = evidence + ".",
+                 .remedy = advice.remedy,
+                 .gain = advice.gain};
+}
+
+std::optional<Finding> straggler(const View& view) {
+  if (!view.enough || view.ranks.size() < 2) return std::nullopt;
+  const Slow slow = slowest(view);
+  const double step = step_s(*slow.rank);
+  const double limit =
+      slow.rank->windows.size() >= kManyWindows ? kStragglerShareOfMany : kStragglerShare;
+  if (step <= 0 || slow.excess_s / step < limit || !is_steady(slow)) return std::nullopt;
+  const std::string cause = cause_of(view, slow);
+  return Finding{
+      .rule = "straggler",
+      .rank = slow.rank->rank,
+      .cause = cause,
+      .what = fmt::format("Rank {} takes longer than the others, which wait for it in every step.",
+                          slow.rank->rank),
+      .evidence = straggler_evidence(slow, cause, median_of_others(view, *slow.rank, data_s)),
+      .remedy = straggler_remedy(cause, slow.rank->rank),
+      .gain = std::min(1.0, slow.excess_s / step)};
+}
+
+std::optional<Finding> find_unused_parameters(const View& view) {
+  if (!view.enough || view.run.facts.world_size < 2) return std::nullopt;
+  std::uint64_t searches = 0;
+  for (const RankView& rank : view.ranks) {
+    if (count(rank, Counter::kUnusedFound) > 0) return std::nullopt;
+    searches = std::max(searches, count(rank, Counter::kUnusedSearches));
+  }
+  if (searches < static_cast<std::uint64_t>(kMinSteps)) return std::nullopt;
+  return Finding{
+      .rule = "find-unused-parameters",
+      .what = "Every backward pass searches the graph for unused parameters, and there are none.",
+      .evidence = fmt::format("{} searches, nothing found on any rank.", searches),
+      .remedy =
+          "set ddp_find_unused_parameters: false (find_unused_parameters of "
+          "DistributedDataParallelOptions); "
+          "backward then also learns the order of gradients."};
+}
+
+std::optional<Finding> replicated_optimizer(const View& view) {
+  const RunFacts& facts = view.run.facts;
+  // In shared memory the reduction and the step are one pass. Over other backends sharding saves
+  // memory, not time.
+  if (!view.enough || facts.world_size < 2 || facts.backend != "shm" ||
+      facts.optimizer.find("replicated") == std::string::npos)
+    return std::nullopt;
+  const double optimizer = usual_share(view, Phase::kOptimizer);
+  const double gain = optimizer * (1 - 1.0 / facts.world_size);
+  if (gain < kShardingGain) return std::nullopt;
+  return Finding{
+      .rule = "replicated-optimizer",
+      .what =
+          "Every rank updates all parameters; in shared memory each could update its part for "
+          "all of them.",
+      .evidence = fmt::format("the optimizer takes {:.0f} % of a step on each of {} ranks.",
+                              100 * optimizer, facts.world_size),
+      .remedy = "set shard_optimizer: true (ShardedOptimizer in a loop of your own).",
+      .gain = gain};
+}
+
+}  // namespace lockstep::monitor::detail

@@ -1,0 +1,249 @@
+// Rules about what a step does besides computing: batches, micro-batches, logs and checkpoints.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "lockstep/monitor/rules.h"
+
+namespace lockstep::monitor::detail {
+namespace {
+
+using ledger::Counter;
+using ledger::index;
+using ledger::Phase;
+
+// A loader that is far enough ahead is never waited for; a tenth of a step is no accident.
+constexpr double kDataShare = 0.10;
+// Loading varies from batch to batch: so much more than the mean is planned for.
+constexpr double kLoaderReserve = 1.1;
+
+// Logging needs a few values in a line. Its cost after the change is at most the second figure.
+constexpr double kLoggingShare = 0.03;
+constexpr double kLoggingTarget = 0.01;
+// Copies for a checkpoint take time that buys safety, so more of it is fine.
+constexpr double kSavingShare = 0.05;
+constexpr double kSavingTarget = 0.02;
+// Two may be the first and the last of a run.
+constexpr std::uint64_t kMinEvents = 3;
+
+// A device that has nothing to do for so long waits for the host to enqueue its kernels.
+constexpr double kIdleShare = 0.30;
+// Where accumulation is there to be reduced, the change is free: the global batch stays.
+constexpr double kIdleShareAccumulating = 0.15;
+// Of the device's memory, that larger micro-batches may fill.
+constexpr double kMemoryLimit = 0.85;
+// The optimizer and the reduction cost the same for any batch: beyond this share the batch is small.
+constexpr double kFixedShare = 0.40;
+
+double batch_s(const RankView& rank) {
+  const auto batches = count(rank, Counter::kBatches);
+  return batches == 0 ? 0
+                      : static_cast<double>(count(rank, Counter::kLoadNs)) / 1e9 /
+                            static_cast<double>(batches);
+}
+
+// The most expensive rank's: workers are a setting of all of them.
+int sufficient_workers(const View& view) {
+  double most = 0;
+  for (const RankView& rank : view.ranks) {
+    const double passes = std::max(static_cast<double>(count(rank, Counter::kMicroBatches)),
+                                   static_cast<double>(rank.sum.steps));
+    double waiting = 0;
+    for (const Interval& window : rank.windows) waiting += spent_s(rank, window, Phase::kData);
+    const double pass_s = (rank.sum.seconds - waiting) / passes;
+    if (pass_s > 0) most = std::max(most, kLoaderReserve * batch_s(rank) / pass_s);
+  }
+  return static_cast<int>(std::ceil(std::min(most, 1024.0)));
+}
+
+std::string loader_remedy(const View& view, int needed) {
+  const RunFacts& facts = view.run.facts;
+  if (needed == 0)
+    return "load batches ahead, in threads beside the training thread "
+           "(dataloader_num_workers of the Trainer, num_workers of a Loader).";
+  const auto present = integer_argument(view, "dataloader_num_workers");
+  if (present && needed <= *present)
+    return fmt::format(
+        "{} workers would suffice and {} are there, so they lack cores or wait for the disk: make "
+        "loading cheaper (tokenize beforehand with `lockstep data tokenize`) or raise "
+        "dataloader_prefetch_factor.",
+        needed, *present);
+  std::string text = fmt::format("set dataloader_num_workers to {}{}.", needed,
+                                 present ? fmt::format(" (now {})", *present) : "");
+  if (facts.cores > 0 && needed * facts.ranks_on_host > facts.cores)
+    text += fmt::format(
+        " That is {} threads on {} cores: make loading cheaper as well (`lockstep data "
+        "tokenize`).",
+        needed * facts.ranks_on_host, facts.cores);
+  return text;
+}
+
+// A habit of some events in a run: what it takes, how far apart the events are now and should be.
+struct Habit {
+  double share = 0;
+  double steps_between = 1;
+  std::int64_t steps_wanted = 1;
+  double gain() const {
+    return share * std::max(0.0, 1 - steps_between / static_cast<double>(steps_wanted));
+  }
+};
+
+// Of the rank that it costs most: the others wait for it.
+std::optional<Habit> habit_of(const View& view, Phase phase, Counter events, double target) {
+  std::optional<Habit> worst;
+  for (const RankView& rank : view.ranks) {
+    const std::uint64_t happened = count(rank, events);
+    if (happened < kMinEvents) continue;
+    Habit habit{
+        .share = rank.sum.host_s[index(phase)] / rank.sum.seconds,
+        .steps_between = static_cast<double>(rank.sum.steps) / static_cast<double>(happened)};
+    habit.steps_wanted = round_up(std::max(1.0, habit.steps_between) * habit.share / target);
+    if (!worst || habit.share > worst->share) worst = habit;
+  }
+  return worst;
+}
+
+std::string more_passes_text(const View& view) {
+  const std::int64_t batch = view.run.facts.per_device_batch;
+  return batch > 0 ? fmt::format("per_device_train_batch_size from {} to {}", batch, 2 * batch)
+                   : "per_device_train_batch_size to twice its value";
+}
+
+// The host cannot enqueue kernels as fast as the device computes them.
+std::optional<Finding> device_waits_for_host(const View& view) {
+  const double idle = lower_median(of_ranks(view, idle_share));
+  const double passes = passes_per_update(view);
+  const auto filled = memory_share(view);
+  const double room = filled && *filled > 0 ? std::floor(kMemoryLimit / *filled) : 1;
+  const double factor = std::min(std::floor(passes + 0.01), room);
+  Finding finding{
+      .rule = "micro-batch-too-small",
+      .cause = "launch",
+      .what =
+          "The GPU waits for the host to enqueue its kernels: the micro-batch is "
+          "too small to occupy it.",
+      .evidence = fmt::format("the GPU has no work for {:.0f} % of a step of {:.1f} ms.",
+                              100 * idle, 1e3 * step_s(view.ranks.front()))};
+  if (factor >= 2 && idle >= kIdleShareAccumulating) {
+    finding.rule = "accumulation-too-high";
+    finding.cause.clear();
+    finding.what = "Small micro-batches are accumulated although larger ones fit into memory.";
+    finding.evidence +=
+        fmt::format(" {:.1f} passes for each update, and {:.0f} % of the GPU's memory in use.",
+                    passes, 100 * *filled);
+    finding.remedy = fmt::format(
+        "multiply per_device_train_batch_size by {0:.0f} and divide gradient_accumulation_steps by "
+        "{0:.0f}: the global batch stays.",
+        factor);
+    finding.gain = idle * (1 - 1 / factor);
+    return finding;
+  }
+  if (idle < kIdleShare) return std::nullopt;
+  finding.remedy = fmt::format(
+      "raise {} (the global batch grows with it), or set compile_model: true, which enqueues a "
+      "step as one CUDA graph.",
+      more_passes_text(view));
+  finding.gain = idle / 2;  // twice the work for each kernel that is enqueued
+  return finding;
+}
+
+}  // namespace
+
+std::optional<Finding> loader_bound(const View& view) {
+  if (!view.enough) return std::nullopt;
+  const double waiting = usual_share(view, Phase::kData);
+  if (waiting < kDataShare) return std::nullopt;
+  const int needed = sufficient_workers(view);
+  Finding finding{
+      .rule = "loader-bound",
+      .what = "The ranks wait for batches.",
+      .evidence = fmt::format("{:.0f} % of a step of {:.1f} ms is spent waiting for data",
+                              100 * waiting, 1e3 * step_s(view.ranks.front())),
+      .remedy = loader_remedy(view, needed),
+      .gain = waiting};
+  finding.evidence += needed == 0 ? "."
+                                  : fmt::format("; a batch takes {:.1f} ms to load.",
+                                                1e3 * batch_s(view.ranks.front()));
+  return finding;
+}
+
+std::optional<Finding> logging_too_often(const View& view) {
+  if (!view.enough) return std::nullopt;
+  const auto habit = habit_of(view, Phase::kLogging, Counter::kLogs, kLoggingTarget);
+  if (!habit || habit->share < kLoggingShare) return std::nullopt;
+  const RankView& rank = view.ranks.front();
+  return Finding{
+      .rule = "logging-too-often",
+      .what = "Metrics are logged so often that it costs training time.",
+      .evidence = fmt::format(
+          "logging takes {:.1f} % of the time, every {:.1f} steps; {:.1f} waits of the host for "
+          "the device in a step.",
+          100 * habit->share, habit->steps_between,
+          static_cast<double>(count(rank, Counter::kHostSyncs)) /
+              static_cast<double>(rank.sum.steps)),
+      .remedy = fmt::format("set logging_steps to {}.", habit->steps_wanted),
+      .gain = habit->gain()};
+}
+
+std::optional<Finding> saving_too_often(const View& view) {
+  if (!view.enough) return std::nullopt;
+  const auto habit = habit_of(view, Phase::kSaving, Counter::kSaves, kSavingTarget);
+  if (!habit || habit->share < kSavingShare) return std::nullopt;
+  return Finding{.rule = "saving-too-often",
+                 .what = "Checkpoints are written so often that it costs training time.",
+                 .evidence = fmt::format("saving takes {:.1f} % of the time, every {:.1f} steps.",
+                                         100 * habit->share, habit->steps_between),
+                 .remedy = fmt::format("set save_steps to {}.", habit->steps_wanted),
+                 .gain = habit->gain()};
+}
+
+std::optional<Finding> micro_batch_too_small(const View& view) {
+  if (!view.enough) return std::nullopt;
+  if (view.ranks.front().on_device) return device_waits_for_host(view);
+  const double optimizer = least_share(view, Phase::kOptimizer);
+  const double communication = least_share(view, Phase::kCommunication);
+  const double fixed = optimizer + communication;
+  // Where communication is the larger part, its own rule speaks.
+  if (fixed < kFixedShare || communication > optimizer) return std::nullopt;
+  return Finding{
+      .rule = "micro-batch-too-small",
+      .cause = "update",
+      .what =
+          "Each update is computed from so few samples that updating costs more than learning "
+          "from them.",
+      .evidence =
+          fmt::format("optimizer {:.0f} % and communication {:.0f} % of a step of {:.1f} ms, "
+                      "whatever the batch.",
+                      100 * optimizer, 100 * communication, 1e3 * step_s(view.ranks.front())),
+      .remedy =
+          fmt::format("raise {}; the global batch grows with it, so look at the learning rate.",
+                      more_passes_text(view)),
+      .gain = fixed / 2};  // twice the samples share the same cost
+}
+
+std::optional<Finding> accumulation_synchronises(const View& view) {
+  if (!view.enough || view.run.facts.world_size < 2) return std::nullopt;
+  const RankView& rank = view.ranks.front();
+  const auto updates = static_cast<double>(count(rank, Counter::kUpdates));
+  const auto synchronised = static_cast<double>(count(rank, Counter::kSynchronisedPasses));
+  // Once per update is what it must be; between that and two a record cut in the middle may lie.
+  constexpr double kTwice = 1.9;
+  if (updates < static_cast<double>(kMinEvents) || synchronised < kTwice * updates)
+    return std::nullopt;
+  const double communication = least_share(view, Phase::kCommunication);
+  return Finding{
+      .rule = "accumulation-synchronises",
+      .what =
+          "Gradients are averaged over the ranks in every micro-step, although only the last "
+          "one before an update needs it.",
+      .evidence = fmt::format("{:.1f} synchronised backward passes for each update; communication "
+                              "takes {:.0f} % of the time.",
+                              synchronised / updates, 100 * communication),
+      .remedy =
+          "open model.no_sync() before the backward passes that do not end a window, or let "
+          "lockstep::Accumulation do it (gradient_accumulation_steps of the Trainer).",
+      .gain = communication * (1 - updates / synchronised)};
+}
+
+}  // namespace lockstep::monitor::detail

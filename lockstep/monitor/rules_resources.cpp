@@ -1,0 +1,374 @@
+// Rules about what a run has and does not use: GPUs, precision, optimizer, memory, cores.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "lockstep/monitor/rules.h"
+
+namespace lockstep::monitor::detail {
+namespace {
+
+using ledger::Phase;
+
+constexpr double kGiB = 1u << 30;
+
+// Samples in which some GPU works; a second each. Fewer may be the start of a run.
+constexpr int kMinGpuSamples = 10;
+// Looked at: the newest. What a run did an hour ago does not decide what it does now.
+constexpr std::size_t kNewestGpuSamples = 60;
+constexpr double kBusyPercent = 50;
+// GPUs that work together are within some percent of each other; of two that take turns one has
+// less than half of what the other has.
+constexpr double kTurnRatio = 0.5;
+constexpr double kTurnShare = 0.7;   // of the samples
+constexpr double kOwnTurns = 0.1;    // of those, that at least two GPUs must have
+constexpr double kIdlePercent = 10;  // a GPU below it does nothing
+// Seen on GPUs that do the same work: a few percent. A quarter is another batch, another model
+// part, or another card.
+constexpr double kSpread = 0.25;
+constexpr double kMinSpreadBytes = kGiB;
+
+// Of a step, in which matrix products are computed, for half the bits to matter.
+constexpr double kComputeShare = 0.5;
+// Models below it are bound by launches, not by products.
+constexpr std::int64_t kLargeModel = 10'000'000;
+// bf16 products are at least twice as fast, but not all of forward and backward is products.
+constexpr double kBf16Gain = 0.3;
+// Older than Ampere, whose bf16 is emulated. Every later card has it.
+constexpr std::array<const char*, 12> kWithoutBf16 = {
+    "V100", "P100", "P40", "P4", "T4", "K80", "M60", "GTX", "RTX 20", "TITAN", "Quadro", "M40"};
+
+constexpr double kOptimizerShare = 0.10;
+// One pass over parameters, gradients and state instead of one for each operation.
+constexpr double kFusedGain = 0.5;
+
+// What the kernel takes to hand out a zeroed page of 4 KiB; larger pages take longer.
+constexpr double kFaultS = 0.5e-6;
+constexpr double kFaultShare = 0.03;
+constexpr double kMinFaultsPerStep = 256;  // 1 MiB
+constexpr double kPageBytes = 4096;
+
+constexpr double kCoresInUse = 0.8;
+
+// ------------------------------------------------------------------ utilisation
+
+// Which GPU has the work in one sample: its index, kTogether, or kNobody.
+constexpr int kTogether = -1;
+constexpr int kNobody = -2;
+
+int working_gpu(const GpuSample& sample) {
+  int first = kNobody;
+  double most = 0, second = 0;
+  for (std::size_t i = 0; i < sample.gpus.size(); ++i) {
+    const double busy = sample.gpus[i].utilisation_percent.value_or(0);
+    if (busy > most) {
+      second = most;
+      most = busy;
+      first = static_cast<int>(i);
+    } else {
+      second = std::max(second, busy);
+    }
+  }
+  if (most < kBusyPercent) return kNobody;
+  return second <= kTurnRatio * most ? first : kTogether;
+}
+
+struct Turns {
+  int samples = 0;         // with work
+  int alone = 0;           // in which one GPU had it
+  std::vector<int> own{};  // of those, by GPU
+  int gpus_with_turns() const {
+    return static_cast<int>(std::count_if(own.begin(), own.end(),
+                                          [&](int n) { return n > 0 && n >= kOwnTurns * alone; }));
+  }
+  bool one_at_a_time() const { return samples >= kMinGpuSamples && alone >= kTurnShare * samples; }
+};
+
+Turns turns_of(const HostGpus& host) {
+  Turns turns;
+  const std::size_t first =
+      host.samples.size() > kNewestGpuSamples ? host.samples.size() - kNewestGpuSamples : 0;
+  for (std::size_t s = first; s < host.samples.size(); ++s) {
+    const GpuSample& sample = host.samples[s];
+    if (turns.own.size() < sample.gpus.size()) turns.own.resize(sample.gpus.size());
+    const int gpu = sample.gpus.size() < 2 ? kNobody : working_gpu(sample);
+    if (gpu == kNobody) continue;
+    ++turns.samples;
+    if (gpu == kTogether) continue;
+    ++turns.alone;
+    ++turns.own[static_cast<std::size_t>(gpu)];
+  }
+  return turns;
+}
+
+std::string launch_line(const RunFacts& facts, int gpus) {
+  const bool known = !facts.program.empty() && facts.program != "trainer";
+  return fmt::format("lockstep run --standalone --nproc-per-node={} {}", gpus,
+                     known ? facts.program : "./your_program");
+}
+
+std::string utilisation_text(const HostGpus& host) {
+  std::string text;
+  const std::size_t shown = std::min<std::size_t>(host.samples.size(), 4);
+  for (std::size_t s = host.samples.size() - shown; s < host.samples.size(); ++s) {
+    std::string sample;
+    for (const GpuReading& gpu : host.samples[s].gpus)
+      sample += fmt::format("{}{}", sample.empty() ? "" : "/", gpu.utilisation_percent.value_or(0));
+    text += fmt::format("{}{}", text.empty() ? "" : ", ", sample);
+  }
+  return text;
+}
+
+Finding alternating(const RunFacts& facts, const HostGpus& host, const Turns& turns) {
+  const int gpus = static_cast<int>(turns.own.size());
+  Finding finding{
+      .rule = "not-launched",
+      .cause = "alternating",
+      .what =
+          "The GPUs take turns instead of working together: layers of one model are spread over "
+          "them, and each waits for the one before.",
+      .evidence = fmt::format("in {} of {} samples one of {} GPUs had all the work; utilisation "
+                              "lately {} %.",
+                              turns.alone, turns.samples, gpus, utilisation_text(host)),
+      .remedy =
+          fmt::format("start one process for each GPU: `{}`. If the model does not fit on one "
+                      "GPU, ask `lockstep plan`.",
+                      launch_line(facts, gpus)),
+      .gain = 1 - 1.0 / gpus};
+  finding.gain *= static_cast<double>(turns.alone) / turns.samples;
+  if (facts.world_size > 1)
+    finding.remedy =
+        "make each rank use its own GPU (LOCAL_RANK; `lockstep env` shows which), and "
+        "no device_map over several.";
+  return finding;
+}
+
+// ------------------------------------------------------------------ balance
+
+using Member = std::optional<double> GpuFigures::*;
+
+struct Spread {
+  const GpuFigures* least = nullptr;
+  const GpuFigures* most = nullptr;
+  double share(Member value) const {
+    return least == nullptr || *(most->*value) <= 0 ? 0 : 1 - *(least->*value) / *(most->*value);
+  }
+};
+
+Spread spread_of(const std::vector<GpuFigures>& gpus, Member value) {
+  Spread spread;
+  for (const GpuFigures& gpu : gpus) {
+    if (!(gpu.*value)) continue;
+    if (spread.least == nullptr || *(gpu.*value) < *(spread.least->*value)) spread.least = &gpu;
+    if (spread.most == nullptr || *(gpu.*value) > *(spread.most->*value)) spread.most = &gpu;
+  }
+  return spread;
+}
+
+Finding idle_gpu(const RunFacts& facts, std::size_t used) {
+  return {.rule = "unbalanced",
+          .cause = "idle",
+          .what = "Several ranks share a GPU while others have no work.",
+          .evidence =
+              fmt::format("{} ranks on this host, {} GPUs with work.", facts.ranks_on_host, used),
+          .remedy =
+              "let LOCAL_RANK choose the device of each rank (WorldOptions::device left empty "
+              "does), and unset LOCKSTEP_SHARE_DEVICE.",
+          .gain = 1 - static_cast<double>(used) / facts.ranks_on_host};
+}
+
+std::optional<Finding> unbalanced_on(const RunFacts& facts, const HostGpus& host) {
+  std::vector<GpuFigures> used = gpu_figures(host);
+  const std::size_t present = used.size();
+  std::erase_if(used, [](const GpuFigures& gpu) {
+    return gpu.utilisation_percent.value_or(0) < kIdlePercent;
+  });
+  const auto ranks = static_cast<std::size_t>(std::max(facts.ranks_on_host, 1));
+  if (!used.empty() && used.size() < ranks && present >= ranks) return idle_gpu(facts, used.size());
+  if (used.size() < 2) return std::nullopt;
+  const Spread memory = spread_of(used, &GpuFigures::memory_bytes);
+  if (memory.share(&GpuFigures::memory_bytes) >= kSpread &&
+      *memory.most->memory_bytes - *memory.least->memory_bytes >= kMinSpreadBytes)
+    return Finding{
+        .rule = "unbalanced",
+        .cause = "memory",
+        .what = "The GPUs hold different amounts, and the fullest limits the batch of all.",
+        .evidence = fmt::format("GPU {} uses {:.1f} GiB, GPU {} {:.1f} GiB.", memory.most->index,
+                                *memory.most->memory_bytes / kGiB, memory.least->index,
+                                *memory.least->memory_bytes / kGiB),
+        .remedy =
+            "look for tensors that every rank puts on GPU 0 (checkpoints loaded without "
+            "map_location, a device_map), and for other processes (`nvidia-smi`)."};
+  const Spread power = spread_of(used, &GpuFigures::power_w);
+  if (power.share(&GpuFigures::power_w) >= kSpread)
+    return Finding{
+        .rule = "unbalanced",
+        .cause = "power",
+        .what = "The GPUs draw different power for the same work.",
+        .evidence = fmt::format("GPU {} draws {:.0f} W, GPU {} {:.0f} W.", power.most->index,
+                                *power.most->power_w, power.least->index, *power.least->power_w),
+        .remedy =
+            "compare their clocks, power limits and PCIe links (`nvidia-smi -q -d "
+            "PERFORMANCE,POWER`, `lockstep doctor`): one of them works less or slower."};
+  return std::nullopt;
+}
+
+// ------------------------------------------------------------------ processes
+
+double rate(const RankView& rank, double ProcessRates::*which) {
+  return median_of(
+      rank, [&](const Interval& window) { return window.process ? (*window.process).*which : 0; });
+}
+
+double faults_per_step(const RankView& rank) {
+  return median_of(rank, [](const Interval& window) {
+    return window.process ? window.process->minor_faults_per_s * window.seconds /
+                                static_cast<double>(window.steps)
+                          : 0;
+  });
+}
+
+// Memory that stays is touched once; what comes back every step is the cause.
+bool grows(const RankView& rank) {
+  double faulted = 0;
+  for (const Interval& window : rank.windows)
+    if (window.process) faulted += window.process->minor_faults_per_s * window.seconds * kPageBytes;
+  const double before = static_cast<double>(rank.windows.front().resident_bytes);
+  const double after = static_cast<double>(rank.windows.back().resident_bytes);
+  return after - before > faulted / 2;
+}
+
+}  // namespace
+
+std::optional<Finding> not_launched(const View& view) {
+  const RunFacts& facts = view.run.facts;
+  bool together = false;
+  for (const HostGpus& host : view.run.gpus) {
+    const Turns turns = turns_of(host);
+    if (turns.one_at_a_time() && turns.gpus_with_turns() >= 2)
+      return alternating(facts, host, turns);
+    together = together || (turns.samples >= kMinGpuSamples && !turns.one_at_a_time());
+  }
+  // A process may drive several GPUs at once by other means.
+  if (facts.world_size != 1 || facts.gpus_visible < 2 || facts.device == "cpu" || together)
+    return std::nullopt;
+  return Finding{
+      .rule = "not-launched",
+      .cause = "one-process",
+      .what =
+          fmt::format("One process trains although {} GPUs are visible: it was probably started "
+                      "without a launcher.",
+                      facts.gpus_visible),
+      .evidence = fmt::format("world size 1, {} GPUs.", facts.gpus_visible),
+      .remedy = fmt::format("start one process for each GPU: `{}`; or show it one GPU alone "
+                            "(CUDA_VISIBLE_DEVICES=0).",
+                            launch_line(facts, facts.gpus_visible)),
+      .gain = 1 - 1.0 / facts.gpus_visible};
+}
+
+std::optional<Finding> unbalanced_gpus(const View& view) {
+  const RunFacts& facts = view.run.facts;
+  if (facts.world_size < 2 || facts.device == "cpu") return std::nullopt;
+  for (const HostGpus& host : view.run.gpus) {
+    if (host.samples.size() < static_cast<std::size_t>(kMinGpuSamples)) continue;
+    if (auto finding = unbalanced_on(facts, host)) return finding;
+  }
+  return std::nullopt;
+}
+
+std::optional<Finding> float32(const View& view) {
+  const RunFacts& facts = view.run.facts;
+  if (!view.enough || !on_cuda(view) || facts.parameters < kLargeModel || view.run.gpus.empty() ||
+      view.run.gpus.front().gpus.empty())
+    return std::nullopt;
+  if (flag_argument(view, "bf16").value_or(true) || flag_argument(view, "fp16").value_or(true))
+    return std::nullopt;
+  const std::string& card = view.run.gpus.front().gpus.front().name;
+  for (const char* old : kWithoutBf16)
+    if (card.find(old) != std::string::npos) return std::nullopt;
+  const double compute = usual_share(view, Phase::kForward) + usual_share(view, Phase::kBackward);
+  if (compute < kComputeShare) return std::nullopt;
+  return Finding{
+      .rule = "float32",
+      .what = "Matrix products are computed in float32 on a GPU that has bf16.",
+      .evidence = fmt::format("{}: forward and backward take {:.0f} % of a step; bf16 and "
+                              "fp16 are off.",
+                              card, 100 * compute),
+      .remedy = "set bf16: true; weights and optimizer stay float32.",
+      .gain = kBf16Gain * compute};
+}
+
+std::optional<Finding> unfused_optimizer(const View& view) {
+  const std::string& optimizer = view.run.facts.optimizer;
+  if (!view.enough || optimizer.empty() || optimizer.find("fused") != std::string::npos)
+    return std::nullopt;
+  const double taken = usual_share(view, Phase::kOptimizer);
+  if (taken < kOptimizerShare) return std::nullopt;
+  return Finding{
+      .rule = "unfused-optimizer",
+      .what = "The optimizer passes over all parameters once for each of its operations.",
+      .evidence = fmt::format("{} takes {:.0f} % of a step.", optimizer, 100 * taken),
+      .remedy =
+          "use a fused one: optim: adamw in a training file, lockstep::optim::AdamW "
+          "in C++, fused=True in Python.",
+      .gain = kFusedGain * taken};
+}
+
+std::optional<Finding> page_faults(const View& view) {
+  if (!view.enough) return std::nullopt;
+  const RankView* worst = nullptr;
+  for (const RankView& rank : view.ranks)
+    if (!grows(rank) && (worst == nullptr || faults_per_step(rank) > faults_per_step(*worst)))
+      worst = &rank;
+  if (worst == nullptr || faults_per_step(*worst) < kMinFaultsPerStep) return std::nullopt;
+  const double faults = rate(*worst, &ProcessRates::minor_faults_per_s);
+  const double cores = rate(*worst, &ProcessRates::cores);
+  const double system = rate(*worst, &ProcessRates::system_cores);
+  // At most what the kernel took of the time that the process ran.
+  const double taken = cores > 0 ? std::min(faults * kFaultS, system / cores) : 0;
+  if (taken < kFaultShare) return std::nullopt;
+  return Finding{
+      .rule = "page-faults",
+      .what = "Memory goes back to the kernel and is taken again in every step.",
+      .evidence =
+          fmt::format("{:.0f} minor page faults in a step of {:.1f} ms; {:.0f} % of the CPU "
+                      "time is the kernel's.",
+                      faults_per_step(*worst), 1e3 * step_s(*worst), 100 * system / cores),
+      .remedy =
+          "use the caching CPU allocator (lockstep::run() has it unless "
+          "LOCKSTEP_CPU_CACHE_MAX_BYTES=0; lockstep::cache_cpu_memory() elsewhere), or start "
+          "with MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_THRESHOLD_=4294967296 "
+          "(docs/allocators.md).",
+      .gain = std::min(taken, 1.0)};
+}
+
+std::optional<Finding> too_many_threads(const View& view) {
+  const RunFacts& facts = view.run.facts;
+  const int threads = std::max(facts.threads_per_rank, 1) * std::max(facts.ranks_on_host, 1);
+  if (!view.enough || facts.cores <= 0 || threads <= facts.cores) return std::nullopt;
+  // Threads that are not used do no harm.
+  double in_use = 0, switches = 0;
+  const auto ranks = std::min(view.ranks.size(), static_cast<std::size_t>(facts.ranks_on_host));
+  for (std::size_t i = 0; i < ranks; ++i) {
+    in_use += rate(view.ranks[i], &ProcessRates::cores);
+    switches += rate(view.ranks[i], &ProcessRates::involuntary_switches_per_s);
+  }
+  if (in_use < kCoresInUse * facts.cores) return std::nullopt;
+  const int fit = facts.cores / std::max(facts.ranks_on_host, 1);
+  return Finding{
+      .rule = "too-many-threads",
+      .cause = fit < 1 ? "ranks" : "threads",
+      .what = "More threads compute than there are cores, and interrupt each other.",
+      .evidence = fmt::format(
+          "{} ranks with {} threads each on {} cores; {:.1f} cores in use, {:.0f} "
+          "involuntary context switches a second.",
+          facts.ranks_on_host, std::max(facts.threads_per_rank, 1), facts.cores, in_use, switches),
+      .remedy = fit < 1
+                    ? fmt::format("start at most {} ranks on this host.", facts.cores)
+                    : fmt::format("set OMP_NUM_THREADS={} (`lockstep run` does, unless it is set).",
+                                  fit)};
+}
+
+}  // namespace lockstep::monitor::detail
