@@ -258,18 +258,21 @@ TEST(CommunicationBound, NamesTheBucketsThatSuffice) {
   // 100 MiB in one bucket that takes 7 of 20 ms, of which backward could hide all but the last.
   Finding finding = only(communicating(0.35, 100, 1, 7), "communication-bound");
   EXPECT_THAT(finding.remedy, HasSubstr("lower ddp_bucket_cap_mb to 14"));
-  EXPECT_NEAR(finding.gain, 0.30, 0.01);
+  EXPECT_NEAR(finding.gain, 0.29, 0.01);
   finding = only(communicating(0.35, 0.5, 40, 8), "communication-bound");
   EXPECT_THAT(finding.remedy, HasSubstr("raise ddp_bucket_cap_mb to 25"));
   EXPECT_LE(finding.gain, 0.35);
   finding = only(communicating(0.35, 25, 8, 18), "communication-bound");
   EXPECT_THAT(finding.remedy, HasSubstr("gradient_accumulation_steps"));
-  EXPECT_NEAR(finding.gain, 0.175, 0.01);
+  EXPECT_NEAR(finding.gain, 0.17, 0.01);
 }
 
 TEST(CommunicationBound, HasALimit) {
-  only(communicating(0.21, 25, 4, 8), "communication-bound");
+  only(communicating(0.22, 25, 4, 8), "communication-bound");
   expect_silence(communicating(0.19, 25, 4, 8));
+  RunRecord shared = communicating(0.4, 25, 4, 8);  // something else runs on a rank's core
+  change(shared, [](Interval& interval) { interval.process->run_delay_share = 0.25; }, 1);
+  EXPECT_EQ(find(diagnose(shared), "communication-bound"), nullptr);
 }
 
 TEST(Straggler, ThatComputesSlowly) {

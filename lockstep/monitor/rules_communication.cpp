@@ -73,6 +73,16 @@ const RankView& least_waiting(const View& view) {
   });
 }
 
+// While a rank has no core the others wait for it, not for the reduction.
+double longest_delay_share(const View& view) {
+  double longest = 0;
+  for (const RankView& rank : view.ranks)
+    longest = std::max(longest, median_of(rank, [](const Interval& window) {
+                         return window.process ? window.process->run_delay_share.value_or(0) : 0;
+                       }));
+  return longest;
+}
+
 struct Advice {
   std::string remedy;
   double gain = 0;
@@ -241,7 +251,7 @@ std::string straggler_evidence(const Slow& slow, const std::string& cause, doubl
 std::optional<Finding> communication_bound(const View& view) {
   if (!view.enough || view.run.facts.world_size < 2) return std::nullopt;
   const RankView& rank = least_waiting(view);
-  const double exposed = share(rank, Phase::kCommunication);
+  const double exposed = share(rank, Phase::kCommunication) - longest_delay_share(view);
   if (exposed < kCommunicationShare) return std::nullopt;
   const Advice advice = bucket_advice(rank, exposed);
   const Reduction reduction = reduction_of(rank);

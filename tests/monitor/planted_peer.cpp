@@ -1,0 +1,172 @@
+// Runs with something wrong in them, for planted_test.py.
+//
+//   planted_peer train [--key value...]     the Trainer on an MLP, as the keys say
+//   planted_peer loop FOLDER UPDATES PASSES   a loop of its own that averages gradients in each of
+//                                             PASSES backward passes before an update
+//   planted_peer gpus FOLDER SAMPLES          samples the GPUs of this host
+//
+// In the environment: PLANT_SLEEP=RANK:MS (or all:MS), its loader takes so long for a batch;
+// PLANT_STARVE=RANK, that rank shares one core with two loops that never end; PLANT_HIDDEN and
+// PLANT_BATCH, sizes of the MLP and of its batches.
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lockstep/core/cores.h"
+#include "lockstep/models/mlp.h"
+#include "lockstep/monitor/rank_recorder.h"
+#include "lockstep/optim/sgd.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/run.h"
+#include "lockstep/train/config.h"
+#include "lockstep/train/trainer.h"
+
+namespace {
+
+using namespace lockstep;
+
+std::string variable(const char* name, const char* otherwise) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? otherwise : value;
+}
+
+int own_rank() {
+  return std::atoi(variable("RANK", "0").c_str());
+}
+
+// ------------------------------------------------------------------ what is wrong
+
+class SlowDataset : public data::TensorDataset {
+ public:
+  SlowDataset(at::Tensor data, at::Tensor targets, int sleep_ms)
+      : TensorDataset(std::move(data), std::move(targets)), sleep_ms_(sleep_ms) {}
+  std::optional<data::Batch> get_batch(data::Indices indices,
+                                       const data::RandomKey& key) const override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(sleep_ms_));
+    return TensorDataset::get_batch(indices, key);
+  }
+
+ private:
+  int sleep_ms_;
+};
+
+int sleep_of_this_rank() {
+  const std::string text = variable("PLANT_SLEEP", "none:0");
+  const std::string who = text.substr(0, text.find(':'));
+  const bool here = who == "all" || who == std::to_string(own_rank());
+  return here ? std::atoi(text.c_str() + text.find(':') + 1) : 0;
+}
+
+void pin_to(int cpu) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(static_cast<std::size_t>(cpu), &set);
+  if (::sched_setaffinity(0, sizeof set, &set) != 0) std::perror("sched_setaffinity");
+}
+
+// Ends with this process, however that ends.
+[[noreturn]] void loop_forever() {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  for (std::atomic<unsigned> i{0};;) i.fetch_add(1);
+}
+
+// Every rank gets a core of its own; the one that is named shares its own. Before any thread.
+void starve() {
+  const std::string text = variable("PLANT_STARVE", "");
+  if (text.empty()) return;
+  const auto cpus = allowed_cpus();
+  pin_to(cpus[static_cast<std::size_t>(own_rank()) % cpus.size()]);
+  if (std::atoi(text.c_str()) != own_rank()) return;
+  for (int i = 0; i < 2; ++i)
+    if (::fork() == 0) loop_forever();
+}
+
+// ------------------------------------------------------------------ the runs
+
+constexpr std::int64_t kFeatures = 64;
+constexpr std::int64_t kClasses = 10;
+
+models::Mlp make_net() {
+  return models::Mlp(models::MlpConfig{.inputs = kFeatures,
+                                       .hidden = std::atoi(variable("PLANT_HIDDEN", "256").c_str()),
+                                       .layers = 3,
+                                       .outputs = kClasses});
+}
+
+int train(const std::vector<std::string>& flags) {
+  const train::Config config = train::load_config("", flags);
+  return run([&](World& world) {
+    torch::manual_seed(3);
+    models::Mlp net = make_net();
+    const std::int64_t samples = 1 << 16;
+    TrainerTask task;
+    task.module = net.ptr();
+    task.train_data =
+        std::make_shared<SlowDataset>(torch::randn({samples, kFeatures}),
+                                      torch::randint(kClasses, {samples}), sleep_of_this_rank());
+    task.loss = [&](const data::Batch& batch) {
+      return torch::cross_entropy_loss(net(batch.data), batch.target);
+    };
+    Trainer trainer(world, task, config.arguments);
+    return trainer.train().exit_code();
+  });
+}
+
+int loop(const std::string& folder, int updates, int passes) {
+  return run([&](World& world) {
+    torch::manual_seed(3);
+    DistributedDataParallel<models::Mlp> model{make_net(), world};
+    optim::SGD optimizer{model.parameters(), {.lr = 0.01}};
+    if (world.is_leader()) {
+      monitor::RunFacts facts;
+      facts.world_size = facts.ranks_on_host = world.size();
+      facts.device = "cpu";
+      facts.backend = world.backend();
+      monitor::write_facts(folder, facts);
+    }
+    world.barrier();
+    const monitor::RankRecorder recorder({.directory = folder, .rank = world.rank()});
+    for (int update = 0; update < updates; ++update) {
+      for (int pass = 0; pass < passes; ++pass)
+        model(torch::randn({32, kFeatures})).square().mean().backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  });
+}
+
+int gpus(const std::string& folder, int samples) {
+  constexpr auto kInterval = std::chrono::milliseconds(100);
+  monitor::RunFacts facts;
+  facts.program = "./train --batch_size 16";
+  monitor::write_facts(folder, facts);
+  const monitor::RankRecorder recorder({.directory = folder, .gpus = true, .interval = kInterval});
+  std::this_thread::sleep_for((samples + 2) * kInterval);
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  starve();
+  if (!args.empty() && args[0] == "train") return train({args.begin() + 1, args.end()});
+  if (args.size() == 4 && args[0] == "loop")
+    return loop(args[1], std::stoi(args[2]), std::stoi(args[3]));
+  if (args.size() == 3 && args[0] == "gpus") return gpus(args[1], std::stoi(args[2]));
+  std::fputs("usage: see planted_peer.cpp\n", stderr);
+  return 2;
+}
