@@ -1,0 +1,80 @@
+"""`lockstep doctor --run DIR` as a user sees it, on records written by hand."""
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+import unittest
+
+LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+FACTS = {"world_size": 2, "ranks_on_host": 2, "device": "cpu", "backend": "shm",
+         "optimizer": "sharded fused adamw", "program": "trainer", "cores": 8}
+HEALTHY = {"data": 0.02, "forward": 0.3, "backward": 0.55, "communication": 0.05,
+           "optimizer": 0.08}
+WAITING = {"data": 0.4, "forward": 0.2, "backward": 0.3, "communication": 0.05, "optimizer": 0.05}
+
+
+class DoctorRun(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory(prefix="lockstep_doctor_run_")
+        self.addCleanup(directory.cleanup)
+        self.root = pathlib.Path(directory.name)
+
+    def record(self, phases, steps=50):
+        folder = self.root / "monitor"
+        folder.mkdir(exist_ok=True)
+        (folder / "run.json").write_text(json.dumps(FACTS))
+        for rank in (0, 1):
+            lines = [{"unix_time_s": 1e9 + i, "seconds": 1.0, "step": steps * i, "steps": steps,
+                      "host_s": phases, "resident_bytes": 1 << 30,
+                      "counts": {"batches": steps, "load_ns": steps * 40000000},
+                      "process": {"seconds": 1.0, "cores": 0.5}} for i in range(10)]
+            (folder / f"rank_{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+
+    def doctor(self, *flags, code):
+        done = subprocess.run([LOCKSTEP, "doctor", *flags], capture_output=True, text=True,
+                              timeout=60, check=False)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done
+
+    def test_a_healthy_run(self):
+        self.record(HEALTHY)
+        text = self.doctor("--run", str(self.root), code=0).stdout
+        self.assertIn("2 ranks on cpu over shm, sharded fused adamw\n", text)
+        self.assertRegex(text, r"(?m)^   1      500      20\.00 +2\.0 % +30\.0 % +55\.0 %")
+        self.assertRegex(text, r"0\.50 +1\.00 GiB")
+        self.assertTrue(text.endswith("healthy: no rule has found anything to change.\n"), text)
+        head, row = text.splitlines()[2:4]
+        self.assertEqual(len(head), len(row), text)
+
+    def test_findings(self):
+        self.record(WAITING)
+        text = self.doctor(f"--run={self.root}", code=1).stdout
+        self.assertRegex(text, r"(?m)^1\. loader-bound: The ranks wait for batches\. Evidence: 40 %")
+        self.assertIn("Change: set dataloader_num_workers to 4", text)
+        self.assertIn("Expected gain: about 40 %.", text)
+        report = json.loads(self.doctor("--json", "--run", str(self.root), code=1).stdout)
+        self.assertFalse(report["healthy"])
+        self.assertEqual([f["rule"] for f in report["findings"]], ["loader-bound"])
+        self.assertAlmostEqual(report["ranks"][1]["shares"]["data"], 0.4)
+        self.assertAlmostEqual(report["ranks"][1]["step_s"], 0.02)
+
+    def test_too_early(self):
+        self.record(WAITING, steps=0)
+        text = self.doctor("--run", str(self.root), code=0).stdout
+        self.assertIn("too few steps to judge the run", text)
+        report = json.loads(self.doctor("--json", "--run", str(self.root), code=0).stdout)
+        self.assertFalse(report["healthy"])
+
+    def test_refusals(self):
+        for flags, text in ((["--run"], "which run"),
+                            (["--run", str(self.root)], "has no record of a run"),
+                            (["--run=x", "--nothing"], "'--nothing'")):
+            done = self.doctor(*flags, code=2)
+            self.assertRegex(done.stderr, r"^lockstep: \[\w+\] ")
+            self.assertIn(text, done.stderr)
+        self.assertIn("usage: lockstep doctor", self.doctor("--run", "x", "--help", code=0).stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()
