@@ -50,7 +50,7 @@ class DoctorRun(unittest.TestCase):
     def test_findings(self):
         self.record(WAITING)
         text = self.doctor(f"--run={self.root}", code=1).stdout
-        self.assertRegex(text, r"(?m)^1\. loader-bound: The ranks wait for batches\. Evidence: 40 %")
+        self.assertRegex(text, r"(?m)^1\. loader-bound: The ranks wait for batches\. Evidence: 40")
         self.assertIn("Change: set dataloader_num_workers to 4", text)
         self.assertIn("Expected gain: about 40 %.", text)
         report = json.loads(self.doctor("--json", "--run", str(self.root), code=1).stdout)

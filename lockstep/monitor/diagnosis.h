@@ -34,7 +34,7 @@ std::string finding_text(const Finding& finding);
 // All of them for JSON.
 Node findings_node(const std::vector<Finding>& findings);
 
-// What a GPU did in a run: medians over the samples of a host, empty where a card has no such value.
+// What a GPU did in a run: medians over the samples of a host, empty where a card has no value.
 struct GpuFigures {
   int index = 0;
   std::optional<double> utilisation_percent{};

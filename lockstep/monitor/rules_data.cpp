@@ -33,7 +33,7 @@ constexpr double kIdleShare = 0.30;
 constexpr double kIdleShareAccumulating = 0.15;
 // Of the device's memory, that larger micro-batches may fill.
 constexpr double kMemoryLimit = 0.85;
-// The optimizer and the reduction cost the same for any batch: beyond this share the batch is small.
+// Optimizer and reduction cost the same for any batch: beyond this share the batch is small.
 constexpr double kFixedShare = 0.40;
 
 double batch_s(const RankView& rank) {
