@@ -40,7 +40,7 @@ enum class Counter : std::uint8_t {
   kBatches,         // made by the loader
   kLoadNs,          // time of the loader's workers for them, summed over workers
   kCopyNs,          // host-to-device copies, by the device's clock
-  kUpdates,         // steps of an optimizer
+  kUpdates,         // of the parameters, seen by synchronised passes
 };
 inline constexpr std::size_t kCounters = static_cast<std::size_t>(Counter::kUpdates) + 1;
 constexpr std::size_t index(Counter counter) {

@@ -180,9 +180,13 @@ bool is_steady(const Slow& slow) {
   return static_cast<double>(slower) >= kSteadyShare * static_cast<double>(windows.size());
 }
 
+double group_throttled_share(const RankView& rank) {
+  return median_of(rank, [](const Interval& window) { return window.throttled_share.value_or(0); });
+}
+
 bool is_cpu_starved(const View& view, const Slow& slow) {
   const RankView& rank = *slow.rank;
-  if (rank.sum.throttled_share.value_or(0) >= kThrottledGroupShare) return true;
+  if (group_throttled_share(rank) >= kThrottledGroupShare) return true;
   if (const auto delayed = delayed_s(rank)) {
     const double others = median_of_others(
         view, rank, [](const RankView& other) { return delayed_s(other).value_or(0); });
@@ -240,9 +244,9 @@ std::string straggler_evidence(const Slow& slow, const std::string& cause, doubl
     text += fmt::format("; {:.2f} cores in use", rate_of(rank, &ProcessRates::cores));
   if (const auto delayed = delayed_s(rank); delayed && cause == "cpu-starved")
     text += fmt::format(", {:.1f} ms of a step ready to run without one", 1e3 * *delayed);
-  if (rank.sum.throttled_share.value_or(0) > 0)
+  if (group_throttled_share(rank) > 0)
     text += fmt::format(", its group stopped in {:.0f} % of its periods",
-                        100 * *rank.sum.throttled_share);
+                        100 * group_throttled_share(rank));
   return text + ".";
 }
 

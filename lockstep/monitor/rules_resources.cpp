@@ -50,7 +50,8 @@ constexpr double kFaultShare = 0.03;
 constexpr double kMinFaultsPerStep = 256;  // 1 MiB
 constexpr double kPageBytes = 4096;
 
-constexpr double kCoresInUse = 0.8;
+// Of the cores, that the ranks use or wait for.
+constexpr double kCoresWanted = 0.5;
 
 // ------------------------------------------------------------------ utilisation
 
@@ -326,8 +327,8 @@ std::optional<Finding> page_faults(const View& view) {
   const double faults = rate(*worst, &ProcessRates::minor_faults_per_s);
   const double cores = rate(*worst, &ProcessRates::cores);
   const double system = rate(*worst, &ProcessRates::system_cores);
-  // At most what the kernel took of the time that the process ran.
-  const double taken = cores > 0 ? std::min(faults * kFaultS, system / cores) : 0;
+  // Of the time that the process ran, and at most what the kernel took of it.
+  const double taken = cores > 0 ? std::min(faults * kFaultS, system) / cores : 0;
   if (taken < kFaultShare) return std::nullopt;
   return Finding{
       .rule = "page-faults",
@@ -341,7 +342,7 @@ std::optional<Finding> page_faults(const View& view) {
           "LOCKSTEP_CPU_CACHE_MAX_BYTES=0; lockstep::cache_cpu_memory() elsewhere), or start "
           "with MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_THRESHOLD_=4294967296 "
           "(docs/allocators.md).",
-      .gain = std::min(taken, 1.0)};
+      .gain = std::min(taken, 1.0) * (1 - share(*worst, Phase::kCommunication))};
 }
 
 std::optional<Finding> too_many_threads(const View& view) {
@@ -349,13 +350,16 @@ std::optional<Finding> too_many_threads(const View& view) {
   const int threads = std::max(facts.threads_per_rank, 1) * std::max(facts.ranks_on_host, 1);
   if (!view.enough || facts.cores <= 0 || threads <= facts.cores) return std::nullopt;
   // Threads that are not used do no harm.
-  double in_use = 0, switches = 0;
+  double in_use = 0, wanted = 0, switches = 0;
   const auto ranks = std::min(view.ranks.size(), static_cast<std::size_t>(facts.ranks_on_host));
   for (std::size_t i = 0; i < ranks; ++i) {
     in_use += rate(view.ranks[i], &ProcessRates::cores);
+    wanted += median_of(view.ranks[i], [](const Interval& window) {
+      return window.process ? window.process->run_delay_share.value_or(0) : 0;
+    });
     switches += rate(view.ranks[i], &ProcessRates::involuntary_switches_per_s);
   }
-  if (in_use < kCoresInUse * facts.cores) return std::nullopt;
+  if (in_use + wanted < kCoresWanted * facts.cores) return std::nullopt;
   const int fit = facts.cores / std::max(facts.ranks_on_host, 1);
   return Finding{
       .rule = "too-many-threads",

@@ -12,7 +12,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/core/step_totals.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/optim/adamw_pass.h"
@@ -139,7 +138,6 @@ void ReplicatedOptimizer::apply_options() {
 
 StepResult ReplicatedOptimizer::step(const StepOptions& options) {
   const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
-  ledger::add(ledger::Counter::kUpdates);
   detail::check(options);
   apply_options();
   GradScaler* const scaler =

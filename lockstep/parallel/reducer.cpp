@@ -272,6 +272,7 @@ void ReducerImpl::finalize() {
   pass_.wait_for_buckets(/*finish=*/true);
   mark_device_phase(ledger::Phase::kNone, world_.device());
   count_pass();
+  count_update();
   if (!pass_.shadow) buckets_.publish(used);
   reduce_sparse(used);
   if (options_.broadcast_buffers) model_.broadcast_buffers(world_, join_.root());
@@ -294,6 +295,15 @@ void ReducerImpl::count_pass() const {
     if (!change_.trained(i) || pass_[i].used) continue;
     return ledger::add(ledger::Counter::kUnusedFound);
   }
+}
+
+// Whoever wrote the optimizer, its step changes parameters in place. A pass that finds them as the
+// last one did adds to its gradients.
+void ReducerImpl::count_update() {
+  std::int64_t versions = 0;
+  for (const ModelParameter& p : model_.parameters())
+    if (!p.tensor.is_inference()) versions += static_cast<std::int64_t>(p.tensor._version());
+  if (std::exchange(versions_before_, versions) != versions) ledger::add(ledger::Counter::kUpdates);
 }
 
 void ReducerImpl::reduce_sparse(const std::vector<bool>& used) {

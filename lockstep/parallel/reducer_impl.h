@@ -60,6 +60,7 @@ class ReducerImpl final : public BackwardListener,
   void launch(std::size_t index);
   void finalize();
   void count_pass() const;
+  void count_update();
   void reduce_sparse(const std::vector<bool>& used);
   void rebuild_from_observed_order();
   void plan_again();
@@ -83,6 +84,7 @@ class ReducerImpl final : public BackwardListener,
   bool overlap_ = true;   // buckets are sent while backward runs
   bool rebuilt_ = false;  // the plan follows the observed order
   int no_sync_depth_ = 0;
+  std::int64_t versions_before_ = -1;  // of the parameters, summed, at the last pass
   ledger::Phase phase_before_ = ledger::Phase::kNone;  // the pass
   BucketLimits limits_;
   CommHook hook_;

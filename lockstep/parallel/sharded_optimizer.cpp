@@ -10,7 +10,6 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/core/step_totals.h"
 #include "lockstep/core/log.h"
 #include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_impl.h"
@@ -536,7 +535,6 @@ ShardedOptimizer::~ShardedOptimizer() = default;
 
 optim::StepResult ShardedOptimizer::step(const optim::StepOptions& options) {
   const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
-  ledger::add(ledger::Counter::kUpdates);
   optim::StepResult result = impl_->step(options);
   ledger::count_step();
   return result;

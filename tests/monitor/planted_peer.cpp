@@ -6,13 +6,11 @@
 //   planted_peer gpus FOLDER SAMPLES          samples the GPUs of this host
 //
 // In the environment: PLANT_SLEEP=RANK:MS (or all:MS), its loader takes so long for a batch;
-// PLANT_STARVE=RANK, that rank shares one core with two loops that never end; PLANT_HIDDEN and
-// PLANT_BATCH, sizes of the MLP and of its batches.
-#include <fcntl.h>
+// PLANT_LOG=MS, rank 0 takes so long for a line of its log; PLANT_STARVE=RANK, that rank shares one
+// core with two loops that never end; PLANT_HIDDEN, the size of the MLP.
 #include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -63,6 +61,14 @@ class SlowDataset : public data::TensorDataset {
   int sleep_ms_;
 };
 
+// As one that sends its lines over a network.
+struct SlowLog : Observer {
+  void on_log(Event& event) override {
+    if (event.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(sleep_ms));
+  }
+  const int sleep_ms = std::atoi(variable("PLANT_LOG", "0").c_str());
+};
+
 int sleep_of_this_rank() {
   const std::string text = variable("PLANT_SLEEP", "none:0");
   const std::string who = text.substr(0, text.find(':'));
@@ -106,7 +112,7 @@ models::Mlp make_net() {
                                        .outputs = kClasses});
 }
 
-int train(const std::vector<std::string>& flags) {
+int run_trainer(const std::vector<std::string>& flags) {
   const train::Config config = train::load_config("", flags);
   return run([&](World& world) {
     torch::manual_seed(3);
@@ -121,11 +127,12 @@ int train(const std::vector<std::string>& flags) {
       return torch::cross_entropy_loss(net(batch.data), batch.target);
     };
     Trainer trainer(world, task, config.arguments);
+    trainer.add(std::make_shared<SlowLog>());
     return trainer.train().exit_code();
   });
 }
 
-int loop(const std::string& folder, int updates, int passes) {
+int run_loop(const std::string& folder, int updates, int passes) {
   return run([&](World& world) {
     torch::manual_seed(3);
     DistributedDataParallel<models::Mlp> model{make_net(), world};
@@ -148,7 +155,7 @@ int loop(const std::string& folder, int updates, int passes) {
   });
 }
 
-int gpus(const std::string& folder, int samples) {
+int sample_gpus(const std::string& folder, int samples) {
   constexpr auto kInterval = std::chrono::milliseconds(100);
   monitor::RunFacts facts;
   facts.program = "./train --batch_size 16";
@@ -163,10 +170,10 @@ int gpus(const std::string& folder, int samples) {
 int main(int argc, char** argv) {
   const std::vector<std::string> args(argv + 1, argv + argc);
   starve();
-  if (!args.empty() && args[0] == "train") return train({args.begin() + 1, args.end()});
+  if (!args.empty() && args[0] == "train") return run_trainer({args.begin() + 1, args.end()});
   if (args.size() == 4 && args[0] == "loop")
-    return loop(args[1], std::stoi(args[2]), std::stoi(args[3]));
-  if (args.size() == 3 && args[0] == "gpus") return gpus(args[1], std::stoi(args[2]));
+    return run_loop(args[1], std::stoi(args[2]), std::stoi(args[3]));
+  if (args.size() == 3 && args[0] == "gpus") return sample_gpus(args[1], std::stoi(args[2]));
   std::fputs("usage: see planted_peer.cpp\n", stderr);
   return 2;
 }

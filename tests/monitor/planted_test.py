@@ -101,7 +101,6 @@ class Ranks(PlantedCase):
         slow = self.train(60, {"dataloader_num_workers": 1}, PLANT_SLEEP="all:60")
         finding = self.finding(slow, "loader-bound")
         self.assertRegex(finding["remedy"], r"dataloader_num_workers to [2-9] \(now 1\)")
-        self.assert_without(slow, "straggler")
 
 
 class Habits(PlantedCase):
@@ -112,13 +111,11 @@ class Habits(PlantedCase):
         self.assert_without(self.train(30, keys), "find-unused-parameters")
 
     def test_logging_in_every_step(self):
-        small = {"PLANT_HIDDEN": "64"}
-        keys = {"per_device_train_batch_size": 16}
-        often = self.train(600, {**keys, "logging_steps": 1}, **small)
+        often = self.train(60, {"logging_steps": 1}, PLANT_LOG="10")
         finding = self.finding(often, "logging-too-often")
         self.assertRegex(finding["remedy"], r"logging_steps to \d+")
         self.assertRegex(finding["evidence"], r"every 1\.0 steps; [1-9]\d*\.\d waits of the host")
-        self.assert_without(self.train(600, {**keys, "logging_steps": 200}, **small),
+        self.assert_without(self.train(60, {"logging_steps": 20}, PLANT_LOG="10"),
                             "logging-too-often")
 
     def test_saving_too_often(self):
@@ -163,7 +160,7 @@ class Gpus(PlantedCase):
             f"{gpu} total {140 << 30}\n{gpu} power 600000\n"
             for gpu, values in enumerate(utilisation)))
         folder = self.place / "gpus"
-        done = subprocess.run([PEER, "gpus", str(folder), "28"], capture_output=True, text=True,
+        done = subprocess.run([PEER, "gpus", str(folder), "22"], capture_output=True, text=True,
                               timeout=BOUND_S, check=False, stdin=subprocess.DEVNULL,
                               env=environment(LOCKSTEP_NVML=str(FAKE_NVML),
                                               FAKE_NVML_SCRIPT=str(script)))
