@@ -41,6 +41,7 @@ monitor::RunFacts Loop::facts() const {
   facts.cores = allowed_cores();
   facts.ranks_on_host = local;
   facts.gpus_visible = static_cast<int>(torch::cuda::device_count());
+  facts.threads_per_rank = at::get_num_threads();
   for (const at::Tensor& parameter : run_.task.module->parameters()) {
     facts.parameters += parameter.numel();
     if (!parameter.requires_grad()) continue;
