@@ -50,12 +50,22 @@ constexpr std::array kFlags = {
              "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
     FlagSpec{"stopped-timeout", '\0', "SECONDS", kHonoured,
              "a rank stopped by SIGSTOP is failed after this (30)", false},
-    FlagSpec{"stall-timeout", '\0', "SECONDS", kHonoured,
-             "when no rank moves for this, and for ten median steps, a table says where each rank "
-             "stands and who is behind (30); 0: no ledgers, no table",
-             false},
+    FlagSpec{
+        "stall-timeout", '\0', "SECONDS", kHonoured,
+        "when no rank moves for this, and for ten median steps, a table says where each rank "
+        "stands and who is behind (30); 0: no table, and no ledgers unless --doctor or --record "
+        "needs them",
+        false},
     FlagSpec{"stall-action", '\0', "warn|stop", kHonoured,
              "after that table: continue, or fail the run (warn)", false},
+    FlagSpec{"doctor", '\0', "", kHonoured,
+             "say on stderr what slows the ranks down, with the change that mends it, while they "
+             "run and at the end; any program, with less detail than one of ours",
+             false},
+    FlagSpec{"record", '\0', "DIR", kHonoured,
+             "write what each rank's time and resources went to into DIR/monitor, for lockstep "
+             "doctor --run DIR and lockstep report DIR",
+             false},
     FlagSpec{
         "monitor-interval", '\0', "SECONDS", kHonoured,
         "ranks are watched by events, not polled; this is when one that left with exit code 0 in "

@@ -719,10 +719,16 @@ void note_absent_ranks(const std::vector<int>& ranks, int nproc, std::string_vie
   }
 }
 
+std::string directory_of(const Values& values, const std::string& name) {
+  const std::string text = values.text(name, "");
+  if (text.empty()) return text;
+  return std::filesystem::absolute(expand_home(text, "--" + name)).lexically_normal().string();
+}
+
 void settle_output(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
-  if (const std::string directory = values.text("log-dir", ""); !directory.empty())
-    plan.log_dir =
-        std::filesystem::absolute(expand_home(directory, "--log-dir")).lexically_normal().string();
+  plan.log_dir = directory_of(values, "log-dir");
+  plan.record_dir = directory_of(values, "record");
+  plan.doctor = values.is_on("doctor");
   plan.redirects = parse_streams(values, "redirects");
   plan.tee = parse_streams(values, "tee");
   for (const auto& [name, map] : {std::pair("redirects", &plan.redirects), {"tee", &plan.tee}}) {

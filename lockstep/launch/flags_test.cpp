@@ -616,6 +616,10 @@ TEST(Output, ARelativeLogDirectoryBecomesAbsolute) {
   EXPECT_EQ(plan_of({"--log-dir=/a/../b"}).log_dir, "/b");
   EXPECT_EQ(plan_of({"--log-dir=~/x"}).log_dir, std::string(std::getenv("HOME")) + "/x");
   EXPECT_EQ(plan_of({}).log_dir, "");
+  EXPECT_EQ(plan_of({"--record", "r"}).record_dir, here + "/r");
+  EXPECT_EQ(plan_of({}).record_dir, "");
+  EXPECT_TRUE(plan_of({"--doctor"}).doctor);
+  EXPECT_FALSE(plan_of({}).doctor);
 }
 
 TEST(Treatments, IgnoredFlagsGiveALineAndRefusedOnesAnError) {

@@ -26,18 +26,6 @@ Fd open_log(const std::string& path) {
   return fd;
 }
 
-// The end of a file that the rank wrote directly.
-std::string end_of_file(const std::string& path, std::size_t most) {
-  Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  struct stat info {};
-  if (!fd || ::fstat(fd.get(), &info) != 0) return {};
-  const off_t start = std::max<off_t>(0, info.st_size - static_cast<off_t>(most));
-  std::string text(static_cast<std::size_t>(info.st_size - start), '\0');
-  const ssize_t n = ::pread(fd.get(), text.data(), text.size(), start);
-  text.resize(n > 0 ? static_cast<std::size_t>(n) : 0);
-  return text;
-}
-
 // After a carriage return the terminal is at the line's beginning again, and so is the prefix.
 std::string with_prefix_after_returns(std::string_view text, std::string_view prefix) {
   std::string result;
@@ -50,11 +38,22 @@ std::string with_prefix_after_returns(std::string_view text, std::string_view pr
 
 }  // namespace
 
+std::string end_of_file(const std::string& path, std::size_t most) {
+  Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat info {};
+  if (!fd || ::fstat(fd.get(), &info) != 0) return {};
+  const off_t start = std::max<off_t>(0, info.st_size - static_cast<off_t>(most));
+  std::string text(static_cast<std::size_t>(info.st_size - start), '\0');
+  const ssize_t n = ::pread(fd.get(), text.data(), text.size(), start);
+  text.resize(n > 0 ? static_cast<std::size_t>(n) : 0);
+  return text;
+}
+
 OutputStream::OutputStream(EventLoop& loop, Console& console, Options options)
     : loop_(loop), console_(console), options_(std::move(options)) {
   const StreamRoute& route = options_.route;
   if (!route.file.empty()) file_ = open_log(route.file);
-  if (!route.file.empty() && !route.console && route.filters.empty()) {
+  if (route.direct()) {
     child_end_ = std::move(file_);
     return;
   }
@@ -116,11 +115,10 @@ void OutputStream::take_lines(std::string_view data) {
   while (!data.empty()) {
     const std::size_t end = data.find('\n');
     const std::string_view piece = data.substr(0, end);
-    if (!options_.route.filters.empty()) filter_line_.append(piece);
+    if (wants_lines()) whole_line_.append(piece);
     partial_.append(piece);
     if (end == std::string_view::npos) break;
-    match_filters(filter_line_);
-    filter_line_.clear();
+    take_line();
     put(partial_, true);
     partial_.clear();
     data.remove_prefix(end + 1);
@@ -129,10 +127,7 @@ void OutputStream::take_lines(std::string_view data) {
     put(partial_, false);
     partial_.clear();
   }
-  if (filter_line_.size() > kLongestLineBytes) {  // it may never end
-    match_filters(filter_line_);
-    filter_line_.clear();
-  }
+  if (whole_line_.size() > kLongestLineBytes) take_line();  // it may never end
   // A progress bar returns to the line's beginning: what stands before that is complete for now.
   const std::size_t back = partial_.rfind('\r');
   if (back != std::string::npos && back > 0) {
@@ -180,6 +175,17 @@ void OutputStream::append_to_file(std::string_view data) {
   }
 }
 
+bool OutputStream::wants_lines() const {
+  return !options_.route.filters.empty() || options_.route.on_line;
+}
+
+void OutputStream::take_line() {
+  if (!wants_lines()) return;
+  match_filters(whole_line_);
+  if (options_.route.on_line) options_.route.on_line(whole_line_);
+  whole_line_.clear();
+}
+
 void OutputStream::match_filters(std::string_view line) {
   const auto& filters = options_.route.filters;
   if (options_.route.filtered_fd < 0 ||
@@ -198,10 +204,9 @@ void OutputStream::match_filters(std::string_view line) {
 void OutputStream::finish() {
   if (!pipe_) return;
   loop_.cancel(silence_timer_);
-  if (!filter_line_.empty()) match_filters(filter_line_);
+  if (!whole_line_.empty()) take_line();
   // A line that is not marked is passed through as it is: whoever reads it may count bytes.
   if (!partial_.empty()) put(partial_, !options_.route.prefix.empty());
-  filter_line_.clear();
   partial_.clear();
   if (!paused_) loop_.forget(pipe_.get());
   pipe_.reset();
@@ -218,8 +223,7 @@ void OutputStream::close_now() {
 
 std::string OutputStream::tail() const {
   const StreamRoute& route = options_.route;
-  const bool direct = !route.file.empty() && !route.console && route.filters.empty();
-  return direct ? end_of_file(route.file, kTailBytes) : tail_;
+  return route.direct() ? end_of_file(route.file, kTailBytes) : tail_;
 }
 
 RankOutput::RankOutput(EventLoop& loop, Console& console, const OutputRoutes& routes)

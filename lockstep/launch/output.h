@@ -14,6 +14,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,6 +24,9 @@
 
 namespace lockstep::launch {
 
+// The last bytes of a file, at most `most`; empty when it cannot be read.
+std::string end_of_file(const std::string& path, std::size_t most);
+
 // Where one stream of one rank goes.
 struct StreamRoute {
   bool console = false;
@@ -31,6 +35,10 @@ struct StreamRoute {
   std::vector<std::string> filters;  // lines holding any of these are also appended to ...
   int filtered_fd = -1;              // ... this file; not owned
   std::string filtered_prefix;       // many ranks share that file
+  // Gets every line, unless the stream is a file that the rank writes itself.
+  std::function<void(std::string_view)> on_line = {};
+
+  bool direct() const { return !file.empty() && !console && filters.empty(); }
 };
 
 struct OutputRoutes {
@@ -74,6 +82,8 @@ class OutputStream {
   void watch();
   void put(std::string_view text, bool ends_line);
   void append_to_file(std::string_view data);
+  bool wants_lines() const;
+  void take_line();
   void match_filters(std::string_view line);
   void on_silence();
   void pause();
@@ -85,8 +95,8 @@ class OutputStream {
   Fd pipe_;
   Fd child_end_;
   Fd file_;
-  std::string partial_;      // the beginning of a line, not yet on the console
-  std::string filter_line_;  // the same for the filters, which want the whole line
+  std::string partial_;     // the beginning of a line, not yet on the console
+  std::string whole_line_;  // the same for filters and on_line, which want all of it
   std::string tail_;
   EventLoop::TimerId silence_timer_ = 0;
   EventLoop::Clock::time_point last_data_;
@@ -102,6 +112,9 @@ class RankOutput {
   int child_out() const { return out_.child_end(); }
   int child_err() const { return err_.child_end(); }
   const StreamRoute& out_route() const { return out_.route(); }
+  // The file that the rank itself writes; empty: it writes to a pipe.
+  std::string out_file() const { return out_.route().direct() ? out_.route().file : ""; }
+  std::string err_file() const { return err_.route().direct() ? err_.route().file : ""; }
   void close_child_ends();
   void close_now();
   // The last lines of stderr, at most `most`.

@@ -59,7 +59,8 @@ struct LaunchPlan {
   int max_restarts = 0;
   std::chrono::milliseconds shutdown_timeout{30'000};  // from SIGTERM to SIGKILL
   std::chrono::milliseconds stopped_timeout{30'000};   // a SIGSTOPped rank is failed after this
-  // No rank moves for this and for ten median steps: a table says who is behind. 0: no ledgers.
+  // No rank moves for this and for ten median steps: a table says who is behind. 0: no table, and
+  // no ledgers without an observer (run_observer.h).
   std::chrono::milliseconds stall_timeout{30'000};
   StallAction stall_action = StallAction::kWarn;
   // A rank that left with code 0 in the middle of its world is looked at again after this: the
@@ -81,6 +82,10 @@ struct LaunchPlan {
   std::optional<std::set<int>> local_ranks_filter;  // which ranks reach the console
   std::vector<std::string> duplicate_stdout_filters;
   std::vector<std::string> duplicate_stderr_filters;
+
+  // For whoever observes the run (dashboard/live_run.h); the supervisor reads neither.
+  bool doctor = false;     // say on stderr what slows the ranks down
+  std::string record_dir;  // absolute; empty: nothing is recorded
 };
 
 }  // namespace lockstep::launch

@@ -36,6 +36,7 @@ constexpr milliseconds kConsoleTimeout{60'000};
 constexpr milliseconds kGoodbyeTimeout{2000};
 constexpr milliseconds kAnnounceAfter{500};
 constexpr milliseconds kEcho{100};
+constexpr milliseconds kTick{200};  // of an observer
 constexpr int kKillAtRequest = 3;
 // What schedulers announce a limit with and programs give a meaning to. The default action would
 // end the launcher, and with it everything, before any rank could save.
@@ -117,7 +118,7 @@ class LogDirectory {
 
 class Supervisor {
  public:
-  Supervisor(const LaunchPlan& plan, const GuardContext& guard);
+  Supervisor(const LaunchPlan& plan, const GuardContext& guard, RunObserver* observer);
   int run();
 
  private:
@@ -129,6 +130,7 @@ class Supervisor {
   void open_hub();
   void open_spoke();
   void open_store(int attempt);
+  void tick();
 
   void on_signals();
   bool is_echo(int signal);
@@ -155,6 +157,7 @@ class Supervisor {
   const GuardContext& guard_;
   EventLoop loop_;
   Console console_;
+  Observed observed_;
   GroupSetup setup_;
   LogDirectory logs_;
   Fd signals_;
@@ -170,23 +173,27 @@ class Supervisor {
   int last_signal_ = 0;
   EventLoop::Clock::time_point last_signal_time_;
   EventLoop::TimerId announce_timer_ = 0;
+  EventLoop::TimerId tick_timer_ = 0;
   bool front_gone_ = false;
   bool ending_ = false;
   std::optional<Message> end_when_idle_;
   int code_ = 1;
 };
 
-Supervisor::Supervisor(const LaunchPlan& plan, const GuardContext& guard)
+Supervisor::Supervisor(const LaunchPlan& plan, const GuardContext& guard, RunObserver* observer)
     : plan_(plan),
       guard_(guard),
       console_(loop_, STDOUT_FILENO, STDERR_FILENO),
-      setup_{plan, loop_, console_, guard, host_name(), {}, 0, {}, {}},
+      observed_(observer, [this](const std::string& text) { say(text); }),
+      setup_{plan, loop_, console_, guard, observed_, host_name(), {}, 0, {}, {}},
       logs_(plan) {}
 
 int Supervisor::run() {
   watch_signals();
   choose_threads();
   bind_to_cpus();
+  observed_.notify([this](RunObserver& observer) { observer.run_started(plan_); });
+  tick();
   if (plan_.node_rank == 0) {
     // Several launchers on one host need no more than its loopback.
     const std::string& address = plan_.master_addr;
@@ -326,6 +333,13 @@ void Supervisor::open_spoke() {
   handlers.say = [this](const std::string& text) { say(text); };
   spoke_ = std::make_unique<Spoke>(loop_, plan_, setup_.host, std::move(handlers));
   spoke_->connect();
+}
+
+void Supervisor::tick() {
+  observed_.notify([this](RunObserver& observer) {
+    for (const std::string& line : observer.tick()) say(line);
+  });
+  if (observed_) tick_timer_ = loop_.after(kTick, [this] { tick(); });
 }
 
 // ---------------------------------------------------------------- events
@@ -484,6 +498,10 @@ void Supervisor::start_attempt(int attempt) {
       setup_, std::move(place),
       GroupEvents{[this](const RankFailure& failure) { on_group_failed(failure); },
                   [this] { on_group_ended(); }});
+  observed_.notify([&](RunObserver& observer) {
+    observer.attempt_started(
+        {attempt, setup_.layout.world_size, setup_.layout.first_rank, plan_.nproc_per_node});
+  });
   group_->start();
 }
 
@@ -496,6 +514,7 @@ void Supervisor::on_group_failed(const RankFailure& failure) {
 }
 
 void Supervisor::on_group_ended() {
+  observed_.notify([this](RunObserver& observer) { observer.attempt_ended(attempt_); });
   if (front_gone_) return loop_.stop();
   if (end_when_idle_) return end(end_when_idle_->code, end_when_idle_->failure);
   Message message;
@@ -528,6 +547,12 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
   if (ending_) return;
   ending_ = true;
   code_ = code;
+  loop_.cancel(tick_timer_);
+  observed_.notify([&](RunObserver& observer) {
+    for (const std::string& line : observer.tick()) say(line);
+    for (const std::string& line : observer.run_ended({code, failure ? failure->headline() : ""}))
+      say(line);
+  });
   const std::string logs = failure || plan_.redirects.any() ? logs_.preserve() : "";
   if (failure) {
     failure->logs = logs;
@@ -575,13 +600,13 @@ void check(const LaunchPlan& plan) {
 
 }  // namespace
 
-int supervise(const LaunchPlan& plan) {
+int supervise(const LaunchPlan& plan, RunObserver* observer) {
   check(plan);
   std::vector<int> signals = plan.signals_to_handle;
   if (signals.empty()) signals = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
   signals.insert(signals.end(), std::begin(kForwarded), std::end(kForwarded));
-  return run_supervised(std::move(signals), [&plan](const GuardContext& guard) {
-    Supervisor supervisor(plan, guard);
+  return run_supervised(std::move(signals), [&](const GuardContext& guard) {
+    Supervisor supervisor(plan, guard, observer);
     return supervisor.run();
   });
 }

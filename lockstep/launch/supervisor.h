@@ -17,6 +17,7 @@
 #pragma once
 
 #include "lockstep/launch/plan.h"
+#include "lockstep/launch/run_observer.h"
 
 namespace lockstep::launch {
 
@@ -24,7 +25,8 @@ namespace lockstep::launch {
 // code, 128+n when it died of signal n, 143 after a stop request (a rank's own code where it failed
 // in its stop; ranks that had to be killed when the grace ran out change nothing), 130 after
 // Ctrl-C, 2 when other launchers refuse it, 1 when one of them is lost. Throws UsageError, before
-// anything is started, for a plan that cannot be carried out.
-int supervise(const LaunchPlan& plan);
+// anything is started, for a plan that cannot be carried out. With an observer every rank has a
+// ledger, whatever the plan's stall_timeout is.
+int supervise(const LaunchPlan& plan, RunObserver* observer = nullptr);
 
 }  // namespace lockstep::launch

@@ -72,8 +72,8 @@ struct WorkerGroup::Worker {
   int local_rank = 0;
   std::string error_file;
   std::unique_ptr<RankOutput> output;
-  Fd control;  // writing end
-  ledger::File ledger;
+  Fd control;                            // writing end
+  std::shared_ptr<ledger::File> ledger;  // null: none
   Process process;
   std::optional<Ending> ending;
   double ended_at = 0;
@@ -178,7 +178,7 @@ std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int 
   place.interface = setup_.interface;
   place.threads = setup_.threads;
   place.terminal = terminal_for(worker);
-  if (worker.ledger) place.ledger = worker.ledger.variable();
+  if (worker.ledger) place.ledger = worker.ledger->variable();
   std::map<std::string, std::string> all;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry;
@@ -213,6 +213,16 @@ void WorkerGroup::start_worker(Worker& worker) {
   routes.out.filtered_fd = filtered_[0].get();
   routes.err.filters = plan.duplicate_stderr_filters;
   routes.err.filtered_fd = filtered_[1].get();
+  if (setup_.observed) {
+    const auto pass_on = [this, rank](OutputKind kind) {
+      return [this, rank, kind](std::string_view line) {
+        setup_.observed.notify(
+            [&](RunObserver& observer) { observer.output_line(rank, kind, line); });
+      };
+    };
+    routes.out.on_line = pass_on(OutputKind::kOut);
+    routes.err.on_line = pass_on(OutputKind::kErr);
+  }
   worker.output = std::make_unique<RankOutput>(setup_.loop, setup_.console, routes);
 
   Pipe control = make_pipe();
@@ -225,28 +235,46 @@ void WorkerGroup::start_worker(Worker& worker) {
   request.stdout_fd = worker.output->child_out();
   request.stderr_fd = worker.output->child_err();
   request.pass_fds = {control.read.get(), store.get()};
-  if (worker.ledger) request.pass_fds.push_back(worker.ledger.fd());
+  if (worker.ledger) request.pass_fds.push_back(worker.ledger->fd());
   if (!setup_.cpus.empty()) request.cpus = &setup_.cpus[static_cast<std::size_t>(local_rank)];
   request.signal_mask = setup_.guard.callers_mask;
   request.files = setup_.guard.callers_files;
   worker.process = start_process(request);
   worker.output->close_child_ends();
   worker.control = std::move(control.write);
-  worker.ledger.close_fd();
+  if (worker.ledger) worker.ledger->close_fd();
   if (stalls_ && worker.ledger)
-    stalls_->add({rank, worker.process.pid(), &worker.ledger, worker.error_file + ".stack"});
+    stalls_->add({rank, worker.process.pid(), worker.ledger.get(), worker.error_file + ".stack"});
   setup_.guard.registry->add(worker.process.pid());
   setup_.loop.watch(worker.process.pidfd(), EPOLLIN,
                     [this, &worker](std::uint32_t) { on_exit(worker); });
+  report_start(worker);
+}
+
+// ---------------------------------------------------------------- observer
+
+void WorkerGroup::report_start(const Worker& worker) {
+  setup_.observed.notify([&](RunObserver& observer) {
+    observer.rank_started({rank_of(worker), worker.local_rank, worker.process.pid(), worker.ledger,
+                           worker.output->out_file(), worker.output->err_file()});
+  });
+}
+
+void WorkerGroup::report_end(const Worker& worker) {
+  setup_.observed.notify([&](RunObserver& observer) {
+    if (!worker.ending) return observer.rank_ended({rank_of(worker), "could not be killed", true});
+    const bool failed = worker.left_early || (!worker.ending->ok() && !worker.ends_for_us());
+    observer.rank_ended({rank_of(worker), worker.ending->text(), failed});
+  });
 }
 
 // ---------------------------------------------------------------- ledgers
 
 void WorkerGroup::make_ledger(Worker& worker) const {
-  if (!stalls_) return;
+  if (!stalls_ && !setup_.observed) return;
   try {
-    worker.ledger =
-        ledger::File::create({rank_of(worker), setup_.layout.world_size, place_.attempt});
+    worker.ledger = std::make_shared<ledger::File>(
+        ledger::File::create({rank_of(worker), setup_.layout.world_size, place_.attempt}));
   } catch (const SystemError& error) {  // the run needs none
     setup_.console.say(
         fmt::format("{} Stalls of rank {} will not be explained.", error.what(), rank_of(worker)));
@@ -254,9 +282,9 @@ void WorkerGroup::make_ledger(Worker& worker) const {
 }
 
 void WorkerGroup::save_ledger(const Worker& worker) const {
-  if (!worker.ledger.opened()) return;
+  if (!worker.ledger || !worker.ledger->opened()) return;
   try {
-    worker.ledger.save(
+    worker.ledger->save(
         fmt::format("{}/{}/{}", place_.directory, worker.local_rank, ledger::kFileName));
   } catch (const std::exception& error) {
     setup_.console.say(
@@ -294,6 +322,7 @@ void WorkerGroup::on_exit(Worker& worker) {
   if (stalls_) stalls_->remove(rank_of(worker));
   if (!ending->ok()) save_ledger(worker);
   worker.left_early = inside::take_mark(worker.error_file) && ending->ok();
+  report_end(worker);
   if (worker.left_early) on_left(worker);
   if (!ending->ok() && phase_ == Phase::kRunning && !failure_) fail(describe(*first_to_fail()));
   maybe_sweep();
@@ -494,6 +523,7 @@ void WorkerGroup::abandon_ranks() {
     setup_.loop.forget(worker->process.pidfd());
     worker->control.reset();
     worker->abandoned = true;
+    report_end(*worker);
   }
   maybe_sweep();
 }
@@ -719,8 +749,8 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
   }
   std::vector<RankView> views;
   for (const auto& worker : workers_) {
-    if (!worker->ledger.opened()) continue;
-    views.push_back({.ledger = worker->ledger.read()});
+    if (!worker->ledger || !worker->ledger->opened()) continue;
+    views.push_back({.ledger = worker->ledger->read()});
     views.back().ledger.rank = rank_of(*worker);
   }
   failure.standing = standing_of(views, failure.rank, ledger::monotonic_ns());

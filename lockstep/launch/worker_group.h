@@ -24,6 +24,7 @@
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/plan.h"
 #include "lockstep/launch/report.h"
+#include "lockstep/launch/run_observer.h"
 #include "lockstep/launch/stall_watch.h"
 #include "lockstep/launch/store_server.h"
 #include "lockstep/launch/supervisor_guard.h"
@@ -37,6 +38,7 @@ struct GroupSetup {
   EventLoop& loop;
   Console& console;
   const GuardContext& guard;
+  Observed& observed;
   std::string host;
   std::string interface;      // for worker_environment
   int threads = 0;            // for worker_environment
@@ -96,6 +98,8 @@ class WorkerGroup {
   void on_exit(Worker& worker);
   void on_pause(Worker& worker, const Pause& pause);
   void on_left(const Worker& worker);
+  void report_start(const Worker& worker);
+  void report_end(const Worker& worker);
   void make_ledger(Worker& worker) const;
   void save_ledger(const Worker& worker) const;
   void on_stall(const StallReport& stall);

@@ -53,6 +53,7 @@ class TorchrunFlags(unittest.TestCase):
     def setUpClass(cls):
         cls.logs = tempfile.TemporaryDirectory(prefix="lockstep_flags_")
         VALUES["log-dir"] = cls.logs.name
+        VALUES["record"] = cls.logs.name
         VALUES["config-file"] = os.path.join(cls.logs.name, "accelerate.yaml")
         with open(VALUES["config-file"], "w") as f:
             f.write("num_processes: 1\n")
