@@ -10,6 +10,7 @@
 #include "cli/variables.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/dashboard/live_run.h"
 #include "lockstep/launch/flags.h"
 #include "lockstep/launch/supervisor.h"
 #include "lockstep/rendezvous/rank_env.h"
@@ -58,7 +59,10 @@ int run_command(const Args& args) {
   }
   for (const std::string& note : parsed.notes) log::warning("run", "{}", note);
   for (const std::string& line : unread_variables()) log::warning("run", "{}", line);
-  return launch::supervise(parsed.plan);
+  const launch::LaunchPlan& plan = parsed.plan;
+  if (!plan.doctor && plan.record_dir.empty()) return launch::supervise(plan);
+  dashboard::LiveRun live({.doctor = plan.doctor, .record_dir = plan.record_dir});
+  return launch::supervise(plan, &live);
 }
 
 int train_command(const Args& args) {

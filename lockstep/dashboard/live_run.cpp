@@ -1,0 +1,507 @@
+#include "lockstep/dashboard/live_run.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "lockstep/core/cores.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/thread_signals.h"
+#include "lockstep/dashboard/doctor_report.h"
+#include "lockstep/dashboard/metrics_tail.h"
+#include "lockstep/dashboard/rank_gpus.h"
+#include "lockstep/dashboard/rank_sampler.h"
+#include "lockstep/dashboard/record_writer.h"
+#include "lockstep/launch/output.h"
+#include "lockstep/launch/report.h"
+
+namespace lockstep::dashboard {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kLook{250};
+constexpr milliseconds kInterval{1000};
+constexpr milliseconds kEagerFor{5000};  // intervals of kLook at the start
+// Before the first step and without ten samples of the GPUs nothing is known that could be said.
+constexpr milliseconds kSettled{12'000};
+constexpr milliseconds kStopWithin{2000};
+constexpr std::size_t kIntervals = 600;
+constexpr std::size_t kLogLines = 50;
+constexpr std::size_t kLineBytes = 500;
+constexpr std::size_t kTailBytes = 16u << 10;
+
+double unix_now() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+// As a terminal would show it at last: a progress bar is what came after its last return.
+std::string_view shown(std::string_view line) {
+  while (!line.empty() && line.back() == '\r') line.remove_suffix(1);
+  const std::size_t back = line.rfind('\r');
+  if (back != line.npos) line.remove_prefix(back + 1);
+  return line.substr(0, kLineBytes);
+}
+
+void add_line(std::deque<std::string>& log, std::string_view line) {
+  log.emplace_back(shown(line));
+  if (log.size() > kLogLines) log.pop_front();
+}
+
+// The newest lines of files that the rank writes itself.
+std::deque<std::string> tail_of(const launch::RankStarted& rank) {
+  std::deque<std::string> lines;
+  for (const std::string& path : {rank.out_file, rank.err_file}) {
+    if (path.empty()) continue;
+    const std::string text = launch::end_of_file(path, kTailBytes);
+    for (std::size_t begin = 0; begin < text.size();) {
+      const std::size_t end = std::min(text.find('\n', begin), text.size());
+      add_line(lines, std::string_view(text).substr(begin, end - begin));
+      begin = end + 1;
+    }
+  }
+  return lines;
+}
+
+std::optional<LivePosition> position_of(const ledger::File* file) {
+  if (file == nullptr || !file->opened()) return std::nullopt;
+  const ledger::Snapshot seen = file->read();
+  if (seen.records.empty()) return std::nullopt;
+  // The oldest that is under way is what the rank waits for.
+  const auto pending = std::ranges::find_if(
+      seen.records, [](const ledger::Record& record) { return record.under_way(); });
+  const ledger::Record& record = pending != seen.records.end() ? *pending : seen.records.back();
+  const std::uint64_t now = ledger::monotonic_ns();
+  const double age_ns = now > record.posted_ns ? static_cast<double>(now - record.posted_ns) : 0;
+  return LivePosition{record.operation, record.sequence, ledger::name(record.state), age_ns * 1e-9};
+}
+
+bool same_folder(const std::string& a, const std::string& b) {
+  std::error_code problem;
+  return !a.empty() && !b.empty() && std::filesystem::equivalent(a, b, problem);
+}
+
+// What is known of a rank; guarded by the run's mutex.
+struct Tracked {
+  launch::RankStarted started;
+  LiveRank shown;
+  std::optional<ledger::Totals> end_totals{};  // when it ended
+  bool closed = false;                         // its last interval is there
+  monitor::RankRecord record{};
+};
+
+}  // namespace
+
+// Shared by the supervisor's thread, the one that looks, and whoever asks for a view.
+struct LiveRun::State {
+  explicit State(const LiveRunOptions& chosen) : options(chosen) {}
+
+  // Of the thread that looks.
+  struct Look;
+  void work();
+  bool wait(Clock::time_point until);
+  void look(Look& own, bool last);
+  void sample(Look& own);
+  void follow_metrics(Look& own);
+  bool settled(const Look& own) const;
+  void write_record(Look& own, bool last);
+  void judge(Look& own);
+
+  monitor::RunRecord record() const;
+
+  const LiveRunOptions options;
+  std::unique_ptr<monitor::GpuSampler> gpus;  // null: the run uses none
+
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  bool stop = false;
+  bool ended = false;
+  int generation = 0;  // of attempts
+  int host = 0;
+  Clock::time_point attempt_began{};
+  LiveView view{};  // without ranks, GPUs and time
+  std::map<int, Tracked> ranks;
+  monitor::RunFacts facts{};
+  std::vector<std::string> lines;  // to be said
+  std::thread thread;
+};
+
+// What only the looking thread uses.
+struct LiveRun::State::Look {
+  int generation = -1;
+  std::map<int, RankSampler> samplers{};
+  std::map<int, monitor::Interval> made{};  // at this look
+  Clock::time_point interval_began{};
+  std::optional<Clock::time_point> first_step{};
+  MetricsTail metrics{};
+  std::string output_dir{};
+  bool facts_read = false;
+  StandingFindings standing{};
+  std::optional<RecordWriter> writer{};
+  std::vector<std::pair<int, monitor::Interval>> unwritten{};
+  std::uint64_t gpu_samples = 0;  // that were written
+  bool diagnosis_failed = false;
+
+  bool eager(Clock::time_point now, Clock::time_point attempt_began) const {
+    return now - attempt_began < kEagerFor || (first_step && now - *first_step < kEagerFor);
+  }
+};
+
+// ---------------------------------------------------------------- the looking thread
+
+bool LiveRun::State::wait(Clock::time_point until) {
+  std::unique_lock lock(mutex);
+  return !changed.wait_until(lock, until, [this] { return stop; });
+}
+
+void LiveRun::State::work() {
+  try {
+    Look own;
+    if (!options.record_dir.empty()) own.writer.emplace(options.record_dir, host);
+    for (Clock::time_point next = Clock::now() + kLook; wait(next);
+         next = std::max(next + kLook, Clock::now()))
+      look(own, false);
+    look(own, true);
+  } catch (const std::exception& error) {
+    const std::lock_guard lock(mutex);
+    lines.push_back(fmt::format("[doctor] the run is no longer looked at: {}", error.what()));
+  }
+  const std::lock_guard lock(mutex);
+  ended = true;
+  changed.notify_all();
+}
+
+void LiveRun::State::look(Look& own, bool last) {
+  const auto now = Clock::now();
+  Clock::time_point began;
+  std::vector<launch::RankStarted> fresh;
+  {
+    const std::lock_guard lock(mutex);
+    began = attempt_began;
+    if (own.generation != generation) {
+      own.samplers.clear();
+      own.first_step.reset();
+      own.generation = generation;
+      own.interval_began = now;
+    }
+    for (const auto& [rank, tracked] : ranks)
+      if (!own.samplers.contains(rank)) fresh.push_back(tracked.started);
+  }
+  for (launch::RankStarted& rank : fresh) own.samplers.try_emplace(rank.rank, std::move(rank));
+  if (!own.first_step && std::ranges::any_of(own.samplers, [](const auto& item) {
+        const auto& file = item.second.rank().ledger;
+        return file && file->opened() && file->totals().steps > 0;
+      }))
+    own.first_step = now;
+  if (!last && now - own.interval_began < kInterval && !own.eager(now, began)) return;
+  own.interval_began = now;
+  sample(own);
+  follow_metrics(own);
+  write_record(own, last);
+  judge(own);
+}
+
+// Reads without the lock, which the supervisor may be waiting for.
+void LiveRun::State::sample(Look& own) {
+  own.made.clear();
+  std::map<int, std::optional<ledger::Totals>> open;
+  {
+    const std::lock_guard lock(mutex);
+    if (own.generation != generation) return;
+    for (const auto& [rank, tracked] : ranks)
+      if (!tracked.closed) open[rank] = tracked.end_totals;
+  }
+  std::map<int, std::deque<std::string>> tails;
+  for (const auto& [rank, end] : open) {
+    const auto sampler = own.samplers.find(rank);
+    if (sampler == own.samplers.end()) continue;
+    own.made[rank] = sampler->second.close(end);
+    const launch::RankStarted& started = sampler->second.rank();
+    if (!started.out_file.empty() || !started.err_file.empty()) tails[rank] = tail_of(started);
+  }
+  const std::lock_guard lock(mutex);
+  if (own.generation != generation) return;
+  for (const auto& [rank, interval] : own.made) {
+    Tracked& tracked = ranks.at(rank);
+    const RankSampler& sampler = own.samplers.at(rank);
+    auto& intervals = tracked.record.intervals;
+    intervals.push_back(interval);
+    if (intervals.size() > kIntervals) intervals.erase(intervals.begin());
+    tracked.closed = open[rank].has_value();
+    tracked.shown.pid = sampler.pid();
+    tracked.shown.process = sampler.process();
+    tracked.shown.cgroup = sampler.cgroup();
+    tracked.shown.step = interval.step;
+    if (!tracked.closed) tracked.shown.newest = interval;
+    if (interval.steps > 0)
+      tracked.shown.step_ms = 1e3 * interval.seconds / static_cast<double>(interval.steps);
+    if (tracked.shown.status == RankStatus::kRunning ||
+        tracked.shown.status == RankStatus::kStopped)
+      tracked.shown.status = sampler.stopped() ? RankStatus::kStopped : RankStatus::kRunning;
+    if (const auto tail = tails.find(rank); tail != tails.end()) tracked.shown.log = tail->second;
+    if (rank == ranks.begin()->first && interval.steps > 0 && interval.step >= 0)
+      add_point(view.step_ms, interval.step, tracked.shown.step_ms);
+  }
+}
+
+// The Trainer's own facts are better than what is seen from outside.
+void LiveRun::State::follow_metrics(Look& own) {
+  for (const auto& [rank, sampler] : own.samplers) {
+    if (!own.output_dir.empty() || !sampler.rank().ledger) break;
+    own.output_dir = sampler.rank().ledger->output_dir();
+  }
+  if (own.output_dir.empty()) return;
+  own.metrics.follow(own.output_dir);
+  own.metrics.read();
+  std::optional<monitor::RunFacts> better;
+  const std::string path = own.output_dir + "/" + std::string(monitor::kRecordFolder) + "/run.json";
+  try {
+    if (!own.facts_read) better = monitor::parse_facts(read_file(path, 1u << 20), path);
+  } catch (const std::exception&) {  // not there yet, or none
+  }
+  const std::lock_guard lock(mutex);
+  view.loss = own.metrics.loss();
+  view.tokens_per_second = own.metrics.tokens_per_second();
+  // One of an earlier run in the same folder is not about this one.
+  if (!better || better->started_unix_s < view.started_s) return;
+  own.facts_read = true;
+  better->gpus_visible = std::max(better->gpus_visible, facts.gpus_visible);
+  facts = *better;
+}
+
+bool LiveRun::State::settled(const Look& own) const {
+  const std::lock_guard lock(mutex);
+  return own.first_step || Clock::now() - attempt_began > kSettled;
+}
+
+// A Trainer that records into the same folder says so before its first step, and finds it empty.
+void LiveRun::State::write_record(Look& own, bool last) {
+  if (!own.writer) return;
+  if (same_folder(own.output_dir, options.record_dir)) {
+    own.writer.reset();
+    return;
+  }
+  own.unwritten.insert(own.unwritten.end(), own.made.begin(), own.made.end());
+  if (!last && !settled(own)) return;
+  monitor::RunFacts known;
+  {
+    const std::lock_guard lock(mutex);
+    known = facts;
+  }
+  own.writer->write(known);
+  for (const auto& [rank, interval] : std::exchange(own.unwritten, {}))
+    own.writer->add(rank, interval);
+  if (gpus) {
+    const monitor::GpuSnapshot now = gpus->snapshot();
+    const std::size_t unwritten = now.samples - std::exchange(own.gpu_samples, now.samples);
+    const auto visible = visible_gpus(now.gpus, env::get("CUDA_VISIBLE_DEVICES"));
+    const monitor::HostGpus added = host_gpus(host, now.gpus, visible, gpus->history(unwritten));
+    for (const monitor::GpuSample& sample : added.samples)
+      if (!visible.empty()) own.writer->add(sample, added.gpus);
+  }
+  if (const std::string problem = own.writer->problem(); !problem.empty()) {
+    const std::lock_guard lock(mutex);
+    lines.push_back(fmt::format("[record] nothing more is recorded: {}", problem));
+  }
+}
+
+void LiveRun::State::judge(Look& own) {
+  const monitor::RunRecord now = record();
+  std::int64_t step = -1;
+  for (const monitor::RankRecord& rank : now.ranks)
+    step = std::max(step, rank.intervals.back().step);
+  std::vector<monitor::Finding> findings;
+  try {
+    findings = options.diagnose(now);
+  } catch (const std::exception& error) {
+    const std::lock_guard lock(mutex);
+    if (!std::exchange(own.diagnosis_failed, true))
+      lines.push_back(fmt::format("[doctor] the rules failed: {}", error.what()));
+  }
+  if (!settled(own)) findings.clear();
+  const std::vector<std::string> said = own.standing.look(findings, step);
+  const std::lock_guard lock(mutex);
+  view.findings = std::move(findings);
+  if (options.doctor) lines.insert(lines.end(), said.begin(), said.end());
+}
+
+monitor::RunRecord LiveRun::State::record() const {
+  monitor::RunRecord copy;
+  {
+    const std::lock_guard lock(mutex);
+    copy.facts = facts;
+    for (const auto& [rank, tracked] : ranks)
+      if (!tracked.record.intervals.empty()) copy.ranks.push_back(tracked.record);
+  }
+  if (!gpus) return copy;
+  const monitor::GpuSnapshot now = gpus->snapshot();
+  const auto visible = visible_gpus(now.gpus, env::get("CUDA_VISIBLE_DEVICES"));
+  copy.facts.gpus_visible = std::max(copy.facts.gpus_visible, static_cast<int>(visible.size()));
+  if (!visible.empty()) copy.gpus.push_back(host_gpus(host, now.gpus, visible, gpus->history()));
+  return copy;
+}
+
+// ---------------------------------------------------------------- LiveRun
+
+LiveRun::LiveRun(LiveRunOptions options)
+    : options_(std::move(options)), state_(std::make_shared<State>(options_)) {
+  if (!options_.record_dir.empty()) const RecordWriter writer(options_.record_dir, 0);
+}
+
+LiveRun::~LiveRun() {
+  stop();
+}
+
+void LiveRun::stop() {
+  std::unique_lock lock(state_->mutex);
+  if (!state_->thread.joinable()) return;
+  state_->stop = true;
+  state_->changed.notify_all();
+  const bool ended = state_->changed.wait_for(lock, kStopWithin, [&] { return state_->ended; });
+  lock.unlock();
+  // One that the kernel holds, in a file system that does not answer, is left behind.
+  if (ended) {
+    state_->thread.join();
+  } else {
+    state_->thread.detach();
+  }
+}
+
+void LiveRun::run_started(const launch::LaunchPlan& plan) {
+  const std::string device = env::get("LOCKSTEP_DEVICE").value_or("");
+  {
+    const std::lock_guard lock(state_->mutex);
+    State& now = *state_;
+    now.host = plan.node_rank;
+    now.view.run_id = plan.run_id;
+    now.view.started_s = unix_now();
+    now.view.world_size = plan.nnodes * plan.nproc_per_node;
+    now.facts.world_size = now.view.world_size;
+    now.facts.hosts = plan.nnodes;
+    now.facts.device = device;
+    now.facts.backend = env::get("LOCKSTEP_BACKEND").value_or("");
+    now.facts.program = launch::shell_text(plan.command);
+    now.facts.started_unix_s = now.view.started_s;
+    now.facts.cores = allowed_cores();
+    now.facts.ranks_on_host = plan.nproc_per_node;
+  }
+  // GPUs of other people's runs are no concern of a run on CPUs.
+  if (device != "cpu") state_->gpus = std::make_unique<monitor::GpuSampler>(options_.gpus);
+  {
+    const SignalsBlocked blocked;
+    state_->thread = std::thread([state = state_] { state->work(); });
+  }
+  for (const Companion& start : options_.companions) companions_.push_back(start(*this));
+}
+
+void LiveRun::attempt_started(const launch::AttemptStarted& attempt) {
+  const std::lock_guard lock(state_->mutex);
+  ++state_->generation;
+  state_->attempt_began = Clock::now();
+  state_->ranks.clear();
+  state_->view.attempt = attempt.attempt;
+  state_->view.world_size = attempt.world_size;
+  state_->facts.world_size = attempt.world_size;
+  state_->view.state = "running";
+  state_->view.message.clear();
+}
+
+void LiveRun::rank_started(const launch::RankStarted& rank) {
+  const std::lock_guard lock(state_->mutex);
+  Tracked tracked{.started = rank, .shown = {.rank = rank.rank, .host = state_->host}};
+  tracked.shown.pid = rank.pid;
+  tracked.record.rank = rank.rank;
+  state_->ranks.insert_or_assign(rank.rank, std::move(tracked));
+}
+
+void LiveRun::output_line(int rank, launch::OutputKind, std::string_view line) {
+  const std::lock_guard lock(state_->mutex);
+  const auto found = state_->ranks.find(rank);
+  if (found != state_->ranks.end()) add_line(found->second.shown.log, line);
+}
+
+void LiveRun::rank_ended(const launch::RankEnded& rank) {
+  const std::lock_guard lock(state_->mutex);
+  const auto found = state_->ranks.find(rank.rank);
+  if (found == state_->ranks.end()) return;
+  Tracked& tracked = found->second;
+  tracked.shown.status = rank.failed ? RankStatus::kFailed : RankStatus::kEnded;
+  tracked.shown.exit = rank.outcome;
+  tracked.end_totals = tracked.started.ledger ? tracked.started.ledger->totals() : ledger::Totals{};
+}
+
+void LiveRun::attempt_ended(int) {
+  const std::lock_guard lock(state_->mutex);
+  state_->view.state = "starting";  // until the next attempt, if there is one
+}
+
+std::vector<std::string> LiveRun::tick() {
+  const std::lock_guard lock(state_->mutex);
+  return std::exchange(state_->lines, {});
+}
+
+std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
+  stop();
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->view.state = run.code == 0 ? "ended" : "failed";
+    state_->view.message = run.cause;
+  }
+  std::vector<std::string> said = tick();
+  if (options_.doctor) {
+    const monitor::RunRecord all = record();
+    for (std::string& line : doctor_summary(all, options_.diagnose(all)))
+      said.push_back(std::move(line));
+  }
+  companions_.clear();
+  return said;
+}
+
+LiveView LiveRun::view() const {
+  LiveView copy;
+  std::vector<launch::RankStarted> started;
+  {
+    const std::lock_guard lock(state_->mutex);
+    copy = state_->view;
+    for (const auto& [rank, tracked] : state_->ranks) {
+      copy.ranks.push_back(tracked.shown);
+      started.push_back(tracked.started);
+    }
+  }
+  copy.time_s = unix_now();
+  if (state_->gpus) copy.gpus = state_->gpus->snapshot();
+  const auto visible = visible_gpus(copy.gpus.gpus, env::get("CUDA_VISIBLE_DEVICES"));
+  for (std::size_t i = 0; i < started.size(); ++i) {
+    LiveRank& rank = copy.ranks[i];
+    const ledger::File* const file = started[i].ledger.get();
+    rank.position = position_of(file);
+    rank.gpu = gpu_of_rank(copy.gpus, visible, {rank.pid, started[i].local_rank});
+    if (file == nullptr || !file->opened()) continue;
+    rank.phase = ledger::name(file->phase());
+    rank.step = file->step();
+  }
+  return copy;
+}
+
+monitor::RunRecord LiveRun::record() const {
+  return state_->record();
+}
+
+bool LiveRun::ready() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->view.state == "running" && !state_->ranks.empty() &&
+         std::ranges::all_of(state_->ranks, [](const auto& item) {
+           return item.second.shown.status == RankStatus::kRunning;
+         });
+}
+
+}  // namespace lockstep::dashboard

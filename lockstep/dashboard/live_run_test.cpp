@@ -1,0 +1,627 @@
+// The live run over real processes, ledgers, files and a made-up driver.
+#include "lockstep/dashboard/live_run.h"
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <stdexcept>
+#include <thread>
+
+#include "lockstep/core/child_for_test.h"
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/dashboard/doctor_report.h"
+#include "lockstep/dashboard/metrics_tail.h"
+#include "lockstep/dashboard/rank_gpus.h"
+#include "lockstep/dashboard/rank_sampler.h"
+#include "lockstep/dashboard/record_writer.h"
+#include "lockstep/launch/supervisor.h"
+
+namespace lockstep::dashboard {
+namespace {
+
+namespace fs = std::filesystem;
+using child_for_test::Child;
+using ledger::Counter;
+using ledger::Phase;
+using monitor::Finding;
+using monitor::Interval;
+using std::chrono::milliseconds;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Pair;
+
+// Steps of 10 ms, of which 5 are for data (25 on rank 1), until it is killed.
+CHILD(trains) {
+  if (!ledger::open()) return 3;
+  if (const char* folder = std::getenv("OUTPUT_DIR")) ledger::set_output_dir(folder);
+  const char* const rank = std::getenv("RANK");
+  const bool slow = rank != nullptr && std::string(rank) == "1";
+  for (int step = 1;; ++step) {
+    {
+      const ledger::PhaseScope data(Phase::kData);
+      std::this_thread::sleep_for(milliseconds(slow ? 25 : 5));
+    }
+    {
+      const ledger::PhaseScope forward(Phase::kForward);
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+    ledger::add(Counter::kBatches);
+    ledger::ended(ledger::post({.name = "all_reduce", .sequence = static_cast<unsigned>(step)}),
+                  ledger::End::kFinished);
+    ledger::set_step(step);
+  }
+}
+
+CHILD(knows_nothing) {
+  for (std::atomic<unsigned> i{0};;) i.fetch_add(1);
+}
+
+template <typename Condition>
+bool soon(Condition condition, milliseconds limit = milliseconds(30'000)) {
+  const Deadline deadline = Deadline::after(limit);
+  while (!condition()) {
+    if (deadline.expired()) return false;
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  return true;
+}
+
+class Folder {
+ public:
+  Folder() {
+    std::string pattern = (fs::temp_directory_path() / "lockstep_live_XXXXXX").string();
+    path_ = ::mkdtemp(pattern.data());
+  }
+  ~Folder() { fs::remove_all(path_); }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+void append(const std::string& path, const std::string& text) {
+  std::ofstream(path, std::ios::app) << text << std::flush;
+}
+
+// A process that is a rank with a ledger, as the launcher would have started it.
+struct Rank {
+  Rank(const std::string& body, int number, std::map<std::string, std::string> variables = {})
+      : ledger(std::make_shared<ledger::File>(ledger::File::create({number, 2, 0}))) {
+    variables.insert({{"RANK", std::to_string(number)},
+                      {"WORLD_SIZE", "2"},
+                      {ledger::kVariable, ledger->variable()}});
+    process.emplace(body, variables, std::vector<int>{ledger->fd()});
+    started = {.rank = number, .local_rank = number, .pid = process->pid(), .ledger = ledger};
+  }
+  std::shared_ptr<ledger::File> ledger;
+  std::optional<Child> process;
+  launch::RankStarted started;
+};
+
+// ---------------------------------------------------------------- findings
+
+Finding finding(const std::string& rule, int rank = -1, const std::string& cause = "") {
+  Finding result;
+  result.rule = rule;
+  result.rank = rank;
+  result.cause = cause;
+  result.what = "it is slow";
+  return result;
+}
+
+TEST(StandingFindings, AFindingIsSaidOnceAfterItHasStood) {
+  StandingFindings standing;
+  const std::vector<Finding> found = {finding("straggler", 1, "data")};
+  EXPECT_THAT(standing.look(found, 5), IsEmpty());
+  EXPECT_THAT(standing.look({}, 6), IsEmpty());
+  EXPECT_THAT(standing.look(found, 7), IsEmpty()) << "it was gone in between";
+  const auto said = standing.look(found, 8);
+  ASSERT_EQ(said.size(), 1u);
+  EXPECT_THAT(said[0], testing::StartsWith("[doctor] step 8: straggler"));
+  for (int i = 0; i < 20; ++i) EXPECT_THAT(standing.look(found, 9), IsEmpty());
+}
+
+TEST(StandingFindings, AnotherRankOrCauseIsAnotherFinding) {
+  StandingFindings standing;
+  standing.look({finding("straggler", 1, "data")}, -1);
+  EXPECT_EQ(standing.look({finding("straggler", 1, "data"), finding("straggler", 0)}, -1).size(),
+            1u);
+  EXPECT_EQ(standing.look({finding("straggler", 1, "data"), finding("straggler", 0)}, -1).size(),
+            1u);
+}
+
+TEST(StandingFindings, OneThatIsGoneForAWhileIsNewsWhenItReturns) {
+  StandingFindings standing;
+  const std::vector<Finding> found = {finding("loader-bound")};
+  standing.look(found, -1);
+  EXPECT_EQ(standing.look(found, -1).size(), 1u);
+  for (int i = 0; i < StandingFindings::kGone - 1; ++i) standing.look({}, -1);
+  for (int i = 0; i < 5; ++i) EXPECT_THAT(standing.look(found, -1), IsEmpty());
+  for (int i = 0; i < StandingFindings::kGone; ++i) standing.look({}, -1);
+  EXPECT_THAT(standing.look(found, -1), IsEmpty());
+  EXPECT_EQ(standing.look(found, -1).size(), 1u);
+}
+
+monitor::RankRecord steady_rank(int rank, double data_share) {
+  monitor::RankRecord record{.rank = rank};
+  for (int i = 1; i <= 5; ++i) {
+    Interval interval{.unix_time_s = 100.0 + i, .seconds = 1, .step = 10 * i, .steps = 10};
+    interval.host_s[ledger::index(Phase::kData)] = data_share;
+    interval.host_s[ledger::index(Phase::kForward)] = 1 - data_share;
+    interval.process = monitor::ProcessRates{.seconds = 1, .cores = 1.5};
+    interval.resident_bytes = 3u << 30;
+    interval.threads = 7;
+    record.intervals.push_back(interval);
+  }
+  return record;
+}
+
+TEST(Summary, HasARowForEachRankAndSaysHealthy) {
+  monitor::RunRecord run;
+  run.facts.world_size = 2;
+  run.ranks = {steady_rank(0, 0.25), steady_rank(1, 0.5)};
+  const auto lines = doctor_summary(run, {});
+  ASSERT_EQ(lines.size(), 2u);
+  EXPECT_THAT(lines[0], HasSubstr("[doctor] 2 of 2 ranks, 5.0 s"));
+  EXPECT_THAT(lines[0], testing::ContainsRegex("rank +steps +ms/step +data +forward +cores"));
+  EXPECT_THAT(lines[0],
+              testing::ContainsRegex("\n +0 +50 +100.0 +25.0 % +75.0 % +1.50 +3.00 GiB +7 +0\n"));
+  EXPECT_THAT(lines[0], testing::ContainsRegex("\n +1 +50 +100.0 +50.0 % +50.0 %"));
+  EXPECT_THAT(lines[1], HasSubstr("healthy"));
+  EXPECT_THAT(doctor_summary(run, {finding("straggler", 1)})[1], HasSubstr("straggler (rank 1"));
+  for (monitor::RankRecord& rank : run.ranks)
+    for (Interval& interval : rank.intervals) interval.steps = 0;
+  EXPECT_THAT(doctor_summary(run, {})[0], HasSubstr("no step was seen"));
+  EXPECT_THAT(doctor_summary({}, {})[0], HasSubstr("no rank lived long enough"));
+}
+
+// ---------------------------------------------------------------- GPUs
+
+std::vector<monitor::GpuIdentity> three_gpus() {
+  return {{.index = 0, .uuid = "GPU-aa"}, {.index = 1, .uuid = "GPU-ab"}, {.index = 2}};
+}
+
+TEST(RankGpus, TheVariableChoosesAsInCuda) {
+  const auto gpus = three_gpus();
+  EXPECT_THAT(visible_gpus(gpus, {}), ElementsAre(0, 1, 2));
+  EXPECT_THAT(visible_gpus(gpus, ""), IsEmpty());
+  EXPECT_THAT(visible_gpus(gpus, "2, 0"), ElementsAre(2, 0));
+  EXPECT_THAT(visible_gpus(gpus, "GPU-ab"), ElementsAre(1));
+  EXPECT_THAT(visible_gpus(gpus, "1,-1,0"), ElementsAre(1));
+  EXPECT_THAT(visible_gpus(gpus, "7"), IsEmpty());
+}
+
+TEST(RankGpus, TheDriverKnowsWhoUsesAGpuOtherwiseTheLocalRankSays) {
+  monitor::GpuSnapshot snapshot{.gpus = three_gpus()};
+  EXPECT_EQ(gpu_of_rank(snapshot, {0, 1, 2}, {10, 0}), -1) << "before the first sample";
+  auto sample = std::make_shared<monitor::GpuSample>();
+  sample->gpus.resize(3);
+  sample->gpus[2].processes = {{.pid = 10}};
+  snapshot.newest = sample;
+  EXPECT_EQ(gpu_of_rank(snapshot, {0, 1, 2}, {10, 0}), 2);
+  EXPECT_EQ(gpu_of_rank(snapshot, {1, 0}, {11, 0}), 1);
+  EXPECT_EQ(gpu_of_rank(snapshot, {1, 0}, {11, 2}), -1);
+  const monitor::HostGpus chosen = host_gpus(3, snapshot.gpus, {2}, {sample});
+  EXPECT_EQ(chosen.gpus.at(0).index, 2);
+  EXPECT_EQ(chosen.samples.at(0).gpus.at(0).processes.size(), 1u);
+}
+
+// ---------------------------------------------------------------- metrics.jsonl
+
+TEST(MetricsTail, FollowsAFileThatGrowsIsTornAndIsReplaced) {
+  const Folder folder;
+  MetricsTail tail;
+  tail.follow(folder.path());
+  tail.read();  // there is none
+  append(folder / "metrics.jsonl",
+         "{\"step\": 1, \"loss\": 2.5, \"tokens_per_second\": 10}\n"
+         "{\"step\": 2, \"eval_loss\": 9}\nnot json\n[1]\n{\"step\": \"x\", \"loss\": 1}\n"
+         "{\"step\": 2, \"loss\": \"NaN\"}\n{\"step\": 2, \"lo");
+  tail.read();
+  EXPECT_THAT(tail.loss(), ElementsAre(Pair(1, 2.5)));
+  EXPECT_THAT(tail.tokens_per_second(), ElementsAre(Pair(1, 10.0)));
+  append(folder / "metrics.jsonl", "ss\": 1.5}\n{\"step\": 3, \"loss\": 1}\n");
+  tail.read();
+  EXPECT_THAT(tail.loss(), ElementsAre(Pair(1, 2.5), Pair(2, 1.5), Pair(3, 1.0)));
+  // Resumed at step 1: the later lines are taken back, then written again.
+  append(folder / "new", "{\"step\": 1, \"loss\": 2.5}\n{\"step\": 2, \"loss\": 0.5}\n");
+  fs::rename(folder / "new", folder / "metrics.jsonl");
+  tail.read();
+  EXPECT_THAT(tail.loss(), ElementsAre(Pair(1, 2.5), Pair(2, 0.5)));
+}
+
+TEST(MetricsTail, IsBoundedAndTakesOnlyFiles) {
+  const Folder folder;
+  for (int step = 1; step <= 2000; ++step)
+    append(folder / "metrics.jsonl", fmt::format("{{\"step\": {}, \"loss\": 1}}\n", step));
+  append(folder / "metrics.jsonl", std::string(3u << 20, 'x'));
+  MetricsTail tail;
+  tail.follow(folder.path());
+  for (int i = 0; i < 8; ++i) tail.read();
+  append(folder / "metrics.jsonl", "\n{\"step\": 2001, \"loss\": 7}\n");
+  tail.read();
+  ASSERT_FALSE(tail.loss().empty());
+  EXPECT_LE(tail.loss().size(), MetricsTail::kPoints);
+  EXPECT_THAT(tail.loss().back(), Pair(2001, 7.0));
+  const Folder other;
+  ASSERT_EQ(::mkfifo((other / "metrics.jsonl").c_str(), 0600), 0);
+  tail.follow(other.path());
+  tail.read();  // does not wait for a writer
+  EXPECT_THAT(tail.loss(), IsEmpty());
+}
+
+// ---------------------------------------------------------------- record
+
+TEST(RecordWriter, WhatItWritesIsReadBackAlsoAfterAKill) {
+  const Folder folder;
+  monitor::RunFacts facts;
+  facts.world_size = 2;
+  facts.program = "./train";
+  {
+    RecordWriter writer(folder.path(), 0);
+    writer.write(facts);
+    for (const Interval& interval : steady_rank(1, 0.5).intervals) writer.add(1, interval);
+    monitor::GpuSample sample{.unix_time_s = 5};
+    sample.gpus.resize(1);
+    sample.gpus[0].utilisation_percent = 97;
+    writer.add(sample, {{.index = 0, .name = "Fake"}});
+    EXPECT_EQ(writer.problem(), "");
+  }
+  append(folder / "monitor/rank_1.jsonl", "{\"unix_time_s\": 3, \"sec");  // killed here
+  RecordWriter writer(folder.path(), 0);
+  writer.add(1, steady_rank(1, 0.5).intervals.back());
+  const monitor::RunRecord run = monitor::read_run(folder.path());
+  EXPECT_EQ(run.facts.world_size, 2);
+  ASSERT_EQ(run.ranks.size(), 1u);
+  EXPECT_EQ(run.ranks[0].rank, 1);
+  EXPECT_EQ(run.ranks[0].intervals.size(), 6u);
+  EXPECT_EQ(run.gpus.at(0).samples.at(0).gpus.at(0).utilisation_percent, 97u);
+}
+
+TEST(RecordWriter, AFolderThatCannotBeMadeIsAnErrorAndALaterOneIsReportedOnce) {
+  EXPECT_THROW(RecordWriter("/proc/none", 0), std::exception);
+  const Folder folder;
+  RecordWriter writer(folder.path(), 0);
+  fs::remove_all(folder / "monitor");
+  writer.add(0, Interval{});
+  EXPECT_THAT(writer.problem(), HasSubstr("rank_0.jsonl"));
+  writer.add(0, Interval{});
+  EXPECT_EQ(writer.problem(), "");
+}
+
+// ---------------------------------------------------------------- snapshot
+
+TEST(Snapshot, IsTheDocumentOfTheContract) {
+  LiveView view;
+  view.run_id = "r\"1";
+  view.world_size = 2;
+  view.state = "running";
+  LiveRank rank{.rank = 1, .pid = 17, .step = 120, .step_ms = 21.5, .phase = "backward"};
+  rank.newest = steady_rank(1, 0.25).intervals[0];
+  rank.gpu = 2;
+  rank.position = LivePosition{"all_reduce", 17, "started", 0.125};
+  rank.log = {"</script>\x01\xff", "two"};
+  view.ranks.push_back(rank);
+  view.loss = {{1, 2.5}, {2, std::numeric_limits<double>::quiet_NaN()}};
+  view.findings = {finding("straggler", 1, "data")};
+  view.gpus.gpus = {{.index = 2}};
+  auto sample = std::make_shared<monitor::GpuSample>();
+  sample->gpus.resize(1);
+  sample->gpus[0].utilisation_percent = 97;
+  view.gpus.newest = sample;
+  const std::string text = live_snapshot_json(view);
+  EXPECT_EQ(text.find('\n'), text.npos);
+  const Node read = parse_json(text, "snapshot");
+  EXPECT_EQ(read.at("run").at("id").text, "r\"1");
+  EXPECT_EQ(read.at("run").at("state").text, "running");
+  const Node& one = read.at("ranks").items.at(0);
+  EXPECT_EQ(one.at("state").text, "running");
+  EXPECT_EQ(one.at("step").integer, 120);
+  EXPECT_EQ(one.at("step_ms").real, 21.5);
+  EXPECT_EQ(one.at("budget").at("data").real, 0.25);
+  EXPECT_EQ(one.at("budget").at("forward").real, 0.75);
+  EXPECT_EQ(one.at("cores").real, 1.5);
+  EXPECT_EQ(one.at("threads").integer, 7);
+  EXPECT_EQ(one.at("gpu").at("utilisation_percent").real, 97);
+  EXPECT_TRUE(one.at("gpu").at("power_w").is(NodeKind::kNull));
+  EXPECT_EQ(one.at("position").at("operation").text, "all_reduce");
+  EXPECT_EQ(one.at("position").at("sequence").integer, 17);
+  EXPECT_EQ(read.at("series").at("loss").items.at(0).items.at(1).real, 2.5);
+  EXPECT_TRUE(read.at("series").at("loss").items.at(1).items.at(1).is(NodeKind::kNull));
+  EXPECT_EQ(read.at("log").at("1").items.at(0).text, "</script>\x01\xEF\xBF\xBD");
+  EXPECT_EQ(read.at("findings").items.at(0).at("cause").text, "data");
+}
+
+// ---------------------------------------------------------------- sampler
+
+TEST(RankSampler, IntervalsAreTheDifferencesOfTheLedger) {
+  Rank rank("trains", 0);
+  ASSERT_TRUE(soon([&] { return rank.ledger->step() > 3; }));
+  RankSampler sampler(rank.started);
+  EXPECT_EQ(sampler.close().steps, 0) << "it ran before anybody looked";
+  const std::int64_t from = rank.ledger->step();
+  ASSERT_TRUE(soon([&] { return rank.ledger->step() >= from + 20; }));
+  const Interval interval = sampler.close();
+  EXPECT_GE(interval.steps, 19);
+  EXPECT_GE(interval.step, from + 19);
+  double sum = 0;
+  for (const double seconds : interval.host_s) sum += seconds;
+  EXPECT_NEAR(sum, interval.seconds, 1e-6);
+  EXPECT_GT(interval.host_s[ledger::index(Phase::kData)], 0.09);
+  EXPECT_GE(interval.counts[ledger::index(Counter::kBatches)], 19u);
+  ASSERT_TRUE(interval.process);
+  EXPECT_LT(interval.process->cores, 0.9) << "it sleeps";
+  EXPECT_GT(interval.resident_bytes, 0u);
+  EXPECT_GE(interval.threads, 1);
+  EXPECT_EQ(sampler.pid(), rank.process->pid());
+  // Its last interval ends when it did, not when somebody looks.
+  const ledger::Totals end = rank.ledger->totals();
+  ::kill(rank.process->pid(), SIGKILL);
+  std::this_thread::sleep_for(milliseconds(300));
+  EXPECT_LT(sampler.close(end).seconds, 0.25);
+}
+
+TEST(RankSampler, StepsCountFromTheFirstOn) {
+  Rank rank("trains", 0);
+  RankSampler sampler(rank.started);
+  ASSERT_TRUE(soon([&] { return rank.ledger->step() >= 10; }));
+  const Interval interval = sampler.close();
+  EXPECT_GE(interval.steps, 10);
+  double sum = 0;
+  for (const double seconds : interval.host_s) sum += seconds;
+  EXPECT_NEAR(sum, interval.seconds, 1e-6);
+  EXPECT_GT(interval.host_s[ledger::index(Phase::kStartup)], 0);
+}
+
+TEST(RankSampler, AProcessWithoutALedgerIsSeenFromOutside) {
+  Rank rank("knows_nothing", 0);
+  RankSampler sampler(rank.started);
+  Interval interval;
+  ASSERT_TRUE(soon([&] {
+    std::this_thread::sleep_for(milliseconds(100));
+    interval = sampler.close();
+    return interval.process && interval.process->cores > 0.05;
+  }));
+  EXPECT_EQ(interval.steps, 0);
+  EXPECT_EQ(interval.step, -1);
+  EXPECT_EQ(interval.host_s, monitor::PhaseSeconds{});
+}
+
+// ---------------------------------------------------------------- the run
+
+launch::LaunchPlan plan_of_two() {
+  launch::LaunchPlan plan;
+  plan.nproc_per_node = 2;
+  plan.run_id = "two";
+  plan.command = {"./train"};
+  return plan;
+}
+
+LiveRunOptions without_gpus() {
+  LiveRunOptions options;
+  options.gpus.library = "/nonexistent/libnvidia-ml.so.1";
+  return options;
+}
+
+std::string state_of(const LiveRun& run, std::size_t rank) {
+  const LiveView view = run.view();
+  return view.ranks.size() > rank ? name(view.ranks[rank].status) : "missing";
+}
+
+TEST(LiveRun, GrowsWithItsRanksAndShowsTheirEnds) {
+  std::atomic<int> asked{0};
+  LiveRunOptions options = without_gpus();
+  options.doctor = true;
+  options.diagnose = [&](const monitor::RunRecord& record) {
+    ++asked;
+    const bool both = record.ranks.size() == 2 && record.ranks[1].intervals.size() > 2;
+    return both ? std::vector<Finding>{finding("straggler", 1, "data")} : std::vector<Finding>{};
+  };
+  LiveRun run(options);
+  EXPECT_FALSE(run.ready());
+  run.run_started(plan_of_two());
+  EXPECT_EQ(run.view().state, "starting");
+  run.attempt_started({.attempt = 0, .world_size = 2, .local_ranks = 2});
+  Rank zero("trains", 0);
+  Rank one("trains", 1);
+  run.rank_started(zero.started);
+  run.rank_started(one.started);
+  for (int i = 0; i < 60; ++i) run.output_line(1, launch::OutputKind::kErr, fmt::format("{}", i));
+  run.output_line(0, launch::OutputKind::kOut, "10 %\r50 %\r100 %\r");
+  EXPECT_TRUE(run.ready());
+
+  std::vector<std::string> said;
+  ASSERT_TRUE(soon([&] {
+    for (std::string& line : run.tick()) said.push_back(line);
+    return !said.empty();
+  }));
+  EXPECT_THAT(said, ElementsAre(HasSubstr("straggler (rank 1")));
+  const monitor::RunRecord record = run.record();
+  ASSERT_EQ(record.ranks.size(), 2u);
+  EXPECT_GT(budget_of(record.ranks[1]).share(Phase::kData), 0.6);
+  EXPECT_EQ(record.facts.program, "./train");
+  EXPECT_EQ(record.facts.world_size, 2);
+
+  LiveView view = run.view();
+  EXPECT_EQ(view.state, "running");
+  ASSERT_EQ(view.ranks.size(), 2u);
+  EXPECT_THAT(view.ranks[0].log, ElementsAre("100 %"));
+  EXPECT_EQ(view.ranks[1].log.size(), 50u);
+  EXPECT_EQ(view.ranks[1].log.back(), "59");
+  EXPECT_GT(view.ranks[0].step, 3);
+  EXPECT_GT(view.ranks[0].step_ms, 9);
+  EXPECT_EQ(view.ranks[0].position->operation, "all_reduce");
+  EXPECT_FALSE(view.step_ms.empty());
+  EXPECT_EQ(view.findings.at(0).rule, "straggler");
+
+  ::kill(one.process->pid(), SIGSTOP);
+  EXPECT_TRUE(soon([&] { return state_of(run, 1) == "stopped"; }));
+  EXPECT_FALSE(run.ready());
+  ::kill(one.process->pid(), SIGCONT);
+  EXPECT_TRUE(soon([&] { return state_of(run, 1) == "running"; }));
+  run.rank_ended({1, "killed by SIGKILL", true});
+  run.rank_ended({0, "killed by SIGTERM", false});
+  EXPECT_EQ(state_of(run, 1), "failed");
+  EXPECT_EQ(state_of(run, 0), "ended");
+  EXPECT_EQ(run.view().ranks[1].exit, "killed by SIGKILL");
+  run.attempt_ended(0);
+
+  // A new attempt begins with nothing.
+  run.attempt_started({.attempt = 1, .world_size = 2, .local_ranks = 2});
+  EXPECT_EQ(run.view().attempt, 1);
+  EXPECT_THAT(run.view().ranks, IsEmpty());
+  run.rank_started(zero.started);
+  EXPECT_TRUE(soon([&] { return !run.record().ranks.empty(); }));
+  const auto summary = run.run_ended({1, "rank 1 on h failed: killed by SIGKILL"});
+  EXPECT_THAT(summary.front(), HasSubstr("[doctor] 1 of 2 ranks"));
+  EXPECT_EQ(run.view().state, "failed");
+  EXPECT_EQ(run.view().message, "rank 1 on h failed: killed by SIGKILL");
+  EXPECT_GT(asked, 2);
+}
+
+TEST(LiveRun, RulesThatFailAreReportedOnce) {
+  LiveRunOptions options = without_gpus();
+  options.diagnose = [](const monitor::RunRecord&) -> std::vector<Finding> {
+    throw std::runtime_error("a rule's mistake");
+  };
+  LiveRun run(options);
+  run.run_started(plan_of_two());
+  run.attempt_started({.world_size = 2, .local_ranks = 2});
+  Rank zero("trains", 0);
+  run.rank_started(zero.started);
+  ASSERT_TRUE(soon([&] {
+    const auto record = run.record();
+    return !record.ranks.empty() && record.ranks[0].intervals.size() >= 4;
+  }));
+  const auto said = run.tick();
+  EXPECT_THAT(said, ElementsAre(HasSubstr("a rule's mistake")));
+}
+
+TEST(LiveRun, RecordsWhatDoctorReadsLater) {
+  const Folder folder;
+  const Folder output;
+  append(output / "metrics.jsonl", "{\"step\": 5, \"loss\": 0.5, \"tokens_per_second\": 100}\n");
+  LiveRunOptions options = without_gpus();
+  options.record_dir = folder.path();
+  {
+    LiveRun run(options);
+    run.run_started(plan_of_two());
+    run.attempt_started({.world_size = 2, .local_ranks = 2});
+    Rank zero("trains", 0, {{"OUTPUT_DIR", output.path()}});
+    run.rank_started(zero.started);
+    ASSERT_TRUE(soon([&] {
+      const auto record = run.record();
+      return !record.ranks.empty() && record.ranks[0].intervals.size() >= 4;
+    }));
+    ASSERT_TRUE(soon([&] { return !run.view().loss.empty(); }));
+    EXPECT_THAT(run.view().loss, ElementsAre(Pair(5, 0.5)));
+    EXPECT_THAT(run.view().tokens_per_second, ElementsAre(Pair(5, 100.0)));
+    run.rank_ended({0, "exited with code 0", false});
+    EXPECT_THAT(run.run_ended({0, ""}), IsEmpty()) << "without --doctor nothing is said";
+  }
+  const monitor::RunRecord run = monitor::read_run(folder.path());
+  EXPECT_EQ(run.facts.program, "./train");
+  ASSERT_EQ(run.ranks.size(), 1u);
+  EXPECT_GT(budget_of(run.ranks[0]).steps, 10);
+  EXPECT_THROW(LiveRun({.record_dir = "/proc/none"}), std::exception);
+}
+
+TEST(LiveRun, GpusOfTheDriverAreInTheRecord) {
+  const Folder folder;
+  append(folder / "script", "devices 2\n0 utilisation 100 0\n1 utilisation 0 100\n");
+  ::setenv("FAKE_NVML_SCRIPT", (folder / "script").c_str(), 1);
+  ::unsetenv("LOCKSTEP_DEVICE");  // the tests' own environment asks for CPUs
+  LiveRunOptions options;
+  options.gpus.library = LOCKSTEP_FAKE_NVML_NEW;
+  options.gpus.interval = milliseconds(20);
+  options.record_dir = folder.path();
+  LiveRun run(options);
+  run.run_started(plan_of_two());
+  run.attempt_started({.world_size = 1, .local_ranks = 1});
+  Rank zero("trains", 0);
+  run.rank_started(zero.started);
+  ASSERT_TRUE(soon([&] {
+    const auto record = run.record();
+    return !record.gpus.empty() && record.gpus[0].samples.size() >= 30;
+  }));
+  const monitor::RunRecord record = run.record();
+  EXPECT_EQ(record.facts.gpus_visible, 2);
+  const auto& samples = record.gpus[0].samples;
+  for (std::size_t i = 0; i < 30; ++i)
+    EXPECT_EQ(*samples[i].gpus[0].utilisation_percent + *samples[i].gpus[1].utilisation_percent,
+              100u);
+  EXPECT_EQ(run.view().ranks.at(0).gpu, 0);
+  run.run_ended({0, ""});
+  EXPECT_GE(monitor::read_run(folder.path()).gpus.at(0).samples.size(), 30u);
+}
+
+// Under the real supervisor: a companion lives in its process and sees what the page would see.
+TEST(LiveRun, ACompanionSeesTheRunAndIsGoneWithIt) {
+  const Folder folder;
+  launch::LaunchPlan plan = plan_of_two();
+  plan.command = {fs::read_symlink("/proc/self/exe").string(), "--child=trains"};
+  plan.stall_timeout = milliseconds(0);
+  plan.shutdown_timeout = milliseconds(5000);
+  LiveRunOptions options = without_gpus();
+  options.companions.push_back([&](LiveRun& run) {
+    struct Watcher {
+      explicit Watcher(std::function<void(const std::atomic<bool>&)> body)
+          : thread([this, body] { body(stop); }) {}
+      ~Watcher() {
+        stop = true;
+        thread.join();
+      }
+      std::atomic<bool> stop{false};
+      std::thread thread;
+    };
+    return std::make_shared<Watcher>([&](const std::atomic<bool>& stop) {
+      const pid_t started = ::getpid();
+      pid_t first = -1;
+      while (!stop) {
+        const LiveView view = run.view();
+        const bool trains = view.ranks.size() == 2 && view.ranks[0].step > 20 &&
+                            view.ranks[1].step > 5 && view.ranks[0].newest &&
+                            view.ranks[0].newest->steps > 0;
+        if (trains && first < 0) {
+          first = view.ranks[1].pid;
+          append(folder / "seen", run.snapshot_json() + "\n");
+          ::kill(first, SIGKILL);
+        }
+        if (first > 0 && view.ranks.size() == 2 && view.ranks[1].status == RankStatus::kFailed)
+          append(folder / "failed", view.ranks[1].exit);
+        if (first > 0 && view.attempt == 1 && trains && view.ranks[1].pid != first) {
+          append(folder / "restarted", "yes");
+          ::kill(started, SIGTERM);
+          return;
+        }
+        std::this_thread::sleep_for(milliseconds(5));
+      }
+    });
+  });
+  plan.max_restarts = 1;
+  LiveRun run(options);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(launch::supervise(plan, &run), 143);
+  const std::string said = testing::internal::GetCapturedStderr();
+  const Node seen = parse_json(read_file(folder / "seen"), "seen");
+  EXPECT_EQ(seen.at("ranks").items.size(), 2u) << said;
+  EXPECT_GT(seen.at("ranks").items[0].at("budget").at("data").real, 0);
+  EXPECT_THAT(read_file(folder / "failed"), HasSubstr("killed by SIGKILL"));
+  EXPECT_EQ(read_file(folder / "restarted"), "yes");
+}
+
+}  // namespace
+}  // namespace lockstep::dashboard

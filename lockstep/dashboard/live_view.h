@@ -1,0 +1,71 @@
+// A run as it stands at one moment, for whoever shows it: a page, a terminal, a test.
+//
+//   const LiveView view = run.view();            // live_run.h
+//   send(live_snapshot_json(view));
+//
+// Plain values, copied out of the run; nothing refers back to it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/monitor/diagnosis.h"
+
+namespace lockstep::dashboard {
+
+enum class RankStatus { kRunning, kStopped, kEnded, kFailed };  // stopped: by SIGSTOP and the like
+const char* name(RankStatus status);                            // "running", ...
+
+// The newest collective on the rank's ledger.
+struct LivePosition {
+  std::string operation{};
+  std::uint64_t sequence = 0;
+  std::string state{};  // "started", "finished", ...
+  double age_s = 0;     // since it began
+};
+
+struct LiveRank {
+  int rank = 0;
+  int host = 0;
+  pid_t pid = -1;  // of the process that trains
+  RankStatus status = RankStatus::kRunning;
+  std::string exit{};  // "killed by SIGKILL"; empty while it runs
+  std::int64_t step = -1;
+  double step_ms = 0;   // 0: not known
+  std::string phase{};  // "backward"; empty: none, or not known
+  std::optional<monitor::Interval> newest{};
+  std::optional<monitor::ProcessSample> process{};
+  monitor::CgroupSample cgroup{};
+  int gpu = -1;  // NVML's index; -1: none is known to be its own
+  std::optional<LivePosition> position{};
+  std::deque<std::string> log{};  // newest lines of stdout and stderr, oldest first
+};
+
+using LiveSeries = std::deque<std::pair<std::int64_t, double>>;  // (step, value), oldest first
+
+struct LiveView {
+  double time_s = 0;  // since the epoch, as all times
+  std::string run_id{};
+  int world_size = 0;
+  double started_s = 0;
+  int attempt = 0;
+  std::string state = "starting";  // then "running", at last "ended" or "failed"
+  std::string message{};           // of a failure
+  std::vector<LiveRank> ranks{};   // of this host, by rank
+  LiveSeries loss{};
+  LiveSeries tokens_per_second{};
+  LiveSeries step_ms{};
+  std::vector<monitor::Finding> findings{};
+  monitor::GpuSnapshot gpus{};
+};
+
+// One object on one line. Text that is not UTF-8 and numbers that JSON does not have are replaced.
+std::string live_snapshot_json(const LiveView& view);
+
+}  // namespace lockstep::dashboard

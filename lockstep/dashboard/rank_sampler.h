@@ -1,0 +1,46 @@
+// One rank seen from outside, interval by interval: its ledger, its process and its control group.
+//
+//   RankSampler sampler(started);
+//   ... a second later ...
+//   const monitor::Interval interval = sampler.close();
+//
+// Used by one thread. Reads /proc; a rank that has ended has its last interval from its ledger.
+#pragma once
+
+#include <chrono>
+#include <optional>
+
+#include "lockstep/launch/run_observer.h"
+#include "lockstep/monitor/run_record.h"
+
+namespace lockstep::dashboard {
+
+class RankSampler {
+ public:
+  explicit RankSampler(launch::RankStarted rank);
+
+  const launch::RankStarted& rank() const { return rank_; }
+  // Ends the interval and begins the next one. `end`: the rank's totals when it ended, since a
+  // ledger counts its last phase for ever.
+  monitor::Interval close(const std::optional<ledger::Totals>& end = {});
+  // The process that trains: the one that opened the ledger, or the one that was started.
+  pid_t pid() const { return pid_; }
+  bool stopped() const;  // by a signal, at the last look
+  const std::optional<monitor::ProcessSample>& process() const { return process_; }
+  const monitor::CgroupSample& cgroup() const { return cgroup_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void find_process();
+
+  launch::RankStarted rank_;
+  pid_t pid_;
+  int ledger_pid_ = 0;  // that was looked at last
+  Clock::time_point began_;
+  std::optional<ledger::Totals> totals_;
+  std::optional<monitor::ProcessSample> process_;
+  monitor::CgroupSample cgroup_;
+};
+
+}  // namespace lockstep::dashboard

@@ -1,0 +1,229 @@
+"""`lockstep run --doctor` and `--record` with real processes: what a user sees, live and later."""
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+import unittest
+
+sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "tests", "launch"))
+# pylint: disable-next=wrong-import-position
+from launch_case import BOUND_S, LAUNCHER, Case, free_port  # noqa: E402
+
+BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
+PEER = BIN / "tests" / "live_peer"
+FAKE = BIN.parent / "lib" / "fake_nvml_new" / "libnvidia-ml.so.1"
+
+# Plain Python: no torch, nothing of ours.
+BUSY = """
+import os, sys, time
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    sum(range(1000))
+print("rank", os.environ["RANK"], "is done", flush=True)
+"""
+
+
+def table(err):
+    """{rank: {column: text}} of the summary."""
+    found = re.search(r"^\[doctor\] \d+ of \d+ ranks, .*:\n(( +.*\n)+)", err, re.MULTILINE)
+    header, *rows = found.group(1).rstrip("\n").split("\n")
+    titles = re.split(r"  +", header.strip())
+    return {int(cells[0]): dict(zip(titles, cells))
+            for cells in (re.split(r"  +", row.strip()) for row in rows)}
+
+
+def doctor(folder):
+    done = subprocess.run([LAUNCHER, "doctor", "--run", folder], timeout=BOUND_S,
+                          capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+class Foreign(Case):
+    """A Python script that has never heard of Lockstep."""
+
+    def script(self, text=BUSY):
+        path = os.path.join(self.dir.name, "train.py")
+        with open(path, "w") as f:
+            f.write(text)
+        return path
+
+    def test_is_seen_from_outside_and_is_healthy(self):
+        code, out, err = self.run_ranks(2, self.script(), "4", flags=["--doctor"])
+        self.assertEqual(code, 0, err)
+        self.assertIn("rank 1 is done", out)
+        rows = table(err)
+        self.assertEqual(sorted(rows), [0, 1])
+        for row in rows.values():
+            self.assertGreater(float(row["cores"]), 0.2, err)
+            self.assertGreater(float(row["memory"].split()[0]), 0, err)
+            self.assertEqual(row["threads"], "1", err)
+        self.assertIn("no step was seen", err)
+        self.assertIn("[doctor] healthy", err)
+
+    def test_an_exit_code_and_a_failure_are_as_without(self):
+        script = self.script("import os, sys, time\n"
+                             "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)\n")
+        code, _, err = self.run_ranks(2, script, flags=["--doctor"])
+        self.assertEqual(code, 7, err)
+        self.assertLess(err.index("[doctor]"), err.index("exited with code 7"))
+
+    def test_a_stop_request_ends_it_and_the_summary_comes(self):
+        process = self.start("--standalone", "--nproc-per-node=2", "--doctor", self.script(), "60")
+        time.sleep(2)
+        process.send_signal(signal.SIGTERM)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 143, err)
+        self.assertIn("[doctor] 2 of 2 ranks", err)
+
+    def test_each_launcher_of_several_sees_its_own_ranks(self):
+        flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1",
+                 f"--master-port={free_port()}", "--doctor"]
+        nodes = [self.start(*flags, f"--node-rank={n}", self.script(), "3") for n in (0, 1)]
+        for rank, process in enumerate(nodes):
+            code, _, err = self.finish(process)
+            self.assertEqual(code, 0, err)
+            self.assertIn("[doctor] 1 of 2 ranks", err)
+            self.assertEqual(list(table(err)), [rank], err)
+
+    def test_records_for_later(self):
+        folder = os.path.join(self.dir.name, "recorded")
+        code, _, err = self.run_ranks(2, self.script(), "3", flags=["--record", folder])
+        self.assertEqual(code, 0, err)
+        self.assertNotIn("[doctor]", err)
+        monitor = pathlib.Path(folder) / "monitor"
+        facts = json.loads((monitor / "run.json").read_text())
+        self.assertEqual(facts["world_size"], 2)
+        self.assertIn("train.py", facts["program"])
+        for rank in (0, 1):
+            lines = (monitor / f"rank_{rank}.jsonl").read_text().splitlines()
+            self.assertGreaterEqual(len(lines), 4)
+            self.assertGreater(json.loads(lines[-2])["process"]["cores"], 0.1)
+        self.assertEqual(doctor(folder)[0], 0)
+
+    def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(self):
+        code, out, err = self.run_ranks(1, self.script(), "1", flags=["--record", "/proc/none"])
+        self.assertNotEqual(code, 0)
+        self.assertEqual(out, "")
+        self.assertIn("/proc/none", err)
+
+
+class Gpus(Case):
+    """A driver that says what its script says; the program is one process that uses no GPU."""
+
+    def gpus(self, first, second, seconds):
+        script = os.path.join(self.dir.name, "nvml.txt")
+        with open(script, "w") as f:
+            f.write("devices 2\n"
+                    f"0 name Fake H200\n0 uuid GPU-a\n0 utilisation {first}\n0 power 300000\n"
+                    f"1 name Fake H200\n1 uuid GPU-b\n1 utilisation {second}\n1 power 300000\n")
+        env = {"LOCKSTEP_NVML": FAKE, "FAKE_NVML_SCRIPT": script, "LOCKSTEP_DEVICE": ""}
+        ranks = 1 if "0" in first.split() else 2
+        return self.start("--standalone", f"--nproc-per-node={ranks}", "--doctor", "--no-python",
+                          "sleep", str(seconds), env=env)
+
+    def test_alternating_utilisation_is_named_with_the_launch_line(self):
+        process = self.gpus("100 0", "0 100", 60)
+        began = time.monotonic()
+        self.wait_line(process.stderr, "[doctor] ")
+        took = time.monotonic() - began
+        process.terminate()
+        _, _, err = self.finish(process)
+        self.assertLess(took, 31, err)  # a sample a second
+        finding = next(line for line in err.splitlines() if line.startswith("[doctor] "))
+        self.assertIn("not-launched", finding)
+        self.assertRegex(finding, "altern")
+        self.assertRegex(finding, r"--nproc-per-node[= ](2|gpu|auto)")
+
+    def test_ninety_two_and_ninety_one_is_healthy(self):
+        process = self.gpus("92", "91", 12)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 0, err)
+        self.assertIn("[doctor] healthy", err)
+
+
+class Ranks(Case):
+    """Ranks with a ledger that load, compute and wait for each other, without torch."""
+
+    def peer(self, *args, flags=(), **options):
+        barrier = os.path.join(self.dir.name, "barrier")
+        return self.start("--standalone", "--nproc-per-node=2", "--doctor", "--stall-timeout=0",
+                          *flags, PEER, *args, barrier, **options)
+
+    def straggler(self, err):
+        """The step at which it was printed, which must be once."""
+        found = re.findall(r"^\[doctor\] step (\d+): (straggler.*)$", err, re.MULTILINE)
+        self.assertEqual(len(found), 1, err)
+        self.assertIn("straggler (rank 1", found[0][1])
+        self.assertIn("data", found[0][1])
+        return int(found[0][0])
+
+    def test_the_rank_whose_loader_sleeps_is_named_in_time(self):
+        code, _, err = self.finish(self.peer("120", "1", "20"))
+        self.assertEqual(code, 0, err)
+        step = self.straggler(err)
+        print(f"named at step {step}")
+        # Ten steps are what any rule asks for; then twenty may pass.
+        self.assertLessEqual(step, 10 + 20, err)
+        rows = table(err)
+        self.assertGreater(float(rows[1]["data"].split()[0]), 40, err)
+        self.assertGreater(float(rows[0]["communication"].split()[0]), 30, err)
+        self.assertEqual(rows[0]["steps"], rows[1]["steps"], err)
+
+    def test_equal_ranks_have_no_straggler(self):
+        code, _, err = self.finish(self.peer("600", "-1", "0"))
+        self.assertEqual(code, 0, err)
+        self.assertNotIn("straggler", err)
+        self.assertNotIn("loader", err)
+        self.assertGreater(int(table(err)[0]["steps"]), 400, err)
+
+    def test_a_recorded_run_gives_the_same_findings_later(self):
+        folder = os.path.join(self.dir.name, "recorded")
+        code, _, err = self.finish(self.peer("100", "1", "20", flags=["--record", folder]))
+        self.assertEqual(code, 0, err)
+        lines = (pathlib.Path(folder) / "monitor" / "rank_1.jsonl").read_text().splitlines()
+        self.assertGreater(sum(json.loads(line).get("steps", 0) for line in lines), 60)
+        code, found = doctor(folder)
+        self.assertEqual(code, 1, found)
+        self.assertRegex(found, r"straggler \(rank 1")
+        self.assertIn("data", found)
+
+    def test_a_killed_launcher_leaves_nothing(self):
+        process = self.peer("100000", "-1", "0")
+        time.sleep(2)
+        process.kill()
+        self.finish(process)
+        self.assertEqual(self.wait_gone(), [])
+
+
+class Trainer(Case):
+    """`lockstep::Trainer` on two ranks (planted_peer.cpp), whose own record is left to it."""
+
+    def test_the_rank_whose_loader_sleeps_is_named(self):
+        output = os.path.join(self.dir.name, "out")
+        keys = {"per_device_train_batch_size": 64, "logging_steps": 10, "save_strategy": "no",
+                "disable_tqdm": "true", "use_cpu": "true", "dataloader_num_workers": 0,
+                "max_steps": 150, "output_dir": output}
+        words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        code, _, err = self.run_ranks(
+            2, BIN / "tests" / "planted_peer", "train", *words,
+            flags=["--doctor", "--record", output],
+            env={"PLANT_SLEEP": "1:20", "PLANT_HIDDEN": 320})
+        self.assertEqual(code, 0, err)
+        found = re.findall(r"^\[doctor\] step (\d+): (straggler \(rank 1.*)$", err, re.MULTILINE)
+        self.assertEqual(len(found), 1, err)
+        print(f"named at step {found[0][0]}: {found[0][1]}")
+        self.assertIn("data", found[0][1])
+        rows = table(err)
+        self.assertGreater(float(rows[1]["data"].split()[0]), 30, err)
+        self.assertGreater(float(rows[0]["communication"].split()[0]), 20, err)
+        # Steps are in the record once.
+        lines = (pathlib.Path(output) / "monitor" / "rank_1.jsonl").read_text().splitlines()
+        self.assertLessEqual(sum(json.loads(line).get("steps", 0) for line in lines), 150)
+
+
+if __name__ == "__main__":
+    unittest.main()
