@@ -38,6 +38,7 @@ constexpr Command kCommands[] = {
     {"plan", "memory, strategy, step time and scaling of a training file, before it runs",
      plan_command},
     {"data", "tokenize text files into shards, and inspect them", data_command},
+    {"monitor", "show a run in the terminal, from its dashboard or its record", monitor_command},
     {"ledger", "show what the ranks of a failed or stalled run did last", ledger_command},
     {"bench", "measure launching, collectives and training against PyTorch", nullptr,
      "lockstep-bench"},

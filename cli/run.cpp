@@ -4,13 +4,18 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <memory>
 #include <string_view>
+#include <utility>
 
 #include "cli/commands.h"
 #include "cli/variables.h"
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/dashboard/http_server.h"
 #include "lockstep/dashboard/live_run.h"
+#include "lockstep/dashboard/run_metrics.h"
 #include "lockstep/launch/flags.h"
 #include "lockstep/launch/supervisor.h"
 #include "lockstep/rendezvous/rank_env.h"
@@ -42,6 +47,27 @@ void refuse_in_a_rank(const std::string& flag) {
                    flag.substr(0, flag.find('=')), env.rank, env.world_size, env.source);
 }
 
+// Listens before anything is started. The server runs in the supervising process, where the run is.
+dashboard::Companion dashboard_of(const launch::LaunchPlan& plan) {
+  const auto endpoint = std::make_shared<dashboard::HttpEndpoint>(
+      dashboard::http_listen(*plan.dashboard, "--dashboard"));
+  dashboard::HttpOptions options;
+  if (const auto file = env::get("LOCKSTEP_DASHBOARD_TOKEN_FILE"))
+    options.token = dashboard::read_token_file(*file);
+  return [endpoint, options](dashboard::LiveRun& run) {
+    const auto metrics = std::make_shared<dashboard::RunMetrics>();
+    const auto server = std::make_shared<dashboard::HttpServer>(
+        std::move(*endpoint),
+        dashboard::DashboardSource{
+            .snapshot_json = [&run] { return run.snapshot_json(); },
+            .metrics_text = [&run, metrics] { return metrics->text(run.view()); },
+            .ready = [&run] { return run.ready(); }},
+        options);
+    fmt::print(stderr, "[dashboard] {}\n", server->url());
+    return server;
+  };
+}
+
 }  // namespace
 
 int run_command(const Args& args) {
@@ -60,8 +86,10 @@ int run_command(const Args& args) {
   for (const std::string& note : parsed.notes) log::warning("run", "{}", note);
   for (const std::string& line : unread_variables()) log::warning("run", "{}", line);
   const launch::LaunchPlan& plan = parsed.plan;
-  if (!plan.doctor && plan.record_dir.empty()) return launch::supervise(plan);
-  dashboard::LiveRun live({.doctor = plan.doctor, .record_dir = plan.record_dir});
+  if (!plan.doctor && plan.record_dir.empty() && !plan.dashboard) return launch::supervise(plan);
+  dashboard::LiveRunOptions options{.doctor = plan.doctor, .record_dir = plan.record_dir};
+  if (plan.dashboard) options.companions.push_back(dashboard_of(plan));
+  dashboard::LiveRun live(std::move(options));
   return launch::supervise(plan, &live);
 }
 

@@ -49,6 +49,7 @@ constexpr KnownVariable kKnown[] = {
     {"LOCKSTEP_BACKEND", "shm, gloo or nccl instead of auto", true},
     {"LOCKSTEP_DEVICE", "cpu, cuda or cuda:N instead of auto", true},
     {"LOCKSTEP_CUDA_PLUGIN", "path of the CUDA plug-in"},
+    {"LOCKSTEP_DASHBOARD_TOKEN_FILE", "token of --dashboard, in place of a random one"},
     {"LOCKSTEP_NVML", "path of NVIDIA's management library"},
     {"LOCKSTEP_SHARE_DEVICE", "1: several local ranks may share a GPU"},
     {"LOCKSTEP_TIMEOUT_S", "deadline of a training operation, in seconds (1800); --timeout"},

@@ -62,6 +62,10 @@ constexpr std::array kFlags = {
              "say on stderr what slows the ranks down, with the change that mends it, while they "
              "run and at the end; any program, with less detail than one of ours",
              false},
+    FlagSpec{"dashboard", '\0', "", kHonoured,
+             "serve a page that shows the ranks of this host while they run; its address, with the "
+             "token that opens it, is printed (a free port of 127.0.0.1)",
+             false, "[=[ADDRESS:]PORT]"},
     FlagSpec{"record", '\0', "DIR", kHonoured,
              "write what each rank's time and resources went to into DIR/monitor, for lockstep "
              "doctor --run DIR and lockstep report DIR",
@@ -122,6 +126,7 @@ std::string spelling(const FlagSpec& flag) {
   std::string text = flag.letter != '\0' ? fmt::format("-{}, ", flag.letter) : "";
   text += fmt::format("--{}", flag.name);
   if (!flag.is_switch()) text += fmt::format(" {}", flag.value_name);
+  text += flag.optional_value;
   return text;
 }
 

@@ -16,8 +16,9 @@ struct FlagSpec {
   char letter;                  // 'r' for -r; '\0' without one
   std::string_view value_name;  // "N|auto|cpu|gpu"; empty: a switch
   Treatment treatment;
-  std::string_view help;  // for an ignored or refused flag: why
-  bool torchrun = true;   // false: ours alone
+  std::string_view help;                 // for an ignored or refused flag: why
+  bool torchrun = true;                  // false: ours alone
+  std::string_view optional_value = "";  // "[=PORT]": a switch that may have one, after '='
 
   bool is_switch() const { return value_name.empty(); }
   std::string variable() const;  // "PET_NPROC_PER_NODE"

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <cerrno>
 #include <charconv>
 #include <cmath>
@@ -99,6 +100,8 @@ class ArgumentReader {
           origin);
     } else if (equals == std::string::npos) {
       given_.values.set(*flag, "1", origin);
+    } else if (!flag->optional_value.empty()) {
+      given_.values.set(*flag, arg.substr(equals + 1), origin);
     } else {
       throw UsageError("run", "{} takes no value ('{}' was given). Write {} alone.", origin, arg,
                        origin);
@@ -242,7 +245,9 @@ void fill_from_variables(Values& values, const Variables& variable) {
     const std::string name = flag.variable();
     const auto text = variable(name);
     if (!text || text->empty()) continue;
-    if (!flag.is_switch()) {
+    // Ports and addresses begin with a digit, or "[", and are longer than "1" and "0".
+    const bool word = text->size() == 1 || std::isalpha(static_cast<unsigned char>(text->front()));
+    if (!flag.is_switch() || (!flag.optional_value.empty() && !word)) {
       values.set(flag, *text, name);
     } else if (env::parse_bool(*text, name)) {
       values.set(flag, "1", name);
@@ -517,18 +522,11 @@ void settle_conf(const Values& values, LaunchPlan& plan, std::vector<std::string
   const Given* given = values.find("rdzv-conf");
   if (given == nullptr || trim(given->text).empty()) return;
   // What torchrun's back ends know and a fixed set of hosts has no use for.
-  const std::vector<std::string> unused = {"rank",
-                                           "last_call_timeout",
-                                           "close_timeout",
-                                           "heartbeat_timeout",
-                                           "heartbeat",
-                                           "keep_alive_interval",
-                                           "keep_alive_max_attempt",
-                                           "read_timeout",
-                                           "is_host",
-                                           "store_type",
-                                           "use_libuv",
-                                           "use_agent_store"};
+  const std::vector<std::string> unused = split(
+      "rank,last_call_timeout,close_timeout,heartbeat_timeout,heartbeat,"
+      "keep_alive_interval,keep_alive_max_attempt,read_timeout,is_host,store_type,use_libuv,use_"
+      "agent_store",
+      ',');
   for (const std::string& part : split(given->text, ',')) {
     const auto equals = part.find('=');
     const std::string key = trim(part.substr(0, equals));
@@ -729,6 +727,8 @@ void settle_output(const Values& values, LaunchPlan& plan, std::vector<std::stri
   plan.log_dir = directory_of(values, "log-dir");
   plan.record_dir = directory_of(values, "record");
   plan.doctor = values.is_on("doctor");
+  if (const Given* given = values.find("dashboard"))
+    plan.dashboard = given->text == "1" ? "" : given->text;
   plan.redirects = parse_streams(values, "redirects");
   plan.tee = parse_streams(values, "tee");
   for (const auto& [name, map] : {std::pair("redirects", &plan.redirects), {"tee", &plan.tee}}) {

@@ -126,6 +126,15 @@ TEST(Spelling, LettersStandAloneJoinedOrWithTheirValue) {
   EXPECT_THAT(parsed.plan.command, Contains("-m"));
 }
 
+TEST(Spelling, TheDashboardMayHaveAPortAfterAnEqualsSign) {
+  EXPECT_EQ(plan_of({}).dashboard, std::nullopt);
+  EXPECT_EQ(plan_of({"--dashboard"}).dashboard, "");
+  EXPECT_EQ(plan_of({"--dashboard=8080"}).dashboard, "8080");
+  EXPECT_EQ(plan_of({"--dash=[::1]:80"}).dashboard, "[::1]:80");
+  // What follows is the program, whatever it looks like.
+  EXPECT_THAT(parse({"--dashboard", "true", "8080"}).plan.command, Contains("8080"));
+}
+
 TEST(Spelling, TheLastOneCounts) {
   EXPECT_EQ(plan_of({"--max-restarts=1", "--max_restarts=2"}).max_restarts, 2);
 }

@@ -83,9 +83,10 @@ struct LaunchPlan {
   std::vector<std::string> duplicate_stdout_filters;
   std::vector<std::string> duplicate_stderr_filters;
 
-  // For whoever observes the run (dashboard/live_run.h); the supervisor reads neither.
-  bool doctor = false;     // say on stderr what slows the ranks down
-  std::string record_dir;  // absolute; empty: nothing is recorded
+  // For whoever observes the run (dashboard/live_run.h); the supervisor reads none of it.
+  bool doctor = false;                   // say on stderr what slows the ranks down
+  std::string record_dir;                // absolute; empty: nothing is recorded
+  std::optional<std::string> dashboard;  // where its page is served: "", "PORT", "ADDRESS:PORT"
 };
 
 }  // namespace lockstep::launch

@@ -1,0 +1,459 @@
+// Draws the run's state, which /events sends once a second. All text is set as textContent: what a
+// rank prints, or calls a metric, is never markup.
+'use strict';
+
+const SVG = 'http://www.w3.org/2000/svg';
+const PHASES = ['forward', 'backward', 'data', 'communication', 'optimizer', 'evaluation', 'logging',
+  'saving', 'startup', 'other'];
+const TITLES = {
+  loss: 'Loss', tokens_per_second: 'Throughput', samples_per_second: 'Throughput', step_ms: 'Step time',
+};
+const UNITS = { tokens_per_second: 'tokens/s', samples_per_second: 'samples/s', step_ms: 'ms' };
+
+const at = (id) => document.getElementById(id);
+const number = (value) => (typeof value === 'number' && Number.isFinite(value) ? value : null);
+const list = (value) => (Array.isArray(value) ? value : []);
+const object = (value) => (value !== null && typeof value === 'object' ? value : {});
+
+function make(tag, className, text) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+// Only what differs is written, so that a selection, the focus and a screen reader are left alone.
+function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function classes(element, name) {
+  if (element.className !== name) element.className = name;
+}
+
+// The children of `parent` become one for each key, in that order; others go.
+function match(parent, keys, create) {
+  const before = new Map(Array.from(parent.children, (child) => [child.dataset.key, child]));
+  const result = keys.map((key) => {
+    const name = String(key);
+    let child = before.get(name);
+    before.delete(name);
+    if (!child) {
+      child = create(key);
+      child.dataset.key = name;
+    }
+    return child;
+  });
+  for (const child of before.values()) child.remove();
+  result.forEach((child, i) => {
+    if (parent.children[i] !== child) parent.insertBefore(child, parent.children[i] || null);
+  });
+  return result;
+}
+
+// ---------------------------------------------------------------- figures as text
+
+function figure(value) {
+  if (number(value) === null) return '–';
+  const size = Math.abs(value);
+  if (size >= 1e9) return `${(value / 1e9).toFixed(2)} G`;
+  if (size >= 1e6) return `${(value / 1e6).toFixed(2)} M`;
+  if (size >= 1e5) return `${(value / 1e3).toFixed(0)} K`;
+  if (size >= 1e4) return `${(value / 1e3).toFixed(1)} K`;
+  if (size >= 100 || Number.isInteger(value)) return value.toFixed(0);
+  if (size >= 10) return value.toFixed(1);
+  if (size >= 0.001 || size === 0) return value.toFixed(3);
+  return value.toExponential(1);
+}
+
+function bytes(value) {
+  if (number(value) === null) return '–';
+  const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB'];
+  let unit = 0;
+  let rest = value;
+  while (rest >= 1024 && unit < units.length - 1) { rest /= 1024; unit += 1; }
+  return `${rest >= 100 || unit === 0 ? rest.toFixed(0) : rest.toFixed(1)} ${units[unit]}`;
+}
+
+function milliseconds(value) {
+  if (number(value) === null) return '–';
+  return value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${figure(value)} ms`;
+}
+
+function duration(seconds) {
+  if (number(seconds) === null || seconds < 0) return '–';
+  const whole = Math.floor(seconds);
+  const pad = (n) => String(n).padStart(2, '0');
+  const hours = Math.floor(whole / 3600);
+  const minutes = Math.floor(whole / 60) % 60;
+  return hours > 0 ? `${hours}:${pad(minutes)}:${pad(whole % 60)}` : `${minutes}:${pad(whole % 60)}`;
+}
+
+const percent = (share) => `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`;
+
+function median(values) {
+  const sorted = values.filter((v) => number(v) !== null).sort((a, b) => a - b);
+  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
+}
+
+function points(series) {
+  return list(series).filter((p) => Array.isArray(p) && number(p[0]) !== null && number(p[1]) !== null);
+}
+
+// ---------------------------------------------------------------- parts of the page
+
+function drawTiles(state, ranks, series) {
+  const last = (name) => (points(series[name]).at(-1) || [])[1];
+  const running = ranks.filter((r) => r.state === 'running').length;
+  const gpus = ranks.map((r) => object(r.gpu).utilisation_percent).filter((v) => number(v) !== null);
+  const cores = ranks.map((r) => r.cores).filter((v) => number(v) !== null);
+  const steps = ranks.map((r) => r.step).filter((v) => number(v) !== null && v >= 0);
+  const rate = 'tokens_per_second' in series ? 'tokens_per_second' : 'samples_per_second';
+  const tiles = [
+    ['Step', steps.length ? Math.max(...steps).toLocaleString('en') : '–', ''],
+    ['Loss', figure(last('loss')), ''],
+    ['Throughput', figure(last(rate)), UNITS[rate]],
+    ['Step time', ...(milliseconds(median(ranks.map((r) => r.step_ms))).split(' ')), ''],
+    ['Ranks running', `${running}`, `of ${number(state.run.world_size) ?? ranks.length}`],
+    gpus.length
+      ? ['GPU utilisation', (gpus.reduce((a, b) => a + b, 0) / gpus.length).toFixed(0), '% mean']
+      : ['CPU', cores.length ? cores.reduce((a, b) => a + b, 0).toFixed(2) : '–', 'cores'],
+  ];
+  match(at('tiles'), tiles.map((t) => t[0]), (title) => {
+    const tile = make('div', 'tile');
+    tile.append(make('p', 'muted', title), make('p', 'value'));
+    tile.lastChild.append(make('span', 'figure'), document.createTextNode(' '), make('span', 'unit'));
+    return tile;
+  }).forEach((tile, i) => {
+    say(tile.querySelector('.figure'), tiles[i][1]);
+    say(tile.querySelector('.unit'), tiles[i][2] || '');
+  });
+}
+
+function drawFindings(state) {
+  const findings = list(state.findings);
+  const place = at('findings');
+  const keys = findings.length
+    ? findings.map((f) => JSON.stringify([f.rule, f.rank, f.cause]))
+    : ['none'];
+  match(place, keys, (key) => {
+    if (key === 'none') return make('p', '');
+    const box = make('div', 'finding');
+    box.append(make('h3'), make('p', 'what'), make('p', 'muted'), make('p', 'do'));
+    box.firstChild.append(make('span', 'rule'), make('span', 'badge warn'), make('span', 'badge good'));
+    return box;
+  }).forEach((box, i) => {
+    if (!findings.length) {
+      const running = state.run.state === 'running';
+      classes(box, running ? 'healthy' : 'muted');
+      say(box, state.run.state === 'starting' ? 'Waiting for the first steps.'
+        : 'Nothing found that slows this run down.');
+      return;
+    }
+    const finding = findings[i];
+    const who = number(finding.rank) !== null && finding.rank >= 0 ? `rank ${finding.rank}` : 'all ranks';
+    const gain = number(finding.gain) || 0;
+    say(box.querySelector('.rule'), String(finding.rule));
+    say(box.querySelector('.badge.warn'), finding.cause ? `${who}: ${finding.cause}` : who);
+    const good = box.querySelector('.badge.good');
+    good.hidden = gain <= 0;
+    say(good, `expected gain about ${percent(gain)}`);
+    say(box.querySelector('.what'), String(finding.what ?? ''));
+    say(box.querySelector('.muted'), finding.evidence ? `Evidence: ${finding.evidence}` : '');
+    say(box.querySelector('.do'), finding.remedy ? `Change: ${finding.remedy}` : '');
+  });
+}
+
+function shape(name, attributes) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
+
+// Round figures for the lines of a chart.
+function ticks(low, high, most) {
+  const span = high - low || Math.abs(high) || 1;
+  const raw = span / most;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw);
+  const result = [];
+  for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-9; v += step) {
+    result.push(Math.abs(v) < step * 1e-9 ? 0 : v);
+  }
+  return result;
+}
+
+// "2.500" reads better as "2.5"; "10" stays.
+const tickText = (value) => figure(value).replace(/(\.\d*?)0+(?= |$)/, '$1').replace(/\.(?= |$)/, '');
+
+function drawCurve(svg, values, title, unit) {
+  const [width, height, left, bottom, top, right] = [360, 170, 46, 22, 10, 8];
+  const xs = values.map((p) => p[0]);
+  const ys = values.map((p) => p[1]);
+  let [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+  if (x0 === x1) x1 = x0 + 1;
+  const margin = (y1 - y0) * 0.08 || Math.abs(y1) * 0.1 || 1;
+  y0 = y0 >= 0 ? Math.max(0, y0 - margin) : y0 - margin;
+  y1 += margin;
+  const x = (v) => left + ((v - x0) / (x1 - x0)) * (width - left - right);
+  const y = (v) => height - bottom - ((v - y0) / (y1 - y0)) * (height - top - bottom);
+  const parts = [];
+  for (const tick of ticks(y0, y1, 4)) {
+    parts.push(shape('line', { class: 'grid', x1: left, x2: width - right, y1: y(tick), y2: y(tick) }));
+    const label = shape('text', { class: 'axis', x: left - 7, y: y(tick) + 4, 'text-anchor': 'end' });
+    label.textContent = tickText(Number(tick.toPrecision(6)));
+    parts.push(label);
+  }
+  for (const tick of ticks(x0, x1, 5).filter(Number.isInteger)) {
+    const label = shape('text', { class: 'axis', x: x(tick), y: height - 5, 'text-anchor': 'middle' });
+    label.textContent = tick.toLocaleString('en');
+    parts.push(label);
+  }
+  const line = values.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join('L');
+  const end = values.at(-1);
+  parts.push(
+    shape('path', { class: 'under', d: `M${x(values[0][0])},${y(y0)}L${line}L${x(end[0])},${y(y0)}Z` }),
+    shape('path', { class: 'curve', d: `M${line}` }),
+    shape('circle', { class: 'end', cx: x(end[0]), cy: y(end[1]), r: 3.5 }),
+  );
+  svg.replaceChildren(...parts);
+  svg.setAttribute('aria-label', `${title}: ${figure(end[1])} ${unit} at step ${end[0]}; between ` +
+    `${figure(Math.min(...ys))} and ${figure(Math.max(...ys))} since step ${x0}`);
+}
+
+function drawCharts(series) {
+  const known = Object.keys(TITLES);
+  const rank = (name) => (known.includes(name) ? known.indexOf(name) : known.length);
+  const names = Object.keys(series).filter((name) => points(series[name]).length > 0)
+    .sort((a, b) => rank(a) - rank(b)).slice(0, 12);
+  match(at('charts'), names, (name) => {
+    const card = make('section', 'card chart');
+    const row = make('div', 'row');
+    const title = Object.hasOwn(TITLES, name) ? TITLES[name] : name;
+    row.append(make('h2', '', title), make('span', 'now'));
+    card.append(row, shape('svg', { viewBox: '0 0 360 170', role: 'img' }));
+    return card;
+  }).forEach((card, i) => {
+    const values = points(series[names[i]]);
+    const unit = Object.hasOwn(UNITS, names[i]) ? UNITS[names[i]] : '';
+    say(card.querySelector('.now'), `${figure(values.at(-1)[1])} ${unit}`.trim());
+    drawCurve(card.querySelector('svg'), values, card.querySelector('h2').textContent, unit);
+  });
+}
+
+function meter(cell, share, text, sub) {
+  if (!cell.firstChild) {
+    const bar = make('div', 'meter');
+    bar.append(make('i'));
+    cell.append(make('span', 'text'), bar, make('span', 'sub'));
+  }
+  say(cell.querySelector('.text'), text);
+  say(cell.querySelector('.sub'), sub);
+  const bar = cell.querySelector('.meter');
+  bar.hidden = share === null;
+  bar.firstChild.style.width = `${Math.min(100, Math.max(0, 100 * (share ?? 0)))}%`;
+}
+
+const STATES = { running: 'good', failed: 'bad', ended: '', starting: 'warn', stopped: 'warn' };
+const tone = (state) => `badge ${Object.hasOwn(STATES, state) ? STATES[state] : ''}`.trim();
+
+function makeRow() {
+  const row = make('tr');
+  for (const name of ['', 'State', 'Step', 'Step time', 'Phase', 'Utilisation', 'Memory',
+    'Last collective']) {
+    const cell = make('td', name === '' ? 'rank' : '');
+    if (name !== '') cell.dataset.name = name;
+    row.append(cell);
+  }
+  const [rank, state] = row.children;
+  rank.append(make('span'), make('span', 'sub'));
+  state.append(make('span'));
+  row.children[7].append(make('span'), make('span', 'sub'));
+  return row;
+}
+
+function drawRow(row, rank) {
+  const cells = row.children;
+  const failed = rank.state === 'failed';
+  classes(row, failed ? 'failed' : '');
+  say(cells[0].firstChild, `Rank ${rank.rank}`);
+  say(cells[0].lastChild, `host ${rank.host ?? 0}, pid ${rank.pid ?? '–'}`);
+  classes(cells[1].firstChild, tone(rank.state));
+  say(cells[1].firstChild, failed && rank.exit ? `failed: ${rank.exit}` : String(rank.state));
+  say(cells[2], number(rank.step) !== null && rank.step >= 0 ? rank.step.toLocaleString('en') : '–');
+  say(cells[3], milliseconds(rank.step_ms));
+  say(cells[4], String(rank.phase || '–'));
+  const gpu = object(rank.gpu);
+  const cores = number(rank.cores);
+  if (number(gpu.utilisation_percent) !== null) {
+    const power = number(gpu.power_w) !== null ? `, ${gpu.power_w.toFixed(0)} W` : '';
+    meter(cells[5], gpu.utilisation_percent / 100, `${gpu.utilisation_percent} %`,
+      `GPU ${gpu.index ?? ''}${power}`);
+  } else {
+    meter(cells[5], null, cores === null ? '–' : `${cores.toFixed(2)} cores`,
+      number(rank.threads) !== null ? `${rank.threads} threads` : '');
+  }
+  const total = number(gpu.memory_total_bytes);
+  if (total !== null && number(gpu.memory_used_bytes) !== null) {
+    meter(cells[6], gpu.memory_used_bytes / total, bytes(gpu.memory_used_bytes),
+      `of ${bytes(total)}, host ${bytes(rank.resident_bytes)}`);
+  } else {
+    meter(cells[6], null, bytes(rank.resident_bytes), 'resident');
+  }
+  const position = rank.position === null || rank.position === undefined ? null : object(rank.position);
+  say(cells[7].firstChild, position ? `${position.operation} #${position.sequence}` : '–');
+  say(cells[7].lastChild, position
+    ? `${position.state}${number(position.age_s) !== null ? `, ${figure(position.age_s)} s ago` : ''}` : '');
+}
+
+function drawRanks(ranks) {
+  match(at('ranks'), ranks.map((r) => r.rank), makeRow).forEach((row, i) => drawRow(row, ranks[i]));
+}
+
+// The phases that the page has colours for, and one for all others.
+function shares(budget) {
+  const result = new Map();
+  for (const [name, value] of Object.entries(object(budget))) {
+    if (number(value) === null || value <= 0) continue;
+    const phase = PHASES.includes(name) ? name : 'other';
+    result.set(phase, (result.get(phase) || 0) + value);
+  }
+  return result;
+}
+
+function drawBudget(ranks) {
+  const used = new Set();
+  match(at('budget'), ranks.map((r) => r.rank), () => {
+    const line = make('div', 'budget');
+    line.append(make('span'), make('div', 'bar'), make('span'));
+    line.children[1].setAttribute('role', 'img');
+    return line;
+  }).forEach((line, i) => {
+    const rank = ranks[i];
+    const budget = shares(rank.budget);
+    const names = PHASES.filter((name) => budget.has(name));
+    names.forEach((name) => used.add(name));
+    classes(line, rank.state === 'failed' ? 'budget failed' : 'budget');
+    say(line.firstChild, `Rank ${rank.rank}`);
+    say(line.lastChild, rank.state === 'running' ? milliseconds(rank.step_ms) : String(rank.state));
+    const bar = line.children[1];
+    bar.setAttribute('aria-label', names.length
+      ? names.map((name) => `${name} ${percent(budget.get(name))}`).join(', ') : 'nothing measured');
+    match(bar, names, (name) => make('i', `p${PHASES.indexOf(name)}`)).forEach((part, k) => {
+      const share = budget.get(names[k]);
+      part.style.width = `${100 * Math.min(1, share)}%`;
+      part.title = `${names[k]} ${percent(share)}`;
+    });
+  });
+  match(at('legend'), PHASES.filter((name) => used.has(name)), (name) => {
+    const item = make('li');
+    item.append(make('i', `p${PHASES.indexOf(name)}`), make('span', '', name));
+    return item;
+  });
+}
+
+let chosen = false;  // by the user
+
+function drawLog(state) {
+  const log = object(state.log);
+  const pick = at('log-rank');
+  const names = Object.keys(log).sort((a, b) => Number(a) - Number(b));
+  match(pick, names, (name) => {
+    const option = make('option', '', name);
+    option.value = name;
+    return option;
+  });
+  // Whoever has not chosen a rank sees the one that failed.
+  const failed = list(state.ranks).find((r) => object(r).state === 'failed');
+  if (failed && !chosen && names.includes(String(failed.rank))) pick.value = String(failed.rank);
+  const place = at('log');
+  const atEnd = place.scrollTop + place.clientHeight >= place.scrollHeight - 8;
+  const lines = list(log[pick.value]).map(String);
+  say(place, lines.length ? lines.join('\n') : 'No output yet.');
+  if (atEnd) place.scrollTop = place.scrollHeight;
+}
+
+// ---------------------------------------------------------------- the state, and its arrival
+
+let newest = null;
+let over = false;
+let lost = false;
+
+// What stands above everything else, and whether it is bad.
+function banner(state, ranks) {
+  if (lost) {
+    return ['Connection lost: the launcher does not answer. This is the last state that it sent.', true];
+  }
+  const failed = ranks.filter((r) => r.state === 'failed');
+  if (failed.length) {
+    const who = failed.map((r) => `Rank ${r.rank} failed${r.exit ? ` (${r.exit})` : ''}`).join('. ');
+    return [`${who}.`, true];
+  }
+  return [String(state.run.message || ''), state.run.state === 'failed'];
+}
+
+function draw(state) {
+  state.run = object(state.run);
+  const ranks = list(state.ranks).filter((r) => r !== null && typeof r === 'object');
+  const series = object(state.series);
+  const attempt = number(state.run.attempt) > 0 ? `restart ${state.run.attempt}` : '';
+  const elapsed = duration(state.time - state.run.started);
+  say(at('run-id'), [`run ${state.run.id ?? ''}`, `${state.run.world_size ?? ranks.length} ranks`, attempt,
+    elapsed].filter((part) => part !== '').join(' · '));
+  const failed = ranks.some((r) => r.state === 'failed');
+  const shown = failed && state.run.state === 'running' ? 'failed' : String(state.run.state);
+  classes(at('state'), lost ? 'badge' : tone(shown));
+  say(at('state'), lost ? `was ${shown}` : shown);
+  document.body.classList.toggle('lost', lost);
+  document.title = `${shown} – Lockstep ${state.run.id ?? ''}`;
+  const [text, bad] = banner(state, ranks);
+  at('banner').hidden = text === '';
+  classes(at('banner'), bad ? 'banner bad' : 'banner');
+  say(at('banner'), text);
+  drawTiles(state, ranks, series);
+  drawFindings(state);
+  drawCharts(series);
+  drawRanks(ranks);
+  drawBudget(ranks);
+  drawLog(state);
+  const time = number(state.time);
+  if (time !== null) say(at('updated'), `Updated ${new Date(time * 1000).toLocaleTimeString()}`);
+}
+
+function connection(text, mark) {
+  classes(at('live'), `live ${mark}`.trim());
+  say(at('live-text'), text);
+  const before = lost;
+  lost = mark === 'bad';
+  if (lost !== before && newest) draw(newest);
+}
+
+function connect() {
+  const events = new EventSource('/events');
+  events.onopen = () => connection('live', 'good');
+  events.onmessage = (event) => {
+    newest = JSON.parse(event.data);
+    connection('live', 'good');
+    draw(newest);
+  };
+  events.addEventListener('end', () => {
+    over = true;
+    events.close();
+    connection('run is over', '');
+  });
+  // The browser connects again by itself, unless the answer was a refusal.
+  events.onerror = () => {
+    if (over) return;
+    connection('connection lost', 'bad');
+    if (events.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
+  };
+}
+
+// The token has become a cookie; in the address it would end up in the history and in screenshots.
+if (location.search) history.replaceState(null, '', location.pathname);
+at('log-rank').addEventListener('change', () => {
+  chosen = true;
+  if (newest) drawLog(newest);
+  at('log').scrollTop = at('log').scrollHeight;
+});
+connect();

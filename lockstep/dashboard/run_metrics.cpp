@@ -1,0 +1,75 @@
+#include "lockstep/dashboard/run_metrics.h"
+
+#include <cmath>
+
+namespace lockstep::dashboard {
+
+void RunMetrics::gauge(const char* name, const char* help, const monitor::Labels& labels,
+                       double value) {
+  page_.set(page_.declare({name, help}), labels, value);
+}
+
+void RunMetrics::publish(const LiveRank& rank) {
+  const monitor::Labels labels = {{"rank", std::to_string(rank.rank)}};
+  gauge("lockstep_rank_up", "1 while the rank runs.", labels,
+        rank.status == RankStatus::kRunning ? 1 : 0);
+  gauge("lockstep_rank_failed", "1 after the rank has failed.", labels,
+        rank.status == RankStatus::kFailed ? 1 : 0);
+  if (rank.step >= 0)
+    gauge("lockstep_step", "Optimizer steps that the rank has done.", labels,
+          static_cast<double>(rank.step));
+  if (rank.step_ms > 0)
+    gauge("lockstep_step_seconds", "Time of a step, the mean of the last interval.", labels,
+          rank.step_ms / 1e3);
+  if (rank.newest && rank.newest->seconds > 0) {
+    for (std::size_t i = 0; i < ledger::kPhases; ++i) {
+      const std::string phase = name(static_cast<ledger::Phase>(i));
+      monitor::Labels both = labels;
+      both.emplace_back("phase", phase.empty() ? "other" : phase);
+      gauge("lockstep_phase_ratio", "Share of the last interval that the rank spent in a phase.",
+            both, rank.newest->host_s[i] / rank.newest->seconds);
+    }
+  }
+  if (rank.position)
+    gauge("lockstep_collective_sequence", "Number of the rank's newest collective.", labels,
+          static_cast<double>(rank.position->sequence));
+  if (rank.process) resources_.publish(rank.rank, *rank.process);
+  resources_.publish(rank.rank, rank.cgroup);
+}
+
+void RunMetrics::publish(const LiveView& view) {
+  for (const char* state : {"starting", "running", "ended", "failed"})
+    gauge("lockstep_run_state", "1 for the state that the run is in.", {{"state", state}},
+          view.state == state ? 1 : 0);
+  gauge("lockstep_world_size", "Ranks of the run, on all hosts.", {}, view.world_size);
+  gauge("lockstep_run_attempt", "How often all ranks were started again.", {}, view.attempt);
+  gauge("lockstep_run_start_time_seconds", "When the run began, since the epoch.", {},
+        view.started_s);
+  if (!view.loss.empty() && std::isfinite(view.loss.back().second))
+    gauge("lockstep_loss", "Training loss that was logged last.", {}, view.loss.back().second);
+  if (!view.tokens_per_second.empty())
+    gauge("lockstep_tokens_per_second", "Tokens per second of all ranks, as logged last.", {},
+          view.tokens_per_second.back().second);
+  for (const monitor::Finding& finding : view.findings) rules_.insert(finding.rule);
+  for (const std::string& rule : rules_) {
+    double count = 0;
+    for (const monitor::Finding& finding : view.findings) count += finding.rule == rule ? 1 : 0;
+    gauge("lockstep_findings", "What slows the run down now, by rule.", {{"rule", rule}}, count);
+  }
+  std::set<int> present;
+  for (const LiveRank& rank : view.ranks) {
+    publish(rank);
+    present.insert(rank.rank);
+  }
+  for (const int rank : ranks_)
+    if (!present.contains(rank)) page_.remove({{"rank", std::to_string(rank)}});
+  ranks_ = std::move(present);
+  if (view.gpus.newest) resources_.publish(view.gpus);
+}
+
+std::string RunMetrics::text(const LiveView& view) {
+  publish(view);
+  return page_.text();
+}
+
+}  // namespace lockstep::dashboard

@@ -1,0 +1,327 @@
+#include "lockstep/dashboard/terminal_view.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <ctime>
+#include <optional>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/utf8.h"
+
+namespace lockstep::dashboard {
+namespace {
+
+constexpr std::size_t kRanksShown = 64;
+constexpr int kLogLines = 8;
+
+const Node* member(const Node& node, std::string_view key) {
+  const Entry* entry = node.is(NodeKind::kMap) ? node.find(key) : nullptr;
+  return entry == nullptr ? nullptr : &entry->value;
+}
+
+const Node& child(const Node& node, std::string_view key) {
+  static const Node none;
+  const Node* found = member(node, key);
+  return found == nullptr ? none : *found;
+}
+
+std::optional<double> number(const Node& node) {
+  if (!node.is(NodeKind::kInteger) && !node.is(NodeKind::kReal)) return std::nullopt;
+  return std::isfinite(node.real) ? std::optional(node.real) : std::nullopt;
+}
+
+std::optional<double> number(const Node& node, std::string_view key) {
+  return number(child(node, key));
+}
+
+// Control characters could move the cursor, or set the terminal's title to a command.
+std::string printable(std::string_view text) {
+  std::string storage;
+  const std::string_view valid = valid_utf8(text, storage);
+  std::string result;
+  for (std::size_t at = 0; at < valid.size();) {
+    const char32_t character = next_character(valid, at);
+    const bool control = character < 0x20 || (character >= 0x7f && character < 0xa0);
+    const bool reorders = (character >= 0x202a && character <= 0x202e) ||
+                          (character >= 0x2066 && character <= 0x2069);
+    append_utf8(result, character == '\t' ? U' ' : control || reorders ? U'\ufffd' : character);
+  }
+  return result;
+}
+
+std::string text_of(const Node& node, std::string_view key) {
+  const Node& value = child(node, key);
+  return value.is(NodeKind::kString) || value.is(NodeKind::kInteger) ? printable(value.text) : "";
+}
+
+std::string cut(const std::string& text, std::size_t columns) {
+  std::size_t at = 0;
+  for (std::size_t count = 0; at < text.size() && count < columns; ++count)
+    next_character(text, at);
+  return text.substr(0, at);
+}
+
+std::string padded(const std::string& text, std::size_t columns) {
+  const std::size_t count = character_count(text);
+  return count >= columns ? cut(text, columns) : text + std::string(columns - count, ' ');
+}
+
+std::string figure(std::optional<double> value) {
+  if (!value) return "-";
+  const double size = std::abs(*value);
+  if (size >= 1e9) return fmt::format("{:.2f} G", *value / 1e9);
+  if (size >= 1e6) return fmt::format("{:.2f} M", *value / 1e6);
+  if (size >= 1e4) return fmt::format("{:.1f} K", *value / 1e3);
+  if (size >= 100) return fmt::format("{:.0f}", *value);
+  if (size >= 10) return fmt::format("{:.1f}", *value);
+  return fmt::format("{:.3f}", *value);
+}
+
+std::string bytes(std::optional<double> value) {
+  if (!value) return "-";
+  if (*value >= 1ull << 30) return fmt::format("{:.1f} GiB", *value / (1ull << 30));
+  return fmt::format("{:.0f} MiB", *value / (1ull << 20));
+}
+
+std::optional<double> newest(const Node& snapshot, std::string_view series) {
+  const Node& points = child(child(snapshot, "series"), series);
+  if (points.items.empty() || points.items.back().items.size() != 2) return std::nullopt;
+  return number(points.items.back().items[1]);
+}
+
+class Painter {
+ public:
+  explicit Painter(bool on) : on_(on) {}
+  std::string operator()(const char* code, const std::string& text) const {
+    return on_ ? fmt::format("\033[{}m{}\033[0m", code, text) : text;
+  }
+
+ private:
+  bool on_;
+};
+
+const char* colour_of(const std::string& state) {
+  if (state == "running") return "32";
+  if (state == "failed") return "1;31";
+  return "33";
+}
+
+// Rows of a sparkline for one series: the newest values, as many as there is room for.
+std::string sparkline(const Node& points, std::size_t columns) {
+  static const char* const kLevels[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
+  std::vector<double> values;
+  for (const Node& point : points.items)
+    if (point.items.size() == 2)
+      if (const auto value = number(point.items[1])) values.push_back(*value);
+  if (values.size() > columns) values.erase(values.begin(), values.end() - columns);
+  if (values.empty()) return "";
+  const auto [low, high] = std::minmax_element(values.begin(), values.end());
+  const double span = *high - *low;
+  std::string text;
+  for (const double value : values)
+    text += kLevels[span > 0 ? static_cast<int>((value - *low) / span * 7.0) : 3];
+  return text;
+}
+
+std::string use_of(const Node& rank) {
+  if (const auto busy = number(child(rank, "gpu"), "utilisation_percent"))
+    return fmt::format("GPU {} {:.0f} %", text_of(child(rank, "gpu"), "index"), *busy);
+  const auto cores = number(rank, "cores");
+  return cores ? fmt::format("{:.2f} cores", *cores) : "-";
+}
+
+std::string memory_of(const Node& rank) {
+  const Node& gpu = child(rank, "gpu");
+  if (number(gpu, "memory_used_bytes"))
+    return fmt::format("{} of {}", bytes(number(gpu, "memory_used_bytes")),
+                       bytes(number(gpu, "memory_total_bytes")));
+  return bytes(number(rank, "resident_bytes"));
+}
+
+std::string position_of(const Node& rank) {
+  const Node& position = child(rank, "position");
+  if (!position.is(NodeKind::kMap)) return "-";
+  return fmt::format("{} #{} {}, {} s", text_of(position, "operation"),
+                     text_of(position, "sequence"), text_of(position, "state"),
+                     figure(number(position, "age_s")));
+}
+
+std::string shares_of(const Node& rank) {
+  std::vector<std::pair<double, std::string>> shares;
+  for (const Entry& entry : child(rank, "budget").entries)
+    if (const auto share = number(entry.value); share && *share >= 0.005)
+      shares.emplace_back(*share, printable(entry.key));
+  std::sort(shares.rbegin(), shares.rend());
+  std::string text;
+  for (const auto& [share, phase] : shares)
+    text += fmt::format("{}{} {:.0f} %", text.empty() ? "" : ", ", phase, 100 * share);
+  return text;
+}
+
+class View {
+ public:
+  View(const Node& snapshot, const TerminalOptions& options)
+      : snapshot_(snapshot), options_(options), paint_(options.colour) {}
+
+  std::string text() {
+    head();
+    ranks();
+    budget();
+    curves();
+    findings();
+    log();
+    if (options_.rows > 0 && static_cast<int>(lines_.size()) > options_.rows)
+      lines_.resize(static_cast<std::size_t>(options_.rows));
+    return fmt::format("{}\n", fmt::join(lines_, "\n"));
+  }
+
+ private:
+  // `code` colours the whole line, which is cut before.
+  void line(const std::string& text, const char* code = nullptr) {
+    const std::string shown = cut(text, static_cast<std::size_t>(options_.columns));
+    lines_.push_back(code == nullptr ? shown : paint_(code, shown));
+  }
+
+  void head() {
+    const std::string state = run_state(snapshot_);
+    line(status_line(snapshot_), colour_of(state));
+    if (const std::string message = text_of(child(snapshot_, "run"), "message"); !message.empty())
+      line(message, "1;31");
+    line("");
+  }
+
+  void ranks() {
+    line(fmt::format("{}{}{}{}{}{}{}{}", padded("RANK", 6), padded("STATE", 20), padded("STEP", 9),
+                     padded("STEP MS", 9), padded("PHASE", 14), padded("USE", 14),
+                     padded("MEMORY", 21), "LAST COLLECTIVE"),
+         "2");
+    const auto& all = child(snapshot_, "ranks").items;
+    for (std::size_t i = 0; i < std::min(all.size(), kRanksShown); ++i) {
+      const Node& rank = all[i];
+      std::string state = text_of(rank, "state");
+      const bool failed = state == "failed";
+      if (const std::string exit = text_of(rank, "exit"); failed && !exit.empty()) state = exit;
+      const std::string phase = text_of(rank, "phase");
+      line(fmt::format("{}{}{}{}{}{}{}{}", padded(text_of(rank, "rank"), 6),
+                       padded(cut(state, 19), 20), padded(text_of(rank, "step"), 9),
+                       padded(figure(number(rank, "step_ms")), 9),
+                       padded(phase.empty() ? "-" : cut(phase, 13), 14), padded(use_of(rank), 14),
+                       padded(memory_of(rank), 21), position_of(rank)),
+           failed ? "1;31" : nullptr);
+    }
+    if (all.size() > kRanksShown) line(fmt::format("and {} more", all.size() - kRanksShown));
+    line("");
+  }
+
+  void budget() {
+    const auto& all = child(snapshot_, "ranks").items;
+    const std::size_t before = lines_.size();
+    for (std::size_t i = 0; i < std::min(all.size(), kRanksShown); ++i)
+      if (const std::string shares = shares_of(all[i]); !shares.empty())
+        line(fmt::format("{}{}", padded("budget " + text_of(all[i], "rank"), 12), shares));
+    if (lines_.size() > before) line("");
+  }
+
+  void curves() {
+    const std::size_t before = lines_.size();
+    for (const Entry& entry : child(snapshot_, "series").entries) {
+      const std::size_t room = static_cast<std::size_t>(std::max(options_.columns - 34, 8));
+      const std::string drawn = sparkline(entry.value, std::min<std::size_t>(room, 100));
+      if (drawn.empty()) continue;
+      line(fmt::format("{}{}{}", padded(cut(printable(entry.key), 19), 20),
+                       padded(figure(newest(snapshot_, entry.key)), 12), drawn));
+    }
+    if (lines_.size() > before) line("");
+  }
+
+  void findings() {
+    for (const Node& finding : child(snapshot_, "findings").items) {
+      const auto rank = number(finding, "rank");
+      line(fmt::format("{}{}: {}", text_of(finding, "rule"),
+                       rank && *rank >= 0 ? fmt::format(" (rank {:.0f})", *rank) : "",
+                       text_of(finding, "what")),
+           "33");
+      line(fmt::format("  {}", text_of(finding, "remedy")));
+    }
+    if (!child(snapshot_, "findings").items.empty()) line("");
+  }
+
+  // Of the rank that failed, or else of the first.
+  void log() {
+    const Node& log = child(snapshot_, "log");
+    if (log.entries.empty()) return;
+    std::string chosen = log.entries.front().key;
+    for (const Node& rank : child(snapshot_, "ranks").items)
+      if (text_of(rank, "state") == "failed" && log.find(text_of(rank, "rank")) != nullptr)
+        chosen = text_of(rank, "rank");
+    const auto& lines = log.find(chosen)->value.items;
+    if (lines.empty()) return;
+    line(fmt::format("output of rank {}", printable(chosen)), "2");
+    const std::size_t shown = std::min<std::size_t>(lines.size(), kLogLines);
+    for (std::size_t i = lines.size() - shown; i < lines.size(); ++i)
+      line("  " + printable(lines[i].text));
+  }
+
+  const Node& snapshot_;
+  const TerminalOptions& options_;
+  const Painter paint_;
+  std::vector<std::string> lines_;
+};
+
+std::string elapsed(double seconds) {
+  const auto whole = static_cast<long long>(std::clamp(seconds, 0.0, 1e9));
+  return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
+}
+
+}  // namespace
+
+Node parse_snapshot(const std::string& json) {
+  try {
+    return parse_json(json, "the dashboard's answer",
+                      {.bytes = 64u << 20, .depth = 32, .nodes = 10'000'000});
+  } catch (const UsageError& error) {
+    throw CommError("monitor",
+                    fmt::format("the dashboard sent no state of a run: {}", error.what()));
+  }
+}
+
+std::string run_state(const Node& snapshot) {
+  return text_of(child(snapshot, "run"), "state");
+}
+
+std::string status_line(const Node& snapshot) {
+  const Node& run = child(snapshot, "run");
+  const auto& ranks = child(snapshot, "ranks").items;
+  const auto running = std::count_if(ranks.begin(), ranks.end(), [](const Node& rank) {
+    return text_of(rank, "state") == "running";
+  });
+  double step = -1;
+  std::vector<double> times;
+  for (const Node& rank : ranks) {
+    step = std::max(step, number(rank, "step").value_or(-1));
+    if (const auto time = number(rank, "step_ms"); time && *time > 0) times.push_back(*time);
+  }
+  std::sort(times.begin(), times.end());
+  std::string text = fmt::format("lockstep {}  {}  {} of {} ranks run", text_of(run, "id"),
+                                 run_state(snapshot), running, text_of(run, "world_size"));
+  const auto started = number(run, "started");
+  const auto now = number(snapshot, "time");
+  if (started && now) text += "  " + elapsed(*now - *started);
+  if (step >= 0) text += fmt::format("  step {:.0f}", step);
+  if (!times.empty()) text += fmt::format("  {} ms", figure(times[times.size() / 2]));
+  if (const auto loss = newest(snapshot, "loss")) text += "  loss " + figure(loss);
+  if (const auto rate = newest(snapshot, "tokens_per_second"))
+    text += fmt::format("  {} tokens/s", figure(rate));
+  const auto findings = child(snapshot, "findings").items.size();
+  if (findings > 0) text += fmt::format("  {} finding{}", findings, findings == 1 ? "" : "s");
+  return text;
+}
+
+std::string terminal_view(const Node& snapshot, const TerminalOptions& options) {
+  return View(snapshot, options).text();
+}
+
+}  // namespace lockstep::dashboard

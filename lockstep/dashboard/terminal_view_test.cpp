@@ -1,0 +1,134 @@
+// A run as text: what is shown, and that nobody's text steers the terminal.
+#include "lockstep/dashboard/terminal_view.h"
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <sstream>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/utf8.h"
+#include "lockstep/dashboard/live_view.h"
+
+namespace lockstep::dashboard {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+
+LiveView two_ranks() {
+  LiveView view;
+  view.run_id = "abc";
+  view.world_size = 2;
+  view.started_s = 1000;
+  view.time_s = 1000 + 3723;
+  view.state = "running";
+  for (int r = 0; r < 2; ++r) {
+    LiveRank rank;
+    rank.rank = r;
+    rank.step = 120 + r;
+    rank.step_ms = 21.5;
+    rank.phase = "backward";
+    monitor::Interval interval{.seconds = 1, .steps = 46};
+    interval.host_s[ledger::index(ledger::Phase::kForward)] = 0.25;
+    interval.host_s[ledger::index(ledger::Phase::kBackward)] = 0.75;
+    interval.resident_bytes = 512u << 20;
+    interval.process = monitor::ProcessRates{.cores = 1.02};
+    rank.newest = interval;
+    rank.position = LivePosition{"all_reduce", 17, "started", 0.5};
+    rank.log = {"first line", "last line"};
+    view.ranks.push_back(rank);
+  }
+  for (int s = 1; s <= 20; ++s) view.loss.emplace_back(s, 3.0 - 0.1 * s);
+  view.tokens_per_second = {{20, 18400.0}};
+  return view;
+}
+
+std::string shown(const LiveView& view, const TerminalOptions& options = {.columns = 140}) {
+  return terminal_view(parse_snapshot(live_snapshot_json(view)), options);
+}
+
+TEST(TerminalView, ShowsRanksBudgetCurvesAndOutput) {
+  const std::string text = shown(two_ranks());
+  for (const char* part :
+       {"lockstep abc  running  2 of 2 ranks run  1:02:03  step 121", "loss 1.000",
+        "18.4 K tokens/s", "1.02 cores", "512 MiB", "all_reduce #17 started, 0.500 s",
+        "backward 75 %, forward 25 %", "█", "▁", "output of rank 0", "  last line"})
+    EXPECT_THAT(text, HasSubstr(part));
+  EXPECT_THAT(text, Not(HasSubstr("\033")));
+}
+
+TEST(TerminalView, AFailedRankAndItsOutputStandOut) {
+  LiveView view = two_ranks();
+  view.state = "failed";
+  view.message = "rank 1 failed: killed by SIGKILL";
+  view.ranks[1].status = RankStatus::kFailed;
+  view.ranks[1].exit = "killed by SIGKILL";
+  view.ranks[1].log = {"its last line"};
+  const std::string text = shown(view, {.columns = 140, .colour = true});
+  EXPECT_THAT(text, HasSubstr("rank 1 failed: killed by SIGKILL"));
+  EXPECT_THAT(text, HasSubstr("\033[1;31m1     killed by SIGKILL"));
+  EXPECT_THAT(text, HasSubstr("output of rank 1"));
+  EXPECT_THAT(text, HasSubstr("  its last line"));
+}
+
+TEST(TerminalView, FindingsComeWithTheirRemedy) {
+  LiveView view = two_ranks();
+  view.findings = {{.rule = "loader-bound",
+                    .rank = 1,
+                    .cause = "data",
+                    .what = "It waits for batches.",
+                    .evidence = "6 of 21 ms",
+                    .remedy = "dataloader_num_workers: 4",
+                    .gain = 0.2}};
+  const std::string text = shown(view);
+  EXPECT_THAT(text, HasSubstr("1 finding\n"));
+  EXPECT_THAT(text, HasSubstr("loader-bound (rank 1): It waits for batches.\n"
+                              "  dataloader_num_workers: 4"));
+}
+
+TEST(TerminalView, ControlCharactersOfOthersAreNotPrinted) {
+  LiveView view = two_ranks();
+  const std::string hostile =
+      "a\033]0;title\007b\033[2Jc\rd\xc2\x9b"
+      "2Je\xe2\x80\xae"
+      "f\b\xff";
+  view.run_id = hostile;
+  view.message = hostile;
+  view.ranks[0].phase = hostile;
+  view.ranks[0].log = {hostile};
+  view.ranks[0].position->operation = hostile;
+  view.findings = {
+      {.rule = hostile, .cause = hostile, .what = hostile, .evidence = hostile, .remedy = hostile}};
+  for (const std::string& text :
+       {shown(view), status_line(parse_snapshot(live_snapshot_json(view)))})
+    for (std::size_t at = 0; at < text.size();) {
+      const char32_t c = next_character(text, at);
+      EXPECT_TRUE(c == '\n' || (c >= 0x20 && c != 0x7f && !(c >= 0x80 && c < 0xa0) && c != 0x202e))
+          << static_cast<unsigned>(c);
+    }
+}
+
+TEST(TerminalView, FitsTheTerminal) {
+  const std::string text = shown(two_ranks(), {.columns = 40, .rows = 7});
+  std::istringstream lines(text);
+  int count = 0;
+  for (std::string line; std::getline(lines, line); ++count)
+    EXPECT_LE(character_count(line), 40u) << line;
+  EXPECT_EQ(count, 7);
+}
+
+TEST(TerminalView, OddStatesAreShownAsFarAsTheyGo) {
+  for (const char* odd :
+       {"{}", "[]", "7", R"({"run": 1, "ranks": {}, "series": [], "log": 3})",
+        R"({"ranks": [1, {}, {"rank": "x", "budget": [], "gpu": 1, "position": 2}],
+            "series": {"loss": [1, [2], [3, "nan"], [1, 2, 3]]}, "log": {"0": [1, {}]},
+            "findings": [1, {}]})"})
+    EXPECT_NO_THROW(terminal_view(parse_snapshot(odd))) << odd;
+  EXPECT_THAT([] { parse_snapshot("<html>"); },
+              testing::ThrowsMessage<CommError>(HasSubstr("sent no state of a run")));
+}
+
+}  // namespace
+}  // namespace lockstep::dashboard

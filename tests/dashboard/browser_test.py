@@ -1,0 +1,245 @@
+"""The dashboard's page in a real browser: it draws, follows the run, and takes text for text.
+
+    python3 tests/dashboard/browser_test.py --screenshots DIR   pictures of the page, to look at;
+                                                                DIR/dashboard.png is the README's
+"""
+
+import json
+import pathlib
+import sys
+import time
+import unittest
+
+import browser
+from dashboard_case import DashboardCase, FINDING, Server, state
+
+PROGRAM = browser.find()
+HOSTILE = ['<img src=x onerror="window.hacked=1">', "<script>window.hacked=1</script>",
+           "javascript:window.hacked=1", "\"'><svg onload=window.hacked=1>", "${window.hacked=1}"]
+TABLE = "document.querySelector('#ranks').innerText"
+
+
+@unittest.skipUnless(PROGRAM, "no Chromium is here (Debian's package chromium-headless-shell)")
+class Page(DashboardCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.browser = browser.Browser(PROGRAM)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.browser.close()
+
+    def setUp(self):
+        self.server = self.serve()
+        self.page = self.browser
+        self.page.open("about:blank")  # what the page of another test says is not this one's
+        self.page.wait("location.href == 'about:blank'")
+        self.page.call("Network.clearBrowserCookies")
+        self.page.look()
+        self.page.problems.clear()
+        self.page.console.clear()
+
+    def open(self, value=None):
+        if value is not None:
+            self.server.set(value)
+            self.eventually(lambda: json.loads(self.server.request("/snapshot")[2]) == value,
+                            "the state")
+        self.page.open(self.server.url)
+        self.page.wait("document.querySelectorAll('#ranks tr').length > 0")
+
+    def check_quiet(self):
+        self.page.value("1")  # what was on its way has arrived
+        self.assertEqual(self.page.problems, [])
+        self.assertEqual(self.page.console, [])
+
+    def test_draws_and_follows_the_run(self):
+        self.open(state(10, gpus=True, findings=[FINDING]))
+        self.assertEqual(self.page.value("location.search"), "", "the token is in the address")
+        cookie, = self.page.call("Network.getCookies", urls=[self.server.url])["cookies"]
+        self.assertEqual((cookie["value"], cookie["httpOnly"], cookie["sameSite"]),
+                         (self.server.token, True, "Strict"))
+        for text in ("Rank 0", "Rank 1", "73 %", "58.0 GiB", "all_reduce #90"):
+            self.assertIn(text, self.page.value(TABLE))
+        self.assertIn("loader-bound", self.page.value("document.body.innerText"))
+        self.assertIn("about 24 %", self.page.value("document.body.innerText"))
+        self.assertEqual(self.page.value("document.querySelectorAll('#charts .curve').length"), 3)
+        self.assertEqual(self.page.value("document.querySelectorAll('#budget .bar i').length"), 12)
+        for step in (11, 25, 1234):
+            self.server.set(state(step))
+            self.page.wait(f"{TABLE}.includes('{step:,}')")
+        self.assertIn("live", self.page.value("document.querySelector('#live').innerText"))
+        self.assertIn("Nothing found", self.page.value("document.body.innerText"))
+        self.check_quiet()
+
+    def test_updates_leave_the_focus_and_the_nodes_alone(self):
+        self.open(state(10))
+        self.page.value("window.row = document.querySelector('#ranks tr');"
+                        "document.querySelector('#log-rank').focus()")
+        self.server.set(state(99))
+        self.page.wait(f"{TABLE}.includes('99')")
+        self.assertTrue(self.page.value("window.row === document.querySelector('#ranks tr')"))
+        self.assertEqual(self.page.value("document.activeElement.id"), "log-rank")
+        self.check_quiet()
+
+    def test_a_killed_rank_shows(self):
+        self.open(state(10))
+        self.assertTrue(self.page.value("document.querySelector('#banner').hidden"))
+        self.server.set(state(12, failed=1))
+        self.page.wait("document.querySelector('tr.failed')")
+        self.assertIn("failed: killed by SIGKILL",
+                      self.page.value("document.querySelector('tr.failed').innerText"))
+        self.assertIn("Rank 1 failed (killed by SIGKILL).",
+                      self.page.value("document.querySelector('#banner').innerText"))
+        self.assertEqual(self.page.value("document.querySelector('#state').innerText"), "failed")
+        self.assertIn("failed", self.page.value("document.title"))
+        self.check_quiet()
+
+    def test_the_end_of_the_run_and_a_lost_server_differ(self):
+        self.open(state(10))
+        self.server.set(state(44, run_state="ended"))
+        time.sleep(0.1)
+        self.server.close()
+        self.page.wait("document.querySelector('#live').innerText.includes('run is over')")
+        self.assertIn("44", self.page.value(TABLE))
+        self.assertEqual(self.page.value("document.querySelector('#state').innerText"), "ended")
+        self.check_quiet()
+        self.server = self.serve()
+        self.open(state(10))
+        self.server.kill()
+        self.page.wait("document.querySelector('#live').innerText.includes('connection lost')")
+        self.assertIn("Rank 1", self.page.value(TABLE), "the last state stays")
+        self.assertIn("Connection lost: the launcher does not answer.",
+                      self.page.value("document.querySelector('#banner').innerText"))
+        self.assertEqual(self.page.value("document.querySelector('#state').innerText"),
+                         "was running")
+
+    def test_text_is_never_markup(self):
+        hostile = state(5, log={"0": HOSTILE, HOSTILE[0]: HOSTILE},
+                        series={name: [[1, 2.0], [2, 3.0]] for name in HOSTILE},
+                        findings=[{**FINDING, **{key: HOSTILE[0] for key in
+                                                 ("rule", "cause", "what", "evidence", "remedy")}}])
+        hostile["run"] |= {"id": HOSTILE[1], "message": HOSTILE[0], "state": HOSTILE[3]}
+        for key in ("state", "phase", "exit"):
+            hostile["ranks"][0][key] = HOSTILE[0]
+        hostile["ranks"][0]["position"] |= {"operation": HOSTILE[3], "state": HOSTILE[0]}
+        hostile["ranks"][0]["budget"] = {HOSTILE[0]: 0.5, "__proto__": 0.25, "constructor": 0.25}
+        before = len(self.page.problems)
+        self.open(hostile)
+        self.page.wait("document.querySelectorAll('#charts svg').length == 5")
+        text = self.page.value("document.body.innerText")
+        for part in HOSTILE:
+            self.assertIn(part, text)
+        self.assertEqual(self.page.value("document.querySelectorAll('main img, main script, "
+                                         "main svg svg').length"), 0)
+        self.assertIsNone(self.page.value("window.hacked ?? null"))
+        self.assertEqual(len(self.page.problems), before)
+        self.check_quiet()
+
+    def test_odd_states_draw_what_they_can(self):
+        self.open(state(3))
+        for odd in ({}, {"run": None, "ranks": None, "series": None, "log": None},
+                    {"run": {"state": 7}, "ranks": [None, 3, {}],
+                     "series": {"loss": [[1, None], 4]}, "log": {"0": None}, "findings": [{}],
+                     "time": "now"},
+                    state(4, series={"loss": [[1, 0.0]], "flat": [[1, 2], [2, 2]],
+                                     "nan": [[1, "nan"]]})):
+            self.server.set(odd)
+            time.sleep(0.5)
+        self.page.wait(f"{TABLE}.includes('4')")
+        self.check_quiet()
+
+    def test_usable_by_keyboard_and_named_for_screen_readers(self):
+        self.open(state(10, ranks=3))
+        reached = []
+        for _ in range(6):
+            self.page.press("Tab")
+            reached.append(self.page.value("document.activeElement.id || "
+                                           "document.activeElement.className"))
+        self.assertEqual(reached[0], "skip")
+        self.assertIn("log-rank", reached)
+        self.assertIn("log", reached)
+        self.page.value("document.querySelector('#log-rank').focus()")
+        self.page.press("ArrowDown")
+        self.page.wait("document.querySelector('#log-rank').value == '1'")
+        nodes = self.page.call("Accessibility.getFullAXTree")["nodes"]
+        unnamed = [n for n in nodes if not n.get("ignored") and
+                   n.get("role", {}).get("value") in ("img", "image", "combobox", "region", "link",
+                                                      "table", "log") and
+                   not n.get("name", {}).get("value") and
+                   n.get("role", {}).get("value") != "table"]
+        self.assertEqual(unnamed, [])
+        self.check_quiet()
+
+    def test_fits_a_phone_and_follows_the_colour_scheme(self):
+        self.page.look(width=360, height=740, mobile=True)
+        self.open(state(20, gpus=True, findings=[FINDING]))
+        self.assertLessEqual(self.page.value("document.documentElement.scrollWidth"), 360)
+        colour = "getComputedStyle(document.body).backgroundColor"
+        light = self.page.value(colour)
+        self.page.look(scheme="dark")
+        self.assertNotEqual(self.page.value(colour), light)
+        self.check_quiet()
+
+    def test_many_ranks(self):
+        self.open(state(20, ranks=64))
+        self.assertEqual(self.page.value("document.querySelectorAll('#ranks tr').length"), 64)
+        self.check_quiet()
+
+    def test_a_page_of_another_site_reads_nothing(self):
+        """A page at another origin, in the browser that has the cookie."""
+        self.open(state(10))
+        other = self.serve()
+        other_page = other.url.replace("127.0.0.1", "localhost")
+        self.page.open(other_page)
+        self.page.wait("document.querySelectorAll('#ranks tr').length > 0")
+        # Its own policy would stop it already; a fetch from here shows what the server sends.
+        answer = self.page.value(f"fetch('http://127.0.0.1:{self.server.port}/snapshot')"
+                                 ".then(() => 'read', () => 'refused')")
+        self.assertEqual(answer, "refused")
+
+
+def screenshots(folder):
+    """What a person should look at after a change of the page."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    server = Server()
+    page = browser.Browser(PROGRAM)
+    looks = {"light": {}, "dark": {"scheme": "dark"},
+             "phone": {"width": 390, "height": 844, "mobile": True, "scale": 2},
+             "phone_dark": {"width": 390, "height": 844, "mobile": True, "scheme": "dark"}}
+    runs = {"": state(240, ranks=4, gpus=True, findings=[FINDING]),
+            "_failed": state(240, failed=1), "_cpu": state(240)}
+    try:
+        for suffix, run in runs.items():
+            server.set(run)
+            time.sleep(0.5)
+            for name, look in looks.items():
+                page.look(**look)
+                page.open(server.url)
+                page.wait("document.querySelectorAll('#ranks tr').length > 0")
+                page.value("new Promise(done => setTimeout(done, 300))")
+                page.screenshot(folder / f"{name}{suffix}.png")
+        server.set(state(240, gpus=True, findings=[FINDING]))
+        page.look(width=1140, height=985)
+        page.open(server.url)
+        page.wait("document.querySelectorAll('#ranks tr').length == 2")
+        page.value("new Promise(done => setTimeout(done, 300))")
+        page.screenshot(folder / "dashboard.png", whole=False)
+        server.kill()
+        page.wait("document.querySelector('#live').innerText.includes('connection lost')")
+        page.screenshot(folder / "lost.png")
+    finally:
+        page.close()
+        if server.process.poll() is None:
+            server.kill()
+
+
+if __name__ == "__main__":
+    if "--screenshots" in sys.argv:
+        screenshots(sys.argv[sys.argv.index("--screenshots") + 1])
+        sys.exit(0)
+    if PROGRAM is None:
+        print("SKIP the page in a browser: no Chromium is here (Debian's package "
+              "chromium-headless-shell; ./dev test installs it)")
+        sys.exit(77)
+    unittest.main()

@@ -1,0 +1,322 @@
+"""`lockstep run --dashboard` and `lockstep monitor` with real ranks."""
+
+import fcntl
+import json
+import os
+import pathlib
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import termios
+import threading
+import time
+import unittest
+
+from dashboard_case import BIN, BOUND_S, LOCKSTEP, DashboardCase, Events, Server
+
+TRAIN = BIN.parent / "libexec" / "lockstep-train"
+# A rank in Python: says who it is, works until a file is there.
+RANK = r'''
+import os, pathlib, sys, time
+rank, place = os.environ["RANK"], pathlib.Path(sys.argv[1])
+print("line of rank", rank, flush=True)
+(place / f"pid.{rank}").write_text(str(os.getpid()))
+end = time.monotonic() + 120
+while not (place / "stop").exists() and time.monotonic() < end:
+    sum(range(20000))
+    time.sleep(0.005)
+'''
+CONFIG = """
+model: {name: mlp, hidden: 32, layers: 2}
+data: {name: random, samples: 4000, features: 12, classes: 5}
+num_train_epochs: 1000
+per_device_train_batch_size: 4
+logging_steps: 5
+save_strategy: "no"
+disable_tqdm: true
+use_cpu: true
+"""
+
+
+class Run(Server):
+    """A launcher with a dashboard."""
+
+    def __init__(self, *command, flags=("--dashboard",), ranks=2):
+        env = {k: v for k, v in os.environ.items()
+               if not re.match(r"RANK|WORLD_SIZE|LOCAL_|MASTER_|PET_|TORCHELASTIC", k)}
+        self.process = subprocess.Popen(
+            [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={ranks}", "--line-prefix=none",
+             *flags, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL, text=True, env=env, start_new_session=True)
+        self.errors = []
+        self.url = None
+        while self.url is None:
+            line = self.process.stderr.readline()
+            if not line:
+                raise RuntimeError(f"no dashboard: {self.errors}")
+            self.errors.append(line)
+            if line.startswith("[dashboard] http://"):
+                self.url = line.split()[1]
+        self.port = int(re.search(r":(\d+)/", self.url).group(1))
+        self.token = self.url.rpartition("=")[2]
+        # A full pipe would stop the launcher.
+        self.threads = [threading.Thread(target=self.drain, args=(stream,), daemon=True)
+                        for stream in (self.process.stdout, self.process.stderr)]
+        for thread in self.threads:
+            thread.start()
+
+    def drain(self, stream):
+        for line in stream:
+            self.errors.append(line)
+
+    def state(self):
+        return json.loads(self.request("/snapshot")[2])
+
+    def wait(self):
+        code = self.process.wait(timeout=BOUND_S)
+        for thread in self.threads:
+            thread.join(BOUND_S)
+        self.process.stdout.close()
+        self.process.stderr.close()
+        return code
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.wait()
+
+
+def monitor(*args, timeout=BOUND_S):
+    return subprocess.run([LOCKSTEP, "monitor", *map(str, args)], capture_output=True, text=True,
+                          timeout=timeout, stdin=subprocess.DEVNULL)
+
+
+class RunCase(DashboardCase):
+    def setUp(self):
+        place = tempfile.TemporaryDirectory(prefix="lockstep-dashboard-")
+        self.addCleanup(place.cleanup)
+        self.place = pathlib.Path(place.name)
+        self.script = self.place / "rank.py"
+        self.script.write_text(RANK)
+
+    def start(self, *flags, ranks=2):
+        run = Run(self.script, self.place, flags=("--dashboard", *flags), ranks=ranks)
+        self.addCleanup(lambda: run.process.poll() is None and run.kill())
+        self.eventually(lambda: all((self.place / f"pid.{r}").exists() and
+                                    (self.place / f"pid.{r}").read_text() for r in range(ranks)),
+                        "the ranks run")
+        return run
+
+    def pid(self, rank):
+        return int((self.place / f"pid.{rank}").read_text())
+
+    def stop(self):
+        (self.place / "stop").touch()
+
+
+class Dashboard(RunCase):
+    def test_shows_ranks_that_know_nothing_of_it(self):
+        run = self.start()
+        self.eventually(lambda: [r["pid"] for r in run.state()["ranks"]] ==
+                        [self.pid(0), self.pid(1)], "their process ids")
+        self.eventually(lambda: run.state()["log"].get("1") == ["line of rank 1"], "their output")
+        self.eventually(lambda: all((r["cores"] or 0) > 0.01 and r["resident_bytes"] > 1 << 20
+                                    for r in run.state()["ranks"]), "their resources")
+        state = run.state()
+        self.assertEqual(state["run"]["world_size"], 2)
+        self.assertEqual([r["state"] for r in state["ranks"]], ["running"] * 2)
+        self.eventually(lambda: run.request("/readyz", token=False)[0] == 200, "ready")
+        self.assertEqual(run.request("/snapshot", token=False)[0], 403)
+        page = run.request("/metrics")[2].decode()
+        self.assertIn('lockstep_rank_up{rank="1"} 1\n', page)
+        self.assertIn('lockstep_process_cpu_seconds_total{mode="user",rank="0"}', page)
+        if promtool := shutil.which("promtool"):
+            checked = subprocess.run([promtool, "check", "metrics"], input=page, text=True,
+                                     capture_output=True, timeout=BOUND_S)
+            self.assertEqual(checked.returncode, 0, checked.stderr)
+        events = Events(run)
+        self.stop()
+        received = []
+        while event := events.next():
+            received.append(event)
+        self.assertEqual(received[-1][0], "end")
+        self.assertEqual(received[-2][1]["run"]["state"], "ended")
+        self.assertEqual(run.wait(), 0)
+        events.close()
+        with self.assertRaises(ConnectionRefusedError):
+            run.connect()
+
+    def test_a_killed_rank_shows_before_the_launcher_ends(self):
+        run = self.start()
+        events = Events(run)
+        self.assertEqual(events.next()[0], "message")
+        os.kill(self.pid(1), signal.SIGKILL)
+        last = None
+        while (event := events.next())[0] == "message":
+            last = event[1]
+        self.assertEqual(last["run"]["state"], "failed")
+        self.assertEqual(last["ranks"][1]["state"], "failed")
+        self.assertIn("SIGKILL", last["ranks"][1]["exit"])
+        self.assertNotEqual(last["ranks"][0]["state"], "running")
+        self.assertEqual(run.wait(), 137)
+        events.close()
+
+    def test_ranks_do_not_inherit_its_sockets(self):
+        run = self.start()
+        viewer = Events(run)
+        viewer.next()
+        with open("/proc/net/tcp") as f:
+            rows = [line.split() for line in f.readlines()[1:]]
+        ours = {row[9] for row in rows if int(row[1].split(":")[1], 16) == run.port}
+        self.assertTrue(ours)
+        for rank in (0, 1):
+            fds = pathlib.Path(f"/proc/{self.pid(rank)}/fd")
+            held = {os.readlink(fd) for fd in fds.iterdir()}
+            self.assertFalse({f"socket:[{inode}]" for inode in ours} & held)
+        viewer.close()
+        self.stop()
+        self.assertEqual(run.wait(), 0)
+
+    def test_a_port_in_use_is_known_before_ranks_start(self):
+        run = self.start()
+        done = subprocess.run([LOCKSTEP, "run", "--standalone", f"--dashboard={run.port}", "touch",
+                               self.place / "started"], capture_output=True, text=True,
+                              timeout=BOUND_S)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn(f"--dashboard: cannot listen on 127.0.0.1:{run.port}", done.stderr)
+        self.assertFalse((self.place / "started").exists())
+        self.stop()
+        self.assertEqual(run.wait(), 0)
+
+    def test_variables_and_wrong_values(self):
+        env = {**os.environ, "PET_DASHBOARD": "1"}
+        done = subprocess.run([LOCKSTEP, "run", "true"], capture_output=True, text=True, env=env,
+                              timeout=BOUND_S)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stderr,
+                         r"\[dashboard\] http://127\.0\.0\.1:\d+/\?token=[0-9a-f]{32}\n")
+        done = subprocess.run([LOCKSTEP, "run", "--dashboard=http", "true"], capture_output=True,
+                              text=True, timeout=BOUND_S)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--dashboard='http' is not a port", done.stderr)
+
+
+class Monitor(RunCase):
+    def test_follows_a_run_to_its_end(self):
+        run = self.start("--max-restarts=0")
+        self.eventually(lambda: all(r["resident_bytes"] for r in run.state()["ranks"]), "samples")
+        once = monitor("--once", run.url)
+        self.assertEqual(once.returncode, 0, once.stderr)
+        self.assertIn("2 of 2 ranks run", once.stdout)
+        self.assertIn("cores", once.stdout)
+        self.assertNotIn("\033", once.stdout)
+        self.assertEqual(json.loads(monitor("--once", "--json", run.url).stdout)["run"]["state"],
+                         "running")
+        follower = subprocess.Popen([LOCKSTEP, "monitor", run.url], stdout=subprocess.PIPE,
+                                    text=True)
+        self.assertIn("running", follower.stdout.readline())
+        self.stop()
+        rest = follower.communicate(timeout=BOUND_S)[0].splitlines()
+        self.assertIn("  ended  0 of 2 ranks run", rest[-1])
+        self.assertEqual((follower.returncode, run.wait()), (0, 0))
+
+    def test_ends_with_1_after_a_failure_and_after_a_kill(self):
+        run = self.start()
+        follower = subprocess.Popen([LOCKSTEP, "monitor", "--json", run.url],
+                                    stdout=subprocess.PIPE, text=True)
+        follower.stdout.readline()
+        os.kill(self.pid(0), signal.SIGKILL)
+        rest = follower.communicate(timeout=BOUND_S)[0].splitlines()
+        self.assertEqual(json.loads(rest[-1])["run"]["state"], "failed")
+        self.assertEqual((follower.returncode, run.wait()), (1, 137))
+
+    def test_refusals_say_what_to_do(self):
+        run = self.start()
+        cases = ((run.url[:-4] + "0000", 2, "refuses the token. Give the whole address"),
+                 (run.url.split("?")[0], 2, "refuses the token"),
+                 (f"http://127.0.0.1:{run.port}", 2, "refuses the token"),
+                 ("https://127.0.0.1:1/", 2, "is not an address of a dashboard"),
+                 (self.place / "nothing", 2, "[record]"))
+        for where, code, text in cases:
+            done = monitor(where)
+            self.assertEqual(done.returncode, code, done.stderr)
+            if text != "[record]":
+                self.assertIn(text, done.stderr)
+        self.stop()
+        self.assertEqual(run.wait(), 0)
+        gone = monitor(run.url)
+        self.assertEqual(gone.returncode, 1)
+        self.assertIn("cannot connect to http://127.0.0.1:", gone.stderr)
+        self.assertIn("The run has ended, or it was started without --dashboard.", gone.stderr)
+
+    def test_draws_one_screen_on_a_terminal(self):
+        run = self.start()
+        front, back = pty.openpty()
+        fcntl.ioctl(back, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 70, 0, 0))
+        process = subprocess.Popen([LOCKSTEP, "monitor", run.url], stdin=back, stdout=back,
+                                   stderr=back)
+        os.close(back)
+        seen = b""
+        deadline = time.monotonic() + BOUND_S
+        while seen.count(b"\033[H") < 3:
+            self.assertLess(time.monotonic(), deadline, seen)
+            seen += os.read(front, 65536)
+        frames = seen.decode().split("\033[H")[1:-1]
+        for frame in frames:
+            lines = [re.sub(r"\033\[[0-9;]*[A-Za-z]", "", line) for line in frame.split("\r\n")]
+            self.assertLessEqual(len(lines), 12)
+            self.assertLessEqual(max(map(len, lines)), 70)
+            self.assertIn("running", lines[0])
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=BOUND_S)
+        os.close(front)
+        self.stop()
+        self.assertEqual(run.wait(), 0)
+
+    def test_reads_a_record(self):
+        record = self.place / "record"
+        run = self.start(f"--record={record}")
+        self.eventually(lambda: (record / "monitor" / "rank_1.jsonl").exists(), "a record")
+        time.sleep(1.5)
+        while_it_lasts = json.loads(monitor("--once", "--json", record).stdout)
+        self.assertEqual(while_it_lasts["run"]["state"], "running")
+        self.stop()
+        self.assertEqual(run.wait(), 0)
+        done = monitor("--once", record)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("2 ranks run", done.stdout)
+        self.assertRegex(done.stdout, r"(?m)^1 +(running|ended) .* MiB")
+
+
+@unittest.skipUnless(TRAIN.exists(), "lockstep-train is not built")
+class Training(RunCase):
+    def test_a_training_has_curves_and_a_budget(self):
+        config = self.place / "train.yaml"
+        config.write_text(CONFIG)
+        run = Run(LOCKSTEP, "train", config, "--output_dir", self.place / "out")
+        self.addCleanup(lambda: run.process.poll() is None and run.kill())
+
+        def drawn():
+            state = run.state()
+            return (len(state["series"]["loss"]) > 5 and len(state["series"]["step_ms"]) > 2 and
+                    all(r["step"] > 10 and "backward" in r["budget"] and r["position"]
+                        for r in state["ranks"]))
+        self.eventually(drawn, "loss, step time, budget and position of every rank")
+        state = run.state()
+        for rank in state["ranks"]:
+            self.assertAlmostEqual(sum(rank["budget"].values()), 1, delta=0.05)
+        text = monitor("--once", run.url).stdout
+        for part in ("loss", "backward", "all_reduce"):
+            self.assertIn(part, text)
+        page = run.request("/metrics")[2].decode()
+        self.assertRegex(page, r'lockstep_phase_ratio\{phase="backward",rank="0"\} 0\.\d+')
+        self.assertRegex(page, r"lockstep_loss \d")
+        run.process.send_signal(signal.SIGTERM)
+        self.assertEqual(run.wait(), 143)
+
+
+if __name__ == "__main__":
+    unittest.main()
