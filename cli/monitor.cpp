@@ -10,9 +10,11 @@
 #include <thread>
 
 #include "cli/commands.h"
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/terminal.h"
 #include "lockstep/dashboard/http_client.h"
+#include "lockstep/dashboard/http_rules.h"
 #include "lockstep/dashboard/record_view.h"
 #include "lockstep/dashboard/terminal_view.h"
 
@@ -114,7 +116,10 @@ class Output {
 };
 
 int watch_url(const Request& request) {
-  const auto url = dashboard::parse_dashboard_url(request.where);
+  auto url = dashboard::parse_dashboard_url(request.where);
+  // Other users of the host see command lines, and with them a token in an address.
+  if (const auto file = env::get("LOCKSTEP_DASHBOARD_TOKEN_FILE"); file && url.token.empty())
+    url.token = dashboard::read_token_file(*file);
   Output output(request);
   HttpStream events(url, "/events", Deadline::after(kConnectLimit));
   while (const auto state = events.next_event(Deadline::after(kSilenceLimit))) {

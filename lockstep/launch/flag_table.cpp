@@ -53,8 +53,8 @@ constexpr std::array kFlags = {
     FlagSpec{
         "stall-timeout", '\0', "SECONDS", kHonoured,
         "when no rank moves for this, and for ten median steps, a table says where each rank "
-        "stands and who is behind (30); 0: no table, and no ledgers unless --doctor or --record "
-        "needs them",
+        "stands and who is behind (30); 0: no table, and no ledgers unless --doctor, --record or "
+        "--dashboard needs them",
         false},
     FlagSpec{"stall-action", '\0', "warn|stop", kHonoured,
              "after that table: continue, or fail the run (warn)", false},

@@ -15,6 +15,7 @@ import termios
 import threading
 import time
 import unittest
+import unittest.mock
 
 from dashboard_case import BIN, BOUND_S, LOCKSTEP, DashboardCase, Events, Server
 
@@ -164,6 +165,17 @@ class Dashboard(RunCase):
         self.assertEqual(run.wait(), 137)
         events.close()
 
+    def test_it_outlives_a_restart_of_the_ranks(self):
+        self.script.write_text("import os, sys\n"
+                               "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+                               "    print('first attempt', flush=True)\n    sys.exit(3)\n" + RANK)
+        run = self.start("--max-restarts=1")
+        self.eventually(lambda: run.state()["run"]["attempt"] == 1, "the second attempt")
+        self.eventually(lambda: [(r["state"], r["pid"]) for r in run.state()["ranks"]] ==
+                        [("running", self.pid(0)), ("running", self.pid(1))], "its ranks")
+        self.stop()
+        self.assertEqual(run.wait(), 0)
+
     def test_ranks_do_not_inherit_its_sockets(self):
         run = self.start()
         viewer = Events(run)
@@ -222,6 +234,21 @@ class Monitor(RunCase):
         rest = follower.communicate(timeout=BOUND_S)[0].splitlines()
         self.assertIn("  ended  0 of 2 ranks run", rest[-1])
         self.assertEqual((follower.returncode, run.wait()), (0, 0))
+
+    def test_a_token_of_the_users_own(self):
+        token = self.place / "token"
+        token.write_text("a-token-of-my-own\n")
+        token.chmod(0o600)
+        with unittest.mock.patch.dict(os.environ, LOCKSTEP_DASHBOARD_TOKEN_FILE=str(token)):
+            run = self.start()
+            self.assertTrue(run.url.endswith("?token=a-token-of-my-own"))
+            done = monitor("--once", run.url.split("?")[0])
+            self.assertEqual(done.returncode, 0, done.stderr)
+            token.chmod(0o644)
+            self.assertIn("chmod 600", monitor("--once", run.url.split("?")[0]).stderr)
+        self.assertEqual(monitor("--once", run.url.split("?")[0]).returncode, 2)
+        self.stop()
+        self.assertEqual(run.wait(), 0)
 
     def test_ends_with_1_after_a_failure_and_after_a_kill(self):
         run = self.start()
@@ -293,27 +320,38 @@ class Monitor(RunCase):
 
 @unittest.skipUnless(TRAIN.exists(), "lockstep-train is not built")
 class Training(RunCase):
-    def test_a_training_has_curves_and_a_budget(self):
+    def train(self):
         config = self.place / "train.yaml"
         config.write_text(CONFIG)
         run = Run(LOCKSTEP, "train", config, "--output_dir", self.place / "out")
         self.addCleanup(lambda: run.process.poll() is None and run.kill())
+        return run
+
+    def test_its_loss_is_drawn(self):
+        run = self.train()
+        self.eventually(lambda: len(run.state()["series"]["loss"]) > 5, "a curve")
+        self.assertIn("loss", monitor("--once", run.url).stdout)
+        self.assertRegex(run.request("/metrics")[2].decode(), r"\nlockstep_loss \d")
+        run.process.send_signal(signal.SIGTERM)
+        self.assertEqual(run.wait(), 143)
+
+    def test_its_ranks_have_a_budget_and_a_position(self):
+        run = self.train()
 
         def drawn():
             state = run.state()
-            return (len(state["series"]["loss"]) > 5 and len(state["series"]["step_ms"]) > 2 and
+            return (len(state["series"]["step_ms"]) > 2 and
                     all(r["step"] > 10 and "backward" in r["budget"] and r["position"]
                         for r in state["ranks"]))
-        self.eventually(drawn, "loss, step time, budget and position of every rank")
+        self.eventually(drawn, "step time, budget and position of every rank")
         state = run.state()
         for rank in state["ranks"]:
             self.assertAlmostEqual(sum(rank["budget"].values()), 1, delta=0.05)
         text = monitor("--once", run.url).stdout
-        for part in ("loss", "backward", "all_reduce"):
+        for part in ("step_ms", "backward", "all_reduce"):
             self.assertIn(part, text)
         page = run.request("/metrics")[2].decode()
         self.assertRegex(page, r'lockstep_phase_ratio\{phase="backward",rank="0"\} 0\.\d+')
-        self.assertRegex(page, r"lockstep_loss \d")
         run.process.send_signal(signal.SIGTERM)
         self.assertEqual(run.wait(), 143)
 
