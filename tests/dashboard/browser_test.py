@@ -69,6 +69,9 @@ class Page(DashboardCase):
             self.page.wait(f"{TABLE}.includes('{step:,}')")
         self.assertIn("live", self.page.value("document.querySelector('#live').innerText"))
         self.assertIn("Nothing found", self.page.value("document.body.innerText"))
+        # A run without a Trainer, which logs no throughput.
+        self.server.set(state(1240, series={"step_ms": [[1, 20.0], [2, 20.0]]}))
+        self.page.wait("document.querySelector('#tiles').innerText.includes('steps/s')")
         self.check_quiet()
 
     def test_updates_leave_the_focus_and_the_nodes_alone(self):

@@ -76,7 +76,7 @@ function bytes(value) {
 }
 
 function milliseconds(value) {
-  if (number(value) === null) return '–';
+  if (!number(value)) return '–';
   return value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${figure(value)} ms`;
 }
 
@@ -91,8 +91,9 @@ function duration(seconds) {
 
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`;
 
+// Of those that are known: 0 is not.
 function median(values) {
-  const sorted = values.filter((v) => number(v) !== null).sort((a, b) => a - b);
+  const sorted = values.filter(number).sort((a, b) => a - b);
   return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
 }
 
@@ -108,12 +109,14 @@ function drawTiles(state, ranks, series) {
   const gpus = ranks.map((r) => object(r.gpu).utilisation_percent).filter((v) => number(v) !== null);
   const cores = ranks.map((r) => r.cores).filter((v) => number(v) !== null);
   const steps = ranks.map((r) => r.step).filter((v) => number(v) !== null && v >= 0);
-  const rate = 'tokens_per_second' in series ? 'tokens_per_second' : 'samples_per_second';
+  const time = median(ranks.map((r) => r.step_ms));
+  const rate = ['tokens_per_second', 'samples_per_second'].find((name) => points(series[name]).length);
+  const throughput = rate ? [figure(last(rate)), UNITS[rate]] : [time ? figure(1000 / time) : '–', 'steps/s'];
   const tiles = [
     ['Step', steps.length ? Math.max(...steps).toLocaleString('en') : '–', ''],
     ['Loss', figure(last('loss')), ''],
-    ['Throughput', figure(last(rate)), UNITS[rate]],
-    ['Step time', ...(milliseconds(median(ranks.map((r) => r.step_ms))).split(' ')), ''],
+    ['Throughput', ...throughput],
+    ['Step time', ...(milliseconds(time || null).split(' ')), ''],
     ['Ranks running', `${running}`, `of ${number(state.run.world_size) ?? ranks.length}`],
     gpus.length
       ? ['GPU utilisation', (gpus.reduce((a, b) => a + b, 0) / gpus.length).toFixed(0), '% mean']
