@@ -14,11 +14,11 @@
 
 #include "bench/bench.h"
 #include "bench/goals.h"
-#include "bench/plot.h"
 #include "bench/scratch.h"
 #include "bench/stats.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/report/chart.h"
 
 namespace lockstep::bench {
 
@@ -318,14 +318,18 @@ int judge(const std::vector<Goal>& wanted, const Samples& samples) {
 }
 
 std::string svg_of(const Samples& samples, const Settings& settings) {
-  Panel time{fmt::format("Time of an all-reduce, {} ranks", settings.ranks),
-             "size",
-             "microseconds",
-             {},
-             show_size};
-  Panel rate{"Bandwidth (size / time)", "size", "GB/s", {}, show_size};
+  report::LineChart time{.title = fmt::format("Time of an all-reduce, {} ranks", settings.ranks),
+                         .x_label = "size",
+                         .y_label = "microseconds",
+                         .x_scale = report::Scale::kLog,
+                         .y_scale = report::Scale::kLog,
+                         .ticks_at_points = true,
+                         .x_text = show_size};
+  report::LineChart rate = time;
+  rate.title = "Bandwidth (size / time)";
+  rate.y_label = "GB/s";
   for (const auto& [name, by_size] : samples) {
-    Line times{name, {}}, rates{name, {}};
+    report::Line times{.name = name, .marked = true}, rates = times;
     for (const auto& [bytes, values] : by_size) {
       const auto x = static_cast<double>(bytes);
       times.points.emplace_back(x, median(values));
@@ -334,7 +338,7 @@ std::string svg_of(const Samples& samples, const Settings& settings) {
     time.lines.push_back(std::move(times));
     rate.lines.push_back(std::move(rates));
   }
-  return svg({time, rate});
+  return report::svg_file({draw(time), draw(rate)});
 }
 
 }  // namespace

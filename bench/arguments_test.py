@@ -16,6 +16,7 @@ DEFAULTS = {
     "gpt": ("--model", "--dtype", "--mode", "--device", "--steps", "--rounds", "--peer-modes"),
     "lora": ("--model", "--dtype", "--lora_dropout"),
     "resnet": ("--model", "--dtype", "--image_size"),
+    "scale": ("--ranks", "--steps", "--rounds", "--threads", "--output"),
 }
 
 

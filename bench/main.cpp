@@ -22,7 +22,7 @@ const std::map<std::string, Command>& benchmarks() {
       {"step", lockstep::bench::step_main},       {"train", lockstep::bench::train_main},
       {"loader", lockstep::bench::loader_main},   {"kernels", lockstep::bench::kernels_main},
       {"gpt", lockstep::bench::gpt_main},         {"lora", lockstep::bench::lora_main},
-      {"resnet", lockstep::bench::resnet_main},
+      {"resnet", lockstep::bench::resnet_main},   {"scale", lockstep::bench::scale_main},
   };
   return table;
 }
@@ -47,7 +47,8 @@ int bench(int argc, char** argv) {
              "  kernels    fused operations beside ATen's and beside a copy of as many bytes\n"
              "  gpt        training a GPT-2 of 124 M to 1.3 B parameters, beside PyTorch\n"
              "  lora       fine-tuning Phi-3 with LoRA, beside PyTorch\n"
-             "  resnet     training a ResNet on images, beside PyTorch\n");
+             "  resnet     training a ResNet on images, beside PyTorch\n"
+             "  scale      a training file on 1, 2, ... ranks: speed-up and step budget\n");
   return asked ? 0 : 2;
 }
 

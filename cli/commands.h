@@ -17,6 +17,7 @@ int data_command(const Args& args);        // data.cpp
 int checkpoint_command(const Args& args);  // checkpoint.cpp
 int plan_command(const Args& args);        // plan.cpp
 int ledger_command(const Args& args);      // ledger.cpp
+int report_command(const Args& args);      // report.cpp
 int doctor_run_command(const Args& args);  // doctor_run.cpp: with --run DIR among the arguments
 int monitor_command(const Args& args);     // monitor.cpp
 

@@ -40,6 +40,8 @@ constexpr Command kCommands[] = {
     {"data", "tokenize text files into shards, and inspect them", data_command},
     {"monitor", "show a run in the terminal, from its dashboard or its record", monitor_command},
     {"ledger", "show what the ranks of a failed or stalled run did last", ledger_command},
+    {"report", "write the report of a run, or of two side by side, as an HTML page",
+     report_command},
     {"bench", "measure launching, collectives and training against PyTorch", nullptr,
      "lockstep-bench"},
 };

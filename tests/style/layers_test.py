@@ -33,6 +33,7 @@ LAYERS = {
     "train": ["core", "rendezvous", "io", "comm", "kernels", "nn", "optim", "parallel", "data",
               "monitor"],
     "dashboard": ["core", "rendezvous", "launch", "io", "monitor"],
+    "report": ["core", "io", "monitor"],
 }
 ALL = list(LAYERS)
 # lockstep/*.h wires layers together for programs (run.h: launch and comm); no layer includes it.
@@ -80,6 +81,7 @@ FOREIGN = {
     "train": TORCH,
     "monitor": TORCH,
     "dashboard": {"http"},
+    "report": set(),
     ROOT: TORCH,
 }
 BACKEND_FOREIGN = {
@@ -96,7 +98,7 @@ FILE_FOREIGN = {
     "lockstep/io/tensors.cpp": ATEN,
     "lockstep/core/crash_test.cpp": {"json"},
 }
-TORCH_FREE = ("core", "rendezvous", "launch", "plan", "dashboard")
+TORCH_FREE = ("core", "rendezvous", "launch", "plan", "dashboard", "report")
 SOURCE_ONLY = {"spdlog", "yaml", "cli11", "http", "openssl", "unicode"}
 # A program that includes lockstep.h must compile without the vendors' headers.
 VENDOR = {"nccl", "gloo", "mpi", "cuda"}

@@ -1,0 +1,386 @@
+#include "lockstep/report/run_report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+
+#include "lockstep/report/budget_view.h"
+#include "lockstep/report/html.h"
+#include "lockstep/report/markup.h"
+#include "lockstep/report/run_summary.h"
+
+namespace lockstep::report {
+namespace {
+
+using monitor::RankRecord;
+using monitor::RunRecord;
+
+constexpr std::size_t kMostBars = 32;     // ranks in a chart of budgets
+constexpr std::size_t kMostOverTime = 8;  // ranks with a chart of their own
+constexpr std::size_t kMostOtherMetrics = 12;
+constexpr std::size_t kMostEvents = 200;
+
+std::string name_of(const RunFolder& run) {
+  std::error_code error;
+  const auto path = std::filesystem::absolute(run.path, error).lexically_normal();
+  const std::string name = path.filename().string();
+  return name.empty() ? path.parent_path().filename().string() : name;
+}
+
+std::string head_of(const RunFolder& run) {
+  std::string text = run.path;
+  if (run.record) {
+    const monitor::RunFacts& facts = run.record->facts;
+    text += fmt::format(": {} rank{} on {} host{}", facts.world_size,
+                        facts.world_size == 1 ? "" : "s", facts.hosts, facts.hosts == 1 ? "" : "s");
+    if (!facts.device.empty()) text += ", " + facts.device;
+    if (!facts.backend.empty()) text += ", backend " + facts.backend;
+    if (!facts.optimizer.empty()) text += ", optimizer " + facts.optimizer;
+    if (facts.started_unix_s > 0) text += ", started " + time_text(facts.started_unix_s);
+  }
+  std::string out = paragraph(text + ".");
+  for (const std::string& what : run.missing) out += note(what);
+  return out;
+}
+
+std::string summary_html(const RunFolder& run) {
+  HtmlTable rows{.heads = {"figure", "value"}};
+  for (const Figure& figure : figures_of(run))
+    if (figure.value) rows.rows.push_back({figure.name, figure.text()});
+  return table(rows);
+}
+
+// ---------------------------------------------------------------- training
+
+std::vector<Mark> marks_of(const RunFolder& run) {
+  std::vector<Mark> marks;
+  for (const Superseded& part : superseded_of(run))
+    marks.push_back({static_cast<double>(part.first), "resumed"});
+  std::ranges::sort(marks, {}, &Mark::x);
+  return marks;
+}
+
+LineChart over_steps(const std::string& title, const std::string& y_label) {
+  return {.title = title, .x_label = "step", .y_label = y_label, .whole_x = true};
+}
+
+void add_series(LineChart& chart, const std::string& name, const RunFolder& run,
+                const std::string& metric, bool marked = false) {
+  auto points = series_of(run, metric);
+  if (!points.empty())
+    chart.lines.push_back({.name = name, .points = std::move(points), .marked = marked});
+}
+
+const char* throughput_metric(const RunFolder& run) {
+  return series_of(run, "tokens_per_second").empty() ? "samples_per_second" : "tokens_per_second";
+}
+
+std::string training_html(const RunFolder& run) {
+  if (run.metrics.empty()) return paragraph("Nothing was logged.");
+  const auto marks = marks_of(run);
+  std::vector<Drawing> drawings;
+  const auto add = [&](LineChart chart) {
+    if (chart.lines.empty()) return;
+    chart.marks = marks;
+    drawings.push_back(draw(chart));
+  };
+  LineChart loss = over_steps("Loss", "loss");
+  add_series(loss, "training", run, "loss");
+  add_series(loss, "evaluation", run, "eval_loss", true);
+  add(loss);
+  const std::string rate = throughput_metric(run);
+  LineChart throughput =
+      over_steps("Throughput of all ranks", rate == "tokens_per_second" ? "tokens/s" : "samples/s");
+  throughput.y_from_zero = true;
+  add_series(throughput, rate, run, rate);
+  add(throughput);
+  LineChart lr = over_steps("Learning rate", "learning rate");
+  lr.y_from_zero = true;
+  add_series(lr, "learning rate", run, "learning_rate");
+  add(lr);
+  LineChart norm = over_steps("Gradient norm before clipping", "norm");
+  norm.y_from_zero = true;
+  add_series(norm, "gradient norm", run, "grad_norm");
+  add(norm);
+  std::string out = figures(drawings);
+  drawings.clear();
+  for (const std::string& name : metric_names(run)) {
+    const bool shown = name == "loss" || name == "eval_loss" || name == rate ||
+                       name == "learning_rate" || name == "grad_norm" || name == "skipped_steps";
+    if (shown || drawings.size() == kMostOtherMetrics) continue;
+    LineChart chart = over_steps(name, name);
+    add_series(chart, name, run, name, true);
+    add(chart);
+  }
+  if (!drawings.empty()) out += details("Other metrics", figures(drawings));
+  return out;
+}
+
+// ---------------------------------------------------------------- ranks
+
+std::string shown_text(std::size_t shown, std::size_t all, const char* what) {
+  return shown < all ? paragraph(fmt::format("{} of {} {} are shown.", shown, all, what)) : "";
+}
+
+std::string budget_html(const RunFolder& run) {
+  if (!run.record || run.record->ranks.empty())
+    return paragraph("The step budget was not recorded.");
+  const RunRecord& record = *run.record;
+  std::vector<NamedBudget> budgets;
+  for (const RankRecord& rank : record.ranks)
+    if (budgets.size() < kMostBars)
+      budgets.emplace_back(fmt::format("rank {}", rank.rank), settled_budget(rank));
+  std::vector<Drawing> drawings{draw(budget_bars("Step budget, host's clock", budgets))};
+  const bool device = std::ranges::any_of(
+      budgets, [](const auto& named) { return has_device_times(named.second); });
+  if (device) drawings.push_back(draw(budget_bars("Step budget, device's clock", budgets, true)));
+  std::string out = paragraph(
+                        "What the training thread of each rank did, without the first seconds. "
+                        "Communication is what backward did not hide.") +
+                    figures(drawings) + shown_text(budgets.size(), record.ranks.size(), "ranks");
+  drawings.clear();
+  const double start = start_of(record);
+  for (const RankRecord& rank : record.ranks)
+    if (drawings.size() < kMostOverTime) drawings.push_back(draw(budget_over_time(rank, start)));
+  return out + figures(drawings) + shown_text(drawings.size(), record.ranks.size(), "ranks");
+}
+
+std::string gpus_html(const RunRecord& record) {
+  HtmlTable rows{.heads = {"GPU", "utilisation", "memory", "of the card", "power", "throttled"}};
+  std::string together;
+  for (const monitor::HostGpus& host : record.gpus) {
+    for (const monitor::GpuFigures& gpu : monitor::gpu_figures(host)) {
+      const auto text = [](const std::optional<double>& value, const char* unit) {
+        return value ? number_text(*value) + unit : "not known";
+      };
+      rows.rows.push_back(
+          {fmt::format("{} of host {}", gpu.index, host.host), text(gpu.utilisation_percent, " %"),
+           gpu.memory_bytes ? bytes_text(static_cast<std::uint64_t>(*gpu.memory_bytes))
+                            : "not known",
+           gpu.memory_share ? percent_text(*gpu.memory_share) : "not known",
+           text(gpu.power_w, " W"), percent_text(gpu.throttled_share)});
+    }
+    if (host.gpus.size() > 1)
+      together +=
+          paragraph(fmt::format("Host {}: all GPUs worked at once in {} of the samples.", host.host,
+                                percent_text(monitor::busy_together_share(host))));
+  }
+  return rows.rows.empty() ? "" : table(rows) + together;
+}
+
+std::string utilisation_html(const RunFolder& run) {
+  if (!run.record) return paragraph("Utilisation was not recorded.");
+  const RunRecord& record = *run.record;
+  std::vector<Drawing> drawings;
+  const LineChart cores = cores_over_time(record), gpus = gpus_over_time(record);
+  if (!gpus.lines.empty()) drawings.push_back(draw(gpus));
+  if (!cores.lines.empty()) drawings.push_back(draw(cores));
+  if (drawings.empty()) return paragraph("Utilisation was not recorded.");
+  HtmlTable rows{.heads = {"rank", "cores", "resident memory", "threads", "CPU limit of its group",
+                           "stopped by that limit"}};
+  for (const RankRecord& rank : record.ranks) {
+    const monitor::Interval& last = rank.intervals.back();
+    const auto cores_used = mean_cores(rank);
+    rows.rows.push_back(
+        {fmt::format("{}", rank.rank), cores_used ? number_text(*cores_used) : "not recorded",
+         bytes_text(last.resident_bytes), fmt::format("{}", last.threads),
+         last.cpu_limit_cores ? number_text(*last.cpu_limit_cores) : "none",
+         last.throttled_share ? percent_text(*last.throttled_share) : "not recorded"});
+  }
+  return figures(drawings) + shown_text(cores.lines.size(), record.ranks.size(), "ranks") +
+         gpus_html(record) + table(rows);
+}
+
+// ---------------------------------------------------------------- files and events
+
+std::string checkpoints_html(const RunFolder& run) {
+  if (run.checkpoints.empty()) return paragraph("There is no checkpoint.");
+  HtmlTable rows{.heads = {"folder", "step", "size", "written", "state"}};
+  for (const CheckpointInfo& one : run.checkpoints) {
+    std::string state = one.problem.empty() ? "whole" : one.problem;
+    if (run.best_step == one.step) state += ", best";
+    rows.rows.push_back({one.name, fmt::format("{}", one.step), bytes_text(one.bytes),
+                         time_text(one.unix_time_s), state});
+  }
+  std::string out = table(rows);
+  if (run.best_metric && run.best_step)
+    out += paragraph(
+        fmt::format("Best: {} at step {}.", number_text(*run.best_metric), *run.best_step));
+  return out + paragraph("Names and sizes were checked; lockstep checkpoint verify checks bytes.");
+}
+
+std::string events_html(const RunFolder& run) {
+  const auto events = events_of(run);
+  HtmlTable rows{.heads = {"step", "time", "what"}, .numbers = false};
+  for (const RunEvent& event : events) {
+    if (rows.rows.size() == kMostEvents) break;
+    rows.rows.push_back({event.step ? fmt::format("{}", *event.step) : "",
+                         time_text(event.unix_time_s), event.text});
+  }
+  if (rows.rows.empty()) return paragraph("Nothing was recorded.");
+  return table(rows) + shown_text(rows.rows.size(), events.size(), "events");
+}
+
+std::string config_html(const RunFolder& run) {
+  if (run.config.empty()) return paragraph("The configuration was not recorded.");
+  const bool origins =
+      std::ranges::any_of(run.config, [](const ConfigValue& value) { return !value.from.empty(); });
+  HtmlTable set{.heads = {"key", "value", "from", "overrides"}, .numbers = false};
+  HtmlTable defaults{.heads = {"key", "value"}, .numbers = false};
+  for (const ConfigValue& value : run.config) {
+    std::string beats;
+    for (const std::string& one : value.beats) beats += (beats.empty() ? "" : ", ") + one;
+    if (!origins || value.from == "default")
+      defaults.rows.push_back({value.key, value.value});
+    else
+      set.rows.push_back({value.key, value.value, value.from, beats});
+  }
+  if (!origins) return paragraph("Where each value comes from is not recorded.") + table(defaults);
+  return table(set) + details(fmt::format("{} defaults", defaults.rows.size()), table(defaults));
+}
+
+// ---------------------------------------------------------------- two runs
+
+std::string ratio_text(const Figure& a, const Figure& b) {
+  if (!a.value || !b.value || *a.value == 0) return "";
+  const double ratio = *b.value / *a.value;
+  return std::isfinite(ratio) ? fmt::format("{:.3f}", ratio) : "";
+}
+
+struct Pair {
+  const RunFolder& a;
+  const RunFolder& b;
+  std::string a_name, b_name;
+};
+
+// Names that distinguish them, also where the folders' last parts are the same.
+Pair pair_of(const RunFolder& a, const RunFolder& b) {
+  Pair pair{a, b, name_of(a), name_of(b)};
+  if (pair.a_name == pair.b_name) {
+    pair.a_name = "A: " + a.path;
+    pair.b_name = "B: " + b.path;
+  }
+  return pair;
+}
+
+std::string figures_table(const Pair& runs) {
+  HtmlTable rows{.heads = {"figure", runs.a_name, runs.b_name, "second / first"}};
+  const auto a = figures_of(runs.a), b = figures_of(runs.b);
+  for (std::size_t i = 0; i < a.size(); ++i)
+    if (a[i].value || b[i].value)
+      rows.rows.push_back({a[i].name, a[i].text(), b[i].text(), ratio_text(a[i], b[i])});
+  return table(rows);
+}
+
+Drawing overlaid(const Pair& runs, LineChart chart, const std::string& metric) {
+  const bool marked = metric == "eval_loss";
+  add_series(chart, runs.a_name, runs.a, metric, marked);
+  add_series(chart, runs.b_name, runs.b, metric, marked);
+  return draw(chart);
+}
+
+std::string curves_html(const Pair& runs) {
+  std::vector<Drawing> drawings{overlaid(runs, over_steps("Training loss", "loss"), "loss")};
+  if (!series_of(runs.a, "eval_loss").empty() || !series_of(runs.b, "eval_loss").empty())
+    drawings.push_back(overlaid(runs, over_steps("Evaluation loss", "loss"), "eval_loss"));
+  const std::string rate = throughput_metric(runs.a);
+  LineChart throughput =
+      over_steps("Throughput of all ranks", rate == "tokens_per_second" ? "tokens/s" : "samples/s");
+  throughput.y_from_zero = true;
+  drawings.push_back(overlaid(runs, throughput, rate));
+  drawings.push_back(overlaid(runs, over_steps("Learning rate", "learning rate"), "learning_rate"));
+  return figures(drawings);
+}
+
+std::string budgets_html(const Pair& runs) {
+  std::vector<NamedBudget> budgets;
+  std::string out;
+  for (const auto& [run, name] : {std::pair{&runs.a, runs.a_name}, {&runs.b, runs.b_name}}) {
+    if (run->record && !run->record->ranks.empty())
+      budgets.emplace_back(name, mean_budget(*run->record));
+    else
+      out += note(fmt::format("{} has no record of its step budget.", name));
+  }
+  if (budgets.empty()) return out;
+  std::vector<Drawing> drawings{draw(budget_bars("Step budget, mean of the ranks", budgets))};
+  const bool device = std::ranges::any_of(
+      budgets, [](const auto& named) { return has_device_times(named.second); });
+  if (device) drawings.push_back(draw(budget_bars("By the device's clock", budgets, true)));
+  return out + figures(drawings);
+}
+
+std::string differences_html(const Pair& runs) {
+  if (runs.a.config.empty() || runs.b.config.empty())
+    return paragraph("The configuration of one of them is not recorded.");
+  HtmlTable rows{.heads = {"key", runs.a_name, "from", runs.b_name, "from"}, .numbers = false};
+  const auto find = [](const RunFolder& run, const std::string& key) -> const ConfigValue* {
+    const auto found = std::ranges::find(run.config, key, &ConfigValue::key);
+    return found == run.config.end() ? nullptr : &*found;
+  };
+  for (const ConfigValue& a : runs.a.config) {
+    const ConfigValue* b = find(runs.b, a.key);
+    if (b == nullptr)
+      rows.rows.push_back({a.key, a.value, a.from, "not there", ""});
+    else if (a.value != b->value)
+      rows.rows.push_back({a.key, a.value, a.from, b->value, b->from});
+  }
+  for (const ConfigValue& b : runs.b.config)
+    if (find(runs.a, b.key) == nullptr)
+      rows.rows.push_back({b.key, "not there", "", b.value, b.from});
+  if (rows.rows.empty()) return paragraph("All keys have the same values.");
+  return table(rows);
+}
+
+}  // namespace
+
+std::string findings_html(const RunFolder& run, const Diagnose& diagnose) {
+  if (!run.record) return paragraph("Without a record there is nothing to judge.");
+  if (!diagnose) return paragraph("The record was not judged.");
+  std::string out;
+  for (const monitor::Finding& finding : diagnose(*run.record)) {
+    HtmlTable rows{
+        .heads = {fmt::format("{}{}{}", finding.rule,
+                              finding.cause.empty() ? "" : ": " + finding.cause,
+                              finding.rank >= 0 ? fmt::format(" (rank {})", finding.rank) : ""),
+                  finding.what},
+        .numbers = false};
+    rows.rows.push_back({"evidence", finding.evidence});
+    rows.rows.push_back({"change", finding.remedy});
+    rows.rows.push_back({"expected gain", finding.gain > 0
+                                              ? percent_text(finding.gain) + " of the step time"
+                                              : "not known"});
+    out += table(rows);
+  }
+  if (!out.empty()) return out;
+  return paragraph(monitor::enough_to_judge(*run.record)
+                       ? "No rule found anything to change."
+                       : "There are too few recorded steps to judge.");
+}
+
+std::string run_report(const RunFolder& run, const Diagnose& diagnose) {
+  return page(fmt::format("Run {}", name_of(run)),
+              head_of(run) + section("Figures", summary_html(run)) +
+                  section("Findings", findings_html(run, diagnose)) +
+                  section("Training", training_html(run)) +
+                  section("Step budget", budget_html(run)) +
+                  section("Utilisation", utilisation_html(run)) +
+                  section("Checkpoints", checkpoints_html(run)) +
+                  section("Events", events_html(run)) + section("Configuration", config_html(run)));
+}
+
+std::string comparison_report(const RunFolder& a, const RunFolder& b, const Diagnose& diagnose) {
+  const Pair runs = pair_of(a, b);
+  return page(fmt::format("{} and {}", runs.a_name, runs.b_name),
+              head_of(a) + head_of(b) + section("Figures", figures_table(runs)) +
+                  section("Curves", curves_html(runs)) +
+                  section("Step budget", budgets_html(runs)) +
+                  section("Configuration: what differs", differences_html(runs)) +
+                  section(fmt::format("Findings of {}", runs.a_name), findings_html(a, diagnose)) +
+                  section(fmt::format("Findings of {}", runs.b_name), findings_html(b, diagnose)) +
+                  section(fmt::format("Events of {}", runs.a_name), events_html(a)) +
+                  section(fmt::format("Events of {}", runs.b_name), events_html(b)));
+}
+
+}  // namespace lockstep::report

@@ -1,0 +1,253 @@
+#include "lockstep/report/run_summary.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "lockstep/report/budget_view.h"
+#include "lockstep/report/markup.h"
+
+namespace lockstep::report {
+namespace {
+
+using monitor::Budget;
+using monitor::Interval;
+using monitor::RankRecord;
+
+// Intervals follow each other without a gap, so one is a new start.
+constexpr double kGap_s = 0.2;
+
+std::optional<double> last_of(const RunFolder& run, std::string_view metric) {
+  const auto values = series_of(run, metric);
+  if (values.empty()) return std::nullopt;
+  return values.back().second;
+}
+
+std::optional<double> least_of(const RunFolder& run, std::string_view metric) {
+  std::optional<double> least;
+  for (const auto& [step, value] : series_of(run, metric))
+    if (std::isfinite(value) && (!least || value < *least)) least = value;
+  return least;
+}
+
+// The first line counts the start: allocations, files that are not in memory yet.
+std::optional<double> median_of(const RunFolder& run, std::string_view metric) {
+  std::vector<double> values;
+  for (const auto& [step, value] : series_of(run, metric))
+    if (std::isfinite(value)) values.push_back(value);
+  if (values.empty()) return std::nullopt;
+  if (values.size() > 2) values.erase(values.begin());
+  std::ranges::sort(values);
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+std::optional<double> known(std::int64_t value) {
+  if (value <= 0) return std::nullopt;
+  return static_cast<double>(value);
+}
+
+void add_recorded(const RunFolder& run, std::vector<Figure>& figures) {
+  std::optional<double> step_s, data, communication, busy, resident, ranks, parameters, batch,
+      accumulation;
+  if (run.record) {
+    const monitor::RunFacts& facts = run.record->facts;
+    ranks = known(facts.world_size);
+    parameters = known(facts.parameters);
+    batch = known(facts.per_device_batch);
+    accumulation = known(facts.accumulation);
+    const Budget budget = mean_budget(*run.record);
+    if (budget.steps > 0) {
+      step_s = budget.step_s();
+      data = budget.share(ledger::Phase::kData);
+      communication = budget.share(ledger::Phase::kCommunication);
+    }
+    busy = utilisation(*run.record);
+    for (const RankRecord& rank : run.record->ranks)
+      for (const Interval& interval : rank.intervals)
+        if (interval.resident_bytes > 0)
+          resident = std::max(resident.value_or(0), static_cast<double>(interval.resident_bytes));
+  }
+  figures.push_back({"time per step", step_s, Unit::kSeconds});
+  figures.push_back({"share waiting for data", data, Unit::kPercent});
+  figures.push_back({"share in exposed communication", communication, Unit::kPercent});
+  figures.push_back({"utilisation of devices", busy, Unit::kPercent});
+  figures.push_back({"most resident memory of a rank", resident, Unit::kBytes});
+  figures.push_back({"ranks", ranks});
+  figures.push_back({"parameters", parameters});
+  figures.push_back({"batch per device", batch});
+  figures.push_back({"accumulation steps", accumulation});
+}
+
+void add_starts(const RunFolder& run, std::vector<RunEvent>& events) {
+  if (!run.record || run.record->ranks.empty()) return;
+  const RankRecord& rank = run.record->ranks.front();
+  double end = 0;
+  std::int64_t step = -1;
+  for (const Interval& interval : rank.intervals) {
+    const double begin = interval.unix_time_s - interval.seconds;
+    if (end == 0) {
+      events.push_back({{}, begin, fmt::format("Rank {} was started.", rank.rank)});
+    } else if (begin > end + kGap_s) {
+      RunEvent event{.unix_time_s = begin};
+      if (step >= 0) event.step = step;
+      event.text = fmt::format("Rank {} was started again after {}{}.", rank.rank,
+                               duration_text(begin - end),
+                               step >= 0 ? fmt::format("; it had reached step {}", step) : "");
+      events.push_back(std::move(event));
+    }
+    end = interval.unix_time_s;
+    if (interval.step >= 0) step = interval.step;
+  }
+}
+
+void add_superseded(const RunFolder& run, std::vector<RunEvent>& events) {
+  for (const Superseded& part : superseded_of(run)) {
+    std::int64_t from = -1;
+    for (const CheckpointInfo& checkpoint : run.checkpoints)
+      if (checkpoint.step < part.first) from = std::max(from, checkpoint.step);
+    RunEvent event{.step = part.first};
+    event.text = fmt::format("Resumed{}: steps {} to {} were measured again.",
+                             from >= 0 ? fmt::format(", at the latest from step {}", from) : "",
+                             part.first, part.last);
+    events.push_back(std::move(event));
+  }
+}
+
+// One event for all of them: a run may have thousands.
+struct BadSteps {
+  double count = 0;
+  std::int64_t first = 0, last = 0;
+
+  void add(std::int64_t step, double steps) {
+    if (count == 0) first = step;
+    last = step;
+    count += steps;
+  }
+};
+
+void add_bad_steps(const RunFolder& run, std::vector<RunEvent>& events) {
+  BadSteps skipped, lost;
+  for (const MetricLine& line : run.metrics) {
+    if (const double* steps = line.find("skipped_steps"); steps != nullptr && *steps > 0)
+      skipped.add(line.step, *steps);
+    if (const double* loss = line.find("loss"); loss != nullptr && !std::isfinite(*loss))
+      lost.add(line.step, 1);
+  }
+  if (skipped.count > 0)
+    events.push_back({skipped.first, 0,
+                      fmt::format("{:.0f} steps were skipped, logged from step {} to {}: their "
+                                  "gradient was not finite.",
+                                  skipped.count, skipped.first, skipped.last)});
+  if (lost.count > 0)
+    events.push_back({lost.first, 0,
+                      fmt::format("{:.0f} logged losses from step {} to {} were not finite.",
+                                  lost.count, lost.first, lost.last)});
+}
+
+void add_gpu_problems(const RunFolder& run, std::vector<RunEvent>& events) {
+  if (!run.record) return;
+  for (const monitor::HostGpus& host : run.record->gpus) {
+    std::vector<std::string> before(host.gpus.size());
+    for (const monitor::GpuSample& sample : host.samples) {
+      for (std::size_t gpu = 0; gpu < std::min(before.size(), sample.gpus.size()); ++gpu) {
+        const std::string& problem = sample.gpus[gpu].problem;
+        if (!problem.empty() && problem != before[gpu])
+          events.push_back({{},
+                            sample.unix_time_s,
+                            fmt::format("Host {}, GPU {}: {}.", host.host, gpu, problem)});
+        before[gpu] = problem;
+      }
+    }
+  }
+}
+
+// What is not sampled once a second has no time; it stands at its step.
+void add_end(const RunFolder& run, std::vector<RunEvent>& events) {
+  if (run.metrics.empty()) return;
+  const MetricLine& last = run.metrics.back();
+  double time = 0;
+  if (run.record && !run.record->ranks.empty())
+    time = run.record->ranks.front().intervals.back().unix_time_s;
+  const double* seconds = last.find("train_runtime");
+  events.push_back(
+      {last.step, time,
+       seconds != nullptr
+           ? fmt::format("The run ended, {} after its last start.", duration_text(*seconds))
+           : "The last recorded step. There is no line of the run's end: it was stopped, has "
+             "failed or still runs."});
+}
+
+}  // namespace
+
+std::string Figure::text() const {
+  if (!value) return "not recorded";
+  switch (unit) {
+    case Unit::kPercent:
+      return percent_text(*value);
+    case Unit::kSeconds:
+      return *value < 1 ? number_text(1e3 * *value) + " ms" : duration_text(*value);
+    case Unit::kBytes:
+      return bytes_text(static_cast<std::uint64_t>(std::max(0.0, *value)));
+    case Unit::kNumber:
+      break;
+  }
+  return number_text(*value);
+}
+
+std::vector<Figure> figures_of(const RunFolder& run) {
+  std::vector<Figure> figures;
+  std::optional<double> steps;
+  if (!run.metrics.empty()) steps = static_cast<double>(run.metrics.back().step);
+  figures.push_back({"steps", steps});
+  figures.push_back({"last loss", last_of(run, "loss")});
+  figures.push_back({"lowest evaluation loss", least_of(run, "eval_loss")});
+  figures.push_back({"samples per second (median)", median_of(run, "samples_per_second")});
+  figures.push_back({"tokens per second (median)", median_of(run, "tokens_per_second")});
+  add_recorded(run, figures);
+  figures.push_back({"time since the last start", last_of(run, "train_runtime"), Unit::kSeconds});
+  return figures;
+}
+
+std::vector<Superseded> superseded_of(const RunFolder& run) {
+  std::vector<Superseded> parts;
+  for (const MetricLine& line : run.superseded) {
+    if (parts.empty() || line.step < parts.back().last) parts.push_back({line.step, line.step});
+    parts.back().last = line.step;
+  }
+  return parts;
+}
+
+std::vector<RunEvent> events_of(const RunFolder& run) {
+  std::vector<RunEvent> events;
+  add_starts(run, events);
+  add_superseded(run, events);
+  add_bad_steps(run, events);
+  add_gpu_problems(run, events);
+  for (const std::string& folder : run.archived)
+    events.push_back({{}, 0, fmt::format("What an earlier run had left is in {}.", folder)});
+  add_end(run, events);
+  return events;
+}
+
+std::vector<std::pair<double, double>> series_of(const RunFolder& run, std::string_view metric) {
+  std::vector<std::pair<double, double>> points;
+  for (const MetricLine& line : run.metrics)
+    if (const double* value = line.find(metric))
+      points.emplace_back(static_cast<double>(line.step), *value);
+  return points;
+}
+
+std::vector<std::string> metric_names(const RunFolder& run) {
+  std::vector<std::string> names;
+  for (const MetricLine& line : run.metrics) {
+    if (line.find("train_runtime") != nullptr) continue;
+    for (const auto& [name, value] : line.values)
+      if (std::ranges::find(names, name) == names.end()) names.push_back(name);
+  }
+  return names;
+}
+
+}  // namespace lockstep::report

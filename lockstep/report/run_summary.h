@@ -1,0 +1,51 @@
+// The figures of a run that people compare, and what happened in it.
+//
+//   for (const Figure& figure : figures_of(run)) row(figure.name, figure.text());
+//
+// Pure functions of what was read; call them from any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/report/run_folder.h"
+
+namespace lockstep::report {
+
+enum class Unit { kNumber, kPercent, kSeconds, kBytes };
+
+struct Figure {
+  std::string name{};
+  std::optional<double> value{};  // a share for kPercent
+  Unit unit = Unit::kNumber;
+
+  std::string text() const;  // "not recorded" without a value
+};
+
+// The same names in the same order for every run.
+std::vector<Figure> figures_of(const RunFolder& run);
+
+struct RunEvent {
+  std::optional<std::int64_t> step{};
+  double unix_time_s = 0;  // 0: not known
+  std::string text{};
+};
+
+// Starts, resumes, skipped steps, GPUs that failed, the end.
+std::vector<RunEvent> events_of(const RunFolder& run);
+
+// A stretch of steps that were measured and measured again, because the run was resumed.
+struct Superseded {
+  std::int64_t first = 0, last = 0;
+};
+std::vector<Superseded> superseded_of(const RunFolder& run);
+
+// The values of one metric over steps.
+std::vector<std::pair<double, double>> series_of(const RunFolder& run, std::string_view metric);
+// Names of all metrics, in the order in which they appear; without those of the last line.
+std::vector<std::string> metric_names(const RunFolder& run);
+
+}  // namespace lockstep::report
