@@ -39,6 +39,7 @@ struct Driver {
   int (*device)(int*, int) = nullptr;
   int (*pci)(char*, int, int) = nullptr;
   int (*error_name)(int, const char**) = nullptr;
+  int (*version)(int*) = nullptr;
   int (*name)(char*, int, int) = nullptr;
   int (*memory)(std::size_t*, int) = nullptr;
   int (*attribute)(int*, int, int) = nullptr;
@@ -72,7 +73,7 @@ std::string model_line(const Driver& driver, int device) {
   return fmt::format("{} {}", line, name);
 }
 
-// "<count> <pci address>..." and a line for each device's model, or "! reason".
+// "<count> <CUDA version> <pci address>..." and a line for each device's model, or "! reason".
 std::string ask_driver(const std::string& path) {
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return fmt::format("! {} is not there (no NVIDIA driver)", path);
@@ -82,6 +83,7 @@ std::string ask_driver(const std::string& path) {
       !load(library, "cuDeviceGetPCIBusId", driver.pci))
     return fmt::format("! {} is not a CUDA driver", path);
   load(library, "cuGetErrorName", driver.error_name);
+  load(library, "cuDriverGetVersion", driver.version);
   const bool knows_models = load(library, "cuDeviceGetName", driver.name) &&
                             load(library, "cuDeviceTotalMem_v2", driver.memory) &&
                             load(library, "cuDeviceGetAttribute", driver.attribute);
@@ -90,7 +92,9 @@ std::string ask_driver(const std::string& path) {
   if (const int code = driver.count(&count); code != 0)
     return "! " + error_text(driver, "cuDeviceGetCount", code);
   if (count == 0) return "! the driver shows no device";
-  std::string answer = fmt::format("{}", count);
+  int version = 0;
+  if (driver.version != nullptr && driver.version(&version) != 0) version = 0;
+  std::string answer = fmt::format("{} {}", count, version);
   std::string models;
   for (int i = 0; i < count; ++i) {
     int device = 0;
@@ -139,7 +143,7 @@ Gpus parse_answer(const std::string& answer) {
   std::string line;
   std::getline(lines, line);
   std::istringstream stream(line);
-  stream >> gpus.count;
+  stream >> gpus.count >> gpus.cuda_version;
   for (std::string address; stream >> address;) {
     std::transform(address.begin(), address.end(), address.begin(),
                    [](unsigned char c) { return static_cast<char>(std::tolower(c)); });

@@ -45,6 +45,7 @@ struct Gpus {
   std::vector<std::string> pci_addresses{};  // "0000:17:00.0", as sysfs spells them, by CUDA index
   std::vector<GpuModel> models{};            // by CUDA index; empty when the driver does not say
   std::string reason{};                      // why count is 0
+  int cuda_version = 0;                      // the driver's, 13000 for 13.0; 0: not known
 };
 // What the CUDA driver shows this process, CUDA_VISIBLE_DEVICES included.
 Gpus find_gpus(int timeout_ms = 60'000, const std::string& driver = "libcuda.so.1");

@@ -137,6 +137,7 @@ TEST_F(FakeCuda, CountsDevicesAndTheirPlaces) {
   EXPECT_EQ(gpus.count, 2);
   EXPECT_THAT(gpus.pci_addresses, ElementsAre("0000:1a:00.0", "0000:2a:00.0"));
   EXPECT_EQ(gpus.reason, "");
+  EXPECT_EQ(gpus.cuda_version, 13000);
 }
 
 TEST_F(FakeCuda, SaysWhatEachIs) {
