@@ -18,8 +18,9 @@ int checkpoint_command(const Args& args);  // checkpoint.cpp
 int plan_command(const Args& args);        // plan.cpp
 int ledger_command(const Args& args);      // ledger.cpp
 int report_command(const Args& args);      // report.cpp
-int doctor_run_command(const Args& args);  // doctor_run.cpp: with --run DIR among the arguments
 int monitor_command(const Args& args);     // monitor.cpp
+int doctor_command(const Args& args);      // doctor.cpp
+int doctor_run_command(const Args& args);  // doctor_run.cpp: with --run DIR among the arguments
 
 // What `lockstep --version` prints, and where a page of the documentation is: beside an installed
 // program, in the source tree of a build, or its name alone. In version.cpp.

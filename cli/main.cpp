@@ -29,7 +29,7 @@ struct Command {
 
 constexpr Command kCommands[] = {
     {"run", "start a program as the ranks of one world (torchrun's flags)", run_command},
-    {"doctor", "check this machine before a run, and explain a recorded one", doctor_run_command},
+    {"doctor", "check this machine before a run, and explain a recorded one", doctor_command},
     {"env", "show rank, device, backend and every variable, and why", env_command},
     {"train", "train a bundled model as a file says, and resume", train_command},
     {"generate", "continue a text with a trained model", nullptr, "lockstep-train"},

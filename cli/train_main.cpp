@@ -1,4 +1,5 @@
-// lockstep-train: `lockstep train`, `generate` and `checkpoint import`, which need LibTorch.
+// lockstep-train: `lockstep train`, `generate` and `checkpoint import`, which need LibTorch, and
+// the ranks of `lockstep doctor`.
 // `lockstep` executes it, so that everything else starts in milliseconds.
 #include <fmt/format.h>
 
@@ -13,6 +14,7 @@ int main(int argc, char** argv) {
     const std::string command = argc >= 2 ? argv[1] : "";
     if (command == "train") return lockstep::cli::train_main(argc - 1, argv + 1);
     if (command == "generate") return lockstep::cli::generate_main(argc - 1, argv + 1);
+    if (command == "doctor-probe") return lockstep::cli::doctor_probe_main(argc - 1, argv + 1);
     if (command == "checkpoint" && argc >= 3 && std::string(argv[2]) == "import")
       return lockstep::cli::checkpoint_import_main(argc - 2, argv + 2);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);

@@ -1,0 +1,242 @@
+// `lockstep doctor`: is this machine ready for a run? Reads what the kernel and the drivers say,
+// then starts ranks that compute and communicate for a moment (doctor_probe.cpp).
+#include <fmt/format.h>
+#include <sys/klog.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "cli/commands.h"
+#include "cli/doctor_checks.h"
+#include "lockstep/core/device_rule.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/spelling.h"
+#include "lockstep/rendezvous/this_host.h"
+#include "lockstep/version.h"
+
+namespace lockstep::cli {
+namespace {
+
+constexpr const char* kHelp =
+    "usage: lockstep doctor [flags]\n"
+    "       lockstep doctor --run DIR\n\n"
+    "Checks this machine before a run: devices and driver, versions, cores, threads, memory,\n"
+    "limits, ports, the way to the master, then GPU copies and an all-reduce between ranks. Each\n"
+    "line is ok, warn, fail or skip, with what was measured and what to change. Exit code: 0\n"
+    "without a fail, 1 with one. --run explains a run that was recorded.\n\n"
+    "  --nproc-per-node N   ranks on this host (auto: one per GPU; two without GPUs)\n"
+    "  --master-addr A      the master of several hosts: does it resolve, which interface leads\n"
+    "                       there, is its clock ours\n"
+    "  --master-port P      can it be listened on\n"
+    "  --output-dir DIR     is there room\n"
+    "  --no-probe           start no ranks\n"
+    "  --probe-timeout S    seconds that they may take (30)\n"
+    "  --json               one line of JSON\n";
+
+constexpr std::chrono::seconds kDriverWait{10};  // without its daemon a driver starts in seconds
+
+// ------------------------------------------------------------------ flags
+
+const std::vector<std::string> kFlags = {
+    "--json",     "--nproc-per-node", "--master-addr", "--master-port", "--output-dir",
+    "--no-probe", "--probe-timeout",  "--run",         "--help"};
+
+void set_flag(DoctorRequest& request, const std::string& name, const std::string& value) {
+  const auto number = [&](int most) {
+    return static_cast<int>(env::parse_int(value, name, 1, most));
+  };
+  if (name == "--nproc-per-node") {
+    if (value == "auto" || value == "gpu")
+      request.ranks.reset();
+    else
+      request.ranks = number(4096);
+  } else if (name == "--master-addr") {
+    request.master_addr = value;
+  } else if (name == "--master-port") {
+    request.master_port = number(65535);
+  } else if (name == "--output-dir") {
+    request.output_dir = value;
+  } else if (name == "--probe-timeout") {
+    request.probe_timeout_s = number(3600);
+  } else {
+    throw UsageError("doctor", "there is no flag {}.{} 'lockstep doctor --help' lists them.", name,
+                     did_you_mean(name, kFlags));
+  }
+}
+
+DoctorRequest parse(const Args& args) {
+  DoctorRequest request;
+  for (std::size_t i = 0; i < args.size(); ++i) {
+    const std::size_t equals = args[i].find('=');
+    std::string name = args[i].substr(0, equals);
+    std::replace(name.begin(), name.end(), '_', '-');  // both spellings, as elsewhere
+    if (name == "--json" || name == "--no-probe") {
+      if (equals != std::string::npos) throw UsageError("doctor", "{} takes no value.", name);
+      (name == "--json" ? request.json : request.probe) = name == "--json";
+      continue;
+    }
+    if (std::ranges::find(kFlags, name) == kFlags.end()) {
+      set_flag(request, name, "");
+    } else if (equals != std::string::npos) {
+      set_flag(request, name, args[i].substr(equals + 1));
+    } else if (i + 1 < args.size()) {
+      set_flag(request, name, args[++i]);
+    } else {
+      throw UsageError("doctor", "{} needs a value.", name);
+    }
+  }
+  return request;
+}
+
+// ------------------------------------------------------------------ the machine
+
+std::uint64_t limit_of(rlim_t value) {
+  return value == RLIM_INFINITY ? kUnlimited : value;
+}
+
+void read_limits(Machine& machine) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+    machine.open_files = limit_of(limit.rlim_cur);
+    machine.open_files_max = limit_of(limit.rlim_max);
+  }
+  if (::getrlimit(RLIMIT_NPROC, &limit) == 0) machine.processes = limit_of(limit.rlim_cur);
+  if (::getrlimit(RLIMIT_MEMLOCK, &limit) == 0) machine.locked_memory = limit_of(limit.rlim_cur);
+  if (::getrlimit(RLIMIT_AS, &limit) == 0) machine.address_space = limit_of(limit.rlim_cur);
+  machine.root = ::geteuid() == 0;
+}
+
+std::string kernel_log() {
+  const int size = ::klogctl(10 /* SYSLOG_ACTION_SIZE_BUFFER */, nullptr, 0);
+  if (size <= 0) return "";
+  std::string text(static_cast<std::size_t>(size), '\0');
+  const int n = ::klogctl(3 /* SYSLOG_ACTION_READ_ALL */, text.data(), size);
+  text.resize(static_cast<std::size_t>(std::max(0, n)));
+  return text;
+}
+
+int default_ranks(const Machine& machine) {
+  if (machine.on_gpu) return machine.gpus.count;
+  return std::min(2, static_cast<int>(machine.cores()));
+}
+
+// ------------------------------------------------------------------ output
+
+std::string as_text(const std::vector<Check>& checks, const std::string& summary) {
+  std::string text;
+  for (const Check& check : checks) {
+    text += fmt::format("{:<5} {:<14} {}\n", name(check.status), check.name, check.value);
+    for (const std::string& line : check.lines) text += fmt::format("{:21}| {}\n", "", line);
+    if (!check.remedy.empty()) text += fmt::format("{:21}-> {}\n", "", check.remedy);
+  }
+  return text + summary + '\n';
+}
+
+std::string as_json(const Machine& machine, const std::vector<Check>& checks, int code) {
+  std::vector<Node> list;
+  for (const Check& check : checks)
+    list.push_back(map_node({{"name", text_node(check.name)},
+                             {"status", text_node(name(check.status))},
+                             {"value", text_node(check.value)},
+                             {"remedy", text_node(check.remedy)},
+                             {"data", map_node(check.data)},
+                             {"lines", texts_node(check.lines)}}));
+  NodeMembers counts;
+  for (const Status status : {Status::kOk, Status::kWarn, Status::kFail, Status::kSkip})
+    counts.emplace_back(name(status),
+                        integer_node(std::ranges::count(checks, status, &Check::status)));
+  return to_json(map_node({{"version", text_node(LOCKSTEP_VERSION)},
+                           {"host", text_node(host_name())},
+                           {"ranks", integer_node(machine.ranks)},
+                           {"device", text_node(machine.on_gpu ? "cuda" : "cpu")},
+                           {"checks", list_node(std::move(list))},
+                           {"counts", map_node(std::move(counts))},
+                           {"exit_code", integer_node(code)}})) +
+         '\n';
+}
+
+std::string summary(const std::vector<Check>& checks) {
+  const auto count = [&](Status status) {
+    return std::ranges::count(checks, status, &Check::status);
+  };
+  return fmt::format("{} ok, {} to look at (warn), {} to mend first (fail), {} skipped",
+                     count(Status::kOk), count(Status::kWarn), count(Status::kFail),
+                     count(Status::kSkip));
+}
+
+std::vector<Check> all_checks(const Machine& machine) {
+  std::vector<Check> checks = {
+      check_devices(machine),       check_driver(machine),     check_gpu_errors(machine),
+      check_xid(machine),           check_throttling(machine), check_gpu_memory(machine),
+      check_gpu_per_rank(machine),  check_cudnn(machine),      check_cores(machine),
+      check_threads(machine),       check_numa(machine),       check_memory(machine),
+      check_shm(machine),           check_open_files(machine), check_processes(machine),
+      check_locked_memory(machine), check_disk(machine)};
+  const auto add = [&](std::vector<Check> more) {
+    for (Check& check : more) {
+      // What the ranks have loaded says more than what the paths promise.
+      const auto same = std::ranges::find(checks, check.name, &Check::name);
+      if (same == checks.end())
+        checks.push_back(std::move(check));
+      else
+        *same = std::move(check);
+    }
+  };
+  {
+    const Progress progress("looking for the way to the master");
+    add(network_checks(machine));
+  }
+  add(probe_checks(machine));
+  return checks;
+}
+
+}  // namespace
+
+Machine look_at(const DoctorRequest& request) {
+  Machine machine{.request = request};
+  {
+    const Progress progress("asking the CUDA driver");
+    machine.gpus = launch::find_gpus();  // forks, and so comes before the sampler's thread
+  }
+  machine.on_gpu = apply_device_rule(
+                       {.local_rank = 0, .visible_gpus = [&machine] { return machine.gpus.count; }})
+                       .gpu >= 0;
+  machine.cpus = allowed_cpus();
+  machine.quota = cgroup_quota_cores();
+  machine.ranks = request.ranks.value_or(default_ranks(machine));
+  machine.kernel_log = kernel_log();
+  read_limits(machine);
+  const Progress progress("asking NVIDIA's management library");
+  const monitor::GpuSampler sampler;
+  sampler.wait_for_samples(1, kDriverWait);
+  machine.nvml = sampler.snapshot();
+  return machine;
+}
+
+int doctor_command(const Args& args) {
+  const auto has = [&](std::string_view flag) {
+    return std::ranges::any_of(args, [&](const std::string& arg) {
+      return arg == flag || arg.starts_with(std::string(flag) + "=");
+    });
+  };
+  if (has("--run")) return doctor_run_command(args);
+  if (has("--help") || has("-h")) {
+    fmt::print("{}", kHelp);
+    return 0;
+  }
+  const DoctorRequest request = parse(args);
+  log::set_level(log::Level::kError);  // what the sampler would warn of becomes a line below
+  const Machine machine = look_at(request);
+  const std::vector<Check> checks = all_checks(machine);
+  const bool failed = std::ranges::find(checks, Status::kFail, &Check::status) != checks.end();
+  const std::string text =
+      request.json ? as_json(machine, checks, failed ? 1 : 0) : as_text(checks, summary(checks));
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  return failed ? 1 : 0;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,121 @@
+// What `lockstep doctor` looks at before a run: one function per check, which reads a Machine and
+// says what it found and what to change.
+//
+//   const Machine machine = look_at(request);
+//   for (const Check& check : host_checks(machine)) print(check);
+//
+// The functions only read, so a test passes a machine that it has made up.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/document.h"
+#include "lockstep/core/host_files.h"
+#include "lockstep/launch/host.h"
+#include "lockstep/monitor/gpu_sampler.h"
+
+namespace lockstep::cli {
+
+enum class Status { kOk, kWarn, kFail, kSkip };
+const char* name(Status status);
+
+struct Check {
+  std::string name;  // "open_files": stable, for scripts
+  Status status = Status::kOk;
+  std::string value{};               // what was measured
+  std::string remedy{};              // what to change; empty when there is nothing to do
+  NodeMembers data{};                // the same figures for JSON
+  std::vector<std::string> lines{};  // more evidence, such as the end of a program's stderr
+};
+
+struct DoctorRequest {
+  bool json = false;
+  bool probe = true;
+  std::optional<int> ranks{};  // unset: one per GPU, or two
+  std::string master_addr{};
+  int master_port = 0;
+  std::string output_dir{};
+  int probe_timeout_s = 30;
+};
+
+inline constexpr std::uint64_t kUnlimited = UINT64_MAX;
+
+// Everything that the checks read but for files, asked once.
+struct Machine {
+  DoctorRequest request{};
+  HostFiles files{};
+  std::string shm = "/dev/shm";
+  int ranks = 1;
+  bool on_gpu = false;  // what a rank would take
+  launch::Gpus gpus{};
+  monitor::GpuSnapshot nvml{};
+  std::string kernel_log{};
+  launch::Variables variable = launch::process_variables();
+  std::vector<int> cpus{};  // by affinity
+  std::optional<double> quota{};
+  bool root = false;  // RLIMIT_NPROC does not apply
+  std::uint64_t open_files = kUnlimited;
+  std::uint64_t open_files_max = kUnlimited;
+  std::uint64_t processes = kUnlimited;
+  std::uint64_t locked_memory = kUnlimited;
+  std::uint64_t address_space = kUnlimited;
+
+  double cores() const;  // what affinity and quota leave, at least 1
+  int threads_per_rank() const;
+};
+
+// Asks the drivers and the kernel. Says on stderr what takes longer than two seconds.
+Machine look_at(const DoctorRequest& request);
+
+// doctor_gpu.cpp
+Check check_devices(const Machine& machine);
+Check check_driver(const Machine& machine);
+Check check_gpu_errors(const Machine& machine);
+Check check_xid(const Machine& machine);
+Check check_throttling(const Machine& machine);
+Check check_gpu_memory(const Machine& machine);
+Check check_gpu_per_rank(const Machine& machine);
+Check check_cudnn(const Machine& machine);
+
+// doctor_host.cpp
+Check check_cores(const Machine& machine);
+Check check_threads(const Machine& machine);
+Check check_numa(const Machine& machine);
+Check check_memory(const Machine& machine);
+Check check_shm(const Machine& machine);
+Check check_open_files(const Machine& machine);
+Check check_processes(const Machine& machine);
+Check check_locked_memory(const Machine& machine);
+Check check_disk(const Machine& machine);
+
+// doctor_net.cpp
+std::vector<Check> network_checks(const Machine& machine);
+// Can anybody on the Internet send to this address? False for what is not an address.
+bool is_public_address(const std::string& address);
+
+// doctor_clock.cpp: this host's clock, and the master's where `address` (numeric) is another host.
+Check check_clock(const std::string& address);
+
+// doctor_probe.cpp: starts ranks that compute, copy and reduce, and says what they found.
+std::vector<Check> probe_checks(const Machine& machine);
+// What the ranks' files in `folder` say; `problem` is why the probe has not finished, or empty.
+std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
+                              const std::string& problem);
+
+// doctor_progress.cpp: once it has lived for two seconds, stderr says what is done, every five.
+class Progress {
+ public:
+  explicit Progress(const char* what);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+};
+
+// "1.5 GiB", "640 MiB"; and the file's text, empty when it cannot be read.
+std::string bytes_text(std::uint64_t bytes);
+std::string text_of(const std::string& path);
+
+}  // namespace lockstep::cli

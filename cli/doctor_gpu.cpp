@@ -1,0 +1,302 @@
+// The checks of `lockstep doctor` that concern GPUs and their driver.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <sstream>
+
+#include "cli/doctor_checks.h"
+#include "lockstep/core/device_rule.h"
+
+namespace lockstep::cli {
+namespace {
+
+constexpr std::uint64_t kMemoryInUse = 1u << 30;
+
+Check no_gpu(const char* name) {
+  return {.name = name, .status = Status::kSkip, .value = "no GPU"};
+}
+
+// A card that CUDA_VISIBLE_DEVICES hides is somebody else's.
+bool is_visible(const Machine& machine, const monitor::GpuIdentity& gpu) {
+  const auto& seen = machine.gpus.pci_addresses;
+  if (machine.gpus.count == 0 || gpu.pci_bus_id.empty()) return true;
+  return std::ranges::find(seen, gpu.pci_bus_id) != seen.end();
+}
+
+struct Seen {
+  const monitor::GpuIdentity* gpu;
+  const monitor::GpuReading* reading;
+  bool visible;
+};
+
+std::vector<Seen> readings(const Machine& machine) {
+  std::vector<Seen> all;
+  if (!machine.nvml.newest) return all;
+  for (const monitor::GpuIdentity& gpu : machine.nvml.gpus) {
+    const auto index = static_cast<std::size_t>(gpu.index);
+    if (index < machine.nvml.newest->gpus.size())
+      all.push_back({&gpu, &machine.nvml.newest->gpus[index], is_visible(machine, gpu)});
+  }
+  return all;
+}
+
+void worsen(Check& check, Status status) {
+  if (status == Status::kFail || check.status == Status::kOk) check.status = status;
+}
+
+// "2 x NVIDIA H100 80GB HBM3, NVIDIA L40S"
+std::string models_text(const launch::Gpus& gpus) {
+  std::map<std::string, int> counts;
+  for (const launch::GpuModel& model : gpus.models) ++counts[model.name];
+  std::vector<std::string> words;
+  for (const auto& [name, count] : counts) words.push_back(fmt::format("{} x {}", count, name));
+  return fmt::format("{}", fmt::join(words, ", "));
+}
+
+std::string cuda_text(int version) {
+  return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+}
+
+// The version in "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  ...".
+std::string module_version(const HostFiles& files) {
+  std::istringstream words(text_of(files.proc + "/driver/nvidia/version"));
+  for (std::string word; words >> word;)
+    if (word.find('.') != std::string::npos && std::isdigit(static_cast<unsigned char>(word[0])))
+      return word;
+  return "";
+}
+
+}  // namespace
+
+const char* name(Status status) {
+  constexpr const char* kNames[] = {"ok", "warn", "fail", "skip"};
+  return kNames[static_cast<int>(status)];
+}
+
+Check check_devices(const Machine& machine) {
+  Check check{.name = "devices"};
+  const std::size_t installed = machine.nvml.gpus.size();
+  check.data = {{"visible", integer_node(machine.gpus.count)},
+                {"installed", integer_node(static_cast<std::int64_t>(installed))}};
+  const bool module = !module_version(machine.files).empty();
+  if (machine.gpus.count > 0) {
+    check.value = fmt::format(
+        "{} GPU{} visible of {}: {}", machine.gpus.count, machine.gpus.count == 1 ? "" : "s",
+        installed > 0 ? std::to_string(installed) : "an unknown number",
+        machine.gpus.models.empty() ? "model unknown" : models_text(machine.gpus));
+    return check;
+  }
+  const bool hidden = machine.variable("CUDA_VISIBLE_DEVICES").value_or("x").empty();
+  check.value = fmt::format("no GPU is visible ({}): ranks run on the CPU",
+                            hidden ? "CUDA_VISIBLE_DEVICES is empty" : machine.gpus.reason);
+  if (hidden || (installed == 0 && !module)) {
+    check.status = Status::kSkip;
+    return check;
+  }
+  check.status = Status::kFail;
+  check.value = fmt::format("CUDA sees no GPU ({}), but {}", machine.gpus.reason,
+                            installed > 0 ? fmt::format("NVML lists {}", installed)
+                                          : "the kernel's NVIDIA driver is loaded");
+  check.remedy =
+      "Compare with nvidia-smi. In a container start it with --gpus all; otherwise the "
+      "driver's libraries do not match its kernel module: reboot after an update. "
+      "LOCKSTEP_DEVICE=cpu does without GPUs.";
+  return check;
+}
+
+Check check_driver(const Machine& machine) {
+  Check check{.name = "driver"};
+  const std::string module = module_version(machine.files);
+  const std::string& library = machine.nvml.driver_version;
+  if (machine.gpus.count == 0 && module.empty() && library.empty()) return no_gpu("driver");
+  check.value =
+      fmt::format("driver {}{}, CUDA {}", library.empty() ? "unknown" : library,
+                  module.empty() ? "" : fmt::format(" (kernel module {})", module),
+                  machine.gpus.cuda_version > 0 ? cuda_text(machine.gpus.cuda_version) : "unknown");
+  check.data = {{"version", text_node(library)},
+                {"module", text_node(module)},
+                {"cuda", integer_node(machine.gpus.cuda_version)}};
+  if (!module.empty() && !library.empty() && module != library) {
+    check.status = Status::kFail;
+    check.remedy =
+        "Library and kernel module are of different drivers, as after an update without "
+        "a reboot. Reboot, or reload the modules.";
+  } else if (!machine.nvml.problem.empty()) {
+    check.status = Status::kWarn;
+    check.value += "; " + machine.nvml.problem;
+    check.remedy = "Compare with nvidia-smi: without NVML nothing watches the GPUs.";
+  }
+  return check;
+}
+
+Check check_gpu_errors(const Machine& machine) {
+  const auto all = readings(machine);
+  if (all.empty()) return no_gpu("gpu_errors");
+  Check check{.name = "gpu_errors"};
+  std::uint64_t corrected = 0;
+  std::uint64_t uncorrected = 0;
+  bool counted = false;
+  for (const Seen& seen : all) {
+    const std::string who = fmt::format("GPU {} at {}", seen.gpu->index, seen.gpu->pci_bus_id);
+    if (!seen.reading->problem.empty()) {
+      worsen(check, seen.visible ? Status::kFail : Status::kWarn);
+      check.lines.push_back(fmt::format("{}: {}", who, seen.reading->problem));
+      check.remedy =
+          "Take it out of CUDA_VISIBLE_DEVICES; nvidia-smi -r or a reboot may bring it "
+          "back.";
+    }
+    counted = counted || seen.reading->ecc_uncorrected;
+    corrected += seen.reading->ecc_corrected.value_or(0);
+    const std::uint64_t wrong = seen.reading->ecc_uncorrected.value_or(0);
+    uncorrected += wrong;
+    if (wrong == 0) continue;
+    worsen(check, seen.visible ? Status::kFail : Status::kWarn);
+    check.lines.push_back(fmt::format("{}: {} uncorrected ECC errors", who, wrong));
+    if (check.remedy.empty())
+      check.remedy =
+          "Results of that GPU cannot be trusted. Reset it (nvidia-smi -r) and run "
+          "nvidia-smi -q -d ECC,ROW_REMAPPER; replace the card when errors return.";
+  }
+  if (corrected > 0 && check.status == Status::kOk) {
+    check.status = Status::kWarn;
+    check.remedy = "Corrected errors do no harm; watch whether they grow (nvidia-smi -q -d ECC).";
+  }
+  check.value =
+      fmt::format("{} GPU{} asked; ECC errors since the driver was loaded: {}", all.size(),
+                  all.size() == 1 ? "" : "s",
+                  counted ? fmt::format("{} corrected, {} uncorrected", corrected, uncorrected)
+                          : "not counted by these cards");
+  check.data = {{"ecc_corrected", integer_node(static_cast<std::int64_t>(corrected))},
+                {"ecc_uncorrected", integer_node(static_cast<std::int64_t>(uncorrected))}};
+  return check;
+}
+
+Check check_xid(const Machine& machine) {
+  if (machine.nvml.gpus.empty()) return no_gpu("xid");
+  Check check{.name = "xid"};
+  for (const monitor::XidEvent& event : machine.nvml.xids)
+    check.lines.push_back(fmt::format("GPU {}: Xid {} now", event.gpu, event.xid));
+  std::istringstream log(machine.kernel_log);
+  std::size_t logged = 0;
+  std::string last;
+  for (std::string line; std::getline(log, line);) {
+    const auto at = line.find("NVRM: Xid");
+    if (at == std::string::npos) continue;
+    ++logged;
+    last = line.substr(at, 160);
+  }
+  if (!last.empty()) check.lines.push_back(last);
+  check.value =
+      machine.kernel_log.empty()
+          ? fmt::format("{} now (this user may not read the kernel log)", machine.nvml.xids.size())
+          : fmt::format("{} now, {} in the kernel log", machine.nvml.xids.size(), logged);
+  if (check.lines.empty()) return check;
+  check.status = machine.nvml.xids.empty() ? Status::kWarn : Status::kFail;
+  check.remedy =
+      "The driver reported critical errors. NVIDIA's list of Xid numbers has the cause; "
+      "48, 63, 79, 94 and 95 are the card, 13, 31 and 43 often a program.";
+  return check;
+}
+
+Check check_throttling(const Machine& machine) {
+  const auto all = readings(machine);
+  if (all.empty()) return no_gpu("throttling");
+  Check check{.name = "throttling"};
+  for (const Seen& seen : all) {
+    const std::uint64_t reasons = seen.reading->clock_reasons.value_or(0);
+    if (!monitor::is_throttled(reasons)) continue;
+    check.status = Status::kWarn;
+    check.lines.push_back(fmt::format("GPU {}: {} ({})", seen.gpu->index,
+                                      fmt::join(monitor::clock_reason_words(reasons), ", "),
+                                      monitor::reading_text(*seen.reading)));
+  }
+  check.value = fmt::format("{} of {} GPUs are slowed down now", check.lines.size(), all.size());
+  if (!check.lines.empty())
+    check.remedy =
+        "Heat: check fans and air flow. Power: raise the limit (nvidia-smi -pl) or the "
+        "supply. One slow GPU slows down all ranks.";
+  return check;
+}
+
+Check check_gpu_memory(const Machine& machine) {
+  const auto all = readings(machine);
+  if (all.empty()) return no_gpu("gpu_memory");
+  Check check{.name = "gpu_memory"};
+  std::uint64_t most = 0;
+  for (const Seen& seen : all) {
+    const std::uint64_t used = seen.reading->memory_used_bytes.value_or(0);
+    if (!seen.visible) continue;
+    most = std::max(most, used);
+    if (used < kMemoryInUse) continue;
+    std::vector<std::int64_t> pids;
+    for (const monitor::GpuProcess& process : seen.reading->processes) pids.push_back(process.pid);
+    check.lines.push_back(
+        fmt::format("GPU {}: {} in use{}", seen.gpu->index, monitor::memory_text(*seen.reading),
+                    pids.empty() ? "" : fmt::format(" by pid {}", fmt::join(pids, ", "))));
+  }
+  check.value = fmt::format("at most {} of a GPU in use before the run", bytes_text(most));
+  check.data = {{"most_used_bytes", integer_node(static_cast<std::int64_t>(most))}};
+  if (check.lines.empty()) return check;
+  check.status = Status::kWarn;
+  check.remedy =
+      "Another program uses the GPU. Wait for it or end it, or choose other GPUs with "
+      "CUDA_VISIBLE_DEVICES.";
+  return check;
+}
+
+Check check_gpu_per_rank(const Machine& machine) {
+  Check check{.name = "gpu_per_rank"};
+  check.data = {{"ranks", integer_node(machine.ranks)}, {"gpus", integer_node(machine.gpus.count)}};
+  if (!machine.on_gpu) {
+    check.status = Status::kSkip;
+    check.value = fmt::format("{} ranks on the CPU", machine.ranks);
+    return check;
+  }
+  for (int rank = 0; rank < machine.ranks; ++rank) {
+    const DeviceRule rule = apply_device_rule(
+        {.local_rank = rank, .visible_gpus = [&machine] { return machine.gpus.count; }});
+    if (rule.problem.empty()) continue;
+    check.status = Status::kFail;
+    check.value = rule.problem;
+    check.remedy = fmt::format("Start {} ranks: --nproc-per-node=gpu.", machine.gpus.count);
+    return check;
+  }
+  check.value = fmt::format("{} ranks on {} visible GPUs", machine.ranks, machine.gpus.count);
+  if (machine.ranks == machine.gpus.count) return check;
+  check.status = Status::kWarn;
+  check.remedy = machine.ranks < machine.gpus.count
+                     ? fmt::format(
+                           "{} GPUs stay idle. Start one rank per GPU: "
+                           "--nproc-per-node=gpu.",
+                           machine.gpus.count - machine.ranks)
+                     : "Ranks share a GPU (LOCKSTEP_SHARE_DEVICE=1), which is for tests: it is "
+                       "slower than one rank per GPU.";
+  return check;
+}
+
+Check check_cudnn(const Machine& machine) {
+  if (!machine.on_gpu) return no_gpu("cudnn");
+  Check check{.name = "cudnn",
+              .value = "LD_LIBRARY_PATH holds no libcudnn: LibTorch's own is used"};
+  std::istringstream folders(machine.variable("LD_LIBRARY_PATH").value_or(""));
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    std::error_code ignored;
+    const std::string file = folder + "/libcudnn.so.9";
+    if (folder.empty() || !std::filesystem::exists(file, ignored)) continue;
+    if (folder.find("/nvidia/cudnn/") != std::string::npos) continue;  // the wheel's
+    check.status = Status::kWarn;
+    check.value = fmt::format(
+        "LD_LIBRARY_PATH holds {}, which the loader may take instead of LibTorch's own", file);
+    check.remedy = fmt::format(
+        "LibTorch may then lack cuDNN's attention, the fastest on H100 and "
+        "later. Remove {} from LD_LIBRARY_PATH.",
+        folder);
+    return check;
+  }
+  return check;
+}
+
+}  // namespace lockstep::cli

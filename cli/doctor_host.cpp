@@ -1,0 +1,345 @@
+// The checks of `lockstep doctor` that concern the host: cores, memory, limits, disk.
+#include <fmt/format.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <filesystem>
+
+#include "cli/doctor_checks.h"
+#include "lockstep/core/cgroup.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/monitor/cpu_sampler.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::uint64_t kMiB = 1u << 20;
+constexpr std::uint64_t kGiB = 1u << 30;
+// A rank with LibTorch and nothing else holds 150 to 250 MiB.
+constexpr std::uint64_t kLeastMemoryPerRank = 256 * kMiB;
+constexpr std::uint64_t kMemoryPerRank = kGiB;
+// Measured: a launcher fails with 20 for 2 ranks and 48 for 8; a rank with 16 of 4 ranks, 24 of 8.
+constexpr std::uint64_t kFilesOfLauncher = 16;
+constexpr std::uint64_t kFilesOfLauncherPerRank = 6;
+constexpr std::uint64_t kFilesOfRank = 16;
+constexpr std::uint64_t kFilesOfRankPerPeer = 3;
+constexpr std::uint64_t kUsualOpenFiles = 1024;  // the kernel's default; data files come on top
+constexpr std::uint64_t kThreadsPerRank = 24;    // LibTorch's, ours and the backend's
+constexpr std::uint64_t kThreadsOfCudaRank = 64;
+// What NVIDIA asks for in a container (--shm-size=1g), and Docker's default, which is too little.
+constexpr std::uint64_t kShmForNccl = kGiB;
+constexpr std::uint64_t kShmOfDocker = 64 * kMiB;
+constexpr std::uint64_t kLeastDisk = 256 * kMiB;
+constexpr std::uint64_t kDisk = 10 * kGiB;
+
+std::string limit_text(std::uint64_t limit) {
+  return limit == kUnlimited ? "unlimited" : std::to_string(limit);
+}
+
+Node limit_node(std::uint64_t limit) {
+  return limit == kUnlimited ? Node{} : integer_node(static_cast<std::int64_t>(limit));
+}
+
+std::optional<std::uint64_t> number_in(const std::string& text) {
+  std::uint64_t number = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (problem != std::errc() || end == text.data()) return std::nullopt;
+  return number;
+}
+
+// What the control groups leave to start, processes and threads together.
+std::uint64_t processes_left(const HostFiles& files) {
+  std::uint64_t left = kUnlimited;
+  for (const CgroupDirectory& group : cgroup_directories("pids", files)) {
+    const auto limit = number_in(text_of(group.path + "/pids.max"));
+    const auto used = number_in(text_of(group.path + "/pids.current"));
+    if (limit && used) left = std::min(left, *limit - std::min(*limit, *used));
+  }
+  return left;
+}
+
+std::vector<std::string> numa_nodes(const HostFiles& files, const std::vector<int>& allowed) {
+  std::vector<std::string> nodes;
+  const std::string base = files.sys + "/devices/system/node";
+  for (const int node : launch::parse_cpu_list(text_of(base + "/online"))) {
+    std::vector<int> cpus;
+    for (const int cpu :
+         launch::parse_cpu_list(text_of(fmt::format("{}/node{}/cpulist", base, node))))
+      if (std::ranges::find(allowed, cpu) != allowed.end()) cpus.push_back(cpu);
+    if (!cpus.empty())
+      nodes.push_back(fmt::format("node {}: CPUs {}", node, launch::cpu_list_text(cpus)));
+  }
+  return nodes;
+}
+
+// Why a rank cannot be bound near its GPU; empty when all can.
+std::string binding_problem(const Machine& machine) {
+  launch::NumaRequest request{.binding = launch::NumaBinding::kNode,
+                              .local_ranks = machine.ranks,
+                              .gpu_pci_addresses = machine.gpus.pci_addresses,
+                              .allowed = machine.cpus};
+  try {
+    for (; request.local_rank < machine.ranks; ++request.local_rank)
+      launch::cpus_for_rank(request, machine.files);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string bytes_text(std::uint64_t bytes) {
+  const double value = static_cast<double>(bytes);
+  if (bytes >= kGiB) return fmt::format("{:.1f} GiB", value / static_cast<double>(kGiB));
+  return fmt::format("{:.0f} MiB", value / static_cast<double>(kMiB));
+}
+
+std::string text_of(const std::string& path) {
+  try {
+    return read_file(path, 1u << 20);
+  } catch (const Error&) {
+    return "";
+  }
+}
+
+double Machine::cores() const {
+  double count = static_cast<double>(cpus.size());
+  if (quota) count = std::min(count, *quota);
+  return std::max(1.0, count);
+}
+
+int Machine::threads_per_rank() const {
+  return std::max(1, static_cast<int>(std::floor(cores())) / std::max(1, ranks));
+}
+
+Check check_cores(const Machine& machine) {
+  Check check{.name = "cores"};
+  check.value =
+      fmt::format("{:g} cores for {} rank{} (affinity {}, cgroup quota {})", machine.cores(),
+                  machine.ranks, machine.ranks == 1 ? "" : "s", launch::cpu_list_text(machine.cpus),
+                  machine.quota ? fmt::format("{:.2f} cores", *machine.quota) : "none");
+  check.data = {{"cores", real_node(machine.cores())}, {"ranks", integer_node(machine.ranks)}};
+  if (machine.ranks <= machine.cores()) return check;
+  check.status = Status::kWarn;
+  check.remedy = fmt::format(
+      "Ranks take turns on a core. Start at most {} (--nproc-per-node), or allow more cores: "
+      "taskset, docker --cpus and --cpuset-cpus, srun --cpus-per-task.",
+      static_cast<int>(machine.cores()));
+  return check;
+}
+
+Check check_threads(const Machine& machine) {
+  Check check{.name = "threads"};
+  const int fair = machine.threads_per_rank();
+  const std::string text = machine.variable("OMP_NUM_THREADS").value_or("");
+  check.data = {{"per_rank", integer_node(fair)}};
+  if (text.empty()) {
+    check.value =
+        fmt::format("OMP_NUM_THREADS is not set: lockstep run gives each rank {} thread{}", fair,
+                    fair == 1 ? "" : "s");
+    return check;
+  }
+  const auto threads = number_in(text);
+  if (!threads || *threads == 0) {
+    check.status = Status::kWarn;
+    check.value = fmt::format("OMP_NUM_THREADS='{}' is not a number of threads", text);
+    check.remedy = fmt::format("Unset it (lockstep run then sets {}), or set a number.", fair);
+    return check;
+  }
+  const double all = static_cast<double>(*threads) * machine.ranks;
+  check.data = {{"per_rank", integer_node(static_cast<std::int64_t>(*threads))}};
+  check.value = fmt::format("OMP_NUM_THREADS={} in {} rank{}: {:g} threads on {:g} cores", *threads,
+                            machine.ranks, machine.ranks == 1 ? "" : "s", all, machine.cores());
+  if (all <= std::max(machine.cores(), static_cast<double>(machine.ranks))) return check;
+  check.status = Status::kWarn;
+  check.remedy = fmt::format(
+      "More threads than cores wait for each other in every operator. Set OMP_NUM_THREADS={}, or "
+      "unset it: lockstep run then chooses that.",
+      fair);
+  return check;
+}
+
+Check check_numa(const Machine& machine) {
+  Check check{.name = "numa"};
+  const auto nodes = numa_nodes(machine.files, machine.cpus);
+  check.data = {{"nodes", integer_node(static_cast<std::int64_t>(nodes.size()))}};
+  if (nodes.size() <= 1) {
+    check.value = fmt::format("one NUMA node (CPUs {})", launch::cpu_list_text(machine.cpus));
+    return check;
+  }
+  check.lines = nodes;
+  const std::string problem = binding_problem(machine);
+  check.status = Status::kWarn;
+  check.value = fmt::format("{} NUMA nodes, and ranks are bound to none of them", nodes.size());
+  check.remedy =
+      "Start with lockstep run --numa-binding=node: each rank then runs on the node of "
+      "its GPU, or the ranks are spread over the nodes.";
+  if (problem.empty()) return check;
+  check.value += "; " + problem;
+  check.remedy = "Allow CPUs of every node that has a GPU (taskset, docker --cpuset-cpus).";
+  return check;
+}
+
+Check check_memory(const Machine& machine) {
+  Check check{.name = "memory"};
+  const monitor::HostSample host = monitor::read_host(machine.files);
+  const monitor::CgroupSample group = monitor::read_cgroup(0, machine.files);
+  std::uint64_t free = host.memory_available_bytes;
+  std::string limit = "no cgroup limit";
+  if (group.memory_limit_bytes) {
+    const std::uint64_t used = group.memory_used_bytes.value_or(0);
+    const std::uint64_t held = used - std::min(used, group.memory_cache_bytes.value_or(0));
+    const std::uint64_t left =
+        *group.memory_limit_bytes - std::min(*group.memory_limit_bytes, held);
+    limit = fmt::format("cgroup limit {}, of which {} are free",
+                        bytes_text(*group.memory_limit_bytes), bytes_text(left));
+    free = std::min(free, left);
+  }
+  const std::uint64_t share = free / static_cast<std::uint64_t>(machine.ranks);
+  check.value =
+      fmt::format("{} free of {} ({}): {} for each of {} ranks", bytes_text(free),
+                  bytes_text(host.memory_total_bytes), limit, bytes_text(share), machine.ranks);
+  check.data = {{"free_bytes", integer_node(static_cast<std::int64_t>(free))},
+                {"total_bytes", integer_node(static_cast<std::int64_t>(host.memory_total_bytes))}};
+  if (machine.address_space != kUnlimited) {
+    check.status = Status::kWarn;
+    check.value +=
+        fmt::format("; address space limited to {} (ulimit -v)", bytes_text(machine.address_space));
+    check.remedy = "CUDA and shared memory map far more than they use. Set ulimit -v unlimited.";
+  }
+  if (share >= kMemoryPerRank) return check;
+  check.status = share < kLeastMemoryPerRank ? Status::kFail : Status::kWarn;
+  check.remedy =
+      "A rank that finds no memory is killed. Start fewer ranks, end other programs, or "
+      "raise the limit (docker --memory, srun --mem).";
+  return check;
+}
+
+Check check_shm(const Machine& machine) {
+  Check check{.name = "shm"};
+  const bool nccl = machine.on_gpu && machine.ranks > 1;
+  const char* who = nccl ? "NCCL needs it between GPUs"
+                         : "Lockstep's shared memory needs none of it; Python's DataLoader does";
+  struct statvfs room {};
+  if (::statvfs(machine.shm.c_str(), &room) != 0) {
+    check.status = nccl ? Status::kFail : Status::kWarn;
+    check.value = fmt::format("there is no {} ({})", machine.shm, who);
+    check.remedy = "Mount one: mount -t tmpfs -o size=1g tmpfs /dev/shm, or docker --shm-size=1g.";
+    return check;
+  }
+  const std::uint64_t free = std::uint64_t{room.f_bavail} * room.f_frsize;
+  const std::uint64_t total = std::uint64_t{room.f_blocks} * room.f_frsize;
+  check.value = fmt::format("{} free of {} in {} ({})", bytes_text(free), bytes_text(total),
+                            machine.shm, who);
+  check.data = {{"free_bytes", integer_node(static_cast<std::int64_t>(free))},
+                {"total_bytes", integer_node(static_cast<std::int64_t>(total))}};
+  if (free > (nccl ? kShmForNccl - 1 : kShmOfDocker)) return check;
+  check.status = nccl && free <= kShmOfDocker ? Status::kFail : Status::kWarn;
+  check.remedy =
+      "Make it larger: docker --shm-size=1g (or --ipc=host), or mount -o "
+      "remount,size=1g /dev/shm; remove what ended programs left there.";
+  return check;
+}
+
+// The launcher raises its own limit to the hard one; ranks start with the soft one.
+Check check_open_files(const Machine& machine) {
+  Check check{.name = "open_files"};
+  const auto ranks = static_cast<std::uint64_t>(machine.ranks);
+  const std::uint64_t launcher = kFilesOfLauncher + kFilesOfLauncherPerRank * ranks;
+  const std::uint64_t rank = kFilesOfRank + kFilesOfRankPerPeer * ranks;
+  check.value = fmt::format(
+      "{} for each process (hard limit {}); a rank of {} needs {} besides its data, the launcher "
+      "{}",
+      limit_text(machine.open_files), limit_text(machine.open_files_max), machine.ranks, rank,
+      launcher);
+  check.data = {{"soft", limit_node(machine.open_files)},
+                {"hard", limit_node(machine.open_files_max)},
+                {"rank_needs", integer_node(static_cast<std::int64_t>(rank))},
+                {"launcher_needs", integer_node(static_cast<std::int64_t>(launcher))}};
+  const bool enough = machine.open_files >= rank && machine.open_files_max >= launcher;
+  if (enough && machine.open_files >= kUsualOpenFiles) return check;
+  check.status = enough ? Status::kWarn : Status::kFail;
+  check.remedy = machine.open_files_max >= std::max(launcher, kUsualOpenFiles)
+                     ? "Set ulimit -n 65536 (or as much as the hard limit allows) before the run."
+                     : "Raise the hard limit: /etc/security/limits.conf (nofile), docker --ulimit "
+                       "nofile=65536, LimitNOFILE of a systemd unit.";
+  return check;
+}
+
+Check check_processes(const Machine& machine) {
+  Check check{.name = "processes"};
+  const std::uint64_t left = processes_left(machine.files);
+  const std::uint64_t limit = machine.root ? kUnlimited : machine.processes;
+  const std::uint64_t each = (machine.on_gpu ? kThreadsOfCudaRank : kThreadsPerRank) +
+                             static_cast<std::uint64_t>(machine.threads_per_rank());
+  const std::uint64_t need = static_cast<std::uint64_t>(machine.ranks) * each;
+  check.value = fmt::format(
+      "{} processes and threads of this user{}, {} left in the cgroup; {} ranks need {}",
+      limit_text(machine.processes), machine.root ? " (root: not limited)" : "", limit_text(left),
+      machine.ranks, need);
+  check.data = {{"limit", limit_node(limit)},
+                {"cgroup_left", limit_node(left)},
+                {"needed", integer_node(static_cast<std::int64_t>(need))}};
+  if (std::min(limit, left) >= need) return check;
+  check.status = Status::kFail;
+  check.remedy = left < need ? "Raise the cgroup's limit (docker --pids-limit, TasksMax of a "
+                               "systemd unit), or start fewer ranks and threads."
+                             : "Set ulimit -u higher, or start fewer ranks and threads.";
+  return check;
+}
+
+Check check_locked_memory(const Machine& machine) {
+  Check check{.name = "locked_memory"};
+  std::error_code ignored;
+  const auto cards = fs::directory_iterator(machine.files.sys + "/class/infiniband", ignored);
+  const bool infiniband = !ignored && cards != fs::directory_iterator();
+  check.value = fmt::format(
+      "{} (ulimit -l); {}",
+      machine.locked_memory == kUnlimited ? "unlimited" : bytes_text(machine.locked_memory),
+      infiniband ? "this host has InfiniBand" : "no InfiniBand here, which would need more");
+  check.data = {{"limit_bytes", limit_node(machine.locked_memory)}};
+  if (!infiniband || machine.locked_memory == kUnlimited) return check;
+  check.status = Status::kWarn;
+  check.remedy =
+      "NCCL registers its buffers with the card. Set ulimit -l unlimited, or docker "
+      "--ulimit memlock=-1.";
+  return check;
+}
+
+Check check_disk(const Machine& machine) {
+  Check check{.name = "disk"};
+  if (machine.request.output_dir.empty())
+    return {.name = "disk", .status = Status::kSkip, .value = "no --output-dir was given"};
+  std::error_code ignored;
+  fs::path place = fs::absolute(machine.request.output_dir, ignored).lexically_normal();
+  while (!fs::exists(place, ignored) && place != place.parent_path()) place = place.parent_path();
+  struct statvfs room {};
+  if (!fs::is_directory(place, ignored) || ::access(place.c_str(), W_OK | X_OK) != 0 ||
+      ::statvfs(place.c_str(), &room) != 0) {
+    check.status = Status::kFail;
+    check.value = fmt::format("{} cannot be written: {}", machine.request.output_dir,
+                              fs::is_directory(place, ignored)
+                                  ? fmt::format("no write permission for {}", place.string())
+                                  : fmt::format("{} is not a folder", place.string()));
+    check.remedy = "Choose another output_dir, or change its owner or mode.";
+    return check;
+  }
+  const std::uint64_t free = std::uint64_t{room.f_bavail} * room.f_frsize;
+  check.value = fmt::format("{} free at {}", bytes_text(free), place.string());
+  check.data = {{"free_bytes", integer_node(static_cast<std::int64_t>(free))}};
+  if (free >= kDisk) return check;
+  check.status = free < kLeastDisk ? Status::kFail : Status::kWarn;
+  check.remedy =
+      "A checkpoint with AdamW takes 12 bytes a parameter, and save_total_limit of them "
+      "stay. Make room, or lower save_total_limit.";
+  return check;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,377 @@
+// The half of the probe that needs no torch: starts the ranks of probe_ranks.cpp under `lockstep
+// run`, with a deadline, and reads what they left.
+#include <fmt/format.h>
+#include <poll.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <deque>
+#include <filesystem>
+#include <sstream>
+
+#include "cli/doctor_checks.h"
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/launch/process.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::size_t kTailLines = 15;
+constexpr std::size_t kTailBytes = 64u << 10;
+constexpr std::chrono::seconds kEndLimit{5};  // from SIGTERM to SIGKILL of the launcher
+constexpr double kSlowRank = 2;               // times the fastest one's time
+constexpr double kSlowShm = 0.5;              // GB/s, far below any memory
+constexpr double kSlowNccl = 2;               // GB/s, below PCIe 3.0 x4
+
+// ------------------------------------------------------------------ running the ranks
+
+struct Folder {
+  Folder() {
+    const char* base = std::getenv("TMPDIR");
+    path =
+        std::string(base != nullptr && *base != '\0' ? base : "/tmp") + "/lockstep_doctor_XXXXXX";
+    if (::mkdtemp(path.data()) == nullptr)
+      throw SystemError("doctor", "cannot make a folder " + path, errno);
+  }
+  ~Folder() {
+    std::error_code ignored;
+    fs::remove_all(path, ignored);
+  }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  std::string path;
+};
+
+// Of the caller's environment, without the flags of another `lockstep run`.
+std::vector<std::string> environment() {
+  std::vector<std::string> variables;
+  for (char** entry = ::environ; *entry != nullptr; ++entry)
+    if (std::string_view(*entry).substr(0, 4) != "PET_") variables.emplace_back(*entry);
+  if (std::getenv("NCCL_DEBUG") == nullptr) variables.emplace_back("NCCL_DEBUG=WARN");
+  return variables;
+}
+
+// What stalls explains itself before the deadline: the ranks' time-outs and the launcher's table.
+std::vector<std::string> command(const Machine& machine, const std::string& program,
+                                 const std::string& folder) {
+  const int third = std::max(1, machine.request.probe_timeout_s / 3);
+  return {fs::read_symlink("/proc/self/exe"),
+          "run",
+          "--standalone",
+          fmt::format("--nproc-per-node={}", machine.ranks),
+          "--no-python",
+          "--shutdown-timeout=2",
+          fmt::format("--stall-timeout={}", third),
+          fmt::format("--stopped-timeout={}", third),
+          fmt::format("--startup-timeout={}", 2 * third),
+          fmt::format("--timeout={}", 2 * third),
+          program,
+          "doctor-probe",
+          folder};
+}
+
+// Reads until the other end is closed or the deadline has passed; false: it has.
+bool read_all(int fd, std::string& text, const Deadline& deadline) {
+  char buffer[4096];
+  for (;;) {
+    pollfd waiting{fd, POLLIN, 0};
+    const int ready = ::poll(&waiting, 1, deadline.remaining_ms());
+    if (ready == 0) return false;
+    if (ready < 0 && errno == EINTR) continue;
+    const ssize_t n = ready < 0 ? -1 : ::read(fd, buffer, sizeof buffer);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return true;
+    text.append(buffer, static_cast<std::size_t>(n));
+    if (text.size() > 2 * kTailBytes) text.erase(0, text.size() - kTailBytes);
+  }
+}
+
+struct Outcome {
+  bool in_time = false;
+  launch::Ending ending{};
+  std::string output;
+};
+
+Outcome run_ranks(const Machine& machine, const std::string& program, const std::string& folder) {
+  const Progress progress("running ranks that compute and communicate");
+  const Deadline deadline = Deadline::after(std::chrono::seconds(machine.request.probe_timeout_s));
+  Pipe pipe = make_pipe();
+  launch::ProcessRequest request{.argv = command(machine, program, folder),
+                                 .environment = environment(),
+                                 .stdout_fd = pipe.write.get(),
+                                 .stderr_fd = pipe.write.get()};
+  launch::Process launcher = launch::start_process(request);
+  pipe.write.reset();
+  Outcome outcome;
+  outcome.in_time = read_all(pipe.read.get(), outcome.output, deadline);
+  if (!outcome.in_time) {
+    // The launcher stops its ranks; its guard does when the launcher itself is killed.
+    launcher.signal_group(SIGTERM);
+    read_all(pipe.read.get(), outcome.output, Deadline::after(kEndLimit));
+  }
+  const Deadline end = Deadline::after(kEndLimit);
+  for (;;) {
+    if (const auto ended = launcher.reap()) {
+      outcome.ending = *ended;
+      return outcome;
+    }
+    if (end.expired()) launcher.signal_group(SIGKILL);
+    ::usleep(2000);
+    if (end.elapsed() > 2 * kEndLimit) return outcome;  // stuck in the kernel
+  }
+}
+
+std::vector<std::string> tail(const std::string& text) {
+  std::deque<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    if (line.empty() || line.find("+0x") != std::string::npos) continue;  // frames hide the cause
+    lines.push_back(line.substr(0, 300));
+    if (lines.size() > kTailLines) lines.pop_front();
+  }
+  return {lines.begin(), lines.end()};
+}
+
+// ------------------------------------------------------------------ what they found
+
+Node read_node(const fs::path& file) {
+  const std::string text = text_of(file);
+  if (text.empty()) return {};
+  try {
+    return parse_json(text, file);
+  } catch (const UsageError&) {  // torn: the rank was killed while it wrote
+    return {};
+  }
+}
+
+double number(const Node& node, const char* key) {
+  const Entry* entry = node.find(key);
+  return entry == nullptr ? 0 : entry->value.real;
+}
+
+std::string text(const Node& node, const char* key) {
+  const Entry* entry = node.find(key);
+  return entry == nullptr ? "" : entry->value.text;
+}
+
+bool is_right(const Node& node) {
+  const Entry* entry = node.find("right");
+  return entry != nullptr && entry->value.boolean;
+}
+
+NodeMembers members(const Node& node) {
+  NodeMembers out;
+  for (const Entry& entry : node.entries) out.emplace_back(entry.key, entry.value);
+  return out;
+}
+
+Check check_libtorch(const Machine& machine, const Node& found) {
+  Check check{.name = "libtorch", .data = members(found)};
+  check.value = fmt::format("LibTorch {} from {}", text(found, "torch"),
+                            fs::path(text(found, "torch_library")).parent_path().string());
+  const int runtime = static_cast<int>(number(found, "cuda"));
+  const int driver = machine.gpus.cuda_version;
+  if (runtime == 0) {
+    check.value += "; its CUDA part is not loaded";
+    if (!machine.on_gpu) return check;
+    check.status = Status::kWarn;
+    check.remedy =
+        "GPUs are visible, but these programs were built without CUDA and run on the CPU. Build "
+        "them with nvcc and a LibTorch for CUDA.";
+    return check;
+  }
+  check.value += fmt::format(", built for CUDA {}.{}; NCCL {}", runtime / 1000, runtime % 1000 / 10,
+                             text(found, "nccl"));
+  // Within a major version older drivers run newer programs.
+  if (driver == 0 || runtime / 1000 <= driver / 1000) return check;
+  check.status = Status::kFail;
+  check.value += fmt::format("; the driver has CUDA {}.{}", driver / 1000, driver % 1000 / 10);
+  check.remedy = fmt::format(
+      "Install a driver for CUDA {}.x or later, or a LibTorch that was built "
+      "for CUDA {}.x.",
+      runtime / 1000, driver / 1000);
+  return check;
+}
+
+// A wheel's cuDNN lies beside its torch; one from elsewhere may lack what LibTorch asks for.
+std::optional<Check> check_loaded_cudnn(const Node& found) {
+  const std::string library = text(found, "cudnn_library");
+  if (library.empty()) return std::nullopt;
+  const fs::path root =
+      fs::path(text(found, "torch_library")).parent_path().parent_path().parent_path();
+  const auto loaded = static_cast<int>(number(found, "cudnn"));
+  const auto compiled = static_cast<int>(number(found, "cudnn_compiled"));
+  Check check{.name = "cudnn"};
+  check.value =
+      fmt::format("cuDNN {} from {} (LibTorch was built with {})", loaded, library, compiled);
+  check.data = {{"loaded", integer_node(loaded)},
+                {"compiled", integer_node(compiled)},
+                {"library", text_node(library)}};
+  if (library.starts_with(root.string() + "/") && loaded >= compiled) return check;
+  check.status = Status::kWarn;
+  check.remedy = fmt::format(
+      "LibTorch may lack cuDNN's attention, the fastest on H100 and later. "
+      "Remove {} from LD_LIBRARY_PATH and the loader's configuration, so "
+      "that LibTorch finds its own.",
+      fs::path(library).parent_path().string());
+  return check;
+}
+
+Check check_compute(const Machine& machine, const std::vector<Node>& ranks) {
+  Check check{.name = "compute"};
+  double fastest = 1e30;
+  double slowest = 0;
+  std::string slow;
+  std::vector<Node> times;
+  for (const Node& rank : ranks) {
+    const double ms = number(rank, "compute_ms");
+    const std::string who =
+        fmt::format("rank {:.0f} ({})", number(rank, "rank"), text(rank, "device"));
+    times.push_back(real_node(ms));
+    fastest = std::min(fastest, ms);
+    if (ms > slowest) slow = who;
+    slowest = std::max(slowest, ms);
+    if (is_right(rank)) continue;
+    check.status = Status::kFail;
+    check.lines.push_back(who + " computed a wrong gradient");
+    check.remedy =
+        "That device or its memory is faulty. Leave it out, and run its own diagnosis "
+        "(dcgmi diag -r 3, memtest).";
+  }
+  check.data = {{"ms", list_node(std::move(times))}};
+  check.value =
+      fmt::format("{} of {} ranks computed alone on their devices, in {:.2f} to {:.2f} ms",
+                  ranks.size(), machine.ranks, fastest, slowest);
+  if (static_cast<int>(ranks.size()) < machine.ranks) {
+    check.status = Status::kFail;
+    if (check.remedy.empty())
+      check.remedy =
+          "A rank alone does not work. Run the program with one rank first: it is then "
+          "a world of one.";
+  } else if (check.status == Status::kOk && slowest > kSlowRank * fastest) {
+    check.status = Status::kWarn;
+    check.value += "; slowest: " + slow;
+    check.remedy =
+        "One slow rank slows down all. See whether another program uses its device or "
+        "cores, and whether it is throttled.";
+  }
+  return check;
+}
+
+Check check_p2p(const Node& world) {
+  Check check{.name = "p2p"};
+  const Entry* pairs = world.find("p2p");
+  if (pairs == nullptr || pairs->value.items.empty())
+    return {.name = "p2p", .status = Status::kSkip, .value = "fewer than two GPUs in use"};
+  double slowest = 1e30;
+  std::size_t wrong = 0;
+  for (const Node& pair : pairs->value.items) {
+    slowest = std::min(slowest, number(pair, "gb_per_s"));
+    if (is_right(pair)) continue;
+    ++wrong;
+    check.lines.push_back(fmt::format("cuda:{:.0f} to cuda:{:.0f}: the copy differs",
+                                      number(pair, "from"), number(pair, "to")));
+  }
+  check.value = fmt::format("{} copies between GPUs, {} wrong, slowest {:.1f} GB/s",
+                            pairs->value.items.size(), wrong, slowest);
+  check.data = {{"slowest_gb_per_s", real_node(slowest)}, {"pairs", pairs->value}};
+  if (wrong == 0) return check;
+  check.status = Status::kFail;
+  check.remedy =
+      "Copies between GPUs arrive damaged, often because of the IOMMU or PCIe ACS. Set "
+      "NCCL_P2P_DISABLE=1 for now; disable ACS or boot with iommu=pt.";
+  return check;
+}
+
+Check check_all_reduce(const Machine& machine, const Node& world) {
+  Check check{.name = "all_reduce"};
+  const Entry* found = world.find("all_reduce");
+  if (found == nullptr)
+    return {.name = "all_reduce", .status = Status::kSkip, .value = "one rank has no peer"};
+  const std::string backend = text(world, "backend");
+  const double rate = number(found->value, "gb_per_s");
+  check.value = fmt::format(
+      "{:.0f} MB over {} ranks by {}: {:.2f} ms, {:.2f} GB/s ({:.2f} GB/s on "
+      "the bus)",
+      number(found->value, "bytes") / 1e6, machine.ranks, backend, number(found->value, "ms"), rate,
+      number(found->value, "bus_gb_per_s"));
+  check.data = members(found->value);
+  check.data.emplace_back("backend", text_node(backend));
+  if (!is_right(found->value)) {
+    check.status = Status::kFail;
+    check.value += "; the sum is wrong";
+    check.remedy = "A sum over ranks must be exact here. Test devices and memory (compute, p2p).";
+  } else if (rate < (backend == "nccl" ? kSlowNccl : kSlowShm)) {
+    check.status = Status::kWarn;
+    check.remedy = backend == "nccl"
+                       ? "NCCL probably uses sockets between GPUs of one host: "
+                         "NCCL_DEBUG=INFO says which way it takes."
+                       : "The cores are busy with something else, or ranks share one.";
+  }
+  return check;
+}
+
+}  // namespace
+
+std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
+                              const std::string& problem) {
+  std::vector<Node> ranks;
+  for (int rank = 0; rank < machine.ranks; ++rank) {
+    Node node = read_node(fs::path(folder) / fmt::format("rank_{}.json", rank));
+    if (node.is(NodeKind::kMap)) ranks.push_back(std::move(node));
+  }
+  const Node world = read_node(fs::path(folder) / "world.json");
+  std::vector<Check> checks;
+  if (const Node versions = read_node(fs::path(folder) / "versions.json");
+      versions.is(NodeKind::kMap)) {
+    checks.push_back(check_libtorch(machine, versions));
+    if (auto cudnn = check_loaded_cudnn(versions)) checks.push_back(std::move(*cudnn));
+  }
+  if (!ranks.empty()) checks.push_back(check_compute(machine, ranks));
+  if (world.is(NodeKind::kMap)) {
+    checks.push_back(check_p2p(world));
+    checks.push_back(check_all_reduce(machine, world));
+  }
+  if (!problem.empty())
+    checks.push_back({.name = "probe",
+                      .status = Status::kFail,
+                      .value = problem,
+                      .remedy = ranks.empty()
+                                    ? "The lines above are what it printed last."
+                                    : "Each rank alone works: look for what is between them "
+                                      "(limits, interface, NCCL). NCCL_DEBUG=INFO says more."});
+  return checks;
+}
+
+std::vector<Check> probe_checks(const Machine& machine) {
+  const auto skipped = [](const std::string& why) {
+    return std::vector<Check>{{.name = "probe", .status = Status::kSkip, .value = why}};
+  };
+  if (!machine.request.probe) return skipped("--no-probe: no ranks were started");
+  if (check_gpu_per_rank(machine).status == Status::kFail)
+    return skipped("there is no GPU for each rank (gpu_per_rank)");
+  const fs::path self = fs::read_symlink("/proc/self/exe");
+  const std::string program = self.parent_path().parent_path() / "libexec" / "lockstep-train";
+  if (::access(program.c_str(), X_OK) != 0)
+    return skipped(program + " is not there: this build has no LibTorch");
+  const Folder folder;
+  const Outcome outcome = run_ranks(machine, program, folder.path);
+  std::string problem;
+  if (!outcome.in_time)
+    problem = fmt::format("{} ranks did not finish within {} s (--probe-timeout)", machine.ranks,
+                          machine.request.probe_timeout_s);
+  else if (!outcome.ending.ok())
+    problem = fmt::format("the ranks failed: lockstep run {}", outcome.ending.text());
+  std::vector<Check> checks = read_probe(machine, folder.path, problem);
+  if (!problem.empty()) checks.back().lines = tail(outcome.output);
+  return checks;
+}
+
+}  // namespace lockstep::cli
