@@ -34,6 +34,7 @@ T bounded(const std::string& what, const Deadline& deadline, std::function<T()> 
     std::mutex mutex;
     std::condition_variable changed;
     bool done = false;
+    bool doomed = false;
     std::optional<T> value;
     std::exception_ptr error;
   };
@@ -54,17 +55,19 @@ T bounded(const std::string& what, const Deadline& deadline, std::function<T()> 
     shared->changed.notify_all();
   }).detach();
 
-  std::unique_lock lock(shared->mutex);
-  while (!shared->done) {
-    const auto slice = std::min(deadline.remaining(), std::chrono::milliseconds(100));
-    if (shared->changed.wait_for(lock, slice, [&] { return shared->done; })) break;
+  const auto token = control::subscribe([shared](const control::PeerFailure&) {
+    const std::lock_guard lock(shared->mutex);
+    shared->doomed = true;
+    shared->changed.notify_all();
+  });
+  std::unique_lock lock(shared->mutex);  // released before the token, which waits for its call
+  shared->changed.wait_until(lock, deadline.time(), [&] { return shared->done || shared->doomed; });
+  if (!shared->done) {
     throw_if_doomed(what);
-    if (deadline.expired()) {
-      throw TimeoutError("world", fmt::format("{} did not finish within {} ms. A rank is missing, "
-                                              "stopped or unreachable. Raise "
-                                              "LOCKSTEP_STARTUP_TIMEOUT_S if it is only slow.",
-                                              what, deadline.total().count()));
-    }
+    throw TimeoutError("world", fmt::format("{} did not finish within {} ms. A rank is missing, "
+                                            "stopped or unreachable. Raise "
+                                            "LOCKSTEP_STARTUP_TIMEOUT_S if it is only slow.",
+                                            what, deadline.total().count()));
   }
   if (shared->error) std::rethrow_exception(shared->error);
   return std::move(*shared->value);

@@ -80,6 +80,7 @@ class Listener {
   }
 
   bool connected() const { return static_cast<bool>(fd_); }
+  int failure_fd() const { return wake_.read.get(); }
 
   std::optional<PeerFailure> failure(std::chrono::milliseconds wait) {
     std::unique_lock lock(mutex_);
@@ -186,7 +187,8 @@ class Listener {
     failure_ = std::move(failure);
     std::signal(SIGTERM, SIG_DFL);
     changed_.notify_all();
-    wake_.write.reset();  // the listening thread notifies, whichever thread read it
+    // The listening thread notifies, whichever thread read it; and waits in poll() end.
+    wake_.write.reset();
   }
 
   void deliver(std::unique_lock<std::mutex>& lock) {
@@ -243,6 +245,10 @@ bool connected() {
 
 std::optional<PeerFailure> failure(std::chrono::milliseconds wait) {
   return listener().failure(wait);
+}
+
+int failure_fd() {
+  return listener().failure_fd();
 }
 
 Subscription subscribe(std::function<void(const PeerFailure&)> callback) {

@@ -3,17 +3,25 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
 #include <mutex>
 #include <thread>
 
 #include "lockstep/core/child_for_test.h"
 #include "lockstep/core/crash.h"
+#include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/rendezvous/bounded.h"
+#include "lockstep/rendezvous/store_client.h"
 
 namespace lockstep {
 namespace {
@@ -261,6 +269,60 @@ TEST(Control, AProcessThatContinuesIsEnded) {
   ASSERT_TRUE(child.says("ready"));
   launcher.say(kFailed);
   EXPECT_EQ(child.wait(), -SIGTERM) << child.output();
+}
+
+// The launcher's SIGTERM comes 100 ms after its word; whoever waits must have reported by then.
+void wait_and_say_when_it_ended(const std::function<void()>& wait) {
+  control::connected();
+  print("waits");
+  try {
+    wait();
+  } catch (const CommError& error) {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    print("ended at " + std::to_string(std::chrono::nanoseconds(now).count()));
+    print(error.what());
+  }
+}
+
+CHILD(waits_for_the_store) {
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) return 1;
+  const Fd launcher(ends[1]);
+  const detail::StoreConnection connection{Fd(ends[0])};
+  wait_and_say_when_it_ended(
+      [&] { connection.receive_number<int>({"reading a key", Deadline::after(seconds(20))}); });
+  return 0;
+}
+
+CHILD(waits_for_a_thread) {
+  wait_and_say_when_it_ended([] {
+    detail::bounded<int>("reading a key", Deadline::after(seconds(20)), [] {
+      std::this_thread::sleep_for(seconds(60));
+      return 0;
+    });
+  });
+  std::_Exit(0);  // not waiting for that thread
+}
+
+TEST(Control, WaitsEndAsSoonAsAFailureIsAnnounced) {
+  for (const char* name : {"waits_for_the_store", "waits_for_a_thread"}) {
+    double best_ms = 1e9;  // of several: a busy machine may hold up any process
+    for (int attempt = 0; attempt < 5; ++attempt) {
+      Launcher launcher;
+      Child child(name, launcher.variables(), {launcher.pipe.read.get()});
+      ASSERT_TRUE(child.says("waits\n"));
+      std::this_thread::sleep_for(milliseconds(10));  // it does now
+      const auto said = std::chrono::steady_clock::now().time_since_epoch();
+      launcher.say(kFailed);
+      EXPECT_EQ(child.wait(), 0) << child.output();
+      EXPECT_THAT(child.output(), HasSubstr("reading a key was given up: rank 3 on n1 failed: "));
+      const char* const ended = std::strstr(child.output().c_str(), "ended at ");
+      ASSERT_NE(ended, nullptr) << child.output();
+      const auto took = std::chrono::nanoseconds(std::strtoll(ended + 9, nullptr, 10)) - said;
+      best_ms = std::min(best_ms, std::chrono::duration<double, std::milli>(took).count());
+    }
+    EXPECT_LT(best_ms, 50) << name;
+  }
 }
 
 CHILD(starts_a_child_of_its_own) {

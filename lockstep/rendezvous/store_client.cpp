@@ -31,13 +31,11 @@ constexpr std::chrono::milliseconds kAnswerWait{200};
 
 // False when the deadline has passed; throws when the launcher announces a failure.
 bool socket_ready(int fd, short events, const StoreCall& call) {
-  constexpr int kSliceMs = 100;
   for (;;) {
-    pollfd ready{fd, events, 0};
-    const int slice = std::clamp(call.deadline.remaining_ms(), 1, kSliceMs);
-    const int count = ::poll(&ready, 1, slice);
-    if (count > 0) return true;
+    pollfd ready[] = {{fd, events, 0}, {control::failure_fd(), 0, 0}};
+    const int count = ::poll(ready, 2, std::max(1, call.deadline.remaining_ms()));
     if (count < 0 && errno != EINTR) throw SystemError("store", "poll failed", errno);
+    if (count > 0 && ready[0].revents != 0) return true;
     throw_if_doomed(call.what);
     if (call.deadline.expired()) return false;
   }

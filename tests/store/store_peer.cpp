@@ -23,6 +23,7 @@
 
 #include "lockstep/comm/launcher_store.h"
 #include "lockstep/lockstep.h"
+#include "lockstep/rendezvous/control.h"
 #include "lockstep/rendezvous/rank_env.h"
 
 namespace {
@@ -105,8 +106,14 @@ int exchange_values(const StorePtr& store, const lockstep::RankEnv& env) {
 
 int use_store(const std::string& mode, const lockstep::RankEnv& env) {
   const auto store = lockstep::detail::open_launcher_store(env.store_channel);
-  // Whoever learns of a failure while it waits may be slower than the SIGTERM that follows.
-  if (mode == "endure" || mode == "wait") std::signal(SIGTERM, SIG_IGN);
+  // Whoever learns of a failure while it waits may be slower than the SIGTERM that follows. Control
+  // restores the signal's default action when it learns of one, so it is ignored again after that.
+  lockstep::control::Subscription still_ignored;
+  if (mode == "endure" || mode == "wait") {
+    std::signal(SIGTERM, SIG_IGN);
+    still_ignored = lockstep::control::subscribe(
+        [](const lockstep::control::PeerFailure&) { std::signal(SIGTERM, SIG_IGN); });
+  }
   if (mode == "hold" || mode == "endure") return hold(store, env);
   if (mode == "values") return exchange_values(store, env);
   if (mode == "fresh") {
