@@ -313,10 +313,36 @@ std::string stack_lines(const std::vector<RankView>& ranks) {
 }  // namespace
 
 bool RankView::waits() const {
-  if (ledger.records.empty()) return false;
-  return std::any_of(ledger.records.begin(), ledger.records.end(),
-                     [](const Record& record) { return record.under_way(); }) ||
-         ledger.records.back().state == State::kReleased;
+  return device_waits || std::any_of(ledger.records.begin(), ledger.records.end(),
+                                     [](const Record& record) { return record.under_way(); });
+}
+
+void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
+  // Operations that do not fit together never end, whoever has enqueued them.
+  const auto wrong = first_difference(ranks, Difference::Kind::kOperation);
+  std::vector<std::map<std::string, std::uint64_t>> newest;  // number in each group, by rank
+  for (const RankView& rank : ranks) {
+    newest.emplace_back();
+    for (const Record& record : rank.ledger.records)
+      if (!record.message) newest.back()[record.group] = record.sequence;
+  }
+  const auto lacking = [&](const Record& record) {
+    if (wrong && wrong->group == record.group && wrong->sequence <= record.sequence) return true;
+    return std::any_of(newest.begin(), newest.end(), [&](const auto& numbers) {
+      const auto found = numbers.find(record.group);
+      // Of a group that it is no member of it has no record; of the world it will have one.
+      return found == numbers.end() ? record.group.empty() : found->second < record.sequence;
+    });
+  };
+  for (RankView& rank : ranks) {
+    const auto& records = rank.ledger.records;
+    // The peers of a message number their own, so whether it has come cannot be seen.
+    const bool unknown = !records.empty() && records.back().state == State::kReleased &&
+                         (other_hosts || records.back().message);
+    rank.device_waits = unknown || std::any_of(records.begin(), records.end(), [&](const auto& r) {
+                          return r.state == State::kReleased && !r.message && lacking(r);
+                        });
+  }
 }
 
 bool RankView::busy() const {

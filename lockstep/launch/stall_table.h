@@ -28,10 +28,16 @@ struct RankView {
   double cpu_share = 0;    // of a core, since the last movement
   std::vector<std::string> stack = {};
   std::string no_stack = {};  // why there is none
+  bool device_waits = false;  // for an operation on its stream: see find_device_waits()
 
   bool waits() const;  // an operation of it is under way
   bool busy() const;   // it runs or its CPU time grows, and it waits for nobody
 };
+
+// An operation that was left to a device's stream (nccl) does not say when it has ended. Once every
+// rank has enqueued it, no rank waits for another; where one has not, the others' devices wait.
+// `other_hosts`: ranks that are not seen here may not have.
+void find_device_waits(std::vector<RankView>& ranks, bool other_hosts);
 
 // The first call of a group that is not the same on all ranks.
 struct Difference {

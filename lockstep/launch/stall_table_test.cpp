@@ -168,8 +168,43 @@ TEST(StallTable, OnlyARankThatWaitsForNobodyIsBusy) {
   EXPECT_TRUE(view.busy()) << "it would run if the machine had a core for it";
   view.ledger.records.back().state = State::kStarted;
   EXPECT_FALSE(view.busy()) << "it spins in a collective";
-  view.ledger.records.back().state = State::kReleased;
-  EXPECT_FALSE(view.busy()) << "it waits for a device";
+}
+
+// nccl: what a rank has enqueued says nothing of its host, which may compute or wait.
+TEST(StallTable, AnEnqueuedOperationKeepsWaitingWhileARankLacksIt) {
+  const auto view = [](int rank, Calls calls, double cpu_share) {
+    RankView seen = rank_with(rank, calls.open(State::kReleased));
+    seen.cpu_share = cpu_share;
+    return seen;
+  };
+  const Calls one = Calls().add("all_reduce", 8);
+  const Calls two = Calls().add("all_reduce", 8).add("all_reduce", 8);
+  std::vector<RankView> ranks = {view(0, two, 0.9), view(1, two, 0.9)};
+  find_device_waits(ranks, false);
+  for (const RankView& rank : ranks) {
+    EXPECT_FALSE(rank.waits()) << "all have enqueued it";
+    EXPECT_TRUE(rank.busy());
+  }
+  EXPECT_THAT(ranks_behind(ranks), ElementsAre(0, 1)) << "by themselves";
+
+  ranks = {view(0, two, 0.9), view(1, one, 0.9)};
+  find_device_waits(ranks, false);
+  EXPECT_TRUE(ranks[0].waits() && !ranks[0].busy()) << "it spins until its device has finished";
+  EXPECT_TRUE(ranks[1].busy() && !ranks[1].waits());
+  EXPECT_THAT(describe_stall(ranks, {}).cause, HasSubstr("Rank 1 is behind: it is busy"));
+
+  ranks = {view(0, two, 0.9), view(1, two, 0.9)};
+  find_device_waits(ranks, true);
+  EXPECT_TRUE(ranks[0].waits() && ranks[1].waits()) << "a rank of another host may lack it";
+
+  ranks = {view(0, two, 0.9), view(1, Calls().add("all_reduce", 8).add("broadcast", 8), 0.9)};
+  find_device_waits(ranks, false);
+  EXPECT_TRUE(ranks[0].waits() && ranks[1].waits()) << "they do not fit together";
+
+  ranks = {view(0, Calls().add("all_reduce", 8, "a"), 0.9), view(1, one, 0.9)};
+  find_device_waits(ranks, false);
+  EXPECT_FALSE(ranks[0].waits()) << "rank 1 is no member";
+  EXPECT_TRUE(ranks[1].waits()) << "rank 0 has not called anything of the world";
 }
 
 TEST(StallTable, AFailureReportHasThePosition) {

@@ -138,6 +138,7 @@ std::vector<RankView> StallWatch::views() const {
       view.cpu_share = (view.process.cpu_s - watched.cpu_s) / compared.count();
     views.push_back(std::move(view));
   }
+  find_device_waits(views, options_.other_hosts);
   return views;
 }
 

@@ -87,6 +87,14 @@ TEST_F(Watch, WhoComputesIsBusy) {
   EXPECT_EQ(busy_.size(), 1u) << "a line for one quiet";
 }
 
+TEST_F(Watch, WhoComputesAfterAnEnqueuedOperationIsBusy) {
+  watch(milliseconds(200));
+  ledger::ended(post(3), ledger::End::kReleased);
+  run_for(milliseconds(1500));
+  EXPECT_TRUE(reports_.empty()) << reports_.front();
+  EXPECT_EQ(busy_.size(), 1u);
+}
+
 TEST_F(Watch, IgnoresARankWhoseBodyHasReturned) {
   watch(milliseconds(200));
   const ledger::Phase before = ledger::set_phase(ledger::Phase::kEnded);
