@@ -1,50 +1,16 @@
 """The benchmarks on tiny sizes: what they write, what they refuse, and what they exit with."""
 
-import csv
-import json
 import os
-import pathlib
-import subprocess
-import tempfile
 import unittest
 from xml.etree import ElementTree
 
-LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+from bench_case import Case, bench
+
 ALLREDUCE = ["allreduce", "--backends", "shm,gloo", "--sizes", "4K,1M", "--rounds", "1",
              "--budget-s", "2"]
 STEP = ["step", "--params", "150K", "--rounds", "3", "--seconds", "1"]
 TRAIN = ["train", "--layers", "1", "--width", "32", "--vocab", "64", "--tokens", "16",
          "--batches", "1,2", "--steps", "2", "--rounds", "3", "--seconds", "1"]
-
-
-def bench(*arguments, **env):
-    return subprocess.run([LOCKSTEP, "bench", *arguments], capture_output=True, text=True,
-                          timeout=120, env=os.environ | env)
-
-
-class Case(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
-    def passes(self, *arguments):
-        """The rows of its CSV file and its JSON document."""
-        table, document = self.folder / "a.csv", self.folder / "a.json"
-        result = bench(*arguments, "--csv", str(table), "--json", str(document))
-        self.assertEqual(result.returncode, 0, result.stderr)
-        with open(table, newline="") as file:
-            rows = list(csv.DictReader(file))
-        for row in rows:
-            for cell in row.values():
-                self.assertIn(cell, result.stdout)
-        return result, rows, json.loads(document.read_text())
-
-    def fails(self, code, message, *arguments):
-        result = bench(*arguments)
-        self.assertEqual(result.returncode, code, result.stderr)
-        self.assertIn(message, result.stderr)
-        return result
 
 
 class AllReduce(Case):

@@ -4,46 +4,18 @@ import csv
 import io
 import json
 import os
-import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 import unittest
+
+from bench_case import Case, bench
 
 sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "bench", "peers"))
 import peer_loop  # noqa: E402
 
-LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
 TINY = ["--model", "tiny", "--device", "cpu", "--warmup", "1"]
 SHORT = [*TINY, "--steps", "2", "--rounds", "2"]
 PEER = ["--peer", "pytorch", "--peer-modes", "eager"]
-
-
-def bench(*arguments, **env):
-    return subprocess.run([LOCKSTEP, "bench", *arguments], capture_output=True, text=True,
-                          timeout=120, env=os.environ | env)
-
-
-class Case(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
-    def passes(self, *arguments):
-        table, document = self.folder / "a.csv", self.folder / "a.json"
-        result = bench(*arguments, "--csv", str(table), "--json", str(document))
-        self.assertEqual(result.returncode, 0, result.stderr)
-        with open(table, newline="") as file:
-            rows = list(csv.DictReader(file))
-        return result, rows, json.loads(document.read_text())
-
-    def fails(self, code, message, *arguments, **env):
-        result = bench(*arguments, **env)
-        self.assertEqual(result.returncode, code, result.stderr)
-        self.assertIn(message, result.stderr)
-        return result
 
 
 class BesidePyTorch(Case):

@@ -28,32 +28,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kLong = 30s;  // of waits that end by themselves
 
-constexpr const char* kTwoGpus = R"(devices 2
-0 name Fake H200
-0 uuid GPU-aaaa
-0 pci 00000000:1A:00.0
-0 utilisation 97
-0 used 33554432
-0 total 1073741824
-0 power 412500
-0 limit 700000
-0 temperature 61
-0 sm_clock 1980
-0 memory_clock 2619
-0 reasons 68
-0 ecc_corrected 3
-0 ecc_uncorrected 0
-0 processes 17:1048576,18:-
-1 name Fake H200
-1 uuid GPU-bbbb
-1 pci 00000000:2A:00.0
-1 utilisation 5
-1 used 1048576
-1 total 1073741824
-1 power 90000
-1 temperature 40
-)";
-
 class GpuSamplerTest : public testing::Test {
  protected:
   GpuSamplerTest() {
@@ -63,13 +37,13 @@ class GpuSamplerTest : public testing::Test {
   }
   ~GpuSamplerTest() override { std::filesystem::remove(path_); }
 
-  // The lines of `base`, where those of `changes` do not replace them.
-  void script(const std::string& changes, const std::string& base = kTwoGpus) {
+  // The lines of two_gpus.txt, where those of `changes` do not replace them.
+  void script(const std::string& changes) {
     const auto key = [](const std::string& line) {
       return line.substr(0, line.find(' ', line.find(' ') + 1));
     };
     std::ofstream file(path_);
-    std::istringstream old_lines(base);
+    std::ifstream old_lines(LOCKSTEP_TWO_GPUS);
     for (std::string line; std::getline(old_lines, line);) {
       if (("\n" + changes).find("\n" + key(line) + " ") == std::string::npos) file << line << '\n';
     }

@@ -11,30 +11,11 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tempfile
 import unittest
 
+import fake_nvml
+
 BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
-FAKE = BIN.parent / "lib" / "fake_nvml_new" / "libnvidia-ml.so.1"
-SCRIPT = """devices 2
-0 name Fake H200
-0 uuid GPU-aaaa
-0 pci 00000000:1A:00.0
-0 utilisation 97
-0 used 33554432
-0 total 1073741824
-0 power 412500
-0 limit 700000
-0 temperature 61
-0 sm_clock 1980
-0 memory_clock 2619
-0 reasons 68
-0 ecc_corrected 3
-0 ecc_uncorrected 4
-0 processes 17:1048576,18:-
-1 power lost
-1 xid 79
-"""
 # Runs in a process of its own, since the binding opens the library once.
 ASK = """
 import json, pynvml as n
@@ -79,13 +60,10 @@ class Fake(unittest.TestCase):
             import pynvml  # noqa: F401
         except ImportError as missing:
             self.skipTest(f"the package nvidia-ml-py is not here ({missing})")
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as script:
-            script.write(SCRIPT)
-            script.flush()
+        with fake_nvml.driver("0 ecc_uncorrected 4\n1 power lost\n1 xid 79") as environment:
             answer = subprocess.run(
                 [sys.executable, "-c", ASK], timeout=60, capture_output=True, text=True,
-                env=os.environ | {"LD_LIBRARY_PATH": str(FAKE.parent),
-                                  "FAKE_NVML_SCRIPT": script.name})
+                env=environment | {"LD_LIBRARY_PATH": str(fake_nvml.LIBRARY.parent)})
         self.assertEqual(answer.returncode, 0, answer.stderr)
         self.assertEqual(json.loads(answer.stdout), {
             "driver_version": "999.1", "count": 2, "name": "Fake H200", "uuid": "GPU-aaaa",

@@ -15,24 +15,14 @@ import tempfile
 import time
 import unittest
 
+import fake_nvml
+
 BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
 PEER = BIN / "tests" / "monitor_peer"
-FAKE = BIN.parent / "lib" / "fake_nvml_new" / "libnvidia-ml.so.1"
 ROUNDS = 40 if os.environ.get("LOCKSTEP_SOAK") == "1" else 8
-SCRIPT = """devices 2
+CHANGES = """
 0 name Fake "quoted" GPU
 0 uuid GPU-a
-0 utilisation 97
-0 used 33554432
-0 total 1073741824
-0 power 412500
-0 limit 700000
-0 temperature 61
-0 sm_clock 1980
-0 memory_clock 2619
-0 reasons 68
-0 ecc_corrected 3
-0 ecc_uncorrected 0
 0 xid 79 0
 1 uuid GPU-b
 1 utilisation lost
@@ -42,10 +32,7 @@ SCRIPT = """devices 2
 class Page(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as script:
-            script.write(SCRIPT)
-            script.flush()
-            environment = os.environ | {"LOCKSTEP_NVML": str(FAKE), "FAKE_NVML_SCRIPT": script.name}
+        with fake_nvml.driver(CHANGES) as environment:
             cls.text = subprocess.run([PEER, "page"], env=environment, timeout=60, check=True,
                                       stdout=subprocess.PIPE).stdout
 
