@@ -664,6 +664,12 @@ class Surroundings(Case):
         chosen = re.search("OMP_NUM_THREADS=([0-9]+) for each rank", err).group(1)
         self.assertEqual(out.count(f"threads {chosen}\n"), 4)
 
+    def test_variables_of_the_user_reach_the_ranks(self):
+        code, out, err = self.bash(2, 'echo "$NCCL_DEBUG $OMP_NUM_THREADS"',
+                                   env=dict(NCCL_DEBUG="INFO", OMP_NUM_THREADS="3"))
+        self.assertEqual(code, 0, err)
+        self.assertEqual(sorted(out.splitlines()), ["[0] INFO 3", "[1] INFO 3"])
+
     def test_ranks_survive_a_launcher_that_is_merely_stopped(self):
         process = self.start_bash(2, 'echo $$ > $NOTES/up.$RANK; sleep 1; echo fine')
         self.wait_notes("up", 2)
