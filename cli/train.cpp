@@ -34,7 +34,7 @@ namespace {
 
 constexpr const char* kHelp =
     "usage: lockstep train [--nproc-per-node=N] [FILE] [--KEY VALUE ...]\n"
-    "                      [--resume auto|PATH|never]\n\n"
+    "                      [--resume auto|PATH|never] [--tune bucket_cap_mb]\n\n"
     "Trains a bundled model (gpt, mlp, resnet18, resnet50) or one of a Hugging Face folder as\n"
     "FILE says, on one rank.\n\n"
     "--nproc-per-node=N   on N ranks (or auto, gpu). Every flag of `lockstep run` may be given:\n"
@@ -44,7 +44,9 @@ constexpr const char* kHelp =
     "                 when there is none\n"
     "--resume PATH    continue from this folder\n"
     "--resume never   a new run (as without the flag; but an attempt that lockstep run\n"
-    "                 --max-restarts has restarted resumes unless never is given)\n\n"
+    "                 --max-restarts has restarted resumes unless never is given)\n"
+    "--tune bucket_cap_mb   measure bucket sizes in the first steps, use the fastest one and say\n"
+    "                 which key to write into FILE\n\n"
     "A stop signal (SIGTERM, SIGUSR1, SIGUSR2) to any rank ends in a checkpoint and exit code\n"
     "143 (1 when that could not be saved). A run whose last checkpoint could not be written ends\n"
     "with 1. `lockstep config keys` lists the keys, docs/training.md explains the rest\n"
@@ -65,7 +67,11 @@ Request parse_arguments(int argc, char** argv) {
       request.flags.push_back(std::string("--resume_from_checkpoint=") + argv[++i]);
     } else if (arg.rfind("--resume=", 0) == 0) {
       request.flags.push_back("--resume_from_checkpoint=" + arg.substr(9));
-    } else if (arg.rfind("--", 0) != 0 && request.flags.empty() && request.file.empty()) {
+    } else if (arg == "--tune" && i + 1 < argc) {
+      request.flags.push_back(std::string("--tune=") + argv[++i]);
+    } else if (arg.rfind("--", 0) != 0 && request.file.empty() &&
+               (request.flags.empty() || request.flags.back().find('=') != std::string::npos)) {
+      // Behind a flag that has no value of its own it might be that value.
       request.file = arg;
     } else {
       request.flags.push_back(arg);

@@ -16,10 +16,10 @@ namespace lockstep {
 namespace parallel {
 namespace {
 
-BucketLimits limits_of(const DdpOptions& options) {
+BucketLimits limits_of(std::optional<double> bucket_cap_mb) {
   BucketLimits limits;
-  if (!options.bucket_cap_mb) return limits;
-  const double mb = *options.bucket_cap_mb;
+  if (!bucket_cap_mb) return limits;
+  const double mb = *bucket_cap_mb;
   if (!(mb > 0))
     throw UsageError("reducer", "bucket_cap_mb = {} must be positive. 25 is the default.", mb);
   constexpr double kMaxMb = 1e9;  // above any model, and its bytes fit a 64-bit integer
@@ -44,7 +44,7 @@ void require_same(World& world, const Check& check, const char* kind,
 
 void ReducerImpl::start(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers) {
   const auto refusal = refusal_of([&] {
-    limits_ = limits_of(options_);
+    limits_ = limits_of(options_.bucket_cap_mb);
     model_ = ModelTensors(std::move(parameters), std::move(buffers), options_);
     change_.accept();
   });
@@ -61,21 +61,27 @@ void ReducerImpl::start(std::vector<NamedTensor> parameters, std::vector<NamedTe
                      model_.size());
   if (options_.init_sync) model_.broadcast(world_, 0);
   choose_overlap();
+  limits_ = limits_for(options_.bucket_cap_mb);
   plan_first();
 }
 
 // Sending buckets during backward pays while a core is free for it. Ranks that share memory and
 // fill the cores would only take turns, and there large buckets are faster than small ones.
 void ReducerImpl::choose_overlap() {
-  constexpr std::int64_t kMinBytes = 4 << 20;
   overlap_ = options_.overlap.value_or(!world_.shares_memory());
   if (!options_.overlap && !overlap_) {
     const int cores = cores_of_ranks(world_);
     overlap_ = !world_.all(oversubscribed(world_.local_size(), at::get_num_threads(), cores));
   }
-  if (overlap_ || options_.bucket_cap_mb) return;
-  limits_.first_cap_bytes = limits_.cap_bytes;
-  limits_.min_bytes = kMinBytes;
+}
+
+BucketLimits ReducerImpl::limits_for(std::optional<double> bucket_cap_mb) const {
+  constexpr std::int64_t kMinBytes = 4 << 20;
+  BucketLimits limits = limits_of(bucket_cap_mb);
+  if (overlap_ || bucket_cap_mb) return limits;
+  limits.first_cap_bytes = limits.cap_bytes;
+  limits.min_bytes = kMinBytes;
+  return limits;
 }
 
 // The order in which gradients come, before it was observed.
@@ -85,8 +91,9 @@ std::vector<std::size_t> ReducerImpl::reverse_dense_order() const {
   return order;
 }
 
-void ReducerImpl::plan(const std::vector<std::size_t>& order) {
-  buckets_.lay_out(change_.forms(), order, limits_);
+void ReducerImpl::plan(std::vector<std::size_t> order) {
+  order_ = std::move(order);
+  buckets_.lay_out(change_.forms(), order_, limits_);
   close_pass();
 }
 
@@ -525,6 +532,21 @@ void Reducer::register_comm_hook(CommHook hook) {
                      "this model's gradients are reduced by a ShardedOptimizer, in its step(), "
                      "where no communication hook runs. Use a replicated optimizer with hooks.");
   impl_->hook_ = std::move(hook);
+}
+
+void Reducer::set_bucket_cap_mb(std::optional<double> mb) {
+  parallel::ReducerImpl& impl = *impl_;
+  if (impl.pass_.running() || impl.pass_.interrupted())
+    throw UsageError("reducer",
+                     "set_bucket_cap_mb was called during backward, or after one that did not "
+                     "finish. Call it between steps.");
+  if (impl.owner_)
+    throw UsageError("reducer",
+                     "the bucket size cannot be changed: this model's gradients are reduced by a "
+                     "ShardedOptimizer, in one pass of its step() and not bucket by bucket during "
+                     "backward. Use a replicated optimizer (shard_optimizer: false).");
+  impl.limits_ = impl.limits_for(mb);
+  if (!impl.passive_) impl.plan(impl.order_);
 }
 
 void Reducer::join(const std::function<void()>& body, const JoinOptions& options) {

@@ -50,7 +50,8 @@ class ReducerImpl final : public BackwardListener,
   friend class Deferral;
   void choose_overlap();
   std::vector<std::size_t> reverse_dense_order() const;
-  void plan(const std::vector<std::size_t>& order);
+  BucketLimits limits_for(std::optional<double> bucket_cap_mb) const;
+  void plan(std::vector<std::size_t> order);
   void plan_first();
   bool begin_pass();
   void start_pass();
@@ -87,6 +88,7 @@ class ReducerImpl final : public BackwardListener,
   std::int64_t versions_before_ = -1;  // of the parameters, summed, at the last pass
   ledger::Phase phase_before_ = ledger::Phase::kNone;  // the pass
   BucketLimits limits_;
+  std::vector<std::size_t> order_;  // of the plan
   CommHook hook_;
   std::optional<DeferredOwner> owner_;  // a ShardedOptimizer, which reduces in its step
 };

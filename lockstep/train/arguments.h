@@ -51,6 +51,7 @@ struct TrainingArguments {
   // How.
   std::string optim = "adamw";
   double learning_rate = 5e-5;
+  std::optional<std::int64_t> learning_rate_batch_size{};  // samples per step it was chosen for
   double weight_decay = 0;
   double adam_beta1 = 0.9;
   double adam_beta2 = 0.999;
@@ -124,6 +125,7 @@ struct TrainingArguments {
   std::optional<bool> ddp_broadcast_buffers{};
   std::optional<bool> ddp_static_graph{};
   std::int64_t ddp_timeout = 1800;
+  std::optional<std::string> tune{};  // what the first steps measure: see bucket_tuner.h
 };
 
 // Ranges, choices and contradictions between keys; for arguments that were set in a program. Throws

@@ -130,6 +130,13 @@ constexpr KeySpec kKeys[] = {
      .member = &A::learning_rate,
      .help = "peak learning rate",
      .check = &kRate},
+    {.name = "learning_rate_batch_size",
+     .member = &A::learning_rate_batch_size,
+     .help = "samples per step that learning_rate was chosen for; another effective batch gets a "
+             "line of advice, and nothing is changed",
+     .check = &kTokens,
+     .unset = "what one rank makes of the file, or the checkpoint's effective batch",
+     .ours = true},
     {.name = "weight_decay",
      .member = &A::weight_decay,
      .help = "decay of weights, not of biases and norms",
@@ -367,6 +374,12 @@ constexpr KeySpec kKeys[] = {
      .member = &A::ddp_timeout,
      .help = "deadline of a collective, in seconds",
      .check = &kSeconds},
+    {.name = "tune",
+     .member = &A::tune,
+     .help = "measure bucket sizes in the first steps, and keep the fastest for the rest",
+     .choices = "bucket_cap_mb",
+     .unset = "nothing",
+     .ours = true},
 };
 
 constexpr OldKey kOldKeys[] = {

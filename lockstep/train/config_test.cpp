@@ -729,6 +729,35 @@ TEST(EffectiveBatch, MemoryAdviceForAnEvaluationNamesItsBatch) {
               HasSubstr("is 1 already. Try bf16: true"));
 }
 
+TEST(EffectiveBatch, AnotherBatchGetsAdviceOnTheLearningRate) {
+  TrainingArguments a{.per_device_train_batch_size = 8, .gradient_accumulation_steps = 4};
+  a.learning_rate = 3e-4;
+  EXPECT_EQ(learning_rate_advice(a, 1), "");
+  EXPECT_EQ(learning_rate_advice(a, 2),
+            "learning_rate 0.0003: a step has 64 samples on 2 ranks, 32 on one. If it was chosen "
+            "for 32, the square-root rule for adamw suggests 0.000424; set "
+            "learning_rate_batch_size to what it was chosen for, or global_batch_size to keep the "
+            "batch.");
+  // A run that continues with another number of ranks, also with fewer.
+  EXPECT_EQ(learning_rate_advice(a, 2, 32),
+            "learning_rate 0.0003 was set for 32 samples per step; 64 now: the square-root rule "
+            "for adamw suggests 0.000424.");
+  EXPECT_EQ(learning_rate_advice(a, 2, 64), "");
+  EXPECT_THAT(learning_rate_advice(a, 2, 256), HasSubstr("suggests 0.00015."));
+  a.optim = "sgd";
+  EXPECT_EQ(learning_rate_advice(a, 4, 32),
+            "learning_rate 0.0003 was set for 32 samples per step; 128 now: the linear rule for "
+            "sgd suggests 0.0012.");
+  a.learning_rate_batch_size = 128;  // stronger than the checkpoint
+  EXPECT_EQ(learning_rate_advice(a, 4, 32), "");
+  EXPECT_THAT(learning_rate_advice(a, 1), HasSubstr("was set for 128 samples per step; 32 now"));
+  a.learning_rate_batch_size.reset();
+  a.gradient_accumulation_steps = 1;
+  a.global_batch_size = 64;
+  EXPECT_EQ(learning_rate_advice(a, 4), "") << "the same at any number of ranks";
+  EXPECT_THAT(learning_rate_advice(a, 4, 32), HasSubstr("64 now"));
+}
+
 TEST(EffectiveBatch, ASmallerBatchKeepsTheEffectiveOne) {
   const std::array<std::int64_t, 3> cases[] = {{8, 1, 4}, {7, 1, 1},  {5, 1, 1}, {7, 2, 2},
                                                {9, 1, 3}, {12, 1, 6}, {1, 6, 0}};

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "lockstep/core/error.h"
 #include "lockstep/train/checks.h"
@@ -64,6 +65,30 @@ std::string preset_comparison(const TrainingArguments& arguments, int world_size
                      : fmt::format("  The effective batch differs from {}: expect to tune the "
                                    "learning rate again.\n",
                                    fmt::join(others, " and ")));
+}
+
+std::string learning_rate_advice(const TrainingArguments& arguments, int world_size,
+                                 std::optional<std::int64_t> reference) {
+  const std::int64_t now = effective_batch(arguments, world_size);
+  if (arguments.learning_rate_batch_size) reference = arguments.learning_rate_batch_size;
+  const bool known = reference.has_value();
+  // Where the file says how many samples a step has, their number does not depend on the ranks.
+  if (!known && update_size(arguments)) return {};
+  const std::int64_t then = known ? *reference : now / world_size;
+  if (then == now || then < 1) return {};
+  const bool linear = arguments.optim == "sgd";
+  const double ratio = static_cast<double>(now) / static_cast<double>(then);
+  const std::string suggestion =
+      fmt::format("the {} rule for {} suggests {:.3g}", linear ? "linear" : "square-root",
+                  arguments.optim, arguments.learning_rate * (linear ? ratio : std::sqrt(ratio)));
+  if (known)
+    return fmt::format("learning_rate {} was set for {} samples per step; {} now: {}.",
+                       arguments.learning_rate, then, now, suggestion);
+  return fmt::format(
+      "learning_rate {}: a step has {} samples on {} ranks, {} on one. If it was chosen for {}, "
+      "{}; set learning_rate_batch_size to what it was chosen for, or global_batch_size to keep "
+      "the batch.",
+      arguments.learning_rate, now, world_size, then, then, suggestion);
 }
 
 std::int64_t smaller_batch(const TrainingArguments& arguments, int world_size) {

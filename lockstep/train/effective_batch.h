@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "lockstep/train/arguments.h"
@@ -26,6 +27,12 @@ std::string effective_batch_text(const TrainingArguments& arguments, int world_s
 // The arguments beside the presets at this world size: batch, accumulation, logging, effective
 // batch, and whether it is the same.
 std::string preset_comparison(const TrainingArguments& arguments, int world_size);
+
+// What learning_rate would become with another effective batch than it was chosen for: linear for
+// sgd, the square root for Adam. `reference`: the checkpoint's effective batch, where the run
+// continues from one. Empty: the batch is that one, or the arguments fix it.
+std::string learning_rate_advice(const TrainingArguments& arguments, int world_size,
+                                 std::optional<std::int64_t> reference = {});
 
 // The largest batch per device, at most half of today's, that the effective batch is a multiple of:
 // with more accumulation nothing else changes. 0: there is none, the batch is 1 already.

@@ -61,6 +61,15 @@ AccumulationOptions accumulation_options(const RunContext& run, std::int64_t ste
           .expected_count = expected_count(run)};
 }
 
+// The learning rate of a run that is continued with another one was chosen for today's batch.
+bool has_learning_rate_of(const Checkpoint& checkpoint, const TrainingArguments& a) {
+  const std::string text = checkpoint.text("training_args.json");
+  if (text.empty()) return true;
+  const Node then = parse_json(text, checkpoint.path() + "/training_args.json");
+  const Entry* rate = then.find("learning_rate");
+  return rate == nullptr || same_value(rate->value, value_of(a, *find_key("learning_rate")));
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------- before the first step
@@ -108,6 +117,10 @@ void Loop::resume(const Checkpoint& checkpoint) {
   checkpoints_.resume(checkpoint);
   resume_data(checkpoint.position());
   if (!run_.world.is_leader()) return;
+  const DataPosition& saved = checkpoint.position();
+  resumed_batch_ = has_learning_rate_of(checkpoint, run_.arguments)
+                       ? saved.world_size * saved.batch_size * saved.accumulation
+                       : effective_batch(run_.arguments, run_.world.size());
   say_other_length(checkpoint);
   log::info("trainer", "resumed from {} at step {}, epoch {:.2f}", checkpoint.path(),
             run_.state.global_step, run_.state.epoch);
@@ -177,6 +190,14 @@ void Loop::say_other_length(const Checkpoint& checkpoint) const {
                checkpoint.state().max_steps);
 }
 
+// Only said: no rule holds for every model (docs/more_ranks.md).
+void Loop::advise_learning_rate() const {
+  if (!run_.task.param_groups.empty() || run_.task.make_optimizer) return;  // with rates of its own
+  const std::string advice =
+      learning_rate_advice(run_.arguments, run_.world.size(), resumed_batch_);
+  if (!advice.empty()) log::info("trainer", "{}", advice);
+}
+
 bool Loop::saves_at_the_end_alone() const {
   switch (run_.arguments.save_strategy) {
     case Interval::kSteps:
@@ -201,12 +222,15 @@ void Loop::open(const std::string& resumed_from) {
   control_.listen();
   checkpoints_.open(resumed_from, saves_at_the_end_alone());
   metrics_.open();
+  if (run_.arguments.tune)
+    tuner_ = BucketTuner::make(run_, model_.reducer(), plan_.max_steps - run_.state.global_step);
   if (!run_.world.is_leader()) return;
   const auto& name = run_.arguments.run_name;
   log::info("trainer", "{}{} steps of {}, {} samples in {} steps per epoch",
             name ? *name + ": " : std::string(), plan_.max_steps,
             effective_batch_text(run_.arguments, run_.world.size()), loader_.dataset_size(),
             plan_.steps_per_epoch);
+  advise_learning_rate();
 }
 
 DataPosition Loop::position() const {
@@ -378,12 +402,14 @@ void Loop::run_epoch(std::int64_t epoch) {
     LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
     --left;
     if (!begun) control_.notify(&Observer::on_step_begin);
+    if (!begun && tuner_) tuner_->begin_step();
     begun = !micro_batch(*batch);
     if (begun) {
       control_.notify(&Observer::on_substep_end);
       continue;
     }
     optimizer_step();
+    if (tuner_ && tuner_->end_step()) tuner_.reset();
     run_.state.epoch = static_cast<double>(epoch_) + 1 - static_cast<double>(left) / total;
     control_.notify(&Observer::on_step_end);
     metrics_.show_step();

@@ -19,6 +19,7 @@
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/train/bucket_tuner.h"
 #include "lockstep/train/captured_step.h"
 #include "lockstep/train/checkpoint_manager.h"
 #include "lockstep/train/evaluator.h"
@@ -58,6 +59,7 @@ class Loop {
  private:
   void resume_data(const DataPosition& saved);
   void say_other_length(const Checkpoint& checkpoint) const;
+  void advise_learning_rate() const;
   bool saves_at_the_end_alone() const;
   DataPosition position() const;
 
@@ -86,12 +88,14 @@ class Loop {
   WrappedModel model_;
   Accumulation accumulation_;
   TrainOptimizer optimizer_;
+  std::unique_ptr<BucketTuner> tuner_;      // until it has chosen
   std::unique_ptr<CapturedStep> captured_;  // compile_model
   std::map<std::vector<std::int64_t>, int> variants_;
   const data::Batch* captured_batch_ = nullptr;  // that it computes
   Accumulation::Progress before_;                // and the accumulation before it
   Window window_;                                // the last one and its step, where it is captured
   optim::StepResult step_result_;
+  std::optional<std::int64_t> resumed_batch_;  // that learning_rate was used with; of rank 0
   std::int64_t epoch_ = 0;
   bool epoch_ending_ = false;    // its last step is done, and what is due after it
   bool epoch_ended_ = false;     // everything that is due after the epoch has been done
