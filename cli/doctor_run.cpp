@@ -8,6 +8,7 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/monitor/diagnosis.h"
+#include "lockstep/monitor/gpu_figures.h"
 
 namespace lockstep::cli {
 namespace {

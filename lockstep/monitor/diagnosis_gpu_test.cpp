@@ -5,6 +5,7 @@
 #include <random>
 
 #include "lockstep/monitor/diagnosis.h"
+#include "lockstep/monitor/gpu_figures.h"
 #include "lockstep/monitor/record_for_test.h"
 
 namespace lockstep::monitor {

@@ -1,4 +1,4 @@
-// The rules of diagnose() and what they share. Internal to diagnosis.cpp and rules_*.cpp.
+// The rules of diagnose() and what they share. Internal to diagnosis.cpp and rules*.cpp.
 //
 // A rule looks at a View and returns a finding or nothing. It reads medians over windows, not sums,
 // wherever something happens in every step, so that one slow second is nobody's habit.
@@ -13,7 +13,10 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/monitor/diagnosis.h"
+#include "lockstep/monitor/finding.h"
+#include "lockstep/monitor/gpu_figures.h"
+#include "lockstep/monitor/median.h"
+#include "lockstep/monitor/run_record.h"
 
 namespace lockstep::monitor::detail {
 
@@ -60,7 +63,6 @@ std::optional<Finding> too_many_threads(const View& view);
 
 // ------------------------------------------------------------------ figures
 
-double median(std::vector<double> values);        // 0 of none
 double lower_median(std::vector<double> values);  // of two the smaller: what half of them have
 
 std::uint64_t count(const RankView& rank, ledger::Counter counter);

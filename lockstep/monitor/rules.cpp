@@ -1,0 +1,226 @@
+#include "lockstep/monitor/rules.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+namespace lockstep::monitor::detail {
+
+using ledger::Counter;
+using ledger::index;
+using ledger::Phase;
+
+namespace {
+
+// Below this many windows the first one stays: a short record has nothing to spare.
+constexpr std::size_t kWindowsToSpare = 4;
+
+// The mean of two rates, by the time of each.
+double joined(double a, double a_s, double b, double b_s) {
+  return a_s + b_s > 0 ? (a * a_s + b * b_s) / (a_s + b_s) : 0;
+}
+
+void add_process(Interval& to, double to_s, const Interval& from, double from_s) {
+  if (!from.process) return;
+  if (!to.process) {
+    to.process = from.process;
+    return;
+  }
+  ProcessRates& a = *to.process;
+  const ProcessRates& b = *from.process;
+  for (double ProcessRates::*rate :
+       {&ProcessRates::cores, &ProcessRates::user_cores, &ProcessRates::system_cores,
+        &ProcessRates::minor_faults_per_s, &ProcessRates::major_faults_per_s,
+        &ProcessRates::voluntary_switches_per_s, &ProcessRates::involuntary_switches_per_s})
+    a.*rate = joined(a.*rate, to_s, b.*rate, from_s);
+  if (a.run_delay_share && b.run_delay_share)
+    a.run_delay_share = joined(*a.run_delay_share, to_s, *b.run_delay_share, from_s);
+  a.seconds += b.seconds;
+}
+
+void add_interval(Interval& to, const Interval& from) {
+  add_process(to, to.seconds, from, from.seconds);
+  to.unix_time_s = from.unix_time_s;
+  to.seconds += from.seconds;
+  to.step = from.step;
+  to.steps += from.steps;
+  for (std::size_t i = 0; i < ledger::kPhases; ++i) {
+    to.host_s[i] += from.host_s[i];
+    to.device_s[i] += from.device_s[i];
+  }
+  for (std::size_t i = 0; i < ledger::kCounters; ++i) to.counts[i] += from.counts[i];
+  to.resident_bytes = from.resident_bytes;
+  to.threads = from.threads;
+  if (from.cpu_limit_cores) to.cpu_limit_cores = from.cpu_limit_cores;
+  if (from.throttled_share)
+    to.throttled_share = std::max(to.throttled_share.value_or(0), *from.throttled_share);
+}
+
+// What is not part of a step. In the first window of a start that is also what the program did
+// before its loop, where its phases are known.
+double aside_s(const Interval& window, bool first) {
+  const double before_loop =
+      first && window.host_s[index(Phase::kForward)] > 0 ? window.host_s[index(Phase::kNone)] : 0;
+  return before_loop + window.host_s[index(Phase::kStartup)] +
+         window.host_s[index(Phase::kEvaluation)] + window.host_s[index(Phase::kEnded)];
+}
+
+// A run that is started again leaves a gap between two intervals, and begins with loading.
+bool begins_a_start(const Interval& interval, double previous_end_s) {
+  constexpr double kGap = 0.2;
+  return interval.unix_time_s - interval.seconds > previous_end_s + kGap;
+}
+
+RankView rank_view(const RankRecord& record) {
+  RankView rank{.rank = record.rank};
+  Interval open;
+  bool stepping = false;
+  double end = 0;
+  for (const Interval& interval : record.intervals) {
+    if (begins_a_start(interval, end)) stepping = false;
+    end = interval.unix_time_s;
+    if (!stepping) open = {};
+    add_interval(open, interval);
+    if (open.steps == 0) continue;
+    open.seconds -= aside_s(open, !std::exchange(stepping, true));
+    if (open.seconds > 0) rank.windows.push_back(std::move(open));
+    open = {};
+  }
+  if (rank.windows.size() >= kWindowsToSpare) rank.windows.erase(rank.windows.begin());
+  for (const Interval& window : rank.windows) add_interval(rank.sum, window);
+  for (const double seconds : rank.sum.device_s) rank.on_device = rank.on_device || seconds > 0;
+  return rank;
+}
+
+double device_total_s(const Interval& window) {
+  double sum = 0;
+  for (const double seconds : window.device_s) sum += seconds;
+  return sum;
+}
+
+}  // namespace
+
+View make_view(const RunRecord& run) {
+  View view{.run = run};
+  std::int64_t least = std::numeric_limits<std::int64_t>::max();
+  for (const RankRecord& record : run.ranks) {
+    view.ranks.push_back(rank_view(record));
+    least = std::min(least, view.ranks.back().sum.steps);
+  }
+  view.enough = !view.ranks.empty() && least >= kMinSteps;
+  return view;
+}
+
+// ------------------------------------------------------------------ figures
+
+double lower_median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  return values[(values.size() - 1) / 2];
+}
+
+std::uint64_t count(const RankView& rank, Counter counter) {
+  return rank.sum.counts[index(counter)];
+}
+
+double spent_s(const RankView& rank, const Interval& window, Phase phase) {
+  const double host = window.host_s[index(phase)];
+  if (!rank.on_device) return host;
+  switch (phase) {
+    case Phase::kForward:
+    case Phase::kBackward:
+    case Phase::kCommunication:
+    case Phase::kOptimizer:
+      return window.device_s[index(phase)];
+    case Phase::kData:  // costs nothing while the device still has work
+      return std::clamp(window.seconds - device_total_s(window), 0.0, host);
+    default:
+      return host;
+  }
+}
+
+double idle_s(const RankView& rank, const Interval& window) {
+  if (!rank.on_device) return 0;
+  const double idle = window.seconds - device_total_s(window);
+  return std::max(0.0, idle - spent_s(rank, window, Phase::kData));
+}
+
+double step_s(const RankView& rank) {
+  return median_of(rank,
+                   [](const Interval& w) { return w.seconds / static_cast<double>(w.steps); });
+}
+
+double share(const RankView& rank, Phase phase) {
+  return median_of(rank, [&](const Interval& w) { return spent_s(rank, w, phase) / w.seconds; });
+}
+
+double idle_share(const RankView& rank) {
+  return median_of(rank, [&](const Interval& w) { return idle_s(rank, w) / w.seconds; });
+}
+
+double least_share(const View& view, Phase phase) {
+  const auto shares = of_ranks(view, [&](const RankView& rank) { return share(rank, phase); });
+  return shares.empty() ? 0 : *std::min_element(shares.begin(), shares.end());
+}
+
+double usual_share(const View& view, Phase phase) {
+  return lower_median(of_ranks(view, [&](const RankView& rank) { return share(rank, phase); }));
+}
+
+double passes_per_update(const View& view) {
+  return lower_median(of_ranks(view, [](const RankView& rank) {
+    const auto updates = std::max<std::uint64_t>(count(rank, Counter::kUpdates) > 0
+                                                     ? count(rank, Counter::kUpdates)
+                                                     : static_cast<std::uint64_t>(rank.sum.steps),
+                                                 1);
+    return static_cast<double>(count(rank, Counter::kMicroBatches)) / static_cast<double>(updates);
+  }));
+}
+
+// ------------------------------------------------------------------ facts and GPUs
+
+std::optional<std::int64_t> integer_argument(const View& view, std::string_view key) {
+  const Entry* entry = view.run.facts.arguments.find(key);
+  if (entry == nullptr || !entry->value.is(NodeKind::kInteger)) return std::nullopt;
+  return entry->value.integer;
+}
+
+std::optional<bool> flag_argument(const View& view, std::string_view key) {
+  const Entry* entry = view.run.facts.arguments.find(key);
+  if (entry == nullptr || !entry->value.is(NodeKind::kBool)) return std::nullopt;
+  return entry->value.boolean;
+}
+
+bool on_cuda(const View& view) {
+  return view.run.facts.device == "cuda";
+}
+
+std::int64_t round_up(double value) {
+  for (std::int64_t ten = 1; ten < 1'000'000'000'000; ten *= 10)
+    for (const std::int64_t digit : {1, 2, 5})
+      if (static_cast<double>(digit * ten) >= value * (1 - 1e-6)) return digit * ten;
+  return 1'000'000'000'000;
+}
+
+std::optional<GpuFigures> gpu_of_rank(const View& view, int rank) {
+  const int on_host = std::max(view.run.facts.ranks_on_host, 1);
+  for (const HostGpus& host : view.run.gpus) {
+    if (host.host != rank / on_host) continue;
+    const auto all = gpu_figures(host);
+    const auto local = static_cast<std::size_t>(rank % on_host);
+    if (local < all.size()) return all[local];
+  }
+  return std::nullopt;
+}
+
+std::optional<double> memory_share(const View& view) {
+  std::optional<double> most;
+  for (const RankView& rank : view.ranks) {
+    const auto gpu = gpu_of_rank(view, rank.rank);
+    if (gpu && gpu->memory_share) most = std::max(most.value_or(0), *gpu->memory_share);
+  }
+  return most;
+}
+
+}  // namespace lockstep::monitor::detail
