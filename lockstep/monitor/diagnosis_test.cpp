@@ -426,6 +426,8 @@ TEST(Threads, MoreThanCores) {
   expect_silence(run);
   change(run, [](Interval& interval) { interval.process->run_delay_share = 0.3; });
   only(run, "too-many-threads");
+  run.facts.hosts = 2;
+  expect_silence(run);
   RunRecord four = run_of({Shape{}, Shape{}, Shape{}, Shape{}});
   four.facts.cores = 2;
   change(four, [](Interval& interval) { interval.process->cores = 0.5; });

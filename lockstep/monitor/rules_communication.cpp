@@ -31,7 +31,7 @@ constexpr double kSmallBucketCost = 0.10;
 constexpr double kStragglerShare = 0.20;
 constexpr double kStragglerShareOfMany = 0.10;
 // In so many of its windows it must be slower than the others usually are.
-constexpr double kSteadyShare = 0.80;
+constexpr double kSteadyShare = 0.70;
 // The part of the delay that a cause must explain.
 constexpr double kMainPart = 0.5;
 constexpr double kThrottledGroupShare = 0.2;  // of the periods of its control group

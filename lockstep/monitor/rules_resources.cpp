@@ -348,7 +348,9 @@ std::optional<Finding> page_faults(const View& view) {
 std::optional<Finding> too_many_threads(const View& view) {
   const RunFacts& facts = view.run.facts;
   const int threads = std::max(facts.threads_per_rank, 1) * std::max(facts.ranks_on_host, 1);
-  if (!view.enough || facts.cores <= 0 || threads <= facts.cores) return std::nullopt;
+  // On several hosts the cores are those of one rank, which may be bound to some of them.
+  if (!view.enough || facts.hosts != 1 || facts.cores <= 0 || threads <= facts.cores)
+    return std::nullopt;
   // Threads that are not used do no harm.
   double in_use = 0, wanted = 0, switches = 0;
   const auto ranks = std::min(view.ranks.size(), static_cast<std::size_t>(facts.ranks_on_host));

@@ -11,6 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
+#include "lockstep/parallel/oversubscription.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/train/config_keys.h"
 
@@ -38,7 +39,6 @@ monitor::RunFacts Loop::facts() const {
   facts.backend = world.backend();
   facts.program = "trainer";
   facts.started_unix_s = std::chrono::duration<double>(now).count();
-  facts.cores = allowed_cores();
   facts.ranks_on_host = local;
   facts.gpus_visible = static_cast<int>(torch::cuda::device_count());
   facts.threads_per_rank = at::get_num_threads();
@@ -60,12 +60,17 @@ std::unique_ptr<monitor::RankRecorder> start_recording(RunContext& run, const Lo
   std::error_code unknown;
   ledger::set_output_dir(std::filesystem::absolute(folder, unknown).string());
   if (!run.arguments.record_run) return nullptr;
+  // Ranks that are each bound to a core of their own share more cores than one of them may use.
+  const bool one_host = run.world.local_size() == run.world.size();
+  const int cores = one_host ? parallel::cores_of_ranks(run.world) : allowed_cores();
   // With this exchange the folder is this run's on every rank: what an earlier one left there has
   // been moved away by those that write.
   run.world.agree([&] {
     if (!run.world.is_leader()) return;
     try {
-      monitor::write_facts(folder, loop.facts());
+      monitor::RunFacts facts = loop.facts();
+      facts.cores = cores;
+      monitor::write_facts(folder, facts);
     } catch (const SystemError& error) {
       log::warning("record", "{} Training continues without a record.", error.what());
     }
