@@ -269,13 +269,15 @@ int scale_main(int argc, char** argv) {
                  "threads of a rank; 0: on the CPU the cores by the most ranks, for all the same")
       ->check(CLI::Range(0, 4096));
   app.add_option("--output", request.output, "folder of the report and of the runs");
-  app.add_option("file", request.file, "a training file, as of lockstep train")
-      ->check(CLI::ExistingFile);
+  app.add_option("file", request.file, "a training file, as of lockstep train");
   app.add_option("keys", request.flags, "after --: keys that override the file's, as --seed=7");
   if (const auto code = parse_arguments(app, argc, argv)) return *code;
-  // Not the parser's: it would mention a missing file before a mistyped flag.
-  if (request.file.empty())
-    throw UsageError("bench", "scale needs a training file: lockstep bench scale --ranks 1,2 FILE");
+  // Not the parser's: it would mention the file before a mistyped flag.
+  if (std::error_code error; !fs::is_regular_file(request.file, error)) {
+    fmt::print(stderr, "lockstep bench scale: '{}' is not a training file. Give one: {}\n",
+               request.file, "lockstep bench scale --ranks 1,2 FILE");
+    return 2;
+  }
   Plan plan = plan_of(request);
   prepare_output(request.output);
   for (const std::string& note : plan.setting.notes) fmt::print(stderr, "note: {}\n", note);
