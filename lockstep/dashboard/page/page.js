@@ -366,9 +366,9 @@ function drawLog(state) {
     option.value = name;
     return option;
   });
-  // Whoever has not chosen a rank sees the one that failed.
+  // Whoever has not chosen a rank sees the one that failed, if it said something.
   const failed = list(state.ranks).find((r) => object(r).state === 'failed');
-  if (failed && !chosen && names.includes(String(failed.rank))) pick.value = String(failed.rank);
+  if (failed && !chosen && list(log[failed.rank]).length) pick.value = String(failed.rank);
   const place = at('log');
   const atEnd = place.scrollTop + place.clientHeight >= place.scrollHeight - 8;
   const lines = list(log[pick.value]).map(String);
