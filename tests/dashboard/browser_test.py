@@ -94,6 +94,7 @@ class Page(DashboardCase):
         self.assertIn("Rank 1 failed (killed by SIGKILL).",
                       self.page.value("document.querySelector('#banner').innerText"))
         self.assertEqual(self.page.value("document.querySelector('#state').innerText"), "failed")
+        self.assertIn("c10::Error", self.page.value("document.querySelector('#log').innerText"))
         self.assertIn("failed", self.page.value("document.title"))
         self.check_quiet()
 
