@@ -94,6 +94,7 @@ bool same_folder(const std::string& a, const std::string& b) {
 struct Tracked {
   launch::RankStarted started;
   LiveRank shown;
+  Clock::time_point began = Clock::now();
   std::optional<ledger::Totals> end_totals{};  // when it ended
   bool closed = false;                         // its last interval is there
   monitor::RankRecord record{};
@@ -183,7 +184,7 @@ void LiveRun::State::work() {
 void LiveRun::State::look(Look& own, bool last) {
   const auto now = Clock::now();
   Clock::time_point began;
-  std::vector<launch::RankStarted> fresh;
+  std::vector<std::pair<launch::RankStarted, Clock::time_point>> fresh;
   {
     const std::lock_guard lock(mutex);
     began = attempt_began;
@@ -194,9 +195,9 @@ void LiveRun::State::look(Look& own, bool last) {
       own.interval_began = now;
     }
     for (const auto& [rank, tracked] : ranks)
-      if (!own.samplers.contains(rank)) fresh.push_back(tracked.started);
+      if (!own.samplers.contains(rank)) fresh.emplace_back(tracked.started, tracked.began);
   }
-  for (launch::RankStarted& rank : fresh) own.samplers.try_emplace(rank.rank, std::move(rank));
+  for (const auto& [rank, since] : fresh) own.samplers.try_emplace(rank.rank, rank, since);
   if (!own.first_step && std::ranges::any_of(own.samplers, [](const auto& item) {
         const auto& file = item.second.rank().ledger;
         return file && file->opened() && file->totals().steps > 0;

@@ -49,8 +49,8 @@ std::optional<double> throttled_share(const monitor::CgroupSample& before,
 
 }  // namespace
 
-RankSampler::RankSampler(launch::RankStarted rank)
-    : rank_(std::move(rank)), pid_(rank_.pid), began_(Clock::now()) {
+RankSampler::RankSampler(launch::RankStarted rank, Clock::time_point began)
+    : rank_(std::move(rank)), pid_(rank_.pid), began_(began) {
   process_ = monitor::read_process(pid_);
   cgroup_ = monitor::read_cgroup(pid_);
 }

@@ -17,7 +17,10 @@ namespace lockstep::dashboard {
 
 class RankSampler {
  public:
-  explicit RankSampler(launch::RankStarted rank);
+  using Clock = std::chrono::steady_clock;
+
+  // `began`: when the rank was started, from which its first interval counts.
+  explicit RankSampler(launch::RankStarted rank, Clock::time_point began = Clock::now());
 
   const launch::RankStarted& rank() const { return rank_; }
   // Ends the interval and begins the next one. `end`: the rank's totals when it ended, since a
@@ -30,8 +33,6 @@ class RankSampler {
   const monitor::CgroupSample& cgroup() const { return cgroup_; }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   void find_process();
 
   launch::RankStarted rank_;
