@@ -6,6 +6,7 @@
 #include <cmath>
 #include <filesystem>
 
+#include "lockstep/monitor/gpu_figures.h"
 #include "lockstep/report/budget_view.h"
 #include "lockstep/report/html.h"
 #include "lockstep/report/markup.h"
