@@ -73,7 +73,7 @@ class LearningRate(TrainCase):
         return lines[0] if lines else ""
 
     def test_a_changed_batch_gets_one_line(self):
-        short = ("--max_steps", "2", "--save_steps", "2")
+        short = ("--max_steps", "2", "--save_steps", "2", "--warmup_steps", "0")
         self.assertEqual(self.said(1, "one", *short), "")
         line = self.said(2, "two", *short)
         self.assertIn("learning_rate 0.01: a step has 24 samples on 2 ranks, 12 on one", line)
@@ -83,8 +83,9 @@ class LearningRate(TrainCase):
         self.assertEqual(self.said(2, "named", *short, "--learning_rate_batch_size", "24"), "")
 
     def test_a_run_that_continues_compares_with_its_checkpoint(self):
-        first = ("--max_steps", "2", "--save_steps", "2", "--optim", "sgd")
-        more = ("--max_steps", "4", "--save_steps", "2", "--optim", "sgd", "--resume", "auto")
+        both = ("--save_steps", "2", "--optim", "sgd", "--warmup_steps", "0")
+        first = ("--max_steps", "2", *both)
+        more = ("--max_steps", "4", *both, "--resume", "auto")
         self.said(1, "run", *first)
         line = self.said(2, "run", *more)
         self.assertIn("learning_rate 0.01 was set for 12 samples per step; 24 now: the linear rule "
