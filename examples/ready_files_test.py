@@ -1,5 +1,5 @@
 """The files that examples/ offers to copy work: training files are checked and trained for two
-steps, Accelerate's file and the launch scripts start ranks."""
+steps, Accelerate's file, the launch scripts and the job of Azure ML start ranks."""
 
 import json
 import os
@@ -134,27 +134,57 @@ def check_launches():
 
     script = EXAMPLES / "launch" / "several_hosts.sh"
     run(script, HELLO, code=1)  # bash: a variable without a value
+    texts = two_nodes([str(script), HELLO], NNODES="2", NPROC_PER_NODE="1")
+    assert hellos("".join(texts)) == [("0", "2"), ("1", "2")], texts
+
+
+def two_nodes(command, **more):
+    """What it prints on each of two nodes, which are this host."""
     with socket.socket() as holder:  # bound and never listening: the launcher may still listen
         holder.bind(("127.0.0.1", 0))
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port = str(holder.getsockname()[1])
         nodes = [subprocess.Popen(
-            [str(script), HELLO], stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL,
-            env=environment(NNODES="2", NODE_RANK=str(node), MASTER_ADDR="127.0.0.1",
-                            MASTER_PORT=port, NPROC_PER_NODE="1")) for node in range(2)]
+            command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, cwd=SOURCE,
+            env=environment(NODE_RANK=str(node), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                            **more)) for node in range(2)]
         try:
             texts = [node.communicate(timeout=LIMIT_S)[0] for node in nodes]
         finally:
             for node in nodes:
                 node.kill()
     assert [node.returncode for node in nodes] == [0, 0], texts
-    assert hellos("".join(texts)) == [("0", "2"), ("1", "2")], texts
+    return texts
+
+
+def check_azureml(place):
+    """The job's command, with the variables that Azure ML sets on two nodes."""
+    try:
+        import yaml
+    except ImportError:
+        print("SKIP: no PyYAML to read examples/launch/azureml.yml")
+        return
+    job = yaml.safe_load((EXAMPLES / "launch" / "azureml.yml").read_text())
+    assert job["type"] == "command" and job["resources"]["instance_count"] == 2, job
+    assert job["distribution"] == {"type": "pytorch", "process_count_per_instance": 1}, job
+    assert (EXAMPLES / "launch" / job["code"]).resolve() == SOURCE.resolve(), job
+    values = {f"inputs.{name}": value for name, value in job["inputs"].items()}
+    values |= {f"outputs.{name}": str(place / name) for name in job["outputs"]}
+    command = re.sub(r"\$\{\{([^}]*)\}\}", lambda m: values[m.group(1)], job["command"])
+    small = {"LOCKSTEP_MAX_STEPS": "2", "LOCKSTEP_WARMUP_STEPS": "1", "LOCKSTEP_SAVE_STEPS": "2",
+             "LOCKSTEP_EVAL_STRATEGY": "no", "LOCKSTEP_BF16": "false"}
+    # Azure's own RANK and LOCAL_RANK, of the launcher, must not reach the ranks.
+    texts = two_nodes(["bash", "-c", command], PATH=f"{BIN}:{os.environ['PATH']}", WORLD_SIZE="2",
+                      RANK="0", LOCAL_RANK="0", **small)
+    assert "trained 2 steps" in "".join(texts), texts
+    run(LOCKSTEP, "checkpoint", "verify", place / "run")
 
 
 def main():
     with tempfile.TemporaryDirectory(prefix="lockstep-ready-") as name:
         check_configs(pathlib.Path(name))
         check_workloads(pathlib.Path(name))
+        check_azureml(pathlib.Path(name))
     check_launches()
     print("configurations are checked and train; launch files start ranks")
 
