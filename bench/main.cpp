@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bench/bench.h"
+#include "bench/strategies.h"
 #include "cli/guarded.h"
 
 namespace {
@@ -17,12 +18,14 @@ using Command = std::function<int(int, char**)>;
 
 const std::map<std::string, Command>& benchmarks() {
   static const std::map<std::string, Command> table{
-      {"launch", lockstep::bench::launch_main},   {"ddp", lockstep::bench::ddp_main},
-      {"overlap", lockstep::bench::overlap_main}, {"allreduce", lockstep::bench::allreduce_main},
-      {"step", lockstep::bench::step_main},       {"train", lockstep::bench::train_main},
-      {"loader", lockstep::bench::loader_main},   {"kernels", lockstep::bench::kernels_main},
-      {"gpt", lockstep::bench::gpt_main},         {"lora", lockstep::bench::lora_main},
-      {"resnet", lockstep::bench::resnet_main},   {"scale", lockstep::bench::scale_main},
+      {"launch", lockstep::bench::launch_main},     {"ddp", lockstep::bench::ddp_main},
+      {"overlap", lockstep::bench::overlap_main},   {"allreduce", lockstep::bench::allreduce_main},
+      {"step", lockstep::bench::step_main},         {"train", lockstep::bench::train_main},
+      {"loader", lockstep::bench::loader_main},     {"kernels", lockstep::bench::kernels_main},
+      {"gpt", lockstep::bench::gpt_main},           {"lora", lockstep::bench::lora_main},
+      {"resnet", lockstep::bench::resnet_main},     {"dp-vs-ddp", lockstep::bench::dp_vs_ddp_main},
+      {"presets", lockstep::bench::presets_main},   {"ablation", lockstep::bench::ablation_main},
+      {"timeline", lockstep::bench::timeline_main}, {"scale", lockstep::bench::scale_main},
   };
   return table;
 }
@@ -48,7 +51,11 @@ int bench(int argc, char** argv) {
              "  gpt        training a GPT-2 of 124 M to 1.3 B parameters, beside PyTorch\n"
              "  lora       fine-tuning Phi-3 with LoRA, beside PyTorch\n"
              "  resnet     training a ResNet on images, beside PyTorch\n"
-             "  scale      a training file on 1, 2, ... ranks: speed-up and step budget\n");
+             "  scale      a training file on 1, 2, ... ranks: speed-up and step budget\n"
+             "  dp-vs-ddp  one process that drives all devices, beside one process for each\n"
+             "  presets    the presets standard and fast, beside one rank and a guide's figures\n"
+             "  ablation   what each speed setting of a training file is worth\n"
+             "  timeline   traces of a split model and of two ranks, for tools/timeline.py\n");
   return asked ? 0 : 2;
 }
 
@@ -64,6 +71,9 @@ int main(int argc, char** argv) {
     if (command == "_step-rank") return lockstep::bench::step_rank_main(argc - 1, argv + 1);
     if (command == "_train-rank") return lockstep::bench::train_rank_main(argc - 1, argv + 1);
     if (command == "_model-rank") return lockstep::bench::model_rank_main(argc - 1, argv + 1);
+    if (command == "_dp-vs-ddp-rank")
+      return lockstep::bench::dp_vs_ddp_rank_main(argc - 1, argv + 1);
+    if (command == "_timeline-rank") return lockstep::bench::timeline_rank_main(argc - 1, argv + 1);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
   }));

@@ -69,6 +69,10 @@ def main():
         run("desync with the host in the stream", 2, [f"{BIN}/tests/desync", "stream"],
             ["TimeoutError"], {"LOCKSTEP_TIMEOUT_S": "5"}),
         bench("gpt", "--save-stall", "--bare"), bench("lora"), bench("resnet"),
+        check("bench dp-vs-ddp, two replicas and two ranks on one GPU",
+              [f"{BIN}/lockstep", "bench", "dp-vs-ddp", "--device", "cuda", "--model", "resnet18",
+               "--image_size", "32", "--steps", "10"], ["verified: after 2 steps", "DP / this"],
+              {"LOCKSTEP_DEVICE": "cuda", "LOCKSTEP_SHARE_DEVICE": "1"}, 300),
     ]
     return 0 if all(results) else 1
 

@@ -1,0 +1,228 @@
+"""dp-vs-ddp, presets, ablation and timeline on tiny sizes: what they write and what they refuse."""
+
+import csv
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+from xml.etree import ElementTree
+
+LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+SOURCE = pathlib.Path(os.environ["LOCKSTEP_SOURCE"])
+sys.path.insert(0, str(SOURCE / "tools"))
+import timeline  # noqa: E402  tools/timeline.py
+
+DP = ["dp-vs-ddp", "--device", "cpu", "--image_size", "4", "--batch_size", "8", "--steps", "12"]
+TINY = """model: {name: gpt, n_layer: 1, n_head: 2, n_embd: 16}
+data: {name: bytes, path: %s}
+max_seq_len: 16
+learning_rate: 1.0e-3
+"""
+
+
+def bench(*arguments):
+    return subprocess.run([LOCKSTEP, "bench", *map(str, arguments)], capture_output=True, text=True,
+                          timeout=150, env=os.environ | {"LOCKSTEP_DEVICE": "cpu"},
+                          stdin=subprocess.DEVNULL)
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def passes(self, *arguments):
+        """The rows of its CSV file and its JSON document."""
+        table, document = self.folder / "a.csv", self.folder / "a.json"
+        result = bench(*arguments, "--csv", table, "--json", document)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        with open(table, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        for row in rows:
+            for cell in row.values():
+                self.assertIn(cell, result.stdout)
+        return result, rows, json.loads(document.read_text())
+
+    def refused(self, code, message, *arguments):
+        result = bench(*arguments)
+        self.assertEqual((result.returncode, result.stdout), (code, ""), result.stderr)
+        self.assertIn(message, result.stderr)
+        return result
+
+    def training_file(self, more=""):
+        text = self.folder / "text"
+        text.write_text("".join(f"line {i} of a text that can be learned\n" for i in range(200)))
+        file = self.folder / "train.yaml"
+        file.write_text(TINY % text + more)
+        return file
+
+
+class DpVsDdp(Case):
+    def test_measures_what_it_verified(self):
+        result, rows, document = self.passes(*DP, "--require-ratio", "0.0001")
+        # Dividing by two is exact, and both sides call the same kernels.
+        self.assertIn("verified: after 2 steps the weights of both are 0 apart", result.stderr)
+        self.assertEqual([r["contender"] for r in document["rows"]], ["dp", "ddp"])
+        dp, ddp = document["rows"]
+        self.assertEqual(len(dp["ms"]), 2)  # blocks of 10 and of 2 steps
+        self.assertEqual(dp["dp_times_this"], 1)
+        self.assertEqual(sorted(dp["parts_ms"]), sorted(
+            ["scatter", "replicate", "forward", "gather", "loss", "backward", "gradients",
+             "update"]))
+        self.assertEqual(sorted(ddp["parts_ms"]),
+                         sorted(["forward", "loss", "backward", "gradients", "update"]))
+        self.assertAlmostEqual(document["overhead_ms"], sum(
+            dp["parts_ms"][part] for part in ("scatter", "replicate", "gather", "gradients")))
+        ratios = [a / b for a, b in zip(dp["ms"], ddp["ms"])]
+        self.assertAlmostEqual(ddp["dp_times_this"], sum(ratios) / 2)
+        self.assertEqual(rows[0]["DP / this"], "1.000")
+        self.assertIn("copies all weights to the replicas", result.stdout)
+
+    def test_three_replicas_agree_within_rounding(self):
+        result, _, document = self.passes("dp-vs-ddp", "--device", "cpu", "--image_size", "4",
+                                          "--batch_size", "24", "--ranks", "3", "--steps", "1")
+        self.assertRegex(result.stderr, r"verified: after 2 steps the weights of both are \S+ apart"
+                                        r"; they moved by \S+, and rounding explains \S+")
+        self.assertEqual(document["settings"]["ranks"], 3)
+
+    def test_refuses_a_side_that_trains_differently(self):
+        for side in "dp", "ddp":
+            with self.subTest(side):
+                result = self.refused(1, "dp and ddp do not train the same", *DP, "--corrupt", side)
+                self.assertNotIn("block 1", result.stderr)
+
+    def test_refuses_nonsense(self):
+        self.refused(2, "--batch_size 9 is not a multiple of --ranks 2: the sides would weigh "
+                        "samples differently. Try --batch_size 10.", "dp-vs-ddp",
+                     "--batch_size", "9")
+        self.refused(2, "--device cuda with --ranks 64 needs as many GPUs", "dp-vs-ddp",
+                     "--device", "cuda", "--ranks", "64")
+        self.refused(2, "--model", *DP, "--model", "elephant")
+        self.assertIn("at least 1000 required: MISSED",
+                      bench(*DP, "--require-ratio", "1000").stderr)
+
+
+class Presets(Case):
+    def test_four_rows_with_one_effective_batch(self):
+        result, rows, document = self.passes("presets", self.training_file(), "--steps", "4",
+                                             "--rounds", "1")
+        self.assertIn("verified: mean losses differ by at most", result.stderr)
+        found = [(r["preset"], r["ranks"], r["batch"], r["accumulation"], r["logging_steps"],
+                  r["effective_batch"]) for r in document["rows"]]
+        self.assertEqual(found, [("single", 1, 4, 4, 5, 16), ("old", 2, 2, 4, 1, 16),
+                                 ("standard", 2, 4, 2, 5, 16), ("fast", 2, 8, 1, 10, 16)])
+        self.assertEqual([row["guide's table"] for row in rows], ["1", "1.06", "1.3", "1.6"])
+        self.assertEqual([row["guide's text"] for row in rows], ["1", "1.2", "1.4-1.5", "1.7-2"])
+        self.assertEqual(rows[0]["speed-up"], "1.00")
+
+    def test_refuses_what_it_cannot_compare(self):
+        self.refused(2, "sets global_batch_size, and the rows set the accumulation themselves",
+                     "presets", self.training_file("global_batch_size: 16\n"))
+        self.refused(2, "--ranks", "presets", "--ranks", "1")
+        self.refused(2, "cannot be read", "presets", self.folder / "none.yaml")
+        # Bytes too few for a sample: the message of lockstep train is shown.
+        file = self.training_file("per_device_eval_batch_size: 1\n")
+        (self.folder / "text").write_text("ab")
+        self.refused(1, "lockstep train of 'single' failed", "presets", file, "--steps", "2")
+
+
+class Ablation(Case):
+    def test_settings_one_after_the_other(self):
+        result, rows, document = self.passes(
+            "ablation", self.training_file("per_device_train_batch_size: 4\nsave_steps: 3\n"
+                                           "dataloader_num_workers: 1\nwarmup_steps: 100\n"
+                                           "max_steps: 1000\ndataloader_prefetch_factor: 3\n"),
+            "--steps", "10", "--rounds", "1", "--set", "gradient_accumulation_steps=2")
+        names = ["baseline: fp32, 1 rank", "+ memory: caching CPU allocator",
+                 "+ loader: 1 workers, 3 batches ahead", "+ fused optimizer", "+ DDP: 2 ranks",
+                 "+ sharded optimizer"]
+        self.assertEqual([row["setting"] for row in rows], names)
+        self.assertEqual([row["ranks"] for row in rows], ["1", "1", "1", "1", "2", "2"])
+        self.assertIn("verified: 3 of the settings leave every logged loss as it was",
+                      result.stderr)
+        total = 1
+        for row in document["rows"]:
+            total *= row["times_before"]
+            self.assertAlmostEqual(row["times_baseline"], total, places=6)
+        self.assertEqual([row["computed"] for row in document["rows"]],
+                         [name == "+ fused optimizer" for name in names])
+        self.assertIn("computed", rows[3]["remark"])
+        self.assertGreater(document["optimizer_ms"]["fused"], 0)
+        self.assertIn("The optimizer of lockstep train is always fused", result.stdout)
+
+    def test_precision_and_checkpointing_of_the_file(self):
+        _, rows, _ = self.passes("ablation", self.training_file(
+            "bf16: true\ngradient_checkpointing: true\n"), "--steps", "10", "--rounds", "1",
+            "--ranks", "1")
+        self.assertEqual([row["setting"] for row in rows][2:4], ["+ bf16",
+                                                                 "+ gradient_checkpointing"])
+        self.assertEqual(rows[-1]["setting"], "+ fused optimizer")
+
+    def test_refuses_what_is_wrong_before_it_runs(self):
+        self.refused(2, "file is required", "ablation")
+        self.refused(2, "cannot be read", "ablation", self.folder / "none.yaml")
+        file = self.training_file()
+        self.refused(2, "Did you mean bf16?", "ablation", file, "--set", "bf61=true")
+        self.refused(2, "global_batch_size", "ablation", file, "--set", "global_batch_size=9",
+                     "--set", "per_device_train_batch_size=1")
+        self.refused(2, "--steps", "ablation", file, "--steps", "3")
+
+
+class Timeline(Case):
+    def test_a_split_model_alternates_and_ranks_work_together(self):
+        traces, drawing = self.folder / "traces", self.folder / "a.svg"
+        result = bench("timeline", "--output", traces, "--steps", "2", "--batch", "1")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        split = timeline.read_lanes([traces / "split.json"])
+        ranks = timeline.read_lanes([traces / "rank-0.json", traces / "rank-1.json"])
+        self.assertEqual([name for name, _ in split],
+                         ["device 0: layers 0-3", "device 1: layers 4-7"])
+        self.assertEqual([name for name, _ in ranks],
+                         ["device 0: rank 0, all layers", "device 1: rank 1, all layers"])
+        for _, spans in split:
+            self.assertEqual([name for name, _, _ in spans],
+                             2 * ["forward", "backward", "optimizer"])
+        begin, end = timeline.window(split)
+        self.assertAlmostEqual(timeline.overlap(split[0][1], split[1][1]), 0, places=3)
+        self.assertGreater(sum(timeline.busy(spans) for _, spans in split), 0.9 * (end - begin))
+        # On a busy machine the ranks take turns on the cores, but both are in a step all the time.
+        begin, end = timeline.window(ranks)
+        self.assertGreater(timeline.overlap(ranks[0][1], ranks[1][1]), 0.3 * (end - begin))
+        drawn = subprocess.run(
+            [sys.executable, SOURCE / "tools" / "timeline.py", "--output", drawing,
+             f"Split & joined={traces}/split.json",
+             f"Two ranks={traces}/rank-0.json,{traces}/rank-1.json"],
+            capture_output=True, text=True, timeout=60)
+        self.assertEqual(drawn.returncode, 0, drawn.stderr)
+        self.assertIn("both at once 0 % of the time", drawn.stdout)
+        picture = ElementTree.parse(drawing).getroot()
+        words = ["".join(node.itertext()) for node in picture.iter() if node.tag.endswith("text")]
+        for label in ("Split & joined", "Two ranks", "device 1: layers 4-7", "forward",
+                      "waits for gradients"):
+            self.assertIn(label, words)
+        self.assertLess(drawing.stat().st_size, 60_000)
+
+    def test_refuses_nonsense(self):
+        self.refused(2, "--output is required", "timeline")
+        for panel, part in (("no file", "is not TITLE=FILE"), ("a=/none", "cannot be drawn")):
+            drawn = subprocess.run([sys.executable, SOURCE / "tools" / "timeline.py", "--output",
+                                    self.folder / "b.svg", panel], capture_output=True, text=True,
+                                   timeout=60)
+            self.assertEqual(drawn.returncode, 2)
+            self.assertIn(part, drawn.stderr)
+
+
+class Pictures(unittest.TestCase):
+    def test_those_of_the_documents_are_small_and_whole(self):
+        for name in ("timeline_split_ddp.svg",):
+            path = SOURCE / "docs" / "images" / name
+            self.assertLess(path.stat().st_size, 60_000)
+            ElementTree.parse(path)
+
+
+if __name__ == "__main__":
+    unittest.main()
