@@ -70,7 +70,8 @@ void send_line(int fd, const std::string& line) {
 
 launch::Process start(const CrewOptions& options, const std::string& socket) {
   launch::ProcessRequest request;
-  request.argv = {program_beside("../bin/lockstep"), "run", "--standalone",
+  // Ranks that wait for orders are not stalled.
+  request.argv = {program_beside("../bin/lockstep"), "run", "--standalone", "--stall-timeout=0",
                   fmt::format("--nproc-per-node={}", options.ranks)};
   for (const auto& part : options.command) request.argv.push_back(part);
   request.argv.insert(request.argv.end(), {"--orders", socket});
