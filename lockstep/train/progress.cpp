@@ -114,7 +114,9 @@ void Progress::log(const LogEntry& entry) {
   const std::string line = progress_line(entry, options_.total_steps, eta);
   if (!bar_) return print(line + "\n");
   newest_.clear();
-  for (const auto& [name, value] : entry.values) newest_ += "  " + value_text(name, value);
+  // Shares of waiting are in the files; the bar needs their room.
+  for (const auto& [name, value] : entry.values)
+    if (!name.ends_with("_percent")) newest_ += "  " + value_text(name, value);
   // An evaluation stays on the screen; what the next log replaces does not.
   const bool evaluated = std::any_of(entry.values.begin(), entry.values.end(),
                                      [](const auto& v) { return v.first.rfind("eval_", 0) == 0; });
