@@ -196,6 +196,32 @@ TEST(Totals, AreCountedWithoutALauncherAndAddUpToTheClock) {
   set_phase(Phase::kNone);
 }
 
+TEST(Totals, ASumThatWasReadInAChangeIsNoRestart) {
+  Totals before{.time_ns = 100'000, .steps = 7};
+  before.host_ns[index(Phase::kData)] = 40'000;
+  before.host_ns[index(Phase::kForward)] = 20'000;
+  before.counts[index(Counter::kLogs)] = 3;
+  Totals now = before;
+  now.time_ns = 101'000;
+  now.host_ns[index(Phase::kData)] -= 5;  // counted twice in the reading before
+  now.host_ns[index(Phase::kForward)] += 1000;
+  Totals spent = since(before, now);
+  EXPECT_EQ(spent.host_ns[index(Phase::kData)], 0u);
+  EXPECT_EQ(spent.host_ns[index(Phase::kForward)], 1000u);
+  EXPECT_EQ(spent.steps, 0u);
+  now.host_ns[index(Phase::kData)] -= 5000;  // even where all of them together go back
+  EXPECT_EQ(since(before, now).host_ns[index(Phase::kData)], 0u);
+
+  now.counts[index(Counter::kLogs)] = 1;  // counts from zero: all of it is new
+  EXPECT_EQ(since(before, now).host_ns[index(Phase::kForward)], 21'000u);
+  now = {.time_ns = 101'000};
+  EXPECT_EQ(since(before, now).steps, 0u);
+  // Started again before the first step of either.
+  before.steps = before.counts[index(Counter::kLogs)] = 0;
+  now.host_ns[index(Phase::kData)] = 900;
+  EXPECT_EQ(since(before, now).host_ns[index(Phase::kData)], 900u);
+}
+
 // In a process of its own: once steps are set they are no longer counted.
 CHILD(begins_elsewhere) {
   const auto ended = [](std::initializer_list<std::int64_t> steps) {

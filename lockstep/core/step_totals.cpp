@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <numeric>
 
 #include "lockstep/core/ledger_layout.h"
 
@@ -36,6 +37,22 @@ void add_device_time(Phase phase, std::uint64_t ns) noexcept {
   progress().device_ns[index(phase)].fetch_add(ns, std::memory_order_relaxed);
 }
 
+namespace {
+
+// A rank that was started again counts from zero: steps or a counter go back, or all of its time
+// lies after the reading before. A sum that goes back alone was read while its phase changed.
+bool started_again(const Totals& before, const Totals& now) {
+  if (now.time_ns < before.time_ns || now.steps < before.steps) return true;
+  for (std::size_t i = 0; i < kCounters; ++i)
+    if (now.counts[i] < before.counts[i]) return true;
+  const auto age = [](const Totals& sums) {
+    return std::accumulate(sums.host_ns.begin(), sums.host_ns.end(), std::uint64_t{0});
+  };
+  return age(now) < age(before) && age(now) <= now.time_ns - before.time_ns;
+}
+
+}  // namespace
+
 Totals totals() noexcept {
   return totals_of(progress());
 }
@@ -64,12 +81,12 @@ Totals totals_of(const ProgressMemory& memory) noexcept {
 }
 
 Totals since(const Totals& before, const Totals& now) noexcept {
-  // A rank that was started again counts from zero.
-  const auto grown = [](std::uint64_t from, std::uint64_t to) {
-    return to >= from ? to - from : to;
+  const bool again = started_again(before, now);
+  const auto grown = [again](std::uint64_t from, std::uint64_t to) {
+    return again ? to : to >= from ? to - from : 0;
   };
   Totals spent;
-  spent.time_ns = grown(before.time_ns, now.time_ns);
+  spent.time_ns = now.time_ns >= before.time_ns ? now.time_ns - before.time_ns : now.time_ns;
   spent.steps = grown(before.steps, now.steps);
   for (std::size_t i = 0; i < kPhases; ++i) {
     spent.host_ns[i] = grown(before.host_ns[i], now.host_ns[i]);
