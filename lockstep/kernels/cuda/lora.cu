@@ -62,10 +62,10 @@ __device__ __forceinline__ void share_rows(const void* narrow, std::int64_t firs
 template <typename T, int kRank>
 __global__ void __launch_bounds__(kThreads, 2) dropped_product_kernel(DroppedProduct args) {
   __shared__ alignas(16) float shared[kRows][kRank];
-  const std::int64_t first = std::int64_t{blockIdx.y} * kRows;
+  const std::int64_t first = std::int64_t{blockIdx.x} * kRows;
   const int count = static_cast<int>(args.rows - first < kRows ? args.rows - first : kRows);
   share_rows<T, kRank>(args.narrow, first, count, shared);
-  const int column = blockIdx.x * kTile + threadIdx.x * kColumns;
+  const int column = blockIdx.y * kTile + threadIdx.x * kColumns;
   if (column >= args.columns) return;
   float low[kRank][kColumns];
 #pragma unroll
@@ -90,9 +90,9 @@ template <typename T, int kRank>
 __global__ void __launch_bounds__(kThreads, 2)
     dropped_gradient_kernel(DroppedGradient args, std::int64_t rows_of_block) {
   __shared__ alignas(16) float shared[kRows][kRank];
-  const int column = blockIdx.x * kTile + threadIdx.x * kColumns;
+  const int column = blockIdx.y * kTile + threadIdx.x * kColumns;
   const bool mine = column < args.columns;
-  const std::int64_t begin = blockIdx.y * rows_of_block;
+  const std::int64_t begin = blockIdx.x * rows_of_block;
   const std::int64_t end = begin + rows_of_block < args.rows ? begin + rows_of_block : args.rows;
   float sum[kRank][kColumns] = {};
   for (std::int64_t first = begin; first < end; first += kRows) {
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   if (!mine) return;
-  float* const to = args.partials + std::int64_t{blockIdx.y} * kRank * args.columns;
+  float* const to = args.partials + std::int64_t{blockIdx.x} * kRank * args.columns;
 #pragma unroll
   for (int r = 0; r < kRank; ++r)
     store4<float>(to, std::int64_t{r} * args.columns + column, sum[r]);
@@ -124,6 +124,7 @@ bool covered(std::int64_t columns, int rank) {
   return columns % kColumns == 0 && (rank == 8 || rank == 16);
 }
 
+// The rows' blocks are the grid's x, since its y ends at 65535.
 int tiles(int columns) {
   return (columns + kTile - 1) / kTile;
 }
@@ -149,8 +150,8 @@ bool lora_covers(std::int64_t columns, int rank) {
 
 cudaError_t dropped_product(const DroppedProduct& args, cudaStream_t stream) {
   if (!covered(args.columns, args.rank)) return cudaErrorInvalidValue;
-  const dim3 grid(static_cast<unsigned>(tiles(args.columns)),
-                  static_cast<unsigned>((args.rows + kRows - 1) / kRows));
+  const dim3 grid(static_cast<unsigned>((args.rows + kRows - 1) / kRows),
+                  static_cast<unsigned>(tiles(args.columns)));
   return with_type(args.type, [&](auto type) {
     return with_rank(args.rank, [&](auto rank) {
       dropped_product_kernel<decltype(type), rank.value><<<grid, kThreads, 0, stream>>>(args);
@@ -167,7 +168,7 @@ cudaError_t dropped_gradient(const DroppedGradient& args, cudaStream_t stream) {
   if (!covered(args.columns, args.rank)) return cudaErrorInvalidValue;
   const std::int64_t blocks = row_blocks(args.rows, args.columns);
   const std::int64_t rows_of_block = (args.rows + blocks - 1) / blocks;
-  const dim3 grid(static_cast<unsigned>(tiles(args.columns)), static_cast<unsigned>(blocks));
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(tiles(args.columns)));
   const cudaError_t status = with_type(args.type, [&](auto type) {
     return with_rank(args.rank, [&](auto rank) {
       dropped_gradient_kernel<decltype(type), rank.value>
