@@ -4,15 +4,17 @@
 
 #include <utility>
 
+#include "lockstep/core/printable.h"
+
 namespace lockstep::monitor {
 
 std::string finding_text(const Finding& finding) {
   std::string about = finding.rank >= 0 ? fmt::format("rank {}", finding.rank) : "";
   if (!finding.cause.empty()) about += (about.empty() ? "" : ", ") + finding.cause;
-  return fmt::format(
+  return printable(fmt::format(
       "{}{}: {} Evidence: {} Change: {} Expected gain: {}.", finding.rule,
       about.empty() ? "" : " (" + about + ")", finding.what, finding.evidence, finding.remedy,
-      finding.gain > 0 ? fmt::format("about {:.0f} %", 100 * finding.gain) : "not known");
+      finding.gain > 0 ? fmt::format("about {:.0f} %", 100 * finding.gain) : "not known"));
 }
 
 Node findings_node(const std::vector<Finding>& findings) {
