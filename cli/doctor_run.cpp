@@ -7,6 +7,7 @@
 #include "cli/commands.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/printable.h"
 #include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/gpu_figures.h"
 
@@ -74,8 +75,8 @@ double part_s(const Budget& budget, Phase phase) {
   return on_device && of_device ? budget.device_s[index(phase)] : budget.host_s[index(phase)];
 }
 
-Row row_of(const monitor::RankRecord& rank) {
-  Row row{.rank = rank.rank, .budget = budget_of(rank)};
+Row row_of(const monitor::RankRecord& rank, double from_unix_s) {
+  Row row{.rank = rank.rank, .budget = budget_of(rank, 0, from_unix_s)};
   double rest = 1;
   for (const Phase phase : kParts) {
     row.shares.push_back(row.budget.seconds > 0 ? part_s(row.budget, phase) / row.budget.seconds
@@ -85,6 +86,7 @@ Row row_of(const monitor::RankRecord& rank) {
   row.shares.push_back(row.budget.seconds > 0 ? std::max(rest, 0.0) : 0);
   double seconds = 0;
   for (const monitor::Interval& interval : rank.intervals) {
+    if (interval.unix_time_s < from_unix_s) continue;
     row.resident_bytes = std::max(row.resident_bytes, interval.resident_bytes);
     if (!interval.process || interval.steps == 0) continue;
     row.cores += interval.process->cores * interval.seconds;
@@ -106,7 +108,7 @@ std::string head_text(const Request& request, const monitor::RunFacts& facts) {
   if (!facts.device.empty()) text += " on " + facts.device;
   if (!facts.backend.empty()) text += " over " + facts.backend;
   if (!facts.optimizer.empty()) text += ", " + facts.optimizer;
-  return text + "\n\n";
+  return printable(text) + "\n\n";
 }
 
 std::string rows_text(const std::vector<Row>& rows) {
@@ -215,7 +217,8 @@ int doctor_run_command(const Args& args) {
   const Request request = parse(args);
   const monitor::RunRecord run = monitor::read_run(request.directory);
   std::vector<Row> rows;
-  for (const monitor::RankRecord& rank : run.ranks) rows.push_back(row_of(rank));
+  for (const monitor::RankRecord& rank : run.ranks)
+    rows.push_back(row_of(rank, run.facts.started_unix_s));
   const auto findings = monitor::diagnose(run);
   if (request.json)
     fmt::print("{}\n", to_json(report_node(run, rows, findings)));

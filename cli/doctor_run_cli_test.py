@@ -59,6 +59,23 @@ class DoctorRun(unittest.TestCase):
         self.assertAlmostEqual(report["ranks"][1]["shares"]["data"], 0.4)
         self.assertAlmostEqual(report["ranks"][1]["step_s"], 0.02)
 
+    def test_text_of_the_record_cannot_steer_the_terminal(self):
+        self.record(HEALTHY)
+        facts = dict(FACTS, optimizer="\x1b]0;title\x07adamw")
+        (self.root / "monitor" / "run.json").write_text(json.dumps(facts))
+        text = self.doctor("--run", str(self.root), code=0).stdout
+        self.assertNotIn("\x1b", text)
+        self.assertNotIn("\x07", text)
+        self.assertIn("title\ufffdadamw\n", text)
+
+    def test_an_earlier_start_is_not_judged(self):
+        self.record(WAITING)
+        facts = dict(FACTS, started_unix_s=1e9 + 100)
+        (self.root / "monitor" / "run.json").write_text(json.dumps(facts))
+        text = self.doctor("--run", str(self.root), code=0).stdout
+        self.assertRegex(text, r"(?m)^   0        0       0\.00")
+        self.assertIn("too few steps to judge the run", text)
+
     def test_too_early(self):
         self.record(WAITING, steps=0)
         text = self.doctor("--run", str(self.root), code=0).stdout

@@ -70,7 +70,8 @@ double share_of(const monitor::Budget& budget, Phase phase) {
 
 void add_budget(std::vector<Column>& columns, const monitor::RunRecord& run) {
   std::vector<monitor::Budget> budgets;
-  for (const monitor::RankRecord& rank : run.ranks) budgets.push_back(budget_of(rank));
+  for (const monitor::RankRecord& rank : run.ranks)
+    budgets.push_back(budget_of(rank, 0, run.facts.started_unix_s));
   const auto add = [&](std::string title, auto text) {
     Column column{std::move(title), {}};
     for (const monitor::Budget& budget : budgets) column.cells.push_back(text(budget));

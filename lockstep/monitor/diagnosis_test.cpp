@@ -105,6 +105,25 @@ TEST(Healthy, AFewStepsAreNotJudged) {
   EXPECT_NE(find(diagnose(run), "loader-bound"), nullptr);
 }
 
+// A second run into the folder, or one that was resumed: what was before it is not its habit.
+TEST(Healthy, IsNotJudgedByAnEarlierStart) {
+  RunRecord run = healthy(20);
+  const RunRecord before = run_of({Shape{.data = 0.5, .forward = 0.1, .backward = 0.2},
+                                   Shape{.data = 0.5, .forward = 0.1, .backward = 0.2}});
+  for (std::size_t r = 0; r < 2; ++r) {
+    auto earlier = before.ranks[r].intervals;
+    for (Interval& interval : earlier) interval.unix_time_s -= 1000;
+    auto& all = run.ranks[r].intervals;
+    all.insert(all.begin(), earlier.begin(), earlier.end());
+  }
+  EXPECT_NE(find(diagnose(run), "loader-bound"), nullptr);
+  run.facts.started_unix_s = 1e9;
+  expect_silence(run);
+  EXPECT_TRUE(enough_to_judge(run));
+  run.facts.started_unix_s = 2e9;
+  EXPECT_FALSE(enough_to_judge(run));
+}
+
 // ---------------------------------------------------------------- data
 
 Shape waiting_for_data(double share) {
@@ -244,6 +263,7 @@ TEST(Accumulation, SynchronisesEveryMicroStep) {
 
 RunRecord communicating(double share, double bucket_mib, double buckets, double reduce_ms) {
   RunRecord run = run_of({updating(0.05, share), updating(0.05, share)});
+  run.facts.optimizer = "replicated fused adamw";
   change(run, [&](Interval& interval) {
     const auto steps = static_cast<double>(interval.steps);
     at(interval.counts, Counter::kBuckets) = static_cast<std::uint64_t>(steps * buckets);
@@ -265,6 +285,13 @@ TEST(CommunicationBound, NamesTheBucketsThatSuffice) {
   finding = only(communicating(0.35, 25, 8, 18), "communication-bound");
   EXPECT_THAT(finding.remedy, HasSubstr("gradient_accumulation_steps"));
   EXPECT_NEAR(finding.gain, 0.17, 0.01);
+}
+
+TEST(CommunicationBound, AShardedOptimizerHasNoBuckets) {
+  for (RunRecord run : {communicating(0.35, 100, 1, 7), communicating(0.35, 0.5, 40, 8)}) {
+    run.facts.optimizer = "sharded fused adamw";
+    EXPECT_THAT(only(run, "communication-bound").remedy, HasSubstr("reduce less often"));
+  }
 }
 
 TEST(CommunicationBound, HasALimit) {
@@ -362,6 +389,12 @@ TEST(Optimizer, IsNotFused) {
   run = run_of({updating(0.095, 0.03), updating(0.095, 0.03)});
   run.facts.backend = "nccl";
   run.facts.optimizer = "replicated adamw";
+  expect_silence(run);
+}
+
+TEST(Optimizer, NothingIsKnownOfOneThatTheTaskBrings) {
+  RunRecord run = run_of({updating(0.3, 0.03), updating(0.3, 0.03)});
+  run.facts.optimizer = "replicated custom";
   expect_silence(run);
 }
 
@@ -513,6 +546,9 @@ TEST(Findings, AsTextAndJson) {
             R"([{"rule":"straggler","rank":1,"cause":"data","what":"What.","evidence":"20 ms.",)"
             R"("remedy":"this.","gain":0.154}])");
   EXPECT_EQ(to_json(findings_node({})), "[]");
+  Finding hostile = finding;
+  hostile.evidence = "\x1b]0;title\a";
+  EXPECT_THAT(finding_text(hostile), HasSubstr("Evidence: \ufffd]0;title\ufffd Change"));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <utility>
 
@@ -68,16 +69,29 @@ double aside_s(const Interval& window, bool first) {
 
 // A run that is started again leaves a gap between two intervals, and begins with loading.
 bool begins_a_start(const Interval& interval, double previous_end_s) {
-  constexpr double kGap = 0.2;
-  return interval.unix_time_s - interval.seconds > previous_end_s + kGap;
+  return interval.unix_time_s - interval.seconds > previous_end_s + kRestartGap_s;
 }
 
-RankView rank_view(const RankRecord& record) {
+// The marks tile the stream: what lies between the phases is booked as Phase::kNone, and is idle.
+double device_total_s(const Interval& window) {
+  double sum = 0;
+  for (const Phase phase :
+       {Phase::kForward, Phase::kBackward, Phase::kCommunication, Phase::kOptimizer})
+    sum += window.device_s[index(phase)];
+  return sum;
+}
+
+bool has_device_times(const Interval& window) {
+  return device_total_s(window) > 0;
+}
+
+RankView rank_view(const RankRecord& record, double from_unix_s) {
   RankView rank{.rank = record.rank};
   Interval open;
   bool stepping = false;
   double end = 0;
   for (const Interval& interval : record.intervals) {
+    if (interval.unix_time_s < from_unix_s) continue;
     if (begins_a_start(interval, end)) stepping = false;
     end = interval.unix_time_s;
     if (!stepping) open = {};
@@ -87,16 +101,11 @@ RankView rank_view(const RankRecord& record) {
     if (open.seconds > 0) rank.windows.push_back(std::move(open));
     open = {};
   }
+  rank.on_device = std::any_of(rank.windows.begin(), rank.windows.end(), has_device_times);
+  if (rank.on_device) std::erase_if(rank.windows, std::not_fn(has_device_times));
   if (rank.windows.size() >= kWindowsToSpare) rank.windows.erase(rank.windows.begin());
   for (const Interval& window : rank.windows) add_interval(rank.sum, window);
-  for (const double seconds : rank.sum.device_s) rank.on_device = rank.on_device || seconds > 0;
   return rank;
-}
-
-double device_total_s(const Interval& window) {
-  double sum = 0;
-  for (const double seconds : window.device_s) sum += seconds;
-  return sum;
 }
 
 }  // namespace
@@ -105,8 +114,14 @@ View make_view(const RunRecord& run) {
   View view{.run = run};
   std::int64_t least = std::numeric_limits<std::int64_t>::max();
   for (const RankRecord& record : run.ranks) {
-    view.ranks.push_back(rank_view(record));
+    view.ranks.push_back(rank_view(record, run.facts.started_unix_s));
     least = std::min(least, view.ranks.back().sum.steps);
+  }
+  for (const HostGpus& host : run.gpus) {
+    HostGpus& since = view.gpus.emplace_back(HostGpus{.host = host.host, .gpus = host.gpus});
+    for (const GpuSample& sample : host.samples)
+      if (sample.unix_time_s >= run.facts.started_unix_s) since.samples.push_back(sample);
+    if (since.samples.empty()) view.gpus.pop_back();
   }
   view.enough = !view.ranks.empty() && least >= kMinSteps;
   return view;
@@ -127,23 +142,25 @@ std::uint64_t count(const RankView& rank, Counter counter) {
 double spent_s(const RankView& rank, const Interval& window, Phase phase) {
   const double host = window.host_s[index(phase)];
   if (!rank.on_device) return host;
+  double idle = std::max(0.0, window.seconds - device_total_s(window));
   switch (phase) {
     case Phase::kForward:
     case Phase::kBackward:
     case Phase::kCommunication:
     case Phase::kOptimizer:
       return window.device_s[index(phase)];
-    case Phase::kData:  // costs nothing while the device still has work
-      return std::clamp(window.seconds - device_total_s(window), 0.0, host);
+    case Phase::kData:
+    case Phase::kSaving:
+    case Phase::kLogging:
+      // Each costs nothing while the device still has work, and idle time is charged once.
+      for (const Phase earlier : {Phase::kData, Phase::kSaving}) {
+        if (earlier == phase) break;
+        idle -= std::min(idle, window.host_s[index(earlier)]);
+      }
+      return std::min(idle, host);
     default:
       return host;
   }
-}
-
-double idle_s(const RankView& rank, const Interval& window) {
-  if (!rank.on_device) return 0;
-  const double idle = window.seconds - device_total_s(window);
-  return std::max(0.0, idle - spent_s(rank, window, Phase::kData));
 }
 
 double step_s(const RankView& rank) {
@@ -153,10 +170,6 @@ double step_s(const RankView& rank) {
 
 double share(const RankView& rank, Phase phase) {
   return median_of(rank, [&](const Interval& w) { return spent_s(rank, w, phase) / w.seconds; });
-}
-
-double idle_share(const RankView& rank) {
-  return median_of(rank, [&](const Interval& w) { return idle_s(rank, w) / w.seconds; });
 }
 
 double least_share(const View& view, Phase phase) {
@@ -203,15 +216,31 @@ std::int64_t round_up(double value) {
   return 1'000'000'000'000;
 }
 
+std::vector<GpuFigures> gpus_of_ranks(const View& view, const HostGpus& host) {
+  const auto ranks = static_cast<std::size_t>(std::max(view.run.facts.ranks_on_host, 1));
+  auto all = gpu_figures(host);
+  if (!on_cuda(view) || all.size() > ranks) all.clear();
+  return all;
+}
+
 std::optional<GpuFigures> gpu_of_rank(const View& view, int rank) {
   const int on_host = std::max(view.run.facts.ranks_on_host, 1);
-  for (const HostGpus& host : view.run.gpus) {
+  for (const HostGpus& host : view.gpus) {
     if (host.host != rank / on_host) continue;
-    const auto all = gpu_figures(host);
+    const auto all = gpus_of_ranks(view, host);
     const auto local = static_cast<std::size_t>(rank % on_host);
     if (local < all.size()) return all[local];
   }
   return std::nullopt;
+}
+
+std::optional<double> idle_share(const View& view, const RankView& rank) {
+  const auto gpu = gpu_of_rank(view, rank.rank);
+  if (!gpu || !gpu->utilisation_percent) return std::nullopt;
+  double idle = 1 - *gpu->utilisation_percent / 100;
+  for (const Phase phase : {Phase::kData, Phase::kSaving, Phase::kLogging})
+    idle -= share(rank, phase);
+  return std::max(0.0, idle);
 }
 
 std::optional<double> memory_share(const View& view) {

@@ -29,14 +29,16 @@ inline constexpr std::size_t kManyWindows = 30;
 struct RankView {
   int rank = 0;
   // Intervals joined until a step ended in each, without start-up and evaluation in `seconds`, and
-  // without the first where there are enough: it holds warm-up and the first allocations.
+  // without the first where there are enough: it holds warm-up and the first allocations. Of a rank
+  // with a device's clock, those that have its times: the host alone would look fast in all phases.
   std::vector<Interval> windows{};
   Interval sum{};          // of the windows
   bool on_device = false;  // the device's clock is there
 };
 
 struct View {
-  const RunRecord& run;
+  const RunRecord& run;          // its ranks and GPUs may have more: what an earlier start recorded
+  std::vector<HostGpus> gpus{};  // since this start
   std::vector<RankView> ranks{};
   bool enough = false;  // steps on every rank
 };
@@ -66,10 +68,9 @@ std::optional<Finding> too_many_threads(const View& view);
 double lower_median(std::vector<double> values);  // of two the smaller: what half of them have
 
 std::uint64_t count(const RankView& rank, ledger::Counter counter);
-// Seconds of a window that a step is charged with: by the device's clock for what the device does.
+// Seconds of a window that a step is charged with: by the device's clock for what the device does,
+// and what the host does besides only while the device has no work.
 double spent_s(const RankView& rank, const Interval& window, ledger::Phase phase);
-// Time in which the device had nothing to do although no batch was awaited; 0 on CPUs.
-double idle_s(const RankView& rank, const Interval& window);
 
 template <typename Figure>
 double median_of(const RankView& rank, Figure figure) {
@@ -79,7 +80,6 @@ double median_of(const RankView& rank, Figure figure) {
 }
 double step_s(const RankView& rank);  // median
 double share(const RankView& rank, ledger::Phase phase);
-double idle_share(const RankView& rank);
 
 template <typename Figure>
 std::vector<double> of_ranks(const View& view, Figure figure) {
@@ -103,8 +103,13 @@ bool on_cuda(const View& view);
 // 7 -> 10, 23 -> 50: what a person would write, not below the value.
 std::int64_t round_up(double value);
 
-// Of the GPU that a rank uses: ranks of a host take its GPUs in order.
+// Those of a host that the run's ranks use, which take them in order. Empty where it is not known
+// which these are: the sampler records all GPUs of a host, also those of others.
+std::vector<GpuFigures> gpus_of_ranks(const View& view, const HostGpus& host);
 std::optional<GpuFigures> gpu_of_rank(const View& view, int rank);
+// Time in which no kernel ran on its GPU although the host waited for nothing: the gaps between
+// kernels lie within the phases of the device's clock, so only the driver's samples have them.
+std::optional<double> idle_share(const View& view, const RankView& rank);
 // The most of a GPU's memory that is used on any of those that work.
 std::optional<double> memory_share(const View& view);
 

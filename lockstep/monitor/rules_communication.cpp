@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "lockstep/monitor/rules.h"
 
@@ -88,8 +89,10 @@ struct Advice {
   double gain = 0;
 };
 
-Advice bucket_advice(const RankView& rank, double exposed) {
-  const Reduction r = reduction_of(rank);
+Advice bucket_advice(const View& view, const RankView& rank, double exposed) {
+  // A sharded optimizer reduces within its step, not by these buckets.
+  const bool sharded = view.run.facts.optimizer.starts_with("sharded");
+  const Reduction r = sharded ? Reduction{} : reduction_of(rank);
   const double bucket_mib = r.bucket_bytes / kMiB;
   if (r.bucket_bytes > 0 && bucket_mib < kSmallBucketMiB && r.buckets_per_step >= 2)
     return {
@@ -163,11 +166,14 @@ struct Slow {
 
 Slow slowest(const View& view) {
   Slow slow;
-  for (const RankView& rank : view.ranks) {
-    const double others = median_of_others(view, rank, [](const RankView& r) { return own_s(r); });
-    const double excess = own_s(rank) - others;
+  const auto own = of_ranks(view, [](const RankView& rank) { return own_s(rank); });
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    auto others = own;
+    others.erase(others.begin() + static_cast<std::ptrdiff_t>(i));
+    const double others_s = median(std::move(others));
+    const double excess = own[i] - others_s;
     if (slow.rank == nullptr || excess > slow.excess_s)
-      slow = {.rank = &rank, .excess_s = excess, .others_s = others};
+      slow = {.rank = &view.ranks[i], .excess_s = excess, .others_s = others_s};
   }
   return slow;
 }
@@ -257,7 +263,7 @@ std::optional<Finding> communication_bound(const View& view) {
   const RankView& rank = least_waiting(view);
   const double exposed = share(rank, Phase::kCommunication) - longest_delay_share(view);
   if (exposed < kCommunicationShare) return std::nullopt;
-  const Advice advice = bucket_advice(rank, exposed);
+  const Advice advice = bucket_advice(view, rank, exposed);
   const Reduction reduction = reduction_of(rank);
   std::string evidence = fmt::format(
       "every rank waits for reductions for {:.0f} % of a step of "
@@ -316,7 +322,8 @@ std::optional<Finding> replicated_optimizer(const View& view) {
   // In shared memory the reduction and the step are one pass. Over other backends sharding saves
   // memory, not time.
   if (!view.enough || facts.world_size < 2 || facts.backend != "shm" ||
-      facts.optimizer.find("replicated") == std::string::npos)
+      facts.optimizer.find("replicated") == std::string::npos ||
+      facts.optimizer.find("custom") != std::string::npos)
     return std::nullopt;
   const double optimizer = usual_share(view, Phase::kOptimizer);
   const double gain = optimizer * (1 - 1.0 / facts.world_size);

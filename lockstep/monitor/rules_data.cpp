@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "lockstep/monitor/rules.h"
 
@@ -10,7 +11,6 @@ namespace lockstep::monitor::detail {
 namespace {
 
 using ledger::Counter;
-using ledger::index;
 using ledger::Phase;
 
 // A loader that is far enough ahead is never waited for; a tenth of a step is no accident.
@@ -95,8 +95,10 @@ std::optional<Habit> habit_of(const View& view, Phase phase, Counter events, dou
   for (const RankView& rank : view.ranks) {
     const std::uint64_t happened = count(rank, events);
     if (happened < kMinEvents) continue;
+    double spent = 0;
+    for (const Interval& window : rank.windows) spent += spent_s(rank, window, phase);
     Habit habit{
-        .share = rank.sum.host_s[index(phase)] / rank.sum.seconds,
+        .share = spent / rank.sum.seconds,
         .steps_between = static_cast<double>(rank.sum.steps) / static_cast<double>(happened)};
     habit.steps_wanted = round_up(std::max(1.0, habit.steps_between) * habit.share / target);
     if (!worst || habit.share > worst->share) worst = habit;
@@ -112,7 +114,11 @@ std::string more_passes_text(const View& view) {
 
 // The host cannot enqueue kernels as fast as the device computes them.
 std::optional<Finding> device_waits_for_host(const View& view) {
-  const double idle = lower_median(of_ranks(view, idle_share));
+  std::vector<double> shares;
+  for (const RankView& rank : view.ranks)
+    if (const auto share = idle_share(view, rank)) shares.push_back(*share);
+  if (shares.empty()) return std::nullopt;
+  const double idle = lower_median(std::move(shares));
   const double passes = passes_per_update(view);
   const auto filled = memory_share(view);
   const double room = filled && *filled > 0 ? std::floor(kMemoryLimit / *filled) : 1;
@@ -123,7 +129,7 @@ std::optional<Finding> device_waits_for_host(const View& view) {
       .what =
           "The GPU waits for the host to enqueue its kernels: the micro-batch is "
           "too small to occupy it.",
-      .evidence = fmt::format("the GPU has no work for {:.0f} % of a step of {:.1f} ms.",
+      .evidence = fmt::format("no kernel runs on the GPU for {:.0f} % of a step of {:.1f} ms.",
                               100 * idle, 1e3 * step_s(view.ranks.front()))};
   if (factor >= 2 && idle >= kIdleShareAccumulating) {
     finding.rule = "accumulation-too-high";
@@ -140,10 +146,11 @@ std::optional<Finding> device_waits_for_host(const View& view) {
     return finding;
   }
   if (idle < kIdleShare) return std::nullopt;
-  finding.remedy = fmt::format(
-      "raise {} (the global batch grows with it), or set compile_model: true, which enqueues a "
-      "step as one CUDA graph.",
-      more_passes_text(view));
+  finding.remedy =
+      fmt::format("raise {} (the global batch grows with it){}.", more_passes_text(view),
+                  flag_argument(view, "compile_model").value_or(false)
+                      ? ""
+                      : ", or set compile_model: true, which enqueues a step as one CUDA graph");
   finding.gain = idle / 2;  // twice the work for each kernel that is enqueued
   return finding;
 }

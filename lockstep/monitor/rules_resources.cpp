@@ -146,6 +146,15 @@ Finding alternating(const RunFacts& facts, const HostGpus& host, const Turns& tu
   return finding;
 }
 
+// A program that is not ours does not say whether it uses one.
+bool uses_a_gpu(const View& view) {
+  if (on_cuda(view)) return true;
+  for (const HostGpus& host : view.gpus)
+    for (const GpuFigures& gpu : gpu_figures(host))
+      if (gpu.utilisation_percent.value_or(0) > kIdlePercent) return true;
+  return false;
+}
+
 // ------------------------------------------------------------------ balance
 
 using Member = std::optional<double> GpuFigures::*;
@@ -180,8 +189,9 @@ Finding idle_gpu(const RunFacts& facts, std::size_t used) {
           .gain = 1 - static_cast<double>(used) / facts.ranks_on_host};
 }
 
-std::optional<Finding> unbalanced_on(const RunFacts& facts, const HostGpus& host) {
-  std::vector<GpuFigures> used = gpu_figures(host);
+std::optional<Finding> unbalanced_on(const View& view, const HostGpus& host) {
+  const RunFacts& facts = view.run.facts;
+  std::vector<GpuFigures> used = gpus_of_ranks(view, host);
   const std::size_t present = used.size();
   std::erase_if(used, [](const GpuFigures& gpu) {
     return gpu.utilisation_percent.value_or(0) < kIdlePercent;
@@ -245,15 +255,16 @@ bool grows(const RankView& rank) {
 
 std::optional<Finding> not_launched(const View& view) {
   const RunFacts& facts = view.run.facts;
+  if (facts.device == "cpu") return std::nullopt;
   bool together = false;
-  for (const HostGpus& host : view.run.gpus) {
+  for (const HostGpus& host : view.gpus) {
     const Turns turns = turns_of(host);
     if (turns.one_at_a_time() && turns.gpus_with_turns() >= 2)
       return alternating(facts, host, turns);
     together = together || (turns.samples >= kMinGpuSamples && !turns.one_at_a_time());
   }
   // A process may drive several GPUs at once by other means.
-  if (facts.world_size != 1 || facts.gpus_visible < 2 || facts.device == "cpu" || together)
+  if (facts.world_size != 1 || facts.gpus_visible < 2 || together || !uses_a_gpu(view))
     return std::nullopt;
   return Finding{
       .rule = "not-launched",
@@ -271,22 +282,23 @@ std::optional<Finding> not_launched(const View& view) {
 
 std::optional<Finding> unbalanced_gpus(const View& view) {
   const RunFacts& facts = view.run.facts;
-  if (facts.world_size < 2 || facts.device == "cpu") return std::nullopt;
-  for (const HostGpus& host : view.run.gpus) {
+  if (facts.world_size < 2) return std::nullopt;
+  for (const HostGpus& host : view.gpus) {
     if (host.samples.size() < static_cast<std::size_t>(kMinGpuSamples)) continue;
-    if (auto finding = unbalanced_on(facts, host)) return finding;
+    if (auto finding = unbalanced_on(view, host)) return finding;
   }
   return std::nullopt;
 }
 
 std::optional<Finding> float32(const View& view) {
   const RunFacts& facts = view.run.facts;
-  if (!view.enough || !on_cuda(view) || facts.parameters < kLargeModel || view.run.gpus.empty() ||
-      view.run.gpus.front().gpus.empty())
+  if (!view.enough || !on_cuda(view) || facts.parameters < kLargeModel || view.gpus.empty() ||
+      view.gpus.front().gpus.empty())
     return std::nullopt;
+  if (flag_argument(view, "tf32").value_or(false)) return std::nullopt;
   if (flag_argument(view, "bf16").value_or(true) || flag_argument(view, "fp16").value_or(true))
     return std::nullopt;
-  const std::string& card = view.run.gpus.front().gpus.front().name;
+  const std::string& card = view.gpus.front().gpus.front().name;
   for (const char* old : kWithoutBf16)
     if (card.find(old) != std::string::npos) return std::nullopt;
   const double compute = usual_share(view, Phase::kForward) + usual_share(view, Phase::kBackward);
@@ -303,7 +315,8 @@ std::optional<Finding> float32(const View& view) {
 
 std::optional<Finding> unfused_optimizer(const View& view) {
   const std::string& optimizer = view.run.facts.optimizer;
-  if (!view.enough || optimizer.empty() || optimizer.find("fused") != std::string::npos)
+  if (!view.enough || optimizer.empty() || optimizer.find("fused") != std::string::npos ||
+      optimizer.find("custom") != std::string::npos)
     return std::nullopt;
   const double taken = usual_share(view, Phase::kOptimizer);
   if (taken < kOptimizerShare) return std::nullopt;

@@ -413,6 +413,7 @@ RunRecord read_run(const std::string& directory) {
   RunRecord run;
   run.facts = parse_facts(text_of_file(facts), facts);
   for (const auto& [rank, path] : numbered_files(folder, "rank_")) {
+    if (rank >= run.facts.world_size) break;
     RankRecord& record = run.ranks.emplace_back();
     record.rank = rank;
     for_each_line(path, [&](const std::string& line) {
@@ -436,8 +437,7 @@ RunRecord read_run(const std::string& directory) {
 // A step may last for several intervals, which count once it has ended. What lies before the first
 // step of a start does not: a run that is started again leaves a gap between two intervals. Nor
 // does an interval in which that first step alone ended, since it may have begun long before.
-Budget budget_of(const RankRecord& rank, double skip_s) {
-  constexpr double kGap = 0.2;
+Budget budget_of(const RankRecord& rank, double skip_s, double from_unix_s) {
   Budget sum;
   Budget pending;
   Budget first_alone;
@@ -445,9 +445,10 @@ Budget budget_of(const RankRecord& rank, double skip_s) {
   double elapsed = 0;
   double end = 0;
   for (const Interval& interval : rank.intervals) {
+    if (interval.unix_time_s < from_unix_s) continue;
     const double before = elapsed;
     elapsed += interval.seconds;
-    if (interval.unix_time_s - interval.seconds > end + kGap) stepping = false;
+    if (interval.unix_time_s - interval.seconds > end + kRestartGap_s) stepping = false;
     end = interval.unix_time_s;
     if (before < skip_s || (interval.steps == 0 && !stepping)) continue;
     if (!stepping) pending = {};

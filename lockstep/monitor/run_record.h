@@ -29,6 +29,10 @@ namespace lockstep::monitor {
 
 inline constexpr const char* kRecordFolder = "monitor";
 
+// Intervals of a rank follow each other about once a second; one that begins so long after the end
+// of the one before belongs to another start.
+inline constexpr double kRestartGap_s = 0.5;
+
 using PhaseSeconds = std::array<double, ledger::kPhases>;     // by ledger::Phase
 using Counts = std::array<std::uint64_t, ledger::kCounters>;  // by ledger::Counter
 
@@ -85,11 +89,13 @@ struct RunRecord {
   std::vector<HostGpus> gpus{};
 };
 
-// UsageError when DIR has no record, with what would make one.
+// Of the ranks that the facts count: a run continued with fewer leaves files behind. UsageError
+// when DIR has no record, with what would make one.
 RunRecord read_run(const std::string& directory);
 
 // The sum of the intervals from the first in which a step ended to the last, without the first
-// `skip_s` seconds: loading, warm-up and the first allocations are nobody's habit.
+// `skip_s` seconds: loading, warm-up and the first allocations are nobody's habit. With
+// facts.started_unix_s as `from_unix_s`, what an earlier start recorded is left away.
 struct Budget {
   double seconds = 0;
   std::int64_t steps = 0;
@@ -101,7 +107,7 @@ struct Budget {
     return seconds > 0 ? host_s[ledger::index(phase)] / seconds : 0;
   }
 };
-Budget budget_of(const RankRecord& rank, double skip_s = 0);
+Budget budget_of(const RankRecord& rank, double skip_s = 0, double from_unix_s = 0);
 
 // One line of a rank's file, and back. The document's names are those of the fields; phases and
 // counters by their names, those that are zero left away. UsageError for what is not one.

@@ -184,15 +184,17 @@ TEST(RunRecord, SamplesOfGpusReadBackAsTheyWereWritten) {
 
 TEST(RunRecord, RanksComeInOrderAndATornLastLineIsSkipped) {
   const std::string line = interval_json(whole_interval());
-  const Folder folder(line + "\n" + line + "\n" + line.substr(0, line.size() / 2));
+  const Folder folder(line + "\n" + line + "\n" + line.substr(0, line.size() / 2),
+                      R"({"world_size":11})");
   folder.put("rank_10.jsonl", line);  // whole, but for its line break
+  folder.put("rank_11.jsonl", line);  // of an earlier run, which had more
   folder.put("rank_2.jsonl", line + "\n");
   folder.put("rank_3.jsonl", "");
   folder.put("rank_4.jsonl", line.substr(0, 5));
   folder.put("rank_-1.jsonl", "not one of ours");
   folder.put("rank_x.jsonl", "not one of ours");
   const RunRecord run = read_run(folder.path());
-  EXPECT_EQ(run.facts.world_size, 2);
+  EXPECT_EQ(run.facts.world_size, 11);
   ASSERT_EQ(run.ranks.size(), 3u);
   EXPECT_EQ(run.ranks[0].rank, 0);
   EXPECT_EQ(run.ranks[0].intervals.size(), 2u);
@@ -278,7 +280,9 @@ class Seconds {
     record_.intervals.push_back(interval);
     return *this;
   }
-  Budget budget(double skip_s = 0) const { return budget_of(record_, skip_s); }
+  Budget budget(double skip_s = 0, double from_s = 0) const {
+    return budget_of(record_, skip_s, from_s > 0 ? 1e9 + from_s : 0);
+  }
 
  private:
   double now_ = 1e9;
@@ -324,6 +328,28 @@ TEST(RunBudget, TheFirstSecondsCanBeSkipped) {
   EXPECT_EQ(run.budget(2).seconds, 3);
   EXPECT_EQ(run.budget(100).seconds, 0);
   EXPECT_EQ(run.budget(100).step_s(), 0);
+}
+
+TEST(RunBudget, AnEarlierStartCanBeLeftAway) {
+  Seconds run;
+  run.steps(10, Phase::kData).steps(10, Phase::kData);
+  run.steps(0, Phase::kStartup, /*restarted=*/true).steps(10, Phase::kForward);
+  EXPECT_EQ(run.budget().steps, 30);
+  const Budget budget = run.budget(0, 30);
+  EXPECT_EQ(budget.steps, 10);
+  EXPECT_EQ(budget.share(Phase::kData), 0);
+}
+
+TEST(RunBudget, ALateIntervalIsNoRestart) {
+  const auto with_gap = [](double gap) {
+    RankRecord rank;
+    for (int i = 0; i < 3; ++i)
+      rank.intervals.push_back(
+          {.unix_time_s = 1e9 + i + (i > 0 ? gap : 0), .seconds = 1, .steps = i == 1 ? 0 : 10});
+    return budget_of(rank).seconds;
+  };
+  EXPECT_EQ(with_gap(0.4), 3);
+  EXPECT_EQ(with_gap(0.6), 2);  // what is before its first step does not count
 }
 
 TEST(RunBudget, OneStepIsBetterThanNone) {

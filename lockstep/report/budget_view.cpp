@@ -134,7 +134,8 @@ ColumnChart budget_over_time(const RankRecord& rank, double start_unix_s) {
   for (const Interval& interval : rank.intervals) {
     const double from = begin_of(interval) - start_unix_s, to = interval.unix_time_s - start_unix_s;
     // Neighbours share a column until it is wide enough to be seen; a gap stays one.
-    const bool extends = !chart.columns.empty() && from <= chart.columns.back().to + 0.2 &&
+    const bool extends = !chart.columns.empty() &&
+                         from <= chart.columns.back().to + monitor::kRestartGap_s &&
                          to - chart.columns.back().from <= width;
     if (!extends) chart.columns.push_back({from, to, std::vector<double>(budget_parts().size())});
     chart.columns.back().to = to;

@@ -16,9 +16,6 @@ using monitor::Budget;
 using monitor::Interval;
 using monitor::RankRecord;
 
-// Intervals follow each other without a gap, so one is a new start.
-constexpr double kGap_s = 0.2;
-
 std::optional<double> last_of(const RunFolder& run, std::string_view metric) {
   const auto values = series_of(run, metric);
   if (values.empty()) return std::nullopt;
@@ -90,7 +87,7 @@ void add_starts(const RunFolder& run, std::vector<RunEvent>& events) {
     const double begin = interval.unix_time_s - interval.seconds;
     if (end == 0) {
       events.push_back({{}, begin, fmt::format("Rank {} was started.", rank.rank)});
-    } else if (begin > end + kGap_s) {
+    } else if (begin > end + monitor::kRestartGap_s) {
       RunEvent event{.unix_time_s = begin};
       if (step >= 0) event.step = step;
       event.text = fmt::format("Rank {} was started again after {}{}.", rank.rank,
