@@ -90,9 +90,12 @@ Loaded BatchMaker::make(Indices indices, const RandomKey& key) const {
   if (side_) stream.reset_stream(*side_);
   Loaded loaded;
   loaded.batch = load(indices, key, loaded.timing);
-  ledger::add(ledger::Counter::kBatches);
-  ledger::add(ledger::Counter::kLoadNs,
-              static_cast<std::uint64_t>((loaded.timing.load + loaded.timing.collate) * 1e9));
+  // What the record divides by steps is of training alone.
+  if (!options_.evaluation) {
+    ledger::add(ledger::Counter::kBatches);
+    ledger::add(ledger::Counter::kLoadNs,
+                static_cast<std::uint64_t>((loaded.timing.load + loaded.timing.collate) * 1e9));
+  }
   check(loaded.batch, indices);
   loaded.batch.indices.assign(indices.begin(), indices.end());
   if (side_) copy(loaded);
@@ -279,10 +282,8 @@ namespace {
 // Makes the caller's stream wait for the copy; the caller itself does not.
 void hand_over(Loaded& loaded, c10::Device device) {
   const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  if (loaded.copied->query()) {
+  if (loaded.copied->query())
     loaded.timing.transfer = loaded.copy_began->elapsedTime(*loaded.copied) / 1000;
-    ledger::add(ledger::Counter::kCopyNs, static_cast<std::uint64_t>(loaded.timing.transfer * 1e9));
-  }
   loaded.copied->block(current);
   // The memory came from the side stream's pool: it must not go back before this one is done.
   loaded.batch.data.record_stream(current);
@@ -314,6 +315,8 @@ std::optional<Batch> LoaderImpl::next(std::uint64_t ticket) {
     throw;
   }
   if (loaded.copied) hand_over(loaded, info_.device);
+  if (!options_.evaluation)
+    ledger::add(ledger::Counter::kCopyNs, static_cast<std::uint64_t>(loaded.timing.transfer * 1e9));
   loaded.timing.wait = seconds_since(start);
   timing_.last = loaded.timing;
   timing_.total.load += loaded.timing.load;

@@ -96,5 +96,25 @@ TEST(PassCounts, AShardedOptimizerSynchronisesOnceAStep) {
   EXPECT_GE(of(spent, Counter::kReducedBytes), kRanks * kSteps * 40u * sizeof(float));
 }
 
+TEST(PassCounts, ARankThatHasRunOutCountsNothing) {
+  for (const bool sharded : {false, true}) {
+    const ledger::Totals spent = spent_by([&](World& world) {
+      DistributedDataParallel model{std::make_shared<Gate>(), world, {.overlap = true}};
+      std::unique_ptr<optim::Optimizer> optimizer;
+      if (sharded)
+        optimizer = std::make_unique<ShardedOptimizer>(model, optim::SGDOptions{.lr = 0.01});
+      model.join([&] {
+        for (int step = 0; step < (world.rank() == 0 ? kSteps : 1); ++step) {
+          model(torch::ones({2, 4}), true).sum().backward();
+          if (optimizer) optimizer->step();
+          if (optimizer) optimizer->zero_grad();
+        }
+      });
+    });
+    EXPECT_EQ(of(spent, Counter::kSynchronisedPasses), kSteps + 1u) << sharded;
+    EXPECT_EQ(of(spent, Counter::kBuckets), kSteps + 1u) << sharded;
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -7,6 +7,7 @@
 
 #include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/comm_hooks.h"
@@ -577,6 +578,14 @@ TEST(Ddp, AnotherBucketSizeKeepsTheBits) {
       EXPECT_THAT(refused(5), HasSubstr("reduced by a ShardedOptimizer, in one pass of its step"));
     });
   }
+}
+
+TEST(Ddp, AnotherBucketSizeLeavesThePhase) {
+  DistributedDataParallel model{locked_net(), World{}, {.force_reducer = true}};
+  model(batch_of(1)).sum().backward();
+  const ledger::PhaseScope logging(ledger::Phase::kLogging);
+  model.reducer().set_bucket_cap_mb(0.0001);
+  EXPECT_EQ(ledger::set_phase(ledger::Phase::kLogging), ledger::Phase::kLogging);
 }
 
 TEST(Ddp, CoresAreCountedOverAllRanks) {

@@ -4,7 +4,7 @@
 //   gradients = deferral.defer({.idle_step = ..., .scale = ...});   // backward leaves them local
 //   const DeferredStep step = deferral.begin_step(/*has_inputs=*/true);
 //   ...
-//   deferral.end_step();
+//   deferral.end_step(/*has_inputs=*/true);
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -66,7 +66,7 @@ class Deferral {
   // Every step begins and ends here; in a join, a rank that has run out takes `idle_step` for each
   // step of the others.
   DeferredStep begin_step(bool has_inputs);
-  void end_step();
+  void end_step(bool has_inputs);
   bool joining() const;
   // The step that follows multiplies its averages by it. False: backward has averaged already.
   bool scale(double factor);

@@ -201,6 +201,7 @@ void PassState::record_timing() {
     const at::Tensor& flat = buckets_[i].flat;
     timing.buckets.push_back({ms(progress_[i].ready), ms(progress_[i].launched), ms(completed),
                               static_cast<std::int64_t>(flat.nbytes())});
+    if (shadow) continue;
     ledger::add(ledger::Counter::kBuckets);
     ledger::add(ledger::Counter::kReducedBytes, flat.nbytes());
     const auto took = std::chrono::nanoseconds(completed - progress_[i].launched).count();

@@ -94,7 +94,7 @@ std::vector<std::size_t> ReducerImpl::reverse_dense_order() const {
 void ReducerImpl::plan(std::vector<std::size_t> order) {
   order_ = std::move(order);
   buckets_.lay_out(change_.forms(), order_, limits_);
-  close_pass();
+  reset_pass();
 }
 
 void ReducerImpl::plan_first() {
@@ -131,6 +131,7 @@ bool ReducerImpl::begin_pass() {
   try {
     if (!pass_.running()) start_pass();
   } catch (...) {
+    leave_phase();
     pass_.interrupt();
     pass_.refused_task = task;
     throw;
@@ -234,6 +235,7 @@ void ReducerImpl::on_outer_backward() {
 
 void ReducerImpl::on_backward_abandoned() {
   const auto lock = pass_.lock();
+  leave_phase();
   pass_.interrupt();
 }
 
@@ -279,7 +281,7 @@ void ReducerImpl::finalize() {
   pass_.wait_for_buckets(/*finish=*/true);
   mark_device_phase(ledger::Phase::kNone, world_.device());
   count_pass();
-  count_update();
+  if (!pass_.shadow) count_update();
   if (!pass_.shadow) buckets_.publish(used);
   reduce_sparse(used);
   if (options_.broadcast_buffers) model_.broadcast_buffers(world_, join_.root());
@@ -339,7 +341,17 @@ void ReducerImpl::rebuild_from_observed_order() {
 }
 
 void ReducerImpl::close_pass() {
-  ledger::set_phase(phase_before_);
+  leave_phase();
+  reset_pass();
+}
+
+// Only what a pass has entered: buckets are also laid out between steps and when one begins.
+void ReducerImpl::leave_phase() {
+  if (phase_before_) ledger::set_phase(*phase_before_);
+  phase_before_.reset();
+}
+
+void ReducerImpl::reset_pass() {
   end_.forget();
   buckets_.drop_saved();
   pass_.reset();
@@ -401,6 +413,7 @@ void ReducerImpl::refuse_change_of_another() {
 void ReducerImpl::shadow_pass() {
   torch::NoGradGuard no_grad;
   try {
+    phase_before_ = ledger::set_phase(ledger::Phase::kCommunication);
     if (change_.look()) plan_again();
     pass_.begin_shadow();
     finalize();
@@ -463,12 +476,12 @@ DeferredStep Deferral::begin_step(bool has_inputs) {
   return {impl_->join_.divisor(), impl_->join_.root(), impl_->join_.active()};
 }
 
-void Deferral::end_step() {
+void Deferral::end_step(bool has_inputs) {
   if (impl_->options_.broadcast_buffers)
     impl_->model_.broadcast_buffers(impl_->world_, impl_->join_.root());
   impl_->pass_.drop_used();
   ++impl_->pass_.step;
-  if (impl_->world_.size() == 1) return;
+  if (impl_->world_.size() == 1 || !has_inputs) return;
   ledger::add(ledger::Counter::kSynchronisedPasses);
   ledger::add(ledger::Counter::kBuckets, impl_->buckets_.size());
   for (std::size_t i = 0; i < impl_->buckets_.size(); ++i)

@@ -56,6 +56,8 @@ class ReducerImpl final : public BackwardListener,
   bool begin_pass();
   void start_pass();
   void close_pass();
+  void leave_phase();
+  void reset_pass();
   void count_as_unused(std::size_t parameter);
   void launch_ready();
   void launch(std::size_t index);
@@ -85,8 +87,8 @@ class ReducerImpl final : public BackwardListener,
   bool overlap_ = true;   // buckets are sent while backward runs
   bool rebuilt_ = false;  // the plan follows the observed order
   int no_sync_depth_ = 0;
-  std::int64_t versions_before_ = -1;  // of the parameters, summed, at the last pass
-  ledger::Phase phase_before_ = ledger::Phase::kNone;  // the pass
+  std::int64_t versions_before_ = -1;          // of the parameters, summed, at the last pass
+  std::optional<ledger::Phase> phase_before_;  // the pass that runs
   BucketLimits limits_;
   std::vector<std::size_t> order_;  // of the plan
   CommHook hook_;

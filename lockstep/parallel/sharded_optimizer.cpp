@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "lockstep/comm/device_times.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
@@ -366,7 +367,10 @@ ShardedImpl::Outcome ShardedImpl::take_step(const DeferredStep& how) {
   agree_on_gradients();
   Outcome outcome;
   double clip = 1;
+  const auto mark = [&](ledger::Phase phase) { mark_device_phase(phase, world_.device()); };
+  mark(ledger::Phase::kCommunication);
   for (auto& domain : domains_) bring_gradients(domain);
+  mark(ledger::Phase::kOptimizer);
   if (settings_.two_passes()) {
     const Norm norm = reduce_owned();
     outcome = {.grad_norm = norm.value, .skipped = settings_.skip_non_finite && !norm.finite};
@@ -379,9 +383,11 @@ ShardedImpl::Outcome ShardedImpl::take_step(const DeferredStep& how) {
       if (member.used) ++member.steps;
     for (auto& domain : domains_)
       for (auto& owned : domain.owned) update(domain, owned, clip);
+    mark(ledger::Phase::kCommunication);
     if (!shared_)
       for (auto& domain : domains_) publish(domain);
   }
+  mark(ledger::Phase::kNone);
   take_prints();
   // Nobody reads shared parameters, or clears shared gradients, before all owners are done. The
   // exchange of the norm has said that the gradients are, and a step that is skipped writes
@@ -392,7 +398,7 @@ ShardedImpl::Outcome ShardedImpl::take_step(const DeferredStep& how) {
   window_scale_ = 1;
   for (auto& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();
   remember_parameters();
-  deferral_.end_step();
+  deferral_.end_step(/*has_inputs=*/!idle_);
   return outcome;
 }
 
