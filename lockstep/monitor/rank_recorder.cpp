@@ -6,6 +6,7 @@
 
 #include <cerrno>
 #include <condition_variable>
+#include <filesystem>
 #include <mutex>
 #include <optional>
 #include <string_view>
@@ -60,8 +61,10 @@ class LineFile {
   void append(const std::string& line) {
     if (!fd_) open();
     struct stat info {};
-    if (::fstat(fd_.get(), &info) == 0 && info.st_nlink == 0)
-      throw io::file_error("write to", path_, ENOENT);  // somebody has deleted it
+    if (::fstat(fd_.get(), &info) == 0 && info.st_nlink == 0) {
+      fd_.reset();  // somebody has deleted it: the next line makes it again
+      throw io::file_error("write to", path_, ENOENT);
+    }
     const std::string text = line + "\n";
     const off_t end = ::lseek(fd_.get(), 0, SEEK_END);
     try {
@@ -74,6 +77,7 @@ class LineFile {
 
  private:
   void open() {
+    io::make_directories(std::filesystem::path(path_).parent_path().string());
     Fd fd(::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
     if (!fd) throw io::file_error("open", path_, errno);
     cut_torn_line(fd.get());
@@ -128,10 +132,14 @@ struct RankRecorder::State {
   // On the recorder's thread, as everything below.
   void work() {
     std::optional<GpuSampler> sampler;
-    if (options.gpus)
-      sampler.emplace(GpuSamplerOptions{.library = options.nvml, .interval = options.interval});
-    process = read_process(::getpid(), options.files);
-    group = read_cgroup(::getpid(), options.files);
+    attempt([&] {
+      if (options.gpus)
+        sampler.emplace(GpuSamplerOptions{.library = options.nvml, .interval = options.interval});
+    });
+    attempt([&] {
+      process = read_process(::getpid(), options.files);
+      group = read_cgroup(::getpid(), options.files);
+    });
     for (bool last = false; !last;) {
       last = wait();
       attempt([&] { record_rank(); });
@@ -177,7 +185,6 @@ struct RankRecorder::State {
     const CgroupSample group_now = read_cgroup(::getpid(), options.files);
     interval.cpu_limit_cores = group_now.cpu_limit_cores;
     interval.throttled_share = throttled_share(group, group_now);
-    if (lines == 0) io::make_directories(folder);
     rank_file.append(interval_json(interval));
     ++lines;
     // Only now: an interval that could not be written is part of the next.
