@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -108,12 +109,17 @@ TEST(BucketTuner, AShardedOptimizerIsRefusedOnAllRanks) {
   const io::TemporaryDirectory folder;
   testing::run_threads(2, [&](World& world) {
     auto a = arguments(folder / "out");
-    a.max_steps = 40;
+    a.max_steps = 2;
+    a.save_strategy = Interval::kSteps;
+    a.save_steps = 2;
     a.shard_optimizer = "true";
+    weights_of(world, a);
+    a.max_steps = 40;
     a.tune = "bucket_cap_mb";
     EXPECT_THAT(testing::message_of<UsageError>([&] { weights_of(world, a); }),
                 HasSubstr("shard_optimizer: false"));
   });
+  EXPECT_TRUE(std::filesystem::exists(folder / "out/checkpoint-2")) << "the earlier run stays";
 }
 
 }  // namespace

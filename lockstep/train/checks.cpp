@@ -57,6 +57,11 @@ class Checker {
   void precision() {
     const TrainingArguments& a = arguments_;
     if (a.bf16 && a.fp16) add({"bf16", "fp16"}, "bf16 and fp16 cannot both be true. Keep one.");
+    if (a.tune && a.full_determinism) {
+      add({"tune", "full_determinism"},
+          "tune chooses the buckets by measured times, so that two runs may add gradients in "
+          "another order, and full_determinism is true. Delete one of them.");
+    }
     if (a.use_cpu && a.fp16) {
       add({"fp16", "use_cpu"},
           "fp16 needs a GPU, and use_cpu is true. Use bf16, or delete one of them.");

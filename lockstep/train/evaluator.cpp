@@ -7,6 +7,7 @@
 #include <sstream>
 #include <vector>
 
+#include "lockstep/comm/device_times.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/step_totals.h"
@@ -54,6 +55,7 @@ Evaluator::Sums Evaluator::sum_up() {
 
 Metrics Evaluator::evaluate() {
   const ledger::PhaseScope evaluation(ledger::Phase::kEvaluation);
+  mark_device_phase(ledger::Phase::kEvaluation, run_.world.device());
   ledger::add(ledger::Counter::kEvaluations);
   const auto start = std::chrono::steady_clock::now();
   World& world = run_.world;
@@ -84,6 +86,7 @@ Metrics Evaluator::evaluate() {
   at::Tensor all = at::cat(row);
   if (world.size() > 1) world.all_reduce(all).wait();
   all = all.cpu();
+  mark_device_phase(ledger::Phase::kNone, world.device());
   const double* value = all.const_data_ptr<double>();
   Metrics metrics;
   // Without a single target there is no mean; a loss of 0 would be the best there is.

@@ -5,6 +5,8 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <exception>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -61,11 +63,22 @@ AccumulationOptions accumulation_options(const RunContext& run, std::int64_t ste
           .expected_count = expected_count(run)};
 }
 
+// The arguments that a checkpoint was made with. They only serve what is said about a change: a
+// file that cannot be read does not end the run.
+std::optional<Node> saved_arguments(const Checkpoint& checkpoint) {
+  try {
+    const std::string text = checkpoint.text("training_args.json");
+    if (text.empty()) return std::nullopt;
+    Node saved = parse_json(text, checkpoint.path() + "/training_args.json");
+    if (saved.kind == NodeKind::kMap) return saved;
+  } catch (const std::exception& error) {
+    log::debug("trainer", "{} Nothing is said about changed arguments.", error.what());
+  }
+  return std::nullopt;
+}
+
 // The learning rate of a run that is continued with another one was chosen for today's batch.
-bool has_learning_rate_of(const Checkpoint& checkpoint, const TrainingArguments& a) {
-  const std::string text = checkpoint.text("training_args.json");
-  if (text.empty()) return true;
-  const Node then = parse_json(text, checkpoint.path() + "/training_args.json");
+bool has_learning_rate_of(const Node& then, const TrainingArguments& a) {
   const Entry* rate = then.find("learning_rate");
   return rate == nullptr || same_value(rate->value, value_of(a, *find_key("learning_rate")));
 }
@@ -118,10 +131,11 @@ void Loop::resume(const Checkpoint& checkpoint) {
   resume_data(checkpoint.position());
   if (!run_.world.is_leader()) return;
   const DataPosition& saved = checkpoint.position();
-  resumed_batch_ = has_learning_rate_of(checkpoint, run_.arguments)
+  const std::optional<Node> then = saved_arguments(checkpoint);
+  resumed_batch_ = then && has_learning_rate_of(*then, run_.arguments)
                        ? saved.world_size * saved.batch_size * saved.accumulation
                        : effective_batch(run_.arguments, run_.world.size());
-  say_other_length(checkpoint);
+  if (then) say_other_length(checkpoint, *then);
   log::info("trainer", "resumed from {} at step {}, epoch {:.2f}", checkpoint.path(),
             run_.state.global_step, run_.state.epoch);
 }
@@ -165,11 +179,9 @@ void Loop::resume_data(const DataPosition& saved) {
 
 // A schedule reaches its end with the run's last step, so another number of steps is another
 // learning rate from here on: allowed, and not to happen unnoticed.
-void Loop::say_other_length(const Checkpoint& checkpoint) const {
-  const std::string text = checkpoint.text("training_args.json");
-  if (text.empty() || plan_.max_steps == checkpoint.state().max_steps) return;
+void Loop::say_other_length(const Checkpoint& checkpoint, const Node& then) const {
+  if (plan_.max_steps == checkpoint.state().max_steps) return;
   const TrainingArguments& a = run_.arguments;
-  const Node then = parse_json(text, checkpoint.path() + "/training_args.json");
   std::vector<std::string> changed;
   for (const char* name : {"max_steps", "num_train_epochs"}) {
     const Node now = value_of(a, *find_key(name));
@@ -219,11 +231,12 @@ void Loop::open(const std::string& resumed_from) {
   state.eval_steps = static_cast<double>(plan_.eval_steps);
   state.save_steps = static_cast<double>(plan_.save_steps);
   run_.result.first_step = state.global_step;
+  // It may refuse, and then an earlier run is still where it was.
+  if (run_.world.any(run_.arguments.tune.has_value()))
+    tuner_ = BucketTuner::make(run_, model_.reducer(), plan_.max_steps - state.global_step);
   control_.listen();
   checkpoints_.open(resumed_from, saves_at_the_end_alone());
   metrics_.open();
-  if (run_.arguments.tune)
-    tuner_ = BucketTuner::make(run_, model_.reducer(), plan_.max_steps - run_.state.global_step);
   if (!run_.world.is_leader()) return;
   const auto& name = run_.arguments.run_name;
   log::info("trainer", "{}{} steps of {}, {} samples in {} steps per epoch",
@@ -267,8 +280,9 @@ bool Loop::backward(const data::Batch& batch) {
   const at::Tensor loss = model_.reducer().watch(run_.forward(batch).loss);
   ledger::set_phase(ledger::Phase::kBackward);
   mark_device_phase(ledger::Phase::kBackward, device);
-  // Without buckets the reducer sees no gradients: a world of one.
-  if (model_.reducer().bucket_count() == 0) ledger::add(ledger::Counter::kMicroBatches);
+  // Without buckets the reducer of a world of one sees no gradients.
+  if (run_.world.size() == 1 && model_.reducer().bucket_count() == 0)
+    ledger::add(ledger::Counter::kMicroBatches);
   const bool ended = accumulation_.backward(loss, micro_of(batch));
   mark_device_phase(ledger::Phase::kNone, device);
   return ended;
@@ -315,7 +329,12 @@ bool Loop::captured_micro_batch(const data::Batch& batch) {
   captured_batch_ = &batch;
   before_ = accumulation_.progress();
   const bool replays = captured_->replays(inputs, variant);
+  // A graph is one piece of work on the device, the optimizer's step with it.
+  const c10::Device device = run_.world.device();
+  const ledger::PhaseScope forward(ledger::Phase::kForward);
+  mark_device_phase(ledger::Phase::kForward, device);
   const CapturedStep::Tensors outputs = captured_->run(inputs, variant);
+  mark_device_phase(ledger::Phase::kNone, device);
   if (replays) {
     accumulation_.replayed(micro);
     ledger::add(ledger::Counter::kMicroBatches);
@@ -332,6 +351,8 @@ CapturedStep::Tensors Loop::compute_captured(const CapturedStep::Tensors& inputs
   batch.data = inputs[0];
   if (inputs.size() > 1) batch.target = inputs[1];
   if (!backward(batch)) return {};
+  const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
+  mark_device_phase(ledger::Phase::kOptimizer, run_.world.device());
   const optim::StepResult result = optimizer_.step(/*want_grad_norm=*/true);
   const Window& window = accumulation_.last_window();
   return {window.count, window.loss, result.grad_norm, result.skipped};
@@ -375,6 +396,7 @@ void Loop::evaluate(Due& due) {
 
 void Loop::save() {
   const ledger::PhaseScope saving(ledger::Phase::kSaving);
+  mark_device_phase(ledger::Phase::kSaving, run_.world.device());
   ledger::add(ledger::Counter::kSaves);
   const bool was_stopping = control_.stop_signal() != 0;
   if (!was_stopping && control_.over()) compare_replicas();
@@ -384,6 +406,7 @@ void Loop::save() {
   if (stopping && !epoch_ending_ && run_.at_last_step())
     evaluation_due_ |= due_after_epoch(run_.arguments, run_.state.epoch).evaluate;
   checkpoints_.save(position(), optimizer_, metrics_.tokens_since_log());
+  mark_device_phase(ledger::Phase::kNone, run_.world.device());
 }
 
 // ---------------------------------------------------------------- epochs

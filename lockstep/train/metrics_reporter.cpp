@@ -6,7 +6,6 @@
 #include <cmath>
 #include <utility>
 
-#include "lockstep/core/cores.h"
 #include "lockstep/core/log.h"
 
 namespace lockstep::train {
@@ -106,10 +105,9 @@ void MetricsReporter::advise(std::int64_t steps) {
     advised_ = true;
     log::info("trainer",
               "step {}: {:.0f} % of the last {} steps went to waiting for data, on the rank that "
-              "waits most. Raise dataloader_num_workers (now {}; {} cores for {} ranks here), or "
-              "make a sample cheaper to load.",
-              run_.state.global_step, percent(waits.data), steps, a.dataloader_num_workers,
-              allowed_cores(), run_.world.local_size());
+              "waits most. Raise dataloader_num_workers (now {}), or make a sample cheaper to "
+              "load.",
+              run_.state.global_step, percent(waits.data), steps, a.dataloader_num_workers);
   } else if (waits.communication > kMuch) {
     advised_ = true;
     log::info("trainer",

@@ -31,16 +31,14 @@ std::string optimizer_text(const RunContext& run) {
 monitor::RunFacts Loop::facts() const {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   const World& world = run_.world;
-  const int local = std::max(1, world.local_size());
   monitor::RunFacts facts;
   facts.world_size = world.size();
-  facts.hosts = (world.size() + local - 1) / local;
   facts.device = c10::DeviceTypeName(world.device().type(), /*lower_case=*/true);
   facts.backend = world.backend();
   facts.program = "trainer";
   facts.started_unix_s = std::chrono::duration<double>(now).count();
-  facts.ranks_on_host = local;
-  facts.gpus_visible = static_cast<int>(torch::cuda::device_count());
+  facts.ranks_on_host = std::max(1, world.local_size());
+  if (world.device().is_cuda()) facts.gpus_visible = static_cast<int>(torch::cuda::device_count());
   facts.threads_per_rank = at::get_num_threads();
   for (const at::Tensor& parameter : run_.task.module->parameters()) {
     facts.parameters += parameter.numel();
@@ -59,27 +57,30 @@ std::unique_ptr<monitor::RankRecorder> start_recording(RunContext& run, const Lo
   const std::string& folder = run.arguments.output_dir;
   std::error_code unknown;
   ledger::set_output_dir(std::filesystem::absolute(folder, unknown).string());
-  if (!run.arguments.record_run) return nullptr;
-  // Ranks that are each bound to a core of their own share more cores than one of them may use.
+  // Every rank takes part in the exchanges, also one that records nothing: a program may set
+  // record_run on rank 0 alone. Ranks that are each bound to a core of their own share more cores than one of them may use.
   const bool one_host = run.world.local_size() == run.world.size();
   const int cores = one_host ? parallel::cores_of_ranks(run.world) : allowed_cores();
+  const int hosts = static_cast<int>(run.world.max(run.world.node_rank())) + 1;
   // With this exchange the folder is this run's on every rank: what an earlier one left there has
   // been moved away by those that write.
   run.world.agree([&] {
-    if (!run.world.is_leader()) return;
+    if (!run.world.is_leader() || !run.arguments.record_run) return;
     try {
       monitor::RunFacts facts = loop.facts();
       facts.cores = cores;
+      facts.hosts = hosts;
       monitor::write_facts(folder, facts);
     } catch (const SystemError& error) {
       log::warning("record", "{} Training continues without a record.", error.what());
     }
   });
-  return std::make_unique<monitor::RankRecorder>(
-      monitor::RankRecorderOptions{.directory = folder,
-                                   .rank = run.world.rank(),
-                                   .host = run.world.node_rank(),
-                                   .gpus = run.world.local_rank() == 0});
+  if (!run.arguments.record_run) return nullptr;
+  return std::make_unique<monitor::RankRecorder>(monitor::RankRecorderOptions{
+      .directory = folder,
+      .rank = run.world.rank(),
+      .host = run.world.node_rank(),
+      .gpus = run.world.device().is_cuda() && run.world.local_rank() == 0});
 }
 
 }  // namespace lockstep::train

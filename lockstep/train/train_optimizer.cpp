@@ -58,6 +58,8 @@ ShardFacts shard_facts(RunContext& run, WrappedModel& model) {
   if (run.arguments.shard_optimizer != "auto") return {};
   ShardFacts facts{.ranks = run.world.size()};
   if (facts.ranks == 1) return facts;
+  facts.tune = run.world.any(run.arguments.tune.has_value());
+  if (facts.tune) return facts;
   std::string unable;
   try {
     parallel::Deferral(model.reducer()).check_deferrable();
@@ -95,7 +97,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& 
 
 std::string reason_to_shard(const std::string& asked, const ShardFacts& facts) {
   if (asked != "auto") return asked == "true" ? "shard_optimizer: true" : "";
-  if (facts.ranks == 1 || facts.unable) return "";
+  if (facts.ranks == 1 || facts.unable || facts.tune) return "";
   if (facts.share_memory) return "ranks share memory: averaging and step are one pass";
   if (facts.lack_room)
     return "the state of every rank would need more than half of the free memory";

@@ -60,6 +60,12 @@ class Tune(TrainCase):
         done = self.train(2, self.place / "sharded", "--tune", "bucket_cap_mb",
                           "--shard_optimizer", "true", code=2)
         self.assertIn("reduced by a ShardedOptimizer, in one pass of its step()", done.stderr)
+        done = self.train(2, self.place / "auto", "--tune", "bucket_cap_mb",
+                          "--shard_optimizer", "auto")
+        self.assertIn("tune: bucket_cap_mb, medians of 9 steps", done.stderr + done.stdout)
+        done = self.train(2, self.place / "fixed", "--tune", "bucket_cap_mb",
+                          "--full_determinism", "true", code=2)
+        self.assertIn("tune chooses the buckets by measured times", done.stderr)
         done = self.train(2, self.place / "other", "--tune", "workers", code=2)
         self.assertIn("tune must be bucket_cap_mb", done.stderr)
 
