@@ -83,6 +83,8 @@ std::vector<std::string> common_flags(const Request& request) {
           "--disable_tqdm=true",
           "--auto_find_batch_size=false",
           "--elastic_gpu=false",
+          "--record_run=true",
+          "--tune=none",
           "--resume_from_checkpoint=never"};
 }
 
