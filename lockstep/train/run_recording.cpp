@@ -57,8 +57,8 @@ std::unique_ptr<monitor::RankRecorder> start_recording(RunContext& run, const Lo
   const std::string& folder = run.arguments.output_dir;
   std::error_code unknown;
   ledger::set_output_dir(std::filesystem::absolute(folder, unknown).string());
-  // Every rank takes part in the exchanges, also one that records nothing: a program may set
-  // record_run on rank 0 alone. Ranks that are each bound to a core of their own share more cores than one of them may use.
+  // Every rank takes part in the exchanges, also one that records nothing. Ranks that are each
+  // bound to a core of their own share more cores than one of them may use.
   const bool one_host = run.world.local_size() == run.world.size();
   const int cores = one_host ? parallel::cores_of_ranks(run.world) : allowed_cores();
   const int hosts = static_cast<int>(run.world.max(run.world.node_rank())) + 1;
