@@ -34,6 +34,8 @@ constexpr milliseconds kInterval{1000};
 constexpr milliseconds kEagerFor{5000};  // intervals of kLook at the start
 // Before the first step and without ten samples of the GPUs nothing is known that could be said.
 constexpr milliseconds kSettled{12'000};
+// Ranks that only start up: a Trainer says only after that where it records.
+constexpr std::chrono::hours kLongestStart{1};
 constexpr milliseconds kStopWithin{2000};
 constexpr std::size_t kIntervals = 600;
 constexpr std::size_t kLogLines = 50;
@@ -114,6 +116,7 @@ struct LiveRun::State {
   void sample(Look& own);
   void follow_metrics(Look& own);
   bool settled(const Look& own) const;
+  bool records_itself(Look& own, bool last);
   void write_record(Look& own, bool last);
   void judge(Look& own);
 
@@ -148,6 +151,7 @@ struct LiveRun::State::Look {
   bool facts_read = false;
   StandingFindings standing{};
   std::optional<RecordWriter> writer{};
+  bool recording = false;  // the writer has begun
   std::vector<std::pair<int, monitor::Interval>> unwritten{};
   std::uint64_t gpu_samples = 0;  // that were written
   bool diagnosis_failed = false;
@@ -273,7 +277,7 @@ void LiveRun::State::follow_metrics(Look& own) {
   view.loss = own.metrics.loss();
   view.tokens_per_second = own.metrics.tokens_per_second();
   // One of an earlier run in the same folder is not about this one.
-  if (!better || better->started_unix_s < view.started_s) return;
+  if (!better || better->started_unix_s <= view.started_s) return;
   own.facts_read = true;
   better->gpus_visible = std::max(better->gpus_visible, facts.gpus_visible);
   facts = *better;
@@ -284,15 +288,35 @@ bool LiveRun::State::settled(const Look& own) const {
   return own.first_step || Clock::now() - attempt_began > kSettled;
 }
 
-// A Trainer that records into the same folder says so before its first step, and finds it empty.
+// Whether the launcher writes the record. A Trainer moves away what it finds in its output_dir, says
+// before its first step where that is, and records into it unless record_run is false: if that is
+// the same folder, its files are there a second after its first step.
+bool LiveRun::State::records_itself(Look& own, bool last) {
+  if (own.recording) return true;
+  const bool shared = same_folder(own.output_dir, options.record_dir);
+  if (shared && std::ranges::any_of(own.samplers, [&](const auto& item) {
+        return own.writer->rank_records(item.first);
+      })) {
+    own.writer.reset();
+    own.unwritten.clear();
+    return false;
+  }
+  if (last) return true;
+  const auto now = Clock::now();
+  if (shared) return own.first_step && now - *own.first_step > kSettled;
+  const bool starts = std::ranges::any_of(own.samplers, [](const auto& item) {
+    return item.second.rank().ledger && item.second.rank().ledger->opened();
+  });
+  if (!starts || own.first_step || !own.output_dir.empty()) return settled(own);
+  const std::lock_guard lock(mutex);
+  return now - attempt_began > kLongestStart;
+}
+
 void LiveRun::State::write_record(Look& own, bool last) {
   if (!own.writer) return;
-  if (same_folder(own.output_dir, options.record_dir)) {
-    own.writer.reset();
-    return;
-  }
   own.unwritten.insert(own.unwritten.end(), own.made.begin(), own.made.end());
-  if (!last && !settled(own)) return;
+  own.recording = records_itself(own, last);
+  if (!own.recording) return;
   monitor::RunFacts known;
   {
     const std::lock_guard lock(mutex);
@@ -308,6 +332,10 @@ void LiveRun::State::write_record(Look& own, bool last) {
     const monitor::HostGpus added = host_gpus(host, now.gpus, visible, gpus->history(unwritten));
     for (const monitor::GpuSample& sample : added.samples)
       if (!visible.empty()) own.writer->add(sample, added.gpus);
+  }
+  if (const std::string place = own.writer->moved_to(); !place.empty()) {
+    const std::lock_guard lock(mutex);
+    lines.push_back(fmt::format("[record] the record of an earlier run was moved to {}", place));
   }
   if (const std::string problem = own.writer->problem(); !problem.empty()) {
     const std::lock_guard lock(mutex);

@@ -62,6 +62,13 @@ CHILD(trains) {
   }
 }
 
+// What a Trainer does that loads for a long time.
+CHILD(starts_up) {
+  if (!ledger::open()) return 3;
+  std::this_thread::sleep_for(milliseconds(600'000));
+  return 0;
+}
+
 CHILD(knows_nothing) {
   for (std::atomic<unsigned> i{0};;) i.fetch_add(1);
 }
@@ -265,7 +272,7 @@ TEST(MetricsTail, IsBoundedAndTakesOnlyFiles) {
 
 // ---------------------------------------------------------------- record
 
-TEST(RecordWriter, WhatItWritesIsReadBackAlsoAfterAKill) {
+TEST(RecordWriter, WhatItWritesIsReadBackAndMovedAwayByTheNextRun) {
   const Folder folder;
   monitor::RunFacts facts;
   facts.world_size = 2;
@@ -281,14 +288,57 @@ TEST(RecordWriter, WhatItWritesIsReadBackAlsoAfterAKill) {
     EXPECT_EQ(writer.problem(), "");
   }
   append(folder / "monitor/rank_1.jsonl", "{\"unix_time_s\": 3, \"sec");  // killed here
-  RecordWriter writer(folder.path(), 0);
-  writer.add(1, steady_rank(1, 0.5).intervals.back());
   const monitor::RunRecord run = monitor::read_run(folder.path());
   EXPECT_EQ(run.facts.world_size, 2);
   ASSERT_EQ(run.ranks.size(), 1u);
   EXPECT_EQ(run.ranks[0].rank, 1);
-  EXPECT_EQ(run.ranks[0].intervals.size(), 6u);
+  EXPECT_EQ(run.ranks[0].intervals.size(), 5u);
   EXPECT_EQ(run.gpus.at(0).samples.at(0).gpus.at(0).utilisation_percent, 97u);
+  for (const int host : {1, 0}) {
+    RecordWriter writer(folder.path(), host);
+    RecordWriter shared(folder.path(), 2);
+    facts.world_size = 5 + host;
+    writer.write(facts);
+    writer.add(0, steady_rank(0, 0.5).intervals.back());
+    shared.add(2, steady_rank(2, 0.5).intervals.back());
+    EXPECT_EQ(writer.moved_to(), folder / (host == 1 ? "monitor.1" : "monitor.2"));
+    EXPECT_EQ(writer.moved_to(), "");
+    EXPECT_EQ(shared.moved_to(), "") << "another host of this run has begun";
+    const monitor::RunRecord next = monitor::read_run(folder.path());
+    EXPECT_EQ(next.facts.world_size, 5 + host);
+    EXPECT_EQ(next.ranks.size(), 2u);
+    EXPECT_EQ(next.ranks.at(0).intervals.size(), 1u);
+  }
+  EXPECT_TRUE(fs::exists(folder / "monitor.1/rank_1.jsonl"));
+}
+
+TEST(RecordWriter, AfterAnHourALineCoversTenSeconds) {
+  const Folder folder;
+  Interval interval = steady_rank(0, 0.25).intervals.back();
+  {
+    RecordWriter writer(folder.path(), 0);
+    writer.write(monitor::RunFacts{});
+    monitor::GpuSample sample{};
+    sample.gpus.resize(1);
+    for (int i = 0; i < monitor::kFineLines + 35; ++i) {
+      interval.step = i;
+      interval.process->cores = i % 2;
+      writer.add(0, interval);
+      sample.unix_time_s = i;
+      writer.add(sample, {{.index = 0}});
+    }
+  }
+  const monitor::RunRecord run = monitor::read_run(folder.path());
+  const auto& intervals = run.ranks.at(0).intervals;
+  ASSERT_EQ(intervals.size(), monitor::kFineLines + 4u);
+  const Interval& coarse = intervals[monitor::kFineLines];
+  EXPECT_EQ(coarse.seconds, 10);
+  EXPECT_EQ(coarse.steps, 100);
+  EXPECT_EQ(coarse.step, monitor::kFineLines + 9);
+  EXPECT_NEAR(coarse.host_s[ledger::index(Phase::kData)], 2.5, 1e-9);
+  EXPECT_NEAR(coarse.process->cores, 0.5, 1e-9);
+  EXPECT_EQ(intervals.back().seconds, 5);
+  EXPECT_EQ(run.gpus.at(0).samples.size(), monitor::kFineLines + 3u);
 }
 
 TEST(RecordWriter, AFolderThatCannotBeMadeIsAnErrorAndALaterOneIsReportedOnce) {
@@ -537,6 +587,46 @@ TEST(LiveRun, RecordsWhatDoctorReadsLater) {
   ASSERT_EQ(run.ranks.size(), 1u);
   EXPECT_GT(budget_of(run.ranks[0]).steps, 10);
   EXPECT_THROW(LiveRun({.record_dir = "/proc/none"}), std::exception);
+}
+
+TEST(LiveRun, RecordsIntoTheOutputDirOnlyIfTheTrainerDoesNot) {
+  for (const bool trainer : {false, true}) {
+    const Folder folder;
+    LiveRunOptions options = without_gpus();
+    options.record_dir = folder.path();
+    LiveRun run(options);
+    run.run_started(plan_of_two());
+    run.attempt_started({.world_size = 2, .local_ranks = 2});
+    Rank zero("trains", 0, {{"OUTPUT_DIR", folder.path()}});
+    run.rank_started(zero.started);
+    ASSERT_TRUE(soon([&] { return run.view().step_ms.size() >= 4; }));
+    const std::string line = monitor::interval_json(steady_rank(0, 0.5).intervals[0]) + "\n";
+    if (trainer) append(folder / "monitor/rank_0.jsonl", line);
+    run.rank_ended({0, "exited with code 0", false});
+    run.run_ended({0, ""});
+    if (trainer) {
+      EXPECT_EQ(read_file(folder / "monitor/rank_0.jsonl"), line);
+    } else {
+      EXPECT_GT(budget_of(monitor::read_run(folder.path()).ranks.at(0)).steps, 10);
+    }
+  }
+}
+
+TEST(LiveRun, WritesNothingWhileATrainerMayStartUp) {
+  const Folder folder;
+  LiveRunOptions options = without_gpus();
+  options.record_dir = folder.path();
+  LiveRun run(options);
+  run.run_started(plan_of_two());
+  run.attempt_started({.world_size = 1, .local_ranks = 1});
+  Rank zero("starts_up", 0);
+  run.rank_started(zero.started);
+  std::this_thread::sleep_for(milliseconds(14'000));
+  ASSERT_TRUE(zero.ledger->opened());
+  EXPECT_TRUE(fs::is_empty(folder / "monitor"));
+  run.rank_ended({0, "killed by SIGKILL", true});
+  run.run_ended({1, ""});
+  EXPECT_EQ(monitor::read_run(folder.path()).ranks.size(), 1u);
 }
 
 TEST(LiveRun, GpusOfTheDriverAreInTheRecord) {

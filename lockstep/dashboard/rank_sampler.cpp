@@ -6,23 +6,10 @@
 #include <utility>
 
 #include "lockstep/launch/process.h"
+#include "lockstep/monitor/rank_recorder.h"
 
 namespace lockstep::dashboard {
 namespace {
-
-double seconds_of(std::uint64_t ns) {
-  return static_cast<double>(ns) * 1e-9;
-}
-
-void add_totals(monitor::Interval& interval, const ledger::Totals& spent) {
-  interval.seconds = seconds_of(spent.time_ns);
-  interval.steps = static_cast<std::int64_t>(spent.steps);
-  for (std::size_t i = 0; i < ledger::kPhases; ++i) {
-    interval.host_s[i] = seconds_of(spent.host_ns[i]);
-    interval.device_s[i] = seconds_of(spent.device_ns[i]);
-  }
-  interval.counts = spent.counts;
-}
 
 // Of the interval in which the ledger was opened: what the rank did before, it did to start up.
 // Where more was counted than there was time, it ran before anybody looked, and only later
@@ -35,16 +22,6 @@ ledger::Totals first_totals(const monitor::Interval& interval, const ledger::Tot
   spent.time_ns = whole;
   if (counted <= whole) spent.host_ns[ledger::index(ledger::Phase::kStartup)] += whole - counted;
   return spent;
-}
-
-std::optional<double> throttled_share(const monitor::CgroupSample& before,
-                                      const monitor::CgroupSample& now) {
-  if (!before.periods || !now.periods || !before.throttled_periods || !now.throttled_periods)
-    return std::nullopt;
-  if (*now.periods <= *before.periods || *now.throttled_periods < *before.throttled_periods)
-    return std::nullopt;
-  return static_cast<double>(*now.throttled_periods - *before.throttled_periods) /
-         static_cast<double>(*now.periods - *before.periods);
 }
 
 }  // namespace
@@ -74,7 +51,8 @@ monitor::Interval RankSampler::close(const std::optional<ledger::Totals>& end) {
   interval.seconds = std::chrono::duration<double>(now - std::exchange(began_, now)).count();
   if (rank_.ledger && rank_.ledger->opened()) {
     const ledger::Totals read = end ? *end : rank_.ledger->totals();
-    add_totals(interval, totals_ ? ledger::since(*totals_, read) : first_totals(interval, read));
+    interval = monitor::interval_of(totals_ ? ledger::since(*totals_, read)
+                                            : first_totals(interval, read));
     totals_ = read;
     interval.step = rank_.ledger->step();
   }
@@ -89,7 +67,7 @@ monitor::Interval RankSampler::close(const std::optional<ledger::Totals>& end) {
   }
   const monitor::CgroupSample cgroup = monitor::read_cgroup(pid_);
   interval.cpu_limit_cores = cgroup.cpu_limit_cores;
-  interval.throttled_share = throttled_share(cgroup_, cgroup);
+  interval.throttled_share = monitor::throttled_share(cgroup_, cgroup);
   cgroup_ = cgroup;
   return interval;
 }

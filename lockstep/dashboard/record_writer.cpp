@@ -1,30 +1,72 @@
 #include "lockstep/dashboard/record_writer.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <cerrno>
+#include <algorithm>
 #include <exception>
-#include <filesystem>
-#include <utility>
+#include <functional>
+#include <system_error>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::dashboard {
 namespace {
 
-// A run that was killed may have left half a line, to which nothing may be added.
-void cut_torn_line(int fd) {
-  struct stat info {};
-  if (::fstat(fd, &info) != 0) return;
-  off_t end = info.st_size;
-  for (char last = 0; end > 0; --end)
-    if (::pread(fd, &last, 1, end - 1) != 1 || last == '\n') break;
-  if (end < info.st_size && ::ftruncate(fd, end) != 0)
-    throw SystemError("record", "cannot shorten a file of the record", errno);
+namespace fs = std::filesystem;
+
+constexpr double kCoarse_s = monitor::kCoarser - 0.5;  // looks come a little early or late
+
+std::string rank_file(int rank) {
+  return fmt::format("rank_{}.jsonl", rank);
+}
+
+// Means over the time of both.
+monitor::ProcessRates together(monitor::ProcessRates first, const monitor::ProcessRates& second) {
+  using Rates = monitor::ProcessRates;
+  const double seconds = first.seconds + second.seconds;
+  const double weight = seconds > 0 ? second.seconds / seconds : 1;
+  for (const auto rate : {&Rates::cores, &Rates::user_cores, &Rates::system_cores,
+                          &Rates::minor_faults_per_s, &Rates::major_faults_per_s,
+                          &Rates::voluntary_switches_per_s, &Rates::involuntary_switches_per_s})
+    first.*rate += weight * (second.*rate - first.*rate);
+  for (const auto rate :
+       {&Rates::read_chars_per_s, &Rates::written_chars_per_s, &Rates::read_bytes_per_s,
+        &Rates::written_bytes_per_s, &Rates::run_delay_share}) {
+    if (first.*rate && second.*rate)
+      *(first.*rate) += weight * (*(second.*rate) - *(first.*rate));
+    else if (second.*rate)
+      first.*rate = second.*rate;
+  }
+  first.seconds = seconds;
+  return first;
+}
+
+monitor::Interval together(const monitor::Interval& first, const monitor::Interval& second) {
+  const auto sum = [](auto& all, const auto& more) {
+    std::transform(all.begin(), all.end(), more.begin(), all.begin(), std::plus<>());
+  };
+  monitor::Interval both = second;
+  both.seconds += first.seconds;
+  both.steps += first.steps;
+  sum(both.host_s, first.host_s);
+  sum(both.device_s, first.device_s);
+  sum(both.counts, first.counts);
+  if (both.step < 0) both.step = first.step;
+  if (first.process)
+    both.process = second.process ? together(*first.process, *second.process) : first.process;
+  // The last interval of a rank that has ended has no process.
+  both.resident_bytes = std::max(first.resident_bytes, second.resident_bytes);
+  both.threads = std::max(first.threads, second.threads);
+  if (!both.cpu_limit_cores) both.cpu_limit_cores = first.cpu_limit_cores;
+  if (first.throttled_share && second.throttled_share && both.seconds > 0)
+    both.throttled_share =
+        (*first.throttled_share * first.seconds + *second.throttled_share * second.seconds) /
+        both.seconds;
+  else if (first.throttled_share)
+    both.throttled_share = first.throttled_share;
+  return both;
 }
 
 }  // namespace
@@ -32,16 +74,58 @@ void cut_torn_line(int fd) {
 RecordWriter::RecordWriter(const std::string& directory, int host)
     : folder_(directory + "/" + monitor::kRecordFolder), host_(host) {
   io::make_directories(folder_);
+  before_ = listing();
+}
+
+RecordWriter::~RecordWriter() {
+  for (auto& [name, file] : files_)
+    if (file.pending.seconds > 0) append(file, monitor::interval_json(file.pending));
+}
+
+RecordWriter::Listing RecordWriter::listing() const {
+  Listing files;
+  std::error_code problem;
+  for (fs::directory_iterator at(folder_, problem), end; !problem && at != end;
+       at.increment(problem)) {
+    std::error_code gone;
+    const auto size = fs::file_size(*at, gone);
+    const auto time = fs::last_write_time(*at, gone);
+    if (!gone) files[at->path().filename().string()] = {size, time};
+  }
+  return files;
+}
+
+bool RecordWriter::rank_records(int rank) const {
+  const Listing now = listing();
+  const auto found = now.find(rank_file(rank));
+  if (began_ || found == now.end()) return false;
+  const auto before = before_.find(found->first);
+  return before == before_.end() || before->second != found->second;
+}
+
+// Where something has changed meanwhile, launchers of several hosts share the folder, and another
+// one has moved it.
+void RecordWriter::begin() {
+  if (std::exchange(began_, true) || before_.empty() || listing() != before_) return;
+  fs::path place;
+  for (int number = 1; place.empty() || fs::exists(place); ++number)
+    place = fmt::format("{}.{}", folder_, number);
+  std::error_code problem;
+  fs::rename(folder_, place, problem);
+  if (!problem) moved_to_ = place.string();
+  if (problem && problem != std::errc::no_such_file_or_directory)
+    throw io::file_error("rename", folder_, problem.value());
+  io::make_directories(folder_);
 }
 
 void RecordWriter::write(const monitor::RunFacts& facts) {
   const std::string text = monitor::facts_json(facts) + "\n";
-  if (text == std::exchange(facts_, text)) return;
+  if (failed_ || text == std::exchange(facts_, text)) return;
   const std::string path = folder_ + "/run.json";
-  // Launchers of several hosts may share the folder; the facts of the first one stand.
-  if (failed_ || (host_ != 0 && std::filesystem::exists(path))) return;
   try {
-    write_file_atomically(path, text);
+    begin();
+    // Launchers of several hosts may share the folder; the facts of the first one stand.
+    if (host_ == 0 || !fs::exists(path)) write_file_atomically(path, text);
   } catch (const std::exception& error) {
     failed_ = true;
     problem_ = error.what();
@@ -49,29 +133,38 @@ void RecordWriter::write(const monitor::RunFacts& facts) {
 }
 
 void RecordWriter::add(int rank, const monitor::Interval& interval) {
-  append(fmt::format("rank_{}.jsonl", rank), monitor::interval_json(interval) + "\n");
+  File& to = file(rank_file(rank));
+  to.pending = to.pending.seconds > 0 ? together(to.pending, interval) : interval;
+  if (to.count >= monitor::kFineLines && to.pending.seconds < kCoarse_s) return;
+  append(to, monitor::interval_json(std::exchange(to.pending, {})));
 }
 
 void RecordWriter::add(const monitor::GpuSample& sample,
                        const std::vector<monitor::GpuIdentity>& gpus) {
-  append(fmt::format("gpus_{}.jsonl", host_), monitor::gpu_sample_json(sample, gpus) + "\n");
+  File& to = file(fmt::format("gpus_{}.jsonl", host_));
+  if (to.count >= monitor::kFineLines && sample.unix_time_s - to.time_s < kCoarse_s) return;
+  to.time_s = sample.unix_time_s;
+  append(to, monitor::gpu_sample_json(sample, gpus));
 }
 
-void RecordWriter::append(const std::string& name, const std::string& line) {
+RecordWriter::File& RecordWriter::file(const std::string& name) {
+  return files_.try_emplace(name, folder_ + "/" + name).first->second;
+}
+
+void RecordWriter::append(File& file, const std::string& line) {
   if (failed_) return;
   try {
-    Fd& file = files_[name];
-    if (!file) {
-      const std::string path = folder_ + "/" + name;
-      file.reset(::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
-      if (!file) throw io::file_error("open", path, errno);
-      cut_torn_line(file.get());
-    }
-    write_all(file.get(), line);
+    begin();
+    file.lines.append(line);
+    ++file.count;
   } catch (const std::exception& error) {
     failed_ = true;
     problem_ = error.what();
   }
+}
+
+std::string RecordWriter::moved_to() {
+  return std::exchange(moved_to_, {});
 }
 
 std::string RecordWriter::problem() {

@@ -3,15 +3,18 @@
 //   RecordWriter writer(dir, node_rank);
 //   writer.add(rank, interval);
 //
-// Used by one thread. Appends whole lines, so that whoever reads meanwhile, or after a kill, finds
-// every interval but the one that was being written. A file that cannot be written is reported once
-// by problem(), and the run continues without it.
+// Used by one thread. What an earlier run left in the folder is moved to monitor.<n> before the
+// first line. After monitor::kFineLines lines of a file one covers ten seconds. A file that cannot
+// be written is reported once by problem(), and the run continues without it.
 #pragma once
 
+#include <cstdint>
+#include <filesystem>
 #include <map>
 #include <string>
+#include <utility>
 
-#include "lockstep/core/fd.h"
+#include "lockstep/monitor/line_file.h"
 #include "lockstep/monitor/run_record.h"
 
 namespace lockstep::dashboard {
@@ -20,21 +23,43 @@ class RecordWriter {
  public:
   // Makes the folder. Throws SystemError.
   RecordWriter(const std::string& directory, int host);
+  ~RecordWriter();  // writes what is left
+  RecordWriter(const RecordWriter&) = delete;
+  RecordWriter& operator=(const RecordWriter&) = delete;
+
+  // The rank has added to its own file since this writer was made, which has written nothing.
+  bool rank_records(int rank) const;
 
   void write(const monitor::RunFacts& facts);  // where they have changed
   void add(int rank, const monitor::Interval& interval);
   void add(const monitor::GpuSample& sample, const std::vector<monitor::GpuIdentity>& gpus);
 
-  // What has failed since the last call; empty: nothing.
+  // Where an earlier run's record is now, and what has failed, since the last call; empty: nothing.
+  std::string moved_to();
   std::string problem();
 
  private:
-  void append(const std::string& name, const std::string& line);
+  using Listing = std::map<std::string, std::pair<std::uintmax_t, std::filesystem::file_time_type>>;
+  struct File {
+    explicit File(const std::string& path) : lines(path) {}
+    monitor::LineFile lines;
+    int count = 0;
+    monitor::Interval pending{};  // of a rank, to be written with the next
+    double time_s = 0;            // of the newest GPU sample that was written
+  };
+
+  Listing listing() const;
+  void begin();
+  File& file(const std::string& name);
+  void append(File& file, const std::string& line);
 
   std::string folder_;
   int host_;
+  Listing before_;  // what an earlier run left
+  bool began_ = false;
   std::string facts_;  // as written
-  std::map<std::string, Fd> files_;
+  std::map<std::string, File> files_;
+  std::string moved_to_;
   std::string problem_;
   bool failed_ = false;
 };

@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "lockstep/core/host_files.h"
+#include "lockstep/monitor/line_file.h"
 #include "lockstep/monitor/run_record.h"
 
 namespace lockstep::monitor {
@@ -27,8 +28,8 @@ struct RankRecorderOptions {
   int host = 0;
   bool gpus = false;  // this rank samples those of its host
   std::chrono::milliseconds interval{1000};
-  // A run of days would make a large file: after that many lines intervals are ten times as long.
-  int fine_lines = 3600;
+  // After that many lines intervals are ten times as long.
+  int fine_lines = kFineLines;
   std::chrono::milliseconds end_limit{2000};
   HostFiles files{};
   std::string nvml{};  // empty: nvml_library()
