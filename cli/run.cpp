@@ -63,7 +63,10 @@ dashboard::Companion dashboard_of(const launch::LaunchPlan& plan) {
             .metrics_text = [&run, metrics] { return metrics->text(run.view()); },
             .ready = [&run] { return run.ready(); }},
         options);
-    fmt::print(stderr, "[dashboard] {}\n", server->url());
+    // A token that lasts longer than the run does not belong into its log.
+    const std::string url = server->url();
+    fmt::print(stderr, "[dashboard] {}\n",
+               options.token.empty() ? url : url.substr(0, url.find('?')));
     return server;
   };
 }

@@ -98,6 +98,15 @@ void add_budget(std::vector<Column>& columns, const monitor::RunRecord& run) {
   });
 }
 
+const char* nothing_found(const monitor::RunRecord& run, bool failed) {
+  if (failed) return "nothing found to change; the run itself failed.";
+  if (enough_to_judge(run)) return "healthy: no rule has found anything to change.";
+  const bool stepped = std::ranges::any_of(
+      run.ranks, [](const monitor::RankRecord& rank) { return budget_of(rank).steps > 0; });
+  return stepped ? "nothing found, and too few steps to judge the run."
+                 : "nothing found, and no step was seen to judge the run by.";
+}
+
 std::string key_of(const monitor::Finding& finding) {
   return fmt::format("{} {} {}", finding.rule, finding.rank, finding.cause);
 }
@@ -129,7 +138,8 @@ std::vector<std::string> StandingFindings::look(const std::vector<monitor::Findi
 }
 
 std::vector<std::string> doctor_summary(const monitor::RunRecord& run,
-                                        const std::vector<monitor::Finding>& findings) {
+                                        const std::vector<monitor::Finding>& findings,
+                                        bool failed) {
   if (run.ranks.empty()) return {"[doctor] no rank lived long enough to be looked at."};
   double seconds = 0;
   for (const monitor::RankRecord& rank : run.ranks) {
@@ -161,7 +171,7 @@ std::vector<std::string> doctor_summary(const monitor::RunRecord& run,
       budget ? "; where the time between the first and the last step went"
              : "; no step was seen, as in a program without Lockstep's backend",
       table_text(columns, run.ranks.size()))};
-  if (findings.empty()) lines.push_back("[doctor] healthy: nothing was found to change.");
+  if (findings.empty()) lines.push_back(fmt::format("[doctor] {}", nothing_found(run, failed)));
   for (const monitor::Finding& finding : findings)
     lines.push_back("[doctor] " + finding_text(finding));
   return lines;

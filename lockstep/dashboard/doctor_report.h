@@ -32,8 +32,10 @@ class StandingFindings {
   std::map<std::string, Seen> seen_;  // by rule, rank and cause
 };
 
-// A table of where each rank's time went, and the findings or that there are none.
+// A table of where each rank's time went, and the findings or that there are none. Only a run that
+// did not fail and had enough steps is called healthy.
 std::vector<std::string> doctor_summary(const monitor::RunRecord& run,
-                                        const std::vector<monitor::Finding>& findings);
+                                        const std::vector<monitor::Finding>& findings,
+                                        bool failed = false);
 
 }  // namespace lockstep::dashboard

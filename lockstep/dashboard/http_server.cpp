@@ -31,6 +31,7 @@ using Clock = Deadline::Clock;
 using Text = std::shared_ptr<const std::string>;
 
 constexpr std::size_t kRequestBytes = 32u << 10;  // of a request's line and headers
+constexpr unsigned kPerAddress = 32;              // connections; on loopback all have the same one
 constexpr auto kEndLimit = std::chrono::milliseconds(1000);
 constexpr const char* kPlain = "text/plain; charset=utf-8";
 // Nothing from elsewhere, nothing inline, and no way to make elements out of text.
@@ -467,12 +468,19 @@ void HttpServer::Impl::start() {
       MHD_USE_POLL | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_SUSPEND_RESUME, 0, nullptr, nullptr,
       handler, this, MHD_OPTION_LISTEN_SOCKET, endpoint.socket.get(), MHD_OPTION_CONNECTION_LIMIT,
       options.connections, MHD_OPTION_CONNECTION_TIMEOUT, silence_s,
+      MHD_OPTION_PER_IP_CONNECTION_LIMIT,
+      is_loopback(endpoint.where.address) ? options.connections : kPerAddress,
       MHD_OPTION_CONNECTION_MEMORY_LIMIT, kRequestBytes, MHD_OPTION_STRICT_FOR_CLIENT, 1,
       MHD_OPTION_NOTIFY_CONNECTION, note_connection, this, MHD_OPTION_END);
   if (daemon == nullptr)
     throw SystemError("dashboard", "libmicrohttpd did not start its server", errno);
   static_cast<void>(endpoint.socket.release());  // it closes it
-  publisher = std::thread([this] { publish_loop(); });
+  try {
+    publisher = std::thread([this] { publish_loop(); });
+  } catch (...) {  // its threads must not outlive this
+    mhd().stop_daemon(daemon);
+    throw;
+  }
 }
 
 void HttpServer::Impl::stop() {

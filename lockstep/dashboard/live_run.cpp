@@ -276,6 +276,7 @@ void LiveRun::State::follow_metrics(Look& own) {
   const std::lock_guard lock(mutex);
   view.loss = own.metrics.loss();
   view.tokens_per_second = own.metrics.tokens_per_second();
+  view.samples_per_second = own.metrics.samples_per_second();
   // One of an earlier run in the same folder is not about this one.
   if (!better || better->started_unix_s <= view.started_s) return;
   own.facts_read = true;
@@ -288,9 +289,9 @@ bool LiveRun::State::settled(const Look& own) const {
   return own.first_step || Clock::now() - attempt_began > kSettled;
 }
 
-// Whether the launcher writes the record. A Trainer moves away what it finds in its output_dir, says
-// before its first step where that is, and records into it unless record_run is false: if that is
-// the same folder, its files are there a second after its first step.
+// Whether the launcher writes the record. A Trainer moves away what it finds in its output_dir,
+// says before its first step where that is, and records into it unless record_run is false: if that
+// is the same folder, its files are there a second after its first step.
 bool LiveRun::State::records_itself(Look& own, bool last) {
   if (own.recording) return true;
   const bool shared = same_folder(own.output_dir, options.record_dir);
@@ -488,7 +489,7 @@ std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
   std::vector<std::string> said = tick();
   if (options_.doctor) {
     const monitor::RunRecord all = record();
-    for (std::string& line : doctor_summary(all, options_.diagnose(all)))
+    for (std::string& line : doctor_summary(all, options_.diagnose(all), run.code != 0))
       said.push_back(std::move(line));
   }
   companions_.clear();

@@ -188,10 +188,14 @@ TEST(Summary, HasARowForEachRankAndSaysHealthy) {
               testing::ContainsRegex("\n +0 +50 +100.0 +25.0 % +75.0 % +1.50 +3.00 GiB +7 +0\n"));
   EXPECT_THAT(lines[0], testing::ContainsRegex("\n +1 +50 +100.0 +50.0 % +50.0 %"));
   EXPECT_THAT(lines[1], HasSubstr("healthy"));
+  EXPECT_THAT(doctor_summary(run, {}, true)[1], HasSubstr("the run itself failed"));
   EXPECT_THAT(doctor_summary(run, {finding("straggler", 1)})[1], HasSubstr("straggler (rank 1"));
   for (monitor::RankRecord& rank : run.ranks)
     for (Interval& interval : rank.intervals) interval.steps = 0;
   EXPECT_THAT(doctor_summary(run, {})[0], HasSubstr("no step was seen"));
+  EXPECT_THAT(doctor_summary(run, {})[1], HasSubstr("nothing found, and no step was seen"));
+  for (monitor::RankRecord& rank : run.ranks) rank.intervals[1].steps = 1;
+  EXPECT_THAT(doctor_summary(run, {})[1], HasSubstr("nothing found, and too few steps"));
   EXPECT_THAT(doctor_summary({}, {})[0], HasSubstr("no rank lived long enough"));
 }
 
@@ -234,12 +238,14 @@ TEST(MetricsTail, FollowsAFileThatGrowsIsTornAndIsReplaced) {
   tail.follow(folder.path());
   tail.read();  // there is none
   append(folder / "metrics.jsonl",
-         "{\"step\": 1, \"loss\": 2.5, \"tokens_per_second\": 10}\n"
+         "{\"step\": 1, \"loss\": 2.5, \"tokens_per_second\": 10, "
+         "\"samples_per_second\": 3}\n"
          "{\"step\": 2, \"eval_loss\": 9}\nnot json\n[1]\n{\"step\": \"x\", \"loss\": 1}\n"
          "{\"step\": 2, \"loss\": \"NaN\"}\n{\"step\": 2, \"lo");
   tail.read();
   EXPECT_THAT(tail.loss(), ElementsAre(Pair(1, 2.5)));
   EXPECT_THAT(tail.tokens_per_second(), ElementsAre(Pair(1, 10.0)));
+  EXPECT_THAT(tail.samples_per_second(), ElementsAre(Pair(1, 3.0)));
   append(folder / "metrics.jsonl", "ss\": 1.5}\n{\"step\": 3, \"loss\": 1}\n");
   tail.read();
   EXPECT_THAT(tail.loss(), ElementsAre(Pair(1, 2.5), Pair(2, 1.5), Pair(3, 1.0)));

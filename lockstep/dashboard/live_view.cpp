@@ -32,8 +32,7 @@ Node budget_node(const monitor::Interval& interval) {
   NodeMembers shares;
   for (std::size_t phase = 0; phase < ledger::kPhases; ++phase) {
     if (interval.host_s[phase] <= 0 || interval.seconds <= 0) continue;
-    const char* const called = ledger::name(static_cast<ledger::Phase>(phase));
-    shares.emplace_back(phase == ledger::index(ledger::Phase::kNone) ? "other" : called,
+    shares.emplace_back(monitor::phase_key(static_cast<ledger::Phase>(phase)),
                         number(interval.host_s[phase] / interval.seconds));
   }
   return map_node(std::move(shares));
@@ -105,6 +104,7 @@ std::string live_snapshot_json(const LiveView& view) {
                 {"ranks", list_node(std::move(ranks))},
                 {"series", map_node({{"loss", series_node(view.loss)},
                                      {"tokens_per_second", series_node(view.tokens_per_second)},
+                                     {"samples_per_second", series_node(view.samples_per_second)},
                                      {"step_ms", series_node(view.step_ms)}})},
                 {"log", map_node(std::move(logs))},
                 {"findings", monitor::findings_node(view.findings)}}));

@@ -22,7 +22,7 @@ namespace lockstep::dashboard {
 enum class RankStatus { kRunning, kStopped, kEnded, kFailed };  // stopped: by SIGSTOP and the like
 const char* name(RankStatus status);                            // "running", ...
 
-// The newest collective on the rank's ledger.
+// The rank's oldest collective that is under way, otherwise its newest.
 struct LivePosition {
   std::string operation{};
   std::uint64_t sequence = 0;
@@ -60,6 +60,7 @@ struct LiveView {
   std::vector<LiveRank> ranks{};   // of this host, by rank
   LiveSeries loss{};
   LiveSeries tokens_per_second{};
+  LiveSeries samples_per_second{};
   LiveSeries step_ms{};
   std::vector<monitor::Finding> findings{};
   monitor::GpuSnapshot gpus{};

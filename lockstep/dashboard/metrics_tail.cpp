@@ -78,6 +78,8 @@ void MetricsTail::take(std::string_view line) {
     if (const auto loss = number_of(entry, "loss")) add_point(loss_, step->value.integer, *loss);
     if (const auto rate = number_of(entry, "tokens_per_second"))
       add_point(tokens_per_second_, step->value.integer, *rate);
+    if (const auto rate = number_of(entry, "samples_per_second"))
+      add_point(samples_per_second_, step->value.integer, *rate);
   } catch (const std::exception&) {  // not a line of ours
   }
 }

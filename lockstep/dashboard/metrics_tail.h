@@ -29,6 +29,7 @@ class MetricsTail {
 
   const LiveSeries& loss() const { return loss_; }
   const LiveSeries& tokens_per_second() const { return tokens_per_second_; }
+  const LiveSeries& samples_per_second() const { return samples_per_second_; }
 
  private:
   void take(std::string_view line);
@@ -39,6 +40,7 @@ class MetricsTail {
   std::string partial_;
   LiveSeries loss_;
   LiveSeries tokens_per_second_;
+  LiveSeries samples_per_second_;
 };
 
 // Adds a point. Steps only grow: a run that was resumed from an earlier one replaces what it

@@ -53,6 +53,7 @@ LiveView view_of_record(const std::string& directory) {
   metrics.read();
   view.loss = metrics.loss();
   view.tokens_per_second = metrics.tokens_per_second();
+  view.samples_per_second = metrics.samples_per_second();
   view.findings = monitor::diagnose(run);
   return view;
 }

@@ -10,8 +10,9 @@
 
 namespace lockstep::dashboard {
 
-// A record to which nothing was added for this long is of a run that is over.
-inline constexpr double kRecordIdle_s = 10;
+// A record to which nothing was added for this long is of a run that is over. After an hour a line
+// comes every ten seconds, on a shared file system later.
+inline constexpr double kRecordIdle_s = 60;
 
 // UsageError where there is no record, or one that cannot be read.
 LiveView view_of_record(const std::string& directory);

@@ -23,15 +23,15 @@ void RunMetrics::publish(const LiveRank& rank) {
           rank.step_ms / 1e3);
   if (rank.newest && rank.newest->seconds > 0) {
     for (std::size_t i = 0; i < ledger::kPhases; ++i) {
-      const std::string phase = name(static_cast<ledger::Phase>(i));
       monitor::Labels both = labels;
-      both.emplace_back("phase", phase.empty() ? "other" : phase);
+      both.emplace_back("phase", monitor::phase_key(static_cast<ledger::Phase>(i)));
       gauge("lockstep_phase_ratio", "Share of the last interval that the rank spent in a phase.",
             both, rank.newest->host_s[i] / rank.newest->seconds);
     }
   }
   if (rank.position)
-    gauge("lockstep_collective_sequence", "Number of the rank's newest collective.", labels,
+    gauge("lockstep_collective_sequence",
+          "Number of the rank's collective: the oldest under way, else its newest.", labels,
           static_cast<double>(rank.position->sequence));
   if (rank.process) resources_.publish(rank.rank, *rank.process);
   resources_.publish(rank.rank, rank.cgroup);

@@ -51,7 +51,7 @@ class Foreign(Case):
             f.write(text)
         return path
 
-    def test_is_seen_from_outside_and_is_healthy(self):
+    def test_is_seen_from_outside(self):
         code, out, err = self.run_ranks(2, self.script(), "4", flags=["--doctor"])
         self.assertEqual(code, 0, err)
         self.assertIn("rank 1 is done", out)
@@ -61,8 +61,8 @@ class Foreign(Case):
             self.assertGreater(float(row["cores"]), 0.2, err)
             self.assertGreater(float(row["memory"].split()[0]), 0, err)
             self.assertEqual(row["threads"], "1", err)
-        self.assertIn("no step was seen", err)
-        self.assertIn("[doctor] healthy", err)
+        self.assertIn("[doctor] nothing found, and no step was seen", err)
+        self.assertNotIn("healthy", err)
 
     def test_an_exit_code_and_a_failure_are_as_without(self):
         script = self.script("import os, sys, time\n"
@@ -70,6 +70,7 @@ class Foreign(Case):
         code, _, err = self.run_ranks(2, script, flags=["--doctor"])
         self.assertEqual(code, 7, err)
         self.assertLess(err.index("[doctor]"), err.index("exited with code 7"))
+        self.assertNotIn("healthy", err)
 
     def test_a_stop_request_ends_it_and_the_summary_comes(self):
         process = self.start("--standalone", "--nproc-per-node=2", "--doctor", self.script(), "60")
@@ -103,6 +104,16 @@ class Foreign(Case):
             self.assertGreaterEqual(len(lines), 4)
             self.assertGreater(json.loads(lines[-2])["process"]["cores"], 0.1)
         self.assertEqual(doctor(folder)[0], 0)
+
+    def test_a_second_record_does_not_mix_with_the_first(self):
+        folder = os.path.join(self.dir.name, "recorded")
+        for ranks in (2, 1):
+            code, _, err = self.run_ranks(ranks, self.script(), "1", flags=["--record", folder])
+            self.assertEqual(code, 0, err)
+        self.assertIn(f"[record] the record of an earlier run was moved to {folder}/monitor.1", err)
+        monitor = pathlib.Path(folder) / "monitor"
+        self.assertFalse((monitor / "rank_1.jsonl").exists())
+        self.assertEqual(json.loads((monitor / "run.json").read_text())["world_size"], 1)
 
     def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(self):
         code, out, err = self.run_ranks(1, self.script(), "1", flags=["--record", "/proc/none"])
@@ -138,11 +149,11 @@ class Gpus(Case):
         self.assertRegex(finding, "altern")
         self.assertRegex(finding, r"--nproc-per-node[= ](2|gpu|auto)")
 
-    def test_ninety_two_and_ninety_one_is_healthy(self):
+    def test_of_ninety_two_and_ninety_one_nothing_is_found(self):
         process = self.gpus("92", "91", 12)
         code, _, err = self.finish(process)
         self.assertEqual(code, 0, err)
-        self.assertIn("[doctor] healthy", err)
+        self.assertIn("[doctor] nothing found", err)
 
 
 class Ranks(Case):
