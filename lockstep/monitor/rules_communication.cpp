@@ -190,14 +190,21 @@ double group_throttled_share(const RankView& rank) {
   return median_of(rank, [](const Interval& window) { return window.throttled_share.value_or(0); });
 }
 
-bool is_cpu_starved(const View& view, const Slow& slow) {
+// A limit of its control group, or the scheduler's own figure.
+bool waits_for_a_core(const View& view, const Slow& slow) {
   const RankView& rank = *slow.rank;
   if (group_throttled_share(rank) >= kThrottledGroupShare) return true;
-  if (const auto delayed = delayed_s(rank)) {
-    const double others = median_of_others(
-        view, rank, [](const RankView& other) { return delayed_s(other).value_or(0); });
-    return *delayed - others >= kMainPart * slow.excess_s;
-  }
+  const auto delayed = delayed_s(rank);
+  if (!delayed) return false;
+  const double others = median_of_others(
+      view, rank, [](const RankView& other) { return delayed_s(other).value_or(0); });
+  return *delayed - others >= kMainPart * slow.excess_s;
+}
+
+// Where the scheduler gives no figure: what a rank that computes would use, and does not get.
+bool seems_cpu_starved(const Slow& slow) {
+  const RankView& rank = *slow.rank;
+  if (delayed_s(rank)) return false;
   const double busy = own_s(rank) / step_s(rank);
   const double switches = rate_of(rank, &ProcessRates::involuntary_switches_per_s);
   return rank.sum.process && rate_of(rank, &ProcessRates::cores) < kStarvedYield * busy &&
@@ -215,9 +222,10 @@ bool is_gpu_throttled(const View& view, const RankView& rank) {
 }
 
 std::string cause_of(const View& view, const Slow& slow) {
-  if (is_cpu_starved(view, slow)) return "cpu-starved";
+  if (waits_for_a_core(view, slow)) return "cpu-starved";
   const double others = median_of_others(view, *slow.rank, data_s);
   if (data_s(*slow.rank) - others >= kMainPart * slow.excess_s) return "data";
+  if (seems_cpu_starved(slow)) return "cpu-starved";
   return is_gpu_throttled(view, *slow.rank) ? "throttled" : "compute";
 }
 

@@ -182,7 +182,8 @@ class Ranks(Case):
         rows = table(err)
         self.assertGreater(float(rows[1]["data"].split()[0]), 15, err)
         self.assertGreater(float(rows[0]["communication"].split()[0]), 15, err)
-        self.assertEqual(rows[0]["steps"], rows[1]["steps"], err)
+        # On a busy machine their first intervals begin at different steps.
+        self.assertAlmostEqual(int(rows[0]["steps"]), int(rows[1]["steps"]), delta=15, msg=err)
 
     def test_equal_ranks_have_no_straggler(self):
         code, _, err = self.finish(self.peer("600", "-1", "0"))
