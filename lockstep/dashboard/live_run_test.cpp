@@ -352,8 +352,9 @@ TEST(RecordWriter, AFolderThatCannotBeMadeIsAnErrorAndALaterOneIsReportedOnce) {
   const Folder folder;
   RecordWriter writer(folder.path(), 0);
   fs::remove_all(folder / "monitor");
+  std::ofstream(folder / "monitor") << "in its place";
   writer.add(0, Interval{});
-  EXPECT_THAT(writer.problem(), HasSubstr("rank_0.jsonl"));
+  EXPECT_THAT(writer.problem(), HasSubstr("monitor"));
   writer.add(0, Interval{});
   EXPECT_EQ(writer.problem(), "");
 }
