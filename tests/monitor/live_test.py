@@ -58,7 +58,7 @@ class Foreign(Case):
         rows = table(err)
         self.assertEqual(sorted(rows), [0, 1])
         for row in rows.values():
-            self.assertGreater(float(row["cores"]), 0.2, err)
+            self.assertGreater(float(row["cores"]), 0.02, err)
             self.assertGreater(float(row["memory"].split()[0]), 0, err)
             self.assertEqual(row["threads"], "1", err)
         self.assertIn("[doctor] nothing found, and no step was seen", err)
