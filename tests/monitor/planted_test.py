@@ -118,7 +118,7 @@ class Habits(PlantedCase):
         finding = self.finding(often, "logging-too-often")
         self.assertRegex(finding["remedy"], r"logging_steps to \d+")
         self.assertRegex(finding["evidence"], r"every 1\.0 steps; [1-9]\d*\.\d waits of the host")
-        self.assert_without(self.train(60, {"logging_steps": 20}, PLANT_LOG="10"),
+        self.assert_without(self.train(200, {"logging_steps": 100}, PLANT_LOG="10"),
                             "logging-too-often")
 
     def test_saving_too_often(self):
