@@ -28,8 +28,7 @@ namespace {
 using nlohmann::json;
 using std::chrono::minutes;
 
-// Few: Adam turns the smallest difference of a gradient near zero into one of the learning rate,
-// and batch norms over small batches make such gradients.
+// Few: batch norms over small batches let rounding grow from step to step.
 constexpr int kVerifiedSteps = 2;
 constexpr int kBlock = 10;      // steps of a side before the other one's turn
 constexpr int kPartSteps = 10;  // at most

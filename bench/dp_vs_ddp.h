@@ -2,7 +2,8 @@
 // DataParallel as one process, DistributedDataParallel as several. Orders and their answers:
 //
 //   new TYPE             a model with the start's weights and a fresh Adam: "ok PARAMETERS". TYPE:
-//                        float64, float32, or tf32, which is float32 that may use TF32 on a GPU
+//                        float64 or float32, to compare weights (Adam has a large epsilon), or
+//                        tf32, to measure: float32 that may use TF32 on a GPU
 //   save PATH            rank 0 writes the weights as doubles, one after the other: "ok"
 //   run FIRST STEPS      trains on the batches of these steps: "SECONDS LOSS"
 //   parts STEPS          milliseconds of each of kDpParts, medians: "0.1 2.3 ..."; -1: has none

@@ -118,11 +118,23 @@ std::shared_ptr<Classifier> drawn(const DpSettings& settings, at::ScalarType typ
   return net;
 }
 
+struct Numerics {
+  at::ScalarType type;
+  double eps;  // Adam's
+};
+
+// With the usual epsilon Adam turns the smallest difference of a gradient near zero into one of the
+// learning rate. With a large one its update follows the gradient, and can be compared.
+Numerics numerics_of(const std::string& type) {
+  if (type == "tf32") return {at::kFloat, optim::AdamOptions{}.eps};
+  return {type == "float64" ? at::kDouble : at::kFloat, 0.1};
+}
+
 class DpTrainee : public Trainee {
  public:
-  DpTrainee(const DpSettings& settings, at::ScalarType type, std::vector<c10::Device> devices)
-      : model_([&] { return drawn(settings, type); }, std::move(devices)),
-        optimizer_(model_.parameters(), {.lr = settings.lr}) {}
+  DpTrainee(const DpSettings& settings, const Numerics& numerics, std::vector<c10::Device> devices)
+      : model_([&] { return drawn(settings, numerics.type); }, std::move(devices)),
+        optimizer_(model_.parameters(), {.lr = settings.lr, .eps = numerics.eps}) {}
 
   at::Tensor step(const Images& batch, PartClock* clock) override {
     if (clock == nullptr) {
@@ -147,10 +159,10 @@ class DpTrainee : public Trainee {
 
 class DdpTrainee : public Trainee {
  public:
-  DdpTrainee(const DpSettings& settings, at::ScalarType type, World& world)
-      : net_(moved(drawn(settings, type), world.device())),
+  DdpTrainee(const DpSettings& settings, const Numerics& numerics, World& world)
+      : net_(moved(drawn(settings, numerics.type), world.device())),
         model_(net_, world),
-        optimizer_(net_->parameters(), {.lr = settings.lr}) {}
+        optimizer_(net_->parameters(), {.lr = settings.lr, .eps = numerics.eps}) {}
 
   at::Tensor step(const Images& batch, PartClock* clock) override {
     const auto reached = [clock](std::size_t part) {
@@ -216,7 +228,7 @@ class Worker {
     if (what == "new") {
       fields >> text;
       optim::set_tf32(text == "tf32");
-      return begin(text == "float64" ? at::kDouble : at::kFloat);
+      return begin(numerics_of(text));
     }
     LOCKSTEP_ASSERT(trainee_ != nullptr);
     if (what == "save") {
@@ -234,16 +246,16 @@ class Worker {
   }
 
  private:
-  std::string begin(at::ScalarType type) {
+  std::string begin(const Numerics& numerics) {
     trainee_.reset();
     const c10::Device device = world_.device();
     placed_.clear();
     for (const Images& batch : batches_)
-      placed_.push_back({batch.data.to(device, type), batch.target.to(device)});
+      placed_.push_back({batch.data.to(device, numerics.type), batch.target.to(device)});
     if (dp_) {
-      trainee_ = std::make_unique<DpTrainee>(settings_, type, replica_devices());
+      trainee_ = std::make_unique<DpTrainee>(settings_, numerics, replica_devices());
     } else {
-      trainee_ = std::make_unique<DdpTrainee>(settings_, type, world_);
+      trainee_ = std::make_unique<DdpTrainee>(settings_, numerics, world_);
     }
     std::int64_t count = 0;
     for (const at::Tensor& parameter : trainee_->module().parameters()) count += parameter.numel();

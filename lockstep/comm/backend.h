@@ -36,6 +36,8 @@ class Backend {
   virtual bool takes_memory() const { return false; }
   // It works in memory that all ranks map, and symmetric() gives such memory.
   virtual bool shares_memory() const { return false; }
+  // What is started now is recorded into a CUDA graph, and runs when that does.
+  virtual bool recording() const { return false; }
 
   // False: it has none, and the world reduces a byte instead. `last`: nothing follows on this rank.
   virtual bool barrier(const State& /*state*/, bool /*last*/) { return false; }

@@ -17,7 +17,7 @@
 namespace lockstep {
 namespace {
 
-// Six marks a step; a host that is further ahead than that marks no more until the device follows.
+// A host that is further ahead than that marks no more until the device follows.
 constexpr std::size_t kMostMarks = 512;
 
 class DeviceTimeline {

@@ -98,6 +98,7 @@ struct OperationInfo {
   at::ScalarType dtype = at::ScalarType::Byte;
   std::int64_t elements = 0;  // -1: it has no tensor
   int peer = -1;
+  bool on_device = false;  // of the accelerator's backend, where there is one
   ledger::Ticket ledger = 0;
 };
 

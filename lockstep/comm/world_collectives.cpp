@@ -291,7 +291,7 @@ void deliver_to_self(WorldImpl& impl, const std::vector<P2p>& messages) {
 }
 
 OperationInfo info_of(const char* operation, const at::Tensor& tensor, int peer = -1) {
-  return {operation, 0, tensor.scalar_type(), tensor.numel(), peer};
+  return {operation, 0, tensor.scalar_type(), tensor.numel(), peer, !tensor.is_cpu()};
 }
 
 std::string fingerprint(const at::Tensor& tensor, const std::string& extra = "") {

@@ -38,14 +38,14 @@ struct Message {
   int attempt = 0;
   int signal = 0;
   int code = 0;
-  std::string text;
-  std::optional<RankFailure> failure;
-  std::vector<NodeShare> nodes;  // kStart only: by node rank
+  std::string text = {};
+  std::optional<RankFailure> failure = {};
+  std::vector<NodeShare> nodes = {};  // kStart only: by node rank
   // kHandshake only.
-  std::string run_id;
-  std::string host;
+  std::string run_id = {};
+  std::string host = {};
   int nnodes = 0;
-  NodeShare share;
+  NodeShare share = {};
 };
 std::string encode(const Message& message);  // one line with its newline
 Message decode(const std::string& line);     // throws UsageError

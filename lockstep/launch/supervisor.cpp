@@ -506,9 +506,8 @@ void Supervisor::start_attempt(int attempt) {
 }
 
 void Supervisor::on_group_failed(const RankFailure& failure) {
-  Message message;
-  message.kind = Message::Kind::kFailed;
-  message.failure.emplace(failure);
+  // Built at once: GCC 13 takes an optional that is filled afterwards for an uninitialised one.
+  Message message{.kind = Message::Kind::kFailed, .failure = failure};
   report(message);
   group_->stop_for(failure);  // without waiting for node 0's word
 }

@@ -336,6 +336,10 @@ void add(Budget& to, const Part& from) {
   sum(to.counts, from.counts);
 }
 
+bool has_device_times(const Budget& budget) {
+  return std::ranges::any_of(budget.device_s, [](double seconds) { return seconds > 0; });
+}
+
 }  // namespace
 
 const char* phase_key(ledger::Phase phase) {
@@ -436,11 +440,12 @@ RunRecord read_run(const std::string& directory) {
 
 // A step may last for several intervals, which count once it has ended. What lies before the first
 // step of a start does not: a run that is started again leaves a gap between two intervals. Nor
-// does an interval in which that first step alone ended, since it may have begun long before.
+// does an interval in which that first step alone ended, since it may have begun long before; with
+// a device's times the first such interval never does, since they are booked when they have passed.
 Budget budget_of(const RankRecord& rank, double skip_s, double from_unix_s) {
   Budget sum;
   Budget pending;
-  Budget first_alone;
+  Budget first;
   bool stepping = false;
   double elapsed = 0;
   double end = 0;
@@ -455,9 +460,10 @@ Budget budget_of(const RankRecord& rank, double skip_s, double from_unix_s) {
     const bool began = std::exchange(stepping, true);
     add(pending, interval);
     if (interval.steps == 0) continue;
-    add(!began && interval.steps == 1 ? first_alone : sum, std::exchange(pending, {}));
+    const bool late = interval.steps == 1 || has_device_times(pending);
+    add(!began && late ? first : sum, std::exchange(pending, {}));
   }
-  if (sum.steps == 0) add(sum, first_alone);
+  if (sum.steps == 0) add(sum, first);
   return sum;
 }
 

@@ -280,6 +280,10 @@ class Seconds {
     record_.intervals.push_back(interval);
     return *this;
   }
+  Seconds& device(Phase phase, double seconds) {
+    of(record_.intervals.back().device_s, phase) = seconds;
+    return *this;
+  }
   Budget budget(double skip_s = 0, double from_s = 0) const {
     return budget_of(record_, skip_s, from_s > 0 ? 1e9 + from_s : 0);
   }
@@ -310,6 +314,18 @@ TEST(RunBudget, StepsThatLastForSeveralIntervalsHaveTheirTime) {
   EXPECT_EQ(budget.steps, 3);  // the first has begun before there was a step to count from
   EXPECT_EQ(budget.step_s(), 3);
   EXPECT_DOUBLE_EQ(budget.share(Phase::kForward), 1.0 / 3);
+}
+
+// The first forward of a device lasts for seconds and is booked when it ends.
+TEST(RunBudget, DeviceTimesThatBeganBeforeTheFirstIntervalDoNotCount) {
+  Seconds run;
+  run.steps(0, Phase::kForward).steps(0, Phase::kForward);
+  run.steps(10, Phase::kForward).device(Phase::kForward, 3.0);
+  for (int i = 0; i < 4; ++i) run.steps(10, Phase::kForward).device(Phase::kForward, 0.5);
+  const Budget budget = run.budget();
+  EXPECT_EQ(budget.steps, 40);
+  EXPECT_EQ(budget.seconds, 4);
+  EXPECT_DOUBLE_EQ(budget.device_s[ledger::index(Phase::kForward)], 2);
 }
 
 TEST(RunBudget, ARunThatIsStartedAgainDoesNotCountItsStart) {

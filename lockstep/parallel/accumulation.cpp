@@ -111,12 +111,20 @@ struct Accumulation::Impl {
     return epoch_known ? std::min(options.steps, remaining) : options.steps;
   }
 
-  void plan_window() {
+  void begin_window() {
     length = next_length();
     count = 0;
     // Of a rank's own, which may have no target yet.
     planned = std::max(1.0, expected) * static_cast<double>(length);
-    loss_sum = at::zeros({}, at::dtype(at::kDouble).device(parameters[0].device()));
+  }
+
+  void plan_window() {
+    begin_window();
+    // One tensor for good: CUDA graphs of a window's micro-batches add to it where it is.
+    if (loss_sum.defined())
+      loss_sum.zero_();
+    else
+      loss_sum = at::zeros({}, at::dtype(at::kDouble).device(parameters[0].device()));
   }
 
   // Where counts are of all ranks, each must weigh by the same number, so the first one is agreed;
@@ -358,10 +366,7 @@ Accumulation::Next Accumulation::next(const MicroBatch& micro) const {
 bool Accumulation::replayed(const MicroBatch& micro) {
   Impl& self = *impl_;
   const Next now = next(micro);
-  if (now.begins) {
-    self.length = self.next_length();
-    self.count = 0;
-  }
+  if (now.begins) self.begin_window();
   self.count += micro.count;
   ++self.done;
   if (self.epoch_known) --self.remaining;

@@ -33,7 +33,7 @@ void PassState::reset() {
   waiting_for_ = waiting;
   launched = 0;
   observed_ = 0;
-  shadow = false;
+  shadow = recorded = false;
   completed_ns_ = std::make_shared<std::vector<std::atomic<std::int64_t>>>(buckets_.size());
   task = -1;
   phase_ = Phase::kIdle;

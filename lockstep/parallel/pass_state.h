@@ -80,6 +80,7 @@ class PassState {
   std::vector<std::size_t> observed(std::vector<std::size_t> order) const;
 
   bool sync = true;
+  bool recorded = false;      // into a CUDA graph: nothing of it runs now
   bool shadow = false;        // this rank takes part for the others' sake, and sends zeros
   std::atomic<int> task{-1};  // the backward at whose end the pass ends
   int refused_task = -1;      // a backward that has thrown already

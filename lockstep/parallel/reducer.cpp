@@ -8,6 +8,7 @@
 #include "lockstep/comm/device_times.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/step_totals.h"
+#include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/parallel/oversubscription.h"
 #include "lockstep/parallel/reducer_impl.h"
 #include "lockstep/parallel/replicas.h"
@@ -143,7 +144,7 @@ bool ReducerImpl::begin_pass() {
 
 void ReducerImpl::start_pass() {
   if (pass_.interrupted()) {
-    if (pass_.launched > 0)
+    if (pass_.launched > 0 && !pass_.recorded)
       throw CommError("reducer",
                       fmt::format("the previous backward was interrupted after {} of {} buckets "
                                   "had been sent, so ranks "
@@ -157,6 +158,8 @@ void ReducerImpl::start_pass() {
   phase_before_ = ledger::set_phase(ledger::Phase::kBackward);
   ledger::add(ledger::Counter::kMicroBatches);
   pass_.begin(/*synchronised=*/no_sync_depth_ == 0 && !owner_);
+  pass_.recorded = kernels::cuda::capturing();
+  if (pass_.recorded) check_recordable();
   if (pass_.sync && join_.active()) join_.exchange(true);
   if (change_.look() && pass_.sync) plan_again();
   pass_.run();
@@ -164,6 +167,24 @@ void ReducerImpl::start_pass() {
   if (!pass_.sync || !options_.find_unused_parameters || NestedBackward::active()) return;
   for (const std::size_t i : hooks_.unreached())
     if (change_.trained(i)) count_as_unused(i);
+}
+
+// A CUDA graph replays what a pass does on the device. What ranks exchange on the host in it, and
+// with it the flag that announces a changed model, would not be exchanged again.
+void ReducerImpl::check_recordable() {
+  const char* reason = nullptr;
+  if (change_.look()) reason = "the model was changed since the last backward";
+  const auto sparse = [](const ModelParameter& p) { return p.sparse; };
+  if (pass_.sync && std::ranges::any_of(model_.parameters(), sparse))
+    reason = "it has sparse gradients";
+  if (pass_.sync && options_.find_unused_parameters) reason = "find_unused_parameters is set";
+  if (pass_.sync && pass_.learns()) reason = "static_graph has not seen a backward yet";
+  if (pass_.sync && !rebuilt_ && overlap_) reason = "buckets have not been planned from a backward";
+  if (pass_.sync && join_.active()) reason = "it is inside join()";
+  if (reason == nullptr) return;
+  throw UsageError("reducer",
+                   "this backward cannot be recorded into a CUDA graph: {}. Run it as it is.",
+                   reason);
 }
 
 void ReducerImpl::count_as_unused(std::size_t parameter) {
@@ -208,7 +229,8 @@ void ReducerImpl::launch(std::size_t index) {
   const at::Tensor wire = pass_.shadow ? at::zeros_like(memory.wire) : memory.wire;
   const at::Tensor flat = wire.narrow(0, 0, memory.flat.numel());
   const bool flagged = index == 0 && flag_in_bucket();
-  if (index == 0) change_.send_flag(flagged ? wire.narrow(0, flat.numel(), 1) : at::Tensor());
+  if (index == 0 && !pass_.recorded)
+    change_.send_flag(flagged ? wire.narrow(0, flat.numel(), 1) : at::Tensor());
   bucket.launched = PassState::Clock::now();
   if (hook_) {
     bucket.reduction = hook_(world_, buckets_.for_hook(index, flat));
@@ -275,8 +297,10 @@ void ReducerImpl::finalize() {
   mark_device_phase(ledger::Phase::kCommunication, world_.device());
   launch_ready();
   LOCKSTEP_ASSERT(pass_.launched == buckets_.size());
-  if (buckets_.empty()) change_.send_flag({});
-  if (received_flag().ne(0).item<bool>()) refuse_change_of_another();
+  if (!pass_.recorded) {
+    if (buckets_.empty()) change_.send_flag({});
+    if (received_flag().ne(0).item<bool>()) refuse_change_of_another();
+  }
   const std::vector<bool> used = pass_.used_anywhere(world_);
   pass_.wait_for_buckets(/*finish=*/true);
   mark_device_phase(ledger::Phase::kNone, world_.device());
@@ -518,6 +542,18 @@ Reducer::~Reducer() = default;
 void Reducer::set_sync(bool on) {
   impl_->no_sync_depth_ += on ? -1 : 1;
 }
+void Reducer::count_replayed(bool synchronised) {
+  ledger::add(ledger::Counter::kMicroBatches);
+  if (!synchronised || impl_->passive_) return;
+  ledger::add(ledger::Counter::kSynchronisedPasses);
+  impl_->count_update();
+  for (std::size_t i = 0; i < impl_->buckets_.size(); ++i) {
+    ledger::add(ledger::Counter::kBuckets);
+    ledger::add(ledger::Counter::kReducedBytes, impl_->buckets_[i].flat.nbytes());
+  }
+  ++impl_->pass_.step;
+}
+
 const StepTiming& Reducer::last_timing() const {
   return impl_->pass_.timing;
 }

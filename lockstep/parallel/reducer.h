@@ -52,6 +52,9 @@ class Reducer {
   void verify_parameters();
   void verify_buffers();
 
+  // A backward that a CUDA graph has replayed counts in the ledger, as if it had run.
+  void count_replayed(bool synchronised);
+
   const StepTiming& last_timing() const;
   std::size_t bucket_count() const;
   World& world();

@@ -55,6 +55,7 @@ class ReducerImpl final : public BackwardListener,
   void plan_first();
   bool begin_pass();
   void start_pass();
+  void check_recordable();
   void close_pass();
   void leave_phase();
   void reset_pass();

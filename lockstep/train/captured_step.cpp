@@ -6,6 +6,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <exception>
@@ -15,6 +17,7 @@
 #include <utility>
 
 #include "lockstep/comm/device_times.h"
+#include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/kernels/cuda/graph.h"
@@ -88,6 +91,8 @@ std::string first_line(const char* text) {
 }  // namespace
 
 struct CapturedStep::Impl {
+  // What a call does, in the order in which an entry comes to it.
+  enum class Choice { kAsItIs, kRecord, kReplay };
   struct Entry {
     int runs = 0;
     std::unique_ptr<cuda::Graph> graph{};
@@ -105,9 +110,25 @@ struct CapturedStep::Impl {
   const cuda::Graph* first_graph = nullptr;  // whose memory the others share
   std::optional<c10::Stream> side{};         // captures and what precedes them
   std::uint64_t versions = 0;                // of the parameters, when a graph was last replayed
+  bool replayed = false;
+  bool full = false;  // no more entries; said once
   std::string unavailable{};
 
   c10::Device device() const { return parameters.front().device(); }
+  bool shared() const { return options.world != nullptr && options.world->size() > 1; }
+
+  // Of these shapes and this variant; null when there are too many.
+  Entry* entry_for(const Tensors& inputs, int variant) {
+    Key key = key_of(inputs, variant);
+    if (const auto at = entries.find(key); at != entries.end()) return &at->second;
+    if (entries.size() < kMaxEntries) return &entries[std::move(key)];
+    if (!std::exchange(full, true))
+      log::warning("CapturedStep",
+                   "inputs have come in more than {} forms (shapes, and counts of samples or "
+                   "tokens): others run without a CUDA graph. Pad them to a few lengths.",
+                   kMaxEntries);
+    return nullptr;
+  }
 
   std::uint64_t sum_of_versions() const {
     std::uint64_t sum = 0;
@@ -136,6 +157,17 @@ struct CapturedStep::Impl {
     order(*side, outside);
   }
 
+  // A gradient's accumulator runs on the stream that it was made on. One that somebody holds, as
+  // the hooks of DistributedDataParallel do, was made on another, which a graph must not touch.
+  void move_accumulators_to_current_stream() const {
+    for (const at::Tensor& parameter : parameters) {
+      const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter);
+      if (!node) continue;
+      node->clear_input_metadata();
+      node->add_input_metadata(parameter);  // with the current stream
+    }
+  }
+
   void fill(Entry& entry, const Tensors& from) const {
     if (entry.inputs.empty())
       for (const at::Tensor& input : from)
@@ -144,57 +176,92 @@ struct CapturedStep::Impl {
       entry.inputs[i].copy_(from[i], /*non_blocking=*/true);
   }
 
-  Tensors run_as_it_is(Entry& entry, const Tensors& inputs, int variant) {
-    ++entry.runs;
-    fill(entry, inputs);
+  Tensors run_as_it_is(const Tensors& inputs, int variant) {
     Tensors outputs;
-    on_side_stream([&] { outputs = work(entry.inputs, variant); });
+    on_side_stream([&] {
+      move_accumulators_to_current_stream();
+      outputs = work(inputs, variant);
+    });
     return outputs;
   }
 
-  bool capture(Entry& entry, int variant) {
-    if (unavailable = optimizer.unavailable_for_capture(options.step); !unavailable.empty()) {
-      say(unavailable);
-      return false;
+  // With several ranks what all of them can do: in one way they issue the same operations.
+  Choice choose(const Entry* entry) const {
+    Choice mine = Choice::kAsItIs;
+    if (entry != nullptr && entry->graph) {
+      if (continues_from_here(*entry)) mine = Choice::kReplay;
+    } else if (entry != nullptr && entry->runs >= options.warmup_steps) {
+      mine = Choice::kRecord;
     }
+    if (!shared()) return mine;
+    return static_cast<Choice>(static_cast<int>(options.world->min(static_cast<int>(mine))));
+  }
+
+  // False: there is no graph, on any rank, and will be none.
+  bool record(Entry& entry, int variant) {
+    const Tensors gradients = gradients_now();
+    unavailable = optimizer.unavailable_for_capture(options.step);
+    const bool ran = unavailable.empty();
+    if (ran) unavailable = try_to_record(entry, variant);
+    if (shared() && !options.world->all(unavailable.empty()) && unavailable.empty())
+      unavailable = "another rank could not record it";
+    if (unavailable.empty()) {
+      entry.gradients = gradients_now();
+      for (const at::Tensor& parameter : parameters)
+        entry.writes_copy.push_back(nn::weight_copy_is_current(parameter));
+      versions = sum_of_versions();
+      return true;
+    }
+    say(unavailable);
+    if (ran) take_back(entry, gradients);
+    move_accumulators_to_current_stream();
+    return false;
+  }
+
+  // Empty, or the reason why it could not. Where other ranks have no graph yet, one that is there is replaced.
+  std::string try_to_record(Entry& entry, int variant) {
     nn::refresh_weight_copies(parameters);
     optimizer.publish_options(options.step);
-    const Tensors gradients = gradients_now();
-    for (const at::Tensor& gradient : gradients)
+    entry.begins_with.clear();
+    entry.writes_copy.clear();
+    for (const at::Tensor& parameter : parameters) {
+      const at::Tensor& gradient = parameter.grad();
       entry.begins_with.push_back(gradient.defined() ? gradient.const_data_ptr() : nullptr);
+    }
     // What the calls before have left in the cache cannot serve the graph.
     const c10::impl::VirtualGuardImpl guard(device().type());
     guard.synchronizeDevice(device().index());
     c10::getDeviceAllocator(device().type())->emptyCache();
+    // It holds the memory that they share until the new one does.
+    const std::unique_ptr<cuda::Graph> replaced = std::move(entry.graph);
     entry.graph = cuda::make_graph(first_graph);
+    if (first_graph == nullptr || first_graph == replaced.get()) first_graph = entry.graph.get();
     const LastOperation operation;
     try {
       on_side_stream([&] {
         const DeviceMarksOff marks_off;
+        move_accumulators_to_current_stream();
         cuda::Capture capture(*entry.graph);
         entry.outputs = work(entry.inputs, variant);
         capture.end();
       });
     } catch (const std::exception& e) {
-      unavailable =
-          "'" + LastOperation::get() + "' cannot be captured (" + first_line(e.what()) + ")";
-      say(unavailable);
-      entry.graph.reset();
-      entry.outputs.clear();
-      for (std::size_t i = 0; i < parameters.size(); ++i) {
-        parameters[i].mutable_grad() = gradients[i];
-        // What was recorded of copies has not run: they are made again.
-        parameters[i].unsafeGetTensorImpl()->bump_version();
-      }
-      if (options.after_failed_capture) options.after_failed_capture();
-      return false;
+      return "'" + LastOperation::get() + "' cannot be captured (" + first_line(e.what()) + ")";
     }
-    if (first_graph == nullptr) first_graph = entry.graph.get();
-    entry.gradients = gradients_now();
-    for (const at::Tensor& parameter : parameters)
-      entry.writes_copy.push_back(nn::weight_copy_is_current(parameter));
-    versions = sum_of_versions();
-    return true;
+    return "";
+  }
+
+  // What was recorded has not run, and never will: the function is called again.
+  void take_back(Entry& entry, const Tensors& gradients) {
+    entry.graph.reset();
+    entry.outputs.clear();
+    first_graph = nullptr;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      parameters[i].mutable_grad() = gradients[i];
+      // Nor have copies of weights been made: they are made again.
+      parameters[i].unsafeGetTensorImpl()->bump_version();
+    }
+    if (options.after_failed_capture) options.after_failed_capture();
   }
 
   void say(const std::string& reason) const {
@@ -253,29 +320,34 @@ CapturedStep::CapturedStep(optim::Optimizer& optimizer, CapturedStepOptions opti
   } else if (cuda::table() == nullptr) {
     impl_->unavailable = cuda::unavailable_reason();
   }
+  const bool here = impl_->unavailable.empty();
+  if (impl_->shared() && !impl_->options.world->all(here) && here)
+    impl_->unavailable = "another rank cannot record one";
   if (!impl_->unavailable.empty()) impl_->say(impl_->unavailable);
 }
 
 CapturedStep::~CapturedStep() = default;
 
 CapturedStep::Tensors CapturedStep::run(const Tensors& inputs, int variant) {
-  if (!impl_->unavailable.empty()) return impl_->work(inputs, variant);
-  const Key key = key_of(inputs, variant);
-  if (impl_->entries.size() >= kMaxEntries && !impl_->entries.contains(key))
-    return impl_->work(inputs, variant);
-  Impl::Entry& entry = impl_->entries[key];
-  const bool warms_up = !entry.graph && entry.runs < impl_->options.warmup_steps;
-  if (warms_up || (entry.graph && !impl_->continues_from_here(entry)))
-    return impl_->run_as_it_is(entry, inputs, variant);
-  impl_->fill(entry, inputs);
-  if (!entry.graph && !impl_->capture(entry, variant)) return impl_->work(inputs, variant);
-  return impl_->replay(entry);
+  Impl& self = *impl_;
+  self.replayed = false;
+  if (!self.unavailable.empty()) return self.work(inputs, variant);
+  Impl::Entry* const entry = self.entry_for(inputs, variant);
+  using Choice = Impl::Choice;
+  const Choice choice = self.choose(entry);
+  if (entry == nullptr) return self.run_as_it_is(inputs, variant);
+  self.fill(*entry, inputs);
+  if (choice == Choice::kAsItIs) {
+    ++entry->runs;
+    return self.run_as_it_is(entry->inputs, variant);
+  }
+  if (choice == Choice::kRecord && !self.record(*entry, variant)) return self.work(inputs, variant);
+  self.replayed = choice == Choice::kReplay;
+  return self.replay(*entry);
 }
 
-bool CapturedStep::replays(const Tensors& inputs, int variant) const {
-  const auto at = impl_->entries.find(key_of(inputs, variant));
-  return impl_->unavailable.empty() && at != impl_->entries.end() && at->second.graph != nullptr &&
-         impl_->continues_from_here(at->second);
+bool CapturedStep::replayed() const {
+  return impl_->replayed;
 }
 
 const std::string& CapturedStep::unavailable_reason() const {

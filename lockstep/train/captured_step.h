@@ -23,7 +23,12 @@
 // captured (it waits for the device, or the optimizer cannot be captured), a log line names the
 // operation and it continues without.
 //
-// Shares optimizer and parameters. One thread; with several ranks on all of them identically.
+// Several ranks: with options.world they agree in every call, and all run, record or replay. The
+// collectives of the function are in the graph with the rest (NCCL's; what ranks exchange on the
+// host cannot be).
+//
+// Shares optimizer and parameters. One thread; with a world the constructor and run() communicate,
+// on all ranks identically.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,10 +43,13 @@
 
 namespace lockstep {
 
+class World;
+
 struct CapturedStepOptions {
   optim::StepOptions step{};             // what the function passes to optimizer.step()
   std::vector<at::Tensor> parameters{};  // of the model
-  int warmup_steps = 3;  // calls with the same shapes before one is recorded, at least 1
+  int warmup_steps = 3;    // calls with the same shapes before one is recorded, at least 1
+  World* world = nullptr;  // whose ranks communicate in the function; outlives the CapturedStep
   // When recording has failed, before the function runs again: takes back what its host code has
   // counted.
   std::function<void()> after_failed_capture{};
@@ -61,8 +69,8 @@ class CapturedStep {
 
   Tensors run(const Tensors& inputs, int variant = 0);
 
-  // Whether run() with these would replay a graph, so that no host code of the function runs.
-  bool replays(const Tensors& inputs, int variant = 0) const;
+  // Whether the last run() replayed a graph, so that no host code of the function ran.
+  bool replayed() const;
   // Why there are no graphs; empty: there are, or will be.
   const std::string& unavailable_reason() const;
 

@@ -103,23 +103,20 @@ Loop::Loop(const LoopParts& parts)
   if (run_.arguments.compile_model) capture_steps();
 }
 
-// Where ranks, or micro-batches of a window, would have to choose between a graph and the function
-// in the same way, steps run as they are.
 void Loop::capture_steps() {
-  std::string reason;
-  if (accumulation_steps_ > 1) reason = "gradients are accumulated over several batches";
-  if (run_.world.size() > 1) reason = "there are several ranks";
-  if (!run_.world.device().is_cuda())
-    reason = fmt::format("the model is on {}, not on a GPU", run_.world.device().str());
-  if (!reason.empty()) {
+  if (!run_.world.device().is_cuda()) {
     if (run_.world.is_leader())
-      log::warning("trainer", "compile_model: steps run without a CUDA graph: {}.", reason);
+      log::warning("trainer",
+                   "compile_model: steps run without a CUDA graph: the model is on {}, not on a "
+                   "GPU.",
+                   run_.world.device().str());
     return;
   }
   captured_ = std::make_unique<CapturedStep>(
       optimizer_.optimizer(),
       CapturedStepOptions{.step = optimizer_.step_options(/*want_grad_norm=*/true),
                           .parameters = run_.task.module->parameters(),
+                          .world = &run_.world,
                           .after_failed_capture = [this] { accumulation_.restore(before_); }},
       [this](const CapturedStep::Tensors& inputs, int) { return compute_captured(inputs); });
   if (!captured_->unavailable_reason().empty()) captured_.reset();
@@ -266,7 +263,7 @@ DataPosition Loop::position() const {
 bool Loop::micro_batch(const data::Batch& batch) {
   metrics_.count_samples(batch.samples());
   return run_.with_memory_advice(
-      [&] { return captured_ ? captured_micro_batch(batch) : backward(batch); });
+      [&] { return captures() ? captured_micro_batch(batch) : backward(batch); });
 }
 
 MicroBatch Loop::micro_of(const data::Batch& batch) const {
@@ -300,7 +297,7 @@ void Loop::before_step() {
 }
 
 void Loop::optimizer_step() {
-  if (!captured_) {
+  if (!captures()) {
     mark_device_phase(ledger::Phase::kOptimizer, run_.world.device());
     before_step();
     const bool will_log = due_after_step(run_.arguments, plan_, run_.state.global_step + 1).log;
@@ -328,20 +325,18 @@ bool Loop::captured_micro_batch(const data::Batch& batch) {
   if (batch.target.defined()) inputs.push_back(batch.target);
   captured_batch_ = &batch;
   before_ = accumulation_.progress();
-  const bool replays = captured_->replays(inputs, variant);
   // A graph is one piece of work on the device, the optimizer's step with it.
   const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
   mark_device_phase(ledger::Phase::kForward, device);
   const CapturedStep::Tensors outputs = captured_->run(inputs, variant);
   mark_device_phase(ledger::Phase::kNone, device);
-  if (replays) {
+  if (captured_->replayed()) {
     accumulation_.replayed(micro);
-    ledger::add(ledger::Counter::kMicroBatches);
+    model_.reducer().count_replayed(next.ends);
   }
   if (!next.ends) return false;
-  window_ = {
-      .batches = accumulation_.last_window().batches, .count = outputs[0], .loss = outputs[1]};
+  window_ = {.batches = before_.done + 1, .count = outputs[0], .loss = outputs[1]};
   step_result_ = {.grad_norm = outputs[2], .skipped = outputs[3]};
   return true;
 }

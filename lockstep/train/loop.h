@@ -66,6 +66,8 @@ class Loop {
   void run_epoch(std::int64_t epoch);
   bool micro_batch(const data::Batch& batch);
   void capture_steps();
+  // While bucket sizes are tried, gradients move.
+  bool captures() const { return captured_ && !tuner_; }
   bool captured_micro_batch(const data::Batch& batch);
   CapturedStep::Tensors compute_captured(const CapturedStep::Tensors& inputs);
   bool backward(const data::Batch& batch);

@@ -252,6 +252,22 @@ def captured(place):
     return ", ".join(said) + ": the bits of steps without a graph"
 
 
+def captured_windows(place):
+    """compile_model with accumulation, and with two ranks, whose collectives are in the graph."""
+    said = []
+    for ranks, passes in ((0, 3), (2, 1), (2, 2)):
+        flags = GPT_FLAGS + ["--bf16", "true", "--max_steps", str(STEPS // 4),
+                             "--gradient_accumulation_steps", str(passes)]
+        name = f"{max(ranks, 1)} x {passes}"
+        eager = Run(place / f"eager {name}", GPT, flags, ranks).train()
+        graph = Run(place / f"graph {name}", GPT, flags + ["--compile_model", "true"], ranks)
+        graph.train()
+        expect("without a CUDA graph" not in graph.log(), f"{name}: steps were not captured")
+        expect_same(eager, graph)
+        said.append(name)
+    return "ranks x passes " + ", ".join(said) + ": the bits of steps without a graph"
+
+
 def split(place):
     """A block on the CPU, the rest on the GPU."""
     device_map = "device_map: {'': 0, transformer.h.1: cpu}"
@@ -346,7 +362,8 @@ def main():
         checks += [("tiny GPT in fp32", fp32), ("MLP with dropout", dropout),
                    ("two ranks of lockstep train", two_ranks)]
     if ON_GPU:
-        checks += [("tiny GPT on a GPU and the CPU", split), ("tiny GPT, captured", captured)]
+        checks += [("tiny GPT on a GPU and the CPU", split), ("tiny GPT, captured", captured),
+                   ("tiny GPT, captured with accumulation and ranks", captured_windows)]
     checks += [("Trainer's parts, two ranks", program(2))]
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
         results = [attempt(label, check, pathlib.Path(folder) / str(i))

@@ -133,6 +133,22 @@ class NcclOperation : public DeviceOperation {
   const std::function<void()> request_progress_;
 };
 
+// Recorded into a CUDA graph: it runs when the graph does. The host has nothing to wait for.
+class RecordedOperation : public DeviceOperation {
+ public:
+  explicit RecordedOperation(C10dWork work) : work_(std::move(work)) {}
+
+  bool poll() override {
+    wait_stream();
+    return true;
+  }
+  void wait_stream() override { work_->wait(); }
+  void wait_current_stream() override {}
+
+ private:
+  const C10dWork work_;
+};
+
 // Asks the operations nobody waits for on the host: without it a rank that only enqueues would hang
 // in its next device synchronisation instead of getting our TimeoutError.
 class Watcher {
@@ -235,6 +251,7 @@ class NcclBackend : public C10dBackend {
     return name;
   }
   c10::DeviceType device_type() const override { return c10::kCUDA; }
+  bool recording() const override { return plugin().capturing(); }
 
   bool reduces(at::ScalarType dtype, ReduceOp op) const override {
     return !is_bitwise(op) && C10dBackend::reduces(dtype, op);
@@ -283,6 +300,10 @@ class NcclBackend : public C10dBackend {
  private:
   c10d::Backend& group() override { return *group_; }
   void follow(const State& state, C10dWork work) override {
+    if (recording()) {
+      state->attach(std::make_unique<RecordedOperation>(std::move(work)));
+      return;
+    }
     const std::weak_ptr<Watcher> watcher = watcher_;
     state->attach(std::make_unique<NcclOperation>(std::move(work), [watcher] {
       if (const auto there = watcher.lock()) there->request_progress();

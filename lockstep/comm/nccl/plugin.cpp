@@ -3,6 +3,7 @@
 #include "lockstep/comm/nccl/plugin.h"
 
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -25,7 +26,11 @@ c10::intrusive_ptr<c10d::Backend> make_group(const GroupOptions& options) {
   return group;
 }
 
-const PluginTable table{kPluginVersion, set_device, make_group};
+bool capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+const PluginTable table{kPluginVersion, set_device, make_group, capturing};
 
 }  // namespace
 }  // namespace lockstep::detail::nccl

@@ -11,7 +11,7 @@
 namespace lockstep::detail::nccl {
 
 // Raised with every change below: a plug-in of another build must not be used.
-constexpr int kPluginVersion = 2;
+constexpr int kPluginVersion = 3;
 constexpr const char* kPluginFile = "liblockstep_cuda.so";
 constexpr const char* kPluginEntry = "lockstep_cuda_plugin";
 
@@ -28,6 +28,8 @@ struct PluginTable {
   void (*set_device)(int index) = nullptr;
   // Creates the process group and its communicator; blocks until every rank has joined.
   c10::intrusive_ptr<c10d::Backend> (*make_group)(const GroupOptions& options) = nullptr;
+  // Whether the current stream is being recorded into a CUDA graph.
+  bool (*capturing)() = nullptr;
 };
 
 using PluginEntry = const PluginTable* (*)();
