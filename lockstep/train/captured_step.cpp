@@ -218,7 +218,7 @@ struct CapturedStep::Impl {
     return false;
   }
 
-  // Empty, or the reason why it could not. Where other ranks have no graph yet, one that is there is replaced.
+  // Empty, or the reason. Where other ranks have no graph yet, one that is there is replaced.
   std::string try_to_record(Entry& entry, int variant) {
     nn::refresh_weight_copies(parameters);
     optimizer.publish_options(options.step);
