@@ -58,6 +58,8 @@ class Backend {
   virtual void all_to_all(const State& state, std::vector<at::Tensor> outputs,
                           std::vector<at::Tensor> inputs) = 0;
   virtual void point_to_point(const State& state, std::vector<P2p> messages) = 0;
+  // Ends when the current stream has done what it was given.
+  virtual void after_stream(const State& state) { state->complete(); }
 
   // Collective: memory of which every rank sees all parts, as bytes; none where there is no such
   // thing. Blocks.

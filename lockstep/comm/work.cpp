@@ -127,7 +127,8 @@ WorkState::WorkState(OperationInfo info, Deadline deadline,
 WorkState::~WorkState() {
   failure_state_->remove(*this);
   if (!done_) ledger::ended(info_.ledger, ledger::End::kReleased);
-  if (finish_ && finish_stream_ && error_.empty() && (done_ || device_)) finish_dropped();
+  const bool finishes = finish_ && finish_stream_ && error_.empty() && (done_ || device_);
+  if (finishes && !info_.recorded) finish_dropped();
 }
 
 // Nobody waited and nobody can any more: the result is stored all the same.
@@ -323,8 +324,10 @@ void WorkState::wait_stream() {
   try {
     device_->wait_stream();
   } catch (...) {
+    if (info_.recorded) throw;
     complete(std::current_exception());
   }
+  if (info_.recorded) complete();
   finish_or_throw();
 }
 

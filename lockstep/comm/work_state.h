@@ -99,6 +99,7 @@ struct OperationInfo {
   std::int64_t elements = 0;  // -1: it has no tensor
   int peer = -1;
   bool on_device = false;  // of the accelerator's backend, where there is one
+  bool recorded = false;   // into a CUDA graph: it runs when that does, and fails nobody before
   ledger::Ticket ledger = 0;
 };
 

@@ -90,13 +90,13 @@ std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
                                             const std::function<std::string()>& what,
                                             std::optional<std::chrono::milliseconds> timeout) {
   // What is only recorded is not counted: recording may fail on one rank.
-  const bool recorded = info.on_device && accelerator && accelerator->recording();
-  info.sequence = recorded ? sequence.load() : ++sequence;
+  info.recorded = info.on_device && recording();
+  info.sequence = info.recorded ? sequence.load() : ++sequence;
   throw_if_failed(info);
   const auto limit = timeout.value_or(options.timeout);
   auto deadline = Deadline::after(limit);
-  if (!recorded) info.ledger = post(info, deadline, /*message=*/false);
-  if (debug && !alone() && !recorded) {
+  if (!info.recorded) info.ledger = post(info, deadline, /*message=*/false);
+  if (debug && !alone() && !info.recorded) {
     compare_fingerprints(info, what());
     deadline = Deadline::after(limit);
   }
@@ -106,10 +106,11 @@ std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
 }
 
 std::shared_ptr<WorkState> WorldImpl::start_message(OperationInfo info) {
-  info.sequence = ++messages;
+  info.recorded = info.on_device && recording();
+  info.sequence = info.recorded ? messages.load() : ++messages;
   throw_if_failed(info);
   const auto deadline = Deadline::after(options.timeout);
-  info.ledger = post(info, deadline, /*message=*/true);
+  if (!info.recorded) info.ledger = post(info, deadline, /*message=*/true);
   auto state = std::make_shared<WorkState>(info, deadline, failure_state);
   failure_state->add(state);
   return state;
@@ -327,6 +328,21 @@ double World::mean(double value) {
   const ledger::CallSite here;
   return sum(value) / size();
 }
+bool World::recording() const {
+  return impl_->recording();
+}
+
+Work World::after_stream(const char* name) {
+  const ledger::CallSite here;
+  const auto state = impl_->start({.name = name, .elements = -1}, [] { return std::string(); });
+  if (impl_->alone() || !impl_->accelerator) {
+    state->complete();
+  } else {
+    impl_->launch(state, [&] { impl_->accelerator->after_stream(state); });
+  }
+  return Work(state);
+}
+
 double World::min(double value) {
   const ledger::CallSite here;
   return reduce_number(*this, value, ReduceOp::kMin);

@@ -48,6 +48,7 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
       body();
       ledger::started(state->info().ledger);
     } catch (...) {
+      if (state->info().recorded) throw;  // nothing was sent
       state->complete(std::current_exception());
     }
   }
@@ -58,6 +59,8 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   // The backend that serves a tensor's device, in a world of two or more.
   Backend& backend_for(const at::Tensor& tensor) const;
   bool alone() const { return identity.size == 1; }
+  // Operations on the device go into a CUDA graph now.
+  bool recording() const { return accelerator && accelerator->recording(); }
   // Returns when all ranks have called it. `last`: this rank has nothing more to do.
   void barrier(std::optional<std::chrono::milliseconds> timeout, bool last);
   // Ranks whose count of barriers entered, as the store knows it, is below `count`.

@@ -108,6 +108,10 @@ void ModelTensors::broadcast_buffers(World& world, int root) {
   }
 }
 
+bool ModelTensors::has_cpu_buffers() const {
+  return std::ranges::any_of(buffers_, [](const auto& b) { return b.tensor.is_cpu(); });
+}
+
 std::string ModelTensors::describe_buffers() const {
   std::string text;
   for (const auto& b : buffers_)

@@ -51,6 +51,7 @@ class ModelTensors {
   void broadcast_buffers(World& world, int root);
 
   std::string describe_buffers() const;  // a line each
+  bool has_cpu_buffers() const;
   Fingerprints parameter_fingerprints() const;
   Fingerprints buffer_fingerprints() const;
   // Throws UsageError naming a trained parameter and what it shares memory with, if anything.

@@ -8,7 +8,6 @@
 #include "lockstep/comm/device_times.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/step_totals.h"
-#include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/parallel/oversubscription.h"
 #include "lockstep/parallel/reducer_impl.h"
 #include "lockstep/parallel/replicas.h"
@@ -93,6 +92,7 @@ std::vector<std::size_t> ReducerImpl::reverse_dense_order() const {
 }
 
 void ReducerImpl::plan(std::vector<std::size_t> order) {
+  ++layout_;
   order_ = std::move(order);
   buckets_.lay_out(change_.forms(), order_, limits_);
   reset_pass();
@@ -158,7 +158,7 @@ void ReducerImpl::start_pass() {
   phase_before_ = ledger::set_phase(ledger::Phase::kBackward);
   ledger::add(ledger::Counter::kMicroBatches);
   pass_.begin(/*synchronised=*/no_sync_depth_ == 0 && !owner_);
-  pass_.recorded = kernels::cuda::capturing();
+  pass_.recorded = world_.recording();
   if (pass_.recorded) check_recordable();
   if (pass_.sync && join_.active()) join_.exchange(true);
   if (change_.look() && pass_.sync) plan_again();
@@ -174,7 +174,11 @@ void ReducerImpl::start_pass() {
 void ReducerImpl::check_recordable() {
   const char* reason = nullptr;
   if (change_.look()) reason = "the model was changed since the last backward";
+  if (world_.size() > 1 && !may_record_)
+    reason = "whoever records it does not know of the other ranks (CapturedStepOptions::reducer)";
   const auto sparse = [](const ModelParameter& p) { return p.sparse; };
+  if (pass_.sync && options_.broadcast_buffers && model_.has_cpu_buffers())
+    reason = "it has buffers on the CPU, which are broadcast";
   if (pass_.sync && std::ranges::any_of(model_.parameters(), sparse))
     reason = "it has sparse gradients";
   if (pass_.sync && options_.find_unused_parameters) reason = "find_unused_parameters is set";
@@ -542,11 +546,16 @@ Reducer::~Reducer() = default;
 void Reducer::set_sync(bool on) {
   impl_->no_sync_depth_ += on ? -1 : 1;
 }
+std::uint64_t Reducer::layout() const {
+  return impl_->layout_;
+}
+
 void Reducer::count_replayed(bool synchronised) {
   ledger::add(ledger::Counter::kMicroBatches);
   if (!synchronised || impl_->passive_) return;
   ledger::add(ledger::Counter::kSynchronisedPasses);
-  impl_->count_update();
+  ledger::add(ledger::Counter::kUpdates);
+  impl_->versions_before_ = -1;
   for (std::size_t i = 0; i < impl_->buckets_.size(); ++i) {
     ledger::add(ledger::Counter::kBuckets);
     ledger::add(ledger::Counter::kReducedBytes, impl_->buckets_[i].flat.nbytes());
@@ -634,6 +643,13 @@ void Reducer::verify_parameters() {
 void Reducer::verify_buffers() {
   parallel::require_same(impl_->world_, {.component = "ddp", .what = "verify_replicas()"}, "buffer",
                          impl_->model_.buffer_fingerprints());
+}
+
+RecordedPasses::RecordedPasses(Reducer& reducer) : reducer_(reducer) {
+  reducer_.impl_->may_record_ = true;
+}
+RecordedPasses::~RecordedPasses() {
+  reducer_.impl_->may_record_ = false;
 }
 
 NoSync::NoSync(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {

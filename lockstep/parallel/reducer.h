@@ -52,7 +52,9 @@ class Reducer {
   void verify_parameters();
   void verify_buffers();
 
+  // For CapturedStep. layout() is another number whenever gradients have been laid out again.
   // A backward that a CUDA graph has replayed counts in the ledger, as if it had run.
+  std::uint64_t layout() const;
   void count_replayed(bool synchronised);
 
   const StepTiming& last_timing() const;
@@ -61,10 +63,24 @@ class Reducer {
 
  private:
   friend class NoSync;
+  friend class RecordedPasses;
   friend class parallel::Deferral;
   void set_sync(bool on);
 
   std::shared_ptr<parallel::ReducerImpl> impl_;
+};
+
+// While it lives, backward passes may be recorded into a CUDA graph. Ranks record together: nothing
+// that they would exchange on the host is in a recorded pass.
+class [[nodiscard]] RecordedPasses {
+ public:
+  explicit RecordedPasses(Reducer& reducer);
+  ~RecordedPasses();
+  RecordedPasses(const RecordedPasses&) = delete;
+  RecordedPasses& operator=(const RecordedPasses&) = delete;
+
+ private:
+  Reducer& reducer_;
 };
 
 // Holds synchronisation off while it lives.

@@ -47,6 +47,7 @@ class ReducerImpl final : public BackwardListener,
 
  private:
   friend class lockstep::Reducer;
+  friend class lockstep::RecordedPasses;
   friend class Deferral;
   void choose_overlap();
   std::vector<std::size_t> reverse_dense_order() const;
@@ -84,9 +85,11 @@ class ReducerImpl final : public BackwardListener,
   JoinSession join_{world_};
   HookSet hooks_{model_, options_.gradient_as_bucket_view};
 
-  bool passive_ = false;  // a world of one: nothing to reduce
-  bool overlap_ = true;   // buckets are sent while backward runs
-  bool rebuilt_ = false;  // the plan follows the observed order
+  bool passive_ = false;      // a world of one: nothing to reduce
+  bool overlap_ = true;       // buckets are sent while backward runs
+  bool rebuilt_ = false;      // the plan follows the observed order
+  bool may_record_ = false;   // RecordedPasses
+  std::uint64_t layout_ = 0;  // plans made
   int no_sync_depth_ = 0;
   std::int64_t versions_before_ = -1;          // of the parameters, summed, at the last pass
   std::optional<ledger::Phase> phase_before_;  // the pass that runs

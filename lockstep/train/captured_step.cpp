@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <deque>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -17,12 +18,12 @@
 #include <utility>
 
 #include "lockstep/comm/device_times.h"
-#include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/nn/weight_copy.h"
+#include "lockstep/parallel/reducer.h"
 
 namespace lockstep {
 namespace {
@@ -33,6 +34,8 @@ using Key = std::vector<std::int64_t>;
 
 // Of shapes and variants that are remembered; each holds inputs. Others run as they are.
 constexpr std::size_t kMaxEntries = 64;
+// Of one entry. Where gradients are somewhere else in every window, recording again does not help.
+constexpr int kMaxRecordings = 4;
 
 Key key_of(const Tensors& inputs, int variant) {
   Key key{variant};
@@ -93,13 +96,22 @@ std::string first_line(const char* text) {
 struct CapturedStep::Impl {
   // What a call does, in the order in which an entry comes to it.
   enum class Choice { kAsItIs, kRecord, kReplay };
+  // What a graph has the addresses of.
+  struct Place {
+    const void* parameter = nullptr;
+    const void* gradient = nullptr;  // null: it has none
+    bool requires_grad = false;
+    bool operator==(const Place&) const = default;
+  };
   struct Entry {
-    int runs = 0;
+    int runs = 0;  // as it is, since a graph was recorded or replayed
+    int recordings = 0;
     std::unique_ptr<cuda::Graph> graph{};
     Tensors inputs{}, outputs{};
-    Tensors gradients{};                     // of the parameters, as the function leaves them
-    std::vector<const void*> begins_with{};  // where they were before it; null: nowhere
-    std::vector<bool> writes_copy{};         // current after it: of the parameters' copies
+    Tensors gradients{};              // of the parameters, as the function leaves them
+    std::vector<Place> places{};      // of the parameters, before it
+    std::uint64_t layout = 0;         // of the reducer
+    std::vector<bool> writes_copy{};  // current after it: of the parameters' copies
   };
 
   optim::Optimizer& optimizer;
@@ -110,12 +122,22 @@ struct CapturedStep::Impl {
   const cuda::Graph* first_graph = nullptr;  // whose memory the others share
   std::optional<c10::Stream> side{};         // captures and what precedes them
   std::uint64_t versions = 0;                // of the parameters, when a graph was last replayed
+  std::deque<lockstep::Work> under_way{};    // replays of several ranks
   bool replayed = false;
   bool full = false;  // no more entries; said once
   std::string unavailable{};
 
   c10::Device device() const { return parameters.front().device(); }
-  bool shared() const { return options.world != nullptr && options.world->size() > 1; }
+  bool shared() const { return options.reducer != nullptr && options.reducer->world().size() > 1; }
+  World& world() const { return options.reducer->world(); }
+  std::uint64_t layout() const {
+    return options.reducer != nullptr ? options.reducer->layout() : 0;
+  }
+  Place place_of(const at::Tensor& parameter) const {
+    const at::Tensor& gradient = parameter.grad();
+    return {parameter.const_data_ptr(), gradient.defined() ? gradient.const_data_ptr() : nullptr,
+            parameter.requires_grad()};
+  }
 
   // Of these shapes and this variant; null when there are too many.
   Entry* entry_for(const Tensors& inputs, int variant) {
@@ -188,13 +210,14 @@ struct CapturedStep::Impl {
   // With several ranks what all of them can do: in one way they issue the same operations.
   Choice choose(const Entry* entry) const {
     Choice mine = Choice::kAsItIs;
-    if (entry != nullptr && entry->graph) {
-      if (continues_from_here(*entry)) mine = Choice::kReplay;
-    } else if (entry != nullptr && entry->runs >= options.warmup_steps) {
+    if (entry != nullptr && entry->graph && is_of_here(*entry)) {
+      mine = Choice::kReplay;
+    } else if (entry != nullptr && entry->runs >= options.warmup_steps &&
+               entry->recordings < kMaxRecordings) {
       mine = Choice::kRecord;
     }
     if (!shared()) return mine;
-    return static_cast<Choice>(static_cast<int>(options.world->min(static_cast<int>(mine))));
+    return static_cast<Choice>(static_cast<int>(world().min(static_cast<int>(mine))));
   }
 
   // False: there is no graph, on any rank, and will be none.
@@ -203,7 +226,7 @@ struct CapturedStep::Impl {
     unavailable = optimizer.unavailable_for_capture(options.step);
     const bool ran = unavailable.empty();
     if (ran) unavailable = try_to_record(entry, variant);
-    if (shared() && !options.world->all(unavailable.empty()) && unavailable.empty())
+    if (shared() && !world().all(unavailable.empty()) && unavailable.empty())
       unavailable = "another rank could not record it";
     if (unavailable.empty()) {
       entry.gradients = gradients_now();
@@ -213,8 +236,9 @@ struct CapturedStep::Impl {
       return true;
     }
     say(unavailable);
-    if (ran) take_back(entry, gradients);
+    if (ran) take_back(gradients);
     move_accumulators_to_current_stream();
+    entries.clear();  // what is there holds memory
     return false;
   }
 
@@ -222,12 +246,11 @@ struct CapturedStep::Impl {
   std::string try_to_record(Entry& entry, int variant) {
     nn::refresh_weight_copies(parameters);
     optimizer.publish_options(options.step);
-    entry.begins_with.clear();
+    ++entry.recordings;
+    entry.places.clear();
     entry.writes_copy.clear();
-    for (const at::Tensor& parameter : parameters) {
-      const at::Tensor& gradient = parameter.grad();
-      entry.begins_with.push_back(gradient.defined() ? gradient.const_data_ptr() : nullptr);
-    }
+    for (const at::Tensor& parameter : parameters) entry.places.push_back(place_of(parameter));
+    entry.layout = layout();
     // What the calls before have left in the cache cannot serve the graph.
     const c10::impl::VirtualGuardImpl guard(device().type());
     guard.synchronizeDevice(device().index());
@@ -240,6 +263,8 @@ struct CapturedStep::Impl {
     try {
       on_side_stream([&] {
         const DeviceMarksOff marks_off;
+        std::optional<RecordedPasses> passes;
+        if (options.reducer != nullptr) passes.emplace(*options.reducer);
         move_accumulators_to_current_stream();
         cuda::Capture capture(*entry.graph);
         entry.outputs = work(entry.inputs, variant);
@@ -252,10 +277,7 @@ struct CapturedStep::Impl {
   }
 
   // What was recorded has not run, and never will: the function is called again.
-  void take_back(Entry& entry, const Tensors& gradients) {
-    entry.graph.reset();
-    entry.outputs.clear();
-    first_graph = nullptr;
+  void take_back(const Tensors& gradients) {
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       parameters[i].mutable_grad() = gradients[i];
       // Nor have copies of weights been made: they are made again.
@@ -277,14 +299,19 @@ struct CapturedStep::Impl {
     return gradients;
   }
 
-  // A graph that continues a window adds to gradients where they were when it was recorded.
-  bool continues_from_here(const Entry& entry) const {
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const at::Tensor& gradient = parameters[i].grad();
-      if ((gradient.defined() ? gradient.const_data_ptr() : nullptr) != entry.begins_with[i])
-        return false;
-    }
+  // A graph that continues a window adds to gradients where they were when it was recorded, and
+  // fills buckets where those were.
+  bool is_of_here(const Entry& entry) const {
+    if (entry.layout != layout()) return false;
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (place_of(parameters[i]) != entry.places[i]) return false;
     return true;
+  }
+
+  // The world's deadline for what no collective of the host stands for.
+  void watch_replay() {
+    while (!under_way.empty() && under_way.front().done()) under_way.pop_front();
+    under_way.push_back(world().after_stream("captured_step"));
   }
 
   Tensors replay(Entry& entry) {
@@ -295,6 +322,8 @@ struct CapturedStep::Impl {
       versions = now;
     }
     entry.graph->replay();
+    entry.runs = 0;
+    if (shared()) watch_replay();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       parameters[i].mutable_grad() = entry.gradients[i];
       if (!parameters[i].requires_grad()) continue;
@@ -321,7 +350,7 @@ CapturedStep::CapturedStep(optim::Optimizer& optimizer, CapturedStepOptions opti
     impl_->unavailable = cuda::unavailable_reason();
   }
   const bool here = impl_->unavailable.empty();
-  if (impl_->shared() && !impl_->options.world->all(here) && here)
+  if (impl_->shared() && !impl_->world().all(here) && here)
     impl_->unavailable = "another rank cannot record one";
   if (!impl_->unavailable.empty()) impl_->say(impl_->unavailable);
 }

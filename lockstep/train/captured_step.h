@@ -23,12 +23,15 @@
 // captured (it waits for the device, or the optimizer cannot be captured), a log line names the
 // operation and it continues without.
 //
-// Several ranks: with options.world they agree in every call, and all run, record or replay. The
-// collectives of the function are in the graph with the rest (NCCL's; what ranks exchange on the
-// host cannot be).
+// Several ranks: with options.reducer they agree in every call, and all run, record or replay. The
+// collectives of the backward are in the graph with the rest; what ranks exchange on the host, in
+// a communication hook for example, cannot be. A graph has the world's deadline.
 //
-// Shares optimizer and parameters. One thread; with a world the constructor and run() communicate,
-// on all ranks identically.
+//   lockstep::CapturedStepOptions options{.step = how, .parameters = model.parameters(),
+//                                         .reducer = &model.reducer()};
+//
+// Shares optimizer, parameters and reducer. One thread; with several ranks the constructor and
+// run() communicate, on all of them identically.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,13 +46,13 @@
 
 namespace lockstep {
 
-class World;
+class Reducer;
 
 struct CapturedStepOptions {
   optim::StepOptions step{};             // what the function passes to optimizer.step()
   std::vector<at::Tensor> parameters{};  // of the model
-  int warmup_steps = 3;    // calls with the same shapes before one is recorded, at least 1
-  World* world = nullptr;  // whose ranks communicate in the function; outlives the CapturedStep
+  int warmup_steps = 3;        // calls with the same shapes before one is recorded, at least 1
+  Reducer* reducer = nullptr;  // of a wrapped model that the function trains
   // When recording has failed, before the function runs again: takes back what its host code has
   // counted.
   std::function<void()> after_failed_capture{};

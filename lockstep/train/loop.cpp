@@ -116,7 +116,7 @@ void Loop::capture_steps() {
       optimizer_.optimizer(),
       CapturedStepOptions{.step = optimizer_.step_options(/*want_grad_norm=*/true),
                           .parameters = run_.task.module->parameters(),
-                          .world = &run_.world,
+                          .reducer = &model_.reducer(),
                           .after_failed_capture = [this] { accumulation_.restore(before_); }},
       [this](const CapturedStep::Tensors& inputs, int) { return compute_captured(inputs); });
   if (!captured_->unavailable_reason().empty()) captured_.reset();
@@ -290,7 +290,10 @@ void Loop::before_step() {
   checkpoints_.wait_copied();  // before the exchange: with it every rank has waited
   {
     const ledger::PhaseScope communication(ledger::Phase::kCommunication);
-    control_.exchange(metrics_.waits());
+    Waits waits = metrics_.waits();
+    // A graph is one piece of work: how much of it is communication is not known.
+    if (captures() && captured_->unavailable_reason().empty()) waits.communication = -1;
+    control_.exchange(waits);
   }
   control_.notify(&Observer::on_optimizer_step);
   optimizer_.begin_step();

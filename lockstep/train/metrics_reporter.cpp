@@ -154,7 +154,7 @@ void MetricsReporter::log(double learning_rate) {
   if (tokens > samples * 1.5) values.emplace_back("tokens_per_second", tokens / seconds);
   if (const Waits& waits = control_.waits(); waits.data >= 0) {
     values.emplace_back("data_wait_percent", waits.data / 100.0);
-    if (run_.world.size() > 1)
+    if (run_.world.size() > 1 && waits.communication >= 0)
       values.emplace_back("communication_percent", waits.communication / 100.0);
   }
   const double skipped = read_value(skipped_);

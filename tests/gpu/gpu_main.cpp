@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
+#include <string_view>
+#include <thread>
 
 #include "lockstep/comm/device_times.h"
 #include "lockstep/core/step_totals.h"
@@ -343,10 +345,11 @@ at::Tensor drawn_ids(World& world, int step, std::int64_t length) {
 // Collectives are in the graph. Ranks come to a shape at different steps, and choose together.
 void captured_ranks(World& world) {
   Captured plain(world), captured(world);
-  lockstep::CapturedStep step{
-      captured.optimizer,
-      {.step = captured.how, .parameters = captured.net->parameters(), .world = &world},
-      [&](const auto& inputs, int) { return captured.step(inputs[0]); }};
+  lockstep::CapturedStep step{captured.optimizer,
+                              {.step = captured.how,
+                               .parameters = captured.net->parameters(),
+                               .reducer = &captured.model.reducer()},
+                              [&](const auto& inputs, int) { return captured.step(inputs[0]); }};
   int replays = 0;
   for (int i = 0; i < 16; ++i) {
     const auto ids = drawn_ids(world, i, i >= 6 && i < 11 && world.rank() == 1 ? 24 : 32);
@@ -363,17 +366,94 @@ void captured_ranks(World& world) {
   said(world, "captured steps of all ranks");
 }
 
+// Windows of many micro-batches: those in the middle come often before the first window has ended,
+// when gradients and buckets are not yet where they will be.
+void captured_windows(World& world) {
+  constexpr int kPasses = 8;
+  Captured plain(world), captured(world);
+  const auto work = [](Captured& training, const at::Tensor& ids,
+                       int variant) -> lockstep::CapturedStep::Tensors {
+    std::optional<lockstep::NoSync> guard;
+    if (variant != 2) guard.emplace(training.model.no_sync());
+    const auto loss = lockstep::models::next_token_loss(training.model(ids), ids);
+    (loss / kPasses).backward();
+    if (variant != 2) return {loss.detach()};
+    training.optimizer.step(training.how);
+    training.optimizer.zero_grad();
+    return {loss.detach()};
+  };
+  lockstep::CapturedStep step{
+      captured.optimizer,
+      {.step = captured.how,
+       .parameters = captured.net->parameters(),
+       .reducer = &captured.model.reducer()},
+      [&](const auto& inputs, int variant) { return work(captured, inputs[0], variant); }};
+  int replays = 0;
+  constexpr int kWindows = 12;
+  for (int i = 0; i < kWindows * kPasses; ++i) {
+    const int variant = i % kPasses == 0 ? 0 : i % kPasses == kPasses - 1 ? 2 : 1;
+    const auto ids = drawn_ids(world, i, 32);
+    const auto want = work(plain, ids, variant);
+    require(step.run({ids}, variant)[0].equal(want[0]), "windows: the loss of a step as it is");
+    if (i >= 6 * kPasses) replays += step.replayed() ? 1 : 0;
+  }
+  require(step.unavailable_reason().empty(), "windows are captured");
+  require(replays == 6 * kPasses, "and from the sixth on replayed");
+  // With a frozen parameter buckets are laid out again, and graphs are recorded again.
+  for (Captured* training : {&plain, &captured})
+    training->net->parameters()[2].set_requires_grad(false);
+  for (int i = 0; i < 2 * kPasses; ++i) {
+    const int variant = i % kPasses == 0 ? 0 : i % kPasses == kPasses - 1 ? 2 : 1;
+    const auto ids = drawn_ids(world, 500 + i, 32);
+    const auto want = work(plain, ids, variant);
+    require(step.run({ids}, variant)[0].equal(want[0]), "windows: with a frozen parameter");
+  }
+  const auto left = plain.net->parameters(), right = captured.net->parameters();
+  for (std::size_t i = 0; i < left.size(); ++i)
+    require(left[i].equal(right[i]), "windows: the weights of steps as they are");
+  said(world, "captured windows of eight micro-batches");
+}
+
+// A rank that agreed to replay and does not: the others leave their graph at the deadline.
+int stuck_in_a_graph(World& world) {
+  Captured captured(world);
+  lockstep::CapturedStep step{captured.optimizer,
+                              {.step = captured.how,
+                               .parameters = captured.net->parameters(),
+                               .reducer = &captured.model.reducer()},
+                              [&](const auto& inputs, int) { return captured.step(inputs[0]); }};
+  for (int i = 0; i < 8; ++i) step.run({drawn_ids(world, i, 32)})[0].item<double>();
+  require(step.replayed(), "steps are replayed");
+  if (world.rank() != 0) {
+    world.min(2);  // as a rank that replays
+    std::this_thread::sleep_for(3 * world.timeout());
+    return 0;
+  }
+  try {
+    const auto outputs = step.run({drawn_ids(world, 8, 32)});
+    std::printf("gpu: loss %f\n", outputs[0].item<double>());  // until the graph is left
+    world.sum(1);
+  } catch (const lockstep::CommError& e) {
+    std::printf("gpu: left a graph: %s\n", e.what());
+    std::fflush(stdout);
+    std::_Exit(std::string_view(e.what()).find("captured_step") != std::string_view::npos ? 0 : 1);
+  }
+  return 1;
+}
+
 // What one rank cannot record runs as it is on all.
 void captured_on_some_ranks(World& world) {
   Captured plain(world), captured(world);
-  lockstep::CapturedStep step{
-      captured.optimizer,
-      {.step = captured.how, .parameters = captured.net->parameters(), .world = &world},
-      [&](const auto& inputs, int) {
-        auto outputs = captured.step(inputs[0]);
-        if (world.rank() == world.size() - 1) static_cast<void>(outputs[0].template item<double>());
-        return outputs;
-      }};
+  lockstep::CapturedStep step{captured.optimizer,
+                              {.step = captured.how,
+                               .parameters = captured.net->parameters(),
+                               .reducer = &captured.model.reducer()},
+                              [&](const auto& inputs, int) {
+                                // Before its first collective, which the others record.
+                                if (world.rank() == world.size() - 1)
+                                  static_cast<void>(inputs[0].sum().item());
+                                return captured.step(inputs[0]);
+                              }};
   for (int i = 0; i < 8; ++i) {
     const auto ids = drawn_ids(world, i, 32);
     require(step.run({ids})[0].equal(plain.step(ids)[0]), "not captured: the same loss");
@@ -388,7 +468,8 @@ void captured_on_some_ranks(World& world) {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  if (argc > 1 && std::string_view(argv[1]) == "stuck") return lockstep::run(stuck_in_a_graph);
   return lockstep::run([](World& world) {
     require(world.device().is_cuda(), "the device is a GPU");
     train_gpt(world, false);
@@ -402,6 +483,7 @@ int main() {
     device_times(world);
     trainer_times(world);
     captured_ranks(world);
+    captured_windows(world);
     captured_on_some_ranks(world);
     said(world, "all checks passed");
   });

@@ -62,6 +62,8 @@ def main():
         run("DDP on CUDA, one rank", 1, [f"{BIN}/tests/gpu_ddp"], ["all checks passed"]),
         run("DDP on CUDA, two ranks on one GPU", 2, [f"{BIN}/tests/gpu_ddp"],
             ["all checks passed"]),
+        run("a rank that is stuck in a graph", 2, [f"{BIN}/tests/gpu_ddp", "stuck"],
+            ["left a graph"], {"LOCKSTEP_TIMEOUT_S": "5"}),
         run("conformance, two nccl ranks", 2, [f"{BIN}/tests/conformance", "--world-from-env"], [],
             {"LOCKSTEP_CONFORMANCE_BACKEND": "nccl"}),
         run("desync ends in TimeoutError", 2, [f"{BIN}/tests/desync"], ["TimeoutError"],

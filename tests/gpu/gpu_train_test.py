@@ -255,8 +255,8 @@ def captured(place):
 def captured_windows(place):
     """compile_model with accumulation, and with two ranks, whose collectives are in the graph."""
     said = []
-    for ranks, passes in ((0, 3), (2, 1), (2, 2)):
-        flags = GPT_FLAGS + ["--bf16", "true", "--max_steps", str(STEPS // 4),
+    for ranks, passes in ((0, 6), (2, 1), (2, 8)):
+        flags = GPT_FLAGS + ["--bf16", "true", "--max_steps", str(STEPS // 8),
                              "--gradient_accumulation_steps", str(passes)]
         name = f"{max(ranks, 1)} x {passes}"
         eager = Run(place / f"eager {name}", GPT, flags, ranks).train()

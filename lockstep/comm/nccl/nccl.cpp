@@ -1,5 +1,6 @@
 #include "lockstep/comm/nccl/nccl.h"
 
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
@@ -62,6 +63,9 @@ void silence_watchdog() {
         "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_PROPAGATE_ERROR",
         "TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN"})
     ::setenv(name, "0", 1);
+  // With it, ranks meet inside NCCL while a graph is recorded, and one that cannot record would leave
+  // the others there. Whoever wants it sets it.
+  ::setenv("NCCL_GRAPH_REGISTER", "0", 0);
 }
 
 Loaded open_plugin() {
@@ -147,6 +151,28 @@ class RecordedOperation : public DeviceOperation {
 
  private:
   const C10dWork work_;
+};
+
+// Has ended when the stream has come to it.
+class StreamOperation : public DeviceOperation {
+ public:
+  explicit StreamOperation(std::function<void()> request_progress)
+      : request_progress_(std::move(request_progress)) {
+    const c10::impl::VirtualGuardImpl device(c10::kCUDA);
+    event_.record(device.getStream(device.getDevice()));
+  }
+
+  bool poll() override { return event_.query(); }
+  void wait_stream() override {
+    const c10::impl::VirtualGuardImpl device(c10::kCUDA);
+    event_.block(device.getStream(device.getDevice()));
+  }
+  void wait_current_stream() override { event_.synchronize(); }
+  void request_progress() override { request_progress_(); }
+
+ private:
+  c10::Event event_{c10::kCUDA};
+  const std::function<void()> request_progress_;
 };
 
 // Asks the operations nobody waits for on the host: without it a rank that only enqueues would hang
@@ -283,6 +309,10 @@ class NcclBackend : public C10dBackend {
     follow(state, group_->endCoalescing());
   }
 
+  void after_stream(const State& state) override {
+    watch(state, std::make_unique<StreamOperation>(progress_request()));
+  }
+
   // Takes milliseconds as a rule, but may get stuck in the driver: never on the caller's thread.
   void abort(int) noexcept override {
     if (aborting_.exchange(true)) return;
@@ -304,11 +334,16 @@ class NcclBackend : public C10dBackend {
       state->attach(std::make_unique<RecordedOperation>(std::move(work)));
       return;
     }
-    const std::weak_ptr<Watcher> watcher = watcher_;
-    state->attach(std::make_unique<NcclOperation>(std::move(work), [watcher] {
-      if (const auto there = watcher.lock()) there->request_progress();
-    }));
+    watch(state, std::make_unique<NcclOperation>(std::move(work), progress_request()));
+  }
+  void watch(const State& state, std::unique_ptr<DeviceOperation> operation) {
+    state->attach(std::move(operation));
     watcher_->add(state);
+  }
+  std::function<void()> progress_request() const {
+    return [watcher = std::weak_ptr(watcher_)] {
+      if (const auto there = watcher.lock()) there->request_progress();
+    };
   }
 
   Group group_;
