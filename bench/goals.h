@@ -3,13 +3,22 @@
 //   Goals goals("step");
 //   goals.at_least("gloo / fused", ratio, wanted);
 //   return goals.exit_code();
+//
+//   const auto wanted = parse_goals("1:1.15,8:1.03", batches, {"BATCH", "batch", "--batches"});
 #pragma once
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <map>
+#include <sstream>
 #include <string>
 #include <utility>
+#include <vector>
+
+#include "lockstep/core/error.h"
 
 namespace lockstep::bench {
 
@@ -35,5 +44,32 @@ class Goals {
   std::string benchmark_;
   bool missed_ = false;
 };
+
+// How messages name the numbers of parse_goals.
+struct GoalWords {
+  const char* form;    // "BATCH", of BATCH:RATIO
+  const char* number;  // "batch"
+  const char* option;  // that chooses what is measured, "--batches"
+};
+
+// "1:1.15,8:1.03": a ratio for some of the numbers that are measured.
+inline std::map<int, double> parse_goals(const std::string& text, const std::vector<int>& measured,
+                                         const GoalWords& words) {
+  std::map<int, double> wanted;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) {
+    int number = 0;
+    double ratio = 0;
+    char rest = 0;
+    const int read = std::sscanf(part.c_str(), "%d:%lf%c", &number, &ratio, &rest);
+    if (read != 2 || !std::isfinite(ratio) || ratio <= 0)
+      throw UsageError("bench", "'{}' is not {}:RATIO. Write 1:1.15,8:1.03.", part, words.form);
+    if (std::find(measured.begin(), measured.end(), number) == measured.end())
+      throw UsageError("bench", "{} {} is required but not measured. Add it to {}.", words.number,
+                       number, words.option);
+    wanted[number] = ratio;
+  }
+  return wanted;
+}
 
 }  // namespace lockstep::bench

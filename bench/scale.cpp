@@ -8,9 +8,11 @@
 #include <chrono>
 #include <cmath>
 #include <filesystem>
+#include <map>
 #include <set>
 
 #include "bench/bench.h"
+#include "bench/goals.h"
 #include "bench/stats.h"
 #include "bench/train_runs.h"
 #include "lockstep/core/cores.h"
@@ -40,6 +42,7 @@ struct Request {
   int rounds = 3;
   int threads = 0;
   std::string output = "scale";
+  std::string require{};
   std::string file{};
   std::vector<std::string> flags{};  // keys that override the file's
 };
@@ -251,6 +254,17 @@ Table table_of(const std::vector<ScaleRow>& rows) {
   return table;
 }
 
+// 1 where a speed-up falls short of what --require-speedup asks for.
+int judge(const std::vector<ScaleRow>& rows, const std::map<int, double>& wanted) {
+  Goals goals("scale");
+  for (const ScaleRow& row : rows)
+    if (const auto found = wanted.find(row.point.ranks); found != wanted.end())
+      goals.at_least(fmt::format("the speed-up of {} rank{}", row.point.ranks,
+                                 row.point.ranks == 1 ? "" : "s"),
+                     row.speedup, found->second);
+  return goals.exit_code();
+}
+
 }  // namespace
 
 int scale_main(int argc, char** argv) {
@@ -271,6 +285,8 @@ int scale_main(int argc, char** argv) {
                  "threads of a rank; 0: on the CPU the cores by the most ranks, for all the same")
       ->check(CLI::Range(0, 4096));
   app.add_option("--output", request.output, "folder of the report and of the runs");
+  app.add_option("--require-speedup", request.require,
+                 "RANKS:RATIO,...: fail when the speed-up of that many ranks is below");
   app.add_option("file", request.file, "a training file, as of lockstep train");
   app.add_option("keys", request.flags, "after --: keys that override the file's, as --seed=7");
   if (const auto code = parse_arguments(app, argc, argv)) return *code;
@@ -280,6 +296,8 @@ int scale_main(int argc, char** argv) {
                request.file, "lockstep bench scale --ranks 1,2 FILE");
     return 2;
   }
+  const auto wanted =
+      parse_goals(request.require, request.ranks, {"RANKS", "number of ranks", "--ranks"});
   Plan plan = plan_of(request);
   prepare_output(request.output);
   for (const std::string& note : plan.setting.notes) fmt::print(stderr, "note: {}\n", note);
@@ -287,7 +305,7 @@ int scale_main(int argc, char** argv) {
   const auto rows = report::scale_rows(std::move(plan.points));
   write_report(request, plan.setting, rows);
   fmt::print("{}report in {}/report.html\n", table_of(rows).text(), request.output);
-  return 0;
+  return judge(rows, wanted);
 }
 
 }  // namespace lockstep::bench

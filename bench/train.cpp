@@ -296,24 +296,6 @@ int judge(const Rates& rates, const Wanted& wanted) {
   return goals.exit_code();
 }
 
-// "1:1.15,8:1.03", each batch size among those that are measured.
-std::map<int, double> parse_wanted(const std::string& text, const std::vector<int>& batches) {
-  std::map<int, double> wanted;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) {
-    int batch = 0;
-    double ratio = 0;
-    char rest = 0;
-    if (std::sscanf(part.c_str(), "%d:%lf%c", &batch, &ratio, &rest) != 2 || ratio <= 0)
-      throw UsageError("bench", "'{}' is not BATCH:RATIO. Write 1:1.15,8:1.03.", part);
-    if (std::find(batches.begin(), batches.end(), batch) == batches.end())
-      throw UsageError("bench", "batch {} is required but not measured. Add it to --batches.",
-                       batch);
-    wanted[batch] = ratio;
-  }
-  return wanted;
-}
-
 }  // namespace
 
 int train_main(int argc, char** argv) {
@@ -350,8 +332,9 @@ int train_main(int argc, char** argv) {
   app.add_option("--csv", csv, "also write the table to this file");
   app.add_option("--json", json, "also write every block's rate to this file");
   if (const auto code = parse_arguments(app, argc, argv)) return *code;
-  const Wanted wanted{parse_wanted(alone, settings.batches),
-                      parse_wanted(python, settings.batches)};
+  const GoalWords words{"BATCH", "batch", "--batches"};
+  const Wanted wanted{parse_goals(alone, settings.batches, words),
+                      parse_goals(python, settings.batches, words)};
   if (settings.shape.width % settings.shape.heads != 0)
     throw UsageError("bench", "--width {} is not a multiple of {}, the number of heads.",
                      settings.shape.width, settings.shape.heads);

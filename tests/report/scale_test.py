@@ -67,6 +67,18 @@ class Scale(ReportCase):
         self.assertEqual([row["global_batch"] for row in document["rows"]], [16, 16])
         self.assertEqual(len(list((out / "scale_runs").glob("*_round_1"))), 2)
 
+    def test_a_speed_up_can_be_required(self):
+        short = ["--ranks", "1,2", "--steps", "6", "--rounds", "1", "--output", "out"]
+        done = self.scale(*short, "--require-speedup", "1:1,2:0.01", TINY)
+        self.assertIn("scale: the speed-up of 1 rank is 1.000, at least 1 required: reached",
+                      done.stderr)
+        self.assertNotIn("MISSED", done.stderr)
+        done = self.scale(*short, "--require-speedup", "2:1000", TINY, code=1)
+        measured = json.loads((self.place / "out/scale.json").read_text())["rows"][1]["speedup"]
+        self.assertIn(f"scale: the speed-up of 2 ranks is {measured:.3f}, at least 1000 required: "
+                      "MISSED\n", done.stderr)
+        self.assertIn("report in out/report.html", done.stdout)
+
     def test_what_cannot_be_measured_is_refused_before_anything_runs(self):
         done = self.scale("--strong", "--ranks", "1,3", TINY, code=2)
         self.assertIn("8 samples (8 per rank x 1 rank) cannot be shared by 3 ranks", done.stderr)
@@ -83,6 +95,12 @@ class Scale(ReportCase):
         self.assertIn("--ranks", done.stderr)
         done = self.scale(TINY, "--", "--leraning_rate=1", code=2)
         self.assertIn("learning_rate", done.stderr)
+        done = self.scale("--ranks", "1,2", "--require-speedup", "2:1.9,4:3.8", TINY, code=2)
+        self.assertIn("number of ranks 4 is required but not measured. Add it to --ranks.",
+                      done.stderr)
+        for wrong in ("fast", "2", "2:0", "2:nan", "2:1.9x"):
+            done = self.scale("--ranks", "1,2", "--require-speedup", wrong, TINY, code=2)
+            self.assertIn(f"'{wrong}' is not RANKS:RATIO", done.stderr)
         os.makedirs(self.place / "mine/runs")  # as an output_dir has it
         done = self.scale("--output", "mine", TINY, code=2)
         self.assertIn("mine is not empty", done.stderr)
