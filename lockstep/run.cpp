@@ -14,6 +14,7 @@
 #include "lockstep/comm/connect.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/crash.h"
+#include "lockstep/core/device_rule.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
@@ -122,13 +123,9 @@ void log_start(const World& world, const WorldOptions& options) {
     log::info("run",
               "memory of CPU tensors of 1 MiB and more is cached in this process "
               "(LOCKSTEP_CPU_CACHE_MAX_BYTES=0 turns that off)");
-  if (world.size() > 1 || options.device || !world.device().is_cuda()) return;
-  const int gpus = cuda_device_count();
-  if (gpus < 2) return;
-  log::warning("run",
-               "{} GPUs are visible but this is a world of one: {} will be idle. Start it with "
-               "lockstep run --nproc-per-node={} <program>, or set CUDA_VISIBLE_DEVICES.",
-               gpus, gpus - 1, gpus);
+  const int gpus = world.device().is_cuda() ? cuda_device_count() : 0;
+  const std::string idle = idle_gpus_warning(world.size(), options.device.has_value(), gpus);
+  if (!idle.empty()) log::warning("run", "{}", idle);
 }
 
 }  // namespace

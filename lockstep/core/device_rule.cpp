@@ -90,4 +90,12 @@ DeviceRule apply_device_rule(const DeviceRequest& request) {
   return rule;
 }
 
+std::string idle_gpus_warning(int world_size, bool device_given, int visible_gpus) {
+  if (world_size > 1 || device_given || visible_gpus < 2) return {};
+  return fmt::format(
+      "{} GPUs are visible but this is a world of one: {} will be idle. Start it with lockstep run "
+      "--nproc-per-node={} <program>, or set CUDA_VISIBLE_DEVICES.",
+      visible_gpus, visible_gpus - 1, visible_gpus);
+}
+
 }  // namespace lockstep

@@ -40,4 +40,8 @@ struct DeviceRule {
 // Throws UsageError for a device or backend that does not exist.
 DeviceRule apply_device_rule(const DeviceRequest& request);
 
+// What a rank on a GPU says where it is alone beside GPUs that nobody uses. Empty: they are used,
+// or the program named its device. `visible_gpus` is 0 for a rank on the CPU.
+std::string idle_gpus_warning(int world_size, bool device_given, int visible_gpus);
+
 }  // namespace lockstep

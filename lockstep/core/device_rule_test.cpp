@@ -115,5 +115,16 @@ TEST_F(DeviceRuleTest, WhatDoesNotExist) {
   }
 }
 
+TEST(IdleGpus, AreSaidWithTheLaunchLineWhereALauncherWasForgotten) {
+  EXPECT_THAT(idle_gpus_warning(1, false, 2),
+              AllOf(HasSubstr("2 GPUs are visible but this is a world of one: 1 will be idle."),
+                    HasSubstr("lockstep run --nproc-per-node=2 <program>")));
+  EXPECT_THAT(idle_gpus_warning(1, false, 8), HasSubstr("7 will be idle. Start it with lockstep"));
+  EXPECT_EQ(idle_gpus_warning(1, false, 1), "");
+  EXPECT_EQ(idle_gpus_warning(1, false, 0), "") << "a rank on the CPU";
+  EXPECT_EQ(idle_gpus_warning(2, false, 4), "") << "it was launched";
+  EXPECT_EQ(idle_gpus_warning(1, true, 2), "") << "the program named its device";
+}
+
 }  // namespace
 }  // namespace lockstep
