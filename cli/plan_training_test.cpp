@@ -1,0 +1,76 @@
+#include "cli/plan_training.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace lockstep::cli {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+struct Planned {
+  TrainingArguments arguments;
+  std::string said;
+
+  std::int64_t global_batch(int ranks) const {
+    return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks;
+  }
+};
+
+// A GPT of 1.3 billion parameters in bf16, 8 sequences of 1024 tokens for each rank.
+Planned plan_on(std::uint64_t gib, int ranks, const std::string& shard_optimizer = "auto") {
+  plan::Training training;
+  const models::GptConfig sizes{.n_layer = 24, .n_head = 16, .n_embd = 2048, .n_positions = 2048};
+  training.model = {.config = models::CausalLmConfig{.model = sizes}, .length = 1024};
+  training.half = true;
+  Planned planned;
+  planned.arguments.per_device_train_batch_size = training.batch = 8;
+  planned.arguments.shard_optimizer = shard_optimizer;
+  const plan::Card card{.name = "a card", .memory_bytes = gib << 30};
+  planned.said = apply_plan(planned.arguments, training, card, ranks);
+  return planned;
+}
+
+TEST(ElasticGpu, TakesTheFileAsItIsWhereItFits) {
+  const Planned planned = plan_on(80, 4);
+  EXPECT_EQ(planned.arguments.per_device_train_batch_size, 8);
+  EXPECT_EQ(planned.arguments.gradient_accumulation_steps, 1);
+  EXPECT_EQ(planned.arguments.shard_optimizer, "auto");
+  EXPECT_THAT(planned.said, AllOf(HasSubstr("DDP on 4 a card"), HasSubstr("global batch 32"),
+                                  Not(HasSubstr("may not fit"))));
+}
+
+TEST(ElasticGpu, LessMemoryIsASmallerBatchAndTheSameGlobalBatch) {
+  const Planned planned = plan_on(32, 4);
+  EXPECT_LT(planned.arguments.per_device_train_batch_size, 8);
+  EXPECT_EQ(planned.global_batch(4), 32);
+  EXPECT_EQ(planned.arguments.shard_optimizer, "auto");
+}
+
+TEST(ElasticGpu, StillLessShardsTheOptimizerWhereTheFileLeavesItOpen) {
+  const Planned planned = plan_on(24, 4);
+  EXPECT_EQ(planned.arguments.shard_optimizer, "true");
+  EXPECT_EQ(planned.global_batch(4), 32);
+  EXPECT_THAT(planned.said, HasSubstr("DDP, sharded optimizer on 4 a card"));
+  EXPECT_EQ(plan_on(24, 4, "false").arguments.shard_optimizer, "false");
+}
+
+TEST(ElasticGpu, AModelThatRanksWouldHaveToSplitStaysAsItIs) {
+  const Planned planned = plan_on(16, 2);
+  EXPECT_EQ(planned.arguments.per_device_train_batch_size, 8);
+  EXPECT_EQ(planned.arguments.gradient_accumulation_steps, 1);
+  EXPECT_EQ(planned.arguments.shard_optimizer, "auto");
+  EXPECT_THAT(planned.said, HasSubstr("Ranks cannot split a model"));
+}
+
+TEST(ElasticGpu, WhatFitsNowhereIsSaidWithBothSizes) {
+  const Planned planned = plan_on(24, 1);
+  EXPECT_EQ(planned.arguments.per_device_train_batch_size, 1);
+  EXPECT_EQ(planned.global_batch(1), 8);
+  EXPECT_THAT(planned.said, HasSubstr("of 24.0: it may not fit"));
+}
+
+}  // namespace
+}  // namespace lockstep::cli
