@@ -24,9 +24,9 @@ DEFAULTS = {
 TAKES_A_FILE = {"presets", "ablation"}
 
 
-def bench(*arguments):
+def bench(*arguments, **variables):
     return subprocess.run([LOCKSTEP, "bench", *arguments], capture_output=True, text=True,
-                          timeout=60, stdin=subprocess.DEVNULL)
+                          timeout=60, stdin=subprocess.DEVNULL, env={**os.environ, **variables})
 
 
 def entries(text):
@@ -58,6 +58,11 @@ class Arguments(unittest.TestCase):
                 tokens = re.sub(r"[A-Z]+(:\S+)?|\[.*?\]|\([^)]*\)", " ", text, count=1).split()
                 self.assertGreaterEqual(len([t for t in tokens if t.isalpha() and t.islower()]), 2,
                                         f"{name} {flag} is not explained:{text}")
+
+    def test_dp_vs_ddp_measures_a_hundred_steps_of_sixty_four_samples(self):
+        found = entries(bench("dp-vs-ddp", "--help").stdout)
+        for flag, default in (("--steps", 100), ("--batch_size", 64)):
+            self.assertRegex(found[flag], rf"[=\[]{default}\b")
 
     def test_a_mistake_is_reported_in_one_line_with_exit_code_two(self):
         for name in DEFAULTS:

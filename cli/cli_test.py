@@ -206,6 +206,10 @@ class Env(unittest.TestCase):
                       self.fake_gpus(**four)["problem"])
         shared = self.fake_gpus(**four, LOCKSTEP_SHARE_DEVICE="1")
         self.assertEqual(shared["device"]["name"], "cuda:1")
+        # The second host of two: its ranks are 2 and 3.
+        second = dict(two, WORLD_SIZE="4", RANK="3", GROUP_RANK="1", MASTER_ADDR="n0")
+        found = self.fake_gpus(**second)
+        self.assertEqual((found["device"]["name"], found.get("problem") or ""), ("cuda:1", ""))
 
     def test_gpus_are_listed_with_what_they_do(self):
         fake = os.path.join(os.path.dirname(os.environ["LOCKSTEP_BIN"]), "lib", "fake_nvml_new",

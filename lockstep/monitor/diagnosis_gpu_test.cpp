@@ -142,6 +142,21 @@ TEST(NotLaunched, IsNotSaidOfGpusThatWorkTogether) {
   expect_silence(run);
 }
 
+TEST(BusyTogether, IsEightyFivePercentOrMoreOfEveryGpu) {
+  const auto share = [](unsigned first, unsigned second) {
+    return busy_together_share(
+        gpus_of(20, [&](int) { return std::vector<GpuReading>{reading(first), reading(second)}; }));
+  };
+  EXPECT_EQ(share(85, 85), 1);
+  EXPECT_EQ(share(84, 92), 0);
+  EXPECT_EQ(share(92, 84), 0);
+  EXPECT_EQ(
+      busy_together_share(gpus_of(
+          20,
+          [](int i) { return std::vector<GpuReading>{reading(95), reading(i < 15 ? 85 : 84)}; })),
+      0.75);
+}
+
 TEST(Unbalanced, MemoryPowerAndIdleGpus) {
   RunRecord run = on_gpus(0.05);
   const auto with = [&](const GpuReading& a, const GpuReading& b) {

@@ -28,6 +28,11 @@ TEST(BucketPlan, FirstBucketIsSmall) {
   EXPECT_EQ(plan[2].slots[0].parameter, 0u);
 }
 
+TEST(BucketPlan, DefaultsAreThoseOfPyTorch) {
+  EXPECT_EQ(BucketLimits{}.cap_bytes, 25 * kKi * kKi);
+  EXPECT_EQ(BucketLimits{}.first_cap_bytes, kKi * kKi);
+}
+
 TEST(BucketPlan, OneDtypeAndDevicePerBucketInOrderOfCompletion) {
   auto infos = floats({8, 8, 8, 8});
   infos[1].dtype = c10::kDouble;
