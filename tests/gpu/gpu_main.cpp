@@ -93,6 +93,46 @@ void unused_and_mixed_devices(World& world) {
   said(world, "unused parameters and parameters on two devices");
 }
 
+// Wrapped on the CPU, moved afterwards.
+void moved_after_wrapping(World& world) {
+  torch::manual_seed(world.rank());
+  torch::nn::Sequential net(torch::nn::Linear(8, 16), torch::nn::Tanh(), torch::nn::Linear(16, 2));
+  lockstep::DistributedDataParallel model{net, world, {.force_reducer = true}};
+  net->to(world.device());
+  torch::nn::Sequential plain(torch::nn::Linear(8, 16), torch::nn::Tanh(),
+                              torch::nn::Linear(16, 2));
+  plain->to(world.device());
+  const auto ours = net->parameters(), theirs = plain->parameters();
+  const auto x = torch::full({4, 8}, 0.1 * (world.rank() + 1), world.device());
+  for (int step = 0; step < 3; ++step) {
+    torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < ours.size(); ++i) theirs[i].copy_(ours[i]);
+    {
+      torch::AutoGradMode with_grad(true);
+      model(x).square().sum().backward();
+      plain->forward(x).square().sum().backward();
+    }
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      require(ours[i].grad().device() == world.device(), "gradients are where the model went");
+      require(same_on_all(world, ours[i].grad()), "gradients after a move");
+      world.all_reduce(theirs[i].grad(), lockstep::ReduceOp::kAvg).wait();
+      require(at::allclose(ours[i].grad(), theirs[i].grad(), 1e-4, 1e-6), "their mean");
+      ours[i].sub_(ours[i].grad(), 0.01);
+    }
+    net->zero_grad();
+    plain->zero_grad();
+  }
+  model.verify_replicas();
+  said(world, "a model that is moved to the GPU after wrapping");
+}
+
+// gpu_test.py looks for the line.
+void memory_line(World& world) {
+  const auto gib = torch::empty({1 << 30}, torch::dtype(torch::kByte).device(world.device()));
+  lockstep::log_gpu_memory(std::chrono::milliseconds(0));
+  said(world, "log_gpu_memory() with a tensor of 1 GiB");
+}
+
 void sync_batch_norm(World& world) {
   torch::manual_seed(3);
   const auto whole = (torch::randn({2 * world.size(), 4, 5}) * 2 + 3).set_requires_grad(true);
@@ -475,6 +515,8 @@ int main(int argc, char** argv) {
     train_gpt(world, false);
     train_gpt(world, true);
     unused_and_mixed_devices(world);
+    moved_after_wrapping(world);
+    memory_line(world);
     sync_batch_norm(world);
     join_and_hooks(world);
     sharded_optimizer(world, torch::kFloat);

@@ -76,8 +76,9 @@ def gpus():
 class Run:
     """One configuration in a folder of its own, started, ended and looked at."""
 
-    def __init__(self, place, config, flags=(), ranks=0):
+    def __init__(self, place, config, flags=(), ranks=0, device=DEVICE):
         self.place, self.flags, self.ranks = pathlib.Path(place), list(flags), ranks
+        self.device = device
         self.place.mkdir(parents=True)
         self.config = self.place / "train.yaml"
         self.config.write_text(config)
@@ -89,7 +90,7 @@ class Run:
         return ranked(self.ranks, train) if self.ranks else train
 
     def environment(self):
-        env = train_case.environment(LOCKSTEP_DEVICE=DEVICE, LOCKSTEP_HALF_ON_CPU="1")
+        env = train_case.environment(LOCKSTEP_DEVICE=self.device, LOCKSTEP_HALF_ON_CPU="1")
         if self.ranks and ON_GPU:
             env.update({"LOCKSTEP_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo",
                         "LOCKSTEP_BACKEND": "nccl"})
@@ -319,6 +320,28 @@ def two_ranks(place):
     return "resumed: the same bits; a stop signal is 143 and a checkpoint"
 
 
+def other_device(place):
+    """A checkpoint of the GPU is resumed on the CPU, and one of the CPU on the GPU."""
+    flags = ["--max_steps", "20", "--save_steps", "10"]
+    for there, here in ((DEVICE, "cpu"), ("cpu", DEVICE)):
+        name = f"{there} to {here}".replace(":", "")
+        whole = Run(place / f"{name} whole", MLP, flags, device=there).train()
+        expect("0.cuda" in names_in(whole.newest() / "rng_state.safetensors") or there == "cpu",
+               "the first part is not of a GPU")
+        moved = Run(place / f"{name} moved", MLP, flags, device=here)
+        copy_until(whole.output, moved.output, 10)
+        moved.train("--resume", "auto")
+        expect(checkpoints(moved.output)[-1] == 20, str(checkpoints(moved.output)))
+        on_gpu = "0.cuda" in names_in(moved.newest() / "rng_state.safetensors")
+        expect(on_gpu == (here != "cpu"), f"{name}: resumed on the wrong device")
+        by_step = losses(moved.output)
+        expect(sorted(by_step) == list(range(1, 21)), f"{name}: a step is not logged")
+        expect(all(math.isfinite(loss) for loss in by_step.values()), "a loss is not finite")
+        # Dropout draws from another generator from there on.
+        expect(by_step != losses(whole.output), f"{name}: the losses of one device")
+    return "resumed on the CPU, and one of the CPU on the GPU"
+
+
 def program(ranks):
     def check(place):
         args = [str(train_case.BIN / "tests" / "gpu_train"), str(place / "folder")]
@@ -362,7 +385,8 @@ def main():
         checks += [("tiny GPT in fp32", fp32), ("MLP with dropout", dropout),
                    ("two ranks of lockstep train", two_ranks)]
     if ON_GPU:
-        checks += [("tiny GPT on a GPU and the CPU", split), ("tiny GPT, captured", captured),
+        checks += [("resumed on another device", other_device),
+                   ("tiny GPT on a GPU and the CPU", split), ("tiny GPT, captured", captured),
                    ("tiny GPT, captured with accumulation and ranks", captured_windows)]
     checks += [("Trainer's parts, two ranks", program(2))]
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
