@@ -100,6 +100,29 @@ TEST_P(DdpAtSize, AveragesLikeOneAllReducePerParameter) {
   });
 }
 
+TEST(Ddp, OverASubWorldAveragesWithinIt) {
+  run_threads(4, [](World& world) {
+    const int stage = world.rank() % 2;
+    std::optional<World> half = world.split(stage);
+    const auto make = [&] {  // another model on each half
+      std::lock_guard<std::mutex> lock(build_mutex);
+      torch::manual_seed(stage);
+      return torch::nn::Linear(6, 3 + stage);
+    };
+    torch::nn::Linear net = make(), plain = make();
+    DistributedDataParallel model{net, *half, {.force_reducer = true}};
+    for (int step = 0; step < 3; ++step) {
+      model(batch_of(world.rank(), step)).square().mean().backward();
+      plain(batch_of(world.rank(), step)).square().mean().backward();
+      testing::average_gradients(*half, plain->parameters());
+      expect_close(gradients_of(*net), gradients_of(*plain));
+      net->zero_grad();
+      plain->zero_grad();
+      model.verify_replicas();
+    }
+  });
+}
+
 TEST(Ddp, RawModuleSynchronisesAndNoSyncWorksAfterForward) {
   run_threads(2, [](World& world) {
     Net net = locked_net();
