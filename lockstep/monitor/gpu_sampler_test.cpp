@@ -258,6 +258,15 @@ TEST_F(GpuSamplerTest, TheLogLineHasItsOwnInterval) {
   const std::string lines = testing::internal::GetCapturedStderr();
   EXPECT_THAT(lines, HasSubstr("[gpu] 0: 97 %, "));
   EXPECT_EQ(lines.find("0: 97 %"), lines.rfind("0: 97 %"));
+  options.log_interval = 1ms;
+  testing::internal::CaptureStderr();
+  {
+    const GpuSampler sampler(options);
+    ASSERT_TRUE(sampler.wait_for_samples(10, kLong));
+  }
+  const std::string again = testing::internal::GetCapturedStderr();
+  EXPECT_NE(again.find("0: 97 %"), again.rfind("0: 97 %"));
+  EXPECT_EQ(GpuSamplerOptions{}.interval, 1s);
 }
 
 TEST_F(GpuSamplerTest, ManyReadersAtOnce) {

@@ -149,6 +149,21 @@ TEST(TrainerRecord, CanBeSwitchedOffAndAFolderInTheWayStopsNobody) {
   EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("without a record"));
 }
 
+// Losses stay on the device between two lines of the log.
+TEST(TrainerRecord, TheHostReadsWhatIsLogged) {
+  const auto syncs = [](double logging_steps) {
+    io::TemporaryDirectory dir;
+    auto a = arguments(dir.path());
+    a.max_steps = 20;
+    a.logging_steps = logging_steps;
+    Trainer(World{}, task_for(network(), dataset(64, 1)), a).train();
+    return total(monitor::read_run(dir.path()).ranks.at(0), Counter::kHostSyncs);
+  };
+  const std::uint64_t once = syncs(20), each_step = syncs(1);
+  EXPECT_LT(once, 20u) << "a read in every step";
+  EXPECT_GE(each_step, once + 19);
+}
+
 // ---------------------------------------------------------------- waits
 
 struct Said {
