@@ -81,6 +81,7 @@ class DpVsDdp(Case):
         self.assertAlmostEqual(ddp["dp_times_this"], sum(ratios) / 2)
         self.assertEqual(rows[0]["DP / this"], "1.000")
         self.assertIn("copies all weights to the replicas", result.stdout)
+        self.assertIn("batch 8 of 3x4x4, Adam", result.stdout)
 
     def test_three_replicas_agree_within_rounding(self):
         result, _, document = self.passes("dp-vs-ddp", "--device", "cpu", "--image_size", "4",

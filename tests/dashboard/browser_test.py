@@ -60,6 +60,9 @@ class Page(DashboardCase):
                          (self.server.token, True, "Strict"))
         for text in ("Rank 0", "Rank 1", "73 %", "58.0 GiB", "all_reduce #90"):
             self.assertIn(text, self.page.value(TABLE))
+        for row, power in enumerate(("GPU 0, 612 W", "GPU 1, 603 W")):
+            self.assertIn(power, self.page.value(
+                f"document.querySelectorAll('#ranks tr')[{row}].innerText"))
         self.assertIn("loader-bound", self.page.value("document.body.innerText"))
         self.assertIn("about 24 %", self.page.value("document.body.innerText"))
         self.assertEqual(self.page.value("document.querySelectorAll('#charts .curve').length"), 3)

@@ -19,8 +19,8 @@ class Peers(unittest.TestCase):
         done = run([HELLO])
         self.assertEqual(done.code, 0, done.text())
         self.assertEqual(hello_lines(done.out), [(0, 1, 0, "cpu", "single")], done.text())
-        self.assertIn("[world] WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 device=cpu backend=single (alone; ",
-                      done.err)
+        self.assertRegex(done.err, r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} info \[world\] "
+                         r"WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 device=cpu backend=single \(alone; ")
 
     def test_lockstep_run(self):
         done = run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2", HELLO])
