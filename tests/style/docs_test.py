@@ -19,6 +19,8 @@ import tree
 from tree import CPP, Violation
 
 SEED_ROWS = {"000-": 23, "001-": 27, "002-": 41, "003-": 35, "004-": 21, "C": 22}
+NAMES_A_TEST = re.compile(r"`[^`]*(?:_test\.|tests/|check_readme|check_diff)[^`]*`")
+LATER = re.compile(r"(?:fully_shard|pipeline|FP8).*not yet")
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md",
              "python/README.md")
 # What a path in a document may begin with. Other text with a slash is ignored.
@@ -150,7 +152,7 @@ def check_variables(root):
 
 
 def check_seed_map(root):
-    """One line per row, and each says where the thing is or that it is not yet."""
+    """One line per row, and each names a test, unless it is of a part that is left for later."""
     path = "docs/seed_map.md"
     rows = {}
     for number, line in enumerate(tree.read(root, path).split("\n"), 1):
@@ -164,9 +166,8 @@ def check_seed_map(root):
             if row not in rows:
                 yield Violation(path, 1, "seed-row", f"{row} is missing")
     for row, (number, text) in rows.items():
-        if "`" not in text and "not yet" not in text:
-            yield Violation(path, number, "seed-row",
-                            f"{row} names no header, command or test and does not say 'not yet'")
+        if not NAMES_A_TEST.search(text) and not LATER.search(text):
+            yield Violation(path, number, "seed-row", f"{row} names no test")
 
 
 def check(root):
@@ -206,8 +207,8 @@ def run_commands(root):
 
 
 def good_project():
-    seed_map = "".join(f"| {prefix}{i} | x | `dev` |\n" for prefix, count in SEED_ROWS.items()
-                       for i in range(1, count + 1))
+    seed_map = "".join(f"| {prefix}{i} | x | `lockstep/core/a_test.cpp` |\n"
+                       for prefix, count in SEED_ROWS.items() for i in range(1, count + 1))
     return {
         "README.md": "`./dev test`\n\n```cpp\nint main() {}\n```\n",
         "examples/readme/main.cpp": "int main() {}\n",
@@ -229,7 +230,8 @@ def good_project():
 def self_test():
     good = good_project()
     planted = {
-        None: [good],
+        None: [good, good | {"docs/seed_map.md": good["docs/seed_map.md"].replace(
+            "| C7 | x | `lockstep/core/a_test.cpp` |", "| C7 | pipelines, FP8 | not yet |")}],
         "path": [good | {"CONTRIBUTING.md": "See `lockstep/core/b.h`.\n"},
                  good | {"docs/a.md": "`tests/style/*_test.py`\n"}],
         "link": [good | {"docs/a.md": "[x](nowhere.md)\n"}],
@@ -246,8 +248,9 @@ def self_test():
                      good | {"docs/environment.md":
                              good["docs/environment.md"].replace("LOCKSTEP_LOG", "LOCKSTEP_LOGS")}],
         "seed-row": [good | {"docs/seed_map.md": good["docs/seed_map.md"].replace("002-41", "x")},
-                     good | {"docs/seed_map.md": good["docs/seed_map.md"].replace(
-                         "| C7 | x | `dev` |", "| C7 | x | somehow |")}],
+                     *(good | {"docs/seed_map.md": good["docs/seed_map.md"].replace(
+                         "| C7 | x | `lockstep/core/a_test.cpp` |", f"| C7 | x | {text} |")}
+                       for text in ("somehow", "not yet", "`lockstep/core/a.h`", "a_test.cpp"))],
         "changelog": [good | {"CHANGELOG.md": "# 1.0\n"}],
     }
     return tree.expect_planted("docs", check, planted)
