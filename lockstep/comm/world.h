@@ -74,9 +74,10 @@ class World {
   Work recv(at::Tensor tensor, int peer);
   Work batch_isend_irecv(std::vector<P2p> messages);
 
-  // On a GPU, for whoever launches CUDA graphs with collectives in them. recording(): what is started
-  // on the device now goes into a graph. after_stream(): ends when the current stream has come to
-  // it; so a graph has a deadline and a line in the ledger, as a collective has. All ranks call it.
+  // On a GPU, for whoever launches CUDA graphs with collectives in them. recording(): what is
+  // started on the device now goes into a graph. after_stream(): ends when the current stream has
+  // come to it; so a graph has a deadline and a line in the ledger, as a collective has. All ranks
+  // call it.
   bool recording() const;
   Work after_stream(const char* name);
 

@@ -173,7 +173,7 @@ void ReducerImpl::start_pass() {
 // with it the flag that announces a changed model, would not be exchanged again.
 void ReducerImpl::check_recordable() {
   const char* reason = nullptr;
-  if (change_.look()) reason = "the model was changed since the last backward";
+  if (change_.look()) reason = "the model was changed since the last synchronised backward";
   if (world_.size() > 1 && !may_record_)
     reason = "whoever records it does not know of the other ranks (CapturedStepOptions::reducer)";
   const auto sparse = [](const ModelParameter& p) { return p.sparse; };
@@ -548,6 +548,13 @@ void Reducer::set_sync(bool on) {
 }
 std::uint64_t Reducer::layout() const {
   return impl_->layout_;
+}
+
+bool Reducer::settled() const {
+  const parallel::ReducerImpl& impl = *impl_;
+  if (impl.passive_) return true;
+  const bool replans = !impl.rebuilt_ && impl.overlap_ && !impl.options_.find_unused_parameters;
+  return !replans && !impl.pass_.learns() && !impl.change_.changed();
 }
 
 void Reducer::count_replayed(bool synchronised) {

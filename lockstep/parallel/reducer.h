@@ -52,9 +52,11 @@ class Reducer {
   void verify_parameters();
   void verify_buffers();
 
-  // For CapturedStep. layout() is another number whenever gradients have been laid out again.
-  // A backward that a CUDA graph has replayed counts in the ledger, as if it had run.
+  // For CapturedStep. layout() is another number whenever gradients have been laid out again;
+  // until settled(), the next synchronised backward does that. A backward that a CUDA graph has
+  // replayed counts in the ledger, as if it had run.
   std::uint64_t layout() const;
+  bool settled() const;
   void count_replayed(bool synchronised);
 
   const StepTiming& last_timing() const;

@@ -213,7 +213,8 @@ struct CapturedStep::Impl {
     if (entry != nullptr && entry->graph && is_of_here(*entry)) {
       mine = Choice::kReplay;
     } else if (entry != nullptr && entry->runs >= options.warmup_steps &&
-               entry->recordings < kMaxRecordings) {
+               entry->recordings < kMaxRecordings &&
+               (options.reducer == nullptr || options.reducer->settled())) {
       mine = Choice::kRecord;
     }
     if (!shared()) return mine;

@@ -63,8 +63,8 @@ void silence_watchdog() {
         "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_PROPAGATE_ERROR",
         "TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN"})
     ::setenv(name, "0", 1);
-  // With it, ranks meet inside NCCL while a graph is recorded, and one that cannot record would leave
-  // the others there. Whoever wants it sets it.
+  // With it, ranks wait for each other inside NCCL while a graph is recorded, and one that cannot
+  // record would leave the others there. Whoever wants it sets it.
   ::setenv("NCCL_GRAPH_REGISTER", "0", 0);
 }
 
