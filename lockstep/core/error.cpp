@@ -1,5 +1,9 @@
 #include "lockstep/core/error.h"
 
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 namespace lockstep {
@@ -14,11 +18,34 @@ std::string with_cause(std::string_view text, const char* cause) {
   return fmt::format("{}: {}{}", text.substr(0, end), cause, text.substr(end));
 }
 
+// The same for every call that needs a descriptor, so it is said here.
+std::string with_limit_of_files(std::string_view text) {
+  rlimit limit{};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  const auto number = [](rlim_t value) { return static_cast<unsigned long long>(value); };
+  std::string result = with_cause(
+      text, fmt::format("{} (at most {})", std::strerror(EMFILE), number(limit.rlim_cur)).c_str());
+  if (text.find("ulimit -n") != text.npos) return result;
+  constexpr rlim_t kUsual = 1024;
+  if (!result.ends_with('.')) result += '.';
+  result += fmt::format(" Raise the limit with `ulimit -n {}`",
+                        std::max(kUsual, std::min(limit.rlim_max, 4 * limit.rlim_cur)));
+  if (limit.rlim_max < kUsual)
+    result += fmt::format(
+        "; its hard limit is {}, which only root, the container or the service can raise",
+        number(limit.rlim_max));
+  return result + '.';
+}
+
+std::string description(std::string_view text, int error_number) {
+  return error_number == EMFILE ? with_limit_of_files(text)
+                                : with_cause(text, std::strerror(error_number));
+}
+
 }  // namespace
 
 SystemError::SystemError(std::string_view component, std::string_view text, int error_number)
-    : Error(component, with_cause(text, std::strerror(error_number))),
-      error_number_(error_number) {}
+    : Error(component, description(text, error_number)), error_number_(error_number) {}
 
 SystemError SystemError::described(std::string_view component, std::string_view text,
                                    int error_number) {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <filesystem>
@@ -54,6 +55,10 @@ std::string_view shown(std::string_view line) {
   return line.substr(0, kLineBytes);
 }
 
+std::string& unfinished_of(std::array<std::string, 2>& lines, launch::OutputKind kind) {
+  return lines[kind == launch::OutputKind::kOut ? 0 : 1];
+}
+
 void add_line(std::deque<std::string>& log, std::string_view line) {
   log.emplace_back(shown(line));
   if (log.size() > kLogLines) log.pop_front();
@@ -96,6 +101,8 @@ bool same_folder(const std::string& a, const std::string& b) {
 struct Tracked {
   launch::RankStarted started;
   LiveRank shown;
+  // What stands below the log: a line of stdout and one of stderr that have not ended.
+  std::array<std::string, 2> unfinished{};
   Clock::time_point began = Clock::now();
   std::optional<ledger::Totals> end_totals{};  // when it ended
   bool closed = false;                         // its last interval is there
@@ -383,7 +390,9 @@ monitor::RunRecord LiveRun::State::record() const {
 // ---------------------------------------------------------------- LiveRun
 
 LiveRun::LiveRun(LiveRunOptions options)
-    : options_(std::move(options)), state_(std::make_shared<State>(options_)) {
+    : not_started_(std::move(options.companions)),
+      options_(std::move(options)),
+      state_(std::make_shared<State>(options_)) {
   if (!options_.record_dir.empty()) const RecordWriter writer(options_.record_dir, 0);
 }
 
@@ -404,6 +413,10 @@ void LiveRun::stop() {
   } else {
     state_->thread.detach();
   }
+}
+
+void LiveRun::left_behind() {
+  not_started_.clear();
 }
 
 void LiveRun::run_started(const launch::LaunchPlan& plan) {
@@ -430,7 +443,7 @@ void LiveRun::run_started(const launch::LaunchPlan& plan) {
     const SignalsBlocked blocked;
     state_->thread = std::thread([state = state_] { state->work(); });
   }
-  for (const Companion& start : options_.companions) companions_.push_back(start(*this));
+  for (const Companion& start : not_started_) companions_.push_back(start(*this));
 }
 
 void LiveRun::attempt_started(const launch::AttemptStarted& attempt) {
@@ -453,10 +466,22 @@ void LiveRun::rank_started(const launch::RankStarted& rank) {
   state_->ranks.insert_or_assign(rank.rank, std::move(tracked));
 }
 
-void LiveRun::output_line(int rank, launch::OutputKind, std::string_view line) {
+void LiveRun::output_line(int rank, launch::OutputKind kind, std::string_view line) {
   const std::lock_guard lock(state_->mutex);
   const auto found = state_->ranks.find(rank);
-  if (found != state_->ranks.end()) add_line(found->second.shown.log, line);
+  if (found == state_->ranks.end()) return;
+  unfinished_of(found->second.unfinished, kind).clear();
+  add_line(found->second.shown.log, line);
+}
+
+void LiveRun::output_progress(int rank, launch::OutputKind kind, std::string_view line) {
+  const std::lock_guard lock(state_->mutex);
+  const auto found = state_->ranks.find(rank);
+  if (found == state_->ranks.end()) return;
+  const std::string_view text = shown(line);
+  // A bar that was wiped with blanks is no line.
+  const bool blank = text.find_first_not_of(' ') == text.npos;
+  unfinished_of(found->second.unfinished, kind) = blank ? std::string_view() : text;
 }
 
 void LiveRun::rank_ended(const launch::RankEnded& rank) {
@@ -504,6 +529,8 @@ LiveView LiveRun::view() const {
     copy = state_->view;
     for (const auto& [rank, tracked] : state_->ranks) {
       copy.ranks.push_back(tracked.shown);
+      for (const std::string& line : tracked.unfinished)
+        if (!line.empty()) add_line(copy.ranks.back().log, line);
       started.push_back(tracked.started);
     }
   }

@@ -53,10 +53,12 @@ class LiveRun : public launch::RunObserver {
   // All ranks of this host run, none of them stopped by a signal.
   bool ready() const;
 
+  void left_behind() override;
   void run_started(const launch::LaunchPlan& plan) override;
   void attempt_started(const launch::AttemptStarted& attempt) override;
   void rank_started(const launch::RankStarted& rank) override;
   void output_line(int rank, launch::OutputKind kind, std::string_view line) override;
+  void output_progress(int rank, launch::OutputKind kind, std::string_view line) override;
   void rank_ended(const launch::RankEnded& rank) override;
   void attempt_ended(int attempt) override;
   std::vector<std::string> tick() override;
@@ -66,6 +68,7 @@ class LiveRun : public launch::RunObserver {
   struct State;
   void stop();
 
+  std::vector<Companion> not_started_;  // taken out of the options, so that nobody else has them
   const LiveRunOptions options_;
   std::shared_ptr<State> state_;
   std::vector<std::shared_ptr<void>> companions_;

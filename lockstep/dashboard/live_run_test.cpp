@@ -478,6 +478,32 @@ std::string state_of(const LiveRun& run, std::size_t rank) {
   return view.ranks.size() > rank ? name(view.ranks[rank].status) : "missing";
 }
 
+TEST(LiveRun, AProgressBarStandsBelowTheLogUntilItEnds) {
+  using launch::OutputKind;
+  LiveRun run(without_gpus());
+  run.run_started(plan_of_two());
+  run.attempt_started({.attempt = 0, .world_size = 2, .local_ranks = 2});
+  run.rank_started({.rank = 0});
+  const auto log = [&run] { return run.view().ranks.at(0).log; };
+  run.output_progress(0, OutputKind::kErr, "10 %");
+  run.output_progress(0, OutputKind::kErr, "20 %\r");
+  EXPECT_THAT(log(), ElementsAre("20 %"));
+  run.output_line(0, OutputKind::kOut, "loss 3");
+  run.output_progress(0, OutputKind::kErr, "30 %");
+  EXPECT_THAT(log(), ElementsAre("loss 3", "30 %"));
+  run.output_progress(0, OutputKind::kOut, "eval 1");
+  EXPECT_THAT(log(), ElementsAre("loss 3", "eval 1", "30 %"));
+  run.output_progress(0, OutputKind::kErr, "\r     \r");
+  EXPECT_THAT(log(), ElementsAre("loss 3", "eval 1"));
+  run.output_line(0, OutputKind::kOut, "eval 2");
+  EXPECT_THAT(log(), ElementsAre("loss 3", "eval 2"));
+  for (int i = 0; i < 60; ++i) run.output_line(0, OutputKind::kOut, "line");
+  run.output_progress(0, OutputKind::kErr, std::string(4096, 'x'));
+  EXPECT_EQ(log().size(), 50u);
+  EXPECT_EQ(log().back(), std::string(500, 'x'));
+  run.output_progress(7, OutputKind::kErr, "of nobody");
+}
+
 TEST(LiveRun, GrowsWithItsRanksAndShowsTheirEnds) {
   std::atomic<int> asked{0};
   LiveRunOptions options = without_gpus();

@@ -133,6 +133,7 @@ void OutputStream::take_lines(std::string_view data) {
   if (back != std::string::npos && back > 0) {
     put(std::string_view(partial_).substr(0, back), false);
     partial_.erase(0, back);
+    show_progress();
   }
   if (partial_.empty()) {
     loop_.cancel(silence_timer_);
@@ -153,6 +154,7 @@ void OutputStream::on_silence() {
   }
   put(partial_, false);
   partial_.clear();
+  show_progress();
 }
 
 void OutputStream::put(std::string_view text, bool ends_line) {
@@ -184,6 +186,16 @@ void OutputStream::take_line() {
   match_filters(whole_line_);
   if (options_.route.on_line) options_.route.on_line(whole_line_);
   whole_line_.clear();
+}
+
+void OutputStream::show_progress() {
+  if (!options_.route.on_progress || whole_line_.empty()) return;
+  std::string_view text = whole_line_;
+  text = text.substr(0, text.find_last_not_of('\r') + 1);
+  const std::size_t start = text.rfind('\r') + 1;  // 0 without any
+  options_.route.on_progress(text.substr(start, kShortBytes));
+  // What was drawn over is gone, unless a filter has yet to see it.
+  if (options_.route.filters.empty()) whole_line_.erase(0, start);
 }
 
 void OutputStream::match_filters(std::string_view line) {

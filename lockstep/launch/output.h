@@ -37,6 +37,9 @@ struct StreamRoute {
   std::string filtered_prefix;       // many ranks share that file
   // Gets every line, unless the stream is a file that the rank writes itself.
   std::function<void(std::string_view)> on_line = {};
+  // Gets what a line that has not ended shows so far: a progress bar, which may never end. The next
+  // call for the stream, of either function, replaces it.
+  std::function<void(std::string_view)> on_progress = {};
 
   bool direct() const { return !file.empty() && !console && filters.empty(); }
 };
@@ -84,6 +87,7 @@ class OutputStream {
   void append_to_file(std::string_view data);
   bool wants_lines() const;
   void take_line();
+  void show_progress();
   void match_filters(std::string_view line);
   void on_silence();
   void pause();

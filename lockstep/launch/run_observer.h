@@ -6,10 +6,11 @@
 //   };
 //   return supervise(plan, &endings);
 //
-// Every function is called by the supervisor's one thread, in the supervising process, which is a
-// fork of the caller (supervisor_guard.h): threads are started in run_started(), and nothing that
-// is noted reaches the caller's own copy. A function must return at once. An exception ends the
-// observation, not the run: it is reported and the observer is not called again.
+// Every function but left_behind() is called by the supervisor's one thread, in the supervising
+// process, which is a fork of the caller (supervisor_guard.h): threads are started in
+// run_started(), and nothing that is noted reaches the caller's own copy. A function must return at
+// once. An exception ends the observation, not the run: it is reported and the observer is not
+// called again.
 #pragma once
 
 #include <sys/types.h>
@@ -62,10 +63,16 @@ class RunObserver {
  public:
   virtual ~RunObserver() = default;
 
+  // In the caller's process, once the supervising one has been forked off: to release what only
+  // that one uses, such as a socket that would stay open after its end.
+  virtual void left_behind() {}
   virtual void run_started(const LaunchPlan&) {}
   virtual void attempt_started(const AttemptStarted&) {}
   virtual void rank_started(const RankStarted&) {}
   virtual void output_line(int /*rank*/, OutputKind, std::string_view /*line*/) {}
+  // The newest state of a line that has not ended, at most 4 KiB of it; the next of its stream,
+  // ended or not, replaces it. Of a line that returned to its beginning, only what came after.
+  virtual void output_progress(int /*rank*/, OutputKind, std::string_view /*line*/) {}
   virtual void rank_ended(const RankEnded&) {}
   virtual void attempt_ended(int /*attempt*/) {}
   // A few times a second: what is to be printed on the launcher's stderr.

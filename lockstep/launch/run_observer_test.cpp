@@ -37,8 +37,13 @@ class Notes : public RunObserver {
                      fs::path(rank.err_file).filename().string()));
   }
   void output_line(int rank, OutputKind kind, std::string_view line) override {
-    note(fmt::format("rank {} {}: {}", rank, kind == OutputKind::kOut ? "out" : "err", line));
+    note(fmt::format("rank {} {}: {}", rank, kind == OutputKind::kOut ? "out" : "err",
+                     line.substr(0, 100)));
     if (line == "throw") throw std::runtime_error("an observer's mistake");
+  }
+  void output_progress(int rank, OutputKind, std::string_view line) override {
+    note(fmt::format("rank {} shows: {}", rank, line.substr(0, 40)));
+    if (line.size() > 4096) note("too long");
   }
   void rank_ended(const RankEnded& rank) override {
     note(fmt::format("rank {} {}{}", rank.rank, rank.outcome, rank.failed ? ", failed" : ""));
@@ -104,6 +109,34 @@ TEST_F(RunObserverTest, SeesEveryRankItsLinesAndItsEnd) {
   EXPECT_THAT(notes_, ContainsRegex("attempt 0 ended\nrun ended with 0: \n$"));
   EXPECT_THAT(said_, HasSubstr("the observer's first line\n"));
   EXPECT_THAT(said_, HasSubstr("the observer's last line\n"));
+}
+
+TEST_F(RunObserverTest, SeesALineThatHasNotEndedAsATerminalShowsIt) {
+  plan_.nproc_per_node = 1;
+  plan_.local_ranks_filter = {7};  // not on the console
+  // One bar ends with the return, one begins with it; a line without any comes in two parts.
+  EXPECT_EQ(run("for i in 10 20 30; do printf \"$i of 30\\r\"; sleep 0.5; done; printf 'end\\n'; "
+                "for i in 1 2; do printf \"\\rbar $i\" >&2; sleep 0.5; done; "
+                "printf 'load'; sleep 0.5; printf 'ing\\n'; "
+                "printf 'x%.0s' {1..5000}; sleep 6"),
+            0);
+  EXPECT_THAT(notes_, HasSubstr("rank 0 shows: 10 of 30\n"));
+  EXPECT_THAT(notes_, HasSubstr("rank 0 shows: 30 of 30\n"));
+  EXPECT_THAT(notes_, ContainsRegex("rank 0 shows: bar 1\n(.*\n)*rank 0 shows: bar 2\n"));
+  EXPECT_THAT(notes_, HasSubstr("rank 0 shows: load\nrank 0 out: loading\n"));
+  EXPECT_THAT(notes_, HasSubstr("rank 0 shows: xxxxxxxx"));
+  EXPECT_THAT(notes_, Not(HasSubstr("too long")));
+}
+
+// Each return ends what came before it: the launcher holds one state of the bar, not all of them.
+TEST_F(RunObserverTest, ABarThatNeverEndsIsNotHeld) {
+  plan_.nproc_per_node = 1;
+  plan_.local_ranks_filter = {7};  // not on the console
+  EXPECT_EQ(run("yes 'a state of the bar' | head -c 12000000 | tr '\\n' '\\r'"), 0);
+  EXPECT_THAT(notes_, HasSubstr("rank 0 out: a state of the bar\n"));
+  const std::string_view notes = notes_;
+  const std::size_t line = notes.find("rank 0 out: ");
+  EXPECT_EQ(notes.find("rank 0 out: ", line + 1), notes.npos) << "cut where it was too long";
 }
 
 TEST_F(RunObserverTest, SeesAFailureAndTheAttemptAfterIt) {

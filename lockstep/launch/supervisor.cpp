@@ -99,10 +99,12 @@ class LogDirectory {
 
   // The directory, if it holds anything to read; it is preserved then.
   std::string preserve() {
-    std::error_code ignored;
-    for (const auto& entry : fs::recursive_directory_iterator(root_, ignored)) {
-      if (!entry.is_regular_file(ignored) || entry.file_size(ignored) == 0) continue;
-      if (temporary_ && entry.path().extension() != ".log") continue;
+    std::error_code problem;  // of a folder that cannot be read: nothing is found in it
+    for (fs::recursive_directory_iterator at(root_, problem), end; !problem && at != end;
+         at.increment(problem)) {
+      std::error_code ignored;
+      if (!at->is_regular_file(ignored) || at->file_size(ignored) == 0) continue;
+      if (temporary_ && at->path().extension() != ".log") continue;
       preserved_ = true;
       return root_;
     }
@@ -604,10 +606,15 @@ int supervise(const LaunchPlan& plan, RunObserver* observer) {
   std::vector<int> signals = plan.signals_to_handle;
   if (signals.empty()) signals = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
   signals.insert(signals.end(), std::begin(kForwarded), std::end(kForwarded));
-  return run_supervised(std::move(signals), [&](const GuardContext& guard) {
-    Supervisor supervisor(plan, guard, observer);
-    return supervisor.run();
-  });
+  return run_supervised(
+      std::move(signals),
+      [&](const GuardContext& guard) {
+        Supervisor supervisor(plan, guard, observer);
+        return supervisor.run();
+      },
+      [observer] {
+        if (observer != nullptr) observer->left_behind();
+      });
 }
 
 }  // namespace lockstep::launch

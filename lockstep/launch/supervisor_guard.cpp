@@ -183,7 +183,8 @@ bool RankRegistry::contains(pid_t session) const {
 }
 
 int run_supervised(std::vector<int> signals,
-                   const std::function<int(const GuardContext&)>& supervise) {
+                   const std::function<int(const GuardContext&)>& supervise,
+                   const std::function<void()>& left_behind) {
   open_standard_descriptors();
   std::erase_if(signals, [](int number) { return number == SIGHUP && is_ignored(number); });
   const SharedRegistry registry;
@@ -205,6 +206,7 @@ int run_supervised(std::vector<int> signals,
     be_supervisor({lifeline.read.get(), caller.mask(), files, signals, registry.get()}, supervise);
   }
   lifeline.read.reset();
+  left_behind();
   return stay_in_front(supervisor, signal_fd.get(), *registry.get());
 }
 

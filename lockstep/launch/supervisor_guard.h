@@ -10,8 +10,8 @@
 // This is the guard of the ranks turned upside down: it owns them, so it needs no list of process
 // numbers that might have been given to others, and a daemonised grandchild cannot hide from it.
 //
-//   return run_supervised({SIGTERM, SIGINT}, [&](const GuardContext& guard) { return serve(guard);
-//   });
+//   return run_supervised({SIGTERM, SIGINT},
+//                         [&](const GuardContext& guard) { return serve(guard); }, [] {});
 #pragma once
 
 #include <signal.h>
@@ -48,7 +48,9 @@ struct GuardContext {
 // Forks; calls `supervise` in the child with `signals` and SIGCHLD blocked and returns its result
 // in the parent. A SIGHUP that is ignored stays ignored and is dropped from the list. Call it from
 // a process without threads that need these signals; waits as long as the child runs.
+// `left_behind` is called in the parent after the fork.
 int run_supervised(std::vector<int> signals,
-                   const std::function<int(const GuardContext&)>& supervise);
+                   const std::function<int(const GuardContext&)>& supervise,
+                   const std::function<void()>& left_behind);
 
 }  // namespace lockstep::launch

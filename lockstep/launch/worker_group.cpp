@@ -36,6 +36,14 @@ constexpr int kSweepRounds = 100;
 constexpr std::size_t kLastLines = 20;
 constexpr std::size_t kTailLines = 200;  // of which most may be the stack
 
+void make_directories(const std::string& path) {
+  std::error_code problem;
+  std::filesystem::create_directories(path, problem);
+  if (problem)
+    throw SystemError("launch", fmt::format("cannot create the directory {}", path),
+                      problem.value());
+}
+
 double wall_clock() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
@@ -130,7 +138,7 @@ void WorkerGroup::start() {
                       if (log::enabled(log::Level::kInfo)) setup_.console.say(line);
                     }});
   }
-  std::filesystem::create_directories(place_.directory);
+  make_directories(place_.directory);
   const auto open_filtered = [this](const char* name) {
     const std::string path = place_.directory + "/" + name;
     return Fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644));
@@ -201,7 +209,7 @@ void WorkerGroup::start_worker(Worker& worker) {
   const LaunchPlan& plan = setup_.plan;
   const int local_rank = worker.local_rank;
   const std::string directory = fmt::format("{}/{}", place_.directory, local_rank);
-  std::filesystem::create_directories(directory);
+  make_directories(directory);
   worker.error_file = directory + "/error.json";
 
   OutputRoutes routes;
@@ -214,14 +222,17 @@ void WorkerGroup::start_worker(Worker& worker) {
   routes.err.filters = plan.duplicate_stderr_filters;
   routes.err.filtered_fd = filtered_[1].get();
   if (setup_.observed) {
-    const auto pass_on = [this, rank](OutputKind kind) {
-      return [this, rank, kind](std::string_view line) {
+    const auto pass_on = [this, rank](OutputKind kind, auto function) {
+      return [this, rank, kind, function](std::string_view line) {
         setup_.observed.notify(
-            [&](RunObserver& observer) { observer.output_line(rank, kind, line); });
+            [&](RunObserver& observer) { (observer.*function)(rank, kind, line); });
       };
     };
-    routes.out.on_line = pass_on(OutputKind::kOut);
-    routes.err.on_line = pass_on(OutputKind::kErr);
+    for (const OutputKind kind : {OutputKind::kOut, OutputKind::kErr}) {
+      StreamRoute& route = kind == OutputKind::kOut ? routes.out : routes.err;
+      route.on_line = pass_on(kind, &RunObserver::output_line);
+      route.on_progress = pass_on(kind, &RunObserver::output_progress);
+    }
   }
   worker.output = std::make_unique<RankOutput>(setup_.loop, setup_.console, routes);
 
@@ -276,8 +287,8 @@ void WorkerGroup::make_ledger(Worker& worker) const {
     worker.ledger = std::make_shared<ledger::File>(
         ledger::File::create({rank_of(worker), setup_.layout.world_size, place_.attempt}));
   } catch (const SystemError& error) {  // the run needs none
-    setup_.console.say(
-        fmt::format("{} Stalls of rank {} will not be explained.", error.what(), rank_of(worker)));
+    setup_.console.say(fmt::format("[launch] stalls of rank {} will not be explained: {}",
+                                   rank_of(worker), error.what()));
   }
 }
 

@@ -31,6 +31,20 @@ while not (place / "stop").exists() and time.monotonic() < end:
     sum(range(20000))
     time.sleep(0.005)
 '''
+# Draws a progress bar on stderr, beside what the rank does.
+BAR = r'''
+import pathlib, sys, threading, time
+def draw(place=pathlib.Path(sys.argv[1])):
+    while True:
+        try:
+            percent = int((place / "percent").read_text())
+        except (OSError, ValueError):
+            percent = 0
+        sys.stderr.write(f"\r{percent:3d}%|#####")
+        sys.stderr.flush()
+        time.sleep(0.02)
+threading.Thread(target=draw, daemon=True).start()
+'''
 CONFIG = """
 model: {name: mlp, hidden: 32, layers: 2}
 data: {name: random, samples: 4000, features: 12, classes: 5}
@@ -189,6 +203,57 @@ class Dashboard(RunCase):
             held = {os.readlink(fd) for fd in fds.iterdir()}
             self.assertFalse({f"socket:[{inode}]" for inode in ours} & held)
         viewer.close()
+        self.stop()
+        self.assertEqual(run.wait(), 0)
+
+    def test_only_the_process_that_serves_holds_the_socket(self):
+        run = self.start()
+        front = run.process.pid
+        self.eventually(lambda: not self.listeners(front, run.port), "the front lets go of it")
+        (guard,) = pathlib.Path(f"/proc/{front}/task/{front}/children").read_text().split()
+        self.assertEqual(len(self.listeners(guard, run.port)), 1)
+        self.assertEqual(run.request("/healthz", token=False)[0], 200)
+        # The front still waits for what the ranks left when nobody serves any more.
+        os.kill(front, signal.SIGSTOP)
+        os.kill(int(guard), signal.SIGKILL)
+        try:
+            self.eventually(lambda: self.refused(run), "the port is closed")
+        finally:
+            os.kill(front, signal.SIGCONT)
+        self.assertEqual(run.wait(), 137)
+
+    @staticmethod
+    def refused(run):
+        try:
+            run.connect().close()
+        except (ConnectionRefusedError, ConnectionResetError):
+            return True
+        return False
+
+    @staticmethod
+    def listeners(pid, port):
+        """Sockets of the process that listen on the port."""
+        with open("/proc/net/tcp") as f:
+            rows = [line.split() for line in f.readlines()[1:]]
+        inodes = {f"socket:[{row[9]}]" for row in rows
+                  if row[3] == "0A" and int(row[1].split(":")[1], 16) == port}
+        held = {os.readlink(fd) for fd in pathlib.Path(f"/proc/{pid}/fd").iterdir()
+                if fd.is_symlink()}
+        return inodes & held
+
+    def test_a_progress_bar_shows_in_the_log_tail(self):
+        # As tqdm writes it: the return comes first, the newline never.
+        self.script.write_text(BAR + RANK)
+        run = self.start()
+
+        def tail(rank):
+            return run.state()["log"].get(str(rank))
+        for percent in (10, 20, 100):
+            (self.place / "percent").write_text(str(percent))
+            for rank in (0, 1):
+                self.eventually(lambda: tail(rank) == ["line of rank " + str(rank),
+                                                       f"{percent:3d}%|#####"], "the bar")
+        self.assertIn("100%|#####", monitor("--once", run.url).stdout)
         self.stop()
         self.assertEqual(run.wait(), 0)
 

@@ -651,6 +651,21 @@ class Surroundings(Case):
         self.assertEqual(code, 0, err)
         self.assertEqual(out.count("] 200\n"), 100)
 
+    def test_too_few_files_are_named_with_the_remedy(self):
+        enough = 0
+        for limit in range(8, 64):
+            code, _, err = self.bash(2, "true", prefix=(
+                "bash", "-c", f'ulimit -n {limit}; exec "$@"', "bash"))
+            if code == 0:
+                enough = limit
+                break
+            self.assertRegex(err, rf"\[\w+\] cannot .*: Too many open files \(at most {limit}\)\. "
+                             "Raise the limit with `ulimit -n 1024`; its hard limit is "
+                             rf"{limit}, which", f"limit {limit}")
+            self.assertNotIn("filesystem error", err)
+            self.assertNotRegex(err, "(?m)Too many open files$")
+        self.assertGreater(enough, 12)
+
     def test_the_number_of_threads_is_chosen_and_logged_once(self):
         # The first rank to fail ends the other, so it waits until that has spoken.
         process = self.start_bash(2, WAITS + 'k=$TORCHELASTIC_RESTART_COUNT; '
