@@ -41,7 +41,10 @@ class DoctorRun(unittest.TestCase):
         self.record(HEALTHY)
         text = self.doctor("--run", str(self.root), code=0).stdout
         self.assertIn("2 ranks on cpu over shm, sharded fused adamw\n", text)
-        self.assertRegex(text, r"(?m)^   1      500      20\.00 +2\.0 % +30\.0 % +55\.0 %")
+        self.assertRegex(text, r"(?m)^ +1 +500 +20\.0 +2\.0 % +30\.0 % +55\.0 %")
+        # The table that `lockstep run --doctor` ends with.
+        self.assertRegex(text, r"(?m)^ +rank +steps +ms/step +data .* cores +memory +threads +"
+                               r"page faults/s$")
         self.assertRegex(text, r"0\.50 +1\.00 GiB")
         self.assertTrue(text.endswith("healthy: no rule has found anything to change.\n"), text)
         head, row = text.splitlines()[2:4]
@@ -73,7 +76,7 @@ class DoctorRun(unittest.TestCase):
         facts = dict(FACTS, started_unix_s=1e9 + 100)
         (self.root / "monitor" / "run.json").write_text(json.dumps(facts))
         text = self.doctor("--run", str(self.root), code=0).stdout
-        self.assertRegex(text, r"(?m)^   0        0       0\.00")
+        self.assertRegex(text, r"(?m)^ +0 +0 +[0-9.]+ +[0-9.]+ GiB")
         self.assertIn("too few steps to judge the run", text)
 
     def test_too_early(self):

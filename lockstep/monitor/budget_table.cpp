@@ -1,0 +1,112 @@
+#include "lockstep/monitor/budget_table.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace lockstep::monitor {
+namespace {
+
+using ledger::Phase;
+
+constexpr double kGiB = 1u << 30;
+// Shown as 0.0 %.
+constexpr double kNothing = 0.0005;
+
+constexpr Phase kParts[] = {Phase::kData,          Phase::kForward,   Phase::kBackward,
+                            Phase::kCommunication, Phase::kOptimizer, Phase::kEvaluation,
+                            Phase::kLogging,       Phase::kSaving};
+
+// By the device's clock where it is there: a host that only enqueues is fast in every phase.
+double share_of(const Budget& budget, Phase phase) {
+  if (budget.seconds <= 0) return 0;
+  const bool on_device = std::ranges::any_of(budget.device_s, [](double s) { return s > 0; });
+  const bool of_device = phase == Phase::kForward || phase == Phase::kBackward ||
+                         phase == Phase::kCommunication || phase == Phase::kOptimizer;
+  return on_device && of_device ? budget.device_s[ledger::index(phase)] / budget.seconds
+                                : budget.share(phase);
+}
+
+BudgetRow row_of(const RankRecord& rank, double from_unix_s) {
+  BudgetRow row{.rank = rank.rank, .budget = budget_of(rank, 0, from_unix_s)};
+  double rest = row.budget.seconds > 0 ? 1 : 0;
+  for (const Phase phase : kParts) {
+    row.shares.emplace_back(ledger::name(phase), share_of(row.budget, phase));
+    rest -= row.shares.back().second;
+  }
+  row.shares.emplace_back("other", std::max(rest, 0.0));
+  double seconds = 0;
+  for (const Interval& interval : rank.intervals) {
+    if (interval.unix_time_s < from_unix_s) continue;
+    row.resident_bytes = std::max(row.resident_bytes, interval.resident_bytes);
+    row.threads = std::max(row.threads, interval.threads);
+    if (!interval.process || (interval.steps == 0 && row.budget.steps > 0)) continue;
+    row.cores += interval.process->cores * interval.seconds;
+    row.minor_faults_per_s += interval.process->minor_faults_per_s * interval.seconds;
+    seconds += interval.seconds;
+  }
+  if (seconds > 0) {
+    row.cores /= seconds;
+    row.minor_faults_per_s /= seconds;
+  }
+  return row;
+}
+
+// One column of the table, with the text of each rank below its title.
+struct Column {
+  std::string title;
+  std::vector<std::string> cells;
+};
+
+std::string table_text(const std::vector<Column>& columns, std::size_t rows) {
+  std::string text;
+  for (std::size_t row = 0; row <= rows; ++row) {
+    if (row > 0) text += '\n';
+    for (const Column& column : columns) {
+      std::size_t width = column.title.size();
+      for (const std::string& cell : column.cells) width = std::max(width, cell.size());
+      text += fmt::format("  {:>{}}", row == 0 ? column.title : column.cells[row - 1], width);
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
+std::vector<BudgetRow> budget_rows(const RunRecord& run) {
+  std::vector<BudgetRow> rows;
+  for (const RankRecord& rank : run.ranks) rows.push_back(row_of(rank, run.facts.started_unix_s));
+  return rows;
+}
+
+std::string budget_table(const std::vector<BudgetRow>& rows) {
+  std::vector<Column> columns;
+  const auto add = [&](const char* title, auto text) {
+    Column& column = columns.emplace_back(Column{title, {}});
+    for (const BudgetRow& row : rows) column.cells.push_back(text(row));
+  };
+  add("rank", [](const BudgetRow& row) { return std::to_string(row.rank); });
+  add("steps", [](const BudgetRow& row) { return std::to_string(row.budget.steps); });
+  if (std::ranges::any_of(rows, [](const BudgetRow& row) { return row.budget.steps > 0; })) {
+    add("ms/step", [](const BudgetRow& row) {
+      const double ms = 1e3 * row.budget.step_s();
+      return fmt::format("{:.{}f}", ms, ms < 10 ? 2 : 1);
+    });
+    for (std::size_t part = 0; part < rows.front().shares.size(); ++part) {
+      const auto share = [part](const BudgetRow& row) { return row.shares[part].second; };
+      if (std::ranges::any_of(rows, [&](const BudgetRow& row) { return share(row) >= kNothing; }))
+        add(rows.front().shares[part].first,
+            [&](const BudgetRow& row) { return fmt::format("{:.1f} %", 100 * share(row)); });
+    }
+  }
+  add("cores", [](const BudgetRow& row) { return fmt::format("{:.2f}", row.cores); });
+  add("memory", [](const BudgetRow& row) {
+    return fmt::format("{:.2f} GiB", static_cast<double>(row.resident_bytes) / kGiB);
+  });
+  add("threads", [](const BudgetRow& row) { return std::to_string(row.threads); });
+  add("page faults/s",
+      [](const BudgetRow& row) { return fmt::format("{:.0f}", row.minor_faults_per_s); });
+  return table_text(columns, rows.size());
+}
+
+}  // namespace lockstep::monitor

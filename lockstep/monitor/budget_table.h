@@ -1,0 +1,33 @@
+// Where the time of each rank went, as figures and as the table that the doctor prints.
+//
+//   const auto rows = budget_rows(run);
+//   say(budget_table(rows));
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/monitor/run_record.h"
+
+namespace lockstep::monitor {
+
+// Since the run's start (RunFacts::started_unix_s).
+struct BudgetRow {
+  int rank = 0;
+  Budget budget{};
+  // The parts of a step in its order, then "other"; by the device's clock where it is there.
+  std::vector<std::pair<const char*, double>> shares{};
+  double cores = 0;  // mean over the intervals with steps; of all of them where no step was seen
+  double minor_faults_per_s = 0;
+  std::uint64_t resident_bytes = 0;  // most
+  int threads = 0;                   // most
+};
+std::vector<BudgetRow> budget_rows(const RunRecord& run);
+
+// A line of titles and one of each rank, without a line break at the end. Parts that no rank spends
+// time in are left away, and so are all of them where no step was seen.
+std::string budget_table(const std::vector<BudgetRow>& rows);
+
+}  // namespace lockstep::monitor
