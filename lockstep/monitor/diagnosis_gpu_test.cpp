@@ -188,6 +188,62 @@ TEST(Unbalanced, LooksOnlyAtTheGpusOfTheRun) {
   expect_silence(unknown);
 }
 
+// Two ranks on GPUs 3 and 5 of eight.
+RunRecord on_two_of_eight(const GpuReading& third, const GpuReading& fifth, unsigned others = 0) {
+  RunRecord run = on_gpus(0.05);
+  run.facts.gpus_visible = 8;
+  run.gpus = {gpus_of(30, [&](int) {
+    std::vector<GpuReading> gpus(8, reading(others, 0.01, 70));
+    gpus[3] = third;
+    gpus[5] = fifth;
+    return gpus;
+  })};
+  return run;
+}
+
+TEST(Unbalanced, ARunOnTwoOfEightGpusIsJudgedByItsTwo) {
+  expect_silence(on_two_of_eight(reading(92), reading(91)));
+  const Finding memory = only(on_two_of_eight(reading(92, 40), reading(91, 20)), "unbalanced");
+  EXPECT_EQ(memory.cause, "memory");
+  EXPECT_THAT(memory.evidence, HasSubstr("GPU 3 uses 40.0 GiB, GPU 5 20.0 GiB."));
+  EXPECT_EQ(only(on_two_of_eight(reading(92, 40, 600), reading(91, 40, 400)), "unbalanced").cause,
+            "power");
+  // Both ranks on one of them, or one that waits for the other forever.
+  EXPECT_EQ(only(on_two_of_eight(reading(98), reading(0, 0.01, 70)), "unbalanced").cause, "idle");
+  EXPECT_EQ(only(on_two_of_eight(reading(98), reading(0, 1, 70)), "unbalanced").cause, "idle");
+  // Somebody else is there as well, and who has which is not known.
+  RunRecord shared = on_two_of_eight(reading(92, 40), reading(91, 20));
+  for (GpuSample& sample : shared.gpus[0].samples) sample.gpus[6] = reading(50, 10);
+  expect_silence(shared);
+}
+
+TEST(MicroBatch, IsSeenOnTwoOfEightGpus) {
+  EXPECT_EQ(only(on_two_of_eight(reading(50), reading(50)), "micro-batch-too-small").cause,
+            "launch");
+}
+
+TEST(NotLaunched, CountsTheGpusThatTakeTurns) {
+  RunRecord run = alone(8);
+  run.gpus = {gpus_of(30, [](int i) {
+    std::vector<GpuReading> gpus(8, reading(0, 0.01, 70));
+    gpus[static_cast<std::size_t>(2 + i % 2)] = reading(100);
+    gpus[static_cast<std::size_t>(3 - i % 2)] = reading(0);
+    return gpus;
+  })};
+  const Finding finding = only(run, "not-launched");
+  EXPECT_EQ(finding.cause, "alternating");
+  EXPECT_THAT(finding.evidence, HasSubstr("one of 2 GPUs had all the work"));
+  EXPECT_THAT(finding.remedy, HasSubstr("--nproc-per-node=2 ./train"));
+  EXPECT_DOUBLE_EQ(finding.gain, 0.5);
+  // One process that uses one of them.
+  run.gpus = {gpus_of(30, [](int) {
+    std::vector<GpuReading> gpus(8, reading(0, 0.01, 70));
+    gpus[0] = reading(100);
+    return gpus;
+  })};
+  EXPECT_EQ(only(run, "not-launched").cause, "one-process");
+}
+
 TEST(Float32, WhereBf16Serves) {
   RunRecord run = on_gpus(0.05);
   run.gpus = {gpus_of(20, [](int) { return std::vector<GpuReading>{reading(92), reading(91)}; })};
@@ -282,8 +338,14 @@ TEST(MicroBatch, AccumulatesAlthoughLargerOnesFit) {
   };
   const Finding finding = only(filled(15), "accumulation-too-high");
   EXPECT_THAT(finding.remedy, HasSubstr("multiply per_device_train_batch_size by 4"));
+  EXPECT_THAT(finding.remedy, HasSubstr("or set compile_model: true"));
   EXPECT_NEAR(finding.gain, (0.2 - 0.02 - 0.005) * 0.75, 0.001);  // without data and logging
   only(filled(33), "accumulation-too-high");
+  RunRecord captured = filled(33);
+  captured.facts.arguments =
+      map_node({{"bf16", bool_node(true)}, {"compile_model", bool_node(true)}});
+  EXPECT_THAT(only(captured, "accumulation-too-high").remedy,
+              ::testing::Not(HasSubstr("compile_model")));
   expect_silence(filled(35));
 }
 

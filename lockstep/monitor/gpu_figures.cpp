@@ -28,7 +28,7 @@ GpuFigures figures_of(const HostGpus& host, std::size_t index) {
                        static_cast<double>(*gpu.memory_total_bytes));
     if (gpu.clock_reasons && is_throttled(*gpu.clock_reasons)) ++throttled;
   }
-  return {.index = static_cast<int>(index),
+  return {.index = index < host.gpus.size() ? host.gpus[index].index : static_cast<int>(index),
           .utilisation_percent = median_or_nothing(std::move(utilisation)),
           .memory_bytes = median_or_nothing(std::move(memory)),
           .memory_share = median_or_nothing(std::move(filled)),
@@ -44,6 +44,34 @@ std::vector<GpuFigures> gpu_figures(const HostGpus& host) {
   std::vector<GpuFigures> all;
   for (std::size_t i = 0; i < gpus; ++i) all.push_back(figures_of(host, i));
   return all;
+}
+
+HostGpus gpus_in_use(const HostGpus& host) {
+  // A context takes some hundred MiB; a card without one shows a few.
+  constexpr double kContextBytes = 256u << 20;
+  constexpr unsigned kWorkPercent = 10;
+  const auto all = gpu_figures(host);
+  const auto in_use = [&](std::size_t place) {
+    return all[place].memory_bytes.value_or(0) >= kContextBytes ||
+           std::ranges::any_of(host.samples, [&](const GpuSample& sample) {
+             return place < sample.gpus.size() &&
+                    sample.gpus[place].utilisation_percent.value_or(0) >= kWorkPercent;
+           });
+  };
+  HostGpus used{.host = host.host};
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (!in_use(i)) continue;
+    places.push_back(i);
+    used.gpus.push_back(i < host.gpus.size() ? host.gpus[i] : GpuIdentity{});
+    used.gpus.back().index = all[i].index;
+  }
+  for (const GpuSample& sample : host.samples) {
+    GpuSample& own = used.samples.emplace_back(GpuSample{.unix_time_s = sample.unix_time_s});
+    for (const std::size_t place : places)
+      own.gpus.push_back(place < sample.gpus.size() ? sample.gpus[place] : GpuReading{});
+  }
+  return used;
 }
 
 double busy_together_share(const HostGpus& host) {

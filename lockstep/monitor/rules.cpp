@@ -218,8 +218,10 @@ std::int64_t round_up(double value) {
 
 std::vector<GpuFigures> gpus_of_ranks(const View& view, const HostGpus& host) {
   const auto ranks = static_cast<std::size_t>(std::max(view.run.facts.ranks_on_host, 1));
+  if (!on_cuda(view)) return {};
   auto all = gpu_figures(host);
-  if (!on_cuda(view) || all.size() > ranks) all.clear();
+  if (all.size() > ranks) all = gpu_figures(gpus_in_use(host));
+  if (all.size() > ranks) all.clear();
   return all;
 }
 

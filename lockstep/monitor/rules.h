@@ -103,8 +103,9 @@ bool on_cuda(const View& view);
 // 7 -> 10, 23 -> 50: what a person would write, not below the value.
 std::int64_t round_up(double value);
 
-// Those of a host that the run's ranks use, which take them in order. Empty where it is not known
-// which these are: the sampler records all GPUs of a host, also those of others.
+// Those of a host that the run's ranks use, which take them in order. The sampler records all GPUs
+// of a host: of more than there are ranks, those in use. Empty where more are in use than there are
+// ranks: some belong to others, and it is not known which.
 std::vector<GpuFigures> gpus_of_ranks(const View& view, const HostGpus& host);
 std::optional<GpuFigures> gpu_of_rank(const View& view, int rank);
 // Time in which no kernel ran on its GPU although the host waited for nothing: the gaps between

@@ -112,6 +112,13 @@ std::string more_passes_text(const View& view) {
                    : "per_device_train_batch_size to twice its value";
 }
 
+// The other way out for a GPU that waits for its kernels, whatever the batch.
+const char* or_one_graph(const View& view) {
+  return flag_argument(view, "compile_model").value_or(false)
+             ? ""
+             : ", or set compile_model: true, which enqueues a step as one CUDA graph";
+}
+
 // The host cannot enqueue kernels as fast as the device computes them.
 std::optional<Finding> device_waits_for_host(const View& view) {
   std::vector<double> shares;
@@ -140,17 +147,14 @@ std::optional<Finding> device_waits_for_host(const View& view) {
                     passes, 100 * *filled);
     finding.remedy = fmt::format(
         "multiply per_device_train_batch_size by {0:.0f} and divide gradient_accumulation_steps by "
-        "{0:.0f}: the global batch stays.",
-        factor);
+        "{0:.0f}: the global batch stays{1}.",
+        factor, or_one_graph(view));
     finding.gain = idle * (1 - 1 / factor);
     return finding;
   }
   if (idle < kIdleShare) return std::nullopt;
-  finding.remedy =
-      fmt::format("raise {} (the global batch grows with it){}.", more_passes_text(view),
-                  flag_argument(view, "compile_model").value_or(false)
-                      ? ""
-                      : ", or set compile_model: true, which enqueues a step as one CUDA graph");
+  finding.remedy = fmt::format("raise {} (the global batch grows with it){}.",
+                               more_passes_text(view), or_one_graph(view));
   finding.gain = idle / 2;  // twice the work for each kernel that is enqueued
   return finding;
 }

@@ -192,12 +192,12 @@ Finding idle_gpu(const RunFacts& facts, std::size_t used) {
 std::optional<Finding> unbalanced_on(const View& view, const HostGpus& host) {
   const RunFacts& facts = view.run.facts;
   std::vector<GpuFigures> used = gpus_of_ranks(view, host);
-  const std::size_t present = used.size();
   std::erase_if(used, [](const GpuFigures& gpu) {
     return gpu.utilisation_percent.value_or(0) < kIdlePercent;
   });
   const auto ranks = static_cast<std::size_t>(std::max(facts.ranks_on_host, 1));
-  if (!used.empty() && used.size() < ranks && present >= ranks) return idle_gpu(facts, used.size());
+  if (!used.empty() && used.size() < ranks && gpu_figures(host).size() >= ranks)
+    return idle_gpu(facts, used.size());
   if (used.size() < 2) return std::nullopt;
   const Spread memory = spread_of(used, &GpuFigures::memory_bytes);
   if (memory.share(&GpuFigures::memory_bytes) >= kSpread &&
@@ -257,7 +257,8 @@ std::optional<Finding> not_launched(const View& view) {
   const RunFacts& facts = view.run.facts;
   if (facts.device == "cpu") return std::nullopt;
   bool together = false;
-  for (const HostGpus& host : view.gpus) {
+  for (const HostGpus& all : view.gpus) {
+    const HostGpus host = gpus_in_use(all);
     const Turns turns = turns_of(host);
     if (turns.one_at_a_time() && turns.gpus_with_turns() >= 2)
       return alternating(facts, host, turns);
