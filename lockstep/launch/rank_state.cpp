@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
@@ -122,6 +123,24 @@ RankState read_rank_state(pid_t pid, pid_t thread) {
   state.cpu_s = cpu_seconds(pid);
   if (state.state == 'S' || state.state == 'D') state.waits = wait_of(pid, task);
   return state;
+}
+
+bool in_library(pid_t pid, const std::vector<std::uint64_t>& addresses,
+                const std::vector<std::string>& beginnings_of_names) {
+  std::ifstream maps(fmt::format("/proc/{}/maps", pid));
+  for (std::string line; std::getline(maps, line);) {
+    const std::size_t name = line.rfind('/') + 1;  // 0: not of a file
+    if (name == 0 || std::ranges::none_of(beginnings_of_names, [&](const std::string& beginning) {
+          return line.compare(name, beginning.size(), beginning) == 0;
+        }))
+      continue;
+    std::uint64_t first = 0, end = 0;
+    char dash = 0;
+    std::istringstream(line) >> std::hex >> first >> dash >> end;
+    if (std::ranges::any_of(addresses, [&](std::uint64_t at) { return at >= first && at < end; }))
+      return true;
+  }
+  return false;
 }
 
 std::string RankState::text() const {

@@ -8,7 +8,9 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 namespace lockstep::launch {
 
@@ -24,5 +26,8 @@ struct RankState {
 
 RankState read_rank_state(pid_t pid, pid_t thread);
 double cpu_seconds(pid_t pid);  // of all its threads; 0 when it is gone
+// Whether one of the addresses is in a file that the process has mapped under such a name.
+bool in_library(pid_t pid, const std::vector<std::uint64_t>& addresses,
+                const std::vector<std::string>& beginnings_of_names);
 
 }  // namespace lockstep::launch

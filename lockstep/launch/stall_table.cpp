@@ -143,6 +143,13 @@ std::vector<Member> members_of(const std::vector<RankView>& ranks, const std::st
   return members;
 }
 
+// What a rank does by itself for long, without a step or an operation, and well.
+bool waits_for_device(ledger::Phase phase) {
+  using ledger::Phase;
+  return phase != Phase::kStartup && phase != Phase::kData && phase != Phase::kEvaluation &&
+         phase != Phase::kSaving && phase != Phase::kEnded;
+}
+
 // ---------------------------------------------------------------- lines
 
 std::string state_text(const Record& record, std::uint64_t now_ns) {
@@ -271,6 +278,11 @@ std::string reason(const RankView& rank, std::uint64_t now_ns) {
 
 std::string cause_of(const std::vector<RankView>& ranks, const std::vector<int>& behind,
                      const StallInfo& info) {
+  if (behind.empty() && !info.other_hosts && at_one_enqueued_call(ranks))
+    return fmt::format(
+        "All ranks wait in the same operation, {}: the network or a device is stuck, unless the "
+        "devices compute for that long after it.",
+        operation_text(ranks.front().ledger.records.back()));
   if (behind.empty())
     return info.other_hosts ? "All ranks of this host wait in the same call; the one that is "
                               "behind is on another host."
@@ -343,6 +355,31 @@ void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
                           return r.state == State::kReleased && !r.message && lacking(r);
                         });
   }
+}
+
+bool at_one_enqueued_call(const std::vector<RankView>& ranks) {
+  if (ranks.size() < 2) return false;
+  const ledger::Snapshot& first = ranks.front().ledger;
+  return std::all_of(ranks.begin(), ranks.end(), [&](const RankView& rank) {
+    const ledger::Snapshot& seen = rank.ledger;
+    if (seen.pid == 0 || rank.process.stopped() || seen.records.empty()) return false;
+    const Record& last = seen.records.back();
+    const Record& expected = first.records.back();
+    return last.state == State::kReleased && !last.message && last.group.empty() &&
+           last.group == expected.group && last.sequence == expected.sequence &&
+           last.operation == expected.operation && seen.step == first.step &&
+           waits_for_device(seen.phase);
+  });
+}
+
+bool find_stuck_devices(std::vector<RankView>& ranks) {
+  const auto asked = [](const RankView& rank) { return rank.no_stack.empty(); };
+  if (!at_one_enqueued_call(ranks) || std::none_of(ranks.begin(), ranks.end(), asked) ||
+      std::any_of(ranks.begin(), ranks.end(),
+                  [&](const RankView& rank) { return asked(rank) && !rank.in_driver; }))
+    return false;
+  for (RankView& rank : ranks) rank.device_waits = true;
+  return true;
 }
 
 bool RankView::busy() const {
@@ -420,6 +457,7 @@ StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& 
   StallReport report;
   report.behind = ranks_behind(ranks);
   report.cause = cause_of(ranks, report.behind, info);
+  report.sure = !report.behind.empty() || info.other_hosts || !at_one_enqueued_call(ranks);
   report.text = fmt::format(
       "[launch] stall: no rank{} has moved for {:.1f} s (stall time {:.1f} "
       "s). {}",

@@ -2,6 +2,7 @@
 // they do not. Real processes that stall are in tests/ledger.
 #include "lockstep/launch/stall_table.h"
 
+#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -207,6 +208,53 @@ TEST(StallTable, AnEnqueuedOperationKeepsWaitingWhileARankLacksIt) {
   EXPECT_TRUE(ranks[1].waits()) << "rank 0 has not called anything of the world";
 }
 
+// nccl, after the network has broken: the hosts spin in the driver, which looks like work.
+TEST(StallTable, RanksThatSpinInTheDriverAtTheSameCallAreNotBusy) {
+  const auto view = [](int rank) {
+    RankView seen = rank_with(
+        rank, Calls().add("all_reduce", 8).add("all_reduce", 8).open(State::kReleased), 'R');
+    seen.cpu_share = 0.99;
+    seen.ledger.step = 7;
+    seen.in_driver = true;
+    return seen;
+  };
+  const auto stuck = [](std::vector<RankView> ranks) {
+    find_device_waits(ranks, false);
+    return find_stuck_devices(ranks);
+  };
+  std::vector<RankView> ranks = {view(0), view(1), view(2)};
+  find_device_waits(ranks, false);
+  EXPECT_TRUE(ranks[0].busy()) << "by the ledgers alone";
+  EXPECT_TRUE(at_one_enqueued_call(ranks));
+  ASSERT_TRUE(find_stuck_devices(ranks));
+  const StallReport report = describe_stall(ranks, {.quiet_s = 31, .stall_s = 30});
+  EXPECT_THAT(report.behind, IsEmpty());
+  EXPECT_FALSE(report.sure);
+  EXPECT_THAT(report.cause,
+              HasSubstr("All ranks wait in the same operation, #2 all_reduce (Float, 8 B): the "
+                        "network or a device is stuck"));
+  EXPECT_THAT(report.text, Not(HasSubstr("busy")));
+
+  std::vector<RankView> computes = {view(0), view(1), view(2)};
+  computes[1].in_driver = false;
+  EXPECT_FALSE(stuck(computes)) << "rank 1 does something else";
+  computes[1].no_stack = "none, because it did not answer";
+  EXPECT_TRUE(stuck(computes)) << "that says nothing against it";
+  for (RankView& rank : computes) rank.no_stack = "none";
+  EXPECT_FALSE(stuck(computes)) << "nothing is known";
+
+  std::vector<RankView> ahead = {view(0), view(1)};
+  ahead[1].ledger.step = 8;
+  EXPECT_FALSE(stuck(ahead)) << "a step has ended since";
+  std::vector<RankView> evaluates = {view(0), view(1)};
+  evaluates[0].ledger.phase = ledger::Phase::kEvaluation;
+  EXPECT_FALSE(stuck(evaluates)) << "that may take long";
+  std::vector<RankView> behind = {view(0), view(1)};
+  behind[1].ledger.records.pop_back();
+  EXPECT_FALSE(stuck(behind)) << "rank 1 has not called it";
+  EXPECT_FALSE(stuck({view(0)}));
+}
+
 TEST(StallTable, AFailureReportHasThePosition) {
   RankView view = rank_with(3, Calls().add("all_reduce", 5u << 20).open());
   view.ledger.step = 41;
@@ -215,6 +263,15 @@ TEST(StallTable, AFailureReportHasThePosition) {
               ElementsAre("step 41, backward", HasSubstr("operation #1 all_reduce (Float, 5.0 MiB)"
                                                          ": waits for 0.0 s at (none+0x100)")));
   EXPECT_THAT(standing_of({view}, 2, 0), IsEmpty());
+}
+
+TEST(RankState, KnowsTheLibraryOfAnAddress) {
+  const auto in_libc = reinterpret_cast<std::uint64_t>(::dlsym(RTLD_DEFAULT, "getpid"));
+  ASSERT_NE(in_libc, 0u);
+  EXPECT_TRUE(in_library(::getpid(), {0x10, in_libc}, {"libcuda", "libc."}));
+  EXPECT_FALSE(in_library(::getpid(), {0x10, in_libc}, {"libcuda", "libnccl"}));
+  EXPECT_FALSE(in_library(::getpid(), {}, {"libc."}));
+  EXPECT_FALSE(in_library(-1, {in_libc}, {"libc."}));
 }
 
 TEST(RankState, KnowsThisProcess) {

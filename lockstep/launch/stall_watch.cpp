@@ -124,6 +124,7 @@ void StallWatch::look() {
 // Something has moved.
 void StallWatch::rest(Clock::time_point now) {
   said_ = Said::kNothing;
+  said_busy_ = false;
   compared_since_.reset();
   quiet_since_ = now;
 }
@@ -153,19 +154,23 @@ void StallWatch::judge() {
   const bool busy = std::any_of(seen.begin(), seen.end(),
                                 [&](const RankView& view) { return opened(view) && view.busy(); });
   judged_ = Clock::now();
-  if (!waits && !stopped && busy) {
-    compared_since_.reset();
-    if (std::exchange(said_, Said::kBusy) == Said::kBusy) return;
-    const duration<double> quiet = judged_ - quiet_since_;
-    return events_.busy(fmt::format(
-        "[launch] no rank has begun or ended an operation or a step for {:.1f} s; they are busy "
-        "(CPU time grows) and none waits for another.",
-        quiet.count()));
-  }
+  perhaps_busy_ = !waits && !stopped && busy;
+  if (perhaps_busy_ && !at_one_enqueued_call(seen)) return say_busy();
   said_ = Said::kStall;
   for (std::size_t i = 0; i < ranks_.size(); ++i) ask(ranks_[i], seen[i]);
   loop_.cancel(timer_);
   collect(Clock::now() + kStackWait);
+}
+
+void StallWatch::say_busy() {
+  said_ = Said::kBusy;
+  compared_since_.reset();
+  if (std::exchange(said_busy_, true)) return;
+  const duration<double> quiet = judged_ - quiet_since_;
+  events_.busy(fmt::format(
+      "[launch] no rank has begun or ended an operation or a step for {:.1f} s; they are busy "
+      "(CPU time grows) and none waits for another.",
+      quiet.count()));
 }
 
 void StallWatch::ask(Watched& watched, const RankView& view) {
@@ -203,11 +208,15 @@ void StallWatch::report() {
       view.no_stack =
           fmt::format("none, because it did not answer within {} ms", kStackWait.count());
     if (!view.no_stack.empty()) continue;
+    view.in_driver =
+        in_library(process_of(ranks_[i].rank), view.ledger.stack, {"libcuda", "libnccl"});
     view.stack = python_lines(ranks_[i].rank.python_stack);
     if (!view.stack.empty()) continue;
     for (const std::uint64_t frame : view.ledger.stack)
       view.stack.push_back(view.ledger.place(frame));
   }
+  const bool stuck = find_stuck_devices(seen);
+  if (perhaps_busy_ && !stuck) return say_busy();
   const duration<double> stall = stall_time();
   const duration<double> quiet = Clock::now() - quiet_since_;
   events_.stalled(describe_stall(seen, {.quiet_s = quiet.count(),

@@ -4,8 +4,9 @@
 // ends. When no rank of this host has moved for the stall time, which is what the user asked for
 // and at least ten median steps, the ranks are asked for their stacks by a signal, against a
 // deadline, and the report is made from their ledgers and /proc. Where nobody waits for anybody
-// and CPU time grows, the ranks are busy and nothing is wrong. One report per stall: the next one
-// is made only after something has moved.
+// and CPU time grows, the ranks are busy and nothing is wrong, unless all of them are in a CUDA
+// library after the same enqueued operation. One report per stall: the next one is made only after
+// something has moved.
 //
 //   StallWatch watch(loop, {.stall_time = 30s}, {.stalled = print, .busy = print});
 //   watch.add({.rank = 0, .pid = pid, .ledger = &file});
@@ -82,6 +83,7 @@ class StallWatch {
   void ask(Watched& watched, const RankView& view);
   void collect(Clock::time_point until);
   void report();
+  void say_busy();
 
   EventLoop& loop_;
   const StallOptions options_;
@@ -92,6 +94,8 @@ class StallWatch {
   std::optional<Clock::time_point> compared_since_;  // cpu_s is of then
   Clock::time_point judged_;
   Said said_ = Said::kNothing;  // of this quiet
+  bool said_busy_ = false;      // in this quiet
+  bool perhaps_busy_ = false;   // the stacks decide
   EventLoop::TimerId timer_ = 0;
 };
 

@@ -95,6 +95,16 @@ TEST_F(Watch, WhoComputesAfterAnEnqueuedOperationIsBusy) {
   EXPECT_EQ(busy_.size(), 1u);
 }
 
+// Two ranks at the same enqueued call, of which no stack shows that they wait.
+TEST_F(Watch, RanksThatComputeAfterTheSameOperationAreBusy) {
+  watch(milliseconds(200));
+  watch_->add({.rank = 1, .pid = ::getpid(), .ledger = file_});
+  ledger::ended(post(4), ledger::End::kReleased);
+  run_for(milliseconds(2500));
+  EXPECT_TRUE(reports_.empty()) << reports_.front();
+  EXPECT_EQ(busy_.size(), 1u) << "a line for one quiet";
+}
+
 TEST_F(Watch, IgnoresARankWhoseBodyHasReturned) {
   watch(milliseconds(200));
   const ledger::Phase before = ledger::set_phase(ledger::Phase::kEnded);

@@ -307,7 +307,7 @@ void WorkerGroup::on_stall(const StallReport& stall) {
   setup_.console.say(stall.text);
   std::ofstream(place_.directory + "/stall.log", std::ios::app) << stall.text << '\n';
   for (const auto& worker : workers_) save_ledger(*worker);
-  if (setup_.plan.stall_action != StallAction::kStop) return;
+  if (setup_.plan.stall_action != StallAction::kStop || !stall.sure) return;
   if (phase_ != Phase::kRunning || failure_) return;
   const int behind = stall.behind.empty() ? rank_of(*workers_.front()) : stall.behind.front();
   Worker& worker = *workers_.at(static_cast<std::size_t>(behind - setup_.layout.first_rank));

@@ -192,6 +192,26 @@ class Others(LedgerCase):
         self.assertRegex(err, r"\[launch\] no rank has begun or ended an operation or a step for "
                          r"[\d.]+ s; they are busy")
 
+    def test_ranks_that_compute_after_an_enqueued_operation_are_busy(self):
+        code, _, err = self.finish(self.start_peer("enqueued", 0))
+        self.assertEqual(code, 0, err)
+        self.assertNotIn(TITLE, err)
+        self.assertRegex(err, r"they are busy \(CPU time grows\)")
+
+    def test_ranks_that_spin_in_the_driver_after_the_same_operation_are_stuck(self):
+        process = self.start_peer("stuck", 0, "--stall-action=stop", CUDA_LIBRARY=os.path.join(
+            os.path.dirname(BIN), "lib", "fake_cuda", "libcuda.so.1"))
+        text, rows, _ = self.table(process)
+        self.assertIn("All ranks wait in the same operation, #6 all_reduce (Float, 64 B): the "
+                      "network or a device is stuck", text)
+        for rank, row in rows.items():
+            self.assertRegex(row, r"R running +#6 all_reduce .*: enqueued [\d.]+ s ago")
+            self.assertIn("wait_for_device()", stacks(text)[rank])
+        time.sleep(2 * STALL_S)
+        self.assertIsNone(process.poll(), "what may be a long computation is not stopped")
+        _, err = self.end(process)
+        self.assertNotIn("busy", err)
+
     def test_a_healthy_run_says_nothing(self):
         code, _, err = self.finish(self.start_peer("none", 0))
         self.assertEqual(code, 0, err)

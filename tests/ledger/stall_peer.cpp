@@ -1,10 +1,13 @@
 // A small program of several ranks in which one stops taking part: stall_peer KIND RANK.
 //
 // KIND: none, busy, sigstop, loop, fifo (reads the file of $FIFO), skip, swap_worlds, swap, crash;
+// enqueued and stuck, where all ranks have left an operation to a device: they compute, or wait in
+// the CUDA library of $CUDA_LIBRARY;
 // steps N MS prints how long N steps of MS milliseconds took, for the cost of the instruments;
 // train N MS DIR 0|1 does the same with a Trainer, which records into DIR or does not; calls DIR
 // what the parts of the instruments take that cannot be switched off, and a line of the record.
 // Prints "<kind> at <seconds>" (CLOCK_MONOTONIC) when the rank begins to be bad.
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -83,7 +86,21 @@ void burn(std::chrono::milliseconds time) {
   [[maybe_unused]] const auto n = ::read(fd, &byte, 1);
 }
 
+[[gnu::noinline]] void wait_for_device() {
+  void* const library = ::dlopen(std::getenv("CUDA_LIBRARY"), RTLD_NOW);
+  const auto wait = reinterpret_cast<int (*)(void*)>(::dlsym(library, "cuStreamSynchronize"));
+  wait(nullptr);
+  asm volatile("");
+}
+
 namespace {
+
+// As the nccl backend leaves it on the ledger. The number is the one after the common steps.
+void enqueue() {
+  using namespace lockstep;
+  ledger::ended(ledger::post({.name = "all_reduce", .dtype = "Float", .sequence = 6, .bytes = 64}),
+                ledger::End::kReleased);
+}
 
 void be_bad(World& world) {
   const bool bad = world.rank() == guilty;
@@ -92,7 +109,9 @@ void be_bad(World& world) {
   if (kind == "loop" && bad) endless_loop();
   if (kind == "fifo" && bad) read_fifo();
   if (kind == "crash" && bad) ::raise(SIGKILL);
-  if (kind == "busy") burn(std::chrono::milliseconds(3500));
+  if (kind == "enqueued" || kind == "stuck") enqueue();
+  if (kind == "busy" || kind == "enqueued") burn(std::chrono::milliseconds(3500));
+  if (kind == "stuck") wait_for_device();
   if (kind == "skip") {
     if (!bad) call_that_is_skipped(world);
     if (bad) message_instead(world);
