@@ -41,7 +41,7 @@ class DoctorRun(unittest.TestCase):
         self.record(HEALTHY)
         text = self.doctor("--run", str(self.root), code=0).stdout
         self.assertIn("2 ranks on cpu over shm, sharded fused adamw\n", text)
-        self.assertRegex(text, r"(?m)^ +1 +500 +20\.0 +2\.0 % +30\.0 % +55\.0 %")
+        self.assertRegex(text, r"(?m)^ +1 +500 +20\.00 +2\.0 % +30\.0 % +55\.0 %")
         # The table that `lockstep run --doctor` ends with.
         self.assertRegex(text, r"(?m)^ +rank +steps +ms/step +data .* cores +memory +threads +"
                                r"page faults/s$")

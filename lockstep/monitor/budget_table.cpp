@@ -88,10 +88,8 @@ std::string budget_table(const std::vector<BudgetRow>& rows) {
   add("rank", [](const BudgetRow& row) { return std::to_string(row.rank); });
   add("steps", [](const BudgetRow& row) { return std::to_string(row.budget.steps); });
   if (std::ranges::any_of(rows, [](const BudgetRow& row) { return row.budget.steps > 0; })) {
-    add("ms/step", [](const BudgetRow& row) {
-      const double ms = 1e3 * row.budget.step_s();
-      return fmt::format("{:.{}f}", ms, ms < 10 ? 2 : 1);
-    });
+    add("ms/step",
+        [](const BudgetRow& row) { return fmt::format("{:.2f}", 1e3 * row.budget.step_s()); });
     for (std::size_t part = 0; part < rows.front().shares.size(); ++part) {
       const auto share = [part](const BudgetRow& row) { return row.shares[part].second; };
       if (std::ranges::any_of(rows, [&](const BudgetRow& row) { return share(row) >= kNothing; }))
