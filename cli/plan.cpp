@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -32,14 +33,17 @@ constexpr const char* kHelp =
     "                     [--KEY VALUE ...]\n\n"
     "What training as FILE says costs: parameters, memory of each GPU, whether it fits, the\n"
     "strategy, batch and accumulation for 1, 2, 3, 4, ... GPUs, step time and speed-up. Reads\n"
-    "no data and no weights. Ends with 1 when it does not fit, and says what to change.\n\n"
+    "no data and no weights. Ends with 1 when it does not fit as it is written, and says what to\n"
+    "change.\n\n"
     "--gpus               cards and how many; without it those of this machine\n"
     "--tokens N           time to train on so many tokens (50e9)\n"
-    "--scale N,N,...      step time and efficiency on so many GPUs, every one with the same work\n"
+    "--scale N,N,...      step time and efficiency on so many GPUs, with the file's global batch\n"
+    "                     where it has one, otherwise with the same work on every GPU\n"
     "--link A[+B]         A inside a node: nvlink or pcie; B between nodes: ib400 (a port of 400\n"
     "                     Gbit/s for each GPU), ib1600/node, eth25/node; loopback: CPU ranks\n"
     "--gpus-per-node N    default 8\n"
-    "--mfu SHARE          of the card's peak that training reaches (default 0.4)\n"
+    "--mfu SHARE          of the card's peak that training reaches (default 0.4, less for "
+    "ResNets)\n"
     "--tokens-per-second N   measured on one GPU with this file; wins over --mfu\n"
     "--unfused            a language model of ATen's operations, which needs more memory\n"
     "docs/plan.md says how the figures are made and how far they can be trusted.\n";
@@ -178,10 +182,7 @@ plan::Cluster cluster_of(const Request& request, const plan::Card& card) {
 
 // ---------------------------------------------------------------- the plan
 
-struct Row {
-  plan::Choice choice;
-  std::optional<plan::StepTime> step{};
-  double tokens_per_second = 0;
+struct Row : plan::Timed {
   double speedup = 0;
 };
 
@@ -189,16 +190,25 @@ struct Report {
   Request request;
   plan::Training training;
   plan::Devices devices;
-  plan::Cluster cluster;
+  plan::Machine machine;
   plan::Parameters parameters;
   std::vector<std::string> notes{};
   std::vector<Row> rows{};
   std::vector<plan::ScalePoint> points{};
-  double scale_tokens = 0;  // of one rank's step in `points`
   int stops_at = 0;
   std::vector<plan::Change> changes{};
 
-  const char* devices_text() const { return devices.card.cpu ? "ranks" : "GPUs"; }
+  const char* device_text() const { return devices.card.cpu ? "rank" : "GPU"; }
+  std::string devices_text(int count) const {
+    return fmt::format("{} {}{}", count, device_text(), count == 1 ? "" : "s");
+  }
+  double utilisation() const {
+    return request.speed.utilisation.value_or(plan::utilisation_of(training, devices.card));
+  }
+  bool fits() const { return rows.back().choice.as_written; }
+  void note(std::string text) {
+    if (std::ranges::find(notes, text) == notes.end()) notes.push_back(std::move(text));
+  }
   std::string strategy(const plan::Choice& choice) const {
     if (devices.card.cpu && choice.strategy == plan::Strategy::kSingle) return "single rank";
     return plan::strategy_text(choice.strategy, choice.gpus, choice.stages);
@@ -214,54 +224,100 @@ std::vector<int> counts_up_to(int count) {
   return counts;
 }
 
-Row row_of(const Report& report, int gpus) {
-  const plan::Card& card = report.devices.card;
-  Row row{.choice = plan::choose(report.training, card, gpus)};
-  const auto work = plan::work_of(report.training, row.choice, card, report.request.speed);
-  if (!work) return row;
-  row.step = plan::step_time(*work, report.cluster, row.choice.replicas());
-  row.tokens_per_second =
-      static_cast<double>(row.choice.global_batch * report.training.model.length) /
-      row.step->total_s();
-  return row;
+// What must be changed before `lockstep train` does what a row shows; empty: nothing.
+std::string written_note(const Report& report, const plan::Choice& c) {
+  const plan::Training& t = report.training;
+  const std::string devices = report.devices_text(c.gpus);
+  if (!c.fits) return "";
+  if (c.stages > 1)
+    return fmt::format(
+        "{} hold this model only when they split it, which lockstep train does not set up: its "
+        "ranks are data parallel",
+        devices);
+  if (c.strategy == plan::Strategy::kShardedOptimizer && !t.may_shard)
+    return fmt::format(
+        "{} hold this only with a sharded optimizer, and the file says shard_optimizer: false",
+        devices);
+  if (!c.smaller_batch) return "";
+  return fmt::format(
+      "per_device_train_batch_size {} does not fit {}; {}. {} sets it", t.batch, devices,
+      t.global_batch
+          ? fmt::format("{} keeps the global batch of {} with accumulation {}", c.batch,
+                        c.global_batch, c.accumulation)
+          : fmt::format("{} with gradient_accumulation_steps {} keeps the global batch of {}",
+                        c.batch, c.accumulation, c.global_batch),
+      t.adapts.empty() ? "lockstep train --elastic_gpu" : t.adapts);
+}
+
+// The most devices first; rows that need the same batch share a note.
+void note_written(Report& report) {
+  std::vector<std::int64_t> batches;
+  for (auto row = report.rows.rbegin(); row != report.rows.rend(); ++row) {
+    const plan::Choice& c = row->choice;
+    std::string text = written_note(report, c);
+    const bool asked = row == report.rows.rbegin();
+    if (text.empty() || (!asked && !c.same_global_batch)) continue;
+    if (c.smaller_batch && std::ranges::find(batches, c.batch) != batches.end()) continue;
+    batches.push_back(c.batch);
+    report.note(std::move(text));
+  }
+}
+
+void note_shared_batch(Report& report, const plan::Choice& choice) {
+  if (!choice.same_global_batch)
+    report.note(fmt::format("{} cannot share a global batch of {}: {} is the nearest below",
+                            report.devices_text(choice.gpus), *report.training.global_batch,
+                            choice.global_batch));
 }
 
 void add_rows(Report& report) {
   for (const int gpus : counts_up_to(report.devices.count)) {
     if (report.training.global_batch && *report.training.global_batch < gpus) {
-      report.notes.push_back(fmt::format(
-          "the global batch of {} samples has not one for each of {} GPUs: more do not help",
-          *report.training.global_batch, gpus));
+      report.note(
+          fmt::format("the global batch of {} samples has not one for each of {}: more do not help",
+                      *report.training.global_batch, report.devices_text(gpus)));
       break;
     }
-    report.rows.push_back(row_of(report, gpus));
+    report.rows.push_back({plan::timed(report.training, report.machine, gpus)});
     Row& row = report.rows.back();
     if (row.step) row.speedup = row.tokens_per_second / report.rows.front().tokens_per_second;
-    if (!row.choice.same_global_batch)
-      report.notes.push_back(
-          fmt::format("{} GPUs cannot share a global batch of {}: {} is the nearest below", gpus,
-                      *report.training.global_batch, row.choice.global_batch));
+    note_shared_batch(report, row.choice);
   }
-  if (!report.training.global_batch && report.devices.count > 1)
-    report.notes.push_back(
-        "the global batch grows with the GPUs; global_batch_size (or tokens_per_update) in the "
-        "file holds it");
+  note_written(report);
+  if (!report.training.global_batch && (report.devices.count > 1 || !report.request.scale.empty()))
+    report.note(
+        fmt::format("the global batch grows with the {}s; global_batch_size (or "
+                    "tokens_per_update) in the file holds it",
+                    report.device_text()));
 }
 
 void add_scale(Report& report) {
   if (report.request.scale.empty()) return;
-  // Every rank works as in the row of the most GPUs.
-  const plan::Choice& choice = report.rows.back().choice;
-  const auto work =
-      plan::work_of(report.training, choice, report.devices.card, report.request.speed);
-  if (!work)
+  report.points = plan::scale(report.training, report.machine, report.request.scale);
+  if (report.points.empty())
     throw UsageError("plan",
                      "how fast {} computes is not known. Measure, and give --tokens-per-second.",
                      report.devices.card.name);
-  report.points = plan::scale(*work, report.cluster, report.request.scale);
-  report.stops_at = plan::stops_at(*work, report.cluster, kFloor);
-  report.scale_tokens =
-      static_cast<double>(choice.batch * choice.accumulation * report.training.model.length);
+  report.stops_at = plan::stops_at(report.training, report.machine, kFloor);
+  for (const plan::ScalePoint& point : report.points) {
+    const int gpus = point.choice.gpus;
+    if (report.training.global_batch && *report.training.global_batch < gpus)
+      report.note(fmt::format(
+          "{} are more than the global batch of {} samples: with one sample each it is {}",
+          report.devices_text(gpus), *report.training.global_batch, point.choice.global_batch));
+    else
+      note_shared_batch(report, point.choice);
+  }
+}
+
+// bf16 where the card has no tensor cores for it.
+void note_type(Report& report) {
+  const plan::Card& card = report.devices.card;
+  if (!report.training.half || !report.training.bf16 || card.bfloat16 || card.cpu) return;
+  report.note(fmt::format(
+      "{} has no tensor cores for bfloat16: planned at its float32 rate of {:.1f} TFLOP/s. fp16: "
+      "true computes at {:.0f}",
+      card.name, card.float_flops / 1e12, card.flops / 1e12));
 }
 
 Report make_report(const Request& request) {
@@ -271,14 +327,15 @@ Report make_report(const Request& request) {
   Report report{.request = request,
                 .training = training_of(config.arguments, task),
                 .devices = devices_of(request),
-                .cluster = {},
+                .machine = {},
                 .parameters = {}};
   report.training.unfused = request.unfused;
-  report.cluster = cluster_of(request, report.devices.card);
+  report.machine = {report.devices.card, cluster_of(request, report.devices.card), request.speed};
   report.parameters = plan::parameters_of(report.training.model);
+  note_type(report);
   add_rows(report);
   add_scale(report);
-  if (!report.rows.back().choice.fits)
+  if (!report.fits())
     report.changes =
         plan::changes(report.training, report.devices.card, report.rows.back().choice.gpus);
   return report;
@@ -311,29 +368,30 @@ std::string head_text(const Report& r) {
       "model     {} parameters, {} trained; {:.3g} GFLOP a {}\n", large(total),
       r.parameters.frozen == 0 ? "all" : large(static_cast<double>(r.parameters.trainable)),
       plan::flops_per_token(t.model) / 1e9, r.unit());
-  text += fmt::format("training  {}{}, gradient checkpointing {}, {}\n",
+  const char* logits = t.model.causal_lm() == nullptr ? ""
+                       : t.unfused || card.cpu        ? ", logits as a whole"
+                                                      : ", fused, logits in chunks";
+  text += fmt::format("training  {}{}, gradient checkpointing {}{}{}\n",
                       t.model.length > 1 ? fmt::format("{} tokens a sample, ", t.model.length) : "",
                       t.half ? "16-bit autocast" : "float32", t.checkpointing ? "on" : "off",
-                      t.unfused || card.cpu ? "logits as a whole" : "fused, logits in chunks");
+                      logits, t.captured && !card.cpu ? ", one CUDA graph" : "");
   text += fmt::format("devices   {} x {}, {} GiB each\n", r.devices.count, card.name,
                       card.memory_bytes > 0 ? gib(card.memory_bytes) : "unknown");
   std::string speed = "speed not known: give --tokens-per-second";
   if (r.request.speed.tokens_per_second)
     speed =
         fmt::format("{:.0f} {}s/s measured on one", *r.request.speed.tokens_per_second, r.unit());
-  else if (card.flops > 0)
-    speed = fmt::format("{:.0f} % of {:.0f} TFLOP/s", 100 * r.request.speed.utilisation,
-                        (t.half   ? card.flops
-                         : t.tf32 ? card.flops / 2
-                                  : card.float_flops) /
-                            1e12);
-  return text + fmt::format("assumed   {}; {}\n", speed, r.cluster.text);
+  else if (plan::peak_flops(t, card) > 0)
+    speed = fmt::format("{:.0f} % of {:.0f} TFLOP/s", 100 * r.utilisation(),
+                        plan::peak_flops(t, card) / 1e12);
+  return text + fmt::format("assumed   {}; {}\n", speed, r.machine.cluster.text);
 }
 
 std::string rows_text(const Report& r) {
   const bool timed = r.rows.front().step.has_value();
-  std::string text = fmt::format("\n{:>5}  {:<32}{:>14}{:>8}{:>10}  {:<5}", r.devices_text(),
-                                 "strategy", "batch x accum", "global", "GiB each", "fits");
+  std::string text =
+      fmt::format("\n{:>5}  {:<32}{:>14}{:>8}{:>10}  {:<5}", r.device_text() + std::string("s"),
+                  "strategy", "batch x accum", "global", "GiB each", "fits");
   if (timed)
     text += fmt::format("{:>11}{:>12}{:>10}", "ms/step", r.unit() + std::string("s/s"), "speed-up");
   if (timed && r.request.tokens)
@@ -357,8 +415,8 @@ std::string rows_text(const Report& r) {
 std::string memory_text(const Report& r) {
   const plan::Choice& c = r.rows.back().choice;
   const plan::Memory& m = c.memory;
-  std::string text = fmt::format("\nmemory of a GPU at its peak, {} GPU{}, GiB:\n", c.gpus,
-                                 c.gpus == 1 ? "" : "s");
+  std::string text = fmt::format("\nmemory of a {} at its peak ({}), {}, GiB:\n", r.device_text(),
+                                 m.moment, r.devices_text(c.gpus));
   const auto line = [&](const char* name, std::uint64_t bytes) {
     text += fmt::format("  {:<34}{:>9}\n", name, gib(bytes));
   };
@@ -367,34 +425,45 @@ std::string memory_text(const Report& r) {
   line("gradients", m.gradients);
   line("optimizer state", m.optimizer);
   line("activations", m.activations);
-  line("logits and their gradients", m.head);
-  line("workspace and fragmentation", m.workspace);
-  line(c.replicas() > 1 ? "CUDA and NCCL" : "CUDA", m.context);
+  if (r.training.model.causal_lm() != nullptr) line("logits and their gradients", m.head);
+  if (!r.devices.card.cpu) {
+    line("workspace and fragmentation", m.workspace);
+    line(c.replicas() > 1 ? "CUDA and NCCL" : "CUDA", m.context);
+  }
   line("together", m.total());
   return text;
 }
 
 std::string scale_text(const Report& r) {
   if (r.points.empty()) return "";
-  std::string text =
-      fmt::format("\nscaling, {} x {} samples on every GPU, {}:\n", r.rows.back().choice.batch,
-                  r.rows.back().choice.accumulation, r.cluster.text);
-  text += fmt::format("{:>7}{:>11}{:>11}{:>15}{:>11}{:>12}{:>14}\n", "GPUs", "ms/step", "compute",
-                      "communication", "exposed", "efficiency", r.unit() + std::string("s/s"));
+  const bool held = r.training.global_batch.has_value();
+  std::string text = fmt::format(
+      "\nscaling, {}, {}:\n",
+      held ? "the global batch is held" : fmt::format("the same work on every {}", r.device_text()),
+      r.machine.cluster.text);
+  text += fmt::format("{:>7}{:>15}{:>9}{:>11}{:>11}{:>15}{:>11}{:>12}{:>14}\n",
+                      r.device_text() + std::string("s"), "batch x accum", "global", "ms/step",
+                      "compute", "communication", "exposed", "efficiency",
+                      r.unit() + std::string("s/s"));
   for (const plan::ScalePoint& p : r.points)
-    text += fmt::format("{:>7}{:>11.1f}{:>11.1f}{:>15.1f}{:>11.1f}{:>11.1f}%{:>14.0f}\n", p.ranks,
-                        1e3 * p.step.total_s(), 1e3 * p.step.compute_s,
-                        1e3 * p.step.communication_s, 1e3 * p.step.exposed_s, 100 * p.efficiency,
-                        r.scale_tokens * p.ranks / p.step.total_s());
-  return text + (r.stops_at > 0 ? fmt::format("efficiency falls below {:.0f} % at {} GPUs\n",
-                                              100 * kFloor, r.stops_at)
-                                : fmt::format("efficiency stays above {:.0f} % up to 65536 GPUs\n",
-                                              100 * kFloor));
+    text += fmt::format(
+        "{:>7}{:>15}{:>9}{:>11.1f}{:>11.1f}{:>15.1f}{:>11.1f}{:>11.1f}%{:>14.0f}\n", p.choice.gpus,
+        fmt::format("{} x {}", p.choice.batch, p.choice.accumulation), p.choice.global_batch,
+        1e3 * p.step.total_s(), 1e3 * p.step.compute_s, 1e3 * p.step.communication_s,
+        1e3 * p.step.exposed_s, 100 * p.efficiency, p.tokens_per_second);
+  if (r.stops_at > 0)
+    return text + fmt::format("efficiency falls below {:.0f} % at {}\n", 100 * kFloor,
+                              r.devices_text(r.stops_at));
+  return text + fmt::format("efficiency stays above {:.0f} % up to {}{}\n", 100 * kFloor,
+                            r.devices_text(plan::most_gpus(r.training)),
+                            held ? ", one for each sample of the global batch" : "");
 }
 
 std::string changes_text(const Report& r) {
-  if (r.rows.back().choice.fits) return "";
-  std::string text = fmt::format("\nIt does not fit ({} GiB are usable).",
+  if (r.fits()) return "";
+  const bool other = r.rows.back().choice.fits;  // what the table shows does
+  std::string text = fmt::format("\n{} does not fit ({} GiB are usable).",
+                                 other ? "As the file is written it" : "It",
                                  gib(plan::usable_bytes(r.devices.card)));
   if (!r.changes.empty())
     text += fmt::format(" What to change, cheapest first, GiB:\n  {:<58}{:>8}{:>10}  {}\n", "",
@@ -404,8 +473,10 @@ std::string changes_text(const Report& r) {
                         gib(c.alone_bytes) + (c.alone_fits ? "*" : " "), gib(c.together_bytes),
                         c.together_fits ? "*" : " ", c.cost);
   if (!r.changes.empty() && r.changes.back().together_fits) return text + "  * fits\n";
-  return text + fmt::format("{}Use a card with more memory, more GPUs, or a smaller model.\n",
-                            r.changes.empty() ? " " : "Even together they do not suffice. ");
+  return text + fmt::format("{}Use {}, or a smaller model.\n",
+                            r.changes.empty() ? " " : "Even together they do not suffice. ",
+                            r.devices.card.cpu ? "a host with more memory, fewer ranks"
+                                               : "a card with more memory, more GPUs");
 }
 
 // ---------------------------------------------------------------- JSON
@@ -445,7 +516,9 @@ Node row_node(const Report& r, const Row& row) {
                       {"gradient_accumulation_steps", integer_node(c.accumulation)},
                       {"global_batch", integer_node(c.global_batch)},
                       {"fits", bool_node(c.fits)},
-                      {"memory_bytes", memory_node(c.memory)}};
+                      {"as_written", bool_node(c.as_written)},
+                      {"memory_bytes", memory_node(c.memory)},
+                      {"peak_at", text_node(std::string(c.memory.moment))}};
   if (row.step) {
     for (auto& member : step_members(*row.step)) members.push_back(std::move(member));
     members.push_back({"tokens_per_second", real_node(row.tokens_per_second)});
@@ -460,11 +533,13 @@ Node report_node(const Report& r) {
   std::vector<Node> rows, points, changes;
   for (const Row& row : r.rows) rows.push_back(row_node(r, row));
   for (const plan::ScalePoint& p : r.points) {
-    NodeMembers members{{"gpus", integer_node(p.ranks)}};
+    NodeMembers members{{"gpus", integer_node(p.choice.gpus)},
+                        {"per_device_train_batch_size", integer_node(p.choice.batch)},
+                        {"gradient_accumulation_steps", integer_node(p.choice.accumulation)},
+                        {"global_batch", integer_node(p.choice.global_batch)}};
     for (auto& member : step_members(p.step)) members.push_back(std::move(member));
     members.push_back({"efficiency", real_node(p.efficiency)});
-    members.push_back(
-        {"tokens_per_second", real_node(r.scale_tokens * p.ranks / p.step.total_s())});
+    members.push_back({"tokens_per_second", real_node(p.tokens_per_second)});
     points.push_back(map_node(std::move(members)));
   }
   for (const plan::Change& c : r.changes)
@@ -484,9 +559,9 @@ Node report_node(const Report& r) {
                   {"count", integer_node(r.devices.count)},
                   {"memory_bytes", number(card.memory_bytes)},
                   {"usable_bytes", number(card.memory_bytes > 0 ? plan::usable_bytes(card) : 0)}})},
-       {"link", text_node(r.cluster.text)},
-       {"utilisation", real_node(r.request.speed.utilisation)},
-       {"fits", bool_node(r.rows.back().choice.fits)},
+       {"link", text_node(r.machine.cluster.text)},
+       {"utilisation", real_node(r.utilisation())},
+       {"fits", bool_node(r.fits())},
        {"rows", list_node(std::move(rows))},
        {"scale", list_node(std::move(points))},
        {"stops_scaling_at", integer_node(r.stops_at)},
@@ -515,7 +590,7 @@ int plan_command(const Args& args) {
     fmt::print("{}{}{}{}{}", head_text(report), rows_text(report), memory_text(report),
                scale_text(report), changes_text(report));
   }
-  return report.rows.back().choice.fits ? 0 : 1;
+  return report.fits() ? 0 : 1;
 }
 
 }  // namespace lockstep::cli

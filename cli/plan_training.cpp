@@ -30,9 +30,15 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
     training.global_batch = std::max<std::int64_t>(
         1, *arguments.tokens_per_update / arguments.max_seq_len.value_or(model.length));
   training.half = arguments.bf16 || arguments.fp16;
+  training.bf16 = arguments.bf16;
   training.tf32 = arguments.tf32.value_or(false);
   training.checkpointing = arguments.gradient_checkpointing;
+  training.captured = arguments.compile_model;
   training.sharded_optimizer = arguments.shard_optimizer == "true";
+  training.may_shard = arguments.shard_optimizer != "false";
+  training.adapts = arguments.elastic_gpu            ? "elastic_gpu"
+                    : arguments.auto_find_batch_size ? "auto_find_batch_size"
+                                                     : "";
   training.state_copies = train::state_copies(arguments);
   return training;
 }

@@ -32,9 +32,9 @@ const std::array kCards{
     Card{"RTX4090", 24'564 * kMiB, 165 * kTera, 82.6 * kTera, 1008 * kGiga, 0, 32 * kGiga},
     Card{"RTX3090", 24'576 * kMiB, 71 * kTera, 35.6 * kTera, 936 * kGiga, 0, 32 * kGiga},
     Card{"V100-32GB", 32'768 * kMiB, 125 * kTera, 15.7 * kTera, 900 * kGiga, 150 * kGiga,
-         16 * kGiga},
+         16 * kGiga, false, false},
     Card{"V100-16GB", 16'384 * kMiB, 125 * kTera, 15.7 * kTera, 900 * kGiga, 150 * kGiga,
-         16 * kGiga},
+         16 * kGiga, false, false},
 };
 
 // "NVIDIA RTX 4090" and "rtx-4090" are "4090": letters and digits, without the maker.
@@ -109,6 +109,7 @@ Card card_of(const FoundGpu& gpu) {
   card.float_flops = 2 * lanes * static_cast<double>(gpu.multiprocessors) *
                      static_cast<double>(gpu.clock_khz) * 1e3;
   card.pcie = 32 * kGiga;
+  card.bfloat16 = gpu.capability_major >= 8;
   return card;
 }
 

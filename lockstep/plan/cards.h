@@ -27,6 +27,7 @@ struct Card {
   double nvlink = 0;               // bytes per second and direction; 0: there is none
   double pcie = 0;
   bool cpu = false;
+  bool bfloat16 = true;  // tensor cores for bfloat16 and TF32: compute capability 8 and later
 };
 
 struct Devices {

@@ -63,9 +63,10 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
   const std::uint64_t block = o.checkpointing ? a.one_block : 0;
 
   const Memory base = resident(p, o);
-  const auto moment = [&](bool all_gradients, std::uint64_t weights, std::uint64_t activations,
-                          std::uint64_t head) {
+  const auto moment = [&](std::string_view name, bool all_gradients, std::uint64_t weights,
+                          std::uint64_t activations, std::uint64_t head) {
     Memory memory = base;
+    memory.moment = name;
     memory.gradients = all_gradients ? gradients : 0;
     memory.copies = weights;
     memory.activations = activations;
@@ -77,10 +78,12 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
   const std::uint64_t at_loss =
       o.checkpointing && !o.fused ? std::min(copies, copied(model.lora ? 0 : p.head)) : copies;
   const Memory moments[] = {
-      moment(persistent, at_loss, saved, a.head_forward),
-      moment(persistent, at_loss, saved, a.head_backward),
-      moment(persistent, at_loss, saved + block + a.working, o.fused ? a.head_backward : 0),
-      moment(true, o.fused ? copies : 0, std::min(a.one_block, saved) + a.working,
+      moment("the loss", persistent, at_loss, saved, a.head_forward),
+      moment("the loss's backward", persistent, at_loss, saved, a.head_backward),
+      moment("the backward of the last block", persistent, at_loss, saved + block + a.working,
+             o.fused ? a.head_backward : 0),
+      moment("the end of backward", true, o.fused ? copies : 0,
+             std::min(a.one_block, saved) + a.working,
              added ? divided(floats(p.head), o.stages) : 0),
   };
   Memory peak = *std::ranges::max_element(moments, {}, &Memory::allocated);

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "lockstep/plan/cards.h"
 #include "lockstep/plan/model_shape.h"
@@ -42,6 +43,7 @@ struct Memory {
   std::uint64_t head = 0;         // logits and their gradients
   std::uint64_t workspace = 0;    // of cuBLAS; what the caching allocator cannot reuse
   std::uint64_t context = 0;      // of CUDA and NCCL, outside the allocator
+  std::string_view moment{};      // "the loss": when the peak is
 
   // What torch.cuda.max_memory_allocated() shows.
   std::uint64_t allocated() const {

@@ -297,7 +297,11 @@ TEST(Strategies, AreChosenByFit) {
   const Choice sharded = choose(t, card_of(24), 4);
   EXPECT_TRUE(sharded.fits);
   EXPECT_EQ(sharded.strategy, Strategy::kShardedOptimizer);
+  EXPECT_TRUE(sharded.as_written);  // shard_optimizer: auto
+  t.may_shard = false;
+  EXPECT_FALSE(choose(t, card_of(24), 4).as_written);
   const Choice hybrid = choose(t, card_of(16), 4);
+  EXPECT_FALSE(hybrid.as_written);
   EXPECT_TRUE(hybrid.fits);
   EXPECT_EQ(hybrid.strategy, Strategy::kHybrid);
   EXPECT_EQ(hybrid.stages, 2);
@@ -341,6 +345,10 @@ TEST(Strategies, SmallerMicroBatchesComeFirst) {
   EXPECT_TRUE(c.fits);
   EXPECT_LT(c.batch, 64);
   EXPECT_EQ(c.batch * c.accumulation, 64);
+  EXPECT_TRUE(c.smaller_batch);
+  EXPECT_FALSE(c.as_written);
+  t.adapts = "elastic_gpu";
+  EXPECT_TRUE(choose(t, card_of(16), 1).as_written);
   // The next larger one does not fit.
   MemoryOptions larger{.batch = 2 * c.batch, .accumulation = 2, .half = true, .fused = true};
   EXPECT_FALSE(fits(memory_of(gpt2(), larger), card_of(16)));
@@ -357,6 +365,14 @@ TEST(ChangesToFit, AreOrderedByCost) {
     EXPECT_LE(all[i].together_bytes, all[i - 1].together_bytes) << all[i].text;
   EXPECT_TRUE(all.back().together_fits);
   for (std::size_t i = 0; i + 1 < all.size(); ++i) EXPECT_FALSE(all[i].together_fits);
+}
+
+TEST(ChangesToFit, NameATypeThatTheCardComputes) {
+  Card card = parse_devices("V100-16GB").card;
+  card.memory_bytes = 6 * kGiB;
+  const std::vector<Change> all = changes({.model = phi3(), .batch = 1}, card, 4);
+  ASSERT_EQ(all.size(), 4u);
+  EXPECT_EQ(all[2].text, "fp16: true and lora: {r: 16, target_modules: all-linear}");
 }
 
 TEST(ChangesToFit, EndWithASplit) {
@@ -391,7 +407,88 @@ TEST(StepWork, IsOperationsOverPeakAndAssumption) {
   EXPECT_NEAR(work->optimizer_s, 28 * 124'439'808.0 / 4.8e12, 1e-9);
   // A small batch is bound by the host that launches it.
   t.batch = 1;
-  EXPECT_NEAR(work_of(t, choose(t, card, 1), card, {})->compute_s(), 16.4e-3, 1e-9);
+  const auto step_s = [&] {
+    const auto small = work_of(t, choose(t, card, 1), card, {});
+    return small->compute_s() + small->optimizer_s;
+  };
+  EXPECT_NEAR(step_s(), 12.7e-3, 1e-9);
+  t.captured = true;
+  EXPECT_NEAR(step_s(), 4.25e-3, 1e-9);
+  t.captured = false;
+  t.unfused = true;
+  EXPECT_NEAR(step_s(), 16.4e-3, 1e-9);
+}
+
+TEST(StepWork, OfAResNetIsBoundByMemory) {
+  const Model resnet{.config = models::ResNetConfig{}, .image_size = 224};
+  Training t{.model = resnet, .batch = 256, .half = true, .bf16 = true};
+  const auto images_per_second = [&](const char* name) {
+    const Card card = parse_devices(name).card;
+    return 256 / work_of(t, choose(t, card, 1), card, {})->compute_s();
+  };
+  EXPECT_NEAR(images_per_second("H100"), 3200, 100);
+  EXPECT_NEAR(images_per_second("H200"), 3200, 100);
+  // Published (docs/plan.md).
+  EXPECT_NEAR(images_per_second("A100-80GB"), 2470, 0.1 * 2470);
+  t.bf16 = false;
+  EXPECT_NEAR(images_per_second("V100-32GB"), 1156, 0.1 * 1156);
+  t.half = false;
+  EXPECT_NEAR(images_per_second("V100-32GB"), 356, 0.35 * 356);
+  t.tf32 = true;
+  EXPECT_NEAR(images_per_second("A100-80GB"), 938, 0.35 * 938);
+  EXPECT_DOUBLE_EQ(utilisation_of({.model = gpt2(), .half = true}, parse_devices("H200").card),
+                   0.4);
+}
+
+TEST(StepWork, TypesThatACardLacksRunAsFloat) {
+  const Card v100 = parse_devices("V100-16GB").card;
+  const Card a100 = parse_devices("A100-40GB").card;
+  EXPECT_EQ(peak_flops({.half = true, .bf16 = true}, v100), v100.float_flops);
+  EXPECT_EQ(peak_flops({.half = true}, v100), 125e12);
+  EXPECT_EQ(peak_flops({.tf32 = true}, v100), v100.float_flops);
+  EXPECT_EQ(peak_flops({.half = true, .bf16 = true}, a100), 312e12);
+  EXPECT_EQ(peak_flops({.tf32 = true}, a100), 156e12);
+  const FoundGpu turing{.name = "NVIDIA Something", .memory_bytes = kGiB, .capability_major = 7};
+  EXPECT_FALSE(detected_devices({turing}).card.bfloat16);
+}
+
+// ---------------------------------------------------------------- scaling
+
+Machine machine_of(const char* link) {
+  const Card card = parse_devices("H100").card;
+  return {card, parse_link(link, card, 8)};
+}
+
+TEST(Scaling, EndsWhereTheLinkIsTooSlow) {
+  const Training t{.model = gpt2(), .batch = 64, .half = true};
+  const Machine slow = machine_of("pcie+eth10/node");
+  const int end = stops_at(t, slow, 0.8);
+  ASSERT_GT(end, 8);  // inside a node it scales
+  EXPECT_LT(scale(t, slow, {end}).front().efficiency, 0.8);
+  EXPECT_GE(scale(t, slow, {end / 2}).front().efficiency, 0.8);
+  const Machine fast = machine_of("nvlink+ib400");
+  EXPECT_EQ(stops_at(t, fast, 0.8), 0);
+  const auto points = scale(t, fast, {1, 8, 64, 512});
+  EXPECT_DOUBLE_EQ(points[0].efficiency, 1);
+  for (std::size_t i = 1; i < points.size(); ++i) {
+    EXPECT_LE(points[i].efficiency, points[i - 1].efficiency);
+    EXPECT_EQ(points[i].choice.global_batch, 64 * points[i].choice.gpus);
+  }
+  EXPECT_THAT(refusal([&] { scale(t, fast, {0}); }), HasSubstr("0 GPUs do not exist"));
+}
+
+TEST(Scaling, HoldsTheGlobalBatchWhileEveryGpuHasASample) {
+  Training t{.model = gpt2(), .batch = 64, .half = true};
+  t.global_batch = 100;
+  EXPECT_EQ(most_gpus(t), 64);
+  const auto points = scale(t, machine_of("nvlink+ib400"), {2, 50, 128});
+  EXPECT_EQ(points[0].choice.global_batch, 100);
+  EXPECT_EQ(points[1].choice.batch, 2);
+  EXPECT_EQ(points[1].choice.global_batch, 100);
+  EXPECT_EQ(points[2].choice.batch, 1);
+  EXPECT_EQ(points[2].choice.global_batch, 128);
+  const Machine cpus{.card = parse_devices("cpu").card, .cluster = parse_link("loopback", {}, 8)};
+  EXPECT_TRUE(scale(t, cpus, {2}).empty());
 }
 
 TEST(StepWork, AMeasurementWins) {
@@ -400,6 +497,13 @@ TEST(StepWork, AMeasurementWins) {
   const auto work = work_of(t, choose(t, card, 1), card, {.tokens_per_second = 8192});
   EXPECT_NEAR(work->compute_s(), 1, 1e-12);
   EXPECT_EQ(work->optimizer_s, 0);
+  // 8 samples in a second, and one of them not below the floor.
+  Training held = t;
+  held.global_batch = 8;
+  const auto one = work_of(held, choose(held, card, 8), card, {.tokens_per_second = 1e6});
+  EXPECT_NEAR(one->compute_s(), 8192 / 1e6, 1e-12);
+  EXPECT_NEAR(work_of(held, choose(held, card, 8), card, {.tokens_per_second = 8192})->compute_s(),
+              0.125, 1e-12);
   const Card cpu = parse_devices("cpu").card;
   EXPECT_FALSE(work_of(t, choose(t, cpu, 1), cpu, {}).has_value());
   EXPECT_TRUE(work_of(t, choose(t, cpu, 1), cpu, {.tokens_per_second = 100}).has_value());

@@ -24,6 +24,9 @@ constexpr double kTreeStart_s = 4.4 * kMicro;
 // Of the line rate, what is left after headers and acknowledgements; 24 of the 32 GB/s of PCIe 4.
 constexpr double kNetworkShare = 0.9;
 constexpr double kPcieShare = 0.75;
+// Gbit/s of a port: from 1-gigabit Ethernet to InfiniBand XDR and 800-gigabit Ethernet.
+constexpr double kSlowestPort = 1;
+constexpr double kFastestPort = 800;
 // Two threads of a core compute 1.3 times as much as one: Intel's figure for Hyper-Threading.
 constexpr double kSecondThread = 1.3;
 // gloo over the loopback device of a 16-core machine, all-reduces of 25 MB at 2 to 16 ranks
@@ -50,8 +53,15 @@ Link between_nodes(std::string_view text, std::string_view whole, int per_node) 
   name.remove_prefix(infiniband ? 2 : 3);
   double gigabits = 0;
   const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), gigabits);
-  if (error != std::errc{} || end != name.data() + name.size() || !(gigabits > 0) || gigabits > 1e6)
+  if (error != std::errc{} || end != name.data() + name.size() || !(gigabits > 0))
     refuse_link(whole);
+  const double fastest = kFastestPort * (of_node ? std::max(8, per_node) : 1);
+  if (!(gigabits >= kSlowestPort && gigabits <= fastest))
+    throw UsageError("plan",
+                     "'{}' has {} Gbit/s, and {} has {} to {}. Write ib100, ib200, ib400, ib800, "
+                     "eth10, eth25, eth100 or eth400, or what the ports of a node have together "
+                     "(ib1600/node).",
+                     text, gigabits, of_node ? "a node" : "a port", kSlowestPort, fastest);
   const double node = gigabits / 8 * kGiga * (of_node ? 1 : per_node);
   return {.name = std::string(text),
           .bandwidth = kNetworkShare * node,
@@ -194,26 +204,6 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
   }
   time.exposed_s = time.communication_s;
   return time;
-}
-
-std::vector<ScalePoint> scale(const Work& work, const Cluster& cluster,
-                              const std::vector<int>& ranks) {
-  const double alone = step_time(work, cluster, 1).total_s();
-  std::vector<ScalePoint> points;
-  for (const int n : ranks) {
-    if (n < 1) throw UsageError("plan", "{} ranks do not exist. Give 1 or more.", n);
-    ScalePoint point{.ranks = n, .step = step_time(work, cluster, n)};
-    point.efficiency = alone / point.step.total_s();
-    point.speedup = n * point.efficiency;
-    points.push_back(point);
-  }
-  return points;
-}
-
-int stops_at(const Work& work, const Cluster& cluster, double floor) {
-  for (int ranks = 2; ranks <= 65'536; ranks *= 2)
-    if (scale(work, cluster, {ranks}).front().efficiency < floor) return ranks;
-  return 0;
 }
 
 }  // namespace lockstep::plan

@@ -2,7 +2,6 @@
 //
 //   const Cluster cluster = parse_link("nvlink+ib400", card, /*per_node=*/8);
 //   const StepTime step = step_time(work, cluster, 64);
-//   for (const ScalePoint& p : scale(work, cluster, {8, 64, 512})) use(p.efficiency);
 //
 // A collective of S bytes on n ranks takes alpha per hop and beta per byte. Ring: 2(n-1)/n S/B;
 // tree: 2 S/B' with log2(nodes) hops between nodes; the faster one counts, as NCCL chooses. B is
@@ -44,8 +43,8 @@ struct Cluster {
 };
 
 // "nvlink", "pcie", "nvlink+ib400", "pcie+eth25", "loopback"; ib400: a port of 400 Gbit/s for each
-// GPU, ib1600/node: ports of 1600 Gbit/s for a node. UsageError for another text, and for nvlink
-// where the card has none.
+// GPU, ib1600/node: ports of 1600 Gbit/s for a node. UsageError for another text, for nvlink where
+// the card has none, and for a port of less than 1 or more than 800 Gbit/s.
 Cluster parse_link(std::string_view text, const Card& card, int per_node);
 
 enum class Sharding {
@@ -82,17 +81,5 @@ struct StepTime {
   double total_s() const { return compute_s + optimizer_s + exposed_s; }
 };
 StepTime step_time(const Work& work, const Cluster& cluster, int ranks);
-
-struct ScalePoint {
-  int ranks = 1;
-  StepTime step{};
-  double speedup = 0;     // in samples per second, over one rank
-  double efficiency = 0;  // speedup / ranks
-};
-// Every rank has the same work at every count (weak scaling).
-std::vector<ScalePoint> scale(const Work& work, const Cluster& cluster,
-                              const std::vector<int>& ranks);
-// The smallest power of two at which the efficiency is below `floor`; 0: none up to 65536.
-int stops_at(const Work& work, const Cluster& cluster, double floor);
 
 }  // namespace lockstep::plan

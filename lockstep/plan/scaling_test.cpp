@@ -76,6 +76,11 @@ TEST(Links, ThatAreNotKnownAreRefused) {
     EXPECT_THAT(refusal([&] { parse_link(text, h100(), 8); }), HasSubstr("is not a link")) << text;
   EXPECT_THAT(refusal([] { parse_link("nvlink", parse_devices("L40S").card, 8); }),
               HasSubstr("L40S has no NVLink"));
+  // A port that does not exist; a node has as many as GPUs, and 8 at least.
+  for (const char* text : {"nvlink+ib99999", "nvlink+ib801", "nvlink+eth0.5", "pcie+eth6401/node"})
+    EXPECT_THAT(refusal([&] { parse_link(text, h100(), 4); }), HasSubstr(" Gbit/s, and a")) << text;
+  EXPECT_EQ(parse_link("nvlink+ib800", h100(), 8).between.bandwidth, 0.9 * 800e9);
+  EXPECT_EQ(parse_link("nvlink+ib6400/node", h100(), 4).between.bandwidth, 0.9 * 800e9);
   EXPECT_THAT(refusal([] { parse_link("nvlink", h100(), 0); }), HasSubstr("a node of 0 GPUs"));
 }
 
@@ -133,25 +138,6 @@ TEST(Steps, ShardedStateIsExposedAndDivided) {
   step = step_time(work, cluster, 4);
   EXPECT_DOUBLE_EQ(step.exposed_s,
                    2 * (2 * all_gather_s(cluster, 4, 2e6) + all_gather_s(cluster, 4, 4e6)));
-}
-
-TEST(Scaling, EndsWhereTheLinkIsTooSlow) {
-  // 100 MB of gradients behind 60 ms of backward.
-  const Work work{.forward_s = 0.03, .backward_s = 0.06, .gradients = {kBucket, kBucket, kBucket}};
-  const Cluster slow = parse_link("pcie+eth10/node", h100(), 8);
-  const int end = stops_at(work, slow, 0.8);
-  ASSERT_GT(end, 8);  // inside a node it scales
-  EXPECT_LT(scale(work, slow, {end}).front().efficiency, 0.8);
-  EXPECT_GE(scale(work, slow, {end / 2}).front().efficiency, 0.8);
-  const Cluster fast = parse_link("nvlink+ib400", h100(), 8);
-  EXPECT_EQ(stops_at(work, fast, 0.8), 0);
-  const auto points = scale(work, fast, {1, 8, 64, 512});
-  EXPECT_DOUBLE_EQ(points[0].efficiency, 1);
-  for (std::size_t i = 1; i < points.size(); ++i) {
-    EXPECT_LE(points[i].efficiency, points[i - 1].efficiency);
-    EXPECT_DOUBLE_EQ(points[i].speedup, points[i].ranks * points[i].efficiency);
-  }
-  EXPECT_THAT(refusal([&] { scale(work, fast, {0}); }), HasSubstr("0 ranks do not exist"));
 }
 
 // ---------------------------------------------------------------- published runs

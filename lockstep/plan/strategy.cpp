@@ -10,8 +10,21 @@
 namespace lockstep::plan {
 namespace {
 
-// The host of an H200 machine needs 16.4 ms to launch a step of 12 eager blocks of plain modules.
-constexpr double kHostPerBlock_s = 16.4e-3 / 12;
+// Steps of GPT-2 124M (12 blocks) with one sample on an H200 (docs/benchmarks.md). The host is busy
+// launching kernels; a captured step has a floor too, since kernels of one sample do not fill the
+// GPU. A ResNet's blocks are plain modules.
+constexpr double kPlainPerBlock_s = 16.4e-3 / 12;
+constexpr double kFusedPerBlock_s = 12.7e-3 / 12;
+constexpr double kCapturedPerBlock_s = 4.25e-3 / 12;
+// Cautious: language models reached 0.52 to 0.61 on an H200 in captured steps, 0.36 in plain ones.
+constexpr double kUtilisation = 0.4;
+// Most of a ResNet's step are batch norms and activations, which move memory and compute little.
+// ResNet-50 in 16 bits, images/s published by NVIDIA (docs/plan.md): 1156 on a V100, 2470 on an
+// A100-80GB are 30 operations for each byte per second of the card's memory; in float the bytes are
+// twice as many. 79 TFLOP/s are 3200 images/s, what is assumed of an H100.
+constexpr double kResNetPerByte = 30;
+constexpr double kResNetMost = 79e12;
+constexpr int kMostGpus = 65'536;
 // An Adam update reads gradient, weight and two states and writes the last three: in float.
 constexpr double kUpdateBytes = 28;
 
@@ -74,6 +87,9 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
                                       .stages = stages,
                                       .cpu = card.cpu});
   choice.fits = fits(choice.memory, card);
+  choice.smaller_batch = batch < micro_batches(t, replicas).front();
+  choice.as_written = choice.fits && stages == 1 && (!choice.smaller_batch || !t.adapts.empty()) &&
+                      (!sharded || t.sharded_optimizer || t.may_shard);
   return choice;
 }
 
@@ -217,12 +233,15 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
   if (gpus > 1 && !training.sharded_optimizer)
     all.add("shard_optimizer: true", "the update waits for its collectives",
             [](State& state) { state.sharded = true; });
+  const char* half = card.bfloat16 ? "bf16: true" : "fp16: true";
   if (!training.half)
-    all.add("bf16: true", "products with 8 bits of mantissa",
+    all.add(half,
+            card.bfloat16 ? "products with 8 bits of mantissa"
+                          : "products with 11 bits of mantissa, and the loss is scaled",
             [](State& state) { state.training.half = true; });
   if (training.model.causal_lm() != nullptr && !training.model.lora)
     all.add(fmt::format("{}lora: {{r: 16, target_modules: all-linear}}",
-                        all.together().training.half ? "" : "bf16: true and "),
+                        all.together().training.half ? "" : std::string(half) + " and "),
             "trains adapters instead of the model's weights", [](State& state) {
               state.training.half = true;
               models::LoraConfig lora{.r = 16, .lora_alpha = 32};
@@ -239,19 +258,61 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
   return all.take();
 }
 
+double peak_flops(const Training& t, const Card& card) {
+  if (t.half && (card.bfloat16 || !t.bf16)) return card.flops;
+  return t.tf32 && !t.half && card.bfloat16 ? card.flops / 2 : card.float_flops;
+}
+
+double utilisation_of(const Training& t, const Card& card) {
+  const double peak = peak_flops(t, card);
+  if (!std::holds_alternative<models::ResNetConfig>(t.model.config) || peak <= 0)
+    return kUtilisation;
+  const double part = t.half ? 1 : 0.5;
+  double reached = std::min(kUtilisation * peak, part * kResNetMost);
+  if (card.memory_bandwidth > 0)
+    reached = std::min(reached, part * kResNetPerByte * card.memory_bandwidth);
+  return reached / peak;
+}
+
+namespace {
+
+// A step takes at least this long, however small its batch is.
+double floor_of(const Training& t, const Choice& choice, const Card& card) {
+  double blocks = std::max<double>(1, static_cast<double>(t.model.blocks()));
+  if (const auto* resnet = std::get_if<models::ResNetConfig>(&t.model.config)) {
+    blocks = 0;
+    for (const std::int64_t stage : resnet->blocks()) blocks += static_cast<double>(stage);
+  }
+  const bool whole = choice.stages == 1 && !card.cpu;
+  // A sharded optimizer's step cannot be captured.
+  if (t.captured && whole && choice.strategy != Strategy::kShardedOptimizer)
+    return blocks * kCapturedPerBlock_s;
+  const bool fused = t.model.causal_lm() != nullptr && !t.unfused && whole;
+  return blocks * (fused ? kFusedPerBlock_s : kPlainPerBlock_s);
+}
+
+}  // namespace
+
 std::optional<Work> work_of(const Training& t, const Choice& choice, const Card& card,
                             const Speed& speed) {
-  const double peak = t.half ? card.flops : t.tf32 ? card.flops / 2 : card.float_flops;
+  const double peak = peak_flops(t, card);
   if (!speed.tokens_per_second && peak <= 0) return std::nullopt;
   const auto tokens = static_cast<double>(choice.batch * t.model.length);
   const double forward = forward_flops_per_token(t.model);
   const double all = flops_per_token(t.model) + (t.checkpointing ? forward : 0);
   double micro_s = 0;
+  double idle_s = 0;  // of the GPU, which waits for the host
   if (speed.tokens_per_second) {
-    micro_s = tokens / *speed.tokens_per_second;
+    // Of the file's micro-batch; a smaller one has the same floor.
+    const double measured_s =
+        static_cast<double>(t.batch * t.model.length) / *speed.tokens_per_second;
+    micro_s = std::max(tokens / *speed.tokens_per_second,
+                       card.cpu ? 0 : std::min(measured_s, floor_of(t, choice, card)));
   } else {
-    const double blocks = std::max<double>(1, static_cast<double>(t.model.blocks()));
-    micro_s = std::max(tokens * all / (peak * speed.utilisation), blocks * kHostPerBlock_s);
+    const double busy_s =
+        tokens * all / (peak * speed.utilisation.value_or(utilisation_of(t, card)));
+    micro_s = std::max(busy_s, floor_of(t, choice, card));
+    idle_s = micro_s - busy_s;
   }
   Work work{.forward_s = micro_s * forward / all,
             .backward_s = micro_s * (1 - forward / all),
@@ -260,12 +321,55 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
   for (std::int64_t& bytes : work.gradients) bytes /= choice.stages;
   const Parameters parameters = parameters_of(t.model);
   work.parameter_bytes = (t.half ? 2 : 4) * parameters.total() / choice.stages;
-  // A measurement has the update in it.
+  // A measurement has the update in it, and so have the floors.
   if (!speed.tokens_per_second && card.memory_bandwidth > 0)
-    work.optimizer_s = kUpdateBytes * static_cast<double>(parameters.trainable) / choice.stages /
-                       card.memory_bandwidth;
+    work.optimizer_s = std::max(0.0, kUpdateBytes * static_cast<double>(parameters.trainable) /
+                                             choice.stages / card.memory_bandwidth -
+                                         idle_s);
   if (choice.strategy == Strategy::kShardedOptimizer) work.sharding = Sharding::kOptimizer;
   return work;
+}
+
+Timed timed(const Training& training, const Machine& machine, int gpus) {
+  Timed one{.choice = choose(training, machine.card, gpus)};
+  const auto work = work_of(training, one.choice, machine.card, machine.speed);
+  if (!work) return one;
+  one.step = step_time(*work, machine.cluster, one.choice.replicas());
+  one.tokens_per_second =
+      static_cast<double>(one.choice.global_batch * training.model.length) / one.step->total_s();
+  return one;
+}
+
+std::vector<ScalePoint> scale(const Training& training, const Machine& machine,
+                              const std::vector<int>& gpus) {
+  const double alone = timed(training, machine, 1).tokens_per_second;
+  std::vector<ScalePoint> points;
+  for (const int n : gpus) {
+    Training at = training;
+    if (at.global_batch) at.global_batch = std::max<std::int64_t>(*at.global_batch, n);
+    const Timed one = timed(at, machine, n);
+    if (!one.step) return {};
+    points.push_back({.choice = one.choice,
+                      .step = *one.step,
+                      .tokens_per_second = one.tokens_per_second,
+                      .efficiency = one.tokens_per_second / (n * alone)});
+  }
+  return points;
+}
+
+int most_gpus(const Training& training) {
+  if (!training.global_batch) return kMostGpus;
+  int most = 1;
+  while (most < kMostGpus && 2 * most <= *training.global_batch) most *= 2;
+  return most;
+}
+
+int stops_at(const Training& training, const Machine& machine, double floor) {
+  for (int gpus = 2; gpus <= most_gpus(training); gpus *= 2) {
+    const std::vector<ScalePoint> point = scale(training, machine, {gpus});
+    if (!point.empty() && point.front().efficiency < floor) return gpus;
+  }
+  return 0;
 }
 
 }  // namespace lockstep::plan

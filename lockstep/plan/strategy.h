@@ -34,10 +34,15 @@ struct Training {
   // ranks.
   std::optional<std::int64_t> global_batch{};
   bool half = false;
+  bool bf16 = false;  // the half type is bfloat16, not float16
   bool tf32 = false;
   bool checkpointing = false;
   bool unfused = false;            // a language model of ATen's operations alone
+  bool captured = false;           // compile_model: a step is one CUDA graph
   bool sharded_optimizer = false;  // demanded; otherwise where it helps
+  bool may_shard = true;           // false: shard_optimizer: false
+  // elastic_gpu or auto_find_batch_size: the key that sets a smaller batch. Empty: none does.
+  std::string adapts{};
   int state_copies = 2;
 };
 
@@ -55,6 +60,8 @@ struct Choice {
   bool same_global_batch = true;  // it is what was asked for
   Memory memory{};
   bool fits = false;
+  bool smaller_batch = false;  // the file's micro-batch does not fit
+  bool as_written = false;     // it fits, and training does this without a change to the file
 
   int replicas() const { return gpus / stages; }
 };
@@ -76,16 +83,49 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
 
 // How fast a card computes.
 struct Speed {
-  double utilisation = kUtilisation;          // of the card's peak (MFU)
+  std::optional<double> utilisation{};        // of the card's peak (MFU); unset: utilisation_of()
   std::optional<double> tokens_per_second{};  // measured on one GPU; wins
-
-  // Measured with this library on an H200, bf16: GPT-2 124M 0.36, a GPT of 1.3B 0.52.
-  static constexpr double kUtilisation = 0.4;
 };
+
+// Operations per second of the card in the training's type. One without bfloat16 (or TF32) computes
+// it at the rate of float. 0: not known.
+double peak_flops(const Training& training, const Card& card);
+// What is assumed of the peak, by the family of the model (docs/plan.md).
+double utilisation_of(const Training& training, const Card& card);
 
 // One rank's part of a step; nothing where neither the card's arithmetic nor a measurement is
 // known.
 std::optional<Work> work_of(const Training& training, const Choice& choice, const Card& card,
                             const Speed& speed);
+
+struct Machine {
+  Card card{};
+  Cluster cluster{};
+  Speed speed{};
+};
+
+// What is chosen for a number of GPUs, and how long its step takes where that is known.
+struct Timed {
+  Choice choice{};
+  std::optional<StepTime> step{};
+  double tokens_per_second = 0;
+};
+Timed timed(const Training& training, const Machine& machine, int gpus);
+
+struct ScalePoint {
+  Choice choice{};
+  StepTime step{};
+  double tokens_per_second = 0;
+  double efficiency = 0;  // tokens per second and GPU, over those of one GPU
+};
+// A global batch that was asked for is held, and each GPU's part of it shrinks; with more GPUs than
+// samples each has one, and the batch grows. Without one every GPU has the same work. Nothing where
+// the speed is not known.
+std::vector<ScalePoint> scale(const Training& training, const Machine& machine,
+                              const std::vector<int>& gpus);
+// The most GPUs, a power of two, that a search goes to: each has a sample of the global batch.
+int most_gpus(const Training& training);
+// The smallest power of two at which the efficiency is below `floor`; 0: none up to most_gpus().
+int stops_at(const Training& training, const Machine& machine, double floor);
 
 }  // namespace lockstep::plan
