@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "bench/bench.h"
+#include "lockstep/core/spelling.h"
 
 namespace lockstep::bench {
 
@@ -24,12 +25,27 @@ std::string device_problem(const std::string& value) {
   return fmt::format("'{}' is not a device; use cpu, cuda or cuda:N", value);
 }
 
+// The first word that no option took, where it looks like one.
+static std::optional<std::string> unknown_option(const CLI::App& app) {
+  for (const std::string& word : app.remaining()) {
+    if (!word.starts_with("--")) continue;
+    std::vector<std::string> known;
+    for (const CLI::Option* option : app.get_options())
+      for (const std::string& known_name : option->get_lnames()) known.push_back("--" + known_name);
+    const auto meant = nearest(word, known);
+    return fmt::format("there is no option {}{}", word,
+                       meant ? fmt::format(" (did you mean {}?)", *meant) : "");
+  }
+  return std::nullopt;
+}
+
 std::optional<int> parse_arguments(CLI::App& app, int argc, char** argv) {
   const std::string name = fmt::format("lockstep bench {}", argv[0]);
   app.name(name);
   for (CLI::Option* option : app.get_options()) option->capture_default_str();
-  app.failure_message([&name](const CLI::App*, const CLI::Error& error) {
-    return fmt::format("{}: {}. '{} --help' lists its options.\n", name, error.what(), name);
+  app.failure_message([&name](const CLI::App* failed, const CLI::Error& error) {
+    return fmt::format("{}: {}. '{} --help' lists its options.\n", name,
+                       unknown_option(*failed).value_or(error.what()), name);
   });
   try {
     app.parse(argc, argv);

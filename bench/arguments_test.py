@@ -75,6 +75,8 @@ class Arguments(unittest.TestCase):
                 self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
                 self.assertTrue(done.stderr.startswith(f"lockstep bench {name}: "), done.stderr)
                 self.assertIn(part, done.stderr)
+        self.assertIn("there is no option --step (did you mean --steps?).",
+                      bench("dp-vs-ddp", "--step", "20").stderr)
         done = bench("overlap", "--ranks", "1")
         self.assertEqual(done.returncode, 2)
         self.assertIn("--ranks", done.stderr)

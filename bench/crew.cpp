@@ -75,8 +75,13 @@ launch::Process start(const CrewOptions& options, const std::string& socket) {
                   fmt::format("--nproc-per-node={}", options.ranks)};
   for (const auto& part : options.command) request.argv.push_back(part);
   request.argv.insert(request.argv.end(), {"--orders", socket});
-  for (char** variable = environ; *variable != nullptr; ++variable)
+  bool chosen = false;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
     request.environment.emplace_back(*variable);
+    chosen = chosen || request.environment.back().starts_with("LOCKSTEP_LOG=");
+  }
+  // How ranks and launcher begin is nothing that a table is read for.
+  if (!chosen) request.environment.emplace_back("LOCKSTEP_LOG=warning");
   ::sigprocmask(SIG_SETMASK, nullptr, &request.signal_mask);
   ::getrlimit(RLIMIT_NOFILE, &request.files);
   return launch::start_process(request);

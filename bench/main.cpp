@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bench/bench.h"
+#include "bench/other_programs.h"
 #include "bench/strategies.h"
 #include "cli/guarded.h"
 
@@ -33,7 +34,13 @@ const std::map<std::string, Command>& benchmarks() {
 int bench(int argc, char** argv) {
   if (argc >= 2) {
     const auto found = benchmarks().find(argv[1]);
-    if (found != benchmarks().end()) return found->second(argc - 1, argv + 1);
+    if (found != benchmarks().end()) {
+      const lockstep::bench::OtherPrograms others;
+      const int code = found->second(argc - 1, argv + 1);
+      // `scale` knows from the records of its runs what their ranks have waited.
+      if (found->first != "scale") fmt::print(stderr, "{}", others.note());
+      return code;
+    }
   }
   const bool asked = argc >= 2 && std::strcmp(argv[1], "--help") == 0;
   std::FILE* out = asked ? stdout : stderr;

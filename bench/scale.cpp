@@ -9,6 +9,7 @@
 #include <cmath>
 #include <filesystem>
 #include <map>
+#include <numeric>
 #include <set>
 
 #include "bench/bench.h"
@@ -95,13 +96,14 @@ std::vector<std::string> common_flags(const Request& request) {
 std::int64_t strong_batch(std::int64_t batch, int fewest, int ranks) {
   const std::int64_t shared = batch * fewest;
   if (shared % ranks == 0) return shared / ranks;
-  const std::int64_t below = shared / ranks * ranks, above = below + ranks;
+  const std::int64_t part = std::lcm(ranks, fewest);  // every number of ranks shares it evenly
+  const std::int64_t below = shared / part * part, above = below + part;
   throw UsageError("bench",
                    "--strong: {} samples ({} per rank x {} rank{}) cannot be shared by {} ranks. "
-                   "Choose other --ranks, or a per_device_train_batch_size of which {} samples "
-                   "make {}{}.",
+                   "Choose other --ranks, or a global batch that {} divides, such as {}{}: "
+                   "-- --per_device_train_batch_size={}.",
                    shared, batch, fewest, fewest == 1 ? "" : "s", ranks, ranks,
-                   below > 0 ? fmt::format("{} or ", below) : "", above);
+                   below > 0 ? fmt::format("{} or ", below) : "", above, above / fewest);
 }
 
 ScalePoint point_of(const Request& request, const TrainingArguments& arguments, int ranks) {
@@ -206,6 +208,23 @@ report::RunFolder run_once(const Request& request, const Plan& plan, ScalePoint&
   return run;
 }
 
+// Rates of ranks that had to wait for cores are not those of the machine.
+void note_starved(Plan& plan, int ranks, const std::vector<report::RunFolder>& runs) {
+  std::vector<double> shares;
+  for (const report::RunFolder& run : runs)
+    if (run.record) shares.push_back(monitor::starved_share(*run.record).value_or(0));
+  const double most = shares.empty() ? 0 : *std::ranges::max_element(shares);
+  if (most == 0) return;
+  plan.setting.notes.push_back(fmt::format(
+      "With {} rank{} in {} of {} rounds the ranks waited for a core, up to {:.0f} % of "
+      "the time: other programs used the cores, or there are too few of them. Measure "
+      "again on an idle machine before you use these figures.",
+      ranks, ranks == 1 ? "" : "s",
+      std::ranges::count_if(shares, [](double share) { return share > 0; }), runs.size(),
+      100 * most));
+  fmt::print(stderr, "note: {}\n", plan.setting.notes.back());
+}
+
 // By turns, so that a machine that slows down for a while does so for all numbers of ranks.
 void measure(const Request& request, Plan& plan) {
   std::vector<std::vector<report::RunFolder>> runs(plan.points.size());
@@ -213,6 +232,7 @@ void measure(const Request& request, Plan& plan) {
     for (std::size_t i = 0; i < plan.points.size(); ++i)
       runs[i].push_back(run_once(request, plan, plan.points[i], round));
   for (std::size_t i = 0; i < plan.points.size(); ++i) {
+    note_starved(plan, plan.points[i].ranks, runs[i]);
     const auto& rates = plan.points[i].samples_per_s;
     const double middle = median(rates);
     const auto nearest =
@@ -292,8 +312,12 @@ int scale_main(int argc, char** argv) {
   if (const auto code = parse_arguments(app, argc, argv)) return *code;
   // Not the parser's: it would mention the file before a mistyped flag.
   if (std::error_code error; !fs::is_regular_file(request.file, error)) {
-    fmt::print(stderr, "lockstep bench scale: '{}' is not a training file. Give one: {}\n",
-               request.file, "lockstep bench scale --ranks 1,2 FILE");
+    const std::string what = request.file.empty() ? "no training file was given"
+                             : fs::exists(request.file, error)
+                                 ? fmt::format("'{}' is not a training file", request.file)
+                                 : fmt::format("'{}' does not exist", request.file);
+    fmt::print(stderr, "lockstep bench scale: {}. Give one: {}\n", what,
+               "lockstep bench scale --ranks 1,2 FILE");
     return 2;
   }
   const auto wanted =

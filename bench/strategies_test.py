@@ -80,6 +80,10 @@ class DpVsDdp(Case):
         ratios = [a / b for a, b in zip(dp["ms"], ddp["ms"])]
         self.assertAlmostEqual(ddp["dp_times_this"], sum(ratios) / 2)
         self.assertEqual(rows[0]["DP / this"], "1.000")
+        self.assertEqual((rows[0]["steps"], rows[0]["blocks"]), ("12", "2"))
+        self.assertIn("of blocks of up to 10 steps, a mean of each", result.stdout)
+        for line in result.stderr.splitlines():  # none of ranks that begin
+            self.assertRegex(line, "^(verified: |block |dp-vs-ddp: |note: other programs)")
         self.assertIn("copies all weights to the replicas", result.stdout)
         self.assertIn("batch 8 of 3x4x4, Adam", result.stdout)
 

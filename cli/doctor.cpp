@@ -23,11 +23,13 @@ namespace {
 
 constexpr const char* kHelp =
     "usage: lockstep doctor [flags]\n"
-    "       lockstep doctor --run DIR\n\n"
+    "       lockstep doctor --run DIR [--json]\n\n"
     "Checks this machine before a run: devices and driver, versions, cores, threads, memory,\n"
     "limits, ports, the way to the master, then GPU copies and an all-reduce between ranks. Each\n"
     "line is ok, warn, fail or skip, with what was measured and what to change. Exit code: 0\n"
-    "without a fail, 1 with one. --run explains a run that was recorded.\n\n"
+    "without a fail, 1 with one, 2 for a mistake in the command.\n"
+    "--run explains a run that was recorded, and takes --json beside it, nothing else. Exit code:\n"
+    "0 when nothing was found, 1 when something was, 2 for a mistake in the command.\n\n"
     "  --nproc-per-node N   ranks on this host (auto: one per GPU; two without GPUs)\n"
     "  --master-addr A      the master of several hosts: does it resolve, which interface leads\n"
     "                       there, is its clock ours\n"

@@ -177,7 +177,8 @@ TEST_F(Doctor, ProcessesAreLimitedByUserAndGroup) {
   file(job + "pids.current", "90\n");
   const Check check = check_processes(machine);
   EXPECT_EQ(check.status, Status::kFail);
-  EXPECT_THAT(check.value, HasSubstr("10 left in the cgroup"));
+  EXPECT_THAT(check.value, HasSubstr("limit of this user: 20 processes and threads (root is not "
+                                     "bound by it); 10 left in the cgroup"));
   EXPECT_THAT(check.remedy, HasSubstr("--pids-limit"));
 }
 
@@ -199,6 +200,10 @@ TEST_F(Doctor, TheOutputFolderNeedNotExistButMustBePossible) {
   const Check check = check_disk(machine);
   EXPECT_EQ(check.status, Status::kFail);
   EXPECT_THAT(check.value, HasSubstr("plain is not a folder"));
+  machine.request.output_dir = "/proc/x";  // also root's writes fail there
+  EXPECT_THAT(check_disk(machine).value,
+              HasSubstr("/proc/x cannot be written: nothing can be made in /proc ("));
+  EXPECT_THAT(check_disk(machine).remedy, HasSubstr("Choose another output_dir"));
 }
 
 // ------------------------------------------------------------------ GPUs

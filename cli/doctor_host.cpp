@@ -4,8 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <filesystem>
 
 #include "cli/doctor_checks.h"
@@ -281,9 +284,9 @@ Check check_processes(const Machine& machine) {
                              static_cast<std::uint64_t>(machine.threads_per_rank());
   const std::uint64_t need = static_cast<std::uint64_t>(machine.ranks) * each;
   check.value = fmt::format(
-      "{} processes and threads of this user{}, {} left in the cgroup; {} ranks need {}",
-      limit_text(machine.processes), machine.root ? " (root: not limited)" : "", limit_text(left),
-      machine.ranks, need);
+      "limit of this user: {} processes and threads{}; {} left in the cgroup; {} ranks need {}",
+      limit_text(machine.processes), machine.root ? " (root is not bound by it)" : "",
+      limit_text(left), machine.ranks, need);
   check.data = {{"limit", limit_node(limit)},
                 {"cgroup_left", limit_node(left)},
                 {"needed", integer_node(static_cast<std::int64_t>(need))}};
@@ -313,6 +316,17 @@ Check check_locked_memory(const Machine& machine) {
   return check;
 }
 
+// By making a folder there: neither permissions nor free space say it of /proc and the like.
+std::string write_problem(const fs::path& place) {
+  std::error_code ignored;
+  if (!fs::is_directory(place, ignored)) return fmt::format("{} is not a folder", place.string());
+  std::string name = (place / ".lockstep-doctor-XXXXXX").string();
+  if (::mkdtemp(name.data()) == nullptr)
+    return fmt::format("nothing can be made in {} ({})", place.string(), std::strerror(errno));
+  ::rmdir(name.c_str());
+  return "";
+}
+
 Check check_disk(const Machine& machine) {
   Check check{.name = "disk"};
   if (machine.request.output_dir.empty())
@@ -321,13 +335,11 @@ Check check_disk(const Machine& machine) {
   fs::path place = fs::absolute(machine.request.output_dir, ignored).lexically_normal();
   while (!fs::exists(place, ignored) && place != place.parent_path()) place = place.parent_path();
   struct statvfs room {};
-  if (!fs::is_directory(place, ignored) || ::access(place.c_str(), W_OK | X_OK) != 0 ||
-      ::statvfs(place.c_str(), &room) != 0) {
+  std::string problem = write_problem(place);
+  if (problem.empty() && ::statvfs(place.c_str(), &room) != 0) problem = std::strerror(errno);
+  if (!problem.empty()) {
     check.status = Status::kFail;
-    check.value = fmt::format("{} cannot be written: {}", machine.request.output_dir,
-                              fs::is_directory(place, ignored)
-                                  ? fmt::format("no write permission for {}", place.string())
-                                  : fmt::format("{} is not a folder", place.string()));
+    check.value = fmt::format("{} cannot be written: {}", machine.request.output_dir, problem);
     check.remedy = "Choose another output_dir, or change its owner or mode.";
     return check;
   }

@@ -21,7 +21,9 @@ constexpr const char* kHelp =
     "Where the time of a recorded run went, rank by rank, and what to change: each finding with\n"
     "its evidence, the flag or key, and the expected gain; the most valuable first. DIR is the\n"
     "output_dir of a Trainer, or what `lockstep run --record DIR` wrote; the run may still last.\n"
-    "Ends with 0 when nothing was found, with 1 otherwise. docs/doctor.md describes the rules.\n\n"
+    "Ends with 0 when nothing was found, with 1 when something was, and with 2 for a mistake in "
+    "the\n"
+    "command. docs/doctor.md describes the rules.\n\n"
     "  --json   the same as one JSON object\n";
 
 struct Request {
@@ -40,8 +42,9 @@ Request parse(const Args& args) {
     } else if (arg.starts_with("--run=")) {
       request.directory = arg.substr(arg.find('=') + 1);
     } else if (arg != "--run") {
-      throw UsageError(
-          "doctor", "'{}' does not go with --run. 'lockstep doctor --help' lists what does.", arg);
+      throw UsageError("doctor",
+                       "'{}' does not go with --run; --json alone does. 'lockstep doctor --help'.",
+                       arg);
     }
   }
   if (request.directory.empty())

@@ -89,11 +89,15 @@ class DoctorRun(unittest.TestCase):
     def test_refusals(self):
         for flags, text in ((["--run"], "which run"),
                             (["--run", str(self.root)], "has no record of a run"),
-                            (["--run=x", "--nothing"], "'--nothing'")):
+                            (["--run=x", "--nothing"],
+                             "'--nothing' does not go with --run; --json alone does")):
             done = self.doctor(*flags, code=2)
             self.assertRegex(done.stderr, r"^lockstep: \[\w+\] ")
             self.assertIn(text, done.stderr)
         self.assertIn("usage: lockstep doctor", self.doctor("--run", "x", "--help", code=0).stdout)
+        text = self.doctor("--help", code=0).stdout
+        self.assertIn("lockstep doctor --run DIR [--json]\n", text)
+        self.assertEqual(text.count("2 for a mistake in the command"), 2, text)
 
 
 if __name__ == "__main__":

@@ -473,7 +473,10 @@ class RealRanks(Marked):
         probe, err = self.end_of_a_rank(signal.SIGSTOP)
         self.assertTrue(probe["lines"])
         self.assertIn("SIGSTOP", " ".join(probe["lines"]))
-        self.assertIn("lockstep doctor: running ranks that compute and communicate ...\n", err)
+        line = "lockstep doctor: running ranks that compute and communicate ..."
+        said = [text for text in err.splitlines() if text.startswith(line)]
+        self.assertEqual(said[0], line, err)
+        self.assertEqual(len(set(said)), len(said), err)
 
     def test_a_rank_that_is_killed(self):
         probe, _ = self.end_of_a_rank(signal.SIGKILL)

@@ -38,6 +38,13 @@ const launch::FlagSpec* launcher_flag(const std::string& arg) {
   return found == table.end() ? nullptr : &*found;
 }
 
+// Whether variables set keys.
+bool configured() {
+  return std::ranges::any_of(train::key_table(), [](const train::KeySpec& key) {
+    return env::get(key.variable()).has_value();
+  });
+}
+
 void refuse_in_a_rank(const std::string& flag) {
   const RankEnv env = read_rank_env();
   if (env.source == "alone") return;
@@ -108,6 +115,10 @@ int train_command(const Args& args) {
   }
   const bool help = std::ranges::any_of(
       args, [](const std::string& arg) { return arg == "--help" || arg == "-h"; });
+  if (own.size() == 1 && !help && !configured())
+    throw UsageError("train",
+                     "what shall be trained? Give a training file, `lockstep train FILE`, or at "
+                     "least one key, as --output_dir=DIR. examples/configs has files.");
   if (launcher.empty() || help) return execute("lockstep-train", own);
   refuse_in_a_rank(launcher.front());
   launcher.push_back(std::filesystem::read_symlink("/proc/self/exe"));

@@ -9,6 +9,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstring>
 
 #include "lockstep/core/error.h"
 
@@ -108,7 +109,13 @@ void write_file_atomically(const std::string& path, std::string_view data) {
   const std::string temporary = fmt::format("{}.tmp.{}", path, ::getpid());
   {
     Fd fd(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-    if (!fd) throw SystemError("fd", "cannot create " + temporary, errno);
+    if (!fd)
+      throw SystemError::described(
+          "fd",
+          fmt::format(
+              "cannot write {} ({}). Choose a folder that exists and that you may write to.", path,
+              std::strerror(errno)),
+          errno);
     write_all(fd.get(), data);
   }
   if (::rename(temporary.c_str(), path.c_str()) != 0) {

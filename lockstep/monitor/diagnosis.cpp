@@ -24,6 +24,7 @@ constexpr detail::Rule kRules[] = {
     detail::replicated_optimizer,
     detail::page_faults,
     detail::too_many_threads,
+    detail::cpu_starved,
 };
 
 }  // namespace
@@ -40,6 +41,10 @@ std::vector<Finding> diagnose(const RunRecord& run) {
 
 bool enough_to_judge(const RunRecord& run) {
   return detail::make_view(run).enough;
+}
+
+std::optional<double> starved_share(const RunRecord& run) {
+  return detail::starved_share(detail::make_view(run));
 }
 
 }  // namespace lockstep::monitor

@@ -7,6 +7,7 @@
 // report and the dashboard say the same. The most valuable finding comes first.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "lockstep/monitor/finding.h"
@@ -17,5 +18,8 @@ namespace lockstep::monitor {
 std::vector<Finding> diagnose(const RunRecord& run);
 // Whether there are enough steps on every rank: without them no finding means little.
 bool enough_to_judge(const RunRecord& run);
+// Share of the time in which at least half of the ranks could run and had no core, where that is so
+// much that figures of the run are not those of an idle machine; nothing: it is not, or not known.
+std::optional<double> starved_share(const RunRecord& run);
 
 }  // namespace lockstep::monitor

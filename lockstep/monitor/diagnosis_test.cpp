@@ -460,13 +460,66 @@ TEST(Threads, MoreThanCores) {
   change(run, [](Interval& interval) { interval.process->run_delay_share = 0.3; });
   only(run, "too-many-threads");
   run.facts.hosts = 2;
-  expect_silence(run);
+  EXPECT_EQ(find(diagnose(run), "too-many-threads"), nullptr);
   RunRecord four = run_of({Shape{}, Shape{}, Shape{}, Shape{}});
   four.facts.cores = 2;
   change(four, [](Interval& interval) { interval.process->cores = 0.5; });
   finding = only(four, "too-many-threads");
   EXPECT_EQ(finding.cause, "ranks");
   EXPECT_THAT(finding.remedy, HasSubstr("at most 2 ranks"));
+}
+
+// Every rank, on a machine that other programs use.
+RunRecord starved(double delay_share, double cores) {
+  RunRecord run = healthy();
+  run.facts.cores = 2;
+  change(run, [&](Interval& interval) {
+    interval.process->run_delay_share = delay_share;
+    interval.process->cores = cores;
+  });
+  return run;
+}
+
+TEST(CpuStarved, OtherProgramsUseTheCoresOfAllRanks) {
+  const Finding finding = only(starved(0.31, 0.5), "cpu-starved");
+  EXPECT_EQ(finding.rank, -1);
+  EXPECT_EQ(finding.cause, "other-programs");
+  EXPECT_THAT(finding.what, HasSubstr("wait for a core 31 % of the time"));
+  EXPECT_THAT(finding.evidence, HasSubstr("1.0 of 2 cores"));
+  EXPECT_NEAR(finding.gain, 0.31, 1e-9);
+  EXPECT_NEAR(starved_share(starved(0.31, 0.5)).value_or(0), 0.31, 1e-9);
+}
+
+TEST(CpuStarved, HasALimit) {
+  only(starved(0.11, 0.85), "cpu-starved");
+  expect_silence(starved(0.10, 0.85));
+  EXPECT_EQ(starved_share(starved(0.10, 0.85)), std::nullopt);
+  RunRecord one = healthy();  // the other rank has its core
+  change(one, [](Interval& interval) { interval.process->run_delay_share = 0.15; }, 1);
+  expect_silence(one);
+}
+
+TEST(CpuStarved, OtherReasonsThanOtherPrograms) {
+  Finding finding = only(starved(0.2, 0.97), "cpu-starved");
+  EXPECT_EQ(finding.cause, "own-threads");
+  EXPECT_THAT(finding.remedy, HasSubstr("dataloader_num_workers"));
+  RunRecord limited = starved(0.5, 0.5);
+  change(limited, [](Interval& interval) {
+    interval.throttled_share = 0.6;
+    interval.cpu_limit_cores = 1;
+  });
+  finding = only(limited, "cpu-starved");
+  EXPECT_EQ(finding.cause, "quota");
+  EXPECT_THAT(finding.evidence, HasSubstr("limited to 1.0 cores"));
+  RunRecord threads = starved(0.3, 0.5);  // that rule says more
+  threads.facts.threads_per_rank = 2;
+  only(threads, "too-many-threads");
+  RunRecord gpu = starved(0.3, 0.5);  // whose host is ahead of the device
+  gpu.facts.device = "cuda";
+  EXPECT_EQ(find(diagnose(gpu), "cpu-starved"), nullptr);
+  RunRecord uncounted = starved(0.3, 0.5);
+  change(uncounted, [](Interval& interval) { interval.process->run_delay_share.reset(); });
+  expect_silence(uncounted);
 }
 
 // ---------------------------------------------------------------- all together

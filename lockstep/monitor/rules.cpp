@@ -172,6 +172,12 @@ double share(const RankView& rank, Phase phase) {
   return median_of(rank, [&](const Interval& w) { return spent_s(rank, w, phase) / w.seconds; });
 }
 
+double delay_share(const RankView& rank) {
+  return median_of(rank, [](const Interval& window) {
+    return window.process ? window.process->run_delay_share.value_or(0) : 0;
+  });
+}
+
 double least_share(const View& view, Phase phase) {
   const auto shares = of_ranks(view, [&](const RankView& rank) { return share(rank, phase); });
   return shares.empty() ? 0 : *std::min_element(shares.begin(), shares.end());

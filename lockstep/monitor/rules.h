@@ -62,6 +62,9 @@ std::optional<Finding> unfused_optimizer(const View& view);
 std::optional<Finding> replicated_optimizer(const View& view);
 std::optional<Finding> page_faults(const View& view);
 std::optional<Finding> too_many_threads(const View& view);
+std::optional<Finding> cpu_starved(const View& view);
+
+std::optional<double> starved_share(const View& view);  // as in diagnosis.h
 
 // ------------------------------------------------------------------ figures
 
@@ -80,6 +83,7 @@ double median_of(const RankView& rank, Figure figure) {
 }
 double step_s(const RankView& rank);  // median
 double share(const RankView& rank, ledger::Phase phase);
+double delay_share(const RankView& rank);  // in which its main thread could run and had no core
 
 template <typename Figure>
 std::vector<double> of_ranks(const View& view, Figure figure) {

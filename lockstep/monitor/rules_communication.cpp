@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "lockstep/monitor/limits.h"
 #include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor::detail {
@@ -16,9 +17,6 @@ using ledger::Phase;
 
 constexpr double kMiB = 1u << 20;
 
-// Ranks that differ by some percent wait for each other a little in every step. Beyond a fifth of
-// the step it is the reduction itself.
-constexpr double kCommunicationShare = 0.20;
 // Smaller buckets cost more for each byte than they hide (docs/benchmarks.md).
 constexpr double kSmallBucketMiB = 4;
 constexpr double kUsualBucketMiB = 25;
@@ -77,10 +75,7 @@ const RankView& least_waiting(const View& view) {
 // While a rank has no core the others wait for it, not for the reduction.
 double longest_delay_share(const View& view) {
   double longest = 0;
-  for (const RankView& rank : view.ranks)
-    longest = std::max(longest, median_of(rank, [](const Interval& window) {
-                         return window.process ? window.process->run_delay_share.value_or(0) : 0;
-                       }));
+  for (const RankView& rank : view.ranks) longest = std::max(longest, delay_share(rank));
   return longest;
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "lockstep/monitor/limits.h"
 #include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor::detail {
@@ -13,8 +14,6 @@ namespace {
 using ledger::Counter;
 using ledger::Phase;
 
-// A loader that is far enough ahead is never waited for; a tenth of a step is no accident.
-constexpr double kDataShare = 0.10;
 // Loading varies from batch to batch: so much more than the mean is planned for.
 constexpr double kLoaderReserve = 1.1;
 

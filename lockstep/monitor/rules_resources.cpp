@@ -30,6 +30,12 @@ constexpr double kIdlePercent = 10;  // a GPU below it does nothing
 constexpr double kSpread = 0.25;
 constexpr double kMinSpreadBytes = kGiB;
 
+// Beyond it the ranks of a CPU measurably have less than the machine. A median, so that one busy
+// second is nobody's habit; a clean run of as many ranks as cores has 1 to 4 %.
+constexpr double kStarvedShare = 0.10;
+constexpr double kThrottledShare = 0.2;  // of the periods of a control group
+constexpr double kAllCores = 0.9;        // of the cores, in use by the ranks
+
 // Of a step, in which matrix products are computed, for half the bits to matter.
 constexpr double kComputeShare = 0.5;
 // Models below it are bound by launches, not by products.
@@ -370,9 +376,7 @@ std::optional<Finding> too_many_threads(const View& view) {
   const auto ranks = std::min(view.ranks.size(), static_cast<std::size_t>(facts.ranks_on_host));
   for (std::size_t i = 0; i < ranks; ++i) {
     in_use += rate(view.ranks[i], &ProcessRates::cores);
-    wanted += median_of(view.ranks[i], [](const Interval& window) {
-      return window.process ? window.process->run_delay_share.value_or(0) : 0;
-    });
+    wanted += delay_share(view.ranks[i]);
     switches += rate(view.ranks[i], &ProcessRates::involuntary_switches_per_s);
   }
   if (in_use + wanted < kCoresWanted * facts.cores) return std::nullopt;
@@ -389,6 +393,59 @@ std::optional<Finding> too_many_threads(const View& view) {
                     ? fmt::format("start at most {} ranks on this host.", facts.cores)
                     : fmt::format("set OMP_NUM_THREADS={} (`lockstep run` does, unless it is set).",
                                   fit)};
+}
+
+std::optional<double> starved_share(const View& view) {
+  // On a GPU the host is ahead: what it waits for costs nothing while the device has work.
+  if (!view.enough || on_cuda(view)) return std::nullopt;
+  const double share = lower_median(of_ranks(view, delay_share));
+  if (share <= kStarvedShare) return std::nullopt;
+  return share;
+}
+
+std::optional<Finding> cpu_starved(const View& view) {
+  const auto starved = starved_share(view);
+  if (!starved || too_many_threads(view)) return std::nullopt;
+  const RunFacts& facts = view.run.facts;
+  Finding finding{.rule = "cpu-starved",
+                  .cause = "other-programs",
+                  .what = fmt::format("The ranks wait for a core {:.0f} % of the time because "
+                                      "other programs use the cores.",
+                                      100 * *starved),
+                  .remedy =
+                      "end the other programs (`top` shows them), or give the ranks cores of their "
+                      "own (taskset, a batch system). Until then no figure of this run is that of "
+                      "an idle machine.",
+                  .gain = *starved};
+  double in_use = 0;
+  for (const RankView& rank : view.ranks) in_use += rate(rank, &ProcessRates::cores);
+  const Interval& first = view.ranks.front().sum;
+  const double throttled = lower_median(of_ranks(view, [](const RankView& rank) {
+    return median_of(rank, [](const Interval& w) { return w.throttled_share.value_or(0); });
+  }));
+  // On several hosts the cores are those of one rank, which may be bound to some of them.
+  finding.evidence = facts.hosts == 1 && facts.cores > 0
+                         ? fmt::format("the ranks had {:.1f} of {} cores.", in_use, facts.cores)
+                         : fmt::format("the ranks had {:.1f} cores.", in_use);
+  if (throttled >= kThrottledShare && first.cpu_limit_cores) {
+    finding.cause = "quota";
+    finding.what = fmt::format(
+        "The ranks wait for a core {:.0f} % of the time because their "
+        "control group has used up its CPU time.",
+        100 * *starved);
+    finding.evidence =
+        fmt::format("limited to {:.1f} cores, and stopped in {:.0f} % of the periods.",
+                    *first.cpu_limit_cores, 100 * throttled);
+    finding.remedy = "raise the CPU limit of the container or job, or start fewer ranks.";
+  } else if (facts.hosts == 1 && facts.cores > 0 && in_use >= kAllCores * facts.cores) {
+    finding.cause = "own-threads";
+    finding.what = fmt::format(
+        "The ranks wait for a core {:.0f} % of the time because their own "
+        "threads use all cores.",
+        100 * *starved);
+    finding.remedy = "lower dataloader_num_workers, or start fewer ranks: workers need cores, too.";
+  }
+  return finding;
 }
 
 }  // namespace lockstep::monitor::detail

@@ -46,11 +46,18 @@ std::string head_of(const RunFolder& run) {
   return out;
 }
 
+// Two figures of speed stand in one table and need not agree.
+std::string speed_html() {
+  return paragraph(
+      "Time per step has evaluations and saves in it. Samples and tokens per second are those of "
+      "the steps alone, without either.");
+}
+
 std::string summary_html(const RunFolder& run) {
   HtmlTable rows{.heads = {"figure", "value"}};
   for (const Figure& figure : figures_of(run))
     if (figure.value) rows.rows.push_back({figure.name, figure.text()});
-  return table(rows);
+  return table(rows) + speed_html();
 }
 
 // ---------------------------------------------------------------- training
@@ -272,7 +279,7 @@ std::string figures_table(const Pair& runs) {
   for (std::size_t i = 0; i < a.size(); ++i)
     if (a[i].value || b[i].value)
       rows.rows.push_back({a[i].name, a[i].text(), b[i].text(), ratio_text(a[i], b[i])});
-  return table(rows);
+  return table(rows) + speed_html();
 }
 
 Drawing overlaid(const Pair& runs, LineChart chart, const std::string& metric) {

@@ -9,12 +9,15 @@
 namespace lockstep::train {
 namespace {
 
-constexpr std::size_t kStepFlags = 9;
+constexpr std::size_t kStepFlags = 10;
 using Numbers = std::array<std::int32_t, kStepFlags>;
 
 Numbers numbers_of(const StepFlags& flags) {
-  return {flags.stop_signal, flags.stop,   flags.save,      flags.evaluate,     flags.out_of_memory,
-          flags.alert,       flags.saving, flags.data_wait, flags.communication};
+  return {flags.stop_signal,   flags.stop,
+          flags.save,          flags.evaluate,
+          flags.out_of_memory, flags.alert,
+          flags.saving,        flags.data_wait,
+          flags.communication, -flags.least_communication};
 }
 
 StepFlags flags_of(const at::Tensor& numbers) {
@@ -27,7 +30,8 @@ StepFlags flags_of(const at::Tensor& numbers) {
           .alert = n[5] != 0,
           .saving = n[6] != 0,
           .data_wait = n[7],
-          .communication = n[8]};
+          .communication = n[8],
+          .least_communication = -n[9]};
 }
 
 at::Tensor tensor_of(const StepFlags& flags) {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/core/log.h"
+#include "lockstep/parallel/sharded_optimizer.h"
 
 namespace lockstep::train {
 namespace {
@@ -20,10 +21,11 @@ constexpr std::size_t kStepsPerTurn = 3;  // that count
 constexpr int kFirstSteps = 3;
 constexpr double kWorthwhile = 0.01;
 
-double median_of(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
+// Of n values the one that `quarters` quarters of them are below.
+double quartile_of(std::vector<double> values, std::size_t quarters) {
+  const auto place = values.begin() + static_cast<std::ptrdiff_t>(values.size() * quarters / 4);
+  std::nth_element(values.begin(), place, values.end());
+  return *place;
 }
 
 std::string cap_text(BucketCap cap) {
@@ -53,18 +55,23 @@ std::vector<BucketCap> bucket_candidates(std::int64_t gradient_bytes, BucketCap 
 std::size_t best_trial(const std::vector<BucketTrial>& trials) {
   const auto fastest =
       std::ranges::min_element(trials, {}, [](const BucketTrial& trial) { return trial.step_ms; });
-  const bool worthwhile = fastest->step_ms <= trials.front().step_ms * (1 - kWorthwhile);
+  const double gain_ms = trials.front().step_ms - fastest->step_ms;
+  const bool worthwhile = gain_ms >= kWorthwhile * trials.front().step_ms &&
+                          gain_ms > std::max(trials.front().spread_ms, fastest->spread_ms);
   return worthwhile ? static_cast<std::size_t>(fastest - trials.begin()) : 0;
 }
 
 std::string tuning_text(const std::vector<BucketTrial>& trials, std::size_t best) {
-  std::string text =
-      fmt::format("{:>18} {:>8} {:>10}\n", "ddp_bucket_cap_mb", "buckets", "ms/step");
+  std::string text = fmt::format("{:>18} {:>8} {:>10} {:>8}\n", "ddp_bucket_cap_mb", "buckets",
+                                 "ms/step", "spread");
   for (std::size_t i = 0; i < trials.size(); ++i)
-    text += fmt::format("{:>18} {:>8} {:>10.3f}{}{}\n", cap_text(trials[i].cap), trials[i].buckets,
-                        trials[i].step_ms, i == 0 ? "  as set" : "", i == best ? "  chosen" : "");
+    text += fmt::format("{:>18} {:>8} {:>10.3f} {:>8.3f}{}{}\n", cap_text(trials[i].cap),
+                        trials[i].buckets, trials[i].step_ms, trials[i].spread_ms,
+                        i == 0 ? "  as set" : "", i == best ? "  chosen" : "");
   if (best == 0)
-    return text + "No other size is faster by 1 % and more; the file may stay as it is.";
+    return text +
+           "No other size is faster by 1 % and by more than the spread of its steps; the file may "
+           "stay as it is.";
   const double gain = trials.front().step_ms / trials[best].step_ms - 1;
   return text + fmt::format(
                     "This run continues with {} ({:.1f} % faster). For the next one write "
@@ -80,6 +87,11 @@ std::unique_ptr<BucketTuner> BucketTuner::make(RunContext& run, Reducer& reducer
     return nullptr;
   };
   if (run.world.size() == 1) return without("one rank averages nothing.");
+  if (run.arguments.shard_optimizer == "auto" &&
+      dynamic_cast<const ShardedOptimizer*>(run.optimizer) != nullptr)
+    return without(
+        "ranks that share memory average gradients in the sharded optimizer's step, without "
+        "buckets. To measure the replicated one, set shard_optimizer: false.");
   const BucketCap as_set = run.arguments.ddp_bucket_cap_mb;
   reducer.set_bucket_cap_mb(as_set);  // refuses what cannot be changed
   const std::int64_t bytes = gradient_bytes(*run.task.module);
@@ -142,12 +154,18 @@ bool BucketTuner::end_step() {
 }
 
 void BucketTuner::choose() {
-  std::vector<double> medians;
-  for (const auto& times : times_ms_) medians.push_back(median_of(times));
-  at::Tensor slowest = at::tensor(medians, at::kDouble);
+  std::vector<double> mine;
+  for (const auto& times : times_ms_) {
+    mine.push_back(quartile_of(times, 2));
+    mine.push_back(quartile_of(times, 3) - quartile_of(times, 1));
+  }
+  at::Tensor slowest = at::tensor(mine, at::kDouble);
   run_.world.all_reduce(slowest, ReduceOp::kMax).wait();
-  for (std::size_t i = 0; i < trials_.size(); ++i)
-    trials_[i].step_ms = slowest[static_cast<std::int64_t>(i)].item<double>();
+  const auto* value = slowest.const_data_ptr<double>();
+  for (BucketTrial& trial : trials_) {
+    trial.step_ms = *value++;
+    trial.spread_ms = *value++;
+  }
   const std::size_t best = best_trial(trials_);
   if (best != trial_) begin_turn(best);
   if (run_.world.is_leader())

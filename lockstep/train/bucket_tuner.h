@@ -34,12 +34,14 @@ struct BucketTrial {
   BucketCap cap{};
   std::size_t buckets = 0;
   double step_ms = 0;
+  double spread_ms = 0;  // between the quartiles of its steps
 };
 
 // `as_set` first, then what is measured beside it: sizes up to the first that holds all gradients.
 // Empty: they fit into the smallest bucket.
 std::vector<BucketCap> bucket_candidates(std::int64_t gradient_bytes, BucketCap as_set);
-// The fastest one; the first, which is as set, unless another is faster by 1 % and more.
+// The fastest one; the first, which is as set, unless another is faster by 1 % and by more than
+// the steps of either vary.
 std::size_t best_trial(const std::vector<BucketTrial>& trials);
 // A line for each trial, and what to write into the training file.
 std::string tuning_text(const std::vector<BucketTrial>& trials, std::size_t best);
@@ -47,7 +49,7 @@ std::string tuning_text(const std::vector<BucketTrial>& trials, std::size_t best
 class BucketTuner {
  public:
   // Nothing, with a log line that says why, where there is nothing to measure or too few steps are
-  // left. Throws UsageError with a ShardedOptimizer.
+  // left. Throws UsageError where a ShardedOptimizer was asked for.
   static std::unique_ptr<BucketTuner> make(RunContext& run, Reducer& reducer,
                                            std::int64_t steps_left);
 

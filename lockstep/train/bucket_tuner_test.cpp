@@ -38,14 +38,22 @@ TEST(BucketTuner, SizesGoUpToTheFirstThatHoldsAllGradients) {
 TEST(BucketTuner, TheSizeThatIsSetStaysUnlessAnotherIsFaster) {
   std::vector<BucketTrial> trials = {{{}, 3, 20.0}, {1, 9, 22.0}, {25, 2, 19.9}};
   EXPECT_EQ(best_trial(trials), 0u) << "half a percent is noise";
-  EXPECT_THAT(tuning_text(trials, 0), HasSubstr("unset        3     20.000  as set  chosen\n"));
+  EXPECT_THAT(tuning_text(trials, 0),
+              HasSubstr("unset        3     20.000    0.000  as set  chosen\n"));
   EXPECT_THAT(tuning_text(trials, 0), HasSubstr("the file may stay as it is"));
   trials[2].step_ms = 16;
   EXPECT_EQ(best_trial(trials), 2u);
-  EXPECT_THAT(tuning_text(trials, 2), HasSubstr("25        2     16.000  chosen\n"));
+  EXPECT_THAT(tuning_text(trials, 2), HasSubstr("25        2     16.000    0.000  chosen\n"));
   EXPECT_THAT(tuning_text(trials, 2),
               HasSubstr("continues with 25 (25.0 % faster). For the next one write "
                         "ddp_bucket_cap_mb: 25"));
+  for (const std::size_t noisy : {0, 2}) {
+    auto spread = trials;
+    spread[noisy].spread_ms = 3.9;
+    EXPECT_EQ(best_trial(spread), 2u);
+    spread[noisy].spread_ms = 4.1;
+    EXPECT_EQ(best_trial(spread), 0u) << "steps of one size differ by more than the gain";
+  }
   trials = {{1, 9, 22.0}, {{}, 3, 20.0}};
   EXPECT_THAT(tuning_text(trials, best_trial(trials)), HasSubstr("ddp_bucket_cap_mb: null"));
 }

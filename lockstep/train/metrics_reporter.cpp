@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lockstep/core/log.h"
+#include "lockstep/monitor/limits.h"
 
 namespace lockstep::train {
 namespace {
@@ -19,12 +20,20 @@ double read_value(const at::Tensor& tensor) {
   return tensor.item<double>();
 }
 
-// In 1/100 %.
+constexpr double kAll = 10000;  // shares are in 1/100 %
+
 int share_of(std::uint64_t part, std::uint64_t whole) {
-  constexpr double kAll = 10000;
   if (whole == 0) return 0;
   return static_cast<int>(
       std::min(kAll, kAll * static_cast<double>(part) / static_cast<double>(whole)));
+}
+
+// What of the time since `before` was no step: evaluations and saves.
+double aside_s(const ledger::Totals& before) {
+  using ledger::Phase;
+  const ledger::Totals spent = ledger::since(before, ledger::totals());
+  return 1e-9 * static_cast<double>(spent.host_ns[ledger::index(Phase::kEvaluation)] +
+                                    spent.host_ns[ledger::index(Phase::kSaving)]);
 }
 
 double seconds_between(Clock::time_point start, Clock::time_point end) {
@@ -93,29 +102,28 @@ Waits MetricsReporter::waits() const {
               share_of(by_phase[ledger::index(Phase::kCommunication)], steps_of(by_phase))};
 }
 
-// Once in a run, and not for its beginning.
+// Once in a run, and not for its beginning. By the limits of `lockstep doctor --run`.
 void MetricsReporter::advise(std::int64_t steps) {
-  constexpr int kMuch = 1000;  // 10 %
   constexpr std::int64_t kFewSteps = 5;
   const Waits& waits = control_.waits();
   if (advised_ || steps < kFewSteps || !run_.world.is_leader()) return;
   const TrainingArguments& a = run_.arguments;
   const auto percent = [](int share) { return static_cast<double>(share) / 100; };
-  if (waits.data > kMuch) {
+  if (waits.data >= kAll * monitor::kDataShare) {
     advised_ = true;
     log::info("trainer",
               "step {}: {:.0f} % of the last {} steps went to waiting for data, on the rank that "
               "waits most. Raise dataloader_num_workers (now {}), or make a sample cheaper to "
               "load.",
               run_.state.global_step, percent(waits.data), steps, a.dataloader_num_workers);
-  } else if (waits.communication > kMuch) {
+  } else if (waits.least_communication >= kAll * monitor::kCommunicationShare) {
     advised_ = true;
     log::info("trainer",
               "step {}: {:.0f} % of the last {} steps went to waiting for gradients of other "
-              "ranks, on the rank that waits most. Let them synchronise less often: a larger "
-              "per_device_train_batch_size (now {}) or gradient_accumulation_steps (now {}). A "
-              "rank that is slower than the others makes them wait, too.",
-              run_.state.global_step, percent(waits.communication), steps,
+              "ranks, on the rank that waits least. Let them synchronise less often: a larger "
+              "per_device_train_batch_size (now {}) or gradient_accumulation_steps (now {}); "
+              "`lockstep doctor --run` says more.",
+              run_.state.global_step, percent(waits.least_communication), steps,
               a.per_device_train_batch_size, a.gradient_accumulation_steps);
   }
 }
@@ -144,7 +152,8 @@ void MetricsReporter::log(double learning_rate) {
   const auto [tokens, loss] = totals_of(since_log_);
   // After reading: a GPU has computed the steps now, the host had only asked for them before.
   const auto now = Clock::now();
-  const double seconds = seconds_between(std::exchange(log_time_, now), now);
+  const double seconds =
+      std::max(1e-9, seconds_between(std::exchange(log_time_, now), now) - aside_s(log_totals_));
   state.num_input_tokens_seen += static_cast<std::int64_t>(tokens);
   Metrics values{{"loss", loss}};
   if (grad_norm_.defined()) values.emplace_back("grad_norm", read_value(grad_norm_));

@@ -66,8 +66,8 @@ std::string archive_previous_run(const std::string& output_dir, const RunStart& 
   std::vector<fs::path> others;
   for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix))
     if (!is_before(dir, output_dir, start)) others.emplace_back(dir.path);
-  for (const char* name :
-       {"metrics.jsonl", "metrics.superseded.jsonl", "runs", "effective_config.json", "monitor"}) {
+  for (const char* name : {"metrics.jsonl", "metrics.superseded.jsonl", "runs",
+                           "effective_config.json", "monitor", "report.html"}) {
     const fs::path path = fs::path(output_dir) / name;
     if (!continues && holds_something(path)) others.push_back(path);
   }

@@ -59,7 +59,6 @@ ShardFacts shard_facts(RunContext& run, WrappedModel& model) {
   ShardFacts facts{.ranks = run.world.size()};
   if (facts.ranks == 1) return facts;
   facts.tune = run.world.any(run.arguments.tune.has_value());
-  if (facts.tune) return facts;
   std::string unable;
   try {
     parallel::Deferral(model.reducer()).check_deferrable();
@@ -89,6 +88,11 @@ std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& 
               reason.empty() ? "replicated"
                              : fmt::format("sharded over {} rank{} ({})", run.world.size(),
                                            run.world.size() == 1 ? "" : "s", reason));
+  if (run.world.is_leader() && !reason.empty() && run.arguments.ddp_bucket_cap_mb)
+    log::warning("trainer",
+                 "ddp_bucket_cap_mb {} has no effect: the sharded optimizer averages gradients in "
+                 "its step, without buckets. shard_optimizer: false has them.",
+                 *run.arguments.ddp_bucket_cap_mb);
   if (reason.empty()) return std::make_unique<optim::ReplicatedOptimizer>(model, std::move(groups));
   return std::make_unique<ShardedOptimizer>(model, std::move(groups));
 }
@@ -97,9 +101,9 @@ std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& 
 
 std::string reason_to_shard(const std::string& asked, const ShardFacts& facts) {
   if (asked != "auto") return asked == "true" ? "shard_optimizer: true" : "";
-  if (facts.ranks == 1 || facts.unable || facts.tune) return "";
+  if (facts.ranks == 1 || facts.unable) return "";
   if (facts.share_memory) return "ranks share memory: averaging and step are one pass";
-  if (facts.lack_room)
+  if (facts.lack_room && !facts.tune)
     return "the state of every rank would need more than half of the free memory";
   return "";
 }

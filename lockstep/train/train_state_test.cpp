@@ -264,6 +264,7 @@ class ArchivePreviousRun : public ::testing::Test {
     std::filesystem::create_directory(dir_ / "runs");
     io::put(dir_ / "runs/events", "x");
     io::put(dir_ / "notes.txt", "mine");
+    io::put(dir_ / "report.html", "<html>");
   }
   static std::vector<std::string> names(const std::string& directory) {
     std::vector<std::string> all;
@@ -278,8 +279,9 @@ class ArchivePreviousRun : public ::testing::Test {
 TEST_F(ArchivePreviousRun, FirstRunFindsNothing) {
   EXPECT_EQ(archive_previous_run(dir_.path(), {}), dir_ / "earlier-1");
   EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
-  EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-10", "checkpoint-15",
-                                                     "checkpoint-5", "metrics.jsonl", "runs"));
+  EXPECT_THAT(names(dir_ / "earlier-1"),
+              ElementsAre("checkpoint-10", "checkpoint-15", "checkpoint-5", "metrics.jsonl",
+                          "report.html", "runs"));
   EXPECT_EQ(io::get(dir_ / "earlier-1/checkpoint-15/file"), "15");
   EXPECT_EQ(archive_previous_run(dir_.path(), {}), "") << "nothing is left";
   EXPECT_EQ(archive_previous_run(dir_ / "nowhere", {}), "");
@@ -291,8 +293,8 @@ TEST_F(ArchivePreviousRun, FirstRunFindsNothing) {
 TEST_F(ArchivePreviousRun, ARunThatContinuesLeavesTheOtherBranch) {
   const RunStart start{.checkpoint = dir_ / "checkpoint-5/", .step = 5};
   EXPECT_EQ(archive_previous_run(dir_.path(), start), dir_ / "earlier-1");
-  EXPECT_THAT(names(dir_.path()),
-              ElementsAre("checkpoint-5", "earlier-1", "metrics.jsonl", "notes.txt", "runs"));
+  EXPECT_THAT(names(dir_.path()), ElementsAre("checkpoint-5", "earlier-1", "metrics.jsonl",
+                                              "notes.txt", "report.html", "runs"));
   EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-10", "checkpoint-15"));
   EXPECT_EQ(archive_previous_run(dir_.path(), start), "");
 }
@@ -318,8 +320,8 @@ TEST_F(LoopDirectoryOf, AFreshRunMovesEveryCheckpointAndNoOtherFile) {
   EXPECT_EQ(own.archive_others(20), dir_ / "earlier-1");
   EXPECT_THAT(names(dir_ / "earlier-1"),
               ElementsAre("checkpoint-10", "checkpoint-15", "checkpoint-5"));
-  EXPECT_THAT(names(dir_.path()),
-              ElementsAre(".lockstep.lock", "earlier-1", "metrics.jsonl", "notes.txt", "runs"));
+  EXPECT_THAT(names(dir_.path()), ElementsAre(".lockstep.lock", "earlier-1", "metrics.jsonl",
+                                              "notes.txt", "report.html", "runs"));
   // What it has saved is its own, also when it saves the same step again.
   std::filesystem::create_directory(dir_ / "checkpoint-20");
   own.saved(20);

@@ -164,6 +164,28 @@ TEST(TrainerRecord, TheHostReadsWhatIsLogged) {
   EXPECT_GE(each_step, once + 19);
 }
 
+// An evaluation and a save between two lines are not steps.
+TEST(TrainerRecord, ThroughputIsThatOfTheSteps) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.max_steps = 10;
+  a.logging_steps = 5;
+  a.per_device_train_batch_size = 4;
+  a.eval_strategy = Interval::kSteps;
+  a.eval_steps = 5;
+  const auto slow = std::make_shared<Slow>(dataset(400, 2));
+  Trainer trainer(World{}, task_for(network(), dataset(64, 1), slow), a);
+  const auto begin = std::chrono::steady_clock::now();
+  trainer.train();
+  ASSERT_GT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(800));
+  std::vector<double> rates;
+  for (const LogEntry& entry : trainer.state().log_history)
+    if (const double* rate = find_metric(entry.values, "samples_per_second"))
+      rates.push_back(*rate);
+  ASSERT_EQ(rates.size(), 2u);
+  EXPECT_GT(rates[1], 100) << "20 samples, with the evaluation in at least 0.4 s";
+}
+
 // ---------------------------------------------------------------- waits
 
 struct Said {

@@ -56,6 +56,7 @@ class Reports(ReportCase):
         self.assertEqual(page.row("steps"), ["60"])
         self.assertAlmostEqual(float(page.row("last loss")[0]), losses[-1], delta=1e-3)
         self.assertEqual(page.row("ranks"), ["2"])
+        self.assertIn("Time per step has evaluations and saves in it.", page.text)
         # Where a value comes from, and what it overrides.
         self.assertEqual(page.row("seed")[:2], ["7", "--seed"])
         self.assertEqual(page.row("max_steps")[0], "60")
@@ -127,6 +128,10 @@ class Reports(ReportCase):
             done = self.lockstep("report", *arguments, code=2)
             self.assertIn(part, done.stderr)
             self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        self.train("out")
+        done = self.lockstep("report", "out", "--output", "/nope/x.html", code=1)
+        self.assertIn("cannot write /nope/x.html (No such file or directory). Choose a folder that "
+                      "exists and that you may write to.", done.stderr)
         done = subprocess.run([LOCKSTEP, "report", "--help"], capture_output=True, text=True,
                               timeout=60, env=environment(), check=True)
         self.assertIn("--output FILE", done.stdout)

@@ -82,7 +82,10 @@ class Scale(ReportCase):
     def test_what_cannot_be_measured_is_refused_before_anything_runs(self):
         done = self.scale("--strong", "--ranks", "1,3", TINY, code=2)
         self.assertIn("8 samples (8 per rank x 1 rank) cannot be shared by 3 ranks", done.stderr)
-        self.assertIn("6 or 9", done.stderr)
+        self.assertIn("a global batch that 3 divides, such as 6 or 9: "
+                      "-- --per_device_train_batch_size=9.", done.stderr)
+        done = self.scale("--strong", "--ranks", "2,3", TINY, code=2)
+        self.assertIn("such as 12 or 18: -- --per_device_train_batch_size=9.", done.stderr)
         done = self.scale("--strong", "--weak", TINY, code=2)
         self.assertIn("--weak", done.stderr)
         done = self.scale("--ranks", "1,2", TINY, "--", "--global_batch_size=64",
@@ -90,7 +93,9 @@ class Scale(ReportCase):
         self.assertIn("sets global_batch_size", done.stderr)
         self.assertIn("--strong", done.stderr)
         done = self.scale("nowhere.yaml", code=2)
-        self.assertIn("nowhere.yaml", done.stderr)
+        self.assertIn("'nowhere.yaml' does not exist. Give one:", done.stderr)
+        self.assertIn("is not a training file", self.scale(self.place, code=2).stderr)
+        self.assertIn("no training file was given", self.scale(code=2).stderr)
         done = self.scale("--ranks", "0", TINY, code=2)
         self.assertIn("--ranks", done.stderr)
         done = self.scale(TINY, "--", "--leraning_rate=1", code=2)

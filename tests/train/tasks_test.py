@@ -291,6 +291,14 @@ class Tasks(TrainCase):
         self.assertIn("--nproc-per-node starts ranks, but this process is rank 0 of 1 already",
                       done.stderr)
 
+    def test_nothing_to_train_is_refused(self):
+        for args in [], ["--nproc-per-node=2"]:
+            done = subprocess.run([LOCKSTEP, "train", *args], capture_output=True, text=True,
+                                  timeout=BOUND_S, env=environment(), cwd=self.place, check=False)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn("[train] what shall be trained? Give a training file", done.stderr)
+            self.assertFalse((self.place / "trainer_output").exists())
+
     def run_train(self, args, **variables):
         return subprocess.run([LOCKSTEP, "train", *args], capture_output=True, text=True,
                               timeout=BOUND_S, env=environment(**variables), check=False)

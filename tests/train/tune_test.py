@@ -36,18 +36,19 @@ class Tune(TrainCase):
         said = done.stdout + done.stderr
         self.assertEqual(done.returncode, 0, said)
         self.assertEqual(said.count("tune: bucket_cap_mb, medians of 9 steps each on 2 ranks"), 1)
-        rows = re.findall(r"^(?:\[0\] )? +(unset|[\d.]+) +(\d+) +([\d.]+)(  as set)?(  chosen)?$",
-                          said, re.M)
+        rows = re.findall(r"^(?:\[0\] )? +(unset|[\d.]+) +(\d+) +([\d.]+) +([\d.]+)(  as set)?"
+                          r"(  chosen)?$", said, re.M)
         self.assertEqual([row[0] for row in rows], ["unset", "1", "5"], said)
-        self.assertEqual([bool(row[3]) for row in rows], [True, False, False])
+        self.assertEqual([bool(row[4]) for row in rows], [True, False, False])
         self.assertEqual(rows[2][1], "1", "5 MiB hold all gradients")
         self.assertGreater(int(rows[1][1]), 1)
         times = [float(row[2]) for row in rows]
-        chosen = [i for i, row in enumerate(rows) if row[4]]
+        chosen = [i for i, row in enumerate(rows) if row[5]]
         best = min(range(3), key=times.__getitem__)
-        self.assertEqual(chosen, [best if times[best] < 0.9899 * times[0] else 0], said)
+        gain, spread = times[0] - times[best], max(float(rows[0][3]), float(rows[best][3]))
+        self.assertEqual(chosen, [best if gain > 0.0101 * times[0] and gain > spread else 0], said)
         advice = (f"write ddp_bucket_cap_mb: {rows[chosen[0]][0]}" if chosen[0] else
-                  "No other size is faster by 1 % and more")
+                  "No other size is faster by 1 % and by more than the spread")
         self.assertIn(advice, said)
         self.assert_same(self.place / "plain/checkpoint-45", self.place / "tuned/checkpoint-45")
 
@@ -62,12 +63,25 @@ class Tune(TrainCase):
         self.assertIn("reduced by a ShardedOptimizer, in one pass of its step()", done.stderr)
         done = self.train(2, self.place / "auto", "--tune", "bucket_cap_mb",
                           "--shard_optimizer", "auto")
+        self.assertIn("bucket_cap_mb is not tuned: ranks that share memory",
+                      done.stderr + done.stdout)
+        self.assertNotIn("medians of", done.stderr + done.stdout)
+        self.assertIn("sharded over 2 ranks", done.stderr + done.stdout)
+        done = self.train(2, self.place / "gloo", "--tune", "bucket_cap_mb",
+                          "--shard_optimizer", "auto", "--ddp_backend", "gloo")
         self.assertIn("tune: bucket_cap_mb, medians of 9 steps", done.stderr + done.stdout)
         done = self.train(2, self.place / "fixed", "--tune", "bucket_cap_mb",
                           "--full_determinism", "true", code=2)
         self.assertIn("tune chooses the buckets by measured times", done.stderr)
         done = self.train(2, self.place / "other", "--tune", "workers", code=2)
         self.assertIn("tune must be bucket_cap_mb", done.stderr)
+
+    def test_a_size_that_the_sharded_step_does_not_use_gets_one_line(self):
+        line = "ddp_bucket_cap_mb 10 has no effect: the sharded optimizer averages gradients"
+        flags = ("--max_steps", "2", "--ddp_bucket_cap_mb", "10", "--shard_optimizer")
+        for shard, times in (("auto", 1), ("true", 1), ("false", 0)):
+            done = self.train(2, self.place / shard, *flags, shard)
+            self.assertEqual((done.stderr + done.stdout).count(line), times, done.stderr)
 
 
 class LearningRate(TrainCase):
