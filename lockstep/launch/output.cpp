@@ -36,6 +36,10 @@ std::string with_prefix_after_returns(std::string_view text, std::string_view pr
   return result;
 }
 
+bool has(Streams streams, Streams bit) {
+  return (static_cast<int>(streams) & static_cast<int>(bit)) != 0;
+}
+
 }  // namespace
 
 std::string end_of_file(const std::string& path, std::size_t most) {
@@ -293,6 +297,22 @@ std::string line_prefix(LinePrefix style, const std::string& role, int rank, int
     }
   }
   return prefix;
+}
+
+StreamRoute route_for(const LaunchPlan& plan, int rank, int local_rank, Streams bit,
+                      std::string file) {
+  const bool tee = has(plan.tee.at(local_rank), bit);
+  const bool redirect = has(plan.redirects.at(local_rank), bit);
+  const bool shown = !plan.local_ranks_filter || plan.local_ranks_filter->count(local_rank) != 0;
+  StreamRoute route;
+  route.console = shown && (tee || !redirect);
+  const auto prefix = [&](LinePrefix style) {
+    return line_prefix(style, plan.role, rank, local_rank);
+  };
+  route.prefix = prefix(prefix_style(plan, tee));
+  route.filtered_prefix = prefix(tee ? LinePrefix::kRole : LinePrefix::kRank);
+  if (tee || redirect) route.file = std::move(file);
+  return route;
 }
 
 }  // namespace lockstep::launch

@@ -137,4 +137,8 @@ LinePrefix prefix_style(const LaunchPlan& plan, bool teed);
 // by TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE where that is set.
 std::string line_prefix(LinePrefix style, const std::string& role, int rank, int local_rank);
 
+// redirects: file only; tee: file and console; neither: console only.
+StreamRoute route_for(const LaunchPlan& plan, int rank, int local_rank, Streams bit,
+                      std::string file);
+
 }  // namespace lockstep::launch

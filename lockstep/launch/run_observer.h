@@ -48,8 +48,15 @@ struct RankStarted {
 
 struct RankEnded {
   int rank = 0;
-  std::string outcome{};  // "exited with code 3", "killed by SIGKILL"
-  bool failed = false;    // false for those that were stopped because another one failed
+  // "exited with code 3", "killed by SIGKILL", or what the launcher failed it for while it was
+  // alive: "stopped by SIGSTOP for 30.0 s"
+  std::string outcome{};
+  bool failed = false;  // false for those that were ended because another one failed
+};
+
+struct RanksStalled {
+  std::string cause{};  // "Rank 1 is behind: it is stopped (kill -CONT 4712 continues it)."
+  std::string text{};   // the table, as it is printed
 };
 
 struct RunEnded {
@@ -74,6 +81,7 @@ class RunObserver {
   // ended or not, replaces it. Of a line that returned to its beginning, only what came after.
   virtual void output_progress(int /*rank*/, OutputKind, std::string_view /*line*/) {}
   virtual void rank_ended(const RankEnded&) {}
+  virtual void ranks_stalled(const RanksStalled&) {}
   virtual void attempt_ended(int /*attempt*/) {}
   // A few times a second: what is to be printed on the launcher's stderr.
   virtual std::vector<std::string> tick() { return {}; }

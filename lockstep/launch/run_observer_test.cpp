@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <filesystem>
 #include <fstream>
@@ -148,6 +149,13 @@ TEST_F(RunObserverTest, SeesAFailureAndTheAttemptAfterIt) {
   EXPECT_THAT(notes_, HasSubstr("rank 0 killed by SIGTERM\n")) << "stopped by us: it did not fail";
   EXPECT_THAT(notes_, HasSubstr("attempt 0 ended\nattempt 1: 2 of 2 ranks from 0\n"));
   EXPECT_THAT(notes_, ContainsRegex("attempt 1 ended\nrun ended with 0: \n$"));
+}
+
+TEST_F(RunObserverTest, ARankThatWasFailedWhileItLivedHasFailed) {
+  plan_.stopped_timeout = std::chrono::milliseconds(300);
+  EXPECT_EQ(run("if [ $RANK = 1 ]; then kill -STOP $$; fi; sleep 60"), 128 + SIGSTOP);
+  EXPECT_THAT(notes_, HasSubstr("rank 1 stopped by SIGSTOP for 0.3 s, failed\n"));
+  EXPECT_THAT(notes_, HasSubstr("rank 0 killed by SIGTERM\n"));
 }
 
 TEST_F(RunObserverTest, HearsWhyTheRunFailed) {

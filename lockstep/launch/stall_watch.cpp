@@ -108,17 +108,20 @@ void StallWatch::look() {
   timer_ = loop_.after(interval_for(options_.stall_time), [this] { look(); });
   const auto now = Clock::now();
   if (moved()) return rest(now);
-  // A program that does not communicate through us has no ledger to watch, and who has ended
-  // training waits for nobody.
-  const bool any = std::any_of(ranks_.begin(), ranks_.end(), [](const Watched& watched) {
-    const ledger::File& file = *watched.rank.ledger;
-    return file.opened() && file.phase() != ledger::Phase::kEnded;
-  });
-  if (!any || said_ == Said::kStall) return;
+  if (!watches() || said_ == Said::kStall) return;
   const auto limit = stall_time();
   const auto since = std::max(quiet_since_, judged_);
   if (!compared_since_ && now - since >= limit / 4) begin_quiet(now);
   if (now - since >= limit) judge();
+}
+
+// A program that does not communicate through us has no ledger to watch, and who has ended training
+// waits for nobody.
+bool StallWatch::watches() const {
+  return std::any_of(ranks_.begin(), ranks_.end(), [](const Watched& watched) {
+    const ledger::File& file = *watched.rank.ledger;
+    return file.opened() && file.phase() != ledger::Phase::kEnded;
+  });
 }
 
 // Something has moved.
@@ -156,7 +159,12 @@ void StallWatch::judge() {
   judged_ = Clock::now();
   perhaps_busy_ = !waits && !stopped && busy;
   if (perhaps_busy_ && !at_one_enqueued_call(seen)) return say_busy();
+  begin_report(seen);
+}
+
+void StallWatch::begin_report(const std::vector<RankView>& seen) {
   said_ = Said::kStall;
+  collecting_ = true;
   for (std::size_t i = 0; i < ranks_.size(); ++i) ask(ranks_[i], seen[i]);
   loop_.cancel(timer_);
   collect(Clock::now() + kStackWait);
@@ -171,6 +179,17 @@ void StallWatch::say_busy() {
       "[launch] no rank has begun or ended an operation or a step for {:.1f} s; they are busy "
       "(CPU time grows) and none waits for another.",
       quiet.count()));
+}
+
+void StallWatch::report_now(milliseconds quiet, std::function<void(const StallReport*)> then) {
+  const auto now = Clock::now();
+  if (!collecting_ && moved()) rest(now);
+  const bool stalled = watches() && said_ != Said::kStall && now - quiet_since_ >= quiet;
+  if (!collecting_ && !stalled) return then(nullptr);
+  then_ = std::move(then);
+  if (collecting_) return;
+  perhaps_busy_ = false;
+  begin_report(views());
 }
 
 void StallWatch::ask(Watched& watched, const RankView& view) {
@@ -200,6 +219,7 @@ void StallWatch::collect(Clock::time_point until) {
 
 void StallWatch::report() {
   timer_ = loop_.after(interval_for(options_.stall_time), [this] { look(); });
+  collecting_ = false;
   std::vector<RankView> seen = views();
   for (std::size_t i = 0; i < ranks_.size(); ++i) {
     RankView& view = seen[i];
@@ -216,13 +236,15 @@ void StallWatch::report() {
       view.stack.push_back(view.ledger.place(frame));
   }
   const bool stuck = find_stuck_devices(seen);
-  if (perhaps_busy_ && !stuck) return say_busy();
+  if (perhaps_busy_ && !stuck && !then_) return say_busy();
   const duration<double> stall = stall_time();
   const duration<double> quiet = Clock::now() - quiet_since_;
-  events_.stalled(describe_stall(seen, {.quiet_s = quiet.count(),
-                                        .stall_s = stall.count(),
-                                        .now_ns = ledger::monotonic_ns(),
-                                        .other_hosts = options_.other_hosts}));
+  const StallReport report = describe_stall(seen, {.quiet_s = quiet.count(),
+                                                   .stall_s = stall.count(),
+                                                   .now_ns = ledger::monotonic_ns(),
+                                                   .other_hosts = options_.other_hosts});
+  if (const auto then = std::exchange(then_, nullptr)) return then(&report);
+  events_.stalled(report);
 }
 
 }  // namespace lockstep::launch

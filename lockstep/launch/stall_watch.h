@@ -59,6 +59,9 @@ class StallWatch {
 
   void add(const WatchedRank& rank);
   void remove(int rank);
+  // For who is about to end the run over a stall: `then` gets the report of now, once the stacks
+  // are there, or null where this stall was reported already or a rank has moved within `quiet`.
+  void report_now(std::chrono::milliseconds quiet, std::function<void(const StallReport*)> then);
 
  private:
   using Clock = EventLoop::Clock;
@@ -79,7 +82,9 @@ class StallWatch {
   void begin_quiet(Clock::time_point now);
   std::chrono::milliseconds stall_time() const;
   std::vector<RankView> views() const;
+  bool watches() const;
   void judge();
+  void begin_report(const std::vector<RankView>& seen);
   void ask(Watched& watched, const RankView& view);
   void collect(Clock::time_point until);
   void report();
@@ -93,9 +98,11 @@ class StallWatch {
   Clock::time_point quiet_since_;
   std::optional<Clock::time_point> compared_since_;  // cpu_s is of then
   Clock::time_point judged_;
-  Said said_ = Said::kNothing;  // of this quiet
-  bool said_busy_ = false;      // in this quiet
-  bool perhaps_busy_ = false;   // the stacks decide
+  Said said_ = Said::kNothing;                    // of this quiet
+  bool said_busy_ = false;                        // in this quiet
+  bool perhaps_busy_ = false;                     // the stacks decide
+  bool collecting_ = false;                       // stacks, for a report
+  std::function<void(const StallReport*)> then_;  // instead of events_.stalled
   EventLoop::TimerId timer_ = 0;
 };
 

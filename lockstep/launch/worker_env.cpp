@@ -2,9 +2,9 @@
 
 #include <fmt/format.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <sstream>
-#include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
@@ -110,6 +110,25 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerInfo& place,
     if (!is_set(variable, "NCCL_SOCKET_IFNAME")) set["NCCL_SOCKET_IFNAME"] = "=" + place.interface;
   }
   return set;
+}
+
+std::vector<std::string> process_environment(const Environment& set) {
+  Environment all;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const auto equals = text.find('=');
+    if (equals != std::string::npos) all[text.substr(0, equals)] = text.substr(equals + 1);
+  }
+  for (const auto& [name, value] : set) {
+    if (value.empty()) {
+      all.erase(name);
+    } else {
+      all[name] = value;
+    }
+  }
+  std::vector<std::string> strings;
+  for (const auto& [name, value] : all) strings.push_back(name + "=" + value);
+  return strings;
 }
 
 }  // namespace lockstep::launch

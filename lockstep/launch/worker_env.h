@@ -7,6 +7,7 @@
 
 #include <map>
 #include <string>
+#include <vector>
 
 #include "lockstep/launch/host.h"
 #include "lockstep/launch/plan.h"
@@ -35,5 +36,8 @@ struct WorkerInfo {
 std::map<std::string, std::string> worker_environment(
     const LaunchPlan& plan, const WorkerInfo& place,
     const Variables& variable = process_variables());
+
+// The launcher's own environment with these set or removed, as "NAME=value".
+std::vector<std::string> process_environment(const std::map<std::string, std::string>& set);
 
 }  // namespace lockstep::launch

@@ -10,13 +10,13 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
-#include <map>
 #include <utility>
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/terminal.h"
+#include "lockstep/launch/rank_pauses.h"
 #include "lockstep/launch/worker_env.h"
 #include "lockstep/rendezvous/inside.h"
 #include "lockstep/rendezvous/store_channel.h"
@@ -48,27 +48,6 @@ double wall_clock() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-bool has(Streams streams, Streams bit) {
-  return (static_cast<int>(streams) & static_cast<int>(bit)) != 0;
-}
-
-// redirects: file only; tee: file and console; neither: console only.
-StreamRoute route_for(const LaunchPlan& plan, int rank, int local_rank, Streams bit,
-                      std::string file) {
-  const bool tee = has(plan.tee.at(local_rank), bit);
-  const bool redirect = has(plan.redirects.at(local_rank), bit);
-  const bool shown = !plan.local_ranks_filter || plan.local_ranks_filter->count(local_rank) != 0;
-  StreamRoute route;
-  route.console = shown && (tee || !redirect);
-  const auto prefix = [&](LinePrefix style) {
-    return line_prefix(style, plan.role, rank, local_rank);
-  };
-  route.prefix = prefix(prefix_style(plan, tee));
-  route.filtered_prefix = prefix(tee ? LinePrefix::kRole : LinePrefix::kRank);
-  if (tee || redirect) route.file = std::move(file);
-  return route;
-}
-
 bool no_children_left() {
   siginfo_t info{};
   return ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 && errno == ECHILD;
@@ -91,7 +70,7 @@ struct WorkerGroup::Worker {
   std::string forced_cause;   // what we failed it for while it was alive
   int forced_code = 0;
   EventLoop::TimerId stopped_timer = 0;
-
+  RankPauses pauses;
   bool abandoned = false;  // SIGKILL did not end it
 
   bool running() const { return process.alive() && !abandoned; }
@@ -187,22 +166,7 @@ std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int 
   place.threads = setup_.threads;
   place.terminal = terminal_for(worker);
   if (worker.ledger) place.ledger = worker.ledger->variable();
-  std::map<std::string, std::string> all;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string text = *entry;
-    const auto equals = text.find('=');
-    if (equals != std::string::npos) all[text.substr(0, equals)] = text.substr(equals + 1);
-  }
-  for (const auto& [name, value] : worker_environment(setup_.plan, place)) {
-    if (value.empty()) {
-      all.erase(name);
-    } else {
-      all[name] = value;
-    }
-  }
-  std::vector<std::string> strings;
-  for (const auto& [name, value] : all) strings.push_back(name + "=" + value);
-  return strings;
+  return process_environment(worker_environment(setup_.plan, place));
 }
 
 void WorkerGroup::start_worker(Worker& worker) {
@@ -274,8 +238,13 @@ void WorkerGroup::report_start(const Worker& worker) {
 void WorkerGroup::report_end(const Worker& worker) {
   setup_.observed.notify([&](RunObserver& observer) {
     if (!worker.ending) return observer.rank_ended({rank_of(worker), "could not be killed", true});
-    const bool failed = worker.left_early || (!worker.ending->ok() && !worker.ends_for_us());
-    observer.rank_ended({rank_of(worker), worker.ending->text(), failed});
+    // The run's cause is often alive when it is failed, and then ends because we end it.
+    const bool cause = failure_ && failure_->rank == rank_of(worker);
+    const bool failed =
+        cause || worker.left_early || (!worker.ending->ok() && !worker.ends_for_us());
+    observer.rank_ended({rank_of(worker),
+                         worker.forced_cause.empty() ? worker.ending->text() : worker.forced_cause,
+                         failed});
   });
 }
 
@@ -303,10 +272,16 @@ void WorkerGroup::save_ledger(const Worker& worker) const {
   }
 }
 
-void WorkerGroup::on_stall(const StallReport& stall) {
+void WorkerGroup::show_stall(const StallReport& stall) {
   setup_.console.say(stall.text);
   std::ofstream(place_.directory + "/stall.log", std::ios::app) << stall.text << '\n';
   for (const auto& worker : workers_) save_ledger(*worker);
+  setup_.observed.notify(
+      [&](RunObserver& observer) { observer.ranks_stalled({stall.cause, stall.text}); });
+}
+
+void WorkerGroup::on_stall(const StallReport& stall) {
+  show_stall(stall);
   if (setup_.plan.stall_action != StallAction::kStop || !stall.sure) return;
   if (phase_ != Phase::kRunning || failure_) return;
   const int behind = stall.behind.empty() ? rank_of(*workers_.front()) : stall.behind.front();
@@ -349,47 +324,77 @@ void WorkerGroup::on_left(const Worker& worker) {
 }
 
 void WorkerGroup::on_child_signal() {
-  for (const auto& worker : workers_) {
-    while (const auto pause = worker->process.look_for_pause()) on_pause(*worker, *pause);
-  }
+  for (const auto& worker : workers_) take_pauses(*worker);
   reap_orphans();
   if (phase_ == Phase::kSweeping && no_children_left()) finish();
 }
 
+bool WorkerGroup::take_pauses(Worker& worker) {
+  bool any = false;
+  for (; const auto pause = worker.process.look_for_pause(); any = true) on_pause(worker, *pause);
+  return any;
+}
+
 void WorkerGroup::on_pause(Worker& worker, const Pause& pause) {
-  const int rank = rank_of(worker);
   setup_.loop.cancel(worker.stopped_timer);
   if (phase_ != Phase::kRunning) {
     if (pause.stopped) worker.process.signal_group(SIGCONT);
     return;
   }
   if (!pause.stopped) {
-    setup_.console.say(fmt::format("[launch] rank {} continues.", rank));
+    if (worker.pauses.continued())
+      setup_.console.say(fmt::format("[launch] rank {} continues.", rank_of(worker)));
     return;
   }
-  const auto bound = setup_.plan.stopped_timeout;
+  const bool news = worker.pauses.stopped(EventLoop::Clock::now());
+  if (news) report_pause(worker, pause.signal);
+  // One that lasts is reported, however many there were before.
+  await_continue(worker, pause.signal, setup_.plan.stopped_timeout / (news ? 1 : 2));
+}
+
+void WorkerGroup::report_pause(Worker& worker, int signal) {
+  const std::string earlier = worker.pauses.report(EventLoop::Clock::now());
   setup_.console.say(fmt::format(
-      "[launch] rank {} (pid {}) on {} was stopped by {}; it is failed after {:.1f} s unless it "
-      "continues. Continue it with: kill -CONT {}",
-      rank, worker.process.pid(), setup_.host, signal_name(pause.signal),
-      static_cast<double>(bound.count()) / 1000, worker.process.pid()));
-  worker.stopped_timer = setup_.loop.after(bound, [this, &worker, signal = pause.signal] {
+      "[launch] rank {} (pid {}) on {} was stopped by {}{}; it is failed after {:.1f} s unless it "
+      "continues. Continue it with: kill -CONT {}{}",
+      rank_of(worker), worker.process.pid(), setup_.host, signal_name(signal), earlier,
+      static_cast<double>(setup_.plan.stopped_timeout.count()) / 1000, worker.process.pid(),
+      worker.pauses.stops() == RankPauses::kFirst ? ". Later ones are reported once a minute."
+                                                  : ""));
+}
+
+void WorkerGroup::await_continue(Worker& worker, int signal, milliseconds time) {
+  worker.stopped_timer = setup_.loop.after(time, [this, &worker, signal] {
     worker.stopped_timer = 0;
     if (phase_ != Phase::kRunning || failure_ || !worker.running()) return;
     // One that was continued says so itself, which on a busy machine may take a while.
-    bool news = false;
-    while (const auto latest = worker.process.look_for_pause()) {
-      news = true;
-      on_pause(worker, *latest);
+    if (take_pauses(worker)) return;
+    const auto bound = setup_.plan.stopped_timeout;
+    if (!worker.pauses.reported()) {
+      report_pause(worker, signal);
+      return await_continue(worker, signal, bound - bound / 2);
     }
-    if (news) return;
-    worker.forced_cause =
-        fmt::format("stopped by {} for {:.1f} s", signal_name(signal),
-                    static_cast<double>(setup_.plan.stopped_timeout.count()) / 1000);
-    worker.forced_code = 128 + signal;
-    worker.ended_at = wall_clock();
-    fail(describe(worker));
+    const auto fail_it = [this, &worker, signal,
+                          stops = worker.pauses.stops()](const StallReport* stall) {
+      if (stall != nullptr) show_stall(*stall);
+      fail_stopped(worker, signal, stops);
+    };
+    // Who waits for it where is known only while they live.
+    if (stalls_) return stalls_->report_now(bound / 2, fail_it);
+    fail_it(nullptr);
   });
+}
+
+// `stops`: there was none after these.
+void WorkerGroup::fail_stopped(Worker& worker, int signal, int stops) {
+  if (phase_ != Phase::kRunning || failure_ || !worker.running() || take_pauses(worker)) return;
+  if (!worker.pauses.is_stopped() || worker.pauses.stops() != stops) return;
+  worker.forced_cause =
+      fmt::format("stopped by {} for {:.1f} s", signal_name(signal),
+                  static_cast<double>(setup_.plan.stopped_timeout.count()) / 1000);
+  worker.forced_code = 128 + signal;
+  worker.ended_at = wall_clock();
+  fail(describe(worker));
 }
 
 void WorkerGroup::reap_orphans() {

@@ -96,12 +96,17 @@ class WorkerGroup {
   std::vector<std::string> environment_for(const Worker& worker, int control_fd,
                                            int store_fd) const;
   void on_exit(Worker& worker);
+  bool take_pauses(Worker& worker);  // whether there were any
   void on_pause(Worker& worker, const Pause& pause);
+  void report_pause(Worker& worker, int signal);
+  void await_continue(Worker& worker, int signal, std::chrono::milliseconds time);
+  void fail_stopped(Worker& worker, int signal, int stops);
   void on_left(const Worker& worker);
   void report_start(const Worker& worker);
   void report_end(const Worker& worker);
   void make_ledger(Worker& worker) const;
   void save_ledger(const Worker& worker) const;
+  void show_stall(const StallReport& stall);
   void on_stall(const StallReport& stall);
   void fail(RankFailure failure);
   // `pause`: until SIGTERM, from which the grace is counted.

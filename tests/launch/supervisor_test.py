@@ -166,6 +166,26 @@ class Stopped(Case):
         self.assertEqual(code, 0, err)
         self.assertIn("rank 1 continues", err)
 
+    def test_a_rank_that_stops_again_and_again_is_not_said_each_time(self):
+        process = self.start("--standalone", "--nproc-per-node=2", "--stopped-timeout=6",
+                             self.worker, "sleep", "0")
+        pid = self.wait_notes("up", 2)[1]
+        for _ in range(50):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.02)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.02)
+        # One that lasts is said all the same, before the rank is failed for it.
+        os.kill(pid, signal.SIGSTOP)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 128 + signal.SIGSTOP, err)
+        said = re.findall(r"\[launch\] rank 1 .* was stopped by SIGSTOP(.*)", err)
+        self.assertEqual(len(said), 4, err)
+        self.assertEqual(err.count("[launch] rank 1 continues."), 3, err)
+        self.assertIn("Later ones are reported once a minute.", said[2])
+        self.assertRegex(said[3], r"^ \(and \d+ times since the last such line\); it is failed")
+        self.assertIn("failed: stopped by SIGSTOP for 6.0 s", err)
+
 
 def child_of(pid):
     """The one child of a launcher's front."""

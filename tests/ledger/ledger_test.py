@@ -167,6 +167,21 @@ class Others(LedgerCase):
         self.assertEqual(code, 0, err)
         self.assertEqual(err.count(TITLE), 1, err)
 
+    def test_the_table_comes_before_a_stopped_rank_is_failed(self):
+        """Also where the stall time is the same, as by default, or longer."""
+        for stall_s in (3, 60):
+            with self.subTest(stall_s=stall_s):
+                process = self.start("--standalone", "--nproc-per-node=3",
+                                     f"--stall-timeout={stall_s}", "--stopped-timeout=3",
+                                     "--shutdown-timeout=5", PEER, "sigstop", "1")
+                code, _, err = self.finish(process)
+                self.assertEqual(code, 128 + signal.SIGSTOP, err)
+                self.assertEqual(err.count(TITLE), 1, err)
+                self.assertIn("Rank 1 is behind: it is stopped", err)
+                self.assertLess(err.index(" T stopped "),
+                                err.index("failed: stopped by SIGSTOP for 3.0 s"))
+                self.assertEqual(sorted(stacks(err)), [0, 1, 2])
+
     def test_one_table_for_one_stall(self):
         process = self.start_peer("loop", 1)
         self.table(process)
