@@ -190,6 +190,17 @@ MHD_Result count_host(void* closure, MHD_ValueKind, const char* key, const char*
   return MHD_YES;
 }
 
+const char* listen_remedy(int error) {
+  if (error == EADDRNOTAVAIL)
+    return "This host has no such address. `ip address` lists those that it has; 0.0.0.0 is all of "
+           "them, and a port alone is on 127.0.0.1.";
+  if (error == EACCES)
+    return "Ports below 1024 are for root. Choose another one, or give none for a free one.";
+  if (error == EADDRINUSE)
+    return "Another program may have that port. Choose another one, or give none for a free one.";
+  return "Choose another address or port, or give none for a free port of 127.0.0.1.";
+}
+
 }  // namespace
 
 struct HttpServer::Impl {
@@ -512,11 +523,11 @@ HttpEndpoint http_listen(const std::string& where, const std::string& flag) {
   ::setsockopt(endpoint.socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   if (::bind(endpoint.socket.get(), reinterpret_cast<const sockaddr*>(&bytes.storage),
              bytes.size) != 0 ||
-      ::listen(endpoint.socket.get(), 128) != 0)
-    throw UsageError("dashboard",
-                     "{}: cannot listen on {} ({}). Another program may have that port. Choose "
-                     "another one, or give none for a free one.",
-                     flag, address_text(endpoint.where), std::strerror(errno));
+      ::listen(endpoint.socket.get(), 128) != 0) {
+    const int error = errno;
+    throw UsageError("dashboard", "{}: cannot listen on {} ({}). {}", flag,
+                     address_text(endpoint.where), std::strerror(error), listen_remedy(error));
+  }
   endpoint.where.port = port_of(endpoint.socket.get());
   return endpoint;
 }

@@ -296,6 +296,10 @@ class Listening(DashboardCase):
         taken = self.refused(str(server.port))
         self.assertIn(f"[dashboard] --dashboard: cannot listen on 127.0.0.1:{server.port} (Address "
                       "already in use). Another program may have that port.", taken)
+        elsewhere = self.refused("203.0.113.9:8080")  # an address of no host
+        self.assertIn("cannot listen on 203.0.113.9:8080 (Cannot assign requested address). This "
+                      "host has no such address.", elsewhere)
+        self.assertNotIn("Another program", elsewhere)
         for where in ("http", "70000", "-1", "8080x", "host:80", "1.2.3:80", "[::1:80", ":80"):
             self.assertIn(f"--dashboard='{where}' is not a port, or a numeric address and a port.",
                           self.refused(where))
