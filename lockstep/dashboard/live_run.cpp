@@ -38,6 +38,11 @@ constexpr milliseconds kSettled{12'000};
 // Ranks that only start up: a Trainer says only after that where it records.
 constexpr std::chrono::hours kLongestStart{1};
 constexpr milliseconds kStopWithin{2000};
+// No rank moves for this long and for ten steps: they are stalled. Less where one is stopped.
+constexpr double kQuiet_s = 10;
+constexpr double kQuietStopped_s = 1;
+constexpr int kQuietSteps = 10;
+constexpr std::size_t kRanksNamed = 4;
 constexpr std::size_t kIntervals = 600;
 constexpr std::size_t kLogLines = 50;
 constexpr std::size_t kLineBytes = 500;
@@ -97,6 +102,22 @@ bool same_folder(const std::string& a, const std::string& b) {
   return !a.empty() && !b.empty() && std::filesystem::equivalent(a, b, problem);
 }
 
+double seconds_since(Clock::time_point time) {
+  return std::chrono::duration<double>(Clock::now() - time).count();
+}
+
+// "rank 1 is stopped (kill -CONT 4712 continues it)"
+std::string stopped_text(const std::vector<const LiveRank*>& stopped) {
+  if (stopped.size() == 1)
+    return fmt::format("rank {} is stopped (kill -CONT {} continues it)", stopped[0]->rank,
+                       stopped[0]->pid);
+  std::vector<int> some;
+  for (std::size_t i = 0; i < std::min(stopped.size(), kRanksNamed); ++i)
+    some.push_back(stopped[i]->rank);
+  return fmt::format("ranks {}{} are stopped (kill -CONT continues them)", fmt::join(some, ", "),
+                     stopped.size() > some.size() ? ", ..." : "");
+}
+
 // What is known of a rank; guarded by the run's mutex.
 struct Tracked {
   launch::RankStarted started;
@@ -104,6 +125,7 @@ struct Tracked {
   // What stands below the log: a line of stdout and one of stderr that have not ended.
   std::array<std::string, 2> unfinished{};
   Clock::time_point began = Clock::now();
+  Clock::time_point stopped_since{};           // while it is
   std::optional<ledger::Totals> end_totals{};  // when it ended
   bool closed = false;                         // its last interval is there
   monitor::RankRecord record{};
@@ -126,8 +148,11 @@ struct LiveRun::State {
   bool records_itself(Look& own, bool last);
   void write_record(Look& own, bool last);
   void judge(Look& own);
+  void note_movement(Look& own);
 
   monitor::RunRecord record() const;
+  // With the mutex held.
+  std::optional<LiveStall> stall() const;
 
   const LiveRunOptions options;
   std::unique_ptr<monitor::GpuSampler> gpus;  // null: the run uses none
@@ -139,7 +164,10 @@ struct LiveRun::State {
   int generation = 0;  // of attempts
   int host = 0;
   Clock::time_point attempt_began{};
-  LiveView view{};  // without ranks, GPUs and time
+  LiveView view{};             // without ranks, GPUs, time, stall and verdict
+  bool enough = false;         // steps, to judge
+  Clock::time_point moved{};   // a rank did last
+  Clock::time_point tabled{};  // the launcher's table came
   std::map<int, Tracked> ranks;
   monitor::RunFacts facts{};
   std::vector<std::string> lines;  // to be said
@@ -151,6 +179,7 @@ struct LiveRun::State::Look {
   int generation = -1;
   std::map<int, RankSampler> samplers{};
   std::map<int, monitor::Interval> made{};  // at this look
+  std::map<int, std::uint64_t> heartbeats{};
   Clock::time_point interval_began{};
   std::optional<Clock::time_point> first_step{};
   MetricsTail metrics{};
@@ -201,6 +230,7 @@ void LiveRun::State::look(Look& own, bool last) {
     began = attempt_began;
     if (own.generation != generation) {
       own.samplers.clear();
+      own.heartbeats.clear();
       own.first_step.reset();
       own.generation = generation;
       own.interval_began = now;
@@ -214,12 +244,66 @@ void LiveRun::State::look(Look& own, bool last) {
         return file && file->opened() && file->totals().steps > 0;
       }))
     own.first_step = now;
+  note_movement(own);
   if (!last && now - own.interval_began < kInterval && !own.eager(now, began)) return;
   own.interval_began = now;
   sample(own);
   follow_metrics(own);
   write_record(own, last);
   judge(own);
+}
+
+// As the launcher's watch has it: a step, a phase or an operation has begun or ended.
+void LiveRun::State::note_movement(Look& own) {
+  bool any = false;
+  for (const auto& [rank, sampler] : own.samplers) {
+    if (!sampler.rank().ledger) continue;
+    const std::uint64_t heartbeat = sampler.rank().ledger->heartbeat();
+    any |= std::exchange(own.heartbeats[rank], heartbeat) != heartbeat;
+  }
+  if (!any) return;
+  const std::lock_guard lock(mutex);
+  moved = Clock::now();
+}
+
+std::optional<LiveStall> LiveRun::State::stall() const {
+  if (view.state != "running") return std::nullopt;
+  std::vector<const LiveRank*> stopped;
+  std::vector<std::string> places;
+  double stopped_s = 0;
+  double step_s = 0;
+  for (const auto& [rank, tracked] : ranks) {
+    const LiveRank& shown = tracked.shown;
+    if (shown.status == RankStatus::kFailed) return std::nullopt;  // the run is being ended
+    if (shown.status == RankStatus::kEnded) continue;
+    step_s = std::max(step_s, shown.step_ms / 1e3);
+    if (shown.status == RankStatus::kStopped) {
+      stopped.push_back(&shown);
+      stopped_s = std::max(stopped_s, seconds_since(tracked.stopped_since));
+    }
+    const ledger::File* const file = tracked.started.ledger.get();
+    if (file == nullptr || !file->opened() || file->phase() == ledger::Phase::kEnded) continue;
+    const std::string phase = ledger::name(file->phase());
+    if (places.size() < kRanksNamed)
+      places.push_back(fmt::format("rank {} in {}", rank, phase.empty() ? "no phase" : phase));
+  }
+  const double quiet_s = seconds_since(moved);
+  const double limit_s =
+      stopped.empty() ? std::max(kQuiet_s, kQuietSteps * step_s) : kQuietStopped_s;
+  const bool tabled_now = tabled > moved;
+  const bool quiet = !places.empty() && ((step_s > 0 && quiet_s >= limit_s) || tabled_now);
+  if (stopped.empty() && !quiet) return std::nullopt;
+  std::string who =
+      stopped.empty() ? fmt::format("{}", fmt::join(places, ", ")) : stopped_text(stopped);
+  if (!quiet) {
+    who[0] = 'R';
+    return LiveStall{stopped_s, who + "."};
+  }
+  const std::string since =
+      fmt::format("No {} for {:.0f} s", step_s > 0 ? "step has ended" : "rank has moved", quiet_s);
+  if (stopped.empty() && tabled_now)
+    return LiveStall{quiet_s, since + ". " + view.stall_table->cause};
+  return LiveStall{quiet_s, since + ": " + who + "."};
 }
 
 // Reads without the lock, which the supervisor may be waiting for.
@@ -254,14 +338,17 @@ void LiveRun::State::sample(Look& own) {
     tracked.shown.cgroup = sampler.cgroup();
     tracked.shown.step = interval.step;
     if (!tracked.closed) tracked.shown.newest = interval;
-    if (interval.steps > 0)
-      tracked.shown.step_ms = 1e3 * interval.seconds / static_cast<double>(interval.steps);
-    if (tracked.shown.status == RankStatus::kRunning ||
-        tracked.shown.status == RankStatus::kStopped)
-      tracked.shown.status = sampler.stopped() ? RankStatus::kStopped : RankStatus::kRunning;
+    tracked.shown.step_ms =
+        tracked.closed ? 1e3 * budget_of(tracked.record).step_s() : recent_step_ms(intervals);
+    RankStatus& status = tracked.shown.status;
+    if (status == RankStatus::kRunning || status == RankStatus::kStopped) {
+      const bool before = status == RankStatus::kStopped;
+      status = sampler.stopped() ? RankStatus::kStopped : RankStatus::kRunning;
+      if (!before && sampler.stopped()) tracked.stopped_since = Clock::now();
+    }
     if (const auto tail = tails.find(rank); tail != tails.end()) tracked.shown.log = tail->second;
     if (rank == ranks.begin()->first && interval.steps > 0 && interval.step >= 0)
-      add_point(view.step_ms, interval.step, tracked.shown.step_ms);
+      add_point(view.step_ms, interval.step, recent_step_ms(intervals));
   }
 }
 
@@ -357,8 +444,10 @@ void LiveRun::State::judge(Look& own) {
   for (const monitor::RankRecord& rank : now.ranks)
     step = std::max(step, rank.intervals.back().step);
   std::vector<monitor::Finding> findings;
+  bool judged = false;
   try {
     findings = options.diagnose(now);
+    judged = monitor::enough_to_judge(now);
   } catch (const std::exception& error) {
     const std::lock_guard lock(mutex);
     if (!std::exchange(own.diagnosis_failed, true))
@@ -368,6 +457,7 @@ void LiveRun::State::judge(Look& own) {
   const std::vector<std::string> said = own.standing.look(findings, step);
   const std::lock_guard lock(mutex);
   view.findings = std::move(findings);
+  enough = judged;
   if (options.doctor) lines.insert(lines.end(), said.begin(), said.end());
 }
 
@@ -450,6 +540,7 @@ void LiveRun::attempt_started(const launch::AttemptStarted& attempt) {
   const std::lock_guard lock(state_->mutex);
   ++state_->generation;
   state_->attempt_began = Clock::now();
+  state_->moved = state_->attempt_began;
   state_->ranks.clear();
   state_->view.attempt = attempt.attempt;
   state_->view.world_size = attempt.world_size;
@@ -494,6 +585,12 @@ void LiveRun::rank_ended(const launch::RankEnded& rank) {
   tracked.end_totals = tracked.started.ledger ? tracked.started.ledger->totals() : ledger::Totals{};
 }
 
+void LiveRun::ranks_stalled(const launch::RanksStalled& stall) {
+  const std::lock_guard lock(state_->mutex);
+  state_->tabled = Clock::now();
+  state_->view.stall_table = StallTable{unix_now(), stall.cause, stall.text};
+}
+
 void LiveRun::attempt_ended(int) {
   const std::lock_guard lock(state_->mutex);
   state_->view.state = "starting";  // until the next attempt, if there is one
@@ -524,9 +621,12 @@ std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
 LiveView LiveRun::view() const {
   LiveView copy;
   std::vector<launch::RankStarted> started;
+  bool enough = false;
   {
     const std::lock_guard lock(state_->mutex);
     copy = state_->view;
+    copy.stall = state_->stall();
+    enough = state_->enough;
     for (const auto& [rank, tracked] : state_->ranks) {
       copy.ranks.push_back(tracked.shown);
       for (const std::string& line : tracked.unfinished)
@@ -546,6 +646,7 @@ LiveView LiveRun::view() const {
     rank.phase = ledger::name(file->phase());
     rank.step = file->step();
   }
+  copy.verdict = verdict_of(copy, enough);
   return copy;
 }
 

@@ -60,6 +60,7 @@ class LiveRun : public launch::RunObserver {
   void output_line(int rank, launch::OutputKind kind, std::string_view line) override;
   void output_progress(int rank, launch::OutputKind kind, std::string_view line) override;
   void rank_ended(const launch::RankEnded& rank) override;
+  void ranks_stalled(const launch::RanksStalled& stall) override;
   void attempt_ended(int attempt) override;
   std::vector<std::string> tick() override;
   std::vector<std::string> run_ended(const launch::RunEnded& run) override;

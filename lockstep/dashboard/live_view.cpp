@@ -1,5 +1,6 @@
 #include "lockstep/dashboard/live_view.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "lockstep/core/document.h"
@@ -79,11 +80,54 @@ Node rank_node(const LiveView& view, const LiveRank& rank) {
                    {"position", position_node(rank.position)}});
 }
 
+Node stall_node(const std::optional<LiveStall>& stall) {
+  if (!stall) return Node{};
+  return map_node({{"seconds", number(stall->seconds)}, {"what", text_node(stall->what)}});
+}
+
+Node table_node(const std::optional<StallTable>& table) {
+  if (!table) return Node{};
+  return map_node({{"time", number(table->time_s)}, {"text", text_node(table->text)}});
+}
+
+constexpr double kRecent_s = 5;
+constexpr std::int64_t kRecentSteps = 10;
+
 }  // namespace
 
 const char* name(RankStatus status) {
   constexpr const char* kNames[] = {"running", "stopped", "ended", "failed"};
   return kNames[static_cast<std::size_t>(status)];
+}
+
+Verdict verdict_of(const LiveView& view, bool enough) {
+  if (!view.findings.empty()) return {};
+  if (view.state == "starting") return {false, "Waiting for the first steps."};
+  if (view.stall) return {false, "Nothing can be judged while no step ends."};
+  if (view.state == "failed") return {false, "Nothing found to change; the run itself failed."};
+  if (enough) return {view.state == "running", "Nothing found that slows this run down."};
+  const bool stepped =
+      std::ranges::any_of(view.ranks, [](const LiveRank& rank) { return rank.step > 0; });
+  return {false, stepped ? "Nothing found, and too few steps to judge the run."
+                         : "No step has been seen, and without steps nothing can be judged."};
+}
+
+double recent_step_ms(std::span<const monitor::Interval> intervals) {
+  const auto stepped = [](const monitor::Interval& interval) { return interval.steps > 0; };
+  const auto first = std::ranges::find_if(intervals, stepped);
+  if (first == intervals.end()) return 0;
+  double seconds = 0;
+  std::int64_t steps = 0;
+  for (auto at = intervals.end(); at != first;) {
+    --at;
+    // An interval without a step belongs to the next one with steps; the first of those holds what
+    // came before training.
+    const bool enough = seconds >= kRecent_s && steps >= kRecentSteps;
+    if (stepped(*at) && (enough || (at == first && steps > 0))) break;
+    steps += at->steps;
+    if (steps > 0) seconds += at->seconds;
+  }
+  return 1e3 * seconds / static_cast<double>(steps);
 }
 
 std::string live_snapshot_json(const LiveView& view) {
@@ -107,7 +151,11 @@ std::string live_snapshot_json(const LiveView& view) {
                                      {"samples_per_second", series_node(view.samples_per_second)},
                                      {"step_ms", series_node(view.step_ms)}})},
                 {"log", map_node(std::move(logs))},
-                {"findings", monitor::findings_node(view.findings)}}));
+                {"findings", monitor::findings_node(view.findings)},
+                {"verdict", map_node({{"healthy", bool_node(view.verdict.healthy)},
+                                      {"text", text_node(view.verdict.text)}})},
+                {"stall", stall_node(view.stall)},
+                {"stall_table", table_node(view.stall_table)}}));
 }
 
 }  // namespace lockstep::dashboard

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,7 +38,7 @@ struct LiveRank {
   RankStatus status = RankStatus::kRunning;
   std::string exit{};  // "killed by SIGKILL"; empty while it runs
   std::int64_t step = -1;
-  double step_ms = 0;   // 0: not known
+  double step_ms = 0;   // of about the last 5 s, of the run once it has ended; 0: not known
   std::string phase{};  // "backward"; empty: none, or not known
   std::optional<monitor::Interval> newest{};
   std::optional<monitor::ProcessSample> process{};
@@ -45,6 +46,25 @@ struct LiveRank {
   int gpu = -1;  // NVML's index; -1: none is known to be its own
   std::optional<LivePosition> position{};
   std::deque<std::string> log{};  // newest lines of stdout and stderr, oldest first
+};
+
+// Ranks that do not move, or that somebody has stopped.
+struct LiveStall {
+  double seconds = 0;
+  std::string what{};  // "No step has ended for 12 s: rank 1 is stopped (...)."
+};
+
+// What the launcher printed of a stall: the newest of the run, also after ranks moved again.
+struct StallTable {
+  double time_s = 0;
+  std::string cause{};
+  std::string text{};
+};
+
+// What stands where there are no findings.
+struct Verdict {
+  bool healthy = false;
+  std::string text{};
 };
 
 using LiveSeries = std::deque<std::pair<std::int64_t, double>>;  // (step, value), oldest first
@@ -63,8 +83,18 @@ struct LiveView {
   LiveSeries samples_per_second{};
   LiveSeries step_ms{};
   std::vector<monitor::Finding> findings{};
+  Verdict verdict{};
+  std::optional<LiveStall> stall{};  // now
+  std::optional<StallTable> stall_table{};
   monitor::GpuSnapshot gpus{};
 };
+
+// `enough`: there are steps enough to judge (monitor::enough_to_judge).
+Verdict verdict_of(const LiveView& view, bool enough);
+
+// Milliseconds of a step over about the last 5 s and ten steps in which steps ended: the steps that
+// end within one interval are one too many or too few. 0: none has.
+double recent_step_ms(std::span<const monitor::Interval> intervals);
 
 // One object on one line. Text that is not UTF-8 and numbers that JSON does not have are replaced.
 std::string live_snapshot_json(const LiveView& view);

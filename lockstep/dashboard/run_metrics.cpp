@@ -19,7 +19,7 @@ void RunMetrics::publish(const LiveRank& rank) {
     gauge("lockstep_step", "Optimizer steps that the rank has done.", labels,
           static_cast<double>(rank.step));
   if (rank.step_ms > 0)
-    gauge("lockstep_step_seconds", "Time of a step, the mean of the last interval.", labels,
+    gauge("lockstep_step_seconds", "Time of a step, the mean of about the last 5 s.", labels,
           rank.step_ms / 1e3);
   if (rank.newest && rank.newest->seconds > 0) {
     for (std::size_t i = 0; i < ledger::kPhases; ++i) {
@@ -41,6 +41,8 @@ void RunMetrics::publish(const LiveView& view) {
   for (const char* state : {"starting", "running", "ended", "failed"})
     gauge("lockstep_run_state", "1 for the state that the run is in.", {{"state", state}},
           view.state == state ? 1 : 0);
+  gauge("lockstep_stall_seconds", "How long no rank has moved; 0 while they do.", {},
+        view.stall ? view.stall->seconds : 0);
   gauge("lockstep_world_size", "Ranks of the run, on all hosts.", {}, view.world_size);
   gauge("lockstep_run_attempt", "How often all ranks were started again.", {}, view.attempt);
   gauge("lockstep_run_start_time_seconds", "When the run began, since the epoch.", {},

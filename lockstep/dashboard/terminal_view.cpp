@@ -6,6 +6,7 @@
 #include <cmath>
 #include <ctime>
 #include <optional>
+#include <sstream>
 #include <vector>
 
 #include "lockstep/core/error.h"
@@ -89,6 +90,15 @@ class Painter {
   bool on_;
 };
 
+// Null while ranks move.
+std::optional<double> stall_seconds(const Node& snapshot) {
+  return number(child(snapshot, "stall"), "seconds");
+}
+
+std::string shown_state(const Node& snapshot) {
+  return stall_seconds(snapshot) ? "stalled" : run_state(snapshot);
+}
+
 const char* colour_of(const std::string& state) {
   if (state == "running") return "32";
   if (state == "failed") return "1;31";
@@ -158,6 +168,7 @@ class View {
     budget();
     curves();
     findings();
+    stall_table();
     log();
     if (options_.rows > 0 && static_cast<int>(lines_.size()) > options_.rows)
       lines_.resize(static_cast<std::size_t>(options_.rows));
@@ -172,10 +183,21 @@ class View {
   }
 
   void head() {
-    const std::string state = run_state(snapshot_);
-    line(status_line(snapshot_), colour_of(state));
+    line(status_line(snapshot_), colour_of(shown_state(snapshot_)));
     if (const std::string message = text_of(child(snapshot_, "run"), "message"); !message.empty())
       line(message, "1;31");
+    if (const std::string what = text_of(child(snapshot_, "stall"), "what"); !what.empty())
+      line(what, "1;33");
+    line("");
+  }
+
+  // Of a stall that is over only where the run failed, perhaps because of it.
+  void stall_table() {
+    if (!stall_seconds(snapshot_) && run_state(snapshot_) != "failed") return;
+    const Node& text = child(child(snapshot_, "stall_table"), "text");
+    if (text.text.empty()) return;
+    std::istringstream lines(text.text);
+    for (std::string each; std::getline(lines, each);) line(printable(each));
     line("");
   }
 
@@ -292,12 +314,14 @@ std::string status_line(const Node& snapshot) {
   }
   std::sort(times.begin(), times.end());
   std::string text = fmt::format("lockstep {}  {}  {} of {} ranks run", text_of(run, "id"),
-                                 run_state(snapshot), running, text_of(run, "world_size"));
+                                 shown_state(snapshot), running, text_of(run, "world_size"));
   const auto started = number(run, "started");
   const auto now = number(snapshot, "time");
   if (started && now) text += "  " + elapsed(*now - *started);
   if (step >= 0) text += fmt::format("  step {:.0f}", step);
-  if (!times.empty()) text += fmt::format("  {} ms", figure(times[times.size() / 2]));
+  const auto stall = stall_seconds(snapshot);
+  if (stall && step >= 0) text += fmt::format("  no step for {:.0f} s", *stall);
+  if (!stall && !times.empty()) text += fmt::format("  {} ms", figure(times[times.size() / 2]));
   if (const auto loss = newest(snapshot, "loss")) text += "  loss " + figure(loss);
   if (const auto rate = newest(snapshot, "tokens_per_second"))
     text += fmt::format("  {} tokens/s", figure(rate));

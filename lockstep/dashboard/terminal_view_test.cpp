@@ -73,6 +73,24 @@ TEST(TerminalView, AFailedRankAndItsOutputStandOut) {
   EXPECT_THAT(text, HasSubstr("  its last line"));
 }
 
+TEST(TerminalView, AStallStandsInPlaceOfTheStepTime) {
+  LiveView view = two_ranks();
+  EXPECT_THAT(shown(view), HasSubstr("  21.5 ms"));
+  view.stall = LiveStall{12.4, "No step has ended for 12 s: rank 1 is stopped."};
+  view.stall_table = StallTable{1, "", "[launch] stall: a table\n  1  T stopped\033[2J"};
+  std::string text = shown(view);
+  EXPECT_THAT(text, HasSubstr("lockstep abc  stalled  2 of 2"));
+  EXPECT_THAT(text, HasSubstr("  no step for 12 s"));
+  EXPECT_THAT(text, Not(HasSubstr("  21.5 ms")));
+  EXPECT_THAT(text, HasSubstr("\nNo step has ended for 12 s: rank 1 is stopped.\n"));
+  EXPECT_THAT(text, HasSubstr("\n[launch] stall: a table\n  1  T stopped"));
+  EXPECT_THAT(text, Not(HasSubstr("\033")));
+  view.stall.reset();
+  EXPECT_THAT(shown(view), Not(HasSubstr("a table"))) << "they move again";
+  view.state = "failed";
+  EXPECT_THAT(shown(view), HasSubstr("a table"));
+}
+
 TEST(TerminalView, FindingsComeWithTheirRemedy) {
   LiveView view = two_ranks();
   view.findings = {{.rule = "loader-bound",

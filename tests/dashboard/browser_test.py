@@ -101,6 +101,26 @@ class Page(DashboardCase):
         self.assertIn("failed", self.page.value("document.title"))
         self.check_quiet()
 
+    def test_a_stall_shows(self):
+        self.open(state(10))
+        self.assertTrue(self.page.value("document.querySelector('.healthy') !== null"))
+        self.assertTrue(self.page.value("document.querySelector('#stall').hidden"))
+        what = "No step has ended for 12 s: rank 1 is stopped (kill -CONT 4101 continues it)."
+        self.server.set(state(10, stall=what))
+        self.page.wait("document.querySelector('#state').innerText == 'stalled'")
+        self.assertEqual(self.page.value("document.querySelector('#banner').innerText"), what)
+        self.assertIn("Nothing can be judged while no step ends.",
+                      self.page.value("document.querySelector('#findings').innerText"))
+        self.assertFalse(self.page.value("document.querySelector('.healthy') !== null"))
+        self.assertIn("no step for 12 s",
+                      self.page.value("document.querySelector('#tiles').innerText"))
+        self.assertIn("T stopped", self.page.value("document.querySelector('#stall-table')"
+                                                   ".innerText"))
+        self.server.set(state(11))
+        self.page.wait("document.querySelector('#state').innerText == 'running'")
+        self.assertTrue(self.page.value("document.querySelector('#banner').hidden"))
+        self.check_quiet()
+
     def test_the_end_of_the_run_and_a_lost_server_differ(self):
         self.open(state(10))
         self.server.set(state(44, run_state="ended"))

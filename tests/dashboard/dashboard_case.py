@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def state(step=120, *, ranks=2, gpus=False, failed=None, run_state="running", log=None, series=None,
-          findings=()):
+          findings=(), stall=None):
     """A state as `lockstep run --dashboard` serves it (docs/dashboard.md)."""
     rng = random.Random(step)
     now = time.time()
@@ -66,6 +66,12 @@ def state(step=120, *, ranks=2, gpus=False, failed=None, run_state="running", lo
         "series": series or {"loss": loss, "tokens_per_second": rate, "step_ms": times},
         "log": log or lines,
         "findings": list(findings),
+        "verdict": {"healthy": run_state == "running" and not stall,
+                    "text": "Nothing can be judged while no step ends." if stall
+                            else "Nothing found that slows this run down."},
+        "stall": {"seconds": 12.4, "what": stall} if stall else None,
+        "stall_table": {"time": now, "text": f"[launch] stall: {stall}\n  1  T stopped"}
+                       if stall else None,
     }
 
 

@@ -280,6 +280,20 @@ class Dashboard(RunCase):
         self.assertEqual(done.returncode, 2)
         self.assertIn("--dashboard='http' is not a port", done.stderr)
 
+    def test_without_steps_nothing_is_judged(self):
+        run = self.start()
+        self.eventually(lambda: all(r["resident_bytes"] for r in run.state()["ranks"]), "samples")
+        without = {"healthy": False,
+                   "text": "No step has been seen, and without steps nothing can be judged."}
+        self.assertEqual(run.state()["verdict"], without)
+        os.kill(self.pid(1), signal.SIGSTOP)
+        self.eventually(lambda: run.state()["stall"], "a stopped rank")
+        self.assertRegex(run.state()["stall"]["what"], r"^Rank 1 is stopped \(kill -CONT \d+ ")
+        os.kill(self.pid(1), signal.SIGCONT)
+        self.eventually(lambda: run.state()["stall"] is None, "it continues")
+        self.stop()
+        self.assertEqual(run.wait(), 0)
+
 
 class Monitor(RunCase):
     def test_follows_a_run_to_its_end(self):
@@ -385,10 +399,11 @@ class Monitor(RunCase):
 
 @unittest.skipUnless(TRAIN.exists(), "lockstep-train is not built")
 class Training(RunCase):
-    def train(self):
+    def train(self, *flags):
         config = self.place / "train.yaml"
         config.write_text(CONFIG)
-        run = Run(LOCKSTEP, "train", config, "--output_dir", self.place / "out")
+        run = Run(LOCKSTEP, "train", config, "--output_dir", self.place / "out",
+                  flags=("--dashboard", *flags))
         self.addCleanup(lambda: run.process.poll() is None and run.kill())
         return run
 
@@ -417,6 +432,51 @@ class Training(RunCase):
             self.assertIn(part, text)
         page = run.request("/metrics")[2].decode()
         self.assertRegex(page, r'lockstep_phase_ratio\{phase="backward",rank="0"\} 0\.\d+')
+        run.process.send_signal(signal.SIGTERM)
+        self.assertEqual(run.wait(), 143)
+
+    def test_a_stopped_rank_is_a_stall_and_then_a_failure(self):
+        run = self.train("--stall-timeout=2", "--stopped-timeout=8", "--shutdown-timeout=5")
+        self.eventually(lambda: min([r["step"] for r in run.state()["ranks"]] or [0]) > 50,
+                        "some steps")
+        self.assertIsNone(run.state()["stall"])
+        self.assertIn("  running  2 of 2", monitor("--once", run.url).stdout)
+        stopped = run.state()["ranks"][1]["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        self.eventually(lambda: "No step" in (run.state()["stall"] or {}).get("what", ""),
+                        "a stall")
+        state = run.state()
+        self.assertRegex(state["stall"]["what"], r"^No step has ended for \d+ s: rank 1 is stopped "
+                         rf"\(kill -CONT {stopped} continues it\)\.$")
+        self.assertFalse(state["verdict"]["healthy"])
+        screen = monitor("--once", run.url).stdout
+        self.assertRegex(screen, r"  stalled  1 of 2 .*  no step for \d+ s")
+        self.assertIn("rank 1 is stopped", screen)
+        self.eventually(lambda: run.state()["stall_table"], "the launcher's table")
+        self.assertIn("Rank 1 is behind: it is stopped", run.state()["stall_table"]["text"])
+        self.assertRegex(monitor("--once", run.url).stdout, r"\n +1 .* T stopped ")
+        self.assertRegex(run.request("/metrics")[2].decode(), r"\nlockstep_stall_seconds [1-9]")
+        events = Events(run)
+        last = None
+        while event := events.next():
+            last = event[1] if event[0] == "message" else last
+        events.close()
+        self.assertEqual(run.wait(), 128 + signal.SIGSTOP)
+        self.assertEqual((last["ranks"][1]["state"], last["ranks"][1]["exit"]),
+                         ("failed", "stopped by SIGSTOP for 8.0 s"))
+        self.assertEqual(last["ranks"][0]["state"], "ended")
+        self.assertIn("T stopped", last["stall_table"]["text"], "it stays on the page")
+
+    def test_a_rank_that_continues_ends_the_stall(self):
+        run = self.train("--stall-timeout=100")
+        self.eventually(lambda: min([r["step"] for r in run.state()["ranks"]] or [0]) > 50,
+                        "some steps")
+        stopped = run.state()["ranks"][0]["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        self.eventually(lambda: run.state()["stall"], "a stall")
+        self.assertIsNone(run.state()["stall_table"])
+        os.kill(stopped, signal.SIGCONT)
+        self.eventually(lambda: run.state()["stall"] is None, "the end of the stall")
         run.process.send_signal(signal.SIGTERM)
         self.assertEqual(run.wait(), 143)
 

@@ -109,14 +109,16 @@ function drawTiles(state, ranks, series) {
   const gpus = ranks.map((r) => object(r.gpu).utilisation_percent).filter((v) => number(v) !== null);
   const cores = ranks.map((r) => r.cores).filter((v) => number(v) !== null);
   const steps = ranks.map((r) => r.step).filter((v) => number(v) !== null && v >= 0);
-  const time = median(ranks.map((r) => r.step_ms));
+  const stalled = state.stall ? number(object(state.stall).seconds) : null;
+  const time = stalled === null ? median(ranks.map((r) => r.step_ms)) : null;
   const rate = ['tokens_per_second', 'samples_per_second'].find((name) => points(series[name]).length);
-  const throughput = rate ? [figure(last(rate)), UNITS[rate]] : [time ? figure(1000 / time) : '–', 'steps/s'];
+  const throughput = stalled !== null ? ['–', ''] : rate ? [figure(last(rate)), UNITS[rate]] : [time ? figure(1000 / time) : '–', 'steps/s'];
   const tiles = [
     ['Step', steps.length ? Math.max(...steps).toLocaleString('en') : '–', ''],
     ['Loss', figure(last('loss')), ''],
     ['Throughput', ...throughput],
-    ['Step time', ...(milliseconds(time || null).split(' ')), ''],
+    stalled === null ? ['Step time', ...(milliseconds(time || null).split(' ')), '']
+      : ['Step time', '–', `no step for ${stalled.toFixed(0)} s`],
     ['Ranks running', `${running}`, `of ${number(state.run.world_size) ?? ranks.length}`],
     gpus.length
       ? ['GPU utilisation', (gpus.reduce((a, b) => a + b, 0) / gpus.length).toFixed(0), '% mean']
@@ -147,10 +149,9 @@ function drawFindings(state) {
     return box;
   }).forEach((box, i) => {
     if (!findings.length) {
-      const running = state.run.state === 'running';
-      classes(box, running ? 'healthy' : 'muted');
-      say(box, state.run.state === 'starting' ? 'Waiting for the first steps.'
-        : 'Nothing found that slows this run down.');
+      const verdict = object(state.verdict);
+      classes(box, verdict.healthy === true ? 'healthy' : 'muted');
+      say(box, String(verdict.text ?? ''));
       return;
     }
     const finding = findings[i];
@@ -257,7 +258,9 @@ function meter(cell, share, text, sub) {
   bar.firstChild.style.width = `${Math.min(100, Math.max(0, 100 * (share ?? 0)))}%`;
 }
 
-const STATES = { running: 'good', failed: 'bad', ended: '', starting: 'warn', stopped: 'warn' };
+const STATES = {
+  running: 'good', failed: 'bad', ended: '', starting: 'warn', stopped: 'warn', stalled: 'warn',
+};
 const tone = (state) => `badge ${Object.hasOwn(STATES, state) ? STATES[state] : ''}`.trim();
 
 function makeRow() {
@@ -355,6 +358,15 @@ function drawBudget(ranks) {
   });
 }
 
+// The newest one of the run, also after the ranks have moved again.
+function drawStall(state) {
+  const table = object(state.stall_table);
+  at('stall').hidden = !table.text;
+  const time = number(table.time);
+  say(at('stall-time'), time === null ? '' : new Date(time * 1000).toLocaleTimeString());
+  say(at('stall-table'), String(table.text ?? ''));
+}
+
 let chosen = false;  // by the user
 
 function drawLog(state) {
@@ -392,6 +404,7 @@ function banner(state, ranks) {
     const who = failed.map((r) => `Rank ${r.rank} failed${r.exit ? ` (${r.exit})` : ''}`).join('. ');
     return [`${who}.`, true];
   }
+  if (state.stall) return [String(object(state.stall).what ?? ''), true];
   return [String(state.run.message || ''), state.run.state === 'failed'];
 }
 
@@ -404,7 +417,8 @@ function draw(state) {
   say(at('run-id'), [`run ${state.run.id ?? ''}`, `${state.run.world_size ?? ranks.length} ranks`, attempt,
     elapsed].filter((part) => part !== '').join(' · '));
   const failed = ranks.some((r) => r.state === 'failed');
-  const shown = failed && state.run.state === 'running' ? 'failed' : String(state.run.state);
+  const now = state.stall ? 'stalled' : String(state.run.state);
+  const shown = failed && state.run.state === 'running' ? 'failed' : now;
   classes(at('state'), lost ? 'badge' : tone(shown));
   say(at('state'), lost ? `was ${shown}` : shown);
   document.body.classList.toggle('lost', lost);
@@ -415,6 +429,7 @@ function draw(state) {
   say(at('banner'), text);
   drawTiles(state, ranks, series);
   drawFindings(state);
+  drawStall(state);
   drawCharts(series);
   drawRanks(ranks);
   drawBudget(ranks);
