@@ -1,6 +1,10 @@
 // `lockstep run`: parses the arguments into a plan (lockstep/launch/flags.h) and runs it
 // (lockstep/launch/supervisor.h). `lockstep train` with flags of `lockstep run` starts its ranks
 // the same way.
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -17,12 +21,15 @@
 #include "lockstep/dashboard/live_run.h"
 #include "lockstep/dashboard/run_metrics.h"
 #include "lockstep/launch/flags.h"
+#include "lockstep/launch/process.h"
 #include "lockstep/launch/supervisor.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"
 
 namespace lockstep::cli {
 namespace {
+
+constexpr int kAskLimit_ms = 10'000;
 
 // The launcher's flag that `arg` is, unless a key has that name or it says what to start.
 const launch::FlagSpec* launcher_flag(const std::string& arg) {
@@ -52,6 +59,40 @@ void refuse_in_a_rank(const std::string& flag) {
                    "{} starts ranks, but this process is rank {} of {} already (started by {}). "
                    "Give it to that launcher, or start `lockstep train` by itself.",
                    flag.substr(0, flag.find('=')), env.rank, env.world_size, env.source);
+}
+
+// Torch itself loads what replaces gloo, where a package says so when it is installed: whether one
+// does is the interpreter's knowledge. Says nothing where it cannot be asked.
+void warn_of_gloo(const launch::LaunchPlan& plan) {
+  constexpr const char* kAsk =
+      "import importlib.metadata as m, sys\n"
+      "sys.exit(0 if any(e.group == 'torch.backends' and e.value.startswith('lockstep_torch')\n"
+      "                  for d in m.distributions() for e in d.entry_points) else 77)\n";
+  const std::string python = plan.command.empty() ? "" : plan.command.front();
+  if (!plan.replace_gloo || env::get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" ||
+      !std::filesystem::path(python).filename().string().starts_with("python"))
+    return;
+  try {
+    const Fd nowhere(::open("/dev/null", O_WRONLY | O_CLOEXEC));
+    launch::ProcessRequest request{.argv = {python, "-c", kAsk},
+                                   .environment = {},
+                                   .stdout_fd = nowhere.get(),
+                                   .stderr_fd = nowhere.get()};
+    for (char** variable = environ; *variable != nullptr; ++variable)
+      request.environment.emplace_back(*variable);
+    launch::Process asked = launch::start_process(request);
+    pollfd end{.fd = asked.pidfd(), .events = POLLIN, .revents = 0};
+    if (::poll(&end, 1, kAskLimit_ms) <= 0) asked.signal_group(SIGKILL);
+    const auto ending = asked.reap();
+    if (!ending || ending->exit_code() != 77) return;
+  } catch (const Error&) {
+    return;
+  }
+  log::warning("run",
+               "--replace-gloo has no effect: lockstep_torch is not installed for {}, so groups "
+               "that ask for gloo stay gloo. Install it there ({} -m pip install ./python, from "
+               "Lockstep's sources), or import lockstep_torch in the script.",
+               python, python);
 }
 
 // Listens before anything is started. The server runs in the supervising process, where the run is.
@@ -96,6 +137,7 @@ int run_command(const Args& args) {
   for (const std::string& note : parsed.notes) log::warning("run", "{}", note);
   for (const std::string& line : unread_variables()) log::warning("run", "{}", line);
   const launch::LaunchPlan& plan = parsed.plan;
+  warn_of_gloo(plan);
   if (!plan.doctor && plan.record_dir.empty() && !plan.dashboard) return launch::supervise(plan);
   dashboard::LiveRunOptions options{.doctor = plan.doctor, .record_dir = plan.record_dir};
   if (plan.dashboard) options.companions.push_back(dashboard_of(plan));
