@@ -83,10 +83,8 @@ std::string gpus_text(const std::vector<monitor::HostGpus>& hosts) {
 
 std::string findings_text(const monitor::RunRecord& run,
                           const std::vector<monitor::Finding>& findings) {
-  if (findings.empty())
-    return enough_to_judge(run) ? "healthy: no rule has found anything to change.\n"
-                                : "nothing found, and too few steps to judge the run.\n";
   std::string text;
+  if (findings.empty()) text = nothing_found_text(run) + "\n";
   for (std::size_t i = 0; i < findings.size(); ++i)
     text += fmt::format("{}. {}\n", i + 1, finding_text(findings[i]));
   return text;
@@ -98,16 +96,22 @@ Node optional_node(const std::optional<double>& value) {
   return value ? real_node(*value) : Node{};
 }
 
+// What is not known is not there.
 Node row_node(const monitor::BudgetRow& row) {
-  NodeMembers shares;
-  for (const auto& [part, share] : row.shares) shares.emplace_back(part, real_node(share));
-  return map_node(
-      {{"rank", integer_node(row.rank)},
-       {"steps", integer_node(row.budget.steps)},
-       {"step_s", real_node(row.budget.step_s())},
-       {"shares", map_node(std::move(shares))},
-       {"cores", real_node(row.cores)},
-       {"resident_bytes", integer_node(static_cast<std::int64_t>(row.resident_bytes))}});
+  NodeMembers members = {{"rank", integer_node(row.rank)},
+                         {"steps", integer_node(row.budget.steps)}};
+  if (row.budget.steps > 0) {
+    NodeMembers shares;
+    for (const auto& [part, share] : row.shares) shares.emplace_back(part, real_node(share));
+    members.emplace_back("step_s", real_node(row.budget.step_s()));
+    members.emplace_back("shares", map_node(std::move(shares)));
+  }
+  if (row.collective_share)
+    members.emplace_back("collective_share", real_node(*row.collective_share));
+  members.emplace_back("cores", real_node(row.cores));
+  members.emplace_back("resident_bytes",
+                       integer_node(static_cast<std::int64_t>(row.resident_bytes)));
+  return map_node(std::move(members));
 }
 
 Node gpus_node(const std::vector<monitor::HostGpus>& hosts) {

@@ -36,8 +36,8 @@ constexpr const char* kMonitorHelp =
     "second.\n\n"
     "  --once   show it once\n"
     "  --json   the state as JSON, one line for each second (docs/dashboard.md)\n\n"
-    "Ends with 0 after a run that ended, 1 after one that failed or was lost. A record does not\n"
-    "say whether a run failed: RUN_DIR ends with 0 when nothing was added for 60 s.\n";
+    "Ends with 0 after a run that ended, 1 after one that failed or was lost. The record of a\n"
+    "Trainer does not say whether it failed.\n";
 
 struct Request {
   bool once = false;

@@ -11,15 +11,6 @@
 namespace lockstep::dashboard {
 namespace {
 
-const char* nothing_found(const monitor::RunRecord& run, bool failed) {
-  if (failed) return "nothing found to change; the run itself failed.";
-  if (enough_to_judge(run)) return "healthy: no rule has found anything to change.";
-  const bool stepped = std::ranges::any_of(
-      run.ranks, [](const monitor::RankRecord& rank) { return budget_of(rank).steps > 0; });
-  return stepped ? "nothing found, and too few steps to judge the run."
-                 : "nothing found, and no step was seen to judge the run by.";
-}
-
 std::string key_of(const monitor::Finding& finding) {
   return fmt::format("{} {} {}", finding.rule, finding.rank, finding.cause);
 }
@@ -66,9 +57,11 @@ std::vector<std::string> doctor_summary(const monitor::RunRecord& run,
   std::vector<std::string> lines = {fmt::format(
       "[doctor] {} of {} ranks, {:.1f} s{}:\n{}", run.ranks.size(), run.facts.world_size, seconds,
       budget ? "; where the time between the first and the last step went"
-             : "; no step was seen, as in a program without Lockstep's backend",
+             : fmt::format("; {}", monitor::without_steps(run)),
       monitor::budget_table(rows))};
-  if (findings.empty()) lines.push_back(fmt::format("[doctor] {}", nothing_found(run, failed)));
+  if (findings.empty())
+    lines.push_back("[doctor] " + (failed ? "nothing found to change; the run itself failed."
+                                          : monitor::nothing_found_text(run)));
   for (const monitor::Finding& finding : findings)
     lines.push_back("[doctor] " + finding_text(finding));
   return lines;

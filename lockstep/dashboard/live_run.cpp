@@ -1,6 +1,7 @@
 #include "lockstep/dashboard/live_run.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -23,6 +24,7 @@
 #include "lockstep/dashboard/record_writer.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/report.h"
+#include "lockstep/monitor/writer_process.h"
 
 namespace lockstep::dashboard {
 namespace {
@@ -97,6 +99,11 @@ std::optional<LivePosition> position_of(const ledger::File* file) {
   return LivePosition{record.operation, record.sequence, ledger::name(record.state), age_ns * 1e-9};
 }
 
+bool is_python(const launch::LaunchPlan& plan) {
+  return !plan.command.empty() &&
+         std::filesystem::path(plan.command[0]).filename().string().starts_with("python");
+}
+
 bool same_folder(const std::string& a, const std::string& b) {
   std::error_code problem;
   return !a.empty() && !b.empty() && std::filesystem::equivalent(a, b, problem);
@@ -168,6 +175,7 @@ struct LiveRun::State {
   bool enough = false;         // steps, to judge
   Clock::time_point moved{};   // a rank did last
   Clock::time_point tabled{};  // the launcher's table came
+  bool python = false;         // the program is a script, and so no Trainer
   std::map<int, Tracked> ranks;
   monitor::RunFacts facts{};
   std::vector<std::string> lines;  // to be said
@@ -375,6 +383,8 @@ void LiveRun::State::follow_metrics(Look& own) {
   if (!better || better->started_unix_s <= view.started_s) return;
   own.facts_read = true;
   better->gpus_visible = std::max(better->gpus_visible, facts.gpus_visible);
+  better->ended_unix_s = facts.ended_unix_s;
+  better->failure = facts.failure;
   facts = *better;
 }
 
@@ -388,6 +398,12 @@ bool LiveRun::State::settled(const Look& own) const {
 // is the same folder, its files are there a second after its first step.
 bool LiveRun::State::records_itself(Look& own, bool last) {
   if (own.recording) return true;
+  bool alone = false;
+  {
+    const std::lock_guard lock(mutex);
+    alone = facts.hosts == 1;
+  }
+  if (python && alone) return true;
   const bool shared = same_folder(own.output_dir, options.record_dir);
   if (shared && std::ranges::any_of(own.samplers, [&](const auto& item) {
         return own.writer->rank_records(item.first);
@@ -402,7 +418,7 @@ bool LiveRun::State::records_itself(Look& own, bool last) {
   const bool starts = std::ranges::any_of(own.samplers, [](const auto& item) {
     return item.second.rank().ledger && item.second.rank().ledger->opened();
   });
-  if (!starts || own.first_step || !own.output_dir.empty()) return settled(own);
+  if (!starts || python || own.first_step || !own.output_dir.empty()) return settled(own);
   const std::lock_guard lock(mutex);
   return now - attempt_began > kLongestStart;
 }
@@ -411,11 +427,16 @@ void LiveRun::State::write_record(Look& own, bool last) {
   if (!own.writer) return;
   own.unwritten.insert(own.unwritten.end(), own.made.begin(), own.made.end());
   own.recording = records_itself(own, last);
-  if (!own.recording) return;
+  if (!own.writer) return;
   monitor::RunFacts known;
   {
     const std::lock_guard lock(mutex);
     known = facts;
+  }
+  if (!own.recording) {
+    // Whoever asks is told that the run is there; a Trainer replaces it.
+    if (known.hosts == 1) own.writer->write_first(known);
+    return;
   }
   own.writer->write(known);
   for (const auto& [rank, interval] : std::exchange(own.unwritten, {}))
@@ -526,6 +547,8 @@ void LiveRun::run_started(const launch::LaunchPlan& plan) {
     now.facts.started_unix_s = now.view.started_s;
     now.facts.cores = allowed_cores();
     now.facts.ranks_on_host = plan.nproc_per_node;
+    now.facts.writer = monitor::process_identity(::getpid());
+    now.python = is_python(plan);
   }
   // GPUs of other people's runs are no concern of a run on CPUs.
   if (device != "cpu") state_->gpus = std::make_unique<monitor::GpuSampler>(options_.gpus);
@@ -602,6 +625,13 @@ std::vector<std::string> LiveRun::tick() {
 }
 
 std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->facts.ended_unix_s = unix_now();
+    if (run.code != 0)
+      state_->facts.failure =
+          run.cause.empty() ? fmt::format("ended with code {}", run.code) : run.cause;
+  }
   stop();
   {
     const std::lock_guard lock(state_->mutex);

@@ -63,6 +63,28 @@ CHILD(trains) {
   }
 }
 
+// Collectives without steps, as of a Python script; rank 1 comes late to each.
+CHILD(reduces) {
+  if (!ledger::open()) return 3;
+  ledger::ended(ledger::post({.name = "connect", .group = "0"}), ledger::End::kFinished);
+  const bool slow = std::string(std::getenv("RANK")) == "1";
+  for (unsigned i = 1;; ++i) {
+    std::this_thread::sleep_for(milliseconds(slow ? 36 : 4));
+    const auto reduction = ledger::post({.name = "all_reduce", .group = "0", .sequence = i});
+    std::this_thread::sleep_for(milliseconds(slow ? 4 : 36));
+    ledger::ended(reduction, ledger::End::kFinished);
+    // A root, a part of the world, a message: others need not wait for this rank.
+    for (const ledger::Operation& other :
+         {ledger::Operation{.name = "gather", .group = "0", .sequence = i, .peer = 0},
+          ledger::Operation{.name = "all_reduce", .group = "1", .sequence = i},
+          ledger::Operation{.name = "send", .group = "0", .peer = 1, .message = true}}) {
+      const auto posted = ledger::post(other);
+      std::this_thread::sleep_for(milliseconds(2));
+      ledger::ended(posted, ledger::End::kFinished);
+    }
+  }
+}
+
 // What a Trainer does that loads for a long time.
 CHILD(starts_up) {
   if (!ledger::open()) return 3;
@@ -493,6 +515,25 @@ TEST(RankSampler, StepsCountFromTheFirstOn) {
   EXPECT_GT(interval.host_s[ledger::index(Phase::kStartup)], 0);
 }
 
+TEST(RankSampler, OfARankWithoutStepsTheCollectivesOfAllAreKnown) {
+  for (const int number : {0, 1}) {
+    Rank rank("reduces", number);
+    ASSERT_TRUE(
+        soon([&] { return rank.ledger->opened() && !rank.ledger->read().records.empty(); }));
+    RankSampler sampler(rank.started);
+    EXPECT_FALSE(sampler.close().collective_share) << "since when is not known";
+    std::this_thread::sleep_for(milliseconds(1000));
+    const Interval interval = sampler.close();
+    ASSERT_TRUE(interval.collective_share);
+    EXPECT_NEAR(*interval.collective_share, number == 0 ? 36 / 46.0 : 4 / 46.0, 0.2);
+    EXPECT_GE(interval.collectives, 3u);
+    EXPECT_LE(interval.collectives, 26u);
+    const Interval read = monitor::parse_interval(monitor::interval_json(interval), "line");
+    EXPECT_EQ(read.collectives, interval.collectives);
+    EXPECT_NEAR(*read.collective_share, *interval.collective_share, 1e-6);
+  }
+}
+
 TEST(RankSampler, AProcessWithoutALedgerIsSeenFromOutside) {
   Rank rank("knows_nothing", 0);
   RankSampler sampler(rank.started);
@@ -695,7 +736,7 @@ TEST(LiveRun, RecordsIntoTheOutputDirOnlyIfTheTrainerDoesNot) {
   }
 }
 
-TEST(LiveRun, WritesNothingWhileATrainerMayStartUp) {
+TEST(LiveRun, RecordsOnlyFactsWhileATrainerMayStartUp) {
   const Folder folder;
   LiveRunOptions options = without_gpus();
   options.record_dir = folder.path();
@@ -706,7 +747,8 @@ TEST(LiveRun, WritesNothingWhileATrainerMayStartUp) {
   run.rank_started(zero.started);
   std::this_thread::sleep_for(milliseconds(14'000));
   ASSERT_TRUE(zero.ledger->opened());
-  EXPECT_TRUE(fs::is_empty(folder / "monitor"));
+  EXPECT_THAT(monitor::read_run(folder.path()).ranks, IsEmpty());
+  EXPECT_TRUE(fs::exists(folder / "monitor/run.json"));
   run.rank_ended({0, "killed by SIGKILL", true});
   run.run_ended({1, ""});
   EXPECT_EQ(monitor::read_run(folder.path()).ranks.size(), 1u);

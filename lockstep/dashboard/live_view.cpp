@@ -28,11 +28,13 @@ Node series_node(const LiveSeries& series) {
   return list_node(std::move(points));
 }
 
-// Where the time of the interval went; what is outside of all phases is "other".
-Node budget_node(const monitor::Interval& interval) {
+// Where the time of the interval went; what is outside of all phases is "other". A rank that counts
+// no steps has told of no phases, so nothing is known of that rest.
+Node budget_node(const monitor::Interval& interval, bool counts_steps) {
   NodeMembers shares;
   for (std::size_t phase = 0; phase < ledger::kPhases; ++phase) {
     if (interval.host_s[phase] <= 0 || interval.seconds <= 0) continue;
+    if (static_cast<ledger::Phase>(phase) == ledger::Phase::kNone && !counts_steps) continue;
     shares.emplace_back(monitor::phase_key(static_cast<ledger::Phase>(phase)),
                         number(interval.host_s[phase] / interval.seconds));
   }
@@ -62,22 +64,27 @@ Node position_node(const std::optional<LivePosition>& position) {
                    {"age_s", number(position->age_s)}});
 }
 
+Node known(std::int64_t value, std::int64_t least) {
+  return value >= least ? integer_node(value) : Node{};
+}
+
 Node rank_node(const LiveView& view, const LiveRank& rank) {
   const monitor::Interval newest = rank.newest.value_or(monitor::Interval{});
-  return map_node({{"rank", integer_node(rank.rank)},
-                   {"host", integer_node(rank.host)},
-                   {"pid", integer_node(rank.pid)},
-                   {"state", text_node(name(rank.status))},
-                   {"exit", text_node(rank.exit)},
-                   {"step", integer_node(rank.step)},
-                   {"step_ms", number(rank.step_ms)},
-                   {"phase", text_node(rank.phase)},
-                   {"budget", budget_node(newest)},
-                   {"cores", newest.process ? number(newest.process->cores) : Node{}},
-                   {"resident_bytes", count(newest.resident_bytes)},
-                   {"threads", integer_node(newest.threads)},
-                   {"gpu", gpu_node(view, rank.gpu)},
-                   {"position", position_node(rank.position)}});
+  return map_node(
+      {{"rank", integer_node(rank.rank)},
+       {"host", integer_node(rank.host)},
+       {"pid", known(rank.pid, 1)},
+       {"state", text_node(name(rank.status))},
+       {"exit", text_node(rank.exit)},
+       {"step", known(rank.step, 0)},
+       {"step_ms", rank.step_ms > 0 ? number(rank.step_ms) : Node{}},
+       {"phase", text_node(rank.phase)},
+       {"budget", budget_node(newest, rank.step >= 0)},
+       {"cores", newest.process ? number(newest.process->cores) : Node{}},
+       {"resident_bytes", newest.resident_bytes > 0 ? count(newest.resident_bytes) : Node{}},
+       {"threads", known(newest.threads, 1)},
+       {"gpu", gpu_node(view, rank.gpu)},
+       {"position", position_node(rank.position)}});
 }
 
 Node stall_node(const std::optional<LiveStall>& stall) {

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -24,6 +25,12 @@ ledger::Totals first_totals(const monitor::Interval& interval, const ledger::Tot
   return spent;
 }
 
+// One that ends on no rank before all of them have begun it. A root's does, and so do messages.
+bool is_of_all(const ledger::Record& record, const std::string& group) {
+  return record.group == group && !record.message && record.peer < 0 &&
+         record.state != ledger::State::kReleased && record.operation != "connect";
+}
+
 }  // namespace
 
 RankSampler::RankSampler(launch::RankStarted rank, Clock::time_point began)
@@ -43,6 +50,33 @@ bool RankSampler::stopped() const {
   return process_ && (process_->state == 'T' || process_->state == 't');
 }
 
+// Of a rank that counts no steps, from its newest records; a ring that has turned since the last
+// look covers less than the interval.
+void RankSampler::add_collectives(monitor::Interval& interval) {
+  const ledger::Snapshot seen = rank_.ledger->read();
+  if (seen.records.empty()) return;
+  const ledger::Record& oldest = seen.records.front();
+  if (!group_ && oldest.ticket == 1) group_ = oldest.group;
+  const std::uint64_t now = ledger::monotonic_ns();
+  const std::uint64_t before = std::exchange(looked_ns_, now);
+  const ledger::Ticket last = std::exchange(newest_, seen.records.back().ticket);
+  if (!group_ || before == 0) return;
+  const std::uint64_t from = oldest.ticket > last + 1 ? std::max(before, oldest.posted_ns) : before;
+  std::uint64_t covered = from;  // records are in the order in which they were posted
+  std::uint64_t under_way = 0;
+  for (const ledger::Record& record : seen.records) {
+    if (!is_of_all(record, *group_)) continue;
+    interval.collectives += record.ticket > last ? 1 : 0;
+    const std::uint64_t begin = std::max(record.posted_ns, covered);
+    const std::uint64_t end = std::min(record.under_way() ? now : record.ended_ns, now);
+    if (end <= begin) continue;
+    under_way += end - begin;
+    covered = end;
+  }
+  if (now > from)
+    interval.collective_share = static_cast<double>(under_way) / static_cast<double>(now - from);
+}
+
 monitor::Interval RankSampler::close(const std::optional<ledger::Totals>& end) {
   monitor::Interval interval;
   const auto now = Clock::now();
@@ -55,6 +89,7 @@ monitor::Interval RankSampler::close(const std::optional<ledger::Totals>& end) {
                                             : first_totals(interval, read));
     totals_ = read;
     interval.step = rank_.ledger->step();
+    if (!end && read.steps == 0) add_collectives(interval);
   }
   if (end) return interval;
   find_process();

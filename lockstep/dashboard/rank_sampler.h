@@ -34,12 +34,18 @@ class RankSampler {
 
  private:
   void find_process();
+  void add_collectives(monitor::Interval& interval);
 
   launch::RankStarted rank_;
   pid_t pid_;
   int ledger_pid_ = 0;  // that was looked at last
   Clock::time_point began_;
   std::optional<ledger::Totals> totals_;
+  // Of the collectives of all ranks: their group, which is the first that is made, the newest
+  // record that was seen, and when.
+  std::optional<std::string> group_;
+  ledger::Ticket newest_ = 0;
+  std::uint64_t looked_ns_ = 0;
   std::optional<monitor::ProcessSample> process_;
   monitor::CgroupSample cgroup_;
 };

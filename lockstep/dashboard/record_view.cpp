@@ -2,11 +2,15 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 
 #include "lockstep/dashboard/metrics_tail.h"
+#include "lockstep/launch/output.h"
 
 namespace lockstep::dashboard {
 namespace {
+
+constexpr std::size_t kLineBytes = 16u << 10;
 
 double unix_time_s() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
@@ -17,10 +21,25 @@ LiveRank rank_of(const monitor::RankRecord& record, bool over) {
   rank.rank = record.rank;
   rank.status = over ? RankStatus::kEnded : RankStatus::kRunning;
   if (record.intervals.empty()) return rank;
-  rank.newest = record.intervals.back();
-  rank.step = rank.newest->step;
+  rank.newest = monitor::newest_sample(record);
+  rank.step = record.intervals.back().step;
   rank.step_ms = over ? 1e3 * budget_of(record).step_s() : recent_step_ms(record.intervals);
   return rank;
+}
+
+// A Trainer's last line, where it was written since its last start.
+bool trainer_has_ended(const std::string& directory, double started_unix_s) {
+  const std::string path = directory + "/metrics.jsonl";
+  std::error_code error;
+  const auto written = std::filesystem::last_write_time(path, error);
+  if (error) return false;
+  const auto time = std::chrono::file_clock::to_sys(written).time_since_epoch();
+  if (std::chrono::duration<double>(time).count() < started_unix_s) return false;
+  std::string text = launch::end_of_file(path, kLineBytes);
+  if (text.empty() || text.back() != '\n') return false;
+  text.pop_back();
+  const std::size_t line = text.rfind('\n') + 1;  // npos + 1 is the beginning
+  return text.find("\"train_runtime\"", line) != text.npos;
 }
 
 }  // namespace
@@ -35,8 +54,12 @@ LiveView view_of_record(const std::string& directory) {
   for (const monitor::RankRecord& record : run.ranks)
     if (!record.intervals.empty())
       view.time_s = std::max(view.time_s, record.intervals.back().unix_time_s);
-  const bool over = unix_time_s() - view.time_s > kRecordIdle_s;
-  view.state = over ? "ended" : "running";
+  const bool over = monitor::is_over(run.facts) ||
+                    trainer_has_ended(directory, run.facts.started_unix_s) ||
+                    unix_time_s() - view.time_s > kRecordIdle_s;
+  const bool failed = over && !run.facts.failure.empty();
+  view.state = failed ? "failed" : over ? "ended" : "running";
+  view.message = run.facts.failure;
   for (const monitor::RankRecord& record : run.ranks) view.ranks.push_back(rank_of(record, over));
   if (!run.ranks.empty()) {
     const std::span<const monitor::Interval> all = run.ranks.front().intervals;

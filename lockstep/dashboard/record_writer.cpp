@@ -56,6 +56,13 @@ monitor::Interval together(const monitor::Interval& first, const monitor::Interv
   if (both.step < 0) both.step = first.step;
   if (first.process)
     both.process = second.process ? together(*first.process, *second.process) : first.process;
+  if (first.collective_share && second.collective_share && both.seconds > 0)
+    both.collective_share =
+        (*first.collective_share * first.seconds + *second.collective_share * second.seconds) /
+        both.seconds;
+  else if (first.collective_share)
+    both.collective_share = first.collective_share;
+  both.collectives += first.collectives;
   // The last interval of a rank that has ended has no process.
   both.resident_bytes = std::max(first.resident_bytes, second.resident_bytes);
   both.threads = std::max(first.threads, second.threads);
@@ -129,6 +136,16 @@ void RecordWriter::write(const monitor::RunFacts& facts) {
   } catch (const std::exception& error) {
     failed_ = true;
     problem_ = error.what();
+  }
+}
+
+void RecordWriter::write_first(const monitor::RunFacts& facts) {
+  if (began_ || failed_ || !facts_.empty() || !listing().empty()) return;
+  facts_ = monitor::facts_json(facts) + "\n";
+  try {
+    write_file_atomically(folder_ + "/run.json", facts_);
+  } catch (const std::exception&) {  // write() will report it
+    facts_.clear();
   }
 }
 

@@ -31,6 +31,8 @@ class RecordWriter {
   bool rank_records(int rank) const;
 
   void write(const monitor::RunFacts& facts);  // where they have changed
+  // Before anything is recorded, into an empty folder alone.
+  void write_first(const monitor::RunFacts& facts);
   void add(int rank, const monitor::Interval& interval);
   void add(const monitor::GpuSample& sample, const std::vector<monitor::GpuIdentity>& gpus);
 

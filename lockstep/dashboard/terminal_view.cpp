@@ -213,8 +213,9 @@ class View {
       const bool failed = state == "failed";
       if (const std::string exit = text_of(rank, "exit"); failed && !exit.empty()) state = exit;
       const std::string phase = text_of(rank, "phase");
+      const std::string step = text_of(rank, "step");
       line(fmt::format("{}{}{}{}{}{}{}{}", padded(text_of(rank, "rank"), 6),
-                       padded(cut(state, 19), 20), padded(text_of(rank, "step"), 9),
+                       padded(cut(state, 19), 20), padded(step.empty() ? "-" : step, 9),
                        padded(figure(number(rank, "step_ms")), 9),
                        padded(phase.empty() ? "-" : cut(phase, 13), 14), padded(use_of(rank), 14),
                        padded(memory_of(rank), 21), position_of(rank)),

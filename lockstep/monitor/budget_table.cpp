@@ -29,6 +29,7 @@ double share_of(const Budget& budget, Phase phase) {
 
 BudgetRow row_of(const RankRecord& rank, double from_unix_s) {
   BudgetRow row{.rank = rank.rank, .budget = budget_of(rank, 0, from_unix_s)};
+  row.collective_share = mean_collective_share(rank, from_unix_s);
   double rest = row.budget.seconds > 0 ? 1 : 0;
   for (const Phase phase : kParts) {
     row.shares.emplace_back(ledger::name(phase), share_of(row.budget, phase));
@@ -97,6 +98,12 @@ std::string budget_table(const std::vector<BudgetRow>& rows) {
             [&](const BudgetRow& row) { return fmt::format("{:.1f} %", 100 * share(row)); });
     }
   }
+  if (std::ranges::any_of(rows,
+                          [](const BudgetRow& row) { return row.collective_share.has_value(); }))
+    add("in collectives", [](const BudgetRow& row) {
+      return row.collective_share ? fmt::format("{:.1f} %", 100 * *row.collective_share)
+                                  : std::string("-");
+    });
   add("cores", [](const BudgetRow& row) { return fmt::format("{:.2f}", row.cores); });
   add("memory", [](const BudgetRow& row) {
     return fmt::format("{:.2f} GiB", static_cast<double>(row.resident_bytes) / kGiB);

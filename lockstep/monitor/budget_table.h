@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,8 +22,9 @@ struct BudgetRow {
   std::vector<std::pair<const char*, double>> shares{};
   double cores = 0;  // mean over the intervals with steps; of all of them where no step was seen
   double minor_faults_per_s = 0;
-  std::uint64_t resident_bytes = 0;  // most
-  int threads = 0;                   // most
+  std::uint64_t resident_bytes = 0;          // most
+  int threads = 0;                           // most
+  std::optional<double> collective_share{};  // of a rank that counts no steps
 };
 std::vector<BudgetRow> budget_rows(const RunRecord& run);
 

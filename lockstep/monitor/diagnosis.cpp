@@ -47,4 +47,12 @@ std::optional<double> starved_share(const RunRecord& run) {
   return detail::starved_share(detail::make_view(run));
 }
 
+std::string nothing_found_text(const RunRecord& run) {
+  if (enough_to_judge(run)) return "healthy: no rule has found anything to change.";
+  return counts_steps(run)
+             ? "nothing found, and too few steps to judge the run."
+             : std::string("nothing found, and no step was seen to judge the run by (") +
+                   without_steps(run) + ").";
+}
+
 }  // namespace lockstep::monitor

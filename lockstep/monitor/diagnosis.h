@@ -21,5 +21,7 @@ bool enough_to_judge(const RunRecord& run);
 // Share of the time in which at least half of the ranks could run and had no core, where that is so
 // much that figures of the run are not those of an idle machine; nothing: it is not, or not known.
 std::optional<double> starved_share(const RunRecord& run);
+// What is to be said where there is no finding.
+std::string nothing_found_text(const RunRecord& run);
 
 }  // namespace lockstep::monitor

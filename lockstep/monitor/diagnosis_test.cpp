@@ -324,6 +324,50 @@ TEST(Straggler, IsSlowAllTheTime) {
   EXPECT_EQ(find(diagnose(run), "straggler"), nullptr);
 }
 
+// Ranks whose steps are not known, with the share of their time inside collectives.
+RunRecord collectives_of(const std::vector<double>& shares, int intervals = 10) {
+  RunRecord run;
+  run.facts.world_size = static_cast<int>(shares.size());
+  for (std::size_t rank = 0; rank < shares.size(); ++rank) {
+    RankRecord& record = run.ranks.emplace_back(RankRecord{.rank = static_cast<int>(rank)});
+    for (int i = 1; i <= intervals; ++i) {
+      Interval& interval = record.intervals.emplace_back(
+          Interval{.unix_time_s = 100.0 + i, .seconds = 1, .collective_share = 0});
+      if (i < 3) continue;  // it starts up
+      interval.collective_share = shares[rank];
+      interval.collectives = 20;
+      interval.process = usual_process();
+    }
+  }
+  return run;
+}
+
+TEST(Straggler, WithoutStepsIsTheRankThatWaitsLeast) {
+  const Finding finding = only(collectives_of({0.9, 0.1, 0.9}), "straggler");
+  EXPECT_EQ(finding.rank, 1);
+  EXPECT_EQ(finding.cause, "") << "what it does instead is not known";
+  EXPECT_NEAR(finding.gain, 0.8, 1e-9);
+  EXPECT_THAT(finding.evidence, HasSubstr("10 % of its time, 90 % on the others"));
+  EXPECT_FALSE(enough_to_judge(collectives_of({0.9, 0.1})));
+  EXPECT_THAT(nothing_found_text(collectives_of({0.9, 0.9})), HasSubstr("collectives are known"));
+  EXPECT_THAT(nothing_found_text(RunRecord{}), HasSubstr("only CPU, memory and GPUs"));
+}
+
+TEST(Straggler, WithoutStepsHasTheSameLimits) {
+  only(collectives_of({0.5, 0.28}), "straggler");
+  expect_silence(collectives_of({0.5, 0.35}));
+  only(collectives_of({0.5, 0.35}, 40), "straggler");
+  expect_silence(collectives_of({0.5, 0.42}, 40));
+  expect_silence(collectives_of({0.9, 0.1}, 5));  // three with collectives
+  expect_silence(collectives_of({0.9}));
+  RunRecord now_and_then = collectives_of({0.9, 0.1}, 12);
+  for (std::size_t i = 0; i < 12; i += 2) now_and_then.ranks[1].intervals[i].collective_share = 0.9;
+  expect_silence(now_and_then);
+  RunRecord of_one_host = collectives_of({0.9, 0.1});
+  of_one_host.facts.world_size = 4;
+  expect_silence(of_one_host);
+}
+
 TEST(Straggler, ThatWaitsForData) {
   RunRecord run = with_slow_rank(10, 30, 2);
   change(

@@ -31,6 +31,8 @@ constexpr double kStragglerShare = 0.20;
 constexpr double kStragglerShareOfMany = 0.10;
 // In so many of its windows it must be slower than the others usually are.
 constexpr double kSteadyShare = 0.70;
+// Intervals with collectives of a rank whose steps are not known.
+constexpr std::size_t kFewestWaits = 4;
 // The part of the delay that a cause must explain.
 constexpr double kMainPart = 0.5;
 constexpr double kThrottledGroupShare = 0.2;  // of the periods of its control group
@@ -242,6 +244,70 @@ std::string straggler_remedy(const std::string& cause, int rank) {
          "group samples by length where they differ.";
 }
 
+// ------------------------------------------------------------------ without steps
+
+// Of a rank whose steps are not known: shares of its intervals with collectives. A collective ends
+// when the last rank has begun it, so the rank that others wait for has the smallest.
+struct Waits {
+  int rank = 0;
+  std::vector<double> shares{};
+  std::vector<double> cores{};
+  std::uint64_t collectives = 0;
+};
+
+Waits waits_of(const RankRecord& record, double from_unix_s) {
+  Waits waits{.rank = record.rank};
+  for (const Interval& interval : record.intervals) {
+    if (interval.unix_time_s < from_unix_s || !interval.collective_share) continue;
+    if (interval.collectives == 0 && waits.shares.empty()) continue;  // it starts up
+    waits.collectives += interval.collectives;
+    waits.shares.push_back(*interval.collective_share);
+    if (interval.process) waits.cores.push_back(interval.process->cores);
+  }
+  return waits;
+}
+
+std::optional<Finding> straggler_by_waits(const RunRecord& run) {
+  std::vector<Waits> ranks;
+  for (const RankRecord& record : run.ranks) {
+    ranks.push_back(waits_of(record, run.facts.started_unix_s));
+    if (ranks.back().shares.size() < kFewestWaits ||
+        ranks.back().collectives < static_cast<std::uint64_t>(kMinSteps))
+      return std::nullopt;
+  }
+  if (ranks.size() < 2 || ranks.size() != static_cast<std::size_t>(run.facts.world_size))
+    return std::nullopt;
+  const auto usual = [](const Waits& waits) { return median(waits.shares); };
+  const auto slow = std::ranges::min_element(ranks, {}, usual);
+  std::vector<double> others;
+  for (const Waits& waits : ranks)
+    if (waits.rank != slow->rank) others.push_back(usual(waits));
+  const double own = usual(*slow);
+  const double others_share = median(others);
+  const double excess = others_share - own;
+  const double limit =
+      slow->shares.size() >= kManyWindows ? kStragglerShareOfMany : kStragglerShare;
+  const auto low = std::ranges::count_if(
+      slow->shares, [&](double share) { return share < others_share - excess / 2; });
+  if (excess < limit ||
+      static_cast<double>(low) < kSteadyShare * static_cast<double>(slow->shares.size()))
+    return std::nullopt;
+  return Finding{
+      .rule = "straggler",
+      .rank = slow->rank,
+      .what = fmt::format("Rank {} comes to the collectives last, and the others wait for it.",
+                          slow->rank),
+      .evidence = fmt::format(
+          "a collective is under way for {:.0f} % of its time, {:.0f} % on the "
+          "others{}.",
+          100 * own, 100 * others_share,
+          slow->cores.empty() ? "" : fmt::format("; {:.2f} cores in use", median(slow->cores))),
+      .remedy = fmt::format("look at what rank {} does between its collectives: its data, its "
+                            "device, the sizes of its batches, what else runs on its cores.",
+                            slow->rank),
+      .gain = std::min(1.0, excess)};
+}
+
 std::string straggler_evidence(const Slow& slow, const std::string& cause, double others_data) {
   const RankView& rank = *slow.rank;
   std::string text = fmt::format("{:.1f} ms of its own work in a step, {:.1f} ms on the others",
@@ -284,6 +350,8 @@ std::optional<Finding> communication_bound(const View& view) {
 }
 
 std::optional<Finding> straggler(const View& view) {
+  if (std::ranges::all_of(view.ranks, [](const RankView& rank) { return rank.sum.steps == 0; }))
+    return straggler_by_waits(view.run);
   if (!view.enough || view.ranks.size() < 2) return std::nullopt;
   const Slow slow = slowest(view);
   const double step = step_s(*slow.rank);

@@ -16,6 +16,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/monitor/writer_process.h"
 
 namespace lockstep::monitor {
 namespace {
@@ -55,6 +56,8 @@ void visit_interval(IntervalType& interval, Visit& visit) {
   visit("threads", interval.threads);
   visit("cpu_limit_cores", interval.cpu_limit_cores);
   visit("throttled_share", interval.throttled_share);
+  visit("collective_share", interval.collective_share);
+  if (interval.collective_share) visit("collectives", interval.collectives);
 }
 
 template <typename Facts, typename Visit>
@@ -76,6 +79,9 @@ void visit_facts(Facts& facts, Visit& visit) {
   visit("optimizer", facts.optimizer);
   visit("arguments", facts.arguments);
   visit("threads_per_rank", facts.threads_per_rank);
+  visit("writer", facts.writer);
+  visit("ended_unix_s", facts.ended_unix_s);
+  visit("failure", facts.failure);
 }
 
 template <typename Identity, typename Visit>
@@ -465,6 +471,46 @@ Budget budget_of(const RankRecord& rank, double skip_s, double from_unix_s) {
   }
   if (sum.steps == 0) add(sum, first);
   return sum;
+}
+
+std::optional<double> mean_collective_share(const RankRecord& rank, double from_unix_s) {
+  double sum = 0;
+  double seconds = 0;
+  bool seen = false;  // what lies before the first one is start-up
+  for (const Interval& interval : rank.intervals) {
+    if (interval.unix_time_s < from_unix_s || !interval.collective_share) continue;
+    seen = seen || interval.collectives > 0;
+    if (!seen) continue;
+    sum += *interval.collective_share * interval.seconds;
+    seconds += interval.seconds;
+  }
+  if (seconds <= 0) return std::nullopt;
+  return sum / seconds;
+}
+
+const Interval& newest_sample(const RankRecord& rank) {
+  const auto found = std::find_if(rank.intervals.rbegin(), rank.intervals.rend(),
+                                  [](const Interval& one) { return one.resident_bytes > 0; });
+  return found != rank.intervals.rend() ? *found : rank.intervals.back();
+}
+
+bool is_over(const RunFacts& facts) {
+  return facts.ended_unix_s > 0 || has_ended(facts.writer);
+}
+
+bool counts_steps(const RunRecord& run) {
+  return run.facts.program == "trainer" ||
+         std::ranges::any_of(run.ranks, [&](const RankRecord& rank) {
+           return budget_of(rank, 0, run.facts.started_unix_s).steps > 0;
+         });
+}
+
+const char* without_steps(const RunRecord& run) {
+  const bool collectives = std::ranges::any_of(run.ranks, [&](const RankRecord& rank) {
+    return mean_collective_share(rank, run.facts.started_unix_s).has_value();
+  });
+  return collectives ? "its collectives are known, its steps are not"
+                     : "no step was seen and no collective: only CPU, memory and GPUs are known";
 }
 
 }  // namespace lockstep::monitor

@@ -5,7 +5,8 @@
 //   DIR/monitor/gpus_<host>.jsonl  one line per sample of a host's GPUs
 //
 // The Trainer records into its output_dir; `lockstep run --record DIR` records any program from
-// outside, with what the ranks' ledgers have. A run that is resumed, or started again, appends.
+// outside, with what the ranks' ledgers have. A run that is resumed appends; any other one that is
+// recorded into the same folder moves the earlier record away.
 //
 //   const RunRecord run = read_run("out");
 //   for (const RankRecord& rank : run.ranks) use(budget_of(rank).host_s);
@@ -50,6 +51,10 @@ struct Interval {
   int threads = 0;
   std::optional<double> cpu_limit_cores{};  // of its control group
   std::optional<double> throttled_share{};  // of the group's periods, in which it was stopped
+  // Of a rank that counts no steps: its time in which a collective of all ranks was under way, and
+  // how many were seen. Nothing where it is not known.
+  std::optional<double> collective_share{};
+  std::uint64_t collectives = 0;
 };
 
 struct RunFacts {
@@ -70,6 +75,9 @@ struct RunFacts {
   std::string optimizer{};   // "replicated" or "sharded", and "fused" or not: "sharded fused adamw"
   Node arguments{};          // training_args, as in a checkpoint
   int threads_per_rank = 0;  // that compute (OpenMP's), not those that only wait
+  std::string writer{};      // the process whose end is the run's (writer_process.h)
+  double ended_unix_s = 0;   // 0: it lasts, or nobody could write it down
+  std::string failure{};     // of a run that has ended; empty: none, or not known
 };
 
 struct RankRecord {
@@ -108,6 +116,17 @@ struct Budget {
   }
 };
 Budget budget_of(const RankRecord& rank, double skip_s = 0, double from_unix_s = 0);
+
+// Over the whole record, by time; nothing where no collective was seen.
+std::optional<double> mean_collective_share(const RankRecord& rank, double from_unix_s = 0);
+// The newest with figures of its process, which the last one of a rank that has ended lacks.
+const Interval& newest_sample(const RankRecord& rank);
+// Nothing more will be added, as far as it is known here.
+bool is_over(const RunFacts& facts);
+// A Trainer does, also before its first step; of any other program it is seen by its steps.
+bool counts_steps(const RunRecord& run);
+// What is known of a run whose steps are not.
+const char* without_steps(const RunRecord& run);
 
 // One line of a rank's file, and back. The document's names are those of the fields; phases and
 // counters by their names, those that are zero left away. UsageError for what is not one.

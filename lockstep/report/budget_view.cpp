@@ -197,10 +197,13 @@ LineChart gpus_over_time(const RunRecord& run) {
   return chart;
 }
 
+// While it made steps, where these are known.
 std::optional<double> mean_cores(const RankRecord& rank) {
   double core_s = 0, seconds = 0;
+  const bool stepped = std::ranges::any_of(
+      rank.intervals, [](const Interval& interval) { return interval.steps > 0; });
   for (const Interval& interval : rank.intervals) {
-    if (!interval.process || interval.steps == 0) continue;
+    if (!interval.process || (interval.steps == 0 && stepped)) continue;
     core_s += interval.process->cores * interval.seconds;
     seconds += interval.seconds;
   }
@@ -241,7 +244,8 @@ std::optional<double> mean_gpu_percent(const RunRecord& run) {
 }
 
 std::optional<double> utilisation(const RunRecord& run) {
-  if (run.facts.device.starts_with("cuda")) {
+  const bool unknown = run.facts.device.empty() && !run.gpus.empty();
+  if (run.facts.device.starts_with("cuda") || unknown) {
     const auto percent = mean_gpu_percent(run);
     if (!percent) return std::nullopt;
     return *percent / 100;

@@ -119,6 +119,18 @@ TEST(Summary, StartsAreGapsBetweenIntervals) {
   EXPECT_THAT(events[1].text, HasSubstr("started again after 9 s; it had reached step 10"));
 }
 
+TEST(Summary, TheEndOfAProgramWithoutMetricsIsKnownFromItsRecord) {
+  RunFolder run{.path = "out"};
+  run.record.emplace();
+  run.record->facts.started_unix_s = 100;
+  run.record->ranks.push_back({.rank = 0, .intervals = {interval(101, 1, 0)}});
+  EXPECT_EQ(events_of(run).size(), 1u) << "it may still run";
+  run.record->facts.ended_unix_s = 103;
+  EXPECT_THAT(events_of(run).back().text, HasSubstr("The run ended, 3 s after its start."));
+  run.record->facts.failure = "rank 1 failed";
+  EXPECT_THAT(events_of(run).back().text, HasSubstr("The run failed: rank 1 failed."));
+}
+
 TEST(Summary, FiguresComeFromMetricsAndRecord) {
   RunFolder run{.path = "out"};
   for (const double rate : {1.0, 10.0, 30.0, 20.0})

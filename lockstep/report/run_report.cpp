@@ -39,6 +39,7 @@ std::string head_of(const RunFolder& run) {
     if (!facts.device.empty()) text += ", " + facts.device;
     if (!facts.backend.empty()) text += ", backend " + facts.backend;
     if (!facts.optimizer.empty()) text += ", optimizer " + facts.optimizer;
+    if (!facts.program.empty() && facts.program != "trainer") text += ", " + facts.program;
     if (facts.started_unix_s > 0) text += ", started " + time_text(facts.started_unix_s);
   }
   std::string out = paragraph(text + ".");
@@ -136,6 +137,8 @@ std::string budget_html(const RunFolder& run) {
   if (!run.record || run.record->ranks.empty())
     return paragraph("The step budget was not recorded.");
   const RunRecord& record = *run.record;
+  if (!counts_steps(record))
+    return paragraph(fmt::format("There is no step budget ({}).", monitor::without_steps(record)));
   std::vector<NamedBudget> budgets;
   for (const RankRecord& rank : record.ranks)
     if (budgets.size() < kMostBars)
@@ -189,11 +192,12 @@ std::string utilisation_html(const RunFolder& run) {
   HtmlTable rows{.heads = {"rank", "cores", "resident memory", "threads", "CPU limit of its group",
                            "stopped by that limit"}};
   for (const RankRecord& rank : record.ranks) {
-    const monitor::Interval& last = rank.intervals.back();
+    const monitor::Interval& last = monitor::newest_sample(rank);
     const auto cores_used = mean_cores(rank);
     rows.rows.push_back(
         {fmt::format("{}", rank.rank), cores_used ? number_text(*cores_used) : "not recorded",
-         bytes_text(last.resident_bytes), fmt::format("{}", last.threads),
+         last.resident_bytes > 0 ? bytes_text(last.resident_bytes) : "not recorded",
+         last.threads > 0 ? fmt::format("{}", last.threads) : "not recorded",
          last.cpu_limit_cores ? number_text(*last.cpu_limit_cores) : "none",
          last.throttled_share ? percent_text(*last.throttled_share) : "not recorded"});
   }
@@ -306,7 +310,7 @@ std::string budgets_html(const Pair& runs) {
   std::vector<NamedBudget> budgets;
   std::string out;
   for (const auto& [run, name] : {std::pair{&runs.a, runs.a_name}, {&runs.b, runs.b_name}}) {
-    if (run->record && !run->record->ranks.empty())
+    if (run->record && counts_steps(*run->record) && !run->record->ranks.empty())
       budgets.emplace_back(name, mean_budget(*run->record));
     else
       out += note(fmt::format("{} has no record of its step budget.", name));
@@ -362,9 +366,10 @@ std::string findings_html(const RunFolder& run, const Diagnose& diagnose) {
     out += table(rows);
   }
   if (!out.empty()) return out;
-  return paragraph(monitor::enough_to_judge(*run.record)
-                       ? "No rule found anything to change."
-                       : "There are too few recorded steps to judge.");
+  if (monitor::enough_to_judge(*run.record)) return paragraph("No rule found anything to change.");
+  return paragraph(counts_steps(*run.record) ? "There are too few recorded steps to judge."
+                                             : fmt::format("Nothing was found ({}).",
+                                                           monitor::without_steps(*run.record)));
 }
 
 std::string run_report(const RunFolder& run, const Diagnose& diagnose) {

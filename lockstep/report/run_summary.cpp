@@ -161,13 +161,26 @@ void add_gpu_problems(const RunFolder& run, std::vector<RunEvent>& events) {
   }
 }
 
+// Of a program that writes no metrics.
+std::string end_text(const monitor::RunFacts& facts) {
+  if (!facts.failure.empty()) return fmt::format("The run failed: {}.", facts.failure);
+  if (facts.ended_unix_s > 0)
+    return fmt::format("The run ended, {} after its start.",
+                       duration_text(facts.ended_unix_s - facts.started_unix_s));
+  return "The last that was recorded. The run did not write its end: it was killed.";
+}
+
 // What is not sampled once a second has no time; it stands at its step.
 void add_end(const RunFolder& run, std::vector<RunEvent>& events) {
-  if (run.metrics.empty()) return;
-  const MetricLine& last = run.metrics.back();
   double time = 0;
   if (run.record && !run.record->ranks.empty())
     time = run.record->ranks.front().intervals.back().unix_time_s;
+  if (run.metrics.empty()) {
+    if (run.record && monitor::is_over(run.record->facts))
+      events.push_back({{}, time, end_text(run.record->facts)});
+    return;
+  }
+  const MetricLine& last = run.metrics.back();
   const double* seconds = last.find("train_runtime");
   events.push_back(
       {last.step, time,

@@ -30,6 +30,14 @@ bool holds_something(const fs::path& path) {
   return fs::exists(path, error) && !fs::is_empty(path, error) && !error;
 }
 
+// Facts alone are of a run that nobody has recorded yet: `lockstep run --record` writes them first.
+bool holds_a_record(const fs::path& folder) {
+  std::error_code error;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))
+    if (at->path().filename() != "run.json") return true;
+  return false;
+}
+
 fs::path make_place(const std::string& output_dir) {
   fs::path place;
   std::error_code error;
@@ -69,7 +77,9 @@ std::string archive_previous_run(const std::string& output_dir, const RunStart& 
   for (const char* name : {"metrics.jsonl", "metrics.superseded.jsonl", "runs",
                            "effective_config.json", "monitor", "report.html"}) {
     const fs::path path = fs::path(output_dir) / name;
-    if (!continues && holds_something(path)) others.push_back(path);
+    const bool record = path.filename() == "monitor";
+    if (!continues && (record ? holds_a_record(path) : holds_something(path)))
+      others.push_back(path);
   }
   return move_away(output_dir, others);
 }

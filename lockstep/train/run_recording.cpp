@@ -1,6 +1,7 @@
 #include "lockstep/train/run_recording.h"
 
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -11,8 +12,10 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
+#include "lockstep/monitor/writer_process.h"
 #include "lockstep/parallel/oversubscription.h"
 #include "lockstep/parallel/sharded_optimizer.h"
+#include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"
 
 namespace lockstep::train {
@@ -70,6 +73,8 @@ std::unique_ptr<monitor::RankRecorder> start_recording(RunContext& run, const Lo
       monitor::RunFacts facts = loop.facts();
       facts.cores = cores;
       facts.hosts = hosts;
+      // A launcher may start this rank again.
+      facts.writer = monitor::process_identity(under_lockstep_run() ? ::getppid() : ::getpid());
       monitor::write_facts(folder, facts);
     } catch (const SystemError& error) {
       log::warning("record", "{} Training continues without a record.", error.what());

@@ -284,6 +284,9 @@ TEST_F(ArchivePreviousRun, FirstRunFindsNothing) {
                           "report.html", "runs"));
   EXPECT_EQ(io::get(dir_ / "earlier-1/checkpoint-15/file"), "15");
   EXPECT_EQ(archive_previous_run(dir_.path(), {}), "") << "nothing is left";
+  std::filesystem::create_directory(dir_ / "monitor");
+  io::put(dir_ / "monitor/run.json", "{}");
+  EXPECT_EQ(archive_previous_run(dir_.path(), {}), "") << "of the launcher, for this run";
   EXPECT_EQ(archive_previous_run(dir_ / "nowhere", {}), "");
   io::put(dir_ / "metrics.jsonl", "{}\n");
   EXPECT_EQ(archive_previous_run(dir_.path(), {}), dir_ / "earlier-2");

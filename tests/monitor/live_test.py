@@ -16,6 +16,7 @@ from launch_case import BOUND_S, LAUNCHER, Case, free_port  # noqa: E402
 BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
 PEER = BIN / "tests" / "live_peer"
 FAKE = BIN.parent / "lib" / "fake_nvml_new" / "libnvidia-ml.so.1"
+PACKAGE = BIN.parent / "python"
 
 # Plain Python: no torch, nothing of ours.
 BUSY = """
@@ -24,6 +25,24 @@ end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
     sum(range(1000))
 print("rank", os.environ["RANK"], "is done", flush=True)
+"""
+
+# With the Python package: a loop of the user's own, in which one rank sleeps before each batch.
+SLEEPER = """
+import sys, time
+import torch, torch.distributed as dist, lockstep_torch
+dist.init_process_group("lockstep")
+end = time.monotonic() + float(sys.argv[1])
+gradient = torch.ones(1000)
+while True:
+    if dist.get_rank() == int(sys.argv[2]):
+        time.sleep(0.03)
+    more = torch.tensor([1.0 if time.monotonic() < end else 0.0])
+    dist.all_reduce(more, dist.ReduceOp.MIN)
+    dist.all_reduce(gradient)
+    if not more.item():
+        break
+dist.destroy_process_group()
 """
 
 
@@ -42,14 +61,22 @@ def doctor(folder):
     return done.returncode, done.stdout + done.stderr
 
 
-class Foreign(Case):
-    """A Python script that has never heard of Lockstep."""
+def command(*words):
+    """(exit code, stdout and stderr) of a command of ours."""
+    done = subprocess.run([LAUNCHER, *words], timeout=BOUND_S, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
 
+
+class ScriptCase(Case):
     def script(self, text=BUSY):
         path = os.path.join(self.dir.name, "train.py")
         with open(path, "w") as f:
             f.write(text)
         return path
+
+
+class Foreign(ScriptCase):
+    """A Python script that has never heard of Lockstep."""
 
     def test_is_seen_from_outside(self):
         code, out, err = self.run_ranks(2, self.script(), "4", flags=["--doctor"])
@@ -61,6 +88,7 @@ class Foreign(Case):
             self.assertGreater(float(row["cores"]), 0.02, err)
             self.assertGreater(float(row["memory"].split()[0]), 0, err)
             self.assertEqual(row["threads"], "1", err)
+        self.assertIn("only CPU, memory and GPUs are known", err)
         self.assertIn("[doctor] nothing found, and no step was seen", err)
         self.assertNotIn("healthy", err)
 
@@ -105,6 +133,89 @@ class Foreign(Case):
             self.assertGreater(json.loads(lines[-2])["process"]["cores"], 0.1)
         self.assertEqual(doctor(folder)[0], 0)
 
+    def test_what_is_read_of_the_record_is_what_is_known(self):
+        folder = os.path.join(self.dir.name, "recorded")
+        code, _, err = self.run_ranks(2, self.script(), "3", flags=["--record", folder])
+        self.assertEqual(code, 0, err)
+        code, text = doctor(folder)
+        self.assertEqual(code, 0, text)
+        self.assertRegex(text, r"rank +steps +cores +memory.*\n +0 +0 +[0-9.]*[1-9]")
+        self.assertNotIn("cores  0.00", text)
+        for unknown in ("ms/step", "forward", "0.0 %", "too few steps"):
+            self.assertNotIn(unknown, text)
+        self.assertIn("only CPU, memory and GPUs are known", text)
+        ranks = json.loads(command("doctor", "--run", folder, "--json")[1])["ranks"]
+        self.assertGreater(ranks[0]["cores"], 0.02)
+        self.assertNotIn("step_s", ranks[0])
+        self.assertNotIn("shares", ranks[0])
+        code, text = command("monitor", "--once", folder)
+        self.assertEqual(code, 0, text)
+        self.assertRegex(text, r"(?m)^0 +ended +- +- +- +[0-9.]+ cores +[1-9][0-9]* MiB")
+        ranks = json.loads(command("monitor", "--once", "--json", folder)[1])["ranks"]
+        self.assertEqual((ranks[0]["step"], ranks[0]["step_ms"], ranks[0]["budget"]),
+                         (None, None, {}))
+        code, text = command("report", folder)
+        self.assertEqual(code, 0, text)
+        page = (pathlib.Path(folder) / "report.html").read_text()
+        self.assertIn("train.py 3", page)
+        self.assertIn("The run ended", page)
+        for unknown in ("where its time went", "0 bytes", "<td>not recorded</td><td>0</td>"):
+            self.assertNotIn(unknown, page)
+
+    def test_an_ended_run_is_shown_as_ended_at_once(self):
+        folder = os.path.join(self.dir.name, "recorded")
+        code, _, err = self.run_ranks(2, self.script(), "2", flags=["--record", folder])
+        self.assertEqual(code, 0, err)
+        code, text = command("monitor", folder)
+        self.assertEqual(code, 0, text)
+        self.assertRegex(text, r"^lockstep \S+  ended  0 of 2 ranks run")
+        failing = self.script("import os, sys, time\ntime.sleep(2)\n"
+                              "sys.exit(7 * int(os.environ['RANK']))\n")
+        code, _, err = self.run_ranks(2, failing, flags=["--record", folder])
+        self.assertEqual(code, 7, err)
+        code, text = command("monitor", folder)
+        self.assertEqual(code, 1, text)
+        self.assertIn("  failed  0 of 2 ranks run", text)
+
+    def test_a_killed_run_is_shown_as_ended_at_once_and_a_running_one_is_not(self):
+        folder = os.path.join(self.dir.name, "recorded")
+        process = self.start("--standalone", "--nproc-per-node=2", "--record", folder,
+                             self.script(), "60")
+        facts = pathlib.Path(folder) / "monitor" / "run.json"
+        began = time.monotonic()
+        while not facts.exists():
+            self.assertLess(time.monotonic() - began, 8, "there is no record of a running program")
+            time.sleep(0.05)
+        while "  running  2 of 2" not in command("monitor", "--once", folder)[1]:
+            self.assertLess(time.monotonic() - began, BOUND_S)
+        self.assertEqual(doctor(folder)[0], 0)
+        process.kill()
+        self.finish(process)
+        self.assertEqual(self.wait_gone(), [])
+        code, text = command("monitor", folder)
+        self.assertEqual(code, 0, text)
+        self.assertIn("  ended  0 of 2 ranks run", text)
+
+    def test_gloo_that_nothing_replaces_is_said(self):
+        script = self.script("print('trains')\n")
+        code, out, err = self.run_ranks(1, script, flags=["--replace-gloo"],
+                                        env={"PYTHONPATH": "", "PYTHONNOUSERSITE": "1"})
+        self.assertEqual(code, 0, err)
+        self.assertIn("trains", out)
+        self.assertEqual(err.count("--replace-gloo has no effect: lockstep_torch is not installed"),
+                         1, err)
+        self.assertIn("pip install", err)
+        package = pathlib.Path(self.dir.name) / "site" / "lockstep_torch-1.dist-info"
+        package.mkdir(parents=True)
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lockstep-torch\n"
+                                          "Version: 1\n")
+        (package / "entry_points.txt").write_text("[torch.backends]\n"
+                                                  "lockstep = lockstep_torch:autoload\n")
+        code, _, err = self.run_ranks(1, script, flags=["--replace-gloo"],
+                                      env={"PYTHONPATH": str(package.parent)})
+        self.assertEqual(code, 0, err)
+        self.assertNotIn("has no effect", err)
+
     def test_a_second_record_does_not_mix_with_the_first(self):
         folder = os.path.join(self.dir.name, "recorded")
         for ranks in (2, 1):
@@ -120,6 +231,39 @@ class Foreign(Case):
         self.assertNotEqual(code, 0)
         self.assertEqual(out, "")
         self.assertIn("/proc/none", err)
+
+
+@unittest.skipUnless((PACKAGE / "lockstep_torch").exists(), "needs the Python package")
+class PythonRanks(ScriptCase):
+    """A script whose collectives are ours, and whose steps nobody counts."""
+
+    def sleeper(self, seconds, who, *flags):
+        return self.run_ranks(2, self.script(SLEEPER), str(seconds), str(who), flags=flags,
+                              env={"PYTHONPATH": f"{PACKAGE}:{os.environ.get('PYTHONPATH', '')}",
+                                   "PYTHON_EXEC": sys.executable})
+
+    def test_the_rank_that_the_others_wait_for_is_named(self):
+        folder = os.path.join(self.dir.name, "recorded")
+        code, _, err = self.sleeper(14, 1, "--doctor", "--record", folder)
+        self.assertEqual(code, 0, err)
+        self.assertNotIn("without Lockstep's backend", err)
+        self.assertIn("its collectives are known, its steps are not", err)
+        found = re.findall(r"^\[doctor\] straggler \((.*?)\): .*", err, re.MULTILINE)
+        self.assertEqual(set(found), {"rank 1"}, err)  # no cause: that cannot be known
+        self.assertEqual(len(found), 2, err)  # while it ran, and at the end
+        rows = table(err)
+        self.assertLess(float(rows[1]["in collectives"].split()[0]), 40, err)
+        self.assertGreater(float(rows[0]["in collectives"].split()[0]), 60, err)
+        code, text = doctor(folder)
+        self.assertEqual(code, 1, text)
+        self.assertIn("1. straggler (rank 1): ", text)
+        self.assertIn("in collectives", text)
+
+    def test_equal_ranks_have_no_straggler(self):
+        code, _, err = self.sleeper(8, -1, "--doctor")
+        self.assertEqual(code, 0, err)
+        self.assertNotIn("straggler", err)
+        self.assertIn("nothing found, and no step was seen", err)
 
 
 class Gpus(Case):
