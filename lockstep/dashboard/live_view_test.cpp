@@ -1,0 +1,61 @@
+// What is shown of a run: its step time, and when it may be called healthy.
+#include "lockstep/dashboard/live_view.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace lockstep::dashboard {
+namespace {
+
+using monitor::Interval;
+using testing::HasSubstr;
+
+TEST(StepTime, IsSteadyWhereIntervalsEndBetweenSteps) {
+  std::vector<Interval> intervals = {{.seconds = 3, .steps = 1}};  // with the start
+  EXPECT_EQ(recent_step_ms(intervals), 3000);
+  // Steps of 104 ms: two or three of them end within 250 ms, nine or ten within a second.
+  double time = 0;
+  double counted = 0;
+  for (int i = 0; i < 60; ++i) {
+    const double seconds = i < 20 ? 0.25 : 1;
+    time += seconds;
+    const auto steps = static_cast<std::int64_t>(time / 0.104 - counted);
+    counted += static_cast<double>(steps);
+    intervals.push_back({.seconds = seconds, .steps = steps});
+    if (time < 3) continue;
+    EXPECT_NEAR(recent_step_ms(intervals), 104, 5) << time;
+  }
+  const double before = recent_step_ms(intervals);
+  intervals.push_back({.seconds = 1});
+  EXPECT_EQ(recent_step_ms(intervals), before) << "no step ended";
+  EXPECT_EQ(recent_step_ms({}), 0);
+  intervals.assign({{.seconds = 1, .steps = 1}});
+  for (int i = 1; i < 60; ++i)
+    intervals.push_back(
+        {.seconds = 1,
+         .steps = static_cast<std::int64_t>((i + 1) / 1.7) - static_cast<std::int64_t>(i / 1.7)});
+  EXPECT_NEAR(recent_step_ms(intervals), 1700, 100);
+}
+
+TEST(Verdict, OnlyARunWithStepsEnoughThatMovesIsHealthy) {
+  LiveView view;
+  view.state = "running";
+  view.ranks = {{.rank = 0}};
+  EXPECT_THAT(verdict_of(view, false).text, HasSubstr("No step has been seen"));
+  view.ranks[0].step = 3;
+  EXPECT_THAT(verdict_of(view, false).text, HasSubstr("too few steps"));
+  EXPECT_TRUE(verdict_of(view, true).healthy);
+  EXPECT_THAT(verdict_of(view, true).text, HasSubstr("Nothing found that slows"));
+  view.stall = LiveStall{7, "No step has ended for 7 s."};
+  EXPECT_FALSE(verdict_of(view, true).healthy);
+  EXPECT_THAT(verdict_of(view, true).text, HasSubstr("while no step ends"));
+  view.stall.reset();
+  view.state = "failed";
+  EXPECT_FALSE(verdict_of(view, true).healthy);
+  EXPECT_THAT(verdict_of(view, true).text, HasSubstr("the run itself failed"));
+}
+
+}  // namespace
+}  // namespace lockstep::dashboard
