@@ -68,6 +68,7 @@ std::vector<std::string> command(const Machine& machine, const std::string& prog
           fmt::format("--nproc-per-node={}", machine.ranks),
           "--no-python",
           "--shutdown-timeout=2",
+          "--log-dir=" + folder + "/logs",  // a table of a stall is retained there
           fmt::format("--stall-timeout={}", third),
           fmt::format("--stopped-timeout={}", third),
           fmt::format("--startup-timeout={}", 2 * third),
