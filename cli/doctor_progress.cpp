@@ -31,7 +31,7 @@ void write_number(int value) {
 void say_progress(int) {
   const int error = errno;
   if (const char* what = under_way.load()) {
-    constexpr char kBegin[] = "lockstep doctor: ";
+    static constexpr char kBegin[] = "lockstep doctor: ";
     [[maybe_unused]] ssize_t n = ::write(STDERR_FILENO, kBegin, sizeof kBegin - 1);
     n = ::write(STDERR_FILENO, what, std::strlen(what));
     n = ::write(STDERR_FILENO, " ...", 4);
