@@ -423,7 +423,7 @@ class Training(RunCase):
         def drawn():
             state = run.state()
             return (len(state["series"]["step_ms"]) > 2 and
-                    all(r["step"] > 10 and "backward" in r["budget"] and r["position"]
+                    all((r["step"] or 0) > 10 and "backward" in r["budget"] and r["position"]
                         for r in state["ranks"]))
         self.eventually(drawn, "step time, budget and position of every rank")
         state = run.state()
@@ -439,7 +439,7 @@ class Training(RunCase):
 
     def test_a_stopped_rank_is_a_stall_and_then_a_failure(self):
         run = self.train("--stall-timeout=2", "--stopped-timeout=8", "--shutdown-timeout=5")
-        self.eventually(lambda: min([r["step"] for r in run.state()["ranks"]] or [0]) > 50,
+        self.eventually(lambda: min([r["step"] or 0 for r in run.state()["ranks"]] or [0]) > 50,
                         "some steps")
         self.assertIsNone(run.state()["stall"])
         self.assertIn("  running  2 of 2", monitor("--once", run.url).stdout)
@@ -471,7 +471,7 @@ class Training(RunCase):
 
     def test_a_rank_that_continues_ends_the_stall(self):
         run = self.train("--stall-timeout=100")
-        self.eventually(lambda: min([r["step"] for r in run.state()["ranks"]] or [0]) > 50,
+        self.eventually(lambda: min([r["step"] or 0 for r in run.state()["ranks"]] or [0]) > 50,
                         "some steps")
         stopped = run.state()["ranks"][0]["pid"]
         os.kill(stopped, signal.SIGSTOP)
