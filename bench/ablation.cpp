@@ -120,6 +120,7 @@ Keys base_keys(const train::Config& config, const AblationOptions& options) {
   keys["dataloader_num_workers"] = integer_node(0);
   keys["dataloader_pin_memory"] = bool_node(false);
   keys["shard_optimizer"] = text_node("false");
+  keys["compile_model"] = text_node("false");
   return keys;
 }
 
@@ -187,7 +188,8 @@ Stages stages_of(const train::Config& config, const AblationOptions& options) {
   loader.keys["dataloader_prefetch_factor"] = integer_node(ahead);
   loader.keys["dataloader_persistent_workers"] = bool_node(true);
   loader.keys["dataloader_pin_memory"] = bool_node(true);
-  if (a.compile_model) add("+ compile_model", false).keys["compile_model"] = bool_node(true);
+  if (a.compile_model == "true" || (a.compile_model == "auto" && !on_cpu(a)))
+    add("+ compile_model", false).keys["compile_model"] = text_node("true");
   add("+ fused optimizer", true).computed = true;
   if (options.ranks == 1) return stages;
   add(fmt::format("+ DDP: {} ranks", options.ranks), false).ranks = options.ranks;

@@ -22,6 +22,7 @@ int gpt_main(int argc, char** argv);
 int lora_main(int argc, char** argv);
 int resnet_main(int argc, char** argv);
 int scale_main(int argc, char** argv);
+int recipes_main(int argc, char** argv);
 
 // The rank's side of `launch`: one all-reduce, printed by rank 0.
 int allreduce_once_main();

@@ -27,6 +27,7 @@ const std::map<std::string, Command>& benchmarks() {
       {"resnet", lockstep::bench::resnet_main},     {"dp-vs-ddp", lockstep::bench::dp_vs_ddp_main},
       {"presets", lockstep::bench::presets_main},   {"ablation", lockstep::bench::ablation_main},
       {"timeline", lockstep::bench::timeline_main}, {"scale", lockstep::bench::scale_main},
+      {"recipes", lockstep::bench::recipes_main},
   };
   return table;
 }
@@ -58,6 +59,7 @@ int bench(int argc, char** argv) {
              "  gpt        training a GPT-2 of 124 M to 1.3 B parameters, beside PyTorch\n"
              "  lora       fine-tuning Phi-3 with LoRA, beside PyTorch\n"
              "  resnet     training a ResNet on images, beside PyTorch\n"
+             "  recipes    the files of examples/configs through lockstep train, beside PyTorch\n"
              "  scale      a training file on 1, 2, ... ranks: speed-up and step budget\n"
              "  dp-vs-ddp  one process that drives all devices, beside one process for each\n"
              "  presets    the presets standard and fast, beside one rank and a guide's figures\n"

@@ -25,20 +25,19 @@ constexpr std::uint64_t kSeed = 42;
 
 // ---------------------------------------------------------------- sizes
 
-// A vocabulary of 50304: GPT-2's 50257, up to a multiple of 64, as is usual.
 models::GptConfig gpt_config(const ModelSettings& settings) {
   const auto made = [&](std::int64_t layers, std::int64_t heads, std::int64_t width,
-                        std::int64_t vocabulary = 50304) {
+                        std::int64_t vocabulary) {
     return models::GptConfig{.n_layer = layers,
                              .n_head = heads,
                              .n_embd = width,
                              .vocab_size = vocabulary,
                              .n_positions = settings.sequence_length};
   };
-  if (settings.model == "124m") return made(12, 12, 768);
-  if (settings.model == "350m") return made(24, 16, 1024);
-  if (settings.model == "774m") return made(36, 20, 1280);
-  if (settings.model == "1.3b") return made(24, 16, 2048);
+  if (settings.model == "124m") return made(12, 12, 768, settings.vocab_size);
+  if (settings.model == "350m") return made(24, 16, 1024, settings.vocab_size);
+  if (settings.model == "774m") return made(36, 20, 1280, settings.vocab_size);
+  if (settings.model == "1.3b") return made(24, 16, 2048, settings.vocab_size);
   if (settings.model == "tiny") return made(2, 4, 32, 128);
   unknown_model(settings);
 }
@@ -150,6 +149,7 @@ ModelStep::Net net_of(std::shared_ptr<Module> module) {
 ModelStep::Net lm_of(const models::CausalLmPtr& module, const ModelSettings& settings) {
   module->train();
   if (settings.mode == "plain") module->use_fused(false);
+  module->use_fp32_residual(settings.residual_in_fp32);
   return {module,
           [module](const ModelBatch& batch) { return module->loss(batch.data, batch.target); },
           {}};

@@ -1,7 +1,9 @@
 // Our side of `lockstep bench gpt|lora|resnet`: a rank that trains as it is ordered (models.h).
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <fmt/format.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -9,7 +11,9 @@
 #include <array>
 #include <chrono>
 #include <cmath>
+#include <map>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "bench/bench.h"
@@ -61,6 +65,7 @@ class Trainee {
     if (what == "train") return train_steps(order);
     if (what == "time") return time_steps(order.at("warmup"), order.at("steps"));
     if (what == "breakdown") return breakdown(order.at("steps"));
+    if (what == "kernels") return kernels(order.at("steps"));
     LOCKSTEP_ASSERT(what == "save");
     return save(order.at("folder"), order.at("saves"));
   }
@@ -158,6 +163,35 @@ class Trainee {
     return {{"forward_ms", median(parts[0])},
             {"backward_ms", median(parts[1])},
             {"optimizer_ms", median(parts[2])}};
+  }
+
+  // By LibTorch's profiler: what each kernel takes of a step.
+  json kernels(int steps) {
+    namespace profiler = torch::autograd::profiler;
+    using torch::profiler::impl::ActivityType;
+    const auto inputs = batches();
+    step(inputs);
+    const profiler::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO);
+    const std::set<ActivityType> activities{ActivityType::CUDA};
+    profiler::prepareProfiler(config, activities);
+    profiler::enableProfiler(config, activities);
+    for (int i = 0; i < steps; ++i) step(inputs);
+    c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
+    const auto result = profiler::disableProfiler();
+    std::map<std::string, std::pair<int, double>> sums;
+    for (const auto& event : result->events()) {
+      if (event.deviceType() != c10::DeviceType::CUDA) continue;
+      auto& [count, ms] = sums[event.name()];
+      ++count;
+      ms += static_cast<double>(event.durationNs()) * 1e-6;
+    }
+    json all = json::array();
+    for (const auto& [name, sum] : sums)
+      all.push_back({{"name", name},
+                     {"count", static_cast<double>(sum.first) / steps},
+                     {"ms", sum.second / steps}});
+    release();
+    return {{"kernels", all}};
   }
 
   // The step after a save begins waits for the copy before it changes anything. What it takes

@@ -53,6 +53,7 @@ struct Options {
   std::vector<std::string> peer_modes;
   bool bare = false;
   bool save_stall = false;
+  int kernels = 0;  // rows of their table
   std::string corrupt, require, losses, csv, json;
 };
 
@@ -235,6 +236,26 @@ void measure_saves(Sides& sides, const Scratch& scratch) {
     }
 }
 
+// The kernels that take most of a step.
+void show_kernels(Sides& sides, const Options& options) {
+  for_each(sides, [&](Side& side) {
+    const json answer = side.ask({{"do", "kernels"}, {"steps", kBreakdownSteps}}, minutes(10));
+    std::vector<json> all = answer.at("kernels");
+    const auto ms = [](const json& kernel) { return kernel.at("ms").get<double>(); };
+    std::sort(all.begin(), all.end(), [&](const json& a, const json& b) { return ms(a) > ms(b); });
+    double sum = 0;
+    for (const json& kernel : all) sum += ms(kernel);
+    Table table({fmt::format("kernels of {}, {:.2f} ms in all", side.name, sum), "in a step", "ms",
+                 "share"});
+    for (std::size_t i = 0; i < all.size() && i < static_cast<std::size_t>(options.kernels); ++i)
+      table.add({all[i].at("name").get<std::string>().substr(0, 100),
+                 fmt::format("{:.1f}", all[i].at("count").get<double>()),
+                 fmt::format("{:.3f}", ms(all[i])),
+                 fmt::format("{:.1f} %", 100 * ms(all[i]) / sum)});
+    publish(table, "");
+  });
+}
+
 // ---------------------------------------------------------------- results
 
 // Floating-point operations a second of dense bf16 matrix products, by NVIDIA's data sheets. The
@@ -412,6 +433,7 @@ int run_sides(const Options& options, const std::map<std::string, double>& wante
     begin_timed(sides, options);
     measure(sides, options);
     if (options.save_stall) measure_saves(sides, scratch);
+    if (options.kernels > 0) show_kernels(sides, options);
     publish(table_of(sides, settings), options.csv);
     if (!options.json.empty()) write_file_atomically(options.json, json_of(sides, settings));
   }
@@ -486,6 +508,12 @@ void add_model_options(CLI::App& app, ModelSettings& s) {
   app.add_flag("--force-reducer", s.force_reducer,
                "our wrapper works as with several ranks, although there is one");
   app.add_option("--lr", s.lr, "AdamW's learning rate, on all sides")->check(CLI::PositiveNumber);
+  if (!images)
+    app.add_flag("--residual_in_fp32", s.residual_in_fp32,
+                 "our residual stream is float32, as PyTorch's is under autocast; else bfloat16");
+  if (s.kind == "gpt")
+    app.add_option("--vocab_size", s.vocab_size, "GPT-2 has 50257, often padded to 50304")
+        ->check(CLI::Range(2, 1 << 20));
   if (s.kind != "lora") return;
   app.add_option("--lora_dropout", s.lora_dropout, "of the adapters, on all sides")
       ->check(CLI::Range(0.0, 0.99));
@@ -508,6 +536,8 @@ void add_run_options(CLI::App& app, Options& o) {
   app.add_flag("--bare", o.bare, "also our model without DistributedDataParallel, by turns");
   app.add_flag("--save-stall", o.save_stall,
                "also what asynchronous checkpoints cost the step after them, the first included");
+  app.add_option("--kernels", o.kernels, "also list this many of the kernels that take most time")
+      ->check(CLI::Range(0, 10000));
   app.add_option("--losses", o.losses,
                  "instead of timing, train --steps steps and write the loss of each to this file");
   app.add_option("--corrupt", o.corrupt,

@@ -11,6 +11,7 @@
 //   {"do": "time", "warmup", "steps"}      {"ms"} of each step, {"peak_bytes", "reserved_bytes"}
 //                                          since "new"
 //   {"do": "breakdown", "steps"}           {"forward_ms", "backward_ms", "optimizer_ms"}
+//   {"do": "kernels", "steps"}             {"kernels"}: name, count and ms in a step of each
 //   {"do": "save", "folder", "saves"}      {"stalls"}: of asynchronous saves during steps
 //
 // What step k trains on is a function of k (model_step.h, peers/peer_loop.py).
@@ -30,6 +31,9 @@ struct ModelSettings {
   std::string dtype = "bf16";  // or fp32
   std::int64_t batch_size = 0;
   std::int64_t sequence_length = 0;  // of resnet: the height and width of an image
+  std::int64_t vocab_size = 50257;   // of gpt
+  std::int64_t accumulation = 1;     // batches of a step that is timed, of peers
+  bool residual_in_fp32 = false;     // of ours, as the Trainer's key
   bool ddp = true;
   bool force_reducer = false;
   // To be compared, not timed: no dropout, and adapters that change the model at once.
@@ -40,8 +44,8 @@ struct ModelSettings {
   std::string start;  // folder of the initial weights; empty: they are drawn
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModelSettings, kind, model, device, mode, dtype, batch_size,
-                                   sequence_length, ddp, force_reducer, exact, lr, lora_dropout,
-                                   peft, start)
+                                   sequence_length, vocab_size, accumulation, residual_in_fp32, ddp,
+                                   force_reducer, exact, lr, lora_dropout, peft, start)
 
 // How our side takes a step: as one CUDA graph, as it is written, or without fused operations.
 inline constexpr const char* kModes[] = {"captured", "eager", "plain"};

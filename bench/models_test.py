@@ -149,5 +149,33 @@ class Peer(unittest.TestCase):
                          [{"error": "MemoryError: no room"}, {"losses": []}])
 
 
+class Recipes(Case):
+    """A training file through `lockstep train`, beside PyTorch on the same shapes."""
+
+    TINY_GPT = ("model: {name: gpt, n_layer: 2, n_head: 4, n_embd: 32, vocab_size: 128}\n"
+                "max_seq_len: 32\nper_device_train_batch_size: 4\nlearning_rate: 1.0e-3\n"
+                "use_cpu: true\n")
+
+    def test_a_file_is_measured_as_it_is_trained(self):
+        (self.folder / "tiny.yaml").write_text(self.TINY_GPT)
+        table = self.folder / "a.csv"
+        common = ["recipes", "--recipe", "tiny", "--configs", str(self.folder), "--rounds", "1"]
+        result = bench(*common, "--csv", str(table), LOCKSTEP_DEVICE="cpu")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        with open(table, newline="") as file:
+            rows = list(csv.DictReader(file))
+        self.assertEqual([row["side"] for row in rows], ["lockstep train", "PyTorch, DDP, eager"])
+        for row in rows:
+            self.assertEqual((row["recipe"], row["batches"]), ("tiny", "2"))
+            self.assertAlmostEqual(float(row["tokens/s"]),
+                                   2 * 4 * 32 / float(row["p50 ms"]) * 1e3,
+                                   delta=0.02 * float(row["tokens/s"]))
+        # One batch for an update: our step benchmark is measured too, and goals are judged.
+        self.fails(1, "tiny: ours / step is ", *common, "--accumulation", "1", "--peer-modes", "",
+                   "--require", "step:1000", LOCKSTEP_DEVICE="cpu")
+        self.fails(1, "model.n_embd 31 does not divide into 4 heads", *common,
+                   "--flag=--model={name: gpt, n_embd: 31, n_head: 4}")
+
+
 if __name__ == "__main__":
     unittest.main()

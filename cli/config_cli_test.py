@@ -111,7 +111,8 @@ class Config(unittest.TestCase):
                                   "none of them. Did"),
                 ("model: {name: gpt, n_lyer: 2}\n", "model has no key 'n_lyer'. Did you mean n_l"),
                 ("model: {n_head: 3}\n", "model.n_embd 128 does not divide into 3 heads"),
-                ("model: {n_positions: 8}\n", "model.n_positions 8 is shorter than a sample"),
+                ("model: {n_positions: 8}\nmax_seq_len: 16\n",
+                 "model.n_positions 8 is shorter than a sample, max_seq_len 16"),
                 ("model: mlp\n", "the model mlp does not take this data"),
                 ("model: {weights: nope}\n", "model.weights nope is not a folder with a model.saf"),
                 ("data: {max_seq_len: 8}\n", "max_seq_len is a key of the top level, not of data"),
@@ -370,6 +371,30 @@ class Config(unittest.TestCase):
         self.assertIn("of 1 samples none has anything to learn from: 1 prompts alone fill "
                       "max_seq_len = 8. Raise max_seq_len.", self.refusal(text, "--max_seq_len=8"))
 
+    def test_without_max_seq_len_samples_are_as_long_as_the_model(self):
+        line = '{"instruction": "say", "output": "%s"}\n'
+        self.write("a.jsonl", line % ("y" * 300) * 3 + line % ("y" * 900))
+        self.write("gpt2.json", '{"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, '
+                   '"vocab_size": 257, "n_positions": 600}')
+        self.write("llama.json", '{"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8,'
+                   ' "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 257, '
+                   '"max_position_embeddings": 512}')
+        for padding in ("longest", "max_length", "packed"):
+            text = "data: {name: instructions, path: a.jsonl, padding: %s}\nmodel: %s\n"
+            for model, length in (("{n_positions: 400}", 400), ("{config: gpt2.json}", 600),
+                                  ("{config: llama.json}", 512)):
+                with self.subTest(padding=padding, model=model):
+                    said = self.accepted(text % (padding, model))
+                    self.assertEqual(said, "note: a.jsonl: of 4 samples 1 are longer than "
+                                     f"max_seq_len {length} and lose their end, 0 are skipped "
+                                     "because their prompt alone fills it.\n")
+                    self.assertIn("of 4 samples 4 are longer than max_seq_len 100 and lose",
+                                  self.accepted(text % (padding, model), "--max_seq_len=100"))
+        # A gpt without either has 128 positions, and a model that cannot be read is one mistake.
+        self.assertIn("of 4 samples 4 are longer than max_seq_len 128 and lose",
+                      self.accepted(text % ("longest", "gpt")))
+        self.assertNotIn("mistakes", self.refusal(text % ("longest", "{config: none.json}")))
+
     def write_weights(self, shapes):
         """A folder `weights` with zeros of these shapes."""
         os.makedirs(os.path.join(self.folder, "weights"), exist_ok=True)
@@ -403,9 +428,10 @@ class Config(unittest.TestCase):
         said = self.refusal(text % (2, 16) + "data: {name: bytes, path: nowhere}\n")
         self.assertIn("nowhere", said)
         self.assertNotIn("another model", said)
-        self.write("weights/config.json", '{"model_type": "gpt2", "n_head": 4}')
-        self.assertIn("model.n_head is 2, and the weights in weights were trained with 4 "
-                      "(weights/config.json)", self.refusal(text % (2, 8)))
+        for name in ("n_head", "num_attention_heads"):
+            self.write("weights/config.json", '{"model_type": "gpt2", "%s": 4}' % name)
+            self.assertIn("model.n_head is 2, and the weights in weights were trained with 4 "
+                          "(weights/config.json)", self.refusal(text % (2, 8)))
         self.assertEqual(self.accepted(text % (4, 8)), "")
         shapes["extra"] = shapes.pop("transformer.ln_f.bias")
         self.write_weights(shapes)

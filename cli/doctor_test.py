@@ -152,6 +152,7 @@ class Host(unittest.TestCase):
 
     @unittest.skipIf("Host.test_limited_address_space" in os.environ.get("GTEST_FILTER", ""),
                      "tests/other_arch_skipped.txt")
+    @unittest.skipIf(re.search("build-[at]san/", LOCKSTEP), "sanitizers need all the address space")
     def test_limited_address_space(self):
         limit = (4 << 30, 4 << 30)
         found, _ = checks(before=lambda: resource.setrlimit(resource.RLIMIT_AS, limit))

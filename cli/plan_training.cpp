@@ -33,7 +33,7 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
   training.bf16 = arguments.bf16;
   training.tf32 = arguments.tf32.value_or(false);
   training.checkpointing = arguments.gradient_checkpointing;
-  training.captured = arguments.compile_model;
+  training.captured = arguments.compile_model != "false";
   training.sharded_optimizer = arguments.shard_optimizer == "true";
   training.may_shard = arguments.shard_optimizer != "false";
   training.adapts = arguments.elastic_gpu            ? "elastic_gpu"

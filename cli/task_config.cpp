@@ -20,9 +20,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::int64_t kDefaultLength = 128;
+constexpr std::int64_t kDefaultLength = 128;  // of a gpt that has no n_positions either
 constexpr std::int64_t kMaxBytes = std::int64_t{1} << 32;
 constexpr std::int64_t kGpt2Vocabulary = 50'257;
+constexpr std::int64_t kMaxPositions = 10'000'000;
 
 // What an evaluation of a bundled task gives (set_loss in train_tasks.cpp, and the Trainer itself).
 const std::vector<std::string> kMetrics{"eval_loss", "eval_accuracy", "eval_runtime",
@@ -204,13 +205,28 @@ void note_unused_evaluation(const TrainingArguments& a, TaskConfig& task) {
                                          : "eval_path"));
 }
 
+// Tokens of a sample: without max_seq_len as many as the model has positions. A model that cannot
+// be read is refused by read_model().
+std::int64_t sample_length(const TrainingArguments& a) {
+  if (a.max_seq_len) return *a.max_seq_len;
+  if (!a.model || !a.model->is(NodeKind::kMap)) return kDefaultLength;
+  try {
+    MapReader keys(*a.model, "model");
+    const std::string folder = keys.text("path", keys.text("config", ""));
+    if (!folder.empty()) return models::read_config(folder).max_positions();
+    return keys.integer("n_positions", kDefaultLength, 1, kMaxPositions);
+  } catch (const Error&) {
+    return kDefaultLength;
+  }
+}
+
 void read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Problems& problems) {
   const char* fallback = a.dataset_dir ? "tokens" : "bytes";
   const Node node = map_of(a.data, "data", problems);
   MapReader keys(node, "data");
   data.name =
       keys.choice("name", fallback, {"bytes", "tokens", "instructions", "random", "images"});
-  data.length = a.max_seq_len.value_or(kDefaultLength);
+  data.length = sample_length(a);
   check_unread_keys(a, data, problems);
   const bool right = problems.attempt([&] {
     if (data.name == "bytes") read_bytes_keys(keys, data);
@@ -239,7 +255,8 @@ void check_heads(const ModelConfig& model) {
   std::error_code ignored;
   if (!fs::is_regular_file(path, ignored)) return;
   const Node root = parse_json(read_file(path), path);
-  const Entry* heads = root.find("n_head");
+  const Entry* heads = root.find("num_attention_heads");  // transformers' other name goes first
+  if (heads == nullptr) heads = root.find("n_head");
   if (heads == nullptr || !heads->value.is(NodeKind::kInteger)) return;
   if (heads->value.integer == model.n_head) return;
   throw UsageError("config",
@@ -275,7 +292,7 @@ void read_gpt_keys(MapReader& keys, ModelConfig& model, const DataConfig& data) 
   model.n_head = keys.integer("n_head", 4, 1, 1'000);
   model.n_embd = keys.integer("n_embd", 128, 1, 100'000);
   model.vocab_size = keys.integer("vocab_size", vocabulary, 1, 10'000'000);
-  model.n_positions = keys.integer("n_positions", data.length, 1, 10'000'000);
+  model.n_positions = keys.integer("n_positions", data.length, 1, kMaxPositions);
 }
 
 void read_mlp_keys(MapReader& keys, ModelConfig& model) {

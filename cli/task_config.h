@@ -70,6 +70,7 @@ struct DataConfig {
   std::optional<data::Tokenizer> tokenizer{};  // none: bytes
   std::string padding{};
   std::int64_t pad_to_multiple_of = 1;
+  std::int64_t pad_at_most = 0;  // no further than this; 0: without an end
   bool train_on_prompt = false;
   bool group_by_length = false;
   data::PromptTemplate prompt{};

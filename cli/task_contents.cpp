@@ -15,7 +15,8 @@ void check_positions(const TaskConfig& task, const data::InstructionRows& rows) 
   const std::vector<std::int64_t> lengths = rows.lengths();
   const std::int64_t longest = *std::max_element(lengths.begin(), lengths.end());
   const std::int64_t multiple = task.data.pad_to_multiple_of;
-  const std::int64_t padded = (longest + multiple - 1) / multiple * multiple;
+  const std::int64_t padded =
+      task.data.pad_at_most > 0 ? longest : (longest + multiple - 1) / multiple * multiple;
   if (task.data.padding != "longest" || padded <= task.model.n_positions) return;
   throw UsageError("config",
                    "{}: the longest sample has {} tokens{}, and model.n_positions is {}. Set "
@@ -37,6 +38,7 @@ data::InstructionRows read_rows(const DataConfig& data, const std::string& path,
                     : data.padding == "max_length" ? data::Padding::kMaxLength
                                                    : data::Padding::kLongest;
   options.pad_to_multiple_of = data.pad_to_multiple_of;
+  options.pad_at_most = data.pad_at_most;
   options.train_on_prompt = data.train_on_prompt;
   options.prompt = data.prompt;
   if (data.tokenizer) options.encoder = data.tokenizer->text_encoder();

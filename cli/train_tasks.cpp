@@ -166,8 +166,12 @@ Data token_data(const DataConfig& config, const TrainingArguments& a) {
 // Prompts and responses as tokens; only responses are learned from.
 Data instruction_data(const TaskConfig& task, const TrainingArguments& a) {
   const DataConfig& config = task.data;
-  data::InstructionRows rows = read_instructions(task, config.path);
-  if (const std::string cut = what_was_cut(rows); !cut.empty()) log::warning("train", "{}", cut);
+  const auto read = [&](const std::string& path) {
+    data::InstructionRows rows = read_instructions(task, path);
+    if (const std::string cut = what_was_cut(rows); !cut.empty()) log::warning("train", "{}", cut);
+    return rows;
+  };
+  data::InstructionRows rows = read(config.path);
   const std::int64_t end_of_text = rows.options().encoder.end_of_text;
   const auto train = std::make_shared<data::InstructionDataset>(std::move(rows));
   Data data{.train = train, .end_of_text = end_of_text};
@@ -176,8 +180,7 @@ Data instruction_data(const TaskConfig& task, const TrainingArguments& a) {
   if (config.group_by_length)
     data.sampler = train->length_grouped(train::effective_batch(a, 1), train::data_seed(a));
   if (config.evaluates)
-    data.eval =
-        std::make_shared<data::InstructionDataset>(read_instructions(task, config.eval_path));
+    data.eval = std::make_shared<data::InstructionDataset>(read(config.eval_path));
   return data;
 }
 
@@ -316,6 +319,7 @@ void make_language_model(TrainerTask& task, const ModelConfig& model, const Trai
                          const World& world, std::optional<std::int64_t> end_of_text) {
   const models::CausalLmPtr net = make_net(model, end_of_text);
   place_parts(*net, model, world);
+  net->use_fp32_residual(a.residual_in_fp32);
   if (a.gradient_checkpointing)
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
       return lockstep::checkpoint(std::move(block), std::move(inputs));
@@ -353,7 +357,14 @@ void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const Train
 
 }  // namespace
 
-TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& a, const World& world) {
+TrainerTask make_task(TaskConfig wanted, const TrainingArguments& a, const World& world) {
+  // A CUDA graph has one length, so a GPU gets batches of few lengths.
+  constexpr std::int64_t kLengths = 64;
+  if (world.device().is_cuda() && wanted.data.padding == "longest" &&
+      wanted.data.pad_to_multiple_of == 1) {
+    wanted.data.pad_to_multiple_of = kLengths;
+    wanted.data.pad_at_most = std::min(wanted.data.length, wanted.model.n_positions);
+  }
   const Data data = make_data(wanted, a);
   TrainerTask task;
   task.train_data = data.train;
@@ -368,6 +379,8 @@ TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& a, cons
   else
     make_classifier(task, models::ResNet(resnet_config(wanted)).ptr(), model.weights, a);
   if (wanted.lora) add_adapters(task, *wanted.lora, a);
+  // A split model waits for its other devices.
+  task.capturable = !model.device_map;
   return task;
 }
 

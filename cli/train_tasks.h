@@ -11,7 +11,6 @@
 
 namespace lockstep::cli {
 
-TrainerTask make_task(const TaskConfig& wanted, const TrainingArguments& arguments,
-                      const World& world);
+TrainerTask make_task(TaskConfig wanted, const TrainingArguments& arguments, const World& world);
 
 }  // namespace lockstep::cli

@@ -6,6 +6,7 @@ as bench/models.h lists them, from the Unix socket of --orders or, without it, f
 are JSON objects, one in a line.
 """
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -127,7 +128,7 @@ class Trainee:
             self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
         self.net = self.model = self.optimizer = None
-        self.compiled = False
+        self.compiled = self.accumulates = False
 
     def release(self):
         """Others need the memory while they are timed."""
@@ -168,13 +169,21 @@ class Trainee:
         make = image_batch if self.settings["kind"] == "resnet" else token_batch
         return make(step, shape, self.net.classes, self.device)
 
-    def step(self, batch, reached=lambda: None):
+    def backward(self, batch, reached=lambda: None):
         with torch.autocast(self.device.type, torch.bfloat16,
                             enabled=self.dtype == torch.bfloat16):
             loss = self.model(*batch)
         reached()
-        loss.backward()
+        (loss / self.settings["accumulation"] if self.accumulates else loss).backward()
         reached()
+        return loss
+
+    def step(self, batch, reached=lambda: None):
+        if self.accumulates:
+            with getattr(self.model, "no_sync", contextlib.nullcontext)():
+                for _ in range(self.settings["accumulation"] - 1):
+                    self.backward(batch)
+        loss = self.backward(batch, reached)
         torch.nn.utils.clip_grad_norm_(self.trained, MAX_GRAD_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -195,6 +204,7 @@ class Trainee:
 
     def time(self, order):
         batches = self.batches()
+        self.accumulates = self.settings["accumulation"] > 1
         marks = Marks(self.device)
         for i in range(order["warmup"] + order["steps"]):
             if i == order["warmup"]:
@@ -206,6 +216,7 @@ class Trainee:
         if self.device.type == "cuda":
             peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         del batches
+        self.accumulates = False
         self.release()
         return {"ms": ms, "p50_ms": statistics.median(ms), "peak_bytes": peak,
                 "reserved_bytes": reserved, "loss": loss if math.isfinite(loss) else None}
@@ -223,6 +234,24 @@ class Trainee:
         self.release()
         names = ("forward_ms", "backward_ms", "optimizer_ms")
         return {name: statistics.median(times) for name, times in zip(names, zip(*parts))}
+
+    def kernels(self, order):
+        batches = self.batches()
+        self.step(batches[0])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for i in range(order["steps"]):
+                self.step(batches[i % len(batches)])
+            torch.cuda.synchronize()
+        sums = {}
+        for event in profile.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                sum_of = sums.setdefault(event.name, [0, 0.0])
+                sum_of[0] += 1
+                sum_of[1] += event.device_time_total * 1e-3
+        del batches
+        self.release()
+        return {"kernels": [{"name": name, "count": count / order["steps"],
+                             "ms": ms / order["steps"]} for name, (count, ms) in sums.items()]}
 
     def save(self, order):
         """torch.distributed.checkpoint's asynchronous save, between two steps."""

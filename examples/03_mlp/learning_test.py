@@ -8,6 +8,7 @@ import re
 import subprocess
 
 BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
+SOURCE = pathlib.Path(os.environ["LOCKSTEP_SOURCE"])
 LIMIT_S = 100
 LEAST_FALL = 0.02
 
@@ -61,8 +62,16 @@ def check_flags():
         assert re.search(rf"[=\[]{default}\b", done.stdout), done.stdout
 
 
+def check_loader():
+    """Two workers and pinned memory, as the README says."""
+    program = (SOURCE / "examples" / "03_mlp" / "main.cpp").read_text(encoding="utf-8")
+    for option in (".num_workers = 2", ".pin_memory = true", ".shuffle = true"):
+        assert option in program, option
+
+
 def main():
     check_flags()
+    check_loader()
     check(ranks=1, epochs=1, batch_size=32)
     check(ranks=2, epochs=10, batch_size=32)
     check(ranks=3, epochs=2, batch_size=64)

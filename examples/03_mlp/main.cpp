@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <memory>
 #include <string>
 
 namespace {
@@ -25,48 +26,46 @@ struct SimpleModelImpl : torch::nn::Module {
 TORCH_MODULE(SimpleModel);
 
 // Noise with random labels: there is nothing to learn but the samples themselves.
-struct RandomDataset {
-  at::Tensor data = torch::randn({kSamples, kFeatures});
-  at::Tensor targets = torch::randint(kClasses, {kSamples}, torch::kLong);
-};
-
-// The samples that this rank sees in this epoch: one order for all ranks, dealt out like cards.
-// When they do not divide evenly, the first ones are dealt again, so that all ranks have as many.
-at::Tensor samples_of(const lockstep::World& world, int epoch) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(kSeed + epoch);
-  const auto order = torch::randperm(kSamples, generator, torch::kLong);
-  const auto per_rank = (kSamples + world.size() - 1) / world.size();
-  const auto cards = torch::arange(world.rank(), per_rank * world.size(), world.size());
-  return order.index_select(0, cards.remainder(kSamples));
+lockstep::data::DatasetPtr random_dataset() {
+  return std::make_shared<lockstep::data::TensorDataset>(
+      torch::randn({kSamples, kFeatures}), torch::randint(kClasses, {kSamples}, torch::kLong));
 }
 
 void train(lockstep::World& world, const Flags& flags) {
   std::printf("Running on rank %d of %d (%s)\n", world.rank(), world.size(),
               world.device().str().c_str());
   torch::manual_seed(kSeed);  // every rank makes the same data
-  RandomDataset dataset;
+  // Every rank gets its part of the samples, in an order that all ranks agree on, made by two
+  // threads ahead of the training loop.
+  auto loader = lockstep::data::loader(random_dataset(), world,
+                                       {.batch_size = flags.batch_size,
+                                        .shuffle = true,
+                                        .seed = kSeed,
+                                        .num_workers = 2,
+                                        .pin_memory = true,
+                                        .persistent_workers = true});
   SimpleModel net;
   net->to(world.device());
   lockstep::DistributedDataParallel model{net, world};
   lockstep::optim::AdamW optimizer{model.parameters(), {.lr = 0.001, .weight_decay = 0}};
 
   for (int epoch = 0; epoch < flags.epochs; ++epoch) {
-    const auto batches = samples_of(world, epoch).split(flags.batch_size);
+    const auto batches = static_cast<int>(loader.batches_per_epoch());
     double loss_sum = 0, samples = 0;
-    for (std::size_t i = 0; i < batches.size(); ++i) {
-      const auto data = dataset.data.index_select(0, batches[i]).to(world.device());
-      const auto target = dataset.targets.index_select(0, batches[i]).to(world.device());
-      const auto loss = torch::cross_entropy_loss(model(data), target);
+    int i = 0;
+    for (auto& batch : loader.epoch(epoch)) {  // on the device already
+      const auto loss = torch::cross_entropy_loss(model(batch.data), batch.target);
       loss.backward();
       optimizer.step();
       optimizer.zero_grad();
 
       const auto value = loss.item<double>();
-      loss_sum += value * static_cast<double>(data.size(0));
-      samples += static_cast<double>(data.size(0));
+      loss_sum += value * static_cast<double>(batch.samples());
+      samples += static_cast<double>(batch.samples());
       if (i % 10 == 0 && world.is_leader()) {
-        std::printf("Epoch %d [%zu/%zu] Loss: %.4f\n", epoch, i, batches.size(), value);
+        std::printf("Epoch %d [%d/%d] Loss: %.4f\n", epoch, i, batches, value);
       }
+      ++i;
     }
     // Over the samples of all ranks, not only of this one.
     const double mean = world.sum(loss_sum) / world.sum(samples);

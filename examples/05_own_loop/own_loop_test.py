@@ -1,5 +1,6 @@
 """Example 05, stopped by signals and killed, and resumed: it ends with the bits of a run that was
-never interrupted; on another number of ranks it ends as well."""
+never interrupted; on another number of ranks it ends as well. What the launcher records of a
+resumed run counts its steps from there."""
 
 import json
 import os
@@ -16,8 +17,8 @@ EPOCHS = 20
 LIMIT_S = 200
 
 
-def command(ranks, output, epochs=EPOCHS):
-    return [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={ranks}",
+def command(ranks, output, epochs=EPOCHS, flags=()):
+    return [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={ranks}", *flags,
             str(BIN / "examples" / "05_own_loop"), str(output), str(epochs)]
 
 
@@ -26,11 +27,22 @@ def environment():
 
 
 def finish(ranks, output, epochs=EPOCHS):
-    done = subprocess.run(command(ranks, output, epochs), capture_output=True, text=True,
-                          timeout=LIMIT_S, check=False, env=environment(),
-                          stdin=subprocess.DEVNULL)
+    """Also looks at what the launcher has recorded of it."""
+    record = pathlib.Path(f"{output}.record")
+    done = subprocess.run(command(ranks, output, epochs, ["--record", str(record)]),
+                          capture_output=True, text=True, timeout=LIMIT_S, check=False,
+                          env=environment(), stdin=subprocess.DEVNULL)
     text = done.stdout + done.stderr
     assert done.returncode == 0 and "replicas identical" in done.stdout, text
+    began = int((re.search(r"resumed at step (\d+)", text) or [0, 0])[1])
+    last = steps(output)[-1]
+    for rank in range(ranks):
+        lines = (record / "monitor" / f"rank_{rank}.jsonl").read_text(encoding="utf-8")
+        intervals = [json.loads(line) for line in lines.splitlines()]
+        assert intervals[-1]["step"] == last, (began, last, lines)
+        assert sum(i["steps"] for i in intervals) <= last - began, (began, last, lines)
+        known = [i["step"] for i in intervals if i["step"] >= 0]
+        assert began <= known[0] and known == sorted(known), (began, known)
     return text
 
 

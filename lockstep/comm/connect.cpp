@@ -406,7 +406,7 @@ World World::from_env(const WorldOptions& asked) {
   const WorldOptions options = with_environment(asked);
   RankEnv env = read_rank_env();
   log::set_rank(env.rank, env.world_size);
-  if (!env.alone() && under_lockstep_run()) ledger::open();
+  if (under_lockstep_run()) ledger::open();
   const ledger::PhaseScope startup(ledger::Phase::kStartup);
   Identity identity = identity_of(env);
   const detail::DeviceChoice choice = detail::choose_device(identity, options);

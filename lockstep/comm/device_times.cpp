@@ -25,7 +25,7 @@ class DeviceTimeline {
   void mark(ledger::Phase phase, c10::Device device) {
     const std::lock_guard lock(mutex_);
     if (off_ > 0 || failed_ || (device_ && device != *device_)) return;
-    try {
+    attempt([&] {
       device_ = device;
       add_passed();
       if (marks_.size() >= kMostMarks) {
@@ -37,11 +37,13 @@ class DeviceTimeline {
       if (std::exchange(broken_, false) && !marks_.empty()) marks_.back().counts = false;
       marks_.push_back({phase, true, free_event(device)});
       marks_.back().event.record(guard.getStream(device));
-    } catch (const std::exception& error) {
-      failed_ = true;
-      marks_.clear();
-      log::debug("record", "the device's times are not measured: {}", error.what());
-    }
+    });
+  }
+
+  void book() {
+    const std::lock_guard lock(mutex_);
+    if (off_ > 0 || failed_) return;
+    attempt([&] { add_passed(); });
   }
 
   void turn_off() {
@@ -60,6 +62,17 @@ class DeviceTimeline {
     bool counts;
     c10::Event event;
   };
+
+  template <typename Body>
+  void attempt(const Body& body) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      failed_ = true;
+      marks_.clear();
+      log::debug("record", "the device's times are not measured: {}", error.what());
+    }
+  }
 
   void add_passed() {
     while (marks_.size() >= 2 && marks_[1].event.query()) {
@@ -99,6 +112,13 @@ DeviceTimeline& device_timeline() {
 void mark_device_phase(ledger::Phase phase, c10::Device device) noexcept {
   if (device.is_cpu()) return;
   device_timeline().mark(phase, device);
+}
+
+DeviceWait::DeviceWait(c10::Device device) noexcept {
+  if (!device.is_cpu()) phase_.emplace(ledger::Phase::kDeviceWait);
+}
+DeviceWait::~DeviceWait() {
+  if (phase_) device_timeline().book();
 }
 
 DeviceMarksOff::DeviceMarksOff() noexcept {

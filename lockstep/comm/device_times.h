@@ -11,9 +11,17 @@
 //
 // On a CPU nothing is marked: the ledger's phases have the wall time. Any thread may mark; marks of
 // a process are one sequence, of one device. They are never waited for, and never throw.
+//
+// Where the training thread does wait for the device, that time is the device's and no part of the
+// host's phase around it:
+//
+//   const DeviceWait wait(loss.device());
+//   const double value = loss.item<double>();
 #pragma once
 
 #include <c10/core/Device.h>
+
+#include <optional>
 
 #include "lockstep/core/ledger.h"
 
@@ -28,6 +36,19 @@ class DeviceMarksOff {
   ~DeviceMarksOff();
   DeviceMarksOff(const DeviceMarksOff&) = delete;
   DeviceMarksOff& operator=(const DeviceMarksOff&) = delete;
+};
+
+// Phase::kDeviceWait until the end of the scope, then books the device's time up to there. On a CPU
+// nothing is waited for, and nothing happens.
+class DeviceWait {
+ public:
+  explicit DeviceWait(c10::Device device) noexcept;
+  ~DeviceWait();
+  DeviceWait(const DeviceWait&) = delete;
+  DeviceWait& operator=(const DeviceWait&) = delete;
+
+ private:
+  std::optional<ledger::PhaseScope> phase_;
 };
 
 }  // namespace lockstep

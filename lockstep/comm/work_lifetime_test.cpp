@@ -227,5 +227,38 @@ TEST(WorkMemory, IsFreeAfterTheEndOfADroppedOperation) {
   });
 }
 
+// As an operation of ATen in place: autograd knows of it where the tensor was saved.
+TEST(World, WhatAnOperationWritesHasAnotherVersion) {
+  run_threads(2, [](World& world) {
+    const auto changes = [&](const char* name, const std::function<void(at::Tensor)>& operation,
+                             bool writes = true) {
+      const at::Tensor tensor = at::ones({2});
+      const auto before = tensor._version();
+      operation(tensor);
+      EXPECT_EQ(tensor._version() != before, writes) << name << " on rank " << world.rank();
+    };
+    const bool first = world.rank() == 0;
+    const at::Tensor one = at::ones({1});
+    changes("all_reduce", [&](at::Tensor t) { world.all_reduce(t).wait(); });
+    changes("broadcast", [&](at::Tensor t) { world.broadcast(t, 0).wait(); }, !first);
+    changes("reduce", [&](at::Tensor t) { world.reduce(t, 0).wait(); }, first);
+    changes("all_gather", [&](at::Tensor t) { world.all_gather(t, one).wait(); });
+    changes(
+        "reduce_scatter input", [&](at::Tensor t) { world.reduce_scatter(one.clone(), t).wait(); },
+        false);
+    changes("scatter", [&](at::Tensor t) {
+      std::vector<at::Tensor> parts;
+      if (first) parts = {at::ones({2}), at::ones({2})};
+      world.scatter(t, parts, 0).wait();
+    });
+    changes(
+        "send and recv",
+        [&](at::Tensor t) { (first ? world.send(t, 1) : world.recv(t, 0)).wait(); }, !first);
+    const at::Tensor leaf = at::ones({2}).set_requires_grad(true), saved = leaf.exp();
+    world.all_reduce(saved.detach()).wait();
+    EXPECT_THROW(saved.sum().backward(), c10::Error);
+  });
+}
+
 }  // namespace
 }  // namespace lockstep

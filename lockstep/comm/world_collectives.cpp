@@ -256,6 +256,12 @@ void check_reduction(const at::Tensor& tensor, ReduceOp op, const char* operatio
                    operation, detail::name(op), c10::toString(tensor.scalar_type()));
 }
 
+// Autograd refuses a backward that needs a tensor's earlier contents, and others see that it has
+// changed, by the version that every operation in place counts.
+void count_write(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 // Operations that need no communication: nothing to do, or a copy in a world of one.
 Work done(const State& state) {
   state->complete();
@@ -333,6 +339,7 @@ Work World::all_reduce(at::Tensor tensor, ReduceOp op) {
                                    [&] { return fingerprint(tensor, detail::name(op)); });
   if (impl_->alone() || tensor.numel() == 0) return done(state);
   Backend& backend = impl_->backend_for(tensor);
+  count_write(tensor);
   const ReductionPlan plan = plan_reduction(tensor.scalar_type(), op, backend);
   const Staged staged = stage(tensor, backend, plan);
   at::Tensor rows;
@@ -358,6 +365,7 @@ Work World::reduce(at::Tensor tensor, int root, ReduceOp op) {
   });
   if (impl_->alone() || tensor.numel() == 0) return done(state);
   Backend& backend = impl_->backend_for(tensor);
+  if (rank() == root) count_write(tensor);
   const ReductionPlan plan = plan_reduction(tensor.scalar_type(), op, backend);
   const Staged staged = stage(tensor, backend, plan);
   at::Tensor rows;
@@ -382,6 +390,7 @@ Work World::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op) {
   if (input.numel() == 0) return done(state);
   if (impl_->alone()) return copied(state, output, input);
   Backend& backend = impl_->backend_for(input);
+  count_write(output);
   const ReductionPlan plan = plan_reduction(input.scalar_type(), op, backend);
   const Staged from = stage(input, backend, plan);
   const Staged to = stage(output, backend, plan, /*fill=*/false);
@@ -414,6 +423,7 @@ Work World::broadcast(at::Tensor tensor, int root) {
   });
   if (impl_->alone() || tensor.numel() == 0) return done(state);
   Backend& backend = impl_->backend_for(tensor);
+  if (rank() != root) count_write(tensor);
   const Staged staged = stage_bytes(tensor, backend, rank() == root);
   if (rank() != root) return_to_caller(state, {staged});
   impl_->launch(state, [&] { backend.broadcast(state, staged.flat, root); });
@@ -428,6 +438,7 @@ Work World::all_gather(at::Tensor output, at::Tensor input) {
   if (input.numel() == 0) return done(state);
   if (impl_->alone()) return copied(state, output, input);
   Backend& backend = impl_->backend_for(input);
+  count_write(output);
   const Staged from = stage_bytes(input, backend);
   const Staged to = stage_bytes(output, backend, /*fill=*/false);
   return_to_caller(state, {to});
@@ -445,6 +456,7 @@ Work World::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root) 
   if (input.numel() == 0) return done(state);
   if (impl_->alone()) return copied(state, outputs[0], input);
   Backend& backend = impl_->backend_for(input);
+  for (const auto& output : outputs) count_write(output);
   const Staged from = stage_bytes(input, backend);
   const std::vector<Staged> to = stage_all(outputs, backend, /*fill=*/false);
   return_to_caller(state, to);
@@ -462,6 +474,7 @@ Work World::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root)
   if (output.numel() == 0) return done(state);
   if (impl_->alone()) return copied(state, output, inputs[0]);
   Backend& backend = impl_->backend_for(output);
+  count_write(output);
   const Staged to = stage_bytes(output, backend, /*fill=*/false);
   const std::vector<Staged> from = stage_all(inputs, backend, /*fill=*/true);
   return_to_caller(state, {to});
@@ -489,6 +502,7 @@ Work World::all_to_all(std::vector<at::Tensor> outputs, std::vector<at::Tensor> 
              "all_to_all");
   if (impl_->alone()) return copied(state, outputs[0], inputs[0]);
   Backend& backend = impl_->backend_for(inputs[0]);
+  for (const auto& output : outputs) count_write(output);
   const std::vector<Staged> from = stage_all(inputs, backend, /*fill=*/true);
   const std::vector<Staged> to = stage_all(outputs, backend, /*fill=*/false);
   return_to_caller(state, to);
@@ -557,6 +571,7 @@ Work World::batch_isend_irecv(std::vector<P2p> messages) {
   std::vector<at::Tensor> alive;
   for (auto& message : messages) {
     const bool sends = message.kind == P2p::Kind::kSend;
+    if (!sends) count_write(message.tensor);
     const Staged staged = stage_bytes(message.tensor, backend, sends);
     message.tensor = staged.flat;
     alive.push_back(staged.flat);

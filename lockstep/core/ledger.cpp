@@ -20,6 +20,7 @@
 #include <mutex>
 
 #include "lockstep/core/ledger_layout.h"
+#include "lockstep/core/ledger_resume.h"
 
 namespace lockstep::ledger {
 namespace {
@@ -209,7 +210,7 @@ ProgressMemory& progress() noexcept {
 const char* name(Phase phase) {
   constexpr const char* kNames[] = {"",         "startup",       "data",      "forward",
                                     "backward", "communication", "optimizer", "evaluation",
-                                    "logging",  "saving",        "ended"};
+                                    "logging",  "saving",        "ended",     "device_wait"};
   const auto index = static_cast<std::size_t>(phase);
   return index < std::size(kNames) ? kNames[index] : "?";
 }
@@ -320,6 +321,13 @@ void count_step() noexcept {
   if (g_steps_are_set) return;
   const std::uint64_t before = progress().step.load(std::memory_order_relaxed);
   publish_step(before == 0 ? 1 : before);
+}
+
+void continue_at(std::int64_t step) noexcept {
+  if (step < 0) return;
+  g_step_began_ns = now_ns();
+  set(progress().step, static_cast<std::uint64_t>(step) + 1);
+  if (LedgerMemory* const ledger = memory()) moved(*ledger);
 }
 
 std::int64_t step() noexcept {

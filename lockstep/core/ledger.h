@@ -32,7 +32,8 @@ enum class Phase : std::uint8_t {
   kEvaluation,
   kLogging,
   kSaving,
-  kEnded,  // all ranks have returned from their bodies
+  kEnded,       // all ranks have returned from their bodies
+  kDeviceWait,  // the host waits until its device has come so far; within any other phase
 };
 const char* name(Phase phase);
 

@@ -20,7 +20,7 @@
 
 namespace lockstep::ledger {
 
-inline constexpr std::size_t kPhases = static_cast<std::size_t>(Phase::kEnded) + 1;
+inline constexpr std::size_t kPhases = static_cast<std::size_t>(Phase::kDeviceWait) + 1;
 constexpr std::size_t index(Phase phase) {
   return static_cast<std::size_t>(phase);
 }

@@ -299,7 +299,9 @@ std::optional<LiveStall> LiveRun::State::stall() const {
   const double limit_s =
       stopped.empty() ? std::max(kQuiet_s, kQuietSteps * step_s) : kQuietStopped_s;
   const bool tabled_now = tabled > moved;
-  const bool quiet = !places.empty() && ((step_s > 0 && quiet_s >= limit_s) || tabled_now);
+  // As the launcher's watch has it, a rank alone waits for no other.
+  const bool quiet =
+      view.world_size > 1 && !places.empty() && ((step_s > 0 && quiet_s >= limit_s) || tabled_now);
   if (stopped.empty() && !quiet) return std::nullopt;
   std::string who =
       stopped.empty() ? fmt::format("{}", fmt::join(places, ", ")) : stopped_text(stopped);

@@ -342,7 +342,7 @@ TEST(RecordWriter, WhatItWritesIsReadBackAndMovedAwayByTheNextRun) {
   EXPECT_TRUE(fs::exists(folder / "monitor.1/rank_1.jsonl"));
 }
 
-TEST(RecordWriter, AfterAnHourALineCoversTenSeconds) {
+TEST(RecordWriter, AfterAnHourALineCoversTenSecondsOfOneStart) {
   const Folder folder;
   Interval interval = steady_rank(0, 0.25).intervals.back();
   {
@@ -351,6 +351,7 @@ TEST(RecordWriter, AfterAnHourALineCoversTenSeconds) {
     monitor::GpuSample sample{};
     sample.gpus.resize(1);
     for (int i = 0; i < monitor::kFineLines + 35; ++i) {
+      interval.start = i == monitor::kFineLines + 14;
       interval.step = i;
       interval.process->cores = i % 2;
       writer.add(0, interval);
@@ -360,14 +361,16 @@ TEST(RecordWriter, AfterAnHourALineCoversTenSeconds) {
   }
   const monitor::RunRecord run = monitor::read_run(folder.path());
   const auto& intervals = run.ranks.at(0).intervals;
-  ASSERT_EQ(intervals.size(), monitor::kFineLines + 4u);
+  ASSERT_EQ(intervals.size(), monitor::kFineLines + 5u);
   const Interval& coarse = intervals[monitor::kFineLines];
   EXPECT_EQ(coarse.seconds, 10);
   EXPECT_EQ(coarse.steps, 100);
   EXPECT_EQ(coarse.step, monitor::kFineLines + 9);
   EXPECT_NEAR(coarse.host_s[ledger::index(Phase::kData)], 2.5, 1e-9);
   EXPECT_NEAR(coarse.process->cores, 0.5, 1e-9);
-  EXPECT_EQ(intervals.back().seconds, 5);
+  EXPECT_EQ(intervals[monitor::kFineLines + 1].seconds, 4);
+  EXPECT_TRUE(intervals[monitor::kFineLines + 2].start);
+  EXPECT_EQ(intervals.back().seconds, 1);
   EXPECT_EQ(run.gpus.at(0).samples.size(), monitor::kFineLines + 3u);
 }
 
@@ -438,6 +441,7 @@ TEST(RankSampler, IntervalsAreTheDifferencesOfTheLedger) {
   EXPECT_EQ(sampler.close().steps, 0) << "it ran before anybody looked";
   const std::int64_t from = rank.ledger->step();
   ASSERT_TRUE(soon([&] { return rank.ledger->step() >= from + 20; }));
+  const ledger::Totals before = rank.ledger->totals();
   const Interval interval = sampler.close();
   EXPECT_GE(interval.steps, 19);
   EXPECT_GE(interval.step, from + 19);
@@ -446,16 +450,14 @@ TEST(RankSampler, IntervalsAreTheDifferencesOfTheLedger) {
   EXPECT_NEAR(sum, interval.seconds, 1e-6);
   EXPECT_GT(interval.host_s[ledger::index(Phase::kData)], 0.09);
   EXPECT_GE(interval.counts[ledger::index(Counter::kBatches)], 19u);
-  ASSERT_TRUE(interval.process);
-  EXPECT_LT(interval.process->cores, 0.9) << "it sleeps";
-  EXPECT_GT(interval.resident_bytes, 0u);
-  EXPECT_GE(interval.threads, 1);
+  EXPECT_LT(interval.process.value().cores, 0.9) << "it sleeps";
+  EXPECT_TRUE(interval.resident_bytes > 0 && interval.threads >= 1);
   EXPECT_EQ(sampler.pid(), rank.process->pid());
   // Its last interval ends when it did, not when somebody looks.
   const ledger::Totals end = rank.ledger->totals();
   ::kill(rank.process->pid(), SIGKILL);
   std::this_thread::sleep_for(milliseconds(300));
-  EXPECT_LT(sampler.close(end).seconds, 0.25);
+  EXPECT_LE(sampler.close(end).seconds, 1e-9 * static_cast<double>(end.time_ns - before.time_ns));
 }
 
 TEST(RankSampler, StepsCountFromTheFirstOn) {
@@ -464,6 +466,7 @@ TEST(RankSampler, StepsCountFromTheFirstOn) {
   ASSERT_TRUE(soon([&] { return rank.ledger->step() >= 10; }));
   const Interval interval = sampler.close();
   EXPECT_GE(interval.steps, 10);
+  EXPECT_TRUE(interval.start && !sampler.close().start);
   double sum = 0;
   for (const double seconds : interval.host_s) sum += seconds;
   EXPECT_NEAR(sum, interval.seconds, 1e-6);

@@ -28,15 +28,16 @@ Node series_node(const LiveSeries& series) {
   return list_node(std::move(points));
 }
 
-// Where the time of the interval went; what is outside of all phases is "other". A rank that counts
-// no steps has told of no phases, so nothing is known of that rest.
+// Where the time of the interval went (monitor/budget.h). A rank that counts no steps has told of
+// no phases, so nothing is known of what is outside of them.
 Node budget_node(const monitor::Interval& interval, bool counts_steps) {
   NodeMembers shares;
+  const monitor::PhaseSeconds spent = monitor::spent_s(interval);
   for (std::size_t phase = 0; phase < ledger::kPhases; ++phase) {
-    if (interval.host_s[phase] <= 0 || interval.seconds <= 0) continue;
+    if (spent[phase] <= 0 || interval.seconds <= 0) continue;
     if (static_cast<ledger::Phase>(phase) == ledger::Phase::kNone && !counts_steps) continue;
     shares.emplace_back(monitor::phase_key(static_cast<ledger::Phase>(phase)),
-                        number(interval.host_s[phase] / interval.seconds));
+                        number(spent[phase] / interval.seconds));
   }
   return map_node(std::move(shares));
 }

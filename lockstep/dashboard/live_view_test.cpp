@@ -39,6 +39,24 @@ TEST(StepTime, IsSteadyWhereIntervalsEndBetweenSteps) {
   EXPECT_NEAR(recent_step_ms(intervals), 1700, 100);
 }
 
+TEST(Budget, OfADeviceIsTheDevicesAndAddsUp) {
+  LiveView view;
+  LiveRank rank{.rank = 0, .step = 7};
+  monitor::Interval newest{.seconds = 1, .steps = 10};
+  newest.host_s[ledger::index(ledger::Phase::kForward)] = 0.25;
+  newest.host_s[ledger::index(ledger::Phase::kLogging)] = 0.125;
+  newest.host_s[ledger::index(ledger::Phase::kDeviceWait)] = 0.625;
+  newest.device_s[ledger::index(ledger::Phase::kForward)] = 0.75;
+  rank.newest = newest;
+  view.ranks.push_back(rank);
+  const Node read = parse_json(live_snapshot_json(view), "snapshot");
+  const Node& budget = read.at("ranks").items.at(0).at("budget");
+  EXPECT_EQ(budget.at("forward").real, 0.75);
+  EXPECT_EQ(budget.at("logging").real, 0.125);
+  EXPECT_EQ(budget.at("other").real, 0.125);
+  EXPECT_EQ(budget.entries.size(), 3u);
+}
+
 TEST(Verdict, OnlyARunWithStepsEnoughThatMovesIsHealthy) {
   LiveView view;
   view.state = "running";

@@ -91,6 +91,7 @@ monitor::Interval RankSampler::close(const std::optional<ledger::Totals>& end) {
     interval.step = rank_.ledger->step();
     if (!end && read.steps == 0) add_collectives(interval);
   }
+  interval.start = std::exchange(start_, false);
   if (end) return interval;
   find_process();
   const auto process = monitor::read_process(pid_);

@@ -40,6 +40,7 @@ class RankSampler {
   pid_t pid_;
   int ledger_pid_ = 0;  // that was looked at last
   Clock::time_point began_;
+  bool start_ = true;  // the interval that is open is the first
   std::optional<ledger::Totals> totals_;
   // Of the collectives of all ranks: their group, which is the first that is made, the newest
   // record that was seen, and when.

@@ -48,6 +48,7 @@ monitor::Interval together(const monitor::Interval& first, const monitor::Interv
     std::transform(all.begin(), all.end(), more.begin(), all.begin(), std::plus<>());
   };
   monitor::Interval both = second;
+  both.start = first.start;
   both.seconds += first.seconds;
   both.steps += first.steps;
   sum(both.host_s, first.host_s);
@@ -151,6 +152,8 @@ void RecordWriter::write_first(const monitor::RunFacts& facts) {
 
 void RecordWriter::add(int rank, const monitor::Interval& interval) {
   File& to = file(rank_file(rank));
+  if (interval.start && to.pending.seconds > 0)
+    append(to, monitor::interval_json(std::exchange(to.pending, {})));
   to.pending = to.pending.seconds > 0 ? together(to.pending, interval) : interval;
   if (to.count >= monitor::kFineLines && to.pending.seconds < kCoarse_s) return;
   append(to, monitor::interval_json(std::exchange(to.pending, {})));

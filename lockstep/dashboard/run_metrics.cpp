@@ -22,11 +22,12 @@ void RunMetrics::publish(const LiveRank& rank) {
     gauge("lockstep_step_seconds", "Time of a step, the mean of about the last 5 s.", labels,
           rank.step_ms / 1e3);
   if (rank.newest && rank.newest->seconds > 0) {
+    const monitor::PhaseSeconds spent = monitor::spent_s(*rank.newest);
     for (std::size_t i = 0; i < ledger::kPhases; ++i) {
       monitor::Labels both = labels;
       both.emplace_back("phase", monitor::phase_key(static_cast<ledger::Phase>(i)));
       gauge("lockstep_phase_ratio", "Share of the last interval that the rank spent in a phase.",
-            both, rank.newest->host_s[i] / rank.newest->seconds);
+            both, spent[i] / rank.newest->seconds);
     }
   }
   if (rank.position)

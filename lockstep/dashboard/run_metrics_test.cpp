@@ -45,6 +45,20 @@ TEST(RunMetrics, HasStepsPhasesLossAndResources) {
   EXPECT_THAT(text, HasSubstr("# TYPE lockstep_step gauge\n"));
 }
 
+TEST(RunMetrics, PhasesOfADeviceAreNoMoreThanTheInterval) {
+  LiveView view = a_run();
+  monitor::Interval& newest = *view.ranks[0].newest;
+  newest.host_s[ledger::index(ledger::Phase::kLogging)] = 1.5;
+  newest.device_s[ledger::index(ledger::Phase::kForward)] = 1.75;
+  RunMetrics metrics;
+  const std::string text = metrics.text(view);
+  for (const char* line :
+       {"{phase=\"forward\",rank=\"0\"} 0.875\n", "{phase=\"data\",rank=\"0\"} 0.125\n",
+        "{phase=\"logging\",rank=\"0\"} 0\n", "{phase=\"device_wait\",rank=\"0\"} 0\n",
+        "{phase=\"other\",rank=\"0\"} 0\n"})
+    EXPECT_THAT(text, HasSubstr(std::string("lockstep_phase_ratio") + line));
+}
+
 TEST(RunMetrics, FollowsFailuresFindingsAndRanksThatGo) {
   RunMetrics metrics;
   LiveView view = a_run();

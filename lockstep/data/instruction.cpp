@@ -54,7 +54,9 @@ Batch InstructionDataset::collate(std::vector<Example> examples) const {
     length = 0;
     for (const Example& example : examples) length = std::max(length, example.data.size(0));
     const std::int64_t multiple = options.pad_to_multiple_of;
+    const std::int64_t longest = length;
     length = (length + multiple - 1) / multiple * multiple;
+    if (options.pad_at_most > 0) length = std::min(length, std::max(longest, options.pad_at_most));
   }
   for (Example& example : examples) {
     example.data = padded(example.data, length, options.encoder.end_of_text);

@@ -30,6 +30,7 @@ struct InstructionOptions {
   std::string source{};                   // where the samples come from: for messages
   Padding padding = Padding::kLongest;
   std::int64_t pad_to_multiple_of = 1;  // with kLongest
+  std::int64_t pad_at_most = 0;         // and no further than this; 0: without an end
   bool train_on_prompt = false;
   PromptTemplate prompt{};
   TextEncoder encoder{};

@@ -28,6 +28,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::message_of;
+using ::testing::Not;
 using List = std::vector<std::int64_t>;
 
 // Sample i is the number i, and its target 10 i.
@@ -679,6 +680,11 @@ TEST(Profile, SaysWhereTheTimeGoesAndWhatToDo) {
       HasSubstr("some batches come late: raise prefetch_factor"));
   EXPECT_THAT(advice({.load_ms = 1, .collate_ms = 4, .step_ms = 5, .wait_percent = 5}),
               HasSubstr("Collating takes longer (4.0 ms)"));
+  // Without a step there is nothing to compare a batch with.
+  EXPECT_EQ(advice({.load_ms = 8, .wait_ms = 4, .wait_percent = 99, .num_workers = 2}),
+            "No step was profiled, so it is not known how many workers hide loading: a batch takes "
+            "8.0 ms to make and comes every 4.0 ms with num_workers = 2. Give the profile what "
+            "training does with a batch (ProfileOptions::step).");
   EXPECT_THAT(advice({.transfer_ms = 11, .accelerator = true}),
               HasSubstr("takes 11.0 ms to reach the device, more than 10 ms: set pin_memory"));
   EXPECT_THAT(advice({.transfer_ms = 11, .pin_memory = true, .accelerator = true}),
@@ -704,6 +710,8 @@ TEST(Profile, SaysWhereTheTimeGoesAndWhatToDo) {
   EXPECT_GE(profile.wait_p99_ms, 4);
   EXPECT_GE(profile.wait_percent, 50);
   EXPECT_THAT(profile.advice.front(), HasSubstr("set num_workers"));
+  EXPECT_THAT(profile_loader(loader, {.batches = 2}).advice.front(),
+              AllOf(HasSubstr("No step was profiled"), Not(HasSubstr("set num_workers"))));
   Loader none = one_of(numbers(1), 1, 2, {.evaluation = true});
   EXPECT_THAT(message_of<UsageError>([&] { profile_loader(none); }), HasSubstr("no batch"));
   EXPECT_THAT(message_of<UsageError>([&] { profile_loader(loader, {.batches = 0}); }),

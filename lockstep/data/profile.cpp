@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
@@ -38,8 +39,14 @@ std::vector<std::string> loader_advice(const LoaderFigures& f) {
                          : "set pin_memory = true.";
     advice.push_back(text);
   }
-  if (f.wait_percent >= 1) {
-    const double steps = std::max(f.step_ms, 0.001);
+  if (!f.step_ms) {
+    advice.push_back(fmt::format(
+        "No step was profiled, so it is not known how many workers hide loading: a batch takes "
+        "{:.1f} ms to make and comes every {:.1f} ms with num_workers = {}. Give the profile what "
+        "training does with a batch (ProfileOptions::step).",
+        make_ms, f.wait_ms, f.num_workers));
+  } else if (f.wait_percent >= 1) {
+    const double steps = std::max(*f.step_ms, 0.001);
     const int needed = static_cast<int>(std::min(std::ceil(make_ms / steps), 1e6)) + 1;
     if (f.num_workers == 0)
       advice.push_back(
@@ -50,12 +57,14 @@ std::vector<std::string> loader_advice(const LoaderFigures& f) {
       advice.push_back(
           fmt::format("A batch takes {:.1f} ms to make and the step {:.1f} ms, so {} workers are "
                       "too few: set num_workers = {}, if there are cores for them.",
-                      make_ms, f.step_ms, f.num_workers, needed));
+                      make_ms, *f.step_ms, f.num_workers, needed));
     else
       advice.push_back(fmt::format(
           "Workers are enough on average ({:.1f} ms for a batch, {:.1f} ms for a step), "
           "but some batches come late: raise prefetch_factor.",
-          make_ms, f.step_ms));
+          make_ms, *f.step_ms));
+  }
+  if (f.wait_percent >= 1) {
     if (f.collate_ms > f.load_ms && f.collate_ms > 1)
       advice.push_back(
           fmt::format("Collating takes longer ({:.1f} ms) than loading ({:.1f} ms): give the "
@@ -103,12 +112,14 @@ LoaderProfile profile_loader(Loader& loader, const ProfileOptions& options) {
   const double wait_ms = mean_ms(later, &BatchTiming::wait);
   profile.wait_percent =
       100 * wait_ms * static_cast<double>(later.size()) / 1000 / std::max(profile.seconds, 1e-9);
+  std::optional<double> step_ms;
+  if (options.step) step_ms = 1000 * step_seconds / static_cast<double>(wanted);
   profile.advice = loader_advice({.load_ms = mean_ms(later, &BatchTiming::load),
                                   .collate_ms = mean_ms(later, &BatchTiming::collate),
                                   .copy_ms = mean_ms(later, &BatchTiming::copy),
                                   .transfer_ms = mean_ms(later, &BatchTiming::transfer),
                                   .wait_ms = wait_ms,
-                                  .step_ms = 1000 * step_seconds / static_cast<double>(wanted),
+                                  .step_ms = step_ms,
                                   .wait_percent = profile.wait_percent,
                                   .num_workers = loader.options().num_workers,
                                   .pin_memory = loader.options().pin_memory,

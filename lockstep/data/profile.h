@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,7 @@ LoaderProfile profile_loader(Loader& loader, const ProfileOptions& options = {})
 // What the figures advise; one sentence that all is well if nothing.
 struct LoaderFigures {
   double load_ms = 0, collate_ms = 0, copy_ms = 0, transfer_ms = 0, wait_ms = 0;  // means
-  double step_ms = 0;
+  std::optional<double> step_ms{};  // unset: no step was profiled
   double wait_percent = 0;
   int num_workers = 0;
   bool pin_memory = false;

@@ -260,6 +260,15 @@ TEST(InstructionDataset, CutsLongSamplesAndDropsThoseWithoutAResponse) {
   multiple.pad_to_multiple_of = 8;
   const InstructionDataset padded(items, multiple);
   EXPECT_EQ(padded.collate({padded.get(0, random), padded.get(1, random)}).data.size(1), 16);
+  // As on a GPU: up to what the model has positions for, and never below the longest row.
+  for (const std::int64_t most : {13, 2}) {
+    multiple.pad_at_most = most;
+    const InstructionDataset limited(items, multiple);
+    const std::int64_t longest =
+        std::max(limited.get(0, random).data.size(0), limited.get(1, random).data.size(0));
+    EXPECT_EQ(limited.collate({limited.get(0, random), limited.get(1, random)}).data.size(1),
+              std::max(longest, most));
+  }
   multiple.pad_to_multiple_of = 0;
   EXPECT_THAT(message_of<UsageError>([&] { InstructionDataset(items, multiple); }),
               HasSubstr("pad_to_multiple_of is 0"));

@@ -5,11 +5,10 @@
 #include <mutex>
 #include <utility>
 
-#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
 #include "lockstep/core/utf8.h"
 #include "lockstep/data/chat_template.h"
+#include "lockstep/data/tokenizer_config.h"
 #include "lockstep/data/tokenizer_parts.h"
 
 namespace lockstep::data {
@@ -104,61 +103,12 @@ class Encoding {
   Ids& ids_;
 };
 
-// tokenizer_config.json, special_tokens_map.json and chat_template.jinja beside a tokenizer.json.
-struct Companions {
-  std::string bos{};
-  std::string eos{};
-  std::string chat_template{};
-  std::string chat_template_file{};
-};
-
-// "<s>", or {"content": "<s>", ...}
-std::string token_text(const Node& root, std::string_view key) {
-  const Entry* entry = root.find(key);
-  if (entry == nullptr) return {};
-  if (entry->value.is(NodeKind::kString)) return entry->value.text;
-  const Entry* content = entry->value.find("content");
-  return content != nullptr && content->value.is(NodeKind::kString) ? content->value.text : "";
-}
-
-// One template, or several with names.
-std::string template_text(const Node& root) {
-  const Entry* entry = root.find("chat_template");
-  if (entry == nullptr) return {};
-  if (entry->value.is(NodeKind::kString)) return entry->value.text;
-  for (const Node& item : entry->value.items)
-    if (token_text(item, "name") == "default") return token_text(item, "template");
-  return {};
-}
-
-Companions read_companions(const std::string& tokenizer_file) {
-  const std::string folder = (fs::path(tokenizer_file).parent_path() / "").string();
-  Companions found;
-  for (const char* name : {"tokenizer_config.json", "special_tokens_map.json"}) {
-    const std::string path = folder + name;
-    if (!is_file(path)) continue;
-    const Node root =
-        parse_json(read_file(path), path, {.bytes = 64u << 20, .depth = 64, .nodes = 10'000'000});
-    if (found.bos.empty()) found.bos = token_text(root, "bos_token");
-    if (found.eos.empty()) found.eos = token_text(root, "eos_token");
-    if (!found.chat_template.empty()) continue;
-    found.chat_template = template_text(root);
-    found.chat_template_file = path;
-  }
-  const std::string jinja = folder + "chat_template.jinja";
-  if (is_file(jinja)) {
-    found.chat_template = read_file(jinja);
-    found.chat_template_file = jinja;
-  }
-  return found;
-}
-
 }  // namespace
 
 struct Tokenizer::Impl {
   std::string path;
   TokenizerParts parts;
-  Companions companions;
+  TokenizerConfig config;
   // Memory of calls that have ended, for those that begin: their caches stay warm.
   mutable std::mutex mutex;
   mutable std::vector<std::unique_ptr<BpeScratch>> idle;
@@ -189,8 +139,8 @@ Tokenizer Tokenizer::from_file(const std::string& path_or_folder) {
                      "there is no {}. Name a tokenizer.json or the folder of a model that has one "
                      "(transformers' save_pretrained() writes it).",
                      impl->path);
-  impl->parts = read_tokenizer_file(impl->path);
-  impl->companions = read_companions(impl->path);
+  impl->config = read_tokenizer_config(impl->path);
+  impl->parts = read_tokenizer_file(impl->path, impl->config);
   return Tokenizer(std::move(impl));
 }
 
@@ -264,16 +214,16 @@ std::int64_t Tokenizer::max_id() const {
 }
 
 std::optional<std::int64_t> Tokenizer::bos_token_id() const {
-  return token_to_id(impl_->companions.bos);
+  return token_to_id(impl_->config.bos);
 }
 
 std::optional<std::int64_t> Tokenizer::eos_token_id() const {
-  return token_to_id(impl_->companions.eos);
+  return token_to_id(impl_->config.eos);
 }
 
 std::string Tokenizer::apply_chat_template(std::span<const ChatMessage> messages,
                                            ChatOptions options) const {
-  const Companions& files = impl_->companions;
+  const TokenizerConfig& files = impl_->config;
   if (files.chat_template.empty())
     throw UsageError("tokenizer",
                      "{} has no chat template: neither chat_template.jinja nor the key "

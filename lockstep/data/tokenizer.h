@@ -47,8 +47,9 @@ struct ChatOptions {
 class Tokenizer {
  public:
   // A tokenizer.json, or a folder with one. Beside it tokenizer_config.json,
-  // special_tokens_map.json and chat_template.jinja are read where they are there. UsageError for a
-  // file that is not a tokenizer or needs what is not supported.
+  // special_tokens_map.json, chat_template.jinja and the kind of model in config.json are read
+  // where they are there, as transformers does it: special tokens that they name and the file lacks
+  // are added. UsageError for a file that is not a tokenizer or needs what is not supported.
   static Tokenizer from_file(const std::string& path_or_folder);
 
   // Special tokens in the text become their ids. Bytes that are not UTF-8 are read as U+FFFD, as

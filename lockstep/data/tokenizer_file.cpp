@@ -7,7 +7,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/utf8.h"
-#include "lockstep/data/tokenizer_parts.h"
+#include "lockstep/data/tokenizer_config.h"
 
 namespace lockstep::data {
 namespace {
@@ -290,42 +290,51 @@ Bpe read_model(const Field& field, bool byte_level) {
   return model;
 }
 
-// A token of the model's vocabulary keeps its id; others follow the largest, in their order.
 void read_added_tokens(const Field& field, TokenizerParts& parts) {
   if (field.is_null()) return;
-  AddedTokens& added = parts.added;
-  std::int64_t next = static_cast<std::int64_t>(parts.model.size());
   for (const Field& item : field.items()) {
     AddedToken token{.content = item.at("content").text(),
-                     .id = item.at("id").integer(),
                      .special = item.at("special").boolean(false),
                      .normalized = item.at("normalized").boolean(true),
                      .single_word = item.at("single_word").boolean(false),
                      .lstrip = item.at("lstrip").boolean(false),
                      .rstrip = item.at("rstrip").boolean(false)};
     if (token.content.empty()) continue;
-    if (token.single_word) require_unicode("an added token with single_word");
-    const std::int32_t known = parts.model.id_of(token.content);
-    const std::int64_t expected = known >= 0 ? known : next;
-    if (token.id != expected)
-      item.refuse(fmt::format("its id would be {} to the tokenizers package", expected));
-    if (!added.by_content.emplace(token.content, added.tokens.size()).second)
-      item.refuse("it appears twice");
-    next = std::max(next, token.id + 1);
-    added.by_id[token.id] = added.tokens.size();
-    token.text = token.normalized ? parts.normalize(token.content) : token.content;
-    (token.normalized ? added.normalized : added.raw).add(token.text, added.tokens.size());
-    added.tokens.push_back(std::move(token));
+    if (parts.added.by_content.contains(token.content)) item.refuse("it appears twice");
+    const std::int64_t id = parts.add_token(std::move(token), /*replaces=*/false).id;
+    if (item.at("id").integer() != id)
+      item.refuse(fmt::format("its id would be {} to the tokenizers package", id));
   }
+}
+
+// The tokenizer.json that GPT2Tokenizer makes of the vocabulary and the merges of another.
+void rewrite_for_gpt2(Node& root, bool prefix_space) {
+  const auto set = [&](const std::string& key, Node value) {
+    const auto there = std::ranges::find(root.entries, key, &Entry::key);
+    if (there != root.entries.end())
+      there->value = std::move(value);
+    else
+      root.entries.push_back({key, {}, std::move(value)});
+  };
+  const Node bytes =
+      map_node({{"type", text_node("ByteLevel")}, {"add_prefix_space", bool_node(prefix_space)}});
+  set("normalizer", {});
+  set("pre_tokenizer", bytes);
+  set("decoder", bytes);
+  Node& model = std::ranges::find(root.entries, "model", &Entry::key)->value;
+  std::erase_if(model.entries, [](const Entry& entry) {
+    return entry.key != "type" && entry.key != "vocab" && entry.key != "merges";
+  });
 }
 
 }  // namespace
 
-TokenizerParts read_tokenizer_file(const std::string& path) {
-  const Node root = read_json(path);
+TokenizerParts read_tokenizer_file(const std::string& path, const TokenizerConfig& config) {
+  Node root = read_json(path);
   const Field file(root, path, "");
   if (!root.is(NodeKind::kMap) || file.at("model").is_null())
     throw UsageError("tokenizer", "{} is not a tokenizer.json: it has no model.", path);
+  if (config.gpt2_prefix_space) rewrite_for_gpt2(root, *config.gpt2_prefix_space);
   TokenizerParts parts;
   for (const Field& step : steps_of(file.at("normalizer"), "normalizers"))
     parts.normalizers.push_back(read_normalizer(step));
@@ -334,6 +343,10 @@ TokenizerParts read_tokenizer_file(const std::string& path) {
                           parts.pre_tokenizers.back().kind == PreTokenizer::Kind::kByteLevel;
   parts.model = read_model(file.at("model"), byte_level);
   read_added_tokens(file.at("added_tokens"), parts);
+  for (const AddedToken& token : config.listed) parts.add_token(token, /*replaces=*/true);
+  for (const AddedToken& token : config.named) parts.add_token(token, false).special = true;
+  for (const AddedToken& token : config.extra) parts.add_token(token, /*replaces=*/false);
+  parts.index_added_tokens();
   read_post_processor(file.at("post_processor"), parts);
   if (const Field decoder = file.at("decoder"); !decoder.is_null()) {
     parts.decoders.emplace();

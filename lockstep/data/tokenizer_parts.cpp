@@ -241,6 +241,30 @@ void AddedTokens::split(
   if (done < text.size()) use(text.substr(done), nullptr);
 }
 
+AddedToken& TokenizerParts::add_token(AddedToken token, bool replaces) {
+  const auto [place, is_new] = added.by_content.emplace(token.content, added.tokens.size());
+  if (is_new) {
+    const std::int32_t known = model.id_of(token.content);
+    token.id = known >= 0 ? known : std::max(static_cast<std::int64_t>(model.size()), added.end);
+    added.end = std::max(added.end, token.id + 1);
+    return added.tokens.emplace_back(std::move(token));
+  }
+  AddedToken& there = added.tokens[place->second];
+  token.id = there.id;
+  if (replaces) there = std::move(token);
+  return there;
+}
+
+void TokenizerParts::index_added_tokens() {
+  for (std::size_t i = 0; i < added.tokens.size(); ++i) {
+    AddedToken& token = added.tokens[i];
+    if (token.single_word) require_unicode("an added token with single_word");
+    added.by_id[token.id] = i;
+    token.text = token.normalized ? normalize(token.content) : token.content;
+    (token.normalized ? added.normalized : added.raw).add(token.text, i);
+  }
+}
+
 std::string TokenizerParts::normalize(std::string_view text) const {
   std::string out(text);
   for (const Normalizer& step : normalizers) out = step.apply(std::move(out));

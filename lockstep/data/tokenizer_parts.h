@@ -113,6 +113,7 @@ class TextSet {
 
 struct AddedTokens {
   std::vector<AddedToken> tokens{};
+  std::int64_t end = 0;  // the largest of their ids, and one
   std::unordered_map<std::int64_t, std::size_t> by_id{};
   std::unordered_map<std::string, std::size_t> by_content{};
   TextSet raw{};         // looked for in the text as it is
@@ -135,9 +136,11 @@ struct TokenizerParts {
   std::optional<std::vector<Decoder>> decoders{};  // none: tokens with spaces between them
 
   std::string normalize(std::string_view text) const;
+  // A token of the model's vocabulary keeps its id, others follow the largest. Returns the token
+  // itself, or one of the same content that was there; with `replaces` it has the new flags.
+  AddedToken& add_token(AddedToken token, bool replaces);
+  // When all are there: how texts are searched for them.
+  void index_added_tokens();
 };
-
-// UsageError `[tokenizer] FILE: FIELD is VALUE, ...` for what is not supported.
-TokenizerParts read_tokenizer_file(const std::string& path);
 
 }  // namespace lockstep::data

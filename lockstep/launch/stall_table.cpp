@@ -476,7 +476,8 @@ std::vector<std::string> standing_of(const std::vector<RankView>& ranks, int ran
   if (view->ledger.step >= 0) position.push_back(fmt::format("step {}", view->ledger.step));
   if (*name(view->ledger.phase) != '\0') position.emplace_back(name(view->ledger.phase));
   if (!position.empty()) lines.push_back(fmt::format("{}", fmt::join(position, ", ")));
-  lines.push_back("operation " + current_text(*view, now_ns));
+  if (!view->ledger.records.empty())  // a rank alone has none
+    lines.push_back("operation " + current_text(*view, now_ns));
   if (const auto found = first_difference(ranks, Difference::Kind::kOperation))
     for (std::string& line : difference_lines(ranks, *found)) lines.push_back(std::move(line));
   return lines;

@@ -263,6 +263,8 @@ TEST(StallTable, AFailureReportHasThePosition) {
               ElementsAre("step 41, backward", HasSubstr("operation #1 all_reduce (Float, 5.0 MiB)"
                                                          ": waits for 0.0 s at (none+0x100)")));
   EXPECT_THAT(standing_of({view}, 2, 0), IsEmpty());
+  view.ledger.records.clear();  // a rank alone
+  EXPECT_THAT(standing_of({view}, 3, 0), ElementsAre("step 41, backward"));
 }
 
 TEST(RankState, KnowsTheLibraryOfAnAddress) {

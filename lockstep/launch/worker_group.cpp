@@ -218,7 +218,8 @@ void WorkerGroup::start_worker(Worker& worker) {
   worker.output->close_child_ends();
   worker.control = std::move(control.write);
   if (worker.ledger) worker.ledger->close_fd();
-  if (stalls_ && worker.ledger)
+  // A rank alone waits for no other: its pauses are its own.
+  if (stalls_ && worker.ledger && setup_.layout.world_size > 1)
     stalls_->add({rank, worker.process.pid(), worker.ledger.get(), worker.error_file + ".stack"});
   setup_.guard.registry->add(worker.process.pid());
   setup_.loop.watch(worker.process.pidfd(), EPOLLIN,

@@ -9,7 +9,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/nn/functional.h"
-#include "lockstep/nn/weight_copy.h"
 
 namespace lockstep::models {
 
@@ -51,7 +50,7 @@ at::Tensor CausalLm::hidden_states(const at::Tensor& ids, KvCache* cache) {
                      past > 0 ? fmt::format(" after {} tokens in the cache", past) : "",
                      limited ? fmt::format(", with time at most n_positions = {}", most) : "");
   }
-  if (cache == nullptr && fused_on(ids.device())) return run_fused(ids, runner_);
+  if (cache == nullptr && fused_on(ids.device())) return run_fused(ids, runner_, residual_in_fp32_);
   return run(placement_ ? ids.to(placement_->input) : ids, cache,
              cache != nullptr ? BlockRunner() : runner_);
 }
@@ -65,9 +64,7 @@ at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
   const at::Tensor hidden = hidden_states(ids);
   const at::Tensor* const weight = head_weight();
   if (!fused_on(ids.device()) || weight == nullptr) return next_token_loss(logits(hidden), targets);
-  return nn::linear_cross_entropy(hidden, *weight, targets.to(hidden.device()),
-                                  {.columns = config_.vocab_size(),
-                                   .weight_copy = nn::weight_copy(*weight, hidden.scalar_type())});
+  return nn::linear_cross_entropy(hidden, *weight, targets.to(hidden.device()));
 }
 
 at::Tensor CausalLm::logits(const at::Tensor& hidden_states) {
@@ -75,9 +72,7 @@ at::Tensor CausalLm::logits(const at::Tensor& hidden_states) {
   if (placement_ && placement_->copy_to_head)
     in = in.to(in.options().device(*placement_->copy_to_head), /*non_blocking=*/false,
                /*copy=*/true);
-  const at::Tensor all = head(in);
-  const std::int64_t size = config_.vocab_size();
-  return all.size(-1) == size ? all : all.narrow(-1, 0, size);
+  return head(in);
 }
 
 void CausalLm::to(c10::Device device, c10::ScalarType dtype, bool non_blocking) {

@@ -74,6 +74,10 @@ class CausalLm : public torch::nn::Module {
   // ATen's operations alone. Unset: on a GPU with our kernels. Never with a cache.
   void use_fused(std::optional<bool> on) { fused_ = on; }
 
+  // The sum that blocks add to is bfloat16 in the fused path under bf16 autocasting. True: float,
+  // as with ATen's operations; more memory and a little slower. Under fp16 it is always float.
+  void use_fp32_residual(bool on) { residual_in_fp32_ = on; }
+
   // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward. Not used with
   // a cache.
   void run_blocks_with(BlockRunner runner) { runner_ = std::move(runner); }
@@ -89,8 +93,8 @@ class CausalLm : public torch::nn::Module {
  protected:
   explicit CausalLm(CausalLmConfig config) : config_(std::move(config)) {}
   virtual at::Tensor run(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) = 0;
-  virtual at::Tensor run_fused(const at::Tensor& ids, const BlockRunner& runner) = 0;
-  // May be wider than the vocabulary (ParameterOptions).
+  virtual at::Tensor run_fused(const at::Tensor& ids, const BlockRunner& runner,
+                               bool residual_in_fp32) = 0;
   virtual at::Tensor head(const at::Tensor& hidden_states) = 0;
   // [vocabulary, width]; null where the head is more than a product with it.
   virtual const at::Tensor* head_weight() const = 0;
@@ -105,6 +109,7 @@ class CausalLm : public torch::nn::Module {
   };
 
   std::optional<bool> fused_;
+  bool residual_in_fp32_ = false;
   CausalLmConfig config_;
   BlockRunner runner_;
   std::optional<Placement> placement_;
@@ -118,14 +123,6 @@ struct ParameterOptions {
   // Initial weights are drawn on the CPU in float32, from LibTorch's default generator, and are the
   // same on every device. False: nothing is drawn, because the weights are loaded.
   bool draw = true;
-  // Rows are added to the vocabulary's matrices, up to a multiple that matrix kernels are faster
-  // with. They are zero, logits() leaves them out, and save_pretrained() does not write them.
-  std::int64_t pad_vocab_to_multiple_of = 1;
-
-  std::int64_t padded(std::int64_t vocab_size) const {
-    const std::int64_t multiple = pad_vocab_to_multiple_of;
-    return (vocab_size + multiple - 1) / multiple * multiple;
-  }
 };
 
 // Mean cross entropy of logits [batch, time, vocab] against the ids that come next [batch, time],

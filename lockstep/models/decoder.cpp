@@ -59,10 +59,12 @@ at::Tensor Residual::total() const {
   return delta_bias.defined() ? sum + (delta + delta_bias.to(delta.scalar_type())) : sum + delta;
 }
 
-at::ScalarType compute_type(c10::Device device, const at::Tensor& weight) {
-  return at::autocast::is_autocast_enabled(device.type())
-             ? at::autocast::get_autocast_dtype(device.type())
-             : weight.scalar_type();
+FusedTypes fused_types(c10::Device device, const at::Tensor& weight, bool residual_in_fp32) {
+  const at::ScalarType compute = at::autocast::is_autocast_enabled(device.type())
+                                     ? at::autocast::get_autocast_dtype(device.type())
+                                     : weight.scalar_type();
+  const bool wide = compute == at::kHalf || (residual_in_fp32 && compute == at::kBFloat16);
+  return {compute, wide ? at::kFloat : compute};
 }
 
 at::Tensor activate(Activation activation, const at::Tensor& x) {
@@ -135,15 +137,9 @@ torch::nn::Embedding make_embedding(std::int64_t rows, std::int64_t width,
   return torch::nn::Embedding(options);
 }
 
-void draw_rows(at::Tensor weight, std::int64_t vocab_size, double deviation) {
+void draw(at::Tensor weight, double deviation) {
   const torch::NoGradGuard no_grad;
-  const std::int64_t padding = weight.size(0) - vocab_size;
-  if (padding == 0) {
-    weight.normal_(0, deviation);
-    return;
-  }
-  weight.narrow(0, 0, vocab_size).normal_(0, deviation);
-  weight.narrow(0, vocab_size, padding).zero_();
+  weight.normal_(0, deviation);
 }
 
 }  // namespace lockstep::models::detail

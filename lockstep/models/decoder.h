@@ -21,6 +21,7 @@ struct Pass {
   at::Tensor mask{};   // bool [time, cache and time], where `causal` does not say it
   at::Tensor cos{};    // rotary angles [time, rotated width]
   at::Tensor sin{};
+  at::ScalarType type = at::kFloat;  // in which blocks of the fused path compute
 };
 
 // The stream between blocks of the fused path: what a block adds last is added by the next norm.
@@ -33,8 +34,14 @@ struct Residual {
   at::Tensor total() const;
 };
 
-// The type in which blocks compute on `device`: that of autocasting, otherwise `weight`'s.
-at::ScalarType compute_type(c10::Device device, const at::Tensor& weight);
+// The types of the fused path.
+struct FusedTypes {
+  at::ScalarType compute;   // that of autocasting on the device, otherwise `weight`'s
+  at::ScalarType residual;  // of the stream between blocks
+};
+// The stream is float where that is asked for, and always beside float16, whose range it can leave:
+// no loss scale would cure that.
+FusedTypes fused_types(c10::Device device, const at::Tensor& weight, bool residual_in_fp32);
 
 // `window`: how many tokens a token sees; 0: all before it.
 Pass begin_pass(const at::Tensor& ids, KvCache* cache, std::int64_t window);
@@ -73,7 +80,6 @@ Linear make_linear(LinearOptions options, const ParameterOptions& parameters);
 // An embedding with unset weights, or drawn as torch draws them.
 torch::nn::Embedding make_embedding(std::int64_t rows, std::int64_t width,
                                     const ParameterOptions& parameters);
-// Draws a vocabulary's matrix, whose rows beyond the vocabulary stay zero.
-void draw_rows(at::Tensor weight, std::int64_t vocab_size, double deviation);
+void draw(at::Tensor weight, double deviation);
 
 }  // namespace lockstep::models::detail

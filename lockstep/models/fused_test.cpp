@@ -13,8 +13,8 @@
 #include "lockstep/models/llama.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
+#include "lockstep/models/rotary.h"
 #include "lockstep/nn/device_for_test.h"
-#include "lockstep/nn/weight_copy.h"
 #include "lockstep/optim/autocast.h"
 
 namespace lockstep::models {
@@ -192,22 +192,129 @@ TEST(FusedModels, LengthsComeInAnyOrderAndTargetsFromAnyDevice) {
   }
 }
 
-TEST(WeightCopy, FollowsTheParameterAndIsWrittenInPlace) {
-  const at::Tensor parameter = torch::randn({8, 8}).to(nn::test_device()).set_requires_grad(true);
-  const at::Tensor copy = nn::weight_copy(parameter, at::kBFloat16);
-  EXPECT_TRUE(copy.equal(parameter.detach().to(at::kBFloat16)));
-  {
-    const torch::NoGradGuard no_grad;
-    parameter.add_(1);
+// LibTorch's own writers skip the version counter: torch::optim's optimizers write through data(),
+// and so do programs that load weights.
+TEST(FusedModels, UseTheWeightsThatAreThereHoweverTheyWereWritten) {
+  const auto device = nn::test_device();
+  for (const Family& family : families()) {
+    torch::manual_seed(11);
+    const CausalLmPtr model = make_causal_lm(family.config), other = make_causal_lm(family.config);
+    model->to(device);
+    other->to(device);
+    model->use_fused(true);
+    other->use_fused(true);
+    const auto [ids, targets] = sample();
+    const optim::Autocast autocast(device, at::kBFloat16);
+    const double before = model->loss(ids, targets).item<double>();
+    const auto from = other->parameters();
+    auto to = model->parameters();
+    for (std::size_t i = 0; i < to.size(); ++i) to[i].data().copy_(from[i].data());
+    const double after = model->loss(ids, targets).item<double>();
+    EXPECT_EQ(after, other->loss(ids, targets).item<double>()) << family.name;
+    EXPECT_NE(after, before) << family.name;
   }
-  EXPECT_FALSE(copy.equal(parameter.detach().to(at::kBFloat16)));
-  const at::Tensor again = nn::weight_copy(parameter, at::kBFloat16);
-  EXPECT_EQ(again.const_data_ptr(), copy.const_data_ptr());
-  EXPECT_TRUE(again.equal(parameter.detach().to(at::kBFloat16)));
-  parameter.set_data(torch::ones({8, 8}).to(nn::test_device()));
-  EXPECT_TRUE(nn::weight_copy(parameter, at::kBFloat16).to(at::kFloat).eq(1).all().item<bool>());
-  EXPECT_EQ(nn::weight_copy(parameter, at::kFloat).const_data_ptr(), parameter.const_data_ptr());
-  EXPECT_FALSE(nn::find_weight_copy(torch::ones({2})).defined());
+}
+
+// Beyond the largest number of float16, in the sum of token and position embeddings.
+TEST(FusedModels, AResidualStreamThatLeavesTheRangeOfFloat16IsFloat) {
+  const auto device = nn::test_device();
+  for (const Family& family : families()) {
+    torch::manual_seed(15);
+    const CausalLmPtr model = make_causal_lm(family.config);
+    model->to(device);
+    const bool gpt = family.config.gpt() != nullptr;
+    const auto parameters = model->named_parameters();
+    parameters[gpt ? "transformer.wte.weight" : "model.embed_tokens.weight"].data().mul_(1e7);
+    const auto [ids, targets] = sample();
+    const Result exact = run(*model, false, ids, targets);
+    ASSERT_GT(1e7 * 0.02, 65504);
+    const optim::Autocast autocast(device, at::kHalf);
+    model->use_fused(true);
+    const at::Tensor hidden = model->hidden_states(ids);
+    EXPECT_LT(relative(hidden.to(at::kFloat), exact.hidden), 0.01) << family.name;
+  }
+}
+
+// The stream of bfloat16 rounds what PyTorch's autocast does not; one key has it in float.
+TEST(FusedModels, AFloatResidualStreamIsCloserToFloat) {
+  const auto device = nn::test_device();
+  for (const Family& family : families()) {
+    torch::manual_seed(16);
+    const CausalLmPtr model = make_causal_lm(family.config);
+    model->to(device);
+    const auto [ids, targets] = sample();
+    const Result exact = run(*model, false, ids, targets);
+    const auto distance = [&](bool wide) {
+      model->use_fp32_residual(wide);
+      const optim::Autocast autocast(device, at::kBFloat16);
+      const Result result = run(*model, true, ids, targets);
+      EXPECT_EQ(result.hidden.scalar_type(), at::kBFloat16);
+      double sum = 0;
+      for (const auto& [name, gradient] : exact.gradients)
+        sum += std::pow(relative(result.gradients.at(name), gradient), 2);
+      return sum;
+    };
+    EXPECT_LT(distance(true), distance(false)) << family.name;
+  }
+}
+
+TEST(FusedModels, LearnUnderBfloat16WithAnOptimizerOfLibTorch) {
+  const auto device = nn::test_device();
+  for (const Family& family : families()) {
+    const auto losses = [&](bool fused) {
+      torch::manual_seed(12);
+      const CausalLmPtr model = make_causal_lm(family.config);
+      model->to(device);
+      model->use_fused(fused);
+      const auto [ids, targets] = sample();
+      torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+      std::vector<double> all;
+      for (int step = 0; step < 6; ++step) {  // later ones oscillate, and rounding decides
+        const optim::Autocast autocast(device, at::kBFloat16);
+        const at::Tensor loss = model->loss(ids, targets);
+        loss.backward();
+        optimizer.step();
+        optimizer.zero_grad();
+        all.push_back(loss.item<double>());
+      }
+      return all;
+    };
+    const auto ours = losses(true), plain = losses(false);
+    const double learned = plain.front() - plain.back();
+    EXPECT_GT(learned, 0.1) << family.name;
+    // Rounding differs, learning does not.
+    EXPECT_NEAR(ours.front() - ours.back(), learned, 0.05 * learned) << family.name;
+  }
+}
+
+// A CUDA graph reads the tables that it was recorded with, whatever comes between its replays.
+TEST(RotaryAngles, TablesStayWhenOtherPositionsAreAskedFor) {
+  detail::RotaryAngles angles(LlamaConfig{.hidden_size = 64, .num_attention_heads = 4});
+  const auto options = at::TensorOptions(nn::test_device()).dtype(at::kFloat);
+  for (const bool halves : {false, true}) {
+    at::Tensor was;
+    const void* place = nullptr;
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;
+    {
+      const auto [cos, sin] = angles.find({.time = 12, .like = options, .halves = halves});
+      EXPECT_EQ(cos.size(1), halves ? 8 : 16);
+      was = cos.clone();
+      place = cos.const_data_ptr();
+      for (const at::Tensor& table : {cos, sin})
+        memory.push_back(table.storage().getWeakStorageImpl());
+    }
+    angles.find({.time = 500, .like = options, .halves = halves});
+    angles.find({.past = 40, .time = 1, .like = options, .halves = halves});
+    angles.find({.time = 12, .like = options.dtype(at::kBFloat16), .halves = halves});
+    for (const auto& table : memory) EXPECT_FALSE(table.expired()) << halves;
+    const auto [again, sin] = angles.find({.time = 12, .like = options, .halves = halves});
+    EXPECT_EQ(again.const_data_ptr(), place) << halves;
+    EXPECT_TRUE(again.equal(was)) << halves;
+    // A part of a longer table has the same angles.
+    const auto [later, unused] =
+        angles.find({.past = 7, .time = 30, .like = options, .halves = halves});
+    EXPECT_TRUE(later.slice(0, 0, 5).equal(was.slice(0, 7))) << halves;
+  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "lockstep/core/error.h"
@@ -10,10 +11,19 @@
 namespace lockstep::models {
 namespace {
 
+at::Tensor penalized(const at::Tensor& logits, const std::vector<std::int64_t>& text,
+                     double penalty) {
+  const at::Tensor seen = torch::tensor(text, at::kLong);
+  const at::Tensor theirs = logits.gather(0, seen);
+  return logits.scatter(0, seen, torch::where(theirs < 0, theirs * penalty, theirs / penalty));
+}
+
 std::int64_t sampled(const at::Tensor& logits, const GenerateOptions& options,
                      at::Generator& generator) {
-  const at::Tensor scores = logits.to(at::kCPU, at::kFloat) / options.temperature;
-  auto [sorted, order] = scores.sort(/*dim=*/-1, /*descending=*/true);
+  auto [sorted, order] = (logits / options.temperature).sort(/*dim=*/-1, /*descending=*/true);
+  // Tokens as likely as the last one of top_k stay.
+  if (options.top_k > 0 && options.top_k < sorted.size(0))
+    sorted = sorted.masked_fill(sorted < sorted[options.top_k - 1], -INFINITY);
   at::Tensor shares = sorted.softmax(-1);
   // A token is skipped when those before it have top_p together; the first one never is.
   const at::Tensor before = shares.cumsum(-1) - shares;
@@ -22,10 +32,20 @@ std::int64_t sampled(const at::Tensor& logits, const GenerateOptions& options,
       .item<std::int64_t>();
 }
 
-// How many tokens a text may have before its rotary frequencies change; 0: they never do.
+// The token after `text`; `logits` are of its last one.
+std::int64_t chosen(const at::Tensor& logits, const std::vector<std::int64_t>& text,
+                    const GenerateOptions& options, at::Generator& generator) {
+  at::Tensor scores = logits.to(at::kCPU, at::kFloat);
+  if (options.repetition_penalty != 1) scores = penalized(scores, text, options.repetition_penalty);
+  return options.temperature == 0 ? scores.argmax().item<std::int64_t>()
+                                  : sampled(scores, options, generator);
+}
+
+// How many tokens a text may have before what is cached is computed again, with other rotary
+// frequencies; 0: it never is. As in transformers Phi-3 does so, and Llama keeps its cache.
 std::int64_t last_short_length(const CausalLmConfig& config) {
   const LlamaConfig* llama = config.llama();
-  return llama != nullptr && llama->rope.type == "longrope"
+  return llama != nullptr && llama->fused_projections && llama->rope.type == "longrope"
              ? llama->rope.original_max_position_embeddings
              : 0;
 }
@@ -38,11 +58,12 @@ void check_generate(const CausalLm& model, const std::vector<std::int64_t>& ids,
   for (const std::int64_t id : ids)
     if (id < 0 || id >= size)
       throw UsageError("generate", "the token {} is outside of the vocabulary of {}.", id, size);
-  if (o.max_new_tokens < 0 || !(o.temperature >= 0) || !(o.top_p > 0 && o.top_p <= 1))
+  if (o.max_new_tokens < 0 || !(o.temperature >= 0) || o.top_k < 0 ||
+      !(o.top_p > 0 && o.top_p <= 1) || !(o.repetition_penalty > 0))
     throw UsageError("generate",
-                     "max_new_tokens {}, temperature {} and top_p {} must be at least 0, at least "
-                     "0, and in (0, 1].",
-                     o.max_new_tokens, o.temperature, o.top_p);
+                     "max_new_tokens {}, temperature {} and top_k {} must be at least 0, top_p {} "
+                     "in (0, 1], and repetition_penalty {} above 0.",
+                     o.max_new_tokens, o.temperature, o.top_k, o.top_p, o.repetition_penalty);
   const auto length = static_cast<std::int64_t>(ids.size());
   const std::int64_t most = model.config().max_positions();
   if (model.config().gpt() != nullptr && length + o.max_new_tokens > most + 1)
@@ -74,7 +95,6 @@ std::vector<std::int64_t> generate(CausalLm& model, const std::vector<std::int64
   at::Tensor next = row(all);
   std::vector<std::int64_t> made;
   for (std::int64_t i = 0; i < options.max_new_tokens; ++i) {
-    // Longer texts have other rotary frequencies with longrope: what was cached is computed again.
     const std::int64_t limit = last_short_length(model.config());
     if (limit > 0 && cache.length() == limit) {
       cache = KvCache();
@@ -82,8 +102,7 @@ std::vector<std::int64_t> generate(CausalLm& model, const std::vector<std::int64
     }
     const at::Tensor hidden = model.hidden_states(next, &cache);
     const at::Tensor logits = model.logits(hidden.slice(1, -1)).flatten();
-    made.push_back(options.temperature == 0 ? logits.argmax().item<std::int64_t>()
-                                            : sampled(logits, options, generator));
+    made.push_back(chosen(logits, all, options, generator));
     if (std::ranges::find(options.eos, made.back()) != options.eos.end()) break;
     all.push_back(made.back());
     next = row({made.back()});

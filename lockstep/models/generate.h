@@ -4,7 +4,8 @@
 //   auto next = lockstep::models::generate(*model, {464, 3290}, {.max_new_tokens = 10});
 //
 // Temperature 0 takes the likeliest token each time, as transformers' generate(do_sample=False)
-// does. One thread at a time.
+// does. The options have transformers' names and meanings, and are applied in its order: penalty,
+// temperature, top_k, top_p. One thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,11 @@ namespace lockstep::models {
 struct GenerateOptions {
   std::int64_t max_new_tokens = 20;
   double temperature = 0;
+  std::int64_t top_k = 0;  // samples among so many of the likeliest tokens; 0: among all
   double top_p = 1;        // samples among the likeliest tokens that have this share together
-  std::uint64_t seed = 0;  // the same seed gives the same tokens
+  // Logits of tokens that are in the text already are divided by it; negative ones, multiplied.
+  double repetition_penalty = 1;
+  std::uint64_t seed = 0;           // the same seed gives the same tokens
   std::vector<std::int64_t> eos{};  // tokens that end the text; they are part of the result
 };
 

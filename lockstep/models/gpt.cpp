@@ -7,7 +7,6 @@
 
 #include "lockstep/models/decoder.h"
 #include "lockstep/nn/functional.h"
-#include "lockstep/nn/weight_copy.h"
 
 namespace lockstep::models {
 namespace {
@@ -81,9 +80,7 @@ class GptPerceptron : public torch::nn::Module {
     if (activation_ != Activation::kGeluTanh || widen_->has_lora() || narrow_->has_lora())
       return narrow_->forward_fused(detail::activate(activation_, widen_->forward_fused(x)),
                                     /*with_bias=*/false);
-    const auto type = x.scalar_type();
-    return nn::gelu_mlp(x, widen_->out_in(), widen_->bias, narrow_->out_in(), {},
-                        {.fc = widen_->fused_options(type), .out = narrow_->fused_options(type)});
+    return nn::gelu_mlp(x, widen_->out_in(), widen_->bias, narrow_->out_in(), {});
   }
   const at::Tensor& last_bias() const { return narrow_->bias; }
 
@@ -99,9 +96,9 @@ torch::nn::LayerNorm layer_norm(const GptConfig& config) {
 }
 
 // The norm of the stream with what is left to add to it.
-at::Tensor add_norm(detail::Residual& x, const torch::nn::LayerNorm& norm) {
+at::Tensor add_norm(detail::Residual& x, const torch::nn::LayerNorm& norm, at::ScalarType type) {
   const double epsilon = norm->options.eps();
-  if (!x.delta.defined()) return nn::layer_norm(x.sum, norm->weight, norm->bias, epsilon);
+  if (!x.delta.defined()) return nn::layer_norm(x.sum, norm->weight, norm->bias, epsilon, type);
   auto [sum, normed] =
       nn::add_layer_norm(x.sum, x.delta, x.delta_bias, norm->weight, norm->bias, epsilon);
   x = {.sum = sum};
@@ -124,8 +121,9 @@ class GptBlock : public detail::DecoderBlock {
   }
 
   void forward_fused(detail::Residual& x, const Pass& pass) override {
-    leave(x, attention_->forward_fused(add_norm(x, norm_1_), pass), attention_->last_bias());
-    leave(x, perceptron_->forward_fused(add_norm(x, norm_2_)), perceptron_->last_bias());
+    leave(x, attention_->forward_fused(add_norm(x, norm_1_, pass.type), pass),
+          attention_->last_bias());
+    leave(x, perceptron_->forward_fused(add_norm(x, norm_2_, pass.type)), perceptron_->last_bias());
   }
 
  private:
@@ -153,8 +151,7 @@ class GptBlock : public detail::DecoderBlock {
 class GptTransformer : public torch::nn::Module {
  public:
   GptTransformer(const GptConfig& c, const ParameterOptions& parameters) : dropout_(c.embd_pdrop) {
-    tokens_ = register_module(
-        "wte", detail::make_embedding(parameters.padded(c.vocab_size), c.n_embd, parameters));
+    tokens_ = register_module("wte", detail::make_embedding(c.vocab_size, c.n_embd, parameters));
     positions_ =
         register_module("wpe", detail::make_embedding(c.n_positions, c.n_embd, parameters));
     blocks_ = register_module("h", torch::nn::ModuleList());
@@ -162,20 +159,20 @@ class GptTransformer : public torch::nn::Module {
       blocks_->push_back(std::make_shared<GptBlock>(c, static_cast<std::size_t>(i), parameters));
     last_norm_ = register_module("ln_f", layer_norm(c));
     if (!parameters.draw) return;
-    detail::draw_rows(tokens_->weight, c.vocab_size, c.initializer_range);
-    detail::draw_rows(positions_->weight, c.n_positions, c.initializer_range);
+    detail::draw(tokens_->weight, c.initializer_range);
+    detail::draw(positions_->weight, c.initializer_range);
   }
 
-  at::Tensor forward_fused(const at::Tensor& ids, const BlockRunner& runner) {
-    const at::ScalarType type = detail::compute_type(ids.device(), tokens_->weight);
-    auto x = nn::embedding(ids, tokens_->weight, positions_->weight,
-                           {.dtype = type,
-                            .tokens_copy = nn::weight_copy(tokens_->weight, type),
-                            .positions_copy = nn::weight_copy(positions_->weight, type)});
+  at::Tensor forward_fused(const at::Tensor& ids, const BlockRunner& runner,
+                           bool residual_in_fp32) {
+    const detail::FusedTypes types =
+        detail::fused_types(ids.device(), tokens_->weight, residual_in_fp32);
+    auto x = nn::embedding(ids, tokens_->weight, positions_->weight, {.dtype = types.residual});
     if (dropout_ > 0) x = torch::dropout(x, dropout_, is_training());
-    const Pass pass = detail::begin_pass(ids, nullptr, /*window=*/0);
+    Pass pass = detail::begin_pass(ids, nullptr, /*window=*/0);
+    pass.type = types.compute;
     detail::Residual residual = detail::run_blocks_fused(*blocks_, x, pass, runner);
-    return add_norm(residual, last_norm_);
+    return add_norm(residual, last_norm_, types.compute);
   }
 
   at::Tensor forward(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) {
@@ -204,15 +201,16 @@ GptImpl::GptImpl(CausalLmConfig whole, const ParameterOptions& options)
   transformer_ = register_module("transformer", std::make_shared<GptTransformer>(c, options));
   if (c.tie_word_embeddings) return;
   lm_head_ = register_module(
-      "lm_head", detail::make_linear(LinearOptions(c.n_embd, options.padded(c.vocab_size))
-                                         .bias(false)
-                                         .deviation(c.initializer_range),
-                                     options));
-  if (options.draw) detail::draw_rows(lm_head_->weight, c.vocab_size, c.initializer_range);
+      "lm_head",
+      detail::make_linear(
+          LinearOptions(c.n_embd, c.vocab_size).bias(false).deviation(c.initializer_range),
+          options));
+  if (options.draw) detail::draw(lm_head_->weight, c.initializer_range);
 }
 
-at::Tensor GptImpl::run_fused(const at::Tensor& ids, const BlockRunner& runner) {
-  return transformer_->forward_fused(ids, runner);
+at::Tensor GptImpl::run_fused(const at::Tensor& ids, const BlockRunner& runner,
+                              bool residual_in_fp32) {
+  return transformer_->forward_fused(ids, runner, residual_in_fp32);
 }
 
 const at::Tensor* GptImpl::head_weight() const {

@@ -35,7 +35,8 @@ class GptImpl : public CausalLm {
 
  protected:
   at::Tensor run(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) override;
-  at::Tensor run_fused(const at::Tensor& ids, const BlockRunner& runner) override;
+  at::Tensor run_fused(const at::Tensor& ids, const BlockRunner& runner,
+                       bool residual_in_fp32) override;
   at::Tensor head(const at::Tensor& hidden_states) override;
   const at::Tensor* head_weight() const override;
 

@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <set>
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/generate.h"
@@ -199,7 +200,7 @@ TEST(CausalLm, IsTheSameOnEveryWayToMakeIt) {
   torch::manual_seed(6);
   Llama direct{kLlama};
   torch::manual_seed(6);
-  const auto made = make_causal_lm(config, {.pad_vocab_to_multiple_of = 1});
+  const auto made = make_causal_lm(config);
   torch::manual_seed(6);
   const auto half = make_causal_lm(config, {.dtype = torch::kBFloat16});
   const auto names = direct->named_parameters();
@@ -208,10 +209,6 @@ TEST(CausalLm, IsTheSameOnEveryWayToMakeIt) {
     EXPECT_TRUE(torch::equal(item.value(), same[item.key()])) << item.key();
     EXPECT_TRUE(torch::equal(item.value().to(torch::kBFloat16), rounded[item.key()]));
   }
-  const auto padded = make_causal_lm(config, {.pad_vocab_to_multiple_of = 64});
-  EXPECT_EQ(padded->named_parameters()["lm_head.weight"].size(0), 64);
-  EXPECT_EQ(padded->named_parameters()["lm_head.weight"].slice(0, 50).abs().sum().item<float>(), 0);
-  EXPECT_EQ(padded->forward(torch::zeros({1, 3}, torch::kLong)).size(2), 50);
 }
 
 TEST(CausalLm, WritesAConfigThatItReads) {
@@ -263,10 +260,53 @@ TEST(Generate, SamplesBySeedAndTopP) {
   EXPECT_THAT(message_of([&] { generate(*llama, {}); }), HasSubstr("[generate] there is no token"));
   EXPECT_THAT(message_of([&] { generate(*llama, {50}); }), HasSubstr("the token 50 is outside"));
   EXPECT_THAT(message_of([&] { generate(*llama, {1}, {.top_p = 0}); }), HasSubstr("top_p 0"));
+  EXPECT_THAT(message_of([&] { generate(*llama, {1}, {.top_k = -1}); }), HasSubstr("top_k -1"));
+  EXPECT_THAT(message_of([&] { generate(*llama, {1}, {.repetition_penalty = 0}); }),
+              HasSubstr("repetition_penalty 0 above 0"));
   Gpt gpt{kSmall};
   EXPECT_EQ(generate(*gpt, ids, {.max_new_tokens = 10}).size(), 10u);  // the last is not read again
   EXPECT_THAT(message_of([&] { generate(*gpt, ids, {.max_new_tokens = 11}); }),
               HasSubstr("3 tokens and 11 new ones are more than the model's n_positions 12"));
+}
+
+TEST(Generate, DrawsAmongTheLikeliest) {
+  torch::manual_seed(11);
+  const CausalLmPtr model = make_causal_lm({.model = kLlama});
+  const std::vector<std::int64_t> ids{3, 1, 4};
+  const at::Tensor logits = [&] {
+    const torch::NoGradGuard no_grad;
+    return model->forward(torch::tensor(ids).unsqueeze(0)).slice(1, -1).flatten();
+  }();
+  const at::Tensor order = logits.argsort(-1, /*descending=*/true);
+  const auto drawn = [&](GenerateOptions options) {
+    std::set<std::int64_t> all;
+    options.max_new_tokens = 1;
+    options.temperature = 100;  // nearly uniform
+    for (options.seed = 0; options.seed < 200; ++options.seed)
+      all.insert(generate(*model, ids, options)[0]);
+    return all;
+  };
+  const auto likeliest = [&](std::int64_t count) {
+    std::set<std::int64_t> all;
+    for (std::int64_t i = 0; i < count; ++i) all.insert(order[i].item<std::int64_t>());
+    return all;
+  };
+  EXPECT_EQ(drawn({.top_k = 1}), likeliest(1));
+  EXPECT_EQ(drawn({.top_k = 4}), likeliest(4));
+  // top_p is a share of what top_k has left.
+  EXPECT_EQ(drawn({.top_k = 4, .top_p = 0.6}), likeliest(3));
+  EXPECT_GT(drawn({.top_k = 50}).size(), 30u);
+}
+
+// So large that no token comes twice, whatever the sign of its logit.
+TEST(Generate, PenalizesWhatIsThere) {
+  torch::manual_seed(12);
+  const CausalLmPtr model = make_causal_lm({.model = kLlama});
+  const std::vector<std::int64_t> ids{3, 1, 4};
+  const auto made = generate(*model, ids, {.max_new_tokens = 20, .repetition_penalty = 1e6});
+  std::set<std::int64_t> all(ids.begin(), ids.end());
+  all.insert(made.begin(), made.end());
+  EXPECT_EQ(all.size(), 23u);
 }
 
 TEST(Llama, RunsBlocksThroughTheRunner) {

@@ -72,6 +72,13 @@ std::vector<std::int64_t> token_ids(const Node& root, std::string_view field) {
   return ids;
 }
 
+// Two names of one size, as the attribute_map of transformers' GPT2Config has them. Where both are
+// there, the second one counts, as it does there.
+std::int64_t size_of(MapReader& keys, const char* name, const char* other, std::int64_t fallback,
+                     std::int64_t min) {
+  return keys.integer(keys.has(other) ? other : name, fallback, min, kMost);
+}
+
 GptConfig read_gpt(const Node& root) {
   for (const char* field :
        {"scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"})
@@ -79,11 +86,11 @@ GptConfig read_gpt(const Node& root) {
   expect(root, "scale_attn_weights", true);
   MapReader keys(root, "config");
   GptConfig c;
-  c.n_layer = keys.integer("n_layer", c.n_layer, 0, kMost);
-  c.n_head = keys.integer("n_head", c.n_head, 1, kMost);
-  c.n_embd = keys.integer("n_embd", c.n_embd, 1, kMost);
+  c.n_layer = size_of(keys, "n_layer", "num_hidden_layers", c.n_layer, 0);
+  c.n_head = size_of(keys, "n_head", "num_attention_heads", c.n_head, 1);
+  c.n_embd = size_of(keys, "n_embd", "hidden_size", c.n_embd, 1);
   c.vocab_size = keys.integer("vocab_size", c.vocab_size, 1, kMost);
-  c.n_positions = keys.integer("n_positions", c.n_positions, 1, kMost);
+  c.n_positions = size_of(keys, "n_positions", "max_position_embeddings", c.n_positions, 1);
   c.n_inner = keys.integer("n_inner", 0, 1, kMost);
   c.activation_function = activation_of(root, "activation_function", "gelu_new");
   c.layer_norm_epsilon = keys.real("layer_norm_epsilon", c.layer_norm_epsilon, 0, 1);
@@ -108,10 +115,15 @@ void read_rope(const Node& root, LlamaConfig& c, bool phi3) {
   if (phi3 && (rope.type == "su" || rope.type == "yarn")) rope.type = "longrope";
   rope.partial_rotary_factor =
       keys.real("partial_rotary_factor", top.real("partial_rotary_factor", 1, 0, 1), 0, 1);
-  if (!phi3 && rope.partial_rotary_factor != 1)
-    throw UsageError("models",
-                     "{}: partial_rotary_factor {} is not supported for model_type llama.",
-                     root.location.text(), rope.partial_rotary_factor);
+  if (!phi3 && rope.partial_rotary_factor != 1) {
+    if (rope.type != "default")
+      throw UsageError("models",
+                       "{}: partial_rotary_factor {} with rope_type {} is not supported for "
+                       "model_type llama, whose heads are rotated whole. Delete "
+                       "partial_rotary_factor, or set rope_type to default.",
+                       root.location.text(), rope.partial_rotary_factor, rope.type);
+    rope.partial_rotary_factor = 1;  // LlamaModel of transformers does not read it then
+  }
   const auto length = c.max_position_embeddings;
   const std::int64_t inside = keys.integer("original_max_position_embeddings", length, 1, kMost);
   rope.original_max_position_embeddings =
@@ -163,6 +175,10 @@ LlamaConfig read_llama(const Node& root, bool phi3) {
     c.pad_token_id = -1;
   if (phi3) {
     c.sliding_window = keys.integer("sliding_window", 0, 1, kMost);
+    // With a cache transformers keeps all tokens then, and generates another text than without.
+    if (c.sliding_window == 1)
+      refuse_field(*keys.node("sliding_window"), "sliding_window",
+                   "A token that sees itself alone has no context. Give 2 or more, or null.");
     c.resid_pdrop = keys.real("resid_pdrop", 0, 0, 1);
     expect(root, "attention_bias", false);
     expect(root, "mlp_bias", false);
@@ -356,6 +372,11 @@ CausalLmConfig parse_config(std::string_view json, const std::string& name) {
       entry != nullptr && !entry->value.is(NodeKind::kNull))
     refuse_field(entry->value, "quantization_config", "Give weights that are not quantized.");
   expect(root, "is_encoder_decoder", false);
+  // To transformers null is false, too: every token would see those after it.
+  if (const Entry* entry = root.find("is_causal");
+      entry != nullptr && !(entry->value.is(NodeKind::kBool) && entry->value.boolean))
+    refuse_field(entry->value, "is_causal",
+                 "It must be true: a model that sees the next token cannot learn to predict it.");
   const std::string family = family_of(root);
   if (family == "gpt2")
     config.model = read_gpt(root);

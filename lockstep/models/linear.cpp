@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 
 #include "lockstep/core/error.h"
-#include "lockstep/nn/weight_copy.h"
 
 namespace lockstep::models {
 namespace {
@@ -65,27 +64,17 @@ at::Tensor LinearImpl::base_forward(at::Tensor x) {
   return y.view(shape);
 }
 
-nn::LinearOptions LinearImpl::fused_options(at::ScalarType type) const {
-  nn::LinearOptions copies{.weight_copy = oriented(nn::weight_copy(weight, type))};
-  if (bias.defined()) copies.bias_copy = nn::weight_copy(bias, type);
-  return copies;
-}
-
 at::Tensor LinearImpl::forward_fused(const at::Tensor& x, bool with_bias) {
   const at::Tensor own_bias = with_bias ? bias : at::Tensor();
-  if (!has_lora() || merged())
-    return nn::linear(x, out_in(), own_bias, fused_options(x.scalar_type()));
-  // The base of an adapter is frozen, so its copy may stand for it; one that is trained has a
-  // gradient.
+  if (!has_lora() || merged()) return nn::linear(x, out_in(), own_bias);
+  // The base of an adapter is frozen; one that is trained has a gradient.
   if (weight.requires_grad()) {
-    const auto type = x.scalar_type();
-    const at::Tensor y = nn::linear(x, out_in(), own_bias, fused_options(type));
+    const at::Tensor y = nn::linear(x, out_in(), own_bias);
     const at::Tensor in = torch::dropout(x, lora_.dropout, is_training());
     const at::Tensor low = nn::linear(in, lora_A->weight, {}) * lora_.scaling;
     return y + nn::linear(low, lora_B->weight, {});
   }
-  return nn::lora_linear(x, oriented(nn::weight_copy(weight, x.scalar_type())), own_bias,
-                         lora_A->weight, lora_B->weight,
+  return nn::lora_linear(x, out_in().to(x.scalar_type()), own_bias, lora_A->weight, lora_B->weight,
                          {.scaling = lora_.scaling, .dropout = is_training() ? lora_.dropout : 0});
 }
 

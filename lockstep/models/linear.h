@@ -16,8 +16,6 @@
 
 #include <cstdint>
 
-#include "lockstep/nn/functional.h"
-
 namespace lockstep::models {
 
 enum class WeightLayout { kOutIn, kInOut };
@@ -49,12 +47,13 @@ class LinearImpl : public torch::nn::Module {
   // x: [..., in_features], with any leading dimensions. Returns [..., out_features]. A weight of
   // another type than x (a frozen one in bf16) decides the type of the result.
   at::Tensor forward(const at::Tensor& x);
-  // The same by lockstep::nn, in x's type and without autocasting: a float weight is multiplied as
-  // the copy of nn::weight_copy. `with_bias` false leaves the bias to the caller.
+  // The same by lockstep::nn, in x's type and without autocasting: a float weight is converted.
+  // `with_bias` false leaves the bias to the caller.
   at::Tensor forward_fused(const at::Tensor& x, bool with_bias = true);
-  // The weight as [out, in], and how nn takes it beside an input of this type.
-  at::Tensor out_in() const { return oriented(weight); }
-  nn::LinearOptions fused_options(at::ScalarType type) const;
+  // The weight as [out, in].
+  at::Tensor out_in() const {
+    return options.layout() == WeightLayout::kInOut ? weight.t() : weight;
+  }
 
   // With an adapter forward adds scaling * lora_B(lora_A(dropout(x))); lora.h attaches them to a
   // whole model. The adapter is float32 beside a weight in 16 bits, where x is converted for it.
@@ -76,9 +75,6 @@ class LinearImpl : public torch::nn::Module {
 
  private:
   at::Tensor base_forward(at::Tensor x);
-  at::Tensor oriented(const at::Tensor& stored) const {
-    return options.layout() == WeightLayout::kInOut ? stored.t() : stored;
-  }
 
   LoraShape lora_{};
   at::Tensor unmerged_;

@@ -2,15 +2,12 @@
 
 #include <torch/torch.h>
 
-#include <bit>
-#include <map>
-#include <numbers>
 #include <tuple>
 #include <utility>
 
 #include "lockstep/models/decoder.h"
+#include "lockstep/models/rotary.h"
 #include "lockstep/nn/functional.h"
-#include "lockstep/nn/weight_copy.h"
 
 namespace lockstep::models {
 namespace {
@@ -18,90 +15,6 @@ namespace {
 using detail::Pass;
 
 // ---------------------------------------------------------------- positions
-
-// Frequencies that slow rotations are divided by `factor` with, fast ones keep theirs, and those
-// between are interpolated.
-at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeConfig& rope) {
-  const auto length = static_cast<double>(rope.original_max_position_embeddings);
-  const double low = rope.low_freq_factor, high = rope.high_freq_factor;
-  const at::Tensor waves = 2 * std::numbers::pi / plain;
-  const at::Tensor scaled = torch::where(waves > length / low, plain / rope.factor, plain);
-  const at::Tensor share = (length / waves - low) / (high - low);
-  const at::Tensor between = (1 - share) * scaled / rope.factor + share * scaled;
-  const at::Tensor is_between =
-      (waves < length / high).logical_not().logical_and((waves > length / low).logical_not());
-  return torch::where(is_between, between, scaled);
-}
-
-at::Tensor divisors(const std::vector<double>& values) {
-  return torch::tensor(values, at::kDouble).to(at::kFloat);
-}
-
-// Angles of positions, in float32. Tensors without a name: they are neither saved nor converted.
-class RotaryAngles {
- public:
-  explicit RotaryAngles(const LlamaConfig& c) : rope_(c.rope) {
-    const auto width = static_cast<std::int64_t>(static_cast<double>(c.head_width()) *
-                                                 rope_.partial_rotary_factor);
-    const at::Tensor powers = torch::pow(
-        rope_.rope_theta, torch::arange(0, width, 2, at::kFloat) / static_cast<double>(width));
-    frequencies_ = 1.0 / powers;
-    if (rope_.type == "linear") frequencies_ = frequencies_ / rope_.factor;
-    if (rope_.type == "llama3") frequencies_ = llama3_frequencies(frequencies_, rope_);
-    if (rope_.type == "longrope") {
-      frequencies_ = 1.0 / (divisors(rope_.short_factor) * powers);
-      long_frequencies_ = 1.0 / (divisors(rope_.long_factor) * powers);
-    }
-  }
-
-  // Cosine and sine of the positions from `past` on, [time, width] in the type of `like`. The last
-  // ones are cached: in training they are the same in every step.
-  void fill(Pass& pass, std::int64_t past, std::int64_t time, const at::Tensor& like) {
-    const bool same = cos_.defined() && past == past_ && time == cos_.size(0) &&
-                      cos_.scalar_type() == like.scalar_type() && cos_.device() == like.device();
-    if (!same) {
-      const torch::NoGradGuard no_grad;
-      const bool beyond = past + time > rope_.original_max_position_embeddings;
-      at::Tensor& chosen = long_frequencies_.defined() && beyond ? long_frequencies_ : frequencies_;
-      chosen = chosen.to(like.device());
-      const auto places = torch::arange(past, past + time, chosen.options());
-      const at::Tensor angles = places.unsqueeze(1) * chosen;
-      const at::Tensor both = torch::cat({angles, angles}, 1);
-      cos_ = (both.cos() * rope_.attention_factor).to(like.scalar_type());
-      sin_ = (both.sin() * rope_.attention_factor).to(like.scalar_type());
-      past_ = past;
-    }
-    pass.cos = cos_;
-    pass.sin = sin_;
-  }
-  // In float32 and once for the two halves, as nn::rope takes them.
-  void fill_fused(Pass& pass, std::int64_t time, c10::Device device) {
-    // Of lengths up to a power of two, which are few: a CUDA graph reads them in its replays.
-    const bool beyond = time > rope_.original_max_position_embeddings;
-    const auto length = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(time)));
-    auto& [cos, sin] = halves_[{device.str(), length, beyond}];
-    if (!cos.defined()) {
-      const torch::NoGradGuard no_grad;
-      const bool is_long = long_frequencies_.defined() && beyond;
-      const at::Tensor chosen = (is_long ? long_frequencies_ : frequencies_).to(device);
-      const at::Tensor angles = torch::arange(length, chosen.options()).unsqueeze(1) * chosen;
-      cos = angles.cos() * rope_.attention_factor;
-      sin = angles.sin() * rope_.attention_factor;
-    }
-    pass.cos = cos.narrow(0, 0, time);
-    pass.sin = sin.narrow(0, 0, time);
-  }
-
- private:
-  RopeConfig rope_;
-  at::Tensor frequencies_;
-  at::Tensor long_frequencies_;  // of longrope
-  at::Tensor cos_;
-  at::Tensor sin_;
-  // By device, length and whether it is beyond the original positions.
-  std::map<std::tuple<std::string, std::int64_t, bool>, std::pair<at::Tensor, at::Tensor>> halves_;
-  std::int64_t past_ = 0;
-};
 
 // Pairs are an element of the first half of what is rotated and its counterpart in the second.
 at::Tensor rotated(const at::Tensor& x, const Pass& pass) {
@@ -127,13 +40,11 @@ class RmsNorm : public torch::nn::Module {
   }
 
   // The norm of the stream with what is left to add to it.
-  at::Tensor forward_fused(detail::Residual& x) {
-    // The kernels take a weight that is float or has the stream's type.
-    const at::Tensor weight =
-        weight_.scalar_type() == at::kFloat || weight_.scalar_type() == x.sum.scalar_type()
-            ? weight_
-            : weight_.to(x.sum.scalar_type());
-    if (!x.delta.defined()) return nn::rms_norm(x.sum, weight, epsilon_);
+  at::Tensor forward_fused(detail::Residual& x, at::ScalarType type) {
+    // The kernels take a weight that is float or has the norm's type.
+    const bool fits = weight_.scalar_type() == at::kFloat || weight_.scalar_type() == type;
+    const at::Tensor weight = fits ? weight_ : weight_.to(type);
+    if (!x.delta.defined()) return nn::rms_norm(x.sum, weight, epsilon_, type);
     auto [sum, normed] = nn::add_rms_norm(x.sum, x.delta, x.delta_bias, weight, epsilon_);
     x = {.sum = sum};
     return normed;
@@ -274,8 +185,8 @@ class LlamaBlock : public detail::DecoderBlock {
   }
 
   void forward_fused(detail::Residual& x, const Pass& pass) override {
-    x.delta = dropped(attention_->forward_fused(norm_1_->forward_fused(x), pass));
-    x.delta = dropped(perceptron_->forward_fused(norm_2_->forward_fused(x)));
+    x.delta = dropped(attention_->forward_fused(norm_1_->forward_fused(x, pass.type), pass));
+    x.delta = dropped(perceptron_->forward_fused(norm_2_->forward_fused(x, pass.type)));
   }
 
  private:
@@ -297,40 +208,42 @@ class LlamaModel : public torch::nn::Module {
  public:
   LlamaModel(const LlamaConfig& c, const ParameterOptions& parameters)
       : angles_(c), window_(c.sliding_window), padding_(c.pad_token_id) {
-    tokens_ = register_module(
-        "embed_tokens",
-        detail::make_embedding(parameters.padded(c.vocab_size), c.hidden_size, parameters));
-    if (parameters.draw) detail::draw_rows(tokens_->weight, c.vocab_size, c.initializer_range);
+    tokens_ = register_module("embed_tokens",
+                              detail::make_embedding(c.vocab_size, c.hidden_size, parameters));
+    if (parameters.draw) detail::draw(tokens_->weight, c.initializer_range);
     blocks_ = register_module("layers", torch::nn::ModuleList());
     for (std::int64_t i = 0; i < c.num_hidden_layers; ++i)
       blocks_->push_back(std::make_shared<LlamaBlock>(c, static_cast<std::size_t>(i), parameters));
     last_norm_ = register_module("norm", std::make_shared<RmsNorm>(c.hidden_size, c.rms_norm_eps));
   }
 
-  at::Tensor forward_fused(const at::Tensor& ids, const BlockRunner& runner) {
-    const at::ScalarType type = detail::compute_type(ids.device(), tokens_->weight);
+  at::Tensor forward_fused(const at::Tensor& ids, const BlockRunner& runner,
+                           bool residual_in_fp32) {
+    const detail::FusedTypes types =
+        detail::fused_types(ids.device(), tokens_->weight, residual_in_fp32);
     const at::Tensor x = nn::embedding(ids, tokens_->weight, {},
-                                       {.dtype = type,
-                                        .padding_index = padding_,
-                                        .tokens_copy = nn::weight_copy(tokens_->weight, type)});
+                                       {.dtype = types.residual, .padding_index = padding_});
     Pass pass = detail::begin_pass(ids, nullptr, window_);
-    angles_.fill_fused(pass, ids.size(1), ids.device());
+    pass.type = types.compute;
+    std::tie(pass.cos, pass.sin) = angles_.find(
+        {.time = ids.size(1), .like = ids.options().dtype(at::kFloat), .halves = true});
     detail::Residual residual = detail::run_blocks_fused(*blocks_, x, pass, runner);
-    return last_norm_->forward_fused(residual);
+    return last_norm_->forward_fused(residual, types.compute);
   }
 
   at::Tensor forward(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) {
     const at::Tensor x = torch::embedding(tokens_->weight, ids, padding_);
     const std::int64_t past = cache != nullptr ? cache->length() : 0;
     Pass pass = detail::begin_pass(ids, cache, window_);
-    angles_.fill(pass, past, ids.size(1), x);
+    std::tie(pass.cos, pass.sin) =
+        angles_.find({.past = past, .time = ids.size(1), .like = x.options()});
     return last_norm_->forward(detail::run_blocks(*blocks_, x, pass, runner));
   }
 
   const at::Tensor& token_weight() const { return tokens_->weight; }
 
  private:
-  RotaryAngles angles_;
+  detail::RotaryAngles angles_;
   std::int64_t window_;
   std::int64_t padding_;
   torch::nn::Embedding tokens_{nullptr};
@@ -345,15 +258,16 @@ LlamaImpl::LlamaImpl(CausalLmConfig whole, const ParameterOptions& options)
   model_ = register_module("model", std::make_shared<LlamaModel>(c, options));
   if (c.tie_word_embeddings) return;
   lm_head_ = register_module(
-      "lm_head", detail::make_linear(LinearOptions(c.hidden_size, options.padded(c.vocab_size))
-                                         .bias(false)
-                                         .deviation(c.initializer_range),
-                                     options));
-  if (options.draw) detail::draw_rows(lm_head_->weight, c.vocab_size, c.initializer_range);
+      "lm_head",
+      detail::make_linear(
+          LinearOptions(c.hidden_size, c.vocab_size).bias(false).deviation(c.initializer_range),
+          options));
+  if (options.draw) detail::draw(lm_head_->weight, c.initializer_range);
 }
 
-at::Tensor LlamaImpl::run_fused(const at::Tensor& ids, const BlockRunner& runner) {
-  return model_->forward_fused(ids, runner);
+at::Tensor LlamaImpl::run_fused(const at::Tensor& ids, const BlockRunner& runner,
+                                bool residual_in_fp32) {
+  return model_->forward_fused(ids, runner, residual_in_fp32);
 }
 
 const at::Tensor* LlamaImpl::head_weight() const {

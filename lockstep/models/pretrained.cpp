@@ -34,9 +34,6 @@ const char* dtype_text(at::ScalarType type) {
 }  // namespace
 
 CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions& options) {
-  if (options.pad_vocab_to_multiple_of < 1)
-    throw UsageError("models", "pad_vocab_to_multiple_of {} must be 1 or more.",
-                     options.pad_vocab_to_multiple_of);
   CausalLmPtr model;
   if (config.gpt() != nullptr)
     model = std::make_shared<GptImpl>(config, options);
@@ -51,16 +48,10 @@ CausalLmPtr load_pretrained(const std::string& folder, const PretrainedOptions& 
   const io::SafetensorsSet files(folder);
   const std::vector<FoundWeight> weights = find_weights(folder, files, config);
   const CausalLmPtr model =
-      make_causal_lm(config, {.dtype = options.dtype,
-                              .device = options.device,
-                              .draw = false,
-                              .pad_vocab_to_multiple_of = options.pad_vocab_to_multiple_of});
+      make_causal_lm(config, {.dtype = options.dtype, .device = options.device, .draw = false});
   const torch::NoGradGuard no_grad;
   auto parameters = model->named_parameters();
-  for (const FoundWeight& weight : weights) {
-    at::Tensor& target = parameters[weight.name];
-    target.narrow(0, 0, weight.file.entry->shape.at(0)).copy_(mapped(weight.file));
-  }
+  for (const FoundWeight& weight : weights) parameters[weight.name].copy_(mapped(weight.file));
   model->eval();
   return model;
 }
@@ -74,7 +65,7 @@ void save_pretrained(const CausalLm& model, const std::string& folder, const Sav
   at::ScalarType dtype = at::kFloat;
   for (const io::TensorShape& tensor : tensors_of(model.config())) {
     const at::Tensor& parameter = parameters[tensor.name];
-    held.push_back(parameter.detach().narrow(0, 0, tensor.shape.at(0)).cpu().contiguous());
+    held.push_back(parameter.detach().cpu().contiguous());
     tensors.push_back(io::bytes_of_tensor(tensor.name, held.back()));
     bytes += tensors.back().bytes.size();
     dtype = parameter.scalar_type();

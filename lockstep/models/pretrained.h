@@ -22,7 +22,6 @@ CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions&
 struct PretrainedOptions {
   c10::ScalarType dtype = c10::kFloat;  // weights of another type are converted
   c10::Device device = c10::kCPU;
-  std::int64_t pad_vocab_to_multiple_of = 1;  // as in ParameterOptions
 };
 
 // In evaluation mode, as from_pretrained() returns it. UsageError for what config.json or the

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 
 namespace lockstep::monitor {
 namespace {
@@ -13,29 +14,18 @@ constexpr double kGiB = 1u << 30;
 // Shown as 0.0 %.
 constexpr double kNothing = 0.0005;
 
-constexpr Phase kParts[] = {Phase::kData,          Phase::kForward,   Phase::kBackward,
-                            Phase::kCommunication, Phase::kOptimizer, Phase::kEvaluation,
-                            Phase::kLogging,       Phase::kSaving};
-
-// By the device's clock where it is there: a host that only enqueues is fast in every phase.
-double share_of(const Budget& budget, Phase phase) {
-  if (budget.seconds <= 0) return 0;
-  const bool on_device = std::ranges::any_of(budget.device_s, [](double s) { return s > 0; });
-  const bool of_device = phase == Phase::kForward || phase == Phase::kBackward ||
-                         phase == Phase::kCommunication || phase == Phase::kOptimizer;
-  return on_device && of_device ? budget.device_s[ledger::index(phase)] / budget.seconds
-                                : budget.share(phase);
-}
+// All of them, in a step's order: the shares add up to 1.
+constexpr Phase kParts[] = {Phase::kData,          Phase::kForward,    Phase::kBackward,
+                            Phase::kCommunication, Phase::kOptimizer,  Phase::kEvaluation,
+                            Phase::kLogging,       Phase::kSaving,     Phase::kStartup,
+                            Phase::kEnded,         Phase::kDeviceWait, Phase::kNone};
+static_assert(std::size(kParts) == ledger::kPhases);
 
 BudgetRow row_of(const RankRecord& rank, double from_unix_s) {
   BudgetRow row{.rank = rank.rank, .budget = budget_of(rank, 0, from_unix_s)};
   row.collective_share = mean_collective_share(rank, from_unix_s);
-  double rest = row.budget.seconds > 0 ? 1 : 0;
-  for (const Phase phase : kParts) {
-    row.shares.emplace_back(ledger::name(phase), share_of(row.budget, phase));
-    rest -= row.shares.back().second;
-  }
-  row.shares.emplace_back("other", std::max(rest, 0.0));
+  for (const Phase phase : kParts)
+    row.shares.emplace_back(phase_key(phase), row.budget.share(phase));
   double seconds = 0;
   for (const Interval& interval : rank.intervals) {
     if (interval.unix_time_s < from_unix_s) continue;

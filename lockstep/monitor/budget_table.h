@@ -18,7 +18,7 @@ namespace lockstep::monitor {
 struct BudgetRow {
   int rank = 0;
   Budget budget{};
-  // The parts of a step in its order, then "other"; by the device's clock where it is there.
+  // The phases in a step's order, "other" at last; they add up to 1 (budget.h).
   std::vector<std::pair<const char*, double>> shares{};
   double cores = 0;  // mean over the intervals with steps; of all of them where no step was seen
   double minor_faults_per_s = 0;

@@ -317,6 +317,111 @@ TEST(OnADevice, LoggingAndSavingCostWhatTheDeviceIsIdle) {
   only(with(0.2, Phase::kSaving, Counter::kSaves), "saving-too-often");
 }
 
+// ------------------------------------------------------------------ a host that is ahead
+
+// One GPU: shares of a second by the device's clock and of the training thread, whose rest waits
+// for the device. `busy`: what the driver says.
+struct Planted {
+  double device = 0.96;
+  double data = 0.005;
+  double forward = 0.05;
+  double logging = 0.005;
+  unsigned busy = 100;
+  bool log_each_step = false;
+  std::string compile_model = "true";
+};
+
+RunRecord planted(const Planted& what) {
+  RunRecord run = on_gpus(0, 1);
+  run.facts.arguments = map_node(
+      {{"bf16", bool_node(true)},
+       {"compile_model", what.compile_model == "auto" ? text_node("auto")
+                                                      : bool_node(what.compile_model == "true")}});
+  change(run, [&](Interval& interval) {
+    interval.host_s = interval.device_s = {};
+    at(interval.host_s, Phase::kData) = what.data * interval.seconds;
+    at(interval.host_s, Phase::kForward) = what.forward * interval.seconds;
+    at(interval.host_s, Phase::kLogging) = what.logging * interval.seconds;
+    at(interval.host_s, Phase::kDeviceWait) =
+        std::max(0.0, 1 - what.data - what.forward - what.logging) * interval.seconds;
+    at(interval.device_s, Phase::kForward) = what.device * interval.seconds;
+    at(interval.device_s, Phase::kNone) = (1 - what.device) * interval.seconds;
+    const auto steps = static_cast<std::uint64_t>(interval.steps);
+    at(interval.counts, Counter::kLogs) = what.log_each_step ? steps : steps / 10;
+    at(interval.counts, Counter::kHostSyncs) = at(interval.counts, Counter::kLogs);
+  });
+  run.gpus = {gpus_of(20, [&](int) { return std::vector<GpuReading>{reading(what.busy)}; })};
+  return run;
+}
+
+// No advice promises what the device cannot give.
+Finding only_within(const RunRecord& run, const std::string& rule, double idle) {
+  Finding finding = only(run, rule);
+  EXPECT_LE(finding.gain, idle + 1e-9) << finding_text(finding);
+  EXPECT_GT(finding.gain, 0.4 * idle) << finding_text(finding);
+  return finding;
+}
+
+TEST(BusyDevice, AHealthyRunIsSilent) {
+  expect_silence(planted({}));
+  expect_silence(planted({.device = 0.999, .data = 0, .logging = 0}));
+  RunRecord captured = planted({.compile_model = "auto"});
+  expect_silence(captured);
+}
+
+TEST(BusyDevice, WaitsOfTheHostForItCostNothing) {
+  // An item() in every step, and metrics that are logged in every step: 30 % of the host's time.
+  Planted what{.logging = 0.01, .log_each_step = true};
+  expect_silence(planted(what));
+  // The host is ahead of a loader that is slower than it, and faster than the device.
+  expect_silence(planted({.data = 0.6}));
+  RunRecord run = planted({.data = 0.6, .log_each_step = true});
+  EXPECT_EQ(all(diagnose(run)), "");
+}
+
+TEST(BusyDevice, TimeThatIsBookedLateIsNoIdleTime) {
+  RunRecord run = planted({.data = 0.3, .log_each_step = true});
+  int n = 0;
+  change(run, [&](Interval& interval) {
+    for (double& part : interval.device_s) part *= n % 2 == 0 ? 0.9 : 1.1;
+    ++n;
+  });
+  expect_silence(run);
+}
+
+TEST(BusyDevice, PageFaultsOfTheHostCostNothing) {
+  const auto faults = [](double device) {
+    RunRecord run = planted({.device = device});
+    change(run, [](Interval& interval) {
+      interval.process->minor_faults_per_s = 200'000;
+      interval.process->system_cores = 0.3;
+    });
+    return run;
+  };
+  expect_silence(faults(0.99));
+  only_within(faults(0.9), "page-faults", 0.1);
+}
+
+TEST(IdleDevice, IsChargedToWhatTheHostDid) {
+  only_within(planted({.device = 0.5, .data = 0.48, .busy = 50}), "loader-bound", 0.5);
+  only_within(planted({.device = 0.8, .logging = 0.19, .busy = 80, .log_each_step = true}),
+              "logging-too-often", 0.2);
+}
+
+TEST(IdleDevice, ThatWaitsForKernelsIsGivenLargerBatchesOrAGraph) {
+  // The gaps between kernels lie within the device's phases; the driver sees them.
+  const Finding plain =
+      only_within(planted({.busy = 45, .compile_model = "false"}), "micro-batch-too-small", 0.55);
+  EXPECT_EQ(plain.cause, "launch");
+  EXPECT_THAT(plain.remedy, HasSubstr("compile_model: true"));
+  for (const char* captured : {"true", "auto"}) {
+    const Finding small = only_within(planted({.busy = 45, .compile_model = captured}),
+                                      "micro-batch-too-small", 0.55);
+    EXPECT_THAT(small.remedy, HasSubstr("per_device_train_batch_size"));
+    EXPECT_THAT(small.remedy, ::testing::Not(HasSubstr("compile_model")));
+  }
+}
+
 TEST(OnADevice, WindowsWithoutItsTimesAreNotJudgedByTheHost) {
   RunRecord run = on_gpus(0.05);
   int n = 0;

@@ -147,6 +147,12 @@ TEST(LoaderBound, NamesTheWorkersThatSuffice) {
   EXPECT_NEAR(finding.gain, 0.4, 1e-9);
 }
 
+TEST(LoaderBound, RanksThatLackCoresAreNotAskedForWorkers) {
+  RunRecord run = run_of({waiting_for_data(0.4), waiting_for_data(0.4)});
+  change(run, [](Interval& interval) { interval.process->run_delay_share = 0.35; });
+  only(run, "cpu-starved");
+}
+
 TEST(LoaderBound, SaysWhenCoresAreMissing) {
   RunRecord run = run_of({waiting_for_data(0.4), waiting_for_data(0.4)});
   run.facts.cores = 2;
@@ -283,8 +289,22 @@ TEST(CommunicationBound, NamesTheBucketsThatSuffice) {
   EXPECT_THAT(finding.remedy, HasSubstr("raise ddp_bucket_cap_mb to 25"));
   EXPECT_LE(finding.gain, 0.35);
   finding = only(communicating(0.35, 25, 8, 18), "communication-bound");
-  EXPECT_THAT(finding.remedy, HasSubstr("gradient_accumulation_steps"));
+  EXPECT_THAT(finding.remedy, HasSubstr("gradient_accumulation_steps (now 1)"));
   EXPECT_NEAR(finding.gain, 0.17, 0.01);
+}
+
+// The numbers that the run has, not those that its file says.
+TEST(CommunicationBound, NamesTheKeysThatMakeAStepLarger) {
+  RunRecord run = communicating(0.35, 25, 8, 18);
+  run.facts.per_device_batch = 4;
+  run.facts.accumulation = 2;
+  EXPECT_THAT(only(run, "communication-bound").remedy,
+              HasSubstr("raise per_device_train_batch_size (now 4) or gradient_accumulation_steps "
+                        "(now 2) (the global batch grows with them); between hosts"));
+  run.facts.arguments = map_node(
+      {{"gradient_accumulation_steps", integer_node(1)}, {"global_batch_size", integer_node(16)}});
+  EXPECT_THAT(only(run, "communication-bound").remedy,
+              HasSubstr("reduce less often: raise global_batch_size (now 16); between hosts"));
 }
 
 TEST(CommunicationBound, AShardedOptimizerHasNoBuckets) {

@@ -23,6 +23,7 @@ using testing::ElementsAre;
 using testing::Ge;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::MatchesRegex;
 using testing::SizeIs;
 using Clock = std::chrono::steady_clock;
 
@@ -56,6 +57,20 @@ class GpuSamplerTest : public testing::Test {
 
   std::string path_;
 };
+
+// The first that it reports, and how long the slowest reader waited meanwhile.
+std::string problem_of(const GpuSampler& sampler, std::chrono::milliseconds* slowest = nullptr) {
+  std::string problem;
+  for (const auto begin = Clock::now(); problem.empty() && Clock::now() - begin < kLong;) {
+    const auto asked = Clock::now();
+    problem = sampler.snapshot().problem;
+    sampler.history();
+    const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - asked);
+    if (slowest != nullptr) *slowest = std::max(*slowest, took);
+    std::this_thread::sleep_for(1ms);
+  }
+  return problem;
+}
 
 TEST_F(GpuSamplerTest, ReadsEveryValue) {
   script("");
@@ -156,21 +171,15 @@ TEST_F(GpuSamplerTest, AGpuWithoutAHandleIsAskedAgain) {
 }
 
 TEST_F(GpuSamplerTest, AHangIsReportedAndNoReaderWaits) {
-  script("1 temperature 40 40 hang:1500 40\n");
-  const GpuSampler sampler(fast(100ms));
+  script("1 temperature 40 40 hang:6000 40\n");
+  const GpuSampler sampler(fast(1000ms));
   ASSERT_TRUE(sampler.wait_for_samples(2, kLong));
-  std::string problem;
   auto slowest = 0ms;
-  for (const auto begin = Clock::now(); problem.empty() && Clock::now() - begin < kLong;) {
-    const auto asked = Clock::now();
-    problem = sampler.snapshot().problem;
-    sampler.history();
-    slowest = std::max(slowest,
-                       std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - asked));
-    std::this_thread::sleep_for(1ms);
-  }
-  EXPECT_EQ(problem, "no answer from the driver for 0 s (nvmlDeviceGetTemperature of GPU 1)");
-  EXPECT_LT(slowest, 500ms);
+  const std::string problem = problem_of(sampler, &slowest);
+  EXPECT_THAT(problem,
+              MatchesRegex("no answer from the driver for [1-5] s .nvmlDeviceGetTemperature of GPU "
+                           "1."));
+  EXPECT_LT(slowest, 3s);
   EXPECT_THAT(gpu_line(sampler.snapshot()), AllOf(HasSubstr("no answer"), HasSubstr("0: 97 %")));
   ASSERT_TRUE(sampler.wait_for_samples(4, kLong));
   EXPECT_EQ(sampler.snapshot().problem, "");
@@ -182,9 +191,9 @@ TEST_F(GpuSamplerTest, AThreadThatIsStuckIsLeftBehind) {
   {
     const GpuSampler sampler(fast(100ms));
     EXPECT_FALSE(sampler.wait_for_samples(1, 300ms));
-    const GpuSnapshot now = sampler.snapshot();
-    EXPECT_THAT(now.problem, HasSubstr("no answer from the driver for 0 s (nvmlInit)"));
-    EXPECT_EQ(now.newest, nullptr);
+    EXPECT_THAT(problem_of(sampler),
+                MatchesRegex("no answer from the driver for [0-9]+ s .nvmlInit.*"));
+    EXPECT_EQ(sampler.snapshot().newest, nullptr);
   }
   EXPECT_LT(Clock::now() - begin, 20s);
 }

@@ -113,6 +113,7 @@ struct RankRecorder::State {
     const ledger::Totals spent = ledger::since(totals, now);
     if (spent.time_ns == 0) return;
     Interval interval = interval_of(spent);
+    interval.start = lines == 0;
     const auto process_now = read_process(::getpid(), options.files);
     if (process && process_now) interval.process = rates(*process, *process_now);
     if (process_now) {

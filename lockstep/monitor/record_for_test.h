@@ -8,9 +8,11 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <string>
 #include <vector>
 
+#include "lockstep/monitor/budget_table.h"
 #include "lockstep/monitor/diagnosis.h"
 
 namespace lockstep::monitor::for_test {
@@ -163,22 +165,35 @@ inline std::string all(const std::vector<Finding>& findings) {
   return text;
 }
 
+// Whatever was measured, the parts of a budget add up to the whole.
+inline void expect_whole(const RunRecord& run) {
+  for (const RankRecord& rank : run.ranks)
+    for (const Interval& interval : rank.intervals) {
+      const PhaseSeconds spent = spent_s(interval);
+      EXPECT_NEAR(std::reduce(spent.begin(), spent.end()), interval.seconds, 1e-9);
+    }
+  for (const BudgetRow& row : budget_rows(run)) {
+    double sum = 0;
+    for (const auto& [part, share] : row.shares) sum += share;
+    EXPECT_NEAR(sum, row.budget.seconds > 0 ? 1 : 0, 1e-9);
+  }
+}
+
 // The only finding, of that rule.
 inline Finding only(const RunRecord& run, const std::string& rule) {
+  expect_whole(run);
   const auto findings = diagnose(run);
   EXPECT_EQ(findings.size(), 1u) << all(findings);
   const Finding* found = find(findings, rule);
   EXPECT_NE(found, nullptr) << rule << " is not among\n" << all(findings);
   if (found == nullptr) return {};
-  EXPECT_FALSE(found->what.empty());
-  EXPECT_FALSE(found->evidence.empty());
-  EXPECT_FALSE(found->remedy.empty());
-  EXPECT_GE(found->gain, 0);
-  EXPECT_LT(found->gain, 1);
+  EXPECT_FALSE(found->what.empty() || found->evidence.empty() || found->remedy.empty());
+  EXPECT_TRUE(found->gain >= 0 && found->gain < 1) << found->gain;
   return *found;
 }
 
 inline void expect_silence(const RunRecord& run) {
+  expect_whole(run);
   EXPECT_EQ(all(diagnose(run)), "");
 }
 

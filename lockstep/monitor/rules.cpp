@@ -58,51 +58,40 @@ void add_interval(Interval& to, const Interval& from) {
     to.throttled_share = std::max(to.throttled_share.value_or(0), *from.throttled_share);
 }
 
-// What is not part of a step. In the first window of a start that is also what the program did
-// before its loop, where its phases are known.
-double aside_s(const Interval& window, bool first) {
-  const double before_loop =
-      first && window.host_s[index(Phase::kForward)] > 0 ? window.host_s[index(Phase::kNone)] : 0;
-  return before_loop + window.host_s[index(Phase::kStartup)] +
-         window.host_s[index(Phase::kEvaluation)] + window.host_s[index(Phase::kEnded)];
+// Takes out what is not part of a step. In the first window of a start that is also what the
+// program did before its loop, where its phases are known.
+void keep_steps(Interval& window, bool first) {
+  const PhaseSeconds spent = spent_s(window);
+  const auto take = [&](Phase phase) {
+    double& host = window.host_s[index(phase)];
+    window.seconds -=
+        phase == Phase::kNone ? std::min(spent[index(phase)], host) : spent[index(phase)];
+    host = window.device_s[index(phase)] = 0;
+  };
+  if (first && window.host_s[index(Phase::kForward)] > 0) take(Phase::kNone);
+  for (const Phase phase : {Phase::kStartup, Phase::kEvaluation, Phase::kEnded}) take(phase);
 }
 
-// A run that is started again leaves a gap between two intervals, and begins with loading.
-bool begins_a_start(const Interval& interval, double previous_end_s) {
-  return interval.unix_time_s - interval.seconds > previous_end_s + kRestartGap_s;
-}
-
-// The marks tile the stream: what lies between the phases is booked as Phase::kNone, and is idle.
-double device_total_s(const Interval& window) {
-  double sum = 0;
-  for (const Phase phase :
-       {Phase::kForward, Phase::kBackward, Phase::kCommunication, Phase::kOptimizer})
-    sum += window.device_s[index(phase)];
-  return sum;
-}
-
-bool has_device_times(const Interval& window) {
-  return device_total_s(window) > 0;
+bool is_timed(const Interval& window) {
+  return has_device_times(window.device_s);
 }
 
 RankView rank_view(const RankRecord& record, double from_unix_s) {
   RankView rank{.rank = record.rank};
   Interval open;
   bool stepping = false;
-  double end = 0;
   for (const Interval& interval : record.intervals) {
     if (interval.unix_time_s < from_unix_s) continue;
-    if (begins_a_start(interval, end)) stepping = false;
-    end = interval.unix_time_s;
+    if (interval.start) stepping = false;  // a run that is started again begins with loading
     if (!stepping) open = {};
     add_interval(open, interval);
     if (open.steps == 0) continue;
-    open.seconds -= aside_s(open, !std::exchange(stepping, true));
+    keep_steps(open, !std::exchange(stepping, true));
     if (open.seconds > 0) rank.windows.push_back(std::move(open));
     open = {};
   }
-  rank.on_device = std::any_of(rank.windows.begin(), rank.windows.end(), has_device_times);
-  if (rank.on_device) std::erase_if(rank.windows, std::not_fn(has_device_times));
+  rank.on_device = std::ranges::any_of(rank.windows, is_timed);
+  if (rank.on_device) std::erase_if(rank.windows, std::not_fn(is_timed));
   if (rank.windows.size() >= kWindowsToSpare) rank.windows.erase(rank.windows.begin());
   for (const Interval& window : rank.windows) add_interval(rank.sum, window);
   return rank;
@@ -139,28 +128,8 @@ std::uint64_t count(const RankView& rank, Counter counter) {
   return rank.sum.counts[index(counter)];
 }
 
-double spent_s(const RankView& rank, const Interval& window, Phase phase) {
-  const double host = window.host_s[index(phase)];
-  if (!rank.on_device) return host;
-  double idle = std::max(0.0, window.seconds - device_total_s(window));
-  switch (phase) {
-    case Phase::kForward:
-    case Phase::kBackward:
-    case Phase::kCommunication:
-    case Phase::kOptimizer:
-      return window.device_s[index(phase)];
-    case Phase::kData:
-    case Phase::kSaving:
-    case Phase::kLogging:
-      // Each costs nothing while the device still has work, and idle time is charged once.
-      for (const Phase earlier : {Phase::kData, Phase::kSaving}) {
-        if (earlier == phase) break;
-        idle -= std::min(idle, window.host_s[index(earlier)]);
-      }
-      return std::min(idle, host);
-    default:
-      return host;
-  }
+double spent_s(const Interval& window, Phase phase) {
+  return monitor::spent_s(window)[index(phase)];
 }
 
 double step_s(const RankView& rank) {
@@ -169,7 +138,13 @@ double step_s(const RankView& rank) {
 }
 
 double share(const RankView& rank, Phase phase) {
-  return median_of(rank, [&](const Interval& w) { return spent_s(rank, w, phase) / w.seconds; });
+  return median_of(rank, [&](const Interval& w) { return spent_s(w, phase) / w.seconds; });
+}
+
+double bounded_gain(const RankView& rank, double gain) {
+  const double idle =
+      median_of(rank, [](const Interval& w) { return idle_s(w.seconds, w.device_s) / w.seconds; });
+  return rank.on_device ? std::min(gain, idle) : gain;
 }
 
 double delay_share(const RankView& rank) {

@@ -71,9 +71,7 @@ std::optional<double> starved_share(const View& view);  // as in diagnosis.h
 double lower_median(std::vector<double> values);  // of two the smaller: what half of them have
 
 std::uint64_t count(const RankView& rank, ledger::Counter counter);
-// Seconds of a window that a step is charged with: by the device's clock for what the device does,
-// and what the host does besides only while the device has no work.
-double spent_s(const RankView& rank, const Interval& window, ledger::Phase phase);
+double spent_s(const Interval& window, ledger::Phase phase);  // budget.h
 
 template <typename Figure>
 double median_of(const RankView& rank, Figure figure) {
@@ -83,6 +81,9 @@ double median_of(const RankView& rank, Figure figure) {
 }
 double step_s(const RankView& rank);  // median
 double share(const RankView& rank, ledger::Phase phase);
+// What a change of the host's work can save: no more than the device's idle time, where that is
+// known.
+double bounded_gain(const RankView& rank, double gain);
 double delay_share(const RankView& rank);  // in which its main thread could run and had no core
 
 template <typename Figure>

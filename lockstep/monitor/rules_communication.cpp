@@ -5,7 +5,6 @@
 #include <cmath>
 #include <utility>
 
-#include "lockstep/monitor/limits.h"
 #include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor::detail {
@@ -17,6 +16,9 @@ using ledger::Phase;
 
 constexpr double kMiB = 1u << 20;
 
+// Of the rank that waits least: one that is ahead waits for the others. Ranks that differ by some
+// percent wait for each other a little in every step. Beyond a fifth it is the reduction itself.
+constexpr double kCommunicationShare = 0.20;
 // Smaller buckets cost more for each byte than they hide (docs/benchmarks.md).
 constexpr double kSmallBucketMiB = 4;
 constexpr double kUsualBucketMiB = 25;
@@ -86,6 +88,22 @@ struct Advice {
   double gain = 0;
 };
 
+std::string now_text(std::int64_t value) {
+  return value > 0 ? fmt::format(" (now {})", value) : "";
+}
+
+// By the keys that decide how many samples a step has.
+std::string larger_step(const View& view) {
+  for (const char* key : {"global_batch_size", "tokens_per_update"})
+    if (const auto size = integer_argument(view, key))
+      return fmt::format("raise {}{}", key, now_text(*size));
+  const RunFacts& facts = view.run.facts;
+  return fmt::format(
+      "raise per_device_train_batch_size{} or gradient_accumulation_steps{} (the global batch "
+      "grows with them)",
+      now_text(facts.per_device_batch), now_text(facts.accumulation));
+}
+
 Advice bucket_advice(const View& view, const RankView& rank, double exposed) {
   // A sharded optimizer reduces within its step, not by these buckets.
   const bool sharded = view.run.facts.optimizer.starts_with("sharded");
@@ -105,31 +123,31 @@ Advice bucket_advice(const View& view, const RankView& rank, double exposed) {
                         "would fit behind backward, and a bucket of {:.0f} MiB begins too late.",
                         std::floor(hidden_mib), 1e3 * r.step_share * step_s(rank), bucket_mib),
             std::max(0.0, exposed - kExposedTarget)};
-  return {
-      "reduce less often: raise per_device_train_batch_size or gradient_accumulation_steps (the "
-      "global batch grows with them); between hosts look at the interface (`lockstep doctor`).",
-      exposed / 2};
+  return {fmt::format("reduce less often: {}; between hosts look at the interface (`lockstep "
+                      "doctor`).",
+                      larger_step(view)),
+          exposed / 2};
 }
 
 // ------------------------------------------------------------------ stragglers
 
 // What a rank does by itself in a step. The others' reduction makes all steps equally long, and
 // the sharded optimizer reduces within its step.
-double own_s(const RankView& rank, const Interval& window) {
+double own_s(const Interval& window) {
   double shared = 0;
   for (const Phase phase :
        {Phase::kCommunication, Phase::kOptimizer, Phase::kLogging, Phase::kSaving})
-    shared += spent_s(rank, window, phase);
+    shared += spent_s(window, phase);
   return std::max(0.0, window.seconds - shared) / static_cast<double>(window.steps);
 }
 
 double own_s(const RankView& rank) {
-  return median_of(rank, [&](const Interval& window) { return own_s(rank, window); });
+  return median_of(rank, [](const Interval& window) { return own_s(window); });
 }
 
 double data_s(const RankView& rank) {
   return median_of(rank, [&](const Interval& window) {
-    return spent_s(rank, window, Phase::kData) / static_cast<double>(window.steps);
+    return spent_s(window, Phase::kData) / static_cast<double>(window.steps);
   });
 }
 
@@ -178,7 +196,7 @@ Slow slowest(const View& view) {
 bool is_steady(const Slow& slow) {
   const auto& windows = slow.rank->windows;
   const auto slower = std::count_if(windows.begin(), windows.end(), [&](const Interval& window) {
-    return own_s(*slow.rank, window) > slow.others_s + slow.excess_s / 2;
+    return own_s(window) > slow.others_s + slow.excess_s / 2;
   });
   return static_cast<double>(slower) >= kSteadyShare * static_cast<double>(windows.size());
 }

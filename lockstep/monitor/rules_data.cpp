@@ -5,7 +5,6 @@
 #include <cmath>
 #include <utility>
 
-#include "lockstep/monitor/limits.h"
 #include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor::detail {
@@ -14,6 +13,8 @@ namespace {
 using ledger::Counter;
 using ledger::Phase;
 
+// A loader that is far enough ahead is never waited for; a tenth of a step is no accident.
+constexpr double kDataShare = 0.10;
 // Loading varies from batch to batch: so much more than the mean is planned for.
 constexpr double kLoaderReserve = 1.1;
 
@@ -49,7 +50,7 @@ int sufficient_workers(const View& view) {
     const double passes = std::max(static_cast<double>(count(rank, Counter::kMicroBatches)),
                                    static_cast<double>(rank.sum.steps));
     double waiting = 0;
-    for (const Interval& window : rank.windows) waiting += spent_s(rank, window, Phase::kData);
+    for (const Interval& window : rank.windows) waiting += spent_s(window, Phase::kData);
     const double pass_s = (rank.sum.seconds - waiting) / passes;
     if (pass_s > 0) most = std::max(most, kLoaderReserve * batch_s(rank) / pass_s);
   }
@@ -95,7 +96,7 @@ std::optional<Habit> habit_of(const View& view, Phase phase, Counter events, dou
     const std::uint64_t happened = count(rank, events);
     if (happened < kMinEvents) continue;
     double spent = 0;
-    for (const Interval& window : rank.windows) spent += spent_s(rank, window, phase);
+    for (const Interval& window : rank.windows) spent += spent_s(window, phase);
     Habit habit{
         .share = spent / rank.sum.seconds,
         .steps_between = static_cast<double>(rank.sum.steps) / static_cast<double>(happened)};
@@ -113,9 +114,11 @@ std::string more_passes_text(const View& view) {
 
 // The other way out for a GPU that waits for its kernels, whatever the batch.
 const char* or_one_graph(const View& view) {
-  return flag_argument(view, "compile_model").value_or(false)
-             ? ""
-             : ", or set compile_model: true, which enqueues a step as one CUDA graph";
+  const Entry* const entry = view.run.facts.arguments.find("compile_model");
+  const bool captures =
+      entry != nullptr &&
+      (entry->value.is(NodeKind::kBool) ? entry->value.boolean : entry->value.text != "false");
+  return captures ? "" : ", or set compile_model: true, which enqueues a step as one CUDA graph";
 }
 
 // The host cannot enqueue kernels as fast as the device computes them.
@@ -162,7 +165,8 @@ std::optional<Finding> device_waits_for_host(const View& view) {
 
 std::optional<Finding> loader_bound(const View& view) {
   if (!view.enough) return std::nullopt;
-  const double waiting = usual_share(view, Phase::kData);
+  // Of ranks that lack cores, so do their loaders: what they wait for then is a core.
+  const double waiting = usual_share(view, Phase::kData) - starved_share(view).value_or(0);
   if (waiting < kDataShare) return std::nullopt;
   const int needed = sufficient_workers(view);
   Finding finding{

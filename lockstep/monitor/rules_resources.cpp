@@ -349,7 +349,9 @@ std::optional<Finding> page_faults(const View& view) {
   const double system = rate(*worst, &ProcessRates::system_cores);
   // Of the time that the process ran, and at most what the kernel took of it.
   const double taken = cores > 0 ? std::min(faults * kFaultS, system) / cores : 0;
-  if (taken < kFaultShare) return std::nullopt;
+  const double gain =
+      bounded_gain(*worst, std::min(taken, 1.0) * (1 - share(*worst, Phase::kCommunication)));
+  if (taken < kFaultShare || (worst->on_device && gain < kFaultShare)) return std::nullopt;
   return Finding{
       .rule = "page-faults",
       .what = "Memory goes back to the kernel and is taken again in every step.",
@@ -362,7 +364,7 @@ std::optional<Finding> page_faults(const View& view) {
           "LOCKSTEP_CPU_CACHE_MAX_BYTES=0; lockstep::cache_cpu_memory() elsewhere), or start "
           "with MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_THRESHOLD_=4294967296 "
           "(docs/allocators.md).",
-      .gain = std::min(taken, 1.0) * (1 - share(*worst, Phase::kCommunication))};
+      .gain = gain};
 }
 
 std::optional<Finding> too_many_threads(const View& view) {

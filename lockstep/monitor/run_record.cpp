@@ -46,6 +46,7 @@ template <typename IntervalType, typename Visit>
 void visit_interval(IntervalType& interval, Visit& visit) {
   visit("unix_time_s", interval.unix_time_s);
   visit("seconds", interval.seconds);
+  visit("start", interval.start);
   visit("step", interval.step);
   visit("steps", interval.steps);
   visit("host_s", interval.host_s);
@@ -126,6 +127,9 @@ class Writer {
                                            std::min(static_cast<std::uint64_t>(value), most))
                                      : static_cast<std::int64_t>(value)));
   }
+  void operator()(const char* name, bool value) {
+    if (value) put(name, bool_node(true));
+  }
   // JSON has no infinity, and no reader of a record takes less than nothing.
   void operator()(const char* name, double value) {
     put(name, real_node(std::isfinite(value) && value > 0 ? value : 0));
@@ -187,6 +191,9 @@ class Reader {
       refuse_at(node->location, "{} must be from {} to {}, and {} is not.", name, least, most,
                 read);
     value = static_cast<T>(read);
+  }
+  void operator()(const char* name, bool& value) {
+    if (const Node* node = find(name)) value = as_bool(*node, name);
   }
   void operator()(const char* name, double& value) {
     const Node* node = find(name);
@@ -342,10 +349,6 @@ void add(Budget& to, const Part& from) {
   sum(to.counts, from.counts);
 }
 
-bool has_device_times(const Budget& budget) {
-  return std::ranges::any_of(budget.device_s, [](double seconds) { return seconds > 0; });
-}
-
 }  // namespace
 
 const char* phase_key(ledger::Phase phase) {
@@ -445,28 +448,26 @@ RunRecord read_run(const std::string& directory) {
 }
 
 // A step may last for several intervals, which count once it has ended. What lies before the first
-// step of a start does not: a run that is started again leaves a gap between two intervals. Nor
-// does an interval in which that first step alone ended, since it may have begun long before; with
-// a device's times the first such interval never does, since they are booked when they have passed.
+// step of a start does not. Nor does an interval in which that first step alone ended, since it may
+// have begun long before; with a device's times the first such interval never does, since they are
+// booked when they have passed.
 Budget budget_of(const RankRecord& rank, double skip_s, double from_unix_s) {
   Budget sum;
   Budget pending;
   Budget first;
   bool stepping = false;
   double elapsed = 0;
-  double end = 0;
   for (const Interval& interval : rank.intervals) {
     if (interval.unix_time_s < from_unix_s) continue;
     const double before = elapsed;
     elapsed += interval.seconds;
-    if (interval.unix_time_s - interval.seconds > end + kRestartGap_s) stepping = false;
-    end = interval.unix_time_s;
+    if (interval.start) stepping = false;
     if (before < skip_s || (interval.steps == 0 && !stepping)) continue;
     if (!stepping) pending = {};
     const bool began = std::exchange(stepping, true);
     add(pending, interval);
     if (interval.steps == 0) continue;
-    const bool late = interval.steps == 1 || has_device_times(pending);
+    const bool late = interval.steps == 1 || has_device_times(pending.device_s);
     add(!began && late ? first : sum, std::exchange(pending, {}));
   }
   if (sum.steps == 0) add(sum, first);

@@ -9,7 +9,7 @@
 // recorded into the same folder moves the earlier record away.
 //
 //   const RunRecord run = read_run("out");
-//   for (const RankRecord& rank : run.ranks) use(budget_of(rank).host_s);
+//   for (const RankRecord& rank : run.ranks) use(spent_s(budget_of(rank)));
 //
 // Reading takes nothing for granted: a torn last line is skipped, anything else that is wrong is a
 // UsageError that names file and line.
@@ -23,6 +23,7 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/step_totals.h"
+#include "lockstep/monitor/budget.h"
 #include "lockstep/monitor/cpu_sampler.h"
 #include "lockstep/monitor/gpu_sampler.h"
 
@@ -30,21 +31,17 @@ namespace lockstep::monitor {
 
 inline constexpr const char* kRecordFolder = "monitor";
 
-// Intervals of a rank follow each other about once a second; one that begins so long after the end
-// of the one before belongs to another start.
-inline constexpr double kRestartGap_s = 0.5;
-
-using PhaseSeconds = std::array<double, ledger::kPhases>;     // by ledger::Phase
 using Counts = std::array<std::uint64_t, ledger::kCounters>;  // by ledger::Counter
 
 // A stretch of one rank's time. Sums and counts are of the interval alone.
 struct Interval {
   double unix_time_s = 0;  // its end
   double seconds = 0;
-  std::int64_t step = -1;  // at its end; -1: not known
-  std::int64_t steps = 0;  // that ended in it
-  PhaseSeconds host_s{};   // what the training thread did; they add up to `seconds`
-  PhaseSeconds device_s{};
+  bool start = false;       // the first since the rank was started
+  std::int64_t step = -1;   // at its end; -1: not known
+  std::int64_t steps = 0;   // that ended in it
+  PhaseSeconds host_s{};    // what the training thread did; they add up to `seconds`
+  PhaseSeconds device_s{};  // booked when it has passed, so that it may be more than `seconds`
   Counts counts{};
   std::optional<ProcessRates> process{};
   std::uint64_t resident_bytes = 0;
@@ -111,8 +108,8 @@ struct Budget {
   PhaseSeconds device_s{};
   Counts counts{};
   double step_s() const { return steps > 0 ? seconds / static_cast<double>(steps) : 0; }
-  double share(ledger::Phase phase) const {
-    return seconds > 0 ? host_s[ledger::index(phase)] / seconds : 0;
+  double share(ledger::Phase phase) const {  // by the one definition (budget.h)
+    return seconds > 0 ? spent_s(*this)[ledger::index(phase)] / seconds : 0;
   }
 };
 Budget budget_of(const RankRecord& rank, double skip_s = 0, double from_unix_s = 0);

@@ -158,8 +158,18 @@ at::Tensor loss_alone(const at::Tensor& logits, const at::Tensor& targets,
   return sum / total.count;
 }
 
+// Rows of logits that the kernels read in vectors, and matrices that tensor cores like: a product
+// of an odd width has half of their rate.
+constexpr std::int64_t kVocabularyMultiple = 64;
+
+std::int64_t padded_vocabulary(std::int64_t vocabulary) {
+  return (vocabulary + kVocabularyMultiple - 1) / kVocabularyMultiple * kVocabularyMultiple;
+}
+
 struct HeadCall {
-  at::Tensor hidden, weight, targets;  // matrices and a vector; weight in hidden's dtype
+  // Matrices and a vector. The weight is in hidden's dtype and may have rows beyond the vocabulary,
+  // of zeros.
+  at::Tensor hidden, weight, targets;
   CrossEntropyOptions options;
   std::int64_t chunk_rows;
   at::Tensor dhidden, dweight;  // undefined where they are not wanted; dweight in float
@@ -170,9 +180,8 @@ at::Tensor run_head(const HeadCall& call, const TargetCount& total, bool late) {
   const std::int64_t rows = call.hidden.size(0), vocabulary = call.weight.size(0);
   const std::int64_t chunk = std::min(rows_of_chunk(call.chunk_rows, call.hidden, vocabulary),
                                       std::max<std::int64_t>(rows, 1));
-  // Rows that the kernels can read in vectors, whatever the vocabulary is.
-  const std::int64_t columns = (vocabulary + 63) / 64 * 64;
-  const at::Tensor buffer = at::empty({chunk, columns}, call.hidden.options());
+  const at::Tensor buffer =
+      at::empty({chunk, padded_vocabulary(vocabulary)}, call.hidden.options());
   const at::Tensor scale = early_scale(total, late);
   at::Tensor sum = at::zeros({}, call.hidden.options().dtype(detail::sum_type(call.hidden)));
   for (std::int64_t first = 0; first < rows; first += chunk) {
@@ -211,14 +220,16 @@ class HeadFunction : public torch::autograd::Function<HeadFunction> {
     if (wants_weight) {
       const auto options = hidden.options().dtype(type);
       const bool any = call.hidden.numel() > 0;
-      call.dweight = any ? at::empty(weight.sizes(), options) : at::zeros(weight.sizes(), options);
+      const auto shape = weight_used.sizes();
+      call.dweight = any ? at::empty(shape, options) : at::zeros(shape, options);
     }
     const bool late = scales_late(hidden);
     const TargetCount total = count_targets(targets, ignore_index, type);
     const at::Tensor loss = run_head(call, total, late);
     if (call.dhidden.defined()) call.dhidden = call.dhidden.view(hidden.sizes());
     ctx->saved_data["dhidden"] = call.dhidden;
-    ctx->saved_data["dweight"] = call.dweight;
+    ctx->saved_data["dweight"] =
+        call.dweight.defined() ? call.dweight.narrow(0, 0, weight.size(0)) : call.dweight;
     ctx->saved_data["accumulated"] = detail::from_none(accumulated);
     ctx->saved_data["weight_type"] = static_cast<std::int64_t>(weight.scalar_type());
     ctx->saved_data["scale"] = total.scale;
@@ -297,7 +308,8 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
                      options.chunk_rows);
   const std::int64_t columns =
       checked_columns(kWho, hidden, weight.size(0), targets, options.columns);
-  const at::Tensor used = detail::weight_for(kWho, hidden, weight, options.weight_copy);
+  const at::Tensor used = detail::weight_for(
+      kWho, hidden, weight, hidden.is_cuda() ? padded_vocabulary(weight.size(0)) : 0);
   const bool grad = at::GradMode::is_enabled();
   return HeadFunction::apply(hidden, weight, targets.reshape(-1).to(at::kLong).contiguous(), used,
                              detail::or_none(options.weight_gradient), options.ignore_index,

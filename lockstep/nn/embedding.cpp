@@ -15,8 +15,8 @@ using torch::autograd::variable_list;
 class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& ids, const at::Tensor& tokens,
-                            const at::Tensor& positions, const at::Tensor& tokens_used,
-                            const at::Tensor& positions_used, std::int64_t padding_index) {
+                            const at::Tensor& positions, at::ScalarType dtype,
+                            std::int64_t padding_index) {
     const detail::NoAutocast no_autocast;
     ctx->save_for_backward({ids});
     ctx->saved_data["rows"] = tokens.size(0);
@@ -24,10 +24,10 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     ctx->saved_data["padding_index"] = padding_index;
     ctx->saved_data["tokens_type"] = static_cast<std::int64_t>(tokens.scalar_type());
     ctx->saved_data["positions_type"] = static_cast<std::int64_t>(positions.scalar_type());
-    at::Tensor x = at::embedding(tokens_used, ids);
-    if (const at::Tensor used = detail::from_none(positions_used); used.defined())
-      x += used.narrow(0, 0, ids.size(1));
-    return x;
+    at::Tensor x = at::embedding(tokens, ids);
+    if (const at::Tensor places = detail::from_none(positions); places.defined())
+      x += places.narrow(0, 0, ids.size(1));
+    return x.to(dtype);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -52,7 +52,7 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
         dpositions = at::constant_pad_nd(dpositions, {0, 0, 0, places - ids.size(1)});
       dpositions = dpositions.to(type("positions_type"));
     }
-    return {at::Tensor(), dtokens, dpositions, at::Tensor(), at::Tensor(), at::Tensor()};
+    return {at::Tensor(), dtokens, dpositions, at::Tensor(), at::Tensor()};
   }
 };
 
@@ -69,14 +69,9 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& tokens, const at::
       !positions.defined() || (positions.dim() == 2 && positions.size(0) >= ids.size(1) &&
                                positions.size(1) == tokens.size(1)),
       kWho, "positions must be [time or more, width]", ids, positions);
-  const at::ScalarType dtype = options.dtype.value_or(tokens.scalar_type());
-  const auto used = [&](const at::Tensor& weight, const at::Tensor& copy) {
-    if (!weight.defined()) return detail::or_none(weight);
-    return copy.defined() ? copy : weight.detach().to(dtype);
-  };
   return EmbeddingFunction::apply(ids, tokens, detail::or_none(positions),
-                                  used(tokens, options.tokens_copy),
-                                  used(positions, options.positions_copy), options.padding_index);
+                                  options.dtype.value_or(tokens.scalar_type()),
+                                  options.padding_index);
 }
 
 }  // namespace lockstep::nn

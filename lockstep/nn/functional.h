@@ -29,15 +29,18 @@ struct NormedSum {
 };
 
 // `delta_bias` [columns] is the bias of the linear layer that made delta without it; optional.
-// Weights may be float where the rest is bfloat16 or float16; layer_norm's bias is optional.
+// Weights may be float where the rest is bfloat16 or float16; layer_norm's bias is optional. So may
+// the residual, and then the sum is float too, while the norm has delta's dtype.
 NormedSum add_layer_norm(const at::Tensor& residual, const at::Tensor& delta,
                          const at::Tensor& delta_bias, const at::Tensor& weight,
                          const at::Tensor& bias, double eps = 1e-5);
 NormedSum add_rms_norm(const at::Tensor& residual, const at::Tensor& delta,
                        const at::Tensor& delta_bias, const at::Tensor& weight, double eps = 1e-6);
+// `dtype` of the result: that of x where it is not given, or another one beside a float x.
 at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                      double eps = 1e-5);
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps = 1e-6);
+                      double eps = 1e-5, std::optional<at::ScalarType> dtype = {});
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps = 1e-6,
+                    std::optional<at::ScalarType> dtype = {});
 
 // ---------------------------------------------------------------- losses
 
@@ -56,25 +59,22 @@ struct LinearCrossEntropyOptions {
   std::int64_t ignore_index = -100;
   std::int64_t columns = 0;
   std::int64_t chunk_rows = 0;   // 0: chosen so that the logits of a chunk take about 512 MiB
-  at::Tensor weight_copy{};      // as in LinearOptions
   at::Tensor weight_gradient{};  // as in LinearOptions
 };
 
 // cross_entropy(hidden weight^T): the head and the loss of a language model. At most chunk_rows
 // rows of logits exist at a time, in hidden's dtype; the gradients are computed with them in
-// forward, so backward only hands them over and runs once.
+// forward, so backward only hands them over and runs once. On CUDA a vocabulary of any size has the
+// speed of a multiple of 64: the products have rows of zeros below the weight.
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                 const at::Tensor& targets,
                                 const LinearCrossEntropyOptions& options = {});
 
 // ---------------------------------------------------------------- linear layers
 
-// A float weight with an input in bfloat16 or float16 is multiplied as a copy in the input's dtype,
-// and its gradient is computed in float.
+// A float weight with an input in bfloat16 or float16 is converted to the input's dtype in each
+// call, and its gradient is computed in float.
 struct LinearOptions {
-  // That copy, where the caller keeps one (an optimizer may write it); otherwise made in each call.
-  at::Tensor weight_copy{};
-  at::Tensor bias_copy{};  // likewise
   // Float, of the weight's shape: backward adds the weight's gradient to it, inside the matrix
   // product where it can, and autograd gets none. The caller then counts the weight as done.
   at::Tensor weight_gradient{};
@@ -113,12 +113,11 @@ at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::
 struct EmbeddingOptions {
   std::optional<at::ScalarType> dtype{};  // of the result; default: that of `tokens`
   std::int64_t padding_index = -1;        // a token without a gradient; -1: none
-  at::Tensor tokens_copy{};               // as weight_copy in LinearOptions, in `dtype`
-  at::Tensor positions_copy{};
 };
 
 // Rows of `tokens` [vocabulary, width] for ids [batch, time], plus the first rows of `positions`
-// [time or more, width]; optional. Gradients are summed in float.
+// [time or more, width]; optional. They are added in the tensors' own dtype and rounded to `dtype`
+// once. Gradients are summed in float.
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& tokens,
                      const at::Tensor& positions = {}, const EmbeddingOptions& options = {});
 

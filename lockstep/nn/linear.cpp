@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "lockstep/core/error.h"
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/on_cuda.h"
 #include "lockstep/nn/products.h"
@@ -86,13 +87,15 @@ void sum_product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& int
 }
 
 at::Tensor weight_for(const char* who, const at::Tensor& x, const at::Tensor& weight,
-                      const at::Tensor& copy) {
+                      std::int64_t rows) {
   require(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat, who,
           "a weight must have the input's dtype or be float", x, weight);
-  if (!copy.defined()) return weight.detach().to(x.scalar_type());
-  require(copy.sizes() == weight.sizes() && copy.scalar_type() == x.scalar_type(), who,
-          "weight_copy must have the weight's shape and the input's dtype", weight, copy);
-  return copy.detach();
+  const std::int64_t own = weight.size(0);
+  if (rows <= own) return weight.detach().to(x.scalar_type());
+  const at::Tensor padded = at::empty({rows, weight.size(1)}, x.options());
+  padded.narrow(0, 0, own).copy_(weight.detach());
+  padded.narrow(0, own, rows - own).zero_();
+  return padded;
 }
 
 void check_accumulated(const char* who, const at::Tensor& weight, const at::Tensor& accumulated) {
@@ -246,30 +249,35 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
 
 // ---------------------------------------------------------------- LoRA
 
-// Of an adapter's input: which elements stay, and what they are multiplied by.
+// Which elements of an adapter's input stay, and what they are multiplied by.
 struct Dropout {
-  at::Tensor mask{};  // undefined: all, as they are
-  double keep = 1;
+  // Undefined: all, as they are. Of bytes: a bit for each element (the kernels'); of booleans: one
+  // for each (ATen's).
+  at::Tensor mask{};
+  double scale = 1;
+
+  bool bits() const { return mask.defined() && mask.scalar_type() == at::kByte; }
 };
 
 // (narrow low), dropped out.
 at::Tensor dropped_product(const at::Tensor& narrow, const at::Tensor& low,
                            const Dropout& dropout) {
   if (!dropout.mask.defined()) return at::mm(narrow, low);
+  if (!dropout.bits())
+    return at::native_dropout_backward(at::mm(narrow, low), dropout.mask, dropout.scale);
   const auto rank = static_cast<int>(narrow.size(1));
   const auto cuda = detail::OnCuda::with({narrow, low});
-  if (!cuda || !dropout.mask.is_contiguous() || !cuda->table().lora_covers(low.size(1), rank))
-    return at::native_dropout_backward(at::mm(narrow, low), dropout.mask, dropout.keep);
+  LOCKSTEP_ASSERT(cuda != nullptr);
   const at::Tensor to = at::empty({narrow.size(0), low.size(1)}, narrow.options());
   cuda->check(cuda->table().dropped_product(
                   {.narrow = detail::data(narrow),
                    .low = detail::data(low),
-                   .mask = static_cast<const std::uint8_t*>(detail::data(dropout.mask)),
+                   .bits = static_cast<const std::uint8_t*>(detail::data(dropout.mask)),
                    .to = detail::mutable_data(to),
                    .rows = narrow.size(0),
                    .columns = static_cast<int>(low.size(1)),
                    .rank = rank,
-                   .scale = static_cast<float>(dropout.keep),
+                   .scale = static_cast<float>(dropout.scale),
                    .type = detail::type_of(narrow)},
                   cuda->stream()),
               "dropped_product");
@@ -281,30 +289,66 @@ at::Tensor dropped_gradient(const at::Tensor& narrow, const at::Tensor& x, const
   const auto rank = static_cast<int>(narrow.size(1));
   const at::Tensor to =
       at::empty({rank, x.size(1)}, narrow.options().dtype(detail::sum_type(narrow)));
-  const auto cuda = dropout.mask.defined() ? detail::OnCuda::with({narrow, x}) : nullptr;
-  if (!cuda || !dropout.mask.is_contiguous() || !cuda->table().lora_covers(x.size(1), rank)) {
+  if (!dropout.bits()) {
     const at::Tensor in =
-        dropout.mask.defined() ? at::native_dropout_backward(x, dropout.mask, dropout.keep) : x;
+        dropout.mask.defined() ? at::native_dropout_backward(x, dropout.mask, dropout.scale) : x;
     detail::sum_product(narrow.t(), in, to, false);
     return to;
   }
+  const auto cuda = detail::OnCuda::with({narrow, x});
+  LOCKSTEP_ASSERT(cuda != nullptr);
   const auto columns = static_cast<int>(x.size(1));
   const at::Tensor partials =
       cuda->floats(cuda->table().dropped_gradient_partials(x.size(0), columns, rank));
   cuda->check(cuda->table().dropped_gradient(
                   {.narrow = detail::data(narrow),
                    .x = detail::data(x),
-                   .mask = static_cast<const std::uint8_t*>(detail::data(dropout.mask)),
+                   .bits = static_cast<const std::uint8_t*>(detail::data(dropout.mask)),
                    .to = to.mutable_data_ptr<float>(),
                    .partials = partials.mutable_data_ptr<float>(),
                    .rows = x.size(0),
                    .columns = columns,
                    .rank = rank,
-                   .scale = static_cast<float>(dropout.keep),
+                   .scale = static_cast<float>(dropout.scale),
                    .type = detail::type_of(narrow)},
                   cuda->stream()),
               "dropped_gradient");
   return to;
+}
+
+struct NarrowInput {
+  at::Tensor narrow;  // the input, dropped out, times the transpose of low
+  at::Tensor mask;    // as in Dropout
+};
+
+// Where the kernels apply x is read once, and neither a dropped copy nor a whole mask is written.
+NarrowInput drop_and_narrow(const at::Tensor& x, const at::Tensor& low, double probability) {
+  if (probability == 0) return {at::mm(x, low.t()), {}};
+  const auto rank = static_cast<int>(low.size(0));
+  const auto cuda = detail::OnCuda::with({x, low});
+  if (!cuda || !cuda->table().lora_covers(x.size(1), rank, detail::type_of(x))) {
+    const auto [dropped, mask] = at::native_dropout(x, probability, true);
+    return {at::mm(dropped, low.t()), mask};
+  }
+  const double keep = 1 - probability;
+  const at::Tensor seed = at::empty({1}, x.options().dtype(at::kLong)).random_();
+  const NarrowInput out{at::empty({x.size(0), rank}, x.options()),
+                        at::empty({x.size(0), x.size(1) / 8}, x.options().dtype(at::kByte))};
+  cuda->check(cuda->table().dropped_input(
+                  {.x = detail::data(x),
+                   .low = detail::data(low),
+                   .seed = seed.const_data_ptr<std::int64_t>(),
+                   .bits = static_cast<std::uint8_t*>(detail::mutable_data(out.mask)),
+                   .narrow = detail::mutable_data(out.narrow),
+                   .rows = x.size(0),
+                   .columns = static_cast<int>(x.size(1)),
+                   .rank = rank,
+                   .keep = static_cast<float>(keep),
+                   .scale = static_cast<float>(1 / keep),
+                   .type = detail::type_of(x)},
+                  cuda->stream()),
+              "dropped_input");
+  return out;
 }
 
 // The narrow product is written first and the wide one adds to it: a wide one reads what it adds to
@@ -318,9 +362,7 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
     const at::Tensor bias = detail::from_none(bias_or_none);
     const at::Tensor rows = detail::flat(x);
     const at::Tensor low = a.to(x.scalar_type()), high = b.to(x.scalar_type());
-    at::Tensor dropped = rows, mask;
-    if (dropout > 0) std::tie(dropped, mask) = at::native_dropout(rows, dropout, true);
-    const at::Tensor narrow = at::mm(dropped, low.t());
+    const auto [narrow, mask] = drop_and_narrow(rows, low, dropout);
     at::Tensor y;
     if (bias.defined()) {
       y = affine(rows, weight, bias).addmm_(narrow, high.t(), 1, scaling);
@@ -369,9 +411,8 @@ void check_linear(const char* who, const at::Tensor& x, std::int64_t in, const a
 }
 
 // In the input's dtype.
-at::Tensor bias_for(const at::Tensor& x, const at::Tensor& bias, const LinearOptions& options) {
-  if (!bias.defined()) return bias;
-  return options.bias_copy.defined() ? options.bias_copy : bias.detach().to(x.scalar_type());
+at::Tensor bias_for(const at::Tensor& x, const at::Tensor& bias) {
+  return bias.defined() ? bias.detach().to(x.scalar_type()) : bias;
 }
 
 std::int64_t last_of(const at::Tensor& x) {
@@ -386,8 +427,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   check_linear(kWho, x, last_of(x), weight, bias);
   detail::check_accumulated(kWho, weight, options.weight_gradient);
   return LinearFunction::apply(
-      x, weight, detail::or_none(bias), detail::weight_for(kWho, x, weight, options.weight_copy),
-      detail::or_none(bias_for(x, bias, options)), detail::or_none(options.weight_gradient));
+      x, weight, detail::or_none(bias), detail::weight_for(kWho, x, weight),
+      detail::or_none(bias_for(x, bias)), detail::or_none(options.weight_gradient));
 }
 
 at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::Tensor& fc_bias,
@@ -400,12 +441,10 @@ at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::
   detail::check_accumulated(kWho, fc_weight, options.fc.weight_gradient);
   detail::check_accumulated(kWho, out_weight, options.out.weight_gradient);
   using detail::or_none;
-  return GeluMlpFunction::apply(x, fc_weight, fc_bias, out_weight, or_none(out_bias),
-                                detail::weight_for(kWho, x, fc_weight, options.fc.weight_copy),
-                                bias_for(x, fc_bias, options.fc),
-                                detail::weight_for(kWho, x, out_weight, options.out.weight_copy),
-                                or_none(options.fc.weight_gradient),
-                                or_none(options.out.weight_gradient));
+  return GeluMlpFunction::apply(
+      x, fc_weight, fc_bias, out_weight, or_none(out_bias), detail::weight_for(kWho, x, fc_weight),
+      bias_for(x, fc_bias), detail::weight_for(kWho, x, out_weight),
+      or_none(options.fc.weight_gradient), or_none(options.out.weight_gradient));
 }
 
 at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,

@@ -175,6 +175,40 @@ TEST(Norm, LayerNormAndRmsNormWithAndWithoutResidual) {
   }
 }
 
+// A residual in float beside 16 bits: the sum keeps what these would round away.
+TEST(Norm, FloatResidualBesideSixteenBits) {
+  torch::manual_seed(14);
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    for (const std::int64_t c : {7, 40, 768}) {
+      const auto x = random({5, c}, at::kFloat), delta = random({5, c}, type);
+      const auto w = random({c}, at::kFloat), b = random({c}, at::kFloat);
+      const auto bias = random({c}, at::kFloat);
+      check(
+          [&](auto& i) {
+            const auto [sum, normed] = nn::add_layer_norm(i[0], i[1], i[2], i[3], i[4]);
+            EXPECT_EQ(sum.scalar_type(), at::kFloat);
+            EXPECT_EQ(normed.scalar_type(), type);
+            return Tensors{sum, normed};
+          },
+          [](auto& i) {
+            const auto sum = i[0] + i[1] + i[2];
+            return Tensors{sum, torch::layer_norm(sum, {sum.size(-1)}, i[3], i[4], 1e-5)};
+          },
+          {x, delta, bias, w, b}, tolerance(type), "add_layer_norm");
+      check([&](auto& i) { return Tensors{nn::rms_norm(i[0], i[1], 1e-6, type)}; },
+            [](auto& i) { return Tensors{rms(i[0], i[1], 1e-6)}; }, {x, w}, tolerance(type),
+            "rms_norm");
+      // Far below a unit of 16 bits.
+      const auto tiny = torch::full({5, c}, 1e-4, floats()).to(type);
+      const auto sum = nn::add_rms_norm(torch::ones({5, c}, floats()), tiny, {}, w).sum;
+      EXPECT_GT(sum.min().item<double>(), 1.00005);
+    }
+  }
+  EXPECT_THROW(
+      nn::rms_norm(random({2, 8}, at::kBFloat16), random({8}, at::kFloat), 1e-6, at::kFloat),
+      lockstep::UsageError);
+}
+
 TEST(Norm, FloatWeightsOptionalTensorsOneOutputAndOneTensorTwice) {
   torch::manual_seed(2);
   const auto x = random({6, 24}, at::kBFloat16), w = random({24}, at::kFloat);
@@ -317,8 +351,7 @@ TEST(Linear, FloatWeightsWithBfloat16InputsAndGradientsAddedToABuffer) {
         transposed ? std::vector<std::int64_t>{6, 4} : std::vector<std::int64_t>{4, 6}, floats());
     if (transposed) buffer = buffer.t();
     w.mutable_grad() = at::Tensor();
-    nn::linear(x, w, {}, {.weight_copy = w.detach().to(at::kBFloat16), .weight_gradient = buffer})
-        .backward(dy);
+    nn::linear(x, w, {}, {.weight_gradient = buffer}).backward(dy);
     EXPECT_FALSE(w.grad().defined());
     expect_close(buffer, want + 1, 1e-6, "added to the buffer");
   }
@@ -506,6 +539,16 @@ TEST_F(Kernels, Norms) {
             return Tensors{sum, torch::layer_norm(sum, {sum.size(-1)}, i[3], i[4], 1e-5)};
           },
           {grid(), grid(), bias, w, b}, t, "add_layer_norm, " + what);
+      check_kernels(
+          [](auto& i) {
+            const auto [sum, normed] = nn::add_rms_norm(i[0], i[1], i[2], i[3]);
+            return Tensors{sum, normed};
+          },
+          [](auto& i) {
+            const auto sum = i[0] + i[1] + i[2];
+            return Tensors{sum, rms(sum, i[3], 1e-6)};
+          },
+          {grid().to(at::kFloat), grid(), bias, w}, t, "add_rms_norm, float residual, " + what);
       check_kernels([](auto& i) { return Tensors{nn::rms_norm(i[0], i[1])}; },
                     [](auto& i) { return Tensors{rms(i[0], i[1], 1e-6)}; }, {grid(), w}, t,
                     "rms_norm, " + what);
@@ -530,13 +573,26 @@ TEST_F(Kernels, CrossEntropy) {
   }
 }
 
-// The same seed drops the same elements of a tensor of the same type on both sides.
+// Which elements an adapter keeps after a seed, whatever its input is: those with a gradient.
+at::Tensor stays(std::int64_t rows, std::int64_t in, std::int64_t rank, at::ScalarType type,
+                 double dropout, std::uint64_t seed) {
+  const auto options = floats().dtype(type);
+  const auto x = torch::ones({rows, in}, options).set_requires_grad(true);
+  torch::manual_seed(seed);
+  nn::lora_linear(x, torch::zeros({8, in}, options), {}, torch::ones({rank, in}, options),
+                  torch::ones({8, rank}, options), {.scaling = 1, .dropout = dropout})
+      .sum()
+      .backward();
+  return x.grad().ne(0);
+}
+
 TEST_F(Kernels, AdaptersWithDropout) {
   constexpr double kDropout = 0.25;
-  for (const auto type : kKernelTypes) {
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
     for (const std::int64_t rank : {8, 16}) {
-      for (const std::int64_t in : {64, 1028, 3072}) {
+      for (const std::int64_t in : {64, 1056, 3072}) {
         const auto grid = [&](at::IntArrayRef sizes) { return random(sizes, type) * 0.125; };
+        const at::Tensor mask = stays(1001, in, rank, type, kDropout, 99);
         check_kernels(
             [](auto& i) {
               torch::manual_seed(99);
@@ -544,9 +600,6 @@ TEST_F(Kernels, AdaptersWithDropout) {
                   nn::lora_linear(i[0], i[1], {}, i[2], i[3], {.scaling = 2, .dropout = kDropout})};
             },
             [&](auto& i) {
-              torch::manual_seed(99);
-              const auto mask =
-                  std::get<1>(at::native_dropout(i[0].detach().to(type), kDropout, true));
               const auto dropped = i[0] * mask / (1 - kDropout);
               return Tensors{torch::linear(i[0], i[1]) +
                              2 * torch::linear(torch::linear(dropped, i[2]), i[3])};
@@ -558,6 +611,29 @@ TEST_F(Kernels, AdaptersWithDropout) {
       }
     }
   }
+}
+
+// Six standard deviations of a fair draw: of all, of rows, of columns, of neighbours that both
+// stay, and of two seeds.
+TEST_F(Kernels, DropoutOfAnAdapterIsRandom) {
+  constexpr double kKeep = 0.9;
+  const std::int64_t rows = 2048, in = 1024;
+  const auto mask = stays(rows, in, 16, at::kBFloat16, 1 - kKeep, 5).to(at::kDouble);
+  const auto near = [](const at::Tensor& means, double share, std::int64_t count) {
+    const double bound = 6 * std::sqrt(share * (1 - share) / static_cast<double>(count));
+    EXPECT_LT((means - share).abs().max().item<double>(), bound);
+  };
+  near(mask.mean(), kKeep, rows * in);
+  near(mask.mean(0), kKeep, rows);
+  near(mask.mean(1), kKeep, in);
+  const auto both = [&](const at::Tensor& a, const at::Tensor& b) {
+    near((a * b).mean(), kKeep * kKeep, a.numel() / 2);
+  };
+  both(mask.slice(1, 1), mask.slice(1, 0, in - 1));
+  both(mask.slice(1, 8), mask.slice(1, 0, in - 8));
+  both(mask.slice(0, 1), mask.slice(0, 0, rows - 1));
+  both(mask, stays(rows, in, 16, at::kBFloat16, 1 - kKeep, 6).to(at::kDouble));
+  EXPECT_TRUE(mask.equal(stays(rows, in, 16, at::kBFloat16, 1 - kKeep, 5).to(at::kDouble)));
 }
 
 TEST_F(Kernels, ProductsWithEpilogues) {

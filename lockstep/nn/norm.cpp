@@ -15,16 +15,17 @@ struct NormInput {
   at::Tensor residual, delta, delta_bias, weight, bias;
   double eps;
   bool rms;
+  at::ScalarType dtype;  // of delta and of the norm: the residual's, or another beside float
 };
 struct NormOutput {
   at::Tensor x, normed, mean, rstd;  // mean and rstd [rows, 1]
 };
 
-// The kernels take parameters of one type: float or that of x.
-bool has_one_weight_type(const at::Tensor& x, const NormInput& in) {
+// The kernels take parameters of one type: float or that of the norm.
+bool has_one_weight_type(const NormInput& in) {
   const auto type = in.weight.scalar_type();
   const auto same = [type](const at::Tensor& t) { return !t.defined() || t.scalar_type() == type; };
-  return (type == at::kFloat || type == x.scalar_type()) && same(in.bias) && same(in.delta_bias);
+  return (type == at::kFloat || type == in.dtype) && same(in.bias) && same(in.delta_bias);
 }
 
 NormOutput norm_forward_aten(const NormInput& in) {
@@ -44,7 +45,7 @@ NormOutput norm_forward_aten(const NormInput& in) {
   out.rstd = at::rsqrt(centred.square().mean(-1, /*keepdim=*/true) + in.eps);
   at::Tensor normed = centred * out.rstd * in.weight.to(type);
   if (in.bias.defined()) normed = normed + in.bias.to(type);
-  out.normed = normed.to(in.residual.scalar_type());
+  out.normed = normed.to(in.dtype);
   return out;
 }
 
@@ -52,12 +53,12 @@ NormOutput norm_forward(const NormInput& in) {
   const auto cuda =
       detail::OnCuda::with({in.residual, in.delta, in.delta_bias, in.weight, in.bias});
   const auto columns = static_cast<int>(in.residual.size(-1));
-  if (!cuda || !has_one_weight_type(in.residual, in) || !cuda->table().norm_covers(columns))
+  if (!cuda || !has_one_weight_type(in) || !cuda->table().norm_covers(columns))
     return norm_forward_aten(in);
   const std::int64_t rows = in.residual.size(0);
   NormOutput out;
   out.x = in.delta.defined() ? at::empty_like(in.residual) : in.residual;
-  out.normed = at::empty_like(in.residual);
+  out.normed = at::empty_like(in.residual, in.residual.options().dtype(in.dtype));
   if (!in.rms) out.mean = cuda->floats(rows).view({rows, 1});
   out.rstd = cuda->floats(rows).view({rows, 1});
   cuda->check(
@@ -73,7 +74,8 @@ NormOutput norm_forward(const NormInput& in) {
                                   .rows = rows,
                                   .columns = columns,
                                   .eps = static_cast<float>(in.eps),
-                                  .type = detail::type_of(in.residual),
+                                  .type = detail::type_of(out.normed),
+                                  .residual_type = detail::type_of(in.residual),
                                   .weight_type = detail::type_of(in.weight),
                                   .rms = in.rms},
                                  cuda->stream()),
@@ -82,7 +84,8 @@ NormOutput norm_forward(const NormInput& in) {
 }
 
 struct NormGrads {
-  at::Tensor dx, dweight, dbias, ddelta_bias;  // all but dx in float
+  at::Tensor dx, ddelta;                   // ddelta: dx in the norm's dtype; undefined: dx itself
+  at::Tensor dweight, dbias, ddelta_bias;  // in float
 };
 
 // `dnormed` is defined, `dsum` may not be.
@@ -98,24 +101,25 @@ NormGrads norm_backward_aten(const at::Tensor& dsum, const at::Tensor& dnormed,
   if (saved.mean.defined()) dx = dx - g.mean(-1, /*keepdim=*/true);
   dx = dx * saved.rstd;
   if (dsum.defined()) dx = dx + dsum.to(type);
-  return {dx.to(saved.x.scalar_type()), (dy * xhat).sum(0), dy.sum(0), dx.sum(0)};
+  return {dx.to(saved.x.scalar_type()), {}, (dy * xhat).sum(0), dy.sum(0), dx.sum(0)};
 }
 
+// `has_delta`: the gradient of delta is wanted; `sums_dx`: and that of its bias.
 NormGrads norm_backward(const at::Tensor& dsum, const at::Tensor& dnormed, const NormOutput& saved,
-                        const at::Tensor& weight, bool sums_dx) {
+                        const at::Tensor& weight, bool has_delta, bool sums_dx) {
   const auto cuda = detail::OnCuda::with({saved.x, dsum, dnormed, weight, saved.rstd});
   const auto columns = static_cast<int>(saved.x.size(1));
-  const bool weight_fits =
-      weight.scalar_type() == at::kFloat || weight.scalar_type() == saved.x.scalar_type();
-  const auto same = [&](const at::Tensor& t) {
-    return !t.defined() || t.scalar_type() == saved.x.scalar_type();
-  };
-  if (!cuda || !weight_fits || !same(dsum) || !same(dnormed) || !cuda->table().norm_covers(columns))
+  const auto type = dnormed.scalar_type();
+  const bool fits = (weight.scalar_type() == at::kFloat || weight.scalar_type() == type) &&
+                    (saved.x.scalar_type() == at::kFloat || saved.x.scalar_type() == type) &&
+                    (!dsum.defined() || dsum.scalar_type() == saved.x.scalar_type());
+  if (!cuda || !fits || !cuda->table().norm_covers(columns))
     return norm_backward_aten(dsum, dnormed, saved, weight);
   const std::int64_t rows = saved.x.size(0);
   const at::Tensor partials = cuda->floats(cuda->table().norm_partials(rows, columns));
   const bool rms = !saved.mean.defined();
-  NormGrads grads{at::empty_like(saved.x), cuda->floats(columns), {}, {}};
+  NormGrads grads{at::empty_like(saved.x), {}, cuda->floats(columns), {}, {}};
+  if (has_delta && type != saved.x.scalar_type()) grads.ddelta = at::empty_like(dnormed);
   if (!rms) grads.dbias = cuda->floats(columns);
   if (sums_dx) grads.ddelta_bias = cuda->floats(columns);
   cuda->check(cuda->table().norm_backward(
@@ -126,13 +130,15 @@ NormGrads norm_backward(const at::Tensor& dsum, const at::Tensor& dnormed, const
                    .mean = static_cast<const float*>(detail::data(saved.mean)),
                    .rstd = saved.rstd.const_data_ptr<float>(),
                    .dx = detail::mutable_data(grads.dx),
+                   .ddelta = detail::mutable_data(grads.ddelta),
                    .dweight = grads.dweight.mutable_data_ptr<float>(),
                    .dbias = static_cast<float*>(detail::mutable_data(grads.dbias)),
                    .ddelta_bias = static_cast<float*>(detail::mutable_data(grads.ddelta_bias)),
                    .partials = partials.mutable_data_ptr<float>(),
                    .rows = rows,
                    .columns = columns,
-                   .type = detail::type_of(saved.x),
+                   .type = detail::type_of(dnormed),
+                   .residual_type = detail::type_of(saved.x),
                    .weight_type = detail::type_of(weight),
                    .rms = rms},
                   cuda->stream()),
@@ -146,7 +152,8 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& residual,
                                const at::Tensor& delta_or_none,
                                const at::Tensor& delta_bias_or_none, const at::Tensor& weight,
-                               const at::Tensor& bias_or_none, double eps, bool rms) {
+                               const at::Tensor& bias_or_none, double eps, bool rms,
+                               at::ScalarType dtype) {
     const at::Tensor delta = detail::from_none(delta_or_none);
     const at::Tensor delta_bias = detail::from_none(delta_bias_or_none);
     const at::Tensor bias = detail::from_none(bias_or_none);
@@ -154,9 +161,10 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
     const auto rows_of = [](const at::Tensor& t) {
       return t.defined() ? detail::flat(t).contiguous() : t;
     };
-    const NormOutput out =
-        norm_forward({rows_of(residual), rows_of(delta), delta_bias, weight, bias, eps, rms});
+    const NormOutput out = norm_forward(
+        {rows_of(residual), rows_of(delta), delta_bias, weight, bias, eps, rms, dtype});
     ctx->set_materialize_grads(false);
+    ctx->saved_data["type"] = static_cast<std::int64_t>(dtype);
     ctx->saved_data["bias"] = bias.defined();
     ctx->saved_data["bias_type"] =
         static_cast<std::int64_t>((bias.defined() ? bias : weight).scalar_type());
@@ -184,8 +192,9 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
       const auto rows_of = [](const at::Tensor& t) {
         return t.defined() ? detail::flat(t).contiguous() : t;
       };
-      out = norm_backward(rows_of(dsum), rows_of(dnormed),
-                          {rows_of(saved[0]), {}, saved[2], saved[3]}, saved[1], sums_dx);
+      out =
+          norm_backward(rows_of(dsum), rows_of(dnormed),
+                        {rows_of(saved[0]), {}, saved[2], saved[3]}, saved[1], has_delta, sums_dx);
       out.dx = out.dx.view(saved[0].sizes());
     } else if (dsum.defined()) {
       out.dx = dsum;
@@ -201,11 +210,16 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
                  : at::Tensor();
     };
     const bool has_bias = ctx->saved_data["bias"].toBool();
+    if (has_delta && out.dx.defined()) {
+      const auto type = static_cast<at::ScalarType>(ctx->saved_data["type"].toInt());
+      out.ddelta = out.ddelta.defined() ? out.ddelta.view(saved[0].sizes()) : out.dx.to(type);
+    }
     return {out.dx,
-            has_delta ? out.dx : at::Tensor(),
+            out.ddelta,
             sums_dx ? typed(out.ddelta_bias, 2, "delta_bias_type") : at::Tensor(),
             as(out.dweight, 3, saved[1]),
             has_bias ? typed(out.dbias, 4, "bias_type") : at::Tensor(),
+            at::Tensor(),
             at::Tensor(),
             at::Tensor()};
   }
@@ -221,16 +235,32 @@ void check_norm(const char* who, const at::Tensor& x, const at::Tensor& weight,
                   "a bias must have the size of the last dimension", x, bias);
 }
 
+// Beside a float tensor the norm may have another type.
+bool may_be(at::ScalarType type, const at::Tensor& x) {
+  return type == x.scalar_type() || (x.scalar_type() == at::kFloat && c10::elementSize(type) == 2);
+}
+
 NormedSum add_norm(const char* who, const NormInput& in) {
   check_norm(who, in.residual, in.weight, in.bias);
   check_norm(who, in.residual, in.weight, in.delta_bias);
   detail::require(in.delta.defined() && in.delta.sizes() == in.residual.sizes() &&
-                      in.delta.scalar_type() == in.residual.scalar_type(),
-                  who, "residual and delta must have one shape and dtype", in.residual, in.delta);
+                      may_be(in.delta.scalar_type(), in.residual),
+                  who,
+                  "residual and delta must have one shape and one dtype, or the residual is float",
+                  in.residual, in.delta);
   using detail::or_none;
   auto out = NormFunction::apply(in.residual, or_none(in.delta), or_none(in.delta_bias), in.weight,
-                                 or_none(in.bias), in.eps, in.rms);
+                                 or_none(in.bias), in.eps, in.rms, in.delta.scalar_type());
   return {out[0], out[1]};
+}
+
+at::Tensor norm(const char* who, const NormInput& in) {
+  check_norm(who, in.residual, in.weight, in.bias);
+  detail::require(may_be(in.dtype, in.residual), who,
+                  "dtype must be the input's, or of 16 bits beside a float input", in.residual);
+  const at::Tensor none = detail::or_none({});
+  return NormFunction::apply(in.residual, none, none, in.weight, detail::or_none(in.bias), in.eps,
+                             in.rms, in.dtype)[0];
 }
 
 }  // namespace
@@ -238,25 +268,22 @@ NormedSum add_norm(const char* who, const NormInput& in) {
 NormedSum add_layer_norm(const at::Tensor& residual, const at::Tensor& delta,
                          const at::Tensor& delta_bias, const at::Tensor& weight,
                          const at::Tensor& bias, double eps) {
-  return add_norm("add_layer_norm", {residual, delta, delta_bias, weight, bias, eps, false});
+  return add_norm("add_layer_norm", {residual, delta, delta_bias, weight, bias, eps, false, {}});
 }
 
 NormedSum add_rms_norm(const at::Tensor& residual, const at::Tensor& delta,
                        const at::Tensor& delta_bias, const at::Tensor& weight, double eps) {
-  return add_norm("add_rms_norm", {residual, delta, delta_bias, weight, {}, eps, true});
+  return add_norm("add_rms_norm", {residual, delta, delta_bias, weight, {}, eps, true, {}});
 }
 
 at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                      double eps) {
-  check_norm("layer_norm", x, weight, bias);
-  const at::Tensor none = detail::or_none({});
-  return NormFunction::apply(x, none, none, weight, detail::or_none(bias), eps, false)[0];
+                      double eps, std::optional<at::ScalarType> dtype) {
+  return norm("layer_norm", {x, {}, {}, weight, bias, eps, false, dtype.value_or(x.scalar_type())});
 }
 
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  check_norm("rms_norm", x, weight, {});
-  const at::Tensor none = detail::or_none({});
-  return NormFunction::apply(x, none, none, weight, none, eps, true)[0];
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                    std::optional<at::ScalarType> dtype) {
+  return norm("rms_norm", {x, {}, {}, weight, {}, eps, true, dtype.value_or(x.scalar_type())});
 }
 
 }  // namespace lockstep::nn

@@ -4,14 +4,16 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
 namespace lockstep::nn::detail {
 
 // into += a b, or into = a b with add = false. `into` is contiguous, float or double.
 void sum_product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& into, bool add);
 
-// The weight of a linear layer in the dtype of x: `copy` where it is defined.
+// The weight of a linear layer in the dtype of x, with rows of zeros below it up to `rows`.
 at::Tensor weight_for(const char* who, const at::Tensor& x, const at::Tensor& weight,
-                      const at::Tensor& copy);
+                      std::int64_t rows = 0);
 
 // The gradient dy^T x of a weight [out, in]; undefined when it was added to `accumulated`.
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight_used,

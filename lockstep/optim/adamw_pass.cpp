@@ -12,7 +12,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
-#include "lockstep/nn/weight_copy.h"
 #include "lockstep/optim/group.h"
 
 namespace lockstep::optim {
@@ -33,19 +32,17 @@ void check_item(const AdamWItem& item, c10::Device device, std::size_t groups) {
     return t.defined() && t.scalar_type() == type && t.device() == device && t.is_contiguous() &&
            t.sizes() == item.param.sizes();
   };
-  const bool ok =
-      fits(item.param, at::kFloat) && fits(item.exp_avg, at::kFloat) &&
-      fits(item.exp_avg_sq, at::kFloat) && (!item.grad.defined() || fits(item.grad, at::kFloat)) &&
-      (!item.shadow.defined() || fits(item.shadow, at::kBFloat16)) && item.step.defined() &&
-      item.step.numel() == 1 && item.step.scalar_type() == at::kFloat &&
-      item.step.device() == device && item.group < groups;
+  const bool ok = fits(item.param, at::kFloat) && fits(item.exp_avg, at::kFloat) &&
+                  fits(item.exp_avg_sq, at::kFloat) &&
+                  (!item.grad.defined() || fits(item.grad, at::kFloat)) && item.step.defined() &&
+                  item.step.numel() == 1 && item.step.scalar_type() == at::kFloat &&
+                  item.step.device() == device && item.group < groups;
   if (!ok)
-    throw UsageError(
-        kAdamWPass,
-        "an item does not fit: parameter, gradient and averages must be float, of one "
-        "shape, contiguous and on {}, the copy bfloat16, step one float, and the group "
-        "one of {}. Convert the parameter, or use AdamW.",
-        device.str(), groups);
+    throw UsageError(kAdamWPass,
+                     "an item does not fit: parameter, gradient and averages must be float, of one "
+                     "shape, contiguous and on {}, step one float, and the group one of {}. "
+                     "Convert the parameter, or use AdamW.",
+                     device.str(), groups);
 }
 
 const at::Tensor& grad_of(const AdamWItem& item) {
@@ -67,14 +64,6 @@ at::Tensor bytes_of(const std::vector<T>& values, bool pinned) {
   if (!values.empty())
     std::memcpy(host.mutable_data_ptr(), values.data(), values.size() * sizeof(T));
   return host;
-}
-
-at::Tensor shadow_of(const AdamWItem& item) {
-  if (item.shadow.defined()) return item.shadow;
-  const at::Tensor copy = nn::find_weight_copy(item.param);
-  return copy.defined() && copy.scalar_type() == at::kBFloat16 && copy.is_contiguous()
-             ? copy
-             : at::Tensor();
 }
 
 bool aligned(const void* pointer) {
@@ -142,7 +131,7 @@ void AdamWPass::measure(const at::Tensor& grad_scale) {
   if (grad_scale.defined() && (grad_scale.scalar_type() != at::kFloat || !grad_scale.is_cuda()))
     throw UsageError(kAdamWPass, "grad_scale must be one float on {}.", norm_.device().str());
   const c10::DeviceGuard guard(norm_.device());
-  measured_ = &tables_for_gradients();
+  measured_ = &current_tables();
   cuda::AdamStep args = arguments(*measured_);
   args.grad_scale = pointer<const float>(grad_scale);
   check_status(table->adamw_norm(args, table->current_stream(norm_.device().index())));
@@ -161,13 +150,7 @@ void AdamWPass::update(const at::Tensor& skip) {
     args.skip = pointer<const float>(skip);
     check_status(table->adamw_update(args, table->current_stream(norm_.device().index())));
   }
-  for (const auto& item : items_) {
-    item.param.unsafeGetTensorImpl()->bump_version();
-    const at::Tensor shadow = shadow_of(item);
-    if (!shadow.defined()) continue;
-    shadow.unsafeGetTensorImpl()->bump_version();
-    if (!item.shadow.defined()) nn::mark_weight_copy_current(item.param);
-  }
+  for (const auto& item : items_) item.param.unsafeGetTensorImpl()->bump_version();
 }
 
 // ---------------------------------------------------------------- with ATen
@@ -199,7 +182,6 @@ void AdamWPass::update_with_aten(const at::Tensor& skip) {
         v.sqrt().mul_(1 / std::sqrt(1 - std::pow(beta2, step))).add_(o.eps);
     param.mul_(1 - o.lr * o.weight_decay);
     param.addcdiv_(m, denominator, -o.lr / (1 - std::pow(beta1, step)));
-    if (at::Tensor shadow = shadow_of(item); shadow.defined()) shadow.copy_(param);
   }
 }
 
@@ -214,13 +196,11 @@ AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) cons
                        .grad = grad_of(item).const_data_ptr<float>(),
                        .exp_avg = pointer<float>(item.exp_avg),
                        .exp_avg_sq = pointer<float>(item.exp_avg_sq),
-                       .shadow = pointer<void>(shadow_of(item)),
                        .step = pointer<float>(item.step),
                        .size = item.param.numel(),
                        .group = static_cast<std::int32_t>(item.group),
                        .aligned = 0};
-    t.aligned = aligned(t.param) && aligned(t.grad) && aligned(t.exp_avg) &&
-                aligned(t.exp_avg_sq) && aligned(t.shadow);
+    t.aligned = aligned(t.param) && aligned(t.grad) && aligned(t.exp_avg) && aligned(t.exp_avg_sq);
     for (std::int32_t i = 0; i * cuda::kAdamChunk < t.size; ++i)
       chunks.push_back({static_cast<std::int32_t>(tensors.size()), i});
     tensors.push_back(t);
@@ -234,12 +214,20 @@ AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) cons
       .made_for = std::move(made_for)};
 }
 
-AdamWPass::Tables& AdamWPass::tables_for_gradients() {
-  std::vector<const void*> wanted;
+// Whoever loads a model may give a parameter other memory (set_data), and backward gives gradients
+// other memory; the step works on what is there now.
+std::vector<const void*> AdamWPass::addresses() const {
+  std::vector<const void*> all;
   for (const auto& item : items_) {
-    wanted.push_back(grad_of(item).const_data_ptr());
-    wanted.push_back(pointer<void>(shadow_of(item)));
+    check_item(item, norm_.device(), groups_.size());
+    for (const at::Tensor* tensor : {&item.param, &grad_of(item), &item.exp_avg, &item.exp_avg_sq})
+      all.push_back(tensor->const_data_ptr());
   }
+  return all;
+}
+
+AdamWPass::Tables& AdamWPass::current_tables() {
+  std::vector<const void*> wanted = addresses();
   if (!cuda::capturing()) {
     if (wanted == tables_.made_for) return tables_;
     tables_ = make_tables(std::move(wanted));
@@ -249,7 +237,6 @@ AdamWPass::Tables& AdamWPass::tables_for_gradients() {
   }
   LOCKSTEP_ASSERT(spare_.tensors.defined());
   Tables& tables = captured_.emplace_back(make_tables(std::move(wanted)));
-  for (const auto& item : items_) tables.shadows.push_back(shadow_of(item));
   const Tables there = std::exchange(spare_, {});
   cuda::after_capture([there, tensors = tables.tensors, chunks = tables.chunks] {
     at::Tensor(there.tensors).copy_(tensors);
@@ -261,9 +248,6 @@ AdamWPass::Tables& AdamWPass::tables_for_gradients() {
 }
 
 void AdamWPass::prepare_capture() {
-  // Copies that update() does not write are converted by the graph, in every replay.
-  for (const auto& item : items_)
-    if (!shadow_of(item).defined()) nn::expire_weight_copy(item.param);
   if (spare_.tensors.defined() || !norm_.is_cuda()) return;
   std::int64_t chunks = 0;
   for (const auto& item : items_)

@@ -1,5 +1,5 @@
 // AdamW over many float parameters in one pass over memory: unscaling, clipping by the norm of all
-// gradients, the update, and a bfloat16 copy of each parameter that wants one.
+// gradients, and the update.
 //
 //   AdamWPass pass{items, {AdamWOptions{.lr = 3e-4}}};
 //   pass.set_max_norm(1.0);
@@ -35,7 +35,6 @@ struct AdamWItem {
   at::Tensor exp_avg;     // float
   at::Tensor exp_avg_sq;  // float
   at::Tensor step;        // one float on param's device: how many steps were taken
-  at::Tensor shadow{};    // bfloat16: written with the parameter; undefined: nn::weight_copy's
   std::size_t group = 0;
 };
 
@@ -63,16 +62,16 @@ class AdamWPass {
   const at::Tensor& found_inf() const { return found_inf_; }
 
  private:
-  // What the kernels read of the tensors, and which gradients and copies it was made for.
+  // What the kernels read of the tensors, and the addresses it was made for.
   struct Tables {
     at::Tensor tensors, chunks, partials, factors;
     std::vector<const void*> made_for;
-    std::vector<at::Tensor> shadows{};  // of a graph: their memory stays
   };
   void measure_with_aten(const at::Tensor& grad_scale);
   void update_with_aten(const at::Tensor& skip);
+  std::vector<const void*> addresses() const;
   Tables make_tables(std::vector<const void*> made_for) const;
-  Tables& tables_for_gradients();
+  Tables& current_tables();
   kernels::cuda::AdamStep arguments(const Tables& tables) const;
   void check_status(int status) const;
 

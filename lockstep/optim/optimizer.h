@@ -89,7 +89,8 @@ class Optimizer {
   virtual TensorDict state_dict(const StateDictOptions& options = {}) = 0;
   virtual void load_state_dict(const TensorDict& state) = 0;
 
-  // Call it after writing or loading the model's parameters, with the same values on every rank.
+  // Call it after writing or loading the model's parameters, with the same values on every rank. A
+  // sharded optimizer takes them over; a replicated one reads them in each step anyway.
   virtual void sync_from_model() {}
 
   // For steps in a CUDA graph (lockstep/train/captured_step.h): why step() cannot be captured,

@@ -17,6 +17,13 @@ namespace {
 constexpr const char* kSchedule = "schedule";
 using Factor = std::function<double(std::int64_t)>;
 
+std::string kwarg_text(const ScheduleKwargs::mapped_type& value) {
+  if (const auto* word = std::get_if<std::string>(&value)) return *word;
+  if (const auto* list = std::get_if<std::vector<double>>(&value))
+    return fmt::format("[{}]", fmt::join(*list, ", "));
+  return fmt::format("{}", std::get<double>(value));
+}
+
 // The options of one schedule, read with a default or required.
 class Kwargs {
  public:
@@ -34,16 +41,35 @@ class Kwargs {
   std::optional<double> real(const char* key) const {
     const auto found = options_.kwargs.find(key);
     if (found == options_.kwargs.end()) return std::nullopt;
-    if (const auto* word = std::get_if<std::string>(&found->second)) refuse(key, *word, "a number");
-    return std::get<double>(found->second);
+    const auto* value = std::get_if<double>(&found->second);
+    if (value == nullptr) refuse(key, kwarg_text(found->second), "a number");
+    return *value;
   }
   std::optional<std::int64_t> steps(const char* key) const {
-    constexpr double kMax = 1e15;  // every whole number up to here is a double of its own
     const auto value = real(key);
     if (!value) return std::nullopt;
-    if (!(*value >= 0 && *value <= kMax && std::floor(*value) == *value))
-      refuse(key, fmt::format("{}", *value), "a whole number of steps, at least 0");
-    return static_cast<std::int64_t>(*value);
+    return whole(key, *value, "a whole number of steps, at least 0");
+  }
+  // Required, sorted. As from PyTorch, a step that is listed twice counts twice.
+  std::vector<std::int64_t> list_of_steps(const char* key) const {
+    const char* const wanted = "a list of whole numbers of steps, at least one";
+    const auto found = options_.kwargs.find(key);
+    const auto* list =
+        found == options_.kwargs.end() ? nullptr : std::get_if<std::vector<double>>(&found->second);
+    if (list == nullptr || list->empty())
+      refuse(key, found == options_.kwargs.end() ? "(not given)" : kwarg_text(found->second),
+             wanted);
+    std::vector<std::int64_t> all;
+    for (const double value : *list) all.push_back(whole(key, value, wanted));
+    std::sort(all.begin(), all.end());
+    return all;
+  }
+  // What the rate is multiplied with again and again.
+  double gamma(double otherwise) const {
+    const double value = real("gamma").value_or(otherwise);
+    if (!(value >= 0 && std::isfinite(value)))
+      refuse("gamma", fmt::format("{}", value), "a number, at least 0");
+    return value;
   }
   std::string word(const char* key, const char* otherwise,
                    const std::vector<std::string>& choices) const {
@@ -51,8 +77,7 @@ class Kwargs {
     if (found == options_.kwargs.end()) return otherwise;
     const auto* value = std::get_if<std::string>(&found->second);
     if (value == nullptr || std::find(choices.begin(), choices.end(), *value) == choices.end())
-      refuse(key, value != nullptr ? *value : fmt::format("{}", std::get<double>(found->second)),
-             fmt::format("{}", fmt::join(choices, ", ")));
+      refuse(key, kwarg_text(found->second), fmt::format("{}", fmt::join(choices, ", ")));
     return *value;
   }
   [[noreturn]] void refuse(const char* key, const std::string& value,
@@ -62,6 +87,13 @@ class Kwargs {
   }
 
  private:
+  std::int64_t whole(const char* key, double value, const char* wanted) const {
+    constexpr double kMax = 1e15;  // every whole number up to here is a double of its own
+    if (!(value >= 0 && value <= kMax && std::floor(value) == value))
+      refuse(key, fmt::format("{}", value), wanted);
+    return static_cast<std::int64_t>(value);
+  }
+
   const ScheduleOptions& options_;
   std::vector<std::string> known_;
 };
@@ -204,6 +236,46 @@ Factor warmup_stable_decay(const ScheduleOptions& options) {
   };
 }
 
+// gamma to the power of `times(steps since the warm-up)`: what PyTorch's schedulers compute step by
+// step, as the second one of a SequentialLR.
+Factor power_of_gamma(std::int64_t warmup, double gamma, Factor times) {
+  return after_warmup(warmup, [=, times = std::move(times)](std::int64_t step) {
+    return std::pow(gamma, times(step - warmup));
+  });
+}
+
+Factor step_decay(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {"step_size", "gamma"});
+  const std::int64_t size = kwargs.steps("step_size").value_or(0);
+  if (size == 0)
+    throw UsageError(kSchedule,
+                     "step needs step_size, at least 1. The rate is multiplied by gamma after "
+                     "every step_size steps. Set it in kwargs (lr_scheduler_kwargs in a training "
+                     "file).");
+  return power_of_gamma(options.warmup_steps, kwargs.gamma(0.1),
+                        [size](std::int64_t steps) { return static_cast<double>(steps / size); });
+}
+
+Factor multi_step_decay(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {"milestones", "gamma"});
+  return power_of_gamma(
+      options.warmup_steps, kwargs.gamma(0.1),
+      [milestones = kwargs.list_of_steps("milestones")](std::int64_t steps) {
+        return static_cast<double>(std::upper_bound(milestones.begin(), milestones.end(), steps) -
+                                   milestones.begin());
+      });
+}
+
+Factor exponential_decay(const ScheduleOptions& options) {
+  const Kwargs kwargs(options, {"gamma"});
+  if (!kwargs.real("gamma"))
+    throw UsageError(kSchedule,
+                     "exponential needs gamma. The rate is multiplied by it after every step. Set "
+                     "it in kwargs (lr_scheduler_kwargs in a training file).");
+  return power_of_gamma(options.warmup_steps, kwargs.gamma(1),
+                        [](std::int64_t steps) { return static_cast<double>(steps); });
+}
+
 struct Kind {
   const char* name;
   Factor (*make)(const ScheduleOptions&);
@@ -219,6 +291,9 @@ constexpr Kind kKinds[] = {
     {"polynomial", polynomial, true},
     {"inverse_sqrt", inverse_sqrt, false},
     {"warmup_stable_decay", warmup_stable_decay, true},
+    {"step", step_decay, false},
+    {"multi_step", multi_step_decay, false},
+    {"exponential", exponential_decay, false},
 };
 
 void check(const ScheduleOptions& options, const Kind& kind) {
@@ -255,6 +330,11 @@ const std::vector<std::string>& schedule_names() {
   return names;
 }
 
+bool schedule_has_end(std::string_view name) {
+  return std::ranges::any_of(
+      kKinds, [&](const Kind& kind) { return name == kind.name && kind.needs_total; });
+}
+
 ScheduleKwargs schedule_kwargs(const Node& node) {
   ScheduleKwargs kwargs;
   if (node.is(NodeKind::kNull)) return kwargs;
@@ -263,6 +343,10 @@ ScheduleKwargs schedule_kwargs(const Node& node) {
     if (value.is(NodeKind::kNull)) continue;
     if (value.is(NodeKind::kString)) {
       kwargs.emplace(entry.key, value.text);
+    } else if (value.is(NodeKind::kList)) {
+      std::vector<double> list;
+      for (const Node& item : value.items) list.push_back(as_real(item, entry.key));
+      kwargs.emplace(entry.key, std::move(list));
     } else {
       kwargs.emplace(entry.key, as_real(value, entry.key));
     }

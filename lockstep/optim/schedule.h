@@ -1,4 +1,4 @@
-// Learning-rate schedules with Hugging Face's names, options and values.
+// Learning-rate schedules: Hugging Face's, and PyTorch's StepLR, MultiStepLR and ExponentialLR.
 //
 //   const Schedule schedule = make_schedule({.name = "cosine", .warmup_steps = 100,
 //                                            .total_steps = 5000, .lr = 3e-4});
@@ -9,10 +9,10 @@
 // factor(0) is the first step's, as with transformers' get_scheduler.
 //
 // Names: constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial,
-// inverse_sqrt, warmup_stable_decay, cosine_with_min_lr. The options of each (num_cycles, power,
-// lr_end, timescale, min_lr, min_lr_rate, num_stable_steps, num_decay_steps, warmup_type,
-// decay_type, min_lr_ratio) have Hugging Face's meanings and defaults; docs/optimisation.md lists
-// them.
+// inverse_sqrt, warmup_stable_decay, cosine_with_min_lr; step, multi_step, exponential. The options
+// of each (num_cycles, power, lr_end, timescale, min_lr, min_lr_rate, num_stable_steps,
+// num_decay_steps, warmup_type, decay_type, min_lr_ratio; step_size, milestones, gamma) have the
+// meanings and defaults of Hugging Face and PyTorch; docs/optimisation.md lists them.
 //
 // A value: copy it, read it from any thread.
 #pragma once
@@ -21,6 +21,7 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -30,13 +31,15 @@ struct Node;
 
 namespace lockstep::optim {
 
-// Hugging Face's lr_scheduler_kwargs: {{"num_cycles", 2.0}, {"decay_type", "linear"}}.
-using ScheduleKwargs = std::map<std::string, std::variant<double, std::string>>;
+// Hugging Face's lr_scheduler_kwargs: {{"num_cycles", 2.0}, {"decay_type", "linear"}}. A list is
+// {"milestones", std::vector<double>{30, 80}}.
+using ScheduleKwargs =
+    std::map<std::string, std::variant<double, std::string, std::vector<double>>>;
 
 struct ScheduleOptions {
   std::string name = "linear";
   std::int64_t warmup_steps = 0;
-  std::int64_t total_steps = 0;  // not needed by the constant ones and inverse_sqrt
+  std::int64_t total_steps = 0;  // not needed by those that have no end (schedule_has_end)
   double lr = 1e-3;              // the optimizer's own; polynomial's lr_end and min_lr relate to it
   ScheduleKwargs kwargs{};
 };
@@ -58,6 +61,8 @@ class Schedule {
 Schedule make_schedule(const ScheduleOptions& options);
 
 const std::vector<std::string>& schedule_names();
+// Whether it depends on total_steps; false for an unknown name, too.
+bool schedule_has_end(std::string_view name);
 
 // Of a file: a map, or null for none. A key without a value means its default.
 ScheduleKwargs schedule_kwargs(const Node& node);

@@ -1,4 +1,5 @@
-// The schedules alone. That their values are Hugging Face's is checked in tests/optim.
+// The schedules alone. That their values are those of Hugging Face and PyTorch is checked in
+// tests/optim.
 #include "lockstep/optim/schedule.h"
 
 #include <gmock/gmock.h>
@@ -49,6 +50,9 @@ TEST(Schedule, EveryNameStartsAtZeroWithWarmupAndReachesOne) {
   for (const std::string& name : schedule_names()) {
     const std::string kwargs = name == "cosine_with_min_lr"    ? R"({"min_lr_rate": 0.1})"
                                : name == "warmup_stable_decay" ? R"({"num_decay_steps": 5})"
+                               : name == "step"                ? R"({"step_size": 7})"
+                               : name == "multi_step"          ? R"({"milestones": [5, 9]})"
+                               : name == "exponential"         ? R"({"gamma": 0.9})"
                                                                : "{}";
     const Schedule schedule = make(name, 10, 40, kwargs);
     if (name != "constant") {
@@ -61,7 +65,7 @@ TEST(Schedule, EveryNameStartsAtZeroWithWarmupAndReachesOne) {
       EXPECT_LE(schedule.factor(step), 1.0) << name << " " << step;
     }
   }
-  EXPECT_EQ(schedule_names().size(), 9u);
+  EXPECT_EQ(schedule_names().size(), 12u);
 }
 
 TEST(Schedule, OptionsShapeTheEnd) {
@@ -80,7 +84,46 @@ TEST(Schedule, OptionsShapeTheEnd) {
   EXPECT_EQ(make("cosine", 0, 10, R"({"num_cycles": null})").factor(10), 0.0);
 }
 
+TEST(Schedule, DecaysInSteps) {
+  const Schedule step = make("step", 0, 0, R"({"step_size": 3, "gamma": 0.5})");
+  EXPECT_EQ(step.factor(2), 1.0);
+  EXPECT_EQ(step.factor(3), 0.5);
+  EXPECT_EQ(step.factor(8), 0.25);
+  EXPECT_DOUBLE_EQ(make("step", 0, 0, R"({"step_size": 1})").factor(1), 0.1);
+  // In any order; a milestone that is listed twice counts twice.
+  const Schedule several = make("multi_step", 0, 0, R"({"milestones": [8, 3, 8], "gamma": 0.5})");
+  EXPECT_EQ(several.factor(2), 1.0);
+  EXPECT_EQ(several.factor(3), 0.5);
+  EXPECT_EQ(several.factor(8), 0.125);
+  EXPECT_EQ(make("exponential", 0, 0, R"({"gamma": 0.5})").factor(3), 0.125);
+  // After a warm-up they begin with its end.
+  EXPECT_EQ(make("step", 4, 0, R"({"step_size": 3, "gamma": 0.5})").factor(2), 0.5);
+  EXPECT_EQ(make("step", 4, 0, R"({"step_size": 3, "gamma": 0.5})").factor(6), 1.0);
+  EXPECT_EQ(make("step", 4, 0, R"({"step_size": 3, "gamma": 0.5})").factor(7), 0.5);
+  const Schedule from_cpp = make_schedule(
+      {.name = "multi_step", .kwargs = {{"milestones", std::vector<double>{2}}, {"gamma", 0.5}}});
+  EXPECT_EQ(from_cpp.factor(2), 0.5);
+}
+
+TEST(Schedule, KnowsWhichHaveAnEnd) {
+  EXPECT_TRUE(schedule_has_end("linear"));
+  for (const char* name : {"constant", "inverse_sqrt", "step", "multi_step", "exponential", "?"})
+    EXPECT_FALSE(schedule_has_end(name)) << name;
+}
+
 TEST(Schedule, RefusesWhatItCannotCompute) {
+  EXPECT_THAT(refusal("step", 0, 0), HasSubstr("step needs step_size, at least 1"));
+  EXPECT_THAT(refusal("step", 0, 0, R"({"step_size": 2, "gamma": -1})"),
+              HasSubstr("gamma = -1 of step cannot be used. It must be a number, at least 0."));
+  EXPECT_THAT(refusal("exponential", 0, 0), HasSubstr("exponential needs gamma"));
+  EXPECT_THAT(refusal("multi_step", 0, 0), HasSubstr("milestones = (not given) of multi_step"));
+  EXPECT_THAT(refusal("multi_step", 0, 0, R"({"milestones": []})"),
+              HasSubstr("milestones = [] of multi_step cannot be used. It must be a list of whole "
+                        "numbers of steps, at least one."));
+  EXPECT_THAT(refusal("multi_step", 0, 0, R"({"milestones": [1, 2.5]})"),
+              HasSubstr("milestones = 2.5 of multi_step"));
+  EXPECT_THAT(refusal("exponential", 0, 0, R"({"gamma": [1]})"),
+              HasSubstr("gamma = [1] of exponential cannot be used. It must be a number."));
   EXPECT_THAT(refusal("cosin", 0, 10),
               AllOf(HasSubstr("[schedule] there is no schedule 'cosin'. Did you mean cosine?"),
                     HasSubstr("warmup_stable_decay")));

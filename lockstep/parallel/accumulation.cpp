@@ -13,6 +13,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
+#include "lockstep/core/step_totals.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/replicas.h"
@@ -90,6 +91,31 @@ void agree_on(const AccumulationOptions& options, World& world, const std::excep
                    other->rank, other->here, other->first);
 }
 
+// The numbers of a micro-batch that its arithmetic takes, in the order of Next::values.
+struct Numbers {
+  double weight = 1;  // of its loss
+  double count = 0;
+  double seen = 0;    // the window's count with it
+  double factor = 1;  // of the gradients: of the earlier ones (kOwnCounts), or of all at the end
+};
+enum NumberIndex { kWeight, kCount, kSeen, kFactor };
+
+// One of them: known to the host, or on the device, where a CUDA graph reads it in every replay.
+struct Number {
+  double host = 0;
+  at::Tensor device{};  // one float64
+};
+
+Number number(const Numbers& numbers, NumberIndex index, const MicroBatch& micro) {
+  const double all[] = {numbers.weight, numbers.count, numbers.seen, numbers.factor};
+  return {all[index], micro.values.defined() ? micro.values[index] : at::Tensor()};
+}
+
+// As x times the host's number, which is rounded to x's type first.
+at::Tensor times(const at::Tensor& x, const Number& by) {
+  return by.device.defined() ? x * by.device.to(x.scalar_type()) : x * by.host;
+}
+
 }  // namespace
 
 struct Accumulation::Impl {
@@ -136,28 +162,40 @@ struct Accumulation::Impl {
     expected = alone ? mine : std::max(1.0, reducer->world().max(mine));
   }
 
-  double weight(const MicroBatch& micro) const {
-    const auto equal = static_cast<double>(length);
-    if (options.weights == WindowWeights::kBatches) return 1.0 / equal;
-    return static_cast<double>(micro.count) / planned;
+  // What the whole window's count is expected to be over all ranks.
+  double wanted(std::int64_t window_length) const {
+    return expected * static_cast<double>(window_length) *
+           static_cast<double>(reducer->world().size());
   }
 
-  // The last micro-batch's count makes the rank's own known, before its gradients are mixed with
-  // those of others: what is accumulated so far is brought to that divisor, which the last has.
-  void settle_own_counts() {
-    const auto seen = static_cast<double>(count);
-    if (seen == 0 || seen == planned) return;
-    const at::NoGradGuard no_grad;
-    if (done > 0) scale_gradients(planned / seen);
-    planned = seen;
+  // Of a micro-batch of a window of `window_length`, before which `before` was counted; the divisor
+  // of the window's losses is `divisor` so far.
+  Numbers numbers_of(const MicroBatch& micro, std::int64_t window_length, std::int64_t before,
+                     double divisor, bool ends) const {
+    Numbers n{.count = static_cast<double>(micro.count),
+              .seen = static_cast<double>(before + micro.count)};
+    // The last micro-batch's count makes the rank's own known, before its gradients are mixed with
+    // those of others: what is accumulated so far is brought to that divisor, which the last has.
+    if (options.weights == WindowWeights::kOwnCounts && ends && n.seen != 0) {
+      n.factor = divisor / n.seen;
+      divisor = n.seen;
+    }
+    const bool alone = reducer->world().size() == 1;  // otherwise the ranks' counts decide
+    if (options.weights == WindowWeights::kCounts && ends && alone && n.seen != 0)
+      n.factor = wanted(window_length) / n.seen;
+    n.weight = options.weights == WindowWeights::kBatches ? 1 / static_cast<double>(window_length)
+                                                          : n.count / divisor;
+    return n;
   }
 
-  void run_backward(const at::Tensor& loss, const MicroBatch& micro, bool ends) {
+  void run_backward(const at::Tensor& loss, const MicroBatch& micro, const Numbers& numbers,
+                    bool ends) {
     const bool empty = micro.count == 0;
     const bool alone = reducer->world().size() == 1 || !loss.requires_grad();
     if (empty && alone && !ends) return;
-    const double by = empty ? 0 : weight(micro);
-    at::Tensor weighed = by == 1 ? loss : loss * by;
+    at::Tensor weighed =
+        empty ? loss * 0.0
+              : (numbers.weight == 1 ? loss : times(loss, number(numbers, kWeight, micro)));
     if (micro.scaler != nullptr) weighed = micro.scaler->scale(weighed);
     std::optional<FiniteBackward> finite;
     if (empty) finite.emplace(weighed);
@@ -166,17 +204,23 @@ struct Accumulation::Impl {
     weighed.backward();
   }
 
-  void add_to_window(const at::Tensor& loss, const MicroBatch& micro) {
+  void add_to_window(const at::Tensor& loss, const MicroBatch& micro, const Numbers& numbers) {
     if (micro.count == 0) return;
     const at::NoGradGuard no_grad;
     count += micro.count;
-    sum_loss(loss, micro, 1);
+    loss_sum.add_(share(loss, micro, numbers));
   }
 
-  void sum_loss(const at::Tensor& loss, const MicroBatch& micro, double sign) {
-    const bool by_batches = options.weights == WindowWeights::kBatches;
-    loss_sum.add_(loss.detach().to(loss_sum.device(), at::kDouble).reshape({}),
-                  sign * (by_batches ? 1.0 : static_cast<double>(micro.count)));
+  // What the loss adds to the window's sum.
+  at::Tensor share(const at::Tensor& loss, const MicroBatch& micro, const Numbers& numbers) const {
+    const at::Tensor wide = loss.detach().to(loss_sum.device(), at::kDouble).reshape({});
+    return options.weights == WindowWeights::kBatches ? wide
+                                                      : times(wide, number(numbers, kCount, micro));
+  }
+
+  at::Tensor seen_count(const MicroBatch& micro, const Numbers& numbers) const {
+    return micro.values.defined() ? micro.values[kSeen]
+                                  : at::scalar_tensor(numbers.seen, loss_sum.options());
   }
 
   // With batches as weights, every rank's window is as long as planned, or all are equally short.
@@ -187,26 +231,35 @@ struct Accumulation::Impl {
     if (done != length) scale_averages(static_cast<double>(length) / static_cast<double>(done));
   }
 
-  void finish_own_counts() {
+  void finish_own_counts(const MicroBatch& micro, const Numbers& numbers) {
+    const at::Tensor seen = seen_count(micro, numbers);
     last.batches = done;
-    last.count = at::scalar_tensor(count, at::dtype(at::kLong).device(loss_sum.device()));
-    last.loss = loss_sum / static_cast<double>(std::max<std::int64_t>(1, count));
+    last.count = seen.to(at::kLong);
+    last.loss = loss_sum / seen.clamp_min(1);
   }
 
-  void finish_counts(const at::Tensor& totals) {
-    const double wanted =
-        expected * static_cast<double>(length) * static_cast<double>(reducer->world().size());
+  void finish_counts(const at::Tensor& totals, const MicroBatch& micro, const Numbers& numbers) {
     last.batches = done;
     last.count = totals[0].to(at::kLong);
     last.loss = totals[1] / totals[0].clamp_min(1);  // of nothing: 0
-    if (totals.is_cpu() || reducer->world().size() == 1) {
-      const double seen = totals.is_cpu() ? totals[0].item<double>() : static_cast<double>(count);
-      if (seen > 0 && seen != wanted) scale_averages(wanted / seen);
+    if (reducer->world().size() == 1) {
+      if (numbers.factor == 1) return;
+      const Number factor = number(numbers, kFactor, micro);
+      if (factor.device.defined())
+        scale_gradients(factor.device);
+      else
+        scale_averages(factor.host);
+      return;
+    }
+    const double all = wanted(length);
+    if (totals.is_cpu()) {
+      const double seen = totals[0].item<double>();
+      if (seen > 0 && seen != all) scale_averages(all / seen);
       return;
     }
     // On a GPU the host does not wait to learn whether the factor is one.
-    const at::Tensor factor = wanted / totals[0].clamp_min(1);
-    scale_gradients(at::where(totals[0] > 0, factor, at::ones_like(factor)).to(at::kFloat));
+    const at::Tensor factor = all / totals[0].clamp_min(1);
+    scale_gradients(at::where(totals[0] > 0, factor, at::ones_like(factor)));
   }
 
   // A sharded optimizer averages in its step, and rounds like this only if it multiplies after.
@@ -216,21 +269,23 @@ struct Accumulation::Impl {
 
   template <typename Factor>
   void scale_gradients(const Factor& factor) {
-    std::map<std::string, std::vector<at::Tensor>> dense;  // by device
+    std::map<std::string, std::vector<at::Tensor>> dense;  // by device and type
     for (const auto& parameter : parameters) {
       at::Tensor grad = parameter.grad();
       if (!grad.defined()) continue;
       if (grad.layout() == at::kStrided) {
-        dense[grad.device().str()].push_back(grad);
+        dense[grad.device().str() + c10::toString(grad.scalar_type())].push_back(grad);
       } else {
-        grad.mul_(on(factor, grad.device()));
+        grad.mul_(as(grad, factor));
       }
     }
-    for (auto& [device, grads] : dense) at::_foreach_mul_(grads, on(factor, grads[0].device()));
+    for (auto& [kind, grads] : dense) at::_foreach_mul_(grads, as(grads[0], factor));
   }
 
-  static double on(double factor, c10::Device) { return factor; }
-  static at::Tensor on(const at::Tensor& factor, c10::Device device) { return factor.to(device); }
+  static double as(const at::Tensor&, double factor) { return factor; }
+  static at::Tensor as(const at::Tensor& grad, const at::Tensor& factor) {
+    return factor.to(grad.device(), grad.scalar_type());
+  }
 
   void check(const at::Tensor& loss, const MicroBatch& micro) const {
     if (micro.count < 0)
@@ -307,21 +362,33 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   if (counts || own) self.agree_on_expected(micro.count);
   if (self.done == 0) self.plan_window();
   const bool ends = micro.last || self.done + 1 == self.length;
-  self.add_to_window(loss, micro);
-  if (ends && own) self.settle_own_counts();
+  const Numbers numbers = self.numbers_of(micro, self.length, self.count, self.planned, ends);
+  self.add_to_window(loss, micro, numbers);
+  if (ends && own && self.done > 0 && numbers.factor != 1) {
+    const at::NoGradGuard no_grad;
+    const Number factor = number(numbers, kFactor, micro);
+    if (factor.device.defined())
+      self.scale_gradients(factor.device);
+    else
+      self.scale_gradients(factor.host);
+  }
+  // The reducer of a world of one has no buckets and sees no gradients.
+  const bool alone = self.reducer->world().size() == 1 && self.reducer->bucket_count() == 0;
+  if (alone) ledger::add(ledger::Counter::kMicroBatches);
   at::Tensor totals;
   Work exchange;
   if (ends && counts) {
     // Under way while backward computes.
-    totals = at::stack({at::scalar_tensor(self.count, self.loss_sum.options()), self.loss_sum});
+    totals = at::stack({self.seen_count(micro, numbers), self.loss_sum});
     if (self.reducer->world().size() > 1) exchange = self.reducer->world().all_reduce(totals);
   }
   try {
-    self.run_backward(loss, micro, ends);
+    self.run_backward(loss, micro, numbers, ends);
   } catch (...) {
     self.count -= micro.count;  // it may be repeated
     const at::NoGradGuard no_grad;
-    if (micro.count > 0 && !kernels::cuda::capturing()) self.sum_loss(loss, micro, -1);
+    if (micro.count > 0 && !kernels::cuda::capturing())
+      self.loss_sum.sub_(self.share(loss, micro, numbers));
     throw;
   }
   ++self.done;
@@ -330,13 +397,14 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   const at::NoGradGuard no_grad;
   if (counts) {
     wait_for_others(exchange);
-    self.finish_counts(totals);
+    self.finish_counts(totals, micro, numbers);
   } else if (own) {
-    self.finish_own_counts();
+    self.finish_own_counts(micro, numbers);
   } else {
     self.finish_batches();
   }
   self.done = 0;
+  if (alone) ledger::count_step();
   return true;
 }
 
@@ -357,10 +425,14 @@ Accumulation::Next Accumulation::next(const MicroBatch& micro) const {
   const bool begins = self.done == 0;
   const std::int64_t length = begins ? self.next_length() : self.length;
   const bool ends = micro.last || self.done + 1 == length;
-  const std::int64_t before = begins ? 0 : self.count;
+  const double divisor =
+      begins ? std::max(1.0, self.expected) * static_cast<double>(length) : self.planned;
+  const Numbers n = self.numbers_of(micro, length, begins ? 0 : self.count, divisor, ends);
+  // A weight or factor of one is no operation, and neither is a micro-batch without targets.
   return {.begins = begins,
           .ends = ends,
-          .numbers = {begins, ends, length, micro.count, ends ? before : -1}};
+          .form = {begins, ends, length, micro.count == 0, n.weight == 1, n.factor == 1},
+          .values = {n.weight, n.count, n.seen, n.factor}};
 }
 
 bool Accumulation::replayed(const MicroBatch& micro) {

@@ -61,6 +61,9 @@ struct MicroBatch {
   std::int64_t count = 1;  // samples or tokens that this rank's loss is the mean of
   bool last = false;       // ends the window early (end of data)
   optim::GradScaler* scaler = nullptr;
+  // Next::values as float64 on the model's device, for steps in a CUDA graph: a graph that reads
+  // them there serves every count.
+  at::Tensor values{};
 };
 
 // What the last complete window held. Tensors have one element, are on the model's device, and are
@@ -104,11 +107,12 @@ class Accumulation {
   struct Next {
     bool begins = false;  // a window
     bool ends = false;
-    std::vector<std::int64_t> numbers{};  // on which its arithmetic depends, of this rank
+    std::vector<std::int64_t> form{};  // which operations it runs, on this rank
+    std::vector<double> values{};      // and the numbers that these take
   };
   Next next(const MicroBatch& micro) const;
-  // Counts a micro-batch whose backward() a CUDA graph has replayed: it was recorded with the same
-  // numbers. True when it ended the window; last_window() is not of it.
+  // Counts a micro-batch whose backward() a CUDA graph has replayed: it was recorded in the same
+  // form. True when it ended the window; last_window() is not of it.
   bool replayed(const MicroBatch& micro);
 
   std::int64_t steps() const;  // of the options

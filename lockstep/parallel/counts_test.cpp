@@ -4,10 +4,14 @@
 #include <torch/torch.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <thread>
+#include <utility>
 
+#include "lockstep/comm/device_times.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
@@ -39,6 +43,29 @@ ledger::Totals spent_by(const std::function<void(World&)>& body) {
   const ledger::Totals before = ledger::totals();
   testing::run_threads(kRanks, body);
   return ledger::since(before, ledger::totals());
+}
+
+// A device without a clock stands for one: what is waited for is not the phase's own time.
+TEST(DeviceWait, IsTakenOutOfThePhaseAroundIt) {
+  constexpr std::chrono::milliseconds kWaited(30);
+  const auto waited_in_logging = [&](at::Device device) {
+    const ledger::Totals before = ledger::totals();
+    {
+      const ledger::PhaseScope logging(ledger::Phase::kLogging);
+      const DeviceWait wait(device);
+      std::this_thread::sleep_for(kWaited);
+    }
+    const ledger::Totals spent = ledger::since(before, ledger::totals());
+    return std::pair(spent.host_ns[ledger::index(ledger::Phase::kDeviceWait)],
+                     spent.host_ns[ledger::index(ledger::Phase::kLogging)]);
+  };
+  const std::uint64_t least = std::chrono::nanoseconds(kWaited).count();
+  const auto [waited, logging] = waited_in_logging(at::kMeta);
+  EXPECT_GE(waited, least);
+  EXPECT_LT(logging, waited);
+  const auto [nothing, all] = waited_in_logging(at::kCPU);
+  EXPECT_EQ(nothing, 0u);
+  EXPECT_GE(all, least);
 }
 
 TEST(PassCounts, PassesBucketsAndBytes) {
@@ -94,6 +121,18 @@ TEST(PassCounts, AShardedOptimizerSynchronisesOnceAStep) {
   EXPECT_EQ(of(spent, Counter::kMicroBatches), kRanks * kSteps * 2u);
   EXPECT_EQ(of(spent, Counter::kSynchronisedPasses), kRanks * kSteps * 1u);
   EXPECT_GE(of(spent, Counter::kReducedBytes), kRanks * kSteps * 40u * sizeof(float));
+}
+
+// The reducer of a rank alone averages nothing and sees no gradients.
+TEST(PassCounts, AWindowOfARankAloneIsAStep) {
+  const ledger::Totals before = ledger::totals();
+  DistributedDataParallel model{std::make_shared<Gate>(), World{}};
+  Accumulation accumulation{model, {.steps = 2}};
+  for (int micro = 0; micro < 2 * kSteps; ++micro)
+    accumulation.backward(model(torch::ones({2, 4}), true).sum());
+  const ledger::Totals spent = ledger::since(before, ledger::totals());
+  EXPECT_EQ(of(spent, Counter::kMicroBatches), 2u * kSteps);
+  EXPECT_EQ(spent.steps, static_cast<std::uint64_t>(kSteps));
 }
 
 TEST(PassCounts, ARankThatHasRunOutCountsNothing) {

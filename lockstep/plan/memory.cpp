@@ -52,8 +52,8 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
   };
   // A frozen embedding that is the head too is copied for it.
   const bool tied = model.lora && model.causal_lm() != nullptr && model.causal_lm()->tied();
-  // Fused operations have copies that stay: of everything that is trained, and of a frozen
-  // embedding.
+  // Fused operations convert weights in each forward and free the copies in backward. Counted is as
+  // much as if they stayed, with those of embeddings, which is more than is used.
   const std::int64_t copied_weights = o.fused ? p.trainable + (model.lora ? p.head : 0)
                                               : p.trainable_matrices + (tied ? p.head : 0);
   const std::uint64_t copies = divided(copied(copied_weights), o.stages);

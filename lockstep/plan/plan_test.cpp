@@ -412,11 +412,46 @@ TEST(StepWork, IsOperationsOverPeakAndAssumption) {
     return small->compute_s() + small->optimizer_s;
   };
   EXPECT_NEAR(step_s(), 12.7e-3, 1e-9);
-  t.captured = true;
-  EXPECT_NEAR(step_s(), 4.25e-3, 1e-9);
-  t.captured = false;
   t.unfused = true;
   EXPECT_NEAR(step_s(), 16.4e-3, 1e-9);
+}
+
+// Measured on an H200 (docs/benchmarks.md).
+TEST(StepWork, IsThatOfCapturedFusedAndPlainSteps) {
+  const Card card = parse_devices("H200").card;
+  const auto step_ms = [&](Training t) {
+    t.half = t.bf16 = true;
+    const auto work = work_of(t, choose(t, card, 1), card, {});
+    return 1e3 * (work->compute_s() + work->optimizer_s);
+  };
+  const auto expect = [&](const Training& t, double measured, double error) {
+    EXPECT_NEAR(step_ms(t), measured, error * measured);
+  };
+  Training t{.model = gpt2(), .batch = 64};
+  for (const bool captured : {true, false}) {  // a large batch hides the launches
+    t.captured = captured;
+    expect(t, 109, 0.03);
+  }
+  t.unfused = true;
+  expect(t, 156, 0.03);
+  const auto small = [&](std::int64_t batch) {
+    return Training{.model = gpt2(), .batch = batch, .captured = true};
+  };
+  expect(small(1), 4.60, 0.03);
+  expect(small(4), 9.32, 0.05);
+  expect({.model = gpt_1b3(), .batch = 8, .captured = true}, 246, 0.03);
+  Training tuned{.model = phi3(), .batch = 16, .captured = true};
+  tuned.model.lora = lora(16, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"});
+  expect(tuned, 262, 0.08);
+  // Blocks that run again take about a third more.
+  t = small(64);
+  const double once = step_ms(t);
+  t.checkpointing = true;
+  EXPECT_NEAR(step_ms(t) / once, 4.0 / 3, 0.03);
+  // A card whose memory is not known is not planned as if it were free.
+  Card unknown = card;
+  unknown.memory_bandwidth = 0;
+  EXPECT_NEAR(utilisation_of(small(64), unknown), utilisation_of(small(64), card), 0.02);
 }
 
 TEST(StepWork, OfAResNetIsBoundByMemory) {
@@ -436,8 +471,6 @@ TEST(StepWork, OfAResNetIsBoundByMemory) {
   EXPECT_NEAR(images_per_second("V100-32GB"), 356, 0.35 * 356);
   t.tf32 = true;
   EXPECT_NEAR(images_per_second("A100-80GB"), 938, 0.35 * 938);
-  EXPECT_DOUBLE_EQ(utilisation_of({.model = gpt2(), .half = true}, parse_devices("H200").card),
-                   0.4);
 }
 
 TEST(StepWork, TypesThatACardLacksRunAsFloat) {

@@ -10,13 +10,22 @@
 namespace lockstep::plan {
 namespace {
 
-// Steps of GPT-2 124M (12 blocks) with one sample on an H200 (docs/benchmarks.md). The host is busy
-// launching kernels; a captured step has a floor too, since kernels of one sample do not fill the
-// GPU. A ResNet's blocks are plain modules.
-constexpr double kPlainPerBlock_s = 16.4e-3 / 12;
-constexpr double kFusedPerBlock_s = 12.7e-3 / 12;
-constexpr double kCapturedPerBlock_s = 4.25e-3 / 12;
-// Cautious: language models reached 0.52 to 0.61 on an H200 in captured steps, 0.36 in plain ones.
+// What the host takes to launch a block's kernels, from steps of GPT-2 124M (12 blocks) with one
+// sample on an H200 (docs/benchmarks.md). A captured step is launched as one. A ResNet's blocks are
+// plain modules.
+constexpr double kPlainLaunch_s = 16.4e-3 / 12;
+constexpr double kFusedLaunch_s = 12.7e-3 / 12;
+// What the device takes (docs/plan.md): matrix products at a part of the peak; the operations
+// between them, which move activations through memory, fused ones fewer times; and for each block
+// the beginnings and ends of its kernels, in which the GPU is not filled. From captured steps of
+// GPT-2 124M with 1 and 64 samples, of GPT 1.3B, and a plain step of 64 samples.
+constexpr double kProducts = 0.74;
+constexpr double kFusedMoves = 5.5;
+constexpr double kPlainMoves = 13;
+constexpr double kBlockEnds_s = 0.185e-3;
+// Operations for a byte of memory bandwidth where that is not known: an H200 has 206, an A100 153.
+constexpr double kFlopsPerByte = 200;
+// Of the peak, that a ResNet's products reach at most.
 constexpr double kUtilisation = 0.4;
 // Most of a ResNet's step are batch norms and activations, which move memory and compute little.
 // ResNet-50 in 16 bits, images/s published by NVIDIA (docs/plan.md): 1156 on a V100, 2470 on an
@@ -263,32 +272,71 @@ double peak_flops(const Training& t, const Card& card) {
   return t.tf32 && !t.half && card.bfloat16 ? card.flops / 2 : card.float_flops;
 }
 
+namespace {
+
+// Of a micro-batch, with what is computed again.
+double operations_of(const Training& t, std::int64_t batch) {
+  const double again = t.checkpointing ? forward_flops_per_token(t.model) : 0;
+  return static_cast<double>(batch * t.model.length) * (flops_per_token(t.model) + again);
+}
+
+// Bytes that lie between matrix products: saved activations, logits, and what adapters read and
+// write again of their projections' inputs and outputs.
+double moved_bytes(const Training& t, std::int64_t batch, bool fused) {
+  const auto saved = static_cast<double>(
+      activations_of(t.model, {.batch = batch, .half = t.half, .fused = fused}).saved);
+  const models::CausalLmConfig* lm = t.model.causal_lm();
+  double values = lm != nullptr ? static_cast<double>(lm->vocab_size()) : 0;
+  if (t.model.lora)
+    values += static_cast<double>(parameters_of(t.model).trainable_matrices / t.model.lora->r);
+  const double once =
+      saved + (t.half ? 2 : 4) * values * static_cast<double>(batch * t.model.length);
+  return t.checkpointing ? once * 4 / 3 : once;  // forward runs again
+}
+
+// What a card needs for a micro-batch. `fused`: with the fused operations of language models.
+double device_s(const Training& t, const Card& card, std::int64_t batch, bool fused) {
+  const double peak = peak_flops(t, card);
+  if (std::holds_alternative<models::ResNetConfig>(t.model.config)) {
+    const double part = t.half ? 1 : 0.5;
+    double reached = std::min(kUtilisation * peak, part * kResNetMost);
+    if (card.memory_bandwidth > 0)
+      reached = std::min(reached, part * kResNetPerByte * card.memory_bandwidth);
+    return operations_of(t, batch) / reached;
+  }
+  const double bandwidth =
+      card.memory_bandwidth > 0 ? card.memory_bandwidth : card.flops / kFlopsPerByte;
+  return static_cast<double>(t.model.blocks()) * kBlockEnds_s +
+         operations_of(t, batch) / (kProducts * peak) +
+         (fused ? kFusedMoves : kPlainMoves) * moved_bytes(t, batch, fused) / bandwidth;
+}
+
+bool is_fused(const Training& t, const Card& card, int stages) {
+  return t.model.causal_lm() != nullptr && !t.unfused && stages == 1 && !card.cpu;
+}
+
+}  // namespace
+
 double utilisation_of(const Training& t, const Card& card) {
   const double peak = peak_flops(t, card);
-  if (!std::holds_alternative<models::ResNetConfig>(t.model.config) || peak <= 0)
-    return kUtilisation;
-  const double part = t.half ? 1 : 0.5;
-  double reached = std::min(kUtilisation * peak, part * kResNetMost);
-  if (card.memory_bandwidth > 0)
-    reached = std::min(reached, part * kResNetPerByte * card.memory_bandwidth);
-  return reached / peak;
+  if (peak <= 0) return 0;
+  return operations_of(t, t.batch) / peak / device_s(t, card, t.batch, is_fused(t, card, 1));
 }
 
 namespace {
 
-// A step takes at least this long, however small its batch is.
-double floor_of(const Training& t, const Choice& choice, const Card& card) {
+// The host launches a micro-batch's kernels in no less than this, however small the batch is.
+double launch_s(const Training& t, const Choice& choice, const Card& card) {
   double blocks = std::max<double>(1, static_cast<double>(t.model.blocks()));
   if (const auto* resnet = std::get_if<models::ResNetConfig>(&t.model.config)) {
     blocks = 0;
     for (const std::int64_t stage : resnet->blocks()) blocks += static_cast<double>(stage);
   }
-  const bool whole = choice.stages == 1 && !card.cpu;
   // A sharded optimizer's step cannot be captured.
-  if (t.captured && whole && choice.strategy != Strategy::kShardedOptimizer)
-    return blocks * kCapturedPerBlock_s;
-  const bool fused = t.model.causal_lm() != nullptr && !t.unfused && whole;
-  return blocks * (fused ? kFusedPerBlock_s : kPlainPerBlock_s);
+  if (card.cpu ||
+      (t.captured && choice.stages == 1 && choice.strategy != Strategy::kShardedOptimizer))
+    return 0;
+  return blocks * (is_fused(t, card, choice.stages) ? kFusedLaunch_s : kPlainLaunch_s);
 }
 
 }  // namespace
@@ -300,18 +348,19 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
   const auto tokens = static_cast<double>(choice.batch * t.model.length);
   const double forward = forward_flops_per_token(t.model);
   const double all = flops_per_token(t.model) + (t.checkpointing ? forward : 0);
+  const double launch = launch_s(t, choice, card);
   double micro_s = 0;
   double idle_s = 0;  // of the GPU, which waits for the host
   if (speed.tokens_per_second) {
-    // Of the file's micro-batch; a smaller one has the same floor.
+    // Of the file's micro-batch; a smaller one takes as long to launch.
     const double measured_s =
         static_cast<double>(t.batch * t.model.length) / *speed.tokens_per_second;
-    micro_s = std::max(tokens / *speed.tokens_per_second,
-                       card.cpu ? 0 : std::min(measured_s, floor_of(t, choice, card)));
+    micro_s = std::max(tokens / *speed.tokens_per_second, std::min(measured_s, launch));
   } else {
-    const double busy_s =
-        tokens * all / (peak * speed.utilisation.value_or(utilisation_of(t, card)));
-    micro_s = std::max(busy_s, floor_of(t, choice, card));
+    const double busy_s = speed.utilisation
+                              ? operations_of(t, choice.batch) / (peak * *speed.utilisation)
+                              : device_s(t, card, choice.batch, is_fused(t, card, choice.stages));
+    micro_s = std::max(busy_s, launch);
     idle_s = micro_s - busy_s;
   }
   Work work{.forward_s = micro_s * forward / all,
@@ -321,7 +370,7 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
   for (std::int64_t& bytes : work.gradients) bytes /= choice.stages;
   const Parameters parameters = parameters_of(t.model);
   work.parameter_bytes = (t.half ? 2 : 4) * parameters.total() / choice.stages;
-  // A measurement has the update in it, and so have the floors.
+  // A measurement has the update in it, and so has the time of launching.
   if (!speed.tokens_per_second && card.memory_bandwidth > 0)
     work.optimizer_s = std::max(0.0, kUpdateBytes * static_cast<double>(parameters.trainable) /
                                              choice.stages / card.memory_bandwidth -

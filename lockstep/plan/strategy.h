@@ -83,14 +83,14 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
 
 // How fast a card computes.
 struct Speed {
-  std::optional<double> utilisation{};        // of the card's peak (MFU); unset: utilisation_of()
+  std::optional<double> utilisation{};        // of the card's peak (MFU); unset: as docs/plan.md
   std::optional<double> tokens_per_second{};  // measured on one GPU; wins
 };
 
 // Operations per second of the card in the training's type. One without bfloat16 (or TF32) computes
 // it at the rate of float. 0: not known.
 double peak_flops(const Training& training, const Card& card);
-// What is assumed of the peak, by the family of the model (docs/plan.md).
+// The part of the peak that the file's micro-batch reaches once it is launched (docs/plan.md).
 double utilisation_of(const Training& training, const Card& card);
 
 // One rank's part of a step; nothing where neither the card's arithmetic nor a measurement is

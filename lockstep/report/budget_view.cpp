@@ -52,6 +52,7 @@ PartIndex part_of(Phase phase) {
     case Phase::kNone:
     case Phase::kStartup:
     case Phase::kEnded:
+    case Phase::kDeviceWait:
       break;
   }
   return kOther;
@@ -108,15 +109,10 @@ Budget mean_budget(const RunRecord& run) {
   return mean;
 }
 
-bool has_device_times(const Budget& budget) {
-  return std::ranges::any_of(budget.device_s, [](double seconds) { return seconds > 0; });
-}
-
-BarChart budget_bars(const std::string& title, const std::vector<NamedBudget>& budgets,
-                     bool device) {
+BarChart budget_bars(const std::string& title, const std::vector<NamedBudget>& budgets) {
   BarChart chart{.title = title, .x_label = "milliseconds per step", .parts = budget_parts()};
   for (const auto& [label, budget] : budgets) {
-    std::vector<double> values = by_part(device ? budget.device_s : budget.host_s);
+    std::vector<double> values = by_part(spent_s(budget));
     for (double& value : values)
       value = budget.steps > 0 ? 1e3 * value / static_cast<double>(budget.steps) : 0;
     chart.bars.push_back({label, std::move(values)});
@@ -133,13 +129,13 @@ ColumnChart budget_over_time(const RankRecord& rank, double start_unix_s) {
                        static_cast<double>(kColumns);
   for (const Interval& interval : rank.intervals) {
     const double from = begin_of(interval) - start_unix_s, to = interval.unix_time_s - start_unix_s;
-    // Neighbours share a column until it is wide enough to be seen; a gap stays one.
-    const bool extends = !chart.columns.empty() &&
-                         from <= chart.columns.back().to + monitor::kRestartGap_s &&
-                         to - chart.columns.back().from <= width;
+    // Neighbours share a column until it is wide enough to be seen; the time between two starts
+    // stays open.
+    const bool extends =
+        !chart.columns.empty() && !interval.start && to - chart.columns.back().from <= width;
     if (!extends) chart.columns.push_back({from, to, std::vector<double>(budget_parts().size())});
     chart.columns.back().to = to;
-    add(chart.columns.back().values, by_part(interval.host_s));
+    add(chart.columns.back().values, by_part(spent_s(interval)));
   }
   return chart;
 }

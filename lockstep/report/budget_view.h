@@ -27,10 +27,8 @@ monitor::Budget settled_budget(const monitor::RankRecord& rank);
 monitor::Budget mean_budget(const monitor::RunRecord& run);
 
 using NamedBudget = std::pair<std::string, monitor::Budget>;
-// Milliseconds of a step, by the host's clock or by the device's.
-BarChart budget_bars(const std::string& title, const std::vector<NamedBudget>& budgets,
-                     bool device = false);
-bool has_device_times(const monitor::Budget& budget);
+// Milliseconds of a step.
+BarChart budget_bars(const std::string& title, const std::vector<NamedBudget>& budgets);
 
 // Shares over the seconds since `start_unix_s`.
 ColumnChart budget_over_time(const monitor::RankRecord& rank, double start_unix_s);

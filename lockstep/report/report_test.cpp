@@ -5,6 +5,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <numeric>
 
 #include "lockstep/core/error.h"
 #include "lockstep/report/run_report.h"
@@ -16,9 +17,11 @@ namespace {
 
 namespace fs = std::filesystem;
 using ledger::Phase;
+using ::testing::DoubleNear;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
+using ::testing::Pointwise;
 
 class Folder : public ::testing::Test {
  protected:
@@ -106,16 +109,22 @@ TEST(Summary, ResumesAreFoundInWhatWasSuperseded) {
   EXPECT_THAT(events_of(run)[1].text, HasSubstr("from step 30: steps 31 to 40"));
 }
 
-TEST(Summary, StartsAreGapsBetweenIntervals) {
+TEST(Summary, StartsAreMarkedHoweverSoonTheyFollow) {
   RunFolder run{.path = "out"};
   run.record.emplace();
   run.record->ranks.push_back({.rank = 0});
   auto& intervals = run.record->ranks[0].intervals;
-  intervals = {interval(101, 1, 5), interval(102, 1, 5), interval(112, 1, 5)};
+  intervals = {interval(101, 1, 5), interval(102, 1, 5), interval(112, 1, 5),
+               interval(113.25, 1, 5)};
   intervals[1].step = 10;
-  const auto events = events_of(run);
+  intervals[3].start = true;  // the one before came late, as where the clock was set
+  auto events = events_of(run);
   ASSERT_EQ(events.size(), 2u);
   EXPECT_EQ(events[1].step, 10);
+  EXPECT_THAT(events[1].text, HasSubstr("started again after 0.25 s; it had reached step 10"));
+  intervals[2].start = true;
+  events = events_of(run);
+  ASSERT_EQ(events.size(), 3u);
   EXPECT_THAT(events[1].text, HasSubstr("started again after 9 s; it had reached step 10"));
 }
 
@@ -159,10 +168,29 @@ TEST(Budget, PartsAddUpToThePhases) {
   EXPECT_THAT(parts, ElementsAre(0, 0.5, 0, 0.25, 0, 0, 0.25, 0));
 }
 
+// A device that was busy for 9 of 10 s while the host waited in it and logged.
+TEST(Budget, OfADeviceIsNoLongerThanTheStep) {
+  monitor::RankRecord rank;
+  for (int i = 0; i < 4; ++i) {
+    monitor::Interval one = interval(110 + 10 * i, 10, 100);
+    one.device_s[ledger::index(Phase::kForward)] = 9;
+    one.device_s[ledger::index(Phase::kNone)] = 1;
+    rank.intervals.push_back(one);
+  }
+  const auto bars = budget_bars("Step budget", {{"rank 0", settled_budget(rank)}}).bars;
+  ASSERT_EQ(bars.size(), 1u);
+  // Saving and logging took 1.25 s each by the host's clock, and the device was idle for 1 s.
+  EXPECT_THAT(bars[0].values, Pointwise(DoubleNear(1e-9), {0, 90, 0, 0, 0, 0, 10, 0}));
+  for (const Column& column : budget_over_time(rank, 100).columns)
+    EXPECT_NEAR(std::accumulate(column.values.begin(), column.values.end(), 0.0),
+                column.to - column.from, 1e-9);
+}
+
 TEST(Budget, ColumnsKeepGapsAndStayFew) {
   monitor::RankRecord rank;
   for (int i = 0; i < 1000; ++i) rank.intervals.push_back(interval(100 + i, 1, 1));
   for (int i = 0; i < 1000; ++i) rank.intervals.push_back(interval(3000 + i, 1, 1));
+  rank.intervals[1000].start = true;
   const auto chart = budget_over_time(rank, 99);
   EXPECT_LE(chart.columns.size(), 140u);
   double covered = 0, seconds = 0;
@@ -240,7 +268,7 @@ TEST(Report, GpusAreShownOverTimeAndAsFigures) {
   EXPECT_THAT(page, HasSubstr("<td>1 of host 0</td><td>90 %</td>"));
   EXPECT_THAT(page, HasSubstr("321 W"));
   EXPECT_THAT(page, HasSubstr("Host 0, GPU 0: GPU is lost."));
-  EXPECT_THAT(page, HasSubstr("Step budget, device&#39;s clock"));
+  EXPECT_THAT(page, HasSubstr("by its device&#39;s clock"));
 }
 
 TEST(Report, FindingsAreShownAndHostileNamesStayText) {

@@ -143,15 +143,17 @@ std::string budget_html(const RunFolder& run) {
   for (const RankRecord& rank : record.ranks)
     if (budgets.size() < kMostBars)
       budgets.emplace_back(fmt::format("rank {}", rank.rank), settled_budget(rank));
-  std::vector<Drawing> drawings{draw(budget_bars("Step budget, host's clock", budgets))};
   const bool device = std::ranges::any_of(
-      budgets, [](const auto& named) { return has_device_times(named.second); });
-  if (device) drawings.push_back(draw(budget_bars("Step budget, device's clock", budgets, true)));
-  std::string out = paragraph(
-                        "What the training thread of each rank did, without the first seconds. "
-                        "Communication is what backward did not hide.") +
-                    figures(drawings) + shown_text(budgets.size(), record.ranks.size(), "ranks");
-  drawings.clear();
+      budgets, [](const auto& named) { return monitor::has_device_times(named.second.device_s); });
+  std::string out =
+      paragraph(fmt::format("{}, without the first seconds. Communication is what backward did not "
+                            "hide.",
+                            device ? "Where the time of each rank went by its device's clock; what "
+                                     "the host did besides counts while the device had no work"
+                                   : "What the training thread of each rank did")) +
+      figures({draw(budget_bars("Step budget", budgets))}) +
+      shown_text(budgets.size(), record.ranks.size(), "ranks");
+  std::vector<Drawing> drawings;
   const double start = start_of(record);
   for (const RankRecord& rank : record.ranks)
     if (drawings.size() < kMostOverTime) drawings.push_back(draw(budget_over_time(rank, start)));
@@ -316,11 +318,7 @@ std::string budgets_html(const Pair& runs) {
       out += note(fmt::format("{} has no record of its step budget.", name));
   }
   if (budgets.empty()) return out;
-  std::vector<Drawing> drawings{draw(budget_bars("Step budget, mean of the ranks", budgets))};
-  const bool device = std::ranges::any_of(
-      budgets, [](const auto& named) { return has_device_times(named.second); });
-  if (device) drawings.push_back(draw(budget_bars("By the device's clock", budgets, true)));
-  return out + figures(drawings);
+  return out + figures({draw(budget_bars("Step budget, mean of the ranks", budgets))});
 }
 
 std::string differences_html(const Pair& runs) {

@@ -87,11 +87,11 @@ void add_starts(const RunFolder& run, std::vector<RunEvent>& events) {
     const double begin = interval.unix_time_s - interval.seconds;
     if (end == 0) {
       events.push_back({{}, begin, fmt::format("Rank {} was started.", rank.rank)});
-    } else if (begin > end + monitor::kRestartGap_s) {
+    } else if (interval.start) {
       RunEvent event{.unix_time_s = begin};
       if (step >= 0) event.step = step;
       event.text = fmt::format("Rank {} was started again after {}{}.", rank.rank,
-                               duration_text(begin - end),
+                               duration_text(std::max(0.0, begin - end)),
                                step >= 0 ? fmt::format("; it had reached step {}", step) : "");
       events.push_back(std::move(event));
     }

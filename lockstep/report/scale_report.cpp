@@ -33,7 +33,7 @@ std::string ranks_text(int ranks) {
 }
 
 std::vector<double> shares_of(const monitor::Budget& budget) {
-  std::vector<double> shares = by_part(budget.host_s);
+  std::vector<double> shares = by_part(spent_s(budget));
   double sum = 0;
   for (const double value : shares) sum += value;
   for (double& value : shares) value = sum > 0 ? value / sum : 0;

@@ -6,18 +6,17 @@
 
 #include <array>
 
+#include "lockstep/comm/device_times.h"
+
 namespace lockstep::train {
 namespace {
 
-constexpr std::size_t kStepFlags = 10;
+constexpr std::size_t kStepFlags = 9;
 using Numbers = std::array<std::int32_t, kStepFlags>;
 
 Numbers numbers_of(const StepFlags& flags) {
-  return {flags.stop_signal,   flags.stop,
-          flags.save,          flags.evaluate,
-          flags.out_of_memory, flags.alert,
-          flags.saving,        flags.data_wait,
-          flags.communication, -flags.least_communication};
+  return {flags.stop_signal, flags.stop,   flags.save,      flags.evaluate,     flags.out_of_memory,
+          flags.alert,       flags.saving, flags.data_wait, flags.communication};
 }
 
 StepFlags flags_of(const at::Tensor& numbers) {
@@ -30,8 +29,7 @@ StepFlags flags_of(const at::Tensor& numbers) {
           .alert = n[5] != 0,
           .saving = n[6] != 0,
           .data_wait = n[7],
-          .communication = n[8],
-          .least_communication = -n[9]};
+          .communication = n[8]};
 }
 
 at::Tensor tensor_of(const StepFlags& flags) {
@@ -54,6 +52,7 @@ StepFlags Agreement::exchange_now(const StepFlags& mine) {
   if (world_.size() == 1) return mine;
   at::Tensor numbers = tensor_of(mine).to(world_.device());
   world_.all_reduce(numbers, ReduceOp::kMax).wait();
+  const DeviceWait wait(world_.device());
   return flags_of(numbers.cpu());
 }
 
@@ -70,6 +69,7 @@ StepFlags Agreement::exchange(const StepFlags& mine) {
   next->arrived->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   StepFlags agreed;
   if (pending_) {
+    const DeviceWait wait(device);
     pending_->arrived->synchronize();  // a step ago: it has long arrived
     agreed = flags_of(pending_->host);
   }

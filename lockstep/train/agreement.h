@@ -31,7 +31,6 @@ struct StepFlags {
   // Shares of a rank's time since the last log, in 1/100 %; the largest of all ranks. -1: not said.
   int data_wait = -1;
   int communication = -1;
-  int least_communication = -1;  // the smallest of all ranks; -1: one has not said it
 };
 
 class Agreement {

@@ -64,11 +64,12 @@ struct TrainingArguments {
   double warmup_steps = 0;
   double label_smoothing_factor = 0;
   bool gradient_checkpointing = false;
-  bool compile_model = false;
+  std::string compile_model = "auto";
 
   // Precision, device and repeatability.
   bool bf16 = false;
   bool fp16 = false;
+  bool residual_in_fp32 = false;
   std::optional<bool> tf32{};
   bool use_cpu = false;
   std::int64_t seed = 42;

@@ -77,6 +77,7 @@ struct AsyncSaver::Job {
   io::WriteProgress progress{0};
   std::uint64_t seen = 0;  // of `progress`, by the thread that waits
   Clock::time_point seen_at = Clock::now();
+  double waited_ms = 0;  // of the thread that saves
   std::thread thread;
 };
 
@@ -271,6 +272,7 @@ void AsyncSaver::begin(CheckpointContents contents, std::string keep) {
     ended_.reset();  // a caller that polls between saves has seen it
     ended_ = wait();
   }
+  const auto start = Clock::now();
   auto job = std::make_shared<Job>();
   job->contents = std::move(contents);
   job->keep = std::move(keep);
@@ -293,9 +295,17 @@ void AsyncSaver::begin(CheckpointContents contents, std::string keep) {
     }
   });
   job_ = std::move(job);
+  job_->waited_ms = ms_since(start);
 }
 
 void AsyncSaver::wait_copied() {
+  if (!job_) return;
+  const auto start = Clock::now();
+  wait_until_copied();
+  if (job_) job_->waited_ms += ms_since(start);
+}
+
+void AsyncSaver::wait_until_copied() {
   const SaverOptions& options = shared_->options;
   const auto look = std::min<std::chrono::milliseconds>(kLook, options.stall_limit);
   while (job_) {
@@ -322,6 +332,7 @@ std::optional<SaveOutcome> AsyncSaver::wait() {
   while (!ended()) wait_a_while(kLook);
   const std::shared_ptr<Job> job = std::move(job_);
   job->thread.join();
+  job->outcome.waited_ms = job->waited_ms;
   try {
     job->done.get();
   } catch (const SystemError& error) {

@@ -47,7 +47,8 @@ struct SaveOutcome {
   bool committed = false;
   std::string alert;  // why it was not, where the run can continue (a full disk); or what was not
                       // deleted
-  double copy_ms = 0;
+  double waited_ms = 0;  // by the caller, in begin() and wait_copied()
+  double copy_ms = 0;    // beside the training, to the host's memory
   double write_ms = 0;
 };
 
@@ -80,6 +81,7 @@ class AsyncSaver {
   static void copy(Shared& shared, Job& job);
   static void copy_beside(Shared& shared, Job& job);
   static void copy_everything(Shared& shared, Job& job);
+  void wait_until_copied();
   bool ended() const;
   void check_progress();
 

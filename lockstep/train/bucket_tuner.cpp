@@ -121,6 +121,7 @@ void BucketTuner::wait_for_device() const {
   const c10::Device device = run_.world.device();
   if (device.is_cpu()) return;
   const c10::impl::VirtualGuardImpl guard(device.type());
+  const DeviceWait wait(device);
   guard.synchronizeDevice(device.index());
 }
 

@@ -22,7 +22,6 @@
 #include "lockstep/core/log.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
-#include "lockstep/nn/weight_copy.h"
 #include "lockstep/parallel/reducer.h"
 
 namespace lockstep {
@@ -108,10 +107,9 @@ struct CapturedStep::Impl {
     int recordings = 0;
     std::unique_ptr<cuda::Graph> graph{};
     Tensors inputs{}, outputs{};
-    Tensors gradients{};              // of the parameters, as the function leaves them
-    std::vector<Place> places{};      // of the parameters, before it
-    std::uint64_t layout = 0;         // of the reducer
-    std::vector<bool> writes_copy{};  // current after it: of the parameters' copies
+    Tensors gradients{};          // of the parameters, as the function leaves them
+    std::vector<Place> places{};  // of the parameters, before it
+    std::uint64_t layout = 0;     // of the reducer
   };
 
   optim::Optimizer& optimizer;
@@ -120,8 +118,8 @@ struct CapturedStep::Impl {
   const std::vector<at::Tensor>& parameters = options.parameters;
   std::map<Key, Entry> entries{};
   const cuda::Graph* first_graph = nullptr;  // whose memory the others share
+  bool recorded = false;                     // a graph; said once
   std::optional<c10::Stream> side{};         // captures and what precedes them
-  std::uint64_t versions = 0;                // of the parameters, when a graph was last replayed
   std::deque<lockstep::Work> under_way{};    // replays of several ranks
   bool replayed = false;
   bool full = false;  // no more entries; said once
@@ -150,13 +148,6 @@ struct CapturedStep::Impl {
                    "tokens): others run without a CUDA graph. Pad them to a few lengths.",
                    kMaxEntries);
     return nullptr;
-  }
-
-  std::uint64_t sum_of_versions() const {
-    std::uint64_t sum = 0;
-    for (const at::Tensor& parameter : parameters)
-      sum += static_cast<std::uint64_t>(parameter._version());
-    return sum;
   }
 
   // Graphs are recorded on a stream of their own; what goes before them runs there too, so that
@@ -231,9 +222,8 @@ struct CapturedStep::Impl {
       unavailable = "another rank could not record it";
     if (unavailable.empty()) {
       entry.gradients = gradients_now();
-      for (const at::Tensor& parameter : parameters)
-        entry.writes_copy.push_back(nn::weight_copy_is_current(parameter));
-      versions = sum_of_versions();
+      if (!std::exchange(recorded, true))
+        log::info("CapturedStep", "a step was recorded and is replayed as one CUDA graph");
       return true;
     }
     say(unavailable);
@@ -245,11 +235,9 @@ struct CapturedStep::Impl {
 
   // Empty, or the reason. Where other ranks have no graph yet, one that is there is replaced.
   std::string try_to_record(Entry& entry, int variant) {
-    nn::refresh_weight_copies(parameters);
     optimizer.publish_options(options.step);
     ++entry.recordings;
     entry.places.clear();
-    entry.writes_copy.clear();
     for (const at::Tensor& parameter : parameters) entry.places.push_back(place_of(parameter));
     entry.layout = layout();
     // What the calls before have left in the cache cannot serve the graph.
@@ -279,19 +267,16 @@ struct CapturedStep::Impl {
 
   // What was recorded has not run, and never will: the function is called again.
   void take_back(const Tensors& gradients) {
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      parameters[i].mutable_grad() = gradients[i];
-      // Nor have copies of weights been made: they are made again.
-      parameters[i].unsafeGetTensorImpl()->bump_version();
-    }
+    for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = gradients[i];
     if (options.after_failed_capture) options.after_failed_capture();
   }
 
   void say(const std::string& reason) const {
-    log::warning("CapturedStep",
-                 "steps run without a CUDA graph: {}. Results are the same; small steps are "
-                 "slower.",
-                 reason);
+    const auto level = options.asked ? log::Level::kWarning : log::Level::kInfo;
+    if (log::enabled(level))
+      log::write(level, "CapturedStep",
+                 "steps run without a CUDA graph: " + reason +
+                     ". Results are the same; small steps are slower.");
   }
 
   Tensors gradients_now() const {
@@ -317,21 +302,13 @@ struct CapturedStep::Impl {
 
   Tensors replay(Entry& entry) {
     optimizer.publish_options(options.step);
-    // Somebody has loaded other weights: the graph does not convert them where the optimizer does.
-    if (const std::uint64_t now = sum_of_versions(); now != versions) {
-      nn::refresh_weight_copies(parameters);
-      versions = now;
-    }
     entry.graph->replay();
     entry.runs = 0;
     if (shared()) watch_replay();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       parameters[i].mutable_grad() = entry.gradients[i];
-      if (!parameters[i].requires_grad()) continue;
-      parameters[i].unsafeGetTensorImpl()->bump_version();
-      if (entry.writes_copy[i]) nn::mark_weight_copy_current(parameters[i]);
+      if (parameters[i].requires_grad()) parameters[i].unsafeGetTensorImpl()->bump_version();
     }
-    versions = sum_of_versions();
     return entry.outputs;
   }
 };

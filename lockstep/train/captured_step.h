@@ -53,6 +53,7 @@ struct CapturedStepOptions {
   std::vector<at::Tensor> parameters{};  // of the model
   int warmup_steps = 3;        // calls with the same shapes before one is recorded, at least 1
   Reducer* reducer = nullptr;  // of a wrapped model that the function trains
+  bool asked = true;           // false: that there are no graphs is information, not a warning
   // When recording has failed, before the function runs again: takes back what its host code has
   // counted.
   std::function<void()> after_failed_capture{};

@@ -7,8 +7,10 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
+#include "lockstep/models/llama.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/optim/autocast.h"
+#include "lockstep/optim/ema.h"
 
 namespace lockstep {
 namespace {
@@ -99,7 +101,80 @@ TEST(CapturedStep, HasTheBitsOfStepsAsTheyAre) {
   EXPECT_EQ(step.unavailable_reason().empty(), on_cuda());
 }
 
-// The optimizer writes no copies in float16: the graph converts the weights in every replay.
+// Averages take the weights' place and leave it again, and somebody writes weights past their
+// version counters: a replay computes with the weights that are there.
+TEST(CapturedStep, SeesTheWeightsThatAreThereAfterASwapOfAveragesAndWritesToData) {
+  Training plain, captured;
+  optim::Ema plain_average{*plain.model, {.decay = 0.5}}, average{*captured.model, {.decay = 0.5}};
+  CapturedStep step(*captured.optimizer, {captured.how, captured.parameters()},
+                    [&](const Tensors& inputs, int) { return captured.step(inputs); });
+  const auto evaluate = [](Training& training, optim::Ema& ema, const Tensors& inputs) {
+    const auto swapped = ema.swap();
+    const torch::NoGradGuard no_grad;
+    const optim::Autocast autocast(nn::test_device(), at::kBFloat16);
+    return training.model->loss(inputs[0], inputs[1]);
+  };
+  for (int i = 0; i < 12; ++i) {
+    EXPECT_TRUE(step.run(batch(i))[0].equal(plain.step(batch(i))[0])) << i;
+    plain_average.update();
+    average.update();
+    EXPECT_TRUE(
+        evaluate(captured, average, batch(50)).equal(evaluate(plain, plain_average, batch(50))))
+        << i;
+    if (i % 4 != 3) continue;
+    for (Training* training : {&plain, &captured})
+      for (const at::Tensor& parameter : training->parameters()) parameter.data().mul_(0.75);
+  }
+  expect_same_weights(plain, captured);
+}
+
+// Evaluations of other lengths come between the replays of a graph that reads rotary tables.
+TEST(CapturedStep, HasTheBitsOfALlamaBetweenTextsOfOtherLengths) {
+  for (const bool fused : {false, true}) {
+    const auto made = [&] {
+      torch::manual_seed(5);
+      const models::LlamaConfig sizes{.vocab_size = 128,
+                                      .hidden_size = 64,
+                                      .intermediate_size = 96,
+                                      .num_hidden_layers = 2,
+                                      .num_attention_heads = 4};
+      auto model = std::make_shared<models::LlamaImpl>(sizes);
+      model->to(nn::test_device());
+      model->use_fused(fused);
+      return model;
+    };
+    const auto plain = made(), captured = made();
+    const auto optimizer_of = [](models::LlamaImpl& model) {
+      return std::make_unique<optim::ReplicatedOptimizer>(
+          optim::NamedParameters(model.named_parameters().pairs()),
+          optim::AdamWOptions{.lr = 1e-3});
+    };
+    const auto plain_optimizer = optimizer_of(*plain), optimizer = optimizer_of(*captured);
+    const auto train = [](models::LlamaImpl& model, optim::ReplicatedOptimizer& with,
+                          const Tensors& inputs) -> Tensors {
+      const at::Tensor loss = model.loss(inputs[0], inputs[1]);
+      loss.backward();
+      with.step({});
+      with.zero_grad();
+      return {loss.detach()};
+    };
+    CapturedStep step(*optimizer, {{}, captured->parameters()}, [&](const Tensors& inputs, int) {
+      return train(*captured, *optimizer, inputs);
+    });
+    for (int i = 0; i < 12; ++i) {
+      const at::Tensor want = train(*plain, *plain_optimizer, batch(i))[0];
+      EXPECT_TRUE(step.run(batch(i))[0].equal(want)) << fused << " " << i;
+      EXPECT_EQ(step.replayed(), on_cuda() && i > 3) << i;
+      const torch::NoGradGuard no_grad;
+      const at::Tensor text = torch::randint(0, 128, {1, 20 << (i % 4)}, at::kLong);
+      captured->forward(text.to(nn::test_device()));
+      // What was freed is written over.
+      for (int size = 256; size <= 1 << 16; size *= 2)
+        torch::full({size}, 1e3, at::TensorOptions(nn::test_device()));
+    }
+  }
+}
+
 TEST(CapturedStep, HasTheBitsOfStepsInFloat16) {
   Training plain, captured;
   plain.type = captured.type = at::kHalf;

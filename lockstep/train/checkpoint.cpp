@@ -1,6 +1,7 @@
 #include "lockstep/train/checkpoint.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/nn/module.h>
@@ -13,6 +14,7 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/log.h"
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/checksum.h"
 #include "lockstep/io/safetensors_set.h"
@@ -269,8 +271,21 @@ void restore_random_state(const World& world, const Checkpoint& checkpoint) {
   if (!mine.empty()) optim::set_rng_state(mine);
 }
 
+void warn_of_other_threads(const World& world, const Checkpoint& checkpoint) {
+  const DataPosition& saved = checkpoint.position();
+  const std::int64_t now = at::get_num_threads();
+  if (!world.is_leader() || !world.device().is_cpu() || saved.world_size != world.size()) return;
+  if (saved.threads == 0 || saved.threads == now) return;
+  log::warning("checkpoint",
+               "{} was saved with {} intra-op thread{} on each rank, and this run has {}. Sums are "
+               "divided over threads, so the weights will not have the bits of an uninterrupted "
+               "run. Start with OMP_NUM_THREADS={} for those.",
+               checkpoint.path(), saved.threads, saved.threads == 1 ? "" : "s", now, saved.threads);
+}
+
 std::string scheduler_text(const std::string& type, double factor, std::int64_t step,
-                           const std::vector<double>& rates) {
+                           const std::vector<double>& rates,
+                           std::optional<std::int64_t> step_count) {
   NodeMembers members;
   if (!type.empty()) {
     members.emplace_back("type", text_node(type));
@@ -282,6 +297,7 @@ std::string scheduler_text(const std::string& type, double factor, std::int64_t 
     for (const double rate : rates) list.push_back(real_node(rate));
     members.emplace_back("last_lr", list_node(std::move(list)));
   }
+  if (step_count) members.emplace_back("step_count", integer_node(*step_count));
   return to_json(map_node(std::move(members))) + "\n";
 }
 

@@ -29,6 +29,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -132,10 +133,15 @@ TensorDict unpack_tensors(const std::string& bytes);
 TensorDict random_state(const World& world);
 void restore_random_state(const World& world, const Checkpoint& checkpoint);
 
-// scheduler.json: the schedule's name and factor after `step` steps (empty: none), and the learning
-// rate of every parameter group.
+// Rank 0 warns of another number of intra-op threads than the run was saved with, where the bits
+// would otherwise be those of an uninterrupted run: on the CPU, on as many ranks.
+void warn_of_other_threads(const World& world, const Checkpoint& checkpoint);
+
+// scheduler.json: the schedule's name and factor after `step` steps (empty: none), the learning
+// rate of every parameter group, and how often a torch::optim::LRScheduler was stepped.
 std::string scheduler_text(const std::string& type, double factor, std::int64_t step,
-                           const std::vector<double>& rates);
+                           const std::vector<double>& rates,
+                           std::optional<std::int64_t> step_count = {});
 
 // scaler.json. `name` stands for the file in errors.
 std::string scaler_text(const optim::GradScalerState& state);

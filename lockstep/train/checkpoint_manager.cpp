@@ -148,8 +148,10 @@ void CheckpointManager::collect() {
       if (!durable_best_.empty()) best = durable_best_;
     }
     if (ended->alert.empty()) {
-      log::info("checkpoint", "{} is durable (copied in {:.0f} ms, written in {:.0f} ms)",
-                ended->path, ended->copy_ms, ended->write_ms);
+      log::info("checkpoint",
+                "{} is durable (training waited {:.1f} ms; copied beside it in {:.0f} ms, written "
+                "in {:.0f} ms)",
+                ended->path, ended->waited_ms, ended->copy_ms, ended->write_ms);
       continue;
     }
     // None is tried after it.

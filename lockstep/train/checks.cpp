@@ -213,6 +213,7 @@ class Checker {
       }
       if (type == "inverse_sqrt") kwargs.integer("timescale", 1, 1, kMaxCount);
       if (type == "warmup_stable_decay") decay(kwargs);
+      if (type == "step" || type == "multi_step" || type == "exponential") gamma(kwargs, type);
       kwargs.finish();
     });
     try {
@@ -235,8 +236,9 @@ class Checker {
                         "smaller lr_end in lr_scheduler_kwargs.",
                         end, a.learning_rate));
     }
-    const bool endless =
-        type == "constant" || type == "constant_with_warmup" || type == "inverse_sqrt";
+    const bool endless = type == "constant" || type == "constant_with_warmup" ||
+                         type == "inverse_sqrt" || type == "step" || type == "multi_step" ||
+                         type == "exponential";
     if (a.max_steps <= 0 || endless) return;
     const std::int64_t warmup = in_steps(a.warmup_steps, a.max_steps);
     if (warmup > a.max_steps) {
@@ -274,6 +276,31 @@ class Checker {
       add({"lr_scheduler_type", "lr_scheduler_kwargs"},
           "warmup_stable_decay needs num_decay_steps in lr_scheduler_kwargs. Give it.");
     }
+  }
+
+  // Of PyTorch's StepLR, MultiStepLR and ExponentialLR.
+  void gamma(MapReader& kwargs, const std::string& type) {
+    constexpr double kMaxGamma = 1000;
+    kwargs.real("gamma", 0.1, 0, kMaxGamma);
+    const char* needed = type == "step"         ? "step_size"
+                         : type == "multi_step" ? "milestones"
+                                                : "gamma";
+    if (!kwargs.has(needed))
+      add({"lr_scheduler_type", "lr_scheduler_kwargs"},
+          fmt::format("{} needs {} in lr_scheduler_kwargs. Give it.", type, needed));
+    if (type == "step") kwargs.integer("step_size", 1, 1, kMaxCount);
+    if (type != "multi_step") return;
+    const Node* milestones = kwargs.node("milestones");
+    const bool list = milestones != nullptr && milestones->is(NodeKind::kList);
+    const auto is_step = [](const Node& item) {
+      return item.is(NodeKind::kInteger) && item.integer >= 0 && item.integer <= kMaxCount;
+    };
+    if (milestones != nullptr &&
+        (!list || milestones->items.empty() || !std::ranges::all_of(milestones->items, is_step)))
+      add({"lr_scheduler_kwargs"},
+          fmt::format("milestones {} of multi_step must be a list of whole numbers of steps: "
+                      "[30, 80].",
+                      to_json(*milestones)));
   }
 
   const TrainingArguments& arguments_;

@@ -274,7 +274,8 @@ class Resolver {
     if (negated) key = find_key(name.substr(3));
     const auto is_bool = [&] {
       return key != nullptr && (std::holds_alternative<Of<bool>>(key->member) ||
-                                std::holds_alternative<Of<std::optional<bool>>>(key->member));
+                                std::holds_alternative<Of<std::optional<bool>>>(key->member) ||
+                                key->choices.ends_with("|true|false"));
     };
     if (key == nullptr || (negated && !is_bool()))
       throw UsageError("config", "{}: {}", flag, unknown(name, nullptr));

@@ -42,7 +42,7 @@ constexpr Check kWaiting{[](double v) { return v >= 0 && v <= kStepLimit; },
 
 constexpr std::string_view kSchedules =
     "linear|cosine|cosine_with_restarts|cosine_with_min_lr|polynomial|constant|"
-    "constant_with_warmup|inverse_sqrt|warmup_stable_decay";
+    "constant_with_warmup|inverse_sqrt|warmup_stable_decay|step|multi_step|exponential";
 constexpr std::string_view kOptimizers = "adamw|adamw_torch|adamw_torch_fused|adam|sgd";
 constexpr std::string_view kLevels = "passive|debug|info|warning|error|critical";
 
@@ -74,7 +74,7 @@ constexpr KeySpec kKeys[] = {
      .member = &A::max_seq_len,
      .help = "tokens of a sample",
      .check = &kLength,
-     .unset = "as the model has it",
+     .unset = "as many as the model has positions",
      .ours = true},
     {.name = "preset",
      .member = &A::preset,
@@ -174,7 +174,8 @@ constexpr KeySpec kKeys[] = {
      .choices = kSchedules},
     {.name = "lr_scheduler_kwargs",
      .member = &A::lr_scheduler_kwargs,
-     .help = "the schedule's own numbers, as a map: num_cycles, power, lr_end, min_lr, ...",
+     .help = "the schedule's own numbers, as a map: num_cycles, power, lr_end, min_lr, step_size, "
+             "milestones, gamma, ...",
      .unset = "the schedule's defaults"},
     {.name = "warmup_steps",
      .member = &A::warmup_steps,
@@ -189,11 +190,18 @@ constexpr KeySpec kKeys[] = {
      .help = "compute activations again in backward: less memory, more time"},
     {.name = "compile_model",
      .member = &A::compile_model,
-     .help = "capture the training step as one CUDA graph and replay it, on a GPU",
+     .help = "capture the training step as one CUDA graph and replay it, on a GPU; auto: where the "
+             "step can be captured",
+     .choices = "auto|true|false",
      .ours = true},
 
     {.name = "bf16", .member = &A::bf16, .help = "bfloat16 autocast, without loss scaling"},
     {.name = "fp16", .member = &A::fp16, .help = "float16 autocast with loss scaling"},
+    {.name = "residual_in_fp32",
+     .member = &A::residual_in_fp32,
+     .help = "under bf16 on a GPU, keep what the blocks of a language model add to in float32, as "
+             "PyTorch's autocast does; fp16 always does",
+     .ours = true},
     {.name = "tf32",
      .member = &A::tf32,
      .help = "TF32 matrix products for float32 on the GPU",

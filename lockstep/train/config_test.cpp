@@ -105,6 +105,14 @@ TEST(ConfigKeys, EveryBackendOfAWorldCanBeNamed) {
 }
 
 // A word of three, of which two are booleans in YAML.
+TEST(ConfigKeys, CompileModelIsAWordABooleanOrAFlagAlone) {
+  EXPECT_EQ(resolve("").arguments.compile_model, "auto");
+  for (const char* word : {"auto", "true", "false"})
+    EXPECT_EQ(resolve(std::string("compile_model: ") + word).arguments.compile_model, word);
+  EXPECT_EQ(resolve("", {"--compile_model"}).arguments.compile_model, "true");
+  EXPECT_EQ(resolve("", {"--no_compile_model"}).arguments.compile_model, "false");
+}
+
 TEST(ConfigKeys, ShardOptimizerIsAWordOrABoolean) {
   EXPECT_EQ(resolve("").arguments.shard_optimizer, "auto");
   for (const char* word : {"auto", "true", "false"}) {
@@ -315,7 +323,7 @@ TEST(Config, OlderSpellingsAreAcceptedWithALine) {
   EXPECT_EQ(config.arguments.warmup_steps, 0.1);
   EXPECT_EQ(config.arguments.eval_strategy, Interval::kEpoch);
   EXPECT_TRUE(config.arguments.use_cpu);
-  EXPECT_TRUE(config.arguments.compile_model);
+  EXPECT_EQ(config.arguments.compile_model, "true");
   EXPECT_EQ(config.notes.size(), 7u);
   EXPECT_EQ(config.notes[1],
             "t.yaml:2:1: evaluation_strategy is an older spelling: its name is eval_strategy now.");
@@ -478,8 +486,9 @@ const Mistake kMistakes[] = {
      "t.yaml:1:1: there is no key 'per_device_evl_batch_size'. Did you mean per_device_"},
     {"Choice", "lr_scheduler_type: cosin\n",
      "t.yaml:1:20: lr_scheduler_type must be linear, cosine, cosine_with_restarts, "
-     "cosine_with_min_lr, polynomial, constant, constant_with_warmup, inverse_sqrt or "
-     "warmup_stable_decay, and 'cosin' is none of them. Did you mean cosine?"},
+     "cosine_with_min_lr, polynomial, constant, constant_with_warmup, inverse_sqrt, "
+     "warmup_stable_decay, step, multi_step or exponential, and 'cosin' is none of them. Did you "
+     "mean cosine?"},
     {"Strategy", "eval_strategy: step\n",
      "t.yaml:1:16: eval_strategy must be no, steps or epoch, and 'step' is none of them. Did you "
      "mean steps?"},
@@ -501,6 +510,19 @@ const Mistake kMistakes[] = {
      "t.yaml:1:1: cosine_with_min_lr takes min_lr or min_lr_rate in lr_scheduler_kwargs."},
     {"KwargsDecay", "lr_scheduler_type: warmup_stable_decay\n",
      "t.yaml:1:1: warmup_stable_decay needs num_decay_steps in lr_scheduler_kwargs."},
+    {"KwargsStep", "lr_scheduler_type: step\n",
+     "t.yaml:1:1: step needs step_size in lr_scheduler_kwargs."},
+    {"KwargsStepSize", "lr_scheduler_type: step\nlr_scheduler_kwargs: {step_size: 0}\n",
+     "t.yaml:2:34: lr_scheduler_kwargs (step).step_size must be from 1 to 1000000000000, and 0 is"},
+    {"KwargsMilestones", "lr_scheduler_type: multi_step\nlr_scheduler_kwargs: {gamma: 0.5}\n",
+     "t.yaml:1:1: multi_step needs milestones in lr_scheduler_kwargs."},
+    {"KwargsMilestone",
+     "lr_scheduler_type: multi_step\nlr_scheduler_kwargs: {milestones: [3, 4.5]}\n",
+     "t.yaml:2:1: milestones [3,4.5] of multi_step must be a list of whole numbers of steps"},
+    {"KwargsGamma", "lr_scheduler_type: exponential\n",
+     "t.yaml:1:1: exponential needs gamma in lr_scheduler_kwargs."},
+    {"KwargsGammaRange", "lr_scheduler_type: exponential\nlr_scheduler_kwargs: {gamma: -1}\n",
+     "t.yaml:2:30: lr_scheduler_kwargs (exponential).gamma must be from 0 to 1000, and -1.0 is"},
     {"WarmupTooLong", "max_steps: 10\nwarmup_steps: 11\n",
      "t.yaml:2:1: warmup_steps 11 are more than max_steps 10: the learning rate would never be "
      "reached. Lower warmup_steps."},

@@ -16,6 +16,7 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/step_totals.h"
+#include "lockstep/optim/schedule.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
 
@@ -100,16 +101,27 @@ Loop::Loop(const LoopParts& parts)
       model_(run_.task.module, run_.world, ddp_options(run_.arguments)),
       accumulation_(model_, accumulation_options(run_, accumulation_steps_)),
       optimizer_(run_, model_) {
-  if (run_.arguments.compile_model) capture_steps();
+  capture_steps();
 }
 
 void Loop::capture_steps() {
-  if (!run_.world.device().is_cuda()) {
-    if (run_.world.is_leader())
-      log::warning("trainer",
-                   "compile_model: steps run without a CUDA graph: the model is on {}, not on a "
-                   "GPU.",
-                   run_.world.device().str());
+  const std::string& asked = run_.arguments.compile_model;
+  const bool automatic = asked == "auto", on_gpu = run_.world.device().is_cuda();
+  if (asked == "false" || (automatic && !on_gpu)) return;
+  std::string reason;
+  if (!on_gpu) {
+    reason = fmt::format("the model is on {}, not on a GPU", run_.world.device().str());
+  } else if (automatic && !run_.task.capturable) {
+    reason =
+        "the task does not say that its loss function may be recorded "
+        "(TrainerTask::capturable, or compile_model: true)";
+  }
+  if (!reason.empty()) {
+    const auto level = automatic ? log::Level::kInfo : log::Level::kWarning;
+    if (run_.world.is_leader() && log::enabled(level))
+      log::write(
+          level, "trainer",
+          fmt::format("compile_model: {}: steps run without a CUDA graph: {}.", asked, reason));
     return;
   }
   captured_ = std::make_unique<CapturedStep>(
@@ -117,6 +129,7 @@ void Loop::capture_steps() {
       CapturedStepOptions{.step = optimizer_.step_options(/*want_grad_norm=*/true),
                           .parameters = run_.task.module->parameters(),
                           .reducer = &model_.reducer(),
+                          .asked = !automatic,
                           .after_failed_capture = [this] { accumulation_.restore(before_); }},
       [this](const CapturedStep::Tensors& inputs, int) { return compute_captured(inputs); });
   if (!captured_->unavailable_reason().empty()) captured_.reset();
@@ -126,6 +139,7 @@ void Loop::resume(const Checkpoint& checkpoint) {
   optimizer_.load(checkpoint);
   checkpoints_.resume(checkpoint);
   resume_data(checkpoint.position());
+  warn_of_other_threads(run_.world, checkpoint);
   if (!run_.world.is_leader()) return;
   const DataPosition& saved = checkpoint.position();
   const std::optional<Node> then = saved_arguments(checkpoint);
@@ -189,8 +203,8 @@ void Loop::say_other_length(const Checkpoint& checkpoint, const Node& then) cons
   }
   const std::string& type = a.lr_scheduler_type;
   const bool share = a.warmup_steps > 0 && a.warmup_steps < 1;
-  const bool endless = run_.task.schedule || type == "constant" ||
-                       ((type == "constant_with_warmup" || type == "inverse_sqrt") && !share);
+  const bool endless =
+      run_.task.schedule || (!optim::schedule_has_end(type) && (type == "constant" || !share));
   if (changed.empty() || endless) return;
   log::warning("trainer",
                "{} when the checkpoint was made: from step {} on the learning rate is that of {} "
@@ -254,7 +268,8 @@ DataPosition Loop::position() const {
           .dataset_size = at.size,
           .order = at.order,
           .epoch_ended = epoch_ended_ ? 1 : 0,
-          .evaluation_due = evaluation_due_ ? 1 : 0};
+          .evaluation_due = evaluation_due_ ? 1 : 0,
+          .threads = at::get_num_threads()};
 }
 
 // ---------------------------------------------------------------- a step
@@ -263,24 +278,24 @@ DataPosition Loop::position() const {
 bool Loop::micro_batch(const data::Batch& batch) {
   metrics_.count_samples(batch.samples());
   return run_.with_memory_advice(
-      [&] { return captures() ? captured_micro_batch(batch) : backward(batch); });
+      [&] { return captures() ? captured_micro_batch(batch) : backward(batch, {}); });
 }
 
 MicroBatch Loop::micro_of(const data::Batch& batch) const {
   return {.count = batch.tokens, .scaler = optimizer_.scaler()};
 }
 
-bool Loop::backward(const data::Batch& batch) {
+// `values`: of MicroBatch, where they are on the device.
+bool Loop::backward(const data::Batch& batch, const at::Tensor& values) {
   const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
   mark_device_phase(ledger::Phase::kForward, device);
   const at::Tensor loss = model_.reducer().watch(run_.forward(batch).loss);
   ledger::set_phase(ledger::Phase::kBackward);
   mark_device_phase(ledger::Phase::kBackward, device);
-  // Without buckets the reducer of a world of one sees no gradients.
-  if (run_.world.size() == 1 && model_.reducer().bucket_count() == 0)
-    ledger::add(ledger::Counter::kMicroBatches);
-  const bool ended = accumulation_.backward(loss, micro_of(batch));
+  MicroBatch micro = micro_of(batch);
+  if (values.is_cuda()) micro.values = values;
+  const bool ended = accumulation_.backward(loss, micro);
   mark_device_phase(ledger::Phase::kNone, device);
   return ended;
 }
@@ -323,8 +338,8 @@ bool Loop::captured_micro_batch(const data::Batch& batch) {
   const Accumulation::Next next = accumulation_.next(micro);
   if (next.ends) before_step();
   const int variant =
-      variants_.try_emplace(next.numbers, static_cast<int>(variants_.size())).first->second;
-  CapturedStep::Tensors inputs{batch.data};
+      variants_.try_emplace(next.form, static_cast<int>(variants_.size())).first->second;
+  CapturedStep::Tensors inputs{at::tensor(next.values, at::kDouble), batch.data};
   if (batch.target.defined()) inputs.push_back(batch.target);
   captured_batch_ = &batch;
   before_ = accumulation_.progress();
@@ -334,7 +349,9 @@ bool Loop::captured_micro_batch(const data::Batch& batch) {
   mark_device_phase(ledger::Phase::kForward, device);
   const CapturedStep::Tensors outputs = captured_->run(inputs, variant);
   mark_device_phase(ledger::Phase::kNone, device);
+  ++batches_run_;
   if (captured_->replayed()) {
+    ++batches_replayed_;
     accumulation_.replayed(micro);
     model_.reducer().count_replayed(next.ends);
   }
@@ -346,9 +363,9 @@ bool Loop::captured_micro_batch(const data::Batch& batch) {
 
 CapturedStep::Tensors Loop::compute_captured(const CapturedStep::Tensors& inputs) {
   data::Batch batch = *captured_batch_;
-  batch.data = inputs[0];
-  if (inputs.size() > 1) batch.target = inputs[1];
-  if (!backward(batch)) return {};
+  batch.data = inputs[1];
+  if (inputs.size() > 2) batch.target = inputs[2];
+  if (!backward(batch, inputs[0])) return {};
   const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
   mark_device_phase(ledger::Phase::kOptimizer, run_.world.device());
   const optim::StepResult result = optimizer_.step(/*want_grad_norm=*/true);
@@ -461,6 +478,9 @@ void Loop::run() {
     if (due.save && !checkpoints_.saved()) save();  // it was the best
   }
   for (std::int64_t epoch = epoch_; !control_.over(); ++epoch) run_epoch(epoch);
+  if (batches_run_ > 0 && captured_->unavailable_reason().empty() && run_.world.is_leader())
+    log::info("trainer", "{} of {} batches were replayed as CUDA graphs", batches_replayed_,
+              batches_run_);
   if (control_.stop_signal() == 0) compare_replicas();
 }
 

@@ -70,7 +70,7 @@ class Loop {
   bool captures() const { return captured_ && !tuner_; }
   bool captured_micro_batch(const data::Batch& batch);
   CapturedStep::Tensors compute_captured(const CapturedStep::Tensors& inputs);
-  bool backward(const data::Batch& batch);
+  bool backward(const data::Batch& batch, const at::Tensor& values);
   MicroBatch micro_of(const data::Batch& batch) const;
   void before_step();
   void optimizer_step();
@@ -93,9 +93,10 @@ class Loop {
   std::unique_ptr<BucketTuner> tuner_;      // until it has chosen
   std::unique_ptr<CapturedStep> captured_;  // compile_model
   std::map<std::vector<std::int64_t>, int> variants_;
-  const data::Batch* captured_batch_ = nullptr;  // that it computes
-  Accumulation::Progress before_;                // and the accumulation before it
-  Window window_;                                // the last one and its step, where it is captured
+  const data::Batch* captured_batch_ = nullptr;          // that it computes
+  Accumulation::Progress before_;                        // and the accumulation before it
+  std::int64_t batches_run_ = 0, batches_replayed_ = 0;  // of those that may be
+  Window window_;  // the last one and its step, where it is captured
   optim::StepResult step_result_;
   std::optional<std::int64_t> resumed_batch_;  // that learning_rate was used with; of rank 0
   std::int64_t epoch_ = 0;

@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <utility>
 
+#include "lockstep/comm/device_times.h"
 #include "lockstep/core/log.h"
-#include "lockstep/monitor/limits.h"
+#include "lockstep/monitor/diagnosis.h"
+#include "lockstep/monitor/rank_recorder.h"
 
 namespace lockstep::train {
 namespace {
@@ -17,15 +20,14 @@ using Clock = std::chrono::steady_clock;
 // The host waits until the device has come that far.
 double read_value(const at::Tensor& tensor) {
   ledger::add(ledger::Counter::kHostSyncs);
+  const DeviceWait wait(tensor.device());
   return tensor.item<double>();
 }
 
 constexpr double kAll = 10000;  // shares are in 1/100 %
 
-int share_of(std::uint64_t part, std::uint64_t whole) {
-  if (whole == 0) return 0;
-  return static_cast<int>(
-      std::min(kAll, kAll * static_cast<double>(part) / static_cast<double>(whole)));
+int share_of(double part, double whole) {
+  return whole > 0 ? static_cast<int>(std::min(kAll, kAll * part / whole)) : 0;
 }
 
 // What of the time since `before` was no step: evaluations and saves.
@@ -60,7 +62,9 @@ void MetricsReporter::open() {
 }
 
 void MetricsReporter::start() {
+  constexpr std::chrono::seconds kFirstAdvice{10};
   start_time_ = log_time_ = Clock::now();
+  next_advice_ = start_time_ + kFirstAdvice;
   log_totals_ = ledger::totals();
   last_log_step_ = run_.state.global_step;
 }
@@ -84,47 +88,30 @@ void MetricsReporter::count(const Window& window, const optim::StepResult& resul
   if (result.grad_norm.defined()) grad_norm_ = result.grad_norm;
 }
 
-// Evaluations and saves are not part of a step. On a GPU the host hardly waits for gradients: there
-// the share of communication is that of the device's stream.
+// Evaluations, saves and logs are not part of a step.
 Waits MetricsReporter::waits() const {
   using ledger::Phase;
-  const ledger::Totals spent = ledger::since(log_totals_, ledger::totals());
-  const auto steps_of = [](const auto& by_phase) {
-    std::uint64_t sum = 0;
-    for (const Phase phase : {Phase::kNone, Phase::kData, Phase::kForward, Phase::kBackward,
-                              Phase::kCommunication, Phase::kOptimizer})
-      sum += by_phase[ledger::index(phase)];
-    return sum;
-  };
-  const auto& by_phase = steps_of(spent.device_ns) > 0 ? spent.device_ns : spent.host_ns;
-  return {.data = share_of(spent.host_ns[ledger::index(Phase::kData)], steps_of(spent.host_ns)),
-          .communication =
-              share_of(by_phase[ledger::index(Phase::kCommunication)], steps_of(by_phase))};
+  const auto spent = spent_s(monitor::interval_of(ledger::since(log_totals_, ledger::totals())));
+  double steps = 0;
+  for (const Phase phase : {Phase::kNone, Phase::kData, Phase::kForward, Phase::kBackward,
+                            Phase::kCommunication, Phase::kOptimizer, Phase::kDeviceWait})
+    steps += spent[ledger::index(phase)];
+  return {.data = share_of(spent[ledger::index(Phase::kData)], steps),
+          .communication = share_of(spent[ledger::index(Phase::kCommunication)], steps)};
 }
 
-// Once in a run, and not for its beginning. By the limits of `lockstep doctor --run`.
-void MetricsReporter::advise(std::int64_t steps) {
-  constexpr std::int64_t kFewSteps = 5;
-  const Waits& waits = control_.waits();
-  if (advised_ || steps < kFewSteps || !run_.world.is_leader()) return;
+// Once in a run. What is said is the doctor's: the same rules, of the same record.
+void MetricsReporter::advise() {
   const TrainingArguments& a = run_.arguments;
-  const auto percent = [](int share) { return static_cast<double>(share) / 100; };
-  if (waits.data >= kAll * monitor::kDataShare) {
+  if (advised_ || !a.record_run || !run_.world.is_leader()) return;
+  try {
+    const auto findings = monitor::diagnose(monitor::read_run(a.output_dir));
+    if (findings.empty()) return;
     advised_ = true;
-    log::info("trainer",
-              "step {}: {:.0f} % of the last {} steps went to waiting for data, on the rank that "
-              "waits most. Raise dataloader_num_workers (now {}), or make a sample cheaper to "
-              "load.",
-              run_.state.global_step, percent(waits.data), steps, a.dataloader_num_workers);
-  } else if (waits.least_communication >= kAll * monitor::kCommunicationShare) {
-    advised_ = true;
-    log::info("trainer",
-              "step {}: {:.0f} % of the last {} steps went to waiting for gradients of other "
-              "ranks, on the rank that waits least. Let them synchronise less often: a larger "
-              "per_device_train_batch_size (now {}) or gradient_accumulation_steps (now {}); "
-              "`lockstep doctor --run` says more.",
-              run_.state.global_step, percent(waits.least_communication), steps,
-              a.per_device_train_batch_size, a.gradient_accumulation_steps);
+    log::info("trainer", "{} `lockstep doctor --run {}` says more.",
+              monitor::finding_text(findings.front()), a.output_dir);
+  } catch (const std::exception& error) {  // nothing was recorded
+    log::debug("trainer", "{} Nothing is said about the speed of this run.", error.what());
   }
 }
 
@@ -140,7 +127,10 @@ MetricsReporter::Totals MetricsReporter::totals_of(const at::Tensor& sums) {
     run_.world.all_reduce(all).wait();
   }
   ledger::add(ledger::Counter::kHostSyncs);
-  all = all.cpu();
+  {
+    const DeviceWait wait(all.device());
+    all = all.cpu();
+  }
   const double tokens = all[1].item<double>();
   return {.tokens = tokens, .mean_loss = all[0].item<double>() / std::max(1.0, tokens)};
 }
@@ -149,11 +139,14 @@ void MetricsReporter::log(double learning_rate) {
   TrainerState& state = run_.state;
   if (state.global_step == last_log_step_) return;
   const std::int64_t steps = state.global_step - std::exchange(last_log_step_, state.global_step);
+  // Before reading: on a GPU most of the steps' time is spent in that wait, and belongs to the next
+  // log's waits.
+  const ledger::Totals before = std::exchange(log_totals_, ledger::totals());
   const auto [tokens, loss] = totals_of(since_log_);
   // After reading: a GPU has computed the steps now, the host had only asked for them before.
   const auto now = Clock::now();
   const double seconds =
-      std::max(1e-9, seconds_between(std::exchange(log_time_, now), now) - aside_s(log_totals_));
+      std::max(1e-9, seconds_between(std::exchange(log_time_, now), now) - aside_s(before));
   state.num_input_tokens_seen += static_cast<std::int64_t>(tokens);
   Metrics values{{"loss", loss}};
   if (grad_norm_.defined()) values.emplace_back("grad_norm", read_value(grad_norm_));
@@ -178,9 +171,11 @@ void MetricsReporter::log(double learning_rate) {
   since_log_.zero_();
   skipped_.zero_();
   report(std::move(values));
-  if (std::exchange(logged_, true)) advise(steps);
+  if (now >= next_advice_) {
+    next_advice_ = now + (now - start_time_);  // a longer record takes longer to read
+    advise();
+  }
   ledger::add(ledger::Counter::kLogs);
-  log_totals_ = ledger::totals();
 }
 
 void MetricsReporter::report(Metrics values) {

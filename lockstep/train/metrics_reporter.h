@@ -48,6 +48,10 @@ class MetricsReporter {
   // A line of its own, such as an evaluation's.
   void report(Metrics values);
 
+  // The most valuable finding of the doctor's rules (lockstep/monitor), if there is one: rank 0
+  // reads the record that the ranks have written so far.
+  void advise();
+
   // Of the whole call, into run.result.
   void summarize();
   void close();
@@ -58,7 +62,6 @@ class MetricsReporter {
     double mean_loss = 0;
   };
   Totals totals_of(const at::Tensor& sums);
-  void advise(std::int64_t steps);
   Metrics recorded_summary();
 
   RunContext& run_;
@@ -73,10 +76,10 @@ class MetricsReporter {
   std::int64_t samples_ = 0;  // of this rank since the last log; every rank has as many
   std::int64_t last_log_step_ = 0;
   ledger::Totals log_totals_;  // at the last log
-  bool logged_ = false;
   bool advised_ = false;
   std::chrono::steady_clock::time_point log_time_;
   std::chrono::steady_clock::time_point start_time_;
+  std::chrono::steady_clock::time_point next_advice_;
 };
 
 }  // namespace lockstep::train

@@ -41,10 +41,9 @@ void RunControl::listen() {
 void RunControl::exchange(const Waits& mine) {
   flags_.stop_signal = signals_->requested();
   flags_.data_wait = mine.data;
-  flags_.communication = flags_.least_communication = mine.communication;
+  flags_.communication = mine.communication;
   agreed_ = agreement_->exchange(std::exchange(flags_, {}));
-  if (agreed_.data_wait >= 0)
-    waits_ = {agreed_.data_wait, agreed_.communication, agreed_.least_communication};
+  if (agreed_.data_wait >= 0) waits_ = {agreed_.data_wait, agreed_.communication};
   note_exchange();
 }
 

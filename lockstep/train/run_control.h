@@ -33,7 +33,6 @@ struct Notice {
 struct Waits {
   int data = -1;
   int communication = -1;
-  int least_communication = -1;  // of the rank that waits least; of one rank: not set
 };
 
 class RunControl {
@@ -50,7 +49,7 @@ class RunControl {
 
   // Collective, once per step, before its update.
   void exchange(const Waits& mine);
-  // Of the rank that waits most (but for the least), as of the last exchange that has answered.
+  // Of the rank that waits most, as of the last exchange that has answered.
   const Waits& waits() const { return waits_; }
   // What the last exchange agreed on, once. A stop in it is obeyed.
   StepFlags take_agreed();

@@ -1,7 +1,9 @@
 #include "lockstep/train/save_resume.h"
 
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <torch/nn/module.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
 
 #include <algorithm>
 #include <chrono>
@@ -9,6 +11,7 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger_resume.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/checksum.h"
@@ -37,10 +40,39 @@ optim::NamedParameters names_of(const torch::nn::Module& module) {
   return module.named_parameters().pairs();
 }
 
+// torch's schedulers have no functions to save their state. Apart from the learning rates, which
+// are the optimizer's, it is this number.
+struct StepCount : torch::optim::LRScheduler {
+  static unsigned& of(LRScheduler& scheduler) { return scheduler.*(&StepCount::step_count_); }
+};
+
 std::string schedule_text(const CheckpointParts& parts, std::int64_t step) {
-  const std::vector<double> rates = parts.optimizer.learning_rates();
-  if (parts.schedule == nullptr) return train::scheduler_text("", 0, step, rates);
-  return train::scheduler_text(parts.schedule->name(), parts.schedule->factor(step), step, rates);
+  const bool known = parts.schedule != nullptr;
+  std::optional<std::int64_t> step_count;
+  if (parts.scheduler != nullptr) step_count = StepCount::of(*parts.scheduler);
+  return train::scheduler_text(known ? parts.schedule->name() : "",
+                               known ? parts.schedule->factor(step) : 0, step,
+                               parts.optimizer.learning_rates(), step_count);
+}
+
+void restore_step_count(const CheckpointParts& parts, const Node& root, const std::string& name,
+                        bool is_leader) {
+  const Entry* saved = root.find("step_count");
+  if (parts.scheduler == nullptr) {
+    if (saved != nullptr && is_leader)
+      log::warning("checkpoint",
+                   "{} was saved with a torch::optim::LRScheduler, and the parts of this run have "
+                   "none. One that the loop makes begins at its first step again. Add it to the "
+                   "parts: {{.scheduler = &scheduler}}.",
+                   name);
+    return;
+  }
+  if (saved == nullptr)
+    throw UsageError("checkpoint",
+                     "{} has no step_count: it was saved without a torch::optim::LRScheduler. "
+                     "Leave the scheduler out of the parts; it then begins at its first step.",
+                     name);
+  StepCount::of(*parts.scheduler) = static_cast<unsigned>(as_integer(saved->value, "step_count"));
 }
 
 // Older files of a Trainer have one rate for all groups. Another number of groups takes over what
@@ -70,6 +102,7 @@ void restore_schedule(const CheckpointParts& parts, const train::Checkpoint& che
                        name, rates.size(), groups);
     parts.optimizer.set_learning_rates(rates);
   }
+  restore_step_count(parts, root, name, is_leader);
   const Entry* type = root.find("type");
   const Entry* factor = root.find("factor");
   if (parts.schedule == nullptr || type == nullptr || factor == nullptr || !is_leader) return;
@@ -90,7 +123,8 @@ std::int64_t accumulation_of(const CheckpointParts& parts) {
 
 train::DataPosition position_of(const CheckpointParts& parts, const World& world,
                                 std::int64_t epoch) {
-  train::DataPosition position{.epoch = epoch, .world_size = world.size()};
+  train::DataPosition position{
+      .epoch = epoch, .world_size = world.size(), .threads = at::get_num_threads()};
   if (parts.loader == nullptr) return position;
   const data::SamplerState at = parts.loader->state();
   position.epoch = at.epoch;
@@ -340,6 +374,8 @@ std::optional<Resumed> resume(const std::string& directory, World world,
   const train::DataPosition& position = checkpoint->position();
   const train::TrainerState& saved = checkpoint->state();
   note_other_batch(parts, world, position);
+  train::warn_of_other_threads(world, *checkpoint);
+  ledger::continue_at(saved.global_step);
   if (world.is_leader()) {
     train::LoopDirectory::hold(directory).resumed({.checkpoint = path, .step = saved.global_step});
     log::info("checkpoint", "resumed from {} at step {}, epoch {:.2f}", path, saved.global_step,

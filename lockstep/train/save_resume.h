@@ -29,6 +29,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <concepts>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -43,6 +44,10 @@
 #include "lockstep/train/model_files.h"
 #include "lockstep/train/trainer_state.h"
 
+namespace torch::optim {
+class LRScheduler;
+}
+
 namespace lockstep {
 
 class Accumulation;
@@ -52,8 +57,14 @@ class Accumulation;
 class OptimizerPart {
  public:
   OptimizerPart() = default;
-  // UsageError for an optimizer of torch::optim: its state has no names.
+  // UsageError where it points to an optimizer of torch::optim, whose state has no names. One that
+  // the compiler sees to be that (torch::optim::Adam) is refused when it is compiled: use AdamW,
+  // Adam or SGD of lockstep::optim, the same rules with Python's names and bits.
   OptimizerPart(torch::optim::Optimizer* optimizer);
+  template <std::derived_from<torch::optim::Optimizer> Stock>
+    requires(!std::derived_from<Stock, optim::detail::FusedBase> &&
+             !std::same_as<Stock, torch::optim::Optimizer>)
+  OptimizerPart(Stock* optimizer_of_torch) = delete;
   OptimizerPart(optim::Optimizer* optimizer) : optimizer_(optimizer) {}
 
   explicit operator bool() const { return stock_ != nullptr || optimizer_ != nullptr; }
@@ -79,6 +90,9 @@ struct CheckpointParts {
   // A schedule has no state; it is compared, and another one than was saved with is a warning. One
   // that needs the number of steps is made after resume() (see steps_left) and set then.
   const optim::Schedule* schedule = nullptr;
+  // One of torch's, such as torch::optim::StepLR: how often it was stepped. What a class of one's
+  // own remembers besides is not saved.
+  torch::optim::LRScheduler* scheduler = nullptr;
   optim::GradScaler* scaler = nullptr;
   bool rng = true;           // the generators of every rank
   ModelFiles model_files{};  // where a part of the module is saved: adapters

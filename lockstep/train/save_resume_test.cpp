@@ -14,13 +14,17 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "lockstep/core/fd.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/io/folder_lock.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/optim/adamw.h"
+#include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"
@@ -418,6 +422,84 @@ TEST(SaveResume, TheEffectiveBatchCountsTheAccumulation) {
                                 "effective batch is 6 instead of 12."));
 }
 
+// Sums of floats depend on how many threads divide them.
+TEST(SaveResume, AnotherNumberOfThreadsIsAWarning) {
+  io::TemporaryDirectory dir;
+  const int before = at::get_num_threads();
+  OwnLoop loop(World{});
+  at::set_num_threads(1);
+  loop.save(dir.path());
+  EXPECT_EQ(train::Checkpoint(dir / "checkpoint-0").position().threads, 1);
+  const auto said = [&](const CheckpointParts& parts, World world) {
+    ::testing::internal::CaptureStderr();
+    EXPECT_TRUE(resume(dir.path(), std::move(world), parts));
+    return ::testing::internal::GetCapturedStderr();
+  };
+  EXPECT_THAT(said(loop.parts(), World{}), Not(HasSubstr("thread")));
+  at::set_num_threads(3);
+  EXPECT_THAT(said(loop.parts(), World{}),
+              HasSubstr("checkpoint-0 was saved with 1 intra-op thread on each rank, and this run "
+                        "has 3. Sums are divided over threads, so the weights will not have the "
+                        "bits of an uninterrupted run. Start with OMP_NUM_THREADS=1 for those."));
+  at::set_num_threads(before);
+  // On another number of ranks the bits are others in any case, and so are the threads of a rank.
+  ::testing::internal::CaptureStderr();
+  testing::run_threads(2, [&](World& world) {
+    OwnLoop other(world);
+    EXPECT_TRUE(other.resume_from(dir.path()));
+  });
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), Not(HasSubstr("intra-op")));
+}
+
+// A scheduler of torch's has no state_dict(): without its count it would decay at other steps.
+TEST(SaveResume, ASchedulerOfTorchContinues) {
+  const auto train = [](const io::TemporaryDirectory& dir, OwnLoop& loop, std::int64_t last,
+                        bool listed) {
+    torch::optim::StepLR scheduler(loop.optimizer, /*step_size=*/4, /*gamma=*/0.5);
+    CheckpointParts parts = loop.parts();
+    parts.schedule = nullptr;
+    if (listed) parts.scheduler = &scheduler;
+    std::vector<double> rates;
+    if (const auto resumed = resume(dir.path(), loop.world, parts)) loop.step = resumed->step;
+    for (; loop.step < last; ++loop.step) {
+      rates.push_back(loop.optimizer.lr(1));
+      scheduler.step();
+    }
+    save_checkpoint(dir.path(), loop.world, parts, {.step = loop.step});
+    return rates;
+  };
+  const io::TemporaryDirectory one, two;
+  OwnLoop whole(World{}), first(World{}), second(World{});
+  const std::vector<double> expected = train(one, whole, 16, true);
+  EXPECT_EQ(expected.back(), 0.02 / 8);
+  std::vector<double> rates = train(two, first, 6, true);
+  const std::vector<double> rest = train(two, second, 16, true);
+  rates.insert(rates.end(), rest.begin(), rest.end());
+  EXPECT_EQ(rates, expected);
+
+  OwnLoop without(World{});
+  ::testing::internal::CaptureStderr();
+  train(two, without, 17, false);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              HasSubstr("checkpoint-16/scheduler.json was saved with a torch::optim::LRScheduler, "
+                        "and the parts of this run have none."));
+  OwnLoop late(World{});
+  EXPECT_THAT(io::message_of<UsageError>([&] { train(two, late, 18, true); }),
+              HasSubstr("it was saved without a torch::optim::LRScheduler. Leave the scheduler out "
+                        "of the parts; it then begins at its first step."));
+}
+
+// What the launcher shows and reports counts on from there.
+TEST(SaveResume, TheLedgerCountsFromTheResumedStep) {
+  io::TemporaryDirectory dir;
+  OwnLoop loop(World{});
+  loop.step = 438;
+  loop.save(dir.path());
+  OwnLoop resumed(World{});
+  ASSERT_TRUE(resumed.resume_from(dir.path()));
+  EXPECT_EQ(ledger::step(), 438);
+}
+
 // On 2 ranks and then on 3: as many steps as were foretold when the run was resumed.
 TEST(SaveResume, TheStepsThatAreLeftAreThoseOfTheRanksOfToday) {
   io::TemporaryDirectory dir;
@@ -601,8 +683,12 @@ TEST(SaveResume, ADirectoryThatCannotBeWrittenFailsOnAllRanks) {
 TEST(SaveResume, RefusesWhatItCannotName) {
   torch::nn::Sequential net = train::network();
   torch::optim::Adam stock(net->parameters());
-  EXPECT_THAT(io::message_of<UsageError>([&] { OptimizerPart{&stock}; }),
+  torch::optim::Optimizer* const unknown = &stock;
+  EXPECT_THAT(io::message_of<UsageError>([&] { OptimizerPart{unknown}; }),
               HasSubstr("Use AdamW, Adam or SGD of lockstep::optim"));
+  static_assert(!std::is_convertible_v<torch::optim::Adam*, OptimizerPart>);
+  static_assert(!std::is_convertible_v<torch::optim::RMSprop*, OptimizerPart>);
+  static_assert(std::is_convertible_v<optim::SGD*, OptimizerPart>);
 
   io::TemporaryDirectory dir;
   OwnLoop loop(World{});

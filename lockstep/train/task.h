@@ -47,6 +47,9 @@ struct TrainerTask {
   std::shared_ptr<torch::nn::Module> module{};
   // The mean over the batch's tokens (samples, where targets are not sequences).
   std::function<LossOutput(const data::Batch&)> loss{};
+  // The loss function launches the same work for batches of the same shapes, and need not run on
+  // the host in every step: `compile_model: auto` may record it in a CUDA graph and replay that.
+  bool capturable = false;
   data::DatasetPtr train_data{};
   data::DatasetPtr eval_data{};
   // Sums over a batch, by name ("accuracy": the number of right answers), from the output that

@@ -131,6 +131,17 @@ TEST(TrainerState, ReadsWhatItWrites) {
   EXPECT_EQ(trainer_state_text(read), trainer_state_text(state));
 }
 
+TEST(TrainerState, APositionHasItsThreadsSinceTheyAreSaved) {
+  const std::string text = data_position_text({.epoch = 3, .threads = 2});
+  EXPECT_EQ(parse_data_position(text, "s.json").threads, 2);
+  const std::string threads = ",\"threads\":2";
+  std::string older = text;
+  ASSERT_NE(older.find(threads), older.npos) << text;
+  older.erase(older.find(threads), threads.size());
+  EXPECT_EQ(parse_data_position(older, "s.json").epoch, 3);
+  EXPECT_EQ(parse_data_position(older, "s.json").threads, 0);
+}
+
 TEST(TrainerState, RefusesWhatIsNone) {
   EXPECT_THAT(io::message_of<UsageError>([] { parse_trainer_state("{}", "x.json"); }),
               HasSubstr("[checkpoint] x.json: there is no global_step."));

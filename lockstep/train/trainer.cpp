@@ -75,7 +75,7 @@ class TrainerImpl {
 
  private:
   void prepare();
-  void finish();
+  void finish(std::unique_ptr<monitor::RankRecorder> recorder);
   void load_best();
   void say_end();
 
@@ -122,7 +122,7 @@ TrainResult TrainerImpl::train() {
     recorder = start_recording(run_, *loop_);
     control_.notify(&Observer::on_train_begin);
     loop_->run();
-    finish();
+    finish(std::move(recorder));
   } catch (...) {
     checkpoints_.close();  // which may still be writing into that folder
     throw;
@@ -130,7 +130,7 @@ TrainResult TrainerImpl::train() {
   return run_.result;
 }
 
-void TrainerImpl::finish() {
+void TrainerImpl::finish(std::unique_ptr<monitor::RankRecorder> recorder) {
   const TrainerState& state = run_.state;
   TrainResult& result = run_.result;
   result.global_step = state.global_step;
@@ -147,6 +147,11 @@ void TrainerImpl::finish() {
   control_.notify(&Observer::on_train_end);
   loop_->release_optimizer();
   metrics_.close();
+  recorder.reset();
+  if (complete) {
+    run_.world.barrier();  // the records of all ranks are there
+    metrics_.advise();
+  }
   say_end();
   control_.finish();
 }

@@ -159,7 +159,8 @@ std::string data_position_text(const DataPosition& position) {
                            {"dataset_size", integer_node(position.dataset_size)},
                            {"order", integer_node(position.order)},
                            {"epoch_ended", integer_node(position.epoch_ended)},
-                           {"evaluation_due", integer_node(position.evaluation_due)}})) +
+                           {"evaluation_due", integer_node(position.evaluation_due)},
+                           {"threads", integer_node(position.threads)}})) +
          "\n";
 }
 
@@ -182,6 +183,7 @@ DataPosition parse_data_position(std::string_view text, const std::string& name)
   }
   position.order = integer(root, "order", 0);
   position.evaluation_due = integer(root, "evaluation_due", 0);
+  position.threads = integer(root, "threads", 0);
   return position;
 }
 

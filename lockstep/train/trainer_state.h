@@ -62,6 +62,8 @@ struct DataPosition {
   std::int64_t order = 0;           // its checksum; 0: an older file, not checked
   std::int64_t epoch_ended = 0;     // 1: what is due after the epoch has been done
   std::int64_t evaluation_due = 0;  // 1: a stop signal came before it, or in it
+  // Intra-op threads of rank 0, which decide how sums on the CPU are divided; 0: an older file.
+  std::int64_t threads = 0;
 };
 std::string data_position_text(const DataPosition& position);
 DataPosition parse_data_position(std::string_view text, const std::string& name);

@@ -1,5 +1,6 @@
 """`lockstep run --dashboard` and `lockstep monitor` with real ranks."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -55,6 +56,15 @@ save_strategy: "no"
 disable_tqdm: true
 use_cpu: true
 """
+
+
+def held(pid):
+    """What the descriptors of a process are."""
+    found = set()
+    for fd in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.add(os.readlink(fd))
+    return found
 
 
 class Run(Server):
@@ -199,9 +209,7 @@ class Dashboard(RunCase):
         ours = {row[9] for row in rows if int(row[1].split(":")[1], 16) == run.port}
         self.assertTrue(ours)
         for rank in (0, 1):
-            fds = pathlib.Path(f"/proc/{self.pid(rank)}/fd")
-            held = {os.readlink(fd) for fd in fds.iterdir()}
-            self.assertFalse({f"socket:[{inode}]" for inode in ours} & held)
+            self.assertFalse({f"socket:[{inode}]" for inode in ours} & held(self.pid(rank)))
         viewer.close()
         self.stop()
         self.assertEqual(run.wait(), 0)
@@ -237,9 +245,7 @@ class Dashboard(RunCase):
             rows = [line.split() for line in f.readlines()[1:]]
         inodes = {f"socket:[{row[9]}]" for row in rows
                   if row[3] == "0A" and int(row[1].split(":")[1], 16) == port}
-        held = {os.readlink(fd) for fd in pathlib.Path(f"/proc/{pid}/fd").iterdir()
-                if fd.is_symlink()}
-        return inodes & held
+        return inodes & held(pid)
 
     def test_a_progress_bar_shows_in_the_log_tail(self):
         # As tqdm writes it: the return comes first, the newline never.

@@ -85,10 +85,6 @@ void run_good(const fs::path& folder) {
   out["half"] = half->forward(ids);
   save_pretrained(*half, (folder / "half").string());
 
-  const auto padded = load_pretrained(folder.string(), {.pad_vocab_to_multiple_of = 64});
-  out["padded"] = padded->forward(ids);
-  next_token_loss(out["padded"], inputs.at("targets")).backward();
-  save_pretrained(*padded, (folder / "padded").string());
   write_tensors(folder / "out.safetensors", out);
 
   const at::Tensor prompt = inputs.at("prompt");

@@ -356,7 +356,38 @@ class Ranks(Case):
 
 
 class Trainer(Case):
-    """`lockstep::Trainer` on two ranks (planted_peer.cpp), whose own record is left to it."""
+    """`lockstep::Trainer` (planted_peer.cpp), whose own record is left to it."""
+
+    def one_rank(self, steps, output, record):
+        keys = {"per_device_train_batch_size": 4, "logging_steps": 20, "save_strategy": "no",
+                "disable_tqdm": "true", "use_cpu": "true", "max_steps": steps, "output_dir": output}
+        words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        code, _, err = self.run_ranks(1, BIN / "tests" / "planted_peer", "train", *words,
+                                      flags=["--record", record, "--stall-timeout=0.2"],
+                                      env={"PLANT_SLEEP": "0:5", "PLANT_LOG": 700,
+                                           "PLANT_HIDDEN": 16})
+        self.assertEqual(code, 0, err)
+        self.assertNotIn("[launch]", err)  # a rank alone is not stalled while it does nothing
+        lines = (pathlib.Path(record) / "monitor" / "rank_0.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def test_a_rank_alone_has_steps_and_phases_in_the_launchers_record(self):
+        for record in ("beside", "out"):
+            output = os.path.join(self.dir.name, "out")
+            folder = os.path.join(self.dir.name, record)
+            intervals = self.one_rank(40, output, folder)
+            self.assertEqual(intervals[-1]["step"], 40, intervals)
+            self.assertLessEqual(sum(i["steps"] for i in intervals), 40, "each of them once")
+            self.assertGreater(sum(i.get("host_s", {}).get("data", 0) for i in intervals),
+                               0.1, intervals)
+            code, text = doctor(folder)
+            self.assertIn(code, (0, 1), text)
+            self.assertRegex(text, r"(?m)^ +0 +[1-9][0-9]* ")
+            self.assertNotIn("no step was seen", text)
+            # What only the Trainer knows is in the record of the launcher, too.
+            facts = json.loads((pathlib.Path(folder) / "monitor" / "run.json").read_text())
+            self.assertEqual((facts["per_device_batch"], facts["program"]), (4, "trainer"))
+            self.assertEqual(facts["arguments"]["output_dir"], output)
 
     def test_the_rank_whose_loader_sleeps_is_named(self):
         output = os.path.join(self.dir.name, "out")

@@ -7,7 +7,9 @@
 //
 // In the environment: PLANT_SLEEP=RANK:MS (or all:MS), its loader takes so long for a batch;
 // PLANT_LOG=MS, rank 0 takes so long for a line of its log; PLANT_STARVE=RANK, that rank shares one
-// core with two loops that never end; PLANT_HIDDEN, the size of the MLP.
+// core with two loops that never end; PLANT_THREADS, every rank computes with so many threads (more
+// than there are cores, which MKL does not take from OMP_NUM_THREADS); PLANT_HIDDEN, the size of
+// the MLP.
 #include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
@@ -114,6 +116,7 @@ models::Mlp make_net() {
 
 int run_trainer(const std::vector<std::string>& flags) {
   const train::Config config = train::load_config("", flags);
+  at::set_num_threads(std::atoi(variable("PLANT_THREADS", "1").c_str()));
   return run([&](World& world) {
     torch::manual_seed(3);
     models::Mlp net = make_net();

@@ -174,7 +174,7 @@ class Habits(PlantedCase):
 
 class Resources(PlantedCase):
     def test_more_threads_than_cores(self):
-        finding = self.finding(self.train(100, OMP_NUM_THREADS="3"), "too-many-threads")
+        finding = self.finding(self.train(50, PLANT_THREADS="3"), "too-many-threads")
         self.assertIn("OMP_NUM_THREADS=1", finding["remedy"])
         self.assertIn("2 ranks with 3 threads each on 2 cores", finding["evidence"])
 

@@ -1,6 +1,7 @@
 """What a Trainer of real ranks leaves in output_dir/monitor."""
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -44,6 +45,31 @@ class Record(unittest.TestCase):
     def intervals(self, rank):
         lines = (self.out / f"monitor/rank_{rank}.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
+
+    def newest_checkpoint(self):
+        """Its step, or 0. A checkpoint that is being written has a longer name."""
+        found = [re.fullmatch(r"checkpoint-(\d+)", p.name) for p in self.out.glob("checkpoint-*")]
+        return max((int(match.group(1)) for match in found if match), default=0)
+
+    @staticmethod
+    def processes_of(session):
+        """Those that still run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                except (FileNotFoundError, ProcessLookupError):
+                    continue
+                if int(fields[3]) == session and fields[0] != "Z":
+                    found.append(int(entry.name))
+        return found
+
+    def eventually(self, condition, what):
+        end = time.monotonic() + 120
+        while not condition():
+            self.assertLess(time.monotonic(), end, what)
+            time.sleep(0.05)
 
     @staticmethod
     def count(intervals, name):
@@ -91,17 +117,16 @@ class Record(unittest.TestCase):
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                               start_new_session=True) as process:
             file = self.out / "monitor/rank_1.jsonl"
-            end = time.monotonic() + 60
-            while not (file.exists() and file.read_bytes().count(b"\n") >= 2):
-                self.assertLess(time.monotonic(), end)
-                time.sleep(0.05)
+            self.eventually(lambda: file.exists() and file.read_bytes().count(b"\n") >= 2
+                            and self.newest_checkpoint(), "a record and a checkpoint")
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        time.sleep(0.5)  # the ranks die with their launcher
+        # The ranks die with their launcher.
+        self.eventually(lambda: not self.processes_of(process.pid), "the end of the ranks")
         before = len(self.intervals(1))
         with open(file, "ab") as torn:
             torn.write(b'{"unix_time_s":17')
-        last = max(int(p.name.split("-")[1]) for p in self.out.glob("checkpoint-*"))
+        last = self.newest_checkpoint()
         self.train("--max_steps", str(last + 20), "--resume", "auto")
         intervals = self.intervals(1)  # every line is whole
         self.assertGreater(len(intervals), before)

@@ -1,9 +1,10 @@
 """Our schedules, loss scaling, clipping and optimizers beside the originals, number by number.
 
 The originals are transformers.get_scheduler (skipped, and said so, where the package is missing),
-torch.amp.GradScaler("cpu"), torch.nn.utils.clip_grad_* and torch.optim with fused=True. Everything
-that runs the same kernels in the same order must have the same bits. A schedule's factor comes from
-a few double operations and a cosine; compilers may fuse two of them, so 4 units in the last place.
+torch.optim.lr_scheduler's StepLR, MultiStepLR and ExponentialLR, torch.amp.GradScaler("cpu"),
+torch.nn.utils.clip_grad_* and torch.optim with fused=True. Everything that runs the same kernels in
+the same order must have the same bits. A schedule's factor comes from a few double operations and a
+cosine; compilers may fuse two of them, so 4 units in the last place.
 """
 
 import json
@@ -113,6 +114,39 @@ class Schedules(unittest.TestCase):
                     theirs.step()
                 else:
                     optimizer.param_groups[0]["lr"] = question["lr"] * float(rule(step + 1))
+
+
+    def test_factors_in_steps_are_those_of_pytorch(self):
+        rng = random.Random(7)
+        schedulers = torch.optim.lr_scheduler
+        kinds = {"step": schedulers.StepLR, "multi_step": schedulers.MultiStepLR,
+                 "exponential": schedulers.ExponentialLR}
+        questions = []
+        for _ in range(20):
+            gamma = rng.choice([0.1, 0.5, 0.97, 1.25])
+            options = {"step": {"step_size": rng.randrange(1, 30), "gamma": gamma},
+                       "multi_step": {"milestones": [rng.randrange(60) for _ in range(4)],
+                                      "gamma": gamma},
+                       "exponential": {"gamma": gamma}}
+            for name, kwargs in options.items():
+                questions.append({"ask": "schedule", "name": name, "total": 0, "lr": 0.1,
+                                  "warmup": rng.choice([0, 0, 1, 9]), "kwargs": kwargs,
+                                  "steps": 80})
+        questions.append({"ask": "schedule", "name": "step", "total": 0, "lr": 0.1, "warmup": 0,
+                          "kwargs": {"step_size": 10}, "steps": 80})
+        for question, answer in zip(questions, ask(questions)):
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=question["lr"])
+            theirs = kinds[question["name"]](optimizer, **question["kwargs"])
+            if warmup := question["warmup"]:
+                rise = schedulers.LambdaLR(optimizer, lambda s, w=warmup: s / w)
+                theirs = schedulers.SequentialLR(optimizer, [rise, theirs], milestones=[warmup])
+            for step, factor in enumerate(float(x) for x in answer.split()):
+                # PyTorch multiplies again in every step, and each product is rounded.
+                wanted = theirs.get_last_lr()[0] / question["lr"]
+                self.assertLessEqual(abs(factor - wanted), (step + 4) * math.ulp(wanted),
+                                     (question, step))
+                optimizer.step()
+                theirs.step()
 
 
 class Clipping(unittest.TestCase):

@@ -1,6 +1,7 @@
 """What a run on one host opens to the network: nothing beyond loopback, and for C++ ranks over
 shared memory no TCP port at all. Seen from inside (/proc/net/tcp of the run's own processes) and
 from a second network namespace. Then the faults of the launcher's store."""
+import contextlib
 import importlib.util
 import ipaddress
 import os
@@ -80,7 +81,8 @@ def listening(pids):
     for pid in pids:
         try:
             for fd in os.listdir(f"/proc/{pid}/fd"):
-                inodes.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    inodes.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
             for name in ("tcp", "tcp6"):
                 with open(f"/proc/{pid}/net/{name}") as f:
                     rows += [line.split() for line in f.readlines()[1:]]

@@ -209,6 +209,99 @@ class Encoding(Case):
                     self.assertEqual(plain, oracle.encode(text, add_special_tokens=False).ids)
 
 
+def flagged(content, **flags):
+    return {"__type": "AddedToken", "content": content, "lstrip": False, "rstrip": False,
+            "normalized": False, "single_word": False, **flags}
+
+
+class Beside(Case):
+    """tokenizer_config.json, special_tokens_map.json and config.json, as AutoTokenizer has them."""
+
+    TEXTS = ["hi<pad>the cat", "a <pad> b", "a <x> b</s>\n<x>", "<|endoftext|> z", "", " THE lead",
+             "the <image>\n def", "<x><pad><x>", "return self.x  # <|endoftext|>"]
+
+    def same(self, file, config=None, legacy=None, model=None):
+        import transformers
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        others = {"tokenizer_config.json": config, "special_tokens_map.json": legacy,
+                  "config.json": model}
+        self.write(file, **{name: value for name, value in others.items() if value is not None})
+        oracle = transformers.AutoTokenizer.from_pretrained(self.folder).backend_tokenizer
+        ours = self.encoded(self.TEXTS)
+        for text, (special, plain) in zip(self.TEXTS, ours):
+            self.assertEqual(special, oracle.encode(text).ids, text)
+            self.assertEqual(plain, oracle.encode(text, add_special_tokens=False).ids, text)
+        lists = [special for special, _ in ours]
+        answers = self.ask(b"d" + numbers(ids) for ids in lists)
+        for ids in lists:
+            for skip in (True, False):
+                self.assertEqual(answers.bytes().decode(),
+                                 oracle.decode(ids, skip_special_tokens=skip), ids)
+        return oracle, ours
+
+    def test_special_tokens_that_the_file_lacks(self):
+        plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        listed = {"4000": flagged("<pad>", rstrip=True, special=True),
+                  "40": flagged("<|endoftext|>", lstrip=True, special=False)}
+        for token in listed.values():
+            del token["__type"]
+        for file in (families.gpt2(), families.llama2()):
+            for config, legacy in (
+                    ({"pad_token": "<pad>"}, None),
+                    ({"pad_token": "<pad>", "additional_special_tokens": ["<x>", "</s>"],
+                      "eos_token": "</s>"}, None),
+                    ({"pad_token": flagged("<pad>", lstrip=True, rstrip=True)}, None),
+                    ({"pad_token": flagged("<pad>", normalized=True)}, None),
+                    ({"extra_special_tokens": ["<x>"], "image_token": "<image>"}, None),
+                    ({"extra_special_tokens": {"image_token": "<image>"}}, None),
+                    ({}, {"pad_token": "<pad>", "additional_special_tokens": ["<x>"]}),
+                    ({"eos_token": "</s>"}, {"eos_token": {"content": "<x>", "lstrip": True}}),
+                    ({"added_tokens_decoder": listed, "eos_token": "<|endoftext|>"},
+                     {"unk_token": "<x>"})):
+                with self.subTest(config=config, legacy=legacy):
+                    _, ours = self.same(file, {**plain, **config}, legacy)
+                    # There was something to add.
+                    bare = self.oracle()
+                    self.assertNotEqual([special for special, _ in ours],
+                                        [bare.encode(text).ids for text in self.TEXTS])
+
+    def test_gpt2s_class_decides_about_spaces(self):
+        spaced, other = families.gpt2(), families.gpt2()
+        spaced["pre_tokenizer"]["add_prefix_space"] = True
+        other["normalizer"] = {"type": "Lowercase"}
+        other["added_tokens"] = []
+        named = {"tokenizer_class": "GPT2Tokenizer"}
+        for file in (families.gpt2(), spaced, other):
+            for config, model in (
+                    (named, None), ({**named, "add_prefix_space": True}, None),
+                    ({**named, "add_prefix_space": False, "pad_token": "<pad>"}, None),
+                    ({"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True}, None),
+                    ({"add_prefix_space": True}, {"model_type": "gpt2"}),
+                    (None, {"model_type": "gpt2"}),
+                    ({"add_prefix_space": True}, {"model_type": "llama"}),
+                    ({**named, "add_prefix_space": True}, {"model_type": "llama"}),
+                    ({**named, "add_prefix_space": True}, {"model_type": "phi3"}),
+                    ({"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True},
+                     {"model_type": "gpt2"})):
+                with self.subTest(config=config, model=model):
+                    self.same(file, config, None, model)
+
+    def test_gpt2s_class_has_an_end_of_text(self):
+        oracle, _ = self.same(families.gpt2(), {"model_max_length": 1024}, None,
+                              {"model_type": "gpt2"})
+        answers = self.ask([b"i" + sized(b"a") + sized(b"b")])
+        self.assertEqual(answers.ids()[-1], oracle.token_to_id("<|endoftext|>"))
+
+    def test_special_tokens_as_text_are_refused(self):
+        self.write(families.gpt2(), **{"tokenizer_config.json": {"split_special_tokens": True}})
+        result = peer("load", self.folder)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("tokenizer_config.json: split_special_tokens is true, which is not supported",
+                      result.stderr)
+
+
 class Shards(Case):
     """`lockstep data tokenize --tokenizer`: shards as llm.c reads them."""
 

@@ -101,6 +101,59 @@ class Generate(TrainCase):
             self.made("--model", self.folder, "--prompt", PROMPT, "--max_new_tokens", 12),
             wanted + "\n")
 
+    def test_what_generation_config_says_is_used(self):
+        self.make()
+        ids = [5, 17, 200, 8]
+        flags = ("--model", self.folder, "--ids", "5,17,200,8")
+
+        def settings(**values):
+            (self.folder / "generation_config.json").write_text(json.dumps(values))
+
+        def theirs():
+            model = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
+            with torch.no_grad():
+                return model.generate(input_ids=torch.tensor([ids]), pad_token_id=0)[0, 4:].tolist()
+
+        for values in ({"max_new_tokens": 7}, {"max_length": 12},
+                       {"max_new_tokens": 30, "repetition_penalty": 1.7},
+                       {"max_new_tokens": 30, "max_length": 9, "temperature": 0.3, "top_p": 0.5},
+                       {"max_new_tokens": 30, "do_sample": True, "top_k": 1, "temperature": 3.0},
+                       {"max_new_tokens": 30, "do_sample": True, "top_p": 1e-6,
+                        "repetition_penalty": 1.2}):
+            with self.subTest(values):
+                settings(**values)
+                code, out, err = self.generate(*flags)
+                self.assertEqual((code, err), (0, ""))
+                self.assertEqual([int(word) for word in out.split()], theirs())
+        # Tokens are drawn, of the fifty likeliest where the file does not say how many.
+        settings(do_sample=True, max_new_tokens=12)
+        warm = self.made(*flags)
+        self.assertEqual(warm, self.made(*flags, "--temperature", 1, "--top_k", 50))
+        self.assertNotEqual(warm, self.made(*flags, "--temperature", 0))
+        self.assertNotEqual(warm, self.made(*flags, "--seed", 1))
+        # Flags come first.
+        settings(do_sample=True, max_new_tokens=30, repetition_penalty=1.7, top_k=7, top_p=0.7)
+        self.assertEqual(self.made(*flags, "--temperature", 0, "--repetition-penalty", 1,
+                                   "--max-new-tokens", 9).split(), self.greedy(ids, 9))
+        # What is not used is named; values that change nothing are not.
+        settings(max_new_tokens=3, num_beams=4, no_repeat_ngram_size=2, length_penalty=1.0,
+                 min_length=0, typical_p=1.0, early_stopping=False, bad_words_ids=None)
+        _, _, err = self.generate(*flags)
+        self.assertEqual(err, f"note: {self.folder}/generation_config.json: num_beams, "
+                         "no_repeat_ngram_size are not used\n")
+        settings(max_length=4)
+        code, _, err = self.generate(*flags)
+        self.assertEqual(code, 2, err)
+        self.assertIn("generation_config.json: max_length is 4, and the text to continue has 4 "
+                      "tokens already. Give --max_new_tokens.", err)
+        settings(top_k="many")
+        self.assertIn("generation_config.top_k must be", self.generate(*flags)[2])
+
+    def greedy(self, ids, count):
+        (self.folder / "generation_config.json").unlink()
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
+        return [str(id) for id in self.continued(model, ids, count)]
+
     def test_an_adapter_continues_with_its_base(self):
         model, bpe = self.make(), self.make_tokenizer()
         ids = bpe.encode(PROMPT).ids
@@ -174,8 +227,8 @@ class Generate(TrainCase):
                 (("--model", self.folder, "--prompt", "a"), "has no tokenizer.json"),
                 (("--model", self.place / "none", "--ids", "1"), "is not a folder"),
                 (("--model", self.place, "--ids", "1"), "neither a config.json"),
-                (("--model", self.folder, "--ids", "1", "--top_k", "3"),
-                 "there is no flag --top_k"),
+                (("--model", self.folder, "--ids", "1", "--num_beams", "3"),
+                 "there is no flag --num_beams"),
                 (("--model", self.folder, "--ids", "1", "--dtype", "int8"), "--dtype=int8")):
             code, _, err = self.generate(*flags)
             self.assertEqual(code, 2, err)

@@ -63,6 +63,23 @@ class Resume(TrainCase):
         self.assertRegex(shown, r"net\.1\.running_mean +F32 +\[32\]")
         self.assertIn("2 ranks x batch 4 x accumulation 3", shown)
 
+    def test_another_number_of_threads_is_a_warning(self):
+        """Sums are divided over threads: the bits are others."""
+        for ranks in (0, 2):
+            out = self.place / f"threads{ranks}"
+            self.train(ranks, out, "--max_steps", 5)
+            done = self.train(ranks, out, "--max_steps", 10, "--resume", "auto")
+            self.assertNotIn("intra-op", done.stderr)
+            done = self.train(ranks, out, "--max_steps", 15, "--resume", "auto",
+                              OMP_NUM_THREADS="2")
+            saved = json.loads((out / "checkpoint-15" / "sampler.json").read_text())
+            if saved["threads"] == 1:
+                self.skipTest("LibTorch has one thread on this machine, whatever is asked for")
+            self.assertEqual(done.stderr.count("intra-op"), 1, done.stderr)
+            self.assertIn("checkpoint-10 was saved with 1 intra-op thread on each rank, and this "
+                          "run has 2.", done.stderr)
+            self.assertIn("Start with OMP_NUM_THREADS=1 for those.", done.stderr)
+
     def test_diff_sees_what_is_not_a_tensor(self):
         """The tests of exactness rest on it."""
         self.train(0, self.place / "out", "--max_steps", 5)

@@ -120,6 +120,24 @@ class Tasks(TrainCase):
         self.train(0, output)
         self.assertLess(self.evaluations(output)[-1], 1.5)
 
+    def test_samples_that_are_cut_are_counted(self):
+        """Of training and of evaluation; without max_seq_len to as many as the model has."""
+        self.instructions()
+        for name, count in (("train.jsonl", 40), ("eval.jsonl", 3)):
+            line = json.dumps({"instruction": "say a word", "output": "word " * 50}) + "\n"
+            (self.place / name).write_text(line * count)
+        text = self.config.read_text().replace("max_seq_len: 96\n", "")
+        text = re.sub(r"eval_path: \S+,", f"eval_path: {self.place / 'eval.jsonl'},", text)
+        for positions, cut in ((200, True), (400, False)):
+            self.config.write_text(text.replace("n_embd: 32",
+                                                f"n_embd: 32, n_positions: {positions}"))
+            said = self.train(0, self.place / f"out{positions}", "--max_steps", 1, "--eval_steps",
+                              1).stderr
+            for name, count in (("train.jsonl", 40), ("eval.jsonl", 3)):
+                note = (f"{self.place / name}: of {count} samples {count} are longer than "
+                        f"max_seq_len {positions} and lose their end")
+                self.assertEqual(note in said, cut, said)
+
     def test_what_is_refused(self):
         """And that `lockstep config check` refuses it with the same message."""
         self.instructions()

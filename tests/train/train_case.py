@@ -59,10 +59,10 @@ class TrainCase(unittest.TestCase):
         self.config = self.place / "train.yaml"
         self.config.write_text(CONFIG)
 
-    def train(self, ranks, output, *flags, code=0):
+    def train(self, ranks, output, *flags, code=0, **variables):
         done = subprocess.run(command(ranks, self.config, output, *flags), capture_output=True,
-                              text=True, timeout=BOUND_S, env=environment(), check=False,
-                              stdin=subprocess.DEVNULL)
+                              text=True, timeout=BOUND_S, env=environment(**variables),
+                              check=False, stdin=subprocess.DEVNULL)
         self.assertEqual(done.returncode, code, done.stdout + done.stderr)
         return done
 

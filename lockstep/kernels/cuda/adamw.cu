@@ -1,5 +1,5 @@
-// One AdamW step over many tensors: the norm of all gradients, then parameters, both averages and
-// the bf16 copy in one pass. Learning rate, loss scale and step number are on the device, so a CUDA
+// One AdamW step over many tensors: the norm of all gradients, then parameters and both averages in
+// one pass. Learning rate, loss scale and step number are on the device, so a CUDA
 // graph can hold it.
 //
 //   grad_norm_kernel   the sum of squares of each chunk of gradients
@@ -59,7 +59,9 @@ __global__ void total_kernel(AdamStep args) {
   const float grad_scale = args.grad_scale != nullptr ? *args.grad_scale : 1.0f;
   const float norm = static_cast<float>(sqrt(sums[0]) / grad_scale);
   const float max_norm = args.max_norm != nullptr ? *args.max_norm : 0.0f;
-  const float bound = max_norm > 0 ? fminf(1.0f, max_norm / (norm + 1e-6f)) : 1.0f;
+  // A norm that is not a number must reach every parameter, so no fminf(), which drops it.
+  const float ratio = max_norm / (norm + 1e-6f);
+  const float bound = max_norm > 0 && !(ratio > 1) ? ratio : 1.0f;
   *args.norm = norm;
   *args.found_inf = isfinite(norm) ? 0.0f : 1.0f;
   *args.clip = bound / grad_scale;
@@ -108,8 +110,6 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamStep args) {
   auto* const averages = reinterpret_cast<float4*>(tensor.exp_avg);
   auto* const squares = reinterpret_cast<float4*>(tensor.exp_avg_sq);
   const auto* const grads = reinterpret_cast<const float4*>(tensor.grad);
-  auto* const shadow = static_cast<__nv_bfloat16*>(tensor.shadow);
-  auto* const shadow_pairs = static_cast<__nv_bfloat162*>(tensor.shadow);
 #pragma unroll 2
   for (std::int64_t i = first / 4 + threadIdx.x; i < vectors_end; i += kThreads) {
     float4 p = params[i], m = averages[i], v = squares[i];
@@ -121,14 +121,9 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamStep args) {
     params[i] = p;
     averages[i] = m;
     squares[i] = v;
-    if (shadow != nullptr) {
-      shadow_pairs[2 * i] = __floats2bfloat162_rn(p.x, p.y);
-      shadow_pairs[2 * i + 1] = __floats2bfloat162_rn(p.z, p.w);
-    }
   }
   for (std::int64_t i = 4 * vectors_end + threadIdx.x; i < end; i += kThreads) {
     update(tensor.param[i], tensor.grad[i], tensor.exp_avg[i], tensor.exp_avg_sq[i]);
-    if (shadow != nullptr) shadow[i] = __float2bfloat16_rn(tensor.param[i]);
   }
 }
 

@@ -1,5 +1,4 @@
 // What the CUDA kernels take: pointers and sizes, without CUDA's own headers.
-//
 // Every tensor is contiguous, begins at a multiple of 16 bytes and is not empty, unless a comment
 // says otherwise. table.h has the functions.
 #pragma once
@@ -13,37 +12,38 @@ enum class Type : int { kBfloat16, kHalf, kFloat };
 
 // residual + delta, then LayerNorm or RMSNorm (without mean and bias).
 struct NormForward {
-  const void* residual;    // [rows, columns]
-  const void* delta;       // the same, or null: x is the residual itself
+  const void* residual;    // [rows, columns], in residual_type
+  const void* delta;       // [rows, columns], or null: x is the residual itself
   const void* delta_bias;  // [columns], in weight_type, or null
   const void* weight;      // [columns], in weight_type
   const void* bias;        // the same, or null
-  void* x;                 // [rows, columns]: the sum; not written when delta is null
+  void* x;                 // as residual: the sum; not written when delta is null
   void* normed;            // [rows, columns]
   float* mean;             // [rows]; not written by RMSNorm
   float* rstd;             // [rows]
   std::int64_t rows;
   int columns;  // see norm_covers()
   float eps;
-  Type type, weight_type;
+  Type type, residual_type, weight_type;  // residual_type is `type` or float
   bool rms;
 };
 
 struct NormBackward {
   const void* dnormed;    // [rows, columns]
-  const void* dresidual;  // the same, what reaches x past the norm; or null
-  const void* x;
+  const void* dresidual;  // as x: what reaches x past the norm; or null
+  const void* x;          // [rows, columns], in residual_type
   const void* weight;
   const float* mean;
   const float* rstd;
-  void* dx;  // [rows, columns]: the gradient of residual and of delta; may be dresidual
+  void* dx;      // as x: the gradient of the residual; may be dresidual
+  void* ddelta;  // as dnormed: dx in delta's type, where it is another than the residual's; or null
   float* dweight;
   float* dbias;        // not written by RMSNorm
   float* ddelta_bias;  // [columns]: the sum of dx over the rows; or null
   float* partials;     // norm_partials() floats
   std::int64_t rows;
   int columns;
-  Type type, weight_type;
+  Type type, residual_type, weight_type;
   bool rms;
 };
 
@@ -125,13 +125,24 @@ struct Gemm {
   Type d_type;  // the same or float
 };
 
-// An adapter's input is dropped out: mask [rows, columns] is 1 where an element stays, and is
-// multiplied by `scale` then. Columns are a multiple of 4, the rank is 8 or 16 (lora_covers()).
+// An adapter's input is dropped out: a bit of [rows, columns / 8] is 1 where an element stays,
+// times scale. Columns are a multiple of 32, the rank is 8 or 16, types of 16 bits (lora_covers).
+struct DroppedInput {
+  const void* x;             // [rows, columns]
+  const void* low;           // [rank, columns]
+  const std::int64_t* seed;  // on the device: what the bits are drawn from
+  std::uint8_t* bits;        // written
+  void* narrow;              // [rows, rank] = the dropped x times the transpose of low
+  std::int64_t rows;
+  int columns, rank;
+  float keep, scale;  // keep: the share of elements that stay
+  Type type;
+};
 struct DroppedProduct {
   const void* narrow;  // [rows, rank]
   const void* low;     // [rank, columns]
-  const std::uint8_t* mask;
-  void* to;  // [rows, columns] = mask scale (narrow low)
+  const std::uint8_t* bits;
+  void* to;  // [rows, columns] = narrow low, dropped out
   std::int64_t rows;
   int columns, rank;
   float scale;
@@ -140,8 +151,8 @@ struct DroppedProduct {
 struct DroppedGradient {
   const void* narrow;  // [rows, rank]
   const void* x;       // [rows, columns]
-  const std::uint8_t* mask;
-  float* to;        // [rank, columns] = the transpose of narrow times (mask scale x)
+  const std::uint8_t* bits;
+  float* to;        // [rank, columns] = the transpose of narrow times the dropped x
   float* partials;  // dropped_gradient_partials() floats
   std::int64_t rows;
   int columns, rank;
@@ -155,8 +166,7 @@ struct AdamTensor {
   const float* grad;
   float* exp_avg;
   float* exp_avg_sq;
-  void* shadow;  // bfloat16: a copy of the parameter; or null
-  float* step;   // this parameter's step number
+  float* step;  // this parameter's step number
   std::int64_t size;
   std::int32_t group;
   std::int32_t aligned;  // 1: every pointer is a multiple of 16
@@ -172,8 +182,7 @@ constexpr std::int64_t kAdamChunk = 16384;
 struct AdamFactors {
   float step_size, root_correction2, decay;
 };
-// All pointers are of the device.
-struct AdamStep {
+struct AdamStep {  // all pointers are of the device
   const AdamTensor* tensors;
   const AdamGroup* groups;
   const AdamChunk* chunks;

@@ -27,7 +27,8 @@ cudaError_t rope(const Rope& args, cudaStream_t stream);
 cudaError_t scale(void* data, std::int64_t size, Type type, const float* factor,
                   cudaStream_t stream);
 
-bool lora_covers(std::int64_t columns, int rank);
+bool lora_covers(std::int64_t columns, int rank, Type type);
+cudaError_t dropped_input(const DroppedInput& args, cudaStream_t stream);
 cudaError_t dropped_product(const DroppedProduct& args, cudaStream_t stream);
 std::int64_t dropped_gradient_partials(std::int64_t rows, int columns, int rank);
 cudaError_t dropped_gradient(const DroppedGradient& args, cudaStream_t stream);

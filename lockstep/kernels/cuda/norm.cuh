@@ -56,6 +56,15 @@ __device__ __forceinline__ float group_sum(float value, float (&exchange)[kWarps
   return value;
 }
 
+// Calls body(R{}, T{}) with the type of the residual and that of the rest, which are one, or float
+// beside another.
+template <typename Body>
+cudaError_t with_norm_types(Type residual, Type type, Body&& body) {
+  if (residual == type) return with_type(type, [&](auto one) { return body(one, one); });
+  if (residual != Type::kFloat) return cudaErrorInvalidValue;
+  return type == Type::kHalf ? body(float{}, __half{}) : body(float{}, __nv_bfloat16{});
+}
+
 // As many blocks as fit on the GPU at once, and no more than there are rows for.
 template <typename Shape>
 int norm_blocks(std::int64_t rows) {

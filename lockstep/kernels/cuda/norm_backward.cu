@@ -10,15 +10,17 @@ namespace {
 template <bool kRms, bool kSumDx>
 constexpr int kNormSums = 1 + !kRms + kSumDx;
 
-template <typename T, int kVectors>
+// R is the residual's type, T that of delta and of the norm.
+template <typename R, typename T, int kVectors>
 struct BackwardRow {
-  Vector8<T> dnormed[kVectors], x[kVectors], dresidual[kVectors];
+  Vector8<T> dnormed[kVectors];
+  Vector8<R> x[kVectors], dresidual[kVectors];
   float mean, rstd;
 };
 
-template <typename T, typename Shape, bool kRms>
+template <typename R, typename T, typename Shape, bool kRms>
 __device__ __forceinline__ void load_row(const NormBackward& args, std::int64_t row, int thread,
-                                         BackwardRow<T, Shape::kVectors>& to) {
+                                         BackwardRow<R, T, Shape::kVectors>& to) {
   if (row >= args.rows) return;
   const int vectors = args.columns / 8;
 #pragma unroll
@@ -26,9 +28,9 @@ __device__ __forceinline__ void load_row(const NormBackward& args, std::int64_t 
     const int i = j * Shape::kThreads + thread;
     if (i >= vectors) continue;
     to.dnormed[j] = load8(static_cast<const T*>(args.dnormed), row * vectors + i);
-    to.x[j] = load8(static_cast<const T*>(args.x), row * vectors + i);
+    to.x[j] = load8(static_cast<const R*>(args.x), row * vectors + i);
     if (args.dresidual != nullptr) {
-      to.dresidual[j] = load8(static_cast<const T*>(args.dresidual), row * vectors + i);
+      to.dresidual[j] = load8(static_cast<const R*>(args.dresidual), row * vectors + i);
     }
   }
   to.mean = kRms ? 0.0f : args.mean[row];
@@ -60,7 +62,7 @@ __device__ __forceinline__ void write_partials(const float (&shares)[kSums][Shap
 }
 
 // Dynamic shared memory: kNormSums * columns floats.
-template <typename T, typename Shape, bool kRms, bool kSumDx>
+template <typename R, typename T, typename Shape, bool kRms, bool kSumDx>
 __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, Shape::kBlocks)
     norm_backward_kernel(NormBackward args) {
   constexpr int kVectors = Shape::kVectors, kWarps = Shape::kWarps, kThreads = Shape::kThreads;
@@ -80,13 +82,13 @@ __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, Shape::kBlock
     if (i < vectors) load8_as_float<T>(args.weight, float_weight, i, weight[j]);
   }
   std::int64_t first = std::int64_t{blockIdx.x} * Shape::kGroups;
-  BackwardRow<T, kVectors> next;
-  load_row<T, Shape, kRms>(args, first + group, thread, next);
+  BackwardRow<R, T, kVectors> next;
+  load_row<R, T, Shape, kRms>(args, first + group, thread, next);
   for (int turn = 0; first < args.rows; first += step, turn ^= 1) {
     const std::int64_t row = first + group;
     const bool valid = row < args.rows;
-    const BackwardRow<T, kVectors> at = next;
-    load_row<T, Shape, kRms>(args, row + step, thread, next);
+    const BackwardRow<R, T, kVectors> at = next;
+    load_row<R, T, Shape, kRms>(args, row + step, thread, next);
     const float shift = -at.mean * at.rstd;  // xhat = x * rstd + shift
     float2 sum = {0, 0};                     // of g and of g * xhat, where g = dnormed * weight
 #pragma unroll
@@ -121,16 +123,19 @@ __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, Shape::kBlock
         dx[k] += fmaf(-xhat, mean_gx, fmaf(at.rstd * weight[j][k], dy[k], -mean_g));
         if constexpr (kSumDx) shares[kSums - 1][j][k] += dx[k];
       }
-      store8(static_cast<T*>(args.dx), row * vectors + i, pack8<T>(dx));
+      store8(static_cast<R*>(args.dx), row * vectors + i, pack8<R>(dx));
+      if (args.ddelta != nullptr) {
+        store8(static_cast<T*>(args.ddelta), row * vectors + i, pack8<T>(dx));
+      }
     }
   }
   write_partials<Shape>(shares, sums, args.columns, args.partials);
 }
 
-template <typename T, typename Shape, bool kRms, bool kSumDx>
+template <typename R, typename T, typename Shape, bool kRms, bool kSumDx>
 cudaError_t run(const NormBackward& args, cudaStream_t stream) {
   constexpr int kSums = kNormSums<kRms, kSumDx>;
-  const auto kernel = norm_backward_kernel<T, Shape, kRms, kSumDx>;
+  const auto kernel = norm_backward_kernel<R, T, Shape, kRms, kSumDx>;
   const int blocks = norm_blocks<Shape>(args.rows);
   const int bytes = kSums * args.columns * static_cast<int>(sizeof(float));
   const cudaError_t status =
@@ -141,15 +146,15 @@ cudaError_t run(const NormBackward& args, cudaStream_t stream) {
   return add_parts(args.partials, blocks, args.columns, kSums, outputs, stream);
 }
 
-template <typename T, typename Shape, typename SumShape>
+template <typename R, typename T, typename Shape, typename SumShape>
 cudaError_t choose(const NormBackward& args, cudaStream_t stream) {
   const bool sums = args.ddelta_bias != nullptr;
   if (args.rms) {
-    return sums ? run<T, SumShape, true, true>(args, stream)
-                : run<T, Shape, true, false>(args, stream);
+    return sums ? run<R, T, SumShape, true, true>(args, stream)
+                : run<R, T, Shape, true, false>(args, stream);
   }
-  return sums ? run<T, SumShape, false, true>(args, stream)
-              : run<T, Shape, false, false>(args, stream);
+  return sums ? run<R, T, SumShape, false, true>(args, stream)
+              : run<R, T, Shape, false, false>(args, stream);
 }
 
 // The most blocks of any shape below on one multiprocessor.
@@ -166,29 +171,25 @@ cudaError_t norm_backward(const NormBackward& args, cudaStream_t stream) {
   if (!norm_covers(args.columns)) return cudaErrorInvalidValue;
   // Measured on H200 with bf16 at 768, 1600 and 2048 columns; a float row takes twice the
   // registers.
-  if (args.type == Type::kFloat) {
-    if (args.columns <= 1024) {
-      return choose<float, NormShape<1, 4, 1, 2>, NormShape<1, 4, 1, 2>>(args, stream);
-    }
-    if (args.columns <= 4096) {
-      return choose<float, NormShape<2, 8, 1, 1>, NormShape<2, 8, 1, 1>>(args, stream);
-    }
-    return choose<float, NormShape<2, 16, 1, 1>, NormShape<2, 16, 1, 1>>(args, stream);
-  }
-  const auto reduced = [&](auto type) {
+  return with_norm_types(args.residual_type, args.type, [&](auto residual, auto type) {
+    using R = decltype(residual);
     using T = decltype(type);
-    if (args.columns <= 768) {
-      return choose<T, NormShape<1, 3, 2, 4>, NormShape<3, 1, 4, 2>>(args, stream);
+    if constexpr (sizeof(R) == sizeof(float)) {
+      using Narrow = NormShape<1, 4, 1, 2>;
+      if (args.columns <= 1024) return choose<R, T, Narrow, Narrow>(args, stream);
+    } else {
+      if (args.columns <= 768) {
+        return choose<R, T, NormShape<1, 3, 2, 4>, NormShape<3, 1, 4, 2>>(args, stream);
+      }
+      if (args.columns <= 2048) {
+        return choose<R, T, NormShape<2, 4, 1, 4>, NormShape<2, 4, 1, 3>>(args, stream);
+      }
     }
-    if (args.columns <= 2048) {
-      return choose<T, NormShape<2, 4, 1, 4>, NormShape<2, 4, 1, 3>>(args, stream);
-    }
-    if (args.columns <= 4096) {
-      return choose<T, NormShape<2, 8, 1, 1>, NormShape<2, 8, 1, 1>>(args, stream);
-    }
-    return choose<T, NormShape<2, 16, 1, 1>, NormShape<2, 16, 1, 1>>(args, stream);
-  };
-  return args.type == Type::kHalf ? reduced(__half{}) : reduced(__nv_bfloat16{});
+    using Middle = NormShape<2, 8, 1, 1>;
+    using Wide = NormShape<2, 16, 1, 1>;
+    if (args.columns <= 4096) return choose<R, T, Middle, Middle>(args, stream);
+    return choose<R, T, Wide, Wide>(args, stream);
+  });
 }
 
 }  // namespace lockstep::kernels::cuda

@@ -5,21 +5,23 @@
 namespace lockstep::kernels::cuda {
 namespace {
 
-template <typename T, int kVectors>
+// R is the residual's type, T that of delta and of the norm.
+template <typename R, typename T, int kVectors>
 struct ForwardRow {
-  Vector8<T> residual[kVectors], delta[kVectors];
+  Vector8<R> residual[kVectors];
+  Vector8<T> delta[kVectors];
 };
 
-template <typename T, typename Shape>
+template <typename R, typename T, typename Shape>
 __device__ __forceinline__ void load_row(const NormForward& args, std::int64_t row, int thread,
-                                         ForwardRow<T, Shape::kVectors>& to) {
+                                         ForwardRow<R, T, Shape::kVectors>& to) {
   if (row >= args.rows) return;
   const int vectors = args.columns / 8;
 #pragma unroll
   for (int j = 0; j < Shape::kVectors; ++j) {
     const int i = j * Shape::kThreads + thread;
     if (i >= vectors) continue;
-    to.residual[j] = load8(static_cast<const T*>(args.residual), row * vectors + i);
+    to.residual[j] = load8(static_cast<const R*>(args.residual), row * vectors + i);
     if (args.delta != nullptr) {
       to.delta[j] = load8(static_cast<const T*>(args.delta), row * vectors + i);
     }
@@ -47,7 +49,7 @@ __device__ __forceinline__ void load_parameters(const NormForward& args, int thr
   }
 }
 
-template <typename T, typename Shape, bool kRms>
+template <typename R, typename T, typename Shape, bool kRms>
 __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, Shape::kBlocks)
     norm_forward_kernel(NormForward args) {
   constexpr int kVectors = Shape::kVectors, kWarps = Shape::kWarps, kThreads = Shape::kThreads;
@@ -60,8 +62,8 @@ __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, Shape::kBlock
   load_parameters<T, Shape>(args, thread, parameters);
   const auto& [weight, bias, delta_bias] = parameters;
   std::int64_t first = std::int64_t{blockIdx.x} * Shape::kGroups;
-  ForwardRow<T, kVectors> next;
-  load_row<T, Shape>(args, first + group, thread, next);
+  ForwardRow<R, T, kVectors> next;
+  load_row<R, T, Shape>(args, first + group, thread, next);
   for (int turn = 0; first < args.rows; first += step, turn ^= 1) {
     const std::int64_t row = first + group;
     float x[kVectors][8];
@@ -76,14 +78,14 @@ __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, Shape::kBlock
         unpack8(next.delta[j], delta);
 #pragma unroll
         for (int k = 0; k < 8; ++k) x[j][k] += delta[k] + delta_bias[j][k];
-        const Vector8<T> rounded = pack8<T>(x[j]);
+        const Vector8<R> rounded = pack8<R>(x[j]);
         unpack8(rounded, x[j]);
-        if (row < args.rows) store8(static_cast<T*>(args.x), row * vectors + i, rounded);
+        if (row < args.rows) store8(static_cast<R*>(args.x), row * vectors + i, rounded);
       }
 #pragma unroll
       for (int k = 0; k < 8; ++k) sum += kRms ? x[j][k] * x[j][k] : x[j][k];
     }
-    load_row<T, Shape>(args, row + step, thread, next);
+    load_row<R, T, Shape>(args, row + step, thread, next);
     float mean = 0;
     if constexpr (!kRms) {
       mean = group_sum<kWarps>(sum, exchange[0][group]) * scale;
@@ -113,14 +115,14 @@ __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, Shape::kBlock
   }
 }
 
-template <typename T, typename Shape>
+template <typename R, typename T, typename Shape>
 cudaError_t run(const NormForward& args, cudaStream_t stream) {
   const int blocks = norm_blocks<Shape>(args.rows);
   constexpr int kThreads = Shape::kThreads * Shape::kGroups;
   if (args.rms) {
-    norm_forward_kernel<T, Shape, true><<<blocks, kThreads, 0, stream>>>(args);
+    norm_forward_kernel<R, T, Shape, true><<<blocks, kThreads, 0, stream>>>(args);
   } else {
-    norm_forward_kernel<T, Shape, false><<<blocks, kThreads, 0, stream>>>(args);
+    norm_forward_kernel<R, T, Shape, false><<<blocks, kThreads, 0, stream>>>(args);
   }
   return cudaGetLastError();
 }
@@ -134,13 +136,14 @@ bool norm_covers(int columns) {
 // One vector per thread as far as it goes: measured on H200 for 768, 1600 and 2048 columns.
 cudaError_t norm_forward(const NormForward& args, cudaStream_t stream) {
   if (!norm_covers(args.columns)) return cudaErrorInvalidValue;
-  return with_type(args.type, [&](auto type) {
+  return with_norm_types(args.residual_type, args.type, [&](auto residual, auto type) {
+    using R = decltype(residual);
     using T = decltype(type);
-    if (args.columns <= 768) return run<T, NormShape<1, 3, 2, 5>>(args, stream);
-    if (args.columns <= 1792) return run<T, NormShape<1, 7, 1, 4>>(args, stream);
-    if (args.columns <= 2048) return run<T, NormShape<1, 8, 1, 4>>(args, stream);
-    if (args.columns <= 4096) return run<T, NormShape<2, 8, 1, 2>>(args, stream);
-    return run<T, NormShape<4, 8, 1, 1>>(args, stream);
+    if (args.columns <= 768) return run<R, T, NormShape<1, 3, 2, 5>>(args, stream);
+    if (args.columns <= 1792) return run<R, T, NormShape<1, 7, 1, 4>>(args, stream);
+    if (args.columns <= 2048) return run<R, T, NormShape<1, 8, 1, 4>>(args, stream);
+    if (args.columns <= 4096) return run<R, T, NormShape<2, 8, 1, 2>>(args, stream);
+    return run<R, T, NormShape<4, 8, 1, 1>>(args, stream);
   });
 }
 

@@ -42,6 +42,7 @@ const Table kTable{
     .scale = [](void* data, std::int64_t size, Type type, const float* factor,
                 void* stream) -> int { return scale(data, size, type, factor, stream_of(stream)); },
     .lora_covers = lora_covers,
+    .dropped_input = call<DroppedInput, dropped_input>,
     .dropped_product = call<DroppedProduct, dropped_product>,
     .dropped_gradient_partials = dropped_gradient_partials,
     .dropped_gradient = call<DroppedGradient, dropped_gradient>,

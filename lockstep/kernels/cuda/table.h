@@ -39,7 +39,8 @@ struct Table {
   int (*rope)(const Rope&, void* stream);
   // data *= *factor, and nothing where that is 1.
   int (*scale)(void* data, std::int64_t size, Type type, const float* factor, void* stream);
-  bool (*lora_covers)(std::int64_t columns, int rank);
+  bool (*lora_covers)(std::int64_t columns, int rank, Type type);
+  int (*dropped_input)(const DroppedInput&, void* stream);
   int (*dropped_product)(const DroppedProduct&, void* stream);
   std::int64_t (*dropped_gradient_partials)(std::int64_t rows, int columns, int rank);
   int (*dropped_gradient)(const DroppedGradient&, void* stream);

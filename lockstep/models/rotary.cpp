@@ -1,0 +1,64 @@
+#include "lockstep/models/rotary.h"
+
+#include <torch/torch.h>
+
+#include <bit>
+#include <numbers>
+#include <vector>
+
+namespace lockstep::models::detail {
+namespace {
+
+// Frequencies that slow rotations are divided by `factor` with, fast ones keep theirs, and those
+// between are interpolated.
+at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeConfig& rope) {
+  const auto length = static_cast<double>(rope.original_max_position_embeddings);
+  const double low = rope.low_freq_factor, high = rope.high_freq_factor;
+  const at::Tensor waves = 2 * std::numbers::pi / plain;
+  const at::Tensor scaled = torch::where(waves > length / low, plain / rope.factor, plain);
+  const at::Tensor share = (length / waves - low) / (high - low);
+  const at::Tensor between = (1 - share) * scaled / rope.factor + share * scaled;
+  const at::Tensor is_between =
+      (waves < length / high).logical_not().logical_and((waves > length / low).logical_not());
+  return torch::where(is_between, between, scaled);
+}
+
+at::Tensor divisors(const std::vector<double>& values) {
+  return torch::tensor(values, at::kDouble).to(at::kFloat);
+}
+
+}  // namespace
+
+RotaryAngles::RotaryAngles(const LlamaConfig& c) : rope_(c.rope) {
+  const auto width =
+      static_cast<std::int64_t>(static_cast<double>(c.head_width()) * rope_.partial_rotary_factor);
+  const at::Tensor powers = torch::pow(
+      rope_.rope_theta, torch::arange(0, width, 2, at::kFloat) / static_cast<double>(width));
+  frequencies_ = 1.0 / powers;
+  if (rope_.type == "linear") frequencies_ = frequencies_ / rope_.factor;
+  if (rope_.type == "llama3") frequencies_ = llama3_frequencies(frequencies_, rope_);
+  if (rope_.type == "longrope") {
+    frequencies_ = 1.0 / (divisors(rope_.short_factor) * powers);
+    long_frequencies_ = 1.0 / (divisors(rope_.long_factor) * powers);
+  }
+}
+
+std::pair<at::Tensor, at::Tensor> RotaryAngles::find(const RotaryPositions& wanted) {
+  const std::int64_t end = wanted.past + wanted.time;
+  const bool beyond = long_frequencies_.defined() && end > rope_.original_max_position_embeddings;
+  const auto length = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(end)));
+  const at::Device device = wanted.like.device();
+  const at::ScalarType type = c10::typeMetaToScalarType(wanted.like.dtype());
+  auto& [cos, sin] = tables_[{device.str(), type, length, beyond, wanted.halves}];
+  if (!cos.defined()) {
+    const torch::NoGradGuard no_grad;
+    const at::Tensor chosen = (beyond ? long_frequencies_ : frequencies_).to(device);
+    at::Tensor angles = torch::arange(length, chosen.options()).unsqueeze(1) * chosen;
+    if (!wanted.halves) angles = torch::cat({angles, angles}, 1);
+    cos = (angles.cos() * rope_.attention_factor).to(type);
+    sin = (angles.sin() * rope_.attention_factor).to(type);
+  }
+  return {cos.narrow(0, wanted.past, wanted.time), sin.narrow(0, wanted.past, wanted.time)};
+}
+
+}  // namespace lockstep::models::detail
