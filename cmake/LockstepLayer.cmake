@@ -58,13 +58,17 @@ function(lockstep_layer name)
   lockstep_common(lockstep_${name})
   if(ARG_TORCH)
     target_link_libraries(lockstep_${name} PUBLIC lockstep_torch)
-    lockstep_use_pch(lockstep_${name})
+    lockstep_use_pch(lockstep_${name} lockstep_pch)
     lockstep_compile_together(lockstep_${name})
   endif()
   set_property(GLOBAL APPEND PROPERTY LOCKSTEP_LAYERS lockstep_${name})
 endfunction()
 
-# A program: -rdynamic so that its failure report can name its functions.
+# What a test is compiled with beside lockstep_common's: tests do nothing for long themselves.
+set(LOCKSTEP_TEST_OPTIONS $<$<CONFIG:Release>:-O0>)
+
+# A program: -rdynamic so that its failure report can name its functions. Those in bin/tests are
+# compiled as tests are.
 function(lockstep_program name)
   cmake_parse_arguments(ARG "TORCH" "OUTPUT_DIR;OUTPUT_NAME" "SOURCES;DEPENDS;LINK" ${ARGN})
   add_executable(${name} ${ARG_SOURCES})
@@ -83,7 +87,14 @@ function(lockstep_program name)
   endif()
   if(ARG_TORCH)
     target_link_libraries(${name} PRIVATE lockstep_torch)
-    lockstep_use_pch(${name})
+  endif()
+  if(ARG_OUTPUT_DIR STREQUAL "bin/tests")
+    target_compile_options(${name} PRIVATE ${LOCKSTEP_TEST_OPTIONS})
+  endif()
+  if(ARG_TORCH AND ARG_OUTPUT_DIR STREQUAL "bin/tests")
+    lockstep_use_pch(${name} lockstep_test_pch)
+  elseif(ARG_TORCH)
+    lockstep_use_pch(${name} lockstep_pch)
   endif()
 endfunction()
 
@@ -107,10 +118,8 @@ function(lockstep_test name)
   endif()
   lockstep_program(${name} ${torch} OUTPUT_DIR bin/tests SOURCES ${ARG_SOURCES}
     DEPENDS ${ARG_DEPENDS} LINK ${ARG_LINK} GTest::gtest_main GTest::gmock)
-  if(ARG_TORCH AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
-    # A quarter of the compiler's time less; what they test is compiled as always. Later compilers
-    # do not take the precompiled header with it.
-    target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
+  if(ARG_TORCH)
+    lockstep_compile_together(${name})
   endif()
   add_test(NAME ${name} COMMAND ${name})
   lockstep_test_properties(${name} TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})

@@ -11,18 +11,27 @@
 namespace lockstep::optim {
 namespace {
 
-bool has_local_gradient(const at::Tensor& param) {
+template <typename Condition>
+bool has_hook(const at::Tensor& param, Condition&& condition) {
   if (!param.defined() || !param.requires_grad() || !param.is_leaf()) return false;
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
   if (!accumulator) return false;
   const auto& hooks = accumulator->post_hooks();
-  return std::any_of(hooks.begin(), hooks.end(), [](const auto& each) {
+  return std::any_of(hooks.begin(), hooks.end(), [&](const auto& each) {
     const auto* hook = dynamic_cast<const GradientHook*>(each.get());
-    return hook != nullptr && hook->is_local();
+    return hook != nullptr && condition(*hook);
   });
 }
 
+bool has_local_gradient(const at::Tensor& param) {
+  return has_hook(param, [](const GradientHook& hook) { return hook.is_local(); });
+}
+
 }  // namespace
+
+bool is_watched(const at::Tensor& param) {
+  return has_hook(param, [](const GradientHook&) { return true; });
+}
 
 void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_view who) {
   for (const auto& param : params) {

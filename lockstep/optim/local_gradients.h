@@ -35,6 +35,9 @@ class GradientHook final : public torch::autograd::utils::LambdaPostHook {
   std::function<bool()> is_local_;
 };
 
+// Whether a Reducer watches the parameter's gradient, averaged by it or not.
+bool is_watched(const at::Tensor& param);
+
 // Throws UsageError in the name of `who` when a parameter's gradient is local.
 void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_view who);
 

@@ -31,7 +31,7 @@ using testing::run_threads;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-at::Tensor leaf(at::Tensor values) {
+at::Tensor trained(at::Tensor values) {
   return values.clone().set_requires_grad(true);
 }
 
@@ -51,7 +51,7 @@ TEST(GradScaler, HasPyTorchsConstants) {
 
 TEST(GradScaler, LeavesAStepOutOnEveryRankWhenOneHasAnInfiniteGradient) {
   run_threads(3, [](World& world) {
-    auto p = leaf(at::ones({3}));
+    auto p = trained(at::ones({3}));
     SGD optimizer{{p}, {.lr = 1}};
     GradScaler scaler{world, {.init_scale = 4}};
     for (int step = 0; step < 2; ++step) {
@@ -68,7 +68,7 @@ TEST(GradScaler, LeavesAStepOutOnEveryRankWhenOneHasAnInfiniteGradient) {
 }
 
 TEST(GradScaler, StepsStockOptimizersToo) {
-  auto p = leaf(at::ones({3}));
+  auto p = trained(at::ones({3}));
   torch::optim::SGD optimizer({p}, torch::optim::SGDOptions(1.0));
   GradScaler scaler;
   for (const double by : {kInf, 1.0}) {
@@ -81,7 +81,7 @@ TEST(GradScaler, StepsStockOptimizersToo) {
 }
 
 TEST(GradScaler, StateSurvives) {
-  auto p = leaf(at::ones({1}));
+  auto p = trained(at::ones({1}));
   SGD optimizer{{p}, {.lr = 0}};
   GradScaler scaler{{}, {.growth_interval = 4}};
   const auto step = [&](GradScaler& with) {
@@ -110,7 +110,7 @@ TEST(GradScaler, StateSurvives) {
 }
 
 TEST(GradScaler, SwitchedOffDoesNothing) {
-  auto p = leaf(at::ones({1}));
+  auto p = trained(at::ones({1}));
   SGD optimizer{{p}, {.lr = 1}};
   GradScaler scaler{{}, {.enabled = false}};
   const at::Tensor loss = p.sum();
@@ -124,7 +124,7 @@ TEST(GradScaler, SwitchedOffDoesNothing) {
 }
 
 TEST(GradScaler, RefusesCallsOutOfOrder) {
-  auto p = leaf(at::ones({1}));
+  auto p = trained(at::ones({1}));
   SGD optimizer{{p}};
   GradScaler scaler;
   EXPECT_THAT(message_of<UsageError>([&] { scaler.step(optimizer); }),
@@ -145,7 +145,7 @@ TEST(GradScaler, RefusesCallsOutOfOrder) {
               HasSubstr("already recorded"));
   EXPECT_THAT(message_of<UsageError>([&] { scaler.update(-1.0); }), HasSubstr("a new scale of -1"));
   scaler.update();
-  auto half = leaf(at::ones({1}, at::kHalf));
+  auto half = trained(at::ones({1}, at::kHalf));
   SGD of_half{{half}};
   scaler.scale(half.sum()).backward();
   EXPECT_THAT(message_of<UsageError>([&] { scaler.unscale_(of_half); }),
@@ -163,7 +163,7 @@ TEST(GradScaler, RefusesCallsOutOfOrder) {
 // ---------------------------------------------------------------- clipping
 
 TEST(Clip, BoundsTheNormOverAllGradients) {
-  auto a = leaf(at::zeros({2})), b = leaf(at::zeros({2})), unused = leaf(at::zeros({9}));
+  auto a = trained(at::zeros({2})), b = trained(at::zeros({2})), unused = trained(at::zeros({9}));
   set_grad(a, 3);
   set_grad(b, 4);
   const auto norm = clip_grad_norm_({a, b, unused, a}, 1.0);  // tied weights count once
@@ -176,7 +176,7 @@ TEST(Clip, BoundsTheNormOverAllGradients) {
   set_grad(b, -7);
   clip_grad_value_({a, b, unused}, 0.125);
   EXPECT_TENSOR_EQ(b.grad(), at::full({2}, -0.125));
-  auto wide = leaf(at::zeros({2}, at::kDouble));
+  auto wide = trained(at::zeros({2}, at::kDouble));
   set_grad(wide, 3);
   set_grad(a, 4);
   EXPECT_NEAR(clip_grad_norm_({a, wide}, 1.0).item<double>(), std::sqrt(50.0), 1e-6);
@@ -185,7 +185,7 @@ TEST(Clip, BoundsTheNormOverAllGradients) {
 // The definition: square sums of 4096 elements each, in double, one after the other.
 TEST(Clip, ByBlocksIsTheNormOfShardedOptimizer) {
   torch::manual_seed(4);
-  auto a = leaf(at::zeros({3, 5000})), b = leaf(at::zeros({7}, at::kDouble));
+  auto a = trained(at::zeros({3, 5000})), b = trained(at::zeros({7}, at::kDouble));
   a.mutable_grad() = at::randn({3, 5000});
   b.mutable_grad() = at::randn({7}, at::kDouble);
   std::vector<double> sums(5);
@@ -199,11 +199,11 @@ TEST(Clip, ByBlocksIsTheNormOfShardedOptimizer) {
   clip_grad_norm_({a, b}, 1.0, {.by_blocks = true});
   EXPECT_TENSOR_EQ(a.grad(), ga * (1.0 / (want + 1e-6)));
   EXPECT_TENSOR_EQ(b.grad(), gb * (1.0 / (want + 1e-6)));
-  EXPECT_EQ(clip_grad_norm_({leaf(at::zeros({9}))}, 1.0, {.by_blocks = true}).item<double>(), 0);
+  EXPECT_EQ(clip_grad_norm_({trained(at::zeros({9}))}, 1.0, {.by_blocks = true}).item<double>(), 0);
 
   EXPECT_THAT(message_of<UsageError>([&] { grad_norm({a}, {.norm_type = 1, .by_blocks = true}); }),
               HasSubstr("by_blocks knows the norm of order 2, and norm_type is 1"));
-  auto half = leaf(at::zeros({2}, at::kHalf));
+  auto half = trained(at::zeros({2}, at::kHalf));
   set_grad(half, 1);
   EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({half}, 1, {.by_blocks = true}); }),
               HasSubstr("by_blocks takes float and double gradients on the CPU, and one is Half"));
@@ -215,7 +215,7 @@ TEST(Clip, ByBlocksIsTheNormOfShardedOptimizer) {
 }
 
 TEST(Clip, RefusesWhatItCannotClip) {
-  auto p = leaf(at::zeros({2, 2}));
+  auto p = trained(at::zeros({2, 2}));
   set_grad(p, std::nan(""));
   EXPECT_THAT(
       message_of<UsageError>([&] { clip_grad_norm_({p}, 1.0, {.error_if_nonfinite = true}); }),
@@ -231,7 +231,7 @@ TEST(Clip, RefusesWhatItCannotClip) {
 }
 
 TEST(Clip, RefusesGradientsThatAreNotAveragedYet) {
-  auto p = leaf(at::ones({2}));
+  auto p = trained(at::ones({2}));
   SGD optimizer{{p}};
   GradScaler scaler;
   scaler.scale(p.sum()).backward();
@@ -283,7 +283,7 @@ TEST(Autocast, LowersPrecisionWhileItLives) {
 
 // A weight that was changed between two guards must not be taken from the cache of the first.
 TEST(Autocast, ForgetsConvertedWeightsAtTheEnd) {
-  auto weight = leaf(at::ones({2, 2}));
+  auto weight = trained(at::ones({2, 2}));
   const auto product = [&] {
     const Autocast autocast{c10::Device(c10::kCPU), at::kBFloat16};
     at::mm(at::ones({2, 2}), weight);
@@ -472,7 +472,7 @@ TEST(ReplicatedOptimizer, ClipsScalesAndSkipsAsByHand) {
 
 TEST(ReplicatedOptimizer, SkipsANonFiniteStepOnEveryRank) {
   run_threads(2, [](World& world) {
-    auto p = leaf(at::ones({2}));
+    auto p = trained(at::ones({2}));
     ReplicatedOptimizer optimizer{NamedParameters{{"p", p}}, SGDOptions{.lr = 1}, world};
     set_grad(p, world.rank() == 1 ? std::nan("") : 0.25);
     EXPECT_TRUE(optimizer.step({.skip_non_finite = true}).was_skipped());
@@ -489,7 +489,7 @@ TEST(ReplicatedOptimizer, SkipsANonFiniteStepOnEveryRank) {
 }
 
 TEST(ReplicatedOptimizer, KnowsGroupsAndNames) {
-  auto a = leaf(at::ones({2})), b = leaf(at::ones({2}));
+  auto a = trained(at::ones({2})), b = trained(at::ones({2}));
   const NamedParameters names{{"a", a}, {"b", b}};
   const std::vector<ParamGroup> groups{{{a}, SGDOptions{.lr = 0.5}}, {{b}, SGDOptions{.lr = 0.25}}};
   ReplicatedOptimizer optimizer{names, groups};
@@ -517,7 +517,7 @@ TEST(ReplicatedOptimizer, KnowsGroupsAndNames) {
 
 // Groups of different kinds: one norm and one decision to skip, state by name, all or nothing.
 TEST(ReplicatedOptimizer, MixesKindsOfOptions) {
-  auto a = leaf(at::ones({2})), b = leaf(at::ones({3}));
+  auto a = trained(at::ones({2})), b = trained(at::ones({3}));
   const std::vector<ParamGroup> groups{{{a}, SGDOptions{.lr = 1, .momentum = 0.5}},
                                        {{b}, AdamWOptions{.lr = 0.5}}};
   ReplicatedOptimizer optimizer{NamedParameters{{"a", a}, {"b", b}}, groups};
@@ -549,7 +549,7 @@ TEST(ReplicatedOptimizer, MixesKindsOfOptions) {
 
 // Without a copy the tensors are the optimizer's own: what a save copies beside the next backward.
 TEST(ReplicatedOptimizer, StateIsACopyUnlessAskedOtherwise) {
-  auto p = leaf(at::ones({2}));
+  auto p = trained(at::ones({2}));
   ReplicatedOptimizer optimizer{NamedParameters{{"p", p}}, AdamWOptions{.lr = 0.5}};
   set_grad(p, 1);
   optimizer.step();

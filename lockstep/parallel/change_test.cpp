@@ -18,8 +18,8 @@ using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_threads;
 
-struct Pair : torch::nn::Module {
-  Pair() {
+struct TwoLinear : torch::nn::Module {
+  TwoLinear() {
     a = register_module("a", torch::nn::Linear(4, 4));
     b = register_module("b", torch::nn::Linear(4, 4));
     register_buffer("seen", torch::zeros({3}));
@@ -30,19 +30,19 @@ struct Pair : torch::nn::Module {
   torch::nn::Linear a{nullptr}, b{nullptr};
 };
 
-at::Tensor input_of(const World& world) {
+at::Tensor input_by_rank(const World& world) {
   return at::ones({2, 4}) * (world.rank() + 1);
 }
 
 // After a backward: what the mean over ranks must be, from a plain copy of the model.
-void expect_mean_gradients(World& world, Pair& net, double times = 1) {
-  Pair plain;
+void expect_mean_gradients(World& world, TwoLinear& net, double times = 1) {
+  TwoLinear plain;
   for (std::size_t i = 0; i < 4; ++i) {
     at::Tensor p = plain.parameters()[i];
     p.set_data(net.parameters()[i].detach().clone());
     p.set_requires_grad(net.parameters()[i].requires_grad());
   }
-  (plain.forward(input_of(world)).sum() * times).backward();
+  (plain.forward(input_by_rank(world)).sum() * times).backward();
   std::vector<at::Tensor> trained;
   for (const auto& p : plain.parameters())
     if (p.requires_grad()) trained.push_back(p);
@@ -60,22 +60,22 @@ void expect_mean_gradients(World& world, Pair& net, double times = 1) {
 struct Change {
   const char* name;
   const char* line;  // how the comparison shows it
-  std::function<void(Pair&)> make, take_back;
+  std::function<void(TwoLinear&)> make, take_back;
 };
 
 const std::vector<Change>& changes() {
   static const std::vector<Change> all{
       {"freeze", "'a.weight: shape [4, 4], Float on cpu, requires_grad=false, changed after",
-       [](Pair& net) { net.a->weight.set_requires_grad(false); },
-       [](Pair& net) { net.a->weight.set_requires_grad(true); }},
+       [](TwoLinear& net) { net.a->weight.set_requires_grad(false); },
+       [](TwoLinear& net) { net.a->weight.set_requires_grad(true); }},
       {"unfreeze", "'b.bias: shape [4], Float on cpu, requires_grad=true, changed after",
-       [](Pair& net) { net.b->bias.set_requires_grad(true); },
-       [](Pair& net) { net.b->bias.set_requires_grad(false); }},
+       [](TwoLinear& net) { net.b->bias.set_requires_grad(true); },
+       [](TwoLinear& net) { net.b->bias.set_requires_grad(false); }},
       {"one layer's dtype", "'b.weight: shape [4, 4], Double on cpu, requires_grad=true, changed",
-       [](Pair& net) { net.b->to(torch::kDouble); }, [](Pair& net) { net.b->to(torch::kFloat); }},
+       [](TwoLinear& net) { net.b->to(torch::kDouble); }, [](TwoLinear& net) { net.b->to(torch::kFloat); }},
       // Drops every hook that LibTorch keeps on accumulators.
       {"every dtype", "'a.weight: shape [4, 4], Double on cpu, requires_grad=true, changed after",
-       [](Pair& net) { net.to(torch::kDouble); }, [](Pair& net) { net.to(torch::kFloat); }},
+       [](TwoLinear& net) { net.to(torch::kDouble); }, [](TwoLinear& net) { net.to(torch::kFloat); }},
   };
   return all;
 }
@@ -103,13 +103,13 @@ TEST(Change, OnAllRanksIsPlannedAgainThroughTheWrapperAndTheRawModule) {
     for (const bool raw : {false, true}) {
       SCOPED_TRACE(fmt::format("{}, {}", kind.name, raw ? "raw" : "wrapped"));
       run_threads(2, [&](World& world) {
-        auto net = std::make_shared<Pair>();
+        auto net = std::make_shared<TwoLinear>();
         net->b->bias.set_requires_grad(false);
         DistributedDataParallel model{net, world, kind.options};
         if (kind.hook) model.register_comm_hook(hooks::all_reduce());
         const auto step = [&] {
           net->zero_grad();
-          (raw ? net->forward(input_of(world)) : model(input_of(world))).sum().backward();
+          (raw ? net->forward(input_by_rank(world)) : model(input_by_rank(world))).sum().backward();
           expect_mean_gradients(world, *net);
         };
         step();
@@ -129,13 +129,13 @@ TEST(Change, OnOneRankEndsEveryRankByNameAndCanBeTakenBack) {
   for (const int ranks : {2, 3}) {
     for (const Kind& kind : kinds()) {
       run_threads(ranks, [&](World& world) {
-        auto net = std::make_shared<Pair>();
+        auto net = std::make_shared<TwoLinear>();
         net->b->bias.set_requires_grad(false);
         DistributedDataParallel model{net, world, kind.options};
         if (kind.hook) model.register_comm_hook(hooks::all_reduce());
         const auto step = [&] {
           net->zero_grad();
-          model(input_of(world)).sum().backward();
+          model(input_by_rank(world)).sum().backward();
         };
         step();
         int turn = 0;
@@ -159,10 +159,10 @@ TEST(Change, OnOneRankEndsEveryRankByNameAndCanBeTakenBack) {
 
 TEST(Change, DifferentOnEveryRankIsRefusedToo) {
   run_threads(2, [](World& world) {
-    auto net = std::make_shared<Pair>();
+    auto net = std::make_shared<TwoLinear>();
     DistributedDataParallel model{net, world};
     (world.rank() == 0 ? net->a : net->b)->bias.set_requires_grad(false);
-    EXPECT_THAT(message_of<UsageError>([&] { model(input_of(world)).sum().backward(); }),
+    EXPECT_THAT(message_of<UsageError>([&] { model(input_by_rank(world)).sum().backward(); }),
                 HasSubstr("rank 1 has 'a.bias: shape [4], Float on cpu, requires_grad=true'"));
   });
 }
@@ -170,7 +170,7 @@ TEST(Change, DifferentOnEveryRankIsRefusedToo) {
 TEST(Change, InsideAnAccumulationWindowKeepsWhatWasAccumulated) {
   for (const bool view : {true, false}) {
     run_threads(2, [view](World& world) {
-      auto net = std::make_shared<Pair>();
+      auto net = std::make_shared<TwoLinear>();
       net->b->bias.set_requires_grad(false);
       DistributedDataParallel model{net, world, {.gradient_as_bucket_view = view}};
       for (int round = 0; round < 2; ++round) {
@@ -178,10 +178,10 @@ TEST(Change, InsideAnAccumulationWindowKeepsWhatWasAccumulated) {
         {
           const auto guard = model.no_sync();
           if (round == 1) net->to(torch::kDouble);
-          model(input_of(world)).sum().backward();
-          model(input_of(world)).sum().backward();
+          model(input_by_rank(world)).sum().backward();
+          model(input_by_rank(world)).sum().backward();
         }
-        model(input_of(world)).sum().backward();
+        model(input_by_rank(world)).sum().backward();
         expect_mean_gradients(world, *net, 3);
       }
     });
@@ -190,16 +190,16 @@ TEST(Change, InsideAnAccumulationWindowKeepsWhatWasAccumulated) {
 
 TEST(Change, FreezingOneAndUnfreezingAnotherInsideAWindow) {
   run_threads(2, [](World& world) {
-    auto net = std::make_shared<Pair>();
+    auto net = std::make_shared<TwoLinear>();
     net->b->bias.set_requires_grad(false);
     DistributedDataParallel model{net, world};
     {
       const auto guard = model.no_sync();
       net->a->weight.set_requires_grad(false);
       net->b->bias.set_requires_grad(true);
-      model(input_of(world)).sum().backward();
+      model(input_by_rank(world)).sum().backward();
     }
-    model(input_of(world)).sum().backward();
+    model(input_by_rank(world)).sum().backward();
     expect_mean_gradients(world, *net, 2);
     EXPECT_FALSE(net->a->weight.grad().defined());
   });
@@ -207,9 +207,9 @@ TEST(Change, FreezingOneAndUnfreezingAnotherInsideAWindow) {
 
 TEST(Change, FreezingBetweenForwardAndBackward) {
   run_threads(2, [](World& world) {
-    auto net = std::make_shared<Pair>();
+    auto net = std::make_shared<TwoLinear>();
     DistributedDataParallel model{net, world};
-    const auto loss = model(input_of(world)).sum();
+    const auto loss = model(input_by_rank(world)).sum();
     net->a->weight.set_requires_grad(false);
     loss.backward();
     expect_mean_gradients(world, *net);
@@ -221,7 +221,7 @@ TEST(Change, WhileAnotherRankHasRunOutOfInputs) {
   for (const bool on_all : {true, false}) {
     std::atomic<int> refused{0};
     run_threads(3, [&](World& world) {
-      auto net = std::make_shared<Pair>();
+      auto net = std::make_shared<TwoLinear>();
       DistributedDataParallel model{net, world};
       const auto text = message_of<UsageError>([&] {
         model.join([&] {
@@ -229,7 +229,7 @@ TEST(Change, WhileAnotherRankHasRunOutOfInputs) {
           for (int step = 0; step < steps; ++step) {
             if (step == 1) net->a->bias.set_requires_grad(false);
             net->zero_grad();
-            model(input_of(world)).sum().backward();
+            model(input_by_rank(world)).sum().backward();
           }
           // The first rank does it when its inputs are used up.
           if (on_all) net->a->bias.set_requires_grad(false);
@@ -250,23 +250,23 @@ TEST(Change, WhileAnotherRankHasRunOutOfInputs) {
 
 TEST(Change, WrappersMayGoInAnyOrder) {
   run_threads(2, [](World& world) {
-    auto net = std::make_shared<Pair>();
-    using Ddp = DistributedDataParallel<std::shared_ptr<Pair>>;
+    auto net = std::make_shared<TwoLinear>();
+    using Ddp = DistributedDataParallel<std::shared_ptr<TwoLinear>>;
     auto first = std::make_unique<Ddp>(net, world);
     auto second = std::make_unique<Ddp>(net, world);
     first.reset();
     net->to(torch::kDouble);
-    net->forward(input_of(world)).sum().backward();
+    net->forward(input_by_rank(world)).sum().backward();
     expect_mean_gradients(world, *net);
     auto third = std::make_unique<Ddp>(net, world);
     third.reset();
     net->zero_grad();
     net->to(torch::kFloat);
-    net->forward(input_of(world)).sum().backward();
+    net->forward(input_by_rank(world)).sum().backward();
     expect_mean_gradients(world, *net);
     second.reset();
     net->zero_grad();
-    net->forward(input_of(world)).sum().backward();  // nobody averages any more
+    net->forward(input_by_rank(world)).sum().backward();  // nobody averages any more
     const auto parts = world.all_gather(net->a->weight.grad());
     EXPECT_FALSE(parts[0].equal(parts[1]));
   });

@@ -30,8 +30,8 @@ struct InPlace {
   std::size_t before;
 };
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() {
+struct ManyShapesImpl : torch::nn::Module {
+  ManyShapesImpl() {
     words = register_module("words", torch::nn::Embedding(12, 6));
     wide = register_module("wide", torch::nn::Linear(6, 12));
     square = register_module("square", torch::nn::Linear(12, 12));
@@ -51,13 +51,13 @@ struct NetImpl : torch::nn::Module {
   torch::nn::Conv1d image{nullptr};
   at::Tensor experts;
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(ManyShapes);
 
-std::mutex build_mutex;  // modules draw from one global generator
-Net make_net() {
-  std::lock_guard<std::mutex> lock(build_mutex);
+std::mutex draw_mutex;  // modules draw from one global generator
+ManyShapes make_many_shapes() {
+  std::lock_guard<std::mutex> lock(draw_mutex);
   torch::manual_seed(3);
-  return Net();
+  return ManyShapes();
 }
 
 at::Tensor ids_of(int rank, int step, std::int64_t tokens) {
@@ -65,15 +65,15 @@ at::Tensor ids_of(int rank, int step, std::int64_t tokens) {
                      at::kLong);
 }
 
-using Visit = std::function<void(DistributedDataParallel<Net>&, int step)>;
+using Visit = std::function<void(DistributedDataParallel<ManyShapes>&, int step)>;
 
 // The gradients of every step and rank, one behind the other.
 std::vector<at::Tensor> train(bool in_place, const DdpOptions& options, const Visit& backward) {
   const InPlace how(in_place);
   std::vector<std::vector<at::Tensor>> found(2);
   run_threads(2, [&](World& world) {
-    Net net = make_net();
-    DistributedDataParallel<Net> model{net, world, options};
+    ManyShapes net = make_many_shapes();
+    DistributedDataParallel<ManyShapes> model{net, world, options};
     for (int step = 0; step < 4; ++step) {
       backward(model, step);
       for (auto& p : net->parameters()) {
@@ -133,8 +133,8 @@ TEST(InplaceGradients, AutocastAndAccumulationToo) {
 TEST(InplaceGradients, WhoKeepsAGradientKeepsIt) {
   const InPlace on(true);
   run_threads(2, [](World& world) {
-    Net net = make_net();
-    DistributedDataParallel<Net> model{net, world};
+    ManyShapes net = make_many_shapes();
+    DistributedDataParallel<ManyShapes> model{net, world};
     const auto step = [&](int number) { return model(ids_of(world.rank(), number, 6)); };
     step(0).backward();  // buckets have their final order from here on
     net->zero_grad();
@@ -200,7 +200,7 @@ TEST(InplaceGradients, AWeightInsideAndOutsideOfACheckpoint) {
     const InPlace how(in_place);
     at::Tensor found;
     run_threads(2, [&](World& world) {
-      std::unique_lock<std::mutex> lock(build_mutex);
+      std::unique_lock<std::mutex> lock(draw_mutex);
       torch::manual_seed(5);
       Tied net;
       lock.unlock();
@@ -233,8 +233,8 @@ TEST(InplaceGradients, ALossOfTheLastStepsGradientIsRefusedOrRight) {
     const InPlace how(in_place);
     at::Tensor found;
     run_threads(2, [&](World& world) {
-      Net net = make_net();
-      DistributedDataParallel<Net> model{net, world};
+      ManyShapes net = make_many_shapes();
+      DistributedDataParallel<ManyShapes> model{net, world};
       model(ids_of(world.rank(), 0, 6)).backward();
       const at::Tensor last = net->bare->weight.grad();
       net->zero_grad();
@@ -323,10 +323,10 @@ TEST(InplaceGradients, RejectsASizeThatIsNotANumber) {
 TEST(InplaceGradients, EndsWithTheWrapper) {
   const InPlace on(true);
   run_threads(2, [](World& world) {
-    Net net = make_net();
+    ManyShapes net = make_many_shapes();
     at::Tensor gradient;
     {
-      DistributedDataParallel<Net> model{net, world};
+      DistributedDataParallel<ManyShapes> model{net, world};
       model(ids_of(world.rank(), 0, 6)).backward();
       gradient = net->bare->weight.grad();
     }

@@ -25,8 +25,8 @@ static_assert(!SetsSync<Reducer>);
 class PassAtSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Worlds, PassAtSize, ::testing::Values(2, 3));
 
-struct Branches : torch::nn::Module {
-  Branches() {
+struct TwoWays : torch::nn::Module {
+  TwoWays() {
     left = register_module("left", torch::nn::Linear(2, 2));
     right = register_module("right", torch::nn::Linear(2, 2));
     never = register_module("never", torch::nn::Linear(2, 2));
@@ -79,7 +79,7 @@ TEST_P(PassAtSize, ANestedBackwardThatMissesAParameterNamesItOrCountsItAsUnused)
     const auto missing = [&](auto& model) {
       return [&] { (model(ones(), 0) * scale_of(world)).sum().backward(); };
     };
-    auto net = std::make_shared<Branches>();
+    auto net = std::make_shared<TwoWays>();
     DistributedDataParallel model{net, world};
     const auto refused = HasSubstr("4 of 6 parameters got no gradient in step 0: right.weight");
     EXPECT_THAT(message_of<UsageError>([&] { run_during_backward(missing(model)); }), refused);
@@ -101,7 +101,7 @@ TEST_P(PassAtSize, ANestedBackwardThatMissesAParameterNamesItOrCountsItAsUnused)
       EXPECT_TENSOR_NEAR(net->never->weight.grad(), mean_of(world), 1e-6);
     }
     for (const bool find_unused : {true, false}) {
-      auto other = std::make_shared<Branches>();
+      auto other = std::make_shared<TwoWays>();
       DistributedDataParallel lenient{
           other, world, {.find_unused_parameters = find_unused, .static_graph = !find_unused}};
       for (int step = 0; step < 3; ++step) {
@@ -117,7 +117,7 @@ TEST_P(PassAtSize, ANestedBackwardThatMissesAParameterNamesItOrCountsItAsUnused)
 // Parts of the model in nested backwards, one after the other or in one node.
 TEST_P(PassAtSize, NestedBackwardsAddUpToOnePass) {
   run_threads(GetParam(), [](World& world) {
-    auto net = std::make_shared<Branches>();
+    auto net = std::make_shared<TwoWays>();
     DistributedDataParallel model{net, world};
     const auto part = [&](torch::nn::Linear& layer) {
       return [&] { (layer(ones()) * scale_of(world)).sum().backward(); };
@@ -148,7 +148,7 @@ TEST_P(PassAtSize, NestedBackwardsAddUpToOnePass) {
 
 TEST_P(PassAtSize, AnOuterBackwardThatFailsLeavesNothingBehind) {
   run_threads(GetParam(), [](World& world) {
-    auto net = std::make_shared<Branches>();
+    auto net = std::make_shared<TwoWays>();
     DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.00001, .overlap = false}};
     const auto failing = [&](bool later) {
       const auto fail = [] { throw std::runtime_error("planted"); };
@@ -181,7 +181,7 @@ TEST_P(PassAtSize, AnOuterBackwardThatFailsLeavesNothingBehind) {
 // The first gradient opens the pass and counts unused parameters, which may fail halfway.
 TEST_P(PassAtSize, APassThatCouldNotBeOpenedIsForgotten) {
   run_threads(GetParam(), [](World& world) {
-    auto net = std::make_shared<Branches>();
+    auto net = std::make_shared<TwoWays>();
     DistributedDataParallel model{
         net, world, {.bucket_cap_mb = 0.00001, .find_unused_parameters = true, .overlap = true}};
     const auto backward = [&](int which) {
@@ -202,7 +202,7 @@ TEST_P(PassAtSize, APassThatCouldNotBeOpenedIsForgotten) {
 // A change of the model is announced with the old buckets: what was sent cannot be taken back.
 TEST_P(PassAtSize, AnAnnouncementThatFailsIsRemembered) {
   run_threads(GetParam(), [](World& world) {
-    auto net = std::make_shared<Branches>();
+    auto net = std::make_shared<TwoWays>();
     DistributedDataParallel model{net, world};
     bool fails = false;
     model.register_comm_hook([&](World& w, const Bucket& bucket) -> Reduction {

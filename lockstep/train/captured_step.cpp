@@ -22,6 +22,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
+#include "lockstep/optim/local_gradients.h"
 #include "lockstep/parallel/reducer.h"
 
 namespace lockstep {
@@ -135,6 +136,17 @@ struct CapturedStep::Impl {
     const at::Tensor& gradient = parameter.grad();
     return {parameter.const_data_ptr(), gradient.defined() ? gradient.const_data_ptr() : nullptr,
             parameter.requires_grad()};
+  }
+
+  // A graph that was recorded without a reducer has no collectives, so ranks would part in silence.
+  // Asked in every call, because a model may be wrapped at any time.
+  void refuse_unknown_wrapper() const {
+    if (options.reducer != nullptr) return;
+    if (std::none_of(parameters.begin(), parameters.end(), optim::is_watched)) return;
+    throw UsageError("CapturedStep",
+                     "the model is wrapped in DistributedDataParallel, but the step was made "
+                     "without its reducer. Wrap the model first, then make the CapturedStep with "
+                     "{{.reducer = &model.reducer()}}.");
   }
 
   // Of these shapes and this variant; null when there are too many.
@@ -322,6 +334,7 @@ CapturedStep::CapturedStep(optim::Optimizer& optimizer, CapturedStepOptions opti
     throw UsageError("CapturedStep",
                      "warmup_steps = {}. A step must run once before it is recorded.",
                      impl_->options.warmup_steps);
+  impl_->refuse_unknown_wrapper();
   if (!impl_->device().is_cuda()) {
     impl_->unavailable = "the model is on " + impl_->device().str() + ", not on a GPU";
   } else if (cuda::table() == nullptr) {
@@ -338,6 +351,7 @@ CapturedStep::~CapturedStep() = default;
 CapturedStep::Tensors CapturedStep::run(const Tensors& inputs, int variant) {
   Impl& self = *impl_;
   self.replayed = false;
+  self.refuse_unknown_wrapper();
   if (!self.unavailable.empty()) return self.work(inputs, variant);
   Impl::Entry* const entry = self.entry_for(inputs, variant);
   using Choice = Impl::Choice;

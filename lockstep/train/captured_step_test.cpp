@@ -2,6 +2,7 @@
 // with LOCKSTEP_DEVICE=cuda everything is.
 #include "lockstep/train/captured_step.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -11,6 +12,9 @@
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/optim/ema.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep {
 namespace {
@@ -286,6 +290,34 @@ TEST(CapturedStep, RefusesWhatItCannotDo) {
   EXPECT_THROW(CapturedStep(*training.optimizer, {training.how, {}}, work), UsageError);
   EXPECT_THROW(CapturedStep(*training.optimizer, {training.how, training.parameters(), 0}, work),
                UsageError);
+}
+
+// The seed documents' four orders of wrapping and compiling: each is right or refused. Refused on
+// the CPU too, so that the mistake is found before there is a GPU.
+TEST(CapturedStep, AWrapperThatItWasNotGivenIsRefusedBeforeAndAfter) {
+  testing::run_threads(2, [](World& world) {
+    torch::nn::Linear net(4, 1);
+    optim::ReplicatedOptimizer optimizer(optim::NamedParameters(net->named_parameters().pairs()),
+                                         optim::SgdOptions{.lr = 0.1});
+    int runs = 0;
+    const auto work = [&](const Tensors&, int) {
+      ++runs;
+      return Tensors();
+    };
+    CapturedStep made_before(optimizer, {{}, net->parameters()}, work);
+    made_before.run({});
+    {
+      DistributedDataParallel model(net, world);
+      const std::string reason =
+          testing::message_of<UsageError>([&] { made_before.run({}); });
+      EXPECT_THAT(reason, ::testing::HasSubstr("Wrap the model first"));
+      EXPECT_THROW(CapturedStep(optimizer, {{}, net->parameters()}, work), UsageError);
+      CapturedStepOptions right{.parameters = net->parameters(), .reducer = &model.reducer()};
+      CapturedStep(optimizer, right, work).run({});
+    }
+    made_before.run({});  // The wrapper is gone.
+    EXPECT_EQ(runs, 3);
+  });
 }
 
 }  // namespace

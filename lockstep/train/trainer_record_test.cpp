@@ -203,7 +203,7 @@ struct Said {
   }
 };
 
-Said train_with(const data::DatasetPtr& data, std::int64_t steps, int ranks = 1) {
+Said train_and_listen(const data::DatasetPtr& data, std::int64_t steps, int ranks = 1) {
   io::TemporaryDirectory dir;
   Said said;
   ::testing::internal::CaptureStderr();
@@ -227,7 +227,7 @@ Said train_with(const data::DatasetPtr& data, std::int64_t steps, int ranks = 1)
 }
 
 TEST(TrainerWaits, ASlowLoaderIsInTheLogAndNamedOnceAsTheDoctorDoes) {
-  const Said said = train_with(std::make_shared<Slow>(dataset(64, 1)), 25);
+  const Said said = train_and_listen(std::make_shared<Slow>(dataset(64, 1)), 25);
   ASSERT_EQ(said.data.size(), 5u);
   for (const double percent : said.data) {
     EXPECT_GT(percent, 50);
@@ -245,16 +245,16 @@ TEST(TrainerWaits, ASlowLoaderIsInTheLogAndNamedOnceAsTheDoctorDoes) {
 
 TEST(TrainerWaits, WhatTheDoctorDoesNotFindIsNotSaid) {
   for (const int ranks : {1, 2}) {
-    const Said said = train_with(dataset(64, 1), 25, ranks);
+    const Said said = train_and_listen(dataset(64, 1), 25, ranks);
     EXPECT_EQ(said.advice(), said.findings.empty() ? 0 : 1) << said.log;
     if (said.findings.empty()) continue;
     EXPECT_THAT(said.log, HasSubstr(finding_text(said.findings.front())));
   }
-  EXPECT_EQ(train_with(dataset(64, 1), 5).advice(), 0) << "too few steps to judge";
+  EXPECT_EQ(train_and_listen(dataset(64, 1), 5).advice(), 0) << "too few steps to judge";
 }
 
 TEST(TrainerWaits, SeveralRanksLogBothShares) {
-  const Said said = train_with(dataset(64, 1), 10, 2);
+  const Said said = train_and_listen(dataset(64, 1), 10, 2);
   ASSERT_EQ(said.data.size(), 2u);
   ASSERT_EQ(said.communication.size(), 2u);
   for (const double percent : said.communication) {
