@@ -93,6 +93,11 @@ function(lockstep_program name)
   endif()
   if(ARG_TORCH AND ARG_OUTPUT_DIR STREQUAL "bin/tests")
     lockstep_use_pch(${name} lockstep_test_pch)
+    # As the header has it, also where a peer of a test does not link GoogleTest.
+    target_compile_definitions(${name} PRIVATE
+      $<TARGET_PROPERTY:GTest::gtest,INTERFACE_COMPILE_DEFINITIONS>)
+    target_compile_options(${name} PRIVATE
+      $<TARGET_PROPERTY:GTest::gtest,INTERFACE_COMPILE_OPTIONS>)
   elseif(ARG_TORCH)
     lockstep_use_pch(${name} lockstep_pch)
   endif()

@@ -16,11 +16,12 @@
 #include "lockstep/data/loader.h"
 #include "lockstep/data/token_shards.h"
 #include "lockstep/io/files_for_test.h"
+#include "lockstep/testing/matchers.h"
 
 namespace lockstep::data {
 namespace {
 
-using io::message_of;
+using testing::message_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using List = std::vector<std::int64_t>;

@@ -298,7 +298,7 @@ TEST(CapturedStep, AWrapperThatItWasNotGivenIsRefusedBeforeAndAfter) {
   testing::run_threads(2, [](World& world) {
     torch::nn::Linear net(4, 1);
     optim::ReplicatedOptimizer optimizer(optim::NamedParameters(net->named_parameters().pairs()),
-                                         optim::SgdOptions{.lr = 0.1});
+                                         optim::SGDOptions{.lr = 0.1});
     int runs = 0;
     const auto work = [&](const Tensors&, int) {
       ++runs;
