@@ -13,7 +13,7 @@
 namespace lockstep::detail::shm {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 TEST(ShmBackend, ARankThatDoesNotComeIsATimeoutThatNamesItsKey) {
   for (const int rank : {0, 1}) {
