@@ -1,7 +1,7 @@
 # torch/torch.h costs 25 s per file to parse; precompiled once (about 35 s) a file costs 10.
-# Targets that reuse it must have the same flags, which lockstep_common guarantees. Tests have one of
-# their own, because they are compiled without optimization: it takes more than half of a compiler's
-# time, and what they test is compiled as always.
+# Targets that reuse it must have the same flags, which lockstep_common guarantees. Tests have one
+# of their own, because they are compiled without optimization: it takes more than half of a
+# compiler's time, and what they test is compiled as always.
 
 function(lockstep_make_pch name)
   file(WRITE ${CMAKE_BINARY_DIR}/pch/${name}.cpp "// Exists to own the precompiled header.\n")

@@ -19,6 +19,7 @@
 #include "lockstep/optim/ema.h"                       // IWYU pragma: export
 #include "lockstep/optim/grad_scaler.h"               // IWYU pragma: export
 #include "lockstep/optim/optimizer.h"                 // IWYU pragma: export
+#include "lockstep/optim/rule.h"                      // IWYU pragma: export
 #include "lockstep/optim/schedule.h"                  // IWYU pragma: export
 #include "lockstep/optim/sgd.h"                       // IWYU pragma: export
 #include "lockstep/parallel/accumulation.h"           // IWYU pragma: export

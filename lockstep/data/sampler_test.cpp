@@ -20,9 +20,9 @@
 namespace lockstep::data {
 namespace {
 
-using testing::message_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::message_of;
 using List = std::vector<std::int64_t>;
 
 struct Request {

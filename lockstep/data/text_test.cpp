@@ -21,9 +21,9 @@
 namespace lockstep::data {
 namespace {
 
-using testing::message_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::message_of;
 using List = std::vector<std::int64_t>;
 
 List list_of(const at::Tensor& tensor) {

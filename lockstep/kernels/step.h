@@ -29,6 +29,19 @@ struct Slice {
   std::int64_t count = 0;
 };
 
+// A slice with everything that a rule's update of it reads and writes; state in the rule's order.
+template <typename T>
+struct Span {
+  Gradient<T> gradient;
+  T* param = nullptr;
+  T* const* state = nullptr;
+  Slice slice;
+  double step = 1;  // counts from 1
+};
+// A rule's update as a plain function, for those who drive rules without knowing them.
+template <typename T>
+using SpanKernel = void (*)(const Span<T>& span, const void* options);
+
 // The memory a step changes. None of it may overlap another part or a gradient source.
 template <typename T>
 struct AdamTensors {

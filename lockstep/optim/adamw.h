@@ -5,25 +5,15 @@
 //   optimizer.step();
 //   optimizer.zero_grad();
 //
-// A torch::optim::Optimizer: parameter groups, schedulers, and torch::save and torch::load work as
-// with the stock ones. The stock C++ AdamW rounds differently from both of Python's variants, so a
-// run could not be compared with one in Python.
-//
-// Owns its state; shares the parameters with the model. One thread at a time.
+// The stock C++ AdamW rounds differently from both of Python's variants, so a run could not be
+// compared with one in Python. See rule_optimizer.h for groups, state and archives.
 #pragma once
 
-#include <torch/optim/optimizer.h>
-
-#include "lockstep/optim/adam.h"
 #include "lockstep/optim/options.h"
+#include "lockstep/optim/rule_optimizer.h"
 
 namespace lockstep::optim {
 
-using AdamWState = AdamState;
-
-class AdamW : public detail::FusedAdam<AdamWOptions> {
- public:
-  using FusedAdam::FusedAdam;
-};
+using AdamW = OptimizerOf<AdamWOptions>;
 
 }  // namespace lockstep::optim

@@ -12,7 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
-#include "lockstep/optim/group.h"
+#include "lockstep/optim/rule_optimizer.h"
 
 namespace lockstep::optim {
 namespace {
@@ -86,7 +86,7 @@ AdamWPass::AdamWPass(std::vector<AdamWItem> items, std::vector<AdamWOptions> gro
   const auto floats = at::TensorOptions(device).dtype(at::kFloat);
   std::vector<float> values;
   for (const auto& group : groups_) {
-    detail::check(group);
+    Rule(group)->check();
     for (const double value : values_of(group)) values.push_back(static_cast<float>(value));
   }
   group_values_ = at::tensor(values).view({-1, kGroupValues}).to(device);
@@ -98,7 +98,7 @@ AdamWPass::AdamWPass(std::vector<AdamWItem> items, std::vector<AdamWOptions> gro
 
 void AdamWPass::set_options(std::size_t group, const AdamWOptions& options) {
   detail::check_group(kAdamWPass, group, groups_.size());
-  detail::check(options);
+  Rule(options)->check();
   const std::array<double, kGroupValues> before = values_of(groups_[group]);
   const std::array<double, kGroupValues> now = values_of(options);
   groups_[group] = options;

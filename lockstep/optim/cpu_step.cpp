@@ -26,26 +26,21 @@ struct Run {
 
 template <typename T>
 std::vector<Run<T>> runs_of(const std::vector<CpuItem>& items) {
-  const auto pointer = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
-  };
   std::vector<Run<T>> runs;
   std::int64_t units = 0;
   for (const auto& item : items) {
     const std::int64_t size = item.param.numel();
     units += (size + kUnit - 1) / kUnit;
-    runs.push_back({item.grad.const_data_ptr<T>(),
-                    {pointer(item.param), pointer(item.first), pointer(item.second)},
-                    size,
-                    item.steps,
-                    units});
+    runs.push_back({item.grad.const_data_ptr<T>(), Memory<T>(item.param, item.state), size,
+                    item.steps, units});
   }
   return runs;
 }
 
-template <typename T, typename Options>
-void step_typed(const std::vector<CpuItem>& items, const Options& options) {
+template <typename T>
+void step_typed(const std::vector<CpuItem>& items, const SpanKernels& kernels) {
   const std::vector<Run<T>> runs = runs_of<T>(items);
+  const kernels::SpanKernel<T> kernel = kernel_of<T>(kernels);
   share_out(runs.back().end, kUnit, [&](std::int64_t begin, std::int64_t end) {
     auto run = std::upper_bound(runs.begin(), runs.end(), begin,
                                 [](std::int64_t unit, const Run<T>& r) { return unit < r.end; });
@@ -54,8 +49,13 @@ void step_typed(const std::vector<CpuItem>& items, const Options& options) {
       const std::int64_t from = (begin - first_unit) * kUnit;
       const std::int64_t to = std::min((end - first_unit) * kUnit, run->size);
       const T* const grad = run->grad + from;
-      step_slice<T>(options, {.sources = &grad}, run->memory.after(from),
-                    {run->size, from, to - from}, run->steps);
+      const Memory<T> memory = run->memory.after(from);
+      kernel({.gradient = {.sources = &grad},
+              .param = memory.param,
+              .state = memory.state.data(),
+              .slice = {run->size, from, to - from},
+              .step = run->steps},
+             kernels.options);
       begin = run->end;
       do {
         ++run;
@@ -83,37 +83,25 @@ void share_out(std::int64_t count, std::int64_t unit, Part body) {
       fewest);
 }
 
-bool covered(std::initializer_list<at::Tensor> tensors) {
-  const c10::ScalarType dtype = tensors.begin()->scalar_type();
-  return std::all_of(tensors.begin(), tensors.end(), [dtype](const at::Tensor& tensor) {
+bool covered(const SpanKernels& kernels, const at::Tensor& param, const at::Tensor& grad,
+             const StateTensors& state) {
+  const c10::ScalarType dtype = param.scalar_type();
+  const auto fits = [dtype](const at::Tensor& tensor) {
     return tensor.scalar_type() == dtype && has_kernel(dtype, tensor.device());
-  });
+  };
+  return kernels && fits(param) && fits(grad) && std::all_of(state.begin(), state.end(), fits);
 }
 
-template <typename Options>
-void step_on_cpu(const std::vector<CpuItem>& items, const Options& options) {
+void step_on_cpu(const std::vector<CpuItem>& items, const SpanKernels& kernels) {
   const bool nothing = std::all_of(items.begin(), items.end(),
                                    [](const CpuItem& item) { return item.param.numel() == 0; });
   if (nothing) return;
   if (items[0].param.scalar_type() == at::kFloat) {
-    step_typed<float>(items, options);
+    step_typed<float>(items, kernels);
   } else {
     LOCKSTEP_ASSERT(items[0].param.scalar_type() == at::kDouble);
-    step_typed<double>(items, options);
+    step_typed<double>(items, kernels);
   }
-}
-
-template void step_on_cpu(const std::vector<CpuItem>&, const AdamWOptions&);
-template void step_on_cpu(const std::vector<CpuItem>&, const AdamOptions&);
-template void step_on_cpu(const std::vector<CpuItem>&, const SGDOptions&);
-
-void count_versions(const Batch& batch) {
-  for (const auto& param : batch.params) param.unsafeGetTensorImpl()->bump_version();
-}
-
-bool skipped(const Batch& batch) {
-  return batch.found_inf.defined() && batch.found_inf.is_cpu() &&
-         *batch.found_inf.const_data_ptr<float>() != 0;
 }
 
 }  // namespace lockstep::optim::detail

@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/optim/group.h"
 #include "lockstep/optim/local_gradients.h"
+#include "lockstep/optim/rule_optimizer.h"
 #include "lockstep/optim/to_device.h"
 
 namespace lockstep::optim {
@@ -138,7 +138,7 @@ void GradScaler::step(torch::optim::Optimizer& optimizer) {
                      "update() once per step, after all optimizers.");
   if (optimizers_[&optimizer].stage == Stage::kReady) unscale_(optimizer);
   PerOptimizer& state = optimizers_[&optimizer];
-  if (auto* fused = dynamic_cast<detail::FusedBase*>(&optimizer)) {
+  if (auto* fused = dynamic_cast<RuleOptimizer*>(&optimizer)) {
     fused->step_unless(state.found_inf);
   } else if (state.found_inf.item<float>() == 0) {
     optimizer.step();

@@ -243,9 +243,7 @@ TEST(Optimizers, CountStepsPerParameter) {
   optimizer.step();
   set_grad(late, torch::ones({3}));
   optimizer.step();
-  const auto step_of = [&](const at::Tensor& p) {
-    return static_cast<AdamWState&>(*optimizer.state()[p.unsafeGetTensorImpl()]).step;
-  };
+  const auto step_of = [&](const at::Tensor& p) { return optimizer.find_state(p)->step; };
   EXPECT_EQ(step_of(a).item<float>(), 3);
   EXPECT_EQ(step_of(late).item<float>(), 1);
   EXPECT_EQ(step_of(late).scalar_type(), torch::kFloat);

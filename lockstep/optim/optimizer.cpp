@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -29,14 +28,6 @@ std::vector<at::Tensor> trainable(const NamedParameters& names) {
   for (const auto& [name, tensor] : names)
     if (tensor.requires_grad()) params.push_back(tensor);
   return params;
-}
-
-std::unique_ptr<detail::FusedBase> make_fused(const ParamGroup& group) {
-  if (const auto* adamw = std::get_if<AdamWOptions>(&group.options))
-    return std::make_unique<AdamW>(group.params, *adamw);
-  if (const auto* adam = std::get_if<AdamOptions>(&group.options))
-    return std::make_unique<Adam>(group.params, *adam);
-  return std::make_unique<SGD>(group.params, std::get<SGDOptions>(group.options));
 }
 
 // The names by which Hugging Face's Trainer excludes parameters from weight decay: "bias",
@@ -71,14 +62,14 @@ Optimizer::Optimizer(const std::vector<ParamGroup>& groups) {
   for (const auto& group : groups) groups_.push_back(group.options);
 }
 
-OptimizerOptions& Optimizer::options(std::size_t group) {
+Rule& Optimizer::options(std::size_t group) {
   detail::check_group(kOptimizer, group, groups_.size());
   return groups_[group];
 }
 
 double Optimizer::lr(std::size_t group) const {
   detail::check_group(kOptimizer, group, groups_.size());
-  return std::visit([](const auto& options) { return options.lr; }, groups_[group]);
+  return groups_[group].get("lr");
 }
 
 void Optimizer::set_lr(double lr) {
@@ -86,13 +77,12 @@ void Optimizer::set_lr(double lr) {
 }
 
 void Optimizer::set_lr(std::size_t group, double lr) {
-  std::visit([&](auto& values) { values.lr = lr; }, options(group));
+  options(group).set("lr", lr);
 }
 
 // ---------------------------------------------------------------- ReplicatedOptimizer
 
-ReplicatedOptimizer::ReplicatedOptimizer(NamedParameters names, OptimizerOptions options,
-                                         World world)
+ReplicatedOptimizer::ReplicatedOptimizer(NamedParameters names, Rule options, World world)
     : ReplicatedOptimizer(names, std::vector<ParamGroup>{{trainable(names), std::move(options)}},
                           std::move(world)) {}
 
@@ -101,7 +91,8 @@ ReplicatedOptimizer::ReplicatedOptimizer(NamedParameters names, std::vector<Para
     : Optimizer(groups), names_(std::move(names)), world_(std::move(world)) {
   std::unordered_map<at::TensorImpl*, std::size_t> grouped;
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    parts_.push_back(make_fused(groups[g]));
+    parts_.push_back(std::make_unique<RuleOptimizer>(
+        std::vector{torch::optim::OptimizerParamGroup(groups[g].params)}, groups[g].options));
     for (const auto& param : groups[g].params)
       if (grouped.emplace(param.unsafeGetTensorImpl(), g).first->second != g)
         throw UsageError(kOptimizer, "a parameter of shape [{}] is in two groups. Put it into one.",
@@ -126,13 +117,15 @@ ReplicatedOptimizer::~ReplicatedOptimizer() = default;
 
 void ReplicatedOptimizer::apply_options() {
   for (std::size_t g = 0; g < parts_.size(); ++g) {
-    std::visit(
-        [&](const auto& options) {
-          using Options = std::decay_t<decltype(options)>;
-          detail::check(options);
-          detail::values_of<Options>(Options::kName, parts_[g]->param_groups()[0]) = options;
-        },
-        groups_[g]);
+    Rule& held = detail::rule_of(kOptimizer, parts_[g]->param_groups()[0]);
+    if (held->name() != groups_[g]->name())
+      throw UsageError(
+          kOptimizer,
+          "group {} has options of another optimizer: it was made with {}, whose state "
+          "{} cannot use. Make a new optimizer.",
+          g, held->name(), groups_[g]->name());
+    groups_[g]->check();
+    held = groups_[g];
   }
 }
 
@@ -179,9 +172,8 @@ bool ReplicatedOptimizer::has_pass() {
       params_.begin(), params_.end(), [](const auto& param) { return param.grad().defined(); });
   if (pass_ || !no_pass_.empty()) return pass_ != nullptr && all_have_gradients;
   const c10::Device device = params_.empty() ? c10::Device(c10::kCPU) : params_[0].device();
-  const bool adamw = std::all_of(groups_.begin(), groups_.end(), [](const auto& options) {
-    return std::holds_alternative<AdamWOptions>(options);
-  });
+  const bool adamw = std::all_of(groups_.begin(), groups_.end(),
+                                 [](const Rule& rule) { return rule.is<AdamWOptions>(); });
   const bool fits = std::all_of(params_.begin(), params_.end(), [&](const auto& param) {
     return param.device() == device && param.scalar_type() == at::kFloat && param.is_contiguous();
   });
@@ -195,17 +187,17 @@ bool ReplicatedOptimizer::has_pass() {
   std::vector<AdamWOptions> groups;
   std::unordered_map<at::TensorImpl*, std::size_t> group_of;
   for (std::size_t g = 0; g < parts_.size(); ++g) {
-    groups.push_back(std::get<AdamWOptions>(groups_[g]));
+    groups.push_back(groups_[g].as<AdamWOptions>());
     for (const auto& param : parts_[g]->param_groups()[0].params())
       group_of[param.unsafeGetTensorImpl()] = g;
   }
   for (const auto& param : params_) {
     const std::size_t g = group_of.at(param.unsafeGetTensorImpl());
-    const AdamState& state = static_cast<AdamW&>(*parts_[g]).ensure_state(param);
+    const RuleState& state = parts_[g]->ensure_state(param, *groups_[g]);
     items.push_back({.param = param,
                      .grad = {},
-                     .exp_avg = state.exp_avg,
-                     .exp_avg_sq = state.exp_avg_sq,
+                     .exp_avg = state["exp_avg"],
+                     .exp_avg_sq = state["exp_avg_sq"],
                      .step = state.step,
                      .group = g});
   }
@@ -216,7 +208,7 @@ bool ReplicatedOptimizer::has_pass() {
 void ReplicatedOptimizer::publish_options(const StepOptions& options) {
   if (!pass_) return;
   for (std::size_t g = 0; g < groups_.size(); ++g)
-    pass_->set_options(g, std::get<AdamWOptions>(groups_[g]));
+    pass_->set_options(g, groups_[g].as<AdamWOptions>());
   pass_->set_max_norm(options.max_grad_norm);
   pass_->prepare_capture();
 }
@@ -277,8 +269,7 @@ void ReplicatedOptimizer::load_state_dict(const TensorDict& state) {
 
 // ---------------------------------------------------------------- groups
 
-std::vector<ParamGroup> decay_groups(const torch::nn::Module& module,
-                                     const OptimizerOptions& options) {
+std::vector<ParamGroup> decay_groups(const torch::nn::Module& module, const Rule& options) {
   std::unordered_set<at::TensorImpl*> of_norms, seen;
   const auto add_norm = [&](const torch::nn::Module& part) {
     if (part.as<torch::nn::LayerNormImpl>() == nullptr) return;
@@ -287,7 +278,7 @@ std::vector<ParamGroup> decay_groups(const torch::nn::Module& module,
   add_norm(module);  // modules() lists itself only where a shared pointer holds it
   for (const auto& part : module.modules(/*include_self=*/false)) add_norm(*part);
   std::vector<ParamGroup> groups(2, {{}, options});
-  std::visit([](auto& values) { values.weight_decay = 0; }, groups[1].options);
+  if (options.has("weight_decay")) groups[1].options.set("weight_decay", 0);
   for (const auto& item : module.named_parameters()) {
     at::TensorImpl* impl = item.value().unsafeGetTensorImpl();
     if (!item.value().requires_grad() || !seen.insert(impl).second) continue;

@@ -23,14 +23,14 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "lockstep/comm/world.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/grad_scaler.h"
-#include "lockstep/optim/group.h"
+#include "lockstep/optim/rule.h"
+#include "lockstep/optim/rule_optimizer.h"
 #include "lockstep/optim/sgd.h"
 
 namespace lockstep::optim {
@@ -38,12 +38,11 @@ namespace lockstep::optim {
 class AdamWPass;
 
 using TensorDict = std::map<std::string, at::Tensor>;
-using OptimizerOptions = std::variant<AdamWOptions, AdamOptions, SGDOptions>;
 
-// Parameters that are updated with the same options.
+// Parameters that are updated by one rule with the same options. Groups may have different rules.
 struct ParamGroup {
   std::vector<at::Tensor> params;
-  OptimizerOptions options;
+  Rule options;
 };
 
 struct StepOptions {
@@ -77,9 +76,10 @@ class Optimizer {
   virtual StepResult step(const StepOptions& options = {}) = 0;
   virtual void zero_grad() = 0;
 
-  // The options of a group, to read or to change between steps; the same on every rank.
+  // The rule of a group with its options, to read or to change between steps; the same on every
+  // rank: optimizer.options().as<AdamWOptions>().weight_decay = 0.
   std::size_t groups() const { return groups_.size(); }
-  OptimizerOptions& options(std::size_t group = 0);
+  Rule& options(std::size_t group = 0);
   double lr(std::size_t group = 0) const;
   void set_lr(double lr);                     // of all groups
   void set_lr(std::size_t group, double lr);  // of one
@@ -103,7 +103,7 @@ class Optimizer {
  protected:
   explicit Optimizer(const std::vector<ParamGroup>& groups);
 
-  std::vector<OptimizerOptions> groups_;
+  std::vector<Rule> groups_;
 };
 
 namespace detail {
@@ -119,7 +119,7 @@ class ReplicatedOptimizer final : public Optimizer {
   // A DistributedDataParallel model; without groups all trainable parameters are one.
   template <typename Model>
     requires requires(Model& model) { *model.module(), model.world(); }
-  ReplicatedOptimizer(Model& model, OptimizerOptions options)
+  ReplicatedOptimizer(Model& model, Rule options)
       : ReplicatedOptimizer(model.module()->named_parameters().pairs(), std::move(options),
                             model.world()) {}
   template <typename Model>
@@ -128,7 +128,7 @@ class ReplicatedOptimizer final : public Optimizer {
       : ReplicatedOptimizer(model.module()->named_parameters().pairs(), std::move(groups),
                             model.world()) {}
   // Parameters with their names, in the model's order. `world` agrees on steps that are skipped.
-  ReplicatedOptimizer(NamedParameters names, OptimizerOptions options, World world = {});
+  ReplicatedOptimizer(NamedParameters names, Rule options, World world = {});
   ReplicatedOptimizer(NamedParameters names, std::vector<ParamGroup> groups, World world = {});
   ~ReplicatedOptimizer() override;
 
@@ -149,15 +149,14 @@ class ReplicatedOptimizer final : public Optimizer {
   World world_;
   std::vector<at::Tensor> params_;  // each once, in the order of the names
   std::map<std::string, std::size_t> group_of_;
-  std::vector<std::unique_ptr<detail::FusedBase>> parts_;  // one for each group
-  std::unique_ptr<AdamWPass> pass_;                        // over the state of parts_
-  std::string no_pass_;                                    // why there is none
+  std::vector<std::unique_ptr<RuleOptimizer>> parts_;  // one for each group
+  std::unique_ptr<AdamWPass> pass_;                    // over the state of parts_
+  std::string no_pass_;                                // why there is none
 };
 
 // Two groups as Hugging Face's Trainer makes them: the second, without weight decay, has the
 // parameters of LayerNorm and those named as a bias or a norm. A group without parameters and
 // frozen parameters are skipped.
-std::vector<ParamGroup> decay_groups(const torch::nn::Module& module,
-                                     const OptimizerOptions& options);
+std::vector<ParamGroup> decay_groups(const torch::nn::Module& module, const Rule& options);
 
 }  // namespace lockstep::optim

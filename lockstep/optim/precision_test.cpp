@@ -501,7 +501,7 @@ TEST(ReplicatedOptimizer, KnowsGroupsAndNames) {
   optimizer.step();
   EXPECT_EQ(a[0].item<float>(), 0.5f);
   EXPECT_EQ(b[0].item<float>(), 0.875f);
-  std::get<SGDOptions>(optimizer.options(1)).weight_decay = 8;
+  optimizer.options(1).as<SGDOptions>().weight_decay = 8;
   optimizer.step();
   EXPECT_EQ(b[0].item<float>(), 0.875f - 0.125f * (1 + 8 * 0.875f));
   const auto refusal = [&](const auto& body) { return message_of<UsageError>(body); };
@@ -579,10 +579,10 @@ TEST(ReplicatedOptimizer, DecayGroupsAreHuggingFaces) {
   ASSERT_EQ(groups[0].params.size(), 2u);
   EXPECT_TRUE(groups[0].params[0].is_same(block.normal));
   EXPECT_TRUE(groups[0].params[1].is_same(block.fc->weight));
-  EXPECT_EQ(std::get<AdamWOptions>(groups[0].options).weight_decay, 0.25);
+  EXPECT_EQ(groups[0].options.as<AdamWOptions>().weight_decay, 0.25);
   EXPECT_EQ(groups[1].params.size(), 4u);
-  EXPECT_EQ(std::get<AdamWOptions>(groups[1].options).weight_decay, 0);
-  EXPECT_EQ(std::get<AdamWOptions>(groups[1].options).lr, 0.5);
+  EXPECT_EQ(groups[1].options.as<AdamWOptions>().weight_decay, 0);
+  EXPECT_EQ(groups[1].options.as<AdamWOptions>().lr, 0.5);
   torch::nn::LayerNorm alone(torch::nn::LayerNormOptions({2}));
   EXPECT_EQ(decay_groups(*alone, SGDOptions{}).size(), 1u);
 }

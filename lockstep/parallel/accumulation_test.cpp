@@ -423,7 +423,7 @@ TEST(Accumulation, ScaledLossesGiveTheSameGradients) {
 }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(bool share, auto& model,
-                                                 const optim::OptimizerOptions& options) {
+                                                 const optim::Rule& options) {
   if (share) return std::make_unique<ShardedOptimizer>(model, options);
   return std::make_unique<optim::ReplicatedOptimizer>(model, options);
 }

@@ -72,10 +72,12 @@ const std::vector<Change>& changes() {
        [](TwoLinear& net) { net.b->bias.set_requires_grad(true); },
        [](TwoLinear& net) { net.b->bias.set_requires_grad(false); }},
       {"one layer's dtype", "'b.weight: shape [4, 4], Double on cpu, requires_grad=true, changed",
-       [](TwoLinear& net) { net.b->to(torch::kDouble); }, [](TwoLinear& net) { net.b->to(torch::kFloat); }},
+       [](TwoLinear& net) { net.b->to(torch::kDouble); },
+       [](TwoLinear& net) { net.b->to(torch::kFloat); }},
       // Drops every hook that LibTorch keeps on accumulators.
       {"every dtype", "'a.weight: shape [4, 4], Double on cpu, requires_grad=true, changed after",
-       [](TwoLinear& net) { net.to(torch::kDouble); }, [](TwoLinear& net) { net.to(torch::kFloat); }},
+       [](TwoLinear& net) { net.to(torch::kDouble); },
+       [](TwoLinear& net) { net.to(torch::kFloat); }},
   };
   return all;
 }

@@ -214,7 +214,7 @@ class Making {
   std::string make(const std::vector<optim::ParamGroup>& groups) {
     return message_of<UsageError>([&] { ShardedOptimizer{model, groups}; });
   }
-  std::string make(const optim::OptimizerOptions& options) {
+  std::string make(const optim::Rule& options) {
     return make(std::vector<optim::ParamGroup>{{net->parameters(), options}});
   }
   // The message of rank 1, and from the others who it was.
@@ -285,7 +285,7 @@ TEST(ShardedAgreement, WhatIsMadeDifferentlyIsRefusedByAll) {
                 differs("lr = 0.02", "lr = 0.01"));
     EXPECT_THAT(test.make(AdamWOptions{.betas = {0.9, odd ? 0.99 : 0.999}}),
                 differs("betas.second = 0.99", "betas.second = 0.999"));
-    EXPECT_THAT(test.make(odd ? optim::OptimizerOptions(optim::SGDOptions{}) : AdamWOptions{}),
+    EXPECT_THAT(test.make(odd ? optim::Rule(optim::SGDOptions{}) : AdamWOptions{}),
                 differs("options of SGD", "options of AdamW"));
     // The same groups with other members: nothing but the parameters' values would ever show it.
     const auto all = test.net->parameters();

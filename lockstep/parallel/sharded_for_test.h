@@ -58,7 +58,7 @@ inline at::Tensor batch_of(int rank, int step) {
 
 struct Case {
   std::string name;
-  optim::OptimizerOptions options;
+  optim::Rule options;
   double clip = 0;
   int accumulate = 1;
   double loss_scale = 1;

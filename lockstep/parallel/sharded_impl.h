@@ -25,7 +25,7 @@ class ShardedImpl {
 
   // `options`, by group, belong to the ShardedOptimizer, whose user may change them.
   ShardedImpl(std::shared_ptr<Reducer> reducer, const std::vector<optim::ParamGroup>& groups,
-              std::vector<optim::OptimizerOptions>& options);
+              std::vector<optim::Rule>& options);
   // Gives the parameters memory of their own again; backward averages gradients from here on.
   ~ShardedImpl();
   ShardedImpl(const ShardedImpl&) = delete;
@@ -73,8 +73,7 @@ class ShardedImpl {
   struct Owned {
     Piece piece;
     std::int64_t place = 0;               // of the piece in this rank's share
-    at::Tensor first = {};                // exp_avg or momentum
-    at::Tensor second = {};               // exp_avg_sq
+    optim::StateTensors state = {};       // in the rule's order; made at the first step
     at::Tensor mine = {};                 // this rank's gradient
     at::Tensor reduced = {};              // of two passes, what the first one left, if it did
     at::Tensor param = {};                // the piece of the parameter
@@ -84,15 +83,18 @@ class ShardedImpl {
   struct Domain {
     c10::ScalarType dtype = c10::kFloat;
     c10::Device device = c10::kCPU;
+    optim::Granularity granularity = optim::Granularity::kElements;
     std::vector<std::size_t> members = {};
     std::vector<std::vector<Piece>> shares = {};  // by rank
     std::vector<Owned> owned = {};
     std::vector<at::Tensor> received = {};  // without shared memory: my share's gradients, by rank
+    bool whole() const { return granularity == optim::Granularity::kTensors; }
   };
   // What is exchanged of the pieces: `of` an owned one goes out, and what arrives is `put`.
   struct Pieces {
     c10::Device device;
-    std::function<bool(const Member&)> includes;
+    c10::ScalarType dtype;
+    std::function<std::int64_t(const Piece&)> count;  // of its elements; 0: it has none
     std::function<at::Tensor(const Owned&)> of;
     std::function<void(const Piece&, const at::Tensor&)> put;
   };
@@ -142,11 +144,11 @@ class ShardedImpl {
   void check_prints() const;
   void on_backward();
   void return_parameters();
-  std::vector<std::string> state_names_of(const Member& member) const;
+  std::vector<optim::StateSpec> state_of(const Member& member) const;
+  optim::TensorDict gather_state(bool wanted);
   void check_state(const optim::TensorDict& state) const;
 
   // sharded_step.cpp
-  static std::vector<std::string> state_names(const optim::OptimizerOptions& options);
   void bring_gradients(Domain& domain);
   void find_pieces();
   std::vector<at::Tensor> sources_of(const Domain& domain, const Owned& owned) const;
@@ -160,7 +162,7 @@ class ShardedImpl {
   std::shared_ptr<Reducer> reducer_;
   Deferral deferral_{*reducer_};
   World world_;
-  std::vector<optim::OptimizerOptions>& options_;  // by group
+  std::vector<optim::Rule>& options_;  // by group
   Settings settings_;
   DeferredGradients deferred_;
   bool shared_ = false;       // parameters and gradients lie in memory that all ranks map

@@ -30,6 +30,23 @@ std::vector<std::vector<Piece>> cut_into_shares(const std::vector<std::int64_t>&
   return owned;
 }
 
+std::vector<std::vector<Piece>> deal_tensors(const std::vector<std::int64_t>& sizes,
+                                             const std::vector<double>& costs, int shares) {
+  std::vector<std::vector<Piece>> owned(static_cast<std::size_t>(shares));
+  std::vector<double> spent(static_cast<std::size_t>(shares), 0);
+  std::vector<std::size_t> order(sizes.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return costs[a] > costs[b]; });
+  for (const std::size_t i : order) {
+    if (sizes[i] == 0) continue;
+    const auto least = std::min_element(spent.begin(), spent.end());
+    owned[static_cast<std::size_t>(least - spent.begin())].push_back({i, 0, sizes[i]});
+    *least += costs[i];
+  }
+  return owned;
+}
+
 PartOffsets spread_over_parts(const std::vector<std::int64_t>& sizes, int parts) {
   PartOffsets offsets;
   offsets.places.resize(sizes.size());

@@ -27,30 +27,10 @@ bool is_shared(const std::vector<DeferredBucket>& buckets) {
 
 // Reads or sets a bool as a number.
 template <typename Body>
-void each_flag(const char* name, bool& flag, const Body& body) {
+void each_flag(std::string_view name, bool& flag, const Body& body) {
   double number = flag ? 1 : 0;
   body(name, number);
   flag = number != 0;
-}
-
-// Every number of a group's options with its name, to be read or set.
-template <typename Body>
-void each_number(optim::OptimizerOptions& options, const Body& body) {
-  std::visit(
-      [&](auto& o) {
-        body("lr", o.lr);
-        body("weight_decay", o.weight_decay);
-        if constexpr (requires { o.betas; }) {
-          body("betas.first", o.betas.first);
-          body("betas.second", o.betas.second);
-          body("eps", o.eps);
-        } else {
-          body("momentum", o.momentum);
-          body("dampening", o.dampening);
-          each_flag("nesterov", o.nesterov, body);
-        }
-      },
-      options);
 }
 
 // Why a setting most likely differs over ranks, and what to do.
@@ -73,7 +53,7 @@ constexpr std::size_t kHash = sizeof(std::uint64_t);
 
 ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer,
                          const std::vector<optim::ParamGroup>& groups,
-                         std::vector<optim::OptimizerOptions>& options)
+                         std::vector<optim::Rule>& options)
     : reducer_(std::move(reducer)),
       world_(reducer_->world()),
       options_(options),
@@ -121,12 +101,9 @@ std::string ShardedImpl::show_settings() {
     return group < 0 || options_.size() == 1 ? "" : fmt::format(" of group {}", group);
   };
   for (std::size_t group = 0; group < options_.size(); ++group)
-    text += std::visit(
-        [&](const auto& options) {
-          return fmt::format("options of {}{}\n", options.kName, of_group(static_cast<int>(group)));
-        },
-        options_[group]);
-  each_setting([&](const char* name, int group, double& number) {
+    text += fmt::format("options of {}{}\n", options_[group]->name(),
+                        of_group(static_cast<int>(group)));
+  each_setting([&](std::string_view name, int group, double& number) {
     text += fmt::format("{}{} = {}\n", name, of_group(group), number);
   });
   return text;
@@ -154,8 +131,7 @@ ShardedImpl::~ShardedImpl() {
 }
 
 void ShardedImpl::check_options() const {
-  for (const auto& options : options_)
-    std::visit([](const auto& values) { optim::detail::check(values); }, options);
+  for (const optim::Rule& rule : options_) rule->check();
   optim::detail::check(optim::StepOptions{.max_grad_norm = settings_.max_grad_norm});
 }
 
@@ -219,15 +195,19 @@ void ShardedImpl::collect_members(const std::vector<optim::ParamGroup>& groups) 
                      skipped.size() == 1 ? "" : ", ...", skipped.size() == 1 ? "its" : "their");
 }
 
-// Tensors of one dtype and device travel and are stepped together.
+// Tensors of one dtype and device travel and are stepped together, those of rules over elements
+// apart from those of rules over whole tensors.
 void ShardedImpl::make_domains() {
   for (std::size_t i = 0; i < members_.size(); ++i) {
     const at::Tensor& tensor = members_[i].tensor;
+    const optim::Granularity granularity = options_[members_[i].group]->granularity();
     auto found = std::find_if(domains_.begin(), domains_.end(), [&](const Domain& d) {
-      return d.dtype == tensor.scalar_type() && d.device == tensor.device();
+      return d.dtype == tensor.scalar_type() && d.device == tensor.device() &&
+             d.granularity == granularity;
     });
     if (found == domains_.end()) {
-      domains_.push_back({.dtype = tensor.scalar_type(), .device = tensor.device()});
+      domains_.push_back(
+          {.dtype = tensor.scalar_type(), .device = tensor.device(), .granularity = granularity});
       found = domains_.end() - 1;
     }
     found->members.push_back(i);
@@ -243,8 +223,13 @@ void ShardedImpl::make_domains() {
   }
   for (auto& domain : domains_) {
     std::vector<std::int64_t> sizes;
-    for (const std::size_t i : domain.members) sizes.push_back(members_[i].tensor.numel());
-    domain.shares = cut_into_shares(sizes, world_.size());
+    std::vector<double> costs;
+    for (const std::size_t i : domain.members) {
+      sizes.push_back(members_[i].tensor.numel());
+      costs.push_back(options_[members_[i].group]->cost(members_[i].tensor.sizes()));
+    }
+    domain.shares = domain.whole() ? deal_tensors(sizes, costs, world_.size())
+                                   : cut_into_shares(sizes, world_.size());
     for (auto& share : domain.shares)
       for (auto& piece : share) piece.parameter = domain.members[piece.parameter];
     std::int64_t place = 0;
@@ -330,24 +315,25 @@ void ShardedImpl::idle_step() {
 // Every setting, of the step (group -1) and of each group's options, in one order on all ranks.
 template <typename Body>
 void ShardedImpl::each_setting(const Body& body) {
-  const auto of_step = [&](const char* name, double& number) { body(name, -1, number); };
+  const auto of_step = [&](std::string_view name, double& number) { body(name, -1, number); };
   of_step("max_grad_norm", settings_.max_grad_norm);
   of_step("loss_scale", settings_.loss_scale);
   of_step("the factor of an accumulation window", settings_.window_scale);
   each_flag("want_grad_norm", settings_.want_grad_norm, of_step);
   each_flag("skip_non_finite", settings_.skip_non_finite, of_step);
   for (std::size_t group = 0; group < options_.size(); ++group) {
-    each_number(options_[group], [&](const char* name, double& number) {
-      body(name, static_cast<int>(group), number);
-    });
+    options_[group]->each_option(optim::OptionVisitor([&](const optim::Option& option) {
+      body(option.name, static_cast<int>(group), option.value);
+    }));
   }
 }
 
 // Their values, and after them the kinds of options.
 std::vector<double> ShardedImpl::settings() {
   std::vector<double> numbers;
-  each_setting([&](const char*, int, double& number) { numbers.push_back(number); });
-  for (const auto& options : options_) numbers.push_back(static_cast<double>(options.index()));
+  each_setting([&](std::string_view, int, double& number) { numbers.push_back(number); });
+  for (const optim::Rule& rule : options_)
+    numbers.push_back(static_cast<double>(fingerprint(rule->name().data(), rule->name().size())));
   return numbers;
 }
 
@@ -357,7 +343,7 @@ void ShardedImpl::share_settings(int root) {
   world_.broadcast(values, root).wait();
   if (!idle_) return;
   const double* next = values.const_data_ptr<double>();
-  each_setting([&](const char*, int, double& number) { number = *next++; });
+  each_setting([&](std::string_view, int, double& number) { number = *next++; });
 }
 
 ShardedImpl::Outcome ShardedImpl::take_step(const DeferredStep& how) {

@@ -6,12 +6,12 @@
 //   optimizer.step({.max_grad_norm = 1.0});   // sum, clip, update, publish
 //   optimizer.zero_grad();
 //
-// Each rank owns a share of the elements. It sums their gradients over ranks in rank order and
-// updates them right there, so the optimizer's state exists once (ZeRO stage 1) and its arithmetic
-// is divided by the number of ranks. On one host (backend shm) the parameters of all ranks are the
-// same memory: what the owner writes, everybody has. Elsewhere gradients travel to their owner and
-// parameters back. The result is bit for bit that of an all-reduce and a ReplicatedOptimizer (on
-// gloo and nccl: with two ranks).
+// Each rank owns a share of the elements (of whole parameters where a rule asks for it, as Muon
+// does). It sums their gradients over ranks in rank order and updates them right there, so the
+// optimizer's state exists once (ZeRO stage 1) and its arithmetic is divided by the number of
+// ranks. On one host (backend shm) the parameters of all ranks are the same memory: what the owner
+// writes, everybody has. Elsewhere gradients travel to their owner and parameters back. The result
+// is bit for bit that of an all-reduce and a ReplicatedOptimizer (gloo and nccl: with two ranks).
 //
 // Constructing it puts the model's DDP into deferred mode: until step(), .grad is this rank's own.
 // Clipping and loss scaling are options of step(), and reduce_now() shows averaged gradients.
@@ -42,7 +42,7 @@ class ShardedImpl;
 class ShardedOptimizer final : public optim::Optimizer {
  public:
   template <typename Module>
-  ShardedOptimizer(DistributedDataParallel<Module>& model, optim::OptimizerOptions options)
+  ShardedOptimizer(DistributedDataParallel<Module>& model, optim::Rule options)
       : ShardedOptimizer(model.reducer_ptr(), {{model.parameters(), std::move(options)}}) {}
   // Together the groups hold all trainable parameters of the model.
   template <typename Module>

@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <array>
 #include <set>
 #include <utility>
 
@@ -169,51 +168,72 @@ void ShardedImpl::return_parameters() {
 
 // ---------------------------------------------------------------- state
 
-std::vector<std::string> ShardedImpl::state_names_of(const Member& member) const {
-  return state_names(options_[member.group]);
+std::vector<optim::StateSpec> ShardedImpl::state_of(const Member& member) const {
+  return options_[member.group]->state(member.tensor.sizes());
 }
 
 // Every element's state is on its owner; all send theirs to the ranks that want the whole.
-optim::TensorDict ShardedImpl::state_dict(bool wanted) {
-  const torch::NoGradGuard no_grad;
+optim::TensorDict ShardedImpl::gather_state(bool wanted) {
   std::vector<bool> to;
   for (const std::string& answer : world_.all_gather(std::string(wanted ? "+" : "")))
     to.push_back(!answer.empty());
+  std::size_t most = 0;
+  for (const Member& member : members_) most = std::max(most, state_of(member).size());
   optim::TensorDict state;
-  for (std::size_t k = 0; k < 2; ++k) {
+  for (std::size_t k = 0; k < most; ++k) {
     for (const auto& domain : domains_) {
+      bool as_float = false;
+      for (const std::size_t i : domain.members)
+        if (const auto specs = state_of(members_[i]); specs.size() > k)
+          as_float |= specs[k].as_float;
+      const auto dtype =
+          as_float ? at::promoteTypes(domain.dtype, at::kFloat) : domain.dtype;  // holds them all
+      const auto count = [&](const Piece& piece) -> std::int64_t {
+        const auto specs = state_of(members_[piece.parameter]);
+        if (specs.size() <= k) return 0;
+        return domain.whole() ? c10::multiply_integers(specs[k].sizes) : piece.count;
+      };
       const auto put = [&](const Piece& piece, const at::Tensor& values) {
         const Member& member = members_[piece.parameter];
-        at::Tensor& whole = state[member.name + "." + state_names_of(member)[k]];
-        if (!whole.defined()) whole = at::empty({member.tensor.numel()}, values.options());
+        const optim::StateSpec spec = state_of(member)[k];
+        const auto own = spec.as_float ? at::kFloat : domain.dtype;
+        at::Tensor& whole = state[member.name + "." + spec.name];
+        if (domain.whole()) {
+          whole = values.to(own, false, /*copy=*/true).view(spec.sizes);
+          return;
+        }
+        if (!whole.defined())
+          whole = at::empty({member.tensor.numel()}, values.options().dtype(own));
         whole.narrow(0, piece.begin, piece.count).copy_(values);
       };
-      const Pieces parts{
-          .device = at::kCPU,
-          .includes = [&](const Member& member) { return state_names_of(member).size() > k; },
-          .of =
-              [&](const Owned& owned) {
-                const at::Tensor& part = k == 0 ? owned.first : owned.second;
-                return part.defined() ? part.cpu() : at::zeros({owned.piece.count}, domain.dtype);
-              },
-          .put = put};
-      exchange_pieces(domain, parts, to);
+      const auto of = [&](const Owned& owned) {
+        if (owned.state.size() <= k) return at::zeros({count(owned.piece)}, dtype);
+        return owned.state[k].cpu().contiguous().view(-1).to(dtype);
+      };
+      exchange_pieces(
+          domain, {.device = at::kCPU, .dtype = dtype, .count = count, .of = of, .put = put}, to);
       for (const auto& owned : domain.owned)
-        if (wanted && parts.includes(members_[owned.piece.parameter]))
-          put(owned.piece, parts.of(owned));
+        if (wanted && count(owned.piece) != 0) put(owned.piece, of(owned));
     }
   }
+  return state;
+}
+
+optim::TensorDict ShardedImpl::state_dict(bool wanted) {
+  const torch::NoGradGuard no_grad;
+  optim::TensorDict state = gather_state(wanted);
   if (!wanted) return state;
   for (const auto& member : members_) {
-    const auto names = state_names_of(member);
-    for (const auto& name : names) {
-      at::Tensor& whole = state[member.name + "." + name];
+    const optim::Rule& rule = options_[member.group];
+    const auto specs = state_of(member);
+    for (const auto& spec : specs) {
+      at::Tensor& whole = state[member.name + "." + spec.name];
       if (!whole.defined()) whole = at::empty({0}, member.tensor.options().device(at::kCPU));
-      whole = shaped(whole, member.slot).contiguous();
+      if (rule->granularity() == optim::Granularity::kElements)
+        whole = shaped(whole, member.slot).contiguous();
     }
-    // As the replicated SGD counts: 1 once there is momentum.
-    const bool sgd = std::holds_alternative<optim::SGDOptions>(options_[member.group]);
-    const double most = !sgd ? member.steps : names.empty() ? 0 : 1;
+    // Rules that count no steps have 1 once there is state.
+    const double most = rule->counts_steps() ? member.steps : specs.empty() ? 0 : 1;
     state[member.name + ".step"] = at::scalar_tensor(std::min(member.steps, most), at::kDouble);
   }
   return state;
@@ -222,18 +242,17 @@ optim::TensorDict ShardedImpl::state_dict(bool wanted) {
 void ShardedImpl::check_state(const optim::TensorDict& state) const {
   std::set<std::string> known;
   for (const auto& member : members_) {
-    for (const auto& part : state_names_of(member)) {
-      const std::string name = member.name + "." + part;
+    for (const auto& spec : state_of(member)) {
+      const std::string name = member.name + "." + spec.name;
       known.insert(name);
       const at::Tensor& found = find_state(state, name);
       if (!found.defined())
         throw UsageError(kComponent, "'{}' is an undefined tensor in the state.", name);
-      if (found.sizes() != member.tensor.sizes())
+      if (found.sizes() != at::IntArrayRef(spec.sizes))
         throw UsageError(kComponent,
                          "'{}' has shape [{}] in the state, but the parameter has [{}]. The state "
                          "belongs to another model.",
-                         name, fmt::join(found.sizes(), ", "),
-                         fmt::join(member.tensor.sizes(), ", "));
+                         name, fmt::join(found.sizes(), ", "), fmt::join(spec.sizes, ", "));
     }
     const std::string step = member.name + ".step";
     known.insert(step);
@@ -256,9 +275,10 @@ void ShardedImpl::load_state_dict(const optim::TensorDict& state) {
   const auto look = [&] {
     check_state(state);
     for (const Member& member : members_) {
-      for (const auto& part : state_names_of(member)) {
-        const std::string name = member.name + "." + part;
-        fingerprints.add(name, find_state(state, name).to(member.tensor.scalar_type()));
+      for (const auto& spec : state_of(member)) {
+        const std::string name = member.name + "." + spec.name;
+        const auto dtype = spec.as_float ? at::kFloat : member.tensor.scalar_type();
+        fingerprints.add(name, find_state(state, name).to(dtype));
       }
       const std::string step = member.name + ".step";
       fingerprints.add(step, find_state(state, step).to(at::kDouble));
@@ -277,12 +297,14 @@ void ShardedImpl::load_state_dict(const optim::TensorDict& state) {
   for (auto& domain : domains_) {
     for (auto& owned : domain.owned) {
       const Member& member = members_[owned.piece.parameter];
-      const auto names = state_names_of(member);
+      const auto specs = state_of(member);
       make_state(domain, owned);
-      const std::array<at::Tensor*, 2> parts{&owned.first, &owned.second};
-      for (std::size_t k = 0; k < names.size(); ++k)
-        parts[k]->copy_(flattened(find_state(state, member.name + "." + names[k]), member.slot)
-                            .narrow(0, owned.piece.begin, owned.piece.count));
+      for (std::size_t k = 0; k < specs.size(); ++k) {
+        at::Tensor loaded = find_state(state, member.name + "." + specs[k].name);
+        if (!domain.whole())
+          loaded = flattened(loaded, member.slot).narrow(0, owned.piece.begin, owned.piece.count);
+        owned.state[k].copy_(loaded);
+      }
     }
   }
 }
@@ -291,8 +313,7 @@ std::int64_t ShardedImpl::state_bytes() const {
   std::int64_t bytes = 0;
   for (const auto& domain : domains_) {
     for (const auto& owned : domain.owned)
-      for (const at::Tensor& part : {owned.first, owned.second})
-        if (part.defined()) bytes += static_cast<std::int64_t>(part.nbytes());
+      for (const at::Tensor& part : owned.state) bytes += static_cast<std::int64_t>(part.nbytes());
   }
   return bytes;
 }

@@ -2,7 +2,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cmath>
 
@@ -11,6 +10,7 @@
 #include "lockstep/kernels/norm.h"
 #include "lockstep/kernels/step.h"
 #include "lockstep/optim/cpu_step.h"
+#include "lockstep/optim/rule_optimizer.h"
 #include "lockstep/parallel/sharded_impl.h"
 
 namespace lockstep::parallel {
@@ -79,54 +79,21 @@ at::Tensor combine(const Combination& how) {
   return sum;
 }
 
-template <typename... Bodies>
-struct Either : Bodies... {
-  using Bodies::operator()...;
-};
-template <typename... Bodies>
-Either(Bodies...) -> Either<Bodies...>;
-
-// The fused kernels of ATen on one piece.
-void update_with_aten(const optim::OptimizerOptions& options, const at::Tensor& param,
-                      const at::Tensor& grad, const std::array<at::Tensor, 2>& state,
-                      double steps) {
-  const at::Tensor count = at::full({}, steps, param.options().dtype(at::kFloat));
-  std::visit(Either{[&](const optim::AdamWOptions& o) {
-                      at::_fused_adamw_({param}, {grad}, {state[0]}, {state[1]}, {}, {count}, o.lr,
-                                        o.betas.first, o.betas.second, o.weight_decay, o.eps, false,
-                                        false);
-                    },
-                    [&](const optim::AdamOptions& o) {
-                      at::_fused_adam_({param}, {grad}, {state[0]}, {state[1]}, {}, {count}, o.lr,
-                                       o.betas.first, o.betas.second, o.weight_decay, o.eps, false,
-                                       false);
-                    },
-                    [&](const optim::SGDOptions& o) {
-                      std::vector<at::Tensor> momentum;
-                      if (o.momentum != 0) momentum.push_back(state[0]);
-                      at::_fused_sgd_({param}, {grad}, momentum, o.weight_decay, o.momentum, o.lr,
-                                      o.dampening, o.nesterov, false, steps == 1);
-                    }},
-             options);
-}
-
 template <typename T>
-void update_with_kernel(const optim::OptimizerOptions& options, const Combination& how,
-                        const at::Tensor& param, const std::array<at::Tensor, 2>& state,
-                        const kernels::Slice& slice, double steps) {
+void update_with_kernel(const optim::SpanKernels& kernels, const Combination& how,
+                        const optim::detail::Memory<T>& memory, const kernels::Slice& slice,
+                        double steps) {
   const Sources<T> sources(how.sources);
-  const auto pointer = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
-  };
-  const optim::detail::Memory<T> memory{pointer(param), pointer(state[0]), pointer(state[1])};
+  const kernels::SpanKernel<T> kernel = optim::detail::kernel_of<T>(kernels);
   by_blocks(slice.count, [&](std::int64_t begin, std::int64_t count) {
     const Sources<T> rest = sources.after(begin);
-    std::visit(
-        [&](const auto& values) {
-          optim::detail::step_slice<T>(values, gradient_of(rest, how), memory.after(begin),
-                                       {slice.tensor_size, slice.begin + begin, count}, steps);
-        },
-        options);
+    const optim::detail::Memory<T> here = memory.after(begin);
+    kernel({.gradient = gradient_of(rest, how),
+            .param = here.param,
+            .state = here.state.data(),
+            .slice = {slice.tensor_size, slice.begin + begin, count},
+            .step = steps},
+           kernels.options);
   });
 }
 
@@ -139,13 +106,6 @@ at::Tensor block_sums(const at::Tensor& values) {
 }
 
 }  // namespace
-
-std::vector<std::string> ShardedImpl::state_names(const optim::OptimizerOptions& options) {
-  if (const auto* sgd = std::get_if<optim::SGDOptions>(&options))
-    return sgd->momentum != 0 ? std::vector<std::string>{"momentum_buffer"}
-                              : std::vector<std::string>{};
-  return {"exp_avg", "exp_avg_sq"};
-}
 
 // Where the owned pieces lie does not change any more.
 void ShardedImpl::find_pieces() {
@@ -250,12 +210,16 @@ ShardedImpl::Norm ShardedImpl::reduce_owned() {
 }
 
 void ShardedImpl::make_state(const Domain& domain, Owned& owned) {
-  const auto names = state_names(options_[members_[owned.piece.parameter].group]);
-  const auto fresh = [&] {
-    return at::zeros({owned.piece.count}, at::dtype(domain.dtype).device(domain.device));
-  };
-  if (!names.empty() && !owned.first.defined()) owned.first = fresh();
-  if (names.size() > 1 && !owned.second.defined()) owned.second = fresh();
+  const Member& member = members_[owned.piece.parameter];
+  const auto specs = state_of(member);
+  owned.state.resize(specs.size());
+  for (std::size_t k = 0; k < specs.size(); ++k) {
+    if (owned.state[k].defined()) continue;
+    owned.state[k] = optim::detail::make_state(
+        domain.whole() ? specs[k]
+                       : optim::StateSpec{specs[k].name, {owned.piece.count}, specs[k].as_float},
+        domain.whole() ? place_of(member) : owned.param);
+  }
 }
 
 void ShardedImpl::update(Domain& domain, Owned& owned, double clip) {
@@ -269,14 +233,27 @@ void ShardedImpl::update(Domain& domain, Owned& owned, double clip) {
     how.divisor = reduced_ ? 1 : divisor_;
     how.scale = two_passes ? clip : settings_.gradient_scale();
   }
-  const optim::OptimizerOptions& options = options_[member.group];
-  const std::array<at::Tensor, 2> state{owned.first, owned.second};
-  if (!has_kernel(domain.dtype, domain.device))
-    return update_with_aten(options, owned.param, combine(how), state, member.steps);
-  const kernels::Slice slice{member.tensor.numel(), owned.piece.begin, owned.piece.count};
-  by_type(domain.dtype, [&]<typename T>(T) {
-    update_with_kernel<T>(options, how, owned.param, state, slice, member.steps);
-  });
+  const optim::Rule& rule = options_[member.group];
+  const optim::SpanKernels kernels = rule->kernels();
+  if (kernels && has_kernel(domain.dtype, domain.device)) {
+    const kernels::Slice slice{member.tensor.numel(), owned.piece.begin, owned.piece.count};
+    by_type(domain.dtype, [&]<typename T>(T) {
+      update_with_kernel<T>(kernels, how, {owned.param, owned.state}, slice, member.steps);
+    });
+    return;
+  }
+  optim::StepItem item{.param = owned.param,
+                       .grad = combine(how),
+                       .state = owned.state,
+                       .step = {},
+                       .first = member.steps == 1};
+  if (domain.whole()) {
+    item.param = place_of(member);
+    item.grad = item.grad.as_strided(member.slot.sizes(), member.slot.strides());
+  }
+  if (rule->counts_steps())
+    item.step = at::full({}, member.steps, owned.param.options().dtype(at::kFloat));
+  rule->update({item}, at::Tensor());
 }
 
 // Without shared memory: every rank hands its new parameters to all others.
@@ -284,7 +261,8 @@ void ShardedImpl::publish(const Domain& domain) {
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   const Pieces parameters{
       .device = domain.device,
-      .includes = [](const Member&) { return true; },
+      .dtype = domain.dtype,
+      .count = [](const Piece& piece) { return piece.count; },
       .of = [](const Owned& owned) { return owned.param; },
       .put =
           [this](const Piece& piece, const at::Tensor& values) {
@@ -298,21 +276,18 @@ void ShardedImpl::publish(const Domain& domain) {
 void ShardedImpl::exchange_pieces(const Domain& domain, const Pieces& pieces,
                                   const std::vector<bool>& to) {
   if (world_.size() == 1) return;
-  const auto options = at::dtype(domain.dtype).device(pieces.device);
+  const auto options = at::dtype(pieces.dtype).device(pieces.device);
   const auto mine = static_cast<std::size_t>(world_.rank());
-  const auto included = [&](const Piece& piece) {
-    return pieces.includes(members_[piece.parameter]);
-  };
   const at::Tensor nothing = at::empty({0}, options);
   std::vector<at::Tensor> own{nothing};
   for (const auto& owned : domain.owned)
-    if (included(owned.piece)) own.push_back(pieces.of(owned));
+    if (pieces.count(owned.piece) != 0) own.push_back(pieces.of(owned));
   const at::Tensor all = at::cat(own);
   std::vector<at::Tensor> outgoing, incoming;
   for (std::size_t rank = 0; rank < to.size(); ++rank) {
     std::int64_t count = 0;
     for (const Piece& piece : domain.shares[rank])
-      if (to[mine] && included(piece)) count += piece.count;
+      if (to[mine]) count += pieces.count(piece);
     outgoing.push_back(to[rank] ? all : nothing);
     incoming.push_back(at::empty({count}, options));
   }
@@ -320,9 +295,10 @@ void ShardedImpl::exchange_pieces(const Domain& domain, const Pieces& pieces,
   for (std::size_t rank = 0; rank < to.size() && to[mine]; ++rank) {
     std::int64_t place = 0;
     for (const Piece& piece : domain.shares[rank]) {
-      if (rank == mine || !included(piece)) continue;
-      pieces.put(piece, incoming[rank].narrow(0, place, piece.count));
-      place += piece.count;
+      const std::int64_t length = pieces.count(piece);
+      if (rank == mine || length == 0) continue;
+      pieces.put(piece, incoming[rank].narrow(0, place, length));
+      place += length;
     }
   }
 }

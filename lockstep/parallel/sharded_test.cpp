@@ -126,11 +126,8 @@ class Replicated {
  private:
   using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
   static Optimizer make(const optim::ParamGroup& group) {
-    if (const auto* w = std::get_if<optim::AdamWOptions>(&group.options))
-      return std::make_unique<optim::AdamW>(group.params, *w);
-    if (const auto* a = std::get_if<optim::AdamOptions>(&group.options))
-      return std::make_unique<optim::Adam>(group.params, *a);
-    return std::make_unique<optim::SGD>(group.params, std::get<optim::SGDOptions>(group.options));
+    return std::make_unique<optim::RuleOptimizer>(
+        std::vector{torch::optim::OptimizerParamGroup(group.params)}, group.options);
   }
 
   std::vector<at::Tensor> parameters_;
@@ -256,7 +253,7 @@ TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
     Net net = make_net(), plain = make_net();
     DistributedDataParallel model{
         net, world, {.bucket_cap_mb = 0.02, .find_unused_parameters = true}};
-    Case what{"groups", {}, 0.05, 2, 256};
+    Case what{"groups", optim::AdamWOptions{}, 0.05, 2, 256};
     optim::GradScaler scaler = scaler_of(world, what);
     const auto groups_of = [](Net& each) {
       return std::vector<optim::ParamGroup>{
@@ -529,7 +526,7 @@ TEST(ShardedRefuses, SettingsThatDifferOverRanks) {
         [](World& world) {
           Net net = make_net();
           DistributedDataParallel model{net, world, kSpareUnused};
-          const optim::OptimizerOptions options = optim::AdamWOptions{.lr = 0.5};
+          const optim::Rule options = optim::AdamWOptions{.lr = 0.5};
           ShardedOptimizer optimizer{model, std::vector<optim::ParamGroup>{
                                                 {net->a->parameters(), options},
                                                 {net->b->parameters(), options},

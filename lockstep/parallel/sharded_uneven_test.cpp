@@ -32,7 +32,7 @@ std::vector<at::Tensor> train_unevenly(World& world, bool sharded, const Case& w
   if (sharded) {
     ours.emplace(model, what.options);
   } else {
-    theirs.emplace(net->parameters(), std::get<optim::AdamWOptions>(what.options));
+    theirs.emplace(net->parameters(), what.options.as<optim::AdamWOptions>());
   }
   model.join(
       [&] {

@@ -50,6 +50,7 @@ struct TrainingArguments {
 
   // How.
   std::string optim = "adamw";
+  std::optional<std::string> optim_args{};  // options of the optimizer without a key of their own
   double learning_rate = 5e-5;
   std::optional<std::int64_t> learning_rate_batch_size{};  // samples per step it was chosen for
   double weight_decay = 0;

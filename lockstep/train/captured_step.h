@@ -51,11 +51,11 @@ class Reducer;
 struct CapturedStepOptions {
   optim::StepOptions step{};             // what the function passes to optimizer.step()
   std::vector<at::Tensor> parameters{};  // of the model
-  int warmup_steps = 3;        // calls with the same shapes before one is recorded, at least 1
+  int warmup_steps = 3;  // calls with the same shapes before one is recorded, at least 1
   // Of a wrapped model that the function trains. Without it a model that is wrapped, then or
   // later, is refused: the graph would have no collectives, or stale ones.
   Reducer* reducer = nullptr;
-  bool asked = true;           // false: that there are no graphs is information, not a warning
+  bool asked = true;  // false: that there are no graphs is information, not a warning
   // When recording has failed, before the function runs again: takes back what its host code has
   // counted.
   std::function<void()> after_failed_capture{};

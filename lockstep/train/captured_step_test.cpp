@@ -308,8 +308,7 @@ TEST(CapturedStep, AWrapperThatItWasNotGivenIsRefusedBeforeAndAfter) {
     made_before.run({});
     {
       DistributedDataParallel model(net, world);
-      const std::string reason =
-          testing::message_of<UsageError>([&] { made_before.run({}); });
+      const std::string reason = testing::message_of<UsageError>([&] { made_before.run({}); });
       EXPECT_THAT(reason, ::testing::HasSubstr("Wrap the model first"));
       EXPECT_THROW(CapturedStep(optimizer, {{}, net->parameters()}, work), UsageError);
       CapturedStepOptions right{.parameters = net->parameters(), .reducer = &model.reducer()};

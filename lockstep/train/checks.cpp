@@ -328,7 +328,11 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
   constexpr std::string_view kNoEvaluation = "nothing is evaluated (eval_strategy: no)";
   constexpr std::string_view kNoSaving =
       "nothing is saved (save_strategy: no, enable_jit_checkpoint: false)";
-  constexpr std::string_view kSgd = "optim is sgd";
+  const bool betas = a.optim == "adamw" || a.optim == "adam" || a.optim == "lion";
+  const bool epsilon = a.optim == "adamw" || a.optim == "adam" || a.optim == "muon";
+  const std::string_view kOther = a.optim == "sgd"         ? "optim is sgd"
+                                  : a.optim == "adafactor" ? "optim is adafactor"
+                                                           : "optim is lion";
   return {
       {"per_device_eval_batch_size", !evaluates, kNoEvaluation},
       {"eval_steps", !by_eval_steps, "eval_strategy is not steps"},
@@ -342,9 +346,9 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
       {"save_total_limit", !saves, kNoSaving},
       {"save_only_model", !saves, kNoSaving},
       {"save_on_each_node", !saves, kNoSaving},
-      {"adam_beta1", a.optim == "sgd", kSgd},
-      {"adam_beta2", a.optim == "sgd", kSgd},
-      {"adam_epsilon", a.optim == "sgd", kSgd},
+      {"adam_beta1", !betas && a.optim != "muon", kOther},
+      {"adam_beta2", !betas && a.optim != "muon", kOther},
+      {"adam_epsilon", !epsilon, kOther},
       {"momentum", a.optim != "sgd", "optim is not sgd"},
       {"warmup_steps", a.lr_scheduler_type == "constant",
        "lr_scheduler_type is constant (constant_with_warmup has one)"},

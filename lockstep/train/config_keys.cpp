@@ -43,7 +43,8 @@ constexpr Check kWaiting{[](double v) { return v >= 0 && v <= kStepLimit; },
 constexpr std::string_view kSchedules =
     "linear|cosine|cosine_with_restarts|cosine_with_min_lr|polynomial|constant|"
     "constant_with_warmup|inverse_sqrt|warmup_stable_decay|step|multi_step|exponential";
-constexpr std::string_view kOptimizers = "adamw|adamw_torch|adamw_torch_fused|adam|sgd";
+constexpr std::string_view kOptimizers =
+    "adamw|adamw_torch|adamw_torch_fused|adam|sgd|lion|lion_32bit|muon|adafactor";
 constexpr std::string_view kLevels = "passive|debug|info|warning|error|critical";
 
 constexpr KeySpec kKeys[] = {
@@ -124,8 +125,13 @@ constexpr KeySpec kKeys[] = {
 
     {.name = "optim",
      .member = &A::optim,
-     .help = "optimizer; adamw_torch and adamw_torch_fused mean adamw, which is fused",
+     .help = "optimizer; adamw_torch and adamw_torch_fused mean adamw, which is fused, and "
+             "lion_32bit means lion",
      .choices = kOptimizers},
+    {.name = "optim_args",
+     .member = &A::optim_args,
+     .help = "further options of the optimizer: name=value,name=value, such as ns_steps=6",
+     .unset = "none"},
     {.name = "learning_rate",
      .member = &A::learning_rate,
      .help = "peak learning rate",
@@ -418,7 +424,6 @@ constexpr ForeignKey kForeignKeys[] = {
     {"remove_unused_columns", "datasets here have no columns"},
     {"length_column_name", "length grouping is the loader's: see `data`"},
     {"gradient_checkpointing_kwargs", "checkpointing here has no options"},
-    {"optim_args", "the optimizers here have no further options"},
     {"optim_target_modules", "the optimizers here work on all parameters"},
     {"fp16_opt_level", "apex is Python's; fp16 is autocast"},
     {"fp16_backend", "there is one: autocast"},

@@ -103,6 +103,7 @@ void read(std::string& out, const KeySpec& key, const Node& node) {
   check_choice(key, node, value);
   if (value.empty()) refuse(node, "{} must not be empty.", key.name);
   if (key.name == "optim" && value.rfind("adamw_", 0) == 0) value = "adamw";
+  if (key.name == "optim" && value == "lion_32bit") value = "lion";
   if (key.path) value = expand_home(value, label(node, key.name));
   out = std::move(value);
 }

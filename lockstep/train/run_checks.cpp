@@ -119,8 +119,10 @@ void check_output_dir(const std::string& output_dir) {
 }
 
 int state_copies(const TrainingArguments& arguments) {
-  if (arguments.optim != "sgd") return 2;
-  return arguments.momentum > 0 ? 1 : 0;
+  if (arguments.optim == "sgd") return arguments.momentum > 0 ? 1 : 0;
+  if (arguments.optim == "lion") return 1;
+  if (arguments.optim == "adafactor") return 0;  // rows and columns: a thousandth of a matrix
+  return 2;  // of muon's matrices one; embeddings and the rest are AdamW's
 }
 
 void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, bool two) {

@@ -254,7 +254,7 @@ void check_same_folder(const std::string& path, const std::vector<std::string>& 
 // ---------------------------------------------------------------- the optimizer
 
 OptimizerPart::OptimizerPart(torch::optim::Optimizer* optimizer)
-    : stock_(dynamic_cast<optim::detail::FusedBase*>(optimizer)) {
+    : stock_(dynamic_cast<optim::RuleOptimizer*>(optimizer)) {
   if (optimizer != nullptr && stock_ == nullptr)
     throw UsageError("checkpoint",
                      "the optimizer is torch::optim's own, whose state cannot be saved by "

@@ -62,7 +62,7 @@ class OptimizerPart {
   // Adam or SGD of lockstep::optim, the same rules with Python's names and bits.
   OptimizerPart(torch::optim::Optimizer* optimizer);
   template <std::derived_from<torch::optim::Optimizer> Stock>
-    requires(!std::derived_from<Stock, optim::detail::FusedBase> &&
+    requires(!std::derived_from<Stock, optim::RuleOptimizer> &&
              !std::same_as<Stock, torch::optim::Optimizer>)
   OptimizerPart(Stock* optimizer_of_torch) = delete;
   OptimizerPart(optim::Optimizer* optimizer) : optimizer_(optimizer) {}
@@ -77,7 +77,7 @@ class OptimizerPart {
   void set_learning_rates(const std::vector<double>& rates) const;
 
  private:
-  optim::detail::FusedBase* stock_ = nullptr;
+  optim::RuleOptimizer* stock_ = nullptr;
   optim::Optimizer* optimizer_ = nullptr;
 };
 

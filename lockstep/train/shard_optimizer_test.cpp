@@ -87,7 +87,7 @@ TEST(TrainerOptimizer, AutoShardsWhereItIsFasterOrNeeded) {
 TEST(TrainerOptimizer, ShardedHasTheBitsOfReplicated) {
   for (const Place& place :
        {Place{1, "auto"}, Place{2, "shm"}, Place{3, "shm"}, Place{4, "shm"}, Place{2, "gloo"}}) {
-    for (const char* optim : {"adamw", "sgd"}) {
+    for (const char* optim : {"adamw", "sgd", "lion", "muon", "adafactor"}) {
       SCOPED_TRACE(std::to_string(place.ranks) + " ranks, " + place.backend + ", " + optim);
       TrainingArguments a = arguments("");
       a.optim = optim;
@@ -103,6 +103,28 @@ TEST(TrainerOptimizer, ShardedHasTheBitsOfReplicated) {
       EXPECT_EQ(sharded.norms.size(), 12u);
     }
   }
+}
+
+TEST(TrainerOptimizer, OptimArgsAreTheOptionsOfTheRule) {
+  const io::TemporaryDirectory folder;
+  on_ranks(1, "shm", [&](World& world) {
+    const auto rule_with = [&](const char* optim, const char* text) {
+      TrainingArguments a = arguments(folder / "out");
+      a.optim = optim;
+      a.optim_args = text;
+      a.max_steps = 1;
+      Trainer trainer(world, task_for(network(), dataset(64, 1)), a);
+      trainer.train();
+    };
+    rule_with("muon", "ns_steps=3, nesterov=false");
+    const auto refusal = [&](const char* optim, const char* text) {
+      return testing::message_of<UsageError>([&] { rule_with(optim, text); });
+    };
+    EXPECT_THAT(refusal("lion", "momentum=0.9"),
+                HasSubstr("'momentum=0.9' is not an option of Lion"));
+    EXPECT_THAT(refusal("lion", "lr"), HasSubstr("names of: lr, betas.first, betas.second"));
+    EXPECT_THAT(refusal("muon", "ns_steps=200"), HasSubstr("option ns_steps cannot be 200"));
+  });
 }
 
 TEST(TrainerOptimizer, SkipsABadGradientOnAllRanks) {

@@ -1,16 +1,21 @@
 #include "lockstep/train/train_optimizer.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <sstream>
 #include <utility>
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/memory_limits.h"
+#include "lockstep/optim/adafactor.h"
+#include "lockstep/optim/lion.h"
+#include "lockstep/optim/muon.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/sharded_optimizer.h"
@@ -18,10 +23,8 @@
 namespace lockstep::train {
 namespace {
 
-optim::OptimizerOptions optimizer_options(const TrainingArguments& a) {
-  if (a.optim == "sgd")
-    return optim::SGDOptions{
-        .lr = a.learning_rate, .momentum = a.momentum, .weight_decay = a.weight_decay};
+// The rule that `optim` names, with the keys of a training file.
+optim::Rule rule_of(const TrainingArguments& a) {
   const auto adam = [&](auto options) {
     options.lr = a.learning_rate;
     options.betas = {a.adam_beta1, a.adam_beta2};
@@ -29,15 +32,72 @@ optim::OptimizerOptions optimizer_options(const TrainingArguments& a) {
     options.weight_decay = a.weight_decay;
     return options;
   };
+  if (a.optim == "sgd")
+    return optim::SGDOptions{
+        .lr = a.learning_rate, .momentum = a.momentum, .weight_decay = a.weight_decay};
+  if (a.optim == "lion")
+    return optim::LionOptions{.lr = a.learning_rate,
+                              .betas = {a.adam_beta1, a.adam_beta2},
+                              .weight_decay = a.weight_decay};
+  if (a.optim == "adafactor")
+    return optim::AdafactorOptions{.lr = a.learning_rate, .weight_decay = a.weight_decay};
+  // One learning rate serves both of its rules.
+  if (a.optim == "muon")
+    return optim::MuonOptions{
+        .lr = a.learning_rate, .weight_decay = a.weight_decay, .match_rms_adamw = true};
   if (a.optim == "adam") return adam(optim::AdamOptions{});
   return adam(optim::AdamWOptions{});
 }
 
+// optim_args, as Hugging Face's Trainer reads it: "momentum=0.9,nesterov=true".
+void apply_optim_args(const optim::Rule& rule, const std::string& text) {
+  std::istringstream parts(text);
+  for (std::string part; std::getline(parts, part, ',');) {
+    std::erase(part, ' ');
+    const std::size_t equals = part.find('=');
+    const std::string name = part.substr(0, equals);
+    std::string value = equals == std::string::npos ? "" : part.substr(equals + 1);
+    if (value == "true" || value == "True") value = "1";
+    if (value == "false" || value == "False") value = "0";
+    std::vector<std::string_view> known;
+    rule->each_option(
+        optim::OptionVisitor([&](const optim::Option& option) { known.push_back(option.name); }));
+    char* end = nullptr;
+    const double number = std::strtod(value.c_str(), &end);
+    if (!rule.has(name) || value.empty() || *end != '\0')
+      throw UsageError("trainer",
+                       "optim_args: '{}' is not an option of {} with a number. Write name=value "
+                       "with names of: {}.",
+                       part, rule->name(), fmt::join(known, ", "));
+    rule.set(name, number);
+  }
+  rule->check();
+}
+
+std::vector<optim::ParamGroup> groups_of(const RunContext& run) {
+  if (!run.task.param_groups.empty()) return run.task.param_groups;
+  const TrainingArguments& a = run.arguments;
+  const optim::Rule rule = rule_of(a);
+  if (a.optim_args) apply_optim_args(rule, *a.optim_args);
+  if (!rule.is<optim::MuonOptions>()) return optim::decay_groups(*run.task.module, rule);
+  return optim::muon_groups(*run.task.module, rule.as<optim::MuonOptions>(),
+                            {.lr = a.learning_rate,
+                             .betas = {a.adam_beta1, a.adam_beta2},
+                             .eps = a.adam_epsilon,
+                             .weight_decay = a.weight_decay});
+}
+
 // Bytes of state of a replicated optimizer.
-std::uint64_t state_bytes(const TrainingArguments& a, const torch::nn::Module& module) {
+std::uint64_t state_bytes(const std::vector<optim::ParamGroup>& groups) {
   std::uint64_t bytes = 0;
-  for (const at::Tensor& parameter : module.parameters())
-    if (parameter.requires_grad() && a.optim != "sgd") bytes += 2 * parameter.nbytes();
+  for (const optim::ParamGroup& group : groups) {
+    for (const at::Tensor& parameter : group.params) {
+      if (!parameter.requires_grad()) continue;
+      for (const optim::StateSpec& spec : group.options->state(parameter.sizes()))
+        bytes += static_cast<std::uint64_t>(c10::multiply_integers(spec.sizes)) *
+                 (spec.as_float ? sizeof(float) : parameter.element_size());
+    }
+  }
   return bytes;
 }
 
@@ -54,7 +114,7 @@ bool lacks_room(const World& world, std::uint64_t bytes) {
               .empty();
 }
 
-ShardFacts shard_facts(RunContext& run, WrappedModel& model) {
+ShardFacts shard_facts(RunContext& run, WrappedModel& model, std::uint64_t state_bytes) {
   if (run.arguments.shard_optimizer != "auto") return {};
   ShardFacts facts{.ranks = run.world.size()};
   if (facts.ranks == 1) return facts;
@@ -66,9 +126,7 @@ ShardFacts shard_facts(RunContext& run, WrappedModel& model) {
     unable = e.what();
   }
   facts.share_memory = run.world.device().is_cpu() && run.world.shares_memory();
-  facts.lack_room =
-      !facts.share_memory &&
-      run.world.any(lacks_room(run.world, state_bytes(run.arguments, *run.task.module)));
+  facts.lack_room = !facts.share_memory && run.world.any(lacks_room(run.world, state_bytes));
   facts.unable = run.world.any(!unable.empty());
   if (run.world.is_leader() && !unable.empty() && (facts.share_memory || facts.lack_room))
     log::info("trainer", "shard_optimizer: auto cannot shard this model: {}", unable);
@@ -77,11 +135,9 @@ ShardFacts shard_facts(RunContext& run, WrappedModel& model) {
 
 std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& model) {
   if (run.task.make_optimizer) return run.task.make_optimizer(model);
-  auto groups = run.task.param_groups;
-  if (groups.empty())
-    groups = optim::decay_groups(*run.task.module, optimizer_options(run.arguments));
+  auto groups = groups_of(run);
   const std::string reason =
-      reason_to_shard(run.arguments.shard_optimizer, shard_facts(run, model));
+      reason_to_shard(run.arguments.shard_optimizer, shard_facts(run, model, state_bytes(groups)));
   if (run.world.is_leader())
     log::info("trainer", "optimizer {}: {}",
               run.task.param_groups.empty() ? run.arguments.optim : "of the task",

@@ -96,7 +96,7 @@ TEST(OwnOptimizer, ThatCannotTrainTheModuleIsRefused) {
   io::TemporaryDirectory dir;
   OwnOptimizer still;
   for (optim::ParamGroup& group : still.task.param_groups)
-    std::get<optim::AdamWOptions>(group.options).lr = 0;
+    group.options.as<optim::AdamWOptions>().lr = 0;
   auto a = arguments(dir.path());
   a.max_steps = 2;
   EXPECT_THAT(io::message_of<UsageError>([&] { Trainer(World{}, still.task, a).train(); }),

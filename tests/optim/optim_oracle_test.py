@@ -2,7 +2,8 @@
 
 The originals are transformers.get_scheduler (skipped, and said so, where the package is missing),
 torch.optim.lr_scheduler's StepLR, MultiStepLR and ExponentialLR, torch.amp.GradScaler("cpu"),
-torch.nn.utils.clip_grad_* and torch.optim with fused=True. Everything that runs the same kernels in
+torch.nn.utils.clip_grad_*, torch.optim with fused=True, torch.optim.Muon, the lines of Lion's paper
+and transformers' Adafactor. Everything that runs the same kernels in
 the same order must have the same bits. A schedule's factor comes from a few double operations and a
 cosine; compilers may fuse two of them, so 4 units in the last place.
 """
@@ -253,6 +254,87 @@ class Training(unittest.TestCase):
                 lines = [(1.0, 0)] * len(lines)
             self.assertEqual(ours, lines, question)
             self.assertEqual(fields[len(lines):], [bits(p) for p in params], question)
+
+
+class Rules(unittest.TestCase):
+    """Rules beyond Adam and SGD: parameters and state after a few steps."""
+
+    def run_theirs(self, question, make, names):
+        params = []
+        for i, shape in enumerate(question["shapes"]):
+            params.append(grid(math.prod(shape), i).view(shape).clone().requires_grad_())
+        optimizer = make(params)
+        for step in range(question["steps"]):
+            for i, p in enumerate(params):
+                p.grad = grid(p.numel(), 100 + 7 * step + i).view(p.shape).clone()
+            optimizer.step()
+        states = [optimizer.state[p][name] for p in params for name in names(p)]
+        return [*params, *states]
+
+    def ask_one(self, **question):
+        question = {"ask": "rule", "steps": 4, **question}
+        (answer,) = ask([question])
+        return question, answer
+
+    def test_muon_has_the_bits_of_pytorchs(self):
+        for options, theirs in (
+                ({}, {}), ({"nesterov": 0, "momentum": 0.5, "lr": 0.25}, {}),
+                ({"match_rms_adamw": 1, "weight_decay": 0.0, "ns_steps": 3},
+                 {"adjust_lr_fn": "match_rms_adamw"})):
+            question, answer = self.ask_one(
+                rule="muon", shapes=[[16, 16], [64, 24], [24, 64], [1, 8]], options=options)
+            kwargs = {k: v for k, v in options.items() if k != "match_rms_adamw"}
+            if "nesterov" in kwargs:
+                kwargs["nesterov"] = bool(kwargs["nesterov"])
+            wanted = self.run_theirs(question, lambda p: torch.optim.Muon(p, **kwargs, **theirs),
+                                     lambda p: ["momentum_buffer"])
+            self.assertEqual(answer.split(), [bits(t) for t in wanted], options)
+
+    def test_lion_is_the_papers_few_lines(self):
+        lr, beta1, beta2, decay = 0.0625, 0.875, 0.96875, 0.5
+
+        class Lion(torch.optim.Optimizer):
+            def __init__(self, params):
+                super().__init__(params, {})
+
+            @torch.no_grad()
+            def step(self):
+                for p in self.param_groups[0]["params"]:
+                    m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    c = torch.lerp(m, p.grad, 1 - beta1)
+                    p.mul_(1 - lr * decay).sub_(lr * c.sign())
+                    m.lerp_(p.grad, 1 - beta2)
+
+        question, answer = self.ask_one(
+            rule="lion", shapes=[[33], [17, 5], [2, 3, 4]],
+            options={"lr": lr, "betas.first": beta1, "betas.second": beta2, "weight_decay": decay})
+        wanted = self.run_theirs(question, Lion, lambda p: ["exp_avg"])
+        self.assertEqual(answer.split(), [bits(t) for t in wanted])
+
+    @unittest.skipIf(transformers is None, "the package transformers is not here")
+    def test_adafactor_is_that_of_transformers(self):
+        base = {"lr": 0.03125, "weight_decay": 0.125}
+        for options, theirs in (
+                (base, {**base, "scale_parameter": False, "relative_step": False}),
+                ({**base, "beta1": 0.875, "scale_parameter": 1, "clip_threshold": 0.5},
+                 {**base, "beta1": 0.875, "scale_parameter": True, "clip_threshold": 0.5,
+                  "relative_step": False}),
+                ({"relative_step": 1, "scale_parameter": 1, "warmup_init": 1},
+                 {"relative_step": True, "scale_parameter": True, "warmup_init": True})):
+            question, answer = self.ask_one(
+                rule="adafactor", shapes=[[33], [17, 5], [2, 3, 4], [64, 64]], options=options)
+
+            def names(p):
+                squares = ["exp_avg_sq_row", "exp_avg_sq_col"] if p.dim() > 1 else ["exp_avg_sq"]
+                return squares + (["exp_avg"] if "beta1" in options else [])
+
+            wanted = self.run_theirs(
+                question, lambda p: transformers.optimization.Adafactor(p, **theirs), names)
+            for text, tensor in zip(answer.split(), wanted, strict=True):
+                ours = torch.tensor([unpack(x) for x in hex_floats(text)])
+                # A few roundings of float in each of four steps, in another order: means by rows
+                # and columns, and a factor that is rounded once more.
+                torch.testing.assert_close(ours, tensor.detach().reshape(-1), rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":

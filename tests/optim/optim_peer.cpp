@@ -12,10 +12,13 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
+#include "lockstep/optim/adafactor.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/lion.h"
+#include "lockstep/optim/muon.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/optim/sgd.h"
 
@@ -137,6 +140,39 @@ std::string train(const Node& question) {
   return text;
 }
 
+// A few steps of any rule over tensors of any shape, with options by name: parameters, then state.
+std::string rule(const Node& question) {
+  const std::string name = as_string(field(question, "rule"), "rule");
+  const optim::Rule made = name == "muon"   ? optim::Rule(optim::MuonOptions{})
+                           : name == "lion" ? optim::Rule(optim::LionOptions{})
+                                            : optim::Rule(optim::AdafactorOptions{});
+  for (const Entry& option : field(question, "options").entries)
+    made.set(option.key, as_real(option.value, option.key.c_str()));
+  std::vector<at::Tensor> params;
+  for (const Node& shape : field(question, "shapes").items) {
+    std::vector<std::int64_t> sizes;
+    for (const Node& size : shape.items) sizes.push_back(size.integer);
+    const auto seed = static_cast<std::int64_t>(params.size());
+    params.push_back(
+        grid(c10::multiply_integers(sizes), seed).view(sizes).clone().set_requires_grad(true));
+  }
+  optim::RuleOptimizer optimizer(std::vector{torch::optim::OptimizerParamGroup(params)}, made);
+  for (std::int64_t step = 0; step < field(question, "steps").integer; ++step) {
+    for (std::size_t i = 0; i < params.size(); ++i)
+      params[i].mutable_grad() =
+          grid(params[i].numel(), 100 + 7 * step + static_cast<std::int64_t>(i))
+              .view(params[i].sizes())
+              .clone();
+    optimizer.step();
+  }
+  std::string text;
+  for (const auto& param : params) text += bits(param) + " ";
+  for (const auto& param : params)
+    for (const at::Tensor& tensor : optimizer.find_state(param)->tensors)
+      text += bits(tensor) + " ";
+  return text;
+}
+
 }  // namespace
 
 int main() {
@@ -148,6 +184,7 @@ int main() {
       const std::string what = as_string(field(question, "ask"), "ask");
       std::cout << (what == "schedule" ? schedule(question)
                     : what == "clip"   ? clip(question)
+                    : what == "rule"   ? rule(question)
                                        : train(question))
                 << std::endl;
     } catch (const std::exception& e) {

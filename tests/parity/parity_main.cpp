@@ -181,12 +181,6 @@ int run_cases(const std::string& directory, const std::string& cases, const std:
 
 // ---------------------------------------------------------------- one process
 
-template <typename State>
-const State* find_state(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
-  const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
-  return found == optimizer.state().end() ? nullptr : static_cast<State*>(found->second.get());
-}
-
 // The steps of run_optimizers() in oracle.py.
 template <typename Optimizer, typename Options>
 void run_optimizer(const Tensors& inputs, const Options& options,
@@ -209,15 +203,11 @@ void run_optimizer(const Tensors& inputs, const Options& options,
   Tensors result;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     result[fmt::format("param-{}", i)] = parameters[i];
-    if constexpr (std::is_same_v<Optimizer, lockstep::optim::AdamW>) {
-      const auto& state = *find_state<lockstep::optim::AdamWState>(optimizer, parameters[i]);
-      result[fmt::format("step-{}", i)] = state.step;
-      result[fmt::format("exp_avg-{}", i)] = state.exp_avg;
-      result[fmt::format("exp_avg_sq-{}", i)] = state.exp_avg_sq;
-    } else if (const auto* state =
-                   find_state<lockstep::optim::SGDState>(optimizer, parameters[i])) {
-      result[fmt::format("momentum_buffer-{}", i)] = state->momentum_buffer;
-    }
+    const lockstep::optim::RuleState* const state = optimizer.find_state(parameters[i]);
+    if (state == nullptr) continue;
+    if (state->step.defined()) result[fmt::format("step-{}", i)] = state->step;
+    for (std::size_t k = 0; k < state->names.size(); ++k)
+      result[fmt::format("{}-{}", state->names[k], i)] = state->tensors[k];
   }
   write_tensors(place, result);
 }

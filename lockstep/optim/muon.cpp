@@ -1,0 +1,125 @@
+#include "lockstep/optim/muon.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+#include <torch/nn/modules/embedding.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <unordered_set>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::optim {
+namespace {
+
+class MuonRule final : public RuleOf<MuonOptions> {
+ public:
+  using RuleOf::RuleOf;
+
+  Granularity granularity() const override { return Granularity::kTensors; }
+  bool counts_steps() const override { return false; }
+  double cost(at::IntArrayRef sizes) const override {
+    if (sizes.size() != 2) return 0;
+    return static_cast<double>(sizes[0]) * static_cast<double>(sizes[1]) *
+           static_cast<double>(std::min(sizes[0], sizes[1]));
+  }
+  std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
+    if (sizes.size() != 2)
+      throw UsageError(MuonOptions::kName,
+                       "a parameter of shape [{}] is not a matrix. Put it into a group of AdamW's; "
+                       "muon_groups() makes both.",
+                       fmt::join(sizes, ", "));
+    return {{"momentum_buffer", sizes.vec()}};
+  }
+
+  void update(const std::vector<StepItem>& items, const at::Tensor&) const override {
+    for (const StepItem& item : items) {
+      const at::Tensor& momentum = item.state[0];
+      momentum.lerp_(item.grad, 1 - options.momentum);
+      const at::Tensor direction = orthogonal(
+          options.nesterov ? item.grad.lerp(momentum, options.momentum) : momentum.clone());
+      item.param.mul_(1 - options.lr * options.weight_decay)
+          .add_(direction, -options.lr * scale(item.param));
+    }
+  }
+
+ private:
+  double scale(const at::Tensor& param) const {
+    const auto rows = static_cast<double>(param.size(0));
+    const auto columns = static_cast<double>(param.size(1));
+    if (options.match_rms_adamw) return 0.2 * std::sqrt(std::max(rows, columns));
+    return std::sqrt(std::max(1.0, rows / columns));
+  }
+
+  // All singular values near one. The polynomial is steep at zero, so that small ones grow fast.
+  at::Tensor orthogonal(const at::Tensor& matrix) const {
+    const auto [a, b, c] = options.ns_coefficients;
+    const bool tall = matrix.size(0) > matrix.size(1);
+    at::Tensor x = matrix.to(at::kBFloat16);
+    if (tall) x = x.t();
+    x = x.div(x.norm().clamp_min(options.eps));
+    for (std::int64_t i = 0; i < options.ns_steps; ++i) {
+      const at::Tensor gram = x.mm(x.t());
+      x = at::addmm(x, at::addmm(gram, gram, gram, b, c), x, a);
+    }
+    return tall ? x.t() : x;
+  }
+};
+
+bool is_named_as_end(const std::string& name) {
+  std::istringstream parts(name);
+  for (std::string part; std::getline(parts, part, '.');) {
+    if (part.find("embed") != std::string::npos) return true;
+    for (const char* word : {"wte", "wpe", "lm_head", "head", "classifier", "score"})
+      if (part == word) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void MuonOptions::each(const OptionVisitor& option) {
+  constexpr double kAny = std::numeric_limits<double>::infinity();
+  option("lr", lr);
+  option("weight_decay", weight_decay);
+  option("momentum", momentum, {.below = 1});
+  option("nesterov", nesterov);
+  option("eps", eps);
+  option("ns_steps", ns_steps, {.least = 1, .below = 100});
+  option("ns_coefficients.0", ns_coefficients[0], {.least = -kAny});
+  option("ns_coefficients.1", ns_coefficients[1], {.least = -kAny});
+  option("ns_coefficients.2", ns_coefficients[2], {.least = -kAny});
+  option("match_rms_adamw", match_rms_adamw);
+}
+
+std::unique_ptr<UpdateRule> make_rule(const MuonOptions& options) {
+  return std::make_unique<MuonRule>(options);
+}
+
+std::vector<ParamGroup> muon_groups(const torch::nn::Module& module, const MuonOptions& muon,
+                                    const AdamWOptions& adamw) {
+  std::unordered_set<at::TensorImpl*> ends;
+  for (const auto& part : module.modules(/*include_self=*/false))
+    if (const auto* embedding = part->as<torch::nn::EmbeddingImpl>())
+      ends.insert(embedding->weight.unsafeGetTensorImpl());
+  for (const auto& item : module.named_parameters())
+    if (is_named_as_end(item.key())) ends.insert(item.value().unsafeGetTensorImpl());
+  ParamGroup matrices{{}, muon};
+  std::vector<ParamGroup> groups;
+  for (ParamGroup group : decay_groups(module, adamw)) {
+    std::erase_if(group.params, [&](const at::Tensor& param) {
+      if (param.dim() != 2 || ends.contains(param.unsafeGetTensorImpl())) return false;
+      matrices.params.push_back(param);
+      return true;
+    });
+    if (!group.params.empty()) groups.push_back(std::move(group));
+  }
+  if (!matrices.params.empty()) groups.insert(groups.begin(), std::move(matrices));
+  return groups;
+}
+
+}  // namespace lockstep::optim

@@ -1,0 +1,171 @@
+// UpdateRule: how a step changes one parameter. AdamW is a rule, and so are SGD, Lion and Muon.
+//
+// A rule knows nothing of ranks, groups, clipping, loss scales, schedules, files or graphs. It says
+// which state it has for a parameter and whether a parameter may be cut, and it has one function;
+// the rest follows for every rule: OptimizerOf (rule_optimizer.h) steps it in a loop of your own,
+// ReplicatedOptimizer and ShardedOptimizer in the Trainer. A rule of one's own, outside this tree:
+//
+//   struct TigerOptions {
+//     static constexpr std::string_view kName = "Tiger";
+//     double lr = 1e-3, beta = 0.95;
+//     void each(const OptionVisitor& option) {
+//       option("lr", lr);
+//       option("beta", beta, {.below = 1});
+//     }
+//   };
+//   class TigerRule final : public RuleOf<TigerOptions> {
+//    public:
+//     using RuleOf::RuleOf;
+//     std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
+//       return {{"exp_avg", sizes.vec()}};
+//     }
+//     void update(const std::vector<StepItem>& items, const at::Tensor&) const override {
+//       for (const StepItem& item : items) {
+//         item.state[0].lerp_(item.grad, 1 - options.beta);
+//         item.param.add_(item.state[0].sign(), -options.lr);
+//       }
+//     }
+//   };
+//   std::unique_ptr<UpdateRule> make_rule(const TigerOptions& options) {
+//     return std::make_unique<TigerRule>(options);
+//   }
+//
+// docs/own_rule.md walks through it. A rule is a value: copies are independent. One thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/kernels/step.h"
+#include "lockstep/optim/option.h"
+#include "lockstep/optim/options.h"
+
+namespace lockstep::optim {
+
+// A tensor of state that a rule has for a parameter, zero at first.
+struct StateSpec {
+  std::string name;                 // of the file: "<parameter>.<name>"
+  std::vector<std::int64_t> sizes;  // the parameter's, unless the rule takes whole tensors
+  bool as_float = false;            // whatever the parameter's dtype is
+};
+
+// May a parameter be stepped in parts, as one flat run of elements? Matrices, as Muon has them, may
+// not: a sharded optimizer then deals out whole parameters.
+enum class Granularity { kElements, kTensors };
+
+using StateTensors = c10::SmallVector<at::Tensor, 2>;
+
+// What one call of update() changes: a whole parameter, or of a rule over elements a flat part.
+struct StepItem {
+  at::Tensor param;
+  at::Tensor grad;     // averaged, unscaled and clipped; in the parameter's strides
+  StateTensors state;  // in the order of UpdateRule::state()
+  at::Tensor step;     // a float on the parameter's device: how often it was stepped, this time too
+  bool first = false;  // this is the first time
+};
+
+// The same in the CPU's memory, for rules with kernels of their own: null where there is none.
+struct SpanKernels {
+  kernels::SpanKernel<float> singles = nullptr;
+  kernels::SpanKernel<double> doubles = nullptr;
+  const void* options = nullptr;  // what they are called with
+  explicit operator bool() const { return singles != nullptr; }
+};
+
+class UpdateRule {
+ public:
+  virtual ~UpdateRule() = default;
+  virtual std::unique_ptr<UpdateRule> clone() const = 0;
+
+  virtual std::string_view name() const = 0;
+  virtual void each_option(const OptionVisitor& visit) = 0;
+  virtual void check() const = 0;  // UsageError names an option out of range
+
+  virtual std::vector<StateSpec> state(at::IntArrayRef sizes) const = 0;
+  virtual Granularity granularity() const { return Granularity::kElements; }
+  // Whole tensors are dealt out so that ranks have about the same of it.
+  virtual double cost(at::IntArrayRef sizes) const;
+  // False: "<parameter>.step" is 1 once there is state, and StepItem::step is undefined.
+  virtual bool counts_steps() const { return true; }
+
+  // All items have one dtype and one device. Parameters and state are written in place. `skip`, a
+  // float on the device: where it is defined and not zero, nothing may change; rules that do not
+  // look at it leave needs_host_skip() true, and then the host reads it and does not call.
+  virtual void update(const std::vector<StepItem>& items, const at::Tensor& skip) const = 0;
+  virtual bool needs_host_skip() const { return true; }
+  virtual SpanKernels kernels() const { return {}; }
+
+ protected:
+  UpdateRule() = default;
+  UpdateRule(const UpdateRule&) = default;
+  UpdateRule& operator=(const UpdateRule&) = default;
+};
+
+// Everything about a rule that its options struct says.
+template <typename Options>
+class RuleOf : public UpdateRule {
+ public:
+  explicit RuleOf(const Options& values) : options(values) {}
+  std::unique_ptr<UpdateRule> clone() const override { return make_rule(options); }
+  std::string_view name() const override { return Options::kName; }
+  void each_option(const OptionVisitor& visit) override { options.each(visit); }
+  void check() const override;
+
+  Options options;
+};
+
+// A rule as a value, made from its options: ParamGroup{params, AdamWOptions{.lr = 3e-4}}.
+class Rule {
+ public:
+  template <typename Options>
+    requires requires(const Options& options) { make_rule(options); }
+  Rule(const Options& options) : rule_(make_rule(options)) {}  // NOLINT: an implicit conversion
+  Rule(const Rule& other) : rule_(other.rule_->clone()) {}
+  Rule(Rule&&) = default;
+  Rule& operator=(const Rule& other) { return *this = Rule(other); }
+  Rule& operator=(Rule&&) = default;
+
+  UpdateRule* operator->() const { return rule_.get(); }
+  UpdateRule& operator*() const { return *rule_; }
+
+  template <typename Options>
+  bool is() const {
+    return dynamic_cast<RuleOf<Options>*>(rule_.get()) != nullptr;
+  }
+  // UsageError where it is another rule.
+  template <typename Options>
+  Options& as() const {
+    auto* const found = dynamic_cast<RuleOf<Options>*>(rule_.get());
+    if (found == nullptr) refuse_other(Options::kName);
+    return found->options;
+  }
+
+  // An option by its name. UsageError where the rule has none of that name; has() asks first.
+  bool has(std::string_view option) const;
+  double get(std::string_view option) const;
+  void set(std::string_view option, double value) const;
+
+ private:
+  [[noreturn]] void refuse_other(std::string_view wanted) const;
+  bool visit(std::string_view option, const std::function<void(const Option&)>& body) const;
+  std::unique_ptr<UpdateRule> rule_;
+};
+
+namespace detail {
+void check_options(std::string_view who, const std::function<void(const OptionVisitor&)>& each);
+}
+
+template <typename Options>
+void RuleOf<Options>::check() const {
+  Options values = options;
+  detail::check_options(Options::kName, [&](const OptionVisitor& visit) { values.each(visit); });
+  if constexpr (requires { values.check(); }) values.check();
+}
+
+}  // namespace lockstep::optim

@@ -1,0 +1,143 @@
+// Rules beyond AdamW, Adam and SGD under the ShardedOptimizer: over elements, over whole tensors,
+// both in one model, and one that is not of this tree.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "lockstep/core/error.h"
+#include "lockstep/optim/adafactor.h"
+#include "lockstep/optim/lion.h"
+#include "lockstep/optim/muon.h"
+#include "lockstep/parallel/sharded_for_test.h"
+#include "lockstep/testing/matchers.h"
+
+namespace lockstep {
+
+// A rule as a user writes it: in the namespace of the program.
+struct TigerOptions {
+  static constexpr std::string_view kName = "Tiger";
+  double lr = 1e-3, beta = 0.95;
+  void each(const optim::OptionVisitor& option) {
+    option("lr", lr);
+    option("beta", beta, {.below = 1});
+  }
+};
+std::unique_ptr<optim::UpdateRule> make_rule(const TigerOptions& options);
+
+class TigerRule final : public optim::RuleOf<TigerOptions> {
+ public:
+  using RuleOf::RuleOf;
+  std::vector<optim::StateSpec> state(at::IntArrayRef sizes) const override {
+    return {{"exp_avg", sizes.vec()}};
+  }
+  void update(const std::vector<optim::StepItem>& items, const at::Tensor&) const override {
+    for (const optim::StepItem& item : items) {
+      item.state[0].lerp_(item.grad, 1 - options.beta);
+      item.param.add_(item.state[0].sign(), -options.lr);
+    }
+  }
+};
+std::unique_ptr<optim::UpdateRule> make_rule(const TigerOptions& options) {
+  return std::make_unique<TigerRule>(options);
+}
+
+namespace {
+
+using namespace sharded_for_test;
+using ::testing::HasSubstr;
+using Groups = std::vector<optim::ParamGroup>;
+
+struct RuleCase {
+  std::string name;
+  std::function<Groups(Net&)> groups;
+};
+
+std::vector<RuleCase> rule_cases() {
+  const auto all = [](optim::Rule rule) {
+    return [rule](Net& net) { return Groups{{net->parameters(), rule}}; };
+  };
+  return {{"lion", all(optim::LionOptions{.lr = 0.01, .weight_decay = 0.1})},
+          {"adafactor", all(optim::AdafactorOptions{.lr = 0.01})},
+          {"adafactor with a first moment",
+           all(optim::AdafactorOptions{.lr = 0.01, .beta1 = 0.9, .scale_parameter = true})},
+          {"muon and adamw",
+           [](Net& net) { return optim::muon_groups(*net, {.lr = 0.02}, {.lr = 0.01}); }},
+          {"a rule of one's own", all(TigerOptions{.lr = 0.01})}};
+}
+
+template <typename Optimizer>
+void train_steps(DistributedDataParallel<Net>& model, Optimizer& optimizer, int from, int to) {
+  for (int step = from; step < to; ++step) {
+    model(batch_of(model.world().rank(), step), true).square().mean().backward();
+    optimizer.step({.max_grad_norm = 0.5, .skip_non_finite = true});
+    optimizer.zero_grad();
+    optimizer.set_lr(optimizer.lr() * 0.9);
+  }
+}
+
+class ShardedRules : public OverWorlds {};
+INSTANTIATE_TEST_SUITE_P(Worlds, ShardedRules, all_worlds(), show);
+
+TEST_P(ShardedRules, HaveTheBitsOfReplicatedOnesAndContinueFromEachOthersState) {
+  if (GetParam().backend == "gloo" && GetParam().size > 2)
+    GTEST_SKIP() << "the replicated step's all-reduce adds in gloo's own order";
+  run([](World& world) {
+    for (const RuleCase& what : rule_cases()) {
+      SCOPED_TRACE(what.name);
+      Net net = make_net(), plain = make_net(), resumed = make_net();
+      DistributedDataParallel<Net> model{net, world}, other{plain, world}, again{resumed, world};
+      ShardedOptimizer sharded(model, what.groups(net));
+      optim::ReplicatedOptimizer replicated(other, what.groups(plain));
+      train_steps(model, sharded, 0, 3);
+      train_steps(other, replicated, 0, 3);
+      for (std::size_t i = 0; i < net->parameters().size(); ++i)
+        EXPECT_TENSOR_EQ(net->parameters()[i], plain->parameters()[i]);
+      const optim::TensorDict state = sharded.state_dict(), theirs = replicated.state_dict();
+      ASSERT_EQ(state.size(), theirs.size());
+      for (const auto& [name, tensor] : theirs) {
+        SCOPED_TRACE(name);
+        ASSERT_TRUE(state.contains(name));
+        EXPECT_TENSOR_EQ(state.at(name), tensor);
+      }
+      // What one has written the other continues from.
+      {
+        const torch::NoGradGuard no_grad;
+        for (std::size_t i = 0; i < net->parameters().size(); ++i)
+          resumed->parameters()[i].copy_(plain->parameters()[i]);
+      }
+      ShardedOptimizer continued(again, what.groups(resumed));
+      continued.load_state_dict(theirs);
+      for (std::size_t g = 0; g < replicated.groups(); ++g) continued.set_lr(g, replicated.lr(g));
+      train_steps(again, continued, 3, 5);
+      train_steps(other, replicated, 3, 5);
+      for (std::size_t i = 0; i < net->parameters().size(); ++i)
+        EXPECT_TENSOR_EQ(resumed->parameters()[i], plain->parameters()[i]);
+    }
+  });
+}
+
+TEST(ShardedWholeTensors, WholeTensorsAreSteppedByOneRankAndTheirStateExistsOnce) {
+  run_threads(2, [](World& world) {
+    Net net = make_net();
+    DistributedDataParallel<Net> model{net, world};
+    ShardedOptimizer optimizer(model, optim::muon_groups(*net, {}, {}));
+    train_steps(model, optimizer, 0, 1);
+    std::int64_t whole = 0;
+    for (const auto& item : net->named_parameters())
+      whole += item.value().numel() * (item.value().dim() == 2 ? 1 : 2);
+    const std::int64_t mine = optimizer.state_bytes() / static_cast<std::int64_t>(sizeof(float));
+    EXPECT_EQ(world.sum(static_cast<int>(mine)), whole);
+    EXPECT_LT(mine, whole);
+  });
+}
+
+TEST(ShardedWholeTensors, MuonRefusesWhatIsNotAMatrix) {
+  Net net = make_net();
+  optim::ReplicatedOptimizer optimizer(net->named_parameters().pairs(), optim::MuonOptions{});
+  net(batch_of(0, 0), true).sum().backward();
+  EXPECT_THAT(testing::message_of<UsageError>([&] { optimizer.step(); }),
+              HasSubstr("a parameter of shape [130] is not a matrix"));
+}
+
+}  // namespace
+}  // namespace lockstep
