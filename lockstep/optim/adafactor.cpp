@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "lockstep/core/error.h"
+
 namespace lockstep::optim {
 namespace {
 
@@ -39,14 +41,14 @@ class AdafactorRule final : public RuleOf<AdafactorOptions> {
 
  private:
   void update_one(const StepItem& item) const {
-    const at::Tensor grad = item.grad.to(at::kFloat);
-    const at::Tensor param = item.param.to(at::kFloat);
+    const at::Tensor grad = item.grad.to(item.state[0].scalar_type());
+    const at::Tensor param = item.param.to(item.state[0].scalar_type());
     // On the device, where the count is: the host does not wait for it.
     const at::Tensor steps = item.step.to(at::kDouble);
     const at::Tensor fresh = steps.pow(options.decay_rate);  // share of this step's squares
     at::Tensor change = normalized(item, grad, fresh);
     change = change / (root_mean_square(change) / options.clip_threshold).clamp_min(1);
-    const at::Tensor rate = learning_rate(param, steps).to(at::kFloat);
+    const at::Tensor rate = learning_rate(param, steps).to(param.scalar_type());
     change = change * rate;
     if (options.beta1 > 0) {
       const at::Tensor& average = item.state.back();
@@ -62,7 +64,7 @@ class AdafactorRule final : public RuleOf<AdafactorOptions> {
                         const at::Tensor& fresh) const {
     const at::Tensor squares = grad.square() + options.eps.first;
     const auto average = [&](const at::Tensor& state, const at::Tensor& values) {
-      state.mul_((1 - fresh).to(at::kFloat)).add_(values * fresh.to(at::kFloat));
+      state.mul_((1 - fresh).to(state.scalar_type())).add_(values * fresh.to(state.scalar_type()));
       return state;
     };
     if (grad.dim() < 2) return average(item.state[0], squares).rsqrt() * grad;
@@ -85,6 +87,13 @@ class AdafactorRule final : public RuleOf<AdafactorOptions> {
 };
 
 }  // namespace
+
+void AdafactorOptions::check() const {
+  if (warmup_init && !relative_step)
+    throw UsageError(kName, "warmup_init is for relative steps. Set relative_step, too.");
+  if (clip_threshold <= 0)
+    throw UsageError(kName, "clip_threshold {} must be above 0.", clip_threshold);
+}
 
 std::unique_ptr<UpdateRule> make_rule(const AdafactorOptions& options) {
   return std::make_unique<AdafactorRule>(options);

@@ -1,10 +1,10 @@
 // Adafactor (Shazeer and Stern, 2018) as transformers.Adafactor has it: of the second moments only
-// the sums over rows and over columns are stored, so the state of a matrix is nearly nothing.
+// the means over rows and over columns are stored, so the state of a matrix is nearly nothing.
 //
 //   lockstep::optim::Adafactor optimizer{model.parameters(), {.lr = 1e-3}};
 //
 // As Hugging Face's Trainer uses it, with a learning rate of its own: relative steps and scaling by
-// the parameter are off unless asked for. State is float, whatever the parameters are.
+// the parameter are off unless asked for. Half types are computed, and their state is held, in float.
 #pragma once
 
 #include <limits>
@@ -30,8 +30,8 @@ struct AdafactorOptions {
 
   void each(const OptionVisitor& option) {
     option("lr", lr);
-    option("eps.first", eps.first);
-    option("eps.second", eps.second);
+    option("eps1", eps.first);
+    option("eps2", eps.second);
     option("clip_threshold", clip_threshold);
     option("decay_rate", decay_rate,
            {.least = -std::numeric_limits<double>::infinity(), .below = 0});
@@ -41,6 +41,7 @@ struct AdafactorOptions {
     option("relative_step", relative_step);
     option("warmup_init", warmup_init);
   }
+  void check() const;  // what ranges cannot say
 };
 
 std::unique_ptr<UpdateRule> make_rule(const AdafactorOptions& options);

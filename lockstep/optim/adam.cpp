@@ -44,7 +44,7 @@ class AdamRule final : public RuleOf<Options> {
     return {&adam_span<float, Options>, &adam_span<double, Options>, &options};
   }
 
-  void update(const std::vector<StepItem>& items, const at::Tensor& skip) const override {
+  void update(const std::vector<StepItem>& items, const at::Tensor& found) const override {
     std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, steps;
     for (const StepItem& item : items) {
       params.push_back(item.param);
@@ -53,7 +53,8 @@ class AdamRule final : public RuleOf<Options> {
       exp_avg_sqs.push_back(item.state[1]);
       steps.push_back(item.step);
     }
-    const std::optional<at::Tensor> found_inf = skip.defined() ? std::optional(skip) : std::nullopt;
+    const std::optional<at::Tensor> found_inf =
+        found.defined() ? std::optional(found) : std::nullopt;
     const auto call = [&](auto&& fused) {
       fused(params, grads, exp_avgs, exp_avg_sqs, std::vector<at::Tensor>{}, steps, options.lr,
             options.betas.first, options.betas.second, options.weight_decay, options.eps,

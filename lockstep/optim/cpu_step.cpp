@@ -89,7 +89,10 @@ bool covered(const SpanKernels& kernels, const at::Tensor& param, const at::Tens
   const auto fits = [dtype](const at::Tensor& tensor) {
     return tensor.scalar_type() == dtype && has_kernel(dtype, tensor.device());
   };
-  return kernels && fits(param) && fits(grad) && std::all_of(state.begin(), state.end(), fits);
+  const bool has_one =
+      dtype == at::kFloat ? kernels.float32 != nullptr : kernels.float64 != nullptr;
+  return has_one && state.size() <= kMaxStates && fits(param) && fits(grad) &&
+         std::all_of(state.begin(), state.end(), fits);
 }
 
 void step_on_cpu(const std::vector<CpuItem>& items, const SpanKernels& kernels) {

@@ -2,8 +2,8 @@
 // optimizers in this folder and of ShardedOptimizer. Half types, devices and rules without kernels
 // are ATen's.
 //
-//   if (covered(rule, {param, grad, exp_avg, exp_avg_sq}))
-//     step_on_cpu({{param, grad, {exp_avg, exp_avg_sq}, steps}}, rule.kernels());
+//   if (covered(kernels, param, grad, {exp_avg, exp_avg_sq}))
+//     step_on_cpu({{param, grad, {exp_avg, exp_avg_sq}, steps}}, kernels);
 //
 // All parameters of a batch are one run of elements, cut into equal parts for
 // ATen's threads wherever the cuts fall. A slice says where in its tensor it lies, so the bits are
@@ -17,6 +17,7 @@
 
 #include <array>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "lockstep/kernels/step.h"
@@ -28,17 +29,17 @@ inline bool has_kernel(c10::ScalarType dtype, c10::Device device) {
   return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
+inline constexpr std::size_t kMaxStates = 4;  // of a rule with kernels
+
 template <typename T>
 kernels::SpanKernel<T> kernel_of(const SpanKernels& kernels) {
-  if constexpr (std::is_same_v<T, float>) return kernels.singles;
-  if constexpr (std::is_same_v<T, double>) return kernels.doubles;
+  if constexpr (std::is_same_v<T, float>) return kernels.float32;
+  if constexpr (std::is_same_v<T, double>) return kernels.float64;
 }
 
 // Where a parameter and its state lie.
 template <typename T>
 struct Memory {
-  static constexpr std::size_t kMaxStates = 4;
-
   Memory(const at::Tensor& tensor, const StateTensors& states)
       : param(tensor.mutable_data_ptr<T>()) {
     for (std::size_t i = 0; i < states.size(); ++i) state[i] = states[i].mutable_data_ptr<T>();

@@ -1,5 +1,5 @@
-// Lion: steps of one size, in the direction of an average of gradients (Chen et al., 2023). One
-// tensor of state for each parameter, half of AdamW's. The usual learning rate is a third to a
+// Lion (Chen et al., 2023) moves every weight by lr, against the sign of an average of gradients.
+// One tensor of state for each parameter, half of AdamW's. The usual learning rate is a third to a
 // tenth of AdamW's, and weight decay as much larger.
 //
 //   lockstep::optim::Lion optimizer{model.parameters(), {.lr = 1e-4, .weight_decay = 0.1}};
@@ -21,8 +21,8 @@ struct LionOptions {
 
   void each(const OptionVisitor& option) {
     option("lr", lr);
-    option("betas.first", betas.first, {.below = 1});
-    option("betas.second", betas.second, {.below = 1});
+    option("beta1", betas.first, {.below = 1});
+    option("beta2", betas.second, {.below = 1});
     option("weight_decay", weight_decay);
   }
 };

@@ -40,8 +40,8 @@ class MuonRule final : public RuleOf<MuonOptions> {
     for (const StepItem& item : items) {
       const at::Tensor& momentum = item.state[0];
       momentum.lerp_(item.grad, 1 - options.momentum);
-      const at::Tensor direction = orthogonal(
-          options.nesterov ? item.grad.lerp(momentum, options.momentum) : momentum.clone());
+      const at::Tensor direction =
+          orthogonal(options.nesterov ? item.grad.lerp(momentum, options.momentum) : momentum);
       item.param.mul_(1 - options.lr * options.weight_decay)
           .add_(direction, -options.lr * scale(item.param));
     }
@@ -103,16 +103,27 @@ std::unique_ptr<UpdateRule> make_rule(const MuonOptions& options) {
 std::vector<ParamGroup> muon_groups(const torch::nn::Module& module, const MuonOptions& muon,
                                     const AdamWOptions& adamw) {
   std::unordered_set<at::TensorImpl*> ends;
-  for (const auto& part : module.modules(/*include_self=*/false))
-    if (const auto* embedding = part->as<torch::nn::EmbeddingImpl>())
+  const auto add_embedding = [&](const torch::nn::Module& part) {
+    if (const auto* embedding = part.as<torch::nn::EmbeddingImpl>())
       ends.insert(embedding->weight.unsafeGetTensorImpl());
+    if (const auto* bag = part.as<torch::nn::EmbeddingBagImpl>())
+      ends.insert(bag->weight.unsafeGetTensorImpl());
+  };
+  add_embedding(module);  // modules() lists itself only where a shared pointer holds it
+  for (const auto& part : module.modules(/*include_self=*/false)) add_embedding(*part);
   for (const auto& item : module.named_parameters())
     if (is_named_as_end(item.key())) ends.insert(item.value().unsafeGetTensorImpl());
   ParamGroup matrices{{}, muon};
   std::vector<ParamGroup> groups;
-  for (ParamGroup group : decay_groups(module, adamw)) {
+  AdamWOptions marked = adamw;
+  marked.weight_decay = 1;  // says which group has norms and biases
+  for (ParamGroup group : decay_groups(module, marked)) {
+    auto& options = group.options.as<AdamWOptions>();
+    const bool decays = options.weight_decay != 0;
+    if (decays) options.weight_decay = adamw.weight_decay;
     std::erase_if(group.params, [&](const at::Tensor& param) {
-      if (param.dim() != 2 || ends.contains(param.unsafeGetTensorImpl())) return false;
+      const bool end = ends.contains(param.unsafeGetTensorImpl());
+      if (!decays || end || param.dim() != 2) return false;
       matrices.params.push_back(param);
       return true;
     });

@@ -117,7 +117,7 @@ ReplicatedOptimizer::~ReplicatedOptimizer() = default;
 
 void ReplicatedOptimizer::apply_options() {
   for (std::size_t g = 0; g < parts_.size(); ++g) {
-    Rule& held = detail::rule_of(kOptimizer, parts_[g]->param_groups()[0]);
+    Rule& held = static_cast<detail::GroupRule&>(parts_[g]->param_groups()[0].options()).rule;
     if (held->name() != groups_[g]->name())
       throw UsageError(
           kOptimizer,

@@ -12,6 +12,7 @@
 #include <functional>
 #include <limits>
 #include <string_view>
+#include <utility>
 
 namespace lockstep::optim {
 
@@ -21,7 +22,7 @@ struct Range {
   bool contains(double value) const { return value >= least && value < below; }
 };
 
-// Flags and counts travel as numbers, too.
+// Flags and counts are passed as doubles, too.
 struct Option {
   enum class Kind { kReal, kCount, kFlag };
   std::string_view name;
@@ -44,7 +45,7 @@ class OptionVisitor {
   }
   void operator()(std::string_view name, bool& value) const {
     double number = value ? 1 : 0;
-    body_({name, number, {.below = 2}, Option::Kind::kFlag});
+    body_({name, number, {}, Option::Kind::kFlag});
     value = number != 0;
   }
 

@@ -25,8 +25,8 @@ struct AdamWOptions {
 
   void each(const OptionVisitor& option) {
     option("lr", lr);
-    option("betas.first", betas.first, {.below = 1});
-    option("betas.second", betas.second, {.below = 1});
+    option("beta1", betas.first, {.below = 1});
+    option("beta2", betas.second, {.below = 1});
     option("eps", eps);
     option("weight_decay", weight_decay);
   }
@@ -41,8 +41,8 @@ struct AdamOptions {
 
   void each(const OptionVisitor& option) {
     option("lr", lr);
-    option("betas.first", betas.first, {.below = 1});
-    option("betas.second", betas.second, {.below = 1});
+    option("beta1", betas.first, {.below = 1});
+    option("beta2", betas.second, {.below = 1});
     option("eps", eps);
     option("weight_decay", weight_decay);
   }

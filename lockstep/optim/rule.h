@@ -37,6 +37,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -50,54 +51,60 @@ namespace lockstep::optim {
 
 // A tensor of state that a rule has for a parameter, zero at first.
 struct StateSpec {
-  std::string name;                 // of the file: "<parameter>.<name>"
+  std::string name;                 // key in checkpoints "<parameter>.<name>"; no dots, not "step"
   std::vector<std::int64_t> sizes;  // the parameter's, unless the rule takes whole tensors
-  bool as_float = false;            // whatever the parameter's dtype is
+  bool at_least_float = false;      // float for a parameter of a half type, else its dtype
+  at::ScalarType dtype(at::ScalarType param) const {
+    return at_least_float && at::isReducedFloatingType(param) ? at::kFloat : param;
+  }
 };
 
-// May a parameter be stepped in parts, as one flat run of elements? Matrices, as Muon has them, may
-// not: a sharded optimizer then deals out whole parameters.
+// May a parameter be stepped in parts, as one flat run of elements? Muon's may not: it needs whole
+// matrices, which a sharded optimizer then deals out.
 enum class Granularity { kElements, kTensors };
 
 using StateTensors = c10::SmallVector<at::Tensor, 2>;
 
-// What one call of update() changes: a whole parameter, or of a rule over elements a flat part.
+// What one call of update() changes: a whole parameter, or, for an elementwise rule, a flat slice
+// of one.
 struct StepItem {
   at::Tensor param;
-  at::Tensor grad;     // averaged, unscaled and clipped; in the parameter's strides
+  at::Tensor grad;     // averaged, unscaled and clipped, in the parameter's strides; only to read
   StateTensors state;  // in the order of UpdateRule::state()
   at::Tensor step;     // a float on the parameter's device: how often it was stepped, this time too
-  bool first = false;  // this is the first time
+  bool is_first_step = false;  // its state is new
 };
 
-// The same in the CPU's memory, for rules with kernels of their own: null where there is none.
+// The same in the CPU's memory, for elementwise rules with kernels of their own and up to four
+// state tensors. Null where there is none.
 struct SpanKernels {
-  kernels::SpanKernel<float> singles = nullptr;
-  kernels::SpanKernel<double> doubles = nullptr;
+  kernels::SpanKernel<float> float32 = nullptr;
+  kernels::SpanKernel<double> float64 = nullptr;
   const void* options = nullptr;  // what they are called with
-  explicit operator bool() const { return singles != nullptr; }
 };
 
 class UpdateRule {
  public:
   virtual ~UpdateRule() = default;
   virtual std::unique_ptr<UpdateRule> clone() const = 0;
+  virtual void assign(const UpdateRule& other) = 0;  // of the same type
 
   virtual std::string_view name() const = 0;
   virtual void each_option(const OptionVisitor& visit) = 0;
+  std::vector<std::pair<std::string_view, double>> options_now() const;  // name and value
   virtual void check() const = 0;  // UsageError names an option out of range
 
   virtual std::vector<StateSpec> state(at::IntArrayRef sizes) const = 0;
   virtual Granularity granularity() const { return Granularity::kElements; }
-  // Whole tensors are dealt out so that ranks have about the same of it.
+  // Estimated work; whole tensors are dealt out so that ranks get equal totals.
   virtual double cost(at::IntArrayRef sizes) const;
   // False: "<parameter>.step" is 1 once there is state, and StepItem::step is undefined.
   virtual bool counts_steps() const { return true; }
 
-  // All items have one dtype and one device. Parameters and state are written in place. `skip`, a
-  // float on the device: where it is defined and not zero, nothing may change; rules that do not
-  // look at it leave needs_host_skip() true, and then the host reads it and does not call.
-  virtual void update(const std::vector<StepItem>& items, const at::Tensor& skip) const = 0;
+  // All items have one dtype and one device. Parameters and state are written in place. Where
+  // `found_inf`, a float on the device, is defined and not zero, nothing may change; rules that do
+  // not look at it leave needs_host_skip() true: then the host reads it and does not call.
+  virtual void update(const std::vector<StepItem>& items, const at::Tensor& found_inf) const = 0;
   virtual bool needs_host_skip() const { return true; }
   virtual SpanKernels kernels() const { return {}; }
 
@@ -113,6 +120,9 @@ class RuleOf : public UpdateRule {
  public:
   explicit RuleOf(const Options& values) : options(values) {}
   std::unique_ptr<UpdateRule> clone() const override { return make_rule(options); }
+  void assign(const UpdateRule& other) override {
+    options = dynamic_cast<const RuleOf&>(other).options;
+  }
   std::string_view name() const override { return Options::kName; }
   void each_option(const OptionVisitor& visit) override { options.each(visit); }
   void check() const override;
@@ -120,7 +130,8 @@ class RuleOf : public UpdateRule {
   Options options;
 };
 
-// A rule as a value, made from its options: ParamGroup{params, AdamWOptions{.lr = 3e-4}}.
+// A rule as a value, made from its options: ParamGroup{params, AdamWOptions{.lr = 3e-4}}. Assigning
+// one of the same kind changes the options where they are, so references to them stay valid.
 class Rule {
  public:
   template <typename Options>
@@ -128,11 +139,12 @@ class Rule {
   Rule(const Options& options) : rule_(make_rule(options)) {}  // NOLINT: an implicit conversion
   Rule(const Rule& other) : rule_(other.rule_->clone()) {}
   Rule(Rule&&) = default;
-  Rule& operator=(const Rule& other) { return *this = Rule(other); }
-  Rule& operator=(Rule&&) = default;
+  Rule& operator=(const Rule& other);
+  Rule& operator=(Rule&& other) noexcept = default;
 
-  UpdateRule* operator->() const { return rule_.get(); }
-  UpdateRule& operator*() const { return *rule_; }
+  UpdateRule* operator->() { return rule_.get(); }
+  const UpdateRule* operator->() const { return rule_.get(); }
+  const UpdateRule& operator*() const { return *rule_; }
 
   template <typename Options>
   bool is() const {
@@ -140,20 +152,25 @@ class Rule {
   }
   // UsageError where it is another rule.
   template <typename Options>
-  Options& as() const {
+  Options& as() {
     auto* const found = dynamic_cast<RuleOf<Options>*>(rule_.get());
     if (found == nullptr) refuse_other(Options::kName);
     return found->options;
   }
+  template <typename Options>
+  const Options& as() const {
+    return const_cast<Rule*>(this)->as<Options>();
+  }
 
-  // An option by its name. UsageError where the rule has none of that name; has() asks first.
+  // An option by its name. UsageError where the rule has none of that name (has() asks first), and
+  // for a flag or a count that is no such number; check() looks at ranges.
   bool has(std::string_view option) const;
   double get(std::string_view option) const;
-  void set(std::string_view option, double value) const;
+  void set(std::string_view option, double value);
 
  private:
   [[noreturn]] void refuse_other(std::string_view wanted) const;
-  bool visit(std::string_view option, const std::function<void(const Option&)>& body) const;
+  [[noreturn]] void refuse_option(std::string_view option) const;
   std::unique_ptr<UpdateRule> rule_;
 };
 

@@ -51,13 +51,6 @@ void check_steppable(std::string_view who, const at::Tensor& param, const at::Te
   }
 }
 
-// Archives have the names of torch's.
-std::string archive_key(std::string_view option) {
-  if (option == "betas.first") return "beta1";
-  if (option == "betas.second") return "beta2";
-  return std::string(option);
-}
-
 // As a state is made here; an archive may hold another.
 bool is_counter(const at::Tensor& step) {
   return step.is_cpu() && step.scalar_type() == at::kFloat && step.numel() == 1;
@@ -138,7 +131,7 @@ void check_group(std::string_view who, std::size_t group, std::size_t count) {
 }
 
 at::Tensor make_state(const StateSpec& spec, const at::Tensor& param) {
-  const auto dtype = spec.as_float ? at::kFloat : param.scalar_type();
+  const auto dtype = spec.dtype(param.scalar_type());
   if (at::IntArrayRef(spec.sizes) == param.sizes())
     return at::zeros_like(param, param.options().dtype(dtype).requires_grad(false));
   return at::zeros(spec.sizes, param.options().dtype(dtype).requires_grad(false));
@@ -146,7 +139,7 @@ at::Tensor make_state(const StateSpec& spec, const at::Tensor& param) {
 
 Rule& rule_of(std::string_view who, Group& group) {
   auto* const options = dynamic_cast<GroupRule*>(&group.options());
-  if (options == nullptr)
+  if (options == nullptr || options->rule->name() != who)
     throw UsageError(who,
                      "a parameter group has options of another optimizer. It was probably added "
                      "with torch::optim's own options. Make the group with {}::group().",
@@ -157,18 +150,18 @@ Rule& rule_of(std::string_view who, Group& group) {
 void GroupRule::serialize(torch::serialize::InputArchive& archive) {
   rule->each_option(OptionVisitor([&](const Option& option) {
     c10::IValue value;
-    archive.read(archive_key(option.name), value);
+    archive.read(std::string(option.name), value);
     option.value = value.isBool() ? (value.toBool() ? 1 : 0) : value.toScalar().toDouble();
   }));
 }
 
 void GroupRule::serialize(torch::serialize::OutputArchive& archive) const {
-  rule->each_option(OptionVisitor([&](const Option& option) {
+  Rule(rule)->each_option(OptionVisitor([&](const Option& option) {
     c10::IValue value(option.value);
     if (option.kind == Option::Kind::kFlag) value = c10::IValue(option.value != 0);
     if (option.kind == Option::Kind::kCount)
       value = c10::IValue(static_cast<std::int64_t>(option.value));
-    archive.write(archive_key(option.name), value);
+    archive.write(std::string(option.name), value);
   }));
 }
 
@@ -203,9 +196,19 @@ void RuleState::serialize(torch::serialize::OutputArchive& archive) const {
 
 // ---------------------------------------------------------------- a step
 
-RuleOptimizer::RuleOptimizer(const std::vector<Group>& groups, const Rule& defaults)
-    : Optimizer(groups, std::make_unique<detail::GroupRule>(defaults)), name_(defaults->name()) {
-  defaults->check();
+RuleOptimizer::RuleOptimizer(const std::vector<Group>& groups,
+                             std::unique_ptr<detail::GroupRule> defaults)
+    : Optimizer(groups, defaults->clone()), name_(defaults->rule->name()) {
+  defaults->rule->check();
+  for (auto& group : param_groups_) {
+    const auto* const own = dynamic_cast<detail::GroupRule*>(&group.options());
+    for (const auto& param : group.params())
+      if (own != nullptr) (void)own->rule->state(param.sizes());  // refuses what it cannot step
+  }
+}
+
+void RuleOptimizer::load(torch::serialize::InputArchive&) {
+  throw UsageError(who(), "an archive cannot be read here. Use OptimizerOf<{}Options>.", who());
 }
 
 at::Tensor RuleOptimizer::step(LossClosure closure) {
@@ -230,7 +233,7 @@ void RuleOptimizer::step_groups(const at::Tensor& found_inf) {
   const torch::NoGradGuard no_grad;
   Seen seen;
   for (auto& group : param_groups_) {
-    const Rule& rule = detail::rule_of(who(), group);
+    Rule& rule = detail::rule_of(who(), group);
     for (const auto& batch : detail::gather(who(), group.params(), seen)) {
       at::Tensor skip;
       if (found_inf.defined()) skip = found_inf.to(batch.params[0].device());
@@ -255,16 +258,18 @@ void RuleOptimizer::step_batch(const detail::Batch& batch, const UpdateRule& rul
     const at::Tensor& grad = batch.grads[i];
     const bool known = find_state(param) != nullptr;
     const RuleState& state = ensure_state(param, rule);
-    const bool first = !known && !state.tensors.empty();
+    const bool first = !known && find_state(param) != nullptr;
+    StateTensors tensors;
+    for (const StateSpec& spec : rule.state(param.sizes())) tensors.push_back(state[spec.name]);
     const bool countable = !rule.counts_steps() || is_counter(state.step);
-    if (countable && detail::covered(kernels, param, grad, state.tensors)) {
+    if (countable && detail::covered(kernels, param, grad, tensors)) {
       double steps = first ? 1 : 2;
       if (rule.counts_steps()) steps = ++*state.step.mutable_data_ptr<float>();
-      here.push_back({param, grad, state.tensors, steps});
+      here.push_back({param, grad, std::move(tensors), steps});
       continue;
     }
     if (rule.counts_steps()) counters.push_back(state.step);
-    rest.push_back({param, grad, state.tensors, state.step, first});
+    rest.push_back({param, grad, std::move(tensors), state.step, first});
   }
   detail::step_on_cpu(here, kernels);
   if (!counters.empty()) at::_foreach_add_(counters, 1);
@@ -299,20 +304,23 @@ const RuleState* RuleOptimizer::find_state(const at::Tensor& param) const {
 }
 
 const RuleState& RuleOptimizer::ensure_state(const at::Tensor& param, const UpdateRule& rule) {
-  if (const RuleState* const found = find_state(param)) return *found;
   static const RuleState none;
   const std::vector<StateSpec> specs = rule.state(param.sizes());
-  if (specs.empty() && !rule.counts_steps()) return none;
-  auto fresh = std::make_unique<RuleState>();
-  if (rule.counts_steps())
-    fresh->step = at::zeros({}, param.options().dtype(at::kFloat).requires_grad(false));
-  for (const StateSpec& spec : specs) {
-    fresh->names.push_back(spec.name);
-    fresh->tensors.push_back(detail::make_state(spec, param));
+  if (find_state(param) == nullptr) {
+    if (specs.empty() && !rule.counts_steps()) return none;
+    auto fresh = std::make_unique<RuleState>();
+    if (rule.counts_steps())
+      fresh->step = at::zeros({}, param.options().dtype(at::kFloat).requires_grad(false));
+    state_[param.unsafeGetTensorImpl()] = std::move(fresh);
   }
-  auto& slot = state_[param.unsafeGetTensorImpl()];
-  slot = std::move(fresh);
-  return static_cast<const RuleState&>(*slot);
+  auto& held = static_cast<RuleState&>(*state_[param.unsafeGetTensorImpl()]);
+  // Options may have changed since, so that there is more.
+  for (const StateSpec& spec : specs) {
+    if (held[spec.name].defined()) continue;
+    held.names.push_back(spec.name);
+    held.tensors.push_back(detail::make_state(spec, param));
+  }
+  return held;
 }
 
 RuleOptimizer::Named RuleOptimizer::named_state(const at::Tensor& param,
@@ -327,7 +335,7 @@ RuleOptimizer::Named RuleOptimizer::named_state(const at::Tensor& param,
   for (const StateSpec& spec : rule.state(param.sizes())) {
     at::Tensor tensor = held != nullptr ? (*held)[spec.name] : at::Tensor();
     if (!tensor.defined())
-      tensor = at::zeros(spec.sizes, at::dtype(spec.as_float ? at::kFloat : param.scalar_type()));
+      tensor = at::zeros(spec.sizes, at::dtype(spec.dtype(param.scalar_type())));
     state.tensors.emplace_back(spec.name, tensor);
   }
   return state;
@@ -341,7 +349,7 @@ void RuleOptimizer::set_state(const at::Tensor& param, const UpdateRule& rule, c
     return;
   }
   // In place: a CUDA graph may read it there.
-  RuleState held = ensure_state(param, rule);
+  const RuleState& held = ensure_state(param, rule);
   if (counts) held.step.fill_(steps);
   for (const auto& [name, tensor] : state.tensors) held[name].copy_(tensor);
 }
@@ -373,18 +381,13 @@ void RuleOptimizer::check_state_dict(const NamedParameters& names, const StateDi
 
 void RuleOptimizer::load_state_dict(const NamedParameters& names, const StateDict& state) {
   const torch::NoGradGuard no_grad;
-  std::unordered_map<at::TensorImpl*, const UpdateRule*> rules;
-  for_each_named(who(), param_groups_, names,
-                 [&](const auto&, const auto& param, const UpdateRule& rule) {
-                   rules[param.unsafeGetTensorImpl()] = &rule;
-                 });
-  for (const auto& [param, one] : read_state(names, state))
-    set_state(param, *rules.at(param.unsafeGetTensorImpl()), one);
+  for (const Loaded& loaded : read_state(names, state))
+    set_state(loaded.param, *loaded.rule, loaded.state);
 }
 
-std::vector<std::pair<at::Tensor, RuleOptimizer::Named>> RuleOptimizer::read_state(
-    const NamedParameters& names, const StateDict& state) {
-  std::vector<std::pair<at::Tensor, Named>> loaded;
+std::vector<RuleOptimizer::Loaded> RuleOptimizer::read_state(const NamedParameters& names,
+                                                             const StateDict& state) {
+  std::vector<Loaded> loaded;
   std::unordered_set<std::string> known;
   const auto find = [&](const std::string& name, at::IntArrayRef sizes) {
     known.insert(name);
@@ -397,7 +400,7 @@ std::vector<std::pair<at::Tensor, RuleOptimizer::Named>> RuleOptimizer::read_sta
                    for (const StateSpec& spec : rule.state(param.sizes()))
                      one.tensors.emplace_back(spec.name, find(name + "." + spec.name, spec.sizes));
                    one.step = find(name + ".step", {});
-                   loaded.emplace_back(param, std::move(one));
+                   loaded.push_back({param, &rule, std::move(one)});
                  });
   for (const auto& [name, tensor] : state)
     if (!known.contains(name))
@@ -408,27 +411,28 @@ std::vector<std::pair<at::Tensor, RuleOptimizer::Named>> RuleOptimizer::read_sta
   return loaded;
 }
 
-void RuleOptimizer::arrange_loaded() {
+void RuleOptimizer::check_loaded() {
   for (auto& group : param_groups_) {
-    const Rule& rule = detail::rule_of(who(), group);
+    Rule& rule = detail::rule_of(who(), group);
     for (const auto& param : group.params()) {
       if (find_state(param) == nullptr) continue;
       auto& held = static_cast<RuleState&>(*state_[param.unsafeGetTensorImpl()]);
-      RuleState ordered;
-      ordered.step = held.step;
+      bool whole = !rule->counts_steps() || held.step.defined();
       for (const StateSpec& spec : rule->state(param.sizes())) {
-        at::Tensor loaded = held[spec.name];
-        if (!loaded.defined()) loaded = detail::make_state(spec, param);
-        if (loaded.sizes() != at::IntArrayRef(spec.sizes))
+        const at::Tensor& loaded = held[spec.name];
+        whole &= loaded.defined();
+        if (loaded.defined() && loaded.sizes() != at::IntArrayRef(spec.sizes))
           throw UsageError(
               who(),
               "the archive holds state of shape {} for a parameter of shape {}. It was "
               "probably saved for another model, or parameters are listed in another order.",
               shape_of(loaded), shape_of(param));
-        ordered.names.push_back(spec.name);
-        ordered.tensors.push_back(std::move(loaded));
       }
-      held = std::move(ordered);
+      if (!whole)
+        throw UsageError(who(),
+                         "the archive lacks state of a parameter of shape {}. It was probably "
+                         "saved by another optimizer.",
+                         shape_of(param));
     }
   }
 }

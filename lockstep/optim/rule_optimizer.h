@@ -7,7 +7,7 @@
 //
 // Parameter groups, schedulers, and torch::save and torch::load work as with the stock ones. On the
 // CPU a rule with kernels takes its step in one pass over memory; elsewhere, and for other rules,
-// it is ATen's operations. Owns its state; shares the parameters with the model. One thread.
+// the step runs as ATen operations. Owns its state; shares the parameters with the model. One thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -50,7 +50,7 @@ namespace detail {
 // A rule inside the class that torch's schedulers and archives expect.
 class GroupRule : public torch::optim::OptimizerOptions {
  public:
-  explicit GroupRule(Rule values) : rule(std::move(values)) {}
+  explicit GroupRule(const Rule& values) : rule(values) {}
   std::unique_ptr<OptimizerOptions> clone() const override {
     return std::make_unique<GroupRule>(rule);
   }
@@ -64,12 +64,16 @@ class GroupRule : public torch::optim::OptimizerOptions {
 
 // torch's archive reader makes one from a number and then fills it.
 template <typename Options>
-class ArchivedRule final : public GroupRule {
+class GroupOptions final : public GroupRule {
  public:
-  explicit ArchivedRule(int) : GroupRule(Options{}) {}
+  explicit GroupOptions(int) : GroupRule(Options{}) {}
+  explicit GroupOptions(const Rule& values) : GroupRule(values) {}
+  std::unique_ptr<OptimizerOptions> clone() const override {
+    return std::make_unique<GroupOptions>(rule);
+  }
 };
 
-// Throws UsageError where the group was added with options of torch::optim's own.
+// Throws UsageError where the group was added with options of another rule, or of torch::optim's.
 Rule& rule_of(std::string_view who, torch::optim::OptimizerParamGroup& group);
 
 // Tensors of one device and dtype, which a fused kernel steps in one call.
@@ -93,9 +97,12 @@ at::Tensor make_state(const StateSpec& spec, const at::Tensor& param);
 
 }  // namespace detail
 
+// One rule, not known when it is compiled: what OptimizerOf and ReplicatedOptimizer are made of.
 class RuleOptimizer : public torch::optim::Optimizer {
  public:
-  RuleOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups, const Rule& defaults);
+  // UsageError for a parameter that the rule cannot step.
+  RuleOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups, const Rule& rule)
+      : RuleOptimizer(groups, std::make_unique<detail::GroupRule>(rule)) {}
 
   at::Tensor step(LossClosure closure = nullptr) override;
   // As step(), but where `found_inf` (a float of one element, on the device) is not zero, nothing
@@ -121,26 +128,38 @@ class RuleOptimizer : public torch::optim::Optimizer {
 
   // The state of a parameter, made where there is none; it stays where it is when one is loaded.
   const RuleState& ensure_state(const at::Tensor& param, const UpdateRule& rule);
+
+  void save(torch::serialize::OutputArchive& archive) const override {
+    torch::optim::serialize<RuleState, detail::GroupRule>(archive, *this);
+  }
+  // UsageError: only OptimizerOf knows which options an archive holds.
+  void load(torch::serialize::InputArchive& archive) override;
   // Null before its first step.
   const RuleState* find_state(const at::Tensor& param) const;
 
  protected:
+  RuleOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                std::unique_ptr<detail::GroupRule> defaults);
   std::string_view who() const { return name_; }
-  // After an archive was read: its state in the rule's order. UsageError for another model's.
-  void arrange_loaded();
+  void check_loaded();  // after an archive was read: UsageError for another model's
 
  private:
   // One parameter's state, for a dictionary. `step` counts; see UpdateRule::counts_steps().
   struct Named {
-    at::Tensor step;                                          // a double without dimensions
-    std::vector<std::pair<std::string, at::Tensor>> tensors;  // names depend on the group alone
+    at::Tensor step{};  // a double without dimensions
+    std::vector<std::pair<std::string, at::Tensor>> tensors{};
   };
   void step_groups(const at::Tensor& found_inf);  // undefined: step in any case
   void step_batch(const detail::Batch& batch, const UpdateRule& rule, const at::Tensor& skip);
   Named named_state(const at::Tensor& param, const UpdateRule& rule) const;
   void set_state(const at::Tensor& param, const UpdateRule& rule, const Named& state);
-  std::vector<std::pair<at::Tensor, Named>> read_state(
-      const NamedParameters& names, const std::map<std::string, at::Tensor>& state);
+  struct Loaded {
+    at::Tensor param;
+    const UpdateRule* rule;
+    Named state;
+  };
+  std::vector<Loaded> read_state(const NamedParameters& names,
+                                 const std::map<std::string, at::Tensor>& state);
 
   std::string name_;
 };
@@ -153,12 +172,12 @@ class OptimizerOf : public RuleOptimizer {
   // Groups with their own options: AdamW optimizer{{AdamW::group(a, {.lr = 1}), ...}};
   explicit OptimizerOf(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                        const Options& options = {})
-      : RuleOptimizer(groups, options) {}
+      : RuleOptimizer(groups, std::make_unique<detail::GroupOptions<Options>>(options)) {}
   static torch::optim::OptimizerParamGroup group(std::vector<at::Tensor> params,
                                                  const Options& options) {
     const Rule rule(options);
     rule->check();
-    return {std::move(params), std::make_unique<detail::GroupRule>(rule)};
+    return {std::move(params), std::make_unique<detail::GroupOptions<Options>>(rule)};
   }
 
   // A group's options, to read or to change between steps.
@@ -166,12 +185,9 @@ class OptimizerOf : public RuleOptimizer {
     return detail::rule_of(who(), param_groups_.at(group)).template as<Options>();
   }
 
-  void save(torch::serialize::OutputArchive& archive) const override {
-    torch::optim::serialize<RuleState, detail::GroupRule>(archive, *this);
-  }
   void load(torch::serialize::InputArchive& archive) override {
-    torch::optim::serialize<RuleState, detail::ArchivedRule<Options>>(archive, *this);
-    arrange_loaded();
+    torch::optim::serialize<RuleState, detail::GroupOptions<Options>>(archive, *this);
+    check_loaded();
   }
 };
 

@@ -39,11 +39,11 @@ class SgdRule final : public RuleOf<SGDOptions> {
   SpanKernels kernels() const override { return {&sgd_span<float>, &sgd_span<double>, &options}; }
 
   // ATen's kernel cannot mix first steps with later ones.
-  void update(const std::vector<StepItem>& items, const at::Tensor& skip) const override {
+  void update(const std::vector<StepItem>& items, const at::Tensor& found_inf) const override {
     for (const bool first : {true, false}) {
       std::vector<at::Tensor> params, grads, momenta;
       for (const StepItem& item : items) {
-        if (item.first != first) continue;
+        if (item.is_first_step != first) continue;
         params.push_back(item.param);
         grads.push_back(item.grad);
         if (options.momentum != 0) momenta.push_back(item.state[0]);
@@ -51,7 +51,8 @@ class SgdRule final : public RuleOf<SGDOptions> {
       if (params.empty()) continue;
       at::_fused_sgd_(params, grads, momenta, options.weight_decay, options.momentum, options.lr,
                       options.dampening, options.nesterov, /*maximize=*/false, first,
-                      /*grad_scale=*/{}, skip.defined() ? std::optional(skip) : std::nullopt);
+                      /*grad_scale=*/{},
+                      found_inf.defined() ? std::optional(found_inf) : std::nullopt);
     }
   }
 };

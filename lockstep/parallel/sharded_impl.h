@@ -163,6 +163,7 @@ class ShardedImpl {
   Deferral deferral_{*reducer_};
   World world_;
   std::vector<optim::Rule>& options_;  // by group
+  std::vector<std::string> rules_;     // their names when this was made
   Settings settings_;
   DeferredGradients deferred_;
   bool shared_ = false;       // parameters and gradients lie in memory that all ranks map

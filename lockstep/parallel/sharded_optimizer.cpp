@@ -58,6 +58,7 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer,
       world_(reducer_->world()),
       options_(options),
       debug_(env::get_bool("LOCKSTEP_DEBUG").value_or(false)) {
+  for (const optim::Rule& rule : options_) rules_.emplace_back(rule->name());
   bool deferring = false;
   try {
     agree_on_making(refusal_of([&] {
@@ -131,7 +132,16 @@ ShardedImpl::~ShardedImpl() {
 }
 
 void ShardedImpl::check_options() const {
-  for (const optim::Rule& rule : options_) rule->check();
+  for (std::size_t group = 0; group < options_.size(); ++group) {
+    const optim::Rule& rule = options_[group];
+    if (rule->name() != rules_[group])
+      throw UsageError(
+          kComponent,
+          "group {} has options of another optimizer: it was made with {}, whose state "
+          "{} cannot use. Make a new optimizer.",
+          group, rules_[group], rule->name());
+    rule->check();
+  }
   optim::detail::check(optim::StepOptions{.max_grad_norm = settings_.max_grad_norm});
 }
 
@@ -158,6 +168,7 @@ void ShardedImpl::collect_members(const std::vector<optim::ParamGroup>& groups) 
         skipped.push_back(slot.name);
         continue;
       }
+      (void)options_[*group]->state(slot.parameter.sizes());  // refuses what it cannot step
       members_.push_back({.name = slot.name,
                           .index = slot.index,
                           .tensor = slot.parameter,

@@ -131,12 +131,53 @@ TEST(ShardedWholeTensors, WholeTensorsAreSteppedByOneRankAndTheirStateExistsOnce
   });
 }
 
-TEST(ShardedWholeTensors, MuonRefusesWhatIsNotAMatrix) {
-  Net net = make_net();
-  optim::ReplicatedOptimizer optimizer(net->named_parameters().pairs(), optim::MuonOptions{});
-  net(batch_of(0, 0), true).sum().backward();
-  EXPECT_THAT(testing::message_of<UsageError>([&] { optimizer.step(); }),
-              HasSubstr("a parameter of shape [130] is not a matrix"));
+TEST(ShardedWholeTensors, WhatARuleCannotStepIsRefusedOnEveryRankBeforeTheFirstStep) {
+  run_threads(2, [](World& world) {
+    Net net = make_net();
+    DistributedDataParallel<Net> model{net, world};
+    const auto refusal = [](const auto& body) { return testing::message_of<UsageError>(body); };
+    EXPECT_THAT(refusal([&] { ShardedOptimizer(model, optim::MuonOptions{}); }),
+                HasSubstr("is not a matrix"));
+    EXPECT_THAT(refusal([&] { optim::ReplicatedOptimizer(model, optim::MuonOptions{}); }),
+                HasSubstr("a parameter of shape [130] is not a matrix"));
+    ShardedOptimizer optimizer(model, optim::AdamWOptions{});
+    optimizer.options() = optim::LionOptions{};
+    model(batch_of(world.rank(), 0), true).sum().backward();
+    EXPECT_THAT(refusal([&] { optimizer.step(); }), HasSubstr("has options of another optimizer"));
+  });
+}
+
+// Replicated and sharded alike: what is switched off stays, and what is switched on is made.
+TEST(ShardedWholeTensors, StateFollowsOptionsThatChange) {
+  const auto switches = [](auto& model, auto& optimizer) {
+    const auto set = [&](double momentum, double beta1) {
+      optimizer.options(0).template as<optim::SGDOptions>().momentum = momentum;
+      optimizer.options(1).template as<optim::AdafactorOptions>().beta1 = beta1;
+    };
+    int step = 0;
+    for (const auto& [momentum, beta1] :
+         {std::pair{0.9, 0.0}, {0.0, 0.9}, {0.9, 0.0}, {0.9, 0.9}}) {
+      set(momentum, beta1);
+      train_steps(model, optimizer, step, step + 2);
+      step += 2;
+    }
+  };
+  run_threads(2, [&](World& world) {
+    const auto groups = [](Net& net) {
+      return Groups{{net->a->parameters(), optim::SGDOptions{.lr = 0.01, .momentum = 0.9}},
+                    {net->b->parameters(), optim::AdafactorOptions{.lr = 0.01}},
+                    {net->spare->parameters(), optim::AdamOptions{}}};
+    };
+    Net net = make_net(), plain = make_net();
+    DistributedDataParallel<Net> model{net, world}, other{plain, world};
+    ShardedOptimizer sharded(model, groups(net));
+    optim::ReplicatedOptimizer replicated(other, groups(plain));
+    switches(model, sharded);
+    switches(other, replicated);
+    for (std::size_t i = 0; i < net->parameters().size(); ++i)
+      EXPECT_TENSOR_EQ(net->parameters()[i], plain->parameters()[i]);
+    replicated.load_state_dict(sharded.state_dict());
+  });
 }
 
 }  // namespace

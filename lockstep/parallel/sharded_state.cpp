@@ -182,12 +182,10 @@ optim::TensorDict ShardedImpl::gather_state(bool wanted) {
   optim::TensorDict state;
   for (std::size_t k = 0; k < most; ++k) {
     for (const auto& domain : domains_) {
-      bool as_float = false;
+      auto dtype = domain.dtype;  // one that holds the states of all members
       for (const std::size_t i : domain.members)
         if (const auto specs = state_of(members_[i]); specs.size() > k)
-          as_float |= specs[k].as_float;
-      const auto dtype =
-          as_float ? at::promoteTypes(domain.dtype, at::kFloat) : domain.dtype;  // holds them all
+          dtype = at::promoteTypes(dtype, specs[k].dtype(domain.dtype));
       const auto count = [&](const Piece& piece) -> std::int64_t {
         const auto specs = state_of(members_[piece.parameter]);
         if (specs.size() <= k) return 0;
@@ -196,7 +194,7 @@ optim::TensorDict ShardedImpl::gather_state(bool wanted) {
       const auto put = [&](const Piece& piece, const at::Tensor& values) {
         const Member& member = members_[piece.parameter];
         const optim::StateSpec spec = state_of(member)[k];
-        const auto own = spec.as_float ? at::kFloat : domain.dtype;
+        const auto own = spec.dtype(domain.dtype);
         at::Tensor& whole = state[member.name + "." + spec.name];
         if (domain.whole()) {
           whole = values.to(own, false, /*copy=*/true).view(spec.sizes);
@@ -228,9 +226,11 @@ optim::TensorDict ShardedImpl::state_dict(bool wanted) {
     const auto specs = state_of(member);
     for (const auto& spec : specs) {
       at::Tensor& whole = state[member.name + "." + spec.name];
-      if (!whole.defined()) whole = at::empty({0}, member.tensor.options().device(at::kCPU));
-      if (rule->granularity() == optim::Granularity::kElements)
+      if (!whole.defined()) {  // a parameter without elements
+        whole = at::zeros(spec.sizes, at::dtype(spec.dtype(member.tensor.scalar_type())));
+      } else if (rule->granularity() == optim::Granularity::kElements) {
         whole = shaped(whole, member.slot).contiguous();
+      }
     }
     // Rules that count no steps have 1 once there is state.
     const double most = rule->counts_steps() ? member.steps : specs.empty() ? 0 : 1;
@@ -250,7 +250,7 @@ void ShardedImpl::check_state(const optim::TensorDict& state) const {
         throw UsageError(kComponent, "'{}' is an undefined tensor in the state.", name);
       if (found.sizes() != at::IntArrayRef(spec.sizes))
         throw UsageError(kComponent,
-                         "'{}' has shape [{}] in the state, but the parameter has [{}]. The state "
+                         "'{}' has shape [{}] in the state, but [{}] is wanted. The state "
                          "belongs to another model.",
                          name, fmt::join(found.sizes(), ", "), fmt::join(spec.sizes, ", "));
     }
@@ -277,7 +277,7 @@ void ShardedImpl::load_state_dict(const optim::TensorDict& state) {
     for (const Member& member : members_) {
       for (const auto& spec : state_of(member)) {
         const std::string name = member.name + "." + spec.name;
-        const auto dtype = spec.as_float ? at::kFloat : member.tensor.scalar_type();
+        const auto dtype = spec.dtype(member.tensor.scalar_type());
         fingerprints.add(name, find_state(state, name).to(dtype));
       }
       const std::string step = member.name + ".step";

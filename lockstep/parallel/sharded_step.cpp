@@ -212,12 +212,14 @@ ShardedImpl::Norm ShardedImpl::reduce_owned() {
 void ShardedImpl::make_state(const Domain& domain, Owned& owned) {
   const Member& member = members_[owned.piece.parameter];
   const auto specs = state_of(member);
-  owned.state.resize(specs.size());
+  // Never fewer: momentum that is switched off and on again continues.
+  if (owned.state.size() < specs.size()) owned.state.resize(specs.size());
   for (std::size_t k = 0; k < specs.size(); ++k) {
     if (owned.state[k].defined()) continue;
     owned.state[k] = optim::detail::make_state(
-        domain.whole() ? specs[k]
-                       : optim::StateSpec{specs[k].name, {owned.piece.count}, specs[k].as_float},
+        domain.whole()
+            ? specs[k]
+            : optim::StateSpec{specs[k].name, {owned.piece.count}, specs[k].at_least_float},
         domain.whole() ? place_of(member) : owned.param);
   }
 }
@@ -235,7 +237,7 @@ void ShardedImpl::update(Domain& domain, Owned& owned, double clip) {
   }
   const optim::Rule& rule = options_[member.group];
   const optim::SpanKernels kernels = rule->kernels();
-  if (kernels && has_kernel(domain.dtype, domain.device)) {
+  if (optim::detail::covered(kernels, owned.param, owned.mine, owned.state)) {
     const kernels::Slice slice{member.tensor.numel(), owned.piece.begin, owned.piece.count};
     by_type(domain.dtype, [&]<typename T>(T) {
       update_with_kernel<T>(kernels, how, {owned.param, owned.state}, slice, member.steps);
@@ -246,7 +248,7 @@ void ShardedImpl::update(Domain& domain, Owned& owned, double clip) {
                        .grad = combine(how),
                        .state = owned.state,
                        .step = {},
-                       .first = member.steps == 1};
+                       .is_first_step = member.steps == 1};
   if (domain.whole()) {
     item.param = place_of(member);
     item.grad = item.grad.as_strided(member.slot.sizes(), member.slot.strides());

@@ -119,9 +119,10 @@ void check_output_dir(const std::string& output_dir) {
 }
 
 int state_copies(const TrainingArguments& arguments) {
-  if (arguments.optim == "sgd") return arguments.momentum > 0 ? 1 : 0;
   if (arguments.optim == "lion") return 1;
-  if (arguments.optim == "adafactor") return 0;  // rows and columns: a thousandth of a matrix
+  // Further options may bring momentum. Adafactor's rows and columns are a thousandth of a matrix.
+  if (arguments.optim == "sgd" || arguments.optim == "adafactor")
+    return arguments.momentum > 0 || arguments.optim_args ? 1 : 0;
   return 2;  // of muon's matrices one; embeddings and the rest are AdamW's
 }
 

@@ -122,7 +122,7 @@ TEST(TrainerOptimizer, OptimArgsAreTheOptionsOfTheRule) {
     };
     EXPECT_THAT(refusal("lion", "momentum=0.9"),
                 HasSubstr("'momentum=0.9' is not an option of Lion"));
-    EXPECT_THAT(refusal("lion", "lr"), HasSubstr("names of: lr, betas.first, betas.second"));
+    EXPECT_THAT(refusal("lion", "lr"), HasSubstr("names of: lr, beta1, beta2"));
     EXPECT_THAT(refusal("muon", "ns_steps=200"), HasSubstr("option ns_steps cannot be 200"));
   });
 }

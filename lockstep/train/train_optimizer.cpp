@@ -50,7 +50,7 @@ optim::Rule rule_of(const TrainingArguments& a) {
 }
 
 // optim_args, as Hugging Face's Trainer reads it: "momentum=0.9,nesterov=true".
-void apply_optim_args(const optim::Rule& rule, const std::string& text) {
+void apply_optim_args(optim::Rule& rule, const std::string& text) {
   std::istringstream parts(text);
   for (std::string part; std::getline(parts, part, ',');) {
     std::erase(part, ' ');
@@ -60,8 +60,7 @@ void apply_optim_args(const optim::Rule& rule, const std::string& text) {
     if (value == "true" || value == "True") value = "1";
     if (value == "false" || value == "False") value = "0";
     std::vector<std::string_view> known;
-    rule->each_option(
-        optim::OptionVisitor([&](const optim::Option& option) { known.push_back(option.name); }));
+    for (const auto& [option, now] : rule->options_now()) known.push_back(option);
     char* end = nullptr;
     const double number = std::strtod(value.c_str(), &end);
     if (!rule.has(name) || value.empty() || *end != '\0')
@@ -75,9 +74,14 @@ void apply_optim_args(const optim::Rule& rule, const std::string& text) {
 }
 
 std::vector<optim::ParamGroup> groups_of(const RunContext& run) {
-  if (!run.task.param_groups.empty()) return run.task.param_groups;
+  if (!run.task.param_groups.empty()) {
+    if (run.arguments.optim_args && run.world.is_leader())
+      log::warning("trainer",
+                   "optim_args has no effect: the task has parameter groups of its own.");
+    return run.task.param_groups;
+  }
   const TrainingArguments& a = run.arguments;
-  const optim::Rule rule = rule_of(a);
+  optim::Rule rule = rule_of(a);
   if (a.optim_args) apply_optim_args(rule, *a.optim_args);
   if (!rule.is<optim::MuonOptions>()) return optim::decay_groups(*run.task.module, rule);
   return optim::muon_groups(*run.task.module, rule.as<optim::MuonOptions>(),
@@ -95,7 +99,7 @@ std::uint64_t state_bytes(const std::vector<optim::ParamGroup>& groups) {
       if (!parameter.requires_grad()) continue;
       for (const optim::StateSpec& spec : group.options->state(parameter.sizes()))
         bytes += static_cast<std::uint64_t>(c10::multiply_integers(spec.sizes)) *
-                 (spec.as_float ? sizeof(float) : parameter.element_size());
+                 c10::elementSize(spec.dtype(parameter.scalar_type()));
     }
   }
   return bytes;

@@ -307,7 +307,7 @@ class Rules(unittest.TestCase):
 
         question, answer = self.ask_one(
             rule="lion", shapes=[[33], [17, 5], [2, 3, 4]],
-            options={"lr": lr, "betas.first": beta1, "betas.second": beta2, "weight_decay": decay})
+            options={"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay})
         wanted = self.run_theirs(question, Lion, lambda p: ["exp_avg"])
         self.assertEqual(answer.split(), [bits(t) for t in wanted])
 

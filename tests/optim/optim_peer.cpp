@@ -143,9 +143,9 @@ std::string train(const Node& question) {
 // A few steps of any rule over tensors of any shape, with options by name: parameters, then state.
 std::string rule(const Node& question) {
   const std::string name = as_string(field(question, "rule"), "rule");
-  const optim::Rule made = name == "muon"   ? optim::Rule(optim::MuonOptions{})
-                           : name == "lion" ? optim::Rule(optim::LionOptions{})
-                                            : optim::Rule(optim::AdafactorOptions{});
+  optim::Rule made = name == "muon"   ? optim::Rule(optim::MuonOptions{})
+                     : name == "lion" ? optim::Rule(optim::LionOptions{})
+                                      : optim::Rule(optim::AdafactorOptions{});
   for (const Entry& option : field(question, "options").entries)
     made.set(option.key, as_real(option.value, option.key.c_str()));
   std::vector<at::Tensor> params;
