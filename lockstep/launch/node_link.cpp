@@ -433,7 +433,7 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
         handshake.node, handshake.host, flag, theirs, flag, ours);
   };
   if (handshake.run_id != plan_.run_id)
-    return differs("--rdzv-id", printable(handshake.run_id), plan_.run_id);
+    return differs("--rdzv-id", one_line(handshake.run_id), plan_.run_id);
   if (handshake.nnodes != plan_.nnodes) return differs("--nnodes", handshake.nnodes, plan_.nnodes);
   if (handshake.node < 1 || handshake.node >= plan_.nnodes)
     return fmt::format("[launch] --node-rank={} on {} is not between 1 and {}.", handshake.node,
