@@ -3,11 +3,13 @@
 // Ranks that use Lockstep reach it over the channel they inherit (rendezvous/store_channel.h).
 // Python ranks connect to MASTER_PORT as they do under torchrun, so the server also listens there,
 // on the loopback interface alone. It cannot know which of the two a program will do:
-//   - It begins to listen `listen_after` after the start, unless a rank has a connection over its
-//     channel then, and again when the last such connection has closed.
-//   - It stops listening when a rank opens one before any TCP client has completed a command (the
-//     handshake is one). Once one has, it listens until it is destroyed.
-// TCP clients are not authenticated: every user of the host can read and set keys while it listens.
+//   - It begins to accept clients `listen_after` after the start, unless a rank has a connection
+//     over its channel then, and again when the last such connection has closed.
+//   - It stops when a rank opens one before any TCP client has completed a command (the handshake
+//     is one). Once one has, it accepts them until it is destroyed.
+// The port begins to listen with the first of these and never stops, so that nobody else can
+// listen there; meanwhile clients wait. They are not authenticated: every user of the host can
+// read and set keys while they are accepted.
 //
 // With several hosts node 0's launcher has the keys. The launchers of the others serve their ranks
 // in the same way, and forward the bytes over the link between the launchers (store_streams.h).
@@ -76,7 +78,7 @@ class StoreServer {
 
   // The rank's end, close-on-exec.
   Fd open_channel(int rank);
-  bool listening() const { return static_cast<bool>(listener_); }
+  bool accepting() const { return accepting_; }  // over TCP
   // From another launcher. Throws UsageError where it breaks the protocol.
   void on_frame(int node, const StoreFrame& frame);
   // The launcher of that node is lost: its clients are dropped. Without node 0 no client is served.
@@ -105,7 +107,7 @@ class StoreServer {
   };
 
   void on_channel(int fd, int rank);
-  void on_accept();
+  void on_accept(int listener);
   void on_connection(StoreTable::Client client, std::uint32_t events);
   void serve(Fd fd, int rank);
   void end_input(StoreTable::Client client);
@@ -126,17 +128,18 @@ class StoreServer {
   void complain(const std::string& line);
   std::size_t count(int rank) const;
   void update_listener();
-  void listen();
-  void listen_again_later();
+  void watch_sockets();
+  void stop_accepting();
+  void accept_again_later();
 
   EventLoop& loop_;
   const HeldPort& port_;
   Say say_;
   StoreServerOptions options_;
   StoreTable table_;
-  Fd listener_;
+  bool accepting_ = false;
   EventLoop::TimerId listen_timer_ = 0;
-  bool may_listen_ = false;  // ranks have had time to use their channels; nobody else serves it
+  bool may_listen_ = false;  // ranks have had time to use their channels
   bool used_by_tcp_ = false;
   int complaints_ = 0;
   std::map<int, Fd> channels_;  // by their own number

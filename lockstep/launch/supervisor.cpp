@@ -129,6 +129,7 @@ class Supervisor {
   void bind_to_cpus();
   void choose_interface();
   void choose_loopback();
+  std::string rank_address() const;
   void open_hub();
   void open_spoke();
   void open_store(int attempt);
@@ -163,7 +164,7 @@ class Supervisor {
   GroupSetup setup_;
   LogDirectory logs_;
   Fd signals_;
-  std::optional<HeldPort> link_port_;     // node 0 of several
+  std::optional<HeldPort> link_port_;     // node 0 of several, until the run starts
   std::optional<HeldPort> port_;          // MASTER_PORT of the ranks here
   std::unique_ptr<StoreServer> store_;    // fresh for each attempt
   std::unique_ptr<Coordinator> decides_;  // node 0
@@ -201,8 +202,10 @@ int Supervisor::run() {
     const std::string& address = plan_.master_addr;
     const bool here = address == "localhost" || address.rfind("127.", 0) == 0;
     if (plan_.nnodes > 1)
-      link_port_ = HeldPort::exactly(plan_.master_port, here ? Reach::kLoopback : Reach::kNetwork);
-    if (plan_.master_port != 0) port_ = HeldPort::exactly(plan_.master_port, Reach::kLoopback);
+      link_port_ =
+          HeldPort::exactly(plan_.master_port, here ? Reach::kIpv4Loopback : Reach::kNetwork);
+    else if (plan_.master_port != 0)
+      port_ = HeldPort::exactly(plan_.master_port, Reach::kLoopback);
     decides_ = std::make_unique<Coordinator>(loop_, plan_, [this](const Message& message) {
       // Before a rank of another node can use it.
       if (message.kind == Message::Kind::kStart) open_store(message.attempt);
@@ -285,9 +288,16 @@ void Supervisor::choose_loopback() {
     setup_.interface = interface_towards("127.0.0.1").name;
   } catch (const SystemError&) {  // a container without one: the ranks choose for themselves
   }
-  if (plan_.master_addr != "127.0.0.1" && plan_.master_addr != "localhost")
-    inform(fmt::format("[launch] one host: MASTER_ADDR is 127.0.0.1 for its ranks, not {}.",
-                       plan_.master_addr));
+  if (rank_address() != plan_.master_addr)
+    inform(fmt::format("[launch] one host: MASTER_ADDR is {} for its ranks, not {}.",
+                       rank_address(), plan_.master_addr));
+}
+
+// Where this launcher serves the store. A name of a loopback address that it holds is passed on as
+// it was given, as torchrun does.
+std::string Supervisor::rank_address() const {
+  const bool held = plan_.master_addr == "localhost" || plan_.master_addr == "::1";
+  return plan_.nnodes == 1 && held ? plan_.master_addr : "127.0.0.1";
 }
 
 void Supervisor::open_hub() {
@@ -465,10 +475,15 @@ void Supervisor::announce_later(const RankFailure& failure) {
 }
 
 void Supervisor::open_store(int attempt) {
-  store_.reset();  // may listen on the port
+  store_.reset();  // watches the port
+  const Reach reach = plan_.nnodes == 1 ? Reach::kLoopback : Reach::kIpv4Loopback;
   // --master-port is a port of node 0. Elsewhere another launcher of this host may have it. The old
   // one is held until the new one is found, so that it is a new one.
-  if (plan_.node_rank != 0 || plan_.master_port == 0) port_ = HeldPort::any(Reach::kLoopback);
+  if (plan_.node_rank != 0 || plan_.master_port == 0) port_ = HeldPort::any(reach);
+  if (link_port_) {  // the other launchers are here
+    link_port_.reset();
+    port_ = HeldPort::exactly(plan_.master_port, reach);
+  }
   StoreServerOptions options;
   if (runs_python(plan_)) options.listen_after = milliseconds(0);
   if (plan_.nnodes > 1) {
@@ -493,6 +508,7 @@ void Supervisor::start_attempt(int attempt) {
                     logs_.attempt(attempt)));
   GroupInfo place;
   place.attempt = attempt;
+  place.master_addr = rank_address();
   place.master_port = port_->number();
   place.directory = logs_.attempt(attempt);
   place.store = store_.get();

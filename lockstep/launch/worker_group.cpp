@@ -155,7 +155,7 @@ std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int 
   place.local_rank = worker.local_rank;
   place.layout = setup_.layout;
   place.attempt = place_.attempt;
-  place.master_addr = "127.0.0.1";  // where this launcher serves the store
+  place.master_addr = place_.master_addr;
   place.master_port = place_.master_port;
   place.error_file = worker.error_file;
   place.control_fd = control_fd;
