@@ -106,7 +106,6 @@ const std::string& WorkerGroup::error_file(int local_rank) const {
 
 void WorkerGroup::start() {
   started_ = EventLoop::Clock::now();
-  setup_.guard.registry->clear();
   const LaunchPlan& plan = setup_.plan;
   if (plan.stall_timeout.count() > 0) {
     stalls_ = std::make_unique<StallWatch>(
@@ -221,7 +220,6 @@ void WorkerGroup::start_worker(Worker& worker) {
   // A rank alone waits for no other: its pauses are its own.
   if (stalls_ && worker.ledger && setup_.layout.world_size > 1)
     stalls_->add({rank, worker.process.pid(), worker.ledger.get(), worker.error_file + ".stack"});
-  setup_.guard.registry->add(worker.process.pid());
   setup_.loop.watch(worker.process.pidfd(), EPOLLIN,
                     [this, &worker](std::uint32_t) { on_exit(worker); });
   report_start(worker);
@@ -647,7 +645,6 @@ void WorkerGroup::finish() {
   if (phase_ == Phase::kOver) return;
   phase_ = Phase::kOver;
   cancel_timers();
-  setup_.guard.registry->clear();
   for (const auto& worker : workers_) {
     if (worker->output) worker->output->close_now();
   }

@@ -187,11 +187,20 @@ class Stopped(Case):
         self.assertIn("failed: stopped by SIGSTOP for 6.0 s", err)
 
 
+HIDE_PROC = ("unshare", "--map-root-user", "--mount", "bash", "-c",
+             'mount -t tmpfs none /proc || exit 99; exec "$@"', "bash")
+CAN_HIDE_PROC = subprocess.run([*HIDE_PROC, "true"], capture_output=True).returncode == 0
+
+
+def children_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as f:
+        return [int(child) for child in f.read().split()]
+
+
 def child_of(pid):
     """The one child of a launcher's front."""
-    with open(f"/proc/{pid}/task/{pid}/children") as f:
-        (child,) = f.read().split()
-    return int(child)
+    (child,) = children_of(pid)
+    return child
 
 
 def argv_of(pid):
@@ -235,13 +244,37 @@ class NothingIsLeft(Case):
         code, _, err = self.finish(process)
         self.assertEqual(code, 137)
         self.assertIn("the supervising process was killed by SIGKILL", err)
-        # The daemon left its rank's session; nobody who is alive knows it to be ours.
-        with open(os.path.join(self.notes, "daemon.0")) as f:
-            session = os.getsid(int(f.read()))
-        left = marked(self.marker)
-        self.assertEqual({os.getsid(pid) for pid in left}, {session})
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):  # its shell ends with the last of them
+        self.assertIn("its ranks and what they had started were killed too.", err)
+        self.assertEqual(marked(self.marker), [])
+
+    def test_children_from_before_the_launcher_outlive_a_killed_supervisor(self):
+        """Of a shell that becomes the launcher, or a program that calls spawn()."""
+        process = self.start(
+            "--standalone", "--nproc-per-node=1", "--no-python", "bash", "-c",
+            "echo $$ > $NOTES/up.$RANK; sleep 301",
+            prefix=("bash", "-c", 'setsid sleep 306 >/dev/null 2>&1 & echo $! > $NOTES/own.0; '
+                    'exec "$@"', "bash"))
+        self.wait_notes("up", 1)
+        own = self.wait_notes("own", 1)[0]
+        children = [pid for pid in children_of(process.pid) if pid != own]
+        self.assertEqual(len(children), 1)
+        os.kill(children[0], signal.SIGKILL)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 137)
+        self.assertEqual(marked(self.marker), [own])
+        os.kill(own, signal.SIGKILL)
+
+    @unittest.skipUnless(CAN_HIDE_PROC, "needs a mount namespace")
+    def test_without_proc_the_launcher_says_what_it_cannot_do(self):
+        process = self.start_bash(
+            1, 'setsid bash -c \'trap "" TERM; echo $$ > $NOTES/daemon.0; while :; do sleep 1; '
+            'done\' & while [ ! -s $NOTES/daemon.0 ]; do sleep 0.05; done', prefix=HIDE_PROC)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 0, err)
+        self.assertIn("[launch] what the ranks have started is left behind: without /proc it is "
+                      "not found. Mount /proc where the launcher runs.", err)
+        for pid in marked(self.marker):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def test_after_a_stop_request(self):
