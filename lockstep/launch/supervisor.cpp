@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -60,14 +61,17 @@ void remove_tree(const std::string& path) {
 }
 
 // Where the files of a run go. A temporary directory is removed, unless it holds output that was
-// shown nowhere else, or that of a failed run; error files alone are in the report already.
+// shown nowhere else, or output or an error file of a failed run.
 class LogDirectory {
  public:
   explicit LogDirectory(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
     if (temporary_) {
       std::string pattern = env::get("TMPDIR").value_or("/tmp") + "/lockstep_XXXXXX";
       if (::mkdtemp(pattern.data()) == nullptr)
-        throw SystemError("launch", "cannot create a directory like " + pattern, errno);
+        throw UsageError("launch",
+                         "the temporary directory {} cannot be created: {}. Set TMPDIR to a "
+                         "directory you may write, or name one with --log-dir=DIR.",
+                         pattern, std::strerror(errno));
       base_ = pattern;
     } else {
       base_ = fs::absolute(plan.log_dir).string();

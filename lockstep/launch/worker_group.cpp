@@ -631,10 +631,14 @@ void WorkerGroup::kill_orphans(int rounds_left) {
   if (rounds_left == 0) {
     const auto left = descendants_of(::getpid());
     setup_.console.say(
-        fmt::format("[launch] what cannot be killed is left behind: {} (first: pid {}). The kernel "
-                    "is probably waiting for a device or a file system, or a debugger holds it.",
-                    left.size() == 1 ? "1 process" : fmt::format("{} processes", left.size()),
-                    left.empty() ? -1 : left.front()));
+        left.empty()
+            ? "[launch] what the ranks have started is left behind: without /proc it is not found. "
+              "Mount /proc where the launcher runs."
+            : fmt::format("[launch] what cannot be killed is left behind: {} (first: pid {}). The "
+                          "kernel is "
+                          "probably waiting for a device or a file system, or a debugger holds it.",
+                          left.size() == 1 ? "1 process" : fmt::format("{} processes", left.size()),
+                          left.front()));
     return finish();
   }
   sweep_timer_ =
