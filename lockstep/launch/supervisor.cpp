@@ -102,13 +102,14 @@ class LogDirectory {
   LogDirectory& operator=(const LogDirectory&) = delete;
 
   // The directory, if it holds anything to read; it is preserved then.
-  std::string preserve() {
+  std::string preserve(bool failed) {
     std::error_code problem;  // of a folder that cannot be read: nothing is found in it
     for (fs::recursive_directory_iterator at(root_, problem), end; !problem && at != end;
          at.increment(problem)) {
       std::error_code ignored;
       if (!at->is_regular_file(ignored) || at->file_size(ignored) == 0) continue;
-      if (temporary_ && at->path().extension() != ".log") continue;
+      const bool is_error = at->path().filename() == "error.json";
+      if (temporary_ && at->path().extension() != ".log" && !(failed && is_error)) continue;
       preserved_ = true;
       return root_;
     }
@@ -457,7 +458,10 @@ void Supervisor::obey(const Message& message) {
                          message.node, signal_name(message.signal)));
       return group_->pass_on(message.signal);
     case Message::Kind::kRestart:
-      if (message.failure) say(failure_report(*message.failure));
+      if (message.failure) {
+        say(failure_report(*message.failure));
+        logs_.preserve(true);
+      }
       return say(message.text);
     case Message::Kind::kEnd:
       if (!busy()) return end(message.code, message.failure);
@@ -574,12 +578,10 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
     for (const std::string& line : observer.run_ended({code, failure ? failure->headline() : ""}))
       say(line);
   });
-  const std::string logs = failure || plan_.redirects.any() ? logs_.preserve() : "";
+  const bool failed = failure.has_value();
+  const std::string logs = failed || plan_.redirects.any() ? logs_.preserve(failed) : "";
   if (failure) {
     failure->logs = logs;
-    if (!failure->error_file.empty() && failure->logs.empty() && logs_.temporary())
-      failure->error_file =
-          "in the temporary log directory, which is removed; --log-dir=DIR keeps it";
     say(failure_report(*failure));
     const auto own_file = env::get("TORCHELASTIC_ERROR_FILE");
     const bool here = group_ && failure->rank >= 0 && failure->node == plan_.node_rank;

@@ -775,21 +775,25 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
   const std::size_t index = static_cast<std::size_t>(failure.local_rank);
   if (index < workers_.size() && workers_[index]->output && !failure.stopped)
     add_last_lines(failure, workers_[index]->output->last_error_lines(kTailLines), kLastLines);
+  std::map<std::string, std::vector<int>> victims;
   for (const auto& worker : workers_) {
     if (worker->ending && worker->ending->ok() && !worker->left_early && !worker->ends_for_us() &&
         worker->ended_at < failure.time)
       failure.ended_before.push_back(rank_of(*worker));
-    // By itself: before any signal of ours, and not because it has heard of the failure.
     if (worker->local_rank == failure.local_rank || !worker->ending || worker->ending->ok() ||
-        worker->asked_to_end || (failure.stopped && worker->ending->exit_code() == kStoppedCode))
+        (failure.stopped && worker->ending->exit_code() == kStoppedCode))
       continue;
+    // By itself: before any signal of ours, and not because it has heard of the failure.
     const ErrorFile file = read_error_file(worker->error_file);
-    if (file.consequence) continue;
-    failure.others.push_back(with_message(
-        fmt::format("rank {} {}, {:.2f} s later", rank_of(*worker), worker->ending->text(),
-                    std::max(0.0, worker->ended_at - failure.time)),
-        file.message));
+    if (worker->asked_to_end || file.consequence)
+      victims[worker->ending->text()].push_back(rank_of(*worker));
+    else
+      failure.others.push_back(with_message(
+          fmt::format("rank {} {}, {:.2f} s later", rank_of(*worker), worker->ending->text(),
+                      std::max(0.0, worker->ended_at - failure.time)),
+          file.message));
   }
+  failure.victims = by_ending(victims);
   return failure;
 }
 

@@ -113,14 +113,42 @@ class Failures(Case):
         self.assertEqual(code, 5, err)
         self.assertRegex(err, r"\n  program: \S*bash -c '.*until_notes")
         self.assertIn(f"\n  error file: {self.log(logs, 1, 'error.json')}\n", err)
-        self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 6, \S+ s later\n")
-        self.assertNotIn("rank 0 killed", err)
+        self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 6, \S+ s later\n"
+                              r"  ended because of it:\n    rank 0 killed by SIGTERM\n")
 
-    def test_an_error_file_that_is_removed_is_not_named(self):
+    def test_how_each_rank_ended_is_in_the_report(self):
+        """Also those that were asked to end, or say themselves that another one failed first."""
+        consequence = ('{"message": {"message": "lost it", "extraInfo": '
+                       '{"timestamp": "%s", "consequence": true}}}')
+        script = WAITS + (
+            'trap "exit 17" TERM; echo $$ > $NOTES/up.$RANK; until_notes up.0 up.1 up.2 up.3 up.4; '
+            'case $RANK in 1) exit 5;; 2) until_gone up.1; exit 6;; 3) until_gone up.1; '
+            f"printf '{consequence}' $(date +%s) > $TORCHELASTIC_ERROR_FILE; exit 7;; esac; "
+            'while :; do sleep 0.05; done')
+        code, _, err = self.bash(5, script, flags=("--shutdown-timeout=60",))
+        self.assertEqual(code, 5, err)
+        self.assertRegex(err, r"rank 1 on \S+ failed: exited with code 5\n")
+        # A busy launcher may ask rank 2 to end before it does so by itself.
+        self.assertRegex(err, r"\n    (rank 2|ranks 2, 3|ranks 0, 2, 4) exited with code \d+")
+        self.assertRegex(err, r"\n  ended because of it:\n(    .*\n)*"
+                              r"    ranks 0,( 2,)?( 3,)? 4 exited with code 17\n")
+        self.assertRegex(err, r"\n    rank 3 exited with code 7\n|ranks 0,( 2,)? 3, 4 exited")
+
+    def test_the_error_file_that_is_named_is_there(self):
         _, _, err = self.bash(1, "echo '\"message\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
-        self.assertIn("\n  error file: in the temporary log directory, which is removed; "
-                      "--log-dir=DIR keeps it\n", err)
+        (path,) = re.findall(r"\n  error file: (.*)\n", err)
+        with open(path) as f:
+            self.assertEqual(f.read(), '"message"\n')
         self.assertNotIn("error file", self.bash(1, "exit 1")[2])
+        (left,) = os.listdir(self.tmp)  # of the first run alone
+        self.assertIn(left, path)
+
+    def test_a_temporary_directory_that_cannot_be_written_is_named(self):
+        code, _, err = self.bash(1, "true", env={"TMPDIR": "/proc"})
+        self.assertEqual(code, 2, err)
+        self.assertRegex(err, r"\[launch\] the temporary directory /proc/lockstep_\w+ cannot be "
+                              r"created: .+\. Set TMPDIR to a directory you may write, or name one "
+                              r"with --log-dir=DIR\.\n")
 
     def test_a_program_that_is_not_there(self):
         code, _, err = self.run_ranks(2, "./no_such_program", flags=("--no-python",))
