@@ -154,7 +154,7 @@ void Console::flush(Sink& sink) {
   check_finished();
 }
 
-// Nothing tells when a file can be written again, so that is tried now and then.
+// No event says when a file can be written again, so that is tried now and then.
 void Console::on_full(Sink& sink) {
   std::deque<Entry> before;
   before.swap(sink.queue);

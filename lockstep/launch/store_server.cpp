@@ -138,7 +138,7 @@ void StoreServer::watch_sockets() {
     loop_.watch(socket.get(), EPOLLIN, [this, fd = socket.get()](std::uint32_t) { on_accept(fd); });
 }
 
-// The port goes on listening, so that nobody else can; whoever connects waits for the next time.
+// The port listens all the same, so that nobody else can; whoever connects waits.
 void StoreServer::stop_accepting() {
   accepting_ = false;
   for (const Fd& socket : port_.sockets()) loop_.forget(socket.get());

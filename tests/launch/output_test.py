@@ -30,7 +30,7 @@ class Console(Case):
         with open(os.path.join(self.notes, name), "w"):
             pass
 
-    # Its output is many times what pipes and the launcher hold, so most of it meets the full disk.
+    # Its output is many times what pipes and the launcher hold, so most of it finds the disk full.
     FULL = ('until_out() { until grep -q $1 $DISK/out; do echo $1; sleep 0.05; done; }; '
             'until_out before; dd if=/dev/zero of=$DISK/rest bs=4k 2>/dev/null; '
             'yes xxxxxxx | head -c 4000000; ')
@@ -46,7 +46,7 @@ class Console(Case):
         return out, out if shared else err
 
     @unittest.skipUnless(HAVE_SMALL_DISK, "needs a mount namespace")
-    def test_a_full_disk_silences_nothing_but_what_met_it(self):
+    def test_a_full_disk_silences_the_launcher_only_while_it_is_full(self):
         for shared in ("", "yes"):
             with self.subTest(shared=shared):
                 out, err = self.on_a_small_disk("rm $DISK/rest; until_out after; exit 3", shared)

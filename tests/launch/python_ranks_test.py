@@ -60,8 +60,8 @@ for other in range(size):
     assert receive(struct.unpack("=Q", receive(8))[0]) == job
 '''
 
-# A stranger who wants to answer the ranks at MASTER_PORT: every address a client could mean.
-STRANGER = r'''
+# Somebody who wants to answer the ranks at MASTER_PORT: every address a client could mean.
+IMPOSTOR = r'''
 import os, socket
 port = int(os.environ["MASTER_PORT"])
 assert os.environ["RANK"] == "0"
@@ -128,7 +128,7 @@ print("MASTER_ADDR is", os.environ["MASTER_ADDR"], flush=True)
 
     def test_nobody_else_can_listen_at_the_port(self):
         """Without python at the front the launcher begins to serve it a second later."""
-        program = self.program(STRANGER)
+        program = self.program(IMPOSTOR)
         for flags in ((), (f"--master-port={free_port()}",)):
             for command in ((program,),
                             ("--no-python", "bash", "-c", f"{sys.executable} {program}")):
