@@ -23,9 +23,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-void allow_reuse(int fd) {
-  const int on = 1;
-  if (::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0)
+void allow_reuse(int fd, bool allowed = true) {
+  const int value = allowed ? 1 : 0;
+  if (::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &value, sizeof value) != 0)
     throw SystemError("launch", "cannot set SO_REUSEADDR", errno);
 }
 
@@ -98,13 +98,39 @@ std::vector<Fd> bind_sockets(Request request) {
   return sockets;
 }
 
+// With SO_REUSEADDR where connections that were accepted earlier need it. Whoever binds the port in
+// that moment cannot listen any more, or has done so already, and this fails.
 bool begin_to_listen(const std::vector<Fd>& sockets) {
+  constexpr int kQueue = 128;
   for (const Fd& socket : sockets) {
-    if (::listen(socket.get(), 128) != 0) return false;
+    if (::listen(socket.get(), kQueue) != 0) {
+      if (errno != EADDRINUSE) return false;
+      allow_reuse(socket.get());
+      if (::listen(socket.get(), kQueue) != 0) return false;
+    }
     // For what accepted connections leave behind: the next run could not bind the port otherwise.
     allow_reuse(socket.get());
   }
   return true;
+}
+
+// They stay bound; Linux lets them listen again.
+void end_listening(const std::vector<Fd>& sockets) {
+  for (const Fd& socket : sockets) {
+    int listening = 0;
+    socklen_t size = sizeof listening;
+    ::getsockopt(socket.get(), SOL_SOCKET, SO_ACCEPTCONN, &listening, &size);
+    if (listening == 0) continue;
+    allow_reuse(socket.get(), false);  // first, so that there is no moment in which it is shared
+    ::shutdown(socket.get(), SHUT_RDWR);
+  }
+}
+
+// Of a socket that was bound to port 0 the kernel takes the port when it stops listening, so the
+// number alone is wanted.
+int free_port(Reach reach) {
+  const std::vector<Fd> sockets = bind_sockets({.port = 0, .reach = reach, .reuse = false});
+  return sockets.empty() ? 0 : bound_port(sockets.front().get());
 }
 
 // ---------------------------------------------------------------- who has a port
@@ -207,15 +233,15 @@ std::string holder_of(int port) {
 }  // namespace
 
 HeldPort HeldPort::any(Reach reach) {
-  constexpr int kTries = 100;  // the kernel chooses for the first address alone
-  std::vector<Fd> sockets;
-  for (int i = 0; i < kTries && sockets.empty(); ++i) {
-    sockets = bind_sockets({.port = 0, .reach = reach, .reuse = false});
-    if (sockets.empty() && errno != EADDRINUSE) break;
+  constexpr int kTries = 100;  // somebody else may be given the same number meanwhile
+  for (int i = 0; i < kTries; ++i) {
+    const int port = free_port(reach);
+    if (port == 0 && errno != EADDRINUSE) break;
+    if (port == 0) continue;
+    std::vector<Fd> sockets = bind_sockets({.port = port, .reach = reach, .reuse = false});
+    if (!sockets.empty()) return HeldPort(std::move(sockets), port);
   }
-  if (sockets.empty()) throw SystemError("launch", "cannot find a free TCP port", errno);
-  const int number = bound_port(sockets.front().get());
-  return HeldPort(std::move(sockets), number);
+  throw SystemError("launch", "cannot find a free TCP port", errno);
 }
 
 HeldPort HeldPort::exactly(int port, Reach reach) {
@@ -223,14 +249,18 @@ HeldPort HeldPort::exactly(int port, Reach reach) {
   if (sockets.empty() && errno == EADDRINUSE) {
     sockets = bind_sockets({.port = port, .reach = reach, .reuse = true});
     if (!sockets.empty() && !begin_to_listen(sockets)) refuse(port, errno);
+    end_listening(sockets);  // nobody listened, and nobody else can now
   }
   if (sockets.empty()) refuse(port, errno);
   return HeldPort(std::move(sockets), port);
 }
 
 void HeldPort::listen() const {
-  if (!begin_to_listen(sockets_))
-    throw SystemError("launch", fmt::format("cannot listen on port {}", number_), errno);
+  if (!begin_to_listen(sockets_)) refuse(number_, errno);
+}
+
+void HeldPort::stop_listening() const {
+  end_listening(sockets_);
 }
 
 Fd HeldPort::listener() const {

@@ -1,10 +1,10 @@
 // MASTER_PORT: a port that nobody else can use from the moment it is chosen.
 //
 // Its sockets are bound without SO_REUSEADDR, so nobody, of any user, can bind one beside them,
-// also while they do not listen yet. A port that was asked for may have connections of an earlier
-// run that the kernel has not forgotten. It can be bound with SO_REUSEADDR alone then, and listens
-// at once, which keeps others out as well. A socket that is bound with SO_REUSEADDR and does not
-// listen would hold nothing: anybody could bind the port, listen there and answer the ranks.
+// also while they do not listen. A port that was asked for may have connections of an earlier run
+// that the kernel has not forgotten. It can be bound with SO_REUSEADDR alone then; it listens for a
+// moment, in which nobody else can, and loses the flag. A socket that is bound with the flag and
+// does not listen holds nothing: anybody could bind the port, listen there and answer the ranks.
 //
 //   HeldPort port = HeldPort::any(Reach::kLoopback);   // or HeldPort::exactly(29500, reach)
 //   port.listen();
@@ -32,8 +32,9 @@ class HeldPort {
   int number() const { return number_; }
   // One for each address; non-blocking. They belong to this object.
   const std::vector<Fd>& sockets() const { return sockets_; }
-  // Whoever connects waits until somebody accepts. Does nothing the second time.
+  // Throws UsageError as exactly() does. Does nothing the second time.
   void listen() const;
+  void stop_listening() const;  // the port stays held
   // Listens, and returns the first socket once more.
   Fd listener() const;
 

@@ -51,14 +51,15 @@ TEST(HeldPort, NobodyCanBindItWhetherItListensOrNot) {
   EXPECT_EQ(numbers.size(), 200u);
   held.push_back(HeldPort::any(Reach::kNetwork));
   const bool has_ipv6 = held[0].sockets().size() == 2;
-  for (const bool listening : {false, true}) {
+  for (const int round : {0, 1, 2}) {
     for (const int i : {0, 200}) {
       const HeldPort& port = held[static_cast<std::size_t>(i)];
-      if (listening) port.listen();
+      if (round == 1) port.listen();
+      if (round == 2) port.stop_listening();
       for (const char* host : {"127.0.0.1", "0.0.0.0", "::", "::1"}) {
         if (std::strcmp(host, "::1") == 0 && !has_ipv6) continue;
         for (const bool reuse_port : {false, true})
-          EXPECT_FALSE(take_port(host, port.number(), reuse_port)) << host << " " << listening;
+          EXPECT_FALSE(take_port(host, port.number(), reuse_port)) << host << " " << round;
       }
     }
   }
@@ -102,6 +103,8 @@ TEST(HeldPort, AnAskedPortIsTakenBesideWhatAnEarlierRunLeft) {
   client.reset();
   const HeldPort port = HeldPort::exactly(number, Reach::kLoopback);
   EXPECT_FALSE(take_port("127.0.0.1", number));  // although SO_REUSEADDR was needed
+  port.listen();
+  EXPECT_FALSE(take_port("127.0.0.1", number));
 }
 
 // Somebody may have prepared a socket beside a port before it is asked for.
@@ -110,6 +113,10 @@ TEST(HeldPort, ASocketThatWasBoundBeforeCannotListen) {
   const Fd prepared = take_port("127.0.0.1", number);
   ASSERT_TRUE(prepared);
   const HeldPort port = HeldPort::exactly(number, Reach::kLoopback);
+  EXPECT_NE(::listen(prepared.get(), 5), 0);
+  port.listen();
+  EXPECT_NE(::listen(prepared.get(), 5), 0);
+  port.stop_listening();
   EXPECT_NE(::listen(prepared.get(), 5), 0);
 }
 

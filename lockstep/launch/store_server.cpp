@@ -73,7 +73,7 @@ StoreServer::StoreServer(EventLoop& loop, const HeldPort& port, Say say, StoreSe
 StoreServer::~StoreServer() {
   loop_.cancel(listen_timer_);
   loop_.cancel(turn_timer_);
-  stop_accepting();
+  stop_listening();
   for (const auto& [fd, owner] : channels_) loop_.forget(fd);
   for (auto& [client, connection] : connections_) {
     loop_.cancel(connection.handshake_timer);
@@ -126,10 +126,10 @@ void StoreServer::update_listener() {
       std::any_of(connections_.begin(), connections_.end(),
                   [](const auto& each) { return each.second.fd && each.second.rank != kOverTcp; });
   const bool wanted = may_listen_ && (!used_by_channel || used_by_tcp_);
-  if (wanted == accepting_) return;
-  if (!wanted) return stop_accepting();
+  if (wanted == listening_) return;
+  if (!wanted) return stop_listening();
   port_.listen();
-  accepting_ = true;
+  listening_ = true;
   watch_sockets();
 }
 
@@ -138,19 +138,19 @@ void StoreServer::watch_sockets() {
     loop_.watch(socket.get(), EPOLLIN, [this, fd = socket.get()](std::uint32_t) { on_accept(fd); });
 }
 
-// The port listens all the same, so that nobody else can; whoever connects waits.
-void StoreServer::stop_accepting() {
-  accepting_ = false;
+void StoreServer::stop_listening() {
+  listening_ = false;
   for (const Fd& socket : port_.sockets()) loop_.forget(socket.get());
+  port_.stop_listening();
 }
 
 // Out of descriptors: those who want to connect wait in the kernel's queue.
-void StoreServer::accept_again_later() {
+void StoreServer::listen_again_later() {
   for (const Fd& socket : port_.sockets()) loop_.forget(socket.get());
   loop_.cancel(listen_timer_);  // of an earlier pause
   listen_timer_ = loop_.after(kAcceptPause, [this] {
     listen_timer_ = 0;
-    if (accepting_ && !loop_.watching(port_.sockets().front().get())) watch_sockets();
+    if (listening_ && !loop_.watching(port_.sockets().front().get())) watch_sockets();
   });
 }
 
@@ -159,7 +159,7 @@ void StoreServer::on_accept(int listener) {
     Fd fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
     if (!fd) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
-        accept_again_later();
+        listen_again_later();
       return;
     }
     if (count(kOverTcp) >= options_.tcp_connections) continue;

@@ -3,13 +3,11 @@
 // Ranks that use Lockstep reach it over the channel they inherit (rendezvous/store_channel.h).
 // Python ranks connect to MASTER_PORT as they do under torchrun, so the server also listens there,
 // on the loopback interface alone. It cannot know which of the two a program will do:
-//   - It begins to accept clients `listen_after` after the start, unless a rank has a connection
-//     over its channel then, and again when the last such connection has closed.
-//   - It stops when a rank opens one before any TCP client has completed a command (the handshake
-//     is one). Once one has, it accepts them until it is destroyed.
-// The port begins to listen with the first of these and never stops, so that nobody else can
-// listen there; meanwhile clients wait. They are not authenticated: every user of the host can
-// read and set keys while they are accepted.
+//   - It begins to listen `listen_after` after the start, unless a rank has a connection over its
+//     channel then, and again when the last such connection has closed.
+//   - It stops listening when a rank opens one before any TCP client has completed a command (the
+//     handshake is one). Once one has, it listens until it is destroyed.
+// TCP clients are not authenticated: every user of the host can read and set keys while it listens.
 //
 // With several hosts node 0's launcher has the keys. The launchers of the others serve their ranks
 // in the same way, and forward the bytes over the link between the launchers (store_streams.h).
@@ -78,7 +76,7 @@ class StoreServer {
 
   // The rank's end, close-on-exec.
   Fd open_channel(int rank);
-  bool accepting() const { return accepting_; }  // over TCP
+  bool listening() const { return listening_; }
   // From another launcher. Throws UsageError where it breaks the protocol.
   void on_frame(int node, const StoreFrame& frame);
   // The launcher of that node is lost: its clients are dropped. Without node 0 no client is served.
@@ -129,15 +127,15 @@ class StoreServer {
   std::size_t count(int rank) const;
   void update_listener();
   void watch_sockets();
-  void stop_accepting();
-  void accept_again_later();
+  void stop_listening();
+  void listen_again_later();
 
   EventLoop& loop_;
   const HeldPort& port_;
   Say say_;
   StoreServerOptions options_;
   StoreTable table_;
-  bool accepting_ = false;
+  bool listening_ = false;
   EventLoop::TimerId listen_timer_ = 0;
   bool may_listen_ = false;  // ranks have had time to use their channels
   bool used_by_tcp_ = false;

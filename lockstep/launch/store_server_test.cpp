@@ -69,9 +69,9 @@ struct Server {
     write_all(fd.get(), bytes);
     return receive(fd);
   }
-  void run_until_accepting() {
-    for (int round = 0; round < kRounds && !server.accepting(); ++round) run_for(10);
-    EXPECT_TRUE(server.accepting());
+  void run_until_listening() {
+    for (int round = 0; round < kRounds && !server.listening(); ++round) run_for(10);
+    EXPECT_TRUE(server.listening());
   }
 };
 
@@ -84,38 +84,38 @@ Deadline soon() {
 TEST(StoreServer, NoPortIsOpenWhereRanksUseTheirChannels) {
   Server s({.listen_after = std::chrono::milliseconds(50)});
   const Fd channel = s.server.open_channel(0);
-  EXPECT_FALSE(s.server.accepting());
+  EXPECT_FALSE(s.server.listening());
   {
     const Fd connection = open_store_connection(channel.get(), soon());
     EXPECT_NE(::fcntl(channel.get(), F_GETFD) & FD_CLOEXEC, 0);
     EXPECT_EQ(s.exchange(connection, kHandshake + kPing), kPong);
     s.run_for(100);
-    EXPECT_FALSE(s.server.accepting());
+    EXPECT_FALSE(s.server.listening());
     EXPECT_FALSE(s.connect_tcp());
   }
-  s.run_until_accepting();  // nobody uses a channel any more: a Python program may come next
+  s.run_until_listening();  // nobody uses a channel any more: a Python program may come next
 }
 
 TEST(StoreServer, ListensOnLoopbackForRanksWithoutAChannel) {
   Server s({.listen_after = std::chrono::milliseconds(10)});
   const Fd channel = s.server.open_channel(0);
-  s.run_until_accepting();
+  s.run_until_listening();
   const Fd scanner = s.connect_tcp();
   write_all(scanner.get(), "who");
   const Fd before = open_store_connection(channel.get(), soon());
   EXPECT_EQ(s.exchange(before, kHandshake + kPing), kPong);
-  EXPECT_FALSE(s.server.accepting());  // one that never spoke the protocol holds nothing open
+  EXPECT_FALSE(s.server.listening());  // one that never spoke the protocol holds nothing open
 }
 
 TEST(StoreServer, StaysOpenOnceATcpClientHasCome) {
   Server s({.listen_after = std::chrono::milliseconds(10)});
   const Fd channel = s.server.open_channel(0);
-  s.run_until_accepting();
+  s.run_until_listening();
   const Fd python = s.connect_tcp();
   EXPECT_EQ(s.exchange(python, kHandshake + kPing), kPong);
   const Fd connection = open_store_connection(channel.get(), soon());
   EXPECT_EQ(s.exchange(connection, kHandshake + kPing), kPong);
-  EXPECT_TRUE(s.server.accepting());
+  EXPECT_TRUE(s.server.listening());
   EXPECT_EQ(s.exchange(connection, command(Command::kSet, piece("k") + piece("v")) + kPing), kPong);
   EXPECT_EQ(s.exchange(python, command(Command::kGet, piece("k"))), piece("v"));
 }
@@ -125,7 +125,7 @@ TEST(StoreServer, RefusesTheConnectionThatIsTooManyAndNonsense) {
             .tcp_connections = 2,
             .listen_after = std::chrono::milliseconds(10)});
   const Fd channel = s.server.open_channel(7);
-  s.run_until_accepting();
+  s.run_until_listening();
   std::vector<Fd> clients;
   for (int i = 0; i < 3; ++i) clients.push_back(s.connect_tcp());
   EXPECT_EQ(s.exchange(clients[0], kHandshake + kPing), kPong);
@@ -141,29 +141,25 @@ TEST(StoreServer, RefusesTheConnectionThatIsTooManyAndNonsense) {
   EXPECT_THAT(s.said.back(), HasSubstr("rank 7 has 2 connections"));
 }
 
-// Whoever came while the ranks use their channels is served once they do not.
-TEST(StoreServer, ATcpClientWaitsWhileRanksUseTheirChannels) {
+TEST(StoreServer, ThePortIsHeldWhileItDoesNotListen) {
   Server s({.listen_after = std::chrono::milliseconds(10)});
   const Fd channel = s.server.open_channel(0);
-  s.run_until_accepting();
-  Fd client;
+  s.run_until_listening();
+  const Fd earlier = s.connect_tcp();  // leaves a trace of the port behind
   {
     const Fd connection = open_store_connection(channel.get(), soon());
     EXPECT_EQ(s.exchange(connection, kHandshake + kPing), kPong);
-    EXPECT_FALSE(s.server.accepting());
-    client = s.connect_tcp();
-    ASSERT_TRUE(client);  // the port is ours all the time
-    write_all(client.get(), kHandshake + kPing);
-    s.run_for(50);
-    char byte = 0;
-    EXPECT_EQ(::recv(client.get(), &byte, 1, MSG_DONTWAIT), -1);
+    EXPECT_FALSE(s.server.listening());
+    EXPECT_FALSE(s.connect_tcp());
+    EXPECT_THROW(HeldPort::exactly(s.port.number(), Reach::kLoopback), UsageError);
   }
-  EXPECT_EQ(s.receive(client), kPong);
+  s.run_until_listening();
+  EXPECT_EQ(s.exchange(s.connect_tcp(), kHandshake + kPing), kPong);
 }
 
 TEST(StoreServer, WaitsWhileThereAreNoDescriptors) {
   Server s({.listen_after = std::chrono::milliseconds(10)});
-  s.run_until_accepting();
+  s.run_until_listening();
   const Fd client = s.connect_tcp();
   write_all(client.get(), kHandshake + kPing);
   rlimit before{};
@@ -215,7 +211,7 @@ struct Sender {
 // the others waiting, and exceed what TCP connections may hold together, which is said.
 TEST(StoreServer, AClientThatAsksForMuchDoesNotStallTheLoop) {
   Server s({.listen_after = std::chrono::milliseconds(10)});
-  s.run_until_accepting();
+  s.run_until_listening();
   const Fd greedy = s.connect_tcp(), modest = s.connect_tcp();
   EXPECT_EQ(s.exchange(modest, kHandshake + kPing), kPong);
   {
@@ -263,7 +259,7 @@ TEST(StoreServer, WhatAClientHasSentBeforeItClosesIsCarriedOut) {
 TEST(StoreServer, TheBytesOfAllTcpConnectionsAreBounded) {
   Server s({.tcp_bytes = 1u << 20, .listen_after = std::chrono::milliseconds(10)});
   const Fd channel = s.server.open_channel(3);
-  s.run_until_accepting();
+  s.run_until_listening();
   const std::string large(3u << 20, 'v');
   const std::string half =
       kHandshake + command(Command::kSet, piece("k") + piece(large)).substr(0, 700u << 10);
@@ -288,7 +284,7 @@ TEST(StoreServer, TheBytesOfAllTcpConnectionsAreBounded) {
 
 TEST(StoreServer, RepliesThatATcpClientDoesNotReadAreBoundedToo) {
   Server s({.tcp_bytes = 20u << 20, .listen_after = std::chrono::milliseconds(10)});
-  s.run_until_accepting();
+  s.run_until_listening();
   const std::string value(store::kMaxValueBytes, 'v');
   std::vector<Fd> clients;
   for (int i = 0; i < 8; ++i) clients.push_back(s.connect_tcp());
@@ -307,7 +303,7 @@ TEST(StoreServer, RepliesThatATcpClientDoesNotReadAreBoundedToo) {
 TEST(StoreServer, ATcpConnectionWithoutAHandshakeIsClosed) {
   Server s({.tcp_handshake = std::chrono::milliseconds(100),
             .listen_after = std::chrono::milliseconds(10)});
-  s.run_until_accepting();
+  s.run_until_listening();
   const Fd silent = s.connect_tcp(), slow = s.connect_tcp(), client = s.connect_tcp();
   write_all(slow.get(), kHandshake.substr(0, 3));
   EXPECT_EQ(s.exchange(client, kHandshake + kPing), kPong);
@@ -333,7 +329,7 @@ TEST(StoreServer, LeavesNoTimerBehind) {
   start(std::chrono::milliseconds(1));
   const Fd channel = server->open_channel(0);
   run_for(20);
-  ASSERT_TRUE(server->accepting());
+  ASSERT_TRUE(server->listening());
   rlimit before{};
   ::getrlimit(RLIMIT_NOFILE, &before);
   std::vector<Fd> clients;
@@ -352,17 +348,17 @@ TEST(StoreServer, LeavesNoTimerBehind) {
   {
     const Fd connection = open_store_connection(channel.get(), soon());
     run_for(10);
-    EXPECT_FALSE(server->accepting());
+    EXPECT_FALSE(server->listening());
   }
   clients.clear();
   run_for(10);
-  EXPECT_TRUE(server->accepting());
+  EXPECT_TRUE(server->listening());
   connect_without_descriptors();  // within the first pause
   start(std::chrono::milliseconds(400));
   run_for(300);  // what fires now belongs to the first
   start(std::chrono::hours(1));
   run_for(200);  // and now to the second
-  EXPECT_FALSE(server->accepting());
+  EXPECT_FALSE(server->listening());
 }
 
 // ---------------------------------------------------------------- the variable
