@@ -177,9 +177,9 @@ class WithoutSecret(Hostile):
             peer.sendall(line("failed", failure=failure(
                 cause=evil, message=evil, stack=[evil], last_lines=[evil], host=evil,
                 others=[evil], note=evil, logs=evil, code=3, program=evil, error_file=evil,
-                standing=[evil])))
+                standing=[evil], victims=[evil])))
             peer.sendall(line("down", failure=failure(cause=evil, host=evil, code=3,
-                                                      standing=[evil, evil])))
+                                                      standing=[evil], victims=[evil])))
             code, _, err = self.finish(first)
         self.assertEqual(code, 3, err)
         self.assertIn("--rdzv-id=\\x1b]0;owned", err)

@@ -35,10 +35,10 @@ class Console(Case):
             'until_out before; dd if=/dev/zero of=$DISK/rest bs=4k 2>/dev/null; '
             'yes xxxxxxx | head -c 4000000; ')
 
-    def on_a_small_disk(self, script, shared):
+    def on_a_small_disk(self, script, shared, *flags):
         disk = os.path.join(self.dir.name, "disk")
         os.makedirs(disk, exist_ok=True)
-        process = self.start_bash(1, self.FULL + script, prefix=SMALL_DISK,
+        process = self.start_bash(1, self.FULL + script, *flags, prefix=SMALL_DISK,
                                   env={"DISK": disk, "SHARED": shared})
         code, out, err = self.finish(process)
         os.rmdir(disk)
@@ -59,6 +59,18 @@ class Console(Case):
                 self.assertIn("failed: exited with code 3", err)
                 if not shared:
                     self.assertIn("stdout cannot be written: the disk is full", err)
+
+    @unittest.skipUnless(HAVE_SMALL_DISK, "needs a mount namespace")
+    def test_a_log_file_on_a_full_disk_is_written_again(self):
+        logs = os.path.join(self.dir.name, "disk", "logs")
+        _, err = self.on_a_small_disk(
+            'log=$(dirname $TORCHELASTIC_ERROR_FILE)/stdout.log; rm $DISK/rest; '
+            'until grep -q after $log; do echo after; sleep 0.05; done; cp $log $NOTES/log; exit 3',
+            "", f"--log-dir={logs}", "--tee=1")
+        self.assertRegex(err, rf"\[launch\] {logs}/\S+/stdout.log cannot be written: No space")
+        with open(os.path.join(self.notes, "log")) as f:
+            self.assertRegex(f.read(), r"(?s)^before\n.*\n\[launch\] about \d+ bytes of output are "
+                                       r"lost here\.\n.*after\n$")
 
     @unittest.skipUnless(HAVE_SMALL_DISK, "needs a mount namespace")
     def test_a_disk_that_stays_full_ends_the_run_as_well(self):
