@@ -283,7 +283,7 @@ class Network(unittest.TestCase):
             for more in ([], ["--master-addr=127.0.0.1"]):
                 found, result = checks(f"--master-port={port}", *more)
                 self.assertEqual((found["port"]["status"], result.returncode), ("fail", 1))
-                self.assertIn("Address already in use", found["port"]["value"])
+                self.assertIn(f"pid {os.getpid()} (", found["port"]["value"])
                 self.assertIn(f"sport = :{port}", found["port"]["remedy"])
         found, _ = checks(f"--master-port={port}")
         self.assertIn(f"{port} is free", found["port"]["value"])

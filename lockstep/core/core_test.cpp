@@ -1,8 +1,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <thread>
 
 #include "lockstep/core/deadline.h"
@@ -123,6 +126,22 @@ TEST(Fd, ClosesAndMoves) {
   EXPECT_EQ(::write(raw, "x", 1), -1);
   char buffer[8];
   EXPECT_EQ(::read(pipe.read.get(), buffer, sizeof buffer), 5);
+}
+
+TEST(Fd, AnAtomicFileThatDoesNotFitLeavesNothing) {
+  const auto folder = std::filesystem::path(::testing::TempDir()) /
+                      fmt::format("lockstep_does_not_fit_{}", ::getpid());
+  std::filesystem::create_directories(folder);
+  rlimit before{};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit small{100, before.rlim_max};
+  const auto old = ::signal(SIGXFSZ, SIG_IGN);
+  ::setrlimit(RLIMIT_FSIZE, &small);
+  EXPECT_THROW(write_file_atomically(folder / "file", std::string(1000, 'x')), SystemError);
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  ::signal(SIGXFSZ, old);
+  EXPECT_TRUE(std::filesystem::is_empty(folder));
+  ::rmdir(folder.c_str());
 }
 
 TEST(Fd, AtomicFileReplacesWhole) {

@@ -116,7 +116,12 @@ void write_file_atomically(const std::string& path, std::string_view data) {
               "cannot write {} ({}). Choose a folder that exists and that you may write to.", path,
               std::strerror(errno)),
           errno);
-    write_all(fd.get(), data);
+    try {
+      write_all(fd.get(), data);
+    } catch (const SystemError&) {  // a full disk, say, which the rest of it would not help
+      ::unlink(temporary.c_str());
+      throw;
+    }
   }
   if (::rename(temporary.c_str(), path.c_str()) != 0) {
     const int error = errno;

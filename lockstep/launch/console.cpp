@@ -10,10 +10,20 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <utility>
 
 #include "lockstep/core/error.h"
 
 namespace lockstep::launch {
+namespace {
+
+constexpr long kGone = -1;
+constexpr long kNoSpace = -2;
+constexpr std::chrono::milliseconds kRoomRetry{200};
+constexpr std::chrono::milliseconds kRoomTimeout{3000};  // at the end
+constexpr std::size_t kOwnBytes = 1u << 20;              // of the launcher's lines that wait
+
+}  // namespace
 
 Console::Console(EventLoop& loop, int out_fd, int err_fd) : loop_(loop), fds_{out_fd, err_fd} {
   struct stat out {};
@@ -33,6 +43,7 @@ Console::Console(EventLoop& loop, int out_fd, int err_fd) : loop_(loop), fds_{ou
 
 Console::~Console() {
   for (const auto& sink : sinks_) {
+    loop_.cancel(sink->room_timer);
     if (sink->watched) loop_.forget(sink->watch_fd);
   }
 }
@@ -71,6 +82,10 @@ void Console::put(const Piece& piece) {
 
 void Console::enqueue(Sink& sink, int fd, int source, std::string data) {
   if (data.empty()) return;
+  if (sink.full && (source != kLauncher || pending_[source] > kOwnBytes)) {
+    sink.lost += data.size();
+    return;
+  }
   pending_[source] += data.size();
   // Small lines are joined, so that a flood of them is not a flood of writes.
   constexpr std::size_t kJoinBytes = 64u << 10;
@@ -80,15 +95,15 @@ void Console::enqueue(Sink& sink, int fd, int source, std::string data) {
   } else {
     sink.queue.push_back({fd, source, std::move(data)});
   }
-  if (sink.watched || sink.flush_posted) return;
+  if (sink.watched || sink.flush_posted || sink.full) return;
   sink.flush_posted = true;
   loop_.post([this, &sink] {
     sink.flush_posted = false;
-    if (!sink.watched) flush(sink);
+    if (!sink.watched && !sink.full) flush(sink);
   });
 }
 
-// Bytes written, 0 when there is no room now, -1 when it is gone.
+// Bytes written, 0 when it takes nothing now, kNoSpace or kGone.
 long Console::write_some(Sink& sink, int fd, std::string_view data) {
   if (!sink.is_socket && !sink.never_blocks && !sink.private_fd) {
     // A descriptor we could not open again: ask first, and write what fits for certain.
@@ -103,7 +118,8 @@ long Console::write_some(Sink& sink, int fd, std::string_view data) {
             : ::write(sink.private_fd ? sink.private_fd.get() : fd, data.data(), data.size());
     if (n >= 0) return n;
     if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
-    if (errno != EINTR) return -1;
+    if (errno == ENOSPC || errno == EDQUOT) return kNoSpace;
+    if (errno != EINTR) return kGone;
   }
 }
 
@@ -113,9 +129,12 @@ void Console::flush(Sink& sink) {
     Entry& entry = sink.queue.front();
     const std::string_view rest = std::string_view(entry.data).substr(sink.offset);
     const long n = write_some(sink, entry.fd, rest);
+    if (n == kNoSpace) return on_full(sink);
     if (n < 0) return kill(sink);
     if (n == 0) break;
     progress = true;
+    sink.full = false;
+    sink.torn = rest[static_cast<std::size_t>(n) - 1] != '\n';
     sink.offset += static_cast<std::size_t>(n);
     const int source = entry.source;
     if (sink.offset == entry.data.size()) {
@@ -131,16 +150,68 @@ void Console::flush(Sink& sink) {
     loop_.forget(sink.watch_fd);
   }
   sink.watched = wait;
-  if (progress && timeout_timer_ != 0) {
-    loop_.cancel(timeout_timer_);
-    timeout_timer_ = loop_.after(timeout_, [this] {
-      for (const auto& stuck : sinks_) kill(*stuck);
-    });
+  if (progress && timeout_timer_ != 0) wait_at_most(timeout_);
+  check_finished();
+}
+
+// No event says when a file can be written again, so that is tried now and then.
+void Console::on_full(Sink& sink) {
+  std::deque<Entry> before;
+  before.swap(sink.queue);
+  for (Entry& entry : before) {
+    const std::size_t rest = entry.data.size() - std::exchange(sink.offset, 0);
+    if (entry.source == kLauncher) {  // whole, however much of it was written
+      pending_[kLauncher] += entry.data.size() - rest;
+      sink.queue.push_back(std::move(entry));
+    } else {
+      sink.lost += rest;
+      account(entry.source, rest);
+    }
+  }
+  sink.open_source = kNobody;
+  if (sink.watched) loop_.forget(sink.watch_fd);
+  sink.watched = false;
+  loop_.cancel(sink.room_timer);
+  sink.room_timer = loop_.after(kRoomRetry, [this, &sink] { look_for_room(sink); });
+  if (!std::exchange(sink.full, true)) {
+    if (&sink != sink_of_[kErr])
+      say("[launch] stdout cannot be written: the disk is full. What the ranks print there is lost "
+          "until there is room.");
+    if (timeout_timer_ != 0) wait_at_most(kRoomTimeout);
   }
   check_finished();
 }
 
+void Console::look_for_room(Sink& sink) {
+  sink.room_timer = 0;
+  if (sink.lost == 0) return flush(sink);
+  const int fd = sink.queue.empty() ? sink.watch_fd : sink.queue.front().fd;
+  const std::string news =
+      fmt::format("{}[launch] the disk was full: {} bytes of output are lost here.\n",
+                  sink.torn ? "\n" : "", sink.lost);
+  const long n = write_some(sink, fd, news);
+  if (n == kNoSpace) return on_full(sink);
+  if (n < 0) return kill(sink);
+  sink.full = false;
+  sink.lost = 0;
+  const std::string rest = news.substr(static_cast<std::size_t>(n));
+  sink.torn = !rest.empty();
+  if (sink.torn) sink.queue.push_front({fd, kLauncher, rest});
+  pending_[kLauncher] += rest.size();
+  flush(sink);
+}
+
+void Console::wait_at_most(std::chrono::milliseconds timeout) {
+  timeout_ = timeout;
+  loop_.cancel(timeout_timer_);
+  timeout_timer_ = loop_.after(timeout, [this] {
+    timeout_timer_ = 0;
+    for (const auto& stuck : sinks_) kill(*stuck);
+  });
+}
+
 void Console::kill(Sink& sink) {
+  loop_.cancel(sink.room_timer);
   if (sink.watched) loop_.forget(sink.watch_fd);
   sink.watched = false;
   sink.dead = true;
@@ -179,11 +250,14 @@ void Console::finish(std::chrono::milliseconds timeout, EventLoop::Task done) {
     sink.open_source = kNobody;
     enqueue(sink, fds_[target], kLauncher, "\n");
   }
+  for (const auto& sink : sinks_) {
+    if (!sink->full) continue;
+    loop_.cancel(sink->room_timer);
+    look_for_room(*sink);
+    if (sink->full) timeout = std::min(timeout, kRoomTimeout);
+  }
   done_ = std::move(done);
-  timeout_ = timeout;
-  timeout_timer_ = loop_.after(timeout, [this] {
-    for (const auto& stuck : sinks_) kill(*stuck);
-  });
+  wait_at_most(timeout);
   check_finished();
 }
 

@@ -4,6 +4,8 @@
 // the supervision or another rank. Lines are queued and written when the descriptor has room; each
 // source (one stream of one rank) may have only so much queued, and is then not read from until the
 // console has caught up, so only the noisy one waits. A console that is gone swallows everything.
+// On a disk that is full, what ranks write is lost, since they cannot wait for somebody to free
+// space; the launcher's own lines wait. When there is room again, a line says how much was lost.
 // When stdout and stderr are one file, they share one queue: lines keep their order.
 //
 //   Console console(loop, STDOUT_FILENO, STDERR_FILENO);
@@ -56,7 +58,8 @@ class Console {
   void drop_source(int source) { waiting_.erase(source); }
 
   bool empty() const;
-  // Calls `done` when everything is written, or when nothing could be written for `timeout`.
+  // Calls `done` when everything is written, or when nothing could be written for `timeout`. A disk
+  // that is full is given a few seconds only.
   void finish(std::chrono::milliseconds timeout, EventLoop::Task done);
 
  private:
@@ -72,6 +75,10 @@ class Console {
     int open_source = kNobody;  // whose line is begun and not ended
     bool open_marked = false;   // with a prefix
     bool dead = false;
+    bool full = false;     // its disk
+    bool torn = false;     // what was written last does not end a line
+    std::size_t lost = 0;  // bytes, since the disk is full
+    EventLoop::TimerId room_timer = 0;
     bool watched = false;
     bool flush_posted = false;  // lines of one batch of events are written together
     Fd private_fd;              // our own non-blocking description of it, where possible
@@ -87,6 +94,9 @@ class Console {
   long write_some(Sink& sink, int fd, std::string_view data);
   void account(int source, std::size_t written);
   void kill(Sink& sink);
+  void on_full(Sink& sink);
+  void look_for_room(Sink& sink);
+  void wait_at_most(std::chrono::milliseconds timeout);
   void check_finished();
 
   EventLoop& loop_;

@@ -153,7 +153,8 @@ class ArgumentReader {
       }
       std::string rest = arg.substr(i + 1);
       if (!rest.empty() && rest[0] == '=') rest.erase(0, 1);
-      given_.values.set(*flag, rest.empty() ? value_argument(origin) : rest, origin);
+      given_.values.set(*flag, rest.empty() ? value_argument(origin) : rest,
+                        fmt::format("--{}", flag->name));
       return;
     }
   }

@@ -585,8 +585,10 @@ TEST(Output, StreamsAreOneNumberOrAMapOfRanks) {
   EXPECT_EQ(map.at(2), Streams::kNone);
   EXPECT_EQ(map.at(12), Streams::kErr);
   EXPECT_EQ(plan_of({"-r3"}).redirects.at(99), Streams::kAll);
-  EXPECT_THAT(refusal_of({"-r", "4"}), HasSubstr("-r='4': '4' is not 0 (none), 1 (stdout)"));
-  EXPECT_THAT(refusal_of({"-t", "0:9"}), HasSubstr("'9' is not 0 (none)"));
+  EXPECT_THAT(refusal_of({"-r", "4"}),
+              HasSubstr("--redirects='4': '4' is not 0 (none), 1 (stdout)"));
+  EXPECT_THAT(refusal_of({"-r", "0:9"}), HasSubstr("--redirects='0:9': '9' is not 0 (none)"));
+  EXPECT_THAT(refusal_of({"-t0:9"}), HasSubstr("--tee='0:9': '9' is not 0 (none)"));
   EXPECT_THAT(refusal_of({"--tee=a:1"}), HasSubstr("'a:1' is not <local rank>:<streams>"));
   EXPECT_THAT(refusal_of({"--tee=0:1,2"}), HasSubstr("'2' is not <local rank>:<streams>"));
   EXPECT_THAT(notes_of({"-r", "5:3"}),

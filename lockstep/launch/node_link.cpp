@@ -433,7 +433,7 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
         handshake.node, handshake.host, flag, theirs, flag, ours);
   };
   if (handshake.run_id != plan_.run_id)
-    return differs("--rdzv-id", printable(handshake.run_id), plan_.run_id);
+    return differs("--rdzv-id", one_line(handshake.run_id), plan_.run_id);
   if (handshake.nnodes != plan_.nnodes) return differs("--nnodes", handshake.nnodes, plan_.nnodes);
   if (handshake.node < 1 || handshake.node >= plan_.nnodes)
     return fmt::format("[launch] --node-rank={} on {} is not between 1 and {}.", handshake.node,
@@ -642,16 +642,15 @@ void Spoke::try_later(const std::string& why) {
 }
 
 void Spoke::try_now() {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  const std::string port = std::to_string(plan_.master_port);
-  const int error = ::getaddrinfo(plan_.master_addr.c_str(), port.c_str(), &hints, &found);
-  if (error != 0) return try_later(fmt::format("its name: {}", ::gai_strerror(error)));
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> addresses(found, &::freeaddrinfo);
+  lookup_ = std::make_unique<Lookup>(loop_, plan_.master_addr, plan_.master_port,
+                                     [this](const Addresses& found) { try_addresses(found); });
+}
+
+void Spoke::try_addresses(const Addresses& found) {
+  if (found.error != 0) return try_later(fmt::format("its name: {}", ::gai_strerror(found.error)));
   // A name may have several addresses and answer at one: each try begins with the next.
   std::vector<const addrinfo*> order;
-  for (const addrinfo* at = addresses.get(); at != nullptr; at = at->ai_next) order.push_back(at);
+  for (const addrinfo* at = found.first.get(); at != nullptr; at = at->ai_next) order.push_back(at);
   std::rotate(order.begin(), order.begin() + static_cast<long>(tries_++ % order.size()),
               order.end());
   std::string problem = "no address";

@@ -7,8 +7,7 @@
 // Until a peer has joined, it is anybody: it has a deadline, short lines, few connections of which
 // the greediest address loses one first, and an answer that says nothing of this run.
 //
-// A lost host is noticed by the kernel's own keep-alive (kLostAfter), not by messages: a launcher
-// that is busy for some seconds is not taken for dead.
+// A lost host is noticed by the kernel's keep-alive (kLostAfter): a busy launcher is not lost.
 //
 //   Hub hub(loop, plan, port.listener(), {...});       // node 0
 //   Spoke spoke(loop, plan, {...}); spoke.connect();   // the others
@@ -26,6 +25,7 @@
 #include <vector>
 
 #include "lockstep/launch/event_loop.h"
+#include "lockstep/launch/lookup.h"
 #include "lockstep/launch/node_message.h"
 #include "lockstep/launch/plan.h"
 #include "lockstep/rendezvous/secure_channel.h"
@@ -172,6 +172,7 @@ class Spoke {
 
  private:
   void try_now();
+  void try_addresses(const Addresses& found);
   void on_connected(Fd socket);
   void disconnect();
   void on_closed(const Closing& closing);
@@ -185,6 +186,7 @@ class Spoke {
   std::string host_;
   Handlers handlers_;
   std::unique_ptr<SecureContext> secure_;
+  std::unique_ptr<Lookup> lookup_;
   Fd pending_;
   std::unique_ptr<Connection> connection_;
   bool welcome_ = false;
@@ -192,9 +194,7 @@ class Spoke {
   std::string last_problem_ = "not tried yet";
   std::string local_address_;
   EventLoop::Clock::time_point started_;
-  EventLoop::TimerId overdue_timer_ = 0;
-  EventLoop::TimerId retry_timer_ = 0;
-  EventLoop::TimerId answer_timer_ = 0, progress_timer_ = 0;
+  EventLoop::TimerId overdue_timer_ = 0, retry_timer_ = 0, answer_timer_ = 0, progress_timer_ = 0;
 };
 
 }  // namespace lockstep::launch

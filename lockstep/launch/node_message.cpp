@@ -43,22 +43,6 @@ NodeShare share_from_json(const Node& json) {
   return {int_at(json, "nproc_per_node", 1, kMaxWorldSize), text_at(json, "role")};
 }
 
-// Without line breaks, which would let a node write lines that look like this launcher's.
-std::string one_line(std::string_view text) {
-  std::string result = printable(text);
-  std::replace(result.begin(), result.end(), '\n', ' ');
-  return result;
-}
-
-void make_printable(RankFailure& failure) {
-  failure.message = printable(failure.message);  // printed with every line indented
-  for (std::string* text : {&failure.host, &failure.cause, &failure.program, &failure.error_file,
-                            &failure.note, &failure.logs})
-    *text = one_line(*text);
-  for (auto* lines : {&failure.stack, &failure.last_lines, &failure.others})
-    for (std::string& line : *lines) line = one_line(line);
-}
-
 bool is_printable(char32_t c) {
   if (c < 0x20) return c == '\n' || c == '\t';
   const bool control = c >= 0x7f && c < 0xa0;
@@ -87,6 +71,12 @@ std::string printable(std::string_view text) {
   return result;
 }
 
+std::string one_line(std::string_view text) {
+  std::string result = printable(text);
+  std::replace(result.begin(), result.end(), '\n', ' ');
+  return result;
+}
+
 std::string encode(const Message& message) {
   NodeMembers json = {
       {"lockstep", integer_node(kProtocol)},      {"node", integer_node(message.node)},
@@ -112,11 +102,28 @@ std::string encode(const Message& message) {
 
 namespace {
 
+// All of a message's text, whatever its fields are. Only a rank's message and what node 0 says have
+// lines. A failure is JSON again; run ids and roles are compared, so they stay as they are.
+void make_printable(Node& node, bool lines = false) {
+  if (node.is(NodeKind::kString)) node.text = lines ? printable(node.text) : one_line(node.text);
+  for (Node& item : node.items) make_printable(item);
+  for (Entry& entry : node.entries) {
+    if (entry.key == "failure" || entry.key == "run_id" || entry.key == "role") continue;
+    make_printable(entry.value, entry.key == "message" || entry.key == "text");
+  }
+}
+
+Node parse_printable(const std::string& text, const std::string& name) {
+  Node json = parse_json(text, name);
+  make_printable(json);
+  return json;
+}
+
 Message::Kind kind_of(const std::string& wanted) {
   const auto found = std::find_if(std::begin(kKindNames), std::end(kKindNames),
                                   [&](const auto& entry) { return wanted == entry.second; });
   if (found == std::end(kKindNames))
-    throw UsageError("launch", "unknown message '{}' from another launcher.", printable(wanted));
+    throw UsageError("launch", "unknown message '{}' from another launcher.", wanted);
   return found->first;
 }
 
@@ -124,9 +131,9 @@ Message::Kind kind_of(const std::string& wanted) {
 void read_outcome(const Node& json, Message& message) {
   using Kind = Message::Kind;
   if (const Entry* failure = json.find("failure")) {
-    message.failure = failure_from_json(as_string(failure->value, "failure"));
+    const Node tree = parse_printable(as_string(failure->value, "failure"), "failure");
+    message.failure = failure_from_json(to_json(tree));
     int_of(message.failure->code, "failure.code", 1, kMaxExitCode);
-    make_printable(*message.failure);
   }
   const bool failed =
       message.kind == Kind::kRefused || (message.kind == Kind::kEnd && message.failure.has_value());
@@ -139,7 +146,7 @@ void read_outcome(const Node& json, Message& message) {
 
 Message decode(const std::string& line) {
   try {
-    const Node json = parse_json(line, "message");
+    const Node json = parse_printable(line, "message");
     Message message;
     if (const int theirs = int_at(json, "lockstep"); theirs != kProtocol) {
       message.kind = Message::Kind::kForeign;
@@ -152,7 +159,7 @@ Message decode(const std::string& line) {
     message.kind = kind_of(text_at(json, "kind"));
     message.node = int_at(json, "node", 0);
     message.attempt = int_at(json, "attempt", 0);
-    message.text = printable(text_at(json, "text"));
+    message.text = text_at(json, "text");
     read_outcome(json, message);
     if (message.kind == Message::Kind::kStart) {
       for (const Node& share : json.at("nodes").items)
@@ -160,7 +167,7 @@ Message decode(const std::string& line) {
     }
     if (message.kind == Message::Kind::kHandshake) {
       message.run_id = text_at(json, "run_id");
-      message.host = one_line(text_at(json, "host"));
+      message.host = text_at(json, "host");
       if (message.host.size() > kMaxHostBytes)
         throw UsageError("launch", "another launcher's 'host' has {} bytes, more than {}.",
                          message.host.size(), kMaxHostBytes);
@@ -169,7 +176,7 @@ Message decode(const std::string& line) {
     }
     return message;
   } catch (const UsageError& error) {
-    const std::string text = printable(error.what());
+    const std::string text = one_line(error.what());
     constexpr std::string_view kOwn = "[launch] ";
     if (text.starts_with(kOwn)) throw UsageError("launch", "{}", text.substr(kOwn.size()));
     throw UsageError("launch", "not a launcher's message ({}).", text);

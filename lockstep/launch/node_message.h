@@ -54,5 +54,7 @@ Message decode(const std::string& line);     // throws UsageError
 // as escapes such as \x1b: text of another host cannot command a terminal. A second call changes
 // nothing.
 std::string printable(std::string_view text);
+// Without line breaks as well, which would let a node write lines that look like this launcher's.
+std::string one_line(std::string_view text);
 
 }  // namespace lockstep::launch

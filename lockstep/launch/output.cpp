@@ -171,13 +171,20 @@ void OutputStream::put(std::string_view text, bool ends_line) {
 }
 
 void OutputStream::append_to_file(std::string_view data) {
-  if (!file_ || file_failed_) return;
+  if (!file_) return;
   try {
+    if (file_lost_ > 0)
+      write_all(file_.get(),
+                fmt::format("\n[launch] about {} bytes of output are lost here.\n", file_lost_));
+    file_lost_ = 0;
     write_all(file_.get(), data);
   } catch (const SystemError& error) {
-    file_failed_ = true;
-    console_.say(fmt::format("[launch] {} is no longer written: {}. Is the disk full?",
-                             options_.route.file, std::strerror(error.error_number())));
+    file_lost_ += data.size();
+    if (std::exchange(file_failed_, true)) return;
+    console_.say(
+        fmt::format("[launch] {} cannot be written: {}. What is written there is lost "
+                    "until it can be.",
+                    options_.route.file, std::strerror(error.error_number())));
   }
 }
 

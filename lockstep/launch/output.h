@@ -105,7 +105,8 @@ class OutputStream {
   EventLoop::TimerId silence_timer_ = 0;
   EventLoop::Clock::time_point last_data_;
   bool paused_ = false;
-  bool file_failed_ = false;
+  bool file_failed_ = false;                              // at some time
+  std::size_t file_lost_ = 0;                             // bytes, since it cannot be written
   std::shared_ptr<int> alive_ = std::make_shared<int>();  // for a resumption that comes too late
 };
 

@@ -1,45 +1,48 @@
-// MASTER_PORT: a port that stays ours from the moment it is chosen.
+// MASTER_PORT: a port that nobody else can use from the moment it is chosen.
 //
-// Several sockets may share one port as long as at most one of them listens and all
-// have SO_REUSEADDR. The first is bound and never listens, so nobody else is given the port; others
-// are bound beside it to listen for a while: node 0's launcher for the other launchers, on every
-// interface, and then, on loopback, for the store (store_server.h). Connections that were accepted
-// on the port earlier do not disturb.
+// Its sockets are bound without SO_REUSEADDR, so nobody, of any user, can bind one beside them,
+// also while they do not listen. A port that was asked for may have connections of an earlier run
+// that the kernel has not forgotten. It can be bound with SO_REUSEADDR alone then; it listens for a
+// moment, in which nobody else can, and loses the flag. A socket that is bound with the flag and
+// does not listen holds nothing: anybody could bind the port, listen there and answer the ranks.
 //
 //   HeldPort port = HeldPort::any(Reach::kLoopback);   // or HeldPort::exactly(29500, reach)
-//   Fd listener = port.listener();
+//   port.listen();
 //
 // Owned by the supervisor; one per attempt when the port was not asked for.
 #pragma once
+
+#include <vector>
 
 #include "lockstep/core/fd.h"
 
 namespace lockstep::launch {
 
-// From where the port can be reached once somebody listens there.
-enum class Reach { kLoopback, kNetwork };
+// From where the port can be reached once it listens. "localhost" may mean either of the two
+// loopback addresses, so both are held where ranks are given that name.
+enum class Reach { kLoopback, kIpv4Loopback, kNetwork };
 
 class HeldPort {
  public:
-  // A free port; no other bind to port 0 on this host can return it while it is held.
+  // A free port.
   static HeldPort any(Reach reach = Reach::kNetwork);
-  // Throws UsageError naming --master-port when somebody listens there.
+  // Throws UsageError naming --master-port and, where it is found, who has it.
   static HeldPort exactly(int port, Reach reach = Reach::kNetwork);
 
   int number() const { return number_; }
-  // Bound to the same port, not listening, close-on-exec.
-  Fd store_socket() const;
-  // Bound and listening, non-blocking. Throws UsageError when somebody else listens.
+  // One for each address; non-blocking. They belong to this object.
+  const std::vector<Fd>& sockets() const { return sockets_; }
+  // Throws UsageError as exactly() does. Does nothing the second time.
+  void listen() const;
+  void stop_listening() const;  // the port stays held
+  // Listens, and returns the first socket once more.
   Fd listener() const;
 
  private:
-  HeldPort(Fd socket, int number, int family, Reach reach)
-      : socket_(std::move(socket)), number_(number), family_(family), reach_(reach) {}
+  HeldPort(std::vector<Fd> sockets, int number) : sockets_(std::move(sockets)), number_(number) {}
 
-  Fd socket_;
+  std::vector<Fd> sockets_;
   int number_;
-  int family_;
-  Reach reach_;
 };
 
 }  // namespace lockstep::launch

@@ -83,26 +83,6 @@ int error_from_exec(int fd) {
   return ::read(fd, &error, sizeof error) == static_cast<ssize_t>(sizeof error) ? error : 0;
 }
 
-std::vector<pid_t> children_by_scan(pid_t parent);
-
-std::vector<pid_t> children_of(pid_t parent) {
-  const std::string tasks = fmt::format("/proc/{}/task", parent);
-  DIR* directory = ::opendir(tasks.c_str());
-  if (directory == nullptr) return {};
-  std::vector<pid_t> children;
-  bool readable = true;
-  while (const dirent* entry = ::readdir(directory)) {
-    if (entry->d_name[0] == '.') continue;
-    std::ifstream file(fmt::format("{}/{}/children", tasks, entry->d_name));
-    if (!file) readable = false;
-    for (pid_t child; file >> child;) children.push_back(child);
-  }
-  ::closedir(directory);
-  // A kernel without CONFIG_PROC_CHILDREN has no such file.
-  if (!readable && children.empty()) return children_by_scan(parent);
-  return children;
-}
-
 // Fields of /proc/<pid>/stat after the name, which may itself hold spaces and parentheses.
 struct Stat {
   pid_t parent = -1;
@@ -219,6 +199,28 @@ std::optional<std::string> find_program(const std::string& name) {
     if (runnable(candidate)) return candidate;
   }
   return std::nullopt;
+}
+
+bool can_see_processes() {
+  return ::access("/proc/self/stat", F_OK) == 0;
+}
+
+std::vector<pid_t> children_of(pid_t parent) {
+  const std::string tasks = fmt::format("/proc/{}/task", parent);
+  DIR* directory = ::opendir(tasks.c_str());
+  if (directory == nullptr) return {};
+  std::vector<pid_t> children;
+  bool readable = true;
+  while (const dirent* entry = ::readdir(directory)) {
+    if (entry->d_name[0] == '.') continue;
+    std::ifstream file(fmt::format("{}/{}/children", tasks, entry->d_name));
+    if (!file) readable = false;
+    for (pid_t child; file >> child;) children.push_back(child);
+  }
+  ::closedir(directory);
+  // A kernel without CONFIG_PROC_CHILDREN has no such file.
+  if (!readable && children.empty()) return children_by_scan(parent);
+  return children;
 }
 
 std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except) {

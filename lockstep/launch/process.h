@@ -82,6 +82,10 @@ Process start_process(const ProcessRequest& request);
 // The file that execvp would run for `name`; nothing when there is none that may be executed.
 std::optional<std::string> find_program(const std::string& name);
 
+// False without /proc: no process of the functions below is found then.
+bool can_see_processes();
+// Also those that have ended and were not waited for.
+std::vector<pid_t> children_of(pid_t parent);
 // All processes below `root`, parents before children, without the subtrees that begin at a process
 // of `except`. Best effort while they run.
 std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except = {});

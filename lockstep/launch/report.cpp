@@ -210,6 +210,14 @@ std::string with_message(const std::string& text, const std::string& message) {
   return message.empty() ? text : text + ": " + first_line(message);
 }
 
+std::vector<std::string> by_ending(const std::map<std::string, std::vector<int>>& ranks) {
+  std::vector<std::string> lines;
+  for (const auto& [ending, numbers] : ranks)
+    lines.push_back(fmt::format("rank{} {} {}", numbers.size() == 1 ? "" : "s",
+                                fmt::join(numbers, ", "), ending));
+  return lines;
+}
+
 std::string shell_text(const std::vector<std::string>& command) {
   constexpr std::size_t kMaxBytes = 300;
   constexpr std::string_view kPlain = "_./-=:,+@%";
@@ -275,6 +283,7 @@ std::string failure_report(const RankFailure& failure) {
   add_block(text, "last lines of its stderr", failure.last_lines);
   add_block(text, "where it was", failure.standing);
   add_block(text, "failed after it", others_of(failure));
+  add_block(text, "ended because of it", failure.victims);
   if (!failure.ended_before.empty()) {
     const bool one = failure.ended_before.size() == 1;
     text += fmt::format("\n  {} {} had ended with exit code 0 before", one ? "rank" : "ranks",
@@ -348,6 +357,7 @@ std::string failure_to_json(const RankFailure& f) {
                            {"standing", texts_node(f.standing)},
                            {"note", text_node(f.note)},
                            {"others", texts_node(f.others)},
+                           {"victims", texts_node(f.victims)},
                            {"ended_before", list_node(std::move(ended_before))},
                            {"logs", text_node(f.logs)}}));
 }
@@ -372,6 +382,7 @@ RankFailure failure_from_json(const std::string& text) {
         {"stack", &f.stack}, {"last_lines", &f.last_lines}, {"others", &f.others}};
     for (const auto& [key, member] : lists) *member = texts_of(json.at(key));
     if (const Entry* entry = json.find("standing")) f.standing = texts_of(entry->value);
+    if (const Entry* entry = json.find("victims")) f.victims = texts_of(entry->value);
     f.time = time_of(json.at("time"));
     f.after_s = as_real(json.at("after_s"), "after_s");
     f.restartable = as_bool(json.at("restartable"), "restartable");

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <climits>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -60,8 +61,10 @@ struct RankFailure {
   std::vector<std::string> standing;  // as its ledger shows it: step, phase, last operation
   std::string note;                   // about the error file
   std::vector<std::string> others;    // later failures, one line each
-  std::vector<int> ended_before;      // ranks that had ended with code 0
-  std::string logs;                   // where more can be read; empty: nowhere
+  // How ranks ended that did so because of it: "ranks 0, 2 killed by SIGTERM"
+  std::vector<std::string> victims;
+  std::vector<int> ended_before;  // ranks that had ended with code 0
+  std::string logs;               // where more can be read; empty: nowhere
 
   // "rank 1 on n2 failed: killed by SIGKILL", "rank 1 on n2 stopped on request: exited with code
   // 143"
@@ -70,6 +73,9 @@ struct RankFailure {
 
 // "exited with code 3: No space left on device": with the message's first line, where there is one.
 std::string with_message(const std::string& text, const std::string& message);
+
+// "rank 0 killed by SIGTERM", "ranks 1, 2 exited with code 1", from how ranks ended.
+std::vector<std::string> by_ending(const std::map<std::string, std::vector<int>>& ranks);
 
 // A command on one line, as a shell would read it; cut where it is long.
 std::string shell_text(const std::vector<std::string>& command);

@@ -73,7 +73,7 @@ StoreServer::StoreServer(EventLoop& loop, const HeldPort& port, Say say, StoreSe
 StoreServer::~StoreServer() {
   loop_.cancel(listen_timer_);
   loop_.cancel(turn_timer_);
-  if (listener_) loop_.forget(listener_.get());
+  stop_listening();
   for (const auto& [fd, owner] : channels_) loop_.forget(fd);
   for (auto& [client, connection] : connections_) {
     loop_.cancel(connection.handshake_timer);
@@ -126,41 +126,37 @@ void StoreServer::update_listener() {
       std::any_of(connections_.begin(), connections_.end(),
                   [](const auto& each) { return each.second.fd && each.second.rank != kOverTcp; });
   const bool wanted = may_listen_ && (!used_by_channel || used_by_tcp_);
-  if (wanted && !listener_) return listen();
-  if (wanted || !listener_) return;
-  loop_.forget(listener_.get());
-  listener_.reset();
+  if (wanted == listening_) return;
+  if (!wanted) return stop_listening();
+  port_.listen();
+  listening_ = true;
+  watch_sockets();
 }
 
-void StoreServer::listen() {
-  try {
-    listener_ = port_.listener();
-  } catch (const Error&) {
-    may_listen_ = false;
-    say_(
-        fmt::format("[store] MASTER_PORT {} is already served, probably by rank 0 itself; the "
-                    "launcher does not serve its store there. A program that hosts its own store "
-                    "ignores TORCHELASTIC_USE_AGENT_STORE=True.",
-                    port_.number()));
-    return;
-  }
-  loop_.watch(listener_.get(), EPOLLIN, [this](std::uint32_t) { on_accept(); });
+void StoreServer::watch_sockets() {
+  for (const Fd& socket : port_.sockets())
+    loop_.watch(socket.get(), EPOLLIN, [this, fd = socket.get()](std::uint32_t) { on_accept(fd); });
+}
+
+void StoreServer::stop_listening() {
+  listening_ = false;
+  for (const Fd& socket : port_.sockets()) loop_.forget(socket.get());
+  port_.stop_listening();
 }
 
 // Out of descriptors: those who want to connect wait in the kernel's queue.
 void StoreServer::listen_again_later() {
-  loop_.forget(listener_.get());
-  loop_.cancel(listen_timer_);  // of a listener that was closed and opened again since
+  for (const Fd& socket : port_.sockets()) loop_.forget(socket.get());
+  loop_.cancel(listen_timer_);  // of an earlier pause
   listen_timer_ = loop_.after(kAcceptPause, [this] {
     listen_timer_ = 0;
-    if (listener_ && !loop_.watching(listener_.get()))
-      loop_.watch(listener_.get(), EPOLLIN, [this](std::uint32_t) { on_accept(); });
+    if (listening_ && !loop_.watching(port_.sockets().front().get())) watch_sockets();
   });
 }
 
-void StoreServer::on_accept() {
+void StoreServer::on_accept(int listener) {
   for (int round = 0; round < kRounds; ++round) {
-    Fd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    Fd fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
     if (!fd) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
         listen_again_later();

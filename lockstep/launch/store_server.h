@@ -76,7 +76,7 @@ class StoreServer {
 
   // The rank's end, close-on-exec.
   Fd open_channel(int rank);
-  bool listening() const { return static_cast<bool>(listener_); }
+  bool listening() const { return listening_; }
   // From another launcher. Throws UsageError where it breaks the protocol.
   void on_frame(int node, const StoreFrame& frame);
   // The launcher of that node is lost: its clients are dropped. Without node 0 no client is served.
@@ -105,7 +105,7 @@ class StoreServer {
   };
 
   void on_channel(int fd, int rank);
-  void on_accept();
+  void on_accept(int listener);
   void on_connection(StoreTable::Client client, std::uint32_t events);
   void serve(Fd fd, int rank);
   void end_input(StoreTable::Client client);
@@ -126,7 +126,8 @@ class StoreServer {
   void complain(const std::string& line);
   std::size_t count(int rank) const;
   void update_listener();
-  void listen();
+  void watch_sockets();
+  void stop_listening();
   void listen_again_later();
 
   EventLoop& loop_;
@@ -134,9 +135,9 @@ class StoreServer {
   Say say_;
   StoreServerOptions options_;
   StoreTable table_;
-  Fd listener_;
+  bool listening_ = false;
   EventLoop::TimerId listen_timer_ = 0;
-  bool may_listen_ = false;  // ranks have had time to use their channels; nobody else serves it
+  bool may_listen_ = false;  // ranks have had time to use their channels
   bool used_by_tcp_ = false;
   int complaints_ = 0;
   std::map<int, Fd> channels_;  // by their own number

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -60,14 +61,17 @@ void remove_tree(const std::string& path) {
 }
 
 // Where the files of a run go. A temporary directory is removed, unless it holds output that was
-// shown nowhere else, or that of a failed run; error files alone are in the report already.
+// shown nowhere else, or output or an error file of a failed run.
 class LogDirectory {
  public:
   explicit LogDirectory(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
     if (temporary_) {
       std::string pattern = env::get("TMPDIR").value_or("/tmp") + "/lockstep_XXXXXX";
       if (::mkdtemp(pattern.data()) == nullptr)
-        throw SystemError("launch", "cannot create a directory like " + pattern, errno);
+        throw UsageError("launch",
+                         "the temporary directory {} cannot be created: {}. Set TMPDIR to a "
+                         "directory you may write, or name one with --log-dir=DIR.",
+                         pattern, std::strerror(errno));
       base_ = pattern;
     } else {
       base_ = fs::absolute(plan.log_dir).string();
@@ -98,13 +102,14 @@ class LogDirectory {
   LogDirectory& operator=(const LogDirectory&) = delete;
 
   // The directory, if it holds anything to read; it is preserved then.
-  std::string preserve() {
+  std::string preserve(bool failed) {
     std::error_code problem;  // of a folder that cannot be read: nothing is found in it
     for (fs::recursive_directory_iterator at(root_, problem), end; !problem && at != end;
          at.increment(problem)) {
       std::error_code ignored;
       if (!at->is_regular_file(ignored) || at->file_size(ignored) == 0) continue;
-      if (temporary_ && at->path().extension() != ".log") continue;
+      const bool is_error = at->path().filename() == "error.json";
+      if (temporary_ && at->path().extension() != ".log" && !(failed && is_error)) continue;
       preserved_ = true;
       return root_;
     }
@@ -129,6 +134,7 @@ class Supervisor {
   void bind_to_cpus();
   void choose_interface();
   void choose_loopback();
+  std::string rank_address() const;
   void open_hub();
   void open_spoke();
   void open_store(int attempt);
@@ -163,7 +169,7 @@ class Supervisor {
   GroupSetup setup_;
   LogDirectory logs_;
   Fd signals_;
-  std::optional<HeldPort> link_port_;     // node 0 of several
+  std::optional<HeldPort> link_port_;     // node 0 of several, until the run starts
   std::optional<HeldPort> port_;          // MASTER_PORT of the ranks here
   std::unique_ptr<StoreServer> store_;    // fresh for each attempt
   std::unique_ptr<Coordinator> decides_;  // node 0
@@ -201,8 +207,10 @@ int Supervisor::run() {
     const std::string& address = plan_.master_addr;
     const bool here = address == "localhost" || address.rfind("127.", 0) == 0;
     if (plan_.nnodes > 1)
-      link_port_ = HeldPort::exactly(plan_.master_port, here ? Reach::kLoopback : Reach::kNetwork);
-    if (plan_.master_port != 0) port_ = HeldPort::exactly(plan_.master_port, Reach::kLoopback);
+      link_port_ =
+          HeldPort::exactly(plan_.master_port, here ? Reach::kIpv4Loopback : Reach::kNetwork);
+    else if (plan_.master_port != 0)
+      port_ = HeldPort::exactly(plan_.master_port, Reach::kLoopback);
     decides_ = std::make_unique<Coordinator>(loop_, plan_, [this](const Message& message) {
       // Before a rank of another node can use it.
       if (message.kind == Message::Kind::kStart) open_store(message.attempt);
@@ -285,9 +293,16 @@ void Supervisor::choose_loopback() {
     setup_.interface = interface_towards("127.0.0.1").name;
   } catch (const SystemError&) {  // a container without one: the ranks choose for themselves
   }
-  if (plan_.master_addr != "127.0.0.1" && plan_.master_addr != "localhost")
-    inform(fmt::format("[launch] one host: MASTER_ADDR is 127.0.0.1 for its ranks, not {}.",
-                       plan_.master_addr));
+  if (rank_address() != plan_.master_addr)
+    inform(fmt::format("[launch] one host: MASTER_ADDR is {} for its ranks, not {}.",
+                       rank_address(), plan_.master_addr));
+}
+
+// Where this launcher serves the store. A name of a loopback address that it holds is passed on as
+// it was given, as torchrun does.
+std::string Supervisor::rank_address() const {
+  const bool held = plan_.master_addr == "localhost" || plan_.master_addr == "::1";
+  return plan_.nnodes == 1 && held ? plan_.master_addr : "127.0.0.1";
 }
 
 void Supervisor::open_hub() {
@@ -443,7 +458,10 @@ void Supervisor::obey(const Message& message) {
                          message.node, signal_name(message.signal)));
       return group_->pass_on(message.signal);
     case Message::Kind::kRestart:
-      if (message.failure) say(failure_report(*message.failure));
+      if (message.failure) {
+        say(failure_report(*message.failure));
+        logs_.preserve(true);
+      }
       return say(message.text);
     case Message::Kind::kEnd:
       if (!busy()) return end(message.code, message.failure);
@@ -465,10 +483,15 @@ void Supervisor::announce_later(const RankFailure& failure) {
 }
 
 void Supervisor::open_store(int attempt) {
-  store_.reset();  // may listen on the port
+  store_.reset();  // watches the port
+  const Reach reach = plan_.nnodes == 1 ? Reach::kLoopback : Reach::kIpv4Loopback;
   // --master-port is a port of node 0. Elsewhere another launcher of this host may have it. The old
   // one is held until the new one is found, so that it is a new one.
-  if (plan_.node_rank != 0 || plan_.master_port == 0) port_ = HeldPort::any(Reach::kLoopback);
+  if (plan_.node_rank != 0 || plan_.master_port == 0) port_ = HeldPort::any(reach);
+  if (link_port_) {  // the other launchers are here
+    link_port_.reset();
+    port_ = HeldPort::exactly(plan_.master_port, reach);
+  }
   StoreServerOptions options;
   if (runs_python(plan_)) options.listen_after = milliseconds(0);
   if (plan_.nnodes > 1) {
@@ -493,6 +516,7 @@ void Supervisor::start_attempt(int attempt) {
                     logs_.attempt(attempt)));
   GroupInfo place;
   place.attempt = attempt;
+  place.master_addr = rank_address();
   place.master_port = port_->number();
   place.directory = logs_.attempt(attempt);
   place.store = store_.get();
@@ -554,12 +578,10 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
     for (const std::string& line : observer.run_ended({code, failure ? failure->headline() : ""}))
       say(line);
   });
-  const std::string logs = failure || plan_.redirects.any() ? logs_.preserve() : "";
+  const bool failed = failure.has_value();
+  const std::string logs = failed || plan_.redirects.any() ? logs_.preserve(failed) : "";
   if (failure) {
     failure->logs = logs;
-    if (!failure->error_file.empty() && failure->logs.empty() && logs_.temporary())
-      failure->error_file =
-          "in the temporary log directory, which is removed; --log-dir=DIR keeps it";
     say(failure_report(*failure));
     const auto own_file = env::get("TORCHELASTIC_ERROR_FILE");
     const bool here = group_ && failure->rank >= 0 && failure->node == plan_.node_rank;

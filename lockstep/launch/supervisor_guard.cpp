@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/syscall.h>
@@ -13,7 +12,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <exception>
-#include <new>
+#include <set>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -22,23 +21,6 @@
 
 namespace lockstep::launch {
 namespace {
-
-class SharedRegistry {
- public:
-  SharedRegistry() {
-    void* memory = ::mmap(nullptr, sizeof(RankRegistry), PROT_READ | PROT_WRITE,
-                          MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw SystemError("launch", "cannot map shared memory", errno);
-    registry_ = new (memory) RankRegistry;
-  }
-  ~SharedRegistry() { ::munmap(registry_, sizeof(RankRegistry)); }
-  SharedRegistry(const SharedRegistry&) = delete;
-  SharedRegistry& operator=(const SharedRegistry&) = delete;
-  RankRegistry* get() const { return registry_; }
-
- private:
-  RankRegistry* registry_;
-};
 
 // Blocks signals, becomes a subreaper, makes children waitable, and puts all three back.
 class CallerState {
@@ -88,34 +70,52 @@ sigset_t set_of(const std::vector<int>& signals) {
   return set;
 }
 
-// Kills what is below this process, of the sessions in `registry` only where one is given.
-void kill_below(const RankRegistry* registry) {
+// Kills what is below this process, without the subtrees of `except`; returns what is left.
+std::vector<pid_t> kill_below(const std::function<std::set<pid_t>()>& except) {
   constexpr int kRounds = 200;
+  std::vector<pid_t> found;
   for (int round = 0; round < kRounds; ++round) {
-    bool found = false;
-    for (const pid_t pid : descendants_of(::getpid())) {
-      if (registry != nullptr && !registry->contains(session_of(pid))) continue;
-      found = true;
+    found = descendants_of(::getpid(), except());
+    if (found.empty()) break;
+    for (const pid_t pid : found) {
       signal_below(::getpid(), pid, SIGKILL);
       ::waitpid(pid, nullptr, WNOHANG);
     }
-    if (!found) return;
     ::poll(nullptr, 0, 10);
   }
+  return found;
 }
 
-int exit_code_of(const siginfo_t& info, const RankRegistry& registry) {
+// The children of a program that calls spawn() are its own: those it had before, and those that it
+// has started since from another thread, which are in its session. Whatever a rank has started is
+// neither, in whatever session.
+std::set<pid_t> own_children(const std::set<pid_t>& before) {
+  std::set<pid_t> own;
+  const pid_t session = ::getsid(0);
+  for (const pid_t pid : children_of(::getpid()))
+    if (before.count(pid) != 0 || session_of(pid) == session) own.insert(pid);
+  return own;
+}
+
+int exit_code_of(const siginfo_t& info, const std::set<pid_t>& before) {
   if (info.si_code == CLD_EXITED) return info.si_status;
-  kill_below(&registry);  // the supervisor could not clean up: what its ranks started is ours now
+  // The supervisor could not clean up: what its ranks started is ours now.
+  const auto left = kill_below([&] { return own_children(before); });
+  std::string ending = "its ranks and what they had started were killed too.";
+  if (!left.empty())
+    ending +=
+        fmt::format(" {} of them cannot be killed (first: pid {}).", left.size(), left.front());
+  if (!can_see_processes())
+    ending = "its ranks were killed too. Without /proc, what they had started is not found.";
   log::error("launch",
              "the supervising process was killed by {}. Somebody, perhaps the kernel's "
-             "out-of-memory killer, sent it that signal; its ranks were killed too.",
-             signal_name(info.si_status));
+             "out-of-memory killer, sent it that signal; {}",
+             signal_name(info.si_status), ending);
   return 128 + info.si_status;
 }
 
 // Passes each signal on to the supervisor until it ends.
-int stay_in_front(pid_t supervisor, int signal_fd, const RankRegistry& registry) {
+int stay_in_front(pid_t supervisor, int signal_fd, const std::set<pid_t>& before) {
   Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, supervisor, 0)));
   if (!pidfd) {
     const int error = errno;
@@ -135,7 +135,7 @@ int stay_in_front(pid_t supervisor, int signal_fd, const RankRegistry& registry)
     siginfo_t info{};
     if (::waitid(P_PID, static_cast<id_t>(supervisor), &info, WEXITED | WNOHANG) == 0 &&
         info.si_pid != 0)
-      return exit_code_of(info, registry);
+      return exit_code_of(info, before);
   }
 }
 
@@ -163,31 +163,18 @@ void allow_many_files(const rlimit& now) {
     fmt::print(stderr, "{}\n", error.what());
   }
   // Nothing on the regular way out; after an exception whatever was running.
-  kill_below(nullptr);
+  kill_below([] { return std::set<pid_t>(); });
   // No destructors and no exit handlers of the front's: they are the front's to run.
   ::_exit(code);
 }
 
 }  // namespace
 
-void RankRegistry::add(pid_t session) {
-  const int slot = count_.load();
-  if (slot >= kMax) return;
-  sessions_[slot] = session;
-  count_ = slot + 1;
-}
-
-bool RankRegistry::contains(pid_t session) const {
-  const pid_t* end = sessions_ + std::min(count_.load(), kMax);
-  return std::find(sessions_, end, session) != end;
-}
-
 int run_supervised(std::vector<int> signals,
                    const std::function<int(const GuardContext&)>& supervise,
                    const std::function<void()>& left_behind) {
   open_standard_descriptors();
   std::erase_if(signals, [](int number) { return number == SIGHUP && is_ignored(number); });
-  const SharedRegistry registry;
   const sigset_t passed_on = set_of(signals);
   sigset_t blocked = passed_on;
   ::sigaddset(&blocked, SIGCHLD);
@@ -196,6 +183,7 @@ int run_supervised(std::vector<int> signals,
   Fd signal_fd(::signalfd(-1, &passed_on, SFD_CLOEXEC | SFD_NONBLOCK));
   if (!signal_fd) throw SystemError("launch", "cannot create a signalfd", errno);
   Pipe lifeline = make_pipe();
+  const std::vector<pid_t> children = children_of(::getpid());
   const pid_t supervisor = ::fork();
   if (supervisor < 0) throw SystemError("launch", "cannot start the supervising process", errno);
   if (supervisor == 0) {
@@ -203,11 +191,11 @@ int run_supervised(std::vector<int> signals,
     signal_fd.reset();
     rlimit files{};
     ::getrlimit(RLIMIT_NOFILE, &files);
-    be_supervisor({lifeline.read.get(), caller.mask(), files, signals, registry.get()}, supervise);
+    be_supervisor({lifeline.read.get(), caller.mask(), files, signals}, supervise);
   }
   lifeline.read.reset();
   left_behind();
-  return stay_in_front(supervisor, signal_fd.get(), *registry.get());
+  return stay_in_front(supervisor, signal_fd.get(), {children.begin(), children.end()});
 }
 
 }  // namespace lockstep::launch

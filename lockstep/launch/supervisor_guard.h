@@ -6,7 +6,8 @@
 //   - the front is killed (kill -9 of "the launcher"): the lifeline closes and the supervisor, the
 //     subreaper of everything its ranks ever started, kills all of it;
 //   - the supervisor is killed: ranks get their parent-death signal, and the front, a subreaper as
-//     well, inherits and kills what they had started (the sessions recorded in RankRegistry).
+//     well, inherits and kills what they had started. It spares children that it had before, and
+//     those in its own session, which another thread of a program has started meanwhile.
 // This is the guard of the ranks turned upside down: it owns them, so it needs no list of process
 // numbers that might have been given to others, and a daemonised grandchild cannot hide from it.
 //
@@ -18,31 +19,16 @@
 #include <sys/resource.h>
 #include <sys/types.h>
 
-#include <atomic>
 #include <functional>
 #include <vector>
 
 namespace lockstep::launch {
-
-// Sessions of the ranks that live, in memory both processes see. Written by the supervisor only.
-class RankRegistry {
- public:
-  void clear() { count_ = 0; }
-  void add(pid_t session);
-  bool contains(pid_t session) const;
-
- private:
-  static constexpr int kMax = 4096;
-  std::atomic<int> count_{0};
-  pid_t sessions_[kMax];
-};
 
 struct GuardContext {
   int lifeline_fd;           // readable (end of file) when the front has died
   sigset_t callers_mask;     // the signal mask before run_supervised(), for the ranks
   rlimit callers_files;      // RLIMIT_NOFILE before it was raised, for the ranks
   std::vector<int> signals;  // blocked, and sent to the supervisor as they came; to be read by it
-  RankRegistry* registry;
 };
 
 // Forks; calls `supervise` in the child with `signals` and SIGCHLD blocked and returns its result

@@ -3,7 +3,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -22,7 +21,6 @@
 #include "lockstep/launch/event_loop.h"
 #include "lockstep/launch/node_link.h"
 #include "lockstep/launch/output.h"
-#include "lockstep/launch/ports.h"
 #include "lockstep/launch/process.h"
 #include "lockstep/launch/report.h"
 
@@ -135,69 +133,6 @@ TEST(EventLoop, TimersWaitForEveryoneWhoIsReady) {
   ::usleep(20'000);
   loop.run();
   EXPECT_EQ(at_timer, kMany);
-}
-
-// ---------------------------------------------------------------- ports
-
-int listen_on(int port) {
-  const int fd = ::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const int on = 1;
-  ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  sockaddr_in6 address{};
-  address.sin6_family = AF_INET6;
-  address.sin6_port = htons(static_cast<std::uint16_t>(port));
-  if (::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
-      ::listen(fd, 5) == 0)
-    return fd;
-  ::close(fd);
-  return -1;
-}
-
-TEST(HeldPort, NobodyIsGivenItButRankZeroCanListen) {
-  std::vector<HeldPort> held;
-  std::set<int> numbers;
-  for (int i = 0; i < 200; ++i) {
-    held.push_back(HeldPort::any());
-    numbers.insert(held.back().number());
-  }
-  EXPECT_EQ(numbers.size(), 200u);
-  // As Python does: bind the number beside the held socket and the handed one, then listen.
-  const Fd handed = held[0].store_socket();
-  const Fd bound(listen_on(held[0].number()));
-  ASSERT_TRUE(bound);
-  EXPECT_NE(::listen(handed.get(), 5), 0);
-  // As our rank 0 does: listen on the handed one.
-  const Fd other = held[1].store_socket();
-  EXPECT_EQ(::listen(other.get(), 5), 0);
-  EXPECT_EQ(listen_on(held[1].number()), -1);
-}
-
-TEST(HeldPort, AnAskedPortThatIsInUseIsNamed) {
-  const HeldPort free = HeldPort::any();
-  const Fd listener = free.listener();
-  EXPECT_THAT(message_of<UsageError>([&] { HeldPort::exactly(free.number()); }),
-              HasSubstr(fmt::format("--master-port={} cannot be used", free.number())));
-}
-
-TEST(HeldPort, ItCanBeListenedOnAgainWhileAnOldConnectionLives) {
-  const HeldPort port = HeldPort::any();
-  Fd client(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  Fd accepted;
-  {
-    const Fd listener = port.listener();
-    sockaddr_in6 address{};
-    address.sin6_family = AF_INET6;
-    address.sin6_addr = in6addr_loopback;
-    address.sin6_port = htons(static_cast<std::uint16_t>(port.number()));
-    ASSERT_EQ(::connect(client.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
-    accepted.reset(::accept(listener.get(), nullptr, nullptr));
-    ASSERT_TRUE(accepted);
-  }
-  const Fd bound(listen_on(port.number()));
-  EXPECT_TRUE(bound);
-  write_all(client.get(), "x");
-  char byte;
-  EXPECT_EQ(::read(accepted.get(), &byte, 1), 1);
 }
 
 // ---------------------------------------------------------------- processes

@@ -106,7 +106,6 @@ const std::string& WorkerGroup::error_file(int local_rank) const {
 
 void WorkerGroup::start() {
   started_ = EventLoop::Clock::now();
-  setup_.guard.registry->clear();
   const LaunchPlan& plan = setup_.plan;
   if (plan.stall_timeout.count() > 0) {
     stalls_ = std::make_unique<StallWatch>(
@@ -155,7 +154,7 @@ std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int 
   place.local_rank = worker.local_rank;
   place.layout = setup_.layout;
   place.attempt = place_.attempt;
-  place.master_addr = "127.0.0.1";  // where this launcher serves the store
+  place.master_addr = place_.master_addr;
   place.master_port = place_.master_port;
   place.error_file = worker.error_file;
   place.control_fd = control_fd;
@@ -221,7 +220,6 @@ void WorkerGroup::start_worker(Worker& worker) {
   // A rank alone waits for no other: its pauses are its own.
   if (stalls_ && worker.ledger && setup_.layout.world_size > 1)
     stalls_->add({rank, worker.process.pid(), worker.ledger.get(), worker.error_file + ".stack"});
-  setup_.guard.registry->add(worker.process.pid());
   setup_.loop.watch(worker.process.pidfd(), EPOLLIN,
                     [this, &worker](std::uint32_t) { on_exit(worker); });
   report_start(worker);
@@ -633,10 +631,14 @@ void WorkerGroup::kill_orphans(int rounds_left) {
   if (rounds_left == 0) {
     const auto left = descendants_of(::getpid());
     setup_.console.say(
-        fmt::format("[launch] what cannot be killed is left behind: {} (first: pid {}). The kernel "
-                    "is probably waiting for a device or a file system, or a debugger holds it.",
-                    left.size() == 1 ? "1 process" : fmt::format("{} processes", left.size()),
-                    left.empty() ? -1 : left.front()));
+        left.empty()
+            ? "[launch] what the ranks have started is left behind: without /proc it is not found. "
+              "Mount /proc where the launcher runs."
+            : fmt::format("[launch] what cannot be killed is left behind: {} (first: pid {}). The "
+                          "kernel is "
+                          "probably waiting for a device or a file system, or a debugger holds it.",
+                          left.size() == 1 ? "1 process" : fmt::format("{} processes", left.size()),
+                          left.front()));
     return finish();
   }
   sweep_timer_ =
@@ -647,7 +649,6 @@ void WorkerGroup::finish() {
   if (phase_ == Phase::kOver) return;
   phase_ = Phase::kOver;
   cancel_timers();
-  setup_.guard.registry->clear();
   for (const auto& worker : workers_) {
     if (worker->output) worker->output->close_now();
   }
@@ -774,21 +775,25 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
   const std::size_t index = static_cast<std::size_t>(failure.local_rank);
   if (index < workers_.size() && workers_[index]->output && !failure.stopped)
     add_last_lines(failure, workers_[index]->output->last_error_lines(kTailLines), kLastLines);
+  std::map<std::string, std::vector<int>> victims;
   for (const auto& worker : workers_) {
     if (worker->ending && worker->ending->ok() && !worker->left_early && !worker->ends_for_us() &&
         worker->ended_at < failure.time)
       failure.ended_before.push_back(rank_of(*worker));
-    // By itself: before any signal of ours, and not because it has heard of the failure.
     if (worker->local_rank == failure.local_rank || !worker->ending || worker->ending->ok() ||
-        worker->asked_to_end || (failure.stopped && worker->ending->exit_code() == kStoppedCode))
+        (failure.stopped && worker->ending->exit_code() == kStoppedCode))
       continue;
+    // By itself: before any signal of ours, and not because it has heard of the failure.
     const ErrorFile file = read_error_file(worker->error_file);
-    if (file.consequence) continue;
-    failure.others.push_back(with_message(
-        fmt::format("rank {} {}, {:.2f} s later", rank_of(*worker), worker->ending->text(),
-                    std::max(0.0, worker->ended_at - failure.time)),
-        file.message));
+    if (worker->asked_to_end || file.consequence)
+      victims[worker->ending->text()].push_back(rank_of(*worker));
+    else
+      failure.others.push_back(with_message(
+          fmt::format("rank {} {}, {:.2f} s later", rank_of(*worker), worker->ending->text(),
+                      std::max(0.0, worker->ended_at - failure.time)),
+          file.message));
   }
+  failure.victims = by_ending(victims);
   return failure;
 }
 

@@ -48,6 +48,7 @@ struct GroupSetup {
 
 struct GroupInfo {
   int attempt = 0;
+  std::string master_addr;
   int master_port = 0;
   StoreServer* store = nullptr;
   std::string directory;  // absolute; created

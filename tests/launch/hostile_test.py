@@ -168,22 +168,34 @@ class WithoutSecret(Hostile):
         self.assertIn("node rank 1 on evil left again", results[0][1])
 
     def test_remote_text_is_escaped(self):
-        evil = "\x1b]0;owned\x07\x9b2J\u202eabc"
+        evil = "\x1b]0;owned\x07\x9b2J\u202eabc\n[launch] forged"
         first = self.node(0, WAIT)
-        self.answer(handshake(node=7, host=evil, run_id=evil))
+        self.answer(handshake(node=7, host=evil))
+        self.answer(handshake(run_id=evil))
         with self.join(host=evil) as peer:
             self.wait_notes("up", 2)
             peer.sendall(line("failed", failure=failure(
-                cause=evil, message=evil + "\nsecond line", stack=[evil], last_lines=[evil],
-                host=evil + "\n[launch] forged", others=[evil], note=evil, logs=evil, code=3,
-                program=evil, error_file=evil)))
-            peer.sendall(line("down", failure=failure(cause=evil, host=evil, code=3)))
+                cause=evil, message=evil, stack=[evil], last_lines=[evil], host=evil,
+                others=[evil], note=evil, logs=evil, code=3, program=evil, error_file=evil,
+                standing=[evil], victims=[evil])))
+            peer.sendall(line("down", failure=failure(cause=evil, host=evil, code=3,
+                                                      standing=[evil], victims=[evil])))
             code, _, err = self.finish(first)
         self.assertEqual(code, 3, err)
+        self.assertIn("--rdzv-id=\\x1b]0;owned", err)
         self.assertIn(r"\x1b]0;owned\x07\u009b2J\u202eabc", err)
         for character in "\x1b\x07\x9b\u202e":
             self.assertNotIn(character, err)
         self.assertNotIn("\n[launch] forged", err)
+
+    def test_what_cannot_be_read_writes_no_lines_either(self):
+        first = self.node(0, WAIT)
+        with self.join() as peer:
+            self.wait_notes("up", 2)
+            peer.sendall(line("x\x1b\n[launch] forged"))
+            code, _, err = self.finish(first)
+        self.assertEqual(code, 1, err)
+        self.assertIn("unknown message 'x\\x1b [launch] forged'", err)
 
     def test_a_hostile_node_0_cannot_control_the_terminal_or_end_with_0(self):
         for name, data, wanted in (

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import unittest
 import uuid
@@ -15,6 +16,29 @@ import uuid
 from launch_case import BOUND_S, WAITS, Case, free_port, marked
 
 WAIT = 'echo $$ > $NOTES/up.$RANK; sleep 300'
+
+# With a name server that never answers; it notes the first question.
+SLOW_NAMES = ("unshare", "--map-root-user", "--mount", "--net", "bash", "-c", r'''
+printf 'nameserver 127.0.0.1\noptions timeout:30 attempts:1\n' > $NOTES/resolv.conf
+ip link set lo up && mount --bind $NOTES/resolv.conf /etc/resolv.conf || exit 99
+python3 -c 'import os, socket
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.bind(("127.0.0.1", 53))
+open(os.environ["NOTES"] + "/bound", "w").close()
+s.recv(512)
+with open(os.environ["NOTES"] + "/asked.tmp", "w") as f:
+    f.write(str(os.getpid()))
+os.rename(os.environ["NOTES"] + "/asked.tmp", os.environ["NOTES"] + "/asked.0")
+s.recv(512)' &
+while [ ! -e $NOTES/bound ]; do kill -0 $! || exit 99; sleep 0.02; done
+"$@" & launcher=$!; trap "kill -TERM $launcher" TERM; wait $launcher; wait $launcher; code=$?
+kill -9 %1; exit $code''', "bash")
+
+
+def can_be_slow():
+    with tempfile.TemporaryDirectory() as notes:
+        return subprocess.run([*SLOW_NAMES, "true"], capture_output=True,
+                              env={**os.environ, "NOTES": notes}).returncode == 0
 
 
 class Nodes(Case):
@@ -41,6 +65,16 @@ class Nodes(Case):
 
 
 class Loopback(Nodes):
+    @unittest.skipUnless(can_be_slow(), "needs a network namespace")
+    def test_a_slow_name_server_does_not_hold_up_a_stop_request(self):
+        process = self.node(1, "true", address="slow.example.org", prefix=SLOW_NAMES)
+        self.wait_notes("asked", 1)
+        began = time.monotonic()
+        process.terminate()
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 143, err)
+        self.assertLess(time.monotonic() - began, 20)  # of the 30 s that the lookup takes
+
     def test_a_run_on_two_nodes(self):
         # Every rank speaks to its own launcher, as a TCPStore client does; the keys are the same.
         program = os.path.join(self.dir.name, "connect.py")

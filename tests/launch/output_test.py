@@ -5,12 +5,21 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import time
 import unittest
 
 from launch_case import BOUND_S, Case
+
+# A small file system of its own, for stdout and, where asked for, stderr; printed at the end.
+SMALL_DISK = ("unshare", "--map-root-user", "--mount", "bash", "-c",
+              'mount -t tmpfs -o size=256k none "$DISK" || exit 99; exec 3>&2; '
+              'if [ "$SHARED" ]; then exec 3>>"$DISK/out"; fi; "$@" >>"$DISK/out" 2>&3 3>&-; '
+              'code=$?; cat "$DISK/out"; exit $code', "bash")
+HAVE_SMALL_DISK = subprocess.run([*SMALL_DISK, "true"], capture_output=True,
+                                 env={**os.environ, "DISK": "/tmp"}).returncode == 0
 
 
 class Console(Case):
@@ -20,6 +29,53 @@ class Console(Case):
     def seen(self, name="seen"):
         with open(os.path.join(self.notes, name), "w"):
             pass
+
+    # Its output is many times what pipes and the launcher hold, so most of it finds the disk full.
+    FULL = ('until_out() { until grep -q $1 $DISK/out; do echo $1; sleep 0.05; done; }; '
+            'until_out before; dd if=/dev/zero of=$DISK/rest bs=4k 2>/dev/null; '
+            'yes xxxxxxx | head -c 4000000; ')
+
+    def on_a_small_disk(self, script, shared, *flags):
+        disk = os.path.join(self.dir.name, "disk")
+        os.makedirs(disk, exist_ok=True)
+        process = self.start_bash(1, self.FULL + script, *flags, prefix=SMALL_DISK,
+                                  env={"DISK": disk, "SHARED": shared})
+        code, out, err = self.finish(process)
+        os.rmdir(disk)
+        self.assertEqual(code, 3, err)
+        return out, out if shared else err
+
+    @unittest.skipUnless(HAVE_SMALL_DISK, "needs a mount namespace")
+    def test_a_full_disk_silences_the_launcher_only_while_it_is_full(self):
+        for shared in ("", "yes"):
+            with self.subTest(shared=shared):
+                out, err = self.on_a_small_disk("rm $DISK/rest; until_out after; exit 3", shared)
+                self.assertTrue(out.startswith("before\n"), out[:100])
+                lost = re.search(r"^\[launch\] the disk was full: (\d+) bytes of output are lost "
+                                 r"here\.$", out, re.M)
+                self.assertTrue(lost, out[-300:])
+                self.assertGreater(int(lost[1]), 3_000_000)
+                self.assertIn("\nafter\n", out[lost.end():])
+                self.assertIn("failed: exited with code 3", err)
+                if not shared:
+                    self.assertIn("stdout cannot be written: the disk is full", err)
+
+    @unittest.skipUnless(HAVE_SMALL_DISK, "needs a mount namespace")
+    def test_a_log_file_on_a_full_disk_is_written_again(self):
+        logs = os.path.join(self.dir.name, "disk", "logs")
+        _, err = self.on_a_small_disk(
+            'log=$(dirname $TORCHELASTIC_ERROR_FILE)/stdout.log; rm $DISK/rest; '
+            'until grep -q after $log; do echo after; sleep 0.05; done; cp $log $NOTES/log; exit 3',
+            "", f"--log-dir={logs}", "--tee=1")
+        self.assertRegex(err, rf"\[launch\] {logs}/\S+/stdout.log cannot be written: No space")
+        with open(os.path.join(self.notes, "log")) as f:
+            self.assertRegex(f.read(), r"(?s)^before\n.*\n\[launch\] about \d+ bytes of output are "
+                                       r"lost here\.\n.*after\n$")
+
+    @unittest.skipUnless(HAVE_SMALL_DISK, "needs a mount namespace")
+    def test_a_disk_that_stays_full_ends_the_run_as_well(self):
+        _, err = self.on_a_small_disk("exit 3", "")
+        self.assertIn("failed: exited with code 3", err)
 
     def test_lines_are_never_torn(self):
         # Long lines in pieces, short ones in one write, and a line longer than any pipe. What a
@@ -284,7 +340,9 @@ class Files(Case):
         self.assertEqual(os.listdir(self.tmp), [])  # nothing in it to read
         _, _, err = self.bash(1, "echo '\"a reason\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
         self.assertIn("    a reason", err)
-        self.assertEqual(os.listdir(self.tmp), [])  # what is in it has been said
+        (left,) = os.listdir(self.tmp)
+        self.assertIn(f"  error file: {self.tmp}/{left}/", err)
+        shutil.rmtree(os.path.join(self.tmp, left))
         process = self.start("--nproc-per-node=1", "--no-python", "bash", "-c",
                              "echo $$ > $NOTES/up.0; sleep 300")
         self.wait_notes("up", 1)

@@ -60,6 +60,22 @@ for other in range(size):
     assert receive(struct.unpack("=Q", receive(8))[0]) == job
 '''
 
+# Somebody who wants to answer the ranks at MASTER_PORT: every address a client could mean.
+IMPOSTOR = r'''
+import os, socket
+port = int(os.environ["MASTER_PORT"])
+assert os.environ["RANK"] == "0"
+for host in ("127.0.0.1", "0.0.0.0", "::1", "::"):
+    s = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        s.bind((host, port))
+        s.listen()
+        print(host, "taken", flush=True)
+    except OSError as error:
+        print(host, error.strerror, flush=True)
+'''
+
 
 class PythonRanks(Case):
     def program(self, text):
@@ -92,6 +108,56 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         code, _, err = self.finish(process)
         self.assertEqual(code, 0, err)
         self.assertIn("exited with code 7", err)
+
+    def test_a_name_of_the_loopback_reaches_the_ranks_as_it_was_given(self):
+        """And the launcher answers at whatever address a client takes it for."""
+        program = self.program(RENDEZVOUS + """
+for family, *_, address in socket.getaddrinfo(os.environ["MASTER_ADDR"], port, type=1):
+    socket.create_connection(address[:2], 30).close()
+print("MASTER_ADDR is", os.environ["MASTER_ADDR"], flush=True)
+""")
+        for given, expected in (("localhost", "localhost"), ("127.0.0.1", "127.0.0.1"),
+                                (None, "127.0.0.1"), ("10.1.2.3", "127.0.0.1")):
+            with self.subTest(given=given):
+                flags = (f"--master-addr={given}",) if given else ()
+                process = self.start("--nproc-per-node=2", *flags, program,
+                                     env={"JOB": "x", "PYTHON_EXEC": sys.executable})
+                code, out, err = self.finish(process)
+                self.assertEqual(code, 0, err)
+                self.assertEqual(out.count(f"MASTER_ADDR is {expected}\n"), 2, out)
+
+    def test_nobody_else_can_listen_at_the_port(self):
+        """Without python at the front the launcher begins to serve it a second later."""
+        program = self.program(IMPOSTOR)
+        for flags in ((), (f"--master-port={free_port()}",)):
+            for command in ((program,),
+                            ("--no-python", "bash", "-c", f"{sys.executable} {program}")):
+                with self.subTest(flags=flags, command=command):
+                    process = self.start("--nproc-per-node=1", *flags, *command,
+                                         env={"PYTHON_EXEC": sys.executable})
+                    code, out, err = self.finish(process)
+                    self.assertEqual(code, 0, err)
+                    self.assertEqual(out.count("\n"), 4, out)
+                    self.assertNotIn("taken", out)
+
+    def test_a_second_job_on_a_port_is_refused_by_name(self):
+        port = free_port()
+        script = "echo $$ > $NOTES/up.$RANK; while [ ! -e $NOTES/go.0 ]; do sleep 0.05; done"
+        flags = ("--nproc-per-node=1", "--no-python", "bash", "-c", script)
+        first = self.start(f"--master-port={port}", *flags)
+        pid = self.wait_notes("up", 1)[0]
+        for flag in (f"--master-port={port}", f"--rdzv-endpoint=localhost:{port}"):
+            code, out, err = self.finish(self.start(flag, *flags))
+            self.assertEqual((code, out), (2, ""), err)
+            # Before and after its launcher listens.
+            self.assertRegex(err, rf"--master-port={port} cannot be used: "
+                                  rf"(another job has it: pid {pid} \(\S*bash -c .*\) was started "
+                                  rf"with MASTER_PORT={port}|pid \d+ \(.*lockstep run .*\) "
+                                  rf"listens there)\. Choose another port")
+        open(os.path.join(self.notes, "go.0"), "w").close()
+        code, _, err = self.finish(first)
+        self.assertEqual(code, 0, err)
+        self.assertEqual(err, "")
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch")
     def test_gloo_and_a_restart_with_a_fresh_store(self):

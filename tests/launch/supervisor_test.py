@@ -113,14 +113,42 @@ class Failures(Case):
         self.assertEqual(code, 5, err)
         self.assertRegex(err, r"\n  program: \S*bash -c '.*until_notes")
         self.assertIn(f"\n  error file: {self.log(logs, 1, 'error.json')}\n", err)
-        self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 6, \S+ s later\n")
-        self.assertNotIn("rank 0 killed", err)
+        self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 6, \S+ s later\n"
+                              r"  ended because of it:\n    rank 0 killed by SIGTERM\n")
 
-    def test_an_error_file_that_is_removed_is_not_named(self):
+    def test_how_each_rank_ended_is_in_the_report(self):
+        """Also those that were asked to end, or say themselves that another one failed first."""
+        consequence = ('{"message": {"message": "lost it", "extraInfo": '
+                       '{"timestamp": "%s", "consequence": true}}}')
+        script = WAITS + (
+            'trap "exit 17" TERM; echo $$ > $NOTES/up.$RANK; until_notes up.0 up.1 up.2 up.3 up.4; '
+            'case $RANK in 1) exit 5;; 2) until_gone up.1; exit 6;; 3) until_gone up.1; '
+            f"printf '{consequence}' $(date +%s) > $TORCHELASTIC_ERROR_FILE; exit 7;; esac; "
+            'while :; do sleep 0.05; done')
+        code, _, err = self.bash(5, script, flags=("--shutdown-timeout=60",))
+        self.assertEqual(code, 5, err)
+        self.assertRegex(err, r"rank 1 on \S+ failed: exited with code 5\n")
+        # A busy launcher may ask rank 2 to end before it does so by itself.
+        self.assertRegex(err, r"\n    (rank 2|ranks 2, 3|ranks 0, 2, 4) exited with code \d+")
+        self.assertRegex(err, r"\n  ended because of it:\n(    .*\n)*"
+                              r"    ranks 0,( 2,)?( 3,)? 4 exited with code 17\n")
+        self.assertRegex(err, r"\n    rank 3 exited with code 7\n|ranks 0,( 2,)? 3, 4 exited")
+
+    def test_the_error_file_that_is_named_is_there(self):
         _, _, err = self.bash(1, "echo '\"message\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
-        self.assertIn("\n  error file: in the temporary log directory, which is removed; "
-                      "--log-dir=DIR keeps it\n", err)
+        (path,) = re.findall(r"\n  error file: (.*)\n", err)
+        with open(path) as f:
+            self.assertEqual(f.read(), '"message"\n')
         self.assertNotIn("error file", self.bash(1, "exit 1")[2])
+        (left,) = os.listdir(self.tmp)  # of the first run alone
+        self.assertIn(left, path)
+
+    def test_a_temporary_directory_that_cannot_be_written_is_named(self):
+        code, _, err = self.bash(1, "true", env={"TMPDIR": "/proc"})
+        self.assertEqual(code, 2, err)
+        self.assertRegex(err, r"\[launch\] the temporary directory /proc/lockstep_\w+ cannot be "
+                              r"created: .+\. Set TMPDIR to a directory you may write, or name one "
+                              r"with --log-dir=DIR\.\n")
 
     def test_a_program_that_is_not_there(self):
         code, _, err = self.run_ranks(2, "./no_such_program", flags=("--no-python",))
@@ -187,11 +215,20 @@ class Stopped(Case):
         self.assertIn("failed: stopped by SIGSTOP for 6.0 s", err)
 
 
+HIDE_PROC = ("unshare", "--map-root-user", "--mount", "bash", "-c",
+             'mount -t tmpfs none /proc || exit 99; exec "$@"', "bash")
+CAN_HIDE_PROC = subprocess.run([*HIDE_PROC, "true"], capture_output=True).returncode == 0
+
+
+def children_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as f:
+        return [int(child) for child in f.read().split()]
+
+
 def child_of(pid):
     """The one child of a launcher's front."""
-    with open(f"/proc/{pid}/task/{pid}/children") as f:
-        (child,) = f.read().split()
-    return int(child)
+    (child,) = children_of(pid)
+    return child
 
 
 def argv_of(pid):
@@ -235,13 +272,37 @@ class NothingIsLeft(Case):
         code, _, err = self.finish(process)
         self.assertEqual(code, 137)
         self.assertIn("the supervising process was killed by SIGKILL", err)
-        # The daemon left its rank's session; nobody who is alive knows it to be ours.
-        with open(os.path.join(self.notes, "daemon.0")) as f:
-            session = os.getsid(int(f.read()))
-        left = marked(self.marker)
-        self.assertEqual({os.getsid(pid) for pid in left}, {session})
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):  # its shell ends with the last of them
+        self.assertIn("its ranks and what they had started were killed too.", err)
+        self.assertEqual(marked(self.marker), [])
+
+    def test_children_from_before_the_launcher_outlive_a_killed_supervisor(self):
+        """Of a shell that becomes the launcher, or a program that calls spawn()."""
+        process = self.start(
+            "--standalone", "--nproc-per-node=1", "--no-python", "bash", "-c",
+            "echo $$ > $NOTES/up.$RANK; sleep 301",
+            prefix=("bash", "-c", 'setsid sleep 306 >/dev/null 2>&1 & echo $! > $NOTES/own.0; '
+                    'exec "$@"', "bash"))
+        self.wait_notes("up", 1)
+        own = self.wait_notes("own", 1)[0]
+        children = [pid for pid in children_of(process.pid) if pid != own]
+        self.assertEqual(len(children), 1)
+        os.kill(children[0], signal.SIGKILL)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 137)
+        self.assertEqual(marked(self.marker), [own])
+        os.kill(own, signal.SIGKILL)
+
+    @unittest.skipUnless(CAN_HIDE_PROC, "needs a mount namespace")
+    def test_without_proc_the_launcher_says_what_it_cannot_do(self):
+        process = self.start_bash(
+            1, 'setsid bash -c \'trap "" TERM; echo $$ > $NOTES/daemon.0; while :; do sleep 1; '
+            'done\' & while [ ! -s $NOTES/daemon.0 ]; do sleep 0.05; done', prefix=HIDE_PROC)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 0, err)
+        self.assertIn("[launch] what the ranks have started is left behind: without /proc it is "
+                      "not found. Mount /proc where the launcher runs.", err)
+        for pid in marked(self.marker):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def test_after_a_stop_request(self):
