@@ -4,7 +4,7 @@
 //   lockstep::optim::Adafactor optimizer{model.parameters(), {.lr = 1e-3}};
 //
 // As Hugging Face's Trainer uses it, with a learning rate of its own: relative steps and scaling by
-// the parameter are off unless asked for. Half types are computed, and their state is held, in float.
+// the parameter are off unless asked for. Half types are computed in float.
 #pragma once
 
 #include <limits>

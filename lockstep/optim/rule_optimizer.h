@@ -7,7 +7,7 @@
 //
 // Parameter groups, schedulers, and torch::save and torch::load work as with the stock ones. On the
 // CPU a rule with kernels takes its step in one pass over memory; elsewhere, and for other rules,
-// the step runs as ATen operations. Owns its state; shares the parameters with the model. One thread.
+// the step runs as ATen operations. Owns its state; shares the parameters. One thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
