@@ -519,6 +519,7 @@ void note_unused(const Values& values, std::initializer_list<const char*> names,
 }
 
 void settle_conf(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+  plan.rendezvous_timeout = std::chrono::seconds(values.number("startup-timeout", 300, 1, kYear_s));
   const Given* given = values.find("rdzv-conf");
   if (given == nullptr || trim(given->text).empty()) return;
   // What torchrun's back ends know and a fixed set of hosts has no use for.

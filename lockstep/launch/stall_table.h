@@ -27,7 +27,7 @@ struct RankView {
   RankState process = {};  // unknown: of a file
   double cpu_share = 0;    // of a core, since the last movement
   std::vector<std::string> stack = {};
-  std::string no_stack = {};  // why there is none
+  std::string no_stack = {};   // why there is none
   bool device_waits = false;   // for an operation on its stream: see find_device_waits()
   bool perhaps_waits = false;  // the same, or it computes after it: that cannot be seen from here
   bool in_driver = false;      // its stack is in a CUDA library, which may wait and use CPU time
@@ -77,7 +77,7 @@ struct StallReport {
   // False: a long computation on the devices would look the same, or a rank is in its start-up,
   // which has a deadline of its own.
   bool sure = true;
-  std::string text;   // many lines, ready to print
+  std::string text;  // many lines, ready to print
 };
 StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& info);
 
