@@ -77,11 +77,10 @@ constexpr std::array kFlags = {
     FlagSpec{"timeout", '\0', "SECONDS", kHonoured,
              "LOCKSTEP_TIMEOUT_S: deadline of a rank's operation, such as an all-reduce (1800)",
              false},
-    FlagSpec{
-        "startup-timeout", '\0', "SECONDS", kHonoured,
-        "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for the launchers of all hosts to meet, and then "
-        "for all ranks to connect (300)",
-        false},
+    FlagSpec{"startup-timeout", '\0', "SECONDS", kHonoured,
+             "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for the launchers of all hosts to connect, then "
+             "for all ranks to connect (300)",
+             false},
     FlagSpec{
         "signals-to-handle", '\0', "SIG,...", kHonoured,
         "requests to stop, forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT); SIGUSR1 and "

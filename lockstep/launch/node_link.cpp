@@ -68,7 +68,7 @@ std::string bad_signal(int signal) {
       signal);
 }
 
-// What all launchers must be given alike, as it is written on a command line: node 0 decides by its
+// What must be the same on all launchers, as it is written on a command line: node 0 decides by its
 // own values, and what the others were given would be ignored or would contradict it.
 std::map<std::string, std::string> flags_of_the_run(const LaunchPlan& plan) {
   std::set<std::string> signals;
