@@ -1,5 +1,7 @@
 #include "lockstep/launch/coordinator.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -21,8 +23,8 @@ Message message_of(Message::Kind kind, int attempt) {
 
 }  // namespace
 
-Coordinator::Coordinator(EventLoop& loop, const LaunchPlan& plan, Broadcast broadcast)
-    : loop_(loop), plan_(plan), broadcast_(std::move(broadcast)) {}
+Coordinator::Coordinator(EventLoop& loop, const LaunchPlan& plan, Orders orders)
+    : loop_(loop), plan_(plan), orders_(std::move(orders)) {}
 
 Coordinator::~Coordinator() {
   loop_.cancel(backoff_timer_);
@@ -33,20 +35,22 @@ milliseconds Coordinator::backoff(int attempt) {
   return std::min(milliseconds(500) * (1 << std::min(attempt, 10)), milliseconds(30'000));
 }
 
-void Coordinator::begin(std::vector<NodeShare> nodes) {
-  if (phase_ != Phase::kWaiting) return;
+void Coordinator::begin(std::vector<NodeShare> nodes, int attempt) {
+  if (phase_ != Phase::kWaiting && phase_ != Phase::kAwaiting) return;
   nodes_ = std::move(nodes);
+  attempt_ = std::max(attempt_, std::min(attempt, plan_.max_restarts));
+  lost_.clear();
   start_attempt();
 }
 
 void Coordinator::start_attempt() {
   phase_ = Phase::kRunning;
-  down_ = lost_;
+  down_.clear();
   failure_.reset();
   left_.reset();
   Message message = message_of(Message::Kind::kStart, attempt_);
   message.nodes = nodes_;
-  broadcast_(message);
+  orders_.broadcast(message);
 }
 
 void Coordinator::on_message(int node, const Message& message) {
@@ -56,7 +60,7 @@ void Coordinator::on_message(int node, const Message& message) {
       if (message.failure && message.attempt == attempt_) on_failed(*message.failure);
       break;
     case Message::Kind::kStop:
-      on_stop(node, message.signal);
+      on_stop(node, message);
       break;
     case Message::Kind::kDown:
       if (phase_ != Phase::kRunning || message.attempt != attempt_) break;
@@ -86,26 +90,25 @@ void Coordinator::on_failed(const RankFailure& failure) {
   Message message = message_of(Message::Kind::kFailed, attempt_);
   message.failure = failure_;
   expect_all_down();
-  broadcast_(message);
+  orders_.broadcast(message);
 }
 
-void Coordinator::on_stop(int node, int signal) {
-  if (stop_signal_ == 0) stop_signal_ = signal;
+void Coordinator::on_stop(int node, const Message& request) {
+  if (stop_signal_ == 0) stop_signal_ = request.signal;
   if (phase_ != Phase::kRunning) {
     failure_.reset();  // of an attempt that is over and reported
     return end(128 + stop_signal_);
   }
   Message message = message_of(Message::Kind::kStop, attempt_);
   message.node = node;
-  message.signal = signal;
+  message.signal = request.signal;
+  message.request = request.request;
   expect_all_down();
-  broadcast_(message);
+  orders_.broadcast(message);
 }
 
 void Coordinator::on_lost(int node, const std::string& host, const std::string& why) {
   if (phase_ == Phase::kEnded) return;
-  lost_.insert(node);
-  down_.insert(node);
   RankFailure failure;
   failure.node = node;
   failure.attempt = attempt_;
@@ -113,10 +116,11 @@ void Coordinator::on_lost(int node, const std::string& host, const std::string& 
   failure.cause = fmt::format(
       "the launcher of node {} on {} is lost: {}. It was killed, or its host or network is down",
       node, host, why);
-  failure.restartable = false;
-  if (phase_ == Phase::kBackoff) {
+  lost_[node] = failure;
+  down_.insert(node);
+  if (phase_ == Phase::kBackoff || phase_ == Phase::kAwaiting) {
     failure_ = failure;
-    return end(failure.code);
+    return await_lost();
   }
   on_failed(failure);
   check_all_down();
@@ -144,21 +148,49 @@ void Coordinator::decide() {
   if (!failure_ && stop_signal_ != 0 && left_ && !left_->restartable) failure_ = left_;
   // A failure that came before the request is what ended the run.
   if (!failure_) return end(stop_signal_ == 0 ? 0 : 128 + stop_signal_);
-  // Where a launcher is lost, nobody is left to restart there.
-  const bool possible = failure_->restartable && lost_.empty() && stop_signal_ == 0;
+  const bool possible = failure_->restartable && stop_signal_ == 0;
   if (!possible || attempt_ >= plan_.max_restarts) return end(failure_->code);
   const milliseconds delay = backoff(attempt_);
+  ++attempt_;
+  if (!lost_.empty()) return await_lost();
   Message message = message_of(Message::Kind::kRestart, attempt_);
   message.failure = failure_;
-  message.text = fmt::format("[launch] restarting all ranks ({} of {}) in {:.1f} s.", attempt_ + 1,
+  message.text = fmt::format("[launch] restarting all ranks ({} of {}) in {:.1f} s.", attempt_,
                              plan_.max_restarts, static_cast<double>(delay.count()) / 1000);
   phase_ = Phase::kBackoff;
-  ++attempt_;
-  broadcast_(message);
+  orders_.broadcast(message);
   backoff_timer_ = loop_.after(delay, [this] {
     backoff_timer_ = 0;
     start_attempt();
   });
+}
+
+// Nothing of the attempt before is left here. More nodes may be lost meanwhile: all of them have
+// the time of the first.
+void Coordinator::await_lost() {
+  loop_.cancel(backoff_timer_);
+  const bool first = phase_ != Phase::kAwaiting;
+  phase_ = Phase::kAwaiting;
+  std::vector<int> nodes;
+  for (const auto& [node, failure] : lost_) nodes.push_back(node);
+  Message message = message_of(Message::Kind::kRestart, attempt_);
+  message.failure = failure_;
+  message.text = fmt::format(
+      "[launch] restarting all ranks ({} of {}) as soon as every node is here again. Waiting up to "
+      "{} s for node {}: start `lockstep run` there, or on another host, with the same flags and "
+      "this --node-rank.",
+      attempt_, plan_.max_restarts, plan_.rendezvous_timeout.count(), fmt::join(nodes, ", "));
+  orders_.broadcast(message);
+  if (first) orders_.await_nodes();
+}
+
+void Coordinator::give_up() {
+  if (phase_ != Phase::kAwaiting || lost_.empty()) return;
+  failure_ = lost_.begin()->second;
+  failure_->cause +=
+      fmt::format(". Neither it nor another launcher with --node-rank={} came back within {} s",
+                  failure_->node, plan_.rendezvous_timeout.count());
+  end(failure_->code);
 }
 
 void Coordinator::end(int code) {
@@ -169,7 +201,7 @@ void Coordinator::end(int code) {
   Message message = message_of(Message::Kind::kEnd, attempt_);
   message.code = code;
   message.failure = failure_;
-  broadcast_(message);
+  orders_.broadcast(message);
 }
 
 }  // namespace lockstep::launch

@@ -5,7 +5,10 @@
 // and return the same code, and a restart begins nowhere before the old attempt has ended
 // everywhere.
 //
-//   Coordinator coordinator(loop, plan, [&](const Message& m) { notify_all(m); });
+// A lost launcher is a failure like any other. Where a restart is left, the next attempt begins
+// when all nodes are here again, be it with the same launchers or with others in their places.
+//
+//   Coordinator coordinator(loop, plan, {.broadcast = notify_all, .await_nodes = listen});
 //   coordinator.begin(nodes);
 //   coordinator.on_message(node, message);
 //   coordinator.on_lost(node, why);
@@ -15,6 +18,7 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -28,41 +32,47 @@ namespace lockstep::launch {
 
 class Coordinator {
  public:
-  using Broadcast = std::function<void(const Message&)>;  // to every node, this one included
+  struct Orders {
+    std::function<void(const Message&)> broadcast;  // to every node, this one included
+    std::function<void()> await_nodes;  // those that are lost; begin() or give_up() follows
+  };
 
-  Coordinator(EventLoop& loop, const LaunchPlan& plan, Broadcast broadcast);
+  Coordinator(EventLoop& loop, const LaunchPlan& plan, Orders orders);
   ~Coordinator();
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
 
-  void begin(std::vector<NodeShare> nodes = {});  // all nodes are here
+  // All nodes are here. `attempt`: the least that this one may be, where nodes have seen others.
+  void begin(std::vector<NodeShare> nodes = {}, int attempt = 0);
+  void give_up();  // lost nodes did not come back in time
   void on_message(int node, const Message& message);
   void on_lost(int node, const std::string& host, const std::string& why);
-  bool waiting() const { return phase_ == Phase::kWaiting; }
+  bool waiting() const { return phase_ == Phase::kWaiting; }  // for the first attempt
 
   // Between the end of attempt k and the start of the next: half a second, doubled each time.
   static std::chrono::milliseconds backoff(int attempt);
 
  private:
-  enum class Phase { kWaiting, kRunning, kBackoff, kEnded };
+  enum class Phase { kWaiting, kRunning, kBackoff, kAwaiting, kEnded };
 
   void start_attempt();
   void on_failed(const RankFailure& failure);
-  void on_stop(int node, int signal);
+  void on_stop(int node, const Message& request);
   void expect_all_down();
   void check_all_down();
   void decide();
+  void await_lost();
   void end(int code);
 
   EventLoop& loop_;
   const LaunchPlan& plan_;
-  Broadcast broadcast_;
+  Orders orders_;
   std::vector<NodeShare> nodes_;
   Phase phase_ = Phase::kWaiting;
   int attempt_ = 0;
   int stop_signal_ = 0;
   std::set<int> down_;
-  std::set<int> lost_;
+  std::map<int, RankFailure> lost_;  // since all nodes were here
   std::optional<RankFailure> failure_;
   // Of a node that is down: a rank that ended early with code 0, or failed in the stop asked for.
   std::optional<RankFailure> left_;

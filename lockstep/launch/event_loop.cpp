@@ -74,7 +74,7 @@ void EventLoop::run_posted() {
   // Only what is there now: a task that posts again must not starve the descriptors.
   std::deque<Task> tasks;
   tasks.swap(posted_);
-  for (const Task& task : tasks) task();
+  for (; !tasks.empty(); tasks.pop_front()) tasks.front()();  // and what it held is released
 }
 
 void EventLoop::run_timers(Clock::time_point due) {

@@ -31,7 +31,7 @@ constexpr std::array kFlags = {
     FlagSpec{"rdzv-id", '\0', "ID", kHonoured,
              "run id, names the log directory (default: random on one host)"},
     FlagSpec{"rdzv-conf", '\0', "K=V,...", kHonoured,
-             "timeout or join_timeout: seconds to wait for the other hosts (300)"},
+             "timeout or join_timeout: seconds to wait for the other hosts (--startup-timeout)"},
     FlagSpec{"node-rank", '\0', "N", kHonoured, "this host's number, 0 is the master"},
     FlagSpec{"master-addr", '\0', "HOST", kHonoured, "address of host 0 (127.0.0.1)"},
     FlagSpec{"master-port", '\0', "PORT", kHonoured,
@@ -42,10 +42,10 @@ constexpr std::array kFlags = {
              "several hosts: only launchers with this secret join, over TLS; mode 0600, the same "
              "contents on every host (default: LOCKSTEP_SECRET_FILE)",
              false},
-    FlagSpec{
-        "max-restarts", '\0', "N", kHonoured,
-        "start all ranks again after a failure (0); not after a rank that stopped on request (exit "
-        "code 143) or reported a usage error (2)"},
+    FlagSpec{"max-restarts", '\0', "N", kHonoured,
+             "start all ranks again after a failure or the loss of a host that comes back (0); not "
+             "after "
+             "a rank that stopped on request (exit code 143) or reported a usage error (2)"},
     FlagSpec{"shutdown-timeout", '\0', "SECONDS", kHonoured,
              "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
     FlagSpec{"stopped-timeout", '\0', "SECONDS", kHonoured,
@@ -78,7 +78,9 @@ constexpr std::array kFlags = {
              "LOCKSTEP_TIMEOUT_S: deadline of a rank's operation, such as an all-reduce (1800)",
              false},
     FlagSpec{"startup-timeout", '\0', "SECONDS", kHonoured,
-             "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for all ranks to connect (300)", false},
+             "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for the launchers of all hosts to connect, then "
+             "for all ranks to connect (300)",
+             false},
     FlagSpec{
         "signals-to-handle", '\0', "SIG,...", kHonoured,
         "requests to stop, forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT); SIGUSR1 and "

@@ -153,8 +153,8 @@ class ArgumentReader {
       }
       std::string rest = arg.substr(i + 1);
       if (!rest.empty() && rest[0] == '=') rest.erase(0, 1);
-      given_.values.set(*flag, rest.empty() ? value_argument(origin) : rest,
-                        fmt::format("--{}", flag->name));
+      if (rest.empty()) rest = value_argument(origin);
+      given_.values.set(*flag, rest, fmt::format("--{}", flag->name));
       return;
     }
   }
@@ -520,6 +520,7 @@ void note_unused(const Values& values, std::initializer_list<const char*> names,
 }
 
 void settle_conf(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+  plan.rendezvous_timeout = std::chrono::seconds(values.number("startup-timeout", 300, 1, kYear_s));
   const Given* given = values.find("rdzv-conf");
   if (given == nullptr || trim(given->text).empty()) return;
   // What torchrun's back ends know and a fixed set of hosts has no use for.
@@ -789,10 +790,9 @@ ParsedFlags parse_flags(const std::vector<std::string>& args, const Surroundings
                                   .run_path = values.is_on("run-path")},
                                  around.variable);
   plan.nproc_per_node = parse_nproc(values, around, plan);
-  if (std::int64_t{plan.nnodes} * plan.nproc_per_node > kMaxCount) {
+  if (std::int64_t{plan.nnodes} * plan.nproc_per_node > kMaxCount)
     throw UsageError("run", "{} hosts with {} ranks each are more than {} ranks. Start fewer.",
                      plan.nnodes, plan.nproc_per_node, kMaxCount);
-  }
   settle_output(values, plan, parsed.notes);
   return parsed;
 }

@@ -436,6 +436,8 @@ TEST(World, EndpointsHaveHostAndPort) {
 }
 
 TEST(World, RendezvousSettingsAreTimeoutOrExplained) {
+  EXPECT_EQ(plan_of({}).rendezvous_timeout, std::chrono::seconds(300));
+  EXPECT_EQ(plan_of({"--startup-timeout=20"}).rendezvous_timeout, std::chrono::seconds(20));
   EXPECT_EQ(plan_of({"--rdzv-conf=timeout=60"}).rendezvous_timeout, std::chrono::seconds(60));
   EXPECT_EQ(plan_of({"--rdzv-conf", "join_timeout=7, read_timeout=1"}).rendezvous_timeout,
             std::chrono::seconds(7));

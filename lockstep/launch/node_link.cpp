@@ -1,15 +1,11 @@
 #include "lockstep/launch/node_link.h"
 
-#include <arpa/inet.h>
+#include <fmt/ranges.h>
 #include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
@@ -17,6 +13,7 @@
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/thread_signals.h"
 #include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
@@ -25,9 +22,6 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr std::size_t kMaxLine = 1u << 20;
-constexpr std::size_t kMaxFirstLine = 4u << 10;  // before a peer has joined
-constexpr std::size_t kMaxUnsent = 16u << 20;
 constexpr std::size_t kMaxUnknown = 128;  // connections that have not joined
 constexpr std::size_t kMaxReports = 8;
 constexpr milliseconds kHandshakeTimeout{10'000};
@@ -43,42 +37,6 @@ constexpr milliseconds kProgress{10'000};
 void enlarge_buffer(int fd) {
   constexpr int kBytes = 512 << 10;
   ::setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &kBytes, sizeof kBytes);
-}
-
-void tune(int fd) {
-  const auto set = [fd](int level, int option, int value) {
-    ::setsockopt(fd, level, option, &value, sizeof value);
-  };
-  set(IPPROTO_TCP, TCP_NODELAY, 1);
-  set(SOL_SOCKET, SO_KEEPALIVE, 1);
-  set(IPPROTO_TCP, TCP_KEEPIDLE, 1);
-  set(IPPROTO_TCP, TCP_KEEPINTVL, 1);
-  set(IPPROTO_TCP, TCP_KEEPCNT, 3);
-  set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(kLostAfter.count()));
-}
-
-// The numeric address in `storage`, an IPv4 one without its IPv6 wrapping.
-std::string address_text(const sockaddr_storage& storage) {
-  char text[INET6_ADDRSTRLEN] = "";
-  if (storage.ss_family == AF_INET6) {
-    const auto& address = reinterpret_cast<const sockaddr_in6&>(storage).sin6_addr;
-    if (IN6_IS_ADDR_V4MAPPED(&address)) {
-      ::inet_ntop(AF_INET, address.s6_addr + 12, text, sizeof text);
-    } else {
-      ::inet_ntop(AF_INET6, &address, text, sizeof text);
-    }
-  } else {
-    ::inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in&>(storage).sin_addr, text,
-                sizeof text);
-  }
-  return text;
-}
-
-std::string own_address_of(int fd) {
-  sockaddr_storage storage{};
-  socklen_t size = sizeof storage;
-  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) return {};
-  return address_text(storage);
 }
 
 // A connect to a local port nobody listens on can connect to itself when the kernel picks that very
@@ -110,6 +68,20 @@ std::string bad_signal(int signal) {
       signal);
 }
 
+// What must be the same on all launchers, as it is written on a command line: node 0 decides by its
+// own values, and what the others were given would be ignored or would contradict it.
+std::map<std::string, std::string> flags_of_the_run(const LaunchPlan& plan) {
+  std::set<std::string> signals;
+  for (const int signal : plan.signals_to_handle) signals.insert(signal_name(signal));
+  if (signals.empty()) signals = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"};
+  const std::chrono::duration<double> grace = plan.shutdown_timeout;
+  return {{"--max-restarts", std::to_string(plan.max_restarts)},
+          {"--replace-gloo", plan.replace_gloo ? "true" : "false"},
+          {"--shutdown-timeout", fmt::format("{}", grace.count())},
+          {"--signals-to-handle", fmt::format("{}", fmt::join(signals, ","))},
+          {"--timeout", plan.timeout.count() > 0 ? std::to_string(plan.timeout.count()) : "unset"}};
+}
+
 std::unique_ptr<SecureContext> secure_context(const LaunchPlan& plan, SecureContext::Side side) {
   if (plan.secret_file.empty()) return nullptr;
   return std::make_unique<SecureContext>(side, SecretKey::from_file(plan.secret_file), plan.run_id);
@@ -134,170 +106,17 @@ std::string secret_text(Closing::Secret secret, const std::string& peer) {
 
 }  // namespace
 
-// ---------------------------------------------------------------- Connection
-
-Connection::Connection(EventLoop& loop, Fd socket, std::unique_ptr<SecureChannel> channel,
-                       Handlers handlers)
-    : loop_(loop),
-      socket_(std::move(socket)),
-      channel_(std::move(channel)),
-      handlers_(std::move(handlers)) {
-  set_nonblocking(socket_.get());
-  tune(socket_.get());
-  loop_.watch(socket_.get(), EPOLLIN, [this](std::uint32_t events) { on_event(events); });
-  if (!channel_) return;
-  channel_->start(outgoing_);
-  write_some();
-}
-
-Connection::~Connection() {
-  if (socket_) loop_.forget(socket_.get());
-}
-
-std::string Connection::local_address() const {
-  return own_address_of(socket_.get());
-}
-
-std::string Connection::peer_address() const {
-  sockaddr_storage storage{};
-  socklen_t size = sizeof storage;
-  if (::getpeername(socket_.get(), reinterpret_cast<sockaddr*>(&storage), &size) != 0) return "?";
-  return address_text(storage);
-}
-
-void Connection::on_event(std::uint32_t events) {
-  const std::weak_ptr<int> alive = alive_;
-  if ((events & EPOLLOUT) != 0) write_some();
-  if (!alive.expired() && socket_ && (events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0)
-    read_some();
-}
-
-void Connection::read_some() {
-  std::array<char, 64u << 10> buffer;
-  const ssize_t n = ::recv(socket_.get(), buffer.data(), buffer.size(), 0);
-  if (n < 0) {
-    if (errno == EAGAIN || errno == EINTR) return;
-    return close({errno == ETIMEDOUT ? "nothing was heard from it" : std::strerror(errno)});
-  }
-  if (n == 0) return close({"the connection was closed"});
-  if (take({buffer.data(), static_cast<std::size_t>(n)})) read_messages();
-}
-
-// A launcher without a secret sends JSON, one with a secret TLS. Each recognises the other by its
-// first byte, and answers with what that one recognises in turn.
-bool Connection::is_other_protocol(char first) {
-  constexpr char kTlsAlert = 0x15;
-  constexpr char kTlsHandshake = 0x16;
-  if (channel_ && first == '{') {
-    outgoing_ += std::string_view("\x15\x03\x03\x00\x02\x02\x28", 7);  // handshake_failure
-    write_some();
-    close({"it does not use TLS", Closing::Secret::kPeerHasNone});
-    return true;
-  }
-  if (channel_ || (first != kTlsAlert && first != kTlsHandshake)) return false;
-  Message answer;
-  answer.kind = Message::Kind::kRefused;
-  answer.code = 2;
-  outgoing_ += encode(answer);
-  write_some();
-  close({"it uses TLS", Closing::Secret::kPeerHasOne});
-  return true;
-}
-
-bool Connection::take(std::string_view bytes) {
-  if (std::exchange(silent_, false) && is_other_protocol(bytes.front())) return false;
-  if (!channel_) {
-    incoming_ += bytes;
-    return true;
-  }
-  const bool good = channel_->receive(bytes, incoming_, outgoing_);
-  write_some();  // an alert, where it is not good
-  if (!good)
-    close({channel_->problem(),
-           channel_->wrong_key() ? Closing::Secret::kDiffers : Closing::Secret::kFine});
-  return good;
-}
-
-void Connection::read_messages() {
-  const std::weak_ptr<int> alive = alive_;
-  std::size_t used = 0;
-  for (std::size_t size = 1; size > 0 && used < incoming_.size(); used += size) {
-    std::optional<Message> message;
-    try {
-      size = read_one(std::string_view(incoming_).substr(used), message);
-    } catch (const UsageError& error) {
-      return close({printable(error.what())});
-    }
-    if (message) handlers_.message(*message);
-    if (alive.expired() || !socket_) return;
-  }
-  incoming_.erase(0, used);
-}
-
-// Hands on a frame, or reads a line. Returns its size, 0 when it is not complete.
-std::size_t Connection::read_one(std::string_view bytes, std::optional<Message>& message) {
-  if (trusted_ && begins_store_frame(bytes.front())) {
-    StoreFrame frame;
-    const std::size_t size = decode(bytes, frame);
-    if (size > 0) handlers_.frame(frame);
-    return size;
-  }
-  const std::size_t max_line = trusted_ ? kMaxLine : kMaxFirstLine;
-  const std::size_t end = std::min(bytes.find('\n'), bytes.size());
-  if (end > max_line) throw UsageError("launch", "it sent a line of more than {} bytes", max_line);
-  if (end == bytes.size()) return 0;
-  message = decode(std::string(bytes.substr(0, end)));
-  return end + 1;
-}
-
-void Connection::send_bytes(std::string_view bytes) {
-  if (!socket_) return;
-  if (channel_) {
-    channel_->send(bytes, outgoing_);
-  } else {
-    outgoing_ += bytes;
-  }
-  write_some();
-}
-
-void Connection::write_some() {
-  while (!outgoing_.empty()) {
-    const ssize_t n = ::send(socket_.get(), outgoing_.data(), outgoing_.size(), MSG_NOSIGNAL);
-    if (n < 0) {
-      if (errno == EINTR) continue;
-      // An error is reported by the reading side, which has an event for it; so is the end of a
-      // peer that does not read.
-      if (errno != EAGAIN) outgoing_.clear();
-      if (outgoing_.size() > kMaxUnsent) ::shutdown(socket_.get(), SHUT_RDWR);
-      break;
-    }
-    outgoing_.erase(0, static_cast<std::size_t>(n));
-  }
-  const std::uint32_t events = outgoing_.empty() ? EPOLLIN : EPOLLIN | EPOLLOUT;
-  loop_.change(socket_.get(), events);
-}
-
-void Connection::close(Closing closing) {
-  if (!socket_) return;
-  loop_.forget(socket_.get());
-  // What is left unread would reset the connection, and the peer might lose the last answer.
-  std::array<char, 4096> rest;
-  for (int i = 0; i < 16 && ::recv(socket_.get(), rest.data(), rest.size(), 0) > 0; ++i) {
-  }
-  socket_.reset();
-  const auto closed = handlers_.closed;  // the handler may destroy this object
-  closed(closing);
-}
-
 // ---------------------------------------------------------------- Hub
 
-Hub::Hub(EventLoop& loop, const LaunchPlan& plan, Fd listener, Handlers handlers)
+Hub::Hub(EventLoop& loop, const LaunchPlan& plan, Handlers handlers)
     : loop_(loop),
       plan_(plan),
-      listener_(std::move(listener)),
       handlers_(std::move(handlers)),
-      secure_(secure_context(plan, SecureContext::Side::kServer)),
-      started_(EventLoop::Clock::now()) {
+      secure_(secure_context(plan, SecureContext::Side::kServer)) {}
+
+void Hub::await_nodes(Fd listener) {
+  listener_ = std::move(listener);
+  started_ = EventLoop::Clock::now();
   enlarge_buffer(listener_.get());
   loop_.watch(listener_.get(), EPOLLIN, [this](std::uint32_t) { on_connect(); });
   overdue_timer_ = loop_.after(plan_.rendezvous_timeout, [this] {
@@ -305,8 +124,7 @@ Hub::Hub(EventLoop& loop, const LaunchPlan& plan, Fd listener, Handlers handlers
     handlers_.overdue(fmt::format(
         "[launch] only {} of {} launchers came within {} s; missing: node ranks {}. Start "
         "`lockstep run` there with --nnodes={} --node-rank=... --master-addr={} --master-port={}, "
-        "and "
-        "check that the port can be reached.",
+        "and check that the port can be reached.",
         guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(), missing(),
         plan_.nnodes, plan_.master_addr, plan_.master_port));
   });
@@ -380,7 +198,9 @@ void Hub::on_message(std::uint64_t number, const Message& message) {
   const auto found = guests_.find(number);
   if (found == guests_.end()) return;
   const Guest& guest = found->second;
-  if (guest.node >= 0) {
+  if (guest.node >= 0 && !guest.started && message.kind == Message::Kind::kStop) {
+    on_closed(number, {"it was asked to stop"});
+  } else if (guest.node >= 0) {
     const std::string wrong = what_is_wrong(guest, message);
     if (wrong.empty()) return handlers_.message(guest.node, message);
     on_closed(number, {wrong});
@@ -397,13 +217,14 @@ void Hub::on_message(std::uint64_t number, const Message& message) {
 void Hub::on_frame(std::uint64_t number, const StoreFrame& frame) {
   const auto found = guests_.find(number);
   if (found == guests_.end()) return;
-  if (listener_) return on_closed(number, {"it used the store before the run has begun"});
+  if (!found->second.started)
+    return on_closed(number, {"it used the store before the run has begun"});
   handlers_.frame(found->second.node, frame);
 }
 
 // A node speaks for itself alone.
 std::string Hub::what_is_wrong(const Guest& guest, const Message& message) const {
-  if (listener_) return "it sent a message before the run has begun";
+  if (!guest.started) return "it sent a message before the run has begun";
   if (message.kind == Message::Kind::kStop && !may_stop(plan_, message.signal))
     return bad_signal(message.signal);
   if (!message.failure) return {};
@@ -432,6 +253,7 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
         "the same value on every host.",
         handshake.node, handshake.host, flag, theirs, flag, ours);
   };
+  const auto index = static_cast<std::size_t>(handshake.node);
   if (handshake.run_id != plan_.run_id)
     return differs("--rdzv-id", one_line(handshake.run_id), plan_.run_id);
   if (handshake.nnodes != plan_.nnodes) return differs("--nnodes", handshake.nnodes, plan_.nnodes);
@@ -444,9 +266,20 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
         "[launch] --node-rank={} of {} is already taken by {}. Give every host its own "
         "node rank.",
         handshake.node, handshake.host, guests_.at(taken->second).host);
+  for (const auto& [flag, ours] : flags_of_the_run(plan_)) {
+    const auto theirs = handshake.flags.find(flag);
+    if (theirs == handshake.flags.end() || theirs->second != ours)
+      return differs(flag.c_str(), theirs == handshake.flags.end() ? "?" : theirs->second, ours);
+  }
+  if (!shares_.empty() && handshake.share != shares_[index])
+    return fmt::format(
+        "[launch] node rank {} on {} brings {} ranks of role {}, but the launcher that it comes "
+        "for had {} of role {}. Use the same --nproc-per-node and --role.",
+        handshake.node, handshake.host, handshake.share.nproc, printable(handshake.share.role),
+        shares_[index].nproc, shares_[index].role);
   try {
     auto shares = nodes();
-    shares[static_cast<std::size_t>(handshake.node)] = handshake.share;
+    shares[index] = handshake.share;
     layout_of(shares, handshake.node);
   } catch (const UsageError& error) {
     return error.what();
@@ -478,6 +311,7 @@ void Hub::on_handshake(std::uint64_t number, const Message& handshake) {
   guest.share = handshake.share;
   guest.connection->trust();
   guest_of_node_[handshake.node] = number;
+  first_attempt_ = std::max(first_attempt_, handshake.attempt);
   Message answer;
   answer.kind = Message::Kind::kSay;
   guest.connection->send(answer);
@@ -488,6 +322,7 @@ void Hub::on_closed(std::uint64_t number, const Closing& closing) {
   const auto found = guests_.find(number);
   if (found == guests_.end()) return;
   const int node = found->second.node;
+  const bool started = found->second.started;
   const std::string host = found->second.host;
   const std::string address = found->second.address;
   drop(number);
@@ -505,7 +340,7 @@ void Hub::on_closed(std::uint64_t number, const Closing& closing) {
       loop_.cancel(goodbye_timer_);
       loop_.post(std::exchange(on_goodbyes_, nullptr));
     }
-  } else if (listener_) {
+  } else if (!started) {
     handlers_.say(
         fmt::format("[launch] node rank {} on {} left again: {}.", node, host, closing.why));
   } else {
@@ -554,11 +389,13 @@ void Hub::check_complete() {
   for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_, &accept_timer_})
     loop_.cancel(*timer);
   shares_ = nodes();  // a node that is lost later keeps its ranks, so the others keep theirs
+  for (const auto& [node, number] : guest_of_node_) guests_.at(number).started = true;
   loop_.forget(listener_.get());
   listener_.reset();
   while (evict()) {
   }
-  loop_.post([this] { handlers_.complete(); });
+  // At once: a node that is lost from here on is one of a run that has begun.
+  handlers_.complete();
 }
 
 void Hub::broadcast(const Message& message) {
@@ -598,14 +435,24 @@ Spoke::Spoke(EventLoop& loop, const LaunchPlan& plan, std::string host, Handlers
       secure_(secure_context(plan, SecureContext::Side::kClient)) {}
 
 Spoke::~Spoke() {
+  close();
+}
+
+// Nor is node 0 looked for any more.
+void Spoke::close() {
   for (EventLoop::TimerId* timer :
        {&overdue_timer_, &retry_timer_, &answer_timer_, &progress_timer_})
     loop_.cancel(*timer);
   if (pending_) loop_.forget(pending_.get());
+  pending_.reset();
+  connection_.reset();
 }
 
-void Spoke::connect() {
+void Spoke::connect(int first_attempt) {
+  first_attempt_ = first_attempt;
+  welcome_ = false;
   started_ = EventLoop::Clock::now();
+  for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_}) loop_.cancel(*timer);
   overdue_timer_ = loop_.after(plan_.rendezvous_timeout, [this] {
     overdue_timer_ = 0;
     handlers_.failed(1, fmt::format("[launch] node 0's launcher was not found at {}:{} within {} s "
@@ -680,7 +527,6 @@ void Spoke::try_addresses(const Addresses& found) {
 
 void Spoke::on_connected(Fd socket) {
   loop_.cancel(answer_timer_);
-  local_address_ = own_address_of(socket.get());
   connection_ = std::make_unique<Connection>(
       loop_, std::move(socket), secure_ ? secure_->open() : nullptr,
       Connection::Handlers{[this](const Message& message) { on_message(message); },
@@ -688,15 +534,18 @@ void Spoke::on_connected(Fd socket) {
                              if (connection_) handlers_.frame(frame);
                            },
                            [this](const Closing& closing) { on_closed(closing); }});
+  local_address_ = connection_->local_address();
   answer_timer_ =
       loop_.after(kConnectTimeout, [this] { try_later("what listens there does not answer"); });
   Message handshake;
   handshake.kind = Message::Kind::kHandshake;
   handshake.node = plan_.node_rank;
+  handshake.attempt = first_attempt_;
   handshake.run_id = plan_.run_id;
   handshake.host = host_;
   handshake.nnodes = plan_.nnodes;
   handshake.share = {plan_.nproc_per_node, plan_.role};
+  handshake.flags = flags_of_the_run(plan_);
   connection_->send(handshake);
 }
 
@@ -742,7 +591,7 @@ void Spoke::on_message(const Message& message) {
         message.code,
         fmt::format("[launch] node 0 at {}:{} rejected node rank {}. Its flags do not agree with "
                     "node 0's, or the node rank is taken; node 0's output says which. Compare "
-                    "--rdzv-id, --nnodes and --node-rank.",
+                    "--rdzv-id, --nnodes and --node-rank, then the other flags.",
                     plan_.master_addr, plan_.master_port, plan_.node_rank));
   }
   if (message.kind == Message::Kind::kForeign) return handlers_.failed(2, message.text);

@@ -12,7 +12,7 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr int kProtocol = 3;
+constexpr int kProtocol = 4;
 constexpr int kMaxExitCode = 255;
 constexpr std::size_t kMaxHostBytes = 255;
 
@@ -85,6 +85,8 @@ std::string encode(const Message& message) {
   for (const auto& [kind, name] : kKindNames) {
     if (kind == message.kind) json.emplace_back("kind", text_node(name));
   }
+  if (message.kind == Message::Kind::kStop)
+    json.emplace_back("request", integer_node(message.request));
   if (message.failure) json.emplace_back("failure", text_node(failure_to_json(*message.failure)));
   if (message.kind == Message::Kind::kStart) {
     std::vector<Node> nodes;
@@ -96,6 +98,9 @@ std::string encode(const Message& message) {
     json.emplace_back("host", text_node(message.host));
     json.emplace_back("nnodes", integer_node(message.nnodes));
     json.emplace_back("share", share_to_json(message.share));
+    NodeMembers flags;
+    for (const auto& [name, value] : message.flags) flags.emplace_back(name, text_node(value));
+    json.emplace_back("flags", map_node(std::move(flags)));
   }
   return to_json(map_node(std::move(json))) + "\n";
 }
@@ -165,6 +170,7 @@ Message decode(const std::string& line) {
       for (const Node& share : json.at("nodes").items)
         message.nodes.push_back(share_from_json(share));
     }
+    if (message.kind == Message::Kind::kStop) message.request = int_at(json, "request", 1);
     if (message.kind == Message::Kind::kHandshake) {
       message.run_id = text_at(json, "run_id");
       message.host = text_at(json, "host");
@@ -173,6 +179,8 @@ Message decode(const std::string& line) {
                          message.host.size(), kMaxHostBytes);
       message.nnodes = int_at(json, "nnodes", 1);
       message.share = share_from_json(json.at("share"));
+      for (const Entry& flag : as_map(json.at("flags"), "flags").entries)
+        message.flags[flag.key] = one_line(as_string(flag.value, flag.key));
     }
     return message;
   } catch (const UsageError& error) {

@@ -10,6 +10,7 @@
 // Plain values and free functions; nothing is owned.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -27,7 +28,7 @@ struct Message {
     kSay,        // 0 -> nodes: text to print while waiting
     kStart,      // 0 -> nodes: begin `attempt` as one of `nodes`
     kFailed,     // node -> 0 -> nodes: `failure` ends this attempt
-    kStop,       // node -> 0 -> nodes: `node` was asked to stop by `signal`
+    kStop,       // node -> 0 -> nodes: `node` was asked to stop by `signal`, `request` times now
     kDown,       // node -> 0: nothing of this attempt is left here (`failure`: the first one here)
     kRestart,    // 0 -> nodes: print `failure`; a next attempt follows (text)
     kEnd,        // 0 -> nodes: the run is over; exit with `code`, print `failure`
@@ -37,15 +38,17 @@ struct Message {
   int node = 0;
   int attempt = 0;
   int signal = 0;
+  int request = 1;  // kStop only: the first, the second, ... of its node
   int code = 0;
   std::string text = {};
   std::optional<RankFailure> failure = {};
   std::vector<NodeShare> nodes = {};  // kStart only: by node rank
-  // kHandshake only.
+  // kHandshake only. `attempt`: the least that it may take part in, since it has seen those before.
   std::string run_id = {};
   std::string host = {};
   int nnodes = 0;
   NodeShare share = {};
+  std::map<std::string, std::string> flags = {};  // that must be the same everywhere
 };
 std::string encode(const Message& message);  // one line with its newline
 Message decode(const std::string& line);     // throws UsageError

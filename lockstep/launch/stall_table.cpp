@@ -276,6 +276,20 @@ std::string reason(const RankView& rank, std::uint64_t now_ns) {
   return fmt::format("it does nothing ({}){}", rank.process.text(), in_phase);
 }
 
+bool none_surely_waits(const std::vector<RankView>& ranks) {
+  return std::none_of(ranks.begin(), ranks.end(), [](const RankView& rank) {
+    return rank.surely_waits() || rank.process.stopped();
+  });
+}
+
+// Whether it is a stall whatever the ranks' devices do. A run that is ended over less may be a
+// healthy one that computes.
+bool is_sure(const std::vector<RankView>& ranks) {
+  const auto any = [&](auto&& holds) { return std::any_of(ranks.begin(), ranks.end(), holds); };
+  if (any([](const RankView& rank) { return rank.in_startup(); })) return false;
+  return !none_surely_waits(ranks) || !any([](const RankView& rank) { return rank.perhaps_waits; });
+}
+
 std::string cause_of(const std::vector<RankView>& ranks, const std::vector<int>& behind,
                      const StallInfo& info) {
   if (behind.empty() && !info.other_hosts && at_one_enqueued_call(ranks))
@@ -283,6 +297,11 @@ std::string cause_of(const std::vector<RankView>& ranks, const std::vector<int>&
         "All ranks wait in the same operation, {}: the network or a device is stuck, unless the "
         "devices compute for that long after it.",
         operation_text(ranks.front().ledger.records.back()));
+  if (behind.empty() && none_surely_waits(ranks))
+    return fmt::format(
+        "All ranks{} have left their last operation to their devices, which wait for another rank "
+        "or compute for that long after it: the ledgers do not show which.",
+        info.other_hosts ? " of this host" : "");
   if (behind.empty())
     return info.other_hosts ? "All ranks of this host wait in the same call; the one that is "
                               "behind is on another host."
@@ -324,9 +343,13 @@ std::string stack_lines(const std::vector<RankView>& ranks) {
 
 }  // namespace
 
-bool RankView::waits() const {
+bool RankView::surely_waits() const {
   return device_waits || std::any_of(ledger.records.begin(), ledger.records.end(),
                                      [](const Record& record) { return record.under_way(); });
+}
+
+bool RankView::in_startup() const {
+  return ledger.records.empty() || ledger.phase == ledger::Phase::kStartup;
 }
 
 void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
@@ -349,11 +372,11 @@ void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
   for (RankView& rank : ranks) {
     const auto& records = rank.ledger.records;
     // The peers of a message number their own, so whether it has come cannot be seen.
-    const bool unknown = !records.empty() && records.back().state == State::kReleased &&
+    rank.perhaps_waits = !records.empty() && records.back().state == State::kReleased &&
                          (other_hosts || records.back().message);
-    rank.device_waits = unknown || std::any_of(records.begin(), records.end(), [&](const auto& r) {
-                          return r.state == State::kReleased && !r.message && lacking(r);
-                        });
+    rank.device_waits = std::any_of(records.begin(), records.end(), [&](const auto& r) {
+      return r.state == State::kReleased && !r.message && lacking(r);
+    });
   }
 }
 
@@ -378,7 +401,7 @@ bool find_stuck_devices(std::vector<RankView>& ranks) {
       std::any_of(ranks.begin(), ranks.end(),
                   [&](const RankView& rank) { return asked(rank) && !rank.in_driver; }))
     return false;
-  for (RankView& rank : ranks) rank.device_waits = true;
+  for (RankView& rank : ranks) rank.perhaps_waits = true;
   return true;
 }
 
@@ -457,7 +480,7 @@ StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& 
   StallReport report;
   report.behind = ranks_behind(ranks);
   report.cause = cause_of(ranks, report.behind, info);
-  report.sure = !report.behind.empty() || info.other_hosts || !at_one_enqueued_call(ranks);
+  report.sure = is_sure(ranks);
   report.text = fmt::format(
       "[launch] stall: no rank{} has moved for {:.1f} s (stall time {:.1f} "
       "s). {}",

@@ -27,24 +27,27 @@ struct RankView {
   RankState process = {};  // unknown: of a file
   double cpu_share = 0;    // of a core, since the last movement
   std::vector<std::string> stack = {};
-  std::string no_stack = {};  // why there is none
-  bool device_waits = false;  // for an operation on its stream: see find_device_waits()
-  bool in_driver = false;     // its stack is in a CUDA library, which may wait and use CPU time
+  std::string no_stack = {};   // why there is none
+  bool device_waits = false;   // for an operation on its stream: see find_device_waits()
+  bool perhaps_waits = false;  // the same, or it computes after it: that cannot be seen from here
+  bool in_driver = false;      // its stack is in a CUDA library, which may wait and use CPU time
 
-  bool waits() const;  // an operation of it is under way
-  bool busy() const;   // it runs or its CPU time grows, and it waits for nobody
+  bool waits() const { return surely_waits() || perhaps_waits; }
+  bool surely_waits() const;  // an operation of it is under way
+  bool busy() const;          // it runs or its CPU time grows, and it waits for nobody
+  bool in_startup() const;    // it has not connected to its world
 };
 
 // An operation that was left to a device's stream (nccl) does not say when it has ended. Once every
 // rank has enqueued it, no rank waits for another; where one has not, the others' devices wait.
-// `other_hosts`: ranks that are not seen here may not have.
+// `other_hosts`: ranks that are not seen here may not have, so all of them wait, perhaps.
 void find_device_waits(std::vector<RankView>& ranks, bool other_hosts);
 
 // All ranks of the world have enqueued the same operation last, in the same step. They compute
 // after it, or their devices never finish it: the ledgers alone do not say which.
 bool at_one_enqueued_call(const std::vector<RankView>& ranks);
 // With their stacks: where that is so and none of them is anywhere but in a CUDA library, all of
-// them wait, and true is returned.
+// them wait, perhaps, and true is returned.
 bool find_stuck_devices(std::vector<RankView>& ranks);
 
 // The first call of a group that is not the same on all ranks.
@@ -71,8 +74,10 @@ struct StallInfo {
 struct StallReport {
   std::vector<int> behind;
   std::string cause;  // one sentence
-  bool sure = true;   // false: a long computation on the devices would look the same
-  std::string text;   // many lines, ready to print
+  // False: a long computation on the devices would look the same, or a rank is in its start-up,
+  // which has a deadline of its own.
+  bool sure = true;
+  std::string text;  // many lines, ready to print
 };
 StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& info);
 

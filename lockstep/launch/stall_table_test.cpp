@@ -123,6 +123,7 @@ TEST(StallTable, TheOneThatIsBehindMayBeElsewhere) {
   EXPECT_THAT(describe_stall(ranks, {.other_hosts = true}).text,
               HasSubstr("no rank of this host has moved"));
   EXPECT_THAT(describe_stall(ranks, {.other_hosts = true}).cause, HasSubstr("on another host"));
+  EXPECT_TRUE(describe_stall(ranks, {.other_hosts = true}).sure) << "they wait, whoever is behind";
   EXPECT_THAT(describe_stall(ranks, {}).cause, HasSubstr("all wait in the same call"));
 }
 
@@ -206,6 +207,54 @@ TEST(StallTable, AnEnqueuedOperationKeepsWaitingWhileARankLacksIt) {
   find_device_waits(ranks, false);
   EXPECT_FALSE(ranks[0].waits()) << "rank 1 is no member";
   EXPECT_TRUE(ranks[1].waits()) << "rank 0 has not called anything of the world";
+}
+
+// nccl on several hosts: a long evaluation looks like a wait for a rank of another host.
+TEST(StallTable, AnEnqueuedOperationIsNoSureStallWhereOtherHostsAreNotSeen) {
+  const auto view = [](int rank, ledger::Phase phase) {
+    RankView seen = rank_with(
+        rank, Calls().add("all_reduce", 8).add("all_reduce", 8).open(State::kReleased), 'R');
+    seen.cpu_share = 0.99;
+    seen.ledger.phase = phase;
+    return seen;
+  };
+  using ledger::Phase;
+  for (const Phase phase : {Phase::kEvaluation, Phase::kSaving, Phase::kForward}) {
+    std::vector<RankView> ranks = {view(0, phase), view(1, phase)};
+    find_device_waits(ranks, true);
+    const StallReport report = describe_stall(ranks, {.other_hosts = true});
+    EXPECT_FALSE(report.sure) << name(phase);
+    EXPECT_THAT(report.cause, HasSubstr("of this host have left their last operation to their "
+                                        "devices"));
+  }
+  std::vector<RankView> ranks = {view(0, Phase::kForward), view(1, Phase::kForward)};
+  ranks[1].ledger.records.pop_back();
+  find_device_waits(ranks, true);
+  EXPECT_TRUE(describe_stall(ranks, {.other_hosts = true}).sure) << "rank 1 lacks a call";
+  ranks = {view(0, Phase::kForward), view(1, Phase::kForward)};
+  ranks[1].process.state = 'T';
+  find_device_waits(ranks, true);
+  EXPECT_TRUE(describe_stall(ranks, {.other_hosts = true}).sure) << "rank 1 is stopped";
+
+  // A message has its number on its own rank alone, so on one host it is as little known.
+  ranks = {view(0, Phase::kForward), view(1, Phase::kForward)};
+  for (RankView& rank : ranks) rank.ledger.records.back().message = true;
+  find_device_waits(ranks, false);
+  EXPECT_FALSE(describe_stall(ranks, {}).sure);
+}
+
+TEST(StallTable, AStartUpIsNoSureStall) {
+  const Calls all = Calls().add("all_reduce", 8).open();
+  std::vector<RankView> ranks = {rank_with(0, all), rank_with(1, {})};
+  ranks[1].ledger.pid = 0;
+  EXPECT_FALSE(describe_stall(ranks, {}).sure) << "rank 1 has not begun";
+  ranks[1].ledger.pid = 101;
+  EXPECT_FALSE(describe_stall(ranks, {}).sure) << "it has not connected";
+  ranks = {rank_with(0, all), rank_with(1, all)};
+  ranks[0].ledger.phase = ledger::Phase::kStartup;
+  EXPECT_FALSE(describe_stall(ranks, {}).sure);
+  ranks[0].ledger.phase = ledger::Phase::kNone;
+  EXPECT_TRUE(describe_stall(ranks, {}).sure);
 }
 
 // nccl, after the network has broken: the hosts spin in the driver, which looks like work.

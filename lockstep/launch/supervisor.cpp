@@ -135,6 +135,8 @@ class Supervisor {
   void choose_interface();
   void choose_loopback();
   std::string rank_address() const;
+  void hold_link_port();
+  void open_coordinator();
   void open_hub();
   void open_spoke();
   void open_store(int attempt);
@@ -146,12 +148,14 @@ class Supervisor {
   void forward(int signal);
   void on_front_gone();
   void obey(const Message& message);
+  void obey_stop(const Message& message);
   void report(Message message);
   void announce_later(const RankFailure& failure);
   void start_attempt(int attempt);
   void on_group_failed(const RankFailure& failure);
   void on_group_ended();
   void on_node_zero_lost(const std::string& why);
+  void await_node_zero();
   void end(int code, std::optional<RankFailure> failure);
   void leave();
 
@@ -184,7 +188,9 @@ class Supervisor {
   EventLoop::TimerId tick_timer_ = 0;
   bool front_gone_ = false;
   bool ending_ = false;
+  bool in_run_ = false;  // node 0 has started an attempt, and is not lost
   std::optional<Message> end_when_idle_;
+  std::optional<RankFailure> node_zero_lost_;  // and waited for when no rank is left here
   int code_ = 1;
 };
 
@@ -203,20 +209,12 @@ int Supervisor::run() {
   observed_.notify([this](RunObserver& observer) { observer.run_started(plan_); });
   tick();
   if (plan_.node_rank == 0) {
-    // Several launchers on one host need no more than its loopback.
-    const std::string& address = plan_.master_addr;
-    const bool here = address == "localhost" || address.rfind("127.", 0) == 0;
-    if (plan_.nnodes > 1)
-      link_port_ =
-          HeldPort::exactly(plan_.master_port, here ? Reach::kIpv4Loopback : Reach::kNetwork);
-    else if (plan_.master_port != 0)
+    if (plan_.nnodes > 1) {
+      hold_link_port();
+    } else if (plan_.master_port != 0) {
       port_ = HeldPort::exactly(plan_.master_port, Reach::kLoopback);
-    decides_ = std::make_unique<Coordinator>(loop_, plan_, [this](const Message& message) {
-      // Before a rank of another node can use it.
-      if (message.kind == Message::Kind::kStart) open_store(message.attempt);
-      if (hub_) hub_->broadcast(message);
-      loop_.post([this, message] { obey(message); });
-    });
+    }
+    open_coordinator();
   }
   if (plan_.nnodes == 1) {
     choose_loopback();
@@ -279,7 +277,7 @@ void Supervisor::choose_interface() {
   std::string address = plan_.local_addr;
   if (address.empty()) address = hub_ ? hub_->local_address() : spoke_->local_address();
   const Interface way = interface_towards(address);
-  setup_.interface = way.name;
+  if (std::exchange(setup_.interface, way.name) == way.name) return;
   inform(
       fmt::format("[launch] node {} on {}: gloo and NCCL use interface {} ({}), which leads to "
                   "the {} at {}.",
@@ -305,10 +303,36 @@ std::string Supervisor::rank_address() const {
   return plan_.nnodes == 1 && held ? plan_.master_addr : "127.0.0.1";
 }
 
+// Until an attempt starts, whose ranks have the port then (open_store).
+void Supervisor::hold_link_port() {
+  port_.reset();
+  // Several launchers on one host need no more than its loopback.
+  const std::string& address = plan_.master_addr;
+  const bool here = address == "localhost" || address.rfind("127.", 0) == 0;
+  link_port_ = HeldPort::exactly(plan_.master_port, here ? Reach::kIpv4Loopback : Reach::kNetwork);
+}
+
+void Supervisor::open_coordinator() {
+  Coordinator::Orders orders;
+  orders.broadcast = [this](const Message& message) {
+    // Before a rank of another node can use it.
+    if (message.kind == Message::Kind::kStart) open_store(message.attempt);
+    if (hub_) hub_->broadcast(message);
+    loop_.post([this, message] { obey(message); });
+  };
+  orders.await_nodes = [this] {
+    store_.reset();  // of the attempt that is over; it watches the port
+    hold_link_port();
+    hub_->await_nodes(link_port_->listener());
+  };
+  decides_ = std::make_unique<Coordinator>(loop_, plan_, std::move(orders));
+}
+
 void Supervisor::open_hub() {
   Hub::Handlers handlers;
-  handlers.complete = [this] { decides_->begin(hub_->nodes()); };
+  handlers.complete = [this] { decides_->begin(hub_->nodes(), hub_->first_attempt()); };
   handlers.overdue = [this](const std::string& text) {
+    if (!decides_->waiting()) return decides_->give_up();
     say(text);
     Message refusal;
     refusal.kind = Message::Kind::kRefused;
@@ -333,7 +357,8 @@ void Supervisor::open_hub() {
         fmt::format("[launch] without --secret-file anybody who reaches port {} here and knows the "
                     "run id ({}) can join this run as a node, and stop it.",
                     plan_.master_port, plan_.run_id));
-  hub_ = std::make_unique<Hub>(loop_, plan_, link_port_->listener(), std::move(handlers));
+  hub_ = std::make_unique<Hub>(loop_, plan_, std::move(handlers));
+  hub_->await_nodes(link_port_->listener());
 }
 
 void Supervisor::open_spoke() {
@@ -415,9 +440,10 @@ void Supervisor::on_stop_request(int signal) {
   Message message;
   message.kind = Message::Kind::kStop;
   message.signal = signal;
-  // Before the first attempt node 0 continues waiting for somebody to take this place.
-  if (spoke_ && !group_) return end(128 + signal, std::nullopt);
+  message.request = requests_;
   report(message);
+  // Node 0 continues waiting for somebody to take this place; or it has just begun, and stops.
+  if (spoke_ && !in_run_) end(128 + signal, std::nullopt);
 }
 
 void Supervisor::on_front_gone() {
@@ -446,6 +472,7 @@ void Supervisor::obey(const Message& message) {
   if (ending_ || front_gone_) return;
   switch (message.kind) {
     case Message::Kind::kStart:
+      in_run_ = true;
       setup_.layout = layout_of(message.nodes, plan_.node_rank);
       return start_attempt(message.attempt);
     case Message::Kind::kFailed:
@@ -453,10 +480,7 @@ void Supervisor::obey(const Message& message) {
       announce_later(*message.failure);
       return group_->stop_for(*message.failure);
     case Message::Kind::kStop:
-      if (!busy() || message.node == plan_.node_rank) return;
-      inform(fmt::format("[launch] node {} was asked to stop ({}); so are the ranks here.",
-                         message.node, signal_name(message.signal)));
-      return group_->pass_on(message.signal);
+      return obey_stop(message);
     case Message::Kind::kRestart:
       if (message.failure) {
         say(failure_report(*message.failure));
@@ -471,6 +495,20 @@ void Supervisor::obey(const Message& message) {
     default:
       return;
   }
+}
+
+// The ranks here have had a request of this node, unless it came before they were started.
+void Supervisor::obey_stop(const Message& message) {
+  const bool own = message.node == plan_.node_rank;
+  if (!busy() || (own && group_->asked_to_stop())) return;
+  if (!own)
+    inform(fmt::format("[launch] node {} was asked to stop ({}); so are the ranks here.",
+                       message.node, signal_name(message.signal)));
+  group_->pass_on(message.signal);
+  if (message.request < kKillAtRequest) return;
+  inform(fmt::format("[launch] third request to stop node {}: sending SIGKILL to the ranks here.",
+                     message.node));
+  group_->kill_now();
 }
 
 // The report comes when all ranks have ended. Where that takes long, the cause is reported before.
@@ -509,9 +547,9 @@ void Supervisor::open_store(int attempt) {
 
 void Supervisor::start_attempt(int attempt) {
   attempt_ = attempt;
-  if (plan_.nnodes > 1 && attempt == 0) choose_interface();
+  if (plan_.nnodes > 1) choose_interface();
   if (spoke_) open_store(attempt);
-  if (logs_.temporary() && attempt == 0 && plan_.redirects.any())
+  if (logs_.temporary() && !group_ && plan_.redirects.any())
     say(fmt::format("the ranks' output is stored in {}; --log-dir=DIR chooses another directory",
                     logs_.attempt(attempt)));
   GroupInfo place;
@@ -542,6 +580,7 @@ void Supervisor::on_group_ended() {
   observed_.notify([this](RunObserver& observer) { observer.attempt_ended(attempt_); });
   if (front_gone_) return loop_.stop();
   if (end_when_idle_) return end(end_when_idle_->code, end_when_idle_->failure);
+  if (node_zero_lost_) return await_node_zero();
   Message message;
   message.kind = Message::Kind::kDown;
   message.failure = group_->outcome();
@@ -549,21 +588,35 @@ void Supervisor::on_group_ended() {
 }
 
 void Supervisor::on_node_zero_lost(const std::string& why) {
-  if (ending_) return;
-  Message message;
-  message.kind = Message::Kind::kEnd;
-  message.code = 1;
-  message.failure.emplace();
-  message.failure->host = plan_.master_addr;
-  message.failure->attempt = attempt_;
-  message.failure->cause = fmt::format(
+  if (ending_ || end_when_idle_) return;  // it has said that the run is over
+  RankFailure failure;
+  failure.host = plan_.master_addr;
+  failure.attempt = attempt_;
+  failure.cause = fmt::format(
       "the launcher of node 0 at {} is lost: {}. It was killed, or its host or network is down",
       plan_.master_addr, why);
-  if (!busy()) return end(1, message.failure);
-  announce_later(*message.failure);
-  end_when_idle_ = message;
-  group_->stop_for(*message.failure);
+  const bool again =
+      in_run_ && attempt_ < plan_.max_restarts && requests_ == 0 && !group_->asked_to_stop();
+  if (again) node_zero_lost_ = failure;
+  if (!busy()) return again ? await_node_zero() : end(1, failure);
+  announce_later(failure);
+  if (!again) end_when_idle_ = Message{.kind = Message::Kind::kEnd, .code = 1, .failure = failure};
+  group_->stop_for(failure);
   store_->on_lost(0);  // ranks that wait there know the reason now
+}
+
+// As node 0 does for any other node: it comes back, or another launcher takes its place.
+void Supervisor::await_node_zero() {
+  in_run_ = false;
+  say(failure_report(*node_zero_lost_));
+  say(
+      fmt::format("[launch] restarting all ranks ({} of {}) as soon as node 0 is here again. "
+                  "Waiting up to {} s for it at {}:{}: start `lockstep run` there with the same "
+                  "flags and --node-rank=0.",
+                  attempt_ + 1, plan_.max_restarts, plan_.rendezvous_timeout.count(),
+                  plan_.master_addr, plan_.master_port));
+  node_zero_lost_.reset();
+  spoke_->connect(attempt_ + 1);
 }
 
 // ---------------------------------------------------------------- end

@@ -79,6 +79,7 @@ class WorkerGroup {
   // Whom its default action would end, such as a shell around the program, is spared.
   void forward(int signal);
   void kill_now();
+  bool asked_to_stop() const { return !passed_on_.empty(); }
   bool over() const { return phase_ == Phase::kOver; }
 
   // After the end: the first cause, with all that is known now. Nothing when all went well or the

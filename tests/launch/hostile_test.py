@@ -15,18 +15,23 @@ import unittest
 from launch_case import BOUND_S, SOAK
 from nodes_test import WAIT, Nodes
 
-PROTOCOL = 3
+PROTOCOL = 4
 SECRETS = ["correct horse battery staple", "another horse, another staple"]
 
 
 def line(kind, **fields):
     message = {"lockstep": PROTOCOL, "kind": kind, "node": 1, "attempt": 0, "signal": 0, "code": 0,
-               "text": "", **fields}
+               "request": 1, "text": "", **fields}
     return json.dumps(message).encode() + b"\n"
 
 
+# What a launcher without flags sends.
+FLAGS = {"--max-restarts": "0", "--replace-gloo": "false", "--shutdown-timeout": "30",
+         "--signals-to-handle": "SIGHUP,SIGINT,SIGQUIT,SIGTERM", "--timeout": "unset"}
+
+
 def handshake(**fields):
-    return line("handshake", **{"run_id": "none", "host": "evil", "nnodes": 2,
+    return line("handshake", **{"run_id": "none", "host": "evil", "nnodes": 2, "flags": FLAGS,
                             "share": {"nproc_per_node": 2, "role": "default"}, **fields})
 
 
@@ -95,6 +100,8 @@ class WithoutSecret(Hostile):
             {"run_id": "none"},
             {"run_id": "hidden42", "nnodes": 3},
             {"run_id": "hidden42", "node": 7},
+            {"run_id": "hidden42", "flags": {**FLAGS, "--max-restarts": "7"}},
+            {"run_id": "hidden42", "flags": {}},
             {"run_id": "hidden42", "share": {"nproc_per_node": 1_000_000, "role": "x"}})}
         self.assertEqual(len(answers), 1, answers)
         (answer,) = answers

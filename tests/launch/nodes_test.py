@@ -211,11 +211,28 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
                     self.assertEqual(code, 143, err)
                     self.assertNotIn("failed", err)
 
+    def test_a_third_request_to_one_kills_on_both(self):
+        for asked in (0, 1):
+            with self.subTest(asked=asked):
+                self.forget_notes()
+                self.port = free_port()
+                # Ranks that do not end when they are asked to, with a grace longer than the test.
+                script = "trap '' TERM; " + WAIT.replace("sleep 300", "while :; do sleep 1; done")
+                processes = self.both(script, "--shutdown-timeout=300")
+                self.wait_notes("up", 4)
+                for request in range(3):
+                    if request > 0:
+                        time.sleep(0.5)  # what comes at once is one request
+                    processes[asked].terminate()
+                for code, err in self.ends(processes):
+                    self.assertEqual(code, 143, err)
+                    self.assertIn("third request to stop", err)
+                    self.assertIn("sending SIGKILL to the ranks", err)
+
     def test_both_restart_together(self):
         script = ('echo attempt $TORCHELASTIC_RESTART_COUNT; '
                   '[ $RANK$TORCHELASTIC_RESTART_COUNT = 20 ] && sleep 0.2 && exit 5; sleep 0.5')
-        processes = [self.node(0, script, "--max-restarts=1"), self.node(1, script)]
-        for process in processes:
+        for process in self.both(script, "--max-restarts=1"):
             code, out, err = self.finish(process)
             self.assertEqual(code, 0, err)
             self.assertEqual(out.count("attempt 1"), 2)
@@ -260,17 +277,27 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
         first = self.node(0, "echo ran", "--rdzv-id=a")
         for flags, options, message in (
                 (("--rdzv-id=b",), {}, "--rdzv-id=b, node 0 with --rdzv-id=a"),
-                (("--rdzv-id=a",), {"nnodes": 3}, "--nnodes=3, node 0 with --nnodes=2")):
+                (("--rdzv-id=a",), {"nnodes": 3}, "--nnodes=3, node 0 with --nnodes=2"),
+                (("--rdzv-id=a", "--max-restarts=2"), {},
+                 "--max-restarts=2, node 0 with --max-restarts=0"),
+                (("--rdzv-id=a", "--shutdown-timeout=2.5"), {},
+                 "--shutdown-timeout=2.5, node 0 with --shutdown-timeout=30"),
+                (("--rdzv-id=a", "--timeout=60"), {}, "--timeout=60, node 0 with --timeout=unset"),
+                (("--rdzv-id=a", "--replace-gloo"), {},
+                 "--replace-gloo=true, node 0 with --replace-gloo=false"),
+                (("--rdzv-id=a", "--signals-to-handle=SIGUSR2,SIGTERM"), {},
+                 "--signals-to-handle=SIGTERM,SIGUSR2, node 0 with --signals-to-handle=SIGHUP,")):
             with self.subTest(message):
                 code, _, err = self.finish(self.node(1, "echo ran", *flags, **options))
                 self.assertEqual(code, 2, err)
                 # Anybody can ask: the answer says where to look, node 0's terminal what differs.
                 self.assertIn("Compare --rdzv-id, --nnodes and --node-rank", err)
-                self.wait_line(first.stderr, message)
+                self.wait_line(first.stderr, f"node rank 1 on {os.uname().nodename}", message)
         # An unknown client with another protocol does no harm, and the right one can still join.
         with socket.create_connection(("127.0.0.1", self.port)) as client:
             client.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            second = self.node(1, "echo ran", "--rdzv-id=a")
+            second = self.node(1, "echo ran", "--rdzv-id=a",
+                               "--signals-to-handle=SIGQUIT,SIGHUP,SIGINT,SIGTERM")
             for code, err in self.ends([first, second]):
                 self.assertEqual(code, 0, err)
 
@@ -304,6 +331,14 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
             self.assertIn("waiting for node ranks 1, 3 at", err)
             self.assertIn("only 2 of 4 launchers came within 6 s; missing: node ranks 1, 3", err)
 
+    def test_the_launchers_wait_for_the_startup_timeout(self):
+        for node, message in ((0, "only 1 of 2 launchers came within 1 s; missing: node ranks 1"),
+                              (1, "node 0's launcher was not found at 127.0.0.1")):
+            code, _, err = self.finish(self.node(node, "echo ran", "--startup-timeout=1"))
+            self.assertEqual(code, 1, err)
+            self.assertIn(message, err)
+            self.assertIn("within 1 s", err)
+
     def test_a_missing_node_0_is_named(self):
         code, _, err = self.finish(self.node(1, "echo ran", "--rdzv-conf=join_timeout=1"))
         self.assertEqual(code, 1)
@@ -311,14 +346,14 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
         self.assertIn("Connection refused", err)
 
     def test_another_version_is_refused_on_both_sides(self):
-        message = "the launchers run different versions of Lockstep (protocols 99 and 3)"
+        message = "the launchers run different versions of Lockstep (protocols 99 and 4)"
         first = self.node(0, "echo ran")
         with self.connect() as newer:
             newer.sendall(b'{"lockstep": 99, "kind": "handshake"}\n')
             answer = json.loads(newer.makefile().readline())
             # The number is all that it needs to say the same as node 0.
             self.assertEqual((answer["lockstep"], answer["kind"], answer["code"], answer["text"]),
-                             (3, "refused", 2, ""))
+                             (4, "refused", 2, ""))
         # It is still waiting for the right one.
         for code, err in self.ends([self.node(1, "echo ran"), first]):
             self.assertEqual(code, 0, err)

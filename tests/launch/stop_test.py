@@ -108,6 +108,30 @@ class TheWordComesFirst(Case):
         self.assertIn("[0] interrupted", out)
 
 
+# A rank of a launcher that was started with SIGTERM blocked, which it inherits.
+UNBLOCKS = r'''
+import signal, time
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+time.sleep(300)
+'''
+
+
+class BeforeTheRanks(Case):
+    def test_a_request_that_is_there_before_the_ranks_reaches_them(self):
+        def request():
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            os.kill(os.getpid(), signal.SIGTERM)  # pending for the launcher
+
+        program = os.path.join(self.dir.name, "unblocks.py")
+        with open(program, "w") as f:
+            f.write(UNBLOCKS)
+        # Without SIGTERM they would be killed after the grace, which is longer than the test.
+        process = self.start("--standalone", "--nproc-per-node=2", "--shutdown-timeout=300",
+                             program, preexec_fn=request)
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 143, err)
+
+
 class Debugger:
     """Holds a process: when that has ended, only we can say so to its parent, until detach()."""
 

@@ -11,7 +11,7 @@ import unittest
 
 sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "tests", "launch"))
 # pylint: disable-next=wrong-import-position
-from launch_case import BOUND_S, LAUNCHER, SOAK, Case, marked  # noqa: E402
+from launch_case import BOUND_S, LAUNCHER, SOAK, Case, free_port, marked  # noqa: E402
 
 BIN = os.environ["LOCKSTEP_BIN"]
 PEER = os.path.join(BIN, "tests", "stall_peer")
@@ -226,6 +226,26 @@ class Others(LedgerCase):
         self.assertIsNone(process.poll(), "what may be a long computation is not stopped")
         _, err = self.end(process)
         self.assertNotIn("busy", err)
+
+    def test_a_host_that_sees_its_own_ranks_alone_stops_no_long_computation(self):
+        port = free_port()
+        processes = [self.start(
+            "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2", "--master-addr=127.0.0.1",
+            f"--master-port={port}", f"--stall-timeout={STALL_S}", "--stall-action=stop",
+            "--shutdown-timeout=5", PEER, "enqueued", "0") for node in (0, 1)]
+        for process in processes:
+            code, _, err = self.finish(process)
+            self.assertEqual(code, 0, err)
+            self.assertIn("All ranks of this host have left their last operation to their devices",
+                          err)
+
+    def test_a_start_up_has_a_deadline_of_its_own(self):
+        """Rank 1 comes long after the stall time, and is waited for."""
+        script = f'[ $RANK = 1 ] && sleep {4 * STALL_S}; exec {PEER} none 0'
+        code, _, err = self.bash(3, script, flags=(
+            f"--stall-timeout={STALL_S}", "--stall-action=stop", "--startup-timeout=120"))
+        self.assertEqual(code, 0, err)
+        self.assertIn("Rank 1 is behind: it has not created its world yet", err)
 
     def test_a_healthy_run_says_nothing(self):
         code, _, err = self.finish(self.start_peer("none", 0))
