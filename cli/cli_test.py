@@ -17,12 +17,12 @@ IDENTITY = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|NODE_RANK|MASTER_|
                       r"|LOCKSTEP_|PET_|OMPI_|PMI|MPI_|MV2_|SLURM_|NCCL_|GLOO_|OMP_|CUDA_VISIBLE)")
 
 
-def lockstep(*args, program=LOCKSTEP, timeout=60, **variables):
+def lockstep(*args, program=LOCKSTEP, timeout=60, cwd=None, **variables):
     """Runs it with an environment that says nothing about ranks but `variables`."""
     env = {k: v for k, v in os.environ.items() if not IDENTITY.match(k)}
     env.update(variables)
     return subprocess.run([program, *args], env=env, timeout=timeout, capture_output=True,
-                          text=True, stdin=subprocess.DEVNULL)
+                          text=True, stdin=subprocess.DEVNULL, cwd=cwd)
 
 
 class Program(unittest.TestCase):
@@ -75,6 +75,29 @@ class Program(unittest.TestCase):
         for page in pages:
             self.assertTrue(os.path.isabs(page) and os.path.exists(page), page)
 
+    def test_help_lists_what_is_installed(self):
+        """Python's wheel has the launcher alone, without the programs that need LibTorch."""
+        with tempfile.TemporaryDirectory(prefix="lockstep_cli_") as root:
+            os.makedirs(root + "/bin")
+            shutil.copy(LOCKSTEP, root + "/bin/lockstep")
+            def listed():
+                text = lockstep("--help", program=root + "/bin/lockstep").stdout
+                return re.findall(r"^  (\w+) +\w", text, re.MULTILINE), text
+            names, text = listed()
+            self.assertEqual(names, ["run", "doctor", "env", "checkpoint", "config", "plan", "data",
+                                     "monitor", "ledger", "report", "lockstep"][:len(names)])
+            self.assertIn("verify, show and compare checkpoints", text)
+            self.assertNotIn("import", text)
+            os.makedirs(root + "/libexec")
+            for name in ("lockstep-train", "lockstep-bench"):
+                with open(f"{root}/libexec/{name}", "w", encoding="utf-8") as f:
+                    f.write("#!/bin/sh\n")
+                os.chmod(f"{root}/libexec/{name}", 0o755)
+            names, text = listed()
+            for name in ("train", "generate", "bench"):
+                self.assertIn(name, names)
+            self.assertIn("import and merge checkpoints", text)
+
     def test_a_program_without_documentation_names_the_page(self):
         with tempfile.TemporaryDirectory(prefix="lockstep_cli_") as root:
             os.makedirs(root + "/a/bin")
@@ -90,7 +113,7 @@ class Program(unittest.TestCase):
         for word in ("--help", "-h", "help"):
             result = lockstep(word)
             self.assertEqual(result.returncode, 0)
-            for name in ("run", "env", "bench"):
+            for name in ("run", "env", "report"):
                 self.assertRegex(result.stdout, rf"\n  {name} +\w")
 
     def test_without_a_command_prints_help_and_fails(self):
@@ -233,6 +256,45 @@ class Env(unittest.TestCase):
         self.assertEqual(first["processes"], [{"pid": 17, "memory_bytes": 1024}])
         self.assertIn("GPU is lost", second["problem"])
         self.assertIsNone(second["utilisation_percent"])
+
+    def test_monitor_without_a_run_shows_every_gpu(self):
+        """Live, with the processes of whoever started them."""
+        fake = os.path.join(os.path.dirname(os.environ["LOCKSTEP_BIN"]), "lib", "fake_nvml_new",
+                            "libnvidia-ml.so.1")
+        with tempfile.TemporaryDirectory(prefix="lockstep_cli_") as root:
+            path = os.path.join(root, "script.txt")
+            with open(path, "w", encoding="utf-8") as script:
+                script.write("devices 2\n0 name Fake H200\n0 pci 00000000:1A:00.0\n"
+                             "0 utilisation 97 41\n0 used 33554432000\n0 total 85899345920\n"
+                             f"0 processes {os.getpid()}:1073741824,18:-\n1 name Fake A100\n"
+                             "1 pci 00000000:2A:00.0\n1 utilisation 3\n")
+            # A job that hides the GPUs from CUDA does not hide them here.
+            variables = dict(LOCKSTEP_NVML=fake, FAKE_NVML_SCRIPT=path, CUDA_VISIBLE_DEVICES="")
+            done = lockstep("monitor", "--once", cwd=root, **variables)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn("2 GPUs, driver 999.1\n", done.stdout)
+            self.assertIn("GPU 0  Fake H200 at 0000:1a:00.0: 97 %, 31.2 of 80.0 GiB", done.stdout)
+            self.assertRegex(done.stdout, rf"process {os.getpid()} +1.0 GiB")
+            self.assertRegex(done.stdout, r"process 18 +-")
+            self.assertIn("GPU 1  Fake A100 at 0000:2a:00.0: 3 %\n  no process\n", done.stdout)
+            found = json.loads(lockstep("monitor", "--once", "--json", cwd=root,
+                                        **variables).stdout)
+            self.assertEqual(found["devices"][0]["utilisation_percent"], 97)
+            env = {k: v for k, v in os.environ.items() if not IDENTITY.match(k)} | variables
+            with subprocess.Popen([LOCKSTEP, "monitor"], env=env, cwd=root, text=True,
+                                  stdout=subprocess.PIPE) as process:
+                try:
+                    self.assertIn("0: 97 %", process.stdout.readline())
+                    deadline = time.monotonic() + 60
+                    while "0: 41 %" not in process.stdout.readline():
+                        self.assertLess(time.monotonic(), deadline)
+                finally:
+                    process.terminate()
+            variables["LOCKSTEP_NVML"] = "/nowhere/libnvidia-ml.so.1"
+            done = lockstep("monitor", cwd=root, **variables)
+            self.assertEqual(done.returncode, 2)
+            self.assertIn("no run was named, and the GPUs of this machine cannot be shown",
+                          done.stderr)
 
     def test_without_nvml_nothing_is_listed(self):
         variables = dict(LOCKSTEP_NVML="/nowhere/libnvidia-ml.so.1")

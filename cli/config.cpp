@@ -154,15 +154,16 @@ int check(const Request& request) {
     for (const auto& [name, value] : launch.environment) fmt::print("  {}={}\n", name, value);
     return 0;
   }
-  const train::Config config = train::load_config(file, request.flags, launch::launcher_keys());
-  say_notes(config.notes);
   Problems problems;
-  if (!request.own_program)
-    problems.attempt([&] {
-      const TaskConfig task = read_task(config.arguments);
-      say_notes(task.notes);
-      check_contents(task, config.arguments, problems);
-    });
+  const train::Config config =
+      train::load_config(file, request.flags, launch::launcher_keys(), &problems);
+  say_notes(config.notes);
+  if (!request.own_program) {
+    const std::size_t before = problems.size();
+    const TaskConfig task = read_task(config.arguments, TaskFiles::kChecked, problems);
+    say_notes(task.notes);
+    if (problems.size() == before) check_contents(task, config.arguments, problems);
+  }
   problems.attempt(
       [&] { train::check_resume(config.arguments.resume_from_checkpoint.value_or("never")); });
   problems.raise();

@@ -232,8 +232,29 @@ void inspect_tokens(const std::string& path, const Inspection& how) {
     fmt::print("  as bytes: {}\n", readable(first));
 }
 
+void inspect_chats(const std::string& path, const std::vector<data::Instruction>& items) {
+  std::size_t messages = 0, most = 0;
+  for (const data::Instruction& item : items) {
+    messages += item.messages.size();
+    most = std::max(most, item.messages.size());
+  }
+  fmt::print("{}: {} chats with {} messages, {} at most\n----\n", path, items.size(), messages,
+             most);
+  const data::Instruction& first = items.front();
+  for (std::size_t i = 0; i < first.messages.size(); ++i) {
+    const data::ChatMessage& message = first.messages[i];
+    const bool learned = first.given > 0 ? i >= first.given : message.role == "assistant";
+    fmt::print("{}: {}{}{}\n", message.role, learned ? "[" : "", message.content,
+               learned ? "]" : "");
+  }
+  fmt::print("----\n");
+}
+
+// What is learned stands in brackets.
 void inspect_instructions(const std::string& path) {
   const auto items = data::load_instructions(path);
+  if (!items.empty() && items.front().kind == data::RecordKind::kChat)
+    return inspect_chats(path, items);
   std::size_t inputs = 0, answers = 0, longest = 0;
   for (const data::Instruction& item : items) {
     inputs += item.input.empty() ? 0 : 1;
@@ -241,8 +262,13 @@ void inspect_instructions(const std::string& path) {
     const data::PromptAndResponse texts = data::apply({}, item);
     longest = std::max(longest, texts.prompt.size() + texts.response.size());
   }
-  fmt::print("{}: {} instructions, {} with an input, {} with an answer; the longest has {} bytes\n",
-             path, items.size(), inputs, answers, longest);
+  if (!items.empty() && items.front().kind == data::RecordKind::kCompletion)
+    fmt::print("{}: {} prompts with completions; the longest has {} bytes\n", path, items.size(),
+               longest);
+  else
+    fmt::print(
+        "{}: {} instructions, {} with an input, {} with an answer; the longest has {} bytes\n",
+        path, items.size(), inputs, answers, longest);
   if (items.empty()) return;
   const data::PromptAndResponse first = data::apply({}, items.front());
   fmt::print("----\n{}[{}]\n----\n", first.prompt, first.response);

@@ -202,6 +202,20 @@ class Data(unittest.TestCase):
         self.assertIn("x.jsonl:4:29: the object that ends here has no 'output'",
                       self.refuse("inspect", path))
 
+    def test_inspect_completions_and_chats(self):
+        path = self.path("x.jsonl")
+        with open(path, "w") as file:
+            file.write(json.dumps({"prompt": "one two", "completion": " three"}) + "\n")
+        text = self.succeed("inspect", path)
+        self.assertIn("1 prompts with completions; the longest has 13 bytes", text)
+        self.assertIn("----\none two[ three]\n----", text)
+        with open(path, "w") as file:
+            file.write(json.dumps({"messages": [{"role": "user", "content": "one"},
+                                                {"role": "assistant", "content": "two"}]}) + "\n")
+        text = self.succeed("inspect", path)
+        self.assertIn("1 chats with 2 messages, 2 at most", text)
+        self.assertIn("----\nuser: one\nassistant: [two]\n----", text)
+
     def test_a_terminal_gets_a_bar(self):
         ours, theirs = pty.openpty()
         process = subprocess.Popen([LOCKSTEP, "data", "tokenize", "--output", self.path("out"),

@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "cli/base_model.h"
+#include "cli/prompt_format.h"
 #include "cli/train_commands.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
@@ -20,14 +22,12 @@
 #include "lockstep/core/map_reader.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/tokenizer.h"
-#include "lockstep/io/numbered_dirs.h"
-#include "lockstep/models/lora.h"
-#include "lockstep/models/pretrained.h"
 
 namespace lockstep::cli {
 namespace {
 
 namespace fs = std::filesystem;
+using data::RecordKind;
 using Ids = std::vector<std::int64_t>;
 
 constexpr const char* kHelp =
@@ -36,7 +36,11 @@ constexpr const char* kHelp =
     "                     checkpoint). A folder with an adapter names its base model in\n"
     "                     adapter_config.json; --base says where it is otherwise\n"
     "--prompt TEXT        the text to continue, by the folder's tokenizer.json; models of bytes\n"
-    "                     need none\n"
+    "                     need none. A checkpoint that was trained on instructions or chats has a\n"
+    "                     prompt_format.json: TEXT is the instruction, or what the user says, in\n"
+    "                     the form of the training, and the answer alone is printed\n"
+    "--input TEXT         the {input} of such an instruction\n"
+    "--raw                TEXT as it is, whatever the model was trained on\n"
     "--chat               TEXT is what a user says in a chat, by the model's chat template\n"
     "--ids 1,2,3          token ids to continue; the new ids are printed, separated by spaces\n"
     "--max_new_tokens N   (default 100)\n"
@@ -45,6 +49,8 @@ constexpr const char* kHelp =
     "--top_p P            among the likeliest tokens with this probability together (default 1)\n"
     "--repetition_penalty R   above 1: tokens that are there already are less likely (default 1)\n"
     "                     The model's generation_config.json has other defaults for these five\n"
+    "--stop TEXT          ends after the token in which TEXT is complete (transformers'\n"
+    "                     stop_strings); may be given several times\n"
     "--seed N             of what is drawn (default 0)\n"
     "--base DIR           the model that an adapter belongs to\n"
     "--tokenizer DIR      a tokenizer.json elsewhere\n"
@@ -55,7 +61,10 @@ struct Flags {
   std::string model, base, tokenizer, device = "cpu", dtype = "float32";
   std::optional<std::string> prompt;
   std::optional<Ids> ids;
+  std::string input;
+  std::vector<std::string> stop;
   bool chat = false;
+  bool raw = false;
   bool help = false;
   std::optional<std::int64_t> max_new_tokens, top_k;
   std::optional<double> temperature, top_p, repetition_penalty;
@@ -98,6 +107,11 @@ void set_flag(Flags& flags, const std::string& name, const std::string& value) {
     flags.top_p = number_of<double>(name, value);
   } else if (name == "--repetition_penalty") {
     flags.repetition_penalty = number_of<double>(name, value);
+  } else if (name == "--input") {
+    flags.input = value;
+  } else if (name == "--stop" || name == "--stop_strings") {
+    if (value.empty()) throw UsageError("generate", "--stop needs a text that is not empty.");
+    flags.stop.push_back(value);
   } else if (name == "--seed") {
     flags.seed = number_of<std::uint64_t>(name, value);
   } else if (name == "--base") {
@@ -121,8 +135,8 @@ Flags parse_flags(int argc, char** argv) {
       flags.help = true;
       return flags;
     }
-    if (name == "--chat") {
-      flags.chat = true;
+    if (name == "--chat" || name == "--raw") {
+      (name == "--chat" ? flags.chat : flags.raw) = true;
       continue;
     }
     const std::size_t equals = name.find('=');
@@ -144,23 +158,11 @@ Flags parse_flags(int argc, char** argv) {
     throw UsageError("generate", "give --prompt TEXT or --ids 1,2,3, one of the two.");
   if (flags.chat && !flags.prompt)
     throw UsageError("generate", "--chat needs --prompt, which is what the user says.");
+  if (flags.chat && flags.raw)
+    throw UsageError("generate", "--chat and --raw contradict each other. Give one of the two.");
+  if (flags.ids && !flags.stop.empty())
+    throw UsageError("generate", "--stop is a text, and --ids has none. Give --prompt.");
   return flags;
-}
-
-// An output_dir stands for its newest checkpoint.
-std::string checkpoint_of(const std::string& folder) {
-  if (!fs::is_directory(folder))
-    throw UsageError("generate", "{} is not a folder. Give a Hugging Face folder or a checkpoint.",
-                     folder);
-  const auto holds = [&](const char* name) { return fs::exists(fs::path(folder) / name); };
-  if (holds("config.json") || holds(models::kAdapterConfig)) return folder;
-  const auto checkpoints = io::list_numbered(folder, "checkpoint-");
-  if (checkpoints.empty())
-    throw UsageError("generate",
-                     "{} has neither a config.json nor an adapter_config.json, and no "
-                     "checkpoint-<step> in it.",
-                     folder);
-  return checkpoints.front().path;  // highest first
 }
 
 c10::ScalarType type_of(const std::string& name) {
@@ -168,32 +170,6 @@ c10::ScalarType type_of(const std::string& name) {
   if (name == "bfloat16") return c10::kBFloat16;
   if (name == "float16") return c10::kHalf;
   throw UsageError("generate", "--dtype={} is not float32, bfloat16 or float16.", name);
-}
-
-struct Loaded {
-  models::CausalLmPtr model;
-  std::string folder;  // of the model itself
-};
-
-Loaded load(const Flags& flags) {
-  const std::string folder = checkpoint_of(flags.model);
-  const fs::path adapter = fs::path(folder) / models::kAdapterConfig;
-  const models::PretrainedOptions options{.dtype = type_of(flags.dtype),
-                                          .device = c10::Device(flags.device)};
-  if (!fs::exists(adapter)) return {models::load_pretrained(folder, options), folder};
-  std::string base = flags.base;
-  if (base.empty())
-    base = models::parse_adapter_config(read_file(adapter), adapter).base_model_name_or_path;
-  if (base.empty() || !fs::is_directory(base))
-    throw UsageError("generate",
-                     "{} holds an adapter of the model '{}', which is not a folder here. Name the "
-                     "base model's folder with --base.",
-                     folder, base);
-  Loaded loaded{models::load_pretrained(base, options), base};
-  models::load_adapter(*loaded.model, folder);
-  loaded.model->to(c10::Device(flags.device));
-  loaded.model->eval();
-  return loaded;
 }
 
 // ---------------------------------------------------------------- generation_config.json
@@ -234,6 +210,12 @@ models::GenerateOptions options_for(const Flags& flags, const std::string& folde
   o.top_p = flags.top_p.value_or(keys.real("top_p", 1, 1e-12, 1));
   o.repetition_penalty =
       flags.repetition_penalty.value_or(keys.real("repetition_penalty", 1, 1e-12, kLarge));
+  const bool narrows = flags.top_k || flags.top_p;
+  if (o.temperature == 0 && narrows)
+    fmt::print(
+        stderr,
+        "note: --top_k and --top_p have no effect at temperature 0, which takes the likeliest "
+        "token. Give --temperature 1.\n");
   std::vector<std::string> unused;
   for (const Entry& entry : root.entries)
     if (!is_honoured(entry)) unused.push_back(entry.key);
@@ -253,37 +235,64 @@ models::GenerateOptions options_for(const Flags& flags, const std::string& folde
   return o;
 }
 
-// The folder's tokenizer, or bytes for a model with their vocabulary.
+// The text that goes into the model and comes out of it: the folder's tokenizer, or bytes for a
+// model with their vocabulary, and the form in which the model was trained to be asked.
 class Text {
  public:
-  Text(const Flags& flags, const Loaded& loaded) {
-    const std::string own = checkpoint_of(flags.model);
-    for (const std::string& folder : {flags.tokenizer, own, loaded.folder}) {
-      if (folder.empty()) continue;
-      const bool file = fs::path(folder).extension() == ".json";
-      if (!file && !fs::exists(fs::path(folder) / "tokenizer.json")) continue;
-      tokenizer_ = data::Tokenizer::from_file(folder);
-      return;
-    }
-    if (!flags.tokenizer.empty())
-      throw UsageError("generate", "--tokenizer={} holds no tokenizer.json.", flags.tokenizer);
-    if (loaded.model->config().vocab_size() != data::ByteTokenizer::kVocabSize)
+  Text(const Flags& flags, const std::string& own, const LoadedModel& loaded) : flags_(flags) {
+    const std::string format = own + "/" + kPromptFormat;
+    if (fs::exists(format)) format_ = read_prompt_format(format);
+    find_tokenizer(own, loaded);
+    if (!flags.input.empty() && !(is_formatted() && format_->kind == RecordKind::kInstruction))
       throw UsageError("generate",
-                       "{} has no tokenizer.json. Name one with --tokenizer, or give --ids.",
-                       loaded.folder);
+                       "--input is for a model that was trained on instructions, with a {} beside "
+                       "its weights.",
+                       kPromptFormat);
+    chat_ = flags.chat || (is_formatted() && format_->kind == RecordKind::kChat);
+    if (chat_ && !tokenizer_)
+      throw UsageError("generate", "--chat needs a tokenizer with a chat template.");
   }
 
-  Ids encode(const Flags& flags) const {
+  Ids encode() const {
+    const std::string& given = *flags_.prompt;
+    if (chat_) {
+      const std::string chat =
+          tokenizer_->apply_chat_template({{"user", given}}, {.add_generation_prompt = true});
+      return tokenizer_->encode(chat, {.add_special_tokens = false});
+    }
+    const bool instruction = is_formatted() && format_->kind == RecordKind::kInstruction;
+    const std::string text =
+        instruction
+            ? data::apply(format_->texts, {.instruction = given, .input = flags_.input}).prompt
+            : given;
     if (!tokenizer_) {
-      if (flags.chat)
-        throw UsageError("generate", "--chat needs a tokenizer with a chat template.");
-      const data::Tokens bytes = data::ByteTokenizer{}.encode(*flags.prompt);
+      const data::Tokens bytes = data::ByteTokenizer{}.encode(text);
       return Ids(bytes.begin(), bytes.end());
     }
-    if (!flags.chat) return tokenizer_->encode(*flags.prompt);
-    const std::string chat =
-        tokenizer_->apply_chat_template({{"user", *flags.prompt}}, {.add_generation_prompt = true});
-    return tokenizer_->encode(chat, {.add_special_tokens = false});
+    Ids ids = tokenizer_->encode(text);
+    // In training the end stands after the answer.
+    if (is_formatted() && !ids.empty() && ids.back() == tokenizer_->eos_token_id()) ids.pop_back();
+    return ids;
+  }
+
+  // What the training put after an answer, which a config.json may not name as an end.
+  std::vector<std::int64_t> ends() const {
+    if (!is_formatted() || !tokenizer_) return {};
+    std::vector<std::int64_t> ids;
+    if (const auto end = tokenizer_->eos_token_id()) ids.push_back(*end);
+    if (chat_) {
+      const std::vector<data::ChatMessage> chat{{"user", "a"}, {"assistant", "b"}};
+      const data::ChatText text = tokenizer_->chat_text(chat);
+      ids.push_back(tokenizer_
+                        ->encode(std::string_view(text.text).substr(0, text.answers.front().end),
+                                 {.add_special_tokens = false})
+                        .back());
+    }
+    return ids;
+  }
+
+  bool answers_alone() const {
+    return chat_ || (is_formatted() && format_->kind == RecordKind::kInstruction);
   }
 
   std::string decode(const Ids& ids) const {
@@ -292,7 +301,32 @@ class Text {
   }
 
  private:
+  bool is_formatted() const { return format_ && !flags_.chat && !flags_.raw; }
+
+  void find_tokenizer(const std::string& own, const LoadedModel& loaded) {
+    const std::string trained = format_ ? format_->tokenizer : "";
+    for (const std::string& folder : {flags_.tokenizer, own, trained, loaded.folder}) {
+      if (folder.empty()) continue;
+      const bool file = fs::path(folder).extension() == ".json";
+      if (!fs::exists(file ? fs::path(folder) : fs::path(folder) / "tokenizer.json") &&
+          !(file && folder == flags_.tokenizer))
+        continue;
+      tokenizer_ = data::Tokenizer::from_file(folder);
+      return;
+    }
+    if (!flags_.tokenizer.empty())
+      throw UsageError("generate", "--tokenizer={} holds no tokenizer.json.", flags_.tokenizer);
+    if (loaded.model->config().vocab_size() == data::ByteTokenizer::kVocabSize) return;
+    throw UsageError(
+        "generate", "{} has no tokenizer.json{}. Name one with --tokenizer, or give --ids.",
+        loaded.folder,
+        trained.empty() ? "" : ", and the one of the training, " + trained + ", is not there");
+  }
+
+  const Flags& flags_;
+  std::optional<PromptFormat> format_;
   std::optional<data::Tokenizer> tokenizer_;
+  bool chat_ = false;
 };
 
 }  // namespace
@@ -303,23 +337,36 @@ int generate_main(int argc, char** argv) {
     fmt::print("{}", kHelp);
     return 0;
   }
-  const Loaded loaded = load(flags);
-  const auto continued = [&](const Ids& prompt) {
-    models::GenerateOptions options = options_for(flags, loaded.folder, prompt.size());
-    options.eos = loaded.model->config().eos_token_ids;
-    return models::generate(*loaded.model, prompt, options);
+  const std::string folder = model_folder(flags.model);
+  const LoadedModel loaded = load_model(
+      folder, flags.base, {.dtype = type_of(flags.dtype), .device = c10::Device(flags.device)});
+  const auto options = [&](const Ids& prompt) {
+    models::GenerateOptions all = options_for(flags, loaded.folder, prompt.size());
+    all.eos = loaded.model->config().eos_token_ids;
+    return all;
   };
   if (flags.ids) {
-    fmt::print("{}\n", fmt::join(continued(*flags.ids), " "));
+    fmt::print("{}\n",
+               fmt::join(models::generate(*loaded.model, *flags.ids, options(*flags.ids)), " "));
     return 0;
   }
-  const Text text(flags, loaded);
-  const Ids prompt = text.encode(flags);
+  const Text text(flags, folder, loaded);
+  const Ids prompt = text.encode();
+  models::GenerateOptions how = options(prompt);
+  for (const std::int64_t id : text.ends()) how.eos.push_back(id);
+  if (!flags.stop.empty())
+    how.stop = [&](const Ids& made) {
+      const std::string said = text.decode(made);
+      return std::ranges::any_of(flags.stop, [&](const std::string& stop) {
+        return said.find(stop) != std::string::npos;
+      });
+    };
+  const Ids added = models::generate(*loaded.model, prompt, how);
   Ids all = prompt;
-  const Ids added = continued(prompt);
   all.insert(all.end(), added.begin(), added.end());
-  // Of a chat the answer alone; otherwise the whole text, because tokens may join at the seam.
-  fmt::print("{}\n", text.decode(flags.chat ? added : all));
+  // The answer alone where one was asked for; otherwise the whole text, because tokens may join at
+  // the seam.
+  fmt::print("{}\n", text.decode(text.answers_alone() ? added : all));
   return 0;
 }
 

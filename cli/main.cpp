@@ -23,22 +23,24 @@ namespace {
 struct Command {
   const char* name;
   const char* help;
-  int (*run)(const Args& args);  // nullptr: in `program`
-  const char* program = nullptr;
+  int (*run)(const Args& args);   // nullptr: in `program`
+  const char* program = nullptr;  // of libexec, that it needs
+  const char* rest = nullptr;     // what it can do without that; nullptr: nothing
 };
 
 constexpr Command kCommands[] = {
     {"run", "start a program as the ranks of one world (torchrun's flags)", run_command},
     {"doctor", "check this machine before a run, and explain a recorded one", doctor_command},
     {"env", "show rank, device, backend and every variable, and why", env_command},
-    {"train", "train a bundled model as a file says, and resume", train_command},
+    {"train", "train a bundled model as a file says, and resume", train_command, "lockstep-train"},
     {"generate", "continue a text with a trained model", nullptr, "lockstep-train"},
-    {"checkpoint", "verify, show, compare and import checkpoints", checkpoint_command},
+    {"checkpoint", "verify, show, compare, import and merge checkpoints", checkpoint_command,
+     "lockstep-train", "verify, show and compare checkpoints"},
     {"config", "check training files; show their values and where each comes from", config_command},
     {"plan", "memory, strategy, step time and scaling of a training file, before it runs",
      plan_command},
     {"data", "tokenize text files into shards, and inspect them", data_command},
-    {"monitor", "show a run in the terminal, from its dashboard or its record", monitor_command},
+    {"monitor", "show a run in the terminal, or every GPU of this machine", monitor_command},
     {"ledger", "show what the ranks of a failed or stalled run did last", ledger_command},
     {"report", "write the report of a run, or of two side by side, as an HTML page",
      report_command},
@@ -46,13 +48,24 @@ constexpr Command kCommands[] = {
      "lockstep-bench"},
 };
 
+// A program of LibTorch's part, which need not be installed: Python's wheel has none of them.
+std::string program_path(const char* program) {
+  const auto self = std::filesystem::read_symlink("/proc/self/exe");
+  return self.parent_path().parent_path() / "libexec" / program;
+}
+
+// What can be run here.
 std::string help() {
   std::string text =
       "usage: lockstep COMMAND [arguments]\n\n"
       "Trains a LibTorch model on many processes and devices as if it were one.\n\n"
       "commands:\n";
-  for (const Command& command : kCommands)
-    text += fmt::format("  {:<12}{}\n", command.name, command.help);
+  for (const Command& command : kCommands) {
+    const bool whole =
+        command.program == nullptr || ::access(program_path(command.program).c_str(), X_OK) == 0;
+    const char* const about = whole ? command.help : command.rest;
+    if (about != nullptr) text += fmt::format("  {:<12}{}\n", command.name, about);
+  }
   return text + fmt::format(
                     "\n  lockstep COMMAND --help    the command's own flags\n"
                     "  lockstep --version         version, commit, LibTorch and compiler\n"
@@ -68,8 +81,7 @@ int print(const std::string& text) {
 }  // namespace
 
 int execute(const char* program, const Args& args) {
-  const auto self = std::filesystem::read_symlink("/proc/self/exe");
-  const std::string path = self.parent_path().parent_path() / "libexec" / program;
+  const std::string path = program_path(program);
   std::vector<char*> arguments{const_cast<char*>("lockstep")};
   for (const std::string& arg : args) arguments.push_back(const_cast<char*>(arg.c_str()));
   arguments.push_back(nullptr);

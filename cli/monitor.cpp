@@ -1,6 +1,8 @@
-// `lockstep monitor`: a run in the terminal, from its dashboard or from its record.
+// `lockstep monitor`: a run in the terminal, from its dashboard or from its record; without one the
+// GPUs of the machine.
 #include <fmt/format.h>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,11 +14,14 @@
 #include "cli/commands.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/printable.h"
 #include "lockstep/core/terminal.h"
 #include "lockstep/dashboard/http_client.h"
 #include "lockstep/dashboard/http_rules.h"
 #include "lockstep/dashboard/record_view.h"
 #include "lockstep/dashboard/terminal_view.h"
+#include "lockstep/monitor/gpu_sampler.h"
 
 namespace lockstep::cli {
 namespace {
@@ -28,26 +33,25 @@ constexpr auto kSilenceLimit = std::chrono::seconds(30);  // states come once a 
 constexpr auto kInterval = std::chrono::seconds(1);
 constexpr const char* kMonitorHelp =
     "usage: lockstep monitor [--once] [--json] [URL|RUN_DIR]\n\n"
+    "Without a run: every GPU of this machine, and the processes on it, whoever started them.\n"
+    "(In a directory with the record of a run, that run; `lockstep monitor .` demands it.)\n\n"
     "Shows a run: the state of each rank, where its time goes, its resources and last collective,\n"
     "curves, what slows it down, and its newest output. URL is what `lockstep run --dashboard`\n"
     "printed (in quotes, for the token); RUN_DIR is an output_dir of the Trainer, or the DIR of\n"
-    "`lockstep run --record DIR` (default: the current directory). On a terminal the screen is\n"
-    "drawn again each second until the run is over or Ctrl-C; elsewhere a line is printed each\n"
-    "second.\n\n"
+    "`lockstep run --record DIR`. On a terminal the screen is drawn again each second until the\n"
+    "run is over or Ctrl-C; elsewhere a line is printed each second.\n\n"
     "  --once   show it once\n"
     "  --json   the state as JSON, one line for each second (docs/dashboard.md)\n\n"
-    "Ends with 0 after a run that ended, 1 after one that failed or was lost. The record of a\n"
-    "Trainer does not say whether it failed.\n";
+    "Ends with 0 after a run that ended, 1 after one that failed, was killed or was lost.\n";
 
 struct Request {
   bool once = false;
   bool json = false;
-  std::string where = ".";
+  std::string where{};  // empty: no run
 };
 
 Request parse(const Args& args) {
   Request request;
-  bool given = false;
   for (const std::string& arg : args) {
     if (arg == "--once") {
       request.once = true;
@@ -56,15 +60,44 @@ Request parse(const Args& args) {
     } else if (arg.starts_with("-")) {
       throw UsageError("monitor", "there is no flag {}. 'lockstep monitor --help' lists them.",
                        arg);
-    } else if (given) {
+    } else if (!request.where.empty()) {
       throw UsageError("monitor", "one URL or directory is shown, and '{}' is another one.", arg);
     } else {
       request.where = arg;
-      given = true;
     }
   }
+  if (request.where.empty() && std::filesystem::exists("monitor/run.json"))
+    request.where = std::string(".");
   return request;
 }
+
+// A terminal on which a text is drawn over the one before it.
+class Screen {
+ public:
+  struct Size {
+    int columns;
+    int rows;
+  };
+  static Size size() {
+    winsize found{};
+    ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &found);
+    return {std::max<int>(found.ws_col, 20), std::max<int>(found.ws_row, 6) - 1};
+  }
+
+  // Each line erases what was behind it, so that nothing flickers.
+  void draw(const std::string& text) {
+    std::string frame = first_ ? "\033[2J\033[H" : "\033[H";
+    first_ = false;
+    for (const char c : text) {
+      if (c == '\n') frame += "\033[K";
+      frame += c;
+    }
+    fmt::print("{}\033[J", frame);
+  }
+
+ private:
+  bool first_ = true;
+};
 
 class Output {
  public:
@@ -89,30 +122,21 @@ class Output {
     std::fflush(stdout);
   }
 
-  bool over() const { return request_.once || state_ == "ended" || state_ == "failed"; }
-  int code() const { return state_ == "failed" && !request_.once ? 1 : 0; }
+  bool over() const { return request_.once || state_ == "ended" || bad(); }
+  int code() const { return bad() && !request_.once ? 1 : 0; }
 
  private:
-  // Each line erases what was behind it, so that nothing flickers.
+  bool bad() const { return state_ == "failed" || state_ == "killed"; }
+
   void draw(const Node& snapshot) {
-    winsize size{};
-    ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size);
-    const std::string text =
-        dashboard::terminal_view(snapshot, {.columns = std::max<int>(size.ws_col, 20),
-                                            .rows = std::max<int>(size.ws_row, 6) - 1,
-                                            .colour = true});
-    std::string frame = first_ ? "\033[2J\033[H" : "\033[H";
-    first_ = false;
-    for (const char c : text) {
-      if (c == '\n') frame += "\033[K";
-      frame += c;
-    }
-    fmt::print("{}\033[J", frame);
+    const auto [columns, rows] = Screen::size();
+    terminal_.draw(
+        dashboard::terminal_view(snapshot, {.columns = columns, .rows = rows, .colour = true}));
   }
 
   const Request& request_;
   const bool screen_;
-  bool first_ = true;
+  Screen terminal_;
   std::string state_;
 };
 
@@ -142,6 +166,73 @@ int watch_record(const Request& request) {
   }
 }
 
+// ---------------------------------------------------------------- the machine
+
+// Outside of the first namespace of PIDs the driver's numbers are other processes' here.
+bool has_hosts_pids() {
+  struct stat space {};
+  constexpr ino_t kFirst = 0xEFFFFFFC;
+  return ::stat("/proc/self/ns/pid", &space) == 0 && space.st_ino == kFirst;
+}
+
+std::string command_of(std::int64_t pid) {
+  std::string text;
+  try {
+    text = read_file(fmt::format("/proc/{}/cmdline", pid));
+  } catch (const Error&) {
+    return "";  // it has ended, or is hidden
+  }
+  std::replace(text.begin(), text.end(), '\0', ' ');
+  return printable(text);
+}
+
+std::string gpu_screen(const monitor::GpuSnapshot& now) {
+  const bool named = has_hosts_pids();
+  std::string text = fmt::format("{} GPU{}, driver {}\n", now.gpus.size(),
+                                 now.gpus.size() == 1 ? "" : "s", now.driver_version);
+  if (!now.problem.empty()) text += now.problem + "\n";
+  for (const monitor::GpuIdentity& gpu : now.gpus) {
+    const auto& reading = now.newest->gpus.at(static_cast<std::size_t>(gpu.index));
+    text += fmt::format("\nGPU {}  {} at {}: {}\n", gpu.index, gpu.name, gpu.pci_bus_id,
+                        monitor::reading_text(reading));
+    for (const monitor::GpuProcess& process : reading.processes)
+      text += fmt::format(
+          "  process {:<9}{:>10}  {}\n", process.pid,
+          process.memory_bytes
+              ? fmt::format("{:.1f} GiB", static_cast<double>(*process.memory_bytes) / (1u << 30))
+              : "-",
+          named ? command_of(process.pid) : "");
+    if (reading.problem.empty() && reading.processes.empty()) text += "  no process\n";
+  }
+  return text;
+}
+
+int watch_gpus(const Request& request) {
+  constexpr auto kFirstSample = std::chrono::seconds(10);
+  const bool screen = ::isatty(STDOUT_FILENO) != 0 && !request.once && !request.json;
+  Screen terminal;
+  const monitor::GpuSampler sampler;
+  sampler.wait_for_samples(1, kFirstSample);
+  while (true) {
+    const monitor::GpuSnapshot now = sampler.snapshot();
+    if (!now.newest)
+      throw UsageError("monitor",
+                       "no run was named, and the GPUs of this machine cannot be shown: {}. Give a "
+                       "run's output_dir, or the URL of its dashboard.",
+                       now.problem.empty() ? "the driver does not answer" : now.problem);
+    if (request.json)
+      fmt::print("{}\n", to_json(monitor::gpu_node(now)));
+    else if (screen)
+      terminal.draw(gpu_screen(now));
+    else
+      fmt::print("{}{}", request.once ? gpu_screen(now) : monitor::gpu_line(now),
+                 request.once ? "" : "\n");
+    std::fflush(stdout);
+    if (request.once) return 0;
+    std::this_thread::sleep_for(kInterval);
+  }
+}
+
 }  // namespace
 
 int monitor_command(const Args& args) {
@@ -150,6 +241,7 @@ int monitor_command(const Args& args) {
     return 0;
   }
   const Request request = parse(args);
+  if (request.where.empty()) return watch_gpus(request);
   if (request.where.find("://") != std::string::npos) return watch_url(request);
   return watch_record(request);
 }

@@ -211,7 +211,7 @@ struct Report {
   }
   std::string strategy(const plan::Choice& choice) const {
     if (devices.card.cpu && choice.strategy == plan::Strategy::kSingle) return "single rank";
-    return plan::strategy_text(choice.strategy, choice.gpus, choice.stages);
+    return plan::strategy_text(choice.strategy, choice.gpus);
   }
   const char* unit() const { return training.model.causal_lm() != nullptr ? "token" : "sample"; }
 };
@@ -229,10 +229,10 @@ std::string written_note(const Report& report, const plan::Choice& c) {
   const plan::Training& t = report.training;
   const std::string devices = report.devices_text(c.gpus);
   if (!c.fits) return "";
-  if (c.stages > 1)
+  if (c.stages > 1 && !t.device_map)
     return fmt::format(
-        "{} hold this model only when they split it, which lockstep train does not set up: its "
-        "ranks are data parallel",
+        "{} hold this model only when they split it: set model.device_map: balanced and start one "
+        "rank (lockstep train FILE, without --nproc-per-node)",
         devices);
   if (c.strategy == plan::Strategy::kShardedOptimizer && !t.may_shard)
     return fmt::format(
@@ -279,10 +279,15 @@ void add_rows(Report& report) {
       break;
     }
     report.rows.push_back({plan::timed(report.training, report.machine, gpus)});
-    Row& row = report.rows.back();
-    if (row.step) row.speedup = row.tokens_per_second / report.rows.front().tokens_per_second;
-    note_shared_batch(report, row.choice);
+    note_shared_batch(report, report.rows.back().choice);
   }
+  const auto first =
+      std::ranges::find_if(report.rows, [](const Row& r) { return r.step.has_value(); });
+  for (auto row = first; row != report.rows.end(); ++row)
+    if (row->step) row->speedup = row->tokens_per_second / first->tokens_per_second;
+  if (first != report.rows.end() && first != report.rows.begin())
+    report.note(fmt::format("the speed-up is over {}, the fewest that hold this",
+                            report.devices_text(first->choice.gpus)));
   note_written(report);
   if (!report.training.global_batch && (report.devices.count > 1 || !report.request.scale.empty()))
     report.note(
@@ -388,7 +393,8 @@ std::string head_text(const Report& r) {
 }
 
 std::string rows_text(const Report& r) {
-  const bool timed = r.rows.front().step.has_value();
+  const bool timed =
+      std::ranges::any_of(r.rows, [](const Row& row) { return row.step.has_value(); });
   std::string text =
       fmt::format("\n{:>5}  {:<32}{:>14}{:>8}{:>10}  {:<5}", r.device_text() + std::string("s"),
                   "strategy", "batch x accum", "global", "GiB each", "fits");
@@ -445,12 +451,17 @@ std::string scale_text(const Report& r) {
                       r.device_text() + std::string("s"), "batch x accum", "global", "ms/step",
                       "compute", "communication", "exposed", "efficiency",
                       r.unit() + std::string("s/s"));
-  for (const plan::ScalePoint& p : r.points)
-    text += fmt::format(
-        "{:>7}{:>15}{:>9}{:>11.1f}{:>11.1f}{:>15.1f}{:>11.1f}{:>11.1f}%{:>14.0f}\n", p.choice.gpus,
-        fmt::format("{} x {}", p.choice.batch, p.choice.accumulation), p.choice.global_batch,
-        1e3 * p.step.total_s(), 1e3 * p.step.compute_s, 1e3 * p.step.communication_s,
-        1e3 * p.step.exposed_s, 100 * p.efficiency, p.tokens_per_second);
+  for (const plan::ScalePoint& p : r.points) {
+    text += fmt::format("{:>7}{:>15}{:>9}", p.choice.gpus,
+                        fmt::format("{} x {}", p.choice.batch, p.choice.accumulation),
+                        p.choice.global_batch);
+    text += p.choice.fits ? fmt::format("{:>11.1f}{:>11.1f}{:>15.1f}{:>11.1f}{:>11.1f}%{:>14.0f}\n",
+                                        1e3 * p.step.total_s(), 1e3 * p.step.compute_s,
+                                        1e3 * p.step.communication_s, 1e3 * p.step.exposed_s,
+                                        100 * p.efficiency, p.tokens_per_second)
+                          : "  does not fit\n";
+  }
+  if (std::ranges::none_of(r.points, [](const auto& p) { return p.choice.fits; })) return text;
   if (r.stops_at > 0)
     return text + fmt::format("efficiency falls below {:.0f} % at {}\n", 100 * kFloor,
                               r.devices_text(r.stops_at));
@@ -536,10 +547,13 @@ Node report_node(const Report& r) {
     NodeMembers members{{"gpus", integer_node(p.choice.gpus)},
                         {"per_device_train_batch_size", integer_node(p.choice.batch)},
                         {"gradient_accumulation_steps", integer_node(p.choice.accumulation)},
-                        {"global_batch", integer_node(p.choice.global_batch)}};
-    for (auto& member : step_members(p.step)) members.push_back(std::move(member));
-    members.push_back({"efficiency", real_node(p.efficiency)});
-    members.push_back({"tokens_per_second", real_node(p.tokens_per_second)});
+                        {"global_batch", integer_node(p.choice.global_batch)},
+                        {"fits", bool_node(p.choice.fits)}};
+    if (p.choice.fits) {
+      for (auto& member : step_members(p.step)) members.push_back(std::move(member));
+      members.push_back({"efficiency", real_node(p.efficiency)});
+      members.push_back({"tokens_per_second", real_node(p.tokens_per_second)});
+    }
     points.push_back(map_node(std::move(members)));
   }
   for (const plan::Change& c : r.changes)

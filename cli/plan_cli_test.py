@@ -153,16 +153,53 @@ class Plan(unittest.TestCase):
             self.assertTrue(plan["fits"])
             self.assertIn(f"{key[2:]} sets it", plan["notes"][0])
 
+    def test_a_model_of_70b_has_a_speed_only_where_it_fits(self):
+        config = self.write("70b.json", {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 80,
+            "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192})
+        text = (f"model: {{config: {config}%s}}\ndataset_dir: /no/such\nmax_seq_len: 1024\n"
+                "bf16: true\nper_device_train_batch_size: 1\n%s")
+        file = self.write("70b.yaml", text % ("", ""))
+        args = ("--gpus", "8xH100-80GB", "--tokens", "1e9")
+        plan = self.json(file, *args, code=1)
+        for row in plan["rows"]:
+            self.assertFalse(row["fits"])
+            for key in ("step_s", "tokens_per_second", "speedup", "training_s"):
+                self.assertNotIn(key, row)
+        shown = self.plan(file, *args, "--scale", "8,64", code=1).stdout
+        self.assertNotIn("days", shown)
+        self.assertNotRegex(shown, r"\d+\.\d\dx")
+        self.assertNotIn("efficiency stays", shown)
+        self.assertIn("does not fit", shown)
+        # Adapters of it fit eight GPUs together, by the key that lockstep train has for that.
+        lora = "lora: {r: 16, target_modules: all-linear}\ngradient_checkpointing: true\n"
+        plan = self.json(self.write("lora.yaml", text % ("", lora)), *args, code=1)
+        last = plan["rows"][-1]
+        self.assertEqual(last["strategy"], "one rank, device_map over 8")
+        self.assertTrue(last["fits"])
+        self.assertIn("8 GPUs hold this model only when they split it: set model.device_map: "
+                      "balanced and start one rank (lockstep train FILE, without "
+                      "--nproc-per-node)", plan["notes"])
+        first = next(row for row in plan["rows"] if row["fits"])
+        self.assertEqual(first["speedup"], 1)
+        self.assertIn(f"the speed-up is over {first['gpus']} GPUs, the fewest that hold this",
+                      plan["notes"])
+        self.assertIn("model: {..., device_map: balanced} and one rank, 8 GPUs",
+                      [change["change"] for change in plan["changes"]])
+        # And with that key it is as the file is written.
+        plan = self.json(self.write("map.yaml", text % (", device_map: balanced", lora)), *args)
+        self.assertTrue(plan["fits"])
+        self.assertEqual(plan["rows"][-1]["strategy"], "one rank, device_map over 8")
+
     def test_a_strategy_that_training_does_not_set_up_does_not_fit(self):
         sizes = {**GPT2, "n_layer": 24, "n_head": 16, "n_embd": 2048}
         config = self.write("large.json", sizes)
         file = self.write("large.yaml", f"model: {{config: {config}}}\ndataset_dir: /no/such\n"
                           "max_seq_len: 1024\nbf16: true\nper_device_train_batch_size: 1\n")
         plan = self.json(file, "--gpus", "2xV100-16GB", "--fp16", "true", "--bf16", "false", code=1)
-        self.assertEqual(plan["rows"][1]["strategy"], "model split over 2")
+        self.assertEqual(plan["rows"][1]["strategy"], "one rank, device_map over 2")
         self.assertFalse(plan["fits"])
-        self.assertIn("2 GPUs hold this model only when they split it, which lockstep train does "
-                      "not set up: its ranks are data parallel", plan["notes"])
         args = (file, "--gpus", "4xRTX4090", "--shard_optimizer")
         self.assertEqual(self.json(*args, "auto")["rows"][-1]["strategy"], "DDP, sharded optimizer")
         plan = self.json(*args, "false", code=1)

@@ -40,12 +40,15 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
                     : arguments.auto_find_batch_size ? "auto_find_batch_size"
                                                      : "";
   training.state_copies = train::state_copies(arguments);
+  training.device_map = task.model.device_map.has_value();
   return training;
 }
 
 std::string apply_plan(TrainingArguments& arguments, const plan::Training& training,
                        const plan::Card& card, int ranks) {
-  if (training.global_batch && *training.global_batch % ranks != 0) return {};
+  // The GPUs of a device map are not this rank's alone.
+  if (training.device_map || (training.global_batch && *training.global_batch % ranks != 0))
+    return {};
   const plan::Choice choice = plan::choose(training, card, ranks);
   const bool split = choice.stages > 1;
   const bool sharded = choice.strategy == plan::Strategy::kShardedOptimizer;
@@ -58,14 +61,16 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
   std::string text = fmt::format(
       "elastic_gpu: {} on {} {}: {} per device x {} accumulation x {} rank{} = global batch {}, "
       "about {:.1f} GiB each",
-      strategy_text(choice.strategy, choice.gpus, choice.stages), ranks,
-      card.cpu ? "CPU ranks" : card.name, choice.batch, choice.accumulation, choice.replicas(),
-      choice.replicas() == 1 ? "" : "s", choice.global_batch,
-      static_cast<double>(choice.memory.total()) / (1u << 30));
+      strategy_text(choice.strategy, choice.gpus), ranks, card.cpu ? "CPU ranks" : card.name,
+      choice.batch, choice.accumulation, choice.replicas(), choice.replicas() == 1 ? "" : "s",
+      choice.global_batch, static_cast<double>(choice.memory.total()) / (1u << 30));
   if (!choice.fits)
     text += fmt::format(" of {:.1f}: it may not fit (`lockstep plan` says what to change)",
                         static_cast<double>(card.memory_bytes) / (1u << 30));
-  if (split) text += ". Ranks cannot split a model; training stays data parallel as it is written";
+  if (split)
+    text +=
+        ". Ranks cannot split a model; training stays data parallel as it is written. Set "
+        "model.device_map: balanced and start one rank";
   return text;
 }
 

@@ -14,15 +14,15 @@ namespace lockstep::cli {
 namespace {
 
 constexpr const char* kHelp =
-    "usage: lockstep report DIR [--output FILE]\n"
-    "       lockstep report A B [--output FILE]\n\n"
+    "usage: lockstep report DIR [-o FILE]\n"
+    "       lockstep report A B [-o FILE]\n\n"
     "Writes the report of a run, whose output_dir is DIR, as one HTML file without scripts and\n"
     "without anything to load: loss, learning rate, gradient norm and throughput over steps, the\n"
     "step budget and the utilisation of each rank, checkpoints, events, the configuration with\n"
     "the origin of each value, and what is worth changing. A and B are compared: figures with\n"
     "their ratios, curves in one chart, budgets, and the keys in which they differ. What a run\n"
     "has not recorded is said in the report.\n\n"
-    "  --output FILE   DIR/report.html; of two runs: comparison.html\n";
+    "  -o FILE, --output FILE   default: DIR/report.html; of two runs: comparison.html\n";
 
 struct Request {
   std::vector<std::string> runs;
@@ -33,9 +33,9 @@ Request parse(const Args& args) {
   Request request;
   for (std::size_t i = 0; i < args.size(); ++i) {
     const std::string& arg = args[i];
-    if (arg == "--output" || arg.starts_with("--output=")) {
-      const bool apart = arg == "--output";
-      if (apart && i + 1 == args.size()) throw UsageError("report", "--output needs a file.");
+    if (arg == "-o" || arg == "--output" || arg.starts_with("--output=")) {
+      const bool apart = !arg.starts_with("--output=");
+      if (apart && i + 1 == args.size()) throw UsageError("report", "{} needs a file.", arg);
       request.output = apart ? args[++i] : arg.substr(arg.find('=') + 1);
       if (request.output.empty()) throw UsageError("report", "--output needs a file.");
     } else if (arg.starts_with("-")) {

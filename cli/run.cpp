@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -61,20 +62,17 @@ void refuse_in_a_rank(const std::string& flag) {
                    flag.substr(0, flag.find('=')), env.rank, env.world_size, env.source);
 }
 
-// Torch itself loads what replaces gloo, where a package says so when it is installed: whether one
-// does is the interpreter's knowledge. Says nothing where it cannot be asked.
-void warn_of_gloo(const launch::LaunchPlan& plan) {
-  constexpr const char* kAsk =
-      "import importlib.metadata as m, sys\n"
-      "sys.exit(0 if any(e.group == 'torch.backends' and e.value.startswith('lockstep_torch')\n"
-      "                  for d in m.distributions() for e in d.entry_points) else 77)\n";
-  const std::string python = plan.command.empty() ? "" : plan.command.front();
-  if (!plan.replace_gloo || env::get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" ||
-      !std::filesystem::path(python).filename().string().starts_with("python"))
-    return;
+// The interpreter of a plan's ranks; empty: they are not Python's.
+std::string python_of(const launch::LaunchPlan& plan) {
+  const std::string first = plan.command.empty() ? "" : plan.command.front();
+  return std::filesystem::path(first).filename().string().starts_with("python") ? first : "";
+}
+
+// The exit code of a few lines of Python; nothing where it cannot be asked.
+std::optional<int> ask_python(const std::string& python, const char* lines) {
   try {
     const Fd nowhere(::open("/dev/null", O_WRONLY | O_CLOEXEC));
-    launch::ProcessRequest request{.argv = {python, "-c", kAsk},
+    launch::ProcessRequest request{.argv = {python, "-c", lines},
                                    .environment = {},
                                    .stdout_fd = nowhere.get(),
                                    .stderr_fd = nowhere.get()};
@@ -84,10 +82,36 @@ void warn_of_gloo(const launch::LaunchPlan& plan) {
     pollfd end{.fd = asked.pidfd(), .events = POLLIN, .revents = 0};
     if (::poll(&end, 1, kAskLimit_ms) <= 0) asked.signal_group(SIGKILL);
     const auto ending = asked.reap();
-    if (!ending || ending->exit_code() != 77) return;
+    return ending ? std::optional(ending->exit_code()) : std::nullopt;
   } catch (const Error&) {
-    return;
+    return std::nullopt;
   }
+}
+
+// Scripts of the first hour fail so: the python3 of PATH is not the one that has torch.
+void say_what_python_lacks(const launch::LaunchPlan& plan) {
+  constexpr const char* kAsk =
+      "import importlib.util, sys\nsys.exit(77 if importlib.util.find_spec('torch') is None else "
+      "0)";
+  const std::string python = python_of(plan);
+  if (python.empty() || ask_python(python, kAsk) != 77) return;
+  log::warning("run",
+               "{}, which ran the script, has no module torch. If the script needs it, name the "
+               "interpreter that has it: export PYTHON_EXEC=/path/to/python3.",
+               python);
+}
+
+// Torch itself loads what replaces gloo, where a package says so when it is installed: whether one
+// does is the interpreter's knowledge. Says nothing where it cannot be asked.
+void warn_of_gloo(const launch::LaunchPlan& plan) {
+  constexpr const char* kAsk =
+      "import importlib.metadata as m, sys\n"
+      "sys.exit(0 if any(e.group == 'torch.backends' and e.value.startswith('lockstep_torch')\n"
+      "                  for d in m.distributions() for e in d.entry_points) else 77)\n";
+  const std::string python = python_of(plan);
+  if (!plan.replace_gloo || env::get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" || python.empty() ||
+      ask_python(python, kAsk) != 77)
+    return;
   log::warning("run",
                "--replace-gloo has no effect: lockstep_torch is not installed for {}, so groups "
                "that ask for gloo stay gloo. Install it there ({} -m pip install ./python, from "
@@ -119,6 +143,15 @@ dashboard::Companion dashboard_of(const launch::LaunchPlan& plan) {
   };
 }
 
+// With everything that looks at the run.
+int supervised(const launch::LaunchPlan& plan) {
+  if (!plan.doctor && plan.record_dir.empty() && !plan.dashboard) return launch::supervise(plan);
+  dashboard::LiveRunOptions options{.doctor = plan.doctor, .record_dir = plan.record_dir};
+  if (plan.dashboard) options.companions.push_back(dashboard_of(plan));
+  dashboard::LiveRun live(std::move(options));
+  return launch::supervise(plan, &live);
+}
+
 }  // namespace
 
 int run_command(const Args& args) {
@@ -138,11 +171,9 @@ int run_command(const Args& args) {
   for (const std::string& line : unread_variables()) log::warning("run", "{}", line);
   const launch::LaunchPlan& plan = parsed.plan;
   warn_of_gloo(plan);
-  if (!plan.doctor && plan.record_dir.empty() && !plan.dashboard) return launch::supervise(plan);
-  dashboard::LiveRunOptions options{.doctor = plan.doctor, .record_dir = plan.record_dir};
-  if (plan.dashboard) options.companions.push_back(dashboard_of(plan));
-  dashboard::LiveRun live(std::move(options));
-  return launch::supervise(plan, &live);
+  const int code = supervised(plan);
+  if (code == 1) say_what_python_lacks(plan);
+  return code;
 }
 
 int train_command(const Args& args) {

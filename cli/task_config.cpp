@@ -220,23 +220,26 @@ std::int64_t sample_length(const TrainingArguments& a) {
   }
 }
 
-void read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Problems& problems) {
+// Whether the kind of the data is known, which the model depends on.
+bool read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Problems& problems) {
   const char* fallback = a.dataset_dir ? "tokens" : "bytes";
   const Node node = map_of(a.data, "data", problems);
-  MapReader keys(node, "data");
+  const std::size_t before = problems.size();
+  MapReader keys(node, "data", &problems);
   data.name =
       keys.choice("name", fallback, {"bytes", "tokens", "instructions", "random", "images"});
+  if (problems.size() > before) return false;
   data.length = sample_length(a);
   check_unread_keys(a, data, problems);
-  const bool right = problems.attempt([&] {
+  problems.attempt([&] {
     if (data.name == "bytes") read_bytes_keys(keys, data);
     if (data.name == "tokens") read_token_keys(keys, data);
     if (data.name == "instructions") read_instruction_keys(keys, data, files);
     if (!has_tokens(data)) read_random_keys(keys, data);
     keys.finish();
   });
-  if (!right || files == TaskFiles::kUnread) return;
-  if (data.name == "instructions") return check_instructions(data, problems);
+  if (problems.size() > before || files == TaskFiles::kUnread) return true;
+  if (data.name == "instructions") check_instructions(data, problems);
   try {
     problems.attempt([&] {
       if (data.name == "bytes") check_bytes(data);
@@ -245,6 +248,7 @@ void read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Pr
   } catch (const SystemError& error) {  // a shard that cannot be read
     problems.add(error.what());
   }
+  return true;
 }
 
 // ---------------------------------------------------------------- models
@@ -392,19 +396,23 @@ bool read_name(MapReader& keys, TaskConfig& task, Problems& problems) {
 void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, Problems& problems) {
   ModelConfig& model = task.model;
   const Node node = map_of(a.model, "model", problems);
-  MapReader keys(node, "model");
-  if (!read_name(keys, task, problems)) return;
-  const bool right = problems.attempt([&] {
+  const std::size_t before = problems.size();
+  MapReader keys(node, "model", &problems);
+  if (!read_name(keys, task, problems) || problems.size() > before) return;
+  problems.attempt([&] {
     if (model.name == "gpt") read_gpt_keys(keys, model, task.data);
     if (model.name == "mlp") read_mlp_keys(keys, model);
     if (model.name == kHuggingFace)
       read_hugging_face_keys(keys, model);
     else
       model.weights = keys.text("weights", "");
-    if (model.name == "gpt" || model.hugging_face) read_device_map(keys, model);
+    if (model.name == "gpt" || model.hugging_face) {
+      keys.node("device_map");  // known, whether it can be read or not
+      if (problems.size() == before) read_device_map(keys, model);
+    }
     keys.finish();
   });
-  if (!right) return;
+  if (problems.size() > before) return;
   if (model.name == "gpt") check_gpt(model, task.data, problems);
   if (model.hugging_face) {
     check_length(model, task.data, problems);
@@ -417,7 +425,7 @@ void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, P
         "train a gpt.",
         model.name));
   // The weights cannot be checked against an invalid model.
-  if (problems.empty() && files == TaskFiles::kChecked)
+  if (problems.size() == before && files == TaskFiles::kChecked)
     problems.attempt([&] { check_weights(task); });
 }
 
@@ -431,7 +439,11 @@ void read_lora(const TrainingArguments& a, TaskConfig& task) {
                      task.model.name);
   // That there are some.
   models::LoraTargets(lora).select(models::linear_layers(model_tensors(task)));
-  if (lora.base_model_name_or_path.empty()) lora.base_model_name_or_path = task.model.weights;
+  std::string& base = lora.base_model_name_or_path;
+  if (base.empty()) base = task.model.weights;
+  // PEFT looks for a relative path where it runs, which is rarely where this run began.
+  std::error_code ignored;
+  if (fs::is_directory(base, ignored)) base = fs::absolute(base).lexically_normal();
   if (task.model.weights.empty())
     task.notes.push_back(
         "lora trains adapters of a frozen model, and this one has random weights. Name a folder "
@@ -523,17 +535,29 @@ std::uint64_t checkpoint_bytes(const TaskConfig& task) {
 }
 
 TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files) {
-  TaskConfig task;
   Problems problems;
-  const bool known = problems.attempt([&] { read_data(arguments, files, task.data, problems); });
-  if (known) problems.attempt([&] { read_model(arguments, files, task, problems); });
-  if (problems.empty()) problems.attempt([&] { read_lora(arguments, task); });
-  if (problems.empty() && files == TaskFiles::kChecked) {
+  TaskConfig task = read_task(arguments, files, problems);
+  problems.raise();
+  return task;
+}
+
+TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Problems& problems) {
+  TaskConfig task;
+  const std::size_t before = problems.size();
+  bool known = false;
+  problems.attempt([&] { known = read_data(arguments, files, task.data, problems); });
+  const bool right = problems.size() == before;  // the data
+  const std::size_t after = problems.size();
+  // What depends on a part that is wrong cannot be looked at: weights on the data's vocabulary,
+  // adapters on the model.
+  const TaskFiles weights = right ? files : TaskFiles::kUnread;
+  if (known) problems.attempt([&] { read_model(arguments, weights, task, problems); });
+  if (known && problems.size() == after) problems.attempt([&] { read_lora(arguments, task); });
+  if (right && files == TaskFiles::kChecked) {
     problems.attempt([&] { train::check_evaluation(arguments, task.data.evaluates); });
     problems.attempt([&] { train::check_metric(arguments, kMetrics); });
     note_unused_evaluation(arguments, task);
   }
-  problems.raise();
   return task;
 }
 

@@ -39,6 +39,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/core/problems.h"
 #include "lockstep/data/instruction_file.h"
 #include "lockstep/data/tokenizer.h"
 #include "lockstep/io/manifest.h"
@@ -114,6 +115,8 @@ struct TaskConfig {
 // kUnread: the data and the weights need not be there; a config.json must be. A plan needs no more.
 enum class TaskFiles { kChecked, kUnread };
 TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files = TaskFiles::kChecked);
+// The same, with the mistakes added to `problems`: nothing to train with when there are some.
+TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Problems& problems);
 
 // The model as its own module takes it, and its tensors. A resnet's classes are the data's.
 models::GptConfig gpt_config(const ModelConfig& model);

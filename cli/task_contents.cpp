@@ -42,6 +42,7 @@ data::InstructionRows read_rows(const DataConfig& data, const std::string& path,
   options.train_on_prompt = data.train_on_prompt;
   options.prompt = data.prompt;
   if (data.tokenizer) options.encoder = data.tokenizer->text_encoder();
+  options.chat = data.tokenizer;
   if (!progress) return data::InstructionRows(data::load_instructions(path), options);
   // Parsing is the first half of the time, about, and cutting to rows the second.
   const auto items = data::load_instructions(

@@ -1,5 +1,5 @@
-// lockstep-train: `lockstep train`, `generate` and `checkpoint import`, which need LibTorch, and
-// the ranks of `lockstep doctor`.
+// lockstep-train: `lockstep train`, `generate`, `checkpoint import` and `checkpoint merge`, which
+// need LibTorch, and the ranks of `lockstep doctor`.
 // `lockstep` executes it, so that everything else starts in milliseconds.
 #include <fmt/format.h>
 
@@ -15,8 +15,11 @@ int main(int argc, char** argv) {
     if (command == "train") return lockstep::cli::train_main(argc - 1, argv + 1);
     if (command == "generate") return lockstep::cli::generate_main(argc - 1, argv + 1);
     if (command == "doctor-probe") return lockstep::cli::doctor_probe_main(argc - 1, argv + 1);
-    if (command == "checkpoint" && argc >= 3 && std::string(argv[2]) == "import")
+    const std::string action = argc >= 3 ? argv[2] : "";
+    if (command == "checkpoint" && action == "import")
       return lockstep::cli::checkpoint_import_main(argc - 2, argv + 2);
+    if (command == "checkpoint" && action == "merge")
+      return lockstep::cli::checkpoint_merge_main(argc - 2, argv + 2);
     fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
   }));

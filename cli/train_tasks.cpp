@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "cli/prompt_format.h"
 #include "cli/task_contents.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
@@ -134,6 +135,7 @@ struct Data {
   data::DatasetPtr eval{};
   data::SamplerPtr sampler{};
   std::optional<std::int64_t> end_of_text{};
+  std::optional<PromptFormat> format{};  // of texts that were made of records
 };
 
 Data byte_data(const DataConfig& config) {
@@ -173,8 +175,12 @@ Data instruction_data(const TaskConfig& task, const TrainingArguments& a) {
   };
   data::InstructionRows rows = read(config.path);
   const std::int64_t end_of_text = rows.options().encoder.end_of_text;
+  const data::RecordKind kind = rows.kind();
   const auto train = std::make_shared<data::InstructionDataset>(std::move(rows));
-  Data data{.train = train, .end_of_text = end_of_text};
+  Data data{.train = train,
+            .end_of_text = end_of_text,
+            .format = PromptFormat{.kind = kind, .texts = config.prompt}};
+  if (config.tokenizer) data.format->tokenizer = fs::absolute(config.tokenizer->path());
   // As Hugging Face: what one rank takes for an update; where the update's size is given, all of
   // it. So the order does not depend on the number of ranks.
   if (config.group_by_length)
@@ -379,6 +385,7 @@ TrainerTask make_task(TaskConfig wanted, const TrainingArguments& a, const World
   else
     make_classifier(task, models::ResNet(resnet_config(wanted)).ptr(), model.weights, a);
   if (wanted.lora) add_adapters(task, *wanted.lora, a);
+  if (data.format) task.model_files.texts = {{kPromptFormat, prompt_format_text(*data.format)}};
   // A split model waits for its other devices.
   task.capturable = !model.device_map;
   return task;

@@ -21,7 +21,8 @@ std::string listed(const std::vector<std::string>& names) {
 
 }  // namespace
 
-MapReader::MapReader(const Node& map, std::string what) : map_(map), what_(std::move(what)) {
+MapReader::MapReader(const Node& map, std::string what, Problems* problems)
+    : map_(map), what_(std::move(what)), problems_(problems) {
   if (!map_.is(NodeKind::kNull)) as_map(map_, what_);
 }
 
@@ -35,54 +36,59 @@ const Node* MapReader::node(std::string_view key) {
   return entry == nullptr || entry->value.is(NodeKind::kNull) ? nullptr : &entry->value;
 }
 
+template <typename Value, typename Read>
+Value MapReader::read_or(std::string_view key, Value fallback, const Read& read) {
+  const Node* found = node(key);
+  if (found == nullptr) return fallback;
+  if (problems_ == nullptr) return read(*found);
+  Value value = fallback;
+  return problems_->attempt([&] { value = read(*found); }) ? value : fallback;
+}
+
 bool MapReader::has(std::string_view key) {
   return node(key) != nullptr;
 }
 
 bool MapReader::boolean(std::string_view key, bool fallback) {
-  const Node* found = node(key);
-  return found != nullptr ? as_bool(*found, full_name(key)) : fallback;
+  return read_or(key, fallback, [&](const Node& found) { return as_bool(found, full_name(key)); });
 }
 
 std::int64_t MapReader::integer(std::string_view key, std::int64_t fallback, std::int64_t min,
                                 std::int64_t max) {
-  const Node* found = node(key);
-  if (found == nullptr) return fallback;
-  const std::int64_t value = as_integer(*found, full_name(key));
-  if (value < min || value > max) {
-    refuse_at(found->location, "{} must be from {} to {}, and {} is not.", full_name(key), min, max,
-              value);
-  }
-  return value;
+  return read_or(key, fallback, [&](const Node& found) {
+    const std::int64_t value = as_integer(found, full_name(key));
+    if (value < min || value > max)
+      refuse_at(found.location, "{} must be from {} to {}, and {} is not.", full_name(key), min,
+                max, value);
+    return value;
+  });
 }
 
 double MapReader::real(std::string_view key, double fallback, double min, double max) {
-  const Node* found = node(key);
-  if (found == nullptr) return fallback;
-  const double value = as_real(*found, full_name(key));
-  if (!(value >= min && value <= max)) {
-    refuse_at(found->location, "{} must be from {} to {}, and {} is not.", full_name(key), min, max,
-              real_text(value));
-  }
-  return value;
+  return read_or(key, fallback, [&](const Node& found) {
+    const double value = as_real(found, full_name(key));
+    if (!(value >= min && value <= max))
+      refuse_at(found.location, "{} must be from {} to {}, and {} is not.", full_name(key), min,
+                max, real_text(value));
+    return value;
+  });
 }
 
 std::string MapReader::text(std::string_view key, std::string fallback) {
-  const Node* found = node(key);
-  return found != nullptr ? as_string(*found, full_name(key)) : fallback;
+  return read_or(key, std::move(fallback),
+                 [&](const Node& found) { return as_string(found, full_name(key)); });
 }
 
 std::string MapReader::choice(std::string_view key, std::string fallback,
                               std::initializer_list<std::string_view> choices) {
-  const Node* found = node(key);
-  if (found == nullptr) return fallback;
-  const std::string value = as_string(*found, full_name(key));
-  const std::vector<std::string> names(choices.begin(), choices.end());
-  if (std::find(names.begin(), names.end(), value) == names.end()) {
-    refuse_at(found->location, "{} must be {}, and '{}' is {}.{}", full_name(key), listed(names),
-              value, names.size() == 2 ? "neither" : "none of them", did_you_mean(value, names));
-  }
-  return value;
+  return read_or(key, std::move(fallback), [&](const Node& found) {
+    const std::string value = as_string(found, full_name(key));
+    const std::vector<std::string> names(choices.begin(), choices.end());
+    if (std::find(names.begin(), names.end(), value) == names.end())
+      refuse_at(found.location, "{} must be {}, and '{}' is {}.{}", full_name(key), listed(names),
+                value, names.size() == 2 ? "neither" : "none of them", did_you_mean(value, names));
+    return value;
+  });
 }
 
 void MapReader::finish() const {
@@ -93,7 +99,10 @@ void MapReader::finish() const {
     problems.add(fmt::format("{}: {} has no key '{}'.{}", entry.location.text(), what_, entry.key,
                              did_you_mean(entry.key, asked_)));
   }
-  problems.raise();
+  if (problems_ != nullptr)
+    problems_->add(problems);
+  else
+    problems.raise();
 }
 
 }  // namespace lockstep

@@ -19,8 +19,10 @@ namespace lockstep {
 // Used by one thread, on the stack. The node must outlive it. A null value counts as not given.
 class MapReader {
  public:
-  // Throws UsageError when the node is neither a map nor null. `what` names it: "model".
-  MapReader(const Node& map, std::string what);
+  // Throws UsageError when the node is neither a map nor null. `what` names it: "model". With
+  // `problems`, which must outlive it, nothing below throws: a mistake is added there, and the
+  // fallback is the value.
+  MapReader(const Node& map, std::string what, Problems* problems = nullptr);
 
   bool has(std::string_view key);
   const Node* node(std::string_view key);  // nullptr when it is not given
@@ -38,9 +40,13 @@ class MapReader {
 
  private:
   std::string full_name(std::string_view key) const;
+  // The value at the key, by `read`.
+  template <typename Value, typename Read>
+  Value read_or(std::string_view key, Value fallback, const Read& read);
 
   const Node& map_;
   std::string what_;
+  Problems* problems_;
   std::vector<std::string> asked_;
 };
 

@@ -39,7 +39,12 @@ class Problems {
     texts_.push_back(std::move(text));
   }
 
+  void add(const Problems& others) {
+    texts_.insert(texts_.end(), others.texts_.begin(), others.texts_.end());
+  }
+
   bool empty() const { return texts_.empty(); }
+  std::size_t size() const { return texts_.size(); }
   // Enough to fix: reading on would only make the message longer.
   bool full() const { return texts_.size() >= kMax; }
 

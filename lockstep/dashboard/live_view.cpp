@@ -113,6 +113,7 @@ Verdict verdict_of(const LiveView& view, bool enough) {
   if (view.state == "starting") return {false, "Waiting for the first steps."};
   if (view.stall) return {false, "Nothing can be judged while no step ends."};
   if (view.state == "failed") return {false, "Nothing found to change; the run itself failed."};
+  if (view.state == "killed") return {false, "Nothing found to change; the run was killed."};
   if (enough) return {view.state == "running", "Nothing found that slows this run down."};
   const bool stepped =
       std::ranges::any_of(view.ranks, [](const LiveRank& rank) { return rank.step > 0; });

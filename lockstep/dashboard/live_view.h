@@ -75,9 +75,10 @@ struct LiveView {
   int world_size = 0;
   double started_s = 0;
   int attempt = 0;
-  std::string state = "starting";  // then "running", at last "ended" or "failed"
-  std::string message{};           // of a failure
-  std::vector<LiveRank> ranks{};   // of this host, by rank
+  // Then "running", at last "ended" or "failed"; of a record also "killed".
+  std::string state = "starting";
+  std::string message{};          // of a failure
+  std::vector<LiveRank> ranks{};  // of this host, by rank
   LiveSeries loss{};
   LiveSeries tokens_per_second{};
   LiveSeries samples_per_second{};

@@ -54,12 +54,15 @@ LiveView view_of_record(const std::string& directory) {
   for (const monitor::RankRecord& record : run.ranks)
     if (!record.intervals.empty())
       view.time_s = std::max(view.time_s, record.intervals.back().unix_time_s);
-  const bool over = monitor::is_over(run.facts) ||
-                    trainer_has_ended(directory, run.facts.started_unix_s) ||
-                    unix_time_s() - view.time_s > kRecordIdle_s;
+  const bool complete =
+      run.facts.ended_unix_s > 0 || trainer_has_ended(directory, run.facts.started_unix_s);
+  const bool gone = !complete && monitor::is_over(run.facts);
+  const bool over = complete || gone || unix_time_s() - view.time_s > kRecordIdle_s;
   const bool failed = over && !run.facts.failure.empty();
-  view.state = failed ? "failed" : over ? "ended" : "running";
-  view.message = run.facts.failure;
+  view.state = failed ? "failed" : gone ? "killed" : over ? "ended" : "running";
+  view.message = failed || !gone ? run.facts.failure
+                                 : "Its process is gone and has not written an end: it was killed, "
+                                   "by a signal or for the memory that it used.";
   for (const monitor::RankRecord& record : run.ranks) view.ranks.push_back(rank_of(record, over));
   if (!run.ranks.empty()) {
     const std::span<const monitor::Interval> all = run.ranks.front().intervals;

@@ -80,8 +80,17 @@ TEST_F(RecordView, ARunEndsWithTheProcessThatRecordsIt) {
   ::kill(child, SIGKILL);
   siginfo_t ended{};
   ASSERT_EQ(::waitid(P_PID, static_cast<id_t>(child), &ended, WEXITED | WNOWAIT), 0);
-  EXPECT_EQ(state(), "ended") << "nobody has waited for it";
+  EXPECT_EQ(state(), "killed") << "nobody has waited for it";
   ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  EXPECT_EQ(state(), "killed");
+  EXPECT_THAT(view_of_record(folder_).message, testing::HasSubstr("it was killed"));
+  // What it could still write down counts.
+  monitor::RunFacts failed = facts;
+  failed.failure = "an error";
+  write(failed);
+  EXPECT_EQ(state(), "failed");
+  write(facts);
+  log("{\"step\": 5, \"train_runtime\": 1.5}");
   EXPECT_EQ(state(), "ended");
   EXPECT_FALSE(monitor::has_ended("")) << "not known";
   EXPECT_FALSE(monitor::has_ended("another-boot " + facts.writer));

@@ -101,7 +101,7 @@ std::string shown_state(const Node& snapshot) {
 
 const char* colour_of(const std::string& state) {
   if (state == "running") return "32";
-  if (state == "failed") return "1;31";
+  if (state == "failed" || state == "killed") return "1;31";
   return "33";
 }
 

@@ -1,15 +1,30 @@
-// One message of a chat, for Tokenizer::apply_chat_template().
+// One message of a chat, for Tokenizer::apply_chat_template(), and the text of a whole one.
 //
 //   const std::vector<ChatMessage> chat{{"system", "Be brief."}, {"user", "Why?"}};
 #pragma once
 
+#include <cstddef>
 #include <string>
+#include <vector>
 
 namespace lockstep::data {
 
 struct ChatMessage {
   std::string role;  // system, user or assistant
   std::string content;
+
+  bool operator==(const ChatMessage&) const = default;
+};
+
+struct ChatText {
+  struct Range {
+    std::size_t begin;
+    std::size_t end;
+  };
+  std::string text;
+  // Of the text's bytes, what the assistant says, with the token that ends it: what a template in
+  // Hugging Face's form would have between {% generation %} and {% endgeneration %}.
+  std::vector<Range> answers{};
 };
 
 }  // namespace lockstep::data

@@ -138,12 +138,12 @@ std::string trimmed(std::string_view text) {
                    rule);
 }
 
-std::string render_llama2(const ChatTemplate& chat, std::span<const ChatMessage> messages,
-                          const ChatTokens& tokens) {
+ChatText render_llama2(const ChatTemplate& chat, std::span<const ChatMessage> messages,
+                       const ChatTokens& tokens) {
   const auto content = [&](const std::string& text) { return chat.trims ? trimmed(text) : text; };
   const bool system = !messages.empty() && messages[0].role == "system";
   const std::size_t first = system ? 1 : 0;
-  std::string out;
+  ChatText out;
   for (std::size_t i = first; i < messages.size(); ++i) {
     const ChatMessage& message = messages[i];
     if (message.role != ((i - first) % 2 == 0 ? "user" : "assistant"))
@@ -152,10 +152,13 @@ std::string render_llama2(const ChatTemplate& chat, std::span<const ChatMessage>
                      "most");
     std::string text = message.content;
     if (system && i == first) text = "<<SYS>>\n" + messages[0].content + "\n<</SYS>>\n\n" + text;
-    if (message.role == "user")
-      out += (chat.writes_bos ? tokens.bos : "") + "[INST] " + content(text) + " [/INST]";
-    else
-      out += " " + content(text) + " " + tokens.eos;
+    if (message.role == "user") {
+      out.text += (chat.writes_bos ? tokens.bos : "") + "[INST] " + content(text) + " [/INST]";
+    } else {
+      const std::size_t begin = out.text.size();
+      out.text += " " + content(text) + " " + tokens.eos;
+      out.answers.push_back({begin, out.text.size()});
+    }
   }
   return out;
 }
@@ -178,6 +181,12 @@ std::string render_turn(Family family, const std::string& role, const std::strin
   }
 }
 
+// What ends a turn; some families have a line end after it.
+std::string_view end_token(Family family) {
+  if (family == Family::kLlama3) return "<|eot_id|>";
+  return family == Family::kChatMl ? "<|im_end|>" : "<|end|>";
+}
+
 std::string generation_prompt(Family family) {
   if (family == Family::kPhi3First) return "";  // a part of the user's turn
   if (family == Family::kLlama3) return "<|start_header_id|>assistant<|end_header_id|>\n\n";
@@ -186,23 +195,27 @@ std::string generation_prompt(Family family) {
 
 }  // namespace
 
-std::string ChatTemplate::render(std::span<const ChatMessage> messages, bool add_generation_prompt,
-                                 const ChatTokens& tokens) const {
+ChatText ChatTemplate::render(std::span<const ChatMessage> messages, bool add_generation_prompt,
+                              const ChatTokens& tokens) const {
   if (family == Family::kLlama2) return render_llama2(*this, messages, tokens);
-  std::string out;
-  if (writes_bos) out += tokens.bos;
+  ChatText out;
+  if (writes_bos) out.text += tokens.bos;
   for (std::size_t i = 0; i < messages.size(); ++i) {
     const ChatMessage& message = messages[i];
     if (skips_empty_system && message.role == "system" && message.content.empty()) continue;
-    const std::string turn =
-        render_turn(family, message.role, trims ? trimmed(message.content) : message.content);
+    const std::string content = trims ? trimmed(message.content) : message.content;
+    const std::string turn = render_turn(family, message.role, content);
     if (turn.empty())
       refuse_message(i, message, "this template would leave it out. Put its text into a user's");
-    out += turn;
+    out.text += turn;
+    if (message.role == "assistant") {
+      const std::size_t end = out.text.size() - (turn.ends_with('\n') ? 1 : 0);
+      out.answers.push_back({end - content.size() - end_token(family).size(), end});
+    }
   }
   const bool prompts = add_generation_prompt || !asks_for_prompt;
-  if (prompts) out += begins_answer ? generation_prompt(family) : "";
-  if (!prompts && writes_eos) out += tokens.eos;
+  if (prompts) out.text += begins_answer ? generation_prompt(family) : "";
+  if (!prompts && writes_eos) out.text += tokens.eos;
   return out;
 }
 

@@ -20,6 +20,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "lockstep/data/chat_message.h"
 
@@ -49,8 +50,8 @@ struct ChatTemplate {
   bool skips_empty_system = false;  // Phi-3.5
 
   // UsageError for messages that the family has no place for.
-  std::string render(std::span<const ChatMessage> messages, bool add_generation_prompt,
-                     const ChatTokens& tokens) const;
+  ChatText render(std::span<const ChatMessage> messages, bool add_generation_prompt,
+                  const ChatTokens& tokens) const;
 };
 
 // UsageError for a template of no known family; `where` names its file.

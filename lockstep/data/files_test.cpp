@@ -280,6 +280,51 @@ TEST(Instructions, ReadsAListAndLines) {
               ElementsAre(Instruction{"q", "", "42", "true"}));
 }
 
+TEST(Instructions, ReadsPromptsWithCompletionsAndChats) {
+  const auto texts = parse_instructions(R"({"completion": " b\n", "prompt": "a"})", "f");
+  ASSERT_EQ(texts.size(), 1u);
+  EXPECT_EQ(texts[0].kind, RecordKind::kCompletion);
+  // No template goes around them.
+  EXPECT_EQ(apply({}, texts[0]).prompt, "a");
+  EXPECT_EQ(apply({}, texts[0]).response, " b\n");
+
+  const std::vector<ChatMessage> said{{"user", "q"}, {"assistant", "a"}};
+  const std::string user = R"({"role": "user", "content": "q", "name": "x"})";
+  const std::string assistant = R"({"content": "a", "role": "assistant"})";
+  const auto chats = parse_instructions(
+      "[{\"prompt_id\": 3, \"messages\": [" + user + "," + assistant + "]}]", "f");
+  ASSERT_EQ(chats.size(), 1u);
+  EXPECT_EQ(chats[0].kind, RecordKind::kChat);
+  EXPECT_EQ(chats[0].messages, said);
+  EXPECT_EQ(chats[0].given, 0u);
+  const auto completions =
+      parse_instructions("{\"prompt\": [" + user + "], \"completion\": [" + assistant + "]}", "f");
+  EXPECT_EQ(completions.at(0).messages, said);
+  EXPECT_EQ(completions.at(0).given, 1u);
+  // An instruction may have anything under the other keys.
+  EXPECT_THAT(
+      parse_instructions(R"([{"messages": {"a": 1}, "instruction": "q", "output": "a"}])", "f"),
+      ElementsAre(Instruction{"q", "", "a", ""}));
+
+  const auto refusal = [](const std::string& text) {
+    return message_of<UsageError>([&] { parse_instructions(text, "f.json"); });
+  };
+  EXPECT_THAT(refusal("{\"messages\": [" + user + "]}"),
+              HasSubstr("has no message of the assistant to learn"));
+  EXPECT_THAT(refusal(R"({"messages": "hello"})"), HasSubstr("messages must be a list"));
+  EXPECT_THAT(refusal(R"({"messages": [{"role": "user"}]})"),
+              HasSubstr("f.json:1:31: the message that ends here has no 'content'"));
+  EXPECT_THAT(refusal(R"({"messages": [{"role": "user", "content": [{"text": "q"}]}]})"),
+              HasSubstr("the content of a message must be a text"));
+  EXPECT_THAT(refusal(R"({"prompt": "a"})"), HasSubstr("has no 'completion'"));
+  EXPECT_THAT(refusal(R"({"prompt": "a", "completion": []})"), HasSubstr("both be texts"));
+  EXPECT_THAT(refusal(R"({"prompt": "a", "completion": "b"}
+                         {"instruction": "a", "output": "b"})"),
+              HasSubstr("is an instruction, and the first of the file is prompt and completion"));
+  EXPECT_THAT(message_of<UsageError>([&] { InstructionRows rows(chats); }),
+              HasSubstr("Name that model's folder as the tokenizer"));
+}
+
 TEST(Instructions, ReportsProgress) {
   const std::string object =
       R"({"instruction": "q", "output": ")" + std::string(300'000, 'a') + "\"}";

@@ -34,11 +34,10 @@ Example InstructionDataset::get(std::int64_t index, SampleRandom&) const {
   std::vector<std::int64_t> target;
   for (const InstructionRows::Sample& sample : rows_.row(index)) {
     const auto tokens = rows_.tokens(sample);
+    const auto learned = rows_.learned(sample);
     for (std::size_t t = 0; t + 1 < tokens.size(); ++t) {
-      const bool learned =
-          static_cast<std::int64_t>(t) + 1 >= sample.prompt || rows_.options().train_on_prompt;
       data.push_back(tokens[t]);
-      target.push_back(learned ? tokens[t + 1] : kIgnoredTarget);
+      target.push_back(learned[t + 1] != 0 ? tokens[t + 1] : kIgnoredTarget);
     }
     if (!packed) continue;
     data.push_back(tokens.back());

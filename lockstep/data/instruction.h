@@ -2,8 +2,9 @@
 // padded or packed to a length.
 //
 // `target[t]` is the token after `data[t]`, as for token shards, and it is kIgnoredTarget (-100)
-// wherever nothing is to be learned: the prompt, the padding, and the border between two packed
-// samples. A causal model needs no attention mask for padding on the right.
+// wherever nothing is to be learned: the prompt (of a chat, what the assistant does not say), the
+// padding, and the border between two packed samples. A causal model needs no attention mask for
+// padding on the right.
 //
 //   auto dataset = std::make_shared<InstructionDataset>(load_instructions("commonsense_170k.json"),
 //                                                       InstructionOptions{.max_length = 512});

@@ -18,12 +18,11 @@ constexpr std::string_view kSpace = " \t\r\n";
 struct Field {
   std::string_view name;
   std::string Instruction::*member;
-  bool required;
 };
-constexpr std::array<Field, 4> kFields{{{"instruction", &Instruction::instruction, true},
-                                        {"input", &Instruction::input, false},
-                                        {"output", &Instruction::output, true},
-                                        {"answer", &Instruction::answer, false}}};
+constexpr std::array<Field, 4> kFields{{{"instruction", &Instruction::instruction},
+                                        {"input", &Instruction::input},
+                                        {"output", &Instruction::output},
+                                        {"answer", &Instruction::answer}}};
 
 // file:line:column of an offset; columns count characters, as editors do.
 std::string place(std::string_view text, const std::string& name, std::size_t offset) {
@@ -42,26 +41,149 @@ std::string value_text(JsonReader& json) {
   return written == "null" ? std::string() : std::string(written);
 }
 
-Instruction read_object(JsonReader& json) {
-  Instruction item;
-  std::array<bool, kFields.size()> seen{};
+ChatMessage read_message(JsonReader& json) {
+  ChatMessage message;
+  bool role = false, content = false;
   json.enter_object();
   std::string key;
   while (json.next_key(key)) {
-    const auto field =
-        std::find_if(kFields.begin(), kFields.end(), [&](const Field& f) { return f.name == key; });
-    if (field == kFields.end()) {
+    if (key == "role" && !std::exchange(role, true)) {
+      message.role = json.string();
+    } else if (key == "content" && !std::exchange(content, true)) {
+      if (json.peek() != '"') json.fail("the content of a message must be a text");
+      message.content = json.string();
+    } else if (key == "role" || key == "content") {
+      json.fail(fmt::format("the key '{}' appears twice", key));
+    } else if (key == "tool_calls" && json.peek() == '[') {
+      json.fail("tool_calls of a message are not supported");
+    } else {
       json.skip();
-      continue;
     }
-    bool& again = seen[static_cast<std::size_t>(field - kFields.begin())];
-    if (std::exchange(again, true)) json.fail(fmt::format("the key '{}' appears twice", key));
-    item.*(field->member) = value_text(json);
   }
-  for (std::size_t i = 0; i < kFields.size(); ++i)
-    if (kFields[i].required && !seen[i])
-      json.fail(fmt::format("the object that ends here has no '{}'", kFields[i].name));
-  return item;
+  if (!role || !content)
+    json.fail(fmt::format("the message that ends here has no '{}'", role ? "content" : "role"));
+  return message;
+}
+
+// What "messages", "prompt" or "completion" holds. Read when the whole object is known: other
+// records may have anything under these keys.
+struct Said {
+  std::size_t offset = 0;  // 0: the key is not there
+  bool chat = false;
+  std::string text{};
+  std::vector<ChatMessage> messages{};
+
+  bool seen() const { return offset > 0; }
+  void read(std::string_view file) {
+    JsonReader json(file, offset);
+    chat = json.peek() == '[';
+    if (!chat) {
+      text = value_text(json);
+      return;
+    }
+    json.enter_array();
+    while (json.next_element()) messages.push_back(read_message(json));
+  }
+};
+
+// The values of one object by their keys, in any order, and the record that they make.
+class Record {
+ public:
+  explicit Record(std::string_view file) : file_(file) {}
+
+  void read(JsonReader& json) {
+    json.enter_object();
+    std::string key;
+    while (json.next_key(key)) {
+      const auto field = std::find_if(kFields.begin(), kFields.end(),
+                                      [&](const Field& f) { return f.name == key; });
+      Said* const said = key == "prompt"       ? &prompt_
+                         : key == "completion" ? &completion_
+                         : key == "messages"   ? &messages_
+                                               : nullptr;
+      if (field != kFields.end()) {
+        bool& again = seen_[static_cast<std::size_t>(field - kFields.begin())];
+        if (std::exchange(again, true)) refuse_again(json, key);
+        item_.*(field->member) = value_text(json);
+      } else if (said != nullptr) {
+        if (said->seen()) refuse_again(json, key);
+        json.peek();
+        said->offset = json.offset();
+        json.skip();
+      } else {
+        json.skip();
+      }
+    }
+  }
+
+  Instruction finish(JsonReader& json) {
+    if (seen_[0] && seen_[2]) return std::move(item_);
+    if (prompt_.seen() && completion_.seen()) return completion(json);
+    if (messages_.seen()) return chat(json);
+    json.fail(fmt::format("the object that ends here has no '{}'", missing()));
+  }
+
+ private:
+  [[noreturn]] static void refuse_again(JsonReader& json, const std::string& key) {
+    json.fail(fmt::format("the key '{}' appears twice", key));
+  }
+
+  const char* missing() const {
+    if (seen_[0]) return "output";
+    if (seen_[2]) return "instruction";
+    if (prompt_.seen()) return "completion";
+    return completion_.seen() ? "prompt" : "instruction";
+  }
+
+  Instruction completion(JsonReader& json) {
+    prompt_.read(file_);
+    completion_.read(file_);
+    if (prompt_.chat != completion_.chat)
+      json.fail("prompt and completion must both be texts, or both be lists of messages");
+    Instruction item;
+    item.kind = prompt_.chat ? RecordKind::kChat : RecordKind::kCompletion;
+    item.instruction = std::move(prompt_.text);
+    item.output = std::move(completion_.text);
+    if (prompt_.chat && (prompt_.messages.empty() || completion_.messages.empty()))
+      json.fail("prompt and completion must have a message at least");
+    item.given = prompt_.messages.size();
+    item.messages = std::move(prompt_.messages);
+    for (ChatMessage& message : completion_.messages) item.messages.push_back(std::move(message));
+    return item;
+  }
+
+  Instruction chat(JsonReader& json) {
+    messages_.read(file_);
+    if (!messages_.chat) json.fail("messages must be a list of objects with role and content");
+    Instruction item;
+    item.kind = RecordKind::kChat;
+    item.messages = std::move(messages_.messages);
+    const auto answers = [](const ChatMessage& message) { return message.role == "assistant"; };
+    if (std::none_of(item.messages.begin(), item.messages.end(), answers))
+      json.fail("the chat that ends here has no message of the assistant to learn");
+    return item;
+  }
+
+  std::string_view file_;
+  Instruction item_;
+  std::array<bool, kFields.size()> seen_{};
+  Said prompt_, completion_, messages_;
+};
+
+const char* kind_name(RecordKind kind) {
+  if (kind == RecordKind::kChat) return "a chat";
+  return kind == RecordKind::kCompletion ? "prompt and completion" : "an instruction";
+}
+
+// The next object, which is of the kind of those before it.
+void read_object(std::string_view file, JsonReader& json, std::vector<Instruction>& items) {
+  Record record(file);
+  record.read(json);
+  Instruction item = record.finish(json);
+  if (!items.empty() && item.kind != items.front().kind)
+    json.fail(fmt::format("the object that ends here is {}, and the first of the file is {}",
+                          kind_name(item.kind), kind_name(items.front().kind)));
+  items.push_back(std::move(item));
 }
 
 // Calls `progress` now and then, not for every object.
@@ -87,7 +209,7 @@ std::vector<Instruction> read_list(std::string_view text, Milestones milestones)
   JsonReader json(text);
   json.enter_array();
   while (json.next_element()) {
-    items.push_back(read_object(json));
+    read_object(text, json, items);
     milestones.reach(json.offset());
   }
   json.end();
@@ -101,7 +223,7 @@ std::vector<Instruction> read_lines(std::string_view text, Milestones milestones
     const std::string_view line = text.substr(begin, end - begin);
     if (line.find_first_not_of(kSpace) != std::string_view::npos) {
       JsonReader json(text.substr(0, end), begin);
-      items.push_back(read_object(json));
+      read_object(text, json, items);
       json.end();
     }
     begin = end + 1;
@@ -167,7 +289,8 @@ std::vector<Instruction> parse_instructions(std::string_view text, const std::st
   } catch (const JsonError& error) {
     throw UsageError("instructions",
                      "{}: {}. The file must be a JSON list of objects, or one object per line, "
-                     "with the keys instruction, input, output and answer.",
+                     "with the keys instruction, input, output and answer, with messages, or with "
+                     "prompt and completion.",
                      place(text, name, skipped + error.offset()), error.what());
   }
 }
@@ -180,6 +303,7 @@ std::vector<Instruction> load_instructions(const std::string& path, const ReadPr
 }
 
 PromptAndResponse apply(const PromptTemplate& format, const Instruction& item) {
+  if (item.kind == RecordKind::kCompletion) return {item.instruction, item.output};
   return {fill(item.input.empty() ? format.prompt_without_input : format.prompt, item),
           fill(format.response, item)};
 }

@@ -8,6 +8,32 @@
 #include "lockstep/core/error.h"
 
 namespace lockstep::data {
+namespace {
+
+// How many tokens two texts begin with together, of which one is the beginning of the other. A
+// token with characters on both sides of the border between prompt and response is not among them:
+// it is the first that is learned.
+std::size_t common(const Tokens& beginning, const Tokens& whole) {
+  const auto border = std::mismatch(beginning.begin(), beginning.end(), whole.begin(), whole.end());
+  return static_cast<std::size_t>(border.first - beginning.begin());
+}
+
+// How many of a text's tokens have all of their characters before `at`. What a tokenizer makes of
+// the last of them may depend on the next character: GPT-2's takes two line ends as one token
+// where nothing follows.
+template <typename Encode>
+std::size_t tokens_before(const Encode& encode, std::string_view text, std::size_t at,
+                          const Tokens& whole) {
+  const Tokens alone = encode(text.substr(0, at));
+  const std::size_t count = common(alone, whole);
+  if (count == alone.size() || at == text.size()) return count;
+  std::string longer(text.substr(0, at));
+  longer += static_cast<unsigned char>(text[at]) < 0x80 ? text[at] : 'a';  // a letter like others
+  const Tokens followed = encode(longer);
+  return std::max(count, std::min(common(followed, whole), followed.size() - 1));
+}
+
+}  // namespace
 
 InstructionRows::InstructionRows(const std::vector<Instruction>& items, InstructionOptions options,
                                  const ReadProgress& progress)
@@ -18,6 +44,7 @@ InstructionRows::InstructionRows(const std::vector<Instruction>& items, Instruct
   if (options_.pad_to_multiple_of < 1)
     throw UsageError("instructions", "pad_to_multiple_of is {}, and must be 1 or more.",
                      options_.pad_to_multiple_of);
+  if (!items.empty()) kind_ = items.front().kind;
   constexpr std::size_t kStride = 1024;
   for (std::size_t i = 0; i < items.size(); ++i) {
     add(items[i]);
@@ -36,31 +63,77 @@ InstructionRows::InstructionRows(const std::vector<Instruction>& items, Instruct
 }
 
 void InstructionRows::add(const Instruction& item) {
-  const PromptAndResponse texts = apply(options_.prompt, item);
-  // Encoded as the one text that a model will see. A token that has characters of both is the
-  // first of the response.
+  ++counts_.read;
+  if (item.kind == RecordKind::kChat)
+    add_chat(item);
+  else
+    add_text(apply(options_.prompt, item));
+}
+
+void InstructionRows::add_text(const PromptAndResponse& texts) {
+  // Encoded as the one text that a model will see.
   const std::int32_t end = options_.encoder.end_of_text;
   Tokens prompt = options_.encoder.encode(texts.prompt);
   if (!prompt.empty() && prompt.back() == end) prompt.pop_back();  // the encoder's own
   Tokens tokens = options_.encoder.encode(texts.prompt + texts.response);
-  const auto border = std::mismatch(prompt.begin(), prompt.end(), tokens.begin(), tokens.end());
+  const std::size_t border = common(prompt, tokens);
   if (tokens.empty() || tokens.back() != end) tokens.push_back(end);
-  ++counts_.read;
+  std::vector<std::uint8_t> learned(tokens.size(), 1);
+  std::fill_n(learned.begin(), border, 0);
+  add_tokens(tokens, std::move(learned));
+}
+
+// The template has written every special token, so nothing is added to its text.
+void InstructionRows::add_chat(const Instruction& item) {
+  if (!options_.chat)
+    throw UsageError("instructions",
+                     "{}the records are chats, whose text a model's chat template makes. Name that "
+                     "model's folder as the tokenizer (data.tokenizer of a training file).",
+                     options_.source.empty() ? "" : options_.source + ": ");
+  const Tokenizer& chat = *options_.chat;
+  const auto encode = [&](std::string_view text) {
+    const auto ids = chat.encode(text, {.add_special_tokens = false});
+    return Tokens(ids.begin(), ids.end());
+  };
+  const std::span<const ChatMessage> messages = item.messages;
+  const ChatText whole = chat.chat_text(messages);
+  const std::string_view text = whole.text;
+  const Tokens tokens = encode(text);
+  std::vector<std::uint8_t> learned(tokens.size(), 0);
+  if (item.given > 0) {
+    const ChatText prompt =
+        chat.chat_text(messages.first(item.given), {.add_generation_prompt = true});
+    const std::size_t border = common(encode(prompt.text), tokens);
+    std::fill(learned.begin() + static_cast<std::ptrdiff_t>(border), learned.end(), 1);
+  } else {
+    for (const ChatText::Range& answer : whole.answers) {
+      const std::size_t begin = tokens_before(encode, text, answer.begin, tokens);
+      const std::size_t end = tokens_before(encode, text, answer.end, tokens);
+      for (std::size_t t = begin; t < end; ++t) learned[t] = 1;
+    }
+  }
+  add_tokens(tokens, std::move(learned));
+}
+
+void InstructionRows::add_tokens(const Tokens& tokens, std::vector<std::uint8_t> learned) {
   // A row of its own gives one token away, since the last is only a target; a packed sample keeps
   // it, as the mark that the next one begins.
   const std::int64_t most = options_.max_length + (options_.padding == Padding::kPacked ? 0 : 1);
-  const auto prompt_size = static_cast<std::int64_t>(border.first - prompt.begin());
   const auto whole = static_cast<std::int64_t>(tokens.size());
   const std::int64_t length = std::min(whole, most);
-  if (prompt_size >= length || length < 2) {
+  const auto used = static_cast<std::ptrdiff_t>(length);
+  // The first token is never a target.
+  if (length < 2 ||
+      std::find(learned.begin() + 1, learned.begin() + used, 1) == learned.begin() + used) {
     ++counts_.dropped;
     return;
   }
   if (length < whole) ++counts_.truncated;
-  samples_.push_back({static_cast<std::int64_t>(tokens_.size()), prompt_size, length});
+  if (options_.train_on_prompt) std::fill(learned.begin(), learned.end(), 1);
+  samples_.push_back({static_cast<std::int64_t>(tokens_.size()), length});
   counts_.tokens += length;
-  tokens_.insert(tokens_.end(), tokens.begin(),
-                 tokens.begin() + static_cast<std::ptrdiff_t>(length));
+  tokens_.insert(tokens_.end(), tokens.begin(), tokens.begin() + used);
+  learned_.insert(learned_.end(), learned.begin(), learned.begin() + used);
 }
 
 // Best fit, longest first: each sample goes into the fullest row that still has room.
@@ -106,6 +179,11 @@ std::vector<InstructionRows::Sample> InstructionRows::row(std::int64_t index) co
 std::span<const std::int32_t> InstructionRows::tokens(const Sample& sample) const {
   return std::span<const std::int32_t>(tokens_).subspan(static_cast<std::size_t>(sample.begin),
                                                         static_cast<std::size_t>(sample.length));
+}
+
+std::span<const std::uint8_t> InstructionRows::learned(const Sample& sample) const {
+  return std::span<const std::uint8_t>(learned_).subspan(static_cast<std::size_t>(sample.begin),
+                                                         static_cast<std::size_t>(sample.length));
 }
 
 std::vector<std::int64_t> InstructionRows::lengths() const {

@@ -1,20 +1,25 @@
-// Instruction data as tokens: what is left of each sample within a length, and which samples share
-// a row. Without torch, so that `lockstep config check` finds what training would find.
+// Instruction data as tokens: what is left of each sample within a length, which of its tokens are
+// learned, and which samples share a row. Without torch, so that `lockstep config check` finds what
+// training would find.
 //
-// A sample whose prompt alone fills a row teaches nothing and is skipped; one that is longer loses
-// its end. What was lost is counted, and nothing left is an error.
+// Learned are responses and completions, and of chats what the assistant says: as TRL does it with
+// completion_only_loss and assistant_only_loss. A sample whose prompt alone fills a row teaches
+// nothing and is skipped; one that is longer loses its end. What was lost is counted, and nothing
+// left is an error.
 //
 //   const InstructionRows rows(load_instructions("commonsense_170k.json"), {.max_length = 512});
-//   for (const auto& sample : rows.row(0)) use(rows.tokens(sample), sample.prompt);
+//   for (const auto& sample : rows.row(0)) use(rows.tokens(sample), rows.learned(sample));
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/instruction_file.h"
+#include "lockstep/data/tokenizer.h"
 
 namespace lockstep::data {
 
@@ -34,6 +39,7 @@ struct InstructionOptions {
   bool train_on_prompt = false;
   PromptTemplate prompt{};
   TextEncoder encoder{};
+  std::optional<Tokenizer> chat{};  // for records that are chats: its template makes their text
 };
 
 struct InstructionCounts {
@@ -47,31 +53,37 @@ struct InstructionCounts {
 class InstructionRows {
  public:
   struct Sample {
-    std::int64_t begin;   // of its tokens among all
-    std::int64_t prompt;  // tokens of the prompt, the first of the sample
+    std::int64_t begin;  // of its tokens among all
     std::int64_t length;
   };
 
-  // UsageError when nothing is left to learn from, or for a max_length below 2. `progress` counts
-  // items, now and then.
+  // UsageError when nothing is left to learn from, for a max_length below 2, and for chats without
+  // a template. `progress` counts items, now and then.
   explicit InstructionRows(const std::vector<Instruction>& items, InstructionOptions options = {},
                            const ReadProgress& progress = {});
 
   std::int64_t size() const;                          // samples, or rows when packed
   std::vector<Sample> row(std::int64_t index) const;  // one sample, or several when packed
   std::span<const std::int32_t> tokens(const Sample& sample) const;
-  std::vector<std::int64_t> lengths() const;  // of a model's input, per row
+  std::span<const std::uint8_t> learned(const Sample& sample) const;  // 0 or 1 for each token
+  std::vector<std::int64_t> lengths() const;                          // of a model's input, per row
+  RecordKind kind() const { return kind_; }                           // of the items
 
   const InstructionOptions& options() const { return options_; }
   const InstructionCounts& counts() const { return counts_; }
 
  private:
   void add(const Instruction& item);
+  void add_text(const PromptAndResponse& texts);
+  void add_chat(const Instruction& item);
+  void add_tokens(const Tokens& tokens, std::vector<std::uint8_t> learned);
   void pack();
 
   InstructionOptions options_;
   InstructionCounts counts_;
+  RecordKind kind_ = RecordKind::kInstruction;
   Tokens tokens_;
+  std::vector<std::uint8_t> learned_;  // of tokens_
   std::vector<Sample> samples_;
   std::vector<std::vector<std::int64_t>> rows_;  // when packed: samples of each row
 };

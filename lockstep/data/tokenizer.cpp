@@ -221,8 +221,7 @@ std::optional<std::int64_t> Tokenizer::eos_token_id() const {
   return token_to_id(impl_->config.eos);
 }
 
-std::string Tokenizer::apply_chat_template(std::span<const ChatMessage> messages,
-                                           ChatOptions options) const {
+ChatText Tokenizer::chat_text(std::span<const ChatMessage> messages, ChatOptions options) const {
   const TokenizerConfig& files = impl_->config;
   if (files.chat_template.empty())
     throw UsageError("tokenizer",
@@ -232,6 +231,11 @@ std::string Tokenizer::apply_chat_template(std::span<const ChatMessage> messages
                      impl_->path);
   return recognise_chat_template(files.chat_template, files.chat_template_file)
       .render(messages, options.add_generation_prompt, {.bos = files.bos, .eos = files.eos});
+}
+
+std::string Tokenizer::apply_chat_template(std::span<const ChatMessage> messages,
+                                           ChatOptions options) const {
+  return chat_text(messages, options).text;
 }
 
 std::string Tokenizer::apply_chat_template(std::initializer_list<ChatMessage> messages,

@@ -74,6 +74,8 @@ class Tokenizer {
                                   ChatOptions options = {}) const;
   std::string apply_chat_template(std::initializer_list<ChatMessage> messages,
                                   ChatOptions options = {}) const;
+  // The same, with the places of the assistant's messages.
+  ChatText chat_text(std::span<const ChatMessage> messages, ChatOptions options = {}) const;
 
   // For InstructionOptions::encoder, with special tokens. UsageError without an eos_token.
   TextEncoder text_encoder() const;

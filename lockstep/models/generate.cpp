@@ -104,6 +104,7 @@ std::vector<std::int64_t> generate(CausalLm& model, const std::vector<std::int64
     const at::Tensor logits = model.logits(hidden.slice(1, -1)).flatten();
     made.push_back(chosen(logits, all, options, generator));
     if (std::ranges::find(options.eos, made.back()) != options.eos.end()) break;
+    if (options.stop && options.stop(made)) break;
     all.push_back(made.back());
     next = row({made.back()});
   }

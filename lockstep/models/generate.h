@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "lockstep/models/causal_lm.h"
@@ -24,6 +25,8 @@ struct GenerateOptions {
   double repetition_penalty = 1;
   std::uint64_t seed = 0;           // the same seed gives the same tokens
   std::vector<std::int64_t> eos{};  // tokens that end the text; they are part of the result
+  // Called with the new tokens after each of them; true ends the text. For stop_strings.
+  std::function<bool(const std::vector<std::int64_t>& made)> stop{};
 };
 
 // The new tokens. The model computes without gradients and in evaluation mode, and is left in the

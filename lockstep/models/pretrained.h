@@ -11,6 +11,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "lockstep/models/causal_lm.h"
 
@@ -30,6 +32,8 @@ CausalLmPtr load_pretrained(const std::string& folder, const PretrainedOptions& 
 
 struct SaveOptions {
   std::uint64_t max_shard_bytes = 5'000'000'000;
+  // Further small files of the folder, by name, and their texts: a tokenizer.json.
+  std::vector<std::pair<std::string, std::string>> texts{};
 };
 
 // The model's own tensors under the names that its configuration gives them, each in its type.

@@ -210,7 +210,8 @@ Factor warmup_stable_decay(const ScheduleOptions& options) {
   const auto warmup = options.warmup_steps;
   const std::int64_t stable =
       kwargs.steps("num_stable_steps").value_or(options.total_steps - warmup - *decay);
-  if (stable < 0)
+  // A training that ends in its warm-up is one that was shortened to try it.
+  if (stable < 0 && warmup < options.total_steps)
     throw UsageError(kSchedule,
                      "{} warm-up and {} decay steps are more than the {} steps of the training. "
                      "Nothing is left between them. Lower one of them.",
@@ -312,11 +313,6 @@ void check(const ScheduleOptions& options, const Kind& kind) {
         "{} needs total_steps, and it is {}. The schedule ends there. Set it (max_steps "
         "in a training file), or use constant_with_warmup or inverse_sqrt, which have no end.",
         options.name, options.total_steps);
-  if (kind.needs_total && options.total_steps > 0 && options.warmup_steps > options.total_steps)
-    throw UsageError(kSchedule,
-                     "{} warm-up steps are more than the {} steps of the training. The learning "
-                     "rate would never be reached. Lower warmup_steps.",
-                     options.warmup_steps, options.total_steps);
 }
 
 }  // namespace

@@ -300,15 +300,37 @@ TEST(Strategies, AreChosenByFit) {
   EXPECT_TRUE(sharded.as_written);  // shard_optimizer: auto
   t.may_shard = false;
   EXPECT_FALSE(choose(t, card_of(24), 4).as_written);
-  const Choice hybrid = choose(t, card_of(16), 4);
-  EXPECT_FALSE(hybrid.as_written);
-  EXPECT_TRUE(hybrid.fits);
-  EXPECT_EQ(hybrid.strategy, Strategy::kHybrid);
-  EXPECT_EQ(hybrid.stages, 2);
-  EXPECT_EQ(strategy_text(hybrid.strategy, 4, 2), "DDP of 2 x model split over 2");
-  const Choice split = choose(t, card_of(16), 2);
-  EXPECT_TRUE(split.fits);
-  EXPECT_EQ(split.strategy, Strategy::kSplit);
+  // One rank with a device map, which `lockstep train` sets up when the file says so.
+  for (const int gpus : {2, 4}) {
+    const Choice split = choose(t, card_of(16), gpus);
+    EXPECT_TRUE(split.fits);
+    EXPECT_FALSE(split.as_written);
+    EXPECT_EQ(split.strategy, Strategy::kSplit);
+    EXPECT_EQ(split.stages, gpus);
+    EXPECT_EQ(split.replicas(), 1);
+    EXPECT_EQ(split.global_batch, 8);
+  }
+  EXPECT_EQ(strategy_text(Strategy::kSplit, 4), "one rank, device_map over 4");
+  t.device_map = true;
+  EXPECT_TRUE(choose(t, card_of(16), 4).as_written);
+  EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kSplit);  // as it is written
+  EXPECT_EQ(choose(t, card_of(80), 1).strategy, Strategy::kSingle);
+}
+
+TEST(Strategies, WhatDoesNotFitHasNoSpeed) {
+  Training t{.model = gpt_1b3(), .batch = 1};
+  Machine machine{.card = card_of(6), .cluster = parse_link("nvlink", card_of(6), 8)};
+  EXPECT_FALSE(timed(t, machine, 1).step);
+  EXPECT_EQ(timed(t, machine, 1).tokens_per_second, 0);
+  machine.card = card_of(16);
+  ASSERT_FALSE(timed(t, machine, 1).choice.fits);
+  const auto points = scale(t, machine, {1, 8});
+  ASSERT_EQ(points.size(), 2u);
+  EXPECT_EQ(points[0].tokens_per_second, 0);
+  EXPECT_FALSE(points[0].choice.fits);
+  EXPECT_TRUE(points[1].choice.fits);
+  EXPECT_GT(points[1].efficiency, 0);
+  EXPECT_LE(points[1].efficiency, 1);
 }
 
 TEST(Strategies, PreserveTheGlobalBatch) {
@@ -383,7 +405,7 @@ TEST(ChangesToFit, EndWithASplit) {
   // bf16 alone saves next to nothing of 3.8 billion weights and one sample.
   EXPECT_THAT(texts, ElementsAre("gradient_checkpointing: true", "shard_optimizer: true",
                                  "bf16: true and lora: {r: 16, target_modules: all-linear}",
-                                 "a model split over 2 GPUs"));
+                                 "model: {..., device_map: balanced} and one rank, 4 GPUs"));
 }
 
 TEST(ChangesToFit, ThatSaveNothingAreNotNamed) {

@@ -81,7 +81,7 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
   choice.accumulation = batches.accumulation;
   choice.global_batch = batches.global;
   choice.same_global_batch = batches.same;
-  choice.strategy = stages > 1  ? (replicas > 1 ? Strategy::kHybrid : Strategy::kSplit)
+  choice.strategy = stages > 1  ? Strategy::kSplit
                     : gpus == 1 ? Strategy::kSingle
                     : sharded   ? Strategy::kShardedOptimizer
                                 : Strategy::kDdp;
@@ -97,7 +97,8 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
                                       .cpu = card.cpu});
   choice.fits = fits(choice.memory, card);
   choice.smaller_batch = batch < micro_batches(t, replicas).front();
-  choice.as_written = choice.fits && stages == 1 && (!choice.smaller_batch || !t.adapts.empty()) &&
+  choice.as_written = choice.fits && (stages == 1 || t.device_map) &&
+                      (!choice.smaller_batch || !t.adapts.empty()) &&
                       (!sharded || t.sharded_optimizer || t.may_shard);
   return choice;
 }
@@ -112,19 +113,14 @@ Choice best_of(const Training& t, const Card& card, const Parts& parts) {
   return choice;
 }
 
-// As few GPUs for a replica as hold its layers, where the replicas use all GPUs.
-std::optional<Choice> split(const Training& t, const Card& card, int gpus) {
-  for (int stages = 2; stages <= std::min<std::int64_t>(gpus, t.model.blocks()); ++stages) {
-    if (gpus % stages != 0) continue;
-    const Choice choice = best_of(t, card, {gpus, stages, false});
-    if (choice.fits) return choice;
-  }
-  return std::nullopt;
+// What `lockstep train` sets up besides ranks: one of them with its layers on all GPUs.
+bool can_split(const Training& t, const Card& card, int gpus) {
+  return gpus > 1 && !card.cpu && gpus <= t.model.blocks();
 }
 
 }  // namespace
 
-std::string strategy_text(Strategy strategy, int gpus, int stages) {
+std::string strategy_text(Strategy strategy, int gpus) {
   switch (strategy) {
     case Strategy::kSingle:
       return "single GPU";
@@ -133,11 +129,9 @@ std::string strategy_text(Strategy strategy, int gpus, int stages) {
     case Strategy::kShardedOptimizer:
       return "DDP, sharded optimizer";
     case Strategy::kSplit:
-      return fmt::format("model split over {}", stages);
-    case Strategy::kHybrid:
       break;
   }
-  return fmt::format("DDP of {} x model split over {}", gpus / stages, stages);
+  return fmt::format("one rank, device_map over {}", gpus);
 }
 
 Choice choose(const Training& training, const Card& card, int gpus) {
@@ -147,13 +141,17 @@ Choice choose(const Training& training, const Card& card, int gpus) {
                      "a global batch of {} samples is less than one for each of {} GPUs. Raise it, "
                      "or use fewer GPUs.",
                      *training.global_batch, gpus);
+  const bool may_split = can_split(training, card, gpus);
+  if (training.device_map && may_split) return best_of(training, card, {gpus, gpus, false});
   const Choice plain = best_of(training, card, {gpus, 1, training.sharded_optimizer && gpus > 1});
   if (plain.fits) return plain;
   if (gpus > 1 && !training.sharded_optimizer) {
     const Choice sharded = best_of(training, card, {gpus, 1, true});
     if (sharded.fits) return sharded;
   }
-  return split(training, card, gpus).value_or(plain);
+  if (!may_split) return plain;
+  const Choice split = best_of(training, card, {gpus, gpus, false});
+  return split.fits ? split : plain;
 }
 
 namespace {
@@ -165,7 +163,11 @@ class Changes {
       : gpus_(gpus),
         card_(card),
         alone_{training, training.sharded_optimizer && gpus > 1},
-        together_(alone_) {}
+        together_(alone_) {
+    if (!training.device_map || !can_split(training, card, gpus)) return;
+    alone_.stages = together_.stages = gpus;
+    alone_.sharded = together_.sharded = false;
+  }
 
   struct State {
     Training training;
@@ -238,8 +240,9 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
   if (training.model.blocks() > 0 && !training.checkpointing)
     all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
             [](State& state) { state.training.checkpointing = true; });
-  add_smaller_batch(training, gpus, all);
-  if (gpus > 1 && !training.sharded_optimizer)
+  const bool mapped = all.together().stages > 1;
+  add_smaller_batch(training, mapped ? 1 : gpus, all);
+  if (gpus > 1 && !training.sharded_optimizer && !mapped)
     all.add("shard_optimizer: true", "the update waits for its collectives",
             [](State& state) { state.sharded = true; });
   const char* half = card.bfloat16 ? "bf16: true" : "fp16: true";
@@ -257,13 +260,12 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
               lora.target_modules = models::ModuleNames(models::kAllLinear);
               state.training.model.lora = std::move(lora);
             });
-  for (int stages = 2; stages <= std::min<std::int64_t>(gpus, training.model.blocks()); ++stages)
-    if (gpus % stages == 0)
-      all.add(fmt::format("a model split over {} GPUs", stages),
-              "the GPUs of a replica work one after another", [&](State& state) {
-                state.stages = stages;
-                state.sharded = false;
-              });
+  if (!mapped && can_split(training, card, gpus))
+    all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),
+            "the GPUs work one after another", [&](State& state) {
+              state.stages = gpus;
+              state.sharded = false;
+            });
   return all.take();
 }
 
@@ -379,8 +381,11 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
   return work;
 }
 
-Timed timed(const Training& training, const Machine& machine, int gpus) {
-  Timed one{.choice = choose(training, machine.card, gpus)};
+namespace {
+
+// How long a choice takes, whether it fits or not.
+Timed with_time(const Training& training, const Machine& machine, Choice choice) {
+  Timed one{.choice = std::move(choice)};
   const auto work = work_of(training, one.choice, machine.card, machine.speed);
   if (!work) return one;
   one.step = step_time(*work, machine.cluster, one.choice.replicas());
@@ -389,15 +394,29 @@ Timed timed(const Training& training, const Machine& machine, int gpus) {
   return one;
 }
 
+}  // namespace
+
+Timed timed(const Training& training, const Machine& machine, int gpus) {
+  const Choice choice = choose(training, machine.card, gpus);
+  if (!choice.fits) return {.choice = choice};
+  return with_time(training, machine, choice);
+}
+
 std::vector<ScalePoint> scale(const Training& training, const Machine& machine,
                               const std::vector<int>& gpus) {
-  const double alone = timed(training, machine, 1).tokens_per_second;
+  // What one GPU computes is the measure, also where it does not hold the model.
+  const double alone =
+      with_time(training, machine, choose(training, machine.card, 1)).tokens_per_second;
   std::vector<ScalePoint> points;
   for (const int n : gpus) {
     Training at = training;
     if (at.global_batch) at.global_batch = std::max<std::int64_t>(*at.global_batch, n);
-    const Timed one = timed(at, machine, n);
+    const Timed one = with_time(at, machine, choose(at, machine.card, n));
     if (!one.step) return {};
+    if (!one.choice.fits) {
+      points.push_back({.choice = one.choice});
+      continue;
+    }
     points.push_back({.choice = one.choice,
                       .step = *one.step,
                       .tokens_per_second = one.tokens_per_second,
@@ -416,7 +435,8 @@ int most_gpus(const Training& training) {
 int stops_at(const Training& training, const Machine& machine, double floor) {
   for (int gpus = 2; gpus <= most_gpus(training); gpus *= 2) {
     const std::vector<ScalePoint> point = scale(training, machine, {gpus});
-    if (!point.empty() && point.front().efficiency < floor) return gpus;
+    if (!point.empty() && point.front().choice.fits && point.front().efficiency < floor)
+      return gpus;
   }
   return 0;
 }

@@ -6,8 +6,8 @@
 //   for (const Change& c : changes(training, card, 1)) c.text;     // where none fits
 //
 // The first that fits is taken: data parallel with the batch as given, with smaller micro-batches
-// and more accumulation, with a sharded optimizer; then the layers are divided over as few GPUs as
-// hold them, and what is left of the GPUs works in replicas of that (hybrid).
+// and more accumulation, with a sharded optimizer; then one rank that divides the layers over all
+// of the GPUs (model.device_map).
 //
 // Values and functions without state; call from any thread.
 #pragma once
@@ -44,16 +44,17 @@ struct Training {
   // elastic_gpu or auto_find_batch_size: the key that sets a smaller batch. Empty: none does.
   std::string adapts{};
   int state_copies = 2;
+  bool device_map = false;  // the file's: one rank has all GPUs
 };
 
-enum class Strategy { kSingle, kDdp, kShardedOptimizer, kSplit, kHybrid };
-// "single GPU", "DDP", "DDP, sharded optimizer", "model split over 2", "DDP of 2 x model split 2".
-std::string strategy_text(Strategy strategy, int gpus, int stages);
+enum class Strategy { kSingle, kDdp, kShardedOptimizer, kSplit };
+// "single GPU", "DDP", "DDP, sharded optimizer", "one rank, device_map over 2".
+std::string strategy_text(Strategy strategy, int gpus);
 
 struct Choice {
   int gpus = 1;
   Strategy strategy = Strategy::kSingle;
-  int stages = 1;  // GPUs of one replica
+  int stages = 1;  // GPUs of one replica: 1, or all of them
   std::int64_t batch = 0;
   std::int64_t accumulation = 0;
   std::int64_t global_batch = 0;
@@ -78,7 +79,7 @@ struct Change {
   bool together_fits = false;
 };
 // What makes it smaller, cheapest first: gradient checkpointing, smaller micro-batches, sharded
-// optimizer, bf16, LoRA, a model split. Ends with the first that fits together with those before.
+// optimizer, bf16, LoRA, a device map. Ends with the first that fits together with those before.
 std::vector<Change> changes(const Training& training, const Card& card, int gpus);
 
 // How fast a card computes.
@@ -104,7 +105,7 @@ struct Machine {
   Speed speed{};
 };
 
-// What is chosen for a number of GPUs, and how long its step takes where that is known.
+// What is chosen for a number of GPUs, and how long its step takes where it fits and that is known.
 struct Timed {
   Choice choice{};
   std::optional<StepTime> step{};
@@ -113,7 +114,7 @@ struct Timed {
 Timed timed(const Training& training, const Machine& machine, int gpus);
 
 struct ScalePoint {
-  Choice choice{};
+  Choice choice{};  // without `fits` it has no time
   StepTime step{};
   double tokens_per_second = 0;
   double efficiency = 0;  // tokens per second and GPU, over those of one GPU
@@ -125,7 +126,8 @@ std::vector<ScalePoint> scale(const Training& training, const Machine& machine,
                               const std::vector<int>& gpus);
 // The most GPUs, a power of two, that a search goes to: each has a sample of the global batch.
 int most_gpus(const Training& training);
-// The smallest power of two at which the efficiency is below `floor`; 0: none up to most_gpus().
+// The smallest power of two that fits and at which the efficiency is below `floor`; 0: none up to
+// most_gpus().
 int stops_at(const Training& training, const Machine& machine, double floor);
 
 }  // namespace lockstep::plan

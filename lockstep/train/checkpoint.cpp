@@ -124,6 +124,7 @@ void write_checkpoint(const std::string& path, const CheckpointContents& content
   }
   dir.write("trainer_state.json", trainer_state_text(contents.state));
   if (!contents.model_config.empty()) dir.write(contents.files.config, contents.model_config);
+  for (const auto& [name, text] : contents.files.texts) dir.write(name, text);
   if (!contents.arguments.empty()) dir.write("training_args.json", contents.arguments);
   if (!contents.only_model) {
     write_tensors(dir, "optimizer.safetensors", list_of(contents.optimizer));

@@ -241,14 +241,7 @@ class Checker {
                          type == "exponential";
     if (a.max_steps <= 0 || endless) return;
     const std::int64_t warmup = in_steps(a.warmup_steps, a.max_steps);
-    if (warmup > a.max_steps) {
-      add({"warmup_steps", "max_steps"},
-          fmt::format(
-              "warmup_steps {} are more than max_steps {}: the learning rate would never be "
-              "reached. Lower warmup_steps.",
-              warmup, a.max_steps));
-      return;
-    }
+    if (warmup >= a.max_steps) return;  // advice() says what is reached
     const auto decay_steps = static_cast<std::int64_t>(option("num_decay_steps", 0));
     const bool stable_given = option("num_stable_steps", -1) >= 0;
     if (type != "warmup_stable_decay" || stable_given || warmup + decay_steps <= a.max_steps)
@@ -383,6 +376,19 @@ std::int64_t in_steps(double value, std::int64_t max_steps) {
   return static_cast<std::int64_t>(std::ceil(value * static_cast<double>(max_steps)));
 }
 
+std::string short_warmup_text(const TrainingArguments& a, std::int64_t max_steps) {
+  const std::int64_t warmup = in_steps(a.warmup_steps, max_steps);
+  if (max_steps <= 0 || warmup < max_steps || a.lr_scheduler_type == "constant") return {};
+  // The last step is taken with what max_steps - 1 of them have reached.
+  const double share = static_cast<double>(max_steps - 1) / static_cast<double>(warmup);
+  const bool linear = a.lr_scheduler_type != "warmup_stable_decay";
+  return fmt::format(
+      "warmup_steps {} is not below the {} steps of the training: the learning rate "
+      "rises to {} and never reaches {}.",
+      warmup, max_steps, linear ? fmt::format("{:.3g}", share * a.learning_rate) : "a part",
+      a.learning_rate);
+}
+
 std::vector<std::string> contradictions(const TrainingArguments& arguments, const Where& where) {
   return Checker(arguments, where).run();
 }
@@ -405,13 +411,8 @@ std::vector<std::string> advice(const TrainingArguments& arguments, const Where&
                                 where("max_steps"), arguments.max_steps,
                                 where("num_train_epochs")));
   }
-  if (arguments.max_steps > 0 && arguments.warmup_steps >= 1 &&
-      arguments.warmup_steps >= static_cast<double>(arguments.max_steps)) {
-    notes.push_back(
-        fmt::format("{}: the learning rate never reaches its peak: warmup_steps {} is "
-                    "not below max_steps {}.",
-                    where("warmup_steps"), arguments.warmup_steps, arguments.max_steps));
-  }
+  if (const std::string text = short_warmup_text(arguments, arguments.max_steps); !text.empty())
+    notes.push_back(fmt::format("{}: {}", where("warmup_steps"), text));
   if (arguments.logging_strategy == Interval::kSteps && arguments.logging_steps == 1) {
     notes.push_back(
         fmt::format("{}: logging_steps 1 waits for the device in every step. 5 or 10 "

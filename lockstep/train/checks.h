@@ -35,6 +35,9 @@ std::string uneven_text(const UpdateSize& size, int world_size);
 // A number of steps, where below 1 stands for a share of all: rounded up.
 std::int64_t in_steps(double value, std::int64_t max_steps);
 
+// That a training ends in its warm-up, and with which learning rate; empty: it does not.
+std::string short_warmup_text(const TrainingArguments& arguments, std::int64_t max_steps);
+
 // `~` at the start of every path, for arguments that were set in a program. UsageError when that
 // home directory is not known.
 void expand_paths(TrainingArguments& arguments);

@@ -55,7 +55,7 @@ class Resolver {
   explicit Resolver(const ConfigSources& sources)
       : sources_(sources), problems_(sources.problems) {}
 
-  Config run() {
+  Config run(Problems* found) {
     if (sources_.file) read_file();
     read_environment();
     read_flags();
@@ -65,7 +65,10 @@ class Resolver {
     const Where where = [this](std::string_view key) { return config_.setting(key).where; };
     for (std::string& text : contradictions(config_.arguments, where))
       problems_.add(std::move(text));
-    problems_.raise();
+    if (found != nullptr)
+      found->add(problems_);
+    else
+      problems_.raise();
     for (std::string& text : advice(config_.arguments, where))
       config_.notes.push_back(std::move(text));
     return std::move(config_);
@@ -338,15 +341,15 @@ const Setting& Config::setting(std::string_view key) const {
 }
 
 Config resolve_config(const ConfigSources& sources) {
-  return Resolver(sources).run();
+  return Resolver(sources).run(nullptr);
 }
 
 Config load_config(const std::string& path, const std::vector<std::string>& flags,
-                   const std::vector<std::string>& launcher_keys) {
+                   const std::vector<std::string>& launcher_keys, Problems* problems) {
   ConfigSources sources{
       .environment = process_environment(), .flags = flags, .launcher_keys = launcher_keys};
   if (!path.empty()) sources.file = load_document(path, {}, &sources.problems);
-  return resolve_config(sources);
+  return Resolver(sources).run(problems);
 }
 
 Environment process_environment() {

@@ -55,9 +55,11 @@ struct ConfigSources {
 
 // Throws UsageError with every mistake on a line of its own.
 Config resolve_config(const ConfigSources& sources);
-// The same with the file at `path` ("": none) and this process's environment.
+// The same with the file at `path` ("": none) and this process's environment. With `problems` the
+// mistakes are added there, and a value that is one is the key's default.
 Config load_config(const std::string& path, const std::vector<std::string>& flags = {},
-                   const std::vector<std::string>& launcher_keys = {});
+                   const std::vector<std::string>& launcher_keys = {},
+                   Problems* problems = nullptr);
 
 // The variables that have a say: LOCKSTEP_* and ACCELERATE_*.
 Environment process_environment();

@@ -17,6 +17,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/optim/schedule.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
 
@@ -219,6 +220,10 @@ void Loop::advise_learning_rate() const {
   const std::string advice =
       learning_rate_advice(run_.arguments, run_.world.size(), resumed_batch_);
   if (!advice.empty()) log::info("trainer", "{}", advice);
+  // A given max_steps has been looked at before the data was.
+  const std::string warmup = short_warmup_text(run_.arguments, plan_.max_steps);
+  if (run_.arguments.max_steps <= 0 && !run_.task.schedule && !warmup.empty())
+    log::warning("trainer", "{}", warmup);
 }
 
 bool Loop::saves_at_the_end_alone() const {

@@ -23,6 +23,8 @@ struct ModelFiles {
   // The tensors by their names in the file, in the module's own memory, so that they can be read
   // back into it. Empty: every parameter and buffer of the module.
   std::function<std::vector<std::pair<std::string, at::Tensor>>()> tensors{};
+  // Further small files of the folder, by name, and their texts.
+  std::vector<std::pair<std::string, std::string>> texts{};
 };
 
 }  // namespace lockstep

@@ -10,6 +10,7 @@
 
 #include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/monitor/writer_process.h"
@@ -86,6 +87,21 @@ std::unique_ptr<monitor::RankRecorder> start_recording(RunContext& run, const Lo
       .rank = run.world.rank(),
       .host = run.world.node_rank(),
       .gpus = run.world.device().is_cuda() && run.world.local_rank() == 0});
+}
+
+void end_recording(const RunContext& run, const std::string& failure) {
+  if (!run.world.is_leader() || !run.arguments.record_run) return;
+  const std::string& folder = run.arguments.output_dir;
+  const std::string file = folder + "/" + monitor::kRecordFolder + "/run.json";
+  try {
+    monitor::RunFacts facts = monitor::parse_facts(read_file(file), file);
+    facts.failure = failure;
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    if (failure.empty()) facts.ended_unix_s = std::chrono::duration<double>(now).count();
+    monitor::write_facts(folder, facts);
+  } catch (const Error& error) {  // not there, or not writable any more
+    log::warning("record", "{} The record does not say how the run ended.", error.what());
+  }
 }
 
 }  // namespace lockstep::train

@@ -117,14 +117,17 @@ TrainResult TrainerImpl::train() {
   check_evaluation(run_.arguments, run_.task.eval_data && run_.task.eval_data->size() > 0);
   const io::FolderLock alone = checkpoints_.lock();  // to the end of the run, however it ends
   std::unique_ptr<monitor::RankRecorder> recorder;
+  bool recording = false;
   try {
     prepare();
     recorder = start_recording(run_, *loop_);
+    recording = true;
     control_.notify(&Observer::on_train_begin);
     loop_->run();
     finish(std::move(recorder));
   } catch (...) {
     checkpoints_.close();  // which may still be writing into that folder
+    if (recording) end_recording(run_, "training ended with an error, which its output has");
     throw;
   }
   return run_.result;
@@ -148,6 +151,7 @@ void TrainerImpl::finish(std::unique_ptr<monitor::RankRecorder> recorder) {
   loop_->release_optimizer();
   metrics_.close();
   recorder.reset();
+  end_recording(run_, "");
   if (complete) {
     run_.world.barrier();  // the records of all ranks are there
     metrics_.advise();

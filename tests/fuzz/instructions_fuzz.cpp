@@ -12,15 +12,35 @@
 
 namespace {
 
-std::string written(const std::vector<lockstep::data::Instruction>& items) {
-  using lockstep::json_quote;
+using lockstep::json_quote;
+using lockstep::data::Instruction;
+using lockstep::data::RecordKind;
+
+std::string messages(const Instruction& item, std::size_t begin, std::size_t end) {
   std::string text = "[";
-  for (const auto& item : items) {
-    if (text.size() > 1) text += ",";
-    text += "{\"instruction\":" + json_quote(item.instruction) +
-            ",\"input\":" + json_quote(item.input) + ",\"output\":" + json_quote(item.output) +
-            ",\"answer\":" + json_quote(item.answer) + "}";
-  }
+  for (std::size_t i = begin; i < end; ++i)
+    text += std::string(i > begin ? "," : "") + "{\"role\":" + json_quote(item.messages[i].role) +
+            ",\"content\":" + json_quote(item.messages[i].content) + "}";
+  return text + "]";
+}
+
+std::string object(const Instruction& item) {
+  const std::size_t all = item.messages.size();
+  if (item.kind == RecordKind::kChat && item.given > 0)
+    return "{\"prompt\":" + messages(item, 0, item.given) +
+           ",\"completion\":" + messages(item, item.given, all) + "}";
+  if (item.kind == RecordKind::kChat) return "{\"messages\":" + messages(item, 0, all) + "}";
+  if (item.kind == RecordKind::kCompletion)
+    return "{\"prompt\":" + json_quote(item.instruction) +
+           ",\"completion\":" + json_quote(item.output) + "}";
+  return "{\"instruction\":" + json_quote(item.instruction) +
+         ",\"input\":" + json_quote(item.input) + ",\"output\":" + json_quote(item.output) +
+         ",\"answer\":" + json_quote(item.answer) + "}";
+}
+
+std::string written(const std::vector<Instruction>& items) {
+  std::string text = "[";
+  for (const Instruction& item : items) text += (text.size() > 1 ? "," : "") + object(item);
   return text + "]";
 }
 

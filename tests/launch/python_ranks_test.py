@@ -3,6 +3,7 @@ import importlib.util
 import os
 import sys
 import unittest
+import venv
 
 from launch_case import SOAK, Case, free_port
 
@@ -158,6 +159,28 @@ print("MASTER_ADDR is", os.environ["MASTER_ADDR"], flush=True)
         code, _, err = self.finish(first)
         self.assertEqual(code, 0, err)
         self.assertEqual(err, "")
+
+    def test_an_interpreter_without_torch_is_named(self):
+        """The python3 of PATH is often not the one that has torch; PYTHON_EXEC chooses."""
+        plain = os.path.join(self.dir.name, "plain")
+        venv.create(plain, symlinks=True)
+        env = {"PYTHON_EXEC": os.path.join(plain, "bin", "python3"), "PYTHONPATH": "",
+               "PYTHONNOUSERSITE": "1"}
+        code, _, err = self.run_ranks(2, self.program("import torch\n"), env=env)
+        self.assertEqual(code, 1, err)
+        self.assertIn("No module named 'torch'", err)
+        self.assertEqual(err.count("export PYTHON_EXEC="), 1, err)
+        self.assertIn(f"{env['PYTHON_EXEC']}, which ran the script, has no module torch", err)
+        code, _, err = self.run_ranks(2, self.program("print(1)\n"), env=env)
+        self.assertEqual(code, 0, err)
+        self.assertNotIn("PYTHON_EXEC", err)
+
+    @unittest.skipUnless(HAVE_TORCH, "needs torch")
+    def test_an_interpreter_with_torch_is_not(self):
+        code, _, err = self.run_ranks(1, self.program("import no_such_module\n"),
+                                      env={"PYTHON_EXEC": sys.executable})
+        self.assertEqual(code, 1, err)
+        self.assertNotIn("export PYTHON_EXEC", err)
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch")
     def test_gloo_and_a_restart_with_a_fresh_store(self):

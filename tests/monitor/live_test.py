@@ -177,7 +177,7 @@ class Foreign(ScriptCase):
         self.assertEqual(code, 1, text)
         self.assertIn("  failed  0 of 2 ranks run", text)
 
-    def test_a_killed_run_is_shown_as_ended_at_once_and_a_running_one_is_not(self):
+    def test_a_killed_run_is_shown_as_killed_at_once_and_a_running_one_is_not(self):
         folder = os.path.join(self.dir.name, "recorded")
         process = self.start("--standalone", "--nproc-per-node=2", "--record", folder,
                              self.script(), "60")
@@ -193,8 +193,9 @@ class Foreign(ScriptCase):
         self.finish(process)
         self.assertEqual(self.wait_gone(), [])
         code, text = command("monitor", folder)
-        self.assertEqual(code, 0, text)
-        self.assertIn("  ended  0 of 2 ranks run", text)
+        self.assertEqual(code, 1, text)
+        self.assertIn("  killed  0 of 2 ranks run", text)
+        self.assertIn("it was killed", command("monitor", "--once", folder)[1])
 
     def test_gloo_that_nothing_replaces_is_said(self):
         script = self.script("print('trains')\n")

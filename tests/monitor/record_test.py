@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -131,6 +132,35 @@ class Record(unittest.TestCase):
         intervals = self.intervals(1)  # every line is whole
         self.assertGreater(len(intervals), before)
         self.assertEqual(intervals[-1]["step"], last + 20)
+
+    def state(self):
+        """What `lockstep monitor` says at the end of the run, and its exit code."""
+        done = subprocess.run([LAUNCHER, "monitor", str(self.out)], capture_output=True, text=True,
+                              timeout=120, check=False)
+        return done.returncode, done.stdout.split("  ")[1]
+
+    def stopped(self, number):
+        """A single Trainer, without a launcher, that gets a signal while it trains."""
+        command = [LAUNCHER, "train", str(self.config), "--max_steps", "1000000"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                              start_new_session=True) as process:
+            file = self.out / "monitor/rank_0.jsonl"
+            self.eventually(lambda: file.exists() and file.read_bytes().count(b"\n") >= 2,
+                            "a record")
+            os.kill(process.pid, number)
+            process.wait()
+
+    def test_monitor_says_how_a_run_ended(self):
+        self.stopped(signal.SIGKILL)
+        self.assertEqual(self.state(), (1, "killed"))
+        # One that was asked to stop has saved and ended; so has one that is complete.
+        shutil.rmtree(self.out)
+        self.stopped(signal.SIGTERM)
+        self.assertEqual(self.state(), (0, "ended"))
+        shutil.rmtree(self.out)
+        self.train("--max_steps", "20", "--save_strategy", "no")
+        self.assertEqual(self.state(), (0, "ended"))
+        self.assertGreater(self.facts()["ended_unix_s"], self.facts()["started_unix_s"])
 
     def test_it_can_be_switched_off(self):
         self.train("--max_steps", "5", "--save_strategy", "no", "--record_run", "false")

@@ -103,6 +103,11 @@ class Wheel(unittest.TestCase):
         self.assertLessEqual(needed, {"libc", "libm", "ld-linux-aarch64", "ld-linux-x86-64"}, text)
         code, text, _ = output_of(self.env / "bin/lockstep", "--version", env={})
         self.assertEqual((code, text.split()[0]), (0, "lockstep"))
+        # What needs a program that the wheel does not have is not offered.
+        code, text, _ = output_of(self.env / "bin/lockstep", "--help", env={})
+        self.assertEqual(code, 0)
+        self.assertIn("\n  run  ", text)
+        self.assertNotRegex(text, r"\n  (train|generate|bench) ")
 
     def test_without_torch(self):
         """The sentence that pip shows where the environment has no torch."""

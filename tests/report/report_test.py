@@ -77,7 +77,7 @@ class Reports(ReportCase):
         for step in 40, 60:
             shutil.rmtree(self.place / f"out/checkpoint-{step}")
         self.train("out", "--resume", "auto")
-        page = self.report("out", "--output", "here.html")
+        page = self.report("out", "-o", "here.html")
         self.assertIn("from step 20: steps 22 to 60 were measured again", page.text)
         self.assertIn("Rank 0 was started again after", page.text)
         loss = page.drawings[page.titles().index("Loss")]
@@ -124,7 +124,8 @@ class Reports(ReportCase):
                                 (["nowhere"], "nowhere is not a directory"),
                                 ([self.place], "holds nothing of a run"),
                                 (["--outputs=x", "a"], "--outputs"),
-                                (["--output"], "needs a file")):
+                                (["--output"], "needs a file"),
+                                (["out", "-o"], "-o needs a file")):
             done = self.lockstep("report", *arguments, code=2)
             self.assertIn(part, done.stderr)
             self.assertEqual(done.stderr.count("\n"), 1, done.stderr)

@@ -515,6 +515,20 @@ CHATS = [
     [("system", ""), ("user", "")],
 ]
 
+# The same texts as the templates of these names, with the assistant's part marked.
+MARKED = {
+    "chatml": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+        "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}"
+        "{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"),
+    "llama3": (
+        "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + "
+        "'<|end_header_id|>\\n\\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}"
+        "{{ m['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"),
+}
+
 
 class Chats(Case):
     @classmethod
@@ -554,6 +568,51 @@ class Chats(Case):
                                 messages, tokenize=False, add_generation_prompt=prompt))
                     if place == "chat_template.jinja":
                         os.remove(os.path.join(self.folder, place))
+
+    def learned(self, file, template, given, chats):
+        """Ids of the rows of chats, and which are learned; `given` messages are a prompt."""
+        self.write(file, **{"tokenizer_config.json": {**CONFIG, "chat_template": template}})
+        answers = self.ask(b"m" + struct.pack("<qq", given, len(chat)) +
+                           b"".join(sized(t.encode()) for message in chat for t in message)
+                           for chat in chats)
+        return [(answers.ids(), answers.ids()) for _ in chats]
+
+    def test_the_assistants_tokens_alone_are_learned(self):
+        """As transformers marks them for TRL's assistant_only_loss, and as TRL's
+        completion_only_loss has a prompt and its completion."""
+        words = [t for t in families.hard_strings(400) if "<" not in t]
+        chats = [[("user", a), ("assistant", b), ("user", c), ("assistant", d)]
+                 for a, b, c, d in zip(words[::4], words[1::4], words[2::4], words[3::4])]
+        chats += [[("system", "Be brief."), ("user", "Why?"), ("assistant", "\nBecause. ")]]
+        specials = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
+                    "<|eot_id|>")
+        for name, marked in MARKED.items():
+            for family in (families.gpt2, families.llama3, families.llama2):
+                file = family()
+                there = {token["content"] for token in file["added_tokens"]}
+                families.with_added(file, *(s for s in specials if s not in there))
+                with self.subTest(name=name, family=family.__name__):
+                    ours = self.learned(file, TEMPLATES[name], 0, chats)
+                    oracle = self.make(tokenizer_file=os.path.join(self.folder, "tokenizer.json"),
+                                       bos_token="<s>", eos_token="</s>", chat_template=marked)
+                    for chat, (ids, learned) in zip(chats, ours):
+                        messages = [{"role": r, "content": c} for r, c in chat]
+                        theirs = oracle.apply_chat_template(messages, return_dict=True,
+                                                            return_assistant_tokens_mask=True)
+                        self.assertEqual(ids, theirs["input_ids"], chat)
+                        self.assertEqual(learned, theirs["assistant_masks"], chat)
+                    last = [chat for chat in chats if len(chat) == 4]
+                    for chat, (ids, learned) in zip(last, self.learned(file, TEMPLATES[name], 3,
+                                                                       last)):
+                        messages = [{"role": r, "content": c} for r, c in chat]
+                        plain = {"chat_template": TEMPLATES[name], "return_dict": False}
+                        prompt = oracle.apply_chat_template(messages[:3], **plain,
+                                                            add_generation_prompt=True)
+                        whole = oracle.apply_chat_template(messages, **plain)
+                        same = [a == b for a, b in zip(prompt, whole)] + [False]
+                        border = same.index(False)
+                        self.assertEqual(ids, whole)
+                        self.assertEqual(learned, [0] * border + [1] * (len(whole) - border))
 
     def refused(self, template, chat=CHATS[0]):
         self.write(families.llama2(), **{"tokenizer_config.json": {**CONFIG,

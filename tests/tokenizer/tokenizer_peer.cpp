@@ -9,13 +9,16 @@
 // (answer: text without and with special tokens), 'i' an instruction and its output
 // (answer: the ids of the row, and the length of its prompt), 'c' and 'C' a number of texts, roles
 // and contents by turns (answer: the chat without and with a generation prompt, or what the error
-// says).
+// says), 'm' the number of messages that are a prompt, then a chat (answer: the ids of the row, and
+// 0 or 1 for each of them that is learned).
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <fstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/core/error.h"
@@ -79,12 +82,17 @@ class Answers {
   std::ofstream file_;
 };
 
-std::string chat(const Tokenizer& tokenizer, Requests& requests, bool prompt) {
+std::vector<lockstep::data::ChatMessage> messages_of(Requests& requests) {
   std::vector<lockstep::data::ChatMessage> messages(static_cast<std::size_t>(requests.number()));
   for (auto& message : messages) {
     message.role = requests.text();
     message.content = requests.text();
   }
+  return messages;
+}
+
+std::string chat(const Tokenizer& tokenizer, Requests& requests, bool prompt) {
+  const auto messages = messages_of(requests);
   try {
     return tokenizer.apply_chat_template(messages, {.add_generation_prompt = prompt});
   } catch (const lockstep::UsageError& error) {
@@ -92,16 +100,33 @@ std::string chat(const Tokenizer& tokenizer, Requests& requests, bool prompt) {
   }
 }
 
+// The ids of the only row, and which of them are learned.
+std::pair<Ids, Ids> row_of(const Tokenizer& tokenizer, const lockstep::data::Instruction& item) {
+  const lockstep::data::InstructionRows rows(
+      {item}, {.max_length = 1'000'000, .encoder = tokenizer.text_encoder(), .chat = tokenizer});
+  const auto sample = rows.row(0).at(0);
+  const auto tokens = rows.tokens(sample);
+  const auto learned = rows.learned(sample);
+  return {Ids(tokens.begin(), tokens.end()), Ids(learned.begin(), learned.end())};
+}
+
 void put_row(const Tokenizer& tokenizer, Requests& requests, Answers& answers) {
   lockstep::data::Instruction item;
   item.instruction = requests.text();
   item.output = requests.text();
-  const lockstep::data::InstructionRows rows(
-      {item}, {.max_length = 1'000'000, .encoder = tokenizer.text_encoder()});
-  const auto sample = rows.row(0).at(0);
-  const auto tokens = rows.tokens(sample);
-  answers.put(Ids(tokens.begin(), tokens.end()));
-  answers.put(Ids{sample.prompt});
+  const auto [tokens, learned] = row_of(tokenizer, item);
+  answers.put(tokens);
+  answers.put(Ids{std::find(learned.begin(), learned.end(), 1) - learned.begin()});
+}
+
+void put_chat_row(const Tokenizer& tokenizer, Requests& requests, Answers& answers) {
+  lockstep::data::Instruction item;
+  item.kind = lockstep::data::RecordKind::kChat;
+  item.given = static_cast<std::size_t>(requests.number());
+  item.messages = messages_of(requests);
+  const auto [tokens, learned] = row_of(tokenizer, item);
+  answers.put(tokens);
+  answers.put(learned);
 }
 
 void run(const Tokenizer& tokenizer, Requests requests, Answers answers) {
@@ -116,6 +141,8 @@ void run(const Tokenizer& tokenizer, Requests requests, Answers answers) {
       answers.put(tokenizer.decode(ids, {.skip_special_tokens = false}));
     } else if (kind == 'i') {
       put_row(tokenizer, requests, answers);
+    } else if (kind == 'm') {
+      put_chat_row(tokenizer, requests, answers);
     } else {
       answers.put(chat(tokenizer, requests, kind == 'C'));
     }

@@ -42,6 +42,18 @@ use_cpu: true
 
 """
 
+LEARNED = """
+model: {{name: gpt, n_layer: 2, n_head: 2, n_embd: 64}}
+data: {{name: instructions, path: {path}{data}}}
+max_seq_len: 96
+per_device_train_batch_size: 4
+learning_rate: 5.0e-3
+max_steps: 150
+save_steps: 150
+disable_tqdm: true
+use_cpu: true
+"""
+
 
 class Generate(TrainCase):
     def setUp(self):
@@ -201,6 +213,82 @@ class Generate(TrainCase):
         answer = self.continued(model, oracle.encode(chat, add_special_tokens=False), 12)
         # The answer alone, without the chat that it follows.
         self.assertEqual(self.made(*flags), oracle.decode(answer, skip_special_tokens=True) + "\n")
+
+    def train_on(self, records, data="", **tokenizer):
+        """A small model that knows the records by heart."""
+        self.folder.mkdir(exist_ok=True)
+        for name, text in tokenizer.items():
+            (self.folder / name.replace("__", ".")).write_text(text)
+        (self.place / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        self.config.write_text(LEARNED.format(path=self.place / "train.jsonl", data=data))
+        self.train(0, self.place / "out")
+        return self.place / "out"
+
+    def test_a_model_of_instructions_is_asked_as_it_was_trained(self):
+        out = self.train_on([{"instruction": "sky?", "output": "blue"},
+                             {"instruction": "color", "input": "grass", "output": "green"}],
+                            data=', prompt_without_input: "Q: {instruction}\\nA: "')
+        flags = ("--model", out, "--max_new_tokens", 20)
+        # The answer alone, up to the token that ended it in training.
+        self.assertEqual(self.made(*flags, "--prompt", "sky?"), "blue\n")
+        self.assertEqual(self.made(*flags, "--prompt", "color", "--input", "grass"), "green\n")
+        self.assertEqual(self.made(*flags, "--raw", "--prompt", "Q: sky?\nA: "),
+                         "Q: sky?\nA: blue\n")
+        saved = json.loads((out / "checkpoint-150" / "prompt_format.json").read_text())
+        self.assertEqual(saved["prompt_without_input"], "Q: {instruction}\nA: ")
+        self.assertNotIn("tokenizer", saved)
+        self.verify(out)
+        code, _, err = self.generate(*flags, "--raw", "--prompt", "a", "--input", "b")
+        self.assertEqual(code, 2, err)
+        self.assertIn("--input is for a model that was trained on instructions", err)
+
+    def test_prompts_with_completions_are_continued_as_they_are(self):
+        out = self.train_on([{"prompt": "one two", "completion": " three"},
+                             {"prompt": "red yellow", "completion": " blue"}])
+        for prompt, text in (("one two", "one two three\n"), ("red yellow", "red yellow blue\n")):
+            self.assertEqual(self.made("--model", out, "--prompt", prompt, "--max_new_tokens", 20),
+                             text)
+
+    def test_a_model_of_chats_is_asked_by_its_template(self):
+        self.folder.mkdir()
+        self.make_tokenizer()
+        out = self.train_on(
+            [{"messages": [{"role": "user", "content": "the cat"},
+                           {"role": "assistant", "content": "sat on the mat"},
+                           {"role": "user", "content": "and"},
+                           {"role": "assistant", "content": "the dog sat"}]}],
+            data=f", tokenizer: {self.folder}",
+            tokenizer_config__json=json.dumps({"chat_template": CHATML,
+                                               "eos_token": "<|endoftext|>"}))
+        # The tokenizer is found where it was, and <|im_end|> ends the answer.
+        self.assertEqual(self.made("--model", out, "--prompt", "the cat", "--max_new_tokens", 30),
+                         "sat on the mat\n")
+
+    def test_a_text_ends_at_a_stop_string(self):
+        model, bpe = self.make(), self.make_tokenizer()
+        oracle = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(self.folder / "tokenizer.json"))
+        ids = bpe.encode(PROMPT).ids
+        # Random weights also give bytes that are no text; stop strings are of whole characters.
+        pieces = [bpe.decode([id]) for id in self.continued(model, ids, 23)]
+        words = [piece for piece in pieces if piece and piece.isascii()]
+        pairs = [a + b for a, b in zip(pieces, pieces[1:]) if (a + b).isascii()]
+        self.assertTrue(words)
+        for stops in ([words[-1]], ["never there", words[0]], *([pair] for pair in pairs[-1:])):
+            with torch.no_grad():
+                theirs = model.generate(input_ids=torch.tensor([ids]), max_new_tokens=24,
+                                        do_sample=False, pad_token_id=0, stop_strings=stops,
+                                        tokenizer=oracle)[0].tolist()
+            flags = [part for stop in stops for part in ("--stop", stop)]
+            self.assertEqual(self.made("--model", self.folder, "--prompt", PROMPT,
+                                       "--max_new_tokens", 24, *flags), bpe.decode(theirs) + "\n")
+            self.assertLess(len(theirs), len(ids) + 24)
+
+    def test_a_limit_that_has_no_effect_is_named(self):
+        self.make()
+        _, _, err = self.generate("--model", self.folder, "--ids", "5", "--top_k", 3,
+                                  "--max_new_tokens", 2)
+        self.assertIn("--top_k and --top_p have no effect at temperature 0", err)
 
     def test_a_checkpoint_of_bytes_continues_its_text(self):
         text = self.place / "text.txt"

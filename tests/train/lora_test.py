@@ -115,6 +115,83 @@ print(f"loss {loss.item()!r}")
         loss = float(done.stdout.split("loss ")[-1])
         self.assertAlmostEqual(loss, wanted, delta=1e-5)
 
+    def test_peft_finds_the_base_from_anywhere(self):
+        """A relative path would be looked for where PEFT runs."""
+        base = self.make_base()
+        for number, given in enumerate(("base/checkpoint-12", "./base/../base/checkpoint-12")):
+            self.use_lora(given)
+            out = self.place / f"out{number}"
+            done = subprocess.run([LOCKSTEP, "train", str(self.config), "--output_dir", str(out)],
+                                  capture_output=True, text=True, timeout=BOUND_S, check=False,
+                                  env=environment(), cwd=self.place)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            config = json.loads((out / "checkpoint-12" / "adapter_config.json").read_text())
+            self.assertEqual(config["base_model_name_or_path"], str(base))
+
+    def test_an_adapter_is_merged_into_its_base(self):
+        """To the model that PEFT's merge_and_unload() makes of the same folder."""
+        missing = [name for name in ("torch", "transformers", "peft")
+                   if importlib.util.find_spec(name) is None]
+        if missing:
+            self.skipTest(f"the interpreter has no {', '.join(missing)}")
+        program = """
+import pathlib, sys, torch, peft, transformers
+place, kind, dtype = pathlib.Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
+torch.manual_seed(1)
+small = dict(vocab_size=64, bos_token_id=None, eos_token_id=None)
+config = (transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=16, **small)
+          if kind == "gpt2" else
+          transformers.LlamaConfig(num_hidden_layers=2, hidden_size=16, intermediate_size=24,
+                                   num_attention_heads=2, max_position_embeddings=16, **small))
+base = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+base.save_pretrained(place / "base")
+targets = ["c_attn", "mlp.c_proj"] if kind == "gpt2" else ["q_proj", "down_proj"]
+model = peft.get_peft_model(base, peft.LoraConfig(
+    r=3, lora_alpha=7, target_modules=targets, init_lora_weights=False, use_rslora=True,
+    fan_in_fan_out=kind == "gpt2", modules_to_save=["ln_f"] if kind == "gpt2" else ["norm"]))
+model.save_pretrained(place / "adapter")
+model.merge_and_unload().save_pretrained(place / "theirs")
+"""
+        compare = """
+import sys, torch, transformers
+ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(p, dtype="auto")
+                for p in sys.argv[1:3])
+assert ours.dtype == theirs.dtype, (ours.dtype, theirs.dtype)
+a, b = ours.state_dict(), theirs.state_dict()
+assert a.keys() == b.keys()
+bound = 1e-6 if ours.dtype == torch.float32 else 2e-2
+for name in a: torch.testing.assert_close(a[name], b[name], rtol=bound, atol=bound)
+"""
+        def run(*args):
+            done = subprocess.run([sys.executable, "-c", *map(str, args)], capture_output=True,
+                                  text=True, timeout=BOUND_S, check=False,
+                                  env=environment(HF_HUB_OFFLINE="1"))
+            self.assertEqual(done.returncode, 0, done.stderr)
+        def merge(*args):
+            return subprocess.run([LOCKSTEP, "checkpoint", "merge", *map(str, args)],
+                                  capture_output=True, text=True, timeout=BOUND_S, check=False,
+                                  env=environment())
+        for kind, dtype in (("gpt2", "float32"), ("llama", "float32"), ("llama", "bfloat16")):
+            with self.subTest(kind=kind, dtype=dtype):
+                place = self.place / f"{kind}-{dtype}"
+                run(program, place, kind, dtype)
+                (place / "base" / "tokenizer.json").write_text("{}")
+                # PEFT has not named the base of a model without a name.
+                self.assertIn("Name the base model's folder with --base",
+                              merge(place / "adapter", place / "ours").stderr)
+                done = merge(place / "adapter", place / "ours", "--base", place / "base")
+                self.assertEqual(done.returncode, 0, done.stderr)
+                run(compare, place / "ours", place / "theirs")
+                self.verify(place / "ours")
+                # What else a model's folder has goes with it.
+                self.assertEqual((place / "ours" / "tokenizer.json").read_text(), "{}")
+                again = merge(place / "adapter", place / "ours", "--base", place / "base")
+                self.assertEqual(again.returncode, 2)
+                self.assertIn("is there already", again.stderr)
+        done = merge(self.place / "gpt2-float32" / "base", self.place / "x")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("holds no adapter", done.stderr)
+
     def test_what_is_refused(self):
         base = self.make_base()
 

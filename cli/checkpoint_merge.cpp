@@ -1,0 +1,90 @@
+// `lockstep checkpoint merge`: an adapter and its base model become one model, as PEFT's
+// merge_and_unload() makes it.
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cli/base_model.h"
+#include "cli/prompt_format.h"
+#include "cli/train_commands.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/io/tensors.h"
+#include "lockstep/models/lora.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kMergeUsage = "usage: lockstep checkpoint merge ADAPTER FOLDER [--base DIR]";
+
+struct MergeRequest {
+  std::string adapter, out, base;
+};
+
+MergeRequest parse_merge(int argc, char** argv) {
+  MergeRequest request;
+  std::vector<std::string> names;
+  for (int i = 1; i < argc; ++i) {
+    const std::string arg = argv[i];
+    if (arg.starts_with("--base=")) {
+      request.base = arg.substr(7);
+    } else if (arg == "--base" && i + 1 < argc) {
+      request.base = argv[++i];
+    } else if (arg.starts_with("--")) {
+      throw UsageError("checkpoint", "there is no flag {}. {}", arg, kMergeUsage);
+    } else {
+      names.push_back(arg);
+    }
+  }
+  if (names.size() != 2) throw UsageError("checkpoint", "{}", kMergeUsage);
+  request.adapter = names[0];
+  request.out = names[1];
+  return request;
+}
+
+// What belongs to a model's folder besides weights and config.json; the adapter's own goes first.
+std::vector<std::pair<std::string, std::string>> other_files(const std::string& adapter,
+                                                             const std::string& base) {
+  constexpr std::size_t kLargest = std::size_t{256} << 20;
+  std::vector<std::pair<std::string, std::string>> texts;
+  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                           "chat_template.jinja", "generation_config.json", kPromptFormat})
+    for (const std::string& folder : {adapter, base}) {
+      const fs::path file = fs::path(folder) / name;
+      std::error_code ignored;
+      if (!fs::is_regular_file(file, ignored)) continue;
+      texts.emplace_back(name, read_file(file, kLargest));
+      break;
+    }
+  return texts;
+}
+
+}  // namespace
+
+int checkpoint_merge_main(int argc, char** argv) {
+  const MergeRequest request = parse_merge(argc, argv);
+  const std::string adapter = model_folder(request.adapter);
+  if (!fs::exists(fs::path(adapter) / models::kAdapterConfig))
+    throw UsageError("checkpoint",
+                     "{} holds no adapter: there is no {} in it. Give a checkpoint of a training "
+                     "with lora, or a folder of PEFT's.",
+                     adapter, models::kAdapterConfig);
+  if (fs::exists(request.out))
+    throw UsageError("checkpoint", "{} is there already. Give the name of a new folder.",
+                     request.out);
+  const std::string base = base_folder(adapter, request.base);
+  const io::SafetensorsSet weights(base);
+  const auto type = io::scalar_type_of(weights.at(weights.names().front()).entry->dtype);
+  const LoadedModel loaded = load_model(adapter, base, {.dtype = type});
+  models::unload_lora(*loaded.model);
+  models::save_pretrained(*loaded.model, request.out, {.texts = other_files(adapter, base)});
+  fmt::print("{}: {} with the adapter of {}\n", request.out, base, adapter);
+  return 0;
+}
+
+}  // namespace lockstep::cli
