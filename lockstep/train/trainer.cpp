@@ -119,7 +119,9 @@ TrainResult TrainerImpl::train() {
   std::unique_ptr<monitor::RankRecorder> recorder;
   try {
     prepare();
-    recorder = start_recording(run_, *loop_);
+    recorder = start_recording(run_.world, run_.arguments.output_dir, loop_->facts(),
+                               run_.arguments.record_run)
+                   .recorder;
     control_.notify(&Observer::on_train_begin);
     loop_->run();
     finish(std::move(recorder));
