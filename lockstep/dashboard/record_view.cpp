@@ -27,6 +27,14 @@ LiveRank rank_of(const monitor::RankRecord& record, bool over) {
   return rank;
 }
 
+void mark_failed(LiveRank& rank, const Node& failed) {
+  const Entry* const found =
+      failed.is(NodeKind::kMap) ? failed.find(std::to_string(rank.rank)) : nullptr;
+  if (found == nullptr) return;
+  rank.status = RankStatus::kFailed;
+  rank.exit = found->value.text;
+}
+
 // A Trainer's last line, where it was written since its last start.
 bool trainer_has_ended(const std::string& directory, double started_unix_s) {
   const std::string path = directory + "/metrics.jsonl";
@@ -60,8 +68,14 @@ LiveView view_of_record(const std::string& directory) {
   const bool failed = over && !run.facts.failure.empty();
   view.state = failed ? "failed" : over ? "ended" : "running";
   view.message = run.facts.failure;
-  for (const monitor::RankRecord& record : run.ranks) view.ranks.push_back(rank_of(record, over));
+  view.recorded = true;
+  view.total_steps = run.facts.total_steps;
+  for (const monitor::RankRecord& record : run.ranks) {
+    view.ranks.push_back(rank_of(record, over));
+    mark_failed(view.ranks.back(), run.facts.failed_ranks);
+  }
   if (!run.ranks.empty()) {
+    view.mean_step_s = budget_of(run.ranks.front(), 0, run.facts.started_unix_s).step_s();
     const std::span<const monitor::Interval> all = run.ranks.front().intervals;
     for (std::size_t i = 0; i < all.size(); ++i)
       if (all[i].steps > 0) add_point(view.step_ms, all[i].step, recent_step_ms(all.first(i + 1)));
@@ -69,9 +83,7 @@ LiveView view_of_record(const std::string& directory) {
   MetricsTail metrics;
   metrics.follow(directory);
   metrics.read();
-  view.loss = metrics.loss();
-  view.tokens_per_second = metrics.tokens_per_second();
-  view.samples_per_second = metrics.samples_per_second();
+  view.logged = metrics.series();
   view.findings = monitor::diagnose(run);
   view.verdict = verdict_of(view, monitor::enough_to_judge(run));
   return view;
