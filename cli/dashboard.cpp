@@ -89,11 +89,10 @@ int dashboard_command(const Args& args) {
   ::sigemptyset(&stop);
   for (const int signal : {SIGINT, SIGTERM, SIGHUP}) ::sigaddset(&stop, signal);
   ::pthread_sigmask(SIG_BLOCK, &stop, nullptr);
-  const dashboard::HttpServer server(dashboard::http_listen(request.listen, "--listen"),
-                                     {.snapshot_json = [&] { return source.snapshot_json(); },
-                                      .metrics_text = {},
-                                      .ready = {}},
-                                     options);
+  const dashboard::HttpServer server(
+      dashboard::http_listen(request.listen, "--listen"),
+      {.snapshot_json = [&] { return source.snapshot_json(); }, .metrics_text = {}, .ready = {}},
+      options);
   const std::string url = server.url();
   fmt::print("[dashboard] {}\n", options.token.empty() ? url : url.substr(0, url.find('?')));
   std::fflush(stdout);

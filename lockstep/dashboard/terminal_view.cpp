@@ -65,7 +65,7 @@ std::string figure(std::optional<double> value) {
   if (size >= 100) return fmt::format("{:.0f}", *value);
   if (size >= 10) return fmt::format("{:.1f}", *value);
   if (size >= 0.1 || size == 0) return fmt::format("{:.3f}", *value);
-  return size >= 1e-3 ? fmt::format("{:.4f}", *value) : fmt::format("{:.2e}", *value);
+  return size >= 1e-3 ? fmt::format("{:#.3g}", *value) : fmt::format("{:.2e}", *value);
 }
 
 std::string bytes(std::optional<double> value) {
@@ -141,9 +141,10 @@ std::string memory_of(const Node& rank) {
 std::string position_of(const Node& rank) {
   const Node& position = child(rank, "position");
   if (!position.is(NodeKind::kMap)) return "-";
+  const double age_s = number(position, "age_s").value_or(0);
   return fmt::format("{} #{} {}, {} s", text_of(position, "operation"),
                      text_of(position, "sequence"), text_of(position, "state"),
-                     figure(number(position, "age_s")));
+                     age_s < 10 ? fmt::format("{:.3f}", age_s) : figure(age_s));
 }
 
 std::string shares_of(const Node& rank) {

@@ -103,6 +103,15 @@ class Page(DashboardCase):
                 widths = {round(pixels) for _, pixels in charts}
                 self.assertEqual(len(widths), 1, charts)
                 self.assertLess(widths.pop(), 0.6 * width if width == 1280 else width, charts)
+        # A learning rate that hardly changes: the lines of its chart have texts of their own.
+        self.server.set(state(242, series={"learning_rate": [[s, 3e-3 - 1e-7 * s] for s in
+                                                             range(1, 900)]}))
+        self.page.wait("document.querySelectorAll('#charts .chart').length == 1")
+        labels = json.loads(self.page.value(
+            "JSON.stringify(Array.from(document.querySelectorAll('#charts [text-anchor=end]'), "
+            "(t) => t.textContent))"))
+        self.assertEqual(len(set(labels)), len(labels), labels)
+        self.assertIn("0.00295", labels)
         self.check_quiet()
 
     def test_updates_leave_the_focus_and_the_nodes_alone(self):

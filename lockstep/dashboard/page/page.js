@@ -72,7 +72,7 @@ function figure(value) {
   if (size >= 100 || Number.isInteger(value)) return value.toFixed(0);
   if (size >= 10) return value.toFixed(1);
   if (size >= 0.1 || size === 0) return value.toFixed(3);
-  return size >= 0.001 ? value.toFixed(4) : value.toExponential(2);
+  return size >= 0.001 ? value.toPrecision(3) : value.toExponential(2);
 }
 
 function bytes(value) {
@@ -97,6 +97,8 @@ function duration(seconds) {
   const minutes = Math.floor(whole / 60) % 60;
   return hours > 0 ? `${hours}:${pad(minutes)}:${pad(whole % 60)}` : `${minutes}:${pad(whole % 60)}`;
 }
+
+const ageText = (seconds) => (seconds < 10 ? seconds.toFixed(3) : figure(seconds));
 
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`;
 
@@ -201,8 +203,14 @@ function ticks(low, high, most) {
   return result;
 }
 
-// "2.500" reads better as "2.5"; "10" stays.
-const tickText = (value) => figure(value).replace(/(\.\d*?)0+(?= |e|$)/, '$1').replace(/\.(?= |e|$)/, '');
+// "2.500" reads better as "2.5"; "10" stays. Lines that are close together have all their digits.
+function tickTexts(values) {
+  const exact = values.map((value) => Number(value.toPrecision(6)));
+  const texts = exact.map((value) => figure(value).replace(/(\.\d*?)0+(?= |e|$)/, '$1')
+    .replace(/\.(?= |e|$)/, ''));
+  if (new Set(texts).size === texts.length) return texts;
+  return exact.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential() : String(value)));
+}
 
 function drawCurve(svg, values, title, unit) {
   const [width, height, left, bottom, top, right] = [360, 170, 46, 22, 10, 8];
@@ -216,10 +224,12 @@ function drawCurve(svg, values, title, unit) {
   const x = (v) => left + ((v - x0) / (x1 - x0)) * (width - left - right);
   const y = (v) => height - bottom - ((v - y0) / (y1 - y0)) * (height - top - bottom);
   const parts = [];
-  for (const tick of ticks(y0, y1, 4)) {
+  const lines = ticks(y0, y1, 4);
+  const texts = tickTexts(lines);
+  for (const [i, tick] of lines.entries()) {
     parts.push(shape('line', { class: 'grid', x1: left, x2: width - right, y1: y(tick), y2: y(tick) }));
     const label = shape('text', { class: 'axis', x: left - 7, y: y(tick) + 4, 'text-anchor': 'end' });
-    label.textContent = tickText(Number(tick.toPrecision(6)));
+    label.textContent = texts[i];
     parts.push(label);
   }
   for (const tick of ticks(x0, x1, 5).filter(Number.isInteger)) {
@@ -329,7 +339,7 @@ function drawRow(row, rank) {
   const position = rank.position === null || rank.position === undefined ? null : object(rank.position);
   say(cells[7].firstChild, position ? `${position.operation} #${position.sequence}` : '–');
   say(cells[7].lastChild, position
-    ? `${position.state}${number(position.age_s) !== null ? `, ${figure(position.age_s)} s ago` : ''}` : '');
+    ? `${position.state}${number(position.age_s) !== null ? `, ${ageText(position.age_s)} s ago` : ''}` : '');
 }
 
 function drawRanks(ranks) {
@@ -347,7 +357,9 @@ function shares(budget) {
   return result;
 }
 
-function drawBudget(ranks) {
+function drawBudget(state, ranks) {
+  const whole = state.run.recorded === true && state.run.state !== 'running';
+  say(at('budget-note'), whole ? 'Where each rank spent its steps.' : 'Where each rank spent its last second.');
   const used = new Set();
   match(at('budget'), ranks.map((r) => r.rank), () => {
     const line = make('div', 'budget');
@@ -455,7 +467,7 @@ function draw(state) {
   drawStall(state);
   drawCharts(series);
   drawRanks(ranks);
-  drawBudget(ranks);
+  drawBudget(state, ranks);
   drawLog(state);
   const time = number(state.time);
   if (time !== null) {
