@@ -26,7 +26,7 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kLastValues{10};  // of a device that may not answer any more
+constexpr std::chrono::seconds kLastValues{60};  // of a device that may not answer any more
 constexpr std::chrono::milliseconds kLookAgain{1};
 
 // The program as it was started.
